@@ -1,0 +1,60 @@
+# Flags, sanitizers, compiler cache, and tessera_room(): one CMake target a room, which sees the headers of the rooms it names and no others.
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_CXX_VISIBILITY_PRESET default)
+if(PROJECT_IS_TOP_LEVEL)
+  set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+  set(CMAKE_RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/bin")
+  set(CMAKE_LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/lib")
+  if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+    set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
+  endif()
+  find_program(TESSERA_CCACHE ccache)
+  if(TESSERA_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+    # The base folder lets two build folders share results; the sloppiness is what precompiled headers need.
+    set(CMAKE_CXX_COMPILER_LAUNCHER
+        ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${CMAKE_SOURCE_DIR} CCACHE_NOHASHDIR=1
+        CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${TESSERA_CCACHE})
+  endif()
+endif()
+
+add_library(tessera_flags INTERFACE)
+target_compile_options(tessera_flags INTERFACE $<BUILD_INTERFACE:-Wall -Wextra -Wno-unknown-pragmas -fno-gnu-unique>)
+if(TESSERA_CCACHE AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  target_compile_options(tessera_flags INTERFACE $<BUILD_INTERFACE:-fpch-preprocess>)
+endif()
+if(TESSERA_SANITIZE)
+  add_compile_options(-fsanitize=${TESSERA_SANITIZE} -fno-omit-frame-pointer -g)
+  add_link_options(-fsanitize=${TESSERA_SANITIZE})
+endif()
+
+# tessera_room(NAME [TORCH] SOURCES a.cpp ... NEEDS lower_room ... [LIBRARIES target ...])
+# The room's headers are reachable as <tessera/NAME/...> through a folder that holds this room alone, so that including a
+# room that is not named in NEEDS does not compile.
+function(tessera_room name)
+  cmake_parse_arguments(ROOM "TORCH" "" "SOURCES;NEEDS;LIBRARIES" ${ARGN})
+  set(window "${PROJECT_BINARY_DIR}/include/${name}")
+  file(MAKE_DIRECTORY "${window}/tessera")
+  file(CREATE_LINK "${CMAKE_CURRENT_SOURCE_DIR}" "${window}/tessera/${name}" SYMBOLIC)
+  add_library(tessera_${name} OBJECT ${ROOM_SOURCES})
+  target_include_directories(tessera_${name} PUBLIC $<BUILD_INTERFACE:${window}>)
+  target_link_libraries(tessera_${name} PRIVATE tessera_flags)
+  foreach(lower IN LISTS ROOM_NEEDS)
+    target_link_libraries(tessera_${name} PUBLIC tessera_${lower})
+  endforeach()
+  target_link_libraries(tessera_${name} PUBLIC ${ROOM_LIBRARIES})
+  if(ROOM_TORCH)
+    target_link_libraries(tessera_${name} PUBLIC tessera_torch)
+    tessera_use_pch(tessera_${name})
+  endif()
+endfunction()
+
+# tessera_use_pch(target): the shared precompiled header of the code that includes libtorch.
+function(tessera_use_pch target)
+  if(TESSERA_PCH)
+    target_precompile_headers(${target} REUSE_FROM tessera_pch)
+  endif()
+endfunction()

@@ -1,0 +1,12 @@
+#include "tessera/base/error.h"
+
+namespace tessera {
+
+// Out of line, so that each type has one home and can be caught across shared libraries.
+Error::Error(const std::string& what) : std::runtime_error(what) {}
+Error::~Error() = default;
+InvalidArgument::~InvalidArgument() = default;
+ConfigurationError::~ConfigurationError() = default;
+NotAvailable::~NotAvailable() = default;
+
+}  // namespace tessera

@@ -1,0 +1,15 @@
+#pragma once
+// Ranks as threads of one process: for unit tests, debugging, and property tests over many meshes.
+
+#include <functional>
+
+#include "tessera/comm/manager.h"
+
+namespace tessera {
+
+/// Runs `body` on `ranks` threads, each with a manager of its own over the backend "threads", and returns when all ended.
+/// A rank that throws makes the others' pending and later calls throw PeerLostError; the first rank's exception (by time) is rethrown here, with the
+/// rank in its message where it is a tessera::Error. CPU tensors only: on CUDA one engine thread per device serves the process, and ranks as threads would deadlock in backward.
+void run_threads(int ranks, const std::function<void(DistributedManager&)>& body, const ManagerOptions& options = {});
+
+}  // namespace tessera

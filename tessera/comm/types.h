@@ -1,0 +1,78 @@
+#pragma once
+// What every call of a group shares: the reduce operation, options of one call, levels of checking, errors.
+
+#include <chrono>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tessera/base/error.h"
+
+namespace tessera {
+
+/// How values of several ranks become one. NaN of any rank propagates through sum, avg, product, min and max.
+struct ReduceOp {
+  enum class Kind : unsigned char { sum, avg, product, min, max, premultiplied };
+  Kind kind = Kind::sum;
+  double factor = 1.0;  ///< This rank's weight, for `premultiplied` only.
+
+  static const ReduceOp sum, avg, product, min, max;
+  /// sum over ranks of factor_r * x_r; every rank gives its own factor (a weighted mean is premultiplied(n_r / N)).
+  static ReduceOp premultiplied(double factor) { return {Kind::premultiplied, factor}; }
+  bool operator==(const ReduceOp& other) const { return kind == other.kind && factor == other.factor; }
+};
+inline const ReduceOp ReduceOp::sum{ReduceOp::Kind::sum, 1.0};
+inline const ReduceOp ReduceOp::avg{ReduceOp::Kind::avg, 1.0};
+inline const ReduceOp ReduceOp::product{ReduceOp::Kind::product, 1.0};
+inline const ReduceOp ReduceOp::min{ReduceOp::Kind::min, 1.0};
+inline const ReduceOp ReduceOp::max{ReduceOp::Kind::max, 1.0};
+
+std::string to_string(ReduceOp::Kind kind);
+
+/// How much a group verifies before it moves data. `local`: arguments of this rank alone. `collective`: all ranks of the group agree on which
+/// call this is, operation, name, shape, dtype, root and reduce operation (one small exchange more a call).
+enum class CheckLevel : unsigned char { off, local, collective };
+
+/// Options of a single call.
+struct CallOptions {
+  std::chrono::milliseconds timeout{0};  ///< 0: the group's own limit.
+  std::string_view name;                 ///< Shown in errors and traces, and compared across ranks by CheckLevel::collective.
+};
+
+/// Something went wrong between ranks; `what()` names group, operation and sequence number.
+class CommError : public Error {
+ public:
+  using Error::Error;
+  ~CommError() override;
+};
+
+/// A wait ran into its limit. `missing` holds the global ranks that are known not to have arrived (empty if it cannot be known).
+class TimeoutError : public CommError {
+ public:
+  TimeoutError(const std::string& what, std::vector<int> missing) : CommError(what), missing_(std::move(missing)) {}
+  ~TimeoutError() override;
+  const std::vector<int>& missing() const { return missing_; }
+
+ private:
+  std::vector<int> missing_;
+};
+
+/// A rank of the group died, threw or aborted; `ranks` holds the global ranks known to be gone (empty if it cannot be known).
+class PeerLostError : public CommError {
+ public:
+  PeerLostError(const std::string& what, std::vector<int> ranks) : CommError(what), ranks_(std::move(ranks)) {}
+  ~PeerLostError() override;
+  const std::vector<int>& ranks() const { return ranks_; }
+
+ private:
+  std::vector<int> ranks_;
+};
+
+/// Ranks called different things; thrown on every rank before data moves.
+class MismatchError : public CommError {
+ public:
+  using CommError::CommError;
+  ~MismatchError() override;
+};
+
+}  // namespace tessera
