@@ -1,0 +1,280 @@
+#include "tessera/gradient/reducer.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <set>
+#include <tuple>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/agreement.h"
+#include "tessera/gradient/bucket.h"
+
+namespace tessera {
+
+GradientAccess::~GradientAccess() = default;
+
+at::Tensor GradientAccess::like(const at::Tensor& parameter) const { return parameter.detach(); }
+
+at::Tensor GradientAccess::contribution(const at::Tensor& parameter) const { return parameter.grad(); }
+
+void GradientAccess::store(const at::Tensor& parameter, const at::Tensor& reduced, bool keep) const {
+  at::Tensor& grad = parameter.mutable_grad();
+  if (keep)
+    grad = reduced;
+  else if (grad.defined())
+    grad.detach().copy_(reduced);
+  else
+    grad = reduced.clone();
+}
+
+namespace {
+
+// One place of a parameter in its bucket's flat tensor.
+struct Slot {
+  std::size_t parameter;
+  std::int64_t offset;
+  at::Tensor like;
+};
+
+struct Bucket {
+  Group group;
+  ReduceOp op;
+  std::vector<Slot> slots;
+  std::int64_t numel = 0;   // without the flags
+  at::Tensor flat;          // numel values, then one flag a slot: did this rank use it
+  std::size_t missing = 0;  // slots whose gradient has not been accumulated in this backward
+  bool started = false;
+  Request request;
+};
+
+}  // namespace
+
+struct GradientReducer::State : std::enable_shared_from_this<State> {
+  std::vector<ReducedParameter> parameters;
+  ReducerOptions options;
+  std::vector<std::vector<std::size_t>> layout;
+  std::vector<Bucket> buckets;
+  std::vector<std::size_t> bucket_of;
+  std::vector<bool> owed;   // accumulated since the last reduction
+  std::vector<bool> fired;  // accumulated in this backward
+  int no_sync_depth = 0;
+  bool open = false;        // between the first hook of a backward and its end
+  std::size_t next = 0;     // the bucket that starts next
+  std::mutex mutex;         // engine threads of several devices fire hooks at the same time
+
+  const GradientAccess& access(std::size_t i) const {
+    static const GradientAccess plain;
+    return parameters[i].access ? *parameters[i].access : plain;
+  }
+
+  void accumulated(std::size_t i);
+  void begin();
+  void start(Bucket& bucket);
+  void finish();
+  void write_back(Bucket& bucket);
+  void reset();
+};
+
+namespace {
+
+// Fires after a leaf's gradient is accumulated; hooks that the user had set before stay in force, before ours.
+struct AccumulatedHook : torch::autograd::PostAccumulateGradHook {
+  AccumulatedHook(std::function<void()> call, std::unique_ptr<PostAccumulateGradHook> before) : call(std::move(call)), before(std::move(before)) {}
+  void operator()(const torch::autograd::Variable& tensor) override {
+    if (before) (*before)(tensor);
+    call();
+  }
+  std::function<void()> call;
+  std::unique_ptr<PostAccumulateGradHook> before;
+};
+
+}  // namespace
+
+void GradientReducer::State::accumulated(std::size_t i) {
+  const std::lock_guard lock(mutex);
+  owed[i] = true;
+  if (no_sync_depth > 0) return;
+  if (!open) begin();
+  Bucket& bucket = buckets[bucket_of[i]];
+  if (fired[i]) {
+    if (bucket.started)
+      throw InvalidArgument(concat("the gradient of parameter '", parameters[i].name,
+                                   "' was accumulated a second time in one backward, after its reduction had started (a nested backward, such as reentrant "
+                                   "checkpointing). Give ReducerOptions::overlap = false, which reduces at the end of backward."));
+    return;
+  }
+  fired[i] = true;
+  --bucket.missing;
+  if (!options.overlap) return;
+  while (next < buckets.size() && buckets[next].missing == 0) start(buckets[next++]);
+}
+
+void GradientReducer::State::begin() {
+  open = true;
+  // At the end of this backward. A nested one ends first and reduces what it has; the rest follows when the outer one ends.
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (auto state = weak.lock()) {
+      const std::lock_guard lock(state->mutex);
+      if (state->open) state->finish();
+    }
+  });
+}
+
+void GradientReducer::State::start(Bucket& bucket) {
+  const at::NoGradGuard no_grad;
+  const auto slots = static_cast<std::int64_t>(bucket.slots.size());
+  if (!bucket.flat.defined()) bucket.flat = at::empty({bucket.numel + slots}, bucket.slots.front().like.options());
+  std::vector<float> used(bucket.slots.size());
+  for (std::size_t s = 0; s < bucket.slots.size(); ++s) {
+    const Slot& slot = bucket.slots[s];
+    const at::Tensor part = bucket.flat.narrow(0, slot.offset, slot.like.numel()).view(slot.like.sizes());
+    const at::Tensor mine = access(slot.parameter).contribution(parameters[slot.parameter].parameter);
+    if (mine.defined() && mine.layout() != at::kStrided)
+      throw InvalidArgument(concat("the gradient of parameter '", parameters[slot.parameter].name, "' has layout ", mine.layout(),
+                                   "; only dense gradients are reduced (make the embedding with sparse = false)"));
+    if (!mine.defined())
+      part.zero_();
+    else if (mine.data_ptr() != part.data_ptr() || !mine.is_contiguous())
+      part.copy_(mine);
+    used[s] = owed[slot.parameter] ? 1.0f : 0.0f;
+  }
+  bucket.flat.narrow(0, bucket.numel, slots).copy_(at::tensor(used));
+  bucket.started = true;
+  bucket.request = bucket.group.start_all_reduce(bucket.flat, bucket.op, {.name = "gradients"});
+}
+
+void GradientReducer::State::write_back(Bucket& bucket) {
+  const at::NoGradGuard no_grad;
+  // The flags are read only where they matter: reading them makes the host wait for the device.
+  const bool all_used_here = std::all_of(bucket.slots.begin(), bucket.slots.end(), [&](const Slot& s) { return owed[s.parameter]; });
+  at::Tensor flags;
+  if (!all_used_here)
+    flags = at::real(bucket.flat.narrow(0, bucket.numel, static_cast<std::int64_t>(bucket.slots.size()))).to(at::kCPU, at::kDouble).contiguous();
+  for (std::size_t s = 0; s < bucket.slots.size(); ++s) {
+    const Slot& slot = bucket.slots[s];
+    if (flags.defined() && flags.const_data_ptr<double>()[s] == 0.0) continue;
+    const at::Tensor part = bucket.flat.narrow(0, slot.offset, slot.like.numel()).view(slot.like.sizes());
+    access(slot.parameter).store(parameters[slot.parameter].parameter, part, options.gradient_as_bucket_view);
+    owed[slot.parameter] = false;
+  }
+}
+
+void GradientReducer::State::finish() {
+  try {
+    while (next < buckets.size()) start(buckets[next++]);
+    for (Bucket& bucket : buckets) {
+      bucket.request.wait();
+      write_back(bucket);
+    }
+  } catch (...) {
+    reset();
+    throw;
+  }
+  reset();
+}
+
+void GradientReducer::State::reset() {
+  for (Bucket& bucket : buckets) {
+    bucket.missing = bucket.slots.size();
+    bucket.started = false;
+    bucket.request = Request();
+  }
+  std::fill(fired.begin(), fired.end(), false);
+  next = 0;
+  open = false;
+}
+
+GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, ReducerOptions options) : state_(std::make_shared<State>()) {
+  State& state = *state_;
+  state.parameters = std::move(parameters);
+  state.options = options;
+  if (options.first_bucket_bytes < 1 || options.bucket_bytes < 1)
+    throw InvalidArgument(concat("bucket limits of ", options.first_bucket_bytes, " and ", options.bucket_bytes, " bytes; give at least 1"));
+
+  std::set<const c10::TensorImpl*> seen;
+  std::vector<BucketItem> items;
+  std::map<std::tuple<const void*, int, double, int, int, int>, std::uint64_t> keys;
+  std::map<const detail::GroupState*, std::pair<Group, std::string>> agreed;
+  for (std::size_t i = 0; i < state.parameters.size(); ++i) {
+    const ReducedParameter& p = state.parameters[i];
+    if (!p.parameter.defined() || !p.parameter.is_leaf() || !p.parameter.requires_grad())
+      throw InvalidArgument(concat("parameter '", p.name, "' is no leaf that requires grad; only such have a gradient to reduce"));
+    if (!seen.insert(p.parameter.unsafeGetTensorImpl()).second)
+      throw InvalidArgument(concat("parameter '", p.name, "' was given twice; list a shared parameter once"));
+    const at::Tensor like = state.access(i).like(p.parameter);
+    const auto key = keys.try_emplace({p.group.state().get(), static_cast<int>(p.op.kind), p.op.factor, static_cast<int>(like.scalar_type()),
+                                       static_cast<int>(like.device().type()), like.device().index()},
+                                      keys.size());
+    items.push_back({static_cast<std::int64_t>(like.nbytes()), key.first->second});
+    auto& text = agreed.try_emplace(p.group.state().get(), p.group, "").first->second.second;
+    text += concat("parameter '", p.name, "', shape ", like.sizes(), ", ", like.scalar_type(), ", ", to_string(p.op.kind), "\n");
+  }
+  // In order of first use, which is the same on all ranks if they agree at all.
+  std::vector<const detail::GroupState*> order;
+  for (const ReducedParameter& p : state.parameters)
+    if (std::find(order.begin(), order.end(), p.group.state().get()) == order.end()) order.push_back(p.group.state().get());
+  for (const auto* group : order) require_agreement(agreed.at(group).first, "the parameters whose gradients are reduced", agreed.at(group).second);
+
+  state.layout = assign_buckets(items, options.first_bucket_bytes, options.bucket_bytes);
+  state.bucket_of.resize(state.parameters.size());
+  state.owed.assign(state.parameters.size(), false);
+  state.fired.assign(state.parameters.size(), false);
+  for (std::size_t b = 0; b < state.layout.size(); ++b) {
+    Bucket bucket;
+    bucket.group = state.parameters[state.layout[b].front()].group;
+    bucket.op = state.parameters[state.layout[b].front()].op;
+    for (std::size_t i : state.layout[b]) {
+      at::Tensor like = state.access(i).like(state.parameters[i].parameter);
+      bucket.slots.push_back({i, bucket.numel, like});
+      bucket.numel += like.numel();
+      state.bucket_of[i] = b;
+    }
+    state.buckets.push_back(std::move(bucket));
+  }
+  state.reset();
+
+  for (std::size_t i = 0; i < state.parameters.size(); ++i) {
+    const at::Tensor& parameter = state.parameters[i].parameter;
+    auto call = [weak = std::weak_ptr<State>(state_), i] {
+      if (auto reducer = weak.lock()) reducer->accumulated(i);
+    };
+    auto& before = torch::autograd::impl::post_acc_grad_hooks(parameter);
+    torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::make_unique<AccumulatedHook>(std::move(call), std::move(before)));
+  }
+}
+
+GradientReducer::~GradientReducer() = default;
+
+void GradientReducer::reduce() {
+  const std::lock_guard lock(state_->mutex);
+  state_->finish();
+}
+
+bool GradientReducer::syncing() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->no_sync_depth == 0;
+}
+
+const std::vector<std::vector<std::size_t>>& GradientReducer::buckets() const { return state_->layout; }
+
+GradientReducer::NoSync::NoSync(GradientReducer& reducer) {
+  std::shared_ptr<State> state = reducer.state_;
+  {
+    const std::lock_guard lock(state->mutex);
+    ++state->no_sync_depth;
+  }
+  scope_ = std::shared_ptr<void>(static_cast<void*>(nullptr), [state](void*) {
+    const std::lock_guard lock(state->mutex);
+    --state->no_sync_depth;
+  });
+}
+
+GradientReducer::NoSync::~NoSync() = default;
+
+}  // namespace tessera
