@@ -1,0 +1,41 @@
+#pragma once
+// GroupSpec: what a manager asks for when it makes a group.
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/detail/group_watch.h"
+#include "tessera/comm/types.h"
+
+namespace tessera {
+class CommTrace;
+}
+
+namespace tessera::detail {
+
+class GroupState;
+
+struct GroupSpec {
+  std::string name;                              ///< Of this member list, unique in the job.
+  std::vector<int> ranks;                        ///< Global, in group order.
+  int rank = 0;                                  ///< Position of this process in `ranks`.
+  std::string backend;                           ///< For CPU tensors: "gloo", "mpi", "threads", "self".
+  c10::Device device{c10::DeviceType::CPU};      ///< CUDA: tensors of that device go to NCCL.
+  std::string address;                           ///< Numeric address of this host that listeners must bind, and no other.
+  c10::intrusive_ptr<c10d::Store> store;         ///< Of this group alone. Null for backends that need none.
+  std::chrono::milliseconds timeout{0};
+  CheckLevel check_level = CheckLevel::local;
+  std::shared_ptr<GroupWatch> watch;             ///< Never null.
+  std::shared_ptr<CommTrace> trace;              ///< Null: off.
+};
+
+/// Makes the group in this process; the other members do the same. Throws CommError if the members do not meet within the time limit.
+std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec);
+
+}  // namespace tessera::detail

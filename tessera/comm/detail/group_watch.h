@@ -1,0 +1,105 @@
+#pragma once
+// GroupWatch: what one group of this process knows about faults of its members. The group writes its position into it and asks it before each call;
+// the manager's watcher thread writes losses into it.
+//
+//   GroupState, starting a call:     watch.require_healthy(operation, sequence);   // one atomic load; throws PeerLostError
+//                                    watch.begin(sequence, operation);
+//   RequestState, work failed:       watch.fail(call, sequence, std::current_exception(), limit);   // throws the typed error
+//   Group::abort(reason):            watch.announce(reason);
+//   Backends that wait in a loop of their own (MPI, threads) poll watch.poison().
+//   Backends that block elsewhere (Gloo) are woken by the interrupt hook: see interrupt_gloo().
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <condition_variable>
+#include <string>
+#include <vector>
+
+namespace tessera::detail {
+
+/// Why a group cannot go on: the global ranks that are known to be gone (or that aborted), and a sentence that says how.
+struct Poison {
+  std::vector<int> ranks;
+  std::string reason;
+};
+
+/// Where a rank stands in a group: calls begun so far, and the newest one.
+struct Position {
+  std::uint64_t begun = 0;
+  std::string operation;
+};
+
+/// What one rank answered to a roll call.
+struct RollEntry {
+  int rank = 0;           ///< Global.
+  bool answered = false;  ///< False: no answer in time (stopped, cut off, or gone).
+  Position position;      ///< Where it stands, if it answered.
+};
+
+/// The way to the other ranks that does not go through the group itself. Implementations: the job's store (processes), the hub of run_threads (threads).
+class FaultChannel {
+ public:
+  virtual ~FaultChannel() = default;
+  /// Tells the other ranks that this group is aborted. Never throws, never blocks for long.
+  virtual void announce(const std::string& group, const std::vector<int>& members, const std::string& reason) noexcept = 0;
+  /// Asks the members where they stand in the group; returns when all answered or after `limit`.
+  virtual std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& members, std::chrono::milliseconds limit) noexcept = 0;
+};
+
+class GroupWatch {
+ public:
+  /// `rank` is this process' global rank, `members` the global ranks in group order. Without a channel, faults stay local.
+  GroupWatch(std::string group, std::vector<int> members, int rank, std::shared_ptr<FaultChannel> channel);
+
+  const std::string& group() const { return group_; }
+  const std::vector<int>& members() const { return members_; }
+
+  /// Null while the group is sound. The object lives as long as the watch.
+  const Poison* poison() const { return poison_.load(std::memory_order_acquire); }
+  /// Throws PeerLostError if the group is poisoned.
+  void require_healthy(const char* operation, std::uint64_t sequence) const;
+  /// Records that call number `sequence` (0, 1, ...) begins. `operation` must be a string literal.
+  void begin(std::uint64_t sequence, const char* operation) {
+    operation_.store(operation, std::memory_order_relaxed);
+    begun_.store(sequence + 1, std::memory_order_release);
+  }
+  Position position() const;
+
+  /// Called once, from any thread, when the group becomes poisoned: makes this process' pending calls on the group return. Set before the first call;
+  /// cleared (empty function) before the backend is destroyed. Runs at once if the group is poisoned already.
+  void set_interrupt(std::function<void()> interrupt);
+
+  /// Marks the group as unable to go on, in this process only. The first reason stays.
+  void set_poison(Poison poison);
+  /// Marks it here and tells the members: "rank R aborted: reason".
+  void announce(const std::string& reason);
+
+  /// Turns the failure of a call into TimeoutError or PeerLostError, after asking who is gone or missing; poisons the group here. `call` names operation and
+  /// tensor as errors show it. Never returns. `limit` is the limit that the call had.
+  [[noreturn]] void fail(const std::string& call, std::uint64_t sequence, const std::exception_ptr& cause, std::chrono::milliseconds limit);
+  /// The same for a wait that ran into its limit without the backend saying so.
+  [[noreturn]] void expire(const std::string& call, std::uint64_t sequence, std::chrono::milliseconds limit);
+
+ private:
+  [[noreturn]] void throw_lost(const std::string& call, std::uint64_t sequence, const Poison& poison) const;
+  bool wait_for_poison(std::chrono::milliseconds limit) const;
+
+  std::string group_;
+  std::vector<int> members_;
+  int rank_;
+  std::shared_ptr<FaultChannel> channel_;
+  std::atomic<std::uint64_t> begun_{0};
+  std::atomic<const char*> operation_{""};
+  std::atomic<const Poison*> poison_{nullptr};
+  mutable std::mutex mutex_;  // guards the three below
+  mutable std::condition_variable poisoned_;
+  std::unique_ptr<Poison> first_;
+  std::function<void()> interrupt_;
+};
+
+}  // namespace tessera::detail
