@@ -18,9 +18,15 @@ struct ReduceOp;
 
 namespace tessera::detail {
 
+/// The time limit of one call (<= 0: the backend's own), and whether its caller waits at once: then the backend may finish the call before it returns the
+/// work, and throw from the call itself. The options of c10d say the same by `timeout` and `asyncOp = false`.
+struct CallLimit {
+  std::chrono::milliseconds timeout{0};
+  bool blocking = false;
+};
+
 /// `sizes` are rows along dim 0, one number a rank in group order, the same on every rank, zeros allowed; all tensors share the dims after the first,
 /// and the dtype. Tensors are contiguous and on the backend's device, and are kept alive by the work. `root` is a rank of the group.
-/// `timeout` <= 0: the backend's own limit.
 /// Ranks 0, 1, 2 hold 3, 0 and 2 rows of 8: sizes {3, 0, 2}, whole tensors of shape [5, 8].
 class UnevenBackend {
  public:
@@ -28,18 +34,18 @@ class UnevenBackend {
 
   /// `output` [sum(sizes), ...], `input` [sizes[rank], ...].
   virtual c10::intrusive_ptr<c10d::Work> all_gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
-                                                      std::chrono::milliseconds timeout) = 0;
+                                                      CallLimit limit) = 0;
   /// `output` [sizes[rank], ...], `input` [sum(sizes), ...]; `input` keeps its values.
   virtual c10::intrusive_ptr<c10d::Work> reduce_scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
-                                                          const c10d::ReduceOp& op, std::chrono::milliseconds timeout) = 0;
+                                                          const c10d::ReduceOp& op, CallLimit limit) = 0;
   /// `output` [sum(sizes), ...] on root, ignored elsewhere (may be undefined).
   virtual c10::intrusive_ptr<c10d::Work> gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root,
-                                                  std::chrono::milliseconds timeout) = 0;
+                                                  CallLimit limit) = 0;
   /// `input` [sum(sizes), ...] on root, ignored elsewhere (may be undefined).
   virtual c10::intrusive_ptr<c10d::Work> scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root,
-                                                   std::chrono::milliseconds timeout) = 0;
+                                                   CallLimit limit) = 0;
   /// All messages at once, without deadlock in any order; two ranks' messages match in list order; a rank may send to itself. Not collective.
-  virtual c10::intrusive_ptr<c10d::Work> exchange(const std::vector<Message>& messages, std::chrono::milliseconds timeout) = 0;
+  virtual c10::intrusive_ptr<c10d::Work> exchange(const std::vector<Message>& messages, CallLimit limit) = 0;
 };
 
 }  // namespace tessera::detail
