@@ -1,0 +1,73 @@
+# The few commands of a checkout. Everything they need and this machine lacks is fetched by scripts/bootstrap.
+#   make             configure and build (PRESET=debug, asan or tsan: another kind)
+#   make demo        the winds example on real data, on 2 ranks; the report is build/winds-report.html
+#   make test        everything: Python's torch, build, all tests, lint
+#   make bench       the benchmarks (NAME=comm: one of them)
+#   make test-2.11   build and test with the oldest libtorch that is supported
+#   make format, make lint, make docs, make clean
+SHELL := /bin/bash
+PRESET ?= release
+JOBS ?= 2
+NAME ?=
+RANKS ?= 2
+BUILD := build/$(PRESET)
+RUN := scripts/env
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+export CTEST_PARALLEL_LEVEL := $(JOBS)
+
+.PHONY: all bootstrap python configure build demo test ctest bench format lint docs test-2.11 clean help
+all: build
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile
+
+bootstrap:
+	@scripts/bootstrap
+
+python: bootstrap
+	@scripts/bootstrap --python
+
+configure: bootstrap
+	@$(RUN) cmake --preset $(PRESET) $(CMAKE_ARGS)
+
+build: configure
+	@$(RUN) cmake --build --preset $(PRESET)
+
+demo: configure
+	@$(RUN) cmake --build --preset $(PRESET) --target tessera_cli winds
+	$(RUN) $(BUILD)/bin/tessera run -n $(RANKS) -- $(BUILD)/bin/winds --report build/winds-report.html
+	@echo "The report: file://$(CURDIR)/build/winds-report.html"
+
+test: python
+	@$(MAKE) --no-print-directory build
+	@$(MAKE) --no-print-directory ctest
+	@$(MAKE) --no-print-directory lint
+
+ctest:
+	@$(RUN) ctest --preset $(PRESET) $(CTEST_ARGS)
+
+bench: configure
+	@$(RUN) cmake --build --preset $(PRESET)
+	@$(RUN) scripts/bench $(BUILD) $(NAME)
+
+format: bootstrap
+	@scripts/bootstrap --lint
+	@$(RUN) scripts/format
+
+lint: bootstrap
+	@scripts/bootstrap --lint
+	@$(RUN) scripts/lint
+
+docs: bootstrap
+	@scripts/bootstrap --docs
+	@$(RUN) scripts/docs
+
+# Its own environment and build folder; nothing of the others is touched.
+test-2.11: bootstrap
+	@scripts/bootstrap --torch 2.11.0
+	@$(RUN) cmake --preset release -B build/torch-2.11 -DTESSERA_TORCH="$$(echo $(CURDIR)/.env-2.11.0/lib/python3*/site-packages/torch)"
+	@$(RUN) cmake --build build/torch-2.11
+	@$(RUN) ctest --test-dir build/torch-2.11 --output-on-failure --no-tests=error $(CTEST_ARGS)
+
+clean:
+	@rm -rf build/$(PRESET) build/lint build/torch-2.11 build/docs
