@@ -1,0 +1,44 @@
+#pragma once
+// Half-open intervals of indices, and boxes of them.
+
+#include <algorithm>
+#include <cstdint>
+#include <ostream>
+#include <vector>
+
+namespace tessera {
+
+/// Indices begin, ..., end - 1. Empty if end <= begin.
+struct Interval {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int64_t size() const { return std::max<std::int64_t>(end - begin, 0); }
+  bool empty() const { return end <= begin; }
+  bool contains(std::int64_t i) const { return begin <= i && i < end; }
+  bool contains(const Interval& other) const { return other.empty() || (begin <= other.begin && other.end <= end); }
+  Interval shifted(std::int64_t by) const { return {begin + by, end + by}; }
+  bool operator==(const Interval&) const = default;
+};
+
+inline Interval intersect(const Interval& a, const Interval& b) { return {std::max(a.begin, b.begin), std::min(a.end, b.end)}; }
+
+inline std::ostream& operator<<(std::ostream& out, const Interval& i) { return out << '[' << i.begin << ", " << i.end << ')'; }
+
+/// One interval a dim.
+using Box = std::vector<Interval>;
+
+/// Number of elements; 1 for a box without dims (a scalar).
+inline std::int64_t volume(const Box& box) {
+  std::int64_t n = 1;
+  for (const Interval& i : box) n *= i.size();
+  return n;
+}
+
+/// Both boxes have the same number of dims.
+inline Box intersect(const Box& a, const Box& b) {
+  Box both(a.size());
+  for (std::size_t d = 0; d < a.size(); ++d) both[d] = intersect(a[d], b[d]);
+  return both;
+}
+
+}  // namespace tessera

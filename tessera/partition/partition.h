@@ -1,0 +1,47 @@
+#pragma once
+// Partition: one dim cut into consecutive parts of any sizes, zeros included.
+//
+//   Partition p({4, 0, 3});      // extent 7
+//   p.interval(2) -> [4, 7)      p.owner(4) -> 2 (never the empty part 1)
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "tessera/partition/interval.h"
+
+namespace tessera {
+
+class Partition {
+ public:
+  Partition() : offsets_{0} {}
+  /// Throws InvalidArgument for a negative size.
+  explicit Partition(std::span<const std::int64_t> sizes);
+  explicit Partition(std::initializer_list<std::int64_t> sizes) : Partition(std::span(sizes.begin(), sizes.size())) {}
+
+  /// The first extent % parts parts have one more: even(7, 3) -> {3, 2, 2}.
+  static Partition even(std::int64_t extent, int parts);
+  /// Every part but the last non-empty ones has ceil(extent / parts), as torch.chunk cuts: chunked(5, 4) -> {2, 2, 1, 0}.
+  static Partition chunked(std::int64_t extent, int parts);
+  /// In proportion to the weights, by largest remainder (ties: lower part first): weighted(10, {1, 3}) -> {3, 7}; weights >= 0, finite, not all zero.
+  static Partition weighted(std::int64_t extent, std::span<const double> weights);
+
+  int parts() const { return static_cast<int>(offsets_.size()) - 1; }
+  std::int64_t extent() const { return offsets_.back(); }
+  std::int64_t size(int part) const { return offsets_[part + 1] - offsets_[part]; }
+  std::int64_t begin(int part) const { return offsets_[part]; }
+  Interval interval(int part) const { return {offsets_[part], offsets_[part + 1]}; }
+  std::vector<std::int64_t> sizes() const;
+
+  /// The part that holds index i. O(log parts). Throws InvalidArgument outside [0, extent).
+  int owner(std::int64_t i) const;
+  /// The parts that meet `range` in at least one index, as first and one past last; empty parts in between are inside. {0, 0} if none does.
+  Interval overlapping(Interval range) const;
+
+  bool operator==(const Partition&) const = default;
+
+ private:
+  std::vector<std::int64_t> offsets_;  // parts + 1, the first 0
+};
+
+}  // namespace tessera
