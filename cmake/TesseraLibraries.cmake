@@ -5,24 +5,31 @@
 set(TESSERA_BASE_ROOMS base cluster layout partition)
 set(TESSERA_TORCH_ROOMS comm gradient tensor ops nn)
 
+# A library is the objects of its rooms. The rooms stay inside: users see headers and what LINK names, never a room's target.
 function(tessera_library name)
   cmake_parse_arguments(LIB "" "" "ROOMS;LINK" ${ARGN})
   add_library(${name} SHARED)
-  set_target_properties(${name} PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR})
+  set_target_properties(
+    ${name}
+    PROPERTIES VERSION ${PROJECT_VERSION}
+               SOVERSION ${PROJECT_VERSION_MAJOR}
+               LINKER_LANGUAGE CXX)
+  target_compile_features(${name} PUBLIC cxx_std_20)
+  target_include_directories(
+    ${name} PUBLIC $<BUILD_INTERFACE:${PROJECT_BINARY_DIR}/include/common> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
   foreach(room IN LISTS LIB_ROOMS)
     if(TARGET tessera_${room})
-      target_link_libraries(${name} PUBLIC $<BUILD_INTERFACE:tessera_${room}>)
-      target_sources(${name} PRIVATE $<TARGET_OBJECTS:tessera_${room}>)
+      target_link_libraries(${name} PRIVATE tessera_${room})
+      target_include_directories(${name} PUBLIC $<BUILD_INTERFACE:${PROJECT_BINARY_DIR}/include/${room}>)
     endif()
   endforeach()
   target_link_libraries(${name} PUBLIC ${LIB_LINK})
-  set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX)
 endfunction()
 
 tessera_library(tessera_base_library ROOMS ${TESSERA_BASE_ROOMS})
 set_target_properties(tessera_base_library PROPERTIES OUTPUT_NAME tessera_base EXPORT_NAME base)
 add_library(Tessera::base ALIAS tessera_base_library)
 
-tessera_library(tessera_library ROOMS ${TESSERA_TORCH_ROOMS} LINK tessera_base_library)
+tessera_library(tessera_library ROOMS ${TESSERA_TORCH_ROOMS} LINK tessera_base_library tessera_torch)
 set_target_properties(tessera_library PROPERTIES OUTPUT_NAME tessera EXPORT_NAME tessera)
 add_library(Tessera::tessera ALIAS tessera_library)

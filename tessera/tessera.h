@@ -1,0 +1,10 @@
+#pragma once
+// What users need, in one include.
+
+#include "tessera/base/error.h"
+#include "tessera/cluster/launch.h"
+#include "tessera/comm/group.h"
+#include "tessera/comm/manager.h"
+#include "tessera/comm/types.h"
+#include "tessera/layout/mesh.h"
+#include "tessera/version.h"
