@@ -8,37 +8,52 @@ file(CREATE_LINK "${PROJECT_SOURCE_DIR}/tessera/tessera.h" "${PROJECT_BINARY_DIR
 
 # The build tree's package reads the same file as the installed one.
 set(TESSERA_CMAKE_DIR "${CMAKE_INSTALL_LIBDIR}/cmake/Tessera")
-configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/TesseraConfig.cmake.in" "${PROJECT_BINARY_DIR}/install/TesseraConfig.cmake"
-                              INSTALL_DESTINATION "${TESSERA_CMAKE_DIR}")
+configure_package_config_file(
+  "${PROJECT_SOURCE_DIR}/cmake/TesseraConfig.cmake.in"
+  "${PROJECT_BINARY_DIR}/install/TesseraConfig.cmake"
+  INSTALL_DESTINATION "${TESSERA_CMAKE_DIR}"
+)
 configure_file("${PROJECT_BINARY_DIR}/install/TesseraConfig.cmake" "${PROJECT_BINARY_DIR}/TesseraConfig.cmake" COPYONLY)
 # Before 1.0 a minor version may break its users.
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/TesseraConfigVersion.cmake" COMPATIBILITY SameMinorVersion)
-export(
-  TARGETS tessera_base_library tessera_library tessera_torch
-  NAMESPACE Tessera::
-  FILE "${PROJECT_BINARY_DIR}/TesseraTargets.cmake")
+export(TARGETS tessera_base_library tessera_library tessera_torch NAMESPACE Tessera:: FILE "${PROJECT_BINARY_DIR}/TesseraTargets.cmake")
 
 if(NOT PROJECT_IS_TOP_LEVEL AND NOT TESSERA_INSTALL)
   return()
 endif()
 
 set_target_properties(tessera_torch PROPERTIES EXPORT_NAME torch)
-set_target_properties(tessera_base_library tessera_library PROPERTIES INSTALL_RPATH "$ORIGIN;${TESSERA_TORCH_PREFIX}/lib"
-                                                                      INSTALL_RPATH_USE_LINK_PATH ON)
+set_target_properties(
+  tessera_base_library
+  tessera_library
+  PROPERTIES INSTALL_RPATH "$ORIGIN;${TESSERA_TORCH_PREFIX}/lib" INSTALL_RPATH_USE_LINK_PATH ON
+)
 install(
   TARGETS tessera_base_library tessera_library tessera_torch
   EXPORT TesseraTargets
   RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}" COMPONENT tessera
-  LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT tessera NAMELINK_COMPONENT tessera)
+  LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT tessera NAMELINK_COMPONENT tessera
+)
 install(EXPORT TesseraTargets NAMESPACE Tessera:: DESTINATION "${TESSERA_CMAKE_DIR}" COMPONENT tessera)
-install(FILES "${PROJECT_BINARY_DIR}/install/TesseraConfig.cmake" "${PROJECT_BINARY_DIR}/TesseraConfigVersion.cmake"
-        DESTINATION "${TESSERA_CMAKE_DIR}" COMPONENT tessera)
-install(FILES "${PROJECT_SOURCE_DIR}/tessera/tessera.h" "${PROJECT_BINARY_DIR}/include/common/tessera/version.h"
-        DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/tessera" COMPONENT tessera)
+install(
+  FILES "${PROJECT_BINARY_DIR}/install/TesseraConfig.cmake" "${PROJECT_BINARY_DIR}/TesseraConfigVersion.cmake"
+  DESTINATION "${TESSERA_CMAKE_DIR}"
+  COMPONENT tessera
+)
+install(
+  FILES "${PROJECT_SOURCE_DIR}/tessera/tessera.h" "${PROJECT_BINARY_DIR}/include/common/tessera/version.h"
+  DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/tessera"
+  COMPONENT tessera
+)
 foreach(room IN LISTS TESSERA_BASE_ROOMS TESSERA_TORCH_ROOMS)
   if(TARGET tessera_${room})
-    install(DIRECTORY "${PROJECT_SOURCE_DIR}/tessera/${room}" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/tessera" COMPONENT tessera
-            FILES_MATCHING PATTERN "*.h")
+    install(
+      DIRECTORY "${PROJECT_SOURCE_DIR}/tessera/${room}"
+      DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/tessera"
+      COMPONENT tessera
+      FILES_MATCHING
+      PATTERN "*.h"
+    )
   endif()
 endforeach()
 file(RELATIVE_PATH TESSERA_PC_PREFIX "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")

@@ -3,7 +3,14 @@
 #   Tessera::tessera  everything that needs libtorch and nothing else
 
 set(TESSERA_BASE_ROOMS base cluster layout partition)
-set(TESSERA_TORCH_ROOMS comm gradient tensor ops nn)
+set(
+  TESSERA_TORCH_ROOMS
+  comm
+  gradient
+  tensor
+  ops
+  nn
+)
 
 # A library is the objects of its rooms. The rooms stay inside: users see headers and what LINK names, never a room's target.
 function(tessera_library name)
@@ -11,12 +18,10 @@ function(tessera_library name)
   add_library(${name} SHARED)
   set_target_properties(
     ${name}
-    PROPERTIES VERSION ${PROJECT_VERSION}
-               SOVERSION ${PROJECT_VERSION_MAJOR}
-               LINKER_LANGUAGE CXX)
+    PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR} LINKER_LANGUAGE CXX
+  )
   target_compile_features(${name} PUBLIC cxx_std_20)
-  target_include_directories(
-    ${name} PUBLIC $<BUILD_INTERFACE:${PROJECT_BINARY_DIR}/include/common> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+  target_include_directories(${name} PUBLIC $<BUILD_INTERFACE:${PROJECT_BINARY_DIR}/include/common> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
   foreach(room IN LISTS LIB_ROOMS)
     if(TARGET tessera_${room})
       target_link_libraries(${name} PRIVATE tessera_${room})
