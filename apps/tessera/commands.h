@@ -1,0 +1,17 @@
+#pragma once
+// The subcommands of the program `tessera`. Each adds its options to the parser and returns what runs it.
+
+#include <CLI/CLI.hpp>
+
+#include <functional>
+
+namespace tessera::app {
+
+struct Command {
+  CLI::App* parser;
+  std::function<int()> run;  ///< Returns the exit status.
+};
+
+Command add_run(CLI::App& program);
+
+}  // namespace tessera::app

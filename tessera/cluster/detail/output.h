@@ -1,0 +1,85 @@
+#pragma once
+// Output of ranks: bytes into whole lines, and lines into the launcher's own streams without ever blocking on a slow reader.
+
+#include <cstdint>
+#include <cstdio>
+#include <deque>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tessera::detail {
+
+/// Cuts a stream of bytes into lines. A line of more than `limit` bytes is cut there; the rest follows as lines of its own.
+/// With `carriage_returns`, "\r" ends a piece as well (a progress bar on a terminal); "\r\n" is one line end.
+class LineSplitter {
+ public:
+  static constexpr std::size_t default_limit = 1 << 20;
+  explicit LineSplitter(bool carriage_returns = false, std::size_t limit = default_limit) : carriage_returns_(carriage_returns), limit_(limit) {}
+
+  struct Line {
+    std::string text;  ///< Without its end.
+    char end = '\n';   ///< '\n', or '\r' for a piece that the next one overwrites.
+  };
+
+  /// The lines that `bytes` complete, in order.
+  std::vector<Line> add(std::string_view bytes);
+  /// What is left without a line end, once the stream has ended: at most one line.
+  std::vector<Line> finish();
+
+ private:
+  bool carriage_returns_;
+  std::size_t limit_;
+  std::string partial_;
+};
+
+/// One of the launcher's own streams. Text is queued, and written as far as the reader takes it.
+class OutputStream {
+ public:
+  /// `fd` stays the caller's.
+  explicit OutputStream(int fd);
+
+  int fd() const { return fd_; }
+  bool is_terminal() const { return terminal_; }
+  bool same_file(const OutputStream& other) const;
+  /// One piece as from LineSplitter, behind its prefix.
+  void put(std::string_view prefix, std::string_view text, char end = '\n');
+  /// Writes what can be written without blocking.
+  void flush();
+  bool pending() const { return !broken_ && sent_ < queue_.size(); }
+  std::size_t backlog() const { return queue_.size() - sent_; }
+  bool broken() const { return broken_; }  ///< The reader is gone (EPIPE) or the descriptor is closed; text is dropped from then on.
+  void drop();                             ///< Forgets what is queued.
+
+ private:
+  int fd_;
+  bool terminal_;
+  bool overwrite_ = false;  // The terminal's current line holds a piece that ended with '\r'.
+  bool broken_ = false;
+  std::string queue_;
+  std::size_t sent_ = 0;
+};
+
+/// Lines kept in an unnamed temporary file until their turn comes.
+class LineSpool {
+ public:
+  /// `channel` is any small number that comes back with the line. Throws Error where the temporary file cannot be written.
+  void put(int channel, std::string_view text);
+  struct Item {
+    int channel;
+    std::string text;
+  };
+  /// The oldest line, or nothing left: false.
+  bool get(Item* item);
+
+ private:
+  struct Close {
+    void operator()(std::FILE* f) const { std::fclose(f); }
+  };
+  std::unique_ptr<std::FILE, Close> file_;
+  long read_at_ = 0;
+  long write_at_ = 0;
+};
+
+}  // namespace tessera::detail
