@@ -1,0 +1,71 @@
+#pragma once
+// KeyedPermutation: a shuffle without a list. Any index is computed alone, and back.
+//
+//   KeyedPermutation p(1'000'000, seed, epoch);
+//   p(0), p(1), ...      // every number below a million once, in an order that differs by seed and epoch
+//   p.inverse(p(i)) == i
+//
+// Method: a Feistel network (Luby and Rackoff 1988) on the smallest power of two that holds the size, with cycle walking (Black and Rogaway 2002) for the
+// numbers above it: below two network evaluations an index on average. Only unsigned 64-bit arithmetic, so that every compiler and platform gives the same numbers.
+
+#include <array>
+#include <cstdint>
+
+namespace tessera {
+
+class KeyedPermutation {
+ public:
+  /// Of [0, size), size <= 2^63. `stream` separates permutations that share a seed (the epoch, a dataset). Throws InvalidArgument above 2^63.
+  KeyedPermutation(std::uint64_t size, std::uint64_t seed, std::uint64_t stream = 0);
+
+  std::uint64_t size() const { return size_; }
+  /// Where i goes, i < size (not checked: this is the inner loop).
+  std::uint64_t operator()(std::uint64_t i) const {
+    do i = forward(i);
+    while (i >= size_);
+    return i;
+  }
+  std::uint64_t inverse(std::uint64_t i) const {
+    do i = backward(i);
+    while (i >= size_);
+    return i;
+  }
+
+ private:
+  static constexpr int kMaxRounds = 24;
+  std::uint64_t mix(std::uint64_t half, int round) const {
+    std::uint64_t x = half + keys_[round];
+    x *= 0xd6e8feb86659fd93ull;  // an odd constant with well-spread bits; the high half of the product is the mixed one
+    x ^= x >> 32;
+    x *= 0xd6e8feb86659fd93ull;
+    return x >> 32;
+  }
+  std::uint64_t forward(std::uint64_t i) const {
+    std::uint64_t high = i >> low_bits_, low = i & low_mask_;
+    for (int r = 0; r < rounds_; r += 2) {
+      high = (high ^ mix(low, r)) & high_mask_;
+      low = (low ^ mix(high, r + 1)) & low_mask_;
+    }
+    return high << low_bits_ | low;
+  }
+  std::uint64_t backward(std::uint64_t i) const {
+    std::uint64_t high = i >> low_bits_, low = i & low_mask_;
+    for (int r = rounds_; r > 0; r -= 2) {
+      low = (low ^ mix(high, r - 1)) & low_mask_;
+      high = (high ^ mix(low, r - 2)) & high_mask_;
+    }
+    return high << low_bits_ | low;
+  }
+
+  std::uint64_t size_;
+  int low_bits_, rounds_;
+  std::uint64_t low_mask_, high_mask_;
+  std::array<std::uint64_t, kMaxRounds> keys_;
+};
+
+/// 64 random bits that depend on (seed, stream, counter) alone: SplitMix64's finaliser (Steele, Lea, Flood 2014) over their combination.
+std::uint64_t keyed_random(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter);
+/// The same as a number in [0, 1), a multiple of 2^-53.
+double keyed_uniform(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter);
+
+}  // namespace tessera
