@@ -1,13 +1,10 @@
 #include "tessera/cluster/local_run.h"
 
-#include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/ioctl.h>
-#include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -18,17 +15,16 @@
 #include <deque>
 #include <filesystem>
 #include <iomanip>
-#include <map>
-#include <optional>
+#include <set>
+#include <sstream>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/cluster/cores.h"
 #include "tessera/cluster/detail/output.h"
 #include "tessera/cluster/detail/process_tree.h"
+#include "tessera/cluster/detail/run_scope.h"
 #include "tessera/cluster/detail/supervisor.h"
-
-extern char** environ;
 
 namespace tessera {
 namespace detail {
@@ -39,87 +35,6 @@ constexpr std::size_t last_lines_kept = 12;
 constexpr std::size_t last_line_width = 400;
 
 std::string system_error(const std::string& what) { return concat(what, ": ", std::strerror(errno)); }
-
-// A loopback port, reserved: bound with SO_REUSEADDR and never listening, so that nobody gets it by chance, while a listener that sets SO_REUSEADDR
-// itself (the stores of libtorch do) can take it.
-class ReservedPort {
- public:
-  ReservedPort() : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    const int on = 1;
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof address;
-    if (fd_ < 0 || setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
-        bind(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 ||
-        getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
-      const std::string message = system_error("no free port on 127.0.0.1");
-      if (fd_ >= 0) close(fd_);
-      throw Error(message);
-    }
-    port_ = ntohs(address.sin_port);
-  }
-  ~ReservedPort() { close(fd_); }
-  ReservedPort(const ReservedPort&) = delete;
-  ReservedPort& operator=(const ReservedPort&) = delete;
-  int fd() const { return fd_; }
-  int port() const { return port_; }
-
- private:
-  int fd_;
-  int port_ = 0;
-};
-
-// Signals come through a descriptor for the time of a run; the process' own settings are restored after it.
-class SignalScope {
- public:
-  SignalScope() {
-    sigset_t watched;
-    sigemptyset(&watched);
-    for (int signal : {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2}) sigaddset(&watched, signal);
-    struct sigaction ignore {};
-    ignore.sa_handler = SIG_IGN;
-    sigaction(SIGPIPE, &ignore, &pipe_action_);
-    struct sigaction usual {};
-    usual.sa_handler = SIG_DFL;
-    sigaction(SIGCHLD, &usual, &child_action_);
-    sigprocmask(SIG_BLOCK, &watched, &mask_);
-    fd_ = signalfd(-1, &watched, SFD_CLOEXEC | SFD_NONBLOCK);
-    prctl(PR_GET_CHILD_SUBREAPER, &subreaper_);
-    prctl(PR_SET_CHILD_SUBREAPER, 1);
-  }
-  ~SignalScope() {
-    prctl(PR_SET_CHILD_SUBREAPER, subreaper_);
-    if (fd_ >= 0) close(fd_);
-    sigaction(SIGCHLD, &child_action_, nullptr);
-    sigaction(SIGPIPE, &pipe_action_, nullptr);
-    sigprocmask(SIG_SETMASK, &mask_, nullptr);
-  }
-  SignalScope(const SignalScope&) = delete;
-  SignalScope& operator=(const SignalScope&) = delete;
-  int fd() const { return fd_; }
-  const sigset_t& mask() const { return mask_; }
-  const struct sigaction& pipe_action() const { return pipe_action_; }
-
- private:
-  int fd_ = -1;
-  int subreaper_ = 0;
-  sigset_t mask_{};
-  struct sigaction pipe_action_ {};
-  struct sigaction child_action_ {};
-};
-
-// Variables by which an outer launcher numbers its own processes; inherited, they would tell every rank that it is that one process.
-bool belongs_to_outer_launcher(const std::string& variable) {
-  for (const char* prefix : {"TESSERA_RANK=", "TESSERA_WORLD_SIZE=", "TESSERA_LOCAL_", "TESSERA_NODE_RANK=", "TESSERA_ADDRESS=", "TESSERA_PORT=",
-                             "TESSERA_TERMINAL_COLUMNS=", "TORCHELASTIC_", "GROUP_RANK=", "GROUP_WORLD_SIZE=", "ROLE_RANK=", "ROLE_WORLD_SIZE=",
-                             "ROLE_NAME=", "RANK=", "WORLD_SIZE=", "LOCAL_RANK=", "LOCAL_WORLD_SIZE=", "NODE_RANK=", "MASTER_ADDR=", "MASTER_PORT=",
-                             "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_SIZE=", "PMIX_", "PMI_", "MPI_LOCALRANKID=", "MPI_LOCALNRANKS=", "JSM_NAMESPACE_",
-                             "SLURM_PROCID=", "SLURM_LOCALID=", "SLURM_NODEID=", "SLURM_STEP"}) {
-    if (variable.rfind(prefix, 0) == 0) return true;
-  }
-  return false;
-}
 
 std::string describe(int status) {
   if (WIFSIGNALED(status)) return concat("signal ", WTERMSIG(status), " (", strsignal(WTERMSIG(status)), ")");
@@ -158,6 +73,7 @@ class Runner {
       if (!(seconds >= 0 && seconds < 1e9)) throw InvalidArgument(concat("run_local: ", seconds, " s is no time; give 0 to 1e9"));
     }
     shared_sink_ = out_.same_file(err_);
+    for (pid_t pid : children(getpid())) older_children_.insert(pid);
   }
 
   LocalRunResult run() {
@@ -183,7 +99,11 @@ class Runner {
 
  private:
   OutputStream& sink(int channel) { return channel == 1 && !shared_sink_ ? err_ : out_; }
-  double seconds(std::int64_t since_ns, std::int64_t now_ns) const { return static_cast<double>(now_ns - since_ns) / 1e9; }
+  std::string seconds_since_begin(std::int64_t now_ns) const {
+    std::ostringstream out;
+    out << std::fixed << std::setprecision(2) << static_cast<double>(now_ns - begin_ns_) / 1e9 << " s";
+    return out.str();
+  }
   void say(const std::string& text) { sink(1).put("tessera: ", text); }
 
   void prepare() {
@@ -198,31 +118,9 @@ class Runner {
       std::filesystem::create_directories(run_.log_folder, error);
       if (error) throw Error(concat("cannot make the log folder '", run_.log_folder, "': ", error.message()));
     }
-    bool has_threads = false;
-    for (char** v = environ; *v; ++v) {
-      const std::string variable = *v;
-      if (belongs_to_outer_launcher(variable)) continue;
-      if (variable.rfind("OMP_NUM_THREADS=", 0) == 0) {
-        if (run_.threads > 0) continue;
-        has_threads = true;
-      }
-      environment_.push_back(variable);
-    }
-    if (run_.threads > 0) set("OMP_NUM_THREADS", run_.threads);
-    if (run_.threads == LocalRun::automatic && !has_threads) set("OMP_NUM_THREADS", threads_per_rank(usable, run_.ranks));
-    for (const char* prefix : {"TESSERA_", ""}) set(concat(prefix, "WORLD_SIZE"), run_.ranks);
-    set("TESSERA_LOCAL_SIZE", run_.ranks);
-    set("LOCAL_WORLD_SIZE", run_.ranks);
-    set("TESSERA_NODE_RANK", 0);
-    for (const char* name : {"TESSERA_ADDRESS", "MASTER_ADDR"}) set(name, "127.0.0.1");
-    for (const char* name : {"TESSERA_PORT", "MASTER_PORT"}) set(name, port_.port());
     winsize size{};
-    if (err_.is_terminal() && ioctl(run_.err, TIOCGWINSZ, &size) == 0 && size.ws_col > 0) set("TESSERA_TERMINAL_COLUMNS", size.ws_col);
-  }
-
-  template <class T>
-  void set(const std::string& name, const T& value) {
-    environment_.push_back(concat(name, "=", value));
+    const bool terminal = err_.is_terminal() && ioctl(run_.err, TIOCGWINSZ, &size) == 0;
+    environment_ = shared_environment(run_, usable, port_.port(), terminal ? size.ws_col : 0);
   }
 
   int open_log(int r, const char* ending) {
@@ -262,7 +160,7 @@ class Runner {
   }
 
   bool done() const {
-    return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& r) { return r.finished(); });
+    return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& r) { return r.finished() && r.spool.empty(); });
   }
 
   void step() {
@@ -283,6 +181,7 @@ class Runner {
     read_signals();
     reap();
     for (std::size_t r = 0; r < ranks_.size(); ++r) read_output(static_cast<int>(r));
+    if (run_.output == LocalRun::Output::by_rank) release_spools();
     out_.flush();
     err_.flush();
     if (out_.broken() && !broken_noted_) {
@@ -293,6 +192,7 @@ class Runner {
   }
 
   int wait_ms() const {
+    if (spools_stopped_ && !out_.pending() && !err_.pending()) return 0;
     std::int64_t next = 0;
     for (std::int64_t at : {timeout_ns(), terminate_ns_, kill_ns_, give_up_ns_}) {
       if (at > 0 && (next == 0 || at < next)) next = at;
@@ -329,7 +229,7 @@ class Runner {
   }
 
   void abandon(Rank& rank) {
-    for (Stream& s : rank.streams) end_stream(rank, s);
+    for (Stream& s : rank.streams) end_stream(s);
     rank.ended = rank.gone = true;
   }
 
@@ -464,10 +364,9 @@ class Runner {
       } else if (size == 0 || (errno != EAGAIN && errno != EINTR) || rank.gone) {
         // Whoever still holds the pipe after the rank and its descendants are gone is none of ours.
         emit(r, channel, s.splitter.finish());
-        end_stream(rank, s);
+        end_stream(s);
       }
     }
-    if (run_.output == LocalRun::Output::by_rank) release_spools();
   }
 
   void write_log(int r, Stream& s, const char* data, std::size_t size) {
@@ -485,14 +384,14 @@ class Runner {
     }
   }
 
-  void end_stream(Rank&, Stream& s) {
+  void end_stream(Stream& s) {
     if (s.fd >= 0) close(s.fd);
     s.fd = -1;
   }
 
   void emit(int r, int channel, std::vector<LineSplitter::Line> lines) {
     Rank& rank = ranks_[r];
-    const bool waits = run_.output == LocalRun::Output::by_rank && r > turn_;
+    const bool waits = run_.output == LocalRun::Output::by_rank && (r > turn_ || !rank.spool.empty());
     for (LineSplitter::Line& line : lines) {
       if (waits) {
         if (line.end == '\n') rank.spool.put(channel, line.text);
@@ -507,13 +406,15 @@ class Runner {
   }
 
   void release_spools() {
+    auto full = [&] { return out_.backlog() >= max_backlog || err_.backlog() >= max_backlog; };
     for (;;) {
       const int last = static_cast<int>(ranks_.size()) - 1;
       LineSpool::Item item;
-      while (turn_ <= last && out_.backlog() < max_backlog && err_.backlog() < max_backlog && ranks_[turn_].spool.get(&item)) {
+      while (!full() && ranks_[turn_].spool.get(&item)) {
         sink(item.channel).put(ranks_[turn_].prefix, item.text);
       }
-      if (turn_ >= last || !ranks_[turn_].finished() || out_.backlog() >= max_backlog || err_.backlog() >= max_backlog) return;
+      spools_stopped_ = full();
+      if (spools_stopped_ || turn_ >= last || !ranks_[turn_].finished()) return;
       ++turn_;
     }
   }
@@ -528,7 +429,7 @@ class Runner {
     } else if (result_.first_failed >= 0) {
       const Rank& first = ranks_[result_.first_failed];
       say(concat(run_.ranks > 1 ? "first failure: rank " : "rank ", result_.first_failed, ": ", how(first), " after ",
-                 seconds(begin_ns_, first.ended_ns), " s"));
+                 seconds_since_begin(first.ended_ns)));
       last_lines(result_.first_failed, last_lines_kept);
     }
     if (broken_noted_) say("the reader of the output went away; the ranks were ended");
@@ -568,11 +469,7 @@ class Runner {
   std::vector<std::string> environment_;
   std::vector<std::vector<int>> shares_;
   std::deque<Rank> ranks_;
-  std::map<pid_t, bool> older_children_ = [] {
-    std::map<pid_t, bool> all;
-    for (pid_t pid : children(getpid())) all[pid] = true;
-    return all;
-  }();
+  std::set<pid_t> older_children_;
   LocalRunResult result_;
   int turn_ = 0;  // The rank whose lines go out at once, for Output::by_rank.
   int start_error_ = 0;
@@ -580,6 +477,7 @@ class Runner {
   bool ending_ = false;
   bool killed_ = false;
   bool broken_noted_ = false;
+  bool spools_stopped_ = false;  // Kept lines wait for the reader of the output.
   std::int64_t begin_ns_ = 0;
   std::int64_t terminate_ns_ = 0;
   std::int64_t kill_ns_ = 0;

@@ -72,6 +72,7 @@ class LineSpool {
   };
   /// The oldest line, or nothing left: false.
   bool get(Item* item);
+  bool empty() const { return read_at_ == write_at_; }
 
  private:
   struct Close {
