@@ -23,7 +23,7 @@ class WorldSizeMismatch : public GroupConfigError {
       : GroupConfigError(what), world_size_(world_size), product_(product) {}
   ~WorldSizeMismatch() override;
   long long world_size() const { return world_size_; }
-  long long product() const { return product_; }   ///< Of the sizes that were given.
+  long long product() const { return product_; }  ///< Of the sizes that were given.
 
  private:
   long long world_size_, product_;

@@ -20,8 +20,7 @@ std::int64_t product(const std::vector<Axis>& axes) {
     if (axis.size < 1) throw InvalidArgument(concat("mesh axis '", axis.name, "' has size ", axis.size, "; give a size of at least 1"));
     if (!names.insert(axis.name).second) throw InvalidArgument(concat("mesh axis '", axis.name, "' is named twice; give each axis its own name"));
     n *= axis.size;
-    if (n > std::numeric_limits<int>::max())
-      throw InvalidArgument(concat("the mesh has more than ", std::numeric_limits<int>::max(), " ranks"));
+    if (n > std::numeric_limits<int>::max()) throw InvalidArgument(concat("the mesh has more than ", std::numeric_limits<int>::max(), " ranks"));
   }
   return n;
 }
@@ -40,8 +39,8 @@ struct Mesh::Table {
   std::vector<int> ranks;
   bool row_major = true;
   int lowest = 0;
-  std::vector<int> dense;                      ///< dense[rank - lowest] = position, -1: absent.
-  std::vector<std::pair<int, int>> sparse;     ///< (rank, position), sorted.
+  std::vector<int> dense;                   ///< dense[rank - lowest] = position, -1: absent.
+  std::vector<std::pair<int, int>> sparse;  ///< (rank, position), sorted.
 
   static std::shared_ptr<const Table> identity(int n) {
     auto table = std::make_shared<Table>();
@@ -115,9 +114,7 @@ const std::vector<int>& Mesh::ranks() const { return table_->ranks; }
 bool Mesh::row_major() const { return table_->row_major; }
 std::optional<int> Mesh::find(int rank) const { return table_->find(rank); }
 
-bool Mesh::operator==(const Mesh& other) const {
-  return axes_ == other.axes_ && (table_ == other.table_ || ranks() == other.ranks());
-}
+bool Mesh::operator==(const Mesh& other) const { return axes_ == other.axes_ && (table_ == other.table_ || ranks() == other.ranks()); }
 
 int Mesh::size(int axis) const {
   if (axis < 0 || axis >= dims()) throw InvalidArgument(concat("axis ", axis, " of a mesh with ", dims(), " axes"));
@@ -379,8 +376,10 @@ Mesh Mesh::view(std::vector<Axis> axes) const { return over(table_, std::move(ax
 std::string Mesh::to_string() const {
   std::string text;
   for (const Axis& axis : axes_) text += concat(text.empty() ? "" : " x ", axis.name, "=", axis.size);
-  if (axes_.empty()) text = "no axes";
-  else text += concat(" (outermost first; adjacent ranks along ", axes_.back().name, ")");
+  if (axes_.empty())
+    text = "no axes";
+  else
+    text += concat(" (outermost first; adjacent ranks along ", axes_.back().name, ")");
   return row_major() && !ranks().empty() ? concat(text, ", ranks 0..", size() - 1) : concat(text, ", ranks ", list(ranks()));
 }
 

@@ -42,17 +42,17 @@ class Mesh {
   int size(int axis) const;
   int size(const std::string& axis) const;
   bool has_axis(const std::string& axis) const;
-  int index(const std::string& axis) const;                       ///< Throws InvalidArgument with the known names.
+  int index(const std::string& axis) const;  ///< Throws InvalidArgument with the known names.
   std::vector<int> indices(std::span<const std::string> axes) const;
   std::vector<std::string> names() const;
-  const std::vector<int>& ranks() const;                          ///< The table, row-major.
-  bool row_major() const;                                         ///< The table is 0, 1, 2, ... size - 1.
+  const std::vector<int>& ranks() const;  ///< The table, row-major.
+  bool row_major() const;                 ///< The table is 0, 1, 2, ... size - 1.
   bool contains(int rank) const { return find(rank).has_value(); }
-  std::optional<int> find(int rank) const;                        ///< Position in the table. O(1), or O(log size) for a table with wide gaps.
-  int position(int rank) const;                                   ///< Throws if the rank is not in the mesh.
-  std::vector<int> coordinate(int rank) const;                    ///< Throws if the rank is not in the mesh.
+  std::optional<int> find(int rank) const;      ///< Position in the table. O(1), or O(log size) for a table with wide gaps.
+  int position(int rank) const;                 ///< Throws if the rank is not in the mesh.
+  std::vector<int> coordinate(int rank) const;  ///< Throws if the rank is not in the mesh.
   int rank_at(std::span<const int> coordinate) const;
-  int stride(int axis) const;                                     ///< In positions of the table.
+  int stride(int axis) const;  ///< In positions of the table.
 
   /// The ranks that share `rank`'s coordinates on every other axis, in mesh order over `axes`, whatever the order in which they are named.
   std::vector<int> group(std::span<const int> axes, int rank) const;
@@ -68,7 +68,7 @@ class Mesh {
   /// The axes of `scope` that are not in `axes`, in mesh order. The groups of `axes` and of the complement partition each group of `scope`, and each
   /// of the one meets each of the other in exactly one rank. Throws OrthogonalityError, with ranks, if `axes` is not inside `scope`.
   std::vector<int> complement(std::span<const int> axes, std::span<const int> scope) const;
-  std::vector<int> complement(std::span<const int> axes) const;   ///< In the whole mesh.
+  std::vector<int> complement(std::span<const int> axes) const;  ///< In the whole mesh.
 
   /// The ranks with coordinate `at` on `axis`; the axis is gone.
   Mesh slice(const std::string& axis, int at) const;

@@ -14,7 +14,8 @@ std::vector<std::string> split_order(const std::string& order) {
   for (std::size_t begin = 0; begin <= order.size();) {
     const auto end = std::min(order.find('-', begin), order.size());
     names.push_back(order.substr(begin, end - begin));
-    if (names.back().empty()) throw GroupConfigError(concat("the order '", order, "' has an empty name; write axis names with single dashes between"));
+    if (names.back().empty())
+      throw GroupConfigError(concat("the order '", order, "' has an empty name; write axis names with single dashes between"));
     if (!seen.insert(names.back()).second) throw RepeatedName(concat("axis '", names.back(), "' stands twice in the order '", order, "'"));
     begin = end + 1;
   }
@@ -47,7 +48,8 @@ std::string order_of(const Mesh& mesh) {
   std::string order;
   for (auto axis = mesh.axes().rbegin(); axis != mesh.axes().rend(); ++axis) {
     if (axis->name.empty() || axis->name.find('-') != std::string::npos)
-      throw GroupConfigError(concat("axis '", axis->name, "' cannot stand in a named order: a name must not be empty or hold a dash; rename the axis"));
+      throw GroupConfigError(
+          concat("axis '", axis->name, "' cannot stand in a named order: a name must not be empty or hold a dash; rename the axis"));
     if (!order.empty()) order += '-';
     order += axis->name;
   }

@@ -21,7 +21,8 @@ std::vector<Axis> axes_from_order(const std::string& order, const std::map<std::
 /// The row-major mesh of those axes. With `world_size` above 0 the product must be the world: WorldSizeMismatch.
 Mesh mesh_from_order(const std::string& order, const std::map<std::string, int>& sizes, int world_size = 0);
 
-/// The axes' names, innermost (adjacent ranks) first. Throws GroupConfigError if a name holds a dash or is empty, for then the order cannot be read back.
+/// The axes' names, innermost (adjacent ranks) first. Throws GroupConfigError if a name holds a dash or is empty, for then the order cannot be read
+/// back.
 std::string order_of(const Mesh& mesh);
 
 }  // namespace tessera

@@ -17,7 +17,8 @@ std::unordered_map<int, int> owners(const RankLists& groups, const std::string& 
     for (int rank : groups[g])
       if (!owner.emplace(rank, g).second) twice.push_back(rank);
   if (!twice.empty())
-    throw OrthogonalityError(concat("the groups of ", what, " overlap: ranks ", list(twice), " are in more than one of them, or twice in one"), twice);
+    throw OrthogonalityError(concat("the groups of ", what, " overlap: ranks ", list(twice), " are in more than one of them, or twice in one"),
+                             twice);
   return owner;
 }
 
@@ -33,14 +34,14 @@ void require_partition(const RankLists& groups, std::span<const int> scope, cons
       if (!inside.contains(rank)) foreign.push_back(rank);
   if (!foreign.empty()) {
     std::sort(foreign.begin(), foreign.end());
-    throw OrthogonalityError(concat("the groups of ", what, " reach out of their scope ", list(scope), ": ranks ", list(foreign), " do not belong to it"),
-                             foreign);
+    throw OrthogonalityError(
+        concat("the groups of ", what, " reach out of their scope ", list(scope), ": ranks ", list(foreign), " do not belong to it"), foreign);
   }
   for (int rank : scope)
     if (!owner.contains(rank)) missing.push_back(rank);
   if (!missing.empty())
-    throw OrthogonalityError(concat("the groups of ", what, " do not cover their scope ", list(scope), ": ranks ", list(missing), " are in none of them"),
-                             missing);
+    throw OrthogonalityError(
+        concat("the groups of ", what, " do not cover their scope ", list(scope), ": ranks ", list(missing), " are in none of them"), missing);
 }
 
 void require_orthogonal(const RankLists& a, const std::string& a_name, const RankLists& b, const std::string& b_name, std::span<const int> scope,
@@ -48,14 +49,14 @@ void require_orthogonal(const RankLists& a, const std::string& a_name, const Ran
   require_partition(a, scope, concat("'", a_name, "' in scope '", scope_name, "'"));
   require_partition(b, scope, concat("'", b_name, "' in scope '", scope_name, "'"));
   const auto owner_b = owners(b, b_name);
-  std::vector<int> met(b.size(), -1);       // group of a that last met this group of b, and the rank where
+  std::vector<int> met(b.size(), -1);  // group of a that last met this group of b, and the rank where
   std::vector<int> where(b.size(), -1);
   for (int i = 0; i < static_cast<int>(a.size()); ++i) {
     for (int rank : a[i]) {
       const int j = owner_b.at(rank);
       if (met[j] == i)
-        throw OrthogonalityError(concat("'", b_name, "' is not orthogonal to '", a_name, "' in scope '", scope_name, "': the groups ", list(a[i]), " and ",
-                                        list(b[j]), " share the ranks ", where[j], " and ", rank, ", but must meet in exactly one"),
+        throw OrthogonalityError(concat("'", b_name, "' is not orthogonal to '", a_name, "' in scope '", scope_name, "': the groups ", list(a[i]),
+                                        " and ", list(b[j]), " share the ranks ", where[j], " and ", rank, ", but must meet in exactly one"),
                                  {where[j], rank});
       met[j] = i;
       where[j] = rank;
@@ -84,8 +85,8 @@ void require_orthogonal(const RankLists& a, const std::string& a_name, const Ran
       for (int rank : group)
         if (const auto other = scope_of.find(rank); other == scope_of.end() || other->second != home->second) outside.push_back(rank);
       if (!outside.empty())
-        throw OrthogonalityError(concat("the group ", list(group), " of '", name, "' leaves the scope '", scope_name, "' of rank ", group.front(), ", which is ",
-                                        list(scopes[home->second]), ": ranks ", list(outside),
+        throw OrthogonalityError(concat("the group ", list(group), " of '", name, "' leaves the scope '", scope_name, "' of rank ", group.front(),
+                                        ", which is ", list(scopes[home->second]), ": ranks ", list(outside),
                                         " have other coordinates outside that scope; reducing over them would mix what they hold"),
                                  outside);
       by_scope[home->second].push_back(group);

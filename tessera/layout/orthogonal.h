@@ -19,8 +19,8 @@ namespace tessera {
 
 using RankLists = std::vector<std::vector<int>>;
 
-/// Every rank of `scope` is in exactly one group, and no group holds another rank. Throws OrthogonalityError with the ranks that are missing, doubled or
-/// foreign. `what` names the groups in the message.
+/// Every rank of `scope` is in exactly one group, and no group holds another rank. Throws OrthogonalityError with the ranks that are missing, doubled
+/// or foreign. `what` names the groups in the message.
 void require_partition(const RankLists& groups, std::span<const int> scope, const std::string& what);
 
 /// The whole rule, for one scope: both partition it and meet in one rank. Throws OrthogonalityError with the offending ranks.
@@ -33,13 +33,13 @@ void require_orthogonal(const RankLists& a, const std::string& a_name, const Ran
 
 /// What validate() looked at.
 struct MeshValidation {
-  int axis_sets = 0;          ///< 2^dims.
-  long long groups = 0;       ///< Of all axis sets together.
+  int axis_sets = 0;     ///< 2^dims.
+  long long groups = 0;  ///< Of all axis sets together.
 };
 
-/// Builds the groups of every set of axes of the mesh and of its complement, and checks by counting that they partition the mesh and meet in one rank.
-/// Linear in ranks x axis sets: a million ranks on five axes take about a second. Throws OrthogonalityError; a Mesh as built never breaks the rule, so
-/// this is the proof, not a filter.
+/// Builds the groups of every set of axes of the mesh and of its complement, and checks by counting that they partition the mesh and meet in one
+/// rank. Linear in ranks x axis sets: a million ranks on five axes take about a second. Throws OrthogonalityError; a Mesh as built never breaks the
+/// rule, so this is the proof, not a filter.
 MeshValidation validate(const Mesh& mesh);
 
 }  // namespace tessera

@@ -20,10 +20,11 @@ void require_same_axis(const Mesh& a, const std::string& a_name, const Mesh& b, 
       if (std::find(theirs.begin(), theirs.end(), rank) == theirs.end()) ranks.push_back(rank);
     for (int rank : theirs)
       if (std::find(mine.begin(), mine.end(), rank) == mine.end()) ranks.push_back(rank);
-    if (ranks.empty()) ranks.assign(mine.begin(), mine.end());     // the same ranks in another order
-    throw ViewMismatch(concat("axis '", axis, "' differs between two views: rank ", mine.front(), " has the group ", list(mine), " in '", a_name, "' and ",
-                              list(theirs), " in '", b_name, "'; offending ranks ", list(ranks), "; give the axis another name or lay the views out alike"),
-                       ranks);
+    if (ranks.empty()) ranks.assign(mine.begin(), mine.end());  // the same ranks in another order
+    throw ViewMismatch(
+        concat("axis '", axis, "' differs between two views: rank ", mine.front(), " has the group ", list(mine), " in '", a_name, "' and ",
+               list(theirs), " in '", b_name, "'; offending ranks ", list(ranks), "; give the axis another name or lay the views out alike"),
+        ranks);
   }
 }
 
@@ -34,8 +35,9 @@ void MeshViews::add(const std::string& name, std::vector<Axis> axes) {
   for (const Axis& axis : axes) product *= std::max(axis.size, 1);
   const Mesh& first = views_.front().second;
   if (product != first.size())
-    throw WorldSizeMismatch(concat("view '", name, "' has ", product, " coordinates, but view '", views_.front().first, "' has ", first.size(), " ranks"),
-                            first.size(), product);
+    throw WorldSizeMismatch(
+        concat("view '", name, "' has ", product, " coordinates, but view '", views_.front().first, "' has ", first.size(), " ranks"), first.size(),
+        product);
   add(name, first.view(std::move(axes)));
 }
 
@@ -49,8 +51,8 @@ void MeshViews::add(const std::string& name, Mesh mesh) {
   for (int rank : first.ranks())
     if (!mesh.contains(rank)) missing.push_back(rank);
   if (!foreign.empty() || !missing.empty()) {
-    const std::string text = concat("view '", name, "' must hold the ranks of view '", views_.front().first, "': it lacks ", list(missing), " and has ",
-                                    list(foreign), " besides");
+    const std::string text = concat("view '", name, "' must hold the ranks of view '", views_.front().first, "': it lacks ", list(missing),
+                                    " and has ", list(foreign), " besides");
     missing.insert(missing.end(), foreign.begin(), foreign.end());
     throw ViewMismatch(text, missing);
   }

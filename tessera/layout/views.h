@@ -19,13 +19,13 @@ class MeshViews {
   MeshViews(std::string name, Mesh mesh);
   /// The same ranks under other axes, row-major over the first view's table.
   void add(const std::string& name, std::vector<Axis> axes);
-  /// Any mesh of the same ranks. Throws ViewMismatch, with ranks, if it holds other ranks, or if an axis that another view names has other groups here
-  /// (members or their order); RepeatedName if the view's name is taken. A view that was refused is not added.
+  /// Any mesh of the same ranks. Throws ViewMismatch, with ranks, if it holds other ranks, or if an axis that another view names has other groups
+  /// here (members or their order); RepeatedName if the view's name is taken. A view that was refused is not added.
   void add(const std::string& name, Mesh mesh);
 
   const std::vector<std::pair<std::string, Mesh>>& all() const { return views_; }
-  const Mesh& view(const std::string& name) const;     ///< Throws UnknownName.
-  const Mesh& view_of_axis(const std::string& axis) const;   ///< The first view that names it; throws UnknownName.
+  const Mesh& view(const std::string& name) const;          ///< Throws UnknownName.
+  const Mesh& view_of_axis(const std::string& axis) const;  ///< The first view that names it; throws UnknownName.
   std::vector<int> group(const std::string& axis, int rank) const;
   /// Axes that more than one view names.
   std::vector<std::string> shared_axes() const;

@@ -4,6 +4,7 @@
 
 #include <numeric>
 
+#include "refused.h"
 #include "tessera/base/error.h"
 #include "tessera/layout/errors.h"
 #include "tessera/layout/order.h"
@@ -12,24 +13,6 @@
 
 using namespace tessera;
 using Ranks = std::vector<int>;
-
-namespace {
-
-/// Runs `call`, expects an E, and returns its message.
-template <class E, class Call>
-std::string refused(Call&& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "no error of the expected type";
-  return "";
-}
-
-#define EXPECT_SAYS(text, part) EXPECT_NE((text).find(part), std::string::npos) << text
-
-}  // namespace
 
 TEST(Mesh, RowMajorGroups) {
   Mesh m({{"data", 2}, {"domain", 3}});
@@ -46,7 +29,7 @@ TEST(Mesh, NothingIsSorted) {
   EXPECT_FALSE(m.row_major());
   EXPECT_EQ(m.groups("model").lists(), (RankLists{{5, 0}, {3, 1}}));
   EXPECT_EQ(m.group("data", 1), (Ranks{0, 1}));
-  EXPECT_EQ(m.group(std::vector<std::string>{"model", "data"}, 1), (Ranks{5, 0, 3, 1}));   // mesh order, whatever the order of the names
+  EXPECT_EQ(m.group(std::vector<std::string>{"model", "data"}, 1), (Ranks{5, 0, 3, 1}));  // mesh order, whatever the order of the names
   const int model[] = {1};
   EXPECT_EQ(m.group_rank(model, 5), 0);
   EXPECT_EQ(m.group_rank(model, 0), 1);
@@ -129,7 +112,7 @@ TEST(Orthogonal, WorkedExample) {
     EXPECT_EQ(error.ranks(), (Ranks{1, 3, 5, 7, 9, 11, 13, 15}));
     EXPECT_SAYS(std::string(error.what()), "reach out of their scope");
   }
-  try {   // the same through the scope family, which says in whose scope the group began
+  try {  // the same through the scope family, which says in whose scope the group began
     RankLists all_shards = shard;
     all_shards.insert(all_shards.end(), {{1, 3, 5, 7}, {9, 11, 13, 15}});
     require_orthogonal(all_shards, "shard", wrong, "replicate", RankLists{dp0, {1, 3, 5, 7, 9, 11, 13, 15}}, "dp");
@@ -150,11 +133,11 @@ TEST(Orthogonal, EachWayToBreakTheRule) {
     return {};
   };
   EXPECT_EQ(ranks_of({{0, 1}, {2, 3}}, {{0, 2}, {1, 3}}), Ranks{});
-  EXPECT_EQ(ranks_of({{0, 1}, {2, 3}}, {{0, 1}, {2, 3}}), (Ranks{0, 1}));        // meet in two
-  EXPECT_EQ(ranks_of({{0, 1}, {2}}, {{0, 2}, {1, 3}}), Ranks{3});                // not covered
-  EXPECT_EQ(ranks_of({{0, 1}, {1, 2, 3}}, {{0, 2}, {1, 3}}), Ranks{1});          // overlap
-  EXPECT_EQ(ranks_of({{0, 1}, {2, 3}}, {{0, 2}, {1, 3}, {9}}), Ranks{9});        // foreign
-  EXPECT_EQ(ranks_of({{0, 1}, {2, 3}}, {{0, 2}, {1}, {3}}), Ranks{3});           // meet in none
+  EXPECT_EQ(ranks_of({{0, 1}, {2, 3}}, {{0, 1}, {2, 3}}), (Ranks{0, 1}));  // meet in two
+  EXPECT_EQ(ranks_of({{0, 1}, {2}}, {{0, 2}, {1, 3}}), Ranks{3});          // not covered
+  EXPECT_EQ(ranks_of({{0, 1}, {1, 2, 3}}, {{0, 2}, {1, 3}}), Ranks{1});    // overlap
+  EXPECT_EQ(ranks_of({{0, 1}, {2, 3}}, {{0, 2}, {1, 3}, {9}}), Ranks{9});  // foreign
+  EXPECT_EQ(ranks_of({{0, 1}, {2, 3}}, {{0, 2}, {1}, {3}}), Ranks{3});     // meet in none
 }
 
 TEST(Views, SharedAxesAreProvenEqual) {
@@ -169,13 +152,13 @@ TEST(Views, SharedAxesAreProvenEqual) {
 TEST(Views, WhatDisagreesIsRefused) {
   MeshViews views("dense", Mesh({{"data", 4}, {"tensor", 2}}));
   try {
-    views.add("expert", {{"tensor", 2}, {"expert", 4}});       // tensor not adjacent any more
+    views.add("expert", {{"tensor", 2}, {"expert", 4}});  // tensor not adjacent any more
     FAIL();
   } catch (const ViewMismatch& error) {
     EXPECT_EQ(error.ranks(), (Ranks{1, 4}));
     EXPECT_SAYS(std::string(error.what()), "axis 'tensor' differs");
   }
-  EXPECT_SAYS(refused<ViewMismatch>([&] { views.add("e", Mesh({{"data", 4}, {"t", 2}}, {0, 1, 4, 5, 2, 3, 6, 7})); }), "axis 'data'");   // order binds
+  EXPECT_SAYS(refused<ViewMismatch>([&] { views.add("e", Mesh({{"data", 4}, {"t", 2}}, {0, 1, 4, 5, 2, 3, 6, 7})); }), "axis 'data'");  // order binds
   EXPECT_SAYS(refused<ViewMismatch>([&] { views.add("e", Mesh({{"x", 8}}, {0, 1, 2, 3, 4, 5, 6, 9})); }), "lacks [7] and has [9]");
   EXPECT_SAYS(refused<WorldSizeMismatch>([&] { views.add("e", {{"x", 4}}); }), "4 coordinates");
   EXPECT_SAYS(refused<RepeatedName>([&] { views.add("dense", {{"x", 8}}); }), "'dense'");
