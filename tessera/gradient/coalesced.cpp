@@ -1,6 +1,7 @@
 #include "tessera/gradient/coalesced.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include "tessera/gradient/bucket.h"
 
