@@ -1,6 +1,8 @@
 # The rooms as the libraries that users link:
 #   Tessera::base     the torch-free rooms (C++ standard library only)
+#   Tessera::config   files and machines into the structs of the torch-free rooms (JSON, YAML, Slurm, hwloc)
 #   Tessera::tessera  everything that needs libtorch and nothing else
+#   Tessera::data     sources of data: libtorch, and netCDF where it is found
 
 set(TESSERA_BASE_ROOMS base cluster layout partition)
 set(
@@ -35,6 +37,16 @@ tessera_library(tessera_base_library ROOMS ${TESSERA_BASE_ROOMS})
 set_target_properties(tessera_base_library PROPERTIES OUTPUT_NAME tessera_base EXPORT_NAME base)
 add_library(Tessera::base ALIAS tessera_base_library)
 
+if(TARGET tessera_config)
+  tessera_library(tessera_config_library ROOMS config LINK tessera_base_library)
+  set_target_properties(tessera_config_library PROPERTIES OUTPUT_NAME tessera_config EXPORT_NAME config)
+  add_library(Tessera::config ALIAS tessera_config_library)
+endif()
+
 tessera_library(tessera_library ROOMS ${TESSERA_TORCH_ROOMS} LINK tessera_base_library tessera_torch)
 set_target_properties(tessera_library PROPERTIES OUTPUT_NAME tessera EXPORT_NAME tessera)
 add_library(Tessera::tessera ALIAS tessera_library)
+
+tessera_library(tessera_data_library ROOMS data LINK tessera_library)
+set_target_properties(tessera_data_library PROPERTIES OUTPUT_NAME tessera_data EXPORT_NAME data)
+add_library(Tessera::data ALIAS tessera_data_library)

@@ -76,6 +76,7 @@ class ProcessGroupConfig {
   std::vector<std::string> closeness() const;
   /// Both those that nodes name and those added by add_orthogonal().
   std::vector<OrthogonalGroup> orthogonal_groups() const;
+  const std::vector<OrthogonalGroup>& added_orthogonal() const { return orthogonal_; }
   /// The scope of an orthogonal group as a node's name. Throws UnknownName or OrthogonalityError (without ranks, for sizes may be open here).
   std::string scope_of(const OrthogonalGroup& group) const;
 
