@@ -6,6 +6,13 @@ include(CMakePackageConfigHelpers)
 configure_file("${PROJECT_SOURCE_DIR}/cmake/version.h.in" "${PROJECT_BINARY_DIR}/include/common/tessera/version.h" @ONLY)
 file(CREATE_LINK "${PROJECT_SOURCE_DIR}/tessera/tessera.h" "${PROJECT_BINARY_DIR}/include/common/tessera/tessera.h" SYMBOLIC)
 
+set(libraries "")
+foreach(library IN ITEMS tessera_base_library tessera_library tessera_config_library tessera_data_library)
+  if(TARGET ${library})
+    list(APPEND libraries ${library})
+  endif()
+endforeach()
+
 # The build tree's package reads the same file as the installed one.
 set(TESSERA_CMAKE_DIR "${CMAKE_INSTALL_LIBDIR}/cmake/Tessera")
 configure_package_config_file(
@@ -16,20 +23,16 @@ configure_package_config_file(
 configure_file("${PROJECT_BINARY_DIR}/install/TesseraConfig.cmake" "${PROJECT_BINARY_DIR}/TesseraConfig.cmake" COPYONLY)
 # Before 1.0 a minor version may break its users.
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/TesseraConfigVersion.cmake" COMPATIBILITY SameMinorVersion)
-export(TARGETS tessera_base_library tessera_library tessera_torch NAMESPACE Tessera:: FILE "${PROJECT_BINARY_DIR}/TesseraTargets.cmake")
+export(TARGETS ${libraries} tessera_torch NAMESPACE Tessera:: FILE "${PROJECT_BINARY_DIR}/TesseraTargets.cmake")
 
 if(NOT PROJECT_IS_TOP_LEVEL AND NOT TESSERA_INSTALL)
   return()
 endif()
 
 set_target_properties(tessera_torch PROPERTIES EXPORT_NAME torch)
-set_target_properties(
-  tessera_base_library
-  tessera_library
-  PROPERTIES INSTALL_RPATH "$ORIGIN;${TESSERA_TORCH_PREFIX}/lib" INSTALL_RPATH_USE_LINK_PATH ON
-)
+set_target_properties(${libraries} PROPERTIES INSTALL_RPATH "$ORIGIN;${TESSERA_TORCH_PREFIX}/lib" INSTALL_RPATH_USE_LINK_PATH ON)
 install(
-  TARGETS tessera_base_library tessera_library tessera_torch
+  TARGETS ${libraries} tessera_torch
   EXPORT TesseraTargets
   RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}" COMPONENT tessera
   LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT tessera NAMELINK_COMPONENT tessera
@@ -45,7 +48,7 @@ install(
   DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/tessera"
   COMPONENT tessera
 )
-foreach(room IN LISTS TESSERA_BASE_ROOMS TESSERA_TORCH_ROOMS)
+foreach(room IN LISTS TESSERA_ROOMS)
   if(TARGET tessera_${room})
     install(
       DIRECTORY "${PROJECT_SOURCE_DIR}/tessera/${room}"
@@ -63,6 +66,3 @@ foreach(name tessera tessera-base)
   install(FILES "${PROJECT_BINARY_DIR}/install/${name}.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig" COMPONENT tessera)
 endforeach()
 install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DOCDIR}" COMPONENT tessera)
-if(TARGET tessera_cli)
-  install(TARGETS tessera_cli RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}" COMPONENT tessera)
-endif()

@@ -6,5 +6,8 @@
 #include "tessera/comm/group.h"
 #include "tessera/comm/manager.h"
 #include "tessera/comm/types.h"
+#include "tessera/gradient/mean_loss.h"
+#include "tessera/gradient/reducer.h"
 #include "tessera/layout/mesh.h"
+#include "tessera/nn/distributed_data_parallel.h"
 #include "tessera/version.h"

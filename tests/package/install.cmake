@@ -3,7 +3,7 @@ foreach(folder IN ITEMS "${FIRST}" "${MOVED}")
   file(REMOVE_RECURSE "${folder}")
 endforeach()
 execute_process(
-  COMMAND ${CMAKE_COMMAND} --install "${BUILD}" --prefix "${FIRST}" --component tessera
+  COMMAND ${CMAKE_COMMAND} --install "${BUILD}" --prefix "${FIRST}"
   OUTPUT_QUIET
   COMMAND_ERROR_IS_FATAL ANY
 )
@@ -33,3 +33,6 @@ foreach(file IN LISTS package)
   endif()
 endforeach()
 message(STATUS "${count} headers installed")
+if(EXISTS "${MOVED}/bin/tessera")
+  execute_process(COMMAND "${MOVED}/bin/tessera" --help OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
+endif()
