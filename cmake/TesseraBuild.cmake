@@ -31,6 +31,10 @@ endif()
 if(TESSERA_SANITIZE)
   add_compile_options(-fsanitize=${TESSERA_SANITIZE} -fno-omit-frame-pointer -g)
   add_link_options(-fsanitize=${TESSERA_SANITIZE})
+  if(TESSERA_SANITIZE MATCHES "undefined")
+    # vptr would want the type information that libtorch keeps to itself.
+    add_compile_options(-fno-sanitize=vptr -fno-sanitize-recover=undefined)
+  endif()
 endif()
 
 # tessera_room(NAME [TORCH] SOURCES a.cpp ... NEEDS lower_room ... [LIBRARIES target ...])

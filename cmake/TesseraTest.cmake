@@ -1,11 +1,13 @@
 # tessera_test(NAME SOURCES a.cpp ... [TORCH] [LINK target ...] [RANKS 1 2 4] [TIMEOUT seconds] [LABELS ...])
 # A GoogleTest program. Without RANKS it runs once; with RANKS it runs once for each number, every rank a process of its own under the project's launcher,
-# which kills and reports a rank that hangs.
+# which kills and reports a rank that hangs. The folder's name is a label, so that `ctest -L comm` runs the tests of a room.
 function(tessera_test name)
   cmake_parse_arguments(TEST "TORCH" "TIMEOUT" "SOURCES;LINK;RANKS;LABELS" ${ARGN})
   if(NOT TEST_TIMEOUT)
     set(TEST_TIMEOUT 120)
   endif()
+  get_filename_component(folder "${CMAKE_CURRENT_SOURCE_DIR}" NAME)
+  list(APPEND TEST_LABELS ${folder})
   add_executable(test_${name} ${TEST_SOURCES})
   target_link_libraries(test_${name} PRIVATE tessera_flags GTest::gtest ${TEST_LINK})
   if(NOT TEST_RANKS)
@@ -27,4 +29,27 @@ function(tessera_test name)
     add_test(NAME ${name} COMMAND test_${name})
     set_tests_properties(${name} PROPERTIES TIMEOUT ${TEST_TIMEOUT} LABELS "${TEST_LABELS}")
   endif()
+endfunction()
+
+# tessera_mpi_test(NAME TARGET program RANKS 1 2 4 [ARGUMENTS ...] [TIMEOUT seconds] [PRINTS regex])
+# Runs a program once for each number of ranks under the MPI library's own launcher. With PRINTS the output decides, not the exit status: for jobs that must
+# end badly. The environment lets Open MPI run as root and with more ranks than cores; other libraries do not look at it.
+function(tessera_mpi_test name)
+  cmake_parse_arguments(TEST "" "TARGET;TIMEOUT;PRINTS" "RANKS;ARGUMENTS" ${ARGN})
+  if(NOT TEST_TIMEOUT)
+    set(TEST_TIMEOUT 120)
+  endif()
+  foreach(ranks IN LISTS TEST_RANKS)
+    add_test(NAME ${name}.${ranks} COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} $<TARGET_FILE:${TEST_TARGET}> ${TEST_ARGUMENTS})
+    set_tests_properties(
+      ${name}.${ranks}
+      PROPERTIES TIMEOUT ${TEST_TIMEOUT}
+                 PROCESSORS ${ranks}
+                 LABELS "ranks;mpi"
+                 ENVIRONMENT
+                 "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMPI_MCA_rmaps_base_oversubscribe=1;OMPI_MCA_hwloc_base_binding_policy=none;PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe")
+    if(TEST_PRINTS)
+      set_tests_properties(${name}.${ranks} PROPERTIES PASS_REGULAR_EXPRESSION "${TEST_PRINTS}")
+    endif()
+  endforeach()
 endfunction()
