@@ -24,7 +24,7 @@ bool belongs_to_outer_launcher(const std::string& variable) {
   for (const char* prefix : {"TESSERA_RANK=", "TESSERA_WORLD_SIZE=", "TESSERA_LOCAL_", "TESSERA_NODE_RANK=", "TESSERA_ADDRESS=", "TESSERA_PORT=",
                              "TESSERA_TERMINAL_COLUMNS=", "TORCHELASTIC_", "GROUP_RANK=", "GROUP_WORLD_SIZE=", "ROLE_RANK=", "ROLE_WORLD_SIZE=",
                              "ROLE_NAME=", "RANK=", "WORLD_SIZE=", "LOCAL_RANK=", "LOCAL_WORLD_SIZE=", "NODE_RANK=", "MASTER_ADDR=", "MASTER_PORT=",
-                             "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_SIZE=", "PMIX_", "PMI_", "MPI_LOCALRANKID=", "MPI_LOCALNRANKS=", "JSM_NAMESPACE_",
+                             "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_SIZE=", "OMPI_MCA_ess", "OMPI_MCA_orte_", "PMIX_", "PMI_", "MPI_LOCALRANKID=", "MPI_LOCALNRANKS=", "JSM_NAMESPACE_",
                              "SLURM_PROCID=", "SLURM_LOCALID=", "SLURM_NODEID=", "SLURM_STEP"}) {
     if (variable.rfind(prefix, 0) == 0) return true;
   }

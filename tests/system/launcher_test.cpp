@@ -1,0 +1,232 @@
+// `tessera run`: what the ranks are told, and what becomes of their output.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <set>
+#include <sstream>
+
+#include "launcher_run.h"
+#include "process.h"
+#include "tessera/cluster/cores.h"
+
+namespace tessera::test {
+namespace {
+
+// The lines of one rank, without their prefix.
+Words lines_of_rank(const std::string& text, const std::string& prefix) {
+  Words lines;
+  for (const auto& line : lines_of(text)) {
+    if (line.rfind(prefix, 0) == 0) lines.push_back(line.substr(prefix.size()));
+  }
+  return lines;
+}
+
+std::string read_file(const std::filesystem::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  std::ostringstream text;
+  text << in.rdbuf();
+  return text.str();
+}
+
+TEST(LauncherEnvironment, EveryRankIsToldItsPlace) {
+  for (int ranks : {1, 2, 3, 4}) {
+    Process run(command(ranks, {},
+                        {"env=TESSERA_RANK", "env=TESSERA_WORLD_SIZE", "env=TESSERA_LOCAL_RANK", "env=TESSERA_LOCAL_SIZE", "env=TESSERA_NODE_RANK",
+                         "env=TESSERA_ADDRESS", "env=TESSERA_PORT", "env=RANK", "env=WORLD_SIZE", "env=LOCAL_RANK", "env=LOCAL_WORLD_SIZE",
+                         "env=MASTER_ADDR", "env=MASTER_PORT"}));
+    ASSERT_EQ(run.finish(), 0) << run.err();
+    std::set<std::string> ports;
+    for (int r = 0; r < ranks; ++r) {
+      Words lines = lines_of_rank(run.out(), "[" + std::to_string(r) + "] ");
+      ASSERT_EQ(lines.size(), 13u) << run.out();
+      const std::string me = std::to_string(r), all = std::to_string(ranks);
+      ports.insert(lines[6].substr(lines[6].find('=') + 1));
+      EXPECT_EQ(lines, (Words{"TESSERA_RANK=" + me, "TESSERA_WORLD_SIZE=" + all, "TESSERA_LOCAL_RANK=" + me, "TESSERA_LOCAL_SIZE=" + all,
+                              "TESSERA_NODE_RANK=0", "TESSERA_ADDRESS=127.0.0.1", "TESSERA_PORT=" + *ports.begin(), "RANK=" + me, "WORLD_SIZE=" + all,
+                              "LOCAL_RANK=" + me, "LOCAL_WORLD_SIZE=" + all, "MASTER_ADDR=127.0.0.1", "MASTER_PORT=" + *ports.begin()}));
+    }
+    EXPECT_EQ(ports.size(), 1u);
+  }
+}
+
+TEST(LauncherEnvironment, IsRecognised) {
+  Process run(command(3, {}, {"launch"}));
+  ASSERT_EQ(run.finish(), 0) << run.err();
+  for (int r = 0; r < 3; ++r) {
+    const Words lines = lines_of_rank(run.out(), "[" + std::to_string(r) + "] ");
+    ASSERT_GE(lines.size(), 3u);
+    EXPECT_NE(lines[0].find("tessera"), std::string::npos);
+    EXPECT_NE(lines[1].find("(TESSERA_RANK=" + std::to_string(r) + ")"), std::string::npos);
+  }
+}
+
+TEST(LauncherEnvironment, AnOuterLaunchersNumbersAreNotInherited) {
+  Process run(command(2, {}, {"env=TORCHELASTIC_USE_AGENT_STORE", "env=OMPI_COMM_WORLD_RANK", "env=PMI_RANK", "env=PMIX_RANK", "env=SLURM_PROCID",
+                              "env=JSM_NAMESPACE_RANK", "env=RANK", "env=SLURM_JOB_ID", "launch"}),
+              {{"TORCHELASTIC_USE_AGENT_STORE", "True"},
+               {"OMPI_COMM_WORLD_RANK", "7"},
+               {"PMI_RANK", "7"},
+               {"PMIX_RANK", "7"},
+               {"SLURM_PROCID", "7"},
+               {"JSM_NAMESPACE_RANK", "7"},
+               {"RANK", "7"},
+               {"SLURM_JOB_ID", "55"}});
+  ASSERT_EQ(run.finish(), 0) << run.err();
+  const Words lines = lines_of_rank(run.out(), "[1] ");
+  ASSERT_GE(lines.size(), 8u);
+  EXPECT_EQ(Words(lines.begin(), lines.begin() + 8),
+            (Words{"TORCHELASTIC_USE_AGENT_STORE unset", "OMPI_COMM_WORLD_RANK unset", "PMI_RANK unset", "PMIX_RANK unset", "SLURM_PROCID unset",
+                   "JSM_NAMESPACE_RANK unset", "RANK=1", "SLURM_JOB_ID=55"}));
+}
+
+TEST(LauncherEnvironment, ThePortIsFreeForAListener) {
+  Process run(command(2, {}, {"@0:listen"}));
+  ASSERT_EQ(run.finish(), 0);
+  EXPECT_EQ(run.out(), "[0] listening\n");
+}
+
+TEST(LauncherEnvironment, ThreadsAreSharedOut) {
+  const int usable = cpu_budget().usable();
+  auto threads = [](int ranks, const Words& options, const std::map<std::string, std::string>& variables = {}) {
+    Process run(command(ranks, options, {"env=OMP_NUM_THREADS"}), variables);
+    EXPECT_EQ(run.finish(), 0);
+    return lines_of_rank(run.out(), "[0] ").at(0);
+  };
+  EXPECT_EQ(threads(1, {}), "OMP_NUM_THREADS=" + std::to_string(usable));
+  EXPECT_EQ(threads(2, {}), "OMP_NUM_THREADS=" + std::to_string(std::max(1, usable / 2)));
+  EXPECT_EQ(threads(usable + 1, {}), "OMP_NUM_THREADS=1");
+  EXPECT_EQ(threads(2, {"--threads", "7"}), "OMP_NUM_THREADS=7");
+  EXPECT_EQ(threads(2, {"--threads", "off"}), "OMP_NUM_THREADS unset");
+  EXPECT_EQ(threads(2, {}, {{"OMP_NUM_THREADS", "3"}}), "OMP_NUM_THREADS=3") << "what the user set stays";
+  EXPECT_EQ(threads(2, {"--threads", "7"}, {{"OMP_NUM_THREADS", "3"}}), "OMP_NUM_THREADS=7") << "but an option wins";
+}
+
+TEST(LauncherEnvironment, BindingGivesEachRankItsShare) {
+  const auto cpus = cpu_budget().cpus;
+  for (int ranks : {1, 2, 3}) {
+    Process run(command(ranks, {"--bind", "cores"}, {"affinity"}));
+    ASSERT_EQ(run.finish(), 0) << run.err();
+    const auto shares = share_cpus(cpus, ranks);
+    for (int r = 0; r < ranks; ++r) {
+      std::vector<int> share = shares[r];
+      std::sort(share.begin(), share.end());
+      std::string expected = "cpus";
+      for (int cpu : share) expected += " " + std::to_string(cpu);
+      EXPECT_EQ(lines_of_rank(run.out(), "[" + std::to_string(r) + "] "), Words{expected});
+    }
+  }
+}
+
+TEST(LauncherEnvironment, OversubscriptionIsSaid) {
+  const int usable = cpu_budget().usable();
+  Process more(command(usable + 1, {}, {}));
+  ASSERT_EQ(more.finish(), 0);
+  EXPECT_NE(more.err().find(std::to_string(usable + 1) + " ranks on " + std::to_string(usable)), std::string::npos) << more.err();
+  Process fitting(command(usable, {}, {}));
+  ASSERT_EQ(fitting.finish(), 0);
+  EXPECT_EQ(fitting.err(), "");
+}
+
+TEST(LauncherOutput, StreamsStayApartAndLinesArePrefixed) {
+  Process run(command(2, {}, {"print=to out", "error=to err", "part=no line end"}));
+  ASSERT_EQ(run.finish(), 0);
+  for (const char* prefix : {"[0] ", "[1] "}) {
+    EXPECT_EQ(lines_of_rank(run.out(), prefix), (Words{"to out", "no line end"}));
+    EXPECT_EQ(lines_of_rank(run.err(), prefix), Words{"to err"});
+  }
+  EXPECT_EQ(run.out().back(), '\n');
+}
+
+TEST(LauncherOutput, PrefixesHaveOneWidth) {
+  Process run(command(11, {}, {"print=x"}));
+  ASSERT_EQ(run.finish(), 0);
+  Words lines = lines_of(run.out());
+  std::sort(lines.begin(), lines.end());
+  ASSERT_EQ(lines.size(), 11u);
+  EXPECT_EQ(lines.front(), "[ 0] x");
+  EXPECT_EQ(lines.back(), "[10] x");
+}
+
+TEST(LauncherOutput, NothingIsLostOrTornWhenAllWriteMuch) {
+  constexpr int count = 50000;
+  Process run(command(4, {}, {"lines=50000"}));
+  ASSERT_EQ(run.finish(), 0);
+  for (int r = 0; r < 4; ++r) {
+    const Words lines = lines_of_rank(run.out(), "[" + std::to_string(r) + "] ");
+    ASSERT_EQ(lines.size(), static_cast<std::size_t>(count));
+    for (int i = 0; i < count; ++i) ASSERT_EQ(lines[i], "line " + std::to_string(i));
+  }
+}
+
+TEST(LauncherOutput, LongLines) {
+  Process run(command(2, {}, {"long=1000000", "long=3000000"}));
+  ASSERT_EQ(run.finish(), 0);
+  for (const char* prefix : {"[0] ", "[1] "}) {
+    const Words lines = lines_of_rank(run.out(), prefix);
+    ASSERT_GE(lines.size(), 3u);
+    EXPECT_EQ(lines[0].size(), 1000000u) << "a line below the limit stays whole";
+    std::size_t rest = 0;
+    for (std::size_t i = 1; i < lines.size(); ++i) rest += lines[i].size();
+    EXPECT_EQ(rest, 3000000u);
+  }
+}
+
+TEST(LauncherOutput, ByRankIsInRankOrder) {
+  Process run(command(3, {"--output", "by-rank"}, {"lines=20000", "@0:print=last of 0", "error=to err"}));
+  ASSERT_EQ(run.finish(), 0);
+  std::string expected, errors;
+  for (int r = 0; r < 3; ++r) {
+    const std::string prefix = "[" + std::to_string(r) + "] ";
+    for (int i = 0; i < 20000; ++i) expected += prefix + "line " + std::to_string(i) + "\n";
+    if (r == 0) expected += prefix + "last of 0\n";
+  }
+  EXPECT_TRUE(run.out() == expected);
+  Words error_lines = lines_of(run.err());
+  error_lines.erase(std::remove_if(error_lines.begin(), error_lines.end(), [](const auto& l) { return l[0] != '['; }), error_lines.end());
+  EXPECT_EQ(error_lines, (Words{"[0] to err", "[1] to err", "[2] to err"}));
+}
+
+TEST(LauncherOutput, LogFilesHoldTheBytesOfEachRank) {
+  const Folder folder;
+  const auto logs = folder.path() / "made" / "by the launcher";
+  Process run(command(2, {"--log-dir", logs.string()}, {"print=out", "@1:error=err of 1", "part=open end"}));
+  ASSERT_EQ(run.finish(), 0) << run.err();
+  EXPECT_EQ(read_file(logs / "rank-0.out"), "out\nopen end");
+  EXPECT_EQ(read_file(logs / "rank-1.out"), "out\nopen end");
+  EXPECT_EQ(read_file(logs / "rank-0.err"), "");
+  EXPECT_EQ(read_file(logs / "rank-1.err"), "err of 1\n");
+  EXPECT_NE(run.out().find("[1] open end"), std::string::npos) << "the terminal gets it too";
+}
+
+TEST(LauncherOutput, ALogFolderThatCannotBeIsRefused) {
+  Process run(command(1, {"--log-dir", "/proc/no/such"}, {}));
+  EXPECT_EQ(run.finish(), 125);
+  EXPECT_NE(run.err().find("/proc/no/such"), std::string::npos);
+}
+
+TEST(LauncherArguments, WhatStandsBehindTheDashesIsTheProgramsOwn) {
+  Process run({TESSERA_PROGRAM, "run", "-n", "1", "--", "printf", "%s|", "run", "-n", "--help", "--", "x"});
+  ASSERT_EQ(run.finish(), 0) << run.err();
+  EXPECT_EQ(run.out(), "[0] run|-n|--help|--|x|\n");
+}
+
+TEST(LauncherArguments, MistakesAreRefusedWithStatus2) {
+  for (const Words& words : {Words{}, Words{"run"}, Words{"run", "-n", "2"}, Words{"run", "-n", "0", "--", "true"}, Words{"run", "-n", "-1", "--", "true"},
+                             Words{"run", "-n", "x", "--", "true"}, Words{"run", "-n", "2", "--timeout", "-1", "--", "true"},
+                             Words{"run", "-n", "2", "--bind", "sockets", "--", "true"}, Words{"run", "-n", "2", "--nonsense", "--", "true"}, Words{"fly"}}) {
+    Words all{TESSERA_PROGRAM};
+    all.insert(all.end(), words.begin(), words.end());
+    Process run(all);
+    EXPECT_EQ(run.finish(), 2);
+    EXPECT_FALSE(run.err().empty());
+  }
+  Process threads(command(1, {"--threads", "0"}, {}));
+  EXPECT_EQ(threads.finish(), 125);
+  EXPECT_NE(threads.err().find("--threads 0"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace tessera::test
