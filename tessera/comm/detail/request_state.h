@@ -6,12 +6,15 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "tessera/comm/detail/group_state.h"
 #include "tessera/comm/types.h"
@@ -20,8 +23,9 @@ namespace tessera::detail {
 
 class RequestState {
  public:
-  /// `operation` is a string literal. Begins the call: takes a sequence number if `collective`, and throws PeerLostError if the group is poisoned.
-  RequestState(GroupState& group, const char* operation, bool collective, const CallOptions& options);
+  /// `operation` is a string literal. Throws PeerLostError if the group is poisoned.
+  /// `blocking`: the caller waits at once, and backends are told so.
+  RequestState(GroupState& group, const char* operation, const CallOptions& options, bool blocking);
   ~RequestState();  ///< Waits if wait() was not called; errors are dropped.
   RequestState(const RequestState&) = delete;
   RequestState& operator=(const RequestState&) = delete;
@@ -30,27 +34,35 @@ class RequestState {
   const char* operation() const { return operation_; }
   std::uint64_t sequence() const { return sequence_; }
   const std::string& name() const { return name_; }
+  bool blocking() const { return blocking_; }
   std::chrono::milliseconds limit() const { return limit_; }
-  /// "all_reduce 'loss' (call 12 of group 'world', rank 1)": how errors begin.
+  std::chrono::milliseconds left() const;  ///< Until the limit, at least 1 ms.
+  /// "all_reduce 'loss'".
   std::string describe() const;
+
+  /// The arguments are sound: takes the sequence number of a collective call, and tells the group's watch.
+  void begin_collective();
+  void begin_message();
+  /// A part of another call: same number, not traced.
+  void begin_within(const RequestState& call);
 
   /// `whole`: the work must be waited for in one piece (a wait that runs out breaks Gloo's messages), and only tells by wait() that it is done.
   void add(c10::intrusive_ptr<c10d::Work> work, bool whole = false);
   void keep(const at::Tensor& tensor) { kept_.push_back(tensor); }      ///< Alive until the end of the call.
   void keep_group(std::shared_ptr<GroupState> group) { owner_ = std::move(group); }
   void count_bytes(std::int64_t bytes) { bytes_ += bytes; }             ///< Payload that this rank gives, for traces.
-  void then(std::function<void()> finish) { finish_ = std::move(finish); }  ///< Local part, run by wait().
+  /// Local part, run by wait() when all data is there.
+  void then(std::function<void()> finish) { finish_ = std::move(finish); }
+  /// When all data is there (and the local part ran): target = source.
+  void copy_back(const at::Tensor& target, const at::Tensor& source) { copies_.push_back({target, source}); }
   /// Work of a device whose stream, not the host, waits.
   void on_stream() { on_stream_ = true; }
 
-  /// Runs `launch`, and turns what a backend throws into the typed errors.
+  /// Runs `body`, which hands work to a backend, and turns what the backend throws into the typed errors.
   template <class F>
   void launch(F&& body) {
     try {
       body();
-    } catch (const Error&) {
-      abandon();
-      throw;
     } catch (...) {
       fail(std::current_exception());
     }
@@ -67,19 +79,22 @@ class RequestState {
   void wait_part(Part& part);
   void wait_parts();
   [[noreturn]] void fail(const std::exception_ptr& cause);
-  void abandon();
-  std::chrono::milliseconds left() const;
+  void poll();
 
   GroupState& group_;
   std::shared_ptr<GroupState> owner_;  // requests only: keeps group_ alive
   const char* operation_;
   std::string name_;
   std::uint64_t sequence_ = 0;
-  bool collective_;
+  bool begun_ = false;
+  bool collective_ = false;
+  bool blocking_;
+  bool part_ = false;
   std::chrono::milliseconds limit_;
   std::chrono::steady_clock::time_point begin_, deadline_;
   c10::SmallVector<Part, 1> parts_;
   c10::SmallVector<at::Tensor, 4> kept_;
+  c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 1> copies_;
   std::function<void()> finish_;
   std::int64_t bytes_ = 0;
   bool on_stream_ = false;

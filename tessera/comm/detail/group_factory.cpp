@@ -1,0 +1,22 @@
+// make_group_state: the backends that a GroupSpec names.
+
+#include "tessera/base/text.h"
+#include "tessera/comm/detail/group_spec.h"
+#include "tessera/comm/detail/group_state.h"
+#include "tessera/comm/gloo.h"
+
+namespace tessera::detail {
+
+std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
+  auto state = std::make_shared<GroupState>(spec);
+  const int size = static_cast<int>(spec.ranks.size());
+  if (size == 1) return state;
+  if (spec.backend == "gloo") {
+    state->set_endpoint(c10::DeviceType::CPU, "gloo", make_gloo_backend(spec.store, spec.rank, size, spec.timeout, spec.address));
+  } else {
+    throw InvalidArgument(concat("group '", spec.name, "': there is no backend '", spec.backend, "'; choose gloo or mpi"));
+  }
+  return state;
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,120 @@
+#include "tessera/comm/detail/reduction.h"
+
+#include <ATen/ATen.h>
+
+#include <cstring>
+#include <limits>
+
+#include "tessera/base/text.h"
+
+namespace tessera::detail {
+namespace {
+
+template <class Float, class Int>
+void to_keys(const Float* values, Int* keys, std::int64_t n, Int nan_key) {
+  constexpr Int kMagnitude = std::numeric_limits<Int>::max();
+  for (std::int64_t i = 0; i < n; ++i) {
+    Int bits;
+    std::memcpy(&bits, values + i, sizeof(bits));
+    const Int key = bits ^ ((bits >> (8 * sizeof(Int) - 1)) & kMagnitude);
+    keys[i] = values[i] != values[i] ? nan_key : key;
+  }
+}
+
+template <class Float, class Int>
+void from_keys(const Int* keys, Float* values, std::int64_t n, Int nan_key) {
+  constexpr Int kMagnitude = std::numeric_limits<Int>::max();
+  for (std::int64_t i = 0; i < n; ++i) {
+    const Int bits = keys[i] ^ ((keys[i] >> (8 * sizeof(Int) - 1)) & kMagnitude);
+    Float value;
+    std::memcpy(&value, &bits, sizeof(bits));
+    values[i] = keys[i] == nan_key ? std::numeric_limits<Float>::quiet_NaN() : value;
+  }
+}
+
+template <class Int>
+Int nan_key(ReduceOp::Kind op) {
+  return op == ReduceOp::Kind::max ? std::numeric_limits<Int>::max() : std::numeric_limits<Int>::min();
+}
+
+at::Tensor combine(const at::Tensor& a, const at::Tensor& b, ReduceOp::Kind op) {
+  switch (op) {
+    case ReduceOp::Kind::product: return at::mul(a, b);
+    case ReduceOp::Kind::min: return at::minimum(a, b);
+    case ReduceOp::Kind::max: return at::maximum(a, b);
+    default: return at::add(a, b);
+  }
+}
+
+}  // namespace
+
+void check_reducible(const char* operation, c10::ScalarType dtype, ReduceOp::Kind op) {
+  using Kind = ReduceOp::Kind;
+  auto refuse = [&](const char* why) {
+    throw InvalidArgument(concat(operation, " with ", to_string(op), " of ", c10::toString(dtype), ": ", why));
+  };
+  switch (dtype) {
+    case c10::ScalarType::Float:
+    case c10::ScalarType::Double:
+    case c10::ScalarType::Half:
+    case c10::ScalarType::BFloat16: return;
+    case c10::ScalarType::ComplexFloat:
+    case c10::ScalarType::ComplexDouble:
+    case c10::ScalarType::ComplexHalf:
+      if (op == Kind::min || op == Kind::max) refuse("complex numbers have no order; reduce their magnitude");
+      return;
+    case c10::ScalarType::Bool:
+      if (op != Kind::min && op != Kind::max && op != Kind::product)
+        refuse("not defined; use max for 'any', min for 'all', or convert to int64 to count");
+      return;
+    case c10::ScalarType::Byte:
+    case c10::ScalarType::Char:
+    case c10::ScalarType::Short:
+    case c10::ScalarType::Int:
+    case c10::ScalarType::Long:
+      if (op == Kind::avg || op == Kind::premultiplied) refuse("integers would be rounded; convert to a floating-point type");
+      return;
+    default: refuse("this type has no arithmetic; convert it first (it can be moved by every collective that does not reduce)");
+  }
+}
+
+c10::ScalarType accumulation_type(c10::ScalarType dtype) {
+  if (dtype == c10::ScalarType::Half || dtype == c10::ScalarType::BFloat16) return c10::ScalarType::Float;
+  if (dtype == c10::ScalarType::ComplexHalf) return c10::ScalarType::ComplexFloat;
+  return dtype;
+}
+
+void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& parts, ReduceOp::Kind op) {
+  const auto wide = accumulation_type(output.scalar_type());
+  at::Tensor sum = parts.front().to(wide);
+  for (std::size_t i = 1; i < parts.size(); ++i) {
+    if (i > 1 && (op == ReduceOp::Kind::sum || op == ReduceOp::Kind::avg)) {
+      sum.add_(parts[i].to(wide));
+    } else {
+      sum = combine(sum, parts[i].to(wide), op);
+    }
+  }
+  if (op == ReduceOp::Kind::avg) sum = at::div(sum, static_cast<double>(parts.size()));
+  output.copy_(sum);
+}
+
+at::Tensor order_keys(const at::Tensor& values, ReduceOp::Kind op) {
+  if (values.scalar_type() == c10::ScalarType::Float) {
+    auto keys = at::empty(values.sizes(), values.options().dtype(c10::ScalarType::Int));
+    to_keys(values.const_data_ptr<float>(), keys.mutable_data_ptr<std::int32_t>(), values.numel(), nan_key<std::int32_t>(op));
+    return keys;
+  }
+  auto keys = at::empty(values.sizes(), values.options().dtype(c10::ScalarType::Long));
+  to_keys(values.const_data_ptr<double>(), keys.mutable_data_ptr<std::int64_t>(), values.numel(), nan_key<std::int64_t>(op));
+  return keys;
+}
+
+void from_order_keys(const at::Tensor& output, const at::Tensor& keys, ReduceOp::Kind op) {
+  if (output.scalar_type() == c10::ScalarType::Float) {
+    from_keys(keys.const_data_ptr<std::int32_t>(), output.mutable_data_ptr<float>(), keys.numel(), nan_key<std::int32_t>(op));
+  } else {
+    from_keys(keys.const_data_ptr<std::int64_t>(), output.mutable_data_ptr<double>(), keys.numel(), nan_key<std::int64_t>(op));
+  }
+}
+
+}  // namespace tessera::detail

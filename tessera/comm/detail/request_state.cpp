@@ -1,0 +1,158 @@
+#include "tessera/comm/detail/request_state.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/detail/trace_event.h"
+
+namespace tessera::detail {
+namespace {
+
+// A blocked wait looks up this often whether the group was given up by another thread, for backends that cannot be woken.
+constexpr std::chrono::milliseconds kLook{200};
+constexpr auto kNoLimit = std::chrono::milliseconds(0);  // c10d's word for waiting without a limit
+
+}  // namespace
+
+RequestState::RequestState(GroupState& group, const char* operation, const CallOptions& options, bool blocking)
+    : group_(group), operation_(operation), name_(options.name), blocking_(blocking), limit_(options.timeout.count() > 0 ? options.timeout : group.timeout()) {
+  begin_ = std::chrono::steady_clock::now();
+  deadline_ = begin_ + limit_;
+  group_.watch().require_healthy(operation_, group_.sequence());
+}
+
+RequestState::~RequestState() {
+  if (begun_ && !finished_) {
+    try {
+      wait();
+    } catch (...) {  // the caller did not ask; the group is poisoned and says so at its next call
+    }
+  }
+  if (poller_.joinable()) poller_.join();
+}
+
+std::string RequestState::describe() const { return name_.empty() ? std::string(operation_) : concat(operation_, " '", name_, "'"); }
+
+void RequestState::begin_collective() {
+  sequence_ = group_.next_sequence();
+  begun_ = collective_ = true;
+  group_.watch().begin(sequence_, operation_);
+}
+
+void RequestState::begin_message() {
+  sequence_ = group_.sequence();
+  begun_ = true;
+}
+
+void RequestState::begin_within(const RequestState& call) {
+  sequence_ = call.sequence();
+  begun_ = part_ = true;
+  collective_ = call.collective_;
+}
+
+void RequestState::add(c10::intrusive_ptr<c10d::Work> work, bool whole) {
+  if (work) parts_.push_back({std::move(work), whole});
+}
+
+std::chrono::milliseconds RequestState::left() const {
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - std::chrono::steady_clock::now());
+  return std::max(left, std::chrono::milliseconds(1));
+}
+
+void RequestState::wait_part(Part& part) {
+  if (on_stream_) {
+    part.work->wait(kNoLimit);
+    return;
+  }
+  if (part.whole) {
+    part.work->wait(left());
+    return;
+  }
+  for (;;) {
+    try {
+      if (part.work->wait(std::min(left(), kLook))) return;
+    } catch (...) {
+      // Some backends throw when the slice is over, though the work goes on.
+      if (part.work->isCompleted()) throw;
+    }
+    if (group_.watch().poison()) group_.watch().require_healthy(operation_, sequence_);
+    if (std::chrono::steady_clock::now() >= deadline_) group_.watch().expire(describe(), sequence_, limit_, collective_);
+  }
+}
+
+void RequestState::wait_parts() {
+  if (poller_.joinable()) {
+    poller_.join();
+    if (poll_error_) std::rethrow_exception(poll_error_);
+    return;
+  }
+  for (auto& part : parts_) wait_part(part);
+}
+
+void RequestState::fail(const std::exception_ptr& cause) {
+  finished_ = true;
+  try {
+    // What a backend of ours says by itself is repeated by the group's later calls.
+    try {
+      std::rethrow_exception(cause);
+    } catch (const TimeoutError& e) {
+      group_.watch().set_poison({e.missing(), e.what(), true});
+      throw;
+    } catch (const PeerLostError& e) {
+      group_.watch().set_poison({e.ranks(), e.what()});
+      throw;
+    } catch (const Error&) {
+      throw;
+    } catch (...) {
+      group_.watch().fail(describe(), sequence_, cause, limit_, collective_);
+    }
+  } catch (...) {
+    error_ = std::current_exception();
+    throw;
+  }
+}
+
+void RequestState::wait() {
+  if (finished_) {
+    if (error_) std::rethrow_exception(error_);
+    return;
+  }
+  try {
+    wait_parts();
+    if (finish_ || !copies_.empty()) {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      if (finish_) finish_();
+      for (const auto& [target, source] : copies_) target.copy_(source.view(target.sizes()));
+    }
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  finished_ = true;
+  if (CommTrace* trace = group_.trace(); trace && !part_) record(*trace, *this, begin_, bytes_);
+  parts_.clear();
+  kept_.clear();
+  copies_.clear();
+  finish_ = nullptr;
+}
+
+void RequestState::poll() {
+  try {
+    for (auto& part : parts_) part.work->wait(left());
+  } catch (...) {
+    poll_error_ = std::current_exception();
+  }
+  polled_.store(true, std::memory_order_release);
+}
+
+bool RequestState::done() {
+  if (finished_) return true;
+  if (std::none_of(parts_.begin(), parts_.end(), [](const Part& p) { return p.whole; })) {
+    return std::all_of(parts_.begin(), parts_.end(), [](const Part& p) { return p.work->isCompleted(); });
+  }
+  if (!poller_.joinable()) poller_ = std::thread([this] { poll(); });
+  return polled_.load(std::memory_order_acquire);
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,216 @@
+#include "tessera/comm/threads.h"
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/detail/group_state.h"
+#include "tessera/comm/detail/manager_state.h"
+#include "tessera/comm/detail/store_server.h"  // complete, for ManagerBase
+#include "tessera/comm/detail/threads_backend.h"
+
+namespace tessera {
+namespace {
+
+using detail::GroupSpec;
+using detail::GroupState;
+using detail::ManagerState;
+using detail::Poison;
+using detail::RollEntry;
+using detail::ThreadsRoom;
+
+// What the ranks of one run share: the rooms of their groups, and their managers, through which faults are told.
+class Hub {
+ public:
+  explicit Hub(int ranks) : members_(ranks), store_(c10::make_intrusive<c10d::HashStore>()) {}
+
+  int size() const { return static_cast<int>(members_.size()); }
+  const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
+
+  // The room of the group that this rank makes now. A group made again (after shutdown) is a new room, so each rank's count is part of the key.
+  std::shared_ptr<ThreadsRoom> room(const std::string& name, const std::vector<int>& ranks, int rank) {
+    const std::lock_guard lock(mutex_);
+    const int round = members_[rank].rounds[name]++;
+    auto& room = rooms_[{name, round}];
+    if (!room) room = std::make_shared<ThreadsRoom>(name, ranks);
+    return room;
+  }
+
+  void set_receiver(int rank, std::function<void(const std::string&, const Poison&)> receiver) {
+    const std::lock_guard lock(mutex_);
+    members_[rank].receiver = std::move(receiver);
+  }
+  void set_manager(int rank, std::weak_ptr<ManagerState> manager) {
+    const std::lock_guard lock(mutex_);
+    members_[rank].manager = std::move(manager);
+  }
+
+  // `group` empty: every group. Under the lock, so that a rank that leaves is not called afterwards.
+  void tell(int from, const std::string& group, const std::vector<int>& to, const Poison& poison) {
+    const std::lock_guard lock(mutex_);
+    for (const int rank : to)
+      if (rank != from && members_[rank].receiver) members_[rank].receiver(group, poison);
+  }
+  void leave(int rank) { set_receiver(rank, {}); }
+
+  std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& ranks) {
+    std::vector<RollEntry> roll;
+    for (const int rank : ranks) {
+      RollEntry entry;
+      entry.rank = rank;
+      std::shared_ptr<ManagerState> manager;
+      {
+        const std::lock_guard lock(mutex_);
+        manager = members_[rank].manager.lock();
+      }
+      // A rank without the group answers too: it is alive and has made no call.
+      entry.answer = manager ? RollEntry::Answer::here : RollEntry::Answer::gone;
+      if (manager)
+        if (const auto watch = manager->watch(group)) entry.position = watch->position();
+      roll.push_back(std::move(entry));
+    }
+    return roll;
+  }
+
+ private:
+  struct Member {
+    std::map<std::string, int> rounds;
+    std::function<void(const std::string&, const Poison&)> receiver;
+    std::weak_ptr<ManagerState> manager;
+  };
+  std::mutex mutex_;
+  std::vector<Member> members_;
+  std::map<std::pair<std::string, int>, std::shared_ptr<ThreadsRoom>> rooms_;
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+class HubChannel : public detail::FaultChannel {
+ public:
+  HubChannel(std::shared_ptr<Hub> hub, int rank) : hub_(std::move(hub)), rank_(rank) {}
+
+  void announce(const std::string& group, const std::vector<int>& members, const Poison& poison) noexcept override {
+    hub_->tell(rank_, group, members, poison);
+  }
+  std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& members, std::chrono::milliseconds) noexcept override {
+    return hub_->roll_call(group, members);
+  }
+
+ private:
+  std::shared_ptr<Hub> hub_;
+  int rank_;
+};
+
+DistributedManager make_manager(const std::shared_ptr<Hub>& hub, int rank, const ManagerOptions& options) {
+  detail::ManagerBase base;
+  base.options = options;
+  base.backend = options.backend.empty() ? "threads" : options.backend;
+  base.launch.launcher = "threads";
+  base.launch.rank = base.launch.local_rank = rank;
+  base.launch.world_size = base.launch.local_size = hub->size();
+  base.faults = std::make_shared<HubChannel>(hub, rank);
+  base.listen = [hub, rank](auto receiver) { hub->set_receiver(rank, std::move(receiver)); };
+  if (base.backend == "threads") {
+    base.make_group = [hub, rank](const GroupSpec& spec) {
+      auto state = std::make_shared<GroupState>(spec);
+      if (spec.ranks.size() > 1) {
+        state->set_endpoint(c10::DeviceType::CPU, "threads",
+                            c10::make_intrusive<detail::ThreadsBackend>(hub->room(spec.name, spec.ranks, rank), spec.rank,
+                                                                        static_cast<int>(spec.ranks.size()), spec.watch, spec.timeout));
+      }
+      return state;
+    };
+  } else {
+    base.store = hub->store();
+    base.address = "127.0.0.1";
+  }
+  auto state = std::make_shared<ManagerState>(std::move(base));
+  hub->set_manager(rank, state);
+  return DistributedManager(std::move(state));
+}
+
+// Rethrows with the rank in the message, as the same type where it is one of ours.
+[[noreturn]] void rethrow_with_rank(const std::exception_ptr& error, int rank) {
+  const std::string where = concat("rank ", rank, ": ");
+  try {
+    std::rethrow_exception(error);
+  } catch (const TimeoutError& e) {
+    throw TimeoutError(where + e.what(), e.missing());
+  } catch (const PeerLostError& e) {
+    throw PeerLostError(where + e.what(), e.ranks());
+  } catch (const MismatchError& e) {
+    throw MismatchError(where + e.what());
+  } catch (const CommError& e) {
+    throw CommError(where + e.what());
+  } catch (const InvalidArgument& e) {
+    throw InvalidArgument(where + e.what());
+  } catch (const ConfigurationError& e) {
+    throw ConfigurationError(where + e.what());
+  } catch (const NotAvailable& e) {
+    throw NotAvailable(where + e.what());
+  } catch (const Error& e) {
+    throw Error(where + e.what());
+  }
+}
+
+}  // namespace
+
+void run_threads(int ranks, const std::function<void(DistributedManager&)>& body, const ManagerOptions& options) {
+  if (ranks < 1) throw InvalidArgument(concat("run_threads was asked for ", ranks, " ranks; at least 1 is needed"));
+  if (!options.backend.empty() && options.backend != "threads" && options.backend != "gloo") {
+    throw InvalidArgument(concat("run_threads with backend '", options.backend, "': ranks that are threads of one process can use 'threads' or 'gloo'"));
+  }
+  auto hub = std::make_shared<Hub>(ranks);
+  std::mutex mutex;
+  std::exception_ptr first;
+  int first_rank = -1;
+
+  auto run = [&](int rank) {
+    try {
+      auto manager = make_manager(hub, rank, options);
+      try {
+        body(manager);
+      } catch (...) {
+        const std::lock_guard lock(mutex);
+        if (!first) {
+          first = std::current_exception();
+          first_rank = rank;
+        }
+        std::string what = "an exception of unknown type";
+        try {
+          throw;
+        } catch (const std::exception& e) {
+          what = e.what();
+        } catch (...) {  // keeps the words above
+        }
+        std::vector<int> everybody(ranks);
+        for (int r = 0; r < ranks; ++r) everybody[r] = r;
+        hub->tell(rank, "", everybody, {{rank}, concat("rank ", rank, " threw: ", what), false});
+      }
+      hub->leave(rank);
+    } catch (...) {
+      const std::lock_guard lock(mutex);
+      if (!first) {
+        first = std::current_exception();
+        first_rank = rank;
+      }
+    }
+  };
+
+  std::vector<std::thread> threads;
+  for (int rank = 1; rank < ranks; ++rank) threads.emplace_back(run, rank);
+  run(0);
+  for (auto& thread : threads) thread.join();
+  if (first) {
+    rethrow_with_rank(first, first_rank);
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,90 @@
+#pragma once
+// CommTrace: what the calls of a manager's groups cost: how often, how many bytes, how long, by operation and group; and when, as a timeline.
+//
+//   CommTraceScope trace(manager);     // from here on every call of the manager's groups is recorded
+//   ...training...
+//   std::cout << trace->table();
+//   trace->write_timeline("comm.json", manager.rank());   // for chrome://tracing or ui.perfetto.dev
+//
+// Off, a call pays one test of a pointer. On, about a tenth of a microsecond and 100 bytes.
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace tessera {
+
+class DistributedManager;
+class Group;
+
+/// One call, as this rank saw it. Times in microseconds since the trace was made.
+struct CommEvent {
+  std::string operation;      ///< "all_reduce".
+  std::string group;
+  std::string name;           ///< CallOptions::name; may be empty.
+  std::uint64_t sequence = 0; ///< Of the group; for messages the number of collective calls before it.
+  std::int64_t bytes = 0;     ///< Payload that this rank gave to the call (received, for a receive).
+  double begin = 0;           ///< The call, or its start_... half.
+  double end = 0;             ///< The result was there, and its wait() returned.
+};
+
+/// All calls of one operation in one group.
+struct CommSummary {
+  std::string operation, group;
+  std::int64_t count = 0, bytes = 0;
+  double microseconds = 0;    ///< Sum of end - begin.
+};
+
+/// A recorder that several threads may write to. Nothing is recorded until it is set on a manager or a group.
+class CommTrace {
+ public:
+  CommTrace();
+  CommTrace(const CommTrace&) = delete;
+  CommTrace& operator=(const CommTrace&) = delete;
+
+  std::chrono::steady_clock::time_point origin() const { return origin_; }
+  void add(CommEvent event);
+  void clear();
+
+  std::vector<CommEvent> events() const;                  ///< In order of completion.
+  std::vector<CommSummary> summary() const;               ///< Most time first.
+  /// The summary as text, one line an operation and group.
+  std::string table() const;
+  /// Trace Event Format (JSON): one process with the number `rank`, one lane a group, so that files of several ranks can be loaded together.
+  std::string timeline(int rank = 0) const;
+  void write_timeline(const std::string& path, int rank = 0) const;  ///< Throws Error if the file cannot be written.
+
+ private:
+  const std::chrono::steady_clock::time_point origin_;
+  mutable std::mutex mutex_;
+  std::vector<CommEvent> events_;
+};
+
+/// Records every group of the manager, those made later too; null ends it. Between calls, not during one.
+void set_trace(const DistributedManager& manager, std::shared_ptr<CommTrace> trace);
+/// Records one group. A group has one trace: the newest counts.
+void set_trace(const Group& group, std::shared_ptr<CommTrace> trace);
+
+/// A trace that records while the scope lives.
+class CommTraceScope {
+ public:
+  explicit CommTraceScope(const DistributedManager& manager);
+  explicit CommTraceScope(const Group& group);
+  ~CommTraceScope();
+  CommTraceScope(const CommTraceScope&) = delete;
+  CommTraceScope& operator=(const CommTraceScope&) = delete;
+
+  CommTrace& operator*() const { return *trace_; }
+  CommTrace* operator->() const { return trace_.get(); }
+  const std::shared_ptr<CommTrace>& get() const { return trace_; }
+
+ private:
+  std::shared_ptr<CommTrace> trace_;
+  std::function<void()> end_;
+};
+
+}  // namespace tessera
