@@ -1,6 +1,7 @@
 #include "tessera/gradient/reducer.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/strides.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -40,6 +41,7 @@ struct Slot {
   std::size_t parameter;
   std::int64_t offset;
   at::Tensor like;
+  at::Tensor part;  // its place, once there is a flat tensor
 };
 
 struct Bucket {
@@ -129,11 +131,16 @@ void GradientReducer::State::begin() {
 void GradientReducer::State::start(Bucket& bucket) {
   const at::NoGradGuard no_grad;
   const auto slots = static_cast<std::int64_t>(bucket.slots.size());
-  if (!bucket.flat.defined()) bucket.flat = at::empty({bucket.numel + slots}, bucket.slots.front().like.options());
+  if (!bucket.flat.defined()) {
+    bucket.flat = at::empty({bucket.numel + slots}, bucket.slots.front().like.options());
+    // Not views to autograd: a gradient that is one could not be detached in place, which Optimizer::zero_grad does.
+    for (Slot& slot : bucket.slots)
+      slot.part = at::empty({0}, bucket.flat.options()).set_(bucket.flat.storage(), slot.offset, slot.like.sizes(), c10::contiguous_strides(slot.like.sizes()));
+  }
   std::vector<float> used(bucket.slots.size());
   for (std::size_t s = 0; s < bucket.slots.size(); ++s) {
     const Slot& slot = bucket.slots[s];
-    const at::Tensor part = bucket.flat.narrow(0, slot.offset, slot.like.numel()).view(slot.like.sizes());
+    const at::Tensor& part = slot.part;
     const at::Tensor mine = access(slot.parameter).contribution(parameters[slot.parameter].parameter);
     if (mine.defined() && mine.layout() != at::kStrided)
       throw InvalidArgument(concat("the gradient of parameter '", parameters[slot.parameter].name, "' has layout ", mine.layout(),
@@ -159,8 +166,7 @@ void GradientReducer::State::write_back(Bucket& bucket) {
   for (std::size_t s = 0; s < bucket.slots.size(); ++s) {
     const Slot& slot = bucket.slots[s];
     if (flags.defined() && flags.const_data_ptr<double>()[s] == 0.0) continue;
-    const at::Tensor part = bucket.flat.narrow(0, slot.offset, slot.like.numel()).view(slot.like.sizes());
-    access(slot.parameter).store(parameters[slot.parameter].parameter, part, options.gradient_as_bucket_view);
+    access(slot.parameter).store(parameters[slot.parameter].parameter, slot.part, options.gradient_as_bucket_view);
     owed[slot.parameter] = false;
   }
 }
@@ -231,7 +237,7 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
     bucket.op = state.parameters[state.layout[b].front()].op;
     for (std::size_t i : state.layout[b]) {
       at::Tensor like = state.access(i).like(state.parameters[i].parameter);
-      bucket.slots.push_back({i, bucket.numel, like});
+      bucket.slots.push_back({i, bucket.numel, like, {}});
       bucket.numel += like.numel();
       state.bucket_of[i] = b;
     }

@@ -1,0 +1,121 @@
+#include "tessera/data/dataset.h"
+
+#include <ATen/ATen.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "tessera/base/text.h"
+
+namespace tessera {
+
+Dataset::~Dataset() = default;
+IterableDataset::~IterableDataset() = default;
+SampleError::~SampleError() = default;
+
+std::vector<at::Tensor> Dataset::get_batch(std::span<const std::uint64_t> indices) const {
+  std::vector<std::vector<at::Tensor>> columns;
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    try {
+      const Sample sample = get(indices[i]);
+      if (i == 0) columns.resize(sample.size());
+      if (sample.size() != columns.size()) throw InvalidArgument(concat("it has ", sample.size(), " tensors, sample ", indices[0], " has ", columns.size()));
+      for (std::size_t t = 0; t < sample.size(); ++t) {
+        if (i > 0 && sample[t].sizes() != columns[t][0].sizes())
+          throw InvalidArgument(concat("its tensor ", t, " has shape ", sample[t].sizes(), ", that of sample ", indices[0], " has ", columns[t][0].sizes(),
+                                       "; give samples of one shape, or override get_batch"));
+        columns[t].push_back(sample[t]);
+      }
+    } catch (const std::exception& e) {
+      throw SampleError(concat("sample ", indices[i], ": ", e.what()), indices[i]);
+    }
+  }
+  std::vector<at::Tensor> batch;
+  for (const auto& column : columns) batch.push_back(at::stack(column));
+  return batch;
+}
+
+TensorDataset::TensorDataset(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {
+  if (tensors_.empty()) throw InvalidArgument("a TensorDataset of no tensors");
+  for (const at::Tensor& t : tensors_)
+    if (!t.defined() || t.dim() == 0 || t.size(0) != tensors_[0].size(0)) throw InvalidArgument("the tensors of a TensorDataset have one dim 0, of the same length");
+}
+
+std::uint64_t TensorDataset::size() const { return static_cast<std::uint64_t>(tensors_[0].size(0)); }
+
+Sample TensorDataset::get(std::uint64_t index) const {
+  if (index >= size()) throw RangeError(concat("sample ", index, " of a dataset with ", size()));
+  Sample sample;
+  for (const at::Tensor& t : tensors_) sample.push_back(t.select(0, static_cast<std::int64_t>(index)));
+  return sample;
+}
+
+std::vector<at::Tensor> TensorDataset::get_batch(std::span<const std::uint64_t> indices) const {
+  const at::Tensor rows = at::empty({static_cast<std::int64_t>(indices.size())}, at::kLong);
+  auto* row = rows.mutable_data_ptr<std::int64_t>();
+  for (std::uint64_t index : indices) {
+    if (index >= size()) throw SampleError(concat("sample ", index, " of a dataset with ", size()), index);
+    *row++ = static_cast<std::int64_t>(index);
+  }
+  std::vector<at::Tensor> batch;
+  for (const at::Tensor& t : tensors_) batch.push_back(t.index_select(0, rows.to(t.device())));
+  return batch;
+}
+
+struct TokenFileDataset::Map {
+  const char* data = nullptr;
+  std::size_t bytes = 0;
+  ~Map() {
+    if (data) ::munmap(const_cast<char*>(data), bytes);
+  }
+};
+
+TokenFileDataset::TokenFileDataset(const std::string& path, at::ScalarType dtype, std::uint64_t row, std::uint64_t stride)
+    : map_(std::make_unique<Map>()), dtype_(dtype), row_(row), stride_(stride == 0 ? row : stride) {
+  if (row == 0) throw InvalidArgument("a token row of length 0; give at least 1");
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) throw FileError(concat("'", path, "' cannot be opened: ", std::strerror(errno)));
+  struct stat status {};
+  if (::fstat(file, &status) != 0 || !S_ISREG(status.st_mode)) {
+    ::close(file);
+    throw FileError(concat("'", path, "' is no regular file"));
+  }
+  map_->bytes = static_cast<std::size_t>(status.st_size);
+  void* mapped = map_->bytes == 0 ? MAP_FAILED : ::mmap(nullptr, map_->bytes, PROT_READ, MAP_SHARED, file, 0);
+  const int reason = errno;
+  ::close(file);
+  if (map_->bytes > 0 && mapped == MAP_FAILED) throw FileError(concat("'", path, "' cannot be mapped: ", std::strerror(reason)));
+  if (map_->bytes > 0) map_->data = static_cast<const char*>(mapped);
+  const std::size_t item = c10::elementSize(dtype);
+  if (map_->bytes % item != 0) throw FileError(concat("'", path, "' has ", map_->bytes, " bytes, no multiple of the ", item, " of ", dtype));
+  if (tokens() < row) throw InvalidArgument(concat("'", path, "' has ", tokens(), " tokens, fewer than one row of ", row));
+  rows_ = (tokens() - row) / stride_ + 1;
+}
+
+TokenFileDataset::~TokenFileDataset() = default;
+
+std::uint64_t TokenFileDataset::size() const { return rows_; }
+std::uint64_t TokenFileDataset::tokens() const { return map_->bytes / c10::elementSize(dtype_); }
+
+Sample TokenFileDataset::get(std::uint64_t index) const {
+  const std::uint64_t one[] = {index};
+  return {get_batch(one)[0].squeeze(0)};
+}
+
+std::vector<at::Tensor> TokenFileDataset::get_batch(std::span<const std::uint64_t> indices) const {
+  const at::Tensor batch = at::empty({static_cast<std::int64_t>(indices.size()), static_cast<std::int64_t>(row_)}, dtype_);
+  const std::size_t item = c10::elementSize(dtype_), bytes = row_ * item;
+  auto* out = static_cast<char*>(batch.mutable_data_ptr());
+  for (std::uint64_t index : indices) {
+    if (index >= rows_) throw SampleError(concat("row ", index, " of a token file with ", rows_), index);
+    std::memcpy(out, map_->data + index * stride_ * item, bytes);
+    out += bytes;
+  }
+  return {batch};
+}
+
+}  // namespace tessera

@@ -1,0 +1,29 @@
+#pragma once
+// What can be wrong between a request for data and the file that should hold it.
+
+#include "tessera/base/error.h"
+
+namespace tessera {
+
+/// A file that is absent, unreadable, of another format, or damaged; the message holds the path and the library's own reason.
+class FileError : public Error {
+ public:
+  using Error::Error;
+  ~FileError() override;
+};
+
+/// A variable or attribute that the source does not have, or whose type cannot be read as asked; the message lists the known names.
+class VariableError : public InvalidArgument {
+ public:
+  using InvalidArgument::InvalidArgument;
+  ~VariableError() override;
+};
+
+/// A hyperslab that reaches beyond the variable; the message names the dimension, what was asked and its size.
+class RangeError : public InvalidArgument {
+ public:
+  using InvalidArgument::InvalidArgument;
+  ~RangeError() override;
+};
+
+}  // namespace tessera

@@ -1,0 +1,146 @@
+#include "tessera/nn/distributed_data_parallel.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <mutex>
+
+#include "data_parallel_case.h"
+#include "tessera/comm/threads.h"
+
+namespace tessera {
+namespace {
+
+using testing::Net;
+
+// Seeding is process-wide in libtorch: ranks as threads make their random numbers one after the other.
+template <class F>
+auto one_at_a_time(F make) {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  return make();
+}
+
+TEST(DistributedDataParallel, UnevenTrainingEqualsOneProcess) {
+  for (const bool shared : {false, true}) {
+    torch::manual_seed(1);
+    const Net reference = testing::one_process(shared);
+    std::vector<torch::Tensor> batches;
+    for (int step = 0; step < testing::kSteps; ++step) batches.push_back(testing::samples(step, 13));
+    for (int ranks = 1; ranks <= 4; ++ranks)
+      for (const bool overlap : {true, false})
+        for (const bool view : {true, false})
+          for (const std::int64_t bytes : {1l, 600l, 1l << 20})
+            run_threads(ranks, [&](DistributedManager& manager) {
+              Net net = one_at_a_time([&] {
+                torch::manual_seed(1 + manager.rank());
+                return Net(shared);
+              });
+              DistributedDataParallel ddp(net, manager.world(), {.reducer = {bytes, bytes, overlap, view}});
+              torch::optim::Adam optimizer(net->parameters(), 1e-2);
+              for (int step = 0; step < testing::kSteps; ++step) {
+                auto x = testing::part(batches[step], step, manager.rank(), ranks);
+                optimizer.zero_grad();
+                ddp.mean_loss(torch::mse_loss(ddp(x), testing::target(x)), static_cast<double>(x.size(0))).backward();
+                optimizer.step();
+              }
+              const auto wanted = reference->named_parameters();
+              for (const auto& item : net->named_parameters()) {
+                EXPECT_TRUE(torch::allclose(item.value(), wanted[item.key()], 1e-10, 1e-10)) << item.key() << ", " << ranks << " ranks";
+                EXPECT_EQ(item.value().grad().defined(), wanted[item.key()].grad().defined()) << item.key();
+              }
+            });
+  }
+}
+
+TEST(DistributedDataParallel, AccumulationOverMicroBatchesEqualsOneProcess) {
+  torch::manual_seed(1);
+  Net reference(false);
+  const auto x = testing::samples(0, 12);
+  for (int micro = 0; micro < 3; ++micro) {
+    auto rows = x.slice(0, 4 * micro, 4 * micro + 4);
+    (torch::mse_loss(reference(rows), testing::target(rows)) / 3).backward();
+  }
+  run_threads(3, [&](DistributedManager& manager) {
+    Net net = one_at_a_time([&] {
+      torch::manual_seed(1 + manager.rank());
+      return Net(false);
+    });
+    DistributedDataParallel ddp(net, manager.world());
+    auto backward = [&](int micro) {
+      auto rows = testing::part(x.slice(0, 4 * micro, 4 * micro + 4), micro, manager.rank(), 3);
+      (ddp.mean_loss(torch::mse_loss(ddp(rows), testing::target(rows)), static_cast<double>(rows.size(0))) / 3).backward();
+    };
+    {
+      const auto scope = ddp.no_sync();
+      backward(0);
+      backward(1);
+    }
+    backward(2);
+    const auto wanted = reference->named_parameters();
+    for (const auto& item : net->named_parameters())
+      EXPECT_TRUE(!wanted[item.key()].grad().defined() || torch::allclose(item.value().grad(), wanted[item.key()].grad(), 1e-11, 1e-11)) << item.key();
+  });
+}
+
+TEST(DistributedDataParallel, RankZeroGivesParametersAndBuffers) {
+  run_threads(3, [](DistributedManager& manager) {
+    torch::nn::BatchNorm1d norm(4);
+    norm->running_mean.fill_(manager.rank() + 1.0);
+    norm->num_batches_tracked.fill_(10 * manager.rank());
+    norm->weight.detach().fill_(manager.rank());
+    DistributedDataParallel ddp(norm, manager.world(), {.ignore = {"bias"}});
+    EXPECT_TRUE(norm->weight.eq(0).all().item<bool>());
+    EXPECT_TRUE(norm->running_mean.eq(1).all().item<bool>());
+    norm->running_mean.fill_(manager.rank() + 5.0);
+    norm->eval();
+    ddp(torch::ones({2, 4}));  // evaluation sends nothing
+    EXPECT_TRUE(norm->running_mean.eq(manager.rank() + 5.0).all().item<bool>());
+    norm->train();
+    norm->options.momentum(0.0);
+    ddp(torch::ones({2, 4}) * manager.rank());
+    EXPECT_TRUE(norm->running_mean.eq(5).all().item<bool>()) << norm->running_mean;
+    // Ignored: neither broadcast nor reduced.
+    ddp(torch::randn({2, 4})).sum().backward();
+    EXPECT_TRUE(norm->bias.grad().eq(2).all().item<bool>());
+  });
+}
+
+TEST(DistributedDataParallel, FrozenParametersAreLeftAlone) {
+  run_threads(2, [](DistributedManager& manager) {
+    torch::nn::Linear layer(3, 3);
+    layer->bias.set_requires_grad(false);
+    DistributedDataParallel ddp(layer, manager.world());
+    ddp(torch::ones({2, 3})).sum().backward();
+    EXPECT_TRUE(layer->weight.grad().defined());
+    EXPECT_FALSE(layer->bias.grad().defined());
+  });
+}
+
+TEST(DistributedDataParallel, DifferentModulesAreAnErrorOnEveryRank) {
+  run_threads(3, [](DistributedManager& manager) {
+    torch::nn::Linear layer(3, manager.rank() == 1 ? 4 : 3);
+    EXPECT_THROW(DistributedDataParallel(layer, manager.world()), MismatchError);
+  });
+  run_threads(2, [](DistributedManager& manager) {
+    EXPECT_THROW(DistributedDataParallel(torch::nn::Linear(3, 3), manager.world(), {.ignore = {"wieght"}}), InvalidArgument);
+  });
+}
+
+TEST(DistributedDataParallel, TakesSharedPointersAndAnyForward) {
+  struct Pair : torch::nn::Module {
+    Pair() { layer = register_module("layer", torch::nn::Linear(2, 2)); }
+    std::pair<torch::Tensor, int> forward(const torch::Tensor& x, int n) { return {layer(x), n + 1}; }
+    torch::nn::Linear layer{nullptr};
+  };
+  run_threads(2, [](DistributedManager& manager) {
+    DistributedDataParallel ddp(std::make_shared<Pair>(), manager.world());
+    const auto [y, n] = ddp(torch::ones({1, 2}), 3);
+    EXPECT_EQ(n, 4);
+    y.sum().backward();
+    EXPECT_TRUE(ddp.module()->layer->weight.grad().defined());
+  });
+}
+
+}  // namespace
+}  // namespace tessera
