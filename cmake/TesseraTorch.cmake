@@ -63,6 +63,8 @@ if(TESSERA_PCH)
   # The code that uses torch::nn (tests, examples, benchmarks) has a larger one.
   add_library(tessera_pch_full OBJECT "${PROJECT_BINARY_DIR}/pch/pch.cpp")
   target_link_libraries(tessera_pch_full PRIVATE tessera_flags PUBLIC tessera_torch)
+  # What programs are compiled with; gcc takes no precompiled header that was made with -fPIC there.
+  target_compile_options(tessera_pch_full PRIVATE -fPIE)
   target_precompile_headers(tessera_pch_full PRIVATE <torch/torch.h> <torch/csrc/distributed/c10d/ProcessGroup.hpp>)
 endif()
 
