@@ -1,0 +1,145 @@
+// One fault a run: the argument says which. What each rank prints, and how the job ends, is checked by ctest.
+
+#include <mpi.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "mpi_support.h"
+#include "tessera/comm/detail/mpi_meet.h"
+#include "tessera/comm/mpi_interop.h"
+
+using namespace std::chrono_literals;
+
+namespace {
+
+using tessera::MpiWorld;
+
+void say(const MpiWorld& world, const std::string& text) {
+  std::printf("rank %d: %s\n", world.rank(), text.c_str());
+  std::fflush(stdout);
+}
+
+/// Runs until the launcher ends this process.
+[[noreturn]] void stay_away() {
+  for (;;) pause();
+}
+
+template <class Call>
+void expect_timeout(const MpiWorld& world, const char* what, Call&& call) {
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    call();
+    say(world, std::string(what) + ": no error");
+  } catch (const tessera::TimeoutError& e) {
+    const auto waited = std::chrono::steady_clock::now() - start;
+    std::string missing;
+    for (const int r : e.missing()) missing += " " + std::to_string(r);
+    say(world, std::string(what) + ": TimeoutError after " + (waited < 5s ? "the limit" : "too long") + ", missing" + missing + ": " + e.what());
+  }
+}
+
+void run(const MpiWorld& world, const std::string& fault) {
+  using tessera::CommError, tessera::MpiBackendOptions, tessera::PeerLostError, tessera::TimeoutError;
+  namespace detail = tessera::detail;
+  namespace test = tessera::test;
+  const int last = world.size() - 1;
+  const auto options = [](bool blocking) {
+    c10d::AllreduceOptions o;
+    o.asyncOp = !blocking;
+    o.timeout = 500ms;
+    return o;
+  };
+  if (fault == "group_timeout") {
+    if (world.rank() == last) stay_away();
+    MpiBackendOptions o;
+    o.name = "all";
+    o.timeout = 500ms;
+    expect_timeout(world, "group", [&] { tessera::make_mpi_backend(world, test::everybody(world), o); });
+    return;
+  }
+  const auto group = test::backend(world, test::everybody(world));
+  std::vector<at::Tensor> t{at::ones({3})};
+  if (fault == "fatal") {
+    if (world.rank() == last) world.fatal("the mesh has 3 holes");
+    group->allreduce(t, c10d::AllreduceOptions())->wait();
+  } else if (fault == "throws") {
+    if (world.rank() == last) throw std::runtime_error("no more fuel");
+    group->allreduce(t, c10d::AllreduceOptions())->wait();
+  } else if (fault == "killed") {
+    if (world.rank() == last) raise(SIGKILL);
+    group->allreduce(t, c10d::AllreduceOptions())->wait();
+  } else if (fault == "late_blocking" || fault == "late_started") {
+    if (world.rank() == last) stay_away();
+    expect_timeout(world, "all_reduce", [&] { group->allreduce(t, options(fault == "late_blocking"))->wait(); });
+    try {
+      group->allreduce(t, options(true));
+    } catch (const TimeoutError&) {
+      say(world, "second call waited again");
+    } catch (const CommError& e) {
+      say(world, std::string("second call: CommError: ") + e.what());
+    }
+  } else if (fault == "late_receive") {
+    if (world.rank() == last) stay_away();
+    expect_timeout(world, "receive", [&] { group->recv(t, last, 0)->wait(500ms); });
+  } else if (fault == "stopped_inside") {
+    // The last rank meets the others, as a blocking call does, and then stops: the others are inside MPI's own blocking call.
+    MpiBackendOptions o;
+    const auto comm = detail::make_mpi_comm(world.context(), test::everybody(world), o);
+    detail::MpiBackend inner(comm, o);
+    if (world.rank() == last) {
+      detail::MpiCall call;
+      call.name = "all_reduce";
+      call.timeout = 30s;
+      const auto phase = comm->meet(call);
+      stay_away();
+    }
+    inner.allreduce(t, options(true));
+  } else if (fault == "abort") {
+    // Another thread ends a wait that would last.
+    if (world.rank() == last) stay_away();
+    std::thread other([&] {
+      std::this_thread::sleep_for(200ms);
+      group->abort();
+    });
+    try {
+      group->allreduce(t, c10d::AllreduceOptions())->wait();
+    } catch (const PeerLostError& e) {
+      say(world, std::string("PeerLostError: ") + e.what());
+    }
+    other.join();
+  } else if (fault == "sizes") {
+    std::vector<at::Tensor> mine{at::ones({world.rank() == last ? 2 : 3})};
+    try {
+      if (world.rank() == last) group->send(mine, 0, 0)->wait();
+      if (world.rank() == 0) group->recv(mine, last, 0)->wait();
+    } catch (const CommError& e) {
+      say(world, std::string("CommError: ") + e.what());
+    }
+    group->barrier(c10d::BarrierOptions())->wait();
+    say(world, "the group still works");
+  } else {
+    std::fprintf(stderr, "unknown fault %s\n", fault.c_str());
+    std::exit(3);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  at::set_num_threads(1);
+  const std::string fault = argc > 1 ? argv[1] : "";
+  try {
+    const MpiWorld world = MpiWorld::initialize();
+    run(world, fault);
+  } catch (const std::exception& e) {
+    std::printf("ended by: %s\n", e.what());
+    return 2;
+  }
+  return 0;
+}

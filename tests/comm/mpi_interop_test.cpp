@@ -1,0 +1,114 @@
+// A program with MPI of its own: it initialises and finalises MPI, splits its ranks, and gives one part a group. Argument: the thread level.
+
+#include <gtest/gtest.h>
+#include <mpi.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+
+#include "mpi_support.h"
+#include "tessera/comm/mpi_interop.h"
+
+namespace tessera::test {
+
+namespace {
+
+int level_wanted = MPI_THREAD_SINGLE;
+
+struct Split {
+  MPI_Comm comm = MPI_COMM_NULL;
+  int colour = 0, rank = 0, size = 1;
+  Split() {
+    int world = 0;
+    MPI_Comm_rank(MPI_COMM_WORLD, &world);
+    colour = world % 2;
+    MPI_Comm_split(MPI_COMM_WORLD, colour, -world, &comm);  // The key turns the order around.
+    MPI_Comm_rank(comm, &rank);
+    MPI_Comm_size(comm, &size);
+  }
+  ~Split() { MPI_Comm_free(&comm); }
+};
+
+bool mpi_is_finalized() {
+  int flag = 0;
+  MPI_Finalized(&flag);
+  return flag != 0;
+}
+
+}  // namespace
+
+TEST(MpiInterop, GroupOnACommunicatorOfTheProgram) {
+  const Split split;
+  {
+    const MpiWorld world = mpi_world(split.comm);
+    EXPECT_EQ(world.rank(), split.rank);
+    EXPECT_EQ(world.size(), split.size);
+    std::vector<int> ranks(static_cast<std::size_t>(split.size));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    const auto group = backend(world, ranks);
+    std::vector<at::Tensor> t{at::full({5}, 10.0 * split.colour + split.rank, at::kDouble)};
+    for (int i = 0; i < 3; ++i) {
+      // The program's own messages on the same ranks, in between, with the tags that groups use.
+      int token = split.rank, other = -1;
+      MPI_Sendrecv(&token, 1, MPI_INT, (split.rank + 1) % split.size, 0, &other, 1, MPI_INT, (split.rank + split.size - 1) % split.size, 0, split.comm,
+                   MPI_STATUS_IGNORE);
+      EXPECT_EQ(other, (split.rank + split.size - 1) % split.size);
+      std::vector<at::Tensor> u{t[0].clone()};
+      const auto work = group->allreduce(u, c10d::AllreduceOptions());
+      MPI_Barrier(split.comm);
+      work->wait();
+      EXPECT_TRUE(u[0].eq(10.0 * split.colour * split.size + split.size * (split.size - 1) / 2.0).all().item<bool>());
+    }
+  }
+  EXPECT_FALSE(mpi_is_finalized());
+}
+
+TEST(MpiInterop, InitializeDoesNotInitialiseTwiceNorFinalise) {
+  int provided = -1;
+  MPI_Query_thread(&provided);
+  {
+    const MpiWorld world = MpiWorld::initialize(MpiThreadLevel::multiple);  // The program's level stands.
+    EXPECT_EQ(static_cast<int>(world.thread_level()), provided == MPI_THREAD_MULTIPLE     ? 3
+                                                      : provided == MPI_THREAD_SERIALIZED ? 2
+                                                      : provided == MPI_THREAD_FUNNELED   ? 1
+                                                                                          : 0);
+    const auto group = backend(world, everybody(world));
+    group->barrier(c10d::BarrierOptions())->wait();
+    EXPECT_FALSE(world.library().empty());
+    EXPECT_FALSE(world.host().empty());
+  }
+  EXPECT_FALSE(mpi_is_finalized());
+  const MpiWorld again = MpiWorld::initialize();
+  EXPECT_FALSE(mpi_is_finalized());
+}
+
+TEST(MpiInterop, WrongCommunicatorsAreRefused) {
+  EXPECT_THROW(mpi_world(MPI_COMM_NULL), InvalidArgument);
+  const Split split;
+  int world_size = 1;
+  MPI_Comm_size(MPI_COMM_WORLD, &world_size);
+  if (world_size < 2) return;
+  MPI_Comm inter = MPI_COMM_NULL;
+  MPI_Intercomm_create(split.comm, split.size - 1, MPI_COMM_WORLD, 1 - split.colour, 1, &inter);
+  EXPECT_THROW(mpi_world(inter), InvalidArgument);
+  MPI_Comm_free(&inter);
+}
+
+}  // namespace tessera::test
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  at::set_num_threads(1);
+  if (argc > 1 && std::strcmp(argv[1], "multiple") == 0) tessera::test::level_wanted = MPI_THREAD_MULTIPLE;
+  try {
+    (void)tessera::mpi_world(MPI_COMM_WORLD);
+    return EXIT_FAILURE;  // MPI is not initialised yet: this must be refused.
+  } catch (const tessera::InvalidArgument&) {
+  }
+  int provided = 0;
+  MPI_Init_thread(&argc, &argv, tessera::test::level_wanted, &provided);
+  const int failed = RUN_ALL_TESTS();
+  MPI_Finalize();
+  return failed;
+}

@@ -1,0 +1,589 @@
+// Every collective of the MPI backend against values computed on one rank: dtypes, even, uneven and empty sizes, blocking and started, in one message and
+// in pieces, contiguous or not, on the world and on groups of other orders.
+// Run under mpirun; the argument is the thread level.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+
+#include "mpi_support.h"
+
+namespace tessera::test {
+
+namespace {
+
+using c10d::ReduceOp;
+
+std::unique_ptr<MpiWorld> world;  // Made and ended by main(): MPI has one life in a process.
+
+const std::vector<at::ScalarType> kDtypes = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kComplexFloat, at::kComplexDouble, at::kChar,
+                                             at::kByte,  at::kShort,  at::kInt,  at::kLong,     at::kUInt16,       at::kUInt32,        at::kUInt64,
+                                             at::kBool};
+
+/// The reference reduction over ranks, in the widest type.
+at::Tensor reduced(const std::vector<at::Tensor>& inputs, ReduceOp::RedOpType op, at::ScalarType dtype) {
+  const bool complex = c10::isComplexType(dtype);
+  const auto wide = complex ? at::kComplexDouble : at::kDouble;
+  at::Tensor result = inputs.front().to(wide);
+  for (std::size_t r = 1; r < inputs.size(); ++r) {
+    const at::Tensor x = inputs[r].to(wide);
+    switch (op) {
+      case ReduceOp::PRODUCT: result = result * x; break;
+      case ReduceOp::MIN: result = at::minimum(result, x); break;
+      case ReduceOp::MAX: result = at::maximum(result, x); break;
+      default: result = result + x; break;
+    }
+  }
+  if (op == ReduceOp::AVG) result = result / static_cast<double>(inputs.size());
+  if (dtype == at::kBool) return result.ne(0);
+  return c10::isIntegralType(dtype, false) ? result.to(at::kLong).to(dtype) : result.to(dtype);
+}
+
+void expect_same(const at::Tensor& got, const at::Tensor& expected, const std::string& what) {
+  ASSERT_EQ(got.scalar_type(), expected.scalar_type()) << what;
+  ASSERT_EQ(got.sizes(), expected.sizes()) << what;
+  const bool complex = got.is_complex();
+  const auto wide = complex ? at::kComplexDouble : at::kDouble;
+  EXPECT_TRUE(at::allclose(got.to(wide), expected.to(wide), 1e-6, 0, /*equal_nan=*/true)) << what << "\n" << got << "\nexpected\n" << expected;
+}
+
+/// One way to make each call: which group, how long a message may be, blocking or started, memory in order or not.
+struct Way {
+  BackendPtr backend;
+  std::vector<int> ranks;
+  bool blocking;
+  bool scattered;
+  std::string name;
+
+  int rank() const { return backend->getRank(); }
+  int size() const { return static_cast<int>(ranks.size()); }
+  at::Tensor place(const at::Tensor& t) const { return scattered && t.numel() > 0 ? test::scattered(t) : t.clone(); }
+  template <class Options>
+  Options options() const {
+    Options o;
+    o.asyncOp = !blocking;
+    o.timeout = kLimit;
+    return o;
+  }
+  detail::UnevenBackend& uneven() const { return dynamic_cast<detail::UnevenBackend&>(*backend); }
+  detail::CallLimit limit() const { return {kLimit, blocking}; }
+};
+
+std::vector<Way> ways() {
+  std::vector<int> all = everybody(*world), backwards = all;
+  std::reverse(backwards.begin(), backwards.end());
+  std::vector<Way> result;
+  for (const bool reversed : {false, true}) {
+    const auto& ranks = reversed ? backwards : all;
+    const auto whole = backend(*world, ranks, "whole");
+    const auto pieces = backend(*world, ranks, "pieces", 3);
+    for (const bool in_pieces : {false, true})
+      for (const bool blocking : {false, true})
+        result.push_back({in_pieces ? pieces : whole, ranks, blocking, reversed != blocking,
+                          std::string(in_pieces ? "pieces " : "whole ") + (blocking ? "blocking" : "started") + (reversed ? " reversed" : "")});
+  }
+  return result;
+}
+
+/// Rows of each rank: even, uneven, some empty, all empty, one rank alone.
+std::vector<std::vector<std::int64_t>> size_lists(int ranks) {
+  std::vector<std::vector<std::int64_t>> lists(5);
+  for (int r = 0; r < ranks; ++r) {
+    lists[0].push_back(2);
+    lists[1].push_back((r * 3 + 1) % 4 + 1);
+    lists[2].push_back(r % 2 ? 0 : 3);
+    lists[3].push_back(0);
+    lists[4].push_back(r == ranks - 1 ? 5 : 0);
+  }
+  return lists;
+}
+
+std::int64_t sum(const std::vector<std::int64_t>& n) { return std::accumulate(n.begin(), n.end(), std::int64_t{0}); }
+
+std::string label(const Way& way, at::ScalarType dtype, const std::string& more = {}) { return way.name + " " + c10::toString(dtype) + " " + more; }
+
+bool valid(at::ScalarType dtype, ReduceOp::RedOpType op) { return detail::MpiReductions::supports(dtype, op); }
+
+const std::vector<ReduceOp::RedOpType> kOps = {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT, ReduceOp::MIN, ReduceOp::MAX};
+
+std::vector<at::Tensor> inputs_of(const Way& way, std::uint64_t seed, at::IntArrayRef shape, at::ScalarType dtype) {
+  std::vector<at::Tensor> inputs;
+  for (const int r : way.ranks) inputs.push_back(values(seed, r, shape, dtype));
+  return inputs;
+}
+
+TEST(Mpi, AllReduceAndReduce) {
+  for (const auto& way : ways())
+    for (const auto dtype : kDtypes)
+      for (const auto op : kOps) {
+        if (!valid(dtype, op)) continue;
+        for (const auto& shape : std::vector<std::vector<std::int64_t>>{{1}, {2, 5}, {0}}) {
+          const auto inputs = inputs_of(way, 1, shape, dtype);
+          const at::Tensor mine = inputs[static_cast<std::size_t>(way.rank())];
+          std::vector<at::Tensor> t{way.place(mine)};
+          auto options = way.options<c10d::AllreduceOptions>();
+          options.reduceOp = op;
+          way.backend->allreduce(t, options)->wait();
+          expect_same(t[0], reduced(inputs, op, dtype), label(way, dtype, "all_reduce"));
+
+          const int root = way.size() - 1;
+          std::vector<at::Tensor> u{way.place(mine)};
+          auto to_root = way.options<c10d::ReduceOptions>();
+          to_root.reduceOp = op;
+          to_root.rootRank = root;
+          way.backend->reduce(u, to_root)->wait();
+          expect_same(u[0], way.rank() == root ? reduced(inputs, op, dtype) : mine, label(way, dtype, "reduce"));
+        }
+      }
+}
+
+TEST(Mpi, PremultipliedSum) {
+  for (const auto& way : ways())
+    for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kComplexDouble}) {
+      auto inputs = inputs_of(way, 2, {3, 3}, dtype);
+      const at::Tensor mine = inputs[static_cast<std::size_t>(way.rank())].clone();
+      for (std::size_t r = 0; r < inputs.size(); ++r) inputs[r] = inputs[r].mul(0.5 * static_cast<double>(way.ranks[r] + 1));
+      std::vector<at::Tensor> t{way.place(mine)};
+      auto options = way.options<c10d::AllreduceOptions>();
+      options.reduceOp = c10d::makePreMulSum(0.5 * (world->rank() + 1));
+      way.backend->allreduce(t, options)->wait();
+      expect_same(t[0], reduced(inputs, ReduceOp::SUM, dtype), label(way, dtype, "premultiplied"));
+    }
+}
+
+TEST(Mpi, BitwiseReductions) {
+  const auto group = backend(*world, everybody(*world));
+  for (const auto op : {ReduceOp::BAND, ReduceOp::BOR, ReduceOp::BXOR}) {
+    std::int64_t expected = op == ReduceOp::BAND ? -1 : 0;
+    for (int r = 0; r < world->size(); ++r) {
+      const std::int64_t x = 0b1011 << r;
+      expected = op == ReduceOp::BAND ? expected & x : op == ReduceOp::BOR ? expected | x : expected ^ x;
+    }
+    std::vector<at::Tensor> t{at::full({4}, std::int64_t{0b1011} << world->rank(), at::kLong)};
+    c10d::AllreduceOptions options;
+    options.reduceOp = op;
+    group->allreduce(t, options)->wait();
+    EXPECT_TRUE(t[0].eq(expected).all().item<bool>()) << t[0] << expected;
+  }
+}
+
+TEST(Mpi, NanOfAnyRankPropagates) {
+  const auto group = backend(*world, everybody(*world));
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16})
+    for (const auto op : kOps)
+      for (int from = 0; from < world->size(); ++from)
+        for (const bool blocking : {false, true}) {
+          std::vector<at::Tensor> t{at::full({9}, 1.0 + world->rank(), dtype)};
+          if (world->rank() == from) t[0][4] = std::numeric_limits<double>::quiet_NaN();
+          c10d::AllreduceOptions options;
+          options.reduceOp = op;
+          options.asyncOp = !blocking;
+          group->allreduce(t, options)->wait();
+          const at::Tensor nan = t[0].to(at::kDouble).isnan();
+          EXPECT_EQ(nan.sum().item<std::int64_t>(), 1) << c10::toString(dtype) << " NaN of rank " << from;
+          EXPECT_TRUE(nan[4].item<bool>());
+        }
+}
+
+// Whole numbers whose running sum cannot be held by 16 bits, while the result can: only a sum in float32 gives it.
+TEST(Mpi, SixteenBitSumsAreMadeInFloat32) {
+  if (world->size() < 3) GTEST_SKIP() << "needs 3 ranks";
+  const auto group = backend(*world, everybody(*world));
+  const double mine = world->rank() == 0 ? 256.0 : world->rank() == 1 ? 1.0 : world->rank() == 2 ? 1.0 : 0.0;
+  std::vector<at::Tensor> t{at::full({33}, mine, at::kBFloat16)};
+  group->allreduce(t, c10d::AllreduceOptions())->wait();
+  EXPECT_TRUE(t[0].to(at::kDouble).eq(258.0).all().item<bool>()) << t[0][0];
+}
+
+TEST(Mpi, Broadcast) {
+  for (const auto& way : ways())
+    for (const auto dtype : kDtypes)
+      for (int root = 0; root < way.size(); ++root) {
+        const auto inputs = inputs_of(way, 3, {2, 4}, dtype);
+        std::vector<at::Tensor> t{way.place(inputs[static_cast<std::size_t>(way.rank())])};
+        auto options = way.options<c10d::BroadcastOptions>();
+        options.rootRank = root;
+        way.backend->broadcast(t, options)->wait();
+        expect_same(t[0], inputs[static_cast<std::size_t>(root)], label(way, dtype, "broadcast"));
+      }
+}
+
+TEST(Mpi, AllGatherUneven) {
+  for (const auto& way : ways())
+    for (const auto dtype : kDtypes)
+      for (const auto& sizes : size_lists(way.size())) {
+        std::vector<at::Tensor> parts;
+        for (int r = 0; r < way.size(); ++r) parts.push_back(values(4, way.ranks[static_cast<std::size_t>(r)], {sizes[static_cast<std::size_t>(r)], 3}, dtype));
+        const at::Tensor output = at::empty({sum(sizes), 3}, dtype);
+        way.uneven().all_gather_v(output, parts[static_cast<std::size_t>(way.rank())], sizes, way.limit())->wait();
+        expect_same(output, at::cat(parts), label(way, dtype, "all_gather_v"));
+      }
+}
+
+TEST(Mpi, AllGatherIntoItsOwnMemory) {
+  for (const auto& way : ways()) {
+    const auto sizes = size_lists(way.size())[1];
+    std::vector<at::Tensor> parts;
+    for (int r = 0; r < way.size(); ++r) parts.push_back(values(5, r, {sizes[static_cast<std::size_t>(r)], 2}, at::kFloat));
+    const at::Tensor output = at::zeros({sum(sizes), 2});
+    const auto mine = output.split_with_sizes(sizes)[static_cast<std::size_t>(way.rank())];
+    mine.copy_(parts[static_cast<std::size_t>(way.rank())]);
+    way.uneven().all_gather_v(output, mine, sizes, way.limit())->wait();
+    expect_same(output, at::cat(parts), label(way, at::kFloat, "all_gather_v in place"));
+  }
+}
+
+TEST(Mpi, ReduceScatterUneven) {
+  for (const auto& way : ways())
+    for (const auto dtype : kDtypes)
+      for (const auto op : kOps) {
+        if (!valid(dtype, op)) continue;
+        for (const auto& sizes : size_lists(way.size())) {
+          const auto inputs = inputs_of(way, 6, {sum(sizes), 2}, dtype);
+          const auto me = static_cast<std::size_t>(way.rank());
+          const at::Tensor input = inputs[me].clone();
+          const at::Tensor output = at::empty({sizes[me], 2}, dtype);
+          way.uneven().reduce_scatter_v(output, input, sizes, op, way.limit())->wait();
+          expect_same(output, reduced(inputs, op, dtype).split_with_sizes(sizes)[me], label(way, dtype, "reduce_scatter_v"));
+          expect_same(input, inputs[me], label(way, dtype, "reduce_scatter_v keeps its input"));
+        }
+      }
+}
+
+TEST(Mpi, GatherAndScatterUneven) {
+  for (const auto& way : ways())
+    for (const auto dtype : kDtypes)
+      for (const auto& sizes : size_lists(way.size()))
+        for (int root = 0; root < way.size(); ++root) {
+          std::vector<at::Tensor> parts;
+          for (int r = 0; r < way.size(); ++r) parts.push_back(values(7, r, {sizes[static_cast<std::size_t>(r)], 2}, dtype));
+          const auto me = static_cast<std::size_t>(way.rank());
+          at::Tensor whole = way.rank() == root ? at::empty({sum(sizes), 2}, dtype) : at::Tensor();
+          way.uneven().gather_v(whole, parts[me], sizes, root, way.limit())->wait();
+          if (way.rank() == root) expect_same(whole, at::cat(parts), label(way, dtype, "gather_v"));
+          const at::Tensor back = at::empty({sizes[me], 2}, dtype);
+          way.uneven().scatter_v(back, whole, sizes, root, way.limit())->wait();
+          expect_same(back, parts[me], label(way, dtype, "scatter_v"));
+        }
+}
+
+TEST(Mpi, AllToAllUneven) {
+  for (const auto& way : ways())
+    for (const auto dtype : kDtypes)
+      for (int kind = 0; kind < 4; ++kind) {
+        const int n = way.size();
+        const auto rows = [&](int from, int to) -> std::int64_t { return kind == 0 ? 2 : kind == 1 ? (from * 2 + to) % 3 : kind == 2 ? 0 : from == to ? 1 : 4; };
+        const auto block = [&](int from, int to) {
+          return values(8, way.ranks[static_cast<std::size_t>(from)] * 10 + way.ranks[static_cast<std::size_t>(to)], {rows(from, to), 2}, dtype);
+        };
+        std::vector<at::Tensor> send, receive;
+        std::vector<std::int64_t> send_rows, receive_rows;
+        for (int r = 0; r < n; ++r) {
+          send.push_back(block(way.rank(), r));
+          receive.push_back(block(r, way.rank()));
+          send_rows.push_back(rows(way.rank(), r));
+          receive_rows.push_back(rows(r, way.rank()));
+        }
+        at::Tensor input = way.place(at::cat(send)), output = way.place(at::zeros({sum(receive_rows), 2}, dtype));
+        if (kind == 0 && way.blocking) send_rows.clear();  // Equal sizes may be left out by one side.
+        way.backend->alltoall_base(output, input, receive_rows, send_rows, way.options<c10d::AllToAllOptions>())->wait();
+        expect_same(output, at::cat(receive), label(way, dtype, "all_to_all"));
+      }
+}
+
+// The forms of c10d that take lists of tensors.
+TEST(Mpi, Lists) {
+  for (const auto& way : ways())
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kLong, at::kBool}) {
+      const int n = way.size();
+      const auto me = static_cast<std::size_t>(way.rank());
+      const auto shape = [](int r) { return std::vector<std::int64_t>{r % 3, 2}; };
+      std::vector<at::Tensor> parts, empty;
+      for (int r = 0; r < n; ++r) {
+        parts.push_back(values(9, r, shape(r), dtype));
+        empty.push_back(way.place(at::zeros(shape(r), dtype)));
+      }
+      std::vector<at::Tensor> mine{way.place(parts[me])};
+      std::vector<std::vector<at::Tensor>> lists{empty};
+      way.backend->allgather(lists, mine, way.options<c10d::AllgatherOptions>())->wait();
+      for (int r = 0; r < n; ++r) expect_same(lists[0][static_cast<std::size_t>(r)], parts[static_cast<std::size_t>(r)], label(way, dtype, "allgather list"));
+
+      const int root = n / 2;
+      std::vector<std::vector<at::Tensor>> gathered, given;
+      if (way.rank() == root) {
+        gathered.emplace_back();
+        for (int r = 0; r < n; ++r) gathered[0].push_back(at::zeros(shape(r), dtype));
+        given.push_back(parts);
+      }
+      auto to_root = way.options<c10d::GatherOptions>();
+      to_root.rootRank = root;
+      way.backend->gather(gathered, mine, to_root)->wait();
+      if (way.rank() == root)
+        for (int r = 0; r < n; ++r) expect_same(gathered[0][static_cast<std::size_t>(r)], parts[static_cast<std::size_t>(r)], label(way, dtype, "gather list"));
+      std::vector<at::Tensor> back{at::zeros(shape(way.rank()), dtype)};
+      auto from_root = way.options<c10d::ScatterOptions>();
+      from_root.rootRank = root;
+      way.backend->scatter(back, given, from_root)->wait();
+      expect_same(back[0], parts[me], label(way, dtype, "scatter list"));
+
+      std::vector<std::vector<at::Tensor>> all(static_cast<std::size_t>(n));
+      for (int from = 0; from < n; ++from)
+        for (int r = 0; r < n; ++r) all[static_cast<std::size_t>(from)].push_back(values(20 + static_cast<std::uint64_t>(from), r, shape(r), dtype));
+      std::vector<std::vector<at::Tensor>> to_reduce{all[me]};
+      std::vector<at::Tensor> own{way.place(at::zeros(shape(way.rank()), dtype))};
+      way.backend->reduce_scatter(own, to_reduce, way.options<c10d::ReduceScatterOptions>())->wait();
+      std::vector<at::Tensor> column;
+      for (int from = 0; from < n; ++from) column.push_back(all[static_cast<std::size_t>(from)][me]);
+      expect_same(own[0], reduced(column, ReduceOp::SUM, dtype), label(way, dtype, "reduce_scatter list"));
+
+      std::vector<at::Tensor> out, in = all[me];
+      for (int from = 0; from < n; ++from) out.push_back(way.place(at::zeros(shape(way.rank()), dtype)));
+      way.backend->alltoall(out, in, way.options<c10d::AllToAllOptions>())->wait();
+      for (int from = 0; from < n; ++from) expect_same(out[static_cast<std::size_t>(from)], all[static_cast<std::size_t>(from)][me], label(way, dtype, "alltoall list"));
+    }
+}
+
+TEST(Mpi, SingleTensorForms) {
+  for (const auto& way : ways()) {
+    const int n = way.size();
+    const auto inputs = inputs_of(way, 11, {2, 3}, at::kDouble);
+    const auto me = static_cast<std::size_t>(way.rank());
+    at::Tensor mine = way.place(inputs[me]), all = at::empty({2 * n, 3}, at::kDouble);
+    way.backend->_allgather_base(all, mine, way.options<c10d::AllgatherOptions>())->wait();
+    expect_same(all, at::cat(inputs), label(way, at::kDouble, "all_gather_single"));
+
+    const auto wide = inputs_of(way, 12, {2 * n, 3}, at::kDouble);
+    at::Tensor in = way.place(wide[me]), out = way.place(at::zeros({2, 3}, at::kDouble));
+    way.backend->_reduce_scatter_base(out, in, way.options<c10d::ReduceScatterOptions>())->wait();
+    expect_same(out, reduced(wide, ReduceOp::SUM, at::kDouble).narrow(0, 2 * way.rank(), 2), label(way, at::kDouble, "reduce_scatter_single"));
+    at::Tensor slice = wide[me].clone();
+    at::Tensor aliased = slice.narrow(0, 2 * way.rank(), 2);
+    way.backend->_reduce_scatter_base(aliased, slice, way.options<c10d::ReduceScatterOptions>())->wait();
+    expect_same(aliased, out, label(way, at::kDouble, "reduce_scatter_single into its own input"));
+
+    std::vector<at::Tensor> several{inputs[me].clone(), inputs[me].to(at::kLong)};
+    way.backend->allreduce_coalesced(several, way.options<c10d::AllreduceCoalescedOptions>())->wait();
+    expect_same(several[0], reduced(inputs, ReduceOp::SUM, at::kDouble), label(way, at::kDouble, "several"));
+    expect_same(several[1], reduced(inputs, ReduceOp::SUM, at::kLong), label(way, at::kLong, "several"));
+  }
+}
+
+TEST(Mpi, LargeReductionsTravelInPieces) {
+  const auto group = backend(*world, everybody(*world));
+  const std::int64_t n = (9 << 18) + 77;
+  for (const bool blocking : {false, true}) {
+    std::vector<at::Tensor> t{at::arange(n, at::kFloat).fmod(1000).add(world->rank())};
+    const at::Tensor expected = at::arange(n, at::kFloat).fmod(1000).mul(world->size()).add(world->size() * (world->size() - 1) / 2);
+    c10d::AllreduceOptions options;
+    options.asyncOp = !blocking;
+    group->allreduce(t, options)->wait();
+    EXPECT_TRUE(t[0].equal(expected));
+  }
+}
+
+TEST(Mpi, SendAndReceive) {
+  for (const auto& way : ways())
+    for (const auto dtype : kDtypes) {
+      const int n = way.size(), next = (way.rank() + 1) % n, before = (way.rank() + n - 1) % n;
+      std::vector<at::Tensor> a{way.place(values(13, way.rank(), {5}, dtype))}, b{way.place(values(14, way.rank(), {2, 2}, dtype))};
+      std::vector<at::Tensor> x{way.place(at::zeros({5}, dtype))}, y{way.place(at::zeros({2, 2}, dtype))};
+      const auto second = way.backend->recv(y, before, 9);  // Tags, not order, tell the messages apart.
+      const auto first = way.backend->recv(x, before, 4);
+      const auto s = way.backend->send(a, next, 4), t = way.backend->send(b, next, 9);
+      for (const auto& work : {first, second, s, t}) work->wait();
+      expect_same(x[0], values(13, before, {5}, dtype), label(way, dtype, "receive"));
+      expect_same(y[0], values(14, before, {2, 2}, dtype), label(way, dtype, "receive"));
+    }
+}
+
+TEST(Mpi, ReceiveFromAnyRankNamesTheSender) {
+  const auto group = backend(*world, everybody(*world));
+  std::vector<at::Tensor> mine{at::full({3}, world->rank(), at::kLong)};
+  if (world->rank() > 0) {
+    group->send(mine, 0, 7)->wait();
+    return;
+  }
+  std::vector<bool> seen(static_cast<std::size_t>(world->size()), false);
+  for (int i = 1; i < world->size(); ++i) {
+    std::vector<at::Tensor> t{at::zeros({3}, at::kLong)};
+    const auto work = group->recvAnysource(t, 7);
+    work->wait();
+    EXPECT_EQ(t[0][2].item<std::int64_t>(), work->sourceRank());
+    seen[static_cast<std::size_t>(work->sourceRank())] = true;
+  }
+  EXPECT_EQ(std::count(seen.begin(), seen.end(), true), world->size() - 1);
+}
+
+TEST(Mpi, ExchangeInAnyOrder) {
+  for (const auto& way : ways()) {
+    const int n = way.size();
+    std::vector<Message> messages;
+    std::vector<at::Tensor> expected, received;
+    for (int r = n - 1; r >= 0; --r)
+      for (int k = 0; k < 2; ++k) {
+        const auto shape = [&](int from, int to) { return std::vector<std::int64_t>{(from + 2 * to + k) % 3}; };
+        messages.push_back({Message::Kind::send, values(30 + static_cast<std::uint64_t>(k), way.rank() * 8 + r, shape(way.rank(), r), at::kFloat), r});
+        received.push_back(at::zeros(shape(r, way.rank()), at::kFloat));
+        expected.push_back(values(30 + static_cast<std::uint64_t>(k), r * 8 + way.rank(), shape(r, way.rank()), at::kFloat));
+        messages.push_back({Message::Kind::receive, received.back(), r});
+      }
+    way.uneven().exchange(messages, way.limit())->wait();
+    for (std::size_t i = 0; i < received.size(); ++i) expect_same(received[i], expected[i], label(way, at::kFloat, "exchange"));
+  }
+}
+
+TEST(Mpi, BarrierAndManyUnderWay) {
+  for (const auto& way : ways()) {
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    std::vector<std::vector<at::Tensor>> tensors;
+    for (int i = 0; i < 8; ++i) tensors.push_back({at::full({4 + i}, way.rank() + i, at::kDouble)});
+    auto options = way.options<c10d::AllreduceOptions>();
+    for (auto& t : tensors) works.push_back(way.backend->allreduce(t, options));
+    for (std::size_t i = works.size(); i-- > 0;) works[i]->wait();  // Not in the order they were started.
+    for (int i = 0; i < 8; ++i) {
+      const double expected = way.size() * i + way.size() * (way.size() - 1) / 2.0;
+      EXPECT_TRUE(tensors[static_cast<std::size_t>(i)][0].eq(expected).all().item<bool>());
+    }
+    way.backend->barrier(way.options<c10d::BarrierOptions>())->wait();
+  }
+}
+
+TEST(Mpi, WorkThatNobodyWaitsForStillCompletes) {
+  const auto group = backend(*world, everybody(*world));
+  at::Tensor t = at::ones({1000});
+  {
+    std::vector<at::Tensor> list{t};
+    group->allreduce(list, c10d::AllreduceOptions());
+  }
+  std::vector<at::Tensor> other{at::ones({1})};
+  for (int i = 0; i < 3; ++i) group->allreduce(other, c10d::AllreduceOptions())->wait();
+  const auto work = group->barrier(c10d::BarrierOptions());
+  while (!work->isCompleted()) std::this_thread::yield();
+  EXPECT_TRUE(work->isSuccess());
+}
+
+TEST(Mpi, FutureAndResult) {
+  const auto group = backend(*world, everybody(*world));
+  std::vector<at::Tensor> t{at::ones({2})};
+  const auto work = group->allreduce(t, c10d::AllreduceOptions());
+  const auto future = work->getFuture();
+  ASSERT_TRUE(future->completed());
+  EXPECT_TRUE(future->value().toTensorVector().at(0).eq(world->size()).all().item<bool>());
+  EXPECT_TRUE(work->result().at(0).is_same(t[0]));
+}
+
+TEST(Mpi, LeafThatRequiresGradIsReducedInPlace) {
+  const auto group = backend(*world, everybody(*world));
+  at::Tensor leaf = at::ones({2, 2}).requires_grad_();
+  at::Tensor transposed = at::ones({2, 3}).t().requires_grad_();
+  for (auto& t : {leaf, transposed}) {
+    std::vector<at::Tensor> list{t};
+    c10d::AllreduceOptions options;
+    options.reduceOp = ReduceOp::AVG;
+    group->allreduce(list, options)->wait();
+    EXPECT_TRUE(t.eq(1).all().item<bool>());
+  }
+}
+
+TEST(Mpi, GroupsOfSomeRanks) {
+  if (world->size() < 3) GTEST_SKIP() << "needs 3 ranks";
+  // Every rank is in two groups, whose orders are not the world's.
+  const int n = world->size();
+  for (int pass = 0; pass < 3; ++pass)
+    for (int first = 0; first < n; ++first) {
+      const std::vector<int> ranks{(first + 2) % n, first};
+      if (std::find(ranks.begin(), ranks.end(), world->rank()) == ranks.end()) continue;
+      const auto pair = backend(*world, ranks, "pair");
+      EXPECT_EQ(ranks[static_cast<std::size_t>(pair->getRank())], world->rank());
+      std::vector<at::Tensor> t{at::full({3}, 1 << world->rank(), at::kInt)};
+      pair->allreduce(t, c10d::AllreduceOptions())->wait();
+      EXPECT_EQ(t[0][0].item<int>(), (1 << ranks[0]) + (1 << ranks[1]));
+    }
+}
+
+TEST(Mpi, WrongArgumentsAreRefusedBeforeAnythingMoves) {
+  const auto group = backend(*world, everybody(*world));
+  EXPECT_THROW(backend(*world, {}), InvalidArgument);
+  EXPECT_THROW(backend(*world, {world->rank(), world->size()}), InvalidArgument);
+  EXPECT_THROW(backend(*world, {world->rank(), world->rank()}), InvalidArgument);
+  std::vector<at::Tensor> t{at::ones({2}, at::kLong)}, none, two{at::ones({1}), at::ones({1})};
+  c10d::AllreduceOptions average;
+  average.reduceOp = ReduceOp::AVG;
+  EXPECT_THROW(group->allreduce(t, average), InvalidArgument);
+  EXPECT_THROW(group->allreduce(none, c10d::AllreduceOptions()), InvalidArgument);
+  EXPECT_THROW(group->allreduce(two, c10d::AllreduceOptions()), InvalidArgument);
+  std::vector<at::Tensor> complex{at::ones({2}, at::kComplexFloat)};
+  c10d::AllreduceOptions largest;
+  largest.reduceOp = ReduceOp::MAX;
+  EXPECT_THROW(group->allreduce(complex, largest), InvalidArgument);
+  EXPECT_THROW(group->send(t, world->size(), 0), InvalidArgument);
+  EXPECT_THROW(group->send(t, 0, -1), InvalidArgument);
+  c10d::BroadcastOptions root;
+  root.rootRank = world->size();
+  EXPECT_THROW(group->broadcast(t, root), InvalidArgument);
+  at::Tensor out = at::ones({3}), in = at::ones({2});
+  EXPECT_THROW(group->_allgather_base(out, in, c10d::AllgatherOptions()), InvalidArgument);
+  std::vector<at::Tensor> meta{at::ones({2}, at::TensorOptions().device(at::kMeta))};
+  EXPECT_THROW(group->allreduce(meta, c10d::AllreduceOptions()), InvalidArgument);
+  group->barrier(c10d::BarrierOptions())->wait();  // The group is as good as before.
+}
+
+TEST(Mpi, OtherThreadsFollowTheLevel) {
+  const auto group = backend(*world, everybody(*world));
+  std::string error;
+  std::vector<at::Tensor> t{at::ones({2})};
+  std::thread([&] {
+    try {
+      group->allreduce(t, c10d::AllreduceOptions())->wait();
+    } catch (const Error& e) {
+      error = e.what();
+    }
+  }).join();
+  if (world->thread_level() >= MpiThreadLevel::serialized) {
+    EXPECT_EQ(error, "");
+    EXPECT_TRUE(t[0].eq(world->size()).all().item<bool>());
+  } else {
+    EXPECT_NE(error.find("thread level is " + std::string(to_string(world->thread_level()))), std::string::npos) << error;
+  }
+}
+
+TEST(Mpi, ThreadsAtOnceOnGroupsOfTheirOwn) {
+  if (world->thread_level() < MpiThreadLevel::multiple) GTEST_SKIP() << "needs MPI_THREAD_MULTIPLE";
+  const auto one = backend(*world, everybody(*world)), two = backend(*world, everybody(*world));
+  const auto work = [&](const BackendPtr& group, double value) {
+    for (int i = 0; i < 50; ++i) {
+      std::vector<at::Tensor> t{at::full({100}, value)};
+      c10d::AllreduceOptions options;
+      options.asyncOp = i % 2 == 0;
+      group->allreduce(t, options)->wait();
+      EXPECT_TRUE(t[0].eq(value * world->size()).all().item<bool>());
+    }
+  };
+  std::thread other([&] { work(two, 3.0); });
+  work(one, 5.0);
+  other.join();
+}
+
+}  // namespace
+
+}  // namespace tessera::test
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  at::set_num_threads(1);
+  using tessera::MpiThreadLevel;
+  const std::string level = argc > 1 ? argv[1] : "funneled";
+  auto wanted = MpiThreadLevel::funneled;
+  for (const auto candidate : {MpiThreadLevel::single, MpiThreadLevel::serialized, MpiThreadLevel::multiple})
+    if (level == to_string(candidate)) wanted = candidate;
+  tessera::test::world = std::make_unique<tessera::MpiWorld>(tessera::MpiWorld::initialize(wanted));
+  const int failed = RUN_ALL_TESTS();
+  tessera::test::world.reset();
+  return failed;
+}
