@@ -125,7 +125,7 @@ struct Loader::Engine {
     LoadedBatch loaded;
     std::exception_ptr failure;
     std::optional<c10::Event> copied;
-    enum class State { queued, running, done } state = State::queued;
+    enum class State { queued, running, done, held } state = State::queued;  // held: failed, to be read again when it is asked for
   };
 
   std::vector<std::shared_ptr<const Dataset>> datasets;
@@ -316,6 +316,10 @@ LoadedBatch Loader::next() {
   const auto ahead = w.options.workers == 0 ? 0 : static_cast<std::size_t>(w.options.prefetch);
   w.plan_up_to(ahead + 1);
   const auto slot = w.slots.front();
+  if (slot->state == Engine::Slot::State::held) {
+    slot->state = Engine::Slot::State::queued;
+    w.work.notify_one();
+  }
   if (w.options.workers == 0) {
     slot->state = Engine::Slot::State::running;
     lock.unlock();
@@ -332,8 +336,8 @@ LoadedBatch Loader::next() {
     auto again = std::make_shared<Engine::Slot>();
     again->before = slot->before;
     again->batch = slot->batch;
+    again->state = Engine::Slot::State::held;
     w.slots.front() = again;
-    w.work.notify_one();
     std::rethrow_exception(slot->failure);
   }
   w.slots.pop_front();
