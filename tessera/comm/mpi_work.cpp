@@ -61,7 +61,7 @@ MpiComm::~MpiComm() {
     return;
   }
   library().set_broken();
-  for (auto& call : adopted_) call.release();  // MPI may still read and write their memory: never freed, the process is about to end.
+  for (auto& call : adopted_) static_cast<void>(call.release());  // MPI may still read and write their memory: never freed, the process is about to end.
 }
 
 void MpiComm::require_usable(const char* operation) {

@@ -2,6 +2,7 @@
 // in pieces, contiguous or not, on the world and on groups of other orders.
 // Run under mpirun; the argument is the thread level.
 
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
