@@ -36,12 +36,11 @@ std::vector<Family> families() {
        any_of({"TESSERA_RANK", "TESSERA_WORLD_SIZE", "TESSERA_LOCAL_RANK", "TESSERA_LOCAL_SIZE", "TESSERA_NODE_RANK", "TESSERA_ADDRESS",
                "TESSERA_PORT"}),
        detail::read_tessera},
-      {"torchrun",
-       any_of({"TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"}),
+      {"torchrun", any_of({"TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"}),
        detail::read_torchrun},
       {"open_mpi",
-       any_of({"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-               "OMPI_COMM_WORLD_NODE_RANK"}),
+       any_of(
+           {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_NODE_RANK"}),
        detail::read_open_mpi},
       {"pmi", [pmi](const Environment& e) { return pmi(e) && !detail::pmi_belongs_to_slurm(e); }, detail::read_pmi},
       {"jsm", any_of({"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"}), detail::read_jsm},
@@ -177,8 +176,8 @@ void require_rendezvous(const Launch& launch) {
   if (launch.launcher == "open_mpi") advice += ", and pass them on: mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500 ...";
   if (launch.launcher == "pmi") advice += ", and pass them on: mpiexec -genv MASTER_ADDR host -genv MASTER_PORT 29500 ...";
   if (launch.launcher == "code") advice = "give address and port in code, beside rank and world_size";
-  throw ConfigurationError(concat("launcher ", launch.launcher, ": ", launch.world_size, " ranks on several hosts have no address to meet at; ", advice,
-                                  ". The MPI backend needs none"));
+  throw ConfigurationError(
+      concat("launcher ", launch.launcher, ": ", launch.world_size, " ranks on several hosts have no address to meet at; ", advice));
 }
 
 int derived_port(unsigned long long job_id, unsigned long long step_id) { return 61440 + static_cast<int>((job_id + 977 * step_id) % 4096); }

@@ -37,19 +37,19 @@ namespace tessera {
 
 /// Rank, world and rendezvous of one process. Unequal ranks per node are normal.
 struct Launch {
-  std::string launcher = "single";   ///< "code", "tessera", "torchrun", "open_mpi", "pmi", "jsm", "slurm", "plain", "single".
+  std::string launcher = "single";  ///< "code", "tessera", "torchrun", "open_mpi", "pmi", "jsm", "slurm", "plain", "single".
   int rank = 0;
   int world_size = 1;
   int local_rank = 0;
   int local_size = 1;
-  int node_rank = 0;                 ///< -1 where the launcher does not say (open_mpi, pmi, jsm, plain over several hosts).
-  std::vector<std::string> hosts;    ///< In node order, where the launcher says; else empty.
-  std::string address;               ///< Of the rendezvous store; empty for a single process, and where require_rendezvous() throws.
+  int node_rank = 0;               ///< -1 where the launcher does not say (open_mpi, pmi, jsm, plain over several hosts).
+  std::vector<std::string> hosts;  ///< In node order, where the launcher says; else empty.
+  std::string address;             ///< Of the rendezvous store; empty for a single process, and where require_rendezvous() throws.
   int port = 0;
-  bool agent_serves_store = false;   ///< torchrun's agent already listens on address:port.
+  bool agent_serves_store = false;  ///< torchrun's agent already listens on address:port.
 
-  std::vector<int> ranks_per_host;   ///< In node order, where the launcher says; else empty. Sums to world_size.
-  std::string job_id;                ///< Of the batch system or of torchrun; empty where there is none.
+  std::vector<int> ranks_per_host;  ///< In node order, where the launcher says; else empty. Sums to world_size.
+  std::string job_id;               ///< Of the batch system or of torchrun; empty where there is none.
   /// Where each value above came from: {"rank": "SLURM_PROCID=2", "address": "first host of SLURM_STEP_NODELIST=n[1-2]"}.
   std::map<std::string, std::string> origin;
 };
@@ -57,7 +57,7 @@ struct Launch {
 /// Environment variables as a value, so that a launch can be recognised without being launched.
 struct Environment {
   std::map<std::string, std::string> variables;
-  std::string hostname;              ///< Of this host; empty: unknown.
+  std::string hostname;  ///< Of this host; empty: unknown.
 
   /// This process' own.
   static Environment of_process();

@@ -52,12 +52,12 @@ struct Stream {
 
 struct Rank {
   SupervisedRank process;
-  Stream streams[2];            // Output, error.
+  Stream streams[2];  // Output, error.
   std::string prefix;
   LineSpool spool;
-  bool ended = false;           // The rank itself.
-  bool gone = false;            // Its supervisor too, and so everything below it.
-  bool lost = false;            // The supervisor died before it could say how the rank ended.
+  bool ended = false;  // The rank itself.
+  bool gone = false;   // Its supervisor too, and so everything below it.
+  bool lost = false;   // The supervisor died before it could say how the rank ended.
   int status = 0;
   std::int64_t ended_ns = 0;
   bool finished() const { return gone && streams[0].fd < 0 && streams[1].fd < 0; }

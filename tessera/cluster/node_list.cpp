@@ -35,9 +35,7 @@ class Reader {
     if (begin == at_) fail("a number is missing");
     return std::string(text_.substr(begin, at_ - begin));
   }
-  [[noreturn]] void fail(const std::string& why) const {
-    throw ConfigurationError(concat(what_, " '", text_, "', character ", at_ + 1, ": ", why));
-  }
+  [[noreturn]] void fail(const std::string& why) const { throw ConfigurationError(concat(what_, " '", text_, "', character ", at_ + 1, ": ", why)); }
 
  private:
   std::string_view text_;

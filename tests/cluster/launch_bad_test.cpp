@@ -100,7 +100,7 @@ TEST_F(EachFamily, EveryPairOfMissingVariablesIsRefused) {
 }
 
 TEST_F(EachFamily, NumbersThatAreNone) {
-  const std::set<std::string> words{"MASTER_ADDR",         "TESSERA_ADDRESS",           "TORCHELASTIC_RUN_ID",          "TORCHELASTIC_USE_AGENT_STORE",
+  const std::set<std::string> words{"MASTER_ADDR",         "TESSERA_ADDRESS",           "TORCHELASTIC_RUN_ID",       "TORCHELASTIC_USE_AGENT_STORE",
                                     "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_NODE_RANK", "LSB_DJOB_RANKFILE"};
   for (const Family& family : families_) {
     for (const auto& [name, value] : family.variables) {
@@ -148,11 +148,11 @@ TEST_F(EachFamily, RanksBeyondTheWorldAreNamedWithBothVariables) {
 }
 
 TEST_F(EachFamily, LocalRanksBeyondTheHostAreRefused) {
-  const std::map<std::string, std::string> local_rank{{"tessera", "TESSERA_LOCAL_RANK"}, {"torchrun", "LOCAL_RANK"},
+  const std::map<std::string, std::string> local_rank{{"tessera", "TESSERA_LOCAL_RANK"},          {"torchrun", "LOCAL_RANK"},
                                                       {"open_mpi", "OMPI_COMM_WORLD_LOCAL_RANK"}, {"pmi", "MPI_LOCALRANKID"},
-                                                      {"jsm", "JSM_NAMESPACE_LOCAL_RANK"}, {"slurm", "SLURM_LOCALID"}};
-  const std::map<std::string, std::string> local_size{{"tessera", "TESSERA_LOCAL_SIZE"}, {"torchrun", "LOCAL_WORLD_SIZE"},
-                                                      {"open_mpi", "OMPI_COMM_WORLD_LOCAL_SIZE"}, {"pmi", "MPI_LOCALNRANKS"}};
+                                                      {"jsm", "JSM_NAMESPACE_LOCAL_RANK"},        {"slurm", "SLURM_LOCALID"}};
+  const std::map<std::string, std::string> local_size{
+      {"tessera", "TESSERA_LOCAL_SIZE"}, {"torchrun", "LOCAL_WORLD_SIZE"}, {"open_mpi", "OMPI_COMM_WORLD_LOCAL_SIZE"}, {"pmi", "MPI_LOCALNRANKS"}};
   for (const Family& family : families_) {
     if (local_rank.count(family.name)) {
       Variables spoilt = family.variables;
@@ -185,7 +185,8 @@ TEST_F(EachFamily, Contradictions) {
   expect_refused(torchrun, with(test::torchrun, {{"TORCHELASTIC_USE_AGENT_STORE", "yes"}}), {"TORCHELASTIC_USE_AGENT_STORE='yes'"});
   expect_refused(torchrun, with(test::torchrun, {{"GROUP_WORLD_SIZE", "1"}}), {"GROUP_RANK='1'", "GROUP_WORLD_SIZE='1'"});
   expect_refused(torchrun, with(test::torchrun, {{"LOCAL_WORLD_SIZE", "4"}}), {"GROUP_RANK=1", "LOCAL_WORLD_SIZE=4"});
-  for (const char* port : {"0", "65536", "70000"}) expect_refused(torchrun, with(test::torchrun, {{"MASTER_PORT", port}}), {concat("MASTER_PORT='", port, "'")});
+  for (const char* port : {"0", "65536", "70000"})
+    expect_refused(torchrun, with(test::torchrun, {{"MASTER_PORT", port}}), {concat("MASTER_PORT='", port, "'")});
 
   const Family open_mpi{"open_mpi", test::open_mpi, {}};
   expect_refused(open_mpi, with(test::open_mpi, {{"OMPI_COMM_WORLD_SIZE", "4"}, {"MASTER_ADDR", "a"}}), {"MASTER_PORT", "MASTER_ADDR='a'"});

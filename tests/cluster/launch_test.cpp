@@ -227,7 +227,8 @@ TEST(Launch, Plain) {
   local["MASTER_ADDR"] = "localhost";
   expect_place(detect(local), "plain", {1, 2, 1, 2, 0});
 
-  const Variables placed = test::join({{"RANK", "5"}, {"WORLD_SIZE", "6"}}, test::join(test::plain, {{"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}}));
+  const Variables placed =
+      test::join({{"RANK", "5"}, {"WORLD_SIZE", "6"}}, test::join(test::plain, {{"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}}));
   expect_place(detect(placed), "plain", {5, 6, 1, 2, -1});
   expect_place(detect(test::join(placed, {{"NODE_RANK", "2"}})), "plain", {5, 6, 1, 2, 2});
 }
@@ -237,9 +238,9 @@ TEST(Launch, PrecedenceWhereLaunchersNest) {
   Variables jsrun = test::jsrun;
   jsrun["LSB_DJOB_RANKFILE"] = file.path();
   // Highest first; each list of variables is added to all that stand behind it. torchrun and plain share names, so plain is tried alone.
-  const std::vector<std::pair<std::string, Variables>> order{{"tessera", test::ours}, {"torchrun", test::torchrun}, {"open_mpi", test::open_mpi},
-                                                             {"pmi", test::hydra},    {"jsm", jsrun},               {"slurm", test::slurm},
-                                                             {"plain", test::plain}};
+  const std::vector<std::pair<std::string, Variables>> order{
+      {"tessera", test::ours}, {"torchrun", test::torchrun}, {"open_mpi", test::open_mpi}, {"pmi", test::hydra},
+      {"jsm", jsrun},          {"slurm", test::slurm},       {"plain", test::plain}};
   for (std::size_t i = 0; i < order.size(); ++i) {
     for (std::size_t j = i + 1; j < order.size(); ++j) {
       EXPECT_EQ(detect(test::join(order[i].second, order[j].second)).launcher, order[i].first) << "beside " << order[j].first;
@@ -301,9 +302,19 @@ TEST(LaunchOverrides, AreValidated) {
   refused([](auto& c) { c.address = ""; });
   refused([](auto& c) { c.ranks_per_host = {{2, 1}}; });
   refused([](auto& c) { c.ranks_per_host = {{5, -1}}; });
-  refused([](auto& c) { c.ranks_per_host = {{2, 2}}; c.hosts = {{"a"}}; });
-  refused([](auto& c) { c.ranks_per_host = {{2, 2}}; c.node_rank = 2; });
-  refused([](auto& c) { c.ranks_per_host = {{2, 2}}; c.node_rank = 1; c.local_size = 1; });
+  refused([](auto& c) {
+    c.ranks_per_host = {{2, 2}};
+    c.hosts = {{"a"}};
+  });
+  refused([](auto& c) {
+    c.ranks_per_host = {{2, 2}};
+    c.node_rank = 2;
+  });
+  refused([](auto& c) {
+    c.ranks_per_host = {{2, 2}};
+    c.node_rank = 1;
+    c.local_size = 1;
+  });
 }
 
 TEST(LaunchOverrides, UnequalHostsAreFine) {

@@ -13,15 +13,10 @@ namespace {
 using Hosts = std::vector<std::string>;
 
 TEST(NodeList, Recorded) {
-  const std::vector<std::pair<std::string, std::string>> first_hosts{{"alpha,beta,gamma", "alpha"},
-                                                                     {"alpha beta", "alpha"},
-                                                                     {"1.2.3.[100-110]", "1.2.3.100"},
-                                                                     {"1.2.3.[089, 100-110]", "1.2.3.089"},
-                                                                     {"host[22]", "host22"},
-                                                                     {"host[1,5-9]", "host1"},
-                                                                     {"host[5-9,1]", "host5"},
-                                                                     {"alpha, host[5-9], gamma", "alpha"},
-                                                                     {"alpha[3,1], beta", "alpha3"}};
+  const std::vector<std::pair<std::string, std::string>> first_hosts{
+      {"alpha,beta,gamma", "alpha"}, {"alpha beta", "alpha"},  {"1.2.3.[100-110]", "1.2.3.100"}, {"1.2.3.[089, 100-110]", "1.2.3.089"},
+      {"host[22]", "host22"},        {"host[1,5-9]", "host1"}, {"host[5-9,1]", "host5"},         {"alpha, host[5-9], gamma", "alpha"},
+      {"alpha[3,1], beta", "alpha3"}};
   for (const auto& [text, first] : first_hosts) EXPECT_EQ(expand_node_list(text).front(), first) << text;
 }
 
@@ -37,8 +32,30 @@ TEST(NodeList, Expanded) {
 }
 
 TEST(NodeList, Refused) {
-  for (const char* text : {"", " ", ",", "a,", ",a", "a,,b", "n[", "n[1", "n[1-", "n[1-2", "n[]", "n[a]", "n[2-1]", "n[1,]", "n[,1]", "n[1-2-3]", "n]", "n[1]]",
-                           "n[[1]]", "n(1)", "n[-1]", "n[1-99999999999999999999999]", "n[0-9999999]", "n[1-1000]m[1-1000]o[1-1000]"}) {
+  for (const char* text : {"",
+                           " ",
+                           ",",
+                           "a,",
+                           ",a",
+                           "a,,b",
+                           "n[",
+                           "n[1",
+                           "n[1-",
+                           "n[1-2",
+                           "n[]",
+                           "n[a]",
+                           "n[2-1]",
+                           "n[1,]",
+                           "n[,1]",
+                           "n[1-2-3]",
+                           "n]",
+                           "n[1]]",
+                           "n[[1]]",
+                           "n(1)",
+                           "n[-1]",
+                           "n[1-99999999999999999999999]",
+                           "n[0-9999999]",
+                           "n[1-1000]m[1-1000]o[1-1000]"}) {
     EXPECT_THROW(expand_node_list(text), ConfigurationError) << text;
   }
 }

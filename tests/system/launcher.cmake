@@ -20,35 +20,36 @@ add_dependencies(test_launcher tessera_cli launcher_helper)
 
 find_program(TESSERA_MPIRUN mpirun)
 find_program(
-  TESSERA_TORCHRUN torchrun
-  HINTS "${PROJECT_SOURCE_DIR}/.env-python/bin"
-  DOC "torchrun of a Python environment that has torch with its dependencies")
+  TESSERA_TORCHRUN
+  torchrun
+  HINTS "${PROJECT_SOURCE_DIR}/.env-python/bin" "${PROJECT_SOURCE_DIR}/.env/bin"
+  DOC "torchrun of a Python environment that has torch with its dependencies"
+)
 set(other_launchers)
-foreach(name IN ITEMS MPIRUN TORCHRUN)
-  if(TESSERA_${name})
-    execute_process(
-      COMMAND "${TESSERA_${name}}" --version
-      RESULT_VARIABLE failed
-      OUTPUT_VARIABLE version
-      ERROR_QUIET)
-    # torchrun has no --version, but prints its help; without torch it cannot.
-    if(name STREQUAL "TORCHRUN")
-      execute_process(
-        COMMAND "${TESSERA_TORCHRUN}" --help
-        RESULT_VARIABLE failed
-        OUTPUT_QUIET ERROR_QUIET)
-    elseif(NOT version MATCHES "Open MPI")
-      set(failed 1)
-    endif()
+if(TESSERA_MPIRUN)
+  execute_process(COMMAND "${TESSERA_MPIRUN}" --version OUTPUT_VARIABLE version ERROR_QUIET)
+  if(version MATCHES "Open MPI")
+    list(APPEND other_launchers TESSERA_MPIRUN="${TESSERA_MPIRUN}")
+  endif()
+endif()
+if(TESSERA_TORCHRUN)
+  # Where torch is there without what its Python part needs, this fails. A success is remembered: it takes seconds.
+  if(NOT TESSERA_TORCHRUN_WORKS STREQUAL TESSERA_TORCHRUN)
+    execute_process(COMMAND "${TESSERA_TORCHRUN}" --help RESULT_VARIABLE failed OUTPUT_QUIET ERROR_QUIET)
     if(NOT failed)
-      list(APPEND other_launchers TESSERA_${name}="${TESSERA_${name}}")
+      set(TESSERA_TORCHRUN_WORKS "${TESSERA_TORCHRUN}" CACHE INTERNAL "The torchrun that was seen to run")
     endif()
   endif()
-endforeach()
+  if(TESSERA_TORCHRUN_WORKS STREQUAL TESSERA_TORCHRUN)
+    list(APPEND other_launchers TESSERA_TORCHRUN="${TESSERA_TORCHRUN}")
+  endif()
+endif()
 if(other_launchers)
   tessera_test(other_launchers SOURCES other_launchers_test.cpp LINK test_process TIMEOUT 300 LABELS system)
-  target_compile_definitions(test_other_launchers PRIVATE TESSERA_PROGRAM="$<TARGET_FILE:tessera_cli>"
-                                                          TESSERA_HELPER="$<TARGET_FILE:launcher_helper>" ${other_launchers})
+  target_compile_definitions(
+    test_other_launchers
+    PRIVATE TESSERA_PROGRAM="$<TARGET_FILE:tessera_cli>" TESSERA_HELPER="$<TARGET_FILE:launcher_helper>" ${other_launchers}
+  )
   target_compile_options(test_other_launchers PRIVATE ${quiet_gcc_12})
   add_dependencies(test_other_launchers tessera_cli launcher_helper)
 endif()

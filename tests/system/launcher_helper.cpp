@@ -109,7 +109,7 @@ void run(const std::string& name, const std::string& value) {
     return;
   }
   if (name == "catch" || name == "note") {
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_handler = name == "catch" ? on_catch : on_note;
     sigaction(number, &action, nullptr);
     return;

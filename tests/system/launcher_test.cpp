@@ -64,8 +64,9 @@ TEST(LauncherEnvironment, IsRecognised) {
 }
 
 TEST(LauncherEnvironment, AnOuterLaunchersNumbersAreNotInherited) {
-  Process run(command(2, {}, {"env=TORCHELASTIC_USE_AGENT_STORE", "env=OMPI_COMM_WORLD_RANK", "env=PMI_RANK", "env=PMIX_RANK", "env=SLURM_PROCID",
-                              "env=JSM_NAMESPACE_RANK", "env=RANK", "env=SLURM_JOB_ID", "launch"}),
+  Process run(command(2, {},
+                      {"env=TORCHELASTIC_USE_AGENT_STORE", "env=OMPI_COMM_WORLD_RANK", "env=PMI_RANK", "env=PMIX_RANK", "env=SLURM_PROCID",
+                       "env=JSM_NAMESPACE_RANK", "env=RANK", "env=SLURM_JOB_ID", "launch"}),
               {{"TORCHELASTIC_USE_AGENT_STORE", "True"},
                {"OMPI_COMM_WORLD_RANK", "7"},
                {"PMI_RANK", "7"},
@@ -214,9 +215,10 @@ TEST(LauncherArguments, WhatStandsBehindTheDashesIsTheProgramsOwn) {
 }
 
 TEST(LauncherArguments, MistakesAreRefusedWithStatus2) {
-  for (const Words& words : {Words{}, Words{"run"}, Words{"run", "-n", "2"}, Words{"run", "-n", "0", "--", "true"}, Words{"run", "-n", "-1", "--", "true"},
-                             Words{"run", "-n", "x", "--", "true"}, Words{"run", "-n", "2", "--timeout", "-1", "--", "true"},
-                             Words{"run", "-n", "2", "--bind", "sockets", "--", "true"}, Words{"run", "-n", "2", "--nonsense", "--", "true"}, Words{"fly"}}) {
+  for (const Words& words :
+       {Words{}, Words{"run"}, Words{"run", "-n", "2"}, Words{"run", "-n", "0", "--", "true"}, Words{"run", "-n", "-1", "--", "true"},
+        Words{"run", "-n", "x", "--", "true"}, Words{"run", "-n", "2", "--timeout", "-1", "--", "true"},
+        Words{"run", "-n", "2", "--bind", "sockets", "--", "true"}, Words{"run", "-n", "2", "--nonsense", "--", "true"}, Words{"fly"}}) {
     Words all{TESSERA_PROGRAM};
     all.insert(all.end(), words.begin(), words.end());
     Process run(all);

@@ -29,7 +29,8 @@ TEST(OpenMpi, RanksKnowTheirPlaceAndOnePort) {
     Words lines;
     for (const auto& line : lines_of(run.out())) {
       const auto end = line.find(">:");
-      if (end != std::string::npos && line.substr(0, end).find("," + std::to_string(r) + "]") != std::string::npos) lines.push_back(line.substr(end + 2));
+      if (end != std::string::npos && line.substr(0, end).find("," + std::to_string(r) + "]") != std::string::npos)
+        lines.push_back(line.substr(end + 2));
     }
     ASSERT_GE(lines.size(), 10u) << run.out();
     EXPECT_EQ(lines[0], joined("launcher", "open_mpi"));

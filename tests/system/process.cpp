@@ -24,7 +24,8 @@ int ms_until(Clock::time_point end) {
 }
 
 bool of_a_launcher(const std::string& variable) {
-  for (const char* prefix : {"TESSERA_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "JSM_", "RANK=", "WORLD_SIZE=", "LOCAL_RANK=", "MASTER_", "OMP_NUM_THREADS="}) {
+  for (const char* prefix :
+       {"TESSERA_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "JSM_", "RANK=", "WORLD_SIZE=", "LOCAL_RANK=", "MASTER_", "OMP_NUM_THREADS="}) {
     if (variable.rfind(prefix, 0) == 0) return true;
   }
   return false;

@@ -43,7 +43,8 @@ void mpi_rendezvous(LaunchReader& in) {
 }  // namespace
 
 void read_tessera(LaunchReader& in) {
-  in.require({"TESSERA_RANK", "TESSERA_WORLD_SIZE", "TESSERA_LOCAL_RANK", "TESSERA_LOCAL_SIZE", "TESSERA_NODE_RANK", "TESSERA_ADDRESS", "TESSERA_PORT"});
+  in.require(
+      {"TESSERA_RANK", "TESSERA_WORLD_SIZE", "TESSERA_LOCAL_RANK", "TESSERA_LOCAL_SIZE", "TESSERA_NODE_RANK", "TESSERA_ADDRESS", "TESSERA_PORT"});
   in.integer(&Launch::rank, "rank", "TESSERA_RANK");
   in.integer(&Launch::world_size, "world_size", "TESSERA_WORLD_SIZE");
   in.integer(&Launch::local_rank, "local_rank", "TESSERA_LOCAL_RANK");
@@ -125,8 +126,8 @@ void read_jsm(LaunchReader& in) {
     launch.local_size = launch.world_size / hosts;
     in.note("local_size", concat("assumed equal on the ", hosts, " hosts of LSB_DJOB_RANKFILE, as JSM_NAMESPACE_LOCAL_SIZE is not set"));
   } else if (!in.overrides().local_size) {
-    in.fail(concat("JSM_NAMESPACE_LOCAL_SIZE is not set, and ", in.shown("JSM_NAMESPACE_SIZE"), " ranks do not divide over the ", hosts,
-                   " hosts of ", in.shown("LSB_DJOB_RANKFILE"), "; give local_size in code"));
+    in.fail(concat("JSM_NAMESPACE_LOCAL_SIZE is not set, and ", in.shown("JSM_NAMESPACE_SIZE"), " ranks do not divide over the ", hosts, " hosts of ",
+                   in.shown("LSB_DJOB_RANKFILE"), "; give local_size in code"));
   }
   launch.node_rank = -1;
   const std::string& me = in.environment().hostname;
@@ -148,7 +149,8 @@ bool is_slurm_step(const Environment& environment) {
     const auto value = id ? parse_number(*id) : std::nullopt;
     if (value && *value > 0xfffffff0u) return false;
   }
-  for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_ID", "SLURM_STEPID"}) {
+  for (const char* name :
+       {"SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_ID", "SLURM_STEPID"}) {
     if (environment.has(name)) return true;
   }
   return false;
@@ -186,7 +188,8 @@ void read_slurm(LaunchReader& in) {
     in.fail(concat(in.shown("SLURM_STEP_NUM_TASKS"), " contradicts ", in.shown(tasks)));
   }
   if (in.has("SLURM_STEP_NUM_NODES") && in.number("SLURM_STEP_NUM_NODES", INT_MAX) != launch.hosts.size()) {
-    in.fail(concat(in.shown("SLURM_STEP_NUM_NODES"), " contradicts ", in.shown("SLURM_STEP_NODELIST"), ", which names ", launch.hosts.size(), " hosts"));
+    in.fail(
+        concat(in.shown("SLURM_STEP_NUM_NODES"), " contradicts ", in.shown("SLURM_STEP_NODELIST"), ", which names ", launch.hosts.size(), " hosts"));
   }
   // In a step this may still be the number of the whole job, so only a smaller one is a contradiction.
   if (in.has("SLURM_NNODES") && in.number("SLURM_NNODES", INT_MAX) < launch.hosts.size()) {

@@ -13,9 +13,7 @@ LaunchReader::LaunchReader(const Environment& environment, const LaunchOverrides
   launch_.launcher = std::move(family);
 }
 
-void LaunchReader::fail(const std::string& why) const {
-  throw ConfigurationError(concat("launcher ", launch_.launcher, ": ", why));
-}
+void LaunchReader::fail(const std::string& why) const { throw ConfigurationError(concat("launcher ", launch_.launcher, ": ", why)); }
 
 std::string LaunchReader::shown(const std::string& name) const {
   const auto value = environment_.get(name);
@@ -52,7 +50,7 @@ unsigned long long LaunchReader::number(const std::string& name, unsigned long l
   return *value;
 }
 
-void LaunchReader::integer(int Launch::*field, const char* field_name, const std::string& name) {
+void LaunchReader::integer(int Launch::* field, const char* field_name, const std::string& name) {
   launch_.*field = static_cast<int>(number(name, INT_MAX));
   note(field_name, concat(name, "=", *environment_.get(name)));
 }

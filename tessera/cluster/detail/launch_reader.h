@@ -21,12 +21,12 @@ class LaunchReader {
   void require(const std::vector<std::string>& names) const;
   /// The first of `names` that is set; the first where none is.
   std::string first_set(const std::vector<std::string>& names) const;
-  std::string text(const std::string& name) const;     ///< Set and not empty.
+  std::string text(const std::string& name) const;  ///< Set and not empty.
   unsigned long long number(const std::string& name, unsigned long long limit) const;
   /// Sets a field from a variable and notes the origin.
-  void integer(int Launch::*field, const char* field_name, const std::string& name);
+  void integer(int Launch::* field, const char* field_name, const std::string& name);
   void note(const char* field_name, const std::string& origin) { launch_.origin[field_name] = origin; }
-  std::string shown(const std::string& name) const;    ///< "NAME='value'" or "NAME is not set".
+  std::string shown(const std::string& name) const;  ///< "NAME='value'" or "NAME is not set".
   /// MASTER_ADDR and MASTER_PORT, each where it is set.
   void master();
   /// The same, both required if there are several ranks.

@@ -93,7 +93,8 @@ void LineSpool::put(int channel, std::string_view text) {
   const std::size_t header[2] = {static_cast<std::size_t>(channel), text.size()};
   if (!file_ || std::fseek(file_.get(), write_at_, SEEK_SET) != 0 || std::fwrite(header, sizeof header, 1, file_.get()) != 1 ||
       std::fwrite(text.data(), 1, text.size(), file_.get()) != text.size()) {
-    throw Error(concat("cannot keep a rank's output in a temporary file: ", std::strerror(errno), "; free space in the temporary folder, or use --output live"));
+    throw Error(concat("cannot keep a rank's output in a temporary file: ", std::strerror(errno),
+                       "; free space in the temporary folder, or use --output live"));
   }
   write_at_ += static_cast<long>(sizeof header + text.size());
 }
@@ -106,7 +107,8 @@ bool LineSpool::get(Item* item) {
   }
   item->channel = static_cast<int>(header[0]);
   item->text.resize(header[1]);
-  if (std::fread(item->text.data(), 1, header[1], file_.get()) != header[1]) throw Error(concat("cannot read back a rank's output: ", std::strerror(errno)));
+  if (std::fread(item->text.data(), 1, header[1], file_.get()) != header[1])
+    throw Error(concat("cannot read back a rank's output: ", std::strerror(errno)));
   read_at_ += static_cast<long>(sizeof header + header[1]);
   return true;
 }

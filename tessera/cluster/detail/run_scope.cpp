@@ -21,11 +21,39 @@ namespace {
 
 // Inherited, they would tell every rank that it is that one process of the outer launcher.
 bool belongs_to_outer_launcher(const std::string& variable) {
-  for (const char* prefix : {"TESSERA_RANK=", "TESSERA_WORLD_SIZE=", "TESSERA_LOCAL_", "TESSERA_NODE_RANK=", "TESSERA_ADDRESS=", "TESSERA_PORT=",
-                             "TESSERA_TERMINAL_COLUMNS=", "TORCHELASTIC_", "GROUP_RANK=", "GROUP_WORLD_SIZE=", "ROLE_RANK=", "ROLE_WORLD_SIZE=",
-                             "ROLE_NAME=", "RANK=", "WORLD_SIZE=", "LOCAL_RANK=", "LOCAL_WORLD_SIZE=", "NODE_RANK=", "MASTER_ADDR=", "MASTER_PORT=",
-                             "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_SIZE=", "OMPI_MCA_ess", "OMPI_MCA_orte_", "PMIX_", "PMI_", "MPI_LOCALRANKID=", "MPI_LOCALNRANKS=", "JSM_NAMESPACE_",
-                             "SLURM_PROCID=", "SLURM_LOCALID=", "SLURM_NODEID=", "SLURM_STEP"}) {
+  for (const char* prefix : {"TESSERA_RANK=",
+                             "TESSERA_WORLD_SIZE=",
+                             "TESSERA_LOCAL_",
+                             "TESSERA_NODE_RANK=",
+                             "TESSERA_ADDRESS=",
+                             "TESSERA_PORT=",
+                             "TESSERA_TERMINAL_COLUMNS=",
+                             "TORCHELASTIC_",
+                             "GROUP_RANK=",
+                             "GROUP_WORLD_SIZE=",
+                             "ROLE_RANK=",
+                             "ROLE_WORLD_SIZE=",
+                             "ROLE_NAME=",
+                             "RANK=",
+                             "WORLD_SIZE=",
+                             "LOCAL_RANK=",
+                             "LOCAL_WORLD_SIZE=",
+                             "NODE_RANK=",
+                             "MASTER_ADDR=",
+                             "MASTER_PORT=",
+                             "OMPI_COMM_WORLD_",
+                             "OMPI_UNIVERSE_SIZE=",
+                             "OMPI_MCA_ess",
+                             "OMPI_MCA_orte_",
+                             "PMIX_",
+                             "PMI_",
+                             "MPI_LOCALRANKID=",
+                             "MPI_LOCALNRANKS=",
+                             "JSM_NAMESPACE_",
+                             "SLURM_PROCID=",
+                             "SLURM_LOCALID=",
+                             "SLURM_NODEID=",
+                             "SLURM_STEP"}) {
     if (variable.rfind(prefix, 0) == 0) return true;
   }
   return false;
@@ -40,8 +68,7 @@ ReservedPort::ReservedPort() : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   socklen_t size = sizeof address;
   if (fd_ < 0 || setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
-      bind(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 ||
-      getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
+      bind(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 || getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
     const std::string message = concat("no free port on 127.0.0.1: ", std::strerror(errno));
     if (fd_ >= 0) close(fd_);
     throw Error(message);
@@ -55,10 +82,10 @@ SignalScope::SignalScope() {
   sigset_t watched;
   sigemptyset(&watched);
   for (int signal : {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2}) sigaddset(&watched, signal);
-  struct sigaction ignore {};
+  struct sigaction ignore{};
   ignore.sa_handler = SIG_IGN;
   sigaction(SIGPIPE, &ignore, &pipe_action_);
-  struct sigaction usual {};
+  struct sigaction usual{};
   usual.sa_handler = SIG_DFL;
   sigaction(SIGCHLD, &usual, &child_action_);
   sigprocmask(SIG_BLOCK, &watched, &mask_);

@@ -33,7 +33,7 @@ class SignalScope {
   ~SignalScope();
   SignalScope(const SignalScope&) = delete;
   SignalScope& operator=(const SignalScope&) = delete;
-  int fd() const { return fd_; }  ///< A signalfd, non-blocking.
+  int fd() const { return fd_; }                  ///< A signalfd, non-blocking.
   const sigset_t& mask() const { return mask_; }  ///< From before.
   const struct sigaction& pipe_action() const { return pipe_action_; }
 
@@ -41,8 +41,8 @@ class SignalScope {
   int fd_ = -1;
   int subreaper_ = 0;
   sigset_t mask_{};
-  struct sigaction pipe_action_ {};
-  struct sigaction child_action_ {};
+  struct sigaction pipe_action_{};
+  struct sigaction child_action_{};
 };
 
 /// "NAME=value" of everything that the ranks of a run share: this process' environment without the variables by which an outer launcher numbers its

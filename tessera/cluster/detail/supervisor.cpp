@@ -165,7 +165,8 @@ class Supervisor {
   bool launcher_gone_ = false;
 };
 
-[[noreturn]] void supervise(const RankCommand& command, const RankPipes& pipes, int control, const sigset_t& mask, const struct sigaction& pipe_action) {
+[[noreturn]] void supervise(const RankCommand& command, const RankPipes& pipes, int control, const sigset_t& mask,
+                            const struct sigaction& pipe_action) {
   setsid();
   prctl(PR_SET_NAME, "tessera-keeper");
   prctl(PR_SET_CHILD_SUBREAPER, 1);
@@ -221,7 +222,8 @@ SupervisedRank start_supervised(const RankCommand& command, const std::vector<in
   close_all({control[1], out[1], err[1]});
   if (pid < 0) {
     close_all({control[0], out[0], err[0]});
-    throw Error(concat("cannot start a process: ", std::strerror(error), " (see ulimit -u and ulimit -n: a rank takes two processes and four descriptors)"));
+    throw Error(
+        concat("cannot start a process: ", std::strerror(error), " (see ulimit -u and ulimit -n: a rank takes two processes and four descriptors)"));
   }
   for (int fd : {control[0], out[0], err[0]}) fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
   return {pid, control[0], out[0], err[0]};

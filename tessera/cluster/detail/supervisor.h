@@ -4,8 +4,8 @@
 //
 //   launcher -- control socket -- supervisor (subreaper, own session) -- rank (own process group, dies with the supervisor) -- ...
 //
-// The launcher's death closes the socket: the supervisor kills the tree. The supervisor's death kills the rank (PR_SET_PDEATHSIG) and hands the orphans
-// to the launcher, itself a subreaper. Only SIGKILL to both at once can leave a grandchild.
+// The launcher's death closes the socket: the supervisor kills the tree. The supervisor's death kills the rank (PR_SET_PDEATHSIG) and hands the
+// orphans to the launcher, itself a subreaper. Only SIGKILL to both at once can leave a grandchild.
 
 #include <signal.h>
 #include <sys/types.h>
@@ -49,7 +49,8 @@ struct SupervisedRank {
 
 /// Forks the supervisor of one rank. `inherited` holds the launcher's own descriptors, which the supervisor must not keep open; `mask` and
 /// `pipe_action` are the signal mask and the SIGPIPE action that the rank gets. Throws Error where the system refuses.
-SupervisedRank start_supervised(const RankCommand& command, const std::vector<int>& inherited, const sigset_t& mask, const struct sigaction& pipe_action);
+SupervisedRank start_supervised(const RankCommand& command, const std::vector<int>& inherited, const sigset_t& mask,
+                                const struct sigaction& pipe_action);
 
 std::int64_t monotonic_ns();
 
