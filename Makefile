@@ -38,10 +38,11 @@ demo: configure
 	$(RUN) $(BUILD)/bin/tessera run -n $(RANKS) -- $(BUILD)/bin/winds --report build/winds-report.html
 	@echo "The report: file://$(CURDIR)/build/winds-report.html"
 
-test: python
-	@$(MAKE) --no-print-directory build
-	@$(MAKE) --no-print-directory ctest
-	@$(MAKE) --no-print-directory lint
+test:
+	@scripts/stage fetch $(MAKE) --no-print-directory python
+	@scripts/stage build $(MAKE) --no-print-directory build
+	@scripts/stage tests $(MAKE) --no-print-directory ctest
+	@scripts/stage lint $(MAKE) --no-print-directory lint
 
 ctest:
 	@$(RUN) ctest --preset $(PRESET) $(CTEST_ARGS)
