@@ -18,7 +18,7 @@ using detail::RequestState;
 template <class Launch>
 void block(const std::shared_ptr<GroupState>& group, const char* operation, const CallOptions& options, Launch&& launch) {
   RequestState call(*group, operation, options, true);
-  launch(call);
+  call.start(launch);
   call.wait();
 }
 
@@ -26,7 +26,7 @@ template <class Launch>
 Request start(const std::shared_ptr<GroupState>& group, const char* operation, const CallOptions& options, Launch&& launch) {
   auto call = std::make_shared<RequestState>(*group, operation, options, false);
   call->keep_group(group);
-  launch(*call);
+  call->start(launch);
   return Request(std::move(call));
 }
 

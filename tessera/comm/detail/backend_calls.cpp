@@ -28,7 +28,8 @@ bool moves(const Endpoint& endpoint, c10::ScalarType dtype) {
 }
 
 at::Tensor flat(const at::Tensor& plain, bool as_bytes) {
-  auto out = plain.dim() == 1 ? plain : plain.view({-1});
+  // A tensor of one or no element counts as contiguous whatever its strides say; as bytes it must have stride 1.
+  auto out = plain.dim() == 1 && plain.stride(0) == 1 ? plain : plain.as_strided({plain.numel()}, {1});
   return as_bytes ? out.view(at::kByte) : out;
 }
 

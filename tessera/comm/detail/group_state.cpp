@@ -30,6 +30,8 @@ GroupState::GroupState(const GroupSpec& spec)
       } catch (...) {  // nothing more can be done to wake its callers: their time limits end them
       }
     }
+    const std::lock_guard lock(waiting_mutex_);
+    for (auto* work : waiting_) work->abort();
   });
 }
 
@@ -40,7 +42,21 @@ void GroupState::close() {
   closed_ = true;
   watch_->set_interrupt({});
   process_group_.reset();
-  for (Endpoint* endpoint : {&cpu_, &cuda_}) *endpoint = {};
+  for (Endpoint* endpoint : {&cpu_, &cuda_}) {
+    if (endpoint->name == "gloo" && watch_->poison()) endpoint->backend.release();  // on purpose never freed
+    *endpoint = {};
+  }
+}
+
+void GroupState::enlist(c10d::Work& work) {
+  const std::lock_guard lock(waiting_mutex_);
+  waiting_.push_back(&work);
+  if (watch_->poison()) work.abort();
+}
+
+void GroupState::strike(c10d::Work& work) {
+  const std::lock_guard lock(waiting_mutex_);
+  std::erase(waiting_, &work);
 }
 
 void GroupState::set_timeout(std::chrono::milliseconds limit) {

@@ -52,8 +52,13 @@ class GroupState {
   bool has_endpoint(c10::DeviceType device) const;
   /// Throws NotAvailable if the group has no backend for that device type.
   const Endpoint& endpoint(c10::DeviceType device) const;
-  /// Destroys the backends; later calls fail with CommError. Backends of a poisoned group whose destructor could block or end the process are left to it.
+  /// Destroys the backends; later calls fail with CommError. The Gloo backend of a poisoned group is not destroyed: its threads may be in a call that nothing
+  /// but Gloo's own limit ends, and its destructor would wait for them.
   void close();
+
+  /// Works that only their own abort() can wake (Gloo's messages): aborted when the group is poisoned, at once if it is already.
+  void enlist(c10d::Work& work);
+  void strike(c10d::Work& work);
 
   std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed)); }
   void set_timeout(std::chrono::milliseconds limit);
@@ -80,6 +85,8 @@ class GroupState {
   std::atomic<std::uint64_t> sequence_{0};
   Endpoint cpu_, cuda_;
   bool closed_ = false;
+  std::mutex waiting_mutex_;
+  std::vector<c10d::Work*> waiting_;
   std::shared_ptr<GroupWatch> watch_;
   c10::intrusive_ptr<c10d::Store> store_;
   std::mutex mutex_;  // guards traces_ and process_group_

@@ -61,15 +61,24 @@ std::chrono::milliseconds RequestState::left() const {
   return std::max(left, std::chrono::milliseconds(1));
 }
 
+void RequestState::wait_whole(c10d::Work& work) {
+  struct Listed {
+    GroupState& group;
+    c10d::Work& work;
+    Listed(GroupState& g, c10d::Work& w) : group(g), work(w) { group.enlist(work); }
+    ~Listed() { group.strike(work); }
+  } const listed(group_, work);
+  if (work.wait(left())) return;
+  group_.watch().require_healthy(operation_, sequence_);
+  throw CommError(concat("group '", group_.name(), "': ", describe(), " was aborted"));
+}
+
 void RequestState::wait_part(Part& part) {
   if (on_stream_) {
     part.work->wait(kNoLimit);
     return;
   }
-  if (part.whole) {
-    part.work->wait(left());
-    return;
-  }
+  if (part.whole) return wait_whole(*part.work);
   for (;;) {
     try {
       if (part.work->wait(std::min(left(), kLook))) return;
@@ -114,6 +123,18 @@ void RequestState::fail(const std::exception_ptr& cause) {
   }
 }
 
+void RequestState::broken(const std::exception_ptr& cause) {
+  if (finished_) std::rethrow_exception(cause);  // from a backend: fail() has seen it
+  try {
+    std::rethrow_exception(cause);
+  } catch (const Error&) {  // arguments, or ranks that disagree: nothing was handed to the backend
+    finished_ = true;
+    throw;
+  } catch (...) {
+    fail(cause);
+  }
+}
+
 void RequestState::wait() {
   if (finished_) {
     if (error_) std::rethrow_exception(error_);
@@ -139,7 +160,7 @@ void RequestState::wait() {
 
 void RequestState::poll() {
   try {
-    for (auto& part : parts_) part.work->wait(left());
+    for (auto& part : parts_) wait_whole(*part.work);
   } catch (...) {
     poll_error_ = std::current_exception();
   }

@@ -68,6 +68,17 @@ class RequestState {
     }
   }
 
+  /// Makes the call: `body` is one of launch.h. Whatever it throws ends the call; what is not about arguments ends the group as well, since the other
+  /// ranks are in a call that this one could not make.
+  template <class F>
+  void start(F&& body) {
+    try {
+      body(*this);
+    } catch (...) {
+      broken(std::current_exception());
+    }
+  }
+
   bool done();
   void wait();
 
@@ -77,8 +88,10 @@ class RequestState {
     bool whole = false;
   };
   void wait_part(Part& part);
+  void wait_whole(c10d::Work& work);
   void wait_parts();
   [[noreturn]] void fail(const std::exception_ptr& cause);
+  [[noreturn]] void broken(const std::exception_ptr& cause);
   void poll();
 
   GroupState& group_;
