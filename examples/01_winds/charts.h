@@ -1,0 +1,29 @@
+#pragma once
+// Line charts as inline SVG.
+
+#include <string>
+#include <vector>
+
+namespace winds {
+
+struct Line {
+  std::string name;                 ///< In the legend; empty: not there.
+  std::string colour;
+  std::vector<double> x, y;
+  double width = 2;
+  double opacity = 1;
+};
+
+struct Chart {
+  std::string x_label, y_label;
+  std::vector<Line> lines;
+  std::vector<std::pair<double, std::string>> x_ticks;  ///< Empty: round numbers.
+  int width = 560, height = 300;
+};
+
+/// At most about `count` round numbers that cover [low, high].
+std::vector<double> round_ticks(double low, double high, int count);
+
+std::string svg(const Chart& chart);
+
+}  // namespace winds

@@ -1,0 +1,25 @@
+#pragma once
+// The report: one HTML file that needs nothing beside it.
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "skill.h"
+
+namespace winds {
+
+struct Report {
+  std::vector<std::pair<std::string, std::string>> facts;  ///< What ran, where, how long.
+  std::vector<double> losses;                              ///< (m/s)^2, one a step.
+  std::int64_t steps_per_epoch = 1;
+  Months test;
+  std::vector<Skill> skills;                               ///< The network's is the last, the damped anomaly with one coefficient per point before it.
+  at::Tensor forecast, truth;                              ///< [months, 2, lat, lon], m/s.
+  at::Tensor latitude, longitude;
+};
+
+/// Throws tessera::FileError if the file cannot be written. Folders that are missing are made.
+void write_report(const Report& report, const std::string& path);
+
+}  // namespace winds

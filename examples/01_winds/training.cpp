@@ -1,0 +1,56 @@
+#include "training.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+
+#include "tessera/nn/distributed_data_parallel.h"
+
+namespace winds {
+
+at::Tensor squared_error(const at::Tensor& forecast, const at::Tensor& target, const at::Tensor& sigma) {
+  return ((forecast - target) * sigma).square().mean();
+}
+
+WindNet train(const WindsData& data, const tessera::Group& group, const TrainingOptions& options,
+              const std::function<void(const Step&, WindNet& average)>& watch) {
+  torch::manual_seed(options.seed);
+  NetworkOptions shape = options.network;
+  shape.input = data.channels();
+  WindNet network(shape), average(shape);
+  const at::ScalarType dtype = data.batch(options.seed, 0, 0).input.scalar_type();
+  network->to(dtype);
+  average->to(dtype);
+
+  tessera::DistributedDataParallel parallel(network, group);
+  torch::optim::AdamW optimizer(network->parameters(), torch::optim::AdamWOptions(options.learning_rate).weight_decay(options.weight_decay));
+  const at::Tensor sigma = data.statistics().sigma.to(dtype);
+  const std::int64_t steps = options.epochs * data.steps_per_epoch();
+  std::int64_t number = 0;
+  for (std::int64_t epoch = 0; epoch < options.epochs; ++epoch)
+    for (std::int64_t step = 0; step < data.steps_per_epoch(); ++step, ++number) {
+      const double done = static_cast<double>(number) / static_cast<double>(steps);
+      const double warm = std::min(1.0, static_cast<double>(number + 1) / 10);
+      for (auto& parameters : optimizer.param_groups()) parameters.options().set_lr(options.learning_rate * warm * 0.5 * (1 + std::cos(std::numbers::pi * done)));
+
+      const Samples batch = data.batch(options.seed, epoch, step);
+      optimizer.zero_grad();
+      const at::Tensor loss = parallel.mean_loss(squared_error(parallel(batch.input), batch.target, sigma), static_cast<double>(batch.input.size(0)));
+      loss.backward();
+      optimizer.step();
+
+      const torch::NoGradGuard no_grad;
+      const double keep = std::min(0.98, static_cast<double>(number) / static_cast<double>(number + 10));
+      auto from = network->parameters(), to = average->parameters();
+      for (std::size_t i = 0; i < to.size(); ++i) to[i].lerp_(from[i], 1 - keep);
+      watch({epoch, number, steps, loss.item<double>()}, average);
+    }
+  return average;
+}
+
+at::Tensor forecast(WindNet& network, const WindsData& data, Months months) {
+  const torch::NoGradGuard no_grad;
+  return data.to_winds(network->forward(data.forecast_input(months).input), months);
+}
+
+}  // namespace winds
