@@ -1,10 +1,23 @@
 #pragma once
 // DistributedManager: who am I, the world group, and every other group of this process, each made once. A value with shared state; several may live
 // in one process (ranks as threads).
+//
+//   auto manager = DistributedManager::initialize();
+//   Group world = manager.world();
+//   Group pair = manager.group({0, 3});              // called by ranks 0 and 3 alone
+//   auto mesh = manager.mesh({{"data", 2}, {"model", 2}});
+//   Group model = mesh.group("model");
+//
+// Groups are made on first use, by their members alone: what that costs a rank depends on the group's size, not on the world's.
+//
+// The end. The last copy's destructor destroys the groups and says goodbye to the job. Rank 0, which serves the job's store, waits there for the goodbyes
+// of the others (at most ManagerOptions::timeout; 3 seconds once a fault is known). If it runs because an exception unwinds the stack, the other ranks'
+// pending and later calls throw PeerLostError.
 
 #include <c10/core/Device.h>
 
 #include <chrono>
+#include <concepts>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,12 +25,12 @@
 
 #include "tessera/cluster/launch.h"
 #include "tessera/comm/group.h"
+#include "tessera/layout/group_plan.h"
 #include "tessera/layout/mesh.h"
 
 namespace tessera {
 
 class DeviceMesh;
-class CommTrace;
 
 struct ManagerOptions {
   std::string backend;                          ///< CPU: "gloo" (default), "mpi"; CUDA tensors go to "nccl" where it is built and a GPU is there.
@@ -33,7 +46,7 @@ class ManagerState;
 
 class DistributedManager {
  public:
-  /// Reads the launcher's environment (or options.launch), meets the other ranks, makes the world group.
+  /// Reads the launcher's environment (or options.launch) and meets the other ranks. Throws ConfigurationError (environment), RendezvousError.
   static DistributedManager initialize(const ManagerOptions& options = {});
   explicit DistributedManager(std::shared_ptr<detail::ManagerState> state);
 
@@ -45,38 +58,44 @@ class DistributedManager {
 
   Group world() const;
   /// The group of exactly these global ranks, in this order. Called by its members alone; made on first use, then reused.
+  /// Throws InvalidArgument if this rank is not a member, a rank stands twice or is not in the world.
   Group group(const std::vector<int>& ranks) const;
+  /// With a backend or a time limit of its own: another group than the one without, even of the same ranks.
+  Group group(const std::vector<int>& ranks, const GroupOptions& options) const;
   DeviceMesh mesh(const Mesh& mesh) const;
   DeviceMesh mesh(const std::vector<Axis>& axes) const;  ///< Outermost first, over the whole world, row-major.
 
-  /// Destroys every group made here, newest first. Collective. Later calls make them anew.
+  /// Collective over the world. All ranks compare their plans first: if they differ, every rank throws MismatchError with the first differing line, and no
+  /// name is added. The families become known by name; their groups are made on first use, or now if `eager`. Adding a name again is an error unless the
+  /// family is the same.
+  void create_process_groups(const GroupPlan& plan, bool eager = false) const;
+  /// The plan of a configuration tree over the whole world: one family a node, one an orthogonal group.
+  void create_process_groups(const ProcessGroupConfig& config, bool eager = false) const;
+  /// The same with a placement: `ranks[i]` sits on the i-th coordinate of config.mesh(world_size).
+  void create_process_groups(const ProcessGroupConfig& config, const std::vector<int>& ranks, bool eager = false) const;
+  /// This rank's group of a family. Throws UnknownName with the known names.
+  template <std::convertible_to<std::string> Name>
+  Group group(const Name& family) const {
+    return named_group(family);
+  }
+  int group_size(const std::string& family) const;  ///< Without making the group.
+  int group_rank(const std::string& family) const;
+  std::vector<std::string> group_names() const;     ///< In the order in which they were created.
+
+  /// For every group made here, now and later. All ranks must set the same.
+  void set_check_level(CheckLevel level) const;
+  /// Destroys every group made here, newest first. Collective. Later calls make them anew; Group values of before throw CommError.
   void shutdown();
 
   const std::shared_ptr<detail::ManagerState>& state() const { return state_; }
+  bool operator==(const DistributedManager& other) const { return state_ == other.state_; }
 
  private:
+  Group named_group(const std::string& family) const;
+
   std::shared_ptr<detail::ManagerState> state_;
 };
 
-/// A mesh and its groups, as one rank sees them.
-class DeviceMesh {
- public:
-  DeviceMesh(Mesh mesh, DistributedManager manager);
-  const Mesh& layout() const;
-  const DistributedManager& manager() const;
-  bool contains_me() const;                     ///< Ranks outside the mesh may hold it, but have no coordinate and no groups.
-  std::vector<int> coordinate() const;          ///< This rank's, one number an axis.
-  /// The group along one axis through this rank; rank in the group = coordinate on that axis. Made on first use.
-  Group group(const std::string& axis) const;
-  Group group(int axis) const;
-  /// The group over several axes through this rank, in mesh order.
-  Group group(const std::vector<int>& axes) const;
-  Group all() const;                            ///< Over every axis.
-  bool operator==(const DeviceMesh& other) const;
-
- private:
-  struct State;
-  std::shared_ptr<State> state_;
-};
-
 }  // namespace tessera
+
+#include "tessera/comm/device_mesh.h"  // what mesh() returns

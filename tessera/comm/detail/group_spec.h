@@ -15,6 +15,7 @@
 
 namespace tessera {
 class CommTrace;
+class MpiWorld;
 }
 
 namespace tessera::detail {
@@ -33,6 +34,7 @@ struct GroupSpec {
   CheckLevel check_level = CheckLevel::local;
   std::shared_ptr<GroupWatch> watch;             ///< Never null.
   std::shared_ptr<CommTrace> trace;              ///< Null: off.
+  std::shared_ptr<MpiWorld> mpi;                 ///< Of "mpi" alone: its ranks are the global ranks.
 };
 
 /// Makes the group in this process; the other members do the same. Throws CommError if the members do not meet within the time limit.

@@ -7,25 +7,27 @@
 //   RequestState, work failed:       watch.fail(call, sequence, std::current_exception(), limit);   // throws the typed error
 //   Group::abort(reason):            watch.announce(reason);
 //   Backends that wait in a loop of their own (MPI, threads) poll watch.poison().
-//   Backends that block elsewhere (Gloo) are woken by the interrupt hook: see interrupt_gloo().
+//   Backends that block elsewhere (Gloo) are woken by the interrupt hook.
 
+#include <array>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <condition_variable>
 #include <string>
 #include <vector>
 
 namespace tessera::detail {
 
-/// Why a group cannot go on: the global ranks that are known to be gone (or that aborted), and a sentence that says how.
+/// Why a group cannot go on: the global ranks that are known to be gone (or that aborted, or for which a wait ran out), and a sentence that says how.
 struct Poison {
   std::vector<int> ranks;
   std::string reason;
+  bool timed_out = false;  ///< Calls throw TimeoutError instead of PeerLostError.
 };
 
 /// Where a rank stands in a group: calls begun so far, and the newest one.
@@ -36,9 +38,10 @@ struct Position {
 
 /// What one rank answered to a roll call.
 struct RollEntry {
-  int rank = 0;           ///< Global.
-  bool answered = false;  ///< False: no answer in time (stopped, cut off, or gone).
-  Position position;      ///< Where it stands, if it answered.
+  enum class Answer : unsigned char { unknown, silent, gone, here };  ///< silent: alive as far as is known, but does not answer (stopped, cut off).
+  int rank = 0;                       ///< Global.
+  Answer answer = Answer::unknown;
+  Position position;                  ///< Where it stands, if it is here.
 };
 
 /// The way to the other ranks that does not go through the group itself. Implementations: the job's store (processes), the hub of run_threads (threads).
@@ -46,13 +49,16 @@ class FaultChannel {
  public:
   virtual ~FaultChannel() = default;
   /// Tells the other ranks that this group is aborted. Never throws, never blocks for long.
-  virtual void announce(const std::string& group, const std::vector<int>& members, const std::string& reason) noexcept = 0;
+  virtual void announce(const std::string& group, const std::vector<int>& members, const Poison& poison) noexcept = 0;
   /// Asks the members where they stand in the group; returns when all answered or after `limit`.
   virtual std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& members, std::chrono::milliseconds limit) noexcept = 0;
 };
 
 class GroupWatch {
  public:
+  /// As a call number: the making of the group itself. All who have begun that have arrived.
+  static constexpr std::uint64_t creation = ~std::uint64_t{0};
+
   /// `rank` is this process' global rank, `members` the global ranks in group order. Without a channel, faults stay local.
   GroupWatch(std::string group, std::vector<int> members, int rank, std::shared_ptr<FaultChannel> channel);
 
@@ -70,24 +76,30 @@ class GroupWatch {
   }
   Position position() const;
 
+  /// What `interrupt` wakes: calls of the backend, or the making of the group.
+  enum class Of : unsigned char { backend, creation };
   /// Called once, from any thread, when the group becomes poisoned: makes this process' pending calls on the group return. Set before the first call;
   /// cleared (empty function) before the backend is destroyed. Runs at once if the group is poisoned already.
-  void set_interrupt(std::function<void()> interrupt);
+  void set_interrupt(std::function<void()> interrupt, Of of = Of::backend);
 
   /// Marks the group as unable to go on, in this process only. The first reason stays.
   void set_poison(Poison poison);
   /// Marks it here and tells the members: "rank R aborted: reason".
   void announce(const std::string& reason);
+  /// A member has left the job on purpose. What it sent before still counts; a call that needs more of it fails, and then says so.
+  void note_left(int rank, const std::string& text);
 
-  /// Turns the failure of a call into TimeoutError or PeerLostError, after asking who is gone or missing; poisons the group here. `call` names operation and
-  /// tensor as errors show it. Never returns. `limit` is the limit that the call had.
-  [[noreturn]] void fail(const std::string& call, std::uint64_t sequence, const std::exception_ptr& cause, std::chrono::milliseconds limit);
+  /// Turns the failure of a call into TimeoutError, PeerLostError or CommError, after asking who is gone or missing; poisons the group on all members. `call`
+  /// names operation and tensor as errors show it. `limit` is the limit that the call had. Of a message (send, receive, exchange) it cannot be known who
+  /// "arrived": give collective = false. Never returns.
+  [[noreturn]] void fail(const std::string& call, std::uint64_t sequence, const std::exception_ptr& cause, std::chrono::milliseconds limit, bool collective = true);
   /// The same for a wait that ran into its limit without the backend saying so.
-  [[noreturn]] void expire(const std::string& call, std::uint64_t sequence, std::chrono::milliseconds limit);
+  [[noreturn]] void expire(const std::string& call, std::uint64_t sequence, std::chrono::milliseconds limit, bool collective = true);
 
  private:
-  [[noreturn]] void throw_lost(const std::string& call, std::uint64_t sequence, const Poison& poison) const;
+  [[noreturn]] void throw_poison(const std::string& call, std::uint64_t sequence, const Poison& poison) const;
   bool wait_for_poison(std::chrono::milliseconds limit) const;
+  void spread(Poison poison);
 
   std::string group_;
   std::vector<int> members_;
@@ -99,7 +111,10 @@ class GroupWatch {
   mutable std::mutex mutex_;  // guards the three below
   mutable std::condition_variable poisoned_;
   std::unique_ptr<Poison> first_;
-  std::function<void()> interrupt_;
+  std::vector<int> left_;
+  std::string left_text_;
+  std::mutex interrupt_mutex_;  // guards interrupts_; held while one runs, so that clearing it waits for the end of that
+  std::array<std::function<void()>, 2> interrupts_;
 };
 
 }  // namespace tessera::detail

@@ -1,0 +1,96 @@
+#include "tessera/comm/manager.h"
+
+#include <numeric>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/agreement.h"
+#include "tessera/comm/detail/group_state.h"
+#include "tessera/comm/detail/manager_state.h"
+#include "tessera/comm/detail/store_server.h"
+#include "tessera/comm/mpi.h"
+
+namespace tessera {
+
+DistributedManager DistributedManager::initialize(const ManagerOptions& options) {
+  detail::ManagerBase base;
+  base.options = options;
+  base.launch = options.launch ? *options.launch : detect_launch(Environment::of_process());
+  validate(base.launch);
+  if (options.timeout.count() < 1) throw InvalidArgument(concat("the manager was given a time limit of ", options.timeout.count(), " ms; give a positive one"));
+  if (!options.backend.empty() && options.backend != "gloo" && options.backend != "mpi")
+    throw InvalidArgument(concat("backend '", options.backend, "' is not one for processes; choose gloo or mpi"));
+  base.backend = options.backend.empty() ? "gloo" : options.backend;
+  require_rendezvous(base.launch);
+  if (base.backend == "mpi") {
+    base.mpi = std::make_shared<MpiWorld>(MpiWorld::initialize());
+    if (base.mpi->rank() != base.launch.rank || base.mpi->size() != base.launch.world_size)
+      throw ConfigurationError(concat("the launch says rank ", base.launch.rank, " of ", base.launch.world_size, " (", base.launch.launcher, "), and MPI says rank ",
+                                      base.mpi->rank(), " of ", base.mpi->size(), "; start the ranks by MPI's own launcher (mpirun or srun), with no other around it"));
+  }
+  base.rendezvous = Rendezvous::meet(base.launch, options.rendezvous_timeout);
+  return DistributedManager(std::make_shared<detail::ManagerState>(std::move(base)));
+}
+
+DistributedManager::DistributedManager(std::shared_ptr<detail::ManagerState> state) : state_(std::move(state)) {}
+
+int DistributedManager::rank() const { return launch().rank; }
+
+int DistributedManager::world_size() const { return launch().world_size; }
+
+int DistributedManager::local_rank() const { return launch().local_rank; }
+
+c10::Device DistributedManager::device() const { return state_->base().device; }
+
+const Launch& DistributedManager::launch() const { return state_->base().launch; }
+
+Group DistributedManager::world() const {
+  std::vector<int> ranks(static_cast<std::size_t>(world_size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return group(ranks);
+}
+
+Group DistributedManager::group(const std::vector<int>& ranks) const { return Group(state_->group(ranks)); }
+
+Group DistributedManager::group(const std::vector<int>& ranks, const GroupOptions& options) const { return Group(state_->group(ranks, options)); }
+
+DeviceMesh DistributedManager::mesh(const Mesh& mesh) const { return DeviceMesh(mesh, *this); }
+
+DeviceMesh DistributedManager::mesh(const std::vector<Axis>& axes) const {
+  Mesh mesh(axes);
+  if (mesh.size() != world_size())
+    throw InvalidArgument(concat("the mesh ", mesh.to_string(), " has ", mesh.size(), " coordinates, the world ", world_size(),
+                                 " ranks; let the sizes multiply up to the world, or give a Mesh with a rank table"));
+  return DeviceMesh(std::move(mesh), *this);
+}
+
+void DistributedManager::create_process_groups(const GroupPlan& plan, bool eager) const {
+  require_agreement(world(), "the plan of the process groups", plan.canonical());
+  state_->add_families(plan);
+  if (!eager || !plan.mesh().contains(rank())) return;
+  for (const auto& family : plan.families()) named_group(family.name);
+}
+
+void DistributedManager::create_process_groups(const ProcessGroupConfig& config, bool eager) const {
+  create_process_groups(GroupPlan::of_config(config, world_size()), eager);
+}
+
+void DistributedManager::create_process_groups(const ProcessGroupConfig& config, const std::vector<int>& ranks, bool eager) const {
+  create_process_groups(GroupPlan::of_config(config, ranks), eager);
+}
+
+Group DistributedManager::named_group(const std::string& family) const {
+  const Membership mine = state_->membership(family);
+  return group(mine.ranks, mine.options);
+}
+
+int DistributedManager::group_size(const std::string& family) const { return static_cast<int>(state_->membership(family).ranks.size()); }
+
+int DistributedManager::group_rank(const std::string& family) const { return state_->membership(family).group_rank; }
+
+std::vector<std::string> DistributedManager::group_names() const { return state_->family_names(); }
+
+void DistributedManager::set_check_level(CheckLevel level) const { state_->set_check_level(level); }
+
+void DistributedManager::shutdown() { state_->shutdown(); }
+
+}  // namespace tessera

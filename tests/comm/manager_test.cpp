@@ -1,0 +1,296 @@
+// Managers, their groups and meshes: ranks as threads, and as processes over Gloo.
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/full.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+
+#include "fork_ranks.h"
+#include "tessera/base/text.h"
+#include "tessera/comm/manager.h"
+#include "tessera/comm/threads.h"
+#include "tessera/layout/errors.h"
+
+namespace tessera {
+namespace {
+
+using namespace std::chrono_literals;
+
+// Checks throw, so that they end a rank whether it is a thread or a forked process.
+void require(bool holds, const std::string& what) {
+  if (!holds) throw std::logic_error(what);
+}
+
+std::int64_t reduced_rank(const DistributedManager& manager, const Group& group) {
+  const auto rank = at::full({1}, manager.rank(), at::TensorOptions().dtype(at::kLong));
+  group.all_reduce(rank);
+  return rank.item<std::int64_t>();
+}
+
+/// The group's list is `ranks`, this rank stands where it should, and an all-reduce over it gives the sum of the list.
+void require_group(const DistributedManager& manager, const Group& group, const std::vector<int>& ranks) {
+  require(group.ranks() == ranks, concat("the group has ranks ", list(group.ranks()), " instead of ", list(ranks)));
+  require(ranks[group.rank()] == manager.rank(), concat("rank ", manager.rank(), " is not at place ", group.rank(), " of ", list(ranks)));
+  const auto sum = reduced_rank(manager, group);
+  require(sum == std::accumulate(ranks.begin(), ranks.end(), std::int64_t{0}), concat("the sum over ", list(ranks), " is ", sum));
+}
+
+/// A mesh over some of the world's ranks in any order; the same on every rank.
+Mesh random_mesh(int world, std::mt19937& random) {
+  std::vector<int> ranks(world);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  for (int i = world; i > 1; --i) std::swap(ranks[i - 1], ranks[random() % i]);
+  int size = 1;
+  std::vector<Axis> axes;
+  for (int i = 0; i < 3; ++i) {
+    const int most = world / size;
+    const int n = 1 + static_cast<int>(random() % most);
+    axes.push_back({std::string(1, static_cast<char>('a' + i)), n});
+    size *= n;
+  }
+  ranks.resize(size);
+  return Mesh(axes, ranks);
+}
+
+void require_mesh(const DistributedManager& manager, const Mesh& layout) {
+  const DeviceMesh mesh = manager.mesh(layout);
+  require(mesh.contains_me() == layout.contains(manager.rank()), "contains_me");
+  if (!mesh.contains_me()) {
+    try {
+      mesh.all();
+    } catch (const InvalidArgument&) {
+      return;
+    }
+    throw std::logic_error("a rank outside the mesh got a group");
+  }
+  require(mesh.coordinate() == layout.coordinate(manager.rank()), "coordinate");
+  for (int set = 0; set < 1 << layout.dims(); ++set) {
+    std::vector<int> axes;
+    for (int axis = 0; axis < layout.dims(); ++axis)
+      if (set >> axis & 1) axes.push_back(axis);
+    const Group group = mesh.group(axes);
+    require_group(manager, group, layout.group(axes, manager.rank()));
+    std::reverse(axes.begin(), axes.end());
+    require(mesh.group(axes) == group, "the order in which axes are named made another group");
+    if (axes.size() == 1) {
+      require(mesh.group(axes[0]) == group && mesh.group(layout.axes()[axes[0]].name) == group, "one axis, three ways");
+      require(group.rank() == mesh.coordinate()[axes[0]], "rank in the group is not the coordinate on the axis");
+    }
+  }
+}
+
+std::string in_process(const Launch& launch, const std::function<void(DistributedManager&)>& body, std::chrono::milliseconds limit = 30s) {
+  at::set_num_threads(1);
+  ManagerOptions options;
+  options.launch = launch;
+  options.timeout = limit;
+  auto manager = DistributedManager::initialize(options);
+  body(manager);
+  return "ok";
+}
+
+void run_processes(int ranks, const std::function<void(DistributedManager&)>& body, std::chrono::milliseconds limit = 30s) {
+  const auto ends = testing::fork_ranks(ranks, [&](const Launch& launch) { return in_process(launch, body, limit); }, 60s);
+  for (int rank = 0; rank < ranks; ++rank) {
+    EXPECT_TRUE(ends[rank].ended) << "rank " << rank << " hung";
+    EXPECT_EQ(ends[rank].report, "ok") << "rank " << rank << ", exit code " << ends[rank].exit_code << ", signal " << ends[rank].signal;
+  }
+}
+
+void meshes(DistributedManager& manager, int count) {
+  std::mt19937 random(11);
+  for (int i = 0; i < count; ++i) require_mesh(manager, random_mesh(manager.world_size(), random));
+  require_mesh(manager, Mesh({{"all", manager.world_size()}}));
+}
+
+// Processes first: forking is safe only while this process has no threads of its own.
+TEST(ProcessManager, EveryAxisSetOfAnyMeshReducesOverItsList) {
+  for (const int ranks : {1, 2, 3, 4}) run_processes(ranks, [](DistributedManager& manager) { meshes(manager, 6); });
+}
+
+TEST(ProcessManager, GroupsAreMadeByTheirMembersInAnyOrder) {
+  run_processes(4, [](DistributedManager& manager) {
+    // Each rank asks in its own order; pairs of a ring in two directions would block if making one held up the other.
+    const int rank = manager.rank();
+    require_group(manager, rank % 2 ? manager.group({3, 1}) : manager.group({2, 0}), rank % 2 ? std::vector<int>{3, 1} : std::vector<int>{2, 0});
+    if (rank < 3) require_group(manager, manager.group({1, 2, 0}), {1, 2, 0});
+    require(manager.group({rank}).size() == 1, "a group of one");
+    require_group(manager, manager.world(), {0, 1, 2, 3});
+    require(manager.world() == manager.group({0, 1, 2, 3}), "the world is made once");
+    require(!(manager.world() == manager.group({3, 2, 1, 0})), "another order is another group");
+  });
+}
+
+TEST(ProcessManager, ShutdownDestroysAndLaterCallsMakeAnew) {
+  run_processes(3, [](DistributedManager& manager) {
+    const DeviceMesh mesh = manager.mesh({{"a", 3}});
+    for (int round = 0; round < 4; ++round) {
+      const Group world = manager.world(), along = mesh.group("a");
+      require_group(manager, world, {0, 1, 2});
+      require_group(manager, along, {0, 1, 2});
+      manager.shutdown();
+      bool refused = false;
+      try {
+        world.barrier();
+      } catch (const CommError&) {
+        refused = true;
+      }
+      require(refused, "a destroyed group took a call");
+    }
+  });
+}
+
+TEST(ProcessManager, OneProcessMayMeetAgain) {
+  const auto ends = testing::fork_ranks(3, [&](const Launch& launch) {
+    for (int round = 0; round < 3; ++round) in_process(launch, [](DistributedManager& manager) { require_group(manager, manager.world(), {0, 1, 2}); });
+    return std::string("ok");
+  }, 60s);
+  for (const auto& end : ends) EXPECT_EQ(end.report, "ok");
+}
+
+TEST(ProcessManager, AMemberThatDoesNotComeIsNamed) {
+  run_processes(3, [](DistributedManager& manager) {
+    manager.world().barrier();
+    if (manager.rank() != 2) {
+      try {
+        manager.group({0, 1, 2}, {"", 1200ms}).barrier();
+      } catch (const TimeoutError& error) {
+        require(error.missing() == std::vector<int>{2}, concat("missing ", list(error.missing()), ": ", error.what()));
+        require(std::string(error.what()).find("has not made this group") != std::string::npos, error.what());
+        require_group(manager, manager.group({0, 1}), {0, 1});  // the others can go on
+        manager.world().barrier();
+        return;
+      }
+      throw std::logic_error("no error");
+    }
+    manager.world().barrier();
+  });
+}
+
+TEST(ProcessManager, TheLauncherIsReadFromTheEnvironment) {
+  const auto ends = testing::fork_ranks(2, [](const Launch& launch) {
+    for (const auto& [name, value] : std::vector<std::pair<std::string, std::string>>{{"RANK", std::to_string(launch.rank)},
+                                                                                       {"WORLD_SIZE", "2"},
+                                                                                       {"MASTER_ADDR", "127.0.0.1"},
+                                                                                       {"MASTER_PORT", std::to_string(launch.port)}})
+      ::setenv(name.c_str(), value.c_str(), 1);
+    auto manager = DistributedManager::initialize();
+    require(manager.launch().launcher == "plain", manager.launch().launcher);
+    require_group(manager, manager.world(), {0, 1});
+    return std::string("ok");
+  }, 60s);
+  for (const auto& end : ends) EXPECT_EQ(end.report, "ok");
+}
+
+ProcessGroupConfig tree() {
+  ProcessGroupConfig config;
+  config.add_node({.name = "mp", .size = 2, .orthogonal_group = "not_mp"}, "world");
+  config.add_node({.name = "dp"}, "world");
+  config.add_node({.name = "shard", .size = 2}, "dp");
+  config.add_node({.name = "replicate"}, "dp");
+  return config;
+}
+
+void require_tree(DistributedManager& manager, bool eager) {
+  manager.create_process_groups(tree(), eager);
+  const auto plan = GroupPlan::of_config(tree(), manager.world_size());
+  for (const auto& family : plan.families()) {
+    const auto ranks = plan.group(family.name, manager.rank());
+    require(manager.group_size(family.name) == static_cast<int>(ranks.size()), "group_size");
+    require(ranks[manager.group_rank(family.name)] == manager.rank(), "group_rank");
+    require_group(manager, manager.group(family.name), ranks);
+  }
+  require(manager.group_names().size() == plan.families().size(), "group_names");
+  require(manager.group("not_mp").size() == manager.world_size() / 2, "orthogonal to mp");
+  manager.create_process_groups(tree());  // the same again adds nothing
+  require(manager.group_names().size() == plan.families().size(), "group_names after the same plan");
+  bool unknown = false;
+  try {
+    manager.group("tp");
+  } catch (const UnknownName& error) {
+    unknown = std::string(error.what()).find("shard") != std::string::npos;
+  }
+  require(unknown, "an unknown name shows the known ones");
+  // Other sizes on one rank: every rank sees the line.
+  auto other = tree();
+  other.set_leaf_group_sizes({{"mp", manager.rank() == 1 ? 1 : 2}});
+  try {
+    manager.create_process_groups(other);
+  } catch (const MismatchError& error) {
+    require(std::string(error.what()).find("mp") != std::string::npos, error.what());
+    return;
+  }
+  throw std::logic_error("different plans were taken");
+}
+
+TEST(ProcessManager, TreeOfGroups) { run_processes(4, [](DistributedManager& manager) { require_tree(manager, true); }); }
+
+TEST(ThreadManager, EveryAxisSetOfAnyMeshReducesOverItsList) {
+  for (const int ranks : {1, 2, 3, 5, 6, 8}) run_threads(ranks, [](DistributedManager& manager) { meshes(manager, 25); });
+}
+
+TEST(ThreadManager, TreeOfGroups) {
+  for (const int ranks : {4, 8}) run_threads(ranks, [](DistributedManager& manager) { require_tree(manager, false); });
+}
+
+TEST(ThreadManager, RefusesGroupsThatCannotBe) {
+  run_threads(3, [](DistributedManager& manager) {
+    const int rank = manager.rank(), other = (rank + 1) % 3;
+    for (const std::vector<int>& ranks : {std::vector<int>{}, {other}, {rank, rank}, {rank, 3}, {-1, rank}}) {
+      bool refused = false;
+      try {
+        manager.group(ranks);
+      } catch (const InvalidArgument&) {
+        refused = true;
+      }
+      require(refused, concat("the group of ranks ", list(ranks), " was made"));
+    }
+    for (const auto& axes : std::vector<std::vector<Axis>>{{{"a", 2}}, {{"a", 4}}, {{"a", 2}, {"b", 2}}}) {
+      bool refused = false;
+      try {
+        manager.mesh(axes);
+      } catch (const InvalidArgument&) {
+        refused = true;
+      }
+      require(refused, "a mesh that is not the world was made");
+    }
+  });
+}
+
+TEST(ThreadManager, CheckLevelReachesGroupsOfBeforeAndAfter) {
+  run_threads(2, [](DistributedManager& manager) {
+    const Group before = manager.world();
+    manager.set_check_level(CheckLevel::collective);
+    require(before.check_level() == CheckLevel::collective, "before");
+    require(manager.group({1, 0}).check_level() == CheckLevel::collective, "after");
+  });
+}
+
+TEST(Manager, RefusesOptionsThatCannotBe) {
+  ManagerOptions options;
+  options.launch = Launch{};
+  options.backend = "pigeon";
+  EXPECT_THROW(DistributedManager::initialize(options), InvalidArgument);
+  options.backend = "";
+  options.timeout = 0ms;
+  EXPECT_THROW(DistributedManager::initialize(options), InvalidArgument);
+  options.timeout = 1s;
+  options.launch->rank = 1;
+  EXPECT_THROW(DistributedManager::initialize(options), Error);
+}
+
+TEST(Manager, OneProcessNeedsNobody) {
+  ManagerOptions options;
+  options.launch = Launch{};
+  auto manager = DistributedManager::initialize(options);
+  EXPECT_EQ(manager.world().size(), 1);
+  EXPECT_EQ(reduced_rank(manager, manager.world()), 0);
+  EXPECT_EQ(manager.mesh({{"a", 1}}).group("a").size(), 1);
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,209 @@
+// Ranks on two hosts: each host is a network namespace with an address of its own on a virtual cable (veth). What is real here: separate loopbacks,
+// separate ports, and a cable that can be cut.
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/full.h>
+#include <gtest/gtest.h>
+#include <sched.h>
+
+#include <fstream>
+#include <numeric>
+#include <sstream>
+#include <stdexcept>
+
+#include "../comm/fork_ranks.h"
+#include "tessera/base/text.h"
+#include "tessera/comm/manager.h"
+#include "tessera/comm/store.h"
+
+namespace tessera {
+namespace {
+
+using namespace std::chrono_literals;
+
+bool run(const std::string& command) { return std::system((command + " >/dev/null 2>&1").c_str()) == 0; }
+
+/// Two namespaces, gone with this object however the test ends.
+class TwoHosts {
+ public:
+  TwoHosts() : prefix_(concat("tessera", ::getpid())) {
+    for (int host = 0; host < 2; ++host) run(concat("ip netns del ", space(host)));  // of an earlier process of this number
+    ok_ = run(concat("ip netns add ", space(0))) && run(concat("ip netns add ", space(1))) &&
+          run(concat("ip link add tsa", ::getpid(), " netns ", space(0), " type veth peer name tsb", ::getpid(), " netns ", space(1)));
+    for (int host = 0; host < 2; ++host) {
+      ok_ = ok_ && run(concat("ip -n ", space(host), " link set lo up")) && run(concat("ip -n ", space(host), " addr add ", address(host), "/24 dev ", link(host))) &&
+            run(concat("ip -n ", space(host), " link set ", link(host), " up"));
+    }
+  }
+  ~TwoHosts() {
+    for (int host = 0; host < 2; ++host) run(concat("ip netns del ", space(host)));  // takes its end of the cable along
+  }
+  TwoHosts(const TwoHosts&) = delete;
+  TwoHosts& operator=(const TwoHosts&) = delete;
+
+  bool ok() const { return ok_; }
+  std::string space(int host) const { return concat(prefix_, host == 0 ? "a" : "b"); }
+  std::string link(int host) const { return concat(host == 0 ? "tsa" : "tsb", owner_); }
+  static std::string address(int host) { return concat("10.213.77.", host + 1); }
+  void enter(int host) const {
+    const int fd = ::open(concat("/var/run/netns/", space(host)).c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0 || ::setns(fd, CLONE_NEWNET) != 0) throw std::runtime_error(concat("cannot enter ", space(host)));
+    ::close(fd);
+  }
+  void cut() const { run(concat("ip -n ", space(0), " link set ", link(0), " down")); }
+
+ private:
+  std::string prefix_;
+  int owner_ = ::getpid();  // children ask too
+  bool ok_ = false;
+};
+
+/// "": go on; else why this machine cannot run the test.
+std::string obstacle() {
+  if (::geteuid() != 0) return "network namespaces need root; run this test as root (in a container of its own, for instance)";
+  if (!run("ip -V")) return "the program ip was not found; install iproute2";
+  TwoHosts hosts;
+  if (!hosts.ok()) return "this kernel or container does not let root make network namespaces joined by veth";
+  return "";
+}
+
+void require(bool holds, const std::string& what) {
+  if (!holds) throw std::logic_error(what);
+}
+
+/// Unequal hosts: ranks 0, 1 on alpha and 2 on beta; the environment is Slurm's.
+struct Place {
+  int host, local_rank, local_size;
+};
+Place place_of(int rank) { return rank < 2 ? Place{0, rank, 2} : Place{1, 0, 1}; }
+
+void set_environment(int rank, int port) {
+  const Place place = place_of(rank);
+  for (const auto& [name, value] : std::vector<std::pair<const char*, std::string>>{{"SLURM_JOB_ID", "77"},
+                                                                                    {"SLURM_STEP_ID", "0"},
+                                                                                    {"SLURM_NTASKS", "3"},
+                                                                                    {"SLURM_PROCID", std::to_string(rank)},
+                                                                                    {"SLURM_LOCALID", std::to_string(place.local_rank)},
+                                                                                    {"SLURM_NODEID", std::to_string(place.host)},
+                                                                                    {"SLURM_STEP_NODELIST", "alpha,beta"},
+                                                                                    {"SLURM_STEP_TASKS_PER_NODE", "2,1"},
+                                                                                    {"MASTER_ADDR", TwoHosts::address(0)},
+                                                                                    {"MASTER_PORT", std::to_string(port)}})
+    ::setenv(name, value.c_str(), 1);
+}
+
+std::string hex_address(int host) { return concat("0", host + 1, "4DD50A"); }  // 10.213.77.x as /proc/net/tcp writes it
+
+/// Every listener of this namespace is bound to the host's own address on the cable.
+void require_listeners(int host, int port) {
+  int listeners = 0;
+  bool store = false;
+  for (const char* file : {"/proc/self/net/tcp", "/proc/self/net/tcp6"}) {
+    std::ifstream in(file);
+    std::string line, slot, local, remote, state;
+    for (std::getline(in, line); std::getline(in, line);) {
+      std::istringstream(line) >> slot >> local >> remote >> state;
+      if (state != "0A") continue;
+      ++listeners;
+      require(local.substr(0, local.find(':')) == hex_address(host), concat("a listener on ", local, " in ", file));
+      store = store || std::stoi(local.substr(local.find(':') + 1), nullptr, 16) == port;
+    }
+  }
+  require(listeners > 0 && store == (host == 0), concat(listeners, " listeners on host ", host, ", the store's among them: ", store));
+}
+
+DistributedManager start(const TwoHosts& hosts, const Launch& from_test) {
+  at::set_num_threads(1);
+  hosts.enter(place_of(from_test.rank).host);
+  set_environment(from_test.rank, from_test.port);
+  ManagerOptions options;
+  options.timeout = 40s;
+  options.rendezvous_timeout = 30s;
+  return DistributedManager::initialize(options);
+}
+
+std::int64_t reduced_rank(const DistributedManager& manager, const Group& group) {
+  const auto rank = at::full({1}, manager.rank(), at::TensorOptions().dtype(at::kLong));
+  group.all_reduce(rank);
+  return rank.item<std::int64_t>();
+}
+
+void expect_ok(const std::vector<testing::RankEnd>& ends) {
+  for (std::size_t rank = 0; rank < ends.size(); ++rank) {
+    EXPECT_TRUE(ends[rank].ended) << "rank " << rank << " hung";
+    EXPECT_EQ(ends[rank].report, "ok") << "rank " << rank << ", exit code " << ends[rank].exit_code << ", signal " << ends[rank].signal;
+  }
+}
+
+TEST(TwoHosts, RanksMeetOnTheCableAloneAndKnowTheirPlaces) {
+  if (const auto why = obstacle(); !why.empty()) GTEST_SKIP() << why;
+  TwoHosts hosts;
+  ASSERT_TRUE(hosts.ok());
+  expect_ok(testing::fork_ranks(3, [&](const Launch& from_test) {
+    auto manager = start(hosts, from_test);
+    const Place place = place_of(from_test.rank);
+    const Launch& launch = manager.launch();
+    require(launch.launcher == "slurm" && launch.hosts == std::vector<std::string>{"alpha", "beta"}, "hosts");
+    require(launch.ranks_per_host == std::vector<int>{2, 1} && launch.node_rank == place.host, "ranks per host");
+    require(manager.local_rank() == place.local_rank && launch.local_size == place.local_size, "local rank");
+    require(reduced_rank(manager, manager.world()) == 3, "the sum over the world");
+    require(reduced_rank(manager, manager.group(place.host == 0 ? std::vector<int>{1, 0} : std::vector<int>{2})) == (place.host == 0 ? 1 : 2), "inside a host");
+    if (from_test.rank != 1) require(reduced_rank(manager, manager.group({2, 0})) == 2, "between hosts");
+    const auto mesh = manager.mesh(Mesh({{"data", 3}}, {2, 0, 1}));
+    require(reduced_rank(manager, mesh.group("data")) == 3 && mesh.coordinate()[0] == (from_test.rank + 1) % 3, "a mesh that is not in rank order");
+    require_listeners(place.host, from_test.port);
+    manager.world().barrier();
+    return std::string("ok");
+  }, 90s));
+}
+
+TEST(TwoHosts, ACutCableIsATimeOutOnBothSides) {
+  if (const auto why = obstacle(); !why.empty()) GTEST_SKIP() << why;
+  TwoHosts hosts;
+  ASSERT_TRUE(hosts.ok());
+  expect_ok(testing::fork_ranks(3, [&](const Launch& from_test) {
+    auto manager = start(hosts, from_test);
+    Group world = manager.world();
+    world.barrier();
+    world.set_timeout(2s);
+    if (from_test.rank == 0) hosts.cut();
+    const auto begin = std::chrono::steady_clock::now();
+    try {
+      for (;;) reduced_rank(manager, world);
+    } catch (const TimeoutError& error) {
+      const auto& missing = error.missing();
+      // The store is with rank 0: there it is known that rank 2 is silent; rank 2 knows only that rank 0 is.
+      require(missing == (from_test.rank == 2 ? std::vector<int>{0} : std::vector<int>{2}), concat("missing ", list(missing), ": ", error.what()));
+    }
+    require(std::chrono::steady_clock::now() - begin < 15s, "it took too long");
+    return std::string("ok");
+  }, 90s));
+}
+
+TEST(TwoHosts, AnAddressThatNobodyAnswersEndsInTime) {
+  if (const auto why = obstacle(); !why.empty()) GTEST_SKIP() << why;
+  TwoHosts hosts;
+  ASSERT_TRUE(hosts.ok());
+  const auto ends = testing::fork_ranks(2, [&](const Launch& from_test) {
+    hosts.enter(1);
+    Launch launch;
+    launch.rank = 1;
+    launch.world_size = 2;
+    launch.hosts = {"alpha", "beta"};
+    launch.address = from_test.rank == 0 ? "10.213.77.99" : "10.99.99.99";  // nobody on the cable; no route
+    launch.port = from_test.port;
+    const auto begin = std::chrono::steady_clock::now();
+    try {
+      Rendezvous::meet(launch, 1s);
+    } catch (const RendezvousError& error) {
+      require(std::string(error.what()).find(launch.address) != std::string::npos, error.what());
+      require(std::chrono::steady_clock::now() - begin < 5s, "it took too long");
+      return std::string("ok");
+    }
+    return std::string("it met somebody");
+  }, 30s);
+  expect_ok(ends);
+}
+
+}  // namespace
+}  // namespace tessera
