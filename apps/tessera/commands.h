@@ -13,5 +13,7 @@ struct Command {
 };
 
 Command add_run(CLI::App& program);
+Command add_doctor(CLI::App& program);
+Command add_plan(CLI::App& program);
 
 }  // namespace tessera::app

@@ -183,11 +183,12 @@ std::vector<int> Mesh::sorted_axes(std::span<const int> axes) const {
   return sorted;
 }
 
-/// Positions of a group's members relative to its first, in mesh order. `axes` as sorted_axes() gives them.
-std::vector<int> Mesh::offsets(std::span<const int> axes) const {
+/// Positions of a group's members, from that of its first, in mesh order. `axes` as sorted_axes() gives them.
+std::vector<int> Mesh::offsets(std::span<const int> axes, int first) const {
   std::size_t total = 1;
   for (int axis : axes) total *= axes_[axis].size;
-  std::vector<int> offsets(total, 0);
+  std::vector<int> offsets(total);
+  offsets[0] = first;
   std::size_t filled = 1;
   // From the innermost axis outwards, each coordinate above 0 is a shifted copy of what is there.
   for (std::size_t k = axes.size(); k-- > 0;) {
@@ -209,9 +210,9 @@ int Mesh::base(std::span<const int> axes, int position) const {
 
 std::vector<int> Mesh::group(std::span<const int> axes, int rank) const {
   const auto sorted = sorted_axes(axes);
-  const int first = base(sorted, position(rank));
-  auto members = offsets(sorted);
-  for (int& m : members) m = ranks()[first + m];
+  auto members = offsets(sorted, base(sorted, position(rank)));
+  if (!table_->row_major)
+    for (int& m : members) m = table_->ranks[m];
   return members;
 }
 
@@ -238,13 +239,13 @@ int Mesh::group_size(std::span<const int> axes) const {
 GroupTable Mesh::groups(std::span<const int> axes) const {
   const auto sorted = sorted_axes(axes);
   const auto rest = complement(sorted);
-  const auto inner = offsets(sorted);
+  const auto inner = offsets(sorted, 0);
   GroupTable table;
   table.group_size = static_cast<int>(inner.size());
   if (ranks().empty()) return table;
   table.members.reserve(ranks().size());
   const auto& ranks = table_->ranks;
-  for (int first : offsets(rest))
+  for (int first : offsets(rest, 0))
     for (int offset : inner) table.members.push_back(ranks[first + offset]);
   return table;
 }

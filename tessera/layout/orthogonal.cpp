@@ -1,6 +1,7 @@
 #include "tessera/layout/orthogonal.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <unordered_map>
 
 #include "tessera/base/text.h"
@@ -101,32 +102,54 @@ MeshValidation validate(const Mesh& mesh) {
   MeshValidation result;
   if (mesh.dims() > 20) throw InvalidArgument(concat("a mesh with ", mesh.dims(), " axes has too many sets of axes to check; the limit is 20 axes"));
   const int n = mesh.size();
-  std::vector<int> group_of(n), seen(n, -1);
-  int stamp = 0;
-  for (unsigned set = 0; set < 1u << mesh.dims(); ++set) {
+  if (n == 0) return result;
+  // Arrays by rank where the table is dense, by position (a lookup more) where it has wide gaps.
+  const int highest = *std::max_element(mesh.ranks().begin(), mesh.ranks().end());
+  const bool dense = highest < 4LL * n + 64;
+  const auto index = [&](int rank) { return dense ? rank : mesh.position(rank); };
+  const std::size_t slots = dense ? highest + 1 : n;
+  std::vector<int> group_of(slots), b_seen(slots, -1);
+  std::vector<std::int64_t> met(n, -1);
+  const auto name = [&](const std::vector<int>& axes) {
+    std::vector<std::string> names;
+    for (int axis : axes) names.push_back(mesh.axes()[axis].name);
+    return list(names);
+  };
+  const unsigned all = (1u << mesh.dims()) - 1;
+  std::int64_t stamp = 0;
+  for (unsigned set = 0; set <= all; ++set) {
+    if (set > (all ^ set)) continue;  // each pair of complements once
     std::vector<int> axes;
     for (int i = 0; i < mesh.dims(); ++i)
       if (set >> i & 1) axes.push_back(i);
-    const auto a = mesh.groups(axes), b = mesh.groups(mesh.complement(axes));
-    result.axis_sets += 1;
-    result.groups += a.count();
+    const auto rest = mesh.complement(axes);
+    const auto a = mesh.groups(axes), b = mesh.groups(rest);
+    result.axis_sets += set == (all ^ set) ? 1 : 2;
+    result.groups += a.count() + (set == (all ^ set) ? 0 : b.count());
+    if (static_cast<int>(a.members.size()) != n || static_cast<int>(b.members.size()) != n ||
+        static_cast<long long>(a.group_size) * b.group_size != n)
+      throw OrthogonalityError(concat("the groups of axes ", name(axes), " hold ", a.members.size(), " and those of ", name(rest), " ",
+                                      b.members.size(), " of the ", n, " ranks of ", mesh),
+                               {});
     // Partition: as many members as ranks, none twice.
     std::fill(group_of.begin(), group_of.end(), -1);
     for (int i = 0; i < a.count(); ++i)
       for (int rank : a[i]) {
-        int& owner = group_of[mesh.position(rank)];
-        if (owner >= 0) throw OrthogonalityError(concat("rank ", rank, " is in two groups of axes ", list(axes), " of ", mesh), {rank});
+        int& owner = group_of[index(rank)];
+        if (owner >= 0) throw OrthogonalityError(concat("rank ", rank, " is in two groups of axes ", name(axes), " of ", mesh), {rank});
         owner = i;
       }
-    if (static_cast<int>(a.members.size()) != n || a.group_size * b.group_size != n)
-      throw OrthogonalityError(concat("the groups of axes ", list(axes), " hold ", a.members.size(), " of the ", n, " ranks of ", mesh), {});
-    // Meeting: a group of b never sees one group of a twice. With the sizes above that makes it exactly once.
+    // The same for the complement; and a group of it never sees one group of a twice. With the sizes above that makes it exactly once.
+    const int pass = static_cast<int>(set);
     for (int j = 0; j < b.count(); ++j, ++stamp)
       for (int rank : b[j]) {
-        const int owner = group_of[mesh.position(rank)];
-        if (seen[owner] == stamp)
-          throw OrthogonalityError(concat("a group of axes ", list(axes), " meets its complement in rank ", rank, " and another of ", mesh), {rank});
-        seen[owner] = stamp;
+        const auto at = index(rank);
+        if (b_seen[at] == pass) throw OrthogonalityError(concat("rank ", rank, " is in two groups of axes ", name(rest), " of ", mesh), {rank});
+        b_seen[at] = pass;
+        const int owner = group_of[at];
+        if (met[owner] == stamp)
+          throw OrthogonalityError(concat("a group of axes ", name(axes), " meets its complement in rank ", rank, " and another of ", mesh), {rank});
+        met[owner] = stamp;
       }
   }
   return result;

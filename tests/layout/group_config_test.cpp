@@ -127,10 +127,9 @@ TEST(GroupConfig, TreesThatAreNone) {
   EXPECT_SAYS(refused<UnknownName>([&] { config.node("tp"); }), "[world, mp, dp, shard, replicate]");
   using Nodes = std::vector<std::pair<ProcessGroupNode, std::string>>;
   const auto node = [](const char* name) { return ProcessGroupNode{.name = name, .size = 2}; };
-  EXPECT_SAYS(refused<GroupCycle>([&] {
-                ProcessGroupConfig::from_nodes(Nodes{{node("w"), ""}, {node("a"), "b"}, {node("b"), "c"}, {node("c"), "a"}});
-              }),
-              "form a cycle");
+  EXPECT_SAYS(
+      refused<GroupCycle>([&] { ProcessGroupConfig::from_nodes(Nodes{{node("w"), ""}, {node("a"), "b"}, {node("b"), "c"}, {node("c"), "a"}}); }),
+      "form a cycle");
   EXPECT_SAYS(refused<GroupCycle>([&] { ProcessGroupConfig::from_nodes(Nodes{{node("w"), ""}, {node("a"), "a"}}); }), "[a, a]");
   EXPECT_SAYS(refused<UnknownName>([&] { ProcessGroupConfig::from_nodes(Nodes{{node("w"), ""}, {node("a"), "b"}}); }), "parent 'b'");
   EXPECT_SAYS(refused<RepeatedName>([&] { ProcessGroupConfig::from_nodes(Nodes{{node("w"), ""}, {node("a"), "w"}, {node("a"), "w"}}); }), "'a'");

@@ -1,0 +1,59 @@
+#pragma once
+// What `tessera plan` does, apart from its flags: a request becomes groups, a placement and warnings; these become text, JSON or a picture.
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/config/plan_request.h"
+#include "tessera/layout/group_plan.h"
+#include "tessera/layout/placement.h"
+
+namespace tessera::app {
+
+/// One family of groups and, with hosts, where it runs.
+struct PlannedFamily {
+  std::string name;
+  GroupTable groups;
+  std::optional<Reach> reach;  ///< Of the placement.
+  std::string note;            ///< "orthogonal to [shard] in dp"
+  GroupOptions options;
+};
+
+/// Machines, the placement on them, and what the traffic costs there.
+struct PlannedPlacement {
+  Topology topology;
+  std::vector<int> slot_of;         ///< By rank.
+  std::vector<int> host_of;         ///< By rank.
+  std::vector<int> launcher_table;  ///< Row-major over the mesh: the ranks to give the mesh if the launcher starts rank r on slot r.
+  double seconds = 0, naive_seconds = 0, lower_bound = 0;
+  bool exact = false;
+  std::string method;
+  std::vector<AxisCost> cost, naive_cost;
+};
+
+struct Plan {
+  Mesh mesh;
+  std::string order;  ///< Innermost first; empty if a name cannot stand in an order.
+  std::string tree;   ///< Printed; empty without one.
+  std::vector<PlannedFamily> families;
+  std::optional<PlannedPlacement> placement;
+  std::vector<std::string> warnings;
+  std::string canonical;
+  std::string hash;
+};
+
+/// Throws the typed errors of layout and config.
+Plan make_plan(const PlanRequest& request);
+
+std::string plan_text(const Plan& plan, std::optional<int> rank, int most_groups);
+std::string plan_json(const Plan& plan, std::optional<int> rank);
+/// One self-contained SVG: hosts and devices once for each family, coloured by group. `rank`: whose groups stand out.
+std::string plan_svg(const Plan& plan, int rank);
+/// The same in a page where pointing at a device shows its groups everywhere.
+std::string plan_html(const Plan& plan, int rank);
+
+/// "1.25 ms", "40 us", "3.1 s"
+std::string duration_text(double seconds);
+
+}  // namespace tessera::app

@@ -1,0 +1,375 @@
+// The picture: every panel shows the same machines, one panel a family. Devices of one group share a colour; the groups of one rank stand out with a
+// dark frame. Below 129 ranks the devices carry their ranks, larger worlds are read by their pattern.
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <map>
+#include <sstream>
+
+#include "plan.h"
+#include "tessera/base/text.h"
+
+namespace tessera::app {
+namespace {
+
+constexpr int kWidth = 1400, kMargin = 24, kGap = 28;
+constexpr int kMostPanels = 12;
+
+std::string escaped(const std::string& text) {
+  std::string out;
+  for (char c : text) {
+    if (c == '&')
+      out += "&amp;";
+    else if (c == '<')
+      out += "&lt;";
+    else if (c == '>')
+      out += "&gt;";
+    else if (c == '"')
+      out += "&quot;";
+    else if (static_cast<unsigned char>(c) >= 32)
+      out += c;
+  }
+  return out;
+}
+
+std::string shortened(const std::string& text, std::size_t limit) {
+  if (text.size() <= limit) return text;
+  std::size_t cut = limit - 1;
+  while (cut > 0 && (text[cut] & 0xC0) == 0x80) --cut;  // not inside a character
+  return text.substr(0, cut) + "\u2026";
+}
+
+/// Colours that differ between neighbours: the hue goes round by the golden angle, the lightness in steps.
+std::string colour(int group) {
+  const double hue = std::fmod(205.0 + group * 137.50776, 360.0);
+  const int light[] = {72, 62, 80}, strong[] = {58, 62, 66};
+  char text[48];
+  std::snprintf(text, sizeof text, "hsl(%.0f,%d%%,%d%%)", hue, strong[group / 7 % 3], light[group / 3 % 3]);
+  return text;
+}
+
+/// Few colours that are told apart at a few pixels, also by the colour-blind (after M. Okabe and K. Ito).
+const char* strong_colour(int i) {
+  static constexpr const char* kColours[] = {"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#5d6b00"};
+  return kColours[i % 8];
+}
+
+/// Where hosts and devices stand inside one panel.
+struct Grid {
+  int cell = 40;                        // pixels of a device
+  int per_row = 1;                      // hosts
+  int host_columns = 1, host_rows = 1;  // devices in a host
+  int pad = 4, title = 0, gap = 8, rack_title = 0;
+  int width = 0, height = 0;
+  std::vector<std::array<int, 2>> host_at;  // corner of each host
+  struct Rack {
+    std::string name;
+    int y = 0, height = 0;
+  };
+  std::vector<Rack> racks;
+
+  int host_width() const { return host_columns * cell + 2 * pad; }
+  int host_height() const { return host_rows * cell + 2 * pad + title; }
+};
+
+/// Hosts rack by rank of their switch; without hosts the whole world is one.
+Grid lay_out(const std::vector<int>& devices, const std::vector<int>& rack_of, const std::vector<std::string>& rack_names, int width, int height) {
+  Grid best;
+  const int most = *std::max_element(devices.begin(), devices.end());
+  for (int cell : {46, 40, 34, 28, 22, 17, 13, 10, 8, 6, 5, 4, 3, 2, 1}) {
+    Grid grid;
+    grid.cell = cell;
+    grid.pad = cell >= 13 ? 5 : cell >= 5 ? 2 : 1;
+    grid.title = cell >= 22 ? 18 : 0;
+    grid.gap = cell >= 13 ? 10 : cell >= 5 ? 5 : 2;
+    grid.host_columns = devices.size() == 1 ? std::min(most, std::max(1, (width - 2 * grid.pad) / cell))
+                        : most <= 4         ? most
+                                            : static_cast<int>(std::ceil(std::sqrt(2.0 * most)));
+    if (devices.size() == 1 && most > 8)
+      grid.host_columns = std::min(grid.host_columns, std::max(8, 1 << static_cast<int>(std::ceil(std::log2(std::sqrt(2.0 * most))))));
+    grid.host_rows = (most + grid.host_columns - 1) / grid.host_columns;
+    grid.per_row = std::max(1, (width + grid.gap) / (grid.host_width() + grid.gap));
+    const bool racks = rack_names.size() > 1;
+    int most_in_rack = 0;
+    for (std::size_t r = 0; r < rack_names.size(); ++r)
+      most_in_rack = std::max(most_in_rack, static_cast<int>(std::count(rack_of.begin(), rack_of.end(), static_cast<int>(r))));
+    // Full rows where a number that divides the hosts is near, even ones where not.
+    int even = grid.per_row;
+    while (even > 1 && most_in_rack % even) --even;
+    const int lines = (most_in_rack + grid.per_row - 1) / grid.per_row;
+    grid.per_row = 2 * even > grid.per_row ? even : (most_in_rack + lines - 1) / lines;
+    grid.rack_title = racks ? 16 : 0;
+    int y = 0, used = 0;
+    grid.host_at.assign(devices.size(), {0, 0});
+    for (std::size_t r = 0; r < rack_names.size(); ++r) {
+      const int top = y;
+      y += grid.rack_title;
+      int column = 0;
+      for (std::size_t h = 0; h < devices.size(); ++h) {
+        if (rack_of[h] != static_cast<int>(r)) continue;
+        if (column == grid.per_row) {
+          column = 0;
+          y += grid.host_height() + grid.gap;
+        }
+        grid.host_at[h] = {column * (grid.host_width() + grid.gap), y};
+        used = std::max(used, grid.host_at[h][0] + grid.host_width());
+        ++column;
+      }
+      y += grid.host_height() + grid.gap;
+      if (racks) grid.racks.push_back({rack_names[r], top, y - top - grid.gap});
+    }
+    grid.width = used;
+    grid.height = y - grid.gap;
+    best = grid;
+    if (grid.height <= height && grid.width <= width) break;
+  }
+  return best;
+}
+
+struct Machines {
+  std::vector<std::string> names;
+  std::vector<int> devices, rack_of;
+  std::vector<std::string> racks;
+  std::vector<int> rank_on_slot;  // -1: spare
+};
+
+Machines machines_of(const Plan& plan) {
+  Machines machines;
+  const int n = plan.mesh.size();
+  if (!plan.placement) {
+    machines.names = {"all ranks"};
+    machines.devices = {n};
+    machines.rack_of = {0};
+    machines.racks = {""};
+    machines.rank_on_slot = plan.mesh.ranks();
+    std::sort(machines.rank_on_slot.begin(), machines.rank_on_slot.end());
+    return machines;
+  }
+  const auto& topology = plan.placement->topology;
+  std::map<int, int> rack;
+  for (const Host& host : topology.hosts) {
+    machines.names.push_back(host.name);
+    machines.devices.push_back(host.devices);
+    const auto known = rack.emplace(host.network, static_cast<int>(rack.size()));
+    if (known.second) machines.racks.push_back(host.network < 0 ? "" : topology.switches[host.network].name);
+    machines.rack_of.push_back(known.first->second);
+  }
+  machines.rank_on_slot.assign(topology.slots(), -1);
+  for (int r = 0; r < n; ++r) machines.rank_on_slot[plan.placement->slot_of[r]] = r;
+  return machines;
+}
+
+std::string cost_line(const Plan& plan, const std::string& family) {
+  if (!plan.placement) return "";
+  std::string text;
+  for (std::size_t t = 0; t < plan.placement->cost.size(); ++t) {
+    if (plan.placement->cost[t].axes != family) continue;
+    const auto &now = plan.placement->cost[t], &before = plan.placement->naive_cost[t];
+    const std::string change =
+        before.seconds == now.seconds ? duration_text(now.seconds) : duration_text(before.seconds) + " \u2192 " + duration_text(now.seconds);
+    text += concat(text.empty() ? "" : ", ", to_string(now.collective), " ", change);
+  }
+  return text;
+}
+
+/// What one picture is drawn with.
+struct Style {
+  int rank = 0;                    ///< Framed.
+  bool muted = false;              ///< Only the groups of `coloured` have colours.
+  std::vector<int> coloured = {};  ///< Ranks.
+  std::string coloured_text = {};
+  bool page = false;  ///< In a page that reacts to the pointer: every device an element of its own.
+  int header = 44;    ///< Height of a panel's lines.
+  int width = 0;      ///< Of a panel.
+};
+
+/// "0, 8, 16, ... (64 ranks on 16 hosts)"
+std::string members_text(const Plan& plan, std::span<const int> members) {
+  std::string text;
+  for (std::size_t i = 0; i < members.size() && i < 8; ++i) text += concat(i ? ", " : "", members[i]);
+  if (members.size() > 8) text += concat(", \u2026 (", members.size(), " ranks");
+  if (plan.placement) {
+    std::vector<int> hosts;
+    for (int rank : members) hosts.push_back(plan.placement->host_of[rank]);
+    std::sort(hosts.begin(), hosts.end());
+    const auto n = std::unique(hosts.begin(), hosts.end()) - hosts.begin();
+    text += concat(members.size() > 8 ? "" : " (", members.size() > 8 ? " on " : "on ", n, n == 1 ? " host)" : " hosts)");
+  } else if (members.size() > 8) {
+    text += ")";
+  }
+  return text;
+}
+
+void draw_panel(std::ostringstream& out, const Plan& plan, const Machines& machines, const Grid& grid, std::size_t index, int x, int y,
+                const Style& style) {
+  const auto& family = plan.families[index];
+  std::vector<int> group_of(*std::max_element(plan.mesh.ranks().begin(), plan.mesh.ranks().end()) + 1, -1);
+  for (int g = 0; g < family.groups.count(); ++g)
+    for (int member : family.groups[g]) group_of[member] = g;
+  const int marked = group_of[style.rank];
+  std::map<int, int> strong;
+  for (int rank : style.coloured) strong.emplace(group_of[rank], static_cast<int>(strong.size()));
+  out << "<g transform=\"translate(" << x << ',' << y << ")\">\n<text class=\"t\" y=\"16\">" << escaped(shortened(family.name, 40)) << "</text>";
+  std::string line = concat(family.groups.count(), family.groups.count() == 1 ? " group of " : " groups of ", family.groups.group_size);
+  if (family.reach) line += concat(" \u00b7 ", to_string(*family.reach));
+  const std::string cost = cost_line(plan, family.name);
+  std::vector<std::string> lines{line, concat("rank ", style.rank, "'s: ", members_text(plan, family.groups[marked]))};
+  if (!cost.empty()) lines.push_back(cost);
+  for (std::size_t i = 0; i < lines.size(); ++i)
+    out << "<text class=\"s\" y=\"" << 34 + 16 * static_cast<int>(i) << "\">" << escaped(shortened(lines[i], std::max(20, style.width / 7)))
+        << "</text>";
+  out << "\n<g transform=\"translate(0," << style.header << ")\">\n";
+  for (const auto& rack : grid.racks) {
+    out << "<rect class=\"r\" x=\"-6\" y=\"" << rack.y - 2 << "\" width=\"" << grid.width + 12 << "\" height=\"" << rack.height + 8 << "\"/>";
+    out << "<text class=\"k\" x=\"0\" y=\"" << rack.y + 11 << "\">" << escaped(shortened(rack.name, 40)) << "</text>\n";
+  }
+  int slot = 0;
+  std::ostringstream marks, ranks, grey;
+  for (std::size_t h = 0; h < machines.devices.size(); ++h) {
+    const auto [hx, hy] = grid.host_at[h];
+    out << "<rect class=\"h\" x=\"" << hx << "\" y=\"" << hy << "\" width=\"" << grid.host_width() << "\" height=\"" << grid.host_height()
+        << "\" rx=\"" << std::min(5, grid.pad) << "\"/>";
+    if (grid.title)
+      out << "<text class=\"n\" x=\"" << hx + grid.pad << "\" y=\"" << hy + 14 << "\">"
+          << escaped(shortened(machines.names[h], std::max(3, grid.host_width() / 7))) << "</text>";
+    for (int d = 0; d < machines.devices[h]; ++d, ++slot) {
+      const int inset = grid.cell >= 13 ? 1 : 0, side = std::max(1, grid.cell - 2 * inset - (grid.cell >= 4 && inset == 0));
+      const int cx = hx + grid.pad + d % grid.host_columns * grid.cell + inset,
+                cy = hy + grid.pad + grid.title + d / grid.host_columns * grid.cell + inset;
+      const std::string box = concat("x=\"", cx, "\" y=\"", cy, "\" width=\"", side, "\" height=\"", side, "\"");
+      const int r = machines.rank_on_slot[slot];
+      if (r < 0) {
+        out << "<rect class=\"e\" " << box << "/>";
+        continue;
+      }
+      const int g = group_of[r];
+      const auto chosen = strong.find(g);
+      const bool is_grey = style.muted && chosen == strong.end();
+      if (is_grey && !style.page) {
+        grey << 'M' << cx << ' ' << cy << 'h' << side << 'v' << side << 'h' << -side << 'z';
+      } else {
+        out << "<rect " << box << " fill=\"" << (is_grey ? "#dfe5eb" : style.muted ? strong_colour(chosen->second) : colour(g)) << '"';
+        if (style.page) out << " data-r=\"" << r << "\" data-g=\"" << index << '.' << g << '"';
+        out << "/>";
+      }
+      if (g == marked && (!style.muted || r == style.rank)) {
+        const int frame = grid.cell >= 13 ? 3 : grid.cell >= 5 ? 2 : 1;
+        marks << "<rect class=\"m" << (r == style.rank ? " me" : "") << "\" stroke-width=\"" << frame << "\" " << box << "/>";
+      }
+      if (grid.cell >= 22)
+        ranks << "<text class=\"d\" font-size=\"" << std::min(15, grid.cell * 2 / 5) << "\" x=\"" << cx + side / 2.0 << "\" y=\"" << cy + side / 2.0
+              << "\">" << r << "</text>";
+    }
+    out << '\n';
+  }
+  if (const auto path = grey.str(); !path.empty()) out << "<path fill=\"#dfe5eb\" d=\"" << path << "\"/>\n";
+  out << marks.str() << ranks.str() << "</g></g>\n";
+}
+
+std::string draw(const Plan& plan, int rank, bool page) {
+  const auto machines = machines_of(plan);
+  const int panels = std::min<int>(kMostPanels, static_cast<int>(plan.families.size()));
+  const bool costs = plan.placement && !plan.placement->cost.empty();
+  Style style{.rank = rank, .page = page, .header = costs ? 76 : 60};
+  // As many columns as leave the devices largest on a page of about this height.
+  int columns = 1;
+  Grid grid;
+  for (int c = std::min(3, panels); c >= 1; --c) {
+    const int width = (kWidth - 2 * kMargin - (c - 1) * kGap) / c, lines = (panels + c - 1) / c;
+    const Grid tried = lay_out(machines.devices, machines.rack_of, machines.racks, width - 12, std::max(160, 1500 / lines - style.header));
+    if (c == std::min(3, panels) || tried.cell > grid.cell) {
+      grid = tried;
+      columns = c;
+    }
+  }
+  const int width = (kWidth - 2 * kMargin - (columns - 1) * kGap) / columns;
+  style.width = width;
+  style.muted = grid.cell < 22;
+  if (style.muted) {
+    if (plan.placement) {
+      const int host = plan.placement->host_of[rank];
+      for (int r = 0; r < plan.mesh.size(); ++r)
+        if (plan.placement->host_of[r] == host) style.coloured.push_back(r);
+      style.coloured_text = concat("the ranks on ", plan.placement->topology.hosts[host].name);
+    } else {
+      const auto& table = plan.mesh.ranks();
+      for (int p = plan.mesh.position(rank); p < plan.mesh.size() && style.coloured.size() < 8; ++p) style.coloured.push_back(table[p]);
+      style.coloured_text = concat(style.coloured.size(), " neighbouring ranks from ", rank, " on");
+    }
+    std::stable_sort(style.coloured.begin(), style.coloured.end(), [&](int a, int b) { return (a == rank) > (b == rank); });
+  }
+  const int row = grid.height + style.header + kGap + 8, rows = (panels + columns - 1) / columns;
+  std::vector<std::string> notes;
+  std::string title = concat(plan.mesh.size(), " ranks");
+  if (plan.placement) title += concat(" on ", machines.names.size(), machines.names.size() == 1 ? " host" : " hosts");
+  std::string shape;
+  for (const Axis& axis : plan.mesh.axes()) shape += concat(shape.empty() ? "" : " \u00d7 ", axis.name, " ", axis.size);
+  notes.push_back(shape + " (outermost first)");
+  if (costs) {
+    const auto& placed = *plan.placement;
+    std::string line = concat("communication per step: ", duration_text(placed.naive_seconds));
+    if (placed.seconds != placed.naive_seconds) line += concat(" \u2192 ", duration_text(placed.seconds));
+    line += placed.exact ? ", the optimum" : placed.lower_bound > 0 ? concat(", no placement below ", duration_text(placed.lower_bound)) : "";
+    notes.push_back(line);
+  }
+  notes.push_back(style.muted ? concat("Each panel shows the same devices, one square each. Coloured: the groups of ", style.coloured_text,
+                                       ", one colour a group, rank ", rank, "'s blue; grey: all others.")
+                              : concat("Each panel shows the same devices, by rank. One colour is one group",
+                                       plan.mesh.size() > 32 ? " (far apart, a colour may repeat)" : "", ". Framed: the groups of rank ", rank, "."));
+  for (const auto& warning : plan.warnings) notes.push_back("\u26a0 " + warning);
+  if (panels < static_cast<int>(plan.families.size()))
+    notes.push_back(concat("the first ", panels, " of ", plan.families.size(), " families are shown"));
+  const int top = kMargin + 34 + static_cast<int>(notes.size()) * 20 + 16, height = top + rows * row + kMargin / 2;
+  std::ostringstream out;
+  out << "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" << kWidth << "\" height=\"" << height << "\" viewBox=\"0 0 " << kWidth << ' ' << height
+      << "\">\n"
+      << "<style>text{font-family:system-ui,'DejaVu "
+         "Sans',Arial,sans-serif;fill:#1c2530}.T{font-size:24px;font-weight:600}.t{font-size:17px;font-weight:600}"
+         ".s,.N{font-size:13px;fill:#4a5868}.k{font-size:12px;fill:#4a5868}.n{font-size:11px;fill:#4a5868}.d{text-anchor:middle;dominant-baseline:"
+         "central}"
+         ".h{fill:#fff;stroke:#9aa7b5}.r{fill:#eef2f6;stroke:#c9d3dd}.e{fill:none;stroke:#c9d3dd;stroke-dasharray:2 "
+         "2}.m{fill:none;stroke:#111}.me{stroke:#c4001d}"
+         ".w{font-size:13px;fill:#a33d00}</style>\n"
+      << "<rect width=\"100%\" height=\"100%\" fill=\"#f8fafc\"/>\n<text class=\"T\" x=\"" << kMargin << "\" y=\"" << kMargin + 22 << "\">"
+      << escaped(title) << "</text>\n";
+  for (std::size_t i = 0; i < notes.size(); ++i)
+    out << "<text class=\"" << (notes[i].rfind("\u26a0", 0) == 0 ? 'w' : 'N') << "\" x=\"" << kMargin << "\" y=\""
+        << kMargin + 46 + 20 * static_cast<int>(i) << "\">" << escaped(notes[i]) << "</text>\n";
+  for (int p = 0; p < panels; ++p)
+    draw_panel(out, plan, machines, grid, p, kMargin + 6 + p % columns * (width + kGap), top + p / columns * row, style);
+  out << "</svg>\n";
+  return std::move(out).str();
+}
+
+}  // namespace
+
+std::string plan_svg(const Plan& plan, int rank) { return draw(plan, rank, false); }
+
+std::string plan_html(const Plan& plan, int rank) {
+  std::ostringstream out;
+  out << "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>Process groups</title><style>body{margin:0;background:#f8fafc}"
+         "rect.on{stroke:#111;stroke-width:2}.off{opacity:.25}#tip{position:fixed;background:#111;color:#fff;font:13px "
+         "system-ui,sans-serif;padding:4px 8px;border-radius:4px;"
+         "pointer-events:none;display:none}</style></head><body>\n"
+      << draw(plan, rank, true)
+      << "<div id=\"tip\"></div>\n<script>\n"
+         "// Pointing at a device shows its groups in every panel.\n"
+         "const cells=[...document.querySelectorAll('rect[data-r]')],byRank=new Map(),byGroup=new Map(),tip=document.getElementById('tip');\n"
+         "for(const c of cells){const "
+         "r=c.dataset.r,g=c.dataset.g;(byRank.get(r)||byRank.set(r,[]).get(r)).push(c);(byGroup.get(g)||byGroup.set(g,[]).get(g)).push(c);}\n"
+         "let lit=[];\n"
+         "document.addEventListener('mouseover',e=>{const r=e.target.dataset&&e.target.dataset.r;for(const c of "
+         "lit)c.classList.remove('on');lit=[];\n"
+         " if(r===undefined){tip.style.display='none';return;}\n"
+         " for(const c of byRank.get(r))for(const d of byGroup.get(c.dataset.g)){d.classList.add('on');lit.push(d);}\n"
+         " const n=byGroup.get(e.target.dataset.g);tip.textContent='rank '+r+', group of '+n.length+': '+n.slice(0,12).map(d=>d.dataset.r).join(' "
+         "')+(n.length>12?' ...':'');\n"
+         " tip.style.display='block';});\n"
+         "document.addEventListener('mousemove',e=>{tip.style.left=Math.min(e.clientX+12,innerWidth-260)+'px';tip.style.top=e.clientY+16+'px';});\n"
+         "</script></body></html>\n";
+  return std::move(out).str();
+}
+
+}  // namespace tessera::app

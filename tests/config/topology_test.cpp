@@ -1,0 +1,199 @@
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <fstream>
+
+#include "random_mesh.h"
+#include "refused.h"
+#include "tessera/base/text.h"
+#include "tessera/config/errors.h"
+#include "tessera/config/hwloc_topology.h"
+#include "tessera/config/rank_file.h"
+#include "tessera/config/topology_file.h"
+#include "tessera/layout/errors.h"
+
+using namespace tessera;
+
+namespace {
+
+constexpr const char* kCluster = R"(
+hosts:
+  - {name: n0, devices: 4, link: nvlink, rails: [0, 0, 1, 1], switch: rack0}
+  - {name: n1, devices: 2, links: [{between: [0, 1], class: nvlink}], switch: rack1}
+device_links:
+  - {name: pcie, latency: 3us, bandwidth: 25GB/s, shared: true}
+  - {name: nvlink, latency: 1us, bandwidth: 200GB/s}
+network: {latency: 5us, bandwidth: 12.5GB/s}
+cross_rail_latency: 2us
+switches:
+  - {name: spine}
+  - {name: rack0, parent: spine, latency: 1us, uplink_bandwidth: 50GB/s}
+  - {name: rack1, parent: spine, latency: 1us, uplink_bandwidth: 50GB/s}
+)";
+
+Topology yaml(const std::string& text) { return parse_topology(text, FileFormat::yaml, "cluster.yaml"); }
+
+}  // namespace
+
+TEST(TopologyFile, ReadAndWritten) {
+  const auto cluster = yaml(kCluster);
+  EXPECT_EQ(cluster.slots(), 6);
+  EXPECT_EQ(cluster.hosts[0].link_class, 1);
+  EXPECT_EQ(cluster.hosts[1].links, (std::vector<DeviceLink>{{0, 1, 1}}));
+  EXPECT_EQ(cluster.rail_of(0, 2), 1);
+  EXPECT_EQ(cluster.rail_of(1, 1), 0);
+  EXPECT_EQ(cluster.switches[2].parent, 0);
+  EXPECT_DOUBLE_EQ(cluster.network.latency, 5e-6);
+  EXPECT_DOUBLE_EQ(cluster.device_links[0].bandwidth, 25e9);
+  EXPECT_TRUE(cluster.device_links[0].shared);
+  for (const auto format : {FileFormat::json, FileFormat::yaml}) EXPECT_EQ(parse_topology(format_topology(cluster, format), format), cluster);
+  const std::string path = ::testing::TempDir() + "cluster.yaml";
+  write_topology(cluster, path);
+  EXPECT_EQ(read_topology(path), cluster);
+  std::remove(path.c_str());
+}
+
+TEST(TopologyFile, ShortForms) {
+  EXPECT_EQ(parse_hosts("16x8").slots(), 128);
+  EXPECT_EQ(parse_hosts("8,8,4").hosts[2].devices, 4);
+  EXPECT_EQ(parse_hosts("3").hosts.size(), 1u);
+  EXPECT_EQ(yaml("hosts: 2x3").hosts.size(), 2u);
+  for (const char* bad : {"", "x8", "8x", "0x8", "8,,4", "-1", "1.5", "9999999999", "65536x65536"}) EXPECT_ANY_THROW(parse_hosts(bad)) << bad;
+}
+
+TEST(TopologyFile, WhatIsWrongIsNamed) {
+  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: [{name: a, link: x}]"); }), "hosts[0].link: names 'x'");
+  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: [{name: a, switch: x}]"); }), "hosts[0].switch: names 'x'");
+  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: [{name: a}]\nswitches: [{name: s, parent: t}]"); }), "names 't'");
+  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: [{name: a, devises: 2}]"); }), "devises: is not a field");
+  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: [{name: a, links: [{between: [0], class: host}]}]"); }), "two device numbers");
+  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: 1x1\nnetwork: {bandwidth: 5 parsec}"); }), "unknown unit 'parsec'");
+  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: 1x1\nnetwork: {bandwidth: fast}"); }), "finite number");
+  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: 1x1\ndevice_links: [{name: a}, {name: a}]"); }), "listed twice");
+  EXPECT_SAYS(refused<PlacementError>([] { yaml("hosts: 1x1\nnetwork: {bandwidth: 0}"); }), "bandwidth of 0");
+  EXPECT_SAYS(refused<PlacementError>([] { yaml("hosts: [{name: a, devices: -3}]"); }), "-3 devices");
+  EXPECT_SAYS(refused<PlacementError>([] { yaml("network: {latency: 1us}"); }), "without hosts");
+}
+
+TEST(SlurmTopology, Tree) {
+  Topology hosts = parse_hosts("4,2,4");
+  hosts.hosts[0].name = "tux1";
+  hosts.hosts[1].name = "tux12";
+  hosts.hosts[2].name = "tux3";
+  const std::string conf =
+      "# fabric\n"
+      "SwitchName=s0 Nodes=tux[0-5]\n"
+      "switchname=s1 nodes=tux[6-11] LinkSpeed=100\n"
+      "SwitchName=s2 \\\n  Nodes=tux[12-17]\n"
+      "SwitchName=top Switches=s[0-2]\n"
+      "SwitchName=other Nodes=x1\n";
+  const auto topology = with_slurm_switches(hosts, conf, 2e-6, 5e9);
+  ASSERT_EQ(topology.switches.size(), 3u);  // s1 and other lead to none of the hosts
+  EXPECT_EQ(topology.switches[0], (Switch{"top", -1, 0, 0}));
+  EXPECT_EQ(topology.switches[1], (Switch{"s0", 0, 2e-6, 5e9}));
+  EXPECT_EQ(topology.switches[2].name, "s2");
+  EXPECT_EQ(topology.hosts[0].network, 1);
+  EXPECT_EQ(topology.hosts[1].network, 2);
+  EXPECT_EQ(topology.hosts[2].network, 1);
+  // All hosts below one leaf: nothing above it is kept.
+  Topology two = hosts;
+  two.hosts.erase(two.hosts.begin() + 1);
+  EXPECT_EQ(with_slurm_switches(two, conf).switches.size(), 1u);
+}
+
+TEST(SlurmTopology, BadLines) {
+  const Topology hosts = parse_hosts("1,1");
+  const auto says = [&](const std::string& conf) { return refused<ConfigFileError>([&] { with_slurm_switches(hosts, conf); }); };
+  EXPECT_SAYS(says("SwitchName=a Nodes=host0"), "host 'host1' hangs on no switch");
+  EXPECT_SAYS(says("SwitchName=a Nodes=host0\nSwitchName=b Nodes=host[0-1]"), "topology.conf:2: node 'host0' hangs on both 'a' and 'b'");
+  EXPECT_SAYS(says("SwitchName=a Nodes=host0\nSwitchName=b Nodes=host1"), "no switch connects");
+  EXPECT_SAYS(says("SwitchName=a Switches=b"), "switch 'b' is not defined");
+  EXPECT_SAYS(says("SwitchName=a Nodes=host0\nSwitchName=a Nodes=host1"), "defined twice");
+  EXPECT_SAYS(says("SwitchName=a"), "neither Switches nor Nodes");
+  EXPECT_SAYS(says("Nodes=host0"), "SwitchName is missing");
+  EXPECT_SAYS(says("\nSwitchName=a Nodes=host[0-"), "topology.conf:2:");
+  EXPECT_SAYS(says("BlockName=a Nodes=host0"), "'BlockName' is unknown");
+  EXPECT_SAYS(says("SwitchName=a Nodes"), "not Key=value");
+  EXPECT_SAYS(says("SwitchName=a Switches=b Nodes=host[0-1]\nSwitchName=b Switches=a"), "its own ancestor");
+}
+
+TEST(LaunchTopology, AsTheLauncherSays) {
+  Launch launch;
+  launch.world_size = 5;
+  launch.hosts = {"a", "b"};
+  launch.ranks_per_host = {3, 2};
+  const auto topology = topology_of(launch);
+  EXPECT_EQ(topology.hosts[1].name, "b");
+  EXPECT_EQ(topology.hosts[0].devices, 3);
+  Launch single;
+  EXPECT_EQ(topology_of(single).slots(), 1);
+  Launch unknown;
+  unknown.world_size = 8;
+  unknown.local_size = 4;
+  EXPECT_SAYS(refused<ConfigurationError>([&] { topology_of(unknown); }), "does not say how many of its 8 ranks");
+  launch.hosts = {"a"};
+  EXPECT_SAYS(refused<ConfigurationError>([&] { topology_of(launch); }), "1 hosts [a], but ranks for 2");
+}
+
+TEST(RankFile, RoundTrips) {
+  std::mt19937 random(41);
+  for (int n = 0; n < 300; ++n) {
+    std::vector<int> devices;
+    for (int h = pick(random, 1, 5); h > 0; --h) devices.push_back(pick(random, 1, 5));
+    const auto topology = Topology::of_counts(devices);
+    std::vector<int> slots(topology.slots());
+    std::iota(slots.begin(), slots.end(), 0);
+    shuffle(slots, random);
+    slots.resize(pick(random, 1, static_cast<int>(slots.size())));
+    ASSERT_EQ(parse_rank_file(open_mpi_rank_file(topology, slots), topology), slots);
+    const auto hosts = parse_rank_file(slurm_host_file(topology, slots), topology);
+    ASSERT_EQ(hosts.size(), slots.size());
+    for (std::size_t r = 0; r < slots.size(); ++r) ASSERT_EQ(topology.host_of(hosts[r]), topology.host_of(slots[r]));
+    ASSERT_TRUE(keeps_device_order(topology, hosts));
+    std::sort(slots.begin(), slots.end());
+    ASSERT_TRUE(keeps_device_order(topology, slots));
+  }
+  const auto topology = parse_hosts("2x2");
+  EXPECT_FALSE(keeps_device_order(topology, {1, 0}));
+  EXPECT_EQ(open_mpi_rank_file(topology, {3, 0}), "rank 0=host1 slot=1\nrank 1=host0 slot=0\n");
+  EXPECT_EQ(slurm_host_file(topology, {3, 0}), "host1\nhost0\n");
+}
+
+TEST(RankFile, BadLines) {
+  const auto topology = parse_hosts("2x2");
+  const auto says = [&](const std::string& text) { return refused<ConfigFileError>([&] { parse_rank_file(text, topology); }); };
+  EXPECT_SAYS(says("rank 0=host9 slot=0"), "'host9' is not in the topology");
+  EXPECT_SAYS(says("rank 0=host0 slot=2"), "slot 2 of host 'host0', which has 2");
+  EXPECT_SAYS(says("rank 0=host0 slot=0\nrank 0=host0 slot=1"), "rank 0 stands twice");
+  EXPECT_SAYS(says("rank 1=host0 slot=0"), "rank 0 is missing");
+  EXPECT_SAYS(says("host0\nrank 1=host0 slot=1"), "two forms are mixed");
+  EXPECT_SAYS(says("host0\nhost0\nhost0"), "rank file:3: host 'host0' stands here more often");
+  EXPECT_SAYS(says("rank zero"), "neither");
+}
+
+TEST(Hwloc, XmlOfAMachine) {
+  const std::string folder = TESSERA_TEST_DATA;
+  // Two packages with two GPUs and one InfiniBand adapter each.
+  const auto topology = read_hwloc_topology(folder + "/two_packages.xml", HostDevice::gpu, "n0");
+  ASSERT_EQ(topology.hosts[0].devices, 4);
+  EXPECT_EQ(topology.hosts[0].links, (std::vector<DeviceLink>{{0, 1, 1}, {2, 3, 1}}));
+  EXPECT_EQ(topology.hosts[0].rail, (std::vector<int>{0, 0, 1, 1}));
+  const auto packages = read_hwloc_topology(folder + "/two_packages.xml", HostDevice::package, "n0");
+  EXPECT_EQ(packages.hosts[0].devices, 2);
+  EXPECT_TRUE(packages.hosts[0].links.empty());
+  const auto cores = read_hwloc_topology(folder + "/two_packages.xml", HostDevice::core, "n0");
+  EXPECT_EQ(cores.hosts[0].devices, 4);
+  EXPECT_EQ(cores.hosts[0].links.size(), 2u);
+  const auto two = replicate_host(topology, {"a", "b"});
+  EXPECT_EQ(two.slots(), 8);
+  EXPECT_EQ(two.hosts[1].rail, topology.hosts[0].rail);
+  EXPECT_SAYS(refused<PlacementError>([&] { replicate_host(two, {"c"}); }), "it has 2");
+  EXPECT_SAYS(refused<ConfigFileError>([] { parse_hwloc_topology("<topology", HostDevice::gpu, "n0"); }), "hwloc XML");
+  EXPECT_SAYS(refused<ConfigFileError>([] { host_device_from("tpu"); }), "'tpu'");
+}
+
+TEST(Hwloc, ThisMachine) {
+  const auto topology = live_hwloc_topology(HostDevice::core, "me");
+  EXPECT_GE(topology.slots(), 1);
+  EXPECT_EQ(topology.hosts[0].name, "me");
+}
