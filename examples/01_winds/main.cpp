@@ -79,6 +79,7 @@ void run(const Settings& settings) {
   const std::int64_t train_months = (8 - settings.validation_years) * months_a_year;
   const Months test{train_months, train_months + (settings.validation_years ? settings.validation_years : 3) * months_a_year};
   const WindsData data(source, world, train_months, settings.batch, settings.float64 ? at::kDouble : at::kFloat);
+  const std::int64_t months_read = data.months_read();
   const double read_time = seconds_since(start);
 
   std::vector<double> losses;
@@ -100,7 +101,8 @@ void run(const Settings& settings) {
   forecasts.push_back({"network", mine.count() ? forecast(network, data, mine) : forecasts[0].winds});
   for (Forecast& f : forecasts) f.winds = gather_months(f.winds, test, world);
   const at::Tensor truth = gather_months(mine.count() ? data.read(mine) : forecasts[0].winds.slice(0, 0, 0), test, world);
-  const auto ranges = world.gather_bytes(tessera::concat(data.own_samples().count(), " samples, ", data.months_read(), " months read"), 0);
+  const auto ranges = world.gather_bytes(
+      tessera::concat(data.own_samples().count(), " training samples, from ", months_read, " of ", train_months, " months; ", mine.count(), " forecasts"), 0);
   if (!first) return;
 
   std::vector<Skill> skills;

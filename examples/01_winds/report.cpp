@@ -25,7 +25,7 @@ constexpr const char* long_names[variables] = {"west–east wind (UWND)", "south
 constexpr const char* style = R"(
 :root{color-scheme:light}
 body{margin:0;background:#f5f6f4;color:#1b2a41;font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Liberation Sans",sans-serif}
-main{max-width:1180px;margin:0 auto;padding:36px 28px 60px}
+main{max-width:1320px;margin:0 auto;padding:36px 28px 60px}
 h1{font-size:30px;line-height:1.2;margin:0 0 6px;letter-spacing:-.01em}
 h2{font-size:19px;margin:42px 0 4px}
 p{margin:4px 0 12px;max-width:78ch}
@@ -37,7 +37,8 @@ p{margin:4px 0 12px;max-width:78ch}
 .card{background:#fff;border:1px solid #e2e5e3;border-radius:8px;padding:16px 18px;margin:10px 0}
 .two{display:grid;grid-template-columns:1fr 1fr;gap:14px}
 .two .card{margin:10px 0 0}
-.three{display:grid;grid-template-columns:repeat(3,1fr);gap:6px 14px}
+.three{display:grid;grid-template-columns:repeat(3,1fr);gap:8px 12px}
+.bars{display:grid;grid-template-columns:2fr 1fr;gap:12px;margin-top:4px}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:7px 12px;border-bottom:1px solid #eceeec}
 th{font-weight:600;color:#5b6778;font-size:13px}
@@ -163,8 +164,7 @@ void maps(std::ostream& out, const Report& report) {
     out << map_svg(report.forecast[t][v], report.latitude, report.longitude, left) << map_svg(report.truth[t][v], report.latitude, report.longitude, middle)
         << map_svg(error[v], report.latitude, report.longitude, right);
   }
-  out << "</div><div class=three><div></div>" << "</div><div class=two><div>" << colour_bar(winds, "m/s") << "</div><div>" << colour_bar(difference, "m/s")
-      << "</div></div></div>";
+  out << "</div><div class=bars>" << colour_bar(winds, "m/s") << colour_bar(difference, "m/s") << "</div></div>";
 }
 
 void gain_maps(std::ostream& out, const Report& report) {

@@ -72,7 +72,7 @@ class WindsData {
   at::Tensor read(Months months) const;  ///< [months, 2, lat, lon], m/s.
 
   Months own_samples() const { return own_samples_; }
-  std::int64_t months_read() const { return months_read_; }
+  std::int64_t months_read() const { return months_read_; }  ///< By this rank so far, one read twice counted twice.
 
  private:
   Months stratum(std::int64_t s) const;
