@@ -1,0 +1,19 @@
+#pragma once
+// The entry points of libtessera_nccl.so, found by name.
+
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <string>
+
+namespace tessera::detail {
+
+using NcclMake = c10::intrusive_ptr<c10d::Backend> (*)(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout);
+using NcclVersion = std::string (*)();
+
+inline constexpr const char* kNcclMake = "tessera_nccl_make";
+inline constexpr const char* kNcclVersion = "tessera_nccl_version";
+
+}  // namespace tessera::detail
