@@ -32,6 +32,8 @@ class DoneWork : public c10d::Work {
   void synchronize() override {}
 };
 
+WorkPtr done() { return c10::make_intrusive<DoneWork>(); }
+
 std::vector<at::Tensor> rows(const at::Tensor& whole, const Sizes& sizes) {
   return whole.split_with_sizes(sizes);
 }
@@ -46,7 +48,7 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend, p
     set(options, limit);
     const std::int64_t largest = *std::max_element(sizes.begin(), sizes.end()), smallest = *std::min_element(sizes.begin(), sizes.end());
     const std::int64_t total = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
-    if (total == 0) return c10::make_intrusive<DoneWork>();
+    if (total == 0) return done();
     if (largest == smallest) return _allgather_base(out, in, options);
     const std::int64_t padded = largest * getSize();
     const std::int64_t padded_bytes = padded * (output.numel() / total) * static_cast<std::int64_t>(output.element_size());
@@ -72,16 +74,15 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend, p
     at::Tensor out = output, in = input;
     if (std::equal(sizes.begin() + 1, sizes.end(), sizes.begin())) return _reduce_scatter_base(out, in, options);
     // A reduction to each rank that gets rows.
-    auto blocks = rows(input, sizes);
+    const auto blocks = rows(input, sizes);
+    // NCCL reduces in place on the root: its part goes to the output first, so that the input keeps its values.
+    out.copy_(blocks[static_cast<std::size_t>(getRank())], /*non_blocking=*/true);
+    if (input.numel() == 0) return done();
     startCoalescing();
-    bool any = false;
     for (int r = 0; r < getSize(); ++r) {
       const at::Tensor& block = blocks[static_cast<std::size_t>(r)];
       if (block.numel() == 0) continue;
-      any = true;
-      // NCCL reduces in place on the root: its part goes to the output first, so that the input keeps its values.
-      at::Tensor target = block;
-      if (r == getRank()) target = out.copy_(block, /*non_blocking=*/true);
+      const at::Tensor& target = r == getRank() ? out : block;
       c10d::ReduceOptions to_rank;
       to_rank.rootRank = r;
       to_rank.reduceOp = op;
@@ -90,7 +91,7 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend, p
       reduce(list, to_rank);
     }
     const WorkPtr work = endCoalescing();
-    return any && work ? work : c10::make_intrusive<DoneWork>();
+    return work ? work : WorkPtr(done());
   }
 
   WorkPtr gather_v(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes, int root, CallLimit limit) override {
@@ -128,7 +129,7 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend, p
       if (to_self[i].numel() != from_self[i].numel()) throw InvalidArgument("exchange: a message to this rank itself has another size than its receiver");
       from_self[i].copy_(to_self[i].view(from_self[i].sizes()), /*non_blocking=*/true);
     }
-    if (!any) return c10::make_intrusive<DoneWork>();
+    if (!any) return done();
     startCoalescing();
     for (const auto& message : messages) {
       if (message.peer == getRank() || message.tensor.numel() == 0) continue;
@@ -139,7 +140,7 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend, p
         recv(list, message.peer, 0);
     }
     const WorkPtr work = endCoalescing();
-    return work ? work : c10::make_intrusive<DoneWork>();
+    return work ? work : WorkPtr(done());
   }
 
   bool reduces(c10::ScalarType dtype, ReduceOp::Kind op) const override {
