@@ -7,7 +7,7 @@
 namespace winds {
 
 struct Line {
-  std::string name;                 ///< In the legend; empty: not there.
+  std::string name;  ///< In the legend; empty: not there.
   std::string colour;
   std::vector<double> x, y;
   double width = 2;

@@ -45,11 +45,14 @@ Settings read_settings(int argc, char** argv) {
   app.add_option("--learning-rate", settings.training.learning_rate, "Of AdamW, at its highest")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--weight-decay", settings.training.weight_decay, "Of AdamW")->check(CLI::NonNegativeNumber)->capture_default_str();
   app.add_option("--hidden", settings.training.network.hidden, "Channels of the hidden layers")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--layers", settings.training.network.layers, "Convolutions; 0: the linear way around them alone")->check(CLI::NonNegativeNumber)->capture_default_str();
+  app.add_option("--layers", settings.training.network.layers, "Convolutions; 0: the linear way around them alone")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
   app.add_option("--seed", settings.training.seed, "Of the weights and of the order of samples")->capture_default_str();
   app.add_option("--validate", settings.validation_years,
                  "Hold the last N years of 1982-1989 out of the training and judge on them instead of 1990-1992: for choosing settings")
-      ->check(CLI::Range(1, 5));
+      ->check(CLI::Range(1, 5))
+      ->excludes("--report");
   app.add_flag("--double", settings.float64, "Train in float64: the loss curve is then the same, to round-off, for every number of ranks");
   try {
     app.parse(argc, argv);
@@ -101,15 +104,17 @@ void run(const Settings& settings) {
   forecasts.push_back({"network", mine.count() ? forecast(network, data, mine) : forecasts[0].winds});
   for (Forecast& f : forecasts) f.winds = gather_months(f.winds, test, world);
   const at::Tensor truth = gather_months(mine.count() ? data.read(mine) : forecasts[0].winds.slice(0, 0, 0), test, world);
-  const auto ranges = world.gather_bytes(
-      tessera::concat(data.own_samples().count(), " training samples, from ", months_read, " of ", train_months, " months; ", mine.count(), " forecasts"), 0);
+  const auto ranges = world.gather_bytes(tessera::concat(data.own_samples().count(), " training samples, from ", months_read, " of ", train_months,
+                                                         " months; ", mine.count(), " forecasts"),
+                                         0);
   if (!first) return;
 
   std::vector<Skill> skills;
   for (const Forecast& f : forecasts) skills.push_back(skill_of(f, truth, data.latitude()));
   const double test_time = seconds_since(test_start);
   std::cout << "Winds of " << month_name(test.begin) << " to " << month_name(test.end - 1) << ", each month forecast from the one before\n"
-            << skill_table(skills) << "trained in " << seconds(training_time) << " on " << world.size() << (world.size() == 1 ? " rank" : " ranks") << '\n';
+            << skill_table(skills) << "trained in " << seconds(training_time) << " on " << world.size() << (world.size() == 1 ? " rank" : " ranks")
+            << '\n';
   if (settings.report.empty()) return;
 
   std::int64_t weights = 0;
@@ -123,7 +128,8 @@ void run(const Settings& settings) {
                  {"libtorch", TORCH_VERSION},
                  {"network", tessera::concat(t.network.layers, " convolutions of 3 × 3, ", t.network.hidden, " channels, ", weights, " weights, ",
                                              settings.float64 ? "float64" : "float32")},
-                 {"training", tessera::concat(t.epochs, " epochs, ", losses.size(), " steps of ", settings.batch, " samples or fewer over all ranks, AdamW, seed ", t.seed)},
+                 {"training", tessera::concat(t.epochs, " epochs, ", losses.size(), " steps of ", settings.batch,
+                                              " samples or fewer over all ranks, AdamW, seed ", t.seed)},
                  {"who read what", parts},
                  {"start, reading, statistics", seconds(read_time)},
                  {"training time", seconds(training_time)},

@@ -31,10 +31,10 @@ std::string base64(const std::string& bytes) {
   return text;
 }
 
-// An 8-bit BMP with the 256 colours of the scale: rows from the bottom, which here is the south, each padded to four bytes. The simplest image that every browser shows.
+// An 8-bit BMP with the 256 colours of the scale: rows from the bottom, which here is the south, each padded to four bytes. The simplest image that
+// every browser shows.
 std::string bitmap(const at::Tensor& field, const MapOptions& options) {
-  const at::Tensor level =
-      ((field.to(at::kDouble) / options.limit + 1) / 2 * 255).round().clamp(0, 255).to(at::kByte).contiguous();
+  const at::Tensor level = ((field.to(at::kDouble) / options.limit + 1) / 2 * 255).round().clamp(0, 255).to(at::kByte).contiguous();
   const std::int64_t height = level.size(0), width = level.size(1), row = (width + 3) / 4 * 4;
   std::string bytes = "BM";
   const auto number = [&](std::int64_t value, int size) {
@@ -63,21 +63,19 @@ std::string longitude_name(double east) {
   return tessera::concat(std::abs(turned), "°", turned < 0 ? "W" : "E");
 }
 
-std::string latitude_name(double north) {
-  return north == 0 ? "0°" : tessera::concat(std::abs(north), "°", north < 0 ? "S" : "N");
-}
+std::string latitude_name(double north) { return north == 0 ? "0°" : tessera::concat(std::abs(north), "°", north < 0 ? "S" : "N"); }
 
 }  // namespace
 
 const ColourScale& blue_red() {
-  static const ColourScale scale{{20, 44, 96}, {38, 101, 168}, {106, 167, 211}, {189, 217, 236}, {247, 247, 245},
-                                 {250, 205, 176}, {233, 132, 100}, {187, 48, 56}, {98, 10, 38}};
+  static const ColourScale scale{{20, 44, 96},    {38, 101, 168},  {106, 167, 211}, {189, 217, 236}, {247, 247, 245},
+                                 {250, 205, 176}, {233, 132, 100}, {187, 48, 56},   {98, 10, 38}};
   return scale;
 }
 
 const ColourScale& purple_green() {
-  static const ColourScale scale{{58, 18, 84}, {112, 62, 145}, {160, 124, 186}, {214, 196, 226}, {247, 247, 246},
-                                 {200, 229, 195}, {126, 190, 127}, {42, 132, 74}, {6, 66, 34}};
+  static const ColourScale scale{{58, 18, 84},    {112, 62, 145},  {160, 124, 186}, {214, 196, 226}, {247, 247, 246},
+                                 {200, 229, 195}, {126, 190, 127}, {42, 132, 74},   {6, 66, 34}};
   return scale;
 }
 
@@ -97,11 +95,11 @@ std::string map_svg(const at::Tensor& field, const at::Tensor& latitude, const a
   out << "<image x=0 y=" << -step_y / 2 << " width=" << w << " height=" << h + step_y << " preserveAspectRatio=none href='data:image/bmp;base64,"
       << bitmap(field, options) << "' /></svg>";
   for (double lat = -60; lat <= 60; lat += 30)
-    out << "<line class=graticule x1=" << left << " x2=" << left + w << " y1=" << py(lat) << " y2=" << py(lat) << " /><text class=maptick text-anchor=end x="
-        << left - 3 << " y=" << py(lat) + 3 << '>' << latitude_name(lat) << "</text>";
+    out << "<line class=graticule x1=" << left << " x2=" << left + w << " y1=" << py(lat) << " y2=" << py(lat)
+        << " /><text class=maptick text-anchor=end x=" << left - 3 << " y=" << py(lat) + 3 << '>' << latitude_name(lat) << "</text>";
   for (double east = std::ceil(west / 60) * 60; east < west + 360; east += 60)
-    out << "<line class=graticule y1=" << top << " y2=" << top + h << " x1=" << px(east) << " x2=" << px(east) << " /><text class=maptick text-anchor=middle x="
-        << px(east) << " y=" << top + h + 11 << '>' << longitude_name(east) << "</text>";
+    out << "<line class=graticule y1=" << top << " y2=" << top + h << " x1=" << px(east) << " x2=" << px(east)
+        << " /><text class=maptick text-anchor=middle x=" << px(east) << " y=" << top + h + 11 << '>' << longitude_name(east) << "</text>";
   out << "<rect class=frame x=" << left << " y=" << top << " width=" << w << " height=" << h << " /></svg>";
   return out.str();
 }
@@ -113,11 +111,14 @@ std::string colour_bar(const MapOptions& options, const std::string& unit) {
     const Colour& c = (*options.colours)[i];
     out << "<stop offset='" << 100 * i / (options.colours->size() - 1) << "%' stop-color='rgb(" << +c[0] << ',' << +c[1] << ',' << +c[2] << ")' />";
   }
-  out << "</linearGradient></defs><rect x=20 y=2 width=240 height=11 fill='url(#g" << options.colours << ")' class=frame style='fill:url(#g" << options.colours
-      << ")' />";
+  out << "</linearGradient></defs><rect x=20 y=2 width=240 height=11 fill='url(#g" << options.colours << ")' class=frame style='fill:url(#g"
+      << options.colours << ")' />";
   for (const double tick : round_ticks(-options.limit, options.limit, 6))
     if (std::abs(tick) <= options.limit)
-      out << "<text class=maptick text-anchor=middle x=" << 140 + 120 * tick / options.limit << " y=26>" << (tick > 0 ? "+" : tick < 0 ? "−" : "")
+      out << "<text class=maptick text-anchor=middle x=" << 140 + 120 * tick / options.limit << " y=26>"
+          << (tick > 0   ? "+"
+              : tick < 0 ? "−"
+                         : "")
           << std::abs(tick) << "</text>";
   out << "<text class=maptick x=268 y=12>" << unit << "</text></svg>";
   return out.str();

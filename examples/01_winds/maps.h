@@ -20,7 +20,7 @@ const ColourScale& purple_green();  ///< For differences: purple, white, green.
 
 struct MapOptions {
   const ColourScale* colours = nullptr;
-  double limit = 1;        ///< Colours span [-limit, limit]; what is beyond has the end's colour.
+  double limit = 1;  ///< Colours span [-limit, limit]; what is beyond has the end's colour.
   std::string title;
 };
 

@@ -13,7 +13,7 @@ at::Tensor pad_sphere(const at::Tensor& field);
 struct NetworkOptions {
   std::int64_t input = 14;
   std::int64_t hidden = 24;
-  std::int64_t layers = 3;   ///< Convolutions of 3 x 3, the last to 2 channels.
+  std::int64_t layers = 3;  ///< Convolutions of 3 x 3, the last to 2 channels.
 };
 
 /// [n, input, lat, lon] -> [n, 2, lat, lon]. The first two input channels are the damped anomalies; before training the output equals them.

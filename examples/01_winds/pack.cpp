@@ -67,7 +67,8 @@ void pack(const std::string& from, const std::string& to) {
     const std::string name = v == 0 ? "UWND" : "VWND";
     const at::Tensor values = source.read(name, {}, {.dtype = at::kDouble});
     const at::Tensor steps = at::where(values.isnan(), at::full_like(values, fill), (values / resolution).round());
-    if ((steps.abs() > -fill).any().item<bool>()) throw tessera::InvalidArgument(tessera::concat(name, " does not fit into 16 bits of ", resolution, " m/s"));
+    if ((steps.abs() > -fill).any().item<bool>())
+      throw tessera::InvalidArgument(tessera::concat(name, " does not fit into 16 bits of ", resolution, " m/s"));
     const at::Tensor packed = steps.to(at::kShort).contiguous();
     std::cout << name << ": " << values.isnan().sum().item<std::int64_t>() << " missing of " << values.numel() << ", largest rounding "
               << (values - packed.to(at::kDouble) * resolution).abs().nan_to_num().max().item<double>() << " m/s\n";

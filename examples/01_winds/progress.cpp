@@ -21,7 +21,8 @@ void Progress::show(std::int64_t done, std::int64_t of, const std::string& note)
   last_ = now;
   const double seconds = std::chrono::duration<double>(now - start_).count();
   const auto left = static_cast<std::int64_t>(done > 0 ? seconds * static_cast<double>(of - done) / static_cast<double>(done) : 0);
-  const std::string text = tessera::concat(" ", 100 * done / of, "%  ", note, "  ", done < of ? left : static_cast<std::int64_t>(seconds), done < of ? " s left" : " s");
+  const std::string text =
+      tessera::concat(" ", 100 * done / of, "%  ", note, "  ", done < of ? left : static_cast<std::int64_t>(seconds), done < of ? " s left" : " s");
   const int width = std::clamp(columns_ - static_cast<int>(text.size()) - 14, 4, 40);  // The launcher's prefix needs room as well.
   const int full = static_cast<int>(width * done / of);
   std::string bar;

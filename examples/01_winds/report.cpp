@@ -73,7 +73,9 @@ double mean_over_winds(const double (&values)[variables]) { return std::sqrt((va
 std::int64_t typical_month(const Skill& skill) {
   std::vector<std::int64_t> order(skill.by_month[0].size());
   std::iota(order.begin(), order.end(), 0);
-  const auto error = [&](std::int64_t t) { return std::hypot(skill.by_month[0][static_cast<std::size_t>(t)], skill.by_month[1][static_cast<std::size_t>(t)]); };
+  const auto error = [&](std::int64_t t) {
+    return std::hypot(skill.by_month[0][static_cast<std::size_t>(t)], skill.by_month[1][static_cast<std::size_t>(t)]);
+  };
   std::sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) { return error(a) < error(b); });
   return order[order.size() / 2];
 }
@@ -87,12 +89,15 @@ double limit_of(const at::Tensor& field) {
 
 void headline(std::ostream& out, const Report& report) {
   const Skill &network = report.skills.back(), &damped = report.skills[report.skills.size() - 2], &climatology = report.skills[1];
-  const auto figure = [&](const std::string& value, const std::string& text) { out << "<div class=figure><b>" << value << "</b><span>" << text << "</span></div>"; };
+  const auto figure = [&](const std::string& value, const std::string& text) {
+    out << "<div class=figure><b>" << value << "</b><span>" << text << "</span></div>";
+  };
   out << "<div class=figures>";
   figure(fixed(network.all_points[0]) + " m/s", "RMS error of the network, west–east wind");
   figure(fixed(network.all_points[1]) + " m/s", "RMS error of the network, south–north wind");
   figure(percent_less(mean_over_winds(network.all_points), mean_over_winds(climatology.all_points)), "less than the monthly climatology, both winds");
-  figure(percent_less(mean_over_winds(network.all_points), mean_over_winds(damped.all_points)), "less than the damped anomaly with a coefficient at every point");
+  figure(percent_less(mean_over_winds(network.all_points), mean_over_winds(damped.all_points)),
+         "less than the damped anomaly with a coefficient at every point");
   out << "</div>";
 }
 
@@ -100,17 +105,19 @@ void table(std::ostream& out, const Report& report) {
   double most = 0;
   for (const Skill& skill : report.skills) most = std::max(most, mean_over_winds(skill.all_points));
   out << "<h2>Skill</h2><p>RMS error in m/s over the " << report.test.count() << " months " << month_name(report.test.begin) << " to "
-      << month_name(report.test.end - 1) << ", each forecast from the month before it. “All” counts every grid point alike; “area” weights by the cosine of "
+      << month_name(report.test.end - 1)
+      << ", each forecast from the month before it. “All” counts every grid point alike; “area” weights by the cosine of "
       << "the latitude. No test month was seen in training or in choosing anything.</p>";
-  out << "<div class=card><table><tr><th></th><th>UWND all</th><th>UWND area</th><th>VWND all</th><th>VWND area</th><th style='text-align:left'>both winds, "
+  out << "<div class=card><table><tr><th></th><th>UWND all</th><th>UWND area</th><th>VWND all</th><th>VWND area</th><th style='text-align:left'>both "
+         "winds, "
       << "all points</th></tr>";
   for (std::size_t i = 0; i < report.skills.size(); ++i) {
     const Skill& skill = report.skills[i];
     const bool best = i + 1 == report.skills.size();
     out << (best ? "<tr class=best>" : "<tr>") << "<td>" << skill.name << "</td>";
     for (std::int64_t v = 0; v < variables; ++v) out << "<td>" << fixed(skill.all_points[v]) << "</td><td>" << fixed(skill.area[v]) << "</td>";
-    out << "<td class=meter><i style='width:" << 100 * mean_over_winds(skill.all_points) / most << "%;background:" << (best ? network_colour : climatology_colour)
-        << "'></i></td></tr>";
+    out << "<td class=meter><i style='width:" << 100 * mean_over_winds(skill.all_points) / most
+        << "%;background:" << (best ? network_colour : climatology_colour) << "'></i></td></tr>";
   }
   out << "</table></div>";
 }
@@ -123,7 +130,8 @@ std::string loss_chart(const Report& report) {
     steps.x.push_back(static_cast<double>(i + 1) / static_cast<double>(each));
     steps.y.push_back(std::sqrt(report.losses[i]));
     if ((i + 1) % each) continue;
-    const double sum = std::accumulate(report.losses.begin() + static_cast<std::ptrdiff_t>(i + 1 - each), report.losses.begin() + static_cast<std::ptrdiff_t>(i + 1), 0.0);
+    const double sum = std::accumulate(report.losses.begin() + static_cast<std::ptrdiff_t>(i + 1 - each),
+                                       report.losses.begin() + static_cast<std::ptrdiff_t>(i + 1), 0.0);
     epochs.x.push_back(static_cast<double>(i + 1) / static_cast<double>(each) - 0.5);
     epochs.y.push_back(std::sqrt(sum / static_cast<double>(each)));
   }
@@ -150,8 +158,9 @@ std::string month_chart(const Report& report, std::int64_t v) {
 
 void maps(std::ostream& out, const Report& report) {
   const std::int64_t t = typical_month(report.skills.back());
-  out << "<h2>A month like most: " << month_name(report.test.begin + t) << "</h2><p>The month whose error is the median of the " << report.test.count()
-      << ". Each row: what the network said from the winds of " << month_name(report.test.begin + t - 1) << ", what came, and the difference.</p><div class=card>";
+  out << "<h2>A month like most: " << month_name(report.test.begin + t) << "</h2><p>The month whose error is the median of the "
+      << report.test.count() << ". Each row: what the network said from the winds of " << month_name(report.test.begin + t - 1)
+      << ", what came, and the difference.</p><div class=card>";
   const at::Tensor error = report.forecast[t] - report.truth[t];
   const double wide = limit_of(report.truth[t]), narrow = limit_of(error);
   const MapOptions winds{.colours = &blue_red(), .limit = wide, .title = {}}, difference{.colours = &purple_green(), .limit = narrow, .title = {}};
@@ -161,8 +170,8 @@ void maps(std::ostream& out, const Report& report) {
     left.title = tessera::concat("Forecast, ", long_names[v]);
     middle.title = "Truth";
     right.title = tessera::concat("Forecast − truth, RMS ", fixed(report.skills.back().by_month[v][static_cast<std::size_t>(t)]), " m/s");
-    out << map_svg(report.forecast[t][v], report.latitude, report.longitude, left) << map_svg(report.truth[t][v], report.latitude, report.longitude, middle)
-        << map_svg(error[v], report.latitude, report.longitude, right);
+    out << map_svg(report.forecast[t][v], report.latitude, report.longitude, left)
+        << map_svg(report.truth[t][v], report.latitude, report.longitude, middle) << map_svg(error[v], report.latitude, report.longitude, right);
   }
   out << "</div><div class=bars>" << colour_bar(winds, "m/s") << colour_bar(difference, "m/s") << "</div></div>";
 }
@@ -170,7 +179,8 @@ void maps(std::ostream& out, const Report& report) {
 void gain_maps(std::ostream& out, const Report& report) {
   const at::Tensor gain = report.skills[report.skills.size() - 2].by_point - report.skills.back().by_point;
   MapOptions options{.colours = &purple_green(), .limit = limit_of(gain), .title = {}};
-  out << "<h2>Where the network helps</h2><p>RMS error of the damped anomaly (one coefficient per point) minus that of the network, over all test months: "
+  out << "<h2>Where the network helps</h2><p>RMS error of the damped anomaly (one coefficient per point) minus that of the network, over all test "
+         "months: "
       << "green where the network is better.</p><div class=card><div class=two>";
   for (std::int64_t v = 0; v < variables; ++v) {
     options.title = long_names[v];
@@ -183,8 +193,10 @@ void gain_maps(std::ostream& out, const Report& report) {
 
 void write_report(const Report& report, const std::string& path) {
   std::ostringstream out;
-  out << "<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content='width=device-width,initial-scale=1'><title>Next month’s "
-      << "winds</title><style>" << style << "</style></head><body><main><h1>Next month’s winds, from this month’s</h1><p class=sub>US Navy monthly surface "
+  out << "<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content='width=device-width,initial-scale=1'><title>Next "
+         "month’s "
+      << "winds</title><style>" << style
+      << "</style></head><body><main><h1>Next month’s winds, from this month’s</h1><p class=sub>US Navy monthly surface "
       << "winds, 2.5° × 2.5°. A small convolutional network, trained data-parallel with Tessera on the years 1982–1989 and judged on 1990–1992.</p>";
   headline(out, report);
   table(out, report);
@@ -192,7 +204,8 @@ void write_report(const Report& report, const std::string& path) {
   gain_maps(out, report);
   out << "<h2>Month by month</h2><div class=two>";
   for (std::int64_t v = 0; v < variables; ++v) out << "<div class=card><h3>" << long_names[v] << "</h3>" << month_chart(report, v) << "</div>";
-  out << "</div><h2>Training, and the run</h2><div class=two><div class=card><h3>Loss</h3>" << loss_chart(report) << "</div><div class=card><h3>Facts</h3><table class=facts>";
+  out << "</div><h2>Training, and the run</h2><div class=two><div class=card><h3>Loss</h3>" << loss_chart(report)
+      << "</div><div class=card><h3>Facts</h3><table class=facts>";
   for (const auto& [name, value] : report.facts) out << "<tr><td>" << name << "</td><td>" << value << "</td></tr>";
   out << "</table></div></div></main></body></html>\n";
 

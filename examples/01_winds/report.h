@@ -14,8 +14,8 @@ struct Report {
   std::vector<double> losses;                              ///< (m/s)^2, one a step.
   std::int64_t steps_per_epoch = 1;
   Months test;
-  std::vector<Skill> skills;                               ///< The network's is the last, the damped anomaly with one coefficient per point before it.
-  at::Tensor forecast, truth;                              ///< [months, 2, lat, lon], m/s.
+  std::vector<Skill> skills;   ///< The network's is the last, the damped anomaly with one coefficient per point before it.
+  at::Tensor forecast, truth;  ///< [months, 2, lat, lon], m/s.
   at::Tensor latitude, longitude;
 };
 

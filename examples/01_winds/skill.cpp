@@ -25,7 +25,8 @@ std::vector<Forecast> baselines(const WindsData& data, Months months) {
 }
 
 Skill skill_of(const Forecast& forecast, const at::Tensor& truth, const at::Tensor& latitude) {
-  Skill skill{.name = forecast.name, .by_point = {}};
+  Skill skill;
+  skill.name = forecast.name;
   const at::Tensor squares = (forecast.winds - truth).square();
   at::Tensor weight = (latitude * (std::numbers::pi / 180)).cos().unsqueeze(1);
   weight = weight / weight.mean();
@@ -54,7 +55,8 @@ std::string skill_table(const std::vector<Skill>& skills) {
   out << std::left << std::setw(34) << "RMS error, m/s" << "UWND: all  area   VWND: all  area\n" << std::fixed << std::setprecision(2);
   for (const Skill& skill : skills) {
     out << std::left << std::setw(34) << skill.name << std::right;
-    out << std::setw(9) << skill.all_points[0] << std::setw(6) << skill.area[0] << std::setw(12) << skill.all_points[1] << std::setw(6) << skill.area[1] << '\n';
+    out << std::setw(9) << skill.all_points[0] << std::setw(6) << skill.area[0] << std::setw(12) << skill.all_points[1] << std::setw(6)
+        << skill.area[1] << '\n';
   }
   return out.str();
 }

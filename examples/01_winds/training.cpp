@@ -31,7 +31,8 @@ WindNet train(const WindsData& data, const tessera::Group& group, const Training
     for (std::int64_t step = 0; step < data.steps_per_epoch(); ++step, ++number) {
       const double done = static_cast<double>(number) / static_cast<double>(steps);
       const double warm = std::min(1.0, static_cast<double>(number + 1) / 10);
-      for (auto& parameters : optimizer.param_groups()) parameters.options().set_lr(options.learning_rate * warm * 0.5 * (1 + std::cos(std::numbers::pi * done)));
+      for (auto& parameters : optimizer.param_groups())
+        parameters.options().set_lr(options.learning_rate * warm * 0.5 * (1 + std::cos(std::numbers::pi * done)));
 
       const Samples batch = data.batch(options.seed, epoch, step);
       optimizer.zero_grad();

@@ -25,13 +25,14 @@ at::Tensor squared_error(const at::Tensor& forecast, const at::Tensor& target, c
 
 struct Step {
   std::int64_t epoch;
-  std::int64_t number;   ///< From 0, over all epochs.
+  std::int64_t number;  ///< From 0, over all epochs.
   std::int64_t of;
-  double loss;           ///< Over all ranks' samples of the batch.
+  double loss;  ///< Over all ranks' samples of the batch.
 };
 
 /// The network with its averaged weights (see below), the same on every rank; `watch` is called after each step.
-/// AdamW, its rate falling as a cosine; the result is the exponential average of the weights over the steps, which forgets the noise of single batches.
+/// AdamW, its rate falling as a cosine; the result is the exponential average of the weights over the steps, which forgets the noise of single
+/// batches.
 WindNet train(const WindsData& data, const tessera::Group& group, const TrainingOptions& options,
               const std::function<void(const Step&, WindNet& average)>& watch);
 

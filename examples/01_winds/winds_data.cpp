@@ -60,8 +60,9 @@ WindsData::WindsData(const tessera::Source& source, const tessera::Group& group,
     : source_(source), train_months_(train_months), strata_(strata), dtype_(dtype) {
   const auto& shape = source.info(variable_names[0]).shape;
   if (train_months % months_a_year != 0 || train_months < 2 * months_a_year || shape.size() != 3 || shape[0] < train_months)
-    throw tessera::InvalidArgument(tessera::concat("training on ", train_months, " months needs whole years, two or more, and a file that holds them; ",
-                                                   source.name(), " holds ", tessera::list(shape)));
+    throw tessera::InvalidArgument(tessera::concat("training on ", train_months,
+                                                   " months needs whole years, two or more, and a file that holds them; ", source.name(), " holds ",
+                                                   tessera::list(shape)));
   if (strata < 1 || strata > train_months - 1)
     throw tessera::InvalidArgument(tessera::concat("a batch of ", strata, " samples: there are ", train_months - 1, " to train on"));
   latitude_ = source.read(source.info(variable_names[0]).dims[1], {}, {.dtype = at::kDouble});
@@ -69,7 +70,8 @@ WindsData::WindsData(const tessera::Source& source, const tessera::Group& group,
 
   const at::Tensor north = latitude_ * (std::numbers::pi / 180), east = longitude_ * (std::numbers::pi / 180);
   const at::Tensor rows = at::ones_like(north).unsqueeze(1), columns = at::ones_like(east).unsqueeze(0);
-  place_ = at::stack({north.sin().unsqueeze(1) * columns, north.cos().unsqueeze(1) * columns, rows * east.sin().unsqueeze(0), rows * east.cos().unsqueeze(0)});
+  place_ = at::stack(
+      {north.sin().unsqueeze(1) * columns, north.cos().unsqueeze(1) * columns, rows * east.sin().unsqueeze(0), rows * east.cos().unsqueeze(0)});
 
   own_strata_ = part_of({0, strata_}, group.rank(), group.size());
   own_samples_ = own_strata_.count() ? Months{stratum(own_strata_.begin).begin, stratum(own_strata_.end - 1).end} : Months{1, 1};
@@ -97,7 +99,8 @@ WindsData::WindsData(const tessera::Source& source, const tessera::Group& group,
   smooth_damping_ = smoothed(sums[0], 5) / smoothed(sums[1], 5);
   harmonics_ = at::stack({year_projection(1), year_projection(harmonics_used)});
 
-  // Samples as a test month would look: the climatology that a sample sees leaves the year around it out, as the test's climatology leaves out the test.
+  // Samples as a test month would look: the climatology that a sample sees leaves the year around it out, as the test's climatology leaves out the
+  // test.
   const auto years = static_cast<double>(train_months_ / months_a_year);
   std::vector<at::Tensor> inputs, targets;
   for (std::int64_t t = own_samples_.begin; t < own_samples_.end; ++t) {
@@ -175,7 +178,8 @@ at::Tensor WindsData::to_winds(const at::Tensor& anomalies, Months months) const
 at::Tensor WindsData::read(Months months) const {
   months_read_ += months.count();
   std::vector<at::Tensor> winds;
-  for (const char* name : variable_names) winds.push_back(source_.read(name, {.start = {months.begin}, .count = {months.count()}}, {.dtype = at::kDouble}));
+  for (const char* name : variable_names)
+    winds.push_back(source_.read(name, {.start = {months.begin}, .count = {months.count()}}, {.dtype = at::kDouble}));
   return at::stack(winds, 1);
 }
 

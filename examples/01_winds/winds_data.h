@@ -1,8 +1,8 @@
 #pragma once
 // The winds as a learning problem: which months belong to whom, the climatology, the baselines' coefficients, and the samples of one rank.
 //
-// Months are counted from January 1982. A sample is a month to be forecast, t, from the month before it, t - 1: training has t = 1 ... train_months - 1,
-// the test has the months after the training. Winds are [2, lat, lon]: UWND, VWND in m/s.
+// Months are counted from January 1982. A sample is a month to be forecast, t, from the month before it, t - 1: training has t = 1 ... train_months -
+// 1, the test has the months after the training. Winds are [2, lat, lon]: UWND, VWND in m/s.
 
 #include <torch/torch.h>
 
@@ -58,9 +58,9 @@ class WindsData {
   const at::Tensor& longitude() const { return longitude_; }  ///< [lon], degrees east, float64.
   std::int64_t channels() const;
 
-  /// One training epoch is steps_per_epoch() batches of `strata` samples or fewer. The samples are cut into `strata` runs of neighbouring months, and batch j
-  /// takes the j-th of each run after a shuffle within it, by seed and epoch alone. So every batch covers the whole period, the order does not depend on
-  /// the number of ranks, and ranks that hold whole runs have the same share of every batch, give or take one.
+  /// One training epoch is steps_per_epoch() batches of `strata` samples or fewer. The samples are cut into `strata` runs of neighbouring months, and
+  /// batch j takes the j-th of each run after a shuffle within it, by seed and epoch alone. So every batch covers the whole period, the order does
+  /// not depend on the number of ranks, and ranks that hold whole runs have the same share of every batch, give or take one.
   std::int64_t steps_per_epoch() const;
   /// This rank's samples of a batch; maybe none. `total`: how many all ranks have in it.
   Samples batch(std::uint64_t seed, std::int64_t epoch, std::int64_t step, std::int64_t* total = nullptr) const;

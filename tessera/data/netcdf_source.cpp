@@ -81,13 +81,14 @@ at::Tensor NetcdfSource::read_box(const VariableInfo& about, const Hyperslab& sl
   const at::Tensor stored = file_->read(variable, slab);
   if (!options.decode) return stored.to(options.dtype);
   if (const auto mark = about.attributes.find("_Unsigned"); mark != about.attributes.end() && mark->second == Attribute("true"))
-    throw VariableError(concat(about.name, " in ", name(), " holds unsigned numbers in a signed type (_Unsigned), which is not decoded here: read it with "
+    throw VariableError(concat(about.name, " in ", name(),
+                               " holds unsigned numbers in a signed type (_Unsigned), which is not decoded here: read it with "
                                "ReadOptions::decode = false and convert"));
   const at::Tensor mask = missing_mask(stored, variable);
   const bool some_missing = mask.any().item<bool>();
   if (some_missing && (std::isnan(options.missing) ? !at::isFloatingType(options.dtype) : !holds(options.dtype, options.missing)))
-    throw VariableError(concat(about.name, " in ", name(), " has missing values in the part asked for, and ", c10::toString(options.dtype), " cannot hold ",
-                               options.missing, ": give ReadOptions::missing a value that it can hold, or read a floating type"));
+    throw VariableError(concat(about.name, " in ", name(), " has missing values in the part asked for, and ", c10::toString(options.dtype),
+                               " cannot hold ", options.missing, ": give ReadOptions::missing a value that it can hold, or read a floating type"));
   const double scale = number_or(about, "scale_factor", 1.0), offset = number_or(about, "add_offset", 0.0);
   at::Tensor value = scale == 1.0 && offset == 0.0 ? stored.to(options.dtype) : stored.to(at::kDouble).mul_(scale).add_(offset).to(options.dtype);
   if (some_missing) value = at::where(mask, at::full_like(value, options.missing), value);

@@ -60,7 +60,8 @@ const Attribute& attribute_of(const Source& source, const std::string& variable,
 double Source::number(const std::string& variable, const std::string& attribute) const {
   const auto* numbers = std::get_if<std::vector<double>>(&attribute_of(*this, variable, attribute));
   if (!numbers || numbers->size() != 1)
-    throw VariableError(concat("attribute ", attribute, " of ", variable, " in ", name(), " is ", numbers ? "a list of numbers" : "text", ", not one number"));
+    throw VariableError(
+        concat("attribute ", attribute, " of ", variable, " in ", name(), " is ", numbers ? "a list of numbers" : "text", ", not one number"));
   return numbers->front();
 }
 

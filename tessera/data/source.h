@@ -31,17 +31,19 @@ using Attribute = std::variant<std::string, std::vector<double>>;
 
 struct VariableInfo {
   std::string name;
-  std::vector<std::string> dims;     ///< Names, outermost first.
+  std::vector<std::string> dims;  ///< Names, outermost first.
   std::vector<std::int64_t> shape;
-  at::ScalarType stored;             ///< How values lie in the source, before scale and offset.
+  at::ScalarType stored;  ///< How values lie in the source, before scale and offset.
   std::map<std::string, Attribute> attributes;
 };
 
 struct ReadOptions {
   at::ScalarType dtype = at::kFloat;
-  /// Value = stored * scale_factor + add_offset, and missing values recognised, as the source's conventions say; false: the stored numbers as they are.
+  /// Value = stored * scale_factor + add_offset, and missing values recognised, as the source's conventions say; false: the stored numbers as they
+  /// are.
   bool decode = true;
-  /// What a missing value becomes. An integer dtype cannot hold NaN: reading a missing value into one throws, unless this is a number that it can hold.
+  /// What a missing value becomes. An integer dtype cannot hold NaN: reading a missing value into one throws, unless this is a number that it can
+  /// hold.
   double missing = std::numeric_limits<double>::quiet_NaN();
 };
 
@@ -54,8 +56,8 @@ class Source {
   Source(const Source&) = delete;
   Source& operator=(const Source&) = delete;
 
-  virtual std::string name() const = 0;                        ///< For messages: a path.
-  virtual std::vector<std::string> variables() const = 0;      ///< In the source's order.
+  virtual std::string name() const = 0;                    ///< For messages: a path.
+  virtual std::vector<std::string> variables() const = 0;  ///< In the source's order.
   /// Throws VariableError with the known names.
   virtual const VariableInfo& info(const std::string& variable) const = 0;
 

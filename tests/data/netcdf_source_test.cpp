@@ -106,7 +106,8 @@ TEST_P(Formats, RandomSlabsEqualPlainIndexing) {
           ASSERT_EQ(got.scalar_type(), dtype);
           ASSERT_EQ(got.sizes(), want.sizes());
           ASSERT_TRUE(got.is_contiguous());
-          ASSERT_TRUE(at::equal(got, want)) << concat("type ", type, " of ", list(shape), " at ", list(slab.start), " ", list(slab.count), " ", list(slab.stride));
+          ASSERT_TRUE(at::equal(got, want)) << concat("type ", type, " of ", list(shape), " at ", list(slab.start), " ", list(slab.count), " ",
+                                                      list(slab.stride));
           ++read;
         }
       }
@@ -225,8 +226,7 @@ TEST(NetcdfSource, ThreadsMayShareIt) {
     threads.emplace_back([&, t] {
       const NetcdfSource own(file.path);
       for (std::int64_t i = 0; i < 40; ++i)
-        for (const NetcdfSource* source : {&shared, &own})
-          wrong[t] += !at::equal(source->read("u", {{i}, {1}}, {.dtype = at::kDouble})[0], data[i]);
+        for (const NetcdfSource* source : {&shared, &own}) wrong[t] += !at::equal(source->read("u", {{i}, {1}}, {.dtype = at::kDouble})[0], data[i]);
     });
   for (auto& thread : threads) thread.join();
   EXPECT_EQ(wrong, std::vector<int>(4, 0));

@@ -30,7 +30,8 @@ TEST(CompleteSlab, AcceptsExactlyWhatLiesInside) {
           if (inside)
             EXPECT_NO_THROW(complete_slab({{start}, {count}, {stride}}, {size}, {"x"}, "u")) << concat(size, " ", start, " ", count, " ", stride);
           else
-            EXPECT_THROW(complete_slab({{start}, {count}, {stride}}, {size}, {"x"}, "u"), RangeError) << concat(size, " ", start, " ", count, " ", stride);
+            EXPECT_THROW(complete_slab({{start}, {count}, {stride}}, {size}, {"x"}, "u"), RangeError)
+                << concat(size, " ", start, " ", count, " ", stride);
         }
 }
 

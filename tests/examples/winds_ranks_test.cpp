@@ -48,10 +48,12 @@ void compare(std::int64_t strata, std::int64_t epochs) {
   const Curve together = curve(mine, world, epochs), single = curve(all, alone, epochs);
   ASSERT_EQ(together.losses.size(), single.losses.size());
   for (std::size_t i = 0; i < single.losses.size(); ++i) EXPECT_NEAR(together.losses[i], single.losses[i], 1e-10 * single.losses[i]) << "step " << i;
-  for (std::size_t p = 0; p < single.weights.size(); ++p) EXPECT_TRUE(at::allclose(together.weights[p], single.weights[p], 1e-7, 1e-9)) << "parameter " << p;
+  for (std::size_t p = 0; p < single.weights.size(); ++p)
+    EXPECT_TRUE(at::allclose(together.weights[p], single.weights[p], 1e-7, 1e-9)) << "parameter " << p;
   // It did learn: an epoch has the same samples as another, in other batches.
   const auto each = static_cast<std::ptrdiff_t>(single.losses.size()) / epochs;
-  const double first = std::accumulate(single.losses.begin(), single.losses.begin() + each, 0.0), last = std::accumulate(single.losses.end() - each, single.losses.end(), 0.0);
+  const double first = std::accumulate(single.losses.begin(), single.losses.begin() + each, 0.0),
+               last = std::accumulate(single.losses.end() - each, single.losses.end(), 0.0);
   if (epochs > 1) EXPECT_LT(last, 0.999 * first);
 }
 

@@ -47,10 +47,8 @@ TEST(Winds, BaselinesToThePrintedDigits) {
   const auto forecasts = baselines(eight_years(), test_months);
   const at::Tensor truth = eight_years().read(test_months);
   // UWND all points, area; VWND all points, area.
-  const std::vector<std::array<const char*, 4>> printed{{"2.46", "2.40", "1.97", "1.88"},
-                                                        {"2.27", "2.13", "1.89", "1.72"},
-                                                        {"2.11", "1.99", "1.72", "1.58"},
-                                                        {"2.02", "1.92", "1.62", "1.51"}};
+  const std::vector<std::array<const char*, 4>> printed{
+      {"2.46", "2.40", "1.97", "1.88"}, {"2.27", "2.13", "1.89", "1.72"}, {"2.11", "1.99", "1.72", "1.58"}, {"2.02", "1.92", "1.62", "1.51"}};
   ASSERT_EQ(forecasts.size(), printed.size());
   for (std::size_t i = 0; i < printed.size(); ++i) {
     const Skill skill = skill_of(forecasts[i], truth, eight_years().latitude());
@@ -179,7 +177,12 @@ TEST(Winds, TheReportNeedsNothingBesideIt) {
   EXPECT_EQ(images, 8u);  // Forecast, truth and error of two winds, and two maps of the gain.
   EXPECT_NE(html.find("damped anomaly, one per point"), std::string::npos);
   EXPECT_EQ(html.find(">nan"), std::string::npos);
-  EXPECT_THROW(write_report({.losses = {1}, .test = months, .skills = skills, .forecast = truth, .truth = truth, .latitude = eight_years().latitude(),
+  EXPECT_THROW(write_report({.losses = {1},
+                             .test = months,
+                             .skills = skills,
+                             .forecast = truth,
+                             .truth = truth,
+                             .latitude = eight_years().latitude(),
                              .longitude = eight_years().longitude()},
                             "/dev/null/report.html"),
                tessera::FileError);

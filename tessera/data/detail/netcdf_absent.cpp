@@ -8,7 +8,8 @@ namespace {
 
 [[noreturn]] void refuse() {
   throw NotAvailable(
-      "this Tessera was built without netCDF, so NetcdfSource cannot read files: install the netCDF C library (Debian: libnetcdf-dev) and configure again");
+      "this Tessera was built without netCDF, so NetcdfSource cannot read files: install the netCDF C library (Debian: libnetcdf-dev) and configure "
+      "again");
 }
 
 }  // namespace

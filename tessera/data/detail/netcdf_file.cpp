@@ -21,17 +21,25 @@ std::mutex& library() {
 // The type that holds every value of a netCDF type; nothing for text and user-defined types.
 std::optional<at::ScalarType> tensor_type(nc_type type) {
   switch (type) {
-    case NC_BYTE: return at::kChar;
-    case NC_UBYTE: return at::kByte;
-    case NC_SHORT: return at::kShort;
+    case NC_BYTE:
+      return at::kChar;
+    case NC_UBYTE:
+      return at::kByte;
+    case NC_SHORT:
+      return at::kShort;
     case NC_USHORT:
-    case NC_INT: return at::kInt;
+    case NC_INT:
+      return at::kInt;
     case NC_UINT:
     case NC_INT64:
-    case NC_UINT64: return at::kLong;
-    case NC_FLOAT: return at::kFloat;
-    case NC_DOUBLE: return at::kDouble;
-    default: return std::nullopt;
+    case NC_UINT64:
+      return at::kLong;
+    case NC_FLOAT:
+      return at::kFloat;
+    case NC_DOUBLE:
+      return at::kDouble;
+    default:
+      return std::nullopt;
   }
 }
 
@@ -46,16 +54,26 @@ std::optional<at::Scalar> fill_of(int file, int variable, nc_type type, bool sta
   };
   switch (type) {
     // All 256 values of a byte are data, unless the file says otherwise.
-    case NC_BYTE: return stated ? ask(static_cast<signed char>(0)) : std::nullopt;
-    case NC_UBYTE: return stated ? ask(static_cast<unsigned char>(0)) : std::nullopt;
-    case NC_SHORT: return ask(short{});
-    case NC_USHORT: return ask(static_cast<unsigned short>(0));
-    case NC_INT: return ask(int{});
-    case NC_UINT: return ask(0u);
-    case NC_INT64: return ask(0ll);
-    case NC_FLOAT: return ask(float{});
-    case NC_DOUBLE: return ask(double{});
-    default: return std::nullopt;  // The library's mark for unsigned 64-bit is beyond what can be read.
+    case NC_BYTE:
+      return stated ? ask(static_cast<signed char>(0)) : std::nullopt;
+    case NC_UBYTE:
+      return stated ? ask(static_cast<unsigned char>(0)) : std::nullopt;
+    case NC_SHORT:
+      return ask(short{});
+    case NC_USHORT:
+      return ask(static_cast<unsigned short>(0));
+    case NC_INT:
+      return ask(int{});
+    case NC_UINT:
+      return ask(0u);
+    case NC_INT64:
+      return ask(0ll);
+    case NC_FLOAT:
+      return ask(float{});
+    case NC_DOUBLE:
+      return ask(double{});
+    default:
+      return std::nullopt;  // The library's mark for unsigned 64-bit is beyond what can be read.
   }
 }
 
@@ -152,15 +170,21 @@ at::Tensor NetcdfFile::read(const NetcdfVariable& variable, const Hyperslab& sla
   // The call names the type in memory; for an unsigned one stored in a wider tensor the library converts.
   const int status = [&] {
     switch (variable.info.stored) {
-      case at::kChar: return nc_get_vars_schar(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<std::int8_t>());
-      case at::kByte: return nc_get_vars_uchar(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<std::uint8_t>());
-      case at::kShort: return nc_get_vars_short(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<std::int16_t>());
-      case at::kInt: return nc_get_vars_int(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<std::int32_t>());
+      case at::kChar:
+        return nc_get_vars_schar(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<std::int8_t>());
+      case at::kByte:
+        return nc_get_vars_uchar(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<std::uint8_t>());
+      case at::kShort:
+        return nc_get_vars_short(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<std::int16_t>());
+      case at::kInt:
+        return nc_get_vars_int(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<std::int32_t>());
       case at::kLong:
         return nc_get_vars_longlong(id_, variable.id, start.data(), count.data(), stride.data(),
                                     reinterpret_cast<long long*>(out.mutable_data_ptr<std::int64_t>()));
-      case at::kFloat: return nc_get_vars_float(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<float>());
-      default: return nc_get_vars_double(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<double>());
+      case at::kFloat:
+        return nc_get_vars_float(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<float>());
+      default:
+        return nc_get_vars_double(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<double>());
     }
   }();
   check(status, concat("reading ", variable.info.name, " from ", list(slab.start), ", count ", list(slab.count), ", stride ", list(slab.stride)));

@@ -15,7 +15,7 @@ namespace tessera::detail {
 struct NetcdfVariable {
   VariableInfo info;
   int id = -1;
-  std::optional<at::Scalar> fill;    ///< The mark of an element without a value: _FillValue, else the library's own, if it has one for the type.
+  std::optional<at::Scalar> fill;  ///< The mark of an element without a value: _FillValue, else the library's own, if it has one for the type.
 };
 
 class NetcdfFile {
