@@ -100,7 +100,7 @@ class Group {
   void scatter(const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes = {}, const CallOptions& options = {}) const;
   void send(const at::Tensor& tensor, int to, const CallOptions& options = {}) const;      ///< Not collective.
   void receive(const at::Tensor& tensor, int from, const CallOptions& options = {}) const; ///< Not collective.
-  /// All messages at once, deadlock-free in any order; messages between the same two ranks match in list order. Not collective: only the peers named take part.
+  /// All messages at once, deadlock-free in any order; messages between the same two ranks match in list order. Not collective: only the peers named take part. Empty tensors are not sent.
   void exchange(const std::vector<Message>& messages, const CallOptions& options = {}) const;
   void barrier(const CallOptions& options = {}) const;
 
@@ -130,7 +130,7 @@ class Group {
 
   /// Tells the other ranks that this one cannot go on: their pending and later calls throw PeerLostError with `reason`. The process stays able to exit.
   void abort(const std::string& reason) const;
-  /// Calls made so far (the sequence number of the next one).
+  /// Collective calls made so far (the number of the next one). Messages are not counted: not all ranks make them.
   std::uint64_t sequence() const;
 
   /// The c10d view of this group, for code written against libtorch (torch's own DDP, c10d functional collectives).
