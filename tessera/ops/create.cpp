@@ -1,0 +1,60 @@
+// Tensors like another one, values that leave to the host, and operators that work on the whole only.
+
+#include "tessera/ops/labels.h"
+#include "tessera/tensor/detail/layout.h"
+#include "tessera/tensor/rule.h"
+
+namespace tessera::detail {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+// Laid out like the input; what was partial is not.
+Plan like(const OpCall& call) {
+  Plan plan;
+  plan.outputs = {{without_partial(call.tensor(0).spec)}};
+  return plan;
+}
+
+// new_zeros(size): cut like the input where the shape is the same, else whole on every rank.
+Plan sized(const OpCall& call) {
+  const ShardSpec& in = call.tensor(0).spec;
+  const Shape size = call.integers("size");
+  const ShardSpec out = size == in.shape() ? without_partial(in) : mapped_spec(in, size, std::vector<int>(size.size(), -1), false);
+  Plan plan;
+  plan.outputs = {{out}};
+  plan.arguments = {{call.argument("size"), c10::IValue(c10::List<std::int64_t>(out.local_shape()))}};
+  if (call.argument("stride") >= 0) {
+    plan.outputs[0].strides = call.integers("stride");
+    plan.arguments.emplace_back(call.argument("stride"), c10::IValue(c10::List<std::int64_t>(strides_in_order(out.local_shape(), call.integers("stride")))));
+  }
+  return plan;
+}
+
+// The whole value on every rank, then the operator itself. The policy on implicit redistribution has its say.
+Plan on_whole(const OpCall& call) {
+  Plan plan;
+  for (const TensorInfo& t : call.tensors()) plan.inputs.push_back(t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
+  if (const auto* out = call.outputs()) {
+    for (const OutputInfo& o : *out) {
+      if (o.defined) {
+        plan.outputs.push_back({mapped_spec(call.tensor(0).spec, o.shape, std::vector<int>(o.shape.size(), -1), false)});
+      } else {
+        plan.outputs.push_back({});
+      }
+    }
+  }
+  return plan;
+}
+
+const bool registered = [] {
+  for (const char* op : {"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like"}) register_rule(op, like);
+  for (const char* op : {"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty_strided"}) register_rule(op, sized);
+  for (const char* op : {"aten::_local_scalar_dense", "aten::equal", "aten::index.Tensor", "aten::index_select", "aten::trace"}) register_rule(op, on_whole);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail

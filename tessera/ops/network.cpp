@@ -1,0 +1,378 @@
+// Layers and losses: norms over whole dims, embeddings, convolution and pooling with sharded samples (and channels where they sum), losses weighted by true
+// counts, attention over samples and heads.
+
+#include <ATen/core/Reduction.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <algorithm>
+
+#include "tessera/base/text.h"
+#include "tessera/ops/labels.h"
+#include "tessera/tensor/detail/layout.h"
+#include "tessera/tensor/detail/mesh_context.h"
+#include "tessera/tensor/errors.h"
+#include "tessera/tensor/rule.h"
+
+namespace tessera::detail {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+Labels leading(int n, int free) {
+  Labels labels = all_labels(n);
+  for (int d = free; d < n; ++d) labels[d] = kWhole;
+  return labels;
+}
+
+Labels whole(const TensorInfo& t) { return Labels(t.spec.dims(), kWhole); }
+
+// Every input by its name; those not named are whole.
+void describe(LabelProblem& p, const std::vector<std::pair<const char*, Labels>>& named) {
+  for (const TensorInfo& t : p.call.tensors()) {
+    Labels labels = whole(t);
+    for (const auto& [name, given] : named) {
+      if (p.call.find(name) == &t && static_cast<int>(given.size()) == t.spec.dims()) labels = given;
+    }
+    p.inputs.push_back(std::move(labels));
+  }
+}
+
+std::set<int> some(int n) {
+  std::set<int> all;
+  for (int i = 0; i < n; ++i) all.insert(i);
+  return all;
+}
+
+Plan layer_norm(const OpCall& call) {
+  const TensorInfo& x = call.tensor(0);
+  const int n = x.spec.dims(), free = n - static_cast<int>(call.integers("normalized_shape").size());
+  LabelProblem p(call);
+  describe(p, {{"input", leading(n, free)}});
+  p.outputs.assign(3, leading(n, free));
+  Shape statistics = x.spec.shape();
+  std::fill(statistics.begin() + free, statistics.end(), 1);
+  p.output_shapes = {x.spec.shape(), statistics, statistics};
+  return solve(p);
+}
+
+Plan layer_norm_backward(const OpCall& call) {
+  const TensorInfo& x = *call.find("input");
+  const int n = x.spec.dims(), free = n - static_cast<int>(call.integers("normalized_shape").size());
+  const Labels rows = leading(n, free);
+  LabelProblem p(call);
+  describe(p, {{"grad_out", rows}, {"input", rows}, {"mean", rows}, {"rstd", rows}});
+  const Shape shape = call.integers("normalized_shape");
+  p.outputs = {rows, Labels(n - free, kWhole), Labels(n - free, kWhole)};
+  p.output_shapes = {x.spec.shape(), shape, shape};
+  p.contract = some(free);
+  return solve(p);
+}
+
+// Samples are free; channels, groups and what is inside are whole. The counts among the arguments are the local ones.
+Plan group_norm(const OpCall& call) {
+  const TensorInfo& x = call.tensor(0);
+  const int n = x.spec.dims();
+  LabelProblem p(call);
+  describe(p, {{"input", leading(n, 1)}});
+  p.outputs = {leading(n, 1), leading(2, 1), leading(2, 1)};
+  const Shape statistics{x.spec.shape()[0], call.integer("group")};
+  p.output_shapes = {x.spec.shape(), statistics, statistics};
+  Plan plan = solve(p);
+  plan.arguments = {{call.argument("N"), plan.inputs[0]->local_shape()[0]}};
+  return plan;
+}
+
+Plan group_norm_backward(const OpCall& call) {
+  const TensorInfo& x = *call.find("input");
+  const int n = x.spec.dims();
+  LabelProblem p(call);
+  describe(p, {{"grad_out", leading(n, 1)}, {"input", leading(n, 1)}, {"mean", leading(2, 1)}, {"rstd", leading(2, 1)}});
+  const Shape channels{call.integer("C")};
+  p.outputs = {leading(n, 1), {kWhole}, {kWhole}};
+  p.output_shapes = {x.spec.shape(), channels, channels};
+  p.contract = {0};
+  Plan plan = solve(p);
+  plan.arguments = {{call.argument("N"), plan.inputs[0]->local_shape()[0]}};
+  return plan;
+}
+
+Plan embedding(const OpCall& call) {
+  const TensorInfo& indices = *call.find("indices");
+  const int n = indices.spec.dims();
+  LabelProblem p(call);
+  describe(p, {{"weight", {kWhole, n}}, {"indices", all_labels(n)}});
+  p.outputs = {all_labels(n + 1)};
+  Shape shape = indices.spec.shape();
+  shape.push_back(call.find("weight")->spec.shape()[1]);
+  p.output_shapes = {shape};
+  return solve(p);
+}
+
+Plan embedding_backward(const OpCall& call) {
+  const TensorInfo& indices = *call.find("indices");
+  const TensorInfo& g = *call.find("grad_output");
+  const int n = indices.spec.dims();
+  LabelProblem p(call);
+  describe(p, {{"grad_output", all_labels(n + 1)}, {"indices", all_labels(n)}});
+  p.outputs = {{kWhole, n}};
+  p.output_shapes = {{call.integer("num_weights"), g.spec.shape()[n]}};
+  p.contract = some(n);
+  if (call.argument("scale_grad_by_freq") >= 0 && call.boolean("scale_grad_by_freq")) p.contract.clear();  // the frequency is that of the whole batch
+  return solve(p);
+}
+
+// ---- convolution: samples, and channels where there are no groups ----
+
+enum : int { kSample, kIn, kOut };
+
+struct ConvolutionLabels {
+  Labels input, weight, output;
+  explicit ConvolutionLabels(const OpCall& call, int n) {
+    const bool plain = call.integer("groups") == 1;
+    input = output = weight = Labels(n, kWhole);
+    input[0] = output[0] = kSample;
+    if (!plain) return;
+    input[1] = kIn;
+    output[1] = kOut;
+    weight[call.boolean("transposed") ? 1 : 0] = kOut;
+    weight[call.boolean("transposed") ? 0 : 1] = kIn;
+  }
+};
+
+std::int64_t at_or_last(const Shape& values, std::size_t i) { return values.size() == 1 ? values[0] : values[i]; }
+
+Plan convolution(const OpCall& call) {
+  const TensorInfo& x = *call.find("input");
+  const TensorInfo& w = *call.find("weight");
+  const int n = w.spec.dims();
+  if (x.spec.dims() != n) throw ShardingError(concat("convolution of an input without samples, ", x.spec, ", has no rule: unsqueeze it"));
+  const ConvolutionLabels labels(call, n);
+  LabelProblem p(call);
+  describe(p, {{"input", labels.input}, {"weight", labels.weight}, {"bias", {labels.output[1]}}});
+  p.outputs = {labels.output};
+  p.contract = {kIn};
+  if (const TensorInfo* bias = call.find("bias")) p.additive = {call.index_of(*bias)};
+  const Shape stride = call.integers("stride"), padding = call.integers("padding"), dilation = call.integers("dilation"), extra = call.integers("output_padding");
+  const bool transposed = call.boolean("transposed");
+  Shape out{x.spec.shape()[0], transposed ? w.spec.shape()[1] * call.integer("groups") : w.spec.shape()[0]};
+  for (std::size_t i = 0; i + 2 < static_cast<std::size_t>(n); ++i) {
+    const std::int64_t k = w.spec.shape()[i + 2], s = at_or_last(stride, i), pad = at_or_last(padding, i), d = at_or_last(dilation, i), size = x.spec.shape()[i + 2];
+    out.push_back(transposed ? (size - 1) * s - 2 * pad + d * (k - 1) + at_or_last(extra, i) + 1 : (size + 2 * pad - d * (k - 1) - 1) / s + 1);
+  }
+  p.output_shapes = {out};
+  Plan plan = solve(p);
+  plan.outputs[0].strides = strides_in_order(out, x.strides);
+  return plan;
+}
+
+Plan convolution_backward(const OpCall& call) {
+  const TensorInfo& x = *call.find("input");
+  const TensorInfo& w = *call.find("weight");
+  const ConvolutionLabels labels(call, w.spec.dims());
+  LabelProblem p(call);
+  describe(p, {{"grad_output", labels.output}, {"input", labels.input}, {"weight", labels.weight}});
+  p.outputs = {labels.input, labels.weight, {labels.output[1]}};
+  p.output_shapes = {x.spec.shape(), w.spec.shape(), {call.find("grad_output")->spec.shape()[1]}};
+  // grad_input sums over output channels, grad_weight over samples, grad_bias over both and would count input channels twice.
+  p.contract = {kSample, kOut};
+  Plan plan = solve(p);
+  plan.outputs[0].strides = x.strides;
+  plan.outputs[1].strides = w.strides;
+  const std::int64_t local_out = plan.inputs[call.index_of(*call.find("grad_output"))]->local_shape()[1];
+  if (call.has("bias_sizes")) plan.arguments = {{call.argument("bias_sizes"), c10::IValue(c10::List<std::int64_t>({local_out}))}};
+  return plan;
+}
+
+// ---- pooling and resampling: the last `inner` dims are whole ----
+
+template <int inner>
+Plan pooling(const OpCall& call) {
+  LabelProblem p(call);
+  const int n = call.tensor(0).spec.dims();
+  const Labels labels = leading(n, n - inner);
+  for (const TensorInfo& t : call.tensors()) p.inputs.push_back(t.spec.dims() == n ? labels : whole(t));
+  p.outputs.assign(call.schema().returns().size(), labels);
+  return solve(p);
+}
+
+// ---- losses ----
+
+// Elementwise losses with a reduction: a mean is a sum over the global count.
+Plan divided(Plan plan, const OpCall& call, double count) {
+  plan.arguments = {{call.argument("reduction"), static_cast<std::int64_t>(at::Reduction::Sum)}};
+  plan.local = [count](const c10::OperatorHandle& op, torch::jit::Stack arguments) {
+    op.callBoxed(arguments);
+    arguments[0] = arguments[0].toTensor().div(count);
+    return arguments;
+  };
+  return plan;
+}
+
+Plan loss(const OpCall& call) {
+  LabelProblem p(call);
+  const Shape& shape = call.tensor(0).spec.shape();
+  const int n = static_cast<int>(shape.size());
+  const std::int64_t reduction = call.integer("reduction");
+  for (const TensorInfo& t : call.tensors()) {
+    if (t.spec.shape() != shape) throw ShardingError(concat(call.name(), " of sharded tensors of different shapes has no rule: expand the target first"));
+    p.inputs.push_back(all_labels(n));
+  }
+  p.outputs = {reduction == at::Reduction::None ? all_labels(n) : Labels{}};
+  p.output_shapes = {reduction == at::Reduction::None ? shape : Shape{}};
+  p.contract = some(n);
+  Plan plan = solve(p);
+  return reduction == at::Reduction::Mean ? divided(std::move(plan), call, static_cast<double>(call.tensor(0).spec.numel())) : plan;
+}
+
+Plan loss_backward(const OpCall& call) {
+  LabelProblem p(call);
+  const TensorInfo& x = *call.find("self");
+  const int n = x.spec.dims();
+  const std::int64_t reduction = call.integer("reduction");
+  for (const TensorInfo& t : call.tensors()) {
+    p.inputs.push_back(t.spec.shape() == x.spec.shape() ? all_labels(n) : whole(t));
+  }
+  p.outputs = {all_labels(n)};
+  p.output_shapes = {x.spec.shape()};
+  Plan plan = solve(p);
+  plan.outputs[0].strides = x.strides;
+  return reduction == at::Reduction::Mean ? divided(std::move(plan), call, static_cast<double>(x.spec.numel())) : plan;
+}
+
+// Classes are dim 1 of `self` (dim 0 without samples) and whole; a mean is divided by the total weight of all ranks.
+Plan nll_loss(const OpCall& call) {
+  const TensorInfo& x = call.tensor(0);
+  const int n = x.spec.dims();
+  const std::int64_t reduction = call.integer("reduction");
+  LabelProblem p(call);
+  Labels scores = all_labels(n), targets;
+  if (n > 1) {
+    scores[1] = kWhole;
+    for (int d = 0; d < n; ++d) {
+      if (d != 1) targets.push_back(d);
+    }
+  } else {
+    scores[0] = kWhole;
+  }
+  describe(p, {{"self", scores}, {"target", targets}});
+  const bool each = reduction == at::Reduction::None && n > 1;
+  p.outputs = {each ? targets : Labels{}, {}};
+  Shape shape;
+  for (const int d : targets) shape.push_back(x.spec.shape()[d]);
+  p.output_shapes = {each ? shape : Shape{}, {}};
+  p.contract = some(n);
+  Plan plan = solve(p);
+  if (reduction != at::Reduction::Mean) return plan;
+  std::vector<int> axes;
+  auto placements = plan.outputs[1].spec.placements();
+  for (std::size_t a = 0; a < placements.size(); ++a) {
+    if (!placements[a].is_partial()) continue;
+    axes.push_back(static_cast<int>(a));
+    placements[a] = Replicate();
+  }
+  if (axes.empty()) return plan;
+  plan.outputs[1].spec = plan.outputs[1].spec.with_placements(placements);
+  plan.arguments = {{call.argument("reduction"), static_cast<std::int64_t>(at::Reduction::Sum)}};
+  plan.local = [axes, context = context_of(x.spec)](const c10::OperatorHandle& op, torch::jit::Stack arguments) {
+    op.callBoxed(arguments);
+    const at::Tensor weight = arguments[1].toTensor().clone();
+    for (const int axis : axes) context->group(axis).all_reduce(weight, ReduceOp::sum, {.name = "nll_loss"});
+    arguments[0] = arguments[0].toTensor().div(weight);
+    arguments[1] = weight;
+    return arguments;
+  };
+  return plan;
+}
+
+Plan nll_loss_backward(const OpCall& call) {
+  const TensorInfo& x = *call.find("self");
+  const int n = x.spec.dims();
+  LabelProblem p(call);
+  Labels scores = all_labels(n), targets;
+  scores[n > 1 ? 1 : 0] = kWhole;
+  for (int d = 0; d < n && n > 1; ++d) {
+    if (d != 1) targets.push_back(d);
+  }
+  describe(p, {{"self", scores}, {"target", targets}, {"grad_output", call.integer("reduction") == at::Reduction::None ? targets : Labels{}}});
+  p.outputs = {scores};
+  p.output_shapes = {x.spec.shape()};
+  return solve(p);
+}
+
+// ---- attention: samples and heads are free ----
+
+enum : int { kBatch, kHead };
+
+Plan attention(const OpCall& call) {
+  const TensorInfo& q = *call.find("query");
+  if (q.spec.dims() != 4) throw ShardingError(concat(call.name(), " of ", q.spec, " has no rule"));
+  const Labels heads{kBatch, kHead, kWhole, kWhole};
+  LabelProblem p(call);
+  const auto& k = *call.find("key");
+  // Groups of queries that share a head of keys may not be torn apart: then only samples are free.
+  const Labels one = k.spec.shape()[1] == q.spec.shape()[1] ? heads : Labels{kBatch, kWhole, kWhole, kWhole};
+  describe(p, {{"query", one}, {"key", one}, {"value", one}, {"grad_out", one}, {"out", one}, {"logsumexp", {one[0], one[1], kWhole}}});
+  if (const TensorInfo* mask = call.find("attn_mask"); mask && mask->spec.dims() == 4) {
+    Labels& labels = p.inputs[call.index_of(*mask)];
+    if (mask->spec.shape()[0] == q.spec.shape()[0] && q.spec.shape()[0] > 1) labels[0] = kBatch;
+    if (mask->spec.shape()[1] == q.spec.shape()[1] && q.spec.shape()[1] > 1) labels[1] = one[1];
+  }
+  const auto& v = *call.find("value");
+  Shape out = q.spec.shape();
+  out[3] = v.spec.shape()[3];
+  if (call.find("grad_out")) {
+    p.outputs = {one, one, one};
+    p.output_shapes = {q.spec.shape(), k.spec.shape(), v.spec.shape()};
+  } else {
+    p.outputs = {one, {one[0], one[1], kWhole}};
+    p.output_shapes = {out, {out[0], out[1], out[2]}};
+  }
+  return solve(p);
+}
+
+// Which kernel computes attention is decided alike on all ranks, from global shapes alone: 1 is flash, 0 the composite of products and softmax.
+Plan attention_choice(const OpCall& call) {
+  const TensorInfo& q = *call.find("query");
+  const auto last_is_dense = [&](const char* name) { return call.find(name)->strides.back() == 1; };
+  const auto& k = *call.find("key");
+  const bool flash = q.spec.dims() == 4 && call.number("dropout_p") == 0 && last_is_dense("query") && last_is_dense("key") && last_is_dense("value") && !call.has("attn_mask") &&
+                     q.spec.shape()[1] == k.spec.shape()[1] && q.spec.shape()[3] == call.find("value")->spec.shape()[3] && q.spec.numel() > 0 && k.spec.numel() > 0 &&
+                     at::isFloatingType(q.dtype);
+  Plan plan;
+  plan.local = [flash](const c10::OperatorHandle&, torch::jit::Stack) { return torch::jit::Stack{static_cast<std::int64_t>(flash ? 1 : 0)}; };
+  return plan;
+}
+
+const bool registered = [] {
+  register_rule("aten::native_layer_norm", layer_norm);
+  register_rule("aten::native_layer_norm_backward", layer_norm_backward);
+  register_rule("aten::native_group_norm", group_norm);
+  register_rule("aten::native_group_norm_backward", group_norm_backward);
+  register_rule("aten::embedding", embedding);
+  register_rule("aten::embedding_dense_backward", embedding_backward);
+  register_rule("aten::convolution", convolution);
+  register_rule("aten::convolution_backward", convolution_backward);
+  for (const char* op : {"aten::max_pool2d_with_indices", "aten::max_pool2d_with_indices_backward", "aten::avg_pool2d", "aten::avg_pool2d_backward", "aten::_adaptive_avg_pool2d",
+                         "aten::_adaptive_avg_pool2d_backward", "aten::adaptive_max_pool2d", "aten::adaptive_max_pool2d_backward", "aten::reflection_pad2d", "aten::reflection_pad2d_backward",
+                         "aten::replication_pad2d", "aten::replication_pad2d_backward"}) {
+    register_rule(op, pooling<2>);
+  }
+  for (const char* op : {"aten::max_pool3d_with_indices", "aten::max_pool3d_with_indices_backward", "aten::avg_pool3d", "aten::avg_pool3d_backward", "aten::_adaptive_avg_pool3d",
+                         "aten::_adaptive_avg_pool3d_backward"}) {
+    register_rule(op, pooling<3>);
+  }
+  for (const char* op : {"aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::binary_cross_entropy", "aten::soft_margin_loss"}) {
+    register_rule(op, loss);
+    register_rule(std::string(op) + "_backward", loss_backward);
+  }
+  for (const char* op : {"aten::nll_loss_forward", "aten::nll_loss2d_forward"}) register_rule(op, nll_loss);
+  for (const char* op : {"aten::nll_loss_backward", "aten::nll_loss2d_backward"}) register_rule(op, nll_loss_backward);
+  for (const char* op : {"aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention_for_cpu_backward"}) register_rule(op, attention);
+  register_rule("aten::_fused_sdp_choice", attention_choice);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail

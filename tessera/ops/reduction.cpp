@@ -1,0 +1,242 @@
+// Reductions: over a sharded dim each rank reduces its part and the result is partial; means are divided by the global count, so that uneven parts give what
+// one process gives. Scans, sorts and the like work along a dim that must be whole.
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/sum.h>
+
+#include <cmath>
+#include <limits>
+
+#include "tessera/base/text.h"
+#include "tessera/ops/labels.h"
+#include "tessera/tensor/detail/mesh_context.h"
+#include "tessera/tensor/errors.h"
+#include "tessera/tensor/rule.h"
+
+namespace tessera::detail {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+std::set<int> reduced_dims(const OpCall& call) {
+  const int n = call.tensor(0).spec.dims();
+  std::set<int> dims;
+  if (call.argument("dim") >= 0 && call.has("dim")) {
+    for (const auto d : call.integers("dim")) dims.insert(static_cast<int>(normal_dim(d, n)));
+  }
+  if (dims.empty()) {
+    for (int d = 0; d < n; ++d) dims.insert(d);
+  }
+  if (n == 0) dims.clear();
+  return dims;
+}
+
+bool keeps(const OpCall& call) { return call.argument("keepdim") >= 0 && call.boolean("keepdim"); }
+
+Labels remaining(int n, const std::set<int>& dims, bool keep) {
+  Labels out;
+  for (int d = 0; d < n; ++d) {
+    if (!dims.contains(d)) {
+      out.push_back(d);
+    } else if (keep) {
+      out.push_back(kWhole);
+    }
+  }
+  return out;
+}
+
+LabelProblem reduction(const OpCall& call, ReduceOp::Kind op) {
+  const int n = call.tensor(0).spec.dims();
+  const auto dims = reduced_dims(call);
+  LabelProblem p(call);
+  p.inputs = {all_labels(n)};
+  p.outputs = {remaining(n, dims, keeps(call))};
+  p.contract = dims;
+  p.reduce = op;
+  return p;
+}
+
+Plan sum(const OpCall& call) {
+  LabelProblem p = reduction(call, ReduceOp::Kind::sum);
+  p.linear = LabelProblem::Linear::one;
+  p.linear_in = {0};
+  return solve(p);
+}
+
+Plan mean(const OpCall& call) {
+  LabelProblem p = reduction(call, ReduceOp::Kind::sum);
+  p.linear = LabelProblem::Linear::one;
+  p.linear_in = {0};
+  Plan plan = solve(p);
+  double count = 1;
+  for (const int d : p.contract) count *= static_cast<double>(call.tensor(0).spec.shape()[d]);
+  const Shape dims(p.contract.begin(), p.contract.end());
+  plan.local = [count, dims, keep = keeps(call), dtype = (*call.outputs())[0].dtype, scalar = call.tensor(0).spec.dims() == 0](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+    const at::Tensor& x = arguments[0].toTensor();
+    return torch::jit::Stack{(scalar ? x.to(dtype) : at::sum(x, dims, keep, dtype)).div(count)};
+  };
+  return plan;
+}
+
+at::Scalar lowest(at::ScalarType t) {
+  if (at::isFloatingType(t)) return -std::numeric_limits<double>::infinity();
+  if (t == at::kBool) return false;
+  return t == at::kByte ? at::Scalar(0) : t == at::kChar ? at::Scalar(-128) : t == at::kShort ? at::Scalar(-32768) : t == at::kInt ? at::Scalar(std::numeric_limits<int>::min()) : at::Scalar(std::numeric_limits<std::int64_t>::min());
+}
+at::Scalar highest(at::ScalarType t) {
+  if (at::isFloatingType(t)) return std::numeric_limits<double>::infinity();
+  if (t == at::kBool) return true;
+  return t == at::kByte ? at::Scalar(255) : t == at::kChar ? at::Scalar(127) : t == at::kShort ? at::Scalar(32767) : t == at::kInt ? at::Scalar(std::numeric_limits<int>::max()) : at::Scalar(std::numeric_limits<std::int64_t>::max());
+}
+
+// An empty part has no maximum: it contributes the value that every other one beats.
+Plan extremum(const OpCall& call, bool max) {
+  LabelProblem p = reduction(call, max ? ReduceOp::Kind::max : ReduceOp::Kind::min);
+  Plan plan = solve(p);
+  for (const int d : p.contract) {
+    if (call.tensor(0).spec.shape()[d] == 0) throw InvalidArgument(concat(call.name(), ": dim ", d, " of ", list(call.tensor(0).spec.shape()), " has no elements"));
+  }
+  if (plan.inputs[0]->local_numel() == 0) {
+    plan.local = [shape = plan.outputs[0].spec.local_shape(), max](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+      const at::Tensor& x = arguments[0].toTensor();
+      return torch::jit::Stack{at::full(shape, max ? lowest(x.scalar_type()) : highest(x.scalar_type()), x.options())};
+    };
+  }
+  return plan;
+}
+
+Plan product(const OpCall& call) { return solve(reduction(call, ReduceOp::Kind::product)); }
+Plan any(const OpCall& call) { return solve(reduction(call, ReduceOp::Kind::max)); }
+Plan all(const OpCall& call) { return solve(reduction(call, ReduceOp::Kind::min)); }
+
+// The p-norm of the ranks' p-norms.
+Plan norm(const OpCall& call) {
+  LabelProblem p = reduction(call, ReduceOp::Kind::sum);
+  const double order = call.number("ord");
+  const ShardSpec in = without_partial(call.tensor(0).spec);
+  Plan plan = solve(p);
+  if (order == 0) return plan;  // counts add up
+  const bool infinite = std::isinf(order);
+  std::vector<int> axes;
+  ShardSpec out = plan.outputs[0].spec;
+  auto placements = out.placements();
+  for (std::size_t a = 0; a < placements.size(); ++a) {
+    if (!placements[a].is_partial()) continue;
+    axes.push_back(static_cast<int>(a));
+    placements[a] = Replicate();
+  }
+  if (axes.empty()) return plan;
+  plan.outputs[0].spec = out.with_placements(placements);
+  plan.local = [order, infinite, axes, context = context_of(in), local_shape = plan.outputs[0].spec.local_shape(), empty = plan.inputs[0]->local_numel() == 0](
+                   const c10::OperatorHandle& op, torch::jit::Stack arguments) {
+    at::Tensor part;
+    if (empty && infinite) {
+      const at::Tensor& x = arguments[0].toTensor();
+      part = at::full(local_shape, order > 0 ? 0.0 : std::numeric_limits<double>::infinity(), x.options());
+    } else {
+      op.callBoxed(arguments);
+      part = arguments[0].toTensor();
+    }
+    part = infinite ? part.clone() : part.pow(order);
+    for (const int axis : axes) context->group(axis).all_reduce(part, infinite ? (order > 0 ? ReduceOp::max : ReduceOp::min) : ReduceOp::sum, {.name = "norm"});
+    return torch::jit::Stack{infinite ? part : part.pow(1.0 / order)};
+  };
+  return plan;
+}
+
+// Results with and without the reduced dim, all of one shape, and the dim whole: max.dim, argmax, median...
+Plan along_reduced(const OpCall& call) {
+  const int n = call.tensor(0).spec.dims();
+  const auto dims = reduced_dims(call);
+  LabelProblem p(call);
+  Labels in = all_labels(n);
+  for (const int d : dims) in[d] = kWhole;
+  p.inputs = {in};
+  p.outputs.assign(call.schema().returns().size(), remaining(n, dims, keeps(call)));
+  return solve(p);
+}
+
+// Same number of dims in and out, `dim` whole, the others free: softmax, cumsum, sort, topk, flip...
+Plan along(const OpCall& call) {
+  const int n = call.tensor(0).spec.dims();
+  std::set<int> whole;
+  for (const char* name : {"dim", "dims"}) {
+    if (call.argument(name) < 0 || !call.has(name)) continue;
+    for (const auto d : call.integers(name)) whole.insert(static_cast<int>(normal_dim(d, n)));
+  }
+  if (whole.empty()) {
+    for (int d = 0; d < n; ++d) whole.insert(d);
+  }
+  LabelProblem p(call);
+  Labels labels = all_labels(n);
+  for (const int d : whole) {
+    if (d < n) labels[d] = kWhole;
+  }
+  for (const TensorInfo& t : call.tensors()) {
+    Labels own = t.spec.dims() == n ? labels : Labels(t.spec.dims(), kWhole);
+    for (int d = 0; d < t.spec.dims() && t.spec.dims() == n; ++d) {
+      if (t.spec.shape()[d] == call.tensor(0).spec.shape()[d]) continue;
+      own[d] = labels[d] = kWhole;  // gather with a smaller index
+    }
+    p.inputs.push_back(own);
+  }
+  for (Labels& own : p.inputs) {
+    for (std::size_t d = 0; d < own.size() && own.size() == labels.size(); ++d) {
+      if (labels[d] == kWhole) own[d] = kWhole;
+    }
+  }
+  p.outputs.assign(call.schema().returns().size(), labels);
+  return solve(p);
+}
+
+// Matrices in the last two dims are whole, batches free.
+Plan last_two_whole(const OpCall& call) {
+  const int n = call.tensor(0).spec.dims();
+  LabelProblem p(call);
+  Labels labels = all_labels(n);
+  for (int d = std::max(n - 2, 0); d < n; ++d) labels[d] = kWhole;
+  p.inputs.assign(call.tensors().size(), labels);
+  p.outputs = {labels};
+  return solve(p);
+}
+
+Plan pad(const OpCall& call) {
+  const int n = call.tensor(0).spec.dims();
+  const auto pads = call.integers("pad");
+  LabelProblem p(call);
+  Labels labels = all_labels(n);
+  for (std::size_t i = 0; i < pads.size(); ++i) {
+    if (pads[i] != 0) labels[n - 1 - static_cast<int>(i / 2)] = kWhole;
+  }
+  p.inputs = {labels};
+  p.outputs = {labels};
+  return solve(p);
+}
+
+const bool registered = [] {
+  for (const char* op : {"aten::sum", "aten::sum.dim_IntList"}) register_rule(op, sum);
+  for (const char* op : {"aten::mean", "aten::mean.dim"}) register_rule(op, mean);
+  for (const char* op : {"aten::amax", "aten::max"}) register_rule(op, [](const OpCall& c) { return extremum(c, true); });
+  for (const char* op : {"aten::amin", "aten::min"}) register_rule(op, [](const OpCall& c) { return extremum(c, false); });
+  for (const char* op : {"aten::prod", "aten::prod.dim_int"}) register_rule(op, product);
+  for (const char* op : {"aten::any", "aten::any.dim", "aten::any.dims"}) register_rule(op, any);
+  for (const char* op : {"aten::all", "aten::all.dim", "aten::all.dims"}) register_rule(op, all);
+  register_rule("aten::linalg_vector_norm", norm);
+  for (const char* op : {"aten::max.dim", "aten::min.dim", "aten::argmax", "aten::argmin", "aten::median.dim", "aten::nanmedian.dim", "aten::mode", "aten::kthvalue", "aten::logsumexp"}) {
+    register_rule(op, along_reduced);
+  }
+  for (const char* op : {"aten::_softmax", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data", "aten::cumsum", "aten::cumprod", "aten::logcumsumexp",
+                         "aten::sort", "aten::sort.stable", "aten::topk", "aten::flip", "aten::roll", "aten::gather", "aten::scatter.src", "aten::scatter.value", "aten::scatter_add",
+                         "aten::_safe_softmax", "aten::renorm"}) {
+    register_rule(op, along);
+  }
+  for (const char* op : {"aten::tril", "aten::triu"}) register_rule(op, last_two_whole);
+  register_rule("aten::constant_pad_nd", pad);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail

@@ -1,0 +1,329 @@
+#include "tessera/tensor/detail/execute.h"
+
+#include "tessera/base/text.h"
+#include "tessera/tensor/detail/layout.h"
+#include "tessera/tensor/detail/no_dispatch.h"
+#include "tessera/tensor/detail/plan_cache.h"
+#include "tessera/tensor/detail/promote.h"
+#include "tessera/tensor/detail/rank_state.h"
+#include "tessera/tensor/detail/redistribute.h"
+#include "tessera/tensor/errors.h"
+
+namespace tessera::detail {
+
+namespace {
+
+std::string describe_inputs(const OpCall& call) {
+  std::string text;
+  for (const TensorInfo& t : call.tensors()) {
+    text += concat(text.empty() ? "" : "; ", call.schema().arguments()[t.argument].name(), t.element >= 0 ? concat("[", t.element, "]") : "", " ", t.spec);
+  }
+  return text;
+}
+
+[[noreturn]] void throw_no_rule(const OpCall& call) {
+  throw NoRuleError(concat("no sharding rule for ", call.name(), " with inputs ", describe_inputs(call),
+                           ". Either redistribute the inputs to Replicate first (tessera::redistribute), or register a rule (tessera::register_rule)."));
+}
+
+// Below autograd, but on sharded tensors: what a kernel calls on them must not be recorded again.
+struct BelowAutograd {
+  c10::impl::ExcludeDispatchKeyGuard exclude{c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset};
+};
+
+void check_redistribution_policy(const OpInfo& info, const ReadyPlan& plan, MeshContext& context) {
+  RankState& state = *context.state;
+  const std::lock_guard lock(state.mutex);
+  if (state.policies.redistribution == Policy::allow) return;
+  double elements = 0;
+  std::string moves;
+  for (const auto& move : plan.moves) {
+    if (!moves_shards(move.from, move.to)) continue;
+    elements += elements_moved(move.from, move.to);
+    moves += concat(moves.empty() ? "" : "; ", info.op.schema().arguments()[move.argument].name(), " from ", move.from, " to ", move.to);
+  }
+  const std::string text = concat(info.name, " redistributes ", moves, ": about ", static_cast<std::int64_t>(elements), " elements to each rank");
+  if (state.policies.redistribution == Policy::error) {
+    throw ImplicitRedistributionError(text + ". Redistribute explicitly before the call, or set Policies::redistribution to allow.");
+  }
+  if (state.warned.insert(text).second) TORCH_WARN(text);
+}
+
+void add_layout(const c10::IValue& v, std::vector<LayoutPtr>& all) {
+  if (!v.isTensor() || !v.toTensor().defined()) return;
+  if (const auto* meta = meta_of(v.toTensor())) all.push_back(meta->layout);
+}
+
+ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const Scan& scan, bool& asked_for_numbers) {
+  ReadyPlan ready;
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    if (info.kinds[i] == OpInfo::Kind::tensor) add_layout(arguments[i], ready.inputs);
+    if ((info.kinds[i] == OpInfo::Kind::tensor_list || info.kinds[i] == OpInfo::Kind::optional_tensor_list) && arguments[i].isList()) {
+      for (const c10::IValue& v : arguments[i].toListRef()) add_layout(v, ready.inputs);
+    }
+  }
+  if (info.in_place_view && info.functional) {
+    ready.mode = ReadyPlan::Mode::by_functional;
+    return ready;
+  }
+  const auto rule = info.rule();
+  if (scan.replicated && !(rule && rule->options.for_replicated)) {
+    if (info.random && context_of(scan.first->spec())->mesh.layout().size() > 1) {
+      throw_no_rule(OpCall(info, arguments));  // each rank's own generator would give each rank other numbers
+    }
+    return ready;
+  }
+  if (info.out_variant && info.functional && !scan.replicated) {
+    ready.mode = ReadyPlan::Mode::by_functional;
+    return ready;
+  }
+  const OpCall call(info, arguments);
+  if (!rule) throw_no_rule(call);
+  Plan plan = rule->rule(call);
+  asked_for_numbers = call.asked_for_numbers();
+  ready.mode = ReadyPlan::Mode::ruled;
+  ready.arguments = std::move(plan.arguments);
+  ready.local = std::move(plan.local);
+  ready.view_copied = plan.view_copied;
+  if (plan.inputs.size() > call.tensors().size()) throw ShardingError(concat("the rule of ", info.name, " plans ", plan.inputs.size(), " inputs of ", call.tensors().size()));
+  for (std::size_t i = 0; i < plan.inputs.size(); ++i) {
+    const TensorInfo& t = call.tensor(i);
+    if (!plan.inputs[i] || *plan.inputs[i] == t.spec) continue;
+    if (t.written) {
+      throw ShardingError(concat(info.name, " would change the placement of what it writes to, from ", t.spec, " to ", *plan.inputs[i], ". Inputs: ", describe_inputs(call),
+                                 ". Redistribute it first."));
+    }
+    ready.moves.push_back({t.argument, t.element, t.spec, *plan.inputs[i]});
+    ready.moves_shards |= moves_shards(t.spec, *plan.inputs[i]);
+  }
+  if (call.in_place()) {
+    // A rule of the functional form says where the result lies; written in place it must lie where the target does.
+    if (!plan.outputs.empty() && plan.outputs[0].spec && !(plan.outputs[0].spec == call.tensor(0).spec)) {
+      throw ShardingError(concat(info.name, " would change the placement of what it writes to, from ", call.tensor(0).spec, " to ", plan.outputs[0].spec, ". Inputs: ",
+                                 describe_inputs(call), ". Redistribute it first."));
+    }
+    plan.outputs.clear();
+  }
+  const c10::Device device = scan.first->layout->device;
+  std::size_t k = 0;
+  for (Plan::Output& out : plan.outputs) {
+    ReadyPlan::Output o{nullptr, out.spec, std::move(out.strides)};
+    if (out.spec) {
+      const auto* inferred = call.outputs();
+      if (inferred && k < inferred->size() && (*inferred)[k].defined) {
+        const OutputInfo& is = (*inferred)[k];
+        if (is.shape != out.spec.shape()) {
+          throw ShardingError(concat("the rule of ", info.name, " says that the result has shape ", list(out.spec.shape()), ", the operator makes ", list(is.shape)));
+        }
+        o.layout = make_layout(out.spec, o.strides ? *o.strides : is.strides, is.offset, is.dtype, device);
+      }
+    }
+    ++k;
+    ready.outputs.push_back(std::move(o));
+  }
+  return ready;
+}
+
+// Results of the functional form become the values of the arguments that are written.
+void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
+  const std::size_t n = info.kinds.size(), first = stack->size() - n;
+  std::vector<at::Tensor> targets;
+  torch::jit::Stack inputs;
+  for (std::size_t i = 0; i < n; ++i) {
+    if (info.written[i]) targets.push_back((*stack)[first + i].toTensor());
+    if (!(info.out_variant && info.written[i])) inputs.push_back((*stack)[first + i]);
+  }
+  const BelowAutograd guard;
+  info.functional->callBoxed(&inputs);
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    const at::Tensor result = inputs[inputs.size() - targets.size() + i].toTensor();
+    const ShardMeta* made = meta_of(result);
+    if (info.out_variant && targets[i].sizes() == result.sizes()) {
+      targets[i].copy_(result);
+    } else if (info.out_variant && targets[i].scalar_type() != result.scalar_type()) {
+      throw ShardingError(concat(info.name, ": the result is ", toString(result.scalar_type()), ", out is ", toString(targets[i].scalar_type())));
+    } else {
+      install(targets[i], made->local, made->layout);
+    }
+  }
+  stack->resize(first);
+  for (const at::Tensor& t : targets) stack->emplace_back(t);
+}
+
+const at::Tensor* moved_local(const std::vector<std::pair<std::pair<int, int>, at::Tensor>>& moved, int argument, int element) {
+  for (const auto& [where, local] : moved) {
+    if (where.first == argument && where.second == element) return &local;
+  }
+  return nullptr;
+}
+
+void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, const Scan& scan) {
+  const std::size_t n = info.kinds.size(), first = stack->size() - n;
+  c10::IValue* arguments = stack->data() + first;
+  MeshContext& context = *context_of(scan.first->spec());
+  const auto keep_alive = scan.first->layout;  // the arguments leave the stack
+  if (plan.moves_shards) check_redistribution_policy(info, plan, context);
+
+  std::vector<std::pair<std::pair<int, int>, at::Tensor>> moved;
+  for (const auto& move : plan.moves) {
+    const c10::IValue& v = arguments[move.argument];
+    const at::Tensor t = move.element < 0 ? v.toTensor() : v.toListRef()[move.element].toTensor();
+    moved.push_back({{move.argument, move.element}, redistribute_local(meta_of(t)->local, move.from, move.to)});
+  }
+
+  // Targets that may change shape get a fresh alias: the local of the old meta is shared by whoever copied the tensor.
+  const bool alias_targets = info.out_variant || info.resizes;
+  c10::SmallVector<c10::IValue, 2> targets(info.writes ? n : 0);
+  const auto local_of = [&](const at::Tensor& t, int argument, int element) -> at::Tensor {
+    const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;
+    if (!meta) return t;
+    if (info.written[argument]) {
+      if (meta->copy_of_view) {
+        throw ShardingError(concat(info.name, " writes to a view that had to be copied (", meta->spec(), "): the write would be lost. Write to the base, or redistribute it before taking the view."));
+      }
+      if (alias_targets) return meta->local.detach();
+    }
+    if (const at::Tensor* m = moved_local(moved, argument, element)) return *m;
+    return meta->local;
+  };
+  {
+    const LocalCallGuard guard;
+    for (std::size_t i = 0; i < n; ++i) {
+      c10::IValue& v = arguments[i];
+      if (info.writes && info.written[i]) targets[i] = v;
+      if (info.kinds[i] == OpInfo::Kind::tensor) {
+        if (v.isTensor()) {
+          at::Tensor local = local_of(v.toTensor(), static_cast<int>(i), -1);
+          v = std::move(local);
+        }
+      } else if (info.kinds[i] == OpInfo::Kind::tensor_list && v.isList()) {
+        c10::List<at::Tensor> list;
+        int j = 0;
+        for (const c10::IValue& t : v.toListRef()) list.push_back(local_of(t.toTensor(), static_cast<int>(i), j++));
+        v = std::move(list);
+      } else if (info.kinds[i] == OpInfo::Kind::optional_tensor_list && v.isList()) {
+        c10::List<std::optional<at::Tensor>> list;
+        int j = 0;
+        for (const c10::IValue& t : v.toListRef()) {
+          list.push_back(t.isTensor() ? std::optional<at::Tensor>(local_of(t.toTensor(), static_cast<int>(i), j)) : std::nullopt);
+          ++j;
+        }
+        v = std::move(list);
+      }
+    }
+    for (const auto& [i, value] : plan.arguments) arguments[i] = value;
+
+    if (plan.local) {
+      torch::jit::Stack given(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
+      stack->resize(first);
+      torch::jit::Stack made = plan.local(info.op, std::move(given));
+      stack->insert(stack->end(), std::make_move_iterator(made.begin()), std::make_move_iterator(made.end()));
+      if (stack->size() != first + info.returns.size()) {
+        throw ShardingError(concat("the local function of the rule of ", info.name, " returns ", stack->size() - first, " values, the operator ", info.returns.size()));
+      }
+    } else {
+      if (alias_targets) {
+        // Read back what the call made of the aliases.
+        std::vector<std::pair<at::Tensor, at::Tensor>> aliases;
+        for (std::size_t i = 0; i < n; ++i) {
+          if (info.written[i] && targets[i].isTensor() && targets[i].toTensor().defined()) aliases.emplace_back(targets[i].toTensor(), arguments[i].toTensor());
+        }
+        info.op.callBoxed(stack);
+        for (const auto& [target, alias] : aliases) {
+          if (meta_of(target)) install(target, alias, replicated_layout(context_of(keep_alive->spec), alias));
+        }
+      } else {
+        info.op.callBoxed(stack);
+      }
+    }
+  }
+
+  std::size_t k = 0;
+  const auto wrapped = [&](at::Tensor local, bool view) -> at::Tensor {
+    if (!local.defined()) {
+      ++k;
+      return local;
+    }
+    if (plan.mode == ReadyPlan::Mode::replicated) {
+      if (local.is_conj() || local.is_neg()) {
+        const LocalCallGuard guard;
+        local = local.resolve_conj().resolve_neg();
+      }
+      if (k >= plan.outputs.size()) plan.outputs.resize(k + 1);
+      LayoutPtr& known = plan.outputs[k++].layout;
+      if (!known || local.sizes() != at::IntArrayRef(known->sizes()) || local.strides() != at::IntArrayRef(known->strides) || local.storage_offset() != known->offset ||
+          local.scalar_type() != known->dtype || local.device() != known->device) {
+        known = replicated_layout(context_of(keep_alive->spec), local);
+      }
+      return wrap(std::move(local), known);
+    }
+    if (k >= plan.outputs.size()) throw ShardingError(concat("the rule of ", info.name, " plans ", plan.outputs.size(), " outputs, the operator makes more"));
+    ReadyPlan::Output& out = plan.outputs[k++];
+    if (!out.layout) {
+      if (!out.spec) throw ShardingError(concat("the rule of ", info.name, " gives no spec for result ", k - 1));
+      out.layout = make_layout(out.spec, out.strides ? *out.strides : contiguous_strides(out.spec.shape()), 0, local.scalar_type(), local.device());
+    }
+    if (view && !plan.view_copied) return wrap(std::move(local), out.layout);
+    at::Tensor t = wrap_fresh(std::move(local), out.layout);
+    if (plan.view_copied) meta_of(t)->copy_of_view = true;
+    return t;
+  };
+  for (std::size_t i = 0; i < info.returns.size(); ++i) {
+    c10::IValue& v = (*stack)[stack->size() - info.returns.size() + i];
+    const OpInfo::Return& r = info.returns[i];
+    if (r.argument >= 0) {
+      v = std::move(targets[r.argument]);
+    } else if (r.tensor) {
+      if (v.isTensor()) v = wrapped(std::move(v).toTensor(), r.view);
+    } else if (r.list) {
+      c10::List<at::Tensor> list;
+      for (const c10::IValue& t : v.toListRef()) list.push_back(wrapped(t.toTensor(), r.view));
+      v = std::move(list);
+    }
+  }
+}
+
+}  // namespace
+
+void run_sharded(const OpInfo& info, torch::jit::Stack* stack) {
+  const std::size_t n = info.kinds.size();
+  c10::IValue* arguments = stack->data() + (stack->size() - n);
+  PlanCache& cache = PlanCache::of_thread();
+  struct Depth {
+    int& depth;
+    explicit Depth(int& d) : depth(d) { ++depth; }
+    ~Depth() { --depth; }
+  } in(cache.depth);
+
+  bool numbers = cache.of(info).numbers;
+  Key key;
+  Scan scan = make_key(info, arguments, numbers, key);
+  if (!scan.first) throw ShardingError(concat(info.name, " reached the kernel of sharded tensors without one"));
+  if (scan.plain) {
+    promote_arguments(info, arguments, context_of(scan.first->spec()), false);
+    key.clear();
+    scan = make_key(info, arguments, numbers, key);
+  }
+  auto found = cache.of(info).plans.find(key);
+  if (found == cache.of(info).plans.end()) {
+    bool asked_for_numbers = false;
+    ReadyPlan plan = make_plan(info, at::ArrayRef<c10::IValue>(arguments, n), scan, asked_for_numbers);
+    if (asked_for_numbers && !numbers) {
+      cache.of(info).numbers = true;  // plans found so far do not depend on them
+      key.clear();
+      make_key(info, arguments, true, key);
+    }
+    cache.make_room();
+    found = cache.of(info).plans.insert_or_assign(key, std::move(plan)).first;
+    cache.added();
+  }
+  // Entries of the map stay where they are while others are added.
+  ReadyPlan& plan = found->second;
+  if (plan.mode == ReadyPlan::Mode::by_functional) {
+    run_by_functional(info, stack);
+  } else {
+    execute(info, plan, stack, scan);
+  }
+}
+
+}  // namespace tessera::detail

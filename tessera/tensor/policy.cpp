@@ -1,0 +1,27 @@
+#include "tessera/tensor/policy.h"
+
+#include "tessera/tensor/detail/mesh_context.h"
+#include "tessera/tensor/detail/rank_state.h"
+
+namespace tessera {
+
+void set_policies(const DistributedManager& manager, const Policies& policies) {
+  const auto state = detail::rank_state(manager);
+  const std::lock_guard lock(state->mutex);
+  state->policies = policies;
+}
+
+Policies policies(const DistributedManager& manager) {
+  const auto state = detail::rank_state(manager);
+  const std::lock_guard lock(state->mutex);
+  return state->policies;
+}
+
+void manual_seed(const DistributedManager& manager, std::uint64_t seed) {
+  const auto state = detail::rank_state(manager);
+  const std::lock_guard lock(state->mutex);
+  state->seed = seed;
+  state->stream = 0;
+}
+
+}  // namespace tessera

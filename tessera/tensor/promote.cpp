@@ -1,0 +1,125 @@
+#include "tessera/tensor/detail/promote.h"
+
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/custom_class.h>
+
+#include "tessera/base/text.h"
+#include "tessera/tensor/detail/layout.h"
+#include "tessera/tensor/detail/no_dispatch.h"
+#include "tessera/tensor/detail/rank_state.h"
+#include "tessera/tensor/detail/redistribute.h"
+#include "tessera/tensor/errors.h"
+
+namespace tessera::detail {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Backward runs wherever the engine likes, so that nodes carry their mesh.
+struct Carried : torch::CustomClassHolder {
+  explicit Carried(std::shared_ptr<MeshContext> c) : context(std::move(c)) {}
+  std::shared_ptr<MeshContext> context;
+};
+
+void carry(AutogradContext* ctx, const std::shared_ptr<MeshContext>& context) {
+  ctx->saved_data["mesh"] = c10::IValue::make_capsule(c10::make_intrusive<Carried>(context));
+}
+
+std::shared_ptr<MeshContext> carried(AutogradContext* ctx) {
+  return c10::static_intrusive_pointer_cast<Carried>(ctx->saved_data["mesh"].toCapsule())->context;
+}
+
+at::Tensor wrap_plain(const at::Tensor& plain, const std::shared_ptr<MeshContext>& context) {
+  if (plain.layout() != c10::kStrided || plain.is_quantized() || plain.is_nested()) {
+    throw ShardingError(concat("a ", plain.toString(), " tensor cannot become a replicated ShardTensor: sparse, quantized and nested tensors are not supported"));
+  }
+  const LocalCallGuard guard;
+  at::Tensor local = plain.detach();
+  if (local.is_conj() || local.is_neg()) local = local.resolve_conj().resolve_neg();
+  auto layout = replicated_layout(context, local);
+  return wrap(std::move(local), std::move(layout));
+}
+
+// Each is the other's derivative, so that second derivatives exist.
+struct Promote : torch::autograd::Function<Promote> {
+  static at::Tensor forward(AutogradContext*, const at::Tensor& plain, const std::shared_ptr<MeshContext>& context) { return wrap_plain(plain, context); }
+  static variable_list backward(AutogradContext*, const variable_list& gradients) {
+    return {gradients[0].defined() && meta_of(gradients[0]) ? demote(gradients[0]) : gradients[0], at::Tensor()};
+  }
+};
+
+struct Demote : torch::autograd::Function<Demote> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& sharded) {
+    const ShardMeta& meta = *meta_of(sharded);
+    carry(ctx, context_of(meta.spec()));
+    const ShardSpec whole = meta.spec().with_placements(std::vector<Placement>(meta.spec().placements().size()));
+    const LocalCallGuard guard;
+    const at::Tensor local = redistribute_local(meta.local, meta.spec(), whole);
+    return local.is_same(meta.local) ? local.detach() : local;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    const at::Tensor& g = gradients[0];
+    return {g.defined() && !meta_of(g) ? promote(g, carried(ctx)) : g};
+  }
+};
+
+// The caller's own tensor is converted, so that it gets the history of what is written to it.
+void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>& context, const OpInfo& info) {
+  const auto refuse = [&](const char* why) {
+    throw ShardingError(concat(info.name, " writes a sharded value into a plain tensor ", why,
+                               ". Make the target sharded (tessera::distribute_tensor, or distribute_module for parameters and buffers) or write to the local part."));
+  };
+  if (target.is_leaf() && target.requires_grad()) refuse("that is a leaf and requires grad");
+  if (target.is_view()) refuse("that is a view of another one");
+  if (target.storage().use_count() > 1) refuse("that shares its memory with another one");
+  const at::Tensor promoted = promote(target, context);
+  target.unsafeGetTensorImpl()->shallow_copy_from(promoted.getIntrusivePtr());
+  if (promoted.grad_fn()) torch::autograd::impl::set_gradient_edge(target, {promoted.grad_fn(), 0});
+}
+
+void apply_policy(const OpInfo& info, const std::shared_ptr<MeshContext>& context, const at::Tensor& plain) {
+  RankState& state = *context->state;
+  const std::lock_guard lock(state.mutex);
+  if (state.policies.promotion == Policy::allow) return;
+  const std::string text = concat(info.name, ": a plain tensor of shape ", plain.sizes(), " meets sharded ones; it is taken as replicated, that is, equal on all ranks of the mesh");
+  if (state.policies.promotion == Policy::error) throw ShardingError(text + ". Distribute it first, or set Policies::promotion to allow.");
+  if (state.warned.insert(text).second) TORCH_WARN(text);
+}
+
+}  // namespace
+
+bool is_plain(const at::TensorBase& t) { return t.defined() && !meta_of(t) && !t.unsafeGetTensorImpl()->is_wrapped_number(); }
+
+at::Tensor promote(const at::Tensor& plain, const std::shared_ptr<MeshContext>& context) { return Promote::apply(plain, context); }
+at::Tensor demote(const at::Tensor& sharded) { return Demote::apply(sharded); }
+
+void promote_arguments(const OpInfo& info, c10::IValue* arguments, const std::shared_ptr<MeshContext>& context, bool above) {
+  const auto promoted = [&](const at::Tensor& t, bool written) -> at::Tensor {
+    if (!is_plain(t)) return t;
+    apply_policy(info, context, t);
+    if (written) {
+      promote_target(t, context, info);
+      return t;
+    }
+    return above ? promote(t, context) : wrap_plain(t, context);
+  };
+  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
+    c10::IValue& v = arguments[i];
+    if (info.kinds[i] == OpInfo::Kind::tensor) {
+      if (v.isTensor() && is_plain(v.toTensor())) v = promoted(v.toTensor(), info.written[i]);
+    } else if (info.kinds[i] == OpInfo::Kind::tensor_list && v.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& t : v.toTensorVector()) list.push_back(promoted(t, info.written[i]));
+      v = list;
+    } else if (info.kinds[i] == OpInfo::Kind::optional_tensor_list && v.isList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const c10::IValue& t : v.toListRef()) list.push_back(t.isTensor() ? std::optional<at::Tensor>(promoted(t.toTensor(), false)) : std::nullopt);
+      v = list;
+    }
+  }
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,356 @@
+#include "tessera/tensor/shard_tensor.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
+#include <ATen/core/Formatting.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/custom_class.h>
+
+#include <iostream>
+
+#include "tessera/base/text.h"
+#include "tessera/tensor/detail/dispatch.h"
+#include "tessera/tensor/detail/layout.h"
+#include "tessera/tensor/detail/mesh_context.h"
+#include "tessera/tensor/detail/no_dispatch.h"
+#include "tessera/tensor/detail/promote.h"
+#include "tessera/tensor/detail/redistribute.h"
+
+namespace tessera {
+
+namespace {
+
+using detail::LocalCallGuard;
+using detail::ShardMeta;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+const ShardMeta& meta_or_throw(const at::Tensor& t) {
+  const ShardMeta* meta = t.defined() ? detail::meta_of(t) : nullptr;
+  if (!meta) throw InvalidArgument(t.defined() ? concat("a plain tensor of shape ", t.sizes(), " where a sharded one is needed: use tessera::distribute_tensor or from_local") : "an undefined tensor where a sharded one is needed");
+  return *meta;
+}
+
+// A node of the graph keeps what its backward needs: a spec that is looked up nowhere.
+struct CarriedSpec : torch::CustomClassHolder {
+  explicit CarriedSpec(ShardSpec s) : spec(std::move(s)) {}
+  ShardSpec spec;
+};
+void carry(AutogradContext* ctx, const ShardSpec& spec) { ctx->saved_data["spec"] = c10::IValue::make_capsule(c10::make_intrusive<CarriedSpec>(spec)); }
+ShardSpec carried(AutogradContext* ctx) { return c10::static_intrusive_pointer_cast<CarriedSpec>(ctx->saved_data["spec"].toCapsule())->spec; }
+
+// A gradient is never left partial on an axis on which the value was: summed once, it is the gradient of every rank's term.
+ShardSpec gradient_spec(const ShardSpec& spec) {
+  auto placements = spec.placements();
+  for (Placement& p : placements) {
+    if (p.is_partial()) p = Replicate();
+  }
+  return spec.with_placements(placements);
+}
+
+void share_version(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.is_inference() && !b.is_inference()) a.unsafeGetTensorImpl()->set_version_counter(b.unsafeGetTensorImpl()->version_counter());
+}
+
+at::Tensor sharded_gradient(const at::Tensor& g, const ShardSpec& like) {
+  return detail::meta_of(g) ? g : detail::promote(g, detail::context_of(like));
+}
+
+struct Redistribute : torch::autograd::Function<Redistribute> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, const ShardSpec& to) {
+    const ShardMeta& meta = meta_or_throw(t);
+    carry(ctx, gradient_spec(meta.spec()));
+    auto layout = detail::make_layout(to, t.strides(), meta.layout->offset, meta.layout->dtype, meta.layout->device);
+    at::Tensor local = detail::redistribute_local(meta.local, meta.spec(), to);
+    if (layout->dense) return detail::wrap_fresh(std::move(local), layout);
+    const LocalCallGuard guard;
+    return detail::wrap_fresh(local.contiguous(), detail::make_layout(to, meta.layout->dtype, meta.layout->device));
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
+    if (!g[0].defined()) return {at::Tensor(), at::Tensor()};
+    const ShardSpec spec = carried(ctx);
+    return {redistribute(sharded_gradient(g[0], spec), spec), at::Tensor()};
+  }
+};
+
+struct FromLocal : torch::autograd::Function<FromLocal> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& local, const ShardSpec& spec) {
+    carry(ctx, gradient_spec(spec));
+    const LocalCallGuard guard;
+    const bool shares = local.is_contiguous() && !local.is_conj() && !local.is_neg();
+    at::Tensor own = shares ? local.detach() : local.resolve_conj().resolve_neg().contiguous();
+    at::Tensor t = detail::wrap(own, detail::make_layout(spec, local.scalar_type(), local.device()));
+    if (shares) share_version(t, local);
+    return t;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
+    if (!g[0].defined()) return {at::Tensor(), at::Tensor()};
+    const ShardSpec spec = carried(ctx);
+    return {to_local(redistribute(sharded_gradient(g[0], spec), spec)), at::Tensor()};
+  }
+};
+
+struct ToLocal : torch::autograd::Function<ToLocal> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, const ShardSpec& gradient) {
+    const ShardMeta& meta = meta_or_throw(t);
+    carry(ctx, gradient);
+    const LocalCallGuard guard;
+    at::Tensor local = meta.local.detach();
+    share_version(local, t);  // a mutation of the local is one of the tensor: saved variables must see it
+    return local;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
+    if (!g[0].defined()) return {at::Tensor(), at::Tensor()};
+    return {detail::meta_of(g[0]) ? g[0] : from_local(g[0], carried(ctx)), at::Tensor()};
+  }
+};
+
+void check_dtype(const at::Tensor& t) {
+  if (t.layout() != c10::kStrided || t.is_quantized() || t.is_nested()) {
+    throw ShardingError(concat("a ", t.toString(), " tensor cannot be sharded: sparse, quantized and nested tensors are not supported"));
+  }
+}
+
+// Every rank's local shape, by row-major mesh position.
+std::vector<std::vector<std::int64_t>> gather_shapes(const at::Tensor& local, const DeviceMesh& mesh) {
+  std::string mine = concat(toString(local.scalar_type()), " ");
+  for (const auto n : local.sizes()) mine += concat(n, ",");
+  std::vector<std::vector<std::int64_t>> shapes;
+  std::string dtype;
+  for (const std::string& text : mesh.all().all_gather_bytes(mine, {.name = "from_local"})) {
+    const auto space = text.find(' ');
+    if (dtype.empty()) dtype = text.substr(0, space);
+    if (dtype != text.substr(0, space)) throw InvalidArgument(concat("from_local: the ranks' locals are of different dtypes: ", dtype, " and ", text.substr(0, space)));
+    std::vector<std::int64_t> shape;
+    for (std::size_t at = space + 1; at < text.size();) {
+      const auto comma = text.find(',', at);
+      shape.push_back(std::stoll(text.substr(at, comma - at)));
+      at = comma + 1;
+    }
+    shapes.push_back(std::move(shape));
+  }
+  return shapes;
+}
+
+ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh, const std::vector<Placement>& placements, const ShardSizes& given) {
+  const auto context = detail::MeshContext::of(mesh);
+  const auto shapes = gather_shapes(local, mesh);
+  const auto say = [&](const char* what, int dim) {
+    std::string all;
+    for (const auto& s : shapes) all += list(s) + " ";
+    return InvalidArgument(concat("from_local: ", what, dim < 0 ? "" : concat(" in dim ", dim), " under ", list(placements), "; local shapes by mesh position: ", all));
+  };
+  const std::size_t dims = shapes[0].size();
+  for (const auto& s : shapes) {
+    if (s.size() != dims) throw say("the ranks' locals have different numbers of dims", -1);
+  }
+  std::vector<std::int64_t> shape(dims);
+  ShardSizes sizes;
+  for (std::size_t d = 0; d < dims; ++d) {
+    std::vector<int> axes;
+    int parts = 1;
+    for (std::size_t a = 0; a < placements.size(); ++a) {
+      if (placements[a].is_shard() && (placements[a].dim == static_cast<int>(d) || placements[a].dim + static_cast<int>(dims) == static_cast<int>(d))) {
+        axes.push_back(static_cast<int>(a));
+        parts *= context->sizes[a];
+      }
+    }
+    Sizes of_part(parts, -1);
+    for (std::size_t position = 0; position < shapes.size(); ++position) {
+      int part = 0, rest = static_cast<int>(position);
+      std::vector<int> coordinate(context->sizes.size());
+      for (std::size_t a = context->sizes.size(); a-- > 0;) {
+        coordinate[a] = rest % context->sizes[a];
+        rest /= context->sizes[a];
+      }
+      for (const int a : axes) part = part * context->sizes[a] + coordinate[a];
+      if (of_part[part] >= 0 && of_part[part] != shapes[position][d]) throw say("ranks that should hold the same part disagree", static_cast<int>(d));
+      of_part[part] = shapes[position][d];
+    }
+    for (const auto n : of_part) shape[d] += n;
+    if (!axes.empty()) sizes[static_cast<int>(d)] = of_part;
+  }
+  for (const auto& [dim, list_of_sizes] : given) {
+    const int d = dim < 0 ? dim + static_cast<int>(dims) : dim;
+    if (!sizes.contains(d) || sizes[d] != list_of_sizes) throw say("the sizes given are not those of the locals", d);
+  }
+  return ShardSpec(mesh, shape, placements, sizes);
+}
+
+}  // namespace
+
+bool is_sharded(const at::Tensor& t) { return t.defined() && detail::meta_of(t); }
+ShardSpec spec(const at::Tensor& t) { return meta_or_throw(t).spec(); }
+const std::vector<Placement>& placements(const at::Tensor& t) { return meta_or_throw(t).spec().placements(); }
+
+at::Tensor from_local(const at::Tensor& local, const ShardSpec& spec) {
+  detail::ensure_registered();
+  check_dtype(local);
+  if (local.sizes() != at::IntArrayRef(spec.local_shape())) {
+    throw InvalidArgument(concat("from_local: the local has shape ", local.sizes(), ", the spec ", spec, " says ", list(spec.local_shape()), " for this rank"));
+  }
+  return FromLocal::apply(local, spec);
+}
+
+at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh, const std::vector<Placement>& placements, const ShardSizes& sizes) {
+  if (is_sharded(local)) throw InvalidArgument("from_local: the local is itself a ShardTensor");
+  // Sizes of every sharded dim given: nothing is left to learn from the other ranks.
+  bool known = true;
+  std::vector<std::int64_t> shape = local.sizes().vec();
+  for (const Placement& p : placements) {
+    if (!p.is_shard()) continue;
+    const int d = p.dim < 0 ? p.dim + static_cast<int>(local.dim()) : p.dim;
+    auto it = sizes.find(d);
+    if (it == sizes.end()) it = sizes.find(d - static_cast<int>(local.dim()));
+    known &= it != sizes.end() && d >= 0 && d < local.dim();
+    if (!known) break;
+    shape[d] = 0;
+    for (const auto n : it->second) shape[d] += n;
+  }
+  if (known && std::any_of(placements.begin(), placements.end(), [](const Placement& p) { return p.is_shard(); })) {
+    return from_local(local, ShardSpec(mesh, shape, placements, sizes));
+  }
+  return from_local(local, gathered_spec(local, mesh, placements, sizes));
+}
+
+at::Tensor from_blob(void* data, const ShardSpec& spec, const at::TensorOptions& options, std::function<void(void*)> deleter) {
+  return from_local(at::from_blob(data, spec.local_shape(), deleter ? std::move(deleter) : [](void*) {}, options), spec);
+}
+
+at::Tensor distribute_tensor(const at::Tensor& full, const ShardSpec& spec) {
+  detail::ensure_registered();
+  check_dtype(full);
+  if (full.sizes() != at::IntArrayRef(spec.shape())) throw InvalidArgument(concat("distribute_tensor: a tensor of shape ", full.sizes(), " for the spec ", spec));
+  return redistribute(detail::promote(full, detail::context_of(spec)), spec);
+}
+
+at::Tensor distribute_tensor(const at::Tensor& full, const DeviceMesh& mesh, const std::vector<Placement>& placements, const ShardSizes& sizes) {
+  return distribute_tensor(full, ShardSpec(mesh, full.sizes().vec(), placements, sizes));
+}
+
+at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh, const std::vector<Placement>& placements, const ShardSizes& sizes, int root) {
+  const Group all = mesh.all();
+  if (root < 0 || root >= all.size()) throw InvalidArgument(concat("scatter: root ", root, " of a mesh of ", all.size()));
+  std::string header;
+  if (all.rank() == root) {
+    check_dtype(full);
+    header = concat(static_cast<int>(full.scalar_type()), ",");
+    for (const auto n : full.sizes()) header += concat(n, ",");
+  }
+  header = all.broadcast_bytes(header, root, {.name = "scatter"});
+  std::vector<std::int64_t> numbers;
+  for (std::size_t at = 0; at < header.size();) {
+    const auto comma = header.find(',', at);
+    numbers.push_back(std::stoll(header.substr(at, comma - at)));
+    at = comma + 1;
+  }
+  const auto dtype = static_cast<at::ScalarType>(numbers[0]);
+  const std::vector<std::int64_t> shape(numbers.begin() + 1, numbers.end());
+  const ShardSpec target(mesh, shape, placements, sizes);
+  const auto part_of = [&](int position) {
+    at::Tensor part = full;
+    const Box box = target.sharding().box(position);
+    for (std::size_t d = 0; d < box.size(); ++d) part = part.narrow(static_cast<std::int64_t>(d), box[d].begin, box[d].size());
+    // On a partial axis the first rank holds the value.
+    for (int a = 0; a < target.mesh_dims(); ++a) {
+      const Placement p = placements[a];
+      const int c = target.sharding().coordinate(position, a);
+      if (p.is_partial(ReduceOp::Kind::sum) && c > 0) part = at::zeros_like(part);
+      if (p.is_partial(ReduceOp::Kind::product) && c > 0) part = at::ones_like(part);
+    }
+    return part.contiguous();
+  };
+  const LocalCallGuard guard;
+  at::Tensor mine;
+  std::vector<Message> messages;
+  if (all.rank() == root) {
+    mine = part_of(root).clone();
+    for (int r = 0; r < all.size(); ++r) {
+      if (r != root) messages.push_back({Message::Kind::send, part_of(r), r});
+    }
+  } else {
+    mine = at::empty(target.local_shape(), at::TensorOptions(dtype).device(mesh.manager().device()));
+    messages.push_back({Message::Kind::receive, mine, root});
+  }
+  all.exchange(messages, {.name = "scatter"});
+  return from_local(mine, target);
+}
+
+at::Tensor redistribute(const at::Tensor& t, const ShardSpec& to) {
+  const ShardMeta& meta = meta_or_throw(t);
+  if (meta.spec() == to) return t;
+  return Redistribute::apply(t, to);
+}
+
+at::Tensor redistribute(const at::Tensor& t, const std::vector<Placement>& placements, const ShardSizes& sizes) {
+  const ShardSpec from = spec(t);
+  ShardSizes all = sizes;
+  // Checks the placements, and gives negative dims their place.
+  const ShardSpec target(from.mesh(), from.shape(), placements, sizes);
+  for (int d = 0; d < from.dims(); ++d) {
+    if (!sizes.contains(d) && !sizes.contains(d - from.dims()) && target.is_sharded(d) && target.dim(d).axes == from.dim(d).axes) all[d] = from.dim(d).partition.sizes();
+  }
+  return redistribute(t, ShardSpec(from.mesh(), from.shape(), placements, all));
+}
+
+at::Tensor to_local(const at::Tensor& t, const std::optional<std::vector<Placement>>& gradient) {
+  const ShardSpec own = spec(t);
+  if (!gradient) return ToLocal::apply(t, gradient_spec(own));
+  const ShardSpec wanted = own.with_placements(ShardSpec(own.mesh(), own.shape(), *gradient).placements());
+  if (wanted.local_shape() != own.local_shape()) {
+    throw InvalidArgument(concat("to_local: a gradient placed as ", list(*gradient), " has another local shape than the tensor, ", own));
+  }
+  return ToLocal::apply(t, wanted);
+}
+
+at::Tensor full_tensor(const at::Tensor& t) {
+  meta_or_throw(t);
+  return detail::demote(t);
+}
+
+namespace {
+at::Tensor made(const ShardSpec& spec, const at::TensorOptions& options, const std::function<at::Tensor(const at::TensorOptions&)>& make) {
+  const auto device = options.has_device() ? options.device() : spec.mesh().manager().device();
+  return from_local(make(options.device(device).requires_grad(false)), spec).requires_grad_(options.requires_grad());
+}
+
+void refuse_partial(const ShardSpec& spec, const char* what) {
+  if (spec.has_partial()) throw InvalidArgument(concat(what, ": a new tensor cannot be partial: ", spec));
+}
+}  // namespace
+
+at::Tensor empty(const ShardSpec& spec, const at::TensorOptions& options) {
+  return made(spec, options, [&](const at::TensorOptions& o) { return at::empty(spec.local_shape(), o); });
+}
+at::Tensor full(const ShardSpec& spec, const at::Scalar& value, const at::TensorOptions& options) {
+  refuse_partial(spec, "full");
+  return made(spec, options, [&](const at::TensorOptions& o) { return at::full(spec.local_shape(), value, o); });
+}
+at::Tensor zeros(const ShardSpec& spec, const at::TensorOptions& options) {
+  return made(spec, options, [&](const at::TensorOptions& o) { return at::zeros(spec.local_shape(), o); });
+}
+at::Tensor ones(const ShardSpec& spec, const at::TensorOptions& options) {
+  refuse_partial(spec, "ones");
+  return made(spec, options, [&](const at::TensorOptions& o) { return at::ones(spec.local_shape(), o); });
+}
+at::Tensor arange(const ShardSpec& spec, const at::TensorOptions& options) {
+  refuse_partial(spec, "arange");
+  if (spec.dims() != 1) throw InvalidArgument(concat("arange: a spec of one dim is needed, not ", spec));
+  const std::int64_t begin = spec.local_offset()[0];
+  return made(spec, options.has_dtype() ? options : options.dtype(at::kLong), [&](const at::TensorOptions& o) { return at::arange(begin, begin + spec.local_shape()[0], o); });
+}
+
+std::string summary(const at::Tensor& t) {
+  const ShardMeta& meta = meta_or_throw(t);
+  return concat("ShardTensor ", toString(meta.layout->dtype), " ", meta.spec(), ", local ", list(meta.spec().local_shape()), " at ", list(meta.spec().local_offset()));
+}
+
+void print(const at::Tensor& t) {
+  const at::Tensor whole = full_tensor(t.detach());
+  if (spec(t).mesh().all().rank() == 0) std::cout << summary(t) << "\n" << whole << "\n";
+}
+
+}  // namespace tessera

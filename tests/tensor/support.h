@@ -1,0 +1,122 @@
+#pragma once
+// What the tests of sharded tensors share: specs drawn at random, and comparison with plain libtorch.
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/device_mesh.h"
+#include "tessera/comm/threads.h"
+#include "tessera/tensor/shard_tensor.h"
+
+namespace tessera::test {
+
+// Ranks are threads of one process: libtorch's default generator would be shared by all. Each thread has one of its own, seeded alike.
+inline at::Generator& generator() {
+  static thread_local at::Generator one = at::detail::createCPUGenerator();
+  return one;
+}
+inline void seed(std::uint64_t n) { generator().set_current_seed(n); }
+inline at::Tensor randn(at::IntArrayRef shape, at::ScalarType type = at::kFloat) { return at::randn(shape, generator(), type); }
+inline at::Tensor rand(at::IntArrayRef shape, at::ScalarType type = at::kFloat) { return at::rand(shape, generator(), type); }
+inline at::Tensor randint(std::int64_t high, at::IntArrayRef shape) { return at::randint(high, shape, generator(), at::kLong); }
+/// Parameters that are the same on every rank.
+inline void fill(torch::nn::Module& module, std::uint64_t with) {
+  const at::NoGradGuard no_grad;
+  seed(with);
+  for (const auto& p : module.parameters()) p.copy_(randn(p.sizes(), at::kDouble).mul_(0.4));
+}
+
+/// The whole value, wherever it lies.
+inline at::Tensor whole(const at::Tensor& t) { return is_sharded(t) ? full_tensor(t.detach()) : t.detach(); }
+
+/// Largest difference relative to the largest value of `expected`; infinite where shapes, dtypes or NaNs differ.
+inline double difference(const at::Tensor& got, const at::Tensor& expected) {
+  const at::Tensor a = whole(got), b = whole(expected);
+  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return std::numeric_limits<double>::infinity();
+  if (a.numel() == 0) return 0;
+  const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
+  if (!at::isnan(x).equal(at::isnan(y))) return std::numeric_limits<double>::infinity();
+  const at::Tensor both = at::where(at::isfinite(y), y, at::zeros_like(y));
+  const double scale = std::max(both.abs().max().item<double>(), 1e-30);
+  const at::Tensor d = at::where(x.eq(y).logical_or(at::isnan(y)), at::zeros_like(x), (x - y).abs());
+  return d.max().item<double>() / scale;
+}
+
+class Draw {
+ public:
+  explicit Draw(std::uint64_t seed) : engine_(seed) {}
+  int below(int n) { return static_cast<int>(engine_() % static_cast<std::uint64_t>(n)); }
+  int between(int low, int high) { return low + below(high - low + 1); }
+  bool chance(int percent) { return below(100) < percent; }
+  template <class T>
+  const T& of(const std::vector<T>& all) {
+    return all[below(static_cast<int>(all.size()))];
+  }
+
+  /// `parts` sizes that sum to `extent`, often uneven, often with zeros.
+  Sizes sizes(std::int64_t extent, int parts) {
+    Sizes all(parts, 0);
+    switch (below(3)) {
+      case 0:
+        for (std::int64_t i = 0; i < extent; ++i) ++all[i * parts / std::max<std::int64_t>(extent, 1)];
+        break;
+      case 1:
+        for (std::int64_t i = 0; i < extent; ++i) ++all[below(parts)];
+        break;
+      default: all[below(parts)] = extent;
+    }
+    return all;
+  }
+
+  /// A spec of any placements; `partial`: also partial sums.
+  ShardSpec spec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape, bool partial = true) {
+    std::vector<Placement> placements;
+    std::map<int, int> parts;
+    for (const Axis& axis : mesh.layout().axes()) {
+      const int kind = below(partial ? 5 : 4);
+      if (kind == 4) {
+        placements.push_back(Partial());
+      } else if (kind == 0 || shape.empty()) {
+        placements.push_back(Replicate());
+      } else {
+        const int d = below(static_cast<int>(shape.size()));
+        placements.push_back(Shard(d));
+        parts[d] = (parts.contains(d) ? parts[d] : 1) * axis.size;
+      }
+    }
+    ShardSizes all;
+    for (const auto& [d, n] : parts) all[d] = sizes(shape[d], n);
+    return ShardSpec(mesh, shape, placements, all);
+  }
+
+  /// The meshes of `ranks` ranks, with one or two axes.
+  std::vector<Axis> axes(int ranks) {
+    if (ranks == 4 && chance(50)) return {{"a", 2}, {"b", 2}};
+    if (chance(30)) return chance(50) ? std::vector<Axis>{{"a", ranks}, {"b", 1}} : std::vector<Axis>{{"a", 1}, {"b", ranks}};
+    return {{"a", ranks}};
+  }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+/// `value` laid out by `spec`, as a leaf.
+inline at::Tensor leaf(const at::Tensor& value, const ShardSpec& spec, bool requires_grad = true) {
+  at::Tensor t = distribute_tensor(value.detach().clone(at::MemoryFormat::Preserve), spec).detach();
+  return requires_grad && at::isFloatingType(t.scalar_type()) ? t.requires_grad_(true) : t;
+}
+
+inline void on_threads(int ranks, const std::function<void(DistributedManager&)>& body) {
+  run_threads(ranks, [&](DistributedManager& manager) {
+    at::set_num_threads(1);
+    body(manager);
+  });
+}
+
+}  // namespace tessera::test
