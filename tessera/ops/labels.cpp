@@ -80,7 +80,7 @@ Choice best(const LabelProblem& p, int axis, int ranks) {
     bool possible = true;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       const Placement from = tensors[i].spec.placements()[axis], to = required(p, c, static_cast<int>(i));
-      if (tensors[i].written && !(from == to)) possible = false;
+      if (tensors[i].written && !(from == to) && !(from.is_partial() && to.is_replicate())) possible = false;  // a partial target can be reduced first
       moved += cost(from, to, static_cast<double>(tensors[i].spec.numel()), ranks);
     }
     if (!possible) continue;

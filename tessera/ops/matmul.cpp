@@ -13,6 +13,7 @@ Plan product(const OpCall& call, const Labels& a, const Labels& b, const Labels&
   LabelProblem p(call);
   p.inputs = {a, b};
   p.outputs = {out};
+  if (out.empty()) p.output_shapes.emplace_back();  // dot has no meta kernel; its result has no dims
   p.contract = {K};
   p.linear = LabelProblem::Linear::one;
   p.linear_in = {0, 1};

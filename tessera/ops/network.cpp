@@ -52,8 +52,16 @@ Plan layer_norm(const OpCall& call) {
   p.outputs.assign(3, leading(n, free));
   Shape statistics = x.spec.shape();
   std::fill(statistics.begin() + free, statistics.end(), 1);
-  p.output_shapes = {x.spec.shape(), statistics, statistics};
-  return solve(p);
+  if (!call.outputs()) p.output_shapes = {x.spec.shape(), statistics, statistics};
+  Plan plan = solve(p);
+  if (plan.inputs[0]->local_numel() == 0) {
+    // Kernels disagree on the shape of the statistics of nothing.
+    plan.local = [a = plan.outputs[0].spec.local_shape(), b = plan.outputs[1].spec.local_shape()](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+      const at::Tensor& t = arguments[0].toTensor();
+      return torch::jit::Stack{t.new_empty(a), t.new_empty(b), t.new_empty(b)};
+    };
+  }
+  return plan;
 }
 
 Plan layer_norm_backward(const OpCall& call) {
@@ -66,7 +74,15 @@ Plan layer_norm_backward(const OpCall& call) {
   p.outputs = {rows, Labels(n - free, kWhole), Labels(n - free, kWhole)};
   p.output_shapes = {x.spec.shape(), shape, shape};
   p.contract = some(free);
-  return solve(p);
+  Plan plan = solve(p);
+  plan.outputs[0].strides = contiguous_strides(x.spec.shape());
+  if (plan.inputs[call.index_of(x)]->local_numel() == 0) {
+    plan.local = [rows_shape = plan.outputs[0].spec.local_shape(), shape](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+      const at::Tensor& t = arguments[1].toTensor();
+      return torch::jit::Stack{t.new_empty(rows_shape), t.new_zeros(shape), t.new_zeros(shape)};
+    };
+  }
+  return plan;
 }
 
 // Samples are free; channels, groups and what is inside are whole. The counts among the arguments are the local ones.
@@ -362,7 +378,7 @@ const bool registered = [] {
                          "aten::_adaptive_avg_pool3d_backward"}) {
     register_rule(op, pooling<3>);
   }
-  for (const char* op : {"aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::binary_cross_entropy", "aten::soft_margin_loss"}) {
+  for (const char* op : {"aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::binary_cross_entropy", "aten::binary_cross_entropy_with_logits", "aten::soft_margin_loss"}) {
     register_rule(op, loss);
     register_rule(std::string(op) + "_backward", loss_backward);
   }

@@ -40,7 +40,7 @@ LabelProblem broadcast(const OpCall& call) {
     }
     p.inputs.push_back(std::move(labels));
   }
-  const std::size_t outputs = inferred ? inferred->size() : 1;
+  const std::size_t outputs = inferred ? inferred->size() : call.schema().returns().size();
   for (std::size_t i = 0; i < outputs; ++i) {
     p.outputs.push_back(all_labels(static_cast<std::int64_t>(shape.size())));
     if (!inferred) p.output_shapes.push_back(shape);
@@ -133,7 +133,10 @@ const bool registered = [] {
   for (const char* op : {"aten::clone", "aten::_to_copy", "aten::copy_", "aten::copy", "aten::lift_fresh", "aten::lift_fresh_copy", "aten::contiguous"}) register_rule(op, copy);
   for (const char* op : {"aten::fill", "aten::fill_"}) register_rule(op, fill);
   for (const char* op : {"aten::zero", "aten::zero_"}) register_rule(op, zero);
-  for (const char* op : {"aten::masked_fill", "aten::where", "aten::lerp", "aten::addcmul", "aten::addcdiv", "aten::clamp", "aten::threshold_backward"}) {
+  for (const char* op : {"aten::masked_fill", "aten::where", "aten::lerp", "aten::addcmul", "aten::addcdiv", "aten::clamp", "aten::threshold_backward", "aten::leaky_relu_backward",
+                         "aten::softplus_backward", "aten::elu_backward", "aten::hardtanh_backward", "aten::hardsigmoid_backward", "aten::hardswish_backward", "aten::silu_backward",
+                         "aten::gelu_backward", "aten::tanh_backward", "aten::sigmoid_backward", "aten::log_sigmoid_forward", "aten::log_sigmoid_backward",
+                         "aten::softshrink_backward", "aten::hardshrink_backward", "aten::logit_backward", "aten::mish_backward", "aten::native_dropout_backward"}) {
     register_rule(op, pointwise);
   }
   for (const char* op : {"add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp", "sqrt", "neg", "abs", "exp", "log", "pow", "maximum", "minimum", "clamp_max", "clamp_min", "reciprocal",

@@ -10,6 +10,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/ops/labels.h"
+#include "tessera/tensor/detail/layout.h"
 #include "tessera/tensor/detail/mesh_context.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/rule.h"
@@ -35,6 +36,12 @@ std::set<int> reduced_dims(const OpCall& call) {
 
 bool keeps(const OpCall& call) { return call.argument("keepdim") >= 0 && call.boolean("keepdim"); }
 
+std::set<int> some_dims(int n) {
+  std::set<int> all;
+  for (int d = 0; d < n; ++d) all.insert(d);
+  return all;
+}
+
 Labels remaining(int n, const std::set<int>& dims, bool keep) {
   Labels out;
   for (int d = 0; d < n; ++d) {
@@ -47,12 +54,25 @@ Labels remaining(int n, const std::set<int>& dims, bool keep) {
   return out;
 }
 
+Shape shape_without(const Shape& shape, const std::set<int>& dims, bool keep) {
+  Shape out;
+  for (int d = 0; d < static_cast<int>(shape.size()); ++d) {
+    if (!dims.contains(d)) {
+      out.push_back(shape[d]);
+    } else if (keep) {
+      out.push_back(1);
+    }
+  }
+  return out;
+}
+
 LabelProblem reduction(const OpCall& call, ReduceOp::Kind op) {
   const int n = call.tensor(0).spec.dims();
   const auto dims = reduced_dims(call);
   LabelProblem p(call);
   p.inputs = {all_labels(n)};
   p.outputs = {remaining(n, dims, keeps(call))};
+  if (!call.outputs()) p.output_shapes = {shape_without(call.tensor(0).spec.shape(), dims, keeps(call))};
   p.contract = dims;
   p.reduce = op;
   return p;
@@ -114,7 +134,8 @@ Plan all(const OpCall& call) { return solve(reduction(call, ReduceOp::Kind::min)
 // The p-norm of the ranks' p-norms.
 Plan norm(const OpCall& call) {
   LabelProblem p = reduction(call, ReduceOp::Kind::sum);
-  const double order = call.number("ord");
+  const char* name = call.argument("ord") >= 0 ? "ord" : "p";
+  const double order = call.has(name) ? call.number(name) : 2.0;
   const ShardSpec in = without_partial(call.tensor(0).spec);
   Plan plan = solve(p);
   if (order == 0) return plan;  // counts add up
@@ -155,6 +176,7 @@ Plan along_reduced(const OpCall& call) {
   for (const int d : dims) in[d] = kWhole;
   p.inputs = {in};
   p.outputs.assign(call.schema().returns().size(), remaining(n, dims, keeps(call)));
+  if (!call.outputs()) p.output_shapes.assign(p.outputs.size(), shape_without(call.tensor(0).spec.shape(), dims, keeps(call)));
   return solve(p);
 }
 
@@ -188,6 +210,47 @@ Plan along(const OpCall& call) {
     }
   }
   p.outputs.assign(call.schema().returns().size(), labels);
+  if (!call.outputs()) p.output_shapes.assign(p.outputs.size(), call.tensor(0).spec.shape());
+  return solve(p);
+}
+
+// Elements change places along whole dims.
+Plan rearranged(const OpCall& call) {
+  const TensorInfo& x = call.tensor(0);
+  const int n = x.spec.dims();
+  Labels labels = all_labels(n);
+  std::set<int> whole;
+  for (const auto d : call.integers("dims")) whole.insert(static_cast<int>(normal_dim(d, n)));
+  if (whole.empty() && call.argument("shifts") >= 0) whole = some_dims(n);  // roll of the flattened tensor
+  for (const int d : whole) {
+    if (d < n) labels[d] = kWhole;
+  }
+  LabelProblem p(call);
+  p.inputs = {labels};
+  p.outputs = {labels};
+  p.output_shapes = {x.spec.shape()};
+  p.linear = LabelProblem::Linear::one;
+  p.linear_in = {0};
+  Plan plan = solve(p);
+  // flip keeps a dense memory order, roll makes row-major.
+  if (call.argument("shifts") < 0 && is_dense(x.spec.shape(), x.strides)) plan.outputs[0].strides = strides_in_order(x.spec.shape(), x.strides);
+  return plan;
+}
+
+// Repeated dims are whole.
+Plan repeat(const OpCall& call) {
+  const Shape times = call.integers("repeats"), &shape = call.tensor(0).spec.shape();
+  const std::size_t lead = times.size() - shape.size();
+  LabelProblem p(call);
+  Labels in(shape.size(), kWhole), out(times.size(), kWhole);
+  Shape result = times;
+  for (std::size_t d = 0; d < shape.size(); ++d) {
+    result[lead + d] *= shape[d];
+    if (times[lead + d] == 1) in[d] = out[lead + d] = static_cast<int>(d);
+  }
+  p.inputs = {in};
+  p.outputs = {out};
+  p.output_shapes = {result};
   return solve(p);
 }
 
@@ -223,15 +286,17 @@ const bool registered = [] {
   for (const char* op : {"aten::prod", "aten::prod.dim_int"}) register_rule(op, product);
   for (const char* op : {"aten::any", "aten::any.dim", "aten::any.dims"}) register_rule(op, any);
   for (const char* op : {"aten::all", "aten::all.dim", "aten::all.dims"}) register_rule(op, all);
-  register_rule("aten::linalg_vector_norm", norm);
+  for (const char* op : {"aten::linalg_vector_norm", "aten::norm.Scalar", "aten::norm.ScalarOpt_dim"}) register_rule(op, norm);
   for (const char* op : {"aten::max.dim", "aten::min.dim", "aten::argmax", "aten::argmin", "aten::median.dim", "aten::nanmedian.dim", "aten::mode", "aten::kthvalue", "aten::logsumexp"}) {
     register_rule(op, along_reduced);
   }
   for (const char* op : {"aten::_softmax", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data", "aten::cumsum", "aten::cumprod", "aten::logcumsumexp",
-                         "aten::sort", "aten::sort.stable", "aten::topk", "aten::flip", "aten::roll", "aten::gather", "aten::scatter.src", "aten::scatter.value", "aten::scatter_add",
+                         "aten::sort", "aten::sort.stable", "aten::topk", "aten::gather", "aten::scatter.src", "aten::scatter.value", "aten::scatter_add",
                          "aten::_safe_softmax", "aten::renorm"}) {
     register_rule(op, along);
   }
+  for (const char* op : {"aten::flip", "aten::roll"}) register_rule(op, rearranged);
+  register_rule("aten::repeat", repeat);
   for (const char* op : {"aten::tril", "aten::triu"}) register_rule(op, last_two_whole);
   register_rule("aten::constant_pad_nd", pad);
   return true;

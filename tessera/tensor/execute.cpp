@@ -49,6 +49,25 @@ void check_redistribution_policy(const OpInfo& info, const ReadyPlan& plan, Mesh
   if (state.warned.insert(text).second) TORCH_WARN(text);
 }
 
+// What a target may become before it is written to: the same value without partial axes.
+ShardSpec partial_reduced(const ShardSpec& spec) {
+  auto placements = spec.placements();
+  for (Placement& p : placements) {
+    if (p.is_partial()) p = Replicate();
+  }
+  return spec.with_placements(placements);
+}
+
+void reduce_target(const OpInfo& info, const at::Tensor& target, const ShardSpec& from, const ShardSpec& to) {
+  const ShardMeta& meta = *meta_of(target);
+  if (!target.is_inference() && !target.unsafeGetTensorImpl()->unique_version()) {
+    throw ShardingError(concat(info.name, " writes to a partial tensor ", from, " that has views or is saved in a graph. Redistribute it first."));
+  }
+  auto layout = make_layout(to, meta.layout->strides, meta.layout->offset, meta.layout->dtype, meta.layout->device);
+  at::Tensor local = aligned(redistribute_local(meta.local, from, to), *layout);
+  install(target, std::move(local), std::move(layout));
+}
+
 void add_layout(const c10::IValue& v, std::vector<LayoutPtr>& all) {
   if (!v.isTensor() || !v.toTensor().defined()) return;
   if (const auto* meta = meta_of(v.toTensor())) all.push_back(meta->layout);
@@ -89,7 +108,7 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
   for (std::size_t i = 0; i < plan.inputs.size(); ++i) {
     const TensorInfo& t = call.tensor(i);
     if (!plan.inputs[i] || *plan.inputs[i] == t.spec) continue;
-    if (t.written) {
+    if (t.written && !(*plan.inputs[i] == partial_reduced(t.spec))) {
       throw ShardingError(concat(info.name, " would change the placement of what it writes to, from ", t.spec, " to ", *plan.inputs[i], ". Inputs: ", describe_inputs(call),
                                  ". Redistribute it first."));
     }
@@ -98,7 +117,8 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
   }
   if (call.in_place()) {
     // A rule of the functional form says where the result lies; written in place it must lie where the target does.
-    if (!plan.outputs.empty() && plan.outputs[0].spec && !(plan.outputs[0].spec == call.tensor(0).spec)) {
+    const ShardSpec target = !plan.inputs.empty() && plan.inputs[0] ? *plan.inputs[0] : call.tensor(0).spec;
+    if (!plan.outputs.empty() && plan.outputs[0].spec && !(plan.outputs[0].spec == target)) {
       throw ShardingError(concat(info.name, " would change the placement of what it writes to, from ", call.tensor(0).spec, " to ", plan.outputs[0].spec, ". Inputs: ",
                                  describe_inputs(call), ". Redistribute it first."));
     }
@@ -168,6 +188,10 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
   for (const auto& move : plan.moves) {
     const c10::IValue& v = arguments[move.argument];
     const at::Tensor t = move.element < 0 ? v.toTensor() : v.toListRef()[move.element].toTensor();
+    if (info.written[move.argument]) {
+      reduce_target(info, t, move.from, move.to);
+      continue;
+    }
     moved.push_back({{move.argument, move.element}, redistribute_local(meta_of(t)->local, move.from, move.to)});
   }
 

@@ -74,7 +74,8 @@ void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>
   };
   if (target.is_leaf() && target.requires_grad()) refuse("that is a leaf and requires grad");
   if (target.is_view()) refuse("that is a view of another one");
-  if (target.storage().use_count() > 1) refuse("that shares its memory with another one");
+  // Aliases that autograd knows share the version counter; the pieces of an unsafe_split do not.
+  if (!target.is_inference() && !target.unsafeGetTensorImpl()->unique_version()) refuse("that others are views of, or that a graph has saved");
   const at::Tensor promoted = promote(target, context);
   target.unsafeGetTensorImpl()->shallow_copy_from(promoted.getIntrusivePtr());
   if (promoted.grad_fn()) torch::autograd::impl::set_gradient_edge(target, {promoted.grad_fn(), 0});

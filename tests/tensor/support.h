@@ -113,10 +113,15 @@ inline at::Tensor leaf(const at::Tensor& value, const ShardSpec& spec, bool requ
 }
 
 inline void on_threads(int ranks, const std::function<void(DistributedManager&)>& body) {
-  run_threads(ranks, [&](DistributedManager& manager) {
-    at::set_num_threads(1);
-    body(manager);
-  });
+  // Ranks that disagree wait for each other: not for long.
+  run_threads(
+      ranks,
+      [&](DistributedManager& manager) {
+        at::set_num_threads(1);
+        seed(0);
+        body(manager);
+      },
+      {.timeout = std::chrono::seconds(20)});
 }
 
 }  // namespace tessera::test
