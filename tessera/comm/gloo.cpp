@@ -3,6 +3,10 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include <pthread.h>
+#include <signal.h>
+#include <time.h>
+
 #include <exception>
 #include <string_view>
 
@@ -12,9 +16,43 @@
 namespace tessera {
 namespace {
 
+// Gloo writes to its sockets without MSG_NOSIGNAL: a peer that is gone would end this process by SIGPIPE (Python ignores it, a C++ program does not). The
+// signal goes to the thread that writes, so it is held back in this one while it calls Gloo, and in those that Gloo starts meanwhile: they inherit the mask.
+class HoldBrokenPipe {
+ public:
+  HoldBrokenPipe() {
+    sigemptyset(&pipe_);
+    sigaddset(&pipe_, SIGPIPE);
+    pthread_sigmask(SIG_BLOCK, &pipe_, &before_);
+  }
+  ~HoldBrokenPipe() {
+    if (sigismember(&before_, SIGPIPE)) return;  // the caller's business
+    sigset_t pending;
+    sigpending(&pending);
+    const timespec now{0, 0};
+    if (sigismember(&pending, SIGPIPE)) sigtimedwait(&pipe_, nullptr, &now);
+    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+  HoldBrokenPipe(const HoldBrokenPipe&) = delete;
+  HoldBrokenPipe& operator=(const HoldBrokenPipe&) = delete;
+
+ private:
+  sigset_t pipe_, before_;
+};
+
 class GlooBackend : public c10d::ProcessGroupGloo {
  public:
   using c10d::ProcessGroupGloo::ProcessGroupGloo;
+
+  // Messages are written by the caller's thread, collectives by Gloo's own.
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int to, int tag) override {
+    const HoldBrokenPipe hold;
+    return c10d::ProcessGroupGloo::send(tensors, to, tag);
+  }
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int from, int tag) override {
+    const HoldBrokenPipe hold;
+    return c10d::ProcessGroupGloo::recv(tensors, from, tag);
+  }
 
   void abort() override {
     // Closing connections wakes the peers' calls, but none that is blocked here. A receive that runs out does: Gloo then signals an error to every pair of
@@ -39,6 +77,7 @@ class GlooBackend : public c10d::ProcessGroupGloo {
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
                                                     const std::string& address) {
+  const HoldBrokenPipe hold;
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
   options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(address));
   return c10::make_intrusive<GlooBackend>(store, rank, size, std::move(options));

@@ -8,6 +8,10 @@
 #include "tessera/comm/detail/manager_state.h"
 #include "tessera/comm/detail/store_server.h"
 #include "tessera/comm/mpi.h"
+#include "tessera/layout/cost.h"
+#include "tessera/layout/errors.h"
+#include "tessera/layout/placement.h"
+#include "tessera/layout/topology.h"
 
 namespace tessera {
 
@@ -76,6 +80,15 @@ void DistributedManager::create_process_groups(const ProcessGroupConfig& config,
 
 void DistributedManager::create_process_groups(const ProcessGroupConfig& config, const std::vector<int>& ranks, bool eager) const {
   create_process_groups(GroupPlan::of_config(config, ranks), eager);
+}
+
+void DistributedManager::create_process_groups(const ProcessGroupConfig& config, const Topology& topology, const std::vector<Traffic>& traffic,
+                                               bool eager) const {
+  if (topology.slots() != world_size())
+    throw PlacementError(concat("the topology has ", topology.slots(), " slots and the world ", world_size(), " ranks; describe the machines that the ranks run on, one slot a rank"));
+  const CostModel model(topology, config.mesh(world_size()).axes(), traffic);
+  const Placement placement = traffic.empty() ? naive_placement(model) : optimise_placement(model);
+  create_process_groups(GroupPlan::of_config(config, placement.slot_of), eager);
 }
 
 Group DistributedManager::named_group(const std::string& family) const {

@@ -25,8 +25,10 @@
 
 #include "tessera/cluster/launch.h"
 #include "tessera/comm/group.h"
+#include "tessera/layout/cost.h"
 #include "tessera/layout/group_plan.h"
 #include "tessera/layout/mesh.h"
+#include "tessera/layout/topology.h"
 
 namespace tessera {
 
@@ -73,6 +75,9 @@ class DistributedManager {
   void create_process_groups(const ProcessGroupConfig& config, bool eager = false) const;
   /// The same with a placement: `ranks[i]` sits on the i-th coordinate of config.mesh(world_size).
   void create_process_groups(const ProcessGroupConfig& config, const std::vector<int>& ranks, bool eager = false) const;
+  /// The same, placed on the machines for the stated traffic (axes are the leaves' names): see optimise_placement(). Rank r runs on slot r of the topology,
+  /// as launchers fill hosts one after the other; without traffic the order of the ranks stays. Throws PlacementError if slots and ranks differ in number.
+  void create_process_groups(const ProcessGroupConfig& config, const Topology& topology, const std::vector<Traffic>& traffic = {}, bool eager = false) const;
   /// This rank's group of a family. Throws UnknownName with the known names.
   template <std::convertible_to<std::string> Name>
   Group group(const Name& family) const {

@@ -41,8 +41,9 @@ void pause() { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }
 /// Rank 0 says who it is to whatever holds the port. Throws if that knows of another rank 0; false if it is an earlier store of ours that is about to end.
 bool port_is_foreign(const std::string& address, int port, const Hello& hello) {
   const Deadline soon = Clock::now() + std::chrono::milliseconds(300);
+  std::string why;
   try {
-    return StoreConnection::meet(detail::connect_to(address, port, false, soon), hello, soon) != nullptr;
+    return StoreConnection::meet(detail::connect_to(address, port, false, soon), hello, soon, why) != nullptr;
   } catch (const RendezvousError& error) {
     if (!error.ranks().empty()) throw;
     return true;
@@ -126,9 +127,11 @@ Rendezvous Rendezvous::meet(const Launch& launch, std::chrono::milliseconds limi
     hello.where = concat(address, ":", meeting.server->port());
     Socket socket = detail::connect_to(address, meeting.server->port(), false, deadline);
     meeting.address = address;
-    meeting.connection = StoreConnection::meet(std::move(socket), hello, deadline);
+    std::string why;
+    meeting.connection = StoreConnection::meet(std::move(socket), hello, deadline, why);
+    if (!meeting.connection) throw RendezvousError(concat("rank 0 lost its own store on ", hello.where, ": ", why), {0});
   } else {
-    for (;;) {
+    for (std::string why;;) {
       int port = launch.port;
       if (agent) {
         try {
@@ -147,12 +150,13 @@ Rendezvous Rendezvous::meet(const Launch& launch, std::chrono::milliseconds limi
         // What the agent's store holds may be of an earlier attempt, whose store is gone: look again soon.
         Socket socket = detail::connect_to(host, port, !agent && other_hosts, agent ? std::min(deadline, Clock::now() + std::chrono::milliseconds(300)) : deadline);
         meeting.address = detail::local_address(socket);
-        meeting.connection = StoreConnection::meet(std::move(socket), hello, deadline);
+        meeting.connection = StoreConnection::meet(std::move(socket), hello, deadline, why);
       } catch (const RendezvousError& error) {
+        if (!why.empty() && Clock::now() >= deadline) throw RendezvousError(concat(error.what(), "; before that: ", why), error.ranks());
         if (!agent || !error.ranks().empty() || Clock::now() >= deadline) throw;
       }
       if (meeting.connection) break;
-      if (Clock::now() >= deadline) throw RendezvousError(concat("rank ", launch.rank, ": the store on ", hello.where, " is of an earlier meeting and did not end within ", limit.count(), " ms"), {0});
+      if (Clock::now() >= deadline) throw RendezvousError(concat("rank ", launch.rank, ": no rendezvous with the job's store on ", hello.where, " within ", limit.count(), " ms: ", why), {0});
       pause();
     }
   }

@@ -13,7 +13,9 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/manager.h"
 #include "tessera/comm/threads.h"
+#include "tessera/layout/cost.h"
 #include "tessera/layout/errors.h"
+#include "tessera/layout/topology.h"
 
 namespace tessera {
 namespace {
@@ -235,6 +237,28 @@ TEST(ThreadManager, EveryAxisSetOfAnyMeshReducesOverItsList) {
 
 TEST(ThreadManager, TreeOfGroups) {
   for (const int ranks : {4, 8}) run_threads(ranks, [](DistributedManager& manager) { require_tree(manager, false); });
+}
+
+TEST(ThreadManager, TreeOnATopologyRunsItsTrafficInsideAHost) {
+  run_threads(4, [](DistributedManager& manager) {
+    ProcessGroupConfig config;
+    config.add_node({.name = "near", .size = 2}, "world");
+    config.add_node({.name = "far"}, "world");
+    const auto topology = Topology::uniform(2, 2);
+    manager.create_process_groups(config, topology, {{.axes = {"far"}, .bytes = 1e9}, {.axes = {"near"}, .bytes = 1e3}});
+    const Group far = manager.group("far"), near = manager.group("near");
+    require(topology.host_of(far.ranks()[0]) == topology.host_of(far.ranks()[1]), concat("far over hosts: ", list(far.ranks())));
+    require(topology.host_of(near.ranks()[0]) != topology.host_of(near.ranks()[1]), concat("near in one host: ", list(near.ranks())));
+    require_group(manager, far, far.ranks());
+    require_group(manager, near, near.ranks());
+    bool refused = false;
+    try {
+      manager.create_process_groups(config, Topology::uniform(3, 2));
+    } catch (const PlacementError&) {
+      refused = true;
+    }
+    require(refused, "a topology of six slots for four ranks was taken");
+  });
 }
 
 TEST(ThreadManager, RefusesGroupsThatCannotBe) {

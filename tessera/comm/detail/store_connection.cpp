@@ -49,7 +49,7 @@ std::string receive_frame(const Socket& socket, Deadline deadline, Transfer& how
 
 }  // namespace
 
-std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hello& hello, Deadline deadline) {
+std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hello& hello, Deadline deadline, std::string& why) {
   const auto limit = std::max<std::int64_t>(1, remaining_ms(deadline));
   std::string first(store_magic);
   first += Writer(Frame::hello)
@@ -67,17 +67,25 @@ std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hell
   const Transfer greeted = receive_all(socket, magic, sizeof magic, deadline, &got);
   const std::string_view heard(magic, got);
   if (heard != store_magic.substr(0, got)) throw_foreign(hello, concat("it said '", printable(heard), "'"));
-  if (greeted == Transfer::closed) throw_foreign(hello, "it accepted the connection and closed it");
+  if (greeted == Transfer::closed) {
+    why = "what listens there accepts connections and closes them";
+    return nullptr;
+  }
   if (greeted == Transfer::late) throw_foreign(hello, concat("it accepted the connection and was silent for ", limit, " ms"));
 
   Transfer how;
   const std::string frame = receive_frame(socket, deadline + server_grace, how);
   if (how == Transfer::late)
     throw RendezvousError(concat("rank ", hello.rank, ": the job's store on ", hello.where, " fell silent during the rendezvous (limit ", limit, " ms); rank 0, which serves it, may be stopped"), {0});
-  if (how == Transfer::closed)
-    throw RendezvousError(concat("rank ", hello.rank, ": the job's store on ", hello.where, " ended during the rendezvous; see what rank 0, which serves it, says"), {0});
+  if (how == Transfer::closed) {
+    why = "it ended during the rendezvous; see what rank 0, which serves it, says";
+    return nullptr;
+  }
   Reader in(frame);
-  if (in.kind == Frame::retry) return nullptr;
+  if (in.kind == Frame::retry) {
+    why = "it is of an earlier meeting, whose last ranks have not left";
+    return nullptr;
+  }
   if (in.kind == Frame::refused) {
     const std::string text(in.text());
     throw RendezvousError(concat("rank ", hello.rank, ", rendezvous on ", hello.where, ": ", text), in.numbers<std::vector<int>>());

@@ -31,8 +31,9 @@ struct Hello {
 
 class StoreConnection : public FaultChannel {
  public:
-  /// Speaks to the server behind `socket` and blocks until all ranks are there. Throws RendezvousError; returns null if the server is about to end.
-  static std::shared_ptr<StoreConnection> meet(Socket socket, const Hello& hello, Deadline deadline);
+  /// Speaks to the server behind `socket` and blocks until all ranks are there. Throws RendezvousError. Returns null, and says why, where it may help to try
+  /// again: a store of an earlier meeting is about to end, or did so just now.
+  static std::shared_ptr<StoreConnection> meet(Socket socket, const Hello& hello, Deadline deadline, std::string& why);
   ~StoreConnection() override;
 
   /// Sends a call and waits for its reply, a whole frame. Throws c10::DistStoreError after `limit`, if the store is gone, or when `stop` becomes true and
