@@ -109,7 +109,8 @@ void Report::bandwidth(const std::string& name, const Pairs& pairs, double bytes
 void Report::add(Record record) { records_.push_back(std::move(record)); }
 
 int Report::finish() const {
-  std::printf("%-40s %-10s %12s %12s %-6s %-22s %8s %8s %8s\n", "case", "metric", "ours", "reference", "unit", "reference is", "ratio", "limit", "holds");
+  std::printf("%-40s %-10s %12s %12s %-6s %-22s %8s %8s %8s\n", "case", "metric", "ours", "reference", "unit", "reference is", "ratio", "limit",
+              "holds");
   const auto cell = [](const std::optional<double>& x) {
     char text[32] = "-";
     if (x) std::snprintf(text, sizeof text, "%.4g", *x);
@@ -120,8 +121,8 @@ int Report::finish() const {
   nlohmann::json meta;
   for (const auto& [key, value] : meta_) meta[key] = nlohmann::json::parse(value);
   for (const auto& r : records_) {
-    std::printf("%-40s %-10s %12.4g %12s %-6s %-22s %8s %8s %8s\n", r.name.c_str(), r.metric.c_str(), r.value, cell(r.reference_value).c_str(), r.unit.c_str(),
-                r.reference.c_str(), cell(r.ratio).c_str(), cell(r.limit).c_str(), r.limit ? (r.holds ? "yes" : "NO") : "-");
+    std::printf("%-40s %-10s %12.4g %12s %-6s %-22s %8s %8s %8s\n", r.name.c_str(), r.metric.c_str(), r.value, cell(r.reference_value).c_str(),
+                r.unit.c_str(), r.reference.c_str(), cell(r.ratio).c_str(), cell(r.limit).c_str(), r.limit ? (r.holds ? "yes" : "NO") : "-");
     all = all && r.holds;
     const auto number = [](const std::optional<double>& x) { return x ? nlohmann::json(*x) : nlohmann::json(); };
     file.push_back({{"case", r.name},

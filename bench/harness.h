@@ -6,9 +6,9 @@
 //   report.time("all_reduce 4 B mpi", pairs, "MPI_Allreduce", 1.03);      // holds if the upper 95 % bound of the median ratio is at most 1.03
 //   return report.finish();                                               // table, file; 1 if a limit does not hold
 //
-// A ratio is ours / reference, pair by pair, so that what slows the machine down slows both. The bound is the order statistic x_(k) of the n sorted ratios
-// with the smallest k for which Binomial(n, 1/2) stays below k with probability 0.95: the median lies below it with that confidence, whatever the
-// distribution (n = 31: k = 21). Median of times: of the values alone.
+// A ratio is ours / reference, pair by pair, so that what slows the machine down slows both. The bound is the order statistic x_(k) of the n sorted
+// ratios with the smallest k for which Binomial(n, 1/2) stays below k with probability 0.95: the median lies below it with that confidence, whatever
+// the distribution (n = 31: k = 21). Median of times: of the values alone.
 
 #include <functional>
 #include <optional>
@@ -19,15 +19,15 @@
 namespace tessera::bench {
 
 struct Record {
-  std::string name;                        ///< "case" in the file.
-  std::string metric;                      ///< "time", "bandwidth", "bytes", ...
-  double value = 0;                        ///< Ours, median.
+  std::string name;    ///< "case" in the file.
+  std::string metric;  ///< "time", "bandwidth", "bytes", ...
+  double value = 0;    ///< Ours, median.
   std::string unit;
-  std::string reference;                   ///< What it is compared with; empty: nothing.
-  std::optional<double> reference_value;   ///< Median.
-  std::optional<double> ratio;             ///< Upper 95 % bound of the median of ours / reference, of times also where the metric is a bandwidth.
+  std::string reference;                  ///< What it is compared with; empty: nothing.
+  std::optional<double> reference_value;  ///< Median.
+  std::optional<double> ratio;            ///< Upper 95 % bound of the median of ours / reference, of times also where the metric is a bandwidth.
   std::optional<double> median_ratio;
-  std::optional<double> limit;             ///< Of `ratio`, or of `value` where there is no ratio.
+  std::optional<double> limit;  ///< Of `ratio`, or of `value` where there is no ratio.
   bool holds = true;
 };
 

@@ -22,8 +22,14 @@ function(tessera_test name)
   if(TEST_RANKS)
     math(EXPR kill_after "${TEST_TIMEOUT} - 10")
     foreach(ranks IN LISTS TEST_RANKS)
-      add_test(NAME ${name}.${ranks} COMMAND $<TARGET_FILE:tessera_cli> run -n ${ranks} --timeout ${kill_after} -- $<TARGET_FILE:test_${name}>)
-      set_tests_properties(${name}.${ranks} PROPERTIES TIMEOUT ${TEST_TIMEOUT} PROCESSORS ${ranks} LABELS "${TEST_LABELS};ranks")
+      add_test(
+        NAME ${name}.${ranks}
+        COMMAND $<TARGET_FILE:tessera_cli> run -n ${ranks} --timeout ${kill_after} -- $<TARGET_FILE:test_${name}>
+      )
+      set_tests_properties(
+        ${name}.${ranks}
+        PROPERTIES TIMEOUT ${TEST_TIMEOUT} PROCESSORS ${ranks} LABELS "${TEST_LABELS};ranks"
+      )
     endforeach()
   else()
     add_test(NAME ${name} COMMAND test_${name})
@@ -40,14 +46,19 @@ function(tessera_mpi_test name)
     set(TEST_TIMEOUT 120)
   endif()
   foreach(ranks IN LISTS TEST_RANKS)
-    add_test(NAME ${name}.${ranks} COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} $<TARGET_FILE:${TEST_TARGET}> ${TEST_ARGUMENTS})
+    add_test(
+      NAME ${name}.${ranks}
+      COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} $<TARGET_FILE:${TEST_TARGET}> ${TEST_ARGUMENTS}
+    )
     set_tests_properties(
       ${name}.${ranks}
-      PROPERTIES TIMEOUT ${TEST_TIMEOUT}
-                 PROCESSORS ${ranks}
-                 LABELS "ranks;mpi"
-                 ENVIRONMENT
-                 "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMPI_MCA_rmaps_base_oversubscribe=1;OMPI_MCA_hwloc_base_binding_policy=none;PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe")
+      PROPERTIES
+        TIMEOUT ${TEST_TIMEOUT}
+        PROCESSORS ${ranks}
+        LABELS "ranks;mpi"
+        ENVIRONMENT
+          "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMPI_MCA_rmaps_base_oversubscribe=1;OMPI_MCA_hwloc_base_binding_policy=none;PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"
+    )
     if(TEST_PRINTS)
       set_tests_properties(${name}.${ranks} PROPERTIES PASS_REGULAR_EXPRESSION "${TEST_PRINTS}")
     endif()

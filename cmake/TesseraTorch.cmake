@@ -14,7 +14,10 @@ if(NOT _tessera_torch)
   endforeach()
 endif()
 if(NOT EXISTS "${_tessera_torch}/lib/libtorch_cpu.so")
-  message(FATAL_ERROR "libtorch was not found. Run scripts/bootstrap, or give -DTESSERA_TORCH=<folder with include/ and lib/>. Looked in: ${_tessera_torch} ${_found}")
+  message(
+    FATAL_ERROR
+    "libtorch was not found. Run scripts/bootstrap, or give -DTESSERA_TORCH=<folder with include/ and lib/>. Looked in: ${_tessera_torch} ${_found}"
+  )
 endif()
 file(STRINGS "${_tessera_torch}/include/torch/headeronly/version.h" _version_lines REGEX "define TORCH_VERSION_")
 foreach(part MAJOR MINOR PATCH)
@@ -31,12 +34,16 @@ message(STATUS "libtorch ${TESSERA_TORCH_VERSION}: ${_tessera_torch}")
 find_package(Threads REQUIRED)
 add_library(tessera_torch INTERFACE)
 target_include_directories(
-  tessera_torch SYSTEM INTERFACE $<BUILD_INTERFACE:${_tessera_torch}/include>
-                                 $<BUILD_INTERFACE:${_tessera_torch}/include/torch/csrc/api/include>)
+  tessera_torch
+  SYSTEM
+  INTERFACE $<BUILD_INTERFACE:${_tessera_torch}/include> $<BUILD_INTERFACE:${_tessera_torch}/include/torch/csrc/api/include>
+)
 # Older headers of c10d name their header-only parts by these switches; the wheel's library has them on.
 target_compile_definitions(tessera_torch INTERFACE USE_DISTRIBUTED USE_C10D_GLOO)
-target_link_libraries(tessera_torch INTERFACE $<BUILD_INTERFACE:${_tessera_torch}/lib/libtorch_cpu.so>
-                                              $<BUILD_INTERFACE:${_tessera_torch}/lib/libc10.so> Threads::Threads)
+target_link_libraries(
+  tessera_torch
+  INTERFACE $<BUILD_INTERFACE:${_tessera_torch}/lib/libtorch_cpu.so> $<BUILD_INTERFACE:${_tessera_torch}/lib/libc10.so> Threads::Threads
+)
 target_link_options(tessera_torch INTERFACE -Wl,--disable-new-dtags -Wl,--allow-shlib-undefined)
 set(CMAKE_BUILD_RPATH "${_tessera_torch}/lib")
 
@@ -47,19 +54,20 @@ if(TESSERA_PCH)
   target_precompile_headers(
     tessera_pch
     PRIVATE
-    <algorithm>
-    <chrono>
-    <functional>
-    <map>
-    <memory>
-    <optional>
-    <span>
-    <string>
-    <vector>
-    <ATen/ATen.h>
-    <torch/csrc/autograd/custom_function.h>
-    <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-    <torch/library.h>)
+      <algorithm>
+      <chrono>
+      <functional>
+      <map>
+      <memory>
+      <optional>
+      <span>
+      <string>
+      <vector>
+      <ATen/ATen.h>
+      <torch/csrc/autograd/custom_function.h>
+      <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+      <torch/library.h>
+  )
   # The code that uses torch::nn (tests, examples, benchmarks) has a larger one.
   add_library(tessera_pch_full OBJECT "${PROJECT_BINARY_DIR}/pch/pch.cpp")
   target_link_libraries(tessera_pch_full PRIVATE tessera_flags PUBLIC tessera_torch)

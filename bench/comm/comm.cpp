@@ -64,7 +64,8 @@ std::vector<Case> mpi_cases(const Group& group, const Buffers& b, std::int64_t f
       {"all_gather", "MPI_Allgather", [=] { group.all_gather(b.many, b.one); }, [=] { MPI_Allgather(one, n, MPI_FLOAT, many, n, MPI_FLOAT, comm); }},
       {"reduce_scatter", "MPI_Reduce_scatter_block", [=] { group.reduce_scatter(b.one, b.many); },
        [=] { MPI_Reduce_scatter_block(many, one, n, MPI_FLOAT, MPI_SUM, comm); }},
-      {"all_to_all", "MPI_Alltoall", [=] { group.all_to_all(b.other, b.many); }, [=] { MPI_Alltoall(many, n, MPI_FLOAT, other, n, MPI_FLOAT, comm); }},
+      {"all_to_all", "MPI_Alltoall", [=] { group.all_to_all(b.other, b.many); },
+       [=] { MPI_Alltoall(many, n, MPI_FLOAT, other, n, MPI_FLOAT, comm); }},
       {"gather", "MPI_Gather", [=] { group.gather(b.many, b.one, 0); }, [=] { MPI_Gather(one, n, MPI_FLOAT, many, n, MPI_FLOAT, 0, comm); }},
       {"scatter", "MPI_Scatter", [=] { group.scatter(b.one, b.many, 0); }, [=] { MPI_Scatter(many, n, MPI_FLOAT, one, n, MPI_FLOAT, 0, comm); }},
       {"send_receive", "MPI_Send, MPI_Recv",
@@ -99,31 +100,53 @@ std::vector<Case> gloo_cases(const Group& group, const c10::intrusive_ptr<c10d::
     return Case{operation, "c10d Gloo", std::move(ours), [call = std::move(call)] { call()->wait(); }};
   };
   return {
-      c10d_op("all_reduce", [=] { group.all_reduce(b.one); }, [=] { auto t = list(b.one); return bare->allreduce(t, c10d::AllreduceOptions()); }),
-      c10d_op("broadcast", [=] { group.broadcast(b.one, 0); }, [=] { auto t = list(b.one); return bare->broadcast(t, c10d::BroadcastOptions()); }),
-      c10d_op("reduce", [=] { group.reduce(b.one, 0); }, [=] { auto t = list(b.one); return bare->reduce(t, c10d::ReduceOptions()); }),
-      c10d_op("all_gather", [=] { group.all_gather(b.many, b.one); },
-              [=] { auto out = b.many, in = b.one; return bare->_allgather_base(out, in, c10d::AllgatherOptions()); }),
-      c10d_op("all_to_all", [=] { group.all_to_all(b.other, b.many); },
-              [=] {
-                auto out = b.other, in = b.many;
-                std::vector<std::int64_t> none;
-                return bare->alltoall_base(out, in, none, none, c10d::AllToAllOptions());
-              }),
-      c10d_op("gather", [=] { group.gather(b.many, b.one, 0); },
-              [=] {
-                std::vector<Tensors> out;
-                if (me == 0) out.push_back(parts);
-                auto in = list(b.one);
-                return bare->gather(out, in, c10d::GatherOptions());
-              }),
-      c10d_op("scatter", [=] { group.scatter(b.one, b.many, 0); },
-              [=] {
-                std::vector<Tensors> in;
-                if (me == 0) in.push_back(parts);
-                auto out = list(b.one);
-                return bare->scatter(out, in, c10d::ScatterOptions());
-              }),
+      c10d_op(
+          "all_reduce", [=] { group.all_reduce(b.one); },
+          [=] {
+            auto t = list(b.one);
+            return bare->allreduce(t, c10d::AllreduceOptions());
+          }),
+      c10d_op(
+          "broadcast", [=] { group.broadcast(b.one, 0); },
+          [=] {
+            auto t = list(b.one);
+            return bare->broadcast(t, c10d::BroadcastOptions());
+          }),
+      c10d_op(
+          "reduce", [=] { group.reduce(b.one, 0); },
+          [=] {
+            auto t = list(b.one);
+            return bare->reduce(t, c10d::ReduceOptions());
+          }),
+      c10d_op(
+          "all_gather", [=] { group.all_gather(b.many, b.one); },
+          [=] {
+            auto out = b.many, in = b.one;
+            return bare->_allgather_base(out, in, c10d::AllgatherOptions());
+          }),
+      c10d_op(
+          "all_to_all", [=] { group.all_to_all(b.other, b.many); },
+          [=] {
+            auto out = b.other, in = b.many;
+            std::vector<std::int64_t> none;
+            return bare->alltoall_base(out, in, none, none, c10d::AllToAllOptions());
+          }),
+      c10d_op(
+          "gather", [=] { group.gather(b.many, b.one, 0); },
+          [=] {
+            std::vector<Tensors> out;
+            if (me == 0) out.push_back(parts);
+            auto in = list(b.one);
+            return bare->gather(out, in, c10d::GatherOptions());
+          }),
+      c10d_op(
+          "scatter", [=] { group.scatter(b.one, b.many, 0); },
+          [=] {
+            std::vector<Tensors> in;
+            if (me == 0) in.push_back(parts);
+            auto out = list(b.one);
+            return bare->scatter(out, in, c10d::ScatterOptions());
+          }),
       {"send_receive", "c10d Gloo",
        [=] {
          if (me == 0) {
@@ -161,7 +184,8 @@ double sample(const Group& control, const std::function<void()>& call, int repea
 void measure(Report& report, const Group& control, const std::string& backend, const std::string& size, double bytes, const Case& c, bool large) {
   const double once = std::max(sample(control, c.bare, 3), sample(control, c.bare, 3));
   const int repeats = std::clamp(static_cast<int>(2e-3 / once), 1, 500);
-  const auto pairs = tessera::bench::alternate(kPairs, [&] { return sample(control, c.ours, repeats); }, [&] { return sample(control, c.bare, repeats); });
+  const auto pairs =
+      tessera::bench::alternate(kPairs, [&] { return sample(control, c.ours, repeats); }, [&] { return sample(control, c.bare, repeats); });
   std::vector<double> reference;
   for (const auto& pair : pairs) reference.push_back(pair.second);
   const double limit = 1 + std::max(kAddedShare, kAddedSeconds / tessera::bench::median(reference));
@@ -179,7 +203,8 @@ int run(const std::string& backend, const std::string& out) {
   options.check_level = tessera::CheckLevel::off;
   auto manager = tessera::DistributedManager::initialize(options);
   if (manager.world_size() != 2) throw tessera::InvalidArgument(tessera::concat("bench_comm runs on 2 ranks, and there are ", manager.world_size()));
-  if (std::thread::hardware_concurrency() < 2) throw tessera::InvalidArgument("bench_comm needs 2 cores: times of ranks that share a core mean nothing");
+  if (std::thread::hardware_concurrency() < 2)
+    throw tessera::InvalidArgument("bench_comm needs 2 cores: times of ranks that share a core mean nothing");
   const Group world = manager.world();
   const Group gloo = backend == "gloo" ? world : manager.group(world.ranks(), {.backend = "gloo"});
   // The bare backend meets through a file whose name both ranks learn from the group.
@@ -211,7 +236,8 @@ int run(const std::string& backend, const std::string& out) {
     for (const auto& c : gloo_cases(gloo, bare_gloo, b, size.floats)) measure(report, world, "gloo", size.label, bytes, c, size.large);
   }
 #ifdef TESSERA_BENCH_MPI
-  if (backend == "mpi") measure(report, world, "mpi", "", 0, {"barrier", "MPI_Barrier", [=] { world.barrier(); }, [] { MPI_Barrier(MPI_COMM_WORLD); }}, false);
+  if (backend == "mpi")
+    measure(report, world, "mpi", "", 0, {"barrier", "MPI_Barrier", [=] { world.barrier(); }, [] { MPI_Barrier(MPI_COMM_WORLD); }}, false);
 #endif
   measure(report, world, "gloo", "", 0,
           {"barrier", "c10d Gloo", [=] { gloo.barrier(); }, [=] { bare_gloo->barrier(c10d::BarrierOptions())->wait(); }}, false);

@@ -1,5 +1,5 @@
-// What an operator costs on a sharded tensor, beside the same operator on the local one with plain libtorch. No communication: a mesh of one rank, sharded.
-// Each figure is the best of several rounds, plain and sharded in turn, so that both see the same machine.
+// What an operator costs on a sharded tensor, beside the same operator on the local one with plain libtorch. No communication: a mesh of one rank,
+// sharded. Each figure is the best of several rounds, plain and sharded in turn, so that both see the same machine.
 
 #include <torch/torch.h>
 
@@ -66,7 +66,17 @@ void bench(tessera::DistributedManager& manager) {
   row("add with grad", 1.0, [&] { auto r = ga + b; }, [&] { auto r = gs + sb; });
   row("relu with grad", 1.0, [&] { auto r = ga.relu(); }, [&] { auto r = gs.relu(); });
   row("mm with grad", 1.0, [&] { auto r = ga.mm(w); }, [&] { auto r = gs.mm(sw); });
-  row("mul forward + backward", 0, [&] { (ga * b).backward(b); ga.mutable_grad() = {}; }, [&] { (gs * sb).backward(sb); gs.mutable_grad() = {}; }, 1000);
+  row(
+      "mul forward + backward", 0,
+      [&] {
+        (ga * b).backward(b);
+        ga.mutable_grad() = {};
+      },
+      [&] {
+        (gs * sb).backward(sb);
+        gs.mutable_grad() = {};
+      },
+      1000);
 
   const auto adam = [&](bool with_mesh) {
     std::vector<at::Tensor> parameters;
@@ -98,8 +108,18 @@ void bench(tessera::DistributedManager& manager) {
       sharded_tensors.push_back(tessera::distribute_tensor(plain_tensors.back(), m, placements));
     }
     int i = 0, j = 0;
-    const double p = once([&] { auto r = plain_tensors[i] + plain_tensors[i]; ++i; }, kShapes);
-    const double s = once([&] { auto r = sharded_tensors[j] + sharded_tensors[j]; ++j; }, kShapes);
+    const double p = once(
+        [&] {
+          auto r = plain_tensors[i] + plain_tensors[i];
+          ++i;
+        },
+        kShapes);
+    const double s = once(
+        [&] {
+          auto r = sharded_tensors[j] + sharded_tensors[j];
+          ++j;
+        },
+        kShapes);
     add({"add, new shape, " + std::to_string(axes.size()) + " axes", p, s, 20});
   }
 }
@@ -119,7 +139,8 @@ int main(int argc, char** argv) {
     std::fprintf(out, "{\"benchmark\": \"dispatch\", \"unit\": \"us\", \"rows\": [");
     for (std::size_t i = 0; i < rows.size(); ++i) {
       const Row& r = rows[i];
-      std::fprintf(out, "%s\n  {\"name\": \"%s\", \"plain\": %.4f, \"sharded\": %.4f, \"limit_above_plain\": %.2f}", i ? "," : "", r.name.c_str(), r.plain, r.sharded, r.limit);
+      std::fprintf(out, "%s\n  {\"name\": \"%s\", \"plain\": %.4f, \"sharded\": %.4f, \"limit_above_plain\": %.2f}", i ? "," : "", r.name.c_str(),
+                   r.plain, r.sharded, r.limit);
     }
     std::fprintf(out, "\n]}\n");
     std::fclose(out);

@@ -11,8 +11,8 @@ namespace tessera {
 class Hash {
  public:
   Hash& bytes(const void* data, std::size_t size);
-  Hash& text(std::string_view s);      ///< Length first, so that ("ab", "c") differs from ("a", "bc").
-  Hash& number(std::uint64_t value);   ///< Eight bytes, least significant first.
+  Hash& text(std::string_view s);     ///< Length first, so that ("ab", "c") differs from ("a", "bc").
+  Hash& number(std::uint64_t value);  ///< Eight bytes, least significant first.
   std::uint64_t value() const;
 
  private:

@@ -12,15 +12,16 @@ namespace tessera {
 struct DeviceMesh::State {
   Mesh mesh;
   DistributedManager manager;
-  std::mutex mutex;                             // guards the two below
-  std::map<std::vector<int>, Group> groups;     // by sorted axes: asking again costs a look-up
-  std::uint64_t generation = 0;                 // of the manager's groups when these were made
+  std::mutex mutex;                          // guards the two below
+  std::map<std::vector<int>, Group> groups;  // by sorted axes: asking again costs a look-up
+  std::uint64_t generation = 0;              // of the manager's groups when these were made
 };
 
 DeviceMesh::DeviceMesh(Mesh mesh, DistributedManager manager) : state_(new State{std::move(mesh), std::move(manager), {}, {}, 0}) {
   const int world = state_->manager.world_size();
   for (const int rank : state_->mesh.ranks())
-    if (rank >= world) throw InvalidArgument(concat("rank ", rank, " of the mesh is not in a world of ", world, " ranks; give ranks 0 to ", world - 1));
+    if (rank >= world)
+      throw InvalidArgument(concat("rank ", rank, " of the mesh is not in a world of ", world, " ranks; give ranks 0 to ", world - 1));
 }
 
 const Mesh& DeviceMesh::layout() const { return state_->mesh; }

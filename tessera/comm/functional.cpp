@@ -49,10 +49,14 @@ CallOptions options_for(const Tensor& x) {
 
 double weight(const Group& group, ReduceOp op, const char* call) {
   switch (op.kind) {
-    case ReduceOp::Kind::sum: return 1.0;
-    case ReduceOp::Kind::avg: return 1.0 / group.size();
-    case ReduceOp::Kind::premultiplied: return op.factor;
-    default: throw InvalidArgument(concat("functional::", call, " with ", to_string(op.kind), " is not linear; use sum, avg or premultiplied"));
+    case ReduceOp::Kind::sum:
+      return 1.0;
+    case ReduceOp::Kind::avg:
+      return 1.0 / group.size();
+    case ReduceOp::Kind::premultiplied:
+      return op.factor;
+    default:
+      throw InvalidArgument(concat("functional::", call, " with ", to_string(op.kind), " is not linear; use sum, avg or premultiplied"));
   }
 }
 
@@ -95,9 +99,7 @@ Tensor all_reduce(const Group& group, const Tensor& x, ReduceOp op, Cotangent co
         group.all_reduce(y, op, options);
         return y;
       },
-      [=](const Tensor& g) {
-        return weighted(cotangent == Cotangent::summed ? all_reduce(group, g) : replicate(group, g), factor);
-      });
+      [=](const Tensor& g) { return weighted(cotangent == Cotangent::summed ? all_reduce(group, g) : replicate(group, g), factor); });
 }
 
 Tensor replicate(const Group& group, const Tensor& x) {
@@ -124,8 +126,8 @@ Tensor all_gather(const Group& group, const Tensor& x, const Sizes& sizes, Cotan
 
 Tensor own_rows(const Group& group, const Tensor& x, const Sizes& sizes) {
   if (static_cast<int>(sizes.size()) != group.size() || total(sizes) != rows_of(x))
-    throw InvalidArgument(concat("functional::own_rows in group '", group.name(), "' of ", group.size(), " ranks: sizes ", list(sizes), " do not cut ",
-                                 rows_of(x), " rows"));
+    throw InvalidArgument(concat("functional::own_rows in group '", group.name(), "' of ", group.size(), " ranks: sizes ", list(sizes),
+                                 " do not cut ", rows_of(x), " rows"));
   const auto begin = std::accumulate(sizes.begin(), sizes.begin() + group.rank(), std::int64_t{0});
   return apply(
       x, [=](const Tensor& t) { return t.narrow(0, begin, sizes[group.rank()]).clone(); },

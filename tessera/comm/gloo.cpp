@@ -16,8 +16,9 @@
 namespace tessera {
 namespace {
 
-// Gloo writes to its sockets without MSG_NOSIGNAL: a peer that is gone would end this process by SIGPIPE (Python ignores it, a C++ program does not). The
-// signal goes to the thread that writes, so it is held back in this one while it calls Gloo, and in those that Gloo starts meanwhile: they inherit the mask.
+// Gloo writes to its sockets without MSG_NOSIGNAL: a peer that is gone would end this process by SIGPIPE (Python ignores it, a C++ program does not).
+// The signal goes to the thread that writes, so it is held back in this one while it calls Gloo, and in those that Gloo starts meanwhile: they
+// inherit the mask.
 class HoldBrokenPipe {
  public:
   HoldBrokenPipe() {
@@ -55,8 +56,8 @@ class GlooBackend : public c10d::ProcessGroupGloo {
   }
 
   void abort() override {
-    // Closing connections wakes the peers' calls, but none that is blocked here. A receive that runs out does: Gloo then signals an error to every pair of
-    // the context. One on a connection that is broken already fails at once and signals nothing, so the next peer is tried.
+    // Closing connections wakes the peers' calls, but none that is blocked here. A receive that runs out does: Gloo then signals an error to every
+    // pair of the context. One on a connection that is broken already fails at once and signals nothing, so the next peer is tried.
     for (int peer = 0; peer < getSize(); ++peer) {
       if (peer == getRank()) continue;
       std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
@@ -75,8 +76,8 @@ class GlooBackend : public c10d::ProcessGroupGloo {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
-                                                    const std::string& address) {
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                    std::chrono::milliseconds timeout, const std::string& address) {
   const HoldBrokenPipe hold;
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
   options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(address));

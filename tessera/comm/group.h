@@ -72,13 +72,13 @@ class Group {
   Group();  ///< The group of this process alone: size 1, every call is local.
   explicit Group(std::shared_ptr<detail::GroupState> state);
 
-  int rank() const;                             ///< This process' position in ranks().
+  int rank() const;  ///< This process' position in ranks().
   int size() const;
-  const std::vector<int>& ranks() const;        ///< Global ranks in group order. Never sorted.
+  const std::vector<int>& ranks() const;  ///< Global ranks in group order. Never sorted.
   const std::string& name() const;
   const std::string& backend(c10::DeviceType device = c10::DeviceType::CPU) const;  ///< "gloo", "mpi", "nccl", "threads", "self".
   CheckLevel check_level() const;
-  void set_check_level(CheckLevel level);       ///< Collective: all ranks must set the same.
+  void set_check_level(CheckLevel level);  ///< Collective: all ranks must set the same.
   std::chrono::milliseconds timeout() const;
   void set_timeout(std::chrono::milliseconds limit);
 
@@ -98,9 +98,10 @@ class Group {
   void gather(const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes = {}, const CallOptions& options = {}) const;
   /// `input` is used on `root` alone and may be undefined elsewhere.
   void scatter(const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes = {}, const CallOptions& options = {}) const;
-  void send(const at::Tensor& tensor, int to, const CallOptions& options = {}) const;      ///< Not collective.
-  void receive(const at::Tensor& tensor, int from, const CallOptions& options = {}) const; ///< Not collective.
-  /// All messages at once, deadlock-free in any order; messages between the same two ranks match in list order. Not collective: only the peers named take part. Empty tensors are not sent.
+  void send(const at::Tensor& tensor, int to, const CallOptions& options = {}) const;       ///< Not collective.
+  void receive(const at::Tensor& tensor, int from, const CallOptions& options = {}) const;  ///< Not collective.
+  /// All messages at once, deadlock-free in any order; messages between the same two ranks match in list order. Not collective: only the peers named
+  /// take part. Empty tensors are not sent.
   void exchange(const std::vector<Message>& messages, const CallOptions& options = {}) const;
   void barrier(const CallOptions& options = {}) const;
 
@@ -109,8 +110,8 @@ class Group {
   [[nodiscard]] Request start_reduce(const at::Tensor& tensor, int root, ReduceOp op = ReduceOp::sum, const CallOptions& options = {}) const;
   [[nodiscard]] Request start_all_gather(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes = {},
                                          const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::sum,
-                                             const Sizes& sizes = {}, const CallOptions& options = {}) const;
+  [[nodiscard]] Request start_reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::sum, const Sizes& sizes = {},
+                                             const CallOptions& options = {}) const;
   [[nodiscard]] Request start_all_to_all(const at::Tensor& output, const at::Tensor& input, const Sizes& output_sizes = {},
                                          const Sizes& input_sizes = {}, const CallOptions& options = {}) const;
   [[nodiscard]] Request start_gather(const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes = {},
@@ -128,7 +129,8 @@ class Group {
   std::vector<std::string> gather_bytes(const std::string& mine, int root, const CallOptions& options = {}) const;  ///< Empty off root.
   std::string scatter_bytes(const std::vector<std::string>& parts, int root, const CallOptions& options = {}) const;
 
-  /// Tells the other ranks that this one cannot go on: their pending and later calls throw PeerLostError with `reason`. The process stays able to exit.
+  /// Tells the other ranks that this one cannot go on: their pending and later calls throw PeerLostError with `reason`. The process stays able to
+  /// exit.
   void abort(const std::string& reason) const;
   /// Collective calls made so far (the number of the next one). Messages are not counted: not all ranks make them.
   std::uint64_t sequence() const;

@@ -20,7 +20,8 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
   base.options = options;
   base.launch = options.launch ? *options.launch : detect_launch(Environment::of_process());
   validate(base.launch);
-  if (options.timeout.count() < 1) throw InvalidArgument(concat("the manager was given a time limit of ", options.timeout.count(), " ms; give a positive one"));
+  if (options.timeout.count() < 1)
+    throw InvalidArgument(concat("the manager was given a time limit of ", options.timeout.count(), " ms; give a positive one"));
   if (!options.backend.empty() && options.backend != "gloo" && options.backend != "mpi")
     throw InvalidArgument(concat("backend '", options.backend, "' is not one for processes; choose gloo or mpi"));
   base.backend = options.backend.empty() ? "gloo" : options.backend;
@@ -28,8 +29,9 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
   if (base.backend == "mpi") {
     base.mpi = std::make_shared<MpiWorld>(MpiWorld::initialize());
     if (base.mpi->rank() != base.launch.rank || base.mpi->size() != base.launch.world_size)
-      throw ConfigurationError(concat("the launch says rank ", base.launch.rank, " of ", base.launch.world_size, " (", base.launch.launcher, "), and MPI says rank ",
-                                      base.mpi->rank(), " of ", base.mpi->size(), "; start the ranks by MPI's own launcher (mpirun or srun), with no other around it"));
+      throw ConfigurationError(concat("the launch says rank ", base.launch.rank, " of ", base.launch.world_size, " (", base.launch.launcher,
+                                      "), and MPI says rank ", base.mpi->rank(), " of ", base.mpi->size(),
+                                      "; start the ranks by MPI's own launcher (mpirun or srun), with no other around it"));
   }
   base.rendezvous = Rendezvous::meet(base.launch, options.rendezvous_timeout);
   return DistributedManager(std::make_shared<detail::ManagerState>(std::move(base)));
@@ -85,7 +87,8 @@ void DistributedManager::create_process_groups(const ProcessGroupConfig& config,
 void DistributedManager::create_process_groups(const ProcessGroupConfig& config, const Topology& topology, const std::vector<Traffic>& traffic,
                                                bool eager) const {
   if (topology.slots() != world_size())
-    throw PlacementError(concat("the topology has ", topology.slots(), " slots and the world ", world_size(), " ranks; describe the machines that the ranks run on, one slot a rank"));
+    throw PlacementError(concat("the topology has ", topology.slots(), " slots and the world ", world_size(),
+                                " ranks; describe the machines that the ranks run on, one slot a rank"));
   const CostModel model(topology, config.mesh(world_size()).axes(), traffic);
   const Placement placement = traffic.empty() ? naive_placement(model) : optimise_placement(model);
   create_process_groups(GroupPlan::of_config(config, placement.slot_of), eager);

@@ -10,9 +10,9 @@
 //
 // Groups are made on first use, by their members alone: what that costs a rank depends on the group's size, not on the world's.
 //
-// The end. The last copy's destructor destroys the groups and says goodbye to the job. Rank 0, which serves the job's store, waits there for the goodbyes
-// of the others (at most ManagerOptions::timeout; 3 seconds once a fault is known). If it runs because an exception unwinds the stack, the other ranks'
-// pending and later calls throw PeerLostError.
+// The end. The last copy's destructor destroys the groups and says goodbye to the job. Rank 0, which serves the job's store, waits there for the
+// goodbyes of the others (at most ManagerOptions::timeout; 3 seconds once a fault is known). If it runs because an exception unwinds the stack, the
+// other ranks' pending and later calls throw PeerLostError.
 
 #include <c10/core/Device.h>
 
@@ -35,11 +35,11 @@ namespace tessera {
 class DeviceMesh;
 
 struct ManagerOptions {
-  std::string backend;                          ///< CPU: "gloo" (default), "mpi"; CUDA tensors go to "nccl" where it is built and a GPU is there.
-  std::chrono::milliseconds timeout{std::chrono::minutes(5)};   ///< Limit of every wait, unless a call gives its own.
+  std::string backend;  ///< CPU: "gloo" (default), "mpi"; CUDA tensors go to "nccl" where it is built and a GPU is there.
+  std::chrono::milliseconds timeout{std::chrono::minutes(5)};  ///< Limit of every wait, unless a call gives its own.
   std::chrono::milliseconds rendezvous_timeout{std::chrono::minutes(2)};
   CheckLevel check_level = CheckLevel::local;
-  std::optional<Launch> launch;                 ///< Instead of what the environment says.
+  std::optional<Launch> launch;  ///< Instead of what the environment says.
 };
 
 namespace detail {
@@ -55,7 +55,7 @@ class DistributedManager {
   int rank() const;
   int world_size() const;
   int local_rank() const;
-  c10::Device device() const;                   ///< cuda:local_rank where the CUDA backend is in use, else cpu.
+  c10::Device device() const;  ///< cuda:local_rank where the CUDA backend is in use, else cpu.
   const Launch& launch() const;
 
   Group world() const;
@@ -67,17 +67,19 @@ class DistributedManager {
   DeviceMesh mesh(const Mesh& mesh) const;
   DeviceMesh mesh(const std::vector<Axis>& axes) const;  ///< Outermost first, over the whole world, row-major.
 
-  /// Collective over the world. All ranks compare their plans first: if they differ, every rank throws MismatchError with the first differing line, and no
-  /// name is added. The families become known by name; their groups are made on first use, or now if `eager`. Adding a name again is an error unless the
-  /// family is the same.
+  /// Collective over the world. All ranks compare their plans first: if they differ, every rank throws MismatchError with the first differing line,
+  /// and no name is added. The families become known by name; their groups are made on first use, or now if `eager`. Adding a name again is an error
+  /// unless the family is the same.
   void create_process_groups(const GroupPlan& plan, bool eager = false) const;
   /// The plan of a configuration tree over the whole world: one family a node, one an orthogonal group.
   void create_process_groups(const ProcessGroupConfig& config, bool eager = false) const;
   /// The same with a placement: `ranks[i]` sits on the i-th coordinate of config.mesh(world_size).
   void create_process_groups(const ProcessGroupConfig& config, const std::vector<int>& ranks, bool eager = false) const;
-  /// The same, placed on the machines for the stated traffic (axes are the leaves' names): see optimise_placement(). Rank r runs on slot r of the topology,
-  /// as launchers fill hosts one after the other; without traffic the order of the ranks stays. Throws PlacementError if slots and ranks differ in number.
-  void create_process_groups(const ProcessGroupConfig& config, const Topology& topology, const std::vector<Traffic>& traffic = {}, bool eager = false) const;
+  /// The same, placed on the machines for the stated traffic (axes are the leaves' names): see optimise_placement(). Rank r runs on slot r of the
+  /// topology, as launchers fill hosts one after the other; without traffic the order of the ranks stays. Throws PlacementError if slots and ranks
+  /// differ in number.
+  void create_process_groups(const ProcessGroupConfig& config, const Topology& topology, const std::vector<Traffic>& traffic = {},
+                             bool eager = false) const;
   /// This rank's group of a family. Throws UnknownName with the known names.
   template <std::convertible_to<std::string> Name>
   Group group(const Name& family) const {
@@ -85,7 +87,7 @@ class DistributedManager {
   }
   int group_size(const std::string& family) const;  ///< Without making the group.
   int group_rank(const std::string& family) const;
-  std::vector<std::string> group_names() const;     ///< In the order in which they were created.
+  std::vector<std::string> group_names() const;  ///< In the order in which they were created.
 
   /// For every group made here, now and later. All ranks must set the same.
   void set_check_level(CheckLevel level) const;

@@ -35,7 +35,8 @@ const at::Tensor& only(const char* name, const std::vector<at::Tensor>& tensors)
 
 void require_same_type(const char* name, const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() != b.scalar_type())
-    throw InvalidArgument(concat(name, ": input is ", c10::toString(a.scalar_type()), " and output ", c10::toString(b.scalar_type()), "; they must be the same"));
+    throw InvalidArgument(
+        concat(name, ": input is ", c10::toString(a.scalar_type()), " and output ", c10::toString(b.scalar_type()), "; they must be the same"));
 }
 
 void require_numel(const char* name, const char* which, const at::Tensor& tensor, std::int64_t expected) {
@@ -80,12 +81,18 @@ Flat flat(const std::vector<at::Tensor>& tensors) {
 
 c10d::ReduceOp::RedOpType c10d_op(ReduceOp::Kind kind) {
   switch (kind) {
-    case ReduceOp::Kind::sum: return c10d::ReduceOp::SUM;
-    case ReduceOp::Kind::avg: return c10d::ReduceOp::AVG;
-    case ReduceOp::Kind::product: return c10d::ReduceOp::PRODUCT;
-    case ReduceOp::Kind::min: return c10d::ReduceOp::MIN;
-    case ReduceOp::Kind::max: return c10d::ReduceOp::MAX;
-    case ReduceOp::Kind::premultiplied: return c10d::ReduceOp::PREMUL_SUM;
+    case ReduceOp::Kind::sum:
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::Kind::avg:
+      return c10d::ReduceOp::AVG;
+    case ReduceOp::Kind::product:
+      return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::Kind::min:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::Kind::max:
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::Kind::premultiplied:
+      return c10d::ReduceOp::PREMUL_SUM;
   }
   return c10d::ReduceOp::UNUSED;
 }
@@ -146,11 +153,13 @@ void MpiBackend::require_rank(int rank, const char* what) const {
 void MpiBackend::require_sizes(const Counts& sizes, const char* name) const {
   if (static_cast<int>(sizes.size()) != ranks())
     throw InvalidArgument(concat(name, ": ", sizes.size(), " sizes for ", ranks(), " ranks: ", list(sizes)));
-  if (std::any_of(sizes.begin(), sizes.end(), [](std::int64_t n) { return n < 0; })) throw InvalidArgument(concat(name, ": a size is negative: ", list(sizes)));
+  if (std::any_of(sizes.begin(), sizes.end(), [](std::int64_t n) { return n < 0; }))
+    throw InvalidArgument(concat(name, ": a size is negative: ", list(sizes)));
 }
 
 int MpiBackend::user_tag(int tag) const {
-  if (tag < 0 || tag >= tag_limit_) throw InvalidArgument(concat("message tag ", tag, " is not in 0 to ", tag_limit_ - 1, ", which this MPI library allows"));
+  if (tag < 0 || tag >= tag_limit_)
+    throw InvalidArgument(concat("message tag ", tag, " is not in 0 to ", tag_limit_ - 1, ", which this MPI library allows"));
   return tag;
 }
 
@@ -223,11 +232,12 @@ MpiBackend::WorkPtr MpiBackend::allgather_into_tensor_coalesced(Tensors& outputs
     require_same_type("all_gather", inputs[i], outputs[i]);
     require_numel("all_gather", "output", outputs[i], inputs[i].numel() * ranks());
   }
-  return run("all_gather", inputs.size() == 1 ? OpType::ALLGATHER : OpType::ALLGATHER_COALESCED, limit_of(options), Kind::collective, [&](MpiCall& call) {
-    for (std::size_t i = 0; i < inputs.size(); ++i)
-      add_all_gather(call, outputs[i], inputs[i], Counts(static_cast<std::size_t>(ranks()), inputs[i].numel()));
-    call.results = outputs;
-  });
+  return run("all_gather", inputs.size() == 1 ? OpType::ALLGATHER : OpType::ALLGATHER_COALESCED, limit_of(options), Kind::collective,
+             [&](MpiCall& call) {
+               for (std::size_t i = 0; i < inputs.size(); ++i)
+                 add_all_gather(call, outputs[i], inputs[i], Counts(static_cast<std::size_t>(ranks()), inputs[i].numel()));
+               call.results = outputs;
+             });
 }
 
 MpiBackend::WorkPtr MpiBackend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
@@ -311,7 +321,8 @@ MpiBackend::WorkPtr MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Ten
 }
 
 MpiBackend::WorkPtr MpiBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  if (outputs.size() != inputs.size()) throw InvalidArgument(concat("reduce_scatter of ", inputs.size(), " inputs into ", outputs.size(), " outputs"));
+  if (outputs.size() != inputs.size())
+    throw InvalidArgument(concat("reduce_scatter of ", inputs.size(), " inputs into ", outputs.size(), " outputs"));
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     require_cpu("reduce_scatter", inputs[i]);
     require_cpu("reduce_scatter", outputs[i]);
@@ -387,7 +398,8 @@ MpiBackend::WorkPtr MpiBackend::recv(Tensors& tensors, int from, int tag) {
 MpiBackend::WorkPtr MpiBackend::recvAnysource(Tensors& tensors, int tag) {
   const at::Tensor tensor = only("receive from any rank", tensors);
   if (!fits(tensor.numel()))
-    throw InvalidArgument(concat("receive from any rank: ", tensor.numel(), " elements, and one MPI message holds ", max_count_, "; name the sender"));
+    throw InvalidArgument(
+        concat("receive from any rank: ", tensor.numel(), " elements, and one MPI message holds ", max_count_, "; name the sender"));
   return run("receive from any rank", OpType::RECVANYSOURCE, {}, Kind::messages, [&](MpiCall& call) {
     add_receive(call, tensor, MPI_ANY_SOURCE, user_tag(tag));
     call.results = {tensor};
@@ -399,7 +411,8 @@ MpiBackend::WorkPtr MpiBackend::barrier(const c10d::BarrierOptions& options) {
              [&](MpiCall& call) { check_mpi(MPI_Ibarrier(comm_->handle(), call.request()), "MPI_Ibarrier"); });
 }
 
-MpiBackend::WorkPtr MpiBackend::all_gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, CallLimit limit) {
+MpiBackend::WorkPtr MpiBackend::all_gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
+                                             CallLimit limit) {
   require_cpu("all_gather", output);
   require_cpu("all_gather", input);
   require_same_type("all_gather", input, output);

@@ -16,19 +16,27 @@ namespace {
 
 MpiThreadLevel to_level(int provided) {
   switch (provided) {
-    case MPI_THREAD_MULTIPLE: return MpiThreadLevel::multiple;
-    case MPI_THREAD_SERIALIZED: return MpiThreadLevel::serialized;
-    case MPI_THREAD_FUNNELED: return MpiThreadLevel::funneled;
-    default: return MpiThreadLevel::single;
+    case MPI_THREAD_MULTIPLE:
+      return MpiThreadLevel::multiple;
+    case MPI_THREAD_SERIALIZED:
+      return MpiThreadLevel::serialized;
+    case MPI_THREAD_FUNNELED:
+      return MpiThreadLevel::funneled;
+    default:
+      return MpiThreadLevel::single;
   }
 }
 
 int to_mpi(MpiThreadLevel level) {
   switch (level) {
-    case MpiThreadLevel::multiple: return MPI_THREAD_MULTIPLE;
-    case MpiThreadLevel::serialized: return MPI_THREAD_SERIALIZED;
-    case MpiThreadLevel::funneled: return MPI_THREAD_FUNNELED;
-    case MpiThreadLevel::single: break;
+    case MpiThreadLevel::multiple:
+      return MPI_THREAD_MULTIPLE;
+    case MpiThreadLevel::serialized:
+      return MPI_THREAD_SERIALIZED;
+    case MpiThreadLevel::funneled:
+      return MPI_THREAD_FUNNELED;
+    case MpiThreadLevel::single:
+      break;
   }
   return MPI_THREAD_SINGLE;
 }
@@ -59,8 +67,9 @@ void check_mpi(int code, const char* function) {
   if (code == MPI_SUCCESS) return;
   int kind = MPI_SUCCESS;
   MPI_Error_class(code, &kind);
-  const char* hint = kind == MPI_ERR_TRUNCATE ? ". A rank sent more than this one expects: shapes or dtypes differ between ranks; CheckLevel::collective shows which"
-                                              : "";
+  const char* hint = kind == MPI_ERR_TRUNCATE
+                         ? ". A rank sent more than this one expects: shapes or dtypes differ between ranks; CheckLevel::collective shows which"
+                         : "";
   throw CommError(concat(function, " failed: ", mpi_error_text(code), hint));
 }
 
@@ -156,7 +165,8 @@ void MpiLibrary::require_thread() const {
   int main_thread = 0;
   MPI_Is_thread_main(&main_thread);
   if (!main_thread)
-    throw Error(concat("a call on an MPI group came from another thread than the one that initialised MPI, and MPI's thread level is ", to_string(level_),
+    throw Error(concat("a call on an MPI group came from another thread than the one that initialised MPI, and MPI's thread level is ",
+                       to_string(level_),
                        ". Initialise MPI with MPI_THREAD_MULTIPLE (MpiWorld::initialize(MpiThreadLevel::multiple)), or call from the main thread"));
 }
 
@@ -181,10 +191,14 @@ MpiContext::~MpiContext() {
 
 const char* to_string(MpiThreadLevel level) {
   switch (level) {
-    case MpiThreadLevel::single: return "single";
-    case MpiThreadLevel::funneled: return "funneled";
-    case MpiThreadLevel::serialized: return "serialized";
-    case MpiThreadLevel::multiple: return "multiple";
+    case MpiThreadLevel::single:
+      return "single";
+    case MpiThreadLevel::funneled:
+      return "funneled";
+    case MpiThreadLevel::serialized:
+      return "serialized";
+    case MpiThreadLevel::multiple:
+      return "multiple";
   }
   return "?";
 }
@@ -213,13 +227,12 @@ std::string MpiWorld::library() const {
 
 std::string MpiWorld::host() const { return detail::processor_name(); }
 
-void MpiWorld::fatal(const std::string& reason) const {
-  detail::mpi_fatal(concat("rank ", rank(), " of ", size(), " on ", host()), reason, true);
-}
+void MpiWorld::fatal(const std::string& reason) const { detail::mpi_fatal(concat("rank ", rank(), " of ", size(), " on ", host()), reason, true); }
 
 MpiWorld mpi_world(MPI_Comm communicator) {
   if (!detail::mpi_flag(MPI_Initialized) || detail::mpi_flag(MPI_Finalized))
-    throw InvalidArgument("mpi_world() needs an MPI that is initialised and not finalised; without a communicator of your own use MpiWorld::initialize()");
+    throw InvalidArgument(
+        "mpi_world() needs an MPI that is initialised and not finalised; without a communicator of your own use MpiWorld::initialize()");
   if (communicator == MPI_COMM_NULL) throw InvalidArgument("mpi_world() was given MPI_COMM_NULL: this process is not in the communicator");
   int inter = 0;
   detail::check_mpi(MPI_Comm_test_inter(communicator, &inter), "MPI_Comm_test_inter");

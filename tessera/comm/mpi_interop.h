@@ -11,9 +11,9 @@
 
 namespace tessera {
 
-/// The ranks of `communicator`, which is duplicated (collective over it) and stays the caller's. MPI must be initialised, and is never finalised here;
-/// the last copy of the world and every group made from it must be gone before the caller finalises MPI. Throws InvalidArgument for MPI_COMM_NULL,
-/// an intercommunicator, or an MPI that is not initialised or already finalised.
+/// The ranks of `communicator`, which is duplicated (collective over it) and stays the caller's. MPI must be initialised, and is never finalised
+/// here; the last copy of the world and every group made from it must be gone before the caller finalises MPI. Throws InvalidArgument for
+/// MPI_COMM_NULL, an intercommunicator, or an MPI that is not initialised or already finalised.
 MpiWorld mpi_world(MPI_Comm communicator);
 
 }  // namespace tessera

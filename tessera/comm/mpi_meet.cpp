@@ -48,7 +48,8 @@ void meet(MpiContext& context, const std::vector<int>& ranks, int tag, const Mpi
   std::vector<int> peers;
   const auto receive = [&](int from) {
     peers.push_back(from);
-    check_mpi(MPI_Irecv(inbox->data() + requests.size(), 1, MPI_CHAR, from, tag, context.comm(), &requests.emplace_back(MPI_REQUEST_NULL)), "MPI_Irecv");
+    check_mpi(MPI_Irecv(inbox->data() + requests.size(), 1, MPI_CHAR, from, tag, context.comm(), &requests.emplace_back(MPI_REQUEST_NULL)),
+              "MPI_Irecv");
   };
   static const char hello = 1;
   const auto send = [&](int to) {
@@ -74,10 +75,11 @@ void meet(MpiContext& context, const std::vector<int>& ranks, int tag, const Mpi
     context.library()->set_broken();
     inbox.release();
     const bool is_root = context.rank() == root;
-    throw TimeoutError(concat("group '", options.name, "' of ranks ", list(ranks), ": after ", options.timeout.count(), " ms ",
-                              is_root ? concat("ranks ", list(missing), " have not come") : concat("its first rank ", root, " has not seen all members"),
-                              "; every member, and no other rank, must make the group"),
-                       is_root ? missing : std::vector<int>());
+    throw TimeoutError(
+        concat("group '", options.name, "' of ranks ", list(ranks), ": after ", options.timeout.count(), " ms ",
+               is_root ? concat("ranks ", list(missing), " have not come") : concat("its first rank ", root, " has not seen all members"),
+               "; every member, and no other rank, must make the group"),
+        is_root ? missing : std::vector<int>());
   }
   if (context.rank() == root) {
     const auto lock = context.library()->serialize();
@@ -94,7 +96,8 @@ std::shared_ptr<MpiComm> make_mpi_comm(const std::shared_ptr<MpiContext>& contex
   for (const int r : ranks)
     if (r < 0 || r >= context->size())
       throw InvalidArgument(concat("MPI group of ranks ", list(ranks), ": there is no rank ", r, " among ", context->size()));
-  if (std::set<int>(ranks.begin(), ranks.end()).size() != ranks.size()) throw InvalidArgument(concat("MPI group of ranks ", list(ranks), ": a rank comes twice"));
+  if (std::set<int>(ranks.begin(), ranks.end()).size() != ranks.size())
+    throw InvalidArgument(concat("MPI group of ranks ", list(ranks), ": a rank comes twice"));
   if (std::find(ranks.begin(), ranks.end(), context->rank()) == ranks.end())
     throw InvalidArgument(concat("MPI group of ranks ", list(ranks), " was made on rank ", context->rank(), ", which is no member"));
   Hash hash;

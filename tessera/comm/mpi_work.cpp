@@ -61,7 +61,8 @@ MpiComm::~MpiComm() {
     return;
   }
   library().set_broken();
-  for (auto& call : adopted_) static_cast<void>(call.release());  // MPI may still read and write their memory: never freed, the process is about to end.
+  for (auto& call : adopted_)
+    static_cast<void>(call.release());  // MPI may still read and write their memory: never freed, the process is about to end.
 }
 
 void MpiComm::require_usable(const char* operation) {
@@ -145,8 +146,8 @@ bool MpiComm::test(MpiCall& call) {
     call.source = statuses[i].MPI_SOURCE;
     check_mpi(MPI_Get_elements_x(&statuses[i], MPI_BYTE, &got), "MPI_Get_elements_x");
     if (got != call.receives[i])
-      throw CommError(concat(call.name, ": rank ", ranks_[static_cast<std::size_t>(call.source)], " sent ", got, " bytes where this rank expects ", call.receives[i],
-                             "; sender and receiver must use tensors of one size"));
+      throw CommError(concat(call.name, ": rank ", ranks_[static_cast<std::size_t>(call.source)], " sent ", got, " bytes where this rank expects ",
+                             call.receives[i], "; sender and receiver must use tensors of one size"));
   }
   return true;
 }

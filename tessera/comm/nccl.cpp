@@ -34,10 +34,12 @@ Part load() {
   void* library = dlopen(built ? beside.c_str() : "libtessera_nccl.so", RTLD_LAZY | RTLD_GLOBAL);
   if (!library) {
     const char* reason = dlerror();
-    part.problem = built ? concat("libtessera_nccl.so does not load: ", reason ? reason : "unknown reason",
-                                  ". Install what libtorch_cuda.so needs (the dependencies of the torch wheel), or set LD_LIBRARY_PATH to it")
-                         : std::string("this build of Tessera has no NCCL part: libtessera_nccl.so is not beside libtessera.so. Configure with -DTESSERA_NCCL=ON, a "
-                                       "CUDA toolkit, nccl.h (toolkit or the nvidia-nccl wheel), and a libtorch that has libtorch_cuda.so");
+    part.problem =
+        built ? concat("libtessera_nccl.so does not load: ", reason ? reason : "unknown reason",
+                       ". Install what libtorch_cuda.so needs (the dependencies of the torch wheel), or set LD_LIBRARY_PATH to it")
+              : std::string(
+                    "this build of Tessera has no NCCL part: libtessera_nccl.so is not beside libtessera.so. Configure with -DTESSERA_NCCL=ON, a "
+                    "CUDA toolkit, nccl.h (toolkit or the nvidia-nccl wheel), and a libtorch that has libtorch_cuda.so");
     return part;
   }
   part.make = reinterpret_cast<detail::NcclMake>(dlsym(library, detail::kNcclMake));
@@ -74,7 +76,8 @@ std::string nccl_version() {
   return part().version();
 }
 
-c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout) {
+c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                    std::chrono::milliseconds timeout) {
   const std::string problem = nccl_unavailable();
   if (!problem.empty()) throw NotAvailable(concat("NCCL: ", problem));
   return part().make(store, rank, size, timeout);

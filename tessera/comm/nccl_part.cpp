@@ -34,9 +34,7 @@ class DoneWork : public c10d::Work {
 
 WorkPtr done() { return c10::make_intrusive<DoneWork>(); }
 
-std::vector<at::Tensor> rows(const at::Tensor& whole, const Sizes& sizes) {
-  return whole.split_with_sizes(sizes);
-}
+std::vector<at::Tensor> rows(const at::Tensor& whole, const Sizes& sizes) { return whole.split_with_sizes(sizes); }
 
 class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend, public ReducingBackend {
  public:
@@ -52,7 +50,8 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend, p
     if (largest == smallest) return _allgather_base(out, in, options);
     const std::int64_t padded = largest * getSize();
     const std::int64_t padded_bytes = padded * (output.numel() / total) * static_cast<std::int64_t>(output.element_size());
-    if (padded_bytes <= kSmallBytes || static_cast<double>(padded) <= kPaddingFactor * static_cast<double>(total)) return padded_gather(output, input, sizes, largest, options);
+    if (padded_bytes <= kSmallBytes || static_cast<double>(padded) <= kPaddingFactor * static_cast<double>(total))
+      return padded_gather(output, input, sizes, largest, options);
     auto blocks = rows(output, sizes);
     if (smallest > 0 && 2 * largest > total && getSize() > 2) {
       std::vector<std::vector<at::Tensor>> lists{blocks};
@@ -67,7 +66,8 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend, p
     return exchange(messages, limit);
   }
 
-  WorkPtr reduce_scatter_v(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes, const c10d::ReduceOp& op, CallLimit limit) override {
+  WorkPtr reduce_scatter_v(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes, const c10d::ReduceOp& op,
+                           CallLimit limit) override {
     c10d::ReduceScatterOptions options;
     set(options, limit);
     options.reduceOp = op;
@@ -124,9 +124,11 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend, p
         any = true;
     }
     if (to_self.size() != from_self.size())
-      throw InvalidArgument(concat("exchange: ", to_self.size(), " messages to this rank itself and ", from_self.size(), " from it; their numbers must agree"));
+      throw InvalidArgument(
+          concat("exchange: ", to_self.size(), " messages to this rank itself and ", from_self.size(), " from it; their numbers must agree"));
     for (std::size_t i = 0; i < to_self.size(); ++i) {
-      if (to_self[i].numel() != from_self[i].numel()) throw InvalidArgument("exchange: a message to this rank itself has another size than its receiver");
+      if (to_self[i].numel() != from_self[i].numel())
+        throw InvalidArgument("exchange: a message to this rank itself has another size than its receiver");
       from_self[i].copy_(to_self[i].view(from_self[i].sizes()), /*non_blocking=*/true);
     }
     if (!any) return done();
@@ -146,12 +148,15 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend, p
   bool reduces(c10::ScalarType dtype, ReduceOp::Kind op) const override {
     switch (dtype) {
       case c10::ScalarType::Float:
-      case c10::ScalarType::Double: return op != ReduceOp::Kind::min && op != ReduceOp::Kind::max;
+      case c10::ScalarType::Double:
+        return op != ReduceOp::Kind::min && op != ReduceOp::Kind::max;
       case c10::ScalarType::Char:
       case c10::ScalarType::Byte:
       case c10::ScalarType::Int:
-      case c10::ScalarType::Long: return op != ReduceOp::Kind::avg && op != ReduceOp::Kind::premultiplied;
-      default: return false;
+      case c10::ScalarType::Long:
+        return op != ReduceOp::Kind::avg && op != ReduceOp::Kind::premultiplied;
+      default:
+        return false;
     }
   }
 
@@ -164,8 +169,10 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend, p
       case c10::ScalarType::Char:
       case c10::ScalarType::Byte:
       case c10::ScalarType::Int:
-      case c10::ScalarType::Long: return true;
-      default: return false;
+      case c10::ScalarType::Long:
+        return true;
+      default:
+        return false;
     }
   }
 
@@ -175,7 +182,8 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend, p
     if (limit.timeout.count() > 0) options.timeout = limit.timeout;
   }
 
-  WorkPtr padded_gather(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes, std::int64_t largest, const c10d::AllgatherOptions& options) {
+  WorkPtr padded_gather(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes, std::int64_t largest,
+                        const c10d::AllgatherOptions& options) {
     auto shape = output.sizes().vec();
     shape[0] = largest;
     at::Tensor mine = at::empty(shape, output.options());

@@ -51,7 +51,8 @@ Sizes all_sizes(const Group& group, std::int64_t mine) {
 /// functional::all_gather with replicated cotangents, along any dim, and as a request.
 class Gather : public torch::autograd::Function<Gather> {
  public:
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& tensor, const Group& group, std::int64_t dim, Request* request) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& tensor, const Group& group, std::int64_t dim,
+                            Request* request) {
     const Sizes sizes = all_sizes(group, tensor.size(dim));
     context->saved_data["dim"] = dim;
     context->saved_data["sizes"] = sizes;
@@ -80,7 +81,8 @@ class Gather : public torch::autograd::Function<Gather> {
 std::int64_t checked_dim(const char* call, const at::Tensor& tensor, std::int64_t dim) {
   if (!tensor.defined()) throw InvalidArgument(concat(call, " was given an undefined tensor"));
   if (dim < -tensor.dim() || dim >= tensor.dim())
-    throw InvalidArgument(concat(call, " along dim ", dim, " of a tensor with ", tensor.dim(), " dims; give a dim from ", -tensor.dim(), " to ", tensor.dim() - 1));
+    throw InvalidArgument(
+        concat(call, " along dim ", dim, " of a tensor with ", tensor.dim(), " dims; give a dim from ", -tensor.dim(), " to ", tensor.dim() - 1));
   return dim < 0 ? dim + tensor.dim() : dim;
 }
 
@@ -134,7 +136,8 @@ void set_current_manager(const DistributedManager& manager) {
 
 void clear_current_manager() {
   auto& here = current();
-  if (here.groups) throw ParallelismError("the current manager cannot be given up while parallelism is initialized on it; call reset_parallelism() first");
+  if (here.groups)
+    throw ParallelismError("the current manager cannot be given up while parallelism is initialized on it; call reset_parallelism() first");
   here.manager.reset();
 }
 
@@ -147,15 +150,16 @@ const ParallelGroups& init_parallelism(int model_parallelism, int pipeline_paral
   try {
     mesh = parallel_mesh(manager.world_size(), model_parallelism, pipeline_parallelism);
   } catch (const GroupConfigError& error) {
-    throw ParallelismError(concat("init_parallelism(", model_parallelism, ", ", pipeline_parallelism, ") on ", manager.world_size(), " ranks: ", error.what()));
+    throw ParallelismError(
+        concat("init_parallelism(", model_parallelism, ", ", pipeline_parallelism, ") on ", manager.world_size(), " ranks: ", error.what()));
   }
   std::vector<int> everybody(static_cast<std::size_t>(manager.world_size()));
   for (int r = 0; r < manager.world_size(); ++r) everybody[r] = r;
   ParallelGroups groups;
   groups.world = info_of(manager, everybody, "");
   require_agreement(groups.world.group, "model and pipeline parallelism",
-                    concat("model ", model_parallelism, "\npipeline ", pipeline_parallelism, "\nbackends: model '", backends.model, "', pipeline '", backends.pipeline,
-                           "', data '", backends.data, "'\n"));
+                    concat("model ", model_parallelism, "\npipeline ", pipeline_parallelism, "\nbackends: model '", backends.model, "', pipeline '",
+                           backends.pipeline, "', data '", backends.data, "'\n"));
   groups.mp = info_of(manager, mesh->group("mp", rank), backends.model);
   groups.pp = info_of(manager, mesh->group("pp", rank), backends.pipeline);
   groups.dp = info_of(manager, mesh->group("dp", rank), backends.data);

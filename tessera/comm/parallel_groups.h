@@ -31,7 +31,7 @@ class ParallelismError : public ConfigurationError {
 
 /// A tensor whose values are there after wait(). Converts to the tensor, waiting.
 struct PendingTensor {
-  at::Tensor tensor;   ///< Shape, dtype and autograd history are right from the start.
+  at::Tensor tensor;  ///< Shape, dtype and autograd history are right from the start.
   Request request;
   at::Tensor wait() {
     request.wait();
@@ -43,14 +43,14 @@ struct PendingTensor {
 /// One kind of parallelism, as this rank sees it.
 struct GroupInfo {
   Group group;
-  std::vector<int> global_ranks;   ///< In group order.
-  int rank = 0;                    ///< This rank's place in it.
+  std::vector<int> global_ranks;  ///< In group order.
+  int rank = 0;                   ///< This rank's place in it.
   int world_size = 1;
 
   /// All-reduce in place. With `async` the request is under way when this returns, else complete. Not recorded by autograd.
   Request reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum, bool async = false) const;
-  /// This rank's slice of a tensor that all ranks hold: the first n mod world_size ranks get one row more, none is lost; a copy. [7, 2] along dim 0 over
-  /// 3 ranks: 3, 2, 2 rows. Its gradient is gathered: every rank's backward must run.
+  /// This rank's slice of a tensor that all ranks hold: the first n mod world_size ranks get one row more, none is lost; a copy. [7, 2] along dim 0
+  /// over 3 ranks: 3, 2, 2 rows. Its gradient is gathered: every rank's backward must run.
   at::Tensor split(const at::Tensor& tensor, std::int64_t dim = 0) const;
   /// The ranks' slices joined along `dim`, in group order, any sizes. Inverse of split, both ways; its gradient is split. All ranks use the result
   /// alike, and so hold the same gradient of it. Sizes are exchanged first (one small call, which blocks).
@@ -59,7 +59,7 @@ struct GroupInfo {
 
 struct ParallelGroups {
   GroupInfo mp, pp, dp;
-  GroupInfo world;   ///< The default group: all ranks.
+  GroupInfo world;  ///< The default group: all ranks.
 };
 
 /// Backend of each kind; empty: the manager's.

@@ -38,7 +38,8 @@ bool has_other_hosts(const Launch& launch) { return launch.hosts.size() > 1 || l
 
 void pause() { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }
 
-/// Rank 0 says who it is to whatever holds the port. Throws if that knows of another rank 0; false if it is an earlier store of ours that is about to end.
+/// Rank 0 says who it is to whatever holds the port. Throws if that knows of another rank 0; false if it is an earlier store of ours that is about to
+/// end.
 bool port_is_foreign(const std::string& address, int port, const Hello& hello) {
   const Deadline soon = Clock::now() + std::chrono::milliseconds(300);
   std::string why;
@@ -100,7 +101,8 @@ Published read_published(c10d::Store& agent) {
 Rendezvous Rendezvous::meet(const Launch& launch, std::chrono::milliseconds limit) {
   const Deadline deadline = Clock::now() + limit;
   if (launch.world_size < 1 || launch.rank < 0 || launch.rank >= launch.world_size)
-    throw RendezvousError(concat("rank ", launch.rank, " of a world of ", launch.world_size, " ranks does not exist; ranks are 0 to world size - 1"), {launch.rank});
+    throw RendezvousError(concat("rank ", launch.rank, " of a world of ", launch.world_size, " ranks does not exist; ranks are 0 to world size - 1"),
+                          {launch.rank});
   if (limit.count() < 1) throw RendezvousError(concat("the rendezvous was given ", limit.count(), " ms; give a positive limit"));
   Rendezvous meeting;
   if (launch.world_size == 1) {
@@ -141,14 +143,17 @@ Rendezvous Rendezvous::meet(const Launch& launch, std::chrono::milliseconds limi
           port = where.port;
           hello.job = where.job;
         } catch (const c10::Error&) {
-          throw RendezvousError(concat("rank ", launch.rank, ": rank 0 did not say within ", limit.count(), " ms where its store listens (through torchrun's agent on ",
-                                       launch.address, ":", launch.port, "); check that rank 0 runs"), {0});
+          throw RendezvousError(
+              concat("rank ", launch.rank, ": rank 0 did not say within ", limit.count(), " ms where its store listens (through torchrun's agent on ",
+                     launch.address, ":", launch.port, "); check that rank 0 runs"),
+              {0});
         }
         hello.where = concat(host, ":", port);
       }
       try {
         // What the agent's store holds may be of an earlier attempt, whose store is gone: look again soon.
-        Socket socket = detail::connect_to(host, port, !agent && other_hosts, agent ? std::min(deadline, Clock::now() + std::chrono::milliseconds(300)) : deadline);
+        Socket socket = detail::connect_to(host, port, !agent && other_hosts,
+                                           agent ? std::min(deadline, Clock::now() + std::chrono::milliseconds(300)) : deadline);
         meeting.address = detail::local_address(socket);
         meeting.connection = StoreConnection::meet(std::move(socket), hello, deadline, why);
       } catch (const RendezvousError& error) {
@@ -156,7 +161,9 @@ Rendezvous Rendezvous::meet(const Launch& launch, std::chrono::milliseconds limi
         if (!agent || !error.ranks().empty() || Clock::now() >= deadline) throw;
       }
       if (meeting.connection) break;
-      if (Clock::now() >= deadline) throw RendezvousError(concat("rank ", launch.rank, ": no rendezvous with the job's store on ", hello.where, " within ", limit.count(), " ms: ", why), {0});
+      if (Clock::now() >= deadline)
+        throw RendezvousError(
+            concat("rank ", launch.rank, ": no rendezvous with the job's store on ", hello.where, " within ", limit.count(), " ms: ", why), {0});
       pause();
     }
   }

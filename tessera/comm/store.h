@@ -3,10 +3,12 @@
 //
 //   auto meeting = Rendezvous::meet(launch, std::chrono::seconds(120));
 //   meeting.store->set("key", "value");                // c10d::Store: what process groups are made from
-//   meeting.address                                    // "10.0.0.3": the address of this host on the way to rank 0; what listeners of this rank should bind
+//   meeting.address                                    // "10.0.0.3": the address of this host on the way to rank 0; what listeners of this rank
+//   should bind
 //
-// What goes wrong here ends within the limit (plus about a second) on every rank that runs, as a RendezvousError that names the cause: a missing rank, two
-// ranks of one number, ranks that disagree about the world size, a port in use, something else that listens there, an address that cannot be reached.
+// What goes wrong here ends within the limit (plus about a second) on every rank that runs, as a RendezvousError that names the cause: a missing
+// rank, two ranks of one number, ranks that disagree about the world size, a port in use, something else that listens there, an address that cannot
+// be reached.
 
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -44,13 +46,13 @@ struct Rendezvous {
   Rendezvous& operator=(Rendezvous&&) noexcept;
   ~Rendezvous();
 
-  std::unique_ptr<detail::StoreServer> server;         ///< On rank 0 alone.
+  std::unique_ptr<detail::StoreServer> server;  ///< On rank 0 alone.
   std::shared_ptr<detail::StoreConnection> connection;
   c10::intrusive_ptr<c10d::Store> store;
-  std::string address;                                 ///< Numeric; loopback if rank 0 is reached through loopback.
+  std::string address;  ///< Numeric; loopback if rank 0 is reached through loopback.
 
-  /// Blocks until every rank of the launch is here. Rank 0 listens on `launch.address` : `launch.port` and on no other address (loopback if the address is
-  /// empty); where torchrun's agent already serves a store there, rank 0 takes a free port and tells the others through the agent's store.
+  /// Blocks until every rank of the launch is here. Rank 0 listens on `launch.address` : `launch.port` and on no other address (loopback if the
+  /// address is empty); where torchrun's agent already serves a store there, rank 0 takes a free port and tells the others through the agent's store.
   static Rendezvous meet(const Launch& launch, std::chrono::milliseconds limit);
 };
 

@@ -165,7 +165,8 @@ DistributedManager make_manager(const std::shared_ptr<Hub>& hub, int rank, const
 void run_threads(int ranks, const std::function<void(DistributedManager&)>& body, const ManagerOptions& options) {
   if (ranks < 1) throw InvalidArgument(concat("run_threads was asked for ", ranks, " ranks; at least 1 is needed"));
   if (!options.backend.empty() && options.backend != "threads" && options.backend != "gloo") {
-    throw InvalidArgument(concat("run_threads with backend '", options.backend, "': ranks that are threads of one process can use 'threads' or 'gloo'"));
+    throw InvalidArgument(
+        concat("run_threads with backend '", options.backend, "': ranks that are threads of one process can use 'threads' or 'gloo'"));
   }
   auto hub = std::make_shared<Hub>(ranks);
   std::mutex mutex;

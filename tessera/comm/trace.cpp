@@ -112,12 +112,12 @@ std::string CommTrace::timeline(int rank) const {
   out << std::fixed << std::setprecision(3) << "{\"displayTimeUnit\": \"ms\", \"traceEvents\": [\n";
   out << "{\"ph\": \"M\", \"name\": \"process_name\", \"pid\": " << rank << ", \"args\": {\"name\": \"rank " << rank << "\"}}";
   for (const auto& [group, lane] : lanes)
-    out << ",\n{\"ph\": \"M\", \"name\": \"thread_name\", \"pid\": " << rank << ", \"tid\": " << lane << ", \"args\": {\"name\": "
-        << quoted("group " + group) << "}}";
+    out << ",\n{\"ph\": \"M\", \"name\": \"thread_name\", \"pid\": " << rank << ", \"tid\": " << lane
+        << ", \"args\": {\"name\": " << quoted("group " + group) << "}}";
   for (const auto& event : all)
-    out << ",\n{\"ph\": \"X\", \"name\": " << quoted(event.name.empty() ? event.operation : event.operation + " " + event.name) << ", \"cat\": \"comm\", \"pid\": "
-        << rank << ", \"tid\": " << lanes[event.group] << ", \"ts\": " << event.begin << ", \"dur\": " << event.end - event.begin
-        << ", \"args\": {\"call\": " << event.sequence << ", \"bytes\": " << event.bytes << "}}";
+    out << ",\n{\"ph\": \"X\", \"name\": " << quoted(event.name.empty() ? event.operation : event.operation + " " + event.name)
+        << ", \"cat\": \"comm\", \"pid\": " << rank << ", \"tid\": " << lanes[event.group] << ", \"ts\": " << event.begin
+        << ", \"dur\": " << event.end - event.begin << ", \"args\": {\"call\": " << event.sequence << ", \"bytes\": " << event.bytes << "}}";
   out << "\n]}\n";
   return std::move(out).str();
 }

@@ -23,20 +23,20 @@ class Group;
 
 /// One call, as this rank saw it. Times in microseconds since the trace was made.
 struct CommEvent {
-  std::string operation;      ///< "all_reduce".
+  std::string operation;  ///< "all_reduce".
   std::string group;
-  std::string name;           ///< CallOptions::name; may be empty.
-  std::uint64_t sequence = 0; ///< Of the group; for messages the number of collective calls before it.
-  std::int64_t bytes = 0;     ///< Payload that this rank gave to the call (received, for a receive).
-  double begin = 0;           ///< The call, or its start_... half.
-  double end = 0;             ///< The result was there, and its wait() returned.
+  std::string name;            ///< CallOptions::name; may be empty.
+  std::uint64_t sequence = 0;  ///< Of the group; for messages the number of collective calls before it.
+  std::int64_t bytes = 0;      ///< Payload that this rank gave to the call (received, for a receive).
+  double begin = 0;            ///< The call, or its start_... half.
+  double end = 0;              ///< The result was there, and its wait() returned.
 };
 
 /// All calls of one operation in one group.
 struct CommSummary {
   std::string operation, group;
   std::int64_t count = 0, bytes = 0;
-  double microseconds = 0;    ///< Sum of end - begin.
+  double microseconds = 0;  ///< Sum of end - begin.
 };
 
 /// A recorder that several threads may write to. Nothing is recorded until it is set on a manager or a group.
@@ -50,8 +50,8 @@ class CommTrace {
   void add(CommEvent event);
   void clear();
 
-  std::vector<CommEvent> events() const;                  ///< In order of completion.
-  std::vector<CommSummary> summary() const;               ///< Most time first.
+  std::vector<CommEvent> events() const;     ///< In order of completion.
+  std::vector<CommSummary> summary() const;  ///< Most time first.
   /// The summary as text, one line an operation and group.
   std::string table() const;
   /// Trace Event Format (JSON): one process with the number `rank`, one lane a group, so that files of several ranks can be loaded together.

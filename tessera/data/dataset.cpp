@@ -23,11 +23,12 @@ std::vector<at::Tensor> Dataset::get_batch(std::span<const std::uint64_t> indice
     try {
       const Sample sample = get(indices[i]);
       if (i == 0) columns.resize(sample.size());
-      if (sample.size() != columns.size()) throw InvalidArgument(concat("it has ", sample.size(), " tensors, sample ", indices[0], " has ", columns.size()));
+      if (sample.size() != columns.size())
+        throw InvalidArgument(concat("it has ", sample.size(), " tensors, sample ", indices[0], " has ", columns.size()));
       for (std::size_t t = 0; t < sample.size(); ++t) {
         if (i > 0 && sample[t].sizes() != columns[t][0].sizes())
-          throw InvalidArgument(concat("its tensor ", t, " has shape ", sample[t].sizes(), ", that of sample ", indices[0], " has ", columns[t][0].sizes(),
-                                       "; give samples of one shape, or override get_batch"));
+          throw InvalidArgument(concat("its tensor ", t, " has shape ", sample[t].sizes(), ", that of sample ", indices[0], " has ",
+                                       columns[t][0].sizes(), "; give samples of one shape, or override get_batch"));
         columns[t].push_back(sample[t]);
       }
     } catch (const std::exception& e) {
@@ -42,7 +43,8 @@ std::vector<at::Tensor> Dataset::get_batch(std::span<const std::uint64_t> indice
 TensorDataset::TensorDataset(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {
   if (tensors_.empty()) throw InvalidArgument("a TensorDataset of no tensors");
   for (const at::Tensor& t : tensors_)
-    if (!t.defined() || t.dim() == 0 || t.size(0) != tensors_[0].size(0)) throw InvalidArgument("the tensors of a TensorDataset have one dim 0, of the same length");
+    if (!t.defined() || t.dim() == 0 || t.size(0) != tensors_[0].size(0))
+      throw InvalidArgument("the tensors of a TensorDataset have one dim 0, of the same length");
 }
 
 std::uint64_t TensorDataset::size() const { return static_cast<std::uint64_t>(tensors_[0].size(0)); }
@@ -79,7 +81,7 @@ TokenFileDataset::TokenFileDataset(const std::string& path, at::ScalarType dtype
   if (row == 0) throw InvalidArgument("a token row of length 0; give at least 1");
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (file < 0) throw FileError(concat("'", path, "' cannot be opened: ", std::strerror(errno)));
-  struct stat status {};
+  struct stat status{};
   if (::fstat(file, &status) != 0 || !S_ISREG(status.st_mode)) {
     ::close(file);
     throw FileError(concat("'", path, "' is no regular file"));

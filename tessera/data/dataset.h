@@ -23,7 +23,8 @@ class Dataset {
   virtual ~Dataset();
   virtual std::uint64_t size() const = 0;
   virtual Sample get(std::uint64_t index) const = 0;
-  /// The tensors of several samples, with a batch dim of length indices.size() in front. The default stacks what get() returns, and reports which index failed.
+  /// The tensors of several samples, with a batch dim of length indices.size() in front. The default stacks what get() returns, and reports which
+  /// index failed.
   virtual std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const;
 };
 
@@ -70,9 +71,9 @@ class FunctionDataset : public Dataset {
   std::function<Sample(std::uint64_t)> get_;
 };
 
-/// A file of tokens, memory-mapped: rows of `row` tokens, starting every `stride` tokens (0: every `row`, without overlap). A sample is one 1-d tensor of length `row`
-/// and the file's dtype. What does not fill a row at the end of the file is left out.
-/// Throws FileError if the file cannot be mapped or its size is no multiple of the dtype's; InvalidArgument for row < 1 or a file shorter than one row.
+/// A file of tokens, memory-mapped: rows of `row` tokens, starting every `stride` tokens (0: every `row`, without overlap). A sample is one 1-d
+/// tensor of length `row` and the file's dtype. What does not fill a row at the end of the file is left out. Throws FileError if the file cannot be
+/// mapped or its size is no multiple of the dtype's; InvalidArgument for row < 1 or a file shorter than one row.
 class TokenFileDataset : public Dataset {
  public:
   TokenFileDataset(const std::string& path, at::ScalarType dtype, std::uint64_t row, std::uint64_t stride = 0);

@@ -46,7 +46,8 @@ OrderCursor read_state(const Order& order, const std::string& state) {
   in >> header >> saved >> cursor.step;
   if (!in || header != kStateHeader) throw ConfigurationError("this is no state of a loader, or it was cut off");
   if (saved != fingerprint(order))
-    throw ConfigurationError(concat("the state was saved by another order; this one is: ", order.describe(), ". Resume with the same samples, seed and batch schedule"));
+    throw ConfigurationError(
+        concat("the state was saved by another order; this one is: ", order.describe(), ". Resume with the same samples, seed and batch schedule"));
   cursor.position.resize(count());
   for (auto& p : cursor.position) in >> p;
   cursor.credit.resize(count());
@@ -80,7 +81,8 @@ std::vector<at::Tensor> read_rows(const std::vector<std::shared_ptr<const Datase
         shape[0] = static_cast<std::int64_t>(refs.size());
         batch.push_back(at::empty(shape, t.options()));
       }
-    if (part.size() != batch.size()) throw InvalidArgument(concat("the samples of dataset ", d, " have ", part.size(), " tensors, those of others ", batch.size()));
+    if (part.size() != batch.size())
+      throw InvalidArgument(concat("the samples of dataset ", d, " have ", part.size(), " tensors, those of others ", batch.size()));
     for (std::size_t t = 0; t < part.size(); ++t) batch[t].index_copy_(0, at::tensor(rows), part[t]);
   }
   return batch;
@@ -142,7 +144,8 @@ struct Loader::Engine {
   bool stop = false;
   std::vector<std::thread> threads;
 
-  Engine(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared_ptr<const Order> order, BatchMapping mapping, int process, LoaderOptions options)
+  Engine(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared_ptr<const Order> order, BatchMapping mapping, int process,
+         LoaderOptions options)
       : datasets(std::move(datasets)), order(std::move(order)), mapping(std::move(mapping)), process(process), options(std::move(options)) {}
 
   ~Engine() {
@@ -182,7 +185,8 @@ struct Loader::Engine {
       std::shared_ptr<Slot> slot;
       {
         std::unique_lock lock(mutex);
-        work.wait(lock, [&] { return stop || std::any_of(slots.begin(), slots.end(), [](const auto& s) { return s->state == Slot::State::queued; }); });
+        work.wait(lock,
+                  [&] { return stop || std::any_of(slots.begin(), slots.end(), [](const auto& s) { return s->state == Slot::State::queued; }); });
         if (stop) return;
         slot = *std::find_if(slots.begin(), slots.end(), [](const auto& s) { return s->state == Slot::State::queued; });
         slot->state = Slot::State::running;
@@ -298,11 +302,13 @@ void Loader::Engine::to_device(Slot& slot) const {
   slot.copied->record(side);
 }
 
-Loader::Loader(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared_ptr<const Order> order, BatchMapping mapping, int process, LoaderOptions options) {
+Loader::Loader(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared_ptr<const Order> order, BatchMapping mapping, int process,
+               LoaderOptions options) {
   if (datasets.empty() || !order || std::any_of(datasets.begin(), datasets.end(), [](const auto& d) { return !d; }))
     throw InvalidArgument("a loader needs an order and at least one dataset");
   if (options.workers < 0 || options.prefetch < 0 || options.stall_limit.count() <= 0)
-    throw InvalidArgument(concat("a loader with ", options.workers, " workers, ", options.prefetch, " batches ahead and a limit of ", options.stall_limit.count(), " ms; counts are at least 0, the limit above 0"));
+    throw InvalidArgument(concat("a loader with ", options.workers, " workers, ", options.prefetch, " batches ahead and a limit of ",
+                                 options.stall_limit.count(), " ms; counts are at least 0, the limit above 0"));
   mapping.held_by(process);
   engine_ = std::make_unique<Engine>(std::move(datasets), std::move(order), std::move(mapping), process, std::move(options));
   engine_->head = engine_->order->start();
@@ -329,8 +335,8 @@ LoadedBatch Loader::next() {
     slot->state = Engine::Slot::State::done;
   } else if (!w.ready.wait_for(lock, w.options.stall_limit, [&] { return slot->state == Engine::Slot::State::done; })) {
     const char* what = slot->state == Engine::Slot::State::running ? "is being read" : "waits for a worker";
-    throw StalledError(concat("step ", slot->batch.step, " has not been delivered within ", w.options.stall_limit.count(), " ms: it ", what, " (", w.options.workers,
-                              " workers). The source is too slow or hangs; call next() again to go on waiting"));
+    throw StalledError(concat("step ", slot->batch.step, " has not been delivered within ", w.options.stall_limit.count(), " ms: it ", what, " (",
+                              w.options.workers, " workers). The source is too slow or hangs; call next() again to go on waiting"));
   }
   if (slot->failure) {
     // The batch stays in front, to be read again if the caller tries again.
@@ -367,7 +373,8 @@ void Loader::restore(const std::string& state) { engine_->reset(read_state(*engi
 void Loader::seek(std::uint64_t step) {
   OrderCursor cursor = engine_->order->start();
   if (!cursor.position.empty())
-    throw InvalidArgument(concat("step ", step, " of this order cannot be found by its number (", engine_->order->describe(), "); restore a saved state"));
+    throw InvalidArgument(
+        concat("step ", step, " of this order cannot be found by its number (", engine_->order->describe(), "); restore a saved state"));
   cursor.step = step;
   engine_->reset(std::move(cursor));
 }

@@ -35,40 +35,44 @@ class StalledError : public Error {
 BatchMapping batch_mapping(const Mesh& mesh, const std::vector<std::string>& batch_axes);
 
 struct LoaderOptions {
-  int workers = 0;                                        ///< Threads that read ahead; 0: next() reads in the caller's thread.
-  int prefetch = 2;                                       ///< Batches read ahead beyond the one that is waited for; more are not begun (back-pressure).
+  int workers = 0;   ///< Threads that read ahead; 0: next() reads in the caller's thread.
+  int prefetch = 2;  ///< Batches read ahead beyond the one that is waited for; more are not begun (back-pressure).
   std::chrono::milliseconds stall_limit{std::chrono::minutes(5)};
-  bool pin_memory = false;                                ///< Page-locked host memory, for a CUDA device.
-  std::optional<c10::Device> device;                      ///< Copy there, ahead, on a stream of the worker's own.
+  bool pin_memory = false;            ///< Page-locked host memory, for a CUDA device.
+  std::optional<c10::Device> device;  ///< Copy there, ahead, on a stream of the worker's own.
   /// Makes a batch of samples, for those that Dataset::get_batch cannot stack (other shapes). Called by workers at the same time.
   std::function<std::vector<at::Tensor>(const std::vector<Sample>&)> collate;
 };
 
-/// Collation of samples whose tensors differ in length along dim 0: each is filled up to the longest with `fill`, and one tensor of lengths (int64, [rows]) is added at the end.
+/// Collation of samples whose tensors differ in length along dim 0: each is filled up to the longest with `fill`, and one tensor of lengths (int64,
+/// [rows]) is added at the end.
 std::vector<at::Tensor> pad_collate(const std::vector<Sample>& samples, double fill = 0);
 
 /// This process' part of a global batch.
 struct LoadedBatch {
   std::uint64_t step = 0;
   std::uint64_t epoch = 0;
-  std::vector<at::Tensor> tensors;            ///< Batch dim in front. Of a PackedOrder: tokens [rows, capacity] and sample numbers in the row, from 1, 0 where nothing is.
-  std::vector<SampleRef> samples;             ///< Of each row; of a PackedOrder, of each sample that this process reads.
-  std::vector<BatchSlice> slices;             ///< Which rows belong to which batch coordinate.
-  std::int64_t rows = 0;                      ///< Here.
-  std::int64_t real = 0;                      ///< Of those, not padding: the weight of this process' mean.
+  std::vector<at::Tensor>
+      tensors;  ///< Batch dim in front. Of a PackedOrder: tokens [rows, capacity] and sample numbers in the row, from 1, 0 where nothing is.
+  std::vector<SampleRef> samples;  ///< Of each row; of a PackedOrder, of each sample that this process reads.
+  std::vector<BatchSlice> slices;  ///< Which rows belong to which batch coordinate.
+  std::int64_t rows = 0;           ///< Here.
+  std::int64_t real = 0;           ///< Of those, not padding: the weight of this process' mean.
   std::int64_t global_rows = 0, global_real = 0;
-  at::Tensor mask;                            ///< Bool [rows], true where a row is real; undefined if all are.
+  at::Tensor mask;  ///< Bool [rows], true where a row is real; undefined if all are.
 };
 
 class Loader {
  public:
   /// `datasets`: those that the order's samples refer to. `process`: as in the mapping. Throws InvalidArgument for options out of range.
-  Loader(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared_ptr<const Order> order, BatchMapping mapping, int process, LoaderOptions options = {});
+  Loader(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared_ptr<const Order> order, BatchMapping mapping, int process,
+         LoaderOptions options = {});
   ~Loader();
   Loader(const Loader&) = delete;
   Loader& operator=(const Loader&) = delete;
 
-  /// The next batch. Throws SampleError (what a dataset threw, with the sample's index) or StalledError; the loader then still stands before that batch.
+  /// The next batch. Throws SampleError (what a dataset threw, with the sample's index) or StalledError; the loader then still stands before that
+  /// batch.
   LoadedBatch next();
   /// Batches until the epoch ends: a range for one loop. Starting in the middle of an epoch (after restore) it goes on to that epoch's end.
   class EpochRange;

@@ -32,7 +32,9 @@ void check_lengths(const std::vector<std::uint64_t>& lengths) {
 
 // Cursors of orders by length: {epoch, offset}.
 void check_cursor(const OrderCursor& cursor, std::size_t numbers) {
-  if (cursor.position.size() != numbers) throw InvalidArgument(concat("a cursor with ", cursor.position.size(), " positions, this order saves ", numbers, "; it belongs to another order"));
+  if (cursor.position.size() != numbers)
+    throw InvalidArgument(
+        concat("a cursor with ", cursor.position.size(), " positions, this order saves ", numbers, "; it belongs to another order"));
 }
 
 void end_of_batch(OrderCursor& cursor, std::uint64_t taken, std::uint64_t size) {
@@ -61,13 +63,15 @@ SampleRef FixedOrder::row(const OrderBatch& batch, std::uint64_t i) const { retu
 
 std::string FixedOrder::describe() const {
   const auto& o = order_.options();
-  return concat("fixed: ", o.samples, " samples, seed ", o.seed, o.shuffle ? ", shuffled" : ", in order", ", last batch ", static_cast<int>(o.last), ", ", describe_schedule(order_.schedule()));
+  return concat("fixed: ", o.samples, " samples, seed ", o.seed, o.shuffle ? ", shuffled" : ", in order", ", last batch ", static_cast<int>(o.last),
+                ", ", describe_schedule(order_.schedule()));
 }
 
 WeightedOrder::WeightedOrder(std::vector<double> weights, std::uint64_t seed, BatchSchedule schedule, std::uint64_t samples_per_epoch)
     : draws_(weights, seed),
       order_({.samples = samples_per_epoch, .seed = seed, .shuffle = false}, std::move(schedule)),
-      description_(concat("weighted: ", weights.size(), " weights ", fingerprint(weights), ", seed ", seed, ", ", samples_per_epoch, " an epoch, ", describe_schedule(order_.schedule()))) {}
+      description_(concat("weighted: ", weights.size(), " weights ", fingerprint(weights), ", seed ", seed, ", ", samples_per_epoch, " an epoch, ",
+                          describe_schedule(order_.schedule()))) {}
 
 OrderCursor WeightedOrder::start() const { return {}; }
 
@@ -95,7 +99,13 @@ OrderCursor MixtureOrder::start() const {
 OrderBatch MixtureOrder::next(OrderCursor& cursor) const {
   check_cursor(cursor, mixture_.datasets().size() + 1);
   Mixture::Cursor inner{cursor.position[0], {cursor.position.begin() + 1, cursor.position.end()}, cursor.credit};
-  OrderBatch batch{.step = cursor.step, .epoch = 0, .size = schedule_.size(cursor.step), .real = schedule_.size(cursor.step), .fixed = {}, .rows = {}, .packed = {}};
+  OrderBatch batch{.step = cursor.step,
+                   .epoch = 0,
+                   .size = schedule_.size(cursor.step),
+                   .real = schedule_.size(cursor.step),
+                   .fixed = {},
+                   .rows = {},
+                   .packed = {}};
   for (std::uint64_t i = 0; i < batch.size; ++i) {
     const auto draw = mixture_.next(inner);
     batch.rows.push_back({draw.dataset, draw.sample});
@@ -135,8 +145,8 @@ OrderBatch TokenBudgetOrder::next(OrderCursor& cursor) const {
 }
 
 std::string TokenBudgetOrder::describe() const {
-  return concat("token budget: ", lengths_.size(), " lengths ", fingerprint(lengths_), ", ", budget_.tokens, budget_.padded ? " padded" : "", " tokens, at most ", budget_.max_samples, ", seed ", seed_,
-                shuffle_ ? ", shuffled" : ", in order");
+  return concat("token budget: ", lengths_.size(), " lengths ", fingerprint(lengths_), ", ", budget_.tokens, budget_.padded ? " padded" : "",
+                " tokens, at most ", budget_.max_samples, ", seed ", seed_, shuffle_ ? ", shuffled" : ", in order");
 }
 
 PackedOrder::PackedOrder(std::vector<std::uint64_t> lengths, std::uint64_t rows, std::uint64_t capacity, std::uint64_t seed, bool shuffle)
@@ -168,7 +178,8 @@ OrderBatch PackedOrder::next(OrderCursor& cursor) const {
 }
 
 std::string PackedOrder::describe() const {
-  return concat("packed: ", lengths_.size(), " lengths ", fingerprint(lengths_), ", ", rows_, " rows of ", capacity_, ", seed ", seed_, shuffle_ ? ", shuffled" : ", in order");
+  return concat("packed: ", lengths_.size(), " lengths ", fingerprint(lengths_), ", ", rows_, " rows of ", capacity_, ", seed ", seed_,
+                shuffle_ ? ", shuffled" : ", in order");
 }
 
 }  // namespace tessera

@@ -37,7 +37,8 @@ std::optional<StreamBatch> StreamLoader::next() {
 
   // {samples, knows the shapes, failed, batch size}: everything that the ranks must agree on before the step.
   const auto n = static_cast<std::int64_t>(samples.size());
-  const at::Tensor mine = at::tensor({n, static_cast<std::int64_t>(n > 0 || !last_.empty()), static_cast<std::int64_t>(!failure.empty()), rows_}, at::kLong);
+  const at::Tensor mine =
+      at::tensor({n, static_cast<std::int64_t>(n > 0 || !last_.empty()), static_cast<std::int64_t>(!failure.empty()), rows_}, at::kLong);
   const at::Tensor all = at::empty({4 * group_.size()}, at::kLong);
   group_.all_gather(all, mine, {}, {.name = "stream_loader"});
   const auto* of = all.const_data_ptr<std::int64_t>();
@@ -51,19 +52,25 @@ std::optional<StreamBatch> StreamLoader::next() {
     if (of[2]) failed.push_back(group_.ranks()[r]);
   }
   if (!failed.empty())
-    throw SampleError(concat("the streams of ranks ", list(failed), " failed at step ", step_, failure.empty() ? "" : concat("; this rank's, after ", taken_, " samples: ", failure)), taken_);
+    throw SampleError(concat("the streams of ranks ", list(failed), " failed at step ", step_,
+                             failure.empty() ? "" : concat("; this rank's, after ", taken_, " samples: ", failure)),
+                      taken_);
   if (total == 0) return std::nullopt;
   if (!partial.empty()) {
     if (uneven_ == UnevenData::error && static_cast<int>(partial.size()) < group_.size())
-      throw UnevenDataError(concat("at step ", step_, " ranks ", list(partial), " of group '", group_.name(), "' have no full batch and others have; choose drop, pad or weight_zero, or give every rank the same number of samples"));
+      throw UnevenDataError(
+          concat("at step ", step_, " ranks ", list(partial), " of group '", group_.name(),
+                 "' have no full batch and others have; choose drop, pad or weight_zero, or give every rank the same number of samples"));
     if (uneven_ == UnevenData::error && static_cast<int>(empty.size()) > 0)
-      throw UnevenDataError(concat("at step ", step_, " ranks ", list(empty), " of group '", group_.name(), "' have no sample and others have a few; choose drop, pad or weight_zero"));
+      throw UnevenDataError(concat("at step ", step_, " ranks ", list(empty), " of group '", group_.name(),
+                                   "' have no sample and others have a few; choose drop, pad or weight_zero"));
     if (uneven_ == UnevenData::drop) {
       ended_ = true;
       return std::nullopt;
     }
     if ((uneven_ == UnevenData::pad || uneven_ == UnevenData::weight_zero) && !shapeless.empty())
-      throw UnevenDataError(concat("the streams of ranks ", list(shapeless), " were empty from the start, so they do not know the shapes; give StreamLoader an example sample"));
+      throw UnevenDataError(concat("the streams of ranks ", list(shapeless),
+                                   " were empty from the start, so they do not know the shapes; give StreamLoader an example sample"));
   }
 
   StreamBatch batch;
@@ -92,7 +99,8 @@ void StreamLoader::restore(const std::string& state, bool replay) {
   in >> header >> step >> taken;
   if (!in || header != "tessera-stream-1") throw ConfigurationError("this is no state of a stream loader, or it was cut off");
   if (!replay)
-    throw NotAvailable(concat("a stream without positions cannot be resumed after ", taken, " samples. Use a dataset with random access and Loader, or restore(state, replay = true), which reads them again"));
+    throw NotAvailable(concat("a stream without positions cannot be resumed after ", taken,
+                              " samples. Use a dataset with random access and Loader, or restore(state, replay = true), which reads them again"));
   TORCH_WARN("StreamLoader: reading ", taken, " samples again to come back to step ", step, "; this is right only if the stream repeats itself");
   for (std::uint64_t i = 0; i < taken; ++i)
     if (!dataset_->next()) throw ConfigurationError(concat("the stream ended after ", i, " samples, the state was saved after ", taken));

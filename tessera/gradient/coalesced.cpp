@@ -11,7 +11,8 @@ void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const Group& gr
   const at::NoGradGuard no_grad;
   std::vector<BucketItem> items;
   for (const at::Tensor& t : tensors)
-    items.push_back({static_cast<std::int64_t>(t.nbytes()), static_cast<std::uint64_t>(t.scalar_type()) << 16 | static_cast<std::uint64_t>(t.device().type()) << 8 |
+    items.push_back({static_cast<std::int64_t>(t.nbytes()), static_cast<std::uint64_t>(t.scalar_type()) << 16 |
+                                                                static_cast<std::uint64_t>(t.device().type()) << 8 |
                                                                 static_cast<std::uint8_t>(t.device().index())});
   for (const auto& bucket : assign_buckets(items, bytes, bytes)) {
     std::vector<at::Tensor> flat_parts;

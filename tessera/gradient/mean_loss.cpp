@@ -36,7 +36,8 @@ at::Tensor mean_loss(const at::Tensor& loss, double samples, const Group& group)
   const at::Tensor both = travelling.to(at::kCPU);
   const double total = both[0].item<double>();
   if (!(total > 0))
-    throw InvalidArgument(concat("mean_loss over group '", group.name(), "': the ranks' sample counts must be finite, not negative, and not all zero; their sum is ", total,
+    throw InvalidArgument(concat("mean_loss over group '", group.name(),
+                                 "': the ranks' sample counts must be finite, not negative, and not all zero; their sum is ", total,
                                  ", this rank gave ", samples));
   return ScaledGradient::apply(loss, both[1] / both[0], group.size() * samples / total);
 }

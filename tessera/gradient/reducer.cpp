@@ -66,9 +66,9 @@ struct GradientReducer::State : std::enable_shared_from_this<State> {
   std::vector<bool> owed;   // accumulated since the last reduction
   std::vector<bool> fired;  // accumulated in this backward
   int no_sync_depth = 0;
-  bool open = false;        // between the first hook of a backward and its end
-  std::size_t next = 0;     // the bucket that starts next
-  std::mutex mutex;         // engine threads of several devices fire hooks at the same time
+  bool open = false;     // between the first hook of a backward and its end
+  std::size_t next = 0;  // the bucket that starts next
+  std::mutex mutex;      // engine threads of several devices fire hooks at the same time
 
   const GradientAccess& access(std::size_t i) const {
     static const GradientAccess plain;
@@ -106,9 +106,10 @@ void GradientReducer::State::accumulated(std::size_t i) {
   Bucket& bucket = buckets[bucket_of[i]];
   if (fired[i]) {
     if (bucket.started)
-      throw InvalidArgument(concat("the gradient of parameter '", parameters[i].name,
-                                   "' was accumulated a second time in one backward, after its reduction had started (a nested backward, such as reentrant "
-                                   "checkpointing). Give ReducerOptions::overlap = false, which reduces at the end of backward."));
+      throw InvalidArgument(
+          concat("the gradient of parameter '", parameters[i].name,
+                 "' was accumulated a second time in one backward, after its reduction had started (a nested backward, such as reentrant "
+                 "checkpointing). Give ReducerOptions::overlap = false, which reduces at the end of backward."));
     return;
   }
   fired[i] = true;
@@ -135,7 +136,8 @@ void GradientReducer::State::start(Bucket& bucket) {
     bucket.flat = at::empty({bucket.numel + slots}, bucket.slots.front().like.options());
     // Not views to autograd: a gradient that is one could not be detached in place, which Optimizer::zero_grad does.
     for (Slot& slot : bucket.slots)
-      slot.part = at::empty({0}, bucket.flat.options()).set_(bucket.flat.storage(), slot.offset, slot.like.sizes(), c10::contiguous_strides(slot.like.sizes()));
+      slot.part = at::empty({0}, bucket.flat.options())
+                      .set_(bucket.flat.storage(), slot.offset, slot.like.sizes(), c10::contiguous_strides(slot.like.sizes()));
   }
   std::vector<float> used(bucket.slots.size());
   for (std::size_t s = 0; s < bucket.slots.size(); ++s) {

@@ -4,14 +4,14 @@
 //   GradientReducer reducer({{weight, "weight", group}, {bias, "bias", group}});
 //   loss.backward();                  // when it returns, every .grad() is the mean over the group
 //
-// How it works. A hook on each parameter fires once its gradient is accumulated. When all gradients of a bucket are there they are copied into one flat
-// tensor, and its all-reduce starts; buckets start in a fixed order, never in order of arrival, so that ranks agree. The end of backward starts what is
-// left (parameters that were not used), waits, and writes the results back. Flags that travel at the end of each bucket tell whether any rank used a
-// parameter: one that no rank used keeps the gradient that it has, as in one process.
+// How it works. A hook on each parameter fires once its gradient is accumulated. When all gradients of a bucket are there they are copied into one
+// flat tensor, and its all-reduce starts; buckets start in a fixed order, never in order of arrival, so that ranks agree. The end of backward starts
+// what is left (parameters that were not used), waits, and writes the results back. Flags that travel at the end of each bucket tell whether any rank
+// used a parameter: one that no rank used keeps the gradient that it has, as in one process.
 //
 // Accumulation. Gradients that were accumulated in a no_sync() scope are reduced together with those of the next synchronised backward. A second
-// backward onto gradients that are already reduced is right as well, because a mean over ranks leaves equal values as they are: mean(R + g_r) = R + mean(g_r).
-// (A parameter reduced with ReduceOp::sum must therefore say, through its GradientAccess, which part of its gradient is still owed.)
+// backward onto gradients that are already reduced is right as well, because a mean over ranks leaves equal values as they are: mean(R + g_r) = R +
+// mean(g_r). (A parameter reduced with ReduceOp::sum must therefore say, through its GradientAccess, which part of its gradient is still owed.)
 
 #include <ATen/core/Tensor.h>
 
@@ -37,24 +37,25 @@ class GradientAccess {
 };
 
 struct ReducedParameter {
-  at::Tensor parameter;                               ///< A leaf that requires grad.
-  std::string name;                                   ///< For messages.
-  Group group;                                        ///< Over which its gradient is reduced.
+  at::Tensor parameter;  ///< A leaf that requires grad.
+  std::string name;      ///< For messages.
+  Group group;           ///< Over which its gradient is reduced.
   ReduceOp op = ReduceOp::avg;
   std::shared_ptr<const GradientAccess> access = nullptr;  ///< nullptr: a plain leaf.
 };
 
 struct ReducerOptions {
-  std::int64_t first_bucket_bytes = 1 << 20;          ///< Small, so that communication starts early in backward.
+  std::int64_t first_bucket_bytes = 1 << 20;  ///< Small, so that communication starts early in backward.
   std::int64_t bucket_bytes = 25 << 20;
-  bool overlap = true;                                ///< false: everything is reduced at the end of backward.
-  bool gradient_as_bucket_view = false;               ///< Gradients share the buckets' memory: one copy less, but a gradient that the caller kept is overwritten by the next backward.
+  bool overlap = true;  ///< false: everything is reduced at the end of backward.
+  bool gradient_as_bucket_view =
+      false;  ///< Gradients share the buckets' memory: one copy less, but a gradient that the caller kept is overwritten by the next backward.
 };
 
 class GradientReducer {
  public:
-  /// Collective over the groups named. Throws InvalidArgument for a parameter that is no leaf, does not require grad, or stands twice; MismatchError on
-  /// every rank if the ranks' parameters differ in number, name, shape, dtype or operation.
+  /// Collective over the groups named. Throws InvalidArgument for a parameter that is no leaf, does not require grad, or stands twice; MismatchError
+  /// on every rank if the ranks' parameters differ in number, name, shape, dtype or operation.
   explicit GradientReducer(std::vector<ReducedParameter> parameters, ReducerOptions options = {});
   ~GradientReducer();
   GradientReducer(const GradientReducer&) = delete;
@@ -75,7 +76,8 @@ class GradientReducer {
 
   bool syncing() const;  ///< False inside a no_sync() scope.
 
-  /// Reduces now what is owed. For a rank whose backward touched no parameter at all while others' did, and after no_sync() scopes without a last backward.
+  /// Reduces now what is owed. For a rank whose backward touched no parameter at all while others' did, and after no_sync() scopes without a last
+  /// backward.
   void reduce();
 
   /// Parameter indices of each bucket, in the order in which buckets start.

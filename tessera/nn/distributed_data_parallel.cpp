@@ -26,7 +26,8 @@ DataParallelEngine::DataParallelEngine(std::shared_ptr<torch::nn::Module> module
     const at::Tensor& parameter = item.value();
     if (ignored(item.key()) || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
     state.push_back(parameter);
-    text += concat("parameter '", item.key(), "', shape ", parameter.sizes(), ", ", parameter.scalar_type(), parameter.requires_grad() ? "" : ", frozen", "\n");
+    text += concat("parameter '", item.key(), "', shape ", parameter.sizes(), ", ", parameter.scalar_type(),
+                   parameter.requires_grad() ? "" : ", frozen", "\n");
     if (parameter.requires_grad()) reduced.push_back({parameter, item.key(), group_});
   }
   for (const auto& item : module_->named_buffers()) {
@@ -37,7 +38,8 @@ DataParallelEngine::DataParallelEngine(std::shared_ptr<torch::nn::Module> module
   for (const std::string& name : unknown) text += concat("to ignore, but not in the module: '", name, "'\n");
   require_agreement(group_, "the module", text);
   if (!unknown.empty())
-    throw InvalidArgument(concat("the module has no parameter or buffer named ", list(unknown), "; names to ignore are as in named_parameters() and named_buffers()"));
+    throw InvalidArgument(
+        concat("the module has no parameter or buffer named ", list(unknown), "; names to ignore are as in named_parameters() and named_buffers()"));
   broadcast_coalesced(state, group_, 0);
   reducer_ = std::make_unique<GradientReducer>(std::move(reduced), options_.reducer);
 }

@@ -25,8 +25,8 @@ namespace tessera {
 
 struct DistributedDataParallelOptions {
   ReducerOptions reducer;
-  bool broadcast_buffers = true;     ///< Rank 0's buffers (running statistics) are everybody's before each forward in training.
-  std::vector<std::string> ignore;   ///< Names of parameters and buffers that the user takes care of: neither broadcast nor reduced.
+  bool broadcast_buffers = true;    ///< Rank 0's buffers (running statistics) are everybody's before each forward in training.
+  std::vector<std::string> ignore;  ///< Names of parameters and buffers that the user takes care of: neither broadcast nor reduced.
 };
 
 namespace detail {
@@ -53,7 +53,8 @@ class DataParallelEngine {
 /// `Module`: a module holder (what TORCH_MODULE makes) or a shared_ptr to a module; its forward may take and return anything.
 ///
 /// Construction is collective: rank 0's parameters and buffers become everybody's, and ranks whose modules differ all get a MismatchError.
-/// Every rank must run the same number of synchronised backwards. A rank whose batch is empty runs forward and backward all the same (with samples = 0), or calls reduce().
+/// Every rank must run the same number of synchronised backwards. A rank whose batch is empty runs forward and backward all the same (with samples =
+/// 0), or calls reduce().
 template <class Module>
 class DistributedDataParallel {
  public:
@@ -70,8 +71,8 @@ class DistributedDataParallel {
     return module_->forward(std::forward<Args>(args)...);
   }
 
-  /// The mean loss over all ranks' samples, from this rank's mean over `samples` of its own; its backward gives the gradient that one process with all
-  /// samples would have. See tessera::mean_loss. Without it every rank's loss has the same weight.
+  /// The mean loss over all ranks' samples, from this rank's mean over `samples` of its own; its backward gives the gradient that one process with
+  /// all samples would have. See tessera::mean_loss. Without it every rank's loss has the same weight.
   at::Tensor mean_loss(const at::Tensor& loss, double samples) const { return tessera::mean_loss(loss, samples, engine_.group()); }
 
   /// While the result lives, gradients accumulate locally; the next backward outside reduces their sum.

@@ -8,7 +8,8 @@ namespace tessera::detail {
 namespace {
 
 // Of max.dim, sort, topk, kthvalue, mode...: the gradient goes where the values came from.
-at::Tensor value_selecting_reduction_backward(const at::Tensor& grad, std::int64_t dim, const at::Tensor& indices, c10::SymIntArrayRef sizes, bool keepdim) {
+at::Tensor value_selecting_reduction_backward(const at::Tensor& grad, std::int64_t dim, const at::Tensor& indices, c10::SymIntArrayRef sizes,
+                                              bool keepdim) {
   const bool unsqueeze = !keepdim && !sizes.empty();
   const at::Tensor g = unsqueeze ? grad.unsqueeze(dim) : grad, at = unsqueeze ? indices.unsqueeze(dim) : indices;
   if (sizes.empty()) return g.reshape({}) * at::ones_like(g).reshape({});

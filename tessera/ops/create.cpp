@@ -27,7 +27,8 @@ Plan sized(const OpCall& call) {
   plan.arguments = {{call.argument("size"), c10::IValue(c10::List<std::int64_t>(out.local_shape()))}};
   if (call.argument("stride") >= 0) {
     plan.outputs[0].strides = call.integers("stride");
-    plan.arguments.emplace_back(call.argument("stride"), c10::IValue(c10::List<std::int64_t>(strides_in_order(out.local_shape(), call.integers("stride")))));
+    plan.arguments.emplace_back(call.argument("stride"),
+                                c10::IValue(c10::List<std::int64_t>(strides_in_order(out.local_shape(), call.integers("stride")))));
   }
   return plan;
 }
@@ -50,8 +51,10 @@ Plan on_whole(const OpCall& call) {
 
 const bool registered = [] {
   for (const char* op : {"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like"}) register_rule(op, like);
-  for (const char* op : {"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty_strided"}) register_rule(op, sized);
-  for (const char* op : {"aten::_local_scalar_dense", "aten::equal", "aten::index.Tensor", "aten::index_select", "aten::trace"}) register_rule(op, on_whole);
+  for (const char* op : {"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty_strided"})
+    register_rule(op, sized);
+  for (const char* op : {"aten::_local_scalar_dense", "aten::equal", "aten::index.Tensor", "aten::index_select", "aten::trace"})
+    register_rule(op, on_whole);
   return true;
 }();
 

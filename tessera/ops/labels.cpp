@@ -15,7 +15,7 @@ namespace {
 struct Choice {
   enum class Kind : unsigned char { label, partial, replicate } kind = Kind::replicate;
   int label = kWhole;
-  int input = -1;                                // of a partial one; -1: all
+  int input = -1;  // of a partial one; -1: all
   ReduceOp::Kind op = ReduceOp::Kind::sum;
 };
 
@@ -32,7 +32,8 @@ bool leaves_partial(const LabelProblem& p, int label) {
 
 Placement required(const LabelProblem& p, const Choice& choice, int input) {
   switch (choice.kind) {
-    case Choice::Kind::replicate: return Replicate();
+    case Choice::Kind::replicate:
+      return Replicate();
     case Choice::Kind::label:
       if (has(p.inputs[input], choice.label)) return Shard(dim_of(p.inputs[input], choice.label));
       return p.additive.contains(input) && leaves_partial(p, choice.label) ? Partial(p.reduce) : Replicate();
@@ -80,7 +81,8 @@ Choice best(const LabelProblem& p, int axis, int ranks) {
     bool possible = true;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       const Placement from = tensors[i].spec.placements()[axis], to = required(p, c, static_cast<int>(i));
-      if (tensors[i].written && !(from == to) && !(from.is_partial() && to.is_replicate())) possible = false;  // a partial target can be reduced first
+      if (tensors[i].written && !(from == to) && !(from.is_partial() && to.is_replicate()))
+        possible = false;  // a partial target can be reduced first
       moved += cost(from, to, static_cast<double>(tensors[i].spec.numel()), ranks);
     }
     if (!possible) continue;
@@ -95,7 +97,8 @@ Choice best(const LabelProblem& p, int axis, int ranks) {
   if (least == std::numeric_limits<double>::infinity()) {
     std::string text;
     for (const TensorInfo& t : tensors) text += concat(text.empty() ? "" : "; ", p.call.schema().arguments()[t.argument].name(), " ", t.spec);
-    throw ShardingError(concat(p.call.name(), " cannot write its result in place with inputs ", text, ". Redistribute the target first, or use the form that returns a new tensor."));
+    throw ShardingError(concat(p.call.name(), " cannot write its result in place with inputs ", text,
+                               ". Redistribute the target first, or use the form that returns a new tensor."));
   }
   return chosen;
 }
@@ -104,7 +107,8 @@ Choice best(const LabelProblem& p, int axis, int ranks) {
 
 Plan solve(const LabelProblem& p) {
   const auto& tensors = p.call.tensors();
-  if (p.inputs.size() != tensors.size()) throw ShardingError(concat("the rule of ", p.call.name(), " describes ", p.inputs.size(), " inputs of ", tensors.size()));
+  if (p.inputs.size() != tensors.size())
+    throw ShardingError(concat("the rule of ", p.call.name(), " describes ", p.inputs.size(), " inputs of ", tensors.size()));
   const auto& context = context_of(tensors[0].spec);
   const int axes = tensors[0].spec.mesh_dims();
   std::vector<Choice> chosen;
@@ -142,7 +146,8 @@ Plan solve(const LabelProblem& p) {
     plan.inputs.push_back(spec_of(p.inputs[i], tensors[i].spec.shape(), std::move(placements)));
   }
   const auto* inferred = p.output_shapes.empty() ? p.call.outputs() : nullptr;
-  if (p.output_shapes.empty() && !inferred && !p.call.in_place()) throw ShardingError(concat("the rule of ", p.call.name(), " does not know the shape of its result"));
+  if (p.output_shapes.empty() && !inferred && !p.call.in_place())
+    throw ShardingError(concat("the rule of ", p.call.name(), " does not know the shape of its result"));
   for (std::size_t o = 0; o < p.outputs.size(); ++o) {
     std::vector<std::int64_t> shape;
     if (inferred) {

@@ -1,5 +1,5 @@
-// Layers and losses: norms over whole dims, embeddings, convolution and pooling with sharded samples (and channels where they sum), losses weighted by true
-// counts, attention over samples and heads.
+// Layers and losses: norms over whole dims, embeddings, convolution and pooling with sharded samples (and channels where they sum), losses weighted
+// by true counts, attention over samples and heads.
 
 #include <ATen/core/Reduction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -56,7 +56,8 @@ Plan layer_norm(const OpCall& call) {
   Plan plan = solve(p);
   if (plan.inputs[0]->local_numel() == 0) {
     // Kernels disagree on the shape of the statistics of nothing.
-    plan.local = [a = plan.outputs[0].spec.local_shape(), b = plan.outputs[1].spec.local_shape()](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+    plan.local = [a = plan.outputs[0].spec.local_shape(), b = plan.outputs[1].spec.local_shape()](const c10::OperatorHandle&,
+                                                                                                  torch::jit::Stack arguments) {
       const at::Tensor& t = arguments[0].toTensor();
       return torch::jit::Stack{t.new_empty(a), t.new_empty(b), t.new_empty(b)};
     };
@@ -169,11 +170,13 @@ Plan convolution(const OpCall& call) {
   p.outputs = {labels.output};
   p.contract = {kIn};
   if (const TensorInfo* bias = call.find("bias")) p.additive = {call.index_of(*bias)};
-  const Shape stride = call.integers("stride"), padding = call.integers("padding"), dilation = call.integers("dilation"), extra = call.integers("output_padding");
+  const Shape stride = call.integers("stride"), padding = call.integers("padding"), dilation = call.integers("dilation"),
+              extra = call.integers("output_padding");
   const bool transposed = call.boolean("transposed");
   Shape out{x.spec.shape()[0], transposed ? w.spec.shape()[1] * call.integer("groups") : w.spec.shape()[0]};
   for (std::size_t i = 0; i + 2 < static_cast<std::size_t>(n); ++i) {
-    const std::int64_t k = w.spec.shape()[i + 2], s = at_or_last(stride, i), pad = at_or_last(padding, i), d = at_or_last(dilation, i), size = x.spec.shape()[i + 2];
+    const std::int64_t k = w.spec.shape()[i + 2], s = at_or_last(stride, i), pad = at_or_last(padding, i), d = at_or_last(dilation, i),
+                       size = x.spec.shape()[i + 2];
     out.push_back(transposed ? (size - 1) * s - 2 * pad + d * (k - 1) + at_or_last(extra, i) + 1 : (size + 2 * pad - d * (k - 1) - 1) / s + 1);
   }
   p.output_shapes = {out};
@@ -231,7 +234,8 @@ Plan loss(const OpCall& call) {
   const int n = static_cast<int>(shape.size());
   const std::int64_t reduction = call.integer("reduction");
   for (const TensorInfo& t : call.tensors()) {
-    if (t.spec.shape() != shape) throw ShardingError(concat(call.name(), " of sharded tensors of different shapes has no rule: expand the target first"));
+    if (t.spec.shape() != shape)
+      throw ShardingError(concat(call.name(), " of sharded tensors of different shapes has no rule: expand the target first"));
     p.inputs.push_back(all_labels(n));
   }
   p.outputs = {reduction == at::Reduction::None ? all_labels(n) : Labels{}};
@@ -352,8 +356,9 @@ Plan attention_choice(const OpCall& call) {
   const TensorInfo& q = *call.find("query");
   const auto last_is_dense = [&](const char* name) { return call.find(name)->strides.back() == 1; };
   const auto& k = *call.find("key");
-  const bool flash = q.spec.dims() == 4 && call.number("dropout_p") == 0 && last_is_dense("query") && last_is_dense("key") && last_is_dense("value") && !call.has("attn_mask") &&
-                     q.spec.shape()[1] == k.spec.shape()[1] && q.spec.shape()[3] == call.find("value")->spec.shape()[3] && q.spec.numel() > 0 && k.spec.numel() > 0 &&
+  const bool flash = q.spec.dims() == 4 && call.number("dropout_p") == 0 && last_is_dense("query") && last_is_dense("key") &&
+                     last_is_dense("value") && !call.has("attn_mask") && q.spec.shape()[1] == k.spec.shape()[1] &&
+                     q.spec.shape()[3] == call.find("value")->spec.shape()[3] && q.spec.numel() > 0 && k.spec.numel() > 0 &&
                      at::isFloatingType(q.dtype);
   Plan plan;
   plan.local = [flash](const c10::OperatorHandle&, torch::jit::Stack) { return torch::jit::Stack{static_cast<std::int64_t>(flash ? 1 : 0)}; };
@@ -369,22 +374,25 @@ const bool registered = [] {
   register_rule("aten::embedding_dense_backward", embedding_backward);
   register_rule("aten::convolution", convolution);
   register_rule("aten::convolution_backward", convolution_backward);
-  for (const char* op : {"aten::max_pool2d_with_indices", "aten::max_pool2d_with_indices_backward", "aten::avg_pool2d", "aten::avg_pool2d_backward", "aten::_adaptive_avg_pool2d",
-                         "aten::_adaptive_avg_pool2d_backward", "aten::adaptive_max_pool2d", "aten::adaptive_max_pool2d_backward", "aten::reflection_pad2d", "aten::reflection_pad2d_backward",
-                         "aten::replication_pad2d", "aten::replication_pad2d_backward"}) {
+  for (const char* op :
+       {"aten::max_pool2d_with_indices", "aten::max_pool2d_with_indices_backward", "aten::avg_pool2d", "aten::avg_pool2d_backward",
+        "aten::_adaptive_avg_pool2d", "aten::_adaptive_avg_pool2d_backward", "aten::adaptive_max_pool2d", "aten::adaptive_max_pool2d_backward",
+        "aten::reflection_pad2d", "aten::reflection_pad2d_backward", "aten::replication_pad2d", "aten::replication_pad2d_backward"}) {
     register_rule(op, pooling<2>);
   }
-  for (const char* op : {"aten::max_pool3d_with_indices", "aten::max_pool3d_with_indices_backward", "aten::avg_pool3d", "aten::avg_pool3d_backward", "aten::_adaptive_avg_pool3d",
-                         "aten::_adaptive_avg_pool3d_backward"}) {
+  for (const char* op : {"aten::max_pool3d_with_indices", "aten::max_pool3d_with_indices_backward", "aten::avg_pool3d", "aten::avg_pool3d_backward",
+                         "aten::_adaptive_avg_pool3d", "aten::_adaptive_avg_pool3d_backward"}) {
     register_rule(op, pooling<3>);
   }
-  for (const char* op : {"aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::binary_cross_entropy", "aten::binary_cross_entropy_with_logits", "aten::soft_margin_loss"}) {
+  for (const char* op : {"aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::binary_cross_entropy",
+                         "aten::binary_cross_entropy_with_logits", "aten::soft_margin_loss"}) {
     register_rule(op, loss);
     register_rule(std::string(op) + "_backward", loss_backward);
   }
   for (const char* op : {"aten::nll_loss_forward", "aten::nll_loss2d_forward"}) register_rule(op, nll_loss);
   for (const char* op : {"aten::nll_loss_backward", "aten::nll_loss2d_backward"}) register_rule(op, nll_loss_backward);
-  for (const char* op : {"aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention_for_cpu_backward"}) register_rule(op, attention);
+  for (const char* op : {"aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention_for_cpu_backward"})
+    register_rule(op, attention);
   register_rule("aten::_fused_sdp_choice", attention_choice);
   return true;
 }();

@@ -107,7 +107,7 @@ Plan zero(const OpCall& call) {
 }
 
 // A list of tensors, each with its own placements: element j of every list is laid out like element j of the first.
-Plan foreach(const OpCall& call) {
+Plan foreach (const OpCall& call) {
   Plan plan;
   std::vector<const TensorInfo*> first;
   for (const TensorInfo& t : call.tensors()) {
@@ -127,20 +127,43 @@ Plan foreach(const OpCall& call) {
 
 const bool registered = [] {
   set_pointwise_rule(pointwise);
-  for (const char* op : {"aten::add.Tensor", "aten::sub.Tensor", "aten::neg", "aten::positive", "aten::rsub.Tensor"}) register_rule(op, linear_together);
+  for (const char* op : {"aten::add.Tensor", "aten::sub.Tensor", "aten::neg", "aten::positive", "aten::rsub.Tensor"})
+    register_rule(op, linear_together);
   for (const char* op : {"aten::mul.Tensor", "aten::mul.Scalar"}) register_rule(op, linear_in_each);
   for (const char* op : {"aten::div.Tensor", "aten::div.Scalar"}) register_rule(op, linear_in_first);
-  for (const char* op : {"aten::clone", "aten::_to_copy", "aten::copy_", "aten::copy", "aten::lift_fresh", "aten::lift_fresh_copy", "aten::contiguous"}) register_rule(op, copy);
+  for (const char* op :
+       {"aten::clone", "aten::_to_copy", "aten::copy_", "aten::copy", "aten::lift_fresh", "aten::lift_fresh_copy", "aten::contiguous"})
+    register_rule(op, copy);
   for (const char* op : {"aten::fill", "aten::fill_"}) register_rule(op, fill);
   for (const char* op : {"aten::zero", "aten::zero_"}) register_rule(op, zero);
-  for (const char* op : {"aten::masked_fill", "aten::where", "aten::lerp", "aten::addcmul", "aten::addcdiv", "aten::clamp", "aten::threshold_backward", "aten::leaky_relu_backward",
-                         "aten::softplus_backward", "aten::elu_backward", "aten::hardtanh_backward", "aten::hardsigmoid_backward", "aten::hardswish_backward", "aten::silu_backward",
-                         "aten::gelu_backward", "aten::tanh_backward", "aten::sigmoid_backward", "aten::log_sigmoid_forward", "aten::log_sigmoid_backward",
-                         "aten::softshrink_backward", "aten::hardshrink_backward", "aten::logit_backward", "aten::mish_backward", "aten::native_dropout_backward"}) {
+  for (const char* op : {"aten::masked_fill",
+                         "aten::where",
+                         "aten::lerp",
+                         "aten::addcmul",
+                         "aten::addcdiv",
+                         "aten::clamp",
+                         "aten::threshold_backward",
+                         "aten::leaky_relu_backward",
+                         "aten::softplus_backward",
+                         "aten::elu_backward",
+                         "aten::hardtanh_backward",
+                         "aten::hardsigmoid_backward",
+                         "aten::hardswish_backward",
+                         "aten::silu_backward",
+                         "aten::gelu_backward",
+                         "aten::tanh_backward",
+                         "aten::sigmoid_backward",
+                         "aten::log_sigmoid_forward",
+                         "aten::log_sigmoid_backward",
+                         "aten::softshrink_backward",
+                         "aten::hardshrink_backward",
+                         "aten::logit_backward",
+                         "aten::mish_backward",
+                         "aten::native_dropout_backward"}) {
     register_rule(op, pointwise);
   }
-  for (const char* op : {"add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp", "sqrt", "neg", "abs", "exp", "log", "pow", "maximum", "minimum", "clamp_max", "clamp_min", "reciprocal",
-                         "rsqrt", "sign", "zero", "copy", "sigmoid", "tanh"}) {
+  for (const char* op : {"add", "sub",     "mul",     "div",       "addcmul",   "addcdiv",    "lerp",  "sqrt", "neg",  "abs",  "exp",     "log",
+                         "pow", "maximum", "minimum", "clamp_max", "clamp_min", "reciprocal", "rsqrt", "sign", "zero", "copy", "sigmoid", "tanh"}) {
     register_rule(std::string("aten::_foreach_") + op, foreach);
     register_rule(std::string("aten::_foreach_") + op + "_", foreach);
   }

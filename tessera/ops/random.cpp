@@ -1,5 +1,5 @@
-// Random numbers: element i of a draw is a function of seed, draw and i's global index. So they are the same whatever the placement and the number of ranks.
-// Plain tensors keep libtorch's generator.
+// Random numbers: element i of a draw is a function of seed, draw and i's global index. So they are the same whatever the placement and the number of
+// ranks. Plain tensors keep libtorch's generator.
 
 #include <ATen/ops/empty.h>
 
@@ -66,10 +66,14 @@ struct Source {
 // Rounded down to the type's own grid, so that 1 is never reached.
 double unit(const Words& w, at::ScalarType type) {
   switch (type) {
-    case at::kDouble: return unit_double(w[0], w[1]);
-    case at::kHalf: return static_cast<double>(w[0] >> 21) * 0x1p-11;
-    case at::kBFloat16: return static_cast<double>(w[0] >> 24) * 0x1p-8;
-    default: return static_cast<double>(w[0] >> 8) * 0x1p-24;
+    case at::kDouble:
+      return unit_double(w[0], w[1]);
+    case at::kHalf:
+      return static_cast<double>(w[0] >> 21) * 0x1p-11;
+    case at::kBFloat16:
+      return static_cast<double>(w[0] >> 24) * 0x1p-8;
+    default:
+      return static_cast<double>(w[0] >> 8) * 0x1p-24;
   }
 }
 
@@ -81,7 +85,8 @@ double normal(const Words& w) {
 
 void refuse_generator(const OpCall& call) {
   if (call.argument("generator") >= 0 && call.has("generator")) {
-    throw ShardingError(concat(call.name(), ": a generator is given, but sharded tensors draw by global index: leave it out and use tessera::manual_seed"));
+    throw ShardingError(
+        concat(call.name(), ": a generator is given, but sharded tensors draw by global index: leave it out and use tessera::manual_seed"));
   }
 }
 
@@ -163,7 +168,8 @@ const bool registered = [] {
   writes("aten::bernoulli_.float", bernoulli_p);
   makes("aten::bernoulli", bernoulli_each);
   makes("aten::bernoulli.p", bernoulli_p);
-  makes("aten::rand_like", [](const Source& s, const torch::jit::Stack&, at::ScalarType t) { return s.doubles([t](const Words& w) { return unit(w, t); }); });
+  makes("aten::rand_like",
+        [](const Source& s, const torch::jit::Stack&, at::ScalarType t) { return s.doubles([t](const Words& w) { return unit(w, t); }); });
   makes("aten::randn_like", [](const Source& s, const torch::jit::Stack&, at::ScalarType) { return s.doubles(normal); });
   register_rule("aten::native_dropout", dropout, always);
   return true;

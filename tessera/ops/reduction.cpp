@@ -1,5 +1,5 @@
-// Reductions: over a sharded dim each rank reduces its part and the result is partial; means are divided by the global count, so that uneven parts give what
-// one process gives. Scans, sorts and the like work along a dim that must be whole.
+// Reductions: over a sharded dim each rank reduces its part and the result is partial; means are divided by the global count, so that uneven parts
+// give what one process gives. Scans, sorts and the like work along a dim that must be whole.
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
@@ -93,7 +93,8 @@ Plan mean(const OpCall& call) {
   double count = 1;
   for (const int d : p.contract) count *= static_cast<double>(call.tensor(0).spec.shape()[d]);
   const Shape dims(p.contract.begin(), p.contract.end());
-  plan.local = [count, dims, keep = keeps(call), dtype = (*call.outputs())[0].dtype, scalar = call.tensor(0).spec.dims() == 0](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+  plan.local = [count, dims, keep = keeps(call), dtype = (*call.outputs())[0].dtype, scalar = call.tensor(0).spec.dims() == 0](
+                   const c10::OperatorHandle&, torch::jit::Stack arguments) {
     const at::Tensor& x = arguments[0].toTensor();
     return torch::jit::Stack{(scalar ? x.to(dtype) : at::sum(x, dims, keep, dtype)).div(count)};
   };
@@ -103,12 +104,20 @@ Plan mean(const OpCall& call) {
 at::Scalar lowest(at::ScalarType t) {
   if (at::isFloatingType(t)) return -std::numeric_limits<double>::infinity();
   if (t == at::kBool) return false;
-  return t == at::kByte ? at::Scalar(0) : t == at::kChar ? at::Scalar(-128) : t == at::kShort ? at::Scalar(-32768) : t == at::kInt ? at::Scalar(std::numeric_limits<int>::min()) : at::Scalar(std::numeric_limits<std::int64_t>::min());
+  return t == at::kByte    ? at::Scalar(0)
+         : t == at::kChar  ? at::Scalar(-128)
+         : t == at::kShort ? at::Scalar(-32768)
+         : t == at::kInt   ? at::Scalar(std::numeric_limits<int>::min())
+                           : at::Scalar(std::numeric_limits<std::int64_t>::min());
 }
 at::Scalar highest(at::ScalarType t) {
   if (at::isFloatingType(t)) return std::numeric_limits<double>::infinity();
   if (t == at::kBool) return true;
-  return t == at::kByte ? at::Scalar(255) : t == at::kChar ? at::Scalar(127) : t == at::kShort ? at::Scalar(32767) : t == at::kInt ? at::Scalar(std::numeric_limits<int>::max()) : at::Scalar(std::numeric_limits<std::int64_t>::max());
+  return t == at::kByte    ? at::Scalar(255)
+         : t == at::kChar  ? at::Scalar(127)
+         : t == at::kShort ? at::Scalar(32767)
+         : t == at::kInt   ? at::Scalar(std::numeric_limits<int>::max())
+                           : at::Scalar(std::numeric_limits<std::int64_t>::max());
 }
 
 // An empty part has no maximum: it contributes the value that every other one beats.
@@ -116,7 +125,8 @@ Plan extremum(const OpCall& call, bool max) {
   LabelProblem p = reduction(call, max ? ReduceOp::Kind::max : ReduceOp::Kind::min);
   Plan plan = solve(p);
   for (const int d : p.contract) {
-    if (call.tensor(0).spec.shape()[d] == 0) throw InvalidArgument(concat(call.name(), ": dim ", d, " of ", list(call.tensor(0).spec.shape()), " has no elements"));
+    if (call.tensor(0).spec.shape()[d] == 0)
+      throw InvalidArgument(concat(call.name(), ": dim ", d, " of ", list(call.tensor(0).spec.shape()), " has no elements"));
   }
   if (plan.inputs[0]->local_numel() == 0) {
     plan.local = [shape = plan.outputs[0].spec.local_shape(), max](const c10::OperatorHandle&, torch::jit::Stack arguments) {
@@ -150,8 +160,8 @@ Plan norm(const OpCall& call) {
   }
   if (axes.empty()) return plan;
   plan.outputs[0].spec = out.with_placements(placements);
-  plan.local = [order, infinite, axes, context = context_of(in), local_shape = plan.outputs[0].spec.local_shape(), empty = plan.inputs[0]->local_numel() == 0](
-                   const c10::OperatorHandle& op, torch::jit::Stack arguments) {
+  plan.local = [order, infinite, axes, context = context_of(in), local_shape = plan.outputs[0].spec.local_shape(),
+                empty = plan.inputs[0]->local_numel() == 0](const c10::OperatorHandle& op, torch::jit::Stack arguments) {
     at::Tensor part;
     if (empty && infinite) {
       const at::Tensor& x = arguments[0].toTensor();
@@ -161,7 +171,8 @@ Plan norm(const OpCall& call) {
       part = arguments[0].toTensor();
     }
     part = infinite ? part.clone() : part.pow(order);
-    for (const int axis : axes) context->group(axis).all_reduce(part, infinite ? (order > 0 ? ReduceOp::max : ReduceOp::min) : ReduceOp::sum, {.name = "norm"});
+    for (const int axis : axes)
+      context->group(axis).all_reduce(part, infinite ? (order > 0 ? ReduceOp::max : ReduceOp::min) : ReduceOp::sum, {.name = "norm"});
     return torch::jit::Stack{infinite ? part : part.pow(1.0 / order)};
   };
   return plan;
@@ -287,12 +298,13 @@ const bool registered = [] {
   for (const char* op : {"aten::any", "aten::any.dim", "aten::any.dims"}) register_rule(op, any);
   for (const char* op : {"aten::all", "aten::all.dim", "aten::all.dims"}) register_rule(op, all);
   for (const char* op : {"aten::linalg_vector_norm", "aten::norm.Scalar", "aten::norm.ScalarOpt_dim"}) register_rule(op, norm);
-  for (const char* op : {"aten::max.dim", "aten::min.dim", "aten::argmax", "aten::argmin", "aten::median.dim", "aten::nanmedian.dim", "aten::mode", "aten::kthvalue", "aten::logsumexp"}) {
+  for (const char* op : {"aten::max.dim", "aten::min.dim", "aten::argmax", "aten::argmin", "aten::median.dim", "aten::nanmedian.dim", "aten::mode",
+                         "aten::kthvalue", "aten::logsumexp"}) {
     register_rule(op, along_reduced);
   }
-  for (const char* op : {"aten::_softmax", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data", "aten::cumsum", "aten::cumprod", "aten::logcumsumexp",
-                         "aten::sort", "aten::sort.stable", "aten::topk", "aten::gather", "aten::scatter.src", "aten::scatter.value", "aten::scatter_add",
-                         "aten::_safe_softmax", "aten::renorm"}) {
+  for (const char* op : {"aten::_softmax", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data", "aten::cumsum",
+                         "aten::cumprod", "aten::logcumsumexp", "aten::sort", "aten::sort.stable", "aten::topk", "aten::gather", "aten::scatter.src",
+                         "aten::scatter.value", "aten::scatter_add", "aten::_safe_softmax", "aten::renorm"}) {
     register_rule(op, along);
   }
   for (const char* op : {"aten::flip", "aten::roll"}) register_rule(op, rearranged);

@@ -1,5 +1,5 @@
-// Variance and batch normalization over uneven parts: every rank's sums are added, then divided by the true count, so that the result is what one process
-// computes. Two passes (mean first), as libtorch's own kernels are stable too.
+// Variance and batch normalization over uneven parts: every rank's sums are added, then divided by the true count, so that the result is what one
+// process computes. Two passes (mean first), as libtorch's own kernels are stable too.
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/rsqrt.h>
@@ -69,7 +69,8 @@ Plan variance(const OpCall& call, bool root, bool with_mean) {
   const std::vector<int> axes = reduce_inside(plan.outputs[0]);
   if (axes.empty()) return plan;
   if (with_mean) reduce_inside(plan.outputs[1]);
-  plan.local = [=, total = SumOverRanks{context_of(x.spec), axes}, dims = Shape(dims.begin(), dims.end())](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+  plan.local = [=, total = SumOverRanks{context_of(x.spec), axes}, dims = Shape(dims.begin(), dims.end())](const c10::OperatorHandle&,
+                                                                                                           torch::jit::Stack arguments) {
     const at::Tensor& t = arguments[0].toTensor();
     const at::Tensor mean = total(at::sum(t, dims, true)).div(count);
     const at::Tensor centred = t - mean;
@@ -102,7 +103,8 @@ struct BatchNorm {
     const int channel = channels ? 1 : kWhole;
     Labels data = all_labels(dims);
     data[1] = channel;
-    for (const TensorInfo& t : call.tensors()) problem.inputs.push_back(t.spec.shape() == x.spec.shape() && dims > 1 ? data : Labels(t.spec.dims(), channel));
+    for (const TensorInfo& t : call.tensors())
+      problem.inputs.push_back(t.spec.shape() == x.spec.shape() && dims > 1 ? data : Labels(t.spec.dims(), channel));
     problem.outputs = {data, {channel}, {channel}};
     const Shape of_channels{x.spec.shape()[1]};
     problem.output_shapes = {x.spec.shape(), of_channels, of_channels};
@@ -137,9 +139,11 @@ Plan batch_norm(const OpCall& call) {
   const std::vector<int> axes = reduce_inside(plan.outputs[1]);
   reduce_inside(plan.outputs[2]);
   if (axes.empty()) return plan;
-  plan.local = [total = SumOverRanks{context_of(call.tensor(0).spec), axes}, dims = b.reduced(), count = b.count](const c10::OperatorHandle&, torch::jit::Stack a) {
+  plan.local = [total = SumOverRanks{context_of(call.tensor(0).spec), axes}, dims = b.reduced(), count = b.count](const c10::OperatorHandle&,
+                                                                                                                  torch::jit::Stack a) {
     const at::Tensor& x = a[0].toTensor();
-    const at::Tensor weight = optional_tensor(a[1]), bias = optional_tensor(a[2]), running_mean = optional_tensor(a[3]), running_var = optional_tensor(a[4]);
+    const at::Tensor weight = optional_tensor(a[1]), bias = optional_tensor(a[2]), running_mean = optional_tensor(a[3]),
+                     running_var = optional_tensor(a[4]);
     const double momentum = a[6].toDouble(), eps = a[7].toDouble();
     const auto type = at::toOpMathType(x.scalar_type());
     const at::Tensor wide = x.to(type);
@@ -166,7 +170,8 @@ Plan batch_norm_backward(const OpCall& call) {
   const std::vector<int> axes = reduce_inside(plan.outputs[1]);
   reduce_inside(plan.outputs[2]);
   if (axes.empty()) return plan;
-  plan.local = [total = SumOverRanks{context_of(call.tensor(0).spec), axes}, dims = b.reduced(), count = b.count](const c10::OperatorHandle&, torch::jit::Stack a) {
+  plan.local = [total = SumOverRanks{context_of(call.tensor(0).spec), axes}, dims = b.reduced(), count = b.count](const c10::OperatorHandle&,
+                                                                                                                  torch::jit::Stack a) {
     const at::Tensor &g = a[0].toTensor(), &x = a[1].toTensor();
     const at::Tensor weight = optional_tensor(a[2]);
     const auto type = at::toOpMathType(x.scalar_type());

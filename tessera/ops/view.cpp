@@ -1,5 +1,5 @@
-// Views: every rank takes the view of its local. Where the result's dims cannot be cut as the input's are, the input is gathered first, and the result is a
-// copy (a write to it is refused).
+// Views: every rank takes the view of its local. Where the result's dims cannot be cut as the input's are, the input is gathered first, and the
+// result is a copy (a write to it is refused).
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
@@ -153,7 +153,8 @@ Plan slice(const OpCall& call) {
   const ShardSpec spec = mapped_spec(in, out.shape, identity(in.dims()), true, {{d, kept(in.dim(d).partition, start, step, out.shape[d])}});
   plan.outputs = {{spec}};
   const LocalSlice mine = local_slice(in, d, start, step, spec.local_shape()[d]);
-  plan.arguments = {{call.argument("start"), mine.start}, {call.argument("end"), mine.length == 0 ? mine.start : mine.start + (mine.length - 1) * step + 1}};
+  plan.arguments = {{call.argument("start"), mine.start},
+                    {call.argument("end"), mine.length == 0 ? mine.start : mine.start + (mine.length - 1) * step + 1}};
   return plan;
 }
 
@@ -205,8 +206,8 @@ Plan unfold(const OpCall& call) {
   return by_dims(call, from, {d});
 }
 
-// view: groups of dims with the same number of elements on both sides. The first dim of a group carries its cut to the first dim of the other side, if the
-// cuts fall between rows of it.
+// view: groups of dims with the same number of elements on both sides. The first dim of a group carries its cut to the first dim of the other side,
+// if the cuts fall between rows of it.
 struct Group {
   std::vector<int> in, out;
 };
@@ -301,16 +302,19 @@ Plan view(const OpCall& call) { return reshape_to(call, outputs_of(call)[0].shap
 
 Plan view_dtype(const OpCall& call) {
   const OutputInfo& out = outputs_of(call)[0];
-  if (out.shape != call.tensor(0).spec.shape() || call.tensor(0).spec.has_partial()) throw ShardingError("view(dtype) of another element size, or of a partial value, has no rule: redistribute to Replicate first");
+  if (out.shape != call.tensor(0).spec.shape() || call.tensor(0).spec.has_partial())
+    throw ShardingError("view(dtype) of another element size, or of a partial value, has no rule: redistribute to Replicate first");
   return same(call);
 }
 
 // Strides speak of the global memory, which nobody has: only what leaves the tensor as it is can be told from them.
 Plan as_strided(const OpCall& call) {
   const TensorInfo& t = call.tensor(0);
-  const bool identity_view = call.integers("size") == t.spec.shape() && call.integers("stride") == t.strides && (!call.has("storage_offset") || call.integer("storage_offset") == t.offset);
+  const bool identity_view = call.integers("size") == t.spec.shape() && call.integers("stride") == t.strides &&
+                             (!call.has("storage_offset") || call.integer("storage_offset") == t.offset);
   if (!identity_view) {
-    throw ShardingError(concat("as_strided of a sharded tensor ", t.spec, " with size ", list(call.integers("size")), " and stride ", list(call.integers("stride")),
+    throw ShardingError(concat("as_strided of a sharded tensor ", t.spec, " with size ", list(call.integers("size")), " and stride ",
+                               list(call.integers("stride")),
                                ": strides have no meaning across ranks. Use slices, permute and expand, or redistribute to Replicate first."));
   }
   Plan plan;
@@ -336,7 +340,9 @@ Plan slice_backward(const OpCall& call) {
     const Partition& p = g.dim(d).partition;
     std::int64_t at = 0;
     for (int i = 0; i < p.parts(); ++i) {
-      const std::int64_t end = i + 1 == p.parts() || p.interval(i).end == g.shape()[d] ? extent : p.interval(i).end == 0 ? 0 : start + p.interval(i).end * step;
+      const std::int64_t end = i + 1 == p.parts() || p.interval(i).end == g.shape()[d] ? extent
+                               : p.interval(i).end == 0                                ? 0
+                                                                                       : start + p.interval(i).end * step;
       parts.push_back(std::max<std::int64_t>(end - at, 0));
       at = std::max(at, end);
     }
@@ -348,9 +354,11 @@ Plan slice_backward(const OpCall& call) {
     const LocalSlice mine = local_slice(out, d, start + g.local_offset()[d] * step, step, g.local_shape()[d]);
     local_start = mine.start;
   }
-  const std::int64_t local_end = std::min(local_start + std::max<std::int64_t>(g.local_shape()[d] - 1, 0) * step + (g.local_shape()[d] > 0 ? 1 : 0), out.local_shape()[d]);
+  const std::int64_t local_end =
+      std::min(local_start + std::max<std::int64_t>(g.local_shape()[d] - 1, 0) * step + (g.local_shape()[d] > 0 ? 1 : 0), out.local_shape()[d]);
   plan.outputs = {{out, contiguous_strides(sizes)}};
-  plan.arguments = {{call.argument("input_sizes"), int_list(out.local_shape())}, {call.argument("start"), local_start}, {call.argument("end"), local_end}};
+  plan.arguments = {
+      {call.argument("input_sizes"), int_list(out.local_shape())}, {call.argument("start"), local_start}, {call.argument("end"), local_end}};
   return plan;
 }
 
@@ -420,9 +428,18 @@ Plan stack(const OpCall& call) {
 }
 
 const bool registered = [] {
-  for (const char* op : {"aten::alias", "aten::detach", "aten::_conj", "aten::_neg_view", "aten::real", "aten::_conj_physical"}) register_rule(op, same);
-  register_rule("aten::view_as_real", [](const OpCall& call) { auto from = identity(call.tensor(0).spec.dims()); from.push_back(-1); return by_dims(call, from); });
-  register_rule("aten::view_as_complex", [](const OpCall& call) { const int n = call.tensor(0).spec.dims(); auto from = identity(n - 1); return by_dims(call, from, {n - 1}); });
+  for (const char* op : {"aten::alias", "aten::detach", "aten::_conj", "aten::_neg_view", "aten::real", "aten::_conj_physical"})
+    register_rule(op, same);
+  register_rule("aten::view_as_real", [](const OpCall& call) {
+    auto from = identity(call.tensor(0).spec.dims());
+    from.push_back(-1);
+    return by_dims(call, from);
+  });
+  register_rule("aten::view_as_complex", [](const OpCall& call) {
+    const int n = call.tensor(0).spec.dims();
+    auto from = identity(n - 1);
+    return by_dims(call, from, {n - 1});
+  });
   for (const char* op : {"aten::t", "aten::transpose"}) register_rule(op, transpose);
   register_rule("aten::permute", permute);
   register_rule("aten::unsqueeze", unsqueeze);

@@ -7,7 +7,8 @@
 
 namespace tessera {
 
-BatchMapping::BatchMapping(std::vector<int> mesh, std::vector<int> processes, const std::vector<int>& batch_axes) : mesh_(std::move(mesh)), batch_axes_(batch_axes) {
+BatchMapping::BatchMapping(std::vector<int> mesh, std::vector<int> processes, const std::vector<int>& batch_axes)
+    : mesh_(std::move(mesh)), batch_axes_(batch_axes) {
   std::int64_t devices = 1;
   for (int size : mesh_) {
     if (size < 1) throw InvalidArgument(concat("a mesh axis of size ", size, "; give at least 1"));
@@ -18,7 +19,8 @@ BatchMapping::BatchMapping(std::vector<int> mesh, std::vector<int> processes, co
     throw InvalidArgument(concat("a mesh of ", list(mesh_), " devices, but the processes of ", processes.size(), " devices were given"));
   std::vector<bool> named(mesh_.size(), false);
   for (int axis : batch_axes_) {
-    if (axis < 0 || axis >= static_cast<int>(mesh_.size())) throw InvalidArgument(concat("batch axis ", axis, " of a mesh with ", mesh_.size(), " axes"));
+    if (axis < 0 || axis >= static_cast<int>(mesh_.size()))
+      throw InvalidArgument(concat("batch axis ", axis, " of a mesh with ", mesh_.size(), " axes"));
     if (named[axis]) throw InvalidArgument(concat("batch axis ", axis, " is named twice"));
     named[axis] = true;
     coordinates_ *= mesh_[axis];
@@ -29,7 +31,8 @@ BatchMapping::BatchMapping(std::vector<int> mesh, std::vector<int> processes, co
     batch_strides_.push_back(stride);
   }
   for (std::size_t device = 0; device < processes.size(); ++device) {
-    if (processes[device] < 0) throw InvalidArgument(concat("device ", device, " is said to belong to process ", processes[device], "; processes are numbered from 0"));
+    if (processes[device] < 0)
+      throw InvalidArgument(concat("device ", device, " is said to belong to process ", processes[device], "; processes are numbered from 0"));
     held_[processes[device]].push_back(coordinate(static_cast<int>(device)));
   }
   for (auto& [process, coordinates] : held_) {

@@ -1,5 +1,6 @@
 #pragma once
-// Who reads what: from a mesh of devices, the axes that shard the batch, and the process of each device, the slices of the global batch that each process reads.
+// Who reads what: from a mesh of devices, the axes that shard the batch, and the process of each device, the slices of the global batch that each
+// process reads.
 //
 // A device's batch coordinate is its position on the batch axes, row-major in the order given (batch index = data index * fsdp size + fsdp index).
 // Devices with the same coordinate get the same samples, devices with different coordinates different ones. A process reads the union of its devices'
@@ -19,30 +20,30 @@ namespace tessera {
 
 /// A slice of the global batch that a process reads.
 struct BatchSlice {
-  int coordinate;         ///< Batch coordinate.
-  Interval samples;       ///< Positions in the global batch.
-  std::int64_t slot;      ///< Where the slice starts in the process' loaded batch.
+  int coordinate;     ///< Batch coordinate.
+  Interval samples;   ///< Positions in the global batch.
+  std::int64_t slot;  ///< Where the slice starts in the process' loaded batch.
   bool operator==(const BatchSlice&) const = default;
 };
 
 class BatchMapping {
  public:
-  /// `mesh`: sizes of the axes. `processes`: the process of each device, row-major, any numbers >= 0; processes may hold unequal numbers of devices, anywhere.
-  /// `batch_axes`: the axes that shard the batch, outermost first; none: every device gets the whole batch.
-  /// Throws InvalidArgument where counts do not match, or an axis is unknown or named twice.
+  /// `mesh`: sizes of the axes. `processes`: the process of each device, row-major, any numbers >= 0; processes may hold unequal numbers of devices,
+  /// anywhere. `batch_axes`: the axes that shard the batch, outermost first; none: every device gets the whole batch. Throws InvalidArgument where
+  /// counts do not match, or an axis is unknown or named twice.
   BatchMapping(std::vector<int> mesh, std::vector<int> processes, const std::vector<int>& batch_axes);
 
   int coordinates() const { return coordinates_; }
-  int coordinate(int device) const;                             ///< Of a device, by row-major position.
-  const std::vector<int>& held_by(int process) const;           ///< Batch coordinates, ascending. Throws InvalidArgument for an unknown process.
+  int coordinate(int device) const;                    ///< Of a device, by row-major position.
+  const std::vector<int>& held_by(int process) const;  ///< Batch coordinates, ascending. Throws InvalidArgument for an unknown process.
 
-  /// The general form, right for every mesh: what `process` reads of a global batch of `size` samples, cut evenly over the coordinates (the first have one
-  /// more where it does not divide). Slices follow each other in the loaded batch, by ascending coordinate.
+  /// The general form, right for every mesh: what `process` reads of a global batch of `size` samples, cut evenly over the coordinates (the first
+  /// have one more where it does not divide). Slices follow each other in the loaded batch, by ascending coordinate.
   std::vector<BatchSlice> slices(int process, std::int64_t size) const;
 
-  /// The two-function form: loader shards that are equal in size and either the same or disjoint. Throws InvalidArgument, naming two processes, where the mesh has
-  /// no such form (some of their coordinates are shared and others are not, or their numbers differ); slices() serves those.
-  /// Process -> id of its loader shard, numbered in ascending order of the processes.
+  /// The two-function form: loader shards that are equal in size and either the same or disjoint. Throws InvalidArgument, naming two processes, where
+  /// the mesh has no such form (some of their coordinates are shared and others are not, or their numbers differ); slices() serves those. Process ->
+  /// id of its loader shard, numbered in ascending order of the processes.
   std::map<int, int> process_mesh_mapping() const;
   /// Batch coordinate held by this process -> its slot (counted in slices) in the process' loaded batch.
   std::map<int, int> local_device_mapping(int process) const;

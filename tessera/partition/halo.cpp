@@ -22,10 +22,14 @@ Segment restricted(const Segment& segment, Interval held) {
   const Interval sources = intersect(segment.sources(), held);
   if (sources.empty()) return {{segment.target.begin, segment.target.begin}, segment.source, segment.step};
   switch (segment.step) {
-    case 0: return segment;
-    case 1: return {{segment.target.begin + sources.begin - segment.source, segment.target.begin + sources.end - segment.source}, sources.begin, 1};
+    case 0:
+      return segment;
+    case 1:
+      return {{segment.target.begin + sources.begin - segment.source, segment.target.begin + sources.end - segment.source}, sources.begin, 1};
     default:
-      return {{segment.target.begin + segment.source - (sources.end - 1), segment.target.begin + segment.source - sources.begin + 1}, sources.end - 1, -1};
+      return {{segment.target.begin + segment.source - (sources.end - 1), segment.target.begin + segment.source - sources.begin + 1},
+              sources.end - 1,
+              -1};
   }
 }
 
@@ -93,9 +97,12 @@ std::int64_t Window::outputs(std::int64_t extent, std::int64_t padding_after) co
 Interval Segment::sources() const {
   if (target.empty()) return {source, source};
   switch (step) {
-    case 0: return {source, source + 1};
-    case 1: return {source, source + target.size()};
-    default: return {source - target.size() + 1, source + 1};
+    case 0:
+      return {source, source + 1};
+    case 1:
+      return {source, source + target.size()};
+    default:
+      return {source - target.size() + 1, source + 1};
   }
 }
 
@@ -128,11 +135,13 @@ HaloPlan halo_plan(const Sharding& input, const std::vector<Edge>& edges, const 
   if (edges.size() != input.shape().size()) throw InvalidArgument(concat(edges.size(), " edges for an array with ", input.shape().size(), " dims"));
   auto checked = [&](int p) {
     Box box = needed(p);
-    if (box.size() != input.shape().size()) throw InvalidArgument(concat("position ", p, " needs a box of ", box.size(), " dims from an array with ", input.shape().size()));
+    if (box.size() != input.shape().size())
+      throw InvalidArgument(concat("position ", p, " needs a box of ", box.size(), " dims from an array with ", input.shape().size()));
     return box;
   };
   auto same_replica = [&](int a, int b) {
-    return std::all_of(input.free_axes().begin(), input.free_axes().end(), [&](int axis) { return input.coordinate(a, axis) == input.coordinate(b, axis); });
+    return std::all_of(input.free_axes().begin(), input.free_axes().end(),
+                       [&](int axis) { return input.coordinate(a, axis) == input.coordinate(b, axis); });
   };
 
   HaloPlan plan;

@@ -23,7 +23,8 @@ Partition::Partition(std::span<const std::int64_t> sizes) {
   offsets_.push_back(0);
   for (std::int64_t size : sizes) {
     if (size < 0) throw InvalidArgument(concat("a part of ", size, " indices in ", list(sizes), "; sizes are at least 0"));
-    if (size > std::numeric_limits<std::int64_t>::max() - offsets_.back()) throw InvalidArgument(concat("the sizes ", list(sizes), " add up to more than 2^63 - 1"));
+    if (size > std::numeric_limits<std::int64_t>::max() - offsets_.back())
+      throw InvalidArgument(concat("the sizes ", list(sizes), " add up to more than 2^63 - 1"));
     offsets_.push_back(offsets_.back() + size);
   }
 }
@@ -53,7 +54,8 @@ Partition Partition::weighted(std::int64_t extent, std::span<const double> weigh
     if (!(w >= 0) || !std::isfinite(w)) throw InvalidArgument(concat("weight ", w, " in ", list(weights), "; weights are finite and at least 0"));
     total += w;
   }
-  if (!(total > 0) || !std::isfinite(total)) throw InvalidArgument(concat("the weights ", list(weights), " add up to ", total, "; give a finite sum above 0"));
+  if (!(total > 0) || !std::isfinite(total))
+    throw InvalidArgument(concat("the weights ", list(weights), " add up to ", total, "; give a finite sum above 0"));
   std::vector<std::int64_t> sizes(weights.size());
   std::vector<double> remainder(weights.size());
   std::int64_t given = 0;

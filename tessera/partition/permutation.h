@@ -5,8 +5,9 @@
 //   p(0), p(1), ...      // every number below a million once, in an order that differs by seed and epoch
 //   p.inverse(p(i)) == i
 //
-// Method: a Feistel network (Luby and Rackoff 1988) on the smallest power of two that holds the size, with cycle walking (Black and Rogaway 2002) for the
-// numbers above it: below two network evaluations an index on average. Only unsigned 64-bit arithmetic, so that every compiler and platform gives the same numbers.
+// Method: a Feistel network (Luby and Rackoff 1988) on the smallest power of two that holds the size, with cycle walking (Black and Rogaway 2002) for
+// the numbers above it: below two network evaluations an index on average. Only unsigned 64-bit arithmetic, so that every compiler and platform gives
+// the same numbers.
 
 #include <array>
 #include <cstdint>

@@ -32,7 +32,8 @@ SampleOrder::SampleOrder(SampleOrderOptions options, BatchSchedule schedule) : o
     throw InvalidArgument(concat("an order of ", options_.samples, " samples; give 1 to 2^63"));
   for (const auto& entry : schedule_.entries())
     if (options_.last == LastBatch::drop && entry.size > options_.samples)
-      throw InvalidArgument(concat("a batch of ", entry.size, " from ", options_.samples, " samples with LastBatch::drop would never be full; use a smaller batch, keep or pad"));
+      throw InvalidArgument(concat("a batch of ", entry.size, " from ", options_.samples,
+                                   " samples with LastBatch::drop would never be full; use a smaller batch, keep or pad"));
 }
 
 std::uint64_t SampleOrder::steps_left(std::uint64_t offset, std::uint64_t size) const {

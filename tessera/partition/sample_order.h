@@ -39,18 +39,18 @@ enum class LastBatch : unsigned char {
 };
 
 struct SampleOrderOptions {
-  std::uint64_t samples = 0;           ///< Of one epoch, at most 2^63.
+  std::uint64_t samples = 0;  ///< Of one epoch, at most 2^63.
   std::uint64_t seed = 0;
-  bool shuffle = true;                 ///< false: 0, 1, 2, ... in each epoch.
+  bool shuffle = true;  ///< false: 0, 1, 2, ... in each epoch.
   LastBatch last = LastBatch::keep;
 };
 
 /// One step of the global sequence.
 struct Batch {
   std::uint64_t epoch = 0;
-  std::uint64_t offset = 0;            ///< Position of the first sample in the epoch's order.
-  std::uint64_t size = 0;              ///< Positions, padding included.
-  std::uint64_t real = 0;              ///< Without padding: positions real, ..., size - 1 of the batch are padding.
+  std::uint64_t offset = 0;  ///< Position of the first sample in the epoch's order.
+  std::uint64_t size = 0;    ///< Positions, padding included.
+  std::uint64_t real = 0;    ///< Without padding: positions real, ..., size - 1 of the batch are padding.
   bool operator==(const Batch&) const = default;
 };
 

@@ -27,7 +27,8 @@ double checked_sum(const std::vector<double>& weights) {
 
 }  // namespace
 
-WeightedDraws::WeightedDraws(const std::vector<double>& weights, std::uint64_t seed) : seed_(seed), threshold_(weights.size()), alias_(weights.size()) {
+WeightedDraws::WeightedDraws(const std::vector<double>& weights, std::uint64_t seed)
+    : seed_(seed), threshold_(weights.size()), alias_(weights.size()) {
   const double scale = static_cast<double>(weights.size()) / checked_sum(weights);
   std::vector<std::uint64_t> small, large;
   for (std::size_t i = 0; i < weights.size(); ++i) {
@@ -77,11 +78,13 @@ Mixture::Mixture(std::vector<Dataset> datasets, std::vector<Stage> stages, std::
     if (s > 0 && stage.from <= stages_[s - 1].from)
       throw InvalidArgument(concat("stages must ascend: draw ", stage.from, " follows draw ", stages_[s - 1].from));
     if (stage.weights.size() != datasets_.size())
-      throw InvalidArgument(concat("the stage from draw ", stage.from, " has ", stage.weights.size(), " weights for ", datasets_.size(), " datasets"));
+      throw InvalidArgument(
+          concat("the stage from draw ", stage.from, " has ", stage.weights.size(), " weights for ", datasets_.size(), " datasets"));
     const double sum = checked_sum(stage.weights);
     for (std::size_t d = 0; d < datasets_.size(); ++d) {
       if (stage.weights[d] > 0 && (datasets_[d].samples == 0 || datasets_[d].samples > 1ull << 63))
-        throw InvalidArgument(concat("dataset '", datasets_[d].name, "' has ", datasets_[d].samples, " samples but weight ", stage.weights[d], "; 1 to 2^63 are possible"));
+        throw InvalidArgument(concat("dataset '", datasets_[d].name, "' has ", datasets_[d].samples, " samples but weight ", stage.weights[d],
+                                     "; 1 to 2^63 are possible"));
       stage.weights[d] /= sum;
     }
   }

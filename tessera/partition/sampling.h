@@ -51,13 +51,14 @@ class Mixture {
   };
   /// What must be saved to go on: a few numbers.
   struct Cursor {
-    std::uint64_t drawn = 0;                ///< In all.
-    std::vector<std::uint64_t> taken;       ///< From each dataset since the start.
-    std::vector<double> credit;             ///< What each dataset is owed, in samples.
+    std::uint64_t drawn = 0;           ///< In all.
+    std::vector<std::uint64_t> taken;  ///< From each dataset since the start.
+    std::vector<double> credit;        ///< What each dataset is owed, in samples.
     bool operator==(const Cursor&) const = default;
   };
 
-  /// Throws InvalidArgument for no dataset, an empty one that has a weight, weights that are not finite, negative or all zero, stages that do not ascend from 0.
+  /// Throws InvalidArgument for no dataset, an empty one that has a weight, weights that are not finite, negative or all zero, stages that do not
+  /// ascend from 0.
   Mixture(std::vector<Dataset> datasets, std::vector<Stage> stages, std::uint64_t seed, bool shuffle = true);
   Cursor start() const;
   /// The next draw; moves the cursor on. Throws InvalidArgument for a cursor of another mixture.

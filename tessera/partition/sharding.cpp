@@ -25,15 +25,19 @@ Sharding::Sharding(std::vector<std::int64_t> shape, std::vector<int> mesh, std::
     }
     int parts = 1;
     for (int axis : dims_[d].axes) {
-      if (axis < 0 || axis >= static_cast<int>(mesh_.size())) throw InvalidArgument(concat("dim ", d, " is cut over axis ", axis, " of a mesh with ", mesh_.size(), " axes"));
-      if (dim_of[axis] >= 0) throw InvalidArgument(concat("mesh axis ", axis, " cuts dim ", dim_of[axis], " and dim ", d, "; an axis cuts one dim, once"));
+      if (axis < 0 || axis >= static_cast<int>(mesh_.size()))
+        throw InvalidArgument(concat("dim ", d, " is cut over axis ", axis, " of a mesh with ", mesh_.size(), " axes"));
+      if (dim_of[axis] >= 0)
+        throw InvalidArgument(concat("mesh axis ", axis, " cuts dim ", dim_of[axis], " and dim ", d, "; an axis cuts one dim, once"));
       dim_of[axis] = static_cast<int>(d);
       parts *= mesh_[axis];
     }
     if (dims_[d].partition.parts() != parts)
-      throw InvalidArgument(concat("dim ", d, " is cut over ", parts, " ranks, but ", dims_[d].partition.parts(), " sizes were given: ", list(dims_[d].partition.sizes())));
+      throw InvalidArgument(concat("dim ", d, " is cut over ", parts, " ranks, but ", dims_[d].partition.parts(),
+                                   " sizes were given: ", list(dims_[d].partition.sizes())));
     if (dims_[d].partition.extent() != shape_[d])
-      throw InvalidArgument(concat("the sizes of dim ", d, ", ", list(dims_[d].partition.sizes()), ", add up to ", dims_[d].partition.extent(), ", not to its extent ", shape_[d]));
+      throw InvalidArgument(concat("the sizes of dim ", d, ", ", list(dims_[d].partition.sizes()), ", add up to ", dims_[d].partition.extent(),
+                                   ", not to its extent ", shape_[d]));
   }
   for (std::size_t axis = 0; axis < mesh_.size(); ++axis)
     if (dim_of[axis] < 0) free_axes_.push_back(static_cast<int>(axis));

@@ -43,7 +43,8 @@ class Sharding {
   /// Axes that cut no dim: positions that differ on those alone hold the same box.
   const std::vector<int>& free_axes() const { return free_axes_; }
 
-  /// Calls visit(position, box) for every mesh position whose box meets `region`; `box` is the part inside. Positions that hold the same box are all visited.
+  /// Calls visit(position, box) for every mesh position whose box meets `region`; `box` is the part inside. Positions that hold the same box are all
+  /// visited.
   template <class Visit>
   void for_each_overlapping(const Box& region, Visit visit) const {
     visit_dims(region, 0, 0, Box(shape_.size()), visit);

@@ -40,7 +40,8 @@ std::int64_t TransferPlan::received() const {
 }
 
 TransferPlan transfer_plan(const Sharding& from, const Sharding& to, int rank) {
-  if (from.shape() != to.shape()) throw InvalidArgument(concat("a transfer between arrays of different shapes, ", list(from.shape()), " and ", list(to.shape())));
+  if (from.shape() != to.shape())
+    throw InvalidArgument(concat("a transfer between arrays of different shapes, ", list(from.shape()), " and ", list(to.shape())));
   TransferPlan plan;
   const int source = from.position(rank), target = to.position(rank);
 

@@ -126,7 +126,9 @@ class Registrar final : public c10::OpRegistrationListener {
     auto& dispatcher = c10::Dispatcher::singleton();
     const auto probe = dispatcher.findSchema({"aten::empty", "memory_format"});
     if (dispatcher.hasBackendFallbackForDispatchKey(kShardKey) || (probe && probe->hasKernelForDispatchKey(kShardKey))) {
-      throw NotAvailable("another library in this process has registered kernels for the dispatch key PrivateUse2, which sharded tensors need: load only one of them");
+      throw NotAvailable(
+          "another library in this process has registered kernels for the dispatch key PrivateUse2, which sharded tensors need: load only one of "
+          "them");
     }
     fallback_below_ = std::make_unique<torch::Library>(torch::Library::IMPL, "_", kShardKey, __FILE__, __LINE__);
     fallback_below_->fallback(torch::CppFunction::makeFromBoxedFunction<&Registrar::below_fallback>());
@@ -139,7 +141,9 @@ class Registrar final : public c10::OpRegistrationListener {
     ready_.store(true, std::memory_order_release);
   }
 
-  static void below_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) { run_sharded(*instance().info_of(op), stack); }
+  static void below_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    run_sharded(*instance().info_of(op), stack);
+  }
   static void above_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     promote_above(*instance().info_of(op), stack);
     op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
@@ -150,8 +154,10 @@ class Registrar final : public c10::OpRegistrationListener {
     if (!op) return;
     const std::string space(op->schema().getNamespace().value_or(""));
     // Not tensors' operators, or made for other kinds of tensors.
-    static const std::set<std::string> skipped = {"prim", "profiler", "quantized", "sparse", "mkldnn", "mkldnn_prepacked", "xnnpack", "prepacked", "_quantized", "static_runtime",
-                                                  "c10d", "_c10d_functional", "_c10d_functional_autograd", "inductor", "rngprims", "onednn", "symm_mem", "_dtensor"};
+    static const std::set<std::string> skipped = {
+        "prim",      "profiler",   "quantized",      "sparse",  "mkldnn",           "mkldnn_prepacked",          "xnnpack",
+        "prepacked", "_quantized", "static_runtime", "c10d",    "_c10d_functional", "_c10d_functional_autograd", "inductor",
+        "rngprims",  "onednn",     "symm_mem",       "_dtensor"};
     if (space.empty() || skipped.contains(space)) return;
     const bool autograd = op->hasKernelForDispatchKey(c10::DispatchKey::Autograd);
     const bool implicit = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
@@ -169,7 +175,8 @@ class Registrar final : public c10::OpRegistrationListener {
     }
     const std::string full = space + "::" + local;
     if (register_fast_kernels(full, info, *libraries.below, *libraries.above)) return;
-    if (!op->hasKernelForDispatchKey(kShardKey)) libraries.below->impl(local.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Below>(info)));
+    if (!op->hasKernelForDispatchKey(kShardKey))
+      libraries.below->impl(local.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Below>(info)));
     if (!op->hasKernelForDispatchKey(kShardAutogradKey)) {
       libraries.above->impl(local.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Above>(info, autograd)));
     }

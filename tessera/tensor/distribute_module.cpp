@@ -39,10 +39,14 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const 
   const auto collect = [&](const std::string& name, const at::Tensor& t) {
     if (!t.defined() || impls.contains(t.unsafeGetTensorImpl())) return;  // one tensor under two names is one tensor
     if (is_sharded(t)) throw ShardingError(concat("distribute_module: ", name, " is a ShardTensor already: ", spec(t)));
-    if (t.grad().defined() || t.grad_fn()) throw ShardingError(concat("distribute_module: ", name, " has a gradient or a graph: call it before the first backward, or zero_grad() with set_to_none"));
+    if (t.grad().defined() || t.grad_fn())
+      throw ShardingError(
+          concat("distribute_module: ", name, " has a gradient or a graph: call it before the first backward, or zero_grad() with set_to_none"));
     if (t.numel() > 0) {
       const auto [at, fresh] = memory.emplace(t.storage().unsafeGetStorageImpl(), name);
-      if (!fresh) throw ShardingError(concat("distribute_module: ", name, " and ", at->second, " are different tensors in the same memory: make them one tensor, or copies"));
+      if (!fresh)
+        throw ShardingError(
+            concat("distribute_module: ", name, " and ", at->second, " are different tensors in the same memory: make them one tensor, or copies"));
     }
     impls.emplace(t.unsafeGetTensorImpl(), name);
     all.push_back({name, t});

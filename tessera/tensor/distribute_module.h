@@ -26,10 +26,10 @@ struct ParameterPlacement {
 /// For a parameter or buffer by its full name; nullopt: replicated.
 using ModuleRule = std::function<std::optional<ParameterPlacement>(const std::string& name, const at::Tensor& tensor)>;
 
-/// Every rank holds the same module (the same values: they are not compared). After backward each parameter's gradient has the parameter's placements:
-/// what is partial is reduced as soon as it is accumulated. No communication here. Call it before the first forward pass and before the optimizer is made.
-/// Throws ShardingError for a parameter that has a gradient or a graph, is sharded already, or shares its memory with another parameter that is not the
-/// same tensor.
+/// Every rank holds the same module (the same values: they are not compared). After backward each parameter's gradient has the parameter's
+/// placements: what is partial is reduced as soon as it is accumulated. No communication here. Call it before the first forward pass and before the
+/// optimizer is made. Throws ShardingError for a parameter that has a gradient or a graph, is sharded already, or shares its memory with another
+/// parameter that is not the same tensor.
 void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const ModuleRule& rule = {});
 
 }  // namespace tessera

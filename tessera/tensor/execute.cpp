@@ -16,14 +16,16 @@ namespace {
 std::string describe_inputs(const OpCall& call) {
   std::string text;
   for (const TensorInfo& t : call.tensors()) {
-    text += concat(text.empty() ? "" : "; ", call.schema().arguments()[t.argument].name(), t.element >= 0 ? concat("[", t.element, "]") : "", " ", t.spec);
+    text += concat(text.empty() ? "" : "; ", call.schema().arguments()[t.argument].name(), t.element >= 0 ? concat("[", t.element, "]") : "", " ",
+                   t.spec);
   }
   return text;
 }
 
 [[noreturn]] void throw_no_rule(const OpCall& call) {
-  throw NoRuleError(concat("no sharding rule for ", call.name(), " with inputs ", describe_inputs(call),
-                           ". Either redistribute the inputs to Replicate first (tessera::redistribute), or register a rule (tessera::register_rule)."));
+  throw NoRuleError(
+      concat("no sharding rule for ", call.name(), " with inputs ", describe_inputs(call),
+             ". Either redistribute the inputs to Replicate first (tessera::redistribute), or register a rule (tessera::register_rule)."));
 }
 
 // Below autograd, but on sharded tensors: what a kernel calls on them must not be recorded again.
@@ -104,13 +106,14 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
   ready.arguments = std::move(plan.arguments);
   ready.local = std::move(plan.local);
   ready.view_copied = plan.view_copied;
-  if (plan.inputs.size() > call.tensors().size()) throw ShardingError(concat("the rule of ", info.name, " plans ", plan.inputs.size(), " inputs of ", call.tensors().size()));
+  if (plan.inputs.size() > call.tensors().size())
+    throw ShardingError(concat("the rule of ", info.name, " plans ", plan.inputs.size(), " inputs of ", call.tensors().size()));
   for (std::size_t i = 0; i < plan.inputs.size(); ++i) {
     const TensorInfo& t = call.tensor(i);
     if (!plan.inputs[i] || *plan.inputs[i] == t.spec) continue;
     if (t.written && !(*plan.inputs[i] == partial_reduced(t.spec))) {
-      throw ShardingError(concat(info.name, " would change the placement of what it writes to, from ", t.spec, " to ", *plan.inputs[i], ". Inputs: ", describe_inputs(call),
-                                 ". Redistribute it first."));
+      throw ShardingError(concat(info.name, " would change the placement of what it writes to, from ", t.spec, " to ", *plan.inputs[i],
+                                 ". Inputs: ", describe_inputs(call), ". Redistribute it first."));
     }
     ready.moves.push_back({t.argument, t.element, t.spec, *plan.inputs[i]});
     ready.moves_shards |= moves_shards(t.spec, *plan.inputs[i]);
@@ -119,8 +122,8 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
     // A rule of the functional form says where the result lies; written in place it must lie where the target does.
     const ShardSpec target = !plan.inputs.empty() && plan.inputs[0] ? *plan.inputs[0] : call.tensor(0).spec;
     if (!plan.outputs.empty() && plan.outputs[0].spec && !(plan.outputs[0].spec == target)) {
-      throw ShardingError(concat(info.name, " would change the placement of what it writes to, from ", call.tensor(0).spec, " to ", plan.outputs[0].spec, ". Inputs: ",
-                                 describe_inputs(call), ". Redistribute it first."));
+      throw ShardingError(concat(info.name, " would change the placement of what it writes to, from ", call.tensor(0).spec, " to ",
+                                 plan.outputs[0].spec, ". Inputs: ", describe_inputs(call), ". Redistribute it first."));
     }
     plan.outputs.clear();
   }
@@ -133,7 +136,8 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
       if (inferred && k < inferred->size() && (*inferred)[k].defined) {
         const OutputInfo& is = (*inferred)[k];
         if (is.shape != out.spec.shape()) {
-          throw ShardingError(concat("the rule of ", info.name, " says that the result has shape ", list(out.spec.shape()), ", the operator makes ", list(is.shape)));
+          throw ShardingError(
+              concat("the rule of ", info.name, " says that the result has shape ", list(out.spec.shape()), ", the operator makes ", list(is.shape)));
         }
         o.layout = make_layout(out.spec, o.strides ? *o.strides : is.strides, is.offset, is.dtype, device);
       }
@@ -203,7 +207,8 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
     if (!meta) return t;
     if (info.written[argument]) {
       if (meta->copy_of_view) {
-        throw ShardingError(concat(info.name, " writes to a view that had to be copied (", meta->spec(), "): the write would be lost. Write to the base, or redistribute it before taking the view."));
+        throw ShardingError(concat(info.name, " writes to a view that had to be copied (", meta->spec(),
+                                   "): the write would be lost. Write to the base, or redistribute it before taking the view."));
       }
       if (alias_targets) return meta->local.detach();
     }
@@ -243,14 +248,16 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
       torch::jit::Stack made = plan.local(info.op, std::move(given));
       stack->insert(stack->end(), std::make_move_iterator(made.begin()), std::make_move_iterator(made.end()));
       if (stack->size() != first + info.returns.size()) {
-        throw ShardingError(concat("the local function of the rule of ", info.name, " returns ", stack->size() - first, " values, the operator ", info.returns.size()));
+        throw ShardingError(concat("the local function of the rule of ", info.name, " returns ", stack->size() - first, " values, the operator ",
+                                   info.returns.size()));
       }
     } else {
       if (alias_targets) {
         // Read back what the call made of the aliases.
         std::vector<std::pair<at::Tensor, at::Tensor>> aliases;
         for (std::size_t i = 0; i < n; ++i) {
-          if (info.written[i] && targets[i].isTensor() && targets[i].toTensor().defined()) aliases.emplace_back(targets[i].toTensor(), arguments[i].toTensor());
+          if (info.written[i] && targets[i].isTensor() && targets[i].toTensor().defined())
+            aliases.emplace_back(targets[i].toTensor(), arguments[i].toTensor());
         }
         info.op.callBoxed(stack);
         for (const auto& [target, alias] : aliases) {
@@ -275,13 +282,14 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
       }
       if (k >= plan.outputs.size()) plan.outputs.resize(k + 1);
       LayoutPtr& known = plan.outputs[k++].layout;
-      if (!known || local.sizes() != at::IntArrayRef(known->sizes()) || local.strides() != at::IntArrayRef(known->strides) || local.storage_offset() != known->offset ||
-          local.scalar_type() != known->dtype || local.device() != known->device) {
+      if (!known || local.sizes() != at::IntArrayRef(known->sizes()) || local.strides() != at::IntArrayRef(known->strides) ||
+          local.storage_offset() != known->offset || local.scalar_type() != known->dtype || local.device() != known->device) {
         known = replicated_layout(context_of(keep_alive->spec), local);
       }
       return wrap(std::move(local), known);
     }
-    if (k >= plan.outputs.size()) throw ShardingError(concat("the rule of ", info.name, " plans ", plan.outputs.size(), " outputs, the operator makes more"));
+    if (k >= plan.outputs.size())
+      throw ShardingError(concat("the rule of ", info.name, " plans ", plan.outputs.size(), " outputs, the operator makes more"));
     ReadyPlan::Output& out = plan.outputs[k++];
     if (!out.layout) {
       if (!out.spec) throw ShardingError(concat("the rule of ", info.name, " gives no spec for result ", k - 1));

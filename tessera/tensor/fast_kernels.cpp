@@ -91,7 +91,8 @@ ReadyPlan* find_simple(const OpInfo& info, const Key& key) {
   const auto it = of.plans.find(key);
   if (it == of.plans.end()) return nullptr;
   ReadyPlan& plan = it->second;
-  return plan.moves.empty() && plan.arguments.empty() && !plan.local && !plan.view_copied && plan.mode != ReadyPlan::Mode::by_functional ? &plan : nullptr;
+  return plan.moves.empty() && plan.arguments.empty() && !plan.local && !plan.view_copied && plan.mode != ReadyPlan::Mode::by_functional ? &plan
+                                                                                                                                         : nullptr;
 }
 
 template <class Op, class Schema>
@@ -137,7 +138,8 @@ struct Kernels<Op, Result(Arguments...)> {
       // A result that is not as planned (an operator's data-dependent choice) is left to the general way.
       if (plan->outputs.size() == 1 && plan->outputs[0].layout && !local.is_conj() && !local.is_neg()) {
         const Layout& layout = *plan->outputs[0].layout;
-        const bool as_planned = plan->mode == ReadyPlan::Mode::ruled || (local.strides() == at::IntArrayRef(layout.strides) && local.storage_offset() == layout.offset);
+        const bool as_planned =
+            plan->mode == ReadyPlan::Mode::ruled || (local.strides() == at::IntArrayRef(layout.strides) && local.storage_offset() == layout.offset);
         if (as_planned && local.scalar_type() == layout.dtype && local.sizes() == at::IntArrayRef(layout.spec.local_shape())) {
           if (plan->mode == ReadyPlan::Mode::ruled && !info->view) return wrap_fresh(std::move(local), plan->outputs[0].layout);
           return wrap(std::move(local), plan->outputs[0].layout);

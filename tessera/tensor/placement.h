@@ -8,12 +8,13 @@
 
 namespace tessera {
 
-/// Replicate: every rank of the axis holds the same. Shard: the ranks hold consecutive parts of `dim`. Partial: the value is `op` over the ranks' locals.
+/// Replicate: every rank of the axis holds the same. Shard: the ranks hold consecutive parts of `dim`. Partial: the value is `op` over the ranks'
+/// locals.
 struct Placement {
   enum class Kind : unsigned char { replicate, shard, partial };
   Kind kind = Kind::replicate;
-  int dim = 0;                                    ///< Of a shard.
-  ReduceOp::Kind op = ReduceOp::Kind::sum;        ///< Of a partial.
+  int dim = 0;                              ///< Of a shard.
+  ReduceOp::Kind op = ReduceOp::Kind::sum;  ///< Of a partial.
 
   bool is_replicate() const { return kind == Kind::replicate; }
   bool is_shard() const { return kind == Kind::shard; }

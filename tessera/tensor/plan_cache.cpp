@@ -85,14 +85,17 @@ Scan make_key(const OpInfo& info, const c10::IValue* arguments, bool numbers, Ke
     if (!scan.first) {
       scan.first = meta;
     } else if (scan.first->layout->spec.data()->context != spec.context) {
-      throw ShardingError(concat(info.name, " is given tensors of two meshes: ", scan.first->spec(), " and ", meta->spec(), ". Redistribute one of them onto the other's mesh."));
+      throw ShardingError(concat(info.name, " is given tensors of two meshes: ", scan.first->spec(), " and ", meta->spec(),
+                                 ". Redistribute one of them onto the other's mesh."));
     }
     scan.replicated &= spec.replicated;
   };
   for (std::size_t i = 0; i < info.kinds.size(); ++i) {
     const c10::IValue& v = arguments[i];
     switch (info.kinds[i]) {
-      case OpInfo::Kind::tensor: add_tensor(v); break;
+      case OpInfo::Kind::tensor:
+        add_tensor(v);
+        break;
       case OpInfo::Kind::tensor_list:
       case OpInfo::Kind::optional_tensor_list:
         if (v.isList()) {
@@ -104,8 +107,12 @@ Scan make_key(const OpInfo& info, const c10::IValue* arguments, bool numbers, Ke
           key.push_back(kNone);
         }
         break;
-      case OpInfo::Kind::floating: add_number(v, numbers, key); break;
-      case OpInfo::Kind::other: add_value(v, numbers, key); break;
+      case OpInfo::Kind::floating:
+        add_number(v, numbers, key);
+        break;
+      case OpInfo::Kind::other:
+        add_value(v, numbers, key);
+        break;
     }
   }
   return scan;

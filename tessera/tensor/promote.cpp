@@ -34,7 +34,8 @@ std::shared_ptr<MeshContext> carried(AutogradContext* ctx) {
 
 at::Tensor wrap_plain(const at::Tensor& plain, const std::shared_ptr<MeshContext>& context) {
   if (plain.layout() != c10::kStrided || plain.is_quantized() || plain.is_nested()) {
-    throw ShardingError(concat("a ", plain.toString(), " tensor cannot become a replicated ShardTensor: sparse, quantized and nested tensors are not supported"));
+    throw ShardingError(
+        concat("a ", plain.toString(), " tensor cannot become a replicated ShardTensor: sparse, quantized and nested tensors are not supported"));
   }
   const LocalCallGuard guard;
   at::Tensor local = plain.detach();
@@ -45,7 +46,9 @@ at::Tensor wrap_plain(const at::Tensor& plain, const std::shared_ptr<MeshContext
 
 // Each is the other's derivative, so that second derivatives exist.
 struct Promote : torch::autograd::Function<Promote> {
-  static at::Tensor forward(AutogradContext*, const at::Tensor& plain, const std::shared_ptr<MeshContext>& context) { return wrap_plain(plain, context); }
+  static at::Tensor forward(AutogradContext*, const at::Tensor& plain, const std::shared_ptr<MeshContext>& context) {
+    return wrap_plain(plain, context);
+  }
   static variable_list backward(AutogradContext*, const variable_list& gradients) {
     return {gradients[0].defined() && meta_of(gradients[0]) ? demote(gradients[0]) : gradients[0], at::Tensor()};
   }
@@ -69,8 +72,9 @@ struct Demote : torch::autograd::Function<Demote> {
 // The caller's own tensor is converted, so that it gets the history of what is written to it.
 void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>& context, const OpInfo& info) {
   const auto refuse = [&](const char* why) {
-    throw ShardingError(concat(info.name, " writes a sharded value into a plain tensor ", why,
-                               ". Make the target sharded (tessera::distribute_tensor, or distribute_module for parameters and buffers) or write to the local part."));
+    throw ShardingError(concat(
+        info.name, " writes a sharded value into a plain tensor ", why,
+        ". Make the target sharded (tessera::distribute_tensor, or distribute_module for parameters and buffers) or write to the local part."));
   };
   if (target.is_leaf() && target.requires_grad()) refuse("that is a leaf and requires grad");
   if (target.is_view()) refuse("that is a view of another one");
@@ -85,7 +89,8 @@ void apply_policy(const OpInfo& info, const std::shared_ptr<MeshContext>& contex
   RankState& state = *context->state;
   const std::lock_guard lock(state.mutex);
   if (state.policies.promotion == Policy::allow) return;
-  const std::string text = concat(info.name, ": a plain tensor of shape ", plain.sizes(), " meets sharded ones; it is taken as replicated, that is, equal on all ranks of the mesh");
+  const std::string text = concat(info.name, ": a plain tensor of shape ", plain.sizes(),
+                                  " meets sharded ones; it is taken as replicated, that is, equal on all ranks of the mesh");
   if (state.policies.promotion == Policy::error) throw ShardingError(text + ". Distribute it first, or set Policies::promotion to allow.");
   if (state.warned.insert(text).second) TORCH_WARN(text);
 }
@@ -117,7 +122,8 @@ void promote_arguments(const OpInfo& info, c10::IValue* arguments, const std::sh
       v = list;
     } else if (info.kinds[i] == OpInfo::Kind::optional_tensor_list && v.isList()) {
       c10::List<std::optional<at::Tensor>> list;
-      for (const c10::IValue& t : v.toListRef()) list.push_back(t.isTensor() ? std::optional<at::Tensor>(promoted(t.toTensor(), false)) : std::nullopt);
+      for (const c10::IValue& t : v.toListRef())
+        list.push_back(t.isTensor() ? std::optional<at::Tensor>(promoted(t.toTensor(), false)) : std::nullopt);
       v = list;
     }
   }

@@ -79,9 +79,12 @@ at::Tensor exchange(const at::Tensor& local, const ShardSpec& from, const ShardS
 at::Tensor to_partial(const at::Tensor& local, int coordinate, ReduceOp::Kind op) {
   if (coordinate == 0) return local;
   switch (op) {
-    case ReduceOp::Kind::sum: return at::zeros_like(local);
-    case ReduceOp::Kind::product: return at::full_like(local, 1);
-    default: return local;
+    case ReduceOp::Kind::sum:
+      return at::zeros_like(local);
+    case ReduceOp::Kind::product:
+      return at::full_like(local, 1);
+    default:
+      return local;
   }
 }
 

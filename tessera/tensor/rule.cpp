@@ -39,7 +39,8 @@ OpInfo::Kind kind_of(const c10::TypePtr& type) {
   if (const auto of = t->cast<c10::ListType>()) {
     const auto element = of->getElementType();
     if (element->kind() == c10::TypeKind::TensorType) return OpInfo::Kind::tensor_list;
-    if (element->kind() == c10::TypeKind::OptionalType && element->castRaw<c10::OptionalType>()->getElementType()->kind() == c10::TypeKind::TensorType) {
+    if (element->kind() == c10::TypeKind::OptionalType &&
+        element->castRaw<c10::OptionalType>()->getElementType()->kind() == c10::TypeKind::TensorType) {
       return OpInfo::Kind::optional_tensor_list;
     }
     if (element->kind() == c10::TypeKind::NumberType || element->kind() == c10::TypeKind::FloatType) return OpInfo::Kind::floating;
@@ -101,7 +102,8 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle, int number) : op(handle), id(n
     if (r.alias_info()) {
       for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
         const auto& a = schema.arguments()[i];
-        if (r.alias_info()->isWrite() && is_write(a) && a.alias_info()->beforeSets() == r.alias_info()->beforeSets()) out.argument = static_cast<int>(i);
+        if (r.alias_info()->isWrite() && is_write(a) && a.alias_info()->beforeSets() == r.alias_info()->beforeSets())
+          out.argument = static_cast<int>(i);
       }
       out.view = out.argument < 0;
       view |= out.view;
@@ -163,7 +165,8 @@ OpCall::OpCall(const detail::OpInfo& info, at::ArrayRef<c10::IValue> arguments) 
       tensors_.push_back({static_cast<int>(i), element, info_.written[i], layout.spec, layout.strides, layout.offset, layout.dtype});
     };
     if (arguments_[i].isTensor()) add(arguments_[i], -1);
-    if (arguments_[i].isList() && (info_.kinds[i] == detail::OpInfo::Kind::tensor_list || info_.kinds[i] == detail::OpInfo::Kind::optional_tensor_list)) {
+    if (arguments_[i].isList() &&
+        (info_.kinds[i] == detail::OpInfo::Kind::tensor_list || info_.kinds[i] == detail::OpInfo::Kind::optional_tensor_list)) {
       const auto list = arguments_[i].toListRef();
       for (std::size_t j = 0; j < list.size(); ++j) add(list[j], static_cast<int>(j));
     }

@@ -36,9 +36,9 @@ struct Layout;
 
 /// One tensor input of a call, as the global tensor that it stands for.
 struct TensorInfo {
-  int argument;              ///< Its position in the schema.
-  int element;               ///< Its position in a list, -1 if the argument is no list.
-  bool written;              ///< The operator writes to it.
+  int argument;  ///< Its position in the schema.
+  int element;   ///< Its position in a list, -1 if the argument is no list.
+  bool written;  ///< The operator writes to it.
   ShardSpec spec;
   std::vector<std::int64_t> strides;
   std::int64_t offset;
@@ -60,10 +60,10 @@ class OpCall {
   OpCall(const OpCall&) = delete;
   OpCall& operator=(const OpCall&) = delete;
 
-  std::string name() const;                                  ///< "aten::add.Tensor".
+  std::string name() const;  ///< "aten::add.Tensor".
   const c10::FunctionSchema& schema() const;
   const DeviceMesh& mesh() const;
-  bool in_place() const;                                     ///< Writes to its first argument.
+  bool in_place() const;  ///< Writes to its first argument.
 
   /// The tensors given, lists flattened, in order. Undefined tensors and numbers wrapped as tensors are left out.
   const std::vector<TensorInfo>& tensors() const { return tensors_; }
@@ -72,9 +72,9 @@ class OpCall {
   const TensorInfo* find(std::string_view argument) const;
   int index_of(const TensorInfo& tensor) const { return static_cast<int>(&tensor - tensors_.data()); }
 
-  int argument(std::string_view name) const;                 ///< Position in the schema, -1 if there is none.
-  bool has(std::string_view name) const;                     ///< There is such an argument and it is not None.
-  const c10::IValue& value(std::string_view name) const;     ///< Throws if there is none.
+  int argument(std::string_view name) const;              ///< Position in the schema, -1 if there is none.
+  bool has(std::string_view name) const;                  ///< There is such an argument and it is not None.
+  const c10::IValue& value(std::string_view name) const;  ///< Throws if there is none.
   std::int64_t integer(std::string_view name) const;
   bool boolean(std::string_view name) const;
   std::vector<std::int64_t> integers(std::string_view name) const;
@@ -101,24 +101,25 @@ using LocalFunction = std::function<torch::jit::Stack(const c10::OperatorHandle&
 
 struct Plan {
   struct Output {
-    ShardSpec spec;                                          ///< Empty: undefined, or not a tensor.
-    std::optional<std::vector<std::int64_t>> strides = {};   ///< Global; default: as OpCall::outputs() says, else row-major.
+    ShardSpec spec;                                         ///< Empty: undefined, or not a tensor.
+    std::optional<std::vector<std::int64_t>> strides = {};  ///< Global; default: as OpCall::outputs() says, else row-major.
   };
-  std::vector<std::optional<ShardSpec>> inputs;              ///< One for each of call.tensors(); missing or empty: as it is.
-  std::vector<Output> outputs;                               ///< One for each tensor returned that is not an argument; lists flattened.
-  std::vector<std::pair<int, c10::IValue>> arguments;        ///< Replaced in the local call, by position in the schema.
-  LocalFunction local;                                       ///< Default: the operator itself.
-  bool view_copied = false;                                  ///< A view operator's result that does not share memory with its base.
+  std::vector<std::optional<ShardSpec>> inputs;        ///< One for each of call.tensors(); missing or empty: as it is.
+  std::vector<Output> outputs;                         ///< One for each tensor returned that is not an argument; lists flattened.
+  std::vector<std::pair<int, c10::IValue>> arguments;  ///< Replaced in the local call, by position in the schema.
+  LocalFunction local;                                 ///< Default: the operator itself.
+  bool view_copied = false;                            ///< A view operator's result that does not share memory with its base.
 };
 
 using Rule = std::function<Plan(const OpCall&)>;
 
 struct RuleOptions {
-  bool for_replicated = false;  ///< Ask the rule also where all inputs are replicated (random numbers); default: the operator runs on the locals as it is.
+  bool for_replicated =
+      false;  ///< Ask the rule also where all inputs are replicated (random numbers); default: the operator runs on the locals as it is.
 };
 
-/// `op`: "mylib::scale" for all overloads, "aten::add.Tensor" for one. An in-place operator without a rule of its own follows the one of its functional
-/// form. The newest registration wins. Process-wide, like the operators themselves; call it before the first use of the operator.
+/// `op`: "mylib::scale" for all overloads, "aten::add.Tensor" for one. An in-place operator without a rule of its own follows the one of its
+/// functional form. The newest registration wins. Process-wide, like the operators themselves; call it before the first use of the operator.
 void register_rule(const std::string& op, Rule rule, RuleOptions options = {});
 
 /// Of the operators that a rule covers: names as registered, sorted.

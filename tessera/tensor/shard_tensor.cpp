@@ -1,10 +1,10 @@
 #include "tessera/tensor/shard_tensor.h"
 
+#include <ATen/core/Formatting.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
-#include <ATen/core/Formatting.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/custom_class.h>
@@ -30,7 +30,10 @@ using torch::autograd::variable_list;
 
 const ShardMeta& meta_or_throw(const at::Tensor& t) {
   const ShardMeta* meta = t.defined() ? detail::meta_of(t) : nullptr;
-  if (!meta) throw InvalidArgument(t.defined() ? concat("a plain tensor of shape ", t.sizes(), " where a sharded one is needed: use tessera::distribute_tensor or from_local") : "an undefined tensor where a sharded one is needed");
+  if (!meta)
+    throw InvalidArgument(
+        t.defined() ? concat("a plain tensor of shape ", t.sizes(), " where a sharded one is needed: use tessera::distribute_tensor or from_local")
+                    : "an undefined tensor where a sharded one is needed");
   return *meta;
 }
 
@@ -39,7 +42,9 @@ struct CarriedSpec : torch::CustomClassHolder {
   explicit CarriedSpec(ShardSpec s) : spec(std::move(s)) {}
   ShardSpec spec;
 };
-void carry(AutogradContext* ctx, const ShardSpec& spec) { ctx->saved_data["spec"] = c10::IValue::make_capsule(c10::make_intrusive<CarriedSpec>(spec)); }
+void carry(AutogradContext* ctx, const ShardSpec& spec) {
+  ctx->saved_data["spec"] = c10::IValue::make_capsule(c10::make_intrusive<CarriedSpec>(spec));
+}
 ShardSpec carried(AutogradContext* ctx) { return c10::static_intrusive_pointer_cast<CarriedSpec>(ctx->saved_data["spec"].toCapsule())->spec; }
 
 // A gradient is never left partial on an axis on which the value was: summed once, it is the gradient of every rank's term.
@@ -123,7 +128,8 @@ std::vector<std::vector<std::int64_t>> gather_shapes(const at::Tensor& local, co
   for (const std::string& text : mesh.all().all_gather_bytes(mine, {.name = "from_local"})) {
     const auto space = text.find(' ');
     if (dtype.empty()) dtype = text.substr(0, space);
-    if (dtype != text.substr(0, space)) throw InvalidArgument(concat("from_local: the ranks' locals are of different dtypes: ", dtype, " and ", text.substr(0, space)));
+    if (dtype != text.substr(0, space))
+      throw InvalidArgument(concat("from_local: the ranks' locals are of different dtypes: ", dtype, " and ", text.substr(0, space)));
     std::vector<std::int64_t> shape;
     for (std::size_t at = space + 1; at < text.size();) {
       const auto comma = text.find(',', at);
@@ -141,7 +147,8 @@ ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh, const s
   const auto say = [&](const char* what, int dim) {
     std::string all;
     for (const auto& s : shapes) all += list(s) + " ";
-    return InvalidArgument(concat("from_local: ", what, dim < 0 ? "" : concat(" in dim ", dim), " under ", list(placements), "; local shapes by mesh position: ", all));
+    return InvalidArgument(
+        concat("from_local: ", what, dim < 0 ? "" : concat(" in dim ", dim), " under ", list(placements), "; local shapes by mesh position: ", all));
   };
   const std::size_t dims = shapes[0].size();
   for (const auto& s : shapes) {
@@ -153,7 +160,8 @@ ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh, const s
     std::vector<int> axes;
     int parts = 1;
     for (std::size_t a = 0; a < placements.size(); ++a) {
-      if (placements[a].is_shard() && (placements[a].dim == static_cast<int>(d) || placements[a].dim + static_cast<int>(dims) == static_cast<int>(d))) {
+      if (placements[a].is_shard() &&
+          (placements[a].dim == static_cast<int>(d) || placements[a].dim + static_cast<int>(dims) == static_cast<int>(d))) {
         axes.push_back(static_cast<int>(a));
         parts *= context->sizes[a];
       }
@@ -190,7 +198,8 @@ at::Tensor from_local(const at::Tensor& local, const ShardSpec& spec) {
   detail::ensure_registered();
   check_dtype(local);
   if (local.sizes() != at::IntArrayRef(spec.local_shape())) {
-    throw InvalidArgument(concat("from_local: the local has shape ", local.sizes(), ", the spec ", spec, " says ", list(spec.local_shape()), " for this rank"));
+    throw InvalidArgument(
+        concat("from_local: the local has shape ", local.sizes(), ", the spec ", spec, " says ", list(spec.local_shape()), " for this rank"));
   }
   return FromLocal::apply(local, spec);
 }
@@ -223,7 +232,8 @@ at::Tensor from_blob(void* data, const ShardSpec& spec, const at::TensorOptions&
 at::Tensor distribute_tensor(const at::Tensor& full, const ShardSpec& spec) {
   detail::ensure_registered();
   check_dtype(full);
-  if (full.sizes() != at::IntArrayRef(spec.shape())) throw InvalidArgument(concat("distribute_tensor: a tensor of shape ", full.sizes(), " for the spec ", spec));
+  if (full.sizes() != at::IntArrayRef(spec.shape()))
+    throw InvalidArgument(concat("distribute_tensor: a tensor of shape ", full.sizes(), " for the spec ", spec));
   return redistribute(detail::promote(full, detail::context_of(spec)), spec);
 }
 
@@ -291,7 +301,8 @@ at::Tensor redistribute(const at::Tensor& t, const std::vector<Placement>& place
   // Checks the placements, and gives negative dims their place.
   const ShardSpec target(from.mesh(), from.shape(), placements, sizes);
   for (int d = 0; d < from.dims(); ++d) {
-    if (!sizes.contains(d) && !sizes.contains(d - from.dims()) && target.is_sharded(d) && target.dim(d).axes == from.dim(d).axes) all[d] = from.dim(d).partition.sizes();
+    if (!sizes.contains(d) && !sizes.contains(d - from.dims()) && target.is_sharded(d) && target.dim(d).axes == from.dim(d).axes)
+      all[d] = from.dim(d).partition.sizes();
   }
   return redistribute(t, ShardSpec(from.mesh(), from.shape(), placements, all));
 }
@@ -340,12 +351,14 @@ at::Tensor arange(const ShardSpec& spec, const at::TensorOptions& options) {
   refuse_partial(spec, "arange");
   if (spec.dims() != 1) throw InvalidArgument(concat("arange: a spec of one dim is needed, not ", spec));
   const std::int64_t begin = spec.local_offset()[0];
-  return made(spec, options.has_dtype() ? options : options.dtype(at::kLong), [&](const at::TensorOptions& o) { return at::arange(begin, begin + spec.local_shape()[0], o); });
+  return made(spec, options.has_dtype() ? options : options.dtype(at::kLong),
+              [&](const at::TensorOptions& o) { return at::arange(begin, begin + spec.local_shape()[0], o); });
 }
 
 std::string summary(const at::Tensor& t) {
   const ShardMeta& meta = meta_or_throw(t);
-  return concat("ShardTensor ", toString(meta.layout->dtype), " ", meta.spec(), ", local ", list(meta.spec().local_shape()), " at ", list(meta.spec().local_offset()));
+  return concat("ShardTensor ", toString(meta.layout->dtype), " ", meta.spec(), ", local ", list(meta.spec().local_shape()), " at ",
+                list(meta.spec().local_offset()));
 }
 
 void print(const at::Tensor& t) {

@@ -29,8 +29,8 @@ bool is_sharded(const at::Tensor& tensor);
 ShardSpec spec(const at::Tensor& tensor);
 const std::vector<Placement>& placements(const at::Tensor& tensor);
 
-/// The tensor whose parts are the ranks' `local`s. Shares the local's memory if that is contiguous. Sizes of sharded dims: as given, else gathered once
-/// over the mesh. Throws InvalidArgument on every rank that sees the ranks' shapes disagree. Differentiable.
+/// The tensor whose parts are the ranks' `local`s. Shares the local's memory if that is contiguous. Sizes of sharded dims: as given, else gathered
+/// once over the mesh. Throws InvalidArgument on every rank that sees the ranks' shapes disagree. Differentiable.
 at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh, const std::vector<Placement>& placements, const ShardSizes& sizes = {});
 /// As above, without communication: the spec says it all.
 at::Tensor from_local(const at::Tensor& local, const ShardSpec& spec);
@@ -41,15 +41,16 @@ at::Tensor from_blob(void* data, const ShardSpec& spec, const at::TensorOptions&
 at::Tensor distribute_tensor(const at::Tensor& full, const DeviceMesh& mesh, const std::vector<Placement>& placements, const ShardSizes& sizes = {});
 at::Tensor distribute_tensor(const at::Tensor& full, const ShardSpec& spec);
 /// The ranks of mesh position `root` hold `full` (others may give an undefined tensor); every rank gets its part.
-at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh, const std::vector<Placement>& placements, const ShardSizes& sizes = {}, int root = 0);
+at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh, const std::vector<Placement>& placements, const ShardSizes& sizes = {},
+                   int root = 0);
 
 /// The same value in other placements. `sizes` of sharded dims: as given, else kept where the same axes shard the dim, else even. Differentiable: the
 /// gradient gets the input's placements, Replicate where that is Partial.
 at::Tensor redistribute(const at::Tensor& tensor, const std::vector<Placement>& placements, const ShardSizes& sizes = {});
 at::Tensor redistribute(const at::Tensor& tensor, const ShardSpec& spec);
 
-/// This rank's part; shares its memory. Differentiable: the ranks' gradients are parts of a gradient with `gradient` placements (default: the tensor's own,
-/// Replicate where that is Partial).
+/// This rank's part; shares its memory. Differentiable: the ranks' gradients are parts of a gradient with `gradient` placements (default: the
+/// tensor's own, Replicate where that is Partial).
 at::Tensor to_local(const at::Tensor& tensor, const std::optional<std::vector<Placement>>& gradient = std::nullopt);
 /// The whole value on every rank. Differentiable: every rank is taken to compute the same from it.
 at::Tensor full_tensor(const at::Tensor& tensor);

@@ -17,9 +17,12 @@ ImplicitRedistributionError::~ImplicitRedistributionError() = default;
 
 std::string to_string(const Placement& p) {
   switch (p.kind) {
-    case Placement::Kind::replicate: return "Replicate";
-    case Placement::Kind::shard: return concat("Shard(", p.dim, ")");
-    case Placement::Kind::partial: return concat("Partial(", to_string(p.op), ")");
+    case Placement::Kind::replicate:
+      return "Replicate";
+    case Placement::Kind::shard:
+      return concat("Shard(", p.dim, ")");
+    case Placement::Kind::partial:
+      return concat("Partial(", to_string(p.op), ")");
   }
   return "unknown";
 }
@@ -106,8 +109,8 @@ ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std
     if (d.axes.empty()) continue;
     for (int i = 0; i < d.partition.parts(); ++i) hash.number(d.partition.size(i));
   }
-  auto data = std::make_shared<SpecData>(
-      SpecData{context, std::move(placements), Sharding(std::move(shape), context->sizes, std::move(dims)), {}, {}});
+  auto data =
+      std::make_shared<SpecData>(SpecData{context, std::move(placements), Sharding(std::move(shape), context->sizes, std::move(dims)), {}, {}});
   for (const Interval& i : data->sharding.box(context->position)) {
     data->local_shape.push_back(i.size());
     data->local_offset.push_back(i.begin);
@@ -141,17 +144,20 @@ ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std
 
 }  // namespace detail
 
-ShardSpec::ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape, const std::vector<Placement>& placements, const ShardSizes& sizes) {
+ShardSpec::ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape, const std::vector<Placement>& placements,
+                     const ShardSizes& sizes) {
   const auto context = detail::MeshContext::of(mesh);
   const int rank_dims = static_cast<int>(shape.size());
   if (placements.size() != context->sizes.size()) {
-    throw InvalidArgument(concat(placements.size(), " placements ", list(placements), " for a mesh of ", context->sizes.size(), " axes: give one an axis"));
+    throw InvalidArgument(
+        concat(placements.size(), " placements ", list(placements), " for a mesh of ", context->sizes.size(), " axes: give one an axis"));
   }
   std::vector<Placement> normal = placements;
   std::vector<DimSharding> dims(shape.size());
   for (std::size_t axis = 0; axis < normal.size(); ++axis) {
     Placement& p = normal[axis];
-    if (p.is_partial() && p.op == ReduceOp::Kind::premultiplied) throw InvalidArgument("Partial(premultiplied) has no meaning: use sum, avg, product, min or max");
+    if (p.is_partial() && p.op == ReduceOp::Kind::premultiplied)
+      throw InvalidArgument("Partial(premultiplied) has no meaning: use sum, avg, product, min or max");
     if (!p.is_shard()) continue;
     const int d = p.dim < 0 ? p.dim + rank_dims : p.dim;
     if (d < 0 || d >= rank_dims) {
@@ -163,7 +169,8 @@ ShardSpec::ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& sh
   std::map<int, const Sizes*> given;
   for (const auto& [dim, list_of_sizes] : sizes) {
     const int d = dim < 0 ? dim + rank_dims : dim;
-    if (d < 0 || d >= rank_dims || dims[d].axes.empty()) throw InvalidArgument(concat("sizes are given for dim ", dim, ", which no axis shards: ", list(placements)));
+    if (d < 0 || d >= rank_dims || dims[d].axes.empty())
+      throw InvalidArgument(concat("sizes are given for dim ", dim, ", which no axis shards: ", list(placements)));
     given[d] = &list_of_sizes;
   }
   for (int d = 0; d < rank_dims; ++d) {
@@ -178,7 +185,8 @@ ShardSpec::ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& sh
     dims[d].partition = Partition(std::span<const std::int64_t>(*it->second));
     if (dims[d].partition.parts() != parts || dims[d].partition.extent() != shape[d]) {
       throw InvalidArgument(concat("sizes ", list(*it->second), " of dim ", d, " have ", dims[d].partition.parts(), " parts and sum ",
-                                   dims[d].partition.extent(), ": the mesh needs ", parts, " parts and the shape ", list(shape), " the sum ", shape[d]));
+                                   dims[d].partition.extent(), ": the mesh needs ", parts, " parts and the shape ", list(shape), " the sum ",
+                                   shape[d]));
     }
   }
   data_ = detail::make_spec(context, shape, std::move(normal), std::move(dims)).data_;

@@ -33,28 +33,28 @@ using ShardSizes = std::map<int, Sizes>;
 class ShardSpec {
  public:
   ShardSpec() = default;
-  /// One placement an axis. Sharded dims without sizes are cut evenly (Partition::even). Throws InvalidArgument where counts, dims or sums do not match,
-  /// sizes are given for a dim that is not sharded, or this rank is not in the mesh.
+  /// One placement an axis. Sharded dims without sizes are cut evenly (Partition::even). Throws InvalidArgument where counts, dims or sums do not
+  /// match, sizes are given for a dim that is not sharded, or this rank is not in the mesh.
   ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape, const std::vector<Placement>& placements, const ShardSizes& sizes = {});
   static ShardSpec replicated(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape);
 
   explicit operator bool() const { return data_ != nullptr; }
   const DeviceMesh& mesh() const;
-  const std::vector<std::int64_t>& shape() const;               ///< Global.
-  const std::vector<Placement>& placements() const;             ///< One an axis.
+  const std::vector<std::int64_t>& shape() const;    ///< Global.
+  const std::vector<Placement>& placements() const;  ///< One an axis.
   int dims() const { return static_cast<int>(shape().size()); }
   int mesh_dims() const { return static_cast<int>(placements().size()); }
   /// Mesh axes that shard a dim, outermost first, and its parts over their flattened ranks; no axes: not sharded.
   const DimSharding& dim(int d) const;
   bool is_sharded(int d) const { return !dim(d).axes.empty(); }
-  ShardSizes sizes() const;                                     ///< Of the sharded dims.
+  ShardSizes sizes() const;  ///< Of the sharded dims.
 
-  bool is_replicated() const;                                   ///< Replicate on every axis.
+  bool is_replicated() const;  ///< Replicate on every axis.
   bool has_partial() const;
   bool has_shard() const;
 
-  const std::vector<std::int64_t>& local_shape() const;         ///< Of this rank.
-  const std::vector<std::int64_t>& local_offset() const;        ///< Global index of this rank's first element, per dim.
+  const std::vector<std::int64_t>& local_shape() const;   ///< Of this rank.
+  const std::vector<std::int64_t>& local_offset() const;  ///< Global index of this rank's first element, per dim.
   std::int64_t numel() const;
   std::int64_t local_numel() const;
   /// The box of every rank, for transfer plans; partial axes count as free ones.

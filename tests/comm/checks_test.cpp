@@ -46,14 +46,13 @@ class Gate {
 
 struct Pair {
   std::string name;
-  Call most, odd;                     // `odd` is called by the last rank
-  std::vector<std::string> words;     // both calls' marks, in every rank's message
+  Call most, odd;                  // `odd` is called by the last rank
+  std::vector<std::string> words;  // both calls' marks, in every rank's message
 };
 
 std::vector<Pair> mismatches() {
-  auto reduce = [](std::vector<std::int64_t> shape, c10::ScalarType dtype = torch::kFloat, ReduceOp op = ReduceOp::sum, std::string name = "") -> Call {
-    return [=](const Group& g) { g.all_reduce(torch::ones(shape, dtype), op, {.name = name}); };
-  };
+  auto reduce = [](std::vector<std::int64_t> shape, c10::ScalarType dtype = torch::kFloat, ReduceOp op = ReduceOp::sum,
+                   std::string name = "") -> Call { return [=](const Group& g) { g.all_reduce(torch::ones(shape, dtype), op, {.name = name}); }; };
   std::vector<Pair> pairs;
   pairs.push_back({"operation", reduce({4}), [](const Group& g) { g.broadcast(torch::ones({4}), 0); }, {"all_reduce", "broadcast"}});
   pairs.push_back({"barrier", reduce({4}), [](const Group& g) { g.barrier(); }, {"all_reduce", "barrier"}});
@@ -62,10 +61,14 @@ std::vector<Pair> mismatches() {
   pairs.push_back({"rank of shape", reduce({4}), reduce({2, 2}), {"[4]", "[2, 2]"}});
   pairs.push_back({"dtype", reduce({4}), reduce({4}, torch::kInt), {"Float", "Int"}});
   pairs.push_back({"reduce operation", reduce({4}), reduce({4}, torch::kFloat, ReduceOp::max), {"sum", "max"}});
-  pairs.push_back({"name", reduce({4}, torch::kFloat, ReduceOp::sum, "weight"), reduce({4}, torch::kFloat, ReduceOp::sum, "bias"), {"weight", "bias"}});
-  pairs.push_back({"root", [](const Group& g) { g.broadcast(torch::ones({4}), 0); }, [](const Group& g) { g.broadcast(torch::ones({4}), 1); },
+  pairs.push_back(
+      {"name", reduce({4}, torch::kFloat, ReduceOp::sum, "weight"), reduce({4}, torch::kFloat, ReduceOp::sum, "bias"), {"weight", "bias"}});
+  pairs.push_back({"root",
+                   [](const Group& g) { g.broadcast(torch::ones({4}), 0); },
+                   [](const Group& g) { g.broadcast(torch::ones({4}), 1); },
                    {"root 0", "root 1"}});
-  pairs.push_back({"sizes", [](const Group& g) { g.all_gather(torch::ones({3 * g.size(), 2}), torch::ones({3, 2}), Sizes(g.size(), 3)); },
+  pairs.push_back({"sizes",
+                   [](const Group& g) { g.all_gather(torch::ones({3 * g.size(), 2}), torch::ones({3, 2}), Sizes(g.size(), 3)); },
                    [](const Group& g) {
                      Sizes sizes(g.size(), 2);
                      sizes.back() = 3;
@@ -82,52 +85,64 @@ TEST_P(Checks, RanksThatCallDifferentThingsAreAllToldBeforeDataMoves) {
   for (const int n : {2, 3, 4})
     for (const auto& pair : mismatches()) {
       std::atomic<int> told{0};
-      run_threads(n, [&](DistributedManager& manager) {
-        const auto world = manager.world();
-        try {
-          (world.rank() == n - 1 ? pair.odd : pair.most)(world);
-          ADD_FAILURE() << pair.name << ": no error on rank " << world.rank();
-        } catch (const MismatchError& e) {
-          ++told;
-          for (const auto& word : pair.words) EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << pair.name << ": " << e.what();
-        }
-        // The ranks are still in step: the group goes on.
-        auto t = torch::ones({2});
-        world.all_reduce(t);
-        EXPECT_EQ(t[0].item<double>(), n);
-      }, options_for(GetParam(), CheckLevel::collective));
+      run_threads(
+          n,
+          [&](DistributedManager& manager) {
+            const auto world = manager.world();
+            try {
+              (world.rank() == n - 1 ? pair.odd : pair.most)(world);
+              ADD_FAILURE() << pair.name << ": no error on rank " << world.rank();
+            } catch (const MismatchError& e) {
+              ++told;
+              for (const auto& word : pair.words) EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << pair.name << ": " << e.what();
+            }
+            // The ranks are still in step: the group goes on.
+            auto t = torch::ones({2});
+            world.all_reduce(t);
+            EXPECT_EQ(t[0].item<double>(), n);
+          },
+          options_for(GetParam(), CheckLevel::collective));
       EXPECT_EQ(told, n) << pair.name;
     }
 }
 
 TEST_P(Checks, CallsInAnotherOrderAreFoundByTheirNames) {
-  run_threads(2, [&](DistributedManager& manager) {
-    const auto world = manager.world();
-    const bool first = world.rank() == 0;
-    auto t = torch::ones({8});
-    EXPECT_THROW(world.all_reduce(t, ReduceOp::sum, {.name = first ? "layer1" : "layer2"}), MismatchError);
-    EXPECT_TRUE(t.equal(torch::ones({8})));
-  }, options_for(GetParam(), CheckLevel::collective));
+  run_threads(
+      2,
+      [&](DistributedManager& manager) {
+        const auto world = manager.world();
+        const bool first = world.rank() == 0;
+        auto t = torch::ones({8});
+        EXPECT_THROW(world.all_reduce(t, ReduceOp::sum, {.name = first ? "layer1" : "layer2"}), MismatchError);
+        EXPECT_TRUE(t.equal(torch::ones({8})));
+      },
+      options_for(GetParam(), CheckLevel::collective));
 }
 
 TEST_P(Checks, SizesOfAllToAllThatDoNotFitAreToldToEverybody) {
-  run_threads(3, [&](DistributedManager& manager) {
-    const auto world = manager.world();
-    Sizes out(3, 2), in(3, 2);
-    if (world.rank() == 1) in[2] = 4;
-    EXPECT_THROW(world.all_to_all(torch::zeros({6, 2}), torch::zeros({world.rank() == 1 ? 8 : 6, 2}), out, in), MismatchError);
-  }, options_for(GetParam(), CheckLevel::collective));
+  run_threads(
+      3,
+      [&](DistributedManager& manager) {
+        const auto world = manager.world();
+        Sizes out(3, 2), in(3, 2);
+        if (world.rank() == 1) in[2] = 4;
+        EXPECT_THROW(world.all_to_all(torch::zeros({6, 2}), torch::zeros({world.rank() == 1 ? 8 : 6, 2}), out, in), MismatchError);
+      },
+      options_for(GetParam(), CheckLevel::collective));
 }
 
 TEST_P(Checks, OverlapIsRefusedByLocalChecksOnly) {
-  run_threads(1, [&](DistributedManager& manager) {
-    auto world = manager.world();
-    auto t = torch::arange(6.0);
-    EXPECT_THROW(world.all_gather(t, t), InvalidArgument);
-    EXPECT_THROW(world.broadcast(torch::ones({1}).expand({3}), 0), InvalidArgument);
-    world.set_check_level(CheckLevel::off);
-    EXPECT_NO_THROW(world.all_gather(t, t));
-  }, options_for(GetParam(), CheckLevel::local));
+  run_threads(
+      1,
+      [&](DistributedManager& manager) {
+        auto world = manager.world();
+        auto t = torch::arange(6.0);
+        EXPECT_THROW(world.all_gather(t, t), InvalidArgument);
+        EXPECT_THROW(world.broadcast(torch::ones({1}).expand({3}), 0), InvalidArgument);
+        world.set_check_level(CheckLevel::off);
+        EXPECT_NO_THROW(world.all_gather(t, t));
+      },
+      options_for(GetParam(), CheckLevel::local));
 }
 
 // A rank that throws: the others' pending and later calls fail fast, far below the time limit, with its reason.
@@ -146,20 +161,23 @@ TEST_P(Checks, ARankThatThrowsEndsTheOthers) {
     std::atomic<int> told{0};
     std::string message;
     try {
-      run_threads(3, [&](DistributedManager& manager) {
-        const auto world = manager.world();
-        world.barrier();
-        if (world.rank() == 0) throw std::out_of_range("no such sample");
-        try {
-          pending(world);
-          ADD_FAILURE() << "no error on rank " << world.rank();
-        } catch (const PeerLostError& e) {
-          ++told;
-          EXPECT_EQ(e.ranks(), std::vector<int>{0}) << e.what();
-          EXPECT_NE(std::string(e.what()).find("no such sample"), std::string::npos) << e.what();
-        }
-        EXPECT_THROW(world.barrier(), PeerLostError);
-      }, options_for(GetParam(), CheckLevel::local));
+      run_threads(
+          3,
+          [&](DistributedManager& manager) {
+            const auto world = manager.world();
+            world.barrier();
+            if (world.rank() == 0) throw std::out_of_range("no such sample");
+            try {
+              pending(world);
+              ADD_FAILURE() << "no error on rank " << world.rank();
+            } catch (const PeerLostError& e) {
+              ++told;
+              EXPECT_EQ(e.ranks(), std::vector<int>{0}) << e.what();
+              EXPECT_NE(std::string(e.what()).find("no such sample"), std::string::npos) << e.what();
+            }
+            EXPECT_THROW(world.barrier(), PeerLostError);
+          },
+          options_for(GetParam(), CheckLevel::local));
       ADD_FAILURE() << "run_threads returned";
     } catch (const std::out_of_range& e) {
       message = e.what();
@@ -172,11 +190,14 @@ TEST_P(Checks, ARankThatThrowsEndsTheOthers) {
 
 TEST_P(Checks, OurErrorsAreRethrownWithTheRank) {
   try {
-    run_threads(2, [&](DistributedManager& manager) {
-      const auto world = manager.world();
-      if (world.rank() == 1) world.broadcast(torch::ones({1}), 7);
-      world.barrier();
-    }, options_for(GetParam(), CheckLevel::local));
+    run_threads(
+        2,
+        [&](DistributedManager& manager) {
+          const auto world = manager.world();
+          if (world.rank() == 1) world.broadcast(torch::ones({1}), 7);
+          world.barrier();
+        },
+        options_for(GetParam(), CheckLevel::local));
     FAIL();
   } catch (const InvalidArgument& e) {
     EXPECT_EQ(std::string(e.what()).rfind("rank 1: ", 0), 0u) << e.what();
@@ -187,65 +208,78 @@ TEST_P(Checks, OurErrorsAreRethrownWithTheRank) {
 TEST_P(Checks, ARankThatDoesNotComeIsNamedAtTheLimit) {
   std::atomic<int> told{0};
   Gate gate;
-  run_threads(3, [&](DistributedManager& manager) {
-    const auto world = manager.world();
-    world.barrier();
-    if (world.rank() == 2) {
-      gate.pass();
-      return;
-    }
-    try {
-      world.all_reduce(torch::ones({3}), ReduceOp::sum, {.timeout = std::chrono::milliseconds(700), .name = "loss"});
-      ADD_FAILURE() << "no error";
-    } catch (const TimeoutError& e) {
-      EXPECT_EQ(e.missing(), std::vector<int>{2}) << e.what();
-      for (const auto* word : {"all_reduce", "loss", "world", "700"}) EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << e.what();
-    }
-    EXPECT_THROW(world.barrier(), CommError);
-    if (++told == 2) gate.open();
-  }, options_for(GetParam(), CheckLevel::local));
+  run_threads(
+      3,
+      [&](DistributedManager& manager) {
+        const auto world = manager.world();
+        world.barrier();
+        if (world.rank() == 2) {
+          gate.pass();
+          return;
+        }
+        try {
+          world.all_reduce(torch::ones({3}), ReduceOp::sum, {.timeout = std::chrono::milliseconds(700), .name = "loss"});
+          ADD_FAILURE() << "no error";
+        } catch (const TimeoutError& e) {
+          EXPECT_EQ(e.missing(), std::vector<int>{2}) << e.what();
+          for (const auto* word : {"all_reduce", "loss", "world", "700"}) EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << e.what();
+        }
+        EXPECT_THROW(world.barrier(), CommError);
+        if (++told == 2) gate.open();
+      },
+      options_for(GetParam(), CheckLevel::local));
   EXPECT_EQ(told, 2);
 }
 
 TEST_P(Checks, AbortTellsTheOthersWhy) {
-  run_threads(3, [&](DistributedManager& manager) {
-    const auto world = manager.world();
-    world.barrier();
-    if (world.rank() == 1) {
-      world.abort("the disk is full");
-      EXPECT_THROW(world.barrier(), CommError);
-      return;
-    }
-    try {
-      world.all_reduce(torch::ones({3}));
-      ADD_FAILURE() << "no error";
-    } catch (const PeerLostError& e) {
-      EXPECT_NE(std::string(e.what()).find("the disk is full"), std::string::npos) << e.what();
-      EXPECT_EQ(e.ranks(), std::vector<int>{1});
-    }
-  }, options_for(GetParam(), CheckLevel::local));
+  run_threads(
+      3,
+      [&](DistributedManager& manager) {
+        const auto world = manager.world();
+        world.barrier();
+        if (world.rank() == 1) {
+          world.abort("the disk is full");
+          EXPECT_THROW(world.barrier(), CommError);
+          return;
+        }
+        try {
+          world.all_reduce(torch::ones({3}));
+          ADD_FAILURE() << "no error";
+        } catch (const PeerLostError& e) {
+          EXPECT_NE(std::string(e.what()).find("the disk is full"), std::string::npos) << e.what();
+          EXPECT_EQ(e.ranks(), std::vector<int>{1});
+        }
+      },
+      options_for(GetParam(), CheckLevel::local));
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, Checks, testing::Values("threads", "gloo"), [](const auto& info) { return info.param; });
 
 TEST(ThreadsAlone, ARankThatEndsEarlyDoesNotLetTheOthersWait) {
   const auto begin = std::chrono::steady_clock::now();
-  EXPECT_THROW(run_threads(2, [&](DistributedManager& manager) {
-    const auto world = manager.world();
-    if (world.rank() == 0) world.barrier();
-  }, options_for("threads", CheckLevel::local)), PeerLostError);
+  EXPECT_THROW(run_threads(
+                   2,
+                   [&](DistributedManager& manager) {
+                     const auto world = manager.world();
+                     if (world.rank() == 0) world.barrier();
+                   },
+                   options_for("threads", CheckLevel::local)),
+               PeerLostError);
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(15));
 }
 
 // Without any check, the backend itself sees what differs.
 TEST(ThreadsAlone, MismatchIsFoundWithChecksOff) {
-  run_threads(3, [&](DistributedManager& manager) {
-    const auto world = manager.world();
-    auto t = torch::ones({world.rank() == 1 ? 5 : 4});
-    EXPECT_THROW(world.all_reduce(t), MismatchError);
-    EXPECT_THROW(world.broadcast(torch::ones({2}), world.rank() == 0 ? 0 : 1), MismatchError);
-    EXPECT_TRUE(t.equal(torch::ones_like(t)));
-  }, options_for("threads", CheckLevel::off));
+  run_threads(
+      3,
+      [&](DistributedManager& manager) {
+        const auto world = manager.world();
+        auto t = torch::ones({world.rank() == 1 ? 5 : 4});
+        EXPECT_THROW(world.all_reduce(t), MismatchError);
+        EXPECT_THROW(world.broadcast(torch::ones({2}), world.rank() == 0 ? 0 : 1), MismatchError);
+        EXPECT_TRUE(t.equal(torch::ones_like(t)));
+      },
+      options_for("threads", CheckLevel::off));
 }
 
 TEST(ThreadsAlone, BadRequestsOfRunThreads) {

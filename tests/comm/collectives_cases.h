@@ -17,9 +17,9 @@ namespace tessera::testing_cases {
 using torch::Tensor;
 
 inline const std::vector<c10::ScalarType>& all_dtypes() {
-  static const std::vector<c10::ScalarType> dtypes{torch::kFloat,         torch::kDouble,        torch::kHalf,  torch::kBFloat16, torch::kComplexFloat,
-                                                   torch::kComplexDouble, torch::kComplexHalf,   torch::kByte,  torch::kChar,     torch::kShort,
-                                                   torch::kInt,           torch::kLong,          torch::kBool};
+  static const std::vector<c10::ScalarType> dtypes{torch::kFloat,         torch::kDouble,      torch::kHalf, torch::kBFloat16, torch::kComplexFloat,
+                                                   torch::kComplexDouble, torch::kComplexHalf, torch::kByte, torch::kChar,     torch::kShort,
+                                                   torch::kInt,           torch::kLong,        torch::kBool};
   return dtypes;
 }
 
@@ -55,7 +55,9 @@ inline bool defined_for(c10::ScalarType dtype, ReduceOp::Kind op) {
   return true;
 }
 
-inline ReduceOp op_of(ReduceOp::Kind kind, int rank) { return kind == ReduceOp::Kind::premultiplied ? ReduceOp::premultiplied(0.5 * (rank + 1)) : ReduceOp{kind}; }
+inline ReduceOp op_of(ReduceOp::Kind kind, int rank) {
+  return kind == ReduceOp::Kind::premultiplied ? ReduceOp::premultiplied(0.5 * (rank + 1)) : ReduceOp{kind};
+}
 
 inline Tensor reference(const std::vector<Tensor>& inputs, ReduceOp::Kind kind) {
   const auto dtype = inputs.front().scalar_type();
@@ -65,10 +67,17 @@ inline Tensor reference(const std::vector<Tensor>& inputs, ReduceOp::Kind kind) 
   Tensor out = term(0).clone();
   for (std::size_t r = 1; r < inputs.size(); ++r) {
     switch (kind) {
-      case ReduceOp::Kind::product: out = out * term(r); break;
-      case ReduceOp::Kind::min: out = torch::minimum(out, term(r)); break;
-      case ReduceOp::Kind::max: out = torch::maximum(out, term(r)); break;
-      default: out = (out + term(r)).to(out.scalar_type());
+      case ReduceOp::Kind::product:
+        out = out * term(r);
+        break;
+      case ReduceOp::Kind::min:
+        out = torch::minimum(out, term(r));
+        break;
+      case ReduceOp::Kind::max:
+        out = torch::maximum(out, term(r));
+        break;
+      default:
+        out = (out + term(r)).to(out.scalar_type());
     }
   }
   if (kind == ReduceOp::Kind::avg) out = out / static_cast<double>(inputs.size());
@@ -83,14 +92,12 @@ inline void expect_equal(const Tensor& got, const Tensor& want, const std::strin
 
 struct Case {
   c10::ScalarType dtype = torch::kFloat;
-  Sizes sizes;           // one number a rank; empty: 2 rows each, and calls without sizes
+  Sizes sizes;  // one number a rank; empty: 2 rows each, and calls without sizes
   bool strided = false;
   bool requests = false;
   std::uint64_t seed = 1;
 
-  std::string text() const {
-    return concat(c10::toString(dtype), strided ? " strided" : "", requests ? " requests" : "", " sizes ", list(sizes));
-  }
+  std::string text() const { return concat(c10::toString(dtype), strided ? " strided" : "", requests ? " requests" : "", " sizes ", list(sizes)); }
 };
 
 class Checker {

@@ -1,8 +1,8 @@
 // Collectives of ranks that are threads, over both backends that allow it: values, special values, requests, sizes, subgroups, the c10d view.
 
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cmath>
 #include <limits>

@@ -7,9 +7,9 @@
 
 #include <sstream>
 
+#include "fork_ranks.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/manager.h"
-#include "fork_ranks.h"
 
 namespace tessera {
 namespace {
@@ -46,7 +46,9 @@ const std::vector<Operation>& operations() {
       {"gather", [](const Group& g, int victim) { return g.start_gather(rows(kRows * kWorld), rows(kRows), (victim + 1) % kWorld); }},
       {"scatter", [](const Group& g, int victim) { return g.start_scatter(rows(kRows), rows(kRows * kWorld), victim); }},
       {"receive",
-       [](const Group& g, int victim) { return g.rank() == victim ? g.start_send(rows(kRows), (victim + 1) % kWorld) : g.start_receive(rows(kRows), victim); }},
+       [](const Group& g, int victim) {
+         return g.rank() == victim ? g.start_send(rows(kRows), (victim + 1) % kWorld) : g.start_receive(rows(kRows), victim);
+       }},
       {"exchange",
        [](const Group& g, int) {
          std::vector<Message> messages;
@@ -70,7 +72,9 @@ struct Case {
   int victim;
 };
 
-void PrintTo(const Case& c, std::ostream* out) { *out << operations()[c.operation].name << " fault " << static_cast<int>(c.fault) << " victim " << c.victim; }
+void PrintTo(const Case& c, std::ostream* out) {
+  *out << operations()[c.operation].name << " fault " << static_cast<int>(c.fault) << " victim " << c.victim;
+}
 
 /// "kind|ranks|milliseconds|message" of the error that the call gave.
 std::string report_of(const Group& group, const Operation& operation, int victim) {
@@ -106,16 +110,24 @@ std::string run_rank(const Case& c, const Launch& launch) {
     if (c.fault == Fault::stop) world.set_timeout(1500ms);
     if (launch.rank != c.victim) return report_of(world, operation, c.victim);
     switch (c.fault) {
-      case Fault::kill_before: ::raise(SIGKILL); break;
+      case Fault::kill_before:
+        ::raise(SIGKILL);
+        break;
       case Fault::kill_inside: {
         const Request request = operation.start(world, c.victim);
         ::raise(SIGKILL);
         break;
       }
-      case Fault::stop: ::raise(SIGSTOP); break;
-      case Fault::exception: throw std::runtime_error("the disk is full");
-      case Fault::abort: world.abort("the disk is full"); break;
-      case Fault::exit: break;
+      case Fault::stop:
+        ::raise(SIGSTOP);
+        break;
+      case Fault::exception:
+        throw std::runtime_error("the disk is full");
+      case Fault::abort:
+        world.abort("the disk is full");
+        break;
+      case Fault::exit:
+        break;
     }
   } catch (const std::runtime_error& error) {
     if (std::string(error.what()) != "the disk is full") throw;
@@ -165,7 +177,8 @@ std::vector<Case> cases() {
     all.push_back({i, i % 2 ? Fault::exception : Fault::abort, 2});
   }
   // Rank 0 also serves the store.
-  for (const Fault fault : {Fault::kill_inside, Fault::kill_before, Fault::stop, Fault::exception, Fault::abort, Fault::exit}) all.push_back({1, fault, 0});
+  for (const Fault fault : {Fault::kill_inside, Fault::kill_before, Fault::stop, Fault::exception, Fault::abort, Fault::exit})
+    all.push_back({1, fault, 0});
   all.push_back({1, Fault::exit, 2});
   return all;
 }

@@ -1,6 +1,6 @@
 #pragma once
-// Ranks as forked processes, for tests in which a rank dies or is stopped. The parent only forks, reads and waits: it must not have started threads, and
-// each child ends by std::exit, so that a crash while static objects are destroyed is seen.
+// Ranks as forked processes, for tests in which a rank dies or is stopped. The parent only forks, reads and waits: it must not have started threads,
+// and each child ends by std::exit, so that a crash while static objects are destroyed is seen.
 
 #include <fcntl.h>
 #include <poll.h>
@@ -23,10 +23,10 @@
 namespace tessera::testing {
 
 struct RankEnd {
-  bool ended = false;   ///< By itself, within the limit.
-  int exit_code = -1;   ///< -1: ended by a signal, or not at all.
+  bool ended = false;  ///< By itself, within the limit.
+  int exit_code = -1;  ///< -1: ended by a signal, or not at all.
   int signal = 0;
-  std::string report;   ///< What the body returned, or "uncaught: ...".
+  std::string report;  ///< What the body returned, or "uncaught: ...".
 };
 
 inline Launch local_launch(int rank, int world, int port) {
@@ -41,8 +41,8 @@ inline Launch local_launch(int rank, int world, int port) {
 
 inline int free_port() { return detail::local_port(detail::listen_on("127.0.0.1", 0)); }
 
-/// Runs `body(launch)` in `world` processes. Its text comes back as the report, and the exit code is 0; an exception that leaves it gives exit code 9.
-/// Ranks that are not in `wait_for` (empty: all) are killed when the others have ended; after `limit` all are.
+/// Runs `body(launch)` in `world` processes. Its text comes back as the report, and the exit code is 0; an exception that leaves it gives exit
+/// code 9. Ranks that are not in `wait_for` (empty: all) are killed when the others have ended; after `limit` all are.
 inline std::vector<RankEnd> fork_ranks(int world, const std::function<std::string(const Launch&)>& body, std::chrono::milliseconds limit,
                                        const std::vector<bool>& wait_for = {}) {
   const int port = free_port();

@@ -147,10 +147,14 @@ TEST(ProcessManager, ShutdownDestroysAndLaterCallsMakeAnew) {
 }
 
 TEST(ProcessManager, OneProcessMayMeetAgain) {
-  const auto ends = testing::fork_ranks(3, [&](const Launch& launch) {
-    for (int round = 0; round < 3; ++round) in_process(launch, [](DistributedManager& manager) { require_group(manager, manager.world(), {0, 1, 2}); });
-    return std::string("ok");
-  }, 60s);
+  const auto ends = testing::fork_ranks(
+      3,
+      [&](const Launch& launch) {
+        for (int round = 0; round < 3; ++round)
+          in_process(launch, [](DistributedManager& manager) { require_group(manager, manager.world(), {0, 1, 2}); });
+        return std::string("ok");
+      },
+      60s);
   for (const auto& end : ends) EXPECT_EQ(end.report, "ok");
 }
 
@@ -174,17 +178,20 @@ TEST(ProcessManager, AMemberThatDoesNotComeIsNamed) {
 }
 
 TEST(ProcessManager, TheLauncherIsReadFromTheEnvironment) {
-  const auto ends = testing::fork_ranks(2, [](const Launch& launch) {
-    for (const auto& [name, value] : std::vector<std::pair<std::string, std::string>>{{"RANK", std::to_string(launch.rank)},
-                                                                                       {"WORLD_SIZE", "2"},
-                                                                                       {"MASTER_ADDR", "127.0.0.1"},
-                                                                                       {"MASTER_PORT", std::to_string(launch.port)}})
-      ::setenv(name.c_str(), value.c_str(), 1);
-    auto manager = DistributedManager::initialize();
-    require(manager.launch().launcher == "plain", manager.launch().launcher);
-    require_group(manager, manager.world(), {0, 1});
-    return std::string("ok");
-  }, 60s);
+  const auto ends = testing::fork_ranks(
+      2,
+      [](const Launch& launch) {
+        for (const auto& [name, value] : std::vector<std::pair<std::string, std::string>>{{"RANK", std::to_string(launch.rank)},
+                                                                                          {"WORLD_SIZE", "2"},
+                                                                                          {"MASTER_ADDR", "127.0.0.1"},
+                                                                                          {"MASTER_PORT", std::to_string(launch.port)}})
+          ::setenv(name.c_str(), value.c_str(), 1);
+        auto manager = DistributedManager::initialize();
+        require(manager.launch().launcher == "plain", manager.launch().launcher);
+        require_group(manager, manager.world(), {0, 1});
+        return std::string("ok");
+      },
+      60s);
   for (const auto& end : ends) EXPECT_EQ(end.report, "ok");
 }
 
@@ -229,7 +236,9 @@ void require_tree(DistributedManager& manager, bool eager) {
   throw std::logic_error("different plans were taken");
 }
 
-TEST(ProcessManager, TreeOfGroups) { run_processes(4, [](DistributedManager& manager) { require_tree(manager, true); }); }
+TEST(ProcessManager, TreeOfGroups) {
+  run_processes(4, [](DistributedManager& manager) { require_tree(manager, true); });
+}
 
 TEST(ThreadManager, EveryAxisSetOfAnyMeshReducesOverItsList) {
   for (const int ranks : {1, 2, 3, 5, 6, 8}) run_threads(ranks, [](DistributedManager& manager) { meshes(manager, 25); });

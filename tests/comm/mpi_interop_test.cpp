@@ -51,8 +51,8 @@ TEST(MpiInterop, GroupOnACommunicatorOfTheProgram) {
     for (int i = 0; i < 3; ++i) {
       // The program's own messages on the same ranks, in between, with the tags that groups use.
       int token = split.rank, other = -1;
-      MPI_Sendrecv(&token, 1, MPI_INT, (split.rank + 1) % split.size, 0, &other, 1, MPI_INT, (split.rank + split.size - 1) % split.size, 0, split.comm,
-                   MPI_STATUS_IGNORE);
+      MPI_Sendrecv(&token, 1, MPI_INT, (split.rank + 1) % split.size, 0, &other, 1, MPI_INT, (split.rank + split.size - 1) % split.size, 0,
+                   split.comm, MPI_STATUS_IGNORE);
       EXPECT_EQ(other, (split.rank + split.size - 1) % split.size);
       std::vector<at::Tensor> u{t[0].clone()};
       const auto work = group->allreduce(u, c10d::AllreduceOptions());

@@ -1,6 +1,5 @@
-// Every collective of the MPI backend against values computed on one rank: dtypes, even, uneven and empty sizes, blocking and started, in one message and
-// in pieces, contiguous or not, on the world and on groups of other orders.
-// Run under mpirun; the argument is the thread level.
+// Every collective of the MPI backend against values computed on one rank: dtypes, even, uneven and empty sizes, blocking and started, in one message
+// and in pieces, contiguous or not, on the world and on groups of other orders. Run under mpirun; the argument is the thread level.
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
@@ -23,9 +22,9 @@ using c10d::ReduceOp;
 
 std::unique_ptr<MpiWorld> world;  // Made and ended by main(): MPI has one life in a process.
 
-const std::vector<at::ScalarType> kDtypes = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kComplexFloat, at::kComplexDouble, at::kChar,
-                                             at::kByte,  at::kShort,  at::kInt,  at::kLong,     at::kUInt16,       at::kUInt32,        at::kUInt64,
-                                             at::kBool};
+const std::vector<at::ScalarType> kDtypes = {at::kFloat,         at::kDouble, at::kHalf,   at::kBFloat16, at::kComplexFloat,
+                                             at::kComplexDouble, at::kChar,   at::kByte,   at::kShort,    at::kInt,
+                                             at::kLong,          at::kUInt16, at::kUInt32, at::kUInt64,   at::kBool};
 
 /// The reference reduction over ranks, in the widest type.
 at::Tensor reduced(const std::vector<at::Tensor>& inputs, ReduceOp::RedOpType op, at::ScalarType dtype) {
@@ -35,10 +34,18 @@ at::Tensor reduced(const std::vector<at::Tensor>& inputs, ReduceOp::RedOpType op
   for (std::size_t r = 1; r < inputs.size(); ++r) {
     const at::Tensor x = inputs[r].to(wide);
     switch (op) {
-      case ReduceOp::PRODUCT: result = result * x; break;
-      case ReduceOp::MIN: result = at::minimum(result, x); break;
-      case ReduceOp::MAX: result = at::maximum(result, x); break;
-      default: result = result + x; break;
+      case ReduceOp::PRODUCT:
+        result = result * x;
+        break;
+      case ReduceOp::MIN:
+        result = at::minimum(result, x);
+        break;
+      case ReduceOp::MAX:
+        result = at::maximum(result, x);
+        break;
+      default:
+        result = result + x;
+        break;
     }
   }
   if (op == ReduceOp::AVG) result = result / static_cast<double>(inputs.size());
@@ -220,7 +227,8 @@ TEST(Mpi, AllGatherUneven) {
     for (const auto dtype : kDtypes)
       for (const auto& sizes : size_lists(way.size())) {
         std::vector<at::Tensor> parts;
-        for (int r = 0; r < way.size(); ++r) parts.push_back(values(4, way.ranks[static_cast<std::size_t>(r)], {sizes[static_cast<std::size_t>(r)], 3}, dtype));
+        for (int r = 0; r < way.size(); ++r)
+          parts.push_back(values(4, way.ranks[static_cast<std::size_t>(r)], {sizes[static_cast<std::size_t>(r)], 3}, dtype));
         const at::Tensor output = at::empty({sum(sizes), 3}, dtype);
         way.uneven().all_gather_v(output, parts[static_cast<std::size_t>(way.rank())], sizes, way.limit())->wait();
         expect_same(output, at::cat(parts), label(way, dtype, "all_gather_v"));
@@ -279,7 +287,9 @@ TEST(Mpi, AllToAllUneven) {
     for (const auto dtype : kDtypes)
       for (int kind = 0; kind < 4; ++kind) {
         const int n = way.size();
-        const auto rows = [&](int from, int to) -> std::int64_t { return kind == 0 ? 2 : kind == 1 ? (from * 2 + to) % 3 : kind == 2 ? 0 : from == to ? 1 : 4; };
+        const auto rows = [&](int from, int to) -> std::int64_t {
+          return kind == 0 ? 2 : kind == 1 ? (from * 2 + to) % 3 : kind == 2 ? 0 : from == to ? 1 : 4;
+        };
         const auto block = [&](int from, int to) {
           return values(8, way.ranks[static_cast<std::size_t>(from)] * 10 + way.ranks[static_cast<std::size_t>(to)], {rows(from, to), 2}, dtype);
         };
@@ -313,7 +323,8 @@ TEST(Mpi, Lists) {
       std::vector<at::Tensor> mine{way.place(parts[me])};
       std::vector<std::vector<at::Tensor>> lists{empty};
       way.backend->allgather(lists, mine, way.options<c10d::AllgatherOptions>())->wait();
-      for (int r = 0; r < n; ++r) expect_same(lists[0][static_cast<std::size_t>(r)], parts[static_cast<std::size_t>(r)], label(way, dtype, "allgather list"));
+      for (int r = 0; r < n; ++r)
+        expect_same(lists[0][static_cast<std::size_t>(r)], parts[static_cast<std::size_t>(r)], label(way, dtype, "allgather list"));
 
       const int root = n / 2;
       std::vector<std::vector<at::Tensor>> gathered, given;
@@ -326,7 +337,8 @@ TEST(Mpi, Lists) {
       to_root.rootRank = root;
       way.backend->gather(gathered, mine, to_root)->wait();
       if (way.rank() == root)
-        for (int r = 0; r < n; ++r) expect_same(gathered[0][static_cast<std::size_t>(r)], parts[static_cast<std::size_t>(r)], label(way, dtype, "gather list"));
+        for (int r = 0; r < n; ++r)
+          expect_same(gathered[0][static_cast<std::size_t>(r)], parts[static_cast<std::size_t>(r)], label(way, dtype, "gather list"));
       std::vector<at::Tensor> back{at::zeros(shape(way.rank()), dtype)};
       auto from_root = way.options<c10d::ScatterOptions>();
       from_root.rootRank = root;
@@ -346,7 +358,8 @@ TEST(Mpi, Lists) {
       std::vector<at::Tensor> out, in = all[me];
       for (int from = 0; from < n; ++from) out.push_back(way.place(at::zeros(shape(way.rank()), dtype)));
       way.backend->alltoall(out, in, way.options<c10d::AllToAllOptions>())->wait();
-      for (int from = 0; from < n; ++from) expect_same(out[static_cast<std::size_t>(from)], all[static_cast<std::size_t>(from)][me], label(way, dtype, "alltoall list"));
+      for (int from = 0; from < n; ++from)
+        expect_same(out[static_cast<std::size_t>(from)], all[static_cast<std::size_t>(from)][me], label(way, dtype, "alltoall list"));
     }
 }
 
@@ -429,7 +442,8 @@ TEST(Mpi, ExchangeInAnyOrder) {
     for (int r = n - 1; r >= 0; --r)
       for (int k = 0; k < 2; ++k) {
         const auto shape = [&](int from, int to) { return std::vector<std::int64_t>{(from + 2 * to + k) % 3}; };
-        messages.push_back({Message::Kind::send, values(30 + static_cast<std::uint64_t>(k), way.rank() * 8 + r, shape(way.rank(), r), at::kFloat), r});
+        messages.push_back(
+            {Message::Kind::send, values(30 + static_cast<std::uint64_t>(k), way.rank() * 8 + r, shape(way.rank(), r), at::kFloat), r});
         received.push_back(at::zeros(shape(r, way.rank()), at::kFloat));
         expected.push_back(values(30 + static_cast<std::uint64_t>(k), r * 8 + way.rank(), shape(r, way.rank()), at::kFloat));
         messages.push_back({Message::Kind::receive, received.back(), r});

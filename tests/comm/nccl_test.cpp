@@ -1,13 +1,13 @@
 // NCCL through Group, beside Gloo in the same group: every collective on CUDA and on CPU tensors against values computed on one rank.
-// Without arguments it starts ranks of itself: one for each GPU, at most two; two on one GPU where NCCL allows that (2.30 and newer). No test library: the
-// exit status tells, and each failure is a line.
+// Without arguments it starts ranks of itself: one for each GPU, at most two; two on one GPU where NCCL allows that (2.30 and newer). No test
+// library: the exit status tells, and each failure is a line.
 
 #include <ATen/ATen.h>
 #include <spawn.h>
 #include <sys/wait.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -62,7 +62,10 @@ at::Tensor reduced(const std::vector<at::Tensor>& inputs, ReduceOp::Kind op) {
   at::Tensor result = inputs.front().to(wide);
   for (std::size_t r = 1; r < inputs.size(); ++r) {
     const at::Tensor x = inputs[r].to(wide);
-    result = op == ReduceOp::Kind::product ? result * x : op == ReduceOp::Kind::min ? at::minimum(result, x) : op == ReduceOp::Kind::max ? at::maximum(result, x) : result + x;
+    result = op == ReduceOp::Kind::product ? result * x
+             : op == ReduceOp::Kind::min   ? at::minimum(result, x)
+             : op == ReduceOp::Kind::max   ? at::maximum(result, x)
+                                           : result + x;
   }
   if (op == ReduceOp::Kind::avg) result = result / static_cast<double>(inputs.size());
   return result.to(dtype);
@@ -123,7 +126,8 @@ void run(const Group& group, at::Device device) {
         at::Tensor nan = place(values(3, me, {4}, dtype));
         if (me == n - 1) nan[2] = std::numeric_limits<double>::quiet_NaN();
         group.all_reduce(nan, op);
-        if (!nan.isnan()[2].item<bool>() || nan.isnan().sum().item<std::int64_t>() != 1) expect(nan, nan.cpu().add(1), concat("NaN in ", to_string(op.kind), where));
+        if (!nan.isnan()[2].item<bool>() || nan.isnan().sum().item<std::int64_t>() != 1)
+          expect(nan, nan.cpu().add(1), concat("NaN in ", to_string(op.kind), where));
       }
     }
     for (int root = 0; root < n; ++root) {

@@ -28,7 +28,8 @@ void run_parallel(int ranks, int model, int pipeline, const std::function<void(D
 }
 
 TEST(ParallelGroups, EightRanksByTwoAndTwo) {
-  const std::vector<std::vector<int>> model{{0, 1}, {2, 3}, {4, 5}, {6, 7}}, pipeline{{0, 2}, {1, 3}, {4, 6}, {5, 7}}, data{{0, 4}, {1, 5}, {2, 6}, {3, 7}};
+  const std::vector<std::vector<int>> model{{0, 1}, {2, 3}, {4, 5}, {6, 7}}, pipeline{{0, 2}, {1, 3}, {4, 6}, {5, 7}},
+      data{{0, 4}, {1, 5}, {2, 6}, {3, 7}};
   run_parallel(8, 2, 2, [&](DistributedManager& manager, const ParallelGroups& groups) {
     const int me = manager.rank();
     for (const auto& [info, lists] : {std::pair(&groups.mp, &model), std::pair(&groups.pp, &pipeline), std::pair(&groups.dp, &data)}) {
@@ -51,7 +52,8 @@ TEST(ParallelGroups, EightRanksByTwoAndTwo) {
 }
 
 TEST(ParallelGroups, AnySizesThatDivideTheWorld) {
-  for (const auto& [world, model, pipeline] : std::vector<std::array<int, 3>>{{1, 1, 1}, {2, 2, 1}, {3, 1, 3}, {4, 2, 2}, {4, 1, 2}, {6, 3, 1}, {6, 2, 3}}) {
+  for (const auto& [world, model, pipeline] :
+       std::vector<std::array<int, 3>>{{1, 1, 1}, {2, 2, 1}, {3, 1, 3}, {4, 2, 2}, {4, 1, 2}, {6, 3, 1}, {6, 2, 3}}) {
     run_parallel(world, model, pipeline, [&, world = world, model = model, pipeline = pipeline](DistributedManager&, const ParallelGroups& groups) {
       require(groups.mp.world_size == model && groups.pp.world_size == pipeline && groups.dp.world_size == world / model / pipeline, "sizes");
       for (const GroupInfo* info : {&groups.mp, &groups.pp, &groups.dp}) {

@@ -87,7 +87,8 @@ std::vector<std::unique_ptr<Rendezvous>> held_meeting(int world) {
   std::vector<std::unique_ptr<Rendezvous>> held(world);
   std::vector<std::thread> threads;
   const auto all = launches(world, free_port());
-  for (int rank = 0; rank < world; ++rank) threads.emplace_back([&, rank] { held[rank] = std::make_unique<Rendezvous>(Rendezvous::meet(all[rank], 20s)); });
+  for (int rank = 0; rank < world; ++rank)
+    threads.emplace_back([&, rank] { held[rank] = std::make_unique<Rendezvous>(Rendezvous::meet(all[rank], 20s)); });
   for (auto& thread : threads) thread.join();
   return held;
 }
@@ -229,14 +230,15 @@ TEST(Rendezvous, EndsWhenPacketsAreSwallowed) {
 /// Accepts connections and says the same to each.
 class Service {
  public:
-  explicit Service(std::string answer) : listener_(detail::listen_on("127.0.0.1", 0)), thread_([this, answer] {
-    for (;;) {
-      Socket client(::accept(listener_.fd(), nullptr, nullptr));
-      if (stop_) return;
-      detail::send_all(client, answer.data(), answer.size(), Clock::now() + 1s);
-      held_.push_back(std::move(client));
-    }
-  }) {}
+  explicit Service(std::string answer)
+      : listener_(detail::listen_on("127.0.0.1", 0)), thread_([this, answer] {
+          for (;;) {
+            Socket client(::accept(listener_.fd(), nullptr, nullptr));
+            if (stop_) return;
+            detail::send_all(client, answer.data(), answer.size(), Clock::now() + 1s);
+            held_.push_back(std::move(client));
+          }
+        }) {}
   ~Service() {
     stop_ = true;
     ::shutdown(listener_.fd(), SHUT_RDWR);
@@ -275,7 +277,8 @@ TEST(Rendezvous, GoesThroughTheStoreOfAnAgent) {
   for (int attempt = 0; attempt < 2; ++attempt) {
     auto all = launches(3, agent.getPort());
     for (auto& launch : all) launch.agent_serves_store = true;
-    for (const auto& outcome : meet(all, 20s, [](Rendezvous& meeting, int rank) { meeting.store->set(std::to_string(rank), "x"); })) EXPECT_EQ(outcome.error, "");
+    for (const auto& outcome : meet(all, 20s, [](Rendezvous& meeting, int rank) { meeting.store->set(std::to_string(rank), "x"); }))
+      EXPECT_EQ(outcome.error, "");
   }
   auto alone = launch_of(1, 2, free_port());
   alone.agent_serves_store = true;
@@ -302,9 +305,15 @@ TEST(JobStore, DoesWhatHashStoreDoes) {
           ASSERT_EQ(ours.add(counter, amount), reference->add(counter, amount));
           break;
         }
-        case 2: ASSERT_EQ(ours.compareSet(key, expected, value), reference->compareSet(key, expected, value)); break;
-        case 3: ASSERT_EQ(ours.check({key}), reference->check({key})); break;
-        case 4: ASSERT_EQ(ours.deleteKey(key), reference->deleteKey(key)); break;
+        case 2:
+          ASSERT_EQ(ours.compareSet(key, expected, value), reference->compareSet(key, expected, value));
+          break;
+        case 3:
+          ASSERT_EQ(ours.check({key}), reference->check({key}));
+          break;
+        case 4:
+          ASSERT_EQ(ours.deleteKey(key), reference->deleteKey(key));
+          break;
         case 5:
           if (reference->check({key})) {
             ASSERT_EQ(ours.get(key), reference->get(key));
@@ -355,7 +364,9 @@ struct News {
     return changed.wait_for(lock, 20s, [&] { return std::find(items.begin(), items.end(), item) != items.end(); });
   }
   detail::StoreConnection::Listener listener() {
-    return {[this](const std::string& group, const detail::Poison& poison) { add(concat("poisoned ", group, " ", list(poison.ranks), " ", poison.reason)); },
+    return {[this](const std::string& group, const detail::Poison& poison) {
+              add(concat("poisoned ", group, " ", list(poison.ranks), " ", poison.reason));
+            },
             [this](int rank, bool on_purpose, const std::string&) { add(concat(on_purpose ? "left " : "lost ", rank)); },
             [](const std::string& group) { return group == "known" ? std::optional(detail::Position{7, "all_reduce"}) : std::nullopt; }};
   }
@@ -369,8 +380,10 @@ TEST(StoreConnection, TellsWhoIsLostAndWhoLeft) {
     held[3]->connection->leave();
     for (int rank = 0; rank < 3; ++rank) EXPECT_TRUE(news[rank].wait_for("left 3"));
     // Unlike leave(), what a killed process does: its sockets are closed.
-    if (victim == 0) held[0]->server.reset();
-    else held[victim]->connection->cut();
+    if (victim == 0)
+      held[0]->server.reset();
+    else
+      held[victim]->connection->cut();
     for (int rank = 0; rank < 3; ++rank) {
       if (rank == victim) continue;
       EXPECT_TRUE(news[rank].wait_for(concat("lost ", victim))) << "rank " << rank;
@@ -419,7 +432,8 @@ TEST(StoreServer, SurvivesNonsense) {
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
       std::string why;
-      auto connection = detail::StoreConnection::meet(detail::connect_to("127.0.0.1", server.port(), false, Clock::now() + 5s), {rank, 2, "", "here"}, Clock::now() + 10s, why);
+      auto connection = detail::StoreConnection::meet(detail::connect_to("127.0.0.1", server.port(), false, Clock::now() + 5s), {rank, 2, "", "here"},
+                                                      Clock::now() + 10s, why);
       if (connection) ++met;
     });
   }

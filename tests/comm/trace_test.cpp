@@ -3,11 +3,11 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <unistd.h>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <mutex>
-#include <unistd.h>
 
 #include "tessera/comm/threads.h"
 #include "tessera/comm/trace.h"
@@ -61,12 +61,15 @@ TEST(Trace, EndsWithItsScope) {
 TEST(Trace, ChecksAreNotCallsOfTheUser) {
   ManagerOptions options;
   options.check_level = CheckLevel::collective;
-  run_threads(2, [](DistributedManager& manager) {
-    const auto world = manager.world();
-    CommTraceScope trace(world);
-    world.all_reduce(torch::ones({5}));
-    EXPECT_EQ(trace->events().size(), 1u);
-  }, options);
+  run_threads(
+      2,
+      [](DistributedManager& manager) {
+        const auto world = manager.world();
+        CommTraceScope trace(world);
+        world.all_reduce(torch::ones({5}));
+        EXPECT_EQ(trace->events().size(), 1u);
+      },
+      options);
 }
 
 TEST(Trace, TimelineIsJson) {
@@ -79,11 +82,15 @@ TEST(Trace, TimelineIsJson) {
   const std::string program =
       "import json, sys; d = json.load(open(sys.argv[1])); e = [x for x in d['traceEvents'] if x['ph'] == 'X']; "
       "assert len(e) == 2 and all(x['pid'] == 3 and x['dur'] >= 0 for x in e), d; assert 'quoted' in e[0]['name'] and e[0]['args']['bytes'] == 8, d";
-  EXPECT_EQ(std::system(("python3 -c \"" + [&] {
-              std::string escaped;
-              for (const char c : program) escaped += c == '"' ? std::string("\\\"") : std::string(1, c);
-              return escaped;
-            }() + "\" " + path.string()).c_str()), 0);
+  EXPECT_EQ(std::system(("python3 -c \"" +
+                         [&] {
+                           std::string escaped;
+                           for (const char c : program) escaped += c == '"' ? std::string("\\\"") : std::string(1, c);
+                           return escaped;
+                         }() +
+                         "\" " + path.string())
+                            .c_str()),
+            0);
   std::filesystem::remove(path);
   EXPECT_THROW(trace->write_timeline("/no/such/folder/x.json"), Error);
 }

@@ -17,7 +17,8 @@ namespace {
 
 // Samples that are their own index, so that what was read can be seen.
 std::shared_ptr<const Dataset> numbers(std::uint64_t n, std::int64_t base = 0) {
-  return std::make_shared<TensorDataset>(std::vector<at::Tensor>{torch::arange(base, base + static_cast<std::int64_t>(n)), torch::arange(static_cast<std::int64_t>(n)).to(torch::kDouble).unsqueeze(1) * 2});
+  return std::make_shared<TensorDataset>(std::vector<at::Tensor>{torch::arange(base, base + static_cast<std::int64_t>(n)),
+                                                                 torch::arange(static_cast<std::int64_t>(n)).to(torch::kDouble).unsqueeze(1) * 2});
 }
 
 std::vector<std::int64_t> values(const LoadedBatch& batch) {
@@ -69,7 +70,8 @@ TEST(Loader, TheGlobalSequenceIsTheSameForEveryMappingAndNumberOfWorkers) {
       const auto setup = any_mapping(random);
       std::map<std::pair<int, int>, std::vector<std::int64_t>> of_coordinate;  // (step, coordinate) -> samples
       for (int process : setup.processes) {
-        Loader loader({numbers(samples)}, order, setup.mapping, process, {.workers = static_cast<int>(random() % 3), .prefetch = static_cast<int>(random() % 4)});
+        Loader loader({numbers(samples)}, order, setup.mapping, process,
+                      {.workers = static_cast<int>(random() % 3), .prefetch = static_cast<int>(random() % 4)});
         for (int s = 0; s < 12; ++s) {
           const auto batch = loader.next();
           ASSERT_EQ(batch.step, static_cast<std::uint64_t>(s));
@@ -151,7 +153,8 @@ TEST(Loader, MixturesTakeRowsOfSeveralDatasetsAndResume) {
 TEST(Loader, PackedRowsHoldWholeSamples) {
   std::vector<std::uint64_t> lengths;
   for (std::uint64_t i = 0; i < 23; ++i) lengths.push_back(1 + i % 6);
-  auto tokens = std::make_shared<FunctionDataset>(23, [&](std::uint64_t i) { return Sample{torch::full({static_cast<std::int64_t>(lengths[i])}, static_cast<std::int64_t>(i), torch::kLong)}; });
+  auto tokens = std::make_shared<FunctionDataset>(
+      23, [&](std::uint64_t i) { return Sample{torch::full({static_cast<std::int64_t>(lengths[i])}, static_cast<std::int64_t>(i), torch::kLong)}; });
   auto order = std::make_shared<PackedOrder>(lengths, 3, 10, 7);
   std::multiset<std::uint64_t> seen;
   Loader first({tokens}, order, BatchMapping({2}, {0, 1}, {0}), 0), second({tokens}, order, BatchMapping({2}, {0, 1}, {0}), 1, {.workers = 1});
@@ -281,7 +284,8 @@ TEST(Loader, SamplesOfOtherShapesAreRefusedOrCollated) {
   auto ragged = std::make_shared<FunctionDataset>(4, [](std::uint64_t i) { return Sample{torch::arange(static_cast<std::int64_t>(i) + 1)}; });
   auto order = std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 4, .shuffle = false}, BatchSchedule(4));
   EXPECT_THROW(Loader({ragged}, order, BatchMapping({1}, {0}, {}), 0).next(), SampleError);
-  Loader padded({ragged}, order, BatchMapping({1}, {0}, {}), 0, {.collate = [](const std::vector<Sample>& samples) { return pad_collate(samples, -1); }});
+  Loader padded({ragged}, order, BatchMapping({1}, {0}, {}), 0,
+                {.collate = [](const std::vector<Sample>& samples) { return pad_collate(samples, -1); }});
   const auto batch = padded.next();
   EXPECT_EQ(batch.tensors[0].sizes(), (std::vector<std::int64_t>{4, 4}));
   EXPECT_EQ(batch.tensors[0][1].sum().item<std::int64_t>(), 0 + 1 - 1 - 1);

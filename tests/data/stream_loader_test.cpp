@@ -57,7 +57,9 @@ TEST(StreamLoader, RanksWithOtherNumbersOfSamplesNeverWaitForEachOther) {
               EXPECT_EQ(seen, n);
               EXPECT_EQ(all, total);
               break;
-            case UnevenData::drop: EXPECT_EQ(steps, shortest / 3); break;
+            case UnevenData::drop:
+              EXPECT_EQ(steps, shortest / 3);
+              break;
             case UnevenData::error:
               EXPECT_EQ(uneven, (longest + 2) / 3 != (shortest + 2) / 3 || (longest / 3 != shortest / 3));
               break;

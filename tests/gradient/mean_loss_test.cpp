@@ -13,7 +13,8 @@ TEST(MeanLoss, IsTheMeanOverAllSamplesWithItsGradient) {
     for (int seed = 0; seed < 10; ++seed) {
       torch::manual_seed(seed);
       std::vector<torch::Tensor> data;
-      for (int r = 0; r < ranks; ++r) data.push_back(torch::randn({seed == 0 && r == 0 ? 3 : torch::randint(0, 5, {1}).item<int64_t>(), 4}, torch::kDouble));
+      for (int r = 0; r < ranks; ++r)
+        data.push_back(torch::randn({seed == 0 && r == 0 ? 3 : torch::randint(0, 5, {1}).item<int64_t>(), 4}, torch::kDouble));
       if (torch::cat(data).size(0) == 0) continue;
       auto w = torch::randn({4}, torch::kDouble).requires_grad_();
       auto whole = torch::cat(data).matmul(w).square().mean();

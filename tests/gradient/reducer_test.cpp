@@ -72,8 +72,10 @@ TEST(Reducer, ParametersThatSomeOrNoRanksUse) {
     for (const auto& options : all_options())
       run_threads(ranks, [&](DistributedManager& manager) {
         const int r = manager.rank();
-        auto used = leaf(torch::ones({2}, torch::kDouble)), by_one = leaf(torch::ones({3}, torch::kDouble)), by_none = leaf(torch::ones({4}, torch::kDouble));
-        GradientReducer reducer({{used, "used", manager.world()}, {by_one, "by_one", manager.world()}, {by_none, "by_none", manager.world()}}, options);
+        auto used = leaf(torch::ones({2}, torch::kDouble)), by_one = leaf(torch::ones({3}, torch::kDouble)),
+             by_none = leaf(torch::ones({4}, torch::kDouble));
+        GradientReducer reducer({{used, "used", manager.world()}, {by_one, "by_one", manager.world()}, {by_none, "by_none", manager.world()}},
+                                options);
         for (int step = 0; step < 3; ++step) {
           for (auto& p : {used, by_one, by_none}) p.mutable_grad().reset();
           auto loss = used.sum() * (r + 1.0);
@@ -183,7 +185,9 @@ TEST(Reducer, RefusesWhatItCannotReduce) {
   EXPECT_THROW(GradientReducer({{p, "p", Group()}}, {.bucket_bytes = 0}), InvalidArgument);
   auto table = leaf(torch::ones({4, 2}));
   GradientReducer reducer({{table, "table", Group()}});
-  EXPECT_THROW(torch::nn::functional::embedding(torch::tensor({1}), table, torch::nn::functional::EmbeddingFuncOptions().sparse(true)).sum().backward(), std::exception);
+  EXPECT_THROW(
+      torch::nn::functional::embedding(torch::tensor({1}), table, torch::nn::functional::EmbeddingFuncOptions().sparse(true)).sum().backward(),
+      std::exception);
 }
 
 TEST(Reducer, RanksThatDifferAllGetAnError) {

@@ -69,7 +69,8 @@ inline void train_and_compare(const Group& group, const DistributedDataParallelO
   }
   const auto wanted = reference->named_parameters();
   for (const auto& item : net->named_parameters()) {
-    EXPECT_TRUE(torch::allclose(item.value(), wanted[item.key()], 1e-10, 1e-10)) << item.key() << " on rank " << group.rank() << " of " << group.size();
+    EXPECT_TRUE(torch::allclose(item.value(), wanted[item.key()], 1e-10, 1e-10))
+        << item.key() << " on rank " << group.rank() << " of " << group.size();
     EXPECT_EQ(item.value().grad().defined(), wanted[item.key()].grad().defined()) << item.key();
   }
 }

@@ -79,7 +79,8 @@ TEST(DistributedDataParallel, AccumulationOverMicroBatchesEqualsOneProcess) {
     backward(2);
     const auto wanted = reference->named_parameters();
     for (const auto& item : net->named_parameters())
-      EXPECT_TRUE(!wanted[item.key()].grad().defined() || torch::allclose(item.value().grad(), wanted[item.key()].grad(), 1e-11, 1e-11)) << item.key();
+      EXPECT_TRUE(!wanted[item.key()].grad().defined() || torch::allclose(item.value().grad(), wanted[item.key()].grad(), 1e-11, 1e-11))
+          << item.key();
   });
 }
 

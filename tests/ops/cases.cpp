@@ -55,7 +55,8 @@ void along(const char* name, std::function<at::Tensor(const at::Tensor&, std::in
                    return Instance{{x}, [=](const Tensors& t) { return Tensors{f(t[0], dim)}; }};
                  }});
 }
-void reduction(const char* name, std::function<at::Tensor(const at::Tensor&, at::IntArrayRef, bool)> f, int smallest = 1, bool positive_only = false) {
+void reduction(const char* name, std::function<at::Tensor(const at::Tensor&, at::IntArrayRef, bool)> f, int smallest = 1,
+               bool positive_only = false) {
   all.push_back({name, [=](Draw& d) {
                    const Shape s = shape(d, 1, 3, smallest);
                    const at::Tensor x = positive_only ? positive(s) : random(s);
@@ -162,7 +163,8 @@ void add_products() {
   });
   custom("baddbmm", [](Draw& d) {
     const int b = d.between(1, 4), m = d.between(1, 5), k = d.between(1, 5), n = d.between(1, 5);
-    return Instance{{random({1, m, n}), random({b, m, k}), random({b, k, n})}, [](const Tensors& t) { return Tensors{at::baddbmm(t[0], t[1], t[2], 0.5, 2.0)}; }};
+    return Instance{{random({1, m, n}), random({b, m, k}), random({b, k, n})},
+                    [](const Tensors& t) { return Tensors{at::baddbmm(t[0], t[1], t[2], 0.5, 2.0)}; }};
   });
   custom("addmm", [](Draw& d) {
     const int m = d.between(1, 6), k = d.between(1, 6), n = d.between(1, 6);
@@ -177,12 +179,14 @@ void add_products() {
     const int k = d.between(1, 6), n = d.between(1, 6);
     s.push_back(k);
     const bool bias = d.chance(60);
-    return Instance{{random(s), random({n, k}), random({n})}, [=](const Tensors& t) { return Tensors{bias ? F::linear(t[0], t[1], t[2]) : F::linear(t[0], t[1]) + t[2]}; }};
+    return Instance{{random(s), random({n, k}), random({n})},
+                    [=](const Tensors& t) { return Tensors{bias ? F::linear(t[0], t[1], t[2]) : F::linear(t[0], t[1]) + t[2]}; }};
   });
   custom("matmul", [](Draw& d) {
     const int b = d.between(1, 3), h = d.between(1, 3), m = d.between(1, 4), k = d.between(1, 4), n = d.between(1, 4);
     const bool shared = d.chance(40);
-    return Instance{{random({b, h, m, k}), shared ? random({k, n}) : random({b, h, k, n})}, [](const Tensors& t) { return Tensors{t[0].matmul(t[1])}; }};
+    return Instance{{random({b, h, m, k}), shared ? random({k, n}) : random({b, h, k, n})},
+                    [](const Tensors& t) { return Tensors{t[0].matmul(t[1])}; }};
   });
   custom("einsum", [](Draw& d) {
     const int b = d.between(1, 4), i = d.between(1, 4), j = d.between(1, 4), k = d.between(1, 4);
@@ -215,10 +219,14 @@ void add_views() {
     const int which = d.below(4);
     return Instance{{random({a, b, c})}, [=](const Tensors& t) -> Tensors {
                       switch (which) {
-                        case 0: return {t[0].permute({2, 0, 1}).reshape({c, a * b}) * 2};
-                        case 1: return {t[0].reshape({a * b, c}).view({a, b, c}) * 2};
-                        case 2: return {t[0].transpose(0, 1).contiguous().view({b, a * c}) * 2};
-                        default: return {t[0].reshape({a, 1, b * c}) * 2};
+                        case 0:
+                          return {t[0].permute({2, 0, 1}).reshape({c, a * b}) * 2};
+                        case 1:
+                          return {t[0].reshape({a * b, c}).view({a, b, c}) * 2};
+                        case 2:
+                          return {t[0].transpose(0, 1).contiguous().view({b, a * c}) * 2};
+                        default:
+                          return {t[0].reshape({a, 1, b * c}) * 2};
                       }
                     }};
   });
@@ -235,9 +243,17 @@ void add_views() {
                       return Tensors{y * t[0]};
                     }};
   });
-  custom("diagonal", [](Draw& d) { return Instance{{random({d.between(1, 5), d.between(1, 5), d.between(1, 3)})}, [](const Tensors& t) { return Tensors{t[0].diagonal() * 2}; }}; });
-  custom("tril", [](Draw& d) { return Instance{{random({d.between(1, 3), d.between(1, 5), d.between(1, 5)})}, [](const Tensors& t) { return Tensors{t[0].tril(), t[0].triu(1)}; }}; });
-  custom("pad", [](Draw& d) { return Instance{{random({d.between(1, 3), d.between(1, 5), d.between(1, 5)})}, [](const Tensors& t) { return Tensors{at::constant_pad_nd(t[0], {1, 2}, 0.5)}; }}; });
+  custom("diagonal", [](Draw& d) {
+    return Instance{{random({d.between(1, 5), d.between(1, 5), d.between(1, 3)})}, [](const Tensors& t) { return Tensors{t[0].diagonal() * 2}; }};
+  });
+  custom("tril", [](Draw& d) {
+    return Instance{{random({d.between(1, 3), d.between(1, 5), d.between(1, 5)})},
+                    [](const Tensors& t) { return Tensors{t[0].tril(), t[0].triu(1)}; }};
+  });
+  custom("pad", [](Draw& d) {
+    return Instance{{random({d.between(1, 3), d.between(1, 5), d.between(1, 5)})},
+                    [](const Tensors& t) { return Tensors{at::constant_pad_nd(t[0], {1, 2}, 0.5)}; }};
+  });
 }
 
 void add_layers() {
@@ -251,7 +267,8 @@ void add_layers() {
   });
   custom("batch_norm", [](Draw& d) {
     const int n = d.between(2, 5), c = d.between(1, 4), s = d.between(2, 4);
-    return Instance{{random({n, c, s}), random({c}), random({c})}, [](const Tensors& t) { return Tensors{at::batch_norm(t[0], t[1], t[2], {}, {}, true, 0.1, 1e-5, false)}; }};
+    return Instance{{random({n, c, s}), random({c}), random({c})},
+                    [](const Tensors& t) { return Tensors{at::batch_norm(t[0], t[1], t[2], {}, {}, true, 0.1, 1e-5, false)}; }};
   });
   custom("embedding", [](Draw& d) {
     const int rows = d.between(2, 6), width = d.between(1, 5);
@@ -264,18 +281,24 @@ void add_layers() {
   });
   custom("conv2d", [](Draw& d) {
     const int n = d.between(1, 4), i = d.between(1, 4), o = d.between(1, 4);
-    return Instance{{random({n, i, 5, 4}), random({o, i, 3, 2}), random({o})}, [](const Tensors& t) { return Tensors{at::conv2d(t[0], t[1], t[2], 2, 1)}; }};
+    return Instance{{random({n, i, 5, 4}), random({o, i, 3, 2}), random({o})},
+                    [](const Tensors& t) { return Tensors{at::conv2d(t[0], t[1], t[2], 2, 1)}; }};
   });
   custom("conv_transpose1d", [](Draw& d) {
     const int n = d.between(1, 4), i = d.between(1, 4), o = d.between(1, 4);
-    return Instance{{random({n, i, 5}), random({i, o, 3}), random({o})}, [](const Tensors& t) { return Tensors{at::conv_transpose1d(t[0], t[1], t[2], 2, 1)}; }};
+    return Instance{{random({n, i, 5}), random({i, o, 3}), random({o})},
+                    [](const Tensors& t) { return Tensors{at::conv_transpose1d(t[0], t[1], t[2], 2, 1)}; }};
   });
   custom("depthwise conv", [](Draw& d) {
     const int n = d.between(1, 4);
     return Instance{{random({n, 4, 5, 4}), random({4, 1, 3, 3})}, [](const Tensors& t) { return Tensors{at::conv2d(t[0], t[1], {}, 1, 1, 1, 4)}; }};
   });
-  custom("max_pool2d", [](Draw& d) { return Instance{{random({d.between(1, 4), d.between(1, 3), 6, 5})}, [](const Tensors& t) { return Tensors{at::max_pool2d(t[0], 2)}; }}; });
-  custom("avg_pool2d", [](Draw& d) { return Instance{{random({d.between(1, 4), d.between(1, 3), 6, 5})}, [](const Tensors& t) { return Tensors{at::avg_pool2d(t[0], 2)}; }}; });
+  custom("max_pool2d", [](Draw& d) {
+    return Instance{{random({d.between(1, 4), d.between(1, 3), 6, 5})}, [](const Tensors& t) { return Tensors{at::max_pool2d(t[0], 2)}; }};
+  });
+  custom("avg_pool2d", [](Draw& d) {
+    return Instance{{random({d.between(1, 4), d.between(1, 3), 6, 5})}, [](const Tensors& t) { return Tensors{at::avg_pool2d(t[0], 2)}; }};
+  });
   custom("attention", [](Draw& d) {
     const int b = d.between(1, 3), h = d.between(1, 4), s = d.between(1, 4), e = 2 * d.between(1, 2);
     const bool causal = d.chance(50);
@@ -300,7 +323,8 @@ void add_losses() {
     });
     custom("bce with logits", [=](Draw& d) {
       const Shape s = shape(d, 1, 3, 1);
-      return Instance{{random(s), rand(s, at::kDouble)}, [=](const Tensors& t) { return Tensors{at::binary_cross_entropy_with_logits(t[0], t[1], {}, {}, reduction)}; }};
+      return Instance{{random(s), rand(s, at::kDouble)},
+                      [=](const Tensors& t) { return Tensors{at::binary_cross_entropy_with_logits(t[0], t[1], {}, {}, reduction)}; }};
     });
     custom("cross_entropy", [=](Draw& d) {
       const int n = d.between(1, 6), c = d.between(2, 5);
@@ -308,7 +332,8 @@ void add_losses() {
       const Shape scores = pixels ? Shape{n, c, 2, 3} : Shape{n, c}, targets = pixels ? Shape{n, 2, 3} : Shape{n};
       const at::Tensor target = randint(c, targets);
       const at::Tensor weight = positive({c});
-      return Instance{{random(scores), target}, [=](const Tensors& t) { return Tensors{at::cross_entropy_loss(t[0], t[1], weighted ? weight : at::Tensor(), reduction)}; }};
+      return Instance{{random(scores), target},
+                      [=](const Tensors& t) { return Tensors{at::cross_entropy_loss(t[0], t[1], weighted ? weight : at::Tensor(), reduction)}; }};
     });
     custom("kl_div", [=](Draw& d) {
       const Shape s = shape(d, 1, 3, 1);

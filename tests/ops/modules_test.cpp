@@ -56,8 +56,8 @@ Outcome run(Module& net, const at::Tensor& x) {
 }
 
 template <class Make>
-void compare(const char* name, Make make, const Shape& shape, const std::vector<Placement>& placements, const ShardSizes& sizes, const std::vector<Axis>& axes,
-             bool distributed = true, const ModuleRule& rule = {}) {
+void compare(const char* name, Make make, const Shape& shape, const std::vector<Placement>& placements, const ShardSizes& sizes,
+             const std::vector<Axis>& axes, bool distributed = true, const ModuleRule& rule = {}) {
   int ranks = 1;
   for (const Axis& a : axes) ranks *= a.size;
   on_threads(ranks, [&](DistributedManager& manager) {
@@ -99,8 +99,9 @@ TEST(ShardedData, Mlp) {
 
 TEST(ShardedData, ConvolutionsAndBatchNorm) {
   const auto make = [] {
-    return torch::nn::Sequential(torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 4, 3).padding(1).bias(false)), torch::nn::BatchNorm2d(4), torch::nn::ReLU(), torch::nn::MaxPool2d(2),
-                                 torch::nn::Conv2d(torch::nn::Conv2dOptions(4, 3, 3)), torch::nn::AdaptiveAvgPool2d(1), torch::nn::Flatten(), torch::nn::Linear(3, 2));
+    return torch::nn::Sequential(torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 4, 3).padding(1).bias(false)), torch::nn::BatchNorm2d(4),
+                                 torch::nn::ReLU(), torch::nn::MaxPool2d(2), torch::nn::Conv2d(torch::nn::Conv2dOptions(4, 3, 3)),
+                                 torch::nn::AdaptiveAvgPool2d(1), torch::nn::Flatten(), torch::nn::Linear(3, 2));
   };
   for (const bool distributed : {false, true}) compare("cnn", make, {5, 2, 8, 7}, {Shard(0)}, kUneven, kThree, distributed);
 }

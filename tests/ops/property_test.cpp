@@ -63,7 +63,8 @@ void compare(const OperatorCase& one, std::uint64_t number, const DeviceMesh& me
     const Compared got = differentiate(instance, sharded, number);
     for (std::size_t i = 0; i < got.values.size(); ++i) {
       if (!is_sharded(got.values[i])) failures.add(one.name, "the result is a plain tensor");
-      if (const double d = difference(got.values[i], expected.values[i]); !(d < kTolerance)) failures.add(one.name, concat("value ", i, " differs by ", d, " with ", where));
+      if (const double d = difference(got.values[i], expected.values[i]); !(d < kTolerance))
+        failures.add(one.name, concat("value ", i, " differs by ", d, " with ", where));
       if (got.values[i].strides() != expected.values[i].strides() && expected.values[i].numel() > 1) {
         failures.add(one.name, concat("strides ", got.values[i].strides(), " instead of ", expected.values[i].strides(), " with ", where));
       }

@@ -15,7 +15,9 @@ class Generator {
   explicit Generator(std::uint64_t seed) : engine_(seed) {}
 
   /// Uniform in [low, high].
-  std::int64_t number(std::int64_t low, std::int64_t high) { return low + static_cast<std::int64_t>(engine_() % static_cast<std::uint64_t>(high - low + 1)); }
+  std::int64_t number(std::int64_t low, std::int64_t high) {
+    return low + static_cast<std::int64_t>(engine_() % static_cast<std::uint64_t>(high - low + 1));
+  }
   bool chance(int one_in) { return number(1, one_in) == 1; }
 
   /// Sizes with zeros among them; the extent follows.

@@ -54,8 +54,10 @@ TEST(Window, InputsAreThoseThatTheDefinitionReads) {
 std::int64_t at_edge(std::int64_t t, std::int64_t extent, Edge edge) {
   if (t >= 0 && t < extent) return t;
   switch (edge) {
-    case Edge::zero: return -1;
-    case Edge::replicate: return t < 0 ? 0 : extent - 1;
+    case Edge::zero:
+      return -1;
+    case Edge::replicate:
+      return t < 0 ? 0 : extent - 1;
     case Edge::circular:
       while (t < 0) t += extent;
       return t % extent;
@@ -98,8 +100,7 @@ TEST(Resolve, EveryIndexHasItsValueOnce) {
 void check(const Sharding& input, const std::vector<Edge>& edges, const std::vector<Box>& needed) {
   const auto& shape = input.shape();
   std::vector<HaloPlan> plans;
-  for (int p = 0; p < input.positions(); ++p)
-    plans.push_back(halo_plan(input, edges, [&](int q) { return needed[q]; }, p));
+  for (int p = 0; p < input.positions(); ++p) plans.push_back(halo_plan(input, edges, [&](int q) { return needed[q]; }, p));
   auto for_each_index = [](const Box& box, auto visit) {
     if (volume(box) == 0) return;
     std::vector<std::int64_t> index;

@@ -55,7 +55,8 @@ TEST(Partition, BuildersCoverTheExtent) {
     const auto weighted = Partition::weighted(extent, weights);
     EXPECT_EQ(weighted.extent(), extent);
     const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
-    for (int p = 0; p < parts; ++p) EXPECT_LT(std::abs(static_cast<double>(weighted.size(p)) - static_cast<double>(extent) * weights[p] / total), 1.0);
+    for (int p = 0; p < parts; ++p)
+      EXPECT_LT(std::abs(static_cast<double>(weighted.size(p)) - static_cast<double>(extent) * weights[p] / total), 1.0);
   }
   EXPECT_EQ(Partition::weighted(10, std::vector<double>{1, 3}).sizes(), (std::vector<std::int64_t>{3, 7}));
   EXPECT_EQ(Partition::chunked(5, 4).sizes(), (std::vector<std::int64_t>{2, 2, 1, 0}));
@@ -98,11 +99,11 @@ TEST(Sharding, BoxesOfDistinctBlocksTileTheArray) {
 }
 
 TEST(Sharding, RefusesWhatDoesNotFit) {
-  EXPECT_THROW(Sharding({7}, {2}, {{{0}, Partition({3, 3})}}), InvalidArgument);             // sum
-  EXPECT_THROW(Sharding({7}, {2}, {{{0}, Partition({3, 2, 2})}}), InvalidArgument);          // count
-  EXPECT_THROW(Sharding({7}, {2}, {{{1}, Partition({3, 4})}}), InvalidArgument);             // axis
+  EXPECT_THROW(Sharding({7}, {2}, {{{0}, Partition({3, 3})}}), InvalidArgument);                               // sum
+  EXPECT_THROW(Sharding({7}, {2}, {{{0}, Partition({3, 2, 2})}}), InvalidArgument);                            // count
+  EXPECT_THROW(Sharding({7}, {2}, {{{1}, Partition({3, 4})}}), InvalidArgument);                               // axis
   EXPECT_THROW(Sharding({2, 2}, {2}, {{{0}, Partition({1, 1})}, {{0}, Partition({1, 1})}}), InvalidArgument);  // twice
-  EXPECT_THROW(Sharding({7}, {2}, {{}}, {0, 1, 2}), InvalidArgument);                        // ranks
+  EXPECT_THROW(Sharding({7}, {2}, {{}}, {0, 1, 2}), InvalidArgument);                                          // ranks
 }
 
 }  // namespace

@@ -16,7 +16,8 @@ namespace {
 
 using testing::Generator;
 
-// Probability bound: a chi-square value with k degrees of freedom lies above k + 6 * sqrt(2k) less than once in a million (normal approximation, one side).
+// Probability bound: a chi-square value with k degrees of freedom lies above k + 6 * sqrt(2k) less than once in a million (normal approximation, one
+// side).
 void expect_uniform(const std::vector<double>& observed, double expected) {
   double chi2 = 0;
   for (double o : observed) chi2 += (o - expected) * (o - expected) / expected;

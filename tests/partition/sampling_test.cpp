@@ -60,7 +60,8 @@ TEST(Mixture, KeepsToTheWeightsAndVisitsEverySample) {
     const auto samples = m.datasets()[d].samples;
     for (std::size_t first = 0; first + samples <= of[d].size(); first += samples)
       EXPECT_EQ(std::set<std::uint64_t>(of[d].begin() + first, of[d].begin() + first + samples).size(), samples);
-    EXPECT_NE(std::vector<std::uint64_t>(of[d].begin(), of[d].begin() + samples), std::vector<std::uint64_t>(of[d].begin() + samples, of[d].begin() + 2 * samples));
+    EXPECT_NE(std::vector<std::uint64_t>(of[d].begin(), of[d].begin() + samples),
+              std::vector<std::uint64_t>(of[d].begin() + samples, of[d].begin() + 2 * samples));
   }
   for (int n = 0; n < 1000; ++n) EXPECT_NE(m.next(cursor).dataset, 0);
 }
@@ -94,7 +95,8 @@ TEST(Packing, BatchesHoldWhatFitsAndNothingIsLost) {
     std::vector<std::uint64_t> lengths(static_cast<std::size_t>(random.number(1, 40)));
     for (auto& l : lengths) l = static_cast<std::uint64_t>(random.number(0, 9));
     const LengthAt length = [&](std::uint64_t i) { return lengths[i]; };
-    const TokenBudget budget{static_cast<std::uint64_t>(random.number(9, 30)), random.chance(2) ? static_cast<std::uint64_t>(random.number(1, 5)) : 0, random.chance(2)};
+    const TokenBudget budget{static_cast<std::uint64_t>(random.number(9, 30)), random.chance(2) ? static_cast<std::uint64_t>(random.number(1, 5)) : 0,
+                             random.chance(2)};
     auto cost = [&](std::uint64_t offset, std::uint64_t count) {
       std::uint64_t sum = 0, longest = 0;
       for (auto i = offset; i < offset + count; ++i) sum += lengths[i], longest = std::max(longest, lengths[i]);

@@ -31,7 +31,8 @@ class TwoHosts {
     ok_ = run(concat("ip netns add ", space(0))) && run(concat("ip netns add ", space(1))) &&
           run(concat("ip link add tsa", ::getpid(), " netns ", space(0), " type veth peer name tsb", ::getpid(), " netns ", space(1)));
     for (int host = 0; host < 2; ++host) {
-      ok_ = ok_ && run(concat("ip -n ", space(host), " link set lo up")) && run(concat("ip -n ", space(host), " addr add ", address(host), "/24 dev ", link(host))) &&
+      ok_ = ok_ && run(concat("ip -n ", space(host), " link set lo up")) &&
+            run(concat("ip -n ", space(host), " addr add ", address(host), "/24 dev ", link(host))) &&
             run(concat("ip -n ", space(host), " link set ", link(host), " up"));
     }
   }
@@ -139,69 +140,81 @@ TEST(TwoHosts, RanksMeetOnTheCableAloneAndKnowTheirPlaces) {
   if (const auto why = obstacle(); !why.empty()) GTEST_SKIP() << why;
   TwoHosts hosts;
   ASSERT_TRUE(hosts.ok());
-  expect_ok(testing::fork_ranks(3, [&](const Launch& from_test) {
-    auto manager = start(hosts, from_test);
-    const Place place = place_of(from_test.rank);
-    const Launch& launch = manager.launch();
-    require(launch.launcher == "slurm" && launch.hosts == std::vector<std::string>{"alpha", "beta"}, "hosts");
-    require(launch.ranks_per_host == std::vector<int>{2, 1} && launch.node_rank == place.host, "ranks per host");
-    require(manager.local_rank() == place.local_rank && launch.local_size == place.local_size, "local rank");
-    require(reduced_rank(manager, manager.world()) == 3, "the sum over the world");
-    require(reduced_rank(manager, manager.group(place.host == 0 ? std::vector<int>{1, 0} : std::vector<int>{2})) == (place.host == 0 ? 1 : 2), "inside a host");
-    if (from_test.rank != 1) require(reduced_rank(manager, manager.group({2, 0})) == 2, "between hosts");
-    const auto mesh = manager.mesh(Mesh({{"data", 3}}, {2, 0, 1}));
-    require(reduced_rank(manager, mesh.group("data")) == 3 && mesh.coordinate()[0] == (from_test.rank + 1) % 3, "a mesh that is not in rank order");
-    require_listeners(place.host, from_test.port);
-    manager.world().barrier();
-    return std::string("ok");
-  }, 90s));
+  expect_ok(testing::fork_ranks(
+      3,
+      [&](const Launch& from_test) {
+        auto manager = start(hosts, from_test);
+        const Place place = place_of(from_test.rank);
+        const Launch& launch = manager.launch();
+        require(launch.launcher == "slurm" && launch.hosts == std::vector<std::string>{"alpha", "beta"}, "hosts");
+        require(launch.ranks_per_host == std::vector<int>{2, 1} && launch.node_rank == place.host, "ranks per host");
+        require(manager.local_rank() == place.local_rank && launch.local_size == place.local_size, "local rank");
+        require(reduced_rank(manager, manager.world()) == 3, "the sum over the world");
+        require(reduced_rank(manager, manager.group(place.host == 0 ? std::vector<int>{1, 0} : std::vector<int>{2})) == (place.host == 0 ? 1 : 2),
+                "inside a host");
+        if (from_test.rank != 1) require(reduced_rank(manager, manager.group({2, 0})) == 2, "between hosts");
+        const auto mesh = manager.mesh(Mesh({{"data", 3}}, {2, 0, 1}));
+        require(reduced_rank(manager, mesh.group("data")) == 3 && mesh.coordinate()[0] == (from_test.rank + 1) % 3,
+                "a mesh that is not in rank order");
+        require_listeners(place.host, from_test.port);
+        manager.world().barrier();
+        return std::string("ok");
+      },
+      90s));
 }
 
 TEST(TwoHosts, ACutCableIsATimeOutOnBothSides) {
   if (const auto why = obstacle(); !why.empty()) GTEST_SKIP() << why;
   TwoHosts hosts;
   ASSERT_TRUE(hosts.ok());
-  expect_ok(testing::fork_ranks(3, [&](const Launch& from_test) {
-    auto manager = start(hosts, from_test);
-    Group world = manager.world();
-    world.barrier();
-    world.set_timeout(2s);
-    if (from_test.rank == 0) hosts.cut();
-    const auto begin = std::chrono::steady_clock::now();
-    try {
-      for (;;) reduced_rank(manager, world);
-    } catch (const TimeoutError& error) {
-      const auto& missing = error.missing();
-      // The store is with rank 0: there it is known that rank 2 is silent; rank 2 knows only that rank 0 is.
-      require(missing == (from_test.rank == 2 ? std::vector<int>{0} : std::vector<int>{2}), concat("missing ", list(missing), ": ", error.what()));
-    }
-    require(std::chrono::steady_clock::now() - begin < 15s, "it took too long");
-    return std::string("ok");
-  }, 90s));
+  expect_ok(testing::fork_ranks(
+      3,
+      [&](const Launch& from_test) {
+        auto manager = start(hosts, from_test);
+        Group world = manager.world();
+        world.barrier();
+        world.set_timeout(2s);
+        if (from_test.rank == 0) hosts.cut();
+        const auto begin = std::chrono::steady_clock::now();
+        try {
+          for (;;) reduced_rank(manager, world);
+        } catch (const TimeoutError& error) {
+          const auto& missing = error.missing();
+          // The store is with rank 0: there it is known that rank 2 is silent; rank 2 knows only that rank 0 is.
+          require(missing == (from_test.rank == 2 ? std::vector<int>{0} : std::vector<int>{2}),
+                  concat("missing ", list(missing), ": ", error.what()));
+        }
+        require(std::chrono::steady_clock::now() - begin < 15s, "it took too long");
+        return std::string("ok");
+      },
+      90s));
 }
 
 TEST(TwoHosts, AnAddressThatNobodyAnswersEndsInTime) {
   if (const auto why = obstacle(); !why.empty()) GTEST_SKIP() << why;
   TwoHosts hosts;
   ASSERT_TRUE(hosts.ok());
-  const auto ends = testing::fork_ranks(2, [&](const Launch& from_test) {
-    hosts.enter(1);
-    Launch launch;
-    launch.rank = 1;
-    launch.world_size = 2;
-    launch.hosts = {"alpha", "beta"};
-    launch.address = from_test.rank == 0 ? "10.213.77.99" : "10.99.99.99";  // nobody on the cable; no route
-    launch.port = from_test.port;
-    const auto begin = std::chrono::steady_clock::now();
-    try {
-      Rendezvous::meet(launch, 1s);
-    } catch (const RendezvousError& error) {
-      require(std::string(error.what()).find(launch.address) != std::string::npos, error.what());
-      require(std::chrono::steady_clock::now() - begin < 5s, "it took too long");
-      return std::string("ok");
-    }
-    return std::string("it met somebody");
-  }, 30s);
+  const auto ends = testing::fork_ranks(
+      2,
+      [&](const Launch& from_test) {
+        hosts.enter(1);
+        Launch launch;
+        launch.rank = 1;
+        launch.world_size = 2;
+        launch.hosts = {"alpha", "beta"};
+        launch.address = from_test.rank == 0 ? "10.213.77.99" : "10.99.99.99";  // nobody on the cable; no route
+        launch.port = from_test.port;
+        const auto begin = std::chrono::steady_clock::now();
+        try {
+          Rendezvous::meet(launch, 1s);
+        } catch (const RendezvousError& error) {
+          require(std::string(error.what()).find(launch.address) != std::string::npos, error.what());
+          require(std::chrono::steady_clock::now() - begin < 5s, "it took too long");
+          return std::string("ok");
+        }
+        return std::string("it met somebody");
+      },
+      30s);
   expect_ok(ends);
 }
 

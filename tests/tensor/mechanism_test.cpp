@@ -83,26 +83,46 @@ const auto call = [](auto& module, const at::Tensor& x) { return module->forward
 
 // ---- modules ----
 
-TEST(Modules, Linear) { compare("Linear", [] { return torch::nn::Linear(6, 3); }, {4, 5, 6}, call); }
-TEST(Modules, Conv2d) { compare("Conv2d", [] { return torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3).padding(1)); }, {2, 3, 5, 4}, call); }
-TEST(Modules, Conv2dCircular) {
-  compare("Conv2d circular", [] { return torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3).padding(1).padding_mode(torch::kCircular)); }, {2, 3, 5, 4}, call);
+TEST(Modules, Linear) {
+  compare("Linear", [] { return torch::nn::Linear(6, 3); }, {4, 5, 6}, call);
 }
-TEST(Modules, BatchNorm) { compare("BatchNorm2d", [] { return torch::nn::BatchNorm2d(3); }, {4, 3, 5, 4}, call); }
-TEST(Modules, LayerNorm) { compare("LayerNorm", [] { return torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})); }, {4, 5, 6}, call); }
-TEST(Modules, GroupNorm) { compare("GroupNorm", [] { return torch::nn::GroupNorm(2, 4); }, {3, 4, 5}, call); }
+TEST(Modules, Conv2d) {
+  compare("Conv2d", [] { return torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3).padding(1)); }, {2, 3, 5, 4}, call);
+}
+TEST(Modules, Conv2dCircular) {
+  compare(
+      "Conv2d circular", [] { return torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3).padding(1).padding_mode(torch::kCircular)); }, {2, 3, 5, 4},
+      call);
+}
+TEST(Modules, BatchNorm) {
+  compare("BatchNorm2d", [] { return torch::nn::BatchNorm2d(3); }, {4, 3, 5, 4}, call);
+}
+TEST(Modules, LayerNorm) {
+  compare("LayerNorm", [] { return torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})); }, {4, 5, 6}, call);
+}
+TEST(Modules, GroupNorm) {
+  compare("GroupNorm", [] { return torch::nn::GroupNorm(2, 4); }, {3, 4, 5}, call);
+}
 TEST(Modules, Lstm) {
-  compare("LSTM", [] { return torch::nn::LSTM(torch::nn::LSTMOptions(6, 5).num_layers(2).batch_first(true)); }, {3, 4, 6},
-          [](auto& m, const at::Tensor& x) { return std::get<0>(m->forward(x)); });
+  compare(
+      "LSTM", [] { return torch::nn::LSTM(torch::nn::LSTMOptions(6, 5).num_layers(2).batch_first(true)); }, {3, 4, 6},
+      [](auto& m, const at::Tensor& x) { return std::get<0>(m->forward(x)); });
 }
 TEST(Modules, Gru) {
-  compare("GRU", [] { return torch::nn::GRU(torch::nn::GRUOptions(6, 5)); }, {3, 4, 6}, [](auto& m, const at::Tensor& x) { return std::get<0>(m->forward(x)); });
+  compare(
+      "GRU", [] { return torch::nn::GRU(torch::nn::GRUOptions(6, 5)); }, {3, 4, 6},
+      [](auto& m, const at::Tensor& x) { return std::get<0>(m->forward(x)); });
 }
 TEST(Modules, MultiheadAttention) {
-  compare("MultiheadAttention", [] { return torch::nn::MultiheadAttention(8, 2); }, {5, 3, 8}, [](auto& m, const at::Tensor& x) { return std::get<0>(m->forward(x, x, x)); });
+  compare(
+      "MultiheadAttention", [] { return torch::nn::MultiheadAttention(8, 2); }, {5, 3, 8},
+      [](auto& m, const at::Tensor& x) { return std::get<0>(m->forward(x, x, x)); });
 }
 TEST(Modules, Transformer) {
-  compare("TransformerEncoderLayer", [] { return torch::nn::TransformerEncoderLayer(torch::nn::TransformerEncoderLayerOptions(8, 2).dim_feedforward(16).dropout(0)); }, {5, 3, 8}, call);
+  compare(
+      "TransformerEncoderLayer",
+      [] { return torch::nn::TransformerEncoderLayer(torch::nn::TransformerEncoderLayerOptions(8, 2).dim_feedforward(16).dropout(0)); }, {5, 3, 8},
+      call);
 }
 
 TEST(Modules, EveryOptimizerTakesTheSameSteps) {
@@ -119,12 +139,24 @@ TEST(Modules, EveryOptimizerTakesTheSameSteps) {
       }
       std::unique_ptr<torch::optim::Optimizer> opt;
       switch (kind) {
-        case 0: opt = std::make_unique<torch::optim::SGD>(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(0.01)); break;
-        case 1: opt = std::make_unique<torch::optim::Adam>(net->parameters(), torch::optim::AdamOptions(0.01).amsgrad(true)); break;
-        case 2: opt = std::make_unique<torch::optim::AdamW>(net->parameters(), 0.01); break;
-        case 3: opt = std::make_unique<torch::optim::RMSprop>(net->parameters(), torch::optim::RMSpropOptions(0.01).centered(true).momentum(0.5)); break;
-        case 4: opt = std::make_unique<torch::optim::Adagrad>(net->parameters(), 0.05); break;
-        default: opt = std::make_unique<torch::optim::LBFGS>(net->parameters(), torch::optim::LBFGSOptions(0.5).max_iter(4)); break;
+        case 0:
+          opt = std::make_unique<torch::optim::SGD>(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(0.01));
+          break;
+        case 1:
+          opt = std::make_unique<torch::optim::Adam>(net->parameters(), torch::optim::AdamOptions(0.01).amsgrad(true));
+          break;
+        case 2:
+          opt = std::make_unique<torch::optim::AdamW>(net->parameters(), 0.01);
+          break;
+        case 3:
+          opt = std::make_unique<torch::optim::RMSprop>(net->parameters(), torch::optim::RMSpropOptions(0.01).centered(true).momentum(0.5));
+          break;
+        case 4:
+          opt = std::make_unique<torch::optim::Adagrad>(net->parameters(), 0.05);
+          break;
+        default:
+          opt = std::make_unique<torch::optim::LBFGS>(net->parameters(), torch::optim::LBFGSOptions(0.5).max_iter(4));
+          break;
       }
       for (int i = 0; i < 4; ++i) {
         opt->step([&] {

@@ -69,7 +69,8 @@ class Draw {
       case 1:
         for (std::int64_t i = 0; i < extent; ++i) ++all[below(parts)];
         break;
-      default: all[below(parts)] = extent;
+      default:
+        all[below(parts)] = extent;
     }
     return all;
   }
@@ -114,14 +115,13 @@ inline at::Tensor leaf(const at::Tensor& value, const ShardSpec& spec, bool requ
 
 inline void on_threads(int ranks, const std::function<void(DistributedManager&)>& body) {
   // Ranks that disagree wait for each other: not for long.
-  run_threads(
-      ranks,
-      [&](DistributedManager& manager) {
-        at::set_num_threads(1);
-        seed(0);
-        body(manager);
-      },
-      {.timeout = std::chrono::seconds(20)});
+  run_threads(ranks,
+              [&](DistributedManager& manager) {
+                at::set_num_threads(1);
+                seed(0);
+                body(manager);
+              },
+              {.timeout = std::chrono::seconds(20)});
 }
 
 }  // namespace tessera::test

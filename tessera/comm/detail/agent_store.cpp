@@ -29,7 +29,8 @@ void probe(const std::string& host, int port, Deadline deadline) {
   const Transfer got = sent == Transfer::done ? receive_all(socket, &answer, sizeof answer, deadline) : sent;
   if (got == Transfer::done && answer == nonce) return;
   throw RendezvousError(concat("torchrun's agent should serve a store on ", host, ":", port, ", but ",
-                               got == Transfer::late ? "what listens there is silent" : "something else listens there", "; give the job a port that no other program uses"));
+                               got == Transfer::late ? "what listens there is silent" : "something else listens there",
+                               "; give the job a port that no other program uses"));
 }
 
 }  // namespace

@@ -22,8 +22,10 @@ bool moves(const Endpoint& endpoint, c10::ScalarType dtype) {
     case c10::ScalarType::Char:
     case c10::ScalarType::Byte:
     case c10::ScalarType::Int:
-    case c10::ScalarType::Long: return true;
-    default: return false;
+    case c10::ScalarType::Long:
+      return true;
+    default:
+      return false;
   }
 }
 

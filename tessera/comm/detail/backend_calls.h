@@ -2,10 +2,12 @@
 // Data movement on any c10d backend, in flat tensors: what c10d::Backend and UnevenBackend have is used, the rest is composed from it.
 //
 // Composed where a backend has no uneven collectives (Gloo); n ranks, S elements in all, M the largest part:
-//   all-gather-v       each part broadcast by its rank, if ceil(log2 n) S < (n - 1) M, else one all-to-all in which every rank sends its part n times:
+//   all-gather-v       each part broadcast by its rank, if ceil(log2 n) S < (n - 1) M, else one all-to-all in which every rank sends its part n
+//   times:
 //                      the busiest sender bounds the latter, the number of tree levels the former (one rank holds all: 2 S against 3 S on 4 ranks)
 //   gather-v, scatter-v   one all-to-all with zero counts but for the root's
-//   reduce-scatter     one all-to-all, then the parts are reduced here in rank order: (n - 1) / n S sent by each rank, half of what an all-reduce sends,
+//   reduce-scatter     one all-to-all, then the parts are reduced here in rank order: (n - 1) / n S sent by each rank, half of what an all-reduce
+//   sends,
 //                      S elements of scratch, any sizes, dtypes and operations
 //   exchange           a send or receive for each message
 

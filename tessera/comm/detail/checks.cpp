@@ -36,12 +36,14 @@ void check_tensor(const RequestState& call, const char* role, const at::Tensor& 
 
 void check_root(const RequestState& call, int root) {
   if (root < 0 || root >= call.group().size())
-    refuse(call, "root ", root, " is not a rank of the group: ranks are 0 to ", call.group().size() - 1, " (positions in the group, not global ranks)");
+    refuse(call, "root ", root, " is not a rank of the group: ranks are 0 to ", call.group().size() - 1,
+           " (positions in the group, not global ranks)");
 }
 
 void check_peer(const RequestState& call, int peer) {
   if (peer < 0 || peer >= call.group().size())
-    refuse(call, "peer ", peer, " is not a rank of the group: ranks are 0 to ", call.group().size() - 1, " (positions in the group, not global ranks)");
+    refuse(call, "peer ", peer, " is not a rank of the group: ranks are 0 to ", call.group().size() - 1,
+           " (positions in the group, not global ranks)");
 }
 
 void check_alike(const RequestState& call, const at::Tensor& output, const at::Tensor& input) {
@@ -62,7 +64,8 @@ void check_sizes(const RequestState& call, const at::Tensor& whole, const at::Te
   if (whole.defined()) check_rows(call, "the whole tensor", whole, sizes);
   if (!part.defined()) return;
   const auto rows = sizes[call.group().rank()];
-  if (part.dim() < 1 || part.size(0) != rows) refuse(call, "this rank's part is ", show(part), ", but sizes ", list(sizes), " give it ", rows, " rows");
+  if (part.dim() < 1 || part.size(0) != rows)
+    refuse(call, "this rank's part is ", show(part), ", but sizes ", list(sizes), " give it ", rows, " rows");
   if (whole.defined() && trailing(whole) != trailing(part))
     refuse(call, "the whole tensor ", show(whole), " and the part ", show(part), " have rows of different size");
 }
@@ -94,8 +97,8 @@ constexpr std::int64_t kCardBytes = 256;
 
 // What a rank sends to the others before a call: a hash of what is compared, then as much of the text as fits.
 struct Card {
-  std::uint64_t same = 0;      // hash of the text that must agree
-  std::uint64_t problem = 0;   // 1: this rank refused its arguments
+  std::uint64_t same = 0;     // hash of the text that must agree
+  std::uint64_t problem = 0;  // 1: this rank refused its arguments
   char text[kCardBytes - 16] = {};
 };
 static_assert(sizeof(Card) == kCardBytes);
@@ -164,8 +167,9 @@ void begin(RequestState& call, c10::function_ref<void()> check, c10::function_re
   };
   std::vector<int> like, rest;
   for (int r = 0; r < n; ++r) (unlike(cards[r]) ? rest : like).push_back(call.group().ranks()[r]);
-  throw MismatchError(concat("group '", call.group().name(), "': the ranks called different things. ", say(own), "; ", say(*other), ". Ranks like the former: ",
-                             list(like), ", others: ", list(rest), ". No data was moved; make every rank call the same, in the same order"));
+  throw MismatchError(concat("group '", call.group().name(), "': the ranks called different things. ", say(own), "; ", say(*other),
+                             ". Ranks like the former: ", list(like), ", others: ", list(rest),
+                             ". No data was moved; make every rank call the same, in the same order"));
 }
 
 void compare_pairs(RequestState& call, const Sizes& output_counts, const Sizes& input_counts) {
@@ -180,8 +184,9 @@ void compare_pairs(RequestState& call, const Sizes& output_counts, const Sizes& 
     for (int from = 0; from < n; ++from) {
       const auto waits = counts[to * 2 * n + from], sends = counts[from * 2 * n + n + to];
       if (waits != sends)
-        throw MismatchError(concat("group '", call.group().name(), "', call ", call.sequence(), ": ", call.describe(), ": rank ", ranks[from], " sends ", sends,
-                                   " elements to rank ", ranks[to], ", which waits for ", waits, ". No data was moved; make the sizes agree"));
+        throw MismatchError(concat("group '", call.group().name(), "', call ", call.sequence(), ": ", call.describe(), ": rank ", ranks[from],
+                                   " sends ", sends, " elements to rank ", ranks[to], ", which waits for ", waits,
+                                   ". No data was moved; make the sizes agree"));
     }
 }
 

@@ -41,15 +41,16 @@ void check_overlap(const RequestState& call, const at::Tensor& output, const at:
 
 /// What must be the same on all ranks, and what only helps to understand an error.
 struct Signature {
-  std::string same;     ///< Compared: dtype, shape or trailing dims, root, reduce operation, sizes.
-  std::string shown;    ///< Not compared.
+  std::string same;   ///< Compared: dtype, shape or trailing dims, root, reduce operation, sizes.
+  std::string shown;  ///< Not compared.
 };
 
 /// Runs `check`; begins the collective call; with CheckLevel::collective compares it with the other ranks'. `signature` is only asked for then.
 /// Throws InvalidArgument (this rank's arguments), or MismatchError on every rank, before data moves.
 void begin(RequestState& call, c10::function_ref<void()> check, c10::function_ref<Signature()> signature);
 
-/// With CheckLevel::collective: rank r's `output_sizes[me]` must be this rank's `input_sizes[r]`, for all pairs. Element counts. Throws MismatchError on every rank.
+/// With CheckLevel::collective: rank r's `output_sizes[me]` must be this rank's `input_sizes[r]`, for all pairs. Element counts. Throws MismatchError
+/// on every rank.
 void compare_pairs(RequestState& call, const Sizes& output_counts, const Sizes& input_counts);
 
 }  // namespace tessera::detail

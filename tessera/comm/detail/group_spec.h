@@ -16,25 +16,25 @@
 namespace tessera {
 class CommTrace;
 class MpiWorld;
-}
+}  // namespace tessera
 
 namespace tessera::detail {
 
 class GroupState;
 
 struct GroupSpec {
-  std::string name;                              ///< Of this member list, unique in the job.
-  std::vector<int> ranks;                        ///< Global, in group order.
-  int rank = 0;                                  ///< Position of this process in `ranks`.
-  std::string backend;                           ///< For CPU tensors: "gloo", "mpi", "threads", "self".
-  c10::Device device{c10::DeviceType::CPU};      ///< CUDA: tensors of that device go to NCCL.
-  std::string address;                           ///< Numeric address of this host that listeners must bind, and no other.
-  c10::intrusive_ptr<c10d::Store> store;         ///< Of this group alone. Null for backends that need none.
+  std::string name;                          ///< Of this member list, unique in the job.
+  std::vector<int> ranks;                    ///< Global, in group order.
+  int rank = 0;                              ///< Position of this process in `ranks`.
+  std::string backend;                       ///< For CPU tensors: "gloo", "mpi", "threads", "self".
+  c10::Device device{c10::DeviceType::CPU};  ///< CUDA: tensors of that device go to NCCL.
+  std::string address;                       ///< Numeric address of this host that listeners must bind, and no other.
+  c10::intrusive_ptr<c10d::Store> store;     ///< Of this group alone. Null for backends that need none.
   std::chrono::milliseconds timeout{0};
   CheckLevel check_level = CheckLevel::local;
-  std::shared_ptr<GroupWatch> watch;             ///< Never null.
-  std::shared_ptr<CommTrace> trace;              ///< Null: off.
-  std::shared_ptr<MpiWorld> mpi;                 ///< Of "mpi" alone: its ranks are the global ranks.
+  std::shared_ptr<GroupWatch> watch;  ///< Never null.
+  std::shared_ptr<CommTrace> trace;   ///< Null: off.
+  std::shared_ptr<MpiWorld> mpi;      ///< Of "mpi" alone: its ranks are the global ranks.
 };
 
 /// Makes the group in this process; the other members do the same. Throws CommError if the members do not meet within the time limit.

@@ -80,8 +80,8 @@ const Endpoint& GroupState::endpoint(c10::DeviceType device) const {
   if (device == c10::DeviceType::CPU && cpu_.backend) return cpu_;
   if (device == c10::DeviceType::CUDA && cuda_.backend) return cuda_;
   if (closed_) throw CommError(concat("group '", name_, "' was shut down; get it again from the manager"));
-  throw NotAvailable(concat("group '", name_, "' has no backend for ", c10::DeviceTypeName(device), " tensors (it has: ", cpu_.backend ? "CPU over " : "no CPU",
-                            cpu_.name, cuda_.backend ? ", CUDA over " : "", cuda_.name,
+  throw NotAvailable(concat("group '", name_, "' has no backend for ", c10::DeviceTypeName(device),
+                            " tensors (it has: ", cpu_.backend ? "CPU over " : "no CPU", cpu_.name, cuda_.backend ? ", CUDA over " : "", cuda_.name,
                             "). Move the tensor to a device the group serves, or build and choose a backend for it (tessera doctor lists them)"));
 }
 

@@ -29,9 +29,9 @@ namespace tessera::detail {
 /// A backend of the group and what it can do.
 struct Endpoint {
   c10::intrusive_ptr<c10d::Backend> backend;
-  std::string name;                      ///< "gloo", "mpi", "nccl", "threads".
-  UnevenBackend* uneven = nullptr;       ///< Null where the backend has no such collectives.
-  ReducingBackend* reducing = nullptr;   ///< Null: treated as Gloo.
+  std::string name;                     ///< "gloo", "mpi", "nccl", "threads".
+  UnevenBackend* uneven = nullptr;      ///< Null where the backend has no such collectives.
+  ReducingBackend* reducing = nullptr;  ///< Null: treated as Gloo.
 };
 
 class GroupState {
@@ -52,8 +52,8 @@ class GroupState {
   bool has_endpoint(c10::DeviceType device) const;
   /// Throws NotAvailable if the group has no backend for that device type.
   const Endpoint& endpoint(c10::DeviceType device) const;
-  /// Destroys the backends; later calls fail with CommError. The Gloo backend of a poisoned group is not destroyed: its threads may be in a call that nothing
-  /// but Gloo's own limit ends, and its destructor would wait for them.
+  /// Destroys the backends; later calls fail with CommError. The Gloo backend of a poisoned group is not destroyed: its threads may be in a call that
+  /// nothing but Gloo's own limit ends, and its destructor would wait for them.
   void close();
 
   /// Works that only their own abort() can wake (Gloo's messages): aborted when the group is poisoned, at once if it is already.

@@ -99,7 +99,8 @@ void GroupWatch::spread(Poison poison) {
 
 void GroupWatch::announce(const std::string& reason) { spread({{rank_}, concat("rank ", rank_, " aborted: ", reason), false}); }
 
-void GroupWatch::fail(const std::string& call, std::uint64_t sequence, const std::exception_ptr& cause, std::chrono::milliseconds limit, bool collective) {
+void GroupWatch::fail(const std::string& call, std::uint64_t sequence, const std::exception_ptr& cause, std::chrono::milliseconds limit,
+                      bool collective) {
   if (const Poison* known = poison()) throw_poison(call, sequence, *known);
   const std::string text = text_of(cause);
   if (says(text, {"imed out", "imeout"})) expire(call, sequence, limit, collective);
@@ -135,22 +136,33 @@ void GroupWatch::expire(const std::string& call, std::uint64_t sequence, std::ch
         continue;
       }
       switch (entry.answer) {
-        case RollEntry::Answer::unknown: continue;
-        case RollEntry::Answer::silent: state = "does not answer: stopped, cut off, or starved"; break;
-        case RollEntry::Answer::gone: state = "has ended"; break;
+        case RollEntry::Answer::unknown:
+          continue;
+        case RollEntry::Answer::silent:
+          state = "does not answer: stopped, cut off, or starved";
+          break;
+        case RollEntry::Answer::gone:
+          state = "has ended";
+          break;
         case RollEntry::Answer::here:
-          if (entry.position.operation.empty()) state = "runs, but has not made this group";
-          else if (entry.position.begun == 0) state = "runs, and has begun no call of this group";
-          else state = concat("runs; its newest call of this group is ", entry.position.operation, " (call ", entry.position.begun - 1, ")");
+          if (entry.position.operation.empty())
+            state = "runs, but has not made this group";
+          else if (entry.position.begun == 0)
+            state = "runs, and has begun no call of this group";
+          else
+            state = concat("runs; its newest call of this group is ", entry.position.operation, " (call ", entry.position.begun - 1, ")");
           break;
       }
       if (collective || entry.answer != RollEntry::Answer::here) verdict.ranks.push_back(entry.rank);
       details += concat(details.empty() ? "" : "; ", "rank ", entry.rank, " ", state);
     }
     if (poison()) throw_poison(call, sequence, *poison());  // another rank was faster
-    if (collective) details = concat("arrived: ranks ", list(arrived), "; ", verdict.ranks.empty() ? "none is missing, so the network or the time limit is too slow" : concat("did not arrive: ", details));
+    if (collective)
+      details = concat("arrived: ranks ", list(arrived), "; ",
+                       verdict.ranks.empty() ? "none is missing, so the network or the time limit is too slow" : concat("did not arrive: ", details));
   }
-  verdict.reason = concat("rank ", rank_, " waited ", limit.count(), " ms in ", numbered(call, sequence), details.empty() ? "" : concat("; ", details));
+  verdict.reason =
+      concat("rank ", rank_, " waited ", limit.count(), " ms in ", numbered(call, sequence), details.empty() ? "" : concat("; ", details));
   spread(std::move(verdict));
   throw_poison(call, sequence, *poison());
 }

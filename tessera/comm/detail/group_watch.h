@@ -39,12 +39,13 @@ struct Position {
 /// What one rank answered to a roll call.
 struct RollEntry {
   enum class Answer : unsigned char { unknown, silent, gone, here };  ///< silent: alive as far as is known, but does not answer (stopped, cut off).
-  int rank = 0;                       ///< Global.
+  int rank = 0;                                                       ///< Global.
   Answer answer = Answer::unknown;
-  Position position;                  ///< Where it stands, if it is here.
+  Position position;  ///< Where it stands, if it is here.
 };
 
-/// The way to the other ranks that does not go through the group itself. Implementations: the job's store (processes), the hub of run_threads (threads).
+/// The way to the other ranks that does not go through the group itself. Implementations: the job's store (processes), the hub of run_threads
+/// (threads).
 class FaultChannel {
  public:
   virtual ~FaultChannel() = default;
@@ -89,10 +90,11 @@ class GroupWatch {
   /// A member has left the job on purpose. What it sent before still counts; a call that needs more of it fails, and then says so.
   void note_left(int rank, const std::string& text);
 
-  /// Turns the failure of a call into TimeoutError, PeerLostError or CommError, after asking who is gone or missing; poisons the group on all members. `call`
-  /// names operation and tensor as errors show it. `limit` is the limit that the call had. Of a message (send, receive, exchange) it cannot be known who
-  /// "arrived": give collective = false. Never returns.
-  [[noreturn]] void fail(const std::string& call, std::uint64_t sequence, const std::exception_ptr& cause, std::chrono::milliseconds limit, bool collective = true);
+  /// Turns the failure of a call into TimeoutError, PeerLostError or CommError, after asking who is gone or missing; poisons the group on all
+  /// members. `call` names operation and tensor as errors show it. `limit` is the limit that the call had. Of a message (send, receive, exchange) it
+  /// cannot be known who "arrived": give collective = false. Never returns.
+  [[noreturn]] void fail(const std::string& call, std::uint64_t sequence, const std::exception_ptr& cause, std::chrono::milliseconds limit,
+                         bool collective = true);
   /// The same for a wait that ran into its limit without the backend saying so.
   [[noreturn]] void expire(const std::string& call, std::uint64_t sequence, std::chrono::milliseconds limit, bool collective = true);
 

@@ -20,7 +20,8 @@ class JobStore : public c10d::Store {
   using Store::set;
   c10::intrusive_ptr<Store> clone() override;
   void set(const std::string& key, const std::vector<std::uint8_t>& value) override;
-  std::vector<std::uint8_t> compareSet(const std::string& key, const std::vector<std::uint8_t>& expected, const std::vector<std::uint8_t>& desired) override;
+  std::vector<std::uint8_t> compareSet(const std::string& key, const std::vector<std::uint8_t>& expected,
+                                       const std::vector<std::uint8_t>& desired) override;
   std::vector<std::uint8_t> get(const std::string& key) override;
   std::int64_t add(const std::string& key, std::int64_t value) override;
   bool deleteKey(const std::string& key) override;

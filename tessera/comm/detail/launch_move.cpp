@@ -106,7 +106,8 @@ void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::T
         if (!output_sizes.empty() && width_of(output) != width_of(input))
           refuse(call, "the output ", show(output), " and the input ", show(input), " have rows of different size");
         if (output_sizes.empty() && output.numel() != input.numel())
-          refuse(call, "the output ", show(output), " and the input ", show(input), " must have the same number of elements; give sizes if parts differ");
+          refuse(call, "the output ", show(output), " and the input ", show(input),
+                 " must have the same number of elements; give sizes if parts differ");
         check_overlap(call, output, input);
       },
       [&] {
@@ -193,7 +194,8 @@ void launch_exchange(RequestState& call, const std::vector<Message>& messages) {
     check_tensor(call, m.kind == Message::Kind::send ? "a sent tensor" : "a received tensor", m.tensor);
     check_peer(call, m.peer);
     if (m.tensor.device().type() != messages.front().tensor.device().type())
-      refuse(call, "messages of one call must be on devices of one type, but there are ", messages.front().tensor.device(), " and ", m.tensor.device());
+      refuse(call, "messages of one call must be on devices of one type, but there are ", messages.front().tensor.device(), " and ",
+             m.tensor.device());
     if (m.kind == Message::Kind::receive) check_overlap(call, m.tensor, {});
     if (m.peer == me) (m.kind == Message::Kind::send ? sent : received).push_back(&m);
   }

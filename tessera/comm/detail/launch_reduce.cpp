@@ -25,14 +25,14 @@ using Kind = ReduceOp::Kind;
 
 // How one reduction is done on one backend.
 struct Recipe {
-  Kind op;                   // given to the backend
-  c10::ScalarType wide;      // dtype of the data before the two views below
-  bool scale = false;        // times factor before
-  bool divide = false;       // by n after
-  bool real = false;         // complex as pairs
-  bool keys = false;         // order keys
-  bool bytes = false;        // bool as uint8
-  bool compose = false;      // gather and reduce here
+  Kind op;               // given to the backend
+  c10::ScalarType wide;  // dtype of the data before the two views below
+  bool scale = false;    // times factor before
+  bool divide = false;   // by n after
+  bool real = false;     // complex as pairs
+  bool keys = false;     // order keys
+  bool bytes = false;    // bool as uint8
+  bool compose = false;  // gather and reduce here
   // The backend works on the caller's own memory.
   bool direct(c10::ScalarType dtype) const { return wide == dtype && !keys && !compose; }
 };
@@ -41,12 +41,15 @@ struct Recipe {
 bool gloo_reduces(c10::ScalarType dtype, Kind op) {
   switch (dtype) {
     case c10::ScalarType::Float:
-    case c10::ScalarType::Double: return op == Kind::sum || op == Kind::product;
+    case c10::ScalarType::Double:
+      return op == Kind::sum || op == Kind::product;
     case c10::ScalarType::Byte:
     case c10::ScalarType::Char:
     case c10::ScalarType::Int:
-    case c10::ScalarType::Long: return op == Kind::sum || op == Kind::product || op == Kind::min || op == Kind::max;
-    default: return false;
+    case c10::ScalarType::Long:
+      return op == Kind::sum || op == Kind::product || op == Kind::min || op == Kind::max;
+    default:
+      return false;
   }
 }
 
@@ -81,12 +84,18 @@ Recipe choose(const Endpoint& endpoint, c10::ScalarType dtype, Kind op) {
 
 c10d::ReduceOp to_c10d(Kind op, double factor) {
   switch (op) {
-    case Kind::sum: return c10d::ReduceOp::SUM;
-    case Kind::avg: return c10d::ReduceOp::AVG;
-    case Kind::product: return c10d::ReduceOp::PRODUCT;
-    case Kind::min: return c10d::ReduceOp::MIN;
-    case Kind::max: return c10d::ReduceOp::MAX;
-    case Kind::premultiplied: return c10d::makePreMulSum(factor);
+    case Kind::sum:
+      return c10d::ReduceOp::SUM;
+    case Kind::avg:
+      return c10d::ReduceOp::AVG;
+    case Kind::product:
+      return c10d::ReduceOp::PRODUCT;
+    case Kind::min:
+      return c10d::ReduceOp::MIN;
+    case Kind::max:
+      return c10d::ReduceOp::MAX;
+    case Kind::premultiplied:
+      return c10d::makePreMulSum(factor);
   }
   return c10d::ReduceOp::UNUSED;
 }

@@ -78,11 +78,13 @@ std::string ManagerState::name_of(const Key& key, int round) const {
 void ManagerState::check_members(const std::vector<int>& ranks) const {
   if (ranks.empty()) throw InvalidArgument("a group of no ranks was asked for; name at least this rank");
   if (std::find(ranks.begin(), ranks.end(), base_.launch.rank) == ranks.end())
-    throw InvalidArgument(concat("rank ", base_.launch.rank, " asked for the group of ranks ", list(ranks), ", which it does not belong to; a group is made by its members alone"));
+    throw InvalidArgument(concat("rank ", base_.launch.rank, " asked for the group of ranks ", list(ranks),
+                                 ", which it does not belong to; a group is made by its members alone"));
   auto sorted = ranks;
   std::sort(sorted.begin(), sorted.end());
   if (sorted.front() < 0 || sorted.back() >= base_.launch.world_size)
-    throw InvalidArgument(concat("a group of ranks ", list(ranks), " in a world of ", base_.launch.world_size, "; ranks are 0 to ", base_.launch.world_size - 1));
+    throw InvalidArgument(
+        concat("a group of ranks ", list(ranks), " in a world of ", base_.launch.world_size, "; ranks are 0 to ", base_.launch.world_size - 1));
   if (const auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end())
     throw InvalidArgument(concat("rank ", *twice, " stands twice in the group of ranks ", list(ranks), "; name each rank once"));
 }
@@ -110,8 +112,10 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks, c
       if (const auto early = early_.find(found->watch->group()); early != early_.end()) known = early->second;
       for (const auto& [rank, how] : lost_) {
         if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) continue;
-        if (how.first) left.emplace_back(rank, how.second);
-        else if (!known) known = Poison{{rank}, how.second, false};
+        if (how.first)
+          left.emplace_back(rank, how.second);
+        else if (!known)
+          known = Poison{{rank}, how.second, false};
       }
     }
     slot = found;
@@ -261,8 +265,10 @@ void ManagerState::lost(int rank, bool on_purpose, const std::string& text) {
     }
   }
   for (const auto& watch : concerned) {
-    if (on_purpose) watch->note_left(rank, text);
-    else watch->set_poison({{rank}, text, false});
+    if (on_purpose)
+      watch->note_left(rank, text);
+    else
+      watch->set_poison({{rank}, text, false});
   }
 }
 

@@ -27,14 +27,14 @@ namespace tessera::detail {
 struct ManagerBase {
   Launch launch;
   ManagerOptions options;
-  std::string backend;                                     ///< "gloo", "mpi", "threads", "self".
+  std::string backend;  ///< "gloo", "mpi", "threads", "self".
   c10::Device device{c10::DeviceType::CPU};
-  std::optional<Rendezvous> rendezvous;                    ///< Of processes: gives store, address and faults.
-  c10::intrusive_ptr<c10d::Store> store;                   ///< Null where the backend needs none.
-  std::string address;                                     ///< GroupSpec::address.
-  std::shared_ptr<FaultChannel> faults;                    ///< May be null.
-  std::shared_ptr<CommTrace> trace;                        ///< May be null.
-  std::shared_ptr<MpiWorld> mpi;                           ///< Null without MPI; ends after the groups, and MPI with it if it was begun here.
+  std::optional<Rendezvous> rendezvous;   ///< Of processes: gives store, address and faults.
+  c10::intrusive_ptr<c10d::Store> store;  ///< Null where the backend needs none.
+  std::string address;                    ///< GroupSpec::address.
+  std::shared_ptr<FaultChannel> faults;   ///< May be null.
+  std::shared_ptr<CommTrace> trace;       ///< May be null.
+  std::shared_ptr<MpiWorld> mpi;          ///< Null without MPI; ends after the groups, and MPI with it if it was begun here.
   /// Makes a group; empty: make_group_state. run_threads gives one that captures its hub.
   std::function<std::shared_ptr<GroupState>(const GroupSpec&)> make_group;
   /// Tells the manager's watches what the fault channel hears; called once with the receiver (group name or "" for all; poison).
@@ -67,7 +67,7 @@ class ManagerState {
   void set_trace(std::shared_ptr<CommTrace> trace);
 
   // ---- families by name ----
-  void add_families(const GroupPlan& plan);                ///< Throws RepeatedName.
+  void add_families(const GroupPlan& plan);  ///< Throws RepeatedName.
   /// This rank's group of the family. Throws UnknownName, and InvalidArgument if this rank is not in the family's mesh.
   Membership membership(const std::string& family) const;
   std::vector<std::string> family_names() const;
@@ -89,12 +89,12 @@ class ManagerState {
   std::optional<Position> position(const std::string& group) const;
 
   ManagerBase base_;
-  mutable std::mutex mutex_;                               // guards all below; never held while a group is made or a watch is told
+  mutable std::mutex mutex_;  // guards all below; never held while a group is made or a watch is told
   std::map<Key, std::shared_ptr<Made>> made_;
-  std::vector<std::shared_ptr<Made>> order_;               // as made, so that shutdown goes backwards
-  std::map<Key, int> rounds_;                              // how often a group was made: a part of its name, for what an earlier one left in the store
-  std::map<std::string, Poison> early_;                    // of groups that this rank has not made
-  std::map<int, std::pair<bool, std::string>> lost_;       // rank -> on purpose, how
+  std::vector<std::shared_ptr<Made>> order_;          // as made, so that shutdown goes backwards
+  std::map<Key, int> rounds_;                         // how often a group was made: a part of its name, for what an earlier one left in the store
+  std::map<std::string, Poison> early_;               // of groups that this rank has not made
+  std::map<int, std::pair<bool, std::string>> lost_;  // rank -> on purpose, how
   bool fault_ = false;
   CheckLevel level_;
   std::shared_ptr<CommTrace> trace_;

@@ -102,7 +102,7 @@ class MpiBackend final : public c10d::Backend, public UnevenBackend, public Redu
   MpiReductions reductions_;
   std::chrono::milliseconds timeout_;
   const std::int64_t max_count_;
-  int tag_limit_ = 32767;                      ///< MPI_TAG_UB; the largest is ours, for collectives that are made of messages.
+  int tag_limit_ = 32767;  ///< MPI_TAG_UB; the largest is ours, for collectives that are made of messages.
   std::atomic<std::uint64_t> sequence_{0};
 };
 

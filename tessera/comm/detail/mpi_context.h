@@ -26,9 +26,9 @@ struct BlockingSlot {
   std::atomic<std::uint64_t> phase{0};
   std::atomic<std::int64_t> limit_ms{0};
   std::atomic<const char*> operation{""};
-  std::string who;  ///< "rank 3 in group 'world'"
-  std::uint64_t seen_phase = 0;                       ///< The watchdog's own: the phase it saw last,
-  std::chrono::steady_clock::time_point seen_since;   ///< and when it first saw it.
+  std::string who;                                   ///< "rank 3 in group 'world'"
+  std::uint64_t seen_phase = 0;                      ///< The watchdog's own: the phase it saw last,
+  std::chrono::steady_clock::time_point seen_since;  ///< and when it first saw it.
 };
 
 /// Marks a blocking MPI call for the watchdog. Two stores; the watchdog itself looks at the clock.

@@ -14,15 +14,15 @@
 
 namespace tessera::detail {
 
-/// How one reduction is carried out: `scale` each rank's values, convert them to `wire`, reduce them by `op` over `per_element` items of `type` an element,
-/// divide by the number of ranks if `average`, convert back.
+/// How one reduction is carried out: `scale` each rank's values, convert them to `wire`, reduce them by `op` over `per_element` items of `type` an
+/// element, divide by the number of ranks if `average`, convert back.
 struct MpiReduction {
   c10::ScalarType wire = c10::ScalarType::Float;
   MPI_Datatype type = MPI_DATATYPE_NULL;
   MPI_Op op = MPI_OP_NULL;
-  int per_element = 1;                  ///< 2 where a complex sum is a sum of twice as many reals.
+  int per_element = 1;  ///< 2 where a complex sum is a sum of twice as many reals.
   bool average = false;
-  std::optional<at::Tensor> scale;      ///< A tensor of one element.
+  std::optional<at::Tensor> scale;  ///< A tensor of one element.
 };
 
 /// The operations that MPI lacks (NaN-propagating min and max, 16-bit floats, complex products), made on first use, freed with the object.

@@ -23,17 +23,17 @@ struct MpiCall {
   const char* name = "";
   c10d::OpType type = c10d::OpType::UNKNOWN;
   std::vector<MPI_Request> requests;
-  std::vector<std::int64_t> receives;          ///< For each request the bytes it must deliver, or -1; empty if no request is a receive.
-  std::vector<MPI_Status> statuses;            ///< One a request, where there are receives.
-  std::vector<at::Tensor> tensors;             ///< Read or written by MPI.
-  std::vector<at::Tensor> results;             ///< Work::result().
-  std::vector<std::vector<int>> numbers;       ///< Counts and displacements that MPI reads until the end.
-  std::vector<std::function<void()>> finish;   ///< In order, once all requests are complete.
-  std::vector<int> peers;                      ///< Global ranks of the other side, for point-to-point calls.
+  std::vector<std::int64_t> receives;         ///< For each request the bytes it must deliver, or -1; empty if no request is a receive.
+  std::vector<MPI_Status> statuses;           ///< One a request, where there are receives.
+  std::vector<at::Tensor> tensors;            ///< Read or written by MPI.
+  std::vector<at::Tensor> results;            ///< Work::result().
+  std::vector<std::vector<int>> numbers;      ///< Counts and displacements that MPI reads until the end.
+  std::vector<std::function<void()>> finish;  ///< In order, once all requests are complete.
+  std::vector<int> peers;                     ///< Global ranks of the other side, for point-to-point calls.
   std::int64_t bytes = 0;
   std::chrono::milliseconds timeout{0};
-  bool blocking = false;                       ///< The caller waits at once: use MPI's blocking calls.
-  int source = -1;                             ///< Group rank of the sender, for a receive from any.
+  bool blocking = false;  ///< The caller waits at once: use MPI's blocking calls.
+  int source = -1;        ///< Group rank of the sender, for a receive from any.
 
   /// False once MPI has let go of all memory of the call.
   bool pending() const;
@@ -90,9 +90,9 @@ class MpiComm {
   int spins_ = 0;  ///< Tests before the core is offered to others: few where ranks share cores.
   const std::shared_ptr<BlockingSlot> slot_;
   std::atomic<bool> aborted_{false};
-  std::atomic<bool> stuck_{false};     ///< A call ran into its limit and still owns requests.
+  std::atomic<bool> stuck_{false};  ///< A call ran into its limit and still owns requests.
   std::atomic<bool> has_adopted_{false};
-  std::mutex mutex_;                   // guards adopted_
+  std::mutex mutex_;  // guards adopted_
   std::vector<std::unique_ptr<MpiCall>> adopted_;
 };
 

@@ -39,10 +39,14 @@ Int nan_key(ReduceOp::Kind op) {
 
 at::Tensor combine(const at::Tensor& a, const at::Tensor& b, ReduceOp::Kind op) {
   switch (op) {
-    case ReduceOp::Kind::product: return at::mul(a, b);
-    case ReduceOp::Kind::min: return at::minimum(a, b);
-    case ReduceOp::Kind::max: return at::maximum(a, b);
-    default: return at::add(a, b);
+    case ReduceOp::Kind::product:
+      return at::mul(a, b);
+    case ReduceOp::Kind::min:
+      return at::minimum(a, b);
+    case ReduceOp::Kind::max:
+      return at::maximum(a, b);
+    default:
+      return at::add(a, b);
   }
 }
 
@@ -50,14 +54,13 @@ at::Tensor combine(const at::Tensor& a, const at::Tensor& b, ReduceOp::Kind op) 
 
 void check_reducible(const char* operation, c10::ScalarType dtype, ReduceOp::Kind op) {
   using Kind = ReduceOp::Kind;
-  auto refuse = [&](const char* why) {
-    throw InvalidArgument(concat(operation, " with ", to_string(op), " of ", c10::toString(dtype), ": ", why));
-  };
+  auto refuse = [&](const char* why) { throw InvalidArgument(concat(operation, " with ", to_string(op), " of ", c10::toString(dtype), ": ", why)); };
   switch (dtype) {
     case c10::ScalarType::Float:
     case c10::ScalarType::Double:
     case c10::ScalarType::Half:
-    case c10::ScalarType::BFloat16: return;
+    case c10::ScalarType::BFloat16:
+      return;
     case c10::ScalarType::ComplexFloat:
     case c10::ScalarType::ComplexDouble:
     case c10::ScalarType::ComplexHalf:
@@ -74,7 +77,8 @@ void check_reducible(const char* operation, c10::ScalarType dtype, ReduceOp::Kin
     case c10::ScalarType::Long:
       if (op == Kind::avg || op == Kind::premultiplied) refuse("integers would be rounded; convert to a floating-point type");
       return;
-    default: refuse("this type has no arithmetic; convert it first (it can be moved by every collective that does not reduce)");
+    default:
+      refuse("this type has no arithmetic; convert it first (it can be moved by every collective that does not reduce)");
   }
 }
 

@@ -17,7 +17,11 @@ constexpr auto kNoLimit = std::chrono::milliseconds(0);  // c10d's word for wait
 }  // namespace
 
 RequestState::RequestState(GroupState& group, const char* operation, const CallOptions& options, bool blocking)
-    : group_(group), operation_(operation), name_(options.name), blocking_(blocking), limit_(options.timeout.count() > 0 ? options.timeout : group.timeout()) {
+    : group_(group),
+      operation_(operation),
+      name_(options.name),
+      blocking_(blocking),
+      limit_(options.timeout.count() > 0 ? options.timeout : group.timeout()) {
   begin_ = std::chrono::steady_clock::now();
   deadline_ = begin_ + limit_;
   group_.watch().require_healthy(operation_, group_.sequence());

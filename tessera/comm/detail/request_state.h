@@ -48,9 +48,9 @@ class RequestState {
 
   /// `whole`: the work must be waited for in one piece (a wait that runs out breaks Gloo's messages), and only tells by wait() that it is done.
   void add(c10::intrusive_ptr<c10d::Work> work, bool whole = false);
-  void keep(const at::Tensor& tensor) { kept_.push_back(tensor); }      ///< Alive until the end of the call.
+  void keep(const at::Tensor& tensor) { kept_.push_back(tensor); }  ///< Alive until the end of the call.
   void keep_group(std::shared_ptr<GroupState> group) { owner_ = std::move(group); }
-  void count_bytes(std::int64_t bytes) { bytes_ += bytes; }             ///< Payload that this rank gives, for traces.
+  void count_bytes(std::int64_t bytes) { bytes_ += bytes; }  ///< Payload that this rank gives, for traces.
   /// Local part, run by wait() when all data is there.
   void then(std::function<void()> finish) { finish_ = std::move(finish); }
   /// When all data is there (and the local part ran): target = source.

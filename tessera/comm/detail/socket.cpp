@@ -137,7 +137,8 @@ std::vector<std::string> targets(const std::string& host, bool other_hosts, std:
   if (addresses.empty()) {
     addresses = own_addresses();
     std::erase_if(addresses, [](const std::string& a) { return is_loopback_address(a) || a.rfind("169.254.", 0) == 0 || a.rfind("fe80:", 0) == 0; });
-    if (addresses.empty()) reason = concat("'", host, "' means loopback here, and this host has no other address, though the job has ranks on other hosts");
+    if (addresses.empty())
+      reason = concat("'", host, "' means loopback here, and this host has no other address, though the job has ranks on other hosts");
   }
   return addresses;
 }
@@ -154,10 +155,14 @@ Socket listen_on(const std::string& numeric_address, int port, bool* in_use) {
     const int error = errno;
     if (in_use) *in_use = error == EADDRINUSE;
     std::string advice;
-    if (error == EADDRINUSE) advice = "another program listens there; choose another port, or end that program";
-    else if (error == EADDRNOTAVAIL) advice = concat("this host's addresses are ", list(own_addresses()), "; the rendezvous address must be one of rank 0's host");
-    else if (error == EACCES) advice = "ports below 1024 need privileges; choose a higher one";
-    throw RendezvousError(concat("rank 0 cannot serve the job's store on port ", port, " of ", numeric_address, ": ", std::strerror(error), advice.empty() ? "" : "; ", advice));
+    if (error == EADDRINUSE)
+      advice = "another program listens there; choose another port, or end that program";
+    else if (error == EADDRNOTAVAIL)
+      advice = concat("this host's addresses are ", list(own_addresses()), "; the rendezvous address must be one of rank 0's host");
+    else if (error == EACCES)
+      advice = "ports below 1024 need privileges; choose a higher one";
+    throw RendezvousError(concat("rank 0 cannot serve the job's store on port ", port, " of ", numeric_address, ": ", std::strerror(error),
+                                 advice.empty() ? "" : "; ", advice));
   }
   return socket;
 }
@@ -180,7 +185,8 @@ std::string peer_name(const Socket& socket) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
   if (getpeername(socket.fd(), reinterpret_cast<sockaddr*>(&address), &size) != 0) return "?";
-  const int port = ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port : reinterpret_cast<sockaddr_in&>(address).sin_port);
+  const int port =
+      ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port : reinterpret_cast<sockaddr_in&>(address).sin_port);
   return concat(numeric(reinterpret_cast<sockaddr*>(&address), size), ":", port);
 }
 

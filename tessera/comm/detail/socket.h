@@ -35,11 +35,12 @@ class Socket {
 bool is_loopback_address(const std::string& numeric_address);
 /// The numeric addresses of this host's interfaces that are up, loopback first.
 std::vector<std::string> own_addresses();
-/// The numeric addresses by which rank 0 can be meant, in the resolver's order. With `other_hosts`, loopback cannot: a host that resolves its own name to
-/// loopback (Debian's 127.0.1.1) means its outward addresses. Empty if the name is unknown or nothing is left; then `reason` says why.
+/// The numeric addresses by which rank 0 can be meant, in the resolver's order. With `other_hosts`, loopback cannot: a host that resolves its own
+/// name to loopback (Debian's 127.0.1.1) means its outward addresses. Empty if the name is unknown or nothing is left; then `reason` says why.
 std::vector<std::string> targets(const std::string& host, bool other_hosts, std::string& reason);
 
-/// Listens on exactly this address. Port 0: any free one. Throws RendezvousError naming address and port (in use, which is also told, not ours, not allowed).
+/// Listens on exactly this address. Port 0: any free one. Throws RendezvousError naming address and port (in use, which is also told, not ours, not
+/// allowed).
 Socket listen_on(const std::string& numeric_address, int port, bool* in_use = nullptr);
 int local_port(const Socket& socket);
 /// The numeric address of our end.

@@ -52,13 +52,8 @@ std::string receive_frame(const Socket& socket, Deadline deadline, Transfer& how
 std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hello& hello, Deadline deadline, std::string& why) {
   const auto limit = std::max<std::int64_t>(1, remaining_ms(deadline));
   std::string first(store_magic);
-  first += Writer(Frame::hello)
-               .number(std::int32_t{hello.rank})
-               .number(std::int32_t{hello.world_size})
-               .number(limit)
-               .text(me())
-               .text(hello.job)
-               .take();
+  first +=
+      Writer(Frame::hello).number(std::int32_t{hello.rank}).number(std::int32_t{hello.world_size}).number(limit).text(me()).text(hello.job).take();
   send_all(socket, first.data(), first.size(), deadline);
 
   // The server greets at once, whoever else is still missing.
@@ -76,7 +71,9 @@ std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hell
   Transfer how;
   const std::string frame = receive_frame(socket, deadline + server_grace, how);
   if (how == Transfer::late)
-    throw RendezvousError(concat("rank ", hello.rank, ": the job's store on ", hello.where, " fell silent during the rendezvous (limit ", limit, " ms); rank 0, which serves it, may be stopped"), {0});
+    throw RendezvousError(concat("rank ", hello.rank, ": the job's store on ", hello.where, " fell silent during the rendezvous (limit ", limit,
+                                 " ms); rank 0, which serves it, may be stopped"),
+                          {0});
   if (how == Transfer::closed) {
     why = "it ended during the rendezvous; see what rank 0, which serves it, says";
     return nullptr;
@@ -118,10 +115,12 @@ void StoreConnection::send(const std::string& frame, Deadline deadline) {
   if (how == Transfer::done) return;
   // Half a frame may be out: the connection is of no use any more.
   if (how == Transfer::late) ::shutdown(socket_.fd(), SHUT_RDWR);
-  C10_THROW_ERROR(DistStoreError, concat("rank ", hello_.rank, ": the job's store on ", hello_.where, " takes no calls any more (rank 0, which serves it, has ended or is stopped)"));
+  C10_THROW_ERROR(DistStoreError, concat("rank ", hello_.rank, ": the job's store on ", hello_.where,
+                                         " takes no calls any more (rank 0, which serves it, has ended or is stopped)"));
 }
 
-std::string StoreConnection::call(Frame kind, const std::function<void(Writer&)>& fields, std::chrono::milliseconds limit, const std::atomic<bool>* stop) {
+std::string StoreConnection::call(Frame kind, const std::function<void(Writer&)>& fields, std::chrono::milliseconds limit,
+                                  const std::atomic<bool>* stop) {
   const Deadline deadline = Clock::now() + limit;
   auto pending = std::make_shared<Pending>();
   std::unique_lock lock(mutex_);
@@ -151,7 +150,9 @@ std::string StoreConnection::call(Frame kind, const std::function<void(Writer&)>
 }
 
 void StoreConnection::wake() {
-  { const std::lock_guard lock(mutex_); }  // a call that looked at its stop flag already waits now
+  {
+    const std::lock_guard lock(mutex_);
+  }  // a call that looked at its stop flag already waits now
   changed_.notify_all();
 }
 
@@ -173,7 +174,8 @@ void StoreConnection::run() {
 void StoreConnection::lose_store() {
   {
     const std::lock_guard lock(mutex_);
-    gone_ = concat("rank ", hello_.rank, ": the job's store on ", hello_.where, " is gone", left_ ? " (this rank left it)" : ": rank 0, which serves it, has ended");
+    gone_ = concat("rank ", hello_.rank, ": the job's store on ", hello_.where, " is gone",
+                   left_ ? " (this rank left it)" : ": rank 0, which serves it, has ended");
   }
   changed_.notify_all();
   if (left_) return;
@@ -244,8 +246,10 @@ void StoreConnection::take(const std::string& frame) {
 
 void StoreConnection::tell(std::function<void(const Listener&)> news) {
   const std::lock_guard lock(listener_mutex_);
-  if (listening_) news(listener_);
-  else news_.push_back(std::move(news));
+  if (listening_)
+    news(listener_);
+  else
+    news_.push_back(std::move(news));
 }
 
 void StoreConnection::listen(Listener listener) {
@@ -259,13 +263,20 @@ void StoreConnection::listen(Listener listener) {
 
 void StoreConnection::announce(const std::string& group, const std::vector<int>& members, const Poison& poison) noexcept {
   try {
-    send(Writer(Frame::poison).text(group).numbers(members).numbers(poison.ranks).number(static_cast<std::uint8_t>(poison.timed_out)).text(poison.reason).take(),
+    send(Writer(Frame::poison)
+             .text(group)
+             .numbers(members)
+             .numbers(poison.ranks)
+             .number(static_cast<std::uint8_t>(poison.timed_out))
+             .text(poison.reason)
+             .take(),
          Clock::now() + std::chrono::milliseconds(200));
   } catch (...) {  // the store is gone, and the others know that
   }
 }
 
-std::vector<RollEntry> StoreConnection::roll_call(const std::string& group, const std::vector<int>& members, std::chrono::milliseconds limit) noexcept {
+std::vector<RollEntry> StoreConnection::roll_call(const std::string& group, const std::vector<int>& members,
+                                                  std::chrono::milliseconds limit) noexcept {
   std::vector<RollEntry> roll;
   for (const int member : members) roll.push_back({member, RollEntry::Answer::unknown, {}});
   const Deadline deadline = Clock::now() + limit;
@@ -285,8 +296,10 @@ std::vector<RollEntry> StoreConnection::roll_call(const std::string& group, cons
   pending_.erase(number);
   for (auto& entry : roll) {
     // The server forwards questions: while it is silent, nothing is known but that rank 0, whose thread it is, does not run.
-    if (pending->replied) entry.answer = RollEntry::Answer::silent;
-    else if (entry.rank == 0) entry.answer = gone_.empty() ? RollEntry::Answer::silent : RollEntry::Answer::gone;
+    if (pending->replied)
+      entry.answer = RollEntry::Answer::silent;
+    else if (entry.rank == 0)
+      entry.answer = gone_.empty() ? RollEntry::Answer::silent : RollEntry::Answer::gone;
     for (const auto& answer : pending->answers)
       if (answer.rank == entry.rank) entry = answer;
   }

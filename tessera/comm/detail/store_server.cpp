@@ -201,12 +201,14 @@ void StoreServer::drop(int fd) {
     return;
   }
   ++gone_;
-  const auto text = left_[rank] ? concat("rank ", rank, " (", who, ") has left the job") : concat("rank ", rank, " (", who, ") ended without a goodbye (killed, crashed, or cut off)");
+  const auto text = left_[rank] ? concat("rank ", rank, " (", who, ") has left the job")
+                                : concat("rank ", rank, " (", who, ") ended without a goodbye (killed, crashed, or cut off)");
   send_to_all(Writer(Frame::lost).number(std::int32_t{rank}).number(static_cast<std::uint8_t>(left_[rank])).text(text).take());
   // Whoever asked about its position need not wait for it.
   for (const auto& [number, asker] : questions_)
     if (const auto client = clients_.find(asker.first); client != clients_.end())
-      send(*client->second, Writer(Frame::answer, asker.second).number(std::int32_t{rank}).number(std::uint8_t{0}).number(std::uint64_t{0}).text("").take());
+      send(*client->second,
+           Writer(Frame::answer, asker.second).number(std::int32_t{rank}).number(std::uint8_t{0}).number(std::uint64_t{0}).text("").take());
 }
 
 void StoreServer::refuse(Client& client, const std::string& text, const std::vector<int>& ranks) {
@@ -227,9 +229,10 @@ void StoreServer::check_deadline() {
   std::vector<int> missing;
   for (int rank = 0; rank < world_size_; ++rank)
     if (fd_of_rank_[rank] < 0) missing.push_back(rank);
-  fail_meeting(concat(missing.size() == 1 ? "rank " : "ranks ", missing.size() == 1 ? std::to_string(missing[0]) : list(missing), " of ", world_size_,
-                      " did not come to the rendezvous within ", shortest_.count(), " ms; check that all of them were started, with this address and port"),
-               missing);
+  fail_meeting(
+      concat(missing.size() == 1 ? "rank " : "ranks ", missing.size() == 1 ? std::to_string(missing[0]) : list(missing), " of ", world_size_,
+             " did not come to the rendezvous within ", shortest_.count(), " ms; check that all of them were started, with this address and port"),
+      missing);
 }
 
 void StoreServer::greet(Client& client, Reader& in) {
@@ -238,10 +241,13 @@ void StoreServer::greet(Client& client, Reader& in) {
   const std::chrono::milliseconds limit(in.number<std::int64_t>());
   client.who = in.text();
   const auto job = in.text();
-  if (job != job_) return refuse(client, concat("this store serves the job '", job_, "', and rank ", rank, " belongs to '", job, "'; give each job a port of its own"));
+  if (job != job_)
+    return refuse(client,
+                  concat("this store serves the job '", job_, "', and rank ", rank, " belongs to '", job, "'; give each job a port of its own"));
   if (!failure_.empty()) return refuse(client, failure_, failure_ranks_);
   if (world != world_size_) {
-    const auto text = concat("rank ", rank, " (", client.who, ") says that the world size is ", world, ", rank 0 says ", world_size_, "; start all ranks with the same number");
+    const auto text = concat("rank ", rank, " (", client.who, ") says that the world size is ", world, ", rank 0 says ", world_size_,
+                             "; start all ranks with the same number");
     refuse(client, text, {rank});
     if (!complete_) fail_meeting(text, {rank});
     return;
@@ -253,7 +259,8 @@ void StoreServer::greet(Client& client, Reader& in) {
   }
   if (complete_ || fd_of_rank_[rank] >= 0) {
     const Client* first = of_rank(rank);
-    const auto text = concat("two processes say that they are rank ", rank, ": ", first ? first->who : "one that has ended", ", and ", client.who, "; give each process its own rank");
+    const auto text = concat("two processes say that they are rank ", rank, ": ", first ? first->who : "one that has ended", ", and ", client.who,
+                             "; give each process its own rank");
     refuse(client, text, {rank});
     if (!complete_) fail_meeting(text, {rank});
     return;
@@ -291,8 +298,10 @@ void StoreServer::stored(const std::string& key) {
   const auto waiters = std::move(at->second);
   waiting_.erase(at);
   for (const auto& waiter : waiters) {
-    if (settle(*waiter)) answer_waiter(*waiter);
-    else waiting_[waiter->keys[waiter->known]].push_back(waiter);
+    if (settle(*waiter))
+      answer_waiter(*waiter);
+    else
+      waiting_[waiter->keys[waiter->known]].push_back(waiter);
   }
 }
 
@@ -316,8 +325,10 @@ void StoreServer::serve(Client& client, Reader& in) {
     case Frame::get:
     case Frame::wait: {
       auto waiter = std::make_shared<Waiter>(Waiter{client.socket.fd(), in.call, in.kind == Frame::get, texts(in), 0});
-      if (settle(*waiter)) answer_waiter(*waiter);
-      else waiting_[waiter->keys[waiter->known]].push_back(waiter);
+      if (settle(*waiter))
+        answer_waiter(*waiter);
+      else
+        waiting_[waiter->keys[waiter->known]].push_back(waiter);
       return;
     }
     case Frame::add: {
@@ -386,8 +397,10 @@ void StoreServer::serve(Client& client, Reader& in) {
       send(client, reply.take());
       const auto frame = Writer(Frame::question, number).text(group).take();
       for (const int member : in.numbers<std::vector<int>>()) {
-        if (Client* other = of_rank(member)) send(*other, frame);
-        else send(client, Writer(Frame::answer, in.call).number(std::int32_t{member}).number(std::uint8_t{0}).number(std::uint64_t{0}).text("").take());
+        if (Client* other = of_rank(member))
+          send(*other, frame);
+        else
+          send(client, Writer(Frame::answer, in.call).number(std::int32_t{member}).number(std::uint8_t{0}).number(std::uint64_t{0}).text("").take());
       }
       return;
     }
@@ -397,7 +410,8 @@ void StoreServer::serve(Client& client, Reader& in) {
       const auto asker = clients_.find(at->second.first);
       if (asker == clients_.end()) return;
       const auto begun = in.number<std::uint64_t>();
-      send(*asker->second, Writer(Frame::answer, at->second.second).number(std::int32_t{client.rank}).number(std::uint8_t{1}).number(begun).text(in.text()).take());
+      send(*asker->second,
+           Writer(Frame::answer, at->second.second).number(std::int32_t{client.rank}).number(std::uint8_t{1}).number(begun).text(in.text()).take());
       return;
     }
     default:

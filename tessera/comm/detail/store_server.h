@@ -1,6 +1,6 @@
 #pragma once
-// StoreServer: the job's key-value store, served by one thread of rank 0. It also knows who is there: a rank whose connection ends without a goodbye is
-// lost, and all others hear of it at once.
+// StoreServer: the job's key-value store, served by one thread of rank 0. It also knows who is there: a rank whose connection ends without a goodbye
+// is lost, and all others hear of it at once.
 
 #include <atomic>
 #include <chrono>
@@ -34,17 +34,17 @@ class StoreServer {
   struct Client {
     Socket socket;
     std::string in, out;
-    bool greeted = false;     // its magic was right
-    bool closing = false;     // close when `out` is sent
-    int rank = -1;            // after its hello
+    bool greeted = false;  // its magic was right
+    bool closing = false;  // close when `out` is sent
+    int rank = -1;         // after its hello
     std::string who;
   };
-  struct Waiter {             // a get or wait for keys that do not exist yet
+  struct Waiter {  // a get or wait for keys that do not exist yet
     int fd;
     std::uint64_t call;
     bool values;
     std::vector<std::string> keys;
-    std::size_t known;        // keys[0, known) exist
+    std::size_t known;  // keys[0, known) exist
   };
 
   void run();
@@ -74,18 +74,18 @@ class StoreServer {
 
   // Used by the thread alone.
   std::unordered_map<int, std::unique_ptr<Client>> clients_;
-  std::vector<int> broken_;                               // to be dropped when the current event is done
-  std::vector<int> fd_of_rank_;                           // -1: not here
-  std::vector<bool> left_;                                // said goodbye
+  std::vector<int> broken_;      // to be dropped when the current event is done
+  std::vector<int> fd_of_rank_;  // -1: not here
+  std::vector<bool> left_;       // said goodbye
   int here_ = 0, gone_ = 0;
   bool complete_ = false;
-  std::string failure_;                                   // why the meeting failed
+  std::string failure_;  // why the meeting failed
   std::vector<int> failure_ranks_;
-  Deadline deadline_ = Deadline::max();                   // of the meeting: the earliest that any rank asked for
+  Deadline deadline_ = Deadline::max();  // of the meeting: the earliest that any rank asked for
   std::chrono::milliseconds shortest_{0};
   std::unordered_map<std::string, std::string> values_;
-  std::unordered_map<std::string, std::vector<std::shared_ptr<Waiter>>> waiting_;   // by the first key that is missing
-  std::unordered_map<std::uint64_t, std::pair<int, std::uint64_t>> questions_;      // number -> who asked, its call
+  std::unordered_map<std::string, std::vector<std::shared_ptr<Waiter>>> waiting_;  // by the first key that is missing
+  std::unordered_map<std::uint64_t, std::pair<int, std::uint64_t>> questions_;     // number -> who asked, its call
   std::uint64_t next_question_ = 1;
 
   std::thread thread_;  // last: it uses all of the above

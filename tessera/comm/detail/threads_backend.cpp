@@ -47,12 +47,18 @@ Tensors row_pieces(const at::Tensor& tensor, const std::vector<std::int64_t>& ro
 
 ReduceOp::Kind kind(const c10d::ReduceOp& op) {
   switch (op.op_) {
-    case c10d::ReduceOp::SUM: return ReduceOp::Kind::sum;
-    case c10d::ReduceOp::AVG: return ReduceOp::Kind::avg;
-    case c10d::ReduceOp::PRODUCT: return ReduceOp::Kind::product;
-    case c10d::ReduceOp::MIN: return ReduceOp::Kind::min;
-    case c10d::ReduceOp::MAX: return ReduceOp::Kind::max;
-    default: TORCH_CHECK(false, "threads: only sum, avg, product, min and max are there");
+    case c10d::ReduceOp::SUM:
+      return ReduceOp::Kind::sum;
+    case c10d::ReduceOp::AVG:
+      return ReduceOp::Kind::avg;
+    case c10d::ReduceOp::PRODUCT:
+      return ReduceOp::Kind::product;
+    case c10d::ReduceOp::MIN:
+      return ReduceOp::Kind::min;
+    case c10d::ReduceOp::MAX:
+      return ReduceOp::Kind::max;
+    default:
+      TORCH_CHECK(false, "threads: only sum, avg, product, min and max are there");
   }
 }
 
@@ -375,7 +381,8 @@ ThreadsBackend::WorkPointer ThreadsBackend::_allgather_base(at::Tensor& output, 
 }
 
 ThreadsBackend::WorkPointer ThreadsBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
-  return enter({"gather", static_cast<int>(options.rootRank), {}, {inputs.at(0)}, options.rootRank == rank_ ? outputs.at(0) : Tensors{}}, options.timeout);
+  return enter({"gather", static_cast<int>(options.rootRank), {}, {inputs.at(0)}, options.rootRank == rank_ ? outputs.at(0) : Tensors{}},
+               options.timeout);
 }
 
 ThreadsBackend::WorkPointer ThreadsBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) {
@@ -383,7 +390,8 @@ ThreadsBackend::WorkPointer ThreadsBackend::scatter(Tensors& outputs, std::vecto
                options.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) {
+ThreadsBackend::WorkPointer ThreadsBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                                           const c10d::ReduceScatterOptions& options) {
   return enter({"reduce_scatter", -1, kind(options.reduceOp), inputs.at(0), {outputs.at(0)}}, options.timeout);
 }
 
@@ -422,18 +430,18 @@ ThreadsBackend::WorkPointer ThreadsBackend::all_gather_v(const at::Tensor& outpu
   return enter({"all_gather", -1, {}, {input}, row_pieces(output, sizes, size_)}, limit.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::reduce_scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
-                                                             const c10d::ReduceOp& op, CallLimit limit) {
+ThreadsBackend::WorkPointer ThreadsBackend::reduce_scatter_v(const at::Tensor& output, const at::Tensor& input,
+                                                             const std::vector<std::int64_t>& sizes, const c10d::ReduceOp& op, CallLimit limit) {
   return enter({"reduce_scatter", -1, kind(op), row_pieces(input, sizes, size_), {output}}, limit.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root,
-                                                     CallLimit limit) {
+ThreadsBackend::WorkPointer ThreadsBackend::gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
+                                                     int root, CallLimit limit) {
   return enter({"gather", root, {}, {input}, root == rank_ ? row_pieces(output, sizes, size_) : Tensors{}}, limit.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root,
-                                                      CallLimit limit) {
+ThreadsBackend::WorkPointer ThreadsBackend::scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
+                                                      int root, CallLimit limit) {
   return enter({"scatter", root, {}, root == rank_ ? row_pieces(input, sizes, size_) : Tensors{}, {output}}, limit.timeout);
 }
 

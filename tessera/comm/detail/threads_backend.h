@@ -1,7 +1,7 @@
 #pragma once
-// The backend of ranks that are threads of one process. The ranks of a group share a ThreadsRoom. A collective is a slot: each rank puts its tensors into
-// it, and the rank that completes the slot does the whole operation for all, in rank order; so results are exact, deterministic, and independent of who
-// is late. Nothing is copied before all ranks have arrived, and ranks that put different things into a slot all get a MismatchError.
+// The backend of ranks that are threads of one process. The ranks of a group share a ThreadsRoom. A collective is a slot: each rank puts its tensors
+// into it, and the rank that completes the slot does the whole operation for all, in rank order; so results are exact, deterministic, and independent
+// of who is late. Nothing is copied before all ranks have arrived, and ranks that put different things into a slot all get a MismatchError.
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -115,7 +115,8 @@ class ThreadsBackend : public c10d::Backend, public UnevenBackend, public Reduci
   WorkPointer reduce_scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, const c10d::ReduceOp& op,
                                CallLimit limit) override;
   WorkPointer gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root, CallLimit limit) override;
-  WorkPointer scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root, CallLimit limit) override;
+  WorkPointer scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root,
+                        CallLimit limit) override;
   WorkPointer exchange(const std::vector<Message>& messages, CallLimit limit) override;
 
  private:

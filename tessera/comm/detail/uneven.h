@@ -18,8 +18,8 @@ struct ReduceOp;
 
 namespace tessera::detail {
 
-/// The time limit of one call (<= 0: the backend's own), and whether its caller waits at once: then the backend may finish the call before it returns the
-/// work, and throw from the call itself. The options of c10d say the same by `timeout` and `asyncOp = false`.
+/// The time limit of one call (<= 0: the backend's own), and whether its caller waits at once: then the backend may finish the call before it returns
+/// the work, and throw from the call itself. The options of c10d say the same by `timeout` and `asyncOp = false`.
 struct CallLimit {
   std::chrono::milliseconds timeout{0};
   bool blocking = false;
@@ -42,8 +42,8 @@ class UnevenBackend {
   virtual c10::intrusive_ptr<c10d::Work> gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root,
                                                   CallLimit limit) = 0;
   /// `input` [sum(sizes), ...] on root, ignored elsewhere (may be undefined).
-  virtual c10::intrusive_ptr<c10d::Work> scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root,
-                                                   CallLimit limit) = 0;
+  virtual c10::intrusive_ptr<c10d::Work> scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
+                                                   int root, CallLimit limit) = 0;
   /// All messages at once, without deadlock in any order; two ranks' messages match in list order; a rank may send to itself. Not collective.
   virtual c10::intrusive_ptr<c10d::Work> exchange(const std::vector<Message>& messages, CallLimit limit) = 0;
 };

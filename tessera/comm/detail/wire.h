@@ -31,9 +31,9 @@ enum class Frame : std::uint8_t {
   ask,       // group, n, n x member                      -> reply, then an answer a member
   position,  // answers a question: begun, operation
   // from the server
-  ready,     // all ranks are here
-  retry,     // the meeting of an earlier store has not ended: try again
-  refused,   // text, n, n x rank
+  ready,    // all ranks are here
+  retry,    // the meeting of an earlier store has not ended: try again
+  refused,  // text, n, n x rank
   reply,
   lost,      // rank, text
   poisoned,  // group, n, n x lost rank, timed out, reason

@@ -22,7 +22,8 @@ constexpr char kNoMemory[] =
 
 // The subclass only exists to reach protected members.
 struct ShardImpl final : c10::TensorImpl {
-  ShardImpl(c10::DispatchKeySet keys, caffe2::TypeMeta dtype, c10::Device device, c10::intrusive_ptr<ShardMeta> meta) : TensorImpl(keys, dtype, device) {
+  ShardImpl(c10::DispatchKeySet keys, caffe2::TypeMeta dtype, c10::Device device, c10::intrusive_ptr<ShardMeta> meta)
+      : TensorImpl(keys, dtype, device) {
     set_storage_access_should_throw();
     extra_meta_ = std::make_unique<c10::ExtraMeta>();
     extra_meta_->backend_meta_ = std::move(meta);
@@ -32,7 +33,8 @@ struct ShardImpl final : c10::TensorImpl {
 };
 
 c10::DispatchKeySet keys_for(c10::Device device) {
-  // The inner backend's key stays in the set: set_data() swaps between dense tensors only, and autocast looks at it. PrivateUse2 has the higher priority.
+  // The inner backend's key stays in the set: set_data() swaps between dense tensors only, and autocast looks at it. PrivateUse2 has the higher
+  // priority.
   const auto backend = device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
   const auto autocast = device.is_cuda() ? c10::DispatchKey::AutocastCUDA : c10::DispatchKey::AutocastCPU;
   return c10::DispatchKeySet({backend, kShardKey, autocast});
@@ -91,7 +93,9 @@ LayoutPtr make_layout(const ShardSpec& spec, at::IntArrayRef strides, std::int64
   Hash hash;
   hash.number(reinterpret_cast<std::uintptr_t>(spec.data().get()));
   for (const auto s : strides) hash.number(s);
-  hash.number(offset).number(static_cast<std::uint64_t>(dtype)).number(static_cast<std::uint64_t>(device.type()) << 8 | static_cast<std::uint8_t>(device.index()));
+  hash.number(offset)
+      .number(static_cast<std::uint64_t>(dtype))
+      .number(static_cast<std::uint64_t>(device.type()) << 8 | static_cast<std::uint8_t>(device.index()));
   return context_of(spec)->layouts.intern(hash.value(), std::move(layout));
 }
 

@@ -22,20 +22,18 @@ using Dims = std::vector<std::int64_t>;
 
 struct Layout {
   ShardSpec spec;
-  Dims strides;                  // global
-  std::int64_t offset = 0;       // global storage offset
+  Dims strides;             // global
+  std::int64_t offset = 0;  // global storage offset
   at::ScalarType dtype = at::kFloat;
   c10::Device device = c10::Device(c10::kCPU);
 
   // Derived by make_layout:
-  bool dense = true;             // non-overlapping and dense, so that local_strides says how a fresh local must lie
+  bool dense = true;  // non-overlapping and dense, so that local_strides says how a fresh local must lie
   Dims local_strides = {};
   c10::DispatchKeySet keys = {};
 
   const Dims& sizes() const { return spec.shape(); }
-  bool same(const Layout& o) const {
-    return spec == o.spec && strides == o.strides && offset == o.offset && dtype == o.dtype && device == o.device;
-  }
+  bool same(const Layout& o) const { return spec == o.spec && strides == o.strides && offset == o.offset && dtype == o.dtype && device == o.device; }
 };
 using LayoutPtr = std::shared_ptr<const Layout>;
 

@@ -53,7 +53,9 @@ struct SpecData {
   std::int64_t numel = 1, local_numel = 1;
   bool replicated = true, partial = false, shard = false;
 
-  bool same(const SpecData& other) const { return placements == other.placements && sharding.shape() == other.sharding.shape() && sharding.dims() == other.sharding.dims(); }
+  bool same(const SpecData& other) const {
+    return placements == other.placements && sharding.shape() == other.sharding.shape() && sharding.dims() == other.sharding.dims();
+  }
 };
 
 struct MeshContext {

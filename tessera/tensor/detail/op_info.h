@@ -28,15 +28,15 @@ struct OpInfo {
   };
 
   const c10::OperatorHandle op;
-  const int id;                    // dense, for the caches
-  const std::string name;          // "aten::add.Tensor"
-  std::vector<Kind> kinds;         // of each argument
+  const int id;             // dense, for the caches
+  const std::string name;   // "aten::add.Tensor"
+  std::vector<Kind> kinds;  // of each argument
   std::vector<bool> written;
   std::vector<Return> returns;
-  bool writes = false;             // any argument
-  bool out_variant = false;        // writes arguments named out, not self
-  bool in_place_view = false;      // t_, squeeze_: changes the shape of its argument
-  bool resizes = false;            // resize_, set_: may change shape or storage of its argument
+  bool writes = false;         // any argument
+  bool out_variant = false;    // writes arguments named out, not self
+  bool in_place_view = false;  // t_, squeeze_: changes the shape of its argument
+  bool resizes = false;        // resize_, set_: may change shape or storage of its argument
   bool view = false;
   bool random = false;
   bool pointwise = false;

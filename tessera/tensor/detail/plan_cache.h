@@ -1,5 +1,6 @@
 #pragma once
-// Plans made ready to run, and the key under which they are found: the layouts of the tensors and whatever else of the arguments decides the result's shape.
+// Plans made ready to run, and the key under which they are found: the layouts of the tensors and whatever else of the arguments decides the result's
+// shape.
 
 #include <c10/util/SmallVector.h>
 
@@ -37,16 +38,16 @@ struct KeyEqual {
 
 struct ReadyPlan {
   enum class Mode : unsigned char {
-    replicated,      // the operator on the locals, outputs as it makes them
+    replicated,  // the operator on the locals, outputs as it makes them
     ruled,
-    by_functional,   // run the functional form on the sharded tensors, then give its results to the arguments that are written
+    by_functional,  // run the functional form on the sharded tensors, then give its results to the arguments that are written
   };
   struct Move {
     int argument, element;
     ShardSpec from, to;
   };
   struct Output {
-    LayoutPtr layout;             // nullptr: not known before the first run
+    LayoutPtr layout;  // nullptr: not known before the first run
     ShardSpec spec;
     std::optional<Dims> strides;
   };

@@ -1,0 +1,85 @@
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <dlfcn.h>
+#include <torch/headeronly/version.h>
+
+#include <filesystem>
+
+#include "report.h"
+#include "tessera/base/text.h"
+#include "tessera/comm/mpi.h"
+
+namespace tessera::app {
+namespace {
+
+std::string library_of(const void* address) {
+  Dl_info info{};
+  if (!address || !dladdr(address, &info) || !info.dli_fname) return "unknown";
+  std::error_code error;
+  const auto path = std::filesystem::weakly_canonical(info.dli_fname, error);
+  return error ? info.dli_fname : path.string();
+}
+
+int gpus_of_the_system() {
+  std::error_code error;
+  int count = 0;
+  for (std::filesystem::directory_iterator it("/proc/driver/nvidia/gpus", error), end; !error && it != end; it.increment(error)) ++count;
+  return count;
+}
+
+void report_mpi(Report& report) {
+  if (!has_mpi()) {
+    report.line("mpi", "not built");
+    report.advice(
+        "the MPI backend is absent: install an MPI 3 library (Debian: libopenmpi-dev openmpi-bin) and configure again with -DTESSERA_MPI=ON");
+    return;
+  }
+  // Allowed before MPI_Init by the standard (MPI 3.1, 8.7).
+  using Version = int (*)(char*, int*);
+  const auto version = reinterpret_cast<Version>(dlsym(RTLD_DEFAULT, "MPI_Get_library_version"));
+  char text[8192] = {};
+  int size = 0;
+  if (!version || version(text, &size) != 0) {
+    report.line("mpi", "built");
+    report.problem("the MPI library does not say its version: check that the library found at run time is the one of the build (ldd)");
+    return;
+  }
+  std::string first(text);
+  first.resize(std::min(first.find('\n'), first.size()));
+  report.line("mpi", concat("built: ", first));
+  report.line("", library_of(reinterpret_cast<const void*>(version)));
+}
+
+void report_nccl(Report& report) {
+  const int gpus = gpus_of_the_system();
+  using Version = int (*)(int*);
+  const auto version = reinterpret_cast<Version>(dlsym(RTLD_DEFAULT, "ncclGetVersion"));
+  int number = 0;
+  if (version && version(&number) == 0) {
+    report.line("nccl", concat("built: ", number / 10000, ".", number / 100 % 100, ".", number % 100));
+    report.line("", library_of(reinterpret_cast<const void*>(version)));
+    if (gpus == 0) report.advice("no GPU: the NCCL backend has nothing to work on");
+    return;
+  }
+  report.line("nccl", "not built");
+  if (gpus > 0)
+    report.advice("GPUs are there, but this build has no NCCL part: configure again with -DTESSERA_NCCL=ON, where a CUDA toolkit and nccl.h are");
+}
+
+}  // namespace
+
+void report_libraries(Report& report) {
+  report.section("libtorch");
+  report.line("version", concat(TORCH_VERSION_MAJOR, ".", TORCH_VERSION_MINOR, ".", TORCH_VERSION_PATCH));
+  report.line("library", library_of(reinterpret_cast<const void*>(&at::get_num_threads)));
+  report.line("threads", concat(at::get_num_threads(), " inside an operator (OMP_NUM_THREADS)"));
+  report.line("devices", concat("cpu", at::hasCUDA() ? ", cuda" : "", "; GPUs that the system shows: ", gpus_of_the_system()));
+
+  report.section("Backends");
+  report.line("gloo", "built (part of libtorch); TCP");
+  report_mpi(report);
+  report_nccl(report);
+  report.line("threads", "built; ranks as threads of one process, for tests");
+}
+
+}  // namespace tessera::app
