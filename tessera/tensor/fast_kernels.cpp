@@ -7,6 +7,7 @@
 #include <map>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "tessera/tensor/detail/execute.h"
 #include "tessera/tensor/detail/layout.h"
@@ -185,8 +186,9 @@ struct Kernels<Op, Result(Arguments...)> {
   static at::Tensor& pick(const c10::IValue&, at::Tensor& given) { return given; }  // promoted where it stands
 
   static auto from_stack(const torch::jit::Stack& stack, Arguments... arguments) {
-    std::size_t i = 0;
-    return std::tuple<decltype(pick(stack[0], arguments))...>{pick(stack[i++], arguments)...};
+    return [&]<std::size_t... I>(std::index_sequence<I...>) {
+      return std::tuple<decltype(pick(stack[0], arguments))...>{pick(stack[I], arguments)...};
+    }(std::index_sequence_for<Arguments...>{});
   }
 
   template <class... Given>
