@@ -95,7 +95,13 @@ std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hell
 
 StoreConnection::~StoreConnection() {
   leave();
-  ::shutdown(socket_.fd(), SHUT_RDWR);  // ends the reader's poll
+  // The server closes after the goodbye. Closing first, with news unread, would reset the connection, and the goodbye could be lost with it.
+  ::shutdown(socket_.fd(), SHUT_WR);
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, std::chrono::seconds(1), [this] { return !gone_.empty(); });
+  }
+  ::shutdown(socket_.fd(), SHUT_RDWR);  // ends the reader, if the server is stopped
   if (reader_.joinable()) reader_.join();
 }
 
