@@ -70,11 +70,11 @@ void bench(tessera::DistributedManager& manager) {
       "mul forward + backward", 0,
       [&] {
         (ga * b).backward(b);
-        ga.mutable_grad() = {};
+        ga.mutable_grad().reset();
       },
       [&] {
         (gs * sb).backward(sb);
-        gs.mutable_grad() = {};
+        gs.mutable_grad().reset();
       },
       1000);
 

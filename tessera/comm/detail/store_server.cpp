@@ -254,7 +254,7 @@ void StoreServer::greet(Client& client, Reader& in) {
   }
   if (rank < 0 || rank >= world_size_) return refuse(client, concat("rank ", rank, " is not in a world of ", world_size_), {rank});
   if (Client* before = complete_ ? of_rank(rank) : nullptr) read(*before);  // its goodbye may stand in a queue of its own
-  if (complete_ && left_[rank]) {  // a later meeting of the same job, and this store is about to end
+  if (complete_ && left_[rank]) {                                           // a later meeting of the same job, and this store is about to end
     client.closing = true;
     return send(client, Writer(Frame::retry).take());
   }
