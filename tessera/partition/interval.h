@@ -41,4 +41,22 @@ inline Box intersect(const Box& a, const Box& b) {
   return both;
 }
 
+/// Disjoint boxes, none empty, that together are `box` without `core`: strips before and after the core, dim by dim, the first dim's the longest.
+inline std::vector<Box> difference(Box box, const Box& core) {
+  std::vector<Box> strips;
+  if (volume(box) == 0) return strips;
+  const Box inner = intersect(box, core);
+  if (volume(inner) == 0) return {box};
+  for (std::size_t d = 0; d < box.size(); ++d) {
+    const Interval whole = box[d];
+    for (const Interval& part : {Interval{whole.begin, inner[d].begin}, Interval{inner[d].end, whole.end}}) {
+      if (part.empty()) continue;
+      box[d] = part;
+      strips.push_back(box);
+    }
+    box[d] = inner[d];
+  }
+  return strips;
+}
+
 }  // namespace tessera
