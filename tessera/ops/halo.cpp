@@ -327,7 +327,7 @@ at::Tensor HaloRequest::assemble(const Box& box) {
   const auto add = [&](const HaloPiece& piece, const at::Tensor& from, const Box& of) {
     Box at = intersect(piece.target, box);
     if (volume(at) == 0) return;
-    covered += volume(at);
+    covered += volume(at) - volume(intersect(at, s.owned));  // a single element that is reflected stands for itself too
     parts.push_back({&piece, &from, &of, std::move(at)});
   };
   // What is owned comes from the local wherever it is asked for, needed or not.
