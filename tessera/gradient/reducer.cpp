@@ -15,6 +15,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/agreement.h"
 #include "tessera/gradient/bucket.h"
+#include "tessera/gradient/detail/flight.h"
 
 namespace tessera {
 
@@ -22,7 +23,11 @@ GradientAccess::~GradientAccess() = default;
 
 at::Tensor GradientAccess::like(const at::Tensor& parameter) const { return parameter.detach(); }
 
-at::Tensor GradientAccess::contribution(const at::Tensor& parameter) const { return parameter.grad(); }
+std::string GradientAccess::describe(const at::Tensor& parameter) const { return concat("shape ", parameter.sizes(), ", ", parameter.scalar_type()); }
+
+OwedGradient GradientAccess::owed(const at::Tensor& parameter, const Group& group) const { return {parameter.grad(), group}; }
+
+void GradientAccess::taken(const at::Tensor&) const {}
 
 void GradientAccess::store(const at::Tensor& parameter, const at::Tensor& reduced, bool keep) const {
   at::Tensor& grad = parameter.mutable_grad();
@@ -47,7 +52,9 @@ struct Slot {
 struct Bucket {
   Group group;
   ReduceOp op;
+  bool alike = false;  // of parameters whose access says so: what is owed decides over which groups it travels
   std::vector<Slot> slots;
+  std::vector<detail::Flight> flights;
   std::int64_t numel = 0;   // without the flags
   at::Tensor flat;          // numel values, then one flag a slot: did this rank use it
   std::size_t missing = 0;  // slots whose gradient has not been accumulated in this backward
@@ -55,10 +62,22 @@ struct Bucket {
   Request request;
 };
 
+struct Entry {
+  c10::weak_intrusive_ptr<c10::TensorImpl> parameter;
+  std::string name;
+  Group group;
+  std::shared_ptr<const GradientAccess> access;
+
+  at::Tensor tensor() const {  // undefined once the parameter is gone
+    auto impl = parameter.lock();
+    return impl ? at::Tensor(std::move(impl)) : at::Tensor();
+  }
+};
+
 }  // namespace
 
 struct GradientReducer::State : std::enable_shared_from_this<State> {
-  std::vector<ReducedParameter> parameters;
+  std::vector<Entry> parameters;
   ReducerOptions options;
   std::vector<std::vector<std::size_t>> layout;
   std::vector<Bucket> buckets;
@@ -66,6 +85,7 @@ struct GradientReducer::State : std::enable_shared_from_this<State> {
   std::vector<bool> owed;   // accumulated since the last reduction
   std::vector<bool> fired;  // accumulated in this backward
   int no_sync_depth = 0;
+  bool late = false;     // something alike was accumulated after its bucket had started
   bool open = false;     // between the first hook of a backward and its end
   std::size_t next = 0;  // the bucket that starts next
   std::mutex mutex;      // engine threads of several devices fire hooks at the same time
@@ -78,6 +98,8 @@ struct GradientReducer::State : std::enable_shared_from_this<State> {
   void accumulated(std::size_t i);
   void begin();
   void start(Bucket& bucket);
+  void start_alike(Bucket& bucket);
+  void land(Bucket& bucket);
   void finish();
   void write_back(Bucket& bucket);
   void reset();
@@ -105,6 +127,10 @@ void GradientReducer::State::accumulated(std::size_t i) {
   if (!open) begin();
   Bucket& bucket = buckets[bucket_of[i]];
   if (fired[i]) {
+    if (bucket.started && bucket.alike) {
+      late = true;
+      return;
+    }
     if (bucket.started)
       throw InvalidArgument(
           concat("the gradient of parameter '", parameters[i].name,
@@ -129,7 +155,55 @@ void GradientReducer::State::begin() {
   });
 }
 
+// One message a set of ranks: what the bucket's gradients are owed over is known only now.
+void GradientReducer::State::start_alike(Bucket& bucket) {
+  const at::NoGradGuard no_grad;
+  bucket.started = true;
+  for (const Slot& slot : bucket.slots) {
+    const at::Tensor parameter = parameters[slot.parameter].tensor();
+    if (!parameter.defined()) continue;
+    OwedGradient owed = access(slot.parameter).owed(parameter, parameters[slot.parameter].group);
+    if (!owed.value.defined()) continue;
+    auto flight = std::find_if(bucket.flights.begin(), bucket.flights.end(), [&](const detail::Flight& f) { return f.takes(owed); });
+    if (flight == bucket.flights.end()) flight = bucket.flights.emplace(bucket.flights.end(), owed, bucket.op);
+    flight->add(slot.parameter, std::move(owed));
+  }
+  // What is scattered comes whole: few such buckets are under way at a time, so that backward does not hold all gradients whole.
+  constexpr int kWholeUnderWay = 2;
+  const auto scatters = [](const Bucket& b) {
+    return std::any_of(b.flights.begin(), b.flights.end(), [](const detail::Flight& f) { return f.scatters(); });
+  };
+  if (scatters(bucket)) {
+    int whole = 0;
+    for (std::size_t b = next; b-- > 0;) {
+      if (&buckets[b] != &bucket && scatters(buckets[b]) && ++whole >= kWholeUnderWay) land(buckets[b]);
+    }
+  }
+  for (detail::Flight& flight : bucket.flights) {
+    flight.pack();
+    for (const auto& item : flight.items()) {
+      if (const at::Tensor parameter = parameters[item.parameter].tensor(); parameter.defined()) access(item.parameter).taken(parameter);
+    }
+    flight.start();
+  }
+}
+
+void GradientReducer::State::land(Bucket& bucket) {
+  const at::NoGradGuard no_grad;
+  for (detail::Flight& flight : bucket.flights) flight.next();
+  for (detail::Flight& flight : bucket.flights) {
+    flight.wait();
+    for (const auto& item : flight.items()) {
+      const at::Tensor parameter = parameters[item.parameter].tensor();
+      if (parameter.defined()) access(item.parameter).store(parameter, item.part, true);
+      owed[item.parameter] = false;
+    }
+  }
+  bucket.flights.clear();
+}
+
 void GradientReducer::State::start(Bucket& bucket) {
+  if (bucket.alike) return start_alike(bucket);
   const at::NoGradGuard no_grad;
   const auto slots = static_cast<std::int64_t>(bucket.slots.size());
   if (!bucket.flat.defined()) {
@@ -143,7 +217,8 @@ void GradientReducer::State::start(Bucket& bucket) {
   for (std::size_t s = 0; s < bucket.slots.size(); ++s) {
     const Slot& slot = bucket.slots[s];
     const at::Tensor& part = slot.part;
-    const at::Tensor mine = access(slot.parameter).contribution(parameters[slot.parameter].parameter);
+    const at::Tensor parameter = parameters[slot.parameter].tensor();
+    const at::Tensor mine = parameter.defined() ? access(slot.parameter).owed(parameter, bucket.group).value : at::Tensor();
     if (mine.defined() && mine.layout() != at::kStrided)
       throw InvalidArgument(concat("the gradient of parameter '", parameters[slot.parameter].name, "' has layout ", mine.layout(),
                                    "; only dense gradients are reduced (make the embedding with sparse = false)"));
@@ -159,6 +234,7 @@ void GradientReducer::State::start(Bucket& bucket) {
 }
 
 void GradientReducer::State::write_back(Bucket& bucket) {
+  if (bucket.alike) return land(bucket);
   const at::NoGradGuard no_grad;
   // The flags are read only where they matter: reading them makes the host wait for the device.
   const bool all_used_here = std::all_of(bucket.slots.begin(), bucket.slots.end(), [&](const Slot& s) { return owed[s.parameter]; });
@@ -168,7 +244,8 @@ void GradientReducer::State::write_back(Bucket& bucket) {
   for (std::size_t s = 0; s < bucket.slots.size(); ++s) {
     const Slot& slot = bucket.slots[s];
     if (flags.defined() && flags.const_data_ptr<double>()[s] == 0.0) continue;
-    access(slot.parameter).store(parameters[slot.parameter].parameter, slot.part, options.gradient_as_bucket_view);
+    const at::Tensor parameter = parameters[slot.parameter].tensor();
+    if (parameter.defined()) access(slot.parameter).store(parameter, slot.part, options.gradient_as_bucket_view);
     owed[slot.parameter] = false;
   }
 }
@@ -179,6 +256,14 @@ void GradientReducer::State::finish() {
     for (Bucket& bucket : buckets) {
       bucket.request.wait();
       write_back(bucket);
+    }
+    if (late) {
+      late = false;
+      for (Bucket& bucket : buckets) {
+        if (!bucket.alike) continue;
+        start(bucket);
+        land(bucket);
+      }
     }
   } catch (...) {
     reset();
@@ -192,40 +277,42 @@ void GradientReducer::State::reset() {
     bucket.missing = bucket.slots.size();
     bucket.started = false;
     bucket.request = Request();
+    bucket.flights.clear();
   }
   std::fill(fired.begin(), fired.end(), false);
   next = 0;
+  late = false;
   open = false;
 }
 
 GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, ReducerOptions options) : state_(std::make_shared<State>()) {
   State& state = *state_;
-  state.parameters = std::move(parameters);
   state.options = options;
   if (options.first_bucket_bytes < 1 || options.bucket_bytes < 1)
     throw InvalidArgument(concat("bucket limits of ", options.first_bucket_bytes, " and ", options.bucket_bytes, " bytes; give at least 1"));
 
   std::set<const c10::TensorImpl*> seen;
   std::vector<BucketItem> items;
-  std::map<std::tuple<const void*, int, double, int, int, int>, std::uint64_t> keys;
+  std::map<std::tuple<const void*, int, double, int, int, int, bool>, std::uint64_t> keys;
   std::map<const detail::GroupState*, std::pair<Group, std::string>> agreed;
-  for (std::size_t i = 0; i < state.parameters.size(); ++i) {
-    const ReducedParameter& p = state.parameters[i];
+  for (const ReducedParameter& p : parameters) {
     if (!p.parameter.defined() || !p.parameter.is_leaf() || !p.parameter.requires_grad())
       throw InvalidArgument(concat("parameter '", p.name, "' is no leaf that requires grad; only such have a gradient to reduce"));
     if (!seen.insert(p.parameter.unsafeGetTensorImpl()).second)
       throw InvalidArgument(concat("parameter '", p.name, "' was given twice; list a shared parameter once"));
-    const at::Tensor like = state.access(i).like(p.parameter);
+    state.parameters.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(p.parameter.getIntrusivePtr()), p.name, p.group, p.access});
+    const GradientAccess& access = state.access(state.parameters.size() - 1);
+    const at::Tensor like = access.like(p.parameter);
     const auto key = keys.try_emplace({p.group.state().get(), static_cast<int>(p.op.kind), p.op.factor, static_cast<int>(like.scalar_type()),
-                                       static_cast<int>(like.device().type()), like.device().index()},
+                                       static_cast<int>(like.device().type()), like.device().index(), access.alike()},
                                       keys.size());
-    items.push_back({static_cast<std::int64_t>(like.nbytes()), key.first->second});
+    items.push_back({static_cast<std::int64_t>(p.parameter.numel() * p.parameter.element_size()), key.first->second});
     auto& text = agreed.try_emplace(p.group.state().get(), p.group, "").first->second.second;
-    text += concat("parameter '", p.name, "', shape ", like.sizes(), ", ", like.scalar_type(), ", ", to_string(p.op.kind), "\n");
+    text += concat("parameter '", p.name, "', ", access.describe(p.parameter), ", ", to_string(p.op.kind), "\n");
   }
   // In order of first use, which is the same on all ranks if they agree at all.
   std::vector<const detail::GroupState*> order;
-  for (const ReducedParameter& p : state.parameters)
+  for (const ReducedParameter& p : parameters)
     if (std::find(order.begin(), order.end(), p.group.state().get()) == order.end()) order.push_back(p.group.state().get());
   for (const auto* group : order) require_agreement(agreed.at(group).first, "the parameters whose gradients are reduced", agreed.at(group).second);
 
@@ -235,11 +322,13 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
   state.fired.assign(state.parameters.size(), false);
   for (std::size_t b = 0; b < state.layout.size(); ++b) {
     Bucket bucket;
-    bucket.group = state.parameters[state.layout[b].front()].group;
-    bucket.op = state.parameters[state.layout[b].front()].op;
+    const ReducedParameter& first = parameters[state.layout[b].front()];
+    bucket.group = first.group;
+    bucket.op = first.op;
+    bucket.alike = state.access(state.layout[b].front()).alike();
     for (std::size_t i : state.layout[b]) {
-      at::Tensor like = state.access(i).like(state.parameters[i].parameter);
-      bucket.slots.push_back({i, bucket.numel, like, {}});
+      at::Tensor like = state.access(i).like(parameters[i].parameter);
+      bucket.slots.push_back({i, bucket.numel, bucket.alike ? at::Tensor() : like, {}});
       bucket.numel += like.numel();
       state.bucket_of[i] = b;
     }
@@ -248,7 +337,7 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
   state.reset();
 
   for (std::size_t i = 0; i < state.parameters.size(); ++i) {
-    const at::Tensor& parameter = state.parameters[i].parameter;
+    const at::Tensor& parameter = parameters[i].parameter;
     auto call = [weak = std::weak_ptr<State>(state_), i] {
       if (auto reducer = weak.lock()) reducer->accumulated(i);
     };

@@ -24,14 +24,31 @@
 
 namespace tessera {
 
+/// What this rank owes for one parameter: its term, and the ranks whose terms are reduced with it.
+struct OwedGradient {
+  at::Tensor value;  ///< Undefined: nothing.
+  Group group;       ///< Its ranks' values are reduced.
+  /// Where `scatter_dim` is a dim: before that, the values are reduced over `scatter`, and each of its ranks keeps its rows of that dim alone.
+  int scatter_dim = -1;
+  Group scatter = Group();
+  Sizes rows = {};  ///< Of each rank of `scatter`.
+};
+
 /// How the reducer sees the gradient of one kind of parameter. The default is a plain leaf: all of its .grad() is owed.
 class GradientAccess {
  public:
   virtual ~GradientAccess();
   /// A tensor with the shape, dtype and device of what this rank contributes.
   virtual at::Tensor like(const at::Tensor& parameter) const;
-  /// This rank's contribution, undefined if it has none.
-  virtual at::Tensor contribution(const at::Tensor& parameter) const;
+  /// Shape, dtype and whatever else must be the same on all ranks, for the message when it is not.
+  virtual std::string describe(const at::Tensor& parameter) const;
+  /// This rank's contribution. `group`: as ReducedParameter says.
+  virtual OwedGradient owed(const at::Tensor& parameter, const Group& group) const;
+  /// All ranks run the same backward, so that either all owe a gradient or none does, and they owe it over the same groups. Then no flags travel,
+  /// only what is owed does, and what is accumulated after it has started is reduced as well.
+  virtual bool alike() const { return false; }
+  /// The value of owed() is on its way, if alike(): the gradient's memory may be given up until store().
+  virtual void taken(const at::Tensor& parameter) const;
   /// Takes the reduced value, of the shape of like(). `reduced` is the caller's own: it may be kept only if `keep` is true.
   virtual void store(const at::Tensor& parameter, const at::Tensor& reduced, bool keep) const;
 };
@@ -54,8 +71,9 @@ struct ReducerOptions {
 
 class GradientReducer {
  public:
-  /// Collective over the groups named. Throws InvalidArgument for a parameter that is no leaf, does not require grad, or stands twice; MismatchError
-  /// on every rank if the ranks' parameters differ in number, name, shape, dtype or operation.
+  /// Collective over the groups named. Parameters are not kept alive: one that is gone is as one that was not used. Throws InvalidArgument for a
+  /// parameter that is no leaf, does not require grad, or stands twice; MismatchError on every rank if the ranks' parameters differ in number, name,
+  /// shape, dtype or operation.
   explicit GradientReducer(std::vector<ReducedParameter> parameters, ReducerOptions options = {});
   ~GradientReducer();
   GradientReducer(const GradientReducer&) = delete;

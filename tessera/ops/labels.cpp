@@ -50,6 +50,9 @@ double cost(const Placement& from, const Placement& to, double numel, int ranks)
   return to.is_shard() ? numel * rest / ranks : numel * rest;
 }
 
+// Parameters are gathered rather than data moved, but not where the operator can work on their parts.
+constexpr double kGatherParameter = 1e-4;
+
 std::vector<Choice> choices(const LabelProblem& p, int axis) {
   std::vector<Choice> all;
   const auto& tensors = p.call.tensors();
@@ -83,7 +86,8 @@ Choice best(const LabelProblem& p, int axis, int ranks) {
       const Placement from = tensors[i].spec.placements()[axis], to = required(p, c, static_cast<int>(i));
       if (tensors[i].written && !(from == to) && !(from.is_partial() && to.is_replicate()))
         possible = false;  // a partial target can be reduced first
-      moved += cost(from, to, static_cast<double>(tensors[i].spec.numel()), ranks);
+      const double gather = cost(from, to, static_cast<double>(tensors[i].spec.numel()), ranks);
+      moved += tensors[i].parameter ? std::min(gather, kGatherParameter) : gather;
     }
     if (!possible) continue;
     // Among equals: sharded before partial before replicated.

@@ -1,35 +1,41 @@
 #include "tessera/tensor/distribute_module.h"
 
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
-
-#include <map>
 #include <memory>
+#include <set>
+#include <string_view>
 #include <unordered_map>
 
 #include "tessera/base/text.h"
 #include "tessera/tensor/detail/layout.h"
-#include "tessera/tensor/detail/mesh_context.h"
-#include "tessera/tensor/detail/promote.h"
+#include "tessera/tensor/detail/parameter_gradient.h"
 
 namespace tessera {
 
 namespace {
 
-// Once a gradient is accumulated it is laid out like its parameter. Only what differs travels: a gradient that is already reduced is left alone.
-struct GradientPlacement final : torch::autograd::PostAccumulateGradHook {
-  void operator()(const at::Tensor& parameter) override {
-    at::Tensor& grad = parameter.mutable_grad();
-    if (!grad.defined()) return;
-    const ShardSpec wanted = spec(parameter);
-    if (!is_sharded(grad)) grad = detail::promote(grad, detail::context_of(wanted));
-    if (!(spec(grad) == wanted)) grad = redistribute(grad, wanted);
+// "*" stands for any characters.
+bool matches(std::string_view name, std::string_view pattern) {
+  std::size_t n = 0, p = 0, star = std::string_view::npos, after = 0;
+  while (n < name.size()) {
+    if (p < pattern.size() && pattern[p] == '*') {
+      star = p++;
+      after = n;
+    } else if (p < pattern.size() && pattern[p] == name[n]) {
+      ++p;
+      ++n;
+    } else if (star != std::string_view::npos) {
+      p = star + 1;
+      n = ++after;
+    } else {
+      return false;
+    }
   }
-};
+  return pattern.find_first_not_of('*', p) == std::string_view::npos;
+}
 
 }  // namespace
 
-void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const ModuleRule& rule) {
+void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const ModuleRule& rule, const ReducerOptions& options) {
   struct Entry {
     std::string name;
     at::Tensor tensor;
@@ -56,6 +62,8 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const 
   const std::vector<Placement> replicated(mesh.layout().dims());
   // All that can be refused is refused before anything is changed.
   std::vector<std::pair<at::Tensor, at::Tensor>> changes;
+  std::set<const c10::TensorImpl*> parameters;
+  for (const at::Tensor& p : module.parameters()) parameters.insert(p.unsafeGetTensorImpl());
   for (const Entry& entry : all) {
     const auto given = rule ? rule(entry.name, entry.tensor) : std::nullopt;
     const ParameterPlacement where = given ? *given : ParameterPlacement{replicated};
@@ -68,12 +76,50 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const 
     }
     if (spec(sharded).has_partial()) throw InvalidArgument(concat("distribute_module: ", entry.name, " cannot be partial: ", list(where.placements)));
     if (spec(sharded).has_shard()) sharded = sharded.clone();  // a slice would keep the whole alive
+    if (spec(sharded).has_shard() && parameters.contains(entry.tensor.unsafeGetTensorImpl())) {
+      const detail::ShardMeta& meta = *detail::meta_of(sharded);
+      detail::install(sharded, meta.local, detail::as_parameter(meta.layout));
+    }
     changes.emplace_back(entry.tensor, sharded);
   }
-  for (auto& [tensor, sharded] : changes) {
-    tensor.set_data(sharded);
-    if (tensor.requires_grad()) torch::autograd::impl::set_post_acc_grad_hooks(tensor, std::make_unique<GradientPlacement>());
+  for (auto& [tensor, sharded] : changes) tensor.set_data(sharded);
+  std::vector<std::pair<std::string, at::Tensor>> reduced;
+  for (const Entry& entry : all) {
+    if (entry.tensor.requires_grad()) reduced.emplace_back(entry.name, entry.tensor);
   }
+  detail::reduce_parameters(reduced, mesh, options);
+}
+
+void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const NamedPlacements& patterns, const ReducerOptions& options) {
+  std::set<std::string> unused;
+  for (const auto& [pattern, placement] : patterns) unused.insert(pattern);
+  const auto look = [&](const std::string& name) {
+    for (const auto& [pattern, placement] : patterns) {
+      if (matches(name, pattern)) unused.erase(pattern);
+    }
+  };
+  for (const auto& p : module.named_parameters()) look(p.key());
+  for (const auto& b : module.named_buffers()) look(b.key());
+  if (!unused.empty())
+    throw InvalidArgument(concat("distribute_module: no parameter or buffer has a name like ", list(unused),
+                                 "; names are as in named_parameters() and named_buffers()"));
+  distribute_module(
+      module, mesh,
+      [&](const std::string& name, const at::Tensor&) -> std::optional<ParameterPlacement> {
+        for (const auto& [pattern, placement] : patterns) {
+          if (matches(name, pattern)) return placement;
+        }
+        return std::nullopt;
+      },
+      options);
+}
+
+GradientNoSync::GradientNoSync(const torch::nn::Module& module) : reducers_(detail::reducers_of(module)) {
+  for (const auto& reducer : reducers_) scopes_.push_back(std::make_unique<GradientReducer::NoSync>(*reducer));
+}
+
+void reduce_gradients(const torch::nn::Module& module) {
+  for (const auto& reducer : detail::reducers_of(module)) reducer->reduce();
 }
 
 }  // namespace tessera

@@ -40,7 +40,7 @@ void check_redistribution_policy(const OpInfo& info, const ReadyPlan& plan, Mesh
   double elements = 0;
   std::string moves;
   for (const auto& move : plan.moves) {
-    if (!moves_shards(move.from, move.to)) continue;
+    if (!move.announced) continue;
     elements += elements_moved(move.from, move.to);
     moves += concat(moves.empty() ? "" : "; ", info.op.schema().arguments()[move.argument].name(), " from ", move.from, " to ", move.to);
   }
@@ -115,8 +115,9 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
       throw ShardingError(concat(info.name, " would change the placement of what it writes to, from ", t.spec, " to ", *plan.inputs[i],
                                  ". Inputs: ", describe_inputs(call), ". Redistribute it first."));
     }
-    ready.moves.push_back({t.argument, t.element, t.spec, *plan.inputs[i]});
-    ready.moves_shards |= moves_shards(t.spec, *plan.inputs[i]);
+    const bool announced = !t.parameter && moves_shards(t.spec, *plan.inputs[i]);
+    ready.moves.push_back({t.argument, t.element, t.spec, *plan.inputs[i], announced});
+    ready.moves_shards |= announced;
   }
   if (call.in_place()) {
     // A rule of the functional form says where the result lies; written in place it must lie where the target does.
@@ -128,6 +129,7 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
     plan.outputs.clear();
   }
   const c10::Device device = scan.first->layout->device;
+  const bool stays_parameter = scan.first->layout->parameter && (info.view || info.name == "aten::_to_copy");
   std::size_t k = 0;
   for (Plan::Output& out : plan.outputs) {
     ReadyPlan::Output o{nullptr, out.spec, std::move(out.strides)};
@@ -140,6 +142,7 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
               concat("the rule of ", info.name, " says that the result has shape ", list(out.spec.shape()), ", the operator makes ", list(is.shape)));
         }
         o.layout = make_layout(out.spec, o.strides ? *o.strides : is.strides, is.offset, is.dtype, device);
+        if (stays_parameter) o.layout = as_parameter(o.layout);
       }
     }
     ++k;

@@ -162,7 +162,8 @@ OpCall::OpCall(const detail::OpInfo& info, at::ArrayRef<c10::IValue> arguments) 
       const auto* meta = detail::meta_of(v.toTensor());
       if (!meta) return;
       const auto& layout = *meta->layout;
-      tensors_.push_back({static_cast<int>(i), element, info_.written[i], layout.spec, layout.strides, layout.offset, layout.dtype});
+      tensors_.push_back(
+          {static_cast<int>(i), element, info_.written[i], layout.spec, layout.strides, layout.offset, layout.dtype, layout.parameter});
     };
     if (arguments_[i].isTensor()) add(arguments_[i], -1);
     if (arguments_[i].isList() &&

@@ -43,6 +43,7 @@ struct TensorInfo {
   std::vector<std::int64_t> strides;
   std::int64_t offset;
   at::ScalarType dtype;
+  bool parameter = false;  ///< A sharded parameter or a view of it: to be gathered where it is used, rather than moving the data that it meets.
 };
 
 /// One tensor output, as plain libtorch would make it from the global inputs.

@@ -85,18 +85,35 @@ Dims strides_in_order(at::IntArrayRef sizes, at::IntArrayRef like_strides) {
   return strides;
 }
 
+namespace {
+
+LayoutPtr interned(std::shared_ptr<Layout> layout) {
+  Hash hash;
+  hash.number(reinterpret_cast<std::uintptr_t>(layout->spec.data().get()));
+  for (const auto s : layout->strides) hash.number(s);
+  hash.number(layout->offset)
+      .number(static_cast<std::uint64_t>(layout->dtype))
+      .number(static_cast<std::uint64_t>(layout->device.type()) << 8 | static_cast<std::uint8_t>(layout->device.index()))
+      .number(layout->parameter);
+  InternTable<Layout>& table = context_of(layout->spec)->layouts;
+  return table.intern(hash.value(), std::move(layout));
+}
+
+}  // namespace
+
 LayoutPtr make_layout(const ShardSpec& spec, at::IntArrayRef strides, std::int64_t offset, at::ScalarType dtype, c10::Device device) {
   auto layout = std::make_shared<Layout>(Layout{spec, strides.vec(), offset, dtype, device});
   layout->dense = is_dense(spec.shape(), strides);
   layout->local_strides = strides_in_order(spec.local_shape(), strides);
   layout->keys = keys_for(device);
-  Hash hash;
-  hash.number(reinterpret_cast<std::uintptr_t>(spec.data().get()));
-  for (const auto s : strides) hash.number(s);
-  hash.number(offset)
-      .number(static_cast<std::uint64_t>(dtype))
-      .number(static_cast<std::uint64_t>(device.type()) << 8 | static_cast<std::uint8_t>(device.index()));
-  return context_of(spec)->layouts.intern(hash.value(), std::move(layout));
+  return interned(std::move(layout));
+}
+
+LayoutPtr as_parameter(const LayoutPtr& layout) {
+  if (layout->parameter) return layout;
+  auto own = std::make_shared<Layout>(*layout);
+  own->parameter = true;
+  return interned(std::move(own));
 }
 
 LayoutPtr make_layout(const ShardSpec& spec, at::ScalarType dtype, c10::Device device) {

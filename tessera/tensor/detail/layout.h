@@ -26,6 +26,7 @@ struct Layout {
   std::int64_t offset = 0;  // global storage offset
   at::ScalarType dtype = at::kFloat;
   c10::Device device = c10::Device(c10::kCPU);
+  bool parameter = false;  // a sharded parameter or a view of it: gathered where it is used, rather than the data moved
 
   // Derived by make_layout:
   bool dense = true;  // non-overlapping and dense, so that local_strides says how a fresh local must lie
@@ -33,11 +34,15 @@ struct Layout {
   c10::DispatchKeySet keys = {};
 
   const Dims& sizes() const { return spec.shape(); }
-  bool same(const Layout& o) const { return spec == o.spec && strides == o.strides && offset == o.offset && dtype == o.dtype && device == o.device; }
+  bool same(const Layout& o) const {
+    return spec == o.spec && strides == o.strides && offset == o.offset && dtype == o.dtype && device == o.device && parameter == o.parameter;
+  }
 };
 using LayoutPtr = std::shared_ptr<const Layout>;
 
 LayoutPtr make_layout(const ShardSpec& spec, at::IntArrayRef strides, std::int64_t offset, at::ScalarType dtype, c10::Device device);
+/// The same layout, of a parameter.
+LayoutPtr as_parameter(const LayoutPtr& layout);
 /// Row-major.
 LayoutPtr make_layout(const ShardSpec& spec, at::ScalarType dtype, c10::Device device);
 

@@ -45,6 +45,7 @@ struct ReadyPlan {
   struct Move {
     int argument, element;
     ShardSpec from, to;
+    bool announced = true;  // counts for Policies::redistribution
   };
   struct Output {
     LayoutPtr layout;  // nullptr: not known before the first run
