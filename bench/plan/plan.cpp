@@ -1,4 +1,5 @@
-// Planning at scale: a million ranks on five axes, validation, and what placement gains. Prints a table and writes the records as JSON.
+// Planning at scale: a million ranks on five axes, validation, what placement gains, and what making groups costs. Prints a table and writes the
+// records as JSON.
 //
 //   bench_plan [--out FILE]      build/bench/plan.json unless given
 
@@ -12,6 +13,7 @@
 #include <numeric>
 #include <random>
 
+#include "creation.h"
 #include "harness.h"
 #include "tessera/layout/group_plan.h"
 #include "tessera/layout/orthogonal.h"
@@ -183,5 +185,8 @@ int main(int argc, char** argv) {
   million(report);
   optimum(report);
   placements(report);
+#ifdef TESSERA_BENCH_CREATION
+  bench::group_creation(report);
+#endif
   return report.finish();
 }

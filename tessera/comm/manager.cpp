@@ -70,7 +70,7 @@ DeviceMesh DistributedManager::mesh(const std::vector<Axis>& axes) const {
 }
 
 void DistributedManager::create_process_groups(const GroupPlan& plan, bool eager) const {
-  require_agreement(world(), "the plan of the process groups", plan.canonical());
+  require_agreement(Group(state_->meeting_place()), "the plan of the process groups", plan.canonical());
   state_->add_families(plan);
   if (!eager || !plan.mesh().contains(rank())) return;
   for (const auto& family : plan.families()) named_group(family.name);

@@ -11,6 +11,7 @@
 
 #include "fork_ranks.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/detail/manager_state.h"
 #include "tessera/comm/manager.h"
 #include "tessera/comm/threads.h"
 #include "tessera/layout/cost.h"
@@ -175,6 +176,29 @@ TEST(ProcessManager, AMemberThatDoesNotComeIsNamed) {
     }
     manager.world().barrier();
   });
+}
+
+TEST(ProcessManager, APlanThatARankDoesNotBringNamesIt) {
+  run_processes(
+      4,
+      [](DistributedManager& manager) {
+        const auto plan = GroupPlan::of_mesh(Mesh({{"data", 2}, {"model", 2}}));
+        manager.create_process_groups(plan);
+        const auto store = manager.state()->base().store;
+        if (manager.rank() == 1) {
+          store->wait({"0 is told", "2 is told", "3 is told"}, 20s);  // runs, and does something else
+          return;
+        }
+        try {
+          manager.create_process_groups(plan);
+        } catch (const TimeoutError& error) {
+          require(error.missing() == std::vector<int>{1}, concat("missing ", list(error.missing()), ": ", error.what()));
+          store->set(concat(manager.rank(), " is told"), std::vector<std::uint8_t>{1});
+          return;
+        }
+        throw std::logic_error("no error");
+      },
+      1200ms);
 }
 
 TEST(ProcessManager, TheLauncherIsReadFromTheEnvironment) {

@@ -12,7 +12,7 @@ namespace tessera::detail {
 std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
   auto state = std::make_shared<GroupState>(spec);
   const int size = static_cast<int>(spec.ranks.size());
-  if (size == 1) return state;
+  if (size == 1 || spec.backend == "store") return state;
   if (spec.backend == "gloo") {
     state->set_endpoint(c10::DeviceType::CPU, "gloo", make_gloo_backend(spec.store, spec.rank, size, spec.timeout, spec.address));
   } else if (spec.backend == "mpi") {

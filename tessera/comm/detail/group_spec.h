@@ -26,7 +26,7 @@ struct GroupSpec {
   std::string name;                          ///< Of this member list, unique in the job.
   std::vector<int> ranks;                    ///< Global, in group order.
   int rank = 0;                              ///< Position of this process in `ranks`.
-  std::string backend;                       ///< For CPU tensors: "gloo", "mpi", "threads", "self".
+  std::string backend;                       ///< For CPU tensors: "gloo", "mpi", "threads", "self"; "store": none, the ranks only meet at the store.
   c10::Device device{c10::DeviceType::CPU};  ///< CUDA: tensors of that device go to NCCL.
   std::string address;                       ///< Numeric address of this host that listeners must bind, and no other.
   c10::intrusive_ptr<c10d::Store> store;     ///< Of this group alone. Null for backends that need none.

@@ -19,7 +19,14 @@ c10d::ProcessGroup::BackendType backend_type(const std::string& name) {
 }  // namespace
 
 GroupState::GroupState(const GroupSpec& spec)
-    : name_(spec.name), ranks_(spec.ranks), rank_(spec.rank), timeout_ms_(0), level_(spec.check_level), watch_(spec.watch), store_(spec.store) {
+    : name_(spec.name),
+      ranks_(spec.ranks),
+      rank_(spec.rank),
+      timeout_ms_(0),
+      level_(spec.check_level),
+      store_alone_(spec.backend == "store"),
+      watch_(spec.watch),
+      store_(spec.store) {
   set_timeout(spec.timeout);
   if (spec.trace) set_trace(spec.trace);
   watch_->set_interrupt([this] {
@@ -76,10 +83,19 @@ bool GroupState::has_endpoint(c10::DeviceType device) const {
   return (device == c10::DeviceType::CPU && cpu_.backend) || (device == c10::DeviceType::CUDA && cuda_.backend);
 }
 
+void GroupState::require_open() const {
+  if (closed_) throw CommError(concat("group '", name_, "' was shut down; get it again from the manager"));
+}
+
+bool GroupState::meets_at_store() const {
+  if (store_alone_) require_open();
+  return store_alone_;
+}
+
 const Endpoint& GroupState::endpoint(c10::DeviceType device) const {
   if (device == c10::DeviceType::CPU && cpu_.backend) return cpu_;
   if (device == c10::DeviceType::CUDA && cuda_.backend) return cuda_;
-  if (closed_) throw CommError(concat("group '", name_, "' was shut down; get it again from the manager"));
+  require_open();
   throw NotAvailable(concat("group '", name_, "' has no backend for ", c10::DeviceTypeName(device),
                             " tensors (it has: ", cpu_.backend ? "CPU over " : "no CPU", cpu_.name, cuda_.backend ? ", CUDA over " : "", cuda_.name,
                             "). Move the tensor to a device the group serves, or build and choose a backend for it (tessera doctor lists them)"));

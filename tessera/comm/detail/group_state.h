@@ -52,6 +52,10 @@ class GroupState {
   bool has_endpoint(c10::DeviceType device) const;
   /// Throws NotAvailable if the group has no backend for that device type.
   const Endpoint& endpoint(c10::DeviceType device) const;
+  /// Of this group alone; null where the backend needs none.
+  const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
+  /// A group that only meets at its store (GroupSpec::backend "store"). Throws CommError if it was closed.
+  bool meets_at_store() const;
   /// Destroys the backends; later calls fail with CommError. The Gloo backend of a poisoned group is not destroyed: its threads may be in a call that
   /// nothing but Gloo's own limit ends, and its destructor would wait for them.
   void close();
@@ -77,6 +81,8 @@ class GroupState {
   c10::intrusive_ptr<c10d::ProcessGroup> process_group();
 
  private:
+  void require_open() const;
+
   std::string name_;
   std::vector<int> ranks_;
   int rank_;
@@ -85,6 +91,7 @@ class GroupState {
   std::atomic<std::uint64_t> sequence_{0};
   Endpoint cpu_, cuda_;
   bool closed_ = false;
+  bool store_alone_;
   std::mutex waiting_mutex_;
   std::vector<c10d::Work*> waiting_;
   std::shared_ptr<GroupWatch> watch_;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <numeric>
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
@@ -17,6 +18,8 @@ namespace {
 
 // After a fault, the others may still ask who is missing, through the store that rank 0 serves.
 constexpr std::chrono::seconds kLingerAfterFault{3};
+
+constexpr auto kMeetingTag = "plans";
 
 }  // namespace
 
@@ -132,13 +135,19 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks, c
   return slot->state;
 }
 
+std::shared_ptr<GroupState> ManagerState::meeting_place() {
+  std::vector<int> everybody(static_cast<std::size_t>(base_.launch.world_size));
+  std::iota(everybody.begin(), everybody.end(), 0);
+  return group(everybody, {}, base_.store && base_.backend == "gloo" ? kMeetingTag : "");
+}
+
 std::shared_ptr<GroupState> ManagerState::make(const Key& key, const std::shared_ptr<GroupWatch>& watch) {
   const auto& [ranks, backend, limit, tag] = key;
   GroupSpec spec;
   spec.name = watch->group();
   spec.ranks = ranks;
   spec.rank = static_cast<int>(std::find(ranks.begin(), ranks.end(), base_.launch.rank) - ranks.begin());
-  spec.backend = backend.empty() ? base_.backend : backend;
+  spec.backend = tag == kMeetingTag ? "store" : backend.empty() ? base_.backend : backend;
   spec.device = base_.device;
   spec.address = base_.address;
   spec.timeout = std::chrono::milliseconds(limit);

@@ -51,6 +51,9 @@ class ManagerState {
   const ManagerBase& base() const { return base_; }
   /// The group of these global ranks; made on first use by its members. Groups of different tags are different, even of the same ranks.
   std::shared_ptr<GroupState> group(const std::vector<int>& ranks, const GroupOptions& options = {}, const std::string& tag = "");
+  /// Where all ranks meet to compare what must be the same everywhere: over Gloo the job's store alone, at a cost for a rank that does not grow with
+  /// the world (a group over the world would connect each rank to every other); over other backends the world group.
+  std::shared_ptr<GroupState> meeting_place();
   /// Destroys the groups of a tag, newest first.
   void destroy(const std::string& tag);
   /// Destroys all groups, newest first.
