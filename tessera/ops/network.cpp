@@ -1,4 +1,4 @@
-// Layers and losses: norms over whole dims, embeddings, convolution and pooling with sharded samples (and channels where they sum), losses weighted
+// Layers and losses: norms over whole dims, embeddings, pooling with sharded samples, losses weighted
 // by true counts, attention over samples and heads.
 
 #include <ATen/core/Reduction.h>
@@ -137,70 +137,6 @@ Plan embedding_backward(const OpCall& call) {
   p.contract = some(n);
   if (call.argument("scale_grad_by_freq") >= 0 && call.boolean("scale_grad_by_freq")) p.contract.clear();  // the frequency is that of the whole batch
   return solve(p);
-}
-
-// ---- convolution: samples, and channels where there are no groups ----
-
-enum : int { kSample, kIn, kOut };
-
-struct ConvolutionLabels {
-  Labels input, weight, output;
-  explicit ConvolutionLabels(const OpCall& call, int n) {
-    const bool plain = call.integer("groups") == 1;
-    input = output = weight = Labels(n, kWhole);
-    input[0] = output[0] = kSample;
-    if (!plain) return;
-    input[1] = kIn;
-    output[1] = kOut;
-    weight[call.boolean("transposed") ? 1 : 0] = kOut;
-    weight[call.boolean("transposed") ? 0 : 1] = kIn;
-  }
-};
-
-std::int64_t at_or_last(const Shape& values, std::size_t i) { return values.size() == 1 ? values[0] : values[i]; }
-
-Plan convolution(const OpCall& call) {
-  const TensorInfo& x = *call.find("input");
-  const TensorInfo& w = *call.find("weight");
-  const int n = w.spec.dims();
-  if (x.spec.dims() != n) throw ShardingError(concat("convolution of an input without samples, ", x.spec, ", has no rule: unsqueeze it"));
-  const ConvolutionLabels labels(call, n);
-  LabelProblem p(call);
-  describe(p, {{"input", labels.input}, {"weight", labels.weight}, {"bias", {labels.output[1]}}});
-  p.outputs = {labels.output};
-  p.contract = {kIn};
-  if (const TensorInfo* bias = call.find("bias")) p.additive = {call.index_of(*bias)};
-  const Shape stride = call.integers("stride"), padding = call.integers("padding"), dilation = call.integers("dilation"),
-              extra = call.integers("output_padding");
-  const bool transposed = call.boolean("transposed");
-  Shape out{x.spec.shape()[0], transposed ? w.spec.shape()[1] * call.integer("groups") : w.spec.shape()[0]};
-  for (std::size_t i = 0; i + 2 < static_cast<std::size_t>(n); ++i) {
-    const std::int64_t k = w.spec.shape()[i + 2], s = at_or_last(stride, i), pad = at_or_last(padding, i), d = at_or_last(dilation, i),
-                       size = x.spec.shape()[i + 2];
-    out.push_back(transposed ? (size - 1) * s - 2 * pad + d * (k - 1) + at_or_last(extra, i) + 1 : (size + 2 * pad - d * (k - 1) - 1) / s + 1);
-  }
-  p.output_shapes = {out};
-  Plan plan = solve(p);
-  plan.outputs[0].strides = strides_in_order(out, x.strides);
-  return plan;
-}
-
-Plan convolution_backward(const OpCall& call) {
-  const TensorInfo& x = *call.find("input");
-  const TensorInfo& w = *call.find("weight");
-  const ConvolutionLabels labels(call, w.spec.dims());
-  LabelProblem p(call);
-  describe(p, {{"grad_output", labels.output}, {"input", labels.input}, {"weight", labels.weight}});
-  p.outputs = {labels.input, labels.weight, {labels.output[1]}};
-  p.output_shapes = {x.spec.shape(), w.spec.shape(), {call.find("grad_output")->spec.shape()[1]}};
-  // grad_input sums over output channels, grad_weight over samples, grad_bias over both and would count input channels twice.
-  p.contract = {kSample, kOut};
-  Plan plan = solve(p);
-  plan.outputs[0].strides = x.strides;
-  plan.outputs[1].strides = w.strides;
-  const std::int64_t local_out = plan.inputs[call.index_of(*call.find("grad_output"))]->local_shape()[1];
-  if (call.has("bias_sizes")) plan.arguments = {{call.argument("bias_sizes"), c10::IValue(c10::List<std::int64_t>({local_out}))}};
-  return plan;
 }
 
 // ---- pooling and resampling: the last `inner` dims are whole ----
@@ -372,8 +308,6 @@ const bool registered = [] {
   register_rule("aten::native_group_norm_backward", group_norm_backward);
   register_rule("aten::embedding", embedding);
   register_rule("aten::embedding_dense_backward", embedding_backward);
-  register_rule("aten::convolution", convolution);
-  register_rule("aten::convolution_backward", convolution_backward);
   for (const char* op :
        {"aten::max_pool2d_with_indices", "aten::max_pool2d_with_indices_backward", "aten::avg_pool2d", "aten::avg_pool2d_backward",
         "aten::_adaptive_avg_pool2d", "aten::_adaptive_avg_pool2d_backward", "aten::adaptive_max_pool2d", "aten::adaptive_max_pool2d_backward",

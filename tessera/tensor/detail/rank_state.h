@@ -7,6 +7,7 @@
 #include <set>
 #include <string>
 
+#include "tessera/tensor/halo_policy.h"
 #include "tessera/tensor/policy.h"
 
 namespace tessera::detail {
@@ -17,6 +18,7 @@ struct RankState {
   std::uint64_t seed = 0x7e55e7a;
   std::uint64_t stream = 0;
   Policies policies;
+  std::atomic<HaloPolicy> halo_policy = HaloPolicy{};
   std::set<std::string> warned;  // what was warned about once
 };
 
