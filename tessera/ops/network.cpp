@@ -284,7 +284,18 @@ Plan attention(const OpCall& call) {
     p.outputs = {one, {one[0], one[1], kWhole}};
     p.output_shapes = {out, {out[0], out[1], out[2]}};
   }
-  return solve(p);
+  Plan plan = solve(p);
+  if (plan.inputs[0]->local_numel() == 0) {
+    // The kernel divides by the number of samples and heads.
+    std::vector<Shape> shapes;
+    for (const Plan::Output& o : plan.outputs) shapes.push_back(o.spec.local_shape());
+    plan.local = [shapes](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+      torch::jit::Stack made;
+      for (const Shape& shape : shapes) made.push_back(arguments[0].toTensor().new_zeros(shape));
+      return made;
+    };
+  }
+  return plan;
 }
 
 // Which kernel computes attention is decided alike on all ranks, from global shapes alone: 1 is flash, 0 the composite of products and softmax.

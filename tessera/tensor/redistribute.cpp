@@ -1,177 +1,305 @@
 #include "tessera/tensor/detail/redistribute.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full_like.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/full.h>
+
+#include <limits>
 
 #include "tessera/base/text.h"
-#include "tessera/partition/transfer.h"
-#include "tessera/tensor/detail/layout.h"
 #include "tessera/tensor/detail/mesh_context.h"
 #include "tessera/tensor/detail/no_dispatch.h"
-#include "tessera/tensor/errors.h"
+#include "tessera/tensor/detail/redistribution_plan.h"
 
 namespace tessera::detail {
 
 namespace {
 
-at::Tensor slice(const at::Tensor& t, const Box& box, const std::vector<std::int64_t>& offset) {
+constexpr CallOptions kCall{std::chrono::milliseconds(0), "redistribute"};
+
+std::vector<std::int64_t> shape_of(const Box& box) {
+  std::vector<std::int64_t> shape;
+  for (const Interval& i : box) shape.push_back(i.size());
+  return shape;
+}
+
+// The part of `t`, which holds `held`, that is `box`.
+at::Tensor slice(const at::Tensor& t, const Box& held, const Box& box) {
   at::Tensor part = t;
-  for (std::size_t d = 0; d < box.size(); ++d) part = part.narrow(static_cast<std::int64_t>(d), box[d].begin - offset[d], box[d].size());
+  for (std::size_t d = 0; d < box.size(); ++d) {
+    if (!(box[d] == held[d])) part = part.narrow(static_cast<std::int64_t>(d), box[d].empty() ? 0 : box[d].begin - held[d].begin, box[d].size());
+  }
   return part;
 }
 
-// Sums and extrema of bool travel as bytes.
-at::Tensor reducible(const at::Tensor& t) { return t.scalar_type() == at::kBool ? t.to(at::kByte) : t; }
-
-at::Tensor all_reduce(const at::Tensor& local, const Group& group, ReduceOp op) {
-  at::Tensor sum = reducible(local);
-  sum = sum.is_same(local) ? local.clone(at::MemoryFormat::Contiguous) : sum.contiguous();
-  group.all_reduce(sum, op, {.name = "redistribute"});
-  return sum.to(local.scalar_type());
-}
-
-// Partial on `axis` -> Shard(d) on it, d cut by this axis alone.
-at::Tensor reduce_scatter(const at::Tensor& local, const Group& group, int d, const Partition& parts, ReduceOp op) {
-  const at::Tensor rows = reducible(local).movedim(d, 0).contiguous();
-  auto shape = rows.sizes().vec();
-  shape[0] = parts.size(group.rank());
-  at::Tensor mine = at::empty(shape, rows.options());
-  group.reduce_scatter(mine, rows, op, parts.sizes(), {.name = "redistribute"});
-  return mine.movedim(0, d).to(local.scalar_type());
-}
-
-// Shard(d) -> Replicate on the one axis that cuts d.
-at::Tensor all_gather(const at::Tensor& local, const Group& group, int d, const Partition& parts) {
-  const at::Tensor rows = local.movedim(d, 0).contiguous();
-  auto shape = rows.sizes().vec();
-  shape[0] = parts.extent();
-  at::Tensor all = at::empty(shape, rows.options());
-  group.all_gather(all, rows, parts.sizes(), {.name = "redistribute"});
-  return all.movedim(0, d);
-}
-
-at::Tensor exchange(const at::Tensor& local, const ShardSpec& from, const ShardSpec& to) {
-  const auto& context = context_of(from);
-  const TransferPlan plan = transfer_plan(from.sharding(), to.sharding(), context->position);
-  if (plan.local() && to.local_numel() == 0) return at::empty(to.local_shape(), local.options());
-  if (plan.local()) return slice(local, to.sharding().box(context->position), from.local_offset());
-  at::Tensor result = at::empty(to.local_shape(), local.options());
-  std::vector<Message> messages;
-  std::vector<std::pair<at::Tensor, at::Tensor>> arrivals;  // where to, what arrived
-  for (const Piece& piece : plan.sends) {
-    messages.push_back({Message::Kind::send, slice(local, piece.box, from.local_offset()).contiguous(), piece.rank});
+Box hull(const std::vector<Box>& boxes) {
+  Box all;
+  for (const Box& b : boxes) {
+    if (volume(b) == 0) continue;
+    if (all.empty()) all = b;
+    for (std::size_t d = 0; d < b.size(); ++d) all[d] = {std::min(all[d].begin, b[d].begin), std::max(all[d].end, b[d].end)};
   }
-  for (const Piece& piece : plan.receives) {
-    at::Tensor part = slice(result, piece.box, to.local_offset());
-    at::Tensor buffer = part.is_contiguous() ? part : at::empty(part.sizes(), part.options());
-    if (!buffer.is_same(part)) arrivals.emplace_back(part, buffer);
-    messages.push_back({Message::Kind::receive, buffer, piece.rank});
-  }
-  Request request = context->mesh.all().start_exchange(messages, {.name = "redistribute"});
-  for (const Box& box : plan.copies) slice(result, box, to.local_offset()).copy_(slice(local, box, from.local_offset()));
-  request.wait();
-  for (const auto& [part, buffer] : arrivals) part.copy_(buffer);
-  return result;
+  return all.empty() && !boxes.empty() ? boxes[0] : all;
 }
 
-// Replicate -> Partial(op): such that the reduction gives the value back.
-at::Tensor to_partial(const at::Tensor& local, int coordinate, ReduceOp::Kind op) {
-  if (coordinate == 0) return local;
-  switch (op) {
-    case ReduceOp::Kind::sum:
-      return at::zeros_like(local);
+// The boxes one after the other are `whole` in row-major order: nothing needs to be packed.
+bool in_memory_order(const std::vector<Box>& boxes, const Box& whole) {
+  std::size_t cut = 0;
+  while (cut < whole.size() && whole[cut].size() == 1) ++cut;
+  if (cut == whole.size()) {
+    std::int64_t n = 0;
+    for (const Box& b : boxes) n += volume(b);
+    return n == volume(whole);
+  }
+  std::int64_t at = whole[cut].begin;
+  for (const Box& b : boxes) {
+    if (volume(b) == 0) continue;
+    for (std::size_t d = 0; d < whole.size(); ++d) {
+      if (d != cut && !(b[d] == whole[d])) return false;
+    }
+    if (b[cut].begin != at) return false;
+    at = b[cut].end;
+  }
+  return at == whole[cut].end || volume(whole) == 0;
+}
+
+Sizes volumes(const std::vector<Box>& boxes) {
+  Sizes sizes;
+  for (const Box& b : boxes) sizes.push_back(volume(b));
+  return sizes;
+}
+
+// The boxes of `t` one after the other.
+at::Tensor pack(const at::Tensor& t, const Box& held, const std::vector<Box>& boxes) {
+  const Box all = hull(boxes);
+  if (in_memory_order(boxes, all)) return slice(t, held, all).contiguous().view({-1});
+  std::int64_t n = 0;
+  for (const Box& b : boxes) n += volume(b);
+  at::Tensor flat = at::empty({n}, t.options().memory_format(c10::nullopt));
+  std::int64_t at = 0;
+  for (const Box& b : boxes) {
+    const std::int64_t size = volume(b);
+    if (size > 0) flat.narrow(0, at, size).view(shape_of(b)).copy_(slice(t, held, b));
+    at += size;
+  }
+  return flat;
+}
+
+at::Tensor unpack(const at::Tensor& flat, const std::vector<Box>& boxes, const Box& whole) {
+  if (in_memory_order(boxes, whole)) return flat.view(shape_of(whole));
+  at::Tensor t = at::empty(shape_of(whole), flat.options());
+  std::int64_t at = 0;
+  for (const Box& b : boxes) {
+    const std::int64_t size = volume(b);
+    if (size > 0) slice(t, whole, b).copy_(flat.narrow(0, at, size).view(shape_of(b)));
+    at += size;
+  }
+  return t;
+}
+
+// Of truth values a sum is any, a product all; they travel as bytes.
+ReduceOp op_for(ReduceOp::Kind kind, at::ScalarType dtype) {
+  if (dtype == at::kBool && kind == ReduceOp::Kind::sum) return ReduceOp::max;
+  if (dtype == at::kBool && kind == ReduceOp::Kind::product) return ReduceOp::min;
+  return {kind, 1.0};
+}
+
+at::Scalar identity_of(ReduceOp::Kind kind, at::ScalarType dtype) {
+  const bool low = kind == ReduceOp::Kind::max;
+  switch (kind) {
     case ReduceOp::Kind::product:
-      return at::full_like(local, 1);
+      return 1;
+    case ReduceOp::Kind::min:
+    case ReduceOp::Kind::max:
+      if (at::isFloatingType(dtype)) return low ? -std::numeric_limits<double>::infinity() : std::numeric_limits<double>::infinity();
+      switch (dtype) {
+        case at::kBool:
+          return !low;
+        case at::kByte:
+          return low ? 0 : 255;
+        case at::kChar:
+          return low ? -128 : 127;
+        case at::kShort:
+          return low ? std::numeric_limits<std::int16_t>::lowest() : std::numeric_limits<std::int16_t>::max();
+        case at::kInt:
+          return low ? std::numeric_limits<std::int32_t>::lowest() : std::numeric_limits<std::int32_t>::max();
+        case at::kLong:
+          return low ? std::numeric_limits<std::int64_t>::lowest() : std::numeric_limits<std::int64_t>::max();
+        default:
+          throw InvalidArgument(concat("a ", toString(dtype), " tensor has no minimum or maximum, and cannot become partial by it"));
+      }
     default:
-      return local;
+      return 0;
   }
 }
 
 }  // namespace
 
-at::Tensor redistribute_local(const at::Tensor& given, const ShardSpec& from, const ShardSpec& to) {
-  if (from == to) return given;
-  if (context_of(from) != context_of(to) || from.shape() != to.shape()) {
+Redistribution::Redistribution(const at::Tensor& local, const ShardSpec& from, const ShardSpec& to, bool blocking)
+    : from_(from), blocking_(blocking), local_(local) {
+  const auto& context = context_of(from);
+  if (context != context_of(to) || from.shape() != to.shape()) {
     throw InvalidArgument(concat("cannot redistribute ", from, " as ", to, ": mesh or shape differ"));
   }
+  plan_ = context->redistributions->of(from, to);
   const LocalCallGuard guard;
-  const auto& context = context_of(from);
-  at::Tensor local = given;
-  ShardSpec now = from;
-  for (int axis = 0; axis < from.mesh_dims(); ++axis) {
-    const Placement was = from.placements()[axis], will = to.placements()[axis];
-    if (!was.is_partial() || was == will) continue;
-    const ReduceOp op{was.op, 1.0};
-    const bool whole_axis = will.is_shard() && !now.is_sharded(will.dim) && to.dim(will.dim).axes.size() == 1;
-    if (whole_axis && was.op != ReduceOp::Kind::avg) {
-      local = reduce_scatter(local, context->group(axis), will.dim, to.dim(will.dim).partition, op);
-      std::vector<const DimSharding*> parts;
-      for (int d = 0; d < now.dims(); ++d) parts.push_back(d == will.dim ? &to.dim(d) : &now.dim(d));
-      auto placements = now.placements();
-      placements[axis] = will;
-      now = make_spec(context, now.shape(), std::move(placements), parts);
-    } else {
-      local = all_reduce(local, context->group(axis), op);
-      now = now.with_placement(axis, Replicate());
-    }
-  }
-  // What becomes partial is replicated until the end.
-  auto placements = to.placements();
-  for (int axis = 0; axis < to.mesh_dims(); ++axis) {
-    if (placements[axis].is_partial() && !(now.placements()[axis] == placements[axis])) placements[axis] = Replicate();
-  }
-  const ShardSpec target = to.with_placements(placements);
-  for (int axis = 0; axis < now.mesh_dims() && !(now == target); ++axis) {
-    const Placement was = now.placements()[axis];
-    if (!was.is_shard() || !target.placements()[axis].is_replicate() || now.dim(was.dim).axes.size() != 1) continue;
-    local = all_gather(local, context->group(axis), was.dim, now.dim(was.dim).partition);
-    now = now.with_placement(axis, Replicate());
-  }
-  if (!(now == target)) local = exchange(local, now, target);
-  for (int axis = 0; axis < to.mesh_dims(); ++axis) {
-    if (placements[axis] == to.placements()[axis]) continue;
-    local = to_partial(local, context->coordinate[axis], to.placements()[axis].op);
-  }
-  return local;
+  launch();
 }
 
-double elements_moved(const ShardSpec& from, const ShardSpec& to) {
-  if (from == to) return 0;
-  double moved = 0;
-  double held = 1;  // share of the tensor that a rank holds, on average, as axes are dealt with
-  const auto& sizes = context_of(from)->sizes;
-  for (int axis = 0; axis < from.mesh_dims(); ++axis) {
-    if (from.placements()[axis].is_shard()) held /= sizes[axis];
+Group Redistribution::group(const std::vector<int>& axes) const { return context_of(from_)->mesh.group(axes); }
+
+bool Redistribution::done() const { return stage_ >= plan_->reductions.size() && request_.done(); }
+
+void Redistribution::launch() {
+  request_ = {};
+  complete_ = {};
+  if (stage_ < plan_->reductions.size()) {
+    launch_reduction();
+  } else {
+    launch_move();
   }
-  const double all = static_cast<double>(from.numel());
-  for (int axis = 0; axis < from.mesh_dims(); ++axis) {
-    const Placement a = from.placements()[axis], b = to.placements()[axis];
-    const double n = sizes[axis], rest = (n - 1) / n;
-    if (a == b) {
-      if (a.is_shard() && !(from.dim(a.dim) == to.dim(a.dim))) moved += all * held * rest;
-      continue;
+}
+
+void Redistribution::launch_reduction() {
+  const auto& r = plan_->reductions[stage_];
+  // What the stage before left: the source's part, or a piece of it.
+  const auto* before = stage_ > 0 ? &plan_->reductions[stage_ - 1] : nullptr;
+  const Box& held = !before ? plan_->before : before->pieces.empty() ? before->whole : before->pieces[before->rank];
+  const auto dtype = local_.scalar_type();
+  const ReduceOp op = op_for(r.op, dtype);
+  const at::Tensor given = dtype == at::kBool ? local_.to(at::kByte) : local_;
+  const bool fresh = own_ || dtype == at::kBool;
+  own_ = true;
+  const Group ranks = group(r.axes);
+  if (r.pieces.empty()) {
+    at::Tensor part = slice(given, held, r.whole);
+    part = fresh && part.is_contiguous() ? part : part.clone(at::MemoryFormat::Contiguous);
+    if (blocking_) {
+      ranks.all_reduce(part, op, kCall);
+    } else {
+      request_ = ranks.start_all_reduce(part, op, kCall);
     }
-    if (a.is_shard() && b.is_shard()) {
-      moved += all * held * rest;
-    } else if (a.is_shard()) {
-      moved += all * held * (n - 1);
-      held *= n;
-    } else if (a.is_partial()) {
-      moved += all * held * rest * (b.is_shard() ? 1 : 2);
-      if (b.is_shard()) held /= n;
-    } else if (b.is_shard()) {
-      held /= n;
+    complete_ = [part, dtype] { return part.to(dtype); };
+    return;
+  }
+  const at::Tensor all = pack(given, held, r.pieces);
+  const at::Tensor mine = at::empty({volume(r.pieces[r.rank])}, all.options());
+  if (blocking_) {
+    ranks.reduce_scatter(mine, all, op, volumes(r.pieces), kCall);
+  } else {
+    request_ = ranks.start_reduce_scatter(mine, all, op, volumes(r.pieces), kCall);
+  }
+  complete_ = [mine, dtype, shape = shape_of(r.pieces[r.rank])] { return mine.view(shape).to(dtype); };
+}
+
+void Redistribution::launch_move() {
+  using Kind = RedistributionPlan::Move::Kind;
+  const auto& move = plan_->move;
+  const auto* before = plan_->reductions.empty() ? nullptr : &plan_->reductions.back();
+  const Box& held = !before ? plan_->before : before->pieces.empty() ? before->whole : before->pieces[before->rank];
+  switch (move.kind) {
+    case Kind::none:
+      complete_ = [this, &held, &move] { return slice(local_, held, move.after); };
+      return;
+    case Kind::all_gather: {
+      const Group ranks = group(move.axes);
+      const at::Tensor mine = slice(local_, held, move.pieces[move.rank]).contiguous().view({-1});
+      const at::Tensor all = at::empty({volume(move.after)}, mine.options());
+      if (blocking_) {
+        ranks.all_gather(all, mine, volumes(move.pieces), kCall);
+      } else {
+        request_ = ranks.start_all_gather(all, mine, volumes(move.pieces), kCall);
+      }
+      complete_ = [all, &move] { return unpack(all, move.pieces, move.after); };
+      own_ = true;
+      return;
+    }
+    case Kind::broadcast: {
+      const Group ranks = group(move.axes);
+      const Box& box = move.pieces[move.root];
+      const at::Tensor all = move.rank == move.root ? slice(local_, held, box).contiguous() : at::empty(shape_of(box), local_.options());
+      if (blocking_) {
+        ranks.broadcast(all, move.root, kCall);
+      } else {
+        request_ = ranks.start_broadcast(all, move.root, kCall);
+      }
+      complete_ = [all] { return all; };
+      return;
+    }
+    case Kind::all_to_all: {
+      const Group ranks = group(move.axes);
+      std::vector<Box> out(ranks.size(), Box(held.size())), in = out;
+      for (const Piece& p : move.transfer.sends) out[p.rank] = p.box;
+      for (const Piece& p : move.transfer.receives) in[p.rank] = p.box;
+      for (const Box& box : move.transfer.copies) out[move.rank] = in[move.rank] = box;
+      const at::Tensor packed = pack(local_, held, out);
+      const at::Tensor all = at::empty({volume(move.after)}, packed.options());
+      if (blocking_) {
+        ranks.all_to_all(all, packed, volumes(in), volumes(out), kCall);
+      } else {
+        request_ = ranks.start_all_to_all(all, packed, volumes(in), volumes(out), kCall);
+      }
+      complete_ = [all, in = std::move(in), &move] { return unpack(all, in, move.after); };
+      own_ = true;
+      return;
+    }
+    case Kind::exchange: {
+      const at::Tensor result = at::empty(shape_of(move.after), local_.options());
+      std::vector<Message> messages;
+      std::vector<std::pair<at::Tensor, at::Tensor>> arrivals;  // where to, what arrived
+      for (const Piece& p : move.transfer.sends) messages.push_back({Message::Kind::send, slice(local_, held, p.box).contiguous(), p.rank});
+      for (const Piece& p : move.transfer.receives) {
+        const at::Tensor part = slice(result, move.after, p.box);
+        const at::Tensor buffer = part.is_contiguous() ? part : at::empty(part.sizes(), part.options());
+        if (!buffer.is_same(part)) arrivals.emplace_back(part, buffer);
+        messages.push_back({Message::Kind::receive, buffer, p.rank});
+      }
+      if (!messages.empty()) request_ = group(move.axes).start_exchange(messages, kCall);
+      for (const Box& box : move.transfer.copies) slice(result, move.after, box).copy_(slice(local_, held, box));
+      complete_ = [result, arrivals = std::move(arrivals)] {
+        for (const auto& [part, buffer] : arrivals) part.copy_(buffer);
+        return result;
+      };
+      own_ = true;
+      return;
     }
   }
-  return moved;
+}
+
+at::Tensor Redistribution::finish() {
+  const LocalCallGuard guard;
+  while (true) {
+    request_.wait();
+    local_ = complete_();
+    if (stage_ == plan_->reductions.size()) break;
+    ++stage_;
+    launch();
+  }
+  const auto& plan = *plan_;
+  if (plan.clear) return at::full(shape_of(plan.target), identity_of(plan.identity, local_.scalar_type()), local_.options());
+  if (!plan.pad) return std::move(local_);
+  at::Tensor padded = at::full(shape_of(plan.target), identity_of(plan.identity, local_.scalar_type()), local_.options());
+  slice(padded, plan.target, plan.move.after).copy_(plan.scale == 1 ? local_ : local_.mul(plan.scale));
+  return padded;
+}
+
+at::Tensor redistribute_local(const at::Tensor& local, const ShardSpec& from, const ShardSpec& to) {
+  if (from == to) return local;
+  return Redistribution(local, from, to, true).finish();
+}
+
+std::int64_t elements_moved(const ShardSpec& from, const ShardSpec& to) {
+  return from == to ? 0 : context_of(from)->redistributions->of(from, to)->moved();
 }
 
 bool moves_shards(const ShardSpec& from, const ShardSpec& to) {
+  if (from == to) return false;
+  const auto plan = context_of(from)->redistributions->of(from, to);
+  if (plan->move.kind == RedistributionPlan::Move::Kind::none) return false;
+  // What a reduction left in pieces and gathers again is a part of the reduction.
   for (int axis = 0; axis < from.mesh_dims(); ++axis) {
     const Placement a = from.placements()[axis], b = to.placements()[axis];
     if (!a.is_shard()) continue;
-    if (!(a == b) || !(from.dim(a.dim) == to.dim(a.dim))) return context_of(from)->sizes[axis] > 1;
+    if (context_of(from)->sizes[axis] > 1 && (!(a == b) || !(from.dim(a.dim) == to.dim(a.dim)))) return true;
   }
   return false;
 }

@@ -7,6 +7,7 @@
 #include "tessera/tensor/detail/layout.h"
 #include "tessera/tensor/detail/mesh_context.h"
 #include "tessera/tensor/detail/rank_state.h"
+#include "tessera/tensor/detail/redistribution_plan.h"
 #include "tessera/tensor/errors.h"
 
 namespace tessera {
@@ -72,7 +73,8 @@ std::vector<int> own_coordinate(const DeviceMesh& mesh) {
 
 }  // namespace
 
-MeshContext::MeshContext(const DeviceMesh& m) : mesh(m), sizes(axis_sizes(m.layout())), coordinate(own_coordinate(m)) {
+MeshContext::MeshContext(const DeviceMesh& m)
+    : mesh(m), sizes(axis_sizes(m.layout())), coordinate(own_coordinate(m)), redistributions(std::make_shared<RedistributionPlans>()) {
   for (std::size_t i = 0; i < sizes.size(); ++i) position = position * sizes[i] + coordinate[i];
 }
 
@@ -122,6 +124,7 @@ ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std
     data->partial |= p.is_partial();
     data->shard |= p.is_shard();
   }
+  data->hash = hash.value();
   return ShardSpec(context->specs.intern(hash.value(), std::move(data)));
 }
 

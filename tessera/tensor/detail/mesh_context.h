@@ -14,6 +14,7 @@ namespace tessera::detail {
 
 struct Layout;
 struct RankState;
+class RedistributionPlans;
 
 /// Values by hash, held weakly: an entry lives as long as somebody uses it.
 template <class T>
@@ -52,6 +53,7 @@ struct SpecData {
   std::vector<std::int64_t> local_shape, local_offset;
   std::int64_t numel = 1, local_numel = 1;
   bool replicated = true, partial = false, shard = false;
+  std::uint64_t hash = 0;
 
   bool same(const SpecData& other) const {
     return placements == other.placements && sharding.shape() == other.sharding.shape() && sharding.dims() == other.sharding.dims();
@@ -68,6 +70,7 @@ struct MeshContext {
   const std::vector<int> coordinate;  // of this rank
   int position = 0;                   // row-major
   std::shared_ptr<RankState> state;
+  const std::shared_ptr<RedistributionPlans> redistributions;
 
   Group group(int axis) const { return mesh.group(axis); }
 
