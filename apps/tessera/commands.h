@@ -13,6 +13,7 @@ struct Command {
 };
 
 Command add_run(CLI::App& program);
+Command add_bench(CLI::App& program);
 Command add_doctor(CLI::App& program);
 Command add_plan(CLI::App& program);
 

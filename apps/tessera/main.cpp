@@ -9,7 +9,7 @@ int main(int argc, char** argv) {
   program.name("tessera");
   program.require_subcommand(1);
   const std::vector<tessera::app::Command> commands{tessera::app::add_run(program), tessera::app::add_doctor(program),
-                                                    tessera::app::add_plan(program)};
+                                                    tessera::app::add_plan(program), tessera::app::add_bench(program)};
   try {
     program.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

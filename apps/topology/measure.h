@@ -1,0 +1,27 @@
+#pragma once
+// Links between the ranks of a running job, measured pair by pair.
+
+#include <cstdint>
+#include <vector>
+
+#include "tessera/comm/manager.h"
+#include "tessera/layout/probe.h"
+
+namespace tessera::app {
+
+struct ProbeOptions {
+  std::int64_t bytes = 4 << 20;  ///< Of the messages that measure bandwidth.
+  double seconds = 0.05;         ///< For each of latency and bandwidth of a pair, about.
+  int pairs = 120;               ///< At most, inside one host.
+  int rounds = 63;               ///< At most, between hosts: in each, every host is measured against another one.
+};
+
+struct ProbedJob {
+  Probe probe;                    ///< Complete on rank 0.
+  std::vector<int> rank_of_slot;  ///< Slots host by host, as the ranks stand.
+};
+
+/// Collective over the world of `manager`, which must have at least two ranks.
+ProbedJob probe_job(const DistributedManager& manager, const ProbeOptions& options);
+
+}  // namespace tessera::app
