@@ -2,13 +2,14 @@
 #   make             configure and build (PRESET=debug, asan or tsan: another kind)
 #   make demo        the winds example on real data, on 2 ranks; the report is build/winds-report.html
 #   make test        everything: Python's torch, build, all tests, lint
-#   make bench       the benchmarks (NAME=comm: one of them)
+#   make bench       the benchmarks (NAME=comm: one of them; ARGS="--only 'reduce.*mpi'": some of its cases)
 #   make test-2.11   build and test with the oldest libtorch that is supported
 #   make format, make lint, make docs, make clean
 SHELL := /bin/bash
 PRESET ?= release
 JOBS ?= 2
 NAME ?=
+ARGS ?=
 RANKS ?= 2
 BUILD := build/$(PRESET)
 RUN := scripts/env
@@ -49,7 +50,7 @@ ctest:
 
 bench: configure
 	@$(RUN) cmake --build --preset $(PRESET)
-	@$(RUN) scripts/bench $(BUILD) $(NAME)
+	@$(RUN) scripts/bench $(BUILD) $(NAME) $(ARGS)
 
 format: bootstrap
 	@scripts/bootstrap --lint

@@ -1,12 +1,14 @@
 #include "harness.h"
 
+#include <pthread.h>
+#include <sched.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
-#include <thread>
 
 namespace tessera::bench {
 
@@ -27,6 +29,28 @@ Pairs alternate(int count, const std::function<double()>& ours, const std::funct
     pairs.emplace_back(a, b);
   }
   return pairs;
+}
+
+AwakeCores::AwakeCores() {
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) throw std::runtime_error("sched_getaffinity failed");
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (!CPU_ISSET(cpu, &allowed)) continue;
+    threads_.emplace_back([this, cpu] {
+      cpu_set_t one;
+      CPU_ZERO(&one);
+      CPU_SET(cpu, &one);
+      const sched_param none{};
+      if (pthread_setaffinity_np(pthread_self(), sizeof one, &one) != 0 || pthread_setschedparam(pthread_self(), SCHED_IDLE, &none) != 0) return;
+      while (!stop_.load(std::memory_order_relaxed)) {
+      }
+    });
+  }
+}
+
+AwakeCores::~AwakeCores() {
+  stop_.store(true);
+  for (auto& thread : threads_) thread.join();
 }
 
 double median(std::vector<double> values) {
@@ -64,6 +88,13 @@ Report::Report(std::string name, std::string out) : name_(std::move(name)), out_
 void Report::meta(const std::string& key, const std::string& value) { meta_.emplace_back(key, nlohmann::json(value).dump()); }
 
 void Report::meta(const std::string& key, std::int64_t value) { meta_.emplace_back(key, std::to_string(value)); }
+
+void Report::only(const std::string& pattern, bool shared) {
+  if (!pattern.empty()) only_ = std::regex(pattern);
+  keep_ = only_ || shared;
+}
+
+bool Report::wants(const std::string& name) const { return !only_ || std::regex_search(name, *only_); }
 
 namespace {
 
@@ -109,6 +140,10 @@ void Report::bandwidth(const std::string& name, const Pairs& pairs, double bytes
 void Report::add(Record record) { records_.push_back(std::move(record)); }
 
 int Report::finish() const {
+  if (records_.empty()) {
+    std::fprintf(stderr, "%s: the pattern finds no case\n", name_.c_str());
+    return 3;
+  }
   std::printf("%-40s %-10s %12s %12s %-6s %-22s %8s %8s %8s\n", "case", "metric", "ours", "reference", "unit", "reference is", "ratio", "limit",
               "holds");
   const auto cell = [](const std::optional<double>& x) {
@@ -118,6 +153,14 @@ int Report::finish() const {
   };
   bool all = true;
   nlohmann::json file = nlohmann::json::array();
+  if (keep_) {
+    std::ifstream before(out_);
+    if (before)
+      for (auto& record : nlohmann::json::parse(before)) {
+        const auto is_new = [&](const Record& r) { return r.name == record["case"]; };
+        if (std::none_of(records_.begin(), records_.end(), is_new)) file.push_back(std::move(record));
+      }
+  }
   nlohmann::json meta;
   for (const auto& [key, value] : meta_) meta[key] = nlohmann::json::parse(value);
   for (const auto& r : records_) {

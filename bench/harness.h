@@ -10,9 +10,12 @@
 // ratios with the smallest k for which Binomial(n, 1/2) stays below k with probability 0.95: the median lies below it with that confidence, whatever
 // the distribution (n = 31: k = 21). Median of times: of the values alone.
 
+#include <atomic>
 #include <functional>
 #include <optional>
+#include <regex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -37,6 +40,21 @@ using Pairs = std::vector<std::pair<double, double>>;
 /// Calls `ours` and `reference` in the order A B B A A B ..., `count` (at least 31) times each; each returns the seconds of its own sample.
 Pairs alternate(int count, const std::function<double()>& ours, const std::function<double()>& reference);
 
+/// Keeps the cores from sleeping while it lives: a thread for each CPU of this process that runs only where nothing else does (SCHED_IDLE). Waking a
+/// sleeping core costs up to milliseconds on a virtual machine, at random, and hides everything else in calls that wait for other threads; where a
+/// model computes, cores are awake.
+class AwakeCores {
+ public:
+  AwakeCores();
+  ~AwakeCores();
+  AwakeCores(const AwakeCores&) = delete;
+  AwakeCores& operator=(const AwakeCores&) = delete;
+
+ private:
+  std::atomic<bool> stop_{false};
+  std::vector<std::thread> threads_;
+};
+
 double median(std::vector<double> values);
 /// The upper bound of the median with confidence 0.95; see above.
 double upper_bound_of_median(std::vector<double> values);
@@ -47,6 +65,10 @@ class Report {
   Report(std::string name, std::string out);
   void meta(const std::string& key, const std::string& value);
   void meta(const std::string& key, std::int64_t value);
+  /// A long benchmark in pieces: wants() is true of the cases whose name this regular expression (ECMAScript) finds, empty: of all. With a pattern,
+  /// or where the file is made by several programs (`shared`), finish() keeps the file's records of other cases.
+  void only(const std::string& pattern, bool shared = false);
+  bool wants(const std::string& name) const;
 
   /// A time in microseconds beside the reference's; `limit` as ratio.
   void time(const std::string& name, const Pairs& pairs, const std::string& reference, double limit);
@@ -55,11 +77,14 @@ class Report {
   /// Any other.
   void add(Record record);
 
-  /// Prints the table and writes the file. Exit status: 0 if every limit holds, else 1.
+  /// Prints the table and writes the file. Exit status: 0 if every limit holds, else 1; 3, and no
+  /// file, if the pattern found no case.
   int finish() const;
 
  private:
   std::string name_, out_;
+  std::optional<std::regex> only_;
+  bool keep_ = false;
   std::vector<std::pair<std::string, std::string>> meta_;  // values as JSON
   std::vector<Record> records_;
 };

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
 #include "tessera/base/hash.h"
@@ -79,6 +80,14 @@ Flat flat(const std::vector<at::Tensor>& tensors) {
   return result;
 }
 
+/// A rank's part for itself. Same number of elements and dtype.
+void copy_here(const at::Tensor& output, const at::Tensor& input) {
+  if (in_order(output) && in_order(input) && output.numel() > 0)
+    std::memcpy(output.data_ptr(), input.data_ptr(), input.nbytes());
+  else
+    output.copy_(input.view(output.sizes()));
+}
+
 c10d::ReduceOp::RedOpType c10d_op(ReduceOp::Kind kind) {
   switch (kind) {
     case ReduceOp::Kind::sum:
@@ -128,13 +137,14 @@ MpiBackend::WorkPtr MpiBackend::run(const char* name, OpType type, CallLimit lim
     // At level `serialized` a blocking call would keep the lock from the thread that the other ranks wait for.
     if (kind == Kind::collective && limit.blocking && comm_->library().level() != MpiThreadLevel::serialized) {
       call->blocking = true;
-      const BlockingPhase phase = comm_->meet(*call);
       add(*call);
+      call->phase.reset();
     } else {
       const auto lock = comm_->library().serialize();
       add(*call);
     }
   } catch (...) {
+    call->phase.reset();
     if (call->pending()) {
       comm_->set_stuck();
       comm_->adopt(std::move(call));
@@ -258,13 +268,9 @@ MpiBackend::WorkPtr MpiBackend::gather(TensorLists& outputs, Tensors& inputs, co
   // Messages: the other ranks do not know the sizes of the root's outputs.
   return run("gather", OpType::GATHER, limit_of(options), Kind::messages, [&](MpiCall& call) {
     if (rank() != root) return add_send(call, input, root, tag_limit_);
-    for (int r = 0; r < ranks(); ++r) {
-      const at::Tensor& t = out[static_cast<std::size_t>(r)];
-      if (r == root)
-        t.copy_(input.view(t.sizes()));
-      else
-        add_receive(call, t, r, tag_limit_);
-    }
+    for (int r = 0; r < ranks(); ++r)
+      if (r != root) add_receive(call, out[static_cast<std::size_t>(r)], r, tag_limit_);
+    copy_here(out[static_cast<std::size_t>(root)], input);
     call.results = out;
   });
 }
@@ -287,13 +293,9 @@ MpiBackend::WorkPtr MpiBackend::scatter(Tensors& outputs, TensorLists& inputs, c
   return run("scatter", OpType::SCATTER, limit_of(options), Kind::messages, [&](MpiCall& call) {
     call.results = {output};
     if (rank() != root) return add_receive(call, output, root, tag_limit_);
-    for (int r = 0; r < ranks(); ++r) {
-      const at::Tensor& t = in[static_cast<std::size_t>(r)];
-      if (r == root)
-        output.copy_(t.view(output.sizes()));
-      else
-        add_send(call, t, r, tag_limit_);
-    }
+    for (int r = 0; r < ranks(); ++r)
+      if (r != root) add_send(call, in[static_cast<std::size_t>(r)], r, tag_limit_);
+    copy_here(output, in[static_cast<std::size_t>(root)]);
   });
 }
 
@@ -371,7 +373,7 @@ MpiBackend::WorkPtr MpiBackend::alltoall(Tensors& outputs, Tensors& inputs, cons
       if (r != rank()) add_receive(call, outputs[static_cast<std::size_t>(r)], r, tag_limit_);
     for (int r = 0; r < ranks(); ++r)
       if (r != rank()) add_send(call, inputs[static_cast<std::size_t>(r)], r, tag_limit_);
-    outputs[me].copy_(inputs[me].view(outputs[me].sizes()));
+    copy_here(outputs[me], inputs[me]);
     call.results = outputs;
   });
 }

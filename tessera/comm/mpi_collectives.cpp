@@ -21,8 +21,6 @@ char nothing[16];
 
 void* address(const at::Tensor& tensor) { return tensor.defined() && tensor.numel() > 0 ? tensor.data_ptr() : nothing; }
 
-bool in_order(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
-
 bool shares_storage(const at::Tensor& a, const at::Tensor& b) {
   return a.numel() > 0 && b.numel() > 0 && a.storage().data_ptr().get() == b.storage().data_ptr().get();
 }
@@ -103,6 +101,7 @@ void MpiBackend::add_all_reduce(MpiCall& call, const at::Tensor& tensor, const c
   }
   const std::int64_t item = static_cast<std::int64_t>(t.element_size()) / plan.per_element;
   std::int64_t done = 0;
+  ready(call);
   do {
     const int n = static_cast<int>(std::min(piece, count - done));
     char* data = static_cast<char*>(address(t)) + done * item;
@@ -124,6 +123,7 @@ void MpiBackend::add_broadcast(MpiCall& call, const at::Tensor& tensor, int root
   call.bytes = static_cast<std::int64_t>(t.nbytes());
   const MPI_Datatype type = mpi_bytes_type(t.element_size());
   std::int64_t done = 0;
+  ready(call);
   do {
     const int n = static_cast<int>(std::min(max_count_, t.numel() - done));
     char* data = at_element(t, done);
@@ -141,6 +141,7 @@ void MpiBackend::add_reduce(MpiCall& call, const at::Tensor& tensor, int root, c
   const std::int64_t count = t.numel() * plan.per_element;
   const std::int64_t item = static_cast<std::int64_t>(t.element_size()) / plan.per_element;
   std::int64_t done = 0;
+  ready(call);
   do {
     const int n = static_cast<int>(std::min(max_count_, count - done));
     char* data = static_cast<char*>(address(t)) + done * item;
@@ -177,8 +178,11 @@ void MpiBackend::add_all_gather(MpiCall& call, const at::Tensor& output, const a
     }
     return;
   }
-  const void* from = in_place ? MPI_IN_PLACE : address(in);
+  // Copied here rather than by MPI: before the ranks meet, not while they are together.
+  if (!in_place) copy_bytes(address(in), at_element(out, starts[index(rank())]), static_cast<std::int64_t>(in.nbytes()));
+  const void* from = MPI_IN_PLACE;
   const int mine = static_cast<int>(counts[index(rank())]);
+  ready(call);
   if (all_equal(counts)) {
     check(call.blocking ? MPI_Allgather(from, mine, type, address(out), mine, type, comm_->handle())
                         : MPI_Iallgather(from, mine, type, address(out), mine, type, comm_->handle(), call.request()),
@@ -202,6 +206,7 @@ void MpiBackend::add_reduce_scatter(MpiCall& call, const at::Tensor& output, con
   const std::int64_t item = static_cast<std::int64_t>(in.element_size()) / plan.per_element;
   Counts items = counts;
   for (auto& n : items) n *= plan.per_element;
+  ready(call);
   if (!fits(total(items))) {
     const Counts starts = offsets(items);
     for (int r = 0; r < ranks(); ++r) {
@@ -252,6 +257,7 @@ void MpiBackend::add_gather(MpiCall& call, const at::Tensor& output, const at::T
     return;
   }
   const Blocks v = blocks(call, counts, starts);
+  ready(call);
   check(call.blocking
             ? MPI_Gatherv(address(in), static_cast<int>(mine), type, address(out), v.counts, v.starts, type, root, comm_->handle())
             : MPI_Igatherv(address(in), static_cast<int>(mine), type, address(out), v.counts, v.starts, type, root, comm_->handle(), call.request()),
@@ -286,6 +292,7 @@ void MpiBackend::add_scatter(MpiCall& call, const at::Tensor& output, const at::
     return;
   }
   const Blocks v = blocks(call, counts, starts);
+  ready(call);
   check(call.blocking
             ? MPI_Scatterv(address(in), v.counts, v.starts, type, address(out), static_cast<int>(mine), type, root, comm_->handle())
             : MPI_Iscatterv(address(in), v.counts, v.starts, type, address(out), static_cast<int>(mine), type, root, comm_->handle(), call.request()),

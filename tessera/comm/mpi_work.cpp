@@ -108,7 +108,7 @@ void MpiComm::poll(const MpiCall& call, std::chrono::milliseconds limit, Test&& 
   }
 }
 
-BlockingPhase MpiComm::meet(const MpiCall& call) {
+void MpiComm::meet(MpiCall& call) {
   // Held by the library while it is pending, so it outlives this frame if the wait throws.
   MPI_Request gate = MPI_REQUEST_NULL;
   check_mpi(MPI_Ibarrier(comm_, &gate), "MPI_Ibarrier");
@@ -117,7 +117,7 @@ BlockingPhase MpiComm::meet(const MpiCall& call) {
     check_mpi(MPI_Test(&gate, &done, MPI_STATUS_IGNORE), "MPI_Test");
     return done != 0;
   });
-  return BlockingPhase(*slot_, call.name, call.timeout.count());
+  call.phase.emplace(*slot_, call.name, call.timeout.count());
 }
 
 bool MpiComm::test(MpiCall& call) {

@@ -96,7 +96,7 @@ void run(const MpiWorld& world, const std::string& fault) {
       detail::MpiCall call;
       call.name = "all_reduce";
       call.timeout = 30s;
-      const auto phase = comm->meet(call);
+      comm->meet(call);
       stay_away();
     }
     inner.allreduce(t, options(true));

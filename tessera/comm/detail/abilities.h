@@ -8,6 +8,7 @@
 
 namespace tessera::detail {
 
+/// Its reduce() leaves the tensors of the ranks that are not the root as they are.
 class ReducingBackend {
  public:
   virtual ~ReducingBackend() = default;

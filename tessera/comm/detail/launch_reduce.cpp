@@ -132,6 +132,26 @@ void reduce_flat(RequestState& call, const at::Tensor& tensor, Kind op, double f
   });
 }
 
+// Gloo reduces in place on every rank, but a rank that is not the root keeps its values. Of two ranks the other sends them, and they are added here:
+// as many bytes as Gloo's reduce, and no copy. With more ranks a copy costs less than what the root would receive.
+void reduce_pair(RequestState& call, const at::Tensor& work, const Recipe& recipe, int root) {
+  const bool is_root = call.group().rank() == root;
+  const std::int64_t count = work.numel() * wire_width(call, work);
+  const auto nothing = at::empty({0}, work.options());
+  Sizes received(2, 0), sent(2, 0);
+  if (!is_root) {
+    sent[root] = count;
+    return all_to_all_counts(call, wire_input(call, nothing), wire_input(call, work), received, sent);
+  }
+  received[1 - root] = count;
+  const auto other = at::empty(work.sizes(), work.options());
+  all_to_all_counts(call, wire_output(call, other), wire_input(call, nothing), received, sent);
+  call.then([work, other, recipe, root] {
+    reduce_in_order(work, root == 0 ? std::vector{work, other} : std::vector{other, work}, recipe.op);
+    if (recipe.divide) work.div_(2);
+  });
+}
+
 // All-reduce (root < 0) or reduce of any tensor. `writes`: this rank's tensor gets the result.
 void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, int root, bool writes) {
   const auto& endpoint = call.group().endpoint(tensor.device().type());
@@ -142,6 +162,7 @@ void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, in
 
   // `work` holds the data that is reduced; where it is not the caller's memory it is copied back at the end, which also rounds to the caller's dtype.
   const bool own = recipe.direct(dtype) && is_plain(tensor) && writes;
+  const bool pair = root >= 0 && n == 2 && !endpoint.reducing && recipe.direct(dtype);
   at::Tensor work;
   if (own) {
     work = tensor;
@@ -151,13 +172,14 @@ void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, in
     work = tensor.resolve_conj().resolve_neg().to(recipe.wide).contiguous();
     if (recipe.scale) {
       work = work.mul(op.factor);
-    } else if (!recipe.compose && !recipe.keys && work.is_alias_of(tensor)) {
-      work = work.clone();  // the backend works in place, and this tensor keeps its values
+    } else if (!recipe.compose && !recipe.keys && work.is_alias_of(tensor) && !endpoint.reducing && !pair) {
+      work = work.clone();  // Gloo works in place on every rank, and this tensor keeps its values
     }
     call.keep(work);
     if (writes && !recipe.keys && !work.is_alias_of(tensor)) call.copy_back(tensor, work);
   }
 
+  if (pair) return reduce_pair(call, work, recipe, root);
   if (recipe.compose) {
     const auto in = wire_input(call, work);
     at::Tensor gathered;

@@ -20,6 +20,9 @@
 
 namespace tessera::detail {
 
+/// Plain row-major memory: MPI works on it as it is.
+inline bool in_order(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
+
 class MpiBackend final : public c10d::Backend, public UnevenBackend, public ReducingBackend {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -87,6 +90,10 @@ class MpiBackend final : public c10d::Backend, public UnevenBackend, public Redu
   void post_send(MpiCall& call, const void* data, std::int64_t count, MPI_Datatype type, int to, int tag);
   void post_receive(MpiCall& call, void* data, std::int64_t count, MPI_Datatype type, int from, int tag);
 
+  /// Before the first of MPI's blocking calls: the ranks meet, and the watchdog looks on. What can be done without the others is done before.
+  void ready(MpiCall& call) const {
+    if (call.blocking && !call.phase) comm_->meet(call);
+  }
   /// A tensor that MPI may read: the tensor itself if its bytes lie in order, else a copy.
   at::Tensor readable(MpiCall& call, const at::Tensor& tensor) const;
   /// A tensor that MPI may write; if it is not the tensor itself, it is copied there at the end.

@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,8 @@ struct MpiCall {
   std::chrono::milliseconds timeout{0};
   bool blocking = false;  ///< The caller waits at once: use MPI's blocking calls.
   int source = -1;        ///< Group rank of the sender, for a receive from any.
+  /// From the meeting of a blocking call on, until its last MPI call has returned.
+  std::optional<BlockingPhase> phase;
 
   /// False once MPI has let go of all memory of the call.
   bool pending() const;
@@ -62,7 +65,7 @@ class MpiComm {
   /// Throws what makes a new call impossible: a wrong thread, an abort, an earlier call that never completed.
   void require_usable(const char* operation);
   /// Waits until all ranks have come, then marks a blocking phase. Throws TimeoutError.
-  BlockingPhase meet(const MpiCall& call);
+  void meet(MpiCall& call);
   /// Tests once; true when all requests are complete. Throws CommError.
   bool test(MpiCall& call);
   /// Waits for the requests within `limit`. Throws TimeoutError, CommError.

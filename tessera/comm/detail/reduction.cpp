@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 
@@ -37,16 +38,20 @@ Int nan_key(ReduceOp::Kind op) {
   return op == ReduceOp::Kind::max ? std::numeric_limits<Int>::max() : std::numeric_limits<Int>::min();
 }
 
-at::Tensor combine(const at::Tensor& a, const at::Tensor& b, ReduceOp::Kind op) {
+// out = a op b; `out` may be `a` or `b`.
+void combine(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, ReduceOp::Kind op) {
   switch (op) {
     case ReduceOp::Kind::product:
-      return at::mul(a, b);
+      at::mul_out(out, a, b);
+      return;
     case ReduceOp::Kind::min:
-      return at::minimum(a, b);
+      at::minimum_out(out, a, b);
+      return;
     case ReduceOp::Kind::max:
-      return at::maximum(a, b);
+      at::maximum_out(out, a, b);
+      return;
     default:
-      return at::add(a, b);
+      at::add_out(out, a, b);
   }
 }
 
@@ -90,16 +95,18 @@ c10::ScalarType accumulation_type(c10::ScalarType dtype) {
 
 void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& parts, ReduceOp::Kind op) {
   const auto wide = accumulation_type(output.scalar_type());
-  at::Tensor sum = parts.front().to(wide);
-  for (std::size_t i = 1; i < parts.size(); ++i) {
-    if (i > 1 && (op == ReduceOp::Kind::sum || op == ReduceOp::Kind::avg)) {
-      sum.add_(parts[i].to(wide));
-    } else {
-      sum = combine(sum, parts[i].to(wide), op);
-    }
+  // In the output itself, unless it is narrower or holds values that are still needed.
+  const bool in_place = wide == output.scalar_type() && std::none_of(parts.begin() + std::min<std::size_t>(2, parts.size()), parts.end(),
+                                                                     [&](const at::Tensor& part) { return part.is_alias_of(output); });
+  at::Tensor sum = in_place ? output : at::empty(output.sizes(), output.options().dtype(wide));
+  if (parts.size() == 1) {
+    sum.copy_(parts.front());
+  } else {
+    combine(sum, parts[0].to(wide), parts[1].to(wide), op);
+    for (std::size_t i = 2; i < parts.size(); ++i) combine(sum, sum, parts[i].to(wide), op);
   }
-  if (op == ReduceOp::Kind::avg) sum = at::div(sum, static_cast<double>(parts.size()));
-  output.copy_(sum);
+  if (op == ReduceOp::Kind::avg) sum.div_(static_cast<double>(parts.size()));
+  if (!in_place) output.copy_(sum);
 }
 
 at::Tensor order_keys(const at::Tensor& values, ReduceOp::Kind op) {

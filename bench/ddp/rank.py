@@ -1,0 +1,84 @@
+"""One rank of bench_ddp in Python. The models and numbers are those of rank.cpp."""
+
+import math
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+
+def pattern(shape, phase):
+    return torch.sin(torch.arange(math.prod(shape), dtype=torch.float64) * 0.7 + phase).to(torch.float32).view(shape)
+
+
+def pad_sphere(field):
+    return F.pad(F.pad(field, (1, 1, 0, 0), mode="circular"), (0, 0, 1, 1), mode="replicate")
+
+
+class WindNet(torch.nn.Module):
+    def __init__(self, channels=14, hidden=24, layers=3):
+        super().__init__()
+        self.around = torch.nn.Conv2d(channels, 2, 1)
+        sizes = [channels] + [hidden] * (layers - 1) + [2]
+        self.convolutions = torch.nn.ModuleList(torch.nn.Conv2d(a, b, 3) for a, b in zip(sizes, sizes[1:]))
+
+    def forward(self, x):
+        field = x
+        for i, convolution in enumerate(self.convolutions):
+            if i > 0:
+                field = F.gelu(field)
+            field = convolution(pad_sphere(field))
+        return self.around(x) + field
+
+
+def perceptron(width, depth):
+    layers = []
+    for _ in range(depth):
+        layers += [torch.nn.Linear(width, width), torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers)
+
+
+def make(model, rank):
+    if model == "winds":
+        net, shapes = WindNet(), ((4, 14, 73, 144), (4, 2, 73, 144))
+    elif model == "small":
+        net, shapes = perceptron(32, 64), ((16, 32), (16, 32))
+    elif model == "wide":
+        net, shapes = perceptron(1024, 4), ((32, 1024), (32, 1024))
+    else:
+        raise ValueError(f"no model {model}")
+    with torch.no_grad():
+        for i, p in enumerate(net.parameters()):
+            p.copy_(pattern(p.shape, i + 1) * (1 / math.sqrt(p.numel() / p.shape[0]) if p.dim() > 1 else 0.1))
+    return net, pattern(shapes[0], rank), pattern(shapes[1], rank + 0.5)
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    net, data, target = make(sys.argv[1], dist.get_rank())
+    parallel = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    def step():
+        optimizer.zero_grad()
+        loss = F.mse_loss(parallel(data), target)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for _ in range(5):
+        loss = step()
+    print(f"ready {loss.item():.9g}", flush=True)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        for _ in range(int(line)):
+            loss = step()
+        print(f"{time.perf_counter() - start:.9g} {loss.item():.9g}", flush=True)
+    dist.destroy_process_group()
+
+
+main()
