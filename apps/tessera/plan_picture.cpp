@@ -1,5 +1,5 @@
 // The picture: every panel shows the same machines, one panel a family. Devices of one group share a colour; the groups of one rank stand out with a
-// dark frame. Below 129 ranks the devices carry their ranks, larger worlds are read by their pattern.
+// dark frame. Below 129 ranks the devices carry their ranks. In large worlds a square is a host, and one host is drawn large.
 
 #include <algorithm>
 #include <array>
@@ -75,15 +75,21 @@ struct Grid {
 };
 
 /// Hosts rack by rank of their switch; without hosts the whole world is one.
-Grid lay_out(const std::vector<int>& devices, const std::vector<int>& rack_of, const std::vector<std::string>& rack_names, int width, int height) {
+Grid lay_out(const std::vector<int>& devices, const std::vector<int>& rack_of, const std::vector<std::string>& rack_names, int width, int height,
+             bool tight) {
   Grid best;
   const int most = *std::max_element(devices.begin(), devices.end());
-  for (int cell : {46, 40, 34, 28, 22, 17, 13, 10, 8, 6, 5, 4, 3, 2, 1}) {
+  for (int cell : {46, 40, 34, 28, 22, 17, 15, 13, 10, 8, 6, 5, 4, 3, 2, 1}) {
     Grid grid;
     grid.cell = cell;
     grid.pad = cell >= 13 ? 5 : cell >= 5 ? 2 : 1;
     grid.title = cell >= 22 ? 18 : 0;
     grid.gap = cell >= 13 ? 10 : cell >= 5 ? 5 : 2;
+    if (tight) {
+      grid.pad = 1;
+      grid.gap = 3;
+      grid.title = 0;
+    }
     grid.host_columns = devices.size() == 1 ? std::min(most, std::max(1, (width - 2 * grid.pad) / cell))
                         : most <= 4         ? most
                                             : static_cast<int>(std::ceil(std::sqrt(2.0 * most)));
@@ -95,11 +101,17 @@ Grid lay_out(const std::vector<int>& devices, const std::vector<int>& rack_of, c
     int most_in_rack = 0;
     for (std::size_t r = 0; r < rack_names.size(); ++r)
       most_in_rack = std::max(most_in_rack, static_cast<int>(std::count(rack_of.begin(), rack_of.end(), static_cast<int>(r))));
-    // Full rows where a number that divides the hosts is near, even ones where not.
-    int even = grid.per_row;
-    while (even > 1 && most_in_rack % even) --even;
-    const int lines = (most_in_rack + grid.per_row - 1) / grid.per_row;
-    grid.per_row = 2 * even > grid.per_row ? even : (most_in_rack + lines - 1) / lines;
+    if (tight) {  // strides over the hosts are mostly powers of two: they make columns
+      int even = 1;
+      while (2 * even <= grid.per_row && even < most_in_rack) even *= 2;
+      grid.per_row = even;
+    } else {
+      // Full rows where a number that divides the hosts is near, even ones where not.
+      int even = grid.per_row;
+      while (even > 1 && most_in_rack % even) --even;
+      const int lines = (most_in_rack + grid.per_row - 1) / grid.per_row;
+      grid.per_row = 2 * even > grid.per_row ? even : (most_in_rack + lines - 1) / lines;
+    }
     grid.rack_title = racks ? 16 : 0;
     int y = 0, used = 0;
     grid.host_at.assign(devices.size(), {0, 0});
@@ -180,9 +192,10 @@ struct Style {
   bool muted = false;              ///< Only the groups of `coloured` have colours.
   std::vector<int> coloured = {};  ///< Ranks.
   std::string coloured_text = {};
-  bool page = false;  ///< In a page that reacts to the pointer: every device an element of its own.
-  int header = 44;    ///< Height of a panel's lines.
-  int width = 0;      ///< Of a panel.
+  bool page = false;     ///< In a page that reacts to the pointer: every device an element of its own.
+  bool by_host = false;  ///< A square is a host; the framed rank's host is drawn large beside them.
+  int header = 44;       ///< Height of a panel's lines.
+  int width = 0;         ///< Of a panel.
 };
 
 /// "0, 8, 16, ... (64 ranks on 16 hosts)"
@@ -202,15 +215,16 @@ std::string members_text(const Plan& plan, std::span<const int> members) {
   return text;
 }
 
-void draw_panel(std::ostringstream& out, const Plan& plan, const Machines& machines, const Grid& grid, std::size_t index, int x, int y,
-                const Style& style) {
-  const auto& family = plan.families[index];
+/// By rank; -1: in no group of the family.
+std::vector<int> groups_of_ranks(const Plan& plan, const PlannedFamily& family) {
   std::vector<int> group_of(*std::max_element(plan.mesh.ranks().begin(), plan.mesh.ranks().end()) + 1, -1);
   for (int g = 0; g < family.groups.count(); ++g)
     for (int member : family.groups[g]) group_of[member] = g;
-  const int marked = group_of[style.rank];
-  std::map<int, int> strong;
-  for (int rank : style.coloured) strong.emplace(group_of[rank], static_cast<int>(strong.size()));
+  return group_of;
+}
+
+/// Opens the panel and writes its lines.
+void draw_head(std::ostringstream& out, const Plan& plan, const PlannedFamily& family, int marked, int x, int y, const Style& style) {
   out << "<g transform=\"translate(" << x << ',' << y << ")\">\n<text class=\"t\" y=\"16\">" << escaped(shortened(family.name, 40)) << "</text>";
   std::string line = concat(family.groups.count(), family.groups.count() == 1 ? " group of " : " groups of ", family.groups.group_size);
   if (family.reach) line += concat(" \u00b7 ", to_string(*family.reach));
@@ -220,11 +234,25 @@ void draw_panel(std::ostringstream& out, const Plan& plan, const Machines& machi
   for (std::size_t i = 0; i < lines.size(); ++i)
     out << "<text class=\"s\" y=\"" << 34 + 16 * static_cast<int>(i) << "\">" << escaped(shortened(lines[i], std::max(20, style.width / 7)))
         << "</text>";
-  out << "\n<g transform=\"translate(0," << style.header << ")\">\n";
+}
+
+void draw_racks(std::ostringstream& out, const Grid& grid) {
   for (const auto& rack : grid.racks) {
     out << "<rect class=\"r\" x=\"-6\" y=\"" << rack.y - 2 << "\" width=\"" << grid.width + 12 << "\" height=\"" << rack.height + 8 << "\"/>";
     out << "<text class=\"k\" x=\"0\" y=\"" << rack.y + 11 << "\">" << escaped(shortened(rack.name, 40)) << "</text>\n";
   }
+}
+
+void draw_panel(std::ostringstream& out, const Plan& plan, const Machines& machines, const Grid& grid, std::size_t index, int x, int y,
+                const Style& style) {
+  const auto& family = plan.families[index];
+  const auto group_of = groups_of_ranks(plan, family);
+  const int marked = group_of[style.rank];
+  std::map<int, int> strong;
+  for (int rank : style.coloured) strong.emplace(group_of[rank], static_cast<int>(strong.size()));
+  draw_head(out, plan, family, marked, x, y, style);
+  out << "\n<g transform=\"translate(0," << style.header << ")\">\n";
+  draw_racks(out, grid);
   int slot = 0;
   std::ostringstream marks, ranks, grey;
   for (std::size_t h = 0; h < machines.devices.size(); ++h) {
@@ -268,25 +296,90 @@ void draw_panel(std::ostringstream& out, const Plan& plan, const Machines& machi
   out << marks.str() << ranks.str() << "</g></g>\n";
 }
 
-std::string draw(const Plan& plan, int rank, bool page) {
+constexpr int kLargeCell = 34;
+
+/// Whether devices would be too small, and hosts are what one sees.
+bool draws_hosts(const Machines& machines) { return machines.devices.size() >= 32 && machines.rank_on_slot.size() > 256; }
+
+/// The devices of the framed rank's host, a colour a group.
+void draw_large_host(std::ostringstream& out, const Machines& machines, const std::vector<int>& group_of, int host, int y, const Style& style) {
+  int slot = 0;
+  for (int h = 0; h < host; ++h) slot += machines.devices[h];
+  const int shown = std::min(machines.devices[host], (style.width - 150) / kLargeCell);
+  out << "<text class=\"s\" y=\"" << y + 21 << "\">" << escaped(shortened(machines.names[host], 12)) << ":</text>";
+  std::map<int, int> colours{{group_of[style.rank], 0}};
+  for (int d = 0; d < shown; ++d) {
+    const int rank = machines.rank_on_slot[slot + d], x = 92 + d * kLargeCell;
+    if (rank < 0) continue;
+    const auto known = colours.emplace(group_of[rank], static_cast<int>(colours.size()));
+    out << "<rect x=\"" << x << "\" y=\"" << y << "\" width=\"" << kLargeCell - 2 << "\" height=\"" << kLargeCell - 2 << "\" fill=\""
+        << strong_colour(known.first->second) << "\"" << (rank == style.rank ? " stroke=\"#c4001d\" stroke-width=\"3\"" : "")
+        << "/><text class=\"d W\" font-size=\"11\" x=\"" << x + kLargeCell / 2 - 1 << "\" y=\"" << y + kLargeCell / 2 - 1 << "\">" << rank
+        << "</text>";
+  }
+  const int x = 98 + shown * kLargeCell;
+  if (shown < machines.devices[host])
+    out << "<text class=\"s\" x=\"" << x << "\" y=\"" << y + 21 << "\">\u2026 " << machines.devices[host] << " devices</text>";
+  else
+    out << "<text class=\"s\" x=\"" << x << "\" y=\"" << y + 21 << "\">" << colours.size()
+        << (colours.size() == 1 ? " group here</text>" : " groups here</text>");
+  out << '\n';
+}
+
+/// Large worlds: a square a host. Blue: holds members of the framed rank's group, and how many; pale: of the other groups of its host.
+void draw_hosts(std::ostringstream& out, const Plan& plan, const Machines& machines, const Grid& grid, std::size_t index, int x, int y,
+                const Style& style) {
+  const auto& family = plan.families[index];
+  const auto group_of = groups_of_ranks(plan, family);
+  const int marked = group_of[style.rank], own = plan.placement->host_of[style.rank];
+  std::vector<int> mine(machines.devices.size()), near(machines.devices.size());
+  std::vector<bool> is_near(family.groups.count());
+  for (const int rank : style.coloured) is_near[group_of[rank]] = true;
+  for (std::size_t rank = 0; rank < plan.placement->host_of.size(); ++rank) {
+    mine[plan.placement->host_of[rank]] += group_of[rank] == marked;
+    near[plan.placement->host_of[rank]] += is_near[group_of[rank]];
+  }
+  draw_head(out, plan, family, marked, x, y, style);
+  draw_large_host(out, machines, group_of, own, style.header - kLargeCell - 8, style);
+  out << "<g transform=\"translate(0," << style.header << ")\">\n";
+  draw_racks(out, grid);
+  for (std::size_t h = 0; h < machines.devices.size(); ++h) {
+    const auto [hx, hy] = grid.host_at[h];
+    const int side = grid.cell + 2 * grid.pad - 2;
+    const char* fill = mine[h] ? "#0072b2" : near[h] ? "#9cc9e6" : "#e6ebf0";
+    out << "<rect x=\"" << hx << "\" y=\"" << hy << "\" width=\"" << side << "\" height=\"" << side << "\" rx=\"2\" fill=\"" << fill << '"'
+        << (static_cast<int>(h) == own ? " stroke=\"#c4001d\" stroke-width=\"3\"" : "") << "><title>" << escaped(machines.names[h]) << ": " << mine[h]
+        << " of rank " << style.rank << "'s group</title></rect>";
+    if (mine[h] && side >= 14)
+      out << "<text class=\"d W\" font-size=\"" << std::min(13, side * 5 / 8) << "\" x=\"" << hx + side / 2.0 << "\" y=\"" << hy + side / 2.0 << "\">"
+          << mine[h] << "</text>";
+    out << '\n';
+  }
+  out << "</g></g>\n";
+}
+
+std::string draw(const Plan& plan, int rank, bool page, bool may_draw_hosts) {
   const auto machines = machines_of(plan);
   const int panels = std::min<int>(kMostPanels, static_cast<int>(plan.families.size()));
   const bool costs = plan.placement && !plan.placement->cost.empty();
-  Style style{.rank = rank, .page = page, .header = costs ? 76 : 60};
+  const bool by_host = may_draw_hosts && draws_hosts(machines);
+  Style style{.rank = rank, .page = page, .by_host = by_host, .header = (costs ? 76 : 60) + (by_host ? kLargeCell + 14 : 0)};
+  const std::vector<int> boxes = by_host ? std::vector<int>(machines.devices.size(), 1) : machines.devices;
   // As many columns as leave the devices largest on a page of about this height.
   int columns = 1;
   Grid grid;
-  for (int c = std::min(3, panels); c >= 1; --c) {
+  const int most_columns = std::min(by_host ? 2 : 3, panels);
+  for (int c = most_columns; c >= 1; --c) {
     const int width = (kWidth - 2 * kMargin - (c - 1) * kGap) / c, lines = (panels + c - 1) / c;
-    const Grid tried = lay_out(machines.devices, machines.rack_of, machines.racks, width - 12, std::max(160, 1500 / lines - style.header));
-    if (c == std::min(3, panels) || tried.cell > grid.cell) {
+    const Grid tried = lay_out(boxes, machines.rack_of, machines.racks, width - 12, std::max(160, 1500 / lines - style.header), by_host);
+    if (c == most_columns || tried.cell > grid.cell) {
       grid = tried;
       columns = c;
     }
   }
   const int width = (kWidth - 2 * kMargin - (columns - 1) * kGap) / columns;
   style.width = width;
-  style.muted = grid.cell < 22;
+  style.muted = grid.cell < 22 || by_host;
   if (style.muted) {
     if (plan.placement) {
       const int host = plan.placement->host_of[rank];
@@ -314,10 +407,13 @@ std::string draw(const Plan& plan, int rank, bool page) {
     line += placed.exact ? ", the optimum" : placed.lower_bound > 0 ? concat(", no placement below ", duration_text(placed.lower_bound)) : "";
     notes.push_back(line);
   }
-  notes.push_back(style.muted ? concat("Each panel shows the same devices, one square each. Coloured: the groups of ", style.coloured_text,
-                                       ", one colour a group, rank ", rank, "'s blue; grey: all others.")
-                              : concat("Each panel shows the same devices, by rank. One colour is one group",
-                                       plan.mesh.size() > 32 ? " (far apart, a colour may repeat)" : "", ". Framed: the groups of rank ", rank, "."));
+  notes.push_back(
+      by_host ? concat("Squares are hosts. Blue: rank ", rank, "'s group, with its members there. Pale: the other groups of the ranks on rank ", rank,
+                       "'s host, which is framed, and drawn large above with its ranks.")
+      : style.muted ? concat("Each panel shows the same devices, one square each. Coloured: the groups of ", style.coloured_text,
+                             ", one colour a group, rank ", rank, "'s blue; grey: all others.")
+                    : concat("Each panel shows the same devices, by rank. One colour is one group",
+                             plan.mesh.size() > 32 ? " (far apart, a colour may repeat)" : "", ". Framed: the groups of rank ", rank, "."));
   for (const auto& warning : plan.warnings) notes.push_back("\u26a0 " + warning);
   if (panels < static_cast<int>(plan.families.size()))
     notes.push_back(concat("the first ", panels, " of ", plan.families.size(), " families are shown"));
@@ -331,21 +427,21 @@ std::string draw(const Plan& plan, int rank, bool page) {
          "central}"
          ".h{fill:#fff;stroke:#9aa7b5}.r{fill:#eef2f6;stroke:#c9d3dd}.e{fill:none;stroke:#c9d3dd;stroke-dasharray:2 "
          "2}.m{fill:none;stroke:#111}.me{stroke:#c4001d}"
-         ".w{font-size:13px;fill:#a33d00}</style>\n"
+         ".d.W{fill:#fff}.w{font-size:13px;fill:#a33d00}</style>\n"
       << "<rect width=\"100%\" height=\"100%\" fill=\"#f8fafc\"/>\n<text class=\"T\" x=\"" << kMargin << "\" y=\"" << kMargin + 22 << "\">"
       << escaped(title) << "</text>\n";
   for (std::size_t i = 0; i < notes.size(); ++i)
     out << "<text class=\"" << (notes[i].rfind("\u26a0", 0) == 0 ? 'w' : 'N') << "\" x=\"" << kMargin << "\" y=\""
         << kMargin + 46 + 20 * static_cast<int>(i) << "\">" << escaped(notes[i]) << "</text>\n";
   for (int p = 0; p < panels; ++p)
-    draw_panel(out, plan, machines, grid, p, kMargin + 6 + p % columns * (width + kGap), top + p / columns * row, style);
+    (by_host ? draw_hosts : draw_panel)(out, plan, machines, grid, p, kMargin + 6 + p % columns * (width + kGap), top + p / columns * row, style);
   out << "</svg>\n";
   return std::move(out).str();
 }
 
 }  // namespace
 
-std::string plan_svg(const Plan& plan, int rank) { return draw(plan, rank, false); }
+std::string plan_svg(const Plan& plan, int rank) { return draw(plan, rank, false, true); }
 
 std::string plan_html(const Plan& plan, int rank) {
   std::ostringstream out;
@@ -353,7 +449,7 @@ std::string plan_html(const Plan& plan, int rank) {
          "rect.on{stroke:#111;stroke-width:2}.off{opacity:.25}#tip{position:fixed;background:#111;color:#fff;font:13px "
          "system-ui,sans-serif;padding:4px 8px;border-radius:4px;"
          "pointer-events:none;display:none}</style></head><body>\n"
-      << draw(plan, rank, true)
+      << (draws_hosts(machines_of(plan)) ? draw(plan, rank, false, true) : std::string()) << draw(plan, rank, true, false)
       << "<div id=\"tip\"></div>\n<script>\n"
          "// Pointing at a device shows its groups in every panel.\n"
          "const cells=[...document.querySelectorAll('rect[data-r]')],byRank=new Map(),byGroup=new Map(),tip=document.getElementById('tip');\n"
