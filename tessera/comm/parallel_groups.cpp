@@ -127,6 +127,8 @@ DistributedManager current_manager() {
   return *here.manager;
 }
 
+bool has_current_manager() { return current().manager.has_value(); }
+
 void set_current_manager(const DistributedManager& manager) {
   auto& here = current();
   if (here.groups && !(manager == *here.manager))

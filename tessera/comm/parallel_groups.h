@@ -70,6 +70,7 @@ struct ParallelBackends {
 /// This thread's manager; made by DistributedManager::initialize() if none was set.
 DistributedManager current_manager();
 void set_current_manager(const DistributedManager& manager);
+bool has_current_manager();
 /// Forgets it: if this was the last handle, the manager ends. Throws ParallelismError while parallelism is initialized on it.
 void clear_current_manager();
 

@@ -16,6 +16,7 @@
 #include "tessera/comm/detail/manager_state.h"
 #include "tessera/comm/detail/store_server.h"  // complete, for ManagerBase
 #include "tessera/comm/detail/threads_backend.h"
+#include "tessera/comm/thread_ranks.h"
 
 namespace tessera {
 namespace {
@@ -162,28 +163,54 @@ DistributedManager make_manager(const std::shared_ptr<Hub>& hub, int rank, const
 
 }  // namespace
 
-void run_threads(int ranks, const std::function<void(DistributedManager&)>& body, const ManagerOptions& options) {
+struct ThreadRanks::State {
+  std::shared_ptr<Hub> hub;
+  ManagerOptions options;
+};
+
+ThreadRanks::ThreadRanks(int ranks, const ManagerOptions& options) {
   if (ranks < 1) throw InvalidArgument(concat("run_threads was asked for ", ranks, " ranks; at least 1 is needed"));
   if (!options.backend.empty() && options.backend != "threads" && options.backend != "gloo") {
     throw InvalidArgument(
         concat("run_threads with backend '", options.backend, "': ranks that are threads of one process can use 'threads' or 'gloo'"));
   }
-  auto hub = std::make_shared<Hub>(ranks);
+  state_ = std::make_shared<State>(State{std::make_shared<Hub>(ranks), options});
+}
+
+int ThreadRanks::size() const { return state_->hub->size(); }
+
+DistributedManager ThreadRanks::enter(int rank) const {
+  if (rank < 0 || rank >= size()) throw InvalidArgument(concat("rank ", rank, " of ", size(), " ranks as threads"));
+  return make_manager(state_->hub, rank, state_->options);
+}
+
+void ThreadRanks::fail(int rank, const std::string& what) const {
+  std::vector<int> everybody(size());
+  for (int r = 0; r < size(); ++r) everybody[r] = r;
+  state_->hub->tell(rank, "", everybody, {{rank}, concat("rank ", rank, " threw: ", what), false});
+}
+
+void ThreadRanks::leave(int rank) const { state_->hub->leave(rank); }
+
+void run_threads(int ranks, const std::function<void(DistributedManager&)>& body, const ManagerOptions& options) {
+  const ThreadRanks all(ranks, options);
   std::mutex mutex;
   std::exception_ptr first;
   int first_rank = -1;
+  const auto note = [&](int rank) {
+    const std::lock_guard lock(mutex);
+    if (first) return;
+    first = std::current_exception();
+    first_rank = rank;
+  };
 
   auto run = [&](int rank) {
     try {
-      auto manager = make_manager(hub, rank, options);
+      auto manager = all.enter(rank);
       try {
         body(manager);
       } catch (...) {
-        const std::lock_guard lock(mutex);
-        if (!first) {
-          first = std::current_exception();
-          first_rank = rank;
-        }
+        note(rank);
         std::string what = "an exception of unknown type";
         try {
           throw;
@@ -191,17 +218,11 @@ void run_threads(int ranks, const std::function<void(DistributedManager&)>& body
           what = e.what();
         } catch (...) {  // keeps the words above
         }
-        std::vector<int> everybody(ranks);
-        for (int r = 0; r < ranks; ++r) everybody[r] = r;
-        hub->tell(rank, "", everybody, {{rank}, concat("rank ", rank, " threw: ", what), false});
+        all.fail(rank, what);
       }
-      hub->leave(rank);
+      all.leave(rank);
     } catch (...) {
-      const std::lock_guard lock(mutex);
-      if (!first) {
-        first = std::current_exception();
-        first_rank = rank;
-      }
+      note(rank);
     }
   };
 

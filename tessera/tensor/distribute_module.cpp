@@ -36,13 +36,17 @@ bool matches(std::string_view name, std::string_view pattern) {
 }  // namespace
 
 void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const ModuleRule& rule, const ReducerOptions& options) {
-  struct Entry {
-    std::string name;
-    at::Tensor tensor;
-  };
-  std::vector<Entry> all;
+  std::vector<NamedTensor> all;
+  for (const auto& p : module.named_parameters()) all.push_back({p.key(), p.value(), true});
+  for (const auto& b : module.named_buffers()) all.push_back({b.key(), b.value(), false});
+  distribute_in_place(all, mesh, rule, options);
+}
+
+void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh, const ModuleRule& rule, const ReducerOptions& options) {
+  std::vector<NamedTensor> all;
   std::unordered_map<const void*, std::string> impls, memory;
-  const auto collect = [&](const std::string& name, const at::Tensor& t) {
+  const auto collect = [&](const NamedTensor& entry) {
+    const auto& [name, t, parameter] = entry;
     if (!t.defined() || impls.contains(t.unsafeGetTensorImpl())) return;  // one tensor under two names is one tensor
     if (is_sharded(t)) throw ShardingError(concat("distribute_module: ", name, " is a ShardTensor already: ", spec(t)));
     if (t.grad().defined() || t.grad_fn())
@@ -55,16 +59,13 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const 
             concat("distribute_module: ", name, " and ", at->second, " are different tensors in the same memory: make them one tensor, or copies"));
     }
     impls.emplace(t.unsafeGetTensorImpl(), name);
-    all.push_back({name, t});
+    all.push_back(entry);
   };
-  for (const auto& p : module.named_parameters()) collect(p.key(), p.value());
-  for (const auto& b : module.named_buffers()) collect(b.key(), b.value());
+  for (const NamedTensor& entry : tensors) collect(entry);
   const std::vector<Placement> replicated(mesh.layout().dims());
   // All that can be refused is refused before anything is changed.
   std::vector<std::pair<at::Tensor, at::Tensor>> changes;
-  std::set<const c10::TensorImpl*> parameters;
-  for (const at::Tensor& p : module.parameters()) parameters.insert(p.unsafeGetTensorImpl());
-  for (const Entry& entry : all) {
+  for (const NamedTensor& entry : all) {
     const auto given = rule ? rule(entry.name, entry.tensor) : std::nullopt;
     const ParameterPlacement where = given ? *given : ParameterPlacement{replicated};
     const at::NoGradGuard no_grad;
@@ -76,7 +77,7 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const 
     }
     if (spec(sharded).has_partial()) throw InvalidArgument(concat("distribute_module: ", entry.name, " cannot be partial: ", list(where.placements)));
     if (spec(sharded).has_shard()) sharded = sharded.clone();  // a slice would keep the whole alive
-    if (spec(sharded).has_shard() && parameters.contains(entry.tensor.unsafeGetTensorImpl())) {
+    if (spec(sharded).has_shard() && entry.parameter) {
       const detail::ShardMeta& meta = *detail::meta_of(sharded);
       detail::install(sharded, meta.local, detail::as_parameter(meta.layout));
     }
@@ -84,7 +85,7 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const 
   }
   for (auto& [tensor, sharded] : changes) tensor.set_data(sharded);
   std::vector<std::pair<std::string, at::Tensor>> reduced;
-  for (const Entry& entry : all) {
+  for (const NamedTensor& entry : all) {
     if (entry.tensor.requires_grad()) reduced.emplace_back(entry.name, entry.tensor);
   }
   detail::reduce_parameters(reduced, mesh, options);

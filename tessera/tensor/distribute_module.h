@@ -63,4 +63,13 @@ class GradientNoSync {
 /// Reduces now what is partial, after no_sync() scopes without a last backward. Collective.
 void reduce_gradients(const torch::nn::Module& module);
 
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+  bool parameter = true;  ///< Or a buffer.
+};
+/// distribute_module() for the parameters and buffers of a module that is not C++'s own.
+void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh, const ModuleRule& rule = {},
+                         const ReducerOptions& options = {});
+
 }  // namespace tessera

@@ -226,6 +226,9 @@ double OpCall::number(std::string_view name) const {
 const std::vector<OutputInfo>* OpCall::outputs() const {
   if (inferred_) return outputs_ ? &*outputs_ : nullptr;
   inferred_ = true;
+  if (std::none_of(info_.returns.begin(), info_.returns.end(), [](const auto& r) { return (r.tensor || r.list) && r.argument < 0; })) {
+    return &outputs_.emplace();  // item(): the meta kernel has nothing to say, and some throw
+  }
   const auto as_meta = [&](const c10::IValue& v) -> c10::IValue {
     if (!v.isTensor() || !v.toTensor().defined()) return v;
     const auto* meta = detail::meta_of(v.toTensor());

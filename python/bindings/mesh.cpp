@@ -1,0 +1,146 @@
+#include "mesh.h"
+
+#include <torch/headeronly/version.h>
+#include <torch/library.h>
+
+#include <stdexcept>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/parallel_groups.h"
+#include "tessera/tensor/policy.h"
+
+namespace tessera::python {
+
+namespace {
+
+std::chrono::milliseconds milliseconds(double seconds) { return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000)); }
+
+ManagerOptions manager_options(const std::string& backend, double timeout) {
+  ManagerOptions options;
+  options.backend = backend;
+  if (timeout > 0) options.timeout = milliseconds(timeout);
+  return options;
+}
+
+std::vector<Axis> axes(const std::vector<std::string>& names, const std::vector<std::int64_t>& sizes) {
+  if (names.size() != sizes.size()) throw InvalidArgument(concat("a mesh with ", names.size(), " names and ", sizes.size(), " sizes"));
+  std::vector<Axis> all;
+  for (std::size_t i = 0; i < names.size(); ++i) all.push_back({names[i], static_cast<int>(sizes[i])});
+  return all;
+}
+
+/// Ranks that are Python's own threads.
+struct PyThreadRanks : torch::CustomClassHolder {
+  PyThreadRanks(std::int64_t ranks, const std::string& backend, double timeout)
+      : ranks(static_cast<int>(ranks), manager_options(backend, timeout)) {}
+  void enter(std::int64_t rank) const { set_current_manager(ranks.enter(static_cast<int>(rank))); }
+  void fail(std::int64_t rank, const std::string& what) const { ranks.fail(static_cast<int>(rank), what); }
+  void leave(std::int64_t rank) const {
+    ranks.leave(static_cast<int>(rank));
+    clear_current_manager();
+  }
+  ThreadRanks ranks;
+};
+
+struct PyTrace : torch::CustomClassHolder {
+  PyTrace() : trace(std::make_shared<CommTrace>()) {}
+  void start() { set_trace(here(), trace); }
+  void stop() const { set_trace(here(), nullptr); }
+  std::shared_ptr<CommTrace> trace;
+};
+
+void init(const std::string& backend, double timeout) {
+  if (has_current_manager()) throw ConfigurationError("tessera.init: this rank is initialized already");
+  set_current_manager(DistributedManager::initialize(manager_options(backend, timeout)));
+}
+
+// `failed`: the program ends by an exception, which the other ranks must learn now, not at their time limit.
+void shutdown(bool failed) {
+  if (!has_current_manager()) return;
+  if (!failed) {
+    clear_current_manager();
+    return;
+  }
+  try {
+    const DistributedManager last = here();
+    clear_current_manager();
+    throw std::runtime_error("the program ends by an exception");
+  } catch (const std::runtime_error&) {  // the manager has seen it pass
+  }
+}
+
+Policy policy(const std::string& name) {
+  if (name == "allow") return Policy::allow;
+  if (name == "warn") return Policy::warn;
+  if (name == "error") return Policy::error;
+  throw InvalidArgument(concat("a policy is 'allow', 'warn' or 'error', not '", name, "'"));
+}
+
+using MeshPtr = c10::intrusive_ptr<PyMesh>;
+using TracePtr = c10::intrusive_ptr<PyTrace>;
+
+}  // namespace
+
+PyMesh::PyMesh(const std::vector<std::string>& names, const std::vector<std::int64_t>& sizes) : mesh(here().mesh(axes(names, sizes))) {}
+
+DistributedManager here() {
+  if (!has_current_manager()) {
+    throw ConfigurationError("this thread is no rank yet: call tessera.init() first, or run the code with tessera.run_threads()");
+  }
+  return current_manager();
+}
+
+TORCH_LIBRARY_FRAGMENT(tessera, library) {
+  library.class_<PyMesh>("Mesh")
+      .def(torch::init<const std::vector<std::string>&, const std::vector<std::int64_t>&>())
+      .def("coordinate",
+           [](const MeshPtr& self) {
+             const auto c = self->mesh.coordinate();
+             return std::vector<std::int64_t>(c.begin(), c.end());
+           })
+      .def("names",
+           [](const MeshPtr& self) {
+             std::vector<std::string> names;
+             for (const Axis& axis : self->mesh.layout().axes()) names.push_back(axis.name);
+             return names;
+           })
+      .def("sizes",
+           [](const MeshPtr& self) {
+             std::vector<std::int64_t> sizes;
+             for (const Axis& axis : self->mesh.layout().axes()) sizes.push_back(axis.size);
+             return sizes;
+           })
+      .def("same", [](const MeshPtr& self, const MeshPtr& other) { return self->mesh == other->mesh; })
+      .def("barrier", [](const MeshPtr& self) { self->mesh.all().barrier(); });
+  library.class_<PyThreadRanks>("ThreadRanks")
+      .def(torch::init<std::int64_t, const std::string&, double>())
+      .def("enter", [](const c10::intrusive_ptr<PyThreadRanks>& self, std::int64_t rank) { self->enter(rank); })
+      .def("fail", [](const c10::intrusive_ptr<PyThreadRanks>& self, std::int64_t rank, const std::string& what) { self->fail(rank, what); })
+      .def("leave", [](const c10::intrusive_ptr<PyThreadRanks>& self, std::int64_t rank) { self->leave(rank); });
+  library.class_<PyTrace>("CommTrace")
+      .def(torch::init<>())
+      .def("start", [](const TracePtr& self) { self->start(); })
+      .def("stop", [](const TracePtr& self) { self->stop(); })
+      .def("events",
+           [](const TracePtr& self) {
+             std::vector<std::tuple<std::string, std::string, std::int64_t>> all;
+             for (const CommEvent& e : self->trace->events()) all.emplace_back(e.operation, e.group, e.bytes);
+             return all;
+           })
+      .def("table", [](const TracePtr& self) { return self->trace->table(); })
+      .def("write_timeline", [](const TracePtr& self, const std::string& path) { self->trace->write_timeline(path, here().rank()); });
+
+  library.def("built_with", []() -> std::string { return concat(TORCH_VERSION_MAJOR, ".", TORCH_VERSION_MINOR, ".", TORCH_VERSION_PATCH); });
+  library.def("init", &init);
+  library.def("shutdown", &shutdown);
+  library.def("initialized", [] { return has_current_manager(); });
+  library.def("rank", []() -> std::int64_t { return here().rank(); });
+  library.def("world_size", []() -> std::int64_t { return here().world_size(); });
+  library.def("local_rank", []() -> std::int64_t { return here().local_rank(); });
+  library.def("manual_seed", [](std::int64_t seed) { tessera::manual_seed(here(), static_cast<std::uint64_t>(seed)); });
+  library.def("set_policies", [](const std::string& redistribution, const std::string& promotion) {
+    tessera::set_policies(here(), {.redistribution = policy(redistribution), .promotion = policy(promotion)});
+  });
+}
+
+}  // namespace tessera::python

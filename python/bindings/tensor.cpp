@@ -1,0 +1,74 @@
+#include <torch/library.h>
+
+#include "convert.h"
+#include "mesh.h"
+#include "tessera/base/text.h"
+#include "tessera/tensor/distribute_module.h"
+#include "tessera/tensor/shard_tensor.h"
+
+namespace tessera::python {
+
+namespace {
+
+using MeshPtr = c10::intrusive_ptr<PyMesh>;
+using Texts = std::vector<std::string>;
+
+struct PySpec : torch::CustomClassHolder {
+  explicit PySpec(ShardSpec s) : spec(std::move(s)) {}
+  ShardSpec spec;
+};
+using SpecPtr = c10::intrusive_ptr<PySpec>;
+
+// One entry of `placements` and `sizes` a tensor: the rule has been asked in Python.
+// The first `parameters` of them are parameters, the others buffers.
+void distribute_parameters(const Texts& names, const std::vector<at::Tensor>& tensors, std::int64_t parameters, const MeshPtr& mesh, const std::vector<Texts>& where,
+                           const std::vector<SizesDict>& sizes_of) {
+  if (names.size() != tensors.size() || names.size() != where.size() || names.size() != sizes_of.size())
+    throw InvalidArgument("distribute_parameters: names, tensors, placements and sizes differ in number");
+  std::map<std::string, ParameterPlacement> rules;
+  std::vector<NamedTensor> all;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    rules[names[i]] = {placements(where[i]), sizes(sizes_of[i])};
+    all.push_back({names[i], tensors[i], static_cast<std::int64_t>(i) < parameters});
+  }
+  distribute_in_place(all, mesh->mesh, [&](const std::string& name, const at::Tensor&) -> std::optional<ParameterPlacement> { return rules.at(name); });
+}
+
+}  // namespace
+
+// Without a dispatch key each of these is taken as it is, below no autograd of the dispatcher's: what is differentiable says so itself.
+TORCH_LIBRARY_FRAGMENT(tessera, library) {
+  library.class_<PySpec>("Spec")
+      .def("shape", [](const SpecPtr& self) { return self->spec.shape(); })
+      .def("placements", [](const SpecPtr& self) { return texts(self->spec.placements()); })
+      .def("sizes", [](const SpecPtr& self) { return sizes(self->spec.sizes()); })
+      .def("local_shape", [](const SpecPtr& self) { return self->spec.local_shape(); })
+      .def("local_offset", [](const SpecPtr& self) { return self->spec.local_offset(); })
+      .def("mesh", [](const SpecPtr& self) { return c10::make_intrusive<PyMesh>(self->spec.mesh()); })
+      .def("text", [](const SpecPtr& self) { return self->spec.to_string(); })
+      .def("same", [](const SpecPtr& self, const SpecPtr& other) { return self->spec == other->spec; });
+
+  library.def("is_sharded", [](const at::Tensor& t) { return is_sharded(t); });
+  library.def("spec", [](const at::Tensor& t) { return c10::make_intrusive<PySpec>(spec(t)); });
+  library.def("summary", [](const at::Tensor& t) { return summary(t); });
+  library.def("from_local", [](const at::Tensor& local, const MeshPtr& mesh, const Texts& where, const SizesDict& parts) {
+    return from_local(local, mesh->mesh, placements(where), sizes(parts));
+  });
+  library.def("distribute_tensor", [](const at::Tensor& full, const MeshPtr& mesh, const Texts& where, const SizesDict& parts) {
+    return distribute_tensor(full, mesh->mesh, placements(where), sizes(parts));
+  });
+  library.def("scatter",
+              [](const std::optional<at::Tensor>& full, const MeshPtr& mesh, const Texts& where, const SizesDict& parts, std::int64_t root) {
+                return scatter(full.value_or(at::Tensor()), mesh->mesh, placements(where), sizes(parts), static_cast<int>(root));
+              });
+  library.def("redistribute", [](const at::Tensor& t, const Texts& where, const SizesDict& parts) {
+    return redistribute(t, placements(where), sizes(parts));
+  });
+  library.def("full_tensor", [](const at::Tensor& t) { return full_tensor(t); });
+  library.def("to_local", [](const at::Tensor& t, const std::optional<Texts>& gradient) {
+    return to_local(t, gradient ? std::optional(placements(*gradient)) : std::nullopt);
+  });
+  library.def("distribute_parameters", &distribute_parameters);
+}
+
+}  // namespace tessera::python

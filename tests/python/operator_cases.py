@@ -1,0 +1,285 @@
+"""One operator of PyTorch's operator database on sharded inputs, beside plain libtorch: value, gradients, second derivatives.
+
+A case is a sample of the operator's inputs, the tensors of it that are sharded, the dim, and the sizes of the parts on a mesh of one axis. The ranks are
+threads. What is asked of every case: the outcome is `equal`, or a `refused` whose message speaks of placements. Everything else is a fault: `wrong`,
+`error` (an error that does not say that sharding is the matter), `hung` (ranks waited for each other in vain).
+"""
+
+import itertools
+import re
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import tessera as ts
+
+TOLERANCE = 1e-10
+WAIT = 15.0  # seconds that ranks wait for each other
+# Contents are not defined, only shape and dtype are.
+UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+SPEAKS_OF_SHARDING = re.compile(r"Shard\(|Partial\(|Replicate|ShardTensor|[Ss]harded|[Rr]edistribut")
+
+
+@dataclass
+class Outcome:
+    kind: str  # equal, refused, wrong, error, hung
+    text: str = ""
+    moves: bool = False  # shards travelled because an operator needed it
+
+
+def dtype_of(op):
+    for dtype in (torch.float64, torch.complex128, torch.int64, torch.float32, torch.bool):
+        if dtype in op.supported_dtypes("cpu"):
+            return dtype
+    return None
+
+
+class _Seeded(TorchDispatchMode):
+    """Sees whether random numbers are drawn."""
+
+    random = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def leaf(tensor):
+    """A copy with the same strides, as a leaf."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) if _dense(tensor) else tensor.detach().clone()
+    copy.copy_(tensor.detach())
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def _dense(tensor):
+    return not tensor.is_conj() and not tensor.is_neg() and torch._C._nn is not None and _non_overlapping(tensor)
+
+
+def _non_overlapping(tensor):
+    expected = 1
+    for stride, size in sorted((st, n) for st, n in zip(tensor.stride(), tensor.shape) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _tensors(tree):
+    return [x for x in tree_flatten(tree)[0] if isinstance(x, torch.Tensor)]
+
+
+def _differentiable(tensors):
+    return [t for t in tensors if t.requires_grad]
+
+
+def cotangent(index, tensor):
+    generator = torch.Generator().manual_seed(17 + index)
+    return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+
+
+def like(value, tensor):
+    """`value` placed as `tensor` is, partial axes replicated."""
+    if not ts.is_sharded(tensor):
+        return value
+    spec = ts.spec(tensor)
+    placements = [ts.Replicate() if isinstance(p, ts.Partial) else p for p in spec.placements]
+    return ts.distribute_tensor(value, spec.mesh, placements, spec.sizes)
+
+
+def evaluate(op, leaves, tree, gradients, second):
+    """Results, gradients and second derivatives, by name. None stands for an undefined gradient."""
+    sample, args, kwargs = tree_unflatten(leaves, tree)
+    out = op(sample, *args, **kwargs)
+    named = {f"result {i}": x for i, x in enumerate(tree_flatten(out)[0])}
+    if not gradients:
+        return named
+    inputs = _differentiable(x for x in leaves if isinstance(x, torch.Tensor))
+    outputs = [t for t in _tensors(out) if t.requires_grad]
+    if not inputs or not outputs:
+        return named
+    weights = [like(cotangent(i, t), t) for i, t in enumerate(outputs)]
+    first = torch.autograd.grad(outputs, inputs, weights, allow_unused=True, create_graph=second)
+    named |= {f"gradient {i}": g for i, g in enumerate(first)}
+    if second:
+        again = [g for g in first if g is not None and g.requires_grad]
+        if again:
+            twice = torch.autograd.grad(again, inputs, [like(cotangent(9 + i, g), g) for i, g in enumerate(again)], allow_unused=True)
+            named |= {f"second derivative {i}": g for i, g in enumerate(twice)}
+    return named
+
+
+def whole(x):
+    if isinstance(x, torch.Tensor):
+        x = x.detach()
+        return (ts.full_tensor(x) if ts.is_sharded(x) else x).resolve_conj().resolve_neg()
+    return x
+
+
+def difference(got, expected, values):
+    """Why they are not equal, or ''. `expected` of an undefined gradient is None, which zeros equal too."""
+    if expected is None and isinstance(got, torch.Tensor):
+        return "" if not got.any() else "defined where plain libtorch has none"
+    if got is None and isinstance(expected, torch.Tensor):
+        return "" if not expected.any() else "undefined where plain libtorch has one"
+    if not isinstance(expected, torch.Tensor):
+        return "" if got == expected or (got != got and expected != expected) else f"{got} instead of {expected}"
+    if not isinstance(got, torch.Tensor):
+        return f"{type(got).__name__} instead of a tensor"
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return f"{got.dtype} {list(got.shape)} instead of {expected.dtype} {list(expected.shape)}"
+    if expected.layout != torch.strided or got.layout != torch.strided:
+        return "" if got.layout == expected.layout else f"layout {got.layout} instead of {expected.layout}"
+    if not values or expected.numel() == 0:
+        return ""
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    g, e = got.to(wide), expected.to(wide)
+    same = (g == e) | (torch.isnan(g) & torch.isnan(e))
+    if bool(same.all()):
+        return ""
+    finite = torch.where(torch.isfinite(e), e, torch.zeros_like(e))
+    off = (torch.where(same, torch.zeros_like(g), g - e)).abs().max().item() / max(finite.abs().max().item(), 1e-30)
+    tolerance = TOLERANCE if expected.dtype in (torch.float64, torch.complex128) else 1e-4
+    return "" if off <= tolerance else f"off by {off:.1e} of the largest value"
+
+
+def samples_of(op, limit):
+    """Samples of strided tensors, spread over the operator's list."""
+    dtype = dtype_of(op)
+    if dtype is None:
+        return []
+    gradients = op.supports_autograd and dtype in (op.backward_dtypes or ()) and dtype.is_floating_point | dtype.is_complex
+    all_samples = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=gradients), 400))
+    kept = []
+    for sample in all_samples:
+        tensors = _tensors((sample.input, sample.args, sample.kwargs))
+        if any(t.layout != torch.strided or t.is_quantized for t in tensors) or not any(t.dim() > 0 for t in tensors):
+            continue
+        kept.append((sample.input, tuple(sample.args), dict(sample.kwargs)))
+    if len(kept) <= limit:
+        return kept
+    return [kept[(i * (len(kept) - 1)) // (limit - 1)] for i in range(limit)]
+
+
+def parts(length, ranks, turn):
+    """Uneven sizes; with empty parts at some turns."""
+    if turn % 3 == 2:
+        return [0] * (ranks - 1) + [length] if turn % 2 else [length] + [0] * (ranks - 1)
+    cut = [0] * ranks
+    for i in range(length):
+        cut[(i * i + turn) % ranks if turn % 3 == 1 else min(i * ranks // max(length, 1), ranks - 1)] += 1
+    return cut
+
+
+def cases_of(leaves):
+    """(which leaves, dim): each tensor alone, and with all those of its shape."""
+    where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.dim() > 0]
+    cases = []
+    for i in where:
+        alike = [j for j in where if leaves[j].shape == leaves[i].shape]
+        for dim in range(leaves[i].dim()):
+            cases.append(((i,), dim))
+            if len(alike) > 1 and alike[0] == i:
+                cases.append((tuple(alike), dim))
+    return cases
+
+
+def run_case(op, leaves, tree, which, dim, ranks, turn, policy, gradients, second):
+    """What rank 0 saw; raises what the ranks raised."""
+
+    def body(rank):
+        ts.set_policies(policy, "allow")
+        ts.manual_seed(3)
+        mesh = ts.Mesh({"x": ranks})
+        mine = []
+        for i, x in enumerate(leaves):
+            if not isinstance(x, torch.Tensor):
+                mine.append(x)
+                continue
+            copy = leaf(x)
+            if i in which:
+                copy = ts.distribute_tensor(copy.detach(), mesh, [ts.Shard(dim)], {dim: parts(x.shape[dim], ranks, turn)}).detach()
+                copy.requires_grad_(x.requires_grad)
+            mine.append(copy)
+        return {name: whole(x) for name, x in evaluate(op, mine, tree, gradients, second).items()}
+
+    return ts.run_threads(ranks, body, timeout=WAIT)
+
+
+def judge(op, leaves, tree, which, dim, ranks, turn, expected, random, second):
+    gradients = any(name.startswith("gradient") for name in expected)
+
+    def attempt(policy, on, **more):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run_case(op, leaves, tree, which, dim, on, turn, policy, gradients, second, **more)
+
+    moves = False
+    try:
+        try:
+            got = attempt("error", ranks)
+        except Exception as error:
+            if "Redistribute explicitly before the call" not in str(error):
+                raise
+            moves = True
+            got = attempt("allow", ranks)
+        if random:
+            expected = attempt("allow", 1)[0]
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if re.search(r"time limit|timed out|did not arrive|waited", text):
+            return Outcome("hung", text[:300])
+        if SPEAKS_OF_SHARDING.search(text):
+            return Outcome("refused", text[:300])
+        return Outcome("error", f"{type(error).__name__}: {text[:300]}")
+    for rank, values in enumerate(got):
+        if values.keys() != expected.keys():
+            return Outcome("wrong", f"results {sorted(values)} instead of {sorted(expected)}")
+        for name, value in values.items():
+            why = difference(value, expected[name], op.name not in UNDEFINED)
+            if why:
+                return Outcome("wrong", f"{name} on rank {rank}: {why}")
+    return Outcome("equal", moves=moves)
+
+
+def describe(leaves, which, dim, ranks, turn):
+    shapes = [list(leaves[i].shape) for i in which]
+    return f"input {list(which)} {shapes} dim {dim} as {parts(leaves[which[0]].shape[dim], ranks, turn)}"
+
+
+def sweep_operator(op, samples=5, limit=60):
+    """{outcome: count}, number of cases in which shards moved, and the first text of each outcome other than equal."""
+    counts, texts, moves, turn, dim_cases = {}, {}, 0, 0, []
+    for sample in samples_of(op, samples):
+        leaves, tree = tree_flatten(sample)
+        for which, dim in cases_of(leaves):
+            dim_cases.append((leaves, tree, which, dim))
+    if len(dim_cases) > limit:
+        dim_cases = [dim_cases[(i * (len(dim_cases) - 1)) // (limit - 1)] for i in range(limit)]
+    plain = {}
+    for number, (leaves, tree, which, dim) in enumerate(dim_cases):
+        second = bool(op.supports_gradgrad) and number % 3 == 0
+        if (id(leaves), second) not in plain:
+            try:
+                mode = _Seeded()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    with mode:
+                        evaluate(op, [leaf(x) if isinstance(x, torch.Tensor) else x for x in leaves], tree, False, False)
+                    named = evaluate(op, [leaf(x) if isinstance(x, torch.Tensor) else x for x in leaves], tree, True, second)
+                plain[id(leaves), second] = ({n: whole(x) for n, x in named.items()}, mode.random)
+            except Exception:
+                plain[id(leaves), second] = None
+        if plain[id(leaves), second] is None:
+            continue
+        expected, random = plain[id(leaves), second]
+        ranks = 2 + number % 2
+        turn += 1
+        outcome = judge(op, leaves, tree, which, dim, ranks, turn, expected, random, second)
+        counts[outcome.kind] = counts.get(outcome.kind, 0) + 1
+        moves += outcome.moves
+        if outcome.kind != "equal":
+            texts.setdefault(outcome.kind, f"{outcome.text} ({describe(leaves, which, dim, ranks, turn)})")
+    return counts, moves, texts
