@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "tessera/base/text.h"
+#include "tessera/ops/empty_parts.h"
 #include "tessera/ops/labels.h"
 #include "tessera/tensor/detail/layout.h"
 #include "tessera/tensor/detail/mesh_context.h"
@@ -315,19 +316,19 @@ Plan attention_choice(const OpCall& call) {
 const bool registered = [] {
   register_rule("aten::native_layer_norm", layer_norm);
   register_rule("aten::native_layer_norm_backward", layer_norm_backward);
-  register_rule("aten::native_group_norm", group_norm);
-  register_rule("aten::native_group_norm_backward", group_norm_backward);
+  register_rule("aten::native_group_norm", guarded(group_norm));
+  register_rule("aten::native_group_norm_backward", guarded(group_norm_backward));
   register_rule("aten::embedding", embedding);
   register_rule("aten::embedding_dense_backward", embedding_backward);
   for (const char* op :
        {"aten::max_pool2d_with_indices", "aten::max_pool2d_with_indices_backward", "aten::avg_pool2d", "aten::avg_pool2d_backward",
         "aten::_adaptive_avg_pool2d", "aten::_adaptive_avg_pool2d_backward", "aten::adaptive_max_pool2d", "aten::adaptive_max_pool2d_backward",
         "aten::reflection_pad2d", "aten::reflection_pad2d_backward", "aten::replication_pad2d", "aten::replication_pad2d_backward"}) {
-    register_rule(op, pooling<2>);
+    register_rule(op, guarded(pooling<2>));
   }
   for (const char* op : {"aten::max_pool3d_with_indices", "aten::max_pool3d_with_indices_backward", "aten::avg_pool3d", "aten::avg_pool3d_backward",
                          "aten::_adaptive_avg_pool3d", "aten::_adaptive_avg_pool3d_backward"}) {
-    register_rule(op, pooling<3>);
+    register_rule(op, guarded(pooling<3>));
   }
   for (const char* op : {"aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::binary_cross_entropy",
                          "aten::binary_cross_entropy_with_logits", "aten::soft_margin_loss"}) {
@@ -337,7 +338,7 @@ const bool registered = [] {
   for (const char* op : {"aten::nll_loss_forward", "aten::nll_loss2d_forward"}) register_rule(op, nll_loss);
   for (const char* op : {"aten::nll_loss_backward", "aten::nll_loss2d_backward"}) register_rule(op, nll_loss_backward);
   for (const char* op : {"aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention_for_cpu_backward"})
-    register_rule(op, attention);
+    register_rule(op, guarded(attention));
   register_rule("aten::_fused_sdp_choice", attention_choice);
   return true;
 }();

@@ -159,7 +159,13 @@ const bool registered = [] {
                          "aten::hardshrink_backward",
                          "aten::logit_backward",
                          "aten::mish_backward",
-                         "aten::native_dropout_backward"}) {
+                         "aten::native_dropout_backward",
+                         "aten::hardswish",
+                         "aten::_prelu_kernel",
+                         "aten::_prelu_kernel_backward",
+                         "aten::complex",
+                         "aten::polar",
+                         "aten::floor_divide"}) {
     register_rule(op, pointwise);
   }
   for (const char* op : {"add", "sub",     "mul",     "div",       "addcmul",   "addcdiv",    "lerp",  "sqrt", "neg",  "abs",  "exp",     "log",

@@ -163,9 +163,9 @@ Plan norm(const OpCall& call) {
   plan.local = [order, infinite, axes, context = context_of(in), local_shape = plan.outputs[0].spec.local_shape(),
                 empty = plan.inputs[0]->local_numel() == 0](const c10::OperatorHandle& op, torch::jit::Stack arguments) {
     at::Tensor part;
-    if (empty && infinite) {
+    if (empty) {  // kernels refuse some orders of nothing; a negative one of nothing is infinite, so that nothing is added
       const at::Tensor& x = arguments[0].toTensor();
-      part = at::full(local_shape, order > 0 ? 0.0 : std::numeric_limits<double>::infinity(), x.options());
+      part = at::full(local_shape, order > 0 ? 0.0 : std::numeric_limits<double>::infinity(), x.options().dtype(c10::toRealValueType(x.scalar_type())));
     } else {
       op.callBoxed(arguments);
       part = arguments[0].toTensor();
@@ -222,6 +222,18 @@ Plan along(const OpCall& call) {
   }
   p.outputs.assign(call.schema().returns().size(), labels);
   if (!call.outputs()) p.output_shapes.assign(p.outputs.size(), call.tensor(0).spec.shape());
+  return solve(p);
+}
+
+// Each slice along `dim` has a norm over all the others, which are whole.
+Plan renorm(const OpCall& call) {
+  const int n = call.tensor(0).spec.dims();
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  LabelProblem p(call);
+  p.inputs = {Labels(n, kWhole)};
+  p.inputs[0][d] = d;
+  p.outputs = p.inputs;
+  if (!call.outputs()) p.output_shapes = {call.tensor(0).spec.shape()};
   return solve(p);
 }
 
@@ -304,9 +316,11 @@ const bool registered = [] {
   }
   for (const char* op : {"aten::_softmax", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data", "aten::cumsum",
                          "aten::cumprod", "aten::logcumsumexp", "aten::sort", "aten::sort.stable", "aten::topk", "aten::gather", "aten::scatter.src",
-                         "aten::scatter.value", "aten::scatter_add", "aten::_safe_softmax", "aten::renorm"}) {
+                         "aten::scatter.value", "aten::scatter_add", "aten::_safe_softmax", "aten::cummax", "aten::cummin",
+                         "aten::glu", "aten::glu_backward", "aten::linalg_cross"}) {
     register_rule(op, along);
   }
+  register_rule("aten::renorm", renorm);
   for (const char* op : {"aten::flip", "aten::roll"}) register_rule(op, rearranged);
   register_rule("aten::repeat", repeat);
   for (const char* op : {"aten::tril", "aten::triu"}) register_rule(op, last_two_whole);

@@ -446,7 +446,8 @@ const bool registered = [] {
   register_rule("aten::squeeze", squeeze);
   register_rule("aten::expand", expand);
   register_rule("aten::slice.Tensor", slice);
-  for (const char* op : {"aten::split.Tensor", "aten::split_with_sizes"}) register_rule(op, split);
+  for (const char* op : {"aten::split.Tensor", "aten::split_with_sizes", "aten::unsafe_split.Tensor", "aten::unsafe_split_with_sizes"})
+    register_rule(op, split);
   register_rule("aten::select.int", select);
   register_rule("aten::unbind.int", unbind);
   register_rule("aten::diagonal", diagonal);

@@ -102,7 +102,11 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
   if (!rule) throw_no_rule(call);
   Plan plan = rule->rule(call);
   asked_for_numbers = call.asked_for_numbers();
-  ready.mode = ReadyPlan::Mode::ruled;
+  if (plan.whole) {
+    plan.inputs.clear();
+    for (const TensorInfo& t : call.tensors()) plan.inputs.push_back(t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
+  }
+  ready.mode = plan.whole ? ReadyPlan::Mode::replicated : ReadyPlan::Mode::ruled;
   ready.arguments = std::move(plan.arguments);
   ready.local = std::move(plan.local);
   ready.view_copied = plan.view_copied;
@@ -119,6 +123,7 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
     ready.moves.push_back({t.argument, t.element, t.spec, *plan.inputs[i], announced});
     ready.moves_shards |= announced;
   }
+  if (plan.whole) return ready;
   if (call.in_place()) {
     // A rule of the functional form says where the result lies; written in place it must lie where the target does.
     const ShardSpec target = !plan.inputs.empty() && plan.inputs[0] ? *plan.inputs[0] : call.tensor(0).spec;
@@ -199,7 +204,10 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
       reduce_target(info, t, move.from, move.to);
       continue;
     }
-    moved.push_back({{move.argument, move.element}, redistribute_local(meta_of(t)->local, move.from, move.to)});
+    // Laid out in memory as the global tensor is, like every local: kernels and views decide by strides.
+    const Layout& l = *meta_of(t)->layout;
+    at::Tensor local = redistribute_local(meta_of(t)->local, move.from, move.to);
+    moved.push_back({{move.argument, move.element}, aligned(std::move(local), *make_layout(move.to, l.strides, l.offset, l.dtype, l.device))});
   }
 
   // Targets that may change shape get a fresh alias: the local of the old meta is shared by whoever copied the tensor.

@@ -1,5 +1,6 @@
 #include "tessera/tensor/detail/promote.h"
 
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/custom_class.h>
@@ -39,6 +40,7 @@ at::Tensor wrap_plain(const at::Tensor& plain, const std::shared_ptr<MeshContext
   }
   const LocalCallGuard guard;
   at::Tensor local = plain.detach();
+  if (local._is_zerotensor()) local = at::zeros(local.sizes(), local.options());  // autograd's zeros without memory
   if (local.is_conj() || local.is_neg()) local = local.resolve_conj().resolve_neg();
   auto layout = replicated_layout(context, local);
   return wrap(std::move(local), std::move(layout));

@@ -109,6 +109,7 @@ struct Plan {
   std::vector<Output> outputs;                         ///< One for each tensor returned that is not an argument; lists flattened.
   std::vector<std::pair<int, c10::IValue>> arguments;  ///< Replaced in the local call, by position in the schema.
   LocalFunction local;                                 ///< Default: the operator itself.
+  bool whole = false;                                  ///< Every input is gathered, the operator runs on the whole, its results are replicated.
   bool view_copied = false;                            ///< A view operator's result that does not share memory with its base.
 };
 

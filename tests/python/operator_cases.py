@@ -20,6 +20,7 @@ TOLERANCE = 1e-10
 WAIT = 15.0  # seconds that ranks wait for each other
 # Contents are not defined, only shape and dtype are.
 UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+RULE_FAILED = re.compile(r"the rule that made it does not hold|the rule of aten")
 SPEAKS_OF_SHARDING = re.compile(r"Shard\(|Partial\(|Replicate|ShardTensor|[Ss]harded|[Rr]edistribut")
 
 
@@ -55,10 +56,8 @@ def leaf(tensor):
 
 
 def _dense(tensor):
-    return not tensor.is_conj() and not tensor.is_neg() and torch._C._nn is not None and _non_overlapping(tensor)
-
-
-def _non_overlapping(tensor):
+    if tensor.is_conj() or tensor.is_neg():
+        return False
     expected = 1
     for stride, size in sorted((st, n) for st, n in zip(tensor.stride(), tensor.shape) if n > 1):
         if stride != expected:
@@ -231,7 +230,7 @@ def judge(op, leaves, tree, which, dim, ranks, turn, expected, random, second):
         text = " ".join(str(error).split())
         if re.search(r"time limit|timed out|did not arrive|waited", text):
             return Outcome("hung", text[:300])
-        if SPEAKS_OF_SHARDING.search(text):
+        if SPEAKS_OF_SHARDING.search(text) and not RULE_FAILED.search(text):
             return Outcome("refused", text[:300])
         return Outcome("error", f"{type(error).__name__}: {text[:300]}")
     for rank, values in enumerate(got):
@@ -239,9 +238,26 @@ def judge(op, leaves, tree, which, dim, ranks, turn, expected, random, second):
             return Outcome("wrong", f"results {sorted(values)} instead of {sorted(expected)}")
         for name, value in values.items():
             why = difference(value, expected[name], op.name not in UNDEFINED)
-            if why:
+            if why and not (why.startswith("off by") and not random and ill_conditioned(op, leaves, tree, second, name, value, expected[name])):
                 return Outcome("wrong", f"{name} on rank {rank}: {why}")
     return Outcome("equal", moves=moves)
+
+
+def ill_conditioned(op, leaves, tree, second, name, value, expected):
+    """Whether plain libtorch itself changes as much when its inputs change in the last digit."""
+    change = 0.0
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        moved = []
+        for x in leaves:
+            if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()):
+                grown = x.detach() * (1 + 2e-16 * torch.randint(-2, 3, x.shape, generator=generator))
+                x = grown.requires_grad_(x.requires_grad)
+            moved.append(leaf(x) if isinstance(x, torch.Tensor) else x)
+        other = whole(evaluate(op, moved, tree, True, second).get(name))
+        if isinstance(other, torch.Tensor) and other.shape == expected.shape:
+            change = max(change, (other - expected).abs().nan_to_num().max().item())
+    return (value - expected).abs().nan_to_num().max().item() <= 10 * change
 
 
 def describe(leaves, which, dim, ranks, turn):

@@ -1,0 +1,24 @@
+import torch
+
+import tessera as ts
+
+TOLERANCE = 1e-10
+
+
+def whole(t):
+    return ts.full_tensor(t.detach()) if ts.is_sharded(t) else t.detach()
+
+
+def assert_same(got, expected, what=""):
+    """To 1e-10 of the largest value."""
+    got, expected = whole(got), whole(expected)
+    assert got.shape == expected.shape and got.dtype == expected.dtype, f"{what}: {got.dtype} {got.shape}, {expected.dtype} {expected.shape}"
+    if expected.numel():
+        scale = max(expected.abs().max().item(), 1e-30)
+        off = (got - expected).abs().max().item()
+        assert off <= TOLERANCE * scale, f"{what}: off by {off} of {scale}"
+
+
+def on_ranks(ranks, fn, *arguments):
+    """Runs fn(rank, *arguments) on threads; ranks that disagree wait for each other: not for long."""
+    return ts.run_threads(ranks, lambda rank: fn(rank, *arguments), timeout=20)

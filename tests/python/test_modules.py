@@ -1,0 +1,187 @@
+"""torch.nn modules and torch.optim on sharded tensors: what one process would give."""
+
+import pytest
+import torch
+from torch import nn
+
+import tessera as ts
+from support import assert_same, on_ranks, whole
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, causal):
+        super().__init__()
+        self.attention, self.causal = nn.MultiheadAttention(8, 2, batch_first=True), causal
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype) if self.causal else None
+        return self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+
+MODULES = {
+    "linear": lambda: nn.Linear(8, 5),
+    "mlp": lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3)),
+    "layer_norm": lambda: nn.LayerNorm(8),
+    "attention": lambda: SelfAttention(False),
+    "causal_attention": lambda: SelfAttention(True),
+    "transformer_layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+    "transformer_pre_norm": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True),
+}
+
+
+def build(name):
+    torch.manual_seed(1)
+    return MODULES[name]().double()
+
+
+def batch(rows, last=8):
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(rows, 4, last, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("sizes", [[5], [3, 2], [0, 5], [2, 0, 3], [1, 1, 3]])
+@pytest.mark.parametrize("name", MODULES)
+def test_samples_sharded(name, sizes):
+    net, x = build(name), batch(5).requires_grad_(True)
+    y = net(x)
+    (y * y.detach().cos()).sum().backward()
+    # Ranks as threads must not share a module.
+    nets = [build(name) for _ in sizes]
+    # nn.MultiheadAttention merges samples with the sequence before its last product, samples innermost, and so it moves them.
+    merges = "attention" in name or "transformer" in name
+
+    def body(rank):
+        mine = ts.distribute_module(nets[rank], ts.Mesh({"data": len(sizes)}))
+        ts.set_policies("allow" if merges else "error", "allow")  # batch parallel: nothing but gradients travels
+        t = ts.distribute_tensor(x.detach(), ts.Mesh({"data": len(sizes)}), [ts.Shard(0)], {0: sizes}).requires_grad_(True)
+        with ts.CommTrace() as trace:
+            out = mine(t)
+        assert merges or (trace.bytes == 0 and ts.spec(out).sizes[0] == sizes)
+        assert_same(out, y, "output")
+        (out * out.detach().cos()).sum().backward()
+        assert_same(t.grad, x.grad, "input gradient")
+        for (key, p), q in zip(mine.named_parameters(), net.parameters()):
+            assert ts.spec(p.grad).placements == (ts.Replicate(),), key
+            assert_same(p.grad, q.grad, key)
+
+    on_ranks(len(sizes), body)
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [3, 1], [1, 0, 3]])
+@pytest.mark.parametrize("name", MODULES)
+def test_sequence_sharded(name, sizes):
+    net, x = build(name), batch(3).requires_grad_(True)
+    y = net(x)
+    y.square().sum().backward()
+    nets = [build(name) for _ in sizes]
+
+    def body(rank):
+        mesh = ts.Mesh({"domain": len(sizes)})
+        mine = ts.distribute_module(nets[rank], mesh)
+        ts.set_policies("allow", "allow")
+        t = ts.distribute_tensor(x.detach(), mesh, [ts.Shard(1)], {1: sizes}).requires_grad_(True)
+        out = mine(t)
+        assert_same(out, y, "output")
+        out.square().sum().backward()
+        assert_same(t.grad, x.grad, "input gradient")
+        for (key, p), q in zip(mine.named_parameters(), net.parameters()):
+            assert_same(p.grad, q.grad, key)
+
+    on_ranks(len(sizes), body)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adam_loop": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+}
+
+
+def train(net, optimizer, x, target, steps):
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(net(x), target)
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("rule", ["replicated", "sharded"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_equals_one_process(name, rule):
+    net, x = build("mlp"), batch(7)
+    target = torch.randn(7, 4, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    expected = train(net, OPTIMIZERS[name](net.parameters()), x, target, 5)
+    sizes = [4, 0, 3]
+    nets = [build("mlp") for _ in sizes]
+
+    def where(key, tensor):
+        return ([ts.Shard(0)], {0: [tensor.shape[0] - 2, 2, 0]}) if rule == "sharded" and tensor.dim() == 2 else None
+
+    def body(rank):
+        mesh = ts.Mesh({"data": 3})
+        ts.set_policies("allow", "allow")
+        mine = ts.distribute_module(nets[rank], mesh, where)
+        before = [ts.spec(p) for p in mine.parameters()]
+        t = ts.distribute_tensor(x, mesh, [ts.Shard(0)], {0: sizes})
+        u = ts.distribute_tensor(target, mesh, [ts.Shard(0)], {0: sizes})
+        losses = train(mine, OPTIMIZERS[name](mine.parameters()), t, u, 5)
+        assert losses == pytest.approx(expected, rel=1e-10)
+        assert before == [ts.spec(p) for p in mine.parameters()]
+        for p, q in zip(mine.parameters(), net.parameters()):
+            assert_same(p, q)
+
+    on_ranks(3, body)
+
+
+def test_state_dict_of_whole_values_loads_into_a_plain_module():
+    nets = [build("mlp") for _ in range(2)]
+
+    def body(rank):
+        mine = ts.distribute_module(nets[rank], ts.Mesh({"x": 2}), lambda key, t: [ts.Shard(0)] if t.dim() == 2 else None)
+        return {key: whole(t) for key, t in mine.state_dict().items()}
+
+    for state in on_ranks(2, body):
+        plain = build("mlp")
+        plain.load_state_dict(state)
+        assert torch.equal(plain(batch(2)), build("mlp")(batch(2)))
+
+
+def test_plain_module_on_sharded_input():
+    net, x = build("mlp"), batch(5)
+    y = net(x)
+    y.sum().backward()
+    nets = [build("mlp") for _ in range(2)]
+
+    def body(rank):
+        t = ts.distribute_tensor(x, ts.Mesh({"x": 2}), [ts.Shard(0)], {0: [1, 4]})
+        out = nets[rank](t)
+        assert_same(out, y)
+        out.sum().backward()
+        for p, q in zip(nets[rank].parameters(), net.parameters()):
+            assert not ts.is_sharded(p.grad)
+            assert_same(p.grad, q.grad)
+
+    on_ranks(2, body)
+
+
+def test_double_backward():
+    x = batch(5).requires_grad_(True)
+    (g,) = torch.autograd.grad(x.tanh().pow(3).sum(), x, create_graph=True)
+    (expected,) = torch.autograd.grad(g.square().sum(), x)
+
+    def body(rank):
+        t = ts.distribute_tensor(x.detach(), ts.Mesh({"x": 2}), [ts.Shard(0)], {0: [4, 1]}).requires_grad_(True)
+        (g,) = torch.autograd.grad(t.tanh().pow(3).sum(), t, create_graph=True)
+        (got,) = torch.autograd.grad(g.square().sum(), t)
+        assert_same(got, expected)
+
+    on_ranks(2, body)

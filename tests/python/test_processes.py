@@ -1,0 +1,48 @@
+"""Real processes: under torchrun, and under `tessera run`."""
+
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+
+
+def run(*command, limit=100):
+    return subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=limit)
+
+
+def torchrun(ranks, program):
+    return run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, HERE / program)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_torchrun(ranks):
+    done = torchrun(ranks, "ranks_program.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.findall(r"rank (\d) of (\d): loss ([\d.]+)", done.stdout)
+    assert sorted(r for r, _, _ in lines) == [str(r) for r in range(ranks)] and len({loss for _, _, loss in lines}) == 1
+
+
+def test_tessera_run(request):
+    launcher = pathlib.Path(request.config.getoption("--launcher"))
+    if not launcher.exists():
+        pytest.fail(f"{launcher} is missing: build the target tessera_cli")
+    done = run(launcher, "run", "-n", 2, "--timeout", 60, "--", sys.executable, HERE / "ranks_program.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 1 of 2" in done.stdout
+
+
+def test_alone_without_a_launcher():
+    done = run(sys.executable, HERE / "ranks_program.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_rank_that_raises_ends_the_job():
+    began = time.monotonic()
+    done = torchrun(2, "failing_program.py")
+    assert done.returncode != 0 and "rank 1 has had enough" in done.stderr
+    assert time.monotonic() - began < 60

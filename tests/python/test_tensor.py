@@ -1,0 +1,228 @@
+"""Every function of the package, on ranks as threads."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import tessera as ts
+from support import assert_same, on_ranks
+
+X = torch.arange(42, dtype=torch.float64).reshape(7, 6)
+SIZES = {1: [[7]], 2: [[4, 3], [0, 7], [6, 1]], 3: [[3, 2, 2], [4, 0, 3], [0, 0, 7]], 4: [[1, 3, 0, 3]]}
+CUTS = [(ranks, sizes) for ranks, all_sizes in SIZES.items() for sizes in all_sizes]
+
+
+@pytest.mark.parametrize("ranks,sizes", CUTS)
+def test_distribute_local_and_back(ranks, sizes):
+    def body(rank):
+        mesh = ts.Mesh({"x": ranks})
+        t = ts.distribute_tensor(X.clone(), mesh, [ts.Shard(0)], {0: sizes})
+        begin = sum(sizes[:rank])
+        assert torch.equal(ts.to_local(t), X[begin : begin + sizes[rank]])
+        assert torch.equal(ts.full_tensor(t), X)
+        assert t.shape == X.shape and t.stride() == X.stride() and t.dtype == X.dtype and t.device == X.device
+        again = ts.from_local(ts.to_local(t), mesh, [ts.Shard(0)])  # sizes gathered
+        assert ts.spec(again) == ts.spec(t)
+        assert torch.equal(ts.full_tensor(again), X)
+        with ts.CommTrace() as trace:
+            given = ts.from_local(ts.to_local(t), mesh, [ts.Shard(0)], {0: sizes})
+        assert trace.count == 0 and ts.spec(given) == ts.spec(t)
+        ts.to_local(t).add_(1)  # the same memory
+        assert torch.equal(ts.full_tensor(t), X + 1)
+
+    on_ranks(ranks, body)
+
+
+@pytest.mark.parametrize("ranks,sizes", CUTS)
+def test_redistribute(ranks, sizes):
+    def body(rank):
+        mesh = ts.Mesh({"x": ranks})
+        t = ts.distribute_tensor(X, mesh, [ts.Shard(0)], {0: sizes}).requires_grad_(True)
+        columns = ts.redistribute(t, [ts.Shard(-1)])
+        assert ts.spec(columns).placements == (ts.Shard(1),)
+        other = ts.redistribute(columns, [ts.Shard(0)], {0: sizes[::-1]})
+        assert ts.spec(other).sizes == {0: sizes[::-1]}
+        replicated = ts.redistribute(other, [ts.Replicate()])
+        assert torch.equal(ts.to_local(replicated), X)
+        (replicated * X).sum().backward()
+        assert ts.spec(t.grad) == ts.spec(t)
+        assert_same(t.grad, X)
+        partial = ts.from_local(X * (rank + 1), mesh, [ts.Partial("sum")])
+        assert_same(partial, X * (ranks * (ranks + 1) / 2))
+        assert_same(ts.redistribute(partial, [ts.Shard(1)]), X * (ranks * (ranks + 1) / 2))
+        for op, value in {"avg": (ranks + 1) / 2, "min": 1, "max": ranks}.items():
+            assert_same(ts.from_local(X * (rank + 1), mesh, [ts.Partial(op)]), X * value)
+
+    on_ranks(ranks, body)
+
+
+def test_two_axes():
+    def body(rank):
+        mesh = ts.Mesh({"data": 2, "domain": 3})
+        assert mesh.axes == {"data": 2, "domain": 3} and mesh.coordinate == (rank // 3, rank % 3)
+        t = ts.distribute_tensor(X, mesh, [ts.Shard(0), ts.Shard(1)], {0: [5, 2], 1: [1, 0, 5]})
+        s = ts.spec(t)
+        assert s.mesh == mesh and s.shape == (7, 6) and s.sizes == {0: [5, 2], 1: [1, 0, 5]}
+        assert s.placements == (ts.Shard(0), ts.Shard(1))
+        assert s.local_shape == ([5, 2][rank // 3], [1, 0, 5][rank % 3])
+        assert s.local_offset == ([0, 5][rank // 3], [0, 1, 1][rank % 3])
+        assert_same(t, X)
+        nested = ts.distribute_tensor(X, mesh, [ts.Shard(0), ts.Shard(0)], {0: [2, 1, 0, 0, 1, 3]})
+        assert_same(nested.exp(), X.exp())
+        assert_same((nested @ X.t()).sum(0), (X @ X.t()).sum(0))
+
+    on_ranks(6, body)
+
+
+def test_scatter():
+    def body(rank):
+        mesh = ts.Mesh({"x": 3})
+        t = ts.scatter(X if rank == 1 else None, mesh, [ts.Shard(1)], {1: [1, 0, 5]}, root=1)
+        assert_same(t, X)
+
+    on_ranks(3, body)
+
+
+def test_gradients_through_local_and_full():
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        local = torch.ones(rank + 1, 3, dtype=torch.float64, requires_grad=True)
+        t = ts.from_local(local, mesh, [ts.Shard(0)])
+        weight = torch.arange(9, dtype=torch.float64).reshape(3, 3)
+        (ts.full_tensor(t) * weight).sum().backward()
+        assert torch.equal(local.grad, weight[:1] if rank == 0 else weight[1:])
+        full = X.clone().requires_grad_(True)
+        back = ts.to_local(ts.distribute_tensor(full, mesh, [ts.Shard(1)], {1: [2, 4]}))
+        back.square().sum().backward()
+        assert_same(full.grad, 2 * X)
+
+    on_ranks(2, body)
+
+
+def test_trace_counts():
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        t = ts.distribute_tensor(X, mesh, [ts.Shard(0)])
+        with ts.CommTrace() as trace:
+            t.mul(2).relu().t().contiguous()
+        assert trace.count == 0 and trace.bytes == 0
+        with ts.CommTrace() as trace:
+            assert t.sum().item() == X.sum().item()
+        assert trace.count == 1 and trace.bytes == 8
+        assert trace.events[0][0] == "all_reduce" and "all_reduce" in trace.table()
+
+    on_ranks(2, body)
+
+
+def test_policies():
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        t = ts.distribute_tensor(X, mesh, [ts.Shard(0)])
+        ts.set_policies("error", "allow")
+        with pytest.raises(RuntimeError, match="Redistribute explicitly"):
+            t.sort(dim=0)
+        ts.set_policies("allow", "error")
+        with pytest.raises(RuntimeError, match="plain tensor"):
+            t + torch.ones(7, 6)
+        assert torch.equal(whole_sorted(t), X.sort(dim=0).values)
+        with pytest.raises(RuntimeError, match="'allow', 'warn' or 'error'"):
+            ts.set_policies("sometimes")
+
+    def whole_sorted(t):
+        return ts.full_tensor(t.sort(dim=0).values)
+
+    on_ranks(2, body)
+
+
+def test_random_numbers_do_not_depend_on_placement():
+    def draw(rank, ranks):
+        ts.manual_seed(5)
+        t = ts.distribute_tensor(X, ts.Mesh({"x": ranks}), [ts.Shard(0)])
+        return ts.full_tensor(torch.nn.functional.dropout(t, 0.5)), ts.full_tensor(torch.rand_like(t))
+
+    alone = on_ranks(1, draw, 1)[0]
+    for ranks in (2, 3):
+        for dropped, drawn in on_ranks(ranks, draw, ranks):
+            assert torch.equal(dropped, alone[0]) and torch.equal(drawn, alone[1])
+
+
+def test_what_reads_memory():
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        t = ts.distribute_tensor(X, mesh, [ts.Shard(0)], {0: [5, 2]})
+        # No rank waits for another: a debugger that prints on one rank must not hang.
+        with ts.CommTrace() as trace:
+            for text in (repr(t), str(t), f"{t}"):
+                assert "ShardTensor" in text and "[5, 2]" in text and "Shard(0)" in text
+        assert trace.count == 0
+        total = t.sum()
+        assert float(total) == X.sum().item() and total.tolist() == X.sum().item() and f"{total:.1f}" == f"{X.sum().item():.1f}"
+        for read in (t.numpy, t.tolist, t.data_ptr, t.untyped_storage, lambda: pickle.dumps(t), lambda: torch.save(t, io.BytesIO())):
+            with pytest.raises(RuntimeError, match="ShardTensor.*tessera"):
+                read()
+        assert str(torch.ones(2)) == "tensor([1., 1.])"  # plain tensors are as they were
+        assert torch.equal(pickle.loads(pickle.dumps(X)), X) and X.tolist()[0][1] == 1.0
+
+    on_ranks(2, body)
+
+
+def test_deepcopy():
+    def body(rank):
+        net = ts.distribute_module(torch.nn.Linear(3, 2).double(), ts.Mesh({"x": 2}))
+        twin = copy.deepcopy(net)
+        assert ts.is_sharded(twin.weight) and isinstance(twin.weight, torch.nn.Parameter)
+        with torch.no_grad():
+            twin.weight.zero_()
+        assert whole_max(net.weight) > 0
+
+    def whole_max(t):
+        return t.abs().max().item()
+
+    on_ranks(2, body)
+
+
+def test_errors():
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        for wrong in (
+            lambda: ts.distribute_tensor(X, mesh, [ts.Shard(0)], {0: [3, 3]}),
+            lambda: ts.distribute_tensor(X, mesh, [ts.Shard(2)]),
+            lambda: ts.distribute_tensor(X, mesh, [ts.Shard(0), ts.Replicate()]),
+            lambda: ts.distribute_tensor(X, mesh, [ts.Partial("median")]),
+            lambda: ts.distribute_tensor(X, mesh, ["Shard(x)"]),
+            lambda: ts.spec(X),
+            lambda: ts.full_tensor(X),
+            lambda: ts.Mesh({"x": 3}),
+            lambda: ts.from_local(X[: rank + 1, : rank + 1], mesh, [ts.Shard(0)]),
+        ):
+            with pytest.raises((RuntimeError, ValueError)) as error:
+                wrong()
+            assert "INTERNAL ASSERT" not in str(error.value)
+
+    on_ranks(2, body)
+    with pytest.raises(RuntimeError, match="no rank yet"):
+        ts.Mesh({"x": 1})
+
+
+def test_a_rank_that_raises_ends_the_others():
+    def body(rank):
+        mesh = ts.Mesh({"x": 3})
+        if rank == 1:
+            raise KeyError("the reason")
+        mesh.barrier()
+
+    with pytest.raises(KeyError, match="the reason") as error:
+        ts.run_threads(3, body, timeout=60)
+    assert "on rank 1 of 3" in error.value.__notes__
+
+
+def test_results_in_order_of_rank():
+    assert ts.run_threads(4, lambda rank: (rank, ts.rank(), ts.world_size())) == [(r, r, 4) for r in range(4)]
+    assert ts.run_threads(2, lambda rank: whole_sum(), backend="gloo") == [3.0, 3.0]
+
+
+def whole_sum():
+    return ts.from_local(torch.tensor([ts.rank() + 1.0]), ts.Mesh({"x": 2}), [ts.Shard(0)]).sum().item()
