@@ -64,10 +64,11 @@ struct Above final : c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     promote_above(*info, stack);
     if (!autograd) {
-      op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+      op.redispatchBoxed((keys & c10::after_autograd_keyset).remove(c10::DispatchKey::ZeroTensor), stack);
       return;
     }
-    const auto rest = keys.remove(c10::DispatchKey::AutogradFunctionality).add(c10::DispatchKey::AutogradOther);
+    // A plain zero without memory has been promoted to one with: its kernels would answer with a plain tensor.
+    const auto rest = keys.remove(c10::DispatchKey::AutogradFunctionality).remove(c10::DispatchKey::ZeroTensor).add(c10::DispatchKey::AutogradOther);
     const ViewReplay replay(info->view);
     op.redispatchBoxed(rest, stack);
   }
@@ -146,7 +147,7 @@ class Registrar final : public c10::OpRegistrationListener {
   }
   static void above_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     promote_above(*instance().info_of(op), stack);
-    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+    op.redispatchBoxed((keys & c10::after_autograd_keyset).remove(c10::DispatchKey::ZeroTensor), stack);
   }
 
   void add(const c10::OperatorName& name) {

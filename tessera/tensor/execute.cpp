@@ -1,5 +1,7 @@
 #include "tessera/tensor/detail/execute.h"
 
+#include <ATen/ops/empty.h>
+
 #include "tessera/base/text.h"
 #include "tessera/tensor/detail/layout.h"
 #include "tessera/tensor/detail/no_dispatch.h"
@@ -75,6 +77,21 @@ void add_layout(const c10::IValue& v, std::vector<LayoutPtr>& all) {
   if (const auto* meta = meta_of(v.toTensor())) all.push_back(meta->layout);
 }
 
+// Where this rank's part of every result is empty the operator has nothing to compute, and some kernels refuse to.
+void skip_if_nothing(ReadyPlan& ready) {
+  std::vector<LayoutPtr> results;
+  for (const ReadyPlan::Output& o : ready.outputs) {
+    if (!o.layout || o.layout->spec.local_numel() > 0) return;
+    results.push_back(o.layout);
+  }
+  if (results.empty()) return;
+  ready.local = [results = std::move(results)](const c10::OperatorHandle&, const torch::jit::Stack&) {
+    torch::jit::Stack made;
+    for (const LayoutPtr& l : results) made.emplace_back(at::empty(l->spec.local_shape(), at::TensorOptions(l->dtype).device(l->device)));
+    return made;
+  };
+}
+
 ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const Scan& scan, bool& asked_for_numbers) {
   ReadyPlan ready;
   for (std::size_t i = 0; i < arguments.size(); ++i) {
@@ -83,7 +100,8 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
       for (const c10::IValue& v : arguments[i].toListRef()) add_layout(v, ready.inputs);
     }
   }
-  if (info.in_place_view && info.functional) {
+  if (info.in_place_view) {
+    if (!info.functional) throw_no_rule(OpCall(info, arguments));  // on the locals it would change shapes that their wrappers still show
     ready.mode = ReadyPlan::Mode::by_functional;
     return ready;
   }
@@ -153,6 +171,7 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
     ++k;
     ready.outputs.push_back(std::move(o));
   }
+  if (!ready.local && !info.writes && !info.view && !info.random) skip_if_nothing(ready);
   return ready;
 }
 

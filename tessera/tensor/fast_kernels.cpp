@@ -193,7 +193,7 @@ struct Kernels<Op, Result(Arguments...)> {
 
   template <class... Given>
   static Result onward(c10::DispatchKeySet keys, Given&&... given) {
-    const auto rest = keys.remove(c10::DispatchKey::AutogradFunctionality).add(c10::DispatchKey::AutogradOther);
+    const auto rest = keys.remove(c10::DispatchKey::AutogradFunctionality).remove(c10::DispatchKey::ZeroTensor).add(c10::DispatchKey::AutogradOther);
     const ViewReplay replay(info->view);
     return Op::redispatch(rest, given...);
   }

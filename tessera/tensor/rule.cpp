@@ -72,11 +72,11 @@ std::optional<c10::OperatorHandle> functional_form(const c10::FunctionSchema& sc
   };
   std::string overload = schema.overload_name();
   if (auto op = matches(overload)) return op;
-  if (out_variant) {
-    // "Scalar_out" -> "Scalar", "out" -> "", "Tensor", "dim"...
-    if (overload.size() > 4 && overload.ends_with("_out")) {
-      if (auto op = matches(overload.substr(0, overload.size() - 4))) return op;
-    }
+  // "Scalar_out" -> "Scalar", "out" -> "", "Tensor", "dim"...; transpose_ -> transpose.int
+  if (out_variant && overload.size() > 4 && overload.ends_with("_out")) {
+    if (auto op = matches(overload.substr(0, overload.size() - 4))) return op;
+  }
+  if (out_variant || overload.empty()) {
     for (const char* guess : {"", "Tensor", "default", "self", "dim", "int", "Tensor_Tensor", "dim_IntList", "grad_input"}) {
       if (auto op = matches(guess)) return op;
     }
@@ -268,6 +268,13 @@ const std::vector<OutputInfo>* OpCall::outputs() const {
     info_.op.callBoxed(&stack);
   } catch (const c10::NotImplementedError&) {
     return nullptr;
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::exception& e) {  // a meta kernel that is written in Python
+    const std::string_view what = e.what();
+    if (what.find("NotImplementedError") != what.npos || what.find("unimplemented") != what.npos || what.find("data-dependent") != what.npos)
+      return nullptr;
+    throw;
   }
   std::vector<OutputInfo> all;
   const auto add = [&](const c10::IValue& v) {

@@ -117,8 +117,18 @@ def whole(x):
     return x
 
 
-def difference(got, expected, values):
-    """Why they are not equal, or ''. `expected` of an undefined gradient is None, which zeros equal too."""
+def magnitude(trees):
+    """The largest finite value, as a scale below which numbers are rounding errors."""
+    largest = 0.0
+    for x in trees:
+        if isinstance(x, torch.Tensor) and x.numel() and (x.is_floating_point() or x.is_complex()):
+            x = x.detach().abs()
+            largest = max(largest, torch.where(torch.isfinite(x), x, torch.zeros_like(x)).max().item())
+    return largest
+
+
+def difference(got, expected, values, floor=0.0, tolerance=TOLERANCE):
+    """Why they are not equal, or ''. `expected` of an undefined gradient is None, which zeros equal too. `floor`: the least scale."""
     if expected is None and isinstance(got, torch.Tensor):
         return "" if not got.any() else "defined where plain libtorch has none"
     if got is None and isinstance(expected, torch.Tensor):
@@ -139,8 +149,7 @@ def difference(got, expected, values):
     if bool(same.all()):
         return ""
     finite = torch.where(torch.isfinite(e), e, torch.zeros_like(e))
-    off = (torch.where(same, torch.zeros_like(g), g - e)).abs().max().item() / max(finite.abs().max().item(), 1e-30)
-    tolerance = TOLERANCE if expected.dtype in (torch.float64, torch.complex128) else 1e-4
+    off = (torch.where(same, torch.zeros_like(g), g - e)).abs().max().item() / max(finite.abs().max().item(), floor, 1e-30)
     return "" if off <= tolerance else f"off by {off:.1e} of the largest value"
 
 
@@ -185,7 +194,15 @@ def cases_of(leaves):
     return cases
 
 
-def run_case(op, leaves, tree, which, dim, ranks, turn, policy, gradients, second):
+_randn = torch.randn
+
+
+def _randn_of_rank(*size, generator=None, **options):
+    """torch.randn with a generator of this thread's own, seeded alike, as ranks in processes of their own have."""
+    return _randn(*size, generator=generator or torch.Generator().manual_seed(5), **options)
+
+
+def run_case(op, leaves, tree, which, dim, ranks, turn, policy, gradients, second, random):
     """What rank 0 saw; raises what the ranks raised."""
 
     def body(rank):
@@ -201,19 +218,25 @@ def run_case(op, leaves, tree, which, dim, ranks, turn, policy, gradients, secon
             if i in which:
                 copy = ts.distribute_tensor(copy.detach(), mesh, [ts.Shard(dim)], {dim: parts(x.shape[dim], ranks, turn)}).detach()
                 copy.requires_grad_(x.requires_grad)
+            elif random:  # what is drawn from plain tensors is each rank's own
+                copy = ts.distribute_tensor(copy.detach(), mesh, [ts.Replicate()]).detach().requires_grad_(x.requires_grad)
             mine.append(copy)
         return {name: whole(x) for name, x in evaluate(op, mine, tree, gradients, second).items()}
 
-    return ts.run_threads(ranks, body, timeout=WAIT)
+    torch.randn = _randn_of_rank
+    try:
+        return ts.run_threads(ranks, body, timeout=WAIT)
+    finally:
+        torch.randn = _randn
 
 
 def judge(op, leaves, tree, which, dim, ranks, turn, expected, random, second):
     gradients = any(name.startswith("gradient") for name in expected)
 
-    def attempt(policy, on, **more):
+    def attempt(policy, on):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return run_case(op, leaves, tree, which, dim, on, turn, policy, gradients, second, **more)
+            return run_case(op, leaves, tree, which, dim, on, turn, policy, gradients, second, random)
 
     moves = False
     try:
@@ -233,11 +256,13 @@ def judge(op, leaves, tree, which, dim, ranks, turn, expected, random, second):
         if SPEAKS_OF_SHARDING.search(text) and not RULE_FAILED.search(text):
             return Outcome("refused", text[:300])
         return Outcome("error", f"{type(error).__name__}: {text[:300]}")
+    floor = 1e-4 * magnitude([*leaves, *expected.values()])
+    single = any(isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.complex64) for x in [*leaves, *expected.values()])
     for rank, values in enumerate(got):
         if values.keys() != expected.keys():
             return Outcome("wrong", f"results {sorted(values)} instead of {sorted(expected)}")
         for name, value in values.items():
-            why = difference(value, expected[name], op.name not in UNDEFINED)
+            why = difference(value, expected[name], op.name not in UNDEFINED, floor, 1e-5 if single else TOLERANCE)
             if why and not (why.startswith("off by") and not random and ill_conditioned(op, leaves, tree, second, name, value, expected[name])):
                 return Outcome("wrong", f"{name} on rank {rank}: {why}")
     return Outcome("equal", moves=moves)
