@@ -3,6 +3,7 @@
 #   make demo        the winds example on real data, on 2 ranks; the report is build/winds-report.html
 #   make test        everything: Python's torch, build, all tests, lint
 #   make bench       the benchmarks (NAME=comm: one of them; ARGS="--only 'reduce.*mpi'": some of its cases)
+#   make sweep       PyTorch's operator database on sharded tensors, about 5 minutes; writes docs/operator_table.md
 #   make test-2.11   build and test with the oldest libtorch that is supported
 #   make format, make lint, make docs, make clean
 SHELL := /bin/bash
@@ -16,7 +17,7 @@ RUN := scripts/env
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export CTEST_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: all bootstrap python configure build demo test ctest bench format lint docs test-2.11 clean help
+.PHONY: all bootstrap python configure build demo test ctest bench sweep format lint docs test-2.11 clean help
 all: build
 
 help:
@@ -51,6 +52,9 @@ ctest:
 bench: configure
 	@$(RUN) cmake --build --preset $(PRESET)
 	@$(RUN) scripts/bench $(BUILD) $(NAME) $(ARGS)
+
+sweep: python build
+	@$(RUN) scripts/sweep $(BUILD)
 
 format: bootstrap
 	@scripts/bootstrap --lint
