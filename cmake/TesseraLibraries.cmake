@@ -20,7 +20,7 @@ function(tessera_library name)
   add_library(${name} SHARED)
   set_target_properties(
     ${name}
-    PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR} LINKER_LANGUAGE CXX
+    PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR} LINKER_LANGUAGE CXX BUILD_RPATH "$ORIGIN;${CMAKE_BUILD_RPATH}"
   )
   target_compile_features(${name} PUBLIC cxx_std_20)
   target_include_directories(${name} PUBLIC $<BUILD_INTERFACE:${PROJECT_BINARY_DIR}/include/common> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)

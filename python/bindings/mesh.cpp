@@ -31,8 +31,7 @@ std::vector<Axis> axes(const std::vector<std::string>& names, const std::vector<
 
 /// Ranks that are Python's own threads.
 struct PyThreadRanks : torch::CustomClassHolder {
-  PyThreadRanks(std::int64_t ranks, const std::string& backend, double timeout)
-      : ranks(static_cast<int>(ranks), manager_options(backend, timeout)) {}
+  PyThreadRanks(std::int64_t ranks, const std::string& backend, double timeout) : ranks(static_cast<int>(ranks), manager_options(backend, timeout)) {}
   void enter(std::int64_t rank) const { set_current_manager(ranks.enter(static_cast<int>(rank))); }
   void fail(std::int64_t rank, const std::string& what) const { ranks.fail(static_cast<int>(rank), what); }
   void leave(std::int64_t rank) const {

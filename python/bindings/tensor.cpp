@@ -21,8 +21,8 @@ using SpecPtr = c10::intrusive_ptr<PySpec>;
 
 // One entry of `placements` and `sizes` a tensor: the rule has been asked in Python.
 // The first `parameters` of them are parameters, the others buffers.
-void distribute_parameters(const Texts& names, const std::vector<at::Tensor>& tensors, std::int64_t parameters, const MeshPtr& mesh, const std::vector<Texts>& where,
-                           const std::vector<SizesDict>& sizes_of) {
+void distribute_parameters(const Texts& names, const std::vector<at::Tensor>& tensors, std::int64_t parameters, const MeshPtr& mesh,
+                           const std::vector<Texts>& where, const std::vector<SizesDict>& sizes_of) {
   if (names.size() != tensors.size() || names.size() != where.size() || names.size() != sizes_of.size())
     throw InvalidArgument("distribute_parameters: names, tensors, placements and sizes differ in number");
   std::map<std::string, ParameterPlacement> rules;
@@ -31,7 +31,8 @@ void distribute_parameters(const Texts& names, const std::vector<at::Tensor>& te
     rules[names[i]] = {placements(where[i]), sizes(sizes_of[i])};
     all.push_back({names[i], tensors[i], static_cast<std::int64_t>(i) < parameters});
   }
-  distribute_in_place(all, mesh->mesh, [&](const std::string& name, const at::Tensor&) -> std::optional<ParameterPlacement> { return rules.at(name); });
+  distribute_in_place(all, mesh->mesh,
+                      [&](const std::string& name, const at::Tensor&) -> std::optional<ParameterPlacement> { return rules.at(name); });
 }
 
 }  // namespace
@@ -61,9 +62,8 @@ TORCH_LIBRARY_FRAGMENT(tessera, library) {
               [](const std::optional<at::Tensor>& full, const MeshPtr& mesh, const Texts& where, const SizesDict& parts, std::int64_t root) {
                 return scatter(full.value_or(at::Tensor()), mesh->mesh, placements(where), sizes(parts), static_cast<int>(root));
               });
-  library.def("redistribute", [](const at::Tensor& t, const Texts& where, const SizesDict& parts) {
-    return redistribute(t, placements(where), sizes(parts));
-  });
+  library.def("redistribute",
+              [](const at::Tensor& t, const Texts& where, const SizesDict& parts) { return redistribute(t, placements(where), sizes(parts)); });
   library.def("full_tensor", [](const at::Tensor& t) { return full_tensor(t); });
   library.def("to_local", [](const at::Tensor& t, const std::optional<Texts>& gradient) {
     return to_local(t, gradient ? std::optional(placements(*gradient)) : std::nullopt);

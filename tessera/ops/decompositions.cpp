@@ -49,12 +49,8 @@ at::Tensor select_scatter(const at::Tensor& self, const at::Tensor& source, std:
       source.unsqueeze(dim < 0 ? dim + self.dim() : dim));
 }
 
-at::Tensor count_nonzero(const at::Tensor& self, at::IntArrayRef dim) {
-  return self.ne(0).sum(dim);
-}
-at::Tensor count_nonzero_dim(const at::Tensor& self, std::optional<std::int64_t> dim) {
-  return dim ? self.ne(0).sum(*dim) : self.ne(0).sum();
-}
+at::Tensor count_nonzero(const at::Tensor& self, at::IntArrayRef dim) { return self.ne(0).sum(dim); }
+at::Tensor count_nonzero_dim(const at::Tensor& self, std::optional<std::int64_t> dim) { return dim ? self.ne(0).sum(*dim) : self.ne(0).sum(); }
 at::Tensor nansum(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim, std::optional<at::ScalarType> dtype) {
   return at::where(self.isnan(), at::zeros_like(self), self).sum(dim, keepdim, dtype);
 }
@@ -83,6 +79,11 @@ at::Tensor rot90(const at::Tensor& self, std::int64_t k, at::IntArrayRef dims) {
 }
 at::Tensor addbmm(const at::Tensor& self, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta, const at::Scalar& alpha) {
   const at::Tensor product = at::bmm(a, b).sum(0);
+  return (beta.equal(0) ? at::zeros_like(product) : self * beta) + product * alpha;
+}
+
+at::Tensor addmv(const at::Tensor& self, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta, const at::Scalar& alpha) {
+  const at::Tensor product = at::mv(a, b);
   return (beta.equal(0) ? at::zeros_like(product) : self * beta) + product * alpha;
 }
 
@@ -122,9 +123,10 @@ at::Tensor channel_shuffle(const at::Tensor& self, std::int64_t groups) {
 }
 
 void implement(torch::Library& m) {
-  for (const char* name : {"alias", "expand", "permute", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes", "squeeze", "squeeze.dim",
-                           "squeeze.dims", "t", "transpose.int", "unbind.int", "unsqueeze", "view", "unfold", "diagonal", "detach", "as_strided", "_conj",
-                           "view_as_real", "view_as_complex", "_neg_view"}) {
+  for (const char* name :
+       {"alias",        "expand", "permute",       "select.int",      "slice.Tensor", "split.Tensor", "split_with_sizes", "squeeze",  "squeeze.dim",
+        "squeeze.dims", "t",      "transpose.int", "unbind.int",      "unsqueeze",    "view",         "unfold",           "diagonal", "detach",
+        "as_strided",   "_conj",  "view_as_real",  "view_as_complex", "_neg_view"}) {
     const std::string full = name;
     const auto dot = full.find('.');
     const std::string base = full.substr(0, dot), overload = dot == std::string::npos ? "" : full.substr(dot + 1);
@@ -143,6 +145,7 @@ void implement(torch::Library& m) {
   m.impl("allclose", allclose);
   m.impl("rot90", rot90);
   m.impl("addbmm", addbmm);
+  m.impl("addmv", addmv);
   m.impl("pixel_shuffle", pixel_shuffle);
   m.impl("pixel_unshuffle", pixel_unshuffle);
   m.impl("channel_shuffle", channel_shuffle);

@@ -165,7 +165,8 @@ Plan norm(const OpCall& call) {
     at::Tensor part;
     if (empty) {  // kernels refuse some orders of nothing; a negative one of nothing is infinite, so that nothing is added
       const at::Tensor& x = arguments[0].toTensor();
-      part = at::full(local_shape, order > 0 ? 0.0 : std::numeric_limits<double>::infinity(), x.options().dtype(c10::toRealValueType(x.scalar_type())));
+      part =
+          at::full(local_shape, order > 0 ? 0.0 : std::numeric_limits<double>::infinity(), x.options().dtype(c10::toRealValueType(x.scalar_type())));
     } else {
       op.callBoxed(arguments);
       part = arguments[0].toTensor();
@@ -314,10 +315,26 @@ const bool registered = [] {
                          "aten::kthvalue", "aten::logsumexp"}) {
     register_rule(op, along_reduced);
   }
-  for (const char* op : {"aten::_softmax", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data", "aten::cumsum",
-                         "aten::cumprod", "aten::logcumsumexp", "aten::sort", "aten::sort.stable", "aten::topk", "aten::gather", "aten::scatter.src",
-                         "aten::scatter.value", "aten::scatter_add", "aten::_safe_softmax", "aten::cummax", "aten::cummin",
-                         "aten::glu", "aten::glu_backward", "aten::linalg_cross"}) {
+  for (const char* op : {"aten::_softmax",
+                         "aten::_log_softmax",
+                         "aten::_softmax_backward_data",
+                         "aten::_log_softmax_backward_data",
+                         "aten::cumsum",
+                         "aten::cumprod",
+                         "aten::logcumsumexp",
+                         "aten::sort",
+                         "aten::sort.stable",
+                         "aten::topk",
+                         "aten::gather",
+                         "aten::scatter.src",
+                         "aten::scatter.value",
+                         "aten::scatter_add",
+                         "aten::_safe_softmax",
+                         "aten::cummax",
+                         "aten::cummin",
+                         "aten::glu",
+                         "aten::glu_backward",
+                         "aten::linalg_cross"}) {
     register_rule(op, along);
   }
   register_rule("aten::renorm", renorm);

@@ -6,6 +6,7 @@
 #include <ATen/ops/sum.h>
 
 #include "tessera/base/text.h"
+#include "tessera/ops/empty_parts.h"
 #include "tessera/ops/labels.h"
 #include "tessera/tensor/detail/mesh_context.h"
 #include "tessera/tensor/errors.h"
@@ -133,7 +134,7 @@ Plan batch_norm(const OpCall& call) {
   if (!call.boolean("training")) {
     // Sample by sample; the statistics that are returned are empty, as libtorch's are.
     const ShardSpec none = mapped_spec(call.tensor(0).spec, {0}, {-1}, false);
-    plan.outputs[1] = plan.outputs[2] = {none};
+    plan.outputs[1] = plan.outputs[2] = {none, Shape{1}};
     return plan;
   }
   const std::vector<int> axes = reduce_inside(plan.outputs[1]);
@@ -191,8 +192,8 @@ const bool registered = [] {
   register_rule("aten::std.correction", [](const OpCall& c) { return variance(c, true, false); });
   register_rule("aten::var_mean.correction", [](const OpCall& c) { return variance(c, false, true); });
   register_rule("aten::std_mean.correction", [](const OpCall& c) { return variance(c, true, true); });
-  register_rule("aten::native_batch_norm", batch_norm);
-  register_rule("aten::native_batch_norm_backward", batch_norm_backward);
+  register_rule("aten::native_batch_norm", guarded(batch_norm));
+  register_rule("aten::native_batch_norm_backward", guarded(batch_norm_backward));
   return true;
 }();
 

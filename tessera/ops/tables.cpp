@@ -153,7 +153,7 @@ Plan distances(const OpCall& call) {
   x1[n - 2] = out[n - 2] = kRows;
   x2[n - 2] = out[n - 1] = kOthers;
   LabelProblem p(call);
-  const bool backward = call.argument("grad") >= 0;
+  const bool backward = call.argument("grad_output") >= 0;
   for (const TensorInfo& t : call.tensors()) p.inputs.push_back(&t == &a ? x1 : &t == &b ? x2 : out);
   p.outputs = {backward ? x1 : out};
   Shape shape = a.spec.shape();
@@ -168,9 +168,29 @@ Plan checked(const OpCall&) { return {}; }
 
 const bool registered = [] {
   const std::vector<std::pair<std::vector<const char*>, Trailing>> linear_algebra = {
-      {{"linalg_inv_ex", "linalg_lu_factor_ex", "linalg_lu", "linalg_cholesky_ex", "cholesky_inverse", "linalg_qr", "geqrf", "_linalg_svd", "_linalg_eigh",
-        "linalg_eig", "linalg_eigvals", "_linalg_eigvals", "_linalg_det", "_linalg_slogdet", "linalg_ldl_factor_ex", "linalg_matrix_exp", "cholesky_solve",
-        "linalg_solve_triangular", "triangular_solve", "linalg_matrix_sqrth", "linalg_polar", "cholesky", "inverse"},
+      {{"linalg_inv_ex",
+        "linalg_lu_factor_ex",
+        "linalg_lu",
+        "linalg_cholesky_ex",
+        "cholesky_inverse",
+        "linalg_qr",
+        "geqrf",
+        "_linalg_svd",
+        "_linalg_eigh",
+        "linalg_eig",
+        "linalg_eigvals",
+        "_linalg_eigvals",
+        "_linalg_det",
+        "_linalg_slogdet",
+        "linalg_ldl_factor_ex",
+        "linalg_matrix_exp",
+        "cholesky_solve",
+        "linalg_solve_triangular",
+        "triangular_solve",
+        "linalg_matrix_sqrth",
+        "linalg_polar",
+        "cholesky",
+        "inverse"},
        {}},
       {{"lu_unpack"}, {{"LU_pivots", 1}}},
       {{"linalg_lu_solve"}, {{"pivots", 1}}},
@@ -190,8 +210,9 @@ const bool registered = [] {
   for (const char* op : {"upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
                          "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa", "max_unpool2d", "im2col_backward"})
     register_rule(concat("aten::", op), guarded(image<2>));
-  for (const char* op : {"upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d", "max_unpool3d", "reflection_pad3d", "replication_pad3d",
-                         "reflection_pad3d_backward", "replication_pad3d_backward", "adaptive_max_pool3d", "adaptive_max_pool3d_backward"})
+  for (const char* op :
+       {"upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d", "max_unpool3d", "reflection_pad3d", "replication_pad3d",
+        "reflection_pad3d_backward", "replication_pad3d_backward", "adaptive_max_pool3d", "adaptive_max_pool3d_backward"})
     register_rule(concat("aten::", op), guarded(image<3>));
   for (const char* op : {"upsample_nearest1d_backward", "_upsample_nearest_exact1d_backward", "upsample_linear1d_backward"})
     register_rule(concat("aten::", op), guarded(upsample_backward<1>));
@@ -206,12 +227,45 @@ const bool registered = [] {
   for (const char* op : {"isin.Tensor_Tensor", "isin.Tensor_Scalar", "bucketize.Tensor"}) register_rule(concat("aten::", op), looked_up);
   for (const char* op : {"_cdist_forward", "_cdist_backward"}) register_rule(concat("aten::", op), guarded(distances));
   // Each element of the result may depend on every element of the inputs.
-  for (const char* op : {"median", "nanmedian", "histc", "bincount", "histogram", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts",
-                         "_histogramdd_from_bin_tensors", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "nonzero",
-                         "nonzero_static", "segment_reduce", "_segment_reduce_backward", "_pdist_forward", "_pdist_backward", "_ctc_loss",
-                         "_ctc_loss_backward", "block_diag", "_chunk_cat", "repeat_interleave.Tensor", "hash_tensor", "_trilinear", "multi_margin_loss",
-                         "multi_margin_loss_backward", "multilabel_margin_loss_forward", "multilabel_margin_loss_backward", "im2col", "col2im", "diag_embed",
-                         "isin.Scalar_Tensor", "bucketize.Scalar", "searchsorted", "_cholesky_solve_helper", "tril_indices", "_compute_linear_combination"})
+  for (const char* op : {"median",
+                         "nanmedian",
+                         "histc",
+                         "bincount",
+                         "histogram",
+                         "_histogramdd_bin_edges",
+                         "_histogramdd_from_bin_cts",
+                         "_histogramdd_from_bin_tensors",
+                         "_unique",
+                         "_unique2",
+                         "unique_dim",
+                         "unique_consecutive",
+                         "unique_dim_consecutive",
+                         "nonzero",
+                         "nonzero_static",
+                         "segment_reduce",
+                         "_segment_reduce_backward",
+                         "_pdist_forward",
+                         "_pdist_backward",
+                         "_ctc_loss",
+                         "_ctc_loss_backward",
+                         "block_diag",
+                         "_chunk_cat",
+                         "repeat_interleave.Tensor",
+                         "hash_tensor",
+                         "_trilinear",
+                         "multi_margin_loss",
+                         "multi_margin_loss_backward",
+                         "multilabel_margin_loss_forward",
+                         "multilabel_margin_loss_backward",
+                         "im2col",
+                         "col2im",
+                         "diag_embed",
+                         "isin.Scalar_Tensor",
+                         "bucketize.Scalar",
+                         "searchsorted",
+                         "_cholesky_solve_helper",
+                         "tril_indices",
+                         "_compute_linear_combination"})
     register_rule(concat("aten::", op), whole);
   return true;
 }();

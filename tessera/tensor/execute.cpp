@@ -2,6 +2,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
 #include "tessera/base/text.h"
 #include "tessera/tensor/detail/layout.h"
 #include "tessera/tensor/detail/no_dispatch.h"
@@ -160,7 +162,7 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
       const auto* inferred = call.outputs();
       if (inferred && k < inferred->size() && (*inferred)[k].defined) {
         const OutputInfo& is = (*inferred)[k];
-        if (is.shape != out.spec.shape()) {
+        if (is.shape != out.spec.shape() && !o.strides) {  // a rule that gives strides as well knows better
           throw ShardingError(
               concat("the rule of ", info.name, " says that the result has shape ", list(out.spec.shape()), ", the operator makes ", list(is.shape)));
         }
@@ -171,7 +173,8 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
     ++k;
     ready.outputs.push_back(std::move(o));
   }
-  if (!ready.local && !info.writes && !info.view && !info.random) skip_if_nothing(ready);
+  const bool lists = std::any_of(info.returns.begin(), info.returns.end(), [](const auto& r) { return r.list; });
+  if (!ready.local && !info.writes && !info.view && !info.random && !lists) skip_if_nothing(ready);
   return ready;
 }
 

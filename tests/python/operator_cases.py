@@ -194,12 +194,16 @@ def cases_of(leaves):
     return cases
 
 
-_randn = torch.randn
+_randn, _rand = torch.randn, torch.rand
 
 
-def _randn_of_rank(*size, generator=None, **options):
-    """torch.randn with a generator of this thread's own, seeded alike, as ranks in processes of their own have."""
-    return _randn(*size, generator=generator or torch.Generator().manual_seed(5), **options)
+def _of_rank(draw):
+    """torch.randn and torch.rand with a generator of each call's own, seeded alike, as ranks in processes of their own have."""
+
+    def drawn(*size, generator=None, **options):
+        return draw(*size, generator=generator or torch.Generator().manual_seed(5), **options)
+
+    return drawn
 
 
 def run_case(op, leaves, tree, which, dim, ranks, turn, policy, gradients, second, random):
@@ -223,11 +227,11 @@ def run_case(op, leaves, tree, which, dim, ranks, turn, policy, gradients, secon
             mine.append(copy)
         return {name: whole(x) for name, x in evaluate(op, mine, tree, gradients, second).items()}
 
-    torch.randn = _randn_of_rank
+    torch.randn, torch.rand = _of_rank(_randn), _of_rank(_rand)
     try:
         return ts.run_threads(ranks, body, timeout=WAIT)
     finally:
-        torch.randn = _randn
+        torch.randn, torch.rand = _randn, _rand
 
 
 def judge(op, leaves, tree, which, dim, ranks, turn, expected, random, second):

@@ -177,21 +177,24 @@ def main():
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--only", default="")
     parser.add_argument("--every", type=int, default=1, help="every N-th operator")
-    parser.add_argument("--list", type=pathlib.Path, help="a file of operators that must be equal; only these")
+    parser.add_argument("--list", type=pathlib.Path, help="a file of operators that must be equal, and with `: local` move nothing; only these")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--cases", type=int, default=40, help="at most, an operator")
-    parser.add_argument("--seconds", type=int, default=90, help="limit of an operator")
+    parser.add_argument("--seconds", type=int, default=240, help="limit of an operator")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     names = [name for name, _ in database() if re.search(arguments.only, name)][:: arguments.every]
-    required = []
+    required = {}
     if arguments.list:
-        required = [line.split("#")[0].strip() for line in arguments.list.read_text().splitlines() if line.split("#")[0].strip()]
-        unknown = set(required) - set(names)
+        for line in arguments.list.read_text().splitlines():
+            name, _, mark = line.split("#")[0].partition(" : ")
+            if name.strip():
+                required[name.strip()] = mark.strip() == "local"
+        unknown = required.keys() - set(names)
         if unknown:
             sys.exit(f"{arguments.list}: not in the operator database: {sorted(unknown)}")
-        names = [n for n in names if n in set(required)]
+        names = [n for n in names if n in required]
     began = time.monotonic()
     results = sweep(names, arguments)
     text, totals = table(results)
@@ -200,9 +203,10 @@ def main():
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
     print(f"{len(names)} operators in {time.monotonic() - began:.0f} s: " + ", ".join(f"{k} {n}" for k, n in totals.most_common()))
-    failed = [n for n in names if state(results[n]) in FAULTS] + [n for n in required if state(results[n]) != "equal"]
+    failed = [n for n in names if state(results[n]) in FAULTS]
+    failed += [n for n, local in required.items() if n not in failed and (state(results[n]) != "equal" or (local and results[n]["moves"]))]
     for name in failed:
-        print(f"FAILED {name}: {state(results[name])}: {results[name]['texts']}")
+        print(f"FAILED {name}: {state(results[name])}, {results[name]['moves']} cases move shards: {results[name]['texts']}")
     sys.exit(1 if failed else 0)
 
 
