@@ -8,12 +8,26 @@
 #include "tessera/comm/detail/manager_state.h"
 #include "tessera/comm/detail/store_server.h"
 #include "tessera/comm/mpi.h"
+#include "tessera/comm/nccl.h"
 #include "tessera/layout/cost.h"
 #include "tessera/layout/errors.h"
 #include "tessera/layout/placement.h"
 #include "tessera/layout/topology.h"
 
 namespace tessera {
+
+c10::Device detail::choose_device(const std::optional<c10::Device>& wanted, int local_rank, int devices, const std::string& problem) {
+  if (!wanted) {
+    if (!problem.empty() || devices < 1) return c10::DeviceType::CPU;
+    return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(local_rank % devices)};
+  }
+  if (wanted->is_cpu()) return *wanted;
+  if (!wanted->is_cuda()) throw InvalidArgument(concat("the manager was given the device ", *wanted, "; groups serve cpu and cuda"));
+  if (!problem.empty()) throw NotAvailable(concat("the manager was given the device ", *wanted, ", but NCCL cannot run here: ", problem));
+  const int index = wanted->has_index() ? wanted->index() : local_rank % devices;
+  if (index >= devices) throw InvalidArgument(concat("the manager was given the device ", *wanted, ", but there are ", devices, " devices"));
+  return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)};
+}
 
 DistributedManager DistributedManager::initialize(const ManagerOptions& options) {
   detail::ManagerBase base;
@@ -26,12 +40,16 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
     throw InvalidArgument(concat("backend '", options.backend, "' is not one for processes; choose gloo or mpi"));
   base.backend = options.backend.empty() ? "gloo" : options.backend;
   require_rendezvous(base.launch);
+  base.device = detail::choose_device(options.device, base.launch.local_rank, cuda_device_count(), nccl_unavailable());
+  if (options.mpi && base.backend != "mpi")
+    throw InvalidArgument(concat("the manager was given ranks of MPI, but the backend ", base.backend, "; give the backend mpi"));
   if (base.backend == "mpi") {
-    base.mpi = std::make_shared<MpiWorld>(MpiWorld::initialize());
+    base.mpi = options.mpi ? options.mpi : std::make_shared<MpiWorld>(MpiWorld::initialize());
     if (base.mpi->rank() != base.launch.rank || base.mpi->size() != base.launch.world_size)
       throw ConfigurationError(concat("the launch says rank ", base.launch.rank, " of ", base.launch.world_size, " (", base.launch.launcher,
                                       "), and MPI says rank ", base.mpi->rank(), " of ", base.mpi->size(),
-                                      "; start the ranks by MPI's own launcher (mpirun or srun), with no other around it"));
+                                      options.mpi ? "; give a launch with the rank and size of these ranks of MPI"
+                                                  : "; start the ranks by MPI's own launcher (mpirun or srun), with no other around it"));
   }
   base.rendezvous = Rendezvous::meet(base.launch, options.rendezvous_timeout);
   return DistributedManager(std::make_shared<detail::ManagerState>(std::move(base)));

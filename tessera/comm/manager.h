@@ -33,6 +33,7 @@
 namespace tessera {
 
 class DeviceMesh;
+class MpiWorld;
 
 struct ManagerOptions {
   std::string backend;  ///< CPU: "gloo" (default), "mpi"; CUDA tensors go to "nccl" where it is built and a GPU is there.
@@ -40,6 +41,12 @@ struct ManagerOptions {
   std::chrono::milliseconds rendezvous_timeout{std::chrono::minutes(2)};
   CheckLevel check_level = CheckLevel::local;
   std::optional<Launch> launch;  ///< Instead of what the environment says.
+  /// Instead of cuda:(local rank % devices) where the NCCL part can run, and the CPU elsewhere. NotAvailable for a CUDA device where it cannot.
+  std::optional<c10::Device> device;
+  /// For the backend "mpi": these ranks, in their order, instead of all of MPI_COMM_WORLD; mpi_world() of mpi_interop.h makes them from a
+  /// communicator of the program. Where they are not all ranks of the job, `launch` must say rank, world size, address and port among them:
+  ///   options.launch = detect_launch({}, {.rank = mpi->rank(), .world_size = mpi->size(), .address = host_of_rank_0, .port = port});
+  std::shared_ptr<MpiWorld> mpi;
 };
 
 namespace detail {
@@ -55,7 +62,7 @@ class DistributedManager {
   int rank() const;
   int world_size() const;
   int local_rank() const;
-  c10::Device device() const;  ///< cuda:local_rank where the CUDA backend is in use, else cpu.
+  c10::Device device() const;  ///< ManagerOptions::device, and what stands there.
   const Launch& launch() const;
 
   Group world() const;

@@ -9,6 +9,7 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/detail/mpi_meet.h"
+#include "tessera/comm/detail/reduction.h"
 
 namespace tessera::detail {
 
@@ -88,24 +89,6 @@ void copy_here(const at::Tensor& output, const at::Tensor& input) {
     output.copy_(input.view(output.sizes()));
 }
 
-c10d::ReduceOp::RedOpType c10d_op(ReduceOp::Kind kind) {
-  switch (kind) {
-    case ReduceOp::Kind::sum:
-      return c10d::ReduceOp::SUM;
-    case ReduceOp::Kind::avg:
-      return c10d::ReduceOp::AVG;
-    case ReduceOp::Kind::product:
-      return c10d::ReduceOp::PRODUCT;
-    case ReduceOp::Kind::min:
-      return c10d::ReduceOp::MIN;
-    case ReduceOp::Kind::max:
-      return c10d::ReduceOp::MAX;
-    case ReduceOp::Kind::premultiplied:
-      return c10d::ReduceOp::PREMUL_SUM;
-  }
-  return c10d::ReduceOp::UNUSED;
-}
-
 }  // namespace
 
 MpiBackend::MpiBackend(std::shared_ptr<MpiComm> comm, const MpiBackendOptions& options)
@@ -123,7 +106,7 @@ MpiBackend::~MpiBackend() = default;
 
 c10::intrusive_ptr<c10d::Backend::Options> MpiBackend::getBackendOptions() { return c10::make_intrusive<Options>("mpi", timeout_); }
 
-bool MpiBackend::reduces(c10::ScalarType dtype, ReduceOp::Kind op) const { return MpiReductions::supports(dtype, c10d_op(op)); }
+bool MpiBackend::reduces(c10::ScalarType dtype, ReduceOp::Kind op) const { return MpiReductions::supports(dtype, to_c10d(op)); }
 
 MpiBackend::WorkPtr MpiBackend::run(const char* name, OpType type, CallLimit limit, Kind kind, const std::function<void(MpiCall&)>& add) {
   comm_->require_usable(name);

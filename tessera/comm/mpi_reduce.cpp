@@ -174,7 +174,7 @@ MpiReduction MpiReductions::plan(c10::ScalarType dtype, const c10d::ReduceOp& op
   plan.average = op.op_ == Op::AVG;
   if (op.op_ == Op::PREMUL_SUM) {
     const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-    if (!factor) throw InvalidArgument("a premultiplied sum without its factor; make the operation by c10d::makePreMulSum");
+    if (!factor) throw InvalidArgument("a premultiplied sum without its factor; c10d has a function that makes the operation with one");
     plan.scale = factor->tensor_factor.defined() ? factor->tensor_factor : at::scalar_tensor(factor->double_factor, at::kDouble);
     plan.scale = plan.scale->reshape({});
   }

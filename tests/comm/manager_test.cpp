@@ -340,6 +340,20 @@ TEST(Manager, RefusesOptionsThatCannotBe) {
   EXPECT_THROW(DistributedManager::initialize(options), Error);
 }
 
+TEST(Manager, ARankHasADeviceOfItsOwnOrTheCpu) {
+  const c10::Device cpu(c10::DeviceType::CPU), cuda(c10::DeviceType::CUDA), second(c10::DeviceType::CUDA, 1), fourth(c10::DeviceType::CUDA, 3);
+  using detail::choose_device;
+  EXPECT_EQ(choose_device({}, 3, 2, ""), second);
+  EXPECT_EQ(choose_device({}, 3, 2, "no such part"), cpu);
+  EXPECT_EQ(choose_device({}, 3, 0, ""), cpu);
+  EXPECT_EQ(choose_device(cpu, 3, 2, ""), cpu);
+  EXPECT_EQ(choose_device(second, 2, 2, ""), second);
+  EXPECT_EQ(choose_device(cuda, 3, 2, ""), second);
+  EXPECT_THROW(choose_device(fourth, 0, 2, ""), InvalidArgument);
+  EXPECT_THROW(choose_device(second, 0, 2, "no such part"), NotAvailable);
+  EXPECT_THROW(choose_device(c10::Device(c10::DeviceType::Meta), 0, 2, ""), InvalidArgument);
+}
+
 TEST(Manager, OneProcessNeedsNobody) {
   ManagerOptions options;
   options.launch = Launch{};

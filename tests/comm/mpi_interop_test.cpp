@@ -2,12 +2,16 @@
 
 #include <gtest/gtest.h>
 #include <mpi.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
 
 #include "mpi_support.h"
+#include "tessera/comm/manager.h"
 #include "tessera/comm/mpi_interop.h"
 
 namespace tessera::test {
@@ -37,6 +41,51 @@ bool mpi_is_finalized() {
 }
 
 }  // namespace
+
+TEST(MpiInterop, ManagerOnACommunicatorOfTheProgram) {
+  const Split split;
+  // The first rank of each part says where its part meets.
+  int port = 0;
+  if (split.rank == 0) {
+    const int s = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof address;
+    ASSERT_EQ(bind(s, reinterpret_cast<sockaddr*>(&address), size), 0);
+    ASSERT_EQ(getsockname(s, reinterpret_cast<sockaddr*>(&address), &size), 0);
+    port = ntohs(address.sin_port);
+    close(s);
+  }
+  MPI_Bcast(&port, 1, MPI_INT, 0, split.comm);
+  const auto launch = [&](int size) {
+    return detect_launch(
+        {},
+        {.rank = split.rank, .world_size = size, .local_rank = split.rank, .local_size = size, .address = std::string("127.0.0.1"), .port = port});
+  };
+  ManagerOptions options;
+  options.backend = "mpi";
+  options.mpi = std::make_shared<MpiWorld>(mpi_world(split.comm));
+  options.launch = launch(split.size);
+  {
+    const auto manager = DistributedManager::initialize(options);
+    const at::Tensor t = at::full({3}, 10.0 * split.colour + split.rank, at::kDouble);
+    manager.world().all_reduce(t);
+    EXPECT_EQ(t[1].item<double>(), split.size * (10.0 * split.colour + (split.size - 1) / 2.0));
+    EXPECT_EQ(manager.world().backend(), split.size > 1 ? "mpi" : "self");
+  }
+  EXPECT_FALSE(mpi_is_finalized());
+  options.backend = "gloo";
+  EXPECT_THROW(DistributedManager::initialize(options), InvalidArgument);
+  options.backend = "mpi";
+  options.launch = launch(split.size + 1);
+  try {
+    DistributedManager::initialize(options);
+    ADD_FAILURE() << "a launch of another size than the communicator was accepted";
+  } catch (const ConfigurationError& e) {
+    EXPECT_NE(std::string(e.what()).find("and MPI says rank"), std::string::npos) << e.what();
+  }
+}
 
 TEST(MpiInterop, GroupOnACommunicatorOfTheProgram) {
   const Split split;

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "mpi_support.h"
+#include "tessera/comm/detail/reduction.h"
 
 namespace tessera::test {
 
@@ -159,7 +160,7 @@ TEST(Mpi, PremultipliedSum) {
       for (std::size_t r = 0; r < inputs.size(); ++r) inputs[r] = inputs[r].mul(0.5 * static_cast<double>(way.ranks[r] + 1));
       std::vector<at::Tensor> t{way.place(mine)};
       auto options = way.options<c10d::AllreduceOptions>();
-      options.reduceOp = c10d::makePreMulSum(0.5 * (world->rank() + 1));
+      options.reduceOp = detail::to_c10d(tessera::ReduceOp::Kind::premultiplied, 0.5 * (world->rank() + 1));
       way.backend->allreduce(t, options)->wait();
       expect_same(t[0], reduced(inputs, ReduceOp::SUM, dtype), label(way, dtype, "premultiplied"));
     }

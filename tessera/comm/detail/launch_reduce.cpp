@@ -82,24 +82,6 @@ Recipe choose(const Endpoint& endpoint, c10::ScalarType dtype, Kind op) {
   return recipe;
 }
 
-c10d::ReduceOp to_c10d(Kind op, double factor) {
-  switch (op) {
-    case Kind::sum:
-      return c10d::ReduceOp::SUM;
-    case Kind::avg:
-      return c10d::ReduceOp::AVG;
-    case Kind::product:
-      return c10d::ReduceOp::PRODUCT;
-    case Kind::min:
-      return c10d::ReduceOp::MIN;
-    case Kind::max:
-      return c10d::ReduceOp::MAX;
-    case Kind::premultiplied:
-      return c10d::makePreMulSum(factor);
-  }
-  return c10d::ReduceOp::UNUSED;
-}
-
 std::string text_of(const at::Tensor& t, ReduceOp op) {
   return concat(", ", to_string(op.kind), ", ", c10::toString(t.scalar_type()), t.sizes(), " on ", c10::DeviceTypeName(t.device().type()));
 }

@@ -41,6 +41,9 @@ struct ManagerBase {
   std::function<void(std::function<void(const std::string& group, const Poison& poison)>)> listen;
 };
 
+/// The device of a rank: `wanted`, or the one of the local rank among `devices` where NCCL has no `problem`, or the CPU.
+c10::Device choose_device(const std::optional<c10::Device>& wanted, int local_rank, int devices, const std::string& problem);
+
 class ManagerState {
  public:
   explicit ManagerState(ManagerBase base);

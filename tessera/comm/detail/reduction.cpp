@@ -1,6 +1,7 @@
 #include "tessera/comm/detail/reduction.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <algorithm>
 #include <cstring>
@@ -9,6 +10,30 @@
 #include "tessera/base/text.h"
 
 namespace tessera::detail {
+
+c10d::ReduceOp to_c10d(ReduceOp::Kind op, double factor) {
+  switch (op) {
+    case ReduceOp::Kind::sum:
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::Kind::avg:
+      return c10d::ReduceOp::AVG;
+    case ReduceOp::Kind::product:
+      return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::Kind::min:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::Kind::max:
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::Kind::premultiplied: {
+      // The function that makes one has other names in libtorch 2.11 and 2.15; what it makes has not.
+      c10d::ReduceOp result;
+      result.op_ = c10d::ReduceOp::PREMUL_SUM;
+      result.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(factor);
+      return result;
+    }
+  }
+  return c10d::ReduceOp::UNUSED;
+}
+
 namespace {
 
 template <class Float, class Int>

@@ -7,7 +7,14 @@
 
 #include "tessera/comm/types.h"
 
+namespace c10d {
+struct ReduceOp;
+}
+
 namespace tessera::detail {
+
+/// As c10d calls it; `factor` counts for `premultiplied` alone.
+c10d::ReduceOp to_c10d(ReduceOp::Kind op, double factor = 1);
 
 /// Throws InvalidArgument for what makes no sense: min and max of complex, a mean or weight of integers, a sum of bool, any reduction of types
 /// without arithmetic in libtorch (float8, unsigned 16 to 64 bits, quantised).
