@@ -8,8 +8,10 @@
 
 #include <cerrno>
 #include <cstring>
+#include <exception>
 
 #include "tessera/base/text.h"
+#include "tessera/data/detail/buffer_pool.h"
 
 namespace tessera {
 
@@ -31,8 +33,10 @@ std::vector<at::Tensor> Dataset::get_batch(std::span<const std::uint64_t> indice
                                        columns[t][0].sizes(), "; give samples of one shape, or override get_batch"));
         columns[t].push_back(sample[t]);
       }
+    } catch (const SampleError&) {
+      throw;
     } catch (const std::exception& e) {
-      throw SampleError(concat("sample ", indices[i], ": ", e.what()), indices[i]);
+      std::throw_with_nested(SampleError(concat("sample ", indices[i], ": ", e.what()), indices[i]));
     }
   }
   std::vector<at::Tensor> batch;
@@ -77,7 +81,7 @@ struct TokenFileDataset::Map {
 };
 
 TokenFileDataset::TokenFileDataset(const std::string& path, at::ScalarType dtype, std::uint64_t row, std::uint64_t stride)
-    : map_(std::make_unique<Map>()), dtype_(dtype), row_(row), stride_(stride == 0 ? row : stride) {
+    : map_(std::make_unique<Map>()), buffers_(std::make_unique<detail::BufferPool>()), dtype_(dtype), row_(row), stride_(stride == 0 ? row : stride) {
   if (row == 0) throw InvalidArgument("a token row of length 0; give at least 1");
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (file < 0) throw FileError(concat("'", path, "' cannot be opened: ", std::strerror(errno)));
@@ -109,7 +113,8 @@ Sample TokenFileDataset::get(std::uint64_t index) const {
 }
 
 std::vector<at::Tensor> TokenFileDataset::get_batch(std::span<const std::uint64_t> indices) const {
-  const at::Tensor batch = at::empty({static_cast<std::int64_t>(indices.size()), static_cast<std::int64_t>(row_)}, dtype_);
+  const std::int64_t shape[] = {static_cast<std::int64_t>(indices.size()), static_cast<std::int64_t>(row_)};
+  const at::Tensor batch = buffers_->empty(shape, dtype_);
   const std::size_t item = c10::elementSize(dtype_), bytes = row_ * item;
   auto* out = static_cast<char*>(batch.mutable_data_ptr());
   for (std::uint64_t index : indices) {

@@ -15,6 +15,10 @@
 
 namespace tessera {
 
+namespace detail {
+class BufferPool;
+}
+
 using Sample = std::vector<at::Tensor>;
 
 /// Random access. Members are called from several worker threads at once: an implementation must allow that.
@@ -24,7 +28,7 @@ class Dataset {
   virtual std::uint64_t size() const = 0;
   virtual Sample get(std::uint64_t index) const = 0;
   /// The tensors of several samples, with a batch dim of length indices.size() in front. The default stacks what get() returns, and reports which
-  /// index failed.
+  /// index failed; where an implementation throws something else than SampleError, the loader finds the index by reading one by one.
   virtual std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const;
 };
 
@@ -36,7 +40,8 @@ class IterableDataset {
   virtual std::optional<Sample> next() = 0;
 };
 
-/// A worker's exception, with the index of the sample that it was reading (or the position, for a stream).
+/// A worker's exception, with the index of the sample that it was reading (or the position, for a stream). What the dataset threw is nested
+/// (std::rethrow_if_nested).
 class SampleError : public Error {
  public:
   SampleError(const std::string& what, std::uint64_t index) : Error(what), index_(index) {}
@@ -87,6 +92,7 @@ class TokenFileDataset : public Dataset {
  private:
   struct Map;
   std::unique_ptr<Map> map_;
+  std::unique_ptr<detail::BufferPool> buffers_;
   at::ScalarType dtype_;
   std::uint64_t row_, stride_, rows_;
 };

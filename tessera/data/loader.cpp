@@ -1,94 +1,27 @@
 #include "tessera/data/loader.h"
 
-#include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
-#include <sstream>
 #include <thread>
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/agreement.h"
+#include "tessera/data/detail/loader_state.h"
+#include "tessera/data/detail/read_batch.h"
 
 namespace tessera {
-namespace {
-
-constexpr const char* kStateHeader = "tessera-loader-1";
-
-std::uint64_t fingerprint(const Order& order) { return Hash().text(order.describe()).value(); }
-
-std::string write_state(const Order& order, const OrderCursor& cursor) {
-  std::ostringstream out;
-  out << kStateHeader << ' ' << fingerprint(order) << ' ' << cursor.step << ' ' << cursor.position.size();
-  for (auto p : cursor.position) out << ' ' << p;
-  out << ' ' << cursor.credit.size() << std::hexfloat;  // exact
-  for (double c : cursor.credit) out << ' ' << c;
-  return std::move(out).str();
-}
-
-OrderCursor read_state(const Order& order, const std::string& state) {
-  std::istringstream in(state);
-  std::string header;
-  std::uint64_t saved = 0;
-  OrderCursor cursor;
-  auto count = [&] {
-    std::size_t n = 0;
-    in >> n;
-    if (!in || n > state.size()) throw ConfigurationError("this is no state of a loader, or it was cut off");
-    return n;
-  };
-  in >> header >> saved >> cursor.step;
-  if (!in || header != kStateHeader) throw ConfigurationError("this is no state of a loader, or it was cut off");
-  if (saved != fingerprint(order))
-    throw ConfigurationError(
-        concat("the state was saved by another order; this one is: ", order.describe(), ". Resume with the same samples, seed and batch schedule"));
-  cursor.position.resize(count());
-  for (auto& p : cursor.position) in >> p;
-  cursor.credit.resize(count());
-  for (double& c : cursor.credit) {
-    std::string number;  // streams do not read hexadecimal floats back
-    in >> number;
-    c = std::strtod(number.c_str(), nullptr);
-  }
-  if (!in) throw ConfigurationError("this is no state of a loader, or it was cut off");
-  return cursor;
-}
-
-// Rows of several datasets, in the order of `refs`.
-std::vector<at::Tensor> read_rows(const std::vector<std::shared_ptr<const Dataset>>& datasets, const std::vector<SampleRef>& refs) {
-  const bool single = std::all_of(refs.begin(), refs.end(), [&](const SampleRef& r) { return r.dataset == refs.front().dataset; });
-  std::vector<at::Tensor> batch;
-  for (int d = 0; d < static_cast<int>(datasets.size()); ++d) {
-    std::vector<std::uint64_t> indices;
-    std::vector<std::int64_t> rows;
-    for (std::size_t i = 0; i < refs.size(); ++i)
-      if (refs[i].dataset == d) {
-        indices.push_back(refs[i].index);
-        rows.push_back(static_cast<std::int64_t>(i));
-      }
-    if (indices.empty()) continue;
-    auto part = datasets[d]->get_batch(indices);
-    if (single) return part;
-    if (batch.empty())
-      for (const at::Tensor& t : part) {
-        auto shape = t.sizes().vec();
-        shape[0] = static_cast<std::int64_t>(refs.size());
-        batch.push_back(at::empty(shape, t.options()));
-      }
-    if (part.size() != batch.size())
-      throw InvalidArgument(concat("the samples of dataset ", d, " have ", part.size(), " tensors, those of others ", batch.size()));
-    for (std::size_t t = 0; t < part.size(); ++t) batch[t].index_copy_(0, at::tensor(rows), part[t]);
-  }
-  return batch;
-}
-
-}  // namespace
 
 StalledError::~StalledError() = default;
 
@@ -120,6 +53,7 @@ std::vector<at::Tensor> pad_collate(const std::vector<Sample>& samples, double f
   return batch;
 }
 
+// What the loader and its workers share. The workers hold it too: one that hangs in a read is left behind, and must find everything in place.
 struct Loader::Engine {
   // One batch under way.
   struct Slot {
@@ -131,30 +65,19 @@ struct Loader::Engine {
     enum class State { queued, running, done, held } state = State::queued;  // held: failed, to be read again when it is asked for
   };
 
-  std::vector<std::shared_ptr<const Dataset>> datasets;
-  std::shared_ptr<const Order> order;
-  BatchMapping mapping;
-  int process;
+  detail::BatchReader reader;
   LoaderOptions options;
+  std::optional<c10::Stream> side;  // copies to the device go there
 
   std::mutex mutex;
-  std::condition_variable work, ready;
+  std::condition_variable work, ready, ended;
   std::deque<std::shared_ptr<Slot>> slots;  // in order of steps; the front is delivered next
   OrderCursor head;                         // behind the last slot
   bool stop = false;
-  std::vector<std::thread> threads;
+  int running = 0;  // workers that have not ended
 
-  Engine(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared_ptr<const Order> order, BatchMapping mapping, int process,
-         LoaderOptions options)
-      : datasets(std::move(datasets)), order(std::move(order)), mapping(std::move(mapping)), process(process), options(std::move(options)) {}
-
-  ~Engine() {
-    {
-      const std::lock_guard lock(mutex);
-      stop = true;
-    }
-    work.notify_all();
-    for (auto& thread : threads) thread.join();
+  Engine(detail::BatchReader reader, LoaderOptions options) : reader(std::move(reader)), options(std::move(options)) {
+    head = this->reader.order->start();
   }
 
   // Keeps `count` batches planned; the mutex is held.
@@ -163,41 +86,42 @@ struct Loader::Engine {
     while (slots.size() < count) {
       auto slot = std::make_shared<Slot>();
       slot->before = head;
-      slot->batch = order->next(head);
+      OrderCursor after = head;  // an order that throws leaves everything as it was
+      slot->batch = reader.order->next(after);
+      head = std::move(after);
       slots.push_back(std::move(slot));
     }
     if (more) work.notify_all();
   }
 
-  void load(Slot& slot) const;
   void to_device(Slot& slot) const;
 
   void load_into(Slot& slot) const {
     try {
-      load(slot);
+      const at::NoGradGuard no_grad;
+      slot.loaded = reader.read(slot.batch);
+      to_device(slot);
     } catch (...) {
       slot.failure = std::current_exception();
     }
   }
 
   void run() {
+    std::unique_lock lock(mutex);
+    auto queued = [](const auto& s) { return s->state == Slot::State::queued; };
     for (;;) {
-      std::shared_ptr<Slot> slot;
-      {
-        std::unique_lock lock(mutex);
-        work.wait(lock,
-                  [&] { return stop || std::any_of(slots.begin(), slots.end(), [](const auto& s) { return s->state == Slot::State::queued; }); });
-        if (stop) return;
-        slot = *std::find_if(slots.begin(), slots.end(), [](const auto& s) { return s->state == Slot::State::queued; });
-        slot->state = Slot::State::running;
-      }
+      work.wait(lock, [&] { return stop || std::any_of(slots.begin(), slots.end(), queued); });
+      if (stop) break;
+      const std::shared_ptr<Slot> slot = *std::find_if(slots.begin(), slots.end(), queued);
+      slot->state = Slot::State::running;
+      lock.unlock();
       load_into(*slot);
-      {
-        const std::lock_guard lock(mutex);
-        slot->state = Slot::State::done;
-      }
+      lock.lock();
+      slot->state = Slot::State::done;
       ready.notify_all();
     }
+    --running;
+    ended.notify_all();
   }
 
   void reset(OrderCursor cursor) {
@@ -207,99 +131,18 @@ struct Loader::Engine {
   }
 };
 
-void Loader::Engine::load(Slot& slot) const {
-  const at::NoGradGuard no_grad;
-  const OrderBatch& batch = slot.batch;
-  LoadedBatch& out = slot.loaded;
-  out.step = batch.step;
-  out.epoch = batch.epoch;
-  out.global_rows = static_cast<std::int64_t>(batch.size);
-  out.global_real = static_cast<std::int64_t>(batch.real);
-  out.slices = mapping.slices(process, out.global_rows);
-  std::vector<std::int64_t> local;  // rows of the global batch
-  for (const BatchSlice& slice : out.slices)
-    for (auto i = slice.samples.begin; i < slice.samples.end; ++i) local.push_back(i);
-  out.rows = static_cast<std::int64_t>(local.size());
-  out.real = std::count_if(local.begin(), local.end(), [&](std::int64_t i) { return i < out.global_real; });
-
-  if (!batch.packed.empty()) {
-    std::int64_t capacity = 0;
-    std::vector<std::vector<Sample>> rows;
-    for (std::int64_t i : local) {
-      rows.emplace_back();
-      std::int64_t used = 0;
-      for (const Packed& packed : batch.packed[static_cast<std::size_t>(i)]) {
-        const SampleRef ref = batch.rows[packed.position];
-        out.samples.push_back(ref);
-        const std::uint64_t one[] = {ref.index};
-        rows.back().push_back({datasets[static_cast<std::size_t>(ref.dataset)]->get_batch(one)[0].squeeze(0)});
-        const auto n = rows.back().back()[0].size(0);
-        if (n != static_cast<std::int64_t>(packed.length))
-          throw SampleError(concat("sample ", ref.index, " has ", n, " tokens, the order was told ", packed.length), ref.index);
-        used += n;
-      }
-      capacity = std::max(capacity, used);
-    }
-    std::vector<at::Tensor> tokens, numbers;
-    at::ScalarType dtype = at::kLong;
-    for (const auto& row : rows)
-      if (!row.empty()) dtype = row.front()[0].scalar_type();
-    for (const auto& row : rows) {
-      tokens.push_back(at::zeros({capacity}, dtype));
-      numbers.push_back(at::zeros({capacity}, at::kLong));
-      std::int64_t at = 0, number = 0;
-      for (const Sample& sample : row) {
-        const auto n = sample[0].size(0);
-        tokens.back().narrow(0, at, n).copy_(sample[0]);
-        numbers.back().narrow(0, at, n).fill_(++number);
-        at += n;
-      }
-    }
-    if (!rows.empty()) out.tensors = {at::stack(tokens), at::stack(numbers)};
-  } else {
-    for (std::int64_t i : local) out.samples.push_back(order->row(batch, static_cast<std::uint64_t>(i)));
-    if (options.collate) {
-      std::vector<Sample> samples;
-      for (const SampleRef& ref : out.samples) {
-        try {
-          samples.push_back(datasets[static_cast<std::size_t>(ref.dataset)]->get(ref.index));
-        } catch (const SampleError&) {
-          throw;
-        } catch (const std::exception& e) {
-          throw SampleError(concat("sample ", ref.index, ": ", e.what()), ref.index);
-        }
-      }
-      out.tensors = options.collate(samples);
-    } else if (!out.samples.empty()) {
-      out.tensors = read_rows(datasets, out.samples);
-    } else {
-      // A process without rows still has tensors of the right shape, with no row: every rank runs the same step.
-      const SampleRef any = order->row(batch, 0);
-      const std::uint64_t one[] = {any.index};
-      for (const at::Tensor& t : datasets[static_cast<std::size_t>(any.dataset)]->get_batch(one)) out.tensors.push_back(t.narrow(0, 0, 0));
-    }
-    if (out.real < out.rows) {
-      out.mask = at::zeros({out.rows}, at::kBool);
-      for (std::int64_t r = 0; r < out.rows; ++r)
-        if (local[static_cast<std::size_t>(r)] < out.global_real) out.mask[r] = true;
-    }
-  }
-  to_device(slot);
-}
-
 void Loader::Engine::to_device(Slot& slot) const {
   auto each = [&](auto move) {
     for (at::Tensor& t : slot.loaded.tensors) t = move(t);
     if (slot.loaded.mask.defined()) slot.loaded.mask = move(slot.loaded.mask);
   };
   if (options.pin_memory) each([](const at::Tensor& t) { return t.is_cpu() ? t.pin_memory() : t; });
-  if (!options.device || options.device->is_cpu()) return;
-  const c10::impl::VirtualGuardImpl guard(options.device->type());
-  const c10::Stream side = guard.getStreamFromGlobalPool(*options.device);
-  const c10::StreamGuard on_side(side);
+  if (!side) return;
+  // The guard makes the stream current, so that what is allocated for the copies belongs to it; libtorch keeps pinned memory until its copy is done.
+  const c10::StreamGuard on_side(*side);
   each([&](const at::Tensor& t) { return t.to(*options.device, /*non_blocking=*/true); });
   slot.copied.emplace(options.device->type());
-  slot.copied->record(side);
+  slot.copied->record(*side);
 }
 
 Loader::Loader(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared_ptr<const Order> order, BatchMapping mapping, int process,
@@ -310,18 +153,53 @@ Loader::Loader(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared
     throw InvalidArgument(concat("a loader with ", options.workers, " workers, ", options.prefetch, " batches ahead and a limit of ",
                                  options.stall_limit.count(), " ms; counts are at least 0, the limit above 0"));
   mapping.held_by(process);
-  engine_ = std::make_unique<Engine>(std::move(datasets), std::move(order), std::move(mapping), process, std::move(options));
-  engine_->head = engine_->order->start();
-  for (int n = 0; n < engine_->options.workers; ++n) engine_->threads.emplace_back([engine = engine_.get()] { engine->run(); });
+  if (const auto needed = order->samples_needed(); !needed.empty()) {
+    if (needed.size() != datasets.size())
+      throw InvalidArgument(concat("an order over ", needed.size(), " datasets for a loader of ", datasets.size(), ": ", order->describe()));
+    for (std::size_t d = 0; d < needed.size(); ++d)
+      if (datasets[d]->size() < needed[d])
+        throw InvalidArgument(concat("dataset ", d, " has ", datasets[d]->size(), " samples, the order names ", needed[d], ": ", order->describe()));
+  }
+  auto collate = options.collate;
+  engine_ = std::make_shared<Engine>(
+      detail::BatchReader{std::move(datasets), std::move(order), std::move(mapping), process, std::move(collate)}, std::move(options));
+  Engine& w = *engine_;
+  if (w.options.pin_memory) {
+    try {
+      at::empty({1}).pin_memory();
+    } catch (const c10::Error& e) {
+      throw NotAvailable(concat("LoaderOptions::pin_memory: memory cannot be page-locked here: ", e.what_without_backtrace()));
+    }
+  }
+  if (w.options.device && !w.options.device->is_cpu()) {
+    if (!c10::impl::hasDeviceGuardImpl(w.options.device->type()))
+      throw NotAvailable(concat("LoaderOptions::device ", w.options.device->str(), ": this libtorch has no such devices"));
+    const c10::impl::VirtualGuardImpl guard(w.options.device->type());
+    if (guard.deviceCount() == 0) throw NotAvailable(concat("LoaderOptions::device ", w.options.device->str(), ": there is none on this machine"));
+    // A device without a number is the caller's current one, not the workers'.
+    if (!w.options.device->has_index()) w.options.device = guard.getDevice();
+    w.side = guard.getStreamFromGlobalPool(*w.options.device);
+  }
+  w.running = w.options.workers;
+  for (int n = 0; n < w.options.workers; ++n) std::thread([engine = engine_] { engine->run(); }).detach();
 }
 
-Loader::~Loader() = default;
+Loader::~Loader() {
+  Engine& w = *engine_;
+  std::unique_lock lock(w.mutex);
+  w.stop = true;
+  w.work.notify_all();
+  if (!w.ended.wait_for(lock, w.options.stall_limit, [&] { return w.running == 0; }))
+    TORCH_WARN("Loader: ", w.running, " worker(s) have been reading for more than ", w.options.stall_limit.count(),
+               " ms and are left behind; they end when their read ends");
+}
 
 LoadedBatch Loader::next() {
   Engine& w = *engine_;
   std::unique_lock lock(w.mutex);
   const auto ahead = w.options.workers == 0 ? 0 : static_cast<std::size_t>(w.options.prefetch);
-  w.plan_up_to(ahead + 1);
+  w.plan_up_to(1);
+  if (ahead > 0) plan_ahead(ahead + 1);
   const auto slot = w.slots.front();
   if (slot->state == Engine::Slot::State::held) {
     slot->state = Engine::Slot::State::queued;
@@ -348,7 +226,7 @@ LoadedBatch Loader::next() {
     std::rethrow_exception(slot->failure);
   }
   w.slots.pop_front();
-  w.plan_up_to(ahead);
+  if (ahead > 0) plan_ahead(ahead);
   lock.unlock();
   if (slot->copied) {
     const c10::impl::VirtualGuardImpl guard(w.options.device->type());
@@ -360,23 +238,43 @@ LoadedBatch Loader::next() {
   return std::move(slot->loaded);
 }
 
+// What the order throws belongs to the batch that it could not make, and comes again when that one is asked for.
+void Loader::plan_ahead(std::size_t count) {
+  try {
+    engine_->plan_up_to(count);
+  } catch (const std::exception&) {
+  }
+}
+
 Loader::EpochRange Loader::epoch() { return EpochRange(*this); }
 
 std::string Loader::state() const {
   Engine& w = *engine_;
   const std::lock_guard lock(w.mutex);
-  return write_state(*w.order, w.slots.empty() ? w.head : w.slots.front()->before);
+  return detail::write_state(*w.reader.order, w.slots.empty() ? w.head : w.slots.front()->before);
 }
 
-void Loader::restore(const std::string& state) { engine_->reset(read_state(*engine_->order, state)); }
+void Loader::restore(const std::string& state) { engine_->reset(detail::read_state(*engine_->reader.order, state)); }
 
 void Loader::seek(std::uint64_t step) {
-  OrderCursor cursor = engine_->order->start();
+  OrderCursor cursor = engine_->reader.order->start();
   if (!cursor.position.empty())
     throw InvalidArgument(
-        concat("step ", step, " of this order cannot be found by its number (", engine_->order->describe(), "); restore a saved state"));
+        concat("step ", step, " of this order cannot be found by its number (", engine_->reader.order->describe(), "); restore a saved state"));
   cursor.step = step;
   engine_->reset(std::move(cursor));
+}
+
+void Loader::require_agreement(const Group& group) const {
+  const detail::BatchReader& r = engine_->reader;
+  std::string text = concat("order: ", r.order->describe(), "\nposition: ", state(), "\nbatch coordinates: ", r.mapping.coordinates(), "\n");
+  for (std::size_t d = 0; d < r.datasets.size(); ++d) text += concat("dataset ", d, ": ", r.datasets[d]->size(), " samples\n");
+  Hash held;
+  for (const int process : r.mapping.processes()) {
+    held.number(static_cast<std::uint64_t>(process));
+    for (const int c : r.mapping.held_by(process)) held.number(static_cast<std::uint64_t>(c));
+  }
+  tessera::require_agreement(group, "what the loader reads", concat(text, "who reads what: ", held.value(), "\n"));
 }
 
 std::uint64_t Loader::next_epoch() {

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/comm/group.h"
 #include "tessera/data/dataset.h"
 #include "tessera/data/order.h"
 #include "tessera/layout/mesh.h"
@@ -37,11 +38,14 @@ BatchMapping batch_mapping(const Mesh& mesh, const std::vector<std::string>& bat
 struct LoaderOptions {
   int workers = 0;   ///< Threads that read ahead; 0: next() reads in the caller's thread.
   int prefetch = 2;  ///< Batches read ahead beyond the one that is waited for; more are not begun (back-pressure).
+  /// After this long without a batch next() throws StalledError, and the destructor leaves a worker behind that still reads: the datasets must own
+  /// what they use.
   std::chrono::milliseconds stall_limit{std::chrono::minutes(5)};
-  bool pin_memory = false;            ///< Page-locked host memory, for a CUDA device.
-  std::optional<c10::Device> device;  ///< Copy there, ahead, on a stream of the worker's own.
-  /// Makes a batch of samples, for those that Dataset::get_batch cannot stack (other shapes). Called by workers at the same time.
-  std::function<std::vector<at::Tensor>(const std::vector<Sample>&)> collate;
+  bool pin_memory = false;            ///< Page-locked host memory, for a device that copies from it. NotAvailable without one.
+  std::optional<c10::Device> device = {};  ///< Copy there, ahead, on a side stream. NotAvailable for a kind that libtorch or the machine lacks.
+  /// Makes a batch of samples, for those that Dataset::get_batch cannot stack (other shapes). Called by workers at the same time, with at least one
+  /// sample; each tensor it returns has the samples in dim 0. Not with a PackedOrder.
+  std::function<std::vector<at::Tensor>(const std::vector<Sample>&)> collate = {};
 };
 
 /// Collation of samples whose tensors differ in length along dim 0: each is filled up to the longest with `fill`, and one tensor of lengths (int64,
@@ -53,7 +57,8 @@ struct LoadedBatch {
   std::uint64_t step = 0;
   std::uint64_t epoch = 0;
   std::vector<at::Tensor>
-      tensors;  ///< Batch dim in front. Of a PackedOrder: tokens [rows, capacity] and sample numbers in the row, from 1, 0 where nothing is.
+      tensors;  ///< Batch dim in front. Of a PackedOrder: each tensor of the samples as [rows, capacity, ...], filled up with zeros, and at the end
+                ///< the number of the sample in its row that a token belongs to, from 1, 0 where nothing is (int64, [rows, capacity]).
   std::vector<SampleRef> samples;  ///< Of each row; of a PackedOrder, of each sample that this process reads.
   std::vector<BatchSlice> slices;  ///< Which rows belong to which batch coordinate.
   std::int64_t rows = 0;           ///< Here.
@@ -64,7 +69,8 @@ struct LoadedBatch {
 
 class Loader {
  public:
-  /// `datasets`: those that the order's samples refer to. `process`: as in the mapping. Throws InvalidArgument for options out of range.
+  /// `datasets`: those that the order's samples refer to. `process`: as in the mapping. Throws InvalidArgument for options out of range, and for
+  /// datasets that have fewer samples than the order names; NotAvailable (see LoaderOptions).
   Loader(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared_ptr<const Order> order, BatchMapping mapping, int process,
          LoaderOptions options = {});
   ~Loader();
@@ -84,12 +90,17 @@ class Loader {
   std::string state() const;
   /// Goes on from a state. Throws ConfigurationError if it was saved by an order of another description.
   void restore(const std::string& state);
+  /// Collective: throws MismatchError on every rank unless all have the same order, position, sizes of datasets and mapping. A rank with another one
+  /// (a shorter file on its host, another seed) would train on other data, or wait for ever at the end of an epoch.
+  void require_agreement(const Group& group) const;
   /// Goes on at a step, for orders whose batches have a size that is known beforehand; else InvalidArgument: those need a saved state.
   void seek(std::uint64_t step);
 
  private:
   struct Engine;
-  std::unique_ptr<Engine> engine_;
+  void plan_ahead(std::size_t count);
+
+  std::shared_ptr<Engine> engine_;
 };
 
 class Loader::EpochRange {

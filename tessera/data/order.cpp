@@ -1,6 +1,7 @@
 #include "tessera/data/order.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
@@ -22,19 +23,27 @@ std::uint64_t fingerprint(const Numbers& numbers) {
 }
 
 // The order of one epoch as positions -> samples.
-std::uint64_t sample_at(std::uint64_t position, std::uint64_t size, std::uint64_t seed, std::uint64_t epoch, bool shuffle) {
-  return shuffle ? KeyedPermutation(size, seed, epoch)(position) : position;
-}
+class EpochOrder {
+ public:
+  EpochOrder(std::uint64_t size, std::uint64_t seed, std::uint64_t epoch, bool shuffle) : permutation_(size, seed, epoch), shuffle_(shuffle) {}
+  std::uint64_t operator()(std::uint64_t position) const { return shuffle_ ? permutation_(position) : position; }
+
+ private:
+  KeyedPermutation permutation_;
+  bool shuffle_;
+};
 
 void check_lengths(const std::vector<std::uint64_t>& lengths) {
   if (lengths.empty()) throw InvalidArgument("an order by length needs the length of at least one sample");
 }
 
+[[noreturn]] void refuse_cursor(const std::string& why) {
+  throw ConfigurationError(concat("a position of another order, or a damaged one: ", why, "; restore a state that this order saved"));
+}
+
 // Cursors of orders by length: {epoch, offset}.
-void check_cursor(const OrderCursor& cursor, std::size_t numbers) {
-  if (cursor.position.size() != numbers)
-    throw InvalidArgument(
-        concat("a cursor with ", cursor.position.size(), " positions, this order saves ", numbers, "; it belongs to another order"));
+void check_offset(const OrderCursor& cursor, std::uint64_t samples) {
+  if (cursor.position[1] >= samples) refuse_cursor(concat("offset ", cursor.position[1], " in an epoch of ", samples, " samples"));
 }
 
 void end_of_batch(OrderCursor& cursor, std::uint64_t taken, std::uint64_t size) {
@@ -50,16 +59,35 @@ void end_of_batch(OrderCursor& cursor, std::uint64_t taken, std::uint64_t size) 
 
 Order::~Order() = default;
 
+void Order::rows(const OrderBatch& batch, std::uint64_t first, std::span<SampleRef> out) const {
+  if (first > batch.rows.size() || out.size() > batch.rows.size() - first)
+    throw InvalidArgument(concat(out.size(), " rows from ", first, " on of a batch that lists ", batch.rows.size()));
+  std::copy_n(batch.rows.begin() + static_cast<std::ptrdiff_t>(first), out.size(), out.begin());
+}
+
+void Order::check(const OrderCursor& cursor) const {
+  const OrderCursor wanted = start();
+  if (cursor.position.size() != wanted.position.size() || cursor.credit.size() != wanted.credit.size())
+    refuse_cursor(concat(cursor.position.size(), " positions and ", cursor.credit.size(), " credits, where this order saves ",
+                         wanted.position.size(), " and ", wanted.credit.size()));
+}
+
 FixedOrder::FixedOrder(SampleOrderOptions options, BatchSchedule schedule) : order_(options, std::move(schedule)) {}
 
 OrderCursor FixedOrder::start() const { return {}; }
 
 OrderBatch FixedOrder::next(OrderCursor& cursor) const {
   const Batch batch = order_.step(cursor.step);
-  return {cursor.step++, batch.epoch, batch.size, batch.real, batch, {}, {}};
+  return {cursor.step++, batch.epoch, batch.size, batch.real, batch, {}, {}, 0};
 }
 
-SampleRef FixedOrder::row(const OrderBatch& batch, std::uint64_t i) const { return {0, order_.sample(batch.fixed, i)}; }
+void FixedOrder::rows(const OrderBatch& batch, std::uint64_t first, std::span<SampleRef> out) const {
+  std::vector<std::uint64_t> samples(out.size());
+  order_.samples(batch.fixed, first, samples);
+  for (std::size_t i = 0; i < out.size(); ++i) out[i] = {0, samples[i]};
+}
+
+std::vector<std::uint64_t> FixedOrder::samples_needed() const { return {order_.options().samples}; }
 
 std::string FixedOrder::describe() const {
   const auto& o = order_.options();
@@ -77,17 +105,19 @@ OrderCursor WeightedOrder::start() const { return {}; }
 
 OrderBatch WeightedOrder::next(OrderCursor& cursor) const {
   const Batch batch = order_.step(cursor.step);
-  return {cursor.step++, batch.epoch, batch.size, batch.real, batch, {}, {}};
+  return {cursor.step++, batch.epoch, batch.size, batch.real, batch, {}, {}, 0};
 }
 
-SampleRef WeightedOrder::row(const OrderBatch& batch, std::uint64_t i) const {
-  return {0, draws_(batch.epoch * order_.options().samples + batch.fixed.offset + i)};
+void WeightedOrder::rows(const OrderBatch& batch, std::uint64_t first, std::span<SampleRef> out) const {
+  std::uint64_t draw = batch.epoch * order_.options().samples + batch.fixed.offset + first;
+  for (SampleRef& ref : out) ref = {0, draws_(draw++)};
 }
+
+std::vector<std::uint64_t> WeightedOrder::samples_needed() const { return {draws_.size()}; }
 
 std::string WeightedOrder::describe() const { return description_; }
 
-MixtureOrder::MixtureOrder(Mixture mixture, BatchSchedule schedule, std::string description)
-    : mixture_(std::move(mixture)), schedule_(std::move(schedule)), description_(std::move(description)) {}
+MixtureOrder::MixtureOrder(Mixture mixture, BatchSchedule schedule) : mixture_(std::move(mixture)), schedule_(std::move(schedule)) {}
 
 OrderCursor MixtureOrder::start() const {
   const auto cursor = mixture_.start();
@@ -97,19 +127,15 @@ OrderCursor MixtureOrder::start() const {
 }
 
 OrderBatch MixtureOrder::next(OrderCursor& cursor) const {
-  check_cursor(cursor, mixture_.datasets().size() + 1);
+  check(cursor);
   Mixture::Cursor inner{cursor.position[0], {cursor.position.begin() + 1, cursor.position.end()}, cursor.credit};
-  OrderBatch batch{.step = cursor.step,
-                   .epoch = 0,
-                   .size = schedule_.size(cursor.step),
-                   .real = schedule_.size(cursor.step),
-                   .fixed = {},
-                   .rows = {},
-                   .packed = {}};
-  for (std::uint64_t i = 0; i < batch.size; ++i) {
-    const auto draw = mixture_.next(inner);
-    batch.rows.push_back({draw.dataset, draw.sample});
-  }
+  OrderBatch batch;
+  batch.step = cursor.step;
+  batch.size = batch.real = schedule_.size(cursor.step);
+  std::vector<Mixture::Draw> draws(batch.size);
+  mixture_.next(inner, draws);
+  batch.rows.reserve(draws.size());
+  for (const Mixture::Draw& draw : draws) batch.rows.push_back({draw.dataset, draw.sample});
   ++cursor.step;
   cursor.position.assign(1, inner.drawn);
   cursor.position.insert(cursor.position.end(), inner.taken.begin(), inner.taken.end());
@@ -117,10 +143,21 @@ OrderBatch MixtureOrder::next(OrderCursor& cursor) const {
   return batch;
 }
 
-std::string MixtureOrder::describe() const {
-  std::string text = concat("mixture: ", description_, ", ", describe_schedule(schedule_));
-  for (const auto& d : mixture_.datasets()) text += concat(", ", d.name, ":", d.samples);
-  return text;
+std::string MixtureOrder::describe() const { return concat("mixture: ", mixture_.describe(), ", ", describe_schedule(schedule_)); }
+
+std::vector<std::uint64_t> MixtureOrder::samples_needed() const {
+  std::vector<std::uint64_t> samples;
+  for (const auto& d : mixture_.datasets()) samples.push_back(d.samples);
+  return samples;
+}
+
+void MixtureOrder::check(const OrderCursor& cursor) const {
+  Order::check(cursor);
+  std::uint64_t taken = 0;
+  for (std::size_t d = 1; d < cursor.position.size(); ++d) taken += cursor.position[d];
+  if (taken != cursor.position[0]) refuse_cursor(concat(taken, " samples taken of the datasets, ", cursor.position[0], " drawn in all"));
+  for (const double credit : cursor.credit)
+    if (!std::isfinite(credit)) refuse_cursor(concat("a credit of ", credit));
 }
 
 TokenBudgetOrder::TokenBudgetOrder(std::vector<std::uint64_t> lengths, TokenBudget budget, std::uint64_t seed, bool shuffle)
@@ -134,14 +171,24 @@ TokenBudgetOrder::TokenBudgetOrder(std::vector<std::uint64_t> lengths, TokenBudg
 OrderCursor TokenBudgetOrder::start() const { return {0, {0, 0}, {}}; }
 
 OrderBatch TokenBudgetOrder::next(OrderCursor& cursor) const {
-  check_cursor(cursor, 2);
+  check(cursor);
   const auto epoch = cursor.position[0], offset = cursor.position[1], size = static_cast<std::uint64_t>(lengths_.size());
-  auto sample = [&](std::uint64_t position) { return sample_at(position, size, seed_, epoch, shuffle_); };
-  const auto count = token_budget_batch(budget_, offset, size, [&](std::uint64_t position) { return lengths_[sample(position)]; });
-  OrderBatch batch{.step = cursor.step, .epoch = epoch, .size = count, .real = count, .fixed = {}, .rows = {}, .packed = {}};
-  for (std::uint64_t i = 0; i < count; ++i) batch.rows.push_back({0, sample(offset + i)});
-  end_of_batch(cursor, count, size);
+  const EpochOrder sample(size, seed_, epoch, shuffle_);
+  OrderBatch batch;
+  batch.step = cursor.step;
+  batch.epoch = epoch;
+  batch.size = batch.real = token_budget_batch(budget_, offset, size, [&](std::uint64_t position) { return lengths_[sample(position)]; });
+  batch.rows.reserve(batch.size);
+  for (std::uint64_t i = 0; i < batch.size; ++i) batch.rows.push_back({0, sample(offset + i)});
+  end_of_batch(cursor, batch.size, size);
   return batch;
+}
+
+std::vector<std::uint64_t> TokenBudgetOrder::samples_needed() const { return {lengths_.size()}; }
+
+void TokenBudgetOrder::check(const OrderCursor& cursor) const {
+  Order::check(cursor);
+  check_offset(cursor, lengths_.size());
 }
 
 std::string TokenBudgetOrder::describe() const {
@@ -159,10 +206,14 @@ PackedOrder::PackedOrder(std::vector<std::uint64_t> lengths, std::uint64_t rows,
 OrderCursor PackedOrder::start() const { return {0, {0, 0}, {}}; }
 
 OrderBatch PackedOrder::next(OrderCursor& cursor) const {
-  check_cursor(cursor, 2);
+  check(cursor);
   const auto epoch = cursor.position[0], offset = cursor.position[1], size = static_cast<std::uint64_t>(lengths_.size());
-  auto sample = [&](std::uint64_t position) { return sample_at(position, size, seed_, epoch, shuffle_); };
-  OrderBatch batch{.step = cursor.step, .epoch = epoch, .size = rows_, .real = rows_, .fixed = {}, .rows = {}, .packed = {}};
+  const EpochOrder sample(size, seed_, epoch, shuffle_);
+  OrderBatch batch;
+  batch.step = cursor.step;
+  batch.epoch = epoch;
+  batch.size = batch.real = rows_;
+  batch.capacity = capacity_;
   batch.packed = pack_batch(rows_, capacity_, offset, size, [&](std::uint64_t position) { return lengths_[sample(position)]; });
   std::uint64_t taken = 0;
   for (auto& row : batch.packed)
@@ -175,6 +226,13 @@ OrderBatch PackedOrder::next(OrderCursor& cursor) const {
     }
   end_of_batch(cursor, taken, size);
   return batch;
+}
+
+std::vector<std::uint64_t> PackedOrder::samples_needed() const { return {lengths_.size()}; }
+
+void PackedOrder::check(const OrderCursor& cursor) const {
+  Order::check(cursor);
+  check_offset(cursor, lengths_.size());
 }
 
 std::string PackedOrder::describe() const {

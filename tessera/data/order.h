@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,7 @@ struct OrderBatch {
   Batch fixed;                              ///< Of a FixedOrder: its rows are computed where they are needed.
   std::vector<SampleRef> rows;              ///< Of other orders: every row of the global batch.
   std::vector<std::vector<Packed>> packed;  ///< Of a PackedOrder: the rows' contents, Packed::position an index of `rows`.
+  std::uint64_t capacity = 0;               ///< Of a PackedOrder: tokens of a row.
 };
 
 class Order {
@@ -38,10 +40,14 @@ class Order {
   virtual OrderCursor start() const = 0;
   /// The batch at the cursor; moves the cursor behind it.
   virtual OrderBatch next(OrderCursor& cursor) const = 0;
-  /// The sample in row i of a batch of this order.
-  virtual SampleRef row(const OrderBatch& batch, std::uint64_t i) const { return batch.rows[i]; }
+  /// The samples in the rows first, first + 1, ... of a batch of this order, one for each place of `out`. Called by several threads at once.
+  virtual void rows(const OrderBatch& batch, std::uint64_t first, std::span<SampleRef> out) const;
   /// Describes everything that the sequence depends on, for comparison across ranks and with a saved state.
   virtual std::string describe() const = 0;
+  /// How many samples each dataset must have for this order's references to exist; empty: not known beforehand.
+  virtual std::vector<std::uint64_t> samples_needed() const { return {}; }
+  /// Throws ConfigurationError for a cursor that this order cannot have reached. The default compares the numbers of numbers.
+  virtual void check(const OrderCursor& cursor) const;
 };
 
 /// Batches of a fixed size, or of a schedule over steps, of one dataset: any step is computed alone.
@@ -50,8 +56,9 @@ class FixedOrder : public Order {
   FixedOrder(SampleOrderOptions options, BatchSchedule schedule);
   OrderCursor start() const override;
   OrderBatch next(OrderCursor& cursor) const override;
-  SampleRef row(const OrderBatch& batch, std::uint64_t i) const override;
+  void rows(const OrderBatch& batch, std::uint64_t first, std::span<SampleRef> out) const override;
   std::string describe() const override;
+  std::vector<std::uint64_t> samples_needed() const override;
   const SampleOrder& samples() const { return order_; }
 
  private:
@@ -64,8 +71,9 @@ class WeightedOrder : public Order {
   WeightedOrder(std::vector<double> weights, std::uint64_t seed, BatchSchedule schedule, std::uint64_t samples_per_epoch);
   OrderCursor start() const override;
   OrderBatch next(OrderCursor& cursor) const override;
-  SampleRef row(const OrderBatch& batch, std::uint64_t i) const override;
+  void rows(const OrderBatch& batch, std::uint64_t first, std::span<SampleRef> out) const override;
   std::string describe() const override;
+  std::vector<std::uint64_t> samples_needed() const override;
 
  private:
   WeightedDraws draws_;
@@ -73,18 +81,19 @@ class WeightedOrder : public Order {
   std::string description_;
 };
 
-/// A mixture of datasets in batches of a schedule. Epochs are the caller's notion here: always 0.
+/// A mixture of datasets in batches of a schedule. It has no epochs (always 0), so that a loop over Loader::epoch() does not end: count the steps.
 class MixtureOrder : public Order {
  public:
-  MixtureOrder(Mixture mixture, BatchSchedule schedule, std::string description);
+  MixtureOrder(Mixture mixture, BatchSchedule schedule);
   OrderCursor start() const override;
   OrderBatch next(OrderCursor& cursor) const override;
   std::string describe() const override;
+  std::vector<std::uint64_t> samples_needed() const override;
+  void check(const OrderCursor& cursor) const override;
 
  private:
   Mixture mixture_;
   BatchSchedule schedule_;
-  std::string description_;
 };
 
 /// As many samples as a token budget takes. `lengths[i]`: tokens of sample i, known on every rank.
@@ -94,6 +103,8 @@ class TokenBudgetOrder : public Order {
   OrderCursor start() const override;
   OrderBatch next(OrderCursor& cursor) const override;
   std::string describe() const override;
+  std::vector<std::uint64_t> samples_needed() const override;
+  void check(const OrderCursor& cursor) const override;
 
  private:
   std::vector<std::uint64_t> lengths_;
@@ -109,6 +120,8 @@ class PackedOrder : public Order {
   OrderCursor start() const override;
   OrderBatch next(OrderCursor& cursor) const override;
   std::string describe() const override;
+  std::vector<std::uint64_t> samples_needed() const override;
+  void check(const OrderCursor& cursor) const override;
 
  private:
   std::vector<std::uint64_t> lengths_;

@@ -11,6 +11,8 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -35,7 +37,9 @@ class BatchMapping {
 
   int coordinates() const { return coordinates_; }
   int coordinate(int device) const;                    ///< Of a device, by row-major position.
-  const std::vector<int>& held_by(int process) const;  ///< Batch coordinates, ascending. Throws InvalidArgument for an unknown process.
+  const std::vector<int>& processes() const { return processes_; }  ///< Those that hold a device, ascending.
+  /// Batch coordinates, ascending; valid as long as this object. Throws InvalidArgument for an unknown process.
+  std::span<const int> held_by(int process) const;
 
   /// The general form, right for every mesh: what `process` reads of a global batch of `size` samples, cut evenly over the coordinates (the first
   /// have one more where it does not divide). Slices follow each other in the loaded batch, by ascending coordinate.
@@ -49,9 +53,18 @@ class BatchMapping {
   std::map<int, int> local_device_mapping(int process) const;
 
  private:
+  std::size_t index_of(int process) const;
+  std::span<const int> held(std::size_t index) const { return std::span(held_).subspan(first_[index], first_[index + 1] - first_[index]); }
+  void find_shards();
+  void require_shards() const;
+
   std::vector<int> mesh_, batch_axes_, batch_strides_;
-  std::map<int, std::vector<int>> held_;
   int coordinates_ = 1;
+  // By index in processes_: its coordinates are held_[first_[index]] to held_[first_[index + 1]].
+  std::vector<int> processes_, held_;
+  std::vector<std::size_t> first_;
+  std::vector<int> shard_;                               // of the two-function form, by index
+  std::optional<std::pair<std::size_t, std::size_t>> conflict_;  // two processes that have none
 };
 
 }  // namespace tessera

@@ -103,4 +103,22 @@ std::uint64_t SampleOrder::sample(const Batch& batch, std::uint64_t i) const {
   return options_.shuffle ? permutation(batch.epoch)(position) : position;
 }
 
+void SampleOrder::samples(const Batch& batch, std::uint64_t first, std::span<std::uint64_t> out) const {
+  if (first > batch.size || out.size() > batch.size - first)
+    throw InvalidArgument(concat(out.size(), " samples from ", first, " on of a batch of ", batch.size));
+  const KeyedPermutation order = permutation(batch.epoch);
+  auto put = [&](std::uint64_t position, std::span<std::uint64_t> part) {
+    if (options_.shuffle) return order.fill(position, part);
+    for (std::uint64_t& index : part) index = position++;
+  };
+  const std::uint64_t real = first < batch.real ? std::min<std::uint64_t>(batch.real - first, out.size()) : 0;
+  put(batch.offset + first, out.first(real));
+  for (std::uint64_t i = real; i < out.size();) {  // padding: rounds through the epoch's order
+    const std::uint64_t position = (first + i - batch.real) % options_.samples;
+    const std::uint64_t count = std::min<std::uint64_t>(out.size() - i, options_.samples - position);
+    put(position, out.subspan(i, count));
+    i += count;
+  }
+}
+
 }  // namespace tessera

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <map>
 #include <numeric>
+#include <sstream>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
@@ -92,23 +93,63 @@ Mixture::Mixture(std::vector<Dataset> datasets, std::vector<Stage> stages, std::
 
 Mixture::Cursor Mixture::start() const { return {0, std::vector<std::uint64_t>(datasets_.size(), 0), std::vector<double>(datasets_.size(), 0)}; }
 
-Mixture::Draw Mixture::next(Cursor& cursor) const {
-  if (cursor.taken.size() != datasets_.size() || cursor.credit.size() != datasets_.size())
-    throw InvalidArgument(concat("a cursor of ", cursor.taken.size(), " datasets for a mixture of ", datasets_.size()));
+// Which dataset gives the next sample.
+int Mixture::choose(Cursor& cursor) const {
   const auto after = std::upper_bound(stages_.begin(), stages_.end(), cursor.drawn, [](std::uint64_t n, const Stage& s) { return n < s.from; });
   const std::vector<double>& weights = std::prev(after)->weights;
-  // The dataset that is owed most gives the sample; ties go to the first.
+  // The dataset that is owed most; ties go to the first.
   int chosen = -1;
   for (std::size_t d = 0; d < datasets_.size(); ++d) {
     cursor.credit[d] += weights[d];
     if (weights[d] > 0 && (chosen < 0 || cursor.credit[d] > cursor.credit[chosen])) chosen = static_cast<int>(d);
   }
   cursor.credit[chosen] -= 1;
-  const std::uint64_t n = cursor.taken[chosen]++, samples = datasets_[chosen].samples;
   ++cursor.drawn;
-  const std::uint64_t epoch = n / samples, position = n % samples;
-  const std::uint64_t stream = keyed_random(kDatasets, static_cast<std::uint64_t>(chosen), epoch);
-  return {chosen, shuffle_ ? KeyedPermutation(samples, seed_, stream)(position) : position};
+  return chosen;
+}
+
+std::uint64_t Mixture::stream(int dataset, std::uint64_t epoch) const {
+  return keyed_random(kDatasets, static_cast<std::uint64_t>(dataset), epoch);
+}
+
+Mixture::Draw Mixture::next(Cursor& cursor) const {
+  Draw draw{};
+  next(cursor, {&draw, 1});
+  return draw;
+}
+
+void Mixture::next(Cursor& cursor, std::span<Draw> out) const {
+  if (cursor.taken.size() != datasets_.size() || cursor.credit.size() != datasets_.size())
+    throw InvalidArgument(concat("a cursor of ", cursor.taken.size(), " datasets for a mixture of ", datasets_.size()));
+  std::vector<std::vector<std::size_t>> places(datasets_.size());
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    out[i].dataset = choose(cursor);
+    places[static_cast<std::size_t>(out[i].dataset)].push_back(i);
+  }
+  // Of each dataset consecutive positions of its order, epoch by epoch.
+  std::vector<std::uint64_t> samples;
+  for (std::size_t d = 0; d < datasets_.size(); ++d)
+    for (std::size_t i = 0; i < places[d].size(); i += samples.size()) {
+      const std::uint64_t n = cursor.taken[d], size = datasets_[d].samples, position = n % size;
+      samples.resize(std::min<std::uint64_t>(size - position, places[d].size() - i));
+      if (shuffle_)
+        KeyedPermutation(size, seed_, stream(static_cast<int>(d), n / size)).fill(position, samples);
+      else
+        std::iota(samples.begin(), samples.end(), position);
+      for (std::size_t k = 0; k < samples.size(); ++k) out[places[d][i + k]].sample = samples[k];
+      cursor.taken[d] += samples.size();
+    }
+}
+
+std::string Mixture::describe() const {
+  std::ostringstream text;
+  text << std::hexfloat << "seed " << seed_ << (shuffle_ ? ", shuffled" : ", in order");
+  for (const Dataset& d : datasets_) text << ", " << d.name << ':' << d.samples;
+  for (const Stage& stage : stages_) {
+    text << ", from " << stage.from << ':';
+    for (double w : stage.weights) text << ' ' << w;
+  }
+  return std::move(text).str();
 }
 
 }  // namespace tessera

@@ -132,7 +132,7 @@ TEST(Loader, ResumingAnywhereOnAnyNumberOfProcessesIsAsIfItHadNeverStopped) {
 
 TEST(Loader, MixturesTakeRowsOfSeveralDatasetsAndResume) {
   const Mixture mixture({{"a", 11}, {"b", 5}}, {{0, {2, 1}}, {30, {1, 3}}}, 4);
-  auto order = std::make_shared<MixtureOrder>(mixture, BatchSchedule(6), "a and b");
+  auto order = std::make_shared<MixtureOrder>(mixture, BatchSchedule(6));
   Loader loader({numbers(11), numbers(5, 1000)}, order, BatchMapping({1}, {0}, {}), 0, {.workers = 2});
   auto cursor = mixture.start();
   std::string state;

@@ -12,6 +12,11 @@ namespace {
 
 using testing::Generator;
 
+std::vector<int> held(const BatchMapping& m, int process) {
+  const auto coordinates = m.held_by(process);
+  return {coordinates.begin(), coordinates.end()};
+}
+
 std::set<std::int64_t> positions(const std::vector<BatchSlice>& slices) {
   std::set<std::int64_t> all;
   for (const BatchSlice& slice : slices)
@@ -33,16 +38,16 @@ TEST(BatchMapping, BatchIndexIsDataTimesFsdpSizePlusFsdp) {
   const BatchMapping m({2, 2, 3}, processes, {0, 2});
   for (int data = 0; data < 2; ++data)
     for (int model = 0; model < 2; ++model)
-      for (int fsdp = 0; fsdp < 3; ++fsdp) EXPECT_EQ(m.held_by((data * 2 + model) * 3 + fsdp), std::vector<int>{data * 3 + fsdp});
+      for (int fsdp = 0; fsdp < 3; ++fsdp) EXPECT_EQ(held(m, (data * 2 + model) * 3 + fsdp), std::vector<int>{data * 3 + fsdp});
 }
 
 TEST(BatchMapping, PlacementsWithoutATwoFunctionFormAreRefusedAndServedInGeneral) {
   const BatchMapping crossed({3, 4}, {0, 0, 1, 1, 0, 0, 2, 2, 2, 2, 1, 1}, {0});
   EXPECT_THROW(crossed.process_mesh_mapping(), InvalidArgument);
   EXPECT_THROW(crossed.local_device_mapping(0), InvalidArgument);
-  EXPECT_EQ(crossed.held_by(0), (std::vector<int>{0, 1}));
-  EXPECT_EQ(crossed.held_by(1), (std::vector<int>{0, 2}));
-  EXPECT_EQ(crossed.held_by(2), (std::vector<int>{1, 2}));
+  EXPECT_EQ(held(crossed, 0), (std::vector<int>{0, 1}));
+  EXPECT_EQ(held(crossed, 1), (std::vector<int>{0, 2}));
+  EXPECT_EQ(held(crossed, 2), (std::vector<int>{1, 2}));
   EXPECT_EQ(crossed.slices(1, 6), (std::vector<BatchSlice>{{0, {0, 2}, 0}, {2, {4, 6}, 2}}));
   // 2 x 2 x 1 with swapped replicas: sharing follows from the slices, not from the position of the process.
   const BatchMapping swapped({2, 2, 1}, {0, 1, 1, 0}, {0});
@@ -98,14 +103,14 @@ TEST(BatchMapping, EqualCoordinatesReadTheSameAndOthersDisjointSamples) {
       ++expressible;
       for (const auto& [a, sa] : shard)
         for (const auto& [b, sb] : shard) {
-          EXPECT_EQ(sa == sb, m.held_by(a) == m.held_by(b));
-          EXPECT_EQ(m.held_by(a).size(), m.held_by(b).size());
+          EXPECT_EQ(sa == sb, held(m, a) == held(m, b));
+          EXPECT_EQ(held(m, a).size(), held(m, b).size());
         }
     } catch (const InvalidArgument&) {
       bool fails = false;
       for (const auto& [a, ra] : read)
         for (const auto& [b, rb] : read) {
-          const auto &ha = m.held_by(a), &hb = m.held_by(b);
+          const auto ha = held(m, a), hb = held(m, b);
           bool meets = false;
           for (int c : ha) meets |= std::find(hb.begin(), hb.end(), c) != hb.end();
           fails |= ha.size() != hb.size() || (meets && ha != hb);

@@ -73,7 +73,15 @@ TEST(SampleOrder, EveryEpochHasEverySampleOnce) {
           epoch = batch.epoch;
         }
         for (std::uint64_t i = 0; i < batch.real; ++i) seen.insert(order.sample(batch, i));
-        for (std::uint64_t i = 0; i < batch.size; ++i) EXPECT_LT(order.sample(batch, i), order.options().samples);
+        std::vector<std::uint64_t> all(batch.size), tail(batch.size / 2);
+        order.samples(batch, 0, all);
+        order.samples(batch, batch.size - tail.size(), tail);
+        for (std::uint64_t i = 0; i < batch.size; ++i) {
+          ASSERT_EQ(all[i], order.sample(batch, i));
+          ASSERT_LT(all[i], order.options().samples);
+        }
+        EXPECT_TRUE(std::equal(tail.rbegin(), tail.rend(), all.rbegin()));
+        EXPECT_THROW(order.samples(batch, 1, all), InvalidArgument);
         dropped = last == LastBatch::drop ? order.options().samples - batch.offset - batch.real : 0;
       }
     }

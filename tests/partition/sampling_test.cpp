@@ -76,6 +76,16 @@ TEST(Mixture, ASavedCursorGoesOnAsIfItHadNeverStopped) {
     EXPECT_EQ(resumed, reference);
     EXPECT_EQ(m.next(running), m.next(resumed));
   }
+  // Many draws at once are the same.
+  for (std::size_t count : {0, 1, 7, 50}) {
+    auto single = m.start(), together = single;
+    std::vector<Mixture::Draw> draws(count);
+    m.next(together, draws);
+    for (const auto& draw : draws) EXPECT_EQ(m.next(single), draw);
+    EXPECT_EQ(single, together);
+  }
+  EXPECT_NE(m.describe(), Mixture({{"a", 9}, {"b", 4}}, {{0, {2, 1}}, {20, {1, 4}}}, 8).describe());
+  EXPECT_NE(m.describe(), Mixture({{"a", 9}, {"b", 4}}, {{0, {2, 1}}, {20, {1, 5}}}, 9).describe());
   Mixture::Cursor other;
   EXPECT_THROW(m.next(other), InvalidArgument);
 }

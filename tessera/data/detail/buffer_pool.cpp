@@ -1,0 +1,60 @@
+#include "tessera/data/detail/buffer_pool.h"
+
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <mutex>
+#include <new>
+#include <vector>
+
+namespace tessera::detail {
+
+namespace {
+
+constexpr std::align_val_t kAlignment{64};
+
+struct Free {
+  void operator()(void* block) const { ::operator delete(block, kAlignment); }
+};
+using Block = std::unique_ptr<void, Free>;
+
+}  // namespace
+
+struct BufferPool::Blocks {
+  explicit Blocks(std::size_t kept) : kept(kept) {}
+  const std::size_t kept;
+  std::mutex mutex;
+  std::vector<std::pair<std::size_t, Block>> free;  // bytes, oldest first
+
+  Block take(std::size_t bytes) {
+    const std::lock_guard lock(mutex);
+    // The last one that came back is the warmest.
+    const auto found = std::find_if(free.rbegin(), free.rend(), [&](const auto& f) { return f.first == bytes; });
+    if (found == free.rend()) return nullptr;
+    Block block = std::move(found->second);
+    free.erase(std::next(found).base());
+    return block;
+  }
+
+  void give_back(std::size_t bytes, Block block) {
+    const std::lock_guard lock(mutex);
+    free.emplace_back(bytes, std::move(block));
+    if (free.size() > kept) free.erase(free.begin());
+  }
+};
+
+BufferPool::BufferPool(std::size_t kept) : blocks_(std::make_shared<Blocks>(kept)) {}
+
+at::Tensor BufferPool::empty(std::span<const std::int64_t> shape, at::ScalarType dtype) {
+  std::size_t bytes = c10::elementSize(dtype);
+  for (const std::int64_t n : shape) bytes *= static_cast<std::size_t>(n);
+  Block block = blocks_->take(bytes);
+  if (!block) block.reset(::operator new(std::max<std::size_t>(bytes, 1), kAlignment));
+  void* data = block.get();
+  auto release = [blocks = blocks_, bytes](void* memory) { blocks->give_back(bytes, Block(memory)); };
+  at::Tensor tensor = at::from_blob(data, c10::IntArrayRef(shape.data(), shape.size()), std::move(release), at::TensorOptions(dtype));
+  block.release();  // the tensor's from here on
+  return tensor;
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,178 @@
+#include "tessera/data/detail/read_batch.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <exception>
+
+#include "tessera/base/text.h"
+
+namespace tessera::detail {
+namespace {
+
+// What `read` throws becomes a SampleError of this sample.
+template <class Read>
+auto of_sample(std::uint64_t index, const Read& read) {
+  try {
+    return read();
+  } catch (const SampleError&) {
+    throw;
+  } catch (const std::exception& e) {
+    std::throw_with_nested(SampleError(concat("sample ", index, ": ", e.what()), index));
+  } catch (...) {
+    std::throw_with_nested(SampleError(concat("sample ", index, ": an exception that is no std::exception"), index));
+  }
+}
+
+std::vector<at::Tensor> without_rows(std::vector<at::Tensor> batch) {
+  for (at::Tensor& t : batch) t = t.narrow(0, 0, 0);
+  return batch;
+}
+
+}  // namespace
+
+Sample BatchReader::get(const SampleRef& ref) const {
+  return of_sample(ref.index, [&] { return datasets[static_cast<std::size_t>(ref.dataset)]->get(ref.index); });
+}
+
+std::vector<at::Tensor> BatchReader::get_batch(int dataset, const std::vector<std::uint64_t>& indices) const {
+  const Dataset& from = *datasets[static_cast<std::size_t>(dataset)];
+  std::vector<at::Tensor> batch;
+  try {
+    batch = from.get_batch(indices);
+  } catch (const SampleError&) {
+    throw;
+  } catch (...) {
+    // Which one? Alone, it fails again.
+    for (const std::uint64_t index : indices)
+      of_sample(index, [&] { return from.get_batch({&index, 1}); });
+    // None: a failure that passed, or one of all together.
+    of_sample(indices.front(), [&]() -> int { throw; });
+  }
+  for (const at::Tensor& t : batch)
+    if (t.dim() == 0 || t.size(0) != static_cast<std::int64_t>(indices.size()))
+      throw InvalidArgument(concat("dataset ", dataset, " gave a tensor of shape ", t.sizes(), " for a batch of ", indices.size(),
+                                   " samples; get_batch puts a dim of that length in front"));
+  return batch;
+}
+
+// Rows of several datasets, in the order of `refs`.
+std::vector<at::Tensor> BatchReader::rows(const std::vector<SampleRef>& refs) const {
+  std::vector<at::Tensor> batch;
+  std::vector<std::uint64_t> indices;
+  std::vector<std::int64_t> places;
+  for (int d = 0; d < static_cast<int>(datasets.size()); ++d) {
+    indices.clear();
+    places.clear();
+    for (std::size_t i = 0; i < refs.size(); ++i)
+      if (refs[i].dataset == d) {
+        indices.push_back(refs[i].index);
+        places.push_back(static_cast<std::int64_t>(i));
+      }
+    if (indices.empty()) continue;
+    auto part = get_batch(d, indices);
+    if (indices.size() == refs.size()) return part;
+    if (batch.empty())
+      for (const at::Tensor& t : part) {
+        auto shape = t.sizes().vec();
+        shape[0] = static_cast<std::int64_t>(refs.size());
+        batch.push_back(at::empty(shape, t.options()));
+      }
+    if (part.size() != batch.size())
+      throw InvalidArgument(concat("the samples of dataset ", d, " have ", part.size(), " tensors, those of others ", batch.size()));
+    for (std::size_t t = 0; t < part.size(); ++t) {
+      if (part[t].sizes().slice(1) != batch[t].sizes().slice(1) || part[t].scalar_type() != batch[t].scalar_type())
+        throw InvalidArgument(concat("tensor ", t, " of dataset ", d, " has shape ", part[t].sizes().slice(1), " and dtype ", part[t].scalar_type(),
+                                     ", that of others ", batch[t].sizes().slice(1), " and ", batch[t].scalar_type(),
+                                     "; a mixture needs samples of one shape and dtype"));
+      batch[t].index_copy_(0, at::tensor(places), part[t]);
+    }
+  }
+  return batch;
+}
+
+std::vector<at::Tensor> BatchReader::collated(const std::vector<SampleRef>& refs) const {
+  std::vector<Sample> samples;
+  samples.reserve(refs.size());
+  for (const SampleRef& ref : refs) samples.push_back(get(ref));
+  return collate(samples);
+}
+
+void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
+  if (collate) throw InvalidArgument("LoaderOptions::collate with a PackedOrder, which lays its samples into rows itself; leave one of them out");
+  const auto capacity = static_cast<std::int64_t>(batch.capacity);
+  auto allocate = [&](const Sample& like) {
+    for (const at::Tensor& t : like) {
+      auto shape = t.sizes().vec();
+      if (shape.empty()) throw InvalidArgument("packed samples are tensors with tokens along dim 0; this one has no dim");
+      shape[0] = capacity;
+      shape.insert(shape.begin(), out.rows);
+      out.tensors.push_back(at::zeros(shape, t.options()));
+    }
+    out.tensors.push_back(at::zeros({out.rows, capacity}, at::kLong));
+  };
+  std::int64_t row = 0;
+  for (const BatchSlice& slice : out.slices)
+    for (auto i = slice.samples.begin; i < slice.samples.end; ++i, ++row) {
+      std::int64_t at = 0, number = 0;
+      for (const Packed& packed : batch.packed[static_cast<std::size_t>(i)]) {
+        const SampleRef ref = batch.rows[packed.position];
+        const Sample sample = get(ref);
+        if (out.tensors.empty()) allocate(sample);
+        if (sample.size() + 1 != out.tensors.size())
+          throw SampleError(concat("sample ", ref.index, " has ", sample.size(), " tensors, others ", out.tensors.size() - 1), ref.index);
+        const auto n = static_cast<std::int64_t>(packed.length);
+        for (std::size_t t = 0; t < sample.size(); ++t) {
+          if (sample[t].dim() == 0 || sample[t].size(0) != n)
+            throw SampleError(
+                concat("sample ", ref.index, " has a tensor of shape ", sample[t].sizes(), ", the order was told ", packed.length, " tokens"),
+                ref.index);
+          out.tensors[t][row].narrow(0, at, n).copy_(sample[t]);
+        }
+        out.tensors.back()[row].narrow(0, at, n).fill_(++number);
+        out.samples.push_back(ref);
+        at += n;
+      }
+    }
+  // Nothing here: tensors of the right shape all the same, since every rank runs the same step.
+  if (out.tensors.empty()) allocate(get(batch.rows.front()));
+}
+
+LoadedBatch BatchReader::read(const OrderBatch& batch) const {
+  LoadedBatch out;
+  out.step = batch.step;
+  out.epoch = batch.epoch;
+  out.global_rows = static_cast<std::int64_t>(batch.size);
+  out.global_real = static_cast<std::int64_t>(batch.real);
+  out.slices = mapping.slices(process, out.global_rows);
+  auto real_in = [&](const BatchSlice& slice) { return std::clamp<std::int64_t>(out.global_real - slice.samples.begin, 0, slice.samples.size()); };
+  for (const BatchSlice& slice : out.slices) {
+    out.rows += slice.samples.size();
+    out.real += real_in(slice);
+  }
+  if (!batch.packed.empty()) {
+    read_packed(batch, out);
+    return out;
+  }
+  out.samples.resize(static_cast<std::size_t>(out.rows));
+  for (const BatchSlice& slice : out.slices)
+    order->rows(batch, static_cast<std::uint64_t>(slice.samples.begin),
+                std::span(out.samples).subspan(static_cast<std::size_t>(slice.slot), static_cast<std::size_t>(slice.samples.size())));
+  if (!out.samples.empty()) {
+    out.tensors = collate ? collated(out.samples) : rows(out.samples);
+  } else {
+    // A process without rows still has tensors of the right shape, with no row: every rank runs the same step.
+    std::vector<SampleRef> any(1);
+    order->rows(batch, 0, any);
+    out.tensors = without_rows(collate ? collated(any) : rows(any));
+  }
+  if (out.real < out.rows) {
+    out.mask = at::zeros({out.rows}, at::kBool);
+    for (const BatchSlice& slice : out.slices) out.mask.narrow(0, slice.slot, real_in(slice)).fill_(true);
+  }
+  return out;
+}
+
+}  // namespace tessera::detail

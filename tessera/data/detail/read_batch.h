@@ -1,0 +1,26 @@
+#pragma once
+// This process' part of a global batch, read from the datasets. On the host, in the caller's thread.
+
+#include "tessera/data/loader.h"
+
+namespace tessera::detail {
+
+struct BatchReader {
+  std::vector<std::shared_ptr<const Dataset>> datasets;
+  std::shared_ptr<const Order> order;
+  BatchMapping mapping;
+  int process;
+  std::function<std::vector<at::Tensor>(const std::vector<Sample>&)> collate;
+
+  /// Throws SampleError with the index of the sample that could not be read; InvalidArgument for samples that make no batch.
+  LoadedBatch read(const OrderBatch& batch) const;
+
+ private:
+  Sample get(const SampleRef& ref) const;
+  std::vector<at::Tensor> get_batch(int dataset, const std::vector<std::uint64_t>& indices) const;
+  std::vector<at::Tensor> rows(const std::vector<SampleRef>& refs) const;
+  std::vector<at::Tensor> collated(const std::vector<SampleRef>& refs) const;
+  void read_packed(const OrderBatch& batch, LoadedBatch& out) const;
+};
+
+}  // namespace tessera::detail
