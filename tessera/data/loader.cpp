@@ -161,8 +161,8 @@ Loader::Loader(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared
         throw InvalidArgument(concat("dataset ", d, " has ", datasets[d]->size(), " samples, the order names ", needed[d], ": ", order->describe()));
   }
   auto collate = options.collate;
-  engine_ = std::make_shared<Engine>(
-      detail::BatchReader{std::move(datasets), std::move(order), std::move(mapping), process, std::move(collate)}, std::move(options));
+  engine_ = std::make_shared<Engine>(detail::BatchReader{std::move(datasets), std::move(order), std::move(mapping), process, std::move(collate)},
+                                     std::move(options));
   Engine& w = *engine_;
   if (w.options.pin_memory) {
     try {
@@ -285,6 +285,7 @@ std::uint64_t Loader::next_epoch() {
 
 Loader::EpochRange::Iterator& Loader::EpochRange::Iterator::operator++() {
   done_ = loader_.next_epoch() != batch_.epoch;
+  batch_ = {};  // its memory serves the next one
   if (!done_) batch_ = loader_.next();
   return *this;
 }

@@ -41,7 +41,7 @@ struct LoaderOptions {
   /// After this long without a batch next() throws StalledError, and the destructor leaves a worker behind that still reads: the datasets must own
   /// what they use.
   std::chrono::milliseconds stall_limit{std::chrono::minutes(5)};
-  bool pin_memory = false;            ///< Page-locked host memory, for a device that copies from it. NotAvailable without one.
+  bool pin_memory = false;                 ///< Page-locked host memory, for a device that copies from it. NotAvailable without one.
   std::optional<c10::Device> device = {};  ///< Copy there, ahead, on a side stream. NotAvailable for a kind that libtorch or the machine lacks.
   /// Makes a batch of samples, for those that Dataset::get_batch cannot stack (other shapes). Called by workers at the same time, with at least one
   /// sample; each tensor it returns has the samples in dim 0. Not with a PackedOrder.

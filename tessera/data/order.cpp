@@ -68,8 +68,8 @@ void Order::rows(const OrderBatch& batch, std::uint64_t first, std::span<SampleR
 void Order::check(const OrderCursor& cursor) const {
   const OrderCursor wanted = start();
   if (cursor.position.size() != wanted.position.size() || cursor.credit.size() != wanted.credit.size())
-    refuse_cursor(concat(cursor.position.size(), " positions and ", cursor.credit.size(), " credits, where this order saves ",
-                         wanted.position.size(), " and ", wanted.credit.size()));
+    refuse_cursor(concat(cursor.position.size(), " positions and ", cursor.credit.size(), " credits, where this order saves ", wanted.position.size(),
+                         " and ", wanted.credit.size()));
 }
 
 FixedOrder::FixedOrder(SampleOrderOptions options, BatchSchedule schedule) : order_(options, std::move(schedule)) {}

@@ -36,7 +36,7 @@ class BatchMapping {
   BatchMapping(std::vector<int> mesh, std::vector<int> processes, const std::vector<int>& batch_axes);
 
   int coordinates() const { return coordinates_; }
-  int coordinate(int device) const;                    ///< Of a device, by row-major position.
+  int coordinate(int device) const;                                 ///< Of a device, by row-major position.
   const std::vector<int>& processes() const { return processes_; }  ///< Those that hold a device, ascending.
   /// Batch coordinates, ascending; valid as long as this object. Throws InvalidArgument for an unknown process.
   std::span<const int> held_by(int process) const;
@@ -63,7 +63,7 @@ class BatchMapping {
   // By index in processes_: its coordinates are held_[first_[index]] to held_[first_[index + 1]].
   std::vector<int> processes_, held_;
   std::vector<std::size_t> first_;
-  std::vector<int> shard_;                               // of the two-function form, by index
+  std::vector<int> shard_;                                       // of the two-function form, by index
   std::optional<std::pair<std::size_t, std::size_t>> conflict_;  // two processes that have none
 };
 

@@ -6,6 +6,8 @@
 namespace tessera {
 namespace {
 
+constexpr std::uint64_t kGolden = 0x9e3779b97f4a7c15ull;
+
 std::uint64_t finalise(std::uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
@@ -14,14 +16,13 @@ std::uint64_t finalise(std::uint64_t x) {
 
 }  // namespace
 
-std::uint64_t keyed_random(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter) {
-  constexpr std::uint64_t golden = 0x9e3779b97f4a7c15ull;
-  return finalise(finalise(finalise(seed + golden) + stream + golden) + counter + golden);
-}
+KeyedRandom::KeyedRandom(std::uint64_t seed, std::uint64_t stream) : key_(finalise(finalise(seed + kGolden) + stream + kGolden) + kGolden) {}
 
-double keyed_uniform(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter) {
-  return static_cast<double>(keyed_random(seed, stream, counter) >> 11) * 0x1p-53;
-}
+std::uint64_t KeyedRandom::operator()(std::uint64_t counter) const { return finalise(key_ + counter); }
+
+std::uint64_t keyed_random(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter) { return KeyedRandom(seed, stream)(counter); }
+
+double keyed_uniform(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter) { return KeyedRandom(seed, stream).uniform(counter); }
 
 KeyedPermutation::KeyedPermutation(std::uint64_t size, std::uint64_t seed, std::uint64_t stream) : size_(size) {
   if (size > 1ull << 63) throw InvalidArgument(concat("a permutation of ", size, " numbers; at most 2^63"));
@@ -32,24 +33,26 @@ KeyedPermutation::KeyedPermutation(std::uint64_t size, std::uint64_t seed, std::
   high_mask_ = (1ull << (bits - low_bits_)) - 1;
   rounds_ = bits <= 16 ? kMaxRounds : bits <= 32 ? 8 : 6;  // narrow halves mix little a round; 6 already pass the tests at every width
   keys_.fill(0);
-  for (int r = 0; r < rounds_; ++r) keys_[r] = keyed_random(seed, stream, static_cast<std::uint64_t>(r));
+  const KeyedRandom random(seed, stream);
+  for (int r = 0; r < rounds_; ++r) keys_[r] = random(static_cast<std::uint64_t>(r));
 }
 
 void KeyedPermutation::fill(std::uint64_t first, std::span<std::uint64_t> out) const {
   if (out.empty()) return;
   if (first >= size_ || out.size() > size_ - first)
     throw InvalidArgument(concat(out.size(), " indices from ", first, " on of a permutation of ", size_, " numbers"));
-  // Each lane walks its own cycle and takes the next index when it has arrived: a network alone would wait for its multiplications.
+  // Each lane walks its own cycle and takes the next index when it has arrived: a network alone would wait for its multiplications. Without branches
+  // on the values, which nothing predicts: a place is written at each turn of its lane, the last time with what belongs there.
   constexpr std::size_t kLanes = 4;
   std::size_t next = 0;
-  std::array<std::size_t, kLanes> slot{};
-  if (out.size() >= kLanes) {
+  if (out.size() >= 2 * kLanes) {
     std::array<std::uint64_t, kLanes> at{}, high{}, low{};
+    std::array<std::size_t, kLanes> slot{};
     for (std::size_t k = 0; k < kLanes; ++k) {
       at[k] = first + next;
       slot[k] = next++;
     }
-    for (bool more = true; more;) {
+    while (next + kLanes <= out.size()) {
       for (std::size_t k = 0; k < kLanes; ++k) {
         high[k] = at[k] >> low_bits_;
         low[k] = at[k] & low_mask_;
@@ -58,17 +61,16 @@ void KeyedPermutation::fill(std::uint64_t first, std::span<std::uint64_t> out) c
         for (std::size_t k = 0; k < kLanes; ++k) high[k] = (high[k] ^ mix(low[k], r)) & high_mask_;
         for (std::size_t k = 0; k < kLanes; ++k) low[k] = (low[k] ^ mix(high[k], r + 1)) & low_mask_;
       }
-      for (std::size_t k = 0; k < kLanes && more; ++k) {
-        at[k] = high[k] << low_bits_ | low[k];
-        if (at[k] >= size_) continue;
-        more = next < out.size();
-        if (!more) break;
-        out[slot[k]] = at[k];
-        at[k] = first + next;
-        slot[k] = next++;
+      for (std::size_t k = 0; k < kLanes; ++k) {
+        const std::uint64_t value = high[k] << low_bits_ | low[k];
+        const std::uint64_t arrived = value < size_, mask = 0 - arrived;
+        out[slot[k]] = value;
+        at[k] = ((first + next) & mask) | (value & ~mask);
+        slot[k] = (next & mask) | (slot[k] & ~mask);
+        next += arrived;
       }
     }
-    for (const std::size_t k : slot) out[k] = (*this)(first + k);  // those under way when the indices ran out
+    for (const std::size_t k : slot) out[k] = (*this)(first + k);  // those under way
   }
   for (; next < out.size(); ++next) out[next] = (*this)(first + next);
 }

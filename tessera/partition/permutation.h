@@ -69,8 +69,19 @@ class KeyedPermutation {
 };
 
 /// 64 random bits that depend on (seed, stream, counter) alone: SplitMix64's finaliser (Steele, Lea, Flood 2014) over their combination.
+class KeyedRandom {
+ public:
+  explicit KeyedRandom(std::uint64_t seed, std::uint64_t stream = 0);
+  std::uint64_t operator()(std::uint64_t counter) const;
+  /// The same as a number in [0, 1), a multiple of 2^-53.
+  double uniform(std::uint64_t counter) const { return static_cast<double>((*this)(counter) >> 11) * 0x1p-53; }
+
+ private:
+  std::uint64_t key_;
+};
+
+/// One number of KeyedRandom.
 std::uint64_t keyed_random(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter);
-/// The same as a number in [0, 1), a multiple of 2^-53.
 double keyed_uniform(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter);
 
 }  // namespace tessera

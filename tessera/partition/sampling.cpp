@@ -29,7 +29,7 @@ double checked_sum(const std::vector<double>& weights) {
 }  // namespace
 
 WeightedDraws::WeightedDraws(const std::vector<double>& weights, std::uint64_t seed)
-    : seed_(seed), threshold_(weights.size()), alias_(weights.size()) {
+    : random_(seed, kDraws), threshold_(weights.size()), alias_(weights.size()) {
   const double scale = static_cast<double>(weights.size()) / checked_sum(weights);
   std::vector<std::uint64_t> small, large;
   for (std::size_t i = 0; i < weights.size(); ++i) {
@@ -58,8 +58,8 @@ WeightedDraws::WeightedDraws(const std::vector<double>& weights, std::uint64_t s
 
 std::uint64_t WeightedDraws::operator()(std::uint64_t draw) const {
   const auto n = static_cast<double>(size());
-  const auto column = std::min(static_cast<std::uint64_t>(keyed_uniform(seed_, kDraws, 2 * draw) * n), size() - 1);
-  return keyed_uniform(seed_, kDraws, 2 * draw + 1) < threshold_[column] ? column : alias_[column];
+  const auto column = std::min(static_cast<std::uint64_t>(random_.uniform(2 * draw) * n), size() - 1);
+  return random_.uniform(2 * draw + 1) < threshold_[column] ? column : alias_[column];
 }
 
 std::vector<double> class_balanced_weights(const std::vector<std::int64_t>& classes) {
@@ -94,9 +94,7 @@ Mixture::Mixture(std::vector<Dataset> datasets, std::vector<Stage> stages, std::
 Mixture::Cursor Mixture::start() const { return {0, std::vector<std::uint64_t>(datasets_.size(), 0), std::vector<double>(datasets_.size(), 0)}; }
 
 // Which dataset gives the next sample.
-int Mixture::choose(Cursor& cursor) const {
-  const auto after = std::upper_bound(stages_.begin(), stages_.end(), cursor.drawn, [](std::uint64_t n, const Stage& s) { return n < s.from; });
-  const std::vector<double>& weights = std::prev(after)->weights;
+int Mixture::choose(Cursor& cursor, const std::vector<double>& weights) const {
   // The dataset that is owed most; ties go to the first.
   int chosen = -1;
   for (std::size_t d = 0; d < datasets_.size(); ++d) {
@@ -108,9 +106,7 @@ int Mixture::choose(Cursor& cursor) const {
   return chosen;
 }
 
-std::uint64_t Mixture::stream(int dataset, std::uint64_t epoch) const {
-  return keyed_random(kDatasets, static_cast<std::uint64_t>(dataset), epoch);
-}
+std::uint64_t Mixture::stream(int dataset, std::uint64_t epoch) const { return keyed_random(kDatasets, static_cast<std::uint64_t>(dataset), epoch); }
 
 Mixture::Draw Mixture::next(Cursor& cursor) const {
   Draw draw{};
@@ -122,8 +118,10 @@ void Mixture::next(Cursor& cursor, std::span<Draw> out) const {
   if (cursor.taken.size() != datasets_.size() || cursor.credit.size() != datasets_.size())
     throw InvalidArgument(concat("a cursor of ", cursor.taken.size(), " datasets for a mixture of ", datasets_.size()));
   std::vector<std::vector<std::size_t>> places(datasets_.size());
+  auto after = std::upper_bound(stages_.begin(), stages_.end(), cursor.drawn, [](std::uint64_t n, const Stage& s) { return n < s.from; });
   for (std::size_t i = 0; i < out.size(); ++i) {
-    out[i].dataset = choose(cursor);
+    if (after != stages_.end() && after->from == cursor.drawn) ++after;
+    out[i].dataset = choose(cursor, std::prev(after)->weights);
     places[static_cast<std::size_t>(out[i].dataset)].push_back(i);
   }
   // Of each dataset consecutive positions of its order, epoch by epoch.

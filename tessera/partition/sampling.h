@@ -20,7 +20,7 @@ class WeightedDraws {
   std::uint64_t size() const { return threshold_.size(); }
 
  private:
-  std::uint64_t seed_;
+  KeyedRandom random_;
   std::vector<double> threshold_;
   std::vector<std::uint64_t> alias_;
 };
@@ -71,7 +71,7 @@ class Mixture {
   const std::vector<Dataset>& datasets() const { return datasets_; }
 
  private:
-  int choose(Cursor& cursor) const;
+  int choose(Cursor& cursor, const std::vector<double>& weights) const;
   std::uint64_t stream(int dataset, std::uint64_t epoch) const;
 
   std::vector<Dataset> datasets_;

@@ -1,6 +1,7 @@
 #include "tessera/data/detail/buffer_pool.h"
 
 #include <ATen/ops/from_blob.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <mutex>
@@ -11,12 +12,24 @@ namespace tessera::detail {
 
 namespace {
 
-constexpr std::align_val_t kAlignment{64};
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+
+std::align_val_t alignment_of(std::size_t bytes) { return std::align_val_t{bytes >= kHugePage ? kHugePage : 64}; }
 
 struct Free {
-  void operator()(void* block) const { ::operator delete(block, kAlignment); }
+  std::size_t bytes = 0;
+  void operator()(void* block) const { ::operator delete(block, alignment_of(bytes)); }
 };
 using Block = std::unique_ptr<void, Free>;
+
+Block allocate(std::size_t bytes) {
+  Block block(::operator new(std::max<std::size_t>(bytes, 1), alignment_of(bytes)), Free{bytes});
+#ifdef MADV_HUGEPAGE
+  // Advice: where the system does not follow it, the block is as good as any.
+  if (bytes >= kHugePage) ::madvise(block.get(), bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
+#endif
+  return block;
+}
 
 }  // namespace
 
@@ -49,9 +62,9 @@ at::Tensor BufferPool::empty(std::span<const std::int64_t> shape, at::ScalarType
   std::size_t bytes = c10::elementSize(dtype);
   for (const std::int64_t n : shape) bytes *= static_cast<std::size_t>(n);
   Block block = blocks_->take(bytes);
-  if (!block) block.reset(::operator new(std::max<std::size_t>(bytes, 1), kAlignment));
+  if (!block) block = allocate(bytes);
   void* data = block.get();
-  auto release = [blocks = blocks_, bytes](void* memory) { blocks->give_back(bytes, Block(memory)); };
+  auto release = [blocks = blocks_, bytes](void* memory) { blocks->give_back(bytes, Block(memory, Free{bytes})); };
   at::Tensor tensor = at::from_blob(data, c10::IntArrayRef(shape.data(), shape.size()), std::move(release), at::TensorOptions(dtype));
   block.release();  // the tensor's from here on
   return tensor;

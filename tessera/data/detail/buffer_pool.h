@@ -14,7 +14,7 @@ namespace tessera::detail {
 class BufferPool {
  public:
   explicit BufferPool(std::size_t kept = 16);
-  /// An uninitialised CPU tensor, aligned to 64 bytes.
+  /// An uninitialised CPU tensor, aligned to 64 bytes; of 2 MiB and more on huge pages where the system gives them.
   at::Tensor empty(std::span<const std::int64_t> shape, at::ScalarType dtype);
 
  private:

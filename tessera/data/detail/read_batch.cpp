@@ -46,8 +46,7 @@ std::vector<at::Tensor> BatchReader::get_batch(int dataset, const std::vector<st
     throw;
   } catch (...) {
     // Which one? Alone, it fails again.
-    for (const std::uint64_t index : indices)
-      of_sample(index, [&] { return from.get_batch({&index, 1}); });
+    for (const std::uint64_t index : indices) of_sample(index, [&] { return from.get_batch({&index, 1}); });
     // None: a failure that passed, or one of all together.
     of_sample(indices.front(), [&]() -> int { throw; });
   }
