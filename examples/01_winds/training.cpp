@@ -18,7 +18,8 @@ WindNet train(const WindsData& data, const tessera::Group& group, const Training
   NetworkOptions shape = options.network;
   shape.input = data.channels();
   WindNet network(shape), average(shape);
-  const at::ScalarType dtype = data.batch(options.seed, 0, 0).input.scalar_type();
+  const auto loader = data.loader(options.seed);
+  const at::ScalarType dtype = data.dtype();
   network->to(dtype);
   average->to(dtype);
 
@@ -34,7 +35,7 @@ WindNet train(const WindsData& data, const tessera::Group& group, const Training
       for (auto& parameters : optimizer.param_groups())
         parameters.options().set_lr(options.learning_rate * warm * 0.5 * (1 + std::cos(std::numbers::pi * done)));
 
-      const Samples batch = data.batch(options.seed, epoch, step);
+      const Samples batch = WindsData::samples_of(loader->next());
       optimizer.zero_grad();
       const at::Tensor loss = parallel.mean_loss(squared_error(parallel(batch.input), batch.target, sigma), static_cast<double>(batch.input.size(0)));
       loss.backward();

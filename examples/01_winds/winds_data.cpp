@@ -3,10 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
-#include <random>
 
 #include "tessera/base/error.h"
-#include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 
 namespace winds {
@@ -57,7 +55,7 @@ Months part_of(Months whole, std::int64_t rank, std::int64_t parts) {
 }
 
 WindsData::WindsData(const tessera::Source& source, const tessera::Group& group, std::int64_t train_months, std::int64_t strata, at::ScalarType dtype)
-    : source_(source), train_months_(train_months), strata_(strata), dtype_(dtype) {
+    : source_(source), train_months_(train_months), strata_(strata), dtype_(dtype), rank_(group.rank()), ranks_(group.size()) {
   const auto& shape = source.info(variable_names[0]).shape;
   if (train_months % months_a_year != 0 || train_months < 2 * months_a_year || shape.size() != 3 || shape[0] < train_months)
     throw tessera::InvalidArgument(tessera::concat("training on ", train_months,
@@ -73,8 +71,8 @@ WindsData::WindsData(const tessera::Source& source, const tessera::Group& group,
   place_ = at::stack(
       {north.sin().unsqueeze(1) * columns, north.cos().unsqueeze(1) * columns, rows * east.sin().unsqueeze(0), rows * east.cos().unsqueeze(0)});
 
-  own_strata_ = part_of({0, strata_}, group.rank(), group.size());
-  own_samples_ = own_strata_.count() ? Months{stratum(own_strata_.begin).begin, stratum(own_strata_.end - 1).end} : Months{1, 1};
+  const Months own_strata = part_of({0, strata_}, rank_, ranks_);  // as the loader cuts the rows of a batch
+  own_samples_ = own_strata.count() ? Months{stratum(own_strata.begin).begin, stratum(own_strata.end - 1).end} : Months{1, 1};
 
   // This rank's months: those it forecasts, the month before the first, and the years around, which its samples must not see in their climatology.
   Months needed = own_samples_;
@@ -110,8 +108,10 @@ WindsData::WindsData(const tessera::Source& source, const tessera::Group& group,
     inputs.push_back(sample_input(winds[t - 1 - needed.begin], t, climatology).to(dtype_));
     targets.push_back(((winds[t - needed.begin] - climatology[t % months_a_year]) / statistics_.sigma).to(dtype_));
   }
-  own_ = inputs.empty() ? Samples{at::empty({0, channels(), lat, lon}, dtype_), at::empty({0, variables, lat, lon}, dtype_)}
-                        : Samples{at::stack(inputs), at::stack(targets)};
+  // Sample 0 forecasts month 1.
+  own_ = std::make_shared<OwnSamples>(train_months_ - 1, own_samples_.begin - 1,
+                                      inputs.empty() ? at::empty({0, channels(), lat, lon}, dtype_) : at::stack(inputs),
+                                      targets.empty() ? at::empty({0, variables, lat, lon}, dtype_) : at::stack(targets));
 }
 
 Statistics WindsData::agree(const at::Tensor& own, Months own_months, const tessera::Group& group) const {
@@ -137,29 +137,24 @@ at::Tensor WindsData::sample_input(const at::Tensor& before, std::int64_t month,
 
 Months WindsData::stratum(std::int64_t s) const { return part_of({1, train_months_}, s, strata_); }
 
-std::int64_t WindsData::steps_per_epoch() const { return stratum(0).count(); }
+std::unique_ptr<tessera::Loader> WindsData::loader(std::uint64_t seed) const {
+  auto order = std::make_shared<RunsOrder>(train_months_ - 1, strata_, seed);
+  const tessera::Mesh mesh({{"data", ranks_}});
+  return std::make_unique<tessera::Loader>(std::vector<std::shared_ptr<const tessera::Dataset>>{own_}, order, tessera::batch_mapping(mesh, {"data"}), rank_,
+                                           tessera::LoaderOptions{.workers = 1});
+}
 
-Samples WindsData::batch(std::uint64_t seed, std::int64_t epoch, std::int64_t step, std::int64_t* total) const {
-  std::vector<std::int64_t> chosen;
-  if (total) *total = 0;
-  for (std::int64_t s = 0; s < strata_; ++s) {
-    const Months months = stratum(s);
-    if (total) *total += step < months.count();
-    if (s < own_strata_.begin || s >= own_strata_.end || step >= months.count()) continue;
-    std::mt19937_64 random(tessera::Hash().number(seed).number(static_cast<std::uint64_t>(epoch)).number(static_cast<std::uint64_t>(s)).value());
-    std::vector<std::int64_t> order(static_cast<std::size_t>(months.count()));
-    for (std::size_t i = 0; i < order.size(); ++i) order[i] = months.begin + static_cast<std::int64_t>(i);
-    // Fisher-Yates by hand: std::shuffle differs between standard libraries.
-    for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random() % i]);
-    chosen.push_back(order[static_cast<std::size_t>(step)] - own_samples_.begin);
-  }
-  const at::Tensor index = at::tensor(chosen, at::kLong);
-  return {own_.input.index_select(0, index), own_.target.index_select(0, index)};
+Samples WindsData::samples_of(const tessera::LoadedBatch& batch) {
+  // Padding is in the last rows.
+  return {batch.tensors[0].narrow(0, 0, batch.real), batch.tensors[1].narrow(0, 0, batch.real)};
 }
 
 Samples WindsData::forecast_input(Months months) const {
   std::vector<at::Tensor> inputs, targets;
-  if (months.count() == 0) return {own_.input.slice(0, 0, 0), own_.target.slice(0, 0, 0)};
+  if (months.count() == 0) {
+    auto none = own_->get_batch({});
+    return {none[0], none[1]};
+  }
   const at::Tensor winds = read({months.begin - 1, months.end}).to(at::kDouble);
   for (std::int64_t t = months.begin; t < months.end; ++t) {
     inputs.push_back(sample_input(winds[t - months.begin], t, statistics_.climatology).to(dtype_));

@@ -7,11 +7,14 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "order.h"
 #include "tessera/comm/group.h"
+#include "tessera/data/loader.h"
 #include "tessera/data/source.h"
 
 namespace winds {
@@ -49,7 +52,8 @@ struct Samples {
 
 class WindsData {
  public:
-  /// Reads this rank's months of the training period and agrees on the statistics. Collective over `group`. `strata`: see batch().
+  /// Reads this rank's months of the training period and agrees on the statistics. Collective over `group`. `strata`: samples of a batch; the samples
+  /// are cut into as many runs (see order.h), and each rank holds its share of the runs.
   WindsData(const tessera::Source& source, const tessera::Group& group, std::int64_t train_months, std::int64_t strata, at::ScalarType dtype);
 
   std::int64_t train_months() const { return train_months_; }
@@ -57,13 +61,13 @@ class WindsData {
   const at::Tensor& latitude() const { return latitude_; }    ///< [lat], degrees north, float64.
   const at::Tensor& longitude() const { return longitude_; }  ///< [lon], degrees east, float64.
   std::int64_t channels() const;
+  at::ScalarType dtype() const { return dtype_; }
 
-  /// One training epoch is steps_per_epoch() batches of `strata` samples or fewer. The samples are cut into `strata` runs of neighbouring months, and
-  /// batch j takes the j-th of each run after a shuffle within it, by seed and epoch alone. So every batch covers the whole period, the order does
-  /// not depend on the number of ranks, and ranks that hold whole runs have the same share of every batch, give or take one.
-  std::int64_t steps_per_epoch() const;
-  /// This rank's samples of a batch; maybe none. `total`: how many all ranks have in it.
-  Samples batch(std::uint64_t seed, std::int64_t epoch, std::int64_t step, std::int64_t* total = nullptr) const;
+  std::int64_t steps_per_epoch() const { return stratum(0).count(); }
+  /// This rank's part of each batch of the training, in the order of order.h, read ahead by a worker.
+  std::unique_ptr<tessera::Loader> loader(std::uint64_t seed) const;
+  /// The samples of a batch, its padding left out; maybe none.
+  static Samples samples_of(const tessera::LoadedBatch& batch);
 
   /// Samples to forecast, for months after the training.
   Samples forecast_input(Months months) const;
@@ -83,11 +87,12 @@ class WindsData {
   std::int64_t train_months_, strata_;
   at::ScalarType dtype_;
   at::Tensor latitude_, longitude_, place_;
-  Months own_strata_, own_samples_;
+  int rank_, ranks_;
+  Months own_samples_;
   mutable std::int64_t months_read_ = 0;
   Statistics statistics_;
   at::Tensor harmonics_, smooth_damping_;  // What inputs are made of.
-  Samples own_;
+  std::shared_ptr<const OwnSamples> own_;
 };
 
 }  // namespace winds

@@ -40,7 +40,7 @@ void compare(std::int64_t strata, std::int64_t epochs) {
   const at::Tensor samples = at::tensor({mine.own_samples().count()}, at::kLong);
   world.all_reduce(samples);
   EXPECT_EQ(samples.item<std::int64_t>(), 35);
-  const at::Tensor in_batch = at::tensor({mine.batch(1, 0, 0).input.size(0)}, at::kLong);
+  const at::Tensor in_batch = at::tensor({WindsData::samples_of(mine.loader(1)->next()).input.size(0)}, at::kLong);
   world.all_reduce(in_batch);
   EXPECT_EQ(in_batch.item<std::int64_t>(), strata);
   if (world.size() > 1) EXPECT_LT(mine.months_read(), 36);

@@ -57,6 +57,19 @@ std::vector<at::Tensor> BatchReader::get_batch(int dataset, const std::vector<st
   return batch;
 }
 
+// Tensors without rows, if the dataset knows them without reading; else nothing.
+std::vector<at::Tensor> BatchReader::known_shapes(int dataset) const {
+  std::vector<at::Tensor> none;
+  try {
+    none = datasets[static_cast<std::size_t>(dataset)]->get_batch({});
+  } catch (const std::exception&) {
+    return {};  // a get_batch that was not written for this: read one
+  }
+  for (const at::Tensor& t : none)
+    if (t.dim() == 0 || t.size(0) != 0) return {};
+  return none;
+}
+
 // Rows of several datasets, in the order of `refs`.
 std::vector<at::Tensor> BatchReader::rows(const std::vector<SampleRef>& refs) const {
   std::vector<at::Tensor> batch;
@@ -165,7 +178,8 @@ LoadedBatch BatchReader::read(const OrderBatch& batch) const {
     // A process without rows still has tensors of the right shape, with no row: every rank runs the same step.
     std::vector<SampleRef> any(1);
     order->rows(batch, 0, any);
-    out.tensors = without_rows(collate ? collated(any) : rows(any));
+    if (!collate) out.tensors = known_shapes(any[0].dataset);
+    if (out.tensors.empty()) out.tensors = without_rows(collate ? collated(any) : rows(any));
   }
   if (out.real < out.rows) {
     out.mask = at::zeros({out.rows}, at::kBool);

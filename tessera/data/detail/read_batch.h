@@ -18,6 +18,7 @@ struct BatchReader {
  private:
   Sample get(const SampleRef& ref) const;
   std::vector<at::Tensor> get_batch(int dataset, const std::vector<std::uint64_t>& indices) const;
+  std::vector<at::Tensor> known_shapes(int dataset) const;
   std::vector<at::Tensor> rows(const std::vector<SampleRef>& refs) const;
   std::vector<at::Tensor> collated(const std::vector<SampleRef>& refs) const;
   void read_packed(const OrderBatch& batch, LoadedBatch& out) const;
