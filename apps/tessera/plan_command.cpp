@@ -4,6 +4,7 @@
 
 #include "commands.h"
 #include "plan.h"
+#include "plan_data.h"
 #include "tessera/base/text.h"
 #include "tessera/cluster/launch.h"
 #include "tessera/config/errors.h"
@@ -17,9 +18,11 @@ namespace tessera::app {
 namespace {
 
 struct Flags {
-  std::string file, ranks, mesh, sizes, order, tree, groups, hierarchical, hosts, topology, slurm_topology, hwloc, device = "gpu", traffic, mapping;
+  std::string file, ranks, mesh, sizes, order, tree, groups, hierarchical, hosts, topology, slurm_topology, hwloc, device = "gpu", traffic, mapping,
+                                                                                                                   data, processes;
   std::vector<std::string> views;
   int world = 0, rank = -1, show = 32;
+  std::int64_t batch = 0;
   bool launcher = false, keep = false;
   std::string json, rank_file, slurm_file, picture;
 };
@@ -103,9 +106,26 @@ bool ends_with(const std::string& text, const std::string& end) {
   return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
 }
 
+// Who reads what, instead of the groups.
+int run_data_plan(const Flags& flags, const Mesh& mesh) {
+  if (!flags.rank_file.empty() || !flags.slurm_file.empty())
+    throw ConfigFileError("--data plans who reads what: leave out --rankfile and --slurm-hostfile, which belong to a plan of groups");
+  if (!flags.picture.empty() && !ends_with(flags.picture, ".svg") && !ends_with(flags.picture, ".html"))
+    throw ConfigFileError(concat("--picture ", flags.picture, ": the name must end in .svg or .html"));
+  const auto axes = flags.data == "none" ? std::vector<std::string>{} : parse_names(flags.data, "--data");
+  const auto processes = flags.processes.empty() ? std::vector<int>{} : parse_ranks(flags.processes, "--processes");
+  const DataPlan plan = make_data_plan(mesh, axes, processes, flags.batch);
+  if (flags.json != "-") std::cout << data_plan_text(plan, flags.show);
+  if (!flags.json.empty()) put(flags.json, data_plan_json(plan));
+  if (!flags.picture.empty()) put(flags.picture, ends_with(flags.picture, ".html") ? data_plan_html(plan) : data_plan_svg(plan));
+  return 0;
+}
+
 int run_plan(const Flags& flags) {
   const PlanRequest request = request_of(flags);
   Plan plan = make_plan(request);
+  if (!flags.data.empty()) return run_data_plan(flags, plan.mesh);
+  if (!flags.processes.empty() || flags.batch != 0) throw ConfigFileError("--processes and --batch belong to --data");
   std::optional<int> rank;
   if (flags.rank >= 0) rank = flags.rank;
   if (rank) plan.mesh.position(*rank);  // refuses a rank that is not there
@@ -137,7 +157,8 @@ Command add_plan(CLI::App& program) {
       "Examples:\n"
       "  tessera plan --world 16 --sizes tp=2,dp=2,pp=4 --order tp-cp-ep-dp-pp --groups tp,dp,pp,tp-pp --json -\n"
       "  tessera plan --hosts 16x8 --mesh data=8,domain=4,model=4 --traffic model=all_reduce:512MB,data=all_reduce:1GB --picture plan.html\n"
-      "  tessera plan --world 16 --tree groups.yaml --rank 5");
+      "  tessera plan --world 16 --tree groups.yaml --rank 5\n"
+      "  tessera plan --mesh data=4,model=4 --data data --processes 0,0,1,1,2,2,3,3,0,0,1,1,2,2,3,3 --picture who.html");
   parser->add_option("file", flags->file, "A request with the fields of these options (.json, .yaml)");
   parser->add_option("--world", flags->world, "Number of ranks")->check(CLI::Range(1, 2147483647));
   parser->add_option("--mesh", flags->mesh, "Axes, outermost first: data=8,model=4");
@@ -164,6 +185,9 @@ Command add_plan(CLI::App& program) {
   parser->add_option("--rankfile", flags->rank_file, "Write a rank file for Open MPI (mpirun --rankfile)");
   parser->add_option("--slurm-hostfile", flags->slurm_file, "Write SLURM_HOSTFILE for srun --distribution=arbitrary");
   parser->add_option("--picture", flags->picture, "Write one picture of hosts, devices and groups (.svg, .html)");
+  parser->add_option("--data", flags->data, "Plan who reads what instead: the axes that shard the batch, outermost first (data,fsdp), or none");
+  parser->add_option("--processes", flags->processes, "With --data: the process of each device, row-major over the mesh (each its own without it)");
+  parser->add_option("--batch", flags->batch, "With --data: samples of a global batch (two a coordinate without it)")->check(CLI::PositiveNumber);
   return {parser, [flags] { return run_plan(*flags); }};
 }
 

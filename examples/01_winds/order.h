@@ -10,8 +10,9 @@
 namespace winds {
 
 /// The samples 0, 1, ... are cut into `runs` runs of neighbouring ones, the first ones longer by one where that does not divide. Step j of an epoch
-/// takes the j-th of each run after a shuffle within it, by seed and epoch alone. So every batch covers the whole period, and row r of a batch is always
-/// of run r: a rank with the same rows of every batch needs only its own runs. The last batch of an epoch lacks the shorter runs, which are padding.
+/// takes the j-th of each run after a shuffle within it, by seed and epoch alone. So every batch covers the whole period, and row r of a batch is
+/// always of run r: a rank with the same rows of every batch needs only its own runs. The last batch of an epoch lacks the shorter runs, which are
+/// padding.
 class RunsOrder : public tessera::Order {
  public:
   RunsOrder(std::int64_t samples, std::int64_t runs, std::uint64_t seed) : samples_(samples), runs_(runs), seed_(seed) {}

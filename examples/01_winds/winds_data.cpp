@@ -140,8 +140,8 @@ Months WindsData::stratum(std::int64_t s) const { return part_of({1, train_month
 std::unique_ptr<tessera::Loader> WindsData::loader(std::uint64_t seed) const {
   auto order = std::make_shared<RunsOrder>(train_months_ - 1, strata_, seed);
   const tessera::Mesh mesh({{"data", ranks_}});
-  return std::make_unique<tessera::Loader>(std::vector<std::shared_ptr<const tessera::Dataset>>{own_}, order, tessera::batch_mapping(mesh, {"data"}), rank_,
-                                           tessera::LoaderOptions{.workers = 1});
+  return std::make_unique<tessera::Loader>(std::vector<std::shared_ptr<const tessera::Dataset>>{own_}, order, tessera::batch_mapping(mesh, {"data"}),
+                                           rank_, tessera::LoaderOptions{.workers = 1});
 }
 
 Samples WindsData::samples_of(const tessera::LoadedBatch& batch) {

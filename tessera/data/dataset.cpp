@@ -1,17 +1,13 @@
 #include "tessera/data/dataset.h"
 
 #include <ATen/ATen.h>
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <cstring>
 #include <exception>
 
 #include "tessera/base/text.h"
 #include "tessera/data/detail/buffer_pool.h"
+#include "tessera/data/detail/mapped_file.h"
 
 namespace tessera {
 
@@ -72,32 +68,12 @@ std::vector<at::Tensor> TensorDataset::get_batch(std::span<const std::uint64_t> 
   return batch;
 }
 
-struct TokenFileDataset::Map {
-  const char* data = nullptr;
-  std::size_t bytes = 0;
-  ~Map() {
-    if (data) ::munmap(const_cast<char*>(data), bytes);
-  }
-};
-
 TokenFileDataset::TokenFileDataset(const std::string& path, at::ScalarType dtype, std::uint64_t row, std::uint64_t stride)
-    : map_(std::make_unique<Map>()), buffers_(std::make_unique<detail::BufferPool>()), dtype_(dtype), row_(row), stride_(stride == 0 ? row : stride) {
+    : buffers_(std::make_unique<detail::BufferPool>()), dtype_(dtype), row_(row), stride_(stride == 0 ? row : stride) {
   if (row == 0) throw InvalidArgument("a token row of length 0; give at least 1");
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0) throw FileError(concat("'", path, "' cannot be opened: ", std::strerror(errno)));
-  struct stat status{};
-  if (::fstat(file, &status) != 0 || !S_ISREG(status.st_mode)) {
-    ::close(file);
-    throw FileError(concat("'", path, "' is no regular file"));
-  }
-  map_->bytes = static_cast<std::size_t>(status.st_size);
-  void* mapped = map_->bytes == 0 ? MAP_FAILED : ::mmap(nullptr, map_->bytes, PROT_READ, MAP_SHARED, file, 0);
-  const int reason = errno;
-  ::close(file);
-  if (map_->bytes > 0 && mapped == MAP_FAILED) throw FileError(concat("'", path, "' cannot be mapped: ", std::strerror(reason)));
-  if (map_->bytes > 0) map_->data = static_cast<const char*>(mapped);
+  map_ = std::make_unique<detail::MappedFile>(path);
   const std::size_t item = c10::elementSize(dtype);
-  if (map_->bytes % item != 0) throw FileError(concat("'", path, "' has ", map_->bytes, " bytes, no multiple of the ", item, " of ", dtype));
+  if (map_->size() % item != 0) throw FileError(concat("'", path, "' has ", map_->size(), " bytes, no multiple of the ", item, " of ", dtype));
   if (tokens() < row) throw InvalidArgument(concat("'", path, "' has ", tokens(), " tokens, fewer than one row of ", row));
   rows_ = (tokens() - row) / stride_ + 1;
 }
@@ -105,7 +81,7 @@ TokenFileDataset::TokenFileDataset(const std::string& path, at::ScalarType dtype
 TokenFileDataset::~TokenFileDataset() = default;
 
 std::uint64_t TokenFileDataset::size() const { return rows_; }
-std::uint64_t TokenFileDataset::tokens() const { return map_->bytes / c10::elementSize(dtype_); }
+std::uint64_t TokenFileDataset::tokens() const { return map_->size() / c10::elementSize(dtype_); }
 
 Sample TokenFileDataset::get(std::uint64_t index) const {
   const std::uint64_t one[] = {index};
@@ -119,7 +95,7 @@ std::vector<at::Tensor> TokenFileDataset::get_batch(std::span<const std::uint64_
   auto* out = static_cast<char*>(batch.mutable_data_ptr());
   for (std::uint64_t index : indices) {
     if (index >= rows_) throw SampleError(concat("row ", index, " of a token file with ", rows_), index);
-    std::memcpy(out, map_->data + index * stride_ * item, bytes);
+    std::memcpy(out, map_->data() + index * stride_ * item, bytes);
     out += bytes;
   }
   return {batch};

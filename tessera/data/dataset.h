@@ -17,7 +17,8 @@ namespace tessera {
 
 namespace detail {
 class BufferPool;
-}
+class MappedFile;
+}  // namespace detail
 
 using Sample = std::vector<at::Tensor>;
 
@@ -28,7 +29,8 @@ class Dataset {
   virtual std::uint64_t size() const = 0;
   virtual Sample get(std::uint64_t index) const = 0;
   /// The tensors of several samples, with a batch dim of length indices.size() in front. The default stacks what get() returns, and reports which
-  /// index failed. For no index: tensors without rows, or nothing where the shapes are not known without reading (as by default). Where an implementation throws something else than SampleError, the loader finds the index by reading one by one.
+  /// index failed. For no index: tensors without rows, or nothing where the shapes are not known without reading (as by default). Where an
+  /// implementation throws something else than SampleError, the loader finds the index by reading one by one.
   virtual std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const;
 };
 
@@ -90,8 +92,7 @@ class TokenFileDataset : public Dataset {
   std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const override;
 
  private:
-  struct Map;
-  std::unique_ptr<Map> map_;
+  std::unique_ptr<detail::MappedFile> map_;
   std::unique_ptr<detail::BufferPool> buffers_;
   at::ScalarType dtype_;
   std::uint64_t row_, stride_, rows_;

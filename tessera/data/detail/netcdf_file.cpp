@@ -7,16 +7,13 @@
 #include <type_traits>
 
 #include "tessera/base/text.h"
+#include "tessera/data/detail/hdf5_lock.h"
 
 namespace tessera::detail {
 
 namespace {
 
-// The netCDF library (and HDF5 below it) keeps process-wide state without a lock, so the lock must be as wide.
-std::mutex& library() {
-  static std::mutex mutex;
-  return mutex;
-}
+std::mutex& library() { return hdf5_library(); }
 
 // The type that holds every value of a netCDF type; nothing for text and user-defined types.
 std::optional<at::ScalarType> tensor_type(nc_type type) {

@@ -1,0 +1,78 @@
+// The tokens example on several ranks against the same on one: the loss curve in float64, stopped and resumed.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <optional>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/manager.h"
+#include "training.h"
+
+namespace tokens {
+namespace {
+
+std::optional<tessera::DistributedManager> manager;
+
+std::vector<double> curve(const tessera::Group& group, const Options& options) {
+  std::vector<double> losses;
+  train(group, options, [&](const Step& step) { losses.push_back(step.loss); });
+  return losses;
+}
+
+void expect_close(const std::vector<double>& a, const std::vector<double>& b, std::size_t from = 0) {
+  ASSERT_EQ(a.size() + from, b.size());
+  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i + from], 1e-10 * b[i + from]) << "step " << i + from;
+}
+
+// A batch of 7 over up to three ranks, 30 steps an epoch, the last of one sample; a batch of 2, of which a third rank has none.
+TEST(TokensRanks, SameLossCurveOnAnyNumberOfRanksAndAfterStopping) {
+  const tessera::Group world = manager->world();
+  // One folder for all ranks of a run.
+  const auto folder = std::filesystem::path(
+      world.broadcast_bytes(world.rank() == 0 ? tessera::concat(::testing::TempDir(), "tessera_tokens_", ::getpid()) : std::string(), 0));
+  if (world.rank() == 0) std::filesystem::create_directories(folder);
+  world.barrier();
+  Options options{.text = TOKENS_DATA, .checkpoint = "", .row = 1000, .batch = 7, .steps = 34, .save_every = 9, .hidden = 8, .float64 = true};
+  const auto data = samples(options);
+  ASSERT_EQ(data->size(), 204u);
+  const auto alone = curve(tessera::Group(), options), together = curve(world, options);
+  expect_close(together, alone);
+  EXPECT_LT(alone.back(), 0.9 * alone.front());
+
+  Options stopped = options;
+  stopped.checkpoint = (folder / "checkpoint").string();
+  stopped.steps = 11;
+  expect_close(curve(world, stopped), std::vector<double>(alone.begin(), alone.begin() + 11));
+  world.barrier();
+  stopped.steps = 34;
+  expect_close(curve(world, stopped), alone, 11);
+  world.barrier();
+  if (world.rank() == 0) std::filesystem::remove_all(folder);
+
+  options.batch = 2;
+  options.steps = 4;
+  expect_close(curve(world, options), curve(tessera::Group(), options));
+}
+
+TEST(TokensRanks, ATextThatIsNotAsciiIsRefused) {
+  const std::string path = tessera::concat(::testing::TempDir(), "tessera_tokens_latin_", ::getpid());
+  std::ofstream(path) << std::string(500, '\xe9');
+  EXPECT_THROW(curve(tessera::Group(), {.text = path, .row = 10, .steps = 2, .hidden = 4}), tessera::InvalidArgument);
+  std::filesystem::remove(path);
+}
+
+}  // namespace
+}  // namespace tokens
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  at::set_num_threads(1);
+  tokens::manager = tessera::DistributedManager::initialize();
+  const int failed = RUN_ALL_TESTS();
+  tokens::manager.reset();
+  return failed;
+}
