@@ -13,6 +13,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "tessera/base/hash.h"
@@ -181,7 +182,16 @@ Loader::Loader(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared
     w.side = guard.getStreamFromGlobalPool(*w.options.device);
   }
   w.running = w.options.workers;
-  for (int n = 0; n < w.options.workers; ++n) std::thread([engine = engine_] { engine->run(); }).detach();
+  try {
+    for (int n = 0; n < w.options.workers; ++n) std::thread([engine = engine_] { engine->run(); }).detach();
+  } catch (const std::system_error& e) {
+    {
+      const std::lock_guard lock(w.mutex);
+      w.stop = true;
+    }
+    w.work.notify_all();
+    throw Error(concat("the system does not give ", w.options.workers, " worker threads: ", e.what(), "; use fewer"));
+  }
 }
 
 Loader::~Loader() {

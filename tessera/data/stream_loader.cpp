@@ -19,6 +19,7 @@ StreamLoader::StreamLoader(std::shared_ptr<IterableDataset> dataset, std::int64_
 
 std::optional<StreamBatch> StreamLoader::next() {
   std::vector<Sample> samples;
+  std::vector<at::Tensor> stacked;
   std::string failure;
   try {
     while (!ended_ && static_cast<std::int64_t>(samples.size()) < rows_) {
@@ -30,9 +31,21 @@ std::optional<StreamBatch> StreamLoader::next() {
       ++taken_;
       samples.push_back(std::move(*sample));
     }
+    // Before the ranks agree, so that samples that make no batch are an error on all of them.
+    for (std::size_t t = 0; !samples.empty() && t < samples.front().size(); ++t) {
+      std::vector<at::Tensor> column;
+      for (const Sample& s : samples) {
+        if (s.size() != samples.front().size() || s[t].sizes() != samples.front()[t].sizes())
+          throw InvalidArgument("the samples of a batch differ in their number of tensors or in a shape");
+        column.push_back(s[t]);
+      }
+      stacked.push_back(at::stack(column));
+    }
   } catch (const std::exception& e) {
     failure = e.what();
     if (failure.empty()) failure = "unknown";
+  } catch (...) {
+    failure = "an exception that is no std::exception";
   }
 
   // {samples, knows the shapes, failed, batch size}: everything that the ranks must agree on before the step.
@@ -81,10 +94,10 @@ std::optional<StreamBatch> StreamLoader::next() {
   const bool pad = uneven_ == UnevenData::pad && n < rows_;
   batch.rows = pad ? rows_ : n;
   for (std::size_t t = 0; t < last_.size(); ++t) {
-    std::vector<at::Tensor> column;
-    for (const Sample& s : samples) column.push_back(s[t]);
-    for (std::int64_t i = n; i < batch.rows; ++i) column.push_back(last_[t]);
-    batch.tensors.push_back(column.empty() ? last_[t].unsqueeze(0).narrow(0, 0, 0) : at::stack(column));
+    std::vector<at::Tensor> parts;
+    if (n > 0) parts.push_back(stacked[t]);
+    for (std::int64_t i = n; i < batch.rows; ++i) parts.push_back(last_[t].unsqueeze(0));
+    batch.tensors.push_back(parts.empty() ? last_[t].unsqueeze(0).narrow(0, 0, 0) : at::cat(parts));
   }
   if (pad) batch.mask = at::arange(batch.rows).lt(n);
   return batch;

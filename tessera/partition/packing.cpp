@@ -15,9 +15,10 @@ std::uint64_t token_budget_batch(const TokenBudget& budget, std::uint64_t offset
     if (n > budget.tokens)
       throw InvalidArgument(concat("the sample at position ", offset + count, " has ", n, " tokens, the budget of a batch is ", budget.tokens,
                                    "; shorten the sample, leave it out, or raise the budget"));
-    sum += n;
+    // By division and difference, so that nothing can overflow.
     longest = std::max(longest, n);
-    if ((budget.padded ? longest * (count + 1) : sum) > budget.tokens) break;
+    if (budget.padded ? longest > budget.tokens / (count + 1) : n > budget.tokens - sum) break;
+    sum += budget.padded ? 0 : n;
   }
   return count;
 }
@@ -33,7 +34,7 @@ std::vector<std::vector<Packed>> pack_batch(std::uint64_t rows, std::uint64_t ca
     if (n > capacity)
       throw InvalidArgument(concat("the sample at position ", offset, " has ", n, " tokens, a row holds ", capacity,
                                    "; split the sample, leave it out, or use longer rows"));
-    const auto row = std::find_if(used.begin(), used.end(), [&](std::uint64_t u) { return u + n <= capacity; });
+    const auto row = std::find_if(used.begin(), used.end(), [&](std::uint64_t u) { return n <= capacity - u; });
     if (row == used.end()) break;
     packed[row - used.begin()].push_back({offset, *row, n});
     *row += n;

@@ -49,7 +49,9 @@ class Hdf5 : public ::testing::Test {
     const hid_t space = shape.empty() ? H5Screate(H5S_SCALAR) : H5Screate_simple(static_cast<int>(shape.size()), shape.data(), nullptr);
     const hid_t set = H5Dcreate2(file, name, stored, space, H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT);
     ASSERT_GE(set, 0);
-    if (t.numel() > 0) ASSERT_GE(H5Dwrite(set, memory, H5S_ALL, H5S_ALL, H5P_DEFAULT, t.contiguous().const_data_ptr()), 0);
+    if (t.numel() > 0) {
+      ASSERT_GE(H5Dwrite(set, memory, H5S_ALL, H5S_ALL, H5P_DEFAULT, t.contiguous().const_data_ptr()), 0);
+    }
     const hid_t scalar = H5Screate(H5S_SCALAR), text = H5Tcopy(H5T_C_S1);
     H5Tset_size(text, 3);
     const hid_t units = H5Acreate2(set, "units", text, scalar, H5P_DEFAULT, H5P_DEFAULT);

@@ -164,7 +164,7 @@ TEST(LoaderAbuse, DamagedStatesAndThoseOfOtherConfigurationsAreRefused) {
 
 TEST(LoaderAbuse, RanksThatWereConfiguredDifferentlyAllGetTheError) {
   for (int ranks = 1; ranks <= 4; ++ranks)
-    for (const std::string& what : {"nothing", "seed", "size", "position", "mapping"})
+    for (const std::string what : {"nothing", "seed", "size", "position", "mapping"})
       run_threads(ranks, [&](DistributedManager& manager) {
         const bool odd = manager.rank() == ranks - 1;
         const std::uint64_t samples = what == "size" && odd ? 9 : 10;

@@ -29,7 +29,7 @@ TEST_F(Safetensors, RandomSlabsEqualPlainIndexing) {
   const auto f = torch::arange(120, torch::kFloat).view({4, 5, 6}) / 8, h = f.to(torch::kBFloat16).contiguous();
   const auto i = torch::arange(21, torch::kLong).view({3, 7}) - 5, one = torch::tensor({true, false});
   // With and without a header of a length that puts the numbers at odd addresses.
-  for (const std::string& fill : {"", " "}) {
+  for (const std::string fill : {"", " "}) {
     write(R"({"__metadata__":{"made":"here"},"i":{"dtype":"I64","shape":[3,7],"data_offsets":[480,648]},)"
           R"("f":{"dtype":"F32","shape":[4,5,6],"data_offsets":[0,480]},"h":{"dtype":"BF16","shape":[4,5,6],"data_offsets":[648,888]},)"
           R"("b":{"dtype":"BOOL","shape":[2],"data_offsets":[888,890]},"s":{"dtype":"U8","shape":[],"data_offsets":[890,891]},)"

@@ -81,6 +81,29 @@ TEST(StreamLoader, AFailingStreamIsAnErrorOnEveryRank) {
   });
 }
 
+// Samples that make no batch, and exceptions of any type, on one rank: an error on all, no rank is left waiting.
+struct Odd : Counter {
+  Odd(bool shapes, bool odd) : Counter(0, 9), shapes(shapes), odd(odd) {}
+  std::optional<Sample> next() override {
+    if (odd && at == 4) {
+      if (!shapes) throw 42;
+      ++at;
+      return Sample{torch::zeros({3}, torch::kDouble)};
+    }
+    return Counter::next();
+  }
+  bool shapes, odd;
+};
+
+TEST(StreamLoader, WhateverOneRankMeetsIsAnErrorOnEveryRank) {
+  for (const bool shapes : {false, true})
+    run_threads(3, [&](DistributedManager& manager) {
+      StreamLoader loader(std::make_shared<Odd>(shapes, manager.rank() == 2), 3, manager.world());
+      EXPECT_TRUE(loader.next());
+      EXPECT_THROW(loader.next(), SampleError);
+    });
+}
+
 TEST(StreamLoader, AnEmptyStreamNeedsAnExample) {
   run_threads(2, [](DistributedManager& manager) {
     StreamLoader loader(std::make_shared<Counter>(0, manager.rank() == 0 ? 3 : 0), 3, manager.world(), UnevenData::weight_zero);

@@ -141,6 +141,11 @@ TEST(Packing, BatchesHoldWhatFitsAndNothingIsLost) {
       offset += taken.size();
     }
   }
+  // Lengths whose sums and products do not fit in 64 bits.
+  const LengthAt huge = [](std::uint64_t i) { return i < 8 ? 1 : (1ull << 63) + 5; };
+  EXPECT_EQ(token_budget_batch({~0ull, 0, false}, 0, 20, huge), 9u);
+  EXPECT_EQ(token_budget_batch({~0ull, 0, true}, 0, 20, huge), 8u);
+  EXPECT_EQ(pack_batch(2, ~0ull, 0, 20, huge)[1].size(), 1u);
   const LengthAt ten = [](std::uint64_t) { return 10; };
   EXPECT_THROW(token_budget_batch({9}, 0, 1, ten), InvalidArgument);
   EXPECT_THROW(token_budget_batch({0}, 0, 1, ten), InvalidArgument);
