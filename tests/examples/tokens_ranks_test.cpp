@@ -68,7 +68,7 @@ TEST(TokensRanks, SameLossCurveOnAnyNumberOfRanksAndAfterStopping) {
 TEST(TokensRanks, ATextThatIsNotAsciiIsRefused) {
   const std::string path = tessera::concat(::testing::TempDir(), "tessera_tokens_latin_", ::getpid());
   std::ofstream(path) << std::string(500, '\xe9');
-  EXPECT_THROW(curve(tessera::Group(), {.text = path, .row = 10, .steps = 2, .hidden = 4}), tessera::InvalidArgument);
+  EXPECT_THROW(curve(tessera::Group(), {.text = path, .checkpoint = "", .row = 10, .steps = 2, .hidden = 4}), tessera::InvalidArgument);
   std::filesystem::remove(path);
 }
 
