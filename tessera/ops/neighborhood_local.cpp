@@ -1,0 +1,224 @@
+#include "tessera/ops/neighborhood_local.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/custom_class.h>
+
+#include <cmath>
+#include <limits>
+
+#include "tessera/base/error.h"
+
+namespace tessera {
+
+Neighborhood::Keys Neighborhood::keys(std::int64_t query, std::int64_t extent) const {
+  const std::int64_t first = query % dilation, at = query / dilation, members = (extent - first + dilation - 1) / dilation;
+  if (causal) {
+    const std::int64_t begin = std::max<std::int64_t>(at - kernel + 1, 0);
+    return {first + begin * dilation, at - begin + 1};
+  }
+  const std::int64_t begin = std::min(std::max<std::int64_t>(at - kernel / 2, 0), members - kernel);
+  return {first + begin * dilation, kernel};
+}
+
+namespace detail {
+
+Interval seen_keys(const Neighborhood& dim, Interval queries, std::int64_t extent) {
+  if (queries.empty()) return {queries.begin, queries.begin};
+  Interval seen{std::numeric_limits<std::int64_t>::max(), 0};
+  for (std::int64_t q = queries.begin; q < queries.end; ++q) {
+    const auto keys = dim.keys(q, extent);
+    seen = {std::min(seen.begin, keys.begin), std::max(seen.end, keys.begin + (keys.count - 1) * dim.dilation + 1)};
+  }
+  return seen;
+}
+
+namespace {
+
+using Rows = std::vector<std::vector<std::int64_t>>;
+
+/// For every query of the box, row-major: where its keys stand in the box of keys, row-major, flattened. Lists of one row differ in length where a
+/// window is cut.
+Rows key_rows(const LocalNeighborhood& w) {
+  Rows rows(static_cast<std::size_t>(volume(w.queries)));
+  std::vector<std::int64_t> at;
+  for (const Interval& i : w.queries) at.push_back(i.begin);
+  for (auto& row : rows) {
+    row = {0};
+    for (std::size_t d = 0; d < at.size(); ++d) {
+      const auto keys = w.dims[d].keys(at[d], w.extents[d]);
+      std::vector<std::int64_t> next;
+      next.reserve(row.size() * static_cast<std::size_t>(keys.count));
+      for (const std::int64_t outer : row)
+        for (std::int64_t j = 0; j < keys.count; ++j)
+          next.push_back(outer * w.keys[d].size() + keys.begin + j * w.dims[d].dilation - w.keys[d].begin);
+      row = std::move(next);
+    }
+    for (std::size_t d = at.size(); d-- > 0;) {
+      if (++at[d] < w.queries[d].end) break;
+      at[d] = w.queries[d].begin;
+    }
+  }
+  return rows;
+}
+
+/// Batch x positions x heads x channels.
+struct Sizes4 {
+  std::int64_t batch, queries, keys, heads, channels, values;
+};
+
+Sizes4 sizes_of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  return {q.size(0), q.size(1), k.size(1), q.size(2), q.size(3), v.size(3)};
+}
+
+template <class T>
+T dot(const T* a, const T* b, std::int64_t n) {
+  T sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (std::int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+template <class T>
+void add_scaled(T* to, T factor, const T* from, std::int64_t n) {
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) to[i] += factor * from[i];
+}
+
+/// Fills out and the logarithm of each query's sum of exponentials.
+template <class T>
+void forward(const Sizes4& n, const Rows& rows, T scale, const T* q, const T* k, const T* v, T* out, T* logs) {
+  at::parallel_for(0, n.batch * n.queries, 16, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<T> scores;
+    for (std::int64_t i = begin; i < end; ++i) {
+      const std::int64_t batch = i / n.queries;
+      const auto& row = rows[static_cast<std::size_t>(i % n.queries)];
+      scores.resize(row.size());
+      for (std::int64_t h = 0; h < n.heads; ++h) {
+        const T* mine = q + (i * n.heads + h) * n.channels;
+        T most = -std::numeric_limits<T>::infinity();
+        for (std::size_t j = 0; j < row.size(); ++j) {
+          scores[j] = scale * dot(mine, k + ((batch * n.keys + row[j]) * n.heads + h) * n.channels, n.channels);
+          most = std::max(most, scores[j]);
+        }
+        T sum = 0;
+        for (T& s : scores) sum += s = std::exp(s - most);
+        T* result = out + (i * n.heads + h) * n.values;
+        std::fill(result, result + n.values, T(0));
+        for (std::size_t j = 0; j < row.size(); ++j)
+          add_scaled(result, scores[j] / sum, v + ((batch * n.keys + row[j]) * n.heads + h) * n.values, n.values);
+        logs[i * n.heads + h] = most + std::log(sum);
+      }
+    }
+  });
+}
+
+template <class T>
+void backward(const Sizes4& n, const Rows& rows, T scale, const T* g, const T* q, const T* k, const T* v, const T* out, const T* logs, T* dq, T* dk,
+              T* dv) {
+  // Sample and head by sample and head: what they add to the keys lies apart.
+  at::parallel_for(0, n.batch * n.heads, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t bh = begin; bh < end; ++bh) {
+      const std::int64_t batch = bh / n.heads, h = bh % n.heads;
+      for (std::int64_t i = 0; i < n.queries; ++i) {
+        const std::int64_t at = (batch * n.queries + i) * n.heads + h;
+        const T *mine = q + at * n.channels, *gradient = g + at * n.values;
+        const T all = dot(gradient, out + at * n.values, n.values);
+        for (const std::int64_t key : rows[static_cast<std::size_t>(i)]) {
+          const std::int64_t there = (batch * n.keys + key) * n.heads + h;
+          const T p = std::exp(scale * dot(mine, k + there * n.channels, n.channels) - logs[at]);
+          add_scaled(dv + there * n.values, p, gradient, n.values);
+          const T ds = scale * p * (dot(gradient, v + there * n.values, n.values) - all);
+          add_scaled(dq + at * n.channels, ds, k + there * n.channels, n.channels);
+          add_scaled(dk + there * n.channels, ds, mine, n.channels);
+        }
+      }
+    }
+  });
+}
+
+struct Carried : torch::CustomClassHolder {
+  Carried(Rows r, double s) : rows(std::move(r)), scale(s) {}
+  Rows rows;
+  double scale;
+};
+
+/// On CPU: float or double, batch x positions x heads x channels, contiguous.
+struct Attend : torch::autograd::Function<Attend> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const c10::intrusive_ptr<Carried>& carried) {
+    const Sizes4 n = sizes_of(q, k, v);
+    at::Tensor out = at::empty({n.batch, n.queries, n.heads, n.values}, q.options()), logs = at::empty({n.batch, n.queries, n.heads}, q.options());
+    AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "neighborhood_attention", [&] {
+      detail::forward<scalar_t>(n, carried->rows, static_cast<scalar_t>(carried->scale), q.const_data_ptr<scalar_t>(), k.const_data_ptr<scalar_t>(),
+                                v.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(), logs.mutable_data_ptr<scalar_t>());
+    });
+    ctx->save_for_backward({q, k, v, out, logs});
+    ctx->saved_data["carried"] = c10::IValue::make_capsule(carried);
+    return out;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, const torch::autograd::variable_list& gradients) {
+    if (at::GradMode::is_enabled())
+      throw NotAvailable("neighborhood_attention is differentiable once: its gradient was asked for with a graph of its own (create_graph)");
+    const auto saved = ctx->get_saved_variables();
+    const auto carried = c10::static_intrusive_pointer_cast<Carried>(ctx->saved_data["carried"].toCapsule());
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2];
+    const at::Tensor g = gradients[0].contiguous();
+    at::Tensor dq = at::zeros_like(q), dk = at::zeros_like(k), dv = at::zeros_like(v);
+    AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "neighborhood_attention_backward", [&] {
+      detail::backward<scalar_t>(sizes_of(q, k, v), carried->rows, static_cast<scalar_t>(carried->scale), g.const_data_ptr<scalar_t>(),
+                                 q.const_data_ptr<scalar_t>(), k.const_data_ptr<scalar_t>(), v.const_data_ptr<scalar_t>(),
+                                 saved[3].const_data_ptr<scalar_t>(), saved[4].const_data_ptr<scalar_t>(), dq.mutable_data_ptr<scalar_t>(),
+                                 dk.mutable_data_ptr<scalar_t>(), dv.mutable_data_ptr<scalar_t>());
+    });
+    return {dq, dk, dv, at::Tensor()};
+  }
+};
+
+/// Elsewhere: every query's keys and values are gathered.
+at::Tensor composed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Rows& rows, double scale) {
+  std::size_t most = 0;
+  for (const auto& row : rows) most = std::max(most, row.size());
+  std::vector<std::int64_t> index;
+  std::vector<double> bias;
+  for (const auto& row : rows)
+    for (std::size_t j = 0; j < most; ++j) {
+      index.push_back(j < row.size() ? row[j] : row[0]);
+      bias.push_back(j < row.size() ? 0 : -std::numeric_limits<double>::infinity());
+    }
+  const Sizes4 n = sizes_of(q, k, v);
+  const auto count = static_cast<std::int64_t>(most);
+  const at::Tensor picked = at::tensor(index, at::kLong).to(q.device());
+  const auto around = [&](const at::Tensor& t) { return t.index_select(1, picked).view({n.batch, n.queries, count, n.heads, t.size(3)}); };
+  at::Tensor scores = (q.unsqueeze(2) * around(k)).sum(-1) * scale;  // batch x queries x keys x heads
+  scores = scores + at::tensor(bias, at::kDouble).to(q.options()).view({1, n.queries, count, 1});
+  return (scores.softmax(2).unsqueeze(-1) * around(v)).sum(2);
+}
+
+at::Tensor flattened(const at::Tensor& t, std::int64_t positions) { return t.reshape({t.size(0), positions, t.size(-2), t.size(-1)}); }
+
+}  // namespace
+
+at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LocalNeighborhood& where) {
+  auto shape = q.sizes().vec();
+  shape.back() = v.size(-1);
+  auto rows = key_rows(where);
+  const auto type = q.scalar_type();
+  const bool reduced = type == at::kHalf || type == at::kBFloat16;
+  const auto prepared = [&](const at::Tensor& t, const Box& box) {
+    const at::Tensor flat = flattened(t, volume(box));
+    return (reduced ? flat.to(at::kFloat) : flat).contiguous();
+  };
+  const at::Tensor q4 = prepared(q, where.queries), k4 = prepared(k, where.keys), v4 = prepared(v, where.keys);
+  const at::Tensor out = q.is_cpu()     ? Attend::apply(q4, k4, v4, c10::make_intrusive<Carried>(std::move(rows), where.scale))
+                         : rows.empty() ? (q4.sum() + k4.sum() + v4.sum()) * 0 + at::empty({q4.size(0), 0, q4.size(2), v4.size(3)}, q4.options())
+                                        : composed(q4, k4, v4, rows, where.scale);
+  return (reduced ? out.to(type) : out).view(shape);
+}
+
+}  // namespace detail
+}  // namespace tessera

@@ -1,0 +1,26 @@
+#pragma once
+// Neighbourhood attention of a box of queries whose keys are a box too: what one rank computes.
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "tessera/ops/neighborhood.h"
+#include "tessera/partition/interval.h"
+
+namespace tessera::detail {
+
+struct LocalNeighborhood {
+  std::vector<Neighborhood> dims;
+  std::vector<std::int64_t> extents;  ///< Of the whole field, a number a spatial dim.
+  Box queries, keys;                  ///< What `q`, and `k` and `v`, hold of it; a spatial dim each. Every key that a query sees is held.
+  double scale = 1;
+};
+
+/// The keys that some query of the interval sees, as the smallest interval that holds them.
+Interval seen_keys(const Neighborhood& dim, Interval queries, std::int64_t extent);
+
+/// Differentiable once. Plain tensors.
+at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LocalNeighborhood& where);
+
+}  // namespace tessera::detail

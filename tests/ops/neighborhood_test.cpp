@@ -1,0 +1,201 @@
+// Neighbourhood attention against its definition, written down once more with libtorch's operators; on plain tensors and on fields cut over ranks.
+
+#include "tessera/ops/neighborhood.h"
+
+#include <torch/csrc/autograd/autograd.h>
+
+#include "support.h"
+
+namespace tessera::test {
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+struct Case {
+  Shape shape;  // of q
+  std::int64_t value_channels;
+  std::vector<Neighborhood> dims;
+  std::optional<double> scale;
+
+  Case(Draw& draw, int n) : shape{draw.between(1, 2)} {
+    for (int d = 0; d < n; ++d) {
+      Neighborhood w{draw.between(1, n == 3 ? 3 : 5), draw.between(1, n == 1 ? 3 : 2), draw.chance(35)};
+      shape.push_back(w.causal && draw.chance(30) ? draw.between(1, 4) : w.kernel * w.dilation + draw.below(n == 3 ? 3 : 7));
+      dims.push_back(w);
+    }
+    shape.push_back(draw.between(1, 3));
+    shape.push_back(draw.between(1, 5));
+    value_channels = draw.chance(50) ? shape.back() : draw.between(1, 6);
+    if (draw.chance(30)) scale = 0.7;
+  }
+  Shape value_shape() const {
+    Shape s = shape;
+    s.back() = value_channels;
+    return s;
+  }
+  std::string text() const {
+    std::string t = concat("q ", list(shape), " v channels ", value_channels);
+    for (const auto& d : dims) t += concat(" kernel ", d.kernel, " dilation ", d.dilation, d.causal ? " causal" : "");
+    return t;
+  }
+};
+
+/// Of all runs of `kernel` neighbours in the query's dilation group the one whose middle is nearest; causal: the query and those before it.
+Shape seen(const Neighborhood& w, std::int64_t query, std::int64_t extent) {
+  Shape group, keys;
+  for (std::int64_t i = query % w.dilation; i < extent; i += w.dilation) group.push_back(i);
+  const auto at = std::find(group.begin(), group.end(), query) - group.begin();
+  if (w.causal) {
+    for (auto i = at - w.kernel + 1; i <= at; ++i)
+      if (i >= 0) keys.push_back(group[i]);
+    return keys;
+  }
+  std::int64_t best = -1;
+  for (std::int64_t start = 0; start + w.kernel <= static_cast<std::int64_t>(group.size()); ++start)
+    if (best < 0 || std::abs(start + w.kernel / 2 - at) < std::abs(best + w.kernel / 2 - at)) best = start;
+  for (std::int64_t i = best; i < best + w.kernel; ++i) keys.push_back(group[i]);
+  return keys;
+}
+
+/// A full attention with a mask of what each query sees.
+at::Tensor reference(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Case& c) {
+  std::int64_t positions = 1;
+  at::Tensor mask = at::ones({1, 1}, at::kBool);
+  for (std::size_t d = 0; d < c.dims.size(); ++d) {
+    const std::int64_t extent = c.shape[d + 1];
+    at::Tensor one = at::zeros({extent, extent}, at::kBool);
+    for (std::int64_t i = 0; i < extent; ++i)
+      for (const auto key : seen(c.dims[d], i, extent)) one[i][key] = true;
+    mask = at::kron(mask.to(at::kLong), one.to(at::kLong)).to(at::kBool);
+    positions *= extent;
+  }
+  const auto flat = [&](const at::Tensor& t) { return t.reshape({t.size(0), positions, t.size(-2), t.size(-1)}).transpose(1, 2); };
+  const double scale = c.scale.value_or(1 / std::sqrt(static_cast<double>(c.shape.back())));
+  const at::Tensor scores = at::matmul(flat(q), flat(k).transpose(-1, -2)) * scale;
+  const at::Tensor weights = scores.masked_fill(mask.logical_not(), -std::numeric_limits<double>::infinity()).softmax(-1);
+  return at::matmul(weights, flat(v)).transpose(1, 2).reshape(c.value_shape());
+}
+
+struct Result {
+  at::Tensor value;
+  std::vector<at::Tensor> gradients;
+};
+
+Result run(const Case& c, std::vector<at::Tensor> inputs, const at::Tensor& g, bool by_definition) {
+  Result r;
+  r.value = by_definition ? reference(inputs[0], inputs[1], inputs[2], c) : neighborhood_attention(inputs[0], inputs[1], inputs[2], c.dims, c.scale);
+  r.value.backward(is_sharded(r.value) ? distribute_tensor(g, spec(r.value)) : g);
+  for (const auto& t : inputs) r.gradients.push_back(t.grad());
+  return r;
+}
+
+void expect_same(const Result& got, const Result& expected, const std::string& where, double tolerance = 1e-10) {
+  EXPECT_LT(difference(got.value, expected.value), tolerance) << where;
+  for (std::size_t i = 0; i < 3; ++i) EXPECT_LT(difference(got.gradients[i], expected.gradients[i]), tolerance) << "gradient " << i << ", " << where;
+}
+
+std::vector<at::Tensor> leaves(const std::vector<at::Tensor>& values) {
+  std::vector<at::Tensor> all;
+  for (const auto& v : values) all.push_back(v.detach().clone().requires_grad_(true));
+  return all;
+}
+
+TEST(Neighborhood, WorkedExamples) {
+  const auto keys = [](const Neighborhood& w, std::int64_t q, std::int64_t n) { return std::pair(w.keys(q, n).begin, w.keys(q, n).count); };
+  EXPECT_EQ(keys({3, 2, false}, 5, 7), std::pair(std::int64_t{1}, std::int64_t{3}));
+  EXPECT_EQ(keys({3, 2, true}, 2, 7), std::pair(std::int64_t{0}, std::int64_t{2}));
+  EXPECT_EQ(keys({3, 1, false}, 0, 7), std::pair(std::int64_t{0}, std::int64_t{3}));
+  EXPECT_EQ(keys({3, 1, false}, 6, 7), std::pair(std::int64_t{4}, std::int64_t{3}));
+  EXPECT_EQ(keys({4, 1, false}, 3, 7), std::pair(std::int64_t{1}, std::int64_t{4}));
+}
+
+TEST(Neighborhood, PlainTensorsFollowTheDefinition) {
+  Draw draw(5);
+  for (int n = 0; n < 150; ++n) {
+    const Case c(draw, 1 + n % 3);
+    seed(static_cast<std::uint64_t>(n));
+    const std::vector<at::Tensor> values{randn(c.shape, at::kDouble), randn(c.shape, at::kDouble), randn(c.value_shape(), at::kDouble)};
+    const at::Tensor g = randn(c.value_shape(), at::kDouble);
+    expect_same(run(c, leaves(values), g, false), run(c, leaves(values), g, true), c.text());
+  }
+}
+
+TEST(Neighborhood, OtherTypesAndStrides) {
+  Draw draw(6);
+  for (const auto& [type, tolerance] : {std::pair(at::kFloat, 2e-5), {at::kHalf, 5e-3}, {at::kBFloat16, 4e-2}}) {
+    const Case c(draw, 2);
+    seed(3);
+    std::vector<at::Tensor> values{randn(c.shape), randn(c.shape), randn(c.value_shape())};
+    for (auto& v : values) v = v.to(type);
+    const at::Tensor expected = reference(values[0].to(at::kDouble), values[1].to(at::kDouble), values[2].to(at::kDouble), c);
+    for (auto& v : values) v = v.transpose(1, 2).contiguous().transpose(1, 2);
+    const at::Tensor got = neighborhood_attention(values[0], values[1], values[2], c.dims, c.scale);
+    EXPECT_EQ(got.scalar_type(), type);
+    EXPECT_LT(difference(got.to(at::kDouble), expected), tolerance);
+  }
+}
+
+TEST(Neighborhood, IsAnOperatorOfTheDispatcher) {
+  seed(1);
+  const at::Tensor q = randn({2, 6, 5, 2, 3}, at::kDouble), k = randn({2, 6, 5, 2, 3}, at::kDouble), v = randn({2, 6, 5, 2, 4}, at::kDouble);
+  const auto op = c10::Dispatcher::singleton()
+                      .findSchemaOrThrow("tessera::neighborhood_attention", "")
+                      .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::vector<std::int64_t>, std::vector<std::int64_t>,
+                                        c10::List<bool>, std::optional<double>)>();
+  EXPECT_TRUE(op.call(q, k, v, {3, 2}, {2, 1}, c10::List<bool>({false, true}), std::nullopt)
+                  .equal(neighborhood_attention_2d(q, k, v, {3, 2}, {2, 1}, {false, true})));
+}
+
+TEST(Neighborhood, RefusesWhatDoesNotFit) {
+  const auto q = at::ones({1, 6, 2, 3});
+  EXPECT_THROW(neighborhood_attention_1d(q, q, q, {7}), InvalidArgument);
+  EXPECT_THROW(neighborhood_attention_1d(q, q, q, {3}, {3}), InvalidArgument);
+  EXPECT_THROW(neighborhood_attention_1d(q, q, q, {0}), InvalidArgument);
+  EXPECT_THROW(neighborhood_attention_1d(q, q, q, {3}, {0}), InvalidArgument);
+  EXPECT_THROW(neighborhood_attention_1d(q, q, q, {3, 3}), InvalidArgument);
+  EXPECT_THROW(neighborhood_attention_2d(q, q, q, {3, 3}), InvalidArgument);
+  EXPECT_THROW(neighborhood_attention_1d(q, at::ones({1, 5, 2, 3}), q, {3}), InvalidArgument);
+  EXPECT_THROW(neighborhood_attention_1d(q, q, q.to(at::kDouble), {3}), InvalidArgument);
+  EXPECT_THROW(neighborhood_attention_1d(q, q, at::Tensor(), {3}), InvalidArgument);
+  EXPECT_THROW(neighborhood_attention(q, q, q, {}), InvalidArgument);
+  const auto x = at::ones({1, 6, 2, 3}).requires_grad_(true);
+  const auto out = neighborhood_attention_1d(x, x, x, {3});
+  EXPECT_THROW(torch::autograd::grad({out.sum()}, {x}, {}, true, true), Error);
+}
+
+class ShardedNeighborhood : public ::testing::TestWithParam<int> {};
+
+TEST_P(ShardedNeighborhood, GivesWhatOneProcessGives) {
+  const int ranks = GetParam();
+  on_threads(ranks, [&](DistributedManager& manager) {
+    Draw draw(11 + static_cast<std::uint64_t>(ranks));
+    for (int n = 0; n < 45; ++n) {
+      const auto mesh = manager.mesh(draw.axes(ranks));
+      const Case c(draw, 1 + n % 3);
+      seed(static_cast<std::uint64_t>(n));
+      const std::vector<at::Tensor> values{randn(c.shape, at::kDouble), randn(c.shape, at::kDouble), randn(c.value_shape(), at::kDouble)};
+      const at::Tensor g = randn(c.value_shape(), at::kDouble);
+      const Result expected = run(c, leaves(values), g, true);
+      // q over batch, space and heads in any parts; k and v alike, or laid out otherwise.
+      ShardSpec field = draw.spec(mesh, Shape(c.shape.begin(), c.shape.end() - 1), draw.chance(20));
+      std::vector<ShardSpec> specs;
+      for (const auto& v : values) {
+        const bool alike = specs.empty() || draw.chance(70);
+        specs.push_back(alike ? ShardSpec(mesh, v.sizes().vec(), field.placements(), field.sizes()) : draw.spec(mesh, v.sizes().vec()));
+      }
+      std::vector<at::Tensor> sharded;
+      for (std::size_t i = 0; i < 3; ++i) sharded.push_back(leaf(values[i], specs[i]));
+      expect_same(run(c, sharded, g, false), expected, concat(c.text(), " on ", specs[0], "; ", specs[1], "; ", specs[2]));
+    }
+    const auto mesh = manager.mesh({{"a", ranks}});
+    const at::Tensor plain = at::ones({1, 6, 2, 3}), cut = distribute_tensor(plain, mesh, {Shard(3)}),
+                     whole = distribute_tensor(plain, mesh, {Replicate()});
+    EXPECT_THROW(neighborhood_attention_1d(cut, cut, cut, {3}), ShardingError);
+    EXPECT_THROW(neighborhood_attention_1d(whole, plain, whole, {3}), ShardingError);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, ShardedNeighborhood, ::testing::Values(1, 2, 3, 4));
+
+}  // namespace
+}  // namespace tessera::test
