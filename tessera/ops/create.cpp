@@ -33,19 +33,10 @@ Plan sized(const OpCall& call) {
   return plan;
 }
 
-// The whole value on every rank, then the operator itself. The policy on implicit redistribution has its say.
-Plan on_whole(const OpCall& call) {
+// The policy on implicit redistribution has its say. A boolean index makes shapes that only the operator itself knows.
+Plan on_whole(const OpCall&) {
   Plan plan;
-  for (const TensorInfo& t : call.tensors()) plan.inputs.push_back(t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
-  if (const auto* out = call.outputs()) {
-    for (const OutputInfo& o : *out) {
-      if (o.defined) {
-        plan.outputs.push_back({mapped_spec(call.tensor(0).spec, o.shape, std::vector<int>(o.shape.size(), -1), false)});
-      } else {
-        plan.outputs.push_back({});
-      }
-    }
-  }
+  plan.whole = true;
   return plan;
 }
 
