@@ -7,6 +7,7 @@
 
 #include <mpi.h>
 
+#include "tessera/comm/manager.h"
 #include "tessera/comm/mpi.h"
 
 namespace tessera {
@@ -15,5 +16,10 @@ namespace tessera {
 /// here; the last copy of the world and every group made from it must be gone before the caller finalises MPI. Throws InvalidArgument for
 /// MPI_COMM_NULL, an intercommunicator, or an MPI that is not initialised or already finalised.
 MpiWorld mpi_world(MPI_Comm communicator);
+
+/// A manager whose world are the ranks of `communicator` (as mpi_world: duplicated, collective, the caller's MPI): meshes and ShardTensors inside a
+/// program that brings its own MPI. No store, no sockets, no launcher's environment; CPU tensors. As with mpi_world, all copies of the manager, of
+/// its meshes and of tensors on them must be gone before the caller finalises MPI.
+DistributedManager mpi_manager(MPI_Comm communicator, const ManagerOptions& options = {});
 
 }  // namespace tessera

@@ -6,6 +6,7 @@
 #include "tessera/base/text.h"
 #include "tessera/ops/convolution_halo.h"
 #include "tessera/ops/labels.h"
+#include "tessera/ops/windowed.h"
 #include "tessera/tensor/detail/layout.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/rule.h"
@@ -89,14 +90,6 @@ Partition scaled(const Partition& parts, std::int64_t by) {
   return Partition(sizes);
 }
 
-// The same placements with other parts in some dims.
-ShardSpec with_parts(const ShardSpec& spec, const std::vector<std::pair<int, Partition>>& parts) {
-  if (!spec || parts.empty()) return spec;
-  std::vector<int> same;
-  for (int d = 0; d < spec.dims(); ++d) same.push_back(d);
-  return mapped_spec(spec, spec.shape(), same, true, parts);
-}
-
 // Parts of spatial dims for an input's and an output's spec whose placements were chosen: the given ones of `own` where they are cut over those axes,
 // else from the other's by the windows.
 struct Parts {
@@ -137,13 +130,6 @@ std::int64_t place_groups(const Convolution& c, const OpCall& call, Plan& plan, 
   return mine;
 }
 
-bool in_space(const ShardSpec& spec) {
-  for (int d = 2; d < spec.dims(); ++d) {
-    if (spec.is_sharded(d) && spec.dim(d).partition.parts() > 1) return true;
-  }
-  return false;
-}
-
 void describe(const Convolution& c, LabelProblem& p) {
   for (const TensorInfo& t : p.call.tensors()) {
     const bool output = p.call.find("grad_output") == &t, bias = p.call.find("bias") == &t;
@@ -169,7 +155,7 @@ Plan convolution(const OpCall& call) {
   x = with_parts(x, parts.in);
   y = with_parts(y, parts.out);
   plan.outputs[0].strides = strides_in_order(c.out_shape, c.x.strides);
-  if (in_space(x) || groups != c.groups || x.local_numel() == 0 || w.local_numel() == 0) {
+  if (any_cut(x, 2) || groups != c.groups || x.local_numel() == 0 || w.local_numel() == 0) {
     auto halo = std::make_shared<ConvolutionHalo>(ConvolutionArguments{c.windows, c.output_padding, c.transposed, groups}, x, y, false);
     plan.local = [halo](const c10::OperatorHandle&, torch::jit::Stack arguments) {
       return torch::jit::Stack{halo->forward(arguments[0].toTensor(), arguments[1].toTensor(), arguments[2].toOptional<at::Tensor>())};
@@ -202,7 +188,7 @@ Plan convolution_backward(const OpCall& call) {
   y = with_parts(y, parts.out);
   plan.outputs[0].strides = c.x.strides;
   plan.outputs[1].strides = c.w.strides;
-  if (in_space(x) || groups != c.groups || x.local_numel() == 0 || w.local_numel() == 0 || y.local_numel() == 0) {
+  if (any_cut(x, 2) || groups != c.groups || x.local_numel() == 0 || w.local_numel() == 0 || y.local_numel() == 0) {
     auto halo = std::make_shared<ConvolutionHalo>(ConvolutionArguments{c.windows, c.output_padding, c.transposed, groups}, x, y, true);
     const int masked = call.argument("output_mask");
     plan.local = [halo, masked](const c10::OperatorHandle&, torch::jit::Stack arguments) {

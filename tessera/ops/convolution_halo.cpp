@@ -5,26 +5,13 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
+#include "tessera/ops/windowed.h"
 #include "tessera/tensor/detail/mesh_context.h"
 #include "tessera/tensor/detail/rank_state.h"
 
 namespace tessera::detail {
 
 namespace {
-
-std::vector<std::int64_t> shape_of(const Box& box) {
-  std::vector<std::int64_t> shape;
-  for (const Interval& i : box) shape.push_back(i.size());
-  return shape;
-}
-
-// The part `box` of a tensor whose first element has the indices of `of`.
-at::Tensor part(at::Tensor t, const Box& of, const Box& box) {
-  for (std::size_t d = 0; d < box.size(); ++d) {
-    if (!(of[d] == box[d])) t = t.narrow(static_cast<std::int64_t>(d), box[d].begin - of[d].begin, box[d].size());
-  }
-  return t;
-}
 
 // The gradient of a bias: everything but channels is summed.
 at::Tensor bias_gradient(const at::Tensor& gradient) {

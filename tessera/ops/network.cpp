@@ -1,4 +1,4 @@
-// Layers and losses: norms over whole dims, embeddings, pooling with sharded samples, losses weighted
+// Layers and losses: norms over whole dims, embeddings, losses weighted
 // by true counts, attention over samples and heads.
 
 #include <ATen/core/Reduction.h>
@@ -137,18 +137,6 @@ Plan embedding_backward(const OpCall& call) {
   p.output_shapes = {{call.integer("num_weights"), g.spec.shape()[n]}};
   p.contract = some(n);
   if (call.argument("scale_grad_by_freq") >= 0 && call.boolean("scale_grad_by_freq")) p.contract.clear();  // the frequency is that of the whole batch
-  return solve(p);
-}
-
-// ---- pooling and resampling: the last `inner` dims are whole ----
-
-template <int inner>
-Plan pooling(const OpCall& call) {
-  LabelProblem p(call);
-  const int n = call.tensor(0).spec.dims();
-  const Labels labels = leading(n, n - inner);
-  for (const TensorInfo& t : call.tensors()) p.inputs.push_back(t.spec.dims() == n ? labels : whole(t));
-  p.outputs.assign(call.schema().returns().size(), labels);
   return solve(p);
 }
 
@@ -320,16 +308,6 @@ const bool registered = [] {
   register_rule("aten::native_group_norm_backward", guarded(group_norm_backward));
   register_rule("aten::embedding", embedding);
   register_rule("aten::embedding_dense_backward", embedding_backward);
-  for (const char* op :
-       {"aten::max_pool2d_with_indices", "aten::max_pool2d_with_indices_backward", "aten::avg_pool2d", "aten::avg_pool2d_backward",
-        "aten::_adaptive_avg_pool2d", "aten::_adaptive_avg_pool2d_backward", "aten::adaptive_max_pool2d", "aten::adaptive_max_pool2d_backward",
-        "aten::reflection_pad2d", "aten::reflection_pad2d_backward", "aten::replication_pad2d", "aten::replication_pad2d_backward"}) {
-    register_rule(op, guarded(pooling<2>));
-  }
-  for (const char* op : {"aten::max_pool3d_with_indices", "aten::max_pool3d_with_indices_backward", "aten::avg_pool3d", "aten::avg_pool3d_backward",
-                         "aten::_adaptive_avg_pool3d", "aten::_adaptive_avg_pool3d_backward"}) {
-    register_rule(op, guarded(pooling<3>));
-  }
   for (const char* op : {"aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::binary_cross_entropy",
                          "aten::binary_cross_entropy_with_logits", "aten::soft_margin_loss"}) {
     register_rule(op, loss);

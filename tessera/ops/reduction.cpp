@@ -289,19 +289,6 @@ Plan last_two_whole(const OpCall& call) {
   return solve(p);
 }
 
-Plan pad(const OpCall& call) {
-  const int n = call.tensor(0).spec.dims();
-  const auto pads = call.integers("pad");
-  LabelProblem p(call);
-  Labels labels = all_labels(n);
-  for (std::size_t i = 0; i < pads.size(); ++i) {
-    if (pads[i] != 0) labels[n - 1 - static_cast<int>(i / 2)] = kWhole;
-  }
-  p.inputs = {labels};
-  p.outputs = {labels};
-  return solve(p);
-}
-
 const bool registered = [] {
   for (const char* op : {"aten::sum", "aten::sum.dim_IntList"}) register_rule(op, sum);
   for (const char* op : {"aten::mean", "aten::mean.dim"}) register_rule(op, mean);
@@ -341,7 +328,6 @@ const bool registered = [] {
   for (const char* op : {"aten::flip", "aten::roll"}) register_rule(op, rearranged);
   register_rule("aten::repeat", repeat);
   for (const char* op : {"aten::tril", "aten::triu"}) register_rule(op, last_two_whole);
-  register_rule("aten::constant_pad_nd", pad);
   return true;
 }();
 

@@ -204,15 +204,13 @@ const bool registered = [] {
     for (const char* op : ops) register_rule(concat("aten::", op), guarded([trailing = trailing](const OpCall& c) { return batched(c, trailing); }));
   }
   register_rule("aten::_linalg_check_errors", checked);
-  for (const char* op : {"upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d", "reflection_pad1d", "replication_pad1d",
-                         "reflection_pad1d_backward", "replication_pad1d_backward"})
+  for (const char* op : {"upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"})
     register_rule(concat("aten::", op), guarded(image<1>));
   for (const char* op : {"upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
                          "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa", "max_unpool2d", "im2col_backward"})
     register_rule(concat("aten::", op), guarded(image<2>));
   for (const char* op :
-       {"upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d", "max_unpool3d", "reflection_pad3d", "replication_pad3d",
-        "reflection_pad3d_backward", "replication_pad3d_backward", "adaptive_max_pool3d", "adaptive_max_pool3d_backward"})
+       {"upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d", "max_unpool3d"})
     register_rule(concat("aten::", op), guarded(image<3>));
   for (const char* op : {"upsample_nearest1d_backward", "_upsample_nearest_exact1d_backward", "upsample_linear1d_backward"})
     register_rule(concat("aten::", op), guarded(upsample_backward<1>));

@@ -1,0 +1,79 @@
+#include "surrogate.h"
+
+#include "tessera/comm/mpi_interop.h"
+#include "tessera/tensor/distribute_module.h"
+#include "tessera/tensor/shard_tensor.h"
+
+namespace insitu {
+
+SurrogateImpl::SurrogateImpl(std::int64_t width) {
+  const auto conv = [](std::int64_t in, std::int64_t out, std::int64_t kernel) {
+    return torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, kernel).padding(kernel / 2).padding_mode(torch::kCircular));
+  };
+  first_ = register_module("first", conv(fields, width, 5));
+  second_ = register_module("second", conv(width, width, 3));
+  last_ = register_module("last", conv(width, fields, 3));
+  const torch::NoGradGuard no_grad;
+  last_->weight.mul_(0.1);
+  last_->bias.zero_();
+}
+
+at::Tensor SurrogateImpl::forward(const at::Tensor& state) { return state + last_(torch::gelu(second_(torch::gelu(first_(state))))); }
+
+SolverMesh::SolverMesh(const ShallowWater& solver)
+    : manager(tessera::mpi_manager(solver.comm())), mesh(manager.mesh({{"down", solver.grid()[0]}, {"across", solver.grid()[1]}})) {
+  std::int64_t rows = 0, columns = 0;
+  for (const auto n : solver.block_rows()) rows += n;
+  for (const auto n : solver.block_columns()) columns += n;
+  spec = tessera::ShardSpec(mesh, {1, fields, rows, columns}, {tessera::Shard(2), tessera::Shard(3)},
+                            {{2, solver.block_rows()}, {3, solver.block_columns()}});
+}
+
+at::Tensor SolverMesh::view(ShallowWater& solver) const { return tessera::from_blob(solver.state(), spec, at::kDouble); }
+
+Score train_online(ShallowWater& solver, const SolverMesh& on, const Training& training, std::int64_t judged,
+                   const std::function<void(std::int64_t, double)>& watch) {
+  Score score;
+  score.mass_before = solver.mass();
+  torch::manual_seed(1);  // the same weights on every rank
+  Surrogate network;
+  network->to(at::kDouble);
+  tessera::distribute_module(*network, on.mesh);
+  torch::optim::Adam optimizer(network->parameters(), torch::optim::AdamOptions(training.learning_rate));
+
+  const at::Tensor state = on.view(solver);  // the solver's memory, now and later
+  const auto advance = [&] {
+    for (std::int64_t i = 0; i < training.steps_a_window; ++i) solver.step();
+  };
+  for (std::int64_t w = 0; w < training.windows; ++w) {
+    const at::Tensor before = state.clone();  // the solver is about to overwrite it
+    advance();
+    double loss_of_window = 0;
+    for (std::int64_t u = 0; u < training.updates; ++u) {
+      optimizer.zero_grad();
+      // What the solver changed is the measure: states hardly differ from window to window.
+      const at::Tensor loss = torch::mse_loss(network(before), state) / torch::mse_loss(before, state);
+      loss.backward();
+      optimizer.step();
+      loss_of_window = loss.item<double>();
+      score.losses.push_back(loss_of_window);
+    }
+    if (watch) watch(w, loss_of_window);
+  }
+
+  const torch::NoGradGuard no_grad;
+  const auto error = [](const at::Tensor& a, const at::Tensor& b) { return (a.select(1, 0) - b.select(1, 0)).square().mean().item<double>(); };
+  for (std::int64_t w = 0; w < judged; ++w) {
+    const at::Tensor before = state.clone();
+    const at::Tensor forecast = network(before);
+    advance();
+    score.surrogate += error(forecast, state) / static_cast<double>(judged);
+    score.persistence += error(before, state) / static_cast<double>(judged);
+  }
+  score.surrogate = std::sqrt(score.surrogate);
+  score.persistence = std::sqrt(score.persistence);
+  score.mass_after = solver.mass();
+  return score;
+}
+
+}  // namespace insitu

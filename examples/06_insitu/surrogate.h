@@ -1,0 +1,56 @@
+#pragma once
+// A network that learns, while the solver runs, what the solver will have made of its state some steps later. It sees the solver's own memory as one
+// sharded tensor; nothing is gathered, and each rank convolves its own block.
+
+#include <torch/torch.h>
+
+#include <functional>
+#include <vector>
+
+#include "shallow_water.h"
+#include "tessera/comm/device_mesh.h"
+#include "tessera/tensor/spec.h"
+
+namespace insitu {
+
+/// [n, 3, rows, columns] -> the same, circular. Predicts the change of the state, in units of `scale` a field.
+struct SurrogateImpl : torch::nn::Module {
+  explicit SurrogateImpl(std::int64_t width = 12);
+  at::Tensor forward(const at::Tensor& state);
+
+ private:
+  torch::nn::Conv2d first_{nullptr}, second_{nullptr}, last_{nullptr};
+};
+TORCH_MODULE(Surrogate);
+
+/// The mesh of the solver's ranks, and where its cells lie on it.
+struct SolverMesh {
+  explicit SolverMesh(const ShallowWater& solver);
+  /// The solver's memory as a tensor [1, 3, rows, columns] of the whole torus: no copy, it changes as the solver steps.
+  at::Tensor view(ShallowWater& solver) const;
+
+  tessera::DistributedManager manager;
+  tessera::DeviceMesh mesh;
+  tessera::ShardSpec spec;
+};
+
+struct Training {
+  std::int64_t windows = 60;        ///< Pairs of states to learn from.
+  std::int64_t steps_a_window = 4;  ///< Solver steps between the two states of a pair.
+  std::int64_t updates = 4;         ///< Of the weights, for each pair.
+  double learning_rate = 4e-3;
+};
+
+/// After training, over windows that were not trained on: root mean square errors of h against the solver's.
+struct Score {
+  double surrogate = 0;
+  double persistence = 0;      ///< Of "nothing changes".
+  std::vector<double> losses;  ///< Of each update.
+  double mass_before = 0, mass_after = 0;
+};
+
+/// Runs the solver and trains on it, then judges on `judged` more windows. Collective; every rank gets the same score.
+Score train_online(ShallowWater& solver, const SolverMesh& on, const Training& training, std::int64_t judged = 5,
+                   const std::function<void(std::int64_t window, double loss)>& watch = {});
+
+}  // namespace insitu
