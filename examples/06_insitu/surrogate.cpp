@@ -8,17 +8,22 @@ namespace insitu {
 
 SurrogateImpl::SurrogateImpl(std::int64_t width) {
   const auto conv = [](std::int64_t in, std::int64_t out, std::int64_t kernel) {
-    return torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, kernel).padding(kernel / 2).padding_mode(torch::kCircular));
+    return torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, kernel).padding(kernel / 2).padding_mode(torch::kCircular).bias(false));
   };
+  linear_ = register_module("linear", conv(fields, fields, 7));
   first_ = register_module("first", conv(fields, width, 5));
-  second_ = register_module("second", conv(width, width, 3));
   last_ = register_module("last", conv(width, fields, 3));
   const torch::NoGradGuard no_grad;
+  linear_->weight.zero_();
   last_->weight.mul_(0.1);
-  last_->bias.zero_();
 }
 
-at::Tensor SurrogateImpl::forward(const at::Tensor& state) { return state + last_(torch::gelu(second_(torch::gelu(first_(state))))); }
+at::Tensor SurrogateImpl::forward(const at::Tensor& state) {
+  const at::Tensor still = torch::tensor({1.0, 0.0, 0.0}, state.scalar_type()).view({1, fields, 1, 1});
+  const at::Tensor waves = state - still, scale = waves.square().mean().sqrt();
+  const at::Tensor x = waves / scale;
+  return state + scale * (linear_(x) + last_(torch::gelu(first_(x))));
+}
 
 SolverMesh::SolverMesh(const ShallowWater& solver)
     : manager(tessera::mpi_manager(solver.comm())), mesh(manager.mesh({{"down", solver.grid()[0]}, {"across", solver.grid()[1]}})) {

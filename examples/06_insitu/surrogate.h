@@ -13,13 +13,14 @@
 
 namespace insitu {
 
-/// [n, 3, rows, columns] -> the same, circular. Predicts the change of the state, in units of `scale` a field.
+/// [n, 3, rows, columns] -> the same, circular. Predicts the change of the state: a linear stencil, which is all that small waves need, and a small
+/// correction of two convolutions. Both see the deviation from still water divided by its root mean square, so that waves that calm down stay alike.
 struct SurrogateImpl : torch::nn::Module {
   explicit SurrogateImpl(std::int64_t width = 12);
   at::Tensor forward(const at::Tensor& state);
 
  private:
-  torch::nn::Conv2d first_{nullptr}, second_{nullptr}, last_{nullptr};
+  torch::nn::Conv2d linear_{nullptr}, first_{nullptr}, last_{nullptr};
 };
 TORCH_MODULE(Surrogate);
 

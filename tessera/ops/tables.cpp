@@ -209,8 +209,7 @@ const bool registered = [] {
   for (const char* op : {"upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
                          "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa", "max_unpool2d", "im2col_backward"})
     register_rule(concat("aten::", op), guarded(image<2>));
-  for (const char* op :
-       {"upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d", "max_unpool3d"})
+  for (const char* op : {"upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d", "max_unpool3d"})
     register_rule(concat("aten::", op), guarded(image<3>));
   for (const char* op : {"upsample_nearest1d_backward", "_upsample_nearest_exact1d_backward", "upsample_linear1d_backward"})
     register_rule(concat("aten::", op), guarded(upsample_backward<1>));
