@@ -183,7 +183,7 @@ TEST(FullySharded, NoParameterIsHeldWholeLongerThanItsUse) {
     together([&] {
       EXPECT_EQ(allocator.live, 0) << "saved for backward: the parts alone\n" << allocator.who();
       EXPECT_GE(allocator.most, 1) << "something was gathered at all";
-      EXPECT_LE(allocator.most, kRanks) << "one a rank";
+      EXPECT_LE(allocator.most, 2 * kRanks) << "one a rank, and what arrived while it is laid out";
       allocator.most = 0;
     });
     loss.backward();
