@@ -8,8 +8,39 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/agreement.h"
 #include "tessera/gradient/coalesced.h"
+#include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail {
+
+namespace {
+
+// A parameter that is sharded over other ranks than the group's: the group's ranks hold the same part. What its own mesh does with the gradient comes
+// first.
+class LocalGradient final : public GradientAccess {
+ public:
+  at::Tensor like(const at::Tensor& parameter) const override { return to_local(parameter.detach()); }
+  std::string describe(const at::Tensor& parameter) const override { return concat(spec(parameter), ", ", parameter.scalar_type()); }
+  OwedGradient owed(const at::Tensor& parameter, const Group& group) const override {
+    const at::Tensor& grad = parameter.grad();
+    return {grad.defined() ? to_local(grad.detach()) : grad, group};
+  }
+  void store(const at::Tensor& parameter, const at::Tensor& reduced, bool) const override {
+    at::Tensor& grad = parameter.mutable_grad();
+    if (grad.defined()) {
+      to_local(grad.detach()).copy_(reduced);
+    } else {
+      grad = from_local(reduced.clone(), spec(parameter));
+    }
+  }
+};
+
+at::Tensor local_part(const at::Tensor& t) { return is_sharded(t) ? to_local(t.detach()) : t; }
+
+std::string description(const at::Tensor& t) {
+  return is_sharded(t) ? concat(spec(t), ", ", t.scalar_type()) : concat("shape ", t.sizes(), ", ", t.scalar_type());
+}
+
+}  // namespace
 
 DataParallelEngine::DataParallelEngine(std::shared_ptr<torch::nn::Module> module, Group group, DistributedDataParallelOptions options)
     : module_(std::move(module)), group_(std::move(group)), options_(std::move(options)) {
@@ -25,15 +56,20 @@ DataParallelEngine::DataParallelEngine(std::shared_ptr<torch::nn::Module> module
   for (const auto& item : module_->named_parameters()) {
     const at::Tensor& parameter = item.value();
     if (ignored(item.key()) || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
-    state.push_back(parameter);
-    text += concat("parameter '", item.key(), "', shape ", parameter.sizes(), ", ", parameter.scalar_type(),
-                   parameter.requires_grad() ? "" : ", frozen", "\n");
-    if (parameter.requires_grad()) reduced.push_back({parameter, item.key(), group_});
+    state.push_back(local_part(parameter));
+    text += concat("parameter '", item.key(), "', ", description(parameter), parameter.requires_grad() ? "" : ", frozen", "\n");
+    if (!parameter.requires_grad()) continue;
+    reduced.push_back({parameter, item.key(), group_, ReduceOp::avg, is_sharded(parameter) ? std::make_shared<LocalGradient>() : nullptr});
+    // Gradients are complete on their own mesh only when backward ends.
+    if (is_sharded(parameter)) {
+      options_.reducer.overlap = false;
+      options_.reducer.gradient_as_bucket_view = false;
+    }
   }
   for (const auto& item : module_->named_buffers()) {
     if (ignored(item.key()) || !seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
-    state.push_back(item.value());
-    text += concat("buffer '", item.key(), "', shape ", item.value().sizes(), ", ", item.value().scalar_type(), "\n");
+    state.push_back(local_part(item.value()));
+    text += concat("buffer '", item.key(), "', ", description(item.value()), "\n");
   }
   for (const std::string& name : unknown) text += concat("to ignore, but not in the module: '", name, "'\n");
   require_agreement(group_, "the module", text);
@@ -47,7 +83,7 @@ DataParallelEngine::DataParallelEngine(std::shared_ptr<torch::nn::Module> module
 std::vector<at::Tensor> DataParallelEngine::buffers() const {
   std::vector<at::Tensor> tensors;
   for (const auto& item : module_->named_buffers())
-    if (std::find(options_.ignore.begin(), options_.ignore.end(), item.key()) == options_.ignore.end()) tensors.push_back(item.value());
+    if (std::find(options_.ignore.begin(), options_.ignore.end(), item.key()) == options_.ignore.end()) tensors.push_back(local_part(item.value()));
   return tensors;
 }
 

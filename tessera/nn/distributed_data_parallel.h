@@ -53,8 +53,9 @@ class DataParallelEngine {
 /// `Module`: a module holder (what TORCH_MODULE makes) or a shared_ptr to a module; its forward may take and return anything.
 ///
 /// Construction is collective: rank 0's parameters and buffers become everybody's, and ranks whose modules differ all get a MismatchError.
-/// Every rank must run the same number of synchronised backwards. A rank whose batch is empty runs forward and backward all the same (with samples =
-/// 0), or calls reduce().
+/// Parameters that distribute_module() sharded over a mesh of other ranks (the group's ranks hold the same parts) are averaged as well, after their
+/// own mesh has reduced them, at the end of backward. Every rank must run the same number of synchronised backwards. A rank whose batch is empty runs
+/// forward and backward all the same (with samples = 0), or calls reduce().
 template <class Module>
 class DistributedDataParallel {
  public:

@@ -1,6 +1,7 @@
 // Layers and losses: norms over whole dims, embeddings, losses weighted
 // by true counts, attention over samples and heads.
 
+#include <ATen/OpMathType.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -274,13 +275,16 @@ Plan attention(const OpCall& call) {
     p.output_shapes = {out, {out[0], out[1], out[2]}};
   }
   Plan plan = solve(p);
-  if (plan.inputs[0]->local_numel() == 0) {
-    // The kernel divides by the number of samples and heads.
+  if (plan.outputs[0].spec.local_numel() == 0) {
+    // Kernels divide by the number of heads.
     std::vector<Shape> shapes;
-    for (const Plan::Output& o : plan.outputs) shapes.push_back(o.spec.local_shape());
+    for (const auto& o : plan.outputs) shapes.push_back(o.spec.local_shape());
     plan.local = [shapes](const c10::OperatorHandle&, torch::jit::Stack arguments) {
       torch::jit::Stack made;
-      for (const Shape& shape : shapes) made.push_back(arguments[0].toTensor().new_zeros(shape));
+      for (const Shape& shape : shapes) {
+        const at::Tensor& t = arguments[0].toTensor();
+        made.emplace_back(t.new_zeros(shape, shape.size() == 3 ? t.options().dtype(at::toOpMathType(t.scalar_type())) : t.options()));
+      }
       return made;
     };
   }

@@ -292,8 +292,15 @@ Plan reshape_to(const OpCall& call, const Shape& target) {
   Source source(call, whole);
   const ShardSpec out = mapped_spec(source.spec, target, from, true, parts);
   source.plan.outputs = {{out}};
-  source.plan.local = [shape_of_local = out.local_shape()](const c10::OperatorHandle&, torch::jit::Stack arguments) {
-    return torch::jit::Stack{arguments[0].toTensor().view(shape_of_local)};
+  if (!source.plan.view_copied && (call.name() == "aten::view" || call.name() == "aten::_unsafe_view")) {
+    source.plan.arguments = {{1, int_list(out.local_shape())}};
+    return std::move(source.plan);
+  }
+  // What was gathered may lie in memory in another order than the global tensor shows.
+  source.plan.local = [shape_of_local = out.local_shape(), copied = source.plan.view_copied](const c10::OperatorHandle&,
+                                                                                             torch::jit::Stack arguments) {
+    const at::Tensor& t = arguments[0].toTensor();
+    return torch::jit::Stack{copied ? t.reshape(shape_of_local) : t.view(shape_of_local)};
   };
   return std::move(source.plan);
 }

@@ -74,6 +74,15 @@ void reduce_target(const OpInfo& info, const at::Tensor& target, const ShardSpec
   install(target, std::move(local), std::move(layout));
 }
 
+// An intermediate result that had to be reduced is so from now on: what backward saved of it, and its next use, need not reduce it again.
+void keep_reduced(const at::Tensor& t, const ShardSpec& from, const ShardSpec& to, at::Tensor& local) {
+  if (!from.has_partial() || !(to == partial_reduced(from)) || !t.grad_fn() || t.is_view() || !t.unsafeGetTensorImpl()->unique_version()) return;
+  const ShardMeta& meta = *meta_of(t);
+  auto layout = make_layout(to, meta.layout->strides, meta.layout->offset, meta.layout->dtype, meta.layout->device);
+  local = aligned(std::move(local), *layout);
+  install(t, local, std::move(layout));
+}
+
 void add_layout(const c10::IValue& v, std::vector<LayoutPtr>& all) {
   if (!v.isTensor() || !v.toTensor().defined()) return;
   if (const auto* meta = meta_of(v.toTensor())) all.push_back(meta->layout);
@@ -128,6 +137,7 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
   }
   ready.mode = plan.whole ? ReadyPlan::Mode::replicated : ReadyPlan::Mode::ruled;
   ready.arguments = std::move(plan.arguments);
+  if (ready.arguments.size() == 1 && ready.arguments[0].second.isIntList()) ready.local_sizes = ready.arguments[0].second.toIntVector();
   ready.local = std::move(plan.local);
   ready.view_copied = plan.view_copied;
   if (plan.inputs.size() > call.tensors().size())
@@ -226,10 +236,16 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
       reduce_target(info, t, move.from, move.to);
       continue;
     }
+    const ShardMeta& meta = *meta_of(t);
+    if (meta.spec() == move.to) {  // one tensor in two arguments, and kept reduced at the first
+      moved.push_back({{move.argument, move.element}, meta.local});
+      continue;
+    }
     // Laid out in memory as the global tensor is, like every local: kernels and views decide by strides.
-    const Layout& l = *meta_of(t)->layout;
-    at::Tensor local = redistribute_local(meta_of(t)->local, move.from, move.to);
+    const Layout& l = *meta.layout;
+    at::Tensor local = redistribute_local(meta.local, move.from, move.to);
     moved.push_back({{move.argument, move.element}, aligned(std::move(local), *make_layout(move.to, l.strides, l.offset, l.dtype, l.device))});
+    keep_reduced(t, move.from, move.to, moved.back().second);
   }
 
   // Targets that may change shape get a fresh alias: the local of the old meta is shared by whoever copied the tensor.

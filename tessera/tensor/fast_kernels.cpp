@@ -74,8 +74,13 @@ const at::Tensor& local_of(const at::Tensor& t) {
   const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;
   return meta ? meta->local : t;
 }
+const at::Tensor& local_of(const at::Tensor& t, const ReadyPlan&) { return local_of(t); }
+// Of a view: the local sizes.
+c10::SymIntArrayRef local_of(const c10::SymIntArrayRef& sizes, const ReadyPlan& plan) {
+  return plan.local_sizes ? c10::fromIntArrayRefSlow(*plan.local_sizes) : sizes;
+}
 template <class T>
-const T& local_of(const T& value) {
+const T& local_of(const T& value, const ReadyPlan&) {
   return value;
 }
 
@@ -92,8 +97,10 @@ ReadyPlan* find_simple(const OpInfo& info, const Key& key) {
   const auto it = of.plans.find(key);
   if (it == of.plans.end()) return nullptr;
   ReadyPlan& plan = it->second;
-  return plan.moves.empty() && plan.arguments.empty() && !plan.local && !plan.view_copied && plan.mode != ReadyPlan::Mode::by_functional ? &plan
-                                                                                                                                         : nullptr;
+  return plan.moves.empty() && (plan.arguments.empty() || plan.local_sizes) && !plan.local && !plan.view_copied &&
+                 plan.mode != ReadyPlan::Mode::by_functional
+             ? &plan
+             : nullptr;
 }
 
 template <class Op, class Schema>
@@ -129,12 +136,12 @@ struct Kernels<Op, Result(Arguments...)> {
     if constexpr (kInPlace) {
       const LocalCallGuard guard;
       at::Tensor local = local_of(first(arguments...));
-      call_in_place(local, arguments...);
+      call_in_place(*plan, local, arguments...);
       return first(arguments...);
     } else {
       at::Tensor local = [&] {
         const LocalCallGuard guard;
-        return Op::call(local_of(arguments)...);
+        return Op::call(local_of(arguments, *plan)...);
       }();
       // A result that is not as planned (an operator's data-dependent choice) is left to the general way.
       if (plan->outputs.size() == 1 && plan->outputs[0].layout && !local.is_conj() && !local.is_neg()) {
@@ -151,8 +158,8 @@ struct Kernels<Op, Result(Arguments...)> {
   }
 
   template <class First, class... Rest>
-  static void call_in_place(at::Tensor& local, First&, Rest&... rest) {
-    Op::call(local, local_of(rest)...);
+  static void call_in_place(const ReadyPlan& plan, at::Tensor& local, First&, Rest&... rest) {
+    Op::call(local, local_of(rest, plan)...);
   }
 
   static Result above(c10::DispatchKeySet keys, Arguments... arguments) {

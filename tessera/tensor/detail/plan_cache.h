@@ -58,6 +58,7 @@ struct ReadyPlan {
   std::vector<Move> moves;
   bool moves_shards = false;
   std::vector<std::pair<int, c10::IValue>> arguments;
+  std::optional<Dims> local_sizes;  // the one argument replaced, where it is a list of sizes
   LocalFunction local;
   std::vector<Output> outputs;
   bool view_copied = false;
