@@ -186,66 +186,6 @@ Plan loss_backward(const OpCall& call) {
   return reduction == at::Reduction::Mean ? divided(std::move(plan), call, static_cast<double>(x.spec.numel())) : plan;
 }
 
-// Classes are dim 1 of `self` (dim 0 without samples) and whole; a mean is divided by the total weight of all ranks.
-Plan nll_loss(const OpCall& call) {
-  const TensorInfo& x = call.tensor(0);
-  const int n = x.spec.dims();
-  const std::int64_t reduction = call.integer("reduction");
-  LabelProblem p(call);
-  Labels scores = all_labels(n), targets;
-  if (n > 1) {
-    scores[1] = kWhole;
-    for (int d = 0; d < n; ++d) {
-      if (d != 1) targets.push_back(d);
-    }
-  } else {
-    scores[0] = kWhole;
-  }
-  describe(p, {{"self", scores}, {"target", targets}});
-  const bool each = reduction == at::Reduction::None && n > 1;
-  p.outputs = {each ? targets : Labels{}, {}};
-  Shape shape;
-  for (const int d : targets) shape.push_back(x.spec.shape()[d]);
-  p.output_shapes = {each ? shape : Shape{}, {}};
-  p.contract = some(n);
-  Plan plan = solve(p);
-  if (reduction != at::Reduction::Mean) return plan;
-  std::vector<int> axes;
-  auto placements = plan.outputs[1].spec.placements();
-  for (std::size_t a = 0; a < placements.size(); ++a) {
-    if (!placements[a].is_partial()) continue;
-    axes.push_back(static_cast<int>(a));
-    placements[a] = Replicate();
-  }
-  if (axes.empty()) return plan;
-  plan.outputs[1].spec = plan.outputs[1].spec.with_placements(placements);
-  plan.arguments = {{call.argument("reduction"), static_cast<std::int64_t>(at::Reduction::Sum)}};
-  plan.local = [axes, context = context_of(x.spec)](const c10::OperatorHandle& op, torch::jit::Stack arguments) {
-    op.callBoxed(arguments);
-    const at::Tensor weight = arguments[1].toTensor().clone();
-    for (const int axis : axes) context->group(axis).all_reduce(weight, ReduceOp::sum, {.name = "nll_loss"});
-    arguments[0] = arguments[0].toTensor().div(weight);
-    arguments[1] = weight;
-    return arguments;
-  };
-  return plan;
-}
-
-Plan nll_loss_backward(const OpCall& call) {
-  const TensorInfo& x = *call.find("self");
-  const int n = x.spec.dims();
-  LabelProblem p(call);
-  Labels scores = all_labels(n), targets;
-  scores[n > 1 ? 1 : 0] = kWhole;
-  for (int d = 0; d < n && n > 1; ++d) {
-    if (d != 1) targets.push_back(d);
-  }
-  describe(p, {{"self", scores}, {"target", targets}, {"grad_output", call.integer("reduction") == at::Reduction::None ? targets : Labels{}}});
-  p.outputs = {scores};
-  p.output_shapes = {x.spec.shape()};
-  return solve(p);
-}
-
 // ---- attention: samples and heads are free ----
 
 enum : int { kBatch, kHead };
@@ -317,8 +257,6 @@ const bool registered = [] {
     register_rule(op, loss);
     register_rule(std::string(op) + "_backward", loss_backward);
   }
-  for (const char* op : {"aten::nll_loss_forward", "aten::nll_loss2d_forward"}) register_rule(op, nll_loss);
-  for (const char* op : {"aten::nll_loss_backward", "aten::nll_loss2d_backward"}) register_rule(op, nll_loss_backward);
   for (const char* op : {"aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention_for_cpu_backward"})
     register_rule(op, guarded(attention));
   register_rule("aten::_fused_sdp_choice", attention_choice);

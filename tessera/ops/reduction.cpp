@@ -302,11 +302,7 @@ const bool registered = [] {
                          "aten::kthvalue", "aten::logsumexp"}) {
     register_rule(op, along_reduced);
   }
-  for (const char* op : {"aten::_softmax",
-                         "aten::_log_softmax",
-                         "aten::_softmax_backward_data",
-                         "aten::_log_softmax_backward_data",
-                         "aten::cumsum",
+  for (const char* op : {"aten::cumsum",
                          "aten::cumprod",
                          "aten::logcumsumexp",
                          "aten::sort",

@@ -1,9 +1,11 @@
 #include "tessera/tensor/detail/execute.h"
 
 #include <ATen/ops/empty.h>
+#include <execinfo.h>
 
 #include <algorithm>
 
+#include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/detail/layout.h"
 #include "tessera/tensor/detail/no_dispatch.h"
@@ -37,22 +39,25 @@ struct BelowAutograd {
   c10::impl::ExcludeDispatchKeyGuard exclude{c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset};
 };
 
-void check_redistribution_policy(const OpInfo& info, const ReadyPlan& plan, MeshContext& context) {
-  RankState& state = *context.state;
-  const std::lock_guard lock(state.mutex);
-  if (state.policies.redistribution == Policy::allow) return;
-  double elements = 0;
-  std::string moves;
+// The way that led here, as a number: the same for every call from one place of the program, another one for other places.
+std::uint64_t call_site() {
+  void* frames[48];
+  const int n = ::backtrace(frames, 48);
+  Hash hash;
+  for (int i = 0; i < n; ++i) hash.number(reinterpret_cast<std::uintptr_t>(frames[i]));
+  return hash.value();
+}
+
+void check_redistribution_policy(const OpInfo& info, const ReadyPlan& plan, const c10::IValue* arguments, const MeshContext& context) {
+  if (context.state->policies.redistribution == Policy::allow) return;
+  std::vector<ImplicitMove> moves;
   for (const auto& move : plan.moves) {
     if (!move.announced) continue;
-    elements += elements_moved(move.from, move.to);
-    moves += concat(moves.empty() ? "" : "; ", info.op.schema().arguments()[move.argument].name(), " from ", move.from, " to ", move.to);
+    const c10::IValue& v = arguments[move.argument];
+    const at::Tensor t = move.element < 0 ? v.toTensor() : v.toListRef()[move.element].toTensor();
+    moves.push_back({info.op.schema().arguments()[move.argument].name(), move.from, move.to, t.element_size()});
   }
-  const std::string text = concat(info.name, " redistributes ", moves, ": about ", static_cast<std::int64_t>(elements), " elements to each rank");
-  if (state.policies.redistribution == Policy::error) {
-    throw ImplicitRedistributionError(text + ". Redistribute explicitly before the call, or set Policies::redistribution to allow.");
-  }
-  if (state.warned.insert(text).second) TORCH_WARN(text);
+  check_implicit_moves(info.name, moves, context);
 }
 
 // What a target may become before it is written to: the same value without partial axes.
@@ -226,7 +231,7 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
   c10::IValue* arguments = stack->data() + first;
   MeshContext& context = *context_of(scan.first->spec());
   const auto keep_alive = scan.first->layout;  // the arguments leave the stack
-  if (plan.moves_shards) check_redistribution_policy(info, plan, context);
+  if (plan.moves_shards) check_redistribution_policy(info, plan, arguments, context);
 
   std::vector<std::pair<std::pair<int, int>, at::Tensor>> moved;
   for (const auto& move : plan.moves) {
@@ -365,6 +370,25 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
 }
 
 }  // namespace
+
+void check_implicit_moves(const std::string& op, const std::vector<ImplicitMove>& moves, const MeshContext& context) {
+  RankState& state = *context.state;
+  const std::lock_guard lock(state.mutex);
+  if (state.policies.redistribution == Policy::allow) return;
+  std::int64_t bytes = 0;
+  std::string what;
+  for (const ImplicitMove& move : moves) {
+    if (!moves_shards(move.from, move.to)) continue;
+    bytes += elements_moved(move.from, move.to) * static_cast<std::int64_t>(move.element_size);
+    what += concat(what.empty() ? "" : "; ", move.name, " from ", move.from, " to ", move.to);
+  }
+  if (what.empty()) return;
+  const std::string text = concat(op, " redistributes ", what, ": this rank receives ", bytes, " bytes");
+  if (state.policies.redistribution == Policy::error) {
+    throw ImplicitRedistributionError(text + ". Redistribute explicitly before the call, or set Policies::redistribution to allow.");
+  }
+  if (state.warned.insert(concat(text, ' ', call_site())).second) TORCH_WARN(text);
+}
 
 void run_sharded(const OpInfo& info, torch::jit::Stack* stack) {
   const std::size_t n = info.kinds.size();

@@ -5,7 +5,7 @@
 
 namespace tessera {
 
-/// `warn`: once for each operator and combination of placements.
+/// `warn`: once for each operator, combination of placements, and place in the program that calls it.
 enum class Policy : unsigned char { allow, warn, error };
 
 struct Policies {

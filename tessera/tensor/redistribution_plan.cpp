@@ -355,16 +355,15 @@ std::int64_t RedistributionPlan::moved() const {
   return 0;
 }
 
+std::int64_t RedistributionPlan::received(const Reduction& r) {
+  if (!r.pieces.empty()) return volume(r.pieces[r.rank]) * (r.ranks - 1);
+  const std::int64_t all = volume(r.whole), mine = all / r.ranks + (r.rank < all % r.ranks ? 1 : 0);
+  return mine * (r.ranks - 1) + all - mine;
+}
+
 std::int64_t RedistributionPlan::received() const {
   std::int64_t n = moved();
-  for (const Reduction& r : reductions) {
-    if (!r.pieces.empty()) {
-      n += volume(r.pieces[r.rank]) * (r.ranks - 1);
-      continue;
-    }
-    const std::int64_t all = volume(r.whole), mine = all / r.ranks + (r.rank < all % r.ranks ? 1 : 0);
-    n += mine * (r.ranks - 1) + all - mine;
-  }
+  for (const Reduction& r : reductions) n += received(r);
   return n;
 }
 

@@ -12,6 +12,7 @@
 #include <iostream>
 
 #include "tessera/base/text.h"
+#include "tessera/tensor/detail/carry.h"
 #include "tessera/tensor/detail/dispatch.h"
 #include "tessera/tensor/detail/layout.h"
 #include "tessera/tensor/detail/mesh_context.h"
@@ -21,15 +22,10 @@
 
 namespace tessera {
 
-namespace {
-
-using detail::LocalCallGuard;
-using detail::ShardMeta;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+namespace detail {
 
 const ShardMeta& meta_or_throw(const at::Tensor& t) {
-  const ShardMeta* meta = t.defined() ? detail::meta_of(t) : nullptr;
+  const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;
   if (!meta)
     throw InvalidArgument(
         t.defined() ? concat("a plain tensor of shape ", t.sizes(), " where a sharded one is needed: use tessera::distribute_tensor or from_local")
@@ -37,18 +33,23 @@ const ShardMeta& meta_or_throw(const at::Tensor& t) {
   return *meta;
 }
 
-// A node of the graph keeps what its backward needs: a spec that is looked up nowhere.
+namespace {
 struct CarriedSpec : torch::CustomClassHolder {
   explicit CarriedSpec(ShardSpec s) : spec(std::move(s)) {}
   ShardSpec spec;
 };
-void carry(AutogradContext* ctx, const ShardSpec& spec) {
-  ctx->saved_data["spec"] = c10::IValue::make_capsule(c10::make_intrusive<CarriedSpec>(spec));
-}
-ShardSpec carried(AutogradContext* ctx) { return c10::static_intrusive_pointer_cast<CarriedSpec>(ctx->saved_data["spec"].toCapsule())->spec; }
+}  // namespace
 
-// A gradient is never left partial on an axis on which the value was: summed once, it is the gradient of every rank's term.
-ShardSpec gradient_spec(const ShardSpec& spec) {
+void carry(torch::autograd::AutogradContext* ctx, const ShardSpec& spec, const char* name) {
+  ctx->saved_data[name] = c10::IValue::make_capsule(c10::make_intrusive<CarriedSpec>(spec));
+}
+
+ShardSpec carried(torch::autograd::AutogradContext* ctx, const char* name) {
+  return c10::static_intrusive_pointer_cast<CarriedSpec>(ctx->saved_data[name].toCapsule())->spec;
+}
+
+ShardSpec gradient_spec(const ShardSpec& spec, const std::optional<std::vector<Placement>>& chosen) {
+  if (chosen) return spec.with_placements(ShardSpec(spec.mesh(), spec.shape(), *chosen).placements());
   auto placements = spec.placements();
   for (Placement& p : placements) {
     if (p.is_partial()) p = Replicate();
@@ -56,30 +57,26 @@ ShardSpec gradient_spec(const ShardSpec& spec) {
   return spec.with_placements(placements);
 }
 
+at::Tensor sharded_gradient(const at::Tensor& g, const ShardSpec& like) { return meta_of(g) ? g : promote(g, context_of(like)); }
+
+}  // namespace detail
+
+namespace {
+
+using detail::carried;
+using detail::carry;
+using detail::gradient_spec;
+using detail::meta_or_throw;
+using detail::sharded_gradient;
+
+using detail::LocalCallGuard;
+using detail::ShardMeta;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
 void share_version(const at::Tensor& a, const at::Tensor& b) {
   if (!a.is_inference() && !b.is_inference()) a.unsafeGetTensorImpl()->set_version_counter(b.unsafeGetTensorImpl()->version_counter());
 }
-
-at::Tensor sharded_gradient(const at::Tensor& g, const ShardSpec& like) {
-  return detail::meta_of(g) ? g : detail::promote(g, detail::context_of(like));
-}
-
-struct Redistribute : torch::autograd::Function<Redistribute> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, const ShardSpec& to) {
-    const ShardMeta& meta = meta_or_throw(t);
-    carry(ctx, gradient_spec(meta.spec()));
-    auto layout = detail::make_layout(to, t.strides(), meta.layout->offset, meta.layout->dtype, meta.layout->device);
-    at::Tensor local = detail::redistribute_local(meta.local, meta.spec(), to);
-    if (layout->dense) return detail::wrap_fresh(std::move(local), layout);
-    const LocalCallGuard guard;
-    return detail::wrap_fresh(local.contiguous(), detail::make_layout(to, meta.layout->dtype, meta.layout->device));
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    if (!g[0].defined()) return {at::Tensor(), at::Tensor()};
-    const ShardSpec spec = carried(ctx);
-    return {redistribute(sharded_gradient(g[0], spec), spec), at::Tensor()};
-  }
-};
 
 struct FromLocal : torch::autograd::Function<FromLocal> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& local, const ShardSpec& spec) {
@@ -110,6 +107,23 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     if (!g[0].defined()) return {at::Tensor(), at::Tensor()};
     return {detail::meta_of(g[0]) ? g[0] : from_local(g[0], carried(ctx)), at::Tensor()};
+  }
+};
+
+struct FullTensor : torch::autograd::Function<FullTensor> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, const ShardSpec& whole, const ShardSpec& gradient) {
+    const ShardMeta& meta = meta_or_throw(t);
+    carry(ctx, gradient);
+    carry(ctx, gradient_spec(meta.spec()), "own");
+    const at::Tensor local = detail::redistribute_local(meta.local, meta.spec(), whole);
+    const LocalCallGuard guard;
+    return local.is_same(meta.local) ? local.detach() : local;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
+    if (!g[0].defined()) return variable_list(3);
+    variable_list gradients(3);
+    gradients[0] = redistribute(detail::meta_of(g[0]) ? g[0] : from_local(g[0], carried(ctx)), carried(ctx, "own"));
+    return gradients;
   }
 };
 
@@ -289,37 +303,23 @@ at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh, const std::ve
   return from_local(mine, target);
 }
 
-at::Tensor redistribute(const at::Tensor& t, const ShardSpec& to) {
-  const ShardMeta& meta = meta_or_throw(t);
-  if (meta.spec() == to) return t;
-  return Redistribute::apply(t, to);
-}
-
-at::Tensor redistribute(const at::Tensor& t, const std::vector<Placement>& placements, const ShardSizes& sizes) {
-  const ShardSpec from = spec(t);
-  ShardSizes all = sizes;
-  // Checks the placements, and gives negative dims their place.
-  const ShardSpec target(from.mesh(), from.shape(), placements, sizes);
-  for (int d = 0; d < from.dims(); ++d) {
-    if (!sizes.contains(d) && !sizes.contains(d - from.dims()) && target.is_sharded(d) && target.dim(d).axes == from.dim(d).axes)
-      all[d] = from.dim(d).partition.sizes();
-  }
-  return redistribute(t, ShardSpec(from.mesh(), from.shape(), placements, all));
-}
-
 at::Tensor to_local(const at::Tensor& t, const std::optional<std::vector<Placement>>& gradient) {
   const ShardSpec own = spec(t);
-  if (!gradient) return ToLocal::apply(t, gradient_spec(own));
-  const ShardSpec wanted = own.with_placements(ShardSpec(own.mesh(), own.shape(), *gradient).placements());
+  const ShardSpec wanted = gradient_spec(own, gradient);
   if (wanted.local_shape() != own.local_shape()) {
     throw InvalidArgument(concat("to_local: a gradient placed as ", list(*gradient), " has another local shape than the tensor, ", own));
   }
   return ToLocal::apply(t, wanted);
 }
 
-at::Tensor full_tensor(const at::Tensor& t) {
-  meta_or_throw(t);
-  return detail::demote(t);
+at::Tensor full_tensor(const at::Tensor& t, const std::optional<std::vector<Placement>>& gradient) {
+  const ShardSpec own = spec(t), whole = ShardSpec::replicated(own.mesh(), own.shape());
+  if (gradient) {
+    for (const Placement& p : *gradient) {
+      if (p.is_shard()) throw InvalidArgument(concat("full_tensor: every rank's gradient is whole, it cannot be placed as ", list(*gradient)));
+    }
+  }
+  return FullTensor::apply(t, whole, gradient ? whole.with_placements(*gradient) : whole);
 }
 
 namespace {
@@ -347,12 +347,27 @@ at::Tensor ones(const ShardSpec& spec, const at::TensorOptions& options) {
   refuse_partial(spec, "ones");
   return made(spec, options, [&](const at::TensorOptions& o) { return at::ones(spec.local_shape(), o); });
 }
-at::Tensor arange(const ShardSpec& spec, const at::TensorOptions& options) {
+at::Tensor arange(const ShardSpec& spec, const at::TensorOptions& options) { return arange(spec, 0, 1, options); }
+at::Tensor arange(const ShardSpec& spec, const at::Scalar& start, const at::Scalar& step, const at::TensorOptions& options) {
   refuse_partial(spec, "arange");
   if (spec.dims() != 1) throw InvalidArgument(concat("arange: a spec of one dim is needed, not ", spec));
   const std::int64_t begin = spec.local_offset()[0];
-  return made(spec, options.has_dtype() ? options : options.dtype(at::kLong),
-              [&](const at::TensorOptions& o) { return at::arange(begin, begin + spec.local_shape()[0], o); });
+  const bool integral = start.isIntegral(false) && step.isIntegral(false);
+  const auto dtype = options.has_dtype() ? c10::typeMetaToScalarType(options.dtype()) : integral ? at::kLong : at::kFloat;
+  return made(spec, options.dtype(dtype), [&](const at::TensorOptions& o) {
+    // As libtorch computes an element: start + i * step, in the type that the numbers need.
+    return at::arange(begin, begin + spec.local_shape()[0], o.dtype(integral ? at::kLong : at::kDouble)).mul(step).add(start).to(dtype);
+  });
+}
+at::Tensor rand(const ShardSpec& spec, const at::TensorOptions& options) {
+  refuse_partial(spec, "rand");
+  const at::Tensor t = empty(spec, options.requires_grad(false));
+  return t.uniform_().requires_grad_(options.requires_grad());
+}
+at::Tensor randn(const ShardSpec& spec, const at::TensorOptions& options) {
+  refuse_partial(spec, "randn");
+  const at::Tensor t = empty(spec, options.requires_grad(false));
+  return t.normal_().requires_grad_(options.requires_grad());
 }
 
 std::string summary(const at::Tensor& t) {

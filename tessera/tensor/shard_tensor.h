@@ -20,6 +20,7 @@
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/placement.h"
 #include "tessera/tensor/policy.h"
+#include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/spec.h"
 
 namespace tessera {
@@ -44,23 +45,23 @@ at::Tensor distribute_tensor(const at::Tensor& full, const ShardSpec& spec);
 at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh, const std::vector<Placement>& placements, const ShardSizes& sizes = {},
                    int root = 0);
 
-/// The same value in other placements. `sizes` of sharded dims: as given, else kept where the same axes shard the dim, else even. Differentiable: the
-/// gradient gets the input's placements, Replicate where that is Partial.
-at::Tensor redistribute(const at::Tensor& tensor, const std::vector<Placement>& placements, const ShardSizes& sizes = {});
-at::Tensor redistribute(const at::Tensor& tensor, const ShardSpec& spec);
-
 /// This rank's part; shares its memory. Differentiable: the ranks' gradients are parts of a gradient with `gradient` placements (default: the
 /// tensor's own, Replicate where that is Partial).
 at::Tensor to_local(const at::Tensor& tensor, const std::optional<std::vector<Placement>>& gradient = std::nullopt);
-/// The whole value on every rank. Differentiable: every rank is taken to compute the same from it.
-at::Tensor full_tensor(const at::Tensor& tensor);
+/// The whole value on every rank. Differentiable: the ranks' gradients lie as `gradient` says, Replicate (default: every rank computes the same from
+/// it) or Partial (each rank's loss is a term of the whole one).
+at::Tensor full_tensor(const at::Tensor& tensor, const std::optional<std::vector<Placement>>& gradient = std::nullopt);
 
 at::Tensor empty(const ShardSpec& spec, const at::TensorOptions& options = {});
 at::Tensor zeros(const ShardSpec& spec, const at::TensorOptions& options = {});
 at::Tensor ones(const ShardSpec& spec, const at::TensorOptions& options = {});
 at::Tensor full(const ShardSpec& spec, const at::Scalar& value, const at::TensorOptions& options = {});
-/// 0, 1, ..., n - 1 of a one-dimensional spec.
+/// 0, 1, ..., n - 1 of a one-dimensional spec; start, start + step, ...
 at::Tensor arange(const ShardSpec& spec, const at::TensorOptions& options = {});
+at::Tensor arange(const ShardSpec& spec, const at::Scalar& start, const at::Scalar& step, const at::TensorOptions& options = {});
+/// Uniform in [0, 1), and standard normal: the same numbers whatever the placement, see manual_seed().
+at::Tensor rand(const ShardSpec& spec, const at::TensorOptions& options = {});
+at::Tensor randn(const ShardSpec& spec, const at::TensorOptions& options = {});
 
 /// "ShardTensor float [4, 7] data=Shard(0)[3, 1], local [1, 7] at [3, 0]".
 std::string summary(const at::Tensor& tensor);

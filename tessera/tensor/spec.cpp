@@ -4,6 +4,7 @@
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
+#include "tessera/tensor/detail/cut.h"
 #include "tessera/tensor/detail/layout.h"
 #include "tessera/tensor/detail/mesh_context.h"
 #include "tessera/tensor/detail/rank_state.h"
@@ -147,15 +148,12 @@ ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std
 
 }  // namespace detail
 
-ShardSpec::ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape, const std::vector<Placement>& placements,
-                     const ShardSizes& sizes) {
-  const auto context = detail::MeshContext::of(mesh);
+std::vector<DimSharding> detail::cut_dims(const Mesh& mesh, const std::vector<std::int64_t>& shape, std::vector<Placement>& normal,
+                                          const ShardSizes& sizes) {
   const int rank_dims = static_cast<int>(shape.size());
-  if (placements.size() != context->sizes.size()) {
-    throw InvalidArgument(
-        concat(placements.size(), " placements ", list(placements), " for a mesh of ", context->sizes.size(), " axes: give one an axis"));
-  }
-  std::vector<Placement> normal = placements;
+  const std::size_t axes = mesh.axes().size();
+  if (normal.size() != axes)
+    throw InvalidArgument(concat(normal.size(), " placements ", list(normal), " for a mesh of ", axes, " axes: give one an axis"));
   std::vector<DimSharding> dims(shape.size());
   for (std::size_t axis = 0; axis < normal.size(); ++axis) {
     Placement& p = normal[axis];
@@ -164,7 +162,7 @@ ShardSpec::ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& sh
     if (!p.is_shard()) continue;
     const int d = p.dim < 0 ? p.dim + rank_dims : p.dim;
     if (d < 0 || d >= rank_dims) {
-      throw InvalidArgument(concat(p, " on axis '", mesh.layout().axes()[axis].name, "' of a tensor of ", rank_dims, " dims ", list(shape)));
+      throw InvalidArgument(concat(p, " on axis '", mesh.axes()[axis].name, "' of a tensor of ", rank_dims, " dims ", list(shape)));
     }
     p.dim = d;
     dims[d].axes.push_back(static_cast<int>(axis));
@@ -173,13 +171,13 @@ ShardSpec::ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& sh
   for (const auto& [dim, list_of_sizes] : sizes) {
     const int d = dim < 0 ? dim + rank_dims : dim;
     if (d < 0 || d >= rank_dims || dims[d].axes.empty())
-      throw InvalidArgument(concat("sizes are given for dim ", dim, ", which no axis shards: ", list(placements)));
+      throw InvalidArgument(concat("sizes are given for dim ", dim, ", which no axis shards: ", list(normal)));
     given[d] = &list_of_sizes;
   }
   for (int d = 0; d < rank_dims; ++d) {
     if (dims[d].axes.empty()) continue;
     int parts = 1;
-    for (const int axis : dims[d].axes) parts *= context->sizes[axis];
+    for (const int axis : dims[d].axes) parts *= mesh.size(axis);
     const auto it = given.find(d);
     if (it == given.end()) {
       dims[d].partition = Partition::even(shape[d], parts);
@@ -192,6 +190,14 @@ ShardSpec::ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& sh
                                    shape[d]));
     }
   }
+  return dims;
+}
+
+ShardSpec::ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape, const std::vector<Placement>& placements,
+                     const ShardSizes& sizes) {
+  const auto context = detail::MeshContext::of(mesh);
+  std::vector<Placement> normal = placements;
+  auto dims = detail::cut_dims(mesh.layout(), shape, normal, sizes);
   data_ = detail::make_spec(context, shape, std::move(normal), std::move(dims)).data_;
 }
 

@@ -53,6 +53,7 @@ struct RedistributionPlan {
 
   /// Elements that this rank receives; a reduction counted as a reduce-scatter, an all-reduce as that and an all-gather.
   std::int64_t received() const;
+  static std::int64_t received(const Reduction& reduction);
   /// Without the reductions.
   std::int64_t moved() const;
 };

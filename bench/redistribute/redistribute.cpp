@@ -1,0 +1,146 @@
+// Redistribution beside what a user would write by hand with the same group's collectives on plain tensors, on two ranks: time, and bytes received
+// beside the fewest that the two specs allow. The hand-written way ends with the same result in memory of its own: an all-reduce, which works in
+// place, copies its input first, and an all-to-all packs what it sends. Above 1 MiB redistribution may take 1.1 times as long.
+
+#include <torch/torch.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cstdio>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "harness.h"
+#include "tessera/base/text.h"
+#include "tessera/comm/manager.h"
+#include "tessera/comm/mpi.h"
+#include "tessera/tensor/shard_tensor.h"
+
+namespace {
+
+using namespace tessera;
+using Clock = std::chrono::steady_clock;
+
+constexpr int kPairs = 31;
+
+struct Case {
+  std::string name;
+  at::Tensor input;
+  ShardSpec to;
+  double fewest;  // elements that this rank must receive
+  std::function<at::Tensor()> by_hand;
+};
+
+std::vector<Case> cases(const DeviceMesh& mesh, const Group& group, std::int64_t rows) {
+  const std::int64_t columns = 1024, mine = group.rank();
+  const std::vector<std::int64_t> shape = {rows, columns};
+  const auto numel = static_cast<double>(rows * columns);
+  const at::Tensor all = at::ones(shape);
+  const Sizes half = {rows / 2, rows / 2}, uneven = {rows / 4 * 3, rows / 4};
+  const ShardSpec whole = ShardSpec::replicated(mesh, shape), by_rows(mesh, shape, {Shard(0)}), by_columns(mesh, shape, {Shard(1)}),
+                  by_uneven(mesh, shape, {Shard(0)}, {{0, uneven}}), terms(mesh, shape, {Partial()});
+  const auto shard = [&](const ShardSpec& s) { return distribute_tensor(all, s); };
+  const auto gather = [=](const ShardSpec& s, const Sizes& sizes) {
+    const at::Tensor local = to_local(shard(s));
+    return [=] {
+      at::Tensor out = at::empty(shape);
+      group.all_gather(out, local, sizes);
+      return out;
+    };
+  };
+  const at::Tensor local_rows = to_local(shard(by_rows));
+  return {
+      {"Shard(0) to Replicate", shard(by_rows), whole, numel / 2, gather(by_rows, half)},
+      {"Shard(0) 3:1 to Replicate", shard(by_uneven), whole, numel - static_cast<double>(uneven[mine] * columns), gather(by_uneven, uneven)},
+      {"Partial to Replicate", from_local(all, terms), whole, numel,
+       [=] {
+         at::Tensor out = all.clone();
+         group.all_reduce(out);
+         return out;
+       }},
+      {"Partial to Shard(0)", from_local(all, terms), by_rows, numel / 2,
+       [=] {
+         at::Tensor out = at::empty({rows / 2, columns});
+         group.reduce_scatter(out, all);
+         return out;
+       }},
+      {"Shard(0) to Shard(1)", shard(by_rows), by_columns, numel / 4,
+       [=] {
+         const at::Tensor packed = at::empty({2, rows / 2, columns / 2}), out = at::empty({rows, columns / 2});
+         packed.copy_(local_rows.view({rows / 2, 2, columns / 2}).transpose(0, 1));
+         group.all_to_all(out, packed.view({rows, columns / 2}));
+         return out;
+       }},
+  };
+}
+
+double sample(const Group& group, const std::function<void()>& call, int repeats) {
+  group.barrier();
+  const auto start = Clock::now();
+  for (int i = 0; i < repeats; ++i) call();
+  const at::Tensor slowest = at::full({1}, std::chrono::duration<double>(Clock::now() - start).count() / repeats, at::kDouble);
+  group.all_reduce(slowest, ReduceOp::max);
+  return slowest.item<double>();
+}
+
+int run(const std::string& backend, const std::string& out) {
+  torch::set_num_threads(1);
+  ManagerOptions options;
+  options.backend = backend;
+  options.check_level = CheckLevel::off;
+  auto manager = DistributedManager::initialize(options);
+  if (manager.world_size() != 2) throw InvalidArgument(concat("bench_redistribute runs on 2 ranks, and there are ", manager.world_size()));
+  const auto mesh = manager.mesh({{"x", 2}});
+  const Group group = mesh.all();
+  bench::Report report("redistribute", manager.rank() == 0 ? out : "");
+  report.meta("torch", TORCH_VERSION);
+  report.meta("backend", backend);
+  const at::NoGradGuard no_grad;
+  for (const auto& [label, rows] : {std::pair<const char*, std::int64_t>{"64 KiB", 16}, {"4 MiB", 1024}, {"16 MiB", 4096}}) {
+    for (const Case& c : cases(mesh, group, rows)) {
+      double received = 0;
+      for (const auto& call : explain_redistribution(spec(c.input), c.to)) received += static_cast<double>(call.received);
+      const at::Tensor both = at::tensor({received, c.fewest}, at::kDouble);
+      group.all_reduce(both);
+      const std::string name = concat(c.name, " ", label);
+      report.add({name,
+                  "bytes",
+                  both[0].item<double>() * 4,
+                  "B",
+                  "fewest",
+                  both[1].item<double>() * 4,
+                  both[0].item<double>() / both[1].item<double>(),
+                  {},
+                  1.0,
+                  both[0].item<double>() <= both[1].item<double>()});
+      const auto ours = [&] { redistribute(c.input, c.to); };
+      const auto bare = [&] { c.by_hand(); };
+      const double once = std::max(sample(group, bare, 3), sample(group, ours, 3));
+      const int repeats = std::clamp(static_cast<int>(5e-3 / once), 1, 200);
+      const auto pairs = bench::alternate(kPairs, [&] { return sample(group, ours, repeats); }, [&] { return sample(group, bare, repeats); });
+      std::vector<double> reference;
+      for (const auto& pair : pairs) reference.push_back(pair.second);
+      // Below 1 MiB what counts is the overhead of a call: 30 us.
+      report.time(name, pairs, "by hand", rows >= 1024 ? 1.1 : 1.1 + 30e-6 / bench::median(reference));
+    }
+  }
+  group.barrier();
+  return manager.rank() == 0 ? report.finish() : 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("Redistribution beside the bare collectives, on two ranks");
+  std::string backend = has_mpi() ? "mpi" : "gloo", out;
+  app.add_option("--backend", backend, "mpi or gloo")->check(CLI::IsMember({"mpi", "gloo"}));
+  app.add_option("--out", out, "JSON file");
+  CLI11_PARSE(app, argc, argv);
+  try {
+    return run(backend, out);
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "bench_redistribute: %s\n", e.what());
+    return 2;
+  }
+}
