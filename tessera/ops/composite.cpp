@@ -1,4 +1,5 @@
-// Backward formulas of libtorch that make plain tensors of the global shape, written so that what they make is sharded.
+// Operators of libtorch that are made of others, and backward formulas that make plain tensors of the global shape, written so that what they make is
+// sharded.
 
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/zeros_like.h>
@@ -8,15 +9,29 @@ namespace tessera::detail {
 
 namespace {
 
+// Zeros of `sizes` that are cut as `like`, whose dims are the same but for `dim`, along which they are whole.
+at::Tensor zeros_along(const at::Tensor& like, std::int64_t dim, c10::SymIntArrayRef sizes) {
+  const at::Tensor slice = like.size(dim) == 0 ? like.new_zeros({}).reshape(std::vector<std::int64_t>(like.dim(), 1)) : like.narrow(dim, 0, 1);
+  return at::zeros_like(slice.expand_symint(sizes));
+}
+
 // Of max.dim, sort, topk, kthvalue, mode...: the gradient goes where the values came from.
 at::Tensor value_selecting_reduction_backward(const at::Tensor& grad, std::int64_t dim, const at::Tensor& indices, c10::SymIntArrayRef sizes,
                                               bool keepdim) {
-  const bool unsqueeze = !keepdim && !sizes.empty();
+  if (sizes.empty()) return grad.reshape({}) * 1;
+  const bool unsqueeze = !keepdim;
   const at::Tensor g = unsqueeze ? grad.unsqueeze(dim) : grad, at = unsqueeze ? indices.unsqueeze(dim) : indices;
-  if (sizes.empty()) return g.reshape({}) * at::ones_like(g).reshape({});
-  // One slice along dim, stretched: every other dim keeps its parts.
-  const at::Tensor zeros = at::zeros_like(g.narrow(dim, 0, std::min<std::int64_t>(g.size(dim), 1)).expand_symint(sizes));
-  return zeros.scatter(dim, at, g);
+  return zeros_along(g, dim, sizes).scatter(dim, at, g);
+}
+
+at::Tensor cummaxmin_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& indices, std::int64_t dim) {
+  if (input.numel() == 0) return input;
+  return at::zeros_like(input).scatter_add(dim, indices, grad);
+}
+
+at::Tensor index_select_backward(const at::Tensor& grad, c10::SymIntArrayRef sizes, std::int64_t dim, const at::Tensor& index) {
+  if (sizes.empty()) return at::zeros_like(grad.sum()).index_add(dim, index, grad);
+  return zeros_along(grad, dim, sizes).index_add(dim, index, grad);
 }
 
 // The tensors of a list may lie anywhere: each has a norm of its own (clip_grad_norm_).
@@ -31,9 +46,13 @@ std::vector<at::Tensor> foreach_norm(at::TensorList tensors, const at::Scalar& o
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
   m.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);
   m.impl("_foreach_norm.Scalar", foreach_norm);
+  m.impl("cummaxmin_backward", cummaxmin_backward);
+  m.impl("index_select_backward", index_select_backward);
 }
 TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) {
   m.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);
+  m.impl("cummaxmin_backward", cummaxmin_backward);
+  m.impl("index_select_backward", index_select_backward);
   m.impl("_foreach_norm.Scalar", foreach_norm);
 }
 

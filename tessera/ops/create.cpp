@@ -44,8 +44,11 @@ const bool registered = [] {
   for (const char* op : {"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like"}) register_rule(op, like);
   for (const char* op : {"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty_strided"})
     register_rule(op, sized);
-  for (const char* op : {"aten::_local_scalar_dense", "aten::equal", "aten::index.Tensor", "aten::index_select", "aten::trace"})
+  for (const char* op : {"aten::_local_scalar_dense", "aten::equal", "aten::trace", "aten::median", "aten::nanmedian", "aten::masked_select",
+                         "aten::nonzero", "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::histc",
+                         "aten::bincount", "aten::take", "aten::put", "aten::repeat_interleave.Tensor"}) {
     register_rule(op, on_whole);
+  }
   return true;
 }();
 

@@ -43,6 +43,13 @@ Placement required(const LabelProblem& p, const Choice& choice, int input) {
   return Replicate();
 }
 
+Placement placed(const LabelProblem& p, const Choice& choice, std::size_t output) {
+  if (choice.kind == Choice::Kind::replicate) return Replicate();
+  if (choice.kind == Choice::Kind::partial) return Partial(choice.op);
+  const Labels& labels = p.outputs[output];
+  return has(labels, choice.label) ? Shard(dim_of(labels, choice.label)) : Partial(p.reduce);
+}
+
 double cost(const Placement& from, const Placement& to, double numel, int ranks) {
   if (from == to || from.is_replicate()) return 0;
   const double rest = (ranks - 1.0) / ranks;
@@ -85,7 +92,8 @@ Choice best(const LabelProblem& p, int axis, int ranks) {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       const Placement from = tensors[i].spec.placements()[axis], to = required(p, c, static_cast<int>(i));
       if (tensors[i].written && !(from == to) && !(from.is_partial() && to.is_replicate()))
-        possible = false;  // a partial target can be reduced first
+        possible = false;                                                                                   // a partial target can be reduced first
+      if (i == 0 && p.call.in_place() && !p.outputs.empty() && !(placed(p, c, 0) == to)) possible = false;  // the result lies where the target does
       const double gather = cost(from, to, static_cast<double>(tensors[i].spec.numel()), ranks);
       moved += tensors[i].parameter ? std::min(gather, kGatherParameter) : gather;
     }
@@ -167,15 +175,7 @@ Plan solve(const LabelProblem& p) {
       break;
     }
     std::vector<Placement> placements;
-    for (const Choice& c : chosen) {
-      if (c.kind == Choice::Kind::replicate) {
-        placements.push_back(Replicate());
-      } else if (c.kind == Choice::Kind::partial) {
-        placements.push_back(Partial(c.op));
-      } else {
-        placements.push_back(has(p.outputs[o], c.label) ? Shard(dim_of(p.outputs[o], c.label)) : Partial(p.reduce));
-      }
-    }
+    for (const Choice& c : chosen) placements.push_back(placed(p, c, o));
     plan.outputs.push_back({spec_of(p.outputs[o], shape, std::move(placements))});
   }
   return plan;

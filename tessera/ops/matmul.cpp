@@ -42,8 +42,12 @@ Plan product_and_sum(const OpCall& call, const Labels& a, const Labels& b, const
   }
   p.inputs = {added, a, b};
   p.outputs = {out};
-  p.contract = {K};
-  if (!call.in_place()) p.additive = {0};
+  if (!call.outputs()) {
+    p.output_shapes.emplace_back();
+    for (const int label : out) p.output_shapes[0].push_back(extent(label));
+  }
+  p.contract = {K, B};
+  p.additive = {0};
   p.linear = LabelProblem::Linear::one;
   p.linear_in = {1, 2};
   return solve(p);
@@ -57,6 +61,7 @@ const bool registered = [] {
   register_rule("aten::addmm", [](const OpCall& c) { return product_and_sum(c, {M, K}, {K, N}, {M, N}); });
   register_rule("aten::addmv", [](const OpCall& c) { return product_and_sum(c, {M, K}, {K}, {M}); });
   register_rule("aten::addr", [](const OpCall& c) { return product_and_sum(c, {M}, {N}, {M, N}); });
+  register_rule("aten::addbmm", [](const OpCall& c) { return product_and_sum(c, {B, M, K}, {B, K, N}, {M, N}); });
   register_rule("aten::baddbmm", [](const OpCall& c) { return product_and_sum(c, {B, M, K}, {B, K, N}, {B, M, N}); });
   return true;
 }();

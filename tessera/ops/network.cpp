@@ -116,18 +116,6 @@ Plan group_norm_backward(const OpCall& call) {
   return plan;
 }
 
-Plan embedding(const OpCall& call) {
-  const TensorInfo& indices = *call.find("indices");
-  const int n = indices.spec.dims();
-  LabelProblem p(call);
-  describe(p, {{"weight", {kWhole, n}}, {"indices", all_labels(n)}});
-  p.outputs = {all_labels(n + 1)};
-  Shape shape = indices.spec.shape();
-  shape.push_back(call.find("weight")->spec.shape()[1]);
-  p.output_shapes = {shape};
-  return solve(p);
-}
-
 Plan embedding_backward(const OpCall& call) {
   const TensorInfo& indices = *call.find("indices");
   const TensorInfo& g = *call.find("grad_output");
@@ -250,7 +238,6 @@ const bool registered = [] {
   register_rule("aten::native_layer_norm_backward", layer_norm_backward);
   register_rule("aten::native_group_norm", guarded(group_norm));
   register_rule("aten::native_group_norm_backward", guarded(group_norm_backward));
-  register_rule("aten::embedding", embedding);
   register_rule("aten::embedding_dense_backward", embedding_backward);
   for (const char* op : {"aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::binary_cross_entropy",
                          "aten::binary_cross_entropy_with_logits", "aten::soft_margin_loss"}) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "tessera/ops/labels.h"
+#include "tessera/tensor/detail/layout.h"
 #include "tessera/tensor/detail/op_info.h"
 #include "tessera/tensor/rule.h"
 
@@ -48,7 +49,18 @@ LabelProblem broadcast(const OpCall& call) {
   return p;
 }
 
-Plan pointwise(const OpCall& call) { return solve(broadcast(call)); }
+Plan pointwise(const OpCall& call) {
+  Plan plan = solve(broadcast(call));
+  if (call.outputs() || call.in_place()) return plan;
+  // Without a meta kernel: results lie as the first dense input of their shape does.
+  for (Plan::Output& out : plan.outputs) {
+    for (const TensorInfo& t : call.tensors()) {
+      if (out.strides || !out.spec || t.spec.shape() != out.spec.shape() || !is_dense(t.spec.shape(), t.strides)) continue;
+      out.strides = t.strides;
+    }
+  }
+  return plan;
+}
 
 // All of its tensor arguments are sharded tensors, none a wrapped number: then a sum of terms can be split over ranks.
 bool tensors_only(const OpCall& call) {

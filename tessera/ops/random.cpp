@@ -95,9 +95,9 @@ using Draw = std::function<at::Tensor(const Source&, const torch::jit::Stack&, a
 // x.uniform_(...): the target's values are replaced.
 Plan in_place(const OpCall& call, const Draw& draw) {
   refuse_generator(call);
-  const ShardSpec& spec = call.tensor(0).spec;
-  if (spec.has_partial()) throw ShardingError(concat(call.name(), " of a partial tensor ", spec, " has no meaning: redistribute it first"));
+  const ShardSpec spec = without_partial(call.tensor(0).spec);  // a partial target is reduced first, that is, its ranks are given the same values
   Plan plan;
+  plan.inputs = {spec};
   plan.outputs = {{spec}};
   plan.local = [source = Source{spec}, draw](const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor t = a[0].toTensor();
@@ -144,6 +144,32 @@ at::Tensor bernoulli_each(const Source& s, const torch::jit::Stack& a, at::Scala
   return u.to(a[0].toTensor().device()).lt(a[0].toTensor().to(at::kDouble)).to(at::kDouble);
 }
 
+at::Tensor exponential(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  const double rate = a[1].toDouble();
+  return s.doubles([&](const Words& w) { return -std::log1p(-unit_double(w[0], w[1])) / rate; });
+}
+
+at::Tensor log_normal(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  const double mean = a[1].toDouble(), deviation = a[2].toDouble();
+  return s.doubles([&](const Words& w) { return std::exp(mean + deviation * normal(w)); });
+}
+
+at::Tensor cauchy(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  const double median = a[1].toDouble(), sigma = a[2].toDouble();
+  return s.doubles([&](const Words& w) { return median + sigma * std::tan(std::numbers::pi * (unit_double(w[0], w[1]) - 0.5)); });
+}
+
+// Trials up to the first success.
+at::Tensor geometric(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  const double p = a[1].toDouble();
+  return s.doubles([&](const Words& w) { return p >= 1 ? 1.0 : std::max(1.0, std::ceil(std::log1p(-unit_double(w[0], w[1])) / std::log1p(-p))); });
+}
+
+// Whole numbers in [low, high), by scaling: the bias is below 2^-53 times their number.
+at::Tensor integers(const Source& s, double low, double high) {
+  return s.doubles([=](const Words& w) { return low + std::floor(unit_double(w[0], w[1]) * (high - low)); });
+}
+
 Plan dropout(const OpCall& call) {
   const ShardSpec spec = without_partial(call.tensor(0).spec);
   Plan plan;
@@ -166,6 +192,19 @@ const bool registered = [] {
   writes("aten::uniform_", uniform);
   writes("aten::normal_", normal_values);
   writes("aten::bernoulli_.float", bernoulli_p);
+  writes("aten::exponential_", exponential);
+  writes("aten::log_normal_", log_normal);
+  writes("aten::cauchy_", cauchy);
+  writes("aten::geometric_", geometric);
+  writes("aten::random_.to", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) { return integers(s, 0, a[1].toScalar().toDouble()); });
+  writes("aten::random_.from", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+    if (a[2].isNone()) throw ShardingError("random_ without an upper bound has no rule for sharded tensors: give one");
+    return integers(s, a[1].toScalar().toDouble(), a[2].toScalar().toDouble());
+  });
+  makes("aten::randint_like", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) { return integers(s, 0, a[1].toScalar().toDouble()); });
+  makes("aten::randint_like.low_dtype", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+    return integers(s, a[1].toScalar().toDouble(), a[2].toScalar().toDouble());
+  });
   makes("aten::bernoulli", bernoulli_each);
   makes("aten::bernoulli.p", bernoulli_p);
   makes("aten::rand_like",

@@ -120,6 +120,9 @@ at::Scalar highest(at::ScalarType t) {
                            : at::Scalar(std::numeric_limits<std::int64_t>::max());
 }
 
+// Sums of what is not linear in the input.
+Plan count(const OpCall& call) { return solve(reduction(call, ReduceOp::Kind::sum)); }
+
 // An empty part has no maximum: it contributes the value that every other one beats.
 Plan extremum(const OpCall& call, bool max) {
   LabelProblem p = reduction(call, max ? ReduceOp::Kind::max : ReduceOp::Kind::min);
@@ -278,20 +281,25 @@ Plan repeat(const OpCall& call) {
   return solve(p);
 }
 
-// Matrices in the last two dims are whole, batches free.
-Plan last_two_whole(const OpCall& call) {
+// tril, triu: where a rank's rows and columns begin moves its diagonal.
+Plan triangle(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   LabelProblem p(call);
-  Labels labels = all_labels(n);
-  for (int d = std::max(n - 2, 0); d < n; ++d) labels[d] = kWhole;
-  p.inputs.assign(call.tensors().size(), labels);
-  p.outputs = {labels};
-  return solve(p);
+  p.inputs = {all_labels(n)};
+  p.outputs = {all_labels(n)};
+  p.output_shapes = {call.tensor(0).spec.shape()};
+  p.linear = LabelProblem::Linear::one;
+  p.linear_in = {0};
+  Plan plan = solve(p);
+  const auto& offset = plan.inputs[0]->local_offset();
+  if (n >= 2) plan.arguments = {{call.argument("diagonal"), call.integer("diagonal") + offset[n - 2] - offset[n - 1]}};
+  return plan;
 }
 
 const bool registered = [] {
   for (const char* op : {"aten::sum", "aten::sum.dim_IntList"}) register_rule(op, sum);
   for (const char* op : {"aten::mean", "aten::mean.dim"}) register_rule(op, mean);
+  for (const char* op : {"aten::nansum", "aten::count_nonzero.dim_IntList"}) register_rule(op, count);
   for (const char* op : {"aten::amax", "aten::max"}) register_rule(op, [](const OpCall& c) { return extremum(c, true); });
   for (const char* op : {"aten::amin", "aten::min"}) register_rule(op, [](const OpCall& c) { return extremum(c, false); });
   for (const char* op : {"aten::prod", "aten::prod.dim_int"}) register_rule(op, product);
@@ -308,10 +316,6 @@ const bool registered = [] {
                          "aten::sort",
                          "aten::sort.stable",
                          "aten::topk",
-                         "aten::gather",
-                         "aten::scatter.src",
-                         "aten::scatter.value",
-                         "aten::scatter_add",
                          "aten::_safe_softmax",
                          "aten::cummax",
                          "aten::cummin",
@@ -323,7 +327,7 @@ const bool registered = [] {
   register_rule("aten::renorm", renorm);
   for (const char* op : {"aten::flip", "aten::roll"}) register_rule(op, rearranged);
   register_rule("aten::repeat", repeat);
-  for (const char* op : {"aten::tril", "aten::triu"}) register_rule(op, last_two_whole);
+  for (const char* op : {"aten::tril", "aten::triu"}) register_rule(op, triangle);
   return true;
 }();
 

@@ -52,16 +52,16 @@ Plan variance(const OpCall& call, bool root, bool with_mean) {
   if (n == 0) dims.clear();
   const bool keep = call.boolean("keepdim");
   Labels out;
+  Shape shape;
   for (int d = 0; d < n; ++d) {
-    if (!dims.contains(d)) {
-      out.push_back(d);
-    } else if (keep) {
-      out.push_back(kWhole);
-    }
+    if (dims.contains(d) && !keep) continue;
+    out.push_back(dims.contains(d) ? kWhole : d);
+    shape.push_back(dims.contains(d) ? 1 : x.spec.shape()[d]);
   }
   LabelProblem p(call);
   p.inputs = {all_labels(n)};
   p.outputs.assign(with_mean ? 2 : 1, out);
+  p.output_shapes.assign(p.outputs.size(), shape);
   p.contract = dims;
   const double correction = call.has("correction") ? call.number("correction") : 1.0;
   double count = 1;
@@ -125,6 +125,23 @@ at::Tensor over_channels(const at::Tensor& t, std::int64_t dims) {
   return t.reshape(shape);
 }
 
+// libtorch's kernels divide by the number of channels or samples. Where a rank has none there is nothing to compute.
+bool nothing_here(const Plan& plan, const OpCall& call) {
+  for (const TensorInfo& t : call.tensors()) {
+    if (t.spec.shape() == call.find("input")->spec.shape() && plan.inputs[call.index_of(t)]->local_numel() == 0) return true;
+  }
+  return false;
+}
+LocalFunction zeros_of(const Plan& plan) {
+  std::vector<Shape> shapes;
+  for (const Plan::Output& out : plan.outputs) shapes.push_back(out.spec.local_shape());
+  return [shapes](const c10::OperatorHandle&, torch::jit::Stack a) {
+    torch::jit::Stack results;
+    for (const Shape& shape : shapes) results.emplace_back(a[0].toTensor().new_zeros(shape));
+    return results;
+  };
+}
+
 at::Tensor optional_tensor(const c10::IValue& v) { return v.isTensor() ? v.toTensor() : at::Tensor(); }
 
 Plan batch_norm(const OpCall& call) {
@@ -135,11 +152,15 @@ Plan batch_norm(const OpCall& call) {
     // Sample by sample; the statistics that are returned are empty, as libtorch's are.
     const ShardSpec none = mapped_spec(call.tensor(0).spec, {0}, {-1}, false);
     plan.outputs[1] = plan.outputs[2] = {none, Shape{1}};
+    if (nothing_here(plan, call)) plan.local = zeros_of(plan);
     return plan;
   }
   const std::vector<int> axes = reduce_inside(plan.outputs[1]);
   reduce_inside(plan.outputs[2]);
-  if (axes.empty()) return plan;
+  if (axes.empty()) {
+    if (nothing_here(plan, call)) plan.local = zeros_of(plan);
+    return plan;
+  }
   plan.local = [total = SumOverRanks{context_of(call.tensor(0).spec), axes}, dims = b.reduced(), count = b.count](const c10::OperatorHandle&,
                                                                                                                   torch::jit::Stack a) {
     const at::Tensor& x = a[0].toTensor();
@@ -167,10 +188,16 @@ Plan batch_norm_backward(const OpCall& call) {
   BatchNorm b(call);
   Plan plan = solve(b.problem);
   plan.outputs[0].strides = call.find("input")->strides;
-  if (!call.boolean("train")) return plan;  // sample by sample; the sums are partial
+  if (!call.boolean("train")) {  // sample by sample; the sums are partial
+    if (nothing_here(plan, call)) plan.local = zeros_of(plan);
+    return plan;
+  }
   const std::vector<int> axes = reduce_inside(plan.outputs[1]);
   reduce_inside(plan.outputs[2]);
-  if (axes.empty()) return plan;
+  if (axes.empty()) {
+    if (nothing_here(plan, call)) plan.local = zeros_of(plan);
+    return plan;
+  }
   plan.local = [total = SumOverRanks{context_of(call.tensor(0).spec), axes}, dims = b.reduced(), count = b.count](const c10::OperatorHandle&,
                                                                                                                   torch::jit::Stack a) {
     const at::Tensor &g = a[0].toTensor(), &x = a[1].toTensor();

@@ -179,6 +179,7 @@ Plan split(const OpCall& call) {
 
 Plan select(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
+  if (n == 0) throw InvalidArgument(concat(call.name(), " of a tensor without dims"));
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
   auto from = identity(n);
   from.erase(from.begin() + d);
@@ -296,11 +297,11 @@ Plan reshape_to(const OpCall& call, const Shape& target) {
     source.plan.arguments = {{1, int_list(out.local_shape())}};
     return std::move(source.plan);
   }
-  // What was gathered may lie in memory in another order than the global tensor shows.
-  source.plan.local = [shape_of_local = out.local_shape(), copied = source.plan.view_copied](const c10::OperatorHandle&,
-                                                                                             torch::jit::Stack arguments) {
+  // What was gathered for an operator that makes no view may lie in any order.
+  const bool alias = call.schema().returns()[0].alias_info() != nullptr;
+  source.plan.local = [shape_of_local = out.local_shape(), alias](const c10::OperatorHandle&, torch::jit::Stack arguments) {
     const at::Tensor& t = arguments[0].toTensor();
-    return torch::jit::Stack{copied ? t.reshape(shape_of_local) : t.view(shape_of_local)};
+    return torch::jit::Stack{alias ? t.view(shape_of_local) : t.reshape(shape_of_local)};
   };
   return std::move(source.plan);
 }
@@ -434,7 +435,31 @@ Plan stack(const OpCall& call) {
   return solve(p);
 }
 
+// The last dim becomes a diagonal of two.
+Plan diag_embed(const OpCall& call) {
+  const TensorInfo& x = call.tensor(0);
+  const int n = x.spec.dims() + 1;
+  const auto a = normal_dim(call.integer("dim1"), n), b = normal_dim(call.integer("dim2"), n);
+  const std::int64_t length = x.spec.shape().back() + std::abs(call.integer("offset"));
+  LabelProblem p(call);
+  Labels in = all_labels(n - 1), out;
+  in.back() = kWhole;
+  Shape shape;
+  for (int d = 0, next = 0; d < n; ++d) {
+    const bool diagonal = d == a || d == b;
+    shape.push_back(diagonal ? length : x.spec.shape()[next]);
+    out.push_back(diagonal ? kWhole : next++);
+  }
+  p.inputs = {in};
+  p.outputs = {out};
+  p.output_shapes = {shape};
+  p.linear = LabelProblem::Linear::one;
+  p.linear_in = {0};
+  return solve(p);
+}
+
 const bool registered = [] {
+  register_rule("aten::diag_embed", diag_embed);
   for (const char* op : {"aten::alias", "aten::detach", "aten::_conj", "aten::_neg_view", "aten::real", "aten::_conj_physical"})
     register_rule(op, same);
   register_rule("aten::view_as_real", [](const OpCall& call) {
@@ -457,7 +482,7 @@ const bool registered = [] {
     register_rule(op, split);
   register_rule("aten::select.int", select);
   register_rule("aten::unbind.int", unbind);
-  register_rule("aten::diagonal", diagonal);
+  for (const char* op : {"aten::diagonal", "aten::diagonal_copy"}) register_rule(op, diagonal);
   register_rule("aten::unfold", unfold);
   for (const char* op : {"aten::view", "aten::_unsafe_view", "aten::_reshape_alias"}) register_rule(op, view);
   register_rule("aten::view.dtype", view_dtype);

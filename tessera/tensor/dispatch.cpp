@@ -176,7 +176,8 @@ class Registrar final : public c10::OpRegistrationListener {
     }
     const std::string full = space + "::" + local;
     if (register_fast_kernels(full, info, *libraries.below, *libraries.above)) return;
-    if (!op->hasKernelForDispatchKey(kShardKey))
+    // What decomposes does so below autograd too.
+    if (!implicit && !op->hasKernelForDispatchKey(kShardKey))
       libraries.below->impl(local.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Below>(info)));
     if (!op->hasKernelForDispatchKey(kShardAutogradKey)) {
       libraries.above->impl(local.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Above>(info, autograd)));

@@ -19,6 +19,13 @@ class NoRuleError : public ShardingError {
   ~NoRuleError() override;
 };
 
+/// A rule's plan does not fit the call: the rule is wrong, not the call. The message names the operator.
+class RuleError : public Error {
+ public:
+  using Error::Error;
+  ~RuleError() override;
+};
+
 /// An operator would move data between ranks by itself, and the policy forbids it.
 class ImplicitRedistributionError : public ShardingError {
  public:

@@ -7,6 +7,7 @@
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
+#include "tessera/tensor/detail/failure.h"
 #include "tessera/tensor/detail/layout.h"
 #include "tessera/tensor/detail/no_dispatch.h"
 #include "tessera/tensor/detail/plan_cache.h"
@@ -71,6 +72,13 @@ ShardSpec partial_reduced(const ShardSpec& spec) {
 
 void reduce_target(const OpInfo& info, const at::Tensor& target, const ShardSpec& from, const ShardSpec& to) {
   const ShardMeta& meta = *meta_of(target);
+  if (meta.copy)
+    throw ShardingError(concat(info.name, " writes to a view of a partial tensor ", from, " that had to be copied. Redistribute it first."));
+  // A copy such as .data shares the meta, and would keep the terms.
+  if (target.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr().use_count() > 2) {
+    throw ShardingError(
+        concat(info.name, " writes to a partial tensor ", from, " that another one (.data, detach) is a copy of. Redistribute it first."));
+  }
   if (!target.is_inference() && !target.unsafeGetTensorImpl()->unique_version()) {
     throw ShardingError(concat(info.name, " writes to a partial tensor ", from, " that has views or is saved in a graph. Redistribute it first."));
   }
@@ -146,7 +154,7 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
   ready.local = std::move(plan.local);
   ready.view_copied = plan.view_copied;
   if (plan.inputs.size() > call.tensors().size())
-    throw ShardingError(concat("the rule of ", info.name, " plans ", plan.inputs.size(), " inputs of ", call.tensors().size()));
+    throw RuleError(concat("the rule of ", info.name, " plans ", plan.inputs.size(), " inputs of ", call.tensors().size()));
   for (std::size_t i = 0; i < plan.inputs.size(); ++i) {
     const TensorInfo& t = call.tensor(i);
     if (!plan.inputs[i] || *plan.inputs[i] == t.spec) continue;
@@ -178,7 +186,7 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
       if (inferred && k < inferred->size() && (*inferred)[k].defined) {
         const OutputInfo& is = (*inferred)[k];
         if (is.shape != out.spec.shape() && !o.strides) {  // a rule that gives strides as well knows better
-          throw ShardingError(
+          throw RuleError(
               concat("the rule of ", info.name, " says that the result has shape ", list(out.spec.shape()), ", the operator makes ", list(is.shape)));
         }
         o.layout = make_layout(out.spec, o.strides ? *o.strides : is.strides, is.offset, is.dtype, device);
@@ -212,7 +220,7 @@ void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
     } else if (info.out_variant && targets[i].scalar_type() != result.scalar_type()) {
       throw ShardingError(concat(info.name, ": the result is ", toString(result.scalar_type()), ", out is ", toString(targets[i].scalar_type())));
     } else {
-      install(targets[i], made->local, made->layout);
+      install(targets[i], made->local, made->layout, made->copy);
     }
   }
   stack->resize(first);
@@ -226,6 +234,21 @@ const at::Tensor* moved_local(const std::vector<std::pair<std::pair<int, int>, a
   return nullptr;
 }
 
+// Everything that the specs alone decide has been decided, and has thrown on every rank or on none. What fails from here on may fail on this rank
+// only.
+void run_local(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, std::size_t first, const c10::SmallVector<c10::IValue, 2>& targets,
+               const LayoutPtr& like, const std::shared_ptr<ViewCopy>& view_copy);
+
+// What a view that had to gather its base first stands on. `whole` gets the memory order of the base, so that views of it have the strides expected.
+std::shared_ptr<ViewCopy> make_view_copy(const at::Tensor& base, const ShardSpec& to, at::Tensor& whole) {
+  const ShardMeta& meta = *meta_of(base);
+  const auto layout = make_layout(to, meta.layout->strides, meta.layout->offset, meta.layout->dtype, meta.layout->device);
+  whole = layout->dense ? aligned(std::move(whole), *layout) : whole.contiguous();
+  auto copy = std::make_shared<ViewCopy>(ViewCopy{whole, to, meta.local, meta.spec(), meta.copy, base.unsafeGetTensorImpl()->version_counter()});
+  if (copy->version.enabled()) copy->seen = copy->version.current_version();
+  return copy;
+}
+
 void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, const Scan& scan) {
   const std::size_t n = info.kinds.size(), first = stack->size() - n;
   c10::IValue* arguments = stack->data() + first;
@@ -234,6 +257,7 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
   if (plan.moves_shards) check_redistribution_policy(info, plan, arguments, context);
 
   std::vector<std::pair<std::pair<int, int>, at::Tensor>> moved;
+  std::shared_ptr<ViewCopy> view_copy = info.view ? scan.first->copy : nullptr;
   for (const auto& move : plan.moves) {
     const c10::IValue& v = arguments[move.argument];
     const at::Tensor t = move.element < 0 ? v.toTensor() : v.toListRef()[move.element].toTensor();
@@ -248,8 +272,9 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
     }
     // Laid out in memory as the global tensor is, like every local: kernels and views decide by strides.
     const Layout& l = *meta.layout;
-    at::Tensor local = redistribute_local(meta.local, move.from, move.to);
-    moved.push_back({{move.argument, move.element}, aligned(std::move(local), *make_layout(move.to, l.strides, l.offset, l.dtype, l.device))});
+    at::Tensor local = aligned(redistribute_local(meta.local, move.from, move.to), *make_layout(move.to, l.strides, l.offset, l.dtype, l.device));
+    if (plan.view_copied && info.view && move.argument == 0) view_copy = make_view_copy(t, move.to, local);
+    moved.push_back({{move.argument, move.element}, std::move(local)});
     keep_reduced(t, move.from, move.to, moved.back().second);
   }
 
@@ -259,13 +284,8 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
   const auto local_of = [&](const at::Tensor& t, int argument, int element) -> at::Tensor {
     const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;
     if (!meta) return t;
-    if (info.written[argument]) {
-      if (meta->copy_of_view) {
-        throw ShardingError(concat(info.name, " writes to a view that had to be copied (", meta->spec(),
-                                   "): the write would be lost. Write to the base, or redistribute it before taking the view."));
-      }
-      if (alias_targets) return meta->local.detach();
-    }
+    if (meta->copy) meta->copy->require_fresh(info.name);
+    if (info.written[argument] && alias_targets) return meta->local.detach();
     if (const at::Tensor* m = moved_local(moved, argument, element)) return *m;
     return meta->local;
   };
@@ -294,6 +314,34 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
         v = std::move(list);
       }
     }
+  }
+  if (plan.mode == ReadyPlan::Mode::replicated) {
+    run_local(info, plan, stack, first, targets, keep_alive, view_copy);  // the same on all ranks, also where it fails
+  } else {
+    try {
+      run_local(info, plan, stack, first, targets, keep_alive, view_copy);
+    } catch (...) {
+      rethrow_to_all(info.name, context);
+    }
+  }
+  const auto write_back = [](const c10::IValue& v) {
+    const ShardMeta* meta = v.isTensor() && v.toTensor().defined() ? meta_of(v.toTensor()) : nullptr;
+    if (meta && meta->copy) meta->copy->write_back();
+  };
+  for (const c10::IValue& target : targets) {
+    write_back(target);
+    if (target.isTensorList()) {
+      for (const c10::IValue& t : target.toListRef()) write_back(t);
+    }
+  }
+}
+
+void run_local(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, std::size_t first, const c10::SmallVector<c10::IValue, 2>& targets,
+               const LayoutPtr& like, const std::shared_ptr<ViewCopy>& view_copy) {
+  const std::size_t n = info.kinds.size();
+  c10::IValue* arguments = stack->data() + first;
+  {
+    const LocalCallGuard guard;
     for (const auto& [i, value] : plan.arguments) arguments[i] = value;
 
     if (plan.local) {
@@ -302,11 +350,11 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
       torch::jit::Stack made = plan.local(info.op, std::move(given));
       stack->insert(stack->end(), std::make_move_iterator(made.begin()), std::make_move_iterator(made.end()));
       if (stack->size() != first + info.returns.size()) {
-        throw ShardingError(concat("the local function of the rule of ", info.name, " returns ", stack->size() - first, " values, the operator ",
-                                   info.returns.size()));
+        throw RuleError(concat("the local function of the rule of ", info.name, " returns ", stack->size() - first, " values, the operator ",
+                               info.returns.size()));
       }
     } else {
-      if (alias_targets) {
+      if (info.out_variant || info.resizes) {
         // Read back what the call made of the aliases.
         std::vector<std::pair<at::Tensor, at::Tensor>> aliases;
         for (std::size_t i = 0; i < n; ++i) {
@@ -315,7 +363,7 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
         }
         info.op.callBoxed(stack);
         for (const auto& [target, alias] : aliases) {
-          if (meta_of(target)) install(target, alias, replicated_layout(context_of(keep_alive->spec), alias));
+          if (meta_of(target)) install(target, alias, replicated_layout(context_of(like->spec), alias));
         }
       } else {
         info.op.callBoxed(stack);
@@ -338,27 +386,29 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
       LayoutPtr& known = plan.outputs[k++].layout;
       if (!known || local.sizes() != at::IntArrayRef(known->sizes()) || local.strides() != at::IntArrayRef(known->strides) ||
           local.storage_offset() != known->offset || local.scalar_type() != known->dtype || local.device() != known->device) {
-        known = replicated_layout(context_of(keep_alive->spec), local);
+        known = replicated_layout(context_of(like->spec), local);
       }
-      return wrap(std::move(local), known);
+      at::Tensor t = wrap(std::move(local), known);
+      if (view) meta_of(t)->copy = view_copy;
+      return t;
     }
     if (k >= plan.outputs.size())
-      throw ShardingError(concat("the rule of ", info.name, " plans ", plan.outputs.size(), " outputs, the operator makes more"));
+      throw RuleError(concat("the rule of ", info.name, " plans ", plan.outputs.size(), " outputs, the operator makes more"));
     ReadyPlan::Output& out = plan.outputs[k++];
     if (!out.layout) {
-      if (!out.spec) throw ShardingError(concat("the rule of ", info.name, " gives no spec for result ", k - 1));
+      if (!out.spec) throw RuleError(concat("the rule of ", info.name, " gives no spec for result ", k - 1));
       out.layout = make_layout(out.spec, out.strides ? *out.strides : contiguous_strides(out.spec.shape()), 0, local.scalar_type(), local.device());
     }
-    if (view && !plan.view_copied) return wrap(std::move(local), out.layout);
-    at::Tensor t = wrap_fresh(std::move(local), out.layout);
-    if (plan.view_copied) meta_of(t)->copy_of_view = true;
+    if (!view) return wrap_fresh(std::move(local), out.layout);
+    at::Tensor t = wrap(std::move(local), out.layout);
+    meta_of(t)->copy = view_copy;
     return t;
   };
   for (std::size_t i = 0; i < info.returns.size(); ++i) {
     c10::IValue& v = (*stack)[stack->size() - info.returns.size() + i];
     const OpInfo::Return& r = info.returns[i];
     if (r.argument >= 0) {
-      v = std::move(targets[r.argument]);
+      v = targets[r.argument];
     } else if (r.tensor) {
       if (v.isTensor()) v = wrapped(std::move(v).toTensor(), r.view);
     } else if (r.list) {

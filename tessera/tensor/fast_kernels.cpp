@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "tessera/tensor/detail/execute.h"
+#include "tessera/tensor/detail/failure.h"
 #include "tessera/tensor/detail/layout.h"
 #include "tessera/tensor/detail/no_dispatch.h"
 #include "tessera/tensor/detail/plan_cache.h"
@@ -43,7 +44,7 @@ struct KeyBuilder {
     } else {
       usable &= first->layout->spec.data()->context == meta->layout->spec.data()->context;
     }
-    usable &= !meta->copy_of_view;
+    usable &= !meta->copy;
     key.push_back(reinterpret_cast<std::uintptr_t>(meta->layout.get()));
   }
   void add(const at::Scalar& s) { key.push_back(s.isFloatingPoint() ? kDouble : s.isIntegral(false) ? kInt : s.isBoolean() ? kTrue : kComplex); }
@@ -134,15 +135,11 @@ struct Kernels<Op, Result(Arguments...)> {
     ReadyPlan* plan = builder.usable && builder.first ? find_simple(*info, builder.key) : nullptr;
     if (!plan) return boxed(arguments...);
     if constexpr (kInPlace) {
-      const LocalCallGuard guard;
       at::Tensor local = local_of(first(arguments...));
-      call_in_place(*plan, local, arguments...);
+      guarded(*plan, builder, [&] { call_in_place(*plan, local, arguments...); });
       return first(arguments...);
     } else {
-      at::Tensor local = [&] {
-        const LocalCallGuard guard;
-        return Op::call(local_of(arguments, *plan)...);
-      }();
+      at::Tensor local = guarded(*plan, builder, [&] { return Op::call(local_of(arguments, *plan)...); });
       // A result that is not as planned (an operator's data-dependent choice) is left to the general way.
       if (plan->outputs.size() == 1 && plan->outputs[0].layout && !local.is_conj() && !local.is_neg()) {
         const Layout& layout = *plan->outputs[0].layout;
@@ -154,6 +151,18 @@ struct Kernels<Op, Result(Arguments...)> {
         }
       }
       return boxed(arguments...);
+    }
+  }
+
+  // Of replicated tensors a failure is the same on all ranks.
+  template <class Call>
+  static auto guarded(const ReadyPlan& plan, const KeyBuilder& builder, Call call) {
+    const LocalCallGuard guard;
+    try {
+      return call();
+    } catch (...) {
+      if (plan.mode == ReadyPlan::Mode::replicated) throw;
+      rethrow_to_all(info->name, *context_of(builder.first->spec()));
     }
   }
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/custom_class.h>
 
+#include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/detail/layout.h"
 #include "tessera/tensor/detail/no_dispatch.h"
@@ -33,15 +34,35 @@ std::shared_ptr<MeshContext> carried(AutogradContext* ctx) {
   return c10::static_intrusive_pointer_cast<Carried>(ctx->saved_data["mesh"].toCapsule())->context;
 }
 
+// A plain tensor stands for the same value on every rank. The collective level of checking looks whether it is.
+void require_equal(const at::Tensor& plain, const MeshContext& context) {
+  if (context.mesh.layout().size() < 2) return;
+  const Group all = context.mesh.all();
+  if (all.check_level() != CheckLevel::collective) return;
+  Hash hash;
+  hash.number(static_cast<std::uint64_t>(plain.scalar_type()));
+  for (const auto n : plain.sizes()) hash.number(static_cast<std::uint64_t>(n));
+  const at::Tensor values = plain.cpu().contiguous();
+  hash.bytes(values.const_data_ptr(), values.nbytes());
+  const auto hashes = all.all_gather_bytes(std::to_string(hash.value()), {.name = "promotion"});
+  for (std::size_t r = 1; r < hashes.size(); ++r) {
+    if (hashes[r] == hashes[0]) continue;
+    throw MismatchError(
+        concat("a plain tensor of shape ", plain.sizes(), " meets sharded ones, but ranks ", all.ranks()[0], " and ", all.ranks()[r],
+               " hold different values: it stands for one replicated value. Distribute it (tessera::from_local) or make it the same."));
+  }
+}
+
 at::Tensor wrap_plain(const at::Tensor& plain, const std::shared_ptr<MeshContext>& context) {
   if (plain.layout() != c10::kStrided || plain.is_quantized() || plain.is_nested()) {
     throw ShardingError(
         concat("a ", plain.toString(), " tensor cannot become a replicated ShardTensor: sparse, quantized and nested tensors are not supported"));
   }
   const LocalCallGuard guard;
-  at::Tensor local = plain.detach();
-  if (local._is_zerotensor()) local = at::zeros(local.sizes(), local.options());  // autograd's zeros without memory
+  // Backward formulas make zeros without memory, which libtorch's kernels treat by rules of their own.
+  at::Tensor local = plain._is_zerotensor() ? at::zeros(plain.sizes(), plain.options()) : plain.detach();
   if (local.is_conj() || local.is_neg()) local = local.resolve_conj().resolve_neg();
+  require_equal(local, *context);
   auto layout = replicated_layout(context, local);
   return wrap(std::move(local), std::move(layout));
 }
@@ -72,7 +93,7 @@ struct Demote : torch::autograd::Function<Demote> {
 };
 
 // The caller's own tensor is converted, so that it gets the history of what is written to it.
-void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>& context, const OpInfo& info) {
+void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>& context, const OpInfo& info, bool above) {
   const auto refuse = [&](const char* why) {
     throw ShardingError(concat(
         info.name, " writes a sharded value into a plain tensor ", why,
@@ -82,6 +103,8 @@ void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>
   if (target.is_view()) refuse("that is a view of another one");
   // Aliases that autograd knows share the version counter; the pieces of an unsafe_split do not.
   if (!target.is_inference() && !target.unsafeGetTensorImpl()->unique_version()) refuse("that others are views of, or that a graph has saved");
+  // Memory that others see too, without autograd knowing: a kernel's own temporary and a view of it.
+  if (!above && target.has_storage() && target.storage().use_count() > 1) refuse("whose memory others share");
   const at::Tensor promoted = promote(target, context);
   target.unsafeGetTensorImpl()->shallow_copy_from(promoted.getIntrusivePtr());
   if (promoted.grad_fn()) torch::autograd::impl::set_gradient_edge(target, {promoted.grad_fn(), 0});
@@ -109,7 +132,7 @@ void promote_arguments(const OpInfo& info, c10::IValue* arguments, const std::sh
     if (!is_plain(t)) return t;
     apply_policy(info, context, t);
     if (written) {
-      promote_target(t, context, info);
+      promote_target(t, context, info, above);
       return t;
     }
     return above ? promote(t, context) : wrap_plain(t, context);

@@ -81,6 +81,11 @@ std::optional<c10::OperatorHandle> functional_form(const c10::FunctionSchema& sc
       if (auto op = matches(guess)) return op;
     }
   }
+  if (!out_variant) {
+    for (const char* guess : {"int", "default", "dims", "source_Storage"}) {  // transpose_ is transpose.int
+      if (auto op = matches(guess)) return op;
+    }
+  }
   return std::nullopt;
 }
 

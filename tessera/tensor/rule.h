@@ -109,8 +109,10 @@ struct Plan {
   std::vector<Output> outputs;                         ///< One for each tensor returned that is not an argument; lists flattened.
   std::vector<std::pair<int, c10::IValue>> arguments;  ///< Replaced in the local call, by position in the schema.
   LocalFunction local;                                 ///< Default: the operator itself.
-  bool whole = false;                                  ///< Every input is gathered, the operator runs on the whole, its results are replicated.
-  bool view_copied = false;                            ///< A view operator's result that does not share memory with its base.
+  /// A view operator of the first tensor, which is gathered first: writes to the result are written back to the base. `local` must give a view.
+  bool view_copied = false;
+  /// Every input is planned Replicate on every axis: the results are what the operator makes of the whole values, alike on all ranks, of any shape.
+  bool whole = false;
 };
 
 using Rule = std::function<Plan(const OpCall&)>;

@@ -30,6 +30,7 @@ const ShardMeta& meta_or_throw(const at::Tensor& t) {
     throw InvalidArgument(
         t.defined() ? concat("a plain tensor of shape ", t.sizes(), " where a sharded one is needed: use tessera::distribute_tensor or from_local")
                     : "an undefined tensor where a sharded one is needed");
+  if (meta->copy) meta->copy->require_fresh("this call");
   return *meta;
 }
 

@@ -15,6 +15,7 @@ namespace tessera {
 
 ShardingError::~ShardingError() = default;
 NoRuleError::~NoRuleError() = default;
+RuleError::~RuleError() = default;
 ImplicitRedistributionError::~ImplicitRedistributionError() = default;
 
 std::string to_string(const Placement& p) {

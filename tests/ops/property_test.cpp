@@ -1,116 +1,206 @@
-// For every operator: inputs of drawn shapes in drawn placements on drawn meshes give the values and gradients of plain libtorch.
+// For every operator: inputs of drawn shapes, dtypes and memory orders in drawn placements on drawn meshes give the values, gradients and second
+// derivatives of plain libtorch, or a refusal that all ranks agree on.
+//
+//   test_ops_property                                            ranks as threads: 1, 2, 3, 4
+//   test_ops_property --operator=softmax --ranks=3 --draw=5      one case, as a failure names it
+//   test_ops_property --draws=100 --seed=7                       more, and others
+//   tessera run -n 2 -- test_ops_property --processes --draws=1  every rank a process; --backend=mpi under MPI's own launcher
 
-#include <mutex>
+#include <charconv>
+#include <iostream>
 
-#include "cases.h"
+#include "property.h"
 
 namespace tessera::test {
 
 namespace {
 
-constexpr double kTolerance = 1e-10;
+struct Options {
+  std::uint64_t seed = 1;
+  int draws = 4;
+  int draw = -1;           // this one alone
+  int ranks = 0;           // these alone
+  bool processes = false;  // every rank is one
+  std::string only, backend;
+};
+Options options;
 
-// What a case says when it fails, once an operator.
-class Failures {
+struct Count {
+  int equal = 0, refused = 0, both_throw = 0, second = 0;
+  std::string refusal;
+};
+
+class Report {
  public:
-  void add(const std::string& name, const std::string& what) {
-    const std::lock_guard lock(mutex_);
-    if (seen_[name]++ == 0) text_ += concat("\n", name, ": ", what);
+  void add(const OperatorCase& one, int ranks, int draw, const Outcome& o) {
+    Count& c = counts_[one.name];
+    const auto where = concat("\n  --operator='", one.name, "' --ranks=", ranks, " --draw=", draw, " --seed=", options.seed, ": ");
+    switch (o.kind) {
+      case Outcome::Kind::equal:
+        ++c.equal;
+        c.second += o.second;
+        break;
+      case Outcome::Kind::refused:
+        if (c.refused++ == 0) c.refusal = o.text;
+        if (one.must && failed_[one.name]++ < 2) wrong_ += where + "refused: " + o.text;
+        break;
+      case Outcome::Kind::both_throw:
+        ++c.both_throw;
+        break;
+      case Outcome::Kind::failed:
+        if (failed_[one.name]++ < 2) wrong_ += where + o.text;
+        break;
+    }
   }
-  const std::string& text() const { return text_; }
+
+  void print(int ranks) const {
+    Count all;
+    int operators = 0;
+    for (const auto& [name, c] : counts_) {
+      ++operators;
+      all.equal += c.equal, all.refused += c.refused, all.both_throw += c.both_throw, all.second += c.second;
+    }
+    int failed = 0;
+    for (const auto& [name, n] : failed_) failed += n;
+    std::cout << concat("seed ", options.seed, ", ", ranks, " ranks: ", operators, " operators, ", all.equal + all.refused + all.both_throw,
+                        " cases: ", all.equal, " equal (", all.second, " with second derivatives), ", all.refused, " refused, ", all.both_throw,
+                        " that plain libtorch throws for too, ", failed, " wrong\n");
+    for (const auto& [name, c] : counts_) {
+      if (c.refused) std::cout << concat("  ", name, ": ", c.equal, " equal, ", c.refused, " refused, e.g. ", c.refusal.substr(0, 160), "\n");
+    }
+    if (!failed_.empty()) {
+      std::cout << "  wrong:";
+      for (const auto& [name, n] : failed_) std::cout << concat(" '", name, "' ", n);
+      std::cout << "\n";
+    }
+  }
+  const std::string& wrong() const { return wrong_; }
 
  private:
-  std::mutex mutex_;
-  std::map<std::string, int> seen_;
-  std::string text_;
+  std::map<std::string, Count> counts_;
+  std::map<std::string, int> failed_;
+  std::string wrong_;
 };
 
-struct Compared {
-  std::vector<at::Tensor> values, gradients;
+struct Task {
+  const OperatorCase* one;
+  int draw;
 };
 
-Compared differentiate(const Instance& instance, const std::vector<at::Tensor>& inputs, std::uint64_t number) {
-  Compared c;
-  c.values = instance.function(inputs);
-  at::Tensor loss;
-  test::seed(number);
-  std::vector<at::Tensor> weights;
-  for (const at::Tensor& v : c.values) weights.push_back(randn(v.sizes(), at::kDouble));
-  for (std::size_t i = 0; i < c.values.size(); ++i) {
-    if (!c.values[i].requires_grad()) continue;
-    const at::Tensor term = (c.values[i] * weights[i]).sum();
-    loss = loss.defined() ? loss + term : term;
+std::vector<Task> tasks() {
+  std::vector<Task> all;
+  for (const OperatorCase& one : operator_cases()) {
+    if (!options.only.empty() && one.name != options.only) continue;
+    for (int i = 0; i < options.draws; ++i) {
+      if (options.draw < 0 || i == options.draw) all.push_back({&one, i});
+    }
+    if (options.draw >= options.draws) all.push_back({&one, options.draw});
   }
-  if (loss.defined()) loss.backward();
-  for (const at::Tensor& t : inputs) c.gradients.push_back(t.grad());
-  return c;
+  return all;
 }
 
-void compare(const OperatorCase& one, std::uint64_t number, const DeviceMesh& mesh, Draw& draw, Failures& failures) {
-  test::seed(number);
-  const Instance instance = one.make(draw);
-  std::vector<at::Tensor> plain, sharded;
-  std::string where;
-  for (const at::Tensor& t : instance.inputs) {
-    const ShardSpec spec = draw.spec(mesh, t.sizes().vec(), at::isFloatingType(t.scalar_type()));
-    where += concat(where.empty() ? "" : "; ", spec);
-    plain.push_back(t.clone());
-    if (at::isFloatingType(t.scalar_type())) plain.back().requires_grad_(true);
-    sharded.push_back(leaf(t, spec));
-  }
-  const Compared expected = differentiate(instance, plain, number);
-  try {
-    const Compared got = differentiate(instance, sharded, number);
-    for (std::size_t i = 0; i < got.values.size(); ++i) {
-      if (!is_sharded(got.values[i])) failures.add(one.name, "the result is a plain tensor");
-      if (const double d = difference(got.values[i], expected.values[i]); !(d < kTolerance))
-        failures.add(one.name, concat("value ", i, " differs by ", d, " with ", where));
-      if (got.values[i].strides() != expected.values[i].strides() && expected.values[i].numel() > 1) {
-        failures.add(one.name, concat("strides ", got.values[i].strides(), " instead of ", expected.values[i].strides(), " with ", where));
-      }
-    }
-    for (std::size_t i = 0; i < got.gradients.size(); ++i) {
-      if (got.gradients[i].defined() != expected.gradients[i].defined()) {
-        failures.add(one.name, concat("gradient ", i, " is ", got.gradients[i].defined() ? "there" : "missing", " with ", where));
-      } else if (got.gradients[i].defined()) {
-        if (const double d = difference(got.gradients[i], expected.gradients[i]); !(d < kTolerance)) {
-          failures.add(one.name, concat("gradient ", i, " differs by ", d, " with ", where));
-        }
-      }
-    }
-  } catch (const CommError&) {
-    throw;  // the ranks no longer agree: nothing that follows would mean anything
-  } catch (const std::exception& e) {
-    failures.add(one.name, concat(std::string(e.what()).substr(0, 600), " with ", where));
-  }
+void prepare(DistributedManager& manager) {
+  at::set_num_threads(1);
+  manager.set_check_level(CheckLevel::collective);  // ranks that do different things are told, not left waiting
+  set_policies(manager, {.redistribution = Policy::allow});
 }
-
-}  // namespace
 
 class Operators : public ::testing::TestWithParam<int> {};
 
 TEST_P(Operators, GiveWhatOneProcessGives) {
   const int ranks = GetParam();
-  constexpr int kDraws = 12;
-  Failures failures;
-  for (std::size_t n = 0; n < operator_cases().size(); ++n) {
-    const OperatorCase& one = operator_cases()[n];
+  if (options.ranks && options.ranks != ranks) GTEST_SKIP();
+  const auto all = tasks();
+  ASSERT_FALSE(all.empty()) << "no operator is called '" << options.only << "'";
+  Report report;
+  for (std::size_t next = 0; next < all.size();) {
+    std::vector<Outcome> outcomes;
     try {
-      on_threads(ranks, [&](DistributedManager& manager) {
-        set_policies(manager, {.redistribution = Policy::allow});
-        for (int i = 0; i < kDraws; ++i) {
-          const std::uint64_t number = 1000003ull * static_cast<std::uint64_t>(ranks) + 1009 * n + static_cast<std::uint64_t>(i);
-          Draw draw(number);
-          compare(one, number, manager.mesh(draw.axes(ranks)), draw, failures);
-        }
-      });
+      run_threads(ranks,
+                  [&](DistributedManager& manager) {
+                    prepare(manager);
+                    for (std::size_t i = next; i < all.size(); ++i) {
+                      Outcome o = run_case(*all[i].one, case_number(options.seed, all[i].one->name, ranks, all[i].draw), manager);
+                      if (manager.rank() == 0) outcomes.push_back(std::move(o));
+                    }
+                  },
+                  {.timeout = std::chrono::seconds(15)});
     } catch (const std::exception& e) {
-      failures.add(one.name, concat("stopped: ", std::string(e.what()).substr(0, 600)));
+      // The groups of that run are gone: this case is wrong, the others go on in a new run.
+      outcomes.push_back({Outcome::Kind::failed, concat("the ranks did not stay together: ", std::string(e.what()).substr(0, 900))});
+    }
+    for (const Outcome& o : outcomes) {
+      report.add(*all[next].one, ranks, all[next].draw, o);
+      ++next;
     }
   }
-  EXPECT_EQ(failures.text(), "");
+  report.print(ranks);
+  EXPECT_EQ(report.wrong(), "");
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Operators, ::testing::Values(1, 2, 3, 4));
 
+// Every rank a process.
+int run_processes() {
+  ManagerOptions given;
+  given.backend = options.backend;
+  given.timeout = std::chrono::seconds(60);
+  auto manager = DistributedManager::initialize(given);
+  prepare(manager);
+  Report report;
+  for (const Task& task : tasks()) {
+    const int ranks = manager.world_size();
+    report.add(*task.one, ranks, task.draw, run_case(*task.one, case_number(options.seed, task.one->name, ranks, task.draw), manager));
+  }
+  if (manager.rank() == 0) {
+    report.print(manager.world_size());
+    std::cout << report.wrong() << std::endl;
+  }
+  manager.shutdown();
+  return report.wrong().empty() ? 0 : 1;
+}
+
+bool take(const std::string& argument, const std::string& name, std::string& value) {
+  if (!argument.starts_with("--" + name + "=")) return false;
+  value = argument.substr(name.size() + 3);
+  return true;
+}
+
+template <class Number>
+Number number(const std::string& text) {
+  Number n{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), n);
+  if (error != std::errc() || end != text.data() + text.size()) throw InvalidArgument(concat("'", text, "' is not a number"));
+  return n;
+}
+
+int run(int argc, char** argv) {
+  ::testing::InitGoogleTest(&argc, argv);
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    std::string value;
+    if (take(argument, "seed", value)) {
+      options.seed = number<std::uint64_t>(value);
+    } else if (take(argument, "draws", value)) {
+      options.draws = number<int>(value);
+    } else if (take(argument, "draw", value)) {
+      options.draw = number<int>(value);
+    } else if (argument == "--processes") {
+      options.processes = true;
+    } else if (take(argument, "ranks", value)) {
+      options.ranks = number<int>(value);
+    } else if (!take(argument, "operator", options.only) && !take(argument, "backend", options.backend)) {
+      std::cerr << concat("unknown argument '", argument, "'\n");
+      return 2;
+    }
+  }
+  at::set_num_threads(1);
+  if (options.processes) return run_processes();
+  return RUN_ALL_TESTS();
+}
+
+}  // namespace
+
 }  // namespace tessera::test
+
+int main(int argc, char** argv) { return tessera::test::run(argc, argv); }

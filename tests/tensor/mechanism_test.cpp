@@ -179,6 +179,7 @@ TEST(Modules, EveryOptimizerTakesTheSameSteps) {
 
 // ---- metadata ----
 
+// Rules 1 and 2: true strides, the same on every rank.
 TEST(Metadata, ShowsTheStridesOfTheGlobalTensorOnEveryRank) {
   on_threads(3, [](DistributedManager& manager) {
     const auto mesh = one_axis(manager);
@@ -194,6 +195,7 @@ TEST(Metadata, ShowsTheStridesOfTheGlobalTensorOnEveryRank) {
   });
 }
 
+// Rule 3: the meta is immutable; in-place metadata operators install a new one.
 TEST(Metadata, InPlaceViewsChangeOneTensorOnly) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor p = replicated(randn({3, 4}), mesh, true);
@@ -215,6 +217,7 @@ TEST(Metadata, InPlaceViewsChangeOneTensorOnly) {
   });
 }
 
+// Rule 3.
 TEST(Metadata, OutVariantsGiveTheirTargetShapeAndValue) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor a = randn({3, 4}), b = randn({4});
@@ -226,6 +229,7 @@ TEST(Metadata, OutVariantsGiveTheirTargetShapeAndValue) {
   });
 }
 
+// Rule 4: lazy conjugate and negative bits.
 TEST(Metadata, ComplexViews) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor a = randn({3, 4}, at::kComplexDouble);
@@ -237,6 +241,7 @@ TEST(Metadata, ComplexViews) {
 
 // ---- aliasing ----
 
+// Rule 5: views are replayed in backward.
 TEST(Aliasing, GradientsOfWritesToViews) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor value = randn({4, 3}, at::kDouble);
@@ -257,6 +262,7 @@ TEST(Aliasing, GradientsOfWritesToViews) {
   });
 }
 
+// Rule 6; views that must gather: sharded_views_test.cpp.
 TEST(Aliasing, SliceAssignment) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     at::Tensor plain = torch::zeros({4, 3}, at::kDouble);
@@ -273,6 +279,7 @@ TEST(Aliasing, SliceAssignment) {
   });
 }
 
+// Rule 8: the local shares the version counter.
 TEST(Aliasing, ToLocalSharesMemoryAndVersion) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor x = replicated(torch::ones({3}, at::kDouble), mesh, true);
@@ -287,6 +294,7 @@ TEST(Aliasing, ToLocalSharesMemoryAndVersion) {
   });
 }
 
+// Rule 7.
 TEST(Aliasing, TargetsOfInPlaceOperatorsArePromotedWhereTheyStand) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor w = randn({3}, at::kDouble).requires_grad_(true);
@@ -308,6 +316,7 @@ TEST(Aliasing, TargetsOfInPlaceOperatorsArePromotedWhereTheyStand) {
 
 // ---- autograd ----
 
+// Rule 11: promotion and demotion are each other's derivative.
 TEST(Autograd, DoubleBackwardThroughPromotion) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor wv = randn({3}, at::kDouble), xv = randn({3}, at::kDouble);
@@ -325,6 +334,7 @@ TEST(Autograd, DoubleBackwardThroughPromotion) {
   });
 }
 
+// Rule 11.
 TEST(Autograd, ListsOptionalsAndScalarsArePromoted) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor a = randn({2, 3}, at::kDouble).requires_grad_(true), zero_dim = randn({}, at::kDouble).requires_grad_(true);
@@ -340,6 +350,7 @@ TEST(Autograd, ListsOptionalsAndScalarsArePromoted) {
   });
 }
 
+// Rule 14: a gradient that is reduced already is not reduced again.
 TEST(Autograd, AccumulationAddsUp) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     torch::nn::Linear expected(3, 2), net(3, 2);
@@ -359,6 +370,7 @@ TEST(Autograd, AccumulationAddsUp) {
   });
 }
 
+// Rules 12 and 15; buckets and nested backwards: nn/sharded_gradients_test.cpp, ops/module_matrix_test.cpp.
 TEST(Autograd, SharedAndUnusedParameters) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = one_axis(manager);
@@ -376,6 +388,7 @@ TEST(Autograd, SharedAndUnusedParameters) {
   });
 }
 
+// Rule 11: without the kernel above autograd.
 TEST(Autograd, InferenceMode) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     torch::nn::Linear net(3, 2);
@@ -389,6 +402,7 @@ TEST(Autograd, InferenceMode) {
   });
 }
 
+// Rule 10.
 TEST(Autograd, Autocast) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     torch::nn::Conv2d conv(torch::nn::Conv2dOptions(3, 4, 3));
@@ -420,6 +434,7 @@ TEST(Autograd, Autocast) {
 
 // ---- distribute_module ----
 
+// Rule 9: set_data, for distribute_module alone.
 TEST(DistributeModule, EveryHandleSeesTheShardedParameter) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = one_axis(manager);
@@ -437,6 +452,7 @@ TEST(DistributeModule, EveryHandleSeesTheShardedParameter) {
   });
 }
 
+// Rule 9.
 TEST(DistributeModule, RefusesWhatWouldGoWrongInSilence) {
   on_threads(1, [](DistributedManager& manager) {
     const auto mesh = one_axis(manager);
@@ -456,6 +472,7 @@ TEST(DistributeModule, RefusesWhatWouldGoWrongInSilence) {
 
 // ---- dispatcher ----
 
+// Rule 18.
 TEST(Dispatcher, ReadingMemoryDirectlySaysWhatToDo) {
   on_threads(1, [](DistributedManager& manager) {
     const at::Tensor x = replicated(torch::ones({2}), one_axis(manager));
@@ -474,6 +491,7 @@ TEST(Dispatcher, ReadingMemoryDirectlySaysWhatToDo) {
   });
 }
 
+// Rule 17.
 TEST(Dispatcher, OperatorsDefinedLater) {
   static const auto twice = [](const at::Tensor& t) { return t * 2; };
   static auto library = [] {
@@ -548,6 +566,7 @@ TEST(Dispatcher, MixedMeshesAndSparseTensorsAreRefused) {
   });
 }
 
+// Rule 19.
 TEST(Threads, BackwardRunsOnEveryRanksOwnThread) {
   on_threads(4, [](DistributedManager& manager) {
     const auto mesh = one_axis(manager);

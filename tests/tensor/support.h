@@ -75,14 +75,19 @@ class Draw {
     return all;
   }
 
-  /// A spec of any placements; `partial`: also partial sums.
-  ShardSpec spec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape, bool partial = true) {
+  /// A spec of any placements; `partial`: also partial ones, extrema only if the values are not complex.
+  ShardSpec spec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape, bool partial = true, bool complex = false) {
     std::vector<Placement> placements;
     std::map<int, int> parts;
     for (const Axis& axis : mesh.layout().axes()) {
       const int kind = below(partial ? 5 : 4);
       if (kind == 4) {
-        placements.push_back(Partial());
+        // Mostly sums, which operators make; the others only users make.
+        const int op = below(10);
+        placements.push_back(Partial(op == 9               ? ReduceOp::Kind::avg
+                                     : op == 8 && !complex ? ReduceOp::Kind::max
+                                     : op == 7             ? ReduceOp::Kind::product
+                                                           : ReduceOp::Kind::sum));
       } else if (kind == 0 || shape.empty()) {
         placements.push_back(Replicate());
       } else {
@@ -96,11 +101,14 @@ class Draw {
     return ShardSpec(mesh, shape, placements, all);
   }
 
-  /// The meshes of `ranks` ranks, with one or two axes.
+  /// The meshes of `ranks` ranks, with one to three axes.
   std::vector<Axis> axes(int ranks) {
-    if (ranks == 4 && chance(50)) return {{"a", 2}, {"b", 2}};
-    if (chance(30)) return chance(50) ? std::vector<Axis>{{"a", ranks}, {"b", 1}} : std::vector<Axis>{{"a", 1}, {"b", ranks}};
-    return {{"a", ranks}};
+    std::vector<int> sizes{ranks};
+    if (ranks == 4 && chance(50)) sizes = {2, 2};
+    while (sizes.size() < 3 && chance(25)) sizes.insert(sizes.begin() + below(static_cast<int>(sizes.size()) + 1), 1);
+    std::vector<Axis> all;
+    for (const int n : sizes) all.push_back({std::string(1, static_cast<char>('a' + all.size())), n});
+    return all;
   }
 
  private:

@@ -122,8 +122,8 @@ LayoutPtr make_layout(const ShardSpec& spec, at::ScalarType dtype, c10::Device d
 
 at::Tensor wrap(at::Tensor local, LayoutPtr layout) {
   if (local.sizes() != at::IntArrayRef(layout->spec.local_shape())) {
-    throw ShardingError(concat("a local of shape ", local.sizes(), " where the spec ", layout->spec, " says ", list(layout->spec.local_shape()),
-                               ": the rule that made it does not hold for these inputs"));
+    throw RuleError(concat("a local of shape ", local.sizes(), " where the spec ", layout->spec, " says ", list(layout->spec.local_shape()),
+                           ": the rule that made it does not hold for these inputs"));
   }
   const Layout& l = *layout;
   const auto dtype = local.dtype();
@@ -157,10 +157,12 @@ at::Tensor wrap_fresh(at::Tensor local, const LayoutPtr& layout) {
   return wrap(aligned(std::move(local), *layout), layout);
 }
 
-void install(const at::Tensor& target, at::Tensor local, LayoutPtr layout) {
+void install(const at::Tensor& target, at::Tensor local, LayoutPtr layout, std::shared_ptr<ViewCopy> copy) {
   auto* impl = target.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(layout->sizes(), layout->strides, layout->offset);
-  impl->set_backend_meta(c10::make_intrusive<ShardMeta>(std::move(local), std::move(layout)));
+  auto meta = c10::make_intrusive<ShardMeta>(std::move(local), std::move(layout));
+  meta->copy = std::move(copy);
+  impl->set_backend_meta(std::move(meta));
 }
 
 LayoutPtr replicated_layout(const std::shared_ptr<MeshContext>& context, const at::Tensor& plain) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "tessera/tensor/detail/mesh_context.h"
+#include "tessera/tensor/detail/view_copy.h"
 #include "tessera/tensor/spec.h"
 
 namespace tessera::detail {
@@ -56,7 +57,7 @@ struct ShardMeta : c10::BackendMeta {
   ShardMeta(at::Tensor local_, LayoutPtr layout_) : local(std::move(local_)), layout(std::move(layout_)) {}
   const at::Tensor local;
   const LayoutPtr layout;
-  bool copy_of_view = false;  // made by a view operator, but does not share memory with its base: a write to it would be lost
+  std::shared_ptr<ViewCopy> copy = {};  // of a view that does not share memory with its base
 
   const ShardSpec& spec() const { return layout->spec; }
 };
@@ -75,7 +76,7 @@ at::Tensor wrap_fresh(at::Tensor local, const LayoutPtr& layout);
 /// The local laid out as the layout demands: itself if it already is.
 at::Tensor aligned(at::Tensor local, const Layout& layout);
 /// Gives an existing sharded or plain tensor another value and shape in place.
-void install(const at::Tensor& target, at::Tensor local, LayoutPtr layout);
+void install(const at::Tensor& target, at::Tensor local, LayoutPtr layout, std::shared_ptr<ViewCopy> copy = {});
 /// The layout of a plain tensor seen as replicated.
 LayoutPtr replicated_layout(const std::shared_ptr<MeshContext>& context, const at::Tensor& plain);
 

@@ -1,0 +1,28 @@
+#include "tessera/tensor/detail/view_copy.h"
+
+#include "tessera/base/text.h"
+#include "tessera/tensor/detail/no_dispatch.h"
+#include "tessera/tensor/errors.h"
+
+namespace tessera::detail {
+
+void ViewCopy::write_back() {
+  const LocalCallGuard guard;
+  at::Tensor part = whole;
+  for (int d = 0; d < base_spec.dims(); ++d) {
+    part = part.narrow(d, base_spec.local_offset()[d] - whole_spec.local_offset()[d], base_spec.local_shape()[d]);
+  }
+  base.copy_(part);
+  ++written;
+  if (parent) parent->write_back();
+}
+
+void ViewCopy::require_fresh(const std::string& op) const {
+  if (version.enabled() && version.current_version() - seen > written) {
+    throw ShardingError(
+        concat(op, " is given a view of ", base_spec, " that had to be copied, and the base has changed since. Take the view again."));
+  }
+  if (parent) parent->require_fresh(op);
+}
+
+}  // namespace tessera::detail

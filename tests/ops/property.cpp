@@ -1,0 +1,267 @@
+#include "property.h"
+
+#include <sstream>
+
+#include "tessera/base/hash.h"
+
+namespace tessera::test {
+
+namespace {
+
+// The bound on the largest difference, relative to the largest value.
+double bound(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+    case at::kComplexFloat:
+      return 1e-4;  // sums of a hundred terms in another order
+    case at::kHalf:
+      return 2e-2;
+    case at::kBFloat16:
+      return 1.2e-1;  // partial sums are rounded to 8 bits before they are added
+    default:
+      return 1e-10;
+  }
+}
+
+at::ScalarType draw_type(const OperatorCase& one, Draw& draw) {
+  const int n = draw.below(100);
+  if (!one.any_type || n < 75) return at::kDouble;
+  if (n < 85) return at::kFloat;
+  if (n < 88) return at::kBFloat16;
+  if (n < 91) return at::kHalf;
+  return one.complex ? at::kComplexDouble : at::kDouble;
+}
+
+bool differentiable(const at::Tensor& t) { return at::isFloatingType(t.scalar_type()) || at::isComplexType(t.scalar_type()); }
+
+// The same values in memory of another order, or with gaps.
+at::Tensor lay_out(const at::Tensor& t, Draw& draw) {
+  switch (draw.below(8)) {
+    case 0: {  // transposed
+      if (t.dim() < 2) return t;
+      const int a = draw.below(static_cast<int>(t.dim())), b = draw.below(static_cast<int>(t.dim()));
+      return t.transpose(a, b).contiguous().transpose(a, b);
+    }
+    case 1: {  // every second element
+      if (t.dim() < 1) return t;
+      return at::stack({t, t}, -1).select(-1, 0);
+    }
+    case 2:
+      return t.dim() == 4 ? t.contiguous(at::MemoryFormat::ChannelsLast) : t;
+    default:
+      return t;
+  }
+}
+
+struct Compared {
+  Tensors values, gradients, second;
+  std::string second_error;  // plain libtorch has no second derivative
+};
+
+// Sum of weighted elements, real.
+at::Tensor weighted_sum(const Tensors& values) {
+  at::Tensor loss;
+  for (const at::Tensor& v : values) {
+    if (!v.defined()) continue;
+    at::Tensor w = randn(v.sizes(), at::kDouble);
+    if (v.is_complex()) {
+      const at::Tensor imaginary = randn(v.sizes(), at::kDouble);
+      w = at::complex(w, imaginary);
+    }
+    if (!v.requires_grad()) continue;
+    at::Tensor term = (v * w.to(v.scalar_type())).sum();
+    if (term.is_complex()) term = at::real(term);
+    loss = loss.defined() ? loss + term : term;
+  }
+  return loss;
+}
+
+Compared differentiate(const Instance& instance, const Tensors& inputs, std::uint64_t number, bool second) {
+  Compared c;
+  c.values = instance.function(inputs);
+  test::seed(number);
+  const at::Tensor loss = weighted_sum(c.values);
+  Tensors leaves;
+  for (const at::Tensor& t : inputs) {
+    if (t.requires_grad()) leaves.push_back(t);
+  }
+  if (!loss.defined() || leaves.empty()) return c;
+  c.gradients = torch::autograd::grad({loss}, leaves, {}, true, second, true);
+  if (!second) return c;
+  const at::Tensor next = weighted_sum(c.gradients);
+  if (next.defined()) c.second = torch::autograd::grad({next}, leaves, {}, std::nullopt, false, true);
+  return c;
+}
+
+std::string describe(const Tensors& tensors) {
+  std::string text;
+  for (const at::Tensor& t : tensors) {
+    text += concat(text.empty() ? "" : "; ", toString(t.scalar_type()), " ");
+    if (is_sharded(t)) {
+      text += concat(spec(t), " strides ", t.strides());
+    } else {
+      text += concat("plain ", t.sizes());
+    }
+  }
+  return text;
+}
+
+// What differs, or nothing.
+std::string compare(const char* what, const Tensors& got, const Tensors& expected, double tolerance) {
+  if (got.size() != expected.size()) return concat(got.size(), " ", what, "s instead of ", expected.size());
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    if (got[i].defined() != expected[i].defined()) return concat(what, " ", i, got[i].defined() ? " is there" : " is missing");
+    if (!got[i].defined()) continue;
+    if (got[i].sizes() != expected[i].sizes()) return concat(what, " ", i, " has shape ", got[i].sizes(), " instead of ", expected[i].sizes());
+    if (got[i].scalar_type() != expected[i].scalar_type())
+      return concat(what, " ", i, " is ", toString(got[i].scalar_type()), " instead of ", toString(expected[i].scalar_type()));
+    const double d = difference(got[i], expected[i]);
+    if (!(d <= tolerance)) {
+      std::string values;
+      if (expected[i].numel() <= 6) {
+        std::ostringstream text;
+        text << ": " << whole(got[i]).flatten() << " instead of " << whole(expected[i]).flatten();
+        values = text.str();
+        std::replace(values.begin(), values.end(), '\n', ' ');
+      }
+      return concat(what, " ", i, " differs by ", d, values);
+    }
+  }
+  return "";
+}
+
+// Of dims with one element they mean nothing.
+bool same_strides(const at::Tensor& a, const at::Tensor& b) {
+  for (std::int64_t d = 0; d < b.dim() && b.numel() > 0; ++d) {
+    if (b.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
+  }
+  return true;
+}
+
+struct Prepared {
+  Instance instance;
+  Tensors plain, sharded;
+  at::ScalarType type = at::kDouble;
+  bool second = false;
+  bool gaps = false;  // some input has gaps in memory, which no shard keeps
+};
+
+Prepared prepare(const OperatorCase& one, Draw& draw, const DeviceMesh& mesh, const DeviceMesh& alone) {
+  Prepared p;
+  p.instance = one.make(draw);
+  p.type = draw_type(one, draw);
+  p.second = draw.chance(20) && p.type == at::kDouble && one.second;
+  const int keep_sharded = draw.below(static_cast<int>(p.instance.inputs.size()));
+  for (std::size_t i = 0; i < p.instance.inputs.size(); ++i) {
+    at::Tensor value = p.instance.inputs[i];
+    if (differentiable(value)) {
+      if (p.type == at::kComplexDouble) value = at::complex(value, value.flatten().flip(0).reshape(value.sizes()) * 0.5);
+      value = value.to(p.type);
+    }
+    value = lay_out(value, draw);
+    p.gaps |= !value.is_non_overlapping_and_dense();
+    const bool gradient = differentiable(value) && !draw.chance(10);
+    const bool stays_plain = draw.chance(12) && static_cast<int>(i) != keep_sharded;
+    const ShardSpec spec = draw.spec(mesh, value.sizes().vec(), one.partial && differentiable(value), value.is_complex());
+    const auto as_leaf = [&](const at::Tensor& t) { return t.detach().requires_grad_(gradient); };
+    // Each with memory of its own.
+    const auto copy = [&] { return at::empty_strided(value.sizes(), value.strides(), value.options()).copy_(value); };
+    p.plain.push_back(as_leaf(one.random ? distribute_tensor(copy(), ShardSpec::replicated(alone, value.sizes().vec())) : copy()));
+    p.sharded.push_back(as_leaf(stays_plain && !one.random ? copy() : distribute_tensor(copy(), spec)));
+  }
+  return p;
+}
+
+bool is_refusal(const std::exception& e) {
+  if (std::string(e.what()).find("a ShardTensor's memory is spread over ranks") != std::string::npos) return true;
+  return dynamic_cast<const Error*>(&e) && !dynamic_cast<const CommError*>(&e) && !dynamic_cast<const RuleError*>(&e);
+}
+
+std::string short_text(const std::exception& e) {
+  std::string text = e.what();
+  const auto at = text.find("Exception raised from");
+  return text.substr(0, std::min<std::size_t>(at, 700));
+}
+
+Outcome run_alone(const OperatorCase& one, std::uint64_t number, DistributedManager& manager) {
+  test::seed(number);
+  Draw draw(number);
+  const auto mesh = manager.mesh(draw.axes(manager.world_size()));
+  const auto alone = manager.mesh(Mesh({{"alone", 1}}, {manager.rank()}));
+  const Prepared p = prepare(one, draw, mesh, alone);
+  const auto say = [&](const std::string& what) { return Outcome{Outcome::Kind::failed, concat(what, " with ", describe(p.sharded))}; };
+  Compared expected;
+  std::string plain_throws;
+  bool second = p.second;
+  const auto start = [&] {
+    test::seed(number + 1);
+    manual_seed(manager, number);
+  };
+  try {
+    start();
+    expected = differentiate(p.instance, p.plain, number, second);
+  } catch (const std::exception& e) {
+    plain_throws = short_text(e);
+  }
+  if (!plain_throws.empty() && second) {  // perhaps the second derivative alone does not exist
+    second = false;
+    try {
+      start();
+      expected = differentiate(p.instance, p.plain, number, false);
+      plain_throws.clear();
+    } catch (const std::exception& e) {
+    }
+  }
+  try {
+    start();
+    const Compared got = differentiate(p.instance, p.sharded, number, second);
+    if (!plain_throws.empty()) return say("plain libtorch throws, this does not: " + plain_throws);
+    const double tolerance = bound(p.type);
+    std::string wrong = compare("value", got.values, expected.values, tolerance);
+    if (wrong.empty()) wrong = compare("gradient", got.gradients, expected.gradients, tolerance);
+    if (wrong.empty()) wrong = compare("second derivative", got.second, expected.second, tolerance);
+    for (std::size_t i = 0; i < got.values.size() && wrong.empty() && one.strides; ++i) {
+      if (is_sharded(got.values[i]) && !p.gaps && !same_strides(got.values[i], expected.values[i]))
+        wrong = concat("value ", i, " has strides ", got.values[i].strides(), " instead of ", expected.values[i].strides());
+    }
+    if (!wrong.empty()) return say(wrong);
+    return {Outcome::Kind::equal, "", second};
+  } catch (const CommError&) {
+    throw;
+  } catch (const std::exception& e) {
+    if (!plain_throws.empty()) return {Outcome::Kind::both_throw, plain_throws};
+    if (is_refusal(e)) return {Outcome::Kind::refused, concat(short_text(e), " with ", describe(p.sharded))};
+    return say(short_text(e));
+  }
+}
+
+}  // namespace
+
+std::uint64_t case_number(std::uint64_t seed, const std::string& name, int ranks, int draw) {
+  Hash hash;
+  hash.number(seed).text(name).number(static_cast<std::uint64_t>(ranks)).number(static_cast<std::uint64_t>(draw));
+  return hash.value();
+}
+
+Outcome run_case(const OperatorCase& one, std::uint64_t number, DistributedManager& manager) {
+  Outcome mine = run_alone(one, number, manager);
+  if (manager.world_size() == 1) return mine;
+  // A rank that is alone with its outcome would have left the others waiting.
+  std::vector<std::string> all;
+  try {
+    all = manager.world().all_gather_bytes(std::string(1, static_cast<char>(mine.kind)) + mine.text, {.name = "outcome"});
+  } catch (const CommError& e) {
+    throw CommError(concat("after '", static_cast<char>(mine.kind), "' ", mine.text, ": ", e.what()));
+  }
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r][0] != all[0][0]) {
+      std::string text = "the ranks' outcomes differ:";
+      for (std::size_t k = 0; k < all.size(); ++k) text += concat(" rank ", k, ": ", all[k].substr(0, 300), ";");
+      return {Outcome::Kind::failed, text};
+    }
+  }
+  mine.text = all[0].substr(1);
+  return mine;
+}
+
+}  // namespace tessera::test
