@@ -127,13 +127,11 @@ struct Round {
 
 // Second derivatives would need a ring of their own.
 struct NoSecondDerivative : torch::autograd::Function<NoSecondDerivative> {
-  static variable_list forward(AutogradContext*, const variable_list& all) {
-    variable_list same;
-    for (const at::Tensor& t : all) {
-      const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;
-      same.push_back(meta ? wrap(meta->local, meta->layout) : t);
-    }
-    return same;
+  // `needs`: what the gradient was computed from.
+  static at::Tensor forward(AutogradContext*, const at::Tensor& t, const at::Tensor& needs) {
+    (void)needs;
+    const ShardMeta& meta = *meta_of(t);
+    return wrap(meta.local, meta.layout);
   }
   static variable_list backward(AutogradContext*, const variable_list&) {
     throw ShardingError(
@@ -237,16 +235,12 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
       if (wants_mask) result[3] = give(db, ring->mask_gradient, bias.scalar_type());
     }
     if (!at::GradMode::is_enabled()) return result;
-    variable_list watched;
-    for (const at::Tensor& t : result) {
-      if (t.defined()) watched.push_back(t);
+    at::Tensor needs = gradients[0];
+    for (int i = 0; i < 4; ++i) {
+      if (saved[i].defined() && saved[i].requires_grad()) needs = saved[i];
     }
-    watched.push_back(gradients[0]);
-    watched.insert(watched.end(), saved.begin(), saved.begin() + 3);
-    watched = NoSecondDerivative::apply(watched);
-    std::size_t next = 0;
     for (at::Tensor& t : result) {
-      if (t.defined()) t = watched[next++];
+      if (t.defined()) t = NoSecondDerivative::apply(t, needs);
     }
     return result;
   }

@@ -429,7 +429,7 @@ void check_implicit_moves(const std::string& op, const std::vector<ImplicitMove>
   std::string what;
   for (const ImplicitMove& move : moves) {
     if (!moves_shards(move.from, move.to)) continue;
-    bytes += elements_moved(move.from, move.to) * static_cast<std::int64_t>(move.element_size);
+    bytes += elements_moved(move.from, move.to) * move.element_size;
     what += concat(what.empty() ? "" : "; ", move.name, " from ", move.from, " to ", move.to);
   }
   if (what.empty()) return;

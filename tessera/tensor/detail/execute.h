@@ -18,7 +18,7 @@ void run_sharded(const OpInfo& info, torch::jit::Stack* stack);
 struct ImplicitMove {
   std::string name;  ///< Of the argument.
   ShardSpec from, to;
-  std::size_t element_size;
+  std::int64_t element_size;
 };
 /// Applies Policies::redistribution to those that move shards: throws ImplicitRedistributionError, or warns once for each place in the program that
 /// calls the operator, with the operator, its arguments, their placements, and the bytes that this rank receives.
