@@ -127,9 +127,9 @@ struct Round {
 
 // Second derivatives would need a ring of their own.
 struct NoSecondDerivative : torch::autograd::Function<NoSecondDerivative> {
-  // `needs`: what the gradient was computed from.
-  static at::Tensor forward(AutogradContext*, const at::Tensor& t, const at::Tensor& needs) {
-    (void)needs;
+  // The others: what the gradient was computed from, each of which may be asked for.
+  static at::Tensor forward(AutogradContext*, const at::Tensor& t, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                            const std::optional<at::Tensor>&) {
     const ShardMeta& meta = *meta_of(t);
     return wrap(meta.local, meta.layout);
   }
@@ -235,12 +235,9 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
       if (wants_mask) result[3] = give(db, ring->mask_gradient, bias.scalar_type());
     }
     if (!at::GradMode::is_enabled()) return result;
-    at::Tensor needs = gradients[0];
-    for (int i = 0; i < 4; ++i) {
-      if (saved[i].defined() && saved[i].requires_grad()) needs = saved[i];
-    }
+    const std::optional<at::Tensor> mask = saved[3].defined() ? std::optional<at::Tensor>(saved[3]) : std::nullopt;
     for (at::Tensor& t : result) {
-      if (t.defined()) t = NoSecondDerivative::apply(t, needs);
+      if (t.defined()) t = NoSecondDerivative::apply(t, gradients[0], saved[0], saved[1], saved[2], mask);
     }
     return result;
   }
