@@ -225,7 +225,8 @@ Plan along(const OpCall& call) {
     }
   }
   p.outputs.assign(call.schema().returns().size(), labels);
-  if (!call.outputs()) p.output_shapes.assign(p.outputs.size(), call.tensor(0).spec.shape());
+  const TensorInfo* self = call.find("self");  // of a backward the result is shaped as what was differentiated
+  if (!call.outputs()) p.output_shapes.assign(p.outputs.size(), (self ? *self : call.tensor(0)).spec.shape());
   return solve(p);
 }
 
