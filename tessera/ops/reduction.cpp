@@ -311,18 +311,8 @@ const bool registered = [] {
                          "aten::kthvalue", "aten::logsumexp"}) {
     register_rule(op, along_reduced);
   }
-  for (const char* op : {"aten::cumsum",
-                         "aten::cumprod",
-                         "aten::logcumsumexp",
-                         "aten::sort",
-                         "aten::sort.stable",
-                         "aten::topk",
-                         "aten::_safe_softmax",
-                         "aten::cummax",
-                         "aten::cummin",
-                         "aten::glu",
-                         "aten::glu_backward",
-                         "aten::linalg_cross"}) {
+  for (const char* op : {"aten::cumsum", "aten::cumprod", "aten::logcumsumexp", "aten::sort", "aten::sort.stable", "aten::topk",
+                         "aten::_safe_softmax", "aten::cummax", "aten::cummin", "aten::glu", "aten::glu_backward", "aten::linalg_cross"}) {
     register_rule(op, along);
   }
   register_rule("aten::renorm", renorm);

@@ -175,9 +175,9 @@ void add_writes(Cases& c) {
                      }};
    }).no_partial();
   c.along("select_scatter", [](const auto& x, auto dim) { return at::select_scatter(x, x.select(dim, 0) * 3, dim, -1); }).any_strides().real_only();
-  c.along("slice_scatter", [](const auto& x, auto dim) {
-     return at::slice_scatter(x, x.slice(dim, 0, 1) * 3, dim, x.size(dim) - 1, x.size(dim));
-   }).any_strides().real_only();
+  c.along("slice_scatter", [](const auto& x, auto dim) { return at::slice_scatter(x, x.slice(dim, 0, 1) * 3, dim, x.size(dim) - 1, x.size(dim)); })
+      .any_strides()
+      .real_only();
   c.custom("in-place metadata", [](Draw& d) {
     return Instance{{random({d.between(1, 5), d.between(1, 5)})}, [](const Tensors& t) {
                       at::Tensor y = t[0] * 1;
