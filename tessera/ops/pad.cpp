@@ -2,6 +2,7 @@
 // exchange serves constant (also with negative widths, which crop), reflect, replicate and circular; the gradient is its adjoint.
 
 #include <torch/library.h>
+#include <algorithm>
 
 #include "tessera/base/text.h"
 #include "tessera/ops/halo.h"
@@ -108,8 +109,17 @@ Plan continued_backward(const OpCall& call) {
 at::Tensor circular(const at::Tensor& self, c10::SymIntArrayRef pad) {
   std::vector<std::int64_t> pads;
   for (const auto& n : pad) pads.push_back(n.expect_int());
-  const Padding p(spec(self), pads, Edge::circular);
-  return from_local(halo_exchange(self, p.halo()).view(p.output.local_shape()), p.output);
+  at::Tensor x = self;
+  // What a negative width cuts off does not come back around: the rest is what continues.
+  for (std::size_t i = 0; i + 1 < pads.size(); i += 2) {
+    const std::int64_t dim = self.dim() - 1 - static_cast<std::int64_t>(i / 2), before = std::max<std::int64_t>(-pads[i], 0),
+                       after = std::max<std::int64_t>(-pads[i + 1], 0);
+    if (before + after > 0) x = x.slice(dim, before, x.size(dim) - after);
+    pads[i] = std::max<std::int64_t>(pads[i], 0);
+    pads[i + 1] = std::max<std::int64_t>(pads[i + 1], 0);
+  }
+  const Padding p(spec(x), pads, Edge::circular);
+  return from_local(halo_exchange(x, p.halo()).view(p.output.local_shape()), p.output);
 }
 
 const bool registered = [] {
