@@ -125,7 +125,7 @@ Plan transform(const OpCall& call, Kind kind) {
   plan.outputs = {{stages.now()}};
   plan.local = [steps = std::move(stages.steps), forward, onesided, extent, norm = call.integer("normalization"), name = call.name(),
                 context = context_of(x.spec)](const c10::OperatorHandle&, torch::jit::Stack a) {
-    at::Tensor t = a[0].toTensor().resolve_conj();  // messages carry values
+    at::Tensor t = a[0].toTensor();
     std::vector<ImplicitMove> moves;
     for (const Step& s : steps) {
       if (s.what == Step::What::move) moves.push_back({"self", s.from, s.to, t.element_size()});

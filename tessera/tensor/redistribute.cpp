@@ -284,7 +284,8 @@ at::Tensor Redistribution::finish() {
 
 at::Tensor redistribute_local(const at::Tensor& local, const ShardSpec& from, const ShardSpec& to) {
   if (from == to) return local;
-  return Redistribution(local, from, to, true).finish();
+  // Messages carry values, and what arrives is wrapped anew.
+  return Redistribution(local.resolve_conj().resolve_neg(), from, to, true).finish();
 }
 
 std::int64_t elements_moved(const ShardSpec& from, const ShardSpec& to) {
