@@ -1,10 +1,14 @@
 # The few commands of a checkout. Everything they need and this machine lacks is fetched by scripts/bootstrap.
 #   make             configure and build (PRESET=debug, asan or tsan: another kind)
 #   make demo        the winds example on real data, on 2 ranks; the report is build/winds-report.html
+#   make relief      the relief example on 1 to 4 ranks (fetches 28 MB); the report is build/relief/report.html
 #   make test        everything: Python's torch, build, all tests, lint
 #   make bench       the benchmarks (NAME=comm: one of them; ARGS="--only 'reduce.*mpi'": some of its cases)
 #   make sweep       PyTorch's operator database on sharded tensors, about 5 minutes; writes docs/operator_table.md
 #   make test-2.11   build and test with the oldest libtorch that is supported
+#   make test-mpich  the MPI part with MPICH; make test-stubs: without MPI and NCCL
+#   make tsan        ThreadSanitizer on the rooms up to comm and ranks that are threads, without Gloo, MPI and NCCL
+#   make asan        AddressSanitizer and UndefinedBehaviorSanitizer on all rooms, without MPI, Python, examples and benchmarks
 #   make format, make lint, make docs, make clean
 SHELL := /bin/bash
 PRESET ?= release
@@ -17,7 +21,7 @@ RUN := scripts/env
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export CTEST_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: all bootstrap python configure build demo test ctest bench sweep format lint docs test-2.11 clean help
+.PHONY: all bootstrap python configure build demo relief test ctest bench sweep format lint docs test-2.11 test-mpich test-stubs tsan asan clean help
 all: build
 
 help:
@@ -39,6 +43,11 @@ demo: configure
 	@$(RUN) cmake --build --preset $(PRESET) --target tessera_cli winds
 	$(RUN) $(BUILD)/bin/tessera run -n $(RANKS) -- $(BUILD)/bin/winds --report build/winds-report.html
 	@echo "The report: file://$(CURDIR)/build/winds-report.html"
+
+relief: configure
+	@$(RUN) cmake --build --preset $(PRESET) --target tessera_cli relief
+	@$(RUN) examples/05_relief/run $(BUILD) build/relief $(ARGS)
+	@echo "The report: file://$(CURDIR)/build/relief/report.html"
 
 test:
 	@scripts/stage fetch $(MAKE) --no-print-directory python
@@ -75,5 +84,20 @@ test-2.11: bootstrap
 	@$(RUN) cmake --build build/torch-2.11
 	@$(RUN) ctest --test-dir build/torch-2.11 --output-on-failure --no-tests=error $(CTEST_ARGS)
 
+# Parts of comm in other ways: only the rooms up to it.
+test-mpich: bootstrap
+	@scripts/bootstrap --mpich
+	@$(RUN) cmake --preset release -B build/mpich -DTESSERA_UP_TO=comm -DTESSERA_MPI=ON -DMPI_HOME="$(CURDIR)/.env-mpich" $(CMAKE_ARGS)
+	@$(RUN) cmake --build build/mpich
+	@$(RUN) ctest --test-dir build/mpich --output-on-failure --no-tests=error -L mpi $(CTEST_ARGS)
+
+test-stubs: bootstrap
+	@$(RUN) cmake --preset release -B build/stubs -DTESSERA_UP_TO=comm -DTESSERA_MPI=OFF -DTESSERA_NCCL=OFF $(CMAKE_ARGS)
+	@$(RUN) cmake --build build/stubs
+	@$(RUN) ctest --test-dir build/stubs --output-on-failure --no-tests=error -L comm $(CTEST_ARGS)
+
+tsan asan:
+	@$(MAKE) --no-print-directory PRESET=$@ build ctest
+
 clean:
-	@rm -rf build/$(PRESET) build/lint build/torch-2.11 build/docs
+	@rm -rf build/$(PRESET) build/lint build/torch-2.11 build/mpich build/stubs build/docs

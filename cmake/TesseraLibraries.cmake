@@ -47,6 +47,9 @@ tessera_library(tessera_library ROOMS ${TESSERA_TORCH_ROOMS} LINK tessera_base_l
 set_target_properties(tessera_library PROPERTIES OUTPUT_NAME tessera EXPORT_NAME tessera)
 add_library(Tessera::tessera ALIAS tessera_library)
 
+if(NOT TARGET tessera_data)
+  return()
+endif()
 tessera_library(tessera_data_library ROOMS data LINK tessera_library)
 set_target_properties(tessera_data_library PROPERTIES OUTPUT_NAME tessera_data EXPORT_NAME data)
 add_library(Tessera::data ALIAS tessera_data_library)

@@ -83,3 +83,15 @@ function(tessera_use_full_pch target)
     target_precompile_headers(${target} REUSE_FROM tessera_pch_full)
   endif()
 endfunction()
+
+# tessera_example(targets ...): the libraries and programs of an example that is built in this tree.
+function(tessera_example)
+  foreach(target IN LISTS ARGN)
+    get_target_property(type ${target} TYPE)
+    if(type STREQUAL "STATIC_LIBRARY")
+      target_compile_options(${target} PRIVATE -fPIE) # as programs are compiled, so that all share one precompiled header
+    endif()
+    target_link_libraries(${target} PRIVATE tessera_flags)
+    tessera_use_full_pch(${target})
+  endforeach()
+endfunction()

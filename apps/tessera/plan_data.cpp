@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "svg_text.h"
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 
@@ -19,21 +20,6 @@ std::string colour(int coordinate) {
   char text[64];
   std::snprintf(text, sizeof text, "hsl(%.0f,62%%,%d%%)", std::fmod(205.0 + coordinate * 137.50776, 360.0), coordinate % 2 ? 68 : 78);
   return text;
-}
-
-std::string escaped(const std::string& text) {
-  std::string out;
-  for (const char c : text) {
-    if (c == '&')
-      out += "&amp;";
-    else if (c == '<')
-      out += "&lt;";
-    else if (c == '>')
-      out += "&gt;";
-    else
-      out += c;
-  }
-  return out;
 }
 
 std::string shape_text(const DataPlan& plan) {

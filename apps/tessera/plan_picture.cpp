@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "plan.h"
+#include "svg_text.h"
 #include "tessera/base/text.h"
 
 namespace tessera::app {
@@ -16,23 +17,6 @@ namespace {
 
 constexpr int kWidth = 1400, kMargin = 24, kGap = 28;
 constexpr int kMostPanels = 12;
-
-std::string escaped(const std::string& text) {
-  std::string out;
-  for (char c : text) {
-    if (c == '&')
-      out += "&amp;";
-    else if (c == '<')
-      out += "&lt;";
-    else if (c == '>')
-      out += "&gt;";
-    else if (c == '"')
-      out += "&quot;";
-    else if (static_cast<unsigned char>(c) >= 32)
-      out += c;
-  }
-  return out;
-}
 
 std::string shortened(const std::string& text, std::size_t limit) {
   if (text.size() <= limit) return text;
@@ -210,7 +194,7 @@ std::string members_text(const Plan& plan, std::span<const int> members) {
     const auto n = std::unique(hosts.begin(), hosts.end()) - hosts.begin();
     text += concat(members.size() > 8 ? "" : " (", members.size() > 8 ? " on " : "on ", n, n == 1 ? " host)" : " hosts)");
   } else if (members.size() > 8) {
-    text += ")";
+    text += ')';
   }
   return text;
 }

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <filesystem>
 #include <thread>
 
 #include "calls.h"
@@ -140,7 +141,10 @@ int run(const std::string& backend, const std::string& out, const std::string& o
   } else {
     const tessera::bench::AwakeCores awake;  // Gloo's calls sleep until another thread wakes them; MPI's spin
     // The bare backend meets through a file whose name both ranks learn from the group.
-    std::string path = world.rank() == 0 ? tessera::concat("/tmp/tessera_bench_comm_", Clock::now().time_since_epoch().count()) : "";
+    std::string path =
+        world.rank() == 0
+            ? (std::filesystem::temp_directory_path() / tessera::concat("tessera_bench_comm_", Clock::now().time_since_epoch().count())).string()
+            : "";
     path = world.broadcast_bytes(path, 0);
     const auto bare =
         tessera::make_gloo_backend(c10::make_intrusive<c10d::FileStore>(path, 2), world.rank(), 2, std::chrono::seconds(60), "127.0.0.1");

@@ -77,7 +77,7 @@ class Process {
     std::fclose(from_);
     for (int i = 0; i < 100; ++i) {
       if (waitpid(pid_, nullptr, WNOHANG) != 0) return;
-      usleep(50000);
+      usleep(50000);  // it leaves by itself in a moment; nothing is timed here any more
     }
     kill(pid_, SIGKILL);
     waitpid(pid_, nullptr, 0);

@@ -26,7 +26,8 @@ at::Tensor SurrogateImpl::forward(const at::Tensor& state) {
 }
 
 SolverMesh::SolverMesh(const ShallowWater& solver)
-    : manager(tessera::mpi_manager(solver.comm())), mesh(manager.mesh({{"down", solver.grid()[0]}, {"across", solver.grid()[1]}})) {
+    : manager(tessera::DistributedManager::initialize({.mpi = std::make_shared<tessera::MpiWorld>(tessera::mpi_world(solver.comm()))})),
+      mesh(manager.mesh({{"down", solver.grid()[0]}, {"across", solver.grid()[1]}})) {
   std::int64_t rows = 0, columns = 0;
   for (const auto n : solver.block_rows()) rows += n;
   for (const auto n : solver.block_columns()) columns += n;

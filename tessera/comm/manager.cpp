@@ -32,17 +32,24 @@ c10::Device detail::choose_device(const std::optional<c10::Device>& wanted, int 
 DistributedManager DistributedManager::initialize(const ManagerOptions& options) {
   detail::ManagerBase base;
   base.options = options;
-  base.launch = options.launch ? *options.launch : detect_launch(Environment::of_process());
+  base.launch = options.launch ? *options.launch : options.mpi ? options.mpi->launch() : detect_launch(Environment::of_process());
   validate(base.launch);
   if (options.timeout.count() < 1)
     throw InvalidArgument(concat("the manager was given a time limit of ", options.timeout.count(), " ms; give a positive one"));
   if (!options.backend.empty() && options.backend != "gloo" && options.backend != "mpi")
     throw InvalidArgument(concat("backend '", options.backend, "' is not one for processes; choose gloo or mpi"));
-  base.backend = options.backend.empty() ? "gloo" : options.backend;
-  require_rendezvous(base.launch);
+  base.backend = !options.backend.empty() ? options.backend : options.mpi ? "mpi" : "gloo";
+  const bool meets = options.launch || !options.mpi;
+  if (meets) require_rendezvous(base.launch);
   base.device = detail::choose_device(options.device, base.launch.local_rank, cuda_device_count(), nccl_unavailable());
   if (options.mpi && base.backend != "mpi")
     throw InvalidArgument(concat("the manager was given ranks of MPI, but the backend ", base.backend, "; give the backend mpi"));
+  if (!meets && !base.device.is_cpu()) {
+    if (options.device)
+      throw InvalidArgument(concat("the manager was given the device ", base.device, ", and ranks of MPI without a launch: groups of ",
+                                   base.device.type(), " tensors meet at a store; give ManagerOptions::launch too"));
+    base.device = c10::DeviceType::CPU;
+  }
   if (base.backend == "mpi") {
     base.mpi = options.mpi ? options.mpi : std::make_shared<MpiWorld>(MpiWorld::initialize());
     if (base.mpi->rank() != base.launch.rank || base.mpi->size() != base.launch.world_size)
@@ -51,7 +58,7 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
                                       options.mpi ? "; give a launch with the rank and size of these ranks of MPI"
                                                   : "; start the ranks by MPI's own launcher (mpirun or srun), with no other around it"));
   }
-  base.rendezvous = Rendezvous::meet(base.launch, options.rendezvous_timeout);
+  if (meets) base.rendezvous = Rendezvous::meet(base.launch, options.rendezvous_timeout);
   return DistributedManager(std::make_shared<detail::ManagerState>(std::move(base)));
 }
 

@@ -43,8 +43,9 @@ struct ManagerOptions {
   std::optional<Launch> launch;  ///< Instead of what the environment says.
   /// Instead of cuda:(local rank % devices) where the NCCL part can run, and the CPU elsewhere. NotAvailable for a CUDA device where it cannot.
   std::optional<c10::Device> device;
-  /// For the backend "mpi": these ranks, in their order, instead of all of MPI_COMM_WORLD; mpi_world() of mpi_interop.h makes them from a
-  /// communicator of the program. Where they are not all ranks of the job, `launch` must say rank, world size, address and port among them:
+  /// Groups over MPI; the world are these ranks, of mpi_world() (mpi_interop.h) for a communicator of the program. No store, no sockets, no
+  /// launcher's environment; CPU tensors. With a `launch` (rank, world size, address, port among them) a store too: other backends, news of ranks
+  /// that are lost:
   ///   options.launch = detect_launch({}, {.rank = mpi->rank(), .world_size = mpi->size(), .address = host_of_rank_0, .port = port});
   std::shared_ptr<MpiWorld> mpi;
 };

@@ -26,6 +26,8 @@ class Backend;
 
 namespace tessera {
 
+struct Launch;
+
 namespace detail {
 class MpiContext;
 }
@@ -56,6 +58,8 @@ class MpiWorld {
   MpiThreadLevel thread_level() const;
   std::string library() const;  ///< First line of MPI_Get_library_version: "Open MPI v4.1.4, ...".
   std::string host() const;     ///< MPI_Get_processor_name.
+  /// Who this process is among these ranks, as MPI knows it. Collective over them.
+  Launch launch() const;
 
   /// Ends the whole job: prints rank, host and reason to standard error, then MPI_Abort with exit status 1.
   [[noreturn]] void fatal(const std::string& reason) const;

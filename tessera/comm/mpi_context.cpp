@@ -1,10 +1,12 @@
 #include "tessera/comm/detail/mpi_context.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
 
 #include "tessera/base/text.h"
+#include "tessera/cluster/launch.h"
 #include "tessera/comm/mpi_interop.h"
 #include "tessera/comm/types.h"
 
@@ -175,6 +177,30 @@ std::unique_lock<std::mutex> MpiLibrary::serialize() {
   return std::unique_lock<std::mutex>(mutex_);
 }
 
+void MpiLibrary::step_in_waits(const std::weak_ptr<const std::function<bool()>>& step) {
+  const std::lock_guard lock(steps_mutex_);
+  steps_.push_back({std::this_thread::get_id(), step});
+  has_steps_.store(true, std::memory_order_relaxed);
+}
+
+void MpiLibrary::run_steps() {
+  // Taken out while they run: a step may begin calls of its own.
+  std::vector<Step> mine;
+  {
+    const std::lock_guard lock(steps_mutex_);
+    const auto others = std::stable_partition(steps_.begin(), steps_.end(), [](const Step& s) { return s.thread != std::this_thread::get_id(); });
+    mine.assign(others, steps_.end());
+    steps_.erase(others, steps_.end());
+  }
+  std::erase_if(mine, [](const Step& step) {
+    const auto run = step.run.lock();
+    return !run || (*run)();
+  });
+  const std::lock_guard lock(steps_mutex_);
+  steps_.insert(steps_.end(), mine.begin(), mine.end());
+  has_steps_.store(!steps_.empty(), std::memory_order_relaxed);
+}
+
 MpiContext::MpiContext(std::shared_ptr<MpiLibrary> library, MPI_Comm comm, bool owns_comm)
     : library_(std::move(library)), comm_(comm), owns_comm_(owns_comm) {
   check_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
@@ -226,6 +252,20 @@ std::string MpiWorld::library() const {
 }
 
 std::string MpiWorld::host() const { return detail::processor_name(); }
+
+Launch MpiWorld::launch() const {
+  Launch launch;
+  launch.launcher = "code";
+  launch.rank = rank();
+  launch.world_size = size();
+  launch.node_rank = -1;
+  MPI_Comm host = MPI_COMM_NULL;
+  detail::check_mpi(MPI_Comm_split_type(context_->comm(), MPI_COMM_TYPE_SHARED, rank(), MPI_INFO_NULL, &host), "MPI_Comm_split_type");
+  MPI_Comm_rank(host, &launch.local_rank);
+  MPI_Comm_size(host, &launch.local_size);
+  MPI_Comm_free(&host);
+  return launch;
+}
 
 void MpiWorld::fatal(const std::string& reason) const { detail::mpi_fatal(concat("rank ", rank(), " of ", size(), " on ", host()), reason, true); }
 

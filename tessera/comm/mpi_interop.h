@@ -3,7 +3,7 @@
 //
 //   MPI_Comm_split(MPI_COMM_WORLD, is_solver, 0, &solver);        // the program's own MPI
 //   auto mpi = tessera::mpi_world(solver);                        // duplicated: our messages never meet the program's
-//   auto backend = make_mpi_backend(mpi, {0, 1, 2});              // ranks of `solver`
+//   auto manager = DistributedManager::initialize({.mpi = std::make_shared<MpiWorld>(mpi)});  // its world are the ranks of `solver`
 
 #include <mpi.h>
 
@@ -16,10 +16,5 @@ namespace tessera {
 /// here; the last copy of the world and every group made from it must be gone before the caller finalises MPI. Throws InvalidArgument for
 /// MPI_COMM_NULL, an intercommunicator, or an MPI that is not initialised or already finalised.
 MpiWorld mpi_world(MPI_Comm communicator);
-
-/// A manager whose world are the ranks of `communicator` (as mpi_world: duplicated, collective, the caller's MPI): meshes and ShardTensors inside a
-/// program that brings its own MPI. No store, no sockets, no launcher's environment; CPU tensors. As with mpi_world, all copies of the manager, of
-/// its meshes and of tensors on them must be gone before the caller finalises MPI.
-DistributedManager mpi_manager(MPI_Comm communicator, const ManagerOptions& options = {});
 
 }  // namespace tessera

@@ -160,21 +160,7 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend, p
     }
   }
 
-  bool moves(c10::ScalarType dtype) const override {
-    switch (dtype) {
-      case c10::ScalarType::Float:
-      case c10::ScalarType::Double:
-      case c10::ScalarType::Half:
-      case c10::ScalarType::BFloat16:
-      case c10::ScalarType::Char:
-      case c10::ScalarType::Byte:
-      case c10::ScalarType::Int:
-      case c10::ScalarType::Long:
-        return true;
-      default:
-        return false;
-    }
-  }
+  bool moves(c10::ScalarType dtype) const override { return dtype == c10::ScalarType::BFloat16 || every_library_moves(dtype); }
 
  private:
   template <class Options>

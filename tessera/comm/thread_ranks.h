@@ -19,11 +19,12 @@ class ThreadRanks {
   /// As for run_threads(): backend "threads" (default) or "gloo". Throws InvalidArgument.
   explicit ThreadRanks(int ranks, const ManagerOptions& options = {});
   int size() const;
-  /// This rank's manager. Called once a rank; the ranks meet in their first collective call.
+  /// This rank's manager. Called once a rank, on the rank's thread; the ranks meet in their first collective call. Until leave(), autocast on this
+  /// thread keeps no casts: libtorch's cache of them is one for all threads.
   DistributedManager enter(int rank) const;
   /// The other ranks' pending and later calls throw PeerLostError with these words.
   void fail(int rank, const std::string& what) const;
-  /// The rank is told of no fault any more. Call it before its last handle of the manager goes.
+  /// The rank is told of no fault any more. Call it on the rank's thread, before its last handle of the manager goes.
   void leave(int rank) const;
 
  private:

@@ -1,5 +1,6 @@
 #include "tessera/comm/threads.h"
 
+#include <ATen/autocast_mode.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -7,6 +8,7 @@
 #include <exception>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -164,8 +166,12 @@ DistributedManager make_manager(const std::shared_ptr<Hub>& hub, int rank, const
 }  // namespace
 
 struct ThreadRanks::State {
+  State(int ranks, ManagerOptions options)
+      : hub(std::make_shared<Hub>(ranks)), options(std::move(options)), cast_cache_before(static_cast<std::size_t>(ranks)) {}
   std::shared_ptr<Hub> hub;
   ManagerOptions options;
+  // Of each rank that is inside: whether its thread had autocast's cache on. Each rank touches its own entry only.
+  std::vector<std::optional<bool>> cast_cache_before;
 };
 
 ThreadRanks::ThreadRanks(int ranks, const ManagerOptions& options) {
@@ -174,14 +180,20 @@ ThreadRanks::ThreadRanks(int ranks, const ManagerOptions& options) {
     throw InvalidArgument(
         concat("run_threads with backend '", options.backend, "': ranks that are threads of one process can use 'threads' or 'gloo'"));
   }
-  state_ = std::make_shared<State>(State{std::make_shared<Hub>(ranks), options});
+  state_ = std::make_shared<State>(ranks, options);
 }
 
 int ThreadRanks::size() const { return state_->hub->size(); }
 
 DistributedManager ThreadRanks::enter(int rank) const {
   if (rank < 0 || rank >= size()) throw InvalidArgument(concat("rank ", rank, " of ", size(), " ranks as threads"));
-  return make_manager(state_->hub, rank, state_->options);
+  auto manager = make_manager(state_->hub, rank, state_->options);
+  // libtorch's cache of autocast's results is one for the process: the rank that leaves its region first would clear it under the others, which then
+  // differ in what they reduce. Whether it is used is each thread's own.
+  auto& before = state_->cast_cache_before[static_cast<std::size_t>(rank)];
+  if (!before) before = at::autocast::is_autocast_cache_enabled();
+  at::autocast::set_autocast_cache_enabled(false);
+  return manager;
 }
 
 void ThreadRanks::fail(int rank, const std::string& what) const {
@@ -190,7 +202,12 @@ void ThreadRanks::fail(int rank, const std::string& what) const {
   state_->hub->tell(rank, "", everybody, {{rank}, concat("rank ", rank, " threw: ", what), false});
 }
 
-void ThreadRanks::leave(int rank) const { state_->hub->leave(rank); }
+void ThreadRanks::leave(int rank) const {
+  state_->hub->leave(rank);
+  auto& before = state_->cast_cache_before[static_cast<std::size_t>(rank)];
+  if (before) at::autocast::set_autocast_cache_enabled(*before);
+  before.reset();
+}
 
 void run_threads(int ranks, const std::function<void(DistributedManager&)>& body, const ManagerOptions& options) {
   const ThreadRanks all(ranks, options);

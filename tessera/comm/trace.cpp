@@ -1,7 +1,6 @@
 #include "tessera/comm/trace.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <fstream>
 #include <iomanip>
 #include <map>
@@ -9,6 +8,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/base/json_text.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/detail/group_state.h"
 #include "tessera/comm/detail/manager_state.h"
@@ -21,24 +21,6 @@ namespace tessera {
 namespace {
 
 double microseconds(std::chrono::steady_clock::duration d) { return std::chrono::duration<double, std::micro>(d).count(); }
-
-// A JSON string. Names are the user's: anything may be in them.
-std::string quoted(const std::string& text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      out += '\\';
-      out += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      char code[8];
-      std::snprintf(code, sizeof(code), "\\u%04x", static_cast<unsigned>(static_cast<unsigned char>(c)));
-      out += code;
-    } else {
-      out += c;
-    }
-  }
-  return out + '"';
-}
 
 }  // namespace
 
@@ -113,9 +95,9 @@ std::string CommTrace::timeline(int rank) const {
   out << "{\"ph\": \"M\", \"name\": \"process_name\", \"pid\": " << rank << ", \"args\": {\"name\": \"rank " << rank << "\"}}";
   for (const auto& [group, lane] : lanes)
     out << ",\n{\"ph\": \"M\", \"name\": \"thread_name\", \"pid\": " << rank << ", \"tid\": " << lane
-        << ", \"args\": {\"name\": " << quoted("group " + group) << "}}";
+        << ", \"args\": {\"name\": " << json_text("group " + group) << "}}";
   for (const auto& event : all)
-    out << ",\n{\"ph\": \"X\", \"name\": " << quoted(event.name.empty() ? event.operation : event.operation + " " + event.name)
+    out << ",\n{\"ph\": \"X\", \"name\": " << json_text(event.name.empty() ? event.operation : event.operation + " " + event.name)
         << ", \"cat\": \"comm\", \"pid\": " << rank << ", \"tid\": " << lanes[event.group] << ", \"ts\": " << event.begin
         << ", \"dur\": " << event.end - event.begin << ", \"args\": {\"call\": " << event.sequence << ", \"bytes\": " << event.bytes << "}}";
   out << "\n]}\n";

@@ -49,10 +49,21 @@ struct Slot {
   at::Tensor part;  // its place, once there is a flat tensor
 };
 
+// A factor goes into the copy into the bucket, which saves a pass over it; half precision is scaled in float32, on the wire.
+double take_factor(ReduceOp& op, int ranks, c10::ScalarType dtype) {
+  const auto real = c10::isComplexType(dtype) ? c10::toRealValueType(dtype) : dtype;
+  if (real != c10::ScalarType::Float && real != c10::ScalarType::Double) return 1.0;
+  if (op.kind != ReduceOp::Kind::avg && op.kind != ReduceOp::Kind::premultiplied) return 1.0;
+  const double factor = op.kind == ReduceOp::Kind::avg ? 1.0 / ranks : op.factor;
+  op = ReduceOp::sum;
+  return factor;
+}
+
 struct Bucket {
   Group group;
   ReduceOp op;
-  bool alike = false;  // of parameters whose access says so: what is owed decides over which groups it travels
+  double factor = 1.0;  // of what is copied into the flat tensor
+  bool alike = false;   // of parameters whose access says so: what is owed decides over which groups it travels
   std::vector<Slot> slots;
   std::vector<detail::Flight> flights;
   std::int64_t numel = 0;   // without the flags
@@ -216,7 +227,7 @@ void GradientReducer::State::start(Bucket& bucket) {
   std::vector<float> used(bucket.slots.size());
   for (std::size_t s = 0; s < bucket.slots.size(); ++s) {
     const Slot& slot = bucket.slots[s];
-    const at::Tensor& part = slot.part;
+    at::Tensor part = slot.part;
     const at::Tensor parameter = parameters[slot.parameter].tensor();
     const at::Tensor mine = parameter.defined() ? access(slot.parameter).owed(parameter, bucket.group).value : at::Tensor();
     if (mine.defined() && mine.layout() != at::kStrided)
@@ -224,6 +235,8 @@ void GradientReducer::State::start(Bucket& bucket) {
                                    "; only dense gradients are reduced (make the embedding with sparse = false)"));
     if (!mine.defined())
       part.zero_();
+    else if (bucket.factor != 1.0)
+      at::mul_out(part, mine, at::scalar_tensor(bucket.factor, mine.options().device(at::kCPU)));
     else if (mine.data_ptr() != part.data_ptr() || !mine.is_contiguous())
       part.copy_(mine);
     used[s] = owed[slot.parameter] ? 1.0f : 0.0f;
@@ -326,6 +339,8 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
     bucket.group = first.group;
     bucket.op = first.op;
     bucket.alike = state.access(state.layout[b].front()).alike();
+    if (!bucket.alike)
+      bucket.factor = take_factor(bucket.op, bucket.group.size(), state.access(state.layout[b].front()).like(first.parameter).scalar_type());
     for (std::size_t i : state.layout[b]) {
       at::Tensor like = state.access(i).like(parameters[i].parameter);
       bucket.slots.push_back({i, bucket.numel, bucket.alike ? at::Tensor() : like, {}});

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 
 #include "recorded.h"
@@ -30,9 +31,8 @@ void expect_place(const Launch& launch, const std::string& launcher, Counts rank
 class RankFile {
  public:
   explicit RankFile(const std::string& text) {
-    char name[] = "/tmp/tessera_rankfile_XXXXXX";
-    const int fd = mkstemp(name);
-    path_ = name;
+    path_ = (std::filesystem::temp_directory_path() / "tessera_rankfile_XXXXXX").string();
+    const int fd = mkstemp(path_.data());
     EXPECT_EQ(write(fd, text.data(), text.size()), static_cast<ssize_t>(text.size()));
     close(fd);
   }

@@ -131,6 +131,128 @@ TEST_P(Checks, SizesOfAllToAllThatDoNotFitAreToldToEverybody) {
       options_for(GetParam(), CheckLevel::collective));
 }
 
+struct Ends {
+  std::string name;
+  Call sends, receives;            // of rank 0 to rank 1
+  std::vector<std::string> words;  // of both ends
+};
+
+std::vector<Ends> messages_that_do_not_fit() {
+  auto send = [](std::vector<std::int64_t> shape, c10::ScalarType dtype = torch::kFloat, std::string name = "") -> Call {
+    return [=, t = torch::ones(shape, dtype)](const Group& g) { g.send(t, 1, {.name = name}); };
+  };
+  auto receive = [](std::vector<std::int64_t> shape, c10::ScalarType dtype = torch::kFloat, std::string name = "") -> Call {
+    return [=, t = torch::zeros(shape, dtype)](const Group& g) {
+      g.receive(t, 0, {.name = name});
+      ADD_FAILURE() << "received " << t;
+    };
+  };
+  auto started = [](Message::Kind kind, std::vector<std::int64_t> first) -> Call {
+    return [=](const Group& g) {
+      const int peer = 1 - g.rank();
+      auto a = g.start_exchange({{kind, torch::ones(first), peer}, {kind, torch::ones({5}), peer}});
+      a.wait();
+    };
+  };
+  return {
+      {"shorter", send({4}), receive({5}), {"Float[4]", "Float[5]"}},
+      {"longer", send({5}), receive({4}), {"Float[4]", "Float[5]"}},
+      {"long", send({1 << 20}), receive({(1 << 20) + 1}), {"1048576", "1048577"}},
+      {"shape", send({2, 3}), receive({3, 2}), {"[2, 3]", "[3, 2]"}},
+      {"dtype", send({4}), receive({4}, torch::kInt), {"Float[4]", "Int[4]"}},
+      {"empty", send({0}), receive({4}), {"[0]", "[4]"}},
+      {"into nothing", send({4}), receive({0}), {"[0]", "[4]"}},
+      {"name", send({4}, torch::kFloat, "rows"), receive({4}, torch::kFloat, "columns"), {"'rows'", "'columns'"}},
+      {"batch", started(Message::Kind::send, {4}), started(Message::Kind::receive, {6}), {"[4]", "[6]", "exchange"}},
+      {"refused sender", [](const Group& g) { g.send(torch::ones({2, 2}).to_sparse(), 1); }, receive({2, 2}), {"to_dense", "[2, 2]"}},
+      {"refused receiver", send({3}), [](const Group& g) { g.receive(torch::ones({1}).expand({3}), 0); }, {"share memory", "[3]"}},
+  };
+}
+
+TEST_P(Checks, BothEndsOfAMessageThatDoesNotFitAreTold) {
+  for (const int n : {2, 3})
+    for (const auto& ends : messages_that_do_not_fit()) {
+      std::atomic<int> told{0};
+      run_threads(
+          n,
+          [&](DistributedManager& manager) {
+            const auto world = manager.world();
+            if (world.rank() < 2) {
+              try {
+                (world.rank() == 0 ? ends.sends : ends.receives)(world);
+                ADD_FAILURE() << ends.name << ": no error on rank " << world.rank();
+              } catch (const MismatchError& e) {
+                ++told;
+                for (const auto& word : ends.words) EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << ends.name << ": " << e.what();
+              } catch (const InvalidArgument&) {
+                EXPECT_EQ(ends.name.rfind("refused", 0), 0u) << ends.name;
+                ++told;
+              }
+              // The two are still in step.
+              auto t = torch::full({3}, world.rank(), torch::kFloat);
+              world.rank() == 0 ? world.send(t, 1) : world.receive(t, 0);
+              EXPECT_EQ(t[2].item<double>(), 0);
+            }
+            world.barrier();
+          },
+          options_for(GetParam(), CheckLevel::collective));
+      EXPECT_EQ(told, 2) << ends.name;
+    }
+}
+
+// What a rank starts goes on while it waits for something else: messages against the order of the waits, a collective in between.
+TEST_P(Checks, ComparedMessagesTravelInAnyOrderOfWaits) {
+  for (const int n : {2, 3, 4})
+    run_threads(
+        n,
+        [&](DistributedManager& manager) {
+          const auto world = manager.world();
+          const int me = world.rank(), next = (me + 1) % n, before = (me + n - 1) % n;
+          for (int round = 0; round < 20; ++round) {
+            auto got = torch::zeros({1 << 15}, torch::kDouble), more = torch::zeros({0, 3});
+            auto sent = world.start_send(torch::full({1 << 15}, me + 10.0 * round, torch::kDouble), next);
+            auto second = world.start_send(torch::full({7}, me, torch::kFloat), next);
+            auto received = world.start_receive(got, before);
+            sent.wait();
+            world.barrier();
+            auto small = torch::zeros({7});
+            world.receive(small, before);
+            second.wait();
+            received.wait();
+            EXPECT_TRUE(got.eq(before + 10.0 * round).all().item<bool>());
+            EXPECT_TRUE(small.eq(before).all().item<bool>());
+            world.exchange({{Message::Kind::send, more, next}, {Message::Kind::receive, more.clone(), before}});
+          }
+        },
+        options_for(GetParam(), CheckLevel::collective));
+}
+
+// Others that take part in the call do not wait for what does not come.
+TEST_P(Checks, AMessageThatDoesNotFitEndsTheCallOfAll) {
+  const auto begin = std::chrono::steady_clock::now();
+  std::atomic<int> told{0};
+  run_threads(
+      3,
+      [&](DistributedManager& manager) {
+        const auto world = manager.world();
+        std::vector<Message> messages;
+        for (int peer = 0; peer < 3; ++peer) {
+          messages.push_back({Message::Kind::send, torch::ones({world.rank() == 1 && peer == 2 ? 8 : 2}), peer});
+          messages.push_back({Message::Kind::receive, torch::ones({2}), peer});
+        }
+        try {
+          world.exchange(messages);
+          ADD_FAILURE() << "no error on rank " << world.rank();
+        } catch (const CommError& e) {
+          ++told;
+          for (const auto* word : {"rank 1", "rank 2", "[8]", "[2]"}) EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << e.what();
+        }
+      },
+      options_for(GetParam(), CheckLevel::collective));
+  EXPECT_EQ(told, 3);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(15));
+}
+
 TEST_P(Checks, OverlapIsRefusedByLocalChecksOnly) {
   run_threads(
       1,

@@ -12,6 +12,7 @@
 
 #include "mpi_support.h"
 #include "tessera/comm/detail/mpi_meet.h"
+#include "tessera/comm/manager.h"
 #include "tessera/comm/mpi_interop.h"
 
 using namespace std::chrono_literals;
@@ -63,8 +64,28 @@ void run(const MpiWorld& world, const std::string& fault) {
     expect_timeout(world, "group", [&] { tessera::make_mpi_backend(world, test::everybody(world), o); });
     return;
   }
-  const auto group = test::backend(world, test::everybody(world));
   std::vector<at::Tensor> t{at::ones({3})};
+  if (fault == "started_aborted" || fault == "started_late") {
+    // Calls of a manager's group: a started one tells why it ended, as a blocking one does.
+    const auto manager = tessera::DistributedManager::initialize({.mpi = std::make_shared<MpiWorld>(world)});
+    auto all = manager.world();
+    if (world.rank() == last) stay_away();
+    auto request = all.start_all_reduce(t[0], tessera::ReduceOp::sum, {.timeout = fault == "started_late" ? 500ms : 30000ms});
+    std::thread other([&] {
+      std::this_thread::sleep_for(200ms);
+      if (fault == "started_aborted") all.abort("the pump stands still");
+    });
+    try {
+      request.wait();
+    } catch (const PeerLostError& e) {
+      say(world, std::string("PeerLostError: ") + e.what());
+    } catch (const TimeoutError& e) {
+      say(world, std::string("TimeoutError: ") + e.what());
+    }
+    other.join();
+    return;
+  }
+  const auto group = test::backend(world, test::everybody(world));
   if (fault == "fatal") {
     if (world.rank() == last) world.fatal("the mesh has 3 holes");
     group->allreduce(t, c10d::AllreduceOptions())->wait();

@@ -6,9 +6,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
+#include <thread>
 
 #include "mpi_support.h"
 #include "tessera/comm/manager.h"
@@ -73,6 +75,16 @@ TEST(MpiInterop, ManagerOnACommunicatorOfTheProgram) {
     manager.world().all_reduce(t);
     EXPECT_EQ(t[1].item<double>(), split.size * (10.0 * split.colour + (split.size - 1) / 2.0));
     EXPECT_EQ(manager.world().backend(), split.size > 1 ? "mpi" : "self");
+    // A started call waits for a rank that is late, longer than a blocked wait sleeps between two looks at the group.
+    for (const bool messages : {false, true}) {
+      if (split.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(500));
+      const at::Tensor mine = at::full({2}, split.rank, at::kDouble), other = at::zeros({2}, at::kDouble);
+      const int next = (split.rank + 1) % split.size, before = (split.rank + split.size - 1) % split.size;
+      Request request = messages ? manager.world().start_exchange({{Message::Kind::send, mine, next}, {Message::Kind::receive, other, before}})
+                                 : manager.world().start_all_reduce(mine);
+      request.wait();
+      EXPECT_EQ((messages ? other : mine)[1].item<double>(), messages ? before : split.size * (split.size - 1) / 2.0);
+    }
   }
   EXPECT_FALSE(mpi_is_finalized());
   options.backend = "gloo";
@@ -84,6 +96,87 @@ TEST(MpiInterop, ManagerOnACommunicatorOfTheProgram) {
     ADD_FAILURE() << "a launch of another size than the communicator was accepted";
   } catch (const ConfigurationError& e) {
     EXPECT_NE(std::string(e.what()).find("and MPI says rank"), std::string::npos) << e.what();
+  }
+}
+
+TEST(MpiInterop, ManagerWithoutStoreOrSockets) {
+  const Split split;
+  const auto mpi = std::make_shared<MpiWorld>(mpi_world(split.comm));
+  const auto manager = DistributedManager::initialize({.mpi = mpi});
+  EXPECT_EQ(manager.rank(), split.rank);
+  EXPECT_EQ(manager.world_size(), split.size);
+  EXPECT_EQ(manager.launch().local_size, split.size);  // all ranks of the test are on one host
+  EXPECT_TRUE(manager.launch().address.empty());
+  EXPECT_TRUE(manager.device().is_cpu());
+  const at::Tensor t = at::full({3}, split.rank + 1.0, at::kDouble);
+  manager.world().all_reduce(t);
+  EXPECT_EQ(t[2].item<double>(), split.size * (split.size + 1) / 2.0);
+  EXPECT_THROW(DistributedManager::initialize({.backend = "gloo", .mpi = mpi}), InvalidArgument);
+  EXPECT_THROW(DistributedManager::initialize({.device = c10::Device("cuda"), .mpi = mpi}), Error);
+}
+
+TEST(MpiInterop, BothEndsOfAMessageThatDoesNotFitAreTold) {
+  struct Case {
+    at::Tensor sent, received;
+    std::string sent_as, received_as, words[2];
+  };
+  const std::vector<Case> cases{{at::ones({4}), at::zeros({5}), "", "", {"Float[4]", "Float[5]"}},
+                                {at::ones({5}), at::zeros({4}), "", "", {"Float[5]", "Float[4]"}},
+                                {at::ones({1 << 20}), at::zeros({8}), "", "", {"1048576", "[8]"}},
+                                {at::ones({8}), at::zeros({1 << 20}), "", "", {"1048576", "[8]"}},
+                                {at::ones({2, 3}), at::zeros({3, 2}), "", "", {"[2, 3]", "[3, 2]"}},
+                                {at::ones({4}), at::zeros({4}, at::kInt), "", "", {"Float[4]", "Int[4]"}},
+                                {at::ones({0}), at::zeros({4}), "", "", {"[0]", "[4]"}},
+                                {at::ones({4}), at::zeros({0}), "", "", {"[4]", "[0]"}},
+                                {at::ones({4}), at::zeros({4}), "rows", "columns", {"'rows'", "'columns'"}}};
+  const auto manager =
+      DistributedManager::initialize({.check_level = CheckLevel::collective, .mpi = std::make_shared<MpiWorld>(mpi_world(MPI_COMM_WORLD))});
+  const int me = manager.rank(), last = manager.world_size() - 1;
+  if (last == 0) return;
+  // From the first rank to the last; the group goes on.
+  for (const bool started : {false, true}) {
+    for (std::size_t c = 0; c < cases.size() && (me == 0 || me == last); ++c) {
+      const Case& test = cases[c];
+      const Group group = manager.group({0, last}, {.timeout = std::chrono::milliseconds(20000)});
+      try {
+        if (me == 0) {
+          started ? group.start_send(test.sent, 1, {.name = test.sent_as}).wait() : group.send(test.sent, 1, {.name = test.sent_as});
+        } else {
+          started ? group.start_receive(test.received, 0, {.name = test.received_as}).wait()
+                  : group.receive(test.received, 0, {.name = test.received_as});
+        }
+        ADD_FAILURE() << "no error for " << test.words[0] << " and " << test.words[1];
+      } catch (const MismatchError& e) {
+        for (const auto& word : test.words) EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << e.what();
+      }
+      const at::Tensor t = at::full({3}, me + 1.0);
+      me == 0 ? group.send(t, 1) : group.receive(t, 0);
+      EXPECT_EQ(t[2].item<float>(), 1);
+    }
+    manager.world().barrier();
+  }
+}
+
+// What a rank starts goes on while it waits for something else.
+TEST(MpiInterop, ComparedMessagesTravelInAnyOrderOfWaits) {
+  const auto manager =
+      DistributedManager::initialize({.check_level = CheckLevel::collective, .mpi = std::make_shared<MpiWorld>(mpi_world(MPI_COMM_WORLD))});
+  const Group world = manager.world();
+  const int n = world.size(), me = world.rank(), next = (me + 1) % n, before = (me + n - 1) % n;
+  if (n == 1) return;
+  for (int round = 0; round < 20; ++round) {
+    const at::Tensor got = at::zeros({1 << 15}, at::kDouble), small = at::zeros({7}), none = at::zeros({0, 3});
+    auto sent = world.start_send(at::full({1 << 15}, me + 10.0 * round, at::kDouble), next);
+    auto second = world.start_send(at::full({7}, static_cast<double>(me)), next);
+    auto received = world.start_receive(got, before);
+    sent.wait();
+    world.barrier();
+    world.receive(small, before);
+    second.wait();
+    received.wait();
+    EXPECT_TRUE(got.eq(before + 10.0 * round).all().item<bool>());
+    EXPECT_TRUE(small.eq(before).all().item<bool>());
+    world.exchange({{Message::Kind::send, none, next}, {Message::Kind::receive, none.clone(), before}});
   }
 }
 

@@ -25,4 +25,6 @@ mpi_fault(late_started "all_reduce: TimeoutError after the limit.*all_reduce did
 mpi_fault(late_receive "receive: TimeoutError after the limit, missing 1: receive did not complete within 500 ms; it waits for rank .1.")
 mpi_fault(stopped_inside "tessera: rank 0 in group 'mpi': all_reduce did not end within its limit of 500 ms although all ranks had begun it")
 mpi_fault(abort "rank 0: PeerLostError: all_reduce: the group was aborted while the call waited")
+mpi_fault(started_aborted "rank 0: PeerLostError: group 'world', all_reduce .call 0. on rank 0: rank 0 aborted: the pump stands still")
+mpi_fault(started_late "rank 0: TimeoutError: group 'world', all_reduce .call 0. on rank 0: rank 0 waited 500 ms in all_reduce .call 0.")
 mpi_fault(sizes "CommError: receive: rank 1 sent 8 bytes where this rank expects 12.*the group still works")

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <numeric>
 #include <string>
 #include <vector>
@@ -207,6 +208,8 @@ int rank_main(int rank, int size, const std::string& path) {
     const Group group(state);
     run(group, device);
     run(group, at::kCPU);
+    state->set_check_level(tessera::CheckLevel::collective);
+    run(group, device);
     // Both kinds under way at once in one group.
     if (size > 1) {
       at::Tensor on_gpu = at::ones({1000}, at::TensorOptions(device)), on_cpu = at::ones({1000});
@@ -217,15 +220,33 @@ int rank_main(int rank, int size, const std::string& path) {
       expect(on_gpu, at::full({1000}, static_cast<float>(size)), "CUDA beside CPU");
       expect(on_cpu, at::full({1000}, static_cast<float>(size)), "CPU beside CUDA");
     }
+    // Messages that are compared keep the order in which they were started, whoever waits first.
+    if (size == 2) {
+      const auto options = at::TensorOptions(device);
+      const bool sends = rank == 0;
+      at::Tensor first = sends ? at::full({1000}, 1.0, options) : at::zeros({1000}, options);
+      at::Tensor second = sends ? at::full({1000}, 2.0, options) : at::zeros({1000}, options);
+      auto a = sends ? group.start_send(first, 1) : group.start_receive(first, 0);
+      auto b = sends ? group.start_send(second, 1) : group.start_receive(second, 0);
+      if (sends) {
+        a.wait();
+        b.wait();
+      } else {
+        b.wait();
+        a.wait();
+      }
+      expect(first, at::full({1000}, 1.0, options), "the message that was started first");
+      expect(second, at::full({1000}, 2.0, options), "the message that was started second");
+    }
   }
   std::printf("rank %d of %d on %s: %d failures\n", rank, size, device.str().c_str(), failures);
   return failures == 0 ? 0 : 1;
 }
 
 int start(const char* program, int size) {
-  char folder[] = "/tmp/tessera_nccl_XXXXXX";
-  if (!mkdtemp(folder)) return 1;
-  const std::string path = std::string(folder) + "/store";
+  std::string folder = (std::filesystem::temp_directory_path() / "tessera_nccl_XXXXXX").string();
+  if (!mkdtemp(folder.data())) return 1;
+  const std::string path = folder + "/store";
   std::vector<pid_t> children;
   for (int r = 0; r < size; ++r) {
     const std::string rank = std::to_string(r), count = std::to_string(size);
@@ -246,7 +267,7 @@ int start(const char* program, int size) {
     }
   }
   unlink(path.c_str());
-  rmdir(folder);
+  rmdir(folder.c_str());
   return worst;
 }
 

@@ -14,19 +14,7 @@ using Tensors = std::vector<at::Tensor>;
 const Endpoint& endpoint_of(const RequestState& call, const at::Tensor& tensor) { return call.group().endpoint(tensor.device().type()); }
 
 bool moves(const Endpoint& endpoint, c10::ScalarType dtype) {
-  if (endpoint.reducing) return endpoint.reducing->moves(dtype);
-  switch (dtype) {
-    case c10::ScalarType::Float:
-    case c10::ScalarType::Double:
-    case c10::ScalarType::Half:
-    case c10::ScalarType::Char:
-    case c10::ScalarType::Byte:
-    case c10::ScalarType::Int:
-    case c10::ScalarType::Long:
-      return true;
-    default:
-      return false;
-  }
+  return endpoint.reducing ? endpoint.reducing->moves(dtype) : every_library_moves(dtype);
 }
 
 at::Tensor flat(const at::Tensor& plain, bool as_bytes) {
@@ -206,14 +194,13 @@ void exchange_flat(RequestState& call, const std::vector<Message>& messages) {
     call.launch([&] { call.add(endpoint.uneven->exchange(messages, limit_of(call, endpoint))); });
     return;
   }
-  for (const auto& m : messages) {
-    Tensors tensors{m.tensor};
-    if (m.kind == Message::Kind::send) {
-      call.launch([&] { call.add(endpoint.backend->send(tensors, m.peer, 0), true); });
-    } else {
-      call.launch([&] { call.add(endpoint.backend->recv(tensors, m.peer, 0), true); });
-    }
-  }
+  for (const auto& m : messages) call.launch([&] { exchange_one(call, endpoint, m, 0); });
+}
+
+void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& message, int tag) {
+  Tensors tensors{message.tensor};
+  const bool sends = message.kind == Message::Kind::send;
+  call.add(sends ? endpoint.backend->send(tensors, message.peer, tag) : endpoint.backend->recv(tensors, message.peer, tag), !endpoint.uneven);
 }
 
 }  // namespace tessera::detail

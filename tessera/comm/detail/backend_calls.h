@@ -41,6 +41,8 @@ void scatter_equal(RequestState& call, const at::Tensor& output, const at::Tenso
 void scatter_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input, const Sizes& counts, int root);
 /// No message to this rank itself, none empty.
 void exchange_flat(RequestState& call, const std::vector<Message>& messages);
+/// By c10d's own send or receive. What the backend throws is thrown.
+void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& message, int tag);
 
 /// The limit to give to a backend.
 std::chrono::milliseconds backend_limit(const RequestState& call, const Endpoint& endpoint);

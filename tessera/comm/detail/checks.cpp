@@ -103,12 +103,11 @@ struct Card {
 };
 static_assert(sizeof(Card) == kCardBytes);
 
-Card make_card(const RequestState& call, const Signature& signature, const std::string& problem) {
-  const std::string same = concat("call ", call.sequence(), ": ", call.describe(), signature.same);
+Card make_card(const std::string& same, const std::string& shown, const std::string& problem) {
   Card card;
   card.same = Hash().text(same).value();
   card.problem = problem.empty() ? 0 : 1;
-  const std::string text = problem.empty() ? same + signature.shown : problem;
+  const std::string& text = problem.empty() ? shown : problem;
   constexpr std::size_t room = sizeof(card.text) - 1;
   if (text.size() <= room) {
     std::memcpy(card.text, text.data(), text.size());
@@ -150,7 +149,8 @@ void begin(RequestState& call, c10::function_ref<void()> check, c10::function_re
     refused = std::current_exception();
   }
   call.begin_collective();
-  const Card card = make_card(call, mine, problem);
+  const std::string same = concat("call ", call.sequence(), ": ", call.describe(), mine.same);
+  const Card card = make_card(same, same + mine.shown, problem);
   const auto output = exchange_rows(call, &card, sizeof(card));
   const auto* cards = static_cast<const Card*>(output.const_data_ptr());
   const int n = call.group().size();
@@ -189,5 +189,66 @@ void compare_pairs(RequestState& call, const Sizes& output_counts, const Sizes& 
                                    ". No data was moved; make the sizes agree"));
     }
 }
+
+namespace {
+
+// Tags of cards, and from kData on of data: all below 32767, more than which MPI does not promise.
+constexpr int kSendersCard = 0x7e56, kReceiversCard = 0x7e57, kData = 1 << 14;
+constexpr std::uint64_t kDataTags = 1 << 13;
+
+const char* problem_words(const Card& card) { return card.problem ? " refused its arguments: " : " "; }
+
+}  // namespace
+
+MessageCards::MessageCards(const RequestState& call, const std::vector<Message>& messages, const std::string& problem) : group_(call.group()) {
+  const auto n = static_cast<std::int64_t>(messages.size());
+  const auto options = at::TensorOptions().dtype(at::kByte);
+  mine_ = at::empty({n, kCardBytes}, options);
+  theirs_ = at::empty({n, kCardBytes}, options);
+  auto* cards = static_cast<std::uint8_t*>(mine_.mutable_data_ptr());
+  for (const auto& m : messages) {
+    const bool sends = m.kind == Message::Kind::send;
+    peers_.push_back(m.peer);
+    sent_.push_back(sends);
+    numbers_.push_back(group_.next_message(m.peer, sends));
+    const auto& t = m.tensor;
+    const std::string kind =
+        t.defined() ? concat(c10::toString(t.scalar_type()), t.sizes(), " on ", c10::DeviceTypeName(t.device().type())) : show(t);
+    const std::string same = concat("message ", numbers_.back(), ": ", kind, call.name().empty() ? "" : concat(" '", call.name(), "'"));
+    const Card card = make_card(same, concat(sends ? "sends " : "receives ", same, " by ", call.operation()), problem);
+    std::memcpy(cards + (peers_.size() - 1) * kCardBytes, &card, kCardBytes);
+  }
+  request_ = std::make_shared<RequestState>(group_, call.operation(), CallOptions{.timeout = call.left(), .name = call.name()}, true);
+  request_->begin_within(call);
+  const auto& endpoint = group_.endpoint(c10::DeviceType::CPU);
+  const bool whole = !endpoint.uneven;  // Gloo
+  request_->start([&](RequestState& request) {
+    for (std::int64_t i = 0; i < n; ++i) {
+      std::vector<at::Tensor> card{theirs_.select(0, i)};
+      request.launch([&] { request.add(endpoint.backend->recv(card, peers_[i], sent_[i] ? kReceiversCard : kSendersCard), whole); });
+    }
+    for (std::int64_t i = 0; i < n; ++i) {
+      std::vector<at::Tensor> card{mine_.select(0, i)};
+      request.launch([&] { request.add(endpoint.backend->send(card, peers_[i], sent_[i] ? kSendersCard : kReceiversCard), whole); });
+    }
+  });
+}
+
+void MessageCards::compare() const {
+  const auto *mine = static_cast<const Card*>(mine_.const_data_ptr()), *theirs = static_cast<const Card*>(theirs_.const_data_ptr());
+  for (std::size_t i = 0; i < peers_.size(); ++i) {
+    if (!theirs[i].problem && mine[i].same == theirs[i].same) continue;
+    const Card &sender = sent_[i] ? mine[i] : theirs[i], &receiver = sent_[i] ? theirs[i] : mine[i];
+    const auto& ranks = group_.ranks();
+    const int from = ranks[sent_[i] ? group_.rank() : peers_[i]], to = ranks[sent_[i] ? peers_[i] : group_.rank()];
+    const std::string text = concat("group '", group_.name(), "': a message from rank ", from, " to rank ", to, " does not fit. Rank ", from,
+                                    problem_words(sender), sender.text, "; rank ", to, problem_words(receiver), receiver.text,
+                                    ". Make both ends of a message agree, and the order of messages between two ranks");
+    if (std::any_of(peers_.begin(), peers_.end(), [&](int peer) { return peer != peers_[i]; })) group_.watch().announce(text);
+    throw MismatchError(text);
+  }
+}
+
+int MessageCards::tag(std::size_t message) const { return kData + static_cast<int>(numbers_[message] % kDataTags); }
 
 }  // namespace tessera::detail

@@ -4,7 +4,10 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
 
+#include <cstdint>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "tessera/base/text.h"
 #include "tessera/comm/detail/request_state.h"
@@ -52,5 +55,28 @@ void begin(RequestState& call, c10::function_ref<void()> check, c10::function_re
 /// With CheckLevel::collective: rank r's `output_sizes[me]` must be this rank's `input_sizes[r]`, for all pairs. Element counts. Throws MismatchError
 /// on every rank.
 void compare_pairs(RequestState& call, const Sizes& output_counts, const Sizes& input_counts);
+
+/// What both ends of the messages of one call tell each other with CheckLevel::collective, before the data moves.
+class MessageCards {
+ public:
+  /// Begins to tell the peers what this rank sends and waits for, or, with a `problem`, what it refused. No message to this rank itself.
+  MessageCards(const RequestState& call, const std::vector<Message>& messages, const std::string& problem = {});
+
+  /// To be waited for before compare().
+  const std::shared_ptr<RequestState>& request() const { return request_; }
+  /// Throws MismatchError if an end of a message does not fit the other: on both its ranks, with both. Where more ranks take part in the call the
+  /// group is aborted too, so that nobody waits for what does not come.
+  void compare() const;
+  /// For backends that take tags: data does not travel in the order of the calls.
+  int tag(std::size_t message) const;
+
+ private:
+  GroupState& group_;
+  std::vector<int> peers_;
+  std::vector<bool> sent_;
+  std::vector<std::uint64_t> numbers_;  // of the messages between this rank and the peer, in this direction
+  at::Tensor mine_, theirs_;
+  std::shared_ptr<RequestState> request_;
+};
 
 }  // namespace tessera::detail

@@ -66,6 +66,12 @@ void GroupState::strike(c10d::Work& work) {
   std::erase(waiting_, &work);
 }
 
+std::uint64_t GroupState::next_message(int peer, bool to_peer) {
+  const std::lock_guard lock(messages_mutex_);
+  if (messages_.empty()) messages_.resize(ranks_.size());
+  return messages_[peer][to_peer ? 1 : 0]++;
+}
+
 void GroupState::set_timeout(std::chrono::milliseconds limit) {
   if (limit.count() <= 0) throw InvalidArgument(concat("group '", name_, "': a time limit of ", limit.count(), " ms was given; it must be positive"));
   timeout_ms_.store(limit.count(), std::memory_order_relaxed);

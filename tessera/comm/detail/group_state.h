@@ -6,8 +6,10 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <array>
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -25,6 +27,8 @@ class ProcessGroup;
 }
 
 namespace tessera::detail {
+
+class RequestState;
 
 /// A backend of the group and what it can do.
 struct Endpoint {
@@ -73,6 +77,12 @@ class GroupState {
   std::uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
   std::uint64_t next_sequence() { return sequence_.fetch_add(1, std::memory_order_relaxed); }
 
+  /// The number of the next message between this rank and `peer`, in one direction. Counted with CheckLevel::collective only.
+  std::uint64_t next_message(int peer, bool to_peer);
+
+  /// Calls that wait for their turn (RequestState::queue()), the first one first. All are made by one thread.
+  std::deque<RequestState*>& queued() { return queued_; }
+
   /// Null while nothing is traced.
   CommTrace* trace() const { return trace_raw_.load(std::memory_order_acquire); }
   /// Null ends it. A trace that was attached stays alive as long as the group, since calls under way may still write to it.
@@ -92,6 +102,9 @@ class GroupState {
   Endpoint cpu_, cuda_;
   bool closed_ = false;
   bool store_alone_;
+  std::mutex messages_mutex_;
+  std::vector<std::array<std::uint64_t, 2>> messages_;  // for each peer: received, sent
+  std::deque<RequestState*> queued_;
   std::mutex waiting_mutex_;
   std::vector<c10d::Work*> waiting_;
   std::shared_ptr<GroupWatch> watch_;

@@ -85,8 +85,10 @@ class GroupWatch {
 
   /// Marks the group as unable to go on, in this process only. The first reason stays.
   void set_poison(Poison poison);
-  /// Marks it here and tells the members: "rank R aborted: reason".
+  /// spread() with "rank R aborted: reason".
   void announce(const std::string& reason);
+  /// Marks it here and tells the members.
+  void spread(Poison poison);
   /// A member has left the job on purpose. What it sent before still counts; a call that needs more of it fails, and then says so.
   void note_left(int rank, const std::string& text);
 
@@ -101,7 +103,6 @@ class GroupWatch {
  private:
   [[noreturn]] void throw_poison(const std::string& call, std::uint64_t sequence, const Poison& poison) const;
   bool wait_for_poison(std::chrono::milliseconds limit) const;
-  void spread(Poison poison);
 
   std::string group_;
   std::vector<int> members_;

@@ -1,8 +1,12 @@
 // Collectives that move data without computing, and messages.
 
 #include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <memory>
 #include <numeric>
+#include <optional>
 
 #include "tessera/base/text.h"
 #include "tessera/comm/detail/backend_calls.h"
@@ -187,8 +191,9 @@ void launch_scatter(RequestState& call, const at::Tensor& output, const at::Tens
   }
 }
 
-void launch_exchange(RequestState& call, const std::vector<Message>& messages) {
-  const int me = call.group().rank();
+namespace {
+
+void check_messages(const RequestState& call, const std::vector<Message>& messages) {
   std::vector<const Message*> sent, received;  // to and from this rank itself
   for (const auto& m : messages) {
     check_tensor(call, m.kind == Message::Kind::send ? "a sent tensor" : "a received tensor", m.tensor);
@@ -197,7 +202,7 @@ void launch_exchange(RequestState& call, const std::vector<Message>& messages) {
       refuse(call, "messages of one call must be on devices of one type, but there are ", messages.front().tensor.device(), " and ",
              m.tensor.device());
     if (m.kind == Message::Kind::receive) check_overlap(call, m.tensor, {});
-    if (m.peer == me) (m.kind == Message::Kind::send ? sent : received).push_back(&m);
+    if (m.peer == call.group().rank()) (m.kind == Message::Kind::send ? sent : received).push_back(&m);
   }
   if (sent.size() != received.size())
     refuse(call, "this rank sends ", sent.size(), " messages to itself but receives ", received.size(), "; both must be in the same call");
@@ -206,17 +211,79 @@ void launch_exchange(RequestState& call, const std::vector<Message>& messages) {
     check_alike(call, b, a);
     if (a.numel() != b.numel()) refuse(call, "message ", i, " of this rank to itself is ", show(a), ", received as ", show(b));
   }
+}
+
+std::vector<Message> to_others(const RequestState& call, const std::vector<Message>& messages) {
+  std::vector<Message> others;
+  for (const auto& m : messages)
+    if (m.peer >= 0 && m.peer < call.group().size() && m.peer != call.group().rank()) others.push_back(m);
+  return others;
+}
+
+// The peers wait for this rank's card: it says why there is no message.
+void tell_refusal(RequestState& call, const std::vector<Message>& messages, const std::string& problem) {
+  const auto others = to_others(call, messages);
+  if (others.empty()) return;
+  try {
+    MessageCards(call, others, problem).request()->wait();
+  } catch (const CommError&) {  // the refusal itself is what the caller is to see
+  }
+}
+
+// `travelling` are the messages as they travel. With CheckLevel::collective: the ends of each message first agree, and then the data goes, with a tag
+// of its own, since calls that agree later may go earlier. What is on a device has no tags: it goes in the order in which the calls were made, when
+// one of them is waited for.
+void exchange_compared(RequestState& call, const std::vector<Message>& messages, std::vector<Message> travelling) {
+  const auto device = travelling.front().tensor.device();
+  const auto& endpoint = call.group().endpoint(device.type());
+  const auto cards = std::make_shared<MessageCards>(call, messages);
+  std::optional<c10::Stream> stream;
+  if (!device.is_cpu()) stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  call.agree_first(cards->request(), [=, &call, &endpoint, travelling = std::move(travelling)] {
+    cards->compare();
+    const Guard guard;
+    if (!stream) {
+      for (std::size_t i = 0; i < travelling.size(); ++i)
+        if (travelling[i].tensor.numel() > 0) exchange_one(call, endpoint, travelling[i], cards->tag(i));
+      return;
+    }
+    const c10::OptionalStreamGuard on(stream);
+    auto full = travelling;
+    std::erase_if(full, [](const Message& m) { return m.tensor.numel() == 0; });
+    if (!full.empty()) exchange_flat(call, full);
+  });
+  if (stream)
+    call.queue();
+  else if (!call.blocking())
+    call.go_on(endpoint);
+}
+
+}  // namespace
+
+void launch_exchange(RequestState& call, const std::vector<Message>& messages) {
+  const int me = call.group().rank();
+  const bool compared = call.group().check_level() == CheckLevel::collective && call.group().size() > 1;
+  try {
+    check_messages(call, messages);
+  } catch (const InvalidArgument& e) {
+    if (compared) tell_refusal(call, messages, e.what());
+    throw;
+  }
   call.begin_message();
   const Guard guard;
-  for (std::size_t i = 0; i < sent.size(); ++i) copy_here(received[i]->tensor, sent[i]->tensor);
   std::vector<Message> travelling;
+  std::vector<const at::Tensor*> sent, received;
   travelling.reserve(messages.size());
   for (const auto& m : messages) {
-    if (m.peer == me || m.tensor.numel() == 0) continue;  // both sides know that there is nothing to move
+    const bool sends = m.kind == Message::Kind::send;
+    if (m.peer == me) (sends ? sent : received).push_back(&m.tensor);
+    if (m.peer == me || (m.tensor.numel() == 0 && !compared)) continue;  // both sides know that there is nothing to move
     call.count_bytes(bytes_of(m.tensor));
-    travelling.push_back({m.kind, m.kind == Message::Kind::send ? wire_input(call, m.tensor) : wire_output(call, m.tensor), m.peer});
+    travelling.push_back({m.kind, sends ? wire_input(call, m.tensor) : wire_output(call, m.tensor), m.peer});
   }
-  if (!travelling.empty()) exchange_flat(call, travelling);
+  for (std::size_t i = 0; i < sent.size(); ++i) copy_here(*received[i], *sent[i]);
+  if (travelling.empty()) return;
+  compared ? exchange_compared(call, to_others(call, messages), std::move(travelling)) : exchange_flat(call, travelling);
 }
 
 void launch_barrier(RequestState& call) {

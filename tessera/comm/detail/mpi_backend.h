@@ -35,7 +35,13 @@ class MpiBackend final : public c10d::Backend, public UnevenBackend, public Redu
   const std::string getBackendName() const override { return "mpi"; }
   c10::intrusive_ptr<Options> getBackendOptions() override;
   std::uint64_t getSequenceNumberForGroup() override { return sequence_; }
-  void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }  // Virtual in newer releases of c10d alone.
+  // Virtual in newer releases of c10d alone. NOLINTNEXTLINE(modernize-use-override)
+  void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+  // Also where the library's level would allow other threads: progress is made by who waits.
+  bool step_in_waits(const std::weak_ptr<const std::function<bool()>>& step) override {
+    comm_->library().step_in_waits(step);
+    return true;
+  }
   /// Ends this process' pending and later calls with PeerLostError. Callable from any thread; sends nothing.
   void abort() override { comm_->abort(); }
 

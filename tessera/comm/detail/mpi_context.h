@@ -7,6 +7,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -88,13 +89,28 @@ class MpiLibrary {
   void set_broken() { broken_.store(true, std::memory_order_release); }
   bool broken() const { return broken_.load(std::memory_order_acquire); }
   BlockingWatchdog& watchdog() { return *watchdog_; }
+  /// Called by drive() from this thread until it returns true or is gone.
+  void step_in_waits(const std::weak_ptr<const std::function<bool()>>& step);
+  /// Goes on with what this thread has begun and does not wait for at present.
+  void drive() {
+    if (has_steps_.load(std::memory_order_relaxed)) run_steps();
+  }
 
  private:
   MpiLibrary(bool owner, int provided);
 
+  struct Step {
+    std::thread::id thread;
+    std::weak_ptr<const std::function<bool()>> run;
+  };
+  void run_steps();
+
   const bool owner_;
   const MpiThreadLevel level_;
   std::mutex mutex_;
+  std::mutex steps_mutex_;  // guards steps_
+  std::vector<Step> steps_;
+  std::atomic<bool> has_steps_{false};
   std::atomic<bool> broken_{false};
   std::unique_ptr<BlockingWatchdog> watchdog_;
 };

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/comm/detail/abilities.h"
 #include "tessera/comm/detail/mpi_context.h"
 
 namespace tessera::detail {
@@ -100,7 +101,7 @@ class MpiComm {
 };
 
 /// A call as c10d sees it. Progress is made inside isCompleted() and wait(), and in other MPI calls of this process.
-class MpiWork : public c10d::Work {
+class MpiWork : public c10d::Work, public AttentiveWork {
  public:
   MpiWork(std::shared_ptr<MpiComm> comm, std::unique_ptr<MpiCall> call);
   ~MpiWork() override;

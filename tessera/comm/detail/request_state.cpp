@@ -35,6 +35,11 @@ RequestState::~RequestState() {
     }
   }
   if (poller_.joinable()) poller_.join();
+  if (queued_) std::erase(group_.queued(), this);
+  if (turn_) {
+    const auto turn = take_turn();
+    turn_->over = true;
+  }
 }
 
 std::string RequestState::describe() const { return name_.empty() ? std::string(operation_) : concat(operation_, " '", name_, "'"); }
@@ -83,16 +88,83 @@ void RequestState::wait_part(Part& part) {
     return;
   }
   if (part.whole) return wait_whole(*part.work);
+  if (dynamic_cast<AttentiveWork*>(part.work.get())) {
+    part.work->wait(left());
+    return;
+  }
   for (;;) {
     try {
       if (part.work->wait(std::min(left(), kLook))) return;
     } catch (...) {
-      // Some backends throw when the slice is over, though the work goes on.
-      if (part.work->isCompleted()) throw;
+      // Some backends throw when the slice is over, though the work goes on, or ends just then: what is over says itself how it ended.
+      if (part.work->isCompleted() && part.work->wait(left())) return;
     }
     if (group_.watch().poison()) group_.watch().require_healthy(operation_, sequence_);
     if (std::chrono::steady_clock::now() >= deadline_) group_.watch().expire(describe(), sequence_, limit_, collective_);
   }
+}
+
+void RequestState::agree_first(std::shared_ptr<RequestState> cards, std::function<void()> agreed) {
+  cards_ = std::move(cards);
+  agreed_ = std::move(agreed);
+}
+
+void RequestState::go_on(const Endpoint& endpoint) {
+  if (endpoint.uneven) {
+    turn_ = std::make_shared<Turn>();
+    step_ = std::make_shared<const std::function<bool()>>([this, turn = turn_] {
+      const std::unique_lock lock(turn->mutex, std::try_to_lock);
+      return lock && (turn->over || step());
+    });
+    if (endpoint.uneven->step_in_waits(step_)) return;
+    step_.reset();
+    turn_.reset();
+  }
+  poller_ = std::thread([this] { poll(); });
+}
+
+void RequestState::queue() {
+  group_.queued().push_back(this);
+  queued_ = true;
+}
+
+std::unique_lock<std::recursive_mutex> RequestState::take_turn() {
+  return turn_ ? std::unique_lock(turn_->mutex) : std::unique_lock<std::recursive_mutex>();
+}
+
+void RequestState::agree() {
+  if (!cards_) return;
+  if (queued_) {
+    auto& queue = group_.queued();
+    while (queue.front() != this) {
+      auto& earlier = *queue.front();
+      try {
+        earlier.agree();
+      } catch (...) {
+        earlier.poll_error_ = std::current_exception();
+      }
+    }
+    queue.pop_front();
+    queued_ = false;
+  }
+  const auto cards = std::move(cards_);  // a wait runs step()
+  cards->wait();
+  const auto agreed = std::move(agreed_);
+  agreed();
+}
+
+// True once the agreement is reached, or failed.
+bool RequestState::step() {
+  if (!cards_) return true;
+  while (queued_ && group_.queued().front() != this)
+    if (!group_.queued().front()->step()) return false;
+  if (!cards_->done()) return false;
+  try {
+    agree();
+  } catch (...) {
+    poll_error_ = std::current_exception();
+  }
+  return true;
 }
 
 void RequestState::wait_parts() {
@@ -100,6 +172,11 @@ void RequestState::wait_parts() {
     poller_.join();
     if (poll_error_) std::rethrow_exception(poll_error_);
     return;
+  }
+  {
+    const auto turn = take_turn();
+    if (poll_error_) std::rethrow_exception(poll_error_);
+    agree();
   }
   for (auto& part : parts_) wait_part(part);
 }
@@ -111,9 +188,11 @@ void RequestState::fail(const std::exception_ptr& cause) {
     try {
       std::rethrow_exception(cause);
     } catch (const TimeoutError& e) {
-      group_.watch().set_poison({e.missing(), e.what(), true});
+      if (e.missing().empty()) group_.watch().expire(describe(), sequence_, limit_, collective_);
+      group_.watch().spread({e.missing(), e.what(), true});
       throw;
     } catch (const PeerLostError& e) {
+      if (e.ranks().empty()) group_.watch().require_healthy(operation_, sequence_);  // the watch knows who ended the group, and why
       group_.watch().set_poison({e.ranks(), e.what()});
       throw;
     } catch (const Error&) {
@@ -164,7 +243,8 @@ void RequestState::wait() {
 
 void RequestState::poll() {
   try {
-    for (auto& part : parts_) wait_whole(*part.work);
+    agree();
+    for (auto& part : parts_) wait_part(part);
   } catch (...) {
     poll_error_ = std::current_exception();
   }
@@ -173,10 +253,14 @@ void RequestState::poll() {
 
 bool RequestState::done() {
   if (finished_) return true;
+  if (poller_.joinable()) return polled_.load(std::memory_order_acquire);
+  const auto turn = take_turn();
+  if (!step()) return false;
+  if (poll_error_) return true;
   if (std::none_of(parts_.begin(), parts_.end(), [](const Part& p) { return p.whole; })) {
     return std::all_of(parts_.begin(), parts_.end(), [](const Part& p) { return p.work->isCompleted(); });
   }
-  if (!poller_.joinable()) poller_ = std::thread([this] { poll(); });
+  poller_ = std::thread([this] { poll(); });
   return polled_.load(std::memory_order_acquire);
 }
 

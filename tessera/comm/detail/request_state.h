@@ -12,6 +12,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -55,6 +56,13 @@ class RequestState {
   void then(std::function<void()> finish) { finish_ = std::move(finish); }
   /// When all data is there (and the local part ran): target = source.
   void copy_back(const at::Tensor& target, const at::Tensor& source) { copies_.push_back({target, source}); }
+  /// `cards` is waited for before this call's own work, and then `agreed` runs, which may throw or add work.
+  void agree_first(std::shared_ptr<RequestState> cards, std::function<void()> agreed);
+  /// A request goes on from now on, since another rank may wait for what follows the agreement before this one waits: in a thread of its own, or,
+  /// where the backend knows no other thread, in the waits of this one.
+  void go_on(const Endpoint& endpoint);
+  /// The backend pairs the calls of two ranks by their order alone: what was queued first is agreed on and handed over first, whoever waits first.
+  void queue();
   /// Work of a device whose stream, not the host, waits.
   void on_stream() { on_stream_ = true; }
 
@@ -89,7 +97,15 @@ class RequestState {
   };
   void wait_part(Part& part);
   void wait_whole(c10d::Work& work);
+  // Held by whoever lets a request go on: the thread that waits for it, or the one that started it, in another wait.
+  struct Turn {
+    std::recursive_mutex mutex;
+    bool over = false;  // the request is gone
+  };
+  std::unique_lock<std::recursive_mutex> take_turn();
   void wait_parts();
+  void agree();
+  bool step();
   [[noreturn]] void fail(const std::exception_ptr& cause);
   [[noreturn]] void broken(const std::exception_ptr& cause);
   void poll();
@@ -108,12 +124,16 @@ class RequestState {
   c10::SmallVector<Part, 1> parts_;
   c10::SmallVector<at::Tensor, 4> kept_;
   c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 1> copies_;
-  std::function<void()> finish_;
+  std::function<void()> finish_, agreed_;
+  std::shared_ptr<RequestState> cards_;
+  std::shared_ptr<const std::function<bool()>> step_;
+  std::shared_ptr<Turn> turn_;  // with step_
+  bool queued_ = false;
   std::int64_t bytes_ = 0;
   bool on_stream_ = false;
   bool finished_ = false;
   std::exception_ptr error_;
-  std::thread poller_;  // only after done() was asked of a call with `whole` parts
+  std::thread poller_;  // only after done() was asked of a call with `whole` parts, or go_on()
   std::atomic<bool> polled_{false};
   std::exception_ptr poll_error_;
 };

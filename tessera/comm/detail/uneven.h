@@ -7,6 +7,8 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <vector>
 
 #include "tessera/comm/group.h"
@@ -31,6 +33,10 @@ struct CallLimit {
 class UnevenBackend {
  public:
   virtual ~UnevenBackend() = default;
+
+  /// Where only the thread that made a call may go on with it: calls `step` inside all waits of this thread, until it returns true or is gone. False:
+  /// any thread may, and nothing is kept.
+  virtual bool step_in_waits(const std::weak_ptr<const std::function<bool()>>&) { return false; }
 
   /// `output` [sum(sizes), ...], `input` [sizes[rank], ...].
   virtual c10::intrusive_ptr<c10d::Work> all_gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,

@@ -1,0 +1,26 @@
+#pragma once
+// Text inside SVG and HTML.
+
+#include <string>
+
+namespace tessera::app {
+
+/// The text without what would be markup, for contents and attributes; control characters are left out.
+inline std::string escaped(const std::string& text) {
+  std::string out;
+  for (const char c : text) {
+    if (c == '&')
+      out += "&amp;";
+    else if (c == '<')
+      out += "&lt;";
+    else if (c == '>')
+      out += "&gt;";
+    else if (c == '"')
+      out += "&quot;";
+    else if (static_cast<unsigned char>(c) >= 32)
+      out += c;
+  }
+  return out;
+}
+
+}  // namespace tessera::app
