@@ -7,20 +7,18 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
-#include <system_error>
-#include <thread>
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agreement.h"
 #include "tessera/data/detail/loader_state.h"
 #include "tessera/data/detail/read_batch.h"
+#include "tessera/data/detail/workers.h"
 
 namespace tessera {
 
@@ -71,7 +69,7 @@ struct Loader::Engine {
   std::optional<c10::Stream> side;  // copies to the device go there
 
   std::mutex mutex;
-  std::condition_variable work, ready, ended;
+  std::condition_variable work, ready, rested;
   std::deque<std::shared_ptr<Slot>> slots;  // in order of steps; the front is delivered next
   OrderCursor head;                         // behind the last slot
   bool stop = false;
@@ -121,8 +119,6 @@ struct Loader::Engine {
       slot->state = Slot::State::done;
       ready.notify_all();
     }
-    --running;
-    ended.notify_all();
   }
 
   void reset(OrderCursor cursor) {
@@ -181,28 +177,10 @@ Loader::Loader(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared
     if (!w.options.device->has_index()) w.options.device = guard.getDevice();
     w.side = guard.getStreamFromGlobalPool(*w.options.device);
   }
-  w.running = w.options.workers;
-  try {
-    for (int n = 0; n < w.options.workers; ++n) std::thread([engine = engine_] { engine->run(); }).detach();
-  } catch (const std::system_error& e) {
-    {
-      const std::lock_guard lock(w.mutex);
-      w.stop = true;
-    }
-    w.work.notify_all();
-    throw Error(concat("the system does not give ", w.options.workers, " worker threads: ", e.what(), "; use fewer"));
-  }
+  detail::start_workers(engine_, w.options.workers);
 }
 
-Loader::~Loader() {
-  Engine& w = *engine_;
-  std::unique_lock lock(w.mutex);
-  w.stop = true;
-  w.work.notify_all();
-  if (!w.ended.wait_for(lock, w.options.stall_limit, [&] { return w.running == 0; }))
-    TORCH_WARN("Loader: ", w.running, " worker(s) have been reading for more than ", w.options.stall_limit.count(),
-               " ms and are left behind; they end when their read ends");
-}
+Loader::~Loader() { detail::stop_workers(*engine_, "Loader"); }
 
 LoadedBatch Loader::next() {
   Engine& w = *engine_;

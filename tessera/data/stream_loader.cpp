@@ -3,71 +3,205 @@
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
 #include <sstream>
 
 #include "tessera/base/text.h"
+#include "tessera/data/detail/workers.h"
+#include "tessera/data/loader.h"  // StalledError
 
 namespace tessera {
 
 UnevenDataError::~UnevenDataError() = default;
 
-StreamLoader::StreamLoader(std::shared_ptr<IterableDataset> dataset, std::int64_t rows, Group group, UnevenData uneven, Sample example)
-    : dataset_(std::move(dataset)), rows_(rows), group_(std::move(group)), uneven_(uneven), last_(std::move(example)) {
-  if (!dataset_ || rows < 1) throw InvalidArgument(concat("a stream loader with batches of ", rows, " rows; it needs a dataset and at least 1 row"));
-}
+// What the loader and its workers share. The workers hold it too: one that hangs in a read is left behind, and must find everything in place.
+struct StreamLoader::Engine {
+  // The samples of one step.
+  struct Slot {
+    std::uint64_t first = 0;  // position of its first sample
+    std::uint64_t taken = 0;  // samples taken from the stream
+    bool ended = false;       // the stream has no more
+    bool done = false;
+    std::vector<Sample> samples;
+    std::vector<at::Tensor> stacked;
+    std::string failure;  // what the stream or the transform threw
+    std::uint64_t failed_at = 0;
+  };
 
-std::optional<StreamBatch> StreamLoader::next() {
-  std::vector<Sample> samples;
-  std::vector<at::Tensor> stacked;
-  std::string failure;
-  try {
-    while (!ended_ && static_cast<std::int64_t>(samples.size()) < rows_) {
-      auto sample = dataset_->next();
-      if (!sample) {
-        ended_ = true;
-        break;
+  std::shared_ptr<IterableDataset> dataset;
+  std::int64_t rows;
+  StreamOptions options;
+
+  std::mutex mutex;
+  std::condition_variable work, ready, rested;
+  std::deque<std::shared_ptr<Slot>> slots;  // in the order of the stream; the front is delivered next
+  std::uint64_t taken = 0;                  // from the stream, by whoever reads
+  bool reading = false;                     // a worker is at the stream
+  bool begun = false;                       // nothing is read before the first next(): restore() may come first
+  bool ended = false, stop = false;
+  int running = 0;  // workers that have not ended
+
+  // From the stream. One thread at a time.
+  void take(Slot& slot) const {
+    slot.failure = told([&] {
+      while (slot.taken < static_cast<std::uint64_t>(rows)) {
+        slot.failed_at = slot.first + slot.taken;
+        auto sample = dataset->next();
+        slot.ended = !sample;
+        if (slot.ended) break;
+        ++slot.taken;
+        slot.samples.push_back(std::move(*sample));
       }
-      ++taken_;
-      samples.push_back(std::move(*sample));
-    }
-    // Before the ranks agree, so that samples that make no batch are an error on all of them.
-    for (std::size_t t = 0; !samples.empty() && t < samples.front().size(); ++t) {
-      std::vector<at::Tensor> column;
-      for (const Sample& s : samples) {
-        if (s.size() != samples.front().size() || s[t].sizes() != samples.front()[t].sizes())
-          throw InvalidArgument("the samples of a batch differ in their number of tensors or in a shape");
-        column.push_back(s[t]);
-      }
-      stacked.push_back(at::stack(column));
-    }
-  } catch (const std::exception& e) {
-    failure = e.what();
-    if (failure.empty()) failure = "unknown";
-  } catch (...) {
-    failure = "an exception that is no std::exception";
+    });
   }
 
-  // {samples, knows the shapes, failed, batch size}: everything that the ranks must agree on before the step.
-  const auto n = static_cast<std::int64_t>(samples.size());
-  const at::Tensor mine =
-      at::tensor({n, static_cast<std::int64_t>(n > 0 || !last_.empty()), static_cast<std::int64_t>(!failure.empty()), rows_}, at::kLong);
+  // Of what was taken: a batch, before the ranks agree, so that samples that make none are an error on all of them.
+  void make(Slot& slot) const {
+    if (!slot.failure.empty()) return;
+    slot.failure = told([&] {
+      const at::NoGradGuard no_grad;
+      for (std::size_t i = 0; options.transform && i < slot.samples.size(); ++i) {
+        slot.failed_at = slot.first + i;
+        slot.samples[i] = options.transform(std::move(slot.samples[i]));
+      }
+      slot.failed_at = slot.first + slot.taken;
+      for (std::size_t t = 0; !slot.samples.empty() && t < slot.samples.front().size(); ++t) {
+        std::vector<at::Tensor> column;
+        for (const Sample& s : slot.samples) {
+          if (s.size() != slot.samples.front().size() || s[t].sizes() != slot.samples.front()[t].sizes())
+            throw InvalidArgument("the samples of a batch differ in their number of tensors or in a shape");
+          column.push_back(s[t]);
+        }
+        slot.stacked.push_back(at::stack(column));
+      }
+    });
+  }
+
+  void run() {
+    std::unique_lock lock(mutex);
+    for (;;) {
+      work.wait(lock, [&] { return stop || (begun && !reading && !ended && slots.size() <= static_cast<std::size_t>(options.prefetch)); });
+      if (stop) break;
+      const auto slot = std::make_shared<Slot>();
+      slot->first = taken;
+      slots.push_back(slot);
+      reading = true;
+      lock.unlock();
+      take(*slot);
+      lock.lock();
+      reading = false;
+      taken += slot->taken;
+      ended = ended || slot->ended;
+      work.notify_one();
+      rested.notify_all();
+      lock.unlock();
+      make(*slot);
+      lock.lock();
+      slot->done = true;
+      ready.notify_all();
+    }
+  }
+
+  // The next step's samples; null if they do not come within the limit.
+  std::shared_ptr<Slot> next() {
+    std::unique_lock lock(mutex);
+    if (options.workers == 0 && slots.empty() && !ended) {
+      const auto slot = std::make_shared<Slot>();
+      slot->first = taken;
+      take(*slot);
+      make(*slot);
+      taken += slot->taken;
+      ended = slot->ended;
+      slot->done = true;
+      slots.push_back(slot);
+    }
+    begun = true;
+    work.notify_one();
+    if (!ready.wait_for(lock, options.stall_limit, [&] { return slots.empty() ? ended : slots.front()->done; })) return nullptr;
+    return slots.empty() ? std::make_shared<Slot>() : slots.front();
+  }
+
+  // The front has been delivered.
+  void pop() {
+    const std::lock_guard lock(mutex);
+    if (slots.empty()) return;
+    slots.pop_front();
+    work.notify_one();
+  }
+
+  // Nobody reads; what was read ahead is dropped.
+  void go_back(std::uint64_t samples) {
+    std::unique_lock lock(mutex);
+    begun = false;
+    if (!rested.wait_for(lock, options.stall_limit, [&] { return !reading; }))
+      throw StalledError(concat("the stream has been read for ", options.stall_limit.count(), " ms; it cannot be restored meanwhile"));
+    slots.clear();
+    ended = false;
+    for (taken = 0; taken < samples; ++taken)
+      if (!dataset->next()) throw ConfigurationError(concat("the stream ended after ", taken, " samples, the state was saved after ", samples));
+  }
+
+ private:
+  template <class Body>
+  static std::string told(const Body& body) {
+    try {
+      body();
+      return {};
+    } catch (const std::exception& e) {
+      return *e.what() ? e.what() : "unknown";
+    } catch (...) {
+      return "an exception that is no std::exception";
+    }
+  }
+};
+
+StreamLoader::StreamLoader(std::shared_ptr<IterableDataset> dataset, std::int64_t rows, Group group, StreamOptions options)
+    : rows_(rows), group_(std::move(group)), uneven_(options.uneven), last_(options.example), engine_(std::make_shared<Engine>()) {
+  if (!dataset || rows < 1) throw InvalidArgument(concat("a stream loader with batches of ", rows, " rows; it needs a dataset and at least 1 row"));
+  if (options.workers < 0 || options.prefetch < 0 || options.stall_limit.count() <= 0)
+    throw InvalidArgument(concat("a stream loader with ", options.workers, " workers, ", options.prefetch, " batches ahead and a limit of ",
+                                 options.stall_limit.count(), " ms; counts are at least 0, the limit above 0"));
+  engine_->dataset = std::move(dataset);
+  engine_->rows = rows;
+  engine_->options = std::move(options);
+  detail::start_workers(engine_, engine_->options.workers);
+}
+
+StreamLoader::~StreamLoader() { detail::stop_workers(*engine_, "StreamLoader"); }
+
+std::optional<StreamBatch> StreamLoader::next() {
+  const auto slot = ended_ ? std::make_shared<Engine::Slot>() : engine_->next();
+  const std::string failure = slot ? slot->failure : std::string();
+  // {samples, knows the shapes, failed or stalled, batch size}: everything that the ranks must agree on before the step.
+  const auto n = slot ? static_cast<std::int64_t>(slot->samples.size()) : 0;
+  const std::int64_t trouble = !slot ? 2 : failure.empty() ? 0 : 1;
+  const at::Tensor mine = at::tensor({n, static_cast<std::int64_t>(n > 0 || !last_.empty()), trouble, rows_}, at::kLong);
   const at::Tensor all = at::empty({4 * group_.size()}, at::kLong);
   group_.all_gather(all, mine, {}, {.name = "stream_loader"});
   const auto* of = all.const_data_ptr<std::int64_t>();
-  std::vector<int> empty, partial, shapeless, failed;
+  std::vector<int> empty, partial, shapeless, failed, stalled;
   std::int64_t total = 0;
   for (int r = 0; r < group_.size(); ++r, of += 4) {
     total += of[0];
     if (of[0] == 0) empty.push_back(group_.ranks()[r]);
     if (of[0] < of[3]) partial.push_back(group_.ranks()[r]);
     if (!of[1]) shapeless.push_back(group_.ranks()[r]);
-    if (of[2]) failed.push_back(group_.ranks()[r]);
+    if (of[2] == 1) failed.push_back(group_.ranks()[r]);
+    if (of[2] == 2) stalled.push_back(group_.ranks()[r]);
   }
+  // Who has its samples keeps them for when the others have theirs.
+  if (!stalled.empty())
+    throw StalledError(concat("step ", step_, ": the streams of ranks ", list(stalled), " have not delivered within ",
+                              engine_->options.stall_limit.count(), " ms (this rank's limit); call next() again on every rank to go on waiting"));
+  engine_->pop();
+  taken_ += slot->taken;
+  ended_ = ended_ || slot->ended;
   if (!failed.empty())
     throw SampleError(concat("the streams of ranks ", list(failed), " failed at step ", step_,
-                             failure.empty() ? "" : concat("; this rank's, after ", taken_, " samples: ", failure)),
-                      taken_);
+                             failure.empty() ? "" : concat("; this rank's, at sample ", slot->failed_at, ": ", failure)),
+                      failure.empty() ? taken_ : slot->failed_at);
   if (total == 0) return std::nullopt;
   if (!partial.empty()) {
     if (uneven_ == UnevenData::error && static_cast<int>(partial.size()) < group_.size())
@@ -90,12 +224,12 @@ std::optional<StreamBatch> StreamLoader::next() {
   batch.step = step_++;
   batch.real = n;
   batch.global_real = total;
-  if (!samples.empty()) last_ = samples.back();
+  if (n > 0) last_ = slot->samples.back();
   const bool pad = uneven_ == UnevenData::pad && n < rows_;
   batch.rows = pad ? rows_ : n;
   for (std::size_t t = 0; t < last_.size(); ++t) {
     std::vector<at::Tensor> parts;
-    if (n > 0) parts.push_back(stacked[t]);
+    if (n > 0) parts.push_back(slot->stacked[t]);
     for (std::int64_t i = n; i < batch.rows; ++i) parts.push_back(last_[t].unsqueeze(0));
     batch.tensors.push_back(parts.empty() ? last_[t].unsqueeze(0).narrow(0, 0, 0) : at::cat(parts));
   }
@@ -115,10 +249,10 @@ void StreamLoader::restore(const std::string& state, bool replay) {
     throw NotAvailable(concat("a stream without positions cannot be resumed after ", taken,
                               " samples. Use a dataset with random access and Loader, or restore(state, replay = true), which reads them again"));
   TORCH_WARN("StreamLoader: reading ", taken, " samples again to come back to step ", step, "; this is right only if the stream repeats itself");
-  for (std::uint64_t i = 0; i < taken; ++i)
-    if (!dataset_->next()) throw ConfigurationError(concat("the stream ended after ", i, " samples, the state was saved after ", taken));
+  engine_->go_back(taken);
   step_ = step;
   taken_ = taken;
+  ended_ = false;
 }
 
 }  // namespace tessera

@@ -3,7 +3,14 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "tessera/base/text.h"
 #include "tessera/comm/threads.h"
+#include "tessera/data/loader.h"
 
 namespace tessera {
 namespace {
@@ -31,7 +38,9 @@ TEST(StreamLoader, RanksWithOtherNumbersOfSamplesNeverWaitForEachOther) {
             longest = std::max<std::int64_t>(longest, length(r));
             shortest = std::min<std::int64_t>(shortest, length(r));
           }
-          StreamLoader loader(std::make_shared<Counter>(0, length(manager.rank())), 3, manager.world(), policy, {torch::zeros({}, torch::kDouble)});
+          StreamLoader loader(
+              std::make_shared<Counter>(0, length(manager.rank())), 3, manager.world(),
+              {.uneven = policy, .example = {torch::zeros({}, torch::kDouble)}, .workers = (shape + manager.rank()) % 3, .prefetch = shape % 4});
           std::int64_t steps = 0, seen = 0, all = 0;
           double sum = 0;
           bool uneven = false;
@@ -68,17 +77,21 @@ TEST(StreamLoader, RanksWithOtherNumbersOfSamplesNeverWaitForEachOther) {
 }
 
 TEST(StreamLoader, AFailingStreamIsAnErrorOnEveryRank) {
-  run_threads(3, [](DistributedManager& manager) {
-    StreamLoader loader(std::make_shared<Counter>(0, 9, manager.rank() == 1 ? 5 : -1), 3, manager.world());
-    EXPECT_TRUE(loader.next());
-    try {
-      loader.next();
-      ADD_FAILURE();
-    } catch (const SampleError& e) {
-      EXPECT_NE(std::string(e.what()).find("ranks [1]"), std::string::npos);
-      EXPECT_EQ(std::string(e.what()).find("the socket closed") != std::string::npos, manager.rank() == 1);
-    }
-  });
+  for (const int workers : {0, 1, 3})
+    run_threads(3, [&](DistributedManager& manager) {
+      StreamLoader loader(std::make_shared<Counter>(0, 9, manager.rank() == 1 ? 5 : -1), 3, manager.world(), {.workers = workers});
+      EXPECT_TRUE(loader.next());
+      try {
+        loader.next();
+        ADD_FAILURE();
+      } catch (const SampleError& e) {
+        EXPECT_NE(std::string(e.what()).find("ranks [1]"), std::string::npos);
+        EXPECT_EQ(std::string(e.what()).find("the socket closed") != std::string::npos, manager.rank() == 1);
+        if (manager.rank() == 1) {
+          EXPECT_EQ(e.index(), 5u);
+        }
+      }
+    });
 }
 
 // Samples that make no batch, and exceptions of any type, on one rank: an error on all, no rank is left waiting.
@@ -98,7 +111,7 @@ struct Odd : Counter {
 TEST(StreamLoader, WhateverOneRankMeetsIsAnErrorOnEveryRank) {
   for (const bool shapes : {false, true})
     run_threads(3, [&](DistributedManager& manager) {
-      StreamLoader loader(std::make_shared<Odd>(shapes, manager.rank() == 2), 3, manager.world());
+      StreamLoader loader(std::make_shared<Odd>(shapes, manager.rank() == 2), 3, manager.world(), {.workers = shapes ? 2 : 0});
       EXPECT_TRUE(loader.next());
       EXPECT_THROW(loader.next(), SampleError);
     });
@@ -106,24 +119,146 @@ TEST(StreamLoader, WhateverOneRankMeetsIsAnErrorOnEveryRank) {
 
 TEST(StreamLoader, AnEmptyStreamNeedsAnExample) {
   run_threads(2, [](DistributedManager& manager) {
-    StreamLoader loader(std::make_shared<Counter>(0, manager.rank() == 0 ? 3 : 0), 3, manager.world(), UnevenData::weight_zero);
+    StreamLoader loader(std::make_shared<Counter>(0, manager.rank() == 0 ? 3 : 0), 3, manager.world(),
+                        {.uneven = UnevenData::weight_zero, .workers = manager.rank()});
     EXPECT_THROW(loader.next(), UnevenDataError);
   });
 }
 
 TEST(StreamLoader, ResumingIsRefusedOrReplayed) {
-  StreamLoader first(std::make_shared<Counter>(0, 20), 4, Group());
-  first.next();
-  first.next();
-  StreamLoader second(std::make_shared<Counter>(0, 20), 4, Group());
-  EXPECT_THROW(second.restore(first.state(), false), NotAvailable);
-  second.restore(first.state(), true);
-  const auto a = first.next(), b = second.next();
-  EXPECT_TRUE(a->tensors[0].equal(b->tensors[0]));
-  EXPECT_EQ(a->step, b->step);
-  StreamLoader third(std::make_shared<Counter>(0, 3), 4, Group());
-  EXPECT_THROW(third.restore(first.state(), true), ConfigurationError);
-  EXPECT_THROW(third.restore("x", true), ConfigurationError);
+  for (const int workers : {0, 1, 3}) {
+    const StreamOptions options{.workers = workers, .prefetch = 3};
+    StreamLoader first(std::make_shared<Counter>(0, 20), 4, Group(), options);
+    first.next();
+    first.next();
+    StreamLoader second(std::make_shared<Counter>(0, 20), 4, Group(), options);
+    EXPECT_THROW(second.restore(first.state(), false), NotAvailable);
+    second.restore(first.state(), true);
+    EXPECT_EQ(second.state(), first.state());
+    const auto a = first.next(), b = second.next();
+    EXPECT_TRUE(a->tensors[0].equal(b->tensors[0]));
+    EXPECT_EQ(a->step, b->step);
+    StreamLoader third(std::make_shared<Counter>(0, 3), 4, Group(), options);
+    EXPECT_THROW(third.restore(first.state(), true), ConfigurationError);
+    EXPECT_THROW(third.restore("x", true), ConfigurationError);
+  }
+}
+
+// A transform takes longer for some samples than for others; what is delivered, and the state between, is as without workers.
+TEST(StreamLoader, WorkersDeliverTheSameBatchesInTheSameOrder) {
+  std::atomic<int> at_once{0}, most{0};
+  const auto slow = [&](Sample sample) {
+    const int now = ++at_once;
+    for (int seen = most; seen < now && !most.compare_exchange_weak(seen, now);) {
+    }
+    if (static_cast<int>(sample[0].item<double>()) % 7 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+    --at_once;
+    return Sample{sample[0] * 2, sample[0].reshape({1})};
+  };
+  const auto run = [&](int workers, int prefetch) {
+    StreamLoader loader(std::make_shared<Counter>(0, 103), 5, Group(),
+                        {.uneven = UnevenData::pad, .workers = workers, .prefetch = prefetch, .transform = slow});
+    std::vector<std::string> seen;
+    while (auto batch = loader.next()) {
+      EXPECT_EQ(batch->tensors.size(), 2u);
+      seen.push_back(
+          concat(batch->step, ' ', batch->real, ' ', batch->tensors[0].sum().item<double>(), ' ', batch->tensors[1].sizes(), ' ', loader.state()));
+    }
+    EXPECT_FALSE(loader.next());
+    return seen;
+  };
+  const auto alone = run(0, 2);
+  EXPECT_EQ(alone.size(), 21u);
+  EXPECT_EQ(most, 1);
+  for (const int workers : {1, 2, 4})
+    for (const int prefetch : {0, 1, 5}) EXPECT_EQ(run(workers, prefetch), alone) << workers << " workers, " << prefetch << " ahead";
+  EXPECT_GT(most, 1);
+}
+
+TEST(StreamLoader, AFailingTransformNamesItsSample) {
+  for (const int workers : {0, 2}) {
+    StreamLoader loader(std::make_shared<Counter>(0, 12), 4, Group(), {.workers = workers, .transform = [](Sample sample) {
+                                                                         if (sample[0].item<double>() == 6) throw std::runtime_error("no such codec");
+                                                                         return sample;
+                                                                       }});
+    EXPECT_TRUE(loader.next());
+    try {
+      loader.next();
+      ADD_FAILURE();
+    } catch (const SampleError& e) {
+      EXPECT_EQ(e.index(), 6u);
+      EXPECT_NE(std::string(e.what()).find("no such codec"), std::string::npos);
+    }
+    const auto after = loader.next();  // that step's samples are gone, the stream goes on
+    ASSERT_TRUE(after);
+    EXPECT_EQ(after->tensors[0][0].item<double>(), 8);
+    EXPECT_FALSE(loader.next());
+  }
+}
+
+// A stream that waits to be released.
+struct Gated : Counter {
+  using Counter::Counter;
+  std::optional<Sample> next() override {
+    std::unique_lock lock(mutex);
+    ++taken;
+    changed.notify_all();
+    changed.wait(lock, [&] { return at < allowed; });
+    return Counter::next();
+  }
+  void allow(std::int64_t samples) {
+    const std::lock_guard lock(mutex);
+    allowed = samples;
+    changed.notify_all();
+  }
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::int64_t allowed = 0, taken = 0;
+};
+
+TEST(StreamLoader, AStalledStreamIsReportedOnEveryRankAndNothingIsLost) {
+  run_threads(3, [](DistributedManager& manager) {
+    const bool slow = manager.rank() == 1;
+    const auto stream = std::make_shared<Gated>(0, 6);
+    stream->allow(slow ? 3 : 6);
+    StreamLoader loader(stream, 3, manager.world(), {.workers = manager.rank() == 2 ? 0 : 1, .stall_limit = std::chrono::milliseconds(300)});
+    EXPECT_TRUE(loader.next());
+    for (int i = 0; i < 2; ++i) EXPECT_THROW(loader.next(), StalledError);
+    if (slow) stream->allow(7);
+    manager.world().barrier();
+    std::optional<StreamBatch> batch;
+    for (int i = 0; i < 100 && !batch; ++i) {
+      try {
+        batch = loader.next();
+        ASSERT_TRUE(batch);
+      } catch (const StalledError&) {  // the worker has not been given the core yet
+      }
+    }
+    ASSERT_TRUE(batch);
+    EXPECT_EQ(batch->step, 1u);
+    EXPECT_EQ(batch->tensors[0].sum().item<double>(), 12);
+    stream->allow(7);
+    EXPECT_FALSE(loader.next());
+  });
+}
+
+TEST(StreamLoader, NoMoreIsReadThanTheDepth) {
+  const auto stream = std::make_shared<Gated>(0, 1000);
+  stream->allow(1000);
+  StreamLoader loader(stream, 4, Group(), {.workers = 2, .prefetch = 3});
+  EXPECT_EQ(stream->taken, 0);  // nothing before the first next(): restore() may come first
+  ASSERT_TRUE(loader.next());
+  std::unique_lock lock(stream->mutex);
+  ASSERT_TRUE(stream->changed.wait_for(lock, std::chrono::seconds(30), [&] { return stream->taken >= 4 * 4; }));
+  // One delivered, one waited for, three ahead: a loader that reads on does so within the time that this waits.
+  EXPECT_FALSE(stream->changed.wait_for(lock, std::chrono::milliseconds(200), [&] { return stream->taken > 4 * 5; })) << stream->taken;
+}
+
+TEST(StreamLoader, BadOptionsAreRefused) {
+  EXPECT_THROW(StreamLoader(nullptr, 1, Group()), InvalidArgument);
+  EXPECT_THROW(StreamLoader(std::make_shared<Counter>(0, 1), 0, Group()), InvalidArgument);
+  EXPECT_THROW(StreamLoader(std::make_shared<Counter>(0, 1), 1, Group(), {.workers = -1}), InvalidArgument);
+  EXPECT_THROW(StreamLoader(std::make_shared<Counter>(0, 1), 1, Group(), {.prefetch = -1}), InvalidArgument);
 }
 
 }  // namespace

@@ -61,7 +61,7 @@ TEST(TorchData, DatasetsAndTransformsAreReadByTheLoader) {
 }
 
 TEST(TorchData, StreamsAreReadByTheStreamLoader) {
-  StreamLoader loader(std::make_shared<TorchStream<Countdown>>(Countdown()), 2, Group(), UnevenData::weight_zero);
+  StreamLoader loader(std::make_shared<TorchStream<Countdown>>(Countdown()), 2, Group(), {.uneven = UnevenData::weight_zero});
   std::vector<std::int64_t> seen;
   while (auto batch = loader.next())
     for (std::int64_t i = 0; i < batch->rows; ++i) seen.push_back(batch->tensors[1][i].item<std::int64_t>());

@@ -1,0 +1,52 @@
+#pragma once
+// Worker threads of an engine that they share with its owner: one that hangs in a read is left behind, and finds everything in place.
+//
+// An engine has mutex, work, rested (told when a worker ends), stop, running, options.stall_limit, and run(), in which a worker stays until `stop`.
+
+#include <c10/util/Exception.h>
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+
+namespace tessera::detail {
+
+template <class Engine>
+void start_workers(const std::shared_ptr<Engine>& engine, int workers) {
+  try {
+    for (int n = 0; n < workers; ++n) {
+      std::thread([engine] {
+        engine->run();
+        const std::lock_guard lock(engine->mutex);
+        --engine->running;
+        engine->rested.notify_all();
+      }).detach();
+      const std::lock_guard lock(engine->mutex);
+      ++engine->running;
+    }
+  } catch (const std::system_error& e) {
+    {
+      const std::lock_guard lock(engine->mutex);
+      engine->stop = true;
+    }
+    engine->work.notify_all();
+    throw Error(concat("the system does not give ", workers, " worker threads: ", e.what(), "; use fewer"));
+  }
+}
+
+template <class Engine>
+void stop_workers(Engine& engine, const char* owner) {
+  std::unique_lock lock(engine.mutex);
+  engine.stop = true;
+  engine.work.notify_all();
+  if (!engine.rested.wait_for(lock, engine.options.stall_limit, [&] { return engine.running == 0; }))
+    TORCH_WARN(owner, ": ", engine.running, " worker(s) have been reading for more than ", engine.options.stall_limit.count(),
+               " ms and are left behind; they end when their read ends");
+}
+
+}  // namespace tessera::detail
