@@ -94,7 +94,7 @@ std::int64_t peak_of(const std::function<void()>& call) {
   return memory->peak;
 }
 
-int run(const std::string& backend, const std::string& out, std::int64_t size, int width, int pairs) {
+int run(const std::string& backend, const std::string& out, const std::string& only, std::int64_t size, int width, int pairs) {
   torch::set_num_threads(1);
   tessera::ManagerOptions options;
   options.backend = backend;
@@ -130,27 +130,31 @@ int run(const std::string& backend, const std::string& out, std::int64_t size, i
   if (std::abs(loss_alone - loss_together) > 1e-4 * std::abs(loss_alone))
     throw tessera::Error(tessera::concat("the losses differ: ", loss_alone, " on one rank, ", loss_together, " on two"));
 
+  Report report("domain_scaling", manager.rank() == 0 ? out : "");
+  report.only(only);
+  report.meta("torch", TORCH_VERSION);
+  report.meta("field", tessera::concat(size, " x ", size));
+  report.meta("width", width);
   // Rank 1 waits while rank 0 steps alone; the slower rank counts where both step.
   const auto agreed = [&](double mine) {
     const at::Tensor slowest = at::full({1}, mine, at::kDouble);
     world.all_reduce(slowest, tessera::ReduceOp::max);
     return slowest.item<double>();
   };
-  const auto measured = tessera::bench::alternate(
-      pairs,
-      [&] {
-        world.barrier();
-        return agreed(seconds([&] { together->step(); }));
-      },
-      [&] { return agreed(manager.rank() == 0 ? seconds([&] { alone->step(); }) : 0); });
-  Report report("domain_scaling", manager.rank() == 0 ? out : "");
-  report.meta("torch", TORCH_VERSION);
-  report.meta("field", tessera::concat(size, " x ", size));
-  report.meta("width", width);
-  report.time(tessera::concat("training step, 2 ranks ", backend), measured, "1 rank", 1 / 1.8);
+  const std::string step = tessera::concat("training step, 2 ranks ", backend), bytes = "peak bytes a rank, 2 ranks";
+  if (report.wants(step)) {
+    const auto measured = tessera::bench::alternate(
+        pairs,
+        [&] {
+          world.barrier();
+          return agreed(seconds([&] { together->step(); }));
+        },
+        [&] { return agreed(manager.rank() == 0 ? seconds([&] { alone->step(); }) : 0); });
+    report.time(step, measured, "1 rank", 1 / 1.8);
+  }
   const double most = agreed(static_cast<double>(peak_together));
   tessera::bench::Record memory;
-  memory.name = "peak bytes a rank, 2 ranks";
+  memory.name = bytes;
   memory.metric = "bytes";
   memory.value = most;
   memory.unit = "B";
@@ -159,7 +163,7 @@ int run(const std::string& backend, const std::string& out, std::int64_t size, i
   memory.ratio = most / static_cast<double>(peak_alone);
   memory.limit = 0.58;
   memory.holds = *memory.ratio <= *memory.limit;
-  report.add(memory);
+  if (report.wants(bytes)) report.add(memory);
   world.barrier();
   return manager.rank() == 0 ? report.finish() : 0;
 }
@@ -168,17 +172,18 @@ int run(const std::string& backend, const std::string& out, std::int64_t size, i
 
 int main(int argc, char** argv) {
   CLI::App app("A training step of a U-Net on two ranks beside one, the same field");
-  std::string backend = "gloo", out;
+  std::string backend = "gloo", out, only;
   std::int64_t size = 512;
   int width = 12, pairs = 31;
   app.add_option("--backend", backend, "gloo, or mpi under MPI's launcher")->check(CLI::IsMember({"mpi", "gloo"}));
   app.add_option("--out", out, "JSON file");
+  app.add_option("--only", only, "only cases that this regular expression finds, as bytes; the file keeps its other records");
   app.add_option("--size", size, "rows and columns of the field; a multiple of 8")->check(CLI::PositiveNumber);
   app.add_option("--width", width, "channels of the first level")->check(CLI::PositiveNumber);
   app.add_option("--pairs", pairs, "samples")->check(CLI::Range(31, 1001));
   CLI11_PARSE(app, argc, argv);
   try {
-    return run(backend, out, size, width, pairs);
+    return run(backend, out, only, size, width, pairs);
   } catch (const std::exception& e) {
     std::fprintf(stderr, "bench_domain_scaling: %s\n", e.what());
     return 2;

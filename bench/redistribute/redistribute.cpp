@@ -1,6 +1,7 @@
 // Redistribution beside what a user would write by hand with the same group's collectives on plain tensors, on two ranks: time, and bytes received
 // beside the fewest that the two specs allow. The hand-written way ends with the same result in memory of its own: an all-reduce, which works in
-// place, copies its input first, and an all-to-all packs what it sends. Above 1 MiB redistribution may take 1.1 times as long.
+// place, copies its input first, and an all-to-all packs what it sends. Above 1 MiB redistribution may take 1.1 times as long. Each backend in a run
+// of its own; `run` makes both.
 
 #include <torch/torch.h>
 
@@ -8,6 +9,7 @@
 #include <chrono>
 #include <cstdio>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +25,7 @@ using namespace tessera;
 using Clock = std::chrono::steady_clock;
 
 constexpr int kPairs = 31;
+constexpr double kSampleSeconds = 5e-3, kCaseSeconds = 1.2;
 
 struct Case {
   std::string name;
@@ -39,7 +42,8 @@ std::vector<Case> cases(const DeviceMesh& mesh, const Group& group, std::int64_t
   const at::Tensor all = at::ones(shape);
   const Sizes half = {rows / 2, rows / 2}, uneven = {rows / 4 * 3, rows / 4};
   const ShardSpec whole = ShardSpec::replicated(mesh, shape), by_rows(mesh, shape, {Shard(0)}), by_columns(mesh, shape, {Shard(1)}),
-                  by_uneven(mesh, shape, {Shard(0)}, {{0, uneven}}), terms(mesh, shape, {Partial()});
+                  by_uneven(mesh, shape, {Shard(0)}, {{0, uneven}}), by_other(mesh, shape, {Shard(0)}, {{0, {uneven[1], uneven[0]}}}),
+                  terms(mesh, shape, {Partial()});
   const auto shard = [&](const ShardSpec& s) { return distribute_tensor(all, s); };
   const auto gather = [=](const ShardSpec& s, const Sizes& sizes) {
     const at::Tensor local = to_local(shard(s));
@@ -49,7 +53,7 @@ std::vector<Case> cases(const DeviceMesh& mesh, const Group& group, std::int64_t
       return out;
     };
   };
-  const at::Tensor local_rows = to_local(shard(by_rows));
+  const at::Tensor local_rows = to_local(shard(by_rows)), local_uneven = to_local(shard(by_uneven));
   return {
       {"Shard(0) to Replicate", shard(by_rows), whole, numel / 2, gather(by_rows, half)},
       {"Shard(0) 3:1 to Replicate", shard(by_uneven), whole, numel - static_cast<double>(uneven[mine] * columns), gather(by_uneven, uneven)},
@@ -72,6 +76,18 @@ std::vector<Case> cases(const DeviceMesh& mesh, const Group& group, std::int64_t
          group.all_to_all(out, packed.view({rows, columns / 2}));
          return out;
        }},
+      // Half of all rows go from rank 0 to rank 1.
+      {"Shard(0) 3:1 to 1:3", shard(by_uneven), by_other, mine == 0 ? 0.0 : numel / 2,
+       [=] {
+         if (mine == 0) {
+           group.send(local_uneven.narrow(0, rows / 4, rows / 2), 1);
+           return local_uneven.narrow(0, 0, rows / 4).clone();
+         }
+         at::Tensor out = at::empty({rows / 4 * 3, columns});
+         group.receive(out.narrow(0, 0, rows / 2), 0);
+         out.narrow(0, rows / 2, rows / 4).copy_(local_uneven);
+         return out;
+       }},
   };
 }
 
@@ -84,7 +100,7 @@ double sample(const Group& group, const std::function<void()>& call, int repeats
   return slowest.item<double>();
 }
 
-int run(const std::string& backend, const std::string& out) {
+int run(const std::string& backend, const std::string& out, const std::string& only) {
   torch::set_num_threads(1);
   ManagerOptions options;
   options.backend = backend;
@@ -94,31 +110,28 @@ int run(const std::string& backend, const std::string& out) {
   const auto mesh = manager.mesh({{"x", 2}});
   const Group group = mesh.all();
   bench::Report report("redistribute", manager.rank() == 0 ? out : "");
+  report.only(only, true);
   report.meta("torch", TORCH_VERSION);
   report.meta("backend", backend);
+  std::optional<bench::AwakeCores> awake;
+  if (backend == "gloo") awake.emplace();  // its calls sleep until another thread wakes them
   const at::NoGradGuard no_grad;
   for (const auto& [label, rows] : {std::pair<const char*, std::int64_t>{"64 KiB", 16}, {"4 MiB", 1024}, {"16 MiB", 4096}}) {
     for (const Case& c : cases(mesh, group, rows)) {
+      const std::string name = concat(c.name, " ", label, " ", backend);
+      if (!report.wants(name)) continue;
       double received = 0;
       for (const auto& call : explain_redistribution(spec(c.input), c.to)) received += static_cast<double>(call.received);
       const at::Tensor both = at::tensor({received, c.fewest}, at::kDouble);
       group.all_reduce(both);
-      const std::string name = concat(c.name, " ", label);
-      report.add({name,
-                  "bytes",
-                  both[0].item<double>() * 4,
-                  "B",
-                  "fewest",
-                  both[1].item<double>() * 4,
-                  both[0].item<double>() / both[1].item<double>(),
-                  {},
-                  1.0,
-                  both[0].item<double>() <= both[1].item<double>()});
+      const double bytes = both[0].item<double>() * 4, fewest = both[1].item<double>() * 4;
+      report.add({name, "bytes", bytes, "B", "fewest", fewest, bytes / fewest, {}, 1.0, bytes <= fewest});
       const auto ours = [&] { redistribute(c.input, c.to); };
       const auto bare = [&] { c.by_hand(); };
       const double once = std::max(sample(group, bare, 3), sample(group, ours, 3));
-      const int repeats = std::clamp(static_cast<int>(5e-3 / once), 1, 200);
-      const auto pairs = bench::alternate(kPairs, [&] { return sample(group, ours, repeats); }, [&] { return sample(group, bare, repeats); });
+      const int repeats = std::clamp(static_cast<int>(kSampleSeconds / once), 1, 200);
+      const int count = std::clamp(static_cast<int>(kCaseSeconds / (2 * once * repeats)), kPairs, 201);
+      const auto pairs = bench::alternate(count, [&] { return sample(group, ours, repeats); }, [&] { return sample(group, bare, repeats); });
       std::vector<double> reference;
       for (const auto& pair : pairs) reference.push_back(pair.second);
       // Below 1 MiB what counts is the overhead of a call: 30 us.
@@ -133,12 +146,13 @@ int run(const std::string& backend, const std::string& out) {
 
 int main(int argc, char** argv) {
   CLI::App app("Redistribution beside the bare collectives, on two ranks");
-  std::string backend = has_mpi() ? "mpi" : "gloo", out;
+  std::string backend = has_mpi() ? "mpi" : "gloo", out, only;
   app.add_option("--backend", backend, "mpi or gloo")->check(CLI::IsMember({"mpi", "gloo"}));
   app.add_option("--out", out, "JSON file");
+  app.add_option("--only", only, "Only cases that this regular expression finds, as '4 MiB gloo'; the file keeps its other records");
   CLI11_PARSE(app, argc, argv);
   try {
-    return run(backend, out);
+    return run(backend, out, only);
   } catch (const std::exception& e) {
     std::fprintf(stderr, "bench_redistribute: %s\n", e.what());
     return 2;

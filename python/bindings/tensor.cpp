@@ -1,9 +1,13 @@
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "convert.h"
 #include "mesh.h"
 #include "tessera/base/text.h"
+#include "tessera/tensor/detail/parameter_gradient.h"
 #include "tessera/tensor/distribute_module.h"
+#include "tessera/tensor/file.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::python {
@@ -18,6 +22,45 @@ struct PySpec : torch::CustomClassHolder {
   ShardSpec spec;
 };
 using SpecPtr = c10::intrusive_ptr<PySpec>;
+
+// GradientNoSync, of a module that is not C++'s own.
+struct PyNoSync : torch::CustomClassHolder {
+  explicit PyNoSync(const std::vector<at::Tensor>& parameters) : reducers(detail::reducers_of(parameters)) {}
+  void begin() {
+    for (const auto& reducer : reducers) scopes.push_back(std::make_unique<GradientReducer::NoSync>(*reducer));
+  }
+  void end() { scopes.clear(); }
+  std::vector<std::shared_ptr<GradientReducer>> reducers;
+  std::vector<std::unique_ptr<GradientReducer::NoSync>> scopes;
+};
+
+NamedTensors named(const Texts& names, const std::vector<at::Tensor>& tensors) {
+  if (names.size() != tensors.size()) throw InvalidArgument("names and tensors differ in number");
+  NamedTensors all;
+  for (std::size_t i = 0; i < names.size(); ++i) all.emplace_back(names[i], tensors[i]);
+  return all;
+}
+
+// All tensors of a file. Those named are placed as `where` and `sizes_of` say, the others replicated.
+std::tuple<Texts, std::vector<at::Tensor>> load_all(const MeshPtr& mesh, const std::string& path, const Texts& names, const std::vector<Texts>& where,
+                                                    const std::vector<SizesDict>& sizes_of) {
+  std::map<std::string, ParameterPlacement> rules;
+  for (std::size_t i = 0; i < names.size(); ++i) rules[names[i]] = {placements(where.at(i)), sizes(sizes_of.at(i))};
+  std::tuple<Texts, std::vector<at::Tensor>> loaded;
+  for (auto& [name, tensor] : load(mesh->mesh, path, [&](const std::string& name) -> std::optional<ParameterPlacement> {
+         const auto it = rules.find(name);
+         return it == rules.end() ? std::nullopt : std::optional(it->second);
+       })) {
+    std::get<0>(loaded).push_back(name);
+    std::get<1>(loaded).push_back(tensor);
+  }
+  const Texts& there = std::get<0>(loaded);
+  for (const auto& name : names) {
+    if (std::find(there.begin(), there.end(), name) == there.end())
+      throw InvalidArgument(concat("load: placements name ", name, ", which is not in the file ", path, "; it holds ", list(there)));
+  }
+  return loaded;
+}
 
 // One entry of `placements` and `sizes` a tensor: the rule has been asked in Python.
 // The first `parameters` of them are parameters, the others buffers.
@@ -48,6 +91,21 @@ TORCH_LIBRARY_FRAGMENT(tessera, library) {
       .def("mesh", [](const SpecPtr& self) { return c10::make_intrusive<PyMesh>(self->spec.mesh()); })
       .def("text", [](const SpecPtr& self) { return self->spec.to_string(); })
       .def("same", [](const SpecPtr& self, const SpecPtr& other) { return self->spec == other->spec; });
+
+  library.class_<PyNoSync>("NoSync")
+      .def(torch::init<std::vector<at::Tensor>>())
+      .def("begin", [](const c10::intrusive_ptr<PyNoSync>& self) { self->begin(); })
+      .def("end", [](const c10::intrusive_ptr<PyNoSync>& self) { self->end(); });
+  library.def("reduce_gradients", [](const std::vector<at::Tensor>& parameters) {
+    for (const auto& reducer : detail::reducers_of(parameters)) reducer->reduce();
+  });
+  library.def("save", [](const Texts& names, const std::vector<at::Tensor>& tensors, const MeshPtr& mesh, const std::string& path) {
+    save(named(names, tensors), mesh->mesh, path);
+  });
+  library.def("load_into", [](const Texts& names, const std::vector<at::Tensor>& tensors, const MeshPtr& mesh, const std::string& path) {
+    load_into(named(names, tensors), mesh->mesh, path);
+  });
+  library.def("load", &load_all);
 
   library.def("is_sharded", [](const at::Tensor& t) { return is_sharded(t); });
   library.def("spec", [](const at::Tensor& t) { return c10::make_intrusive<PySpec>(spec(t)); });

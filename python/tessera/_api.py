@@ -1,6 +1,7 @@
 """The package's functions: each is one call of the library."""
 
 import atexit
+import contextlib
 import sys
 import threading
 from dataclasses import dataclass
@@ -153,6 +154,12 @@ def summary(tensor):
     return ops.summary(tensor)
 
 
+def _with_sizes(placed):
+    """`placed` is placements, which may be a tuple too, or (placements, sizes)."""
+    pair = isinstance(placed, tuple) and len(placed) == 2 and (placed[1] is None or isinstance(placed[1], dict))
+    return placed if pair else (placed, None)
+
+
 def distribute_module(module, mesh, rule=None):
     """Makes the parameters and buffers of `module` sharded tensors, in place, and returns it.
 
@@ -161,15 +168,58 @@ def distribute_module(module, mesh, rule=None):
     names, tensors, where, parts = [], [], [], []
     parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
     for name, tensor in [*parameters, *buffers]:
-        placements, sizes = (rule and rule(name, tensor)) or ["Replicate"] * len(mesh.axes), None
-        if isinstance(placements, tuple) and len(placements) == 2 and isinstance(placements[1], dict):
-            placements, sizes = placements
+        placements, sizes = _with_sizes((rule and rule(name, tensor)) or ["Replicate"] * len(mesh.axes))
         names.append(name)
         tensors.append(tensor)
         where.append(to_text(placements))
         parts.append(_sizes(sizes))
     ops.distribute_parameters(names, tensors, len(parameters), mesh._handle, where, parts)
     return module
+
+
+@contextlib.contextmanager
+def no_sync(module):
+    """Gradients of `distribute_module`'s parameters stay partial sums in this scope; the next backward outside reduces them. Alike on all ranks."""
+    scope = classes.NoSync(list(module.parameters()))
+    scope.begin()
+    try:
+        yield
+    finally:
+        scope.end()
+
+
+def reduce_gradients(module):
+    """Reduces now what is partial, after `no_sync` scopes without a last backward. Collective."""
+    ops.reduce_gradients(list(module.parameters()))
+
+
+def _named(tensors):
+    if isinstance(tensors, torch.nn.Module):
+        tensors = {**dict(tensors.named_parameters()), **dict(tensors.named_buffers())}
+    elif isinstance(tensors, torch.Tensor):
+        tensors = {"tensor": tensors}
+    return list(tensors.keys()), list(tensors.values())
+
+
+def save(tensors, mesh, path):
+    """A module's parameters and buffers, a dictionary of tensors, or one tensor (named "tensor"), into one safetensors file. Collective."""
+    ops.save(*_named(tensors), mesh._handle, str(path))
+
+
+def load(path, mesh, placements=None):
+    """All tensors of a file, by name. `placements` maps names to placements, or (placements, sizes); the others are replicated. Collective."""
+    names, where, parts = [], [], []
+    for name, placed in (placements or {}).items():
+        placed, sizes = _with_sizes(placed)
+        names.append(name)
+        where.append(to_text(placed))
+        parts.append(_sizes(sizes))
+    return dict(zip(*ops.load(mesh._handle, str(path), names, where, parts)))
+
+
+def load_into(tensors, mesh, path):
+    """A file into the tensors that are there (as for `save`), wherever they lie. Collective."""
+    ops.load_into(*_named(tensors), mesh._handle, str(path))
 
 
 class CommTrace:

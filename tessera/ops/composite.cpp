@@ -1,7 +1,11 @@
 // Operators of libtorch that are made of others, and backward formulas that make plain tensors of the global shape, written so that what they make is
 // sharded.
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/tril.h>
+#include <ATen/ops/triu.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
@@ -34,6 +38,28 @@ at::Tensor index_select_backward(const at::Tensor& grad, c10::SymIntArrayRef siz
   return zeros_along(grad, dim, sizes).index_add(dim, index, grad);
 }
 
+// The first elements of the source were taken, the others have no gradient.
+at::Tensor masked_scatter_backward(const at::Tensor& grad, const at::Tensor& mask, c10::SymIntArrayRef sizes) {
+  c10::SymInt count = 1;
+  for (const c10::SymInt& n : sizes) count = count * n;
+  at::Tensor picked = grad.masked_select(mask);
+  const c10::SymInt missing = count - picked.sym_numel();
+  if (missing > 0) picked = at::cat({picked, picked.new_zeros_symint({missing})}, 0);
+  return picked.view_symint(sizes);
+}
+
+// libtorch's own begins with zeros that lie like the gradient, which may be whole where the indices are cut.
+at::Tensor gather_backward(const at::Tensor& grad, const at::Tensor& self, std::int64_t dim, const at::Tensor& index, bool sparse) {
+  TORCH_CHECK(!sparse, "gather: sparse gradients are not supported for sharded tensors: leave out sparse_grad");
+  return at::zeros_like(self).scatter_add(dim, index, grad);
+}
+
+// Each rank sums the diagonal's elements that it holds. libtorch's own derivative writes into a plain tensor of the global size.
+at::Tensor trace(const at::Tensor& self) {
+  TORCH_CHECK(self.dim() == 2, "trace: expected a matrix, but got a tensor of ", self.dim(), " dims");
+  return self.tril().triu().sum();
+}
+
 // The tensors of a list may lie anywhere: each has a norm of its own (clip_grad_norm_).
 std::vector<at::Tensor> foreach_norm(at::TensorList tensors, const at::Scalar& order, std::optional<at::ScalarType> dtype) {
   std::vector<at::Tensor> norms;
@@ -44,15 +70,21 @@ std::vector<at::Tensor> foreach_norm(at::TensorList tensors, const at::Scalar& o
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  m.impl("gather_backward", gather_backward);
+  m.impl("trace", trace);
   m.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);
   m.impl("_foreach_norm.Scalar", foreach_norm);
   m.impl("cummaxmin_backward", cummaxmin_backward);
   m.impl("index_select_backward", index_select_backward);
+  m.impl("masked_scatter_backward", masked_scatter_backward);
 }
 TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) {
+  m.impl("gather_backward", gather_backward);
+  m.impl("trace", trace);
   m.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);
   m.impl("cummaxmin_backward", cummaxmin_backward);
   m.impl("index_select_backward", index_select_backward);
+  m.impl("masked_scatter_backward", masked_scatter_backward);
   m.impl("_foreach_norm.Scalar", foreach_norm);
 }
 

@@ -47,6 +47,7 @@ at::Tensor on_plain(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef la
 struct Contract : torch::autograd::Function<Contract> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& a, const at::Tensor& b, Indices la, Indices lb, Indices lo) {
     ctx->save_for_backward({a, b});
+    ctx->set_materialize_grads(false);
     ctx->saved_data["a"] = la;
     ctx->saved_data["b"] = lb;
     ctx->saved_data["o"] = lo;

@@ -1,8 +1,6 @@
 // Convolution, plain and transposed, of any kernel, stride, padding and dilation in any number of spatial dims: samples, input and output channels,
 // groups of channels and spatial dims may be sharded, together too; weights replicated or sharded.
 
-#include <c10/core/MemoryFormat.h>
-
 #include <algorithm>
 
 #include "tessera/base/text.h"
@@ -22,19 +20,6 @@ using Shape = std::vector<std::int64_t>;
 enum : int { kSample, kIn, kOut, kGroup, kSpatial };  // kSpatial + i: the i-th spatial dim
 
 std::int64_t at_or_last(const Shape& values, std::size_t i) { return values.size() == 1 ? values[0] : values[i]; }
-
-// Whether libtorch takes it for channels_last, which its result is then too.
-bool is_channels_last(const TensorInfo& t) {
-  const at::IntArrayRef shape(t.spec.shape()), strides(t.strides);
-  return (shape.size() == 4 && c10::is_channels_last_strides_2d(shape, strides)) ||
-         (shape.size() == 5 && c10::is_channels_last_strides_3d(shape, strides));
-}
-// Channels are the fastest dim, then the last ones to the first.
-Shape channels_last(const Shape& shape) {
-  Shape like(shape.size(), 0);
-  for (std::size_t d = 0; d < shape.size(); ++d) like[d] = d == 1 ? 1 : static_cast<std::int64_t>(shape.size() - d + 1);
-  return strides_in_order(shape, like);
-}
 
 struct Convolution {
   explicit Convolution(const OpCall& call)
@@ -98,12 +83,6 @@ struct Convolution {
   std::vector<Window> windows;
   Shape output_padding, out_shape;
 };
-
-Partition scaled(const Partition& parts, std::int64_t by) {
-  Shape sizes = parts.sizes();
-  for (auto& n : sizes) n *= by;
-  return Partition(sizes);
-}
 
 // Parts of spatial dims for an input's and an output's spec whose placements were chosen: the given ones of `own` where they are cut over those axes,
 // else from the other's by the windows.
@@ -169,7 +148,9 @@ Plan convolution(const OpCall& call) {
   const Parts parts = spatial_parts(c, x, nullptr, c.out_shape);
   x = with_parts(x, parts.in);
   y = with_parts(y, parts.out);
-  plan.outputs[0].strides = is_channels_last(c.x) || is_channels_last(c.w) ? channels_last(c.out_shape) : contiguous_strides(c.out_shape);
+  // Of one spatial dim libtorch copies the input first, so that the weight alone decides.
+  const bool last = is_channels_last(c.w.spec.shape(), c.w.strides) || (c.windows.size() > 1 && is_channels_last(c.x.spec.shape(), c.x.strides));
+  plan.outputs[0].strides = last ? channels_last(c.out_shape) : contiguous_strides(c.out_shape);
   if (any_cut(x, 2) || groups != c.groups || x.local_numel() == 0 || w.local_numel() == 0) {
     auto halo = std::make_shared<ConvolutionHalo>(ConvolutionArguments{c.windows, c.output_padding, c.transposed, groups}, x, y, false);
     plan.local = [halo](const c10::OperatorHandle&, torch::jit::Stack arguments) {

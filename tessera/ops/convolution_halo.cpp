@@ -46,6 +46,40 @@ ConvolutionHalo::ConvolutionHalo(ConvolutionArguments arguments, ShardSpec x, Sh
   } else {
     inputs_ = Halo(x_, edges, needed_inputs());
   }
+  if (aligned_) find_strips(backward);
+}
+
+void ConvolutionHalo::find_strips(bool backward) {
+  const auto spatial = [](const Box& box) { return Box(box.begin() + 2, box.end()); };
+  // The window relates A, a convolution's outputs and a transposed one's inputs, to B.
+  const bool halo_is_a = backward != arguments_.transposed;
+  const Box own = spatial(backward ? in_ : out_);
+  Box needed = backward ? gradients_.needed() : inputs_.needed();
+  for (std::size_t i = 0; i < dims_.size(); ++i) needed[i + 2] = intersect(needed[i + 2], {0, backward ? dims_[i].out_extent : dims_[i].in_extent});
+  for (const Box& box : difference(needed, backward ? out_ : in_)) {
+    Strip strip{box, TapSum(arguments_.windows, halo_is_a ? spatial(box) : own, halo_is_a ? own : spatial(box)), {}, {}, {}};
+    tap_work_ += strip.taps.pairs() * in_[0].size() * in_[1].size() * out_[1].size() / arguments_.groups * (backward ? 2 : 1);
+    if (backward) {
+      strip.own = in_;
+      for (std::size_t i = 0; i < dims_.size(); ++i) {
+        const Window& w = dims_[i].window;
+        if (dims_[i].cut) strip.own[i + 2] = intersect(in_[i + 2], arguments_.transposed ? w.transposed_inputs(box[i + 2]) : w.inputs(box[i + 2]));
+      }
+      if (volume(strip.own) == 0) continue;
+      strip.call = backward_call(strip.own);
+      strip.inside = intersect(box, strip.call.out);
+      if (volume(strip.inside) == 0) continue;
+    }
+    halo_.push_back(std::move(strip));
+  }
+  if (backward) return;
+  for (const Box& box : difference(out_, interior_)) outer_.push_back({box, {}, {}, {}, forward_call(box)});
+}
+
+// A few multiplications are done before an operator's call has found out what to do; from some on its kernels are faster.
+bool ConvolutionHalo::by_taps(const at::Tensor& x, const at::Tensor& weight) const {
+  constexpr std::int64_t kMost = 1 << 18;
+  return aligned_ && tap_work_ <= kMost && TapSum::takes(x) && weight.scalar_type() == x.scalar_type() && x.numel() > 0 && weight.numel() > 0;
 }
 
 // What a position's outputs read.
@@ -167,21 +201,35 @@ std::array<at::Tensor, 3> ConvolutionHalo::gradients(const Call& call, const at:
 }
 
 // Given outputs of this rank, when the halo is there.
-at::Tensor ConvolutionHalo::compute(HaloRequest& request, const Box& outputs, const at::Tensor& weight, const std::optional<at::Tensor>& bias) const {
-  const Call call = forward_call(outputs);
+at::Tensor ConvolutionHalo::compute(HaloRequest& request, const Box& outputs, const Call& call, const at::Tensor& weight,
+                                    const std::optional<at::Tensor>& bias) const {
   return part(convolve(call, request.assemble(call.in), weight, bias), call.out, outputs);
 }
 
 at::Tensor ConvolutionHalo::forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   const HaloPolicy::Order order = policy().order;
-  // Without a halo of its own to wait for, the call on the part alone is all there is to do.
-  const bool complete = aligned_ && interior_ == out_;
   HaloRequest request = inputs_.start(x);
   if (volume(out_) == 0) return at::zeros(shape_of(out_), x.options());
-  if (!complete && !(aligned_ && volume(interior_) > 0 && interior_first(order))) return compute(request, out_, weight, bias);
+  // Without a halo of its own to wait for, the call on the part alone is all there is to do.
+  const bool complete = aligned_ && interior_ == out_;
+  const bool taps = order != HaloPolicy::Order::assemble && by_taps(x, weight);
+  if (!complete && !taps && !(aligned_ && volume(interior_) > 0 && interior_first(order)))
+    return compute(request, out_, forward_call(out_), weight, bias);
   if (order == HaloPolicy::Order::wait_first) request.wait();
   at::Tensor y = convolve(*aligned_, x, weight, bias);
-  for (const Box& strip : difference(out_, interior_)) part(y, out_, strip).copy_(compute(request, strip, weight, bias));
+  if (complete) return y;
+  if (taps) {
+    for (const Strip& strip : halo_) {
+      const at::Tensor box = request.assemble(strip.box);
+      if (arguments_.transposed) {
+        strip.taps.to_b(y, box, weight, arguments_.groups);
+      } else {
+        strip.taps.to_a(y, box, weight, arguments_.groups);
+      }
+    }
+    return y;
+  }
+  for (const Strip& strip : outer_) part(y, out_, strip.box).copy_(compute(request, strip.box, strip.call, weight, bias));
   return y;
 }
 
@@ -190,39 +238,46 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, 
   const HaloPolicy policy = this->policy();
   if (policy.backward == HaloPolicy::Backward::sum) return backward_by_sum(gradient, x, weight, mask);
   HaloRequest request = gradients_.start(gradient);
-  const std::array<bool, 3> inner{mask[0], mask[1], false};
   if (volume(in_) == 0) {
     std::array<at::Tensor, 3> none = gradients(whole_dims(), gradient, x, weight, mask);  // x has no elements: zeros, but for the bias
     return none;
   }
   const bool complete = aligned_ && gradients_.needed() == out_;
-  if (!complete && !(aligned_ && interior_first(policy.order))) {
+  const bool taps = policy.order != HaloPolicy::Order::assemble && by_taps(x, weight) && gradient.scalar_type() == x.scalar_type();
+  if (!complete && !taps && !(aligned_ && interior_first(policy.order))) {
     at::Tensor of_bias = mask[2] ? bias_gradient(gradient) : at::Tensor();
     const Call call = backward_call(in_);
-    auto result = gradients(call, request.assemble(call.out), x, weight, inner);
+    auto result = gradients(call, request.assemble(call.out), x, weight, {mask[0], mask[1], false});
     result[2] = of_bias;
     return result;
   }
   if (policy.order == HaloPolicy::Order::wait_first) request.wait();
   auto result = gradients(*aligned_, gradient, x, weight, mask);
   // The outputs of others add to what this rank's own gave: each strip of them to the inputs that it touched.
-  for (const Box& strip : difference(gradients_.needed(), out_)) {
-    Box touched = in_;
-    for (std::size_t i = 0; i < dims_.size(); ++i) {
-      const Window& w = dims_[i].window;
-      if (dims_[i].cut) touched[i + 2] = intersect(in_[i + 2], arguments_.transposed ? w.transposed_inputs(strip[i + 2]) : w.inputs(strip[i + 2]));
+  for (const Strip& strip : halo_) {
+    if (taps) {
+      add_strip(strip, request.assemble(strip.box), result, x, weight, mask);
+      continue;
     }
-    if (volume(touched) == 0) continue;
-    const Call call = backward_call(touched);
-    const Box inside = intersect(strip, call.out);
-    if (volume(inside) == 0) continue;
-    const at::Tensor box = at::zeros(shape_of(call.out), gradient.options());
-    part(box, call.out, inside).copy_(request.assemble(inside));
-    const auto more = gradients(call, box, part(x, in_, touched), weight, inner);
-    if (mask[0]) part(result[0], in_, touched).add_(more[0]);
+    const at::Tensor box = at::zeros(shape_of(strip.call.out), gradient.options());
+    part(box, strip.call.out, strip.inside).copy_(request.assemble(strip.inside));
+    const auto more = gradients(strip.call, box, part(x, in_, strip.own), weight, {mask[0], mask[1], false});
+    if (mask[0]) part(result[0], in_, strip.own).add_(more[0]);
     if (mask[1]) result[1].add_(more[1]);
   }
   return result;
+}
+
+// `box`: gradients of a strip's outputs.
+void ConvolutionHalo::add_strip(const Strip& strip, const at::Tensor& box, std::array<at::Tensor, 3>& result, const at::Tensor& x,
+                                const at::Tensor& weight, std::array<bool, 3> mask) const {
+  if (arguments_.transposed) {
+    if (mask[0]) strip.taps.to_a(result[0], box, weight, arguments_.groups);
+    if (mask[1]) strip.taps.to_weight(result[1], x, box, arguments_.groups);
+  } else {
+    if (mask[0]) strip.taps.to_b(result[0], box, weight, arguments_.groups);
+    if (mask[1]) strip.taps.to_weight(result[1], box, x, arguments_.groups);
+  }
 }
 
 std::array<at::Tensor, 3> ConvolutionHalo::backward_by_sum(const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& weight,

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "tessera/ops/halo.h"
+#include "tessera/ops/tap_sum.h"
 #include "tessera/partition/window_call.h"
 #include "tessera/tensor/halo_policy.h"
 #include "tessera/tensor/spec.h"
@@ -46,17 +47,31 @@ class ConvolutionHalo {
     std::vector<std::int64_t> padding, output_padding;
   };
 
+  /// What other ranks hold, a box of it that lies outside of this rank's, and how it is added to what this rank's own gave.
+  struct Strip {
+    Box box;
+    TapSum taps;
+    // By calls of the operator, where the taps are too many. Forward: the outputs that need halo here, computed anew. Backward: the inputs that the
+    // box touched, none if it touched none, and what of the box the call takes.
+    Box own, inside;
+    Call call;
+  };
+
   HaloPolicy policy() const;
   bool interior_first(HaloPolicy::Order order) const;
+  bool by_taps(const at::Tensor& x, const at::Tensor& weight) const;
+  void find_strips(bool backward);
+  void add_strip(const Strip& strip, const at::Tensor& box, std::array<at::Tensor, 3>& result, const at::Tensor& x, const at::Tensor& weight,
+                 std::array<bool, 3> mask) const;
   Call whole_dims() const;
   Call forward_call(const Box& outputs) const;
   Call backward_call(const Box& inputs) const;
   std::optional<Call> aligned() const;
-  Box spatial(const Box& box) const { return Box(box.begin() + 2, box.end()); }
   at::Tensor convolve(const Call& call, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) const;
   std::array<at::Tensor, 3> gradients(const Call& call, const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& weight,
                                       std::array<bool, 3> mask) const;
-  at::Tensor compute(HaloRequest& request, const Box& outputs, const at::Tensor& weight, const std::optional<at::Tensor>& bias) const;
+  at::Tensor compute(HaloRequest& request, const Box& outputs, const Call& call, const at::Tensor& weight,
+                     const std::optional<at::Tensor>& bias) const;
   std::array<at::Tensor, 3> backward_by_sum(const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> mask);
   NeededBox needed_inputs() const;
   NeededBox needed_gradients() const;
@@ -68,6 +83,9 @@ class ConvolutionHalo {
   Box in_, out_;                 // this rank's, all dims
   std::optional<Call> aligned_;  // the operator on this rank's inputs alone, computing its outputs
   Box interior_;                 // outputs that the aligned call gets right
+  std::vector<Strip> halo_;      // of inputs_ or gradients_
+  std::vector<Strip> outer_;     // forward: outputs outside of the interior; box and call alone
+  std::int64_t tap_work_ = 0;    // multiplications of all taps of halo_
   Halo inputs_, gradients_;      // inputs_ in backward: made when first asked for
 };
 

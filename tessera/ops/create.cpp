@@ -1,4 +1,4 @@
-// Tensors like another one, values that leave to the host, and operators that work on the whole only.
+// Tensors like another one.
 
 #include "tessera/ops/labels.h"
 #include "tessera/tensor/detail/layout.h"
@@ -33,22 +33,10 @@ Plan sized(const OpCall& call) {
   return plan;
 }
 
-// The policy on implicit redistribution has its say. A boolean index makes shapes that only the operator itself knows.
-Plan on_whole(const OpCall&) {
-  Plan plan;
-  plan.whole = true;
-  return plan;
-}
-
 const bool registered = [] {
   for (const char* op : {"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like"}) register_rule(op, like);
   for (const char* op : {"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty_strided"})
     register_rule(op, sized);
-  for (const char* op : {"aten::_local_scalar_dense", "aten::equal", "aten::trace", "aten::median", "aten::nanmedian", "aten::masked_select",
-                         "aten::nonzero", "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::histc",
-                         "aten::bincount", "aten::take", "aten::put", "aten::repeat_interleave.Tensor"}) {
-    register_rule(op, on_whole);
-  }
   return true;
 }();
 

@@ -3,6 +3,10 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include "tessera/ops/field_map.h"
+#include "tessera/ops/windowed.h"
+#include "tessera/tensor/shard_tensor.h"
+
 namespace tessera::detail {
 
 namespace {
@@ -78,13 +82,22 @@ at::Tensor rot90(const at::Tensor& self, std::int64_t k, at::IntArrayRef dims) {
   }
 }
 at::Tensor addbmm(const at::Tensor& self, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta, const at::Scalar& alpha) {
-  const at::Tensor product = at::bmm(a, b).sum(0);
-  return (beta.equal(0) ? at::zeros_like(product) : self * beta) + product * alpha;
+  const at::Tensor product = at::bmm(a, b).sum(0) * alpha;  // first in the sum: the result lies in memory as it does
+  return beta.equal(0) ? product : product + self * beta;
 }
 
 at::Tensor addmv(const at::Tensor& self, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta, const at::Scalar& alpha) {
-  const at::Tensor product = at::mv(a, b);
-  return (beta.equal(0) ? at::zeros_like(product) : self * beta) + product * alpha;
+  const at::Tensor product = at::mv(a, b) * alpha;
+  return beta.equal(0) ? product : product + self * beta;
+}
+
+// `factor` divides the dim, which is about to be split: cuts inside of what stays together go to its nearest end, which moves less than gathering the
+// dim does.
+at::Tensor cut_at_multiples(const char* name, const at::Tensor& t, std::int64_t dim, std::int64_t factor) {
+  const ShardSpec own = spec(t);
+  const auto d = static_cast<int>(dim + t.dim());
+  if (!is_cut(own, d)) return t;
+  return laid_out(name, "self", t, with_parts(own, {{d, scaled(in_units(own.dim(d).partition, factor), factor)}}));
 }
 
 // [.., C r r, H, W] -> [.., C, H r, W r].
@@ -99,7 +112,7 @@ at::Tensor pixel_shuffle(const at::Tensor& self, std::int64_t r) {
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::int64_t>(i);
   const auto n = static_cast<std::int64_t>(lead.size());
   for (const auto d : {0, 3, 1, 4, 2}) order.push_back(n + d);
-  return self.reshape(split).permute(order).reshape(joined);
+  return cut_at_multiples("pixel_shuffle", self, -3, r * r).reshape(split).permute(order).reshape(joined);
 }
 at::Tensor pixel_unshuffle(const at::Tensor& self, std::int64_t r) {
   TORCH_CHECK(self.dim() >= 3 && r > 0 && self.size(-2) % r == 0 && self.size(-1) % r == 0, "pixel_unshuffle: ", self.sizes(), " and factor ", r);
@@ -112,7 +125,8 @@ at::Tensor pixel_unshuffle(const at::Tensor& self, std::int64_t r) {
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::int64_t>(i);
   const auto n = static_cast<std::int64_t>(lead.size());
   for (const auto d : {0, 2, 4, 1, 3}) order.push_back(n + d);
-  return self.reshape(split).permute(order).reshape(joined);
+  const at::Tensor rows = cut_at_multiples("pixel_unshuffle", self, -2, r);
+  return cut_at_multiples("pixel_unshuffle", rows, -1, r).reshape(split).permute(order).reshape(joined);
 }
 at::Tensor channel_shuffle(const at::Tensor& self, std::int64_t groups) {
   TORCH_CHECK(self.dim() > 2 && groups > 0 && self.size(1) % groups == 0, "channel_shuffle: channels of ", self.sizes(), " and groups ", groups);
@@ -120,6 +134,30 @@ at::Tensor channel_shuffle(const at::Tensor& self, std::int64_t groups) {
   split[1] = self.size(1) / groups;
   split.insert(split.begin() + 1, groups);
   return self.reshape(split).transpose(1, 2).contiguous().reshape(self.sizes());
+}
+
+// One direction of one layer of an LSTM. The gates of all steps are computed at once, as far as they come from the input.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> mkldnn_rnn_layer(const at::Tensor& input, const at::Tensor& weight_input,
+                                                                            const at::Tensor& weight_hidden, const at::Tensor& bias_input,
+                                                                            const at::Tensor& bias_hidden, const at::Tensor& hx, const at::Tensor& cx,
+                                                                            bool reverse, at::IntArrayRef batch_sizes, std::int64_t mode,
+                                                                            std::int64_t, std::int64_t, bool has_biases, bool, bool, bool) {
+  constexpr std::int64_t kLstm = 2;
+  TORCH_CHECK(mode == kLstm && batch_sizes.empty(), "mkldnn_rnn_layer of sharded tensors: only of an LSTM, of sequences that are not packed");
+  const auto gates = [&](const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+    return has_biases ? at::linear(x, weight, bias) : at::linear(x, weight);
+  };
+  const std::vector<at::Tensor> of_input = gates(input, weight_input, bias_input).unbind(0);
+  std::vector<at::Tensor> output(of_input.size());
+  at::Tensor h = hx, c = cx;
+  for (std::size_t i = 0; i < output.size(); ++i) {
+    const std::size_t step = reverse ? output.size() - 1 - i : i;
+    const auto g = (of_input[step] + gates(h, weight_hidden, bias_hidden)).chunk(4, -1);
+    c = g[1].sigmoid() * c + g[0].sigmoid() * g[2].tanh();
+    h = g[3].sigmoid() * c.tanh();
+    output[step] = h;
+  }
+  return {at::stack(output), h, c, at::empty({0}, at::kByte)};
 }
 
 void implement(torch::Library& m) {
@@ -149,6 +187,7 @@ void implement(torch::Library& m) {
   m.impl("pixel_shuffle", pixel_shuffle);
   m.impl("pixel_unshuffle", pixel_unshuffle);
   m.impl("channel_shuffle", channel_shuffle);
+  m.impl("mkldnn_rnn_layer", mkldnn_rnn_layer);
 }
 
 }  // namespace

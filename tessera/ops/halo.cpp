@@ -81,6 +81,9 @@ struct HaloState {
     };
     lay_out(plan.sends, buffers->sent, buffers->send_pieces, Message::Kind::send);
     lay_out(plan.receives, buffers->received, buffers->receive_pieces, Message::Kind::receive);
+    // A message that finds its receiver ready needs no memory in between, and with Gloo one journey less.
+    for (auto* all : {&buffers->messages, &buffers->back})
+      std::stable_partition(all->begin(), all->end(), [](const Message& m) { return m.kind == Message::Kind::receive; });
     return buffers;
   }
 };

@@ -20,6 +20,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -129,8 +130,9 @@ using HaloWidths = std::map<int, HaloWidth>;
 /// that takes part. Throws InvalidArgument for a plain tensor, a negative width, or a dim out of range.
 at::Tensor halo_exchange(const at::Tensor& tensor, const HaloWidths& widths, const HaloOptions& options = {});
 
-/// The general form: the box that `halo.needed()` says, as a plain tensor. `tensor` has the spec halo.field() (redistributed if not). Differentiable.
-at::Tensor halo_exchange(const at::Tensor& tensor, const Halo& halo);
+/// The general form: the box that `halo.needed()` says, as a plain tensor. `tensor` has the spec halo.field() (redistributed if not). Differentiable;
+/// `gradient`: how the ranks' gradients of their parts lie, as in to_local (Partial where ranks that hold the same make different things of it).
+at::Tensor halo_exchange(const at::Tensor& tensor, const Halo& halo, const std::optional<std::vector<Placement>>& gradient = std::nullopt);
 
 /// The Halo of halo_exchange(tensor of this spec, widths), from the cache: to look at its plan.
 Halo halo_of(const ShardSpec& field, const HaloWidths& widths, const HaloOptions& options = {});

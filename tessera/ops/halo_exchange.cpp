@@ -93,9 +93,9 @@ Halo halo_of(const ShardSpec& field, const HaloWidths& widths, const HaloOptions
   return halo;
 }
 
-at::Tensor halo_exchange(const at::Tensor& tensor, const Halo& halo) {
+at::Tensor halo_exchange(const at::Tensor& tensor, const Halo& halo, const std::optional<std::vector<Placement>>& gradient) {
   const at::Tensor field = spec(tensor) == halo.field() ? tensor : redistribute(tensor, halo.field());
-  return gather(to_local(field), halo);
+  return gather(to_local(field, gradient), halo);
 }
 
 at::Tensor halo_exchange(const at::Tensor& tensor, const HaloWidths& widths, const HaloOptions& options) {

@@ -2,10 +2,13 @@
 // it picks zeros for the others, so that the result is a partial sum, or leaves them to the ranks that own them. Nothing but indices and what is
 // picked or written moves.
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/broadcast_tensors.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -21,14 +24,6 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 constexpr int kIndex = 100;  // labels of the index' own dims: kIndex, kIndex + 1, ...
-
-// What is picked is the whole's: nothing is known of its shape before the values are.
-Plan on_whole(const OpCall& call) {
-  Plan plan;
-  for (const TensorInfo& t : call.tensors()) plan.inputs.push_back(t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
-  plan.whole = true;
-  return plan;
-}
 
 // This rank's part of a dim of the global tensor.
 struct Part {
@@ -399,6 +394,84 @@ Plan scatter(const OpCall& call, bool adds) {
   return plan;
 }
 
+// This rank's part of what has the global shape.
+at::Tensor part_of_box(at::Tensor t, const Shape& offset, const Shape& local) {
+  for (std::size_t d = 0; d < local.size(); ++d) t = t.narrow(static_cast<std::int64_t>(d), offset[d], local[d]);
+  return t;
+}
+
+// The first input is written to, wherever it is cut; all others are whole.
+Plan written_part(const OpCall& call) {
+  LabelProblem p(call);
+  for (const TensorInfo& t : call.tensors()) p.inputs.push_back(t.argument == 0 ? all_labels(t.spec.dims()) : Labels(t.spec.dims(), kWhole));
+  p.outputs = {p.inputs[0]};
+  p.output_shapes = {call.tensor(0).spec.shape()};
+  return solve(p);
+}
+
+const TensorInfo& given(const OpCall& call, const char* name) { return *call.find(name); }
+
+// What libtorch refuses, before any rank begins.
+void require_type(const OpCall& call, const char* name, at::ScalarType type) {
+  if (const auto got = given(call, name).dtype; got != type)
+    throw InvalidArgument(concat(call.name(), ": ", name, " is ", c10::toString(got), ", and must be ", c10::toString(type), "; convert it"));
+}
+
+// The elements of the source in their order, where the mask says: how many a rank's part is beyond, the whole mask tells.
+Plan masked_scatter(const OpCall& call) {
+  const TensorInfo* x = call.find("self");
+  const auto* out = call.in_place() ? nullptr : call.outputs();
+  if (!x || !call.find("mask") || !call.find("source") || (out && (*out)[0].shape != x->spec.shape())) return on_whole(call);
+  require_type(call, "mask", at::kBool);
+  require_type(call, "source", x->dtype);
+  Plan plan = written_part(call);
+  const ShardSpec& spec = *plan.inputs[0];
+  plan.local = [shape = spec.shape(), offset = spec.local_offset(), local = spec.local_shape(), in_place = call.in_place()](
+                   const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::Tensor t = a[0].toTensor(), mask = a[1].toTensor().expand(shape), source = a[2].toTensor().reshape(-1);
+    const at::Tensor before = mask.reshape(-1).cumsum(0) - 1;
+    TORCH_CHECK(before.numel() == 0 || before[-1].item<std::int64_t>() < source.numel(), "masked_scatter: the mask takes more elements than the ",
+                source.numel(), " of the source");
+    if (source.numel() == 0 || t.numel() == 0) return torch::jit::Stack{in_place ? t : t.clone()};
+    const at::Tensor which = part_of_box(before.view(shape), offset, local).clamp_min(0);
+    const at::Tensor result = at::where(part_of_box(mask, offset, local), source.index_select(0, which.reshape(-1)).view(local), t);
+    return torch::jit::Stack{in_place ? t.copy_(result) : result};
+  };
+  return plan;
+}
+
+// By the index into the flattened tensor.
+Plan put(const OpCall& call) {
+  if (call.tensors().size() != 3) return on_whole(call);
+  require_type(call, "index", at::kLong);
+  require_type(call, "source", given(call, "self").dtype);
+  if (const auto n = given(call, "index").spec.numel(), values = given(call, "source").spec.numel(); n != values)
+    throw InvalidArgument(concat(call.name(), ": ", values, " values for ", n, " indices; give one an index"));
+  Plan plan = written_part(call);
+  const ShardSpec& spec = *plan.inputs[0];
+  plan.local = [shape = spec.shape(), offset = spec.local_offset(), local = spec.local_shape(), extent = spec.numel(), in_place = call.in_place()](
+                   const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::Tensor t = in_place ? a[0].toTensor() : a[0].toTensor().clone();
+    const Part all{0, extent, extent};
+    at::Tensor rest = a[1].toTensor().reshape(-1);
+    all.check(rest, "put");
+    rest = all.global(rest);
+    at::Tensor mine = at::ones_like(rest, at::kBool), own = at::zeros_like(rest);
+    std::int64_t stride = 1;
+    for (std::size_t d = shape.size(); d-- > 0;) {
+      const at::Tensor i = rest.remainder(shape[d]) - offset[d];
+      mine = mine.logical_and(i.ge(0)).logical_and(i.lt(local[d]));
+      own = own + i * stride;
+      rest = rest.floor_divide(shape[d]);
+      stride *= local[d];
+    }
+    const at::Tensor positions = mine.nonzero().view(-1);
+    if (positions.numel() > 0) t.put_(own.index_select(0, positions), a[2].toTensor().reshape(-1).index_select(0, positions), a[3].toBool());
+    return torch::jit::Stack{t};
+  };
+  return plan;
+}
+
 Plan diagonal_scatter(const OpCall& call) {
   const TensorInfo& x = *call.find("self");
   const int n = x.spec.dims();
@@ -428,6 +501,8 @@ const bool registered = [] {
   }
   register_rule("aten::scatter_add", [](const OpCall& c) { return scatter(c, true); });
   for (const char* op : {"aten::scatter", "aten::scatter_reduce"}) register_rule(op, [](const OpCall& c) { return scatter(c, false); });
+  register_rule("aten::masked_scatter", masked_scatter);
+  register_rule("aten::put", put);
   register_rule("aten::diagonal_scatter", diagonal_scatter);
   return true;
 }();

@@ -193,6 +193,12 @@ std::int64_t normal_dim(std::int64_t dim, std::int64_t dims) {
   return dim < 0 ? dim + n : dim;
 }
 
+Plan on_whole(const OpCall&) {
+  Plan plan;
+  plan.whole = true;
+  return plan;
+}
+
 ShardSpec without_partial(const ShardSpec& spec) {
   auto placements = spec.placements();
   for (Placement& p : placements) {

@@ -43,6 +43,10 @@ Plan solve(const LabelProblem& problem);
 Labels all_labels(std::int64_t n);
 std::int64_t normal_dim(std::int64_t dim, std::int64_t dims);
 
+/// Each element of the results may depend on every element of the inputs, their shapes too: all is gathered. The policy on implicit redistribution
+/// has its say.
+Plan on_whole(const OpCall& call);
+
 /// Partial axes become Replicate.
 ShardSpec without_partial(const ShardSpec& spec);
 /// A spec of another shape on the same mesh: dim d of it is cut like dim from[d] of `like` (-1: not cut), whose extent it must have, unless `parts`

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>
 
@@ -141,6 +142,29 @@ void backward(const Sizes4& n, const Rows& rows, T scale, const T* g, const T* q
   });
 }
 
+Attention::Result attend_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Rows& rows, double scale) {
+  const Sizes4 n = sizes_of(q, k, v);
+  at::Tensor out = at::empty({n.batch, n.queries, n.heads, n.values}, q.options()), logs = at::empty({n.batch, n.queries, n.heads}, q.options());
+  AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "neighborhood_attention", [&] {
+    detail::forward<scalar_t>(n, rows, static_cast<scalar_t>(scale), q.const_data_ptr<scalar_t>(), k.const_data_ptr<scalar_t>(),
+                              v.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(), logs.mutable_data_ptr<scalar_t>());
+  });
+  return {out, logs};
+}
+
+std::array<at::Tensor, 3> attend_backward(const at::Tensor& gradient, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                          const Attention::Result& result, const Rows& rows, double scale) {
+  const at::Tensor g = gradient.contiguous();
+  at::Tensor dq = at::zeros_like(q), dk = at::zeros_like(k), dv = at::zeros_like(v);
+  AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "neighborhood_attention_backward", [&] {
+    detail::backward<scalar_t>(sizes_of(q, k, v), rows, static_cast<scalar_t>(scale), g.const_data_ptr<scalar_t>(), q.const_data_ptr<scalar_t>(),
+                               k.const_data_ptr<scalar_t>(), v.const_data_ptr<scalar_t>(), result.value.const_data_ptr<scalar_t>(),
+                               result.logs.const_data_ptr<scalar_t>(), dq.mutable_data_ptr<scalar_t>(), dk.mutable_data_ptr<scalar_t>(),
+                               dv.mutable_data_ptr<scalar_t>());
+  });
+  return {dq, dk, dv};
+}
+
 struct Carried : torch::CustomClassHolder {
   Carried(Rows r, double s) : rows(std::move(r)), scale(s) {}
   Rows rows;
@@ -151,31 +175,17 @@ struct Carried : torch::CustomClassHolder {
 struct Attend : torch::autograd::Function<Attend> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const c10::intrusive_ptr<Carried>& carried) {
-    const Sizes4 n = sizes_of(q, k, v);
-    at::Tensor out = at::empty({n.batch, n.queries, n.heads, n.values}, q.options()), logs = at::empty({n.batch, n.queries, n.heads}, q.options());
-    AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "neighborhood_attention", [&] {
-      detail::forward<scalar_t>(n, carried->rows, static_cast<scalar_t>(carried->scale), q.const_data_ptr<scalar_t>(), k.const_data_ptr<scalar_t>(),
-                                v.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(), logs.mutable_data_ptr<scalar_t>());
-    });
-    ctx->save_for_backward({q, k, v, out, logs});
+    const Attention::Result result = attend_forward(q, k, v, carried->rows, carried->scale);
+    ctx->save_for_backward({q, k, v, result.value, result.logs});
     ctx->saved_data["carried"] = c10::IValue::make_capsule(carried);
-    return out;
+    return result.value;
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, const torch::autograd::variable_list& gradients) {
-    if (at::GradMode::is_enabled())
-      throw NotAvailable("neighborhood_attention is differentiable once: its gradient was asked for with a graph of its own (create_graph)");
+    refuse_second_derivative();
     const auto saved = ctx->get_saved_variables();
     const auto carried = c10::static_intrusive_pointer_cast<Carried>(ctx->saved_data["carried"].toCapsule());
-    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2];
-    const at::Tensor g = gradients[0].contiguous();
-    at::Tensor dq = at::zeros_like(q), dk = at::zeros_like(k), dv = at::zeros_like(v);
-    AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "neighborhood_attention_backward", [&] {
-      detail::backward<scalar_t>(sizes_of(q, k, v), carried->rows, static_cast<scalar_t>(carried->scale), g.const_data_ptr<scalar_t>(),
-                                 q.const_data_ptr<scalar_t>(), k.const_data_ptr<scalar_t>(), v.const_data_ptr<scalar_t>(),
-                                 saved[3].const_data_ptr<scalar_t>(), saved[4].const_data_ptr<scalar_t>(), dq.mutable_data_ptr<scalar_t>(),
-                                 dk.mutable_data_ptr<scalar_t>(), dv.mutable_data_ptr<scalar_t>());
-    });
-    return {dq, dk, dv, at::Tensor()};
+    const auto all = attend_backward(gradients[0], saved[0], saved[1], saved[2], {saved[3], saved[4]}, carried->rows, carried->scale);
+    return {all[0], all[1], all[2], at::Tensor()};
   }
 };
 
@@ -203,21 +213,74 @@ at::Tensor flattened(const at::Tensor& t, std::int64_t positions) { return t.res
 
 }  // namespace
 
-at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LocalNeighborhood& where) {
+void refuse_second_derivative() {
+  if (at::GradMode::is_enabled())
+    throw NotAvailable("neighborhood_attention is differentiable once: its gradient was asked for with a graph of its own (create_graph)");
+}
+
+namespace {
+
+struct Prepared {
+  at::Tensor q, k, v;
+};
+
+// Batch x positions x heads x channels, contiguous; half types as float.
+Prepared prepared(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LocalNeighborhood& where) {
+  const auto one = [&](const at::Tensor& t, const Box& box) {
+    const at::Tensor flat = flattened(t, volume(box));
+    return (at::isReducedFloatingType(t.scalar_type()) ? flat.to(at::kFloat) : flat).contiguous();
+  };
+  return {one(q, where.queries), one(k, where.keys), one(v, where.keys)};
+}
+
+std::vector<std::int64_t> shape_of_value(const at::Tensor& q, const at::Tensor& v) {
   auto shape = q.sizes().vec();
   shape.back() = v.size(-1);
+  return shape;
+}
+
+at::Tensor composed_of(const Prepared& p, const Rows& rows, double scale) {
+  if (!rows.empty()) return composed(p.q, p.k, p.v, rows, scale);
+  return (p.q.sum() + p.k.sum() + p.v.sum()) * 0 + at::empty({p.q.size(0), 0, p.q.size(2), p.v.size(3)}, p.q.options());
+}
+
+}  // namespace
+
+at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LocalNeighborhood& where) {
   auto rows = key_rows(where);
-  const auto type = q.scalar_type();
-  const bool reduced = type == at::kHalf || type == at::kBFloat16;
-  const auto prepared = [&](const at::Tensor& t, const Box& box) {
-    const at::Tensor flat = flattened(t, volume(box));
-    return (reduced ? flat.to(at::kFloat) : flat).contiguous();
-  };
-  const at::Tensor q4 = prepared(q, where.queries), k4 = prepared(k, where.keys), v4 = prepared(v, where.keys);
-  const at::Tensor out = q.is_cpu()     ? Attend::apply(q4, k4, v4, c10::make_intrusive<Carried>(std::move(rows), where.scale))
-                         : rows.empty() ? (q4.sum() + k4.sum() + v4.sum()) * 0 + at::empty({q4.size(0), 0, q4.size(2), v4.size(3)}, q4.options())
-                                        : composed(q4, k4, v4, rows, where.scale);
-  return (reduced ? out.to(type) : out).view(shape);
+  const Prepared p = prepared(q, k, v, where);
+  const at::Tensor out =
+      q.is_cpu() ? Attend::apply(p.q, p.k, p.v, c10::make_intrusive<Carried>(std::move(rows), where.scale)) : composed_of(p, rows, where.scale);
+  return out.to(q.scalar_type()).view(shape_of_value(q, v));
+}
+
+Attention::Attention(LocalNeighborhood where) : where_(std::move(where)), rows_(key_rows(where_)) {}
+
+Attention::Result Attention::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
+  const Prepared p = prepared(q, k, v, where_);
+  Result result = q.is_cpu() ? attend_forward(p.q, p.k, p.v, rows_, where_.scale) : Result{composed_of(p, rows_, where_.scale), {}};
+  result.value = result.value.to(q.scalar_type()).view(shape_of_value(q, v));
+  return result;
+}
+
+std::array<at::Tensor, 3> Attention::backward(const at::Tensor& gradient, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                              const Result& result) const {
+  Prepared p = prepared(q, k, v, where_);
+  const at::Tensor g = flattened(gradient, volume(where_.queries)).to(p.q.scalar_type());
+  std::array<at::Tensor, 3> all;
+  if (q.is_cpu()) {
+    const at::Tensor value = flattened(result.value, volume(where_.queries)).to(p.q.scalar_type()).contiguous();
+    all = attend_backward(g, p.q, p.k, p.v, {value, result.logs}, rows_, where_.scale);
+  } else {
+    const at::AutoGradMode enabled(true);
+    for (at::Tensor* t : {&p.q, &p.k, &p.v}) *t = t->detach().requires_grad_(true);
+    const auto gradients = torch::autograd::grad({composed_of(p, rows_, where_.scale)}, {p.q, p.k, p.v}, {g});
+    all = {gradients[0], gradients[1], gradients[2]};
+  }
+  all[0] = all[0].to(q.scalar_type()).view(q.sizes());
+  all[1] = all[1].to(k.scalar_type()).view(k.sizes());
+  all[2] = all[2].to(v.scalar_type()).view(v.sizes());
+  return all;
 }
 
 }  // namespace detail

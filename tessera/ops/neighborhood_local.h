@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <vector>
 
 #include "tessera/ops/neighborhood.h"
@@ -22,5 +23,27 @@ Interval seen_keys(const Neighborhood& dim, Interval queries, std::int64_t exten
 
 /// Differentiable once. Plain tensors.
 at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LocalNeighborhood& where);
+
+/// In backward: throws NotAvailable where a graph of it is asked for.
+void refuse_second_derivative();
+
+/// The same in two halves, below autograd.
+class Attention {
+ public:
+  explicit Attention(LocalNeighborhood where);
+  const LocalNeighborhood& where() const { return where_; }
+
+  struct Result {
+    at::Tensor value, logs;  ///< logs: of each query's sum of exponentials, which backward needs; undefined where it does not.
+  };
+  Result forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
+  /// Gradients of q, k and v.
+  std::array<at::Tensor, 3> backward(const at::Tensor& gradient, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const Result& result) const;
+
+ private:
+  LocalNeighborhood where_;
+  std::vector<std::vector<std::int64_t>> rows_;
+};
 
 }  // namespace tessera::detail

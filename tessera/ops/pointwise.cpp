@@ -1,5 +1,7 @@
 // Pointwise operators, with broadcasting: every dim may be sharded. Partial values pass through what is linear.
 
+#include <ATen/EmptyTensor.h>
+#include <ATen/TensorIterator.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
@@ -52,12 +54,23 @@ LabelProblem broadcast(const OpCall& call) {
 Plan pointwise(const OpCall& call) {
   Plan plan = solve(broadcast(call));
   if (call.outputs() || call.in_place()) return plan;
-  // Without a meta kernel: results lie as the first dense input of their shape does.
+  // Without a meta kernel: as the loop over the elements would make them.
+  at::TensorIteratorConfig loop;
+  loop.set_check_mem_overlap(false).check_all_same_dtype(false).check_all_same_device(false);
+  loop.declare_static_dtype_and_device(call.tensor(0).dtype, c10::kMeta).add_owned_output(at::Tensor());
+  for (const TensorInfo& t : call.tensors()) loop.add_owned_const_input(at::detail::empty_strided_meta(t.spec.shape(), t.strides, t.dtype));
+  const std::vector<std::int64_t> strides = loop.build().output().strides().vec();
   for (Plan::Output& out : plan.outputs) {
-    for (const TensorInfo& t : call.tensors()) {
-      if (out.strides || !out.spec || t.spec.shape() != out.spec.shape() || !is_dense(t.spec.shape(), t.strides)) continue;
-      out.strides = t.strides;
-    }
+    if (out.spec) out.strides = strides;
+  }
+  return plan;
+}
+
+// Row-major whatever the input is.
+Plan log_sigmoid(const OpCall& call) {
+  Plan plan = pointwise(call);
+  for (Plan::Output& out : plan.outputs) {
+    if (out.spec) out.strides = contiguous_strides(out.spec.shape());
   }
   return plan;
 }
@@ -148,6 +161,7 @@ const bool registered = [] {
     register_rule(op, copy);
   for (const char* op : {"aten::fill", "aten::fill_"}) register_rule(op, fill);
   for (const char* op : {"aten::zero", "aten::zero_"}) register_rule(op, zero);
+  register_rule("aten::log_sigmoid_forward", log_sigmoid);
   for (const char* op : {"aten::masked_fill",
                          "aten::where",
                          "aten::lerp",
@@ -165,7 +179,6 @@ const bool registered = [] {
                          "aten::gelu_backward",
                          "aten::tanh_backward",
                          "aten::sigmoid_backward",
-                         "aten::log_sigmoid_forward",
                          "aten::log_sigmoid_backward",
                          "aten::softshrink_backward",
                          "aten::hardshrink_backward",

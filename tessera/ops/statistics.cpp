@@ -8,7 +8,9 @@
 #include "tessera/base/text.h"
 #include "tessera/ops/empty_parts.h"
 #include "tessera/ops/labels.h"
+#include "tessera/ops/windowed.h"
 #include "tessera/tensor/detail/mesh_context.h"
+#include "tessera/tensor/detail/redistribute.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/rule.h"
 
@@ -86,27 +88,18 @@ Plan variance(const OpCall& call, bool root, bool with_mean) {
 // Everything but channels (dim 1) is summed over.
 struct BatchNorm {
   LabelProblem problem;
+  const TensorInfo& x;
   int dims;
   double count = 1;
 
-  explicit BatchNorm(const OpCall& call) : problem(call) {
-    const TensorInfo& x = *call.find("input");
+  explicit BatchNorm(const OpCall& call) : problem(call), x(*call.find("input")) {
     dims = x.spec.dims();
-    // Running statistics are updated where they lie: they must lie like the channels.
-    bool channels = true;
-    for (const char* name : {"running_mean", "running_var"}) {
-      if (const TensorInfo* t = call.find(name)) {
-        for (int a = 0; a < t->spec.mesh_dims(); ++a) channels &= t->spec.placements()[a].is_shard() == x.spec.placements()[a].is_shard(1);
-        if (t->spec.has_partial()) throw ShardingError(concat(call.name(), ": ", name, " is partial: ", t->spec));
-        if (t->spec.has_shard()) channels &= t->spec.dim(0) == x.spec.dim(1);
-      }
-    }
-    const int channel = channels ? 1 : kWhole;
-    Labels data = all_labels(dims);
-    data[1] = channel;
+    if (dims < 2) throw InvalidArgument(concat(call.name(), " of an input of shape ", list(x.spec.shape()), ": it needs samples and channels"));
+    const Labels data = all_labels(dims);
+    // The statistics that a forward without training has saved are empty.
     for (const TensorInfo& t : call.tensors())
-      problem.inputs.push_back(t.spec.shape() == x.spec.shape() && dims > 1 ? data : Labels(t.spec.dims(), channel));
-    problem.outputs = {data, {channel}, {channel}};
+      problem.inputs.push_back(t.spec.dims() > 1 ? data : Labels(t.spec.dims(), t.spec.numel() == x.spec.shape()[1] ? 1 : kWhole));
+    problem.outputs = {data, {1}, {1}};
     const Shape of_channels{x.spec.shape()[1]};
     problem.output_shapes = {x.spec.shape(), of_channels, of_channels};
     for (int d = 0; d < dims; ++d) {
@@ -116,6 +109,11 @@ struct BatchNorm {
     }
   }
 
+  // Of the result, which libtorch makes row-major or channels_last.
+  Shape strides() const {
+    const Shape& shape = x.spec.shape();
+    return dims > 3 && is_channels_last(shape, x.strides) ? channels_last(shape) : contiguous_strides(shape);
+  }
   Shape reduced() const { return Shape(problem.contract.begin(), problem.contract.end()); }
 };
 
@@ -144,10 +142,35 @@ LocalFunction zeros_of(const Plan& plan) {
 
 at::Tensor optional_tensor(const c10::IValue& v) { return v.isTensor() ? v.toTensor() : at::Tensor(); }
 
+// Running statistics are updated where they lie: what a step says of them, which lies like the channels, goes there.
+struct Running {
+  ShardSpec step;  // of what is computed
+  std::optional<ShardSpec> mean, var;
+
+  Running(const OpCall& call, Plan& plan) : step(plan.outputs[1].spec) {
+    const auto keep = [&](const char* name, std::optional<ShardSpec>& spec) {
+      const TensorInfo* t = call.find(name);
+      if (!t) return;
+      if (t->spec.has_partial())
+        throw ShardingError(concat(call.name(), " would update ", name, ", which is partial: ", t->spec, ". Redistribute it."));
+      spec = t->spec;
+      plan.inputs[call.index_of(*t)] = t->spec;
+    };
+    keep("running_mean", mean);
+    keep("running_var", var);
+  }
+  bool in_place() const { return (!mean || *mean == step) && (!var || *var == step); }
+  void update(const at::Tensor& running, const std::optional<ShardSpec>& spec, const at::Tensor& value, double momentum, double factor) const {
+    if (!spec) return;
+    const at::Tensor mine = redistribute_local(value, step, *spec);
+    running.mul_(1 - momentum).add_(mine.to(running.scalar_type()), momentum * factor);
+  }
+};
+
 Plan batch_norm(const OpCall& call) {
   BatchNorm b(call);
   Plan plan = solve(b.problem);
-  plan.outputs[0].strides = call.find("input")->strides;
+  plan.outputs[0].strides = b.strides();
   if (!call.boolean("training")) {
     // Sample by sample; the statistics that are returned are empty, as libtorch's are.
     const ShardSpec none = mapped_spec(call.tensor(0).spec, {0}, {-1}, false);
@@ -157,15 +180,15 @@ Plan batch_norm(const OpCall& call) {
   }
   const std::vector<int> axes = reduce_inside(plan.outputs[1]);
   reduce_inside(plan.outputs[2]);
-  if (axes.empty()) {
+  const Running running(call, plan);
+  if (axes.empty() && running.in_place()) {
     if (nothing_here(plan, call)) plan.local = zeros_of(plan);
     return plan;
   }
-  plan.local = [total = SumOverRanks{context_of(call.tensor(0).spec), axes}, dims = b.reduced(), count = b.count](const c10::OperatorHandle&,
-                                                                                                                  torch::jit::Stack a) {
+  plan.local = [running, total = SumOverRanks{context_of(call.tensor(0).spec), axes}, dims = b.reduced(), count = b.count](const c10::OperatorHandle&,
+                                                                                                                           torch::jit::Stack a) {
     const at::Tensor& x = a[0].toTensor();
-    const at::Tensor weight = optional_tensor(a[1]), bias = optional_tensor(a[2]), running_mean = optional_tensor(a[3]),
-                     running_var = optional_tensor(a[4]);
+    const at::Tensor weight = optional_tensor(a[1]), bias = optional_tensor(a[2]);
     const double momentum = a[6].toDouble(), eps = a[7].toDouble();
     const auto type = at::toOpMathType(x.scalar_type());
     const at::Tensor wide = x.to(type);
@@ -173,8 +196,8 @@ Plan batch_norm(const OpCall& call) {
     const at::Tensor centred = wide - over_channels(mean, x.dim());
     const at::Tensor var = total(at::sum(centred * centred, dims)).div(count);
     const at::Tensor invstd = at::rsqrt(var + eps);
-    if (running_mean.defined()) running_mean.mul_(1 - momentum).add_(mean.to(running_mean.scalar_type()), momentum);
-    if (running_var.defined()) running_var.mul_(1 - momentum).add_(var.to(running_var.scalar_type()), momentum * count / std::max(count - 1, 1.0));
+    running.update(optional_tensor(a[3]), running.mean, mean, momentum, 1);
+    running.update(optional_tensor(a[4]), running.var, var, momentum, count / (count - 1));
     at::Tensor y = centred * over_channels(invstd, x.dim());
     if (weight.defined()) y = y * over_channels(weight.to(type), x.dim());
     if (bias.defined()) y = y + over_channels(bias.to(type), x.dim());
@@ -183,21 +206,29 @@ Plan batch_norm(const OpCall& call) {
   return plan;
 }
 
+// libtorch's kernel takes a part for channels_last whatever the strides of its dims of one element say, and reads the gradient by the input's.
+torch::jit::Stack backward_in_order(const c10::OperatorHandle& op, torch::jit::Stack a) {
+  for (int i = 0; i < 3; ++i) {
+    if (!a[i].isTensor() || !a[i].toTensor().defined()) continue;
+    const at::Tensor& t = a[i].toTensor();
+    const bool in_order = t.strides() == at::IntArrayRef(contiguous_strides(t.sizes().vec())) ||
+                          (t.dim() > 3 && t.strides() == at::IntArrayRef(channels_last(t.sizes().vec())));
+    if (!in_order) a[i] = t.clone(at::MemoryFormat::Contiguous);
+  }
+  op.callBoxed(a);
+  return a;
+}
+
 // With x^ the normalized input: dx = w invstd (dy - mean(dy) - x^ mean(dy x^)), dw = sum(dy x^), db = sum(dy).
 Plan batch_norm_backward(const OpCall& call) {
   BatchNorm b(call);
   Plan plan = solve(b.problem);
-  plan.outputs[0].strides = call.find("input")->strides;
-  if (!call.boolean("train")) {  // sample by sample; the sums are partial
-    if (nothing_here(plan, call)) plan.local = zeros_of(plan);
-    return plan;
-  }
+  plan.outputs[0].strides = b.strides();
+  plan.local = nothing_here(plan, call) ? zeros_of(plan) : backward_in_order;
+  if (!call.boolean("train")) return plan;  // sample by sample; the sums are partial
   const std::vector<int> axes = reduce_inside(plan.outputs[1]);
   reduce_inside(plan.outputs[2]);
-  if (axes.empty()) {
-    if (nothing_here(plan, call)) plan.local = zeros_of(plan);
-    return plan;
-  }
+  if (axes.empty()) return plan;
   plan.local = [total = SumOverRanks{context_of(call.tensor(0).spec), axes}, dims = b.reduced(), count = b.count](const c10::OperatorHandle&,
                                                                                                                   torch::jit::Stack a) {
     const at::Tensor &g = a[0].toTensor(), &x = a[1].toTensor();
@@ -219,7 +250,7 @@ const bool registered = [] {
   register_rule("aten::std.correction", [](const OpCall& c) { return variance(c, true, false); });
   register_rule("aten::var_mean.correction", [](const OpCall& c) { return variance(c, false, true); });
   register_rule("aten::std_mean.correction", [](const OpCall& c) { return variance(c, true, true); });
-  register_rule("aten::native_batch_norm", guarded(batch_norm));
+  register_rule("aten::native_batch_norm", batch_norm);
   register_rule("aten::native_batch_norm_backward", guarded(batch_norm_backward));
   return true;
 }();

@@ -1,5 +1,5 @@
-// Rules by table, for operators that need no more than to be told which dims are free: matrices in the last dims and batches before them; images with
-// free samples and channels; a tensor looked up in another that is whole; and those that must see the whole of their inputs.
+// Rules by table, for operators that need no more than to be told which dims are free: matrices in the last dims and batches before them; a tensor
+// looked up in another that is whole; and those that must see the whole of their inputs.
 
 #include <algorithm>
 #include <map>
@@ -14,12 +14,6 @@ namespace tessera::detail {
 namespace {
 
 using Shape = std::vector<std::int64_t>;
-
-Plan whole(const OpCall&) {
-  Plan plan;
-  plan.whole = true;
-  return plan;
-}
 
 // ---- batches of matrices ----
 
@@ -36,7 +30,7 @@ bool is_vector_of(const OpCall& call, const TensorInfo& b, const TensorInfo& a) 
 
 Plan batched(const OpCall& call, const Trailing& trailing) {
   const auto* outputs = call.outputs();
-  if (!outputs) return whole(call);
+  if (!outputs) return on_whole(call);
   const auto own = [&](const TensorInfo& t) {
     const std::string& name = call.schema().arguments()[t.argument].name();
     const auto it = trailing.find(name);
@@ -69,9 +63,9 @@ Plan batched(const OpCall& call, const Trailing& trailing) {
     p.outputs.push_back(std::move(labels));
     // A result without some batch dim would be wrong on every rank but one: then all is whole.
     for (int d = 0; d < batches; ++d) {
-      if (out.defined && out.shape != Shape{0} && (d >= static_cast<int>(out.shape.size()) || out.shape[d] != extent[d])) return whole(call);
+      if (out.defined && out.shape != Shape{0} && (d >= static_cast<int>(out.shape.size()) || out.shape[d] != extent[d])) return on_whole(call);
     }
-    if (out.defined && out.shape == Shape{0} && batches > 0) return whole(call);
+    if (out.defined && out.shape == Shape{0} && batches > 0) return on_whole(call);
   }
   return solve(p);
 }
@@ -82,16 +76,6 @@ Labels leading(int n, int inner) {
   Labels labels = all_labels(n);
   for (int d = std::max(n - inner, 0); d < n; ++d) labels[d] = kWhole;
   return labels;
-}
-
-template <int inner>
-Plan image(const OpCall& call) {
-  const int n = call.tensor(0).spec.dims();
-  LabelProblem p(call);
-  for (const TensorInfo& t : call.tensors()) p.inputs.push_back(t.spec.dims() == n ? leading(n, inner) : Labels(t.spec.dims(), kWhole));
-  if (!call.outputs()) return whole(call);
-  p.outputs.assign(call.schema().returns().size(), leading(n, inner));
-  return solve(p);
 }
 
 // The size of the input is an argument.
@@ -113,15 +97,15 @@ Plan upsample_backward(const OpCall& call) {
 // Only samples are free.
 Plan samples(const OpCall& call) {
   const auto* outputs = call.outputs();
-  if (!outputs) return whole(call);
+  if (!outputs) return on_whole(call);
   const std::int64_t count = call.tensor(0).spec.dims() > 0 ? call.tensor(0).spec.shape()[0] : 0;
   LabelProblem p(call);
   for (const TensorInfo& t : call.tensors()) {
     p.inputs.push_back(leading(t.spec.dims(), t.spec.dims() - 1));
-    if (t.spec.dims() == 0 || t.spec.shape()[0] != count) return whole(call);
+    if (t.spec.dims() == 0 || t.spec.shape()[0] != count) return on_whole(call);
   }
   for (const OutputInfo& out : *outputs) {
-    if (out.defined && (out.shape.empty() || out.shape[0] != count)) return whole(call);
+    if (out.defined && (out.shape.empty() || out.shape[0] != count)) return on_whole(call);
     p.outputs.push_back(leading(static_cast<int>(out.shape.size()), static_cast<int>(out.shape.size()) - 1));
   }
   return solve(p);
@@ -148,7 +132,7 @@ Plan distances(const OpCall& call) {
   const TensorInfo& a = *call.find("x1");
   const TensorInfo& b = *call.find("x2");
   const int n = a.spec.dims();
-  if (n != b.spec.dims() || !std::equal(a.spec.shape().begin(), a.spec.shape().end() - 2, b.spec.shape().begin())) return whole(call);
+  if (n != b.spec.dims() || !std::equal(a.spec.shape().begin(), a.spec.shape().end() - 2, b.spec.shape().begin())) return on_whole(call);
   Labels x1 = leading(n, 2), x2 = x1, out = x1;
   x1[n - 2] = out[n - 2] = kRows;
   x2[n - 2] = out[n - 1] = kOthers;
@@ -204,17 +188,12 @@ const bool registered = [] {
     for (const char* op : ops) register_rule(concat("aten::", op), guarded([trailing = trailing](const OpCall& c) { return batched(c, trailing); }));
   }
   register_rule("aten::_linalg_check_errors", checked);
-  for (const char* op : {"upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"})
-    register_rule(concat("aten::", op), guarded(image<1>));
-  for (const char* op : {"upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
-                         "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa", "max_unpool2d", "im2col_backward"})
-    register_rule(concat("aten::", op), guarded(image<2>));
-  for (const char* op : {"upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d", "max_unpool3d"})
-    register_rule(concat("aten::", op), guarded(image<3>));
+  // Called by themselves; what interpolates above autograd (interpolation.cpp) has gradients of its own.
   for (const char* op : {"upsample_nearest1d_backward", "_upsample_nearest_exact1d_backward", "upsample_linear1d_backward"})
     register_rule(concat("aten::", op), guarded(upsample_backward<1>));
-  for (const char* op : {"upsample_nearest2d_backward", "_upsample_nearest_exact2d_backward", "upsample_bilinear2d_backward",
-                         "upsample_bicubic2d_backward", "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward"})
+  for (const char* op :
+       {"upsample_nearest2d_backward", "_upsample_nearest_exact2d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward",
+        "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward", "_upsample_lanczos2d_aa_backward"})
     register_rule(concat("aten::", op), guarded(upsample_backward<2>));
   for (const char* op : {"upsample_nearest3d_backward", "_upsample_nearest_exact3d_backward", "upsample_trilinear3d_backward"})
     register_rule(concat("aten::", op), guarded(upsample_backward<3>));
@@ -223,8 +202,12 @@ const bool registered = [] {
     register_rule(concat("aten::", op), guarded(samples));
   for (const char* op : {"isin.Tensor_Tensor", "isin.Tensor_Scalar", "bucketize.Tensor"}) register_rule(concat("aten::", op), looked_up);
   for (const char* op : {"_cdist_forward", "_cdist_backward"}) register_rule(concat("aten::", op), guarded(distances));
-  // Each element of the result may depend on every element of the inputs.
-  for (const char* op : {"median",
+  // Values that leave to the host among them.
+  for (const char* op : {"_local_scalar_dense",
+                         "equal",
+                         "masked_select",
+                         "take",
+                         "median",
                          "nanmedian",
                          "histc",
                          "bincount",
@@ -254,16 +237,13 @@ const bool registered = [] {
                          "multi_margin_loss_backward",
                          "multilabel_margin_loss_forward",
                          "multilabel_margin_loss_backward",
-                         "im2col",
-                         "col2im",
-                         "diag_embed",
                          "isin.Scalar_Tensor",
                          "bucketize.Scalar",
                          "searchsorted",
                          "_cholesky_solve_helper",
                          "tril_indices",
                          "_compute_linear_combination"})
-    register_rule(concat("aten::", op), whole);
+    register_rule(concat("aten::", op), on_whole);
   return true;
 }();
 

@@ -1,6 +1,7 @@
 // Views: every rank takes the view of its local. Where the result's dims cannot be cut as the input's are, the input is gathered first, and the
 // result is a copy (a write to it is refused).
 
+#include <ATen/core/function_schema.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
 
@@ -52,6 +53,22 @@ std::vector<int> identity(int n) {
 }
 
 Plan same(const OpCall& call) { return by_dims(call, identity(call.tensor(0).spec.dims())); }
+
+// Views of other values than the tensor's: of a sum they are the sum of the parts' views. The real part of a product is not the product of the real
+// parts, and the least of all negatives not the negative of the least: these are reduced first.
+Plan linear_view(const OpCall& call, const std::vector<int>& from, const std::set<int>& whole = {}) {
+  Source source(call, whole);
+  const auto placements = source.spec.placements();
+  const bool linear = std::ranges::all_of(
+      placements, [](const Placement& p) { return !p.is_partial() || p.is_partial(ReduceOp::Kind::sum) || p.is_partial(ReduceOp::Kind::avg); });
+  if (!linear) {
+    source.spec = without_partial(source.spec);
+    source.plan.inputs = {source.spec};
+    source.plan.view_copied = true;
+  }
+  source.plan.outputs = {{mapped_spec(source.spec, outputs_of(call)[0].shape, from, true)}};
+  return std::move(source.plan);
+}
 
 Plan transpose(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
@@ -460,17 +477,16 @@ Plan diag_embed(const OpCall& call) {
 
 const bool registered = [] {
   register_rule("aten::diag_embed", diag_embed);
-  for (const char* op : {"aten::alias", "aten::detach", "aten::_conj", "aten::_neg_view", "aten::real", "aten::_conj_physical"})
-    register_rule(op, same);
+  for (const char* op : {"aten::alias", "aten::detach", "aten::_conj", "aten::_conj_physical"}) register_rule(op, same);
+  register_rule("aten::_neg_view", [](const OpCall& call) { return linear_view(call, identity(call.tensor(0).spec.dims())); });
   register_rule("aten::view_as_real", [](const OpCall& call) {
     auto from = identity(call.tensor(0).spec.dims());
     from.push_back(-1);
-    return by_dims(call, from);
+    return linear_view(call, from);
   });
   register_rule("aten::view_as_complex", [](const OpCall& call) {
     const int n = call.tensor(0).spec.dims();
-    auto from = identity(n - 1);
-    return by_dims(call, from, {n - 1});
+    return linear_view(call, identity(n - 1), {n - 1});
   });
   for (const char* op : {"aten::t", "aten::transpose"}) register_rule(op, transpose);
   register_rule("aten::permute", permute);

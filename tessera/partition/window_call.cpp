@@ -41,6 +41,12 @@ Partition transposed_output_partition(const Partition& inputs, const Window& w, 
   return cut_like(inputs, outputs, [&](std::int64_t end) { return end * w.stride - w.padding + reach_of(w) / 2; });
 }
 
+Partition resampled_partition(const Partition& inputs, std::int64_t outputs) {
+  const std::int64_t extent = inputs.extent();
+  // The outputs whose centre lies before `end`: (2 o + 1) * extent < 2 * outputs * end.
+  return cut_like(inputs, outputs, [&](std::int64_t end) { return ceil_div(ceil_div(2 * outputs * end, extent) - 1, 2); });
+}
+
 BoxCall forward_call(const Window& w, Interval outputs, bool transposed) {
   if (!transposed) return {w.inputs(outputs), 0, outputs};
   // Without padding the call on [a, b) computes from a * stride - padding on.

@@ -18,6 +18,9 @@ namespace tessera {
 Partition output_partition(const Partition& inputs, const Window& window, std::int64_t outputs);
 /// The transpose: output o belongs to the part that holds the input whose window is centred at o, or the one before.
 Partition transposed_output_partition(const Partition& inputs, const Window& window, std::int64_t outputs);
+/// Of a change of resolution: output o belongs to the part that holds the input at its centre, floor((2 o + 1) * extent / (2 * outputs)). So twice
+/// the resolution has parts twice as large, and inputs {3, 0, 4} give 14 outputs {6, 0, 8}.
+Partition resampled_partition(const Partition& inputs, std::int64_t outputs);
 
 /// A call of an operator on a box: its inputs (what lies beyond the array is zeros, really there), the symmetric padding to give it, and the outputs
 /// of the array that it then computes.

@@ -129,6 +129,7 @@ struct ToMesh : torch::autograd::Function<ToMesh> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, const ShardSpec& to) {
     const ShardSpec from = spec(t);
     detail::carry(ctx, from);
+    ctx->set_materialize_grads(false);  // without a gradient there is nothing to move
     const Group both = from.mesh().manager().group(all_ranks(from.mesh(), to.mesh()));
     at::Tensor local = move(detail::meta_or_throw(t).local, describe(t), from.mesh(), to.mesh(), to.sharding().dims(), both);
     const auto layout = detail::make_layout(to, local.scalar_type(), local.device());

@@ -19,7 +19,7 @@ class NoRuleError : public ShardingError {
   ~NoRuleError() override;
 };
 
-/// A rule's plan does not fit the call: the rule is wrong, not the call. The message names the operator.
+/// A rule's plan does not fit the call: the rule is wrong, not the call. Or an operator is given a second rule. The message names the operator.
 class RuleError : public Error {
  public:
   using Error::Error;

@@ -1,6 +1,7 @@
 #include "tessera/tensor/detail/execute.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
 #include <execinfo.h>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/detail/failure.h"
+#include "tessera/tensor/detail/gathered_parameters.h"
 #include "tessera/tensor/detail/layout.h"
 #include "tessera/tensor/detail/no_dispatch.h"
 #include "tessera/tensor/detail/plan_cache.h"
@@ -61,13 +63,22 @@ void check_redistribution_policy(const OpInfo& info, const ReadyPlan& plan, cons
   check_implicit_moves(info.name, moves, context);
 }
 
-// What a target may become before it is written to: the same value without partial axes.
+// The same value without partial axes.
 ShardSpec partial_reduced(const ShardSpec& spec) {
   auto placements = spec.placements();
   for (Placement& p : placements) {
     if (p.is_partial()) p = Replicate();
   }
   return spec.with_placements(placements);
+}
+
+// `to` is `from` with some of its partial axes reduced.
+bool only_reduces(const ShardSpec& from, const ShardSpec& to) {
+  auto placements = from.placements();
+  for (std::size_t a = 0; a < placements.size(); ++a) {
+    if (placements[a].is_partial() && to.placements()[a].is_replicate()) placements[a] = Replicate();
+  }
+  return from.with_placements(placements) == to;
 }
 
 void reduce_target(const OpInfo& info, const at::Tensor& target, const ShardSpec& from, const ShardSpec& to) {
@@ -88,12 +99,12 @@ void reduce_target(const OpInfo& info, const at::Tensor& target, const ShardSpec
 }
 
 // An intermediate result that had to be reduced is so from now on: what backward saved of it, and its next use, need not reduce it again.
-void keep_reduced(const at::Tensor& t, const ShardSpec& from, const ShardSpec& to, at::Tensor& local) {
+void keep_reduced(const at::Tensor& t, const ShardSpec& from, const ShardSpec& to, const at::Tensor& local) {
   if (!from.has_partial() || !(to == partial_reduced(from)) || !t.grad_fn() || t.is_view() || !t.unsafeGetTensorImpl()->unique_version()) return;
   const ShardMeta& meta = *meta_of(t);
   auto layout = make_layout(to, meta.layout->strides, meta.layout->offset, meta.layout->dtype, meta.layout->device);
-  local = aligned(std::move(local), *layout);
-  install(t, local, std::move(layout));
+  at::Tensor own = aligned(local, *layout);
+  install(t, std::move(own), std::move(layout));
 }
 
 void add_layout(const c10::IValue& v, std::vector<LayoutPtr>& all) {
@@ -158,7 +169,7 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
   for (std::size_t i = 0; i < plan.inputs.size(); ++i) {
     const TensorInfo& t = call.tensor(i);
     if (!plan.inputs[i] || *plan.inputs[i] == t.spec) continue;
-    if (t.written && !(*plan.inputs[i] == partial_reduced(t.spec))) {
+    if (t.written && !only_reduces(t.spec, *plan.inputs[i])) {
       throw ShardingError(concat(info.name, " would change the placement of what it writes to, from ", t.spec, " to ", *plan.inputs[i],
                                  ". Inputs: ", describe_inputs(call), ". Redistribute it first."));
     }
@@ -237,7 +248,7 @@ const at::Tensor* moved_local(const std::vector<std::pair<std::pair<int, int>, a
 // Everything that the specs alone decide has been decided, and has thrown on every rank or on none. What fails from here on may fail on this rank
 // only.
 void run_local(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, std::size_t first, const c10::SmallVector<c10::IValue, 2>& targets,
-               const LayoutPtr& like, const std::shared_ptr<ViewCopy>& view_copy);
+               const LayoutPtr& like, const std::shared_ptr<ViewCopy>& view_copy, bool of_normal);
 
 // What a view that had to gather its base first stands on. `whole` gets the memory order of the base, so that views of it have the strides expected.
 std::shared_ptr<ViewCopy> make_view_copy(const at::Tensor& base, const ShardSpec& to, at::Tensor& whole) {
@@ -256,7 +267,10 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
   const auto keep_alive = scan.first->layout;  // the arguments leave the stack
   if (plan.moves_shards) check_redistribution_policy(info, plan, arguments, context);
 
+  // Views of normal tensors are normal ones in inference mode too: autograd keeps a record of them.
+  const bool of_normal = info.view && c10::InferenceMode::is_enabled() && arguments[0].isTensor() && !arguments[0].toTensor().is_inference();
   std::vector<std::pair<std::pair<int, int>, at::Tensor>> moved;
+  std::vector<std::pair<at::Tensor, const ReadyPlan::Move*>> reduced;
   std::shared_ptr<ViewCopy> view_copy = info.view ? scan.first->copy : nullptr;
   for (const auto& move : plan.moves) {
     const c10::IValue& v = arguments[move.argument];
@@ -266,16 +280,26 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
       continue;
     }
     const ShardMeta& meta = *meta_of(t);
-    if (meta.spec() == move.to) {  // one tensor in two arguments, and kept reduced at the first
+    if (meta.spec() == move.to) {  // written in another argument, and reduced for that
       moved.push_back({{move.argument, move.element}, meta.local});
+      continue;
+    }
+    const auto before = std::find_if(reduced.begin(), reduced.end(), [&](const auto& r) { return r.first.is_same(t) && r.second->to == move.to; });
+    if (before != reduced.end()) {  // one tensor in two arguments
+      moved.push_back({{move.argument, move.element}, *moved_local(moved, before->second->argument, before->second->element)});
       continue;
     }
     // Laid out in memory as the global tensor is, like every local: kernels and views decide by strides.
     const Layout& l = *meta.layout;
-    at::Tensor local = aligned(redistribute_local(meta.local, move.from, move.to), *make_layout(move.to, l.strides, l.offset, l.dtype, l.device));
+    GatheredParameters* kept = plan.view_copied ? nullptr : GatheredParameters::current();
+    at::Tensor local = kept ? kept->find(t, move.to) : at::Tensor();
+    if (!local.defined()) {
+      local = aligned(redistribute_local(meta.local, move.from, move.to), *make_layout(move.to, l.strides, l.offset, l.dtype, l.device));
+      if (kept) kept->add(t, move.to, local);
+    }
     if (plan.view_copied && info.view && move.argument == 0) view_copy = make_view_copy(t, move.to, local);
-    moved.push_back({{move.argument, move.element}, std::move(local)});
-    keep_reduced(t, move.from, move.to, moved.back().second);
+    moved.emplace_back(std::pair(move.argument, move.element), std::move(local));
+    reduced.emplace_back(t, &move);
   }
 
   // Targets that may change shape get a fresh alias: the local of the old meta is shared by whoever copied the tensor.
@@ -315,11 +339,13 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
       }
     }
   }
+  // Not before: an operator may need a tensor reduced in one argument and take it as it is in another.
+  for (const auto& [t, move] : reduced) keep_reduced(t, move->from, move->to, *moved_local(moved, move->argument, move->element));
   if (plan.mode == ReadyPlan::Mode::replicated) {
-    run_local(info, plan, stack, first, targets, keep_alive, view_copy);  // the same on all ranks, also where it fails
+    run_local(info, plan, stack, first, targets, keep_alive, view_copy, of_normal);  // the same on all ranks, also where it fails
   } else {
     try {
-      run_local(info, plan, stack, first, targets, keep_alive, view_copy);
+      run_local(info, plan, stack, first, targets, keep_alive, view_copy, of_normal);
     } catch (...) {
       rethrow_to_all(info.name, context);
     }
@@ -337,7 +363,7 @@ void execute(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, cons
 }
 
 void run_local(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, std::size_t first, const c10::SmallVector<c10::IValue, 2>& targets,
-               const LayoutPtr& like, const std::shared_ptr<ViewCopy>& view_copy) {
+               const LayoutPtr& like, const std::shared_ptr<ViewCopy>& view_copy, bool of_normal) {
   const std::size_t n = info.kinds.size();
   c10::IValue* arguments = stack->data() + first;
   {
@@ -378,7 +404,7 @@ void run_local(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, st
       return local;
     }
     if (plan.mode == ReadyPlan::Mode::replicated) {
-      if (local.is_conj() || local.is_neg()) {
+      if (!view && (local.is_conj() || local.is_neg())) {
         const LocalCallGuard guard;
         local = local.resolve_conj().resolve_neg();
       }
@@ -390,6 +416,7 @@ void run_local(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, st
       }
       at::Tensor t = wrap(std::move(local), known);
       if (view) meta_of(t)->copy = view_copy;
+      if (view && of_normal) as_view_of_normal(t);
       return t;
     }
     if (k >= plan.outputs.size())
@@ -402,6 +429,7 @@ void run_local(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, st
     if (!view) return wrap_fresh(std::move(local), out.layout);
     at::Tensor t = wrap(std::move(local), out.layout);
     meta_of(t)->copy = view_copy;
+    if (of_normal) as_view_of_normal(t);
     return t;
   };
   for (std::size_t i = 0; i < info.returns.size(); ++i) {

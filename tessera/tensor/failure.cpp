@@ -31,6 +31,8 @@ void rethrow_to_all(const std::string& op, const MeshContext& context) {
     throw;
   } catch (const CommError&) {
     throw;
+  } catch (const ImplicitRedistributionError&) {
+    throw;  // decided from specs: the same on all ranks, before anything was sent
   } catch (const RuleError& e) {
     tell(op, context, e.what());
     throw RuleError(concat(op, ": ", e.what()));

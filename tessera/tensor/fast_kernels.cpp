@@ -2,10 +2,12 @@
 
 #include <ATen/Operators.h>
 #include <ATen/core/boxing/impl/boxing.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/library.h>
 
 #include <map>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 
@@ -23,39 +25,52 @@ namespace {
 
 // What make_key() adds for each argument, without boxing it.
 struct KeyBuilder {
-  Key key;
+  static constexpr std::size_t kWords = 24;
+  std::uint64_t words[kWords];
+  std::size_t size = 0;
   const ShardMeta* first = nullptr;
   bool usable = true;  // false: something that only the boxed way deals with
 
+  template <class... Arguments>
+  explicit KeyBuilder(const Arguments&... arguments) {
+    (add(arguments), ...);
+    usable &= first != nullptr;
+  }
+  Key key() const { return Key(words, words + size); }
+
+ private:
+  void push(std::uint64_t word) {
+    if (size == kWords) {
+      usable = false;
+      return;
+    }
+    words[size++] = word;
+  }
   void add(const at::Tensor& t) {
     if (!t.defined()) {
-      key.push_back(kUndefined);
+      push(kUndefined);
       return;
     }
     const ShardMeta* meta = meta_of(t);
     if (!meta) {
       usable &= t.unsafeGetTensorImpl()->is_wrapped_number();
-      key.push_back(kWrapped);
-      key.push_back(static_cast<std::uint64_t>(t.scalar_type()));
+      push(kWrapped);
+      push(static_cast<std::uint64_t>(t.scalar_type()));
       return;
     }
-    if (!first) {
-      first = meta;
-    } else {
-      usable &= first->layout->spec.data()->context == meta->layout->spec.data()->context;
-    }
+    if (!first) first = meta;
     usable &= !meta->copy;
-    key.push_back(reinterpret_cast<std::uintptr_t>(meta->layout.get()));
+    push(reinterpret_cast<std::uintptr_t>(meta->layout.get()));  // of one mesh: no plan is found for others
   }
-  void add(const at::Scalar& s) { key.push_back(s.isFloatingPoint() ? kDouble : s.isIntegral(false) ? kInt : s.isBoolean() ? kTrue : kComplex); }
+  void add(const at::Scalar& s) { push(s.isFloatingPoint() ? kDouble : s.isIntegral(false) ? kInt : s.isBoolean() ? kTrue : kComplex); }
   void add(std::int64_t n) {
-    key.push_back(kInt);
-    key.push_back(static_cast<std::uint64_t>(n));
+    push(kInt);
+    push(static_cast<std::uint64_t>(n));
   }
-  void add(bool b) { key.push_back(b ? kTrue : kFalse); }
-  void add(c10::SymIntArrayRef list) {
-    key.push_back(kList);
-    key.push_back(list.size());
+  void add(bool b) { push(b ? kTrue : kFalse); }
+  void add(const c10::SymIntArrayRef& list) {
+    push(kList);
+    push(list.size());
     for (const c10::SymInt& n : list) {
       if (n.is_heap_allocated()) {
         usable = false;
@@ -63,11 +78,6 @@ struct KeyBuilder {
       }
       add(n.as_int_unchecked());
     }
-  }
-  void add(at::IntArrayRef list) {
-    key.push_back(kList);
-    key.push_back(list.size());
-    for (const auto n : list) add(n);
   }
 };
 
@@ -85,23 +95,54 @@ const T& local_of(const T& value, const ReadyPlan&) {
   return value;
 }
 
-bool is_plain_argument(const at::Tensor& t) { return is_plain(t); }
-template <class T>
-bool is_plain_argument(const T&) {
-  return false;
+// What the kernel above autograd must know of the tensors before it goes on.
+struct Look {
+  bool plain = false;           // something must be promoted
+  bool differentiable = false;  // autograd has something to do
+  bool tangents = false;        // so has forward-mode autograd
+
+  template <class... Arguments>
+  explicit Look(const Arguments&... arguments) {
+    (see(arguments), ...);
+  }
+
+ private:
+  void see(const at::Tensor& t) {
+    if (!t.defined()) return;
+    const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
+    plain |= !meta_of(t) && !impl.is_wrapped_number();
+    if (!impl.autograd_meta()) return;
+    tangents |= t._fw_grad(0).defined();
+    differentiable |= impl.requires_grad() && at::GradMode::is_enabled();
+  }
+  template <class T>
+  void see(const T&) {}
+};
+
+// Whether only our own kernel is left below autograd: no mode, no functionalization, no lazy bits.
+bool straight_below(c10::DispatchKeySet keys) {
+  return (keys & c10::after_ADInplaceOrView_keyset).highestFunctionalityKey() == c10::DispatchKey::Dense;
 }
 
 // Only plans that need nothing but the operator itself on the locals.
-ReadyPlan* find_simple(const OpInfo& info, const Key& key) {
-  OpPlans& of = PlanCache::of_thread().of(info);
-  if (of.numbers) return nullptr;
-  const auto it = of.plans.find(key);
-  if (it == of.plans.end()) return nullptr;
-  ReadyPlan& plan = it->second;
+bool is_simple(const ReadyPlan& plan) {
   return plan.moves.empty() && (plan.arguments.empty() || plan.local_sizes) && !plan.local && !plan.view_copied &&
-                 plan.mode != ReadyPlan::Mode::by_functional
-             ? &plan
-             : nullptr;
+         plan.mode != ReadyPlan::Mode::by_functional;
+}
+
+// nullptr: left to the general way.
+ReadyPlan* find_simple(const OpInfo& info, int number, const KeyBuilder& builder) {
+  if (!builder.usable) return nullptr;
+  PlanCache& cache = PlanCache::of_thread();
+  const std::size_t hash = KeyHash::of(builder.words, builder.size);
+  PlanCache::Recent& recent = cache.recent(number, hash);
+  if (recent.key && KeyEqual::same(*recent.key, builder.words, builder.size)) return recent.plan;
+  OpPlans& of = cache.of(info);
+  if (of.numbers) return nullptr;
+  const auto it = of.plans.find(builder.key());
+  if (it == of.plans.end() || !is_simple(it->second)) return nullptr;
+  recent = {&it->first, &it->second};
+  return &it->second;
 }
 
 template <class Op, class Schema>
@@ -111,7 +152,10 @@ struct Kernels;
 template <class Op, class Result, class... Arguments>
 struct Kernels<Op, Result(Arguments...)> {
   static inline const OpInfo* info = nullptr;
+  static inline int number = 0;
   static constexpr bool kInPlace = std::is_same_v<Result, at::Tensor&>;
+  static constexpr bool kView = std::string_view(Op::schema_str).find("(a)") != std::string_view::npos;
+  static constexpr bool kDetach = std::is_same_v<Op, at::_ops::detach>;
 
   static Result boxed(Arguments... arguments) {
     torch::jit::Stack stack;
@@ -129,29 +173,45 @@ struct Kernels<Op, Result(Arguments...)> {
     return f;
   }
 
-  static Result below(c10::DispatchKeySet, Arguments... arguments) {
-    KeyBuilder builder;
-    (builder.add(arguments), ...);
-    ReadyPlan* plan = builder.usable && builder.first ? find_simple(*info, builder.key) : nullptr;
-    if (!plan) return boxed(arguments...);
+  // The operator on the locals. Undefined: the result is not as planned (an operator's data-dependent choice), and left to the general way.
+  static Result run(const ReadyPlan& plan, const KeyBuilder& builder, Arguments... arguments) {
     if constexpr (kInPlace) {
       at::Tensor local = local_of(first(arguments...));
-      guarded(*plan, builder, [&] { call_in_place(*plan, local, arguments...); });
+      guarded(plan, builder, [&] { call_in_place(plan, local, arguments...); });
       return first(arguments...);
     } else {
-      at::Tensor local = guarded(*plan, builder, [&] { return Op::call(local_of(arguments, *plan)...); });
-      // A result that is not as planned (an operator's data-dependent choice) is left to the general way.
-      if (plan->outputs.size() == 1 && plan->outputs[0].layout && !local.is_conj() && !local.is_neg()) {
-        const Layout& layout = *plan->outputs[0].layout;
-        const bool as_planned =
-            plan->mode == ReadyPlan::Mode::ruled || (local.strides() == at::IntArrayRef(layout.strides) && local.storage_offset() == layout.offset);
-        if (as_planned && local.scalar_type() == layout.dtype && local.sizes() == at::IntArrayRef(layout.spec.local_shape())) {
-          if (plan->mode == ReadyPlan::Mode::ruled && !info->view) return wrap_fresh(std::move(local), plan->outputs[0].layout);
-          return wrap(std::move(local), plan->outputs[0].layout);
+      at::Tensor local = guarded(plan, builder, [&] { return Op::call(local_of(arguments, plan)...); });
+      if (plan.outputs.size() != 1 || !plan.outputs[0].layout || local.is_conj() || local.is_neg()) return {};
+      const LayoutPtr& layout = plan.outputs[0].layout;
+      if (local.scalar_type() != layout->dtype || local.sizes() != at::IntArrayRef(layout->spec.local_shape())) return {};
+      if (plan.mode == ReadyPlan::Mode::ruled) {
+        return kView || local.strides() == at::IntArrayRef(layout->local_strides) ? wrap_checked(std::move(local), layout)
+                                                                                  : wrap_fresh(std::move(local), layout);
+      }
+      if (local.strides() != at::IntArrayRef(layout->strides) || local.storage_offset() != layout->offset) return {};
+      return wrap_checked(std::move(local), layout);
+    }
+  }
+
+  static Result below(c10::DispatchKeySet, Arguments... arguments) {
+    if constexpr (kDetach) {
+      if (meta_of(arguments...)) return another(arguments..., true);
+    }
+    const KeyBuilder builder(arguments...);
+    if (const ReadyPlan* plan = find_simple(*info, number, builder)) {
+      if constexpr (kInPlace) {
+        return run(*plan, builder, arguments...);
+      } else {
+        at::Tensor result = run(*plan, builder, arguments...);
+        if (result.defined()) {
+          if constexpr (kView) {
+            if (!first(arguments...).is_inference()) as_view_of_normal(result);
+          }
+          return result;
         }
       }
-      return boxed(arguments...);
     }
+    return boxed(arguments...);
   }
 
   // Of replicated tensors a failure is the same on all ranks.
@@ -171,12 +231,40 @@ struct Kernels<Op, Result(Arguments...)> {
     Op::call(local, local_of(rest, plan)...);
   }
 
+  // What detach() gives: the meta is immutable, so that two tensors may share it.
+  static at::Tensor another(const at::Tensor& t, bool metadata_may_change) {
+    const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
+    return at::Tensor(impl.shallow_copy_and_detach(impl.version_counter(), metadata_may_change));
+  }
+
   static Result above(c10::DispatchKeySet keys, Arguments... arguments) {
-    if ((is_plain_argument(arguments) || ...)) {
+    const Look look(arguments...);
+    if (look.plain) {
       torch::jit::Stack stack;
       torch::jit::push(stack, arguments...);
       if (promote_stack(stack)) {
         return std::apply([&](auto&&... promoted) -> Result { return onward(keys, promoted...); }, from_stack(stack, arguments...));
+      }
+    } else if (!look.tangents && straight_below(keys)) {
+      // Where autograd would only pass the call on, its kernels are passed by.
+      if constexpr (kDetach) return another(arguments..., false);
+      if (!look.differentiable) {
+        if constexpr (kView) {
+          const ViewReplay replay(true);
+          return Op::redispatch(keys & c10::after_autograd_keyset, arguments...);
+        } else {
+          const KeyBuilder builder(arguments...);
+          if (const ReadyPlan* plan = find_simple(*info, number, builder)) {
+            if constexpr (kInPlace) {
+              run(*plan, builder, arguments...);
+              if (keys.has(c10::DispatchKey::ADInplaceOrView)) first(arguments...).unsafeGetTensorImpl()->bump_version();
+              return first(arguments...);
+            } else {
+              at::Tensor result = run(*plan, builder, arguments...);
+              if (result.defined()) return result;
+            }
+          }
+        }
       }
     }
     return onward(keys, arguments...);
@@ -210,17 +298,22 @@ struct Kernels<Op, Result(Arguments...)> {
   template <class... Given>
   static Result onward(c10::DispatchKeySet keys, Given&&... given) {
     const auto rest = keys.remove(c10::DispatchKey::AutogradFunctionality).remove(c10::DispatchKey::ZeroTensor).add(c10::DispatchKey::AutogradOther);
-    const ViewReplay replay(info->view);
-    return Op::redispatch(rest, given...);
+    if constexpr (kView) {
+      const ViewReplay replay(true);
+      return Op::redispatch(rest, given...);
+    } else {
+      return Op::redispatch(rest, given...);
+    }
   }
 };
 
-using Registration = void (*)(const OpInfo*, const char*, torch::Library&, torch::Library&);
+using Registration = void (*)(const OpInfo*, int, const char*, torch::Library&, torch::Library&);
 
 template <class Op>
-void add(const OpInfo* info, const char* name, torch::Library& below, torch::Library& above) {
+void add(const OpInfo* info, int number, const char* name, torch::Library& below, torch::Library& above) {
   using K = Kernels<Op, typename Op::schema>;
   K::info = info;
+  K::number = number;
   below.impl(name, torch::CppFunction::makeFromUnboxedFunction(&K::below));
   above.impl(name, torch::CppFunction::makeFromUnboxedFunction(&K::above));
 }
@@ -230,11 +323,17 @@ const std::map<std::string, Registration>& fast_operators() {
   static const std::map<std::string, Registration> all = {
       {"aten::add.Tensor", add<add_Tensor>},
       {"aten::add_.Tensor", add<add__Tensor>},
+      {"aten::add.Scalar", add<add_Scalar>},
+      {"aten::add_.Scalar", add<add__Scalar>},
       {"aten::sub.Tensor", add<sub_Tensor>},
       {"aten::mul.Tensor", add<mul_Tensor>},
       {"aten::mul_.Tensor", add<mul__Tensor>},
+      {"aten::mul.Scalar", add<mul_Scalar>},
+      {"aten::mul_.Scalar", add<mul__Scalar>},
       {"aten::div.Tensor", add<div_Tensor>},
       {"aten::div_.Tensor", add<div__Tensor>},
+      {"aten::div.Scalar", add<div_Scalar>},
+      {"aten::div_.Scalar", add<div__Scalar>},
       {"aten::addcmul_", add<addcmul_>},
       {"aten::addcdiv_", add<addcdiv_>},
       {"aten::sqrt", add<at::_ops::sqrt>},
@@ -260,7 +359,9 @@ const std::map<std::string, Registration>& fast_operators() {
 bool register_fast_kernels(const std::string& name, const std::shared_ptr<const OpInfo>& info, torch::Library& below, torch::Library& above) {
   const auto it = fast_operators().find(name);
   if (it == fast_operators().end()) return false;
-  it->second(info.get(), name.c_str() + 6, below, above);
+  const auto number = static_cast<int>(std::distance(fast_operators().begin(), it));
+  TORCH_INTERNAL_ASSERT(number < PlanCache::kKernels);
+  it->second(info.get(), number, name.c_str() + 6, below, above);
   return true;
 }
 

@@ -237,13 +237,14 @@ at::Tensor load(const std::string& path, const ShardSpec& spec) {
   return from_local(file.read(all, file.tensors[0], spec, path).to(spec.mesh().manager().device()), spec);
 }
 
-void load(torch::nn::Module& module, const DeviceMesh& mesh, const std::string& path) {
+void load(torch::nn::Module& module, const DeviceMesh& mesh, const std::string& path) { load_into(state_of(module), mesh, path); }
+
+void load_into(const NamedTensors& state, const DeviceMesh& mesh, const std::string& path) {
   const at::NoGradGuard no_grad;
   const Group all = mesh.all();
   Reading file(all, path);
   std::map<std::string, const StoredTensor*> stored;
   for (const StoredTensor& t : file.tensors) stored[t.name] = &t;
-  const NamedTensors state = state_of(module);
   std::string wrong;
   for (const auto& [name, t] : state) {
     const auto it = stored.find(name);
@@ -256,7 +257,7 @@ void load(torch::nn::Module& module, const DeviceMesh& mesh, const std::string& 
     stored.erase(it);
   }
   for (const auto& [name, t] : stored) wrong += concat(" '", name, "' is in the file alone.");
-  if (!wrong.empty()) throw InvalidArgument(concat("load: ", path, " does not fit the module:", wrong));
+  if (!wrong.empty()) throw InvalidArgument(concat("load: ", path, " does not fit:", wrong));
   for (const StoredTensor& t : file.tensors) stored[t.name] = &t;
   for (const auto& [name, t] : state) {
     const ShardSpec to = is_sharded(t) ? spec(t) : ShardSpec::replicated(mesh, t.sizes().vec());

@@ -42,5 +42,7 @@ at::Tensor load(const std::string& path, const ShardSpec& spec);
 /// Into the parameters and buffers that are there, wherever they lie; dtypes are converted. Throws InvalidArgument, before anything is changed, with
 /// the names that are missing, left over or of another shape.
 void load(torch::nn::Module& module, const DeviceMesh& mesh, const std::string& path);
+/// As above, into these tensors.
+void load_into(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string& path);
 
 }  // namespace tessera

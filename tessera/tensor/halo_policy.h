@@ -6,10 +6,11 @@
 namespace tessera {
 
 struct HaloPolicy {
-  /// Forward and backward. `interior_first`: what needs no halo is computed while halos travel, then what does; where a rank's part has no interior,
-  /// as `assemble`. `wait_first`: the same split, with nothing between start and wait: bit for bit the same result. `assemble`: the part and its halo
-  /// are put together, then computed at once. `automatic`: interior_first for parts from kInteriorElements elements on, assemble below: the strips of
-  /// a small part cost more than its copy (bench/halo).
+  /// Forward and backward. `interior_first`: what needs no halo is computed while halos travel, then what the halo gives; where nothing is to be had
+  /// without it, as `assemble`. `wait_first`: the same split, with nothing between start and wait: bit for bit the same result. `assemble`: the part
+  /// and its halo are put together, then computed at once. `automatic`: interior_first where the split costs less than that copy. That is for
+  /// convolutions where what the halo gives is a few products (ops/tap_sum.h), and else for parts from kInteriorElements elements on (bench/halo);
+  /// neighbourhood attention has a number of its own (bench/neighborhood).
   enum class Order : unsigned char { automatic, interior_first, wait_first, assemble } order = Order::automatic;
   /// The two adjoints of a windowed operator. `exchange`: each rank gets the output gradients that its inputs touched; one exchange serves both the
   /// input's and the weight's gradient. `sum`: each rank gets its inputs' halo again, and the halo's gradients are summed back.

@@ -1,6 +1,7 @@
 #include "tessera/tensor/detail/parameter_gradient.h"
 
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -112,12 +113,20 @@ class ParameterAccess final : public GradientAccess {
 struct Accumulate final : torch::autograd::FunctionPreHook {
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
     const auto impl = parameter.lock();
-    if (!impl || gradients.empty() || !gradients[0].defined() || at::GradMode::is_enabled()) return gradients;
+    if (!impl || gradients.empty() || !gradients[0].defined() || at::GradMode::is_enabled() || !accumulates(at::Tensor(impl))) return gradients;
     const at::Tensor& grad = at::Tensor(impl).grad();
     const ShardMeta* incoming = meta_of(gradients[0]);
     if (grad.defined() && incoming && incoming->spec().has_partial() && meta_of(grad) && !(spec(grad) == incoming->spec()))
       make_term(grad, incoming->spec());
     return gradients;
+  }
+
+  // autograd::grad() comes by here too, and accumulates nothing.
+  static bool accumulates(const at::Tensor& leaf) {
+    const auto* asked = torch::autograd::get_current_graph_task_exec_info();
+    if (!asked || asked->empty()) return true;
+    const auto it = asked->find(torch::autograd::impl::gradient_edge(leaf).function.get());
+    return it != asked->end() && it->second.needed_;
   }
 
   c10::weak_intrusive_ptr<c10::TensorImpl> parameter{c10::intrusive_ptr<c10::TensorImpl>()};
@@ -162,9 +171,11 @@ void reduce_parameters(const std::vector<std::pair<std::string, at::Tensor>>& pa
   for (Accumulate* hook : hooks) hook->reducer = reducer;
 }
 
-std::vector<std::shared_ptr<GradientReducer>> reducers_of(const torch::nn::Module& module) {
+std::vector<std::shared_ptr<GradientReducer>> reducers_of(const torch::nn::Module& module) { return reducers_of(module.parameters()); }
+
+std::vector<std::shared_ptr<GradientReducer>> reducers_of(const std::vector<at::Tensor>& parameters) {
   std::vector<std::shared_ptr<GradientReducer>> all;
-  for (const at::Tensor& parameter : module.parameters()) {
+  for (const at::Tensor& parameter : parameters) {
     for (const auto& hook : torch::autograd::impl::hooks(parameter)) {
       const auto* ours = dynamic_cast<const Accumulate*>(hook.get());
       if (ours && std::find(all.begin(), all.end(), ours->reducer) == all.end()) all.push_back(ours->reducer);

@@ -127,6 +127,7 @@ void PlanCache::make_room() {
   constexpr std::size_t kLimit = 16384;
   if (size_ < kLimit || depth > 1) return;
   for (OpPlans& op : ops_) op.plans.clear();
+  recent_ = {};
   size_ = 0;
 }
 

@@ -5,6 +5,9 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/custom_class.h>
 
+#include <cstdint>
+#include <unordered_map>
+
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/detail/layout.h"
@@ -69,7 +72,8 @@ at::Tensor wrap_plain(const at::Tensor& plain, const std::shared_ptr<MeshContext
 
 // Each is the other's derivative, so that second derivatives exist.
 struct Promote : torch::autograd::Function<Promote> {
-  static at::Tensor forward(AutogradContext*, const at::Tensor& plain, const std::shared_ptr<MeshContext>& context) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& plain, const std::shared_ptr<MeshContext>& context) {
+    ctx->set_materialize_grads(false);  // what has no gradient gets none, as without promotion
     return wrap_plain(plain, context);
   }
   static variable_list backward(AutogradContext*, const variable_list& gradients) {
@@ -77,9 +81,72 @@ struct Promote : torch::autograd::Function<Promote> {
   }
 };
 
+// libtorch counts nodes' references in one of two ways, by version.
+using NodePtr = decltype(torch::autograd::Edge::function);
+template <class T>
+std::weak_ptr<T> weak(const std::shared_ptr<T>& p) {
+  return p;
+}
+template <class T>
+c10::weak_intrusive_ptr<T> weak(const c10::intrusive_ptr<T>& p) {
+  return c10::weak_intrusive_ptr<T>(p);
+}
+using WeakNode = decltype(weak(std::declval<NodePtr>()));
+
+// The nodes that promote, by what they lead to: a tensor that is used several times is promoted by one node, so that its gradients are summed before
+// they are reduced, once.
+class PromotingNodes {
+ public:
+  static PromotingNodes& of_thread() {
+    static thread_local PromotingNodes nodes;
+    return nodes;
+  }
+
+  NodePtr find(const torch::autograd::Edge& to, const std::shared_ptr<MeshContext>& context) const {
+    const auto [begin, end] = nodes_.equal_range(to.function.get());
+    for (auto it = begin; it != end; ++it) {
+      auto node = it->second.node.lock();  // keeps what it leads to alive, so that the address is not another one's
+      if (node && node->next_edge(0) == to && it->second.context.lock() == context) return node;
+    }
+    return {};
+  }
+  void add(const torch::autograd::Edge& to, const std::shared_ptr<MeshContext>& context, const NodePtr& node) {
+    if (nodes_.size() >= sweep_at_) {
+      std::erase_if(nodes_, [](const auto& entry) { return entry.second.node.expired(); });
+      sweep_at_ = 2 * nodes_.size() + 64;
+    }
+    nodes_.emplace(to.function.get(), Known{context, weak(node)});
+  }
+
+ private:
+  struct Known {
+    std::weak_ptr<MeshContext> context;
+    WeakNode node;
+  };
+  std::unordered_multimap<const torch::autograd::Node*, Known> nodes_;
+  std::size_t sweep_at_ = 64;
+};
+
+// Hook of a plain tensor that a user's autograd::Function takes together with sharded ones: what its backward returns may be sharded.
+struct PlainGradient {
+  at::TensorBase operator()(const at::TensorBase& gradient) const {
+    return gradient.defined() && meta_of(gradient) ? at::TensorBase(demote(at::Tensor(gradient))) : gradient;
+  }
+};
+
+void keep_gradient_plain(const at::Tensor& plain) {
+  if (const auto* meta = torch::autograd::impl::get_autograd_meta(plain); meta && meta->cpp_hooks_list_) {
+    for (const auto& hook : *meta->cpp_hooks_list_) {
+      if (hook.target<PlainGradient>()) return;
+    }
+  }
+  static_cast<const at::TensorBase&>(plain).register_hook(PlainGradient());
+}
+
 struct Demote : torch::autograd::Function<Demote> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& sharded) {
     const ShardMeta& meta = *meta_of(sharded);
+    ctx->set_materialize_grads(false);
     carry(ctx, context_of(meta.spec()));
     const ShardSpec whole = meta.spec().with_placements(std::vector<Placement>(meta.spec().placements().size()));
     const LocalCallGuard guard;
@@ -124,7 +191,21 @@ void apply_policy(const OpInfo& info, const std::shared_ptr<MeshContext>& contex
 
 bool is_plain(const at::TensorBase& t) { return t.defined() && !meta_of(t) && !t.unsafeGetTensorImpl()->is_wrapped_number(); }
 
-at::Tensor promote(const at::Tensor& plain, const std::shared_ptr<MeshContext>& context) { return Promote::apply(plain, context); }
+at::Tensor promote(const at::Tensor& plain, const std::shared_ptr<MeshContext>& context) {
+  if (!at::GradMode::is_enabled() || !plain.requires_grad()) return Promote::apply(plain, context);
+  PromotingNodes& nodes = PromotingNodes::of_thread();
+  const auto edge = torch::autograd::impl::gradient_edge(plain);
+  if (const auto node = nodes.find(edge, context)) {
+    at::Tensor promoted = wrap_plain(plain, context);
+    torch::autograd::impl::set_gradient_edge(promoted, {node, 0});
+    return promoted;
+  }
+  at::Tensor promoted = Promote::apply(plain, context);
+  // Ready means next, whatever its age: a rank that keeps an old graph finds an old node where others make one, and all must reduce in one order.
+  promoted.grad_fn()->set_sequence_nr(UINT64_MAX);
+  nodes.add(edge, context, promoted.grad_fn());
+  return promoted;
+}
 at::Tensor demote(const at::Tensor& sharded) { return Demote::apply(sharded); }
 
 void promote_arguments(const OpInfo& info, c10::IValue* arguments, const std::shared_ptr<MeshContext>& context, bool above) {
@@ -135,6 +216,8 @@ void promote_arguments(const OpInfo& info, c10::IValue* arguments, const std::sh
       promote_target(t, context, info, above);
       return t;
     }
+    // Within a user's autograd::Function, for all that is known here.
+    if (above && t.requires_grad() && !at::GradMode::is_enabled()) keep_gradient_plain(t);
     return above ? promote(t, context) : wrap_plain(t, context);
   };
   for (std::size_t i = 0; i < info.kinds.size(); ++i) {

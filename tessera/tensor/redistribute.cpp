@@ -3,7 +3,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 
+#include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "tessera/base/text.h"
 #include "tessera/tensor/detail/mesh_context.h"
@@ -84,16 +86,13 @@ at::Tensor pack(const at::Tensor& t, const Box& held, const std::vector<Box>& bo
   return flat;
 }
 
-at::Tensor unpack(const at::Tensor& flat, const std::vector<Box>& boxes, const Box& whole) {
-  if (in_memory_order(boxes, whole)) return flat.view(shape_of(whole));
-  at::Tensor t = at::empty(shape_of(whole), flat.options());
+void unpack(const at::Tensor& t, const at::Tensor& flat, const std::vector<Box>& boxes, const Box& whole) {
   std::int64_t at = 0;
   for (const Box& b : boxes) {
     const std::int64_t size = volume(b);
     if (size > 0) slice(t, whole, b).copy_(flat.narrow(0, at, size).view(shape_of(b)));
     at += size;
   }
-  return t;
 }
 
 // Of truth values a sum is any, a product all; they travel as bytes.
@@ -209,7 +208,12 @@ void Redistribution::launch_move() {
       } else {
         request_ = ranks.start_all_gather(all, mine, volumes(move.pieces), kCall);
       }
-      complete_ = [all, &move] { return unpack(all, move.pieces, move.after); };
+      complete_ = [all, &move] {
+        if (in_memory_order(move.pieces, move.after)) return all.view(shape_of(move.after));
+        at::Tensor result = at::empty(shape_of(move.after), all.options());
+        unpack(result, all, move.pieces, move.after);
+        return result;
+      };
       own_ = true;
       return;
     }
@@ -230,15 +234,26 @@ void Redistribution::launch_move() {
       std::vector<Box> out(ranks.size(), Box(held.size())), in = out;
       for (const Piece& p : move.transfer.sends) out[p.rank] = p.box;
       for (const Piece& p : move.transfer.receives) in[p.rank] = p.box;
-      for (const Box& box : move.transfer.copies) out[move.rank] = in[move.rank] = box;
-      const at::Tensor packed = pack(local_, held, out);
-      const at::Tensor all = at::empty({volume(move.after)}, packed.options());
-      if (blocking_) {
-        ranks.all_to_all(all, packed, volumes(in), volumes(out), kCall);
-      } else {
-        request_ = ranks.start_all_to_all(all, packed, volumes(in), volumes(out), kCall);
-      }
-      complete_ = [all, in = std::move(in), &move] { return unpack(all, in, move.after); };
+      const Box own = move.transfer.copies.empty() ? Box(held.size()) : move.transfer.copies[0];
+      std::vector<Box> parts = in;
+      parts[move.rank] = own;
+      const bool in_place = in_memory_order(parts, move.after);
+      // This rank's own part is copied once, past the call, unless it lies between what arrives.
+      const auto nothing = [](const Box& box) { return volume(box) == 0; };
+      const bool first = std::all_of(in.begin(), in.begin() + move.rank, nothing), last = std::all_of(in.begin() + move.rank, in.end(), nothing);
+      const bool along = in_place && !first && !last && volume(own) > 0;
+      if (along) in[move.rank] = out[move.rank] = own;
+      const Sizes arriving = volumes(in);
+      const std::int64_t n = std::accumulate(arriving.begin(), arriving.end(), std::int64_t{0});
+      const at::Tensor packed = pack(local_, held, out), result = at::empty(shape_of(move.after), packed.options());
+      const at::Tensor received = in_place ? result.view({-1}).narrow(0, !along && first ? volume(own) : 0, n) : at::empty({n}, packed.options());
+      if (!blocking_) request_ = ranks.start_all_to_all(received, packed, arriving, volumes(out), kCall);
+      if (!along && volume(own) > 0) slice(result, move.after, own).copy_(slice(local_, held, own));
+      if (blocking_) ranks.all_to_all(received, packed, arriving, volumes(out), kCall);
+      complete_ = [result, received, in_place, in = std::move(in), &move] {
+        if (!in_place) unpack(result, received, in, move.after);
+        return result;
+      };
       own_ = true;
       return;
     }

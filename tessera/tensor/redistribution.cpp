@@ -22,6 +22,7 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
                             const std::shared_ptr<detail::Redistribution>& run) {
     const ShardMeta& meta = detail::meta_or_throw(t);
     detail::carry(ctx, gradient);
+    ctx->set_materialize_grads(false);  // without a gradient there is nothing to move
     auto layout = detail::make_layout(to, t.strides(), meta.layout->offset, meta.layout->dtype, meta.layout->device);
     at::Tensor local = run ? run->finish() : detail::redistribute_local(meta.local, meta.spec(), to);
     const LocalCallGuard guard;

@@ -149,6 +149,15 @@ void set_pointwise_rule(Rule rule) {
 void register_rule(const std::string& op, Rule rule, RuleOptions options) {
   auto& all = detail::rules();
   const std::lock_guard lock(all.mutex);
+  const auto it = all.by_name.find(op);
+  if (it != all.by_name.end() && !options.replaces) {
+    throw RuleError(
+        concat("'", op, "' has a rule already. Set RuleOptions::replaces to put another one in its place, or register a rule for one overload."));
+  }
+  if (it == all.by_name.end() && options.replaces) {
+    throw RuleError(
+        concat("'", op, "' has no rule that another one could replace: the name must be the one it was registered under (registered_rules())."));
+  }
   all.by_name[op] = std::make_shared<detail::RegisteredRule>(detail::RegisteredRule{std::move(rule), options});
 }
 
@@ -272,6 +281,10 @@ const std::vector<OutputInfo>* OpCall::outputs() const {
     const detail::LocalCallGuard guard;
     info_.op.callBoxed(&stack);
   } catch (const c10::NotImplementedError&) {
+    return nullptr;
+  } catch (const c10::IndexError&) {
+    // Some meta kernels look at the first slice of tensors that have none.
+    if (std::none_of(tensors_.begin(), tensors_.end(), [](const TensorInfo& t) { return t.spec.numel() == 0; })) throw;
     return nullptr;
   } catch (const c10::Error&) {
     throw;

@@ -119,11 +119,14 @@ using Rule = std::function<Plan(const OpCall&)>;
 
 struct RuleOptions {
   bool for_replicated =
-      false;  ///< Ask the rule also where all inputs are replicated (random numbers); default: the operator runs on the locals as it is.
+      false;              ///< Ask the rule also where all inputs are replicated (random numbers); default: the operator runs on the locals as it is.
+  bool replaces = false;  ///< Takes the place of the rule that is registered under the same name; there must be one.
 };
 
 /// `op`: "mylib::scale" for all overloads, "aten::add.Tensor" for one. An in-place operator without a rule of its own follows the one of its
-/// functional form. The newest registration wins. Process-wide, like the operators themselves; call it before the first use of the operator.
+/// functional form. Process-wide, like the operators themselves; call it before the first use of the operator. Throws RuleError where the name has a
+/// rule already, unless `options.replaces`: of two rules, the order in which libraries are loaded would decide. A rule for an overload goes before
+/// the one for all of them, whichever came first.
 void register_rule(const std::string& op, Rule rule, RuleOptions options = {});
 
 /// Of the operators that a rule covers: names as registered, sorted.

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <cctype>
-#include <cstdio>
 #include <map>
 #include <set>
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/base/json_text.h"
 #include "tessera/base/text.h"
 
 namespace tessera::detail {
@@ -19,23 +19,6 @@ const std::vector<std::pair<std::string, at::ScalarType>>& dtypes() {
       {"F64", at::kDouble}, {"F32", at::kFloat}, {"F16", at::kHalf}, {"BF16", at::kBFloat16}, {"I64", at::kLong},        {"I32", at::kInt},
       {"I16", at::kShort},  {"I8", at::kChar},   {"U8", at::kByte},  {"BOOL", at::kBool},     {"C64", at::kComplexFloat}};
   return all;
-}
-
-std::string quoted(const std::string& text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      out += '\\';
-      out += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      char code[8];
-      std::snprintf(code, sizeof(code), "\\u%04x", static_cast<unsigned>(static_cast<unsigned char>(c)));
-      out += code;
-    } else {
-      out += c;
-    }
-  }
-  return out + '"';
 }
 
 // The JSON that such headers are made of: objects, lists of whole numbers, strings.
@@ -207,7 +190,7 @@ std::string write_header(std::vector<StoredTensor>& tensors) {
     t.begin = at;
     t.end = at += bytes_of(t);
     std::string shape = list(t.shape, t.shape.size());
-    json += concat(json.size() > 1 ? "," : "", quoted(t.name), ":{\"dtype\":\"", stored_dtype(t.dtype, t.name), "\",\"shape\":", shape,
+    json += concat(json.size() > 1 ? "," : "", json_text(t.name), ":{\"dtype\":\"", stored_dtype(t.dtype, t.name), "\",\"shape\":", shape,
                    ",\"data_offsets\":[", t.begin, ",", t.end, "]}");
   }
   json += "}";

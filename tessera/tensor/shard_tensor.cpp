@@ -82,6 +82,7 @@ void share_version(const at::Tensor& a, const at::Tensor& b) {
 struct FromLocal : torch::autograd::Function<FromLocal> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& local, const ShardSpec& spec) {
     carry(ctx, gradient_spec(spec));
+    ctx->set_materialize_grads(false);  // without a gradient there is nothing to move
     const LocalCallGuard guard;
     const bool shares = local.is_contiguous() && !local.is_conj() && !local.is_neg();
     at::Tensor own = shares ? local.detach() : local.resolve_conj().resolve_neg().contiguous();

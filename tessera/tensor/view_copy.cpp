@@ -2,6 +2,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/tensor/detail/no_dispatch.h"
+#include "tessera/tensor/detail/redistribute.h"
 #include "tessera/tensor/errors.h"
 
 namespace tessera::detail {
@@ -9,8 +10,12 @@ namespace tessera::detail {
 void ViewCopy::write_back() {
   const LocalCallGuard guard;
   at::Tensor part = whole;
-  for (int d = 0; d < base_spec.dims(); ++d) {
-    part = part.narrow(d, base_spec.local_offset()[d] - whole_spec.local_offset()[d], base_spec.local_shape()[d]);
+  if (base_spec.has_partial() && !whole_spec.has_partial()) {
+    part = redistribute_local(whole, whole_spec, base_spec);  // parts of the value again
+  } else {
+    for (int d = 0; d < base_spec.dims(); ++d) {
+      part = part.narrow(d, base_spec.local_offset()[d] - whole_spec.local_offset()[d], base_spec.local_shape()[d]);
+    }
   }
   base.copy_(part);
   ++written;

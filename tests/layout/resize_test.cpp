@@ -72,7 +72,9 @@ TEST(Resize, Properties) {
       ASSERT_EQ(old.rank_at(move.from), move.old_rank);
       // Whoever moves, moves from a slice that is gone or renumbered: nobody leaves a coordinate that another survivor then takes, unless the slice
       // is gone.
-      if (new_size >= old.size(along)) ASSERT_EQ(move.kind, Kind::kept);
+      if (new_size >= old.size(along)) {
+        ASSERT_EQ(move.kind, Kind::kept);
+      }
     }
   }
 }

@@ -236,7 +236,9 @@ TEST(FullySharded, OnOneAxisAndReplicatedOnAnother) {
     EXPECT_EQ(calls, (std::map<std::string, int>{{"all_gather " + shard, 3}, {"reduce_scatter " + shard, 1}, {"all_reduce " + replica, 1}}))
         << trace->table();
     for (const CommSummary& s : summary) {
-      if (s.operation == "all_reduce") EXPECT_EQ(s.bytes, 2 * 6 * (manager.rank() % 2 == 0 ? 5 : 1) * 8) << "the part alone";
+      if (s.operation == "all_reduce") {
+        EXPECT_EQ(s.bytes, 2 * 6 * (manager.rank() % 2 == 0 ? 5 : 1) * 8) << "the part alone";
+      }
     }
   });
 }

@@ -16,7 +16,7 @@ OperatorCase& picking(Cases& c, const char* name, std::function<Tensors(const Te
     const at::Tensor x = random(shape(d, 1, 3, 1));
     const int dim = dim_of(d, x);
     const auto n = x.size(dim);
-    const at::Tensor index = once ? unique(n, d.between(1, static_cast<int>(n))) : indices(n, {d.between(1, 5)});
+    const at::Tensor index = once ? unique(n, d.between(0, static_cast<int>(n))) : indices(n, {d.between(0, 5)});
     Shape s = x.sizes().vec();
     s[dim] = index.numel();
     return Instance{{x, index, random(s)}, [=](const Tensors& t) { return f(t, dim); }};
@@ -30,7 +30,7 @@ OperatorCase& gathering(Cases& c, const char* name, std::function<Tensors(const 
     const int dim = dim_of(d, x);
     Shape s = x.sizes().vec();
     for (std::size_t i = 0; i < s.size(); ++i) {
-      if (static_cast<int>(i) == dim ? !full : d.chance(25)) s[i] = d.between(1, static_cast<int>(s[i]));
+      if (static_cast<int>(i) == dim ? !full : d.chance(25)) s[i] = d.between(0, static_cast<int>(s[i]));
     }
     return Instance{{x, indices(x.size(dim), s), random(s)}, [=](const Tensors& t) { return f(t, dim); }};
   });
@@ -75,23 +75,19 @@ void add_indexing(Cases& c) {
     return Tensors{y * t[0]};
   });
   c.custom("index by two tensors", [](Draw& d) {
-    const int a = d.between(1, 5), b = d.between(1, 5), n = d.between(1, 4);
+    const int a = d.between(1, 5), b = d.between(1, 5), n = d.between(0, 4);
     return Instance{{random({a, b, d.between(1, 3)}), indices(a, {n}), indices(b, {n})},
                     [](const Tensors& t) { return Tensors{t[0].index({t[1], t[2]})}; }};
   });
   c.custom("index by two tensors apart", [](Draw& d) {
-    const int a = d.between(1, 5), b = d.between(1, 5), n = d.between(1, 4);
-    return Instance{{random({a, d.between(1, 3), b}), indices(a, {n}), indices(b, {2, 1})},
+    const int a = d.between(1, 5), b = d.between(1, 5), n = d.between(0, 4);
+    return Instance{{random({a, d.between(1, 3), b}), indices(a, {n}), indices(b, {d.chance(20) ? 0 : 2, 1})},
                     [](const Tensors& t) { return Tensors{t[0].index({t[1], at::indexing::Slice(), t[2]})}; }};
   });
-  c.custom("index by a mask",
-           [](Draw& d) {
-             const Shape s = shape(d, 1, 2, 1);
-             return Instance{{random(s), random(s)},
-                             [](const Tensors& t) { return Tensors{t[0].index({t[1] > 0}), t[0].masked_select(t[1] > 0.5)}; }};
-           })
-      .real_only()
-      .may_refuse();
+  c.custom("index by a mask", [](Draw& d) {
+     const Shape s = shape(d, 1, 2, 1);
+     return Instance{{random(s), random(s)}, [](const Tensors& t) { return Tensors{t[0].index({t[1] > 0}), t[0].masked_select(t[1] > 0.5)}; }};
+   }).real_only();
   c.custom("assign by a mask", [](Draw& d) {
      const Shape s = shape(d, 1, 3, 1);
      return Instance{{random(s), random(s)}, [](const Tensors& t) {
@@ -111,21 +107,39 @@ void add_indexing(Cases& c) {
   }).may_refuse();
   gathering(c, "scatter_reduce", [](const Tensors& t, auto dim) { return Tensors{t[0].scatter_reduce(dim, t[1], t[2], "sum")}; }).may_refuse();
   c.custom("scatter", [](Draw& d) {
-    const int a = d.between(1, 5), b = d.between(1, 6), n = d.between(1, b);
+    const int a = d.between(1, 5), b = d.between(1, 6), n = d.between(0, b);
     at::Tensor index = at::empty({a, n}, at::kLong);
     for (int i = 0; i < a; ++i) index[i].copy_(unique(b, n));
     return Instance{{random({a, b}), index, random({a, n})}, [](const Tensors& t) { return Tensors{t[0].scatter(1, t[1], t[2])}; }};
   });
   c.custom("one_hot", [](Draw& d) {
-     return Instance{{random({3}), indices(3, {d.between(1, 5)})},
+     return Instance{{random({3}), indices(3, {d.between(0, 5)})},
                      [](const Tensors& t) { return Tensors{at::one_hot(t[1], 3).to(at::kDouble).mul(t[0])}; }};
    }).double_only();
-  c.custom("take and put", [](Draw& d) {
-     const Shape s = shape(d, 1, 2, 1);
+  c.custom("take", [](Draw& d) {
+    const Shape s = shape(d, 1, 2, 1);
+    std::int64_t n = 1;
+    for (const auto k : s) n *= k;
+    return Instance{{random(s), indices(n, {d.between(0, 4)})}, [](const Tensors& t) { return Tensors{at::take(t[0], t[1])}; }};
+  });
+  c.custom("put", [](Draw& d) {
+    const Shape s = shape(d, 0, 3, 1);
+    std::int64_t n = 1;
+    for (const auto k : s) n *= k;
+    const bool accumulate = d.chance(50);
+    const std::int64_t count = d.between(0, static_cast<int>(std::min<std::int64_t>(n, 4)));
+    return Instance{{random(s), unique(n, count), random({count})}, [=](const Tensors& t) { return Tensors{at::put(t[0], t[1], t[2], accumulate)}; }};
+  });
+  c.custom("masked_scatter", [](Draw& d) {
+     const Shape s = shape(d, 0, 3, 1);
      std::int64_t n = 1;
      for (const auto k : s) n *= k;
-     return Instance{{random(s), indices(n, {d.between(1, 4)})}, [](const Tensors& t) { return Tensors{at::take(t[0], t[1])}; }};
-   }).may_refuse();
+     return Instance{{random(s), random(s), random({n + d.below(3)})}, [](const Tensors& t) {
+                       at::Tensor y = t[0] * 2;
+                       y.masked_scatter_(t[1] > 0, t[2]);
+                       return Tensors{y, t[0].masked_scatter(t[1] > 0.5, t[2])};
+                     }};
+   }).real_only();
   c.custom("searchsorted, bucketize", [](Draw& d) {
      return Instance{{random({d.between(1, 5), d.between(1, 4)}), at::arange(4, at::kDouble) * 0.5 - 1},
                      [](const Tensors& t) { return Tensors{at::bucketize(t[0], t[1]), at::searchsorted(t[1], t[0])}; }};

@@ -34,11 +34,34 @@ void add_layers(Cases& c) {
      return Instance{{random({n, k, d.between(2, 4), d.between(2, 4)}), random({k}), random({k})},
                      [](const Tensors& t) { return Tensors{at::instance_norm(t[0], t[1], t[2], {}, {}, true, 0.1, 1e-5, false)}; }};
    }).double_only();
+  c.custom("instance_norm with running statistics", [](Draw& d) {
+     const int n = d.between(1, 5), k = d.between(1, 4);
+     const bool training = d.chance(60);
+     return Instance{{random({n, k, d.between(2, 4)}), random({k}), random({k}), random({k}), positive({k})}, [=](const Tensors& t) {
+                       const at::Tensor mean = t[3].detach() + 0.5, var = t[4].detach().square() + 0.5;
+                       const at::Tensor y = at::instance_norm(t[0], t[1], t[2], mean, var, training, 0.2, 1e-5, false);
+                       return Tensors{y, mean, var};
+                     }};
+   }).double_only();
+  // libtorch's own backward takes the weight for contiguous, and reads what lies between its elements.
   c.custom("batch_norm", [](Draw& d) {
      const int n = d.between(2, 5), k = d.between(1, 4), s = d.between(1, 4);
      const bool flat = d.chance(30);
      return Instance{{random(flat ? Shape{n, k} : Shape{n, k, s, 2}), random({k}), random({k})},
-                     [](const Tensors& t) { return Tensors{at::batch_norm(t[0], t[1], t[2], {}, {}, true, 0.1, 1e-5, false)}; }};
+                     [](const Tensors& t) { return Tensors{at::batch_norm(t[0], t[1].contiguous(), t[2], {}, {}, true, 0.1, 1e-5, false)}; }};
+   }).double_only();
+  // What is written to the statistics is compared on every rank.
+  c.custom("batch_norm with running statistics", [](Draw& d) {
+     const int n = d.between(2, 5), k = d.between(1, 4), s = d.between(1, 4);
+     const bool flat = d.chance(30), training = d.chance(70), affine = d.chance(70);
+     const Tensors of_channels{random({k}), random({k}), random({k}), positive({k})};
+     return Instance{
+         {random(flat ? Shape{n, k} : Shape{n, k, s, 2}), of_channels[0], of_channels[1], of_channels[2], of_channels[3]}, [=](const Tensors& t) {
+           const at::Tensor mean = t[3].detach() + 0.5, var = t[4].detach().square() + 0.5;
+           const at::Tensor y =
+               at::batch_norm(t[0], affine ? t[1].contiguous() : at::Tensor(), affine ? t[2] : at::Tensor(), mean, var, training, 0.2, 1e-5, false);
+           return Tensors{y, mean, var};
+         }};
    }).double_only();
   c.custom("conv1d", [](Draw& d) {
      const int n = d.between(1, 4), i = d.between(1, 4), o = d.between(1, 4);

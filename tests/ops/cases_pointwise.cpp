@@ -49,7 +49,7 @@ void add_unary(Cases& c) {
   c.unary("relu6", [](const auto& x) { return at::relu6(x); }).real_only();
   c.unary("logsigmoid", [](const auto& x) { return at::log_sigmoid(x); }).double_only();
   c.unary("softshrink, hardshrink", [](const auto& x) { return at::softshrink(x) * at::hardshrink(x); }).double_only();
-  c.unary("softsign, tanhshrink", [](const auto& x) { return x / (x.abs() + 1) + (x - x.tanh()); }).real_only().first_only();
+  c.unary("softsign, tanhshrink", [](const auto& x) { return x / (x.abs() + 1) + (x - x.tanh()); }).real_only();
   c.unary("threshold", [](const auto& x) { return at::threshold(x, 0.1, 20); }).real_only();
   c.unary("nan_to_num", [](const auto& x) { return at::nan_to_num(x / 0.0 * 0.0 + x, 0.5); }).double_only();
   c.unary("isnan, isfinite", [](const auto& x) { return at::isnan(x).logical_or(at::isfinite(x)); });
@@ -95,6 +95,11 @@ void add_binary(Cases& c) {
   c.binary("sub with alpha", [](const auto& a, const auto& b) { return at::sub(a, b, 0.5); });
   c.binary("rsub", [](const auto& a, const auto& b) { return at::rsub(a, b, 2); }).any_strides();
   c.binary("mul", [](const auto& a, const auto& b) { return a * b; });
+  // One tensor in both arguments, of which one may stay partial.
+  c.unary("mul with itself", [](const auto& x) {
+    const at::Tensor y = x * 2;
+    return y * y;
+  });
   c.binary("div", [](const auto& a, const auto& b) { return a / b; }, true);
   c.binary("div floor", [](const auto& a, const auto& b) { return at::div(a * 8, b, "floor") + a * b; }, true).double_only();
   c.binary("remainder, fmod", [](const auto& a, const auto& b) { return at::remainder(a * 3, b) + at::fmod(a * 3, b); }, true).double_only();

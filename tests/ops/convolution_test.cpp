@@ -1,7 +1,6 @@
 // Convolutions of drawn shapes, windows and placements give the values and gradients of plain libtorch, whichever way the work is ordered.
 
-#include "support.h"
-#include "tessera/tensor/halo_policy.h"
+#include "fields.h"
 
 namespace tessera::test {
 
@@ -16,11 +15,12 @@ struct Case {
   bool transposed, bias;
   std::int64_t groups;
 
-  Case(Draw& draw, int spatial) {
+  /// `width`: multiplies the channels. A strip of a halo with many is a call of the operator, with few a sum over its taps.
+  Case(Draw& draw, int spatial, std::int64_t width) {
     transposed = draw.chance(40);
     bias = draw.chance(60);
     groups = draw.chance(70) ? 1 : draw.between(2, 3);
-    const std::int64_t in = groups * draw.between(1, 3), out = groups * draw.between(1, 3);
+    const std::int64_t in = width * groups * draw.between(1, 3), out = width * groups * draw.between(1, 3);
     x = {draw.between(0, 9) ? draw.between(1, 3) : 0, in};
     w = transposed ? Shape{in, out / groups} : Shape{out, in / groups};
     const int largest = spatial == 1 ? 16 : spatial == 2 ? 9 : 6;
@@ -86,8 +86,8 @@ Result run(const Case& c, std::vector<at::Tensor> inputs, const at::Tensor& seed
   return r;
 }
 
-void compare(const DeviceMesh& mesh, DistributedManager& manager, Draw& draw, std::uint64_t number) {
-  const Case c(draw, draw.chance(30) ? 1 : draw.chance(75) ? 2 : 3);
+void compare(const DeviceMesh& mesh, DistributedManager& manager, Draw& draw, std::uint64_t number, std::int64_t width) {
+  const Case c(draw, draw.chance(30) ? 1 : draw.chance(75) ? 2 : 3, width);
   const at::ScalarType type = draw.chance(12) ? at::kFloat : at::kDouble;  // other kernels
   const double tolerance = type == at::kFloat ? 2e-5 : 1e-10;
   seed(number);
@@ -100,6 +100,13 @@ void compare(const DeviceMesh& mesh, DistributedManager& manager, Draw& draw, st
   const Result expected = run(c, plain, g);
 
   std::vector<ShardSpec> specs{field_spec(draw, mesh, c.x)};
+  if (Coverage::instance().noting()) {
+    std::vector<std::string> names(c.x.size(), "space");
+    names[0] = "samples";
+    names[1] = "channels";
+    const auto op = concat(c.transposed ? "transposed " : "", "convolution ", c.x.size() - 2, "d", c.groups > 1 ? ", grouped" : "");
+    return Coverage::instance().note(op, specs[0], names, false, manager.rank());
+  }
   for (int i = 1; i < 3; ++i)
     specs.push_back(draw.chance(60) ? ShardSpec::replicated(mesh, values[i].sizes().vec()) : draw.spec(mesh, values[i].sizes().vec()));
   // Where only samples and space are cut, halos are all that moves.
@@ -142,14 +149,13 @@ struct Mesh {
 class Convolutions : public ::testing::TestWithParam<Mesh> {};
 
 TEST_P(Convolutions, GiveWhatOneProcessGives) {
-  int ranks = 1;
-  for (const Axis& a : GetParam().axes) ranks *= a.size;
-  on_threads(ranks, [&](DistributedManager& manager) {
+  const int ranks = ranks_of(GetParam().axes);
+  on_ranks(ranks, [&](DistributedManager& manager) {
     const auto mesh = manager.mesh(GetParam().axes);
-    for (int n = 0; n < GetParam().cases; ++n) {
+    for (int n = 0; n < (process() ? 20 : GetParam().cases); ++n) {
       const std::uint64_t number = 7919ull * static_cast<std::uint64_t>(n) + static_cast<std::uint64_t>(ranks);
       Draw draw(number);
-      compare(mesh, manager, draw, number);
+      compare(mesh, manager, draw, number, n % 12 == 11 ? 32 : 1);
       if (::testing::Test::HasFailure()) return;  // all ranks see it: the checks are collective
     }
   });
@@ -158,7 +164,7 @@ TEST_P(Convolutions, GiveWhatOneProcessGives) {
 // The derivative of a derivative runs the composite of libtorch on sharded tensors.
 TEST(Convolution, SecondDerivativesAreRight) {
   for (const bool transposed : {false, true}) {
-    on_threads(3, [&](DistributedManager& manager) {
+    on_ranks(3, [&](DistributedManager& manager) {
       set_policies(manager, {.redistribution = Policy::allow});
       const auto mesh = manager.mesh({{"domain", 3}});
       const at::Tensor x = randn({2, 2, 7, 4}, at::kDouble), w = randn({2, 2, 3, 2}, at::kDouble);
@@ -175,8 +181,33 @@ TEST(Convolution, SecondDerivativesAreRight) {
   }
 }
 
+TEST(Convolution, SecondDerivativesOfDrawnCasesAreRight) {
+  on_ranks(3, [&](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::allow});
+    set_halo_policy(manager, {});
+    const auto mesh = manager.mesh({{"domain", 3}});
+    for (int n = 0; n < (process() ? 4 : 40); ++n) {
+      const std::uint64_t number = 31ull * static_cast<std::uint64_t>(n);
+      Draw draw(number);
+      Case c(draw, 1 + n % 2, 1);
+      c.x[0] = std::max<std::int64_t>(c.x[0], 1);
+      seed(number);
+      const at::Tensor x = randn(c.x, at::kDouble), w = randn(c.w, at::kDouble);
+      const auto twice = [&](const at::Tensor& input, const at::Tensor& weight) {
+        const auto first = torch::autograd::grad({c(input, weight, {}).square().sum()}, {input, weight}, {}, true, true);
+        return torch::autograd::grad({first[0].square().sum() + first[1].square().sum()}, {input, weight});
+      };
+      const auto expected = twice(x.clone().requires_grad_(true), w.clone().requires_grad_(true));
+      const ShardSpec cut = field_spec(draw, mesh, c.x);
+      const auto got = twice(leaf(x, cut), leaf(w, ShardSpec::replicated(mesh, c.w)));
+      for (int i = 0; i < 2; ++i) EXPECT_LT(difference(got[i], expected[i]), 1e-10) << "gradient " << i << " of " << c.text() << " on " << cut;
+      if (::testing::Test::HasFailure()) return;
+    }
+  });
+}
+
 TEST(Convolution, AWindowThatDoesNotFitIsRefusedOnEveryRank) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"domain", 2}});
     const at::Tensor x = leaf(randn({1, 1, 3}), ShardSpec(mesh, {1, 1, 3}, {Shard(2)}));
     EXPECT_THROW(at::conv1d(x, randn({1, 1, 4})), std::exception);
@@ -191,3 +222,5 @@ INSTANTIATE_TEST_SUITE_P(Meshes, Convolutions,
 }  // namespace
 
 }  // namespace tessera::test
+
+int main(int argc, char** argv) { return tessera::test::run_fields(argc, argv); }

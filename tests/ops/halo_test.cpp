@@ -2,7 +2,7 @@
 
 #include "tessera/ops/halo.h"
 
-#include "support.h"
+#include "fields.h"
 #include "tessera/comm/trace.h"
 #include "tessera/partition/halo_picture.h"
 
@@ -82,6 +82,10 @@ struct Case {
 void check(const DeviceMesh& mesh, Draw& draw, std::uint64_t number) {
   const Case c(draw, draw.between(1, 4));
   const ShardSpec field = draw.spec(mesh, c.shape, false);
+  const bool twice = number % 4 == 0;
+  if (Coverage::instance().noting())
+    return Coverage::instance().note("`halo_exchange`, any widths and edges", field, std::vector<std::string>(c.shape.size(), "space"), twice,
+                                     mesh.all().rank());
   const Sharding& s = field.sharding();
   const HaloOptions options{draw.chance(50) ? HaloMethod::point_to_point : HaloMethod::all_to_all};
   const Halo halo = halo_of(field, c.widths, options);
@@ -92,7 +96,7 @@ void check(const DeviceMesh& mesh, Draw& draw, std::uint64_t number) {
   // What each position needs, and a weight for what it gets.
   std::vector<at::Tensor> expected, weight;
   const at::Tensor plain = value.clone().requires_grad_(true);
-  at::Tensor loss = at::zeros({}, at::kDouble);
+  at::Tensor loss = at::zeros({}, at::kDouble), energy = at::zeros({}, at::kDouble);
   const NeededBox needed = [&](int p) {
     Box box = s.box(p);
     for (auto& [d, w] : c.widths) {
@@ -105,9 +109,11 @@ void check(const DeviceMesh& mesh, Draw& draw, std::uint64_t number) {
     expected.push_back(sliced(plain, needed(p), c.edges));
     seed(number_of(s, p));
     weight.push_back(randn(expected.back().sizes(), at::kDouble));
-    if (first_replica(s, p)) loss = loss + (expected[p] * weight[p]).sum();
+    if (!first_replica(s, p)) continue;
+    loss = loss + (expected[p] * weight[p]).sum();
+    energy = energy + (expected[p].square() * weight[p]).sum();
   }
-  loss.backward();
+  loss.backward({}, twice);
 
   const at::Tensor x = leaf(value, field);
   CommTraceScope trace(halo.travels() ? halo.group() : mesh.all());
@@ -125,9 +131,17 @@ void check(const DeviceMesh& mesh, Draw& draw, std::uint64_t number) {
     EXPECT_EQ(bytes, 8 * (halo.plan().sent() + (both ? halo.plan().received() : 0))) << trace->table();
     EXPECT_LE(calls, 1);
   }
-  (got * weight[me]).sum().backward();
+  (got * weight[me]).sum().backward({}, twice);
   EXPECT_LT(difference(x.grad(), plain.grad()), 1e-12) << field << "\n" << to_string(halo.plan());
   EXPECT_TRUE(spec(x.grad()) == field);
+  if (twice) {
+    // Every rank's energy is a term of the whole one.
+    const auto second = [](const at::Tensor& of, const at::Tensor& by) {
+      const at::Tensor first = torch::autograd::grad({of}, {by}, {}, true, true)[0];
+      return torch::autograd::grad({first.square().sum()}, {by})[0];
+    };
+    EXPECT_LT(difference(second((got.square() * weight[me]).sum(), x), second(energy, plain)), 1e-10) << "second derivatives on " << field;
+  }
 
   // Any part of what is there can be asked for, and what is beyond is zero.
   HaloRequest request = halo.start(to_local(x.detach()));
@@ -152,8 +166,8 @@ class Halos : public ::testing::TestWithParam<int> {};
 
 TEST_P(Halos, AreSlicesOfTheContinuedFieldAndTheWayBackIsTheAdjoint) {
   const int ranks = GetParam();
-  on_threads(ranks, [&](DistributedManager& manager) {
-    for (std::uint64_t n = 0; n < 150; ++n) {
+  on_ranks(ranks, [&](DistributedManager& manager) {
+    for (std::uint64_t n = 0; n < (process() ? 15 : 150); ++n) {
       Draw draw(n * 101 + static_cast<std::uint64_t>(ranks));
       check(manager.mesh(draw.axes(ranks)), draw, n);
       if (::testing::Test::HasFatalFailure()) return;
@@ -164,7 +178,7 @@ TEST_P(Halos, AreSlicesOfTheContinuedFieldAndTheWayBackIsTheAdjoint) {
 INSTANTIATE_TEST_SUITE_P(Ranks, Halos, ::testing::Values(1, 2, 3, 4));
 
 TEST(Halo, TheExampleOfTheHeader) {
-  on_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"domain", 3}});
     const at::Tensor value = at::arange(35, at::kDouble).view({7, 5});
     const at::Tensor u = leaf(value, ShardSpec(mesh, {7, 5}, {Shard(0)}, {{0, {3, 0, 4}}}));
@@ -178,28 +192,72 @@ TEST(Halo, TheExampleOfTheHeader) {
   });
 }
 
-// A five-point Laplacian on a torus, and the gradient of its energy.
-TEST(Halo, AStencilIsThatOfOneProcess) {
-  on_threads(4, [](DistributedManager& manager) {
-    const auto mesh = manager.mesh({{"y", 2}, {"x", 2}});
-    const at::Tensor value = randn({7, 5}, at::kDouble);
-    const ShardSpec cut(mesh, {7, 5}, {Shard(0), Shard(1)}, {{0, {6, 1}}, {1, {2, 3}}});
-    const auto laplacian = [](const at::Tensor& h) {
-      const auto part = [&](int y, int x) { return h.narrow(0, y, h.size(0) - 2).narrow(1, x, h.size(1) - 2); };
-      return part(0, 1) + part(2, 1) + part(1, 0) + part(1, 2) - 4 * part(1, 1);
-    };
-    const at::Tensor plain = value.clone().requires_grad_(true), u = leaf(value, cut);
-    const at::Tensor expected = laplacian(sliced(plain, {{-1, 8}, {-1, 6}}, {Edge::circular, Edge::circular}));
-    const at::Tensor got = from_local(laplacian(halo_exchange(u, {{0, {1, 1, Edge::circular}}, {1, {1, 1, Edge::circular}}})), cut);
-    EXPECT_LT(difference(got, expected), 1e-14);
-    expected.square().mean().backward();
-    got.square().mean().backward();
-    EXPECT_LT(difference(u.grad(), plain.grad()), 1e-13);
+// Differences of second order, and of fourth, in one to three dims with any edges: values, the adjoint, and the gradient of an energy.
+class Stencils : public ::testing::TestWithParam<int> {};
+
+TEST_P(Stencils, AreThoseOfOneProcess) {
+  const int ranks = GetParam();
+  on_ranks(ranks, [&](DistributedManager& manager) {
+    for (std::uint64_t n = 0; n < (process() ? 9 : 60); ++n) {
+      Draw draw(n * 53 + static_cast<std::uint64_t>(ranks));
+      const auto mesh = manager.mesh(draw.axes(ranks));
+      const int dims = 1 + static_cast<int>(n % 3);
+      Shape shape;
+      std::vector<Edge> edges;
+      HaloWidths widths;
+      for (int d = 0; d < dims; ++d) {
+        shape.push_back(draw.between(1, dims == 3 ? 5 : 9));
+        edges.push_back(draw.chance(60) ? Edge::circular : static_cast<Edge>(draw.below(4)));
+        widths[d] = {2, 2, edges.back()};
+      }
+      const ShardSpec cut = draw.spec(mesh, shape, false);
+      if (Coverage::instance().noting()) {
+        Coverage::instance().note("finite differences on `halo_exchange`", cut, std::vector<std::string>(shape.size(), "space"), false,
+                                  manager.rank());
+        continue;
+      }
+      // Of a field with two more elements on either side of each dim.
+      const auto at = [&](const at::Tensor& h, int dim, int by) {
+        at::Tensor t = h;
+        for (int d = 0; d < dims; ++d) t = t.narrow(d, d == dim ? 2 + by : 2, h.size(d) - 4);
+        return t;
+      };
+      const auto laplacian = [&](const at::Tensor& h) {
+        at::Tensor sum = at(h, 0, 0) * (-2.0 * dims);
+        for (int d = 0; d < dims; ++d) sum = sum + at(h, d, 1) + at(h, d, -1);
+        return sum;
+      };
+      const auto slope = [&](const at::Tensor& h, int d) { return (at(h, d, -2) - at(h, d, 2) + 8 * (at(h, d, 1) - at(h, d, -1))) / 12; };
+      seed(n);
+      const at::Tensor value = randn(shape, at::kDouble), y = randn(shape, at::kDouble);
+      const auto apply = [&](const std::function<at::Tensor(const at::Tensor&)>& stencil, const at::Tensor& field) {
+        if (is_sharded(field)) return from_local(stencil(halo_exchange(field, widths)), cut);
+        Box box;
+        for (const auto extent : shape) box.push_back({-2, extent + 2});
+        return stencil(sliced(field, box, edges));
+      };
+      for (int kind = 0; kind <= dims; ++kind) {
+        const auto stencil = [&](const at::Tensor& h) { return kind == dims ? laplacian(h) : slope(h, kind); };
+        const at::Tensor plain = value.clone().requires_grad_(true), u = leaf(value, cut);
+        const at::Tensor expected = apply(stencil, plain), got = apply(stencil, u);
+        const std::string where = concat(kind == dims ? "laplacian" : concat("slope in dim ", kind), " on ", cut);
+        EXPECT_LT(difference(got, expected), 1e-13) << where;
+        const at::Tensor adjoint = torch::autograd::grad({got}, {u}, {leaf(y, cut, false)}, true)[0];
+        const double there = (whole(got) * y).sum().item<double>(), here = (value * whole(adjoint)).sum().item<double>();
+        EXPECT_NEAR(there, here, 1e-12 * (1 + whole(got).abs().sum().item<double>())) << where;
+        expected.square().sum().backward();
+        got.square().sum().backward();
+        EXPECT_LT(difference(u.grad(), plain.grad()), 1e-12) << where;
+      }
+      if (::testing::Test::HasFailure()) return;
+    }
   });
 }
 
+INSTANTIATE_TEST_SUITE_P(Ranks, Stencils, ::testing::Values(1, 2, 3, 4));
+
 TEST(Halo, SecondDerivativesFollow) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"domain", 2}});
     const at::Tensor value = randn({6}, at::kDouble);
     const ShardSpec cut(mesh, {6}, {Shard(0)}, {{0, {2, 4}}});
@@ -218,7 +276,7 @@ TEST(Halo, SecondDerivativesFollow) {
 }
 
 TEST(Halo, RequestsOverlapAndAreReused) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"domain", 2}});
     const ShardSpec cut(mesh, {8, 3}, {Shard(0)});
     const Halo halo = halo_of(cut, {{0, {1, 1, Edge::circular}}});
@@ -236,7 +294,7 @@ TEST(Halo, RequestsOverlapAndAreReused) {
 }
 
 TEST(Halo, AllToAllOnlyWhereEveryRankServesEveryOther) {
-  on_threads(4, [](DistributedManager& manager) {
+  on_ranks(4, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"domain", 4}});
     const ShardSpec cut(mesh, {8}, {Shard(0)});
     EXPECT_EQ(halo_of(cut, {{0, {1, 1, Edge::zero}}}).method(), HaloMethod::point_to_point);
@@ -246,7 +304,7 @@ TEST(Halo, AllToAllOnlyWhereEveryRankServesEveryOther) {
 }
 
 TEST(Halo, BadRequestsSayWhatIsWrong) {
-  on_threads(1, [](DistributedManager& manager) {
+  on_ranks(1, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"domain", 1}});
     const at::Tensor u = leaf(randn({4, 3}), ShardSpec(mesh, {4, 3}, {Shard(0)}));
     EXPECT_THROW(halo_exchange(at::zeros({3}), {{0, {1, 1}}}), InvalidArgument);
@@ -259,3 +317,5 @@ TEST(Halo, BadRequestsSayWhatIsWrong) {
 }  // namespace
 
 }  // namespace tessera::test
+
+int main(int argc, char** argv) { return tessera::test::run_fields(argc, argv); }

@@ -22,7 +22,7 @@ struct Kind {
   std::function<Net()> make;
   Shape shape;
   int samples = 0;  ///< The dim of the samples.
-  bool embeds = false, second = true, autocast = true;
+  bool embeds = false, second = true;
 };
 
 template <class Holder>
@@ -65,20 +65,12 @@ std::vector<Kind> kinds() {
   all.push_back({"Conv2d", [] { return simple(nn::Conv2d(nn::Conv2dOptions(3, 4, 3).stride(2))); }, {5, 3, 6, 5}});
   all.push_back({"Conv2d of groups", [] { return simple(nn::Conv2d(nn::Conv2dOptions(4, 4, 3).groups(2).padding(1))); }, {5, 4, 4, 5}});
   all.push_back({"ConvTranspose2d", [] { return simple(nn::ConvTranspose2d(nn::ConvTranspose2dOptions(3, 4, 3).stride(2))); }, {5, 3, 3, 4}});
-  all.push_back({"BatchNorm2d", [] { return simple(nn::BatchNorm2d(3)); }, {5, 3, 4, 3}, 0, false, false, false});
+  all.push_back({"BatchNorm2d", [] { return simple(nn::BatchNorm2d(3)); }, {5, 3, 4, 3}});
   all.push_back({"LayerNorm", [] { return simple(nn::LayerNorm(nn::LayerNormOptions({4}))); }, {5, 3, 4}});
   all.push_back({"GroupNorm", [] { return simple(nn::GroupNorm(2, 4)); }, {5, 4, 3, 3}});
-  all.push_back(
-      {"InstanceNorm2d", [] { return simple(nn::InstanceNorm2d(nn::InstanceNorm2dOptions(3).affine(true))); }, {5, 3, 4, 3}, 0, false, false, false});
-  all.push_back(
-      {"LSTM", [] { return first_of_pair(nn::LSTM(nn::LSTMOptions(4, 3).num_layers(2).batch_first(true))); }, {5, 3, 4}, 0, false, true, false});
-  all.push_back({"LSTM of two directions",
-                 [] { return first_of_pair(nn::LSTM(nn::LSTMOptions(4, 3).bidirectional(true))); },
-                 {3, 5, 4},
-                 1,
-                 false,
-                 true,
-                 false});
+  all.push_back({"InstanceNorm2d", [] { return simple(nn::InstanceNorm2d(nn::InstanceNorm2dOptions(3).affine(true))); }, {5, 3, 4, 3}});
+  all.push_back({"LSTM", [] { return first_of_pair(nn::LSTM(nn::LSTMOptions(4, 3).num_layers(2).batch_first(true))); }, {5, 3, 4}});
+  all.push_back({"LSTM of two directions", [] { return first_of_pair(nn::LSTM(nn::LSTMOptions(4, 3).bidirectional(true))); }, {3, 5, 4}, 1});
   all.push_back({"GRU", [] { return first_of_pair(nn::GRU(nn::GRUOptions(4, 3))); }, {3, 5, 4}, 1});
   all.push_back({"RNN", [] { return first_of_pair(nn::RNN(nn::RNNOptions(4, 3))); }, {3, 5, 4}, 1});
   all.push_back({"MultiheadAttention",
@@ -140,7 +132,7 @@ void distribute(torch::nn::Module& module, const DeviceMesh& mesh, Parameters pa
   if (parameters == Parameters::replicated) return distribute_module(module, mesh);
   // Uneven, with an empty part.
   distribute_module(module, mesh, [](const std::string&, const at::Tensor& t) -> std::optional<ParameterPlacement> {
-    if (t.dim() == 0 || !at::isFloatingType(t.scalar_type()) || !t.requires_grad()) return std::nullopt;
+    if (t.dim() == 0 || !at::isFloatingType(t.scalar_type())) return std::nullopt;
     return ParameterPlacement{{Shard(0)}, {{0, {t.size(0) - 1, 0, 1}}}};
   });
 }
@@ -190,7 +182,7 @@ Result train(Net& net, const at::Tensor& x, const at::Tensor& weight, bool cast,
   return r;
 }
 
-void compare(const Kind& kind, Parameters parameters, Memory memory, bool cast, DistributedManager& manager, const DeviceMesh& mesh) {
+void compare(const Kind& kind, Parameters parameters, Memory memory, bool cast, const DeviceMesh& mesh) {
   SCOPED_TRACE(concat(kind.name, ", parameters ", name_of(parameters), ", ", name_of(memory), cast ? ", autocast" : ""));
   const auto type = cast ? at::kFloat : at::kDouble;
   seed(11);
@@ -223,13 +215,11 @@ void compare(const Kind& kind, Parameters parameters, Memory memory, bool cast, 
       EXPECT_LT(difference(got.values[i], expected.values[i]), cast ? 6e-2 : 1e-10) << got.names[i];
     }
   }
-  (void)manager;
 }
 
 }  // namespace
 
-// Not run by default yet: it has not been seen to pass as a whole. --gtest_also_run_disabled_tests.
-TEST(ModuleMatrix, DISABLED_GivesWhatOneProcessGives) {
+TEST(ModuleMatrix, GivesWhatOneProcessGives) {
   int combinations = 0;
   on_threads(3, [&](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::allow});
@@ -239,8 +229,7 @@ TEST(ModuleMatrix, DISABLED_GivesWhatOneProcessGives) {
         for (const auto memory : {Memory::contiguous, Memory::transposed, Memory::channels_last}) {
           if (memory == Memory::channels_last && kind.shape.size() != 4) continue;
           for (const bool cast : {false, true}) {
-            if (cast && !kind.autocast) continue;
-            compare(kind, parameters, memory, cast, manager, mesh);
+            compare(kind, parameters, memory, cast, mesh);
             combinations += manager.rank() == 0;
           }
         }

@@ -191,4 +191,34 @@ TEST(Policies, GathersAreNamedOrForbidden) {
   });
 }
 
+// Rank 0 keeps every loss, and with it the graph: what it finds of it in the next step must not change the order in which gradients are reduced.
+TEST(PlainParameters, AreReducedInOneOrderWhateverARankKeeps) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"domain", 2}});
+    set_policies(manager, {.redistribution = Policy::allow, .promotion = Policy::allow});
+    const auto layer = [](int in, int out) { return torch::nn::Conv1d(torch::nn::Conv1dOptions(in, out, 3).padding(1)); };
+    const auto make = [&] { return torch::nn::Sequential(layer(1, 2), torch::nn::Tanh(), layer(2, 2), torch::nn::Tanh(), layer(2, 1)); };
+    auto net = make(), plain = make();
+    for (auto* m : {&net, &plain}) {
+      (*m)->to(at::kDouble);
+      fill(**m, 1);
+    }
+    const at::Tensor value = randn({2, 1, 7}, at::kDouble);
+    const ShardSpec spec(mesh, {2, 1, 7}, {Shard(2)}, {{2, {5, 2}}});
+    std::vector<at::Tensor> kept;
+    for (int step = 0; step < 3; ++step) {
+      plain->forward(value).square().sum().backward();
+      // Kept without a backward, too.
+      for (const bool backward : {false, true}) {
+        const at::Tensor loss = net->forward(leaf(value, spec)).square().sum();
+        if (manager.rank() == 0) kept.push_back(loss);
+        if (backward) loss.backward();
+      }
+      for (std::size_t i = 0; i < plain->parameters().size(); ++i) {
+        EXPECT_LT(difference(net->parameters()[i].grad(), plain->parameters()[i].grad()), 1e-10) << "parameter " << i << ", step " << step;
+      }
+    }
+  });
+}
+
 }  // namespace tessera::test

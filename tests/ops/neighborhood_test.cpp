@@ -4,7 +4,7 @@
 
 #include <torch/csrc/autograd/autograd.h>
 
-#include "support.h"
+#include "fields.h"
 
 namespace tessera::test {
 namespace {
@@ -163,13 +163,13 @@ TEST(Neighborhood, RefusesWhatDoesNotFit) {
   EXPECT_THROW(torch::autograd::grad({out.sum()}, {x}, {}, true, true), Error);
 }
 
-class ShardedNeighborhood : public ::testing::TestWithParam<int> {};
+class ShardedNeighborhoods : public ::testing::TestWithParam<int> {};
 
-TEST_P(ShardedNeighborhood, GivesWhatOneProcessGives) {
+TEST_P(ShardedNeighborhoods, GivesWhatOneProcessGives) {
   const int ranks = GetParam();
-  on_threads(ranks, [&](DistributedManager& manager) {
+  on_ranks(ranks, [&](DistributedManager& manager) {
     Draw draw(11 + static_cast<std::uint64_t>(ranks));
-    for (int n = 0; n < 45; ++n) {
+    for (int n = 0; n < (process() ? 9 : 45); ++n) {
       const auto mesh = manager.mesh(draw.axes(ranks));
       const Case c(draw, 1 + n % 3);
       seed(static_cast<std::uint64_t>(n));
@@ -183,10 +183,32 @@ TEST_P(ShardedNeighborhood, GivesWhatOneProcessGives) {
         const bool alike = specs.empty() || draw.chance(70);
         specs.push_back(alike ? ShardSpec(mesh, v.sizes().vec(), field.placements(), field.sizes()) : draw.spec(mesh, v.sizes().vec()));
       }
-      std::vector<at::Tensor> sharded;
-      for (std::size_t i = 0; i < 3; ++i) sharded.push_back(leaf(values[i], specs[i]));
-      expect_same(run(c, sharded, g, false), expected, concat(c.text(), " on ", specs[0], "; ", specs[1], "; ", specs[2]));
+      if (Coverage::instance().noting()) {
+        std::vector<std::string> names(c.shape.size(), "space");
+        names[0] = "samples";
+        names[names.size() - 2] = "heads";
+        names.back() = "channels";
+        Coverage::instance().note(concat("neighbourhood attention ", c.dims.size(), "d"), specs[0], names, false, manager.rank());
+        continue;
+      }
+      const std::string where = concat(c.text(), " on ", specs[0], "; ", specs[1], "; ", specs[2]);
+      const auto ordered = [&](HaloPolicy::Order order) {
+        set_halo_policy(manager, {.order = order});
+        std::vector<at::Tensor> sharded;
+        for (std::size_t i = 0; i < 3; ++i) sharded.push_back(leaf(values[i], specs[i]));
+        return run(c, sharded, g, false);
+      };
+      using Order = HaloPolicy::Order;
+      expect_same(ordered(Order::assemble), expected, where);
+      const Result first = ordered(Order::interior_first), waiting = ordered(Order::wait_first);
+      expect_same(first, expected, "interior first: " + where);
+      // The same split, waiting earlier: bit for bit the same.
+      EXPECT_TRUE(to_local(first.value.detach()).equal(to_local(waiting.value.detach()))) << where;
+      for (std::size_t i = 0; i < 3; ++i)
+        EXPECT_TRUE(to_local(first.gradients[i]).equal(to_local(waiting.gradients[i]))) << "gradient " << i << " " << where;
+      expect_same(ordered(Order::automatic), expected, "automatic: " + where);
     }
+    if (Coverage::instance().noting()) return;
     const auto mesh = manager.mesh({{"a", ranks}});
     const at::Tensor plain = at::ones({1, 6, 2, 3}), cut = distribute_tensor(plain, mesh, {Shard(3)}),
                      whole = distribute_tensor(plain, mesh, {Replicate()});
@@ -195,7 +217,46 @@ TEST_P(ShardedNeighborhood, GivesWhatOneProcessGives) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, ShardedNeighborhood, ::testing::Values(1, 2, 3, 4));
+// Large enough that automatic splits, with keys from both sides and a rank that holds nothing.
+TEST(ShardedNeighborhood, ALargeFieldIsThatOfOneProcess) {
+  on_ranks(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"domain", 3}});
+    const Shape shape{1, 96, 64, 4, 8};
+    seed(4);
+    std::vector<at::Tensor> values;
+    for (int i = 0; i < 3; ++i) values.push_back(randn(shape, at::kDouble));
+    const at::Tensor g = randn(shape, at::kDouble);
+    const auto once = [&](std::vector<at::Tensor> t) {
+      const at::Tensor y = neighborhood_attention_2d(t[0], t[1], t[2], {7, 5}, {2, 1}, {false, true});
+      y.backward(is_sharded(y) ? distribute_tensor(g, spec(y)) : g);
+      return Result{y, {t[0].grad(), t[1].grad(), t[2].grad()}};
+    };
+    const Result expected = once(leaves(values));
+    std::vector<at::Tensor> cut;
+    for (const auto& v : values) cut.push_back(leaf(v, ShardSpec(mesh, shape, {Shard(1)}, {{1, {40, 0, 56}}})));
+    expect_same(once(cut), expected, "automatic");
+  });
+}
+
+// As of plain tensors; also on the rank whose part has no interior, of which nothing is read again.
+TEST(ShardedNeighborhood, WhatWasWrittenToMeanwhileIsNotUsedInBackward) {
+  on_ranks(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"domain", 2}});
+    set_halo_policy(manager, {.order = HaloPolicy::Order::interior_first});
+    const Shape shape{1, 12, 2, 3};
+    for (int written = 0; written < 3; ++written) {
+      std::vector<at::Tensor> t;
+      for (int i = 0; i < 3; ++i) t.push_back(leaf(randn(shape, at::kDouble), ShardSpec(mesh, shape, {Shard(1)}, {{1, {11, 1}}})) * 2);
+      const at::Tensor y = neighborhood_attention_1d(t[0], t[1], t[2], {3});
+      t[written].mul_(2);
+      EXPECT_THROW(y.sum().backward(), c10::Error) << written << " on rank " << manager.rank();
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, ShardedNeighborhoods, ::testing::Values(1, 2, 3, 4));
 
 }  // namespace
 }  // namespace tessera::test
+
+int main(int argc, char** argv) { return tessera::test::run_fields(argc, argv); }

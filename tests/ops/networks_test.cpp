@@ -3,8 +3,15 @@
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "support.h"
+#include <unistd.h>
+
+#include <filesystem>
+
+#include "fields.h"
+#include "tessera/nn/distributed_data_parallel.h"
+#include "tessera/ops/neighborhood.h"
 #include "tessera/tensor/distribute_module.h"
+#include "tessera/tensor/file.h"
 #include "tessera/tensor/halo_policy.h"
 
 namespace tessera::test {
@@ -86,6 +93,61 @@ struct ConvNextImpl : nn::Module {
 };
 TORCH_MODULE(ConvNext);
 
+// A block of neighbourhood attention after a tokenizer that halves twice the work: norm, heads over each position's surroundings, norm, a small MLP.
+struct NeighborhoodImpl : nn::Module {
+  NeighborhoodImpl()
+      : tokens(register_module("tokens", conv(3, 6, 3, 2, 1))),
+        before(register_module("before", nn::LayerNorm(nn::LayerNormOptions({6})))),
+        qkv(register_module("qkv", nn::Linear(6, 18))),
+        out(register_module("out", nn::Linear(6, 6))),
+        after(register_module("after", nn::LayerNorm(nn::LayerNormOptions({6})))),
+        up(register_module("up", nn::Linear(6, 12))),
+        down(register_module("down", nn::Linear(12, 6))),
+        head(register_module("head", conv(6, 2, 1))) {}
+  at::Tensor attend(const at::Tensor& x) {
+    const at::Tensor all = qkv(before(x)).reshape({x.size(0), x.size(1), x.size(2), 3, 2, 3});
+    const at::Tensor y = neighborhood_attention_2d(all.select(3, 0), all.select(3, 1), all.select(3, 2), {3, 5}, {2, 1});
+    return out(y.reshape({x.size(0), x.size(1), x.size(2), 6}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor t = tokens(x).permute({0, 2, 3, 1});
+    t = t + attend(t);
+    t = t + down(torch::gelu(up(after(t))));
+    return head(t.permute({0, 3, 1, 2}));
+  }
+  nn::Conv2d tokens;
+  nn::LayerNorm before;
+  nn::Linear qkv, out;
+  nn::LayerNorm after;
+  nn::Linear up, down;
+  nn::Conv2d head;
+};
+TORCH_MODULE(Neighborhood);
+
+// Down and up again in every way there is: pooling and its inverse, pixels made of channels, interpolation by factor and to a size.
+struct DecoderImpl : nn::Module {
+  DecoderImpl()
+      : first(register_module("first", conv(3, 4, 3, 1, 1))),
+        deep(register_module("deep", conv(4, 16, 3, 2, 1))),
+        side(register_module("side", conv(4, 3, 4, 3, 1))),
+        last(register_module("last", conv(15, 2, 3, 1, 1))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    namespace F = torch::nn::functional;
+    const at::Tensor a = torch::relu(first(x));
+    const auto [pooled, indices] = at::max_pool2d_with_indices(a, {2, 2});
+    const at::Tensor back = at::max_unpool2d(torch::tanh(pooled), indices, {a.size(2), a.size(3)});
+    const at::Tensor pixels = at::pixel_shuffle(torch::tanh(deep(a)), 2);
+    const auto upsampled = [&](const at::Tensor& t, auto mode) {
+      return F::interpolate(t, F::InterpolateFuncOptions().size(std::vector<std::int64_t>{a.size(2), a.size(3)}).mode(mode).align_corners(false));
+    };
+    const at::Tensor double_size = F::interpolate(torch::tanh(deep(a)).narrow(1, 0, 4),
+                                                  F::InterpolateFuncOptions().scale_factor(std::vector<double>{2, 2}).mode(torch::kNearest));
+    return last(torch::cat({back, pixels, upsampled(torch::tanh(side(a)), torch::kBicubic), double_size}, 1));
+  }
+  nn::Conv2d first, deep, side, last;
+};
+TORCH_MODULE(Decoder);
+
 // Recomputes a module's forward in backward instead of keeping what it saved.
 struct Checkpoint : torch::autograd::Function<Checkpoint> {
   using Context = torch::autograd::AutogradContext;
@@ -111,6 +173,8 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
 
 struct How {
   bool checkpointed = false, accumulated = false, autocast = false;
+  HaloPolicy halos = {};
+  std::function<ModuleRule(const DeviceMesh&)> parameters = {};  // default: replicated
 };
 
 struct Outcome {
@@ -156,11 +220,14 @@ const std::vector<Layout> kLayouts = {
 
 template <class Make>
 void compare(const char* name, Make make, const Layout& layout, const How& how = {}) {
-  int ranks = 1;
-  for (const Axis& a : layout.axes) ranks *= a.size;
-  on_threads(ranks, [&](DistributedManager& manager) {
+  on_ranks(ranks_of(layout.axes), [&](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::allow});
+    set_halo_policy(manager, how.halos);
     const auto mesh = manager.mesh(layout.axes);
+    if (Coverage::instance().noting()) {
+      const ShardSpec field(mesh, kShape, layout.placements, layout.sizes);
+      return Coverage::instance().note(concat("network: ", name), field, {"samples", "channels", "space", "space"}, false, manager.rank());
+    }
     auto expected_net = make(), net = make();
     const at::ScalarType type = how.autocast ? at::kFloat : at::kDouble;
     // Two orders of the same bfloat16 sums differ by their rounding.
@@ -171,7 +238,7 @@ void compare(const char* name, Make make, const Layout& layout, const How& how =
     }
     const at::Tensor value = randn(kShape, type);
     const Outcome expected = run(expected_net, value.clone().requires_grad_(true), how);
-    distribute_module(*net, mesh);
+    distribute_module(*net, mesh, how.parameters ? how.parameters(mesh) : ModuleRule{});
     const Outcome got = run(net, leaf(value, ShardSpec(mesh, kShape, layout.placements, layout.sizes)), how);
     EXPECT_LT(difference(got.loss, expected.loss), tolerance) << name;
     EXPECT_LT(difference(got.output, expected.output), tolerance) << name;
@@ -192,22 +259,126 @@ void compare(const char* name, Make make, const Layout& layout, const How& how =
 class Networks : public ::testing::TestWithParam<int> {};
 
 TEST_P(Networks, UNet) {
-  compare("unet", [] { return UNet(); }, kLayouts[GetParam()]);
+  compare("U-Net", [] { return UNet(); }, kLayouts[GetParam()]);
 }
 TEST_P(Networks, ResidualStemAndBlocks) {
-  compare("residual", [] { return Residual(); }, kLayouts[GetParam()]);
+  compare("residual stem and blocks", [] { return Residual(); }, kLayouts[GetParam()]);
 }
 TEST_P(Networks, ConvNextBlock) {
-  compare("convnext", [] { return ConvNext(); }, kLayouts[GetParam()]);
+  compare("ConvNeXt block", [] { return ConvNext(); }, kLayouts[GetParam()]);
 }
+TEST_P(Networks, NeighborhoodBlock) {
+  compare("block of neighbourhood attention", [] { return Neighborhood(); }, kLayouts[GetParam()]);
+  compare("block of neighbourhood attention, interior first", [] { return Neighborhood(); }, kLayouts[GetParam()],
+          {.halos = {.order = HaloPolicy::Order::interior_first}});
+}
+TEST_P(Networks, Decoder) {
+  compare("decoder: unpooling, pixels of channels, interpolation", [] { return Decoder(); }, kLayouts[GetParam()]);
+}
+
+// Every parameter cut unevenly over the first axis, be it one of the field or of the data: gathered where it is used.
+ModuleRule fully_sharded(const DeviceMesh& mesh) {
+  const int parts = mesh.layout().axes()[0].size;
+  return [axes = mesh.layout().axes().size(), parts](const std::string&, const at::Tensor& t) -> std::optional<ParameterPlacement> {
+    if (t.dim() == 0) return std::nullopt;
+    std::vector<Placement> placements(axes);
+    placements[0] = Shard(0);
+    Sizes sizes(parts, 0);
+    sizes[0] = (t.size(0) + 1) / 2;
+    sizes[parts - 1] += t.size(0) - sizes[0];
+    return ParameterPlacement{placements, {{0, sizes}}};
+  };
+}
+TEST_P(Networks, FullyShardedUNet) {
+  compare("U-Net, fully sharded parameters", [] { return UNet(); }, kLayouts[GetParam()], {.parameters = fully_sharded});
+}
+TEST_P(Networks, FullyShardedResidual) {
+  compare("residual blocks, fully sharded parameters", [] { return Residual(); }, kLayouts[GetParam()], {.parameters = fully_sharded});
+}
+
 TEST_P(Networks, UNetCheckpointed) {
-  compare("unet", [] { return UNet(); }, kLayouts[GetParam()], {.checkpointed = true});
+  compare("U-Net, checkpointed", [] { return UNet(); }, kLayouts[GetParam()], {.checkpointed = true});
 }
 TEST_P(Networks, UNetWithAccumulatedGradients) {
-  compare("unet", [] { return UNet(); }, kLayouts[GetParam()], {.accumulated = true});
+  compare("U-Net, gradients accumulated", [] { return UNet(); }, kLayouts[GetParam()], {.accumulated = true});
 }
 TEST_P(Networks, UNetUnderAutocast) {
-  compare("unet", [] { return UNet(); }, kLayouts[GetParam()], {.autocast = true});
+  compare("U-Net, autocast to bfloat16", [] { return UNet(); }, kLayouts[GetParam()], {.autocast = true});
+}
+
+// Replicas of a domain: each has samples of its own, and their gradients are averaged after their domains have summed theirs.
+TEST(ReplicatedDomains, TrainLikeOneProcessUnderDistributedDataParallel) {
+  on_ranks(4, [](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::allow});
+    const auto mesh = manager.mesh({{"data", 2}, {"domain", 2}});
+    const int replica = mesh.coordinate()[0];
+    const DeviceMesh domain(mesh.layout().submesh({"domain"}, manager.rank()), manager);
+    ConvNext net, expected;
+    for (auto* one : {&net, &expected}) {
+      (*one)->to(at::kDouble);
+      fill(**one, 7);
+    }
+    distribute_module(*net, domain);
+    DistributedDataParallel ddp(net, mesh.group("data"));
+    torch::optim::AdamW opt(net->parameters(), 0.01), expected_opt(expected->parameters(), 0.01);
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor x = randn(kShape, at::kDouble);  // three samples for the first replica, one for the other
+      expected_opt.zero_grad();
+      const at::Tensor expected_loss = expected(x).square().mean();
+      expected_loss.backward();
+      const at::Tensor mine = replica == 0 ? x.narrow(0, 0, 3) : x.narrow(0, 3, 1);
+      const at::Tensor cut = distribute_tensor(mine, domain, {Shard(2)}, {{2, {5, 11}}});
+      opt.zero_grad();
+      ddp.mean_loss(full_tensor(ddp(cut).square().mean()), static_cast<double>(mine.size(0))).backward();
+      const auto names = expected->named_parameters();
+      for (const auto& item : net->named_parameters())
+        EXPECT_LT(difference(item.value().grad(), names[item.key()].grad()), 1e-9) << item.key() << " in step " << step;
+      opt.step();
+      expected_opt.step();
+    }
+    const auto names = expected->named_parameters();
+    for (const auto& item : net->named_parameters()) EXPECT_LT(difference(item.value(), names[item.key()]), 1e-9) << item.key();
+  });
+}
+
+// Trained on one mesh with parameters cut, saved whole, loaded on meshes of other axes and cuts, and trained on: the steps of one process.
+TEST(TrainedDomains, MoveToOtherMeshesByAFile) {
+  const auto path = std::filesystem::path(::testing::TempDir()) / concat("tessera_networks_", ::getpid(), ".safetensors");
+  on_ranks(4, [&](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::allow});
+    UNet expected;
+    expected->to(at::kDouble);
+    fill(*expected, 7);
+    torch::optim::SGD expected_opt(expected->parameters(), 0.1);
+    const std::vector<Layout> layouts = {kLayouts[3], kLayouts[2], {{{"domain", 4}}, {Shard(2)}, {{2, {2, 8, 0, 6}}}}};
+    for (std::size_t stage = 0; stage < layouts.size(); ++stage) {
+      const Layout& layout = layouts[stage];
+      const auto mesh = manager.mesh(layout.axes);
+      UNet net;
+      net->to(at::kDouble);
+      fill(*net, stage == 0 ? 7 : 100);  // what it has later comes from the file
+      distribute_module(*net, mesh, stage == 1 ? ModuleRule{} : fully_sharded(mesh));
+      if (stage > 0) load(*net, mesh, path);
+      torch::optim::SGD opt(net->parameters(), 0.1);
+      for (int step = 0; step < 2; ++step) {
+        const at::Tensor x = randn(kShape, at::kDouble);
+        for (auto* one : {&opt, &expected_opt}) one->zero_grad();
+        const at::Tensor loss = net(leaf(x, ShardSpec(mesh, kShape, layout.placements, layout.sizes), false)).square().mean();
+        const at::Tensor expected_loss = expected(x).square().mean();
+        loss.backward();
+        expected_loss.backward();
+        EXPECT_LT(difference(loss, expected_loss), 1e-10) << "stage " << stage << " step " << step;
+        for (auto* one : {&opt, &expected_opt}) one->step();
+      }
+      save(*net, mesh, path);
+      const auto tensors = load(mesh, path);
+      auto all = expected->named_parameters();
+      for (const auto& buffer : expected->named_buffers()) all.insert(buffer.key(), buffer.value());
+      ASSERT_EQ(tensors.size(), all.size());
+      for (const auto& [name, value] : tensors) EXPECT_LT(difference(value, all[name]), 1e-9) << name << " after stage " << stage;
+    }
+  });
+  std::filesystem::remove(path);
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, Networks, ::testing::Range(0, 4));
@@ -215,3 +386,5 @@ INSTANTIATE_TEST_SUITE_P(Layouts, Networks, ::testing::Range(0, 4));
 }  // namespace
 
 }  // namespace tessera::test
+
+int main(int argc, char** argv) { return tessera::test::run_fields(argc, argv); }

@@ -106,8 +106,18 @@ std::string describe(const Tensors& tensors) {
   return text;
 }
 
+double largest(const Tensors& tensors) {
+  double most = 0;
+  for (const at::Tensor& t : tensors) {
+    if (!t.defined() || t.numel() == 0 || !differentiable(t)) continue;
+    const at::Tensor size = whole(t).abs().to(at::kDouble);
+    most = std::max(most, at::where(at::isfinite(size), size, at::zeros_like(size)).max().item<double>());
+  }
+  return most;
+}
+
 // What differs, or nothing.
-std::string compare(const char* what, const Tensors& got, const Tensors& expected, double tolerance) {
+std::string compare(const char* what, const Tensors& got, const Tensors& expected, double tolerance, double floor) {
   if (got.size() != expected.size()) return concat(got.size(), " ", what, "s instead of ", expected.size());
   for (std::size_t i = 0; i < got.size(); ++i) {
     if (got[i].defined() != expected[i].defined()) return concat(what, " ", i, got[i].defined() ? " is there" : " is missing");
@@ -115,7 +125,7 @@ std::string compare(const char* what, const Tensors& got, const Tensors& expecte
     if (got[i].sizes() != expected[i].sizes()) return concat(what, " ", i, " has shape ", got[i].sizes(), " instead of ", expected[i].sizes());
     if (got[i].scalar_type() != expected[i].scalar_type())
       return concat(what, " ", i, " is ", toString(got[i].scalar_type()), " instead of ", toString(expected[i].scalar_type()));
-    const double d = difference(got[i], expected[i]);
+    const double d = difference(got[i], expected[i], floor);
     if (!(d <= tolerance)) {
       std::string values;
       if (expected[i].numel() <= 6) {
@@ -217,9 +227,13 @@ Outcome run_alone(const OperatorCase& one, std::uint64_t number, DistributedMana
     const Compared got = differentiate(p.instance, p.sharded, number, second);
     if (!plain_throws.empty()) return say("plain libtorch throws, this does not: " + plain_throws);
     const double tolerance = bound(p.type);
-    std::string wrong = compare("value", got.values, expected.values, tolerance);
-    if (wrong.empty()) wrong = compare("gradient", got.gradients, expected.gradients, tolerance);
-    if (wrong.empty()) wrong = compare("second derivative", got.second, expected.second, tolerance);
+    // What is zero but for rounding is measured by what it is made of: to a hundredth of the bound of the largest of that.
+    double floor = std::max(largest(p.plain), largest(expected.values));
+    std::string wrong = compare("value", got.values, expected.values, tolerance, 1e-2 * floor);
+    floor = std::max(floor, largest(expected.gradients));
+    if (wrong.empty()) wrong = compare("gradient", got.gradients, expected.gradients, tolerance, 1e-2 * floor);
+    floor = std::max(floor, largest(expected.second));
+    if (wrong.empty()) wrong = compare("second derivative", got.second, expected.second, tolerance, 1e-2 * floor);
     for (std::size_t i = 0; i < got.values.size() && wrong.empty() && one.strides; ++i) {
       if (is_sharded(got.values[i]) && !p.gaps && !same_strides(got.values[i], expected.values[i]))
         wrong = concat("value ", i, " has strides ", got.values[i].strides(), " instead of ", expected.values[i].strides());

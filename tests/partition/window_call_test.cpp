@@ -113,6 +113,25 @@ TEST_P(WindowCalls, OutputsArePartitionedByTheCentresOfTheirWindows) {
 
 INSTANTIATE_TEST_SUITE_P(Transposed, WindowCalls, ::testing::Bool());
 
+TEST(Resampled, OutputsBelongToThePartThatHoldsTheirCentre) {
+  EXPECT_EQ(resampled_partition(Partition({3, 0, 4}), 14), Partition({6, 0, 8}));
+  EXPECT_EQ(resampled_partition(Partition({3, 0, 4}), 4), Partition({2, 0, 2}));
+  Generator random(5);
+  for (int n = 0; n < 2000; ++n) {
+    std::vector<std::int64_t> sizes;
+    for (int part = random.number(1, 5); part > 0; --part) sizes.push_back(random.number(0, 6));
+    const Partition inputs(sizes);
+    if (inputs.extent() == 0) continue;
+    const std::int64_t outputs = random.number(0, 30);
+    const Partition got = resampled_partition(inputs, outputs);
+    ASSERT_EQ(got.extent(), outputs);
+    ASSERT_EQ(got.parts(), inputs.parts());
+    for (std::int64_t o = 0; o < outputs; ++o) {
+      ASSERT_EQ(got.owner(o), inputs.owner((2 * o + 1) * inputs.extent() / (2 * outputs))) << o << " of " << outputs;
+    }
+  }
+}
+
 TEST(WindowCall, TheExampleOfTheHeader) {
   const Window w{3, 2, 1, 1};
   EXPECT_EQ(forward_call(w, {2, 4}, false), (BoxCall{{3, 8}, 0, {2, 4}}));

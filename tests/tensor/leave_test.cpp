@@ -163,7 +163,9 @@ TEST(OtherMesh, OtherRanks) {
         const at::Tensor x = from.contains_me() ? distribute_tensor(value, from, {Shard(0)}, {{0, a}}) : at::Tensor();
         const at::Tensor y = redistribute(x, from, to, {Shard(1)}, {{1, b}});
         ASSERT_EQ(y.defined(), to.contains_me());
-        if (y.defined()) ASSERT_EQ(difference(y, value), 0);
+        if (y.defined()) {
+          ASSERT_EQ(difference(y, value), 0);
+        }
       }
       const at::Tensor x = from.contains_me() ? leaf(at::ones({4}), ShardSpec(from, {4}, {Shard(0)})) : at::Tensor();
       EXPECT_THROW(redistribute(x, from, to, {Replicate()}), ShardingError) << "on every rank";
@@ -265,7 +267,9 @@ TEST(Files, EveryDtypeAndPlacement) {
     for (std::size_t i = 0; i < all.size(); ++i) {
       EXPECT_EQ(loaded[i].first, all[i].first);
       EXPECT_LT(difference(loaded[i].second, values[i]), 1e-2) << i;
-      if (!at::isFloatingType(values[i].scalar_type())) EXPECT_EQ(difference(loaded[i].second, values[i]), 0) << i;
+      if (!at::isFloatingType(values[i].scalar_type())) {
+        EXPECT_EQ(difference(loaded[i].second, values[i]), 0) << i;
+      }
     }
     EXPECT_THROW(save({{"z", distribute_tensor(at::zeros({2}, at::kComplexDouble), mesh, {Replicate()})}}, mesh, file.path), InvalidArgument);
     const at::Tensor one = distribute_tensor(randn({4, 5}), mesh, {Shard(1)});

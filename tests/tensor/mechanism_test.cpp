@@ -1,7 +1,10 @@
-// The mechanism, with everything replicated: what differs from plain libtorch here is the mechanism's fault, not a rule's.
+// The mechanism, with everything replicated: what differs from plain libtorch here is the mechanism's fault, not a rule's. Suites are named after the
+// rules that the mechanism keeps; more of them: mechanism_rules_test.cpp, sharded_views_test.cpp.
 
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
+
+#include <mutex>
 
 #include "support.h"
 #include "tessera/tensor/distribute_module.h"
@@ -179,8 +182,8 @@ TEST(Modules, EveryOptimizerTakesTheSameSteps) {
 
 // ---- metadata ----
 
-// Rules 1 and 2: true strides, the same on every rank.
-TEST(Metadata, ShowsTheStridesOfTheGlobalTensorOnEveryRank) {
+// True strides, the same on every rank.
+TEST(Rule02RankInvariant, ShowsTheStridesOfTheGlobalTensorOnEveryRank) {
   on_threads(3, [](DistributedManager& manager) {
     const auto mesh = one_axis(manager);
     const ShardSpec s(mesh, {4, 8}, {Shard(0)}, {{0, {0, 1, 3}}});
@@ -195,8 +198,8 @@ TEST(Metadata, ShowsTheStridesOfTheGlobalTensorOnEveryRank) {
   });
 }
 
-// Rule 3: the meta is immutable; in-place metadata operators install a new one.
-TEST(Metadata, InPlaceViewsChangeOneTensorOnly) {
+// The meta is immutable; in-place metadata operators install a new one.
+TEST(Rule03ImmutableMeta, InPlaceViewsChangeOneTensorOnly) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor p = replicated(randn({3, 4}), mesh, true);
     at::Tensor d = p.data();
@@ -217,8 +220,7 @@ TEST(Metadata, InPlaceViewsChangeOneTensorOnly) {
   });
 }
 
-// Rule 3.
-TEST(Metadata, OutVariantsGiveTheirTargetShapeAndValue) {
+TEST(Rule03ImmutableMeta, OutVariantsGiveTheirTargetShapeAndValue) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor a = randn({3, 4}), b = randn({4});
     at::Tensor out = replicated(torch::empty({0}), mesh);
@@ -229,8 +231,8 @@ TEST(Metadata, OutVariantsGiveTheirTargetShapeAndValue) {
   });
 }
 
-// Rule 4: lazy conjugate and negative bits.
-TEST(Metadata, ComplexViews) {
+// Lazy conjugate and negative bits.
+TEST(Rule04LazyBits, ComplexViews) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor a = randn({3, 4}, at::kComplexDouble);
     const at::Tensor x = replicated(a, mesh);
@@ -241,8 +243,8 @@ TEST(Metadata, ComplexViews) {
 
 // ---- aliasing ----
 
-// Rule 5: views are replayed in backward.
-TEST(Aliasing, GradientsOfWritesToViews) {
+// Views are replayed in backward.
+TEST(Rule05WritesToViews, HaveTheirGradients) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor value = randn({4, 3}, at::kDouble);
     const auto loss = [](const at::Tensor& a) {
@@ -262,8 +264,8 @@ TEST(Aliasing, GradientsOfWritesToViews) {
   });
 }
 
-// Rule 6; views that must gather: sharded_views_test.cpp.
-TEST(Aliasing, SliceAssignment) {
+// Views that must gather: sharded_views_test.cpp.
+TEST(Rule06ViewsThatMove, SliceAssignment) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     at::Tensor plain = torch::zeros({4, 3}, at::kDouble);
     at::Tensor x = replicated(plain, mesh);
@@ -279,8 +281,8 @@ TEST(Aliasing, SliceAssignment) {
   });
 }
 
-// Rule 8: the local shares the version counter.
-TEST(Aliasing, ToLocalSharesMemoryAndVersion) {
+// The local shares the version counter.
+TEST(Rule08LocalVersion, ToLocalSharesMemoryAndVersion) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor x = replicated(torch::ones({3}, at::kDouble), mesh, true);
     const at::Tensor y = x * 1;
@@ -294,8 +296,7 @@ TEST(Aliasing, ToLocalSharesMemoryAndVersion) {
   });
 }
 
-// Rule 7.
-TEST(Aliasing, TargetsOfInPlaceOperatorsArePromotedWhereTheyStand) {
+TEST(Rule07Targets, ArePromotedWhereTheyStand) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor w = randn({3}, at::kDouble).requires_grad_(true);
     const at::Tensor x = replicated(randn({3}, at::kDouble), mesh, true);
@@ -316,8 +317,8 @@ TEST(Aliasing, TargetsOfInPlaceOperatorsArePromotedWhereTheyStand) {
 
 // ---- autograd ----
 
-// Rule 11: promotion and demotion are each other's derivative.
-TEST(Autograd, DoubleBackwardThroughPromotion) {
+// Promotion and demotion are each other's derivative.
+TEST(Rule11Promotion, HasSecondDerivatives) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor wv = randn({3}, at::kDouble), xv = randn({3}, at::kDouble);
     const auto second = [](const at::Tensor& w, const at::Tensor& x) {
@@ -334,8 +335,7 @@ TEST(Autograd, DoubleBackwardThroughPromotion) {
   });
 }
 
-// Rule 11.
-TEST(Autograd, ListsOptionalsAndScalarsArePromoted) {
+TEST(Rule11Promotion, OfListsOptionalsAndScalars) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor a = randn({2, 3}, at::kDouble).requires_grad_(true), zero_dim = randn({}, at::kDouble).requires_grad_(true);
     const at::Tensor x = replicated(randn({2, 3}, at::kDouble), mesh, true);
@@ -350,8 +350,8 @@ TEST(Autograd, ListsOptionalsAndScalarsArePromoted) {
   });
 }
 
-// Rule 14: a gradient that is reduced already is not reduced again.
-TEST(Autograd, AccumulationAddsUp) {
+// A gradient that is reduced already is not reduced again.
+TEST(Rule14Accumulation, AddsUp) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     torch::nn::Linear expected(3, 2), net(3, 2);
     expected->to(at::kDouble);
@@ -370,8 +370,8 @@ TEST(Autograd, AccumulationAddsUp) {
   });
 }
 
-// Rules 12 and 15; buckets and nested backwards: nn/sharded_gradients_test.cpp, ops/module_matrix_test.cpp.
-TEST(Autograd, SharedAndUnusedParameters) {
+// Buckets and nested backwards: nn/sharded_gradients_test.cpp, ops/module_matrix_test.cpp.
+TEST(Rule12SeveralUses, OfSharedAndUnusedParameters) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = one_axis(manager);
     torch::nn::Linear net(3, 3), unused(3, 3);
@@ -388,8 +388,8 @@ TEST(Autograd, SharedAndUnusedParameters) {
   });
 }
 
-// Rule 11: without the kernel above autograd.
-TEST(Autograd, InferenceMode) {
+// Without the kernel above autograd.
+TEST(Rule11Promotion, InInferenceMode) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     torch::nn::Linear net(3, 2);
     fill(*net, 1);
@@ -399,11 +399,27 @@ TEST(Autograd, InferenceMode) {
     const c10::InferenceMode mode;
     EXPECT_LT(difference(net(outside), expected), 1e-6) << "plain parameters";
     EXPECT_LT(difference(net(distribute_tensor(x, mesh, {Replicate()})), expected), 1e-6);
+    // Views of what was made outside are no inference tensors: autograd keeps a record of them.
+    const auto views = [](const at::Tensor& t) {
+      return at::cat({t.t().contiguous().view({-1}), t.view({-1}), t.select(0, 1), t.split(1, 1)[2].squeeze(1), t.unsqueeze(0).detach().view({-1})});
+    };
+    EXPECT_EQ(difference(views(outside), views(x)), 0);
+    EXPECT_FALSE(outside.t().is_inference());
+    EXPECT_TRUE((outside * 2).is_inference());
+  });
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = one_axis(manager);
+    torch::nn::Linear net(3, 2), plain(3, 2);
+    for (auto* m : {&net, &plain}) fill(**m, 1);
+    distribute_module(*net, mesh, {{"weight", {{Shard(0)}}}});
+    const at::Tensor x = randn({4, 3}), sharded = distribute_tensor(x, mesh, {Shard(0)}), expected = plain(x).detach();
+    const c10::InferenceMode mode;
+    EXPECT_LT(difference(net(sharded), expected), 1e-6) << "sharded parameters";
+    EXPECT_LT(difference(sharded.t().t() + sharded.slice(0, 0, 4), x * 2), 1e-6);
   });
 }
 
-// Rule 10.
-TEST(Autograd, Autocast) {
+TEST(Rule10Autocast, CastsAsItDoesPlainTensors) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     torch::nn::Conv2d conv(torch::nn::Conv2dOptions(3, 4, 3));
     torch::nn::Linear linear(4, 2);
@@ -434,8 +450,8 @@ TEST(Autograd, Autocast) {
 
 // ---- distribute_module ----
 
-// Rule 9: set_data, for distribute_module alone.
-TEST(DistributeModule, EveryHandleSeesTheShardedParameter) {
+// set_data() is for distribute_module alone.
+TEST(Rule09SetData, EveryHandleSeesTheShardedParameter) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = one_axis(manager);
     torch::nn::Linear net(6, 5);
@@ -452,8 +468,7 @@ TEST(DistributeModule, EveryHandleSeesTheShardedParameter) {
   });
 }
 
-// Rule 9.
-TEST(DistributeModule, RefusesWhatWouldGoWrongInSilence) {
+TEST(Rule09SetData, RefusesWhatWouldGoWrongInSilence) {
   on_threads(1, [](DistributedManager& manager) {
     const auto mesh = one_axis(manager);
     torch::nn::Linear a(3, 3), b(3, 3);
@@ -472,8 +487,7 @@ TEST(DistributeModule, RefusesWhatWouldGoWrongInSilence) {
 
 // ---- dispatcher ----
 
-// Rule 18.
-TEST(Dispatcher, ReadingMemoryDirectlySaysWhatToDo) {
+TEST(Rule18DirectReads, SayWhatToDo) {
   on_threads(1, [](DistributedManager& manager) {
     const at::Tensor x = replicated(torch::ones({2}), one_axis(manager));
     const auto message = [](const std::function<void()>& f) -> std::string {
@@ -491,8 +505,7 @@ TEST(Dispatcher, ReadingMemoryDirectlySaysWhatToDo) {
   });
 }
 
-// Rule 17.
-TEST(Dispatcher, OperatorsDefinedLater) {
+TEST(Rule17Registration, OfOperatorsDefinedLater) {
   static const auto twice = [](const at::Tensor& t) { return t * 2; };
   static auto library = [] {
     torch::Library lib(torch::Library::FRAGMENT, "tessera_test", std::nullopt, __FILE__, __LINE__);
@@ -523,13 +536,56 @@ TEST(Dispatcher, OperatorsDefinedLater) {
       EXPECT_NE(std::string(e.what()).find("Shard(0)"), std::string::npos);
     }
     // A user's rule. Registered once for the process, alike on all ranks.
-    register_rule("tessera_test::cpu_only", [](const OpCall& c) {
-      Plan plan;
-      plan.outputs = {{c.tensor(0).spec, c.tensor(0).strides}};
-      return plan;
+    static std::once_flag once;
+    std::call_once(once, [] {
+      register_rule("tessera_test::cpu_only", [](const OpCall& c) {
+        Plan plan;
+        plan.outputs = {{c.tensor(0).spec, c.tensor(0).strides}};
+        return plan;
+      });
     });
     EXPECT_EQ(difference(apply("tessera_test::cpu_only", s), value * 3), 0);
   });
+}
+
+TEST(Dispatcher, TwoRulesUnderOneNameAreRefused) {
+  static const auto library = [] {
+    torch::Library lib(torch::Library::FRAGMENT, "tessera_test", std::nullopt, __FILE__, __LINE__);
+    lib.def("negated(Tensor x) -> Tensor");
+    lib.impl("negated", torch::dispatch(c10::DispatchKey::CPU, [](const at::Tensor& t) { return -t; }));
+    return lib;
+  }();
+  static int asked = 0;
+  const auto rule = [](int who) {
+    return [who](const OpCall& c) {
+      asked = who;
+      Plan plan;
+      plan.outputs = {{c.tensor(0).spec, c.tensor(0).strides}};
+      return plan;
+    };
+  };
+  EXPECT_THROW(register_rule("tessera_test::negated", rule(1), {.replaces = true}), RuleError) << "there is none to replace";
+  register_rule("tessera_test::negated", rule(1));
+  try {
+    register_rule("tessera_test::negated", rule(2));
+    ADD_FAILURE() << "the second rule would shadow the first, or the other way round";
+  } catch (const RuleError& e) {
+    EXPECT_NE(std::string(e.what()).find("'tessera_test::negated'"), std::string::npos) << e.what();
+    EXPECT_NE(std::string(e.what()).find("replaces"), std::string::npos) << e.what();
+  }
+  EXPECT_THROW(register_rule("aten::mm", rule(2)), RuleError);
+  const auto use = [&](const std::vector<std::int64_t>& shape) {
+    on_threads(1, [&](DistributedManager& manager) {
+      const at::Tensor x = randn(shape), s = distribute_tensor(x.clone(), one_axis(manager), {Shard(0)});
+      const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tessera_test::negated", "").typed<at::Tensor(const at::Tensor&)>();
+      EXPECT_EQ(difference(op.call(s), -x), 0);
+    });
+  };
+  use({4});
+  EXPECT_EQ(asked, 1) << "the one that was refused has left nothing behind";
+  register_rule("tessera_test::negated", rule(3), {.replaces = true});
+  use({5});
+  EXPECT_EQ(asked, 3);
 }
 
 TEST(Dispatcher, PromotionPolicy) {
@@ -566,8 +622,7 @@ TEST(Dispatcher, MixedMeshesAndSparseTensorsAreRefused) {
   });
 }
 
-// Rule 19.
-TEST(Threads, BackwardRunsOnEveryRanksOwnThread) {
+TEST(Rule19Threads, BackwardRunsOnEveryRanksOwnThread) {
   on_threads(4, [](DistributedManager& manager) {
     const auto mesh = one_axis(manager);
     for (int i = 0; i < 50; ++i) {

@@ -1,6 +1,7 @@
 // What redistribution moves: every pair of specs beside the fewest elements that any way of doing it must move.
 
 #include <map>
+#include <set>
 
 #include "support.h"
 #include "tessera/comm/trace.h"
@@ -85,7 +86,8 @@ std::int64_t fewest(const ShardSpec& from, const ShardSpec& to) {
 }
 
 // What the calls in a trace moved, summed over all ranks by the caller. In halves, because a message is counted by both sides.
-double moved(const CommTrace& trace, const std::map<std::string, int>& sizes, double own) {
+// A rank's own part of an all-to-all may go through the call or past it.
+double moved(const CommTrace& trace, const std::map<std::string, int>& sizes, double sent, double own) {
   double bytes = 0;
   for (const CommEvent& e : trace.events()) {
     const double n = sizes.at(e.group), given = static_cast<double>(e.bytes);
@@ -96,7 +98,8 @@ double moved(const CommTrace& trace, const std::map<std::string, int>& sizes, do
     } else if (e.operation == "all_reduce") {
       bytes += 2 * given * (n - 1) / n;
     } else if (e.operation == "all_to_all") {
-      bytes += given - own;
+      EXPECT_TRUE(given == sent || given == sent + own) << given << " of " << sent << " and " << own;
+      bytes += sent;
     } else if (e.operation == "exchange") {
       bytes += given / 2;
     } else {
@@ -106,13 +109,43 @@ double moved(const CommTrace& trace, const std::map<std::string, int>& sizes, do
   return bytes;
 }
 
-// The bound is that of sums: partial axes of two kinds do not commute, and are reduced one after the other.
-ShardSpec with_sums(const ShardSpec& spec) {
+// Every partial axis of a kind of its own choice; `alike`: all of one.
+ShardSpec with_kinds(Draw& draw, const ShardSpec& spec, bool alike, bool integers = false) {
+  const std::vector<ReduceOp::Kind> kinds = {ReduceOp::Kind::sum, ReduceOp::Kind::avg, ReduceOp::Kind::product, ReduceOp::Kind::min,
+                                             ReduceOp::Kind::max};
+  const auto any = [&] {
+    const auto kind = draw.of(kinds);
+    return integers && kind == ReduceOp::Kind::avg ? ReduceOp::Kind::sum : kind;
+  };
+  const auto one = any();
   auto placements = spec.placements();
   for (Placement& p : placements) {
-    if (p.is_partial()) p = Partial();
+    if (p.is_partial()) p = Partial(alike ? one : any());
   }
   return spec.with_placements(placements);
+}
+
+bool of_two_kinds(const ShardSpec& spec) {
+  std::set<ReduceOp::Kind> kinds;
+  for (const Placement& p : spec.placements()) {
+    if (p.is_partial()) kinds.insert(p.op);
+  }
+  return kinds.size() > 1;
+}
+
+// Partial axes of two kinds do not commute: the terms of a rank are of no use before all others of its axis have been added. Each axis is reduced
+// for itself, on the whole of what a rank holds; then the rest is as of a tensor that has no terms.
+double fewest_of_two_kinds(const ShardSpec& from, const ShardSpec& to) {
+  const Sharding& a = from.sharding();
+  ShardSpec reduced = from;
+  double total = 0;
+  for (int x = 0; x < from.mesh_dims(); ++x) {
+    if (!from.placements()[x].is_partial()) continue;
+    const double n = a.mesh()[x];
+    for (int p = 0; p < a.positions(); ++p) total += 2 * (n - 1) / n * static_cast<double>(volume(a.box(p)));
+    reduced = reduced.with_placement(x, Replicate());
+  }
+  return total + static_cast<double>(fewest(reduced, to));
 }
 
 struct Counted {
@@ -139,7 +172,7 @@ Counted count(DistributedManager& manager, const DeviceMesh& mesh, const at::Ten
     const auto plan = detail::make_redistribution_plan(from, to);
     double own = 0;
     for (const Box& box : plan.move.transfer.copies) own += static_cast<double>(volume(box)) * 8;
-    total[0] = moved(*trace, sizes, own);
+    total[0] = moved(*trace, sizes, static_cast<double>(plan.move.transfer.sent()) * 8, own);
     for (const auto& e : trace->events()) c.calls += e.operation + " ";
   }
   mesh.all().all_reduce(total);
@@ -149,9 +182,21 @@ Counted count(DistributedManager& manager, const DeviceMesh& mesh, const at::Ten
 
 }  // namespace
 
+// Nothing that shards could be terms of two kinds of: the value is made whole on those axes, and one rank of each keeps it.
+ShardSpec aim(const ShardSpec& from, const ShardSpec& to) {
+  if (!of_two_kinds(to)) return to;
+  ShardSpec whole = to;
+  for (int x = 0; x < to.mesh_dims(); ++x) {
+    if (to.placements()[x].is_partial() && !(from.placements()[x] == to.placements()[x])) whole = whole.with_placement(x, Replicate());
+  }
+  return whole;
+}
+
+// Whatever the terms are combined by, a message carries one term or one result, so that the bound is one for all kinds. Terms of one kind may meet in
+// any order and attain it; those of two kinds must be combined axis by axis: how much more that moves is known, and not more does.
 TEST(Movement, NoPairMovesMoreThanItMust) {
   for (const int ranks : {1, 2, 3, 4}) {
-    int pairs = 0, exact = 0, reductions = 0;
+    int pairs = 0, exact = 0, reductions = 0, two_kinds = 0;
     on_threads(ranks, [&](DistributedManager& manager) {
       Draw draw(500 + ranks);
       for (int i = 0; i < 150; ++i) {
@@ -159,7 +204,8 @@ TEST(Movement, NoPairMovesMoreThanItMust) {
         const auto s = shape(draw);
         test::seed(i);
         const at::Tensor value = randn(s, at::kDouble);
-        const ShardSpec from = with_sums(draw.spec(mesh, s)), to = with_sums(draw.spec(mesh, s));
+        const bool alike = draw.chance(80);
+        const ShardSpec from = with_kinds(draw, draw.spec(mesh, s), alike), to = with_kinds(draw, draw.spec(mesh, s), alike);
         const at::Tensor x = leaf(value, from, false);
         ASSERT_LT(difference(redistribute(x, to), value), 1e-13) << from << " to " << to;
         const Counted c = count(manager, mesh, x, to);
@@ -167,8 +213,11 @@ TEST(Movement, NoPairMovesMoreThanItMust) {
         bool reduces = false;
         for (int a = 0; a < from.mesh_dims(); ++a) reduces |= from.placements()[a].is_partial() && !(from.placements()[a] == to.placements()[a]);
         // A reduction may need one step more for what ends up elsewhere than where its terms are; a nested cut that becomes terms, too.
-        if (reduces || (to.has_partial() && !from.has_partial())) {
-          ASSERT_LE(c.bytes, static_cast<double>(bound + from.numel() * 8) + 1e-6) << from << " to " << to << ": " << c.calls;
+        if (of_two_kinds(from)) {
+          ASSERT_NEAR(c.bytes, fewest_of_two_kinds(from, aim(from, to)) * 8, 1e-6) << from << " to " << to << ": " << c.calls;
+        } else if (reduces || (to.has_partial() && !from.has_partial())) {
+          const std::int64_t most = fewest(from, aim(from, to)) * 8 + from.numel() * 8;
+          ASSERT_LE(c.bytes, static_cast<double>(most) + 1e-6) << from << " to " << to << ": " << c.calls;
         } else {
           ASSERT_NEAR(c.bytes, static_cast<double>(bound), 1e-6) << from << " to " << to << ": " << c.calls;
         }
@@ -176,11 +225,13 @@ TEST(Movement, NoPairMovesMoreThanItMust) {
         if (manager.rank() == 0) {
           ++pairs;
           reductions += reduces;
+          two_kinds += of_two_kinds(from);
           exact += c.bytes < static_cast<double>(bound) + 0.5;
         }
       }
     });
-    std::cout << ranks << " ranks: " << pairs << " pairs, " << exact << " at the bound, " << reductions << " with a reduction\n";
+    std::cout << ranks << " ranks: " << pairs << " pairs, " << exact << " at the bound, " << reductions << " with a reduction, " << two_kinds
+              << " of terms of two kinds\n";
     EXPECT_GT(exact, pairs * 9 / 10);
   }
 }
@@ -189,23 +240,13 @@ TEST(Movement, EveryKindOfReductionKeepsTheValue) {
   for (const int ranks : {2, 3, 4}) {
     on_threads(ranks, [&](DistributedManager& manager) {
       Draw draw(700 + ranks);
-      const std::vector<ReduceOp::Kind> kinds = {ReduceOp::Kind::sum, ReduceOp::Kind::avg, ReduceOp::Kind::product, ReduceOp::Kind::min,
-                                                 ReduceOp::Kind::max};
-      const auto with_ops = [&](const ShardSpec& spec, bool integers) {
-        auto placements = spec.placements();
-        for (Placement& p : placements) {
-          if (p.is_partial()) p = Partial(draw.of(kinds));
-          if (p.is_partial(ReduceOp::Kind::avg) && integers) p = Partial();
-        }
-        return spec.with_placements(placements);
-      };
       for (int i = 0; i < 150; ++i) {
         const auto mesh = manager.mesh(axes(draw, ranks));
         const auto s = shape(draw);
         test::seed(i);
         const bool integers = draw.chance(30);
         const at::Tensor value = integers ? randint(20, s).sub(10) : randn(s, at::kDouble);
-        const ShardSpec from = with_ops(draw.spec(mesh, s), integers), to = with_ops(draw.spec(mesh, s), integers);
+        const ShardSpec from = with_kinds(draw, draw.spec(mesh, s), false, integers), to = with_kinds(draw, draw.spec(mesh, s), false, integers);
         const at::Tensor x = redistribute(distribute_tensor(value, mesh, std::vector<Placement>(mesh.layout().dims())), from);
         ASSERT_EQ(spec(x), from);
         ASSERT_LT(difference(redistribute(x, to), value), 1e-13) << from << " to " << to;

@@ -33,8 +33,8 @@ void on_two(const std::function<void(DistributedManager&, const DeviceMesh&)>& b
 
 }  // namespace
 
-// Rule 6: a view that communicates is a copy; what is written to it is written back.
-TEST(CopiedViews, WritesReachTheBase) {
+// A view that communicates is a copy; what is written to it is written back.
+TEST(Rule06ViewsThatMove, WritesReachTheBase) {
   on_two([](DistributedManager&, const DeviceMesh& mesh) {
     const auto write = [](at::Tensor x) {
       x[1] = 5;
@@ -55,7 +55,39 @@ TEST(CopiedViews, WritesReachTheBase) {
   });
 }
 
-TEST(CopiedViews, GradientsOfWrites) {
+// A conjugate is a view, and so are its real and imaginary parts: what is written to them reaches the tensor.
+TEST(Rule04LazyBits, WritesReachTheBase) {
+  on_two([](DistributedManager&, const DeviceMesh& mesh) {
+    const auto write = [](at::Tensor x) {
+      x.conj().add_(c10::complex<double>(1, 2));
+      at::imag(x.conj()).mul_(3);
+      at::real(x.conj()).select(1, 1).add_(5);
+      at::imag(x.conj().t())[2].sub_(1);
+      at::view_as_real(x.conj().resolve_conj()).zero_();  // a view of memory of its own
+      return x;
+    };
+    const at::Tensor value = randn({5, 4}, at::kComplexDouble), w = randn({5, 4}, at::kDouble);
+    const at::Tensor expected = write(value.clone());
+    for (const ShardSpec& spec : {ShardSpec::replicated(mesh, {5, 4}), ShardSpec(mesh, {5, 4}, {Shard(0)}, {{0, {3, 2}}}),
+                                  ShardSpec(mesh, {5, 4}, {Shard(1)}, {{1, {4, 0}}})}) {
+      EXPECT_EQ(difference(write(distribute_tensor(value.clone(), spec)), expected), 0) << spec;
+      EXPECT_TRUE(distribute_tensor(value.clone(), spec).conj().is_conj());
+      const at::Tensor a = value.clone().requires_grad_(), x = distribute_tensor(value.clone(), spec).requires_grad_();
+      (at::real(a.conj() * a.conj()) * at::imag(a.conj()) * w).sum().backward();
+      (at::real(x.conj() * x.conj()) * at::imag(x.conj()) * distribute_tensor(w, mesh, spec.placements(), spec.sizes())).sum().backward();
+      EXPECT_LT(difference(x.grad(), a.grad()), 1e-12) << spec;
+    }
+    // Each rank holds a factor of every element: neither real parts nor negatives of factors are those of the product.
+    const at::Tensor factors = distribute_tensor(value.clone(), ShardSpec(mesh, {5, 4}, {Partial(ReduceOp::Kind::product)}));
+    EXPECT_LT(difference(at::real(factors), at::real(value)), 1e-12);
+    EXPECT_LT(difference(at::imag(factors.conj()), at::imag(value.conj())), 1e-12);
+    const at::Tensor sum = value.clone();
+    for (const at::Tensor& t : {sum, factors}) at::real(t).add_(2);
+    EXPECT_LT(difference(factors, sum), 1e-12);
+  });
+}
+
+TEST(Rule06ViewsThatMove, GradientsOfWrites) {
   on_two([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor value = randn({5, 4}, at::kDouble), w = randn({5, 4}, at::kDouble);
     const auto gradient = [&](const at::Tensor& x) {
@@ -70,7 +102,7 @@ TEST(CopiedViews, GradientsOfWrites) {
   });
 }
 
-TEST(CopiedViews, AreRefusedOnceTheBaseHasChanged) {
+TEST(Rule06ViewsThatMove, AreRefusedOnceTheBaseHasChanged) {
   on_two([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor x = distribute_tensor(at::ones({4, 3}), mesh, {Shard(0)});
     const at::Tensor row = x[1], alias = x.slice(0, 1, 3);
@@ -84,8 +116,8 @@ TEST(CopiedViews, AreRefusedOnceTheBaseHasChanged) {
   });
 }
 
-// Rule 16: what a kernel writes through a view of its own plain temporary would be lost.
-TEST(PlainTemporaries, WithViewsAreRefused) {
+// What a kernel writes through a view of its own plain temporary would be lost.
+TEST(Rule16PlainTemporaries, WithViewsAreRefused) {
   on_two([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor x = distribute_tensor(at::ones({4}), mesh, {Shard(0)});
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tessera_view_test::embed", "").typed<at::Tensor(const at::Tensor&)>();

@@ -35,15 +35,16 @@ inline void fill(torch::nn::Module& module, std::uint64_t with) {
 /// The whole value, wherever it lies.
 inline at::Tensor whole(const at::Tensor& t) { return is_sharded(t) ? full_tensor(t.detach()) : t.detach(); }
 
-/// Largest difference relative to the largest value of `expected`; infinite where shapes, dtypes or NaNs differ.
-inline double difference(const at::Tensor& got, const at::Tensor& expected) {
+/// Largest difference relative to the largest value of `expected`, or to `floor` if that is larger; infinite where shapes, dtypes or NaNs differ.
+inline double difference(const at::Tensor& got, const at::Tensor& expected, double floor = 1e-30) {
   const at::Tensor a = whole(got), b = whole(expected);
   if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return std::numeric_limits<double>::infinity();
   if (a.numel() == 0) return 0;
-  const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
+  const auto real = [](const at::Tensor& t) { return (t.is_complex() ? at::view_as_real(t.resolve_conj()) : t).to(at::kDouble); };
+  const at::Tensor x = real(a), y = real(b);
   if (!at::isnan(x).equal(at::isnan(y))) return std::numeric_limits<double>::infinity();
   const at::Tensor both = at::where(at::isfinite(y), y, at::zeros_like(y));
-  const double scale = std::max(both.abs().max().item<double>(), 1e-30);
+  const double scale = std::max({both.abs().max().item<double>(), floor, 1e-30});
   const at::Tensor d = at::where(x.eq(y).logical_or(at::isnan(y)), at::zeros_like(x), (x - y).abs());
   return d.max().item<double>() / scale;
 }

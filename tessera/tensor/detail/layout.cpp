@@ -2,8 +2,10 @@
 
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 
 #include "tessera/base/hash.h"
@@ -20,16 +22,88 @@ constexpr char kNoMemory[] =
     "a ShardTensor's memory is spread over ranks: use tessera::to_local() for this rank's part, tessera::full_tensor() for the whole, "
     "tessera::print() or tessera::save() to print or save it";
 
-// The subclass only exists to reach protected members.
-struct ShardImpl final : c10::TensorImpl {
-  ShardImpl(c10::DispatchKeySet keys, caffe2::TypeMeta dtype, c10::Device device, c10::intrusive_ptr<ShardMeta> meta)
-      : TensorImpl(keys, dtype, device) {
-    set_storage_access_should_throw();
-    extra_meta_ = std::make_unique<c10::ExtraMeta>();
-    extra_meta_->backend_meta_ = std::move(meta);
-    extra_meta_->custom_data_ptr_error_msg_.emplace(kNoMemory, sizeof kNoMemory - 1);
+// Extra metadata is three allocations, the longest of them the message: what a tensor leaves behind is used by the next one of this thread.
+class SpareMeta {
+ public:
+  static std::unique_ptr<c10::ExtraMeta> take() {
+    SpareMeta& spare = of_thread();
+    if (spare.size_ > 0) return std::move(spare.kept_[--spare.size_]);
+    auto meta = std::make_unique<c10::ExtraMeta>();
+    meta->custom_data_ptr_error_msg_.emplace(kNoMemory, sizeof kNoMemory - 1);
+    return meta;
   }
+  static void give(std::unique_ptr<c10::ExtraMeta> meta) {
+    if (!meta || gone_) return;
+    meta->backend_meta_.reset();  // may end the local, and with it others
+    SpareMeta& spare = of_thread();
+    if (gone_ || spare.size_ == spare.kept_.size() || meta->symbolic_shape_meta_ || !meta->custom_data_ptr_error_msg_) return;
+    spare.kept_[spare.size_++] = std::move(meta);
+  }
+  ~SpareMeta() { gone_ = true; }
+
+ private:
+  static SpareMeta& of_thread() {
+    static thread_local SpareMeta spare;
+    return spare;
+  }
+  static inline thread_local bool gone_ = false;  // tensors may outlive it, at the end of a thread
+  std::array<std::unique_ptr<c10::ExtraMeta>, 64> kept_;
+  std::size_t size_ = 0;
+};
+
+// Has no members of its own: it exists to reach protected ones.
+struct ShardImpl final : c10::TensorImpl {
+  // What a layout shows.
+  ShardImpl(c10::DispatchKeySet keys, caffe2::TypeMeta dtype, c10::Device device) : TensorImpl(keys, dtype, device) {}
+
+  // Shown as `like`.
+  ShardImpl(const ShardImpl& like, c10::DispatchKeySet keys, c10::intrusive_ptr<c10::BackendMeta> meta)
+      : TensorImpl(keys, like.data_type_, like.device_opt_) {
+    set_storage_access_should_throw();
+    sizes_and_strides_ = like.sizes_and_strides_;
+    storage_offset_ = like.storage_offset_;
+    numel_ = like.numel_;
+    is_contiguous_ = like.is_contiguous_;
+    is_channels_last_ = like.is_channels_last_;
+    is_channels_last_contiguous_ = like.is_channels_last_contiguous_;
+    is_channels_last_3d_ = like.is_channels_last_3d_;
+    is_channels_last_3d_contiguous_ = like.is_channels_last_3d_contiguous_;
+    is_non_overlapping_and_dense_ = like.is_non_overlapping_and_dense_;
+    extra_meta_ = SpareMeta::take();
+    extra_meta_->backend_meta_ = std::move(meta);
+  }
+  ~ShardImpl() override { SpareMeta::give(std::move(extra_meta_)); }
+
+  // The base's copies the message too.
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool metadata_may_change) const override {
+    if (!copied_as_it_is()) return TensorImpl::shallow_copy_and_detach(version, metadata_may_change);
+    return copy(c10::VariableVersion(version), metadata_may_change);
+  }
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version, bool metadata_may_change) const override {
+    if (!copied_as_it_is()) return TensorImpl::shallow_copy_and_detach(std::move(version), metadata_may_change);
+    return copy(std::move(version), metadata_may_change);
+  }
+
   const char* tensorimpl_type_name() const override { return kNoMemory; }
+
+  void make_normal() {
+    key_set_ = key_set_ | c10::getAutogradRelatedKeySetFromBackend(c10::BackendComponent::PrivateUse2Bit);
+    version_counter_ = c10::VariableVersion(0);
+  }
+
+ private:
+  // No mode of Python's wants to see the copy, and nothing hangs on the tensor that a wrapper does not have.
+  bool copied_as_it_is() const {
+    return c10::impl::TorchDispatchModeTLS::stack_len() == 0 && !key_set_.has(c10::DispatchKey::Python) && !extra_meta_->symbolic_shape_meta_;
+  }
+  c10::intrusive_ptr<TensorImpl> copy(c10::VariableVersion&& version, bool metadata_may_change) const {
+    auto impl = c10::make_intrusive<ShardImpl>(*this, key_set_, extra_meta_->backend_meta_);
+    impl->key_set_ = key_set_;
+    impl->is_wrapped_number_ = is_wrapped_number_;
+    if (!impl->is_inference()) impl->set_version_counter(std::move(version));
+    impl->set_allow_tensor_metadata_change(metadata_may_change);
+    return impl;
+  }
 };
 
 c10::DispatchKeySet keys_for(c10::Device device) {
@@ -105,7 +179,9 @@ LayoutPtr make_layout(const ShardSpec& spec, at::IntArrayRef strides, std::int64
   auto layout = std::make_shared<Layout>(Layout{spec, strides.vec(), offset, dtype, device});
   layout->dense = is_dense(spec.shape(), strides);
   layout->local_strides = strides_in_order(spec.local_shape(), strides);
-  layout->keys = keys_for(device);
+  auto shown = c10::make_intrusive<ShardImpl>(keys_for(device), at::scalarTypeToTypeMeta(dtype), device);
+  shown->set_sizes_and_strides(spec.shape(), strides, offset);
+  layout->shown = std::move(shown);
   return interned(std::move(layout));
 }
 
@@ -125,12 +201,23 @@ at::Tensor wrap(at::Tensor local, LayoutPtr layout) {
     throw RuleError(concat("a local of shape ", local.sizes(), " where the spec ", layout->spec, " says ", list(layout->spec.local_shape()),
                            ": the rule that made it does not hold for these inputs"));
   }
-  const Layout& l = *layout;
-  const auto dtype = local.dtype();
-  const auto device = local.device();
-  auto impl = c10::make_intrusive<ShardImpl>(l.keys, dtype, device, c10::make_intrusive<ShardMeta>(std::move(local), std::move(layout)));
-  impl->set_sizes_and_strides(l.sizes(), l.strides, l.offset);
-  return at::Tensor(std::move(impl));
+  if (local.scalar_type() != layout->dtype || local.device() != layout->device)
+    layout = make_layout(layout->spec, layout->strides, layout->offset, local.scalar_type(), local.device());
+  const bool conj = local.is_conj(), neg = local.is_neg();
+  at::Tensor t = wrap_checked(std::move(local), layout);
+  if (conj) t.unsafeGetTensorImpl()->_set_conj(true);  // libtorch asks the wrapper who has to resolve it
+  if (neg) t.unsafeGetTensorImpl()->_set_neg(true);
+  return t;
+}
+
+at::Tensor wrap_checked(at::Tensor local, const LayoutPtr& layout) {
+  const auto& shown = static_cast<const ShardImpl&>(*layout->shown);
+  return at::Tensor(c10::make_intrusive<ShardImpl>(shown, shown.key_set(), c10::make_intrusive<ShardMeta>(std::move(local), layout)));
+}
+
+void as_view_of_normal(const at::Tensor& made) {
+  auto* impl = static_cast<ShardImpl*>(made.unsafeGetTensorImpl());
+  if (impl->is_inference()) impl->make_normal();
 }
 
 at::Tensor aligned(at::Tensor local, const Layout& layout) {

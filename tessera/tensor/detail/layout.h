@@ -32,7 +32,7 @@ struct Layout {
   // Derived by make_layout:
   bool dense = true;  // non-overlapping and dense, so that local_strides says how a fresh local must lie
   Dims local_strides = {};
-  c10::DispatchKeySet keys = {};
+  c10::intrusive_ptr<c10::TensorImpl> shown = {};  // sizes, strides and keys as a wrapper shows them, worked out once
 
   const Dims& sizes() const { return spec.shape(); }
   bool same(const Layout& o) const {
@@ -71,6 +71,10 @@ inline ShardMeta* meta_of(const at::TensorBase& t) {
 
 /// A tensor of the global shape over `local`, whose shape must be the layout's local one (checked: a rule that predicted another one is wrong).
 at::Tensor wrap(at::Tensor local, LayoutPtr layout);
+/// wrap() of a local whose shape the caller has compared.
+at::Tensor wrap_checked(at::Tensor local, const LayoutPtr& layout);
+/// A tensor that is made in inference mode is no inference tensor if it is a view of one that is none.
+void as_view_of_normal(const at::Tensor& made);
 /// wrap(), with the local first laid out as the layout says where both are dense. For results that do not alias anything.
 at::Tensor wrap_fresh(at::Tensor local, const LayoutPtr& layout);
 /// The local laid out as the layout demands: itself if it already is.

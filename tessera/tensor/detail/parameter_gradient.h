@@ -26,5 +26,6 @@ void reduce_parameters(const std::vector<std::pair<std::string, at::Tensor>>& pa
 
 /// The reducers of the module's sharded parameters, each once.
 std::vector<std::shared_ptr<GradientReducer>> reducers_of(const torch::nn::Module& module);
+std::vector<std::shared_ptr<GradientReducer>> reducers_of(const std::vector<at::Tensor>& parameters);
 
 }  // namespace tessera::detail

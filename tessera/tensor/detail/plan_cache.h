@@ -4,6 +4,7 @@
 
 #include <c10/util/SmallVector.h>
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -22,10 +23,11 @@ enum Mark : std::uint64_t { kNone = 1, kUndefined, kWrapped, kList, kTrue, kFals
 using Key = c10::SmallVector<std::uint64_t, 24>;
 
 struct KeyHash {
-  std::size_t operator()(const Key& key) const {
-    std::uint64_t h = key.size();
-    for (const auto word : key) {
-      h = (h ^ word) * 0x9e3779b97f4a7c15ull;
+  std::size_t operator()(const Key& key) const { return of(key.data(), key.size()); }
+  static std::size_t of(const std::uint64_t* words, std::size_t n) {
+    std::uint64_t h = n;
+    for (std::size_t i = 0; i < n; ++i) {
+      h = (h ^ words[i]) * 0x9e3779b97f4a7c15ull;
       h ^= h >> 29;
     }
     return h;
@@ -33,7 +35,14 @@ struct KeyHash {
 };
 
 struct KeyEqual {
-  bool operator()(const Key& a, const Key& b) const { return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0; }
+  bool operator()(const Key& a, const Key& b) const { return same(a, b.data(), b.size()); }
+  static bool same(const Key& a, const std::uint64_t* words, std::size_t n) {
+    if (a.size() != n) return false;
+    for (std::size_t i = 0; i < n; ++i) {
+      if (a[i] != words[i]) return false;
+    }
+    return true;
+  }
 };
 
 struct ReadyPlan {
@@ -92,7 +101,16 @@ class PlanCache {
   void added() { ++size_; }
   int depth = 0;  // of run_sharded() on this thread
 
+  /// The plans that unboxed kernels found last, a few for each of them: an entry of `plans`, or nothing.
+  struct Recent {
+    const Key* key = nullptr;
+    ReadyPlan* plan = nullptr;
+  };
+  static constexpr int kKernels = 32;
+  Recent& recent(int kernel, std::size_t hash) { return recent_[kernel][hash % recent_[kernel].size()]; }
+
  private:
+  std::array<std::array<Recent, 8>, kKernels> recent_;
   std::vector<OpPlans> ops_;
   std::size_t size_ = 0;
 };

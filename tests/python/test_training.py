@@ -1,0 +1,120 @@
+"""Accumulation without communication, and files, from Python."""
+
+import pytest
+import torch
+from torch import nn
+
+import tessera as ts
+from support import assert_same, on_ranks
+
+
+def build():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def batch(seed):
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_no_sync_sends_nothing_and_loses_nothing():
+    plain, nets = build(), [build() for _ in range(3)]
+    for seed in range(3):
+        plain(batch(seed)).square().sum().backward()
+
+    def body(rank):
+        mesh = ts.Mesh({"data": 3})
+        net = ts.distribute_module(nets[rank], mesh)
+
+        def step(seed):
+            net(ts.distribute_tensor(batch(seed), mesh, [ts.Shard(0)], {0: [3, 0, 2]})).square().sum().backward()
+
+        with ts.CommTrace() as trace:
+            with ts.no_sync(net):
+                step(0)
+                step(1)
+        assert trace.count == 0
+        assert ts.spec(net[0].weight.grad).placements == (ts.Partial("sum"),)
+        with ts.CommTrace() as trace:
+            step(2)
+        assert trace.count == 1, trace.table()
+        for mine, expected in zip(net.parameters(), plain.parameters()):
+            assert ts.spec(mine.grad).placements == (ts.Replicate(),)
+            assert_same(mine.grad, expected.grad)
+
+    on_ranks(3, body)
+
+
+def test_reduce_gradients_after_the_last_backward():
+    plain, nets = build(), [build() for _ in range(2)]
+    plain(batch(0)).square().sum().backward()
+
+    def body(rank):
+        mesh = ts.Mesh({"data": 2})
+        net = ts.distribute_module(nets[rank], mesh)
+        with pytest.raises(ZeroDivisionError), ts.no_sync(net):
+            net(ts.distribute_tensor(batch(0), mesh, [ts.Shard(0)])).square().sum().backward()
+            raise ZeroDivisionError
+        for _ in range(2):
+            ts.reduce_gradients(net)
+        for mine, expected in zip(net.parameters(), plain.parameters()):
+            assert ts.spec(mine.grad).placements == (ts.Replicate(),)
+            assert_same(mine.grad, expected.grad)
+
+    on_ranks(2, body)
+
+
+def test_what_one_mesh_saves_another_one_loads(tmp_path):
+    path, plain = tmp_path / "net.safetensors", build()
+    nets = [build() for _ in range(3)]
+
+    def save(rank):
+        mesh = ts.Mesh({"x": 3})
+        net = ts.distribute_module(nets[rank], mesh, lambda name, t: ([ts.Shard(0)], {0: [len(t), 0, 0]}) if t.dim() == 2 else None)
+        ts.save(net, mesh, path)
+
+    on_ranks(3, save)
+    others = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double() for _ in range(2)]
+
+    def load(rank):
+        mesh = ts.Mesh({"y": 2})
+        net = ts.distribute_module(others[rank], mesh, lambda name, t: [ts.Shard(t.dim() - 1)])
+        ts.load_into(net, mesh, path)
+        all_of_it = ts.load(path, mesh, {"0.weight": ([ts.Shard(1)], {1: [3, 1]}), "2.bias": [ts.Shard(0)]})
+        for name, expected in plain.named_parameters():
+            assert_same(dict(net.named_parameters())[name], expected, name)
+            assert_same(all_of_it[name], expected, name)
+        assert ts.spec(all_of_it["0.weight"]).sizes == {1: [3, 1]}
+        assert ts.spec(all_of_it["0.bias"]).placements == (ts.Replicate(),)
+        for placed in (ts.Shard(0),), ((ts.Shard(0),), {0: [1, 5]}), ([ts.Shard(0)], None):
+            assert ts.spec(ts.load(path, mesh, {"0.weight": placed})["0.weight"]).placements == (ts.Shard(0),)
+        with pytest.raises(RuntimeError, match="0.wieght, which is not in the file"):
+            ts.load(path, mesh, {"0.wieght": [ts.Shard(0)]})
+        with pytest.raises(RuntimeError, match="is not in the file"):
+            ts.load_into({"other": net[0].weight}, mesh, path)
+
+    on_ranks(2, load)
+
+
+def test_one_tensor(tmp_path):
+    value = torch.randn(5, 4)
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        ts.save(ts.distribute_tensor(value, mesh, [ts.Shard(0)], {0: [4, 1]}), mesh, tmp_path / "one.safetensors")
+        (name, got), = ts.load(tmp_path / "one.safetensors", mesh).items()
+        assert name == "tensor"
+        assert_same(got, value)
+
+    on_ranks(2, body)
+
+
+def test_autocast_on_ranks_as_threads_casts_for_each_rank():
+    """libtorch keeps one cache of casts for the process: the rank that leaves first would clear it under the others."""
+
+    def body(rank):
+        assert not torch.is_autocast_cache_enabled()
+
+    assert torch.is_autocast_cache_enabled()
+    on_ranks(2, body)
+    assert torch.is_autocast_cache_enabled()

@@ -1,0 +1,609 @@
+// What the mechanism keeps, rule by rule, on uneven shards and where it takes more than one tensor to break it. Suites are named after the rules;
+// what everything replicated can show is in mechanism_test.cpp.
+
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <map>
+#include <new>
+#include <thread>
+
+#include "support.h"
+#include "tessera/comm/trace.h"
+#include "tessera/tensor/distribute_module.h"
+#include "tessera/tensor/rule.h"
+
+namespace {
+// Allocations of this thread, by operator new: what kernels allocate for values does not come this way.
+thread_local std::int64_t allocations = 0;
+}  // namespace
+
+void* operator new(std::size_t n) {
+  ++allocations;
+  if (void* p = std::malloc(n ? n : 1)) return p;
+  throw std::bad_alloc();
+}
+void operator delete(void* p) noexcept { std::free(p); }
+void operator delete(void* p, std::size_t) noexcept { std::free(p); }
+
+namespace tessera::test {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+const Sizes kUneven{3, 0, 2};
+
+// Three ranks, rows {3, 0, 2}.
+void on_three(const std::function<void(DistributedManager&, const DeviceMesh&)>& body) {
+  on_threads(3, [&](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::allow});
+    body(manager, manager.mesh({{"x", 3}}));
+  });
+}
+
+at::Tensor by_rows(const at::Tensor& value, const DeviceMesh& mesh, bool requires_grad = false) {
+  return leaf(value, ShardSpec(mesh, value.sizes().vec(), {Shard(0)}, {{0, kUneven}}), requires_grad);
+}
+
+std::map<std::string, int> calls(const CommTrace& trace) {
+  std::map<std::string, int> all;
+  for (const CommSummary& s : trace.summary()) all[s.operation] += static_cast<int>(s.count);
+  return all;
+}
+
+void expect_shown_alike(const at::Tensor& got, const at::Tensor& plain, const std::string& where) {
+  EXPECT_EQ(got.sizes(), plain.sizes()) << where;
+  EXPECT_EQ(got.strides(), plain.strides()) << where;
+  EXPECT_EQ(got.storage_offset(), plain.storage_offset()) << where;
+  EXPECT_EQ(got.is_contiguous(), plain.is_contiguous()) << where;
+  EXPECT_EQ(got.is_contiguous(at::MemoryFormat::ChannelsLast), plain.is_contiguous(at::MemoryFormat::ChannelsLast)) << where;
+  EXPECT_EQ(got.is_non_overlapping_and_dense(), plain.is_non_overlapping_and_dense()) << where;
+  EXPECT_EQ(got.numel(), plain.numel()) << where;
+}
+
+}  // namespace
+
+TEST(Rule01TrueStrides, OfViewsAndOfWhatIsMadeOfThem) {
+  on_three([](DistributedManager&, const DeviceMesh& mesh) {
+    const at::Tensor plain = randn({5, 4, 6, 2}), x = by_rows(plain, mesh);
+    const std::vector<std::pair<const char*, std::function<at::Tensor(const at::Tensor&)>>> views = {
+        {"transpose", [](const at::Tensor& t) { return t.transpose(0, 2); }},
+        {"permute", [](const at::Tensor& t) { return t.permute({3, 1, 0, 2}); }},
+        {"narrow", [](const at::Tensor& t) { return t.narrow(1, 1, 2); }},
+        {"slice with a step", [](const at::Tensor& t) { return t.slice(2, 1, 6, 2); }},
+        {"select", [](const at::Tensor& t) { return t.select(1, 3); }},
+        {"expand", [](const at::Tensor& t) { return t.unsqueeze(1).expand({5, 3, 4, 6, 2}); }},
+        {"diagonal", [](const at::Tensor& t) { return t.diagonal(0, 1, 2); }},
+        {"channels_last", [](const at::Tensor& t) { return t.contiguous(at::MemoryFormat::ChannelsLast); }},
+        {"view", [](const at::Tensor& t) { return t.view({5, 24, 2}); }},
+        {"detach of a view", [](const at::Tensor& t) { return t.transpose(1, 2).detach(); }},
+    };
+    for (const auto& [name, view] : views) {
+      const at::Tensor got = view(x), expected = view(plain);
+      expect_shown_alike(got, expected, name);
+      expect_shown_alike(got * 2, expected * 2, concat(name, " times two"));
+      expect_shown_alike(got.clone(), expected.clone(), concat("clone of ", name));
+      EXPECT_EQ(difference(got, expected), 0) << name;
+    }
+    // Given strides are those of the global tensor, and never reach the local.
+    const at::Tensor t = by_rows(randn({5, 6}), mesh);
+    EXPECT_EQ(difference(at::_reshape_alias(t, {5, 2, 3}, {6, 3, 1}), whole(t).view({5, 2, 3})), 0);
+  });
+}
+
+// A fused kernel walks all its tensors in one order, that of the memory of the first.
+TEST(Rule02RankInvariant, LocalsOfOneKernelLieAlike) {
+  on_three([](DistributedManager&, const DeviceMesh& mesh) {
+    const at::Tensor value = randn({5, 4}, at::kDouble), slope = randn({5, 4}, at::kDouble);
+    const auto step = [&](const std::function<at::Tensor(const at::Tensor&)>& place) {
+      // All lie transposed in memory; the kernel asks nobody.
+      const at::Tensor p = place(value.t().contiguous().t()), g = place(slope.t().contiguous().t()), momentum = at::zeros_like(p);
+      at::_fused_sgd_({p}, {g}, {momentum}, 0.1, 0.9, 0.5, 0, true, false, true);
+      at::_fused_sgd_({p}, {g}, {momentum}, 0.1, 0.9, 0.5, 0, true, false, false);
+      return std::make_pair(p, momentum);
+    };
+    const auto expected = step([](const at::Tensor& t) { return t.clone(); });
+    const auto got = step([&](const at::Tensor& t) { return leaf(t, ShardSpec::replicated(mesh, t.sizes().vec()), false); });
+    EXPECT_LT(difference(got.first, expected.first), 1e-14);
+    EXPECT_LT(difference(got.second, expected.second), 1e-14);
+    try {
+      const auto sharded = step([&](const at::Tensor& t) { return by_rows(t, mesh); });
+      EXPECT_LT(difference(sharded.first, expected.first), 1e-14);
+      EXPECT_LT(difference(sharded.second, expected.second), 1e-14);
+    } catch (const NoRuleError&) {
+    }
+  });
+}
+
+TEST(Rule05WritesToViews, AsStridedIsDecodedOrRefused) {
+  on_three([](DistributedManager&, const DeviceMesh& mesh) {
+    const at::Tensor plain = randn({5, 4});
+    for (const bool sharded : {false, true}) {
+      const at::Tensor x = sharded ? by_rows(plain, mesh) : leaf(plain, ShardSpec::replicated(mesh, {5, 4}), false);
+      int equal = 0;
+      for (const auto& [size, stride, offset] : std::vector<std::tuple<std::vector<std::int64_t>, std::vector<std::int64_t>, std::int64_t>>{
+               {{5, 4}, {4, 1}, 0}, {{4, 5}, {1, 4}, 0}, {{5, 2}, {4, 1}, 1}, {{3, 3}, {1, 1}, 2}, {{2, 7}, {9, 1}, 0}}) {
+        try {
+          EXPECT_EQ(difference(x.as_strided(size, stride, offset), plain.as_strided(size, stride, offset)), 0) << "strides " << list(stride);
+          ++equal;
+        } catch (const ShardingError&) {
+        }
+      }
+      EXPECT_GE(equal, sharded ? 1 : 5);
+    }
+  });
+}
+
+// A tangent is carried, or refused: it is never dropped.
+TEST(Rule11Promotion, ForwardModeTangents) {
+  const auto level = torch::autograd::ForwardADLevel::get_next_idx();  // the process has one
+  on_three([level](DistributedManager&, const DeviceMesh& mesh) {
+    const at::Tensor value = randn({5, 4}, at::kDouble), along = randn({5, 4}, at::kDouble), w = randn({5, 4}, at::kDouble);
+    const auto number = static_cast<std::int64_t>(level);
+    int carried = 0;
+    for (const auto& [name, f] : std::vector<std::pair<const char*, std::function<at::Tensor(const at::Tensor&)>>>{
+             {"mul", [&](const at::Tensor& t) { return t * t; }},
+             {"mul with a plain one", [&](const at::Tensor& t) { return t * w; }},
+             {"exp", [&](const at::Tensor& t) { return t.exp(); }},
+             {"t", [&](const at::Tensor& t) { return t.t(); }},
+             {"detach", [&](const at::Tensor& t) { return t.detach() + t; }},
+             {"add_", [&](const at::Tensor& t) { return t.clone().add_(t); }}}) {
+      const at::Tensor plain = at::_make_dual(value, along, number);
+      const at::Tensor expected = std::get<1>(at::_unpack_dual(f(plain), number));
+      for (const bool sharded : {false, true}) {
+        const auto place = [&](const at::Tensor& t) { return sharded ? by_rows(t, mesh) : leaf(t, ShardSpec::replicated(mesh, {5, 4}), false); };
+        at::Tensor tangent;
+        try {
+          const at::Tensor dual = at::_make_dual(place(value), place(along), number);
+          tangent = std::get<1>(at::_unpack_dual(f(dual), number));
+        } catch (const Error&) {
+          continue;
+        }
+        ASSERT_TRUE(tangent.defined()) << name << ": the tangent is lost";
+        EXPECT_LT(difference(tangent, expected), 1e-14) << name << " sharded " << sharded;
+        ++carried;
+      }
+    }
+    EXPECT_GE(carried, 5) << "of replicated tensors at least";
+  });
+  torch::autograd::ForwardADLevel::release_idx(level);
+}
+
+TEST(Rule12SeveralUses, OfAPlainTensorAreReducedOnce) {
+  on_three([](DistributedManager& manager, const DeviceMesh& mesh) {
+    const at::Tensor w = randn({4, 4}, at::kDouble).requires_grad_(true), expected = w.detach().clone().requires_grad_(true);
+    const at::Tensor value = randn({5, 4}, at::kDouble), x = by_rows(value, mesh);
+    const auto loss = [](const at::Tensor& in, const at::Tensor& by) { return in.mm(by).mm(by).mm(by).square(); };
+    for (int i = 0; i < 2; ++i) {
+      loss(value, expected).sum().backward();
+      const at::Tensor l = loss(x, w).sum();
+      full_tensor(l);
+      const CommTraceScope trace(manager);
+      l.backward();
+      EXPECT_EQ(calls(*trace), (std::map<std::string, int>{{"all_reduce", 1}})) << trace->table();
+      EXPECT_FALSE(is_sharded(w.grad()));
+      EXPECT_LT(difference(w.grad(), expected.grad()), 1e-13) << "backward " << i;
+    }
+    // Two graphs that live at the same time, and a value that changes between them.
+    const at::Tensor first = loss(x, w).sum(), plain_first = loss(value, expected).sum();
+    const auto both = torch::autograd::grad({loss(x, w * 2).sum() + loss(x, w).sum()}, {w});
+    EXPECT_LT(difference(both[0], torch::autograd::grad({loss(value, expected * 2).sum() + loss(value, expected).sum()}, {expected})[0]), 1e-13);
+    EXPECT_LT(difference(torch::autograd::grad({first}, {w})[0], torch::autograd::grad({plain_first}, {expected})[0]), 1e-13);
+    {
+      const at::NoGradGuard no_grad;
+      w.mul_(0.5);
+      expected.mul_(0.5);
+    }
+    EXPECT_LT(difference(torch::autograd::grad({loss(x, w).sum()}, {w})[0], torch::autograd::grad({loss(value, expected).sum()}, {expected})[0]),
+              1e-13);
+  });
+}
+
+// A user's function of a sharded and a plain tensor: what it returns in backward is sharded for both.
+struct Scaled : torch::autograd::Function<Scaled> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& w) {
+    ctx->save_for_backward({x, w});
+    return x * w;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
+    const auto saved = ctx->get_saved_variables();
+    return {g[0] * saved[1], (g[0] * saved[0]).sum(0)};
+  }
+};
+
+// One whose gradient of a sharded tensor is plain: the whole of it, on every rank.
+struct WithPlainGradient : torch::autograd::Function<WithPlainGradient> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x) {
+    ctx->save_for_backward({x});
+    return x * x;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& g) { return {whole(g[0]) * whole(ctx->get_saved_variables()[0]) * 2}; }
+};
+
+TEST(Rule13KindsOfGradients, APlainLeafGetsAPlainReducedOneFromAUsersFunction) {
+  on_three([](DistributedManager&, const DeviceMesh& mesh) {
+    const at::Tensor value = randn({5, 4}, at::kDouble), x = by_rows(value, mesh, true), px = value.clone().requires_grad_(true);
+    const at::Tensor w = randn({4}, at::kDouble).requires_grad_(true), pw = w.detach().clone().requires_grad_(true);
+    for (int i = 0; i < 2; ++i) {
+      // A leaf, and a result of an operator on plain tensors.
+      (Scaled::apply(x, w).square().sum() + Scaled::apply(x, w.exp()).sum()).backward();
+      (Scaled::apply(px, pw).square().sum() + Scaled::apply(px, pw.exp()).sum()).backward();
+      EXPECT_FALSE(is_sharded(w.grad()));
+      EXPECT_TRUE(is_sharded(x.grad()));
+      EXPECT_LT(difference(w.grad(), pw.grad()), 1e-13) << "backward " << i;
+      EXPECT_LT(difference(x.grad(), px.grad()), 1e-13) << "backward " << i;
+    }
+    torch::optim::SGD opt({w}, 0.1), plain_opt({pw}, 0.1);
+    opt.step();
+    plain_opt.step();
+    EXPECT_LT(difference(w, pw), 1e-13);
+  });
+}
+
+TEST(Rule13KindsOfGradients, AShardedParameterTakesAPlainOne) {
+  on_three([](DistributedManager&, const DeviceMesh& mesh) {
+    torch::nn::Linear net(4, 5), expected(4, 5);
+    for (auto* m : {&net, &expected}) {
+      (*m)->to(at::kDouble);
+      fill(**m, 3);
+    }
+    distribute_module(*net, mesh, {{"weight", {{Shard(0)}, {{0, kUneven}}}}});
+    torch::optim::Adam opt(net->parameters(), 0.1), plain_opt(expected->parameters(), 0.1);
+    const at::Tensor value = randn({3, 4}, at::kDouble);
+    for (int i = 0; i < 2; ++i) {
+      for (int part = 0; part < 2; ++part) {
+        // The one term is plain, the other sharded.
+        (WithPlainGradient::apply(net->weight).sum() + net(distribute_tensor(value, mesh, {Replicate()})).square().sum()).backward();
+        (WithPlainGradient::apply(expected->weight).sum() + expected(value).square().sum()).backward();
+        ASSERT_TRUE(is_sharded(net->weight.grad()));
+        EXPECT_TRUE(spec(net->weight.grad()) == spec(net->weight));
+        EXPECT_LT(difference(net->weight.grad(), expected->weight.grad()), 1e-13);
+      }
+      opt.step();
+      plain_opt.step();
+      EXPECT_LT(difference(net->weight, expected->weight), 1e-13);
+    }
+  });
+}
+
+TEST(Rule13KindsOfGradients, AStepOfAPlainLeafWithAShardedGradientIsRightOrRefused) {
+  on_three([](DistributedManager&, const DeviceMesh& mesh) {
+    const at::Tensor start = randn({5}, at::kDouble), slope = randn({5}, at::kDouble);
+    for (const bool adam : {false, true}) {
+      const auto step = [&](const at::Tensor& gradient) {
+        const at::Tensor w = start.clone().requires_grad_(true);
+        w.mutable_grad() = gradient;
+        std::unique_ptr<torch::optim::Optimizer> opt;
+        if (adam) {
+          opt = std::make_unique<torch::optim::Adam>(std::vector<at::Tensor>{w}, 0.1);
+        } else {
+          opt = std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{w}, 0.1);
+        }
+        try {
+          opt->step();
+        } catch (const ShardingError&) {
+          EXPECT_EQ(difference(w, start), 0) << "refused, and untouched";
+          return at::Tensor();
+        }
+        EXPECT_FALSE(is_sharded(w));
+        return w.detach();
+      };
+      const at::Tensor got = step(by_rows(slope, mesh));
+      if (got.defined()) {
+        EXPECT_LT(difference(got, step(slope)), 1e-14);
+      }
+    }
+  });
+}
+
+TEST(Rule14Accumulation, OfTermsInTheEnginesOwnSum) {
+  on_three([](DistributedManager& manager, const DeviceMesh& mesh) {
+    // One node gets a partial and a replicated gradient: their sum is partial, and nothing is sent for it.
+    const at::Tensor value = randn({4}, at::kDouble), data = randn({5, 4}, at::kDouble);
+    const at::Tensor w = leaf(value, ShardSpec::replicated(mesh, {4})), pw = value.clone().requires_grad_(true);
+    const at::Tensor x = by_rows(data, mesh);
+    const at::Tensor l = (x * w.exp()).sum() + w.exp().square().sum();
+    full_tensor(l);
+    const CommTraceScope trace(manager);
+    l.backward();
+    EXPECT_TRUE(trace->events().empty()) << trace->table();
+    ((data * pw.exp()).sum() + pw.exp().square().sum()).backward();
+    EXPECT_LT(difference(w.grad(), pw.grad()), 1e-13);
+  });
+}
+
+// Runs its body's backward inside its own.
+struct Nested : torch::autograd::Function<Nested> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& w) {
+    ctx->saved_data["w"] = w;
+    ctx->save_for_backward({x});
+    const at::NoGradGuard no_grad;
+    return torch::tanh(x.mm(w));
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
+    const at::Tensor x = ctx->get_saved_variables()[0].detach().requires_grad_(), w = ctx->saved_data["w"].toTensor();
+    at::Tensor y;
+    {
+      const at::AutoGradMode grad(true);
+      y = torch::tanh(x.mm(w));
+    }
+    torch::autograd::backward({y}, {g[0]});
+    return {x.grad(), at::Tensor()};
+  }
+};
+
+TEST(Rule15EndOfBackward, OfANestedOneFlushesNothingTwice) {
+  on_three([](DistributedManager& manager, const DeviceMesh& mesh) {
+    torch::nn::Linear net(4, 4), expected(4, 4);
+    for (auto* m : {&net, &expected}) {
+      (*m)->to(at::kDouble);
+      fill(**m, 2);
+    }
+    distribute_module(*net, mesh);
+    const auto loss = [](torch::nn::Linear& m, const at::Tensor& x) { return Nested::apply(Nested::apply(m(x), m->weight), m->weight).sum(); };
+    for (int i = 0; i < 3; ++i) {
+      const at::Tensor x = randn({5, 4}, at::kDouble);
+      loss(expected, x).backward();
+      loss(net, by_rows(x, mesh)).backward();
+      for (const bool bias : {false, true}) {
+        const at::Tensor p = bias ? net->bias : net->weight;
+        EXPECT_TRUE(spec(p.grad()) == spec(p));
+        EXPECT_LT(difference(p.grad(), bias ? expected->bias.grad() : expected->weight.grad()), 1e-13) << "backward " << i;
+      }
+    }
+    // grad() runs no hooks of parameters: what it returns is partial, and .grad() stays as it is.
+    const at::Tensor before = whole(net->weight.grad()).clone(), x = randn({5, 4}, at::kDouble);
+    const auto g = torch::autograd::grad({net(by_rows(x, mesh)).square().sum()}, {net->weight});
+    EXPECT_LT(difference(g[0], torch::autograd::grad({expected(x).square().sum()}, {expected->weight})[0]), 1e-13);
+    const CommTraceScope trace(manager);
+    reduce_gradients(*net);
+    EXPECT_TRUE(trace->events().empty()) << "nothing is owed";
+    EXPECT_EQ(difference(net->weight.grad(), before), 0);
+  });
+}
+
+TEST(Rule15EndOfBackward, BucketsStartInAFixedOrder) {
+  on_three([](DistributedManager& manager, const DeviceMesh& mesh) {
+    // Of the same size: sent in order of arrival they would be mixed up in silence.
+    struct Two : torch::nn::Module {
+      at::Tensor a = register_parameter("a", at::full({4}, 2.0, at::kDouble)), b = register_parameter("b", at::full({4}, 3.0, at::kDouble));
+    };
+    const auto two = std::make_shared<Two>();
+    distribute_module(*two, mesh, ModuleRule(), {.first_bucket_bytes = 1, .bucket_bytes = 1});
+    const at::Tensor value = randn({5, 4}, at::kDouble), x = by_rows(value, mesh);
+    // The engine takes the node that was made last: the ranks' gradients arrive in different orders.
+    at::Tensor of_a, of_b;
+    if (manager.rank() == 1) {
+      of_a = (x * two->a).sum();
+      of_b = (x * 10 * two->b).sum();
+    } else {
+      of_b = (x * 10 * two->b).sum();
+      of_a = (x * two->a).sum();
+    }
+    (of_a + of_b).backward();
+    EXPECT_LT(difference(two->a.grad(), value.sum(0)), 1e-13);
+    EXPECT_LT(difference(two->b.grad(), value.sum(0) * 10), 1e-13);
+  });
+}
+
+// Formulas and composites that make plain tensors of the global shape: none may meet sharded ones.
+TEST(Rule16PlainTemporaries, MeetNothingInBackward) {
+  on_three([](DistributedManager& manager, const DeviceMesh& mesh) {
+    set_policies(manager, {.redistribution = Policy::allow, .promotion = Policy::error});
+    using F = std::function<at::Tensor(const at::Tensor&)>;
+    for (const std::int64_t d : {0, 1}) {
+      const std::vector<std::pair<const char*, F>> all = {
+          {"max", [d](const at::Tensor& t) { return std::get<0>(t.max(d)); }},
+          {"min", [d](const at::Tensor& t) { return std::get<0>(t.min(d)); }},
+          {"median", [d](const at::Tensor& t) { return std::get<0>(t.median(d)); }},
+          {"mode", [d](const at::Tensor& t) { return std::get<0>(t.mode(d)); }},
+          {"kthvalue", [d](const at::Tensor& t) { return std::get<0>(t.kthvalue(2, d)); }},
+          {"topk", [d](const at::Tensor& t) { return std::get<0>(t.topk(2, d)); }},
+          {"sort", [d](const at::Tensor& t) { return std::get<0>(t.sort(d)); }},
+          {"cummax", [d](const at::Tensor& t) { return std::get<0>(t.cummax(d)); }},
+          {"cummin", [d](const at::Tensor& t) { return std::get<0>(t.cummin(d)); }},
+          {"trace", [](const at::Tensor& t) { return t.trace(); }},
+          {"select", [d](const at::Tensor& t) { return t.select(d, 1); }},
+          {"slice", [d](const at::Tensor& t) { return t.slice(d, 1, 3); }},
+          {"diagonal", [](const at::Tensor& t) { return t.diagonal(); }},
+          {"index_select",
+           [d](const at::Tensor& t) {
+             const at::Tensor index = at::tensor({2, 0});
+             return t.index_select(d, is_sharded(t) ? distribute_tensor(index, spec(t).mesh(), {Replicate()}) : index);
+           }},
+      };
+      for (const auto& [name, f] : all) {
+        const at::Tensor value = randn({5, 4}, at::kDouble), x = by_rows(value, mesh, true), p = value.clone().requires_grad_(true);
+        f(p).square().sum().backward();
+        ASSERT_NO_THROW(f(x).square().sum().backward()) << name << " along " << d;
+        EXPECT_LT(difference(x.grad(), p.grad()), 1e-13) << name << " along " << d;
+      }
+    }
+    namespace F2 = torch::nn::functional;
+    const at::Tensor value = randn({5, 2, 4, 3}, at::kDouble), x = by_rows(value, mesh, true), p = value.clone().requires_grad_(true);
+    const auto pad = [](const at::Tensor& t) { return F2::pad(t, F2::PadFuncOptions({1, 2, 1, 1}).mode(torch::kCircular)).square().sum(); };
+    pad(p).backward();
+    ASSERT_NO_THROW(pad(x).backward());
+    EXPECT_LT(difference(x.grad(), p.grad()), 1e-13);
+  });
+}
+
+// Engine and kernels on side streams. Without a device there is no stream.
+TEST(Rule20Streams, OfForwardAndBackwardMayDiffer) {
+  if (!c10::impl::hasDeviceGuardImpl(c10::kCUDA) || at::detail::getCUDAHooks().deviceCount() == 0) GTEST_SKIP() << "no CUDA device";
+  on_threads(1, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 1}});
+    const c10::Device device(c10::kCUDA, 0);
+    const at::Tensor value = randn({64, 64}).to(device), weight = randn({64, 64}).to(device);
+    const at::Tensor px = value.clone().requires_grad_(true);
+    px.mm(weight).relu().sum().backward();
+    const at::Tensor x = leaf(value, ShardSpec(mesh, {64, 64}, {Shard(0)}));
+    const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
+    const c10::Stream side = guard.getStreamFromGlobalPool(device);
+    guard.synchronizeDevice(0);
+    at::Tensor loss;
+    {
+      const c10::StreamGuard on(side);
+      loss = x.mm(distribute_tensor(weight, mesh, {Replicate()})).relu().sum();
+    }
+    guard.synchronizeDevice(0);
+    loss.backward();
+    guard.synchronizeDevice(0);
+    EXPECT_LT(difference(x.grad().cpu(), px.grad().cpu()), 1e-5);
+  });
+}
+
+TEST(Rule21FullySharded, ThePartIsSavedAndGradientsAreScattered) {
+  on_three([](DistributedManager& manager, const DeviceMesh& mesh) {
+    set_policies(manager, {.redistribution = Policy::error});  // only parameters may be gathered unasked
+    torch::nn::Linear net(4, 5), expected(4, 5);
+    for (auto* m : {&net, &expected}) {
+      (*m)->to(at::kDouble);
+      fill(**m, 2);
+    }
+    distribute_module(*net, mesh, {{"weight", {{Shard(0)}, {{0, kUneven}}}}});
+    const at::Tensor value = randn({5, 4}, at::kDouble), x = by_rows(value, mesh, true);
+    const CommTraceScope trace(manager);
+    const at::Tensor y = net(x);
+    EXPECT_EQ(calls(*trace), (std::map<std::string, int>{{"all_gather", 1}})) << trace->table();
+    EXPECT_TRUE(is_sharded(net->weight) && placements(net->weight)[0].is_shard()) << "as before";
+    // t() of a parameter is a new tensor each time, and a parameter all the same.
+    trace->clear();
+    const at::Tensor z = y.mm(net->weight);
+    EXPECT_EQ(calls(*trace), (std::map<std::string, int>{{"all_gather", 1}})) << trace->table();
+    trace->clear();
+    const at::Tensor loss = z.square().sum();
+    EXPECT_TRUE(trace->events().empty()) << trace->table();
+    loss.backward();
+    auto moved = calls(*trace);
+    EXPECT_EQ(moved["all_gather"], 2) << "what was saved are the parts: each use gathers once more\n" << trace->table();
+    EXPECT_EQ(moved["reduce_scatter"], 1) << "of both uses' sum\n" << trace->table();
+    EXPECT_TRUE(spec(net->weight.grad()) == spec(net->weight));
+    expected(value).mm(expected->weight).square().sum().backward();
+    EXPECT_LT(difference(net->weight.grad(), expected->weight.grad()), 1e-13);
+  });
+}
+
+// In every step of a sequence the same weights are used.
+TEST(Rule21FullySharded, ARecurrentLayerGathersItsWeightsOnce) {
+  on_three([](DistributedManager& manager, const DeviceMesh& mesh) {
+    set_policies(manager, {.redistribution = Policy::error});
+    constexpr std::int64_t kSteps = 6;
+    const at::Tensor value = randn({kSteps, 5, 4}, at::kDouble);
+    const auto compare = [&](const char* name, auto make, int gates) {
+      auto net = make(), expected = make();
+      for (auto* m : {&net, &expected}) {
+        (*m)->to(at::kDouble);
+        fill(**m, 3);
+      }
+      const Sizes rows{3 * gates, 0, 2 * gates};
+      distribute_module(*net, mesh, {{"*", {{Shard(0)}, {{0, rows}}}}});
+      torch::optim::SGD opt(net->parameters(), 0.1), plain_opt(expected->parameters(), 0.1);
+      for (int step = 0; step < 2; ++step) {
+        // The input's own history ends the layer's backward; a leaf, and one that needs no gradient, leave that to the end of backward.
+        const at::Tensor leaf_x = leaf(value, ShardSpec(mesh, value.sizes().vec(), {Shard(1)}, {{1, {1, 4, 0}}})),
+                         plain_x = value.clone().requires_grad_(true);
+        const CommTraceScope trace(manager);
+        const at::Tensor y = std::get<0>(net->forward(step == 0 ? leaf_x * 2 : leaf_x));
+        EXPECT_EQ(calls(*trace), (std::map<std::string, int>{{"all_gather", 8}})) << name << ": two layers of four parameters\n" << trace->table();
+        trace->clear();
+        const at::Tensor loss = y.square().sum();
+        loss.backward();
+        EXPECT_LE(calls(*trace)["all_gather"], 4) << name << ": both weights of each layer\n" << trace->table();
+        std::get<0>(expected->forward(step == 0 ? plain_x * 2 : plain_x)).square().sum().backward();
+        EXPECT_LT(difference(leaf_x.grad(), plain_x.grad()), 1e-12) << name;
+        for (std::size_t i = 0; i < net->parameters().size(); ++i)
+          EXPECT_LT(difference(net->parameters()[i].grad(), expected->parameters()[i].grad()), 1e-12) << name << " parameter " << i;
+        // What a step writes is gathered anew.
+        opt.step();
+        plain_opt.step();
+        opt.zero_grad();
+        plain_opt.zero_grad();
+        const c10::InferenceMode inference;
+        EXPECT_LT(difference(std::get<0>(net->forward(leaf_x)), std::get<0>(expected->forward(plain_x))), 1e-12) << name;
+      }
+    };
+    compare("LSTM", [] { return torch::nn::LSTM(torch::nn::LSTMOptions(4, 5).num_layers(2)); }, 4);
+    compare("GRU", [] { return torch::nn::GRU(torch::nn::GRUOptions(4, 5).num_layers(2)); }, 3);
+    compare("RNN", [] { return torch::nn::RNN(torch::nn::RNNOptions(4, 5).num_layers(2)); }, 1);
+  });
+}
+
+TEST(Rule22Speed, ARuleRunsOnceForEachCombination) {
+  static std::atomic<int> asked = 0;
+  static auto library = [] {
+    torch::Library lib(torch::Library::FRAGMENT, "tessera_rules_test", std::nullopt, __FILE__, __LINE__);
+    lib.def("scaled(Tensor x, float by) -> Tensor");
+    lib.impl("scaled", torch::dispatch(c10::DispatchKey::CPU, [](const at::Tensor& t, double by) { return t * by; }));
+    return lib;
+  }();
+  register_rule("tessera_rules_test::scaled", [](const OpCall& c) {
+    ++asked;
+    Plan plan;
+    plan.outputs = {{c.tensor(0).spec, c.tensor(0).strides}};
+    return plan;
+  });
+  on_threads(1, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 1}});
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tessera_rules_test::scaled", "").typed<at::Tensor(const at::Tensor&, double)>();
+    const auto made = [&](std::int64_t rows) { return distribute_tensor(at::ones({rows, 2}), mesh, {Shard(0)}); };
+    EXPECT_TRUE(spec(made(3)) == spec(made(3)));
+    EXPECT_EQ(spec(made(3)).data().get(), spec(op.call(made(3), 2.0)).data().get()) << "specs are interned";
+    EXPECT_EQ(asked, 1);
+    for (int i = 0; i < 10; ++i) EXPECT_EQ(difference(op.call(made(3), i), at::full({3, 2}, static_cast<float>(i))), 0);
+    EXPECT_EQ(asked, 1) << "a number is no part of the key unless the rule asks for it";
+    op.call(made(4), 1.0);
+    op.call(made(4).t().contiguous().t(), 1.0);
+    EXPECT_EQ(asked, 3);
+    // Another thread has a cache of its own.
+    std::thread([&] { op.call(made(3), 1.0); }).join();
+    EXPECT_EQ(asked, 4);
+  });
+}
+
+TEST(Rule22Speed, AnOperatorAllocatesLittleMoreThanOnPlainTensors) {
+  on_threads(1, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 1}});
+    const at::Tensor a = randn({4, 8}), b = randn({4, 8}), w = randn({8, 3});
+    const at::Tensor sa = distribute_tensor(a, mesh, {Shard(0)}), sb = distribute_tensor(b, mesh, {Shard(0)}),
+                     sw = distribute_tensor(w, mesh, {Replicate()});
+    const auto counted = [](const std::function<void()>& f) {
+      for (int i = 0; i < 4; ++i) f();
+      const std::int64_t before = allocations;
+      for (int i = 0; i < 10; ++i) f();
+      return static_cast<double>(allocations - before) / 10;
+    };
+    const at::Tensor ga = a.clone().requires_grad_(true), gs = sa.detach().clone().requires_grad_(true);
+    struct Case {
+      const char* name;
+      double limit;
+      std::function<void()> plain, sharded;
+    };
+    // The wrapper, what it carries, and its version counter; of views also what replaying them takes.
+    const std::vector<Case> all = {
+        {"add", 3, [&] { a + b; }, [&] { sa + sb; }},
+        {"relu", 3, [&] { a.relu(); }, [&] { sa.relu(); }},
+        {"mm", 3, [&] { a.mm(w); }, [&] { sa.mm(sw); }},
+        {"add_", 0, [&] { a.add_(b); }, [&] { sa.add_(sb); }},
+        {"mul_ by a number", 0, [&] { a.mul_(0.5); }, [&] { sa.mul_(0.5); }},
+        {"detach", 0, [&] { a.detach(); }, [&] { sa.detach(); }},
+        {"add with grad", 3, [&] { ga + b; }, [&] { gs + sb; }},
+        {"t", 6, [&] { a.t(); }, [&] { sa.t(); }},
+        {"view", 10, [&] { a.view({4, 2, 4}); }, [&] { sa.view({4, 2, 4}); }},
+    };
+    for (const Case& c : all) {
+      const double plain = counted(c.plain), sharded = counted(c.sharded);
+      EXPECT_LE(sharded - plain, c.limit) << c.name << ": " << sharded << " beside " << plain;
+    }
+  });
+}
+
+}  // namespace tessera::test
