@@ -1,10 +1,13 @@
-// winds: forecasts next month's winds with a small convolutional network, trained data-parallel.
+// winds: forecasts next month's winds with a small convolutional network, trained on samples and latitudes that are cut over the ranks.
 //
 //   tessera run -n 2 -- winds --report winds.html
+//   tessera run -n 4 -- winds --mesh data=2,domain=2
 
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -18,7 +21,7 @@
 #include "report.h"
 #include "skill.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/manager.h"
+#include "tessera/comm/device_mesh.h"
 #include "tessera/data/netcdf_source.h"
 #include "training.h"
 
@@ -32,6 +35,7 @@ struct Settings {
   bool float64 = false;
   std::int64_t batch = 16;
   std::int64_t validation_years = 0;
+  std::vector<std::string> mesh;
   TrainingOptions training;
 };
 
@@ -39,6 +43,11 @@ Settings read_settings(int argc, char** argv) {
   Settings settings;
   CLI::App app{"Forecasts next month's winds with a small network, trained on 1982-1989 and judged on 1990-1992"};
   app.add_option("--data", settings.data, "netCDF file with UWND and VWND(TIME, lat, lon), months from January 1982")->capture_default_str();
+  app.add_option(
+         "--mesh", settings.mesh,
+         "Ranks along each axis, as data=2,domain=2: samples are cut over data, latitudes over domain. Default: domain is the largest of 3, 2 "
+         "and 1 that divides the number of ranks")
+      ->delimiter(',');
   app.add_option("--report", settings.report, "Write a report in HTML to this file");
   app.add_option("--epochs", settings.training.epochs, "Passes over the training samples")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--batch", settings.batch, "Samples of a step, over all ranks")->check(CLI::PositiveNumber)->capture_default_str();
@@ -62,6 +71,26 @@ Settings read_settings(int argc, char** argv) {
   return settings;
 }
 
+// "data=2", "domain=2" as a mesh of both axes over all ranks.
+std::vector<tessera::Axis> mesh_axes(const std::vector<std::string>& wanted, int ranks) {
+  int domain = ranks % 3 == 0 ? 3 : ranks % 2 == 0 ? 2 : 1;
+  if (wanted.empty()) return {{"data", ranks / domain}, {"domain", domain}};
+  std::vector<tessera::Axis> axes{{"data", 1}, {"domain", 1}};
+  for (const std::string& item : wanted) {
+    const auto equals = item.find('=');
+    const auto axis = std::find_if(axes.begin(), axes.end(), [&](const tessera::Axis& a) { return a.name == item.substr(0, equals); });
+    const std::string digits = equals == std::string::npos ? "" : item.substr(equals + 1);
+    int size = 0;
+    const auto [end, fault] = std::from_chars(digits.data(), digits.data() + digits.size(), size);
+    if (axis == axes.end() || fault != std::errc() || end != digits.data() + digits.size() || size < 1)
+      throw tessera::InvalidArgument(tessera::concat("--mesh: '", item, "' is not data=N or domain=N with a number from 1 on"));
+    axis->size = size;
+  }
+  if (axes[0].size * axes[1].size != ranks)
+    throw tessera::InvalidArgument(tessera::concat("--mesh: ", axes[0].size, " x ", axes[1].size, " is not the number of ranks, ", ranks));
+  return axes;
+}
+
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
@@ -78,17 +107,19 @@ void run(const Settings& settings) {
   const tessera::Group world = manager.world();
   const bool first = world.rank() == 0;
 
+  const tessera::DeviceMesh mesh = manager.mesh(mesh_axes(settings.mesh, world.size()));
+
   const tessera::NetcdfSource source(settings.data);
   const std::int64_t train_months = (8 - settings.validation_years) * months_a_year;
   const Months test{train_months, train_months + (settings.validation_years ? settings.validation_years : 3) * months_a_year};
-  const WindsData data(source, world, train_months, settings.batch, settings.float64 ? at::kDouble : at::kFloat);
-  const std::int64_t months_read = data.months_read();
+  const WindsData data(source, mesh, train_months, settings.batch, settings.float64 ? at::kDouble : at::kFloat);
+  const std::int64_t values_read = data.values_read();
   const double read_time = seconds_since(start);
 
   std::vector<double> losses;
   Progress progress(first ? terminal_columns() : 0);
   const auto training_start = std::chrono::steady_clock::now();
-  WindNet network = train(data, world, settings.training, [&](const Step& step, WindNet&) {
+  WindNet network = train(data, settings.training, [&](const Step& step, WindNet&) {
     losses.push_back(step.loss);
     char note[64];
     std::snprintf(note, sizeof note, "epoch %lld of %lld, RMS error %.3f m/s", static_cast<long long>(step.epoch + 1),
@@ -97,16 +128,13 @@ void run(const Settings& settings) {
   });
   const double training_time = seconds_since(training_start);
 
-  // Each rank forecasts its own months of the test.
+  // Each rank forecasts its own months and latitudes of the test.
   const auto test_start = std::chrono::steady_clock::now();
-  const Months mine = part_of(test, world.rank(), world.size());
-  std::vector<Forecast> forecasts = baselines(data, mine);
-  forecasts.push_back({"network", mine.count() ? forecast(network, data, mine) : forecasts[0].winds});
-  for (Forecast& f : forecasts) f.winds = gather_months(f.winds, test, world);
-  const at::Tensor truth = gather_months(mine.count() ? data.read(mine) : forecasts[0].winds.slice(0, 0, 0), test, world);
-  const auto ranges = world.gather_bytes(tessera::concat(data.own_samples().count(), " training samples, from ", months_read, " of ", train_months,
-                                                         " months; ", mine.count(), " forecasts"),
-                                         0);
+  std::vector<Forecast> forecasts = baselines(data, data.own(test));
+  forecasts.push_back({"network", forecast(network, data, test)});
+  for (Forecast& f : forecasts) f.winds = data.whole(f.winds, test);
+  const at::Tensor truth = data.whole(data.read(data.own(test)), test);
+  const auto read = world.gather_bytes(std::to_string(values_read), 0);
   if (!first) return;
 
   std::vector<Skill> skills;
@@ -119,18 +147,26 @@ void run(const Settings& settings) {
 
   std::int64_t weights = 0;
   for (const auto& p : network->parameters()) weights += p.numel();
+  std::vector<Owned> owned;
   std::string parts;
-  for (std::size_t r = 0; r < ranges.size(); ++r) parts += tessera::concat(r ? "<br>" : "", "rank ", r, ": ", ranges[r]);
+  const double all_values = static_cast<double>(variables * train_months * data.latitude().size(0) * data.longitude().size(0));
+  for (int r = 0; r < world.size(); ++r) {
+    owned.push_back(data.owned_by(r));
+    const Owned& o = owned.back();
+    parts += tessera::concat(r ? "<br>" : "", "rank ", r, ": ", o.samples.count(), " samples, ", o.rows.size(), " latitudes; ",
+                             std::lround(100 * std::stod(read[static_cast<std::size_t>(r)]) / all_values), " % of the training’s winds");
+  }
   const TrainingOptions& t = settings.training;
   write_report(
       {.facts = {{"ranks", tessera::concat(world.size(), ", started by ", manager.launch().launcher, ", ", at::get_num_threads(), " thread(s) each")},
+                 {"mesh", tessera::concat("data ", mesh.layout().size("data"), " × domain ", mesh.layout().size("domain"))},
                  {"backend", tessera::concat(world.backend(), " on ", manager.device().str())},
                  {"libtorch", TORCH_VERSION},
                  {"network", tessera::concat(t.network.layers, " convolutions of 3 × 3, ", t.network.hidden, " channels, ", weights, " weights, ",
                                              settings.float64 ? "float64" : "float32")},
                  {"training", tessera::concat(t.epochs, " epochs, ", losses.size(), " steps of ", settings.batch,
                                               " samples or fewer over all ranks, AdamW, seed ", t.seed)},
-                 {"who read what", parts},
+                 {"who has read what", parts},
                  {"start, reading, statistics", seconds(read_time)},
                  {"training time", seconds(training_time)},
                  {"forecasts and scores", seconds(test_time)},
@@ -141,6 +177,8 @@ void run(const Settings& settings) {
        .skills = skills,
        .forecast = forecasts.back().winds,
        .truth = truth,
+       .owned = owned,
+       .train_months = train_months,
        .latitude = data.latitude(),
        .longitude = data.longitude()},
       settings.report);

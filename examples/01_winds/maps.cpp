@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "charts.h"
+#include "image.h"
 #include "tessera/base/text.h"
 
 namespace winds {
@@ -20,40 +21,15 @@ Colour colour_at(const ColourScale& scale, double position) {
   return colour;
 }
 
-std::string base64(const std::string& bytes) {
-  static constexpr char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-  std::string text;
-  for (std::size_t i = 0; i < bytes.size(); i += 3) {
-    std::uint32_t group = 0;
-    for (std::size_t k = 0; k < 3; ++k) group = group << 8 | (i + k < bytes.size() ? static_cast<std::uint8_t>(bytes[i + k]) : 0u);
-    for (std::size_t k = 0; k < 4; ++k) text += i + k > bytes.size() ? '=' : digits[group >> (18 - 6 * k) & 63];
-  }
-  return text;
-}
-
-// An 8-bit BMP with the 256 colours of the scale: rows from the bottom, which here is the south, each padded to four bytes. The simplest image that
-// every browser shows.
 std::string bitmap(const at::Tensor& field, const MapOptions& options) {
-  const at::Tensor level = ((field.to(at::kDouble) / options.limit + 1) / 2 * 255).round().clamp(0, 255).to(at::kByte).contiguous();
-  const std::int64_t height = level.size(0), width = level.size(1), row = (width + 3) / 4 * 4;
-  std::string bytes = "BM";
-  const auto number = [&](std::int64_t value, int size) {
-    for (int i = 0; i < size; ++i) bytes += static_cast<char>(value >> (8 * i) & 255);
-  };
-  constexpr std::int64_t start = 14 + 40 + 4 * 256;
-  number(start + row * height, 4), number(0, 4), number(start, 4);
-  number(40, 4), number(width, 4), number(height, 4), number(1, 2), number(8, 2);
-  number(0, 4), number(row * height, 4), number(2835, 4), number(2835, 4), number(256, 4), number(0, 4);
+  at::Tensor colours = at::empty({256, 3}, at::kByte);
   for (int i = 0; i < 256; ++i) {
     const Colour c = colour_at(*options.colours, i / 255.0);
-    number(c[2], 1), number(c[1], 1), number(c[0], 1), number(0, 1);
+    std::copy(c.begin(), c.end(), colours.mutable_data_ptr<std::uint8_t>() + 3 * i);
   }
-  const auto* data = level.const_data_ptr<std::uint8_t>();
-  for (std::int64_t y = 0; y < height; ++y) {
-    bytes.append(reinterpret_cast<const char*>(data + y * width), static_cast<std::size_t>(width));
-    bytes.append(static_cast<std::size_t>(row - width), '\0');
-  }
-  return base64(bytes);
+  // Zeros alone have a limit of zero.
+  const at::Tensor level = (((field.flip(0).to(at::kDouble) / options.limit).nan_to_num(0) + 1) / 2 * 255).round().clamp(0, 255).to(at::kLong);
+  return pictures::image_uri(colours.index_select(0, level.flatten()).view({field.size(0), field.size(1), 3}));
 }
 
 std::string longitude_name(double east) {
@@ -92,8 +68,12 @@ std::string map_svg(const at::Tensor& field, const at::Tensor& latitude, const a
   out << "<svg class=map viewBox='0 0 " << left + w + 2 << ' ' << top + h + 18 << "' role=img><title>" << options.title << "</title>";
   out << "<text class=maptitle x=" << left << " y=11>" << options.title << "</text>";
   out << "<svg x=" << left << " y=" << top << " width=" << w << " height=" << h << " viewBox='0 0 " << w << ' ' << h << "' preserveAspectRatio=none>";
-  out << "<image x=0 y=" << -step_y / 2 << " width=" << w << " height=" << h + step_y << " preserveAspectRatio=none href='data:image/bmp;base64,"
-      << bitmap(field, options) << "' /></svg>";
+  out << "<image x=0 y=" << -step_y / 2 << " width=" << w << " height=" << h + step_y << " preserveAspectRatio=none href='" << bitmap(field, options)
+      << "' /></svg>";
+  for (const Band& band : options.bands)
+    out << "<rect x=" << left << " y=" << py(band.north) << " width=" << w << " height=" << py(band.south) - py(band.north) << " fill='"
+        << band.colour << "' fill-opacity=.45 stroke=#fff stroke-width=1.2 /><text class=owner text-anchor=middle x=" << left + w / 2
+        << " y=" << (py(band.north) + py(band.south)) / 2 + 4 << '>' << band.label << "</text>";
   for (double lat = -60; lat <= 60; lat += 30)
     out << "<line class=graticule x1=" << left << " x2=" << left + w << " y1=" << py(lat) << " y2=" << py(lat)
         << " /><text class=maptick text-anchor=end x=" << left - 3 << " y=" << py(lat) + 3 << '>' << latitude_name(lat) << "</text>";
@@ -113,7 +93,7 @@ std::string colour_bar(const MapOptions& options, const std::string& unit) {
   }
   out << "</linearGradient></defs><rect x=20 y=2 width=240 height=11 fill='url(#g" << options.colours << ")' class=frame style='fill:url(#g"
       << options.colours << ")' />";
-  for (const double tick : round_ticks(-options.limit, options.limit, 6))
+  for (const double tick : pictures::round_ticks(-options.limit, options.limit, 6))
     if (std::abs(tick) <= options.limit)
       out << "<text class=maptick text-anchor=middle x=" << 140 + 120 * tick / options.limit << " y=26>"
           << (tick > 0   ? "+"

@@ -18,10 +18,17 @@ using ColourScale = std::vector<Colour>;
 const ColourScale& blue_red();      ///< For winds: blue, white, red.
 const ColourScale& purple_green();  ///< For differences: purple, white, green.
 
+/// A strip of latitudes in a colour, over the map.
+struct Band {
+  double south = 0, north = 0;
+  std::string colour, label;
+};
+
 struct MapOptions {
   const ColourScale* colours = nullptr;
   double limit = 1;  ///< Colours span [-limit, limit]; what is beyond has the end's colour.
   std::string title;
+  std::vector<Band> bands = {};
 };
 
 /// `field`: [lat, lon], south to north, evenly spaced, on a whole circle of longitudes.

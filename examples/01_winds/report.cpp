@@ -2,20 +2,23 @@
 
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
-#include <fstream>
 #include <iomanip>
 #include <numeric>
 #include <sstream>
 
 #include "charts.h"
 #include "maps.h"
+#include "page.h"
 #include "tessera/base/text.h"
-#include "tessera/data/errors.h"
 
 namespace winds {
 
 namespace {
+
+using pictures::Chart;
+using pictures::Line;
+using pictures::round_ticks;
+using pictures::svg;
 
 constexpr const char* network_colour = "#c8553d";
 constexpr const char* damped_colour = "#2f6f8f";
@@ -23,39 +26,22 @@ constexpr const char* climatology_colour = "#a3adb8";
 constexpr const char* long_names[variables] = {"west–east wind (UWND)", "south–north wind (VWND)"};
 
 constexpr const char* style = R"(
-:root{color-scheme:light}
-body{margin:0;background:#f5f6f4;color:#1b2a41;font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Liberation Sans",sans-serif}
-main{max-width:1320px;margin:0 auto;padding:36px 28px 60px}
-h1{font-size:30px;line-height:1.2;margin:0 0 6px;letter-spacing:-.01em}
-h2{font-size:19px;margin:42px 0 4px}
-p{margin:4px 0 12px;max-width:78ch}
-.sub{color:#5b6778}
+h3{margin:14px 0 4px}
+h3:first-child{margin-top:0}
 .figures{display:grid;grid-template-columns:repeat(4,1fr);gap:14px;margin:26px 0 8px}
 .figure{background:#fff;border:1px solid #e2e5e3;border-radius:8px;padding:14px 18px}
 .figure b{display:block;font-size:29px;line-height:1.15;font-weight:650;font-variant-numeric:tabular-nums}
 .figure span{color:#5b6778;font-size:13px;line-height:1.35;display:block}
-.card{background:#fff;border:1px solid #e2e5e3;border-radius:8px;padding:16px 18px;margin:10px 0}
-.two{display:grid;grid-template-columns:1fr 1fr;gap:14px}
-.two .card{margin:10px 0 0}
 .three{display:grid;grid-template-columns:repeat(3,1fr);gap:8px 12px}
 .bars{display:grid;grid-template-columns:2fr 1fr;gap:12px;margin-top:4px}
-table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th,td{text-align:right;padding:7px 12px;border-bottom:1px solid #eceeec}
-th{font-weight:600;color:#5b6778;font-size:13px}
-th:first-child,td:first-child{text-align:left}
 tr.best td{font-weight:650;color:#c8553d;border-bottom:0}
 td.meter{width:34%;padding-right:4px}
 .meter i{display:block;height:12px;border-radius:2px}
 .facts td{text-align:left;padding:5px 12px 5px 0}.facts td:first-child{color:#5b6778;white-space:nowrap;width:190px}
-svg{display:block;width:100%;height:auto;overflow:visible}
-.chart text{font-size:12px;fill:#5b6778}.grid{stroke:#e8eae8}.axis,.mark{stroke:#8a94a0}
-.legend{margin:2px 0 0;font-size:13px;color:#45505f}.legend span{margin-right:18px;white-space:nowrap}
-.legend i{display:inline-block;width:18px;height:3px;border-radius:2px;margin-right:6px;vertical-align:middle}
 .map text{fill:#5b6778}.maptitle{font-size:11px;font-weight:600}.map .maptitle{fill:#1b2a41}.maptick{font-size:8.5px;fill:#5b6778}
 .graticule{stroke:#1b2a41;stroke-opacity:.16;stroke-width:.6}.frame{fill:none;stroke:#8a94a0;stroke-width:.8}
+.owner{font-size:11px;font-weight:600;fill:#1b2a41;paint-order:stroke;stroke:#fff;stroke-width:2.5px;stroke-opacity:.75}
 .bar{max-width:340px;margin:2px auto 0}
-h3{font-size:14px;margin:14px 0 4px;font-weight:600}
-h3:first-child{margin-top:0}
 @media(max-width:820px){.figures,.two{grid-template-columns:1fr 1fr}.three{grid-template-columns:1fr}}
 )";
 
@@ -189,33 +175,93 @@ void gain_maps(std::ostream& out, const Report& report) {
   out << "</div>" << colour_bar(options, "m/s") << "</div>";
 }
 
+// Soft colours, one a rank.
+const char* colour_of(int rank) {
+  static const char* const colours[] = {"#e8a598", "#9cc3d5", "#e9cf8f", "#a8cfa5", "#c9b1d9", "#d8b48f", "#9fd3c7", "#c3c8cf"};
+  return colours[rank % 8];
+}
+
+// Months across, latitudes up: each rank's part of the training. All test months are cut in the same way.
+std::string owned_chart(const Report& report) {
+  constexpr double left = 52, top = 10, w = 494, h = 236;
+  const auto rows = static_cast<double>(report.latitude.size(0));
+  const auto px = [&](std::int64_t month) { return left + w * static_cast<double>(month) / static_cast<double>(report.train_months); };
+  const auto py = [&](std::int64_t row) { return top + h * (1 - static_cast<double>(row) / rows); };
+  std::ostringstream out;
+  out << "<svg class=chart viewBox='0 0 560 " << top + h + 44 << "' role=img><title>Months and latitudes of each rank</title>";
+  for (const Owned& o : report.owned) {
+    if (o.samples.count() == 0 || o.rows.empty()) continue;
+    const double x = px(o.samples.begin), y = py(o.rows.end), wide = px(o.samples.end) - x, high = py(o.rows.begin) - y;
+    out << "<rect x=" << x << " y=" << y << " width=" << wide << " height=" << high << " fill='" << colour_of(o.rank)
+        << "' stroke=#fff stroke-width=2 /><text class=owner text-anchor=middle x=" << x + wide / 2 << " y=" << y + high / 2 - 3 << ">rank " << o.rank
+        << "</text><text text-anchor=middle x=" << x + wide / 2 << " y=" << y + high / 2 + 13 << '>' << o.samples.count() << " samples × "
+        << o.rows.size() << " latitudes</text>";
+  }
+  for (int i = 0; i <= 4; ++i) {
+    const double degrees = -90 + 45 * i, y = top + h * (90 - degrees) / 180;
+    out << "<text class=tick text-anchor=end x=" << left - 7 << " y=" << y + 4 << '>' << (degrees == 0 ? "0" : tessera::concat(std::abs(degrees)))
+        << "°"
+        << (degrees > 0   ? "N"
+            : degrees < 0 ? "S"
+                          : "")
+        << "</text>";
+  }
+  for (std::int64_t month = 0; month < report.train_months; month += 2 * months_a_year)
+    out << "<line class=mark x1=" << px(month) << " x2=" << px(month) << " y1=" << top + h << " y2=" << top + h + 5
+        << " /><text class=tick text-anchor=middle x=" << px(month) << " y=" << top + h + 18 << '>' << 1982 + month / months_a_year << "</text>";
+  out << "<text class=label text-anchor=middle x=" << left + w / 2 << " y=" << top + h + 38 << ">month that is forecast</text></svg>";
+  return out.str();
+}
+
+void ownership(std::ostream& out, const Report& report) {
+  if (report.owned.empty()) return;
+  // Ranks with the same latitudes share a strip of the globe.
+  const double south = report.latitude[0].item<double>(), step = report.latitude[1].item<double>() - south;
+  const auto edge = [&](std::int64_t row) { return std::clamp(south + (static_cast<double>(row) - 0.5) * step, -90.0, 90.0); };
+  std::vector<Band> bands;
+  for (const Owned& first : report.owned) {
+    std::string ranks;
+    int sharing = 0;
+    for (const Owned& o : report.owned) {
+      if (!(o.rows == first.rows)) continue;
+      if (o.rank < first.rank) sharing = -static_cast<int>(report.owned.size());  // Drawn already.
+      ranks += tessera::concat(ranks.empty() ? "" : ", ", o.rank);
+      ++sharing;
+    }
+    if (sharing < 1 || first.rows.empty()) continue;
+    bands.push_back({edge(first.rows.begin), edge(first.rows.end), colour_of(first.rank),
+                     tessera::concat(sharing > 1 ? "ranks " : "rank ", ranks, ": ", first.rows.size(), " latitudes")});
+  }
+  const at::Tensor wind = report.truth[0][0];
+  out << "<h2>Who owns what</h2><p>Samples are cut over the mesh’s axis <i>data</i>, the " << report.latitude.size(0)
+      << " latitudes over its axis <i>domain</i>; neither need divide evenly. A rank reads and holds its part alone. In each convolution it receives "
+         "the "
+      << "one row of latitudes that its windows need on either side; longitudes are whole on every rank and go around.</p><div class=two><div "
+         "class=card><h3>Training</h3>"
+      << owned_chart(report) << "</div><div class=card><h3>The globe</h3>"
+      << map_svg(wind, report.latitude, report.longitude, {.colours = &blue_red(), .limit = limit_of(wind), .title = {}, .bands = bands})
+      << "</div></div>";
+}
+
 }  // namespace
 
 void write_report(const Report& report, const std::string& path) {
   std::ostringstream out;
-  out << "<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content='width=device-width,initial-scale=1'><title>Next "
-         "month’s "
-      << "winds</title><style>" << style
-      << "</style></head><body><main><h1>Next month’s winds, from this month’s</h1><p class=sub>US Navy monthly surface "
-      << "winds, 2.5° × 2.5°. A small convolutional network, trained data-parallel with Tessera on the years 1982–1989 and judged on 1990–1992.</p>";
+  out << "<h1>Next month’s winds, from this month’s</h1><p class=sub>US Navy monthly surface "
+      << "winds, 2.5° × 2.5°. A small convolutional network, trained with Tessera on samples and latitudes "
+         "that are cut over the ranks, on the years 1982–1989, and judged on 1990–1992.</p>";
   headline(out, report);
   table(out, report);
   maps(out, report);
   gain_maps(out, report);
+  ownership(out, report);
   out << "<h2>Month by month</h2><div class=two>";
   for (std::int64_t v = 0; v < variables; ++v) out << "<div class=card><h3>" << long_names[v] << "</h3>" << month_chart(report, v) << "</div>";
   out << "</div><h2>Training, and the run</h2><div class=two><div class=card><h3>Loss</h3>" << loss_chart(report)
       << "</div><div class=card><h3>Facts</h3><table class=facts>";
   for (const auto& [name, value] : report.facts) out << "<tr><td>" << name << "</td><td>" << value << "</td></tr>";
-  out << "</table></div></div></main></body></html>\n";
-
-  const std::filesystem::path target(path);
-  std::error_code ignored;  // A folder that cannot be made shows when the file is opened.
-  if (target.has_parent_path()) std::filesystem::create_directories(target.parent_path(), ignored);
-  std::ofstream file(target, std::ios::binary);
-  file << out.str();
-  file.close();
-  if (!file) throw tessera::FileError(tessera::concat("the report cannot be written to ", path));
+  out << "</table></div></div>";
+  pictures::write_page({.title = "Next month’s winds", .style = style, .body = out.str()}, path);
 }
 
 }  // namespace winds

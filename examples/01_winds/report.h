@@ -10,12 +10,14 @@
 namespace winds {
 
 struct Report {
-  std::vector<std::pair<std::string, std::string>> facts;  ///< What ran, where, how long.
-  std::vector<double> losses;                              ///< (m/s)^2, one a step.
+  std::vector<std::pair<std::string, std::string>> facts = {};  ///< What ran, where, how long.
+  std::vector<double> losses;                                   ///< (m/s)^2, one a step.
   std::int64_t steps_per_epoch = 1;
   Months test;
-  std::vector<Skill> skills;   ///< The network's is the last, the damped anomaly with one coefficient per point before it.
-  at::Tensor forecast, truth;  ///< [months, 2, lat, lon], m/s.
+  std::vector<Skill> skills;      ///< The network's is the last, the damped anomaly with one coefficient per point before it.
+  at::Tensor forecast, truth;     ///< [months, 2, lat, lon], m/s.
+  std::vector<Owned> owned = {};  ///< Of the training, by rank.
+  std::int64_t train_months = 0;
   at::Tensor latitude, longitude;
 };
 

@@ -9,7 +9,7 @@ namespace winds {
 
 std::vector<Forecast> baselines(const WindsData& data, Months months) {
   if (months.count() == 0) {
-    const at::Tensor none = at::empty({0, variables, data.latitude().size(0), data.longitude().size(0)}, at::kDouble);
+    const at::Tensor none = at::empty_like(data.statistics().climatology.slice(0, 0, 0));
     return {{"persistence", none}, {"monthly climatology", none}, {"damped anomaly, one coefficient", none}, {"damped anomaly, one per point", none}};
   }
   const Statistics& statistics = data.statistics();
@@ -38,16 +38,6 @@ Skill skill_of(const Forecast& forecast, const at::Tensor& truth, const at::Tens
   }
   skill.by_point = squares.mean(0).sqrt();
   return skill;
-}
-
-at::Tensor gather_months(const at::Tensor& mine, Months whole, const tessera::Group& group) {
-  tessera::Sizes sizes;
-  for (int r = 0; r < group.size(); ++r) sizes.push_back(part_of(whole, r, group.size()).count());
-  auto shape = mine.sizes().vec();
-  shape[0] = whole.count();
-  const at::Tensor all = at::empty(shape, mine.options());
-  group.all_gather(all, mine, sizes, {.name = "months"});
-  return all;
 }
 
 std::string skill_table(const std::vector<Skill>& skills) {

@@ -12,7 +12,7 @@ namespace winds {
 
 struct Forecast {
   std::string name;
-  at::Tensor winds;  ///< [months, 2, lat, lon], m/s.
+  at::Tensor winds;  ///< [months, 2, lat, lon], m/s; of baselines() a rank's own latitudes.
 };
 
 /// Persistence (the month before), the monthly climatology, and the climatology plus a damped anomaly of the month before: with one coefficient a
@@ -29,9 +29,6 @@ struct Skill {
 };
 
 Skill skill_of(const Forecast& forecast, const at::Tensor& truth, const at::Tensor& latitude);
-
-/// The months of all ranks, from each rank's part of `whole` (see part_of). Collective.
-at::Tensor gather_months(const at::Tensor& mine, Months whole, const tessera::Group& group);
 
 /// The table for people.
 std::string skill_table(const std::vector<Skill>& skills);

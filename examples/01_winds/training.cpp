@@ -4,7 +4,8 @@
 #include <cmath>
 #include <numbers>
 
-#include "tessera/nn/distributed_data_parallel.h"
+#include "tessera/tensor/distribute_module.h"
+#include "tessera/tensor/shard_tensor.h"
 
 namespace winds {
 
@@ -12,8 +13,7 @@ at::Tensor squared_error(const at::Tensor& forecast, const at::Tensor& target, c
   return ((forecast - target) * sigma).square().mean();
 }
 
-WindNet train(const WindsData& data, const tessera::Group& group, const TrainingOptions& options,
-              const std::function<void(const Step&, WindNet& average)>& watch) {
+WindNet train(const WindsData& data, const TrainingOptions& options, const std::function<void(const Step&, WindNet& average)>& watch) {
   torch::manual_seed(options.seed);
   NetworkOptions shape = options.network;
   shape.input = data.channels();
@@ -23,9 +23,12 @@ WindNet train(const WindsData& data, const tessera::Group& group, const Training
   network->to(dtype);
   average->to(dtype);
 
-  tessera::DistributedDataParallel parallel(network, group);
+  // Every rank has all weights. Gradients come out of backward summed over the mesh.
+  tessera::distribute_module(*network, data.mesh());
+  tessera::distribute_module(*average, data.mesh());
   torch::optim::AdamW optimizer(network->parameters(), torch::optim::AdamWOptions(options.learning_rate).weight_decay(options.weight_decay));
-  const at::Tensor sigma = data.statistics().sigma.to(dtype);
+  const std::vector<tessera::Placement> replicated(data.mesh().layout().dims());
+  const at::Tensor sigma = tessera::distribute_tensor(data.statistics().sigma.to(dtype), data.mesh(), replicated);
   const std::int64_t steps = options.epochs * data.steps_per_epoch();
   std::int64_t number = 0;
   for (std::int64_t epoch = 0; epoch < options.epochs; ++epoch)
@@ -35,9 +38,9 @@ WindNet train(const WindsData& data, const tessera::Group& group, const Training
       for (auto& parameters : optimizer.param_groups())
         parameters.options().set_lr(options.learning_rate * warm * 0.5 * (1 + std::cos(std::numbers::pi * done)));
 
-      const Samples batch = WindsData::samples_of(loader->next());
+      const Samples batch = data.samples_of(loader->next());
       optimizer.zero_grad();
-      const at::Tensor loss = parallel.mean_loss(squared_error(parallel(batch.input), batch.target, sigma), static_cast<double>(batch.input.size(0)));
+      const at::Tensor loss = squared_error(network(batch.input), batch.target, sigma);
       loss.backward();
       optimizer.step();
 
@@ -52,7 +55,7 @@ WindNet train(const WindsData& data, const tessera::Group& group, const Training
 
 at::Tensor forecast(WindNet& network, const WindsData& data, Months months) {
   const torch::NoGradGuard no_grad;
-  return data.to_winds(network->forward(data.forecast_input(months).input), months);
+  return data.to_winds(tessera::to_local(network->forward(data.forecast_input(months).input)), data.own(months));
 }
 
 }  // namespace winds

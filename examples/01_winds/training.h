@@ -1,5 +1,5 @@
 #pragma once
-// The training loop: an ordinary one, data parallel.
+// The training loop: an ordinary one. What it works on is sharded, over samples and over latitudes.
 
 #include <torch/torch.h>
 
@@ -27,16 +27,15 @@ struct Step {
   std::int64_t epoch;
   std::int64_t number;  ///< From 0, over all epochs.
   std::int64_t of;
-  double loss;  ///< Over all ranks' samples of the batch.
+  double loss;  ///< Over all samples of the batch and all latitudes.
 };
 
-/// The network with its averaged weights (see below), the same on every rank; `watch` is called after each step.
+/// The network with its averaged weights (see below), replicated over the data's mesh; `watch` is called after each step.
 /// AdamW, its rate falling as a cosine; the result is the exponential average of the weights over the steps, which forgets the noise of single
 /// batches.
-WindNet train(const WindsData& data, const tessera::Group& group, const TrainingOptions& options,
-              const std::function<void(const Step&, WindNet& average)>& watch);
+WindNet train(const WindsData& data, const TrainingOptions& options, const std::function<void(const Step&, WindNet& average)>& watch);
 
-/// The network's forecast of `months` after the training, in m/s: [months, 2, lat, lon].
+/// The network's forecast of `months` after the training, in m/s, of them this rank's own: [own months, 2, own lat, lon]. Collective.
 at::Tensor forecast(WindNet& network, const WindsData& data, Months months);
 
 }  // namespace winds

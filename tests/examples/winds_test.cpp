@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <memory>
+#include <optional>
 #include <set>
 #include <sstream>
 #include <string>
@@ -13,7 +15,9 @@
 #include "progress.h"
 #include "report.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/device_mesh.h"
 #include "tessera/data/netcdf_source.h"
+#include "tessera/tensor/distribute_module.h"
 #include "training.h"
 
 namespace winds {
@@ -25,11 +29,26 @@ std::string two_decimals(double value) {
   return text;
 }
 
-const WindsData& eight_years() {
-  static const tessera::NetcdfSource source(WINDS_DATA);
-  static const WindsData data(source, tessera::Group(), 96, 16, at::kFloat);
-  return data;
-}
+// What most tests look at; gone before the process' statics are.
+struct EightYears : testing::Environment {
+  void SetUp() override {
+    manager = tessera::DistributedManager::initialize();
+    source = std::make_unique<tessera::NetcdfSource>(WINDS_DATA);
+    data = std::make_unique<WindsData>(*source, mesh(), 96, 16, at::kFloat);
+  }
+  void TearDown() override {
+    data.reset();
+    manager.reset();
+  }
+  tessera::DeviceMesh mesh() const { return manager->mesh({{"data", 1}, {"domain", 1}}); }
+
+  std::optional<tessera::DistributedManager> manager;
+  std::unique_ptr<tessera::NetcdfSource> source;
+  std::unique_ptr<WindsData> data;
+};
+EightYears* const environment = static_cast<EightYears*>(testing::AddGlobalTestEnvironment(new EightYears));
+
+const WindsData& eight_years() { return *environment->data; }
 
 constexpr Months test_months{96, 132};
 
@@ -39,7 +58,8 @@ Samples batch_of(const WindsData& data, std::uint64_t seed, std::int64_t epoch, 
   const auto batch = loader->next();
   EXPECT_EQ(batch.epoch, static_cast<std::uint64_t>(epoch));
   if (total) *total = batch.global_real;
-  return WindsData::samples_of(batch);
+  const Samples samples = data.samples_of(batch);
+  return {tessera::to_local(samples.input), tessera::to_local(samples.target)};
 }
 
 TEST(Winds, TheFileHasAllMonthsAndNoValueIsMissing) {
@@ -70,6 +90,7 @@ TEST(Winds, BaselinesToThePrintedDigits) {
 
 TEST(Winds, AnUntrainedNetworkIsADampedAnomaly) {
   WindNet network(NetworkOptions{.input = eight_years().channels()});
+  tessera::distribute_module(*network, eight_years().mesh());
   const Skill skill = skill_of({"network", forecast(network, eight_years(), test_months)}, eight_years().read(test_months), eight_years().latitude());
   EXPECT_LT(skill.all_points[0], 2.03);
   EXPECT_GT(skill.all_points[0], 1.98);
@@ -116,9 +137,9 @@ TEST(Winds, TheSamplesClimatologyLeavesTheirYearOut) {
 
 TEST(Winds, WrongPeriodsAreRefused) {
   const tessera::NetcdfSource source(WINDS_DATA);
-  EXPECT_THROW(WindsData(source, tessera::Group(), 90, 16, at::kFloat), tessera::InvalidArgument);
-  EXPECT_THROW(WindsData(source, tessera::Group(), 144, 16, at::kFloat), tessera::InvalidArgument);
-  EXPECT_THROW(WindsData(source, tessera::Group(), 96, 96, at::kFloat), tessera::InvalidArgument);
+  EXPECT_THROW(WindsData(source, environment->mesh(), 90, 16, at::kFloat), tessera::InvalidArgument);
+  EXPECT_THROW(WindsData(source, environment->mesh(), 144, 16, at::kFloat), tessera::InvalidArgument);
+  EXPECT_THROW(WindsData(source, environment->mesh(), 96, 96, at::kFloat), tessera::InvalidArgument);
 }
 
 TEST(Winds, PaddingIsRoundInLongitude) {
@@ -171,6 +192,8 @@ TEST(Winds, TheReportNeedsNothingBesideIt) {
                 .skills = skills,
                 .forecast = forecasts.back().winds,
                 .truth = truth,
+                .owned = {{0, {1, 49}, {0, 37}}, {1, {1, 49}, {37, 73}}, {2, {49, 96}, {0, 37}}, {3, {49, 96}, {37, 73}}},
+                .train_months = 96,
                 .latitude = eight_years().latitude(),
                 .longitude = eight_years().longitude()},
                path);
@@ -183,7 +206,9 @@ TEST(Winds, TheReportNeedsNothingBesideIt) {
   EXPECT_EQ(html.find("<script"), std::string::npos);
   std::size_t images = 0;
   for (std::size_t at = html.find("data:image"); at != std::string::npos; at = html.find("data:image", at + 1)) ++images;
-  EXPECT_EQ(images, 8u);  // Forecast, truth and error of two winds, and two maps of the gain.
+  EXPECT_EQ(images, 9u);  // Forecast, truth and error of two winds, two maps of the gain, and the globe with its owners.
+  for (const char* text : {">rank 2<", "47 samples × 36 latitudes", "ranks 0, 2: 37 latitudes", "ranks 1, 3: 36 latitudes"})
+    EXPECT_NE(html.find(text), std::string::npos) << text;
   EXPECT_NE(html.find("damped anomaly, one per point"), std::string::npos);
   EXPECT_EQ(html.find(">nan"), std::string::npos);
   EXPECT_THROW(write_report({.losses = {1},

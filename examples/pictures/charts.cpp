@@ -7,7 +7,7 @@
 
 #include "tessera/base/text.h"
 
-namespace winds {
+namespace pictures {
 
 std::vector<double> round_ticks(double low, double high, int count) {
   const double rough = std::max(high - low, 1e-12) / count, power = std::pow(10.0, std::floor(std::log10(rough)));
@@ -31,6 +31,7 @@ std::string svg(const Chart& chart) {
   }
   if (!(x0 <= x1)) return {};
   if (x0 == x1) x1 = x0 + 1;
+  if (chart.from_zero) y0 = std::min(y0, 0.0);
   const std::vector<double> y_ticks = round_ticks(y0, y1, 5);
   y0 = y_ticks.front(), y1 = y_ticks.back();
   auto x_ticks = chart.x_ticks;
@@ -66,4 +67,4 @@ std::string svg(const Chart& chart) {
   return out.str();
 }
 
-}  // namespace winds
+}  // namespace pictures

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-namespace winds {
+namespace pictures {
 
 struct Line {
   std::string name;  ///< In the legend; empty: not there.
@@ -19,6 +19,7 @@ struct Chart {
   std::vector<Line> lines;
   std::vector<std::pair<double, std::string>> x_ticks;  ///< Empty: round numbers.
   int width = 560, height = 300;
+  bool from_zero = false;  ///< The vertical axis begins at 0.
 };
 
 /// At most about `count` round numbers that cover [low, high].
@@ -26,4 +27,4 @@ std::vector<double> round_ticks(double low, double high, int count);
 
 std::string svg(const Chart& chart);
 
-}  // namespace winds
+}  // namespace pictures
