@@ -6,6 +6,7 @@
 #include <torch/version.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -17,7 +18,6 @@
 #include "calls.h"
 #include "harness.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/gloo.h"
 #include "tessera/comm/manager.h"
 #include "tessera/comm/mpi.h"
 
@@ -146,8 +146,9 @@ int run(const std::string& backend, const std::string& out, const std::string& o
             ? (std::filesystem::temp_directory_path() / tessera::concat("tessera_bench_comm_", Clock::now().time_since_epoch().count())).string()
             : "";
     path = world.broadcast_bytes(path, 0);
-    const auto bare =
-        tessera::make_gloo_backend(c10::make_intrusive<c10d::FileStore>(path, 2), world.rank(), 2, std::chrono::seconds(60), "127.0.0.1");
+    auto options = c10d::ProcessGroupGloo::Options::create(std::chrono::seconds(60));
+    options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
+    const auto bare = c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::FileStore>(path, 2), world.rank(), 2, std::move(options));
     Bench{report, world, backend, [&](const Buffers& b) { return tessera::bench::gloo_calls(bare, b); }}.measure_all();
     world.barrier();
     if (world.rank() == 0) std::remove(path.c_str());

@@ -33,6 +33,8 @@ struct Limits {
   double mpi, gloo;
 };
 constexpr double kNone = 1000;
+constexpr double kSampleSeconds = 3e-3, kCaseSeconds = 2;
+constexpr int kMostPairs = 201;
 const std::map<int, Limits> kLimits = {{16, {2.5, kNone}},    {32, {kNone, kNone}}, {64, {kNone, kNone}}, {128, {1.15, 1.8}},
                                        {256, {kNone, kNone}}, {512, {1.04, 1.08}},  {1024, {1.04, 1.08}}};
 
@@ -95,9 +97,11 @@ int run(const Options& o) {
           sample(world, ours, 2);
           sample(world, plain, 2);
         }
-        const int repeats = std::clamp(static_cast<int>(3e-3 / sample(world, plain, 3)), 1, 200);
+        const double once = sample(world, plain, 3);
+        const int repeats = std::clamp(static_cast<int>(kSampleSeconds / once), 1, 200);
+        const int count = std::clamp(static_cast<int>(kCaseSeconds / (2 * once * repeats)), o.pairs, std::max(o.pairs, kMostPairs));
         const auto pairs =
-            tessera::bench::alternate(o.pairs, [&] { return sample(world, ours, repeats); }, [&] { return sample(world, plain, repeats); });
+            tessera::bench::alternate(count, [&] { return sample(world, ours, repeats); }, [&] { return sample(world, plain, repeats); });
         report.time(name, pairs, "plain", at_most);
       };
       {
@@ -132,7 +136,7 @@ int main(int argc, char** argv) {
   Options o;
   app.add_option("--backend", o.backend, "gloo, or mpi under MPI's launcher")->check(CLI::IsMember({"mpi", "gloo"}));
   app.add_option("--out", o.out, "JSON file");
-  app.add_option("--pairs", o.pairs, "samples a case")->check(CLI::Range(31, 1001));
+  app.add_option("--pairs", o.pairs, "samples a case at least; short cases take more")->check(CLI::Range(31, 1001));
   app.add_option("--only", o.only, "Only cases that this regular expression finds, as 'forward H=16 mpi'; the file keeps its other records");
   app.add_flag("--orders", o.orders, "each order of work instead of the default");
   CLI11_PARSE(app, argc, argv);

@@ -4,10 +4,13 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <time.h>
 
 #include <exception>
+#include <future>
+#include <memory>
 #include <string_view>
 
 #include "tessera/base/text.h"
@@ -40,6 +43,19 @@ class HoldBrokenPipe {
  private:
   sigset_t pipe_, before_;
 };
+
+// Gloo's event loop retries at once while another thread holds a connection's lock. Where it shares a core with that thread, which is the case for a
+// rank on one core, a loop that preempts a thread inside send() keeps the core until the scheduler's next tick, milliseconds later. As a batch thread
+// it preempts nobody when it is woken, and gets its share of the core as before. A policy that the caller chose is left alone.
+std::shared_ptr<gloo::transport::Device> make_device(const std::string& address) {
+  const auto make = [&] {
+    const sched_param none{};
+    if (sched_getscheduler(0) == SCHED_OTHER) sched_setscheduler(0, SCHED_BATCH, &none);
+    return c10d::ProcessGroupGloo::createDeviceForHostname(address);
+  };
+  // The loop inherits the policy of the thread that makes it.
+  return std::async(std::launch::async, make).get();
+}
 
 class GlooBackend : public c10d::ProcessGroupGloo {
  public:
@@ -80,7 +96,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
                                                     std::chrono::milliseconds timeout, const std::string& address) {
   const HoldBrokenPipe hold;
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
-  options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(address));
+  options->devices.push_back(make_device(address));
   return c10::make_intrusive<GlooBackend>(store, rank, size, std::move(options));
 }
 

@@ -216,6 +216,7 @@ void MpiWork::complete() {
 }
 
 bool MpiWork::isCompleted() {
+  comm_->library().drive();  // who only asks must let other calls go on too
   std::lock_guard<std::mutex> lock(mutex_);
   if (completed_ || exception_) return true;
   try {

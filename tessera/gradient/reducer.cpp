@@ -339,7 +339,8 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
     bucket.group = first.group;
     bucket.op = first.op;
     bucket.alike = state.access(state.layout[b].front()).alike();
-    if (!bucket.alike)
+    // A gradient that lies in the bucket is not copied: there is nothing to fold into, and it keeps its value until the reduction has succeeded.
+    if (!bucket.alike && !options.gradient_as_bucket_view)
       bucket.factor = take_factor(bucket.op, bucket.group.size(), state.access(state.layout[b].front()).like(first.parameter).scalar_type());
     for (std::size_t i : state.layout[b]) {
       at::Tensor like = state.access(i).like(parameters[i].parameter);

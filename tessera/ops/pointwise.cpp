@@ -168,6 +168,7 @@ const bool registered = [] {
                          "aten::addcmul",
                          "aten::addcdiv",
                          "aten::clamp",
+                         "aten::leaky_relu",  // has no tag in libtorch 2.11
                          "aten::threshold_backward",
                          "aten::leaky_relu_backward",
                          "aten::softplus_backward",

@@ -137,7 +137,7 @@ Plan distances(const OpCall& call) {
   x1[n - 2] = out[n - 2] = kRows;
   x2[n - 2] = out[n - 1] = kOthers;
   LabelProblem p(call);
-  const bool backward = call.argument("grad_output") >= 0;
+  const bool backward = call.argument("cdist") >= 0;
   for (const TensorInfo& t : call.tensors()) p.inputs.push_back(&t == &a ? x1 : &t == &b ? x2 : out);
   p.outputs = {backward ? x1 : out};
   Shape shape = a.spec.shape();

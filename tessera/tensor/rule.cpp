@@ -286,7 +286,9 @@ const std::vector<OutputInfo>* OpCall::outputs() const {
     // Some meta kernels look at the first slice of tensors that have none.
     if (std::none_of(tensors_.begin(), tensors_.end(), [](const TensorInfo& t) { return t.spec.numel() == 0; })) throw;
     return nullptr;
-  } catch (const c10::Error&) {
+  } catch (const c10::Error& e) {
+    // Some meta kernels want other strides than those of the CPU do; a view that cannot be is the caller's mistake.
+    if (!info_.view && std::string_view(e.what_without_backtrace()).starts_with("view size is not compatible")) return nullptr;
     throw;
   } catch (const std::exception& e) {  // a meta kernel that is written in Python
     const std::string_view what = e.what();

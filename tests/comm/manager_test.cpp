@@ -3,8 +3,11 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 
 #include <algorithm>
+#include <filesystem>
+#include <future>
 #include <numeric>
 #include <random>
 #include <stdexcept>
@@ -352,6 +355,28 @@ TEST(Manager, ARankHasADeviceOfItsOwnOrTheCpu) {
   EXPECT_THROW(choose_device(fourth, 0, 2, ""), InvalidArgument);
   EXPECT_THROW(choose_device(second, 0, 2, "no such part"), NotAvailable);
   EXPECT_THROW(choose_device(c10::Device(c10::DeviceType::Meta), 0, 2, ""), InvalidArgument);
+}
+
+// Else it keeps the core of a rank that has one from the thread that sends (gloo.cpp).
+TEST(ThreadManager, GloosEventLoopPreemptsNobody) {
+  const sched_param none{};
+  const bool allowed = std::async(std::launch::async, [&] { return sched_setscheduler(0, SCHED_BATCH, &none) == 0; }).get();
+  if (!allowed || sched_getscheduler(0) != SCHED_OTHER) GTEST_SKIP() << "threads have another policy here, or may not change it";
+  run_threads(2,
+              [](DistributedManager& manager) {
+                const auto world = manager.world();
+                require_group(manager, world, {0, 1});
+                world.barrier();
+                if (world.rank() == 0) {
+                  int batch = 0;
+                  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task"))
+                    batch += sched_getscheduler(std::stoi(task.path().filename().string())) == SCHED_BATCH;
+                  require(batch >= 2, concat(batch, " batch threads of two groups over Gloo"));
+                  require(sched_getscheduler(0) == SCHED_OTHER, "a rank's own thread has another policy");
+                }
+                world.barrier();
+              },
+              {.backend = "gloo"});
 }
 
 TEST(Manager, OneProcessNeedsNobody) {

@@ -71,7 +71,7 @@ void run(const MpiWorld& world, const std::string& fault) {
     auto all = manager.world();
     if (world.rank() == last) stay_away();
     auto request = all.start_all_reduce(t[0], tessera::ReduceOp::sum, {.timeout = fault == "started_late" ? 500ms : 30000ms});
-    std::thread other([&] {
+    std::jthread other([&] {
       std::this_thread::sleep_for(200ms);
       if (fault == "started_aborted") all.abort("the pump stands still");
     });
@@ -82,7 +82,6 @@ void run(const MpiWorld& world, const std::string& fault) {
     } catch (const TimeoutError& e) {
       say(world, std::string("TimeoutError: ") + e.what());
     }
-    other.join();
     return;
   }
   const auto group = test::backend(world, test::everybody(world));
@@ -124,7 +123,7 @@ void run(const MpiWorld& world, const std::string& fault) {
   } else if (fault == "abort") {
     // Another thread ends a wait that would last.
     if (world.rank() == last) stay_away();
-    std::thread other([&] {
+    std::jthread other([&] {
       std::this_thread::sleep_for(200ms);
       group->abort();
     });
@@ -133,7 +132,6 @@ void run(const MpiWorld& world, const std::string& fault) {
     } catch (const PeerLostError& e) {
       say(world, std::string("PeerLostError: ") + e.what());
     }
-    other.join();
   } else if (fault == "sizes") {
     std::vector<at::Tensor> mine{at::ones({world.rank() == last ? 2 : 3})};
     try {

@@ -180,6 +180,25 @@ TEST(MpiInterop, ComparedMessagesTravelInAnyOrderOfWaits) {
   }
 }
 
+TEST(MpiInterop, ComparedMessagesTravelWhileOneIsOnlyAskedFor) {
+  const auto manager =
+      DistributedManager::initialize({.check_level = CheckLevel::collective, .mpi = std::make_shared<MpiWorld>(mpi_world(MPI_COMM_WORLD))});
+  const Group world = manager.world();
+  if (world.size() == 1 || world.rank() > 1) return;
+  const at::Tensor given = at::full({5}, 3.0), got = at::zeros({5});
+  if (world.rank() == 0) {
+    auto sent = world.start_send(given, 1), received = world.start_receive(got, 1);
+    while (!received.done()) {
+    }
+    received.wait();
+    sent.wait();
+    EXPECT_TRUE(got.eq(6).all().item<bool>());
+  } else {
+    world.receive(got, 0);
+    world.send(got * 2, 0);
+  }
+}
+
 TEST(MpiInterop, GroupOnACommunicatorOfTheProgram) {
   const Split split;
   {

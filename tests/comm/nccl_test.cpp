@@ -235,8 +235,8 @@ int rank_main(int rank, int size, const std::string& path) {
         b.wait();
         a.wait();
       }
-      expect(first, at::full({1000}, 1.0, options), "the message that was started first");
-      expect(second, at::full({1000}, 2.0, options), "the message that was started second");
+      expect(first, at::full({1000}, 1.0), "the message that was started first");
+      expect(second, at::full({1000}, 2.0), "the message that was started second");
     }
   }
   std::printf("rank %d of %d on %s: %d failures\n", rank, size, device.str().c_str(), failures);

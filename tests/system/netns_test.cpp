@@ -133,8 +133,8 @@ TEST(TwoHosts, ACutCableIsATimeOutOnBothSides) {
           for (;;) reduced_rank(manager, world);
         } catch (const TimeoutError& error) {
           const auto& missing = error.missing();
-          // The store is with rank 0: there it is known that rank 2 is silent; rank 2 knows only that rank 0 is. A neighbour may be a call behind when
-          // the cable is cut, and is missing then as well.
+          // The store is with rank 0: there it is known that rank 2 is silent; rank 2 knows only that rank 0 is. A neighbour may be a call behind
+          // when the cable is cut, and is missing then as well.
           const int silent = from_test.rank == 2 ? 0 : 2;
           require(std::find(missing.begin(), missing.end(), silent) != missing.end(), concat("missing ", list(missing), ": ", error.what()));
         }

@@ -235,11 +235,11 @@ void tell_refusal(RequestState& call, const std::vector<Message>& messages, cons
 // one of them is waited for.
 void exchange_compared(RequestState& call, const std::vector<Message>& messages, std::vector<Message> travelling) {
   const auto device = travelling.front().tensor.device();
-  const auto& endpoint = call.group().endpoint(device.type());
+  const auto endpoint = call.group().endpoint(device.type());  // a copy: the call may outlive what the group has
   const auto cards = std::make_shared<MessageCards>(call, messages);
   std::optional<c10::Stream> stream;
   if (!device.is_cpu()) stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  call.agree_first(cards->request(), [=, &call, &endpoint, travelling = std::move(travelling)] {
+  call.agree_first(cards->request(), [=, &call, travelling = std::move(travelling)] {
     cards->compare();
     const Guard guard;
     if (!stream) {

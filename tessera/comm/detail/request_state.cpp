@@ -153,12 +153,21 @@ void RequestState::agree() {
   agreed();
 }
 
+// True if this call is the next to be agreed on.
+bool RequestState::step_queue() {
+  while (queued_ && group_.queued().front() != this)
+    if (!group_.queued().front()->step()) return false;
+  return true;
+}
+
 // True once the agreement is reached, or failed.
 bool RequestState::step() {
   if (!cards_) return true;
-  while (queued_ && group_.queued().front() != this)
-    if (!group_.queued().front()->step()) return false;
-  if (!cards_->done()) return false;
+  if (stepping_) return false;  // whether the cards are there is being asked, and that lets other calls go on, this one among them
+  stepping_ = true;
+  const bool met = step_queue() && cards_->done();
+  stepping_ = false;
+  if (!met) return false;
   try {
     agree();
   } catch (...) {
@@ -189,7 +198,7 @@ void RequestState::fail(const std::exception_ptr& cause) {
       std::rethrow_exception(cause);
     } catch (const TimeoutError& e) {
       if (e.missing().empty()) group_.watch().expire(describe(), sequence_, limit_, collective_);
-      group_.watch().spread({e.missing(), e.what(), true});
+      if (!group_.watch().poison()) group_.watch().spread({e.missing(), e.what(), true});
       throw;
     } catch (const PeerLostError& e) {
       if (e.ranks().empty()) group_.watch().require_healthy(operation_, sequence_);  // the watch knows who ended the group, and why

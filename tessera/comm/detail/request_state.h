@@ -106,6 +106,7 @@ class RequestState {
   void wait_parts();
   void agree();
   bool step();
+  bool step_queue();
   [[noreturn]] void fail(const std::exception_ptr& cause);
   [[noreturn]] void broken(const std::exception_ptr& cause);
   void poll();
@@ -129,6 +130,7 @@ class RequestState {
   std::shared_ptr<const std::function<bool()>> step_;
   std::shared_ptr<Turn> turn_;  // with step_
   bool queued_ = false;
+  bool stepping_ = false;
   std::int64_t bytes_ = 0;
   bool on_stream_ = false;
   bool finished_ = false;

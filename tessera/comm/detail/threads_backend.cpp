@@ -285,6 +285,7 @@ std::shared_ptr<ThreadsMessage> ThreadsRoom::post(const Pair& pair, const at::Te
   }
   auto other = waiting.front();
   waiting.pop_front();
+  if (queue.sends.empty() && queue.receives.empty()) queues_.erase(pair);  // compared messages have tags of their own
   lock.unlock();
   const auto &source = is_send ? mine->tensor : other->tensor, &target = is_send ? other->tensor : mine->tensor;
   std::exception_ptr error;
