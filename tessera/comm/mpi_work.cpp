@@ -63,8 +63,9 @@ MpiComm::~MpiComm() {
     return;
   }
   library().set_broken();
-  for (auto& call : adopted_)
-    static_cast<void>(call.release());  // MPI may still read and write their memory: never freed, the process is about to end.
+  for (auto& call : adopted_) {
+    [[maybe_unused]] const MpiCall* const kept = call.release();  // MPI may still use their memory: never freed, the process is about to end.
+  }
 }
 
 void MpiComm::require_usable(const char* operation) {

@@ -1,6 +1,8 @@
 // Rules by table, for operators that need no more than to be told which dims are free: matrices in the last dims and batches before them; a tensor
 // looked up in another that is whole; and those that must see the whole of their inputs.
 
+#include <ATen/core/function_schema.h>
+
 #include <algorithm>
 #include <map>
 

@@ -1,5 +1,6 @@
 // One fault a run: the argument says which. What each rank prints, and how the job ends, is checked by ctest.
 
+#include <ATen/Parallel.h>
 #include <mpi.h>
 #include <unistd.h>
 

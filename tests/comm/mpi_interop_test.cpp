@@ -1,5 +1,6 @@
 // A program with MPI of its own: it initialises and finalises MPI, splits its ranks, and gives one part a group. Argument: the thread level.
 
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <mpi.h>
 #include <netinet/in.h>
