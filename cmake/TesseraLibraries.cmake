@@ -4,7 +4,14 @@
 #   Tessera::tessera  everything that needs libtorch and nothing else
 #   Tessera::data     sources of data: libtorch, and netCDF where it is found
 
-set(TESSERA_BASE_ROOMS base cluster layout partition)
+set(
+  TESSERA_BASE_ROOMS
+  base
+  launch
+  mesh
+  partition
+  sampling
+)
 set(
   TESSERA_TORCH_ROOMS
   comm
@@ -12,6 +19,7 @@ set(
   tensor
   ops
   nn
+  checkpoint
 )
 
 # A library is the objects of its rooms. The rooms stay inside: users see headers and what LINK names, never a room's target.

@@ -7,7 +7,7 @@
 
 #include "report.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/mpi.h"
+#include "tessera/comm/backends/mpi/mpi.h"
 
 namespace tessera::app {
 namespace {

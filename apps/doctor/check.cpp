@@ -8,11 +8,11 @@
 #include "report.h"
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
-#include "tessera/cluster/launch.h"
-#include "tessera/cluster/local_run.h"
-#include "tessera/comm/manager.h"
-#include "tessera/comm/mpi.h"
-#include "tessera/comm/threads.h"
+#include "tessera/comm/backends/mpi/mpi.h"
+#include "tessera/comm/job/manager.h"
+#include "tessera/comm/job/threads.h"
+#include "tessera/launch/launch.h"
+#include "tessera/launch/local_run.h"
 
 namespace tessera::app {
 namespace {

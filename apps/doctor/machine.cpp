@@ -13,8 +13,8 @@
 #include "report.h"
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
-#include "tessera/cluster/cores.h"
-#include "tessera/cluster/detail/run_scope.h"
+#include "tessera/launch/cores.h"
+#include "tessera/launch/detail/run_scope.h"
 
 namespace tessera::app {
 namespace {

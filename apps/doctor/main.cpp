@@ -7,7 +7,7 @@
 
 #include "report.h"
 #include "tessera/base/text.h"
-#include "tessera/cluster/launch.h"
+#include "tessera/launch/launch.h"
 
 namespace {
 

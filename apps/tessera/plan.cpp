@@ -6,8 +6,8 @@
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
-#include "tessera/layout/errors.h"
-#include "tessera/layout/order.h"
+#include "tessera/mesh/errors.h"
+#include "tessera/mesh/order.h"
 
 namespace tessera::app {
 namespace {
@@ -62,8 +62,7 @@ PlannedPlacement place(const PlanRequest& request, const GroupPlan& groups, std:
   const Mesh& mesh = groups.mesh();
   const int n = mesh.size();
   for (int rank : mesh.ranks())
-    if (rank >= n)
-      throw PlacementError(concat("hosts are given, so the ranks must be 0 to ", n - 1, " in any order, but the table holds rank ", rank));
+    if (rank >= n) throw MappingError(concat("hosts are given, so the ranks must be 0 to ", n - 1, " in any order, but the table holds rank ", rank));
   PlannedPlacement placed;
   placed.topology = *request.topology;
   const CostModel model(placed.topology, mesh.axes(), std::move(traffic));
@@ -76,19 +75,19 @@ PlannedPlacement place(const PlanRequest& request, const GroupPlan& groups, std:
   std::vector<int> naive(n);
   std::iota(naive.begin(), naive.end(), 0);
   naive = by_position(naive);
-  Placement found;
+  RankMapping found;
   if (request.mapping) {
-    given_placement(model, *request.mapping);  // refuses what is no mapping
-    found = given_placement(model, by_position(*request.mapping));
+    given_mapping(model, *request.mapping);  // refuses what is no mapping
+    found = given_mapping(model, by_position(*request.mapping));
   } else if (request.optimise && !model.traffic().empty()) {
-    found = optimise_placement(model);
+    found = optimise_mapping(model);
     if (model.seconds(naive) <= found.seconds) {
       found.slot_of = naive;
       found.seconds = model.seconds(naive);
       found.method = "naive";
     }
   } else {
-    found = given_placement(model, naive);
+    found = given_mapping(model, naive);
     found.method = "naive";
   }
   placed.seconds = found.seconds;

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "tessera/config/plan_request.h"
-#include "tessera/layout/group_plan.h"
-#include "tessera/layout/placement.h"
+#include "tessera/mesh/groups/group_plan.h"
+#include "tessera/mesh/mapping/rank_mapping.h"
 
 namespace tessera::app {
 

@@ -6,13 +6,13 @@
 #include "plan.h"
 #include "plan_data.h"
 #include "tessera/base/text.h"
-#include "tessera/cluster/launch.h"
 #include "tessera/config/errors.h"
 #include "tessera/config/group_config_file.h"
 #include "tessera/config/hwloc_topology.h"
 #include "tessera/config/rank_file.h"
 #include "tessera/config/topology_file.h"
-#include "tessera/layout/errors.h"
+#include "tessera/launch/launch.h"
+#include "tessera/mesh/errors.h"
 
 namespace tessera::app {
 namespace {
@@ -41,7 +41,7 @@ std::optional<Topology> machines(const Flags& flags) {
       std::vector<std::string> names;
       for (const Host& host : topology->hosts) {
         if (host.devices != one.hosts.front().devices)
-          throw PlacementError(
+          throw MappingError(
               concat("host '", host.name, "' is said to have ", host.devices, " devices, but hwloc finds ", one.hosts.front().devices));
         names.push_back(host.name);
       }

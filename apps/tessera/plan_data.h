@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "tessera/layout/mesh.h"
-#include "tessera/partition/batch_mapping.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/sampling/batch_mapping.h"
 
 namespace tessera::app {
 

@@ -4,7 +4,7 @@
 #include "commands.h"
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
-#include "tessera/cluster/local_run.h"
+#include "tessera/launch/local_run.h"
 
 namespace tessera::app {
 namespace {

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "tessera/comm/manager.h"
-#include "tessera/layout/probe.h"
+#include "tessera/comm/job/manager.h"
+#include "tessera/mesh/mapping/probe.h"
 
 namespace tessera::app {
 

@@ -7,7 +7,7 @@
 #include <memory>
 #include <string>
 
-#include "tessera/comm/group.h"
+#include "tessera/comm/group/group.h"
 
 namespace tessera::bench {
 

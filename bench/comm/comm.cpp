@@ -18,8 +18,8 @@
 #include "calls.h"
 #include "harness.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/manager.h"
-#include "tessera/comm/mpi.h"
+#include "tessera/comm/backends/mpi/mpi.h"
+#include "tessera/comm/job/manager.h"
 
 namespace {
 

@@ -15,7 +15,7 @@
 
 #include "network.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/manager.h"
+#include "tessera/comm/job/manager.h"
 #include "tessera/nn/distributed_data_parallel.h"
 
 namespace {

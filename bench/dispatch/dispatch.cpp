@@ -18,8 +18,8 @@
 #include <CLI/CLI.hpp>
 
 #include "harness.h"
-#include "tessera/comm/device_mesh.h"
-#include "tessera/comm/threads.h"
+#include "tessera/comm/job/device_mesh.h"
+#include "tessera/comm/job/threads.h"
 #include "tessera/tensor/shard_tensor.h"
 
 #if __has_include(<valgrind/callgrind.h>)

@@ -13,8 +13,8 @@
 
 #include "harness.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/device_mesh.h"
-#include "tessera/tensor/distribute_module.h"
+#include "tessera/comm/job/device_mesh.h"
+#include "tessera/nn/distribute_module.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace {

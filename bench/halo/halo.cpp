@@ -16,9 +16,9 @@
 
 #include "harness.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/device_mesh.h"
-#include "tessera/comm/trace.h"
-#include "tessera/ops/halo.h"
+#include "tessera/comm/group/trace.h"
+#include "tessera/comm/job/device_mesh.h"
+#include "tessera/ops/halo/halo.h"
 #include "tessera/tensor/halo_policy.h"
 #include "tessera/tensor/shard_tensor.h"
 

@@ -15,8 +15,8 @@
 
 #include "harness.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/device_mesh.h"
-#include "tessera/ops/neighborhood.h"
+#include "tessera/comm/job/device_mesh.h"
+#include "tessera/ops/attention/neighborhood.h"
 #include "tessera/tensor/halo_policy.h"
 #include "tessera/tensor/shard_tensor.h"
 

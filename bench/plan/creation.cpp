@@ -13,8 +13,8 @@
 #include <thread>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/detail/manager_state.h"
-#include "tessera/comm/manager.h"
+#include "tessera/comm/job/detail/manager_state.h"
+#include "tessera/comm/job/manager.h"
 
 namespace tessera::bench {
 namespace {

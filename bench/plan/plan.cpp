@@ -15,9 +15,9 @@
 
 #include "creation.h"
 #include "harness.h"
-#include "tessera/layout/group_plan.h"
-#include "tessera/layout/orthogonal.h"
-#include "tessera/layout/placement.h"
+#include "tessera/mesh/groups/group_plan.h"
+#include "tessera/mesh/groups/orthogonal.h"
+#include "tessera/mesh/mapping/rank_mapping.h"
 
 using namespace tessera;
 
@@ -128,8 +128,8 @@ void placements(bench::Report& report) {
         traffic("pipe", Collective::send, 32e6)}}};
   for (const Case& c : cases) {
     const CostModel model(c.topology, c.axes, c.traffic);
-    Placement placement;
-    const double seconds = seconds_of([&] { placement = optimise_placement(model); });
+    RankMapping placement;
+    const double seconds = seconds_of([&] { placement = optimise_mapping(model); });
     bench::Record r;
     r.name = c.name;
     r.metric = placement.exact ? "cost per step, optimum" : "cost per step, heuristic";
@@ -164,7 +164,7 @@ void optimum(bench::Report& report) {
     double least = INFINITY;
     do least = std::min(least, model.seconds(slots));
     while (std::next_permutation(slots.begin(), slots.end()));
-    const auto placement = optimise_placement(model);
+    const auto placement = optimise_mapping(model);
     ++cases;
     missed += !placement.exact || std::abs(placement.seconds - least) > 1e-9 * least || placement.lower_bound > least * (1 + 1e-9);
   }

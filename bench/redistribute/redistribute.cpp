@@ -15,8 +15,8 @@
 
 #include "harness.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/manager.h"
-#include "tessera/comm/mpi.h"
+#include "tessera/comm/backends/mpi/mpi.h"
+#include "tessera/comm/job/manager.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/data/netcdf_source.h"
+#include "tessera/data/sources/netcdf_source.h"
 
 namespace {
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <numbers>
 
-#include "tessera/tensor/distribute_module.h"
+#include "tessera/nn/distribute_module.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace winds {

@@ -6,7 +6,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
-#include "tessera/ops/halo.h"
+#include "tessera/ops/halo/halo.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace winds {

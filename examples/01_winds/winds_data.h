@@ -16,9 +16,9 @@
 #include <vector>
 
 #include "order.h"
-#include "tessera/comm/device_mesh.h"
+#include "tessera/comm/job/device_mesh.h"
 #include "tessera/data/loader.h"
-#include "tessera/data/source.h"
+#include "tessera/data/sources/source.h"
 #include "tessera/partition/partition.h"
 
 namespace winds {

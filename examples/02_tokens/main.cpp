@@ -9,7 +9,7 @@
 #include <exception>
 #include <iostream>
 
-#include "tessera/comm/manager.h"
+#include "tessera/comm/job/manager.h"
 #include "training.h"
 
 namespace {

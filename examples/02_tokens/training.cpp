@@ -5,7 +5,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/nn/distributed_data_parallel.h"
-#include "tessera/partition/permutation.h"
+#include "tessera/sampling/permutation.h"
 
 namespace tokens {
 namespace {

@@ -7,7 +7,7 @@
 #include <functional>
 #include <string>
 
-#include "tessera/comm/group.h"
+#include "tessera/comm/group/group.h"
 #include "tessera/data/loader.h"
 
 namespace tokens {

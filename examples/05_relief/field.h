@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <string>
 
-#include "tessera/comm/device_mesh.h"
-#include "tessera/data/source.h"
+#include "tessera/comm/job/device_mesh.h"
+#include "tessera/data/sources/source.h"
 #include "tessera/partition/partition.h"
 
 namespace relief {

@@ -19,8 +19,8 @@
 #include "record.h"
 #include "report.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/device_mesh.h"
-#include "tessera/data/netcdf_source.h"
+#include "tessera/comm/job/device_mesh.h"
+#include "tessera/data/sources/netcdf_source.h"
 #include "training.h"
 
 namespace {

@@ -1,7 +1,7 @@
 #include "surrogate.h"
 
-#include "tessera/comm/mpi_interop.h"
-#include "tessera/tensor/distribute_module.h"
+#include "tessera/comm/job/mpi_interop.h"
+#include "tessera/nn/distribute_module.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace insitu {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "shallow_water.h"
-#include "tessera/comm/device_mesh.h"
-#include "tessera/tensor/spec.h"
+#include "tessera/comm/job/device_mesh.h"
+#include "tessera/tensor/spec/spec.h"
 
 namespace insitu {
 

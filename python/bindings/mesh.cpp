@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/parallel_groups.h"
+#include "tessera/comm/job/parallel_groups.h"
 #include "tessera/tensor/policy.h"
 
 namespace tessera::python {

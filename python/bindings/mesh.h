@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/device_mesh.h"
-#include "tessera/comm/thread_ranks.h"
-#include "tessera/comm/trace.h"
+#include "tessera/comm/group/trace.h"
+#include "tessera/comm/job/device_mesh.h"
+#include "tessera/comm/job/thread_ranks.h"
 
 namespace tessera::python {
 

@@ -5,9 +5,9 @@
 #include "convert.h"
 #include "mesh.h"
 #include "tessera/base/text.h"
-#include "tessera/tensor/detail/parameter_gradient.h"
-#include "tessera/tensor/distribute_module.h"
-#include "tessera/tensor/file.h"
+#include "tessera/checkpoint/file.h"
+#include "tessera/nn/distribute_module.h"
+#include "tessera/nn/parameter_gradient.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::python {

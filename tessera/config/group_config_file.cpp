@@ -8,7 +8,7 @@
 #include "tessera/config/detail/document.h"
 #include "tessera/config/detail/fields.h"
 #include "tessera/config/errors.h"
-#include "tessera/layout/errors.h"
+#include "tessera/mesh/errors.h"
 
 namespace tessera {
 namespace {

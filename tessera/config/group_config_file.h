@@ -21,7 +21,7 @@
 #include <string>
 
 #include "tessera/config/format.h"
-#include "tessera/layout/group_config.h"
+#include "tessera/mesh/groups/group_config.h"
 
 namespace tessera {
 

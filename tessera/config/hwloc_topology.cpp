@@ -9,7 +9,7 @@
 #include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"
 #include "tessera/config/errors.h"
-#include "tessera/layout/errors.h"
+#include "tessera/mesh/errors.h"
 
 namespace tessera {
 namespace {
@@ -149,7 +149,7 @@ Topology live_hwloc_topology(HostDevice device, const std::string& name) {
 }
 
 Topology replicate_host(const Topology& one, const std::vector<std::string>& names) {
-  if (one.hosts.size() != 1) throw PlacementError(concat("a topology of one host is to be repeated, but it has ", one.hosts.size()));
+  if (one.hosts.size() != 1) throw MappingError(concat("a topology of one host is to be repeated, but it has ", one.hosts.size()));
   Topology many = one;
   many.hosts.assign(names.size(), one.hosts.front());
   for (std::size_t h = 0; h < names.size(); ++h) many.hosts[h].name = names[h];

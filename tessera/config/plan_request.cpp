@@ -10,7 +10,7 @@
 #include "tessera/config/group_config_file.h"
 #include "tessera/config/rank_file.h"
 #include "tessera/config/topology_file.h"
-#include "tessera/layout/errors.h"
+#include "tessera/mesh/errors.h"
 
 namespace tessera {
 namespace {

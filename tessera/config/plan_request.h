@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "tessera/config/format.h"
-#include "tessera/layout/cost.h"
-#include "tessera/layout/group_config.h"
-#include "tessera/layout/mesh.h"
-#include "tessera/layout/topology.h"
+#include "tessera/mesh/groups/group_config.h"
+#include "tessera/mesh/mapping/cost.h"
+#include "tessera/mesh/mapping/topology.h"
+#include "tessera/mesh/mesh.h"
 
 namespace tessera {
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/layout/topology.h"
+#include "tessera/mesh/mapping/topology.h"
 
 namespace tessera {
 

@@ -6,10 +6,10 @@
 #include <sstream>
 
 #include "tessera/base/text.h"
-#include "tessera/cluster/node_list.h"
 #include "tessera/config/detail/document.h"
 #include "tessera/config/errors.h"
 #include "tessera/config/topology_file.h"
+#include "tessera/launch/node_list.h"
 
 namespace tessera {
 namespace {

@@ -17,13 +17,13 @@
 #include <string>
 #include <vector>
 
-#include "tessera/cluster/launch.h"
 #include "tessera/config/format.h"
-#include "tessera/layout/topology.h"
+#include "tessera/launch/launch.h"
+#include "tessera/mesh/mapping/topology.h"
 
 namespace tessera {
 
-/// By the ending .json, .yaml or .yml. Throws ConfigFileError (syntax, fields, unknown names) and PlacementError (what does not hang together).
+/// By the ending .json, .yaml or .yml. Throws ConfigFileError (syntax, fields, unknown names) and MappingError (what does not hang together).
 Topology read_topology(const std::string& path);
 Topology parse_topology(const std::string& text, FileFormat format, const std::string& source = "topology");
 /// Reading it back gives an equal topology.

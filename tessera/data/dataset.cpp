@@ -7,7 +7,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/data/detail/buffer_pool.h"
-#include "tessera/data/detail/mapped_file.h"
+#include "tessera/data/sources/detail/mapped_file.h"
 
 namespace tessera {
 

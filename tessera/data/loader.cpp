@@ -15,7 +15,7 @@
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/agreement.h"
+#include "tessera/comm/group/agreement.h"
 #include "tessera/data/detail/loader_state.h"
 #include "tessera/data/detail/read_batch.h"
 #include "tessera/data/detail/workers.h"

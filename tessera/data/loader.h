@@ -17,11 +17,11 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/group.h"
+#include "tessera/comm/group/group.h"
 #include "tessera/data/dataset.h"
 #include "tessera/data/order.h"
-#include "tessera/layout/mesh.h"
-#include "tessera/partition/batch_mapping.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/sampling/batch_mapping.h"
 
 namespace tessera {
 

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "tessera/data/dataset.h"
-#include "tessera/partition/packing.h"
-#include "tessera/partition/sample_order.h"
-#include "tessera/partition/sampling.h"
+#include "tessera/sampling/packing.h"
+#include "tessera/sampling/sample_order.h"
+#include "tessera/sampling/sampling.h"
 
 namespace tessera {
 

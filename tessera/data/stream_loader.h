@@ -11,7 +11,7 @@
 #include <memory>
 #include <string>
 
-#include "tessera/comm/group.h"
+#include "tessera/comm/group/group.h"
 #include "tessera/data/dataset.h"
 
 namespace tessera {

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "tessera/comm/group.h"
+#include "tessera/comm/group/group.h"
 
 namespace tessera {
 

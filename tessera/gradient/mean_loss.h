@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "tessera/comm/group.h"
+#include "tessera/comm/group/group.h"
 
 namespace tessera {
 

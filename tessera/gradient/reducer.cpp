@@ -13,7 +13,7 @@
 #include <tuple>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/agreement.h"
+#include "tessera/comm/group/agreement.h"
 #include "tessera/gradient/bucket.h"
 #include "tessera/gradient/detail/flight.h"
 

@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/group.h"
+#include "tessera/comm/group/group.h"
 
 namespace tessera {
 

@@ -6,7 +6,7 @@
 #include <set>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/agreement.h"
+#include "tessera/comm/group/agreement.h"
 #include "tessera/gradient/coalesced.h"
 #include "tessera/tensor/shard_tensor.h"
 

@@ -8,12 +8,12 @@
 
 #include "tessera/base/text.h"
 #include "tessera/partition/transfer.h"
-#include "tessera/tensor/detail/carry.h"
-#include "tessera/tensor/detail/cut.h"
-#include "tessera/tensor/detail/no_dispatch.h"
+#include "tessera/tensor/dispatch/carry.h"
+#include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
+#include "tessera/tensor/spec/cut.h"
 
 namespace tessera {
 

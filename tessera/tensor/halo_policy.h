@@ -1,7 +1,7 @@
 #pragma once
 // How operators whose windows reach into other ranks' parts (convolution, pooling, ...) order their work.
 
-#include "tessera/comm/manager.h"
+#include "tessera/comm/job/manager.h"
 
 namespace tessera {
 

@@ -1,7 +1,7 @@
 #pragma once
 // Policies: what happens where an operator would do more than its user wrote.
 
-#include "tessera/comm/manager.h"
+#include "tessera/comm/job/manager.h"
 
 namespace tessera {
 

@@ -1,12 +1,12 @@
 #include "tessera/tensor/redistribution.h"
 
 #include "tessera/base/text.h"
-#include "tessera/tensor/detail/carry.h"
-#include "tessera/tensor/detail/mesh_context.h"
-#include "tessera/tensor/detail/no_dispatch.h"
-#include "tessera/tensor/detail/redistribute.h"
-#include "tessera/tensor/detail/redistribution_plan.h"
+#include "tessera/tensor/dispatch/carry.h"
+#include "tessera/tensor/dispatch/no_dispatch.h"
+#include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/redistribution_plan.h"
 
 namespace tessera {
 

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/tensor/spec.h"
+#include "tessera/tensor/spec/spec.h"
 
 namespace tessera {
 

@@ -12,13 +12,13 @@
 #include <iostream>
 
 #include "tessera/base/text.h"
-#include "tessera/tensor/detail/carry.h"
-#include "tessera/tensor/detail/dispatch.h"
-#include "tessera/tensor/detail/layout.h"
-#include "tessera/tensor/detail/mesh_context.h"
-#include "tessera/tensor/detail/no_dispatch.h"
-#include "tessera/tensor/detail/promote.h"
-#include "tessera/tensor/detail/redistribute.h"
+#include "tessera/tensor/dispatch/carry.h"
+#include "tessera/tensor/dispatch/dispatch.h"
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/no_dispatch.h"
+#include "tessera/tensor/dispatch/promote.h"
+#include "tessera/tensor/dispatch/redistribute.h"
+#include "tessera/tensor/spec/mesh_context.h"
 
 namespace tessera {
 

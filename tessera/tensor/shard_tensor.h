@@ -16,12 +16,12 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/device_mesh.h"
+#include "tessera/comm/job/device_mesh.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/placement.h"
 #include "tessera/tensor/policy.h"
 #include "tessera/tensor/redistribution.h"
-#include "tessera/tensor/spec.h"
+#include "tessera/tensor/spec/placement.h"
+#include "tessera/tensor/spec/spec.h"
 
 namespace tessera {
 

@@ -4,9 +4,9 @@
 
 #include <string>
 
-#include "tessera/comm/manager.h"
-#include "tessera/comm/mpi.h"
-#include "tessera/comm/nccl.h"
+#include "tessera/comm/backends/mpi/mpi.h"
+#include "tessera/comm/backends/nccl/nccl.h"
+#include "tessera/comm/job/manager.h"
 
 namespace tessera {
 namespace {

@@ -9,7 +9,7 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "tessera/comm/threads.h"
+#include "tessera/comm/job/threads.h"
 
 namespace tessera {
 namespace {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/group.h"
-#include "tessera/comm/types.h"
+#include "tessera/comm/group/group.h"
+#include "tessera/comm/group/types.h"
 
 namespace tessera::testing_cases {
 

@@ -4,7 +4,7 @@
 #include <torch/torch.h>
 
 #include "collectives_cases.h"
-#include "tessera/comm/manager.h"
+#include "tessera/comm/job/manager.h"
 
 namespace tessera {
 namespace {

@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "collectives_cases.h"
-#include "tessera/comm/threads.h"
+#include "tessera/comm/job/threads.h"
 
 namespace tessera {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "fork_ranks.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/manager.h"
+#include "tessera/comm/job/manager.h"
 
 namespace tessera {
 namespace {

@@ -17,8 +17,8 @@
 #include <thread>
 #include <vector>
 
-#include "tessera/cluster/launch.h"
-#include "tessera/comm/detail/socket.h"
+#include "tessera/comm/store/detail/socket.h"
+#include "tessera/launch/launch.h"
 
 namespace tessera::testing {
 

@@ -6,8 +6,8 @@
 #include <functional>
 #include <numeric>
 
-#include "tessera/comm/functional.h"
-#include "tessera/comm/threads.h"
+#include "tessera/comm/group/functional.h"
+#include "tessera/comm/job/threads.h"
 
 namespace tessera {
 namespace {

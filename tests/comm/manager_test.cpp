@@ -14,12 +14,12 @@
 
 #include "fork_ranks.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/detail/manager_state.h"
-#include "tessera/comm/manager.h"
-#include "tessera/comm/threads.h"
-#include "tessera/layout/cost.h"
-#include "tessera/layout/errors.h"
-#include "tessera/layout/topology.h"
+#include "tessera/comm/job/detail/manager_state.h"
+#include "tessera/comm/job/manager.h"
+#include "tessera/comm/job/threads.h"
+#include "tessera/mesh/errors.h"
+#include "tessera/mesh/mapping/cost.h"
+#include "tessera/mesh/mapping/topology.h"
 
 namespace tessera {
 namespace {
@@ -290,7 +290,7 @@ TEST(ThreadManager, TreeOnATopologyRunsItsTrafficInsideAHost) {
     bool refused = false;
     try {
       manager.create_process_groups(config, Topology::uniform(3, 2));
-    } catch (const PlacementError&) {
+    } catch (const MappingError&) {
       refused = true;
     }
     require(refused, "a topology of six slots for four ranks was taken");

@@ -12,9 +12,9 @@
 #include <thread>
 
 #include "mpi_support.h"
-#include "tessera/comm/detail/mpi_meet.h"
-#include "tessera/comm/manager.h"
-#include "tessera/comm/mpi_interop.h"
+#include "tessera/comm/backends/mpi/mpi_meet.h"
+#include "tessera/comm/job/manager.h"
+#include "tessera/comm/job/mpi_interop.h"
 
 using namespace std::chrono_literals;
 

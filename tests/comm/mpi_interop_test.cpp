@@ -14,8 +14,8 @@
 #include <thread>
 
 #include "mpi_support.h"
-#include "tessera/comm/manager.h"
-#include "tessera/comm/mpi_interop.h"
+#include "tessera/comm/job/manager.h"
+#include "tessera/comm/job/mpi_interop.h"
 
 namespace tessera::test {
 

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/detail/mpi_backend.h"
-#include "tessera/comm/mpi.h"
+#include "tessera/comm/backends/mpi/mpi.h"
+#include "tessera/comm/backends/mpi/mpi_backend.h"
 
 namespace tessera::test {
 

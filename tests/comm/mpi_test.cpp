@@ -13,7 +13,7 @@
 #include <thread>
 
 #include "mpi_support.h"
-#include "tessera/comm/detail/reduction.h"
+#include "tessera/comm/group/detail/reduction.h"
 
 namespace tessera::test {
 

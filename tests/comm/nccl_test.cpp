@@ -18,10 +18,10 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/detail/group_spec.h"
-#include "tessera/comm/detail/group_state.h"
-#include "tessera/comm/group.h"
-#include "tessera/comm/nccl.h"
+#include "tessera/comm/backends/nccl/nccl.h"
+#include "tessera/comm/group/detail/group_spec.h"
+#include "tessera/comm/group/detail/group_state.h"
+#include "tessera/comm/group/group.h"
 
 extern char** environ;
 

@@ -7,8 +7,8 @@
 #include <stdexcept>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/parallel_groups.h"
-#include "tessera/comm/threads.h"
+#include "tessera/comm/job/parallel_groups.h"
+#include "tessera/comm/job/threads.h"
 
 namespace tessera {
 namespace {

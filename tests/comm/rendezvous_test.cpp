@@ -17,10 +17,10 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/detail/socket.h"
-#include "tessera/comm/detail/store_connection.h"
-#include "tessera/comm/detail/store_server.h"
-#include "tessera/comm/store.h"
+#include "tessera/comm/store/detail/socket.h"
+#include "tessera/comm/store/detail/store_connection.h"
+#include "tessera/comm/store/detail/store_server.h"
+#include "tessera/comm/store/store.h"
 
 namespace tessera {
 namespace {

@@ -9,8 +9,8 @@
 #include <fstream>
 #include <mutex>
 
-#include "tessera/comm/threads.h"
-#include "tessera/comm/trace.h"
+#include "tessera/comm/group/trace.h"
+#include "tessera/comm/job/threads.h"
 
 namespace tessera {
 namespace {

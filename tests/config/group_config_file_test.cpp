@@ -8,8 +8,8 @@
 #include "random_mesh.h"
 #include "refused.h"
 #include "tessera/config/errors.h"
-#include "tessera/layout/errors.h"
-#include "tessera/layout/group_plan.h"
+#include "tessera/mesh/errors.h"
+#include "tessera/mesh/groups/group_plan.h"
 
 using namespace tessera;
 

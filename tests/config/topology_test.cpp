@@ -10,7 +10,7 @@
 #include "tessera/config/hwloc_topology.h"
 #include "tessera/config/rank_file.h"
 #include "tessera/config/topology_file.h"
-#include "tessera/layout/errors.h"
+#include "tessera/mesh/errors.h"
 
 using namespace tessera;
 
@@ -70,9 +70,9 @@ TEST(TopologyFile, WhatIsWrongIsNamed) {
   EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: 1x1\nnetwork: {bandwidth: 5 parsec}"); }), "unknown unit 'parsec'");
   EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: 1x1\nnetwork: {bandwidth: fast}"); }), "finite number");
   EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: 1x1\ndevice_links: [{name: a}, {name: a}]"); }), "listed twice");
-  EXPECT_SAYS(refused<PlacementError>([] { yaml("hosts: 1x1\nnetwork: {bandwidth: 0}"); }), "bandwidth of 0");
-  EXPECT_SAYS(refused<PlacementError>([] { yaml("hosts: [{name: a, devices: -3}]"); }), "-3 devices");
-  EXPECT_SAYS(refused<PlacementError>([] { yaml("network: {latency: 1us}"); }), "without hosts");
+  EXPECT_SAYS(refused<MappingError>([] { yaml("hosts: 1x1\nnetwork: {bandwidth: 0}"); }), "bandwidth of 0");
+  EXPECT_SAYS(refused<MappingError>([] { yaml("hosts: [{name: a, devices: -3}]"); }), "-3 devices");
+  EXPECT_SAYS(refused<MappingError>([] { yaml("network: {latency: 1us}"); }), "without hosts");
 }
 
 TEST(SlurmTopology, Tree) {
@@ -187,7 +187,7 @@ TEST(Hwloc, XmlOfAMachine) {
   const auto two = replicate_host(topology, {"a", "b"});
   EXPECT_EQ(two.slots(), 8);
   EXPECT_EQ(two.hosts[1].rail, topology.hosts[0].rail);
-  EXPECT_SAYS(refused<PlacementError>([&] { replicate_host(two, {"c"}); }), "it has 2");
+  EXPECT_SAYS(refused<MappingError>([&] { replicate_host(two, {"c"}); }), "it has 2");
   EXPECT_SAYS(refused<ConfigFileError>([] { parse_hwloc_topology("<topology", HostDevice::gpu, "n0"); }), "hwloc XML");
   EXPECT_SAYS(refused<ConfigFileError>([] { host_device_from("tpu"); }), "'tpu'");
 }

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "tessera/data/hdf5_source.h"
+#include "tessera/data/sources/hdf5_source.h"
 
 TEST(Hdf5Absent, SaysHowToGetIt) {
   try {

@@ -1,4 +1,4 @@
-#include "tessera/data/hdf5_source.h"
+#include "tessera/data/sources/hdf5_source.h"
 
 #include <gtest/gtest.h>
 #include <hdf5.h>
@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "slabs.h"
-#include "tessera/data/source_dataset.h"
+#include "tessera/data/sources/source_dataset.h"
 
 namespace tessera {
 namespace {

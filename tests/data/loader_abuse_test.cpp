@@ -8,8 +8,8 @@
 #include <mutex>
 #include <set>
 
-#include "tessera/comm/threads.h"
-#include "tessera/comm/types.h"
+#include "tessera/comm/group/types.h"
+#include "tessera/comm/job/threads.h"
 #include "tessera/data/loader.h"
 
 namespace tessera {

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "tessera/data/netcdf_source.h"
+#include "tessera/data/sources/netcdf_source.h"
 
 TEST(NetcdfAbsent, SaysHowToGetIt) {
   try {

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "tessera/data/safetensors_source.h"
+#include "tessera/data/sources/safetensors_source.h"
 
 TEST(SafetensorsAbsent, SaysHowToGetIt) {
   try {

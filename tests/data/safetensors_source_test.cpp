@@ -1,4 +1,4 @@
-#include "tessera/data/safetensors_source.h"
+#include "tessera/data/sources/safetensors_source.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

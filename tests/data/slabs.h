@@ -6,7 +6,7 @@
 
 #include <random>
 
-#include "tessera/data/source.h"
+#include "tessera/data/sources/source.h"
 
 namespace tessera::testing {
 

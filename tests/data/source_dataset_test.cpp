@@ -1,4 +1,4 @@
-#include "tessera/data/source_dataset.h"
+#include "tessera/data/sources/source_dataset.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -7,7 +7,7 @@
 #include <random>
 
 #include "tessera/base/text.h"
-#include "tessera/data/source.h"
+#include "tessera/data/sources/source.h"
 
 namespace tessera {
 namespace {

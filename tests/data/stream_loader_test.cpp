@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/threads.h"
+#include "tessera/comm/job/threads.h"
 #include "tessera/data/loader.h"
 
 namespace tessera {

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "tessera/comm/group.h"
+#include "tessera/comm/group/group.h"
 #include "tessera/data/loader.h"
 #include "tessera/data/stream_loader.h"
 

@@ -13,7 +13,7 @@
 #include "record.h"
 #include "report.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/device_mesh.h"
+#include "tessera/comm/job/device_mesh.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "training.h"
 

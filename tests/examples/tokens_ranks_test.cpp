@@ -9,7 +9,7 @@
 #include <optional>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/manager.h"
+#include "tessera/comm/job/manager.h"
 #include "training.h"
 
 namespace tokens {

@@ -7,8 +7,8 @@
 #include <optional>
 
 #include "skill.h"
-#include "tessera/comm/device_mesh.h"
-#include "tessera/data/netcdf_source.h"
+#include "tessera/comm/job/device_mesh.h"
+#include "tessera/data/sources/netcdf_source.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "training.h"
 

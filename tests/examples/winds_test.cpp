@@ -15,9 +15,9 @@
 #include "progress.h"
 #include "report.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/device_mesh.h"
-#include "tessera/data/netcdf_source.h"
-#include "tessera/tensor/distribute_module.h"
+#include "tessera/comm/job/device_mesh.h"
+#include "tessera/data/sources/netcdf_source.h"
+#include "tessera/nn/distribute_module.h"
 #include "training.h"
 
 namespace winds {

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "tessera/comm/threads.h"
+#include "tessera/comm/job/threads.h"
 
 namespace tessera {
 namespace {

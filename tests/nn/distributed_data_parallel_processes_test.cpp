@@ -4,7 +4,7 @@
 #include <torch/torch.h>
 
 #include "data_parallel_case.h"
-#include "tessera/comm/manager.h"
+#include "tessera/comm/job/manager.h"
 
 namespace tessera {
 namespace {

@@ -6,7 +6,7 @@
 #include <mutex>
 
 #include "data_parallel_case.h"
-#include "tessera/comm/threads.h"
+#include "tessera/comm/job/threads.h"
 
 namespace tessera {
 namespace {

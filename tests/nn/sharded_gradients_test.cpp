@@ -6,8 +6,8 @@
 #include <set>
 
 #include "support.h"
-#include "tessera/comm/trace.h"
-#include "tessera/tensor/distribute_module.h"
+#include "tessera/comm/group/trace.h"
+#include "tessera/nn/distribute_module.h"
 
 namespace tessera::test {
 

@@ -10,9 +10,9 @@
 #include <mutex>
 
 #include "support.h"
-#include "tessera/comm/trace.h"
+#include "tessera/comm/group/trace.h"
+#include "tessera/nn/distribute_module.h"
 #include "tessera/nn/distributed_data_parallel.h"
-#include "tessera/tensor/distribute_module.h"
 
 namespace tessera::test {
 

@@ -1,7 +1,7 @@
 // Softmax and losses over classes that are spread over ranks: values and gradients of one process, and no rank ever gets all classes.
 
 #include "support.h"
-#include "tessera/comm/trace.h"
+#include "tessera/comm/group/trace.h"
 
 namespace tessera::test {
 

@@ -1,9 +1,9 @@
 // The halo engine: what each rank gets is a slice of the whole field continued beyond its edges, and the way back is the adjoint.
 
-#include "tessera/ops/halo.h"
+#include "tessera/ops/halo/halo.h"
 
 #include "fields.h"
-#include "tessera/comm/trace.h"
+#include "tessera/comm/group/trace.h"
 #include "tessera/partition/halo_picture.h"
 
 namespace tessera::test {

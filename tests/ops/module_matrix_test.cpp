@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "support.h"
-#include "tessera/tensor/distribute_module.h"
+#include "tessera/nn/distribute_module.h"
 
 namespace tessera::test {
 

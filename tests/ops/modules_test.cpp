@@ -1,7 +1,7 @@
 // Whole modules on sharded data: values and gradients of one process, with plain or distributed parameters, sharded or not.
 
 #include "support.h"
-#include "tessera/tensor/distribute_module.h"
+#include "tessera/nn/distribute_module.h"
 
 namespace tessera::test {
 

@@ -1,6 +1,6 @@
 // Neighbourhood attention against its definition, written down once more with libtorch's operators; on plain tensors and on fields cut over ranks.
 
-#include "tessera/ops/neighborhood.h"
+#include "tessera/ops/attention/neighborhood.h"
 
 #include <torch/csrc/autograd/autograd.h>
 

@@ -8,10 +8,10 @@
 #include <filesystem>
 
 #include "fields.h"
+#include "tessera/checkpoint/file.h"
+#include "tessera/nn/distribute_module.h"
 #include "tessera/nn/distributed_data_parallel.h"
-#include "tessera/ops/neighborhood.h"
-#include "tessera/tensor/distribute_module.h"
-#include "tessera/tensor/file.h"
+#include "tessera/ops/attention/neighborhood.h"
 #include "tessera/tensor/halo_policy.h"
 
 namespace tessera::test {

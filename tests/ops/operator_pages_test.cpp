@@ -4,8 +4,8 @@
 #include <map>
 
 #include "support.h"
-#include "tessera/comm/trace.h"
-#include "tessera/tensor/distribute_module.h"
+#include "tessera/comm/group/trace.h"
+#include "tessera/nn/distribute_module.h"
 
 namespace tessera::test {
 

@@ -1,7 +1,7 @@
 // Interpolation, unfolding, unpooling, shuffles and sampling by a grid of fields cut in any dims give the values and derivatives of plain libtorch.
 
 #include "fields.h"
-#include "tessera/comm/trace.h"
+#include "tessera/comm/group/trace.h"
 
 namespace tessera::test {
 

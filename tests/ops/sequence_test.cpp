@@ -1,8 +1,8 @@
 // Attention over a sharded sequence, Fourier transforms over sharded dims, and the policy on what moves by itself.
 
 #include "support.h"
-#include "tessera/comm/trace.h"
-#include "tessera/tensor/distribute_module.h"
+#include "tessera/comm/group/trace.h"
+#include "tessera/nn/distribute_module.h"
 
 namespace tessera::test {
 

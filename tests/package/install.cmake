@@ -26,7 +26,11 @@ foreach(header IN LISTS headers)
 endforeach()
 file(GLOB_RECURSE package "${MOVED}/*.cmake" "${MOVED}/*.pc")
 foreach(file IN LISTS package)
-  file(STRINGS "${file}" leaks REGEX "tessera_(base|cluster|layout|partition|comm|gradient|tensor|ops|nn|flags|pch)[^_a-z]|${BUILD}/")
+  file(
+    STRINGS "${file}"
+    leaks
+    REGEX "tessera_(base|launch|mesh|partition|sampling|comm|gradient|tensor|ops|nn|checkpoint|flags|pch)[^_a-z]|${BUILD}/"
+  )
   list(FILTER leaks EXCLUDE REGEX "libtessera_base|-ltessera_base")
   if(leaks)
     message(FATAL_ERROR "${file} leaks: ${leaks}")

@@ -10,7 +10,7 @@
 
 #include "launcher_run.h"
 #include "process.h"
-#include "tessera/cluster/detail/process_tree.h"
+#include "tessera/launch/detail/process_tree.h"
 
 namespace tessera::test {
 namespace {

@@ -26,7 +26,7 @@
 #include <cstring>
 #include <string>
 
-#include "tessera/cluster/launch.h"
+#include "tessera/launch/launch.h"
 
 namespace {
 

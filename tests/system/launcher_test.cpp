@@ -10,7 +10,7 @@
 
 #include "launcher_run.h"
 #include "process.h"
-#include "tessera/cluster/cores.h"
+#include "tessera/launch/cores.h"
 
 namespace tessera::test {
 namespace {

@@ -16,7 +16,7 @@
 
 #include "loader_trainer.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/manager.h"
+#include "tessera/comm/job/manager.h"
 #include "tessera/nn/distributed_data_parallel.h"
 
 using namespace tessera;

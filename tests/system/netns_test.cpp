@@ -12,8 +12,8 @@
 
 #include "../comm/fork_ranks.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/manager.h"
-#include "tessera/comm/store.h"
+#include "tessera/comm/job/manager.h"
+#include "tessera/comm/store/store.h"
 #include "two_hosts.h"
 
 namespace tessera {

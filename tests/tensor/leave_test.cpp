@@ -7,11 +7,11 @@
 #include <fstream>
 
 #include "support.h"
-#include "tessera/comm/trace.h"
-#include "tessera/tensor/distribute_module.h"
-#include "tessera/tensor/file.h"
+#include "tessera/checkpoint/file.h"
+#include "tessera/comm/group/trace.h"
+#include "tessera/nn/distribute_module.h"
 #include "tessera/tensor/redistribution.h"
-#include "tessera/tensor/visualize.h"
+#include "tessera/tensor/spec/visualize.h"
 
 namespace tessera::test {
 

@@ -15,9 +15,9 @@
 #include <thread>
 
 #include "support.h"
-#include "tessera/comm/trace.h"
-#include "tessera/tensor/distribute_module.h"
-#include "tessera/tensor/rule.h"
+#include "tessera/comm/group/trace.h"
+#include "tessera/nn/distribute_module.h"
+#include "tessera/tensor/dispatch/rule.h"
 
 namespace {
 // Allocations of this thread, by operator new: what kernels allocate for values does not come this way.

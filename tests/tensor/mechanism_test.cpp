@@ -7,8 +7,8 @@
 #include <mutex>
 
 #include "support.h"
-#include "tessera/tensor/distribute_module.h"
-#include "tessera/tensor/rule.h"
+#include "tessera/nn/distribute_module.h"
+#include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::test {
 

@@ -4,8 +4,8 @@
 #include <set>
 
 #include "support.h"
-#include "tessera/comm/trace.h"
-#include "tessera/tensor/detail/redistribution_plan.h"
+#include "tessera/comm/group/trace.h"
+#include "tessera/tensor/spec/redistribution_plan.h"
 
 namespace tessera::test {
 

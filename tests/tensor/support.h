@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/device_mesh.h"
-#include "tessera/comm/threads.h"
+#include "tessera/comm/job/device_mesh.h"
+#include "tessera/comm/job/threads.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::test {

@@ -1,5 +1,5 @@
 // The part without torch: no header of it needs one.
-#include <tessera/layout/mesh.h>
+#include <tessera/mesh/mesh.h>
 #include <tessera/version.h>
 
 #include <cstdio>

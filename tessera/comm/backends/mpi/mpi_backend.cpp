@@ -1,0 +1,491 @@
+#include "tessera/comm/backends/mpi/mpi_backend.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "tessera/base/hash.h"
+#include "tessera/base/text.h"
+#include "tessera/comm/backends/mpi/mpi_meet.h"
+#include "tessera/comm/group/detail/reduction.h"
+
+namespace tessera::detail {
+
+namespace {
+
+using c10d::OpType;
+
+template <class Options>
+CallLimit limit_of(const Options& options) {
+  return {options.timeout, !options.asyncOp};
+}
+
+void require_cpu(const char* name, const at::Tensor& tensor) {
+  if (!tensor.defined()) throw InvalidArgument(concat(name, ": a tensor is undefined"));
+  if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided)
+    throw InvalidArgument(concat(name, ": MPI groups move dense CPU tensors, and this one is ", tensor.toString(),
+                                 "; copy it to the CPU, or give the group a backend for its device"));
+}
+
+const at::Tensor& only(const char* name, const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() != 1) throw InvalidArgument(concat(name, " takes one tensor a call, and got ", tensors.size()));
+  require_cpu(name, tensors.front());
+  return tensors.front();
+}
+
+void require_same_type(const char* name, const at::Tensor& a, const at::Tensor& b) {
+  if (a.scalar_type() != b.scalar_type())
+    throw InvalidArgument(
+        concat(name, ": input is ", c10::toString(a.scalar_type()), " and output ", c10::toString(b.scalar_type()), "; they must be the same"));
+}
+
+void require_numel(const char* name, const char* which, const at::Tensor& tensor, std::int64_t expected) {
+  if (tensor.numel() != expected)
+    throw InvalidArgument(concat(name, ": the ", which, " holds ", tensor.numel(), " elements, and ", expected, " are needed"));
+}
+
+/// Rows to elements: the elements of one row are those of `like` without its first dim.
+std::vector<std::int64_t> elements(const std::vector<std::int64_t>& rows, const at::Tensor& like) {
+  std::int64_t row = 1;
+  for (std::int64_t d = 1; d < like.dim(); ++d) row *= like.size(d);
+  std::vector<std::int64_t> result = rows;
+  for (auto& n : result) n *= row;
+  return result;
+}
+
+std::int64_t total(const std::vector<std::int64_t>& counts) { return std::accumulate(counts.begin(), counts.end(), std::int64_t{0}); }
+
+std::vector<std::int64_t> numels(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::int64_t> result;
+  for (const auto& t : tensors) result.push_back(t.numel());
+  return result;
+}
+
+/// One flat tensor with the elements of all, and views of it shaped like each.
+struct Flat {
+  at::Tensor whole;
+  std::vector<at::Tensor> parts;
+};
+
+Flat flat(const std::vector<at::Tensor>& tensors) {
+  Flat result;
+  const auto counts = numels(tensors);
+  result.whole = at::empty({total(counts)}, tensors.front().options().memory_format(at::MemoryFormat::Contiguous));
+  std::int64_t start = 0;
+  for (const auto& t : tensors) {
+    result.parts.push_back(result.whole.narrow(0, start, t.numel()).view(t.sizes()));
+    start += t.numel();
+  }
+  return result;
+}
+
+/// A rank's part for itself. Same number of elements and dtype.
+void copy_here(const at::Tensor& output, const at::Tensor& input) {
+  if (in_order(output) && in_order(input) && output.numel() > 0)
+    std::memcpy(output.data_ptr(), input.data_ptr(), input.nbytes());
+  else
+    output.copy_(input.view(output.sizes()));
+}
+
+}  // namespace
+
+MpiBackend::MpiBackend(std::shared_ptr<MpiComm> comm, const MpiBackendOptions& options)
+    : c10d::Backend(comm->rank(), comm->size()), comm_(std::move(comm)), timeout_(options.timeout), max_count_(options.max_count) {
+  if (max_count_ < 1 || max_count_ > std::numeric_limits<int>::max())
+    throw InvalidArgument(concat("max_count of an MPI group is ", max_count_, "; it must be 1 to ", std::numeric_limits<int>::max()));
+  if (timeout_.count() <= 0) throw InvalidArgument(concat("the time limit of an MPI group is ", timeout_.count(), " ms; it must be positive"));
+  int* bound = nullptr;
+  int found = 0;
+  check_mpi(MPI_Comm_get_attr(comm_->handle(), MPI_TAG_UB, &bound, &found), "MPI_Comm_get_attr");
+  if (found) tag_limit_ = *bound;
+}
+
+MpiBackend::~MpiBackend() = default;
+
+c10::intrusive_ptr<c10d::Backend::Options> MpiBackend::getBackendOptions() { return c10::make_intrusive<Options>("mpi", timeout_); }
+
+bool MpiBackend::reduces(c10::ScalarType dtype, ReduceOp::Kind op) const { return MpiReductions::supports(dtype, to_c10d(op)); }
+
+MpiBackend::WorkPtr MpiBackend::run(const char* name, OpType type, CallLimit limit, Kind kind, const std::function<void(MpiCall&)>& add) {
+  comm_->require_usable(name);
+  const at::NoGradGuard no_grad;
+  auto call = std::make_unique<MpiCall>();
+  call->name = name;
+  call->type = type;
+  call->timeout = limit.timeout.count() > 0 ? limit.timeout : timeout_;
+  if (kind == Kind::collective) sequence_.fetch_add(1, std::memory_order_relaxed);
+  try {
+    // At level `serialized` a blocking call would keep the lock from the thread that the other ranks wait for.
+    if (kind == Kind::collective && limit.blocking && comm_->library().level() != MpiThreadLevel::serialized) {
+      call->blocking = true;
+      add(*call);
+      call->phase.reset();
+    } else {
+      const auto lock = comm_->library().serialize();
+      add(*call);
+    }
+  } catch (...) {
+    call->phase.reset();
+    if (call->pending()) {
+      comm_->set_stuck();
+      comm_->adopt(std::move(call));
+    }
+    throw;
+  }
+  auto work = c10::make_intrusive<MpiWork>(comm_, std::move(call));
+  if (limit.blocking) work->wait();
+  return work;
+}
+
+void MpiBackend::require_rank(int rank, const char* what) const {
+  if (rank < 0 || rank >= ranks()) throw InvalidArgument(concat(what, " is rank ", rank, " in a group of ", ranks(), " ranks"));
+}
+
+void MpiBackend::require_sizes(const Counts& sizes, const char* name) const {
+  if (static_cast<int>(sizes.size()) != ranks())
+    throw InvalidArgument(concat(name, ": ", sizes.size(), " sizes for ", ranks(), " ranks: ", list(sizes)));
+  if (std::any_of(sizes.begin(), sizes.end(), [](std::int64_t n) { return n < 0; }))
+    throw InvalidArgument(concat(name, ": a size is negative: ", list(sizes)));
+}
+
+int MpiBackend::user_tag(int tag) const {
+  if (tag < 0 || tag >= tag_limit_)
+    throw InvalidArgument(concat("message tag ", tag, " is not in 0 to ", tag_limit_ - 1, ", which this MPI library allows"));
+  return tag;
+}
+
+MpiBackend::WorkPtr MpiBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  const at::Tensor tensor = only("broadcast", tensors);
+  const int root = static_cast<int>(options.rootRank);
+  require_rank(root, "the root of broadcast");
+  return run("broadcast", OpType::BROADCAST, limit_of(options), Kind::collective, [&](MpiCall& call) {
+    add_broadcast(call, tensor, root);
+    call.results = {tensor};
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  const at::Tensor& tensor = only("all_reduce", tensors);
+  return run("all_reduce", OpType::ALLREDUCE, limit_of(options), Kind::collective, [&](MpiCall& call) {
+    add_all_reduce(call, tensor, options.reduceOp);
+    call.results = {tensor};
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  for (const auto& tensor : tensors) require_cpu("all_reduce of several tensors", tensor);
+  return run("all_reduce of several tensors", OpType::ALLREDUCE_COALESCED, limit_of(options), Kind::collective, [&](MpiCall& call) {
+    for (const auto& tensor : tensors) add_all_reduce(call, tensor, options.reduceOp);
+    call.results = tensors;
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  const at::Tensor tensor = only("reduce", tensors);
+  const int root = static_cast<int>(options.rootRank);
+  require_rank(root, "the root of reduce");
+  return run("reduce", OpType::REDUCE, limit_of(options), Kind::collective, [&](MpiCall& call) {
+    add_reduce(call, tensor, root, options.reduceOp);
+    call.results = {tensor};
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  const at::Tensor input = only("all_gather", inputs);
+  if (outputs.size() != 1 || static_cast<int>(outputs.front().size()) != ranks())
+    throw InvalidArgument(concat("all_gather needs one list of ", ranks(), " outputs"));
+  const Tensors out = outputs.front();
+  for (const auto& t : out) {
+    require_cpu("all_gather", t);
+    require_same_type("all_gather", input, t);
+  }
+  require_numel("all_gather", "input", input, out[static_cast<std::size_t>(rank())].numel());
+  return run("all_gather", OpType::ALLGATHER, limit_of(options), Kind::collective, [&](MpiCall& call) {
+    const Flat buffer = flat(out);
+    add_all_gather(call, buffer.whole, input, numels(out));
+    call.finish.emplace_back([out, parts = buffer.parts] {
+      for (std::size_t r = 0; r < out.size(); ++r) out[r].copy_(parts[r]);
+    });
+    call.results = out;
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
+  Tensors outputs{output}, inputs{input};
+  return allgather_into_tensor_coalesced(outputs, inputs, options);
+}
+
+MpiBackend::WorkPtr MpiBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  if (outputs.size() != inputs.size()) throw InvalidArgument(concat("all_gather of ", inputs.size(), " inputs into ", outputs.size(), " outputs"));
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    require_cpu("all_gather", inputs[i]);
+    require_cpu("all_gather", outputs[i]);
+    require_same_type("all_gather", inputs[i], outputs[i]);
+    require_numel("all_gather", "output", outputs[i], inputs[i].numel() * ranks());
+  }
+  return run("all_gather", inputs.size() == 1 ? OpType::ALLGATHER : OpType::ALLGATHER_COALESCED, limit_of(options), Kind::collective,
+             [&](MpiCall& call) {
+               for (std::size_t i = 0; i < inputs.size(); ++i)
+                 add_all_gather(call, outputs[i], inputs[i], Counts(static_cast<std::size_t>(ranks()), inputs[i].numel()));
+               call.results = outputs;
+             });
+}
+
+MpiBackend::WorkPtr MpiBackend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
+  const at::Tensor input = only("gather", inputs);
+  const int root = static_cast<int>(options.rootRank);
+  require_rank(root, "the root of gather");
+  Tensors out;
+  if (rank() == root) {
+    if (outputs.size() != 1 || static_cast<int>(outputs.front().size()) != ranks())
+      throw InvalidArgument(concat("gather needs one list of ", ranks(), " outputs on its root"));
+    out = outputs.front();
+    for (const auto& t : out) {
+      require_cpu("gather", t);
+      require_same_type("gather", input, t);
+    }
+    require_numel("gather", "input", input, out[static_cast<std::size_t>(root)].numel());
+  }
+  // Messages: the other ranks do not know the sizes of the root's outputs.
+  return run("gather", OpType::GATHER, limit_of(options), Kind::messages, [&](MpiCall& call) {
+    if (rank() != root) return add_send(call, input, root, tag_limit_);
+    for (int r = 0; r < ranks(); ++r)
+      if (r != root) add_receive(call, out[static_cast<std::size_t>(r)], r, tag_limit_);
+    copy_here(out[static_cast<std::size_t>(root)], input);
+    call.results = out;
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) {
+  const at::Tensor output = only("scatter", outputs);
+  const int root = static_cast<int>(options.rootRank);
+  require_rank(root, "the root of scatter");
+  Tensors in;
+  if (rank() == root) {
+    if (inputs.size() != 1 || static_cast<int>(inputs.front().size()) != ranks())
+      throw InvalidArgument(concat("scatter needs one list of ", ranks(), " inputs on its root"));
+    in = inputs.front();
+    for (const auto& t : in) {
+      require_cpu("scatter", t);
+      require_same_type("scatter", t, output);
+    }
+    require_numel("scatter", "output", output, in[static_cast<std::size_t>(root)].numel());
+  }
+  return run("scatter", OpType::SCATTER, limit_of(options), Kind::messages, [&](MpiCall& call) {
+    call.results = {output};
+    if (rank() != root) return add_receive(call, output, root, tag_limit_);
+    for (int r = 0; r < ranks(); ++r)
+      if (r != root) add_send(call, in[static_cast<std::size_t>(r)], r, tag_limit_);
+    copy_here(output, in[static_cast<std::size_t>(root)]);
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) {
+  const at::Tensor output = only("reduce_scatter", outputs);
+  if (inputs.size() != 1 || static_cast<int>(inputs.front().size()) != ranks())
+    throw InvalidArgument(concat("reduce_scatter needs one list of ", ranks(), " inputs"));
+  const Tensors& in = inputs.front();
+  for (const auto& t : in) {
+    require_cpu("reduce_scatter", t);
+    require_same_type("reduce_scatter", t, output);
+  }
+  require_numel("reduce_scatter", "output", output, in[static_cast<std::size_t>(rank())].numel());
+  return run("reduce_scatter", OpType::REDUCE_SCATTER, limit_of(options), Kind::collective, [&](MpiCall& call) {
+    const Flat buffer = flat(in);
+    for (std::size_t r = 0; r < in.size(); ++r) buffer.parts[r].copy_(in[r]);
+    add_reduce_scatter(call, output, buffer.whole, numels(in), options.reduceOp);
+    call.results = {output};
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+  Tensors outputs{output}, inputs{input};
+  return reduce_scatter_tensor_coalesced(outputs, inputs, options);
+}
+
+MpiBackend::WorkPtr MpiBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  if (outputs.size() != inputs.size())
+    throw InvalidArgument(concat("reduce_scatter of ", inputs.size(), " inputs into ", outputs.size(), " outputs"));
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    require_cpu("reduce_scatter", inputs[i]);
+    require_cpu("reduce_scatter", outputs[i]);
+    require_same_type("reduce_scatter", inputs[i], outputs[i]);
+    require_numel("reduce_scatter", "input", inputs[i], outputs[i].numel() * ranks());
+  }
+  return run("reduce_scatter", OpType::REDUCE_SCATTER, limit_of(options), Kind::collective, [&](MpiCall& call) {
+    for (std::size_t i = 0; i < inputs.size(); ++i)
+      add_reduce_scatter(call, outputs[i], inputs[i], Counts(static_cast<std::size_t>(ranks()), outputs[i].numel()), options.reduceOp);
+    call.results = outputs;
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_splits,
+                                              std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions& options) {
+  require_cpu("all_to_all", output);
+  require_cpu("all_to_all", input);
+  require_same_type("all_to_all", input, output);
+  const auto counts = [&](const at::Tensor& tensor, const Counts& splits, const char* which) {
+    if (!splits.empty()) {
+      require_sizes(splits, "all_to_all");
+      const Counts result = elements(splits, tensor);
+      require_numel("all_to_all", which, tensor, total(result));
+      return result;
+    }
+    if (tensor.numel() % ranks() != 0)
+      throw InvalidArgument(concat("all_to_all: the ", which, " of ", tensor.numel(), " elements cannot be cut for ", ranks(), " ranks; give sizes"));
+    return Counts(static_cast<std::size_t>(ranks()), tensor.numel() / ranks());
+  };
+  const Counts out = counts(output, output_splits, "output"), in = counts(input, input_splits, "input");
+  return run("all_to_all", OpType::ALLTOALL_BASE, limit_of(options), Kind::messages, [&](MpiCall& call) {
+    add_all_to_all(call, output, input, out, in);
+    call.results = {output};
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+  if (static_cast<int>(outputs.size()) != ranks() || static_cast<int>(inputs.size()) != ranks())
+    throw InvalidArgument(concat("all_to_all needs ", ranks(), " inputs and outputs, and got ", inputs.size(), " and ", outputs.size()));
+  for (const auto* tensors : {&outputs, &inputs})
+    for (const auto& t : *tensors) require_cpu("all_to_all", t);
+  const auto me = static_cast<std::size_t>(rank());
+  require_numel("all_to_all", "input to this rank itself", inputs[me], outputs[me].numel());
+  return run("all_to_all", OpType::ALLTOALL, limit_of(options), Kind::messages, [&](MpiCall& call) {
+    for (int r = 0; r < ranks(); ++r)
+      if (r != rank()) add_receive(call, outputs[static_cast<std::size_t>(r)], r, tag_limit_);
+    for (int r = 0; r < ranks(); ++r)
+      if (r != rank()) add_send(call, inputs[static_cast<std::size_t>(r)], r, tag_limit_);
+    copy_here(outputs[me], inputs[me]);
+    call.results = outputs;
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::send(Tensors& tensors, int to, int tag) {
+  const at::Tensor tensor = only("send", tensors);
+  require_rank(to, "the receiver of send");
+  return run("send", OpType::SEND, {}, Kind::messages, [&](MpiCall& call) {
+    call.peers = {comm_->ranks()[static_cast<std::size_t>(to)]};
+    add_send(call, tensor, to, user_tag(tag));
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::recv(Tensors& tensors, int from, int tag) {
+  const at::Tensor tensor = only("receive", tensors);
+  require_rank(from, "the sender of receive");
+  return run("receive", OpType::RECV, {}, Kind::messages, [&](MpiCall& call) {
+    call.peers = {comm_->ranks()[static_cast<std::size_t>(from)]};
+    add_receive(call, tensor, from, user_tag(tag));
+    call.results = {tensor};
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::recvAnysource(Tensors& tensors, int tag) {
+  const at::Tensor tensor = only("receive from any rank", tensors);
+  if (!fits(tensor.numel()))
+    throw InvalidArgument(
+        concat("receive from any rank: ", tensor.numel(), " elements, and one MPI message holds ", max_count_, "; name the sender"));
+  return run("receive from any rank", OpType::RECVANYSOURCE, {}, Kind::messages, [&](MpiCall& call) {
+    add_receive(call, tensor, MPI_ANY_SOURCE, user_tag(tag));
+    call.results = {tensor};
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::barrier(const c10d::BarrierOptions& options) {
+  return run("barrier", OpType::BARRIER, limit_of(options), Kind::messages,
+             [&](MpiCall& call) { check_mpi(MPI_Ibarrier(comm_->handle(), call.request()), "MPI_Ibarrier"); });
+}
+
+MpiBackend::WorkPtr MpiBackend::all_gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
+                                             CallLimit limit) {
+  require_cpu("all_gather", output);
+  require_cpu("all_gather", input);
+  require_same_type("all_gather", input, output);
+  require_sizes(sizes, "all_gather");
+  const Counts counts = elements(sizes, output);
+  require_numel("all_gather", "output", output, total(counts));
+  require_numel("all_gather", "input", input, counts[static_cast<std::size_t>(rank())]);
+  return run("all_gather", OpType::ALLGATHER, limit, Kind::collective, [&](MpiCall& call) {
+    add_all_gather(call, output, input, counts);
+    call.results = {output};
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::reduce_scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
+                                                 const c10d::ReduceOp& op, CallLimit limit) {
+  require_cpu("reduce_scatter", output);
+  require_cpu("reduce_scatter", input);
+  require_same_type("reduce_scatter", input, output);
+  require_sizes(sizes, "reduce_scatter");
+  const Counts counts = elements(sizes, input);
+  require_numel("reduce_scatter", "input", input, total(counts));
+  require_numel("reduce_scatter", "output", output, counts[static_cast<std::size_t>(rank())]);
+  return run("reduce_scatter", OpType::REDUCE_SCATTER, limit, Kind::collective, [&](MpiCall& call) {
+    add_reduce_scatter(call, output, input, counts, op);
+    call.results = {output};
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root,
+                                         CallLimit limit) {
+  require_cpu("gather", input);
+  require_sizes(sizes, "gather");
+  require_rank(root, "the root of gather");
+  const Counts counts = elements(sizes, input);
+  require_numel("gather", "input", input, counts[static_cast<std::size_t>(rank())]);
+  if (rank() == root) {
+    require_cpu("gather", output);
+    require_same_type("gather", input, output);
+    require_numel("gather", "output", output, total(counts));
+  }
+  return run("gather", OpType::GATHER, limit, Kind::collective, [&](MpiCall& call) {
+    add_gather(call, output, input, counts, root);
+    if (rank() == root) call.results = {output};
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root,
+                                          CallLimit limit) {
+  require_cpu("scatter", output);
+  require_sizes(sizes, "scatter");
+  require_rank(root, "the root of scatter");
+  const Counts counts = elements(sizes, output);
+  require_numel("scatter", "output", output, counts[static_cast<std::size_t>(rank())]);
+  if (rank() == root) {
+    require_cpu("scatter", input);
+    require_same_type("scatter", input, output);
+    require_numel("scatter", "input", input, total(counts));
+  }
+  return run("scatter", OpType::SCATTER, limit, Kind::collective, [&](MpiCall& call) {
+    add_scatter(call, output, input, counts, root);
+    call.results = {output};
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::exchange(const std::vector<Message>& messages, CallLimit limit) {
+  for (const auto& message : messages) {
+    require_cpu("exchange", message.tensor);
+    require_rank(message.peer, "a peer of exchange");
+  }
+  return run("exchange", OpType::COALESCED, limit, Kind::messages, [&](MpiCall& call) {
+    for (const auto& message : messages) {
+      call.peers.push_back(comm_->ranks()[static_cast<std::size_t>(message.peer)]);
+      if (message.kind == Message::Kind::receive) add_receive(call, message.tensor, message.peer, 0);
+    }
+    for (const auto& message : messages)
+      if (message.kind == Message::Kind::send) add_send(call, message.tensor, message.peer, 0);
+    std::sort(call.peers.begin(), call.peers.end());
+    call.peers.erase(std::unique(call.peers.begin(), call.peers.end()), call.peers.end());
+  });
+}
+
+}  // namespace tessera::detail
+
+namespace tessera {
+
+c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const MpiWorld& world, const std::vector<int>& ranks, const MpiBackendOptions& options) {
+  auto comm = detail::make_mpi_comm(world.context(), ranks, options);
+  return c10::make_intrusive<detail::MpiBackend>(std::move(comm), options);
+}
+
+}  // namespace tessera

@@ -1,0 +1,122 @@
+#pragma once
+// MpiBackend: a group's collectives as MPI calls. How each is done is in mpi_collectives.cpp; what c10d calls them, in mpi_backend.cpp.
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/backends/mpi/mpi.h"
+#include "tessera/comm/backends/mpi/mpi_reduce.h"
+#include "tessera/comm/backends/mpi/mpi_work.h"
+#include "tessera/comm/group/detail/abilities.h"
+#include "tessera/comm/group/detail/uneven.h"
+
+namespace tessera::detail {
+
+/// Plain row-major memory: MPI works on it as it is.
+inline bool in_order(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
+
+class MpiBackend final : public c10d::Backend, public UnevenBackend, public ReducingBackend {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<std::vector<at::Tensor>>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  MpiBackend(std::shared_ptr<MpiComm> comm, const MpiBackendOptions& options);
+  ~MpiBackend() override;
+
+  const std::string getBackendName() const override { return "mpi"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override;
+  std::uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  // Virtual in newer releases of c10d alone. NOLINTNEXTLINE(modernize-use-override)
+  void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+  // Also where the library's level would allow other threads: progress is made by who waits.
+  bool step_in_waits(const std::weak_ptr<const std::function<bool()>>& step) override {
+    comm_->library().step_in_waits(step);
+    return true;
+  }
+  /// Ends this process' pending and later calls with PeerLostError. Callable from any thread; sends nothing.
+  void abort() override { comm_->abort(); }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_splits, std::vector<std::int64_t>& input_splits,
+                        const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  WorkPtr send(Tensors& tensors, int to, int tag) override;
+  WorkPtr recv(Tensors& tensors, int from, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+
+  WorkPtr all_gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, CallLimit limit) override;
+  WorkPtr reduce_scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, const c10d::ReduceOp& op,
+                           CallLimit limit) override;
+  WorkPtr gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root, CallLimit limit) override;
+  WorkPtr scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root, CallLimit limit) override;
+  WorkPtr exchange(const std::vector<Message>& messages, CallLimit limit) override;
+
+  bool reduces(c10::ScalarType dtype, ReduceOp::Kind op) const override;
+  bool moves(c10::ScalarType) const override { return true; }
+
+ private:
+  using Counts = std::vector<std::int64_t>;  ///< Elements, one number a rank.
+
+  enum class Kind { collective, messages };  ///< Messages do not meet first: only the peers named take part.
+  /// One call from its beginning to its work: `add` adds collectives or messages to it.
+  WorkPtr run(const char* name, c10d::OpType type, CallLimit limit, Kind kind, const std::function<void(MpiCall&)>& add);
+
+  // Each adds one collective to a call: posts requests, or does it at once in a blocking call.
+  void add_all_reduce(MpiCall& call, const at::Tensor& tensor, const c10d::ReduceOp& op);
+  void add_broadcast(MpiCall& call, const at::Tensor& tensor, int root);
+  void add_reduce(MpiCall& call, const at::Tensor& tensor, int root, const c10d::ReduceOp& op);
+  void add_all_gather(MpiCall& call, const at::Tensor& output, const at::Tensor& input, const Counts& counts);
+  void add_reduce_scatter(MpiCall& call, const at::Tensor& output, const at::Tensor& input, const Counts& counts, const c10d::ReduceOp& op);
+  void add_gather(MpiCall& call, const at::Tensor& output, const at::Tensor& input, const Counts& counts, int root);
+  void add_scatter(MpiCall& call, const at::Tensor& output, const at::Tensor& input, const Counts& counts, int root);
+  void add_all_to_all(MpiCall& call, const at::Tensor& output, const at::Tensor& input, const Counts& output_counts, const Counts& input_counts);
+  void add_send(MpiCall& call, const at::Tensor& tensor, int to, int tag);
+  void add_receive(MpiCall& call, const at::Tensor& tensor, int from, int tag);
+  void post_send(MpiCall& call, const void* data, std::int64_t count, MPI_Datatype type, int to, int tag);
+  void post_receive(MpiCall& call, void* data, std::int64_t count, MPI_Datatype type, int from, int tag);
+
+  /// Before the first of MPI's blocking calls: the ranks meet, and the watchdog looks on. What can be done without the others is done before.
+  void ready(MpiCall& call) const {
+    if (call.blocking && !call.phase) comm_->meet(call);
+  }
+  /// A tensor that MPI may read: the tensor itself if its bytes lie in order, else a copy.
+  at::Tensor readable(MpiCall& call, const at::Tensor& tensor) const;
+  /// A tensor that MPI may write; if it is not the tensor itself, it is copied there at the end.
+  at::Tensor writable(MpiCall& call, const at::Tensor& tensor) const;
+  void require_rank(int rank, const char* what) const;
+  void require_sizes(const Counts& sizes, const char* name) const;
+  int user_tag(int tag) const;
+  bool fits(std::int64_t count) const { return count <= max_count_; }
+  int rank() const { return comm_->rank(); }
+  int ranks() const { return comm_->size(); }
+
+  const std::shared_ptr<MpiComm> comm_;
+  MpiReductions reductions_;
+  std::chrono::milliseconds timeout_;
+  const std::int64_t max_count_;
+  int tag_limit_ = 32767;  ///< MPI_TAG_UB; the largest is ours, for collectives that are made of messages.
+  std::atomic<std::uint64_t> sequence_{0};
+};
+
+}  // namespace tessera::detail

@@ -1,0 +1,286 @@
+#include "tessera/comm/backends/mpi/mpi_context.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/group/types.h"
+#include "tessera/comm/job/mpi_interop.h"
+#include "tessera/launch/launch.h"
+
+namespace tessera {
+
+namespace detail {
+
+namespace {
+
+MpiThreadLevel to_level(int provided) {
+  switch (provided) {
+    case MPI_THREAD_MULTIPLE:
+      return MpiThreadLevel::multiple;
+    case MPI_THREAD_SERIALIZED:
+      return MpiThreadLevel::serialized;
+    case MPI_THREAD_FUNNELED:
+      return MpiThreadLevel::funneled;
+    default:
+      return MpiThreadLevel::single;
+  }
+}
+
+int to_mpi(MpiThreadLevel level) {
+  switch (level) {
+    case MpiThreadLevel::multiple:
+      return MPI_THREAD_MULTIPLE;
+    case MpiThreadLevel::serialized:
+      return MPI_THREAD_SERIALIZED;
+    case MpiThreadLevel::funneled:
+      return MPI_THREAD_FUNNELED;
+    case MpiThreadLevel::single:
+      break;
+  }
+  return MPI_THREAD_SINGLE;
+}
+
+bool mpi_flag(int (*query)(int*)) {
+  int flag = 0;
+  query(&flag);
+  return flag != 0;
+}
+
+std::string processor_name() {
+  char name[MPI_MAX_PROCESSOR_NAME] = {};
+  int length = 0;
+  MPI_Get_processor_name(name, &length);
+  return std::string(name, static_cast<std::size_t>(length));
+}
+
+}  // namespace
+
+std::string mpi_error_text(int code) {
+  char text[MPI_MAX_ERROR_STRING] = {};
+  int length = 0;
+  if (MPI_Error_string(code, text, &length) != MPI_SUCCESS) return concat("error code ", code);
+  return std::string(text, static_cast<std::size_t>(length));
+}
+
+void check_mpi(int code, const char* function) {
+  if (code == MPI_SUCCESS) return;
+  int kind = MPI_SUCCESS;
+  MPI_Error_class(code, &kind);
+  const char* hint = kind == MPI_ERR_TRUNCATE
+                         ? ". A rank sent more than this one expects: shapes or dtypes differ between ranks; CheckLevel::collective shows which"
+                         : "";
+  throw CommError(concat(function, " failed: ", mpi_error_text(code), hint));
+}
+
+void mpi_fatal(const std::string& who, const std::string& reason, bool may_call_mpi) {
+  std::fprintf(stderr, "tessera: %s: %s. Ending the MPI job.\n", who.c_str(), reason.c_str());
+  std::fflush(stderr);
+  if (may_call_mpi) MPI_Abort(MPI_COMM_WORLD, 1);
+  std::_Exit(1);  // The launcher ends a job of which a process leaves without MPI_Finalize.
+}
+
+BlockingWatchdog::~BlockingWatchdog() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void BlockingWatchdog::add(const std::shared_ptr<BlockingSlot>& slot) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  slots_.push_back(slot);
+  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+}
+
+void BlockingWatchdog::run() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stop_) {
+    std::erase_if(slots_, [](const auto& slot) { return slot.expired(); });
+    const auto now = std::chrono::steady_clock::now();
+    for (const auto& weak : slots_) {
+      const auto slot = weak.lock();
+      if (!slot) continue;
+      const std::uint64_t phase = slot->phase.load(std::memory_order_acquire);
+      if (slot->seen_phase != phase) {
+        slot->seen_phase = phase;
+        slot->seen_since = now;
+      }
+      const std::chrono::milliseconds limit(slot->limit_ms.load(std::memory_order_relaxed));
+      if (phase % 2 == 1 && now - slot->seen_since > limit)
+        mpi_fatal(slot->who,
+                  concat(slot->operation.load(std::memory_order_relaxed), " did not end within its limit of ", limit.count(),
+                         " ms although all ranks had begun it: a rank died or was stopped in the middle"),
+                  may_call_mpi_);
+    }
+    wake_.wait_for(lock, std::chrono::milliseconds(200), [this] { return stop_; });
+  }
+}
+
+MpiLibrary::MpiLibrary(bool owner, int provided)
+    : owner_(owner), level_(to_level(provided)), watchdog_(std::make_unique<BlockingWatchdog>(provided == MPI_THREAD_MULTIPLE)) {}
+
+std::shared_ptr<MpiLibrary> MpiLibrary::open(MpiThreadLevel wanted) {
+  // MPI itself is one for the process: it can be initialised once and finalised once, so its owner has to be found again.
+  static std::mutex mutex;
+  static std::weak_ptr<MpiLibrary> current;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (auto library = current.lock()) return library;
+  if (mpi_flag(MPI_Finalized))
+    throw CommError("MPI was finalised in this process already and cannot be initialised again; keep one MpiWorld until the end of main()");
+  if (mpi_flag(MPI_Initialized)) return attach();
+  int provided = MPI_THREAD_SINGLE;
+  check_mpi(MPI_Init_thread(nullptr, nullptr, to_mpi(wanted), &provided), "MPI_Init_thread");
+  std::shared_ptr<MpiLibrary> library(new MpiLibrary(true, provided));
+  current = library;
+  if (wanted > MpiThreadLevel::funneled && library->level() < wanted)
+    throw CommError(concat("this MPI library grants thread level ", to_string(library->level()), ", and ", to_string(wanted),
+                           " was asked for; ask for less, or use a library built with thread support"));
+  return library;
+}
+
+std::shared_ptr<MpiLibrary> MpiLibrary::attach() {
+  int provided = MPI_THREAD_SINGLE;
+  check_mpi(MPI_Query_thread(&provided), "MPI_Query_thread");
+  return std::shared_ptr<MpiLibrary>(new MpiLibrary(false, provided));
+}
+
+MpiLibrary::~MpiLibrary() {
+  watchdog_.reset();
+  if (!owner_ || mpi_flag(MPI_Finalized)) return;
+  if (broken() || std::uncaught_exceptions() > 0) {
+    int rank = -1;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    std::fprintf(stderr, "tessera: rank %d on %s leaves MPI without finalising it, because %s; the launcher ends the other ranks.\n", rank,
+                 processor_name().c_str(), std::uncaught_exceptions() > 0 ? "an exception is in flight" : "a call did not complete");
+    return;
+  }
+  MPI_Finalize();
+}
+
+void MpiLibrary::require_thread() const {
+  if (level_ >= MpiThreadLevel::serialized) return;
+  int main_thread = 0;
+  MPI_Is_thread_main(&main_thread);
+  if (!main_thread)
+    throw Error(concat("a call on an MPI group came from another thread than the one that initialised MPI, and MPI's thread level is ",
+                       to_string(level_),
+                       ". Initialise MPI with MPI_THREAD_MULTIPLE (MpiWorld::initialize(MpiThreadLevel::multiple)), or call from the main thread"));
+}
+
+std::unique_lock<std::mutex> MpiLibrary::serialize() {
+  if (level_ != MpiThreadLevel::serialized) return {};
+  return std::unique_lock<std::mutex>(mutex_);
+}
+
+void MpiLibrary::step_in_waits(const std::weak_ptr<const std::function<bool()>>& step) {
+  const std::lock_guard lock(steps_mutex_);
+  steps_.push_back({std::this_thread::get_id(), step});
+  has_steps_.store(true, std::memory_order_relaxed);
+}
+
+void MpiLibrary::run_steps() {
+  // Taken out while they run: a step may begin calls of its own.
+  std::vector<Step> mine;
+  {
+    const std::lock_guard lock(steps_mutex_);
+    const auto others = std::stable_partition(steps_.begin(), steps_.end(), [](const Step& s) { return s.thread != std::this_thread::get_id(); });
+    mine.assign(others, steps_.end());
+    steps_.erase(others, steps_.end());
+  }
+  std::erase_if(mine, [](const Step& step) {
+    const auto run = step.run.lock();
+    return !run || (*run)();
+  });
+  const std::lock_guard lock(steps_mutex_);
+  steps_.insert(steps_.end(), mine.begin(), mine.end());
+  has_steps_.store(!steps_.empty(), std::memory_order_relaxed);
+}
+
+MpiContext::MpiContext(std::shared_ptr<MpiLibrary> library, MPI_Comm comm, bool owns_comm)
+    : library_(std::move(library)), comm_(comm), owns_comm_(owns_comm) {
+  check_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
+  check_mpi(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
+}
+
+MpiContext::~MpiContext() {
+  if (!owns_comm_ || library_->broken() || mpi_flag(MPI_Finalized) || std::uncaught_exceptions() > 0) return;
+  MPI_Comm comm = comm_;
+  MPI_Comm_free(&comm);
+}
+
+}  // namespace detail
+
+const char* to_string(MpiThreadLevel level) {
+  switch (level) {
+    case MpiThreadLevel::single:
+      return "single";
+    case MpiThreadLevel::funneled:
+      return "funneled";
+    case MpiThreadLevel::serialized:
+      return "serialized";
+    case MpiThreadLevel::multiple:
+      return "multiple";
+  }
+  return "?";
+}
+
+bool has_mpi() { return true; }
+
+MpiWorld::MpiWorld(std::shared_ptr<detail::MpiContext> context) : context_(std::move(context)) {}
+
+MpiWorld MpiWorld::initialize(MpiThreadLevel wanted) {
+  const auto library = detail::MpiLibrary::open(wanted);
+  if (library->owner()) return MpiWorld(std::make_shared<detail::MpiContext>(library, MPI_COMM_WORLD, false));
+  return mpi_world(MPI_COMM_WORLD);  // Somebody else's MPI, and perhaps messages: ours need a communicator of their own.
+}
+
+int MpiWorld::rank() const { return context_->rank(); }
+int MpiWorld::size() const { return context_->size(); }
+MpiThreadLevel MpiWorld::thread_level() const { return context_->library()->level(); }
+
+std::string MpiWorld::library() const {
+  char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
+  int length = 0;
+  detail::check_mpi(MPI_Get_library_version(text, &length), "MPI_Get_library_version");
+  const std::string all(text, static_cast<std::size_t>(length));
+  return all.substr(0, all.find('\n'));
+}
+
+std::string MpiWorld::host() const { return detail::processor_name(); }
+
+Launch MpiWorld::launch() const {
+  Launch launch;
+  launch.launcher = "code";
+  launch.rank = rank();
+  launch.world_size = size();
+  launch.node_rank = -1;
+  MPI_Comm host = MPI_COMM_NULL;
+  detail::check_mpi(MPI_Comm_split_type(context_->comm(), MPI_COMM_TYPE_SHARED, rank(), MPI_INFO_NULL, &host), "MPI_Comm_split_type");
+  MPI_Comm_rank(host, &launch.local_rank);
+  MPI_Comm_size(host, &launch.local_size);
+  MPI_Comm_free(&host);
+  return launch;
+}
+
+void MpiWorld::fatal(const std::string& reason) const { detail::mpi_fatal(concat("rank ", rank(), " of ", size(), " on ", host()), reason, true); }
+
+MpiWorld mpi_world(MPI_Comm communicator) {
+  if (!detail::mpi_flag(MPI_Initialized) || detail::mpi_flag(MPI_Finalized))
+    throw InvalidArgument(
+        "mpi_world() needs an MPI that is initialised and not finalised; without a communicator of your own use MpiWorld::initialize()");
+  if (communicator == MPI_COMM_NULL) throw InvalidArgument("mpi_world() was given MPI_COMM_NULL: this process is not in the communicator");
+  int inter = 0;
+  detail::check_mpi(MPI_Comm_test_inter(communicator, &inter), "MPI_Comm_test_inter");
+  if (inter) throw InvalidArgument("mpi_world() was given an intercommunicator; merge it first (MPI_Intercomm_merge)");
+  MPI_Comm copy = MPI_COMM_NULL;
+  detail::check_mpi(MPI_Comm_dup(communicator, &copy), "MPI_Comm_dup");
+  detail::check_mpi(MPI_Comm_set_errhandler(copy, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  return MpiWorld(std::make_shared<detail::MpiContext>(detail::MpiLibrary::attach(), copy, true));
+}
+
+}  // namespace tessera

@@ -1,0 +1,142 @@
+#pragma once
+// MPI in this process: who initialised it, its thread level, the communicator that groups come from, the watchdog of blocking calls.
+
+#include <mpi.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tessera/comm/backends/mpi/mpi.h"
+
+namespace tessera::detail {
+
+/// Throws CommError with MPI's own text if `code` is not MPI_SUCCESS.
+void check_mpi(int code, const char* function);
+std::string mpi_error_text(int code);
+
+/// One backend's entry in the watchdog's list. `phase` is odd while the backend's thread is inside a blocking MPI call that all ranks have reached.
+struct BlockingSlot {
+  std::atomic<std::uint64_t> phase{0};
+  std::atomic<std::int64_t> limit_ms{0};
+  std::atomic<const char*> operation{""};
+  std::string who;                                   ///< "rank 3 in group 'world'"
+  std::uint64_t seen_phase = 0;                      ///< The watchdog's own: the phase it saw last,
+  std::chrono::steady_clock::time_point seen_since;  ///< and when it first saw it.
+};
+
+/// Marks a blocking MPI call for the watchdog. Two stores; the watchdog itself looks at the clock.
+class BlockingPhase {
+ public:
+  BlockingPhase(BlockingSlot& slot, const char* operation, std::int64_t limit_ms) : slot_(slot) {
+    slot_.operation.store(operation, std::memory_order_relaxed);
+    slot_.limit_ms.store(limit_ms, std::memory_order_relaxed);
+    slot_.phase.fetch_add(1, std::memory_order_release);
+  }
+  ~BlockingPhase() { slot_.phase.fetch_add(1, std::memory_order_release); }
+  BlockingPhase(const BlockingPhase&) = delete;
+  BlockingPhase& operator=(const BlockingPhase&) = delete;
+
+ private:
+  BlockingSlot& slot_;
+};
+
+/// Ends the job when a backend stays in one blocking phase for longer than its limit: nothing else can end such a wait.
+class BlockingWatchdog {
+ public:
+  explicit BlockingWatchdog(bool may_call_mpi) : may_call_mpi_(may_call_mpi) {}
+  ~BlockingWatchdog();
+  /// Watches the slot from now on; the thread starts with the first one.
+  void add(const std::shared_ptr<BlockingSlot>& slot);
+
+ private:
+  void run();
+
+  const bool may_call_mpi_;
+  std::mutex mutex_;  // guards the three below
+  std::condition_variable wake_;
+  std::vector<std::weak_ptr<BlockingSlot>> slots_;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+/// Initialises MPI at most once and finalises it at its own end, if it was the one to initialise.
+class MpiLibrary {
+ public:
+  /// The one of this process; made on first use.
+  static std::shared_ptr<MpiLibrary> open(MpiThreadLevel wanted);
+  /// For an MPI that somebody else has initialised.
+  static std::shared_ptr<MpiLibrary> attach();
+  ~MpiLibrary();
+  MpiLibrary(const MpiLibrary&) = delete;
+  MpiLibrary& operator=(const MpiLibrary&) = delete;
+
+  /// True if MPI was initialised here.
+  bool owner() const { return owner_; }
+  MpiThreadLevel level() const { return level_; }
+  /// Throws Error if MPI's level forbids calls from this thread.
+  void require_thread() const;
+  /// Held around MPI calls at level `serialized`; an empty lock at the other levels.
+  std::unique_lock<std::mutex> serialize();
+  /// Some operation will never complete: MPI must not be finalised.
+  void set_broken() { broken_.store(true, std::memory_order_release); }
+  bool broken() const { return broken_.load(std::memory_order_acquire); }
+  BlockingWatchdog& watchdog() { return *watchdog_; }
+  /// Called by drive() from this thread until it returns true or is gone.
+  void step_in_waits(const std::weak_ptr<const std::function<bool()>>& step);
+  /// Goes on with what this thread has begun and does not wait for at present.
+  void drive() {
+    if (has_steps_.load(std::memory_order_relaxed)) run_steps();
+  }
+
+ private:
+  MpiLibrary(bool owner, int provided);
+
+  struct Step {
+    std::thread::id thread;
+    std::weak_ptr<const std::function<bool()>> run;
+  };
+  void run_steps();
+
+  const bool owner_;
+  const MpiThreadLevel level_;
+  std::mutex mutex_;
+  std::mutex steps_mutex_;  // guards steps_
+  std::vector<Step> steps_;
+  std::atomic<bool> has_steps_{false};
+  std::atomic<bool> broken_{false};
+  std::unique_ptr<BlockingWatchdog> watchdog_;
+};
+
+/// A communicator that groups are made from.
+class MpiContext {
+ public:
+  MpiContext(std::shared_ptr<MpiLibrary> library, MPI_Comm comm, bool owns_comm);
+  ~MpiContext();
+  MpiContext(const MpiContext&) = delete;
+  MpiContext& operator=(const MpiContext&) = delete;
+
+  const std::shared_ptr<MpiLibrary>& library() const { return library_; }
+  MPI_Comm comm() const { return comm_; }
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+ private:
+  const std::shared_ptr<MpiLibrary> library_;
+  const MPI_Comm comm_;
+  const bool owns_comm_;
+  int rank_ = 0;
+  int size_ = 1;
+};
+
+/// Prints rank, host and reason, then ends the job.
+[[noreturn]] void mpi_fatal(const std::string& who, const std::string& reason, bool may_call_mpi);
+
+}  // namespace tessera::detail

@@ -1,0 +1,270 @@
+#include "tessera/comm/backends/mpi/mpi_work.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <exception>
+#include <thread>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/group/types.h"
+
+namespace tessera::detail {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kSpinsShared = 4;  // where ranks share cores
+
+void pause_core() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+void finish(const MpiCall& call) {
+  if (call.finish.empty()) return;
+  const at::NoGradGuard no_grad;  // Results are written below autograd, as MPI itself does.
+  for (const auto& step : call.finish) step();
+}
+
+}  // namespace
+
+bool MpiCall::pending() const {
+  return std::any_of(requests.begin(), requests.end(), [](MPI_Request request) { return request != MPI_REQUEST_NULL; });
+}
+
+MpiComm::MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector<int> ranks, std::string name)
+    : context_(std::move(context)), comm_(comm), ranks_(std::move(ranks)), slot_(std::make_shared<BlockingSlot>()) {
+  check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  check_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
+  MPI_Comm host = MPI_COMM_NULL;
+  int host_size = 1;
+  check_mpi(MPI_Comm_split_type(comm_, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host), "MPI_Comm_split_type");
+  check_mpi(MPI_Comm_size(host, &host_size), "MPI_Comm_size");
+  MPI_Comm_free(&host);
+  one_host_ = host_size == size();
+  spins_ = host_size > sysconf(_SC_NPROCESSORS_ONLN) ? kSpinsShared : 1000;
+  slot_->who = concat("rank ", ranks_[static_cast<std::size_t>(rank_)], " in group '", name, "'");
+  context_->library()->watchdog().add(slot_);
+}
+
+MpiComm::~MpiComm() {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  if (finalized) return;
+  const bool sound = !stuck_.load() && !library().broken() && std::uncaught_exceptions() == 0;
+  if (sound && drain(std::chrono::seconds(10))) {
+    MPI_Comm_free(&comm_);
+    return;
+  }
+  library().set_broken();
+  for (auto& call : adopted_) {
+    [[maybe_unused]] const MpiCall* const kept = call.release();  // MPI may still use their memory: never freed, the process is about to end.
+  }
+}
+
+void MpiComm::require_usable(const char* operation) {
+  library().require_thread();
+  if (aborted_.load(std::memory_order_acquire))
+    throw PeerLostError(concat(operation, " on an MPI group that was aborted; make a new group, or end the job"), {});
+  if (stuck_.load(std::memory_order_acquire))
+    throw CommError(concat(operation, " on an MPI group of which an earlier call never completed; MPI cannot take such a call back. End the job"));
+  if (has_adopted_.load(std::memory_order_relaxed)) sweep();
+}
+
+void MpiComm::set_stuck() {
+  stuck_.store(true, std::memory_order_release);
+  library().set_broken();
+}
+
+template <class Test>
+void MpiComm::poll(const MpiCall& call, std::chrono::milliseconds limit, Test&& test) {
+  for (int i = 0; i < spins_; ++i) {
+    if (test()) return;
+    pause_core();
+  }
+  const auto start = Clock::now();
+  // A sleeping rank moves no data, so sleep only when even a slow network would be done: 2 s, and 1 s more for each 100 MB.
+  const auto patience = std::chrono::milliseconds(2000 + call.bytes / 100000);
+  // A large message comes in pieces, each in a test: where this rank has its core to itself, not every piece waits for the system to yield.
+  const int burst = spins_ > kSpinsShared ? 16 : 1;
+  for (int i = 0;; ++i) {
+    for (int n = 0; n < burst; ++n)
+      if (test()) return;
+    if (i % 8 == 0) {
+      library().drive();
+      const auto waited = Clock::now() - start;
+      if (aborted_.load(std::memory_order_acquire)) {
+        set_stuck();
+        throw PeerLostError(concat(call.name, ": the group was aborted while the call waited"), {});
+      }
+      if (waited > limit) {
+        if (limit >= call.timeout) set_stuck();  // A shorter look leaves the call under way.
+        throw TimeoutError(concat(call.name, " did not complete within ", limit.count(), " ms",
+                                  call.peers.empty() ? std::string() : concat("; it waits for rank ", list(call.peers))),
+                           call.peers);
+      }
+      if (waited > patience) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    sched_yield();
+  }
+}
+
+void MpiComm::meet(MpiCall& call) {
+  // Held by the library while it is pending, so it outlives this frame if the wait throws.
+  MPI_Request gate = MPI_REQUEST_NULL;
+  check_mpi(MPI_Ibarrier(comm_, &gate), "MPI_Ibarrier");
+  poll(call, call.timeout, [&gate] {
+    int done = 0;
+    check_mpi(MPI_Test(&gate, &done, MPI_STATUS_IGNORE), "MPI_Test");
+    return done != 0;
+  });
+  call.phase.emplace(*slot_, call.name, call.timeout.count());
+}
+
+bool MpiComm::test(MpiCall& call) {
+  if (call.requests.empty()) return true;
+  const auto lock = library().serialize();
+  int done = 0;
+  if (call.receives.empty()) {
+    if (call.requests.size() == 1)
+      check_mpi(MPI_Test(call.requests.data(), &done, MPI_STATUS_IGNORE), call.name);
+    else
+      check_mpi(MPI_Testall(static_cast<int>(call.requests.size()), call.requests.data(), &done, MPI_STATUSES_IGNORE), call.name);
+    return done != 0;
+  }
+  auto& statuses = call.statuses;
+  statuses.resize(call.requests.size());
+  const int code = MPI_Testall(static_cast<int>(call.requests.size()), call.requests.data(), &done, statuses.data());
+  if (code == MPI_ERR_IN_STATUS) {
+    for (const auto& status : statuses)
+      if (status.MPI_ERROR != MPI_ERR_PENDING) check_mpi(status.MPI_ERROR, call.name);
+  }
+  check_mpi(code, call.name);
+  if (!done) return false;
+  for (std::size_t i = 0; i < statuses.size(); ++i) {
+    if (call.receives[i] < 0) continue;
+    MPI_Count got = 0;
+    call.source = statuses[i].MPI_SOURCE;
+    check_mpi(MPI_Get_elements_x(&statuses[i], MPI_BYTE, &got), "MPI_Get_elements_x");
+    if (got != call.receives[i])
+      throw CommError(concat(call.name, ": rank ", ranks_[static_cast<std::size_t>(call.source)], " sent ", got, " bytes where this rank expects ",
+                             call.receives[i], "; sender and receiver must use tensors of one size"));
+  }
+  return true;
+}
+
+void MpiComm::wait(MpiCall& call, std::chrono::milliseconds limit) {
+  poll(call, limit, [&] { return test(call); });
+}
+
+void MpiComm::adopt(std::unique_ptr<MpiCall> call) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  adopted_.push_back(std::move(call));
+  has_adopted_.store(true, std::memory_order_relaxed);
+}
+
+void MpiComm::sweep() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::erase_if(adopted_, [this](const auto& call) {
+    if (!test(*call)) return false;
+    finish(*call);
+    return true;
+  });
+  has_adopted_.store(!adopted_.empty(), std::memory_order_relaxed);
+}
+
+bool MpiComm::drain(std::chrono::milliseconds limit) noexcept {
+  try {
+    MpiCall none;
+    none.name = "closing an MPI group";
+    if (has_adopted_.load())
+      poll(none, limit, [this] {
+        sweep();
+        return adopted_.empty();
+      });
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+MpiWork::MpiWork(std::shared_ptr<MpiComm> comm, std::unique_ptr<MpiCall> call)
+    : c10d::Work(comm->rank(), call->type), comm_(std::move(comm)), call_(std::move(call)) {
+  if (!call_->pending()) complete();
+}
+
+MpiWork::~MpiWork() {
+  if (call_ && call_->pending()) comm_->adopt(std::move(call_));
+}
+
+void MpiWork::fail() {
+  exception_ = std::current_exception();
+  if (call_->pending()) comm_->set_stuck();
+}
+
+void MpiWork::complete() {
+  source_ = call_->source;
+  results_ = std::move(call_->results);
+  detail::finish(*call_);
+  completed_ = true;
+  call_.reset();
+}
+
+bool MpiWork::isCompleted() {
+  comm_->library().drive();  // who only asks must let other calls go on too
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (completed_ || exception_) return true;
+  try {
+    if (!comm_->test(*call_)) return false;
+    complete();
+  } catch (...) {
+    fail();
+  }
+  return true;
+}
+
+bool MpiWork::isSuccess() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return completed_ && !exception_;
+}
+
+bool MpiWork::wait(std::chrono::milliseconds timeout) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (exception_) std::rethrow_exception(exception_);
+  if (completed_) return true;
+  const auto limit = timeout.count() > 0 ? timeout : call_->timeout;
+  try {
+    comm_->library().require_thread();
+    comm_->wait(*call_, limit);
+    complete();
+  } catch (const TimeoutError&) {
+    if (limit >= call_->timeout) fail();
+    throw;
+  } catch (...) {
+    fail();
+    throw;
+  }
+  return true;
+}
+
+int MpiWork::sourceRank() const { return source_; }
+
+std::vector<at::Tensor> MpiWork::result() {
+  wait();
+  return results_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> MpiWork::getFuture() {
+  wait();
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  future->markCompleted(at::IValue(results_));
+  return future;
+}
+
+}  // namespace tessera::detail

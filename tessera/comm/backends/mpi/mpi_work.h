@@ -1,0 +1,130 @@
+#pragma once
+// One call on an MPI communicator while it is under way, and the c10d::Work that waits for it.
+
+#include <ATen/core/Tensor.h>
+#include <mpi.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/backends/mpi/mpi_context.h"
+#include "tessera/comm/group/detail/abilities.h"
+
+namespace tessera::detail {
+
+/// Everything that must outlive the MPI requests of one call, and what is left to do when they are complete.
+struct MpiCall {
+  const char* name = "";
+  c10d::OpType type = c10d::OpType::UNKNOWN;
+  std::vector<MPI_Request> requests;
+  std::vector<std::int64_t> receives;         ///< For each request the bytes it must deliver, or -1; empty if no request is a receive.
+  std::vector<MPI_Status> statuses;           ///< One a request, where there are receives.
+  std::vector<at::Tensor> tensors;            ///< Read or written by MPI.
+  std::vector<at::Tensor> results;            ///< Work::result().
+  std::vector<std::vector<int>> numbers;      ///< Counts and displacements that MPI reads until the end.
+  std::vector<std::function<void()>> finish;  ///< In order, once all requests are complete.
+  std::vector<int> peers;                     ///< Global ranks of the other side, for point-to-point calls.
+  std::int64_t bytes = 0;
+  std::chrono::milliseconds timeout{0};
+  bool blocking = false;  ///< The caller waits at once: use MPI's blocking calls.
+  int source = -1;        ///< Group rank of the sender, for a receive from any.
+  /// From the meeting of a blocking call on, until its last MPI call has returned.
+  std::optional<BlockingPhase> phase;
+
+  /// False once MPI has let go of all memory of the call.
+  bool pending() const;
+  MPI_Request* request() { return &requests.emplace_back(MPI_REQUEST_NULL); }
+  /// A copy of `values` that lives as long as the call.
+  int* keep(std::vector<int> values) { return numbers.emplace_back(std::move(values)).data(); }
+};
+
+/// The communicator of one group, and how this process waits on it. Shared by the backend and its works.
+class MpiComm {
+ public:
+  /// Takes `comm` over.
+  MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector<int> ranks, std::string name);
+  ~MpiComm();
+  MpiComm(const MpiComm&) = delete;
+  MpiComm& operator=(const MpiComm&) = delete;
+
+  MPI_Comm handle() const { return comm_; }
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(ranks_.size()); }
+  const std::vector<int>& ranks() const { return ranks_; }
+  MpiLibrary& library() const { return *context_->library(); }
+  /// All ranks of the group share this host's memory.
+  bool one_host() const { return one_host_; }
+
+  /// Throws what makes a new call impossible: a wrong thread, an abort, an earlier call that never completed.
+  void require_usable(const char* operation);
+  /// Waits until all ranks have come, then marks a blocking phase. Throws TimeoutError.
+  void meet(MpiCall& call);
+  /// Tests once; true when all requests are complete. Throws CommError.
+  bool test(MpiCall& call);
+  /// Waits for the requests within `limit`. Throws TimeoutError, CommError.
+  void wait(MpiCall& call, std::chrono::milliseconds limit);
+  /// Takes a call that nobody waits for any more, and completes it by and by.
+  void adopt(std::unique_ptr<MpiCall> call) noexcept;
+  /// A call failed and MPI still owns its memory: later calls fail, MPI is not finalised.
+  void set_stuck();
+  /// Makes present waits end and later calls fail.
+  void abort() { aborted_.store(true, std::memory_order_release); }
+  /// Completes adopted calls within `limit`; false if some are left.
+  bool drain(std::chrono::milliseconds limit) noexcept;
+
+ private:
+  /// Calls `test` until it is true: at once, then spinning, then giving the core up, then sleeping.
+  template <class Test>
+  void poll(const MpiCall& call, std::chrono::milliseconds limit, Test&& test);
+  void sweep();
+
+  const std::shared_ptr<MpiContext> context_;
+  MPI_Comm comm_;
+  const std::vector<int> ranks_;
+  int rank_ = 0;
+  bool one_host_ = false;
+  int spins_ = 0;  ///< Tests before the core is offered to others: few where ranks share cores.
+  const std::shared_ptr<BlockingSlot> slot_;
+  std::atomic<bool> aborted_{false};
+  std::atomic<bool> stuck_{false};  ///< A call ran into its limit and still owns requests.
+  std::atomic<bool> has_adopted_{false};
+  std::mutex mutex_;  // guards adopted_
+  std::vector<std::unique_ptr<MpiCall>> adopted_;
+};
+
+/// A call as c10d sees it. Progress is made inside isCompleted() and wait(), and in other MPI calls of this process.
+class MpiWork : public c10d::Work, public AttentiveWork {
+ public:
+  MpiWork(std::shared_ptr<MpiComm> comm, std::unique_ptr<MpiCall> call);
+  ~MpiWork() override;
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  /// Throws TimeoutError, CommError. `timeout` <= 0: the call's own limit.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override { wait(); }
+  void abort() override { comm_->abort(); }
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override;
+  /// Completes the call first: nothing of ours would complete the future behind its reader's back.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ private:
+  void complete();
+  void fail();
+
+  const std::shared_ptr<MpiComm> comm_;
+  std::unique_ptr<MpiCall> call_;
+  std::vector<at::Tensor> results_;
+  int source_ = -1;
+};
+
+}  // namespace tessera::detail

@@ -1,0 +1,86 @@
+#include "tessera/comm/backends/nccl/nccl.h"
+
+#include <dlfcn.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <filesystem>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+#include "tessera/comm/backends/nccl/nccl_part.h"
+
+namespace tessera {
+
+namespace {
+
+/// The entry points of libtessera_nccl.so, or why there are none.
+struct Part {
+  detail::NcclMake make = nullptr;
+  detail::NcclVersion version = nullptr;
+  std::string problem;
+};
+
+std::string folder_of_this_library() {
+  Dl_info info{};
+  if (!dladdr(reinterpret_cast<const void*>(&folder_of_this_library), &info) || !info.dli_fname) return {};
+  return std::filesystem::path(info.dli_fname).parent_path().string();
+}
+
+Part load() {
+  Part part;
+  const std::string beside = folder_of_this_library() + "/libtessera_nccl.so";
+  const bool built = std::filesystem::exists(beside);
+  void* library = dlopen(built ? beside.c_str() : "libtessera_nccl.so", RTLD_LAZY | RTLD_GLOBAL);
+  if (!library) {
+    const char* reason = dlerror();
+    part.problem =
+        built ? concat("libtessera_nccl.so does not load: ", reason ? reason : "unknown reason",
+                       ". Install what libtorch_cuda.so needs (the dependencies of the torch wheel), or set LD_LIBRARY_PATH to it")
+              : std::string(
+                    "this build of Tessera has no NCCL part: libtessera_nccl.so is not beside libtessera.so. Configure with -DTESSERA_NCCL=ON, a "
+                    "CUDA toolkit, nccl.h (toolkit or the nvidia-nccl wheel), and a libtorch that has libtorch_cuda.so");
+    return part;
+  }
+  part.make = reinterpret_cast<detail::NcclMake>(dlsym(library, detail::kNcclMake));
+  part.version = reinterpret_cast<detail::NcclVersion>(dlsym(library, detail::kNcclVersion));
+  if (!part.make || !part.version) part.problem = "libtessera_nccl.so is of another version of Tessera; build both together";
+  return part;
+}
+
+const Part& part() {
+  // Libraries are loaded for the whole process, and once.
+  static const Part loaded = load();
+  return loaded;
+}
+
+}  // namespace
+
+int cuda_device_count() {
+  void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+  if (!driver) return 0;
+  const auto init = reinterpret_cast<int (*)(unsigned)>(dlsym(driver, "cuInit"));
+  const auto count = reinterpret_cast<int (*)(int*)>(dlsym(driver, "cuDeviceGetCount"));
+  int devices = 0;
+  if (!init || !count || init(0) != 0 || count(&devices) != 0) return 0;
+  return devices;
+}
+
+std::string nccl_unavailable() {
+  if (cuda_device_count() == 0) return "the CUDA driver shows no device (libcuda.so.1 is missing, or no GPU is visible)";
+  return part().problem;
+}
+
+std::string nccl_version() {
+  if (!part().problem.empty()) throw NotAvailable(part().problem);
+  return part().version();
+}
+
+c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                    std::chrono::milliseconds timeout) {
+  const std::string problem = nccl_unavailable();
+  if (!problem.empty()) throw NotAvailable(concat("NCCL: ", problem));
+  return part().make(store, rank, size, timeout);
+}
+
+}  // namespace tessera

@@ -1,0 +1,297 @@
+// Collectives that reduce. What a backend does exactly by itself it is given as it is; otherwise, in this order:
+//   premultiplied      the tensor times its factor first, then a sum
+//   avg                a sum, then divided by the number of ranks
+//   half, bfloat16     travel and accumulate as float32, rounded once at the end
+//   int16              as int32; bool min, max, product: as uint8
+//   complex sum        as pairs of real numbers
+//   float min, max     as integers that order alike, so that NaN propagates (order_keys); the cost is two passes over the local data
+//   complex product    an all-gather (for reduce a gather), then a product in rank order here: n times the memory
+// reduce_scatter on such a backend: see backend_calls.h.
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/group/detail/backend_calls.h"
+#include "tessera/comm/group/detail/checks.h"
+#include "tessera/comm/group/detail/collectives.h"
+#include "tessera/comm/group/detail/reduction.h"
+
+namespace tessera::detail {
+namespace {
+
+using Guard = at::AutoDispatchBelowADInplaceOrView;
+using Kind = ReduceOp::Kind;
+
+// How one reduction is done on one backend.
+struct Recipe {
+  Kind op;               // given to the backend
+  c10::ScalarType wide;  // dtype of the data before the two views below
+  bool scale = false;    // times factor before
+  bool divide = false;   // by n after
+  bool real = false;     // complex as pairs
+  bool keys = false;     // order keys
+  bool bytes = false;    // bool as uint8
+  bool compose = false;  // gather and reduce here
+  // The backend works on the caller's own memory.
+  bool direct(c10::ScalarType dtype) const { return wide == dtype && !keys && !compose; }
+};
+
+// What Gloo does with these: exact arithmetic in the dtype; min and max drop NaN.
+bool gloo_reduces(c10::ScalarType dtype, Kind op) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+    case c10::ScalarType::Double:
+      return op == Kind::sum || op == Kind::product;
+    case c10::ScalarType::Byte:
+    case c10::ScalarType::Char:
+    case c10::ScalarType::Int:
+    case c10::ScalarType::Long:
+      return op == Kind::sum || op == Kind::product || op == Kind::min || op == Kind::max;
+    default:
+      return false;
+  }
+}
+
+Recipe choose(const Endpoint& endpoint, c10::ScalarType dtype, Kind op) {
+  auto native = [&](c10::ScalarType t, Kind k) { return endpoint.reducing ? endpoint.reducing->reduces(t, k) : gloo_reduces(t, k); };
+  Recipe recipe{op, dtype};
+  if (native(dtype, op)) return recipe;
+  if (op == Kind::avg || op == Kind::premultiplied) {
+    (op == Kind::avg ? recipe.divide : recipe.scale) = true;
+    recipe.op = Kind::sum;
+    // Half precision is scaled and divided in float32, before the one rounding.
+    if (native(dtype, Kind::sum) && accumulation_type(dtype) == dtype) return recipe;
+  }
+  recipe.wide = dtype == c10::ScalarType::Short ? c10::ScalarType::Int : accumulation_type(dtype);
+  auto wire = recipe.wide;
+  if (wire == c10::ScalarType::Bool) {
+    recipe.bytes = true;
+    wire = c10::ScalarType::Byte;
+    if (recipe.op == Kind::product) recipe.op = Kind::min;
+  } else if (c10::isComplexType(wire) && recipe.op == Kind::sum) {
+    recipe.real = true;
+    wire = c10::toRealValueType(wire);
+  }
+  if (native(wire, recipe.op)) return recipe;
+  if ((wire == c10::ScalarType::Float || wire == c10::ScalarType::Double) && (recipe.op == Kind::min || recipe.op == Kind::max)) {
+    recipe.keys = true;
+    return recipe;
+  }
+  recipe.compose = true;
+  return recipe;
+}
+
+std::string text_of(const at::Tensor& t, ReduceOp op) {
+  return concat(", ", to_string(op.kind), ", ", c10::toString(t.scalar_type()), t.sizes(), " on ", c10::DeviceTypeName(t.device().type()));
+}
+
+// Alone in the group: only a factor has an effect.
+void reduce_alone(const at::Tensor& tensor, ReduceOp op) {
+  if (op.kind == Kind::premultiplied) tensor.copy_(tensor.to(accumulation_type(tensor.scalar_type())).mul(op.factor));
+}
+
+// Hands one flat tensor to the backend's all-reduce (root < 0) or reduce.
+void reduce_flat(RequestState& call, const at::Tensor& tensor, Kind op, double factor, int root) {
+  const auto& endpoint = call.group().endpoint(tensor.device().type());
+  if (!tensor.is_cpu()) call.on_stream();
+  std::vector<at::Tensor> tensors{tensor};
+  call.launch([&] {
+    if (root < 0) {
+      c10d::AllreduceOptions options;
+      options.reduceOp = to_c10d(op, factor);
+      options.timeout = backend_limit(call, endpoint);
+      options.asyncOp = !call.blocking();
+      call.add(endpoint.backend->allreduce(tensors, options));
+    } else {
+      c10d::ReduceOptions options;
+      options.reduceOp = to_c10d(op, factor);
+      options.rootRank = root;
+      options.timeout = backend_limit(call, endpoint);
+      options.asyncOp = !call.blocking();
+      call.add(endpoint.backend->reduce(tensors, options));
+    }
+  });
+}
+
+// Gloo reduces in place on every rank, but a rank that is not the root keeps its values. Of two ranks the other sends them, and they are added here:
+// as many bytes as Gloo's reduce, and no copy. With more ranks a copy costs less than what the root would receive.
+void reduce_pair(RequestState& call, const at::Tensor& work, const Recipe& recipe, int root) {
+  const bool is_root = call.group().rank() == root;
+  const std::int64_t count = work.numel() * wire_width(call, work);
+  const auto nothing = at::empty({0}, work.options());
+  Sizes received(2, 0), sent(2, 0);
+  if (!is_root) {
+    sent[root] = count;
+    return all_to_all_counts(call, wire_input(call, nothing), wire_input(call, work), received, sent);
+  }
+  received[1 - root] = count;
+  const auto other = at::empty(work.sizes(), work.options());
+  all_to_all_counts(call, wire_output(call, other), wire_input(call, nothing), received, sent);
+  call.then([work, other, recipe, root] {
+    reduce_in_order(work, root == 0 ? std::vector{work, other} : std::vector{other, work}, recipe.op);
+    if (recipe.divide) work.div_(2);
+  });
+}
+
+// All-reduce (root < 0) or reduce of any tensor. `writes`: this rank's tensor gets the result.
+void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, int root, bool writes) {
+  const auto& endpoint = call.group().endpoint(tensor.device().type());
+  const auto dtype = tensor.scalar_type();
+  const Recipe recipe = choose(endpoint, dtype, op.kind);
+  const int n = call.group().size();
+  if (writes && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+
+  // `work` holds the data that is reduced; where it is not the caller's memory it is copied back at the end, which also rounds to the caller's dtype.
+  const bool own = recipe.direct(dtype) && is_plain(tensor) && writes;
+  const bool pair = root >= 0 && n == 2 && !endpoint.reducing && recipe.direct(dtype);
+  at::Tensor work;
+  if (own) {
+    work = tensor;
+    if (recipe.scale) work.mul_(op.factor);
+    call.keep(work);
+  } else {
+    work = tensor.resolve_conj().resolve_neg().to(recipe.wide).contiguous();
+    if (recipe.scale) {
+      work = work.mul(op.factor);
+    } else if (!recipe.compose && !recipe.keys && work.is_alias_of(tensor) && !endpoint.reducing && !pair) {
+      work = work.clone();  // Gloo works in place on every rank, and this tensor keeps its values
+    }
+    call.keep(work);
+    if (writes && !recipe.keys && !work.is_alias_of(tensor)) call.copy_back(tensor, work);
+  }
+
+  if (pair) return reduce_pair(call, work, recipe, root);
+  if (recipe.compose) {
+    const auto in = wire_input(call, work);
+    at::Tensor gathered;
+    if (root < 0 || writes) gathered = at::empty({n * work.numel()}, work.options());
+    if (root < 0) {
+      all_gather_equal(call, wire_output(call, gathered), in);
+    } else {
+      gather_equal(call, writes ? wire_output(call, gathered) : at::Tensor(), in, root);
+    }
+    if (writes)
+      call.then([work, gathered, recipe, n] {
+        reduce_in_order(work.view({-1}), split_flat(gathered, Sizes(n, work.numel())), recipe.op);
+        if (recipe.divide) work.div_(n);
+      });
+    return;
+  }
+  if (recipe.keys) {
+    const auto keys = order_keys(work.view({-1}), recipe.op);
+    call.keep(keys);
+    reduce_flat(call, keys, recipe.op, 1.0, root);
+    if (writes) {
+      const auto result = work.is_alias_of(tensor) ? tensor : at::empty_like(work);
+      call.then([result, keys, op = recipe.op] { from_order_keys(result.view({-1}), keys, op); });
+      if (!result.is_same(tensor)) call.copy_back(tensor, result);
+    }
+    return;
+  }
+  at::Tensor wire = work;
+  if (recipe.real) wire = at::view_as_real(wire);
+  if (recipe.bytes) wire = wire.view(at::kByte);
+  reduce_flat(call, wire, recipe.op, op.factor, root);
+  if (recipe.divide && writes) call.then([work, n] { work.div_(n); });
+}
+
+}  // namespace
+
+void launch_all_reduce(RequestState& call, const at::Tensor& tensor, ReduceOp op) {
+  begin(
+      call,
+      [&] {
+        check_tensor(call, "the tensor", tensor);
+        check_reducible(call.operation(), tensor.scalar_type(), op.kind);
+        check_overlap(call, tensor, {});
+      },
+      [&] { return Signature{text_of(tensor, op), {}}; });
+  call.count_bytes(static_cast<std::int64_t>(tensor.nbytes()));
+  if (tensor.numel() == 0) return;
+  const Guard guard;
+  if (call.group().size() == 1) return reduce_alone(tensor, op);
+  reduce_tensor(call, tensor, op, -1, true);
+}
+
+void launch_reduce(RequestState& call, const at::Tensor& tensor, int root, ReduceOp op) {
+  const bool is_root = call.group().rank() == root;
+  begin(
+      call,
+      [&] {
+        check_tensor(call, "the tensor", tensor);
+        check_root(call, root);
+        check_reducible(call.operation(), tensor.scalar_type(), op.kind);
+        if (is_root) check_overlap(call, tensor, {});
+      },
+      [&] { return Signature{concat(text_of(tensor, op), ", root ", root), {}}; });
+  call.count_bytes(static_cast<std::int64_t>(tensor.nbytes()));
+  if (tensor.numel() == 0) return;
+  const Guard guard;
+  if (call.group().size() == 1) return reduce_alone(tensor, op);
+  reduce_tensor(call, tensor, op, root, is_root);
+}
+
+void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const at::Tensor& input, ReduceOp op, const Sizes& sizes) {
+  begin(
+      call,
+      [&] {
+        check_tensor(call, "the output", output);
+        check_tensor(call, "the input", input);
+        check_alike(call, output, input);
+        check_sizes(call, input, output, sizes);
+        check_reducible(call.operation(), input.scalar_type(), op.kind);
+        check_overlap(call, output, input);
+      },
+      [&] { return Signature{sizes.empty() ? text_of(input, op) : concat(text_of(input, op), ", sizes ", list(sizes, 1 << 20)), {}}; });
+  call.count_bytes(static_cast<std::int64_t>(input.nbytes()));
+  if (input.numel() == 0) return;
+  const Guard guard;
+  const int n = call.group().size(), me = call.group().rank();
+  if (n == 1) {
+    output.copy_(input.reshape(output.sizes()));
+    return reduce_alone(output, op);
+  }
+  const auto& endpoint = call.group().endpoint(input.device().type());
+  const auto dtype = input.scalar_type();
+  Sizes counts(sizes);
+  const std::int64_t rows = sizes.empty() ? n : input.size(0);
+  if (sizes.empty()) counts.assign(n, 1);
+  for (auto& c : counts) c = rows == 0 ? 0 : c * (input.numel() / rows);
+
+  const Recipe recipe = choose(endpoint, dtype, op.kind);
+  if (endpoint.uneven && endpoint.reducing && !recipe.compose && !recipe.keys && !recipe.real && !recipe.bytes) {
+    auto in = input.resolve_conj().resolve_neg().to(recipe.wide);
+    if (recipe.scale) in = in.mul(op.factor);
+    in = in.contiguous().view({-1});
+    at::Tensor out = recipe.wide == dtype ? wire_output(call, output) : at::empty({output.numel()}, output.options().dtype(recipe.wide));
+    if (recipe.wide != dtype) call.copy_back(output, out);
+    call.keep(in);
+    call.keep(out);
+    if (!in.is_cpu()) call.on_stream();
+    const CallLimit limit{backend_limit(call, endpoint), call.blocking()};
+    call.launch([&] { call.add(endpoint.uneven->reduce_scatter_v(out, in, counts, to_c10d(recipe.op, op.factor), limit)); });
+    if (recipe.divide) call.then([out, n] { out.div_(n); });
+    return;
+  }
+
+  // Every rank gets its part of every rank, and reduces the parts in rank order.
+  auto source = input;
+  if (op.kind == Kind::premultiplied) source = input.to(accumulation_type(dtype)).mul(op.factor);
+  const auto in = wire_input(call, source);
+  const auto scratch = at::empty({n * counts[me]}, source.options());
+  const auto width = wire_width(call, source);
+  Sizes in_counts(counts), out_counts(n, counts[me] * width);
+  for (auto& c : in_counts) c *= width;
+  call.keep(scratch);
+  all_to_all_counts(call, wire_output(call, scratch), in, out_counts, in_counts);
+  if (output.numel() == 0) return;
+  if (!output.is_inference()) output.unsafeGetTensorImpl()->bump_version();
+  call.then([output, scratch, n, count = counts[me], kind = op.kind == Kind::premultiplied ? Kind::sum : op.kind] {
+    auto parts = split_flat(scratch, Sizes(n, count));
+    for (auto& part : parts) part = part.view(output.sizes());
+    reduce_in_order(output, parts, kind);
+  });
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,156 @@
+#include "tessera/comm/group/detail/reduction.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "tessera/base/text.h"
+
+namespace tessera::detail {
+
+c10d::ReduceOp to_c10d(ReduceOp::Kind op, double factor) {
+  switch (op) {
+    case ReduceOp::Kind::sum:
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::Kind::avg:
+      return c10d::ReduceOp::AVG;
+    case ReduceOp::Kind::product:
+      return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::Kind::min:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::Kind::max:
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::Kind::premultiplied: {
+      // The function that makes one has other names in libtorch 2.11 and 2.15; what it makes has not.
+      c10d::ReduceOp result;
+      result.op_ = c10d::ReduceOp::PREMUL_SUM;
+      result.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(factor);
+      return result;
+    }
+  }
+  return c10d::ReduceOp::UNUSED;
+}
+
+namespace {
+
+template <class Float, class Int>
+void to_keys(const Float* values, Int* keys, std::int64_t n, Int nan_key) {
+  constexpr Int kMagnitude = std::numeric_limits<Int>::max();
+  for (std::int64_t i = 0; i < n; ++i) {
+    Int bits;
+    std::memcpy(&bits, values + i, sizeof(bits));
+    const Int key = bits ^ ((bits >> (8 * sizeof(Int) - 1)) & kMagnitude);
+    keys[i] = values[i] != values[i] ? nan_key : key;
+  }
+}
+
+template <class Float, class Int>
+void from_keys(const Int* keys, Float* values, std::int64_t n, Int nan_key) {
+  constexpr Int kMagnitude = std::numeric_limits<Int>::max();
+  for (std::int64_t i = 0; i < n; ++i) {
+    const Int bits = keys[i] ^ ((keys[i] >> (8 * sizeof(Int) - 1)) & kMagnitude);
+    Float value;
+    std::memcpy(&value, &bits, sizeof(bits));
+    values[i] = keys[i] == nan_key ? std::numeric_limits<Float>::quiet_NaN() : value;
+  }
+}
+
+template <class Int>
+Int nan_key(ReduceOp::Kind op) {
+  return op == ReduceOp::Kind::max ? std::numeric_limits<Int>::max() : std::numeric_limits<Int>::min();
+}
+
+// out = a op b; `out` may be `a` or `b`.
+void combine(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, ReduceOp::Kind op) {
+  switch (op) {
+    case ReduceOp::Kind::product:
+      at::mul_out(out, a, b);
+      return;
+    case ReduceOp::Kind::min:
+      at::minimum_out(out, a, b);
+      return;
+    case ReduceOp::Kind::max:
+      at::maximum_out(out, a, b);
+      return;
+    default:
+      at::add_out(out, a, b);
+  }
+}
+
+}  // namespace
+
+void check_reducible(const char* operation, c10::ScalarType dtype, ReduceOp::Kind op) {
+  using Kind = ReduceOp::Kind;
+  auto refuse = [&](const char* why) { throw InvalidArgument(concat(operation, " with ", to_string(op), " of ", c10::toString(dtype), ": ", why)); };
+  switch (dtype) {
+    case c10::ScalarType::Float:
+    case c10::ScalarType::Double:
+    case c10::ScalarType::Half:
+    case c10::ScalarType::BFloat16:
+      return;
+    case c10::ScalarType::ComplexFloat:
+    case c10::ScalarType::ComplexDouble:
+    case c10::ScalarType::ComplexHalf:
+      if (op == Kind::min || op == Kind::max) refuse("complex numbers have no order; reduce their magnitude");
+      return;
+    case c10::ScalarType::Bool:
+      if (op != Kind::min && op != Kind::max && op != Kind::product)
+        refuse("not defined; use max for 'any', min for 'all', or convert to int64 to count");
+      return;
+    case c10::ScalarType::Byte:
+    case c10::ScalarType::Char:
+    case c10::ScalarType::Short:
+    case c10::ScalarType::Int:
+    case c10::ScalarType::Long:
+      if (op == Kind::avg || op == Kind::premultiplied) refuse("integers would be rounded; convert to a floating-point type");
+      return;
+    default:
+      refuse("this type has no arithmetic; convert it first (it can be moved by every collective that does not reduce)");
+  }
+}
+
+c10::ScalarType accumulation_type(c10::ScalarType dtype) {
+  if (dtype == c10::ScalarType::Half || dtype == c10::ScalarType::BFloat16) return c10::ScalarType::Float;
+  if (dtype == c10::ScalarType::ComplexHalf) return c10::ScalarType::ComplexFloat;
+  return dtype;
+}
+
+void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& parts, ReduceOp::Kind op) {
+  const auto wide = accumulation_type(output.scalar_type());
+  // In the output itself, unless it is narrower or holds values that are still needed.
+  const bool in_place = wide == output.scalar_type() && std::none_of(parts.begin() + std::min<std::size_t>(2, parts.size()), parts.end(),
+                                                                     [&](const at::Tensor& part) { return part.is_alias_of(output); });
+  at::Tensor sum = in_place ? output : at::empty(output.sizes(), output.options().dtype(wide));
+  if (parts.size() == 1) {
+    sum.copy_(parts.front());
+  } else {
+    combine(sum, parts[0].to(wide), parts[1].to(wide), op);
+    for (std::size_t i = 2; i < parts.size(); ++i) combine(sum, sum, parts[i].to(wide), op);
+  }
+  if (op == ReduceOp::Kind::avg) sum.div_(static_cast<double>(parts.size()));
+  if (!in_place) output.copy_(sum);
+}
+
+at::Tensor order_keys(const at::Tensor& values, ReduceOp::Kind op) {
+  if (values.scalar_type() == c10::ScalarType::Float) {
+    auto keys = at::empty(values.sizes(), values.options().dtype(c10::ScalarType::Int));
+    to_keys(values.const_data_ptr<float>(), keys.mutable_data_ptr<std::int32_t>(), values.numel(), nan_key<std::int32_t>(op));
+    return keys;
+  }
+  auto keys = at::empty(values.sizes(), values.options().dtype(c10::ScalarType::Long));
+  to_keys(values.const_data_ptr<double>(), keys.mutable_data_ptr<std::int64_t>(), values.numel(), nan_key<std::int64_t>(op));
+  return keys;
+}
+
+void from_order_keys(const at::Tensor& output, const at::Tensor& keys, ReduceOp::Kind op) {
+  if (output.scalar_type() == c10::ScalarType::Float) {
+    from_keys(keys.const_data_ptr<std::int32_t>(), output.mutable_data_ptr<float>(), keys.numel(), nan_key<std::int32_t>(op));
+  } else {
+    from_keys(keys.const_data_ptr<std::int64_t>(), output.mutable_data_ptr<double>(), keys.numel(), nan_key<std::int64_t>(op));
+  }
+}
+
+}  // namespace tessera::detail

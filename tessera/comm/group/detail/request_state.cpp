@@ -1,0 +1,276 @@
+#include "tessera/comm/group/detail/request_state.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/group/detail/trace_event.h"
+
+namespace tessera::detail {
+namespace {
+
+// A blocked wait looks up this often whether the group was given up by another thread, for backends that cannot be woken.
+constexpr std::chrono::milliseconds kLook{200};
+constexpr auto kNoLimit = std::chrono::milliseconds(0);  // c10d's word for waiting without a limit
+
+}  // namespace
+
+RequestState::RequestState(GroupState& group, const char* operation, const CallOptions& options, bool blocking)
+    : group_(group),
+      operation_(operation),
+      name_(options.name),
+      blocking_(blocking),
+      limit_(options.timeout.count() > 0 ? options.timeout : group.timeout()) {
+  begin_ = std::chrono::steady_clock::now();
+  deadline_ = begin_ + limit_;
+  group_.watch().require_healthy(operation_, group_.sequence());
+}
+
+RequestState::~RequestState() {
+  if (begun_ && !finished_) {
+    try {
+      wait();
+    } catch (...) {  // the caller did not ask; the group is poisoned and says so at its next call
+    }
+  }
+  if (poller_.joinable()) poller_.join();
+  if (queued_) std::erase(group_.queued(), this);
+  if (turn_) {
+    const auto turn = take_turn();
+    turn_->over = true;
+  }
+}
+
+std::string RequestState::describe() const { return name_.empty() ? std::string(operation_) : concat(operation_, " '", name_, "'"); }
+
+void RequestState::begin_collective() {
+  sequence_ = group_.next_sequence();
+  begun_ = collective_ = true;
+  group_.watch().begin(sequence_, operation_);
+}
+
+void RequestState::begin_message() {
+  sequence_ = group_.sequence();
+  begun_ = true;
+}
+
+void RequestState::begin_within(const RequestState& call) {
+  sequence_ = call.sequence();
+  begun_ = part_ = true;
+  collective_ = call.collective_;
+}
+
+void RequestState::add(c10::intrusive_ptr<c10d::Work> work, bool whole) {
+  if (work) parts_.push_back({std::move(work), whole});
+}
+
+std::chrono::milliseconds RequestState::left() const {
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - std::chrono::steady_clock::now());
+  return std::max(left, std::chrono::milliseconds(1));
+}
+
+void RequestState::wait_whole(c10d::Work& work) {
+  struct Listed {
+    GroupState& group;
+    c10d::Work& work;
+    Listed(GroupState& g, c10d::Work& w) : group(g), work(w) { group.enlist(work); }
+    ~Listed() { group.strike(work); }
+  } const listed(group_, work);
+  if (work.wait(left())) return;
+  group_.watch().require_healthy(operation_, sequence_);
+  throw CommError(concat("group '", group_.name(), "': ", describe(), " was aborted"));
+}
+
+void RequestState::wait_part(Part& part) {
+  if (on_stream_) {
+    part.work->wait(kNoLimit);
+    return;
+  }
+  if (part.whole) return wait_whole(*part.work);
+  if (dynamic_cast<AttentiveWork*>(part.work.get())) {
+    part.work->wait(left());
+    return;
+  }
+  for (;;) {
+    try {
+      if (part.work->wait(std::min(left(), kLook))) return;
+    } catch (...) {
+      // Some backends throw when the slice is over, though the work goes on, or ends just then: what is over says itself how it ended.
+      if (part.work->isCompleted() && part.work->wait(left())) return;
+    }
+    if (group_.watch().poison()) group_.watch().require_healthy(operation_, sequence_);
+    if (std::chrono::steady_clock::now() >= deadline_) group_.watch().expire(describe(), sequence_, limit_, collective_);
+  }
+}
+
+void RequestState::agree_first(std::shared_ptr<RequestState> cards, std::function<void()> agreed) {
+  cards_ = std::move(cards);
+  agreed_ = std::move(agreed);
+}
+
+void RequestState::go_on(const Endpoint& endpoint) {
+  if (endpoint.uneven) {
+    turn_ = std::make_shared<Turn>();
+    step_ = std::make_shared<const std::function<bool()>>([this, turn = turn_] {
+      const std::unique_lock lock(turn->mutex, std::try_to_lock);
+      return lock && (turn->over || step());
+    });
+    if (endpoint.uneven->step_in_waits(step_)) return;
+    step_.reset();
+    turn_.reset();
+  }
+  poller_ = std::thread([this] { poll(); });
+}
+
+void RequestState::queue() {
+  group_.queued().push_back(this);
+  queued_ = true;
+}
+
+std::unique_lock<std::recursive_mutex> RequestState::take_turn() {
+  return turn_ ? std::unique_lock(turn_->mutex) : std::unique_lock<std::recursive_mutex>();
+}
+
+void RequestState::agree() {
+  if (!cards_) return;
+  if (queued_) {
+    auto& queue = group_.queued();
+    while (queue.front() != this) {
+      auto& earlier = *queue.front();
+      try {
+        earlier.agree();
+      } catch (...) {
+        earlier.poll_error_ = std::current_exception();
+      }
+    }
+    queue.pop_front();
+    queued_ = false;
+  }
+  const auto cards = std::move(cards_);  // a wait runs step()
+  cards->wait();
+  const auto agreed = std::move(agreed_);
+  agreed();
+}
+
+// True if this call is the next to be agreed on.
+bool RequestState::step_queue() {
+  while (queued_ && group_.queued().front() != this)
+    if (!group_.queued().front()->step()) return false;
+  return true;
+}
+
+// True once the agreement is reached, or failed.
+bool RequestState::step() {
+  if (!cards_) return true;
+  if (stepping_) return false;  // whether the cards are there is being asked, and that lets other calls go on, this one among them
+  stepping_ = true;
+  const bool met = step_queue() && cards_->done();
+  stepping_ = false;
+  if (!met) return false;
+  try {
+    agree();
+  } catch (...) {
+    poll_error_ = std::current_exception();
+  }
+  return true;
+}
+
+void RequestState::wait_parts() {
+  if (poller_.joinable()) {
+    poller_.join();
+    if (poll_error_) std::rethrow_exception(poll_error_);
+    return;
+  }
+  {
+    const auto turn = take_turn();
+    if (poll_error_) std::rethrow_exception(poll_error_);
+    agree();
+  }
+  for (auto& part : parts_) wait_part(part);
+}
+
+void RequestState::fail(const std::exception_ptr& cause) {
+  finished_ = true;
+  try {
+    // What a backend of ours says by itself is repeated by the group's later calls.
+    try {
+      std::rethrow_exception(cause);
+    } catch (const TimeoutError& e) {
+      if (e.missing().empty()) group_.watch().expire(describe(), sequence_, limit_, collective_);
+      if (!group_.watch().poison()) group_.watch().spread({e.missing(), e.what(), true});
+      throw;
+    } catch (const PeerLostError& e) {
+      if (e.ranks().empty()) group_.watch().require_healthy(operation_, sequence_);  // the watch knows who ended the group, and why
+      group_.watch().set_poison({e.ranks(), e.what()});
+      throw;
+    } catch (const Error&) {
+      throw;
+    } catch (...) {
+      group_.watch().fail(describe(), sequence_, cause, limit_, collective_);
+    }
+  } catch (...) {
+    error_ = std::current_exception();
+    throw;
+  }
+}
+
+void RequestState::broken(const std::exception_ptr& cause) {
+  if (finished_) std::rethrow_exception(cause);  // from a backend: fail() has seen it
+  try {
+    std::rethrow_exception(cause);
+  } catch (const Error&) {  // arguments, or ranks that disagree: nothing was handed to the backend
+    finished_ = true;
+    throw;
+  } catch (...) {
+    fail(cause);
+  }
+}
+
+void RequestState::wait() {
+  if (finished_) {
+    if (error_) std::rethrow_exception(error_);
+    return;
+  }
+  try {
+    wait_parts();
+    if (finish_ || !copies_.empty()) {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      if (finish_) finish_();
+      for (const auto& [target, source] : copies_) target.copy_(source.view(target.sizes()));
+    }
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  finished_ = true;
+  if (CommTrace* trace = group_.trace(); trace && !part_) record(*trace, *this, begin_, bytes_);
+  parts_.clear();
+  kept_.clear();
+  copies_.clear();
+  finish_ = nullptr;
+}
+
+void RequestState::poll() {
+  try {
+    agree();
+    for (auto& part : parts_) wait_part(part);
+  } catch (...) {
+    poll_error_ = std::current_exception();
+  }
+  polled_.store(true, std::memory_order_release);
+}
+
+bool RequestState::done() {
+  if (finished_) return true;
+  if (poller_.joinable()) return polled_.load(std::memory_order_acquire);
+  const auto turn = take_turn();
+  if (!step()) return false;
+  if (poll_error_) return true;
+  if (std::none_of(parts_.begin(), parts_.end(), [](const Part& p) { return p.whole; })) {
+    return std::all_of(parts_.begin(), parts_.end(), [](const Part& p) { return p.work->isCompleted(); });
+  }
+  poller_ = std::thread([this] { poll(); });
+  return polled_.load(std::memory_order_acquire);
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,143 @@
+#pragma once
+// RequestState: one call of a group from its first check to its result. Blocking calls keep it on the stack.
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "tessera/comm/group/detail/group_state.h"
+#include "tessera/comm/group/types.h"
+
+namespace tessera::detail {
+
+class RequestState {
+ public:
+  /// `operation` is a string literal. Throws PeerLostError if the group is poisoned.
+  /// `blocking`: the caller waits at once, and backends are told so.
+  RequestState(GroupState& group, const char* operation, const CallOptions& options, bool blocking);
+  ~RequestState();  ///< Waits if wait() was not called; errors are dropped.
+  RequestState(const RequestState&) = delete;
+  RequestState& operator=(const RequestState&) = delete;
+
+  GroupState& group() const { return group_; }
+  const char* operation() const { return operation_; }
+  std::uint64_t sequence() const { return sequence_; }
+  const std::string& name() const { return name_; }
+  bool blocking() const { return blocking_; }
+  std::chrono::milliseconds limit() const { return limit_; }
+  std::chrono::milliseconds left() const;  ///< Until the limit, at least 1 ms.
+  /// "all_reduce 'loss'".
+  std::string describe() const;
+
+  /// The arguments are sound: takes the sequence number of a collective call, and tells the group's watch.
+  void begin_collective();
+  void begin_message();
+  /// A part of another call: same number, not traced.
+  void begin_within(const RequestState& call);
+
+  /// `whole`: the work must be waited for in one piece (a wait that runs out breaks Gloo's messages), and only tells by wait() that it is done.
+  void add(c10::intrusive_ptr<c10d::Work> work, bool whole = false);
+  void keep(const at::Tensor& tensor) { kept_.push_back(tensor); }  ///< Alive until the end of the call.
+  void keep_group(std::shared_ptr<GroupState> group) { owner_ = std::move(group); }
+  void count_bytes(std::int64_t bytes) { bytes_ += bytes; }  ///< Payload that this rank gives, for traces.
+  /// Local part, run by wait() when all data is there.
+  void then(std::function<void()> finish) { finish_ = std::move(finish); }
+  /// When all data is there (and the local part ran): target = source.
+  void copy_back(const at::Tensor& target, const at::Tensor& source) { copies_.push_back({target, source}); }
+  /// `cards` is waited for before this call's own work, and then `agreed` runs, which may throw or add work.
+  void agree_first(std::shared_ptr<RequestState> cards, std::function<void()> agreed);
+  /// A request goes on from now on, since another rank may wait for what follows the agreement before this one waits: in a thread of its own, or,
+  /// where the backend knows no other thread, in the waits of this one.
+  void go_on(const Endpoint& endpoint);
+  /// The backend pairs the calls of two ranks by their order alone: what was queued first is agreed on and handed over first, whoever waits first.
+  void queue();
+  /// Work of a device whose stream, not the host, waits.
+  void on_stream() { on_stream_ = true; }
+
+  /// Runs `body`, which hands work to a backend, and turns what the backend throws into the typed errors.
+  template <class F>
+  void launch(F&& body) {
+    try {
+      body();
+    } catch (...) {
+      fail(std::current_exception());
+    }
+  }
+
+  /// Makes the call: `body` is one of launch.h. Whatever it throws ends the call; what is not about arguments ends the group as well, since the other
+  /// ranks are in a call that this one could not make.
+  template <class F>
+  void start(F&& body) {
+    try {
+      body(*this);
+    } catch (...) {
+      broken(std::current_exception());
+    }
+  }
+
+  bool done();
+  void wait();
+
+ private:
+  struct Part {
+    c10::intrusive_ptr<c10d::Work> work;
+    bool whole = false;
+  };
+  void wait_part(Part& part);
+  void wait_whole(c10d::Work& work);
+  // Held by whoever lets a request go on: the thread that waits for it, or the one that started it, in another wait.
+  struct Turn {
+    std::recursive_mutex mutex;
+    bool over = false;  // the request is gone
+  };
+  std::unique_lock<std::recursive_mutex> take_turn();
+  void wait_parts();
+  void agree();
+  bool step();
+  bool step_queue();
+  [[noreturn]] void fail(const std::exception_ptr& cause);
+  [[noreturn]] void broken(const std::exception_ptr& cause);
+  void poll();
+
+  GroupState& group_;
+  std::shared_ptr<GroupState> owner_;  // requests only: keeps group_ alive
+  const char* operation_;
+  std::string name_;
+  std::uint64_t sequence_ = 0;
+  bool begun_ = false;
+  bool collective_ = false;
+  bool blocking_;
+  bool part_ = false;
+  std::chrono::milliseconds limit_;
+  std::chrono::steady_clock::time_point begin_, deadline_;
+  c10::SmallVector<Part, 1> parts_;
+  c10::SmallVector<at::Tensor, 4> kept_;
+  c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 1> copies_;
+  std::function<void()> finish_, agreed_;
+  std::shared_ptr<RequestState> cards_;
+  std::shared_ptr<const std::function<bool()>> step_;
+  std::shared_ptr<Turn> turn_;  // with step_
+  bool queued_ = false;
+  bool stepping_ = false;
+  std::int64_t bytes_ = 0;
+  bool on_stream_ = false;
+  bool finished_ = false;
+  std::exception_ptr error_;
+  std::thread poller_;  // only after done() was asked of a call with `whole` parts, or go_on()
+  std::atomic<bool> polled_{false};
+  std::exception_ptr poll_error_;
+};
+
+}  // namespace tessera::detail

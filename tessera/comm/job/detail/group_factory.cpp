@@ -1,0 +1,31 @@
+// make_group_state: the backends that a GroupSpec names.
+
+#include "tessera/base/text.h"
+#include "tessera/comm/backends/gloo/gloo.h"
+#include "tessera/comm/backends/mpi/mpi.h"
+#include "tessera/comm/backends/nccl/nccl.h"
+#include "tessera/comm/group/detail/group_spec.h"
+#include "tessera/comm/group/detail/group_state.h"
+
+namespace tessera::detail {
+
+std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
+  auto state = std::make_shared<GroupState>(spec);
+  const int size = static_cast<int>(spec.ranks.size());
+  if (size == 1 || spec.backend == "store") return state;
+  if (spec.backend == "gloo") {
+    state->set_endpoint(c10::DeviceType::CPU, "gloo", make_gloo_backend(spec.store, spec.rank, size, spec.timeout, spec.address));
+  } else if (spec.backend == "mpi") {
+    if (!spec.mpi) throw InvalidArgument(concat("group '", spec.name, "' over MPI: the manager was not made with the backend mpi"));
+    MpiBackendOptions options;
+    options.name = spec.name;
+    options.timeout = spec.timeout;
+    state->set_endpoint(c10::DeviceType::CPU, "mpi", make_mpi_backend(*spec.mpi, spec.ranks, options));
+  } else {
+    throw InvalidArgument(concat("group '", spec.name, "': there is no backend '", spec.backend, "'; choose gloo or mpi"));
+  }
+  if (spec.device.is_cuda()) state->set_endpoint(c10::DeviceType::CUDA, "nccl", make_nccl_backend(spec.store, spec.rank, size, spec.timeout));
+  return state;
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,329 @@
+#include "tessera/comm/job/detail/manager_state.h"
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <exception>
+#include <numeric>
+
+#include "tessera/base/hash.h"
+#include "tessera/base/text.h"
+#include "tessera/comm/group/detail/group_state.h"
+#include "tessera/comm/store/detail/job_store.h"
+#include "tessera/comm/store/detail/store_server.h"
+#include "tessera/mesh/errors.h"
+
+namespace tessera::detail {
+namespace {
+
+// After a fault, the others may still ask who is missing, through the store that rank 0 serves.
+constexpr std::chrono::seconds kLingerAfterFault{3};
+
+constexpr auto kMeetingTag = "plans";
+
+}  // namespace
+
+ManagerState::ManagerState(ManagerBase base) : base_(std::move(base)), level_(base_.options.check_level), trace_(base_.trace) {
+  if (base_.rendezvous) {
+    base_.store = base_.rendezvous->store;
+    base_.address = base_.rendezvous->address;
+    if (const auto& connection = base_.rendezvous->connection) {
+      base_.faults = connection;
+      connection->listen({[this](const std::string& group, const Poison& poison) { this->poison(group, poison); },
+                          [this](int rank, bool on_purpose, const std::string& text) { lost(rank, on_purpose, text); },
+                          [this](const std::string& group) { return position(group); }});
+    }
+  }
+  if (base_.listen) base_.listen([this](const std::string& group, const Poison& poison) { this->poison(group, poison); });
+}
+
+ManagerState::~ManagerState() {
+  // While an exception unwinds the stack, the others must not wait for this rank.
+  const bool unwinding = std::uncaught_exceptions() > 0;
+  if (unwinding) {
+    std::vector<std::shared_ptr<Made>> made;
+    {
+      const std::lock_guard lock(mutex_);
+      made = order_;
+    }
+    for (const auto& group : made) group->watch->announce("it ended with an exception");
+  }
+  shutdown();
+  if (base_.listen) base_.listen({});
+  if (!base_.rendezvous || !base_.rendezvous->connection) return;
+  base_.rendezvous->connection->listen({});
+  const std::chrono::milliseconds linger = unwinding || fault_ ? kLingerAfterFault : base_.options.timeout;
+  if (base_.rendezvous->server) base_.rendezvous->server->set_linger(linger);
+  base_.rendezvous->connection->leave();
+}
+
+std::string ManagerState::name_of(const Key& key, int round) const {
+  const auto& [ranks, backend, limit, tag] = key;
+  std::string name;
+  bool whole = static_cast<int>(ranks.size()) == base_.launch.world_size;
+  for (std::size_t i = 0; whole && i < ranks.size(); ++i) whole = ranks[i] == static_cast<int>(i);
+  if (whole) {
+    name = "world";
+  } else if (ranks.size() <= 8) {
+    for (const int rank : ranks) name += concat(name.empty() ? "ranks " : "-", rank);
+  } else {
+    Hash hash;
+    for (const int rank : ranks) hash.number(static_cast<std::uint64_t>(rank));
+    name = concat(ranks.size(), " ranks ", ranks[0], "-", ranks[1], "-..-", ranks.back(), " #", std::hex, hash.value());
+  }
+  if (!backend.empty() && backend != base_.backend) name += concat(" over ", backend);
+  if (limit != base_.options.timeout.count()) name += concat(" within ", limit, " ms");
+  if (!tag.empty()) name += concat(" of ", tag);
+  if (round > 0) name += concat(" ~", round);
+  return name;
+}
+
+void ManagerState::check_members(const std::vector<int>& ranks) const {
+  if (ranks.empty()) throw InvalidArgument("a group of no ranks was asked for; name at least this rank");
+  if (std::find(ranks.begin(), ranks.end(), base_.launch.rank) == ranks.end())
+    throw InvalidArgument(concat("rank ", base_.launch.rank, " asked for the group of ranks ", list(ranks),
+                                 ", which it does not belong to; a group is made by its members alone"));
+  auto sorted = ranks;
+  std::sort(sorted.begin(), sorted.end());
+  if (sorted.front() < 0 || sorted.back() >= base_.launch.world_size)
+    throw InvalidArgument(
+        concat("a group of ranks ", list(ranks), " in a world of ", base_.launch.world_size, "; ranks are 0 to ", base_.launch.world_size - 1));
+  if (const auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end())
+    throw InvalidArgument(concat("rank ", *twice, " stands twice in the group of ranks ", list(ranks), "; name each rank once"));
+}
+
+std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks, const GroupOptions& options, const std::string& tag) {
+  const auto limit = options.timeout.value_or(base_.options.timeout);
+  const Key key{ranks, options.backend == base_.backend ? "" : options.backend, limit.count(), tag};
+  std::shared_ptr<Made> slot;
+  std::vector<std::pair<int, std::string>> left;
+  std::optional<Poison> known;
+  {
+    const std::lock_guard lock(mutex_);
+    auto& found = made_[key];
+    if (!found) {
+      try {
+        check_members(ranks);
+      } catch (...) {
+        made_.erase(key);
+        throw;
+      }
+      found = std::make_shared<Made>();
+      found->key = key;
+      found->watch = std::make_shared<GroupWatch>(name_of(key, rounds_[key]++), ranks, base_.launch.rank, base_.faults);
+      order_.push_back(found);
+      if (const auto early = early_.find(found->watch->group()); early != early_.end()) known = early->second;
+      for (const auto& [rank, how] : lost_) {
+        if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) continue;
+        if (how.first)
+          left.emplace_back(rank, how.second);
+        else if (!known)
+          known = Poison{{rank}, how.second, false};
+      }
+    }
+    slot = found;
+  }
+  // The watch may act at once, so without the lock.
+  for (const auto& [rank, text] : left) slot->watch->note_left(rank, text);
+  if (known) slot->watch->set_poison(*known);
+  const std::lock_guard making(slot->making);
+  if (!slot->state) {
+    // After a failure there is no second try under the same name: what the first left in the store would mislead it.
+    slot->watch->require_healthy("its creation", GroupWatch::creation);
+    slot->state = make(key, slot->watch);
+  }
+  return slot->state;
+}
+
+std::shared_ptr<GroupState> ManagerState::meeting_place() {
+  std::vector<int> everybody(static_cast<std::size_t>(base_.launch.world_size));
+  std::iota(everybody.begin(), everybody.end(), 0);
+  return group(everybody, {}, base_.store && base_.backend == "gloo" ? kMeetingTag : "");
+}
+
+std::shared_ptr<GroupState> ManagerState::make(const Key& key, const std::shared_ptr<GroupWatch>& watch) {
+  const auto& [ranks, backend, limit, tag] = key;
+  GroupSpec spec;
+  spec.name = watch->group();
+  spec.ranks = ranks;
+  spec.rank = static_cast<int>(std::find(ranks.begin(), ranks.end(), base_.launch.rank) - ranks.begin());
+  spec.backend = tag == kMeetingTag ? "store" : backend.empty() ? base_.backend : backend;
+  spec.device = base_.device;
+  spec.address = base_.address;
+  spec.timeout = std::chrono::milliseconds(limit);
+  spec.watch = watch;
+  spec.mpi = base_.mpi;
+  {
+    const std::lock_guard lock(mutex_);
+    spec.check_level = level_;
+    spec.trace = trace_;
+  }
+  if (base_.store) {
+    auto store = base_.store->clone();
+    store->setTimeout(spec.timeout);
+    if (auto* job_store = dynamic_cast<JobStore*>(store.get()))
+      watch->set_interrupt([keep = store, job_store] { job_store->interrupt(); }, GroupWatch::Of::creation);
+    spec.store = c10::make_intrusive<c10d::PrefixStore>(concat("group/", spec.name), std::move(store));
+  }
+  try {
+    return base_.make_group ? base_.make_group(spec) : make_group_state(spec);
+  } catch (const PeerLostError&) {
+    throw;
+  } catch (const TimeoutError&) {
+    throw;
+  } catch (const NotAvailable&) {
+    throw;
+  } catch (const InvalidArgument&) {
+    throw;
+  } catch (...) {
+    watch->fail("its creation", GroupWatch::creation, std::current_exception(), spec.timeout);
+  }
+}
+
+void ManagerState::shutdown() {
+  destroy_if([](const Made&) { return true; });
+}
+
+void ManagerState::destroy(const std::string& tag) {
+  destroy_if([&](const Made& made) { return std::get<3>(made.key) == tag; });
+}
+
+void ManagerState::destroy_if(const std::function<bool(const Made&)>& doomed) {
+  std::vector<std::shared_ptr<Made>> made;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& group : order_)
+      if (doomed(*group)) made.push_back(group);
+    for (const auto& group : made) made_.erase(group->key);
+    std::erase_if(order_, [&](const auto& group) { return doomed(*group); });
+    if (!made.empty()) generation_.fetch_add(1, std::memory_order_acq_rel);
+  }
+  for (; !made.empty(); made.pop_back()) {
+    Made& last = *made.back();
+    const std::lock_guard making(last.making);
+    if (last.watch->poison()) {
+      const std::lock_guard lock(mutex_);
+      fault_ = true;
+    }
+    if (last.state) last.state->close();
+    last.watch->set_interrupt({});
+    last.watch->set_interrupt({}, GroupWatch::Of::creation);
+  }
+}
+
+std::shared_ptr<GroupWatch> ManagerState::watch(const std::string& group) const {
+  const std::lock_guard lock(mutex_);
+  for (const auto& made : order_)
+    if (made->watch->group() == group) return made->watch;
+  return nullptr;
+}
+
+std::vector<std::shared_ptr<GroupState>> ManagerState::groups() const {
+  std::vector<std::shared_ptr<Made>> made;
+  {
+    const std::lock_guard lock(mutex_);
+    made = order_;
+  }
+  std::vector<std::shared_ptr<GroupState>> states;
+  for (const auto& group : made) {
+    const std::lock_guard making(group->making);
+    if (group->state) states.push_back(group->state);
+  }
+  return states;
+}
+
+void ManagerState::set_check_level(CheckLevel level) {
+  {
+    const std::lock_guard lock(mutex_);
+    level_ = level;
+  }
+  for (const auto& state : groups()) state->set_check_level(level);
+}
+
+void ManagerState::set_trace(std::shared_ptr<CommTrace> trace) {
+  {
+    const std::lock_guard lock(mutex_);
+    trace_ = trace;
+  }
+  for (const auto& state : groups()) state->set_trace(trace);
+}
+
+void ManagerState::poison(const std::string& group, const Poison& poison) {
+  std::vector<std::shared_ptr<GroupWatch>> concerned;
+  {
+    const std::lock_guard lock(mutex_);
+    fault_ = true;
+    for (const auto& made : order_)
+      if (group.empty() || made->watch->group() == group) concerned.push_back(made->watch);
+    if (!group.empty() && concerned.empty()) early_.emplace(group, poison);
+    if (group.empty())
+      for (const int rank : poison.ranks) lost_.emplace(rank, std::pair(false, poison.reason));
+  }
+  for (const auto& watch : concerned) watch->set_poison(poison);
+}
+
+void ManagerState::lost(int rank, bool on_purpose, const std::string& text) {
+  std::vector<std::shared_ptr<GroupWatch>> concerned;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!on_purpose) fault_ = true;
+    lost_.emplace(rank, std::pair(on_purpose, text));
+    for (const auto& made : order_) {
+      const auto& members = made->watch->members();
+      if (std::find(members.begin(), members.end(), rank) != members.end()) concerned.push_back(made->watch);
+    }
+  }
+  for (const auto& watch : concerned) {
+    if (on_purpose)
+      watch->note_left(rank, text);
+    else
+      watch->set_poison({{rank}, text, false});
+  }
+}
+
+std::optional<Position> ManagerState::position(const std::string& group) const {
+  const auto watch = this->watch(group);
+  return watch ? std::optional(watch->position()) : std::nullopt;
+}
+
+void ManagerState::add_families(const GroupPlan& plan) {
+  const auto shared = std::make_shared<const GroupPlan>(plan);
+  const std::lock_guard lock(mutex_);
+  for (const auto& family : plan.families()) {
+    const auto same = std::find_if(families_.begin(), families_.end(), [&](const auto& known) { return known.first == family.name; });
+    if (same != families_.end() && same->second->canonical() != plan.canonical())
+      throw RepeatedName(concat("a group family '", family.name, "' exists already, from another plan; give the new one another name"));
+  }
+  for (const auto& family : plan.families()) {
+    const auto same = std::find_if(families_.begin(), families_.end(), [&](const auto& known) { return known.first == family.name; });
+    if (same == families_.end()) families_.emplace_back(family.name, shared);
+  }
+}
+
+Membership ManagerState::membership(const std::string& family) const {
+  std::shared_ptr<const GroupPlan> plan;
+  {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::string> known;
+    for (const auto& [name, owner] : families_) {
+      if (name == family) plan = owner;
+      known.push_back(name);
+    }
+    if (!plan) throw UnknownName(concat("there is no group family '", family, "'; create_process_groups() made ", list(known)));
+  }
+  Membership mine;
+  mine.family = family;
+  mine.ranks = plan->group(family, base_.launch.rank);
+  mine.group_rank = plan->group_rank(family, base_.launch.rank);
+  mine.options = plan->family(family).options;
+  return mine;
+}
+
+std::vector<std::string> ManagerState::family_names() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::string> names;
+  for (const auto& [name, plan] : families_) names.push_back(name);
+  return names;
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,65 @@
+#include "tessera/comm/job/device_mesh.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/job/detail/manager_state.h"
+
+namespace tessera {
+
+struct DeviceMesh::State {
+  Mesh mesh;
+  DistributedManager manager;
+  std::mutex mutex;                          // guards the two below
+  std::map<std::vector<int>, Group> groups;  // by sorted axes: asking again costs a look-up
+  std::uint64_t generation = 0;              // of the manager's groups when these were made
+};
+
+DeviceMesh::DeviceMesh(Mesh mesh, DistributedManager manager) : state_(new State{std::move(mesh), std::move(manager), {}, {}, 0}) {
+  const int world = state_->manager.world_size();
+  for (const int rank : state_->mesh.ranks())
+    if (rank >= world)
+      throw InvalidArgument(concat("rank ", rank, " of the mesh is not in a world of ", world, " ranks; give ranks 0 to ", world - 1));
+}
+
+const Mesh& DeviceMesh::layout() const { return state_->mesh; }
+
+const DistributedManager& DeviceMesh::manager() const { return state_->manager; }
+
+bool DeviceMesh::contains_me() const { return state_->mesh.contains(state_->manager.rank()); }
+
+std::vector<int> DeviceMesh::coordinate() const { return state_->mesh.coordinate(state_->manager.rank()); }
+
+Group DeviceMesh::group(const std::string& axis) const { return group(std::vector<int>{state_->mesh.index(axis)}); }
+
+Group DeviceMesh::group(int axis) const { return group(std::vector<int>{axis}); }
+
+Group DeviceMesh::group(const std::vector<int>& axes) const {
+  auto key = axes;
+  std::sort(key.begin(), key.end());
+  const auto generation = state_->manager.state()->generation();
+  {
+    const std::lock_guard lock(state_->mutex);
+    if (state_->generation != generation) state_->groups.clear();
+    state_->generation = generation;
+    if (const auto at = state_->groups.find(key); at != state_->groups.end()) return at->second;
+  }
+  // Outside the lock: making a group waits for its other members.
+  Group made = state_->manager.group(state_->mesh.group(key, state_->manager.rank()));
+  const std::lock_guard lock(state_->mutex);
+  return state_->groups.emplace(std::move(key), made).first->second;
+}
+
+Group DeviceMesh::all() const {
+  std::vector<int> axes(state_->mesh.dims());
+  for (int i = 0; i < state_->mesh.dims(); ++i) axes[i] = i;
+  return group(axes);
+}
+
+bool DeviceMesh::operator==(const DeviceMesh& other) const {
+  return state_ == other.state_ || (state_->manager == other.state_->manager && state_->mesh == other.state_->mesh);
+}
+
+}  // namespace tessera

@@ -1,0 +1,40 @@
+#pragma once
+// DeviceMesh: a mesh and its groups, as one rank sees them.
+//
+//   auto mesh = manager.mesh({{"data", 2}, {"domain", 3}});   // ranks 0..5
+//   mesh.coordinate()                     // rank 4: {1, 1}
+//   mesh.group("domain")                  // rank 4: ranks 3, 4, 5; its rank there is 1
+//   mesh.group(std::vector<int>{0, 1})    // all six
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/group/group.h"
+#include "tessera/comm/job/manager.h"
+#include "tessera/mesh/mesh.h"
+
+namespace tessera {
+
+class DeviceMesh {
+ public:
+  /// Throws InvalidArgument if the mesh names ranks outside the manager's world.
+  DeviceMesh(Mesh mesh, DistributedManager manager);
+  const Mesh& layout() const;
+  const DistributedManager& manager() const;
+  bool contains_me() const;             ///< Ranks outside the mesh may hold it, but have no coordinate and no groups.
+  std::vector<int> coordinate() const;  ///< This rank's, one number an axis. Throws InvalidArgument outside the mesh, as group() does.
+  /// The group along one axis through this rank; rank in the group = coordinate on that axis. Made on first use.
+  Group group(const std::string& axis) const;
+  Group group(int axis) const;
+  /// The group over several axes through this rank, in mesh order. No axes: this rank alone.
+  Group group(const std::vector<int>& axes) const;
+  Group all() const;                               ///< Over every axis.
+  bool operator==(const DeviceMesh& other) const;  ///< Same layout and same manager.
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,263 @@
+#include "tessera/comm/job/threads.h"
+
+#include <ATen/autocast_mode.h>
+#include <torch/version.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
+#include <torch/csrc/distributed/c10d/FlightRecorder.hpp>
+#endif
+
+#include <algorithm>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/backends/threads/threads_backend.h"
+#include "tessera/comm/group/detail/group_state.h"
+#include "tessera/comm/job/detail/manager_state.h"
+#include "tessera/comm/job/thread_ranks.h"
+#include "tessera/comm/store/detail/store_server.h"  // complete, for ManagerBase
+
+namespace tessera {
+namespace {
+
+using detail::GroupSpec;
+using detail::GroupState;
+using detail::ManagerState;
+using detail::Poison;
+using detail::RollEntry;
+using detail::ThreadsRoom;
+
+// What the ranks of one run share: the rooms of their groups, and their managers, through which faults are told.
+class Hub {
+ public:
+  explicit Hub(int ranks) : members_(ranks), store_(c10::make_intrusive<c10d::HashStore>()) {}
+
+  int size() const { return static_cast<int>(members_.size()); }
+  const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
+
+  // The room of the group that this rank makes now. A group made again (after shutdown) is a new room, so each rank's count is part of the key.
+  std::shared_ptr<ThreadsRoom> room(const std::string& name, const std::vector<int>& ranks, int rank) {
+    const std::lock_guard lock(mutex_);
+    const int round = members_[rank].rounds[name]++;
+    auto& room = rooms_[{name, round}];
+    if (!room) room = std::make_shared<ThreadsRoom>(name, ranks);
+    return room;
+  }
+
+  void set_receiver(int rank, std::function<void(const std::string&, const Poison&)> receiver) {
+    const std::lock_guard lock(mutex_);
+    members_[rank].receiver = std::move(receiver);
+  }
+  void set_manager(int rank, std::weak_ptr<ManagerState> manager) {
+    const std::lock_guard lock(mutex_);
+    members_[rank].manager = std::move(manager);
+  }
+
+  // `group` empty: every group. Under the lock, so that a rank that leaves is not called afterwards.
+  void tell(int from, const std::string& group, const std::vector<int>& to, const Poison& poison) {
+    const std::lock_guard lock(mutex_);
+    for (const int rank : to)
+      if (rank != from && members_[rank].receiver) members_[rank].receiver(group, poison);
+  }
+  void leave(int rank) { set_receiver(rank, {}); }
+
+  std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& ranks) {
+    std::vector<RollEntry> roll;
+    for (const int rank : ranks) {
+      RollEntry entry;
+      entry.rank = rank;
+      std::shared_ptr<ManagerState> manager;
+      {
+        const std::lock_guard lock(mutex_);
+        manager = members_[rank].manager.lock();
+      }
+      // A rank without the group answers too: it is alive and has made no call.
+      entry.answer = manager ? RollEntry::Answer::here : RollEntry::Answer::gone;
+      if (manager)
+        if (const auto watch = manager->watch(group)) entry.position = watch->position();
+      roll.push_back(std::move(entry));
+    }
+    return roll;
+  }
+
+ private:
+  struct Member {
+    std::map<std::string, int> rounds;
+    std::function<void(const std::string&, const Poison&)> receiver;
+    std::weak_ptr<ManagerState> manager;
+  };
+  std::mutex mutex_;
+  std::vector<Member> members_;
+  std::map<std::pair<std::string, int>, std::shared_ptr<ThreadsRoom>> rooms_;
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+class HubChannel : public detail::FaultChannel {
+ public:
+  HubChannel(std::shared_ptr<Hub> hub, int rank) : hub_(std::move(hub)), rank_(rank) {}
+
+  void announce(const std::string& group, const std::vector<int>& members, const Poison& poison) noexcept override {
+    hub_->tell(rank_, group, members, poison);
+  }
+  std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& members, std::chrono::milliseconds) noexcept override {
+    return hub_->roll_call(group, members);
+  }
+
+ private:
+  std::shared_ptr<Hub> hub_;
+  int rank_;
+};
+
+DistributedManager make_manager(const std::shared_ptr<Hub>& hub, int rank, const ManagerOptions& options) {
+  detail::ManagerBase base;
+  base.options = options;
+  base.backend = options.backend.empty() ? "threads" : options.backend;
+  base.launch.launcher = "threads";
+  base.launch.rank = base.launch.local_rank = rank;
+  base.launch.world_size = base.launch.local_size = hub->size();
+  base.faults = std::make_shared<HubChannel>(hub, rank);
+  base.listen = [hub, rank](auto receiver) { hub->set_receiver(rank, std::move(receiver)); };
+  if (base.backend == "threads") {
+    base.make_group = [hub, rank](const GroupSpec& spec) {
+      auto state = std::make_shared<GroupState>(spec);
+      if (spec.ranks.size() > 1) {
+        state->set_endpoint(c10::DeviceType::CPU, "threads",
+                            c10::make_intrusive<detail::ThreadsBackend>(hub->room(spec.name, spec.ranks, rank), spec.rank,
+                                                                        static_cast<int>(spec.ranks.size()), spec.watch, spec.timeout));
+      }
+      return state;
+    };
+  } else {
+    base.store = hub->store();
+    base.address = "127.0.0.1";
+  }
+  auto state = std::make_shared<ManagerState>(std::move(base));
+  hub->set_manager(rank, state);
+  return DistributedManager(std::move(state));
+}
+
+// Rethrows with the rank in the message, as the same type where it is one of ours.
+[[noreturn]] void rethrow_with_rank(const std::exception_ptr& error, int rank) {
+  const std::string where = concat("rank ", rank, ": ");
+  try {
+    std::rethrow_exception(error);
+  } catch (const TimeoutError& e) {
+    throw TimeoutError(where + e.what(), e.missing());
+  } catch (const PeerLostError& e) {
+    throw PeerLostError(where + e.what(), e.ranks());
+  } catch (const MismatchError& e) {
+    throw MismatchError(where + e.what());
+  } catch (const CommError& e) {
+    throw CommError(where + e.what());
+  } catch (const InvalidArgument& e) {
+    throw InvalidArgument(where + e.what());
+  } catch (const ConfigurationError& e) {
+    throw ConfigurationError(where + e.what());
+  } catch (const NotAvailable& e) {
+    throw NotAvailable(where + e.what());
+  } catch (const Error& e) {
+    throw Error(where + e.what());
+  }
+}
+
+}  // namespace
+
+struct ThreadRanks::State {
+  State(int ranks, ManagerOptions options)
+      : hub(std::make_shared<Hub>(ranks)), options(std::move(options)), cast_cache_before(static_cast<std::size_t>(ranks)) {}
+  std::shared_ptr<Hub> hub;
+  ManagerOptions options;
+  // Of each rank that is inside: whether its thread had autocast's cache on. Each rank touches its own entry only.
+  std::vector<std::optional<bool>> cast_cache_before;
+};
+
+ThreadRanks::ThreadRanks(int ranks, const ManagerOptions& options) {
+  if (ranks < 1) throw InvalidArgument(concat("run_threads was asked for ", ranks, " ranks; at least 1 is needed"));
+  if (!options.backend.empty() && options.backend != "threads" && options.backend != "gloo") {
+    throw InvalidArgument(
+        concat("run_threads with backend '", options.backend, "': ranks that are threads of one process can use 'threads' or 'gloo'"));
+  }
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
+  // Its map of groups is written by every thread that calls Gloo, without a lock (mended in libtorch 2.15).
+  if (options.backend == "gloo") c10d::FlightRecorder<c10::Event>::get()->enabled_ = false;
+#endif
+  state_ = std::make_shared<State>(ranks, options);
+}
+
+int ThreadRanks::size() const { return state_->hub->size(); }
+
+DistributedManager ThreadRanks::enter(int rank) const {
+  if (rank < 0 || rank >= size()) throw InvalidArgument(concat("rank ", rank, " of ", size(), " ranks as threads"));
+  auto manager = make_manager(state_->hub, rank, state_->options);
+  // libtorch's cache of autocast's results is one for the process: the rank that leaves its region first would clear it under the others, which then
+  // differ in what they reduce. Whether it is used is each thread's own.
+  auto& before = state_->cast_cache_before[static_cast<std::size_t>(rank)];
+  if (!before) before = at::autocast::is_autocast_cache_enabled();
+  at::autocast::set_autocast_cache_enabled(false);
+  return manager;
+}
+
+void ThreadRanks::fail(int rank, const std::string& what) const {
+  std::vector<int> everybody(size());
+  for (int r = 0; r < size(); ++r) everybody[r] = r;
+  state_->hub->tell(rank, "", everybody, {{rank}, concat("rank ", rank, " threw: ", what), false});
+}
+
+void ThreadRanks::leave(int rank) const {
+  state_->hub->leave(rank);
+  auto& before = state_->cast_cache_before[static_cast<std::size_t>(rank)];
+  if (before) at::autocast::set_autocast_cache_enabled(*before);
+  before.reset();
+}
+
+void run_threads(int ranks, const std::function<void(DistributedManager&)>& body, const ManagerOptions& options) {
+  const ThreadRanks all(ranks, options);
+  std::mutex mutex;
+  std::exception_ptr first;
+  int first_rank = -1;
+  const auto note = [&](int rank) {
+    const std::lock_guard lock(mutex);
+    if (first) return;
+    first = std::current_exception();
+    first_rank = rank;
+  };
+
+  auto run = [&](int rank) {
+    try {
+      auto manager = all.enter(rank);
+      try {
+        body(manager);
+      } catch (...) {
+        note(rank);
+        std::string what = "an exception of unknown type";
+        try {
+          throw;
+        } catch (const std::exception& e) {
+          what = e.what();
+        } catch (...) {  // keeps the words above
+        }
+        all.fail(rank, what);
+      }
+      all.leave(rank);
+    } catch (...) {
+      note(rank);
+    }
+  };
+
+  std::vector<std::thread> threads;
+  for (int rank = 1; rank < ranks; ++rank) threads.emplace_back(run, rank);
+  run(0);
+  for (auto& thread : threads) thread.join();
+  if (first) {
+    rethrow_with_rank(first, first_rank);
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,320 @@
+#include "tessera/comm/store/detail/store_connection.h"
+
+#include <c10/util/Exception.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/store/store.h"
+
+namespace tessera::detail {
+namespace {
+
+// The server answers for all; this much later a rank speaks for itself.
+constexpr std::chrono::milliseconds server_grace{700};
+constexpr std::size_t largest_frame = std::size_t{1} << 30;
+
+std::string me() {
+  char host[256] = "";
+  gethostname(host, sizeof host - 1);
+  return concat("process ", getpid(), " on ", host);
+}
+
+std::string printable(std::string_view bytes) {
+  std::string out;
+  for (const char c : bytes.substr(0, 24)) out += (c >= 32 && c < 127) ? c : '.';
+  return out;
+}
+
+/// Empty on anything but a whole frame.
+std::string receive_frame(const Socket& socket, Deadline deadline, Transfer& how) {
+  std::uint32_t size = 0;
+  how = receive_all(socket, &size, sizeof size, deadline);
+  if (how != Transfer::done) return {};
+  if (size < 9 || size > largest_frame) {
+    how = Transfer::closed;
+    return {};
+  }
+  std::string frame(size, '\0');
+  how = receive_all(socket, frame.data(), size, deadline);
+  return how == Transfer::done ? frame : std::string();
+}
+
+[[noreturn]] void throw_foreign(const Hello& hello, const std::string& what) {
+  throw RendezvousError(concat("something else than this job's store listens on ", hello.where, ": ", what,
+                               "; give address and port of rank 0, and a port that no other program uses"));
+}
+
+}  // namespace
+
+std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hello& hello, Deadline deadline, std::string& why) {
+  const auto limit = std::max<std::int64_t>(1, remaining_ms(deadline));
+  std::string first(store_magic);
+  first +=
+      Writer(Frame::hello).number(std::int32_t{hello.rank}).number(std::int32_t{hello.world_size}).number(limit).text(me()).text(hello.job).take();
+  send_all(socket, first.data(), first.size(), deadline);
+
+  // The server greets at once, whoever else is still missing.
+  char magic[store_magic.size()];
+  std::size_t got = 0;
+  const Transfer greeted = receive_all(socket, magic, sizeof magic, deadline, &got);
+  const std::string_view heard(magic, got);
+  if (heard != store_magic.substr(0, got)) throw_foreign(hello, concat("it said '", printable(heard), "'"));
+  if (greeted == Transfer::closed) {
+    why = "what listens there accepts connections and closes them";
+    return nullptr;
+  }
+  if (greeted == Transfer::late) throw_foreign(hello, concat("it accepted the connection and was silent for ", limit, " ms"));
+
+  Transfer how;
+  const std::string frame = receive_frame(socket, deadline + server_grace, how);
+  if (how == Transfer::late)
+    throw RendezvousError(concat("rank ", hello.rank, ": the job's store on ", hello.where, " fell silent during the rendezvous (limit ", limit,
+                                 " ms); rank 0, which serves it, may be stopped"),
+                          {0});
+  if (how == Transfer::closed) {
+    why = "it ended during the rendezvous; see what rank 0, which serves it, says";
+    return nullptr;
+  }
+  Reader in(frame);
+  if (in.kind == Frame::retry) {
+    why = "it is of an earlier meeting, whose last ranks have not left";
+    return nullptr;
+  }
+  if (in.kind == Frame::refused) {
+    const std::string text(in.text());
+    throw RendezvousError(concat("rank ", hello.rank, ", rendezvous on ", hello.where, ": ", text), in.numbers<std::vector<int>>());
+  }
+  if (in.kind != Frame::ready) throw_foreign(hello, "it speaks another version of the protocol");
+  std::shared_ptr<StoreConnection> connection(new StoreConnection(std::move(socket), hello));
+  connection->reader_ = std::thread([raw = connection.get()] { raw->run(); });
+  return connection;
+}
+
+StoreConnection::~StoreConnection() {
+  leave();
+  // The server closes after the goodbye. Closing first, with news unread, would reset the connection, and the goodbye could be lost with it.
+  ::shutdown(socket_.fd(), SHUT_WR);
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, std::chrono::seconds(1), [this] { return !gone_.empty(); });
+  }
+  ::shutdown(socket_.fd(), SHUT_RDWR);  // ends the reader, if the server is stopped
+  if (reader_.joinable()) reader_.join();
+}
+
+void StoreConnection::leave() noexcept {
+  if (left_.exchange(true)) return;
+  try {
+    send(Writer(Frame::bye).take(), Clock::now() + std::chrono::seconds(1));
+  } catch (...) {  // the store is gone already
+  }
+}
+
+void StoreConnection::cut() noexcept { ::shutdown(socket_.fd(), SHUT_RDWR); }
+
+void StoreConnection::send(const std::string& frame, Deadline deadline) {
+  const std::lock_guard lock(send_mutex_);
+  const Transfer how = send_all(socket_, frame.data(), frame.size(), deadline);
+  if (how == Transfer::done) return;
+  // Half a frame may be out: the connection is of no use any more.
+  if (how == Transfer::late) ::shutdown(socket_.fd(), SHUT_RDWR);
+  C10_THROW_ERROR(DistStoreError, concat("rank ", hello_.rank, ": the job's store on ", hello_.where,
+                                         " takes no calls any more (rank 0, which serves it, has ended or is stopped)"));
+}
+
+std::string StoreConnection::call(Frame kind, const std::function<void(Writer&)>& fields, std::chrono::milliseconds limit,
+                                  const std::atomic<bool>* stop) {
+  const Deadline deadline = Clock::now() + limit;
+  auto pending = std::make_shared<Pending>();
+  std::unique_lock lock(mutex_);
+  const auto number = next_call_++;
+  if (left_) C10_THROW_ERROR(DistStoreError, concat("rank ", hello_.rank, " has left the job's store on ", hello_.where));
+  pending_[number] = pending;
+  lock.unlock();
+  Writer out(kind, number);
+  fields(out);
+  try {
+    send(out.take(), deadline);
+  } catch (...) {
+    lock.lock();
+    pending_.erase(number);
+    throw;
+  }
+  lock.lock();
+  changed_.wait_until(lock, deadline, [&] { return pending->replied || !gone_.empty() || (stop && *stop); });
+  pending_.erase(number);
+  if (pending->replied) return std::move(pending->reply);
+  const std::string gone = gone_.empty() && stop && *stop ? "the call was given up, for the group that made it cannot go on" : gone_;
+  lock.unlock();
+  if (!gone.empty()) C10_THROW_ERROR(DistStoreError, gone);
+  send(Writer(Frame::cancel, number).take(), Clock::now() + std::chrono::milliseconds(100));
+  C10_THROW_ERROR(DistStoreError, concat("rank ", hello_.rank, ": the job's store on ", hello_.where, " timed out: no answer within ", limit.count(),
+                                         " ms (a key that no rank has set yet, or rank 0, which serves it, is stopped)"));
+}
+
+void StoreConnection::wake() {
+  {
+    const std::lock_guard lock(mutex_);
+  }  // a call that looked at its stop flag already waits now
+  changed_.notify_all();
+}
+
+void StoreConnection::run() {
+  for (;;) {
+    Transfer how;
+    const std::string frame = receive_frame(socket_, Deadline::max(), how);
+    if (how == Transfer::late) continue;
+    if (how != Transfer::done) break;
+    try {
+      take(frame);
+    } catch (const std::out_of_range&) {
+      break;
+    }
+  }
+  lose_store();
+}
+
+void StoreConnection::lose_store() {
+  {
+    const std::lock_guard lock(mutex_);
+    gone_ = concat("rank ", hello_.rank, ": the job's store on ", hello_.where, " is gone",
+                   left_ ? " (this rank left it)" : ": rank 0, which serves it, has ended");
+  }
+  changed_.notify_all();
+  if (left_) return;
+  tell([](const Listener& listener) {
+    if (listener.lost) listener.lost(0, false, "rank 0 ended, and with it the job's store");
+  });
+}
+
+void StoreConnection::take(const std::string& frame) {
+  Reader in(frame);
+  switch (in.kind) {
+    case Frame::reply: {
+      const std::lock_guard lock(mutex_);
+      if (const auto at = pending_.find(in.call); at != pending_.end()) {
+        at->second->reply = frame;
+        at->second->replied = true;
+      }
+      break;
+    }
+    case Frame::answer: {
+      RollEntry entry;
+      entry.rank = in.number<std::int32_t>();
+      entry.answer = in.number<std::uint8_t>() ? RollEntry::Answer::here : RollEntry::Answer::gone;
+      entry.position.begun = in.number<std::uint64_t>();
+      entry.position.operation = in.text();
+      const std::lock_guard lock(mutex_);
+      if (const auto at = pending_.find(in.call); at != pending_.end()) at->second->answers.push_back(std::move(entry));
+      break;
+    }
+    case Frame::question: {
+      const std::string group(in.text());
+      std::optional<Position> position;
+      {
+        const std::lock_guard lock(listener_mutex_);
+        if (listener_.position) position = listener_.position(group);
+      }
+      // A rank that does not have the group yet has begun nothing there.
+      const Position answer = position.value_or(Position{});
+      try {
+        send(Writer(Frame::position, in.call).number(answer.begun).text(answer.operation).take(), Clock::now() + std::chrono::seconds(1));
+      } catch (const c10::Error&) {  // the next read ends the thread
+      }
+      return;
+    }
+    case Frame::poisoned: {
+      const std::string group(in.text());
+      Poison poison;
+      poison.ranks = in.numbers<std::vector<int>>();
+      poison.timed_out = in.number<std::uint8_t>() != 0;
+      poison.reason = in.text();
+      return tell([=](const Listener& listener) {
+        if (listener.poisoned) listener.poisoned(group, poison);
+      });
+    }
+    case Frame::lost: {
+      const int rank = in.number<std::int32_t>();
+      const bool on_purpose = in.number<std::uint8_t>() != 0;
+      const std::string text(in.text());
+      return tell([=](const Listener& listener) {
+        if (listener.lost) listener.lost(rank, on_purpose, text);
+      });
+    }
+    default:
+      throw std::out_of_range("a frame that only a rank sends");
+  }
+  changed_.notify_all();
+}
+
+void StoreConnection::tell(std::function<void(const Listener&)> news) {
+  const std::lock_guard lock(listener_mutex_);
+  if (listening_)
+    news(listener_);
+  else
+    news_.push_back(std::move(news));
+}
+
+void StoreConnection::listen(Listener listener) {
+  const std::lock_guard lock(listener_mutex_);
+  listening_ = static_cast<bool>(listener.lost);
+  listener_ = std::move(listener);
+  if (!listening_) return;
+  for (const auto& news : news_) news(listener_);
+  news_.clear();
+}
+
+void StoreConnection::announce(const std::string& group, const std::vector<int>& members, const Poison& poison) noexcept {
+  try {
+    send(Writer(Frame::poison)
+             .text(group)
+             .numbers(members)
+             .numbers(poison.ranks)
+             .number(static_cast<std::uint8_t>(poison.timed_out))
+             .text(poison.reason)
+             .take(),
+         Clock::now() + std::chrono::milliseconds(200));
+  } catch (...) {  // the store is gone, and the others know that
+  }
+}
+
+std::vector<RollEntry> StoreConnection::roll_call(const std::string& group, const std::vector<int>& members,
+                                                  std::chrono::milliseconds limit) noexcept {
+  std::vector<RollEntry> roll;
+  for (const int member : members) roll.push_back({member, RollEntry::Answer::unknown, {}});
+  const Deadline deadline = Clock::now() + limit;
+  auto pending = std::make_shared<Pending>();
+  std::uint64_t number = 0;
+  try {
+    {
+      const std::lock_guard lock(mutex_);
+      number = next_call_++;
+      pending_[number] = pending;
+    }
+    send(Writer(Frame::ask, number).text(group).numbers(members).take(), deadline);
+  } catch (...) {
+  }
+  std::unique_lock lock(mutex_);
+  changed_.wait_until(lock, deadline, [&] { return pending->answers.size() >= members.size() || !gone_.empty(); });
+  pending_.erase(number);
+  for (auto& entry : roll) {
+    // The server forwards questions: while it is silent, nothing is known but that rank 0, whose thread it is, does not run.
+    if (pending->replied)
+      entry.answer = RollEntry::Answer::silent;
+    else if (entry.rank == 0)
+      entry.answer = gone_.empty() ? RollEntry::Answer::silent : RollEntry::Answer::gone;
+    for (const auto& answer : pending->answers)
+      if (answer.rank == entry.rank) entry = answer;
+  }
+  lock.unlock();
+  try {
+    if (pending->replied) send(Writer(Frame::cancel, number).take(), Clock::now() + std::chrono::milliseconds(100));
+  } catch (...) {
+  }
+  return roll;
+}
+
+}  // namespace tessera::detail

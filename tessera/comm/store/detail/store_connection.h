@@ -1,0 +1,97 @@
+#pragma once
+// StoreConnection: a rank's one connection to the job's store. Calls of several threads share it; one thread of its own reads what comes, so that
+// news of lost ranks arrives while the others block, and a call never waits longer than its limit, whatever happened to rank 0.
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "tessera/comm/group/detail/group_watch.h"
+#include "tessera/comm/store/detail/socket.h"
+#include "tessera/comm/store/detail/wire.h"
+
+namespace tessera::detail {
+
+/// What a rank says of itself at the meeting.
+struct Hello {
+  int rank = 0;
+  int world_size = 1;
+  std::string job;
+  std::string where;  ///< "10.0.0.1:29500", for messages.
+};
+
+class StoreConnection : public FaultChannel {
+ public:
+  /// Speaks to the server behind `socket` and blocks until all ranks are there. Throws RendezvousError. Returns null, and says why, where it may help
+  /// to try again: a store of an earlier meeting is about to end, or did so just now.
+  static std::shared_ptr<StoreConnection> meet(Socket socket, const Hello& hello, Deadline deadline, std::string& why);
+  ~StoreConnection() override;
+
+  /// Sends a call and waits for its reply, a whole frame. Throws c10::DistStoreError after `limit`, if the store is gone, or when `stop` becomes true
+  /// and wake() is called.
+  std::string call(Frame kind, const std::function<void(Writer&)>& fields, std::chrono::milliseconds limit, const std::atomic<bool>* stop = nullptr);
+  void wake();
+
+  /// Says goodbye: this rank's end is not a loss. Later calls throw.
+  void leave() noexcept;
+  /// Ends the connection as the death of the process would. For tests.
+  void cut() noexcept;
+
+  /// What the reading thread calls. `poisoned` (group, poison): a group was given up by another rank. `lost` (rank, on purpose, text): a rank has
+  /// ended; rank 0 also when the store is gone. `position`: where this rank stands in a group.
+  struct Listener {
+    std::function<void(const std::string& group, const Poison& poison)> poisoned;
+    std::function<void(int rank, bool on_purpose, const std::string& text)> lost;
+    std::function<std::optional<Position>(const std::string& group)> position;
+  };
+  /// What came before is told at once. An empty listener ends it: no call of the old one is under way when this returns.
+  void listen(Listener listener);
+
+  void announce(const std::string& group, const std::vector<int>& members, const Poison& poison) noexcept override;
+  std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& members, std::chrono::milliseconds limit) noexcept override;
+
+  const std::string& where() const { return hello_.where; }
+
+ private:
+  struct Pending {
+    bool replied = false;
+    std::string reply;
+    std::vector<RollEntry> answers;
+  };
+
+  StoreConnection(Socket socket, const Hello& hello) : socket_(std::move(socket)), hello_(hello) {}
+  void run();
+  void take(const std::string& frame);
+  void lose_store();
+  void send(const std::string& frame, Deadline deadline);
+  void tell(std::function<void(const Listener&)> news);
+
+  Socket socket_;
+  Hello hello_;
+  std::mutex send_mutex_;
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  std::unordered_map<std::uint64_t, std::shared_ptr<Pending>> pending_;
+  std::uint64_t next_call_ = 1;
+  std::string gone_;  // why no call can succeed any more
+
+  std::mutex listener_mutex_;  // guards listener_ and news_; held while the listener runs
+  Listener listener_;
+  bool listening_ = false;
+  std::vector<std::function<void(const Listener&)>> news_;  // what came before anybody listened
+
+  std::atomic<bool> left_{false};
+  std::thread reader_;
+};
+
+}  // namespace tessera::detail

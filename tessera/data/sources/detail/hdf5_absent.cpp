@@ -1,0 +1,24 @@
+// Hdf5Source in a build without HDF5: it can be named, and says how to get it.
+#include "tessera/data/sources/hdf5_source.h"
+
+namespace tessera {
+
+namespace {
+
+[[noreturn]] void refuse() {
+  throw NotAvailable(
+      "this Tessera was built without HDF5, so Hdf5Source cannot read files: install the HDF5 C library (Debian: libhdf5-dev) and configure again");
+}
+
+}  // namespace
+
+struct Hdf5Source::File {};
+
+Hdf5Source::Hdf5Source(const std::string&) { refuse(); }
+Hdf5Source::~Hdf5Source() = default;
+std::string Hdf5Source::name() const { refuse(); }
+std::vector<std::string> Hdf5Source::variables() const { refuse(); }
+const VariableInfo& Hdf5Source::info(const std::string&) const { refuse(); }
+at::Tensor Hdf5Source::read_box(const VariableInfo&, const Hyperslab&, const ReadOptions&) const { refuse(); }
+
+}  // namespace tessera

@@ -1,0 +1,36 @@
+#include "tessera/data/sources/detail/mapped_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "tessera/base/text.h"
+#include "tessera/data/errors.h"
+
+namespace tessera::detail {
+
+MappedFile::MappedFile(const std::string& path) : path_(path) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) throw FileError(concat("'", path, "' cannot be opened: ", std::strerror(errno)));
+  struct stat status{};
+  if (::fstat(file, &status) != 0 || !S_ISREG(status.st_mode)) {
+    ::close(file);
+    throw FileError(concat("'", path, "' is no regular file"));
+  }
+  size_ = static_cast<std::size_t>(status.st_size);
+  void* mapped = size_ == 0 ? nullptr : ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, file, 0);
+  const int reason = errno;
+  ::close(file);
+  if (mapped == MAP_FAILED) throw FileError(concat("'", path, "' cannot be mapped: ", std::strerror(reason)));
+  data_ = static_cast<const char*>(mapped);
+}
+
+MappedFile::~MappedFile() {
+  if (data_) ::munmap(const_cast<char*>(data_), size_);
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,29 @@
+// NetcdfSource in a build without netCDF: it can be named, and says how to get it.
+#include "tessera/data/sources/detail/netcdf_file.h"
+#include "tessera/data/sources/netcdf_source.h"
+
+namespace tessera {
+
+namespace {
+
+[[noreturn]] void refuse() {
+  throw NotAvailable(
+      "this Tessera was built without netCDF, so NetcdfSource cannot read files: install the netCDF C library (Debian: libnetcdf-dev) and configure "
+      "again");
+}
+
+}  // namespace
+
+namespace detail {
+NetcdfFile::~NetcdfFile() = default;
+}
+
+NetcdfSource::NetcdfSource(const std::string&) { refuse(); }
+NetcdfSource::~NetcdfSource() = default;
+std::string NetcdfSource::name() const { refuse(); }
+std::vector<std::string> NetcdfSource::variables() const { refuse(); }
+const VariableInfo& NetcdfSource::info(const std::string&) const { refuse(); }
+const std::map<std::string, Attribute>& NetcdfSource::attributes() const { refuse(); }
+at::Tensor NetcdfSource::read_box(const VariableInfo&, const Hyperslab&, const ReadOptions&) const { refuse(); }
+
+}  // namespace tessera

@@ -1,0 +1,191 @@
+#include "tessera/data/sources/detail/netcdf_file.h"
+
+#include <ATen/ops/empty.h>
+#include <netcdf.h>
+
+#include <mutex>
+#include <type_traits>
+
+#include "tessera/base/text.h"
+#include "tessera/data/sources/detail/hdf5_lock.h"
+
+namespace tessera::detail {
+
+namespace {
+
+std::mutex& library() { return hdf5_library(); }
+
+// The type that holds every value of a netCDF type; nothing for text and user-defined types.
+std::optional<at::ScalarType> tensor_type(nc_type type) {
+  switch (type) {
+    case NC_BYTE:
+      return at::kChar;
+    case NC_UBYTE:
+      return at::kByte;
+    case NC_SHORT:
+      return at::kShort;
+    case NC_USHORT:
+    case NC_INT:
+      return at::kInt;
+    case NC_UINT:
+    case NC_INT64:
+    case NC_UINT64:
+      return at::kLong;
+    case NC_FLOAT:
+      return at::kFloat;
+    case NC_DOUBLE:
+      return at::kDouble;
+    default:
+      return std::nullopt;
+  }
+}
+
+std::optional<at::Scalar> fill_of(int file, int variable, nc_type type, bool stated) {
+  int no_fill = 0;
+  const auto ask = [&](auto value) -> std::optional<at::Scalar> {
+    if (nc_inq_var_fill(file, variable, &no_fill, &value) != NC_NOERR || (no_fill && !stated)) return std::nullopt;
+    if constexpr (std::is_floating_point_v<decltype(value)>)
+      return at::Scalar(static_cast<double>(value));
+    else
+      return at::Scalar(static_cast<std::int64_t>(value));
+  };
+  switch (type) {
+    // All 256 values of a byte are data, unless the file says otherwise.
+    case NC_BYTE:
+      return stated ? ask(static_cast<signed char>(0)) : std::nullopt;
+    case NC_UBYTE:
+      return stated ? ask(static_cast<unsigned char>(0)) : std::nullopt;
+    case NC_SHORT:
+      return ask(short{});
+    case NC_USHORT:
+      return ask(static_cast<unsigned short>(0));
+    case NC_INT:
+      return ask(int{});
+    case NC_UINT:
+      return ask(0u);
+    case NC_INT64:
+      return ask(0ll);
+    case NC_FLOAT:
+      return ask(float{});
+    case NC_DOUBLE:
+      return ask(double{});
+    default:
+      return std::nullopt;  // The library's mark for unsigned 64-bit is beyond what can be read.
+  }
+}
+
+}  // namespace
+
+void NetcdfFile::check(int status, const std::string& what) const {
+  if (status != NC_NOERR) throw FileError(concat(path_, ": ", what, ": ", nc_strerror(status)));
+}
+
+NetcdfFile::NetcdfFile(const std::string& path) : path_(path) {
+  const std::lock_guard lock(library());
+  check(nc_open(path.c_str(), NC_NOWRITE, &id_), "cannot be opened as a netCDF file");
+  try {
+    read_structure();
+  } catch (...) {
+    nc_close(id_);
+    throw;
+  }
+}
+
+NetcdfFile::~NetcdfFile() {
+  const std::lock_guard lock(library());
+  nc_close(id_);
+}
+
+void NetcdfFile::read_structure() {
+  int variables = 0, attributes = 0;
+  check(nc_inq(id_, nullptr, &variables, &attributes, nullptr), "its contents cannot be listed");
+  attributes_ = read_attributes(NC_GLOBAL, attributes);
+  for (int v = 0; v < variables; ++v) {
+    char name[NC_MAX_NAME + 1];
+    nc_type type = 0;
+    int dims = 0, count = 0;
+    check(nc_inq_var(id_, v, name, &type, &dims, nullptr, &count), concat("variable number ", v));
+    const auto stored = tensor_type(type);
+    if (!stored) continue;
+    NetcdfVariable variable{{name, {}, {}, *stored, read_attributes(v, count)}, v, {}};
+    variable.fill = fill_of(id_, v, type, variable.info.attributes.count("_FillValue") != 0);
+    std::vector<int> ids(static_cast<std::size_t>(dims));
+    check(nc_inq_vardimid(id_, v, ids.data()), concat("dimensions of ", name));
+    for (const int id : ids) {
+      char dim[NC_MAX_NAME + 1];
+      std::size_t size = 0;
+      check(nc_inq_dim(id_, id, dim, &size), concat("dimensions of ", name));
+      variable.info.dims.emplace_back(dim);
+      variable.info.shape.push_back(static_cast<std::int64_t>(size));
+    }
+    variables_.push_back(std::move(variable));
+  }
+}
+
+std::map<std::string, Attribute> NetcdfFile::read_attributes(int variable, int count) const {
+  std::map<std::string, Attribute> all;
+  for (int a = 0; a < count; ++a) {
+    char name[NC_MAX_NAME + 1];
+    nc_type type = 0;
+    std::size_t size = 0;
+    check(nc_inq_attname(id_, variable, a, name), "an attribute's name");
+    check(nc_inq_att(id_, variable, name, &type, &size), concat("attribute ", name));
+    if (type == NC_CHAR) {
+      std::string text(size, '\0');
+      check(nc_get_att_text(id_, variable, name, text.data()), concat("attribute ", name));
+      while (!text.empty() && text.back() == '\0') text.pop_back();
+      all[name] = std::move(text);
+    } else if (type == NC_STRING) {
+      std::vector<char*> parts(size);
+      check(nc_get_att_string(id_, variable, name, parts.data()), concat("attribute ", name));
+      std::string text;
+      for (const char* part : parts) text += concat(text.empty() ? "" : "\n", part ? part : "");
+      nc_free_string(size, parts.data());
+      all[name] = std::move(text);
+    } else if (tensor_type(type)) {
+      std::vector<double> numbers(size);
+      check(nc_get_att_double(id_, variable, name, numbers.data()), concat("attribute ", name));
+      all[name] = std::move(numbers);
+    }
+  }
+  return all;
+}
+
+const NetcdfVariable& NetcdfFile::variable(const std::string& name) const {
+  for (const auto& v : variables_)
+    if (v.info.name == name) return v;
+  std::vector<std::string> known;
+  for (const auto& v : variables_) known.push_back(v.info.name);
+  throw VariableError(concat(path_, " has no numeric variable ", name, "; it has ", list(known)));
+}
+
+at::Tensor NetcdfFile::read(const NetcdfVariable& variable, const Hyperslab& slab) const {
+  at::Tensor out = at::empty(slab.count, variable.info.stored);
+  const std::vector<std::size_t> start(slab.start.begin(), slab.start.end()), count(slab.count.begin(), slab.count.end());
+  const std::vector<std::ptrdiff_t> stride(slab.stride.begin(), slab.stride.end());
+  const std::lock_guard lock(library());
+  // The call names the type in memory; for an unsigned one stored in a wider tensor the library converts.
+  const int status = [&] {
+    switch (variable.info.stored) {
+      case at::kChar:
+        return nc_get_vars_schar(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<std::int8_t>());
+      case at::kByte:
+        return nc_get_vars_uchar(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<std::uint8_t>());
+      case at::kShort:
+        return nc_get_vars_short(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<std::int16_t>());
+      case at::kInt:
+        return nc_get_vars_int(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<std::int32_t>());
+      case at::kLong:
+        return nc_get_vars_longlong(id_, variable.id, start.data(), count.data(), stride.data(),
+                                    reinterpret_cast<long long*>(out.mutable_data_ptr<std::int64_t>()));
+      case at::kFloat:
+        return nc_get_vars_float(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<float>());
+      default:
+        return nc_get_vars_double(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<double>());
+    }
+  }();
+  check(status, concat("reading ", variable.info.name, " from ", list(slab.start), ", count ", list(slab.count), ", stride ", list(slab.stride)));
+  return out;
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,44 @@
+#pragma once
+// SourceDataset: samples out of a source (netCDF, HDF5, safetensors, ...), each a hyperslab, so that a rank that holds a part of every sample reads
+// that part and nothing else.
+//
+//   auto file = std::make_shared<NetcdfSource>("winds.nc");                            // UWND(TIME=132, FNOCY=73, FNOCX=144)
+//   auto rows = Partition::even(73, domain_size).interval(domain_rank);                // this rank's rows of every map
+//   SourceDataset months(file, {{"UWND", {.start = {0, rows.begin}, .count = {132, rows.size()}}},
+//                               {"VWND", {.start = {0, rows.begin}, .count = {132, rows.size()}}}});
+//   months.get(5)  -> two tensors [rows, 144] of month 5
+
+#include <memory>
+
+#include "tessera/data/dataset.h"
+#include "tessera/data/sources/source.h"
+
+namespace tessera {
+
+/// One tensor of a sample. Dim 0 of the slab is the samples': sample i is index start[0] + i * stride[0] of the variable, the other dims are what is
+/// read of each.
+struct SourceField {
+  std::string variable;
+  Hyperslab slab = {};  ///< Empty: all of the variable.
+  ReadOptions read = {};
+};
+
+class SourceDataset : public Dataset {
+ public:
+  /// Throws VariableError, RangeError (see Source::read), and InvalidArgument for no field, a variable without dims, or fields that differ in
+  /// count[0].
+  SourceDataset(std::shared_ptr<const Source> source, std::vector<SourceField> fields);
+  std::uint64_t size() const override { return size_; }
+  Sample get(std::uint64_t index) const override;
+  /// Runs of indices that follow each other are read at once.
+  std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const override;
+
+ private:
+  at::Tensor read(const SourceField& field, std::uint64_t first, std::uint64_t count) const;
+
+  std::shared_ptr<const Source> source_;
+  std::vector<SourceField> fields_;  // with complete slabs
+  std::uint64_t size_ = 0;
+};
+
+}  // namespace tessera

@@ -1,0 +1,58 @@
+#pragma once
+// Reads the variables of one launcher family; every complaint names variables and values.
+
+#include <string>
+#include <vector>
+
+#include "tessera/launch/launch.h"
+
+namespace tessera::detail {
+
+class LaunchReader {
+ public:
+  LaunchReader(const Environment& environment, const LaunchOverrides& overrides, std::string family);
+
+  const Environment& environment() const { return environment_; }
+  const LaunchOverrides& overrides() const { return overrides_; }
+  Launch& launch() { return launch_; }
+
+  bool has(const std::string& name) const { return environment_.has(name); }
+  /// Throws where one of `names` is not set, and lists which are.
+  void require(const std::vector<std::string>& names) const;
+  /// The first of `names` that is set; the first where none is.
+  std::string first_set(const std::vector<std::string>& names) const;
+  std::string text(const std::string& name) const;  ///< Set and not empty.
+  unsigned long long number(const std::string& name, unsigned long long limit) const;
+  /// Sets a field from a variable and notes the origin.
+  void integer(int Launch::* field, const char* field_name, const std::string& name);
+  void note(const char* field_name, const std::string& origin) { launch_.origin[field_name] = origin; }
+  std::string shown(const std::string& name) const;  ///< "NAME='value'" or "NAME is not set".
+  /// MASTER_ADDR and MASTER_PORT, each where it is set.
+  void master();
+  /// The same, both required if there are several ranks.
+  void master_required();
+  [[noreturn]] void fail(const std::string& why) const;
+
+ private:
+  const Environment& environment_;
+  const LaunchOverrides& overrides_;
+  Launch launch_;
+};
+
+bool is_loopback(const std::string& address);
+
+/// One launcher family each; LaunchReader::launch() is complete afterwards, but not yet validated.
+void read_tessera(LaunchReader& reader);
+void read_torchrun(LaunchReader& reader);
+void read_open_mpi(LaunchReader& reader);
+void read_pmi(LaunchReader& reader);
+void read_jsm(LaunchReader& reader);
+void read_slurm(LaunchReader& reader);
+void read_plain(LaunchReader& reader);
+
+/// Whether the environment is that of a step started by srun (a batch script or an interactive shell is none).
+bool is_slurm_step(const Environment& environment);
+/// Whether PMI_RANK and PMI_SIZE are only what srun --mpi=pmi2 adds to its own variables.
+bool pmi_belongs_to_slurm(const Environment& environment);
+
+}  // namespace tessera::detail

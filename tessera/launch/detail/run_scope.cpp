@@ -1,0 +1,128 @@
+#include "tessera/launch/detail/run_scope.h"
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <netinet/in.h>
+#include <sys/prctl.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+#include "tessera/launch/cores.h"
+
+extern char** environ;
+
+namespace tessera::detail {
+namespace {
+
+// Inherited, they would tell every rank that it is that one process of the outer launcher.
+bool belongs_to_outer_launcher(const std::string& variable) {
+  for (const char* prefix : {"TESSERA_RANK=",
+                             "TESSERA_WORLD_SIZE=",
+                             "TESSERA_LOCAL_",
+                             "TESSERA_NODE_RANK=",
+                             "TESSERA_ADDRESS=",
+                             "TESSERA_PORT=",
+                             "TESSERA_TERMINAL_COLUMNS=",
+                             "TORCHELASTIC_",
+                             "GROUP_RANK=",
+                             "GROUP_WORLD_SIZE=",
+                             "ROLE_RANK=",
+                             "ROLE_WORLD_SIZE=",
+                             "ROLE_NAME=",
+                             "RANK=",
+                             "WORLD_SIZE=",
+                             "LOCAL_RANK=",
+                             "LOCAL_WORLD_SIZE=",
+                             "NODE_RANK=",
+                             "MASTER_ADDR=",
+                             "MASTER_PORT=",
+                             "OMPI_COMM_WORLD_",
+                             "OMPI_UNIVERSE_SIZE=",
+                             "OMPI_MCA_ess",
+                             "OMPI_MCA_orte_",
+                             "PMIX_",
+                             "PMI_",
+                             "MPI_LOCALRANKID=",
+                             "MPI_LOCALNRANKS=",
+                             "JSM_NAMESPACE_",
+                             "SLURM_PROCID=",
+                             "SLURM_LOCALID=",
+                             "SLURM_NODEID=",
+                             "SLURM_STEP"}) {
+    if (variable.rfind(prefix, 0) == 0) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+ReservedPort::ReservedPort() : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+  const int on = 1;
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  if (fd_ < 0 || setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
+      bind(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 || getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
+    const std::string message = concat("no free port on 127.0.0.1: ", std::strerror(errno));
+    if (fd_ >= 0) close(fd_);
+    throw Error(message);
+  }
+  port_ = ntohs(address.sin_port);
+}
+
+ReservedPort::~ReservedPort() { close(fd_); }
+
+SignalScope::SignalScope() {
+  sigset_t watched;
+  sigemptyset(&watched);
+  for (int signal : {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2}) sigaddset(&watched, signal);
+  struct sigaction ignore{};
+  ignore.sa_handler = SIG_IGN;
+  sigaction(SIGPIPE, &ignore, &pipe_action_);
+  struct sigaction usual{};
+  usual.sa_handler = SIG_DFL;
+  sigaction(SIGCHLD, &usual, &child_action_);
+  sigprocmask(SIG_BLOCK, &watched, &mask_);
+  fd_ = signalfd(-1, &watched, SFD_CLOEXEC | SFD_NONBLOCK);
+  prctl(PR_GET_CHILD_SUBREAPER, &subreaper_);
+  prctl(PR_SET_CHILD_SUBREAPER, 1);
+}
+
+SignalScope::~SignalScope() {
+  prctl(PR_SET_CHILD_SUBREAPER, subreaper_);
+  if (fd_ >= 0) close(fd_);
+  sigaction(SIGCHLD, &child_action_, nullptr);
+  sigaction(SIGPIPE, &pipe_action_, nullptr);
+  sigprocmask(SIG_SETMASK, &mask_, nullptr);
+}
+
+std::vector<std::string> shared_environment(const LocalRun& run, int usable_cores, int port, int columns) {
+  std::vector<std::string> environment;
+  auto set = [&](const std::string& name, const auto& value) { environment.push_back(concat(name, "=", value)); };
+  bool has_threads = false;
+  for (char** v = environ; *v; ++v) {
+    const std::string variable = *v;
+    if (belongs_to_outer_launcher(variable)) continue;
+    if (variable.rfind("OMP_NUM_THREADS=", 0) == 0) {
+      if (run.threads > 0) continue;
+      has_threads = true;
+    }
+    environment.push_back(variable);
+  }
+  if (run.threads > 0) set("OMP_NUM_THREADS", run.threads);
+  if (run.threads == LocalRun::automatic && !has_threads) set("OMP_NUM_THREADS", threads_per_rank(usable_cores, run.ranks));
+  for (const char* name : {"TESSERA_WORLD_SIZE", "WORLD_SIZE", "TESSERA_LOCAL_SIZE", "LOCAL_WORLD_SIZE"}) set(name, run.ranks);
+  set("TESSERA_NODE_RANK", 0);
+  for (const char* name : {"TESSERA_ADDRESS", "MASTER_ADDR"}) set(name, "127.0.0.1");
+  for (const char* name : {"TESSERA_PORT", "MASTER_PORT"}) set(name, port);
+  if (columns > 0) set("TESSERA_TERMINAL_COLUMNS", columns);
+  return environment;
+}
+
+}  // namespace tessera::detail

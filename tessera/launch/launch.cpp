@@ -1,0 +1,207 @@
+#include "tessera/launch/launch.h"
+
+#include <unistd.h>
+
+#include <functional>
+#include <numeric>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+#include "tessera/launch/detail/launch_reader.h"
+
+extern char** environ;
+
+namespace tessera {
+namespace {
+
+struct Family {
+  const char* name;
+  std::function<bool(const Environment&)> present;
+  void (*read)(detail::LaunchReader&);
+};
+
+std::function<bool(const Environment&)> any_of(std::vector<const char*> names) {
+  return [names](const Environment& e) {
+    for (const char* name : names) {
+      if (e.has(name)) return true;
+    }
+    return false;
+  };
+}
+
+std::vector<Family> families() {
+  const auto pmi = any_of({"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"});
+  return {
+      {"tessera",
+       any_of({"TESSERA_RANK", "TESSERA_WORLD_SIZE", "TESSERA_LOCAL_RANK", "TESSERA_LOCAL_SIZE", "TESSERA_NODE_RANK", "TESSERA_ADDRESS",
+               "TESSERA_PORT"}),
+       detail::read_tessera},
+      {"torchrun", any_of({"TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"}),
+       detail::read_torchrun},
+      {"open_mpi",
+       any_of(
+           {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_NODE_RANK"}),
+       detail::read_open_mpi},
+      {"pmi", [pmi](const Environment& e) { return pmi(e) && !detail::pmi_belongs_to_slurm(e); }, detail::read_pmi},
+      {"jsm", any_of({"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"}), detail::read_jsm},
+      {"slurm", detail::is_slurm_step, detail::read_slurm},
+      {"plain", any_of({"RANK", "WORLD_SIZE"}), detail::read_plain},
+  };
+}
+
+Launch from_environment(const Environment& environment, const LaunchOverrides& overrides) {
+  if (overrides.rank && overrides.world_size) {
+    Launch launch;
+    launch.launcher = "code";
+    return launch;
+  }
+  for (const Family& family : families()) {
+    if (!family.present(environment)) continue;
+    detail::LaunchReader reader(environment, overrides, family.name);
+    family.read(reader);
+    return reader.launch();
+  }
+  return {};
+}
+
+void apply(const LaunchOverrides& given, Launch& launch) {
+  auto put = [&](const auto& from, auto& to, const char* name) {
+    if (!from) return;
+    to = *from;
+    launch.origin[name] = "given in code";
+  };
+  put(given.rank, launch.rank, "rank");
+  put(given.world_size, launch.world_size, "world_size");
+  put(given.address, launch.address, "address");
+  put(given.port, launch.port, "port");
+  put(given.hosts, launch.hosts, "hosts");
+  put(given.ranks_per_host, launch.ranks_per_host, "ranks_per_host");
+  if (launch.launcher == "code") {
+    const bool local = launch.world_size == 1 || detail::is_loopback(launch.address);
+    launch.local_rank = local ? launch.rank : 0;
+    launch.local_size = local ? launch.world_size : 1;
+    launch.node_rank = local ? 0 : -1;
+    launch.origin["local_rank"] = local ? "all ranks are on this host" : "assumed: one rank a host, as local_rank and local_size are not given";
+  }
+  put(given.local_rank, launch.local_rank, "local_rank");
+  put(given.local_size, launch.local_size, "local_size");
+  put(given.node_rank, launch.node_rank, "node_rank");
+  if (given.address || given.port) launch.agent_serves_store = false;
+}
+
+std::string shown(const Launch& launch, const std::string& field, int value) {
+  const auto origin = launch.origin.find(field);
+  return concat(field, " ", value, origin == launch.origin.end() ? "" : concat(" (", origin->second, ")"));
+}
+
+}  // namespace
+
+Environment Environment::of_process() {
+  Environment result;
+  for (char** v = environ; v && *v; ++v) {
+    const std::string text = *v;
+    const auto equals = text.find('=', 1);
+    if (equals != std::string::npos) result.variables.emplace(text.substr(0, equals), text.substr(equals + 1));
+  }
+  char name[256] = {};
+  if (gethostname(name, sizeof name - 1) == 0) result.hostname = name;
+  return result;
+}
+
+std::optional<std::string> Environment::get(const std::string& name) const {
+  const auto found = variables.find(name);
+  if (found == variables.end()) return std::nullopt;
+  return found->second;
+}
+
+Launch detect_launch(const Environment& environment, const LaunchOverrides& overrides) {
+  Launch launch = from_environment(environment, overrides);
+  apply(overrides, launch);
+  if (launch.local_size == launch.world_size && launch.node_rank <= 0) {
+    launch.node_rank = 0;
+    if (launch.ranks_per_host.empty()) launch.ranks_per_host = {launch.world_size};
+    if (launch.hosts.empty() && !environment.hostname.empty() && launch.ranks_per_host.size() == 1) launch.hosts = {environment.hostname};
+  }
+  validate(launch);
+  return launch;
+}
+
+void validate(const Launch& launch) {
+  auto fail = [&](const std::string& why) { throw ConfigurationError(concat("launcher ", launch.launcher, ": ", why)); };
+  auto show = [&](const std::string& field, int value) { return shown(launch, field, value); };
+  if (launch.world_size < 1) fail(concat(show("world_size", launch.world_size), " is not positive"));
+  if (launch.rank < 0 || launch.rank >= launch.world_size) {
+    fail(concat(show("rank", launch.rank), " is not between 0 and ", show("world_size", launch.world_size), " less 1"));
+  }
+  if (launch.local_size < 1 || launch.local_size > launch.world_size) {
+    fail(concat(show("local_size", launch.local_size), " is not between 1 and ", show("world_size", launch.world_size)));
+  }
+  if (launch.local_rank < 0 || launch.local_rank >= launch.local_size) {
+    fail(concat(show("local_rank", launch.local_rank), " is not between 0 and ", show("local_size", launch.local_size), " less 1"));
+  }
+  if (launch.node_rank < -1) fail(concat(show("node_rank", launch.node_rank), " is neither a node's number nor -1 (unknown)"));
+  if (launch.local_size == launch.world_size && launch.node_rank > 0 && launch.ranks_per_host.empty()) {
+    fail(concat(show("node_rank", launch.node_rank), " cannot be where ", show("local_size", launch.local_size), " and ",
+                show("world_size", launch.world_size), " put all ranks on one node"));
+  }
+  if (launch.port < 0 || launch.port > 65535) fail(concat(show("port", launch.port), " is not between 1 and 65535"));
+  if (!launch.address.empty() && launch.port == 0) fail(concat("the address '", launch.address, "' has no port"));
+  if (launch.address.empty() && launch.port != 0) fail(concat(show("port", launch.port), " has no address"));
+  const auto& counts = launch.ranks_per_host;
+  if (!launch.hosts.empty() && !counts.empty() && launch.hosts.size() != counts.size()) {
+    fail(concat(launch.hosts.size(), " hosts ", list(launch.hosts), " for ", counts.size(), " counts of ranks ", list(counts)));
+  }
+  if (!launch.hosts.empty() && launch.node_rank >= static_cast<int>(launch.hosts.size())) {
+    fail(concat(show("node_rank", launch.node_rank), " is not below the number of hosts in ", list(launch.hosts)));
+  }
+  if (counts.empty()) return;
+  for (int count : counts) {
+    if (count < 0) fail(concat("ranks_per_host ", list(counts), " holds a negative number"));
+  }
+  if (std::accumulate(counts.begin(), counts.end(), 0ll) != launch.world_size) {
+    fail(concat("ranks_per_host ", list(counts), " (", launch.origin.count("ranks_per_host") ? launch.origin.at("ranks_per_host") : "derived",
+                ") does not sum to ", show("world_size", launch.world_size)));
+  }
+  if (launch.node_rank >= static_cast<int>(counts.size())) {
+    fail(concat(show("node_rank", launch.node_rank), " is not below the number of hosts in ranks_per_host ", list(counts)));
+  }
+  if (launch.node_rank >= 0 && counts[static_cast<std::size_t>(launch.node_rank)] != launch.local_size) {
+    fail(concat(show("local_size", launch.local_size), " contradicts entry ", launch.node_rank, " of ranks_per_host ", list(counts)));
+  }
+}
+
+void require_rendezvous(const Launch& launch) {
+  if (launch.world_size == 1 || !launch.address.empty()) return;
+  std::string advice = "set MASTER_ADDR and MASTER_PORT to a free port on the host of rank 0";
+  if (launch.launcher == "open_mpi") advice += ", and pass them on: mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500 ...";
+  if (launch.launcher == "pmi") advice += ", and pass them on: mpiexec -genv MASTER_ADDR host -genv MASTER_PORT 29500 ...";
+  if (launch.launcher == "code") advice = "give address and port in code, beside rank and world_size";
+  throw ConfigurationError(
+      concat("launcher ", launch.launcher, ": ", launch.world_size, " ranks on several hosts have no address to meet at; ", advice));
+}
+
+int derived_port(unsigned long long job_id, unsigned long long step_id) { return 61440 + static_cast<int>((job_id + 977 * step_id) % 4096); }
+
+std::string to_text(const Launch& launch) {
+  std::string text;
+  auto line = [&](const std::string& name, const auto& value) {
+    const auto origin = launch.origin.find(name);
+    text += concat(name, std::string(name.size() < 20 ? 20 - name.size() : 1, ' '), value,
+                   origin == launch.origin.end() ? "" : concat("  (", origin->second, ")"), "\n");
+  };
+  line("launcher", launch.launcher);
+  line("rank", launch.rank);
+  line("world_size", launch.world_size);
+  line("local_rank", launch.local_rank);
+  line("local_size", launch.local_size);
+  line("node_rank", launch.node_rank);
+  line("hosts", list(launch.hosts));
+  line("ranks_per_host", list(launch.ranks_per_host));
+  line("address", launch.address.empty() ? "none" : launch.address);
+  line("port", launch.port);
+  line("agent_serves_store", launch.agent_serves_store ? "yes" : "no");
+  line("job_id", launch.job_id.empty() ? "none" : launch.job_id);
+  return text;
+}
+
+}  // namespace tessera

@@ -1,0 +1,135 @@
+#include "tessera/launch/node_list.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cstdint>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+#include "tessera/launch/detail/number.h"
+
+namespace tessera {
+namespace {
+
+constexpr std::size_t max_hosts = 1 << 20;
+
+// One list under the reader's finger; `fail` says where it stands.
+class Reader {
+ public:
+  Reader(std::string_view text, const char* what) : text_(text), what_(what) {}
+
+  bool at_end() const { return at_ == text_.size(); }
+  char peek() const { return at_end() ? '\0' : text_[at_]; }
+  char next() { return text_[at_++]; }
+  bool take(char c) {
+    if (peek() != c || at_end()) return false;
+    ++at_;
+    return true;
+  }
+  void skip_blanks() {
+    while (!at_end() && std::isspace(static_cast<unsigned char>(peek()))) ++at_;
+  }
+  std::string digits() {
+    const std::size_t begin = at_;
+    while (!at_end() && std::isdigit(static_cast<unsigned char>(peek()))) ++at_;
+    if (begin == at_) fail("a number is missing");
+    return std::string(text_.substr(begin, at_ - begin));
+  }
+  [[noreturn]] void fail(const std::string& why) const { throw ConfigurationError(concat(what_, " '", text_, "', character ", at_ + 1, ": ", why)); }
+
+ private:
+  std::string_view text_;
+  const char* what_;
+  std::size_t at_ = 0;
+};
+
+// "[089, 100-110]" behind the opening bracket.
+std::vector<std::string> bracket(Reader& in) {
+  std::vector<std::string> numbers;
+  do {
+    in.skip_blanks();
+    const std::string first = in.digits();
+    in.skip_blanks();
+    if (!in.take('-')) {
+      numbers.push_back(first);
+    } else {
+      in.skip_blanks();
+      const std::string last = in.digits();
+      in.skip_blanks();
+      const auto from = detail::parse_number(first);
+      const auto to = detail::parse_number(last);
+      if (!from || !to) in.fail("a number is too large");
+      if (*from > *to) in.fail(concat("the range ", first, "-", last, " runs backwards"));
+      if (*to - *from >= max_hosts) in.fail(concat("the range ", first, "-", last, " is too long; at most ", max_hosts, " hosts are read"));
+      for (std::uint64_t n = *from; n <= *to; ++n) {
+        std::string text = std::to_string(n);
+        if (text.size() < first.size()) text.insert(0, first.size() - text.size(), '0');
+        numbers.push_back(text);
+      }
+    }
+  } while (in.take(','));
+  if (!in.take(']')) in.fail("expected ',' or ']'");
+  return numbers;
+}
+
+}  // namespace
+
+std::vector<std::string> expand_node_list(std::string_view text) {
+  Reader in(text, "node list");
+  std::vector<std::string> hosts;
+  bool expected = true;  // A name must follow: at the start, and behind a comma.
+  for (in.skip_blanks(); !in.at_end(); in.skip_blanks()) {
+    std::vector<std::string> names{""};
+    const auto ends_name = [&](char c) { return c == ',' || std::isspace(static_cast<unsigned char>(c)); };
+    while (!in.at_end() && !ends_name(in.peek())) {
+      const char c = in.next();
+      if (c == ']' || c == '(' || c == ')') in.fail(concat("unexpected '", c, "'"));
+      if (c != '[') {
+        for (auto& name : names) name += c;
+        continue;
+      }
+      const std::vector<std::string> numbers = bracket(in);
+      if (names.size() * numbers.size() > max_hosts) in.fail(concat("more than ", max_hosts, " hosts"));
+      std::vector<std::string> longer;
+      for (const auto& name : names) {
+        for (const auto& number : numbers) longer.push_back(name + number);
+      }
+      names = std::move(longer);
+    }
+    if (names.size() == 1 && names[0].empty()) in.fail("a host name is missing");
+    hosts.insert(hosts.end(), names.begin(), names.end());
+    if (hosts.size() > max_hosts) in.fail(concat("more than ", max_hosts, " hosts"));
+    in.skip_blanks();
+    expected = in.take(',');
+  }
+  if (expected) in.fail("a host name is missing");
+  return hosts;
+}
+
+std::vector<int> expand_task_counts(std::string_view text) {
+  Reader in(text, "task counts");
+  std::vector<int> counts;
+  auto number = [&]() -> int {
+    const auto value = detail::parse_number(in.digits());
+    if (!value || *value > static_cast<std::uint64_t>(max_hosts)) in.fail(concat("the number is too large; at most ", max_hosts));
+    return static_cast<int>(*value);
+  };
+  do {
+    in.skip_blanks();
+    const int tasks = number();
+    int times = 1;
+    if (in.take('(')) {
+      if (!in.take('x')) in.fail("expected 'x'");
+      times = number();
+      if (times == 0) in.fail("zero times");
+      if (!in.take(')')) in.fail("expected ')'");
+    }
+    if (counts.size() + static_cast<std::size_t>(times) > max_hosts) in.fail(concat("more than ", max_hosts, " hosts"));
+    counts.insert(counts.end(), static_cast<std::size_t>(times), tasks);
+    in.skip_blanks();
+  } while (in.take(','));
+  if (!in.at_end()) in.fail("expected ',' or the end");
+  return counts;
+}
+
+}  // namespace tessera

@@ -1,0 +1,85 @@
+#pragma once
+// The typed errors of the layout room. Each message carries the numbers; the fields carry them for programs.
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tessera/base/error.h"
+
+namespace tessera {
+
+/// A configuration of groups (tree, views, named order) that cannot be carried out.
+class GroupConfigError : public ConfigurationError {
+ public:
+  using ConfigurationError::ConfigurationError;
+  ~GroupConfigError() override;
+};
+
+/// The sizes do not multiply up to the world, or do not divide it.
+class WorldSizeMismatch : public GroupConfigError {
+ public:
+  WorldSizeMismatch(const std::string& what, long long world_size, long long product)
+      : GroupConfigError(what), world_size_(world_size), product_(product) {}
+  ~WorldSizeMismatch() override;
+  long long world_size() const { return world_size_; }
+  long long product() const { return product_; }  ///< Of the sizes that were given.
+
+ private:
+  long long world_size_, product_;
+};
+
+/// A leaf has no size, or more than one leaf was left open.
+class UnsetSize : public GroupConfigError {
+ public:
+  using GroupConfigError::GroupConfigError;
+  ~UnsetSize() override;
+};
+
+/// Two nodes, groups or views share a name.
+class RepeatedName : public GroupConfigError {
+ public:
+  using GroupConfigError::GroupConfigError;
+  ~RepeatedName() override;
+};
+
+/// A node, group, parent, scope or axis that does not exist.
+class UnknownName : public GroupConfigError {
+ public:
+  using GroupConfigError::GroupConfigError;
+  ~UnknownName() override;
+};
+
+/// A node that is its own ancestor.
+class GroupCycle : public GroupConfigError {
+ public:
+  using GroupConfigError::GroupConfigError;
+  ~GroupCycle() override;
+};
+
+/// The rule of orthogonality does not hold; `ranks()` are the ranks that break it.
+class OrthogonalityError : public GroupConfigError {
+ public:
+  OrthogonalityError(const std::string& what, std::vector<int> ranks) : GroupConfigError(what), ranks_(std::move(ranks)) {}
+  ~OrthogonalityError() override;
+  const std::vector<int>& ranks() const { return ranks_; }
+
+ private:
+  std::vector<int> ranks_;
+};
+
+/// Two views of the same ranks disagree about an axis that both name.
+class ViewMismatch : public OrthogonalityError {
+ public:
+  using OrthogonalityError::OrthogonalityError;
+  ~ViewMismatch() override;
+};
+
+/// A placement that the machines cannot hold, or a mapping that is not one.
+class MappingError : public ConfigurationError {
+ public:
+  using ConfigurationError::ConfigurationError;
+  ~MappingError() override;
+};
+
+}  // namespace tessera

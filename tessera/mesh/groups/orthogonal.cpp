@@ -1,0 +1,158 @@
+#include "tessera/mesh/groups/orthogonal.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <unordered_map>
+
+#include "tessera/base/text.h"
+#include "tessera/mesh/errors.h"
+
+namespace tessera {
+namespace {
+
+/// rank -> index of its group; complains about ranks in two groups.
+std::unordered_map<int, int> owners(const RankLists& groups, const std::string& what) {
+  std::unordered_map<int, int> owner;
+  std::vector<int> twice;
+  for (int g = 0; g < static_cast<int>(groups.size()); ++g)
+    for (int rank : groups[g])
+      if (!owner.emplace(rank, g).second) twice.push_back(rank);
+  if (!twice.empty())
+    throw OrthogonalityError(concat("the groups of ", what, " overlap: ranks ", list(twice), " are in more than one of them, or twice in one"),
+                             twice);
+  return owner;
+}
+
+}  // namespace
+
+void require_partition(const RankLists& groups, std::span<const int> scope, const std::string& what) {
+  const auto owner = owners(groups, what);
+  std::unordered_map<int, int> inside;
+  for (int rank : scope) inside.emplace(rank, 0);
+  std::vector<int> foreign, missing;
+  for (const auto& group : groups)
+    for (int rank : group)
+      if (!inside.contains(rank)) foreign.push_back(rank);
+  if (!foreign.empty()) {
+    std::sort(foreign.begin(), foreign.end());
+    throw OrthogonalityError(
+        concat("the groups of ", what, " reach out of their scope ", list(scope), ": ranks ", list(foreign), " do not belong to it"), foreign);
+  }
+  for (int rank : scope)
+    if (!owner.contains(rank)) missing.push_back(rank);
+  if (!missing.empty())
+    throw OrthogonalityError(
+        concat("the groups of ", what, " do not cover their scope ", list(scope), ": ranks ", list(missing), " are in none of them"), missing);
+}
+
+void require_orthogonal(const RankLists& a, const std::string& a_name, const RankLists& b, const std::string& b_name, std::span<const int> scope,
+                        const std::string& scope_name) {
+  require_partition(a, scope, concat("'", a_name, "' in scope '", scope_name, "'"));
+  require_partition(b, scope, concat("'", b_name, "' in scope '", scope_name, "'"));
+  const auto owner_b = owners(b, b_name);
+  std::vector<int> met(b.size(), -1);  // group of a that last met this group of b, and the rank where
+  std::vector<int> where(b.size(), -1);
+  for (int i = 0; i < static_cast<int>(a.size()); ++i) {
+    for (int rank : a[i]) {
+      const int j = owner_b.at(rank);
+      if (met[j] == i)
+        throw OrthogonalityError(concat("'", b_name, "' is not orthogonal to '", a_name, "' in scope '", scope_name, "': the groups ", list(a[i]),
+                                        " and ", list(b[j]), " share the ranks ", where[j], " and ", rank, ", but must meet in exactly one"),
+                                 {where[j], rank});
+      met[j] = i;
+      where[j] = rank;
+    }
+    if (a[i].size() != b.size()) {
+      for (int j = 0; j < static_cast<int>(b.size()); ++j)
+        if (met[j] != i)
+          throw OrthogonalityError(concat("'", b_name, "' is not orthogonal to '", a_name, "' in scope '", scope_name, "': the groups ", list(a[i]),
+                                          " and ", list(b[j]), " share no rank, but must meet in exactly one"),
+                                   b[j]);
+    }
+  }
+}
+
+void require_orthogonal(const RankLists& a, const std::string& a_name, const RankLists& b, const std::string& b_name, const RankLists& scopes,
+                        const std::string& scope_name) {
+  const auto scope_of = owners(scopes, scope_name);
+  const auto sort_out = [&](const RankLists& groups, const std::string& name) {
+    std::vector<RankLists> by_scope(scopes.size());
+    for (const auto& group : groups) {
+      if (group.empty()) throw OrthogonalityError(concat("a group of '", name, "' is empty"), {});
+      const auto home = scope_of.find(group.front());
+      if (home == scope_of.end())
+        throw OrthogonalityError(concat("rank ", group.front(), " of '", name, "' is in no group of the scope '", scope_name, "'"), {group.front()});
+      std::vector<int> outside;
+      for (int rank : group)
+        if (const auto other = scope_of.find(rank); other == scope_of.end() || other->second != home->second) outside.push_back(rank);
+      if (!outside.empty())
+        throw OrthogonalityError(concat("the group ", list(group), " of '", name, "' leaves the scope '", scope_name, "' of rank ", group.front(),
+                                        ", which is ", list(scopes[home->second]), ": ranks ", list(outside),
+                                        " have other coordinates outside that scope; reducing over them would mix what they hold"),
+                                 outside);
+      by_scope[home->second].push_back(group);
+    }
+    return by_scope;
+  };
+  const auto in_a = sort_out(a, a_name), in_b = sort_out(b, b_name);
+  for (std::size_t s = 0; s < scopes.size(); ++s) require_orthogonal(in_a[s], a_name, in_b[s], b_name, scopes[s], scope_name);
+}
+
+MeshValidation validate(const Mesh& mesh) {
+  MeshValidation result;
+  if (mesh.dims() > 20) throw InvalidArgument(concat("a mesh with ", mesh.dims(), " axes has too many sets of axes to check; the limit is 20 axes"));
+  const int n = mesh.size();
+  if (n == 0) return result;
+  // Arrays by rank where the table is dense, by position (a lookup more) where it has wide gaps.
+  const int highest = *std::max_element(mesh.ranks().begin(), mesh.ranks().end());
+  const bool dense = highest < 4LL * n + 64;
+  const auto index = [&](int rank) { return dense ? rank : mesh.position(rank); };
+  const std::size_t slots = dense ? highest + 1 : n;
+  std::vector<int> group_of(slots), b_seen(slots, -1);
+  std::vector<std::int64_t> met(n, -1);
+  const auto name = [&](const std::vector<int>& axes) {
+    std::vector<std::string> names;
+    for (int axis : axes) names.push_back(mesh.axes()[axis].name);
+    return list(names);
+  };
+  const unsigned all = (1u << mesh.dims()) - 1;
+  std::int64_t stamp = 0;
+  for (unsigned set = 0; set <= all; ++set) {
+    if (set > (all ^ set)) continue;  // each pair of complements once
+    std::vector<int> axes;
+    for (int i = 0; i < mesh.dims(); ++i)
+      if (set >> i & 1) axes.push_back(i);
+    const auto rest = mesh.complement(axes);
+    const auto a = mesh.groups(axes), b = mesh.groups(rest);
+    result.axis_sets += set == (all ^ set) ? 1 : 2;
+    result.groups += a.count() + (set == (all ^ set) ? 0 : b.count());
+    if (static_cast<int>(a.members.size()) != n || static_cast<int>(b.members.size()) != n ||
+        static_cast<long long>(a.group_size) * b.group_size != n)
+      throw OrthogonalityError(concat("the groups of axes ", name(axes), " hold ", a.members.size(), " and those of ", name(rest), " ",
+                                      b.members.size(), " of the ", n, " ranks of ", mesh),
+                               {});
+    // Partition: as many members as ranks, none twice.
+    std::fill(group_of.begin(), group_of.end(), -1);
+    for (int i = 0; i < a.count(); ++i)
+      for (int rank : a[i]) {
+        int& owner = group_of[index(rank)];
+        if (owner >= 0) throw OrthogonalityError(concat("rank ", rank, " is in two groups of axes ", name(axes), " of ", mesh), {rank});
+        owner = i;
+      }
+    // The same for the complement; and a group of it never sees one group of a twice. With the sizes above that makes it exactly once.
+    const int pass = static_cast<int>(set);
+    for (int j = 0; j < b.count(); ++j, ++stamp)
+      for (int rank : b[j]) {
+        const auto at = index(rank);
+        if (b_seen[at] == pass) throw OrthogonalityError(concat("rank ", rank, " is in two groups of axes ", name(rest), " of ", mesh), {rank});
+        b_seen[at] = pass;
+        const int owner = group_of[at];
+        if (met[owner] == stamp)
+          throw OrthogonalityError(concat("a group of axes ", name(axes), " meets its complement in rank ", rank, " and another of ", mesh), {rank});
+        met[owner] = stamp;
+      }
+  }
+  return result;
+}
+
+}  // namespace tessera

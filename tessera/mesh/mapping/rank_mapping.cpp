@@ -1,0 +1,387 @@
+#include "tessera/mesh/mapping/rank_mapping.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <numeric>
+#include <optional>
+#include <random>
+
+#include "tessera/base/text.h"
+#include "tessera/mesh/errors.h"
+
+namespace tessera {
+namespace {
+
+std::vector<int> identity(int n) {
+  std::vector<int> items(n);
+  std::iota(items.begin(), items.end(), 0);
+  return items;
+}
+
+bool devices_alike(const Host& host) {
+  return host.links.empty() && std::all_of(host.rail.begin(), host.rail.end(), [&](int r) { return r == host.rail.front(); });
+}
+
+/// Tries all placements, up to devices of one host that are alike (one rail, one class of link: then only the host matters to the model).
+class Exhaustive {
+ public:
+  Exhaustive(const CostModel& model, long long limit) : model_(model), limit_(limit), slot_of_(model.size()) {
+    const Topology& topology = model.topology();
+    for (int h = 0, slot = 0; h < static_cast<int>(topology.hosts.size()); ++h) {
+      const Host& host = topology.hosts[h];
+      const bool alike = devices_alike(host);
+      for (int d = 0; d < host.devices; ++d, ++slot) {
+        if (!alike || d == 0) classes_.emplace_back();
+        classes_.back().push_back(slot);
+      }
+    }
+    used_.assign(classes_.size(), 0);
+  }
+
+  /// Nothing if there are more than the limit.
+  std::optional<std::pair<double, std::vector<int>>> run() {
+    counting_ = true;
+    place(0);
+    if (count_ > limit_) return std::nullopt;
+    counting_ = false;
+    place(0);
+    return std::pair{best_, best_slots_};
+  }
+
+ private:
+  void place(int position) {
+    if (count_ > limit_) return;
+    if (position == model_.size()) {
+      if (counting_) {
+        ++count_;
+        return;
+      }
+      const double seconds = model_.seconds(slot_of_);
+      if (best_slots_.empty() || seconds < best_) {
+        best_ = seconds;
+        best_slots_ = slot_of_;
+      }
+      return;
+    }
+    for (std::size_t c = 0; c < classes_.size(); ++c) {
+      if (used_[c] == static_cast<int>(classes_[c].size())) continue;
+      slot_of_[position] = classes_[c][used_[c]++];
+      place(position + 1);
+      --used_[c];
+    }
+  }
+
+  const CostModel& model_;
+  long long limit_, count_ = 0;
+  bool counting_ = true;
+  std::vector<std::vector<int>> classes_;
+  std::vector<int> used_, slot_of_, best_slots_;
+  double best_ = 0;
+};
+
+/// Where the devices of a host are alike to the model, its ranks stand in the order of their positions: easier to read, and what launchers do by
+/// themselves.
+void tidy(const Topology& topology, std::vector<int>& slot_of) {
+  const auto host_of = topology.hosts_of_slots();
+  std::vector<std::vector<int>> positions(topology.hosts.size()), slots(topology.hosts.size());
+  for (int p = 0; p < static_cast<int>(slot_of.size()); ++p) {
+    positions[host_of[slot_of[p]]].push_back(p);
+    slots[host_of[slot_of[p]]].push_back(slot_of[p]);
+  }
+  for (std::size_t h = 0; h < positions.size(); ++h) {
+    if (!devices_alike(topology.hosts[h])) continue;
+    std::sort(slots[h].begin(), slots[h].end());
+    for (std::size_t i = 0; i < positions[h].size(); ++i) slot_of[positions[h][i]] = slots[h][i];
+  }
+}
+
+/// A digit of a position: coordinate of `axis` modulo or divided by a factor.
+struct Digit {
+  int axis = 0;
+  int size = 1;
+  int stride = 1;  ///< Of the row-major position.
+};
+
+/// Slots given out in the order of the digits, the first the fastest.
+std::vector<int> counted(const std::vector<Digit>& digits, int n) {
+  std::vector<int> slot_of(n), counter(digits.size(), 0);
+  int position = 0;
+  for (int slot = 0; slot < n; ++slot) {
+    slot_of[position] = slot;
+    for (std::size_t k = 0; k < digits.size(); ++k) {
+      position += digits[k].stride;
+      if (++counter[k] < digits[k].size) break;
+      position -= digits[k].size * digits[k].stride;
+      counter[k] = 0;
+    }
+  }
+  return slot_of;
+}
+
+class Search {
+ public:
+  Search(const CostModel& model, const MappingOptions& options) : model_(model), options_(options), mesh_(model.axes()), best_(naive_mapping(model)) {
+    const double work = std::max<double>(1, static_cast<double>(model.size()) * std::max<std::size_t>(1, model.traffic().size()));
+    tries_ = static_cast<long long>(std::clamp(options.effort * 4e6 / work, 8.0, 3000.0));
+    swaps_ = static_cast<long long>(std::clamp(options.effort * 1.5e6 / work, 0.0, 6000.0));
+    axes_ = by_traffic();
+  }
+
+  RankMapping run() {
+    orders();
+    blocks();
+    swaps();
+    return best_;
+  }
+
+ private:
+  /// Axes larger than 1, those that move the most bytes first.
+  std::vector<int> by_traffic() const {
+    std::vector<double> bytes(mesh_.dims(), 0);
+    for (const Traffic& t : model_.traffic())
+      for (const auto& axis : t.axes) bytes[mesh_.index(axis)] += t.bytes * t.calls;
+    std::vector<int> axes;
+    for (int i = 0; i < mesh_.dims(); ++i)
+      if (mesh_.size(i) > 1) axes.push_back(i);
+    std::stable_sort(axes.begin(), axes.end(), [&](int a, int b) { return bytes[a] > bytes[b]; });
+    return axes;
+  }
+
+  double consider(std::vector<int> slot_of, const std::string& method) {
+    --tries_;
+    const double seconds = model_.seconds(slot_of);
+    if (seconds < best_.seconds) {
+      best_.seconds = seconds;
+      best_.slot_of = std::move(slot_of);
+      best_.method = method;
+    }
+    return seconds;
+  }
+
+  std::string names(const std::vector<Digit>& digits) const {
+    std::string text;
+    for (const Digit& d : digits)
+      text += concat(text.empty() ? "" : "-", mesh_.axes()[d.axis].name, d.size == mesh_.size(d.axis) ? "" : concat("/", d.size));
+    return text;
+  }
+
+  /// Whole axes, in every order: which one has adjacent slots.
+  void orders() {
+    auto order = identity(static_cast<int>(axes_.size()));
+    const long long reserve = tries_ / 2;
+    do {
+      std::vector<Digit> digits;
+      for (int i : order) digits.push_back({axes_[i], mesh_.size(axes_[i]), mesh_.stride(axes_[i])});
+      consider(counted(digits, model_.size()), "order " + names(digits));
+    } while (tries_ > reserve && std::next_permutation(order.begin(), order.end()));
+  }
+
+  /// All ways to take a factor of each axis (of size `sizes`) so that the factors multiply to `target`.
+  static void factor(const std::vector<int>& sizes, int target, std::vector<int>& chosen, std::vector<std::vector<int>>& all, std::size_t limit) {
+    if (all.size() >= limit) return;
+    if (chosen.size() == sizes.size()) {
+      if (target == 1) all.push_back(chosen);
+      return;
+    }
+    for (int f = std::min(target, sizes[chosen.size()]); f >= 1; --f) {
+      if (target % f || sizes[chosen.size()] % f) continue;
+      chosen.push_back(f);
+      factor(sizes, target / f, chosen, all, limit);
+      chosen.pop_back();
+    }
+  }
+
+  /// Hosts of one size hold a block with a factor of each axis; the hosts below one switch likewise a block of blocks.
+  void blocks() {
+    const Topology& topology = model_.topology();
+    const int per_host = topology.hosts.front().devices;
+    for (const Host& host : topology.hosts)
+      if (host.devices != per_host) return;
+    std::map<int, int> below;
+    for (const Host& host : topology.hosts) ++below[host.network];
+    int per_switch = below.begin()->second;
+    for (const auto& [unused, hosts] : below)
+      if (hosts != per_switch) per_switch = 1;
+    std::vector<int> sizes, chosen;
+    for (int axis : axes_) sizes.push_back(mesh_.size(axis));
+    std::vector<std::vector<int>> inner;
+    factor(sizes, per_host, chosen, inner, 2000);
+    // The best few blocks with the rest in the order of traffic, then those with every block of blocks and every order of the rest.
+    std::vector<std::pair<double, std::size_t>> ranked;
+    const long long reserve = tries_ / 2;
+    for (std::size_t i = 0; i < inner.size() && tries_ > reserve; ++i)
+      ranked.emplace_back(try_blocks({inner[i]}, sizes, identity(static_cast<int>(sizes.size()))), i);
+    std::sort(ranked.begin(), ranked.end());
+    if (ranked.size() > 6) ranked.resize(6);
+    for (const auto& [unused, i] : ranked) {
+      std::vector<std::vector<int>> outer;
+      std::vector<int> rest(sizes.size());
+      for (std::size_t k = 0; k < sizes.size(); ++k) rest[k] = sizes[k] / inner[i][k];
+      chosen.clear();
+      if (per_switch > 1) factor(rest, per_switch, chosen, outer, 200);
+      for (const auto& block : outer) {
+        if (tries_ <= 0) return;
+        try_blocks({inner[i], block}, sizes, identity(static_cast<int>(sizes.size())));
+      }
+      auto order = identity(static_cast<int>(sizes.size()));
+      while (tries_ > 0 && std::next_permutation(order.begin(), order.end())) try_blocks({inner[i]}, sizes, order);
+    }
+  }
+
+  double try_blocks(const std::vector<std::vector<int>>& levels, const std::vector<int>& sizes, const std::vector<int>& rest_order) {
+    std::vector<Digit> digits;
+    std::vector<int> done(sizes.size(), 1);
+    const auto add = [&](std::size_t k, int factor) {
+      if (factor > 1) digits.push_back({axes_[k], factor, mesh_.stride(axes_[k]) * done[k]});
+      done[k] *= factor;
+    };
+    for (const auto& level : levels)
+      for (std::size_t k = 0; k < sizes.size(); ++k) add(k, level[k]);
+    for (int k : rest_order) add(k, sizes[k] / done[k]);
+    return consider(counted(digits, model_.size()), "blocks " + names(digits));
+  }
+
+  /// Exchanges two ranks on different hosts, or moves one to a spare slot. At first what is a little dearer is accepted too (simulated annealing), so
+  /// that several exchanges that pay only together are found.
+  void swaps() {
+    std::mt19937 random(options_.seed);
+    const auto host_of = model_.topology().hosts_of_slots();
+    const auto slots = static_cast<unsigned>(host_of.size());
+    std::vector<int> position_of(slots, -1);
+    auto current = best_.slot_of, found = current;
+    double seconds = best_.seconds, least = seconds;
+    for (int p = 0; p < model_.size(); ++p) position_of[current[p]] = p;
+    for (long long i = 0; i < swaps_; ++i) {
+      const int a = static_cast<int>(random() % static_cast<unsigned>(model_.size()));
+      const int from = current[a], to = static_cast<int>(random() % slots), b = position_of[to];
+      const double luck = random() / 4294967296.0;
+      if (from == to) continue;
+      const auto exchange = [&](int a_slot, int b_slot) {
+        current[a] = a_slot;
+        if (b >= 0) current[b] = b_slot;
+        position_of[b_slot] = b;
+        position_of[a_slot] = a;
+      };
+      exchange(to, from);
+      const double now = model_.seconds(current);
+      const double warmth = 0.1 * best_.seconds * std::max(0.0, 1 - 1.25 * static_cast<double>(i) / static_cast<double>(swaps_));
+      if (now <= seconds - warmth * std::log(1 - luck)) {
+        seconds = now;
+        if (seconds < least) {
+          least = seconds;
+          found = current;
+        }
+      } else {
+        exchange(from, to);
+      }
+    }
+    if (least < best_.seconds) {
+      best_.seconds = least;
+      best_.slot_of = std::move(found);
+      best_.method += " + swaps";
+    }
+  }
+
+  const CostModel& model_;
+  MappingOptions options_;
+  Mesh mesh_;
+  RankMapping best_;
+  std::vector<int> axes_;
+  long long tries_ = 0, swaps_ = 0;
+};
+
+}  // namespace
+
+const char* to_string(Reach reach) {
+  return reach == Reach::inside ? "inside hosts" : reach == Reach::between ? "between hosts" : "inside and between hosts";
+}
+
+Reach reach_of(const GroupTable& groups, const std::vector<int>& host_of) {
+  bool shares = false, spans = false;
+  for (int g = 0; g < groups.count(); ++g) {
+    std::vector<int> hosts;
+    for (int rank : groups[g]) hosts.push_back(host_of.at(rank));
+    std::sort(hosts.begin(), hosts.end());
+    spans = spans || hosts.front() != hosts.back();
+    shares = shares || std::adjacent_find(hosts.begin(), hosts.end()) != hosts.end();
+    if (spans && shares) return Reach::both;
+  }
+  return spans ? Reach::between : Reach::inside;
+}
+
+HierarchicalGroups hierarchical_groups(const GroupTable& groups, const std::vector<int>& host_of) {
+  HierarchicalGroups levels;
+  for (int g = 0; g < groups.count(); ++g) {
+    RankLists by_host;  // hosts in the order of their first member
+    std::map<int, std::size_t> index;
+    for (int rank : groups[g]) {
+      const auto at = index.emplace(host_of.at(rank), by_host.size());
+      if (at.second) by_host.emplace_back();
+      by_host[at.first->second].push_back(rank);
+    }
+    for (const auto& members : by_host)
+      if (members.size() != by_host.front().size())
+        throw OrthogonalityError(concat("the group ", list(groups[g]), " cannot be split into inside x between hosts: ranks ", list(by_host.front()),
+                                        " are on one host and ", list(members), " on another, which are ", by_host.front().size(), " and ",
+                                        members.size(), "; choose a placement with equal numbers"),
+                                 members);
+    for (std::size_t i = 0; i < by_host.front().size(); ++i) {
+      std::vector<int> between;
+      for (const auto& members : by_host) between.push_back(members[i]);
+      levels.between.push_back(std::move(between));
+    }
+    levels.inside.insert(levels.inside.end(), by_host.begin(), by_host.end());
+  }
+  return levels;
+}
+
+RankMapping naive_mapping(const CostModel& model) {
+  RankMapping placement;
+  placement.slot_of = identity(model.size());
+  placement.seconds = placement.naive_seconds = model.seconds(placement.slot_of);
+  placement.lower_bound = model.lower_bound();
+  placement.method = "naive";
+  return placement;
+}
+
+RankMapping optimise_mapping(const CostModel& model, const MappingOptions& options) {
+  if (options.exact_limit > 0) {
+    if (const auto found = Exhaustive(model, options.exact_limit).run()) {
+      RankMapping placement = naive_mapping(model);
+      placement.exact = true;
+      if (found->first < placement.seconds) {
+        placement.seconds = found->first;
+        placement.slot_of = found->second;
+      }
+      placement.method = "exact";
+      tidy(model.topology(), placement.slot_of);
+      return placement;
+    }
+  }
+  RankMapping placement = Search(model, options).run();
+  if (placement.method != "naive") tidy(model.topology(), placement.slot_of);
+  return placement;
+}
+
+RankMapping given_mapping(const CostModel& model, std::vector<int> slot_of) {
+  const int slots = model.topology().slots();
+  if (static_cast<int>(slot_of.size()) != model.size())
+    throw MappingError(concat("the mapping has ", slot_of.size(), " entries, but the mesh has ", model.size(), " ranks; give one slot a rank"));
+  std::vector<int> taken(slots, -1);
+  for (int p = 0; p < model.size(); ++p) {
+    if (slot_of[p] < 0 || slot_of[p] >= slots)
+      throw MappingError(concat("the mapping puts rank ", p, " on slot ", slot_of[p], ", but the slots are 0 to ", slots - 1));
+    if (taken[slot_of[p]] >= 0) throw MappingError(concat("the mapping puts ranks ", taken[slot_of[p]], " and ", p, " both on slot ", slot_of[p]));
+    taken[slot_of[p]] = p;
+  }
+  RankMapping placement = naive_mapping(model);
+  placement.seconds = model.seconds(slot_of);
+  placement.slot_of = std::move(slot_of);
+  placement.method = "given";
+  return placement;
+}
+
+Mesh mapped_mesh(const std::vector<Axis>& axes, const RankMapping& placement) { return Mesh(axes, placement.slot_of); }
+
+}  // namespace tessera

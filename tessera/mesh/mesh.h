@@ -1,0 +1,108 @@
+#pragma once
+// Mesh: named axes (outermost first) and a rank table. Arithmetic only: no process, no communication.
+//
+//   Mesh m({{"data", 2}, {"domain", 3}});      // ranks 0..5, row-major: the last axis has adjacent ranks
+//   m.group("domain", 4)   -> {3, 4, 5}        // the ranks along `domain` through rank 4; position in the list = coordinate on the axis
+//   m.group("data", 4)     -> {1, 4}
+//   m.groups("data")       -> {0, 3}, {1, 4}, {2, 5}
+//
+// Nothing is sorted: with the table {5, 0, 3, 1} over data=2 x model=2 the groups of `model` are {5, 0} and {3, 1}.
+
+#include <cstdint>
+#include <iosfwd>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "tessera/mesh/groups/group_table.h"
+
+namespace tessera {
+
+/// A named dimension of a mesh.
+struct Axis {
+  std::string name;
+  int size = 1;
+  bool operator==(const Axis&) const = default;
+};
+
+/// A value: copies share the table. Every member function is const and may be called from several threads.
+class Mesh {
+ public:
+  Mesh();
+  /// Ranks 0 .. product - 1, row-major: the last axis has adjacent ranks.
+  explicit Mesh(std::vector<Axis> axes);
+  /// Any ranks, each at most once, row-major over the axes: a permutation, a subset of the world, rows that are not contiguous.
+  Mesh(std::vector<Axis> axes, std::vector<int> ranks);
+
+  const std::vector<Axis>& axes() const { return axes_; }
+  int dims() const { return static_cast<int>(axes_.size()); }
+  int size() const { return static_cast<int>(ranks().size()); }
+  int size(int axis) const;
+  int size(const std::string& axis) const;
+  bool has_axis(const std::string& axis) const;
+  int index(const std::string& axis) const;  ///< Throws InvalidArgument with the known names.
+  std::vector<int> indices(std::span<const std::string> axes) const;
+  std::vector<std::string> names() const;
+  const std::vector<int>& ranks() const;  ///< The table, row-major.
+  bool row_major() const;                 ///< The table is 0, 1, 2, ... size - 1.
+  bool contains(int rank) const { return find(rank).has_value(); }
+  std::optional<int> find(int rank) const;      ///< Position in the table. O(1), or O(log size) for a table with wide gaps.
+  int position(int rank) const;                 ///< Throws if the rank is not in the mesh.
+  std::vector<int> coordinate(int rank) const;  ///< Throws if the rank is not in the mesh.
+  int rank_at(std::span<const int> coordinate) const;
+  int stride(int axis) const;  ///< In positions of the table.
+
+  /// The ranks that share `rank`'s coordinates on every other axis, in mesh order over `axes`, whatever the order in which they are named.
+  std::vector<int> group(std::span<const int> axes, int rank) const;
+  std::vector<int> group(const std::vector<std::string>& axes, int rank) const;
+  std::vector<int> group(const std::string& axis, int rank) const;
+  /// `rank`'s place in that group.
+  int group_rank(std::span<const int> axes, int rank) const;
+  int group_size(std::span<const int> axes) const;
+  /// Every group of the axes; they partition the mesh. No axes: groups of one rank each.
+  GroupTable groups(std::span<const int> axes) const;
+  GroupTable groups(const std::vector<std::string>& axes) const;
+  GroupTable groups(const std::string& axis) const;
+  /// The axes of `scope` that are not in `axes`, in mesh order. The groups of `axes` and of the complement partition each group of `scope`, and each
+  /// of the one meets each of the other in exactly one rank. Throws OrthogonalityError, with ranks, if `axes` is not inside `scope`.
+  std::vector<int> complement(std::span<const int> axes, std::span<const int> scope) const;
+  std::vector<int> complement(std::span<const int> axes) const;  ///< In the whole mesh.
+
+  /// The ranks with coordinate `at` on `axis`; the axis is gone.
+  Mesh slice(const std::string& axis, int at) const;
+  /// The ranks with coordinates [begin, end) on `axis`; the axis stays, shorter.
+  Mesh slice(const std::string& axis, int begin, int end) const;
+  /// The mesh over `axes` alone that runs through `rank`, axes in this mesh's order.
+  Mesh submesh(const std::vector<std::string>& axes, int rank) const;
+  /// The axes become one, in mesh order, at the place of the outermost of them: group(name) of the result = group(axes) of this.
+  Mesh flatten(const std::vector<std::string>& axes, const std::string& name) const;
+  /// One axis becomes several, outermost first; the product of their sizes is its size.
+  Mesh unflatten(const std::string& axis, const std::vector<Axis>& into) const;
+  /// The same coordinates with the axes in another order (all of them named): no group along an axis changes.
+  Mesh permute(const std::vector<std::string>& order) const;
+  Mesh rename(const std::string& axis, const std::string& name) const;
+  /// The same table under other axes with the same product: data=2 x tensor=4 as data=2 x expert=2 x tensor=2.
+  Mesh view(std::vector<Axis> axes) const;
+
+  /// "tensor=2 ..." outermost first, and where adjacent ranks are: "data=2 x tensor=4 (outermost first; adjacent ranks along tensor), ranks 0..7".
+  std::string to_string() const;
+
+  bool operator==(const Mesh& other) const;
+
+ private:
+  struct Table;
+  static Mesh over(std::shared_ptr<const Table> table, std::vector<Axis> axes);
+  std::vector<int> sorted_axes(std::span<const int> axes) const;
+  std::vector<int> offsets(std::span<const int> axes, int first) const;
+  int base(std::span<const int> axes, int position) const;
+
+  std::vector<Axis> axes_;
+  std::vector<int> strides_;
+  std::shared_ptr<const Table> table_;
+};
+
+std::ostream& operator<<(std::ostream& out, const Mesh& mesh);
+
+}  // namespace tessera

@@ -1,0 +1,113 @@
+#include "tessera/mesh/resize.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "tessera/base/text.h"
+#include "tessera/mesh/errors.h"
+
+namespace tessera {
+
+int MeshResize::count(RankMove::Kind kind) const {
+  return static_cast<int>(std::count_if(moves.begin(), moves.end(), [&](const RankMove& move) { return move.kind == kind; }));
+}
+
+MeshResize resize_mesh(const Mesh& old_mesh, const std::string& axis, const std::vector<int>& old_rank_of) {
+  const int along = old_mesh.index(axis), old_size = old_mesh.size(along), slice = old_mesh.size() / old_size;
+  const int world = static_cast<int>(old_rank_of.size());
+  if (world < slice || world % slice != 0)
+    throw WorldSizeMismatch(
+        concat("a world of ", world, " ranks cannot carry the mesh ", old_mesh, " with axis '", axis, "' resized: the other axes multiply to ", slice,
+               "; use ", world / slice * slice > 0 ? concat(world / slice * slice, " or ") : "", (world / slice + 1) * slice, " ranks"),
+        world, slice);
+  const int new_size = world / slice;
+  auto axes = old_mesh.axes();
+  axes[along].size = new_size;
+  const Mesh shape(axes);  // positions of the new mesh
+
+  // Survivors by old position.
+  std::vector<int> survivor(old_mesh.size(), -1);  // new rank
+  std::vector<int> joined;
+  for (int r = 0; r < world; ++r) {
+    const auto at = old_rank_of[r] < 0 ? std::nullopt : old_mesh.find(old_rank_of[r]);
+    if (!at) {
+      joined.push_back(r);
+      continue;
+    }
+    if (survivor[*at] >= 0)
+      throw InvalidArgument(
+          concat("new ranks ", survivor[*at], " and ", r, " both say that they were old rank ", old_rank_of[r], "; a process has one rank"));
+    survivor[*at] = r;
+  }
+
+  const int stride = old_mesh.stride(along);
+  const auto index_of = [&](int position) { return position / stride % old_size; };
+  std::vector<int> alive(old_size, 0), kept(old_size);
+  for (int p = 0; p < old_mesh.size(); ++p) alive[index_of(p)] += survivor[p] >= 0;
+  std::iota(kept.begin(), kept.end(), 0);
+  std::stable_sort(kept.begin(), kept.end(), [&](int a, int b) { return alive[a] > alive[b]; });
+  if (old_size > new_size) kept.resize(new_size);
+  std::vector<int> target(old_size, -1);  // of a slice: its index in the new mesh
+  std::vector<bool> taken(new_size, false);
+  for (int s : kept)
+    if (s < new_size) {
+      target[s] = s;
+      taken[s] = true;
+    }
+  std::sort(kept.begin(), kept.end());
+  for (int s : kept)
+    if (s >= new_size) {
+      const auto free = static_cast<int>(std::find(taken.begin(), taken.end(), false) - taken.begin());
+      target[s] = free;
+      taken[free] = true;
+    }
+
+  // `stride` is that of the new mesh as well: what stands to the right of the axis is unchanged.
+  const auto moved_to = [&](int position, int index) {
+    return position / (stride * old_size) * stride * new_size + index * stride + position % stride;
+  };
+  std::vector<int> table(world, -1), homeless;
+  for (int p = 0; p < old_mesh.size(); ++p) {
+    if (survivor[p] < 0) continue;
+    if (target[index_of(p)] < 0)
+      homeless.push_back(p);
+    else
+      table[moved_to(p, target[index_of(p)])] = survivor[p];
+  }
+  std::vector<int> still;
+  for (int p : homeless) {
+    int hole = -1;
+    for (int i = 0; i < new_size && hole < 0; ++i)
+      if (table[moved_to(p, i)] < 0) hole = moved_to(p, i);
+    if (hole < 0)
+      still.push_back(p);
+    else
+      table[hole] = survivor[p];
+  }
+  int next = 0;
+  const auto fill = [&](int rank) {
+    while (table[next] >= 0) ++next;
+    table[next] = rank;
+  };
+  for (int p : still) fill(survivor[p]);
+  for (int rank : joined) fill(rank);
+
+  MeshResize result{Mesh(axes, table), {}};
+  for (int r = 0; r < world; ++r) {
+    RankMove move{RankMove::Kind::joined, -1, r, {}, result.mesh.coordinate(r)};
+    if (old_rank_of[r] >= 0 && old_mesh.contains(old_rank_of[r])) {
+      move.old_rank = old_rank_of[r];
+      move.from = old_mesh.coordinate(move.old_rank);
+      move.kind = move.from == move.to ? RankMove::Kind::kept : RankMove::Kind::moved;
+    }
+    result.moves.push_back(std::move(move));
+  }
+  std::vector<int> gone;
+  for (int p = 0; p < old_mesh.size(); ++p)
+    if (survivor[p] < 0) gone.push_back(old_mesh.ranks()[p]);
+  std::sort(gone.begin(), gone.end());
+  for (int rank : gone) result.moves.push_back({RankMove::Kind::left, rank, -1, old_mesh.coordinate(rank), {}});
+  return result;
+}
+
+}  // namespace tessera

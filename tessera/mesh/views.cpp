@@ -1,0 +1,94 @@
+#include "tessera/mesh/views.h"
+
+#include <algorithm>
+#include <set>
+
+#include "tessera/base/text.h"
+#include "tessera/mesh/errors.h"
+
+namespace tessera {
+
+void require_same_axis(const Mesh& a, const std::string& a_name, const Mesh& b, const std::string& b_name, const std::string& axis) {
+  const auto groups = a.groups(axis);
+  const int other[] = {b.index(axis)};
+  for (int i = 0; i < groups.count(); ++i) {
+    const auto mine = groups[i];
+    const auto theirs = b.group(other, mine.front());
+    if (std::equal(mine.begin(), mine.end(), theirs.begin(), theirs.end())) continue;
+    std::vector<int> ranks;
+    for (int rank : mine)
+      if (std::find(theirs.begin(), theirs.end(), rank) == theirs.end()) ranks.push_back(rank);
+    for (int rank : theirs)
+      if (std::find(mine.begin(), mine.end(), rank) == mine.end()) ranks.push_back(rank);
+    if (ranks.empty()) ranks.assign(mine.begin(), mine.end());  // the same ranks in another order
+    throw ViewMismatch(
+        concat("axis '", axis, "' differs between two views: rank ", mine.front(), " has the group ", list(mine), " in '", a_name, "' and ",
+               list(theirs), " in '", b_name, "'; offending ranks ", list(ranks), "; give the axis another name or lay the views out alike"),
+        ranks);
+  }
+}
+
+MeshViews::MeshViews(std::string name, Mesh mesh) { views_.emplace_back(std::move(name), std::move(mesh)); }
+
+void MeshViews::add(const std::string& name, std::vector<Axis> axes) {
+  long long product = 1;
+  for (const Axis& axis : axes) product *= std::max(axis.size, 1);
+  const Mesh& first = views_.front().second;
+  if (product != first.size())
+    throw WorldSizeMismatch(
+        concat("view '", name, "' has ", product, " coordinates, but view '", views_.front().first, "' has ", first.size(), " ranks"), first.size(),
+        product);
+  add(name, first.view(std::move(axes)));
+}
+
+void MeshViews::add(const std::string& name, Mesh mesh) {
+  const Mesh& first = views_.front().second;
+  for (const auto& [taken, view] : views_)
+    if (taken == name) throw RepeatedName(concat("there is a view '", name, "' already"));
+  std::vector<int> foreign, missing;
+  for (int rank : mesh.ranks())
+    if (!first.contains(rank)) foreign.push_back(rank);
+  for (int rank : first.ranks())
+    if (!mesh.contains(rank)) missing.push_back(rank);
+  if (!foreign.empty() || !missing.empty()) {
+    const std::string text = concat("view '", name, "' must hold the ranks of view '", views_.front().first, "': it lacks ", list(missing),
+                                    " and has ", list(foreign), " besides");
+    missing.insert(missing.end(), foreign.begin(), foreign.end());
+    throw ViewMismatch(text, missing);
+  }
+  for (const auto& [other_name, other] : views_)
+    for (const Axis& axis : mesh.axes())
+      if (other.has_axis(axis.name)) require_same_axis(other, other_name, mesh, name, axis.name);
+  views_.emplace_back(name, std::move(mesh));
+}
+
+const Mesh& MeshViews::view(const std::string& name) const {
+  std::vector<std::string> names;
+  for (const auto& [known, mesh] : views_) {
+    if (known == name) return mesh;
+    names.push_back(known);
+  }
+  throw UnknownName(concat("there is no view '", name, "'; the views are ", list(names)));
+}
+
+const Mesh& MeshViews::view_of_axis(const std::string& axis) const {
+  std::vector<std::string> names;
+  for (const auto& [name, mesh] : views_) {
+    if (mesh.has_axis(axis)) return mesh;
+    for (const auto& known : mesh.names()) names.push_back(concat(name, ".", known));
+  }
+  throw UnknownName(concat("no view has an axis '", axis, "'; there are ", list(names)));
+}
+
+std::vector<int> MeshViews::group(const std::string& axis, int rank) const { return view_of_axis(axis).group(axis, rank); }
+
+std::vector<std::string> MeshViews::shared_axes() const {
+  std::vector<std::string> shared;
+  std::set<std::string> once, twice;
+  for (const auto& [name, mesh] : views_)
+    for (const auto& axis : mesh.names())
+      if (!once.insert(axis).second && twice.insert(axis).second) shared.push_back(axis);
+  return shared;
+}
+
+}  // namespace tessera

@@ -1,0 +1,126 @@
+#include "tessera/nn/distribute_module.h"
+
+#include <memory>
+#include <set>
+#include <string_view>
+#include <unordered_map>
+
+#include "tessera/base/text.h"
+#include "tessera/nn/parameter_gradient.h"
+#include "tessera/tensor/dispatch/layout.h"
+
+namespace tessera {
+
+namespace {
+
+// "*" stands for any characters.
+bool matches(std::string_view name, std::string_view pattern) {
+  std::size_t n = 0, p = 0, star = std::string_view::npos, after = 0;
+  while (n < name.size()) {
+    if (p < pattern.size() && pattern[p] == '*') {
+      star = p++;
+      after = n;
+    } else if (p < pattern.size() && pattern[p] == name[n]) {
+      ++p;
+      ++n;
+    } else if (star != std::string_view::npos) {
+      p = star + 1;
+      n = ++after;
+    } else {
+      return false;
+    }
+  }
+  return pattern.find_first_not_of('*', p) == std::string_view::npos;
+}
+
+}  // namespace
+
+void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const ModuleRule& rule, const ReducerOptions& options) {
+  std::vector<NamedTensor> all;
+  for (const auto& p : module.named_parameters()) all.push_back({p.key(), p.value(), true});
+  for (const auto& b : module.named_buffers()) all.push_back({b.key(), b.value(), false});
+  distribute_in_place(all, mesh, rule, options);
+}
+
+void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh, const ModuleRule& rule, const ReducerOptions& options) {
+  std::vector<NamedTensor> all;
+  std::unordered_map<const void*, std::string> impls, memory;
+  const auto collect = [&](const NamedTensor& entry) {
+    const auto& [name, t, parameter] = entry;
+    if (!t.defined() || impls.contains(t.unsafeGetTensorImpl())) return;  // one tensor under two names is one tensor
+    if (is_sharded(t)) throw ShardingError(concat("distribute_module: ", name, " is a ShardTensor already: ", spec(t)));
+    if (t.grad().defined() || t.grad_fn())
+      throw ShardingError(
+          concat("distribute_module: ", name, " has a gradient or a graph: call it before the first backward, or zero_grad() with set_to_none"));
+    if (t.numel() > 0) {
+      const auto [at, fresh] = memory.emplace(t.storage().unsafeGetStorageImpl(), name);
+      if (!fresh)
+        throw ShardingError(
+            concat("distribute_module: ", name, " and ", at->second, " are different tensors in the same memory: make them one tensor, or copies"));
+    }
+    impls.emplace(t.unsafeGetTensorImpl(), name);
+    all.push_back(entry);
+  };
+  for (const NamedTensor& entry : tensors) collect(entry);
+  const std::vector<Placement> replicated(mesh.layout().dims());
+  // All that can be refused is refused before anything is changed.
+  std::vector<std::pair<at::Tensor, at::Tensor>> changes;
+  for (const NamedTensor& entry : all) {
+    const auto given = rule ? rule(entry.name, entry.tensor) : std::nullopt;
+    const ParameterPlacement where = given ? *given : ParameterPlacement{replicated};
+    const at::NoGradGuard no_grad;
+    at::Tensor sharded;
+    try {
+      sharded = distribute_tensor(entry.tensor.detach(), mesh, where.placements, where.sizes);
+    } catch (const InvalidArgument& e) {
+      throw InvalidArgument(concat("distribute_module: ", entry.name, ": ", e.what()));
+    }
+    if (spec(sharded).has_partial()) throw InvalidArgument(concat("distribute_module: ", entry.name, " cannot be partial: ", list(where.placements)));
+    if (spec(sharded).has_shard()) sharded = sharded.clone();  // a slice would keep the whole alive
+    if (spec(sharded).has_shard() && entry.parameter) {
+      const detail::ShardMeta& meta = *detail::meta_of(sharded);
+      detail::install(sharded, meta.local, detail::as_parameter(meta.layout));
+    }
+    changes.emplace_back(entry.tensor, sharded);
+  }
+  for (auto& [tensor, sharded] : changes) tensor.set_data(sharded);
+  std::vector<std::pair<std::string, at::Tensor>> reduced;
+  for (const NamedTensor& entry : all) {
+    if (entry.tensor.requires_grad()) reduced.emplace_back(entry.name, entry.tensor);
+  }
+  detail::reduce_parameters(reduced, mesh, options);
+}
+
+void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const NamedPlacements& patterns, const ReducerOptions& options) {
+  std::set<std::string> unused;
+  for (const auto& [pattern, placement] : patterns) unused.insert(pattern);
+  const auto look = [&](const std::string& name) {
+    for (const auto& [pattern, placement] : patterns) {
+      if (matches(name, pattern)) unused.erase(pattern);
+    }
+  };
+  for (const auto& p : module.named_parameters()) look(p.key());
+  for (const auto& b : module.named_buffers()) look(b.key());
+  if (!unused.empty())
+    throw InvalidArgument(concat("distribute_module: no parameter or buffer has a name like ", list(unused),
+                                 "; names are as in named_parameters() and named_buffers()"));
+  distribute_module(
+      module, mesh,
+      [&](const std::string& name, const at::Tensor&) -> std::optional<ParameterPlacement> {
+        for (const auto& [pattern, placement] : patterns) {
+          if (matches(name, pattern)) return placement;
+        }
+        return std::nullopt;
+      },
+      options);
+}
+
+GradientNoSync::GradientNoSync(const torch::nn::Module& module) : reducers_(detail::reducers_of(module)) {
+  for (const auto& reducer : reducers_) scopes_.push_back(std::make_unique<GradientReducer::NoSync>(*reducer));
+}
+
+void reduce_gradients(const torch::nn::Module& module) {
+  for (const auto& reducer : detail::reducers_of(module)) reducer->reduce();
+}
+
+}  // namespace tessera

@@ -1,0 +1,207 @@
+// Pointwise operators, with broadcasting: every dim may be sharded. Partial values pass through what is linear.
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/TensorIterator.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+
+#include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/op_info.h"
+#include "tessera/tensor/dispatch/rule.h"
+
+namespace tessera::detail {
+
+namespace {
+
+// Labels count the result's dims; an input's dims are aligned at the end, and those of size 1 that are stretched have none.
+LabelProblem broadcast(const OpCall& call) {
+  LabelProblem p(call);
+  std::vector<std::int64_t> shape;
+  const auto* inferred = call.in_place() ? nullptr : call.outputs();
+  if (inferred) {
+    shape = (*inferred)[0].shape;
+  } else if (call.in_place()) {
+    shape = call.tensor(0).spec.shape();
+  } else {
+    for (const TensorInfo& t : call.tensors()) {
+      const auto& s = t.spec.shape();
+      if (s.size() > shape.size()) shape.insert(shape.begin(), s.size() - shape.size(), 1);
+      for (std::size_t d = 0; d < s.size(); ++d) {
+        auto& n = shape[shape.size() - s.size() + d];
+        if (s[d] != 1) n = s[d];
+      }
+    }
+  }
+  for (const TensorInfo& t : call.tensors()) {
+    const auto& s = t.spec.shape();
+    Labels labels;
+    for (std::size_t d = 0; d < s.size(); ++d) {
+      const auto out = shape.size() - s.size() + d;
+      labels.push_back(s[d] == shape[out] ? static_cast<int>(out) : kWhole);
+    }
+    p.inputs.push_back(std::move(labels));
+  }
+  const std::size_t outputs = inferred ? inferred->size() : call.schema().returns().size();
+  for (std::size_t i = 0; i < outputs; ++i) {
+    p.outputs.push_back(all_labels(static_cast<std::int64_t>(shape.size())));
+    if (!inferred) p.output_shapes.push_back(shape);
+  }
+  return p;
+}
+
+Plan pointwise(const OpCall& call) {
+  Plan plan = solve(broadcast(call));
+  if (call.outputs() || call.in_place()) return plan;
+  // Without a meta kernel: as the loop over the elements would make them.
+  at::TensorIteratorConfig loop;
+  loop.set_check_mem_overlap(false).check_all_same_dtype(false).check_all_same_device(false);
+  loop.declare_static_dtype_and_device(call.tensor(0).dtype, c10::kMeta).add_owned_output(at::Tensor());
+  for (const TensorInfo& t : call.tensors()) loop.add_owned_const_input(at::detail::empty_strided_meta(t.spec.shape(), t.strides, t.dtype));
+  const std::vector<std::int64_t> strides = loop.build().output().strides().vec();
+  for (Plan::Output& out : plan.outputs) {
+    if (out.spec) out.strides = strides;
+  }
+  return plan;
+}
+
+// Row-major whatever the input is.
+Plan log_sigmoid(const OpCall& call) {
+  Plan plan = pointwise(call);
+  for (Plan::Output& out : plan.outputs) {
+    if (out.spec) out.strides = contiguous_strides(out.spec.shape());
+  }
+  return plan;
+}
+
+// All of its tensor arguments are sharded tensors, none a wrapped number: then a sum of terms can be split over ranks.
+bool tensors_only(const OpCall& call) {
+  std::size_t given = 0;
+  for (const c10::IValue& v : call.arguments()) given += v.isTensor() && v.toTensor().defined();
+  return given == call.tensors().size();
+}
+
+Plan linear_together(const OpCall& call) {
+  LabelProblem p = broadcast(call);
+  if (tensors_only(call)) p.linear = LabelProblem::Linear::together;
+  return solve(p);
+}
+
+Plan linear_in_each(const OpCall& call) {
+  LabelProblem p = broadcast(call);
+  p.linear = LabelProblem::Linear::one;
+  for (std::size_t i = 0; i < call.tensors().size(); ++i) p.linear_in.insert(static_cast<int>(i));
+  return solve(p);
+}
+
+Plan linear_in_first(const OpCall& call) {
+  LabelProblem p = broadcast(call);
+  if (!call.tensors().empty() && call.tensor(0).argument == 0) {
+    p.linear = LabelProblem::Linear::one;
+    p.linear_in = {0};
+  }
+  return solve(p);
+}
+
+// A conversion is linear between floating-point types only.
+Plan copy(const OpCall& call) {
+  LabelProblem p = broadcast(call);
+  const auto* out = call.outputs();
+  const bool floating = at::isFloatingType(call.tensor(0).dtype) && (!out || out->empty() || at::isFloatingType((*out)[0].dtype));
+  if (floating) p.linear = LabelProblem::Linear::together;
+  return solve(p);
+}
+
+// Any placement of the target is good for a value that is the same everywhere; zero is zero in every term of a sum.
+Plan fill(const OpCall& call) {
+  Plan plan;
+  plan.outputs = {{call.tensor(0).spec}};
+  if (call.tensor(0).spec.has_partial()) return pointwise(call);
+  if (const TensorInfo* value = call.find("value")) {
+    plan.inputs.resize(call.tensors().size());
+    plan.inputs[call.index_of(*value)] = value->spec.with_placements(std::vector<Placement>(value->spec.placements().size()));
+  }
+  return plan;
+}
+
+Plan zero(const OpCall& call) {
+  Plan plan;
+  plan.outputs = {{call.tensor(0).spec}};
+  return plan;
+}
+
+// A list of tensors, each with its own placements: element j of every list is laid out like element j of the first.
+Plan foreach (const OpCall& call) {
+  Plan plan;
+  std::vector<const TensorInfo*> first;
+  for (const TensorInfo& t : call.tensors()) {
+    if (t.argument == 0) first.push_back(&t);
+  }
+  for (const TensorInfo& t : call.tensors()) {
+    const bool alike = t.element >= 0 && t.element < static_cast<int>(first.size()) && t.spec.shape() == first[t.element]->spec.shape();
+    if (!alike) {
+      plan.inputs.push_back(t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
+    } else {
+      plan.inputs.push_back(without_partial(first[t.element]->spec));
+    }
+  }
+  for (const TensorInfo* t : first) plan.outputs.push_back({without_partial(t->spec), t->strides});
+  return plan;
+}
+
+const bool registered = [] {
+  set_pointwise_rule(pointwise);
+  for (const char* op : {"aten::add.Tensor", "aten::sub.Tensor", "aten::neg", "aten::positive", "aten::rsub.Tensor"})
+    register_rule(op, linear_together);
+  for (const char* op : {"aten::mul.Tensor", "aten::mul.Scalar"}) register_rule(op, linear_in_each);
+  for (const char* op : {"aten::div.Tensor", "aten::div.Scalar"}) register_rule(op, linear_in_first);
+  for (const char* op :
+       {"aten::clone", "aten::_to_copy", "aten::copy_", "aten::copy", "aten::lift_fresh", "aten::lift_fresh_copy", "aten::contiguous"})
+    register_rule(op, copy);
+  for (const char* op : {"aten::fill", "aten::fill_"}) register_rule(op, fill);
+  for (const char* op : {"aten::zero", "aten::zero_"}) register_rule(op, zero);
+  register_rule("aten::log_sigmoid_forward", log_sigmoid);
+  for (const char* op : {"aten::masked_fill",
+                         "aten::where",
+                         "aten::lerp",
+                         "aten::addcmul",
+                         "aten::addcdiv",
+                         "aten::clamp",
+                         "aten::leaky_relu",  // has no tag in libtorch 2.11
+                         "aten::threshold_backward",
+                         "aten::leaky_relu_backward",
+                         "aten::softplus_backward",
+                         "aten::elu_backward",
+                         "aten::hardtanh_backward",
+                         "aten::hardsigmoid_backward",
+                         "aten::hardswish_backward",
+                         "aten::silu_backward",
+                         "aten::gelu_backward",
+                         "aten::tanh_backward",
+                         "aten::sigmoid_backward",
+                         "aten::log_sigmoid_backward",
+                         "aten::softshrink_backward",
+                         "aten::hardshrink_backward",
+                         "aten::logit_backward",
+                         "aten::mish_backward",
+                         "aten::native_dropout_backward",
+                         "aten::hardswish",
+                         "aten::_prelu_kernel",
+                         "aten::_prelu_kernel_backward",
+                         "aten::complex",
+                         "aten::polar",
+                         "aten::floor_divide"}) {
+    register_rule(op, pointwise);
+  }
+  for (const char* op : {"add", "sub",     "mul",     "div",       "addcmul",   "addcdiv",    "lerp",  "sqrt", "neg",  "abs",  "exp",     "log",
+                         "pow", "maximum", "minimum", "clamp_max", "clamp_min", "reciprocal", "rsqrt", "sign", "zero", "copy", "sigmoid", "tanh"}) {
+    register_rule(std::string("aten::_foreach_") + op, foreach);
+    register_rule(std::string("aten::_foreach_") + op + "_", foreach);
+  }
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail

@@ -1,0 +1,45 @@
+// Tensors like another one.
+
+#include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/rule.h"
+
+namespace tessera::detail {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+// Laid out like the input; what was partial is not.
+Plan like(const OpCall& call) {
+  Plan plan;
+  plan.outputs = {{without_partial(call.tensor(0).spec)}};
+  return plan;
+}
+
+// new_zeros(size): cut like the input where the shape is the same, else whole on every rank.
+Plan sized(const OpCall& call) {
+  const ShardSpec& in = call.tensor(0).spec;
+  const Shape size = call.integers("size");
+  const ShardSpec out = size == in.shape() ? without_partial(in) : mapped_spec(in, size, std::vector<int>(size.size(), -1), false);
+  Plan plan;
+  plan.outputs = {{out}};
+  plan.arguments = {{call.argument("size"), c10::IValue(c10::List<std::int64_t>(out.local_shape()))}};
+  if (call.argument("stride") >= 0) {
+    plan.outputs[0].strides = call.integers("stride");
+    plan.arguments.emplace_back(call.argument("stride"),
+                                c10::IValue(c10::List<std::int64_t>(strides_in_order(out.local_shape(), call.integers("stride")))));
+  }
+  return plan;
+}
+
+const bool registered = [] {
+  for (const char* op : {"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like"}) register_rule(op, like);
+  for (const char* op : {"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty_strided"})
+    register_rule(op, sized);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail

@@ -1,0 +1,170 @@
+#include "tessera/ops/matmul/contract.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/einsum.h>
+#include <ATen/ops/linear_native.h>
+#include <ATen/ops/matmul_native.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <map>
+#include <string>
+
+#include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/rule.h"
+
+namespace tessera::detail {
+
+namespace {
+
+using Indices = std::vector<std::int64_t>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+at::Tensor call(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef la, at::IntArrayRef lb, at::IntArrayRef lo) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tessera::contract", "")
+                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef)>();
+  return op.call(a, b, la, lb, lo);
+}
+
+at::Tensor on_plain(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef la, at::IntArrayRef lb, at::IntArrayRef lo) {
+  std::string equation;
+  const auto add = [&](at::IntArrayRef labels) {
+    for (const auto l : labels) equation += static_cast<char>('a' + l);
+  };
+  add(la);
+  equation += ',';
+  add(lb);
+  equation += "->";
+  add(lo);
+  return at::einsum(equation, {a, b}).contiguous();
+}
+
+// Each gradient is a contraction of the other input with the result's gradient.
+struct Contract : torch::autograd::Function<Contract> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& a, const at::Tensor& b, Indices la, Indices lb, Indices lo) {
+    ctx->save_for_backward({a, b});
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["a"] = la;
+    ctx->saved_data["b"] = lb;
+    ctx->saved_data["o"] = lo;
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return call(a, b, la, lb, lo);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
+    const auto saved = ctx->get_saved_variables();
+    const Indices la = ctx->saved_data["a"].toIntVector(), lb = ctx->saved_data["b"].toIntVector(), lo = ctx->saved_data["o"].toIntVector();
+    variable_list result(5);
+    if (!g[0].defined()) return result;
+    if (ctx->needs_input_grad(0)) result[0] = contract(g[0], saved[1].conj(), lo, lb, la);
+    if (ctx->needs_input_grad(1)) result[1] = contract(saved[0].conj(), g[0], la, lo, lb);
+    return result;
+  }
+};
+
+at::Tensor with_autograd(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef la, at::IntArrayRef lb, at::IntArrayRef lo) {
+  return Contract::apply(a, b, la.vec(), lb.vec(), lo.vec());
+}
+
+Plan contract_rule(const OpCall& c) {
+  LabelProblem p(c);
+  const auto labels = [&](const char* name) {
+    Labels all;
+    for (const auto l : c.integers(name)) all.push_back(static_cast<int>(l));
+    return all;
+  };
+  p.inputs = {labels("of_a"), labels("of_b")};
+  p.outputs = {labels("of_result")};
+  std::map<int, std::int64_t> extent;
+  for (int i = 0; i < 2; ++i) {
+    for (std::size_t d = 0; d < p.inputs[i].size(); ++d) extent[p.inputs[i][d]] = c.tensor(i).spec.shape()[d];
+  }
+  p.output_shapes.emplace_back();
+  for (const int l : p.outputs[0]) {
+    p.output_shapes[0].push_back(extent[l]);
+    extent.erase(l);
+  }
+  for (const auto& [l, n] : extent) p.contract.insert(l);
+  p.linear = LabelProblem::Linear::one;
+  p.linear_in = {0, 1};
+  return solve(p);
+}
+
+// Whether folding dims 0 .. end - 1 into one would tear a sharded dim.
+bool tears(const at::Tensor& t, std::int64_t end) {
+  const ShardMeta* meta = meta_of(t);
+  if (!meta) return false;
+  for (std::int64_t d = 1; d < end; ++d) {
+    if (meta->spec().is_sharded(static_cast<int>(d))) return true;
+  }
+  return false;
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias) {
+  if (x.dim() < 3 || w.dim() != 2 || !tears(x, x.dim() - 1)) return at::native::linear(x, w, bias);
+  const std::int64_t n = x.dim();
+  Indices lx(n), lo(n);
+  for (std::int64_t i = 0; i < n; ++i) lx[i] = lo[i] = i;
+  lo[n - 1] = n;
+  const at::Tensor y = contract(x, w, lx, {n, n - 1}, lo);
+  return bias && bias->defined() ? y + *bias : y;
+}
+
+at::Tensor matmul(const at::Tensor& a, const at::Tensor& b) {
+  const bool torn = a.dim() >= 2 && b.dim() >= 2 && (a.dim() > 2 || b.dim() > 2) && (tears(a, a.dim() - 1) || tears(b, b.dim() - 1));
+  if (!torn) return at::native::matmul(a, b);
+  // Batch dims are aligned at the end; those of size 1 that the other stretches are taken out first.
+  const std::int64_t batches = std::max(a.dim(), b.dim()) - 2;
+  const auto prepare = [&](const at::Tensor& t, const at::Tensor& other, Indices& labels) {
+    at::Tensor s = t;
+    const std::int64_t own = t.dim() - 2, others = other.dim() - 2;
+    for (std::int64_t d = 0, at = 0; d < own; ++d) {
+      const std::int64_t label = batches - own + d, o = label - (batches - others);
+      if (t.size(d) == 1 && o >= 0 && other.size(o) != 1) {
+        s = s.squeeze(at);
+      } else {
+        labels.push_back(label);
+        ++at;
+      }
+    }
+    return s;
+  };
+  Indices la, lb, lo;
+  const at::Tensor x = prepare(a, b, la), y = prepare(b, a, lb);
+  // A batch dim of size 1 on one side alone, which the other has not, stands in the result; so does every other one.
+  for (std::int64_t l = 0; l < batches; ++l) lo.push_back(l);
+  for (const auto l : {batches, batches + 1}) la.push_back(l);
+  for (const auto l : {batches + 1, batches + 2}) lb.push_back(l);
+  for (const auto l : {batches, batches + 2}) lo.push_back(l);
+  return contract(x, y, la, lb, lo);
+}
+
+const bool registered = [] {
+  register_rule("tessera::contract", contract_rule);
+  return true;
+}();
+
+}  // namespace
+
+at::Tensor contract(const at::Tensor& a, const at::Tensor& b, const Indices& of_a, const Indices& of_b, const Indices& of_result) {
+  return call(a, b, of_a, of_b, of_result);
+}
+
+TORCH_LIBRARY_FRAGMENT(tessera, m) { m.def("contract(Tensor a, Tensor b, int[] of_a, int[] of_b, int[] of_result) -> Tensor"); }
+TORCH_LIBRARY_IMPL(tessera, CompositeExplicitAutograd, m) { m.impl("contract", on_plain); }
+TORCH_LIBRARY_IMPL(tessera, Autograd, m) { m.impl("contract", with_autograd); }
+
+// Composites of ours in place of libtorch's, for sharded tensors alone; below autograd too, for inference mode.
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  m.impl("linear", linear);
+  m.impl("matmul", matmul);
+}
+TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) {
+  m.impl("linear", linear);
+  m.impl("matmul", matmul);
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,260 @@
+// Variance and batch normalization over uneven parts: every rank's sums are added, then divided by the true count, so that the result is what one
+// process computes. Two passes (mean first), as libtorch's own kernels are stable too.
+
+#include <ATen/OpMathType.h>
+#include <ATen/ops/rsqrt.h>
+#include <ATen/ops/sum.h>
+
+#include "tessera/base/text.h"
+#include "tessera/ops/rules/empty_parts.h"
+#include "tessera/ops/rules/labels.h"
+#include "tessera/ops/rules/windowed.h"
+#include "tessera/tensor/dispatch/redistribute.h"
+#include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/mesh_context.h"
+
+namespace tessera::detail {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+// The axes on which an output would be partial; it becomes replicated there, because the local function reduces over them itself.
+std::vector<int> reduce_inside(Plan::Output& out) {
+  std::vector<int> axes;
+  auto placements = out.spec.placements();
+  for (std::size_t a = 0; a < placements.size(); ++a) {
+    if (!placements[a].is_partial()) continue;
+    axes.push_back(static_cast<int>(a));
+    placements[a] = Replicate();
+  }
+  out.spec = out.spec.with_placements(placements);
+  return axes;
+}
+
+struct SumOverRanks {
+  std::shared_ptr<MeshContext> context;
+  std::vector<int> axes;
+  at::Tensor operator()(at::Tensor t) const {
+    t = t.contiguous();
+    for (const int axis : axes) context->group(axis).all_reduce(t, ReduceOp::sum, {.name = "statistics"});
+    return t;
+  }
+};
+
+Plan variance(const OpCall& call, bool root, bool with_mean) {
+  const TensorInfo& x = call.tensor(0);
+  const int n = x.spec.dims();
+  std::set<int> dims;
+  for (const auto d : call.integers("dim")) dims.insert(static_cast<int>(normal_dim(d, n)));
+  if (dims.empty()) {
+    for (int d = 0; d < n; ++d) dims.insert(d);
+  }
+  if (n == 0) dims.clear();
+  const bool keep = call.boolean("keepdim");
+  Labels out;
+  Shape shape;
+  for (int d = 0; d < n; ++d) {
+    if (dims.contains(d) && !keep) continue;
+    out.push_back(dims.contains(d) ? kWhole : d);
+    shape.push_back(dims.contains(d) ? 1 : x.spec.shape()[d]);
+  }
+  LabelProblem p(call);
+  p.inputs = {all_labels(n)};
+  p.outputs.assign(with_mean ? 2 : 1, out);
+  p.output_shapes.assign(p.outputs.size(), shape);
+  p.contract = dims;
+  const double correction = call.has("correction") ? call.number("correction") : 1.0;
+  double count = 1;
+  for (const int d : dims) count *= static_cast<double>(x.spec.shape()[d]);
+  Plan plan = solve(p);
+  const std::vector<int> axes = reduce_inside(plan.outputs[0]);
+  if (axes.empty()) return plan;
+  if (with_mean) reduce_inside(plan.outputs[1]);
+  plan.local = [=, total = SumOverRanks{context_of(x.spec), axes}, dims = Shape(dims.begin(), dims.end())](const c10::OperatorHandle&,
+                                                                                                           torch::jit::Stack arguments) {
+    const at::Tensor& t = arguments[0].toTensor();
+    const at::Tensor mean = total(at::sum(t, dims, true)).div(count);
+    const at::Tensor centred = t - mean;
+    at::Tensor result = total(at::sum(at::real(centred * centred.conj()), dims, keep)).div(std::max(count - correction, 0.0));
+    if (root) result = result.sqrt();
+    if (!with_mean) return torch::jit::Stack{result};
+    return torch::jit::Stack{result, keep ? mean : mean.squeeze(dims)};
+  };
+  return plan;
+}
+
+// Everything but channels (dim 1) is summed over.
+struct BatchNorm {
+  LabelProblem problem;
+  const TensorInfo& x;
+  int dims;
+  double count = 1;
+
+  explicit BatchNorm(const OpCall& call) : problem(call), x(*call.find("input")) {
+    dims = x.spec.dims();
+    if (dims < 2) throw InvalidArgument(concat(call.name(), " of an input of shape ", list(x.spec.shape()), ": it needs samples and channels"));
+    const Labels data = all_labels(dims);
+    // The statistics that a forward without training has saved are empty.
+    for (const TensorInfo& t : call.tensors())
+      problem.inputs.push_back(t.spec.dims() > 1 ? data : Labels(t.spec.dims(), t.spec.numel() == x.spec.shape()[1] ? 1 : kWhole));
+    problem.outputs = {data, {1}, {1}};
+    const Shape of_channels{x.spec.shape()[1]};
+    problem.output_shapes = {x.spec.shape(), of_channels, of_channels};
+    for (int d = 0; d < dims; ++d) {
+      if (d == 1) continue;
+      problem.contract.insert(d);
+      count *= static_cast<double>(x.spec.shape()[d]);
+    }
+  }
+
+  // Of the result, which libtorch makes row-major or channels_last.
+  Shape strides() const {
+    const Shape& shape = x.spec.shape();
+    return dims > 3 && is_channels_last(shape, x.strides) ? channels_last(shape) : contiguous_strides(shape);
+  }
+  Shape reduced() const { return Shape(problem.contract.begin(), problem.contract.end()); }
+};
+
+at::Tensor over_channels(const at::Tensor& t, std::int64_t dims) {
+  Shape shape(dims, 1);
+  shape[1] = t.numel();
+  return t.reshape(shape);
+}
+
+// libtorch's kernels divide by the number of channels or samples. Where a rank has none there is nothing to compute.
+bool nothing_here(const Plan& plan, const OpCall& call) {
+  for (const TensorInfo& t : call.tensors()) {
+    if (t.spec.shape() == call.find("input")->spec.shape() && plan.inputs[call.index_of(t)]->local_numel() == 0) return true;
+  }
+  return false;
+}
+LocalFunction zeros_of(const Plan& plan) {
+  std::vector<Shape> shapes;
+  for (const Plan::Output& out : plan.outputs) shapes.push_back(out.spec.local_shape());
+  return [shapes](const c10::OperatorHandle&, torch::jit::Stack a) {
+    torch::jit::Stack results;
+    for (const Shape& shape : shapes) results.emplace_back(a[0].toTensor().new_zeros(shape));
+    return results;
+  };
+}
+
+at::Tensor optional_tensor(const c10::IValue& v) { return v.isTensor() ? v.toTensor() : at::Tensor(); }
+
+// Running statistics are updated where they lie: what a step says of them, which lies like the channels, goes there.
+struct Running {
+  ShardSpec step;  // of what is computed
+  std::optional<ShardSpec> mean, var;
+
+  Running(const OpCall& call, Plan& plan) : step(plan.outputs[1].spec) {
+    const auto keep = [&](const char* name, std::optional<ShardSpec>& spec) {
+      const TensorInfo* t = call.find(name);
+      if (!t) return;
+      if (t->spec.has_partial())
+        throw ShardingError(concat(call.name(), " would update ", name, ", which is partial: ", t->spec, ". Redistribute it."));
+      spec = t->spec;
+      plan.inputs[call.index_of(*t)] = t->spec;
+    };
+    keep("running_mean", mean);
+    keep("running_var", var);
+  }
+  bool in_place() const { return (!mean || *mean == step) && (!var || *var == step); }
+  void update(const at::Tensor& running, const std::optional<ShardSpec>& spec, const at::Tensor& value, double momentum, double factor) const {
+    if (!spec) return;
+    const at::Tensor mine = redistribute_local(value, step, *spec);
+    running.mul_(1 - momentum).add_(mine.to(running.scalar_type()), momentum * factor);
+  }
+};
+
+Plan batch_norm(const OpCall& call) {
+  BatchNorm b(call);
+  Plan plan = solve(b.problem);
+  plan.outputs[0].strides = b.strides();
+  if (!call.boolean("training")) {
+    // Sample by sample; the statistics that are returned are empty, as libtorch's are.
+    const ShardSpec none = mapped_spec(call.tensor(0).spec, {0}, {-1}, false);
+    plan.outputs[1] = plan.outputs[2] = {none, Shape{1}};
+    if (nothing_here(plan, call)) plan.local = zeros_of(plan);
+    return plan;
+  }
+  const std::vector<int> axes = reduce_inside(plan.outputs[1]);
+  reduce_inside(plan.outputs[2]);
+  const Running running(call, plan);
+  if (axes.empty() && running.in_place()) {
+    if (nothing_here(plan, call)) plan.local = zeros_of(plan);
+    return plan;
+  }
+  plan.local = [running, total = SumOverRanks{context_of(call.tensor(0).spec), axes}, dims = b.reduced(), count = b.count](const c10::OperatorHandle&,
+                                                                                                                           torch::jit::Stack a) {
+    const at::Tensor& x = a[0].toTensor();
+    const at::Tensor weight = optional_tensor(a[1]), bias = optional_tensor(a[2]);
+    const double momentum = a[6].toDouble(), eps = a[7].toDouble();
+    const auto type = at::toOpMathType(x.scalar_type());
+    const at::Tensor wide = x.to(type);
+    const at::Tensor mean = total(at::sum(wide, dims)).div(count);
+    const at::Tensor centred = wide - over_channels(mean, x.dim());
+    const at::Tensor var = total(at::sum(centred * centred, dims)).div(count);
+    const at::Tensor invstd = at::rsqrt(var + eps);
+    running.update(optional_tensor(a[3]), running.mean, mean, momentum, 1);
+    running.update(optional_tensor(a[4]), running.var, var, momentum, count / (count - 1));
+    at::Tensor y = centred * over_channels(invstd, x.dim());
+    if (weight.defined()) y = y * over_channels(weight.to(type), x.dim());
+    if (bias.defined()) y = y + over_channels(bias.to(type), x.dim());
+    return torch::jit::Stack{y.to(x.scalar_type()), mean, invstd};
+  };
+  return plan;
+}
+
+// libtorch's kernel takes a part for channels_last whatever the strides of its dims of one element say, and reads the gradient by the input's.
+torch::jit::Stack backward_in_order(const c10::OperatorHandle& op, torch::jit::Stack a) {
+  for (int i = 0; i < 3; ++i) {
+    if (!a[i].isTensor() || !a[i].toTensor().defined()) continue;
+    const at::Tensor& t = a[i].toTensor();
+    const bool in_order = t.strides() == at::IntArrayRef(contiguous_strides(t.sizes().vec())) ||
+                          (t.dim() > 3 && t.strides() == at::IntArrayRef(channels_last(t.sizes().vec())));
+    if (!in_order) a[i] = t.clone(at::MemoryFormat::Contiguous);
+  }
+  op.callBoxed(a);
+  return a;
+}
+
+// With x^ the normalized input: dx = w invstd (dy - mean(dy) - x^ mean(dy x^)), dw = sum(dy x^), db = sum(dy).
+Plan batch_norm_backward(const OpCall& call) {
+  BatchNorm b(call);
+  Plan plan = solve(b.problem);
+  plan.outputs[0].strides = b.strides();
+  plan.local = nothing_here(plan, call) ? zeros_of(plan) : backward_in_order;
+  if (!call.boolean("train")) return plan;  // sample by sample; the sums are partial
+  const std::vector<int> axes = reduce_inside(plan.outputs[1]);
+  reduce_inside(plan.outputs[2]);
+  if (axes.empty()) return plan;
+  plan.local = [total = SumOverRanks{context_of(call.tensor(0).spec), axes}, dims = b.reduced(), count = b.count](const c10::OperatorHandle&,
+                                                                                                                  torch::jit::Stack a) {
+    const at::Tensor &g = a[0].toTensor(), &x = a[1].toTensor();
+    const at::Tensor weight = optional_tensor(a[2]);
+    const auto type = at::toOpMathType(x.scalar_type());
+    const at::Tensor mean = over_channels(a[5].toTensor().to(type), x.dim()), invstd = over_channels(a[6].toTensor().to(type), x.dim());
+    const at::Tensor dy = g.to(type), normal = (x.to(type) - mean) * invstd;
+    const at::Tensor bias_gradient = total(at::sum(dy, dims)), weight_gradient = total(at::sum(dy * normal, dims));
+    at::Tensor dx = (dy - over_channels(bias_gradient.div(count), x.dim()) - normal * over_channels(weight_gradient.div(count), x.dim())) * invstd;
+    if (weight.defined()) dx = dx * over_channels(weight.to(type), x.dim());
+    const auto out = weight.defined() ? weight.scalar_type() : x.scalar_type();
+    return torch::jit::Stack{dx.to(x.scalar_type()), weight_gradient.to(out), bias_gradient.to(out)};
+  };
+  return plan;
+}
+
+const bool registered = [] {
+  register_rule("aten::var.correction", [](const OpCall& c) { return variance(c, false, false); });
+  register_rule("aten::std.correction", [](const OpCall& c) { return variance(c, true, false); });
+  register_rule("aten::var_mean.correction", [](const OpCall& c) { return variance(c, false, true); });
+  register_rule("aten::std_mean.correction", [](const OpCall& c) { return variance(c, true, true); });
+  register_rule("aten::native_batch_norm", batch_norm);
+  register_rule("aten::native_batch_norm_backward", guarded(batch_norm_backward));
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail

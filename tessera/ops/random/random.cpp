@@ -1,0 +1,219 @@
+// Random numbers: element i of a draw is a function of seed, draw and i's global index. So they are the same whatever the placement and the number of
+// ranks. Plain tensors keep libtorch's generator.
+
+#include <ATen/ops/empty.h>
+
+#include <cmath>
+#include <mutex>
+#include <numbers>
+
+#include "tessera/base/text.h"
+#include "tessera/ops/random/philox.h"
+#include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/rank_state.h"
+
+namespace tessera::detail {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+using Words = std::array<std::uint32_t, 4>;
+
+// One draw: which numbers, for the elements of a spec.
+struct Source {
+  ShardSpec spec;
+
+  // Calls visit(local position, words) for every local element in row-major order.
+  template <class Visit>
+  void each(Visit visit) const {
+    RankState& state = *context_of(spec)->state;
+    std::uint64_t seed, stream;
+    {
+      const std::lock_guard lock(state.mutex);
+      seed = state.seed;
+      stream = state.stream++;
+    }
+    const Shape &shape = spec.shape(), &local = spec.local_shape(), &offset = spec.local_offset();
+    const std::int64_t n = spec.local_numel();
+    Shape index(shape.size(), 0), stride = contiguous_strides(shape);
+    std::int64_t global = 0;
+    for (std::size_t d = 0; d < shape.size(); ++d) global += offset[d] * stride[d];
+    for (std::int64_t i = 0; i < n; ++i) {
+      visit(i, element_words(seed, stream, static_cast<std::uint64_t>(global)));
+      for (std::size_t d = shape.size(); d-- > 0;) {
+        global += stride[d];
+        if (++index[d] < local[d]) break;
+        global -= local[d] * stride[d];
+        index[d] = 0;
+      }
+    }
+  }
+
+  // A row-major double tensor of value(words), on the CPU.
+  template <class Value>
+  at::Tensor doubles(Value value) const {
+    at::Tensor t = at::empty(spec.local_shape(), at::kDouble);
+    double* data = t.mutable_data_ptr<double>();
+    each([&](std::int64_t i, const Words& w) { data[i] = value(w); });
+    return t;
+  }
+};
+
+// Rounded down to the type's own grid, so that 1 is never reached.
+double unit(const Words& w, at::ScalarType type) {
+  switch (type) {
+    case at::kDouble:
+      return unit_double(w[0], w[1]);
+    case at::kHalf:
+      return static_cast<double>(w[0] >> 21) * 0x1p-11;
+    case at::kBFloat16:
+      return static_cast<double>(w[0] >> 24) * 0x1p-8;
+    default:
+      return static_cast<double>(w[0] >> 8) * 0x1p-24;
+  }
+}
+
+// Box and Muller (1958).
+double normal(const Words& w) {
+  const double u = 1.0 - unit_double(w[0], w[1]), v = unit_double(w[2], w[3]);
+  return std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * std::numbers::pi * v);
+}
+
+void refuse_generator(const OpCall& call) {
+  if (call.argument("generator") >= 0 && call.has("generator")) {
+    throw ShardingError(
+        concat(call.name(), ": a generator is given, but sharded tensors draw by global index: leave it out and use tessera::manual_seed"));
+  }
+}
+
+using Draw = std::function<at::Tensor(const Source&, const torch::jit::Stack&, at::ScalarType)>;
+
+// x.uniform_(...): the target's values are replaced.
+Plan in_place(const OpCall& call, const Draw& draw) {
+  refuse_generator(call);
+  const ShardSpec spec = without_partial(call.tensor(0).spec);  // a partial target is reduced first, that is, its ranks are given the same values
+  Plan plan;
+  plan.inputs = {spec};
+  plan.outputs = {{spec}};
+  plan.local = [source = Source{spec}, draw](const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::Tensor t = a[0].toTensor();
+    t.copy_(draw(source, a, t.scalar_type()));
+    return torch::jit::Stack{t};
+  };
+  return plan;
+}
+
+// rand_like(x), bernoulli(x): a new tensor laid out like the input.
+Plan functional(const OpCall& call, const Draw& draw) {
+  refuse_generator(call);
+  const ShardSpec spec = without_partial(call.tensor(0).spec);
+  const auto* out = call.outputs();
+  const at::ScalarType type = out ? (*out)[0].dtype : call.tensor(0).dtype;
+  Plan plan;
+  plan.inputs.resize(call.tensors().size());
+  plan.inputs[0] = spec;
+  plan.outputs = {{spec}};
+  plan.local = [source = Source{spec}, draw, type](const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::Tensor& t = a[0].toTensor();
+    return torch::jit::Stack{draw(source, a, type).to(t.options().dtype(type))};
+  };
+  return plan;
+}
+
+at::Tensor uniform(const Source& s, const torch::jit::Stack& a, at::ScalarType type) {
+  const double from = a[1].toDouble(), to = a[2].toDouble();
+  return s.doubles([&](const Words& w) { return from + (to - from) * unit(w, type); });
+}
+
+at::Tensor normal_values(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  const double mean = a[1].toDouble(), deviation = a[2].toDouble();
+  return s.doubles([&](const Words& w) { return mean + deviation * normal(w); });
+}
+
+at::Tensor bernoulli_p(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  const double p = a[1].toDouble();
+  return s.doubles([&](const Words& w) { return unit_double(w[0], w[1]) < p ? 1.0 : 0.0; });
+}
+
+at::Tensor bernoulli_each(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  const at::Tensor u = s.doubles([](const Words& w) { return unit_double(w[0], w[1]); });
+  return u.to(a[0].toTensor().device()).lt(a[0].toTensor().to(at::kDouble)).to(at::kDouble);
+}
+
+at::Tensor exponential(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  const double rate = a[1].toDouble();
+  return s.doubles([&](const Words& w) { return -std::log1p(-unit_double(w[0], w[1])) / rate; });
+}
+
+at::Tensor log_normal(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  const double mean = a[1].toDouble(), deviation = a[2].toDouble();
+  return s.doubles([&](const Words& w) { return std::exp(mean + deviation * normal(w)); });
+}
+
+at::Tensor cauchy(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  const double median = a[1].toDouble(), sigma = a[2].toDouble();
+  return s.doubles([&](const Words& w) { return median + sigma * std::tan(std::numbers::pi * (unit_double(w[0], w[1]) - 0.5)); });
+}
+
+// Trials up to the first success.
+at::Tensor geometric(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  const double p = a[1].toDouble();
+  return s.doubles([&](const Words& w) { return p >= 1 ? 1.0 : std::max(1.0, std::ceil(std::log1p(-unit_double(w[0], w[1])) / std::log1p(-p))); });
+}
+
+// Whole numbers in [low, high), by scaling: the bias is below 2^-53 times their number.
+at::Tensor integers(const Source& s, double low, double high) {
+  return s.doubles([=](const Words& w) { return low + std::floor(unit_double(w[0], w[1]) * (high - low)); });
+}
+
+Plan dropout(const OpCall& call) {
+  const ShardSpec spec = without_partial(call.tensor(0).spec);
+  Plan plan;
+  plan.inputs = {spec};
+  plan.outputs = {{spec, call.tensor(0).strides}, {spec, call.tensor(0).strides}};
+  plan.local = [source = Source{spec}](const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::Tensor& x = a[0].toTensor();
+    const double p = a[1].toDouble();
+    if (!(a[2].isNone() || a[2].toBool()) || p == 0) return torch::jit::Stack{x.clone(), at::ones_like(x, at::kBool)};
+    const at::Tensor mask = source.doubles([&](const Words& w) { return unit_double(w[0], w[1]) < 1 - p ? 1.0 : 0.0; }).to(x.device()).to(at::kBool);
+    return torch::jit::Stack{p == 1 ? at::zeros_like(x) : x.mul(mask).div(1 - p), mask};
+  };
+  return plan;
+}
+
+const bool registered = [] {
+  const RuleOptions always{.for_replicated = true};
+  const auto writes = [&](const char* op, Draw draw) { register_rule(op, [draw](const OpCall& c) { return in_place(c, draw); }, always); };
+  const auto makes = [&](const char* op, Draw draw) { register_rule(op, [draw](const OpCall& c) { return functional(c, draw); }, always); };
+  writes("aten::uniform_", uniform);
+  writes("aten::normal_", normal_values);
+  writes("aten::bernoulli_.float", bernoulli_p);
+  writes("aten::exponential_", exponential);
+  writes("aten::log_normal_", log_normal);
+  writes("aten::cauchy_", cauchy);
+  writes("aten::geometric_", geometric);
+  writes("aten::random_.to", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) { return integers(s, 0, a[1].toScalar().toDouble()); });
+  writes("aten::random_.from", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+    if (a[2].isNone()) throw ShardingError("random_ without an upper bound has no rule for sharded tensors: give one");
+    return integers(s, a[1].toScalar().toDouble(), a[2].toScalar().toDouble());
+  });
+  makes("aten::randint_like", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) { return integers(s, 0, a[1].toScalar().toDouble()); });
+  makes("aten::randint_like.low_dtype", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+    return integers(s, a[1].toScalar().toDouble(), a[2].toScalar().toDouble());
+  });
+  makes("aten::bernoulli", bernoulli_each);
+  makes("aten::bernoulli.p", bernoulli_p);
+  makes("aten::rand_like",
+        [](const Source& s, const torch::jit::Stack&, at::ScalarType t) { return s.doubles([t](const Words& w) { return unit(w, t); }); });
+  makes("aten::randn_like", [](const Source& s, const torch::jit::Stack&, at::ScalarType) { return s.doubles(normal); });
+  register_rule("aten::native_dropout", dropout, always);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail

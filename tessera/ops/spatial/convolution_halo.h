@@ -1,0 +1,92 @@
+#pragma once
+// One convolution of a field that is cut in space, made ready to run on this rank: below autograd, on locals.
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "tessera/ops/halo/halo.h"
+#include "tessera/ops/spatial/tap_sum.h"
+#include "tessera/partition/window_call.h"
+#include "tessera/tensor/halo_policy.h"
+#include "tessera/tensor/spec/spec.h"
+
+namespace tessera::detail {
+
+struct ConvolutionArguments {
+  std::vector<Window> windows;  // one a spatial dim
+  std::vector<std::int64_t> output_padding;
+  bool transposed = false;
+  std::int64_t groups = 1;  // on this rank
+};
+
+class ConvolutionHalo {
+ public:
+  /// x: N x Cin x spatial, y: N x Cout x spatial; samples and channels of either may be cut too, spatial dims over the same axes in both. `backward`:
+  /// prepares for backward() instead of forward(). Collective over the mesh.
+  ConvolutionHalo(ConvolutionArguments arguments, ShardSpec x, ShardSpec y, bool backward);
+
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
+  /// Gradients of input, weight and bias, of those in the mask; the latter two are this rank's terms.
+  std::array<at::Tensor, 3> backward(const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> mask);
+
+ private:
+  struct Dim {
+    Window window;
+    bool cut;
+    std::int64_t in_extent, out_extent;
+    Interval in, out;  // this rank's
+  };
+  /// An operator's call: a box of inputs, a box of outputs, padding a dim.
+  struct Call {
+    Box in, out;
+    std::vector<std::int64_t> padding, output_padding;
+  };
+
+  /// What other ranks hold, a box of it that lies outside of this rank's, and how it is added to what this rank's own gave.
+  struct Strip {
+    Box box;
+    TapSum taps;
+    // By calls of the operator, where the taps are too many. Forward: the outputs that need halo here, computed anew. Backward: the inputs that the
+    // box touched, none if it touched none, and what of the box the call takes.
+    Box own, inside;
+    Call call;
+  };
+
+  HaloPolicy policy() const;
+  bool interior_first(HaloPolicy::Order order) const;
+  bool by_taps(const at::Tensor& x, const at::Tensor& weight) const;
+  void find_strips(bool backward);
+  void add_strip(const Strip& strip, const at::Tensor& box, std::array<at::Tensor, 3>& result, const at::Tensor& x, const at::Tensor& weight,
+                 std::array<bool, 3> mask) const;
+  Call whole_dims() const;
+  Call forward_call(const Box& outputs) const;
+  Call backward_call(const Box& inputs) const;
+  std::optional<Call> aligned() const;
+  at::Tensor convolve(const Call& call, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) const;
+  std::array<at::Tensor, 3> gradients(const Call& call, const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& weight,
+                                      std::array<bool, 3> mask) const;
+  at::Tensor compute(HaloRequest& request, const Box& outputs, const Call& call, const at::Tensor& weight,
+                     const std::optional<at::Tensor>& bias) const;
+  std::array<at::Tensor, 3> backward_by_sum(const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> mask);
+  NeededBox needed_inputs() const;
+  NeededBox needed_gradients() const;
+
+  ConvolutionArguments arguments_;
+  ShardSpec x_, y_;
+  std::vector<Dim> dims_;
+  std::vector<std::int64_t> stride_, dilation_;
+  Box in_, out_;                 // this rank's, all dims
+  std::optional<Call> aligned_;  // the operator on this rank's inputs alone, computing its outputs
+  Box interior_;                 // outputs that the aligned call gets right
+  std::vector<Strip> halo_;      // of inputs_ or gradients_
+  std::vector<Strip> outer_;     // forward: outputs outside of the interior; box and call alone
+  std::int64_t tap_work_ = 0;    // multiplications of all taps of halo_
+  Halo inputs_, gradients_;      // inputs_ in backward: made when first asked for
+};
+
+}  // namespace tessera::detail

@@ -1,0 +1,172 @@
+// Pooling: max, average, adaptive (and Lp, which libtorch composes of average), any kernel, stride, padding and ceil mode; all dims may be sharded.
+// Indices are those of the whole array.
+
+#include "tessera/base/text.h"
+#include "tessera/ops/rules/windowed.h"
+#include "tessera/ops/spatial/pooling_halo.h"
+#include "tessera/partition/window_call.h"
+#include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
+
+namespace tessera::detail {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+// One call: where input and output lie, and the windows.
+struct Pooling {
+  Pooling(const OpCall& call, const ShardSpec& given, int inner) : x(without_partial(given)) {
+    const int n = x.dims(), lead = n - inner;
+    if (lead < 1) throw ShardingError(concat(call.name(), " of ", given, ": too few dims"));
+    Shape shape = x.shape();
+    std::vector<std::pair<int, Partition>> parts;
+    const bool adaptive = call.argument("kernel_size") < 0;
+    Shape kernel, stride, padding, dilation(inner, 1), sizes;
+    bool ceil = false;
+    if (!adaptive) {
+      kernel = per_dim(call.integers("kernel_size"), inner);
+      stride = per_dim(call.integers("stride"), inner);
+      if (stride.empty()) stride = kernel;
+      padding = per_dim(call.integers("padding"), inner);
+      if (call.has("dilation")) dilation = per_dim(call.integers("dilation"), inner);
+      ceil = call.boolean("ceil_mode");
+    } else if (call.argument("output_size") >= 0) {
+      sizes = per_dim(call.integers("output_size"), inner);
+    } else {  // of a backward: as its gradient is
+      const Shape& g = call.find("grad_output")->spec.shape();
+      sizes.assign(g.end() - inner, g.end());
+    }
+    for (int i = 0; i < inner; ++i) {
+      const int d = lead + i;
+      PoolDim dim{shape[d], 0, {}, adaptive};
+      if (adaptive) {
+        dim.outputs = sizes[i];
+      } else {
+        dim.window = {kernel[i], stride[i], padding[i], dilation[i]};
+        dim.window.check();
+        // The last window of ceil mode starts inside the array or its padding in front.
+        const std::int64_t room = dim.extent + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1 + (ceil ? stride[i] - 1 : 0);
+        dim.outputs = room < 0 ? 0 : room / stride[i] + 1;
+        if (ceil && (dim.outputs - 1) * stride[i] >= dim.extent + padding[i]) --dim.outputs;
+        if (2 * padding[i] > dilation[i] * (kernel[i] - 1) + 1 || padding[i] < 0)
+          throw ShardingError(concat(call.name(), ": padding ", padding[i], " is more than half of the window of kernel ", kernel[i]));
+      }
+      if (dim.outputs < 1 || dim.extent < 1)
+        throw ShardingError(concat(call.name(), " of an input of shape ", list(shape), ": no window fits in dim ", d));
+      shape[d] = dim.outputs;
+      if (x.is_sharded(d)) parts.emplace_back(d, outputs_of(x.dim(d).partition, dim));
+      dims.push_back(dim);
+    }
+    y = mapped_spec(x, shape, all_labels(n), false, parts);
+    cut = any_cut(x, lead) || x.local_numel() == 0;
+  }
+
+  static Partition outputs_of(const Partition& inputs, const PoolDim& dim) {
+    if (!dim.adaptive) return output_partition(inputs, dim.window, dim.outputs);
+    Shape sizes(inputs.parts(), 0);
+    for (std::int64_t o = 0; o < dim.outputs; ++o) {
+      const Interval in = dim.inside(o);
+      ++sizes[inputs.owner((in.begin + in.end - 1) / 2)];
+    }
+    return Partition(sizes);
+  }
+
+  std::shared_ptr<PoolHalo> halo() const { return std::make_shared<PoolHalo>(x, y, dims); }
+
+  ShardSpec x, y;
+  std::vector<PoolDim> dims;
+  bool cut;
+};
+
+const ShardSpec& input_of(const OpCall& call) { return call.find("self")->spec; }
+
+template <int inner>
+Plan largest(const OpCall& call) {
+  const Pooling p(call, input_of(call), inner);
+  Plan plan;
+  plan.inputs = {p.x};
+  plan.outputs = {{p.y}, {p.y}};
+  if (p.cut)
+    plan.local = [halo = p.halo()](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+      auto [y, indices] = halo->largest(arguments[0].toTensor());
+      return torch::jit::Stack{y, indices};
+    };
+  return plan;
+}
+
+// Inputs of a backward: everything of the output's shape lies as the output did, the input as it did.
+Plan backward_plan(const OpCall& call, const Pooling& p) {
+  Plan plan;
+  for (const TensorInfo& t : call.tensors()) plan.inputs.push_back(call.find("self") == &t ? p.x : p.y);
+  plan.outputs = {{p.x, call.find("self")->strides}};
+  return plan;
+}
+
+template <int inner>
+Plan largest_backward(const OpCall& call) {
+  const Pooling p(call, input_of(call), inner);
+  Plan plan = backward_plan(call, p);
+  if (p.cut)
+    plan.local = [halo = p.halo(), indices = call.argument("indices")](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+      return torch::jit::Stack{halo->largest_backward(arguments[0].toTensor(), arguments[indices].toTensor(), arguments[1].toTensor())};
+    };
+  return plan;
+}
+
+struct Divisor {
+  explicit Divisor(const OpCall& call)
+      : count_padding(call.argument("count_include_pad") >= 0 && call.boolean("count_include_pad")),
+        fixed(call.argument("divisor_override") >= 0 && call.has("divisor_override") ? call.integer("divisor_override") : 0) {}
+  bool count_padding;
+  std::int64_t fixed;
+};
+
+template <int inner>
+Plan average(const OpCall& call) {
+  const Pooling p(call, input_of(call), inner);
+  const Divisor by(call);
+  Plan plan;
+  plan.inputs = {p.x};
+  plan.outputs = {{p.y}};
+  if (p.cut)
+    plan.local = [halo = p.halo(), by](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+      return torch::jit::Stack{halo->average(arguments[0].toTensor(), by.count_padding, by.fixed)};
+    };
+  return plan;
+}
+
+template <int inner>
+Plan average_backward(const OpCall& call) {
+  const Pooling p(call, input_of(call), inner);
+  const Divisor by(call);
+  Plan plan = backward_plan(call, p);
+  if (p.cut)
+    plan.local = [halo = p.halo(), by](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+      return torch::jit::Stack{halo->average_backward(arguments[0].toTensor(), arguments[1].toTensor(), by.count_padding, by.fixed)};
+    };
+  return plan;
+}
+
+template <int inner>
+void register_all() {
+  const std::string dims = concat(inner, "d");
+  register_rule("aten::max_pool" + dims + "_with_indices", largest<inner>);
+  register_rule("aten::max_pool" + dims + "_with_indices_backward", largest_backward<inner>);
+  register_rule("aten::adaptive_max_pool" + dims, largest<inner>);
+  register_rule("aten::adaptive_max_pool" + dims + "_backward", largest_backward<inner>);
+  register_rule("aten::avg_pool" + dims, average<inner>);
+  register_rule("aten::avg_pool" + dims + "_backward", average_backward<inner>);
+  register_rule("aten::_adaptive_avg_pool" + dims, average<inner>);
+  register_rule("aten::_adaptive_avg_pool" + dims + "_backward", average_backward<inner>);
+}
+
+const bool registered = [] {
+  register_all<2>();
+  register_all<3>();
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail

@@ -1,0 +1,517 @@
+// Views: every rank takes the view of its local. Where the result's dims cannot be cut as the input's are, the input is gathered first, and the
+// result is a copy (a write to it is refused).
+
+#include <ATen/core/function_schema.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/stack.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "tessera/base/text.h"
+#include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
+
+namespace tessera::detail {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+c10::IValue int_list(const Shape& values) { return c10::IValue(c10::List<std::int64_t>(values)); }
+
+// The first input as it must be, and how it stands then.
+struct Source {
+  Plan plan;
+  ShardSpec spec;
+
+  Source(const OpCall& call, const std::set<int>& whole) : spec(with_whole_dims(call.tensor(0).spec, whole)) {
+    plan.inputs = {spec};
+    plan.view_copied = !(spec == call.tensor(0).spec);
+  }
+};
+
+const std::vector<OutputInfo>& outputs_of(const OpCall& call) {
+  const auto* out = call.outputs();
+  if (!out) throw ShardingError(concat(call.name(), " has no meta kernel"));
+  return *out;
+}
+
+// Dims of the result that are dims of the input, by position; the others come from nowhere.
+Plan by_dims(const OpCall& call, const std::vector<int>& from, const std::set<int>& whole = {}) {
+  Source source(call, whole);
+  for (const OutputInfo& out : outputs_of(call)) source.plan.outputs.push_back({mapped_spec(source.spec, out.shape, from, true)});
+  return std::move(source.plan);
+}
+
+std::vector<int> identity(int n) {
+  std::vector<int> from(n);
+  std::iota(from.begin(), from.end(), 0);
+  return from;
+}
+
+Plan same(const OpCall& call) { return by_dims(call, identity(call.tensor(0).spec.dims())); }
+
+// Views of other values than the tensor's: of a sum they are the sum of the parts' views. The real part of a product is not the product of the real
+// parts, and the least of all negatives not the negative of the least: these are reduced first.
+Plan linear_view(const OpCall& call, const std::vector<int>& from, const std::set<int>& whole = {}) {
+  Source source(call, whole);
+  const auto placements = source.spec.placements();
+  const bool linear = std::ranges::all_of(
+      placements, [](const Placement& p) { return !p.is_partial() || p.is_partial(ReduceOp::Kind::sum) || p.is_partial(ReduceOp::Kind::avg); });
+  if (!linear) {
+    source.spec = without_partial(source.spec);
+    source.plan.inputs = {source.spec};
+    source.plan.view_copied = true;
+  }
+  source.plan.outputs = {{mapped_spec(source.spec, outputs_of(call)[0].shape, from, true)}};
+  return std::move(source.plan);
+}
+
+Plan transpose(const OpCall& call) {
+  const int n = call.tensor(0).spec.dims();
+  auto from = identity(n);
+  if (n > 1 || call.has("dim0")) {
+    const auto a = call.has("dim0") ? normal_dim(call.integer("dim0"), n) : 0, b = call.has("dim1") ? normal_dim(call.integer("dim1"), n) : n - 1;
+    if (n > 0) std::swap(from[a], from[b]);
+  }
+  return by_dims(call, from);
+}
+
+Plan permute(const OpCall& call) {
+  std::vector<int> from;
+  for (const auto d : call.integers("dims")) from.push_back(static_cast<int>(normal_dim(d, call.tensor(0).spec.dims())));
+  return by_dims(call, from);
+}
+
+Plan unsqueeze(const OpCall& call) {
+  const int n = call.tensor(0).spec.dims();
+  auto from = identity(n);
+  from.insert(from.begin() + normal_dim(call.integer("dim"), n + 1), -1);
+  return by_dims(call, from);
+}
+
+// Which dims go is decided by the global sizes; a dim of size 1 that is sharded is gathered first.
+Plan squeeze(const OpCall& call) {
+  const auto& shape = call.tensor(0).spec.shape();
+  const int n = static_cast<int>(shape.size());
+  std::set<int> gone;
+  if (call.argument("dim") >= 0) {
+    for (const auto d : call.integers("dim")) gone.insert(static_cast<int>(normal_dim(d, n)));
+  } else {
+    for (int d = 0; d < n; ++d) gone.insert(d);
+  }
+  std::erase_if(gone, [&](int d) { return d >= n || shape[d] != 1; });
+  std::vector<int> from;
+  for (int d = 0; d < n; ++d) {
+    if (!gone.contains(d)) from.push_back(d);
+  }
+  Plan plan = by_dims(call, from, gone);
+  // The local may have dims of size 1 that the global has not: name the dims. squeeze, squeeze.dim and squeeze.dims are one.
+  plan.local = [dims = Shape(gone.begin(), gone.end())](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+    return torch::jit::Stack{arguments[0].toTensor().squeeze(dims)};
+  };
+  return plan;
+}
+
+Plan expand(const OpCall& call) {
+  const auto& shape = call.tensor(0).spec.shape();
+  const auto& target = outputs_of(call)[0].shape;
+  const int lead = static_cast<int>(target.size() - shape.size());
+  std::vector<int> from(target.size(), -1);
+  std::set<int> whole;
+  for (int d = 0; d < static_cast<int>(shape.size()); ++d) {
+    if (shape[d] == target[lead + d]) {
+      from[lead + d] = d;
+    } else {
+      whole.insert(d);
+    }
+  }
+  Plan plan = by_dims(call, from, whole);
+  plan.arguments = {{call.argument("size"), int_list(plan.outputs[0].spec.local_shape())}};
+  return plan;
+}
+
+// Part sizes along a dim of which only indices start, start + step, ... (count of them) are kept, and each part's first local index.
+Partition kept(const Partition& parts, std::int64_t start, std::int64_t step, std::int64_t count) {
+  Shape sizes;
+  const auto below = [&](std::int64_t end) { return std::clamp<std::int64_t>((end - start + step - 1) / step, 0, count); };  // kept indices < end
+  for (int i = 0; i < parts.parts(); ++i) {
+    const Interval part = parts.interval(i);
+    sizes.push_back(part.empty() ? 0 : (part.end <= start ? 0 : below(part.end)) - (part.begin <= start ? 0 : below(part.begin)));
+  }
+  return Partition(std::span<const std::int64_t>(sizes));
+}
+
+// This rank's slice of its local: where it begins and how much of it there is.
+struct LocalSlice {
+  std::int64_t start, length;
+};
+LocalSlice local_slice(const ShardSpec& in, int d, std::int64_t start, std::int64_t step, std::int64_t length) {
+  const std::int64_t begin = in.local_offset()[d];
+  std::int64_t first = start;
+  if (first < begin) first += (begin - first + step - 1) / step * step;
+  return {length == 0 ? 0 : first - begin, length};
+}
+
+// A slice along a sharded dim keeps the dim, with other sizes, and shares memory.
+Plan slice(const OpCall& call) {
+  const ShardSpec& in = call.tensor(0).spec;
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), in.dims()));
+  if (!in.is_sharded(d)) return by_dims(call, identity(in.dims()));
+  const std::int64_t step = call.integer("step"), extent = in.shape()[d];
+  std::int64_t start = call.has("start") ? call.integer("start") : 0;
+  if (start < 0) start += extent;
+  start = std::clamp<std::int64_t>(start, 0, extent);
+  const OutputInfo& out = outputs_of(call)[0];
+  Plan plan;
+  const ShardSpec spec = mapped_spec(in, out.shape, identity(in.dims()), true, {{d, kept(in.dim(d).partition, start, step, out.shape[d])}});
+  plan.outputs = {{spec}};
+  const LocalSlice mine = local_slice(in, d, start, step, spec.local_shape()[d]);
+  plan.arguments = {{call.argument("start"), mine.start},
+                    {call.argument("end"), mine.length == 0 ? mine.start : mine.start + (mine.length - 1) * step + 1}};
+  return plan;
+}
+
+Plan split(const OpCall& call) {
+  const ShardSpec& in = call.tensor(0).spec;
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), in.dims()));
+  if (!in.is_sharded(d)) return by_dims(call, identity(in.dims()));
+  Plan plan;
+  Shape sizes;
+  std::int64_t begin = 0;
+  for (const OutputInfo& out : outputs_of(call)) {
+    const ShardSpec spec = mapped_spec(in, out.shape, identity(in.dims()), true, {{d, kept(in.dim(d).partition, begin, 1, out.shape[d])}});
+    sizes.push_back(spec.local_shape()[d]);
+    plan.outputs.push_back({spec});
+    begin += out.shape[d];
+  }
+  plan.local = [sizes, d](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+    return torch::jit::Stack{arguments[0].toTensor().split_with_sizes(sizes, d)};
+  };
+  return plan;
+}
+
+Plan select(const OpCall& call) {
+  const int n = call.tensor(0).spec.dims();
+  if (n == 0) throw InvalidArgument(concat(call.name(), " of a tensor without dims"));
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  auto from = identity(n);
+  from.erase(from.begin() + d);
+  return by_dims(call, from, {d});
+}
+
+Plan unbind(const OpCall& call) { return select(call); }
+
+Plan diagonal(const OpCall& call) {
+  const int n = call.tensor(0).spec.dims();
+  const int a = static_cast<int>(normal_dim(call.integer("dim1"), n)), b = static_cast<int>(normal_dim(call.integer("dim2"), n));
+  std::vector<int> from;
+  for (int d = 0; d < n; ++d) {
+    if (d != a && d != b) from.push_back(d);
+  }
+  from.push_back(-1);
+  return by_dims(call, from, {a, b});
+}
+
+Plan unfold(const OpCall& call) {
+  const int n = call.tensor(0).spec.dims();
+  const int d = static_cast<int>(normal_dim(call.integer("dimension"), n));
+  auto from = identity(n);
+  from.push_back(-1);
+  return by_dims(call, from, {d});
+}
+
+// view: groups of dims with the same number of elements on both sides. The first dim of a group carries its cut to the first dim of the other side,
+// if the cuts fall between rows of it.
+struct Group {
+  std::vector<int> in, out;
+};
+
+std::vector<Group> groups(const Shape& in, const Shape& out) {
+  std::vector<Group> all;
+  std::size_t i = 0, o = 0;
+  while (i < in.size() || o < out.size()) {
+    Group g;
+    std::int64_t a = 1, b = 1;
+    const auto take_in = [&] { a *= in[i], g.in.push_back(static_cast<int>(i++)); };
+    const auto take_out = [&] { b *= out[o], g.out.push_back(static_cast<int>(o++)); };
+    if (i < in.size()) take_in();
+    if (o < out.size()) take_out();
+    while (a != b) {
+      if (a < b ? i < in.size() : o >= out.size() && i < in.size()) {
+        take_in();
+      } else if (o < out.size()) {
+        take_out();
+      } else {
+        break;
+      }
+    }
+    // Trailing dims of size 1 belong to nobody.
+    if (i == in.size()) {
+      while (o < out.size() && out[o] == 1) take_out();
+    }
+    if (o == out.size()) {
+      while (i < in.size() && in[i] == 1) take_in();
+    }
+    all.push_back(std::move(g));
+  }
+  return all;
+}
+
+int first_wide(const std::vector<int>& dims, const Shape& shape) {
+  for (const int d : dims) {
+    if (shape[d] != 1) return d;
+  }
+  return dims.empty() ? -1 : dims.front();
+}
+
+Plan reshape_to(const OpCall& call, const Shape& target) {
+  const ShardSpec& in = call.tensor(0).spec;
+  const Shape& shape = in.shape();
+  std::vector<int> from(target.size(), -1);
+  std::set<int> whole;
+  std::vector<std::pair<int, Partition>> parts;
+  if (in.numel() == 0) {
+    // No elements: only dims that stay as they are keep their cut.
+    for (int d = 0; d < in.dims(); ++d) {
+      if (d < static_cast<int>(target.size()) && target[d] == shape[d] && std::equal(shape.begin(), shape.begin() + d, target.begin())) {
+        from[d] = d;
+      } else {
+        whole.insert(d);
+      }
+    }
+  } else {
+    for (const Group& g : groups(shape, target)) {
+      const int a = first_wide(g.in, shape), b = first_wide(g.out, target);
+      for (const int d : g.in) {
+        if (d != a && in.is_sharded(d)) whole.insert(d);
+      }
+      if (a < 0 || !in.is_sharded(a)) continue;
+      std::int64_t inner_in = 1, inner_out = 1;
+      for (const int d : g.in) inner_in *= d == a ? 1 : shape[d];
+      for (const int d : g.out) inner_out *= d == b ? 1 : target[d];
+      Shape sizes;
+      bool fits = b >= 0;
+      for (const auto n : in.dim(a).partition.sizes()) {
+        fits = fits && n * inner_in % inner_out == 0;
+        sizes.push_back(n * inner_in / inner_out);
+      }
+      if (!fits) {
+        whole.insert(a);
+        continue;
+      }
+      from[b] = a;
+      parts.emplace_back(b, Partition(std::span<const std::int64_t>(sizes)));
+    }
+  }
+  Source source(call, whole);
+  const ShardSpec out = mapped_spec(source.spec, target, from, true, parts);
+  source.plan.outputs = {{out}};
+  if (!source.plan.view_copied && (call.name() == "aten::view" || call.name() == "aten::_unsafe_view")) {
+    source.plan.arguments = {{1, int_list(out.local_shape())}};
+    return std::move(source.plan);
+  }
+  // What was gathered for an operator that makes no view may lie in any order.
+  const bool alias = call.schema().returns()[0].alias_info() != nullptr;
+  source.plan.local = [shape_of_local = out.local_shape(), alias](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+    const at::Tensor& t = arguments[0].toTensor();
+    return torch::jit::Stack{alias ? t.view(shape_of_local) : t.reshape(shape_of_local)};
+  };
+  return std::move(source.plan);
+}
+
+Plan view(const OpCall& call) { return reshape_to(call, outputs_of(call)[0].shape); }
+
+Plan view_dtype(const OpCall& call) {
+  const OutputInfo& out = outputs_of(call)[0];
+  if (out.shape != call.tensor(0).spec.shape() || call.tensor(0).spec.has_partial())
+    throw ShardingError("view(dtype) of another element size, or of a partial value, has no rule: redistribute to Replicate first");
+  return same(call);
+}
+
+// Strides speak of the global memory, which nobody has: only what leaves the tensor as it is can be told from them.
+Plan as_strided(const OpCall& call) {
+  const TensorInfo& t = call.tensor(0);
+  const bool identity_view = call.integers("size") == t.spec.shape() && call.integers("stride") == t.strides &&
+                             (!call.has("storage_offset") || call.integer("storage_offset") == t.offset);
+  if (!identity_view) {
+    throw ShardingError(concat("as_strided of a sharded tensor ", t.spec, " with size ", list(call.integers("size")), " and stride ",
+                               list(call.integers("stride")),
+                               ": strides have no meaning across ranks. Use slices, permute and expand, or redistribute to Replicate first."));
+  }
+  Plan plan;
+  plan.outputs = {{t.spec}};
+  plan.local = [](const c10::OperatorHandle&, torch::jit::Stack arguments) { return torch::jit::Stack{arguments[0].toTensor().alias()}; };
+  return plan;
+}
+
+// ---- what autograd makes of the gradients of views ----
+
+// The gradient's parts along the sliced dim, with what lies between them given to the part before.
+Plan slice_backward(const OpCall& call) {
+  const ShardSpec& g = call.tensor(0).spec;
+  const Shape sizes = call.integers("input_sizes");
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), g.dims()));
+  const std::int64_t step = call.integer("step"), extent = sizes[d];
+  const auto clamp = [&](std::int64_t i) { return std::clamp<std::int64_t>(i < 0 ? i + extent : i, 0, extent); };
+  const std::int64_t start = clamp(call.integer("start"));
+  Plan plan;
+  Shape local_sizes, parts;
+  std::int64_t local_start = start;
+  if (g.is_sharded(d)) {
+    const Partition& p = g.dim(d).partition;
+    std::int64_t at = 0;
+    for (int i = 0; i < p.parts(); ++i) {
+      const std::int64_t end = i + 1 == p.parts() || p.interval(i).end == g.shape()[d] ? extent
+                               : p.interval(i).end == 0                                ? 0
+                                                                                       : start + p.interval(i).end * step;
+      parts.push_back(std::max<std::int64_t>(end - at, 0));
+      at = std::max(at, end);
+    }
+  }
+  std::vector<std::pair<int, Partition>> given;
+  if (!parts.empty()) given.emplace_back(d, Partition(std::span<const std::int64_t>(parts)));
+  const ShardSpec out = mapped_spec(g, sizes, identity(g.dims()), true, given);
+  if (!parts.empty()) {
+    const LocalSlice mine = local_slice(out, d, start + g.local_offset()[d] * step, step, g.local_shape()[d]);
+    local_start = mine.start;
+  }
+  const std::int64_t local_end =
+      std::min(local_start + std::max<std::int64_t>(g.local_shape()[d] - 1, 0) * step + (g.local_shape()[d] > 0 ? 1 : 0), out.local_shape()[d]);
+  plan.outputs = {{out, contiguous_strides(sizes)}};
+  plan.arguments = {
+      {call.argument("input_sizes"), int_list(out.local_shape())}, {call.argument("start"), local_start}, {call.argument("end"), local_end}};
+  return plan;
+}
+
+Plan with_input_sizes(const OpCall& call, const std::vector<int>& from, const std::set<int>& whole) {
+  const Shape sizes = call.integers("input_sizes");
+  Plan plan;
+  const ShardSpec g = with_whole_dims(call.tensor(0).spec, whole);
+  const ShardSpec out = mapped_spec(g, sizes, from, true);
+  plan.inputs = {g};
+  plan.outputs = {{out, contiguous_strides(sizes)}};
+  plan.arguments = {{call.argument("input_sizes"), int_list(out.local_shape())}};
+  return plan;
+}
+
+Plan select_backward(const OpCall& call) {
+  const int n = static_cast<int>(call.integers("input_sizes").size());
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  std::vector<int> from;
+  for (int i = 0; i < n; ++i) from.push_back(i == d ? -1 : i < d ? i : i - 1);
+  return with_input_sizes(call, from, {});
+}
+
+Plan unfold_backward(const OpCall& call) {
+  const int n = static_cast<int>(call.integers("input_sizes").size());
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  auto from = identity(n);
+  from[d] = -1;
+  return with_input_sizes(call, from, {d, n});
+}
+
+Plan diagonal_backward(const OpCall& call) {
+  const int n = static_cast<int>(call.integers("input_sizes").size());
+  const auto a = normal_dim(call.integer("dim1"), n), b = normal_dim(call.integer("dim2"), n);
+  std::vector<int> from;
+  int next = 0;
+  for (int i = 0; i < n; ++i) from.push_back(i == a || i == b ? -1 : next++);
+  return with_input_sizes(call, from, {n - 2});
+}
+
+// ---- joining ----
+
+Plan cat(const OpCall& call) {
+  // Empty tensors of one dim are allowed among others and say nothing.
+  std::size_t first = 0;
+  while (first + 1 < call.tensors().size() && call.tensor(first).spec.dims() == 1 && call.tensor(first).spec.numel() == 0) ++first;
+  const int n = call.tensor(first).spec.dims();
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  LabelProblem p(call);
+  Labels labels = all_labels(n);
+  labels[d] = kWhole;
+  for (const TensorInfo& t : call.tensors()) p.inputs.push_back(t.spec.dims() == n ? labels : Labels(t.spec.dims(), kWhole));
+  p.outputs = {labels};
+  p.linear = LabelProblem::Linear::together;
+  return solve(p);
+}
+
+Plan stack(const OpCall& call) {
+  const int n = call.tensor(0).spec.dims();
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), n + 1));
+  LabelProblem p(call);
+  p.inputs.assign(call.tensors().size(), all_labels(n));
+  Labels out = all_labels(n);
+  out.insert(out.begin() + d, kWhole);
+  p.outputs = {out};
+  p.linear = LabelProblem::Linear::together;
+  return solve(p);
+}
+
+// The last dim becomes a diagonal of two.
+Plan diag_embed(const OpCall& call) {
+  const TensorInfo& x = call.tensor(0);
+  const int n = x.spec.dims() + 1;
+  const auto a = normal_dim(call.integer("dim1"), n), b = normal_dim(call.integer("dim2"), n);
+  const std::int64_t length = x.spec.shape().back() + std::abs(call.integer("offset"));
+  LabelProblem p(call);
+  Labels in = all_labels(n - 1), out;
+  in.back() = kWhole;
+  Shape shape;
+  for (int d = 0, next = 0; d < n; ++d) {
+    const bool diagonal = d == a || d == b;
+    shape.push_back(diagonal ? length : x.spec.shape()[next]);
+    out.push_back(diagonal ? kWhole : next++);
+  }
+  p.inputs = {in};
+  p.outputs = {out};
+  p.output_shapes = {shape};
+  p.linear = LabelProblem::Linear::one;
+  p.linear_in = {0};
+  return solve(p);
+}
+
+const bool registered = [] {
+  register_rule("aten::diag_embed", diag_embed);
+  for (const char* op : {"aten::alias", "aten::detach", "aten::_conj", "aten::_conj_physical"}) register_rule(op, same);
+  register_rule("aten::_neg_view", [](const OpCall& call) { return linear_view(call, identity(call.tensor(0).spec.dims())); });
+  register_rule("aten::view_as_real", [](const OpCall& call) {
+    auto from = identity(call.tensor(0).spec.dims());
+    from.push_back(-1);
+    return linear_view(call, from);
+  });
+  register_rule("aten::view_as_complex", [](const OpCall& call) {
+    const int n = call.tensor(0).spec.dims();
+    return linear_view(call, identity(n - 1), {n - 1});
+  });
+  for (const char* op : {"aten::t", "aten::transpose"}) register_rule(op, transpose);
+  register_rule("aten::permute", permute);
+  register_rule("aten::unsqueeze", unsqueeze);
+  register_rule("aten::squeeze", squeeze);
+  register_rule("aten::expand", expand);
+  register_rule("aten::slice.Tensor", slice);
+  for (const char* op : {"aten::split.Tensor", "aten::split_with_sizes", "aten::unsafe_split.Tensor", "aten::unsafe_split_with_sizes"})
+    register_rule(op, split);
+  register_rule("aten::select.int", select);
+  register_rule("aten::unbind.int", unbind);
+  for (const char* op : {"aten::diagonal", "aten::diagonal_copy"}) register_rule(op, diagonal);
+  register_rule("aten::unfold", unfold);
+  for (const char* op : {"aten::view", "aten::_unsafe_view", "aten::_reshape_alias"}) register_rule(op, view);
+  register_rule("aten::view.dtype", view_dtype);
+  register_rule("aten::as_strided", as_strided);
+  register_rule("aten::slice_backward", slice_backward);
+  register_rule("aten::select_backward", select_backward);
+  register_rule("aten::unfold_backward", unfold_backward);
+  register_rule("aten::diagonal_backward", diagonal_backward);
+  register_rule("aten::cat", cat);
+  register_rule("aten::stack", stack);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail

@@ -1,0 +1,83 @@
+#pragma once
+// Which sample comes next, beyond one shuffled pass: weighted and class-balanced draws, and mixtures of datasets.
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "tessera/sampling/permutation.h"
+
+namespace tessera {
+
+/// Draws with replacement, index i with probability weight_i / sum. Draw k depends on (seed, k) alone: any draw is computed alone, in O(1).
+/// Alias method (Walker 1977, in the form of Vose 1991).
+class WeightedDraws {
+ public:
+  /// Weights: finite, at least 0, not all zero; else InvalidArgument.
+  WeightedDraws(const std::vector<double>& weights, std::uint64_t seed);
+  std::uint64_t operator()(std::uint64_t draw) const;
+  std::uint64_t size() const { return threshold_.size(); }
+
+ private:
+  KeyedRandom random_;
+  std::vector<double> threshold_;
+  std::vector<std::uint64_t> alias_;
+};
+
+/// One weight a sample, such that each class that occurs is drawn equally often: 1 / (number of samples of its class). Classes: any numbers.
+std::vector<double> class_balanced_weights(const std::vector<std::int64_t>& classes);
+
+/// A mixture of datasets: at every point of the sequence each dataset's share is as close to its weight as whole numbers allow (within one sample for
+/// constant weights of two datasets; see the docs for more). Each dataset is gone through in its own shuffled order, epoch after epoch.
+///
+///   Mixture m({{"a", 100}, {"b", 10}}, {{0, {0.75, 0.25}}}, seed);
+///   Mixture::Cursor c = m.start();
+///   m.next(c) -> {dataset 0, sample ...}; four draws take 3 of a and 1 of b
+class Mixture {
+ public:
+  struct Dataset {
+    std::string name;
+    std::uint64_t samples;
+  };
+  /// From draw `from` on, these weights (>= 0, one a dataset).
+  struct Stage {
+    std::uint64_t from;
+    std::vector<double> weights;
+  };
+  struct Draw {
+    int dataset;
+    std::uint64_t sample;
+    bool operator==(const Draw&) const = default;
+  };
+  /// What must be saved to go on: a few numbers.
+  struct Cursor {
+    std::uint64_t drawn = 0;           ///< In all.
+    std::vector<std::uint64_t> taken;  ///< From each dataset since the start.
+    std::vector<double> credit;        ///< What each dataset is owed, in samples.
+    bool operator==(const Cursor&) const = default;
+  };
+
+  /// Throws InvalidArgument for no dataset, an empty one that has a weight, weights that are not finite, negative or all zero, stages that do not
+  /// ascend from 0.
+  Mixture(std::vector<Dataset> datasets, std::vector<Stage> stages, std::uint64_t seed, bool shuffle = true);
+  Cursor start() const;
+  /// The next draw; moves the cursor on. Throws InvalidArgument for a cursor of another mixture.
+  Draw next(Cursor& cursor) const;
+  /// The next out.size() draws: the same, faster.
+  void next(Cursor& cursor, std::span<Draw> out) const;
+  /// All that the draws depend on, as text: names, sizes, stages with exact weights, seed.
+  std::string describe() const;
+  const std::vector<Dataset>& datasets() const { return datasets_; }
+
+ private:
+  int choose(Cursor& cursor, const std::vector<double>& weights) const;
+  std::uint64_t stream(int dataset, std::uint64_t epoch) const;
+
+  std::vector<Dataset> datasets_;
+  std::vector<Stage> stages_;
+  std::uint64_t seed_;
+  bool shuffle_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,40 @@
+#include "tessera/tensor/dispatch/failure.h"
+
+#include <c10/util/Exception.h>
+
+#include "tessera/base/text.h"
+#include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/mesh_context.h"
+
+namespace tessera::detail {
+
+namespace {
+
+void tell(const std::string& op, const MeshContext& context, const std::string& what) {
+  const Mesh& mesh = context.mesh.layout();
+  if (mesh.size() < 2) return;
+  context.mesh.manager().abort_groups_within(mesh, concat(op, " failed there: ", what));
+}
+
+}  // namespace
+
+void rethrow_to_all(const std::string& op, const MeshContext& context) {
+  try {
+    throw;
+  } catch (const CommError&) {
+    throw;
+  } catch (const ImplicitRedistributionError&) {
+    throw;  // decided from specs: the same on all ranks, before anything was sent
+  } catch (const RuleError& e) {
+    tell(op, context, e.what());
+    throw RuleError(concat(op, ": ", e.what()));
+  } catch (const c10::Error& e) {
+    tell(op, context, e.what_without_backtrace());
+    throw;
+  } catch (const std::exception& e) {
+    tell(op, context, e.what());
+    throw;
+  }
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,368 @@
+#include "tessera/tensor/dispatch/fast_kernels.h"
+
+#include <ATen/Operators.h>
+#include <ATen/core/boxing/impl/boxing.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/library.h>
+
+#include <map>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include "tessera/tensor/dispatch/execute.h"
+#include "tessera/tensor/dispatch/failure.h"
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/no_dispatch.h"
+#include "tessera/tensor/dispatch/plan_cache.h"
+#include "tessera/tensor/dispatch/promote.h"
+#include "tessera/tensor/dispatch/view_replay.h"
+
+namespace tessera::detail {
+
+namespace {
+
+// What make_key() adds for each argument, without boxing it.
+struct KeyBuilder {
+  static constexpr std::size_t kWords = 24;
+  std::uint64_t words[kWords];
+  std::size_t size = 0;
+  const ShardMeta* first = nullptr;
+  bool usable = true;  // false: something that only the boxed way deals with
+
+  template <class... Arguments>
+  explicit KeyBuilder(const Arguments&... arguments) {
+    (add(arguments), ...);
+    usable &= first != nullptr;
+  }
+  Key key() const { return Key(words, words + size); }
+
+ private:
+  void push(std::uint64_t word) {
+    if (size == kWords) {
+      usable = false;
+      return;
+    }
+    words[size++] = word;
+  }
+  void add(const at::Tensor& t) {
+    if (!t.defined()) {
+      push(kUndefined);
+      return;
+    }
+    const ShardMeta* meta = meta_of(t);
+    if (!meta) {
+      usable &= t.unsafeGetTensorImpl()->is_wrapped_number();
+      push(kWrapped);
+      push(static_cast<std::uint64_t>(t.scalar_type()));
+      return;
+    }
+    if (!first) first = meta;
+    usable &= !meta->copy;
+    push(reinterpret_cast<std::uintptr_t>(meta->layout.get()));  // of one mesh: no plan is found for others
+  }
+  void add(const at::Scalar& s) { push(s.isFloatingPoint() ? kDouble : s.isIntegral(false) ? kInt : s.isBoolean() ? kTrue : kComplex); }
+  void add(std::int64_t n) {
+    push(kInt);
+    push(static_cast<std::uint64_t>(n));
+  }
+  void add(bool b) { push(b ? kTrue : kFalse); }
+  void add(const c10::SymIntArrayRef& list) {
+    push(kList);
+    push(list.size());
+    for (const c10::SymInt& n : list) {
+      if (n.is_heap_allocated()) {
+        usable = false;
+        return;
+      }
+      add(n.as_int_unchecked());
+    }
+  }
+};
+
+const at::Tensor& local_of(const at::Tensor& t) {
+  const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;
+  return meta ? meta->local : t;
+}
+const at::Tensor& local_of(const at::Tensor& t, const ReadyPlan&) { return local_of(t); }
+// Of a view: the local sizes.
+c10::SymIntArrayRef local_of(const c10::SymIntArrayRef& sizes, const ReadyPlan& plan) {
+  return plan.local_sizes ? c10::fromIntArrayRefSlow(*plan.local_sizes) : sizes;
+}
+template <class T>
+const T& local_of(const T& value, const ReadyPlan&) {
+  return value;
+}
+
+// What the kernel above autograd must know of the tensors before it goes on.
+struct Look {
+  bool plain = false;           // something must be promoted
+  bool differentiable = false;  // autograd has something to do
+  bool tangents = false;        // so has forward-mode autograd
+
+  template <class... Arguments>
+  explicit Look(const Arguments&... arguments) {
+    (see(arguments), ...);
+  }
+
+ private:
+  void see(const at::Tensor& t) {
+    if (!t.defined()) return;
+    const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
+    plain |= !meta_of(t) && !impl.is_wrapped_number();
+    if (!impl.autograd_meta()) return;
+    tangents |= t._fw_grad(0).defined();
+    differentiable |= impl.requires_grad() && at::GradMode::is_enabled();
+  }
+  template <class T>
+  void see(const T&) {}
+};
+
+// Whether only our own kernel is left below autograd: no mode, no functionalization, no lazy bits.
+bool straight_below(c10::DispatchKeySet keys) {
+  return (keys & c10::after_ADInplaceOrView_keyset).highestFunctionalityKey() == c10::DispatchKey::Dense;
+}
+
+// Only plans that need nothing but the operator itself on the locals.
+bool is_simple(const ReadyPlan& plan) {
+  return plan.moves.empty() && (plan.arguments.empty() || plan.local_sizes) && !plan.local && !plan.view_copied &&
+         plan.mode != ReadyPlan::Mode::by_functional;
+}
+
+// nullptr: left to the general way.
+ReadyPlan* find_simple(const OpInfo& info, int number, const KeyBuilder& builder) {
+  if (!builder.usable) return nullptr;
+  PlanCache& cache = PlanCache::of_thread();
+  const std::size_t hash = KeyHash::of(builder.words, builder.size);
+  PlanCache::Recent& recent = cache.recent(number, hash);
+  if (recent.key && KeyEqual::same(*recent.key, builder.words, builder.size)) return recent.plan;
+  OpPlans& of = cache.of(info);
+  if (of.numbers) return nullptr;
+  const auto it = of.plans.find(builder.key());
+  if (it == of.plans.end() || !is_simple(it->second)) return nullptr;
+  recent = {&it->first, &it->second};
+  return &it->second;
+}
+
+template <class Op, class Schema>
+struct Kernels;
+
+// One instance for each operator of libtorch's own table. The info is set when the kernels are registered, and never again.
+template <class Op, class Result, class... Arguments>
+struct Kernels<Op, Result(Arguments...)> {
+  static inline const OpInfo* info = nullptr;
+  static inline int number = 0;
+  static constexpr bool kInPlace = std::is_same_v<Result, at::Tensor&>;
+  static constexpr bool kView = std::string_view(Op::schema_str).find("(a)") != std::string_view::npos;
+  static constexpr bool kDetach = std::is_same_v<Op, at::_ops::detach>;
+
+  static Result boxed(Arguments... arguments) {
+    torch::jit::Stack stack;
+    torch::jit::push(stack, arguments...);
+    run_sharded(*info, &stack);
+    if constexpr (kInPlace) {
+      return first(arguments...);
+    } else {
+      return std::move(stack.back()).toTensor();
+    }
+  }
+
+  template <class First, class... Rest>
+  static First& first(First& f, Rest&...) {
+    return f;
+  }
+
+  // The operator on the locals. Undefined: the result is not as planned (an operator's data-dependent choice), and left to the general way.
+  static Result run(const ReadyPlan& plan, const KeyBuilder& builder, Arguments... arguments) {
+    if constexpr (kInPlace) {
+      at::Tensor local = local_of(first(arguments...));
+      guarded(plan, builder, [&] { call_in_place(plan, local, arguments...); });
+      return first(arguments...);
+    } else {
+      at::Tensor local = guarded(plan, builder, [&] { return Op::call(local_of(arguments, plan)...); });
+      if (plan.outputs.size() != 1 || !plan.outputs[0].layout || local.is_conj() || local.is_neg()) return {};
+      const LayoutPtr& layout = plan.outputs[0].layout;
+      if (local.scalar_type() != layout->dtype || local.sizes() != at::IntArrayRef(layout->spec.local_shape())) return {};
+      if (plan.mode == ReadyPlan::Mode::ruled) {
+        return kView || local.strides() == at::IntArrayRef(layout->local_strides) ? wrap_checked(std::move(local), layout)
+                                                                                  : wrap_fresh(std::move(local), layout);
+      }
+      if (local.strides() != at::IntArrayRef(layout->strides) || local.storage_offset() != layout->offset) return {};
+      return wrap_checked(std::move(local), layout);
+    }
+  }
+
+  static Result below(c10::DispatchKeySet, Arguments... arguments) {
+    if constexpr (kDetach) {
+      if (meta_of(arguments...)) return another(arguments..., true);
+    }
+    const KeyBuilder builder(arguments...);
+    if (const ReadyPlan* plan = find_simple(*info, number, builder)) {
+      if constexpr (kInPlace) {
+        return run(*plan, builder, arguments...);
+      } else {
+        at::Tensor result = run(*plan, builder, arguments...);
+        if (result.defined()) {
+          if constexpr (kView) {
+            if (!first(arguments...).is_inference()) as_view_of_normal(result);
+          }
+          return result;
+        }
+      }
+    }
+    return boxed(arguments...);
+  }
+
+  // Of replicated tensors a failure is the same on all ranks.
+  template <class Call>
+  static auto guarded(const ReadyPlan& plan, const KeyBuilder& builder, Call call) {
+    const LocalCallGuard guard;
+    try {
+      return call();
+    } catch (...) {
+      if (plan.mode == ReadyPlan::Mode::replicated) throw;
+      rethrow_to_all(info->name, *context_of(builder.first->spec()));
+    }
+  }
+
+  template <class First, class... Rest>
+  static void call_in_place(const ReadyPlan& plan, at::Tensor& local, First&, Rest&... rest) {
+    Op::call(local, local_of(rest, plan)...);
+  }
+
+  // What detach() gives: the meta is immutable, so that two tensors may share it.
+  static at::Tensor another(const at::Tensor& t, bool metadata_may_change) {
+    const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
+    return at::Tensor(impl.shallow_copy_and_detach(impl.version_counter(), metadata_may_change));
+  }
+
+  static Result above(c10::DispatchKeySet keys, Arguments... arguments) {
+    const Look look(arguments...);
+    if (look.plain) {
+      torch::jit::Stack stack;
+      torch::jit::push(stack, arguments...);
+      if (promote_stack(stack)) {
+        return std::apply([&](auto&&... promoted) -> Result { return onward(keys, promoted...); }, from_stack(stack, arguments...));
+      }
+    } else if (!look.tangents && straight_below(keys)) {
+      // Where autograd would only pass the call on, its kernels are passed by.
+      if constexpr (kDetach) return another(arguments..., false);
+      if (!look.differentiable) {
+        if constexpr (kView) {
+          const ViewReplay replay(true);
+          return Op::redispatch(keys & c10::after_autograd_keyset, arguments...);
+        } else {
+          const KeyBuilder builder(arguments...);
+          if (const ReadyPlan* plan = find_simple(*info, number, builder)) {
+            if constexpr (kInPlace) {
+              run(*plan, builder, arguments...);
+              if (keys.has(c10::DispatchKey::ADInplaceOrView)) first(arguments...).unsafeGetTensorImpl()->bump_version();
+              return first(arguments...);
+            } else {
+              at::Tensor result = run(*plan, builder, arguments...);
+              if (result.defined()) return result;
+            }
+          }
+        }
+      }
+    }
+    return onward(keys, arguments...);
+  }
+
+  static bool promote_stack(torch::jit::Stack& stack) {
+    for (const c10::IValue& v : stack) {
+      if (!v.isTensor() || !v.toTensor().defined()) continue;
+      if (const ShardMeta* meta = meta_of(v.toTensor())) {
+        promote_arguments(*info, stack.data(), context_of(meta->spec()), true);
+        return true;
+      }
+    }
+    return false;
+  }
+
+  // Tensors from the stack, everything else as it was given.
+  template <class T>
+  static T pick(const c10::IValue&, T given) {
+    return given;
+  }
+  static at::Tensor pick(const c10::IValue& v, const at::Tensor&) { return v.toTensor(); }
+  static at::Tensor& pick(const c10::IValue&, at::Tensor& given) { return given; }  // promoted where it stands
+
+  static auto from_stack(const torch::jit::Stack& stack, Arguments... arguments) {
+    return [&]<std::size_t... I>(std::index_sequence<I...>) {
+      return std::tuple<decltype(pick(stack[0], arguments))...>{pick(stack[I], arguments)...};
+    }(std::index_sequence_for<Arguments...>{});
+  }
+
+  template <class... Given>
+  static Result onward(c10::DispatchKeySet keys, Given&&... given) {
+    const auto rest = keys.remove(c10::DispatchKey::AutogradFunctionality).remove(c10::DispatchKey::ZeroTensor).add(c10::DispatchKey::AutogradOther);
+    if constexpr (kView) {
+      const ViewReplay replay(true);
+      return Op::redispatch(rest, given...);
+    } else {
+      return Op::redispatch(rest, given...);
+    }
+  }
+};
+
+using Registration = void (*)(const OpInfo*, int, const char*, torch::Library&, torch::Library&);
+
+template <class Op>
+void add(const OpInfo* info, int number, const char* name, torch::Library& below, torch::Library& above) {
+  using K = Kernels<Op, typename Op::schema>;
+  K::info = info;
+  K::number = number;
+  below.impl(name, torch::CppFunction::makeFromUnboxedFunction(&K::below));
+  above.impl(name, torch::CppFunction::makeFromUnboxedFunction(&K::above));
+}
+
+const std::map<std::string, Registration>& fast_operators() {
+  using namespace at::_ops;
+  static const std::map<std::string, Registration> all = {
+      {"aten::add.Tensor", add<add_Tensor>},
+      {"aten::add_.Tensor", add<add__Tensor>},
+      {"aten::add.Scalar", add<add_Scalar>},
+      {"aten::add_.Scalar", add<add__Scalar>},
+      {"aten::sub.Tensor", add<sub_Tensor>},
+      {"aten::mul.Tensor", add<mul_Tensor>},
+      {"aten::mul_.Tensor", add<mul__Tensor>},
+      {"aten::mul.Scalar", add<mul_Scalar>},
+      {"aten::mul_.Scalar", add<mul__Scalar>},
+      {"aten::div.Tensor", add<div_Tensor>},
+      {"aten::div_.Tensor", add<div__Tensor>},
+      {"aten::div.Scalar", add<div_Scalar>},
+      {"aten::div_.Scalar", add<div__Scalar>},
+      {"aten::addcmul_", add<addcmul_>},
+      {"aten::addcdiv_", add<addcdiv_>},
+      {"aten::sqrt", add<at::_ops::sqrt>},
+      {"aten::neg", add<neg>},
+      {"aten::exp", add<at::_ops::exp>},
+      {"aten::relu", add<relu>},
+      {"aten::sigmoid", add<sigmoid>},
+      {"aten::tanh", add<at::_ops::tanh>},
+      {"aten::threshold_backward", add<threshold_backward>},
+      {"aten::mm", add<mm>},
+      {"aten::bmm", add<bmm>},
+      {"aten::addmm", add<addmm>},
+      {"aten::t", add<t>},
+      {"aten::transpose.int", add<transpose_int>},
+      {"aten::view", add<view>},
+      {"aten::detach", add<detach>},
+  };
+  return all;
+}
+
+}  // namespace
+
+bool register_fast_kernels(const std::string& name, const std::shared_ptr<const OpInfo>& info, torch::Library& below, torch::Library& above) {
+  const auto it = fast_operators().find(name);
+  if (it == fast_operators().end()) return false;
+  const auto number = static_cast<int>(std::distance(fast_operators().begin(), it));
+  TORCH_INTERNAL_ASSERT(number < PlanCache::kKernels);
+  it->second(info.get(), number, name.c_str() + 6, below, above);
+  return true;
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,260 @@
+#include "tessera/tensor/dispatch/layout.h"
+
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+
+#include "tessera/base/hash.h"
+#include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/no_dispatch.h"
+#include "tessera/tensor/errors.h"
+
+namespace tessera::detail {
+
+namespace {
+
+// What is said to those who read memory directly.
+constexpr char kNoMemory[] =
+    "a ShardTensor's memory is spread over ranks: use tessera::to_local() for this rank's part, tessera::full_tensor() for the whole, "
+    "tessera::print() or tessera::save() to print or save it";
+
+// Extra metadata is three allocations, the longest of them the message: what a tensor leaves behind is used by the next one of this thread.
+class SpareMeta {
+ public:
+  static std::unique_ptr<c10::ExtraMeta> take() {
+    SpareMeta& spare = of_thread();
+    if (spare.size_ > 0) return std::move(spare.kept_[--spare.size_]);
+    auto meta = std::make_unique<c10::ExtraMeta>();
+    meta->custom_data_ptr_error_msg_.emplace(kNoMemory, sizeof kNoMemory - 1);
+    return meta;
+  }
+  static void give(std::unique_ptr<c10::ExtraMeta> meta) {
+    if (!meta || gone_) return;
+    meta->backend_meta_.reset();  // may end the local, and with it others
+    SpareMeta& spare = of_thread();
+    if (gone_ || spare.size_ == spare.kept_.size() || meta->symbolic_shape_meta_ || !meta->custom_data_ptr_error_msg_) return;
+    spare.kept_[spare.size_++] = std::move(meta);
+  }
+  ~SpareMeta() { gone_ = true; }
+
+ private:
+  static SpareMeta& of_thread() {
+    static thread_local SpareMeta spare;
+    return spare;
+  }
+  static inline thread_local bool gone_ = false;  // tensors may outlive it, at the end of a thread
+  std::array<std::unique_ptr<c10::ExtraMeta>, 64> kept_;
+  std::size_t size_ = 0;
+};
+
+// Has no members of its own: it exists to reach protected ones.
+struct ShardImpl final : c10::TensorImpl {
+  // What a layout shows.
+  ShardImpl(c10::DispatchKeySet keys, caffe2::TypeMeta dtype, c10::Device device) : TensorImpl(keys, dtype, device) {}
+
+  // Shown as `like`.
+  ShardImpl(const ShardImpl& like, c10::DispatchKeySet keys, c10::intrusive_ptr<c10::BackendMeta> meta)
+      : TensorImpl(keys, like.data_type_, like.device_opt_) {
+    set_storage_access_should_throw();
+    sizes_and_strides_ = like.sizes_and_strides_;
+    storage_offset_ = like.storage_offset_;
+    numel_ = like.numel_;
+    is_contiguous_ = like.is_contiguous_;
+    is_channels_last_ = like.is_channels_last_;
+    is_channels_last_contiguous_ = like.is_channels_last_contiguous_;
+    is_channels_last_3d_ = like.is_channels_last_3d_;
+    is_channels_last_3d_contiguous_ = like.is_channels_last_3d_contiguous_;
+    is_non_overlapping_and_dense_ = like.is_non_overlapping_and_dense_;
+    extra_meta_ = SpareMeta::take();
+    extra_meta_->backend_meta_ = std::move(meta);
+  }
+  ~ShardImpl() override { SpareMeta::give(std::move(extra_meta_)); }
+
+  // The base's copies the message too.
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool metadata_may_change) const override {
+    if (!copied_as_it_is()) return TensorImpl::shallow_copy_and_detach(version, metadata_may_change);
+    return copy(c10::VariableVersion(version), metadata_may_change);
+  }
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version, bool metadata_may_change) const override {
+    if (!copied_as_it_is()) return TensorImpl::shallow_copy_and_detach(std::move(version), metadata_may_change);
+    return copy(std::move(version), metadata_may_change);
+  }
+
+  const char* tensorimpl_type_name() const override { return kNoMemory; }
+
+  void make_normal() {
+    key_set_ = key_set_ | c10::getAutogradRelatedKeySetFromBackend(c10::BackendComponent::PrivateUse2Bit);
+    version_counter_ = c10::VariableVersion(0);
+  }
+
+ private:
+  // No mode of Python's wants to see the copy, and nothing hangs on the tensor that a wrapper does not have.
+  bool copied_as_it_is() const {
+    return c10::impl::TorchDispatchModeTLS::stack_len() == 0 && !key_set_.has(c10::DispatchKey::Python) && !extra_meta_->symbolic_shape_meta_;
+  }
+  c10::intrusive_ptr<TensorImpl> copy(c10::VariableVersion&& version, bool metadata_may_change) const {
+    auto impl = c10::make_intrusive<ShardImpl>(*this, key_set_, extra_meta_->backend_meta_);
+    impl->key_set_ = key_set_;
+    impl->is_wrapped_number_ = is_wrapped_number_;
+    if (!impl->is_inference()) impl->set_version_counter(std::move(version));
+    impl->set_allow_tensor_metadata_change(metadata_may_change);
+    return impl;
+  }
+};
+
+c10::DispatchKeySet keys_for(c10::Device device) {
+  // The inner backend's key stays in the set: set_data() swaps between dense tensors only, and autocast looks at it. PrivateUse2 has the higher
+  // priority.
+  const auto backend = device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+  const auto autocast = device.is_cuda() ? c10::DispatchKey::AutocastCUDA : c10::DispatchKey::AutocastCPU;
+  return c10::DispatchKeySet({backend, kShardKey, autocast});
+}
+
+// Dims from the slowest to the fastest.
+std::vector<int> memory_order(at::IntArrayRef strides) {
+  std::vector<int> order(strides.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return strides[a] > strides[b]; });
+  return order;
+}
+
+}  // namespace
+
+Dims contiguous_strides(at::IntArrayRef sizes) {
+  Dims strides(sizes.size());
+  std::int64_t step = 1;
+  for (std::size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = step;
+    step *= std::max<std::int64_t>(sizes[i], 1);
+  }
+  return strides;
+}
+
+bool is_dense(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  std::int64_t step = 1;
+  std::vector<int> order = memory_order(strides);
+  for (const auto n : sizes) {
+    if (n == 0) return true;
+  }
+  for (std::size_t i = order.size(); i-- > 0;) {
+    if (sizes[order[i]] == 1) continue;
+    if (strides[order[i]] != step) return false;
+    step *= sizes[order[i]];
+  }
+  return true;
+}
+
+Dims strides_in_order(at::IntArrayRef sizes, at::IntArrayRef like_strides) {
+  const std::vector<int> order = memory_order(like_strides);
+  Dims strides(sizes.size());
+  std::int64_t step = 1;
+  for (std::size_t i = order.size(); i-- > 0;) {
+    strides[order[i]] = step;
+    step *= std::max<std::int64_t>(sizes[order[i]], 1);
+  }
+  return strides;
+}
+
+namespace {
+
+LayoutPtr interned(std::shared_ptr<Layout> layout) {
+  Hash hash;
+  hash.number(reinterpret_cast<std::uintptr_t>(layout->spec.data().get()));
+  for (const auto s : layout->strides) hash.number(s);
+  hash.number(layout->offset)
+      .number(static_cast<std::uint64_t>(layout->dtype))
+      .number(static_cast<std::uint64_t>(layout->device.type()) << 8 | static_cast<std::uint8_t>(layout->device.index()))
+      .number(layout->parameter);
+  InternTable<Layout>& table = context_of(layout->spec)->layouts;
+  return table.intern(hash.value(), std::move(layout));
+}
+
+}  // namespace
+
+LayoutPtr make_layout(const ShardSpec& spec, at::IntArrayRef strides, std::int64_t offset, at::ScalarType dtype, c10::Device device) {
+  auto layout = std::make_shared<Layout>(Layout{spec, strides.vec(), offset, dtype, device});
+  layout->dense = is_dense(spec.shape(), strides);
+  layout->local_strides = strides_in_order(spec.local_shape(), strides);
+  auto shown = c10::make_intrusive<ShardImpl>(keys_for(device), at::scalarTypeToTypeMeta(dtype), device);
+  shown->set_sizes_and_strides(spec.shape(), strides, offset);
+  layout->shown = std::move(shown);
+  return interned(std::move(layout));
+}
+
+LayoutPtr as_parameter(const LayoutPtr& layout) {
+  if (layout->parameter) return layout;
+  auto own = std::make_shared<Layout>(*layout);
+  own->parameter = true;
+  return interned(std::move(own));
+}
+
+LayoutPtr make_layout(const ShardSpec& spec, at::ScalarType dtype, c10::Device device) {
+  return make_layout(spec, contiguous_strides(spec.shape()), 0, dtype, device);
+}
+
+at::Tensor wrap(at::Tensor local, LayoutPtr layout) {
+  if (local.sizes() != at::IntArrayRef(layout->spec.local_shape())) {
+    throw RuleError(concat("a local of shape ", local.sizes(), " where the spec ", layout->spec, " says ", list(layout->spec.local_shape()),
+                           ": the rule that made it does not hold for these inputs"));
+  }
+  if (local.scalar_type() != layout->dtype || local.device() != layout->device)
+    layout = make_layout(layout->spec, layout->strides, layout->offset, local.scalar_type(), local.device());
+  const bool conj = local.is_conj(), neg = local.is_neg();
+  at::Tensor t = wrap_checked(std::move(local), layout);
+  if (conj) t.unsafeGetTensorImpl()->_set_conj(true);  // libtorch asks the wrapper who has to resolve it
+  if (neg) t.unsafeGetTensorImpl()->_set_neg(true);
+  return t;
+}
+
+at::Tensor wrap_checked(at::Tensor local, const LayoutPtr& layout) {
+  const auto& shown = static_cast<const ShardImpl&>(*layout->shown);
+  return at::Tensor(c10::make_intrusive<ShardImpl>(shown, shown.key_set(), c10::make_intrusive<ShardMeta>(std::move(local), layout)));
+}
+
+void as_view_of_normal(const at::Tensor& made) {
+  auto* impl = static_cast<ShardImpl*>(made.unsafeGetTensorImpl());
+  if (impl->is_inference()) impl->make_normal();
+}
+
+at::Tensor aligned(at::Tensor local, const Layout& layout) {
+  if (!layout.dense) return local;
+  const auto sizes = local.sizes();
+  const auto strides = local.strides();
+  bool same = true;
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] == 0) return local;
+    same &= sizes[i] == 1 || strides[i] == layout.local_strides[i];
+  }
+  if (same) return local;
+  const LocalCallGuard guard;
+  auto copy = at::empty_strided(sizes, layout.local_strides, local.options());
+  copy.copy_(local);
+  return copy;
+}
+
+at::Tensor wrap_fresh(at::Tensor local, const LayoutPtr& layout) {
+  if (local.is_conj() || local.is_neg()) {
+    const LocalCallGuard guard;
+    local = local.resolve_conj().resolve_neg();
+  }
+  return wrap(aligned(std::move(local), *layout), layout);
+}
+
+void install(const at::Tensor& target, at::Tensor local, LayoutPtr layout, std::shared_ptr<ViewCopy> copy) {
+  auto* impl = target.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(layout->sizes(), layout->strides, layout->offset);
+  auto meta = c10::make_intrusive<ShardMeta>(std::move(local), std::move(layout));
+  meta->copy = std::move(copy);
+  impl->set_backend_meta(std::move(meta));
+}
+
+LayoutPtr replicated_layout(const std::shared_ptr<MeshContext>& context, const at::Tensor& plain) {
+  const auto spec = make_spec(context, plain.sizes().vec(), std::vector<Placement>(context->sizes.size()), std::vector<DimSharding>(plain.dim()));
+  return make_layout(spec, plain.strides(), plain.storage_offset(), plain.scalar_type(), plain.device());
+}
+
+}  // namespace tessera::detail

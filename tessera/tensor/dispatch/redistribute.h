@@ -1,0 +1,52 @@
+#pragma once
+// Redistribution of locals: from one spec to another of the same mesh and shape.
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+
+#include "tessera/comm/group/group.h"
+#include "tessera/tensor/spec/spec.h"
+
+namespace tessera::detail {
+
+struct RedistributionPlan;
+
+/// A redistribution under way on this rank: its first call is made when it is constructed, the others by finish().
+class Redistribution {
+ public:
+  /// `blocking`: finish() follows at once, and backends are told so. Throws InvalidArgument if mesh or shape differ.
+  Redistribution(const at::Tensor& local, const ShardSpec& from, const ShardSpec& to, bool blocking);
+  Redistribution(const Redistribution&) = delete;
+  Redistribution& operator=(const Redistribution&) = delete;
+  bool done() const;  ///< finish() would not wait.
+  /// The local under `to`; may share memory with the one given. Once.
+  at::Tensor finish();
+
+ private:
+  void launch();
+  void launch_reduction();
+  void launch_move();
+  Group group(const std::vector<int>& axes) const;
+
+  const ShardSpec from_;
+  std::shared_ptr<const RedistributionPlan> plan_;
+  const bool blocking_;
+  at::Tensor local_;
+  bool own_ = false;       // local_ is in nobody else's hands
+  std::size_t stage_ = 0;  // a reduction, or, after them, the move
+  Request request_;
+  std::function<at::Tensor()> complete_;  // of the call in flight
+};
+
+/// This rank's local under `to`, made from its local under `from`. Collective over the axes that change. The result may share memory with `local`.
+at::Tensor redistribute_local(const at::Tensor& local, const ShardSpec& from, const ShardSpec& to);
+
+/// Elements of other ranks' shards that this rank receives (a partial value that is reduced does not count).
+std::int64_t elements_moved(const ShardSpec& from, const ShardSpec& to);
+
+/// Whether shards travel (a partial value that is reduced does not count). The same on all ranks.
+bool moves_shards(const ShardSpec& from, const ShardSpec& to);
+
+}  // namespace tessera::detail

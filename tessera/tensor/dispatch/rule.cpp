@@ -1,0 +1,322 @@
+#include "tessera/tensor/dispatch/rule.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/enum_tag.h>
+
+#include <map>
+#include <mutex>
+
+#include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/no_dispatch.h"
+#include "tessera/tensor/dispatch/op_info.h"
+#include "tessera/tensor/errors.h"
+
+namespace tessera {
+
+namespace detail {
+
+namespace {
+
+// Process-wide, because operators are: rules are registered beside them, by static objects of the libraries that define them.
+struct Rules {
+  std::mutex mutex;
+  std::map<std::string, std::shared_ptr<const RegisteredRule>, std::less<>> by_name;
+  std::shared_ptr<const RegisteredRule> pointwise;
+};
+
+Rules& rules() {
+  static Rules all;
+  return all;
+}
+
+std::string full_name(const c10::OperatorName& name) { return name.overload_name.empty() ? name.name : concat(name.name, ".", name.overload_name); }
+
+OpInfo::Kind kind_of(const c10::TypePtr& type) {
+  c10::TypePtr t = type;
+  if (const auto optional = t->cast<c10::OptionalType>()) t = optional->getElementType();
+  if (t->kind() == c10::TypeKind::TensorType) return OpInfo::Kind::tensor;
+  if (const auto of = t->cast<c10::ListType>()) {
+    const auto element = of->getElementType();
+    if (element->kind() == c10::TypeKind::TensorType) return OpInfo::Kind::tensor_list;
+    if (element->kind() == c10::TypeKind::OptionalType &&
+        element->castRaw<c10::OptionalType>()->getElementType()->kind() == c10::TypeKind::TensorType) {
+      return OpInfo::Kind::optional_tensor_list;
+    }
+    if (element->kind() == c10::TypeKind::NumberType || element->kind() == c10::TypeKind::FloatType) return OpInfo::Kind::floating;
+  }
+  if (t->kind() == c10::TypeKind::FloatType || t->kind() == c10::TypeKind::NumberType) return OpInfo::Kind::floating;
+  return OpInfo::Kind::other;
+}
+
+bool is_write(const c10::Argument& a) { return a.alias_info() && a.alias_info()->isWrite(); }
+
+// The overload of the functional form whose arguments are the first ones of `schema`.
+std::optional<c10::OperatorHandle> functional_form(const c10::FunctionSchema& schema, bool out_variant) {
+  std::string base = schema.name();
+  if (!out_variant) {
+    if (base.empty() || base.back() != '_') return std::nullopt;
+    base.pop_back();
+  }
+  std::size_t inputs = 0;
+  for (const auto& a : schema.arguments()) inputs += !(out_variant && is_write(a));
+  auto& dispatcher = c10::Dispatcher::singleton();
+  const auto matches = [&](const std::string& overload) -> std::optional<c10::OperatorHandle> {
+    auto op = dispatcher.findSchema({base, overload});
+    if (!op || op->schema().arguments().size() != inputs) return std::nullopt;
+    for (std::size_t i = 0; i < inputs; ++i) {
+      const auto& a = op->schema().arguments()[i];
+      if (is_write(a) || a.name() != schema.arguments()[i].name() || *a.type() != *schema.arguments()[i].type()) return std::nullopt;
+    }
+    return op;
+  };
+  std::string overload = schema.overload_name();
+  if (auto op = matches(overload)) return op;
+  // "Scalar_out" -> "Scalar", "out" -> "", "Tensor", "dim"...; transpose_ -> transpose.int
+  if (out_variant && overload.size() > 4 && overload.ends_with("_out")) {
+    if (auto op = matches(overload.substr(0, overload.size() - 4))) return op;
+  }
+  if (out_variant || overload.empty()) {
+    for (const char* guess : {"", "Tensor", "default", "self", "dim", "int", "Tensor_Tensor", "dim_IntList", "grad_input"}) {
+      if (auto op = matches(guess)) return op;
+    }
+  }
+  if (!out_variant) {
+    for (const char* guess : {"int", "default", "dims", "source_Storage"}) {  // transpose_ is transpose.int
+      if (auto op = matches(guess)) return op;
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+OpInfo::OpInfo(const c10::OperatorHandle& handle, int number) : op(handle), id(number), name(full_name(handle.operator_name())) {
+  const auto& schema = op.schema();
+  for (const auto& a : schema.arguments()) {
+    kinds.push_back(kind_of(a.type()));
+    written.push_back(is_write(a));
+    writes |= written.back();
+    out_variant |= written.back() && a.kwarg_only() && a.is_out();
+  }
+  for (const auto& r : schema.returns()) {
+    Return out;
+    const auto kind = kind_of(r.type());
+    out.tensor = kind == Kind::tensor;
+    out.list = kind == Kind::tensor_list;
+    if (r.alias_info()) {
+      for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
+        const auto& a = schema.arguments()[i];
+        if (r.alias_info()->isWrite() && is_write(a) && a.alias_info()->beforeSets() == r.alias_info()->beforeSets())
+          out.argument = static_cast<int>(i);
+      }
+      out.view = out.argument < 0;
+      view |= out.view;
+    }
+    returns.push_back(out);
+  }
+  in_place_view = op.hasTag(at::Tag::inplace_view) && !out_variant;
+  const std::string base = schema.name();
+  resizes = base == "aten::resize_" || base == "aten::resize_as_" || base == "aten::set_" || base == "aten::_resize_output_";
+  random = op.hasTag(at::Tag::nondeterministic_seeded);
+  pointwise = op.hasTag(at::Tag::pointwise);
+  if (writes) functional = functional_form(schema, out_variant);
+}
+
+std::shared_ptr<const RegisteredRule> OpInfo::rule() const {
+  Rules& all = rules();
+  const std::lock_guard lock(all.mutex);
+  const auto find = [&](const c10::OperatorHandle& o) -> std::shared_ptr<const RegisteredRule> {
+    auto it = all.by_name.find(full_name(o.operator_name()));
+    if (it == all.by_name.end()) it = all.by_name.find(o.operator_name().name);
+    return it == all.by_name.end() ? nullptr : it->second;
+  };
+  if (auto own = find(op)) return own;
+  if (functional) {
+    if (auto of_functional = find(*functional)) return of_functional;
+  }
+  if (pointwise || (functional && functional->hasTag(at::Tag::pointwise))) return all.pointwise;
+  return nullptr;
+}
+
+void set_pointwise_rule(Rule rule) {
+  const std::lock_guard lock(rules().mutex);
+  rules().pointwise = std::make_shared<RegisteredRule>(RegisteredRule{std::move(rule), {}});
+}
+
+}  // namespace detail
+
+void register_rule(const std::string& op, Rule rule, RuleOptions options) {
+  auto& all = detail::rules();
+  const std::lock_guard lock(all.mutex);
+  const auto it = all.by_name.find(op);
+  if (it != all.by_name.end() && !options.replaces) {
+    throw RuleError(
+        concat("'", op, "' has a rule already. Set RuleOptions::replaces to put another one in its place, or register a rule for one overload."));
+  }
+  if (it == all.by_name.end() && options.replaces) {
+    throw RuleError(
+        concat("'", op, "' has no rule that another one could replace: the name must be the one it was registered under (registered_rules())."));
+  }
+  all.by_name[op] = std::make_shared<detail::RegisteredRule>(detail::RegisteredRule{std::move(rule), options});
+}
+
+std::vector<std::string> registered_rules() {
+  auto& all = detail::rules();
+  const std::lock_guard lock(all.mutex);
+  std::vector<std::string> names;
+  for (const auto& [name, rule] : all.by_name) names.push_back(name);
+  return names;
+}
+
+OpCall::OpCall(const detail::OpInfo& info, at::ArrayRef<c10::IValue> arguments) : info_(info), arguments_(arguments.vec()) {
+  for (std::size_t i = 0; i < arguments_.size(); ++i) {
+    const auto add = [&](const c10::IValue& v, int element) {
+      if (!v.isTensor() || !v.toTensor().defined()) return;
+      const auto* meta = detail::meta_of(v.toTensor());
+      if (!meta) return;
+      const auto& layout = *meta->layout;
+      tensors_.push_back(
+          {static_cast<int>(i), element, info_.written[i], layout.spec, layout.strides, layout.offset, layout.dtype, layout.parameter});
+    };
+    if (arguments_[i].isTensor()) add(arguments_[i], -1);
+    if (arguments_[i].isList() &&
+        (info_.kinds[i] == detail::OpInfo::Kind::tensor_list || info_.kinds[i] == detail::OpInfo::Kind::optional_tensor_list)) {
+      const auto list = arguments_[i].toListRef();
+      for (std::size_t j = 0; j < list.size(); ++j) add(list[j], static_cast<int>(j));
+    }
+  }
+}
+
+std::string OpCall::name() const { return info_.name; }
+const c10::FunctionSchema& OpCall::schema() const { return info_.op.schema(); }
+const DeviceMesh& OpCall::mesh() const { return tensors_.at(0).spec.mesh(); }
+bool OpCall::in_place() const { return !info_.written.empty() && info_.written[0]; }
+
+int OpCall::argument(std::string_view name) const {
+  const auto& arguments = schema().arguments();
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name() == name) return static_cast<int>(i);
+  }
+  return -1;
+}
+
+const TensorInfo* OpCall::find(std::string_view name) const {
+  const int i = argument(name);
+  for (const TensorInfo& t : tensors_) {
+    if (t.argument == i) return &t;
+  }
+  return nullptr;
+}
+
+bool OpCall::has(std::string_view name) const {
+  const int i = argument(name);
+  return i >= 0 && !arguments_[i].isNone();
+}
+
+const c10::IValue& OpCall::value(std::string_view name) const {
+  const int i = argument(name);
+  if (i < 0) throw InvalidArgument(concat(info_.name, " has no argument '", name, "'"));
+  return arguments_[i];
+}
+
+std::int64_t OpCall::integer(std::string_view name) const { return value(name).toInt(); }
+bool OpCall::boolean(std::string_view name) const { return value(name).toBool(); }
+
+std::vector<std::int64_t> OpCall::integers(std::string_view name) const {
+  const c10::IValue& v = value(name);
+  if (v.isNone()) return {};
+  if (v.isInt()) return {v.toInt()};
+  std::vector<std::int64_t> all;
+  for (const c10::IValue& i : v.toListRef()) all.push_back(i.toInt());
+  return all;
+}
+
+double OpCall::number(std::string_view name) const {
+  asked_for_numbers_ = true;
+  return value(name).toScalar().toDouble();
+}
+
+const std::vector<OutputInfo>* OpCall::outputs() const {
+  if (inferred_) return outputs_ ? &*outputs_ : nullptr;
+  inferred_ = true;
+  if (std::none_of(info_.returns.begin(), info_.returns.end(), [](const auto& r) { return (r.tensor || r.list) && r.argument < 0; })) {
+    return &outputs_.emplace();  // item(): the meta kernel has nothing to say, and some throw
+  }
+  const auto as_meta = [&](const c10::IValue& v) -> c10::IValue {
+    if (!v.isTensor() || !v.toTensor().defined()) return v;
+    const auto* meta = detail::meta_of(v.toTensor());
+    if (!meta) return v;
+    const auto& layout = *meta->layout;
+    if (!info_.view) return at::Tensor(at::detail::empty_strided_meta(layout.sizes(), layout.strides, layout.dtype));
+    // Views show their offset into the same storage.
+    std::int64_t extent = layout.offset + 1;
+    for (std::size_t d = 0; d < layout.strides.size(); ++d) extent += std::max<std::int64_t>(layout.sizes()[d] - 1, 0) * layout.strides[d];
+    at::Tensor base = at::detail::empty_strided_meta({extent}, {1}, layout.dtype);
+    base.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes(), layout.strides, layout.offset);
+    return base;
+  };
+  torch::jit::Stack stack;
+  for (std::size_t i = 0; i < arguments_.size(); ++i) {
+    const c10::IValue& v = arguments_[i];
+    if (v.isTensor()) {
+      stack.push_back(as_meta(v));
+    } else if (v.isList() && info_.kinds[i] == detail::OpInfo::Kind::tensor_list) {
+      c10::List<at::Tensor> list;
+      for (const c10::IValue& t : v.toListRef()) list.push_back(as_meta(t).toTensor());
+      stack.push_back(list);
+    } else if (v.isList() && info_.kinds[i] == detail::OpInfo::Kind::optional_tensor_list) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const c10::IValue& t : v.toListRef()) list.push_back(t.isNone() ? std::nullopt : std::optional<at::Tensor>(as_meta(t).toTensor()));
+      stack.push_back(list);
+    } else if (v.isDevice()) {
+      stack.push_back(c10::Device(c10::kMeta));
+    } else if (v.isGenerator()) {
+      stack.emplace_back();
+    } else {
+      stack.push_back(v);
+    }
+  }
+  try {
+    const detail::LocalCallGuard guard;
+    info_.op.callBoxed(&stack);
+  } catch (const c10::NotImplementedError&) {
+    return nullptr;
+  } catch (const c10::IndexError&) {
+    // Some meta kernels look at the first slice of tensors that have none.
+    if (std::none_of(tensors_.begin(), tensors_.end(), [](const TensorInfo& t) { return t.spec.numel() == 0; })) throw;
+    return nullptr;
+  } catch (const c10::Error& e) {
+    // Some meta kernels want other strides than those of the CPU do; a view that cannot be is the caller's mistake.
+    if (!info_.view && std::string_view(e.what_without_backtrace()).starts_with("view size is not compatible")) return nullptr;
+    throw;
+  } catch (const std::exception& e) {  // a meta kernel that is written in Python
+    const std::string_view what = e.what();
+    if (what.find("NotImplementedError") != what.npos || what.find("unimplemented") != what.npos || what.find("data-dependent") != what.npos)
+      return nullptr;
+    throw;
+  }
+  std::vector<OutputInfo> all;
+  const auto add = [&](const c10::IValue& v) {
+    if (!v.isTensor()) return;
+    const at::Tensor& t = v.toTensor();
+    if (!t.defined()) {
+      all.push_back({false, {}, {}, 0, at::kFloat});
+    } else {
+      all.push_back({true, t.sizes().vec(), t.strides().vec(), t.storage_offset(), t.scalar_type()});
+    }
+  };
+  for (std::size_t i = 0; i < info_.returns.size(); ++i) {
+    if (info_.returns[i].argument >= 0) continue;
+    const c10::IValue& v = stack[stack.size() - info_.returns.size() + i];
+    if (info_.returns[i].list) {
+      for (const c10::IValue& t : v.toListRef()) add(t);
+    } else {
+      add(v);
+    }
+  }
+  outputs_ = std::move(all);
+  return &*outputs_;
+}
+
+}  // namespace tessera

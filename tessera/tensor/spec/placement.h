@@ -1,0 +1,39 @@
+#pragma once
+// Placement: how a tensor lies along one axis of a mesh.
+
+#include <ostream>
+#include <string>
+
+#include "tessera/comm/group/types.h"
+
+namespace tessera {
+
+/// Replicate: every rank of the axis holds the same. Shard: the ranks hold consecutive parts of `dim`. Partial: the value is `op` over the ranks'
+/// locals.
+struct Placement {
+  enum class Kind : unsigned char { replicate, shard, partial };
+  Kind kind = Kind::replicate;
+  int dim = 0;                              ///< Of a shard.
+  ReduceOp::Kind op = ReduceOp::Kind::sum;  ///< Of a partial.
+
+  bool is_replicate() const { return kind == Kind::replicate; }
+  bool is_shard() const { return kind == Kind::shard; }
+  bool is_shard(int d) const { return kind == Kind::shard && dim == d; }
+  bool is_partial() const { return kind == Kind::partial; }
+  bool is_partial(ReduceOp::Kind o) const { return kind == Kind::partial && op == o; }
+  bool operator==(const Placement& other) const {
+    return kind == other.kind && (kind != Kind::shard || dim == other.dim) && (kind != Kind::partial || op == other.op);
+  }
+};
+
+inline Placement Replicate() { return {}; }
+/// A negative dim counts from the end.
+inline Placement Shard(int dim) { return {Placement::Kind::shard, dim, ReduceOp::Kind::sum}; }
+/// sum, avg (the unweighted mean over ranks; only ever made by the user), product, min or max.
+inline Placement Partial(ReduceOp::Kind op = ReduceOp::Kind::sum) { return {Placement::Kind::partial, 0, op}; }
+
+/// "Replicate", "Shard(1)", "Partial(sum)".
+std::string to_string(const Placement& placement);
+std::ostream& operator<<(std::ostream& out, const Placement& placement);
+
+}  // namespace tessera

@@ -1,0 +1,254 @@
+#include "tessera/tensor/spec/spec.h"
+
+#include <numeric>
+
+#include "tessera/base/hash.h"
+#include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/cut.h"
+#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/rank_state.h"
+#include "tessera/tensor/spec/redistribution_plan.h"
+
+namespace tessera {
+
+ShardingError::~ShardingError() = default;
+NoRuleError::~NoRuleError() = default;
+RuleError::~RuleError() = default;
+ImplicitRedistributionError::~ImplicitRedistributionError() = default;
+
+std::string to_string(const Placement& p) {
+  switch (p.kind) {
+    case Placement::Kind::replicate:
+      return "Replicate";
+    case Placement::Kind::shard:
+      return concat("Shard(", p.dim, ")");
+    case Placement::Kind::partial:
+      return concat("Partial(", to_string(p.op), ")");
+  }
+  return "unknown";
+}
+
+std::ostream& operator<<(std::ostream& out, const Placement& p) { return out << to_string(p); }
+std::ostream& operator<<(std::ostream& out, const ShardSpec& spec) { return out << spec.to_string(); }
+
+namespace detail {
+
+namespace {
+
+// The contexts of this process, by manager and layout; and the ranks' states, which outlive the meshes of their manager. Process-wide, because a
+// DeviceMesh is a value that many callers make anew, and all of them must meet the same interned specs.
+struct Contexts {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<MeshContext>> contexts;
+  std::vector<std::pair<std::weak_ptr<ManagerState>, std::shared_ptr<RankState>>> states;
+};
+
+Contexts& contexts() {
+  static Contexts all;
+  return all;
+}
+
+std::shared_ptr<RankState> state_locked(Contexts& all, const DistributedManager& manager) {
+  std::erase_if(all.states, [](const auto& entry) { return entry.first.expired(); });
+  for (const auto& [owner, state] : all.states) {
+    if (owner.lock() == manager.state()) return state;
+  }
+  all.states.emplace_back(manager.state(), std::make_shared<RankState>());
+  return all.states.back().second;
+}
+
+std::vector<int> axis_sizes(const Mesh& mesh) {
+  std::vector<int> sizes;
+  for (const Axis& axis : mesh.axes()) sizes.push_back(axis.size);
+  return sizes;
+}
+
+std::vector<int> own_coordinate(const DeviceMesh& mesh) {
+  if (!mesh.contains_me()) {
+    throw InvalidArgument(concat("rank ", mesh.manager().rank(), " is not in the mesh of ranks ", list(mesh.layout().ranks()),
+                                 ": only ranks of a mesh can hold its tensors"));
+  }
+  return mesh.coordinate();
+}
+
+}  // namespace
+
+MeshContext::MeshContext(const DeviceMesh& m)
+    : mesh(m), sizes(axis_sizes(m.layout())), coordinate(own_coordinate(m)), redistributions(std::make_shared<RedistributionPlans>()) {
+  for (std::size_t i = 0; i < sizes.size(); ++i) position = position * sizes[i] + coordinate[i];
+}
+
+std::shared_ptr<MeshContext> MeshContext::of(const DeviceMesh& mesh) {
+  Contexts& all = contexts();
+  const std::lock_guard lock(all.mutex);
+  std::shared_ptr<MeshContext> found;
+  std::erase_if(all.contexts, [&](const auto& weak) {
+    const auto context = weak.lock();
+    if (context && context->mesh.manager().state() == mesh.manager().state() && context->mesh.layout() == mesh.layout()) found = context;
+    return !context;
+  });
+  if (found) return found;
+  found = std::make_shared<MeshContext>(mesh);
+  found->state = state_locked(all, mesh.manager());
+  all.contexts.push_back(found);
+  return found;
+}
+
+std::shared_ptr<RankState> rank_state(const DistributedManager& manager) {
+  Contexts& all = contexts();
+  const std::lock_guard lock(all.mutex);
+  return state_locked(all, manager);
+}
+
+ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std::int64_t> shape, std::vector<Placement> placements,
+                    std::vector<DimSharding> dims) {
+  Hash hash;
+  for (const auto n : shape) hash.number(n);
+  for (const Placement& p : placements) {
+    hash.number(static_cast<std::uint64_t>(p.kind) | (p.is_shard() ? p.dim << 8 : 0) | (p.is_partial() ? static_cast<std::uint64_t>(p.op) << 40 : 0));
+  }
+  for (const DimSharding& d : dims) {
+    if (d.axes.empty()) continue;
+    for (int i = 0; i < d.partition.parts(); ++i) hash.number(d.partition.size(i));
+  }
+  auto data =
+      std::make_shared<SpecData>(SpecData{context, std::move(placements), Sharding(std::move(shape), context->sizes, std::move(dims)), {}, {}});
+  for (const Interval& i : data->sharding.box(context->position)) {
+    data->local_shape.push_back(i.size());
+    data->local_offset.push_back(i.begin);
+    data->local_numel *= i.size();
+  }
+  for (const auto n : data->sharding.shape()) data->numel *= n;
+  for (const Placement& p : data->placements) {
+    data->replicated &= p.is_replicate();
+    data->partial |= p.is_partial();
+    data->shard |= p.is_shard();
+  }
+  data->hash = hash.value();
+  return ShardSpec(context->specs.intern(hash.value(), std::move(data)));
+}
+
+ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std::int64_t> shape, std::vector<Placement> placements,
+                    const std::vector<const DimSharding*>& parts) {
+  std::vector<DimSharding> dims(shape.size());
+  for (std::size_t axis = 0; axis < placements.size(); ++axis) {
+    if (placements[axis].is_shard()) dims[placements[axis].dim].axes.push_back(static_cast<int>(axis));
+  }
+  for (std::size_t d = 0; d < dims.size(); ++d) {
+    if (dims[d].axes.empty()) continue;
+    int n = 1;
+    for (const int axis : dims[d].axes) n *= context->sizes[axis];
+    const DimSharding* given = d < parts.size() ? parts[d] : nullptr;
+    const bool fits = given && given->axes == dims[d].axes && given->partition.parts() == n && given->partition.extent() == shape[d];
+    dims[d].partition = fits ? given->partition : Partition::even(shape[d], n);
+  }
+  return make_spec(context, std::move(shape), std::move(placements), std::move(dims));
+}
+
+}  // namespace detail
+
+std::vector<DimSharding> detail::cut_dims(const Mesh& mesh, const std::vector<std::int64_t>& shape, std::vector<Placement>& normal,
+                                          const ShardSizes& sizes) {
+  const int rank_dims = static_cast<int>(shape.size());
+  const std::size_t axes = mesh.axes().size();
+  if (normal.size() != axes)
+    throw InvalidArgument(concat(normal.size(), " placements ", list(normal), " for a mesh of ", axes, " axes: give one an axis"));
+  std::vector<DimSharding> dims(shape.size());
+  for (std::size_t axis = 0; axis < normal.size(); ++axis) {
+    Placement& p = normal[axis];
+    if (p.is_partial() && p.op == ReduceOp::Kind::premultiplied)
+      throw InvalidArgument("Partial(premultiplied) has no meaning: use sum, avg, product, min or max");
+    if (!p.is_shard()) continue;
+    const int d = p.dim < 0 ? p.dim + rank_dims : p.dim;
+    if (d < 0 || d >= rank_dims) {
+      throw InvalidArgument(concat(p, " on axis '", mesh.axes()[axis].name, "' of a tensor of ", rank_dims, " dims ", list(shape)));
+    }
+    p.dim = d;
+    dims[d].axes.push_back(static_cast<int>(axis));
+  }
+  std::map<int, const Sizes*> given;
+  for (const auto& [dim, list_of_sizes] : sizes) {
+    const int d = dim < 0 ? dim + rank_dims : dim;
+    if (d < 0 || d >= rank_dims || dims[d].axes.empty())
+      throw InvalidArgument(concat("sizes are given for dim ", dim, ", which no axis shards: ", list(normal)));
+    given[d] = &list_of_sizes;
+  }
+  for (int d = 0; d < rank_dims; ++d) {
+    if (dims[d].axes.empty()) continue;
+    int parts = 1;
+    for (const int axis : dims[d].axes) parts *= mesh.size(axis);
+    const auto it = given.find(d);
+    if (it == given.end()) {
+      dims[d].partition = Partition::even(shape[d], parts);
+      continue;
+    }
+    dims[d].partition = Partition(std::span<const std::int64_t>(*it->second));
+    if (dims[d].partition.parts() != parts || dims[d].partition.extent() != shape[d]) {
+      throw InvalidArgument(concat("sizes ", list(*it->second), " of dim ", d, " have ", dims[d].partition.parts(), " parts and sum ",
+                                   dims[d].partition.extent(), ": the mesh needs ", parts, " parts and the shape ", list(shape), " the sum ",
+                                   shape[d]));
+    }
+  }
+  return dims;
+}
+
+ShardSpec::ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape, const std::vector<Placement>& placements,
+                     const ShardSizes& sizes) {
+  const auto context = detail::MeshContext::of(mesh);
+  std::vector<Placement> normal = placements;
+  auto dims = detail::cut_dims(mesh.layout(), shape, normal, sizes);
+  data_ = detail::make_spec(context, shape, std::move(normal), std::move(dims)).data_;
+}
+
+ShardSpec ShardSpec::replicated(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape) {
+  return ShardSpec(mesh, shape, std::vector<Placement>(mesh.layout().dims()));
+}
+
+const DeviceMesh& ShardSpec::mesh() const { return data_->context->mesh; }
+const std::vector<std::int64_t>& ShardSpec::shape() const { return data_->sharding.shape(); }
+const std::vector<Placement>& ShardSpec::placements() const { return data_->placements; }
+const DimSharding& ShardSpec::dim(int d) const { return data_->sharding.dims()[d]; }
+bool ShardSpec::is_replicated() const { return data_->replicated; }
+bool ShardSpec::has_partial() const { return data_->partial; }
+bool ShardSpec::has_shard() const { return data_->shard; }
+const std::vector<std::int64_t>& ShardSpec::local_shape() const { return data_->local_shape; }
+const std::vector<std::int64_t>& ShardSpec::local_offset() const { return data_->local_offset; }
+std::int64_t ShardSpec::numel() const { return data_->numel; }
+std::int64_t ShardSpec::local_numel() const { return data_->local_numel; }
+const Sharding& ShardSpec::sharding() const { return data_->sharding; }
+
+ShardSizes ShardSpec::sizes() const {
+  ShardSizes all;
+  for (int d = 0; d < dims(); ++d) {
+    if (is_sharded(d)) all[d] = dim(d).partition.sizes();
+  }
+  return all;
+}
+
+ShardSpec ShardSpec::with_placements(const std::vector<Placement>& placements) const {
+  std::vector<const DimSharding*> parts;
+  for (int d = 0; d < dims(); ++d) parts.push_back(&dim(d));
+  return detail::make_spec(data_->context, shape(), placements, parts);
+}
+
+ShardSpec ShardSpec::with_placement(int axis, Placement placement) const {
+  std::vector<Placement> all = placements();
+  all[axis] = placement;
+  return with_placements(all);
+}
+
+std::string ShardSpec::to_string() const {
+  if (!data_) return "(no spec)";
+  std::string text = list(shape());
+  const auto& axes = mesh().layout().axes();
+  for (std::size_t i = 0; i < axes.size(); ++i) {
+    const Placement& p = placements()[i];
+    text += concat(" ", axes[i].name, "=", p);
+    if (p.is_shard()) text += list(dim(p.dim).partition.sizes());
+  }
+  return text;
+}
+
+}  // namespace tessera
