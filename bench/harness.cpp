@@ -12,7 +12,8 @@
 
 namespace tessera::bench {
 
-Pairs alternate(int count, const std::function<double()>& ours, const std::function<double()>& reference) {
+Pairs alternate(int count, const std::function<double()>& ours,
+                const std::function<double()>& reference) {
   if (count < 31) throw std::invalid_argument("a benchmark needs at least 31 pairs");
   (void)ours();  // Warm: caches, connections, pages.
   (void)reference();
@@ -33,7 +34,8 @@ Pairs alternate(int count, const std::function<double()>& ours, const std::funct
 
 AwakeCores::AwakeCores() {
   cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) throw std::runtime_error("sched_getaffinity failed");
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0)
+    throw std::runtime_error("sched_getaffinity failed");
   for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
     if (!CPU_ISSET(cpu, &allowed)) continue;
     threads_.emplace_back([this, cpu] {
@@ -41,7 +43,9 @@ AwakeCores::AwakeCores() {
       CPU_ZERO(&one);
       CPU_SET(cpu, &one);
       const sched_param none{};
-      if (pthread_setaffinity_np(pthread_self(), sizeof one, &one) != 0 || pthread_setschedparam(pthread_self(), SCHED_IDLE, &none) != 0) return;
+      if (pthread_setaffinity_np(pthread_self(), sizeof one, &one) != 0 ||
+          pthread_setschedparam(pthread_self(), SCHED_IDLE, &none) != 0)
+        return;
       while (!stop_.load(std::memory_order_relaxed)) {
       }
     });
@@ -66,7 +70,8 @@ double upper_bound_of_median(std::vector<double> values) {
   const auto n = static_cast<int>(values.size());
   double below = 0;  // P(Binomial(n, 1/2) <= k - 1)
   for (int k = 1; k <= n; ++k) {
-    below += std::exp(std::lgamma(n + 1.0) - std::lgamma(k) - std::lgamma(n - k + 2.0) - n * std::log(2.0));
+    below += std::exp(std::lgamma(n + 1.0) - std::lgamma(k) - std::lgamma(n - k + 2.0) -
+                      n * std::log(2.0));
     if (below >= 0.95) return values[static_cast<std::size_t>(k - 1)];
   }
   return values.back();
@@ -85,20 +90,27 @@ Report::Report(std::string name, std::string out) : name_(std::move(name)), out_
 #endif
 }
 
-void Report::meta(const std::string& key, const std::string& value) { meta_.emplace_back(key, nlohmann::json(value).dump()); }
+void Report::meta(const std::string& key, const std::string& value) {
+  meta_.emplace_back(key, nlohmann::json(value).dump());
+}
 
-void Report::meta(const std::string& key, std::int64_t value) { meta_.emplace_back(key, std::to_string(value)); }
+void Report::meta(const std::string& key, std::int64_t value) {
+  meta_.emplace_back(key, std::to_string(value));
+}
 
 void Report::only(const std::string& pattern, bool shared) {
   if (!pattern.empty()) only_ = std::regex(pattern);
   keep_ = only_ || shared;
 }
 
-bool Report::wants(const std::string& name) const { return !only_ || std::regex_search(name, *only_); }
+bool Report::wants(const std::string& name) const {
+  return !only_ || std::regex_search(name, *only_);
+}
 
 namespace {
 
-Record compare(const std::string& name, const Pairs& pairs, const std::string& reference, double limit) {
+Record compare(const std::string& name, const Pairs& pairs, const std::string& reference,
+               double limit) {
   std::vector<double> ours, theirs, ratios;
   for (const auto& [a, b] : pairs) {
     ours.push_back(a);
@@ -119,7 +131,8 @@ Record compare(const std::string& name, const Pairs& pairs, const std::string& r
 
 }  // namespace
 
-void Report::time(const std::string& name, const Pairs& pairs, const std::string& reference, double limit) {
+void Report::time(const std::string& name, const Pairs& pairs, const std::string& reference,
+                  double limit) {
   Record record = compare(name, pairs, reference, limit);
   record.metric = "time";
   record.unit = "us";
@@ -128,7 +141,8 @@ void Report::time(const std::string& name, const Pairs& pairs, const std::string
   add(record);
 }
 
-void Report::bandwidth(const std::string& name, const Pairs& pairs, double bytes, const std::string& reference, double limit) {
+void Report::bandwidth(const std::string& name, const Pairs& pairs, double bytes,
+                       const std::string& reference, double limit) {
   Record record = compare(name, pairs, reference, limit);
   record.metric = "bandwidth";
   record.unit = "GB/s";
@@ -144,8 +158,8 @@ int Report::finish() const {
     std::fprintf(stderr, "%s: the pattern finds no case\n", name_.c_str());
     return 3;
   }
-  std::printf("%-40s %-10s %12s %12s %-6s %-22s %8s %8s %8s\n", "case", "metric", "ours", "reference", "unit", "reference is", "ratio", "limit",
-              "holds");
+  std::printf("%-40s %-10s %12s %12s %-6s %-22s %8s %8s %8s\n", "case", "metric", "ours",
+              "reference", "unit", "reference is", "ratio", "limit", "holds");
   const auto cell = [](const std::optional<double>& x) {
     char text[32] = "-";
     if (x) std::snprintf(text, sizeof text, "%.4g", *x);
@@ -158,16 +172,21 @@ int Report::finish() const {
     if (before)
       for (auto& record : nlohmann::json::parse(before)) {
         const auto is_new = [&](const Record& r) { return r.name == record["case"]; };
-        if (std::none_of(records_.begin(), records_.end(), is_new)) file.push_back(std::move(record));
+        if (std::none_of(records_.begin(), records_.end(), is_new))
+          file.push_back(std::move(record));
       }
   }
   nlohmann::json meta;
   for (const auto& [key, value] : meta_) meta[key] = nlohmann::json::parse(value);
   for (const auto& r : records_) {
-    std::printf("%-40s %-10s %12.4g %12s %-6s %-22s %8s %8s %8s\n", r.name.c_str(), r.metric.c_str(), r.value, cell(r.reference_value).c_str(),
-                r.unit.c_str(), r.reference.c_str(), cell(r.ratio).c_str(), cell(r.limit).c_str(), r.limit ? (r.holds ? "yes" : "NO") : "-");
+    std::printf("%-40s %-10s %12.4g %12s %-6s %-22s %8s %8s %8s\n", r.name.c_str(),
+                r.metric.c_str(), r.value, cell(r.reference_value).c_str(), r.unit.c_str(),
+                r.reference.c_str(), cell(r.ratio).c_str(), cell(r.limit).c_str(),
+                r.limit ? (r.holds ? "yes" : "NO") : "-");
     all = all && r.holds;
-    const auto number = [](const std::optional<double>& x) { return x ? nlohmann::json(*x) : nlohmann::json(); };
+    const auto number = [](const std::optional<double>& x) {
+      return x ? nlohmann::json(*x) : nlohmann::json();
+    };
     file.push_back({{"case", r.name},
                     {"metric", r.metric},
                     {"value", r.value},

@@ -1,14 +1,17 @@
 #pragma once
-// What all benchmarks share: two ways of doing one thing timed in turn within one run, and records of what came out.
+// What all benchmarks share: two ways of doing one thing timed in turn within one run, and records
+// of what came out.
 //
 //   Report report("comm", options.out);
 //   auto pairs = alternate(31, ours, reference);                          // A B B A A B B A ...
-//   report.time("all_reduce 4 B mpi", pairs, "MPI_Allreduce", 1.03);      // holds if the upper 95 % bound of the median ratio is at most 1.03
-//   return report.finish();                                               // table, file; 1 if a limit does not hold
+//   // holds if the upper 95 % bound of the median ratio is at most 1.03
+//   report.time("all_reduce 4 B mpi", pairs, "MPI_Allreduce", 1.03);
+//   return report.finish();  // table, file; 1 if a limit does not hold
 //
-// A ratio is ours / reference, pair by pair, so that what slows the machine down slows both. The bound is the order statistic x_(k) of the n sorted
-// ratios with the smallest k for which Binomial(n, 1/2) stays below k with probability 0.95: the median lies below it with that confidence, whatever
-// the distribution (n = 31: k = 21). Median of times: of the values alone.
+// A ratio is ours / reference, pair by pair, so that what slows the machine down slows both. The
+// bound is the order statistic x_(k) of the n sorted ratios with the smallest k for which
+// Binomial(n, 1/2) stays below k with probability 0.95: the median lies below it with that
+// confidence, whatever the distribution (n = 31: k = 21). Median of times: of the values alone.
 
 #include <atomic>
 #include <functional>
@@ -22,27 +25,38 @@
 namespace tessera::bench {
 
 struct Record {
-  std::string name;    ///< "case" in the file.
-  std::string metric;  ///< "time", "bandwidth", "bytes", ...
-  double value = 0;    ///< Ours, median.
+  /// "case" in the file.
+  std::string name;
+  /// "time", "bandwidth", "bytes", ...
+  std::string metric;
+  /// Ours, median.
+  double value = 0;
   std::string unit;
-  std::string reference;                  ///< What it is compared with; empty: nothing.
-  std::optional<double> reference_value;  ///< Median.
-  std::optional<double> ratio;            ///< Upper 95 % bound of the median of ours / reference, of times also where the metric is a bandwidth.
+  /// What it is compared with; empty: nothing.
+  std::string reference;
+  /// Median.
+  std::optional<double> reference_value;
+  /// Upper 95 % bound of the median of ours / reference, of times also where the metric is a
+  /// bandwidth.
+  std::optional<double> ratio;
   std::optional<double> median_ratio;
-  std::optional<double> limit;  ///< Of `ratio`, or of `value` where there is no ratio.
+  /// Of `ratio`, or of `value` where there is no ratio.
+  std::optional<double> limit;
   bool holds = true;
 };
 
 /// Seconds, one pair a row: ours, reference.
 using Pairs = std::vector<std::pair<double, double>>;
 
-/// Calls `ours` and `reference` in the order A B B A A B ..., `count` (at least 31) times each; each returns the seconds of its own sample.
-Pairs alternate(int count, const std::function<double()>& ours, const std::function<double()>& reference);
+/// Calls `ours` and `reference` in the order A B B A A B ..., `count` (at least 31) times each;
+/// each returns the seconds of its own sample.
+Pairs alternate(int count, const std::function<double()>& ours,
+                const std::function<double()>& reference);
 
-/// Keeps the cores from sleeping while it lives: a thread for each CPU of this process that runs only where nothing else does (SCHED_IDLE). Waking a
-/// sleeping core costs up to milliseconds on a virtual machine, at random, and hides everything else in calls that wait for other threads; where a
-/// model computes, cores are awake.
+/// Keeps the cores from sleeping while it lives: a thread for each CPU of this process that runs
+/// only where nothing else does (SCHED_IDLE). Waking a sleeping core costs up to milliseconds on a
+/// virtual machine, at random, and hides everything else in calls that wait for other threads;
+/// where a model computes, cores are awake.
 class AwakeCores {
  public:
   AwakeCores();
@@ -61,19 +75,23 @@ double upper_bound_of_median(std::vector<double> values);
 
 class Report {
  public:
-  /// `out`: path of the JSON file; empty writes none. Meta data (machine, cores) is collected here, more by meta().
+  /// `out`: path of the JSON file; empty writes none. Meta data (machine, cores) is collected here,
+  /// more by meta().
   Report(std::string name, std::string out);
   void meta(const std::string& key, const std::string& value);
   void meta(const std::string& key, std::int64_t value);
-  /// A long benchmark in pieces: wants() is true of the cases whose name this regular expression (ECMAScript) finds, empty: of all. With a pattern,
-  /// or where the file is made by several programs (`shared`), finish() keeps the file's records of other cases.
+  /// A long benchmark in pieces: wants() is true of the cases whose name this regular expression
+  /// (ECMAScript) finds, empty: of all. With a pattern, or where the file is made by several
+  /// programs (`shared`), finish() keeps the file's records of other cases.
   void only(const std::string& pattern, bool shared = false);
   bool wants(const std::string& name) const;
 
   /// A time in microseconds beside the reference's; `limit` as ratio.
-  void time(const std::string& name, const Pairs& pairs, const std::string& reference, double limit);
+  void time(const std::string& name, const Pairs& pairs, const std::string& reference,
+            double limit);
   /// The same, shown as GB/s of `bytes` a call.
-  void bandwidth(const std::string& name, const Pairs& pairs, double bytes, const std::string& reference, double limit);
+  void bandwidth(const std::string& name, const Pairs& pairs, double bytes,
+                 const std::string& reference, double limit);
   /// Any other.
   void add(Record record);
 

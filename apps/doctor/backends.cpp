@@ -23,7 +23,9 @@ std::string library_of(const void* address) {
 int gpus_of_the_system() {
   std::error_code error;
   int count = 0;
-  for (std::filesystem::directory_iterator it("/proc/driver/nvidia/gpus", error), end; !error && it != end; it.increment(error)) ++count;
+  for (std::filesystem::directory_iterator it("/proc/driver/nvidia/gpus", error), end;
+       !error && it != end; it.increment(error))
+    ++count;
   return count;
 }
 
@@ -31,7 +33,8 @@ void report_mpi(Report& report) {
   if (!has_mpi()) {
     report.line("mpi", "not built");
     report.advice(
-        "the MPI backend is absent: install an MPI 3 library (Debian: libopenmpi-dev openmpi-bin) and configure again with -DTESSERA_MPI=ON");
+        "the MPI backend is absent: install an MPI 3 library (Debian: libopenmpi-dev openmpi-bin) "
+        "and configure again with -DTESSERA_MPI=ON");
     return;
   }
   // Allowed before MPI_Init by the standard (MPI 3.1, 8.7).
@@ -41,7 +44,9 @@ void report_mpi(Report& report) {
   int size = 0;
   if (!version || version(text, &size) != 0) {
     report.line("mpi", "built");
-    report.problem("the MPI library does not say its version: check that the library found at run time is the one of the build (ldd)");
+    report.problem(
+        "the MPI library does not say its version: check that the library found at run time is the "
+        "one of the build (ldd)");
     return;
   }
   std::string first(text);
@@ -56,24 +61,29 @@ void report_nccl(Report& report) {
   const auto version = reinterpret_cast<Version>(dlsym(RTLD_DEFAULT, "ncclGetVersion"));
   int number = 0;
   if (version && version(&number) == 0) {
-    report.line("nccl", concat("built: ", number / 10000, ".", number / 100 % 100, ".", number % 100));
+    report.line("nccl",
+                concat("built: ", number / 10000, ".", number / 100 % 100, ".", number % 100));
     report.line("", library_of(reinterpret_cast<const void*>(version)));
     if (gpus == 0) report.advice("no GPU: the NCCL backend has nothing to work on");
     return;
   }
   report.line("nccl", "not built");
   if (gpus > 0)
-    report.advice("GPUs are there, but this build has no NCCL part: configure again with -DTESSERA_NCCL=ON, where a CUDA toolkit and nccl.h are");
+    report.advice(
+        "GPUs are there, but this build has no NCCL part: configure again with -DTESSERA_NCCL=ON, "
+        "where a CUDA toolkit and nccl.h are");
 }
 
 }  // namespace
 
 void report_libraries(Report& report) {
   report.section("libtorch");
-  report.line("version", concat(TORCH_VERSION_MAJOR, ".", TORCH_VERSION_MINOR, ".", TORCH_VERSION_PATCH));
+  report.line("version",
+              concat(TORCH_VERSION_MAJOR, ".", TORCH_VERSION_MINOR, ".", TORCH_VERSION_PATCH));
   report.line("library", library_of(reinterpret_cast<const void*>(&at::get_num_threads)));
   report.line("threads", concat(at::get_num_threads(), " inside an operator (OMP_NUM_THREADS)"));
-  report.line("devices", concat("cpu", at::hasCUDA() ? ", cuda" : "", "; GPUs that the system shows: ", gpus_of_the_system()));
+  report.line("devices", concat("cpu", at::hasCUDA() ? ", cuda" : "",
+                                "; GPUs that the system shows: ", gpus_of_the_system()));
 
   report.section("Backends");
   report.line("gloo", "built (part of libtorch); TCP");

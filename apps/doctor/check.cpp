@@ -26,7 +26,8 @@ void all_reduce(const Group& group) {
   group.all_reduce(value);
   const double expected = size * (size + 1) / 2.0;
   if (!value.eq(expected).all().item<bool>()) {
-    throw Error(concat("the sum of ", size, " ranks is ", value[0].item<double>(), " and not ", expected));
+    throw Error(
+        concat("the sum of ", size, " ranks is ", value[0].item<double>(), " and not ", expected));
   }
 }
 
@@ -54,7 +55,8 @@ std::optional<std::filesystem::path> in_path(const std::string& program) {
 }
 
 // The command's output, should it fail, goes into the advice.
-void run_ranks(Report& report, const std::string& name, const std::string& what, int ranks, const std::vector<std::string>& command) {
+void run_ranks(Report& report, const std::string& name, const std::string& what, int ranks,
+               const std::vector<std::string>& command) {
   std::FILE* output = std::tmpfile();
   if (!output) throw Error("cannot make a temporary file for a check's output");
   LocalRun run;
@@ -70,7 +72,8 @@ void run_ranks(Report& report, const std::string& name, const std::string& what,
     report.line(name, concat("all-reduce on ", what, ": FAILS (status ", result.exit_status, ")"));
     std::rewind(output);
     std::string text;
-    for (int c; (c = std::fgetc(output)) != EOF && text.size() < 4000;) text += static_cast<char>(c);
+    for (int c; (c = std::fgetc(output)) != EOF && text.size() < 4000;)
+      text += static_cast<char>(c);
     report.problem(concat("its output was:\n", text));
   }
   std::fclose(output);
@@ -97,19 +100,25 @@ void check_mpi(Report& report) {
   if (!mpirun) {
     report.line("mpi", "not checked");
     report.advice(
-        "mpirun is not in PATH: install it (Debian: openmpi-bin), or run this check under your site's launcher: srun -n 2 tessera doctor --check");
+        "mpirun is not in PATH: install it (Debian: openmpi-bin), or run this check under your "
+        "site's launcher: srun -n 2 tessera doctor --check");
     return;
   }
   // The inner launcher must be the one that is recognised, so the outer one's variables go.
   std::vector<std::string> command{"env"};
-  for (const char* name : {"TESSERA_RANK", "TESSERA_WORLD_SIZE", "TESSERA_LOCAL_RANK", "TESSERA_LOCAL_SIZE", "TESSERA_NODE_RANK", "TESSERA_ADDRESS",
-                           "TESSERA_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
+  for (const char* name :
+       {"TESSERA_RANK", "TESSERA_WORLD_SIZE", "TESSERA_LOCAL_RANK", "TESSERA_LOCAL_SIZE",
+        "TESSERA_NODE_RANK", "TESSERA_ADDRESS", "TESSERA_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
     command.insert(command.end(), {"-u", name});
   }
-  // As root, Open MPI asks twice whether that is meant; for two ranks of this program it is. More ranks than cores are meant too.
-  command.insert(command.end(), {"OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", "OMPI_MCA_rmaps_base_oversubscribe=1",
-                                 "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe", mpirun->string(), "-n", concat(check_ranks), self(),
-                                 "--check-rank", "mpi"});
+  // As root, Open MPI asks twice whether that is meant; for two ranks of this program it is. More
+  // ranks than cores are meant too.
+  command.insert(command.end(),
+                 {"OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+                  "OMPI_MCA_rmaps_base_oversubscribe=1",
+                  "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe", mpirun->string(), "-n",
+                  concat(check_ranks), self(), "--check-rank", "mpi"});
   run_ranks(report, "mpi", concat(check_ranks, " ranks under ", mpirun->string()), 1, command);
 }
 
@@ -126,10 +135,13 @@ void report_check(Report& report) {
   report.section("Check");
   if (launch.world_size > 1) {
     std::vector<std::string> backends{"gloo"};
-    if (has_mpi() && (launch.launcher == "open_mpi" || launch.launcher == "pmi" || launch.launcher == "slurm")) backends.push_back("mpi");
+    if (has_mpi() &&
+        (launch.launcher == "open_mpi" || launch.launcher == "pmi" || launch.launcher == "slurm"))
+      backends.push_back("mpi");
     DistributedManager manager = DistributedManager::initialize(check_options(backends.back()));
     for (const auto& backend : backends) {
-      const std::string what = concat("all-reduce on the ", launch.world_size, " ranks of this launch: ");
+      const std::string what =
+          concat("all-reduce on the ", launch.world_size, " ranks of this launch: ");
       try {
         all_reduce(group_over(manager, backend));
         report.line(backend, concat(what, "works"));
@@ -141,7 +153,8 @@ void report_check(Report& report) {
     manager.shutdown();
     return;
   }
-  run_ranks(report, "gloo", concat(check_ranks, " ranks of our launcher"), check_ranks, {self(), "--check-rank", "gloo"});
+  run_ranks(report, "gloo", concat(check_ranks, " ranks of our launcher"), check_ranks,
+            {self(), "--check-rank", "gloo"});
   check_mpi(report);
   check_threads(report);
 }

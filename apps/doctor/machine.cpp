@@ -31,7 +31,9 @@ double limit(decltype(RLIMIT_NOFILE) what) {
   return value.rlim_cur == RLIM_INFINITY ? -1 : static_cast<double>(value.rlim_cur);
 }
 
-std::string shown(double value) { return value < 0 ? "unlimited" : concat(static_cast<unsigned long long>(value)); }
+std::string shown(double value) {
+  return value < 0 ? "unlimited" : concat(static_cast<unsigned long long>(value));
+}
 
 void addresses(Report& report) {
   ifaddrs* all = nullptr;
@@ -41,14 +43,16 @@ void addresses(Report& report) {
     for (const ifaddrs* a = all; a; a = a->ifa_next) {
       if (!a->ifa_addr || a->ifa_addr->sa_family != AF_INET || !(a->ifa_flags & IFF_UP)) continue;
       char text[INET_ADDRSTRLEN] = {};
-      inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(a->ifa_addr)->sin_addr, text, sizeof text);
+      inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(a->ifa_addr)->sin_addr, text,
+                sizeof text);
       found.push_back(concat(a->ifa_name, " ", text));
       other = other || !(a->ifa_flags & IFF_LOOPBACK);
     }
     freeifaddrs(all);
   }
   report.line("addresses", list(found));
-  if (!other) report.advice("no network address but loopback: ranks on other hosts cannot reach this one");
+  if (!other)
+    report.advice("no network address but loopback: ranks on other hosts cannot reach this one");
 }
 
 }  // namespace
@@ -61,30 +65,39 @@ void report_machine(Report& report) {
   report.line("system", concat(system.sysname, " ", system.release, " ", system.machine));
 
   const CpuBudget budget = cpu_budget();
-  report.line("cores", concat(budget.usable(), " usable (affinity ", list(budget.cpus, 16),
-                              budget.quota > 0 ? concat(", control group limit ", budget.quota) : "", ")"));
+  report.line("cores",
+              concat(budget.usable(), " usable (affinity ", list(budget.cpus, 16),
+                     budget.quota > 0 ? concat(", control group limit ", budget.quota) : "", ")"));
   if (budget.quota > 0 && budget.quota < static_cast<double>(budget.cpus.size())) {
-    report.advice(concat("the control group allows ", budget.quota, " CPUs' worth of time on ", budget.cpus.size(),
-                         " CPUs: more threads than that wait for each other"));
+    report.advice(concat("the control group allows ", budget.quota, " CPUs' worth of time on ",
+                         budget.cpus.size(), " CPUs: more threads than that wait for each other"));
   }
   const double page = static_cast<double>(sysconf(_SC_PAGESIZE));
-  report.line("memory", concat(gigabytes(page * static_cast<double>(sysconf(_SC_PHYS_PAGES))), ", ",
-                               gigabytes(page * static_cast<double>(sysconf(_SC_AVPHYS_PAGES))), " free"));
+  report.line("memory",
+              concat(gigabytes(page * static_cast<double>(sysconf(_SC_PHYS_PAGES))), ", ",
+                     gigabytes(page * static_cast<double>(sysconf(_SC_AVPHYS_PAGES))), " free"));
 
   const double locked = limit(RLIMIT_MEMLOCK);
   report.line("locked memory", concat(shown(locked), locked < 0 ? "" : " bytes"));
   if (locked >= 0 && locked < 64.0 * 1024 * 1024) {
     report.advice(
-        "RDMA networks (InfiniBand, RoCE) register memory and will fail: ulimit -l unlimited, or LimitMEMLOCK=infinity for the batch daemon");
+        "RDMA networks (InfiniBand, RoCE) register memory and will fail: ulimit -l unlimited, or "
+        "LimitMEMLOCK=infinity for the batch daemon");
   }
   const double files = limit(RLIMIT_NOFILE);
   report.line("open files", shown(files));
-  if (files >= 0 && files < 4096) report.advice("every peer takes descriptors: ulimit -n 65536 before running hundreds of ranks");
+  if (files >= 0 && files < 4096)
+    report.advice("every peer takes descriptors: ulimit -n 65536 before running hundreds of ranks");
   struct statvfs shm{};
   if (statvfs("/dev/shm", &shm) == 0) {
     const double free = static_cast<double>(shm.f_bavail) * static_cast<double>(shm.f_frsize);
-    report.line("/dev/shm", concat(gigabytes(static_cast<double>(shm.f_blocks) * static_cast<double>(shm.f_frsize)), ", ", gigabytes(free), " free"));
-    if (free < 64.0 * 1024 * 1024) report.advice("MPI and NCCL share memory there: in a container, run it with --shm-size=1g or --ipc=host");
+    report.line("/dev/shm", concat(gigabytes(static_cast<double>(shm.f_blocks) *
+                                             static_cast<double>(shm.f_frsize)),
+                                   ", ", gigabytes(free), " free"));
+    if (free < 64.0 * 1024 * 1024)
+      report.advice(
+          "MPI and NCCL share memory there: in a container, run it with --shm-size=1g or "
+          "--ipc=host");
   } else {
     report.line("/dev/shm", "absent");
     report.advice("MPI and NCCL share memory there: mount a tmpfs on /dev/shm");

@@ -1,4 +1,5 @@
-// tessera-doctor: what this machine and this launch offer, and one line of advice for each thing that will not work.
+// tessera-doctor: what this machine and this launch offer, and one line of advice for each thing
+// that will not work.
 
 #include <CLI/CLI.hpp>
 
@@ -37,7 +38,9 @@ int main(int argc, char** argv) {
   program.name("tessera doctor");
   bool check = false;
   std::string backend;
-  program.add_flag("--check", check, "Run a short all-reduce on every backend that is there; exit status 1 if one fails");
+  program.add_flag(
+      "--check", check,
+      "Run a short all-reduce on every backend that is there; exit status 1 if one fails");
   program.add_option("--check-rank", backend, "One rank of a check, over this backend")->group("");
   try {
     program.parse(argc, argv);
@@ -58,7 +61,10 @@ int main(int argc, char** argv) {
     // One rank speaks for all, unless another has something to say.
     if (rank == 0 || report.problems() > 0) {
       std::cout << report.text() << "\n"
-                << (report.advices() == 0 ? std::string("Nothing to advise.") : tessera::concat(report.advices(), " to look at, marked ->")) << "\n";
+                << (report.advices() == 0
+                        ? std::string("Nothing to advise.")
+                        : tessera::concat(report.advices(), " to look at, marked ->"))
+                << "\n";
     }
     return report.problems() == 0 ? 0 : 1;
   } catch (const std::exception& error) {

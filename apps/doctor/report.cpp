@@ -4,10 +4,13 @@
 
 namespace tessera::app {
 
-void Report::section(const std::string& title) { text_ += concat(text_.empty() ? "" : "\n", title, "\n"); }
+void Report::section(const std::string& title) {
+  text_ += concat(text_.empty() ? "" : "\n", title, "\n");
+}
 
 void Report::line(const std::string& name, const std::string& value) {
-  text_ += concat("  ", name, std::string(name.size() < 18 ? 18 - name.size() : 1, ' '), value, "\n");
+  text_ +=
+      concat("  ", name, std::string(name.size() < 18 ? 18 - name.size() : 1, ' '), value, "\n");
 }
 
 void Report::advice(const std::string& text) {

@@ -11,7 +11,8 @@ class Report {
  public:
   void section(const std::string& title);
   void line(const std::string& name, const std::string& value);
-  /// Something that will not work, or not well, and what to do about it; printed below the line it belongs to.
+  /// Something that will not work, or not well, and what to do about it; printed below the line it
+  /// belongs to.
   void advice(const std::string& text);
   /// Advice about something that was asked for: the doctor's exit status becomes 1.
   void problem(const std::string& text);
@@ -32,7 +33,8 @@ void report_libraries(Report& report);
 /// Runs a short all-reduce on every backend that is there.
 void report_check(Report& report);
 
-/// The part of a check that runs in each rank: an all-reduce over `backend`, compared with the right answer. Throws what goes wrong.
+/// The part of a check that runs in each rank: an all-reduce over `backend`, compared with the
+/// right answer. Throws what goes wrong.
 void check_rank(const std::string& backend);
 
 }  // namespace tessera::app

@@ -6,7 +6,9 @@
 
 namespace tessera::app {
 
-/// Becomes the program `name` in this program's folder. Throws NotAvailable, with the target to build, if there is none.
-[[noreturn]] void become(const std::string& name, const std::string& target, const std::vector<std::string>& arguments);
+/// Becomes the program `name` in this program's folder. Throws NotAvailable, with the target to
+/// build, if there is none.
+[[noreturn]] void become(const std::string& name, const std::string& target,
+                         const std::vector<std::string>& arguments);
 
 }  // namespace tessera::app

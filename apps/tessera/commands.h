@@ -1,5 +1,6 @@
 #pragma once
-// The subcommands of the program `tessera`. Each adds its options to the parser and returns what runs it.
+// The subcommands of the program `tessera`. Each adds its options to the parser and returns what
+// runs it.
 
 #include <CLI/CLI.hpp>
 
@@ -9,7 +10,8 @@ namespace tessera::app {
 
 struct Command {
   CLI::App* parser;
-  std::function<int()> run;  ///< Returns the exit status.
+  /// Returns the exit status.
+  std::function<int()> run;
 };
 
 Command add_run(CLI::App& program);

@@ -8,8 +8,9 @@ int main(int argc, char** argv) {
   CLI::App program("Tessera: distributed training for libtorch");
   program.name("tessera");
   program.require_subcommand(1);
-  const std::vector<tessera::app::Command> commands{tessera::app::add_run(program), tessera::app::add_doctor(program),
-                                                    tessera::app::add_plan(program), tessera::app::add_bench(program)};
+  const std::vector<tessera::app::Command> commands{
+      tessera::app::add_run(program), tessera::app::add_doctor(program),
+      tessera::app::add_plan(program), tessera::app::add_bench(program)};
   try {
     program.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

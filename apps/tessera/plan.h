@@ -1,5 +1,6 @@
 #pragma once
-// What `tessera plan` does, apart from its flags: a request becomes groups, a placement and warnings; these become text, JSON or a picture.
+// What `tessera plan` does, apart from its flags: a request becomes groups, a placement and
+// warnings; these become text, JSON or a picture.
 
 #include <optional>
 #include <string>
@@ -15,17 +16,22 @@ namespace tessera::app {
 struct PlannedFamily {
   std::string name;
   GroupTable groups;
-  std::optional<Reach> reach;  ///< Of the placement.
-  std::string note;            ///< "orthogonal to [shard] in dp"
+  /// Of the placement.
+  std::optional<Reach> reach;
+  /// "orthogonal to [shard] in dp"
+  std::string note;
   GroupOptions options;
 };
 
 /// Machines, the placement on them, and what the traffic costs there.
 struct PlannedPlacement {
   Topology topology;
-  std::vector<int> slot_of;         ///< By rank.
-  std::vector<int> host_of;         ///< By rank.
-  std::vector<int> launcher_table;  ///< Row-major over the mesh: the ranks to give the mesh if the launcher starts rank r on slot r.
+  /// By rank.
+  std::vector<int> slot_of;
+  /// By rank.
+  std::vector<int> host_of;
+  /// Row-major over the mesh: the ranks to give the mesh if the launcher starts rank r on slot r.
+  std::vector<int> launcher_table;
   double seconds = 0, naive_seconds = 0, lower_bound = 0;
   bool exact = false;
   std::string method;
@@ -34,8 +40,10 @@ struct PlannedPlacement {
 
 struct Plan {
   Mesh mesh;
-  std::string order;  ///< Innermost first; empty if a name cannot stand in an order.
-  std::string tree;   ///< Printed; empty without one.
+  /// Innermost first; empty if a name cannot stand in an order.
+  std::string order;
+  /// Printed; empty without one.
+  std::string tree;
   std::vector<PlannedFamily> families;
   std::optional<PlannedPlacement> placement;
   std::vector<std::string> warnings;
@@ -48,7 +56,8 @@ Plan make_plan(const PlanRequest& request);
 
 std::string plan_text(const Plan& plan, std::optional<int> rank, int most_groups);
 std::string plan_json(const Plan& plan, std::optional<int> rank);
-/// One self-contained SVG: hosts and devices once for each family, coloured by group. `rank`: whose groups stand out.
+/// One self-contained SVG: hosts and devices once for each family, coloured by group. `rank`: whose
+/// groups stand out.
 std::string plan_svg(const Plan& plan, int rank);
 /// The same in a page where pointing at a device shows its groups everywhere.
 std::string plan_html(const Plan& plan, int rank);

@@ -26,7 +26,8 @@ void print_placement(const Plan& plan, std::ostringstream& out, int most_hosts) 
   const auto& placed = *plan.placement;
   out << "\nhosts (ranks by device)\n";
   std::vector<std::vector<std::pair<int, int>>> ranks(placed.topology.hosts.size());
-  for (int r = 0; r < static_cast<int>(placed.slot_of.size()); ++r) ranks[placed.host_of[r]].emplace_back(placed.slot_of[r], r);
+  for (int r = 0; r < static_cast<int>(placed.slot_of.size()); ++r)
+    ranks[placed.host_of[r]].emplace_back(placed.slot_of[r], r);
   for (std::size_t h = 0; h < ranks.size(); ++h) {
     if (static_cast<int>(h) == most_hosts) {
       out << "  ... " << ranks.size() << " hosts in all\n";
@@ -47,22 +48,26 @@ void print_placement(const Plan& plan, std::ostringstream& out, int most_hosts) 
   out << "\ncost of a step                       before         after\n";
   for (std::size_t t = 0; t < placed.cost.size(); ++t) {
     const auto &now = placed.cost[t], &before = placed.naive_cost[t];
-    out << "  " << std::left << std::setw(16) << now.axes << std::setw(16) << to_string(now.collective) << std::right << std::setw(9)
-        << duration_text(before.seconds) << std::setw(14) << duration_text(now.seconds) << "   " << now.algorithm << "\n";
+    out << "  " << std::left << std::setw(16) << now.axes << std::setw(16)
+        << to_string(now.collective) << std::right << std::setw(9) << duration_text(before.seconds)
+        << std::setw(14) << duration_text(now.seconds) << "   " << now.algorithm << "\n";
   }
-  out << "  " << std::left << std::setw(32) << "all" << std::right << std::setw(9) << duration_text(placed.naive_seconds) << std::setw(14)
-      << duration_text(placed.seconds) << "\n";
+  out << "  " << std::left << std::setw(32) << "all" << std::right << std::setw(9)
+      << duration_text(placed.naive_seconds) << std::setw(14) << duration_text(placed.seconds)
+      << "\n";
   out << "placement: " << placed.method;
   if (placed.exact)
     out << ", all placements were tried: none is cheaper";
   else if (placed.lower_bound > 0)
-    out << ", no placement costs less than " << duration_text(placed.lower_bound) << percent_above(placed.seconds, placed.lower_bound);
+    out << ", no placement costs less than " << duration_text(placed.lower_bound)
+        << percent_above(placed.seconds, placed.lower_bound);
   out << "\n";
 }
 
 Json member_lists(const GroupTable& groups) {
   Json lists = Json::array();
-  for (int g = 0; g < groups.count(); ++g) lists.push_back(std::vector<int>(groups[g].begin(), groups[g].end()));
+  for (int g = 0; g < groups.count(); ++g)
+    lists.push_back(std::vector<int>(groups[g].begin(), groups[g].end()));
   return lists;
 }
 
@@ -96,8 +101,10 @@ std::string plan_text(const Plan& plan, std::optional<int> rank, int most_groups
   if (rank) {
     out << "\nrank " << *rank << " at";
     const auto at = plan.mesh.coordinate(*rank);
-    for (int i = 0; i < plan.mesh.dims(); ++i) out << ' ' << plan.mesh.axes()[i].name << '=' << at[i];
-    if (plan.placement) out << " on " << plan.placement->topology.hosts[plan.placement->host_of[*rank]].name;
+    for (int i = 0; i < plan.mesh.dims(); ++i)
+      out << ' ' << plan.mesh.axes()[i].name << '=' << at[i];
+    if (plan.placement)
+      out << " on " << plan.placement->topology.hosts[plan.placement->host_of[*rank]].name;
     out << "\n";
   }
   out << "\ngroups\n";
@@ -107,7 +114,8 @@ std::string plan_text(const Plan& plan, std::optional<int> rank, int most_groups
       const auto [members, place] = group_of(family.groups, *rank);
       out << "rank " << place << " of " << members.size() << " in " << list(members, 64);
     } else {
-      out << family.groups.count() << " of " << family.groups.group_size << (family.groups.group_size == 1 ? " rank" : " ranks");
+      out << family.groups.count() << " of " << family.groups.group_size
+          << (family.groups.group_size == 1 ? " rank" : " ranks");
     }
     if (family.reach) out << ", " << to_string(*family.reach);
     if (!family.note.empty()) out << ", " << family.note;
@@ -116,8 +124,10 @@ std::string plan_text(const Plan& plan, std::optional<int> rank, int most_groups
     out << "\n";
     if (rank) continue;
     out << "   ";
-    for (int g = 0; g < std::min(family.groups.count(), most_groups); ++g) out << ' ' << group_text(family.groups[g]);
-    if (family.groups.count() > most_groups) out << " ... (" << family.groups.count() << " groups; --json lists all)";
+    for (int g = 0; g < std::min(family.groups.count(), most_groups); ++g)
+      out << ' ' << group_text(family.groups[g]);
+    if (family.groups.count() > most_groups)
+      out << " ... (" << family.groups.count() << " groups; --json lists all)";
     out << "\n";
   }
   if (plan.placement) print_placement(plan, out, 64);
@@ -129,7 +139,8 @@ std::string plan_text(const Plan& plan, std::optional<int> rank, int most_groups
 std::string plan_json(const Plan& plan, std::optional<int> rank) {
   Json out;
   out["world"] = plan.mesh.size();
-  for (const Axis& axis : plan.mesh.axes()) out["mesh"].push_back(Json{{"axis", axis.name}, {"size", axis.size}});
+  for (const Axis& axis : plan.mesh.axes())
+    out["mesh"].push_back(Json{{"axis", axis.name}, {"size", axis.size}});
   if (!plan.order.empty()) out["order"] = plan.order;
   if (!plan.mesh.row_major()) out["ranks"] = plan.mesh.ranks();
   out["groups"] = Json::object();
@@ -146,7 +157,8 @@ std::string plan_json(const Plan& plan, std::optional<int> rank) {
     Json mine{{"rank", *rank}, {"coordinate", plan.mesh.coordinate(*rank)}};
     for (const auto& family : plan.families) {
       const auto [members, place] = group_of(family.groups, *rank);
-      mine["groups"][family.name] = Json{{"ranks", std::vector<int>(members.begin(), members.end())}, {"group_rank", place}};
+      mine["groups"][family.name] =
+          Json{{"ranks", std::vector<int>(members.begin(), members.end())}, {"group_rank", place}};
     }
     out["rank"] = std::move(mine);
   }

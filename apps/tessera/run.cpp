@@ -19,8 +19,10 @@ struct RunOptions {
 int threads_from(const std::string& text) {
   if (text == "auto") return LocalRun::automatic;
   if (text == "off") return LocalRun::off;
-  if (text.empty() || text.size() > 6 || text.find_first_not_of("0123456789") != std::string::npos || std::stoi(text) < 1) {
-    throw InvalidArgument(concat("--threads ", text, ": give auto, off or a number from 1 to 999999"));
+  if (text.empty() || text.size() > 6 ||
+      text.find_first_not_of("0123456789") != std::string::npos || std::stoi(text) < 1) {
+    throw InvalidArgument(
+        concat("--threads ", text, ": give auto, off or a number from 1 to 999999"));
   }
   return std::stoi(text);
 }
@@ -31,20 +33,39 @@ Command add_run(CLI::App& program) {
   auto options = std::make_shared<RunOptions>();
   LocalRun& run = options->run;
   CLI::App* parser = program.add_subcommand("run", "Start ranks of a program on this host");
-  parser->footer("Example: tessera run -n 2 --timeout 60 -- ./train --epochs 3\nWhat stands behind \"--\" is the program and its own arguments.");
-  parser->add_option("-n,--ranks", run.ranks, "Number of ranks")->required()->check(CLI::Range(1, 100000));
-  parser->add_option("--timeout", run.timeout, "End everything after this many seconds, exit status 124 (0: no limit)")->check(CLI::Range(0.0, 1e8));
-  parser->add_option("--grace", run.grace, "Seconds from SIGTERM to SIGKILL")->check(CLI::Range(0.0, 1e8))->capture_default_str();
-  parser->add_option("--linger", run.linger, "After a failure, seconds that the other ranks get to end by themselves")
+  parser->footer(
+      "Example: tessera run -n 2 --timeout 60 -- ./train --epochs 3\nWhat stands behind \"--\" is "
+      "the program and its own arguments.");
+  parser->add_option("-n,--ranks", run.ranks, "Number of ranks")
+      ->required()
+      ->check(CLI::Range(1, 100000));
+  parser
+      ->add_option("--timeout", run.timeout,
+                   "End everything after this many seconds, exit status 124 (0: no limit)")
+      ->check(CLI::Range(0.0, 1e8));
+  parser->add_option("--grace", run.grace, "Seconds from SIGTERM to SIGKILL")
       ->check(CLI::Range(0.0, 1e8))
       ->capture_default_str();
-  parser->add_option("--log-dir", run.log_folder, "Also write each rank's output to rank-R.out and rank-R.err in this folder");
-  parser->add_option("--threads", options->threads, "OMP_NUM_THREADS of each rank: auto (cores / ranks, unless it is set), a number, or off")
+  parser
+      ->add_option("--linger", run.linger,
+                   "After a failure, seconds that the other ranks get to end by themselves")
+      ->check(CLI::Range(0.0, 1e8))
       ->capture_default_str();
-  parser->add_option("--bind", options->bind, "Tie each rank to its share of the cores: none or cores")
+  parser->add_option("--log-dir", run.log_folder,
+                     "Also write each rank's output to rank-R.out and rank-R.err in this folder");
+  parser
+      ->add_option(
+          "--threads", options->threads,
+          "OMP_NUM_THREADS of each rank: auto (cores / ranks, unless it is set), a number, or off")
+      ->capture_default_str();
+  parser
+      ->add_option("--bind", options->bind,
+                   "Tie each rank to its share of the cores: none or cores")
       ->check(CLI::IsMember({"none", "cores"}))
       ->capture_default_str();
-  parser->add_option("--output", options->output, "live: lines as they come; by-rank: all of rank 0, then all of rank 1, ...")
+  parser
+      ->add_option("--output", options->output,
+                   "live: lines as they come; by-rank: all of rank 0, then all of rank 1, ...")
       ->check(CLI::IsMember({"live", "by-rank"}))
       ->capture_default_str();
   parser->add_option("program", run.command, "Program and its arguments")->required();
@@ -53,7 +74,8 @@ Command add_run(CLI::App& program) {
             LocalRun request = options->run;
             request.threads = threads_from(options->threads);
             request.bind = options->bind == "cores";
-            request.output = options->output == "live" ? LocalRun::Output::live : LocalRun::Output::by_rank;
+            request.output =
+                options->output == "live" ? LocalRun::Output::live : LocalRun::Output::by_rank;
             return run_local(request).exit_status;
           }};
 }

@@ -5,7 +5,8 @@
 
 namespace tessera::app {
 
-/// The text without what would be markup, for contents and attributes; control characters are left out.
+/// The text without what would be markup, for contents and attributes; control characters are left
+/// out.
 inline std::string escaped(const std::string& text) {
   std::string out;
   for (const char c : text) {

@@ -1,6 +1,7 @@
-// What runs when. Inside hosts: every host measures its pairs one after the other, all hosts at the same time; then all disjoint pairs of a host at
-// once. Between hosts: a tournament (circle method), in whose rounds disjoint pairs of hosts are measured, by their first ranks; then whole hosts
-// against each other, all their ranks at once.
+// What runs when. Inside hosts: every host measures its pairs one after the other, all hosts at the
+// same time; then all disjoint pairs of a host at once. Between hosts: a tournament (circle
+// method), in whose rounds disjoint pairs of hosts are measured, by their first ranks; then whole
+// hosts against each other, all their ranks at once.
 
 #include "measure.h"
 
@@ -21,10 +22,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
 
 double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
+  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
+                   values.end());
   return values[values.size() / 2];
 }
 
@@ -65,7 +69,8 @@ class Prober {
       const auto [at, is_new] = known.emplace(all[rank], hosts());
       if (is_new) {
         const std::string plain = all[rank].substr(all[rank].find('\n') + 1);
-        const int before = names[plain]++;  // hosts that the launcher tells apart, and their names do not
+        // hosts that the launcher tells apart, and their names do not
+        const int before = names[plain]++;
         job_.probe.hosts.push_back(before == 0 ? plain : concat(plain, "-", before));
         ranks_of_.emplace_back();
       }
@@ -82,8 +87,9 @@ class Prober {
     }
   }
 
-  /// A round trip after the other until the time is up; this rank decides how many if it leads. Returns the lower quartile of one way: what the link
-  /// does, less what else the machine did meanwhile.
+  /// A round trip after the other until the time is up; this rank decides how many if it leads.
+  /// Returns the lower quartile of one way: what the link does, less what else the machine did
+  /// meanwhile.
   double one_way(const Group& pair, const at::Tensor& message) {
     const bool leads = pair.rank() == 0;
     const auto trip = [&] {
@@ -100,7 +106,8 @@ class Prober {
     const double once = seconds_since(begin) / 3;
     const at::Tensor count = at::empty({1}, at::kLong);
     if (leads) {
-      *count.data_ptr<std::int64_t>() = std::clamp<std::int64_t>(static_cast<std::int64_t>(options_.seconds / once), 5, 5000);
+      *count.data_ptr<std::int64_t>() =
+          std::clamp<std::int64_t>(static_cast<std::int64_t>(options_.seconds / once), 5, 5000);
       pair.send(count, 1);
     } else {
       pair.receive(count, 0);
@@ -111,7 +118,8 @@ class Prober {
       trip();
       times.push_back(0.5 * seconds_since(start));
     }
-    std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 4), times.end());
+    std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 4),
+                     times.end());
     return times[times.size() / 4];
   }
 
@@ -120,7 +128,9 @@ class Prober {
     return static_cast<double>(options_.bytes) / std::max(time - latency, 0.05 * time);
   }
 
-  Group pair_of(int slot_a, int slot_b) const { return manager_.group({job_.rank_of_slot[slot_a], job_.rank_of_slot[slot_b]}); }
+  Group pair_of(int slot_a, int slot_b) const {
+    return manager_.group({job_.rank_of_slot[slot_a], job_.rank_of_slot[slot_b]});
+  }
 
   /// Both take part; the first writes it down.
   LinkSample measure(int slot_a, int slot_b) {
@@ -138,12 +148,14 @@ class Prober {
     if (devices > 1) {
       const Group host = manager_.group(mine);
       std::vector<std::pair<int, int>> pairs;
-      for (int apart = 1; apart < devices; ++apart)  // neighbours first: of many devices, the far pairs are left out evenly
+      // neighbours first: of many devices, the far pairs are left out evenly
+      for (int apart = 1; apart < devices; ++apart)
         for (int a = 0; a + apart < devices; ++a) pairs.emplace_back(first + a, first + a + apart);
       if (static_cast<int>(pairs.size()) > options_.pairs) {
         std::vector<std::pair<int, int>> some;
         for (int i = 0; i < options_.pairs; ++i)
-          some.push_back(pairs[static_cast<std::size_t>(static_cast<double>(i) * static_cast<double>(pairs.size()) / options_.pairs)]);
+          some.push_back(pairs[static_cast<std::size_t>(
+              static_cast<double>(i) * static_cast<double>(pairs.size()) / options_.pairs)]);
         pairs = std::move(some);
       }
       double alone = 0;
@@ -182,7 +194,8 @@ class Prober {
     for (int round = 0; round < rounds; ++round) {
       world_.barrier();
       const int other = opponent(mine_.host, round);
-      if (leads && other < n) measure(first_slot_[std::min(mine_.host, other)], first_slot_[std::max(mine_.host, other)]);
+      if (leads && other < n)
+        measure(first_slot_[std::min(mine_.host, other)], first_slot_[std::max(mine_.host, other)]);
     }
     world_.barrier();
     // Hosts 0-1, 2-3, ... with all their ranks at once: what one adapter carries.
@@ -214,7 +227,8 @@ class Prober {
       job_.probe.samples.resize(have + part.size() / sizeof(LinkSample));
       std::memcpy(job_.probe.samples.data() + have, part.data(), part.size());
     }
-    for (int h = 0; h < hosts(); ++h) job_.probe.kept.push_back(std::stod(kept[ranks_of_[h].front()]));
+    for (int h = 0; h < hosts(); ++h)
+      job_.probe.kept.push_back(std::stod(kept[ranks_of_[h].front()]));
   }
 
   const DistributedManager& manager_;
@@ -230,6 +244,8 @@ class Prober {
 
 }  // namespace
 
-ProbedJob probe_job(const DistributedManager& manager, const ProbeOptions& options) { return Prober(manager, options).run(); }
+ProbedJob probe_job(const DistributedManager& manager, const ProbeOptions& options) {
+  return Prober(manager, options).run();
+}
 
 }  // namespace tessera::app

@@ -10,15 +10,21 @@
 namespace tessera::app {
 
 struct ProbeOptions {
-  std::int64_t bytes = 4 << 20;  ///< Of the messages that measure bandwidth.
-  double seconds = 0.05;         ///< For each of latency and bandwidth of a pair, about.
-  int pairs = 120;               ///< At most, inside one host.
-  int rounds = 63;               ///< At most, between hosts: in each, every host is measured against another one.
+  /// Of the messages that measure bandwidth.
+  std::int64_t bytes = 4 << 20;
+  /// For each of latency and bandwidth of a pair, about.
+  double seconds = 0.05;
+  /// At most, inside one host.
+  int pairs = 120;
+  /// At most, between hosts: in each, every host is measured against another one.
+  int rounds = 63;
 };
 
 struct ProbedJob {
-  Probe probe;                    ///< Complete on rank 0.
-  std::vector<int> rank_of_slot;  ///< Slots host by host, as the ranks stand.
+  /// Complete on rank 0.
+  Probe probe;
+  /// Slots host by host, as the ranks stand.
+  std::vector<int> rank_of_slot;
 };
 
 /// Collective over the world of `manager`, which must have at least two ranks.

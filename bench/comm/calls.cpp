@@ -48,14 +48,21 @@ class BareMpi : public Calls {
         other_(b_.other.data_ptr<float>()) {}
   void all_reduce() override { MPI_Allreduce(MPI_IN_PLACE, one_, n_, MPI_FLOAT, MPI_SUM, comm_); }
   void broadcast() override { MPI_Bcast(one_, n_, MPI_FLOAT, 0, comm_); }
-  void reduce() override { MPI_Reduce(root_ ? MPI_IN_PLACE : one_, root_ ? one_ : nullptr, n_, MPI_FLOAT, MPI_SUM, 0, comm_); }
+  void reduce() override {
+    MPI_Reduce(root_ ? MPI_IN_PLACE : one_, root_ ? one_ : nullptr, n_, MPI_FLOAT, MPI_SUM, 0,
+               comm_);
+  }
   void all_gather() override { MPI_Allgather(one_, n_, MPI_FLOAT, many_, n_, MPI_FLOAT, comm_); }
-  void reduce_scatter() override { MPI_Reduce_scatter_block(many_, one_, n_, MPI_FLOAT, MPI_SUM, comm_); }
+  void reduce_scatter() override {
+    MPI_Reduce_scatter_block(many_, one_, n_, MPI_FLOAT, MPI_SUM, comm_);
+  }
   void all_to_all() override { MPI_Alltoall(many_, n_, MPI_FLOAT, other_, n_, MPI_FLOAT, comm_); }
   void gather() override { MPI_Gather(one_, n_, MPI_FLOAT, many_, n_, MPI_FLOAT, 0, comm_); }
   void scatter() override { MPI_Scatter(many_, n_, MPI_FLOAT, one_, n_, MPI_FLOAT, 0, comm_); }
   void send(int to) override { MPI_Send(one_, n_, MPI_FLOAT, to, 0, comm_); }
-  void receive(int from) override { MPI_Recv(one_, n_, MPI_FLOAT, from, 0, comm_, MPI_STATUS_IGNORE); }
+  void receive(int from) override {
+    MPI_Recv(one_, n_, MPI_FLOAT, from, 0, comm_, MPI_STATUS_IGNORE);
+  }
   void barrier() override { MPI_Barrier(comm_); }
 
  private:
@@ -69,12 +76,20 @@ class BareMpi : public Calls {
 class BareGloo : public Calls {
  public:
   BareGloo(c10::intrusive_ptr<c10d::Backend> backend, Buffers b)
-      : Calls(std::move(b)), backend_(std::move(backend)), root_(backend_->getRank() == 0), one_{b_.one}, parts_(b_.many.split(b_.one.numel())) {}
+      : Calls(std::move(b)),
+        backend_(std::move(backend)),
+        root_(backend_->getRank() == 0),
+        one_{b_.one},
+        parts_(b_.many.split(b_.one.numel())) {}
   void all_reduce() override { backend_->allreduce(one_, c10d::AllreduceOptions())->wait(); }
   void broadcast() override { backend_->broadcast(one_, c10d::BroadcastOptions())->wait(); }
   void reduce() override { backend_->reduce(one_, c10d::ReduceOptions())->wait(); }
-  void all_gather() override { backend_->_allgather_base(b_.many, b_.one, c10d::AllgatherOptions())->wait(); }
-  void reduce_scatter() override { backend_->_reduce_scatter_base(b_.one, b_.many, c10d::ReduceScatterOptions())->wait(); }
+  void all_gather() override {
+    backend_->_allgather_base(b_.many, b_.one, c10d::AllgatherOptions())->wait();
+  }
+  void reduce_scatter() override {
+    backend_->_reduce_scatter_base(b_.one, b_.many, c10d::ReduceScatterOptions())->wait();
+  }
   void all_to_all() override {
     std::vector<std::int64_t> none;
     backend_->alltoall_base(b_.other, b_.many, none, none, c10d::AllToAllOptions())->wait();
@@ -101,18 +116,27 @@ class BareGloo : public Calls {
 
 }  // namespace
 
-Buffers make_buffers(int ranks, std::int64_t floats) { return {at::zeros({floats}), at::zeros({floats * ranks}), at::zeros({floats * ranks})}; }
+Buffers make_buffers(int ranks, std::int64_t floats) {
+  return {at::zeros({floats}), at::zeros({floats * ranks}), at::zeros({floats * ranks})};
+}
 
-std::unique_ptr<Calls> group_calls(const Group& group, Buffers buffers) { return std::make_unique<ThroughGroup>(group, std::move(buffers)); }
+std::unique_ptr<Calls> group_calls(const Group& group, Buffers buffers) {
+  return std::make_unique<ThroughGroup>(group, std::move(buffers));
+}
 
-std::unique_ptr<Calls> gloo_calls(const c10::intrusive_ptr<c10d::Backend>& backend, Buffers buffers) {
+std::unique_ptr<Calls> gloo_calls(const c10::intrusive_ptr<c10d::Backend>& backend,
+                                  Buffers buffers) {
   return std::make_unique<BareGloo>(backend, std::move(buffers));
 }
 
 #ifdef TESSERA_BENCH_MPI
-std::unique_ptr<Calls> mpi_calls(int rank, Buffers buffers) { return std::make_unique<BareMpi>(rank, std::move(buffers)); }
+std::unique_ptr<Calls> mpi_calls(int rank, Buffers buffers) {
+  return std::make_unique<BareMpi>(rank, std::move(buffers));
+}
 #else
-std::unique_ptr<Calls> mpi_calls(int, Buffers) { throw NotAvailable("this build has no MPI; configure with -DTESSERA_MPI=ON"); }
+std::unique_ptr<Calls> mpi_calls(int, Buffers) {
+  throw NotAvailable("this build has no MPI; configure with -DTESSERA_MPI=ON");
+}
 #endif
 
 }  // namespace tessera::bench

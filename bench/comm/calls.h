@@ -1,5 +1,6 @@
 #pragma once
-// The collectives that are measured, in three ways: through Group, by MPI, by c10d's Gloo backend. All work on buffers of one shape.
+// The collectives that are measured, in three ways: through Group, by MPI, by c10d's Gloo backend.
+// All work on buffers of one shape.
 
 #include <ATen/core/Tensor.h>
 
@@ -12,7 +13,8 @@
 namespace tessera::bench {
 
 struct Buffers {
-  at::Tensor one, many, other;  ///< float32: [n], [ranks * n], [ranks * n]
+  /// float32: [n], [ranks * n], [ranks * n]
+  at::Tensor one, many, other;
 };
 Buffers make_buffers(int ranks, std::int64_t floats);
 
@@ -21,15 +23,24 @@ class Calls {
  public:
   explicit Calls(Buffers b) : b_(std::move(b)) {}
   virtual ~Calls() = default;
-  virtual void all_reduce() = 0;      ///< one
-  virtual void broadcast() = 0;       ///< one
-  virtual void reduce() = 0;          ///< one
-  virtual void all_gather() = 0;      ///< one -> many
-  virtual void reduce_scatter() = 0;  ///< many -> one
-  virtual void all_to_all() = 0;      ///< many -> other
-  virtual void gather() = 0;          ///< one -> many
-  virtual void scatter() = 0;         ///< many -> one
-  virtual void send(int to) = 0;      ///< one
+  /// one
+  virtual void all_reduce() = 0;
+  /// one
+  virtual void broadcast() = 0;
+  /// one
+  virtual void reduce() = 0;
+  /// one -> many
+  virtual void all_gather() = 0;
+  /// many -> one
+  virtual void reduce_scatter() = 0;
+  /// many -> other
+  virtual void all_to_all() = 0;
+  /// one -> many
+  virtual void gather() = 0;
+  /// many -> one
+  virtual void scatter() = 0;
+  /// one
+  virtual void send(int to) = 0;
   virtual void receive(int from) = 0;
   virtual void barrier() = 0;
 
@@ -40,6 +51,7 @@ class Calls {
 std::unique_ptr<Calls> group_calls(const Group& group, Buffers buffers);
 /// Libraries called directly, on MPI_COMM_WORLD, or on a backend that nothing else uses.
 std::unique_ptr<Calls> mpi_calls(int rank, Buffers buffers);
-std::unique_ptr<Calls> gloo_calls(const c10::intrusive_ptr<c10d::Backend>& backend, Buffers buffers);
+std::unique_ptr<Calls> gloo_calls(const c10::intrusive_ptr<c10d::Backend>& backend,
+                                  Buffers buffers);
 
 }  // namespace tessera::bench

@@ -1,5 +1,6 @@
-// Latency and bandwidth of each collective through Group, beside the bare library, on two ranks: MPI beside MPI's own calls, or Gloo beside c10d's
-// Gloo backend called directly. Blocking calls; checks and trace off. Ours may add 5 us or 3 %, whichever is larger.
+// Latency and bandwidth of each collective through Group, beside the bare library, on two ranks:
+// MPI beside MPI's own calls, or Gloo beside c10d's Gloo backend called directly. Blocking calls;
+// checks and trace off. Ours may add 5 us or 3 %, whichever is larger.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/full.h>
@@ -31,15 +32,18 @@ using Clock = std::chrono::steady_clock;
 
 constexpr double kAddedSeconds = 5e-6;
 constexpr double kAddedShare = 0.03;
-// Threads of Gloo share the cores, and its calls take two or ten times as long for some milliseconds when one waits for another's time slice. Many
-// short samples in turn see the same share of those on both sides.
+// Threads of Gloo share the cores, and its calls take two or ten times as long for some
+// milliseconds when one waits for another's time slice. Many short samples in turn see the same
+// share of those on both sides.
 constexpr double kSampleSeconds = 1e-3;
 constexpr double kCaseSeconds = 2;
-constexpr int kPairs = 101;  ///< At least.
+/// At least.
+constexpr int kPairs = 101;
 
 struct Operation {
   const char* name;
-  const char* mpi;  ///< What the reference is called there.
+  /// What the reference is called there.
+  const char* mpi;
   void (*call)(Calls& calls, int rank);
 };
 
@@ -69,15 +73,20 @@ constexpr Operation kOperations[] = {
 struct Size {
   const char* label;
   std::int64_t floats;
-  bool large;  ///< Shown as bandwidth.
+  /// Shown as bandwidth.
+  bool large;
 };
-constexpr Size kSizes[] = {{"4 B", 1, false}, {"4 KiB", 1 << 10, false}, {"256 KiB", 1 << 16, true}, {"4 MiB", 1 << 20, true}};
+constexpr Size kSizes[] = {{"4 B", 1, false},
+                           {"4 KiB", 1 << 10, false},
+                           {"256 KiB", 1 << 16, true},
+                           {"4 MiB", 1 << 20, true}};
 
 /// Ours and the bare library's calls of one backend, and how samples are taken.
 struct Bench {
   Report& report;
   Group group;
-  std::string backend;  ///< "mpi" or "gloo"
+  /// "mpi" or "gloo"
+  std::string backend;
   std::function<std::unique_ptr<Calls>(const Buffers&)> bare;
 
   /// Seconds of one call: both ranks together, `repeats` calls in a row, the slower rank counts.
@@ -93,18 +102,23 @@ struct Bench {
   }
 
   void measure(const Operation& operation, const Size& size) const {
-    const std::string name = tessera::concat(operation.name, " ", size.label, *size.label ? " " : "", backend);
+    const std::string name =
+        tessera::concat(operation.name, " ", size.label, *size.label ? " " : "", backend);
     if (!report.wants(name)) return;
     const Buffers b = tessera::bench::make_buffers(group.size(), size.floats);
     const auto our_calls = tessera::bench::group_calls(group, b), bare_calls = bare(b);
-    const double once = std::max(sample(*bare_calls, operation, 3), sample(*bare_calls, operation, 3));
+    const double once =
+        std::max(sample(*bare_calls, operation, 3), sample(*bare_calls, operation, 3));
     const int repeats = std::clamp(static_cast<int>(kSampleSeconds / once), 1, 2000);
-    const int count = std::clamp(static_cast<int>(kCaseSeconds / (2 * once * repeats)), kPairs, 1001);
+    const int count =
+        std::clamp(static_cast<int>(kCaseSeconds / (2 * once * repeats)), kPairs, 1001);
     const auto pairs = tessera::bench::alternate(
-        count, [&] { return sample(*our_calls, operation, repeats); }, [&] { return sample(*bare_calls, operation, repeats); });
+        count, [&] { return sample(*our_calls, operation, repeats); },
+        [&] { return sample(*bare_calls, operation, repeats); });
     std::vector<double> reference;
     for (const auto& pair : pairs) reference.push_back(pair.second);
-    const double limit = 1 + std::max(kAddedShare, kAddedSeconds / tessera::bench::median(reference));
+    const double limit =
+        1 + std::max(kAddedShare, kAddedSeconds / tessera::bench::median(reference));
     const char* what = backend == "mpi" ? operation.mpi : "c10d Gloo";
     if (size.large)
       report.bandwidth(name, pairs, 4.0 * static_cast<double>(size.floats), what, limit);
@@ -125,9 +139,12 @@ int run(const std::string& backend, const std::string& out, const std::string& o
   options.backend = backend;
   options.check_level = tessera::CheckLevel::off;
   auto manager = tessera::DistributedManager::initialize(options);
-  if (manager.world_size() != 2) throw tessera::InvalidArgument(tessera::concat("bench_comm runs on 2 ranks, and there are ", manager.world_size()));
+  if (manager.world_size() != 2)
+    throw tessera::InvalidArgument(
+        tessera::concat("bench_comm runs on 2 ranks, and there are ", manager.world_size()));
   if (std::thread::hardware_concurrency() < 2)
-    throw tessera::InvalidArgument("bench_comm needs 2 cores: times of ranks that share a core mean nothing");
+    throw tessera::InvalidArgument(
+        "bench_comm needs 2 cores: times of ranks that share a core mean nothing");
   const Group world = manager.world();
   Report report("comm", world.rank() == 0 ? out : "");
   report.only(only, true);
@@ -137,19 +154,27 @@ int run(const std::string& backend, const std::string& out, const std::string& o
   report.meta("pairs_at_least", kPairs);
   if (backend == "mpi") {
     report.meta("mpi", tessera::MpiWorld::initialize().library());
-    Bench{report, world, backend, [&](const Buffers& b) { return tessera::bench::mpi_calls(world.rank(), b); }}.measure_all();
+    Bench{report, world, backend,
+          [&](const Buffers& b) { return tessera::bench::mpi_calls(world.rank(), b); }}
+        .measure_all();
   } else {
-    const tessera::bench::AwakeCores awake;  // Gloo's calls sleep until another thread wakes them; MPI's spin
+    // Gloo's calls sleep until another thread wakes them; MPI's spin
+    const tessera::bench::AwakeCores awake;
     // The bare backend meets through a file whose name both ranks learn from the group.
     std::string path =
         world.rank() == 0
-            ? (std::filesystem::temp_directory_path() / tessera::concat("tessera_bench_comm_", Clock::now().time_since_epoch().count())).string()
+            ? (std::filesystem::temp_directory_path() /
+               tessera::concat("tessera_bench_comm_", Clock::now().time_since_epoch().count()))
+                  .string()
             : "";
     path = world.broadcast_bytes(path, 0);
     auto options = c10d::ProcessGroupGloo::Options::create(std::chrono::seconds(60));
     options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
-    const auto bare = c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::FileStore>(path, 2), world.rank(), 2, std::move(options));
-    Bench{report, world, backend, [&](const Buffers& b) { return tessera::bench::gloo_calls(bare, b); }}.measure_all();
+    const auto bare = c10::make_intrusive<c10d::ProcessGroupGloo>(
+        c10::make_intrusive<c10d::FileStore>(path, 2), world.rank(), 2, std::move(options));
+    Bench{report, world, backend,
+          [&](const Buffers& b) { return tessera::bench::gloo_calls(bare, b); }}
+        .measure_all();
     world.barrier();
     if (world.rank() == 0) std::remove(path.c_str());
   }
@@ -161,9 +186,12 @@ int run(const std::string& backend, const std::string& out, const std::string& o
 int main(int argc, char** argv) {
   CLI::App app("Collectives through Group beside the bare libraries, on two ranks");
   std::string backend = tessera::has_mpi() ? "mpi" : "gloo", out, only;
-  app.add_option("--backend", backend, "mpi, under MPI's launcher; gloo, under any")->check(CLI::IsMember({"mpi", "gloo"}));
+  app.add_option("--backend", backend, "mpi, under MPI's launcher; gloo, under any")
+      ->check(CLI::IsMember({"mpi", "gloo"}));
   app.add_option("--out", out, "JSON file");
-  app.add_option("--only", only, "Only cases that this regular expression finds, as 'reduce.*4 B mpi'; the file keeps its other records");
+  app.add_option("--only", only,
+                 "Only cases that this regular expression finds, as 'reduce.*4 B mpi'; the file "
+                 "keeps its other records");
   CLI11_PARSE(app, argc, argv);
   try {
     return run(backend, out, only);

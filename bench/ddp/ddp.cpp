@@ -1,7 +1,8 @@
-// Time of a training step: our DistributedDataParallel in C++, Python's, and c10d::Reducer called from C++; same wheel, model, data, ranks and
-// threads. All ranks of both sides are processes of this program, started once; it tells the ranks of one side at a time to step, over pipes, so that
-// the two never compute together. What is printed by a rank: "ready LOSS" after some steps, then for each line "N" on its input "SECONDS LOSS", N
-// steps later.
+// Time of a training step: our DistributedDataParallel in C++, Python's, and c10d::Reducer called
+// from C++; same wheel, model, data, ranks and threads. All ranks of both sides are processes of
+// this program, started once; it tells the ranks of one side at a time to step, over pipes, so that
+// the two never compute together. What is printed by a rank: "ready LOSS" after some steps, then
+// for each line "N" on its input "SECONDS LOSS", N steps later.
 
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -42,7 +43,8 @@ int free_port() {
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   socklen_t size = sizeof address;
-  if (s < 0 || bind(s, reinterpret_cast<sockaddr*>(&address), size) != 0 || getsockname(s, reinterpret_cast<sockaddr*>(&address), &size) != 0)
+  if (s < 0 || bind(s, reinterpret_cast<sockaddr*>(&address), size) != 0 ||
+      getsockname(s, reinterpret_cast<sockaddr*>(&address), &size) != 0)
     throw Error("no free port on the loopback");
   close(s);
   return ntohs(address.sin_port);
@@ -63,7 +65,8 @@ class Process {
       result.push_back(nullptr);
       return result;
     };
-    const int code = posix_spawnp(&pid_, command.front().c_str(), &actions, nullptr, pointers(command).data(), pointers(environment).data());
+    const int code = posix_spawnp(&pid_, command.front().c_str(), &actions, nullptr,
+                                  pointers(command).data(), pointers(environment).data());
     posix_spawn_file_actions_destroy(&actions);
     close(in[0]);
     close(out[1]);
@@ -91,7 +94,8 @@ class Process {
   }
   std::string line() {
     char text[256];
-    if (!std::fgets(text, sizeof text, from_)) throw Error(concat("a rank of ", what_, " ended; see above"));
+    if (!std::fgets(text, sizeof text, from_))
+      throw Error(concat("a rank of ", what_, " ended; see above"));
     return text;
   }
 
@@ -116,7 +120,8 @@ class Side {
                                        {"LOCAL_WORLD_SIZE", kRanks},
                                        {"MASTER_PORT", port},
                                        {"OMP_NUM_THREADS", 1}}) {
-        std::erase_if(environment, [&](const std::string& e) { return e.starts_with(concat(key, "=")); });
+        std::erase_if(environment,
+                      [&](const std::string& e) { return e.starts_with(concat(key, "=")); });
         environment.push_back(concat(key, "=", value));
       }
       environment.push_back("MASTER_ADDR=127.0.0.1");
@@ -124,7 +129,8 @@ class Side {
     }
     for (auto& rank : ranks_) {
       double loss = 0;
-      if (std::sscanf(rank->line().c_str(), "ready %lf", &loss) != 1) throw Error("a rank said something else than 'ready LOSS'");
+      if (std::sscanf(rank->line().c_str(), "ready %lf", &loss) != 1)
+        throw Error("a rank said something else than 'ready LOSS'");
       losses_.push_back(loss);
     }
   }
@@ -143,17 +149,24 @@ class Side {
   std::vector<double> losses_;
 };
 
-void compare(tessera::bench::Report& report, const std::string& name, Side& ours, Side& theirs, const std::string& reference, double limit) {
+void compare(tessera::bench::Report& report, const std::string& name, Side& ours, Side& theirs,
+             const std::string& reference, double limit) {
   for (std::size_t r = 0; r < ours.losses().size(); ++r) {
     const double a = ours.losses()[r], b = theirs.losses()[r];
     if (!(std::abs(a - b) <= 1e-4 * std::abs(b)))
-      throw Error(concat(name, ": rank ", r, " has loss ", a, " here and ", b, " there: not the same training"));
+      throw Error(concat(name, ": rank ", r, " has loss ", a, " here and ", b,
+                         " there: not the same training"));
   }
-  const int steps = std::max(1, static_cast<int>(kSampleSeconds / std::max(ours.steps(3), theirs.steps(3))));
-  report.time(name, tessera::bench::alternate(kPairs, [&] { return ours.steps(steps); }, [&] { return theirs.steps(steps); }), reference, limit);
+  const int steps =
+      std::max(1, static_cast<int>(kSampleSeconds / std::max(ours.steps(3), theirs.steps(3))));
+  report.time(name,
+              tessera::bench::alternate(
+                  kPairs, [&] { return ours.steps(steps); }, [&] { return theirs.steps(steps); }),
+              reference, limit);
 }
 
-int run(const std::string& rank_program, const std::string& python, const std::string& script, const std::string& out, const std::string& only) {
+int run(const std::string& rank_program, const std::string& python, const std::string& script,
+        const std::string& out, const std::string& only) {
   tessera::bench::Report report("ddp", out);
   report.only(only);
   report.meta("ranks", kRanks);
@@ -161,7 +174,8 @@ int run(const std::string& rank_program, const std::string& python, const std::s
   report.meta("backend", "gloo");
   report.meta("pairs", kPairs);
   for (const std::string model : {"winds", "small", "wide"}) {
-    const std::string beside_python = concat(model, " beside Python"), beside_reducer = concat(model, " beside c10d::Reducer");
+    const std::string beside_python = concat(model, " beside Python"),
+                      beside_reducer = concat(model, " beside c10d::Reducer");
     if (!report.wants(beside_python) && !report.wants(beside_reducer)) continue;
     Side ours({rank_program}, model);
     if (report.wants(beside_python)) {
@@ -185,7 +199,8 @@ int main(int argc, char** argv) {
   app.add_option("--python", python, "Python that has torch")->required();
   app.add_option("--script", script, "rank.py")->required();
   app.add_option("--out", out, "JSON file");
-  app.add_option("--only", only, "Only cases that this regular expression finds; the file keeps its other records");
+  app.add_option("--only", only,
+                 "Only cases that this regular expression finds; the file keeps its other records");
   CLI11_PARSE(app, argc, argv);
   signal(SIGPIPE, SIG_IGN);
   try {

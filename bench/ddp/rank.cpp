@@ -24,7 +24,9 @@ using torch::nn::Module;
 using Forward = std::function<at::Tensor(const at::Tensor&)>;
 
 at::Tensor pattern(at::IntArrayRef shape, double phase) {
-  return torch::sin(torch::arange(c10::multiply_integers(shape), torch::kDouble) * 0.7 + phase).to(torch::kFloat).view(shape);
+  return torch::sin(torch::arange(c10::multiply_integers(shape), torch::kDouble) * 0.7 + phase)
+      .to(torch::kFloat)
+      .view(shape);
 }
 
 struct Training {
@@ -40,16 +42,16 @@ Training perceptron(int rank, std::int64_t width, std::int64_t depth, std::int64
     net->push_back(torch::nn::Linear(width, width));
     net->push_back(torch::nn::Tanh());
   }
-  return {net.ptr(), [net](const at::Tensor& x) mutable { return net->forward(x); }, pattern({batch, width}, rank),
-          pattern({batch, width}, rank + 0.5)};
+  return {net.ptr(), [net](const at::Tensor& x) mutable { return net->forward(x); },
+          pattern({batch, width}, rank), pattern({batch, width}, rank + 0.5)};
 }
 
 Training make(const std::string& model, int rank) {
   Training training;
   if (model == "winds") {
     winds::WindNet net{winds::NetworkOptions{}};
-    training = {net.ptr(), [net](const at::Tensor& x) mutable { return net->forward(x); }, pattern({4, 14, 73, 144}, rank),
-                pattern({4, 2, 73, 144}, rank + 0.5)};
+    training = {net.ptr(), [net](const at::Tensor& x) mutable { return net->forward(x); },
+                pattern({4, 14, 73, 144}, rank), pattern({4, 2, 73, 144}, rank + 0.5)};
   } else if (model == "small") {
     training = perceptron(rank, 32, 64, 16);
   } else if (model == "wide") {
@@ -60,7 +62,8 @@ Training make(const std::string& model, int rank) {
   const torch::NoGradGuard no_grad;
   double phase = 0;
   for (auto& p : training.module->parameters())
-    p.copy_(pattern(p.sizes(), phase += 1) * (p.dim() > 1 ? 1.0 / std::sqrt(p.numel() / p.size(0)) : 0.1));
+    p.copy_(pattern(p.sizes(), phase += 1) *
+            (p.dim() > 1 ? 1.0 / std::sqrt(p.numel() / p.size(0)) : 0.1));
   return training;
 }
 
@@ -73,16 +76,20 @@ struct Holder {
   std::shared_ptr<torch::nn::Module> ptr() const { return module; }
 };
 
-std::unique_ptr<c10d::Reducer> make_reducer(const std::vector<at::Tensor>& parameters, const tessera::Group& world) {
+std::unique_ptr<c10d::Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
+                                            const tessera::Group& world) {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 15
-  // As Python's DistributedDataParallel does it: buckets from the last parameter to the first, the first of them small.
+  // As Python's DistributedDataParallel does it: buckets from the last parameter to the first, the
+  // first of them small.
   const std::size_t small = 1 << 20, large = 25 << 20;
   std::vector<at::Tensor> reversed(parameters.rbegin(), parameters.rend());
   auto [buckets, limits] = c10d::compute_bucket_assignment_by_size(reversed, {small, large});
   for (auto& bucket : buckets)
     for (auto& i : bucket) i = parameters.size() - 1 - i;
-  return std::make_unique<c10d::Reducer>(parameters, buckets, world.process_group(), std::vector<bool>(parameters.size(), false), large, false, false,
-                                         std::unordered_map<std::size_t, std::string>(), small, false, false, std::vector<std::int64_t>());
+  return std::make_unique<c10d::Reducer>(parameters, buckets, world.process_group(),
+                                         std::vector<bool>(parameters.size(), false), large, false,
+                                         false, std::unordered_map<std::size_t, std::string>(),
+                                         small, false, false, std::vector<std::int64_t>());
 #else
   throw tessera::NotAvailable("c10d::Reducer is called here with the arguments of libtorch 2.15");
 #endif
@@ -107,7 +114,8 @@ int run(const std::string& model, bool with_reducer) {
       return out;
     };
   } else {
-    parallel = std::make_unique<tessera::DistributedDataParallel<Holder>>(Holder{training.module, training.forward}, manager.world());
+    parallel = std::make_unique<tessera::DistributedDataParallel<Holder>>(
+        Holder{training.module, training.forward}, manager.world());
     forward = [&](const at::Tensor& x) { return (*parallel)(x); };
   }
   at::Tensor loss;
@@ -123,7 +131,9 @@ int run(const std::string& model, bool with_reducer) {
   for (int steps = 0; std::cin >> steps;) {
     const auto start = std::chrono::steady_clock::now();
     for (int i = 0; i < steps; ++i) step();
-    std::printf("%.9g %.9g\n", std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), loss.item<double>());
+    std::printf("%.9g %.9g\n",
+                std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(),
+                loss.item<double>());
     std::fflush(stdout);
   }
   return 0;

@@ -1,5 +1,6 @@
-// What an operator costs on a sharded tensor above the same operator on a plain one, beside what Python's DTensor costs above Python's plain one. No
-// communication: meshes of one rank, dim 0 sharded. DTensor runs in a child process (dtensor.py), in turn with ours, sample by sample.
+// What an operator costs on a sharded tensor above the same operator on a plain one, beside what
+// Python's DTensor costs above Python's plain one. No communication: meshes of one rank, dim 0
+// sharded. DTensor runs in a child process (dtensor.py), in turn with ours, sample by sample.
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -62,7 +63,8 @@ class Child {
     from_ = fdopen(from[0], "r");
     char version[64] = "";
     if (!std::fgets(version, sizeof version, from_))
-      throw std::runtime_error("the child process with DTensor did not start: " + python + " " + script);
+      throw std::runtime_error("the child process with DTensor did not start: " + python + " " +
+                               script);
     version_ = version;
     while (!version_.empty() && version_.back() == '\n') version_.pop_back();
   }
@@ -79,7 +81,8 @@ class Child {
     std::fprintf(to_, "%s\t%d\n", name.c_str(), calls);
     std::fflush(to_);
     double plain = 0, dtensor = 0;
-    if (std::fscanf(from_, "%lf %lf", &plain, &dtensor) != 2) throw std::runtime_error("DTensor in the child process failed at " + name);
+    if (std::fscanf(from_, "%lf %lf", &plain, &dtensor) != 2)
+      throw std::runtime_error("DTensor in the child process failed at " + name);
     return {plain, dtensor};
   }
 
@@ -103,7 +106,8 @@ at::Tensor sharded(const at::Tensor& t, const tessera::DeviceMesh& mesh) {
   return tessera::distribute_tensor(t, mesh, placements);
 }
 
-std::shared_ptr<torch::optim::Adam> adam(const std::function<at::Tensor(const at::Tensor&)>& place) {
+std::shared_ptr<torch::optim::Adam> adam(
+    const std::function<at::Tensor(const at::Tensor&)>& place) {
   std::vector<at::Tensor> parameters;
   for (int i = 0; i < 200; ++i) {
     at::Tensor p = place(torch::randn({16, 16})).detach().requires_grad_(true);
@@ -124,10 +128,12 @@ std::vector<Case> cases(tessera::DistributedManager& manager) {
   const auto mesh = manager.mesh({{"x", 1}});
   const auto place = [mesh](const at::Tensor& t) { return sharded(t, mesh); };
   const at::Tensor a = torch::randn({4, 8}), b = torch::randn({4, 8}), w = torch::randn({8, 3});
-  const at::Tensor sa = place(a), sb = place(b), sw = tessera::distribute_tensor(w, mesh, {tessera::Replicate()});
+  const at::Tensor sa = place(a), sb = place(b),
+                   sw = tessera::distribute_tensor(w, mesh, {tessera::Replicate()});
   const at::Tensor ga = a.clone().requires_grad_(true), gs = place(a).detach().requires_grad_(true);
   std::vector<Case> all;
-  const auto add = [&](const char* name, double limit, std::function<void()> plain, std::function<void()> ours, int calls = 2000, int python = 100) {
+  const auto add = [&](const char* name, double limit, std::function<void()> plain,
+                       std::function<void()> ours, int calls = 2000, int python = 100) {
     all.push_back({name, limit, calls, python, std::move(plain), std::move(ours)});
   };
   add("add", 0.5, [=] { auto r = a + b; }, [=] { auto r = sa + sb; });
@@ -152,7 +158,9 @@ std::vector<Case> cases(tessera::DistributedManager& manager) {
       500, 50);
   // Eight operators a parameter.
   const auto plain_adam = adam([](const at::Tensor& t) { return t; }), our_adam = adam(place);
-  add("Adam step, 200 parameters", 200 * 8 * 0.5, [=] { plain_adam->step(); }, [=] { our_adam->step(); }, 2, 1);
+  add(
+      "Adam step, 200 parameters", 200 * 8 * 0.5, [=] { plain_adam->step(); },
+      [=] { our_adam->step(); }, 2, 1);
   for (int axes = 1; axes <= 3; ++axes) {
     std::vector<tessera::Axis> named;
     for (int i = 0; i < axes; ++i) named.push_back({std::string(1, static_cast<char>('a' + i)), 1});
@@ -160,7 +168,13 @@ std::vector<Case> cases(tessera::DistributedManager& manager) {
     for (const bool product : {false, true}) {
       constexpr int kCalls = 20;
       const auto fresh = std::make_shared<Fresh>();
-      Case c{std::string(product ? "mm" : "add") + ", new shape, " + std::to_string(axes) + (axes > 1 ? " axes" : " axis"), 20, kCalls, 1, {}, {}};
+      Case c{std::string(product ? "mm" : "add") + ", new shape, " + std::to_string(axes) +
+                 (axes > 1 ? " axes" : " axis"),
+             20,
+             kCalls,
+             1,
+             {},
+             {}};
       c.prepare = [=] {
         fresh->plain.clear();
         fresh->sharded.clear();
@@ -170,14 +184,17 @@ std::vector<Case> cases(tessera::DistributedManager& manager) {
           fresh->sharded.push_back(sharded(fresh->plain.back(), of));
           if (product) {  // its transposed form is another shape
             fresh->plain.back() = torch::zeros({n / 40 + 1, 3});
-            fresh->sharded.push_back(tessera::distribute_tensor(fresh->plain.back(), of, std::vector<tessera::Placement>(axes)));
+            fresh->sharded.push_back(tessera::distribute_tensor(
+                fresh->plain.back(), of, std::vector<tessera::Placement>(axes)));
           }
         }
         fresh->next_plain = fresh->next_sharded = 0;
       };
       if (product) {
         const at::Tensor left = torch::zeros({8, 8});
-        c.plain = [=] { auto r = left.narrow(1, 0, 1).mm(fresh->plain[fresh->next_plain++].narrow(0, 0, 1)); };
+        c.plain = [=] {
+          auto r = left.narrow(1, 0, 1).mm(fresh->plain[fresh->next_plain++].narrow(0, 0, 1));
+        };
         c.sharded = [=] {
           auto r = fresh->sharded[fresh->next_sharded].mm(fresh->sharded[fresh->next_sharded + 1]);
           fresh->next_sharded += 2;
@@ -226,7 +243,8 @@ std::map<std::string, std::pair<double, double>> read_instructions(const std::st
   std::map<std::string, std::pair<double, double>> all;
   std::ifstream in(path);
   std::string name, kind, calls, total;
-  while (std::getline(in, name, '\t') && std::getline(in, kind, '\t') && std::getline(in, calls, '\t') && std::getline(in, total)) {
+  while (std::getline(in, name, '\t') && std::getline(in, kind, '\t') &&
+         std::getline(in, calls, '\t') && std::getline(in, total)) {
     (kind == "ours" ? all[name].first : all[name].second) = std::stod(total) / std::stod(calls);
   }
   return all;
@@ -267,13 +285,27 @@ int measure(const std::vector<Case>& all, const Options& options) {
     }
     using tessera::bench::median;
     using tessera::bench::upper_bound_of_median;
-    report.add(
-        {.name = c.name, .metric = "time", .value = median(ours), .unit = "us", .reference = "plain libtorch", .reference_value = median(plain)});
-    Record r{.name = c.name, .metric = "above", .value = upper_bound_of_median(above), .unit = "us", .reference = "limit", .limit = c.limit};
+    report.add({.name = c.name,
+                .metric = "time",
+                .value = median(ours),
+                .unit = "us",
+                .reference = "plain libtorch",
+                .reference_value = median(plain)});
+    Record r{.name = c.name,
+             .metric = "above",
+             .value = upper_bound_of_median(above),
+             .unit = "us",
+             .reference = "limit",
+             .limit = c.limit};
     r.holds = r.value <= c.limit;
     report.add(r);
     if (child) {
-      Record d{.name = c.name, .metric = "above", .value = median(above), .unit = "us", .reference = "DTensor above Python", .limit = 0.1};
+      Record d{.name = c.name,
+               .metric = "above",
+               .value = median(above),
+               .unit = "us",
+               .reference = "DTensor above Python",
+               .limit = 0.1};
       d.reference_value = median(dtensor);
       d.ratio = upper_bound_of_median(ratios);
       d.median_ratio = median(ratios);
@@ -298,11 +330,13 @@ int main(int argc, char** argv) {
   Options options;
   CLI::App app("What an operator costs on a sharded tensor");
   app.add_option("--out", options.out, "Results (JSON)");
-  app.add_option("--python", options.python, "A Python interpreter with torch, to compare with DTensor");
+  app.add_option("--python", options.python,
+                 "A Python interpreter with torch, to compare with DTensor");
   app.add_option("--script", options.script, "dtensor.py");
   app.add_option("--instructions", options.instructions, "Counts made by --count under callgrind");
   app.add_option("--only", options.only, "Cases whose name holds this text");
-  app.add_flag("--count", options.count, "Run each case a few times for callgrind; measure nothing");
+  app.add_flag("--count", options.count,
+               "Run each case a few times for callgrind; measure nothing");
   CLI11_PARSE(app, argc, argv);
   signal(SIGPIPE, SIG_IGN);
   int status = 0;

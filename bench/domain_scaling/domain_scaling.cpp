@@ -1,5 +1,6 @@
-// A U-Net's training step on one field of fixed size: two ranks of one thread each, half of the rows each, beside one such rank alone with all of it.
-// Time, and the most bytes that libtorch's allocator had out at once.
+// A U-Net's training step on one field of fixed size: two ranks of one thread each, half of the
+// rows each, beside one such rank alone with all of it. Time, and the most bytes that libtorch's
+// allocator had out at once.
 
 #include <c10/core/Allocator.h>
 #include <torch/torch.h>
@@ -31,13 +32,19 @@ struct UNetImpl : nn::Module {
     int in = 3;
     for (int level = 0; level < 3; ++level) {
       const int out = width << level;
-      down.push_back(register_module(tessera::concat("down", level), nn::Sequential(conv(in, out), nn::ReLU(), conv(out, out), nn::ReLU())));
+      down.push_back(
+          register_module(tessera::concat("down", level),
+                          nn::Sequential(conv(in, out), nn::ReLU(), conv(out, out), nn::ReLU())));
       in = out;
     }
     for (int level = 1; level >= 0; --level) {
       const int out = width << level;
-      up.push_back(register_module(tessera::concat("up", level), nn::ConvTranspose2d(nn::ConvTranspose2dOptions(2 * out, out, 2).stride(2))));
-      join.push_back(register_module(tessera::concat("join", level), nn::Sequential(conv(2 * out, out), nn::ReLU(), conv(out, out), nn::ReLU())));
+      up.push_back(register_module(
+          tessera::concat("up", level),
+          nn::ConvTranspose2d(nn::ConvTranspose2dOptions(2 * out, out, 2).stride(2))));
+      join.push_back(register_module(
+          tessera::concat("join", level),
+          nn::Sequential(conv(2 * out, out), nn::ReLU(), conv(out, out), nn::ReLU())));
     }
     last = register_module("last", nn::Conv2d(nn::Conv2dOptions(width, 1, 1)));
   }
@@ -47,7 +54,8 @@ struct UNetImpl : nn::Module {
       x = down[i]->forward(i ? torch::max_pool2d(x, 2) : x);
       kept.push_back(x);
     }
-    for (std::size_t i = 0; i < up.size(); ++i) x = join[i]->forward(torch::cat({up[i](x), kept[1 - i]}, 1));
+    for (std::size_t i = 0; i < up.size(); ++i)
+      x = join[i]->forward(torch::cat({up[i](x), kept[1 - i]}, 1));
     return last(x);
   }
   std::vector<nn::Sequential> down, join;
@@ -68,7 +76,10 @@ struct Memory : c10::MemoryReportingInfoBase {
 
 struct Trainer {
   Trainer(UNet net, at::Tensor input, at::Tensor target)
-      : network(std::move(net)), x(std::move(input)), y(std::move(target)), optimizer(network->parameters(), torch::optim::AdamOptions(1e-3)) {}
+      : network(std::move(net)),
+        x(std::move(input)),
+        y(std::move(target)),
+        optimizer(network->parameters(), torch::optim::AdamOptions(1e-3)) {}
   double step() {
     optimizer.zero_grad();
     const at::Tensor loss = torch::mse_loss(network(x), y);
@@ -94,13 +105,17 @@ std::int64_t peak_of(const std::function<void()>& call) {
   return memory->peak;
 }
 
-int run(const std::string& backend, const std::string& out, const std::string& only, std::int64_t size, int width, int pairs) {
+int run(const std::string& backend, const std::string& out, const std::string& only,
+        std::int64_t size, int width, int pairs) {
   torch::set_num_threads(1);
   tessera::ManagerOptions options;
   options.backend = backend;
   auto manager = tessera::DistributedManager::initialize(options);
-  if (manager.world_size() != 2) throw tessera::InvalidArgument(tessera::concat("bench_domain_scaling runs on 2 ranks, not ", manager.world_size()));
-  if (std::thread::hardware_concurrency() < 2) throw tessera::InvalidArgument("bench_domain_scaling needs 2 cores");
+  if (manager.world_size() != 2)
+    throw tessera::InvalidArgument(
+        tessera::concat("bench_domain_scaling runs on 2 ranks, not ", manager.world_size()));
+  if (std::thread::hardware_concurrency() < 2)
+    throw tessera::InvalidArgument("bench_domain_scaling needs 2 cores");
   const auto mesh = manager.mesh({{"domain", 2}});
   const auto world = manager.world();
   const auto made = [&] {
@@ -108,8 +123,10 @@ int run(const std::string& backend, const std::string& out, const std::string& o
     return UNet(width);
   };
   torch::manual_seed(2);
-  const at::Tensor input = torch::randn({1, 3, size, size}), target = torch::randn({1, 1, size, size});
-  // Everything that a rank needs lives inside the count: data, weights, optimizer's state, activations.
+  const at::Tensor input = torch::randn({1, 3, size, size}),
+                   target = torch::randn({1, 1, size, size});
+  // Everything that a rank needs lives inside the count: data, weights, optimizer's state,
+  // activations.
   std::unique_ptr<Trainer> alone, together;
   double loss_alone = 0, loss_together = 0;
   const auto peak_alone = peak_of([&] {
@@ -128,7 +145,8 @@ int run(const std::string& backend, const std::string& out, const std::string& o
     for (int i = 0; i < 2; ++i) loss_together = together->step();
   });
   if (std::abs(loss_alone - loss_together) > 1e-4 * std::abs(loss_alone))
-    throw tessera::Error(tessera::concat("the losses differ: ", loss_alone, " on one rank, ", loss_together, " on two"));
+    throw tessera::Error(tessera::concat("the losses differ: ", loss_alone, " on one rank, ",
+                                         loss_together, " on two"));
 
   Report report("domain_scaling", manager.rank() == 0 ? out : "");
   report.only(only);
@@ -141,7 +159,8 @@ int run(const std::string& backend, const std::string& out, const std::string& o
     world.all_reduce(slowest, tessera::ReduceOp::max);
     return slowest.item<double>();
   };
-  const std::string step = tessera::concat("training step, 2 ranks ", backend), bytes = "peak bytes a rank, 2 ranks";
+  const std::string step = tessera::concat("training step, 2 ranks ", backend),
+                    bytes = "peak bytes a rank, 2 ranks";
   if (report.wants(step)) {
     const auto measured = tessera::bench::alternate(
         pairs,
@@ -175,10 +194,14 @@ int main(int argc, char** argv) {
   std::string backend = "gloo", out, only;
   std::int64_t size = 512;
   int width = 12, pairs = 31;
-  app.add_option("--backend", backend, "gloo, or mpi under MPI's launcher")->check(CLI::IsMember({"mpi", "gloo"}));
+  app.add_option("--backend", backend, "gloo, or mpi under MPI's launcher")
+      ->check(CLI::IsMember({"mpi", "gloo"}));
   app.add_option("--out", out, "JSON file");
-  app.add_option("--only", only, "only cases that this regular expression finds, as bytes; the file keeps its other records");
-  app.add_option("--size", size, "rows and columns of the field; a multiple of 8")->check(CLI::PositiveNumber);
+  app.add_option(
+      "--only", only,
+      "only cases that this regular expression finds, as bytes; the file keeps its other records");
+  app.add_option("--size", size, "rows and columns of the field; a multiple of 8")
+      ->check(CLI::PositiveNumber);
   app.add_option("--width", width, "channels of the first level")->check(CLI::PositiveNumber);
   app.add_option("--pairs", pairs, "samples")->check(CLI::Range(31, 1001));
   CLI11_PARSE(app, argc, argv);

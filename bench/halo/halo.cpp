@@ -1,5 +1,6 @@
-// A 3 x 3 convolution of (1, 8, H/2, H) on each of two ranks, the rows of one field of H x H, beside plain convolution of the same local part:
-// forward, and forward + backward. One thread a rank. All orders of work can be shown beside each other (--orders): that is how the default was
+// A 3 x 3 convolution of (1, 8, H/2, H) on each of two ranks, the rows of one field of H x H,
+// beside plain convolution of the same local part: forward, and forward + backward. One thread a
+// rank. All orders of work can be shown beside each other (--orders): that is how the default was
 // chosen.
 
 #include <torch/torch.h>
@@ -35,15 +36,17 @@ struct Limits {
 constexpr double kNone = 1000;
 constexpr double kSampleSeconds = 3e-3, kCaseSeconds = 2;
 constexpr int kMostPairs = 201;
-const std::map<int, Limits> kLimits = {{16, {2.5, kNone}},    {32, {kNone, kNone}}, {64, {kNone, kNone}}, {128, {1.15, 1.8}},
-                                       {256, {kNone, kNone}}, {512, {1.04, 1.08}},  {1024, {1.04, 1.08}}};
+const std::map<int, Limits> kLimits = {
+    {16, {2.5, kNone}},    {32, {kNone, kNone}}, {64, {kNone, kNone}}, {128, {1.15, 1.8}},
+    {256, {kNone, kNone}}, {512, {1.04, 1.08}},  {1024, {1.04, 1.08}}};
 
 /// Seconds of one call, `repeats` in a row; the slower rank counts.
 double sample(const tessera::Group& control, const std::function<void()>& call, int repeats) {
   control.barrier();
   const auto start = Clock::now();
   for (int i = 0; i < repeats; ++i) call();
-  const at::Tensor slowest = at::full({1}, std::chrono::duration<double>(Clock::now() - start).count() / repeats, at::kDouble);
+  const at::Tensor slowest = at::full(
+      {1}, std::chrono::duration<double>(Clock::now() - start).count() / repeats, at::kDouble);
   control.all_reduce(slowest, tessera::ReduceOp::max);
   return slowest.item<double>();
 }
@@ -59,9 +62,12 @@ int run(const Options& o) {
   tessera::ManagerOptions options;
   options.backend = o.backend;
   auto manager = tessera::DistributedManager::initialize(options);
-  if (manager.world_size() != 2) throw tessera::InvalidArgument(tessera::concat("bench_halo runs on 2 ranks, and there are ", manager.world_size()));
+  if (manager.world_size() != 2)
+    throw tessera::InvalidArgument(
+        tessera::concat("bench_halo runs on 2 ranks, and there are ", manager.world_size()));
   if (std::thread::hardware_concurrency() < 2)
-    throw tessera::InvalidArgument("bench_halo needs 2 cores: times of ranks that share a core mean nothing");
+    throw tessera::InvalidArgument(
+        "bench_halo needs 2 cores: times of ranks that share a core mean nothing");
   // Gloo's calls wait for other threads, on cores that must not fall asleep meanwhile.
   std::optional<tessera::bench::AwakeCores> awake;
   if (o.backend == "gloo") awake.emplace();
@@ -74,23 +80,30 @@ int run(const Options& o) {
   report.meta("pairs", o.pairs);
   using Order = HaloPolicy::Order;
   std::vector<std::pair<std::string, Order>> orders{{"", Order::automatic}};
-  if (o.orders) orders = {{" interior first", Order::interior_first}, {" assemble", Order::assemble}};
+  if (o.orders)
+    orders = {{" interior first", Order::interior_first}, {" assemble", Order::assemble}};
   bool sent_the_least = true;
   for (const auto& [h, limits] : kLimits) {
     const at::Tensor local = at::randn({1, 8, h / 2, h});
     const tessera::ShardSpec cut(mesh, {1, 8, h, h}, {tessera::Shard(2)});
     const at::Tensor weight = at::randn({8, 8, 3, 3}), bias = at::randn({8});
-    const auto replicated = [&](const at::Tensor& t) { return tessera::distribute_tensor(t, mesh, {tessera::Replicate()}); };
-    const at::Tensor x = tessera::from_local(local, cut), w = replicated(weight), b = replicated(bias);
-    const at::Tensor plain_x = local.clone().requires_grad_(true), plain_w = weight.clone().requires_grad_(true),
+    const auto replicated = [&](const at::Tensor& t) {
+      return tessera::distribute_tensor(t, mesh, {tessera::Replicate()});
+    };
+    const at::Tensor x = tessera::from_local(local, cut), w = replicated(weight),
+                     b = replicated(bias);
+    const at::Tensor plain_x = local.clone().requires_grad_(true),
+                     plain_w = weight.clone().requires_grad_(true),
                      plain_b = bias.clone().requires_grad_(true);
-    const at::Tensor our_x = tessera::from_local(local.clone(), cut).detach().requires_grad_(true), our_w = w.detach().clone().requires_grad_(true),
+    const at::Tensor our_x = tessera::from_local(local.clone(), cut).detach().requires_grad_(true),
+                     our_w = w.detach().clone().requires_grad_(true),
                      our_b = b.detach().clone().requires_grad_(true);
     const at::Tensor g = at::randn({1, 8, h / 2, h}), our_g = tessera::from_local(g, cut);
     const double limit = o.backend == "mpi" ? limits.mpi : limits.gloo;
     for (const auto& [label, order] : orders) {
       tessera::set_halo_policy(manager, {order, HaloPolicy::Backward::exchange});
-      const auto measure = [&](const std::string& what, const std::function<void()>& ours, const std::function<void()>& plain, double at_most) {
+      const auto measure = [&](const std::string& what, const std::function<void()>& ours,
+                               const std::function<void()>& plain, double at_most) {
         const std::string name = tessera::concat(what, label, " H=", h, " ", o.backend);
         if (!report.wants(name)) return;
         for (int i = 0; i < 3; ++i) {
@@ -99,32 +112,41 @@ int run(const Options& o) {
         }
         const double once = sample(world, plain, 3);
         const int repeats = std::clamp(static_cast<int>(kSampleSeconds / once), 1, 200);
-        const int count = std::clamp(static_cast<int>(kCaseSeconds / (2 * once * repeats)), o.pairs, std::max(o.pairs, kMostPairs));
-        const auto pairs =
-            tessera::bench::alternate(count, [&] { return sample(world, ours, repeats); }, [&] { return sample(world, plain, repeats); });
+        const int count = std::clamp(static_cast<int>(kCaseSeconds / (2 * once * repeats)), o.pairs,
+                                     std::max(o.pairs, kMostPairs));
+        const auto pairs = tessera::bench::alternate(
+            count, [&] { return sample(world, ours, repeats); },
+            [&] { return sample(world, plain, repeats); });
         report.time(name, pairs, "plain", at_most);
       };
       {
         const at::NoGradGuard no_grad;
-        measure("forward", [&] { const auto y = at::conv2d(x, w, b, 1, 1); }, [&] { const auto y = at::conv2d(local, weight, bias, 1, 1); }, limit);
+        measure(
+            "forward", [&] { const auto y = at::conv2d(x, w, b, 1, 1); },
+            [&] { const auto y = at::conv2d(local, weight, bias, 1, 1); }, limit);
         tessera::CommTraceScope trace(manager);
         const auto y = at::conv2d(x, w, b, 1, 1);
         std::int64_t bytes = 0;
         for (const auto& call : trace->summary()) bytes += call.bytes;
         sent_the_least &= bytes == 2 * 4 * 8 * h;  // a row of 8 channels out, and one in
       }
-      // Gradients of the input and of this rank's terms of weight and bias; their reduction belongs to the layer above.
-      const auto both = [](const at::Tensor& in, const at::Tensor& k, const at::Tensor& c, const at::Tensor& gradient) {
+      // Gradients of the input and of this rank's terms of weight and bias; their reduction belongs
+      // to the layer above.
+      const auto both = [](const at::Tensor& in, const at::Tensor& k, const at::Tensor& c,
+                           const at::Tensor& gradient) {
         return torch::autograd::grad({at::conv2d(in, k, c, 1, 1)}, {in, k, c}, {gradient});
       };
-      measure("forward+backward", [&] { both(our_x, our_w, our_b, our_g); }, [&] { both(plain_x, plain_w, plain_b, g); }, limit);
+      measure(
+          "forward+backward", [&] { both(our_x, our_w, our_b, our_g); },
+          [&] { both(plain_x, plain_w, plain_b, g); }, limit);
     }
   }
   world.barrier();
   int status = 0;
   if (manager.rank() == 0) {
     status = report.finish();
-    std::printf("bytes sent %s the plan's lower bound\n", sent_the_least ? "equal" : "DO NOT equal");
+    std::printf("bytes sent %s the plan's lower bound\n",
+                sent_the_least ? "equal" : "DO NOT equal");
   }
   return status != 0 || sent_the_least ? status : 1;
 }
@@ -134,10 +156,14 @@ int run(const Options& o) {
 int main(int argc, char** argv) {
   CLI::App app("Sharded convolution beside plain convolution of the local part, on two ranks");
   Options o;
-  app.add_option("--backend", o.backend, "gloo, or mpi under MPI's launcher")->check(CLI::IsMember({"mpi", "gloo"}));
+  app.add_option("--backend", o.backend, "gloo, or mpi under MPI's launcher")
+      ->check(CLI::IsMember({"mpi", "gloo"}));
   app.add_option("--out", o.out, "JSON file");
-  app.add_option("--pairs", o.pairs, "samples a case at least; short cases take more")->check(CLI::Range(31, 1001));
-  app.add_option("--only", o.only, "Only cases that this regular expression finds, as 'forward H=16 mpi'; the file keeps its other records");
+  app.add_option("--pairs", o.pairs, "samples a case at least; short cases take more")
+      ->check(CLI::Range(31, 1001));
+  app.add_option("--only", o.only,
+                 "Only cases that this regular expression finds, as 'forward H=16 mpi'; the file "
+                 "keeps its other records");
   app.add_flag("--orders", o.orders, "each order of work instead of the default");
   CLI11_PARSE(app, argc, argv);
   try {

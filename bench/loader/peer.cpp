@@ -37,7 +37,8 @@ std::string Peer::ask(const std::string& line) {
   std::fprintf(to_, "%s\n", line.c_str());
   std::fflush(to_);
   char answer[256];
-  if (!std::fgets(answer, sizeof answer, from_)) throw std::runtime_error("the Python reference has ended");
+  if (!std::fgets(answer, sizeof answer, from_))
+    throw std::runtime_error("the Python reference has ended");
   return answer;
 }
 

@@ -1,5 +1,6 @@
-// Neighbourhood attention of a field cut in rows over two ranks, one thread each, forward + backward: the interior computed while keys and values
-// travel, and the default order, beside keys and values put together with their halo first. How the default was chosen (ops/neighborhood.cpp).
+// Neighbourhood attention of a field cut in rows over two ranks, one thread each, forward +
+// backward: the interior computed while keys and values travel, and the default order, beside keys
+// and values put together with their halo first. How the default was chosen (ops/neighborhood.cpp).
 
 #include <torch/torch.h>
 
@@ -33,7 +34,8 @@ struct Way {
   Order order;
   double limit;
 };
-constexpr Way kWays[] = {{"interior first", Order::interior_first, kNone}, {"default", Order::automatic, 1.05}};
+constexpr Way kWays[] = {{"interior first", Order::interior_first, kNone},
+                         {"default", Order::automatic, 1.05}};
 
 struct Options {
   std::string backend = "gloo", out, only;
@@ -46,9 +48,11 @@ int run(const Options& o) {
   options.backend = o.backend;
   auto manager = tessera::DistributedManager::initialize(options);
   if (manager.world_size() != 2)
-    throw tessera::InvalidArgument(tessera::concat("bench_neighborhood runs on 2 ranks, and there are ", manager.world_size()));
+    throw tessera::InvalidArgument(tessera::concat(
+        "bench_neighborhood runs on 2 ranks, and there are ", manager.world_size()));
   if (std::thread::hardware_concurrency() < 2)
-    throw tessera::InvalidArgument("bench_neighborhood needs 2 cores: times of ranks that share a core mean nothing");
+    throw tessera::InvalidArgument(
+        "bench_neighborhood needs 2 cores: times of ranks that share a core mean nothing");
   // Gloo's calls wait for other threads, on cores that must not fall asleep meanwhile.
   std::optional<tessera::bench::AwakeCores> awake;
   if (o.backend == "gloo") awake.emplace();
@@ -60,29 +64,38 @@ int run(const Options& o) {
   report.meta("threads_per_rank", at::get_num_threads());
   report.meta("pairs", o.pairs);
   for (const int h : {8, 16, 32, 64, 128}) {
-    const auto name_of = [&](const Way& way) { return tessera::concat(way.name, " H=", h, " ", o.backend); };
+    const auto name_of = [&](const Way& way) {
+      return tessera::concat(way.name, " H=", h, " ", o.backend);
+    };
     const auto wanted = [&](const Way& way) { return report.wants(name_of(way)); };
     if (h > o.largest || std::none_of(std::begin(kWays), std::end(kWays), wanted)) continue;
     const tessera::ShardSpec cut(mesh, {1, h, h, 4, 8}, {tessera::Shard(1)});
-    const auto field = [&] { return tessera::from_local(at::randn(cut.local_shape()), cut).detach().requires_grad_(true); };
+    const auto field = [&] {
+      return tessera::from_local(at::randn(cut.local_shape()), cut).detach().requires_grad_(true);
+    };
     const at::Tensor q = field(), k = field(), v = field(), g = field().detach();
     const auto sample = [&](Order order, int repeats) {
       tessera::set_halo_policy(manager, {.order = order});
       world.barrier();
       const auto start = Clock::now();
-      for (int i = 0; i < repeats; ++i) torch::autograd::grad({tessera::neighborhood_attention_2d(q, k, v, {7, 7})}, {q, k, v}, {g});
-      const at::Tensor slowest = at::full({1}, std::chrono::duration<double>(Clock::now() - start).count() / repeats, at::kDouble);
+      for (int i = 0; i < repeats; ++i)
+        torch::autograd::grad({tessera::neighborhood_attention_2d(q, k, v, {7, 7})}, {q, k, v},
+                              {g});
+      const at::Tensor slowest = at::full(
+          {1}, std::chrono::duration<double>(Clock::now() - start).count() / repeats, at::kDouble);
       world.all_reduce(slowest, tessera::ReduceOp::max);
       return slowest.item<double>();
     };
     for (int i = 0; i < 2; ++i) {
-      for (const Order order : {Order::assemble, Order::interior_first, Order::automatic}) sample(order, 1);
+      for (const Order order : {Order::assemble, Order::interior_first, Order::automatic})
+        sample(order, 1);
     }
     const int repeats = std::clamp(static_cast<int>(3e-3 / sample(Order::assemble, 2)), 1, 50);
     for (const Way& way : kWays) {
       if (!wanted(way)) continue;
-      const auto pairs =
-          tessera::bench::alternate(o.pairs, [&] { return sample(way.order, repeats); }, [&] { return sample(Order::assemble, repeats); });
+      const auto pairs = tessera::bench::alternate(
+          o.pairs, [&] { return sample(way.order, repeats); },
+          [&] { return sample(Order::assemble, repeats); });
       report.time(name_of(way), pairs, "assemble", way.limit);
     }
   }
@@ -95,10 +108,13 @@ int run(const Options& o) {
 int main(int argc, char** argv) {
   CLI::App app("Neighbourhood attention on a cut field: orders of work, on two ranks");
   Options o;
-  app.add_option("--backend", o.backend, "gloo, or mpi under MPI's launcher")->check(CLI::IsMember({"mpi", "gloo"}));
+  app.add_option("--backend", o.backend, "gloo, or mpi under MPI's launcher")
+      ->check(CLI::IsMember({"mpi", "gloo"}));
   app.add_option("--out", o.out, "JSON file");
   app.add_option("--pairs", o.pairs, "samples a case")->check(CLI::Range(31, 1001));
-  app.add_option("--only", o.only, "Only cases that this regular expression finds, as 'default H=16 mpi'; the file keeps its other records");
+  app.add_option("--only", o.only,
+                 "Only cases that this regular expression finds, as 'default H=16 mpi'; the file "
+                 "keeps its other records");
   app.add_option("--largest", o.largest, "largest H");
   CLI11_PARSE(app, argc, argv);
   try {

@@ -1,5 +1,6 @@
-// One rank compares the plan with all others and makes all its groups over Gloo; its store counts. The members of its groups are real, as threads; of
-// the ranks that share no group with it only what they write for the comparison is there, as if they had come before.
+// One rank compares the plan with all others and makes all its groups over Gloo; its store counts.
+// The members of its groups are real, as threads; of the ranks that share no group with it only
+// what they write for the comparison is there, as if they had come before.
 
 #include "creation.h"
 
@@ -27,20 +28,25 @@ struct Counts {
   std::set<std::string> met;      // keys that the other ranks have counted themselves in
 };
 
-/// A HashStore that counts what one rank does. `others` ranks have been everywhere where all ranks count themselves.
+/// A HashStore that counts what one rank does. `others` ranks have been everywhere where all ranks
+/// count themselves.
 class CountingStore : public c10d::Store {
  public:
-  CountingStore(c10::intrusive_ptr<c10d::HashStore> inner, std::shared_ptr<Counts> counts, int others)
+  CountingStore(c10::intrusive_ptr<c10d::HashStore> inner, std::shared_ptr<Counts> counts,
+                int others)
       : inner_(std::move(inner)), counts_(std::move(counts)), others_(others) {}
 
   using Store::compareSet;
   using Store::set;
-  c10::intrusive_ptr<Store> clone() override { return c10::make_intrusive<CountingStore>(inner_, counts_, others_); }
+  c10::intrusive_ptr<Store> clone() override {
+    return c10::make_intrusive<CountingStore>(inner_, counts_, others_);
+  }
   void set(const std::string& key, const std::vector<std::uint8_t>& value) override {
     count({}, {key});
     inner_->set(key, value);
   }
-  std::vector<std::uint8_t> compareSet(const std::string& key, const std::vector<std::uint8_t>& expected,
+  std::vector<std::uint8_t> compareSet(const std::string& key,
+                                       const std::vector<std::uint8_t>& expected,
                                        const std::vector<std::uint8_t>& desired) override {
     count({key}, {key});
     return inner_->compareSet(key, expected, desired);
@@ -78,7 +84,8 @@ class CountingStore : public c10d::Store {
     count(keys, {});
     return inner_->multiGet(keys);
   }
-  void multiSet(const std::vector<std::string>& keys, const std::vector<std::vector<std::uint8_t>>& values) override {
+  void multiSet(const std::vector<std::string>& keys,
+                const std::vector<std::vector<std::uint8_t>>& values) override {
     count({}, keys);
     inner_->multiSet(keys, values);
   }
@@ -135,10 +142,12 @@ Cost cost_of(int axes, int rank) {
     }
   Cost cost;
   {
-    const auto manager = manager_of(rank, mesh.size(), c10::make_intrusive<CountingStore>(inner, counts, mesh.size() - 1));
+    const auto manager = manager_of(
+        rank, mesh.size(), c10::make_intrusive<CountingStore>(inner, counts, mesh.size() - 1));
     const auto begin = std::chrono::steady_clock::now();
     manager.create_process_groups(plan, true);
-    cost.milliseconds = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+    cost.milliseconds =
+        std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
     done.count_down();
     cost.groups = static_cast<int>(manager.group_names().size());
   }

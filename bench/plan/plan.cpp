@@ -1,5 +1,5 @@
-// Planning at scale: a million ranks on five axes, validation, what placement gains, and what making groups costs. Prints a table and writes the
-// records as JSON.
+// Planning at scale: a million ranks on five axes, validation, what placement gains, and what
+// making groups costs. Prints a table and writes the records as JSON.
 //
 //   bench_plan [--out FILE]      build/bench/plan.json unless given
 
@@ -42,7 +42,8 @@ double peak_megabytes() {
 }
 
 /// A value that must not exceed the limit.
-void record(bench::Report& report, const std::string& name, const std::string& metric, double value, const std::string& unit, double limit) {
+void record(bench::Report& report, const std::string& name, const std::string& metric, double value,
+            const std::string& unit, double limit) {
   bench::Record r;
   r.name = name;
   r.metric = metric;
@@ -53,7 +54,10 @@ void record(bench::Report& report, const std::string& name, const std::string& m
   report.add(r);
 }
 
-std::vector<Axis> million_axes() { return {{"pipe", 16}, {"data", 32}, {"domain", 16}, {"expert", 8}, {"model", 16}}; }  // 2^20
+// 2^20
+std::vector<Axis> million_axes() {
+  return {{"pipe", 16}, {"data", 32}, {"domain", 16}, {"expert", 8}, {"model", 16}};
+}
 
 std::vector<int> shuffled(int n) {
   std::vector<int> ranks(n);
@@ -69,8 +73,10 @@ void million(bench::Report& report) {
     const auto plan = GroupPlan::of_mesh(make());
     for (const auto& mine : plan.memberships(777777)) members += mine.ranks.size();
   };
-  const double row_major = 1e3 * median_seconds(21, [&] { axes_of_rank([] { return Mesh(million_axes()); }); });
-  record(report, "million ranks, five axes, row-major", "mesh, plan, one rank's groups", row_major, "ms", 10);
+  const double row_major =
+      1e3 * median_seconds(21, [&] { axes_of_rank([] { return Mesh(million_axes()); }); });
+  record(report, "million ranks, five axes, row-major", "mesh, plan, one rank's groups", row_major,
+         "ms", 10);
   const auto table = shuffled(Mesh(million_axes()).size());
   const Mesh permuted(million_axes(), table);
   const double mine = 1e3 * median_seconds(21, [&] { axes_of_rank([&] { return permuted; }); });
@@ -84,14 +90,18 @@ void million(bench::Report& report) {
                           members += mesh.group(axes, 777777).size();
                         }
                       });
-  record(report, "million ranks, five axes, row-major", "one rank's groups of all 32 axis sets", sets, "ms", 10);
-  const double hash = 1e3 * median_seconds(21, [&] { members += GroupPlan::of_mesh(mesh).hash() & 1; });
+  record(report, "million ranks, five axes, row-major", "one rank's groups of all 32 axis sets",
+         sets, "ms", 10);
+  const double hash =
+      1e3 * median_seconds(21, [&] { members += GroupPlan::of_mesh(mesh).hash() & 1; });
   record(report, "million ranks, five axes, row-major", "canonical text and hash", hash, "ms", 10);
   MeshValidation validation;
   const double seconds = seconds_of([&] { validation = validate(mesh); });
-  record(report, "million ranks, five axes, row-major", "validation of all 32 axis sets", seconds, "s", 5);
+  record(report, "million ranks, five axes, row-major", "validation of all 32 axis sets", seconds,
+         "s", 5);
   const double any = seconds_of([&] { validation = validate(permuted); });
-  record(report, "million ranks, five axes, any table", "validation of all 32 axis sets", any, "s", 5);
+  record(report, "million ranks, five axes, any table", "validation of all 32 axis sets", any, "s",
+         5);
   record(report, "million ranks, five axes", "peak memory", peak_megabytes(), "MB", 1000);
   if (members == 0 || validation.axis_sets != 32) std::printf("nothing was computed\n");
 }
@@ -103,28 +113,35 @@ void placements(bench::Report& report) {
     std::vector<Axis> axes;
     std::vector<Traffic> traffic;
   };
-  const auto traffic = [](const char* axis, Collective collective, double bytes) { return Traffic{{axis}, collective, bytes, 1}; };
+  const auto traffic = [](const char* axis, Collective collective, double bytes) {
+    return Traffic{{axis}, collective, bytes, 1};
+  };
   const std::vector<Case> cases{
       {"8 ranks, 2x4, model outermost",
        Topology::uniform(2, 4),
        {{"model", 4}, {"data", 2}},
-       {traffic("model", Collective::all_reduce, 512e6), traffic("data", Collective::all_reduce, 1e9)}},
+       {traffic("model", Collective::all_reduce, 512e6),
+        traffic("data", Collective::all_reduce, 1e9)}},
       {"12 ranks, 3x4",
        Topology::uniform(3, 4),
        {{"data", 3}, {"domain", 2}, {"model", 2}},
-       {traffic("data", Collective::all_reduce, 1e9), traffic("domain", Collective::send, 64e6), traffic("model", Collective::all_gather, 256e6)}},
+       {traffic("data", Collective::all_reduce, 1e9), traffic("domain", Collective::send, 64e6),
+        traffic("model", Collective::all_gather, 256e6)}},
       {"128 ranks, 16x8, model outermost",
        Topology::uniform(16, 8),
        {{"model", 4}, {"domain", 4}, {"data", 8}},
-       {traffic("model", Collective::all_reduce, 512e6), traffic("domain", Collective::send, 64e6), traffic("data", Collective::all_reduce, 1e9)}},
+       {traffic("model", Collective::all_reduce, 512e6), traffic("domain", Collective::send, 64e6),
+        traffic("data", Collective::all_reduce, 1e9)}},
       {"100 ranks, unequal hosts",
        Topology::of_counts({8, 8, 4, 8, 16, 8, 8, 16, 16, 8}),
        {{"data", 25}, {"model", 4}},
-       {traffic("model", Collective::all_to_all, 128e6), traffic("data", Collective::all_reduce, 1e9)}},
+       {traffic("model", Collective::all_to_all, 128e6),
+        traffic("data", Collective::all_reduce, 1e9)}},
       {"4096 ranks, 512x8, four axes",
        Topology::uniform(512, 8),
        {{"pipe", 8}, {"model", 8}, {"domain", 4}, {"data", 16}},
-       {traffic("model", Collective::all_reduce, 512e6), traffic("data", Collective::reduce_scatter, 1e9), traffic("domain", Collective::send, 64e6),
+       {traffic("model", Collective::all_reduce, 512e6),
+        traffic("data", Collective::reduce_scatter, 1e9), traffic("domain", Collective::send, 64e6),
         traffic("pipe", Collective::send, 32e6)}}};
   for (const Case& c : cases) {
     const CostModel model(c.topology, c.axes, c.traffic);
@@ -142,19 +159,23 @@ void placements(bench::Report& report) {
     r.holds = *r.ratio <= *r.limit;
     report.add(r);
     record(report, c.name, "time to find it", seconds, "s", 30);
-    std::printf("%s: lower bound %.6g ms, %s\n", c.name, 1e3 * placement.lower_bound, placement.method.c_str());
+    std::printf("%s: lower bound %.6g ms, %s\n", c.name, 1e3 * placement.lower_bound,
+                placement.method.c_str());
   }
 }
 
 /// The exact search against all permutations of slots.
 void optimum(bench::Report& report) {
   std::mt19937 random(5);
-  const auto pick = [&](int low, int high) { return low + static_cast<int>(random() % static_cast<unsigned>(high - low + 1)); };
+  const auto pick = [&](int low, int high) {
+    return low + static_cast<int>(random() % static_cast<unsigned>(high - low + 1));
+  };
   int cases = 0, missed = 0;
   for (int n = 0; n < 60; ++n) {
     std::vector<int> devices;
     const int ranks = pick(1, 3) * 2;
-    for (int left = ranks; left > 0; left -= devices.back()) devices.push_back(pick(1, std::min(3, left)));
+    for (int left = ranks; left > 0; left -= devices.back())
+      devices.push_back(pick(1, std::min(3, left)));
     std::vector<Axis> axes{{"a", 2}, {"b", ranks / 2}};
     std::vector<Traffic> traffic{{{"a"}, Collective::all_reduce, std::pow(10, pick(2, 8)), 1},
                                  {{"b"}, Collective::all_gather, std::pow(10, pick(2, 8)), 1}};
@@ -166,9 +187,11 @@ void optimum(bench::Report& report) {
     while (std::next_permutation(slots.begin(), slots.end()));
     const auto placement = optimise_mapping(model);
     ++cases;
-    missed += !placement.exact || std::abs(placement.seconds - least) > 1e-9 * least || placement.lower_bound > least * (1 + 1e-9);
+    missed += !placement.exact || std::abs(placement.seconds - least) > 1e-9 * least ||
+              placement.lower_bound > least * (1 + 1e-9);
   }
-  record(report, "worlds of 2 to 6 ranks", "optimum of " + std::to_string(cases) + " cases by brute force", missed, "missed", 0);
+  record(report, "worlds of 2 to 6 ranks",
+         "optimum of " + std::to_string(cases) + " cases by brute force", missed, "missed", 0);
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
-// Redistribution beside what a user would write by hand with the same group's collectives on plain tensors, on two ranks: time, and bytes received
-// beside the fewest that the two specs allow. The hand-written way ends with the same result in memory of its own: an all-reduce, which works in
-// place, copies its input first, and an all-to-all packs what it sends. Above 1 MiB redistribution may take 1.1 times as long. Each backend in a run
-// of its own; `run` makes both.
+// Redistribution beside what a user would write by hand with the same group's collectives on plain
+// tensors, on two ranks: time, and bytes received beside the fewest that the two specs allow. The
+// hand-written way ends with the same result in memory of its own: an all-reduce, which works in
+// place, copies its input first, and an all-to-all packs what it sends. Above 1 MiB redistribution
+// may take 1.1 times as long. Each backend in a run of its own; `run` makes both.
 
 #include <torch/torch.h>
 
@@ -41,8 +42,10 @@ std::vector<Case> cases(const DeviceMesh& mesh, const Group& group, std::int64_t
   const auto numel = static_cast<double>(rows * columns);
   const at::Tensor all = at::ones(shape);
   const Sizes half = {rows / 2, rows / 2}, uneven = {rows / 4 * 3, rows / 4};
-  const ShardSpec whole = ShardSpec::replicated(mesh, shape), by_rows(mesh, shape, {Shard(0)}), by_columns(mesh, shape, {Shard(1)}),
-                  by_uneven(mesh, shape, {Shard(0)}, {{0, uneven}}), by_other(mesh, shape, {Shard(0)}, {{0, {uneven[1], uneven[0]}}}),
+  const ShardSpec whole = ShardSpec::replicated(mesh, shape), by_rows(mesh, shape, {Shard(0)}),
+                  by_columns(mesh, shape, {Shard(1)}),
+                  by_uneven(mesh, shape, {Shard(0)}, {{0, uneven}}),
+                  by_other(mesh, shape, {Shard(0)}, {{0, {uneven[1], uneven[0]}}}),
                   terms(mesh, shape, {Partial()});
   const auto shard = [&](const ShardSpec& s) { return distribute_tensor(all, s); };
   const auto gather = [=](const ShardSpec& s, const Sizes& sizes) {
@@ -56,7 +59,8 @@ std::vector<Case> cases(const DeviceMesh& mesh, const Group& group, std::int64_t
   const at::Tensor local_rows = to_local(shard(by_rows)), local_uneven = to_local(shard(by_uneven));
   return {
       {"Shard(0) to Replicate", shard(by_rows), whole, numel / 2, gather(by_rows, half)},
-      {"Shard(0) 3:1 to Replicate", shard(by_uneven), whole, numel - static_cast<double>(uneven[mine] * columns), gather(by_uneven, uneven)},
+      {"Shard(0) 3:1 to Replicate", shard(by_uneven), whole,
+       numel - static_cast<double>(uneven[mine] * columns), gather(by_uneven, uneven)},
       {"Partial to Replicate", from_local(all, terms), whole, numel,
        [=] {
          at::Tensor out = all.clone();
@@ -71,7 +75,8 @@ std::vector<Case> cases(const DeviceMesh& mesh, const Group& group, std::int64_t
        }},
       {"Shard(0) to Shard(1)", shard(by_rows), by_columns, numel / 4,
        [=] {
-         const at::Tensor packed = at::empty({2, rows / 2, columns / 2}), out = at::empty({rows, columns / 2});
+         const at::Tensor packed = at::empty({2, rows / 2, columns / 2}),
+                          out = at::empty({rows, columns / 2});
          packed.copy_(local_rows.view({rows / 2, 2, columns / 2}).transpose(0, 1));
          group.all_to_all(out, packed.view({rows, columns / 2}));
          return out;
@@ -95,7 +100,8 @@ double sample(const Group& group, const std::function<void()>& call, int repeats
   group.barrier();
   const auto start = Clock::now();
   for (int i = 0; i < repeats; ++i) call();
-  const at::Tensor slowest = at::full({1}, std::chrono::duration<double>(Clock::now() - start).count() / repeats, at::kDouble);
+  const at::Tensor slowest = at::full(
+      {1}, std::chrono::duration<double>(Clock::now() - start).count() / repeats, at::kDouble);
   group.all_reduce(slowest, ReduceOp::max);
   return slowest.item<double>();
 }
@@ -106,7 +112,9 @@ int run(const std::string& backend, const std::string& out, const std::string& o
   options.backend = backend;
   options.check_level = CheckLevel::off;
   auto manager = DistributedManager::initialize(options);
-  if (manager.world_size() != 2) throw InvalidArgument(concat("bench_redistribute runs on 2 ranks, and there are ", manager.world_size()));
+  if (manager.world_size() != 2)
+    throw InvalidArgument(
+        concat("bench_redistribute runs on 2 ranks, and there are ", manager.world_size()));
   const auto mesh = manager.mesh({{"x", 2}});
   const Group group = mesh.all();
   bench::Report report("redistribute", manager.rank() == 0 ? out : "");
@@ -116,26 +124,33 @@ int run(const std::string& backend, const std::string& out, const std::string& o
   std::optional<bench::AwakeCores> awake;
   if (backend == "gloo") awake.emplace();  // its calls sleep until another thread wakes them
   const at::NoGradGuard no_grad;
-  for (const auto& [label, rows] : {std::pair<const char*, std::int64_t>{"64 KiB", 16}, {"4 MiB", 1024}, {"16 MiB", 4096}}) {
+  for (const auto& [label, rows] :
+       {std::pair<const char*, std::int64_t>{"64 KiB", 16}, {"4 MiB", 1024}, {"16 MiB", 4096}}) {
     for (const Case& c : cases(mesh, group, rows)) {
       const std::string name = concat(c.name, " ", label, " ", backend);
       if (!report.wants(name)) continue;
       double received = 0;
-      for (const auto& call : explain_redistribution(spec(c.input), c.to)) received += static_cast<double>(call.received);
+      for (const auto& call : explain_redistribution(spec(c.input), c.to))
+        received += static_cast<double>(call.received);
       const at::Tensor both = at::tensor({received, c.fewest}, at::kDouble);
       group.all_reduce(both);
       const double bytes = both[0].item<double>() * 4, fewest = both[1].item<double>() * 4;
-      report.add({name, "bytes", bytes, "B", "fewest", fewest, bytes / fewest, {}, 1.0, bytes <= fewest});
+      report.add(
+          {name, "bytes", bytes, "B", "fewest", fewest, bytes / fewest, {}, 1.0, bytes <= fewest});
       const auto ours = [&] { redistribute(c.input, c.to); };
       const auto bare = [&] { c.by_hand(); };
       const double once = std::max(sample(group, bare, 3), sample(group, ours, 3));
       const int repeats = std::clamp(static_cast<int>(kSampleSeconds / once), 1, 200);
-      const int count = std::clamp(static_cast<int>(kCaseSeconds / (2 * once * repeats)), kPairs, 201);
-      const auto pairs = bench::alternate(count, [&] { return sample(group, ours, repeats); }, [&] { return sample(group, bare, repeats); });
+      const int count =
+          std::clamp(static_cast<int>(kCaseSeconds / (2 * once * repeats)), kPairs, 201);
+      const auto pairs = bench::alternate(
+          count, [&] { return sample(group, ours, repeats); },
+          [&] { return sample(group, bare, repeats); });
       std::vector<double> reference;
       for (const auto& pair : pairs) reference.push_back(pair.second);
       // Below 1 MiB what counts is the overhead of a call: 30 us.
-      report.time(name, pairs, "by hand", rows >= 1024 ? 1.1 : 1.1 + 30e-6 / bench::median(reference));
+      report.time(name, pairs, "by hand",
+                  rows >= 1024 ? 1.1 : 1.1 + 30e-6 / bench::median(reference));
     }
   }
   group.barrier();
@@ -149,7 +164,9 @@ int main(int argc, char** argv) {
   std::string backend = has_mpi() ? "mpi" : "gloo", out, only;
   app.add_option("--backend", backend, "mpi or gloo")->check(CLI::IsMember({"mpi", "gloo"}));
   app.add_option("--out", out, "JSON file");
-  app.add_option("--only", only, "Only cases that this regular expression finds, as '4 MiB gloo'; the file keeps its other records");
+  app.add_option("--only", only,
+                 "Only cases that this regular expression finds, as '4 MiB gloo'; the file keeps "
+                 "its other records");
   CLI11_PARSE(app, argc, argv);
   try {
     return run(backend, out, only);

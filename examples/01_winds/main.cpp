@@ -1,4 +1,5 @@
-// winds: forecasts next month's winds with a small convolutional network, trained on samples and latitudes that are cut over the ranks.
+// winds: forecasts next month's winds with a small convolutional network, trained on samples and
+// latitudes that are cut over the ranks.
 //
 //   tessera run -n 2 -- winds --report winds.html
 //   tessera run -n 4 -- winds --mesh data=2,domain=2
@@ -41,28 +42,47 @@ struct Settings {
 
 Settings read_settings(int argc, char** argv) {
   Settings settings;
-  CLI::App app{"Forecasts next month's winds with a small network, trained on 1982-1989 and judged on 1990-1992"};
-  app.add_option("--data", settings.data, "netCDF file with UWND and VWND(TIME, lat, lon), months from January 1982")->capture_default_str();
-  app.add_option(
-         "--mesh", settings.mesh,
-         "Ranks along each axis, as data=2,domain=2: samples are cut over data, latitudes over domain. Default: domain is the largest of 3, 2 "
-         "and 1 that divides the number of ranks")
+  CLI::App app{
+      "Forecasts next month's winds with a small network, trained on 1982-1989 and judged on "
+      "1990-1992"};
+  app.add_option("--data", settings.data,
+                 "netCDF file with UWND and VWND(TIME, lat, lon), months from January 1982")
+      ->capture_default_str();
+  app.add_option("--mesh", settings.mesh,
+                 "Ranks along each axis, as data=2,domain=2: samples are cut over data, latitudes "
+                 "over domain. Default: domain is the largest of 3, 2 "
+                 "and 1 that divides the number of ranks")
       ->delimiter(',');
   app.add_option("--report", settings.report, "Write a report in HTML to this file");
-  app.add_option("--epochs", settings.training.epochs, "Passes over the training samples")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--batch", settings.batch, "Samples of a step, over all ranks")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--learning-rate", settings.training.learning_rate, "Of AdamW, at its highest")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--weight-decay", settings.training.weight_decay, "Of AdamW")->check(CLI::NonNegativeNumber)->capture_default_str();
-  app.add_option("--hidden", settings.training.network.hidden, "Channels of the hidden layers")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--layers", settings.training.network.layers, "Convolutions; 0: the linear way around them alone")
+  app.add_option("--epochs", settings.training.epochs, "Passes over the training samples")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--batch", settings.batch, "Samples of a step, over all ranks")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--learning-rate", settings.training.learning_rate, "Of AdamW, at its highest")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--weight-decay", settings.training.weight_decay, "Of AdamW")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
-  app.add_option("--seed", settings.training.seed, "Of the weights and of the order of samples")->capture_default_str();
+  app.add_option("--hidden", settings.training.network.hidden, "Channels of the hidden layers")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--layers", settings.training.network.layers,
+                 "Convolutions; 0: the linear way around them alone")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--seed", settings.training.seed, "Of the weights and of the order of samples")
+      ->capture_default_str();
   app.add_option("--validate", settings.validation_years,
-                 "Hold the last N years of 1982-1989 out of the training and judge on them instead of 1990-1992: for choosing settings")
+                 "Hold the last N years of 1982-1989 out of the training and judge on them instead "
+                 "of 1990-1992: for choosing settings")
       ->check(CLI::Range(1, 5))
       ->excludes("--report");
-  app.add_flag("--double", settings.float64, "Train in float64: the loss curve is then the same, to round-off, for every number of ranks");
+  app.add_flag(
+      "--double", settings.float64,
+      "Train in float64: the loss curve is then the same, to round-off, for every number of ranks");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -78,16 +98,21 @@ std::vector<tessera::Axis> mesh_axes(const std::vector<std::string>& wanted, int
   std::vector<tessera::Axis> axes{{"data", 1}, {"domain", 1}};
   for (const std::string& item : wanted) {
     const auto equals = item.find('=');
-    const auto axis = std::find_if(axes.begin(), axes.end(), [&](const tessera::Axis& a) { return a.name == item.substr(0, equals); });
+    const auto axis = std::find_if(axes.begin(), axes.end(), [&](const tessera::Axis& a) {
+      return a.name == item.substr(0, equals);
+    });
     const std::string digits = equals == std::string::npos ? "" : item.substr(equals + 1);
     int size = 0;
     const auto [end, fault] = std::from_chars(digits.data(), digits.data() + digits.size(), size);
-    if (axis == axes.end() || fault != std::errc() || end != digits.data() + digits.size() || size < 1)
-      throw tessera::InvalidArgument(tessera::concat("--mesh: '", item, "' is not data=N or domain=N with a number from 1 on"));
+    if (axis == axes.end() || fault != std::errc() || end != digits.data() + digits.size() ||
+        size < 1)
+      throw tessera::InvalidArgument(tessera::concat(
+          "--mesh: '", item, "' is not data=N or domain=N with a number from 1 on"));
     axis->size = size;
   }
   if (axes[0].size * axes[1].size != ranks)
-    throw tessera::InvalidArgument(tessera::concat("--mesh: ", axes[0].size, " x ", axes[1].size, " is not the number of ranks, ", ranks));
+    throw tessera::InvalidArgument(tessera::concat("--mesh: ", axes[0].size, " x ", axes[1].size,
+                                                   " is not the number of ranks, ", ranks));
   return axes;
 }
 
@@ -111,8 +136,11 @@ void run(const Settings& settings) {
 
   const tessera::NetcdfSource source(settings.data);
   const std::int64_t train_months = (8 - settings.validation_years) * months_a_year;
-  const Months test{train_months, train_months + (settings.validation_years ? settings.validation_years : 3) * months_a_year};
-  const WindsData data(source, mesh, train_months, settings.batch, settings.float64 ? at::kDouble : at::kFloat);
+  const Months test{
+      train_months,
+      train_months + (settings.validation_years ? settings.validation_years : 3) * months_a_year};
+  const WindsData data(source, mesh, train_months, settings.batch,
+                       settings.float64 ? at::kDouble : at::kFloat);
   const std::int64_t values_read = data.values_read();
   const double read_time = seconds_since(start);
 
@@ -122,7 +150,8 @@ void run(const Settings& settings) {
   WindNet network = train(data, settings.training, [&](const Step& step, WindNet&) {
     losses.push_back(step.loss);
     char note[64];
-    std::snprintf(note, sizeof note, "epoch %lld of %lld, RMS error %.3f m/s", static_cast<long long>(step.epoch + 1),
+    std::snprintf(note, sizeof note, "epoch %lld of %lld, RMS error %.3f m/s",
+                  static_cast<long long>(step.epoch + 1),
                   static_cast<long long>(settings.training.epochs), std::sqrt(step.loss));
     progress.show(step.number + 1, step.of, note);
   });
@@ -140,37 +169,49 @@ void run(const Settings& settings) {
   std::vector<Skill> skills;
   for (const Forecast& f : forecasts) skills.push_back(skill_of(f, truth, data.latitude()));
   const double test_time = seconds_since(test_start);
-  std::cout << "Winds of " << month_name(test.begin) << " to " << month_name(test.end - 1) << ", each month forecast from the one before\n"
-            << skill_table(skills) << "trained in " << seconds(training_time) << " on " << world.size() << (world.size() == 1 ? " rank" : " ranks")
-            << '\n';
+  std::cout << "Winds of " << month_name(test.begin) << " to " << month_name(test.end - 1)
+            << ", each month forecast from the one before\n"
+            << skill_table(skills) << "trained in " << seconds(training_time) << " on "
+            << world.size() << (world.size() == 1 ? " rank" : " ranks") << '\n';
   if (settings.report.empty()) return;
 
   std::int64_t weights = 0;
   for (const auto& p : network->parameters()) weights += p.numel();
   std::vector<Owned> owned;
   std::string parts;
-  const double all_values = static_cast<double>(variables * train_months * data.latitude().size(0) * data.longitude().size(0));
+  const double all_values = static_cast<double>(variables * train_months * data.latitude().size(0) *
+                                                data.longitude().size(0));
   for (int r = 0; r < world.size(); ++r) {
     owned.push_back(data.owned_by(r));
     const Owned& o = owned.back();
-    parts += tessera::concat(r ? "<br>" : "", "rank ", r, ": ", o.samples.count(), " samples, ", o.rows.size(), " latitudes; ",
-                             std::lround(100 * std::stod(read[static_cast<std::size_t>(r)]) / all_values), " % of the training’s winds");
+    parts += tessera::concat(
+        r ? "<br>" : "", "rank ", r, ": ", o.samples.count(), " samples, ", o.rows.size(),
+        " latitudes; ",
+        std::lround(100 * std::stod(read[static_cast<std::size_t>(r)]) / all_values),
+        " % of the training’s winds");
   }
   const TrainingOptions& t = settings.training;
   write_report(
-      {.facts = {{"ranks", tessera::concat(world.size(), ", started by ", manager.launch().launcher, ", ", at::get_num_threads(), " thread(s) each")},
-                 {"mesh", tessera::concat("data ", mesh.layout().size("data"), " × domain ", mesh.layout().size("domain"))},
+      {.facts = {{"ranks", tessera::concat(world.size(), ", started by ", manager.launch().launcher,
+                                           ", ", at::get_num_threads(), " thread(s) each")},
+                 {"mesh", tessera::concat("data ", mesh.layout().size("data"), " × domain ",
+                                          mesh.layout().size("domain"))},
                  {"backend", tessera::concat(world.backend(), " on ", manager.device().str())},
                  {"libtorch", TORCH_VERSION},
-                 {"network", tessera::concat(t.network.layers, " convolutions of 3 × 3, ", t.network.hidden, " channels, ", weights, " weights, ",
+                 {"network", tessera::concat(t.network.layers, " convolutions of 3 × 3, ",
+                                             t.network.hidden, " channels, ", weights, " weights, ",
                                              settings.float64 ? "float64" : "float32")},
-                 {"training", tessera::concat(t.epochs, " epochs, ", losses.size(), " steps of ", settings.batch,
-                                              " samples or fewer over all ranks, AdamW, seed ", t.seed)},
+                 {"training",
+                  tessera::concat(t.epochs, " epochs, ", losses.size(), " steps of ",
+                                  settings.batch, " samples or fewer over all ranks, AdamW, seed ",
+                                  t.seed)},
                  {"who has read what", parts},
                  {"start, reading, statistics", seconds(read_time)},
                  {"training time", seconds(training_time)},
                  {"forecasts and scores", seconds(test_time)},
-                 {"data", "US Navy monthly winds 1982–1992 (Debian’s ferret-datasets, NOAA PMEL), public domain"}},
+                 {"data",
+                  "US Navy monthly winds 1982–1992 (Debian’s ferret-datasets, NOAA PMEL), public "
+                  "domain"}},
        .losses = losses,
        .steps_per_epoch = data.steps_per_epoch(),
        .test = test,

@@ -9,10 +9,12 @@ at::Tensor pad_sphere(const at::Tensor& field) {
 }
 
 WindNetImpl::WindNetImpl(const NetworkOptions& options) {
-  around_ = register_module("around", torch::nn::Conv2d(torch::nn::Conv2dOptions(options.input, 2, 1)));
+  around_ =
+      register_module("around", torch::nn::Conv2d(torch::nn::Conv2dOptions(options.input, 2, 1)));
   convolutions_ = register_module("convolutions", torch::nn::ModuleList());
   for (std::int64_t i = 0; i < options.layers; ++i) {
-    const std::int64_t in = i == 0 ? options.input : options.hidden, out = i == options.layers - 1 ? 2 : options.hidden;
+    const std::int64_t in = i == 0 ? options.input : options.hidden,
+                       out = i == options.layers - 1 ? 2 : options.hidden;
     convolutions_->push_back(torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, 3)));
   }
   // Before training: the damped anomalies, and nothing from the convolutions.
@@ -21,7 +23,8 @@ WindNetImpl::WindNetImpl(const NetworkOptions& options) {
   around_->bias.zero_();
   for (std::int64_t v = 0; v < 2; ++v) around_->weight[v][v][0][0] = 1;
   if (options.layers > 0) {
-    auto& last = *convolutions_[static_cast<std::size_t>(options.layers - 1)]->as<torch::nn::Conv2d>();
+    auto& last =
+        *convolutions_[static_cast<std::size_t>(options.layers - 1)]->as<torch::nn::Conv2d>();
     last.weight.zero_();
     last.bias.zero_();
   }

@@ -9,26 +9,31 @@
 
 namespace winds {
 
-/// The samples 0, 1, ... are cut into `runs` runs of neighbouring ones, the first ones longer by one where that does not divide. Step j of an epoch
-/// takes the j-th of each run after a shuffle within it, by seed and epoch alone. So every batch covers the whole period, and row r of a batch is
-/// always of run r: a rank with the same rows of every batch needs only its own runs. The last batch of an epoch lacks the shorter runs, which are
-/// padding.
+/// The samples 0, 1, ... are cut into `runs` runs of neighbouring ones, the first ones longer by
+/// one where that does not divide. Step j of an epoch takes the j-th of each run after a shuffle
+/// within it, by seed and epoch alone. So every batch covers the whole period, and row r of a batch
+/// is always of run r: a rank with the same rows of every batch needs only its own runs. The last
+/// batch of an epoch lacks the shorter runs, which are padding.
 class RunsOrder : public tessera::Order {
  public:
-  RunsOrder(std::int64_t samples, std::int64_t runs, std::uint64_t seed) : samples_(samples), runs_(runs), seed_(seed) {}
+  RunsOrder(std::int64_t samples, std::int64_t runs, std::uint64_t seed)
+      : samples_(samples), runs_(runs), seed_(seed) {}
   std::int64_t steps_per_epoch() const { return (samples_ + runs_ - 1) / runs_; }
 
   tessera::OrderCursor start() const override { return {}; }
   tessera::OrderBatch next(tessera::OrderCursor& cursor) const override;
   std::string describe() const override;
-  std::vector<std::uint64_t> samples_needed() const override { return {static_cast<std::uint64_t>(samples_)}; }
+  std::vector<std::uint64_t> samples_needed() const override {
+    return {static_cast<std::uint64_t>(samples_)};
+  }
 
  private:
   std::int64_t samples_, runs_;
   std::uint64_t seed_;
 };
 
-/// Of `samples` samples those from `first` on, which this rank holds: input and target, one a row. Reading another is an error.
+/// Of `samples` samples those from `first` on, which this rank holds: input and target, one a row.
+/// Reading another is an error.
 class OwnSamples : public tessera::Dataset {
  public:
   OwnSamples(std::int64_t samples, std::int64_t first, at::Tensor input, at::Tensor target)

@@ -24,7 +24,8 @@ class Progress {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now(), last_;
 };
 
-/// Of standard error: what `tessera run` says of the terminal behind its ranks (TESSERA_TERMINAL_COLUMNS), else this process' own; 0: no terminal.
+/// Of standard error: what `tessera run` says of the terminal behind its ranks
+/// (TESSERA_TERMINAL_COLUMNS), else this process' own; 0: no terminal.
 int terminal_columns();
 
 }  // namespace winds

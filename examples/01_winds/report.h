@@ -10,13 +10,18 @@
 namespace winds {
 
 struct Report {
-  std::vector<std::pair<std::string, std::string>> facts = {};  ///< What ran, where, how long.
-  std::vector<double> losses;                                   ///< (m/s)^2, one a step.
+  /// What ran, where, how long.
+  std::vector<std::pair<std::string, std::string>> facts = {};
+  /// (m/s)^2, one a step.
+  std::vector<double> losses;
   std::int64_t steps_per_epoch = 1;
   Months test;
-  std::vector<Skill> skills;      ///< The network's is the last, the damped anomaly with one coefficient per point before it.
-  at::Tensor forecast, truth;     ///< [months, 2, lat, lon], m/s.
-  std::vector<Owned> owned = {};  ///< Of the training, by rank.
+  /// The network's is the last, the damped anomaly with one coefficient per point before it.
+  std::vector<Skill> skills;
+  /// [months, 2, lat, lon], m/s.
+  at::Tensor forecast, truth;
+  /// Of the training, by rank.
+  std::vector<Owned> owned = {};
   std::int64_t train_months = 0;
   at::Tensor latitude, longitude;
 };

@@ -9,11 +9,13 @@
 
 namespace winds {
 
-at::Tensor squared_error(const at::Tensor& forecast, const at::Tensor& target, const at::Tensor& sigma) {
+at::Tensor squared_error(const at::Tensor& forecast, const at::Tensor& target,
+                         const at::Tensor& sigma) {
   return ((forecast - target) * sigma).square().mean();
 }
 
-WindNet train(const WindsData& data, const TrainingOptions& options, const std::function<void(const Step&, WindNet& average)>& watch) {
+WindNet train(const WindsData& data, const TrainingOptions& options,
+              const std::function<void(const Step&, WindNet& average)>& watch) {
   torch::manual_seed(options.seed);
   NetworkOptions shape = options.network;
   shape.input = data.channels();
@@ -26,9 +28,12 @@ WindNet train(const WindsData& data, const TrainingOptions& options, const std::
   // Every rank has all weights. Gradients come out of backward summed over the mesh.
   tessera::distribute_module(*network, data.mesh());
   tessera::distribute_module(*average, data.mesh());
-  torch::optim::AdamW optimizer(network->parameters(), torch::optim::AdamWOptions(options.learning_rate).weight_decay(options.weight_decay));
+  torch::optim::AdamW optimizer(
+      network->parameters(),
+      torch::optim::AdamWOptions(options.learning_rate).weight_decay(options.weight_decay));
   const std::vector<tessera::Placement> replicated(data.mesh().layout().dims());
-  const at::Tensor sigma = tessera::distribute_tensor(data.statistics().sigma.to(dtype), data.mesh(), replicated);
+  const at::Tensor sigma =
+      tessera::distribute_tensor(data.statistics().sigma.to(dtype), data.mesh(), replicated);
   const std::int64_t steps = options.epochs * data.steps_per_epoch();
   std::int64_t number = 0;
   for (std::int64_t epoch = 0; epoch < options.epochs; ++epoch)
@@ -36,7 +41,8 @@ WindNet train(const WindsData& data, const TrainingOptions& options, const std::
       const double done = static_cast<double>(number) / static_cast<double>(steps);
       const double warm = std::min(1.0, static_cast<double>(number + 1) / 10);
       for (auto& parameters : optimizer.param_groups())
-        parameters.options().set_lr(options.learning_rate * warm * 0.5 * (1 + std::cos(std::numbers::pi * done)));
+        parameters.options().set_lr(options.learning_rate * warm * 0.5 *
+                                    (1 + std::cos(std::numbers::pi * done)));
 
       const Samples batch = data.samples_of(loader->next());
       optimizer.zero_grad();
@@ -45,7 +51,8 @@ WindNet train(const WindsData& data, const TrainingOptions& options, const std::
       optimizer.step();
 
       const torch::NoGradGuard no_grad;
-      const double keep = std::min(0.98, static_cast<double>(number) / static_cast<double>(number + 10));
+      const double keep =
+          std::min(0.98, static_cast<double>(number) / static_cast<double>(number + 10));
       auto from = network->parameters(), to = average->parameters();
       for (std::size_t i = 0; i < to.size(); ++i) to[i].lerp_(from[i], 1 - keep);
       watch({epoch, number, steps, loss.item<double>()}, average);
@@ -55,7 +62,8 @@ WindNet train(const WindsData& data, const TrainingOptions& options, const std::
 
 at::Tensor forecast(WindNet& network, const WindsData& data, Months months) {
   const torch::NoGradGuard no_grad;
-  return data.to_winds(tessera::to_local(network->forward(data.forecast_input(months).input)), data.own(months));
+  return data.to_winds(tessera::to_local(network->forward(data.forecast_input(months).input)),
+                       data.own(months));
 }
 
 }  // namespace winds

@@ -21,21 +21,26 @@ struct TrainingOptions {
 };
 
 /// The mean squared error in (m/s)^2 over samples, both winds and all points.
-at::Tensor squared_error(const at::Tensor& forecast, const at::Tensor& target, const at::Tensor& sigma);
+at::Tensor squared_error(const at::Tensor& forecast, const at::Tensor& target,
+                         const at::Tensor& sigma);
 
 struct Step {
   std::int64_t epoch;
-  std::int64_t number;  ///< From 0, over all epochs.
+  /// From 0, over all epochs.
+  std::int64_t number;
   std::int64_t of;
-  double loss;  ///< Over all samples of the batch and all latitudes.
+  /// Over all samples of the batch and all latitudes.
+  double loss;
 };
 
-/// The network with its averaged weights (see below), replicated over the data's mesh; `watch` is called after each step.
-/// AdamW, its rate falling as a cosine; the result is the exponential average of the weights over the steps, which forgets the noise of single
-/// batches.
-WindNet train(const WindsData& data, const TrainingOptions& options, const std::function<void(const Step&, WindNet& average)>& watch);
+/// The network with its averaged weights (see below), replicated over the data's mesh; `watch` is
+/// called after each step. AdamW, its rate falling as a cosine; the result is the exponential
+/// average of the weights over the steps, which forgets the noise of single batches.
+WindNet train(const WindsData& data, const TrainingOptions& options,
+              const std::function<void(const Step&, WindNet& average)>& watch);
 
-/// The network's forecast of `months` after the training, in m/s, of them this rank's own: [own months, 2, own lat, lon]. Collective.
+/// The network's forecast of `months` after the training, in m/s, of them this rank's own: [own
+/// months, 2, own lat, lon]. Collective.
 at::Tensor forecast(WindNet& network, const WindsData& data, Months months);
 
 }  // namespace winds

@@ -1,6 +1,7 @@
 // tokens: a small language model of bytes, trained data-parallel on the book of Genesis.
 //
-//   tessera run -n 2 -- tokens --checkpoint tokens.pt      stop it at any time, and start it again with another -n
+//   tessera run -n 2 -- tokens --checkpoint tokens.pt      stop it at any time, and start it again
+//     with another -n
 
 #include <CLI/CLI.hpp>
 #include <cmath>
@@ -18,17 +19,35 @@ tokens::Options read_options(int argc, char** argv) {
   tokens::Options options;
   options.text = TOKENS_DATA;
   CLI::App app{"Trains a small language model on the bytes of a text"};
-  app.add_option("--text", options.text, "ASCII text; it is mapped into memory, one byte a token")->capture_default_str();
+  app.add_option("--text", options.text, "ASCII text; it is mapped into memory, one byte a token")
+      ->capture_default_str();
   app.add_option("--checkpoint", options.checkpoint, "Save here, and go on from here if it exists");
-  app.add_option("--steps", options.steps, "To be done in all")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--batch", options.batch, "Samples of a step, over all ranks")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--row", options.row, "Bytes that a sample predicts")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--save-every", options.save_every, "Steps between checkpoints")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--hidden", options.hidden, "Width of the network")->check(CLI::Range(2, 4096))->capture_default_str();
-  app.add_option("--learning-rate", options.learning_rate, "Of Adam")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--seed", options.seed, "Of the weights and of the order of samples")->capture_default_str();
-  app.add_option("--workers", options.workers, "Threads that read ahead")->check(CLI::NonNegativeNumber)->capture_default_str();
-  app.add_flag("--double", options.float64, "Train in float64: the loss curve is then the same, to round-off, for every number of ranks");
+  app.add_option("--steps", options.steps, "To be done in all")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--batch", options.batch, "Samples of a step, over all ranks")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--row", options.row, "Bytes that a sample predicts")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--save-every", options.save_every, "Steps between checkpoints")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--hidden", options.hidden, "Width of the network")
+      ->check(CLI::Range(2, 4096))
+      ->capture_default_str();
+  app.add_option("--learning-rate", options.learning_rate, "Of Adam")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--seed", options.seed, "Of the weights and of the order of samples")
+      ->capture_default_str();
+  app.add_option("--workers", options.workers, "Threads that read ahead")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_flag(
+      "--double", options.float64,
+      "Train in float64: the loss curve is then the same, to round-off, for every number of ranks");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -43,11 +62,14 @@ void run(const tokens::Options& options) {
   auto model = tokens::train(manager.world(), options, [&](const tokens::Step& step) {
     const auto done = step.number + 1;
     if (first && (done % 50 == 0 || done == 1 || done == static_cast<std::uint64_t>(options.steps)))
-      std::printf("step %llu, epoch %llu: %.3f bits a byte\n", static_cast<unsigned long long>(done), static_cast<unsigned long long>(step.epoch + 1),
-                  step.loss / std::log(2.0));
+      std::printf("step %llu, epoch %llu: %.3f bits a byte\n",
+                  static_cast<unsigned long long>(done),
+                  static_cast<unsigned long long>(step.epoch + 1), step.loss / std::log(2.0));
     std::fflush(stdout);
   });
-  if (first) std::cout << "\nAnd God said" << tokens::continue_text(model, "And God said", 200, options.seed) << '\n';
+  if (first)
+    std::cout << "\nAnd God said" << tokens::continue_text(model, "And God said", 200, options.seed)
+              << '\n';
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #pragma once
-// A small language model of bytes, trained data-parallel on a memory-mapped text, that can stop at any step and go on with another number of ranks.
+// A small language model of bytes, trained data-parallel on a memory-mapped text, that can stop at
+// any step and go on with another number of ranks.
 
 #include <torch/torch.h>
 
@@ -12,14 +13,20 @@
 
 namespace tokens {
 
-inline constexpr std::int64_t vocabulary = 128;  ///< ASCII: a token is a byte.
+/// ASCII: a token is a byte.
+inline constexpr std::int64_t vocabulary = 128;
 
 struct Options {
-  std::string text;          ///< The file, one byte a token.
-  std::string checkpoint;    ///< Where to save, and to go on from if it exists; empty: neither.
-  std::int64_t row = 64;     ///< Bytes that a sample predicts, each from those before it in the sample.
-  std::int64_t batch = 32;   ///< Samples of a step, over all ranks.
-  std::int64_t steps = 400;  ///< To be done in all, those before a restart included.
+  /// The file, one byte a token.
+  std::string text;
+  /// Where to save, and to go on from if it exists; empty: neither.
+  std::string checkpoint;
+  /// Bytes that a sample predicts, each from those before it in the sample.
+  std::int64_t row = 64;
+  /// Samples of a step, over all ranks.
+  std::int64_t batch = 32;
+  /// To be done in all, those before a restart included.
+  std::int64_t steps = 400;
   std::int64_t save_every = 50;
   std::int64_t hidden = 96;
   double learning_rate = 5e-3;
@@ -39,17 +46,20 @@ struct ModelImpl : torch::nn::Module {
 };
 TORCH_MODULE(Model);
 
-/// The samples: rows of row + 1 bytes that overlap by one, so that every byte but the first is predicted once an epoch.
+/// The samples: rows of row + 1 bytes that overlap by one, so that every byte but the first is
+/// predicted once an epoch.
 std::shared_ptr<const tessera::Dataset> samples(const Options& options);
 
 struct Step {
   std::uint64_t number;
   std::uint64_t epoch;
-  double loss;  ///< Mean over all ranks' samples: nats a byte.
+  /// Mean over all ranks' samples: nats a byte.
+  double loss;
 };
 
 /// Trains up to options.steps; `watch` is called after each step. Collective over `group`.
-Model train(const tessera::Group& group, const Options& options, const std::function<void(const Step&)>& watch);
+Model train(const tessera::Group& group, const Options& options,
+            const std::function<void(const Step&)>& watch);
 
 /// `length` bytes that the model puts behind `start`, drawn by its probabilities.
 std::string continue_text(Model& model, const std::string& start, int length, std::uint64_t seed);

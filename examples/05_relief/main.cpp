@@ -1,8 +1,10 @@
-// relief: draws the relief of the earth four times finer than it is given, with the field cut over the ranks.
+// relief: draws the relief of the earth four times finer than it is given, with the field cut over
+// the ranks.
 //
 //   tessera run -n 3 -- relief --data etopo5.cdf --records build/relief --report relief.html
 //
-// Each run leaves a record; the report compares all records of the folder. examples/05_relief/run fetches the data and runs on 1 to 4 ranks.
+// Each run leaves a record; the report compares all records of the folder. examples/05_relief/run
+// fetches the data and runs on 1 to 4 ranks.
 
 #include <torch/torch.h>
 
@@ -36,15 +38,27 @@ struct Settings {
 Settings read_settings(int argc, char** argv) {
   Settings settings;
   CLI::App app{"Draws the relief of the earth four times finer, with the field cut over the ranks"};
-  app.add_option("--data", settings.data, "netCDF file with ROSE(lat, lon) in m: etopo5.cdf of Debian's ferret-datasets")->required();
+  app.add_option("--data", settings.data,
+                 "netCDF file with ROSE(lat, lon) in m: etopo5.cdf of Debian's ferret-datasets")
+      ->required();
   app.add_option("--records", settings.records, "Folder of the runs' records");
   app.add_option("--report", settings.report, "Write a report of all records in HTML to this file");
-  app.add_option("--steps", settings.training.steps, "Of the optimizer")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--learning-rate", settings.training.learning_rate, "Of Adam, at its highest")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--coarse", settings.training.network.coarse, "Channels on the coarse grid")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--fine", settings.training.network.fine, "Channels on the fine grid")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--steps", settings.training.steps, "Of the optimizer")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--learning-rate", settings.training.learning_rate, "Of Adam, at its highest")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--coarse", settings.training.network.coarse, "Channels on the coarse grid")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--fine", settings.training.network.fine, "Channels on the fine grid")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_option("--seed", settings.training.seed, "Of the weights")->capture_default_str();
-  app.add_flag("--double", settings.float64, "Train in float64: losses are then the same, to round-off, for every number of ranks");
+  app.add_flag(
+      "--double", settings.float64,
+      "Train in float64: losses are then the same, to round-off, for every number of ranks");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -56,7 +70,8 @@ Settings read_settings(int argc, char** argv) {
 // One number a rank, on rank 0.
 std::vector<std::int64_t> gathered(const tessera::Group& world, std::int64_t mine) {
   std::vector<std::int64_t> all;
-  for (const std::string& text : world.gather_bytes(std::to_string(mine), 0)) all.push_back(std::stoll(text));
+  for (const std::string& text : world.gather_bytes(std::to_string(mine), 0))
+    all.push_back(std::stoll(text));
   return all;
 }
 
@@ -70,18 +85,21 @@ void run(const Settings& settings) {
   Record record;
   std::vector<at::Tensor> window;
   std::int64_t own_rows = 0, read = 0, rows = 0, columns = 0;
-  // Everything that a rank needs lives inside the count: its rows, weights, the optimizer's state, activations, halos.
+  // Everything that a rank needs lives inside the count: its rows, weights, the optimizer's state,
+  // activations, halos.
   const std::int64_t tensors = peak_tensor_bytes([&] {
     const Field field(source, "ROSE", mesh, settings.float64 ? at::kDouble : at::kFloat);
     const auto start = std::chrono::steady_clock::now();
     ReliefNet network = train(field, settings.training, [&](std::int64_t step, double loss) {
       record.losses.push_back(loss);
       if (first && (step % 10 == 9 || step == 0))
-        std::fprintf(stderr, "step %lld of %lld: RMS error %.2f m\n", static_cast<long long>(step + 1),
+        std::fprintf(stderr, "step %lld of %lld: RMS error %.2f m\n",
+                     static_cast<long long>(step + 1),
                      static_cast<long long>(settings.training.steps), std::sqrt(loss));
     });
     record.seconds_a_step =
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / static_cast<double>(settings.training.steps);
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() /
+        static_cast<double>(settings.training.steps);
     const Score judged = score(network, field);
     record.interpolation = judged.interpolation;
     record.network = judged.network;
@@ -90,7 +108,8 @@ void run(const Settings& settings) {
     rows = field.rows();
     columns = field.columns();
     // 5 to 20 degrees north, 80 to 50 degrees west, on 5 arc minutes.
-    if (!settings.report.empty()) window = look(network, field, 95 * 12, 280 * 12, 15 * 12, 30 * 12);
+    if (!settings.report.empty())
+      window = look(network, field, 95 * 12, 280 * 12, 15 * 12, 30 * 12);
   });
   record.rows = gathered(world, own_rows);
   record.values_read = gathered(world, read);
@@ -98,22 +117,29 @@ void run(const Settings& settings) {
   record.resident_bytes = gathered(world, peak_resident_bytes());
   if (!first) return;
 
-  std::printf("%d rank(s): RMS error %.2f m by interpolation, %.2f m by the network; last loss %.17g m^2\n", world.size(), record.interpolation,
-              record.network, record.losses.back());
+  std::printf(
+      "%d rank(s): RMS error %.2f m by interpolation, %.2f m by the network; last loss %.17g m^2\n",
+      world.size(), record.interpolation, record.network, record.losses.back());
   for (std::size_t r = 0; r < record.rows.size(); ++r)
-    std::printf("rank %zu: %lld rows, peak of tensors %.0f MiB, of the process %.0f MiB\n", r, static_cast<long long>(record.rows[r]),
-                static_cast<double>(record.tensor_bytes[r]) / (1 << 20), static_cast<double>(record.resident_bytes[r]) / (1 << 20));
+    std::printf("rank %zu: %lld rows, peak of tensors %.0f MiB, of the process %.0f MiB\n", r,
+                static_cast<long long>(record.rows[r]),
+                static_cast<double>(record.tensor_bytes[r]) / (1 << 20),
+                static_cast<double>(record.resident_bytes[r]) / (1 << 20));
   if (!settings.records.empty()) write_record(record, settings.records);
   if (settings.report.empty()) return;
   const NetworkOptions& n = settings.training.network;
-  write_report({.records = settings.records.empty() ? std::vector<Record>{record} : read_records(settings.records),
-                .look = window,
-                .place = "the Caribbean",
-                .rows = rows,
-                .columns = columns,
-                .network = tessera::concat("A small network: two convolutions of ", n.coarse, " channels on the coarse grid, a transposed one to ",
-                                           n.fine, " channels on the fine grid, and one to draw what is to be added to an interpolation.")},
-               settings.report);
+  write_report(
+      {.records =
+           settings.records.empty() ? std::vector<Record>{record} : read_records(settings.records),
+       .look = window,
+       .place = "the Caribbean",
+       .rows = rows,
+       .columns = columns,
+       .network = tessera::concat(
+           "A small network: two convolutions of ", n.coarse,
+           " channels on the coarse grid, a transposed one to ", n.fine,
+           " channels on the fine grid, and one to draw what is to be added to an interpolation.")},
+      settings.report);
   std::cout << "report: " << settings.report << '\n';
 }
 

@@ -6,10 +6,12 @@
 
 namespace relief {
 
-/// The most bytes that libtorch's allocator had out at once, of what this thread asked for during `call`.
+/// The most bytes that libtorch's allocator had out at once, of what this thread asked for during
+/// `call`.
 std::int64_t peak_tensor_bytes(const std::function<void()>& call);
 
-/// The most memory this process has had resident, libraries included; 0 where the system does not say.
+/// The most memory this process has had resident, libraries included; 0 where the system does not
+/// say.
 std::int64_t peak_resident_bytes();
 
 }  // namespace relief

@@ -14,18 +14,25 @@ at::Tensor round_columns(const at::Tensor& field) {
   return F::pad(field, F::PadFuncOptions({1, 1, 0, 0}).mode(torch::kCircular));
 }
 // Of a transposed convolution of round_columns(): the columns of the globe.
-at::Tensor own_columns(const at::Tensor& field, std::int64_t coarse_columns) { return field.narrow(3, factor, factor * coarse_columns); }
+at::Tensor own_columns(const at::Tensor& field, std::int64_t coarse_columns) {
+  return field.narrow(3, factor, factor * coarse_columns);
+}
 
 }  // namespace
 
 ReliefNetImpl::ReliefNetImpl(const NetworkOptions& options) {
   const at::Tensor side = 1 - (at::arange(-reach, reach + 1, at::kDouble) / factor).abs();
-  triangle_ = register_buffer("triangle", at::outer(side, side).view({1, 1, 2 * reach + 1, 2 * reach + 1}));
-  first_ = register_module("first", torch::nn::Conv2d(torch::nn::Conv2dOptions(2, options.coarse, 3)));
-  second_ = register_module("second", torch::nn::Conv2d(torch::nn::Conv2dOptions(options.coarse, options.coarse, 3)));
+  triangle_ =
+      register_buffer("triangle", at::outer(side, side).view({1, 1, 2 * reach + 1, 2 * reach + 1}));
+  first_ =
+      register_module("first", torch::nn::Conv2d(torch::nn::Conv2dOptions(2, options.coarse, 3)));
+  second_ = register_module(
+      "second", torch::nn::Conv2d(torch::nn::Conv2dOptions(options.coarse, options.coarse, 3)));
   finer_ = register_module(
-      "finer",
-      torch::nn::ConvTranspose2d(torch::nn::ConvTranspose2dOptions(options.coarse, options.fine, 2 * reach + 1).stride(factor).padding(reach)));
+      "finer", torch::nn::ConvTranspose2d(
+                   torch::nn::ConvTranspose2dOptions(options.coarse, options.fine, 2 * reach + 1)
+                       .stride(factor)
+                       .padding(reach)));
   last_ = register_module("last", torch::nn::Conv2d(torch::nn::Conv2dOptions(options.fine, 1, 3)));
   // Before training the output is the interpolation.
   const torch::NoGradGuard no_grad;
@@ -33,10 +40,13 @@ ReliefNetImpl::ReliefNetImpl(const NetworkOptions& options) {
   last_->bias.zero_();
 }
 
-at::Tensor ReliefNetImpl::coarsen(const at::Tensor& fine) { return at::conv2d(pad_globe(fine, reach), triangle_, {}, factor) / (factor * factor); }
+at::Tensor ReliefNetImpl::coarsen(const at::Tensor& fine) {
+  return at::conv2d(pad_globe(fine, reach), triangle_, {}, factor) / (factor * factor);
+}
 
 at::Tensor ReliefNetImpl::interpolate(const at::Tensor& coarse) {
-  return own_columns(at::conv_transpose2d(round_columns(coarse), triangle_, {}, factor, reach), coarse.size(3));
+  return own_columns(at::conv_transpose2d(round_columns(coarse), triangle_, {}, factor, reach),
+                     coarse.size(3));
 }
 
 at::Tensor ReliefNetImpl::forward(const at::Tensor& coarse) {

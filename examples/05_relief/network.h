@@ -8,8 +8,10 @@
 namespace relief {
 
 struct NetworkOptions {
-  std::int64_t coarse = 16;  ///< Channels of the layers on the coarse grid.
-  std::int64_t fine = 4;     ///< And on the fine one.
+  /// Channels of the layers on the coarse grid.
+  std::int64_t coarse = 16;
+  /// And on the fine one.
+  std::int64_t fine = 4;
 };
 
 /// [1, 1, rows, columns] in km -> [1, 1, factor * (rows - 1) + 1, factor * columns].
@@ -17,7 +19,8 @@ struct ReliefNetImpl : torch::nn::Module {
   explicit ReliefNetImpl(const NetworkOptions& options = {});
   at::Tensor forward(const at::Tensor& coarse);
 
-  /// What the network sees of a fine relief: its local means, weighted by a triangle of `factor` cells to each side.
+  /// What the network sees of a fine relief: its local means, weighted by a triangle of `factor`
+  /// cells to each side.
   at::Tensor coarsen(const at::Tensor& fine);
   /// Between the coarse points linearly: what the network adds to, and what it must beat.
   at::Tensor interpolate(const at::Tensor& coarse);

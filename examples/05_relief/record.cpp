@@ -40,13 +40,18 @@ Record read_record(const std::filesystem::path& path) {
     words >> name;
     each_list(record, [&](const char* known, auto& list) {
       if (name != known) return;
-      for (typename std::decay_t<decltype(list)>::value_type value; words >> value;) list.push_back(value);
+      for (typename std::decay_t<decltype(list)>::value_type value; words >> value;)
+        list.push_back(value);
       ++found;
     });
-    each_number(record, [&](const char* known, double& number) { found += name == known && words >> number; });
+    each_number(record, [&](const char* known, double& number) {
+      found += name == known && words >> number;
+    });
   }
-  if (found != 8 || record.rows.empty() || record.tensor_bytes.size() != record.rows.size() || record.resident_bytes.size() != record.rows.size())
-    throw tessera::FileError(tessera::concat(path.string(), " is not a record of a run: remove it and run again"));
+  if (found != 8 || record.rows.empty() || record.tensor_bytes.size() != record.rows.size() ||
+      record.resident_bytes.size() != record.rows.size())
+    throw tessera::FileError(
+        tessera::concat(path.string(), " is not a record of a run: remove it and run again"));
   return record;
 }
 
@@ -55,7 +60,8 @@ Record read_record(const std::filesystem::path& path) {
 void write_record(const Record& record, const std::string& folder) {
   std::error_code ignored;  // A folder that cannot be made shows when the file is opened.
   std::filesystem::create_directories(folder, ignored);
-  const auto path = std::filesystem::path(folder) / tessera::concat("ranks-", record.ranks(), ".txt");
+  const auto path =
+      std::filesystem::path(folder) / tessera::concat("ranks-", record.ranks(), ".txt");
   std::ofstream file(path);
   file.precision(17);
   each_list(record, [&](const char* name, const auto& list) {
@@ -63,24 +69,29 @@ void write_record(const Record& record, const std::string& folder) {
     for (const auto value : list) file << ' ' << value;
     file << '\n';
   });
-  each_number(record, [&](const char* name, double number) { file << name << ' ' << number << '\n'; });
+  each_number(record,
+              [&](const char* name, double number) { file << name << ' ' << number << '\n'; });
   file.close();
-  if (!file) throw tessera::FileError(tessera::concat("the record cannot be written to ", path.string()));
+  if (!file)
+    throw tessera::FileError(tessera::concat("the record cannot be written to ", path.string()));
 }
 
 std::vector<Record> read_records(const std::string& folder) {
   std::vector<Record> records;
   std::error_code none;  // A folder that is not there holds no record.
   for (const auto& entry : std::filesystem::directory_iterator(folder, none))
-    if (entry.path().filename().string().rfind("ranks-", 0) == 0) records.push_back(read_record(entry.path()));
-  std::sort(records.begin(), records.end(), [](const Record& a, const Record& b) { return a.ranks() < b.ranks(); });
+    if (entry.path().filename().string().rfind("ranks-", 0) == 0)
+      records.push_back(read_record(entry.path()));
+  std::sort(records.begin(), records.end(),
+            [](const Record& a, const Record& b) { return a.ranks() < b.ranks(); });
   return records;
 }
 
 double distance(const Record& a, const Record& b) {
   if (a.losses.size() != b.losses.size()) return -1;
   double most = 0;
-  for (std::size_t i = 0; i < a.losses.size(); ++i) most = std::max(most, std::abs(a.losses[i] - b.losses[i]) / std::abs(b.losses[i]));
+  for (std::size_t i = 0; i < a.losses.size(); ++i)
+    most = std::max(most, std::abs(a.losses[i] - b.losses[i]) / std::abs(b.losses[i]));
   return most;
 }
 

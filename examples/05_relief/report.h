@@ -11,11 +11,16 @@
 namespace relief {
 
 struct Report {
-  std::vector<Record> records;         ///< Fewest ranks first; at least one.
-  std::vector<at::Tensor> look;        ///< Of look(): seen, interpolation, network, truth, [rows, columns] in m, rows from the south.
-  std::string place;                   ///< Where that is.
-  std::int64_t rows = 0, columns = 0;  ///< Of the field.
-  std::string network;                 ///< In words.
+  /// Fewest ranks first; at least one.
+  std::vector<Record> records;
+  /// Of look(): seen, interpolation, network, truth, [rows, columns] in m, rows from the south.
+  std::vector<at::Tensor> look;
+  /// Where that is.
+  std::string place;
+  /// Of the field.
+  std::int64_t rows = 0, columns = 0;
+  /// In words.
+  std::string network;
 };
 
 /// Throws tessera::FileError if the file cannot be written. Folders that are missing are made.

@@ -1,5 +1,6 @@
 #pragma once
-// The training loop, and how good the network is on the part of the globe that it was not trained on.
+// The training loop, and how good the network is on the part of the globe that it was not trained
+// on.
 
 #include <torch/torch.h>
 
@@ -19,17 +20,21 @@ struct TrainingOptions {
   NetworkOptions network;
 };
 
-/// The network after the training, and its losses in m^2, one a step. Each step sees two thirds of the globe, all latitudes. Collective.
-ReliefNet train(const Field& field, const TrainingOptions& options, const std::function<void(std::int64_t step, double loss)>& watch);
+/// The network after the training, and its losses in m^2, one a step. Each step sees two thirds of
+/// the globe, all latitudes. Collective.
+ReliefNet train(const Field& field, const TrainingOptions& options,
+                const std::function<void(std::int64_t step, double loss)>& watch);
 
-/// RMS errors in m over the third of the longitudes that training does not see, each point weighted by its area.
+/// RMS errors in m over the third of the longitudes that training does not see, each point weighted
+/// by its area.
 struct Score {
   double interpolation = 0, network = 0;
 };
 Score score(ReliefNet& network, const Field& field);
 
-/// A window of the fine grid on every rank: what the network sees (its coarse points repeated), the interpolation, the network's and the truth; in m,
-/// [rows, columns] each. Collective.
-std::vector<at::Tensor> look(ReliefNet& network, const Field& field, std::int64_t row, std::int64_t column, std::int64_t rows, std::int64_t columns);
+/// A window of the fine grid on every rank: what the network sees (its coarse points repeated), the
+/// interpolation, the network's and the truth; in m, [rows, columns] each. Collective.
+std::vector<at::Tensor> look(ReliefNet& network, const Field& field, std::int64_t row,
+                             std::int64_t column, std::int64_t rows, std::int64_t columns);
 
 }  // namespace relief

@@ -1,8 +1,10 @@
-// insitu: a shallow-water solver written against plain MPI trains a surrogate of itself while it runs.
+// insitu: a shallow-water solver written against plain MPI trains a surrogate of itself while it
+// runs.
 //
 //   mpirun -n 4 insitu
 //
-// MPI is the solver's: main initialises and finalises it, the surrogate's messages go over a duplicate of the solver's communicator.
+// MPI is the solver's: main initialises and finalises it, the surrogate's messages go over a
+// duplicate of the solver's communicator.
 
 #include <mpi.h>
 
@@ -22,15 +24,21 @@ void run(std::int64_t rows, std::int64_t columns) {
   const insitu::SolverMesh on(solver);
   const bool first = on.manager.rank() == 0;
   if (first)
-    std::cout << "solver: " << rows << " x " << columns << " cells on " << solver.grid()[0] << " x " << solver.grid()[1] << " ranks; " << on.spec
-              << '\n';
+    std::cout << "solver: " << rows << " x " << columns << " cells on " << solver.grid()[0] << " x "
+              << solver.grid()[1] << " ranks; " << on.spec << '\n';
   const auto score = insitu::train_online(solver, on, {}, 5, [&](std::int64_t window, double loss) {
-    if (first && window % 10 == 9) std::printf("after %3lld windows: squared error %.4f of the change\n", static_cast<long long>(window + 1), loss);
+    if (first && window % 10 == 9)
+      std::printf("after %3lld windows: squared error %.4f of the change\n",
+                  static_cast<long long>(window + 1), loss);
   });
   if (!first) return;
-  std::printf("RMS error of h after %lld solver steps, over windows not trained on:\n  surrogate    %.2e\n  persistence  %.2e\n",
-              static_cast<long long>(insitu::Training().steps_a_window), score.surrogate, score.persistence);
-  std::printf("mass of the solver: %.12g before, %.12g after\n", score.mass_before, score.mass_after);
+  std::printf(
+      "RMS error of h after %lld solver steps, over windows not trained on:\n  surrogate    %.2e\n "
+      " persistence  %.2e\n",
+      static_cast<long long>(insitu::Training().steps_a_window), score.surrogate,
+      score.persistence);
+  std::printf("mass of the solver: %.12g before, %.12g after\n", score.mass_before,
+              score.mass_after);
 }
 
 }  // namespace

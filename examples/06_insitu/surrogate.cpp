@@ -8,7 +8,10 @@ namespace insitu {
 
 SurrogateImpl::SurrogateImpl(std::int64_t width) {
   const auto conv = [](std::int64_t in, std::int64_t out, std::int64_t kernel) {
-    return torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, kernel).padding(kernel / 2).padding_mode(torch::kCircular).bias(false));
+    return torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, kernel)
+                                 .padding(kernel / 2)
+                                 .padding_mode(torch::kCircular)
+                                 .bias(false));
   };
   linear_ = register_module("linear", conv(fields, fields, 7));
   first_ = register_module("first", conv(fields, width, 5));
@@ -19,33 +22,39 @@ SurrogateImpl::SurrogateImpl(std::int64_t width) {
 }
 
 at::Tensor SurrogateImpl::forward(const at::Tensor& state) {
-  const at::Tensor still = torch::tensor({1.0, 0.0, 0.0}, state.scalar_type()).view({1, fields, 1, 1});
+  const at::Tensor still =
+      torch::tensor({1.0, 0.0, 0.0}, state.scalar_type()).view({1, fields, 1, 1});
   const at::Tensor waves = state - still, scale = waves.square().mean().sqrt();
   const at::Tensor x = waves / scale;
   return state + scale * (linear_(x) + last_(torch::gelu(first_(x))));
 }
 
 SolverMesh::SolverMesh(const ShallowWater& solver)
-    : manager(tessera::DistributedManager::initialize({.mpi = std::make_shared<tessera::MpiWorld>(tessera::mpi_world(solver.comm()))})),
+    : manager(tessera::DistributedManager::initialize(
+          {.mpi = std::make_shared<tessera::MpiWorld>(tessera::mpi_world(solver.comm()))})),
       mesh(manager.mesh({{"down", solver.grid()[0]}, {"across", solver.grid()[1]}})) {
   std::int64_t rows = 0, columns = 0;
   for (const auto n : solver.block_rows()) rows += n;
   for (const auto n : solver.block_columns()) columns += n;
-  spec = tessera::ShardSpec(mesh, {1, fields, rows, columns}, {tessera::Shard(2), tessera::Shard(3)},
-                            {{2, solver.block_rows()}, {3, solver.block_columns()}});
+  spec =
+      tessera::ShardSpec(mesh, {1, fields, rows, columns}, {tessera::Shard(2), tessera::Shard(3)},
+                         {{2, solver.block_rows()}, {3, solver.block_columns()}});
 }
 
-at::Tensor SolverMesh::view(ShallowWater& solver) const { return tessera::from_blob(solver.state(), spec, at::kDouble); }
+at::Tensor SolverMesh::view(ShallowWater& solver) const {
+  return tessera::from_blob(solver.state(), spec, at::kDouble);
+}
 
-Score train_online(ShallowWater& solver, const SolverMesh& on, const Training& training, std::int64_t judged,
-                   const std::function<void(std::int64_t, double)>& watch) {
+Score train_online(ShallowWater& solver, const SolverMesh& on, const Training& training,
+                   std::int64_t judged, const std::function<void(std::int64_t, double)>& watch) {
   Score score;
   score.mass_before = solver.mass();
   torch::manual_seed(1);  // the same weights on every rank
   Surrogate network;
   network->to(at::kDouble);
   tessera::distribute_module(*network, on.mesh);
-  torch::optim::Adam optimizer(network->parameters(), torch::optim::AdamOptions(training.learning_rate));
+  torch::optim::Adam optimizer(network->parameters(),
+                               torch::optim::AdamOptions(training.learning_rate));
 
   const at::Tensor state = on.view(solver);  // the solver's memory, now and later
   const auto advance = [&] {
@@ -58,7 +67,8 @@ Score train_online(ShallowWater& solver, const SolverMesh& on, const Training& t
     for (std::int64_t u = 0; u < training.updates; ++u) {
       optimizer.zero_grad();
       // What the solver changed is the measure: states hardly differ from window to window.
-      const at::Tensor loss = torch::mse_loss(network(before), state) / torch::mse_loss(before, state);
+      const at::Tensor loss =
+          torch::mse_loss(network(before), state) / torch::mse_loss(before, state);
       loss.backward();
       optimizer.step();
       loss_of_window = loss.item<double>();
@@ -68,7 +78,9 @@ Score train_online(ShallowWater& solver, const SolverMesh& on, const Training& t
   }
 
   const torch::NoGradGuard no_grad;
-  const auto error = [](const at::Tensor& a, const at::Tensor& b) { return (a.select(1, 0) - b.select(1, 0)).square().mean().item<double>(); };
+  const auto error = [](const at::Tensor& a, const at::Tensor& b) {
+    return (a.select(1, 0) - b.select(1, 0)).square().mean().item<double>();
+  };
   for (std::int64_t w = 0; w < judged; ++w) {
     const at::Tensor before = state.clone();
     const at::Tensor forecast = network(before);

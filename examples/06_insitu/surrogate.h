@@ -1,6 +1,7 @@
 #pragma once
-// A network that learns, while the solver runs, what the solver will have made of its state some steps later. It sees the solver's own memory as one
-// sharded tensor; nothing is gathered, and each rank convolves its own block.
+// A network that learns, while the solver runs, what the solver will have made of its state some
+// steps later. It sees the solver's own memory as one sharded tensor; nothing is gathered, and each
+// rank convolves its own block.
 
 #include <torch/torch.h>
 
@@ -13,8 +14,10 @@
 
 namespace insitu {
 
-/// [n, 3, rows, columns] -> the same, circular. Predicts the change of the state: a linear stencil, which is all that small waves need, and a small
-/// correction of two convolutions. Both see the deviation from still water divided by its root mean square, so that waves that calm down stay alike.
+/// [n, 3, rows, columns] -> the same, circular. Predicts the change of the state: a linear stencil,
+/// which is all that small waves need, and a small correction of two convolutions. Both see the
+/// deviation from still water divided by its root mean square, so that waves that calm down stay
+/// alike.
 struct SurrogateImpl : torch::nn::Module {
   explicit SurrogateImpl(std::int64_t width = 12);
   at::Tensor forward(const at::Tensor& state);
@@ -27,7 +30,8 @@ TORCH_MODULE(Surrogate);
 /// The mesh of the solver's ranks, and where its cells lie on it.
 struct SolverMesh {
   explicit SolverMesh(const ShallowWater& solver);
-  /// The solver's memory as a tensor [1, 3, rows, columns] of the whole torus: no copy, it changes as the solver steps.
+  /// The solver's memory as a tensor [1, 3, rows, columns] of the whole torus: no copy, it changes
+  /// as the solver steps.
   at::Tensor view(ShallowWater& solver) const;
 
   tessera::DistributedManager manager;
@@ -36,22 +40,30 @@ struct SolverMesh {
 };
 
 struct Training {
-  std::int64_t windows = 60;        ///< Pairs of states to learn from.
-  std::int64_t steps_a_window = 4;  ///< Solver steps between the two states of a pair.
-  std::int64_t updates = 4;         ///< Of the weights, for each pair.
+  /// Pairs of states to learn from.
+  std::int64_t windows = 60;
+  /// Solver steps between the two states of a pair.
+  std::int64_t steps_a_window = 4;
+  /// Of the weights, for each pair.
+  std::int64_t updates = 4;
   double learning_rate = 4e-3;
 };
 
-/// After training, over windows that were not trained on: root mean square errors of h against the solver's.
+/// After training, over windows that were not trained on: root mean square errors of h against the
+/// solver's.
 struct Score {
   double surrogate = 0;
-  double persistence = 0;      ///< Of "nothing changes".
-  std::vector<double> losses;  ///< Of each update.
+  /// Of "nothing changes".
+  double persistence = 0;
+  /// Of each update.
+  std::vector<double> losses;
   double mass_before = 0, mass_after = 0;
 };
 
-/// Runs the solver and trains on it, then judges on `judged` more windows. Collective; every rank gets the same score.
-Score train_online(ShallowWater& solver, const SolverMesh& on, const Training& training, std::int64_t judged = 5,
+/// Runs the solver and trains on it, then judges on `judged` more windows. Collective; every rank
+/// gets the same score.
+Score train_online(ShallowWater& solver, const SolverMesh& on, const Training& training,
+                   std::int64_t judged = 5,
                    const std::function<void(std::int64_t window, double loss)>& watch = {});
 
 }  // namespace insitu

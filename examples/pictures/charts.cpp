@@ -10,7 +10,8 @@
 namespace pictures {
 
 std::vector<double> round_ticks(double low, double high, int count) {
-  const double rough = std::max(high - low, 1e-12) / count, power = std::pow(10.0, std::floor(std::log10(rough)));
+  const double rough = std::max(high - low, 1e-12) / count,
+               power = std::pow(10.0, std::floor(std::log10(rough)));
   double step = 10 * power;
   for (const double factor : {1.0, 2.0, 2.5, 5.0})
     if (factor * power >= rough) {
@@ -18,7 +19,8 @@ std::vector<double> round_ticks(double low, double high, int count) {
       break;
     }
   std::vector<double> ticks;
-  for (double i = std::floor(low / step); (i - 1) * step < high; ++i) ticks.push_back(std::round(i * step * 1e9) / 1e9);
+  for (double i = std::floor(low / step); (i - 1) * step < high; ++i)
+    ticks.push_back(std::round(i * step * 1e9) / 1e9);
   return ticks;
 }
 
@@ -46,23 +48,30 @@ std::string svg(const Chart& chart) {
   out.precision(5);
   out << "<svg class=chart viewBox='0 0 " << chart.width << ' ' << chart.height << "' role=img>";
   for (const double y : y_ticks)
-    out << "<line class=grid x1=" << left << " x2=" << left + w << " y1=" << py(y) << " y2=" << py(y)
-        << " /><text class=tick text-anchor=end x=" << left - 7 << " y=" << py(y) + 4 << '>' << y << "</text>";
+    out << "<line class=grid x1=" << left << " x2=" << left + w << " y1=" << py(y)
+        << " y2=" << py(y) << " /><text class=tick text-anchor=end x=" << left - 7
+        << " y=" << py(y) + 4 << '>' << y << "</text>";
   for (const auto& [x, text] : x_ticks)
-    out << "<line class=mark x1=" << px(x) << " x2=" << px(x) << " y1=" << top + h << " y2=" << top + h + 5
-        << " /><text class=tick text-anchor=middle x=" << px(x) << " y=" << top + h + 18 << '>' << text << "</text>";
-  out << "<line class=axis x1=" << left << " x2=" << left + w << " y1=" << top + h << " y2=" << top + h << " />";
-  out << "<text class=label text-anchor=middle x=" << left + w / 2 << " y=" << chart.height - 6 << '>' << chart.x_label << "</text>";
-  out << "<text class=label text-anchor=middle transform='translate(13 " << top + h / 2 << ") rotate(-90)'>" << chart.y_label << "</text>";
+    out << "<line class=mark x1=" << px(x) << " x2=" << px(x) << " y1=" << top + h
+        << " y2=" << top + h + 5 << " /><text class=tick text-anchor=middle x=" << px(x)
+        << " y=" << top + h + 18 << '>' << text << "</text>";
+  out << "<line class=axis x1=" << left << " x2=" << left + w << " y1=" << top + h
+      << " y2=" << top + h << " />";
+  out << "<text class=label text-anchor=middle x=" << left + w / 2 << " y=" << chart.height - 6
+      << '>' << chart.x_label << "</text>";
+  out << "<text class=label text-anchor=middle transform='translate(13 " << top + h / 2
+      << ") rotate(-90)'>" << chart.y_label << "</text>";
   for (const Line& line : chart.lines) {
-    out << "<polyline fill=none stroke-linejoin=round stroke='" << line.colour << "' stroke-width=" << line.width << " opacity=" << line.opacity
-        << " points='";
-    for (std::size_t i = 0; i < line.x.size(); ++i) out << px(line.x[i]) << ',' << py(line.y[i]) << ' ';
+    out << "<polyline fill=none stroke-linejoin=round stroke='" << line.colour
+        << "' stroke-width=" << line.width << " opacity=" << line.opacity << " points='";
+    for (std::size_t i = 0; i < line.x.size(); ++i)
+      out << px(line.x[i]) << ',' << py(line.y[i]) << ' ';
     out << "' />";
   }
   out << "</svg><p class=legend>";
   for (const Line& line : chart.lines)
-    if (!line.name.empty()) out << "<span><i style='background:" << line.colour << "'></i>" << line.name << "</span>";
+    if (!line.name.empty())
+      out << "<span><i style='background:" << line.colour << "'></i>" << line.name << "</span>";
   out << "</p>";
   return out.str();
 }

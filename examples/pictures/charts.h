@@ -7,7 +7,8 @@
 namespace pictures {
 
 struct Line {
-  std::string name;  ///< In the legend; empty: not there.
+  /// In the legend; empty: not there.
+  std::string name;
   std::string colour;
   std::vector<double> x, y;
   double width = 2;
@@ -17,9 +18,11 @@ struct Line {
 struct Chart {
   std::string x_label, y_label;
   std::vector<Line> lines;
-  std::vector<std::pair<double, std::string>> x_ticks;  ///< Empty: round numbers.
+  /// Empty: round numbers.
+  std::vector<std::pair<double, std::string>> x_ticks;
   int width = 560, height = 300;
-  bool from_zero = false;  ///< The vertical axis begins at 0.
+  /// The vertical axis begins at 0.
+  bool from_zero = false;
 };
 
 /// At most about `count` round numbers that cover [low, high].

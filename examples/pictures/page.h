@@ -7,8 +7,10 @@ namespace pictures {
 
 struct Page {
   std::string title;
-  std::string style;  ///< CSS beside that of all pages: text, cards (.card, .two), tables, charts and their legends.
-  std::string body;   ///< From <h1> on.
+  /// CSS beside that of all pages: text, cards (.card, .two), tables, charts and their legends.
+  std::string style;
+  /// From <h1> on.
+  std::string body;
 };
 
 /// Throws tessera::FileError if the file cannot be written. Folders that are missing are made.

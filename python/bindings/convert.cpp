@@ -14,10 +14,13 @@ Placement placement(const std::string& text) {
     const auto [at, error] = std::from_chars(text.data() + 6, end, dim);
     if (error == std::errc() && at == end) return Shard(dim);
   }
-  for (const auto kind : {ReduceOp::Kind::sum, ReduceOp::Kind::avg, ReduceOp::Kind::product, ReduceOp::Kind::min, ReduceOp::Kind::max}) {
+  for (const auto kind : {ReduceOp::Kind::sum, ReduceOp::Kind::avg, ReduceOp::Kind::product,
+                          ReduceOp::Kind::min, ReduceOp::Kind::max}) {
     if (text == to_string(Partial(kind))) return Partial(kind);
   }
-  throw InvalidArgument(concat("'", text, "' is no placement: Replicate(), Shard(dim), or Partial(op) of sum, avg, product, min or max"));
+  throw InvalidArgument(concat("'", text,
+                               "' is no placement: Replicate(), Shard(dim), or Partial(op) of sum, "
+                               "avg, product, min or max"));
 }
 
 std::vector<Placement> placements(const std::vector<std::string>& texts) {

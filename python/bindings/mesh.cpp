@@ -13,7 +13,9 @@ namespace tessera::python {
 
 namespace {
 
-std::chrono::milliseconds milliseconds(double seconds) { return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000)); }
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
+}
 
 ManagerOptions manager_options(const std::string& backend, double timeout) {
   ManagerOptions options;
@@ -22,18 +24,25 @@ ManagerOptions manager_options(const std::string& backend, double timeout) {
   return options;
 }
 
-std::vector<Axis> axes(const std::vector<std::string>& names, const std::vector<std::int64_t>& sizes) {
-  if (names.size() != sizes.size()) throw InvalidArgument(concat("a mesh with ", names.size(), " names and ", sizes.size(), " sizes"));
+std::vector<Axis> axes(const std::vector<std::string>& names,
+                       const std::vector<std::int64_t>& sizes) {
+  if (names.size() != sizes.size())
+    throw InvalidArgument(
+        concat("a mesh with ", names.size(), " names and ", sizes.size(), " sizes"));
   std::vector<Axis> all;
-  for (std::size_t i = 0; i < names.size(); ++i) all.push_back({names[i], static_cast<int>(sizes[i])});
+  for (std::size_t i = 0; i < names.size(); ++i)
+    all.push_back({names[i], static_cast<int>(sizes[i])});
   return all;
 }
 
 /// Ranks that are Python's own threads.
 struct PyThreadRanks : torch::CustomClassHolder {
-  PyThreadRanks(std::int64_t ranks, const std::string& backend, double timeout) : ranks(static_cast<int>(ranks), manager_options(backend, timeout)) {}
+  PyThreadRanks(std::int64_t ranks, const std::string& backend, double timeout)
+      : ranks(static_cast<int>(ranks), manager_options(backend, timeout)) {}
   void enter(std::int64_t rank) const { set_current_manager(ranks.enter(static_cast<int>(rank))); }
-  void fail(std::int64_t rank, const std::string& what) const { ranks.fail(static_cast<int>(rank), what); }
+  void fail(std::int64_t rank, const std::string& what) const {
+    ranks.fail(static_cast<int>(rank), what);
+  }
   void leave(std::int64_t rank) const {
     ranks.leave(static_cast<int>(rank));
     clear_current_manager();
@@ -49,11 +58,13 @@ struct PyTrace : torch::CustomClassHolder {
 };
 
 void init(const std::string& backend, double timeout) {
-  if (has_current_manager()) throw ConfigurationError("tessera.init: this rank is initialized already");
+  if (has_current_manager())
+    throw ConfigurationError("tessera.init: this rank is initialized already");
   set_current_manager(DistributedManager::initialize(manager_options(backend, timeout)));
 }
 
-// `failed`: the program ends by an exception, which the other ranks must learn now, not at their time limit.
+// `failed`: the program ends by an exception, which the other ranks must learn now, not at their
+// time limit.
 void shutdown(bool failed) {
   if (!has_current_manager()) return;
   if (!failed) {
@@ -80,11 +91,14 @@ using TracePtr = c10::intrusive_ptr<PyTrace>;
 
 }  // namespace
 
-PyMesh::PyMesh(const std::vector<std::string>& names, const std::vector<std::int64_t>& sizes) : mesh(here().mesh(axes(names, sizes))) {}
+PyMesh::PyMesh(const std::vector<std::string>& names, const std::vector<std::int64_t>& sizes)
+    : mesh(here().mesh(axes(names, sizes))) {}
 
 DistributedManager here() {
   if (!has_current_manager()) {
-    throw ConfigurationError("this thread is no rank yet: call tessera.init() first, or run the code with tessera.run_threads()");
+    throw ConfigurationError(
+        "this thread is no rank yet: call tessera.init() first, or run the code with "
+        "tessera.run_threads()");
   }
   return current_manager();
 }
@@ -109,13 +123,18 @@ TORCH_LIBRARY_FRAGMENT(tessera, library) {
              for (const Axis& axis : self->mesh.layout().axes()) sizes.push_back(axis.size);
              return sizes;
            })
-      .def("same", [](const MeshPtr& self, const MeshPtr& other) { return self->mesh == other->mesh; })
+      .def("same",
+           [](const MeshPtr& self, const MeshPtr& other) { return self->mesh == other->mesh; })
       .def("barrier", [](const MeshPtr& self) { self->mesh.all().barrier(); });
   library.class_<PyThreadRanks>("ThreadRanks")
       .def(torch::init<std::int64_t, const std::string&, double>())
-      .def("enter", [](const c10::intrusive_ptr<PyThreadRanks>& self, std::int64_t rank) { self->enter(rank); })
-      .def("fail", [](const c10::intrusive_ptr<PyThreadRanks>& self, std::int64_t rank, const std::string& what) { self->fail(rank, what); })
-      .def("leave", [](const c10::intrusive_ptr<PyThreadRanks>& self, std::int64_t rank) { self->leave(rank); });
+      .def("enter", [](const c10::intrusive_ptr<PyThreadRanks>& self,
+                       std::int64_t rank) { self->enter(rank); })
+      .def("fail", [](const c10::intrusive_ptr<PyThreadRanks>& self, std::int64_t rank,
+                      const std::string& what) { self->fail(rank, what); })
+      .def("leave", [](const c10::intrusive_ptr<PyThreadRanks>& self, std::int64_t rank) {
+        self->leave(rank);
+      });
   library.class_<PyTrace>("CommTrace")
       .def(torch::init<>())
       .def("start", [](const TracePtr& self) { self->start(); })
@@ -123,22 +142,30 @@ TORCH_LIBRARY_FRAGMENT(tessera, library) {
       .def("events",
            [](const TracePtr& self) {
              std::vector<std::tuple<std::string, std::string, std::int64_t>> all;
-             for (const CommEvent& e : self->trace->events()) all.emplace_back(e.operation, e.group, e.bytes);
+             for (const CommEvent& e : self->trace->events())
+               all.emplace_back(e.operation, e.group, e.bytes);
              return all;
            })
       .def("table", [](const TracePtr& self) { return self->trace->table(); })
-      .def("write_timeline", [](const TracePtr& self, const std::string& path) { self->trace->write_timeline(path, here().rank()); });
+      .def("write_timeline", [](const TracePtr& self, const std::string& path) {
+        self->trace->write_timeline(path, here().rank());
+      });
 
-  library.def("built_with", []() -> std::string { return concat(TORCH_VERSION_MAJOR, ".", TORCH_VERSION_MINOR, ".", TORCH_VERSION_PATCH); });
+  library.def("built_with", []() -> std::string {
+    return concat(TORCH_VERSION_MAJOR, ".", TORCH_VERSION_MINOR, ".", TORCH_VERSION_PATCH);
+  });
   library.def("init", &init);
   library.def("shutdown", &shutdown);
   library.def("initialized", [] { return has_current_manager(); });
   library.def("rank", []() -> std::int64_t { return here().rank(); });
   library.def("world_size", []() -> std::int64_t { return here().world_size(); });
   library.def("local_rank", []() -> std::int64_t { return here().local_rank(); });
-  library.def("manual_seed", [](std::int64_t seed) { tessera::manual_seed(here(), static_cast<std::uint64_t>(seed)); });
+  library.def("manual_seed", [](std::int64_t seed) {
+    tessera::manual_seed(here(), static_cast<std::uint64_t>(seed));
+  });
   library.def("set_policies", [](const std::string& redistribution, const std::string& promotion) {
-    tessera::set_policies(here(), {.redistribution = policy(redistribution), .promotion = policy(promotion)});
+    tessera::set_policies(
+        here(), {.redistribution = policy(redistribution), .promotion = policy(promotion)});
   });
 }
 

@@ -25,9 +25,11 @@ using SpecPtr = c10::intrusive_ptr<PySpec>;
 
 // GradientNoSync, of a module that is not C++'s own.
 struct PyNoSync : torch::CustomClassHolder {
-  explicit PyNoSync(const std::vector<at::Tensor>& parameters) : reducers(detail::reducers_of(parameters)) {}
+  explicit PyNoSync(const std::vector<at::Tensor>& parameters)
+      : reducers(detail::reducers_of(parameters)) {}
   void begin() {
-    for (const auto& reducer : reducers) scopes.push_back(std::make_unique<GradientReducer::NoSync>(*reducer));
+    for (const auto& reducer : reducers)
+      scopes.push_back(std::make_unique<GradientReducer::NoSync>(*reducer));
   }
   void end() { scopes.clear(); }
   std::vector<std::shared_ptr<GradientReducer>> reducers;
@@ -41,13 +43,18 @@ NamedTensors named(const Texts& names, const std::vector<at::Tensor>& tensors) {
   return all;
 }
 
-// All tensors of a file. Those named are placed as `where` and `sizes_of` say, the others replicated.
-std::tuple<Texts, std::vector<at::Tensor>> load_all(const MeshPtr& mesh, const std::string& path, const Texts& names, const std::vector<Texts>& where,
+// All tensors of a file. Those named are placed as `where` and `sizes_of` say, the others
+// replicated.
+std::tuple<Texts, std::vector<at::Tensor>> load_all(const MeshPtr& mesh, const std::string& path,
+                                                    const Texts& names,
+                                                    const std::vector<Texts>& where,
                                                     const std::vector<SizesDict>& sizes_of) {
   std::map<std::string, ParameterPlacement> rules;
-  for (std::size_t i = 0; i < names.size(); ++i) rules[names[i]] = {placements(where.at(i)), sizes(sizes_of.at(i))};
+  for (std::size_t i = 0; i < names.size(); ++i)
+    rules[names[i]] = {placements(where.at(i)), sizes(sizes_of.at(i))};
   std::tuple<Texts, std::vector<at::Tensor>> loaded;
-  for (auto& [name, tensor] : load(mesh->mesh, path, [&](const std::string& name) -> std::optional<ParameterPlacement> {
+  for (auto& [name, tensor] :
+       load(mesh->mesh, path, [&](const std::string& name) -> std::optional<ParameterPlacement> {
          const auto it = rules.find(name);
          return it == rules.end() ? std::nullopt : std::optional(it->second);
        })) {
@@ -57,30 +64,39 @@ std::tuple<Texts, std::vector<at::Tensor>> load_all(const MeshPtr& mesh, const s
   const Texts& there = std::get<0>(loaded);
   for (const auto& name : names) {
     if (std::find(there.begin(), there.end(), name) == there.end())
-      throw InvalidArgument(concat("load: placements name ", name, ", which is not in the file ", path, "; it holds ", list(there)));
+      throw InvalidArgument(concat("load: placements name ", name, ", which is not in the file ",
+                                   path, "; it holds ", list(there)));
   }
   return loaded;
 }
 
 // One entry of `placements` and `sizes` a tensor: the rule has been asked in Python.
 // The first `parameters` of them are parameters, the others buffers.
-void distribute_parameters(const Texts& names, const std::vector<at::Tensor>& tensors, std::int64_t parameters, const MeshPtr& mesh,
-                           const std::vector<Texts>& where, const std::vector<SizesDict>& sizes_of) {
-  if (names.size() != tensors.size() || names.size() != where.size() || names.size() != sizes_of.size())
-    throw InvalidArgument("distribute_parameters: names, tensors, placements and sizes differ in number");
+void distribute_parameters(const Texts& names, const std::vector<at::Tensor>& tensors,
+                           std::int64_t parameters, const MeshPtr& mesh,
+                           const std::vector<Texts>& where,
+                           const std::vector<SizesDict>& sizes_of) {
+  if (names.size() != tensors.size() || names.size() != where.size() ||
+      names.size() != sizes_of.size())
+    throw InvalidArgument(
+        "distribute_parameters: names, tensors, placements and sizes differ in number");
   std::map<std::string, ParameterPlacement> rules;
   std::vector<NamedTensor> all;
   for (std::size_t i = 0; i < names.size(); ++i) {
     rules[names[i]] = {placements(where[i]), sizes(sizes_of[i])};
     all.push_back({names[i], tensors[i], static_cast<std::int64_t>(i) < parameters});
   }
-  distribute_in_place(all, mesh->mesh,
-                      [&](const std::string& name, const at::Tensor&) -> std::optional<ParameterPlacement> { return rules.at(name); });
+  distribute_in_place(
+      all, mesh->mesh,
+      [&](const std::string& name, const at::Tensor&) -> std::optional<ParameterPlacement> {
+        return rules.at(name);
+      });
 }
 
 }  // namespace
 
-// Without a dispatch key each of these is taken as it is, below no autograd of the dispatcher's: what is differentiable says so itself.
+// Without a dispatch key each of these is taken as it is, below no autograd of the dispatcher's:
+// what is differentiable says so itself.
 TORCH_LIBRARY_FRAGMENT(tessera, library) {
   library.class_<PySpec>("Spec")
       .def("shape", [](const SpecPtr& self) { return self->spec.shape(); })
@@ -88,9 +104,11 @@ TORCH_LIBRARY_FRAGMENT(tessera, library) {
       .def("sizes", [](const SpecPtr& self) { return sizes(self->spec.sizes()); })
       .def("local_shape", [](const SpecPtr& self) { return self->spec.local_shape(); })
       .def("local_offset", [](const SpecPtr& self) { return self->spec.local_offset(); })
-      .def("mesh", [](const SpecPtr& self) { return c10::make_intrusive<PyMesh>(self->spec.mesh()); })
+      .def("mesh",
+           [](const SpecPtr& self) { return c10::make_intrusive<PyMesh>(self->spec.mesh()); })
       .def("text", [](const SpecPtr& self) { return self->spec.to_string(); })
-      .def("same", [](const SpecPtr& self, const SpecPtr& other) { return self->spec == other->spec; });
+      .def("same",
+           [](const SpecPtr& self, const SpecPtr& other) { return self->spec == other->spec; });
 
   library.class_<PyNoSync>("NoSync")
       .def(torch::init<std::vector<at::Tensor>>())
@@ -99,29 +117,33 @@ TORCH_LIBRARY_FRAGMENT(tessera, library) {
   library.def("reduce_gradients", [](const std::vector<at::Tensor>& parameters) {
     for (const auto& reducer : detail::reducers_of(parameters)) reducer->reduce();
   });
-  library.def("save", [](const Texts& names, const std::vector<at::Tensor>& tensors, const MeshPtr& mesh, const std::string& path) {
-    save(named(names, tensors), mesh->mesh, path);
-  });
-  library.def("load_into", [](const Texts& names, const std::vector<at::Tensor>& tensors, const MeshPtr& mesh, const std::string& path) {
-    load_into(named(names, tensors), mesh->mesh, path);
-  });
+  library.def("save",
+              [](const Texts& names, const std::vector<at::Tensor>& tensors, const MeshPtr& mesh,
+                 const std::string& path) { save(named(names, tensors), mesh->mesh, path); });
+  library.def("load_into",
+              [](const Texts& names, const std::vector<at::Tensor>& tensors, const MeshPtr& mesh,
+                 const std::string& path) { load_into(named(names, tensors), mesh->mesh, path); });
   library.def("load", &load_all);
 
   library.def("is_sharded", [](const at::Tensor& t) { return is_sharded(t); });
   library.def("spec", [](const at::Tensor& t) { return c10::make_intrusive<PySpec>(spec(t)); });
   library.def("summary", [](const at::Tensor& t) { return summary(t); });
-  library.def("from_local", [](const at::Tensor& local, const MeshPtr& mesh, const Texts& where, const SizesDict& parts) {
+  library.def("from_local", [](const at::Tensor& local, const MeshPtr& mesh, const Texts& where,
+                               const SizesDict& parts) {
     return from_local(local, mesh->mesh, placements(where), sizes(parts));
   });
-  library.def("distribute_tensor", [](const at::Tensor& full, const MeshPtr& mesh, const Texts& where, const SizesDict& parts) {
+  library.def("distribute_tensor", [](const at::Tensor& full, const MeshPtr& mesh,
+                                      const Texts& where, const SizesDict& parts) {
     return distribute_tensor(full, mesh->mesh, placements(where), sizes(parts));
   });
-  library.def("scatter",
-              [](const std::optional<at::Tensor>& full, const MeshPtr& mesh, const Texts& where, const SizesDict& parts, std::int64_t root) {
-                return scatter(full.value_or(at::Tensor()), mesh->mesh, placements(where), sizes(parts), static_cast<int>(root));
-              });
-  library.def("redistribute",
-              [](const at::Tensor& t, const Texts& where, const SizesDict& parts) { return redistribute(t, placements(where), sizes(parts)); });
+  library.def("scatter", [](const std::optional<at::Tensor>& full, const MeshPtr& mesh,
+                            const Texts& where, const SizesDict& parts, std::int64_t root) {
+    return scatter(full.value_or(at::Tensor()), mesh->mesh, placements(where), sizes(parts),
+                   static_cast<int>(root));
+  });
+  library.def("redistribute", [](const at::Tensor& t, const Texts& where, const SizesDict& parts) {
+    return redistribute(t, placements(where), sizes(parts));
+  });
   library.def("full_tensor", [](const at::Tensor& t) { return full_tensor(t); });
   library.def("to_local", [](const at::Tensor& t, const std::optional<Texts>& gradient) {
     return to_local(t, gradient ? std::optional(placements(*gradient)) : std::nullopt);

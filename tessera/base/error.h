@@ -1,5 +1,6 @@
 #pragma once
-// The errors that all rooms share. Each says what was asked, what the limit is and what to do; a room derives its own from these.
+// The errors that all rooms share. Each says what was asked, what the limit is and what to do; a
+// room derives its own from these.
 
 #include <stdexcept>
 #include <string>

@@ -14,7 +14,8 @@ Hash& Hash::text(std::string_view s) {
 }
 
 Hash& Hash::number(std::uint64_t value) {
-  for (int shift = 0; shift < 64; shift += 8) state_ = (state_ ^ ((value >> shift) & 0xff)) * 0x100000001b3ull;
+  for (int shift = 0; shift < 64; shift += 8)
+    state_ = (state_ ^ ((value >> shift) & 0xff)) * 0x100000001b3ull;
   return *this;
 }
 

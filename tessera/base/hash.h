@@ -7,12 +7,15 @@
 
 namespace tessera {
 
-/// FNV-1a (Fowler, Noll, Vo) over bytes, followed by the 64-bit finaliser of MurmurHash3 (Appleby) so that all bits of the result are usable.
+/// FNV-1a (Fowler, Noll, Vo) over bytes, followed by the 64-bit finaliser of MurmurHash3 (Appleby)
+/// so that all bits of the result are usable.
 class Hash {
  public:
   Hash& bytes(const void* data, std::size_t size);
-  Hash& text(std::string_view s);     ///< Length first, so that ("ab", "c") differs from ("a", "bc").
-  Hash& number(std::uint64_t value);  ///< Eight bytes, least significant first.
+  /// Length first, so that ("ab", "c") differs from ("a", "bc").
+  Hash& text(std::string_view s);
+  /// Eight bytes, least significant first.
+  Hash& number(std::uint64_t value);
   std::uint64_t value() const;
 
  private:

@@ -6,7 +6,8 @@
 
 namespace tessera {
 
-/// The text as a JSON string, quotes included. Bytes above 0x7f stay as they are: UTF-8 in, UTF-8 out.
+/// The text as a JSON string, quotes included. Bytes above 0x7f stay as they are: UTF-8 in, UTF-8
+/// out.
 inline std::string json_text(const std::string& text) {
   std::string out = "\"";
   for (const char c : text) {
@@ -15,7 +16,8 @@ inline std::string json_text(const std::string& text) {
       out += c;
     } else if (static_cast<unsigned char>(c) < 0x20) {
       char code[8];
-      std::snprintf(code, sizeof(code), "\\u%04x", static_cast<unsigned>(static_cast<unsigned char>(c)));
+      std::snprintf(code, sizeof(code), "\\u%04x",
+                    static_cast<unsigned>(static_cast<unsigned char>(c)));
       out += code;
     } else {
       out += c;

@@ -28,12 +28,15 @@ constexpr CallOptions kCall{std::chrono::milliseconds(0), "file"};
 
 at::Tensor slice(const at::Tensor& t, const Box& held, const Box& box) {
   at::Tensor part = t;
-  for (std::size_t d = 0; d < box.size(); ++d) part = part.narrow(static_cast<std::int64_t>(d), box[d].begin - held[d].begin, box[d].size());
+  for (std::size_t d = 0; d < box.size(); ++d)
+    part = part.narrow(static_cast<std::int64_t>(d), box[d].begin - held[d].begin, box[d].size());
   return part;
 }
 
 // Everything on the first rank of the mesh.
-Sharding on_first(const std::vector<std::int64_t>& shape) { return Sharding(shape, {1}, std::vector<DimSharding>(shape.size())); }
+Sharding on_first(const std::vector<std::int64_t>& shape) {
+  return Sharding(shape, {1}, std::vector<DimSharding>(shape.size()));
+}
 
 Box whole_box(const std::vector<std::int64_t>& shape) {
   Box box;
@@ -42,21 +45,27 @@ Box whole_box(const std::vector<std::int64_t>& shape) {
 }
 
 // Parts between the mesh's ranks and its first one, which has the whole; ranks are mesh positions.
-void transfer(const Group& all, const at::Tensor& part, const Box& part_box, const at::Tensor& whole, const Box& whole_box, const TransferPlan& plan,
+void transfer(const Group& all, const at::Tensor& part, const Box& part_box,
+              const at::Tensor& whole, const Box& whole_box, const TransferPlan& plan,
               bool to_first) {
   const at::Tensor &source = to_first ? part : whole, &target = to_first ? whole : part;
-  const Box &source_box = to_first ? part_box : whole_box, &target_box = to_first ? whole_box : part_box;
+  const Box &source_box = to_first ? part_box : whole_box,
+            &target_box = to_first ? whole_box : part_box;
   const detail::LocalCallGuard guard;
   std::vector<Message> messages;
   std::vector<std::pair<at::Tensor, at::Tensor>> arrivals;
-  for (const Piece& p : plan.sends) messages.push_back({Message::Kind::send, slice(source, source_box, p.box).contiguous(), p.rank});
+  for (const Piece& p : plan.sends)
+    messages.push_back(
+        {Message::Kind::send, slice(source, source_box, p.box).contiguous(), p.rank});
   for (const Piece& p : plan.receives) {
-    const at::Tensor to = slice(target, target_box, p.box), buffer = at::empty(to.sizes(), to.options());
+    const at::Tensor to = slice(target, target_box, p.box),
+                     buffer = at::empty(to.sizes(), to.options());
     arrivals.emplace_back(to, buffer);
     messages.push_back({Message::Kind::receive, buffer, p.rank});
   }
   if (!messages.empty()) all.exchange(messages, kCall);
-  for (const Box& box : plan.copies) slice(target, target_box, box).copy_(slice(source, source_box, box));
+  for (const Box& box : plan.copies)
+    slice(target, target_box, box).copy_(slice(source, source_box, box));
   for (const auto& [to, buffer] : arrivals) to.copy_(buffer);
 }
 
@@ -80,19 +89,24 @@ class Writer {
   Writer(const Writer&) = delete;
   Writer& operator=(const Writer&) = delete;
   void write(const void* data, std::size_t size) {
-    if (file_ && mistake.empty() && size > 0 && std::fwrite(data, 1, size, file_) != size) fail("written to");
+    if (file_ && mistake.empty() && size > 0 && std::fwrite(data, 1, size, file_) != size)
+      fail("written to");
   }
   void finish() {
     done_ = true;
     if (!file_) return;
-    if (mistake.empty() && (std::fflush(file_) != 0 || ::fsync(::fileno(file_)) != 0)) fail("written to");
+    if (mistake.empty() && (std::fflush(file_) != 0 || ::fsync(::fileno(file_)) != 0))
+      fail("written to");
     if (std::fclose(std::exchange(file_, nullptr)) != 0 && mistake.empty()) fail("written to");
-    if (mistake.empty() && std::rename(temporary_.c_str(), path_.c_str()) != 0) fail("moved to its place");
+    if (mistake.empty() && std::rename(temporary_.c_str(), path_.c_str()) != 0)
+      fail("moved to its place");
   }
   std::string mistake;
 
  private:
-  void fail(const char* what) { mistake = concat("save: ", temporary_, " cannot be ", what, ": ", std::strerror(errno)); }
+  void fail(const char* what) {
+    mistake = concat("save: ", temporary_, " cannot be ", what, ": ", std::strerror(errno));
+  }
   const std::string path_, temporary_;
   std::FILE* file_ = nullptr;
   bool done_ = false;
@@ -129,13 +143,17 @@ struct Reading {
         const auto size = static_cast<std::uint64_t>(file.tellg());
         unsigned char length[8] = {};
         file.seekg(0);
-        if (size < 8 || !file.read(reinterpret_cast<char*>(length), 8)) throw InvalidArgument("it is too short for a safetensors file");
+        if (size < 8 || !file.read(reinterpret_cast<char*>(length), 8))
+          throw InvalidArgument("it is too short for a safetensors file");
         std::uint64_t n = 0;
         for (int i = 0; i < 8; ++i) n |= std::uint64_t{length[i]} << 8 * i;
         if (n > size - 8 || n > (std::uint64_t{1} << 30))
-          throw InvalidArgument("its header is longer than the file: this is no safetensors file, or it is cut short");
+          throw InvalidArgument(
+              "its header is longer than the file: this is no safetensors file, or it is cut "
+              "short");
         json.resize(n);
-        if (!file.read(json.data(), static_cast<std::streamsize>(n))) throw InvalidArgument("its header cannot be read");
+        if (!file.read(json.data(), static_cast<std::streamsize>(n)))
+          throw InvalidArgument("its header cannot be read");
         data_begin = 8 + n;
         data_bytes = size - data_begin;
         detail::read_header(json, data_bytes);
@@ -144,14 +162,16 @@ struct Reading {
       }
     }
     agree(all, mistake);
-    json = all.broadcast_bytes(all.rank() == 0 ? concat(data_bytes, ' ', json) : std::string(), 0, kCall);
+    json = all.broadcast_bytes(all.rank() == 0 ? concat(data_bytes, ' ', json) : std::string(), 0,
+                               kCall);
     const auto space = json.find(' ');
     data_bytes = std::stoull(json.substr(0, space));
     tensors = detail::read_header(json.substr(space + 1), data_bytes);
   }
 
   // This rank's part, on the CPU.
-  at::Tensor read(const Group& all, const StoredTensor& t, const ShardSpec& to, const std::string& path) {
+  at::Tensor read(const Group& all, const StoredTensor& t, const ShardSpec& to,
+                  const std::string& path) {
     const at::Tensor mine = at::empty(to.local_shape(), at::TensorOptions(t.dtype));
     at::Tensor whole;
     std::string mistake;
@@ -159,18 +179,21 @@ struct Reading {
       whole = at::empty(t.shape, at::TensorOptions(t.dtype));
       file.clear();
       file.seekg(static_cast<std::streamoff>(data_begin + t.begin));
-      if (t.end > t.begin && !file.read(static_cast<char*>(whole.data_ptr()), static_cast<std::streamsize>(t.end - t.begin)))
+      if (t.end > t.begin && !file.read(static_cast<char*>(whole.data_ptr()),
+                                        static_cast<std::streamsize>(t.end - t.begin)))
         mistake = concat("load: ", path, ": tensor '", t.name, "' cannot be read");
     }
     agree(all, mistake);
     const int me = all.rank();
-    transfer(all, mine, to.sharding().box(me), whole, whole_box(t.shape), transfer_plan(on_first(t.shape), to.sharding(), me), false);
+    transfer(all, mine, to.sharding().box(me), whole, whole_box(t.shape),
+             transfer_plan(on_first(t.shape), to.sharding(), me), false);
     return mine;
   }
 };
 
 void refuse_partial(const std::string& name, const ShardSpec& spec) {
-  if (spec.has_partial()) throw InvalidArgument(concat("load: '", name, "' cannot be loaded as a partial value: ", spec));
+  if (spec.has_partial())
+    throw InvalidArgument(concat("load: '", name, "' cannot be loaded as a partial value: ", spec));
 }
 
 }  // namespace
@@ -181,7 +204,8 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
   std::vector<StoredTensor> stored;
   for (const auto& [name, t] : tensors) {
     if (!t.defined()) throw InvalidArgument(concat("save: '", name, "' is an undefined tensor"));
-    if (is_sharded(t) && !(spec(t).mesh() == mesh)) throw InvalidArgument(concat("save: '", name, "' lies on another mesh: ", spec(t)));
+    if (is_sharded(t) && !(spec(t).mesh() == mesh))
+      throw InvalidArgument(concat("save: '", name, "' lies on another mesh: ", spec(t)));
     stored.push_back({name, t.scalar_type(), t.sizes().vec(), 0, 0});
   }
   const std::string header = detail::write_header(stored);
@@ -197,8 +221,8 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
       const ShardSpec s = spec(value);
       const at::Tensor part = to_local(value).cpu();
       if (all.rank() == 0) whole = at::empty(s.shape(), part.options().memory_format(c10::nullopt));
-      transfer(all, part, s.sharding().box(all.rank()), whole, whole_box(s.shape()), transfer_plan(s.sharding(), on_first(s.shape()), all.rank()),
-               true);
+      transfer(all, part, s.sharding().box(all.rank()), whole, whole_box(s.shape()),
+               transfer_plan(s.sharding(), on_first(s.shape()), all.rank()), true);
     }
     if (all.rank() == 0) writer.write(whole.data_ptr(), whole.nbytes());
   }
@@ -206,23 +230,31 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
   agree(all, writer.mistake);
 }
 
-void save(const at::Tensor& t, const std::string& path) { save({{"tensor", t}}, spec(t).mesh(), path); }
+void save(const at::Tensor& t, const std::string& path) {
+  save({{"tensor", t}}, spec(t).mesh(), path);
+}
 
-void save(const torch::nn::Module& module, const DeviceMesh& mesh, const std::string& path) { save(state_of(module), mesh, path); }
+void save(const torch::nn::Module& module, const DeviceMesh& mesh, const std::string& path) {
+  save(state_of(module), mesh, path);
+}
 
-NamedTensors load(const DeviceMesh& mesh, const std::string& path, const std::function<std::optional<ParameterPlacement>(const std::string&)>& rule) {
+NamedTensors load(
+    const DeviceMesh& mesh, const std::string& path,
+    const std::function<std::optional<ParameterPlacement>(const std::string&)>& rule) {
   const Group all = mesh.all();
   Reading file(all, path);
   std::vector<ShardSpec> specs;
   for (const StoredTensor& t : file.tensors) {
     const auto placed = rule ? rule(t.name) : std::nullopt;
-    specs.push_back(placed ? ShardSpec(mesh, t.shape, placed->placements, placed->sizes) : ShardSpec::replicated(mesh, t.shape));
+    specs.push_back(placed ? ShardSpec(mesh, t.shape, placed->placements, placed->sizes)
+                           : ShardSpec::replicated(mesh, t.shape));
     refuse_partial(t.name, specs.back());
   }
   NamedTensors loaded;
   for (std::size_t i = 0; i < specs.size(); ++i) {
     const at::Tensor local = file.read(all, file.tensors[i], specs[i], path);
-    loaded.emplace_back(file.tensors[i].name, from_local(local.to(mesh.manager().device()), specs[i]));
+    loaded.emplace_back(file.tensors[i].name,
+                        from_local(local.to(mesh.manager().device()), specs[i]));
   }
   return loaded;
 }
@@ -231,13 +263,19 @@ at::Tensor load(const std::string& path, const ShardSpec& spec) {
   refuse_partial("tensor", spec);
   const Group all = spec.mesh().all();
   Reading file(all, path);
-  if (file.tensors.size() != 1) throw InvalidArgument(concat("load: ", path, " holds ", file.tensors.size(), " tensors, where one is asked for"));
+  if (file.tensors.size() != 1)
+    throw InvalidArgument(
+        concat("load: ", path, " holds ", file.tensors.size(), " tensors, where one is asked for"));
   if (file.tensors[0].shape != spec.shape())
-    throw InvalidArgument(concat("load: ", path, " holds a tensor of shape ", list(file.tensors[0].shape), ", asked for is ", spec));
-  return from_local(file.read(all, file.tensors[0], spec, path).to(spec.mesh().manager().device()), spec);
+    throw InvalidArgument(concat("load: ", path, " holds a tensor of shape ",
+                                 list(file.tensors[0].shape), ", asked for is ", spec));
+  return from_local(file.read(all, file.tensors[0], spec, path).to(spec.mesh().manager().device()),
+                    spec);
 }
 
-void load(torch::nn::Module& module, const DeviceMesh& mesh, const std::string& path) { load_into(state_of(module), mesh, path); }
+void load(torch::nn::Module& module, const DeviceMesh& mesh, const std::string& path) {
+  load_into(state_of(module), mesh, path);
+}
 
 void load_into(const NamedTensors& state, const DeviceMesh& mesh, const std::string& path) {
   const at::NoGradGuard no_grad;
@@ -252,7 +290,9 @@ void load_into(const NamedTensors& state, const DeviceMesh& mesh, const std::str
       wrong += concat(" '", name, "' is not in the file.");
       continue;
     }
-    if (it->second->shape != t.sizes().vec()) wrong += concat(" '", name, "' has shape ", t.sizes(), ", in the file ", list(it->second->shape), ".");
+    if (it->second->shape != t.sizes().vec())
+      wrong += concat(" '", name, "' has shape ", t.sizes(), ", in the file ",
+                      list(it->second->shape), ".");
     if (is_sharded(t)) refuse_partial(name, spec(t));
     stored.erase(it);
   }

@@ -16,8 +16,9 @@ namespace {
 
 const std::vector<std::pair<std::string, at::ScalarType>>& dtypes() {
   static const std::vector<std::pair<std::string, at::ScalarType>> all = {
-      {"F64", at::kDouble}, {"F32", at::kFloat}, {"F16", at::kHalf}, {"BF16", at::kBFloat16}, {"I64", at::kLong},        {"I32", at::kInt},
-      {"I16", at::kShort},  {"I8", at::kChar},   {"U8", at::kByte},  {"BOOL", at::kBool},     {"C64", at::kComplexFloat}};
+      {"F64", at::kDouble}, {"F32", at::kFloat}, {"F16", at::kHalf},        {"BF16", at::kBFloat16},
+      {"I64", at::kLong},   {"I32", at::kInt},   {"I16", at::kShort},       {"I8", at::kChar},
+      {"U8", at::kByte},    {"BOOL", at::kBool}, {"C64", at::kComplexFloat}};
   return all;
 }
 
@@ -27,7 +28,8 @@ class Reader {
   explicit Reader(const std::string& text) : text_(text) {}
 
   [[noreturn]] void fail(const char* what) const {
-    throw InvalidArgument(concat("a safetensors header is broken at byte ", at_, ": ", what, " is expected there"));
+    throw InvalidArgument(
+        concat("a safetensors header is broken at byte ", at_, ": ", what, " is expected there"));
   }
   void space() {
     while (at_ < text_.size() && std::isspace(static_cast<unsigned char>(text_[at_]))) ++at_;
@@ -128,14 +130,17 @@ class Reader {
     for (int i = 0; i < 4; ++i) {
       const char c = text_[at_++];
       if (!std::isxdigit(static_cast<unsigned char>(c))) fail("four hexadecimal digits");
-      n = 16 * n + static_cast<unsigned>(std::isdigit(static_cast<unsigned char>(c)) ? c - '0' : (c | 0x20) - 'a' + 10);
+      n = 16 * n + static_cast<unsigned>(std::isdigit(static_cast<unsigned char>(c))
+                                             ? c - '0'
+                                             : (c | 0x20) - 'a' + 10);
     }
     return n;
   }
   void append_code(std::string& out) {
     unsigned n = code();
     if (n >= 0xd800 && n < 0xdc00) {
-      if (at_ + 2 > text_.size() || text_[at_] != '\\' || text_[at_ + 1] != 'u') fail("the second half of a surrogate pair");
+      if (at_ + 2 > text_.size() || text_[at_] != '\\' || text_[at_ + 1] != 'u')
+        fail("the second half of a surrogate pair");
       at_ += 2;
       n = 0x10000 + ((n - 0xd800) << 10) + (code() - 0xdc00);
     }
@@ -164,7 +169,8 @@ class Reader {
 std::uint64_t bytes_of(const StoredTensor& t) {
   std::uint64_t n = c10::elementSize(t.dtype);
   for (const auto d : t.shape) {
-    if (d != 0 && n > (std::uint64_t{1} << 62) / static_cast<std::uint64_t>(d)) throw InvalidArgument(concat("tensor '", t.name, "' is too large"));
+    if (d != 0 && n > (std::uint64_t{1} << 62) / static_cast<std::uint64_t>(d))
+      throw InvalidArgument(concat("tensor '", t.name, "' is too large"));
     n *= static_cast<std::uint64_t>(d);
   }
   return n;
@@ -177,7 +183,8 @@ std::string stored_dtype(at::ScalarType dtype, const std::string& name) {
     if (type == dtype) return text;
   }
   throw InvalidArgument(concat("tensor '", name, "' is ", c10::toString(dtype),
-                               ", which the safetensors format does not have; save it as at::view_as_real of it, or convert it"));
+                               ", which the safetensors format does not have; save it as "
+                               "at::view_as_real of it, or convert it"));
 }
 
 std::string write_header(std::vector<StoredTensor>& tensors) {
@@ -186,12 +193,15 @@ std::string write_header(std::vector<StoredTensor>& tensors) {
   std::uint64_t at = 0;
   for (StoredTensor& t : tensors) {
     if (!names.insert(t.name).second || t.name == "__metadata__")
-      throw InvalidArgument(concat("the name '", t.name, "' stands twice or is reserved: give each tensor a name of its own"));
+      throw InvalidArgument(
+          concat("the name '", t.name,
+                 "' stands twice or is reserved: give each tensor a name of its own"));
     t.begin = at;
     t.end = at += bytes_of(t);
     std::string shape = list(t.shape, t.shape.size());
-    json += concat(json.size() > 1 ? "," : "", json_text(t.name), ":{\"dtype\":\"", stored_dtype(t.dtype, t.name), "\",\"shape\":", shape,
-                   ",\"data_offsets\":[", t.begin, ",", t.end, "]}");
+    json += concat(json.size() > 1 ? "," : "", json_text(t.name), ":{\"dtype\":\"",
+                   stored_dtype(t.dtype, t.name), "\",\"shape\":", shape, ",\"data_offsets\":[",
+                   t.begin, ",", t.end, "]}");
   }
   json += "}";
   while (json.size() % 8 != 0) json += ' ';
@@ -211,12 +221,16 @@ std::vector<StoredTensor> read_header(const std::string& json, std::uint64_t dat
     }
     StoredTensor t;
     t.name = name;
-    if (!names.insert(name).second) throw InvalidArgument(concat("a safetensors header names '", name, "' twice"));
+    if (!names.insert(name).second)
+      throw InvalidArgument(concat("a safetensors header names '", name, "' twice"));
     in.object([&](const std::string& key) {
       if (key == "dtype") {
         const std::string text = in.string();
-        const auto found = std::find_if(dtypes().begin(), dtypes().end(), [&](const auto& d) { return d.first == text; });
-        if (found == dtypes().end()) throw InvalidArgument(concat("tensor '", name, "' has the dtype ", text, ", which libtorch does not have"));
+        const auto found = std::find_if(dtypes().begin(), dtypes().end(),
+                                        [&](const auto& d) { return d.first == text; });
+        if (found == dtypes().end())
+          throw InvalidArgument(
+              concat("tensor '", name, "' has the dtype ", text, ", which libtorch does not have"));
         t.dtype = found->second;
       } else if (key == "shape") {
         for (const auto n : in.numbers()) t.shape.push_back(static_cast<std::int64_t>(n));
@@ -230,7 +244,8 @@ std::vector<StoredTensor> read_header(const std::string& json, std::uint64_t dat
       }
     });
     if (t.begin > t.end || t.end > data_bytes || t.end - t.begin != bytes_of(t)) {
-      throw InvalidArgument(concat("tensor '", name, "' of shape ", list(t.shape), " is said to lie in bytes ", t.begin, " to ", t.end, " of ",
+      throw InvalidArgument(concat("tensor '", name, "' of shape ", list(t.shape),
+                                   " is said to lie in bytes ", t.begin, " to ", t.end, " of ",
                                    data_bytes, ": the file is cut short or broken"));
     }
     tensors.push_back(std::move(t));

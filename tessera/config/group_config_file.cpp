@@ -18,13 +18,15 @@ using detail::Json;
 using NodeList = std::vector<std::pair<ProcessGroupNode, std::string>>;
 
 void read_attributes(Fields& fields, ProcessGroupNode& node) {
-  if (const auto size = fields.integer("size", INT_MIN, INT_MAX)) node.size = static_cast<int>(*size);
+  if (const auto size = fields.integer("size", INT_MIN, INT_MAX))
+    node.size = static_cast<int>(*size);
   node.orthogonal_group = fields.text("orthogonal_group").value_or("");
   node.scope = fields.text("scope").value_or("");
   node.order = fields.text("order").value_or("");
   node.options.backend = fields.text("backend").value_or("");
   node.options.timeout = fields.duration("timeout");
-  if (!node.scope.empty() && node.orthogonal_group.empty()) fields.fail("scope", "is of an orthogonal group, but 'orthogonal_group' is not given");
+  if (!node.scope.empty() && node.orthogonal_group.empty())
+    fields.fail("scope", "is of an orthogonal group, but 'orthogonal_group' is not given");
 }
 
 const Json& array_of(Fields& fields, const std::string& field, const Json& value) {
@@ -47,7 +49,8 @@ void read_nested(Fields& fields, const std::string& parent, NodeList& nodes) {
 }
 
 NodeList read_flat(Fields& fields, const Json& tree) {
-  if (!tree.is_object()) fields.fail("tree", concat("must map nodes to lists of children, but is ", tree.dump()));
+  if (!tree.is_object())
+    fields.fail("tree", concat("must map nodes to lists of children, but is ", tree.dump()));
   Fields edges(tree, fields.where("tree"));
   NodeList nodes;
   std::set<std::string> parents, children;
@@ -60,7 +63,8 @@ NodeList read_flat(Fields& fields, const Json& tree) {
     }
   }
   for (const auto& parent : parents)
-    if (!children.contains(parent)) nodes.insert(nodes.begin(), {ProcessGroupNode{.name = parent}, ""});
+    if (!children.contains(parent))
+      nodes.insert(nodes.begin(), {ProcessGroupNode{.name = parent}, ""});
   const auto find = [&](const std::string& name, const std::string& field) -> ProcessGroupNode& {
     for (auto& [node, parent] : nodes)
       if (node.name == name) return node;
@@ -78,8 +82,10 @@ NodeList read_flat(Fields& fields, const Json& tree) {
   if (const Json* sizes = fields.raw("leaf_sizes")) {
     Fields by_name(*sizes, fields.where("leaf_sizes"));
     for (const auto& [name, value] : sizes->items()) {
-      if (tree.contains(name)) by_name.fail(name, "is not a leaf: its size is the product of its children");
-      if (const auto size = by_name.integer(name, INT_MIN, INT_MAX)) find(name, "leaf_sizes").size = static_cast<int>(*size);
+      if (tree.contains(name))
+        by_name.fail(name, "is not a leaf: its size is the product of its children");
+      if (const auto size = by_name.integer(name, INT_MIN, INT_MAX))
+        find(name, "leaf_sizes").size = static_cast<int>(*size);
     }
   }
   if (const auto order = fields.text("order"))
@@ -98,13 +104,15 @@ Json write_node(const ProcessGroupConfig& config, const std::string& name) {
   if (!node.scope.empty()) out["scope"] = node.scope;
   if (!node.options.backend.empty()) out["backend"] = node.options.backend;
   if (node.options.timeout) out["timeout"] = concat(node.options.timeout->count(), "ms");
-  for (const auto& child : config.children(name)) out["children"].push_back(write_node(config, child));
+  for (const auto& child : config.children(name))
+    out["children"].push_back(write_node(config, child));
   return out;
 }
 
 }  // namespace
 
-ProcessGroupConfig parse_group_config(const std::string& text, FileFormat format, const std::string& source) {
+ProcessGroupConfig parse_group_config(const std::string& text, FileFormat format,
+                                      const std::string& source) {
   const Json document = detail::parse_document(text, format, source);
   Fields fields(document, source + ": ");
   NodeList nodes;
@@ -131,7 +139,9 @@ ProcessGroupConfig parse_group_config(const std::string& text, FileFormat format
   return config;
 }
 
-ProcessGroupConfig read_group_config(const std::string& path) { return parse_group_config(detail::read_text(path), detail::format_of(path), path); }
+ProcessGroupConfig read_group_config(const std::string& path) {
+  return parse_group_config(detail::read_text(path), detail::format_of(path), path);
+}
 
 std::string format_group_config(const ProcessGroupConfig& config, FileFormat format) {
   Json out = write_node(config, config.root().name);

@@ -25,9 +25,11 @@
 
 namespace tessera {
 
-/// By the ending .json, .yaml or .yml. Throws ConfigFileError (syntax, unknown or mistyped fields) and what ProcessGroupConfig throws.
+/// By the ending .json, .yaml or .yml. Throws ConfigFileError (syntax, unknown or mistyped fields)
+/// and what ProcessGroupConfig throws.
 ProcessGroupConfig read_group_config(const std::string& path);
-ProcessGroupConfig parse_group_config(const std::string& text, FileFormat format, const std::string& source = "group configuration");
+ProcessGroupConfig parse_group_config(const std::string& text, FileFormat format,
+                                      const std::string& source = "group configuration");
 
 /// Nested form; reading it back gives an equal configuration.
 std::string format_group_config(const ProcessGroupConfig& config, FileFormat format);

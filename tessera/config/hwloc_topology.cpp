@@ -14,8 +14,10 @@
 namespace tessera {
 namespace {
 
-constexpr std::pair<const char*, HostDevice> kDevices[] = {
-    {"gpu", HostDevice::gpu}, {"package", HostDevice::package}, {"numa", HostDevice::numa}, {"core", HostDevice::core}};
+constexpr std::pair<const char*, HostDevice> kDevices[] = {{"gpu", HostDevice::gpu},
+                                                           {"package", HostDevice::package},
+                                                           {"numa", HostDevice::numa},
+                                                           {"core", HostDevice::core}};
 
 struct Destroy {
   void operator()(hwloc_topology* topology) const { hwloc_topology_destroy(topology); }
@@ -24,22 +26,30 @@ using Machine = std::unique_ptr<hwloc_topology, Destroy>;
 
 Machine load(const std::string* xml, const std::string& source) {
   hwloc_topology_t raw = nullptr;
-  if (hwloc_topology_init(&raw) != 0) throw ConfigFileError(concat(source, ": hwloc cannot be started"));
+  if (hwloc_topology_init(&raw) != 0)
+    throw ConfigFileError(concat(source, ": hwloc cannot be started"));
   Machine machine(raw);
   hwloc_topology_set_io_types_filter(raw, HWLOC_TYPE_FILTER_KEEP_IMPORTANT);
   // hwloc counts the terminating zero.
-  if (xml && hwloc_topology_set_xmlbuffer(raw, xml->c_str(), static_cast<int>(xml->size()) + 1) != 0)
-    throw ConfigFileError(concat(source, ": is not a topology that hwloc reads (made by lstopo or hwloc_topology_export_xml)"));
-  if (hwloc_topology_load(raw) != 0) throw ConfigFileError(concat(source, ": hwloc cannot load it"));
+  if (xml &&
+      hwloc_topology_set_xmlbuffer(raw, xml->c_str(), static_cast<int>(xml->size()) + 1) != 0)
+    throw ConfigFileError(concat(
+        source,
+        ": is not a topology that hwloc reads (made by lstopo or hwloc_topology_export_xml)"));
+  if (hwloc_topology_load(raw) != 0)
+    throw ConfigFileError(concat(source, ": hwloc cannot load it"));
   return machine;
 }
 
-std::vector<hwloc_obj_t> os_devices(hwloc_topology_t machine, hwloc_obj_osdev_type_t kind, bool one_a_card) {
+std::vector<hwloc_obj_t> os_devices(hwloc_topology_t machine, hwloc_obj_osdev_type_t kind,
+                                    bool one_a_card) {
   std::vector<hwloc_obj_t> found;
   for (hwloc_obj_t at = nullptr; (at = hwloc_get_next_osdev(machine, at));) {
     if (at->attr->osdev.type != kind) continue;
     // A GPU may appear several times (as seen by CUDA, OpenCL, NVML): once per PCI device.
-    const bool known = one_a_card && std::any_of(found.begin(), found.end(), [&](hwloc_obj_t other) { return other->parent == at->parent; });
+    const bool known =
+        one_a_card && std::any_of(found.begin(), found.end(),
+                                  [&](hwloc_obj_t other) { return other->parent == at->parent; });
     if (!known) found.push_back(at);
   }
   return found;
@@ -53,8 +63,11 @@ std::vector<hwloc_obj_t> devices_of(hwloc_topology_t machine, HostDevice device)
     if (found.empty()) found = os_devices(machine, HWLOC_OBJ_OSDEV_GPU, true);
     return found;
   }
-  const auto type = device == HostDevice::package ? HWLOC_OBJ_PACKAGE : device == HostDevice::numa ? HWLOC_OBJ_NUMANODE : HWLOC_OBJ_CORE;
-  for (hwloc_obj_t at = nullptr; (at = hwloc_get_next_obj_by_type(machine, type, at));) found.push_back(at);
+  const auto type = device == HostDevice::package ? HWLOC_OBJ_PACKAGE
+                    : device == HostDevice::numa  ? HWLOC_OBJ_NUMANODE
+                                                  : HWLOC_OBJ_CORE;
+  for (hwloc_obj_t at = nullptr; (at = hwloc_get_next_obj_by_type(machine, type, at));)
+    found.push_back(at);
   return found;
 }
 
@@ -64,11 +77,14 @@ std::vector<hwloc_obj_t> way_up(hwloc_obj_t object) {
   return way;
 }
 
-/// How many ancestors two objects have in common: more is nearer. (hwloc's own common ancestor is not for I/O objects.)
+/// How many ancestors two objects have in common: more is nearer. (hwloc's own common ancestor is
+/// not for I/O objects.)
 int nearness(hwloc_obj_t a, hwloc_obj_t b) {
   const auto up_a = way_up(a), up_b = way_up(b);
   int common = 0;
-  for (auto x = up_a.rbegin(), y = up_b.rbegin(); x != up_a.rend() && y != up_b.rend() && *x == *y; ++x, ++y) ++common;
+  for (auto x = up_a.rbegin(), y = up_b.rbegin(); x != up_a.rend() && y != up_b.rend() && *x == *y;
+       ++x, ++y)
+    ++common;
   return common;
 }
 
@@ -77,13 +93,15 @@ hwloc_obj_t enclosing(hwloc_obj_t object, hwloc_obj_type_t type) {
   return object;
 }
 
-Topology describe(hwloc_topology_t machine, HostDevice device, const std::string& name, const std::string& source) {
+Topology describe(hwloc_topology_t machine, HostDevice device, const std::string& name,
+                  const std::string& source) {
   const auto devices = devices_of(machine, device);
   if (devices.empty()) {
     const char* what = "?";
     for (const auto& [text, known] : kDevices)
       if (known == device) what = text;
-    throw NotAvailable(concat(source, ": has no device of kind '", what, "'; choose another of gpu, package, numa, core"));
+    throw NotAvailable(concat(source, ": has no device of kind '", what,
+                              "'; choose another of gpu, package, numa, core"));
   }
   Topology topology;
   topology.device_links = {{"far", 2e-6, 20e9, false}, {"near", 1e-6, 50e9, false}};
@@ -131,10 +149,12 @@ Topology describe(hwloc_topology_t machine, HostDevice device, const std::string
 HostDevice host_device_from(const std::string& name) {
   for (const auto& [text, device] : kDevices)
     if (name == text) return device;
-  throw ConfigFileError(concat("there is no kind of device '", name, "'; choose gpu, package, numa or core"));
+  throw ConfigFileError(
+      concat("there is no kind of device '", name, "'; choose gpu, package, numa or core"));
 }
 
-Topology parse_hwloc_topology(const std::string& xml, HostDevice device, const std::string& name, const std::string& source) {
+Topology parse_hwloc_topology(const std::string& xml, HostDevice device, const std::string& name,
+                              const std::string& source) {
   const auto machine = load(&xml, source);
   return describe(machine.get(), device, name, source);
 }
@@ -149,7 +169,9 @@ Topology live_hwloc_topology(HostDevice device, const std::string& name) {
 }
 
 Topology replicate_host(const Topology& one, const std::vector<std::string>& names) {
-  if (one.hosts.size() != 1) throw MappingError(concat("a topology of one host is to be repeated, but it has ", one.hosts.size()));
+  if (one.hosts.size() != 1)
+    throw MappingError(
+        concat("a topology of one host is to be repeated, but it has ", one.hosts.size()));
   Topology many = one;
   many.hosts.assign(names.size(), one.hosts.front());
   for (std::size_t h = 0; h < names.size(); ++h) many.hosts[h].name = names[h];

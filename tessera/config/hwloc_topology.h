@@ -1,5 +1,6 @@
 #pragma once
-// One host as hwloc sees it: its devices, which of them are near each other, and the network adapter next to each.
+// One host as hwloc sees it: its devices, which of them are near each other, and the network
+// adapter next to each.
 
 #include <string>
 #include <vector>
@@ -13,10 +14,13 @@ enum class HostDevice { gpu, package, numa, core };
 /// "gpu", "package", "numa", "core"; throws ConfigFileError with the known names.
 HostDevice host_device_from(const std::string& name);
 
-/// A topology of one host. Devices below one package (or NUMA node, where the host has one package) are linked by class "near", the others by "far";
-/// a device's rail is the adapter (InfiniBand, else Ethernet) with the nearest common ancestor, adapters equally near are given out in turn.
-/// Latencies and bandwidths are the defaults of the two classes: hwloc does not know them. Throws NotAvailable if there is no such device.
-Topology parse_hwloc_topology(const std::string& xml, HostDevice device, const std::string& name, const std::string& source = "hwloc XML");
+/// A topology of one host. Devices below one package (or NUMA node, where the host has one package)
+/// are linked by class "near", the others by "far"; a device's rail is the adapter (InfiniBand,
+/// else Ethernet) with the nearest common ancestor, adapters equally near are given out in turn.
+/// Latencies and bandwidths are the defaults of the two classes: hwloc does not know them. Throws
+/// NotAvailable if there is no such device.
+Topology parse_hwloc_topology(const std::string& xml, HostDevice device, const std::string& name,
+                              const std::string& source = "hwloc XML");
 Topology read_hwloc_topology(const std::string& path, HostDevice device, const std::string& name);
 /// Of the machine that this runs on, as far as the process may see it.
 Topology live_hwloc_topology(HostDevice device, const std::string& name);

@@ -19,7 +19,8 @@ using detail::Fields;
 using detail::Json;
 
 /// "key=value,key=value" as pairs.
-std::vector<std::pair<std::string, std::string>> pairs(const std::string& text, const std::string& what) {
+std::vector<std::pair<std::string, std::string>> pairs(const std::string& text,
+                                                       const std::string& what) {
   std::vector<std::pair<std::string, std::string>> result;
   for (const auto& item : parse_names(text, what)) {
     const auto equals = item.find('=');
@@ -36,15 +37,18 @@ int parse_size(const std::string& text, const std::string& what) {
   return std::stoi(text);
 }
 
-FamilyTraffic parse_one(const std::string& family, const std::string& text, const std::string& what) {
+FamilyTraffic parse_one(const std::string& family, const std::string& text,
+                        const std::string& what) {
   FamilyTraffic traffic{family, Collective::all_reduce, 0, 1};
   const auto colon = text.find(':');
   if (colon == std::string::npos)
-    throw ConfigFileError(concat(what, ": '", text, "' of '", family, "' is not collective:bytes, as in all_reduce:512MB"));
+    throw ConfigFileError(concat(what, ": '", text, "' of '", family,
+                                 "' is not collective:bytes, as in all_reduce:512MB"));
   traffic.collective = collective_from(text.substr(0, colon));
   std::string amount = text.substr(colon + 1);
   if (const auto star = amount.find('*'); star != std::string::npos) {
-    traffic.calls = detail::parse_bytes(amount.substr(star + 1), concat(what, ": calls of '", family, "'"));
+    traffic.calls =
+        detail::parse_bytes(amount.substr(star + 1), concat(what, ": calls of '", family, "'"));
     amount.resize(star);
   }
   traffic.bytes = detail::parse_bytes(amount, concat(what, ": '", family, "'"));
@@ -53,7 +57,10 @@ FamilyTraffic parse_one(const std::string& family, const std::string& text, cons
 
 std::vector<Axis> read_axes(Fields& fields, const std::string& field, const Json& value) {
   if (value.is_string()) return parse_axes(value.get<std::string>(), fields.where(field));
-  if (!value.is_object()) fields.fail(field, concat("must be a text such as \"data=8,model=4\" or names with sizes, but is ", value.dump()));
+  if (!value.is_object())
+    fields.fail(field,
+                concat("must be a text such as \"data=8,model=4\" or names with sizes, but is ",
+                       value.dump()));
   Fields sizes(value, fields.where(field));
   std::vector<Axis> axes;
   for (const auto& [name, unused] : value.items()) {
@@ -78,7 +85,9 @@ std::vector<std::string> parse_names(const std::string& text, const std::string&
   for (std::size_t begin = 0; begin <= text.size();) {
     const auto end = std::min(text.find(',', begin), text.size());
     names.push_back(text.substr(begin, end - begin));
-    if (names.back().empty()) throw ConfigFileError(concat(what, " '", text, "' has an empty item; write names with single commas between"));
+    if (names.back().empty())
+      throw ConfigFileError(
+          concat(what, " '", text, "' has an empty item; write names with single commas between"));
     begin = end + 1;
   }
   return names;
@@ -88,7 +97,8 @@ std::vector<Axis> parse_axes(const std::string& text, const std::string& what) {
   std::vector<Axis> axes;
   for (const auto& [name, size] : pairs(text, what)) {
     for (const Axis& known : axes)
-      if (known.name == name) throw RepeatedName(concat(what, " '", text, "': axis '", name, "' stands twice"));
+      if (known.name == name)
+        throw RepeatedName(concat(what, " '", text, "': axis '", name, "' stands twice"));
     axes.push_back({name, parse_size(size, concat(what, ": size of '", name, "'"))});
   }
   return axes;
@@ -96,7 +106,8 @@ std::vector<Axis> parse_axes(const std::string& text, const std::string& what) {
 
 std::vector<FamilyTraffic> parse_traffic(const std::string& text, const std::string& what) {
   std::vector<FamilyTraffic> traffic;
-  for (const auto& [family, value] : pairs(text, what)) traffic.push_back(parse_one(family, value, what));
+  for (const auto& [family, value] : pairs(text, what))
+    traffic.push_back(parse_one(family, value, what));
   return traffic;
 }
 
@@ -107,22 +118,28 @@ std::vector<int> parse_ranks(const std::string& text, const std::string& what) {
 }
 
 PlanRequest read_plan_request(const std::string& path) {
-  const Json document = detail::parse_document(detail::read_text(path), detail::format_of(path), path);
-  const auto beside = [&](const std::string& file) { return (std::filesystem::path(path).parent_path() / file).string(); };
+  const Json document =
+      detail::parse_document(detail::read_text(path), detail::format_of(path), path);
+  const auto beside = [&](const std::string& file) {
+    return (std::filesystem::path(path).parent_path() / file).string();
+  };
   Fields fields(document, path + ": ");
   PlanRequest request;
   request.world = static_cast<int>(fields.integer("world", 1, INT_MAX).value_or(0));
   if (const Json* mesh = fields.raw("mesh")) request.mesh = read_axes(fields, "mesh", *mesh);
   request.order = fields.text("order").value_or("");
   if (const Json* sizes = fields.raw("sizes"))
-    for (const Axis& axis : read_axes(fields, "sizes", *sizes)) request.sizes[axis.name] = axis.size;
+    for (const Axis& axis : read_axes(fields, "sizes", *sizes))
+      request.sizes[axis.name] = axis.size;
   if (const Json* tree = fields.raw("tree")) {
-    request.tree = tree->is_string() ? read_group_config(beside(tree->get<std::string>()))
-                                     : parse_group_config(tree->dump(), FileFormat::json, fields.where("tree"));
+    request.tree = tree->is_string()
+                       ? read_group_config(beside(tree->get<std::string>()))
+                       : parse_group_config(tree->dump(), FileFormat::json, fields.where("tree"));
   }
   if (const Json* views = fields.raw("views")) {
     Fields by_name(*views, fields.where("views"));
-    for (const auto& [name, axes] : views->items()) request.views.emplace_back(name, read_axes(by_name, name, axes));
+    for (const auto& [name, axes] : views->items())
+      request.views.emplace_back(name, read_axes(by_name, name, axes));
   }
   request.ranks = fields.integers("ranks").value_or(std::vector<int>{});
   request.groups = read_names(fields, "groups");
@@ -131,10 +148,12 @@ PlanRequest read_plan_request(const std::string& path) {
   if (const Json* topology = fields.raw("topology")) {
     if (request.topology) fields.fail("topology", "is given besides 'hosts'; give one of them");
     request.topology = topology->is_string() ? read_topology(beside(topology->get<std::string>()))
-                                             : parse_topology(topology->dump(), FileFormat::json, fields.where("topology"));
+                                             : parse_topology(topology->dump(), FileFormat::json,
+                                                              fields.where("topology"));
   }
   if (const auto conf = fields.text("slurm_topology")) {
-    if (!request.topology) fields.fail("slurm_topology", "needs 'hosts' or 'topology' with the hosts' names");
+    if (!request.topology)
+      fields.fail("slurm_topology", "needs 'hosts' or 'topology' with the hosts' names");
     request.topology = read_slurm_topology(beside(*conf), *request.topology);
   }
   if (const Json* traffic = fields.raw("traffic")) {
@@ -143,7 +162,8 @@ PlanRequest read_plan_request(const std::string& path) {
     } else {
       Fields by_name(*traffic, fields.where("traffic"));
       for (const auto& [family, unused] : traffic->items())
-        request.traffic.push_back(parse_one(family, by_name.required_text(family), by_name.where(family)));
+        request.traffic.push_back(
+            parse_one(family, by_name.required_text(family), by_name.where(family)));
     }
   }
   if (const Json* mapping = fields.raw("mapping")) {

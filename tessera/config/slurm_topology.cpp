@@ -20,13 +20,16 @@ struct ConfSwitch {
   int line = 0;
 };
 
-/// Lines "Key=value Key=value", keys in any case, '#' to the end of the line, a backslash at the end continues.
+/// Lines "Key=value Key=value", keys in any case, '#' to the end of the line, a backslash at the
+/// end continues.
 std::vector<ConfSwitch> parse_conf(const std::string& conf, const std::string& source) {
   std::vector<ConfSwitch> found;
   std::istringstream in(conf);
   std::string line, whole;
   int number = 0, began = 0;
-  const auto fail = [&](const std::string& why) -> ConfigFileError { return ConfigFileError(concat(source, ":", began, ": ", why)); };
+  const auto fail = [&](const std::string& why) -> ConfigFileError {
+    return ConfigFileError(concat(source, ":", began, ": ", why));
+  };
   const auto handle = [&](std::string text) {
     text = text.substr(0, text.find('#'));
     std::istringstream words(text);
@@ -35,17 +38,23 @@ std::vector<ConfSwitch> parse_conf(const std::string& conf, const std::string& s
       const auto equals = word.find('=');
       if (equals == std::string::npos) throw fail(concat("'", word, "' is not Key=value"));
       std::string key = word.substr(0, equals);
-      std::transform(key.begin(), key.end(), key.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+      std::transform(key.begin(), key.end(), key.begin(),
+                     [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
       if (key != "switchname" && key != "switches" && key != "nodes" && key != "linkspeed")
-        throw fail(concat("'", word.substr(0, equals), "' is unknown; a line of the tree plugin has SwitchName, Switches, Nodes and LinkSpeed"));
-      if (!values.emplace(key, word.substr(equals + 1)).second) throw fail(concat("'", word.substr(0, equals), "' stands twice"));
+        throw fail(concat("'", word.substr(0, equals),
+                          "' is unknown; a line of the tree plugin has SwitchName, Switches, Nodes "
+                          "and LinkSpeed"));
+      if (!values.emplace(key, word.substr(equals + 1)).second)
+        throw fail(concat("'", word.substr(0, equals), "' stands twice"));
     }
     if (values.empty()) return;
     if (!values.contains("switchname")) throw fail("SwitchName is missing");
     if (!values.contains("switches") && !values.contains("nodes"))
       throw fail(concat("switch '", values["switchname"], "' has neither Switches nor Nodes"));
     try {
-      const auto below = [&](const char* key) { return values.contains(key) ? expand_node_list(values[key]) : std::vector<std::string>{}; };
+      const auto below = [&](const char* key) {
+        return values.contains(key) ? expand_node_list(values[key]) : std::vector<std::string>{};
+      };
       found.push_back({values["switchname"], below("switches"), below("nodes"), began});
     } catch (const ConfigFileError&) {
       throw;
@@ -70,23 +79,29 @@ std::vector<ConfSwitch> parse_conf(const std::string& conf, const std::string& s
 
 }  // namespace
 
-Topology with_slurm_switches(Topology topology, const std::string& conf, double latency, double uplink_bandwidth, const std::string& source) {
+Topology with_slurm_switches(Topology topology, const std::string& conf, double latency,
+                             double uplink_bandwidth, const std::string& source) {
   const auto found = parse_conf(conf, source);
   std::map<std::string, int> index, parent, leaf_of;
   for (int s = 0; s < static_cast<int>(found.size()); ++s)
     if (!index.emplace(found[s].name, s).second)
-      throw ConfigFileError(concat(source, ":", found[s].line, ": switch '", found[s].name, "' is defined twice"));
+      throw ConfigFileError(
+          concat(source, ":", found[s].line, ": switch '", found[s].name, "' is defined twice"));
   for (int s = 0; s < static_cast<int>(found.size()); ++s) {
     for (const auto& child : found[s].switches) {
-      if (!index.contains(child)) throw ConfigFileError(concat(source, ":", found[s].line, ": switch '", child, "' is not defined"));
+      if (!index.contains(child))
+        throw ConfigFileError(
+            concat(source, ":", found[s].line, ": switch '", child, "' is not defined"));
       if (!parent.emplace(child, s).second)
-        throw ConfigFileError(concat(source, ":", found[s].line, ": switch '", child, "' hangs on both '", found[parent[child]].name, "' and '",
+        throw ConfigFileError(concat(source, ":", found[s].line, ": switch '", child,
+                                     "' hangs on both '", found[parent[child]].name, "' and '",
                                      found[s].name, "'; switches form a tree here"));
     }
     for (const auto& node : found[s].nodes)
       if (!leaf_of.emplace(node, s).second)
-        throw ConfigFileError(
-            concat(source, ":", found[s].line, ": node '", node, "' hangs on both '", found[leaf_of[node]].name, "' and '", found[s].name, "'"));
+        throw ConfigFileError(concat(source, ":", found[s].line, ": node '", node,
+                                     "' hangs on both '", found[leaf_of[node]].name, "' and '",
+                                     found[s].name, "'"));
   }
   const auto above = [&](int s) {
     const auto at = parent.find(found[s].name);
@@ -97,11 +112,15 @@ Topology with_slurm_switches(Topology topology, const std::string& conf, double 
   std::vector<int> leaf;
   for (const Host& host : topology.hosts) {
     const auto at = leaf_of.find(host.name);
-    if (at == leaf_of.end()) throw ConfigFileError(concat(source, ": host '", host.name, "' hangs on no switch; add it to the Nodes of one"));
+    if (at == leaf_of.end())
+      throw ConfigFileError(concat(source, ": host '", host.name,
+                                   "' hangs on no switch; add it to the Nodes of one"));
     leaf.push_back(at->second);
     std::size_t steps = 0;
     for (int s = at->second; s >= 0; s = above(s)) {
-      if (++steps > found.size()) throw ConfigFileError(concat(source, ": switch '", found[s].name, "' is its own ancestor; switches form a tree"));
+      if (++steps > found.size())
+        throw ConfigFileError(concat(source, ": switch '", found[s].name,
+                                     "' is its own ancestor; switches form a tree"));
       ++hosts_below[s];
     }
   }
@@ -109,18 +128,23 @@ Topology with_slurm_switches(Topology topology, const std::string& conf, double 
   std::optional<int> root;
   for (int s = leaf.front(); s >= 0 && !root; s = above(s))
     if (hosts_below[s] == all) root = s;
-  if (!root) throw ConfigFileError(concat(source, ": the hosts hang on trees of switches that no switch connects; add one above them"));
+  if (!root)
+    throw ConfigFileError(concat(
+        source,
+        ": the hosts hang on trees of switches that no switch connects; add one above them"));
   std::map<int, int> kept;
   topology.switches.clear();
   const std::function<void(int, int)> keep = [&](int s, int to) {
     kept[s] = static_cast<int>(topology.switches.size());
-    topology.switches.push_back({found[s].name, to, to < 0 ? 0 : latency, to < 0 ? 0 : uplink_bandwidth});
+    topology.switches.push_back(
+        {found[s].name, to, to < 0 ? 0 : latency, to < 0 ? 0 : uplink_bandwidth});
     const int here = kept[s];
     for (const auto& child : found[s].switches)
       if (hosts_below.contains(index[child])) keep(index[child], here);
   };
   keep(*root, -1);
-  for (std::size_t h = 0; h < topology.hosts.size(); ++h) topology.hosts[h].network = kept.at(leaf[h]);
+  for (std::size_t h = 0; h < topology.hosts.size(); ++h)
+    topology.hosts[h].network = kept.at(leaf[h]);
   topology.check();
   return topology;
 }

@@ -18,9 +18,11 @@ double quantity(Fields& fields, const std::string& field, double otherwise, bool
   const Json* value = fields.raw(field);
   if (!value) return otherwise;
   if (value->is_number()) return value->get<double>();
-  if (!value->is_string()) fields.fail(field, concat("must be a number or a text with a unit, but is ", value->dump()));
+  if (!value->is_string())
+    fields.fail(field, concat("must be a number or a text with a unit, but is ", value->dump()));
   const auto text = value->get<std::string>();
-  return bytes ? detail::parse_bytes(text, fields.where(field)) : detail::parse_seconds(text, fields.where(field));
+  return bytes ? detail::parse_bytes(text, fields.where(field))
+               : detail::parse_seconds(text, fields.where(field));
 }
 
 LinkClass read_link(Fields& fields, const LinkClass& otherwise) {
@@ -31,7 +33,8 @@ LinkClass read_link(Fields& fields, const LinkClass& otherwise) {
 }
 
 template <class Items>
-int find_name(const Items& items, const std::string& name, const Fields& fields, const std::string& field) {
+int find_name(const Items& items, const std::string& name, const Fields& fields,
+              const std::string& field) {
   std::vector<std::string> names;
   for (std::size_t i = 0; i < items.size(); ++i) {
     if (items[i].name == name) return static_cast<int>(i);
@@ -57,11 +60,13 @@ void each(Fields& fields, const std::string& field, Read&& read) {
 void read_switches(Fields& fields, Topology& topology) {
   std::vector<std::string> parents;
   each(fields, "switches", [&](Fields& sw) {
-    topology.switches.push_back({sw.required_text("name"), -1, quantity(sw, "latency", 0, false), quantity(sw, "uplink_bandwidth", 0, true)});
+    topology.switches.push_back({sw.required_text("name"), -1, quantity(sw, "latency", 0, false),
+                                 quantity(sw, "uplink_bandwidth", 0, true)});
     parents.push_back(sw.text("parent").value_or(""));
   });
   for (std::size_t s = 0; s < parents.size(); ++s)
-    if (!parents[s].empty()) topology.switches[s].parent = find_name(topology.switches, parents[s], fields, "switches");
+    if (!parents[s].empty())
+      topology.switches[s].parent = find_name(topology.switches, parents[s], fields, "switches");
 }
 
 void read_hosts(Fields& fields, Topology& topology) {
@@ -73,32 +78,41 @@ void read_hosts(Fields& fields, Topology& topology) {
     Host host;
     host.name = entry.required_text("name");
     host.devices = static_cast<int>(entry.integer("devices", INT_MIN, INT_MAX).value_or(1));
-    if (const auto link = entry.text("link")) host.link_class = find_name(topology.device_links, *link, entry, "link");
+    if (const auto link = entry.text("link"))
+      host.link_class = find_name(topology.device_links, *link, entry, "link");
     host.rail = entry.integers("rails").value_or(std::vector<int>{});
-    if (const auto sw = entry.text("switch")) host.network = find_name(topology.switches, *sw, entry, "switch");
+    if (const auto sw = entry.text("switch"))
+      host.network = find_name(topology.switches, *sw, entry, "switch");
     each(entry, "links", [&](Fields& link) {
       const auto between = link.integers("between").value_or(std::vector<int>{});
       if (between.size() != 2) link.fail("between", "must be two device numbers");
-      host.links.push_back({between[0], between[1], find_name(topology.device_links, link.required_text("class"), link, "class")});
+      host.links.push_back(
+          {between[0], between[1],
+           find_name(topology.device_links, link.required_text("class"), link, "class")});
     });
     topology.hosts.push_back(std::move(host));
   });
 }
 
-Json link_json(const LinkClass& link) { return Json{{"name", link.name}, {"latency", link.latency}, {"bandwidth", link.bandwidth}}; }
+Json link_json(const LinkClass& link) {
+  return Json{{"name", link.name}, {"latency", link.latency}, {"bandwidth", link.bandwidth}};
+}
 
 }  // namespace
 
 Topology parse_hosts(const std::string& text) {
   const auto number = [&](const std::string& part) {
-    if (part.empty() || part.size() > 9 || part.find_first_not_of("0123456789") != std::string::npos || std::stoi(part) < 1)
-      throw ConfigFileError(
-          concat("hosts '", text, "': '", part, "' is not a number from 1 to 999999999; write \"16x8\" (16 hosts with 8 devices) or \"8,8,4\""));
+    if (part.empty() || part.size() > 9 ||
+        part.find_first_not_of("0123456789") != std::string::npos || std::stoi(part) < 1)
+      throw ConfigFileError(concat("hosts '", text, "': '", part,
+                                   "' is not a number from 1 to 999999999; write \"16x8\" (16 "
+                                   "hosts with 8 devices) or \"8,8,4\""));
     return std::stoi(part);
   };
   if (const auto cross = text.find('x'); cross != std::string::npos) {
     const int hosts = number(text.substr(0, cross)), devices = number(text.substr(cross + 1));
-    if (static_cast<long long>(hosts) * devices > INT_MAX) throw ConfigFileError(concat("hosts '", text, "': more than ", INT_MAX, " devices"));
+    if (static_cast<long long>(hosts) * devices > INT_MAX)
+      throw ConfigFileError(concat("hosts '", text, "': more than ", INT_MAX, " devices"));
     return Topology::uniform(hosts, devices);
   }
   std::vector<int> counts;
@@ -137,7 +151,9 @@ Topology parse_topology(const std::string& text, FileFormat format, const std::s
   return topology;
 }
 
-Topology read_topology(const std::string& path) { return parse_topology(detail::read_text(path), detail::format_of(path), path); }
+Topology read_topology(const std::string& path) {
+  return parse_topology(detail::read_text(path), detail::format_of(path), path);
+}
 
 std::string format_topology(const Topology& topology, FileFormat format) {
   Json out;
@@ -145,7 +161,8 @@ std::string format_topology(const Topology& topology, FileFormat format) {
     Json entry{{"name", host.name}, {"devices", host.devices}};
     if (host.link_class != 0) entry["link"] = topology.device_links[host.link_class].name;
     for (const DeviceLink& link : host.links)
-      entry["links"].push_back(Json{{"between", {link.a, link.b}}, {"class", topology.device_links[link.link_class].name}});
+      entry["links"].push_back(Json{{"between", {link.a, link.b}},
+                                    {"class", topology.device_links[link.link_class].name}});
     if (!host.rail.empty()) entry["rails"] = host.rail;
     if (host.network >= 0) entry["switch"] = topology.switches[host.network].name;
     out["hosts"].push_back(std::move(entry));
@@ -176,16 +193,20 @@ Topology topology_of(const Launch& launch) {
   if (counts.empty()) {
     if (launch.local_size == launch.world_size)
       counts = {launch.world_size};
-    else if (!launch.hosts.empty() && launch.world_size == launch.local_size * static_cast<int>(launch.hosts.size()))
+    else if (!launch.hosts.empty() &&
+             launch.world_size == launch.local_size * static_cast<int>(launch.hosts.size()))
       counts.assign(launch.hosts.size(), launch.local_size);
     else
-      throw ConfigurationError(concat("the launcher '", launch.launcher, "' does not say how many of its ", launch.world_size,
-                                      " ranks run on each host; give the hosts (a topology file, or LaunchOverrides::ranks_per_host)"));
+      throw ConfigurationError(concat("the launcher '", launch.launcher,
+                                      "' does not say how many of its ", launch.world_size,
+                                      " ranks run on each host; give the hosts (a topology file, "
+                                      "or LaunchOverrides::ranks_per_host)"));
   }
   Topology topology = Topology::of_counts(counts);
   if (!launch.hosts.empty()) {
     if (launch.hosts.size() != counts.size())
-      throw ConfigurationError(concat("the launcher names ", launch.hosts.size(), " hosts ", list(launch.hosts), ", but ranks for ", counts.size(),
+      throw ConfigurationError(concat("the launcher names ", launch.hosts.size(), " hosts ",
+                                      list(launch.hosts), ", but ranks for ", counts.size(),
                                       " hosts ", list(counts)));
     for (std::size_t h = 0; h < counts.size(); ++h) topology.hosts[h].name = launch.hosts[h];
   }

@@ -1,7 +1,8 @@
 #pragma once
 // Topologies from JSON or YAML, from Slurm's topology.conf, and from what a launcher says.
 //
-//   hosts:                                  # or "16x8": 16 hosts with 8 devices, host0 ... host15; or "4,4,2"
+//   hosts:                                  # or "16x8": 16 hosts with 8 devices, host0 ... host15;
+//     or "4,4,2"
 //     - {name: n0, devices: 4, link: nvlink, rails: [0, 0, 1, 1], switch: rack0}
 //     - {name: n1, devices: 2, links: [{between: [0, 1], class: nvlink}], switch: rack1}
 //   device_links:                           # the first is every host's, unless it names another
@@ -23,9 +24,11 @@
 
 namespace tessera {
 
-/// By the ending .json, .yaml or .yml. Throws ConfigFileError (syntax, fields, unknown names) and MappingError (what does not hang together).
+/// By the ending .json, .yaml or .yml. Throws ConfigFileError (syntax, fields, unknown names) and
+/// MappingError (what does not hang together).
 Topology read_topology(const std::string& path);
-Topology parse_topology(const std::string& text, FileFormat format, const std::string& source = "topology");
+Topology parse_topology(const std::string& text, FileFormat format,
+                        const std::string& source = "topology");
 /// Reading it back gives an equal topology.
 std::string format_topology(const Topology& topology, FileFormat format);
 void write_topology(const Topology& topology, const std::string& path);
@@ -33,15 +36,18 @@ void write_topology(const Topology& topology, const std::string& path);
 /// "16x8" or "8,8,4". Throws ConfigFileError.
 Topology parse_hosts(const std::string& text);
 
-/// The hosts of `topology` below the switches of a Slurm topology.conf (tree plugin: SwitchName, Switches, Nodes; Slurm calls the units of LinkSpeed
-/// arbitrary, so they say nothing about bandwidth here). Switches that lead to none of the hosts are left out. Each uplink gets `latency` and
-/// `uplink_bandwidth`. Throws ConfigFileError for a line that cannot be read, a host that is below no switch or below two, a switch with two parents,
-/// and hosts in unconnected trees.
-Topology with_slurm_switches(Topology topology, const std::string& conf, double latency = 1e-6, double uplink_bandwidth = 0,
+/// The hosts of `topology` below the switches of a Slurm topology.conf (tree plugin: SwitchName,
+/// Switches, Nodes; Slurm calls the units of LinkSpeed arbitrary, so they say nothing about
+/// bandwidth here). Switches that lead to none of the hosts are left out. Each uplink gets
+/// `latency` and `uplink_bandwidth`. Throws ConfigFileError for a line that cannot be read, a host
+/// that is below no switch or below two, a switch with two parents, and hosts in unconnected trees.
+Topology with_slurm_switches(Topology topology, const std::string& conf, double latency = 1e-6,
+                             double uplink_bandwidth = 0,
                              const std::string& source = "topology.conf");
 Topology read_slurm_topology(const std::string& path, Topology hosts);
 
-/// Hosts and ranks per host as the launcher says. Throws ConfigurationError where it does not say how many ranks each host has.
+/// Hosts and ranks per host as the launcher says. Throws ConfigurationError where it does not say
+/// how many ranks each host has.
 Topology topology_of(const Launch& launch);
 
 }  // namespace tessera

@@ -22,17 +22,21 @@ std::vector<at::Tensor> Dataset::get_batch(std::span<const std::uint64_t> indice
       const Sample sample = get(indices[i]);
       if (i == 0) columns.resize(sample.size());
       if (sample.size() != columns.size())
-        throw InvalidArgument(concat("it has ", sample.size(), " tensors, sample ", indices[0], " has ", columns.size()));
+        throw InvalidArgument(concat("it has ", sample.size(), " tensors, sample ", indices[0],
+                                     " has ", columns.size()));
       for (std::size_t t = 0; t < sample.size(); ++t) {
         if (i > 0 && sample[t].sizes() != columns[t][0].sizes())
-          throw InvalidArgument(concat("its tensor ", t, " has shape ", sample[t].sizes(), ", that of sample ", indices[0], " has ",
-                                       columns[t][0].sizes(), "; give samples of one shape, or override get_batch"));
+          throw InvalidArgument(concat("its tensor ", t, " has shape ", sample[t].sizes(),
+                                       ", that of sample ", indices[0], " has ",
+                                       columns[t][0].sizes(),
+                                       "; give samples of one shape, or override get_batch"));
         columns[t].push_back(sample[t]);
       }
     } catch (const SampleError&) {
       throw;
     } catch (const std::exception& e) {
-      std::throw_with_nested(SampleError(concat("sample ", indices[i], ": ", e.what()), indices[i]));
+      std::throw_with_nested(
+          SampleError(concat("sample ", indices[i], ": ", e.what()), indices[i]));
     }
   }
   std::vector<at::Tensor> batch;
@@ -47,12 +51,15 @@ TensorDataset::TensorDataset(std::vector<at::Tensor> tensors) : tensors_(std::mo
       throw InvalidArgument("the tensors of a TensorDataset have one dim 0, of the same length");
 }
 
-std::uint64_t TensorDataset::size() const { return static_cast<std::uint64_t>(tensors_[0].size(0)); }
+std::uint64_t TensorDataset::size() const {
+  return static_cast<std::uint64_t>(tensors_[0].size(0));
+}
 
 Sample TensorDataset::get(std::uint64_t index) const {
   if (index >= size()) throw RangeError(concat("sample ", index, " of a dataset with ", size()));
   Sample sample;
-  for (const at::Tensor& t : tensors_) sample.push_back(t.select(0, static_cast<std::int64_t>(index)));
+  for (const at::Tensor& t : tensors_)
+    sample.push_back(t.select(0, static_cast<std::int64_t>(index)));
   return sample;
 }
 
@@ -60,7 +67,8 @@ std::vector<at::Tensor> TensorDataset::get_batch(std::span<const std::uint64_t> 
   const at::Tensor rows = at::empty({static_cast<std::int64_t>(indices.size())}, at::kLong);
   auto* row = rows.mutable_data_ptr<std::int64_t>();
   for (std::uint64_t index : indices) {
-    if (index >= size()) throw SampleError(concat("sample ", index, " of a dataset with ", size()), index);
+    if (index >= size())
+      throw SampleError(concat("sample ", index, " of a dataset with ", size()), index);
     *row++ = static_cast<std::int64_t>(index);
   }
   std::vector<at::Tensor> batch;
@@ -68,13 +76,21 @@ std::vector<at::Tensor> TensorDataset::get_batch(std::span<const std::uint64_t> 
   return batch;
 }
 
-TokenFileDataset::TokenFileDataset(const std::string& path, at::ScalarType dtype, std::uint64_t row, std::uint64_t stride)
-    : buffers_(std::make_unique<detail::BufferPool>()), dtype_(dtype), row_(row), stride_(stride == 0 ? row : stride) {
+TokenFileDataset::TokenFileDataset(const std::string& path, at::ScalarType dtype, std::uint64_t row,
+                                   std::uint64_t stride)
+    : buffers_(std::make_unique<detail::BufferPool>()),
+      dtype_(dtype),
+      row_(row),
+      stride_(stride == 0 ? row : stride) {
   if (row == 0) throw InvalidArgument("a token row of length 0; give at least 1");
   map_ = std::make_unique<detail::MappedFile>(path);
   const std::size_t item = c10::elementSize(dtype);
-  if (map_->size() % item != 0) throw FileError(concat("'", path, "' has ", map_->size(), " bytes, no multiple of the ", item, " of ", dtype));
-  if (tokens() < row) throw InvalidArgument(concat("'", path, "' has ", tokens(), " tokens, fewer than one row of ", row));
+  if (map_->size() % item != 0)
+    throw FileError(concat("'", path, "' has ", map_->size(), " bytes, no multiple of the ", item,
+                           " of ", dtype));
+  if (tokens() < row)
+    throw InvalidArgument(
+        concat("'", path, "' has ", tokens(), " tokens, fewer than one row of ", row));
   rows_ = (tokens() - row) / stride_ + 1;
 }
 
@@ -89,12 +105,14 @@ Sample TokenFileDataset::get(std::uint64_t index) const {
 }
 
 std::vector<at::Tensor> TokenFileDataset::get_batch(std::span<const std::uint64_t> indices) const {
-  const std::int64_t shape[] = {static_cast<std::int64_t>(indices.size()), static_cast<std::int64_t>(row_)};
+  const std::int64_t shape[] = {static_cast<std::int64_t>(indices.size()),
+                                static_cast<std::int64_t>(row_)};
   const at::Tensor batch = buffers_->empty(shape, dtype_);
   const std::size_t item = c10::elementSize(dtype_), bytes = row_ * item;
   auto* out = static_cast<char*>(batch.mutable_data_ptr());
   for (std::uint64_t index : indices) {
-    if (index >= rows_) throw SampleError(concat("row ", index, " of a token file with ", rows_), index);
+    if (index >= rows_)
+      throw SampleError(concat("row ", index, " of a token file with ", rows_), index);
     std::memcpy(out, map_->data() + index * stride_ * item, bytes);
     out += bytes;
   }

@@ -1,5 +1,6 @@
 #pragma once
-// Datasets: where samples come from. A sample is a list of tensors (input, target, ...), the same number for every sample of a dataset.
+// Datasets: where samples come from. A sample is a list of tensors (input, target, ...), the same
+// number for every sample of a dataset.
 
 #include <ATen/core/Tensor.h>
 
@@ -22,19 +23,23 @@ class MappedFile;
 
 using Sample = std::vector<at::Tensor>;
 
-/// Random access. Members are called from several worker threads at once: an implementation must allow that.
+/// Random access. Members are called from several worker threads at once: an implementation must
+/// allow that.
 class Dataset {
  public:
   virtual ~Dataset();
   virtual std::uint64_t size() const = 0;
   virtual Sample get(std::uint64_t index) const = 0;
-  /// The tensors of several samples, with a batch dim of length indices.size() in front. The default stacks what get() returns, and reports which
-  /// index failed. For no index: tensors without rows, or nothing where the shapes are not known without reading (as by default). Where an
-  /// implementation throws something else than SampleError, the loader finds the index by reading one by one.
+  /// The tensors of several samples, with a batch dim of length indices.size() in front. The
+  /// default stacks what get() returns, and reports which index failed. For no index: tensors
+  /// without rows, or nothing where the shapes are not known without reading (as by default). Where
+  /// an implementation throws something else than SampleError, the loader finds the index by
+  /// reading one by one.
   virtual std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const;
 };
 
-/// Samples one after the other, without positions: a stream, a generator, a socket. Called from one thread at a time.
+/// Samples one after the other, without positions: a stream, a generator, a socket. Called from one
+/// thread at a time.
 class IterableDataset {
  public:
   virtual ~IterableDataset();
@@ -42,8 +47,8 @@ class IterableDataset {
   virtual std::optional<Sample> next() = 0;
 };
 
-/// A worker's exception, with the index of the sample that it was reading (or the position, for a stream). What the dataset threw is nested
-/// (std::rethrow_if_nested).
+/// A worker's exception, with the index of the sample that it was reading (or the position, for a
+/// stream). What the dataset threw is nested (std::rethrow_if_nested).
 class SampleError : public Error {
  public:
   SampleError(const std::string& what, std::uint64_t index) : Error(what), index_(index) {}
@@ -54,7 +59,8 @@ class SampleError : public Error {
   std::uint64_t index_;
 };
 
-/// Tensors in memory that agree in dim 0; sample i is row i of each. Throws InvalidArgument for none, 0-dim ones, or ones that differ in dim 0.
+/// Tensors in memory that agree in dim 0; sample i is row i of each. Throws InvalidArgument for
+/// none, 0-dim ones, or ones that differ in dim 0.
 class TensorDataset : public Dataset {
  public:
   explicit TensorDataset(std::vector<at::Tensor> tensors);
@@ -69,7 +75,8 @@ class TensorDataset : public Dataset {
 /// A size and a function.
 class FunctionDataset : public Dataset {
  public:
-  FunctionDataset(std::uint64_t size, std::function<Sample(std::uint64_t)> get) : size_(size), get_(std::move(get)) {}
+  FunctionDataset(std::uint64_t size, std::function<Sample(std::uint64_t)> get)
+      : size_(size), get_(std::move(get)) {}
   std::uint64_t size() const override { return size_; }
   Sample get(std::uint64_t index) const override { return get_(index); }
 
@@ -78,15 +85,19 @@ class FunctionDataset : public Dataset {
   std::function<Sample(std::uint64_t)> get_;
 };
 
-/// A file of tokens, memory-mapped: rows of `row` tokens, starting every `stride` tokens (0: every `row`, without overlap). A sample is one 1-d
-/// tensor of length `row` and the file's dtype. What does not fill a row at the end of the file is left out. Throws FileError if the file cannot be
-/// mapped or its size is no multiple of the dtype's; InvalidArgument for row < 1 or a file shorter than one row.
+/// A file of tokens, memory-mapped: rows of `row` tokens, starting every `stride` tokens (0: every
+/// `row`, without overlap). A sample is one 1-d tensor of length `row` and the file's dtype. What
+/// does not fill a row at the end of the file is left out. Throws FileError if the file cannot be
+/// mapped or its size is no multiple of the dtype's; InvalidArgument for row < 1 or a file shorter
+/// than one row.
 class TokenFileDataset : public Dataset {
  public:
-  TokenFileDataset(const std::string& path, at::ScalarType dtype, std::uint64_t row, std::uint64_t stride = 0);
+  TokenFileDataset(const std::string& path, at::ScalarType dtype, std::uint64_t row,
+                   std::uint64_t stride = 0);
   ~TokenFileDataset() override;
   std::uint64_t size() const override;
-  std::uint64_t tokens() const;  ///< Of the whole file.
+  /// Of the whole file.
+  std::uint64_t tokens() const;
   Sample get(std::uint64_t index) const override;
   /// One tensor [indices.size(), row], filled by one copy a row.
   std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const override;
@@ -98,7 +109,8 @@ class TokenFileDataset : public Dataset {
   std::uint64_t row_, stride_, rows_;
 };
 
-/// Several datasets behind one another, as a mixture names them: sample references are (dataset, index).
+/// Several datasets behind one another, as a mixture names them: sample references are (dataset,
+/// index).
 struct SampleRef {
   int dataset = 0;
   std::uint64_t index = 0;

@@ -52,7 +52,8 @@ std::vector<at::Tensor> pad_collate(const std::vector<Sample>& samples, double f
   return batch;
 }
 
-// What the loader and its workers share. The workers hold it too: one that hangs in a read is left behind, and must find everything in place.
+// What the loader and its workers share. The workers hold it too: one that hangs in a read is left
+// behind, and must find everything in place.
 struct Loader::Engine {
   // One batch under way.
   struct Slot {
@@ -61,7 +62,8 @@ struct Loader::Engine {
     LoadedBatch loaded;
     std::exception_ptr failure;
     std::optional<c10::Event> copied;
-    enum class State { queued, running, done, held } state = State::queued;  // held: failed, to be read again when it is asked for
+    // held: failed, to be read again when it is asked for
+    enum class State { queued, running, done, held } state = State::queued;
   };
 
   detail::BatchReader reader;
@@ -75,7 +77,8 @@ struct Loader::Engine {
   bool stop = false;
   int running = 0;  // workers that have not ended
 
-  Engine(detail::BatchReader reader, LoaderOptions options) : reader(std::move(reader)), options(std::move(options)) {
+  Engine(detail::BatchReader reader, LoaderOptions options)
+      : reader(std::move(reader)), options(std::move(options)) {
     head = this->reader.order->start();
   }
 
@@ -135,44 +138,57 @@ void Loader::Engine::to_device(Slot& slot) const {
   };
   if (options.pin_memory) each([](const at::Tensor& t) { return t.is_cpu() ? t.pin_memory() : t; });
   if (!side) return;
-  // The guard makes the stream current, so that what is allocated for the copies belongs to it; libtorch keeps pinned memory until its copy is done.
+  // The guard makes the stream current, so that what is allocated for the copies belongs to it;
+  // libtorch keeps pinned memory until its copy is done.
   const c10::StreamGuard on_side(*side);
   each([&](const at::Tensor& t) { return t.to(*options.device, /*non_blocking=*/true); });
   slot.copied.emplace(options.device->type());
   slot.copied->record(*side);
 }
 
-Loader::Loader(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared_ptr<const Order> order, BatchMapping mapping, int process,
+Loader::Loader(std::vector<std::shared_ptr<const Dataset>> datasets,
+               std::shared_ptr<const Order> order, BatchMapping mapping, int process,
                LoaderOptions options) {
-  if (datasets.empty() || !order || std::any_of(datasets.begin(), datasets.end(), [](const auto& d) { return !d; }))
+  if (datasets.empty() || !order ||
+      std::any_of(datasets.begin(), datasets.end(), [](const auto& d) { return !d; }))
     throw InvalidArgument("a loader needs an order and at least one dataset");
   if (options.workers < 0 || options.prefetch < 0 || options.stall_limit.count() <= 0)
-    throw InvalidArgument(concat("a loader with ", options.workers, " workers, ", options.prefetch, " batches ahead and a limit of ",
-                                 options.stall_limit.count(), " ms; counts are at least 0, the limit above 0"));
+    throw InvalidArgument(concat("a loader with ", options.workers, " workers, ", options.prefetch,
+                                 " batches ahead and a limit of ", options.stall_limit.count(),
+                                 " ms; counts are at least 0, the limit above 0"));
   mapping.held_by(process);
   if (const auto needed = order->samples_needed(); !needed.empty()) {
     if (needed.size() != datasets.size())
-      throw InvalidArgument(concat("an order over ", needed.size(), " datasets for a loader of ", datasets.size(), ": ", order->describe()));
+      throw InvalidArgument(concat("an order over ", needed.size(), " datasets for a loader of ",
+                                   datasets.size(), ": ", order->describe()));
     for (std::size_t d = 0; d < needed.size(); ++d)
       if (datasets[d]->size() < needed[d])
-        throw InvalidArgument(concat("dataset ", d, " has ", datasets[d]->size(), " samples, the order names ", needed[d], ": ", order->describe()));
+        throw InvalidArgument(concat("dataset ", d, " has ", datasets[d]->size(),
+                                     " samples, the order names ", needed[d], ": ",
+                                     order->describe()));
   }
   auto collate = options.collate;
-  engine_ = std::make_shared<Engine>(detail::BatchReader{std::move(datasets), std::move(order), std::move(mapping), process, std::move(collate)},
-                                     std::move(options));
+  engine_ =
+      std::make_shared<Engine>(detail::BatchReader{std::move(datasets), std::move(order),
+                                                   std::move(mapping), process, std::move(collate)},
+                               std::move(options));
   Engine& w = *engine_;
   if (w.options.pin_memory) {
     try {
       at::empty({1}).pin_memory();
     } catch (const c10::Error& e) {
-      throw NotAvailable(concat("LoaderOptions::pin_memory: memory cannot be page-locked here: ", e.what_without_backtrace()));
+      throw NotAvailable(concat("LoaderOptions::pin_memory: memory cannot be page-locked here: ",
+                                e.what_without_backtrace()));
     }
   }
   if (w.options.device && !w.options.device->is_cpu()) {
     if (!c10::impl::hasDeviceGuardImpl(w.options.device->type()))
-      throw NotAvailable(concat("LoaderOptions::device ", w.options.device->str(), ": this libtorch has no such devices"));
+      throw NotAvailable(concat("LoaderOptions::device ", w.options.device->str(),
+                                ": this libtorch has no such devices"));
     const c10::impl::VirtualGuardImpl guard(w.options.device->type());
-    if (guard.deviceCount() == 0) throw NotAvailable(concat("LoaderOptions::device ", w.options.device->str(), ": there is none on this machine"));
+    if (guard.deviceCount() == 0)
+      throw NotAvailable(concat("LoaderOptions::device ", w.options.device->str(),
+                                ": there is none on this machine"));
     // A device without a number is the caller's current one, not the workers'.
     if (!w.options.device->has_index()) w.options.device = guard.getDevice();
     w.side = guard.getStreamFromGlobalPool(*w.options.device);
@@ -199,10 +215,14 @@ LoadedBatch Loader::next() {
     w.load_into(*slot);
     lock.lock();
     slot->state = Engine::Slot::State::done;
-  } else if (!w.ready.wait_for(lock, w.options.stall_limit, [&] { return slot->state == Engine::Slot::State::done; })) {
-    const char* what = slot->state == Engine::Slot::State::running ? "is being read" : "waits for a worker";
-    throw StalledError(concat("step ", slot->batch.step, " has not been delivered within ", w.options.stall_limit.count(), " ms: it ", what, " (",
-                              w.options.workers, " workers). The source is too slow or hangs; call next() again to go on waiting"));
+  } else if (!w.ready.wait_for(lock, w.options.stall_limit,
+                               [&] { return slot->state == Engine::Slot::State::done; })) {
+    const char* what =
+        slot->state == Engine::Slot::State::running ? "is being read" : "waits for a worker";
+    throw StalledError(
+        concat("step ", slot->batch.step, " has not been delivered within ",
+               w.options.stall_limit.count(), " ms: it ", what, " (", w.options.workers,
+               " workers). The source is too slow or hangs; call next() again to go on waiting"));
   }
   if (slot->failure) {
     // The batch stays in front, to be read again if the caller tries again.
@@ -226,7 +246,8 @@ LoadedBatch Loader::next() {
   return std::move(slot->loaded);
 }
 
-// What the order throws belongs to the batch that it could not make, and comes again when that one is asked for.
+// What the order throws belongs to the batch that it could not make, and comes again when that one
+// is asked for.
 void Loader::plan_ahead(std::size_t count) {
   try {
     engine_->plan_up_to(count);
@@ -242,27 +263,32 @@ std::string Loader::state() const {
   return detail::write_state(*w.reader.order, w.slots.empty() ? w.head : w.slots.front()->before);
 }
 
-void Loader::restore(const std::string& state) { engine_->reset(detail::read_state(*engine_->reader.order, state)); }
+void Loader::restore(const std::string& state) {
+  engine_->reset(detail::read_state(*engine_->reader.order, state));
+}
 
 void Loader::seek(std::uint64_t step) {
   OrderCursor cursor = engine_->reader.order->start();
   if (!cursor.position.empty())
-    throw InvalidArgument(
-        concat("step ", step, " of this order cannot be found by its number (", engine_->reader.order->describe(), "); restore a saved state"));
+    throw InvalidArgument(concat("step ", step, " of this order cannot be found by its number (",
+                                 engine_->reader.order->describe(), "); restore a saved state"));
   cursor.step = step;
   engine_->reset(std::move(cursor));
 }
 
 void Loader::require_agreement(const Group& group) const {
   const detail::BatchReader& r = engine_->reader;
-  std::string text = concat("order: ", r.order->describe(), "\nposition: ", state(), "\nbatch coordinates: ", r.mapping.coordinates(), "\n");
-  for (std::size_t d = 0; d < r.datasets.size(); ++d) text += concat("dataset ", d, ": ", r.datasets[d]->size(), " samples\n");
+  std::string text = concat("order: ", r.order->describe(), "\nposition: ", state(),
+                            "\nbatch coordinates: ", r.mapping.coordinates(), "\n");
+  for (std::size_t d = 0; d < r.datasets.size(); ++d)
+    text += concat("dataset ", d, ": ", r.datasets[d]->size(), " samples\n");
   Hash held;
   for (const int process : r.mapping.processes()) {
     held.number(static_cast<std::uint64_t>(process));
     for (const int c : r.mapping.held_by(process)) held.number(static_cast<std::uint64_t>(c));
   }
-  tessera::require_agreement(group, "what the loader reads", concat(text, "who reads what: ", held.value(), "\n"));
+  tessera::require_agreement(group, "what the loader reads",
+                             concat(text, "who reads what: ", held.value(), "\n"));
 }
 
 std::uint64_t Loader::next_epoch() {

@@ -1,10 +1,15 @@
 #pragma once
-// Loader: each process reads its part of every global batch, ahead of time, in an order that does not depend on ranks, workers or devices.
+// Loader: each process reads its part of every global batch, ahead of time, in an order that does
+// not depend on ranks, workers or devices.
 //
-//   auto order = std::make_shared<FixedOrder>(SampleOrderOptions{.samples = data->size(), .seed = 1}, BatchSchedule(256));
-//   Loader loader({data}, order, batch_mapping(mesh.layout(), {"data"}), manager.rank(), {.workers = 2});
-//   for (auto& batch : loader.epoch()) { ... batch.tensors[0] ... }       // rows of this process; batch.real of them count
-//   std::string state = loader.state();                                  // a few numbers; Loader::restore goes on there, on any number of ranks
+//   auto order = std::make_shared<FixedOrder>(SampleOrderOptions{.samples = data->size(), .seed =
+//     1}, BatchSchedule(256));
+//   Loader loader({data}, order, batch_mapping(mesh.layout(), {"data"}), manager.rank(), {.workers
+//     = 2});
+//   // rows of this process; batch.real of them count
+//   for (auto& batch : loader.epoch()) { ... batch.tensors[0] ... }
+//   // a few numbers; Loader::restore goes on there, on any number of ranks
+//   std::string state = loader.state();
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -32,68 +37,87 @@ class StalledError : public Error {
   ~StalledError() override;
 };
 
-/// Who reads what when every rank of the mesh is a process with one device. Throws InvalidArgument for an unknown axis.
+/// Who reads what when every rank of the mesh is a process with one device. Throws InvalidArgument
+/// for an unknown axis.
 BatchMapping batch_mapping(const Mesh& mesh, const std::vector<std::string>& batch_axes);
 
 struct LoaderOptions {
-  int workers = 0;   ///< Threads that read ahead; 0: next() reads in the caller's thread.
-  int prefetch = 2;  ///< Batches read ahead beyond the one that is waited for; more are not begun (back-pressure).
-  /// After this long without a batch next() throws StalledError, and the destructor leaves a worker behind that still reads: the datasets must own
-  /// what they use.
+  /// Threads that read ahead; 0: next() reads in the caller's thread.
+  int workers = 0;
+  /// Batches read ahead beyond the one that is waited for; more are not begun (back-pressure).
+  int prefetch = 2;
+  /// After this long without a batch next() throws StalledError, and the destructor leaves a worker
+  /// behind that still reads: the datasets must own what they use.
   std::chrono::milliseconds stall_limit{std::chrono::minutes(5)};
-  bool pin_memory = false;                 ///< Page-locked host memory, for a device that copies from it. NotAvailable without one.
-  std::optional<c10::Device> device = {};  ///< Copy there, ahead, on a side stream. NotAvailable for a kind that libtorch or the machine lacks.
-  /// Makes a batch of samples, for those that Dataset::get_batch cannot stack (other shapes). Called by workers at the same time, with at least one
-  /// sample; each tensor it returns has the samples in dim 0. Not with a PackedOrder.
+  /// Page-locked host memory, for a device that copies from it. NotAvailable without one.
+  bool pin_memory = false;
+  /// Copy there, ahead, on a side stream. NotAvailable for a kind that libtorch or the machine
+  /// lacks.
+  std::optional<c10::Device> device = {};
+  /// Makes a batch of samples, for those that Dataset::get_batch cannot stack (other shapes).
+  /// Called by workers at the same time, with at least one sample; each tensor it returns has the
+  /// samples in dim 0. Not with a PackedOrder.
   std::function<std::vector<at::Tensor>(const std::vector<Sample>&)> collate = {};
 };
 
-/// Collation of samples whose tensors differ in length along dim 0: each is filled up to the longest with `fill`, and one tensor of lengths (int64,
-/// [rows]) is added at the end.
+/// Collation of samples whose tensors differ in length along dim 0: each is filled up to the
+/// longest with `fill`, and one tensor of lengths (int64, [rows]) is added at the end.
 std::vector<at::Tensor> pad_collate(const std::vector<Sample>& samples, double fill = 0);
 
 /// This process' part of a global batch.
 struct LoadedBatch {
   std::uint64_t step = 0;
   std::uint64_t epoch = 0;
-  std::vector<at::Tensor>
-      tensors;  ///< Batch dim in front. Of a PackedOrder: each tensor of the samples as [rows, capacity, ...], filled up with zeros, and at the end
-                ///< the number of the sample in its row that a token belongs to, from 1, 0 where nothing is (int64, [rows, capacity]).
-  std::vector<SampleRef> samples;  ///< Of each row; of a PackedOrder, of each sample that this process reads.
-  std::vector<BatchSlice> slices;  ///< Which rows belong to which batch coordinate.
-  std::int64_t rows = 0;           ///< Here.
-  std::int64_t real = 0;           ///< Of those, not padding: the weight of this process' mean.
+  /// Batch dim in front. Of a PackedOrder: each tensor of the samples as [rows, capacity, ...],
+  /// filled up with zeros, and at the end the number of the sample in its row that a token belongs
+  /// to, from 1, 0 where nothing is (int64, [rows, capacity]).
+  std::vector<at::Tensor> tensors;
+  /// Of each row; of a PackedOrder, of each sample that this process reads.
+  std::vector<SampleRef> samples;
+  /// Which rows belong to which batch coordinate.
+  std::vector<BatchSlice> slices;
+  /// Here.
+  std::int64_t rows = 0;
+  /// Of those, not padding: the weight of this process' mean.
+  std::int64_t real = 0;
   std::int64_t global_rows = 0, global_real = 0;
-  at::Tensor mask;  ///< Bool [rows], true where a row is real; undefined if all are.
+  /// Bool [rows], true where a row is real; undefined if all are.
+  at::Tensor mask;
 };
 
 class Loader {
  public:
-  /// `datasets`: those that the order's samples refer to. `process`: as in the mapping. Throws InvalidArgument for options out of range, and for
-  /// datasets that have fewer samples than the order names; NotAvailable (see LoaderOptions).
-  Loader(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared_ptr<const Order> order, BatchMapping mapping, int process,
-         LoaderOptions options = {});
+  /// `datasets`: those that the order's samples refer to. `process`: as in the mapping. Throws
+  /// InvalidArgument for options out of range, and for datasets that have fewer samples than the
+  /// order names; NotAvailable (see LoaderOptions).
+  Loader(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared_ptr<const Order> order,
+         BatchMapping mapping, int process, LoaderOptions options = {});
   ~Loader();
   Loader(const Loader&) = delete;
   Loader& operator=(const Loader&) = delete;
 
-  /// The next batch. Throws SampleError (what a dataset threw, with the sample's index) or StalledError; the loader then still stands before that
-  /// batch.
+  /// The next batch. Throws SampleError (what a dataset threw, with the sample's index) or
+  /// StalledError; the loader then still stands before that batch.
   LoadedBatch next();
-  /// Batches until the epoch ends: a range for one loop. Starting in the middle of an epoch (after restore) it goes on to that epoch's end.
+  /// Batches until the epoch ends: a range for one loop. Starting in the middle of an epoch (after
+  /// restore) it goes on to that epoch's end.
   class EpochRange;
   EpochRange epoch();
   /// The epoch of the batch that next() will deliver.
   std::uint64_t next_epoch();
 
-  /// Where next() stands, whatever is being read ahead. The same text on every process; valid for any mapping of the same order.
+  /// Where next() stands, whatever is being read ahead. The same text on every process; valid for
+  /// any mapping of the same order.
   std::string state() const;
-  /// Goes on from a state. Throws ConfigurationError if it was saved by an order of another description.
+  /// Goes on from a state. Throws ConfigurationError if it was saved by an order of another
+  /// description.
   void restore(const std::string& state);
-  /// Collective: throws MismatchError on every rank unless all have the same order, position, sizes of datasets and mapping. A rank with another one
-  /// (a shorter file on its host, another seed) would train on other data, or wait for ever at the end of an epoch.
+  /// Collective: throws MismatchError on every rank unless all have the same order, position, sizes
+  /// of datasets and mapping. A rank with another one (a shorter file on its host, another seed)
+  /// would train on other data, or wait for ever at the end of an epoch.
   void require_agreement(const Group& group) const;
-  /// Goes on at a step, for orders whose batches have a size that is known beforehand; else InvalidArgument: those need a saved state.
+  /// Goes on at a step, for orders whose batches have a size that is known beforehand; else
+  /// InvalidArgument: those need a saved state.
   void seek(std::uint64_t step);
 
  private:

@@ -25,8 +25,11 @@ std::uint64_t fingerprint(const Numbers& numbers) {
 // The order of one epoch as positions -> samples.
 class EpochOrder {
  public:
-  EpochOrder(std::uint64_t size, std::uint64_t seed, std::uint64_t epoch, bool shuffle) : permutation_(size, seed, epoch), shuffle_(shuffle) {}
-  std::uint64_t operator()(std::uint64_t position) const { return shuffle_ ? permutation_(position) : position; }
+  EpochOrder(std::uint64_t size, std::uint64_t seed, std::uint64_t epoch, bool shuffle)
+      : permutation_(size, seed, epoch), shuffle_(shuffle) {}
+  std::uint64_t operator()(std::uint64_t position) const {
+    return shuffle_ ? permutation_(position) : position;
+  }
 
  private:
   KeyedPermutation permutation_;
@@ -34,16 +37,19 @@ class EpochOrder {
 };
 
 void check_lengths(const std::vector<std::uint64_t>& lengths) {
-  if (lengths.empty()) throw InvalidArgument("an order by length needs the length of at least one sample");
+  if (lengths.empty())
+    throw InvalidArgument("an order by length needs the length of at least one sample");
 }
 
 [[noreturn]] void refuse_cursor(const std::string& why) {
-  throw ConfigurationError(concat("a position of another order, or a damaged one: ", why, "; restore a state that this order saved"));
+  throw ConfigurationError(concat("a position of another order, or a damaged one: ", why,
+                                  "; restore a state that this order saved"));
 }
 
 // Cursors of orders by length: {epoch, offset}.
 void check_offset(const OrderCursor& cursor, std::uint64_t samples) {
-  if (cursor.position[1] >= samples) refuse_cursor(concat("offset ", cursor.position[1], " in an epoch of ", samples, " samples"));
+  if (cursor.position[1] >= samples)
+    refuse_cursor(concat("offset ", cursor.position[1], " in an epoch of ", samples, " samples"));
 }
 
 void end_of_batch(OrderCursor& cursor, std::uint64_t taken, std::uint64_t size) {
@@ -61,18 +67,22 @@ Order::~Order() = default;
 
 void Order::rows(const OrderBatch& batch, std::uint64_t first, std::span<SampleRef> out) const {
   if (first > batch.rows.size() || out.size() > batch.rows.size() - first)
-    throw InvalidArgument(concat(out.size(), " rows from ", first, " on of a batch that lists ", batch.rows.size()));
+    throw InvalidArgument(
+        concat(out.size(), " rows from ", first, " on of a batch that lists ", batch.rows.size()));
   std::copy_n(batch.rows.begin() + static_cast<std::ptrdiff_t>(first), out.size(), out.begin());
 }
 
 void Order::check(const OrderCursor& cursor) const {
   const OrderCursor wanted = start();
-  if (cursor.position.size() != wanted.position.size() || cursor.credit.size() != wanted.credit.size())
-    refuse_cursor(concat(cursor.position.size(), " positions and ", cursor.credit.size(), " credits, where this order saves ", wanted.position.size(),
-                         " and ", wanted.credit.size()));
+  if (cursor.position.size() != wanted.position.size() ||
+      cursor.credit.size() != wanted.credit.size())
+    refuse_cursor(concat(cursor.position.size(), " positions and ", cursor.credit.size(),
+                         " credits, where this order saves ", wanted.position.size(), " and ",
+                         wanted.credit.size()));
 }
 
-FixedOrder::FixedOrder(SampleOrderOptions options, BatchSchedule schedule) : order_(options, std::move(schedule)) {}
+FixedOrder::FixedOrder(SampleOrderOptions options, BatchSchedule schedule)
+    : order_(options, std::move(schedule)) {}
 
 OrderCursor FixedOrder::start() const { return {}; }
 
@@ -81,7 +91,8 @@ OrderBatch FixedOrder::next(OrderCursor& cursor) const {
   return {cursor.step++, batch.epoch, batch.size, batch.real, batch, {}, {}, 0};
 }
 
-void FixedOrder::rows(const OrderBatch& batch, std::uint64_t first, std::span<SampleRef> out) const {
+void FixedOrder::rows(const OrderBatch& batch, std::uint64_t first,
+                      std::span<SampleRef> out) const {
   std::vector<std::uint64_t> samples(out.size());
   order_.samples(batch.fixed, first, samples);
   for (std::size_t i = 0; i < out.size(); ++i) out[i] = {0, samples[i]};
@@ -91,14 +102,17 @@ std::vector<std::uint64_t> FixedOrder::samples_needed() const { return {order_.o
 
 std::string FixedOrder::describe() const {
   const auto& o = order_.options();
-  return concat("fixed: ", o.samples, " samples, seed ", o.seed, o.shuffle ? ", shuffled" : ", in order", ", last batch ", static_cast<int>(o.last),
+  return concat("fixed: ", o.samples, " samples, seed ", o.seed,
+                o.shuffle ? ", shuffled" : ", in order", ", last batch ", static_cast<int>(o.last),
                 ", ", describe_schedule(order_.schedule()));
 }
 
-WeightedOrder::WeightedOrder(std::vector<double> weights, std::uint64_t seed, BatchSchedule schedule, std::uint64_t samples_per_epoch)
+WeightedOrder::WeightedOrder(std::vector<double> weights, std::uint64_t seed,
+                             BatchSchedule schedule, std::uint64_t samples_per_epoch)
     : draws_(weights, seed),
       order_({.samples = samples_per_epoch, .seed = seed, .shuffle = false}, std::move(schedule)),
-      description_(concat("weighted: ", weights.size(), " weights ", fingerprint(weights), ", seed ", seed, ", ", samples_per_epoch, " an epoch, ",
+      description_(concat("weighted: ", weights.size(), " weights ", fingerprint(weights),
+                          ", seed ", seed, ", ", samples_per_epoch, " an epoch, ",
                           describe_schedule(order_.schedule()))) {}
 
 OrderCursor WeightedOrder::start() const { return {}; }
@@ -108,7 +122,8 @@ OrderBatch WeightedOrder::next(OrderCursor& cursor) const {
   return {cursor.step++, batch.epoch, batch.size, batch.real, batch, {}, {}, 0};
 }
 
-void WeightedOrder::rows(const OrderBatch& batch, std::uint64_t first, std::span<SampleRef> out) const {
+void WeightedOrder::rows(const OrderBatch& batch, std::uint64_t first,
+                         std::span<SampleRef> out) const {
   std::uint64_t draw = batch.epoch * order_.options().samples + batch.fixed.offset + first;
   for (SampleRef& ref : out) ref = {0, draws_(draw++)};
 }
@@ -117,7 +132,8 @@ std::vector<std::uint64_t> WeightedOrder::samples_needed() const { return {draws
 
 std::string WeightedOrder::describe() const { return description_; }
 
-MixtureOrder::MixtureOrder(Mixture mixture, BatchSchedule schedule) : mixture_(std::move(mixture)), schedule_(std::move(schedule)) {}
+MixtureOrder::MixtureOrder(Mixture mixture, BatchSchedule schedule)
+    : mixture_(std::move(mixture)), schedule_(std::move(schedule)) {}
 
 OrderCursor MixtureOrder::start() const {
   const auto cursor = mixture_.start();
@@ -128,7 +144,8 @@ OrderCursor MixtureOrder::start() const {
 
 OrderBatch MixtureOrder::next(OrderCursor& cursor) const {
   check(cursor);
-  Mixture::Cursor inner{cursor.position[0], {cursor.position.begin() + 1, cursor.position.end()}, cursor.credit};
+  Mixture::Cursor inner{
+      cursor.position[0], {cursor.position.begin() + 1, cursor.position.end()}, cursor.credit};
   OrderBatch batch;
   batch.step = cursor.step;
   batch.size = batch.real = schedule_.size(cursor.step);
@@ -143,7 +160,9 @@ OrderBatch MixtureOrder::next(OrderCursor& cursor) const {
   return batch;
 }
 
-std::string MixtureOrder::describe() const { return concat("mixture: ", mixture_.describe(), ", ", describe_schedule(schedule_)); }
+std::string MixtureOrder::describe() const {
+  return concat("mixture: ", mixture_.describe(), ", ", describe_schedule(schedule_));
+}
 
 std::vector<std::uint64_t> MixtureOrder::samples_needed() const {
   std::vector<std::uint64_t> samples;
@@ -155,29 +174,35 @@ void MixtureOrder::check(const OrderCursor& cursor) const {
   Order::check(cursor);
   std::uint64_t taken = 0;
   for (std::size_t d = 1; d < cursor.position.size(); ++d) taken += cursor.position[d];
-  if (taken != cursor.position[0]) refuse_cursor(concat(taken, " samples taken of the datasets, ", cursor.position[0], " drawn in all"));
+  if (taken != cursor.position[0])
+    refuse_cursor(
+        concat(taken, " samples taken of the datasets, ", cursor.position[0], " drawn in all"));
   for (const double credit : cursor.credit)
     if (!std::isfinite(credit)) refuse_cursor(concat("a credit of ", credit));
 }
 
-TokenBudgetOrder::TokenBudgetOrder(std::vector<std::uint64_t> lengths, TokenBudget budget, std::uint64_t seed, bool shuffle)
+TokenBudgetOrder::TokenBudgetOrder(std::vector<std::uint64_t> lengths, TokenBudget budget,
+                                   std::uint64_t seed, bool shuffle)
     : lengths_(std::move(lengths)), budget_(budget), seed_(seed), shuffle_(shuffle) {
   check_lengths(lengths_);
   // A sample that can never be loaded is reported now, not in the middle of an epoch.
   const auto longest = std::max_element(lengths_.begin(), lengths_.end()) - lengths_.begin();
-  token_budget_batch(budget_, 0, 1, [&](std::uint64_t) { return lengths_[static_cast<std::size_t>(longest)]; });
+  token_budget_batch(budget_, 0, 1,
+                     [&](std::uint64_t) { return lengths_[static_cast<std::size_t>(longest)]; });
 }
 
 OrderCursor TokenBudgetOrder::start() const { return {0, {0, 0}, {}}; }
 
 OrderBatch TokenBudgetOrder::next(OrderCursor& cursor) const {
   check(cursor);
-  const auto epoch = cursor.position[0], offset = cursor.position[1], size = static_cast<std::uint64_t>(lengths_.size());
+  const auto epoch = cursor.position[0], offset = cursor.position[1],
+             size = static_cast<std::uint64_t>(lengths_.size());
   const EpochOrder sample(size, seed_, epoch, shuffle_);
   OrderBatch batch;
   batch.step = cursor.step;
   batch.epoch = epoch;
-  batch.size = batch.real = token_budget_batch(budget_, offset, size, [&](std::uint64_t position) { return lengths_[sample(position)]; });
+  batch.size = batch.real = token_budget_batch(
+      budget_, offset, size, [&](std::uint64_t position) { return lengths_[sample(position)]; });
   batch.rows.reserve(batch.size);
   for (std::uint64_t i = 0; i < batch.size; ++i) batch.rows.push_back({0, sample(offset + i)});
   end_of_batch(cursor, batch.size, size);
@@ -192,29 +217,38 @@ void TokenBudgetOrder::check(const OrderCursor& cursor) const {
 }
 
 std::string TokenBudgetOrder::describe() const {
-  return concat("token budget: ", lengths_.size(), " lengths ", fingerprint(lengths_), ", ", budget_.tokens, budget_.padded ? " padded" : "",
-                " tokens, at most ", budget_.max_samples, ", seed ", seed_, shuffle_ ? ", shuffled" : ", in order");
+  return concat("token budget: ", lengths_.size(), " lengths ", fingerprint(lengths_), ", ",
+                budget_.tokens, budget_.padded ? " padded" : "", " tokens, at most ",
+                budget_.max_samples, ", seed ", seed_, shuffle_ ? ", shuffled" : ", in order");
 }
 
-PackedOrder::PackedOrder(std::vector<std::uint64_t> lengths, std::uint64_t rows, std::uint64_t capacity, std::uint64_t seed, bool shuffle)
-    : lengths_(std::move(lengths)), rows_(rows), capacity_(capacity), seed_(seed), shuffle_(shuffle) {
+PackedOrder::PackedOrder(std::vector<std::uint64_t> lengths, std::uint64_t rows,
+                         std::uint64_t capacity, std::uint64_t seed, bool shuffle)
+    : lengths_(std::move(lengths)),
+      rows_(rows),
+      capacity_(capacity),
+      seed_(seed),
+      shuffle_(shuffle) {
   check_lengths(lengths_);
   const auto longest = std::max_element(lengths_.begin(), lengths_.end()) - lengths_.begin();
-  pack_batch(rows_, capacity_, 0, 1, [&](std::uint64_t) { return lengths_[static_cast<std::size_t>(longest)]; });
+  pack_batch(rows_, capacity_, 0, 1,
+             [&](std::uint64_t) { return lengths_[static_cast<std::size_t>(longest)]; });
 }
 
 OrderCursor PackedOrder::start() const { return {0, {0, 0}, {}}; }
 
 OrderBatch PackedOrder::next(OrderCursor& cursor) const {
   check(cursor);
-  const auto epoch = cursor.position[0], offset = cursor.position[1], size = static_cast<std::uint64_t>(lengths_.size());
+  const auto epoch = cursor.position[0], offset = cursor.position[1],
+             size = static_cast<std::uint64_t>(lengths_.size());
   const EpochOrder sample(size, seed_, epoch, shuffle_);
   OrderBatch batch;
   batch.step = cursor.step;
   batch.epoch = epoch;
   batch.size = batch.real = rows_;
   batch.capacity = capacity_;
-  batch.packed = pack_batch(rows_, capacity_, offset, size, [&](std::uint64_t position) { return lengths_[sample(position)]; });
+  batch.packed = pack_batch(rows_, capacity_, offset, size,
+                            [&](std::uint64_t position) { return lengths_[sample(position)]; });
   std::uint64_t taken = 0;
   for (auto& row : batch.packed)
     for (Packed& packed : row) {
@@ -236,8 +270,8 @@ void PackedOrder::check(const OrderCursor& cursor) const {
 }
 
 std::string PackedOrder::describe() const {
-  return concat("packed: ", lengths_.size(), " lengths ", fingerprint(lengths_), ", ", rows_, " rows of ", capacity_, ", seed ", seed_,
-                shuffle_ ? ", shuffled" : ", in order");
+  return concat("packed: ", lengths_.size(), " lengths ", fingerprint(lengths_), ", ", rows_,
+                " rows of ", capacity_, ", seed ", seed_, shuffle_ ? ", shuffled" : ", in order");
 }
 
 }  // namespace tessera

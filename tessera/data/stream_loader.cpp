@@ -16,7 +16,8 @@ namespace tessera {
 
 UnevenDataError::~UnevenDataError() = default;
 
-// What the loader and its workers share. The workers hold it too: one that hangs in a read is left behind, and must find everything in place.
+// What the loader and its workers share. The workers hold it too: one that hangs in a read is left
+// behind, and must find everything in place.
 struct StreamLoader::Engine {
   // The samples of one step.
   struct Slot {
@@ -36,10 +37,12 @@ struct StreamLoader::Engine {
 
   std::mutex mutex;
   std::condition_variable work, ready, rested;
-  std::deque<std::shared_ptr<Slot>> slots;  // in the order of the stream; the front is delivered next
-  std::uint64_t taken = 0;                  // from the stream, by whoever reads
-  bool reading = false;                     // a worker is at the stream
-  bool begun = false;                       // nothing is read before the first next(): restore() may come first
+  // in the order of the stream; the front is delivered next
+  std::deque<std::shared_ptr<Slot>> slots;
+  std::uint64_t taken = 0;  // from the stream, by whoever reads
+  bool reading = false;     // a worker is at the stream
+  // nothing is read before the first next(): restore() may come first
+  bool begun = false;
   bool ended = false, stop = false;
   int running = 0;  // workers that have not ended
 
@@ -57,7 +60,8 @@ struct StreamLoader::Engine {
     });
   }
 
-  // Of what was taken: a batch, before the ranks agree, so that samples that make none are an error on all of them.
+  // Of what was taken: a batch, before the ranks agree, so that samples that make none are an error
+  // on all of them.
   void make(Slot& slot) const {
     if (!slot.failure.empty()) return;
     slot.failure = told([&] {
@@ -70,8 +74,10 @@ struct StreamLoader::Engine {
       for (std::size_t t = 0; !slot.samples.empty() && t < slot.samples.front().size(); ++t) {
         std::vector<at::Tensor> column;
         for (const Sample& s : slot.samples) {
-          if (s.size() != slot.samples.front().size() || s[t].sizes() != slot.samples.front()[t].sizes())
-            throw InvalidArgument("the samples of a batch differ in their number of tensors or in a shape");
+          if (s.size() != slot.samples.front().size() ||
+              s[t].sizes() != slot.samples.front()[t].sizes())
+            throw InvalidArgument(
+                "the samples of a batch differ in their number of tensors or in a shape");
           column.push_back(s[t]);
         }
         slot.stacked.push_back(at::stack(column));
@@ -82,7 +88,10 @@ struct StreamLoader::Engine {
   void run() {
     std::unique_lock lock(mutex);
     for (;;) {
-      work.wait(lock, [&] { return stop || (begun && !reading && !ended && slots.size() <= static_cast<std::size_t>(options.prefetch)); });
+      work.wait(lock, [&] {
+        return stop || (begun && !reading && !ended &&
+                        slots.size() <= static_cast<std::size_t>(options.prefetch));
+      });
       if (stop) break;
       const auto slot = std::make_shared<Slot>();
       slot->first = taken;
@@ -119,7 +128,9 @@ struct StreamLoader::Engine {
     }
     begun = true;
     work.notify_one();
-    if (!ready.wait_for(lock, options.stall_limit, [&] { return slots.empty() ? ended : slots.front()->done; })) return nullptr;
+    if (!ready.wait_for(lock, options.stall_limit,
+                        [&] { return slots.empty() ? ended : slots.front()->done; }))
+      return nullptr;
     return slots.empty() ? std::make_shared<Slot>() : slots.front();
   }
 
@@ -136,11 +147,14 @@ struct StreamLoader::Engine {
     std::unique_lock lock(mutex);
     begun = false;
     if (!rested.wait_for(lock, options.stall_limit, [&] { return !reading; }))
-      throw StalledError(concat("the stream has been read for ", options.stall_limit.count(), " ms; it cannot be restored meanwhile"));
+      throw StalledError(concat("the stream has been read for ", options.stall_limit.count(),
+                                " ms; it cannot be restored meanwhile"));
     slots.clear();
     ended = false;
     for (taken = 0; taken < samples; ++taken)
-      if (!dataset->next()) throw ConfigurationError(concat("the stream ended after ", taken, " samples, the state was saved after ", samples));
+      if (!dataset->next())
+        throw ConfigurationError(concat("the stream ended after ", taken,
+                                        " samples, the state was saved after ", samples));
   }
 
  private:
@@ -157,12 +171,21 @@ struct StreamLoader::Engine {
   }
 };
 
-StreamLoader::StreamLoader(std::shared_ptr<IterableDataset> dataset, std::int64_t rows, Group group, StreamOptions options)
-    : rows_(rows), group_(std::move(group)), uneven_(options.uneven), last_(options.example), engine_(std::make_shared<Engine>()) {
-  if (!dataset || rows < 1) throw InvalidArgument(concat("a stream loader with batches of ", rows, " rows; it needs a dataset and at least 1 row"));
+StreamLoader::StreamLoader(std::shared_ptr<IterableDataset> dataset, std::int64_t rows, Group group,
+                           StreamOptions options)
+    : rows_(rows),
+      group_(std::move(group)),
+      uneven_(options.uneven),
+      last_(options.example),
+      engine_(std::make_shared<Engine>()) {
+  if (!dataset || rows < 1)
+    throw InvalidArgument(concat("a stream loader with batches of ", rows,
+                                 " rows; it needs a dataset and at least 1 row"));
   if (options.workers < 0 || options.prefetch < 0 || options.stall_limit.count() <= 0)
-    throw InvalidArgument(concat("a stream loader with ", options.workers, " workers, ", options.prefetch, " batches ahead and a limit of ",
-                                 options.stall_limit.count(), " ms; counts are at least 0, the limit above 0"));
+    throw InvalidArgument(concat("a stream loader with ", options.workers, " workers, ",
+                                 options.prefetch, " batches ahead and a limit of ",
+                                 options.stall_limit.count(),
+                                 " ms; counts are at least 0, the limit above 0"));
   engine_->dataset = std::move(dataset);
   engine_->rows = rows;
   engine_->options = std::move(options);
@@ -174,10 +197,12 @@ StreamLoader::~StreamLoader() { detail::stop_workers(*engine_, "StreamLoader"); 
 std::optional<StreamBatch> StreamLoader::next() {
   const auto slot = ended_ ? std::make_shared<Engine::Slot>() : engine_->next();
   const std::string failure = slot ? slot->failure : std::string();
-  // {samples, knows the shapes, failed or stalled, batch size}: everything that the ranks must agree on before the step.
+  // {samples, knows the shapes, failed or stalled, batch size}: everything that the ranks must
+  // agree on before the step.
   const auto n = slot ? static_cast<std::int64_t>(slot->samples.size()) : 0;
   const std::int64_t trouble = !slot ? 2 : failure.empty() ? 0 : 1;
-  const at::Tensor mine = at::tensor({n, static_cast<std::int64_t>(n > 0 || !last_.empty()), trouble, rows_}, at::kLong);
+  const at::Tensor mine = at::tensor(
+      {n, static_cast<std::int64_t>(n > 0 || !last_.empty()), trouble, rows_}, at::kLong);
   const at::Tensor all = at::empty({4 * group_.size()}, at::kLong);
   group_.all_gather(all, mine, {}, {.name = "stream_loader"});
   const auto* of = all.const_data_ptr<std::int64_t>();
@@ -193,31 +218,38 @@ std::optional<StreamBatch> StreamLoader::next() {
   }
   // Who has its samples keeps them for when the others have theirs.
   if (!stalled.empty())
-    throw StalledError(concat("step ", step_, ": the streams of ranks ", list(stalled), " have not delivered within ",
-                              engine_->options.stall_limit.count(), " ms (this rank's limit); call next() again on every rank to go on waiting"));
+    throw StalledError(
+        concat("step ", step_, ": the streams of ranks ", list(stalled),
+               " have not delivered within ", engine_->options.stall_limit.count(),
+               " ms (this rank's limit); call next() again on every rank to go on waiting"));
   engine_->pop();
   taken_ += slot->taken;
   ended_ = ended_ || slot->ended;
   if (!failed.empty())
     throw SampleError(concat("the streams of ranks ", list(failed), " failed at step ", step_,
-                             failure.empty() ? "" : concat("; this rank's, at sample ", slot->failed_at, ": ", failure)),
+                             failure.empty() ? ""
+                                             : concat("; this rank's, at sample ", slot->failed_at,
+                                                      ": ", failure)),
                       failure.empty() ? taken_ : slot->failed_at);
   if (total == 0) return std::nullopt;
   if (!partial.empty()) {
     if (uneven_ == UnevenData::error && static_cast<int>(partial.size()) < group_.size())
-      throw UnevenDataError(
-          concat("at step ", step_, " ranks ", list(partial), " of group '", group_.name(),
-                 "' have no full batch and others have; choose drop, pad or weight_zero, or give every rank the same number of samples"));
+      throw UnevenDataError(concat("at step ", step_, " ranks ", list(partial), " of group '",
+                                   group_.name(),
+                                   "' have no full batch and others have; choose drop, pad or "
+                                   "weight_zero, or give every rank the same number of samples"));
     if (uneven_ == UnevenData::error && static_cast<int>(empty.size()) > 0)
-      throw UnevenDataError(concat("at step ", step_, " ranks ", list(empty), " of group '", group_.name(),
-                                   "' have no sample and others have a few; choose drop, pad or weight_zero"));
+      throw UnevenDataError(
+          concat("at step ", step_, " ranks ", list(empty), " of group '", group_.name(),
+                 "' have no sample and others have a few; choose drop, pad or weight_zero"));
     if (uneven_ == UnevenData::drop) {
       ended_ = true;
       return std::nullopt;
     }
     if ((uneven_ == UnevenData::pad || uneven_ == UnevenData::weight_zero) && !shapeless.empty())
       throw UnevenDataError(concat("the streams of ranks ", list(shapeless),
-                                   " were empty from the start, so they do not know the shapes; give StreamLoader an example sample"));
+                                   " were empty from the start, so they do not know the shapes; "
+                                   "give StreamLoader an example sample"));
   }
 
   StreamBatch batch;
@@ -244,11 +276,14 @@ void StreamLoader::restore(const std::string& state, bool replay) {
   std::string header;
   std::uint64_t step = 0, taken = 0;
   in >> header >> step >> taken;
-  if (!in || header != "tessera-stream-1") throw ConfigurationError("this is no state of a stream loader, or it was cut off");
+  if (!in || header != "tessera-stream-1")
+    throw ConfigurationError("this is no state of a stream loader, or it was cut off");
   if (!replay)
     throw NotAvailable(concat("a stream without positions cannot be resumed after ", taken,
-                              " samples. Use a dataset with random access and Loader, or restore(state, replay = true), which reads them again"));
-  TORCH_WARN("StreamLoader: reading ", taken, " samples again to come back to step ", step, "; this is right only if the stream repeats itself");
+                              " samples. Use a dataset with random access and Loader, or "
+                              "restore(state, replay = true), which reads them again"));
+  TORCH_WARN("StreamLoader: reading ", taken, " samples again to come back to step ", step,
+             "; this is right only if the stream repeats itself");
   engine_->go_back(taken);
   step_ = step;
   taken_ = taken;

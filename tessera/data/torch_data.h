@@ -1,7 +1,9 @@
 #pragma once
-// Datasets and transforms of torch::data, read by Tessera's loaders. Header-only: it includes torch::data, which the library's other headers do not.
+// Datasets and transforms of torch::data, read by Tessera's loaders. Header-only: it includes
+// torch::data, which the library's other headers do not.
 //
-//   auto mnist = torch::data::datasets::MNIST("data").map(torch::data::transforms::Normalize<>(0.13, 0.31));
+//   auto mnist =
+//     torch::data::datasets::MNIST("data").map(torch::data::transforms::Normalize<>(0.13, 0.31));
 //   Loader loader({from_torch_data(std::move(mnist))}, order, mapping, rank);
 
 #include <torch/data/datasets/base.h>
@@ -22,10 +24,15 @@ namespace tessera {
 namespace detail {
 
 inline Sample sample_of(const at::Tensor& t) { return {t}; }
-inline Sample sample_of(const torch::data::Example<at::Tensor, at::Tensor>& e) { return {e.data, e.target}; }
-inline Sample sample_of(const torch::data::Example<at::Tensor, torch::data::example::NoTarget>& e) { return {e.data}; }
+inline Sample sample_of(const torch::data::Example<at::Tensor, at::Tensor>& e) {
+  return {e.data, e.target};
+}
+inline Sample sample_of(const torch::data::Example<at::Tensor, torch::data::example::NoTarget>& e) {
+  return {e.data};
+}
 
-/// One sample of a batch that was asked for as a batch of one: a list of examples, or what a collation (Stack) made of them.
+/// One sample of a batch that was asked for as a batch of one: a list of examples, or what a
+/// collation (Stack) made of them.
 template <class Batch>
 Sample only_sample(Batch&& batch) {
   if constexpr (requires { batch.front(); }) {
@@ -39,15 +46,18 @@ Sample only_sample(Batch&& batch) {
 
 }  // namespace detail
 
-/// A dataset of torch::data with random access, its transforms (`map`) included, stacking ones too. Examples of tensors, with or without a target.
-/// torch::data does not promise that a dataset can be called from several threads at once, so calls follow one another.
+/// A dataset of torch::data with random access, its transforms (`map`) included, stacking ones too.
+/// Examples of tensors, with or without a target. torch::data does not promise that a dataset can
+/// be called from several threads at once, so calls follow one another.
 template <class D>
 class TorchDataset : public Dataset {
  public:
   /// Throws InvalidArgument for a dataset that does not know its size.
   explicit TorchDataset(D dataset) : dataset_(std::move(dataset)) {
     const auto size = dataset_.size();
-    if (!size) throw InvalidArgument("a dataset of torch::data that does not know its size cannot be read by index");
+    if (!size)
+      throw InvalidArgument(
+          "a dataset of torch::data that does not know its size cannot be read by index");
     size_ = *size;
   }
   std::uint64_t size() const override { return size_; }
@@ -64,7 +74,8 @@ class TorchDataset : public Dataset {
   std::uint64_t size_ = 0;
 };
 
-/// A dataset of torch::data that gives its samples one after the other (torch::data::datasets::StreamDataset), for a StreamLoader.
+/// A dataset of torch::data that gives its samples one after the other
+/// (torch::data::datasets::StreamDataset), for a StreamLoader.
 template <class D>
 class TorchStream : public IterableDataset {
  public:

@@ -4,7 +4,8 @@
 
 namespace tessera {
 
-std::vector<std::vector<std::size_t>> assign_buckets(std::span<const BucketItem> items, std::int64_t first_limit, std::int64_t limit) {
+std::vector<std::vector<std::size_t>> assign_buckets(std::span<const BucketItem> items,
+                                                     std::int64_t first_limit, std::int64_t limit) {
   struct Open {
     std::vector<std::size_t> members;
     std::int64_t bytes = 0;
@@ -12,7 +13,8 @@ std::vector<std::vector<std::size_t>> assign_buckets(std::span<const BucketItem>
   };
   std::vector<std::vector<std::size_t>> buckets;
   std::map<std::uint64_t, Open> open;
-  std::vector<std::uint64_t> order;  // keys in order of first use: what is left open at the end is closed in an order all ranks share
+  // keys in order of first use: what is left open at the end is closed in an order all ranks share
+  std::vector<std::uint64_t> order;
   for (std::size_t i = items.size(); i-- > 0;) {
     auto [at, fresh] = open.try_emplace(items[i].key);
     Open& bucket = at->second;

@@ -7,13 +7,15 @@
 
 namespace tessera {
 
-void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const Group& group, int root, std::int64_t bytes) {
+void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const Group& group, int root,
+                         std::int64_t bytes) {
   const at::NoGradGuard no_grad;
   std::vector<BucketItem> items;
   for (const at::Tensor& t : tensors)
-    items.push_back({static_cast<std::int64_t>(t.nbytes()), static_cast<std::uint64_t>(t.scalar_type()) << 16 |
-                                                                static_cast<std::uint64_t>(t.device().type()) << 8 |
-                                                                static_cast<std::uint8_t>(t.device().index())});
+    items.push_back({static_cast<std::int64_t>(t.nbytes()),
+                     static_cast<std::uint64_t>(t.scalar_type()) << 16 |
+                         static_cast<std::uint64_t>(t.device().type()) << 8 |
+                         static_cast<std::uint8_t>(t.device().index())});
   for (const auto& bucket : assign_buckets(items, bytes, bytes)) {
     std::vector<at::Tensor> flat_parts;
     for (std::size_t i : bucket) flat_parts.push_back(tensors[i].detach().reshape(-1));

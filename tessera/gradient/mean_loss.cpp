@@ -12,11 +12,13 @@ namespace {
 
 // Value `mean`, gradient `factor` times what comes: the weight of this rank's loss in the mean.
 struct ScaledGradient : torch::autograd::Function<ScaledGradient> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& loss, const at::Tensor& mean, double factor) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& loss,
+                            const at::Tensor& mean, double factor) {
     context->saved_data["factor"] = factor;
     return mean.to(loss.options());
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
     return {gradients[0] * context->saved_data["factor"].toDouble(), at::Tensor(), at::Tensor()};
   }
 };
@@ -25,9 +27,12 @@ struct ScaledGradient : torch::autograd::Function<ScaledGradient> {
 
 at::Tensor mean_loss(const at::Tensor& loss, double samples, const Group& group) {
   if (!loss.defined() || loss.dim() != 0 || !loss.is_floating_point())
-    throw InvalidArgument("mean_loss takes a 0-dim floating-point loss: reduce it over this rank's own samples first");
+    throw InvalidArgument(
+        "mean_loss takes a 0-dim floating-point loss: reduce it over this rank's own samples "
+        "first");
   const bool valid = std::isfinite(samples) && samples >= 0;
-  // An invalid weight travels as NaN, so that every rank throws instead of one throwing and the others waiting.
+  // An invalid weight travels as NaN, so that every rank throws instead of one throwing and the
+  // others waiting.
   const at::Tensor sums = at::empty({2}, at::kDouble);
   sums[0] = valid ? samples : std::nan("");
   sums[1] = valid && samples > 0 ? samples * loss.detach().to(at::kDouble).item<double>() : 0.0;
@@ -36,9 +41,10 @@ at::Tensor mean_loss(const at::Tensor& loss, double samples, const Group& group)
   const at::Tensor both = travelling.to(at::kCPU);
   const double total = both[0].item<double>();
   if (!(total > 0))
-    throw InvalidArgument(concat("mean_loss over group '", group.name(),
-                                 "': the ranks' sample counts must be finite, not negative, and not all zero; their sum is ", total,
-                                 ", this rank gave ", samples));
+    throw InvalidArgument(concat(
+        "mean_loss over group '", group.name(),
+        "': the ranks' sample counts must be finite, not negative, and not all zero; their sum is ",
+        total, ", this rank gave ", samples));
   return ScaledGradient::apply(loss, both[1] / both[0], group.size() * samples / total);
 }
 

@@ -1,5 +1,6 @@
 #pragma once
-// The mean over all ranks' samples, from each rank's mean over its own: uneven data gives the same loss and gradient as one process.
+// The mean over all ranks' samples, from each rank's mean over its own: uneven data gives the same
+// loss and gradient as one process.
 
 #include <ATen/core/Tensor.h>
 
@@ -9,13 +10,17 @@ namespace tessera {
 
 /// The mean loss over the group: sum_r n_r * loss_r / sum_r n_r, a scalar, on every rank.
 ///
-/// Its gradient is scaled so that the *average* over ranks of the parameters' gradients (what DistributedDataParallel makes) is the gradient of that
-/// mean: d/d loss_r = size * n_r / N. A rank without samples gives n = 0: its loss counts as zero even if it is NaN, and its gradient is zero.
+/// Its gradient is scaled so that the *average* over ranks of the parameters' gradients (what
+/// DistributedDataParallel makes) is the gradient of that mean: d/d loss_r = size * n_r / N. A rank
+/// without samples gives n = 0: its loss counts as zero even if it is NaN, and its gradient is
+/// zero.
 ///
-///   ranks 0, 1 hold 3 and 1 samples with mean losses 2 and 6:  mean_loss = (3*2 + 1*6) / 4 = 3, gradient factors 1.5 and 0.5
+///   ranks 0, 1 hold 3 and 1 samples with mean losses 2 and 6:  mean_loss = (3*2 + 1*6) / 4 = 3,
+///     gradient factors 1.5 and 0.5
 ///
-/// `loss`: 0-dim, floating point. `samples`: how many this rank's mean is over, >= 0 (any weight). Collective: one all-reduce of two doubles.
-/// Throws InvalidArgument for a loss that is no scalar, a negative or non-finite weight, or weights that sum to zero (on every rank).
+/// `loss`: 0-dim, floating point. `samples`: how many this rank's mean is over, >= 0 (any weight).
+/// Collective: one all-reduce of two doubles. Throws InvalidArgument for a loss that is no scalar,
+/// a negative or non-finite weight, or weights that sum to zero (on every rank).
 at::Tensor mean_loss(const at::Tensor& loss, double samples, const Group& group);
 
 }  // namespace tessera

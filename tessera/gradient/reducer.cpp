@@ -23,13 +23,18 @@ GradientAccess::~GradientAccess() = default;
 
 at::Tensor GradientAccess::like(const at::Tensor& parameter) const { return parameter.detach(); }
 
-std::string GradientAccess::describe(const at::Tensor& parameter) const { return concat("shape ", parameter.sizes(), ", ", parameter.scalar_type()); }
+std::string GradientAccess::describe(const at::Tensor& parameter) const {
+  return concat("shape ", parameter.sizes(), ", ", parameter.scalar_type());
+}
 
-OwedGradient GradientAccess::owed(const at::Tensor& parameter, const Group& group) const { return {parameter.grad(), group}; }
+OwedGradient GradientAccess::owed(const at::Tensor& parameter, const Group& group) const {
+  return {parameter.grad(), group};
+}
 
 void GradientAccess::taken(const at::Tensor&) const {}
 
-void GradientAccess::store(const at::Tensor& parameter, const at::Tensor& reduced, bool keep) const {
+void GradientAccess::store(const at::Tensor& parameter, const at::Tensor& reduced,
+                           bool keep) const {
   at::Tensor& grad = parameter.mutable_grad();
   if (keep)
     grad = reduced;
@@ -49,7 +54,8 @@ struct Slot {
   at::Tensor part;  // its place, once there is a flat tensor
 };
 
-// A factor goes into the copy into the bucket, which saves a pass over it; half precision is scaled in float32, on the wire.
+// A factor goes into the copy into the bucket, which saves a pass over it; half precision is scaled
+// in float32, on the wire.
 double take_factor(ReduceOp& op, int ranks, c10::ScalarType dtype) {
   const auto real = c10::isComplexType(dtype) ? c10::toRealValueType(dtype) : dtype;
   if (real != c10::ScalarType::Float && real != c10::ScalarType::Double) return 1.0;
@@ -63,7 +69,8 @@ struct Bucket {
   Group group;
   ReduceOp op;
   double factor = 1.0;  // of what is copied into the flat tensor
-  bool alike = false;   // of parameters whose access says so: what is owed decides over which groups it travels
+  // of parameters whose access says so: what is owed decides over which groups it travels
+  bool alike = false;
   std::vector<Slot> slots;
   std::vector<detail::Flight> flights;
   std::int64_t numel = 0;   // without the flags
@@ -118,9 +125,11 @@ struct GradientReducer::State : std::enable_shared_from_this<State> {
 
 namespace {
 
-// Fires after a leaf's gradient is accumulated; hooks that the user had set before stay in force, before ours.
+// Fires after a leaf's gradient is accumulated; hooks that the user had set before stay in force,
+// before ours.
 struct AccumulatedHook : torch::autograd::PostAccumulateGradHook {
-  AccumulatedHook(std::function<void()> call, std::unique_ptr<PostAccumulateGradHook> before) : call(std::move(call)), before(std::move(before)) {}
+  AccumulatedHook(std::function<void()> call, std::unique_ptr<PostAccumulateGradHook> before)
+      : call(std::move(call)), before(std::move(before)) {}
   void operator()(const torch::autograd::Variable& tensor) override {
     if (before) (*before)(tensor);
     call();
@@ -143,10 +152,11 @@ void GradientReducer::State::accumulated(std::size_t i) {
       return;
     }
     if (bucket.started)
-      throw InvalidArgument(
-          concat("the gradient of parameter '", parameters[i].name,
-                 "' was accumulated a second time in one backward, after its reduction had started (a nested backward, such as reentrant "
-                 "checkpointing). Give ReducerOptions::overlap = false, which reduces at the end of backward."));
+      throw InvalidArgument(concat("the gradient of parameter '", parameters[i].name,
+                                   "' was accumulated a second time in one backward, after its "
+                                   "reduction had started (a nested backward, such as reentrant "
+                                   "checkpointing). Give ReducerOptions::overlap = false, which "
+                                   "reduces at the end of backward."));
     return;
   }
   fired[i] = true;
@@ -157,7 +167,8 @@ void GradientReducer::State::accumulated(std::size_t i) {
 
 void GradientReducer::State::begin() {
   open = true;
-  // At the end of this backward. A nested one ends first and reduces what it has; the rest follows when the outer one ends.
+  // At the end of this backward. A nested one ends first and reduces what it has; the rest follows
+  // when the outer one ends.
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
     if (auto state = weak.lock()) {
       const std::lock_guard lock(state->mutex);
@@ -175,25 +186,31 @@ void GradientReducer::State::start_alike(Bucket& bucket) {
     if (!parameter.defined()) continue;
     OwedGradient owed = access(slot.parameter).owed(parameter, parameters[slot.parameter].group);
     if (!owed.value.defined()) continue;
-    auto flight = std::find_if(bucket.flights.begin(), bucket.flights.end(), [&](const detail::Flight& f) { return f.takes(owed); });
-    if (flight == bucket.flights.end()) flight = bucket.flights.emplace(bucket.flights.end(), owed, bucket.op);
+    auto flight = std::find_if(bucket.flights.begin(), bucket.flights.end(),
+                               [&](const detail::Flight& f) { return f.takes(owed); });
+    if (flight == bucket.flights.end())
+      flight = bucket.flights.emplace(bucket.flights.end(), owed, bucket.op);
     flight->add(slot.parameter, std::move(owed));
   }
-  // What is scattered comes whole: few such buckets are under way at a time, so that backward does not hold all gradients whole.
+  // What is scattered comes whole: few such buckets are under way at a time, so that backward does
+  // not hold all gradients whole.
   constexpr int kWholeUnderWay = 2;
   const auto scatters = [](const Bucket& b) {
-    return std::any_of(b.flights.begin(), b.flights.end(), [](const detail::Flight& f) { return f.scatters(); });
+    return std::any_of(b.flights.begin(), b.flights.end(),
+                       [](const detail::Flight& f) { return f.scatters(); });
   };
   if (scatters(bucket)) {
     int whole = 0;
     for (std::size_t b = next; b-- > 0;) {
-      if (&buckets[b] != &bucket && scatters(buckets[b]) && ++whole >= kWholeUnderWay) land(buckets[b]);
+      if (&buckets[b] != &bucket && scatters(buckets[b]) && ++whole >= kWholeUnderWay)
+        land(buckets[b]);
     }
   }
   for (detail::Flight& flight : bucket.flights) {
     flight.pack();
     for (const auto& item : flight.items()) {
-      if (const at::Tensor parameter = parameters[item.parameter].tensor(); parameter.defined()) access(item.parameter).taken(parameter);
+      if (const at::Tensor parameter = parameters[item.parameter].tensor(); parameter.defined())
+        access(item.parameter).taken(parameter);
     }
     flight.start();
   }
@@ -219,20 +236,26 @@ void GradientReducer::State::start(Bucket& bucket) {
   const auto slots = static_cast<std::int64_t>(bucket.slots.size());
   if (!bucket.flat.defined()) {
     bucket.flat = at::empty({bucket.numel + slots}, bucket.slots.front().like.options());
-    // Not views to autograd: a gradient that is one could not be detached in place, which Optimizer::zero_grad does.
+    // Not views to autograd: a gradient that is one could not be detached in place, which
+    // Optimizer::zero_grad does.
     for (Slot& slot : bucket.slots)
       slot.part = at::empty({0}, bucket.flat.options())
-                      .set_(bucket.flat.storage(), slot.offset, slot.like.sizes(), c10::contiguous_strides(slot.like.sizes()));
+                      .set_(bucket.flat.storage(), slot.offset, slot.like.sizes(),
+                            c10::contiguous_strides(slot.like.sizes()));
   }
   std::vector<float> used(bucket.slots.size());
   for (std::size_t s = 0; s < bucket.slots.size(); ++s) {
     const Slot& slot = bucket.slots[s];
     at::Tensor part = slot.part;
     const at::Tensor parameter = parameters[slot.parameter].tensor();
-    const at::Tensor mine = parameter.defined() ? access(slot.parameter).owed(parameter, bucket.group).value : at::Tensor();
+    const at::Tensor mine = parameter.defined()
+                                ? access(slot.parameter).owed(parameter, bucket.group).value
+                                : at::Tensor();
     if (mine.defined() && mine.layout() != at::kStrided)
-      throw InvalidArgument(concat("the gradient of parameter '", parameters[slot.parameter].name, "' has layout ", mine.layout(),
-                                   "; only dense gradients are reduced (make the embedding with sparse = false)"));
+      throw InvalidArgument(
+          concat("the gradient of parameter '", parameters[slot.parameter].name, "' has layout ",
+                 mine.layout(),
+                 "; only dense gradients are reduced (make the embedding with sparse = false)"));
     if (!mine.defined())
       part.zero_();
     else if (bucket.factor != 1.0)
@@ -250,15 +273,20 @@ void GradientReducer::State::write_back(Bucket& bucket) {
   if (bucket.alike) return land(bucket);
   const at::NoGradGuard no_grad;
   // The flags are read only where they matter: reading them makes the host wait for the device.
-  const bool all_used_here = std::all_of(bucket.slots.begin(), bucket.slots.end(), [&](const Slot& s) { return owed[s.parameter]; });
+  const bool all_used_here = std::all_of(bucket.slots.begin(), bucket.slots.end(),
+                                         [&](const Slot& s) { return owed[s.parameter]; });
   at::Tensor flags;
   if (!all_used_here)
-    flags = at::real(bucket.flat.narrow(0, bucket.numel, static_cast<std::int64_t>(bucket.slots.size()))).to(at::kCPU, at::kDouble).contiguous();
+    flags = at::real(
+                bucket.flat.narrow(0, bucket.numel, static_cast<std::int64_t>(bucket.slots.size())))
+                .to(at::kCPU, at::kDouble)
+                .contiguous();
   for (std::size_t s = 0; s < bucket.slots.size(); ++s) {
     const Slot& slot = bucket.slots[s];
     if (flags.defined() && flags.const_data_ptr<double>()[s] == 0.0) continue;
     const at::Tensor parameter = parameters[slot.parameter].tensor();
-    if (parameter.defined()) access(slot.parameter).store(parameter, slot.part, options.gradient_as_bucket_view);
+    if (parameter.defined())
+      access(slot.parameter).store(parameter, slot.part, options.gradient_as_bucket_view);
     owed[slot.parameter] = false;
   }
 }
@@ -298,11 +326,13 @@ void GradientReducer::State::reset() {
   open = false;
 }
 
-GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, ReducerOptions options) : state_(std::make_shared<State>()) {
+GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, ReducerOptions options)
+    : state_(std::make_shared<State>()) {
   State& state = *state_;
   state.options = options;
   if (options.first_bucket_bytes < 1 || options.bucket_bytes < 1)
-    throw InvalidArgument(concat("bucket limits of ", options.first_bucket_bytes, " and ", options.bucket_bytes, " bytes; give at least 1"));
+    throw InvalidArgument(concat("bucket limits of ", options.first_bucket_bytes, " and ",
+                                 options.bucket_bytes, " bytes; give at least 1"));
 
   std::set<const c10::TensorImpl*> seen;
   std::vector<BucketItem> items;
@@ -310,24 +340,36 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
   std::map<const detail::GroupState*, std::pair<Group, std::string>> agreed;
   for (const ReducedParameter& p : parameters) {
     if (!p.parameter.defined() || !p.parameter.is_leaf() || !p.parameter.requires_grad())
-      throw InvalidArgument(concat("parameter '", p.name, "' is no leaf that requires grad; only such have a gradient to reduce"));
+      throw InvalidArgument(
+          concat("parameter '", p.name,
+                 "' is no leaf that requires grad; only such have a gradient to reduce"));
     if (!seen.insert(p.parameter.unsafeGetTensorImpl()).second)
-      throw InvalidArgument(concat("parameter '", p.name, "' was given twice; list a shared parameter once"));
-    state.parameters.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(p.parameter.getIntrusivePtr()), p.name, p.group, p.access});
+      throw InvalidArgument(
+          concat("parameter '", p.name, "' was given twice; list a shared parameter once"));
+    state.parameters.push_back(
+        {c10::weak_intrusive_ptr<c10::TensorImpl>(p.parameter.getIntrusivePtr()), p.name, p.group,
+         p.access});
     const GradientAccess& access = state.access(state.parameters.size() - 1);
     const at::Tensor like = access.like(p.parameter);
-    const auto key = keys.try_emplace({p.group.state().get(), static_cast<int>(p.op.kind), p.op.factor, static_cast<int>(like.scalar_type()),
-                                       static_cast<int>(like.device().type()), like.device().index(), access.alike()},
-                                      keys.size());
-    items.push_back({static_cast<std::int64_t>(p.parameter.numel() * p.parameter.element_size()), key.first->second});
+    const auto key = keys.try_emplace(
+        {p.group.state().get(), static_cast<int>(p.op.kind), p.op.factor,
+         static_cast<int>(like.scalar_type()), static_cast<int>(like.device().type()),
+         like.device().index(), access.alike()},
+        keys.size());
+    items.push_back({static_cast<std::int64_t>(p.parameter.numel() * p.parameter.element_size()),
+                     key.first->second});
     auto& text = agreed.try_emplace(p.group.state().get(), p.group, "").first->second.second;
-    text += concat("parameter '", p.name, "', ", access.describe(p.parameter), ", ", to_string(p.op.kind), "\n");
+    text += concat("parameter '", p.name, "', ", access.describe(p.parameter), ", ",
+                   to_string(p.op.kind), "\n");
   }
   // In order of first use, which is the same on all ranks if they agree at all.
   std::vector<const detail::GroupState*> order;
   for (const ReducedParameter& p : parameters)
-    if (std::find(order.begin(), order.end(), p.group.state().get()) == order.end()) order.push_back(p.group.state().get());
-  for (const auto* group : order) require_agreement(agreed.at(group).first, "the parameters whose gradients are reduced", agreed.at(group).second);
+    if (std::find(order.begin(), order.end(), p.group.state().get()) == order.end())
+      order.push_back(p.group.state().get());
+  for (const auto* group : order)
+    require_agreement(agreed.at(group).first, "the parameters whose gradients are reduced",
+                      agreed.at(group).second);
 
   state.layout = assign_buckets(items, options.first_bucket_bytes, options.bucket_bytes);
   state.bucket_of.resize(state.parameters.size());
@@ -339,9 +381,12 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
     bucket.group = first.group;
     bucket.op = first.op;
     bucket.alike = state.access(state.layout[b].front()).alike();
-    // A gradient that lies in the bucket is not copied: there is nothing to fold into, and it keeps its value until the reduction has succeeded.
+    // A gradient that lies in the bucket is not copied: there is nothing to fold into, and it keeps
+    // its value until the reduction has succeeded.
     if (!bucket.alike && !options.gradient_as_bucket_view)
-      bucket.factor = take_factor(bucket.op, bucket.group.size(), state.access(state.layout[b].front()).like(first.parameter).scalar_type());
+      bucket.factor =
+          take_factor(bucket.op, bucket.group.size(),
+                      state.access(state.layout[b].front()).like(first.parameter).scalar_type());
     for (std::size_t i : state.layout[b]) {
       at::Tensor like = state.access(i).like(parameters[i].parameter);
       bucket.slots.push_back({i, bucket.numel, bucket.alike ? at::Tensor() : like, {}});
@@ -358,7 +403,8 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
       if (auto reducer = weak.lock()) reducer->accumulated(i);
     };
     auto& before = torch::autograd::impl::post_acc_grad_hooks(parameter);
-    torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::make_unique<AccumulatedHook>(std::move(call), std::move(before)));
+    torch::autograd::impl::set_post_acc_grad_hooks(
+        parameter, std::make_unique<AccumulatedHook>(std::move(call), std::move(before)));
   }
 }
 
@@ -374,7 +420,9 @@ bool GradientReducer::syncing() const {
   return state_->no_sync_depth == 0;
 }
 
-const std::vector<std::vector<std::size_t>>& GradientReducer::buckets() const { return state_->layout; }
+const std::vector<std::vector<std::size_t>>& GradientReducer::buckets() const {
+  return state_->layout;
+}
 
 GradientReducer::NoSync::NoSync(GradientReducer& reducer) {
   std::shared_ptr<State> state = reducer.state_;

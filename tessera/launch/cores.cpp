@@ -38,9 +38,12 @@ std::vector<int> affinity() {
   return {0};
 }
 
-double quota_of(double quota, double period) { return quota > 0 && period > 0 ? quota / period : 0; }
+double quota_of(double quota, double period) {
+  return quota > 0 && period > 0 ? quota / period : 0;
+}
 
-// The least quota on the way from this process' control group to the root; a container often sees its own group as the root.
+// The least quota on the way from this process' control group to the root; a container often sees
+// its own group as the root.
 double control_group_quota() {
   std::ifstream in("/proc/self/cgroup");
   double least = 0;
@@ -60,10 +63,12 @@ double control_group_quota() {
         std::ifstream limit("/sys/fs/cgroup" + path + "/cpu.max");
         std::string quota;
         double period = 0;
-        if (limit >> quota >> period && quota != "max") consider(quota_of(std::atof(quota.c_str()), period));
+        if (limit >> quota >> period && quota != "max")
+          consider(quota_of(std::atof(quota.c_str()), period));
       } else {
         const std::string folder = "/sys/fs/cgroup/cpu" + path;
-        consider(quota_of(number_in(folder + "/cpu.cfs_quota_us"), number_in(folder + "/cpu.cfs_period_us")));
+        consider(quota_of(number_in(folder + "/cpu.cfs_quota_us"),
+                          number_in(folder + "/cpu.cfs_period_us")));
       }
       if (path.empty() || path.rfind('/') == std::string::npos) break;
     }
@@ -84,7 +89,8 @@ CpuBudget cpu_budget() {
   budget.cpus = affinity();
   auto place = [](int cpu) {
     const std::string folder = concat("/sys/devices/system/cpu/cpu", cpu, "/topology/");
-    return std::make_tuple(number_in(folder + "physical_package_id"), number_in(folder + "core_id"), cpu);
+    return std::make_tuple(number_in(folder + "physical_package_id"), number_in(folder + "core_id"),
+                           cpu);
   };
   std::vector<std::tuple<int, int, int>> places;
   for (int cpu : budget.cpus) places.push_back(place(cpu));
@@ -96,13 +102,16 @@ CpuBudget cpu_budget() {
 }
 
 int threads_per_rank(int usable, int ranks) {
-  if (ranks < 1) throw InvalidArgument(concat("threads_per_rank: ", ranks, " ranks; at least 1 is needed"));
+  if (ranks < 1)
+    throw InvalidArgument(concat("threads_per_rank: ", ranks, " ranks; at least 1 is needed"));
   return std::max(1, usable / ranks);
 }
 
 std::vector<std::vector<int>> share_cpus(const std::vector<int>& cpus, int ranks) {
-  if (ranks < 1) throw InvalidArgument(concat("share_cpus: ", ranks, " ranks; at least 1 is needed"));
-  if (cpus.empty()) throw InvalidArgument("share_cpus: no CPU to share; give the CPU numbers of cpu_budget()");
+  if (ranks < 1)
+    throw InvalidArgument(concat("share_cpus: ", ranks, " ranks; at least 1 is needed"));
+  if (cpus.empty())
+    throw InvalidArgument("share_cpus: no CPU to share; give the CPU numbers of cpu_budget()");
   std::vector<std::vector<int>> shares(ranks);
   const std::size_t n = cpus.size();
   for (int r = 0; r < ranks; ++r) {

@@ -7,22 +7,28 @@ namespace tessera {
 
 /// What the operating system lets this process use.
 struct CpuBudget {
-  std::vector<int> cpus;  ///< CPU numbers of the affinity mask, neighbours first: by package, core, number (hardware threads of a core are adjacent).
-  double quota = 0;       ///< CPUs' worth of time that the control group allows; 0: no such limit.
+  /// CPU numbers of the affinity mask, neighbours first: by package, core, number (hardware threads
+  /// of a core are adjacent).
+  std::vector<int> cpus;
+  /// CPUs' worth of time that the control group allows; 0: no such limit.
+  double quota = 0;
 
-  /// Ranks of one thread that can run at the same time: cpus.size(), or the quota rounded up where that is less; at least 1.
+  /// Ranks of one thread that can run at the same time: cpus.size(), or the quota rounded up where
+  /// that is less; at least 1.
   int usable() const;
 };
 
 /// Reads sched_getaffinity, /sys/devices/system/cpu and the control group (version 1 or 2).
 CpuBudget cpu_budget();
 
-/// Threads for each of `ranks` ranks: usable / ranks rounded down, at least 1. Throws InvalidArgument for ranks < 1.
+/// Threads for each of `ranks` ranks: usable / ranks rounded down, at least 1. Throws
+/// InvalidArgument for ranks < 1.
 int threads_per_rank(int usable, int ranks);
 
-/// The CPUs of each rank. With at least as many CPUs as ranks: consecutive blocks whose sizes differ by at most one
-/// ({0,1,2,3,4} over 2 ranks: {0,1}, {2,3,4}). With fewer: one CPU a rank, rank r on CPU r mod n, so CPUs are shared.
-/// Throws InvalidArgument for ranks < 1 or no CPU at all.
+/// The CPUs of each rank. With at least as many CPUs as ranks: consecutive blocks whose sizes
+/// differ by at most one ({0,1,2,3,4} over 2 ranks: {0,1}, {2,3,4}). With fewer: one CPU a rank,
+/// rank r on CPU r mod n, so CPUs are shared. Throws InvalidArgument for ranks < 1 or no CPU at
+/// all.
 std::vector<std::vector<int>> share_cpus(const std::vector<int>& cpus, int ranks);
 
 }  // namespace tessera

@@ -30,20 +30,27 @@ std::function<bool(const Environment&)> any_of(std::vector<const char*> names) {
 }
 
 std::vector<Family> families() {
-  const auto pmi = any_of({"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"});
+  const auto pmi = any_of({"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+                           "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"});
   return {
       {"tessera",
-       any_of({"TESSERA_RANK", "TESSERA_WORLD_SIZE", "TESSERA_LOCAL_RANK", "TESSERA_LOCAL_SIZE", "TESSERA_NODE_RANK", "TESSERA_ADDRESS",
-               "TESSERA_PORT"}),
+       any_of({"TESSERA_RANK", "TESSERA_WORLD_SIZE", "TESSERA_LOCAL_RANK", "TESSERA_LOCAL_SIZE",
+               "TESSERA_NODE_RANK", "TESSERA_ADDRESS", "TESSERA_PORT"}),
        detail::read_tessera},
-      {"torchrun", any_of({"TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"}),
+      {"torchrun",
+       any_of({"TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
+               "TORCHELASTIC_MAX_RESTARTS"}),
        detail::read_torchrun},
       {"open_mpi",
-       any_of(
-           {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_NODE_RANK"}),
+       any_of({"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+               "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_NODE_RANK"}),
        detail::read_open_mpi},
-      {"pmi", [pmi](const Environment& e) { return pmi(e) && !detail::pmi_belongs_to_slurm(e); }, detail::read_pmi},
-      {"jsm", any_of({"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"}), detail::read_jsm},
+      {"pmi", [pmi](const Environment& e) { return pmi(e) && !detail::pmi_belongs_to_slurm(e); },
+       detail::read_pmi},
+      {"jsm",
+       any_of({"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
+               "JSM_NAMESPACE_LOCAL_SIZE"}),
+       detail::read_jsm},
       {"slurm", detail::is_slurm_step, detail::read_slurm},
       {"plain", any_of({"RANK", "WORLD_SIZE"}), detail::read_plain},
   };
@@ -81,7 +88,9 @@ void apply(const LaunchOverrides& given, Launch& launch) {
     launch.local_rank = local ? launch.rank : 0;
     launch.local_size = local ? launch.world_size : 1;
     launch.node_rank = local ? 0 : -1;
-    launch.origin["local_rank"] = local ? "all ranks are on this host" : "assumed: one rank a host, as local_rank and local_size are not given";
+    launch.origin["local_rank"] =
+        local ? "all ranks are on this host"
+              : "assumed: one rank a host, as local_rank and local_size are not given";
   }
   put(given.local_rank, launch.local_rank, "local_rank");
   put(given.local_size, launch.local_size, "local_size");
@@ -91,7 +100,8 @@ void apply(const LaunchOverrides& given, Launch& launch) {
 
 std::string shown(const Launch& launch, const std::string& field, int value) {
   const auto origin = launch.origin.find(field);
-  return concat(field, " ", value, origin == launch.origin.end() ? "" : concat(" (", origin->second, ")"));
+  return concat(field, " ", value,
+                origin == launch.origin.end() ? "" : concat(" (", origin->second, ")"));
 }
 
 }  // namespace
@@ -101,7 +111,8 @@ Environment Environment::of_process() {
   for (char** v = environ; v && *v; ++v) {
     const std::string text = *v;
     const auto equals = text.find('=', 1);
-    if (equals != std::string::npos) result.variables.emplace(text.substr(0, equals), text.substr(equals + 1));
+    if (equals != std::string::npos)
+      result.variables.emplace(text.substr(0, equals), text.substr(equals + 1));
   }
   char name[256] = {};
   if (gethostname(name, sizeof name - 1) == 0) result.hostname = name;
@@ -120,67 +131,93 @@ Launch detect_launch(const Environment& environment, const LaunchOverrides& over
   if (launch.local_size == launch.world_size && launch.node_rank <= 0) {
     launch.node_rank = 0;
     if (launch.ranks_per_host.empty()) launch.ranks_per_host = {launch.world_size};
-    if (launch.hosts.empty() && !environment.hostname.empty() && launch.ranks_per_host.size() == 1) launch.hosts = {environment.hostname};
+    if (launch.hosts.empty() && !environment.hostname.empty() && launch.ranks_per_host.size() == 1)
+      launch.hosts = {environment.hostname};
   }
   validate(launch);
   return launch;
 }
 
 void validate(const Launch& launch) {
-  auto fail = [&](const std::string& why) { throw ConfigurationError(concat("launcher ", launch.launcher, ": ", why)); };
+  auto fail = [&](const std::string& why) {
+    throw ConfigurationError(concat("launcher ", launch.launcher, ": ", why));
+  };
   auto show = [&](const std::string& field, int value) { return shown(launch, field, value); };
-  if (launch.world_size < 1) fail(concat(show("world_size", launch.world_size), " is not positive"));
+  if (launch.world_size < 1)
+    fail(concat(show("world_size", launch.world_size), " is not positive"));
   if (launch.rank < 0 || launch.rank >= launch.world_size) {
-    fail(concat(show("rank", launch.rank), " is not between 0 and ", show("world_size", launch.world_size), " less 1"));
+    fail(concat(show("rank", launch.rank), " is not between 0 and ",
+                show("world_size", launch.world_size), " less 1"));
   }
   if (launch.local_size < 1 || launch.local_size > launch.world_size) {
-    fail(concat(show("local_size", launch.local_size), " is not between 1 and ", show("world_size", launch.world_size)));
+    fail(concat(show("local_size", launch.local_size), " is not between 1 and ",
+                show("world_size", launch.world_size)));
   }
   if (launch.local_rank < 0 || launch.local_rank >= launch.local_size) {
-    fail(concat(show("local_rank", launch.local_rank), " is not between 0 and ", show("local_size", launch.local_size), " less 1"));
+    fail(concat(show("local_rank", launch.local_rank), " is not between 0 and ",
+                show("local_size", launch.local_size), " less 1"));
   }
-  if (launch.node_rank < -1) fail(concat(show("node_rank", launch.node_rank), " is neither a node's number nor -1 (unknown)"));
-  if (launch.local_size == launch.world_size && launch.node_rank > 0 && launch.ranks_per_host.empty()) {
-    fail(concat(show("node_rank", launch.node_rank), " cannot be where ", show("local_size", launch.local_size), " and ",
+  if (launch.node_rank < -1)
+    fail(concat(show("node_rank", launch.node_rank),
+                " is neither a node's number nor -1 (unknown)"));
+  if (launch.local_size == launch.world_size && launch.node_rank > 0 &&
+      launch.ranks_per_host.empty()) {
+    fail(concat(show("node_rank", launch.node_rank), " cannot be where ",
+                show("local_size", launch.local_size), " and ",
                 show("world_size", launch.world_size), " put all ranks on one node"));
   }
-  if (launch.port < 0 || launch.port > 65535) fail(concat(show("port", launch.port), " is not between 1 and 65535"));
-  if (!launch.address.empty() && launch.port == 0) fail(concat("the address '", launch.address, "' has no port"));
-  if (launch.address.empty() && launch.port != 0) fail(concat(show("port", launch.port), " has no address"));
+  if (launch.port < 0 || launch.port > 65535)
+    fail(concat(show("port", launch.port), " is not between 1 and 65535"));
+  if (!launch.address.empty() && launch.port == 0)
+    fail(concat("the address '", launch.address, "' has no port"));
+  if (launch.address.empty() && launch.port != 0)
+    fail(concat(show("port", launch.port), " has no address"));
   const auto& counts = launch.ranks_per_host;
   if (!launch.hosts.empty() && !counts.empty() && launch.hosts.size() != counts.size()) {
-    fail(concat(launch.hosts.size(), " hosts ", list(launch.hosts), " for ", counts.size(), " counts of ranks ", list(counts)));
+    fail(concat(launch.hosts.size(), " hosts ", list(launch.hosts), " for ", counts.size(),
+                " counts of ranks ", list(counts)));
   }
   if (!launch.hosts.empty() && launch.node_rank >= static_cast<int>(launch.hosts.size())) {
-    fail(concat(show("node_rank", launch.node_rank), " is not below the number of hosts in ", list(launch.hosts)));
+    fail(concat(show("node_rank", launch.node_rank), " is not below the number of hosts in ",
+                list(launch.hosts)));
   }
   if (counts.empty()) return;
   for (int count : counts) {
     if (count < 0) fail(concat("ranks_per_host ", list(counts), " holds a negative number"));
   }
   if (std::accumulate(counts.begin(), counts.end(), 0ll) != launch.world_size) {
-    fail(concat("ranks_per_host ", list(counts), " (", launch.origin.count("ranks_per_host") ? launch.origin.at("ranks_per_host") : "derived",
-                ") does not sum to ", show("world_size", launch.world_size)));
+    fail(concat(
+        "ranks_per_host ", list(counts), " (",
+        launch.origin.count("ranks_per_host") ? launch.origin.at("ranks_per_host") : "derived",
+        ") does not sum to ", show("world_size", launch.world_size)));
   }
   if (launch.node_rank >= static_cast<int>(counts.size())) {
-    fail(concat(show("node_rank", launch.node_rank), " is not below the number of hosts in ranks_per_host ", list(counts)));
+    fail(concat(show("node_rank", launch.node_rank),
+                " is not below the number of hosts in ranks_per_host ", list(counts)));
   }
-  if (launch.node_rank >= 0 && counts[static_cast<std::size_t>(launch.node_rank)] != launch.local_size) {
-    fail(concat(show("local_size", launch.local_size), " contradicts entry ", launch.node_rank, " of ranks_per_host ", list(counts)));
+  if (launch.node_rank >= 0 &&
+      counts[static_cast<std::size_t>(launch.node_rank)] != launch.local_size) {
+    fail(concat(show("local_size", launch.local_size), " contradicts entry ", launch.node_rank,
+                " of ranks_per_host ", list(counts)));
   }
 }
 
 void require_rendezvous(const Launch& launch) {
   if (launch.world_size == 1 || !launch.address.empty()) return;
   std::string advice = "set MASTER_ADDR and MASTER_PORT to a free port on the host of rank 0";
-  if (launch.launcher == "open_mpi") advice += ", and pass them on: mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500 ...";
-  if (launch.launcher == "pmi") advice += ", and pass them on: mpiexec -genv MASTER_ADDR host -genv MASTER_PORT 29500 ...";
-  if (launch.launcher == "code") advice = "give address and port in code, beside rank and world_size";
-  throw ConfigurationError(
-      concat("launcher ", launch.launcher, ": ", launch.world_size, " ranks on several hosts have no address to meet at; ", advice));
+  if (launch.launcher == "open_mpi")
+    advice += ", and pass them on: mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500 ...";
+  if (launch.launcher == "pmi")
+    advice += ", and pass them on: mpiexec -genv MASTER_ADDR host -genv MASTER_PORT 29500 ...";
+  if (launch.launcher == "code")
+    advice = "give address and port in code, beside rank and world_size";
+  throw ConfigurationError(concat("launcher ", launch.launcher, ": ", launch.world_size,
+                                  " ranks on several hosts have no address to meet at; ", advice));
 }
 
-int derived_port(unsigned long long job_id, unsigned long long step_id) { return 61440 + static_cast<int>((job_id + 977 * step_id) % 4096); }
+int derived_port(unsigned long long job_id, unsigned long long step_id) {
+  return 61440 + static_cast<int>((job_id + 977 * step_id) % 4096);
+}
 
 std::string to_text(const Launch& launch) {
   std::string text;

@@ -1,32 +1,40 @@
 #pragma once
 // Launch: who this process is, as its launcher says.
 //
-// detect_launch() knows, in this order of precedence (launchers nest: torchrun or mpirun inside sbatch is normal):
+// detect_launch() knows, in this order of precedence (launchers nest: torchrun or mpirun inside
+// sbatch is normal):
 //
 //   code        LaunchOverrides with rank and world_size
 //   tessera     TESSERA_RANK, ...                    set by `tessera run`
 //   torchrun    TORCHELASTIC_RUN_ID, RANK, ...       set by torchrun, also with --no-python
 //   open_mpi    OMPI_COMM_WORLD_RANK, ...            mpirun, mpiexec and prterun of Open MPI
-//   pmi         PMI_RANK, MPI_LOCALRANKID, ...       mpiexec of MPICH and Intel MPI (Hydra), Cray PALS
+//   pmi         PMI_RANK, MPI_LOCALRANKID, ...       mpiexec of MPICH and Intel MPI (Hydra), Cray
+//               PALS
 //   jsm         JSM_NAMESPACE_RANK, ...              jsrun of LSF
-//   slurm       SLURM_STEP_NODELIST, SLURM_PROCID... srun; a batch script without srun is no step, and an interactive shell neither
+//   slurm       SLURM_STEP_NODELIST, SLURM_PROCID... srun; a batch script without srun is no step,
+//               and an interactive shell neither
 //   plain       RANK, WORLD_SIZE, MASTER_ADDR, ...   Kubernetes operators, scripts
 //   single      nothing of the above
 //
-// The first family of which a variable is set decides; if that family is incomplete or contradicts itself, ConfigurationError names the variables
-// and their values. docs/launching.md has an example of each.
+// The first family of which a variable is set decides; if that family is incomplete or contradicts
+// itself, ConfigurationError names the variables and their values. docs/launching.md has an example
+// of each.
 //
 // Where address and port come from (Launch::origin says it for each value):
 //
 //   tessera     TESSERA_ADDRESS, TESSERA_PORT
-//   torchrun    MASTER_ADDR, MASTER_PORT; with TORCHELASTIC_USE_AGENT_STORE=True the agent serves the store already
+//   torchrun    MASTER_ADDR, MASTER_PORT; with TORCHELASTIC_USE_AGENT_STORE=True the agent serves
+//               the store already
 //   plain       MASTER_ADDR, MASTER_PORT
 //   slurm       first host of SLURM_STEP_NODELIST; derived_port(job id, step id)
-//   jsm         first compute host of LSB_DJOB_RANKFILE (its second line; the first is the launch node); derived_port(job id, 0)
+//   jsm         first compute host of LSB_DJOB_RANKFILE (its second line; the first is the launch
+//               node); derived_port(job id, 0)
 //   open_mpi    all ranks on one host: 127.0.0.1, and a port from PMIX_NAMESPACE or else 29500;
-//   pmi         several hosts: nowhere, as these launchers do not say where rank 0 runs: both stay empty, and require_rendezvous() asks for them
+//   pmi         several hosts: nowhere, as these launchers do not say where rank 0 runs: both stay
+//               empty, and require_rendezvous() asks for them
 //
-// In the last four MASTER_ADDR and MASTER_PORT, where set, replace those values (over several hosts, open_mpi and pmi need both or none).
+// In the last four MASTER_ADDR and MASTER_PORT, where set, replace those values (over several
+// hosts, open_mpi and pmi need both or none).
 
 #include <map>
 #include <optional>
@@ -37,27 +45,36 @@ namespace tessera {
 
 /// Rank, world and rendezvous of one process. Unequal ranks per node are normal.
 struct Launch {
-  std::string launcher = "single";  ///< "code", "tessera", "torchrun", "open_mpi", "pmi", "jsm", "slurm", "plain", "single".
+  /// "code", "tessera", "torchrun", "open_mpi", "pmi", "jsm", "slurm", "plain", "single".
+  std::string launcher = "single";
   int rank = 0;
   int world_size = 1;
   int local_rank = 0;
   int local_size = 1;
-  int node_rank = 0;               ///< -1 where the launcher does not say (open_mpi, pmi, jsm, plain over several hosts).
-  std::vector<std::string> hosts;  ///< In node order, where the launcher says; else empty.
-  std::string address;             ///< Of the rendezvous store; empty for a single process, and where require_rendezvous() throws.
+  /// -1 where the launcher does not say (open_mpi, pmi, jsm, plain over several hosts).
+  int node_rank = 0;
+  /// In node order, where the launcher says; else empty.
+  std::vector<std::string> hosts;
+  /// Of the rendezvous store; empty for a single process, and where require_rendezvous() throws.
+  std::string address;
   int port = 0;
-  bool agent_serves_store = false;  ///< torchrun's agent already listens on address:port.
+  /// torchrun's agent already listens on address:port.
+  bool agent_serves_store = false;
 
-  std::vector<int> ranks_per_host;  ///< In node order, where the launcher says; else empty. Sums to world_size.
-  std::string job_id;               ///< Of the batch system or of torchrun; empty where there is none.
-  /// Where each value above came from: {"rank": "SLURM_PROCID=2", "address": "first host of SLURM_STEP_NODELIST=n[1-2]"}.
+  /// In node order, where the launcher says; else empty. Sums to world_size.
+  std::vector<int> ranks_per_host;
+  /// Of the batch system or of torchrun; empty where there is none.
+  std::string job_id;
+  /// Where each value above came from: {"rank": "SLURM_PROCID=2", "address": "first host of
+  /// SLURM_STEP_NODELIST=n[1-2]"}.
   std::map<std::string, std::string> origin;
 };
 
 /// Environment variables as a value, so that a launch can be recognised without being launched.
 struct Environment {
   std::map<std::string, std::string> variables;
-  std::string hostname;  ///< Of this host; empty: unknown.
+  /// Of this host; empty: unknown.
+  std::string hostname;
 
   /// This process' own.
   static Environment of_process();
@@ -65,7 +82,8 @@ struct Environment {
   bool has(const std::string& name) const { return variables.count(name) != 0; }
 };
 
-/// Values given in code. With rank and world_size together the environment is not read at all; fewer are put on top of what it says.
+/// Values given in code. With rank and world_size together the environment is not read at all;
+/// fewer are put on top of what it says.
 struct LaunchOverrides {
   std::optional<int> rank;
   std::optional<int> world_size;
@@ -78,16 +96,20 @@ struct LaunchOverrides {
   std::optional<int> port;
 };
 
-/// Who this process is. Reads no file but LSB_DJOB_RANKFILE (jsm). Throws ConfigurationError as said above.
+/// Who this process is. Reads no file but LSB_DJOB_RANKFILE (jsm). Throws ConfigurationError as
+/// said above.
 Launch detect_launch(const Environment& environment, const LaunchOverrides& overrides = {});
 
-/// Throws ConfigurationError where the values cannot be true together: rank >= world_size, ranks_per_host that does not sum to world_size, ...
+/// Throws ConfigurationError where the values cannot be true together: rank >= world_size,
+/// ranks_per_host that does not sum to world_size, ...
 void validate(const Launch& launch);
 
-/// Throws ConfigurationError, with what to set for this launcher, where several ranks have no address and port to meet at.
+/// Throws ConfigurationError, with what to set for this launcher, where several ranks have no
+/// address and port to meet at.
 void require_rendezvous(const Launch& launch);
 
-/// 61440 + (job id + 977 * step id) mod 4096: above the ports that Linux gives out by itself (32768-60999). Job 1234, step 0: 62674.
+/// 61440 + (job id + 977 * step id) mod 4096: above the ports that Linux gives out by itself
+/// (32768-60999). Job 1234, step 0: 62674.
 int derived_port(unsigned long long job_id, unsigned long long step_id);
 
 /// One "name  value  (origin)" a line.

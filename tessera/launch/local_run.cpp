@@ -30,18 +30,24 @@ namespace tessera {
 namespace detail {
 namespace {
 
-constexpr std::size_t max_backlog = 1 << 20;  // Above this the ranks wait for the launcher's reader.
+// Above this the ranks wait for the launcher's reader.
+constexpr std::size_t max_backlog = 1 << 20;
 constexpr std::size_t last_lines_kept = 12;
 constexpr std::size_t last_line_width = 400;
 
-std::string system_error(const std::string& what) { return concat(what, ": ", std::strerror(errno)); }
+std::string system_error(const std::string& what) {
+  return concat(what, ": ", std::strerror(errno));
+}
 
 std::string describe(int status) {
-  if (WIFSIGNALED(status)) return concat("signal ", WTERMSIG(status), " (", strsignal(WTERMSIG(status)), ")");
+  if (WIFSIGNALED(status))
+    return concat("signal ", WTERMSIG(status), " (", strsignal(WTERMSIG(status)), ")");
   return concat("exit code ", WEXITSTATUS(status));
 }
 
-int exit_code(int status) { return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status); }
+int exit_code(int status) {
+  return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+}
 
 struct Stream {
   int fd = -1;
@@ -67,10 +73,14 @@ class Runner {
  public:
   explicit Runner(const LocalRun& run) : run_(run), out_(run.out), err_(run.err) {
     if (run.command.empty()) throw InvalidArgument("run_local: no program to run");
-    if (run.ranks < 1) throw InvalidArgument(concat("run_local: ", run.ranks, " ranks; at least 1 is needed"));
-    if (run.threads < LocalRun::automatic) throw InvalidArgument(concat("run_local: ", run.threads, " threads; give automatic, off or a number"));
+    if (run.ranks < 1)
+      throw InvalidArgument(concat("run_local: ", run.ranks, " ranks; at least 1 is needed"));
+    if (run.threads < LocalRun::automatic)
+      throw InvalidArgument(
+          concat("run_local: ", run.threads, " threads; give automatic, off or a number"));
     for (double seconds : {run.timeout, run.grace, run.linger}) {
-      if (!(seconds >= 0 && seconds < 1e9)) throw InvalidArgument(concat("run_local: ", seconds, " s is no time; give 0 to 1e9"));
+      if (!(seconds >= 0 && seconds < 1e9))
+        throw InvalidArgument(concat("run_local: ", seconds, " s is no time; give 0 to 1e9"));
     }
     shared_sink_ = out_.same_file(err_);
     for (pid_t pid : children(getpid())) older_children_.insert(pid);
@@ -93,7 +103,8 @@ class Runner {
         if (s.log >= 0) close(s.log);
       }
       if (rank.process.control >= 0) close(rank.process.control);
-      if (!rank.gone && rank.process.supervisor > 0) waitpid(rank.process.supervisor, nullptr, 0);  // The closed socket ends it and all below it.
+      // The closed socket ends it and all below it.
+      if (!rank.gone && rank.process.supervisor > 0) waitpid(rank.process.supervisor, nullptr, 0);
     }
   }
 
@@ -101,7 +112,8 @@ class Runner {
   OutputStream& sink(int channel) { return channel == 1 && !shared_sink_ ? err_ : out_; }
   std::string seconds_since_begin(std::int64_t now_ns) const {
     std::ostringstream out;
-    out << std::fixed << std::setprecision(2) << static_cast<double>(now_ns - begin_ns_) / 1e9 << " s";
+    out << std::fixed << std::setprecision(2) << static_cast<double>(now_ns - begin_ns_) / 1e9
+        << " s";
     return out.str();
   }
   void say(const std::string& text) { sink(1).put("tessera: ", text); }
@@ -110,13 +122,16 @@ class Runner {
     const CpuBudget budget = cpu_budget();
     const int usable = budget.usable();
     if (run_.ranks > usable) {
-      say(concat(run_.ranks, " ranks on ", usable, usable == 1 ? " core" : " cores", ": ranks take turns, so times measured in this run say little"));
+      say(concat(run_.ranks, " ranks on ", usable, usable == 1 ? " core" : " cores",
+                 ": ranks take turns, so times measured in this run say little"));
     }
     if (run_.bind) shares_ = share_cpus(budget.cpus, run_.ranks);
     if (!run_.log_folder.empty()) {
       std::error_code error;
       std::filesystem::create_directories(run_.log_folder, error);
-      if (error) throw Error(concat("cannot make the log folder '", run_.log_folder, "': ", error.message()));
+      if (error)
+        throw Error(
+            concat("cannot make the log folder '", run_.log_folder, "': ", error.message()));
     }
     winsize size{};
     const bool terminal = err_.is_terminal() && ioctl(run_.err, TIOCGWINSZ, &size) == 0;
@@ -140,12 +155,14 @@ class Runner {
     RankCommand command;
     command.arguments = run_.command;
     command.environment = environment_;
-    for (const char* name : {"TESSERA_RANK", "TESSERA_LOCAL_RANK", "RANK", "LOCAL_RANK"}) command.environment.push_back(concat(name, "=", r));
+    for (const char* name : {"TESSERA_RANK", "TESSERA_LOCAL_RANK", "RANK", "LOCAL_RANK"})
+      command.environment.push_back(concat(name, "=", r));
     if (run_.bind) command.cpus = shares_[r];
     command.grace_ms = static_cast<std::int64_t>(run_.grace * 1000);
     std::vector<int> mine{signals_.fd(), port_.fd()};
     for (const Rank& other : ranks_) {
-      for (int fd : {other.process.control, other.streams[0].fd, other.streams[1].fd, other.streams[0].log, other.streams[1].log}) {
+      for (int fd : {other.process.control, other.streams[0].fd, other.streams[1].fd,
+                     other.streams[0].log, other.streams[1].log}) {
         if (fd >= 0) mine.push_back(fd);
       }
     }
@@ -156,11 +173,13 @@ class Runner {
     std::ostringstream prefix;
     prefix << '[' << std::setw(width) << r << "] ";
     rank.prefix = prefix.str();
-    for (int channel = 0; channel < 2; ++channel) rank.streams[channel].splitter = LineSplitter(sink(channel).is_terminal());
+    for (int channel = 0; channel < 2; ++channel)
+      rank.streams[channel].splitter = LineSplitter(sink(channel).is_terminal());
   }
 
   bool done() const {
-    return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& r) { return r.finished() && r.spool.empty(); });
+    return std::all_of(ranks_.begin(), ranks_.end(),
+                       [](const Rank& r) { return r.finished() && r.spool.empty(); });
   }
 
   void step() {
@@ -198,10 +217,14 @@ class Runner {
       if (at > 0 && (next == 0 || at < next)) next = at;
     }
     if (next == 0) return -1;
-    return static_cast<int>(std::clamp<std::int64_t>((next - monotonic_ns()) / 1000000 + 1, 0, 60000));
+    return static_cast<int>(
+        std::clamp<std::int64_t>((next - monotonic_ns()) / 1000000 + 1, 0, 60000));
   }
 
-  std::int64_t timeout_ns() const { return run_.timeout > 0 && !ending_ ? begin_ns_ + static_cast<std::int64_t>(run_.timeout * 1e9) : 0; }
+  std::int64_t timeout_ns() const {
+    return run_.timeout > 0 && !ending_ ? begin_ns_ + static_cast<std::int64_t>(run_.timeout * 1e9)
+                                        : 0;
+  }
 
   void check_time() {
     const std::int64_t now = monotonic_ns();
@@ -219,10 +242,13 @@ class Runner {
     }
     if (kill_ns_ > 0 && now >= kill_ns_) kill_all();
     if (give_up_ns_ > 0 && now >= give_up_ns_) {
-      // A process that survives SIGKILL hangs in the kernel; its supervisor stays and ends it when it can.
+      // A process that survives SIGKILL hangs in the kernel; its supervisor stays and ends it when
+      // it can.
       for (std::size_t r = 0; r < ranks_.size(); ++r) {
         if (ranks_[r].finished()) continue;
-        say(concat("rank ", r, " does not end even on SIGKILL (it hangs inside the system); not waiting for it any longer"));
+        say(concat("rank ", r,
+                   " does not end even on SIGKILL (it hangs inside the system); not waiting for it "
+                   "any longer"));
         abandon(ranks_[r]);
       }
     }
@@ -233,7 +259,8 @@ class Runner {
     rank.ended = rank.gone = true;
   }
 
-  // Begins the end of every rank: SIGTERM now or after `linger`, SIGKILL `grace` later. The first cause decides the exit status.
+  // Begins the end of every rank: SIGTERM now or after `linger`, SIGKILL `grace` later. The first
+  // cause decides the exit status.
   void end_ranks(int status, double linger = 0) {
     if (ending_) return;
     ending_ = true;
@@ -252,7 +279,8 @@ class Runner {
 
   void command(const SupervisorCommand& command) {
     for (const Rank& rank : ranks_) {
-      if (rank.process.control >= 0) send(rank.process.control, &command, sizeof command, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (rank.process.control >= 0)
+        send(rank.process.control, &command, sizeof command, MSG_NOSIGNAL | MSG_DONTWAIT);
     }
   }
 
@@ -270,7 +298,8 @@ class Runner {
         forwarded_ = signal;
         ending_ = true;
         terminate_ns_ = 0;
-        say(concat("got signal ", signal, " (", strsignal(signal), "); passing it on, and killing what is left after ", run_.grace, " s"));
+        say(concat("got signal ", signal, " (", strsignal(signal),
+                   "); passing it on, and killing what is left after ", run_.grace, " s"));
         forward(signal);
         if (kill_ns_ == 0) kill_ns_ = monotonic_ns() + static_cast<std::int64_t>(run_.grace * 1e9);
       }
@@ -282,7 +311,8 @@ class Runner {
     for (std::size_t r = 0; r < ranks_.size(); ++r) {
       Rank& rank = ranks_[r];
       SupervisorReport message;
-      while (rank.process.control >= 0 && recv(rank.process.control, &message, sizeof message, MSG_DONTWAIT) == sizeof message) {
+      while (rank.process.control >= 0 &&
+             recv(rank.process.control, &message, sizeof message, MSG_DONTWAIT) == sizeof message) {
         if (message.kind == SupervisorReport::started) continue;
         rank.ended = true;
         rank.ended_ns = message.time_ns;
@@ -296,14 +326,16 @@ class Runner {
         just_ended.push_back(static_cast<int>(r));
       }
     }
-    std::stable_sort(just_ended.begin(), just_ended.end(), [&](int a, int b) { return ranks_[a].ended_ns < ranks_[b].ended_ns; });
+    std::stable_sort(just_ended.begin(), just_ended.end(),
+                     [&](int a, int b) { return ranks_[a].ended_ns < ranks_[b].ended_ns; });
     for (int r : just_ended) note_end(r);
   }
 
   void note_end(int r) {
     Rank& rank = ranks_[r];
     if (rank.status == 0 && !rank.lost) return;
-    // After a time limit, a closed output or a program that cannot be started, the ranks end because of us.
+    // After a time limit, a closed output or a program that cannot be started, the ranks end
+    // because of us.
     if (result_.first_failed >= 0 || (ending_ && !forwarded_)) return;
     result_.first_failed = r;
     result_.exit_status = rank.lost ? 128 + SIGKILL : exit_code(rank.status);
@@ -313,7 +345,9 @@ class Runner {
     end_ranks(result_.exit_status, run_.linger);
   }
 
-  std::string how(const Rank& rank) const { return rank.lost ? "its supervisor was killed" : describe(rank.status); }
+  std::string how(const Rank& rank) const {
+    return rank.lost ? "its supervisor was killed" : describe(rank.status);
+  }
 
   void reap() {
     for (std::size_t r = 0; r < ranks_.size(); ++r) {
@@ -348,7 +382,8 @@ class Runner {
   }
 
   bool is_supervisor(pid_t pid) const {
-    return std::any_of(ranks_.begin(), ranks_.end(), [&](const Rank& r) { return r.process.supervisor == pid; });
+    return std::any_of(ranks_.begin(), ranks_.end(),
+                       [&](const Rank& r) { return r.process.supervisor == pid; });
   }
 
   void read_output(int r) {
@@ -391,7 +426,8 @@ class Runner {
 
   void emit(int r, int channel, std::vector<LineSplitter::Line> lines) {
     Rank& rank = ranks_[r];
-    const bool waits = run_.output == LocalRun::Output::by_rank && (r > turn_ || !rank.spool.empty());
+    const bool waits =
+        run_.output == LocalRun::Output::by_rank && (r > turn_ || !rank.spool.empty());
     for (LineSplitter::Line& line : lines) {
       if (waits) {
         if (line.end == '\n') rank.spool.put(channel, line.text);
@@ -400,7 +436,9 @@ class Runner {
       }
       if (line.end != '\n' || line.text.empty()) continue;
       auto& last = rank.streams[channel].last;
-      last.push_back(line.text.size() > last_line_width ? line.text.substr(0, last_line_width) + " ..." : std::move(line.text));
+      last.push_back(line.text.size() > last_line_width
+                         ? line.text.substr(0, last_line_width) + " ..."
+                         : std::move(line.text));
       if (last.size() > last_lines_kept) last.pop_front();
     }
   }
@@ -424,16 +462,18 @@ class Runner {
     if (start_error_) {
       say(concat("cannot start '", run_.command[0], "': ", std::strerror(start_error_)));
     } else if (result_.timed_out) {
-      say(concat("the time limit of ", run_.timeout, " s was reached; still running: ranks ", list(result_.still_running)));
+      say(concat("the time limit of ", run_.timeout, " s was reached; still running: ranks ",
+                 list(result_.still_running)));
       for (int r : result_.still_running) last_lines(r, 3);
     } else if (result_.first_failed >= 0) {
       const Rank& first = ranks_[result_.first_failed];
-      say(concat(run_.ranks > 1 ? "first failure: rank " : "rank ", result_.first_failed, ": ", how(first), " after ",
-                 seconds_since_begin(first.ended_ns)));
+      say(concat(run_.ranks > 1 ? "first failure: rank " : "rank ", result_.first_failed, ": ",
+                 how(first), " after ", seconds_since_begin(first.ended_ns)));
       last_lines(result_.first_failed, last_lines_kept);
     }
     if (broken_noted_) say("the reader of the output went away; the ranks were ended");
-    if (killed_ && !start_error_) say(concat("ranks that did not end within ", run_.grace, " s were killed"));
+    if (killed_ && !start_error_)
+      say(concat("ranks that did not end within ", run_.grace, " s were killed"));
   }
 
   void last_lines(int r, std::size_t count) {
@@ -441,17 +481,21 @@ class Runner {
       const auto& lines = ranks_[r].streams[channel].last;
       if (lines.empty()) continue;
       say(concat("last lines of rank ", r, " on its standard ", channel ? "error:" : "output:"));
-      for (std::size_t i = lines.size() > count ? lines.size() - count : 0; i < lines.size(); ++i) sink(1).put("  | ", lines[i]);
+      for (std::size_t i = lines.size() > count ? lines.size() - count : 0; i < lines.size(); ++i)
+        sink(1).put("  | ", lines[i]);
     }
   }
 
   void finish_output() {
     while (out_.pending() || err_.pending()) {
-      pollfd fds[3] = {{signals_.fd(), POLLIN, 0}, {out_.pending() ? out_.fd() : -1, POLLOUT, 0}, {err_.pending() ? err_.fd() : -1, POLLOUT, 0}};
+      pollfd fds[3] = {{signals_.fd(), POLLIN, 0},
+                       {out_.pending() ? out_.fd() : -1, POLLOUT, 0},
+                       {err_.pending() ? err_.fd() : -1, POLLOUT, 0}};
       poll(fds, 3, -1);
       signalfd_siginfo info;
       while (read(signals_.fd(), &info, sizeof info) == static_cast<ssize_t>(sizeof info)) {
-        if (info.ssi_signo == SIGCHLD || info.ssi_signo == SIGUSR1 || info.ssi_signo == SIGUSR2) continue;
+        if (info.ssi_signo == SIGCHLD || info.ssi_signo == SIGUSR1 || info.ssi_signo == SIGUSR2)
+          continue;
         if (result_.exit_status == 0) result_.exit_status = 128 + static_cast<int>(info.ssi_signo);
         return;
       }

@@ -1,5 +1,6 @@
 #pragma once
-// The local launcher: N ranks of one program on this host, with nothing left behind however it ends. Linux only.
+// The local launcher: N ranks of one program on this host, with nothing left behind however it
+// ends. Linux only.
 
 #include <chrono>
 #include <string>
@@ -12,40 +13,58 @@ struct LocalRun {
   static constexpr int automatic = -1;
   static constexpr int off = 0;
 
-  std::vector<std::string> command;  ///< Program first, found by PATH.
+  /// Program first, found by PATH.
+  std::vector<std::string> command;
   int ranks = 1;
-  double timeout = 0;       ///< Limit of the whole run; 0: none.
-  double grace = 5;         ///< From SIGTERM (or a forwarded signal) to SIGKILL.
-  double linger = 0;        ///< After the first failure, the time that the other ranks get to end by themselves before SIGTERM.
-  std::string log_folder;   ///< Made if absent; rank-R.out and rank-R.err get the bytes as they come. Empty: none.
-  int threads = automatic;  ///< OMP_NUM_THREADS of a rank: automatic, off (left alone), or a number.
-  bool bind = false;        ///< Each rank to its own block of CPUs, as share_cpus() says.
-  enum class Output { live, by_rank } output = Output::live;  ///< by_rank: all of rank 0, then all of rank 1, ...
-  int out = 1;                                                ///< Descriptors that the ranks' standard output and error go to.
+  /// Limit of the whole run; 0: none.
+  double timeout = 0;
+  /// From SIGTERM (or a forwarded signal) to SIGKILL.
+  double grace = 5;
+  /// After the first failure, the time that the other ranks get to end by themselves before
+  /// SIGTERM.
+  double linger = 0;
+  /// Made if absent; rank-R.out and rank-R.err get the bytes as they come. Empty: none.
+  std::string log_folder;
+  /// OMP_NUM_THREADS of a rank: automatic, off (left alone), or a number.
+  int threads = automatic;
+  /// Each rank to its own block of CPUs, as share_cpus() says.
+  bool bind = false;
+  /// by_rank: all of rank 0, then all of rank 1, ...
+  enum class Output { live, by_rank } output = Output::live;
+  /// Descriptors that the ranks' standard output and error go to.
+  int out = 1;
   int err = 2;
 };
 
 /// How a run ended.
 struct LocalRunResult {
-  /// 0; the first failed rank's exit code, or 128 + its signal; 124 after the time limit; 126 or 127 where the program could not be started;
-  /// 128 + signal where ranks had to be killed after a forwarded signal; 141 where the reader of the output went away.
+  /// 0; the first failed rank's exit code, or 128 + its signal; 124 after the time limit; 126 or
+  /// 127 where the program could not be started; 128 + signal where ranks had to be killed after a
+  /// forwarded signal; 141 where the reader of the output went away.
   int exit_status = 0;
-  int first_failed = -1;  ///< Rank, or -1.
+  /// Rank, or -1.
+  int first_failed = -1;
   bool timed_out = false;
-  std::vector<int> still_running;  ///< At the time limit.
+  /// At the time limit.
+  std::vector<int> still_running;
 };
 
-/// Starts `run.ranks` ranks and waits for them. Every rank finds the variables of docs/launching.md ("Our launcher").
+/// Starts `run.ranks` ranks and waits for them. Every rank finds the variables of docs/launching.md
+/// ("Our launcher").
 ///
-/// Output: every line with the prefix "[R] " (ranks padded to one width), lines never mixed, both streams kept apart; lines that wait at the same
-/// time come in rank order. A line of more than 1 MiB comes in pieces of that size.
+/// Output: every line with the prefix "[R] " (ranks padded to one width), lines never mixed, both
+/// streams kept apart; lines that wait at the same time come in rank order. A line of more than 1
+/// MiB comes in pieces of that size.
 ///
-/// When a rank fails, the others get SIGTERM, and SIGKILL after `grace`; the report on `err` names the rank that failed first, how, and its last
-/// lines. SIGINT, SIGTERM, SIGHUP and SIGQUIT go to every rank, and after `grace` all are killed (a second such signal: at once); SIGUSR1 and SIGUSR2
-/// are passed on and change nothing else. The ranks' descendants end with their rank, and all of them with this process.
+/// When a rank fails, the others get SIGTERM, and SIGKILL after `grace`; the report on `err` names
+/// the rank that failed first, how, and its last lines. SIGINT, SIGTERM, SIGHUP and SIGQUIT go to
+/// every rank, and after `grace` all are killed (a second such signal: at once); SIGUSR1 and
+/// SIGUSR2 are passed on and change nothing else. The ranks' descendants end with their rank, and
+/// all of them with this process.
 ///
-/// For the time of the call it takes over the process' handling of these signals, of SIGCHLD and of SIGPIPE, and makes the process a subreaper; call
-/// it from a process with one thread. Throws InvalidArgument for a request that makes no sense and Error where the system refuses.
+/// For the time of the call it takes over the process' handling of these signals, of SIGCHLD and of
+/// SIGPIPE, and makes the process a subreaper; call it from a process with one thread. Throws
+/// InvalidArgument for a request that makes no sense and Error where the system refuses.
 LocalRunResult run_local(const LocalRun& run);
 
 }  // namespace tessera

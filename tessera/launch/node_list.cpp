@@ -35,7 +35,9 @@ class Reader {
     if (begin == at_) fail("a number is missing");
     return std::string(text_.substr(begin, at_ - begin));
   }
-  [[noreturn]] void fail(const std::string& why) const { throw ConfigurationError(concat(what_, " '", text_, "', character ", at_ + 1, ": ", why)); }
+  [[noreturn]] void fail(const std::string& why) const {
+    throw ConfigurationError(concat(what_, " '", text_, "', character ", at_ + 1, ": ", why));
+  }
 
  private:
   std::string_view text_;
@@ -60,7 +62,9 @@ std::vector<std::string> bracket(Reader& in) {
       const auto to = detail::parse_number(last);
       if (!from || !to) in.fail("a number is too large");
       if (*from > *to) in.fail(concat("the range ", first, "-", last, " runs backwards"));
-      if (*to - *from >= max_hosts) in.fail(concat("the range ", first, "-", last, " is too long; at most ", max_hosts, " hosts are read"));
+      if (*to - *from >= max_hosts)
+        in.fail(concat("the range ", first, "-", last, " is too long; at most ", max_hosts,
+                       " hosts are read"));
       for (std::uint64_t n = *from; n <= *to; ++n) {
         std::string text = std::to_string(n);
         if (text.size() < first.size()) text.insert(0, first.size() - text.size(), '0');
@@ -80,7 +84,9 @@ std::vector<std::string> expand_node_list(std::string_view text) {
   bool expected = true;  // A name must follow: at the start, and behind a comma.
   for (in.skip_blanks(); !in.at_end(); in.skip_blanks()) {
     std::vector<std::string> names{""};
-    const auto ends_name = [&](char c) { return c == ',' || std::isspace(static_cast<unsigned char>(c)); };
+    const auto ends_name = [&](char c) {
+      return c == ',' || std::isspace(static_cast<unsigned char>(c));
+    };
     while (!in.at_end() && !ends_name(in.peek())) {
       const char c = in.next();
       if (c == ']' || c == '(' || c == ')') in.fail(concat("unexpected '", c, "'"));
@@ -89,7 +95,8 @@ std::vector<std::string> expand_node_list(std::string_view text) {
         continue;
       }
       const std::vector<std::string> numbers = bracket(in);
-      if (names.size() * numbers.size() > max_hosts) in.fail(concat("more than ", max_hosts, " hosts"));
+      if (names.size() * numbers.size() > max_hosts)
+        in.fail(concat("more than ", max_hosts, " hosts"));
       std::vector<std::string> longer;
       for (const auto& name : names) {
         for (const auto& number : numbers) longer.push_back(name + number);
@@ -111,7 +118,8 @@ std::vector<int> expand_task_counts(std::string_view text) {
   std::vector<int> counts;
   auto number = [&]() -> int {
     const auto value = detail::parse_number(in.digits());
-    if (!value || *value > static_cast<std::uint64_t>(max_hosts)) in.fail(concat("the number is too large; at most ", max_hosts));
+    if (!value || *value > static_cast<std::uint64_t>(max_hosts))
+      in.fail(concat("the number is too large; at most ", max_hosts));
     return static_cast<int>(*value);
   };
   do {
@@ -124,7 +132,8 @@ std::vector<int> expand_task_counts(std::string_view text) {
       if (times == 0) in.fail("zero times");
       if (!in.take(')')) in.fail("expected ')'");
     }
-    if (counts.size() + static_cast<std::size_t>(times) > max_hosts) in.fail(concat("more than ", max_hosts, " hosts"));
+    if (counts.size() + static_cast<std::size_t>(times) > max_hosts)
+      in.fail(concat("more than ", max_hosts, " hosts"));
     counts.insert(counts.end(), static_cast<std::size_t>(times), tasks);
     in.skip_blanks();
   } while (in.take(','));

@@ -2,7 +2,8 @@
 
 namespace tessera {
 
-// Defined here, so that each has one type information in the library and can be caught across shared objects.
+// Defined here, so that each has one type information in the library and can be caught across
+// shared objects.
 GroupConfigError::~GroupConfigError() = default;
 WorldSizeMismatch::~WorldSizeMismatch() = default;
 UnsetSize::~UnsetSize() = default;

@@ -1,5 +1,6 @@
 #pragma once
-// The typed errors of the layout room. Each message carries the numbers; the fields carry them for programs.
+// The typed errors of the layout room. Each message carries the numbers; the fields carry them for
+// programs.
 
 #include <string>
 #include <utility>
@@ -23,7 +24,8 @@ class WorldSizeMismatch : public GroupConfigError {
       : GroupConfigError(what), world_size_(world_size), product_(product) {}
   ~WorldSizeMismatch() override;
   long long world_size() const { return world_size_; }
-  long long product() const { return product_; }  ///< Of the sizes that were given.
+  /// Of the sizes that were given.
+  long long product() const { return product_; }
 
  private:
   long long world_size_, product_;
@@ -60,7 +62,8 @@ class GroupCycle : public GroupConfigError {
 /// The rule of orthogonality does not hold; `ranks()` are the ranks that break it.
 class OrthogonalityError : public GroupConfigError {
  public:
-  OrthogonalityError(const std::string& what, std::vector<int> ranks) : GroupConfigError(what), ranks_(std::move(ranks)) {}
+  OrthogonalityError(const std::string& what, std::vector<int> ranks)
+      : GroupConfigError(what), ranks_(std::move(ranks)) {}
   ~OrthogonalityError() override;
   const std::vector<int>& ranks() const { return ranks_; }
 

@@ -17,10 +17,16 @@ std::int64_t product(const std::vector<Axis>& axes) {
   std::set<std::string> names;
   std::int64_t n = 1;
   for (const Axis& axis : axes) {
-    if (axis.size < 1) throw InvalidArgument(concat("mesh axis '", axis.name, "' has size ", axis.size, "; give a size of at least 1"));
-    if (!names.insert(axis.name).second) throw InvalidArgument(concat("mesh axis '", axis.name, "' is named twice; give each axis its own name"));
+    if (axis.size < 1)
+      throw InvalidArgument(concat("mesh axis '", axis.name, "' has size ", axis.size,
+                                   "; give a size of at least 1"));
+    if (!names.insert(axis.name).second)
+      throw InvalidArgument(
+          concat("mesh axis '", axis.name, "' is named twice; give each axis its own name"));
     n *= axis.size;
-    if (n > std::numeric_limits<int>::max()) throw InvalidArgument(concat("the mesh has more than ", std::numeric_limits<int>::max(), " ranks"));
+    if (n > std::numeric_limits<int>::max())
+      throw InvalidArgument(
+          concat("the mesh has more than ", std::numeric_limits<int>::max(), " ranks"));
   }
   return n;
 }
@@ -34,13 +40,16 @@ std::vector<int> row_major_strides(const std::vector<Axis>& axes) {
 
 }  // namespace
 
-/// The ranks and their inverse. A table 0, 1, 2, ... needs no inverse, a dense one an array, one with wide gaps a sorted list.
+/// The ranks and their inverse. A table 0, 1, 2, ... needs no inverse, a dense one an array, one
+/// with wide gaps a sorted list.
 struct Mesh::Table {
   std::vector<int> ranks;
   bool row_major = true;
   int lowest = 0;
-  std::vector<int> dense;                   ///< dense[rank - lowest] = position, -1: absent.
-  std::vector<std::pair<int, int>> sparse;  ///< (rank, position), sorted.
+  /// dense[rank - lowest] = position, -1: absent.
+  std::vector<int> dense;
+  /// (rank, position), sorted.
+  std::vector<std::pair<int, int>> sparse;
 
   static std::shared_ptr<const Table> identity(int n) {
     auto table = std::make_shared<Table>();
@@ -57,7 +66,10 @@ struct Mesh::Table {
     const auto [low, high] = std::minmax_element(ranks.begin(), ranks.end());
     if (*low < 0) throw InvalidArgument(concat("rank ", *low, " is negative"));
     lowest = *low;
-    const auto twice = [](int rank) { return InvalidArgument(concat("rank ", rank, " stands twice in the mesh; a rank has one coordinate")); };
+    const auto twice = [](int rank) {
+      return InvalidArgument(
+          concat("rank ", rank, " stands twice in the mesh; a rank has one coordinate"));
+    };
     if (std::int64_t(*high) - lowest < 4 * std::int64_t(n) + 64) {
       dense.assign(*high - lowest + 1, -1);
       for (int i = 0; i < n; ++i) {
@@ -74,10 +86,14 @@ struct Mesh::Table {
   }
 
   std::optional<int> find(int rank) const {
-    if (row_major) return rank >= 0 && rank < static_cast<int>(ranks.size()) ? std::optional<int>(rank) : std::nullopt;
+    if (row_major)
+      return rank >= 0 && rank < static_cast<int>(ranks.size()) ? std::optional<int>(rank)
+                                                                : std::nullopt;
     if (!dense.empty()) {
       const std::int64_t at = std::int64_t(rank) - lowest;
-      return at >= 0 && at < static_cast<std::int64_t>(dense.size()) && dense[at] >= 0 ? std::optional<int>(dense[at]) : std::nullopt;
+      return at >= 0 && at < static_cast<std::int64_t>(dense.size()) && dense[at] >= 0
+                 ? std::optional<int>(dense[at])
+                 : std::nullopt;
     }
     const auto at = std::lower_bound(sparse.begin(), sparse.end(), std::pair<int, int>(rank, 0));
     return at != sparse.end() && at->first == rank ? std::optional<int>(at->second) : std::nullopt;
@@ -94,7 +110,8 @@ Mesh::Mesh(std::vector<Axis> axes) : axes_(std::move(axes)) {
 Mesh::Mesh(std::vector<Axis> axes, std::vector<int> ranks) : axes_(std::move(axes)) {
   const std::int64_t n = product(axes_);
   if (n != static_cast<std::int64_t>(ranks.size()))
-    throw InvalidArgument(concat("the axes have ", n, " coordinates, but ", ranks.size(), " ranks were given"));
+    throw InvalidArgument(
+        concat("the axes have ", n, " coordinates, but ", ranks.size(), " ranks were given"));
   table_ = std::make_shared<Table>(std::move(ranks));
   strides_ = row_major_strides(axes_);
 }
@@ -103,7 +120,9 @@ Mesh Mesh::over(std::shared_ptr<const Table> table, std::vector<Axis> axes) {
   Mesh mesh;
   const std::int64_t n = product(axes);
   const auto ranks = static_cast<std::int64_t>(table->ranks.size());
-  if (n != ranks) throw InvalidArgument(concat("the axes have ", n, " coordinates, but the mesh has ", ranks, " ranks"));
+  if (n != ranks)
+    throw InvalidArgument(
+        concat("the axes have ", n, " coordinates, but the mesh has ", ranks, " ranks"));
   mesh.strides_ = row_major_strides(axes);
   mesh.axes_ = std::move(axes);
   mesh.table_ = std::move(table);
@@ -114,10 +133,13 @@ const std::vector<int>& Mesh::ranks() const { return table_->ranks; }
 bool Mesh::row_major() const { return table_->row_major; }
 std::optional<int> Mesh::find(int rank) const { return table_->find(rank); }
 
-bool Mesh::operator==(const Mesh& other) const { return axes_ == other.axes_ && (table_ == other.table_ || ranks() == other.ranks()); }
+bool Mesh::operator==(const Mesh& other) const {
+  return axes_ == other.axes_ && (table_ == other.table_ || ranks() == other.ranks());
+}
 
 int Mesh::size(int axis) const {
-  if (axis < 0 || axis >= dims()) throw InvalidArgument(concat("axis ", axis, " of a mesh with ", dims(), " axes"));
+  if (axis < 0 || axis >= dims())
+    throw InvalidArgument(concat("axis ", axis, " of a mesh with ", dims(), " axes"));
   return axes_[axis].size;
 }
 
@@ -164,12 +186,14 @@ std::vector<int> Mesh::coordinate(int rank) const {
 
 int Mesh::rank_at(std::span<const int> coordinate) const {
   if (static_cast<int>(coordinate.size()) != dims())
-    throw InvalidArgument(concat("a coordinate of ", coordinate.size(), " numbers for a mesh with ", dims(), " axes"));
+    throw InvalidArgument(concat("a coordinate of ", coordinate.size(), " numbers for a mesh with ",
+                                 dims(), " axes"));
   if (ranks().empty()) throw InvalidArgument("an empty mesh has no coordinates");
   std::size_t at = 0;
   for (int i = 0; i < dims(); ++i) {
     if (coordinate[i] < 0 || coordinate[i] >= axes_[i].size)
-      throw InvalidArgument(concat("coordinate ", coordinate[i], " on axis '", axes_[i].name, "' of size ", axes_[i].size));
+      throw InvalidArgument(concat("coordinate ", coordinate[i], " on axis '", axes_[i].name,
+                                   "' of size ", axes_[i].size));
     at += static_cast<std::size_t>(coordinate[i]) * strides_[i];
   }
   return ranks()[at];
@@ -183,7 +207,8 @@ std::vector<int> Mesh::sorted_axes(std::span<const int> axes) const {
   return sorted;
 }
 
-/// Positions of a group's members, from that of its first, in mesh order. `axes` as sorted_axes() gives them.
+/// Positions of a group's members, from that of its first, in mesh order. `axes` as sorted_axes()
+/// gives them.
 std::vector<int> Mesh::offsets(std::span<const int> axes, int first) const {
   std::size_t total = 1;
   for (int axis : axes) total *= axes_[axis].size;
@@ -216,7 +241,9 @@ std::vector<int> Mesh::group(std::span<const int> axes, int rank) const {
   return members;
 }
 
-std::vector<int> Mesh::group(const std::vector<std::string>& axes, int rank) const { return group(indices(axes), rank); }
+std::vector<int> Mesh::group(const std::vector<std::string>& axes, int rank) const {
+  return group(indices(axes), rank);
+}
 
 std::vector<int> Mesh::group(const std::string& axis, int rank) const {
   const int axes[] = {index(axis)};
@@ -226,7 +253,8 @@ std::vector<int> Mesh::group(const std::string& axis, int rank) const {
 int Mesh::group_rank(std::span<const int> axes, int rank) const {
   const int at = position(rank);
   int result = 0;
-  for (int axis : sorted_axes(axes)) result = result * axes_[axis].size + at / strides_[axis] % axes_[axis].size;
+  for (int axis : sorted_axes(axes))
+    result = result * axes_[axis].size + at / strides_[axis] % axes_[axis].size;
   return result;
 }
 
@@ -250,7 +278,9 @@ GroupTable Mesh::groups(std::span<const int> axes) const {
   return table;
 }
 
-GroupTable Mesh::groups(const std::vector<std::string>& axes) const { return groups(indices(axes)); }
+GroupTable Mesh::groups(const std::vector<std::string>& axes) const {
+  return groups(indices(axes));
+}
 
 GroupTable Mesh::groups(const std::string& axis) const {
   const int axes[] = {index(axis)};
@@ -268,14 +298,18 @@ std::vector<int> Mesh::complement(std::span<const int> axes, std::span<const int
     if (!ranks().empty()) {
       const auto scope_group = group(around, first);
       for (int rank : group(inside, first))
-        if (std::find(scope_group.begin(), scope_group.end(), rank) == scope_group.end()) outside.push_back(rank);
+        if (std::find(scope_group.begin(), scope_group.end(), rank) == scope_group.end())
+          outside.push_back(rank);
     }
-    throw OrthogonalityError(concat("axis '", axes_[axis].name, "' is not in the scope ", list(scope_names), ": the group of rank ", first,
-                                    " leaves the scope with ranks ", list(outside), "; choose a scope that contains the axis"),
-                             outside);
+    throw OrthogonalityError(
+        concat("axis '", axes_[axis].name, "' is not in the scope ", list(scope_names),
+               ": the group of rank ", first, " leaves the scope with ranks ", list(outside),
+               "; choose a scope that contains the axis"),
+        outside);
   }
   std::vector<int> rest;
-  std::set_difference(around.begin(), around.end(), inside.begin(), inside.end(), std::back_inserter(rest));
+  std::set_difference(around.begin(), around.end(), inside.begin(), inside.end(),
+                      std::back_inserter(rest));
   return rest;
 }
 
@@ -287,7 +321,8 @@ std::vector<int> Mesh::complement(std::span<const int> axes) const {
 
 Mesh Mesh::slice(const std::string& axis, int at) const {
   const int i = index(axis);
-  if (at < 0 || at >= axes_[i].size) throw InvalidArgument(concat("slice ", at, " of axis '", axis, "' of size ", axes_[i].size));
+  if (at < 0 || at >= axes_[i].size)
+    throw InvalidArgument(concat("slice ", at, " of axis '", axis, "' of size ", axes_[i].size));
   auto mesh = slice(axis, at, at + 1);
   auto axes = axes_;
   axes.erase(axes.begin() + i);
@@ -297,14 +332,16 @@ Mesh Mesh::slice(const std::string& axis, int at) const {
 Mesh Mesh::slice(const std::string& axis, int begin, int end) const {
   const int i = index(axis);
   if (begin < 0 || end > axes_[i].size || begin >= end)
-    throw InvalidArgument(concat("slice [", begin, ", ", end, ") of axis '", axis, "' of size ", axes_[i].size, "; take 0 <= begin < end <= size"));
+    throw InvalidArgument(concat("slice [", begin, ", ", end, ") of axis '", axis, "' of size ",
+                                 axes_[i].size, "; take 0 <= begin < end <= size"));
   auto axes = axes_;
   axes[i].size = end - begin;
   const int block = axes_[i].size * strides_[i];
   std::vector<int> kept;
   kept.reserve(ranks().size() / axes_[i].size * (end - begin));
   for (int first = 0; first < size(); first += block)
-    kept.insert(kept.end(), ranks().begin() + first + begin * strides_[i], ranks().begin() + first + end * strides_[i]);
+    kept.insert(kept.end(), ranks().begin() + first + begin * strides_[i],
+                ranks().begin() + first + end * strides_[i]);
   return Mesh(std::move(axes), std::move(kept));
 }
 
@@ -317,7 +354,8 @@ Mesh Mesh::submesh(const std::vector<std::string>& axes, int rank) const {
 
 Mesh Mesh::flatten(const std::vector<std::string>& axes, const std::string& name) const {
   const auto merged = sorted_axes(indices(axes));
-  if (merged.empty()) throw InvalidArgument(concat("flatten into '", name, "' names no axes; name at least one"));
+  if (merged.empty())
+    throw InvalidArgument(concat("flatten into '", name, "' names no axes; name at least one"));
   const auto is_merged = [&](int i) { return std::binary_search(merged.begin(), merged.end(), i); };
   std::vector<std::string> order;
   std::vector<Axis> result;
@@ -337,7 +375,8 @@ Mesh Mesh::unflatten(const std::string& axis, const std::vector<Axis>& into) con
   const int i = index(axis);
   const std::int64_t n = product(into);
   if (n != axes_[i].size || into.empty())
-    throw InvalidArgument(concat("axis '", axis, "' of size ", axes_[i].size, " cannot become axes with product ", n));
+    throw InvalidArgument(concat("axis '", axis, "' of size ", axes_[i].size,
+                                 " cannot become axes with product ", n));
   auto axes = axes_;
   axes.erase(axes.begin() + i);
   axes.insert(axes.begin() + i, into.begin(), into.end());
@@ -346,8 +385,10 @@ Mesh Mesh::unflatten(const std::string& axis, const std::vector<Axis>& into) con
 
 Mesh Mesh::permute(const std::vector<std::string>& order) const {
   const auto picked = indices(order);
-  if (static_cast<int>(order.size()) != dims() || static_cast<int>(sorted_axes(picked).size()) != dims())
-    throw InvalidArgument(concat("the order ", list(order), " must name each of the axes ", list(names()), " once"));
+  if (static_cast<int>(order.size()) != dims() ||
+      static_cast<int>(sorted_axes(picked).size()) != dims())
+    throw InvalidArgument(
+        concat("the order ", list(order), " must name each of the axes ", list(names()), " once"));
   if (std::is_sorted(picked.begin(), picked.end())) return *this;
   std::vector<Axis> axes;
   for (int i : picked) axes.push_back(axes_[i]);
@@ -376,12 +417,14 @@ Mesh Mesh::view(std::vector<Axis> axes) const { return over(table_, std::move(ax
 
 std::string Mesh::to_string() const {
   std::string text;
-  for (const Axis& axis : axes_) text += concat(text.empty() ? "" : " x ", axis.name, "=", axis.size);
+  for (const Axis& axis : axes_)
+    text += concat(text.empty() ? "" : " x ", axis.name, "=", axis.size);
   if (axes_.empty())
     text = "no axes";
   else
     text += concat(" (outermost first; adjacent ranks along ", axes_.back().name, ")");
-  return row_major() && !ranks().empty() ? concat(text, ", ranks 0..", size() - 1) : concat(text, ", ranks ", list(ranks()));
+  return row_major() && !ranks().empty() ? concat(text, ", ranks 0..", size() - 1)
+                                         : concat(text, ", ranks ", list(ranks()));
 }
 
 std::ostream& operator<<(std::ostream& out, const Mesh& mesh) { return out << mesh.to_string(); }

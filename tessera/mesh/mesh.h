@@ -1,12 +1,16 @@
 #pragma once
-// Mesh: named axes (outermost first) and a rank table. Arithmetic only: no process, no communication.
+// Mesh: named axes (outermost first) and a rank table. Arithmetic only: no process, no
+// communication.
 //
-//   Mesh m({{"data", 2}, {"domain", 3}});      // ranks 0..5, row-major: the last axis has adjacent ranks
-//   m.group("domain", 4)   -> {3, 4, 5}        // the ranks along `domain` through rank 4; position in the list = coordinate on the axis
+//   // ranks 0..5, row-major: the last axis has adjacent ranks
+//   Mesh m({{"data", 2}, {"domain", 3}});
+//   // the ranks along `domain` through rank 4; position in the list = coordinate on the axis
+//   m.group("domain", 4)   -> {3, 4, 5}
 //   m.group("data", 4)     -> {1, 4}
 //   m.groups("data")       -> {0, 3}, {1, 4}, {2, 5}
 //
-// Nothing is sorted: with the table {5, 0, 3, 1} over data=2 x model=2 the groups of `model` are {5, 0} and {3, 1}.
+// Nothing is sorted: with the table {5, 0, 3, 1} over data=2 x model=2 the groups of `model` are
+// {5, 0} and {3, 1}.
 
 #include <cstdint>
 #include <iosfwd>
@@ -27,13 +31,15 @@ struct Axis {
   bool operator==(const Axis&) const = default;
 };
 
-/// A value: copies share the table. Every member function is const and may be called from several threads.
+/// A value: copies share the table. Every member function is const and may be called from several
+/// threads.
 class Mesh {
  public:
   Mesh();
   /// Ranks 0 .. product - 1, row-major: the last axis has adjacent ranks.
   explicit Mesh(std::vector<Axis> axes);
-  /// Any ranks, each at most once, row-major over the axes: a permutation, a subset of the world, rows that are not contiguous.
+  /// Any ranks, each at most once, row-major over the axes: a permutation, a subset of the world,
+  /// rows that are not contiguous.
   Mesh(std::vector<Axis> axes, std::vector<int> ranks);
 
   const std::vector<Axis>& axes() const { return axes_; }
@@ -42,19 +48,27 @@ class Mesh {
   int size(int axis) const;
   int size(const std::string& axis) const;
   bool has_axis(const std::string& axis) const;
-  int index(const std::string& axis) const;  ///< Throws InvalidArgument with the known names.
+  /// Throws InvalidArgument with the known names.
+  int index(const std::string& axis) const;
   std::vector<int> indices(std::span<const std::string> axes) const;
   std::vector<std::string> names() const;
-  const std::vector<int>& ranks() const;  ///< The table, row-major.
-  bool row_major() const;                 ///< The table is 0, 1, 2, ... size - 1.
+  /// The table, row-major.
+  const std::vector<int>& ranks() const;
+  /// The table is 0, 1, 2, ... size - 1.
+  bool row_major() const;
   bool contains(int rank) const { return find(rank).has_value(); }
-  std::optional<int> find(int rank) const;      ///< Position in the table. O(1), or O(log size) for a table with wide gaps.
-  int position(int rank) const;                 ///< Throws if the rank is not in the mesh.
-  std::vector<int> coordinate(int rank) const;  ///< Throws if the rank is not in the mesh.
+  /// Position in the table. O(1), or O(log size) for a table with wide gaps.
+  std::optional<int> find(int rank) const;
+  /// Throws if the rank is not in the mesh.
+  int position(int rank) const;
+  /// Throws if the rank is not in the mesh.
+  std::vector<int> coordinate(int rank) const;
   int rank_at(std::span<const int> coordinate) const;
-  int stride(int axis) const;  ///< In positions of the table.
+  /// In positions of the table.
+  int stride(int axis) const;
 
-  /// The ranks that share `rank`'s coordinates on every other axis, in mesh order over `axes`, whatever the order in which they are named.
+  /// The ranks that share `rank`'s coordinates on every other axis, in mesh order over `axes`,
+  /// whatever the order in which they are named.
   std::vector<int> group(std::span<const int> axes, int rank) const;
   std::vector<int> group(const std::vector<std::string>& axes, int rank) const;
   std::vector<int> group(const std::string& axis, int rank) const;
@@ -65,10 +79,12 @@ class Mesh {
   GroupTable groups(std::span<const int> axes) const;
   GroupTable groups(const std::vector<std::string>& axes) const;
   GroupTable groups(const std::string& axis) const;
-  /// The axes of `scope` that are not in `axes`, in mesh order. The groups of `axes` and of the complement partition each group of `scope`, and each
-  /// of the one meets each of the other in exactly one rank. Throws OrthogonalityError, with ranks, if `axes` is not inside `scope`.
+  /// The axes of `scope` that are not in `axes`, in mesh order. The groups of `axes` and of the
+  /// complement partition each group of `scope`, and each of the one meets each of the other in
+  /// exactly one rank. Throws OrthogonalityError, with ranks, if `axes` is not inside `scope`.
   std::vector<int> complement(std::span<const int> axes, std::span<const int> scope) const;
-  std::vector<int> complement(std::span<const int> axes) const;  ///< In the whole mesh.
+  /// In the whole mesh.
+  std::vector<int> complement(std::span<const int> axes) const;
 
   /// The ranks with coordinate `at` on `axis`; the axis is gone.
   Mesh slice(const std::string& axis, int at) const;
@@ -76,17 +92,21 @@ class Mesh {
   Mesh slice(const std::string& axis, int begin, int end) const;
   /// The mesh over `axes` alone that runs through `rank`, axes in this mesh's order.
   Mesh submesh(const std::vector<std::string>& axes, int rank) const;
-  /// The axes become one, in mesh order, at the place of the outermost of them: group(name) of the result = group(axes) of this.
+  /// The axes become one, in mesh order, at the place of the outermost of them: group(name) of the
+  /// result = group(axes) of this.
   Mesh flatten(const std::vector<std::string>& axes, const std::string& name) const;
   /// One axis becomes several, outermost first; the product of their sizes is its size.
   Mesh unflatten(const std::string& axis, const std::vector<Axis>& into) const;
-  /// The same coordinates with the axes in another order (all of them named): no group along an axis changes.
+  /// The same coordinates with the axes in another order (all of them named): no group along an
+  /// axis changes.
   Mesh permute(const std::vector<std::string>& order) const;
   Mesh rename(const std::string& axis, const std::string& name) const;
-  /// The same table under other axes with the same product: data=2 x tensor=4 as data=2 x expert=2 x tensor=2.
+  /// The same table under other axes with the same product: data=2 x tensor=4 as data=2 x expert=2
+  /// x tensor=2.
   Mesh view(std::vector<Axis> axes) const;
 
-  /// "tensor=2 ..." outermost first, and where adjacent ranks are: "data=2 x tensor=4 (outermost first; adjacent ranks along tensor), ranks 0..7".
+  /// "tensor=2 ..." outermost first, and where adjacent ranks are: "data=2 x tensor=4 (outermost
+  /// first; adjacent ranks along tensor), ranks 0..7".
   std::string to_string() const;
 
   bool operator==(const Mesh& other) const;

@@ -15,18 +15,24 @@ std::vector<std::string> split_order(const std::string& order) {
     const auto end = std::min(order.find('-', begin), order.size());
     names.push_back(order.substr(begin, end - begin));
     if (names.back().empty())
-      throw GroupConfigError(concat("the order '", order, "' has an empty name; write axis names with single dashes between"));
-    if (!seen.insert(names.back()).second) throw RepeatedName(concat("axis '", names.back(), "' stands twice in the order '", order, "'"));
+      throw GroupConfigError(
+          concat("the order '", order,
+                 "' has an empty name; write axis names with single dashes between"));
+    if (!seen.insert(names.back()).second)
+      throw RepeatedName(
+          concat("axis '", names.back(), "' stands twice in the order '", order, "'"));
     begin = end + 1;
   }
   return names;
 }
 
-std::vector<Axis> axes_from_order(const std::string& order, const std::map<std::string, int>& sizes) {
+std::vector<Axis> axes_from_order(const std::string& order,
+                                  const std::map<std::string, int>& sizes) {
   const auto names = split_order(order);
   for (const auto& [name, size] : sizes)
     if (std::find(names.begin(), names.end(), name) == names.end())
-      throw UnknownName(concat("axis '", name, "' has size ", size, " but is not in the order '", order, "'; add it there"));
+      throw UnknownName(concat("axis '", name, "' has size ", size, " but is not in the order '",
+                               order, "'; add it there"));
   std::vector<Axis> axes;
   for (auto name = names.rbegin(); name != names.rend(); ++name) {
     const auto size = sizes.find(*name);
@@ -35,10 +41,12 @@ std::vector<Axis> axes_from_order(const std::string& order, const std::map<std::
   return axes;
 }
 
-Mesh mesh_from_order(const std::string& order, const std::map<std::string, int>& sizes, int world_size) {
+Mesh mesh_from_order(const std::string& order, const std::map<std::string, int>& sizes,
+                     int world_size) {
   Mesh mesh(axes_from_order(order, sizes));
   if (world_size > 0 && mesh.size() != world_size)
-    throw WorldSizeMismatch(concat("the sizes of ", mesh.to_string(), " multiply to ", mesh.size(), ", but the world has ", world_size,
+    throw WorldSizeMismatch(concat("the sizes of ", mesh.to_string(), " multiply to ", mesh.size(),
+                                   ", but the world has ", world_size,
                                    " ranks; change a size so that the product is ", world_size),
                             world_size, mesh.size());
   return mesh;
@@ -48,8 +56,9 @@ std::string order_of(const Mesh& mesh) {
   std::string order;
   for (auto axis = mesh.axes().rbegin(); axis != mesh.axes().rend(); ++axis) {
     if (axis->name.empty() || axis->name.find('-') != std::string::npos)
-      throw GroupConfigError(
-          concat("axis '", axis->name, "' cannot stand in a named order: a name must not be empty or hold a dash; rename the axis"));
+      throw GroupConfigError(concat("axis '", axis->name,
+                                    "' cannot stand in a named order: a name must not be empty or "
+                                    "hold a dash; rename the axis"));
     if (!order.empty()) order += '-';
     order += axis->name;
   }

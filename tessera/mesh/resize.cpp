@@ -9,16 +9,21 @@
 namespace tessera {
 
 int MeshResize::count(RankMove::Kind kind) const {
-  return static_cast<int>(std::count_if(moves.begin(), moves.end(), [&](const RankMove& move) { return move.kind == kind; }));
+  return static_cast<int>(std::count_if(moves.begin(), moves.end(),
+                                        [&](const RankMove& move) { return move.kind == kind; }));
 }
 
-MeshResize resize_mesh(const Mesh& old_mesh, const std::string& axis, const std::vector<int>& old_rank_of) {
-  const int along = old_mesh.index(axis), old_size = old_mesh.size(along), slice = old_mesh.size() / old_size;
+MeshResize resize_mesh(const Mesh& old_mesh, const std::string& axis,
+                       const std::vector<int>& old_rank_of) {
+  const int along = old_mesh.index(axis), old_size = old_mesh.size(along),
+            slice = old_mesh.size() / old_size;
   const int world = static_cast<int>(old_rank_of.size());
   if (world < slice || world % slice != 0)
     throw WorldSizeMismatch(
-        concat("a world of ", world, " ranks cannot carry the mesh ", old_mesh, " with axis '", axis, "' resized: the other axes multiply to ", slice,
-               "; use ", world / slice * slice > 0 ? concat(world / slice * slice, " or ") : "", (world / slice + 1) * slice, " ranks"),
+        concat("a world of ", world, " ranks cannot carry the mesh ", old_mesh, " with axis '",
+               axis, "' resized: the other axes multiply to ", slice, "; use ",
+               world / slice * slice > 0 ? concat(world / slice * slice, " or ") : "",
+               (world / slice + 1) * slice, " ranks"),
         world, slice);
   const int new_size = world / slice;
   auto axes = old_mesh.axes();
@@ -35,8 +40,9 @@ MeshResize resize_mesh(const Mesh& old_mesh, const std::string& axis, const std:
       continue;
     }
     if (survivor[*at] >= 0)
-      throw InvalidArgument(
-          concat("new ranks ", survivor[*at], " and ", r, " both say that they were old rank ", old_rank_of[r], "; a process has one rank"));
+      throw InvalidArgument(concat("new ranks ", survivor[*at], " and ", r,
+                                   " both say that they were old rank ", old_rank_of[r],
+                                   "; a process has one rank"));
     survivor[*at] = r;
   }
 
@@ -57,7 +63,8 @@ MeshResize resize_mesh(const Mesh& old_mesh, const std::string& axis, const std:
   std::sort(kept.begin(), kept.end());
   for (int s : kept)
     if (s >= new_size) {
-      const auto free = static_cast<int>(std::find(taken.begin(), taken.end(), false) - taken.begin());
+      const auto free =
+          static_cast<int>(std::find(taken.begin(), taken.end(), false) - taken.begin());
       target[s] = free;
       taken[free] = true;
     }
@@ -106,7 +113,8 @@ MeshResize resize_mesh(const Mesh& old_mesh, const std::string& axis, const std:
   for (int p = 0; p < old_mesh.size(); ++p)
     if (survivor[p] < 0) gone.push_back(old_mesh.ranks()[p]);
   std::sort(gone.begin(), gone.end());
-  for (int rank : gone) result.moves.push_back({RankMove::Kind::left, rank, -1, old_mesh.coordinate(rank), {}});
+  for (int rank : gone)
+    result.moves.push_back({RankMove::Kind::left, rank, -1, old_mesh.coordinate(rank), {}});
   return result;
 }
 

@@ -8,7 +8,8 @@
 
 namespace tessera {
 
-void require_same_axis(const Mesh& a, const std::string& a_name, const Mesh& b, const std::string& b_name, const std::string& axis) {
+void require_same_axis(const Mesh& a, const std::string& a_name, const Mesh& b,
+                       const std::string& b_name, const std::string& axis) {
   const auto groups = a.groups(axis);
   const int other[] = {b.index(axis)};
   for (int i = 0; i < groups.count(); ++i) {
@@ -21,23 +22,26 @@ void require_same_axis(const Mesh& a, const std::string& a_name, const Mesh& b, 
     for (int rank : theirs)
       if (std::find(mine.begin(), mine.end(), rank) == mine.end()) ranks.push_back(rank);
     if (ranks.empty()) ranks.assign(mine.begin(), mine.end());  // the same ranks in another order
-    throw ViewMismatch(
-        concat("axis '", axis, "' differs between two views: rank ", mine.front(), " has the group ", list(mine), " in '", a_name, "' and ",
-               list(theirs), " in '", b_name, "'; offending ranks ", list(ranks), "; give the axis another name or lay the views out alike"),
-        ranks);
+    throw ViewMismatch(concat("axis '", axis, "' differs between two views: rank ", mine.front(),
+                              " has the group ", list(mine), " in '", a_name, "' and ",
+                              list(theirs), " in '", b_name, "'; offending ranks ", list(ranks),
+                              "; give the axis another name or lay the views out alike"),
+                       ranks);
   }
 }
 
-MeshViews::MeshViews(std::string name, Mesh mesh) { views_.emplace_back(std::move(name), std::move(mesh)); }
+MeshViews::MeshViews(std::string name, Mesh mesh) {
+  views_.emplace_back(std::move(name), std::move(mesh));
+}
 
 void MeshViews::add(const std::string& name, std::vector<Axis> axes) {
   long long product = 1;
   for (const Axis& axis : axes) product *= std::max(axis.size, 1);
   const Mesh& first = views_.front().second;
   if (product != first.size())
-    throw WorldSizeMismatch(
-        concat("view '", name, "' has ", product, " coordinates, but view '", views_.front().first, "' has ", first.size(), " ranks"), first.size(),
-        product);
+    throw WorldSizeMismatch(concat("view '", name, "' has ", product, " coordinates, but view '",
+                                   views_.front().first, "' has ", first.size(), " ranks"),
+                            first.size(), product);
   add(name, first.view(std::move(axes)));
 }
 
@@ -51,8 +55,9 @@ void MeshViews::add(const std::string& name, Mesh mesh) {
   for (int rank : first.ranks())
     if (!mesh.contains(rank)) missing.push_back(rank);
   if (!foreign.empty() || !missing.empty()) {
-    const std::string text = concat("view '", name, "' must hold the ranks of view '", views_.front().first, "': it lacks ", list(missing),
-                                    " and has ", list(foreign), " besides");
+    const std::string text =
+        concat("view '", name, "' must hold the ranks of view '", views_.front().first,
+               "': it lacks ", list(missing), " and has ", list(foreign), " besides");
     missing.insert(missing.end(), foreign.begin(), foreign.end());
     throw ViewMismatch(text, missing);
   }
@@ -80,7 +85,9 @@ const Mesh& MeshViews::view_of_axis(const std::string& axis) const {
   throw UnknownName(concat("no view has an axis '", axis, "'; there are ", list(names)));
 }
 
-std::vector<int> MeshViews::group(const std::string& axis, int rank) const { return view_of_axis(axis).group(axis, rank); }
+std::vector<int> MeshViews::group(const std::string& axis, int rank) const {
+  return view_of_axis(axis).group(axis, rank);
+}
 
 std::vector<std::string> MeshViews::shared_axes() const {
   std::vector<std::string> shared;

@@ -1,9 +1,12 @@
 #pragma once
-// MeshViews: several factorisations of the same ranks, where an axis that two of them name is proven to be the same axis.
+// MeshViews: several factorisations of the same ranks, where an axis that two of them name is
+// proven to be the same axis.
 //
 //   MeshViews views("dense", Mesh({{"data", 4}, {"tensor", 2}}));
-//   views.add("expert", {{"data", 2}, {"expert", 2}, {"tensor", 2}});   // error: `data` has size 4 in one view and 2 in the other
-//   views.add("expert", {{"expert_data", 2}, {"expert", 2}, {"tensor", 2}});   // `tensor` is shared and proven equal
+//   // error: `data` has size 4 in one view and 2 in the other
+//   views.add("expert", {{"data", 2}, {"expert", 2}, {"tensor", 2}});
+//   // `tensor` is shared and proven equal
+//   views.add("expert", {{"expert_data", 2}, {"expert", 2}, {"tensor", 2}});
 //   views.group("expert", 5), views.group("tensor", 5)
 
 #include <string>
@@ -19,13 +22,16 @@ class MeshViews {
   MeshViews(std::string name, Mesh mesh);
   /// The same ranks under other axes, row-major over the first view's table.
   void add(const std::string& name, std::vector<Axis> axes);
-  /// Any mesh of the same ranks. Throws ViewMismatch, with ranks, if it holds other ranks, or if an axis that another view names has other groups
-  /// here (members or their order); RepeatedName if the view's name is taken. A view that was refused is not added.
+  /// Any mesh of the same ranks. Throws ViewMismatch, with ranks, if it holds other ranks, or if an
+  /// axis that another view names has other groups here (members or their order); RepeatedName if
+  /// the view's name is taken. A view that was refused is not added.
   void add(const std::string& name, Mesh mesh);
 
   const std::vector<std::pair<std::string, Mesh>>& all() const { return views_; }
-  const Mesh& view(const std::string& name) const;          ///< Throws UnknownName.
-  const Mesh& view_of_axis(const std::string& axis) const;  ///< The first view that names it; throws UnknownName.
+  /// Throws UnknownName.
+  const Mesh& view(const std::string& name) const;
+  /// The first view that names it; throws UnknownName.
+  const Mesh& view_of_axis(const std::string& axis) const;
   std::vector<int> group(const std::string& axis, int rank) const;
   /// Axes that more than one view names.
   std::vector<std::string> shared_axes() const;
@@ -34,7 +40,9 @@ class MeshViews {
   std::vector<std::pair<std::string, Mesh>> views_;
 };
 
-/// Throws ViewMismatch unless every rank has the same group, in the same order, along `axis` of both meshes.
-void require_same_axis(const Mesh& a, const std::string& a_name, const Mesh& b, const std::string& b_name, const std::string& axis);
+/// Throws ViewMismatch unless every rank has the same group, in the same order, along `axis` of
+/// both meshes.
+void require_same_axis(const Mesh& a, const std::string& a_name, const Mesh& b,
+                       const std::string& b_name, const std::string& axis);
 
 }  // namespace tessera

@@ -35,28 +35,35 @@ bool matches(std::string_view name, std::string_view pattern) {
 
 }  // namespace
 
-void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const ModuleRule& rule, const ReducerOptions& options) {
+void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const ModuleRule& rule,
+                       const ReducerOptions& options) {
   std::vector<NamedTensor> all;
   for (const auto& p : module.named_parameters()) all.push_back({p.key(), p.value(), true});
   for (const auto& b : module.named_buffers()) all.push_back({b.key(), b.value(), false});
   distribute_in_place(all, mesh, rule, options);
 }
 
-void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh, const ModuleRule& rule, const ReducerOptions& options) {
+void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh,
+                         const ModuleRule& rule, const ReducerOptions& options) {
   std::vector<NamedTensor> all;
   std::unordered_map<const void*, std::string> impls, memory;
   const auto collect = [&](const NamedTensor& entry) {
     const auto& [name, t, parameter] = entry;
-    if (!t.defined() || impls.contains(t.unsafeGetTensorImpl())) return;  // one tensor under two names is one tensor
-    if (is_sharded(t)) throw ShardingError(concat("distribute_module: ", name, " is a ShardTensor already: ", spec(t)));
-    if (t.grad().defined() || t.grad_fn())
+    // one tensor under two names is one tensor
+    if (!t.defined() || impls.contains(t.unsafeGetTensorImpl())) return;
+    if (is_sharded(t))
       throw ShardingError(
-          concat("distribute_module: ", name, " has a gradient or a graph: call it before the first backward, or zero_grad() with set_to_none"));
+          concat("distribute_module: ", name, " is a ShardTensor already: ", spec(t)));
+    if (t.grad().defined() || t.grad_fn())
+      throw ShardingError(concat("distribute_module: ", name,
+                                 " has a gradient or a graph: call it before the first backward, "
+                                 "or zero_grad() with set_to_none"));
     if (t.numel() > 0) {
       const auto [at, fresh] = memory.emplace(t.storage().unsafeGetStorageImpl(), name);
       if (!fresh)
         throw ShardingError(
-            concat("distribute_module: ", name, " and ", at->second, " are different tensors in the same memory: make them one tensor, or copies"));
+            concat("distribute_module: ", name, " and ", at->second,
+                   " are different tensors in the same memory: make them one tensor, or copies"));
     }
     impls.emplace(t.unsafeGetTensorImpl(), name);
     all.push_back(entry);
@@ -75,7 +82,9 @@ void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMe
     } catch (const InvalidArgument& e) {
       throw InvalidArgument(concat("distribute_module: ", entry.name, ": ", e.what()));
     }
-    if (spec(sharded).has_partial()) throw InvalidArgument(concat("distribute_module: ", entry.name, " cannot be partial: ", list(where.placements)));
+    if (spec(sharded).has_partial())
+      throw InvalidArgument(concat("distribute_module: ", entry.name,
+                                   " cannot be partial: ", list(where.placements)));
     if (spec(sharded).has_shard()) sharded = sharded.clone();  // a slice would keep the whole alive
     if (spec(sharded).has_shard() && entry.parameter) {
       const detail::ShardMeta& meta = *detail::meta_of(sharded);
@@ -91,7 +100,8 @@ void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMe
   detail::reduce_parameters(reduced, mesh, options);
 }
 
-void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const NamedPlacements& patterns, const ReducerOptions& options) {
+void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
+                       const NamedPlacements& patterns, const ReducerOptions& options) {
   std::set<std::string> unused;
   for (const auto& [pattern, placement] : patterns) unused.insert(pattern);
   const auto look = [&](const std::string& name) {
@@ -102,7 +112,8 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const 
   for (const auto& p : module.named_parameters()) look(p.key());
   for (const auto& b : module.named_buffers()) look(b.key());
   if (!unused.empty())
-    throw InvalidArgument(concat("distribute_module: no parameter or buffer has a name like ", list(unused),
+    throw InvalidArgument(concat("distribute_module: no parameter or buffer has a name like ",
+                                 list(unused),
                                  "; names are as in named_parameters() and named_buffers()"));
   distribute_module(
       module, mesh,
@@ -115,8 +126,10 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const 
       options);
 }
 
-GradientNoSync::GradientNoSync(const torch::nn::Module& module) : reducers_(detail::reducers_of(module)) {
-  for (const auto& reducer : reducers_) scopes_.push_back(std::make_unique<GradientReducer::NoSync>(*reducer));
+GradientNoSync::GradientNoSync(const torch::nn::Module& module)
+    : reducers_(detail::reducers_of(module)) {
+  for (const auto& reducer : reducers_)
+    scopes_.push_back(std::make_unique<GradientReducer::NoSync>(*reducer));
 }
 
 void reduce_gradients(const torch::nn::Module& module) {

@@ -1,19 +1,25 @@
 #pragma once
-// distribute_module: turns the parameters and buffers of any torch::nn::Module into sharded tensors, in place, for every handle to them.
+// distribute_module: turns the parameters and buffers of any torch::nn::Module into sharded
+// tensors, in place, for every handle to them.
 //
 //   distribute_module(*net, mesh);                                               // replicated
-//   distribute_module(*net, mesh, {{"*.fc1.weight", {{Replicate(), Shard(0)}}}});  // by name; the others are replicated
-//   distribute_module(*net, mesh, [](const std::string& name, const at::Tensor& t) -> std::optional<ParameterPlacement> {
+//   // by name; the others are replicated
+//   distribute_module(*net, mesh, {{"*.fc1.weight", {{Replicate(), Shard(0)}}}});
+//   distribute_module(*net, mesh, [](const std::string& name, const at::Tensor& t) ->
+//     std::optional<ParameterPlacement> {
 //     if (t.dim() == 2) return ParameterPlacement{{Shard(0), Replicate()}};
 //     return std::nullopt;                                                       // the default
 //   });
 //
-// Gradients. Backward leaves the gradient of a parameter that was used with sharded data as a partial sum: its value is that of one process already,
-// its terms lie on the ranks. They are reduced over exactly the axes on which they are partial, to the parameter's own placements: many in one
-// message (GradientReducer), while backward still runs. A gradient that is partial where its parameter is sharded is reduce-scattered.
+// Gradients. Backward leaves the gradient of a parameter that was used with sharded data as a
+// partial sum: its value is that of one process already, its terms lie on the ranks. They are
+// reduced over exactly the axes on which they are partial, to the parameter's own placements: many
+// in one message (GradientReducer), while backward still runs. A gradient that is partial where its
+// parameter is sharded is reduce-scattered.
 //
-// Parameters that are sharded over an axis on which the data they meet is sharded too are gathered where an operator uses them, in forward and in
-// backward, and the copy is gone when the operator is done (fully sharded data parallelism). Where the operator can work on the parts (rows or
+// Parameters that are sharded over an axis on which the data they meet is sharded too are gathered
+// where an operator uses them, in forward and in backward, and the copy is gone when the operator
+// is done (fully sharded data parallelism). Where the operator can work on the parts (rows or
 // columns of a product whose data is not sharded otherwise: tensor parallelism), it does.
 
 #include <torch/nn/module.h>
@@ -35,21 +41,28 @@ struct ParameterPlacement {
 };
 
 /// For a parameter or buffer by its full name; nullopt: replicated.
-using ModuleRule = std::function<std::optional<ParameterPlacement>(const std::string& name, const at::Tensor& tensor)>;
+using ModuleRule = std::function<std::optional<ParameterPlacement>(const std::string& name,
+                                                                   const at::Tensor& tensor)>;
 
-/// A pattern of full names ("*" stands for any characters, dots included) and where what it matches lies. The first that matches counts.
+/// A pattern of full names ("*" stands for any characters, dots included) and where what it matches
+/// lies. The first that matches counts.
 using NamedPlacements = std::vector<std::pair<std::string, ParameterPlacement>>;
 
-/// Every rank holds the same module (names, shapes and placements are compared, values are not). After backward each parameter's gradient has the
-/// parameter's placements. Collective over the mesh. Call it before the first forward pass and before the optimizer is made. `options`: how gradients
-/// are reduced (gradient_as_bucket_view has no meaning here). Throws ShardingError for a parameter that has a gradient or a graph, is sharded
-/// already, or shares its memory with another parameter that is not the same tensor; MismatchError on every rank if the ranks' modules differ.
-void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const ModuleRule& rule = {}, const ReducerOptions& options = {});
+/// Every rank holds the same module (names, shapes and placements are compared, values are not).
+/// After backward each parameter's gradient has the parameter's placements. Collective over the
+/// mesh. Call it before the first forward pass and before the optimizer is made. `options`: how
+/// gradients are reduced (gradient_as_bucket_view has no meaning here). Throws ShardingError for a
+/// parameter that has a gradient or a graph, is sharded already, or shares its memory with another
+/// parameter that is not the same tensor; MismatchError on every rank if the ranks' modules differ.
+void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
+                       const ModuleRule& rule = {}, const ReducerOptions& options = {});
 /// As above; throws InvalidArgument for a pattern that matches nothing.
-void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const NamedPlacements& patterns, const ReducerOptions& options = {});
+void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
+                       const NamedPlacements& patterns, const ReducerOptions& options = {});
 
-/// While it lives, backward reduces no gradients of distribute_module()'s parameters: they stay partial sums, and are right all the same. The next
-/// backward outside reduces what has come together. Scopes nest. All ranks must open and close them alike.
+/// While it lives, backward reduces no gradients of distribute_module()'s parameters: they stay
+/// partial sums, and are right all the same. The next backward outside reduces what has come
+/// together. Scopes nest. All ranks must open and close them alike.
 class GradientNoSync {
  public:
   explicit GradientNoSync(const torch::nn::Module& module);
@@ -58,7 +71,9 @@ class GradientNoSync {
   std::vector<std::shared_ptr<GradientReducer>> reducers_;
   std::vector<std::unique_ptr<GradientReducer::NoSync>> scopes_;
 };
-[[nodiscard]] inline GradientNoSync no_sync(const torch::nn::Module& module) { return GradientNoSync(module); }
+[[nodiscard]] inline GradientNoSync no_sync(const torch::nn::Module& module) {
+  return GradientNoSync(module);
+}
 
 /// Reduces now what is partial, after no_sync() scopes without a last backward. Collective.
 void reduce_gradients(const torch::nn::Module& module);
@@ -66,10 +81,11 @@ void reduce_gradients(const torch::nn::Module& module);
 struct NamedTensor {
   std::string name;
   at::Tensor tensor;
-  bool parameter = true;  ///< Or a buffer.
+  /// Or a buffer.
+  bool parameter = true;
 };
 /// distribute_module() for the parameters and buffers of a module that is not C++'s own.
-void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh, const ModuleRule& rule = {},
-                         const ReducerOptions& options = {});
+void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh,
+                         const ModuleRule& rule = {}, const ReducerOptions& options = {});
 
 }  // namespace tessera

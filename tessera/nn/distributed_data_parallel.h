@@ -1,13 +1,15 @@
 #pragma once
-// DistributedDataParallel: an ordinary torch::nn module whose gradients are the mean over the ranks of a group.
+// DistributedDataParallel: an ordinary torch::nn module whose gradients are the mean over the ranks
+// of a group.
 //
 //   UNet net;
 //   tessera::DistributedDataParallel ddp(net, manager.world());
 //   torch::optim::AdamW optimizer(net->parameters(), 1e-3);
-//   for (auto& batch : loader) {                                              // ranks may hold different numbers of samples
-//     auto loss = ddp.mean_loss(torch::mse_loss(ddp(batch.input), batch.target), batch.input.size(0));
+//   for (auto& batch : loader) {  // ranks may hold different numbers of samples
+//     auto loss = ddp.mean_loss(torch::mse_loss(ddp(batch.input), batch.target),
+//       batch.input.size(0));
 //     optimizer.zero_grad();
-//     loss.backward();                                                        // buckets are reduced while it runs
+//     loss.backward();  // buckets are reduced while it runs
 //     optimizer.step();
 //   }
 
@@ -25,8 +27,10 @@ namespace tessera {
 
 struct DistributedDataParallelOptions {
   ReducerOptions reducer;
-  bool broadcast_buffers = true;    ///< Rank 0's buffers (running statistics) are everybody's before each forward in training.
-  std::vector<std::string> ignore;  ///< Names of parameters and buffers that the user takes care of: neither broadcast nor reduced.
+  /// Rank 0's buffers (running statistics) are everybody's before each forward in training.
+  bool broadcast_buffers = true;
+  /// Names of parameters and buffers that the user takes care of: neither broadcast nor reduced.
+  std::vector<std::string> ignore;
 };
 
 namespace detail {
@@ -34,7 +38,8 @@ namespace detail {
 // All that does not depend on the module's type.
 class DataParallelEngine {
  public:
-  DataParallelEngine(std::shared_ptr<torch::nn::Module> module, Group group, DistributedDataParallelOptions options);
+  DataParallelEngine(std::shared_ptr<torch::nn::Module> module, Group group,
+                     DistributedDataParallelOptions options);
   void before_forward();
   GradientReducer& reducer() { return *reducer_; }
   const Group& group() const { return group_; }
@@ -50,17 +55,21 @@ class DataParallelEngine {
 
 }  // namespace detail
 
-/// `Module`: a module holder (what TORCH_MODULE makes) or a shared_ptr to a module; its forward may take and return anything.
+/// `Module`: a module holder (what TORCH_MODULE makes) or a shared_ptr to a module; its forward may
+/// take and return anything.
 ///
-/// Construction is collective: rank 0's parameters and buffers become everybody's, and ranks whose modules differ all get a MismatchError.
-/// Parameters that distribute_module() sharded over a mesh of other ranks (the group's ranks hold the same parts) are averaged as well, after their
-/// own mesh has reduced them, at the end of backward. Every rank must run the same number of synchronised backwards. A rank whose batch is empty runs
-/// forward and backward all the same (with samples = 0), or calls reduce().
+/// Construction is collective: rank 0's parameters and buffers become everybody's, and ranks whose
+/// modules differ all get a MismatchError. Parameters that distribute_module() sharded over a mesh
+/// of other ranks (the group's ranks hold the same parts) are averaged as well, after their own
+/// mesh has reduced them, at the end of backward. Every rank must run the same number of
+/// synchronised backwards. A rank whose batch is empty runs forward and backward all the same (with
+/// samples = 0), or calls reduce().
 template <class Module>
 class DistributedDataParallel {
  public:
   DistributedDataParallel(Module module, Group group, DistributedDataParallelOptions options = {})
-      : module_(std::move(module)), engine_(shared(module_), std::move(group), std::move(options)) {}
+      : module_(std::move(module)),
+        engine_(shared(module_), std::move(group), std::move(options)) {}
 
   template <class... Args>
   auto operator()(Args&&... args) {
@@ -72,11 +81,15 @@ class DistributedDataParallel {
     return module_->forward(std::forward<Args>(args)...);
   }
 
-  /// The mean loss over all ranks' samples, from this rank's mean over `samples` of its own; its backward gives the gradient that one process with
-  /// all samples would have. See tessera::mean_loss. Without it every rank's loss has the same weight.
-  at::Tensor mean_loss(const at::Tensor& loss, double samples) const { return tessera::mean_loss(loss, samples, engine_.group()); }
+  /// The mean loss over all ranks' samples, from this rank's mean over `samples` of its own; its
+  /// backward gives the gradient that one process with all samples would have. See
+  /// tessera::mean_loss. Without it every rank's loss has the same weight.
+  at::Tensor mean_loss(const at::Tensor& loss, double samples) const {
+    return tessera::mean_loss(loss, samples, engine_.group());
+  }
 
-  /// While the result lives, gradients accumulate locally; the next backward outside reduces their sum.
+  /// While the result lives, gradients accumulate locally; the next backward outside reduces their
+  /// sum.
   [[nodiscard]] GradientReducer::NoSync no_sync() { return engine_.reducer().no_sync(); }
   /// Reduces now what is owed, without a backward.
   void reduce() { engine_.reducer().reduce(); }

@@ -24,7 +24,8 @@ bool reduction_between(const ShardSpec& have, const ShardSpec& wanted, OwedGradi
   for (int axis = 0; axis < have.mesh_dims(); ++axis) {
     const Placement h = have.placements()[axis], w = wanted.placements()[axis];
     if (h == w) continue;
-    if (!h.is_partial(ReduceOp::Kind::sum) || (w.is_shard() && dim >= 0 && w.dim != dim)) return false;
+    if (!h.is_partial(ReduceOp::Kind::sum) || (w.is_shard() && dim >= 0 && w.dim != dim))
+      return false;
     if (w.is_shard()) {
       dim = w.dim;
       scattered.push_back(axis);
@@ -57,11 +58,13 @@ bool make_term(const at::Tensor& value, const ShardSpec& terms) {
     if (!t.is_partial(ReduceOp::Kind::sum) || h.is_partial()) return false;
     if (h.is_replicate()) mine &= context->coordinate[axis] == 0;
   }
-  // What each rank has must lie within its term; looked at for all ranks, so that all come to the same answer.
+  // What each rank has must lie within its term; looked at for all ranks, so that all come to the
+  // same answer.
   for (int position = 0; position < context->mesh.layout().size(); ++position) {
     const Box part = have.sharding().box(position), whole = terms.sharding().box(position);
     for (std::size_t d = 0; d < part.size(); ++d) {
-      if (part[d].size() > 0 && (part[d].begin < whole[d].begin || part[d].end > whole[d].end)) return false;
+      if (part[d].size() > 0 && (part[d].begin < whole[d].begin || part[d].end > whole[d].end))
+        return false;
     }
   }
   const LocalCallGuard guard;
@@ -69,7 +72,9 @@ bool make_term(const at::Tensor& value, const ShardSpec& terms) {
   at::Tensor local = at::zeros(terms.local_shape(), meta.local.options());
   if (mine && meta.local.numel() > 0) {
     at::Tensor place = local;
-    for (int d = 0; d < have.dims(); ++d) place = place.narrow(d, have.local_offset()[d] - terms.local_offset()[d], have.local_shape()[d]);
+    for (int d = 0; d < have.dims(); ++d)
+      place =
+          place.narrow(d, have.local_offset()[d] - terms.local_offset()[d], have.local_shape()[d]);
     place.copy_(meta.local);
   }
   at::Tensor laid_out = aligned(std::move(local), *layout);
@@ -82,14 +87,18 @@ namespace {
 class ParameterAccess final : public GradientAccess {
  public:
   at::Tensor like(const at::Tensor& parameter) const override { return meta_of(parameter)->local; }
-  std::string describe(const at::Tensor& parameter) const override { return concat(spec(parameter), ", ", parameter.scalar_type()); }
+  std::string describe(const at::Tensor& parameter) const override {
+    return concat(spec(parameter), ", ", parameter.scalar_type());
+  }
   bool alike() const override { return true; }  // one program on global tensors
 
   OwedGradient owed(const at::Tensor& parameter, const Group&) const override {
     const at::Tensor& grad = parameter.grad();
     OwedGradient owed;
     const ShardMeta* meta = grad.defined() ? meta_of(grad) : nullptr;
-    if (meta && !(meta->spec() == spec(parameter)) && reduction_between(meta->spec(), spec(parameter), owed)) owed.value = meta->local;
+    if (meta && !(meta->spec() == spec(parameter)) &&
+        reduction_between(meta->spec(), spec(parameter), owed))
+      owed.value = meta->local;
     return owed;
   }
 
@@ -97,7 +106,8 @@ class ParameterAccess final : public GradientAccess {
 
   void store(const at::Tensor& parameter, const at::Tensor& reduced, bool) const override {
     const ShardMeta& meta = *meta_of(parameter);
-    at::Tensor value = wrap_fresh(reduced, make_layout(meta.spec(), parameter.strides(), 0, meta.layout->dtype, meta.layout->device));
+    at::Tensor value = wrap_fresh(reduced, make_layout(meta.spec(), parameter.strides(), 0,
+                                                       meta.layout->dtype, meta.layout->device));
     at::Tensor& grad = parameter.mutable_grad();
     if (!grad.defined()) {
       grad = std::move(value);
@@ -109,14 +119,19 @@ class ParameterAccess final : public GradientAccess {
   }
 };
 
-// Before a term is added to a gradient that is reduced already, that one becomes a term itself: nothing is sent before the sum is complete.
+// Before a term is added to a gradient that is reduced already, that one becomes a term itself:
+// nothing is sent before the sum is complete.
 struct Accumulate final : torch::autograd::FunctionPreHook {
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& gradients) override {
     const auto impl = parameter.lock();
-    if (!impl || gradients.empty() || !gradients[0].defined() || at::GradMode::is_enabled() || !accumulates(at::Tensor(impl))) return gradients;
+    if (!impl || gradients.empty() || !gradients[0].defined() || at::GradMode::is_enabled() ||
+        !accumulates(at::Tensor(impl)))
+      return gradients;
     const at::Tensor& grad = at::Tensor(impl).grad();
     const ShardMeta* incoming = meta_of(gradients[0]);
-    if (grad.defined() && incoming && incoming->spec().has_partial() && meta_of(grad) && !(spec(grad) == incoming->spec()))
+    if (grad.defined() && incoming && incoming->spec().has_partial() && meta_of(grad) &&
+        !(spec(grad) == incoming->spec()))
       make_term(grad, incoming->spec());
     return gradients;
   }
@@ -133,7 +148,8 @@ struct Accumulate final : torch::autograd::FunctionPreHook {
   std::shared_ptr<GradientReducer> reducer;  // set once it is made; the parameters own it
 };
 
-// After accumulation: what the reducer does not deal with is laid out like the parameter at once. The reducer's own hook follows.
+// After accumulation: what the reducer does not deal with is laid out like the parameter at once.
+// The reducer's own hook follows.
 struct Accumulated final : torch::autograd::PostAccumulateGradHook {
   void operator()(const at::Tensor& parameter) override {
     if (before) (*before)(parameter);
@@ -142,7 +158,9 @@ struct Accumulated final : torch::autograd::PostAccumulateGradHook {
     const ShardSpec wanted = spec(parameter);
     if (!is_sharded(grad)) grad = promote(grad, context_of(wanted));
     OwedGradient reduction;
-    if (spec(grad) == wanted || (!at::GradMode::is_enabled() && reduction_between(spec(grad), wanted, reduction))) return;
+    if (spec(grad) == wanted ||
+        (!at::GradMode::is_enabled() && reduction_between(spec(grad), wanted, reduction)))
+      return;
     grad = redistribute(grad, wanted);
   }
 
@@ -151,7 +169,8 @@ struct Accumulated final : torch::autograd::PostAccumulateGradHook {
 
 }  // namespace
 
-void reduce_parameters(const std::vector<std::pair<std::string, at::Tensor>>& parameters, const DeviceMesh& mesh, const ReducerOptions& options) {
+void reduce_parameters(const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+                       const DeviceMesh& mesh, const ReducerOptions& options) {
   if (parameters.empty()) return;
   const Group all = MeshContext::of(mesh)->mesh.all();
   const auto access = std::make_shared<ParameterAccess>();
@@ -171,14 +190,18 @@ void reduce_parameters(const std::vector<std::pair<std::string, at::Tensor>>& pa
   for (Accumulate* hook : hooks) hook->reducer = reducer;
 }
 
-std::vector<std::shared_ptr<GradientReducer>> reducers_of(const torch::nn::Module& module) { return reducers_of(module.parameters()); }
+std::vector<std::shared_ptr<GradientReducer>> reducers_of(const torch::nn::Module& module) {
+  return reducers_of(module.parameters());
+}
 
-std::vector<std::shared_ptr<GradientReducer>> reducers_of(const std::vector<at::Tensor>& parameters) {
+std::vector<std::shared_ptr<GradientReducer>> reducers_of(
+    const std::vector<at::Tensor>& parameters) {
   std::vector<std::shared_ptr<GradientReducer>> all;
   for (const at::Tensor& parameter : parameters) {
     for (const auto& hook : torch::autograd::impl::hooks(parameter)) {
       const auto* ours = dynamic_cast<const Accumulate*>(hook.get());
-      if (ours && std::find(all.begin(), all.end(), ours->reducer) == all.end()) all.push_back(ours->reducer);
+      if (ours && std::find(all.begin(), all.end(), ours->reducer) == all.end())
+        all.push_back(ours->reducer);
     }
   }
   return all;

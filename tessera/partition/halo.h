@@ -1,11 +1,15 @@
 #pragma once
-// Halo plans from output ownership: what a rank must receive so that it can compute the outputs it owns.
+// Halo plans from output ownership: what a rank must receive so that it can compute the outputs it
+// owns.
 //
-// Nothing here knows about neighbours. The outputs that a rank owns need an interval of inputs (exact arithmetic in kernel, stride, padding and
-// dilation); that interval, resolved at the array's edges, is intersected with all owners. Shards thinner than the halo, empty shards, strides, even
-// kernels and corners are the same code path. (The idea of intersecting boxes with all owners is that of block-structured AMR codes such as AMReX.)
+// Nothing here knows about neighbours. The outputs that a rank owns need an interval of inputs
+// (exact arithmetic in kernel, stride, padding and dilation); that interval, resolved at the
+// array's edges, is intersected with all owners. Shards thinner than the halo, empty shards,
+// strides, even kernels and corners are the same code path. (The idea of intersecting boxes with
+// all owners is that of block-structured AMR codes such as AMReX.)
 //
-//   7 rows cut {3, 0, 4}, kernel 3, padding 1, outputs owned likewise: rank 0 owns outputs [0, 3), needs inputs [-1, 4);
+//   7 rows cut {3, 0, 4}, kernel 3, padding 1, outputs owned likewise: rank 0 owns outputs [0, 3),
+//     needs inputs [-1, 4);
 //   row -1 is padding, row 3 comes from rank 2.
 
 #include <cstdint>
@@ -16,35 +20,44 @@
 
 namespace tessera {
 
-/// One dim of a windowed operator: output o reads inputs o * stride - padding + k * dilation, k = 0 .. kernel - 1.
+/// One dim of a windowed operator: output o reads inputs o * stride - padding + k * dilation, k = 0
+/// .. kernel - 1.
 struct Window {
   std::int64_t kernel = 1;
   std::int64_t stride = 1;
-  std::int64_t padding = 0;  ///< Before the first input. What lies behind the last follows from the number of outputs.
+  /// Before the first input. What lies behind the last follows from the number of outputs.
+  std::int64_t padding = 0;
   std::int64_t dilation = 1;
   bool operator==(const Window&) const = default;
 
   /// Throws InvalidArgument for kernel, stride or dilation below 1.
   void check() const;
-  /// The inputs that `outputs` read, as the smallest interval that holds them; it may reach below 0 and beyond the extent. Empty for no outputs.
+  /// The inputs that `outputs` read, as the smallest interval that holds them; it may reach below 0
+  /// and beyond the extent. Empty for no outputs.
   Interval inputs(Interval outputs) const;
-  /// The transpose: inputs i that contribute to an output of `outputs` in o = i * stride - padding + k * dilation. May be empty where the stride
-  /// exceeds the kernel.
+  /// The transpose: inputs i that contribute to an output of `outputs` in o = i * stride - padding
+  /// + k * dilation. May be empty where the stride exceeds the kernel.
   Interval transposed_inputs(Interval outputs) const;
-  /// Number of outputs of `extent` inputs with `padding_after` behind the last: floor((extent + padding + padding_after - dilation * (kernel - 1) -
-  /// 1) / stride) + 1, or 0 where the window does not fit.
+  /// Number of outputs of `extent` inputs with `padding_after` behind the last: floor((extent +
+  /// padding + padding_after - dilation * (kernel - 1) - 1) / stride) + 1, or 0 where the window
+  /// does not fit.
   std::int64_t outputs(std::int64_t extent, std::int64_t padding_after) const;
 };
 
 /// What stands beyond the edges of an array.
 enum class Edge : unsigned char {
-  zero,       ///< Nothing: the operator pads.
-  circular,   ///< The array again.
-  reflect,    ///< Mirrored at the first and last element, which are not repeated.
-  replicate,  ///< The first or last element.
+  /// Nothing: the operator pads.
+  zero,
+  /// The array again.
+  circular,
+  /// Mirrored at the first and last element, which are not repeated.
+  reflect,
+  /// The first or last element.
+  replicate,
 };
 
-/// A run of virtual indices and where their values are: virtual target.begin + j has the value of source + j * step (step 1, -1, or 0).
+/// A run of virtual indices and where their values are: virtual target.begin + j has the value of
+/// source + j * step (step 1, -1, or 0).
 struct Segment {
   Interval target;
   std::int64_t source;
@@ -53,14 +66,17 @@ struct Segment {
   bool operator==(const Segment&) const = default;
 };
 
-/// Covers `needed` with segments, ascending; indices beyond a zero edge have none. An array without elements has no segments; any extent above 0 and
-/// any distance from the edges is legal (circular and reflect repeat).
+/// Covers `needed` with segments, ascending; indices beyond a zero edge have none. An array without
+/// elements has no segments; any extent above 0 and any distance from the edges is legal (circular
+/// and reflect repeat).
 std::vector<Segment> resolve(Interval needed, std::int64_t extent, Edge edge);
 
-/// A box of values that travels. `target` is in the receiver's virtual indices; in dim d, target index t takes source index
-/// source[d].begin + (t - target[d].begin) for step 1, source[d].end - 1 - (t - target[d].begin) for step -1, source[d].begin for step 0.
+/// A box of values that travels. `target` is in the receiver's virtual indices; in dim d, target
+/// index t takes source index source[d].begin + (t - target[d].begin) for step 1, source[d].end - 1
+/// - (t - target[d].begin) for step -1, source[d].begin for step 0.
 struct HaloPiece {
-  int rank;  ///< The peer; for a copy, this rank.
+  /// The peer; for a copy, this rank.
+  int rank;
   Box source;
   Box target;
   std::vector<int> step;
@@ -69,15 +85,19 @@ struct HaloPiece {
 
 /// What one rank does. Pieces of one peer stand in the same order on both sides.
 struct HaloPlan {
-  Box needed;  ///< Virtual box that this rank assembles.
+  /// Virtual box that this rank assembles.
+  Box needed;
   std::vector<HaloPiece> sends, receives, copies;
-  std::int64_t sent() const;  ///< Elements: volumes of the source boxes.
+  /// Elements: volumes of the source boxes.
+  std::int64_t sent() const;
   std::int64_t received() const;
 };
 
-/// The plan of the rank at `position`. `needed(position)` is the virtual box that each position of the mesh needs (empty boxes need nothing); it must
-/// be the same function on all ranks. Where several ranks hold the same box, the one of the receiver's own replica sends. Time grows with the
-/// positions, not with elements.
-HaloPlan halo_plan(const Sharding& input, const std::vector<Edge>& edges, const std::function<Box(int)>& needed, int position);
+/// The plan of the rank at `position`. `needed(position)` is the virtual box that each position of
+/// the mesh needs (empty boxes need nothing); it must be the same function on all ranks. Where
+/// several ranks hold the same box, the one of the receiver's own replica sends. Time grows with
+/// the positions, not with elements.
+HaloPlan halo_plan(const Sharding& input, const std::vector<Edge>& edges,
+                   const std::function<Box(int)>& needed, int position);
 
 }  // namespace tessera

@@ -21,32 +21,44 @@ std::string text_of(const HaloPiece& piece) {
   if (piece.target == piece.source) return std::move(out).str();
   out << " as ";
   for (std::size_t d = 0; d < piece.target.size(); ++d)
-    out << (d ? " x " : "") << (piece.step[d] < 0 ? "~" : piece.step[d] == 0 ? "=" : "") << piece.target[d];
+    out << (d ? " x " : "")
+        << (piece.step[d] < 0    ? "~"
+            : piece.step[d] == 0 ? "="
+                                 : "")
+        << piece.target[d];
   return std::move(out).str();
 }
 
 // Hues far from each other for neighbouring numbers.
-std::string colour(int position, int lightness) { return concat("hsl(", (position * 137) % 360, ",55%,", lightness, "%)"); }
+std::string colour(int position, int lightness) {
+  return concat("hsl(", (position * 137) % 360, ",55%,", lightness, "%)");
+}
 
 constexpr int kPanel = 220, kGap = 36, kTop = 34;
 
 // Draws index intervals of two dims into a square.
 class Canvas {
  public:
-  Canvas(std::ostream& out, Interval rows, Interval columns, double x, double y) : out_(out), rows_(rows), columns_(columns), x_(x), y_(y) {
-    scale_ = static_cast<double>(kPanel) / static_cast<double>(std::max<std::int64_t>({rows.size(), columns.size(), 1}));
+  Canvas(std::ostream& out, Interval rows, Interval columns, double x, double y)
+      : out_(out), rows_(rows), columns_(columns), x_(x), y_(y) {
+    scale_ = static_cast<double>(kPanel) /
+             static_cast<double>(std::max<std::int64_t>({rows.size(), columns.size(), 1}));
   }
-  void rect(Interval rows, Interval columns, const std::string& style, const std::string& title = "") {
+  void rect(Interval rows, Interval columns, const std::string& style,
+            const std::string& title = "") {
     if (rows.empty() || columns.empty()) return;
-    out_ << "<rect x=\"" << x(columns.begin) << "\" y=\"" << y(rows.begin) << "\" width=\"" << scale_ * static_cast<double>(columns.size())
-         << "\" height=\"" << scale_ * static_cast<double>(rows.size()) << "\" " << style;
+    out_ << "<rect x=\"" << x(columns.begin) << "\" y=\"" << y(rows.begin) << "\" width=\""
+         << scale_ * static_cast<double>(columns.size()) << "\" height=\""
+         << scale_ * static_cast<double>(rows.size()) << "\" " << style;
     if (title.empty()) {
       out_ << "/>\n";
     } else {
       out_ << "><title>" << title << "</title></rect>\n";
     }
   }
-  double x(std::int64_t column) const { return x_ + scale_ * static_cast<double>(column - columns_.begin); }
+  double x(std::int64_t column) const {
+    return x_ + scale_ * static_cast<double>(column - columns_.begin);
+  }
   double y(std::int64_t row) const { return y_ + scale_ * static_cast<double>(row - rows_.begin); }
 
  private:
@@ -59,64 +71,81 @@ class Canvas {
 
 std::string to_string(const HaloPlan& plan) {
   std::ostringstream out;
-  out << "needs " << text_of(plan.needed) << "; sends " << plan.sent() << " elements, receives " << plan.received() << '\n';
-  for (const HaloPiece& p : plan.sends) out << "  sends to " << p.rank << ": " << text_of(p) << '\n';
-  for (const HaloPiece& p : plan.receives) out << "  receives from " << p.rank << ": " << text_of(p) << '\n';
+  out << "needs " << text_of(plan.needed) << "; sends " << plan.sent() << " elements, receives "
+      << plan.received() << '\n';
+  for (const HaloPiece& p : plan.sends)
+    out << "  sends to " << p.rank << ": " << text_of(p) << '\n';
+  for (const HaloPiece& p : plan.receives)
+    out << "  receives from " << p.rank << ": " << text_of(p) << '\n';
   for (const HaloPiece& p : plan.copies) out << "  copies: " << text_of(p) << '\n';
   return std::move(out).str();
 }
 
-std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges, const std::function<Box(int)>& needed, int rows, int columns,
+std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges,
+                           const std::function<Box(int)>& needed, int rows, int columns,
                            int panels) {
   const int dims = static_cast<int>(input.shape().size());
   if (rows < 0 || rows >= dims || columns < -1 || columns >= dims || rows == columns)
-    throw InvalidArgument(concat("dims ", rows, " and ", columns, " of a field of ", dims, " dims cannot be drawn"));
+    throw InvalidArgument(
+        concat("dims ", rows, " and ", columns, " of a field of ", dims, " dims cannot be drawn"));
   const auto along = [&](const Box& box, int d) { return d < 0 ? Interval{0, 1} : box[d]; };
-  const int shown = std::min(input.positions(), panels), wide = std::min(shown, 4), high = (shown + wide - 1) / std::max(wide, 1);
+  const int shown = std::min(input.positions(), panels), wide = std::min(shown, 4),
+            high = (shown + wide - 1) / std::max(wide, 1);
   // All panels show the same range: the array and whatever anybody needs beyond it.
-  Interval all_rows{0, input.shape()[rows]}, all_columns{0, columns < 0 ? 1 : input.shape()[columns]};
+  Interval all_rows{0, input.shape()[rows]},
+      all_columns{0, columns < 0 ? 1 : input.shape()[columns]};
   for (int p = 0; p < shown; ++p) {
     const Box box = needed(p);
     if (volume(box) == 0) continue;
     all_rows = {std::min(all_rows.begin, box[rows].begin), std::max(all_rows.end, box[rows].end)};
-    if (columns >= 0) all_columns = {std::min(all_columns.begin, box[columns].begin), std::max(all_columns.end, box[columns].end)};
+    if (columns >= 0)
+      all_columns = {std::min(all_columns.begin, box[columns].begin),
+                     std::max(all_columns.end, box[columns].end)};
   }
   std::ostringstream out;
-  out << "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" << wide * (kPanel + kGap) + kGap << "\" height=\""
-      << high * (kPanel + kGap + kTop) + kGap << "\" font-family=\"sans-serif\" font-size=\"12\">\n"
-      << "<defs><pattern id=\"own\" width=\"6\" height=\"6\" patternUnits=\"userSpaceOnUse\"><path d=\"M0 6L6 0\" "
+  out << "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" << wide * (kPanel + kGap) + kGap
+      << "\" height=\"" << high * (kPanel + kGap + kTop) + kGap
+      << "\" font-family=\"sans-serif\" font-size=\"12\">\n"
+      << "<defs><pattern id=\"own\" width=\"6\" height=\"6\" patternUnits=\"userSpaceOnUse\"><path "
+         "d=\"M0 6L6 0\" "
          "stroke=\"#444\"/></pattern></defs>\n"
       << "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n";
   for (int p = 0; p < shown; ++p) {
-    const double left = kGap + (p % wide) * (kPanel + kGap), top = kTop + (p / wide) * (kPanel + kGap + kTop);
+    const double left = kGap + (p % wide) * (kPanel + kGap),
+                 top = kTop + (p / wide) * (kPanel + kGap + kTop);
     const HaloPlan plan = halo_plan(input, edges, needed, p);
-    out << "<text x=\"" << left << "\" y=\"" << top - 8 << "\">rank " << input.rank(p) << ": " << plan.received() << " elements received, "
-        << plan.sent() << " sent</text>\n";
+    out << "<text x=\"" << left << "\" y=\"" << top - 8 << "\">rank " << input.rank(p) << ": "
+        << plan.received() << " elements received, " << plan.sent() << " sent</text>\n";
     Canvas canvas(out, all_rows, all_columns, left, top);
     for (int q = 0; q < input.positions(); ++q) {
       const Box box = input.box(q);
       if (volume(box) == 0) continue;
-      canvas.rect(along(box, rows), along(box, columns), concat("fill=\"", colour(q, q == p ? 60 : 90), "\" stroke=\"white\""),
+      canvas.rect(along(box, rows), along(box, columns),
+                  concat("fill=\"", colour(q, q == p ? 60 : 90), "\" stroke=\"white\""),
                   concat("owned by rank ", input.rank(q), ": ", text_of(box)));
     }
     for (const HaloPiece& piece : plan.receives) {
       canvas.rect(along(piece.target, rows), along(piece.target, columns),
-                  concat("fill=\"", colour(input.position(piece.rank), 45), "\" stroke=\"#222\" stroke-width=\"0.5\""),
+                  concat("fill=\"", colour(input.position(piece.rank), 45),
+                         "\" stroke=\"#222\" stroke-width=\"0.5\""),
                   concat("from rank ", piece.rank, ": ", text_of(piece)));
     }
     for (const HaloPiece& piece : plan.copies) {
       if (piece.target != piece.source)
-        canvas.rect(along(piece.target, rows), along(piece.target, columns), "fill=\"url(#own)\"", concat("own: ", text_of(piece)));
+        canvas.rect(along(piece.target, rows), along(piece.target, columns), "fill=\"url(#own)\"",
+                    concat("own: ", text_of(piece)));
     }
     if (volume(plan.needed) > 0)
-      canvas.rect(along(plan.needed, rows), along(plan.needed, columns), "fill=\"none\" stroke=\"black\" stroke-width=\"1.5\"",
+      canvas.rect(along(plan.needed, rows), along(plan.needed, columns),
+                  "fill=\"none\" stroke=\"black\" stroke-width=\"1.5\"",
                   concat("needs ", text_of(plan.needed)));
   }
   out << "</svg>\n";
   return std::move(out).str();
 }
 
-std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges, const std::function<Box(int)>& needed) {
+std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges,
+                           const std::function<Box(int)>& needed) {
   const int dims = static_cast<int>(input.shape().size());
   if (dims == 0) throw InvalidArgument("a field without dims cannot be drawn");
   std::vector<int> chosen;

@@ -15,14 +15,20 @@ struct Interval {
   std::int64_t size() const { return std::max<std::int64_t>(end - begin, 0); }
   bool empty() const { return end <= begin; }
   bool contains(std::int64_t i) const { return begin <= i && i < end; }
-  bool contains(const Interval& other) const { return other.empty() || (begin <= other.begin && other.end <= end); }
+  bool contains(const Interval& other) const {
+    return other.empty() || (begin <= other.begin && other.end <= end);
+  }
   Interval shifted(std::int64_t by) const { return {begin + by, end + by}; }
   bool operator==(const Interval&) const = default;
 };
 
-inline Interval intersect(const Interval& a, const Interval& b) { return {std::max(a.begin, b.begin), std::min(a.end, b.end)}; }
+inline Interval intersect(const Interval& a, const Interval& b) {
+  return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
+}
 
-inline std::ostream& operator<<(std::ostream& out, const Interval& i) { return out << '[' << i.begin << ", " << i.end << ')'; }
+inline std::ostream& operator<<(std::ostream& out, const Interval& i) {
+  return out << '[' << i.begin << ", " << i.end << ')';
+}
 
 /// One interval a dim.
 using Box = std::vector<Interval>;
@@ -41,7 +47,8 @@ inline Box intersect(const Box& a, const Box& b) {
   return both;
 }
 
-/// Disjoint boxes, none empty, that together are `box` without `core`: strips before and after the core, dim by dim, the first dim's the longest.
+/// Disjoint boxes, none empty, that together are `box` without `core`: strips before and after the
+/// core, dim by dim, the first dim's the longest.
 inline std::vector<Box> difference(Box box, const Box& core) {
   std::vector<Box> strips;
   if (volume(box) == 0) return strips;
@@ -49,7 +56,8 @@ inline std::vector<Box> difference(Box box, const Box& core) {
   if (volume(inner) == 0) return {box};
   for (std::size_t d = 0; d < box.size(); ++d) {
     const Interval whole = box[d];
-    for (const Interval& part : {Interval{whole.begin, inner[d].begin}, Interval{inner[d].end, whole.end}}) {
+    for (const Interval& part :
+         {Interval{whole.begin, inner[d].begin}, Interval{inner[d].end, whole.end}}) {
       if (part.empty()) continue;
       box[d] = part;
       strips.push_back(box);

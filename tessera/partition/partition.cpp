@@ -12,8 +12,11 @@ namespace tessera {
 namespace {
 
 void check(std::int64_t extent, std::int64_t parts) {
-  if (extent < 0) throw InvalidArgument(concat("a partition of ", extent, " indices; give an extent of at least 0"));
-  if (parts < 1 || parts > std::numeric_limits<int>::max()) throw InvalidArgument(concat("a partition into ", parts, " parts; give at least 1"));
+  if (extent < 0)
+    throw InvalidArgument(
+        concat("a partition of ", extent, " indices; give an extent of at least 0"));
+  if (parts < 1 || parts > std::numeric_limits<int>::max())
+    throw InvalidArgument(concat("a partition into ", parts, " parts; give at least 1"));
 }
 
 }  // namespace
@@ -22,7 +25,9 @@ Partition::Partition(std::span<const std::int64_t> sizes) {
   offsets_.reserve(sizes.size() + 1);
   offsets_.push_back(0);
   for (std::int64_t size : sizes) {
-    if (size < 0) throw InvalidArgument(concat("a part of ", size, " indices in ", list(sizes), "; sizes are at least 0"));
+    if (size < 0)
+      throw InvalidArgument(
+          concat("a part of ", size, " indices in ", list(sizes), "; sizes are at least 0"));
     if (size > std::numeric_limits<std::int64_t>::max() - offsets_.back())
       throw InvalidArgument(concat("the sizes ", list(sizes), " add up to more than 2^63 - 1"));
     offsets_.push_back(offsets_.back() + size);
@@ -51,27 +56,34 @@ Partition Partition::weighted(std::int64_t extent, std::span<const double> weigh
   check(extent, static_cast<std::int64_t>(weights.size()));
   double total = 0;
   for (double w : weights) {
-    if (!(w >= 0) || !std::isfinite(w)) throw InvalidArgument(concat("weight ", w, " in ", list(weights), "; weights are finite and at least 0"));
+    if (!(w >= 0) || !std::isfinite(w))
+      throw InvalidArgument(
+          concat("weight ", w, " in ", list(weights), "; weights are finite and at least 0"));
     total += w;
   }
   if (!(total > 0) || !std::isfinite(total))
-    throw InvalidArgument(concat("the weights ", list(weights), " add up to ", total, "; give a finite sum above 0"));
+    throw InvalidArgument(
+        concat("the weights ", list(weights), " add up to ", total, "; give a finite sum above 0"));
   std::vector<std::int64_t> sizes(weights.size());
   std::vector<double> remainder(weights.size());
   std::int64_t given = 0;
   for (std::size_t i = 0; i < weights.size(); ++i) {
     const double share = static_cast<double>(extent) * (weights[i] / total);
-    sizes[i] = std::min(static_cast<std::int64_t>(share), extent - given);  // rounding may exceed the extent when it is above 2^53
+    // rounding may exceed the extent when it is above 2^53
+    sizes[i] = std::min(static_cast<std::int64_t>(share), extent - given);
     remainder[i] = share - static_cast<double>(sizes[i]);
     given += sizes[i];
   }
   std::vector<std::size_t> order(weights.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return remainder[a] > remainder[b]; });
-  // The rest is below the number of positive parts, except for extents above 2^53: then the largest part takes what is left.
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return remainder[a] > remainder[b]; });
+  // The rest is below the number of positive parts, except for extents above 2^53: then the largest
+  // part takes what is left.
   for (std::size_t i = 0; i < order.size() && given < extent; ++i)
     if (weights[order[i]] > 0) ++sizes[order[i]], ++given;
-  if (given < extent) sizes[std::max_element(weights.begin(), weights.end()) - weights.begin()] += extent - given;
+  if (given < extent)
+    sizes[std::max_element(weights.begin(), weights.end()) - weights.begin()] += extent - given;
   return Partition(sizes);
 }
 
@@ -82,8 +94,11 @@ std::vector<std::int64_t> Partition::sizes() const {
 }
 
 int Partition::owner(std::int64_t i) const {
-  if (i < 0 || i >= extent()) throw InvalidArgument(concat("index ", i, " of a partition with extent ", extent()));
-  return static_cast<int>(std::upper_bound(offsets_.begin(), offsets_.end(), i) - offsets_.begin()) - 1;
+  if (i < 0 || i >= extent())
+    throw InvalidArgument(concat("index ", i, " of a partition with extent ", extent()));
+  return static_cast<int>(std::upper_bound(offsets_.begin(), offsets_.end(), i) -
+                          offsets_.begin()) -
+         1;
 }
 
 Interval Partition::overlapping(Interval range) const {

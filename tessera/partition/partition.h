@@ -17,13 +17,16 @@ class Partition {
   Partition() : offsets_{0} {}
   /// Throws InvalidArgument for a negative size.
   explicit Partition(std::span<const std::int64_t> sizes);
-  explicit Partition(std::initializer_list<std::int64_t> sizes) : Partition(std::span(sizes.begin(), sizes.size())) {}
+  explicit Partition(std::initializer_list<std::int64_t> sizes)
+      : Partition(std::span(sizes.begin(), sizes.size())) {}
 
   /// The first extent % parts parts have one more: even(7, 3) -> {3, 2, 2}.
   static Partition even(std::int64_t extent, int parts);
-  /// Every part but the last non-empty ones has ceil(extent / parts), as torch.chunk cuts: chunked(5, 4) -> {2, 2, 1, 0}.
+  /// Every part but the last non-empty ones has ceil(extent / parts), as torch.chunk cuts:
+  /// chunked(5, 4) -> {2, 2, 1, 0}.
   static Partition chunked(std::int64_t extent, int parts);
-  /// In proportion to the weights, by largest remainder (ties: lower part first): weighted(10, {1, 3}) -> {3, 7}; weights >= 0, finite, not all zero.
+  /// In proportion to the weights, by largest remainder (ties: lower part first): weighted(10, {1,
+  /// 3}) -> {3, 7}; weights >= 0, finite, not all zero.
   static Partition weighted(std::int64_t extent, std::span<const double> weights);
 
   int parts() const { return static_cast<int>(offsets_.size()) - 1; }
@@ -35,7 +38,8 @@ class Partition {
 
   /// The part that holds index i. O(log parts). Throws InvalidArgument outside [0, extent).
   int owner(std::int64_t i) const;
-  /// The parts that meet `range` in at least one index, as first and one past last; empty parts in between are inside. {0, 0} if none does.
+  /// The parts that meet `range` in at least one index, as first and one past last; empty parts in
+  /// between are inside. {0, 0} if none does.
   Interval overlapping(Interval range) const;
 
   bool operator==(const Partition&) const = default;

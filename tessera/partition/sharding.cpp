@@ -7,16 +7,26 @@
 
 namespace tessera {
 
-Sharding::Sharding(std::vector<std::int64_t> shape, std::vector<int> mesh, std::vector<DimSharding> dims, std::vector<int> ranks)
-    : shape_(std::move(shape)), mesh_(std::move(mesh)), stride_(mesh_.size()), dims_(std::move(dims)), ranks_(std::move(ranks)) {
+Sharding::Sharding(std::vector<std::int64_t> shape, std::vector<int> mesh,
+                   std::vector<DimSharding> dims, std::vector<int> ranks)
+    : shape_(std::move(shape)),
+      mesh_(std::move(mesh)),
+      stride_(mesh_.size()),
+      dims_(std::move(dims)),
+      ranks_(std::move(ranks)) {
   for (std::size_t axis = mesh_.size(); axis-- > 0;) {
-    if (mesh_[axis] < 1) throw InvalidArgument(concat("mesh axis ", axis, " has size ", mesh_[axis], "; give at least 1"));
+    if (mesh_[axis] < 1)
+      throw InvalidArgument(
+          concat("mesh axis ", axis, " has size ", mesh_[axis], "; give at least 1"));
     stride_[axis] = positions_;
     positions_ *= mesh_[axis];
   }
-  if (dims_.size() != shape_.size()) throw InvalidArgument(concat(dims_.size(), " dim shardings for an array with ", shape_.size(), " dims"));
+  if (dims_.size() != shape_.size())
+    throw InvalidArgument(
+        concat(dims_.size(), " dim shardings for an array with ", shape_.size(), " dims"));
   if (!ranks_.empty() && static_cast<int>(ranks_.size()) != positions_)
-    throw InvalidArgument(concat(ranks_.size(), " ranks for a mesh with ", positions_, " positions"));
+    throw InvalidArgument(
+        concat(ranks_.size(), " ranks for a mesh with ", positions_, " positions"));
   std::vector<int> dim_of(mesh_.size(), -1);
   for (std::size_t d = 0; d < dims_.size(); ++d) {
     if (dims_[d].axes.empty()) {
@@ -26,17 +36,21 @@ Sharding::Sharding(std::vector<std::int64_t> shape, std::vector<int> mesh, std::
     int parts = 1;
     for (int axis : dims_[d].axes) {
       if (axis < 0 || axis >= static_cast<int>(mesh_.size()))
-        throw InvalidArgument(concat("dim ", d, " is cut over axis ", axis, " of a mesh with ", mesh_.size(), " axes"));
+        throw InvalidArgument(concat("dim ", d, " is cut over axis ", axis, " of a mesh with ",
+                                     mesh_.size(), " axes"));
       if (dim_of[axis] >= 0)
-        throw InvalidArgument(concat("mesh axis ", axis, " cuts dim ", dim_of[axis], " and dim ", d, "; an axis cuts one dim, once"));
+        throw InvalidArgument(concat("mesh axis ", axis, " cuts dim ", dim_of[axis], " and dim ", d,
+                                     "; an axis cuts one dim, once"));
       dim_of[axis] = static_cast<int>(d);
       parts *= mesh_[axis];
     }
     if (dims_[d].partition.parts() != parts)
-      throw InvalidArgument(concat("dim ", d, " is cut over ", parts, " ranks, but ", dims_[d].partition.parts(),
+      throw InvalidArgument(concat("dim ", d, " is cut over ", parts, " ranks, but ",
+                                   dims_[d].partition.parts(),
                                    " sizes were given: ", list(dims_[d].partition.sizes())));
     if (dims_[d].partition.extent() != shape_[d])
-      throw InvalidArgument(concat("the sizes of dim ", d, ", ", list(dims_[d].partition.sizes()), ", add up to ", dims_[d].partition.extent(),
+      throw InvalidArgument(concat("the sizes of dim ", d, ", ", list(dims_[d].partition.sizes()),
+                                   ", add up to ", dims_[d].partition.extent(),
                                    ", not to its extent ", shape_[d]));
   }
   for (std::size_t axis = 0; axis < mesh_.size(); ++axis)

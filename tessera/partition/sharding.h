@@ -1,7 +1,9 @@
 #pragma once
-// Sharding: which box of an N-d array each rank of a mesh holds. Rectilinear: every dim has one list of sizes.
+// Sharding: which box of an N-d array each rank of a mesh holds. Rectilinear: every dim has one
+// list of sizes.
 //
-//   A 7 x 8 array on a mesh (data 2, domain 3), dim 0 cut over `domain` into {3, 0, 4}, replicated over `data`:
+//   A 7 x 8 array on a mesh (data 2, domain 3), dim 0 cut over `domain` into {3, 0, 4}, replicated
+//     over `data`:
 //   Sharding s({7, 8}, {2, 3}, {{{1}, Partition({3, 0, 4})}, {}});
 //   s.box(2) -> [3, 7) x [0, 8)        // mesh position 2 = data 0, domain 2
 //   s.box(5) -> the same               // data 1, domain 2
@@ -13,8 +15,9 @@
 
 namespace tessera {
 
-/// How one dim is cut. `axes`: the mesh axes that shard it, first = outermost (slowest) in the flattened order of the parts; empty: not cut.
-/// With axes of sizes a and b the partition has a * b parts, part = coordinate on the first * b + coordinate on the second.
+/// How one dim is cut. `axes`: the mesh axes that shard it, first = outermost (slowest) in the
+/// flattened order of the parts; empty: not cut. With axes of sizes a and b the partition has a * b
+/// parts, part = coordinate on the first * b + coordinate on the second.
 struct DimSharding {
   std::vector<int> axes;
   Partition partition;
@@ -23,10 +26,11 @@ struct DimSharding {
 
 class Sharding {
  public:
-  /// `mesh`: size of each axis. `dims`: one a dim of `shape`; for a dim that is not cut the partition may be left empty.
-  /// `ranks`: rank of each mesh position, row-major; empty: 0, 1, 2, ...
-  /// Throws InvalidArgument where counts do not match, or an axis shards two dims.
-  Sharding(std::vector<std::int64_t> shape, std::vector<int> mesh, std::vector<DimSharding> dims, std::vector<int> ranks = {});
+  /// `mesh`: size of each axis. `dims`: one a dim of `shape`; for a dim that is not cut the
+  /// partition may be left empty. `ranks`: rank of each mesh position, row-major; empty: 0, 1, 2,
+  /// ... Throws InvalidArgument where counts do not match, or an axis shards two dims.
+  Sharding(std::vector<std::int64_t> shape, std::vector<int> mesh, std::vector<DimSharding> dims,
+           std::vector<int> ranks = {});
 
   const std::vector<std::int64_t>& shape() const { return shape_; }
   const std::vector<int>& mesh() const { return mesh_; }
@@ -43,8 +47,8 @@ class Sharding {
   /// Axes that cut no dim: positions that differ on those alone hold the same box.
   const std::vector<int>& free_axes() const { return free_axes_; }
 
-  /// Calls visit(position, box) for every mesh position whose box meets `region`; `box` is the part inside. Positions that hold the same box are all
-  /// visited.
+  /// Calls visit(position, box) for every mesh position whose box meets `region`; `box` is the part
+  /// inside. Positions that hold the same box are all visited.
   template <class Visit>
   void for_each_overlapping(const Box& region, Visit visit) const {
     visit_dims(region, 0, 0, Box(shape_.size()), visit);
@@ -76,7 +80,8 @@ void Sharding::visit_free(std::size_t i, int position, const Box& box, Visit& vi
 }
 
 template <class Visit>
-void Sharding::visit_dims(const Box& region, std::size_t dim, int position, Box box, Visit& visit) const {
+void Sharding::visit_dims(const Box& region, std::size_t dim, int position, Box box,
+                          Visit& visit) const {
   if (dim == shape_.size()) {
     visit_free(0, position, box, visit);
     return;
@@ -90,7 +95,8 @@ void Sharding::visit_dims(const Box& region, std::size_t dim, int position, Box 
   const Interval parts = partition.overlapping(region[dim]);
   for (auto part = static_cast<int>(parts.begin); part < parts.end; ++part) {
     box[dim] = intersect(region[dim], partition.interval(part));
-    if (!box[dim].empty()) visit_dims(region, dim + 1, position + position_of_part(dims_[dim], part), box, visit);
+    if (!box[dim].empty())
+      visit_dims(region, dim + 1, position + position_of_part(dims_[dim], part), box, visit);
   }
 }
 

@@ -8,14 +8,16 @@
 namespace tessera {
 namespace {
 
-// Of the positions that hold the same box as `any` in `from`, the one that serves position `receiver` of `to`.
+// Of the positions that hold the same box as `any` in `from`, the one that serves position
+// `receiver` of `to`.
 int source_for(const Sharding& from, const Sharding& to, int any, int receiver) {
   const int own = from.position(to.rank(receiver));
   const bool same_mesh = from.mesh() == to.mesh() && from.ranks() == to.ranks();
   int position = any, turn = receiver;
   int stride = 1;
   std::vector<int> strides(from.mesh().size());
-  for (std::size_t axis = from.mesh().size(); axis-- > 0; stride *= from.mesh()[axis]) strides[axis] = stride;
+  for (std::size_t axis = from.mesh().size(); axis-- > 0; stride *= from.mesh()[axis])
+    strides[axis] = stride;
   for (int axis : from.free_axes()) {
     const int size = from.mesh()[axis];
     const int wanted = same_mesh ? from.coordinate(own, axis) : turn % size;
@@ -41,12 +43,14 @@ std::int64_t TransferPlan::received() const {
 
 TransferPlan transfer_plan(const Sharding& from, const Sharding& to, int rank) {
   if (from.shape() != to.shape())
-    throw InvalidArgument(concat("a transfer between arrays of different shapes, ", list(from.shape()), " and ", list(to.shape())));
+    throw InvalidArgument(concat("a transfer between arrays of different shapes, ",
+                                 list(from.shape()), " and ", list(to.shape())));
   TransferPlan plan;
   const int source = from.position(rank), target = to.position(rank);
 
-  // The receiver's own box is cut along the source's boundaries; each cut comes from one holder. Both sides enumerate the cuts of one receiver in the
-  // same order, that of the source's positions.
+  // The receiver's own box is cut along the source's boundaries; each cut comes from one holder.
+  // Both sides enumerate the cuts of one receiver in the same order, that of the source's
+  // positions.
   auto held_by = [&](int position, const Box& box) {
     if (position < 0) return false;
     const Box own = from.box(position);
@@ -70,9 +74,11 @@ TransferPlan transfer_plan(const Sharding& from, const Sharding& to, int rank) {
       if (receiver == rank || held_by(from.position(receiver), box)) return;
       if (source_for(from, to, source, position) == source) plan.sends.push_back({receiver, box});
     });
-    std::stable_sort(plan.sends.begin(), plan.sends.end(), [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
+    std::stable_sort(plan.sends.begin(), plan.sends.end(),
+                     [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
   }
-  std::stable_sort(plan.receives.begin(), plan.receives.end(), [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
+  std::stable_sort(plan.receives.begin(), plan.receives.end(),
+                   [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
   return plan;
 }
 

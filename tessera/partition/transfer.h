@@ -1,5 +1,6 @@
 #pragma once
-// Transfer plan: what one rank sends and receives so that an array laid out by one sharding becomes laid out by another.
+// Transfer plan: what one rank sends and receives so that an array laid out by one sharding becomes
+// laid out by another.
 
 #include <cstdint>
 #include <vector>
@@ -15,21 +16,25 @@ struct Piece {
   bool operator==(const Piece&) const = default;
 };
 
-/// Pieces with the same peer are in the same order on both sides. What is in both of a rank's own boxes is copied, never sent.
+/// Pieces with the same peer are in the same order on both sides. What is in both of a rank's own
+/// boxes is copied, never sent.
 struct TransferPlan {
   std::vector<Piece> sends, receives;
   std::vector<Box> copies;
-  std::int64_t sent() const;  ///< Elements.
+  /// Elements.
+  std::int64_t sent() const;
   std::int64_t received() const;
   bool local() const { return sends.empty() && receives.empty(); }
 };
 
-/// The plan of global rank `rank`, which may be in one of the meshes, both or neither. The arrays have the same shape.
+/// The plan of global rank `rank`, which may be in one of the meshes, both or neither. The arrays
+/// have the same shape.
 ///
-/// Each element that a rank needs and does not hold is received exactly once, from a rank that holds it: among those that hold the same box, the one
-/// whose position on the source's free axes equals the receiver's when both are on one mesh (so that copies stay within a replica), and otherwise one
-/// chosen in turn by the receiver's position. So the elements received are the fewest possible: volume(target box) - volume(target box in own source
-/// box).
+/// Each element that a rank needs and does not hold is received exactly once, from a rank that
+/// holds it: among those that hold the same box, the one whose position on the source's free axes
+/// equals the receiver's when both are on one mesh (so that copies stay within a replica), and
+/// otherwise one chosen in turn by the receiver's position. So the elements received are the fewest
+/// possible: volume(target box) - volume(target box in own source box).
 TransferPlan transfer_plan(const Sharding& from, const Sharding& to, int rank);
 
 }  // namespace tessera

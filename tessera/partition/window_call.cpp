@@ -5,18 +5,23 @@
 namespace tessera {
 namespace {
 
-std::int64_t floor_div(std::int64_t a, std::int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
+std::int64_t floor_div(std::int64_t a, std::int64_t b) {
+  return a / b - (a % b != 0 && (a < 0) != (b < 0));
+}
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return -floor_div(-a, b); }
 std::int64_t reach_of(const Window& w) { return (w.kernel - 1) * w.dilation; }
 
-// Outputs before a cut of the inputs, for the cuts of a partition; `before(e)` for a cut inside the array.
+// Outputs before a cut of the inputs, for the cuts of a partition; `before(e)` for a cut inside the
+// array.
 template <class Before>
 Partition cut_like(const Partition& inputs, std::int64_t outputs, Before before) {
   std::vector<std::int64_t> sizes;
   std::int64_t last = 0;
   for (int part = 0; part < inputs.parts(); ++part) {
     const std::int64_t end = inputs.interval(part).end;
-    std::int64_t cut = end >= inputs.extent() ? outputs : end <= 0 ? 0 : std::clamp<std::int64_t>(before(end), 0, outputs);
+    std::int64_t cut = end >= inputs.extent() ? outputs
+                       : end <= 0             ? 0
+                                              : std::clamp<std::int64_t>(before(end), 0, outputs);
     cut = std::max(cut, last);
     sizes.push_back(cut - last);
     last = cut;
@@ -34,17 +39,23 @@ std::int64_t count(const Window& w, std::int64_t n, std::int64_t padding, bool t
 }  // namespace
 
 Partition output_partition(const Partition& inputs, const Window& w, std::int64_t outputs) {
-  return cut_like(inputs, outputs, [&](std::int64_t end) { return ceil_div(end + w.padding - reach_of(w) / 2, w.stride); });
+  return cut_like(inputs, outputs, [&](std::int64_t end) {
+    return ceil_div(end + w.padding - reach_of(w) / 2, w.stride);
+  });
 }
 
-Partition transposed_output_partition(const Partition& inputs, const Window& w, std::int64_t outputs) {
-  return cut_like(inputs, outputs, [&](std::int64_t end) { return end * w.stride - w.padding + reach_of(w) / 2; });
+Partition transposed_output_partition(const Partition& inputs, const Window& w,
+                                      std::int64_t outputs) {
+  return cut_like(inputs, outputs,
+                  [&](std::int64_t end) { return end * w.stride - w.padding + reach_of(w) / 2; });
 }
 
 Partition resampled_partition(const Partition& inputs, std::int64_t outputs) {
   const std::int64_t extent = inputs.extent();
   // The outputs whose centre lies before `end`: (2 o + 1) * extent < 2 * outputs * end.
-  return cut_like(inputs, outputs, [&](std::int64_t end) { return ceil_div(ceil_div(2 * outputs * end, extent) - 1, 2); });
+  return cut_like(inputs, outputs, [&](std::int64_t end) {
+    return ceil_div(ceil_div(2 * outputs * end, extent) - 1, 2);
+  });
 }
 
 BoxCall forward_call(const Window& w, Interval outputs, bool transposed) {
@@ -62,7 +73,8 @@ BoxCall backward_call(const Window& w, Interval inputs, bool transposed) {
     const std::int64_t first = inputs.begin * w.stride - w.padding;
     return {inputs, 0, {first, first + count(w, inputs.size(), 0, true)}};
   }
-  const Interval touched = w.transposed_inputs(inputs);  // outputs o with an o * stride - padding + k * dilation in `inputs`
+  // outputs o with an o * stride - padding + k * dilation in `inputs`
+  const Interval touched = w.transposed_inputs(inputs);
   std::int64_t first = std::min(touched.begin, floor_div(inputs.begin + w.padding, w.stride));
   for (;; --first) {
     // One output more in front is a stride more of padding, on both sides.
@@ -72,7 +84,8 @@ BoxCall backward_call(const Window& w, Interval inputs, bool transposed) {
   }
 }
 
-std::optional<BoxCall> aligned_call(const Window& w, Interval inputs, Interval outputs, bool transposed) {
+std::optional<BoxCall> aligned_call(const Window& w, Interval inputs, Interval outputs,
+                                    bool transposed) {
   if (inputs.empty() || outputs.empty()) return std::nullopt;
   if (transposed) {
     const std::int64_t padding = w.padding + outputs.begin - inputs.begin * w.stride;
@@ -87,15 +100,19 @@ std::optional<BoxCall> aligned_call(const Window& w, Interval inputs, Interval o
   return BoxCall{inputs, padding, outputs};
 }
 
-Interval interior(const Window& w, Interval held, Interval outputs, std::int64_t extent, bool transposed) {
+Interval interior(const Window& w, Interval held, Interval outputs, std::int64_t extent,
+                  bool transposed) {
   const std::int64_t reach = reach_of(w);
   Interval inner = outputs;
   if (transposed) {
-    if (held.begin > 0) inner.begin = std::max(inner.begin, (held.begin - 1) * w.stride + reach - w.padding + 1);
+    if (held.begin > 0)
+      inner.begin = std::max(inner.begin, (held.begin - 1) * w.stride + reach - w.padding + 1);
     if (held.end < extent) inner.end = std::min(inner.end, held.end * w.stride - w.padding);
   } else {
-    if (held.begin > 0) inner.begin = std::max(inner.begin, ceil_div(held.begin + w.padding, w.stride));
-    if (held.end < extent) inner.end = std::min(inner.end, floor_div(held.end - 1 - reach + w.padding, w.stride) + 1);
+    if (held.begin > 0)
+      inner.begin = std::max(inner.begin, ceil_div(held.begin + w.padding, w.stride));
+    if (held.end < extent)
+      inner.end = std::min(inner.end, floor_div(held.end - 1 - reach + w.padding, w.stride) + 1);
   }
   if (held.empty() || inner.empty()) return {outputs.begin, outputs.begin};
   return inner;

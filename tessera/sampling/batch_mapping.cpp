@@ -7,7 +7,8 @@
 
 namespace tessera {
 
-BatchMapping::BatchMapping(std::vector<int> mesh, std::vector<int> processes, const std::vector<int>& batch_axes)
+BatchMapping::BatchMapping(std::vector<int> mesh, std::vector<int> processes,
+                           const std::vector<int>& batch_axes)
     : mesh_(std::move(mesh)), batch_axes_(batch_axes) {
   std::int64_t devices = 1;
   for (int size : mesh_) {
@@ -16,7 +17,8 @@ BatchMapping::BatchMapping(std::vector<int> mesh, std::vector<int> processes, co
     if (devices > static_cast<std::int64_t>(processes.size())) break;
   }
   if (devices != static_cast<std::int64_t>(processes.size()))
-    throw InvalidArgument(concat("a mesh of ", list(mesh_), " devices, but the processes of ", processes.size(), " devices were given"));
+    throw InvalidArgument(concat("a mesh of ", list(mesh_), " devices, but the processes of ",
+                                 processes.size(), " devices were given"));
   std::vector<bool> named(mesh_.size(), false);
   for (int axis : batch_axes_) {
     if (axis < 0 || axis >= static_cast<int>(mesh_.size()))
@@ -33,8 +35,10 @@ BatchMapping::BatchMapping(std::vector<int> mesh, std::vector<int> processes, co
   std::vector<std::uint64_t> pairs(processes.size());  // process and coordinate, to be sorted
   for (std::size_t device = 0; device < processes.size(); ++device) {
     if (processes[device] < 0)
-      throw InvalidArgument(concat("device ", device, " is said to belong to process ", processes[device], "; processes are numbered from 0"));
-    pairs[device] = static_cast<std::uint64_t>(processes[device]) << 32 | static_cast<std::uint64_t>(coordinate(static_cast<int>(device)));
+      throw InvalidArgument(concat("device ", device, " is said to belong to process ",
+                                   processes[device], "; processes are numbered from 0"));
+    pairs[device] = static_cast<std::uint64_t>(processes[device]) << 32 |
+                    static_cast<std::uint64_t>(coordinate(static_cast<int>(device)));
   }
   std::sort(pairs.begin(), pairs.end());
   pairs.erase(std::unique(pairs.begin(), pairs.end()), pairs.end());
@@ -53,23 +57,27 @@ BatchMapping::BatchMapping(std::vector<int> mesh, std::vector<int> processes, co
 
 int BatchMapping::coordinate(int device) const {
   int c = 0;
-  for (std::size_t i = 0; i < batch_axes_.size(); ++i) c = c * mesh_[batch_axes_[i]] + device / batch_strides_[i] % mesh_[batch_axes_[i]];
+  for (std::size_t i = 0; i < batch_axes_.size(); ++i)
+    c = c * mesh_[batch_axes_[i]] + device / batch_strides_[i] % mesh_[batch_axes_[i]];
   return c;
 }
 
 std::size_t BatchMapping::index_of(int process) const {
   const auto at = std::lower_bound(processes_.begin(), processes_.end(), process);
-  if (at == processes_.end() || *at != process) throw InvalidArgument(concat("process ", process, " has no device in the mesh"));
+  if (at == processes_.end() || *at != process)
+    throw InvalidArgument(concat("process ", process, " has no device in the mesh"));
   return static_cast<std::size_t>(at - processes_.begin());
 }
 
 std::span<const int> BatchMapping::held_by(int process) const { return held(index_of(process)); }
 
 std::vector<BatchSlice> BatchMapping::slices(int process, std::int64_t size) const {
-  if (size < 0) throw InvalidArgument(concat("a global batch of ", size, " samples; give at least 0"));
+  if (size < 0)
+    throw InvalidArgument(concat("a global batch of ", size, " samples; give at least 0"));
   const auto coordinates = held_by(process);
   const std::int64_t each = size / coordinates_, longer = size % coordinates_;
-  auto begin = [&](std::int64_t c) { return c * each + std::min(c, longer); };  // as Partition::even cuts, without its list
+  // as Partition::even cuts, without its list
+  auto begin = [&](std::int64_t c) { return c * each + std::min(c, longer); };
   std::vector<BatchSlice> slices;
   slices.reserve(coordinates.size());
   std::int64_t slot = 0;
@@ -82,7 +90,8 @@ std::vector<BatchSlice> BatchMapping::slices(int process, std::int64_t size) con
 
 void BatchMapping::find_shards() {
   constexpr std::size_t none = ~std::size_t{0};
-  std::vector<std::size_t> owner(static_cast<std::size_t>(coordinates_), none);  // the first process that holds a coordinate
+  // the first process that holds a coordinate
+  std::vector<std::size_t> owner(static_cast<std::size_t>(coordinates_), none);
   int shards = 0;
   for (std::size_t p = 0; p < processes_.size(); ++p) {
     const auto mine = held(p);
@@ -105,22 +114,26 @@ void BatchMapping::find_shards() {
 void BatchMapping::require_shards() const {
   if (!conflict_) return;
   const auto [a, b] = *conflict_;
-  throw InvalidArgument(concat("process ", processes_[a], " holds batch coordinates ", list(held(a)), " and process ", processes_[b], " holds ",
+  throw InvalidArgument(concat("process ", processes_[a], " holds batch coordinates ",
+                               list(held(a)), " and process ", processes_[b], " holds ",
                                list(held(b)),
-                               "; loader shards must be equal or disjoint, and of one size. Use BatchMapping::slices, which serves every mesh"));
+                               "; loader shards must be equal or disjoint, and of one size. Use "
+                               "BatchMapping::slices, which serves every mesh"));
 }
 
 std::map<int, int> BatchMapping::process_mesh_mapping() const {
   require_shards();
   std::map<int, int> shard;
-  for (std::size_t p = 0; p < processes_.size(); ++p) shard.emplace_hint(shard.end(), processes_[p], shard_[p]);
+  for (std::size_t p = 0; p < processes_.size(); ++p)
+    shard.emplace_hint(shard.end(), processes_[p], shard_[p]);
   return shard;
 }
 
 std::map<int, int> BatchMapping::local_device_mapping(int process) const {
   require_shards();
   std::map<int, int> slots;
-  for (const int c : held_by(process)) slots.emplace_hint(slots.end(), c, static_cast<int>(slots.size()));
+  for (const int c : held_by(process))
+    slots.emplace_hint(slots.end(), c, static_cast<int>(slots.size()));
   return slots;
 }
 

@@ -16,22 +16,33 @@ std::uint64_t finalise(std::uint64_t x) {
 
 }  // namespace
 
-KeyedRandom::KeyedRandom(std::uint64_t seed, std::uint64_t stream) : key_(finalise(finalise(seed + kGolden) + stream + kGolden) + kGolden) {}
+KeyedRandom::KeyedRandom(std::uint64_t seed, std::uint64_t stream)
+    : key_(finalise(finalise(seed + kGolden) + stream + kGolden) + kGolden) {}
 
-std::uint64_t KeyedRandom::operator()(std::uint64_t counter) const { return finalise(key_ + counter); }
+std::uint64_t KeyedRandom::operator()(std::uint64_t counter) const {
+  return finalise(key_ + counter);
+}
 
-std::uint64_t keyed_random(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter) { return KeyedRandom(seed, stream)(counter); }
+std::uint64_t keyed_random(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter) {
+  return KeyedRandom(seed, stream)(counter);
+}
 
-double keyed_uniform(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter) { return KeyedRandom(seed, stream).uniform(counter); }
+double keyed_uniform(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter) {
+  return KeyedRandom(seed, stream).uniform(counter);
+}
 
-KeyedPermutation::KeyedPermutation(std::uint64_t size, std::uint64_t seed, std::uint64_t stream) : size_(size) {
-  if (size > 1ull << 63) throw InvalidArgument(concat("a permutation of ", size, " numbers; at most 2^63"));
-  int bits = 8;  // smaller networks have too few round functions to reach all orders; walking past 2^8 is cheap
+KeyedPermutation::KeyedPermutation(std::uint64_t size, std::uint64_t seed, std::uint64_t stream)
+    : size_(size) {
+  if (size > 1ull << 63)
+    throw InvalidArgument(concat("a permutation of ", size, " numbers; at most 2^63"));
+  // smaller networks have too few round functions to reach all orders; walking past 2^8 is cheap
+  int bits = 8;
   while (bits < 63 && (1ull << bits) < size) ++bits;
   low_bits_ = bits / 2;
   low_mask_ = (1ull << low_bits_) - 1;
   high_mask_ = (1ull << (bits - low_bits_)) - 1;
-  rounds_ = bits <= 16 ? kMaxRounds : bits <= 32 ? 8 : 6;  // narrow halves mix little a round; 6 already pass the tests at every width
+  // narrow halves mix little a round; 6 already pass the tests at every width
+  rounds_ = bits <= 16 ? kMaxRounds : bits <= 32 ? 8 : 6;
   keys_.fill(0);
   const KeyedRandom random(seed, stream);
   for (int r = 0; r < rounds_; ++r) keys_[r] = random(static_cast<std::uint64_t>(r));
@@ -40,9 +51,11 @@ KeyedPermutation::KeyedPermutation(std::uint64_t size, std::uint64_t seed, std::
 void KeyedPermutation::fill(std::uint64_t first, std::span<std::uint64_t> out) const {
   if (out.empty()) return;
   if (first >= size_ || out.size() > size_ - first)
-    throw InvalidArgument(concat(out.size(), " indices from ", first, " on of a permutation of ", size_, " numbers"));
-  // Each lane walks its own cycle and takes the next index when it has arrived: a network alone would wait for its multiplications. Without branches
-  // on the values, which nothing predicts: a place is written at each turn of its lane, the last time with what belongs there.
+    throw InvalidArgument(
+        concat(out.size(), " indices from ", first, " on of a permutation of ", size_, " numbers"));
+  // Each lane walks its own cycle and takes the next index when it has arrived: a network alone
+  // would wait for its multiplications. Without branches on the values, which nothing predicts: a
+  // place is written at each turn of its lane, the last time with what belongs there.
   constexpr std::size_t kLanes = 4;
   std::size_t next = 0;
   if (out.size() >= 2 * kLanes) {
@@ -59,7 +72,8 @@ void KeyedPermutation::fill(std::uint64_t first, std::span<std::uint64_t> out) c
       }
       for (int r = 0; r < rounds_; r += 2) {
         for (std::size_t k = 0; k < kLanes; ++k) high[k] = (high[k] ^ mix(low[k], r)) & high_mask_;
-        for (std::size_t k = 0; k < kLanes; ++k) low[k] = (low[k] ^ mix(high[k], r + 1)) & low_mask_;
+        for (std::size_t k = 0; k < kLanes; ++k)
+          low[k] = (low[k] ^ mix(high[k], r + 1)) & low_mask_;
       }
       for (std::size_t k = 0; k < kLanes; ++k) {
         const std::uint64_t value = high[k] << low_bits_ | low[k];

@@ -1,7 +1,9 @@
 #pragma once
-// The global order of samples: which samples make up step s, whatever the number of ranks, hosts, workers or devices.
+// The global order of samples: which samples make up step s, whatever the number of ranks, hosts,
+// workers or devices.
 //
-//   SampleOrder order({.samples = 10, .seed = 1, .last = LastBatch::keep}, BatchSchedule({{0, 4}}));
+//   SampleOrder order({.samples = 10, .seed = 1, .last = LastBatch::keep}, BatchSchedule({{0,
+//     4}}));
 //   order.step(2)   -> epoch 0, offset 8, 2 samples        // 10 = 4 + 4 + 2
 //   order.step(3)   -> epoch 1, offset 0, 4 samples, in another order
 //   order.sample(order.step(3), 0)  -> an index below 10
@@ -14,7 +16,8 @@
 
 namespace tessera {
 
-/// Global batch size as a function of the step: from step `from` on, `size` samples, until the next entry.
+/// Global batch size as a function of the step: from step `from` on, `size` samples, until the next
+/// entry.
 class BatchSchedule {
  public:
   struct Entry {
@@ -34,30 +37,40 @@ class BatchSchedule {
 
 /// What becomes of the samples at the end of an epoch that do not fill a batch.
 enum class LastBatch : unsigned char {
-  keep,  ///< A smaller batch; weights by its true size.
-  pad,   ///< A full batch whose tail repeats samples from the start of the epoch's order, marked as padding.
-  drop,  ///< Left out in this epoch (others in the next, since the order changes).
+  /// A smaller batch; weights by its true size.
+  keep,
+  /// A full batch whose tail repeats samples from the start of the epoch's order, marked as
+  /// padding.
+  pad,
+  /// Left out in this epoch (others in the next, since the order changes).
+  drop,
 };
 
 struct SampleOrderOptions {
-  std::uint64_t samples = 0;  ///< Of one epoch, at most 2^63.
+  /// Of one epoch, at most 2^63.
+  std::uint64_t samples = 0;
   std::uint64_t seed = 0;
-  bool shuffle = true;  ///< false: 0, 1, 2, ... in each epoch.
+  /// false: 0, 1, 2, ... in each epoch.
+  bool shuffle = true;
   LastBatch last = LastBatch::keep;
 };
 
 /// One step of the global sequence.
 struct Batch {
   std::uint64_t epoch = 0;
-  std::uint64_t offset = 0;  ///< Position of the first sample in the epoch's order.
-  std::uint64_t size = 0;    ///< Positions, padding included.
-  std::uint64_t real = 0;    ///< Without padding: positions real, ..., size - 1 of the batch are padding.
+  /// Position of the first sample in the epoch's order.
+  std::uint64_t offset = 0;
+  /// Positions, padding included.
+  std::uint64_t size = 0;
+  /// Without padding: positions real, ..., size - 1 of the batch are padding.
+  std::uint64_t real = 0;
   bool operator==(const Batch&) const = default;
 };
 
 class SampleOrder {
  public:
-  /// Throws InvalidArgument without samples, and for LastBatch::drop with a batch size above the number of samples (no batch would ever be full).
+  /// Throws InvalidArgument without samples, and for LastBatch::drop with a batch size above the
+  /// number of samples (no batch would ever be full).
   SampleOrder(SampleOrderOptions options, BatchSchedule schedule);
 
   /// Step s, computed alone in O(entries of the schedule): this is what resuming costs.
@@ -69,11 +82,13 @@ class SampleOrder {
 
   /// Index of the i-th sample of a batch, i < batch.size.
   std::uint64_t sample(const Batch& batch, std::uint64_t i) const;
-  /// The samples first, first + 1, ... of a batch, one for each place of `out`: a few nanoseconds each, where sample() makes the permutation anew.
-  /// Throws InvalidArgument beyond the batch.
+  /// The samples first, first + 1, ... of a batch, one for each place of `out`: a few nanoseconds
+  /// each, where sample() makes the permutation anew. Throws InvalidArgument beyond the batch.
   void samples(const Batch& batch, std::uint64_t first, std::span<std::uint64_t> out) const;
   /// The order of one epoch.
-  KeyedPermutation permutation(std::uint64_t epoch) const { return {options_.samples, options_.seed, epoch}; }
+  KeyedPermutation permutation(std::uint64_t epoch) const {
+    return {options_.samples, options_.seed, epoch};
+  }
 
   const SampleOrderOptions& options() const { return options_; }
   const BatchSchedule& schedule() const { return schedule_; }

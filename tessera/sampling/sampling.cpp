@@ -19,10 +19,12 @@ constexpr std::uint64_t kDatasets = 0x6d697874'75726573ull;
 double checked_sum(const std::vector<double>& weights) {
   double sum = 0;
   for (double w : weights) {
-    if (!(w >= 0) || !std::isfinite(w)) throw InvalidArgument(concat("weight ", w, "; weights are finite and at least 0"));
+    if (!(w >= 0) || !std::isfinite(w))
+      throw InvalidArgument(concat("weight ", w, "; weights are finite and at least 0"));
     sum += w;
   }
-  if (!(sum > 0) || !std::isfinite(sum)) throw InvalidArgument(concat("the weights add up to ", sum, "; give a finite sum above 0"));
+  if (!(sum > 0) || !std::isfinite(sum))
+    throw InvalidArgument(concat("the weights add up to ", sum, "; give a finite sum above 0"));
   return sum;
 }
 
@@ -48,7 +50,8 @@ WeightedDraws::WeightedDraws(const std::vector<double>& weights, std::uint64_t s
     }
   }
   // What rounding leaves is full, except that an index of weight zero must never be drawn.
-  const auto heaviest = static_cast<std::uint64_t>(std::max_element(weights.begin(), weights.end()) - weights.begin());
+  const auto heaviest = static_cast<std::uint64_t>(
+      std::max_element(weights.begin(), weights.end()) - weights.begin());
   for (auto i : large) threshold_[i] = 1;
   for (auto i : small) {
     threshold_[i] = weights[i] > 0 ? 1 : 0;
@@ -58,7 +61,8 @@ WeightedDraws::WeightedDraws(const std::vector<double>& weights, std::uint64_t s
 
 std::uint64_t WeightedDraws::operator()(std::uint64_t draw) const {
   const auto n = static_cast<double>(size());
-  const auto column = std::min(static_cast<std::uint64_t>(random_.uniform(2 * draw) * n), size() - 1);
+  const auto column =
+      std::min(static_cast<std::uint64_t>(random_.uniform(2 * draw) * n), size() - 1);
   return random_.uniform(2 * draw + 1) < threshold_[column] ? column : alias_[column];
 }
 
@@ -70,28 +74,36 @@ std::vector<double> class_balanced_weights(const std::vector<std::int64_t>& clas
   return weights;
 }
 
-Mixture::Mixture(std::vector<Dataset> datasets, std::vector<Stage> stages, std::uint64_t seed, bool shuffle)
+Mixture::Mixture(std::vector<Dataset> datasets, std::vector<Stage> stages, std::uint64_t seed,
+                 bool shuffle)
     : datasets_(std::move(datasets)), stages_(std::move(stages)), seed_(seed), shuffle_(shuffle) {
   if (datasets_.empty()) throw InvalidArgument("a mixture needs at least one dataset");
-  if (stages_.empty() || stages_.front().from != 0) throw InvalidArgument("a mixture needs a first stage, from draw 0");
+  if (stages_.empty() || stages_.front().from != 0)
+    throw InvalidArgument("a mixture needs a first stage, from draw 0");
   for (std::size_t s = 0; s < stages_.size(); ++s) {
     Stage& stage = stages_[s];
     if (s > 0 && stage.from <= stages_[s - 1].from)
-      throw InvalidArgument(concat("stages must ascend: draw ", stage.from, " follows draw ", stages_[s - 1].from));
-    if (stage.weights.size() != datasets_.size())
       throw InvalidArgument(
-          concat("the stage from draw ", stage.from, " has ", stage.weights.size(), " weights for ", datasets_.size(), " datasets"));
+          concat("stages must ascend: draw ", stage.from, " follows draw ", stages_[s - 1].from));
+    if (stage.weights.size() != datasets_.size())
+      throw InvalidArgument(concat("the stage from draw ", stage.from, " has ",
+                                   stage.weights.size(), " weights for ", datasets_.size(),
+                                   " datasets"));
     const double sum = checked_sum(stage.weights);
     for (std::size_t d = 0; d < datasets_.size(); ++d) {
       if (stage.weights[d] > 0 && (datasets_[d].samples == 0 || datasets_[d].samples > 1ull << 63))
-        throw InvalidArgument(concat("dataset '", datasets_[d].name, "' has ", datasets_[d].samples, " samples but weight ", stage.weights[d],
+        throw InvalidArgument(concat("dataset '", datasets_[d].name, "' has ", datasets_[d].samples,
+                                     " samples but weight ", stage.weights[d],
                                      "; 1 to 2^63 are possible"));
       stage.weights[d] /= sum;
     }
   }
 }
 
-Mixture::Cursor Mixture::start() const { return {0, std::vector<std::uint64_t>(datasets_.size(), 0), std::vector<double>(datasets_.size(), 0)}; }
+Mixture::Cursor Mixture::start() const {
+  return {0, std::vector<std::uint64_t>(datasets_.size(), 0),
+          std::vector<double>(datasets_.size(), 0)};
+}
 
 // Which dataset gives the next sample.
 int Mixture::choose(Cursor& cursor, const std::vector<double>& weights) const {
@@ -99,14 +111,17 @@ int Mixture::choose(Cursor& cursor, const std::vector<double>& weights) const {
   int chosen = -1;
   for (std::size_t d = 0; d < datasets_.size(); ++d) {
     cursor.credit[d] += weights[d];
-    if (weights[d] > 0 && (chosen < 0 || cursor.credit[d] > cursor.credit[chosen])) chosen = static_cast<int>(d);
+    if (weights[d] > 0 && (chosen < 0 || cursor.credit[d] > cursor.credit[chosen]))
+      chosen = static_cast<int>(d);
   }
   cursor.credit[chosen] -= 1;
   ++cursor.drawn;
   return chosen;
 }
 
-std::uint64_t Mixture::stream(int dataset, std::uint64_t epoch) const { return keyed_random(kDatasets, static_cast<std::uint64_t>(dataset), epoch); }
+std::uint64_t Mixture::stream(int dataset, std::uint64_t epoch) const {
+  return keyed_random(kDatasets, static_cast<std::uint64_t>(dataset), epoch);
+}
 
 Mixture::Draw Mixture::next(Cursor& cursor) const {
   Draw draw{};
@@ -116,9 +131,11 @@ Mixture::Draw Mixture::next(Cursor& cursor) const {
 
 void Mixture::next(Cursor& cursor, std::span<Draw> out) const {
   if (cursor.taken.size() != datasets_.size() || cursor.credit.size() != datasets_.size())
-    throw InvalidArgument(concat("a cursor of ", cursor.taken.size(), " datasets for a mixture of ", datasets_.size()));
+    throw InvalidArgument(concat("a cursor of ", cursor.taken.size(), " datasets for a mixture of ",
+                                 datasets_.size()));
   std::vector<std::vector<std::size_t>> places(datasets_.size());
-  auto after = std::upper_bound(stages_.begin(), stages_.end(), cursor.drawn, [](std::uint64_t n, const Stage& s) { return n < s.from; });
+  auto after = std::upper_bound(stages_.begin(), stages_.end(), cursor.drawn,
+                                [](std::uint64_t n, const Stage& s) { return n < s.from; });
   for (std::size_t i = 0; i < out.size(); ++i) {
     if (after != stages_.end() && after->from == cursor.drawn) ++after;
     out[i].dataset = choose(cursor, std::prev(after)->weights);
@@ -131,7 +148,8 @@ void Mixture::next(Cursor& cursor, std::span<Draw> out) const {
       const std::uint64_t n = cursor.taken[d], size = datasets_[d].samples, position = n % size;
       samples.resize(std::min<std::uint64_t>(size - position, places[d].size() - i));
       if (shuffle_)
-        KeyedPermutation(size, seed_, stream(static_cast<int>(d), n / size)).fill(position, samples);
+        KeyedPermutation(size, seed_, stream(static_cast<int>(d), n / size))
+            .fill(position, samples);
       else
         std::iota(samples.begin(), samples.end(), position);
       for (std::size_t k = 0; k < samples.size(); ++k) out[places[d][i + k]].sample = samples[k];

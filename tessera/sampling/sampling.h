@@ -1,5 +1,6 @@
 #pragma once
-// Which sample comes next, beyond one shuffled pass: weighted and class-balanced draws, and mixtures of datasets.
+// Which sample comes next, beyond one shuffled pass: weighted and class-balanced draws, and
+// mixtures of datasets.
 
 #include <cstdint>
 #include <span>
@@ -10,8 +11,9 @@
 
 namespace tessera {
 
-/// Draws with replacement, index i with probability weight_i / sum. Draw k depends on (seed, k) alone: any draw is computed alone, in O(1).
-/// Alias method (Walker 1977, in the form of Vose 1991).
+/// Draws with replacement, index i with probability weight_i / sum. Draw k depends on (seed, k)
+/// alone: any draw is computed alone, in O(1). Alias method (Walker 1977, in the form of Vose
+/// 1991).
 class WeightedDraws {
  public:
   /// Weights: finite, at least 0, not all zero; else InvalidArgument.
@@ -25,11 +27,13 @@ class WeightedDraws {
   std::vector<std::uint64_t> alias_;
 };
 
-/// One weight a sample, such that each class that occurs is drawn equally often: 1 / (number of samples of its class). Classes: any numbers.
+/// One weight a sample, such that each class that occurs is drawn equally often: 1 / (number of
+/// samples of its class). Classes: any numbers.
 std::vector<double> class_balanced_weights(const std::vector<std::int64_t>& classes);
 
-/// A mixture of datasets: at every point of the sequence each dataset's share is as close to its weight as whole numbers allow (within one sample for
-/// constant weights of two datasets; see the docs for more). Each dataset is gone through in its own shuffled order, epoch after epoch.
+/// A mixture of datasets: at every point of the sequence each dataset's share is as close to its
+/// weight as whole numbers allow (within one sample for constant weights of two datasets; see the
+/// docs for more). Each dataset is gone through in its own shuffled order, epoch after epoch.
 ///
 ///   Mixture m({{"a", 100}, {"b", 10}}, {{0, {0.75, 0.25}}}, seed);
 ///   Mixture::Cursor c = m.start();
@@ -52,15 +56,19 @@ class Mixture {
   };
   /// What must be saved to go on: a few numbers.
   struct Cursor {
-    std::uint64_t drawn = 0;           ///< In all.
-    std::vector<std::uint64_t> taken;  ///< From each dataset since the start.
-    std::vector<double> credit;        ///< What each dataset is owed, in samples.
+    /// In all.
+    std::uint64_t drawn = 0;
+    /// From each dataset since the start.
+    std::vector<std::uint64_t> taken;
+    /// What each dataset is owed, in samples.
+    std::vector<double> credit;
     bool operator==(const Cursor&) const = default;
   };
 
-  /// Throws InvalidArgument for no dataset, an empty one that has a weight, weights that are not finite, negative or all zero, stages that do not
-  /// ascend from 0.
-  Mixture(std::vector<Dataset> datasets, std::vector<Stage> stages, std::uint64_t seed, bool shuffle = true);
+  /// Throws InvalidArgument for no dataset, an empty one that has a weight, weights that are not
+  /// finite, negative or all zero, stages that do not ascend from 0.
+  Mixture(std::vector<Dataset> datasets, std::vector<Stage> stages, std::uint64_t seed,
+          bool shuffle = true);
   Cursor start() const;
   /// The next draw; moves the cursor on. Throws InvalidArgument for a cursor of another mixture.
   Draw next(Cursor& cursor) const;

@@ -1,4 +1,5 @@
-// From one mesh to another. The ranks of both meet in one group; those that do not hold the tensor are told what it is.
+// From one mesh to another. The ranks of both meet in one group; those that do not hold the tensor
+// are told what it is.
 
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -73,18 +74,23 @@ std::vector<int> axis_sizes(const Mesh& mesh) {
 
 at::Tensor slice(const at::Tensor& t, const Box& held, const Box& box) {
   at::Tensor part = t;
-  for (std::size_t d = 0; d < box.size(); ++d) part = part.narrow(static_cast<std::int64_t>(d), box[d].begin - held[d].begin, box[d].size());
+  for (std::size_t d = 0; d < box.size(); ++d)
+    part = part.narrow(static_cast<std::int64_t>(d), box[d].begin - held[d].begin, box[d].size());
   return part;
 }
 
-// This rank's local on the target mesh, from its local on the source mesh; undefined where it is in only one of them.
-at::Tensor move(const at::Tensor& local, const Source& source, const DeviceMesh& from, const DeviceMesh& to, std::vector<DimSharding> dims,
-                const Group& both) {
+// This rank's local on the target mesh, from its local on the source mesh; undefined where it is in
+// only one of them.
+at::Tensor move(const at::Tensor& local, const Source& source, const DeviceMesh& from,
+                const DeviceMesh& to, std::vector<DimSharding> dims, const Group& both) {
   const int me = from.manager().rank();
   const Sharding a(source.shape, axis_sizes(from.layout()), source.dims, from.layout().ranks());
   const Sharding b(source.shape, axis_sizes(to.layout()), std::move(dims), to.layout().ranks());
   const TransferPlan plan = transfer_plan(a, b, me);
-  const auto peer = [&](int rank) { return static_cast<int>(std::find(both.ranks().begin(), both.ranks().end(), rank) - both.ranks().begin()); };
+  const auto peer = [&](int rank) {
+    return static_cast<int>(std::find(both.ranks().begin(), both.ranks().end(), rank) -
+                            both.ranks().begin());
+  };
   const detail::LocalCallGuard guard;
   at::Tensor result;
   Box held, wanted;
@@ -93,18 +99,22 @@ at::Tensor move(const at::Tensor& local, const Source& source, const DeviceMesh&
     wanted = b.box(b.position(me));
     std::vector<std::int64_t> shape;
     for (const Interval& i : wanted) shape.push_back(i.size());
-    result = at::empty(shape, at::TensorOptions(source.dtype).device(local.defined() ? local.device() : to.manager().device()));
+    result =
+        at::empty(shape, at::TensorOptions(source.dtype)
+                             .device(local.defined() ? local.device() : to.manager().device()));
   }
   std::vector<Message> messages;
   std::vector<std::pair<at::Tensor, at::Tensor>> arrivals;
-  for (const Piece& p : plan.sends) messages.push_back({Message::Kind::send, slice(local, held, p.box).contiguous(), peer(p.rank)});
+  for (const Piece& p : plan.sends)
+    messages.push_back({Message::Kind::send, slice(local, held, p.box).contiguous(), peer(p.rank)});
   for (const Piece& p : plan.receives) {
     const at::Tensor part = slice(result, wanted, p.box);
     const at::Tensor buffer = part.is_contiguous() ? part : at::empty(part.sizes(), part.options());
     if (!buffer.is_same(part)) arrivals.emplace_back(part, buffer);
     messages.push_back({Message::Kind::receive, buffer, peer(p.rank)});
   }
-  Request request = messages.empty() ? Request() : both.start_exchange(messages, {.name = "redistribute"});
+  Request request =
+      messages.empty() ? Request() : both.start_exchange(messages, {.name = "redistribute"});
   for (const Box& box : plan.copies) slice(result, wanted, box).copy_(slice(local, held, box));
   request.wait();
   for (const auto& [part, buffer] : arrivals) part.copy_(buffer);
@@ -113,7 +123,8 @@ at::Tensor move(const at::Tensor& local, const Source& source, const DeviceMesh&
 
 Source describe(const at::Tensor& t) {
   const auto& meta = detail::meta_or_throw(t);
-  return {meta.layout->dtype, t.requires_grad() && at::GradMode::is_enabled(), meta.spec().shape(), meta.spec().sharding().dims()};
+  return {meta.layout->dtype, t.requires_grad() && at::GradMode::is_enabled(), meta.spec().shape(),
+          meta.spec().sharding().dims()};
 }
 
 std::vector<int> all_ranks(const DeviceMesh& from, const DeviceMesh& to) {
@@ -131,18 +142,21 @@ struct ToMesh : torch::autograd::Function<ToMesh> {
     detail::carry(ctx, from);
     ctx->set_materialize_grads(false);  // without a gradient there is nothing to move
     const Group both = from.mesh().manager().group(all_ranks(from.mesh(), to.mesh()));
-    at::Tensor local = move(detail::meta_or_throw(t).local, describe(t), from.mesh(), to.mesh(), to.sharding().dims(), both);
+    at::Tensor local = move(detail::meta_or_throw(t).local, describe(t), from.mesh(), to.mesh(),
+                            to.sharding().dims(), both);
     const auto layout = detail::make_layout(to, local.scalar_type(), local.device());
     return detail::wrap_fresh(std::move(local), layout);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     if (!g[0].defined()) return {at::Tensor(), at::Tensor()};
     const ShardSpec from = detail::carried(ctx);
-    return {redistribute(g[0], spec(g[0]).mesh(), from.mesh(), from.placements(), from.sizes()), at::Tensor()};
+    return {redistribute(g[0], spec(g[0]).mesh(), from.mesh(), from.placements(), from.sizes()),
+            at::Tensor()};
   }
 };
 
-// A value without partial axes, each of which becomes a shard where a dim is free for it: then it is reduced with the fewest bytes.
+// A value without partial axes, each of which becomes a shard where a dim is free for it: then it
+// is reduced with the fewest bytes.
 at::Tensor reduced(const at::Tensor& t) {
   const ShardSpec s = spec(t);
   if (!s.has_partial()) return t;
@@ -159,29 +173,35 @@ at::Tensor reduced(const at::Tensor& t) {
 
 }  // namespace
 
-at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& from, const DeviceMesh& to, const std::vector<Placement>& placements,
-                        const ShardSizes& sizes) {
+at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& from, const DeviceMesh& to,
+                        const std::vector<Placement>& placements, const ShardSizes& sizes) {
   const std::vector<int> ranks = all_ranks(from, to);
   const int me = from.manager().rank();
-  if (!(from.manager() == to.manager())) throw InvalidArgument("redistribute: the two meshes belong to different managers");
+  if (!(from.manager() == to.manager()))
+    throw InvalidArgument("redistribute: the two meshes belong to different managers");
   if (!std::binary_search(ranks.begin(), ranks.end(), me)) {
-    throw InvalidArgument(concat("redistribute: rank ", me, " is in neither mesh; only the ranks of one of them call this"));
+    throw InvalidArgument(concat("redistribute: rank ", me,
+                                 " is in neither mesh; only the ranks of one of them call this"));
   }
-  const bool same_ranks = ranks.size() == from.layout().ranks().size() && ranks.size() == to.layout().ranks().size();
+  const bool same_ranks =
+      ranks.size() == from.layout().ranks().size() && ranks.size() == to.layout().ranks().size();
   const Group both = from.manager().group(ranks);
   // A rank that finds a mistake says so before anybody waits for its data.
   std::string mine;
   at::Tensor t = tensor;
   try {
     if (from.contains_me()) {
-      if (!is_sharded(t) || !(spec(t).mesh() == from)) throw InvalidArgument(concat("rank ", me, " does not give a tensor that lies on `from`"));
+      if (!is_sharded(t) || !(spec(t).mesh() == from))
+        throw InvalidArgument(concat("rank ", me, " does not give a tensor that lies on `from`"));
       t = reduced(t);
       mine = write(describe(t));
     } else if (t.defined()) {
       throw InvalidArgument(concat("rank ", me, " is not in `from` but gives a tensor"));
     }
     for (const Placement& p : placements) {
-      if (p.is_partial()) throw InvalidArgument(concat("the target may not be partial: ", list(placements), "; redistribute once it is there"));
+      if (p.is_partial())
+        throw InvalidArgument(concat("the target may not be partial: ", list(placements),
+                                     "; redistribute once it is there"));
     }
   } catch (const InvalidArgument& e) {
     mine = concat("!", e.what());
@@ -189,20 +209,25 @@ at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& from, const 
   const auto all = both.all_gather_bytes(mine, {.name = "redistribute"});
   std::string description;
   for (const std::string& text : all) {
-    if (!text.empty() && text[0] == '!') throw InvalidArgument(concat("redistribute to another mesh: ", text.substr(1)));
+    if (!text.empty() && text[0] == '!')
+      throw InvalidArgument(concat("redistribute to another mesh: ", text.substr(1)));
     if (text.empty()) continue;
-    if (!description.empty() && description != text) throw InvalidArgument("redistribute to another mesh: the ranks give different tensors");
+    if (!description.empty() && description != text)
+      throw InvalidArgument("redistribute to another mesh: the ranks give different tensors");
     description = text;
   }
   const Source source = read(description);
   if (source.requires_grad && !same_ranks) {
-    throw ShardingError(concat("redistribute: a tensor that requires grad cannot go from ranks ", list(from.layout().ranks()), " to ranks ",
-                               list(to.layout().ranks()), ": backward would miss ranks. Detach it, or use meshes of the same ranks."));
+    throw ShardingError(
+        concat("redistribute: a tensor that requires grad cannot go from ranks ",
+               list(from.layout().ranks()), " to ranks ", list(to.layout().ranks()),
+               ": backward would miss ranks. Detach it, or use meshes of the same ranks."));
   }
   if (same_ranks) return ToMesh::apply(t, ShardSpec(to, source.shape, placements, sizes));
   auto normal = placements;
   const auto dims = detail::cut_dims(to.layout(), source.shape, normal, sizes);
-  const at::Tensor local = move(t.defined() ? detail::meta_or_throw(t).local : at::Tensor(), source, from, to, dims, both);
+  const at::Tensor local = move(t.defined() ? detail::meta_or_throw(t).local : at::Tensor(), source,
+                                from, to, dims, both);
   if (!to.contains_me()) return {};
   return from_local(local, ShardSpec(to, source.shape, placements, sizes));
 }

@@ -12,14 +12,16 @@ class ShardingError : public Error {
   ~ShardingError() override;
 };
 
-/// An operator has no rule for sharded inputs. The message names it, the placements and the two ways out.
+/// An operator has no rule for sharded inputs. The message names it, the placements and the two
+/// ways out.
 class NoRuleError : public ShardingError {
  public:
   using ShardingError::ShardingError;
   ~NoRuleError() override;
 };
 
-/// A rule's plan does not fit the call: the rule is wrong, not the call. Or an operator is given a second rule. The message names the operator.
+/// A rule's plan does not fit the call: the rule is wrong, not the call. Or an operator is given a
+/// second rule. The message names the operator.
 class RuleError : public Error {
  public:
   using Error::Error;

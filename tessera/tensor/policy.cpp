@@ -17,9 +17,13 @@ Policies policies(const DistributedManager& manager) {
   return state->policies;
 }
 
-void set_halo_policy(const DistributedManager& manager, const HaloPolicy& policy) { detail::rank_state(manager)->halo_policy = policy; }
+void set_halo_policy(const DistributedManager& manager, const HaloPolicy& policy) {
+  detail::rank_state(manager)->halo_policy = policy;
+}
 
-HaloPolicy halo_policy(const DistributedManager& manager) { return detail::rank_state(manager)->halo_policy; }
+HaloPolicy halo_policy(const DistributedManager& manager) {
+  return detail::rank_state(manager)->halo_policy;
+}
 
 void manual_seed(const DistributedManager& manager, std::uint64_t seed) {
   const auto state = detail::rank_state(manager);

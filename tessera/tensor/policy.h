@@ -5,11 +5,13 @@
 
 namespace tessera {
 
-/// `warn`: once for each operator, combination of placements, and place in the program that calls it.
+/// `warn`: once for each operator, combination of placements, and place in the program that calls
+/// it.
 enum class Policy : unsigned char { allow, warn, error };
 
 struct Policies {
-  /// An operator that gathers or moves shards between ranks by itself. (Reducing a partial value is what the placement asks for, and is not meant.)
+  /// An operator that gathers or moves shards between ranks by itself. (Reducing a partial value is
+  /// what the placement asks for, and is not meant.)
   Policy redistribution = Policy::warn;
   /// A plain tensor that meets sharded ones and is taken as replicated.
   Policy promotion = Policy::allow;
@@ -19,7 +21,8 @@ struct Policies {
 void set_policies(const DistributedManager& manager, const Policies& policies);
 Policies policies(const DistributedManager& manager);
 
-/// Restarts the random numbers of this manager's sharded tensors. All ranks must give the same seed.
+/// Restarts the random numbers of this manager's sharded tensors. All ranks must give the same
+/// seed.
 void manual_seed(const DistributedManager& manager, std::uint64_t seed);
 
 }  // namespace tessera

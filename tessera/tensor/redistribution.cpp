@@ -18,18 +18,23 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 struct Redistribute : torch::autograd::Function<Redistribute> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, const ShardSpec& to, const ShardSpec& gradient,
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, const ShardSpec& to,
+                            const ShardSpec& gradient,
                             const std::shared_ptr<detail::Redistribution>& run) {
     const ShardMeta& meta = detail::meta_or_throw(t);
     detail::carry(ctx, gradient);
     ctx->set_materialize_grads(false);  // without a gradient there is nothing to move
-    auto layout = detail::make_layout(to, t.strides(), meta.layout->offset, meta.layout->dtype, meta.layout->device);
-    at::Tensor local = run ? run->finish() : detail::redistribute_local(meta.local, meta.spec(), to);
+    auto layout = detail::make_layout(to, t.strides(), meta.layout->offset, meta.layout->dtype,
+                                      meta.layout->device);
+    at::Tensor local =
+        run ? run->finish() : detail::redistribute_local(meta.local, meta.spec(), to);
     const LocalCallGuard guard;
-    // A slice of the input is copied: a write to the result is not one to the input, and the input's memory can go.
+    // A slice of the input is copied: a write to the result is not one to the input, and the
+    // input's memory can go.
     if (local.is_alias_of(meta.local)) local = local.clone(at::MemoryFormat::Contiguous);
     if (layout->dense) return detail::wrap_fresh(std::move(local), layout);
-    return detail::wrap_fresh(local.contiguous(), detail::make_layout(to, meta.layout->dtype, meta.layout->device));
+    return detail::wrap_fresh(local.contiguous(),
+                              detail::make_layout(to, meta.layout->dtype, meta.layout->device));
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     if (!g[0].defined()) return variable_list(4);
@@ -40,12 +45,14 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
   }
 };
 
-ShardSpec target_spec(const ShardSpec& from, const std::vector<Placement>& placements, const ShardSizes& sizes) {
+ShardSpec target_spec(const ShardSpec& from, const std::vector<Placement>& placements,
+                      const ShardSizes& sizes) {
   ShardSizes all = sizes;
   // Checks the placements, and gives negative dims their place.
   const ShardSpec target(from.mesh(), from.shape(), placements, sizes);
   for (int d = 0; d < from.dims(); ++d) {
-    if (!sizes.contains(d) && !sizes.contains(d - from.dims()) && target.is_sharded(d) && target.dim(d).axes == from.dim(d).axes)
+    if (!sizes.contains(d) && !sizes.contains(d - from.dims()) && target.is_sharded(d) &&
+        target.dim(d).axes == from.dim(d).axes)
       all[d] = from.dim(d).partition.sizes();
   }
   return ShardSpec(from.mesh(), from.shape(), placements, all);
@@ -58,36 +65,49 @@ at::Tensor redistribute(const at::Tensor& t, const ShardSpec& to) {
   return from == to ? t : Redistribute::apply(t, to, detail::gradient_spec(from), nullptr);
 }
 
-at::Tensor redistribute(const at::Tensor& t, const std::vector<Placement>& placements, const ShardSizes& sizes,
+at::Tensor redistribute(const at::Tensor& t, const std::vector<Placement>& placements,
+                        const ShardSizes& sizes,
                         const std::optional<std::vector<Placement>>& gradient) {
   const ShardSpec from = detail::meta_or_throw(t).spec(), to = target_spec(from, placements, sizes);
-  return from == to && !gradient ? t : Redistribute::apply(t, to, detail::gradient_spec(from, gradient), nullptr);
+  return from == to && !gradient
+             ? t
+             : Redistribute::apply(t, to, detail::gradient_spec(from, gradient), nullptr);
 }
 
-RedistributeRequest::RedistributeRequest(at::Tensor tensor, const ShardSpec& to) : tensor_(std::move(tensor)), to_(to) {
+RedistributeRequest::RedistributeRequest(at::Tensor tensor, const ShardSpec& to)
+    : tensor_(std::move(tensor)), to_(to) {
   const ShardMeta& meta = detail::meta_or_throw(tensor_);
-  if (!(meta.spec() == to)) run_ = std::make_shared<detail::Redistribution>(meta.local, meta.spec(), to, false);
+  if (!(meta.spec() == to))
+    run_ = std::make_shared<detail::Redistribution>(meta.local, meta.spec(), to, false);
 }
 
 bool RedistributeRequest::done() const { return !run_ || run_->done(); }
 
 at::Tensor RedistributeRequest::wait() {
-  if (!tensor_.defined()) throw Error("a redistribution was waited for twice: keep the tensor that the first wait() returned");
+  if (!tensor_.defined())
+    throw Error(
+        "a redistribution was waited for twice: keep the tensor that the first wait() returned");
   const at::Tensor t = std::move(tensor_);
   tensor_ = at::Tensor();
   if (!run_) return t;
-  return Redistribute::apply(t, to_, detail::gradient_spec(detail::meta_or_throw(t).spec()), std::move(run_));
+  return Redistribute::apply(t, to_, detail::gradient_spec(detail::meta_or_throw(t).spec()),
+                             std::move(run_));
 }
 
-RedistributeRequest redistribute_async(const at::Tensor& t, const ShardSpec& to) { return RedistributeRequest(t, to); }
+RedistributeRequest redistribute_async(const at::Tensor& t, const ShardSpec& to) {
+  return RedistributeRequest(t, to);
+}
 
-RedistributeRequest redistribute_async(const at::Tensor& t, const std::vector<Placement>& placements, const ShardSizes& sizes) {
+RedistributeRequest redistribute_async(const at::Tensor& t,
+                                       const std::vector<Placement>& placements,
+                                       const ShardSizes& sizes) {
   return RedistributeRequest(t, target_spec(detail::meta_or_throw(t).spec(), placements, sizes));
 }
 
 std::vector<RedistributionCall> explain_redistribution(const ShardSpec& from, const ShardSpec& to) {
   if (detail::context_of(from) != detail::context_of(to) || from.shape() != to.shape()) {
-    throw InvalidArgument(concat("cannot redistribute ", from, " as ", to, ": mesh or shape differ"));
+    throw InvalidArgument(
+        concat("cannot redistribute ", from, " as ", to, ": mesh or shape differ"));
   }
   std::vector<RedistributionCall> calls;
   if (from == to) return calls;
@@ -98,9 +118,13 @@ std::vector<RedistributionCall> explain_redistribution(const ShardSpec& from, co
     for (const int a : axes) all.push_back(from.mesh().layout().axes()[a].name);
     return all;
   };
-  for (const auto& r : plan->reductions) calls.push_back({r.pieces.empty() ? "all_reduce" : "reduce_scatter", names(r.axes), Plan::received(r)});
+  for (const auto& r : plan->reductions)
+    calls.push_back(
+        {r.pieces.empty() ? "all_reduce" : "reduce_scatter", names(r.axes), Plan::received(r)});
   static constexpr const char* kNames[] = {"", "all_gather", "broadcast", "all_to_all", "exchange"};
-  if (plan->move.kind != Plan::Move::Kind::none) calls.push_back({kNames[static_cast<int>(plan->move.kind)], names(plan->move.axes), plan->moved()});
+  if (plan->move.kind != Plan::Move::Kind::none)
+    calls.push_back(
+        {kNames[static_cast<int>(plan->move.kind)], names(plan->move.axes), plan->moved()});
   return calls;
 }
 

@@ -28,8 +28,10 @@ const ShardMeta& meta_or_throw(const at::Tensor& t) {
   const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;
   if (!meta)
     throw InvalidArgument(
-        t.defined() ? concat("a plain tensor of shape ", t.sizes(), " where a sharded one is needed: use tessera::distribute_tensor or from_local")
-                    : "an undefined tensor where a sharded one is needed");
+        t.defined()
+            ? concat("a plain tensor of shape ", t.sizes(),
+                     " where a sharded one is needed: use tessera::distribute_tensor or from_local")
+            : "an undefined tensor where a sharded one is needed");
   if (meta->copy) meta->copy->require_fresh("this call");
   return *meta;
 }
@@ -49,8 +51,10 @@ ShardSpec carried(torch::autograd::AutogradContext* ctx, const char* name) {
   return c10::static_intrusive_pointer_cast<CarriedSpec>(ctx->saved_data[name].toCapsule())->spec;
 }
 
-ShardSpec gradient_spec(const ShardSpec& spec, const std::optional<std::vector<Placement>>& chosen) {
-  if (chosen) return spec.with_placements(ShardSpec(spec.mesh(), spec.shape(), *chosen).placements());
+ShardSpec gradient_spec(const ShardSpec& spec,
+                        const std::optional<std::vector<Placement>>& chosen) {
+  if (chosen)
+    return spec.with_placements(ShardSpec(spec.mesh(), spec.shape(), *chosen).placements());
   auto placements = spec.placements();
   for (Placement& p : placements) {
     if (p.is_partial()) p = Replicate();
@@ -58,7 +62,9 @@ ShardSpec gradient_spec(const ShardSpec& spec, const std::optional<std::vector<P
   return spec.with_placements(placements);
 }
 
-at::Tensor sharded_gradient(const at::Tensor& g, const ShardSpec& like) { return meta_of(g) ? g : promote(g, context_of(like)); }
+at::Tensor sharded_gradient(const at::Tensor& g, const ShardSpec& like) {
+  return meta_of(g) ? g : promote(g, context_of(like));
+}
 
 }  // namespace detail
 
@@ -76,7 +82,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 void share_version(const at::Tensor& a, const at::Tensor& b) {
-  if (!a.is_inference() && !b.is_inference()) a.unsafeGetTensorImpl()->set_version_counter(b.unsafeGetTensorImpl()->version_counter());
+  if (!a.is_inference() && !b.is_inference())
+    a.unsafeGetTensorImpl()->set_version_counter(b.unsafeGetTensorImpl()->version_counter());
 }
 
 struct FromLocal : torch::autograd::Function<FromLocal> {
@@ -86,7 +93,8 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
     const LocalCallGuard guard;
     const bool shares = local.is_contiguous() && !local.is_conj() && !local.is_neg();
     at::Tensor own = shares ? local.detach() : local.resolve_conj().resolve_neg().contiguous();
-    at::Tensor t = detail::wrap(own, detail::make_layout(spec, local.scalar_type(), local.device()));
+    at::Tensor t =
+        detail::wrap(own, detail::make_layout(spec, local.scalar_type(), local.device()));
     if (shares) share_version(t, local);
     return t;
   }
@@ -103,7 +111,8 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
     carry(ctx, gradient);
     const LocalCallGuard guard;
     at::Tensor local = meta.local.detach();
-    share_version(local, t);  // a mutation of the local is one of the tensor: saved variables must see it
+    // a mutation of the local is one of the tensor: saved variables must see it
+    share_version(local, t);
     return local;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
@@ -113,7 +122,8 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
 };
 
 struct FullTensor : torch::autograd::Function<FullTensor> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, const ShardSpec& whole, const ShardSpec& gradient) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, const ShardSpec& whole,
+                            const ShardSpec& gradient) {
     const ShardMeta& meta = meta_or_throw(t);
     carry(ctx, gradient);
     carry(ctx, gradient_spec(meta.spec()), "own");
@@ -124,19 +134,23 @@ struct FullTensor : torch::autograd::Function<FullTensor> {
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     if (!g[0].defined()) return variable_list(3);
     variable_list gradients(3);
-    gradients[0] = redistribute(detail::meta_of(g[0]) ? g[0] : from_local(g[0], carried(ctx)), carried(ctx, "own"));
+    gradients[0] = redistribute(detail::meta_of(g[0]) ? g[0] : from_local(g[0], carried(ctx)),
+                                carried(ctx, "own"));
     return gradients;
   }
 };
 
 void check_dtype(const at::Tensor& t) {
   if (t.layout() != c10::kStrided || t.is_quantized() || t.is_nested()) {
-    throw ShardingError(concat("a ", t.toString(), " tensor cannot be sharded: sparse, quantized and nested tensors are not supported"));
+    throw ShardingError(concat(
+        "a ", t.toString(),
+        " tensor cannot be sharded: sparse, quantized and nested tensors are not supported"));
   }
 }
 
 // Every rank's local shape, by row-major mesh position.
-std::vector<std::vector<std::int64_t>> gather_shapes(const at::Tensor& local, const DeviceMesh& mesh) {
+std::vector<std::vector<std::int64_t>> gather_shapes(const at::Tensor& local,
+                                                     const DeviceMesh& mesh) {
   std::string mine = concat(toString(local.scalar_type()), " ");
   for (const auto n : local.sizes()) mine += concat(n, ",");
   std::vector<std::vector<std::int64_t>> shapes;
@@ -145,7 +159,8 @@ std::vector<std::vector<std::int64_t>> gather_shapes(const at::Tensor& local, co
     const auto space = text.find(' ');
     if (dtype.empty()) dtype = text.substr(0, space);
     if (dtype != text.substr(0, space))
-      throw InvalidArgument(concat("from_local: the ranks' locals are of different dtypes: ", dtype, " and ", text.substr(0, space)));
+      throw InvalidArgument(concat("from_local: the ranks' locals are of different dtypes: ", dtype,
+                                   " and ", text.substr(0, space)));
     std::vector<std::int64_t> shape;
     for (std::size_t at = space + 1; at < text.size();) {
       const auto comma = text.find(',', at);
@@ -157,14 +172,16 @@ std::vector<std::vector<std::int64_t>> gather_shapes(const at::Tensor& local, co
   return shapes;
 }
 
-ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh, const std::vector<Placement>& placements, const ShardSizes& given) {
+ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh,
+                        const std::vector<Placement>& placements, const ShardSizes& given) {
   const auto context = detail::MeshContext::of(mesh);
   const auto shapes = gather_shapes(local, mesh);
   const auto say = [&](const char* what, int dim) {
     std::string all;
     for (const auto& s : shapes) all += list(s) + " ";
-    return InvalidArgument(
-        concat("from_local: ", what, dim < 0 ? "" : concat(" in dim ", dim), " under ", list(placements), "; local shapes by mesh position: ", all));
+    return InvalidArgument(concat("from_local: ", what, dim < 0 ? "" : concat(" in dim ", dim),
+                                  " under ", list(placements),
+                                  "; local shapes by mesh position: ", all));
   };
   const std::size_t dims = shapes[0].size();
   for (const auto& s : shapes) {
@@ -177,7 +194,8 @@ ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh, const s
     int parts = 1;
     for (std::size_t a = 0; a < placements.size(); ++a) {
       if (placements[a].is_shard() &&
-          (placements[a].dim == static_cast<int>(d) || placements[a].dim + static_cast<int>(dims) == static_cast<int>(d))) {
+          (placements[a].dim == static_cast<int>(d) ||
+           placements[a].dim + static_cast<int>(dims) == static_cast<int>(d))) {
         axes.push_back(static_cast<int>(a));
         parts *= context->sizes[a];
       }
@@ -191,7 +209,8 @@ ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh, const s
         rest /= context->sizes[a];
       }
       for (const int a : axes) part = part * context->sizes[a] + coordinate[a];
-      if (of_part[part] >= 0 && of_part[part] != shapes[position][d]) throw say("ranks that should hold the same part disagree", static_cast<int>(d));
+      if (of_part[part] >= 0 && of_part[part] != shapes[position][d])
+        throw say("ranks that should hold the same part disagree", static_cast<int>(d));
       of_part[part] = shapes[position][d];
     }
     for (const auto n : of_part) shape[d] += n;
@@ -199,7 +218,8 @@ ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh, const s
   }
   for (const auto& [dim, list_of_sizes] : given) {
     const int d = dim < 0 ? dim + static_cast<int>(dims) : dim;
-    if (!sizes.contains(d) || sizes[d] != list_of_sizes) throw say("the sizes given are not those of the locals", d);
+    if (!sizes.contains(d) || sizes[d] != list_of_sizes)
+      throw say("the sizes given are not those of the locals", d);
   }
   return ShardSpec(mesh, shape, placements, sizes);
 }
@@ -208,19 +228,22 @@ ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh, const s
 
 bool is_sharded(const at::Tensor& t) { return t.defined() && detail::meta_of(t); }
 ShardSpec spec(const at::Tensor& t) { return meta_or_throw(t).spec(); }
-const std::vector<Placement>& placements(const at::Tensor& t) { return meta_or_throw(t).spec().placements(); }
+const std::vector<Placement>& placements(const at::Tensor& t) {
+  return meta_or_throw(t).spec().placements();
+}
 
 at::Tensor from_local(const at::Tensor& local, const ShardSpec& spec) {
   detail::ensure_registered();
   check_dtype(local);
   if (local.sizes() != at::IntArrayRef(spec.local_shape())) {
-    throw InvalidArgument(
-        concat("from_local: the local has shape ", local.sizes(), ", the spec ", spec, " says ", list(spec.local_shape()), " for this rank"));
+    throw InvalidArgument(concat("from_local: the local has shape ", local.sizes(), ", the spec ",
+                                 spec, " says ", list(spec.local_shape()), " for this rank"));
   }
   return FromLocal::apply(local, spec);
 }
 
-at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh, const std::vector<Placement>& placements, const ShardSizes& sizes) {
+at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
+                      const std::vector<Placement>& placements, const ShardSizes& sizes) {
   if (is_sharded(local)) throw InvalidArgument("from_local: the local is itself a ShardTensor");
   // Sizes of every sharded dim given: nothing is left to learn from the other ranks.
   bool known = true;
@@ -235,31 +258,40 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh, const std
     shape[d] = 0;
     for (const auto n : it->second) shape[d] += n;
   }
-  if (known && std::any_of(placements.begin(), placements.end(), [](const Placement& p) { return p.is_shard(); })) {
+  if (known && std::any_of(placements.begin(), placements.end(),
+                           [](const Placement& p) { return p.is_shard(); })) {
     return from_local(local, ShardSpec(mesh, shape, placements, sizes));
   }
   return from_local(local, gathered_spec(local, mesh, placements, sizes));
 }
 
-at::Tensor from_blob(void* data, const ShardSpec& spec, const at::TensorOptions& options, std::function<void(void*)> deleter) {
-  return from_local(at::from_blob(data, spec.local_shape(), deleter ? std::move(deleter) : [](void*) {}, options), spec);
+at::Tensor from_blob(void* data, const ShardSpec& spec, const at::TensorOptions& options,
+                     std::function<void(void*)> deleter) {
+  return from_local(
+      at::from_blob(
+          data, spec.local_shape(), deleter ? std::move(deleter) : [](void*) {}, options),
+      spec);
 }
 
 at::Tensor distribute_tensor(const at::Tensor& full, const ShardSpec& spec) {
   detail::ensure_registered();
   check_dtype(full);
   if (full.sizes() != at::IntArrayRef(spec.shape()))
-    throw InvalidArgument(concat("distribute_tensor: a tensor of shape ", full.sizes(), " for the spec ", spec));
+    throw InvalidArgument(
+        concat("distribute_tensor: a tensor of shape ", full.sizes(), " for the spec ", spec));
   return redistribute(detail::promote(full, detail::context_of(spec)), spec);
 }
 
-at::Tensor distribute_tensor(const at::Tensor& full, const DeviceMesh& mesh, const std::vector<Placement>& placements, const ShardSizes& sizes) {
+at::Tensor distribute_tensor(const at::Tensor& full, const DeviceMesh& mesh,
+                             const std::vector<Placement>& placements, const ShardSizes& sizes) {
   return distribute_tensor(full, ShardSpec(mesh, full.sizes().vec(), placements, sizes));
 }
 
-at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh, const std::vector<Placement>& placements, const ShardSizes& sizes, int root) {
+at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh,
+                   const std::vector<Placement>& placements, const ShardSizes& sizes, int root) {
   const Group all = mesh.all();
-  if (root < 0 || root >= all.size()) throw InvalidArgument(concat("scatter: root ", root, " of a mesh of ", all.size()));
+  if (root < 0 || root >= all.size())
+    throw InvalidArgument(concat("scatter: root ", root, " of a mesh of ", all.size()));
   std::string header;
   if (all.rank() == root) {
     check_dtype(full);
@@ -279,7 +311,8 @@ at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh, const std::ve
   const auto part_of = [&](int position) {
     at::Tensor part = full;
     const Box box = target.sharding().box(position);
-    for (std::size_t d = 0; d < box.size(); ++d) part = part.narrow(static_cast<std::int64_t>(d), box[d].begin, box[d].size());
+    for (std::size_t d = 0; d < box.size(); ++d)
+      part = part.narrow(static_cast<std::int64_t>(d), box[d].begin, box[d].size());
     // On a partial axis the first rank holds the value.
     for (int a = 0; a < target.mesh_dims(); ++a) {
       const Placement p = placements[a];
@@ -298,7 +331,8 @@ at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh, const std::ve
       if (r != root) messages.push_back({Message::Kind::send, part_of(r), r});
     }
   } else {
-    mine = at::empty(target.local_shape(), at::TensorOptions(dtype).device(mesh.manager().device()));
+    mine =
+        at::empty(target.local_shape(), at::TensorOptions(dtype).device(mesh.manager().device()));
     messages.push_back({Message::Kind::receive, mine, root});
   }
   all.exchange(messages, {.name = "scatter"});
@@ -309,7 +343,8 @@ at::Tensor to_local(const at::Tensor& t, const std::optional<std::vector<Placeme
   const ShardSpec own = spec(t);
   const ShardSpec wanted = gradient_spec(own, gradient);
   if (wanted.local_shape() != own.local_shape()) {
-    throw InvalidArgument(concat("to_local: a gradient placed as ", list(*gradient), " has another local shape than the tensor, ", own));
+    throw InvalidArgument(concat("to_local: a gradient placed as ", list(*gradient),
+                                 " has another local shape than the tensor, ", own));
   }
   return ToLocal::apply(t, wanted);
 }
@@ -318,47 +353,67 @@ at::Tensor full_tensor(const at::Tensor& t, const std::optional<std::vector<Plac
   const ShardSpec own = spec(t), whole = ShardSpec::replicated(own.mesh(), own.shape());
   if (gradient) {
     for (const Placement& p : *gradient) {
-      if (p.is_shard()) throw InvalidArgument(concat("full_tensor: every rank's gradient is whole, it cannot be placed as ", list(*gradient)));
+      if (p.is_shard())
+        throw InvalidArgument(
+            concat("full_tensor: every rank's gradient is whole, it cannot be placed as ",
+                   list(*gradient)));
     }
   }
   return FullTensor::apply(t, whole, gradient ? whole.with_placements(*gradient) : whole);
 }
 
 namespace {
-at::Tensor made(const ShardSpec& spec, const at::TensorOptions& options, const std::function<at::Tensor(const at::TensorOptions&)>& make) {
+at::Tensor made(const ShardSpec& spec, const at::TensorOptions& options,
+                const std::function<at::Tensor(const at::TensorOptions&)>& make) {
   const auto device = options.has_device() ? options.device() : spec.mesh().manager().device();
-  return from_local(make(options.device(device).requires_grad(false)), spec).requires_grad_(options.requires_grad());
+  return from_local(make(options.device(device).requires_grad(false)), spec)
+      .requires_grad_(options.requires_grad());
 }
 
 void refuse_partial(const ShardSpec& spec, const char* what) {
-  if (spec.has_partial()) throw InvalidArgument(concat(what, ": a new tensor cannot be partial: ", spec));
+  if (spec.has_partial())
+    throw InvalidArgument(concat(what, ": a new tensor cannot be partial: ", spec));
 }
 }  // namespace
 
 at::Tensor empty(const ShardSpec& spec, const at::TensorOptions& options) {
-  return made(spec, options, [&](const at::TensorOptions& o) { return at::empty(spec.local_shape(), o); });
+  return made(spec, options,
+              [&](const at::TensorOptions& o) { return at::empty(spec.local_shape(), o); });
 }
 at::Tensor full(const ShardSpec& spec, const at::Scalar& value, const at::TensorOptions& options) {
   refuse_partial(spec, "full");
-  return made(spec, options, [&](const at::TensorOptions& o) { return at::full(spec.local_shape(), value, o); });
+  return made(spec, options,
+              [&](const at::TensorOptions& o) { return at::full(spec.local_shape(), value, o); });
 }
 at::Tensor zeros(const ShardSpec& spec, const at::TensorOptions& options) {
-  return made(spec, options, [&](const at::TensorOptions& o) { return at::zeros(spec.local_shape(), o); });
+  return made(spec, options,
+              [&](const at::TensorOptions& o) { return at::zeros(spec.local_shape(), o); });
 }
 at::Tensor ones(const ShardSpec& spec, const at::TensorOptions& options) {
   refuse_partial(spec, "ones");
-  return made(spec, options, [&](const at::TensorOptions& o) { return at::ones(spec.local_shape(), o); });
+  return made(spec, options,
+              [&](const at::TensorOptions& o) { return at::ones(spec.local_shape(), o); });
 }
-at::Tensor arange(const ShardSpec& spec, const at::TensorOptions& options) { return arange(spec, 0, 1, options); }
-at::Tensor arange(const ShardSpec& spec, const at::Scalar& start, const at::Scalar& step, const at::TensorOptions& options) {
+at::Tensor arange(const ShardSpec& spec, const at::TensorOptions& options) {
+  return arange(spec, 0, 1, options);
+}
+at::Tensor arange(const ShardSpec& spec, const at::Scalar& start, const at::Scalar& step,
+                  const at::TensorOptions& options) {
   refuse_partial(spec, "arange");
-  if (spec.dims() != 1) throw InvalidArgument(concat("arange: a spec of one dim is needed, not ", spec));
+  if (spec.dims() != 1)
+    throw InvalidArgument(concat("arange: a spec of one dim is needed, not ", spec));
   const std::int64_t begin = spec.local_offset()[0];
   const bool integral = start.isIntegral(false) && step.isIntegral(false);
-  const auto dtype = options.has_dtype() ? c10::typeMetaToScalarType(options.dtype()) : integral ? at::kLong : at::kFloat;
+  const auto dtype = options.has_dtype() ? c10::typeMetaToScalarType(options.dtype())
+                     : integral          ? at::kLong
+                                         : at::kFloat;
   return made(spec, options.dtype(dtype), [&](const at::TensorOptions& o) {
     // As libtorch computes an element: start + i * step, in the type that the numbers need.
-    return at::arange(begin, begin + spec.local_shape()[0], o.dtype(integral ? at::kLong : at::kDouble)).mul(step).add(start).to(dtype);
+    return at::arange(begin, begin + spec.local_shape()[0],
+                      o.dtype(integral ? at::kLong : at::kDouble))
+        .mul(step)
+        .add(start)
+        .to(dtype);
   });
 }
 at::Tensor rand(const ShardSpec& spec, const at::TensorOptions& options) {
@@ -374,8 +429,8 @@ at::Tensor randn(const ShardSpec& spec, const at::TensorOptions& options) {
 
 std::string summary(const at::Tensor& t) {
   const ShardMeta& meta = meta_or_throw(t);
-  return concat("ShardTensor ", toString(meta.layout->dtype), " ", meta.spec(), ", local ", list(meta.spec().local_shape()), " at ",
-                list(meta.spec().local_offset()));
+  return concat("ShardTensor ", toString(meta.layout->dtype), " ", meta.spec(), ", local ",
+                list(meta.spec().local_shape()), " at ", list(meta.spec().local_offset()));
 }
 
 void print(const at::Tensor& t) {

@@ -1,4 +1,5 @@
-// What is asked of a part that was not built. Where MPI is, this is linked with the stub, whose definitions stand before those of the library.
+// What is asked of a part that was not built. Where MPI is, this is linked with the stub, whose
+// definitions stand before those of the library.
 
 #include <gtest/gtest.h>
 
@@ -33,7 +34,8 @@ TEST(Absent, NcclSaysHowToGetIt) {
 #else
   expect_refusal([] { nccl_version(); }, "-DTESSERA_NCCL=ON");
   EXPECT_NE(nccl_unavailable(), "");
-  expect_refusal([] { DistributedManager::initialize({.device = c10::Device("cuda")}); }, "NCCL cannot run here");
+  expect_refusal([] { DistributedManager::initialize({.device = c10::Device("cuda")}); },
+                 "NCCL cannot run here");
 #endif
 }
 

@@ -1,4 +1,5 @@
-// Ranks that call different things, ranks that fail, ranks that do not come: what the others are told. Ranks are threads.
+// Ranks that call different things, ranks that fail, ranks that do not come: what the others are
+// told. Ranks are threads.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -17,7 +18,8 @@ namespace {
 using torch::Tensor;
 using Call = std::function<void(const Group&)>;
 
-ManagerOptions options_for(const std::string& backend, CheckLevel level, std::chrono::milliseconds timeout = std::chrono::seconds(30)) {
+ManagerOptions options_for(const std::string& backend, CheckLevel level,
+                           std::chrono::milliseconds timeout = std::chrono::seconds(30)) {
   ManagerOptions options;
   options.backend = backend;
   options.timeout = timeout;
@@ -25,7 +27,8 @@ ManagerOptions options_for(const std::string& backend, CheckLevel level, std::ch
   return options;
 }
 
-// Where a test must hold a rank back until another is through; bounded, so that a failing test ends.
+// Where a test must hold a rank back until another is through; bounded, so that a failing test
+// ends.
 class Gate {
  public:
   void open() {
@@ -51,31 +54,48 @@ struct Pair {
 };
 
 std::vector<Pair> mismatches() {
-  auto reduce = [](std::vector<std::int64_t> shape, c10::ScalarType dtype = torch::kFloat, ReduceOp op = ReduceOp::sum,
-                   std::string name = "") -> Call { return [=](const Group& g) { g.all_reduce(torch::ones(shape, dtype), op, {.name = name}); }; };
+  auto reduce = [](std::vector<std::int64_t> shape, c10::ScalarType dtype = torch::kFloat,
+                   ReduceOp op = ReduceOp::sum, std::string name = "") -> Call {
+    return [=](const Group& g) { g.all_reduce(torch::ones(shape, dtype), op, {.name = name}); };
+  };
   std::vector<Pair> pairs;
-  pairs.push_back({"operation", reduce({4}), [](const Group& g) { g.broadcast(torch::ones({4}), 0); }, {"all_reduce", "broadcast"}});
-  pairs.push_back({"barrier", reduce({4}), [](const Group& g) { g.barrier(); }, {"all_reduce", "barrier"}});
+  pairs.push_back({"operation",
+                   reduce({4}),
+                   [](const Group& g) { g.broadcast(torch::ones({4}), 0); },
+                   {"all_reduce", "broadcast"}});
+  pairs.push_back(
+      {"barrier", reduce({4}), [](const Group& g) { g.barrier(); }, {"all_reduce", "barrier"}});
   pairs.push_back({"shape", reduce({4}), reduce({5}), {"[4]", "[5]"}});
-  pairs.push_back({"large shape", reduce({1 << 20}), reduce({(1 << 20) + 1}), {"1048576", "1048577"}});
+  pairs.push_back(
+      {"large shape", reduce({1 << 20}), reduce({(1 << 20) + 1}), {"1048576", "1048577"}});
   pairs.push_back({"rank of shape", reduce({4}), reduce({2, 2}), {"[4]", "[2, 2]"}});
   pairs.push_back({"dtype", reduce({4}), reduce({4}, torch::kInt), {"Float", "Int"}});
-  pairs.push_back({"reduce operation", reduce({4}), reduce({4}, torch::kFloat, ReduceOp::max), {"sum", "max"}});
   pairs.push_back(
-      {"name", reduce({4}, torch::kFloat, ReduceOp::sum, "weight"), reduce({4}, torch::kFloat, ReduceOp::sum, "bias"), {"weight", "bias"}});
+      {"reduce operation", reduce({4}), reduce({4}, torch::kFloat, ReduceOp::max), {"sum", "max"}});
+  pairs.push_back({"name",
+                   reduce({4}, torch::kFloat, ReduceOp::sum, "weight"),
+                   reduce({4}, torch::kFloat, ReduceOp::sum, "bias"),
+                   {"weight", "bias"}});
   pairs.push_back({"root",
                    [](const Group& g) { g.broadcast(torch::ones({4}), 0); },
                    [](const Group& g) { g.broadcast(torch::ones({4}), 1); },
                    {"root 0", "root 1"}});
   pairs.push_back({"sizes",
-                   [](const Group& g) { g.all_gather(torch::ones({3 * g.size(), 2}), torch::ones({3, 2}), Sizes(g.size(), 3)); },
+                   [](const Group& g) {
+                     g.all_gather(torch::ones({3 * g.size(), 2}), torch::ones({3, 2}),
+                                  Sizes(g.size(), 3));
+                   },
                    [](const Group& g) {
                      Sizes sizes(g.size(), 2);
                      sizes.back() = 3;
                      g.all_gather(torch::ones({2 * g.size() + 1, 2}), torch::ones({3, 2}), sizes);
                    },
                    {"3]", "sizes [2"}});
-  pairs.push_back({"argument", reduce({4}), [](const Group& g) { g.all_reduce(torch::ones({4}, torch::kLong), ReduceOp::avg); }, {"refused", "avg"}});
+  pairs.push_back(
+      {"argument",
+       reduce({4}),
+       [](const Group& g) { g.all_reduce(torch::ones({4}, torch::kLong), ReduceOp::avg); },
+       {"refused", "avg"}});
   return pairs;
 }
 
@@ -94,7 +114,9 @@ TEST_P(Checks, RanksThatCallDifferentThingsAreAllToldBeforeDataMoves) {
               ADD_FAILURE() << pair.name << ": no error on rank " << world.rank();
             } catch (const MismatchError& e) {
               ++told;
-              for (const auto& word : pair.words) EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << pair.name << ": " << e.what();
+              for (const auto& word : pair.words)
+                EXPECT_NE(std::string(e.what()).find(word), std::string::npos)
+                    << pair.name << ": " << e.what();
             }
             // The ranks are still in step: the group goes on.
             auto t = torch::ones({2});
@@ -113,7 +135,8 @@ TEST_P(Checks, CallsInAnotherOrderAreFoundByTheirNames) {
         const auto world = manager.world();
         const bool first = world.rank() == 0;
         auto t = torch::ones({8});
-        EXPECT_THROW(world.all_reduce(t, ReduceOp::sum, {.name = first ? "layer1" : "layer2"}), MismatchError);
+        EXPECT_THROW(world.all_reduce(t, ReduceOp::sum, {.name = first ? "layer1" : "layer2"}),
+                     MismatchError);
         EXPECT_TRUE(t.equal(torch::ones({8})));
       },
       options_for(GetParam(), CheckLevel::collective));
@@ -126,7 +149,9 @@ TEST_P(Checks, SizesOfAllToAllThatDoNotFitAreToldToEverybody) {
         const auto world = manager.world();
         Sizes out(3, 2), in(3, 2);
         if (world.rank() == 1) in[2] = 4;
-        EXPECT_THROW(world.all_to_all(torch::zeros({6, 2}), torch::zeros({world.rank() == 1 ? 8 : 6, 2}), out, in), MismatchError);
+        EXPECT_THROW(world.all_to_all(torch::zeros({6, 2}),
+                                      torch::zeros({world.rank() == 1 ? 8 : 6, 2}), out, in),
+                     MismatchError);
       },
       options_for(GetParam(), CheckLevel::collective));
 }
@@ -138,10 +163,12 @@ struct Ends {
 };
 
 std::vector<Ends> messages_that_do_not_fit() {
-  auto send = [](std::vector<std::int64_t> shape, c10::ScalarType dtype = torch::kFloat, std::string name = "") -> Call {
+  auto send = [](std::vector<std::int64_t> shape, c10::ScalarType dtype = torch::kFloat,
+                 std::string name = "") -> Call {
     return [=, t = torch::ones(shape, dtype)](const Group& g) { g.send(t, 1, {.name = name}); };
   };
-  auto receive = [](std::vector<std::int64_t> shape, c10::ScalarType dtype = torch::kFloat, std::string name = "") -> Call {
+  auto receive = [](std::vector<std::int64_t> shape, c10::ScalarType dtype = torch::kFloat,
+                    std::string name = "") -> Call {
     return [=, t = torch::zeros(shape, dtype)](const Group& g) {
       g.receive(t, 0, {.name = name});
       ADD_FAILURE() << "received " << t;
@@ -162,10 +189,22 @@ std::vector<Ends> messages_that_do_not_fit() {
       {"dtype", send({4}), receive({4}, torch::kInt), {"Float[4]", "Int[4]"}},
       {"empty", send({0}), receive({4}), {"[0]", "[4]"}},
       {"into nothing", send({4}), receive({0}), {"[0]", "[4]"}},
-      {"name", send({4}, torch::kFloat, "rows"), receive({4}, torch::kFloat, "columns"), {"'rows'", "'columns'"}},
-      {"batch", started(Message::Kind::send, {4}), started(Message::Kind::receive, {6}), {"[4]", "[6]", "exchange"}},
-      {"refused sender", [](const Group& g) { g.send(torch::ones({2, 2}).to_sparse(), 1); }, receive({2, 2}), {"to_dense", "[2, 2]"}},
-      {"refused receiver", send({3}), [](const Group& g) { g.receive(torch::ones({1}).expand({3}), 0); }, {"share memory", "[3]"}},
+      {"name",
+       send({4}, torch::kFloat, "rows"),
+       receive({4}, torch::kFloat, "columns"),
+       {"'rows'", "'columns'"}},
+      {"batch",
+       started(Message::Kind::send, {4}),
+       started(Message::Kind::receive, {6}),
+       {"[4]", "[6]", "exchange"}},
+      {"refused sender",
+       [](const Group& g) { g.send(torch::ones({2, 2}).to_sparse(), 1); },
+       receive({2, 2}),
+       {"to_dense", "[2, 2]"}},
+      {"refused receiver",
+       send({3}),
+       [](const Group& g) { g.receive(torch::ones({1}).expand({3}), 0); },
+       {"share memory", "[3]"}},
   };
 }
 
@@ -183,7 +222,9 @@ TEST_P(Checks, BothEndsOfAMessageThatDoesNotFitAreTold) {
                 ADD_FAILURE() << ends.name << ": no error on rank " << world.rank();
               } catch (const MismatchError& e) {
                 ++told;
-                for (const auto& word : ends.words) EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << ends.name << ": " << e.what();
+                for (const auto& word : ends.words)
+                  EXPECT_NE(std::string(e.what()).find(word), std::string::npos)
+                      << ends.name << ": " << e.what();
               } catch (const InvalidArgument&) {
                 EXPECT_EQ(ends.name.rfind("refused", 0), 0u) << ends.name;
                 ++told;
@@ -200,7 +241,8 @@ TEST_P(Checks, BothEndsOfAMessageThatDoesNotFitAreTold) {
     }
 }
 
-// What a rank starts goes on while it waits for something else: messages against the order of the waits, a collective in between.
+// What a rank starts goes on while it waits for something else: messages against the order of the
+// waits, a collective in between.
 TEST_P(Checks, ComparedMessagesTravelInAnyOrderOfWaits) {
   for (const int n : {2, 3, 4})
     run_threads(
@@ -210,7 +252,8 @@ TEST_P(Checks, ComparedMessagesTravelInAnyOrderOfWaits) {
           const int me = world.rank(), next = (me + 1) % n, before = (me + n - 1) % n;
           for (int round = 0; round < 20; ++round) {
             auto got = torch::zeros({1 << 15}, torch::kDouble), more = torch::zeros({0, 3});
-            auto sent = world.start_send(torch::full({1 << 15}, me + 10.0 * round, torch::kDouble), next);
+            auto sent =
+                world.start_send(torch::full({1 << 15}, me + 10.0 * round, torch::kDouble), next);
             auto second = world.start_send(torch::full({7}, me, torch::kFloat), next);
             auto received = world.start_receive(got, before);
             sent.wait();
@@ -221,7 +264,8 @@ TEST_P(Checks, ComparedMessagesTravelInAnyOrderOfWaits) {
             received.wait();
             EXPECT_TRUE(got.eq(before + 10.0 * round).all().item<bool>());
             EXPECT_TRUE(small.eq(before).all().item<bool>());
-            world.exchange({{Message::Kind::send, more, next}, {Message::Kind::receive, more.clone(), before}});
+            world.exchange({{Message::Kind::send, more, next},
+                            {Message::Kind::receive, more.clone(), before}});
           }
         },
         options_for(GetParam(), CheckLevel::collective));
@@ -237,7 +281,8 @@ TEST_P(Checks, AMessageThatDoesNotFitEndsTheCallOfAll) {
         const auto world = manager.world();
         std::vector<Message> messages;
         for (int peer = 0; peer < 3; ++peer) {
-          messages.push_back({Message::Kind::send, torch::ones({world.rank() == 1 && peer == 2 ? 8 : 2}), peer});
+          messages.push_back(
+              {Message::Kind::send, torch::ones({world.rank() == 1 && peer == 2 ? 8 : 2}), peer});
           messages.push_back({Message::Kind::receive, torch::ones({2}), peer});
         }
         try {
@@ -245,7 +290,8 @@ TEST_P(Checks, AMessageThatDoesNotFitEndsTheCallOfAll) {
           ADD_FAILURE() << "no error on rank " << world.rank();
         } catch (const CommError& e) {
           ++told;
-          for (const auto* word : {"rank 1", "rank 2", "[8]", "[2]"}) EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << e.what();
+          for (const auto* word : {"rank 1", "rank 2", "[8]", "[2]"})
+            EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << e.what();
         }
       },
       options_for(GetParam(), CheckLevel::collective));
@@ -267,18 +313,21 @@ TEST_P(Checks, OverlapIsRefusedByLocalChecksOnly) {
       options_for(GetParam(), CheckLevel::local));
 }
 
-// A rank that throws: the others' pending and later calls fail fast, far below the time limit, with its reason.
+// A rank that throws: the others' pending and later calls fail fast, far below the time limit, with
+// its reason.
 TEST_P(Checks, ARankThatThrowsEndsTheOthers) {
-  for (const auto& pending : std::vector<Call>{[](const Group& g) { g.all_reduce(torch::ones({3})); }, [](const Group& g) { g.barrier(); },
-                                               [](const Group& g) { g.all_gather(torch::ones({3}), torch::ones({1})); },
-                                               [](const Group& g) {
-                                                 auto t = torch::ones({1});
-                                                 g.rank() == 1 ? g.receive(t, 0) : g.receive(t, 1);
-                                               },
-                                               [](const Group& g) {
-                                                 auto t = torch::ones({1 << 16});
-                                                 g.start_all_reduce(t).wait();
-                                               }}) {
+  for (const auto& pending :
+       std::vector<Call>{[](const Group& g) { g.all_reduce(torch::ones({3})); },
+                         [](const Group& g) { g.barrier(); },
+                         [](const Group& g) { g.all_gather(torch::ones({3}), torch::ones({1})); },
+                         [](const Group& g) {
+                           auto t = torch::ones({1});
+                           g.rank() == 1 ? g.receive(t, 0) : g.receive(t, 1);
+                         },
+                         [](const Group& g) {
+                           auto t = torch::ones({1 << 16});
+                           g.start_all_reduce(t).wait();
+                         }}) {
     const auto begin = std::chrono::steady_clock::now();
     std::atomic<int> told{0};
     std::string message;
@@ -295,7 +344,8 @@ TEST_P(Checks, ARankThatThrowsEndsTheOthers) {
             } catch (const PeerLostError& e) {
               ++told;
               EXPECT_EQ(e.ranks(), std::vector<int>{0}) << e.what();
-              EXPECT_NE(std::string(e.what()).find("no such sample"), std::string::npos) << e.what();
+              EXPECT_NE(std::string(e.what()).find("no such sample"), std::string::npos)
+                  << e.what();
             }
             EXPECT_THROW(world.barrier(), PeerLostError);
           },
@@ -340,11 +390,13 @@ TEST_P(Checks, ARankThatDoesNotComeIsNamedAtTheLimit) {
           return;
         }
         try {
-          world.all_reduce(torch::ones({3}), ReduceOp::sum, {.timeout = std::chrono::milliseconds(700), .name = "loss"});
+          world.all_reduce(torch::ones({3}), ReduceOp::sum,
+                           {.timeout = std::chrono::milliseconds(700), .name = "loss"});
           ADD_FAILURE() << "no error";
         } catch (const TimeoutError& e) {
           EXPECT_EQ(e.missing(), std::vector<int>{2}) << e.what();
-          for (const auto* word : {"all_reduce", "loss", "world", "700"}) EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << e.what();
+          for (const auto* word : {"all_reduce", "loss", "world", "700"})
+            EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << e.what();
         }
         EXPECT_THROW(world.barrier(), CommError);
         if (++told == 2) gate.open();
@@ -375,7 +427,8 @@ TEST_P(Checks, AbortTellsTheOthersWhy) {
       options_for(GetParam(), CheckLevel::local));
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, Checks, testing::Values("threads", "gloo"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Backends, Checks, testing::Values("threads", "gloo"),
+                         [](const auto& info) { return info.param; });
 
 TEST(ThreadsAlone, ARankThatEndsEarlyDoesNotLetTheOthersWait) {
   const auto begin = std::chrono::steady_clock::now();
@@ -406,7 +459,9 @@ TEST(ThreadsAlone, MismatchIsFoundWithChecksOff) {
 
 TEST(ThreadsAlone, BadRequestsOfRunThreads) {
   EXPECT_THROW(run_threads(0, [](DistributedManager&) {}), InvalidArgument);
-  EXPECT_THROW(run_threads(1, [](DistributedManager&) {}, options_for("nccl", CheckLevel::local)), InvalidArgument);
+  EXPECT_THROW(run_threads(
+                   1, [](DistributedManager&) {}, options_for("nccl", CheckLevel::local)),
+               InvalidArgument);
 }
 
 }  // namespace

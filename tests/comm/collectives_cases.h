@@ -1,5 +1,6 @@
 #pragma once
-// Every collective of one group against a reference that each rank computes alone, from all ranks' inputs, which follow from seeds.
+// Every collective of one group against a reference that each rank computes alone, from all ranks'
+// inputs, which follow from seeds.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -17,19 +18,25 @@ namespace tessera::testing_cases {
 using torch::Tensor;
 
 inline const std::vector<c10::ScalarType>& all_dtypes() {
-  static const std::vector<c10::ScalarType> dtypes{torch::kFloat,         torch::kDouble,      torch::kHalf, torch::kBFloat16, torch::kComplexFloat,
-                                                   torch::kComplexDouble, torch::kComplexHalf, torch::kByte, torch::kChar,     torch::kShort,
-                                                   torch::kInt,           torch::kLong,        torch::kBool};
+  static const std::vector<c10::ScalarType> dtypes{
+      torch::kFloat,        torch::kDouble,        torch::kHalf,        torch::kBFloat16,
+      torch::kComplexFloat, torch::kComplexDouble, torch::kComplexHalf, torch::kByte,
+      torch::kChar,         torch::kShort,         torch::kInt,         torch::kLong,
+      torch::kBool};
   return dtypes;
 }
 
 // Small integers, so that sums and products over four ranks are exact in every dtype.
-inline Tensor input_of(int rank, const std::vector<std::int64_t>& shape, c10::ScalarType dtype, std::uint64_t seed) {
+inline Tensor input_of(int rank, const std::vector<std::int64_t>& shape, c10::ScalarType dtype,
+                       std::uint64_t seed) {
   auto generator = at::detail::createCPUGenerator(seed * 1000 + static_cast<std::uint64_t>(rank));
-  auto draw = [&](std::int64_t low, std::int64_t high) { return torch::randint(low, high, shape, generator, torch::kLong); };
+  auto draw = [&](std::int64_t low, std::int64_t high) {
+    return torch::randint(low, high, shape, generator, torch::kLong);
+  };
   if (dtype == torch::kBool) return draw(0, 2).to(torch::kBool);
   if (dtype == torch::kByte) return draw(0, 4).to(torch::kByte);
-  if (c10::isComplexType(dtype)) return torch::complex(draw(-2, 3).to(torch::kDouble), draw(-2, 3).to(torch::kDouble)).to(dtype);
+  if (c10::isComplexType(dtype))
+    return torch::complex(draw(-2, 3).to(torch::kDouble), draw(-2, 3).to(torch::kDouble)).to(dtype);
   return draw(-3, 4).to(dtype);
 }
 
@@ -43,7 +50,8 @@ inline Tensor strided(const Tensor& t) {
 }
 
 inline Tensor wide(const Tensor& t) {
-  if (t.scalar_type() == torch::kHalf || t.scalar_type() == torch::kBFloat16) return t.to(torch::kDouble);
+  if (t.scalar_type() == torch::kHalf || t.scalar_type() == torch::kBFloat16)
+    return t.to(torch::kDouble);
   return t.scalar_type() == torch::kComplexHalf ? t.to(torch::kComplexDouble) : t;
 }
 
@@ -56,13 +64,16 @@ inline bool defined_for(c10::ScalarType dtype, ReduceOp::Kind op) {
 }
 
 inline ReduceOp op_of(ReduceOp::Kind kind, int rank) {
-  return kind == ReduceOp::Kind::premultiplied ? ReduceOp::premultiplied(0.5 * (rank + 1)) : ReduceOp{kind};
+  return kind == ReduceOp::Kind::premultiplied ? ReduceOp::premultiplied(0.5 * (rank + 1))
+                                               : ReduceOp{kind};
 }
 
 inline Tensor reference(const std::vector<Tensor>& inputs, ReduceOp::Kind kind) {
   const auto dtype = inputs.front().scalar_type();
   auto term = [&](std::size_t r) {
-    return kind == ReduceOp::Kind::premultiplied ? wide(inputs[r]) * op_of(kind, static_cast<int>(r)).factor : wide(inputs[r]);
+    return kind == ReduceOp::Kind::premultiplied
+               ? wide(inputs[r]) * op_of(kind, static_cast<int>(r)).factor
+               : wide(inputs[r]);
   };
   Tensor out = term(0).clone();
   for (std::size_t r = 1; r < inputs.size(); ++r) {
@@ -86,7 +97,8 @@ inline Tensor reference(const std::vector<Tensor>& inputs, ReduceOp::Kind kind) 
 
 inline void expect_equal(const Tensor& got, const Tensor& want, const std::string& what) {
   EXPECT_EQ(got.scalar_type(), want.scalar_type()) << what;
-  const bool same = got.sizes() == want.sizes() && torch::equal(wide(got).resolve_conj(), wide(want).resolve_conj());
+  const bool same = got.sizes() == want.sizes() &&
+                    torch::equal(wide(got).resolve_conj(), wide(want).resolve_conj());
   EXPECT_TRUE(same) << what << "\ngot " << wide(got.contiguous()) << "\nwant " << wide(want);
 }
 
@@ -97,12 +109,16 @@ struct Case {
   bool requests = false;
   std::uint64_t seed = 1;
 
-  std::string text() const { return concat(c10::toString(dtype), strided ? " strided" : "", requests ? " requests" : "", " sizes ", list(sizes)); }
+  std::string text() const {
+    return concat(c10::toString(dtype), strided ? " strided" : "", requests ? " requests" : "",
+                  " sizes ", list(sizes));
+  }
 };
 
 class Checker {
  public:
-  Checker(Group group, Case c) : g_(std::move(group)), c_(std::move(c)), n_(g_.size()), me_(g_.rank()) {
+  Checker(Group group, Case c)
+      : g_(std::move(group)), c_(std::move(c)), n_(g_.size()), me_(g_.rank()) {
     rows_ = c_.sizes.empty() ? Sizes(n_, 2) : c_.sizes;
     total_ = std::accumulate(rows_.begin(), rows_.end(), std::int64_t{0});
   }
@@ -131,11 +147,13 @@ class Checker {
     for (const auto kind : kinds()) {
       const auto want = reference(inputs, kind);
       auto t = lay(inputs[me_]);
-      run([&] { return g_.start_all_reduce(t, op_of(kind, me_)); }, [&] { g_.all_reduce(t, op_of(kind, me_)); });
+      run([&] { return g_.start_all_reduce(t, op_of(kind, me_)); },
+          [&] { g_.all_reduce(t, op_of(kind, me_)); });
       expect_equal(t, want, at("all_reduce " + to_string(kind)));
       const int root = static_cast<int>(c_.seed % n_);
       auto u = lay(inputs[me_]);
-      run([&] { return g_.start_reduce(u, root, op_of(kind, me_)); }, [&] { g_.reduce(u, root, op_of(kind, me_)); });
+      run([&] { return g_.start_reduce(u, root, op_of(kind, me_)); },
+          [&] { g_.reduce(u, root, op_of(kind, me_)); });
       expect_equal(u, me_ == root ? want : inputs[me_], at("reduce " + to_string(kind)));
     }
   }
@@ -144,7 +162,8 @@ class Checker {
     const auto parts = everybody_rows();
     auto out = lay(torch::zeros({total_, 3}, c_.dtype));
     const auto mine = lay(parts[me_]);
-    run([&] { return g_.start_all_gather(out, mine, c_.sizes); }, [&] { g_.all_gather(out, mine, c_.sizes); });
+    run([&] { return g_.start_all_gather(out, mine, c_.sizes); },
+        [&] { g_.all_gather(out, mine, c_.sizes); });
     expect_equal(out, torch::cat(parts), at("all_gather"));
     expect_equal(mine, parts[me_], at("all_gather leaves its input"));
   }
@@ -157,14 +176,17 @@ class Checker {
       const auto mine = lay(inputs[me_]);
       run([&] { return g_.start_reduce_scatter(out, mine, op_of(kind, me_), c_.sizes); },
           [&] { g_.reduce_scatter(out, mine, op_of(kind, me_), c_.sizes); });
-      expect_equal(out, reference(inputs, kind).narrow(0, begin, rows_[me_]), at("reduce_scatter " + to_string(kind)));
+      expect_equal(out, reference(inputs, kind).narrow(0, begin, rows_[me_]),
+                   at("reduce_scatter " + to_string(kind)));
       expect_equal(mine, inputs[me_], at("reduce_scatter leaves its input"));
     }
   }
 
   // Rank a sends rows(a, b) = (rows_[a] + b) % 3 rows to b; without sizes two rows each.
   void all_to_all() {
-    auto rows = [&](int a, int b) { return c_.sizes.empty() ? std::int64_t{2} : total_ == 0 ? 0 : (rows_[a] + b) % 3; };
+    auto rows = [&](int a, int b) {
+      return c_.sizes.empty() ? std::int64_t{2} : total_ == 0 ? 0 : (rows_[a] + b) % 3;
+    };
     auto input = [&](int a) {
       std::int64_t sum = 0;
       for (int b = 0; b < n_; ++b) sum += rows(a, b);
@@ -183,7 +205,8 @@ class Checker {
     auto out = lay(torch::zeros_like(expected));
     const auto mine = lay(input(me_));
     if (c_.sizes.empty()) out_sizes = in_sizes = {};
-    run([&] { return g_.start_all_to_all(out, mine, out_sizes, in_sizes); }, [&] { g_.all_to_all(out, mine, out_sizes, in_sizes); });
+    run([&] { return g_.start_all_to_all(out, mine, out_sizes, in_sizes); },
+        [&] { g_.all_to_all(out, mine, out_sizes, in_sizes); });
     expect_equal(out, expected, at("all_to_all"));
   }
 
@@ -194,11 +217,13 @@ class Checker {
       Tensor out;
       if (me_ == root) out = lay(torch::zeros({total_, 3}, c_.dtype));
       const auto mine = lay(parts[me_]);
-      run([&] { return g_.start_gather(out, mine, root, c_.sizes); }, [&] { g_.gather(out, mine, root, c_.sizes); });
+      run([&] { return g_.start_gather(out, mine, root, c_.sizes); },
+          [&] { g_.gather(out, mine, root, c_.sizes); });
       if (me_ == root) expect_equal(out, whole, at("gather"));
       auto back = lay(torch::zeros({rows_[me_], 3}, c_.dtype));
       const auto source = me_ == root ? lay(whole) : Tensor();
-      run([&] { return g_.start_scatter(back, source, root, c_.sizes); }, [&] { g_.scatter(back, source, root, c_.sizes); });
+      run([&] { return g_.start_scatter(back, source, root, c_.sizes); },
+          [&] { g_.scatter(back, source, root, c_.sizes); });
       expect_equal(back, parts[me_], at("scatter"));
     }
   }
@@ -226,19 +251,28 @@ class Checker {
     std::vector<Tensor> got;
     for (int round = 0; round < 2; ++round)
       for (int peer = 0; peer < n_; ++peer) {
-        batch.push_back({Message::Kind::send, lay(input_of(me_ * n_ + peer, {1 + round, rows_[me_]}, c_.dtype, c_.seed + round)), peer});
+        batch.push_back(
+            {Message::Kind::send,
+             lay(input_of(me_ * n_ + peer, {1 + round, rows_[me_]}, c_.dtype, c_.seed + round)),
+             peer});
         got.push_back(lay(torch::zeros({1 + round, rows_[peer]}, c_.dtype)));
         batch.push_back({Message::Kind::receive, got.back(), peer});
       }
     run([&] { return g_.start_exchange(batch); }, [&] { g_.exchange(batch); });
     for (int round = 0; round < 2; ++round)
       for (int peer = 0; peer < n_; ++peer)
-        expect_equal(got[round * n_ + peer], input_of(peer * n_ + me_, {1 + round, rows_[peer]}, c_.dtype, c_.seed + round), at("exchange"));
+        expect_equal(got[round * n_ + peer],
+                     input_of(peer * n_ + me_, {1 + round, rows_[peer]}, c_.dtype, c_.seed + round),
+                     at("exchange"));
   }
 
  private:
-  std::string at(const std::string& call) const { return call + " [" + c_.text() + "] rank " + std::to_string(me_) + " of " + std::to_string(n_); }
-  Tensor lay(const Tensor& t) const { return c_.strided ? strided(t) : t.clone(at::MemoryFormat::Contiguous); }
+  std::string at(const std::string& call) const {
+    return call + " [" + c_.text() + "] rank " + std::to_string(me_) + " of " + std::to_string(n_);
+  }
+  Tensor lay(const Tensor& t) const {
+    return c_.strided ? strided(t) : t.clone(at::MemoryFormat::Contiguous);
+  }
   template <class Start, class Block>
   void run(Start start, Block block) {
     if (!c_.requests) return block();
@@ -259,7 +293,8 @@ class Checker {
   std::vector<ReduceOp::Kind> kinds() const {
     using Kind = ReduceOp::Kind;
     std::vector<Kind> out;
-    for (const auto kind : {Kind::sum, Kind::avg, Kind::product, Kind::min, Kind::max, Kind::premultiplied})
+    for (const auto kind :
+         {Kind::sum, Kind::avg, Kind::product, Kind::min, Kind::max, Kind::premultiplied})
       if (defined_for(c_.dtype, kind)) out.push_back(kind);
     return out;
   }

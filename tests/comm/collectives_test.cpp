@@ -1,4 +1,5 @@
-// Collectives of ranks that are threads, over both backends that allow it: values, special values, requests, sizes, subgroups, the c10d view.
+// Collectives of ranks that are threads, over both backends that allow it: values, special values,
+// requests, sizes, subgroups, the c10d view.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -27,24 +28,32 @@ ManagerOptions options_for(const std::string& backend, CheckLevel level = CheckL
 
 class Collectives : public testing::TestWithParam<std::tuple<std::string, int>> {
  protected:
-  void run(const std::function<void(DistributedManager&)>& body, CheckLevel level = CheckLevel::local) {
+  void run(const std::function<void(DistributedManager&)>& body,
+           CheckLevel level = CheckLevel::local) {
     const auto [backend, ranks] = GetParam();
     run_threads(ranks, body, options_for(backend, level));
   }
 };
 
 TEST_P(Collectives, EqualTheReferenceForEveryTypeSizeAndLayout) {
-  run([](DistributedManager& manager) { testing_cases::check_everything(manager.world(), testing_cases::all_dtypes()); });
+  run([](DistributedManager& manager) {
+    testing_cases::check_everything(manager.world(), testing_cases::all_dtypes());
+  });
 }
 
 TEST_P(Collectives, EqualTheReferenceWithCollectiveChecks) {
-  run([](DistributedManager& manager) { testing_cases::check_everything(manager.world(), {torch::kFloat, torch::kBool}); }, CheckLevel::collective);
+  run(
+      [](DistributedManager& manager) {
+        testing_cases::check_everything(manager.world(), {torch::kFloat, torch::kBool});
+      },
+      CheckLevel::collective);
 }
 
 TEST_P(Collectives, MoveEveryByteOfTypesWithoutArithmetic) {
   run([](DistributedManager& manager) {
     const auto world = manager.world();
-    for (const auto dtype : {torch::kUInt16, torch::kUInt32, torch::kUInt64, torch::kFloat8_e4m3fn}) {
+    for (const auto dtype :
+         {torch::kUInt16, torch::kUInt32, torch::kUInt64, torch::kFloat8_e4m3fn}) {
       const auto bytes = torch::arange(8 * world.size(), torch::kLong).to(torch::kByte);
       auto all = torch::zeros({8 * world.size()}, torch::kByte).view(dtype);
       world.all_gather(all, bytes.narrow(0, 8 * world.rank(), 8).clone().view(dtype));
@@ -68,7 +77,8 @@ TEST_P(Collectives, MinAndMaxPropagateNaNFromAnyRank) {
           t[2] = me == from ? -std::numeric_limits<double>::infinity() : -1.0;
           t[3] = me == from ? -0.0 : 0.0;
           world.all_reduce(t, op);
-          EXPECT_TRUE(std::isnan(t[0].item<double>())) << c10::toString(dtype) << to_string(op.kind) << " NaN from " << from << " of " << n;
+          EXPECT_TRUE(std::isnan(t[0].item<double>()))
+              << c10::toString(dtype) << to_string(op.kind) << " NaN from " << from << " of " << n;
           const double inf = std::numeric_limits<double>::infinity();
           if (op == ReduceOp::max) {
             EXPECT_EQ(t[1].item<double>(), inf);
@@ -91,7 +101,8 @@ TEST_P(Collectives, HalfPrecisionIsRoundedOnce) {
   run([](DistributedManager& manager) {
     const auto world = manager.world();
     const int n = world.size();
-    // 2048 + 1 + 1 + 1 in half, added one after the other, stays 2048; rounded once it is 2052 for n = 4 (ties to even of 2051).
+    // 2048 + 1 + 1 + 1 in half, added one after the other, stays 2048; rounded once it is 2052 for
+    // n = 4 (ties to even of 2051).
     auto t = torch::full({3}, world.rank() == 0 ? 2048.0 : 1.0, torch::kHalf);
     world.all_reduce(t);
     EXPECT_TRUE(torch::equal(t, torch::full({3}, 2048.0 + n - 1, torch::kDouble).to(torch::kHalf)));
@@ -105,7 +116,9 @@ TEST_P(Collectives, HalfPrecisionIsRoundedOnce) {
 TEST_P(Collectives, WhatMakesNoSenseIsRefused) {
   run([](DistributedManager& manager) {
     const auto world = manager.world();
-    auto refused = [&](c10::ScalarType dtype, ReduceOp op) { EXPECT_THROW(world.all_reduce(torch::ones({2}, dtype), op), InvalidArgument); };
+    auto refused = [&](c10::ScalarType dtype, ReduceOp op) {
+      EXPECT_THROW(world.all_reduce(torch::ones({2}, dtype), op), InvalidArgument);
+    };
     refused(torch::kComplexFloat, ReduceOp::max);
     refused(torch::kComplexDouble, ReduceOp::min);
     refused(torch::kLong, ReduceOp::avg);
@@ -116,9 +129,12 @@ TEST_P(Collectives, WhatMakesNoSenseIsRefused) {
     EXPECT_THROW(world.broadcast(t, -1), InvalidArgument);
     EXPECT_THROW(world.broadcast(Tensor(), 0), InvalidArgument);
     EXPECT_THROW(world.all_reduce(torch::ones({1}).expand({4})), InvalidArgument);
-    EXPECT_THROW(world.all_gather(torch::ones({world.size() + 1}), torch::ones({1})), InvalidArgument);
-    EXPECT_THROW(world.all_gather(torch::ones({world.size()}, torch::kDouble), torch::ones({1})), InvalidArgument);
-    EXPECT_THROW(world.all_gather(torch::ones({3}), torch::ones({1}), Sizes(world.size() + 1, 1)), InvalidArgument);
+    EXPECT_THROW(world.all_gather(torch::ones({world.size() + 1}), torch::ones({1})),
+                 InvalidArgument);
+    EXPECT_THROW(world.all_gather(torch::ones({world.size()}, torch::kDouble), torch::ones({1})),
+                 InvalidArgument);
+    EXPECT_THROW(world.all_gather(torch::ones({3}), torch::ones({1}), Sizes(world.size() + 1, 1)),
+                 InvalidArgument);
     EXPECT_THROW(world.send(t, world.size()), InvalidArgument);
     EXPECT_THROW(world.all_reduce(torch::eye(2).to_sparse()), InvalidArgument);
     world.all_reduce(t);  // and the group is as sound as before
@@ -133,7 +149,8 @@ TEST_P(Collectives, ManyRequestsAtOnceWaitedForInAnyOrder) {
     std::vector<Request> requests;
     for (int i = 0; i < 20; ++i) {
       tensors.push_back(torch::full({i + 1}, world.rank() + i, torch::kDouble));
-      requests.push_back(world.start_all_reduce(tensors.back(), i % 2 ? ReduceOp::max : ReduceOp::sum));
+      requests.push_back(
+          world.start_all_reduce(tensors.back(), i % 2 ? ReduceOp::max : ReduceOp::sum));
     }
     const int n = world.size();
     for (int i = 19; i >= 0; --i) {
@@ -151,7 +168,8 @@ TEST_P(Collectives, ARequestThatIsPolledBecomesDone) {
     const auto world = manager.world();
     if (world.size() == 1) return;
     auto t = torch::full({2}, world.rank() * 1.0), u = torch::zeros({2});
-    const int next = (world.rank() + 1) % world.size(), before = (world.rank() + world.size() - 1) % world.size();
+    const int next = (world.rank() + 1) % world.size(),
+              before = (world.rank() + world.size() - 1) % world.size();
     auto sent = world.start_send(t, next), received = world.start_receive(u, before);
     while (!sent.done() || !received.done()) std::this_thread::yield();
     sent.wait();
@@ -164,14 +182,19 @@ TEST_P(Collectives, BytesOfAnyLength) {
   run([](DistributedManager& manager) {
     const auto world = manager.world();
     const int n = world.size(), me = world.rank();
-    auto word = [](int r) { return std::string(static_cast<std::size_t>(r * r), static_cast<char>('a' + r)) + std::string(r % 2, '\0'); };
+    auto word = [](int r) {
+      return std::string(static_cast<std::size_t>(r * r), static_cast<char>('a' + r)) +
+             std::string(r % 2, '\0');
+    };
     std::vector<std::string> words;
     for (int r = 0; r < n; ++r) words.push_back(word(r));
     EXPECT_EQ(world.all_gather_bytes(word(me)), words);
     for (int root = 0; root < n; ++root) {
       EXPECT_EQ(world.broadcast_bytes(me == root ? word(root) : "?", root), word(root));
-      EXPECT_EQ(world.gather_bytes(word(me), root), me == root ? words : std::vector<std::string>{});
-      EXPECT_EQ(world.scatter_bytes(me == root ? words : std::vector<std::string>{}, root), word(me));
+      EXPECT_EQ(world.gather_bytes(word(me), root),
+                me == root ? words : std::vector<std::string>{});
+      EXPECT_EQ(world.scatter_bytes(me == root ? words : std::vector<std::string>{}, root),
+                word(me));
     }
   });
 }
@@ -215,7 +238,8 @@ TEST_P(Collectives, ConjugatedAndNegatedViewsAreResolved) {
     const auto conjugated = torch::full({2}, z, torch::kComplexDouble).conj();
     auto all = torch::zeros({2 * world.size()}, torch::kComplexDouble);
     world.all_gather(all, conjugated);
-    for (int r = 0; r < world.size(); ++r) EXPECT_EQ(torch::imag(all)[2 * r].item<double>(), -2.0 - r);
+    for (int r = 0; r < world.size(); ++r)
+      EXPECT_EQ(torch::imag(all)[2 * r].item<double>(), -2.0 - r);
     auto target = torch::zeros({2}, torch::kComplexDouble);
     auto view = target.conj();
     view.fill_(z);
@@ -229,7 +253,10 @@ std::string name_of(const testing::TestParamInfo<std::tuple<std::string, int>>& 
   return std::get<0>(info.param) + std::to_string(std::get<1>(info.param));
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, Collectives, testing::Combine(testing::Values("threads", "gloo"), testing::Values(1, 2, 3, 4)), name_of);
+INSTANTIATE_TEST_SUITE_P(Backends, Collectives,
+                         testing::Combine(testing::Values("threads", "gloo"),
+                                          testing::Values(1, 2, 3, 4)),
+                         name_of);
 
 }  // namespace
 }  // namespace tessera

@@ -1,4 +1,5 @@
-// A rank is killed, stopped, throws or aborts while the others are in a call: they throw the right error in time, and end without a crash.
+// A rank is killed, stopped, throws or aborts while the others are in a call: they throw the right
+// error in time, and end without a crash.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/ones.h>
@@ -19,7 +20,8 @@ using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
 constexpr int kWorld = 3;
-constexpr std::int64_t kRows = 30000;  // x 8 floats: more than the sockets hold, so that a call really is under way
+// x 8 floats: more than the sockets hold, so that a call really is under way
+constexpr std::int64_t kRows = 30000;
 
 using Call = std::function<Request(const Group&, int victim)>;
 
@@ -32,22 +34,38 @@ struct Operation {
 
 const std::vector<Operation>& operations() {
   static const std::vector<Operation> all = {
-      {"broadcast", [](const Group& g, int victim) { return g.start_broadcast(rows(kRows), victim); }},
+      {"broadcast",
+       [](const Group& g, int victim) { return g.start_broadcast(rows(kRows), victim); }},
       {"all_reduce", [](const Group& g, int) { return g.start_all_reduce(rows(kRows)); }},
-      {"reduce", [](const Group& g, int victim) { return g.start_reduce(rows(kRows), (victim + 1) % kWorld); }},
-      {"all_gather", [](const Group& g, int) { return g.start_all_gather(rows(kRows * kWorld), rows(kRows)); }},
+      {"reduce", [](const Group& g,
+                    int victim) { return g.start_reduce(rows(kRows), (victim + 1) % kWorld); }},
+      {"all_gather",
+       [](const Group& g, int) { return g.start_all_gather(rows(kRows * kWorld), rows(kRows)); }},
       {"all_gather",
        [](const Group& g, int) {
          const Sizes sizes{kRows, 0, 7};
          return g.start_all_gather(rows(kRows + 7), rows(sizes[g.rank()]), sizes);
        }},
-      {"reduce_scatter", [](const Group& g, int) { return g.start_reduce_scatter(rows(kRows), rows(kRows * kWorld)); }},
-      {"all_to_all", [](const Group& g, int) { return g.start_all_to_all(rows(kRows * kWorld), rows(kRows * kWorld)); }},
-      {"gather", [](const Group& g, int victim) { return g.start_gather(rows(kRows * kWorld), rows(kRows), (victim + 1) % kWorld); }},
-      {"scatter", [](const Group& g, int victim) { return g.start_scatter(rows(kRows), rows(kRows * kWorld), victim); }},
+      {"reduce_scatter",
+       [](const Group& g, int) {
+         return g.start_reduce_scatter(rows(kRows), rows(kRows * kWorld));
+       }},
+      {"all_to_all",
+       [](const Group& g, int) {
+         return g.start_all_to_all(rows(kRows * kWorld), rows(kRows * kWorld));
+       }},
+      {"gather",
+       [](const Group& g, int victim) {
+         return g.start_gather(rows(kRows * kWorld), rows(kRows), (victim + 1) % kWorld);
+       }},
+      {"scatter",
+       [](const Group& g, int victim) {
+         return g.start_scatter(rows(kRows), rows(kRows * kWorld), victim);
+       }},
       {"receive",
        [](const Group& g, int victim) {
-         return g.rank() == victim ? g.start_send(rows(kRows), (victim + 1) % kWorld) : g.start_receive(rows(kRows), victim);
+         return g.rank() == victim ? g.start_send(rows(kRows), (victim + 1) % kWorld)
+                                   : g.start_receive(rows(kRows), victim);
        }},
       {"exchange",
        [](const Group& g, int) {
@@ -73,14 +91,17 @@ struct Case {
 };
 
 void PrintTo(const Case& c, std::ostream* out) {
-  *out << operations()[c.operation].name << " fault " << static_cast<int>(c.fault) << " victim " << c.victim;
+  *out << operations()[c.operation].name << " fault " << static_cast<int>(c.fault) << " victim "
+       << c.victim;
 }
 
 /// "kind|ranks|milliseconds|message" of the error that the call gave.
 std::string report_of(const Group& group, const Operation& operation, int victim) {
   const auto begin = steady_clock::now();
   auto describe = [&](const char* kind, const std::vector<int>& ranks, const char* what) {
-    return concat(kind, "|", list(ranks), "|", std::chrono::duration_cast<milliseconds>(steady_clock::now() - begin).count(), "|", what);
+    return concat(kind, "|", list(ranks), "|",
+                  std::chrono::duration_cast<milliseconds>(steady_clock::now() - begin).count(),
+                  "|", what);
   };
   try {
     // Ranks that only send may finish a call without the victim; they hear of it by the next one.
@@ -143,17 +164,20 @@ TEST_P(Faults, SurvivorsThrowInTimeAndEnd) {
   const Operation& operation = operations()[c.operation];
   std::vector<bool> wait_for(kWorld, true);
   if (c.fault == Fault::stop) wait_for[c.victim] = false;
-  const auto ends = testing::fork_ranks(kWorld, [&](const Launch& launch) { return run_rank(c, launch); }, 50s, wait_for);
+  const auto ends = testing::fork_ranks(
+      kWorld, [&](const Launch& launch) { return run_rank(c, launch); }, 50s, wait_for);
   for (int rank = 0; rank < kWorld; ++rank) {
     const auto& end = ends[rank];
     if (rank == c.victim) {
       if (c.fault == Fault::exception || c.fault == Fault::abort || c.fault == Fault::exit) {
-        EXPECT_EQ(end.exit_code, 0) << "rank " << rank << " signal " << end.signal << " " << end.report;
+        EXPECT_EQ(end.exit_code, 0)
+            << "rank " << rank << " signal " << end.signal << " " << end.report;
       }
       continue;
     }
     ASSERT_TRUE(end.ended) << "rank " << rank << " hung";
-    EXPECT_EQ(end.exit_code, 0) << "rank " << rank << " signal " << end.signal << ": " << end.report;
+    EXPECT_EQ(end.exit_code, 0) << "rank " << rank << " signal " << end.signal << ": "
+                                << end.report;
     std::istringstream in(end.report);
     std::string kind, ranks, took, message;
     std::getline(in, kind, '|');
@@ -164,7 +188,9 @@ TEST_P(Faults, SurvivorsThrowInTimeAndEnd) {
     EXPECT_EQ(ranks, concat("[", c.victim, "]")) << end.report;
     EXPECT_LT(std::atoi(took.c_str()), c.fault == Fault::stop ? 12000 : 10000) << end.report;
     EXPECT_NE(message.find(operation.name), std::string::npos) << end.report;
-    const char* reason = c.fault == Fault::abort ? "the disk is full" : c.fault == Fault::stop ? "does not answer" : "";
+    const char* reason = c.fault == Fault::abort  ? "the disk is full"
+                         : c.fault == Fault::stop ? "does not answer"
+                                                  : "";
     EXPECT_NE(message.find(reason), std::string::npos) << end.report;
   }
 }
@@ -177,15 +203,18 @@ std::vector<Case> cases() {
     all.push_back({i, i % 2 ? Fault::exception : Fault::abort, 2});
   }
   // Rank 0 also serves the store.
-  for (const Fault fault : {Fault::kill_inside, Fault::kill_before, Fault::stop, Fault::exception, Fault::abort, Fault::exit})
+  for (const Fault fault : {Fault::kill_inside, Fault::kill_before, Fault::stop, Fault::exception,
+                            Fault::abort, Fault::exit})
     all.push_back({1, fault, 0});
   all.push_back({1, Fault::exit, 2});
   return all;
 }
 
 std::string case_name(const ::testing::TestParamInfo<Case>& info) {
-  static const char* const faults[] = {"KillBefore", "KillInside", "Stop", "Exception", "Abort", "Exit"};
-  return concat(info.index, "_", operations()[info.param.operation].name, "_", faults[static_cast<int>(info.param.fault)], "_", info.param.victim);
+  static const char* const faults[] = {"KillBefore", "KillInside", "Stop",
+                                       "Exception",  "Abort",      "Exit"};
+  return concat(info.index, "_", operations()[info.param.operation].name, "_",
+                faults[static_cast<int>(info.param.fault)], "_", info.param.victim);
 }
 
 INSTANTIATE_TEST_SUITE_P(EveryCall, Faults, ::testing::ValuesIn(cases()), case_name);

@@ -1,6 +1,7 @@
 #pragma once
-// Ranks as forked processes, for tests in which a rank dies or is stopped. The parent only forks, reads and waits: it must not have started threads,
-// and each child ends by std::exit, so that a crash while static objects are destroyed is seen.
+// Ranks as forked processes, for tests in which a rank dies or is stopped. The parent only forks,
+// reads and waits: it must not have started threads, and each child ends by std::exit, so that a
+// crash while static objects are destroyed is seen.
 
 #include <fcntl.h>
 #include <poll.h>
@@ -23,10 +24,13 @@
 namespace tessera::testing {
 
 struct RankEnd {
-  bool ended = false;  ///< By itself, within the limit.
-  int exit_code = -1;  ///< -1: ended by a signal, or not at all.
+  /// By itself, within the limit.
+  bool ended = false;
+  /// -1: ended by a signal, or not at all.
+  int exit_code = -1;
   int signal = 0;
-  std::string report;  ///< What the body returned, or "uncaught: ...".
+  /// What the body returned, or "uncaught: ...".
+  std::string report;
 };
 
 inline Launch local_launch(int rank, int world, int port) {
@@ -41,9 +45,12 @@ inline Launch local_launch(int rank, int world, int port) {
 
 inline int free_port() { return detail::local_port(detail::listen_on("127.0.0.1", 0)); }
 
-/// Runs `body(launch)` in `world` processes. Its text comes back as the report, and the exit code is 0; an exception that leaves it gives exit
-/// code 9. Ranks that are not in `wait_for` (empty: all) are killed when the others have ended; after `limit` all are.
-inline std::vector<RankEnd> fork_ranks(int world, const std::function<std::string(const Launch&)>& body, std::chrono::milliseconds limit,
+/// Runs `body(launch)` in `world` processes. Its text comes back as the report, and the exit code
+/// is 0; an exception that leaves it gives exit code 9. Ranks that are not in `wait_for` (empty:
+/// all) are killed when the others have ended; after `limit` all are.
+inline std::vector<RankEnd> fork_ranks(int world,
+                                       const std::function<std::string(const Launch&)>& body,
+                                       std::chrono::milliseconds limit,
                                        const std::vector<bool>& wait_for = {}) {
   const int port = free_port();
   std::vector<pid_t> pids(world);
@@ -77,11 +84,13 @@ inline std::vector<RankEnd> fork_ranks(int world, const std::function<std::strin
   const auto deadline = std::chrono::steady_clock::now() + limit;
   auto drain = [&](int rank) {
     char part[4096];
-    for (ssize_t n; (n = ::read(pipes[rank], part, sizeof part)) > 0;) results[rank].report.append(part, n);
+    for (ssize_t n; (n = ::read(pipes[rank], part, sizeof part)) > 0;)
+      results[rank].report.append(part, n);
   };
   auto reap = [&](int rank, bool by_itself) {
     int status = 0;
-    if (reaped[rank] || ::waitpid(pids[rank], &status, by_itself ? WNOHANG : 0) != pids[rank]) return;
+    if (reaped[rank] || ::waitpid(pids[rank], &status, by_itself ? WNOHANG : 0) != pids[rank])
+      return;
     reaped[rank] = true;
     results[rank].ended = by_itself;
     if (WIFEXITED(status)) results[rank].exit_code = WEXITSTATUS(status);

@@ -37,12 +37,17 @@ std::int64_t reduced_rank(const DistributedManager& manager, const Group& group)
   return rank.item<std::int64_t>();
 }
 
-/// The group's list is `ranks`, this rank stands where it should, and an all-reduce over it gives the sum of the list.
-void require_group(const DistributedManager& manager, const Group& group, const std::vector<int>& ranks) {
-  require(group.ranks() == ranks, concat("the group has ranks ", list(group.ranks()), " instead of ", list(ranks)));
-  require(ranks[group.rank()] == manager.rank(), concat("rank ", manager.rank(), " is not at place ", group.rank(), " of ", list(ranks)));
+/// The group's list is `ranks`, this rank stands where it should, and an all-reduce over it gives
+/// the sum of the list.
+void require_group(const DistributedManager& manager, const Group& group,
+                   const std::vector<int>& ranks) {
+  require(group.ranks() == ranks,
+          concat("the group has ranks ", list(group.ranks()), " instead of ", list(ranks)));
+  require(ranks[group.rank()] == manager.rank(),
+          concat("rank ", manager.rank(), " is not at place ", group.rank(), " of ", list(ranks)));
   const auto sum = reduced_rank(manager, group);
-  require(sum == std::accumulate(ranks.begin(), ranks.end(), std::int64_t{0}), concat("the sum over ", list(ranks), " is ", sum));
+  require(sum == std::accumulate(ranks.begin(), ranks.end(), std::int64_t{0}),
+          concat("the sum over ", list(ranks), " is ", sum));
 }
 
 /// A mesh over some of the world's ranks in any order; the same on every rank.
@@ -83,13 +88,16 @@ void require_mesh(const DistributedManager& manager, const Mesh& layout) {
     std::reverse(axes.begin(), axes.end());
     require(mesh.group(axes) == group, "the order in which axes are named made another group");
     if (axes.size() == 1) {
-      require(mesh.group(axes[0]) == group && mesh.group(layout.axes()[axes[0]].name) == group, "one axis, three ways");
-      require(group.rank() == mesh.coordinate()[axes[0]], "rank in the group is not the coordinate on the axis");
+      require(mesh.group(axes[0]) == group && mesh.group(layout.axes()[axes[0]].name) == group,
+              "one axis, three ways");
+      require(group.rank() == mesh.coordinate()[axes[0]],
+              "rank in the group is not the coordinate on the axis");
     }
   }
 }
 
-std::string in_process(const Launch& launch, const std::function<void(DistributedManager&)>& body, std::chrono::milliseconds limit = 30s) {
+std::string in_process(const Launch& launch, const std::function<void(DistributedManager&)>& body,
+                       std::chrono::milliseconds limit = 30s) {
   at::set_num_threads(1);
   ManagerOptions options;
   options.launch = launch;
@@ -99,11 +107,14 @@ std::string in_process(const Launch& launch, const std::function<void(Distribute
   return "ok";
 }
 
-void run_processes(int ranks, const std::function<void(DistributedManager&)>& body, std::chrono::milliseconds limit = 30s) {
-  const auto ends = testing::fork_ranks(ranks, [&](const Launch& launch) { return in_process(launch, body, limit); }, 60s);
+void run_processes(int ranks, const std::function<void(DistributedManager&)>& body,
+                   std::chrono::milliseconds limit = 30s) {
+  const auto ends = testing::fork_ranks(
+      ranks, [&](const Launch& launch) { return in_process(launch, body, limit); }, 60s);
   for (int rank = 0; rank < ranks; ++rank) {
     EXPECT_TRUE(ends[rank].ended) << "rank " << rank << " hung";
-    EXPECT_EQ(ends[rank].report, "ok") << "rank " << rank << ", exit code " << ends[rank].exit_code << ", signal " << ends[rank].signal;
+    EXPECT_EQ(ends[rank].report, "ok") << "rank " << rank << ", exit code " << ends[rank].exit_code
+                                       << ", signal " << ends[rank].signal;
   }
 }
 
@@ -115,14 +126,17 @@ void meshes(DistributedManager& manager, int count) {
 
 // Processes first: forking is safe only while this process has no threads of its own.
 TEST(ProcessManager, EveryAxisSetOfAnyMeshReducesOverItsList) {
-  for (const int ranks : {1, 2, 3, 4}) run_processes(ranks, [](DistributedManager& manager) { meshes(manager, 6); });
+  for (const int ranks : {1, 2, 3, 4})
+    run_processes(ranks, [](DistributedManager& manager) { meshes(manager, 6); });
 }
 
 TEST(ProcessManager, GroupsAreMadeByTheirMembersInAnyOrder) {
   run_processes(4, [](DistributedManager& manager) {
-    // Each rank asks in its own order; pairs of a ring in two directions would block if making one held up the other.
+    // Each rank asks in its own order; pairs of a ring in two directions would block if making one
+    // held up the other.
     const int rank = manager.rank();
-    require_group(manager, rank % 2 ? manager.group({3, 1}) : manager.group({2, 0}), rank % 2 ? std::vector<int>{3, 1} : std::vector<int>{2, 0});
+    require_group(manager, rank % 2 ? manager.group({3, 1}) : manager.group({2, 0}),
+                  rank % 2 ? std::vector<int>{3, 1} : std::vector<int>{2, 0});
     if (rank < 3) require_group(manager, manager.group({1, 2, 0}), {1, 2, 0});
     require(manager.group({rank}).size() == 1, "a group of one");
     require_group(manager, manager.world(), {0, 1, 2, 3});
@@ -155,7 +169,9 @@ TEST(ProcessManager, OneProcessMayMeetAgain) {
       3,
       [&](const Launch& launch) {
         for (int round = 0; round < 3; ++round)
-          in_process(launch, [](DistributedManager& manager) { require_group(manager, manager.world(), {0, 1, 2}); });
+          in_process(launch, [](DistributedManager& manager) {
+            require_group(manager, manager.world(), {0, 1, 2});
+          });
         return std::string("ok");
       },
       60s);
@@ -169,8 +185,10 @@ TEST(ProcessManager, AMemberThatDoesNotComeIsNamed) {
       try {
         manager.group({0, 1, 2}, {"", 1200ms}).barrier();
       } catch (const TimeoutError& error) {
-        require(error.missing() == std::vector<int>{2}, concat("missing ", list(error.missing()), ": ", error.what()));
-        require(std::string(error.what()).find("has not made this group") != std::string::npos, error.what());
+        require(error.missing() == std::vector<int>{2},
+                concat("missing ", list(error.missing()), ": ", error.what()));
+        require(std::string(error.what()).find("has not made this group") != std::string::npos,
+                error.what());
         require_group(manager, manager.group({0, 1}), {0, 1});  // the others can go on
         manager.world().barrier();
         return;
@@ -189,13 +207,15 @@ TEST(ProcessManager, APlanThatARankDoesNotBringNamesIt) {
         manager.create_process_groups(plan);
         const auto store = manager.state()->base().store;
         if (manager.rank() == 1) {
-          store->wait({"0 is told", "2 is told", "3 is told"}, 20s);  // runs, and does something else
+          // runs, and does something else
+          store->wait({"0 is told", "2 is told", "3 is told"}, 20s);
           return;
         }
         try {
           manager.create_process_groups(plan);
         } catch (const TimeoutError& error) {
-          require(error.missing() == std::vector<int>{1}, concat("missing ", list(error.missing()), ": ", error.what()));
+          require(error.missing() == std::vector<int>{1},
+                  concat("missing ", list(error.missing()), ": ", error.what()));
           store->set(concat(manager.rank(), " is told"), std::vector<std::uint8_t>{1});
           return;
         }
@@ -208,10 +228,11 @@ TEST(ProcessManager, TheLauncherIsReadFromTheEnvironment) {
   const auto ends = testing::fork_ranks(
       2,
       [](const Launch& launch) {
-        for (const auto& [name, value] : std::vector<std::pair<std::string, std::string>>{{"RANK", std::to_string(launch.rank)},
-                                                                                          {"WORLD_SIZE", "2"},
-                                                                                          {"MASTER_ADDR", "127.0.0.1"},
-                                                                                          {"MASTER_PORT", std::to_string(launch.port)}})
+        for (const auto& [name, value] : std::vector<std::pair<std::string, std::string>>{
+                 {"RANK", std::to_string(launch.rank)},
+                 {"WORLD_SIZE", "2"},
+                 {"MASTER_ADDR", "127.0.0.1"},
+                 {"MASTER_PORT", std::to_string(launch.port)}})
           ::setenv(name.c_str(), value.c_str(), 1);
         auto manager = DistributedManager::initialize();
         require(manager.launch().launcher == "plain", manager.launch().launcher);
@@ -243,7 +264,8 @@ void require_tree(DistributedManager& manager, bool eager) {
   require(manager.group_names().size() == plan.families().size(), "group_names");
   require(manager.group("not_mp").size() == manager.world_size() / 2, "orthogonal to mp");
   manager.create_process_groups(tree());  // the same again adds nothing
-  require(manager.group_names().size() == plan.families().size(), "group_names after the same plan");
+  require(manager.group_names().size() == plan.families().size(),
+          "group_names after the same plan");
   bool unknown = false;
   try {
     manager.group("tp");
@@ -268,11 +290,13 @@ TEST(ProcessManager, TreeOfGroups) {
 }
 
 TEST(ThreadManager, EveryAxisSetOfAnyMeshReducesOverItsList) {
-  for (const int ranks : {1, 2, 3, 5, 6, 8}) run_threads(ranks, [](DistributedManager& manager) { meshes(manager, 25); });
+  for (const int ranks : {1, 2, 3, 5, 6, 8})
+    run_threads(ranks, [](DistributedManager& manager) { meshes(manager, 25); });
 }
 
 TEST(ThreadManager, TreeOfGroups) {
-  for (const int ranks : {4, 8}) run_threads(ranks, [](DistributedManager& manager) { require_tree(manager, false); });
+  for (const int ranks : {4, 8})
+    run_threads(ranks, [](DistributedManager& manager) { require_tree(manager, false); });
 }
 
 TEST(ThreadManager, TreeOnATopologyRunsItsTrafficInsideAHost) {
@@ -281,10 +305,13 @@ TEST(ThreadManager, TreeOnATopologyRunsItsTrafficInsideAHost) {
     config.add_node({.name = "near", .size = 2}, "world");
     config.add_node({.name = "far"}, "world");
     const auto topology = Topology::uniform(2, 2);
-    manager.create_process_groups(config, topology, {{.axes = {"far"}, .bytes = 1e9}, {.axes = {"near"}, .bytes = 1e3}});
+    manager.create_process_groups(
+        config, topology, {{.axes = {"far"}, .bytes = 1e9}, {.axes = {"near"}, .bytes = 1e3}});
     const Group far = manager.group("far"), near = manager.group("near");
-    require(topology.host_of(far.ranks()[0]) == topology.host_of(far.ranks()[1]), concat("far over hosts: ", list(far.ranks())));
-    require(topology.host_of(near.ranks()[0]) != topology.host_of(near.ranks()[1]), concat("near in one host: ", list(near.ranks())));
+    require(topology.host_of(far.ranks()[0]) == topology.host_of(far.ranks()[1]),
+            concat("far over hosts: ", list(far.ranks())));
+    require(topology.host_of(near.ranks()[0]) != topology.host_of(near.ranks()[1]),
+            concat("near in one host: ", list(near.ranks())));
     require_group(manager, far, far.ranks());
     require_group(manager, near, near.ranks());
     bool refused = false;
@@ -300,7 +327,8 @@ TEST(ThreadManager, TreeOnATopologyRunsItsTrafficInsideAHost) {
 TEST(ThreadManager, RefusesGroupsThatCannotBe) {
   run_threads(3, [](DistributedManager& manager) {
     const int rank = manager.rank(), other = (rank + 1) % 3;
-    for (const std::vector<int>& ranks : {std::vector<int>{}, {other}, {rank, rank}, {rank, 3}, {-1, rank}}) {
+    for (const std::vector<int>& ranks :
+         {std::vector<int>{}, {other}, {rank, rank}, {rank, 3}, {-1, rank}}) {
       bool refused = false;
       try {
         manager.group(ranks);
@@ -309,7 +337,8 @@ TEST(ThreadManager, RefusesGroupsThatCannotBe) {
       }
       require(refused, concat("the group of ranks ", list(ranks), " was made"));
     }
-    for (const auto& axes : std::vector<std::vector<Axis>>{{{"a", 2}}, {{"a", 4}}, {{"a", 2}, {"b", 2}}}) {
+    for (const auto& axes :
+         std::vector<std::vector<Axis>>{{{"a", 2}}, {{"a", 4}}, {{"a", 2}, {"b", 2}}}) {
       bool refused = false;
       try {
         manager.mesh(axes);
@@ -344,7 +373,8 @@ TEST(Manager, RefusesOptionsThatCannotBe) {
 }
 
 TEST(Manager, ARankHasADeviceOfItsOwnOrTheCpu) {
-  const c10::Device cpu(c10::DeviceType::CPU), cuda(c10::DeviceType::CUDA), second(c10::DeviceType::CUDA, 1), fourth(c10::DeviceType::CUDA, 3);
+  const c10::Device cpu(c10::DeviceType::CPU), cuda(c10::DeviceType::CUDA),
+      second(c10::DeviceType::CUDA, 1), fourth(c10::DeviceType::CUDA, 3);
   using detail::choose_device;
   EXPECT_EQ(choose_device({}, 3, 2, ""), second);
   EXPECT_EQ(choose_device({}, 3, 2, "no such part"), cpu);
@@ -360,23 +390,27 @@ TEST(Manager, ARankHasADeviceOfItsOwnOrTheCpu) {
 // Else it keeps the core of a rank that has one from the thread that sends (gloo.cpp).
 TEST(ThreadManager, GloosEventLoopPreemptsNobody) {
   const sched_param none{};
-  const bool allowed = std::async(std::launch::async, [&] { return sched_setscheduler(0, SCHED_BATCH, &none) == 0; }).get();
-  if (!allowed || sched_getscheduler(0) != SCHED_OTHER) GTEST_SKIP() << "threads have another policy here, or may not change it";
-  run_threads(2,
-              [](DistributedManager& manager) {
-                const auto world = manager.world();
-                require_group(manager, world, {0, 1});
-                world.barrier();
-                if (world.rank() == 0) {
-                  int batch = 0;
-                  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task"))
-                    batch += sched_getscheduler(std::stoi(task.path().filename().string())) == SCHED_BATCH;
-                  require(batch >= 2, concat(batch, " batch threads of two groups over Gloo"));
-                  require(sched_getscheduler(0) == SCHED_OTHER, "a rank's own thread has another policy");
-                }
-                world.barrier();
-              },
-              {.backend = "gloo"});
+  const bool allowed = std::async(std::launch::async, [&] {
+                         return sched_setscheduler(0, SCHED_BATCH, &none) == 0;
+                       }).get();
+  if (!allowed || sched_getscheduler(0) != SCHED_OTHER)
+    GTEST_SKIP() << "threads have another policy here, or may not change it";
+  run_threads(
+      2,
+      [](DistributedManager& manager) {
+        const auto world = manager.world();
+        require_group(manager, world, {0, 1});
+        world.barrier();
+        if (world.rank() == 0) {
+          int batch = 0;
+          for (const auto& task : std::filesystem::directory_iterator("/proc/self/task"))
+            batch += sched_getscheduler(std::stoi(task.path().filename().string())) == SCHED_BATCH;
+          require(batch >= 2, concat(batch, " batch threads of two groups over Gloo"));
+          require(sched_getscheduler(0) == SCHED_OTHER, "a rank's own thread has another policy");
+        }
+        world.barrier();
+      },
+      {.backend = "gloo"});
 }
 
 TEST(Manager, OneProcessNeedsNobody) {

@@ -1,4 +1,5 @@
-// One fault a run: the argument says which. What each rank prints, and how the job ends, is checked by ctest.
+// One fault a run: the argument says which. What each rank prints, and how the job ends, is checked
+// by ctest.
 
 #include <ATen/Parallel.h>
 #include <mpi.h>
@@ -42,12 +43,15 @@ void expect_timeout(const MpiWorld& world, const char* what, Call&& call) {
     const auto waited = std::chrono::steady_clock::now() - start;
     std::string missing;
     for (const int r : e.missing()) missing += " " + std::to_string(r);
-    say(world, std::string(what) + ": TimeoutError after " + (waited < 5s ? "the limit" : "too long") + ", missing" + missing + ": " + e.what());
+    say(world, std::string(what) + ": TimeoutError after " +
+                   (waited < 5s ? "the limit" : "too long") + ", missing" + missing + ": " +
+                   e.what());
   }
 }
 
 void run(const MpiWorld& world, const std::string& fault) {
-  using tessera::CommError, tessera::MpiBackendOptions, tessera::PeerLostError, tessera::TimeoutError;
+  using tessera::CommError, tessera::MpiBackendOptions, tessera::PeerLostError,
+      tessera::TimeoutError;
   namespace detail = tessera::detail;
   namespace test = tessera::test;
   const int last = world.size() - 1;
@@ -62,16 +66,19 @@ void run(const MpiWorld& world, const std::string& fault) {
     MpiBackendOptions o;
     o.name = "all";
     o.timeout = 500ms;
-    expect_timeout(world, "group", [&] { tessera::make_mpi_backend(world, test::everybody(world), o); });
+    expect_timeout(world, "group",
+                   [&] { tessera::make_mpi_backend(world, test::everybody(world), o); });
     return;
   }
   std::vector<at::Tensor> t{at::ones({3})};
   if (fault == "started_aborted" || fault == "started_late") {
     // Calls of a manager's group: a started one tells why it ended, as a blocking one does.
-    const auto manager = tessera::DistributedManager::initialize({.mpi = std::make_shared<MpiWorld>(world)});
+    const auto manager =
+        tessera::DistributedManager::initialize({.mpi = std::make_shared<MpiWorld>(world)});
     auto all = manager.world();
     if (world.rank() == last) stay_away();
-    auto request = all.start_all_reduce(t[0], tessera::ReduceOp::sum, {.timeout = fault == "started_late" ? 500ms : 30000ms});
+    auto request = all.start_all_reduce(t[0], tessera::ReduceOp::sum,
+                                        {.timeout = fault == "started_late" ? 500ms : 30000ms});
     std::jthread other([&] {
       std::this_thread::sleep_for(200ms);
       if (fault == "started_aborted") all.abort("the pump stands still");
@@ -97,7 +104,8 @@ void run(const MpiWorld& world, const std::string& fault) {
     group->allreduce(t, c10d::AllreduceOptions())->wait();
   } else if (fault == "late_blocking" || fault == "late_started") {
     if (world.rank() == last) stay_away();
-    expect_timeout(world, "all_reduce", [&] { group->allreduce(t, options(fault == "late_blocking"))->wait(); });
+    expect_timeout(world, "all_reduce",
+                   [&] { group->allreduce(t, options(fault == "late_blocking"))->wait(); });
     try {
       group->allreduce(t, options(true));
     } catch (const TimeoutError&) {
@@ -109,7 +117,8 @@ void run(const MpiWorld& world, const std::string& fault) {
     if (world.rank() == last) stay_away();
     expect_timeout(world, "receive", [&] { group->recv(t, last, 0)->wait(500ms); });
   } else if (fault == "stopped_inside") {
-    // The last rank meets the others, as a blocking call does, and then stops: the others are inside MPI's own blocking call.
+    // The last rank meets the others, as a blocking call does, and then stops: the others are
+    // inside MPI's own blocking call.
     MpiBackendOptions o;
     const auto comm = detail::make_mpi_comm(world.context(), test::everybody(world), o);
     detail::MpiBackend inner(comm, o);

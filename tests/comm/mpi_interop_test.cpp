@@ -1,4 +1,5 @@
-// A program with MPI of its own: it initialises and finalises MPI, splits its ranks, and gives one part a group. Argument: the thread level.
+// A program with MPI of its own: it initialises and finalises MPI, splits its ranks, and gives one
+// part a group. Argument: the thread level.
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
@@ -62,9 +63,12 @@ TEST(MpiInterop, ManagerOnACommunicatorOfTheProgram) {
   }
   MPI_Bcast(&port, 1, MPI_INT, 0, split.comm);
   const auto launch = [&](int size) {
-    return detect_launch(
-        {},
-        {.rank = split.rank, .world_size = size, .local_rank = split.rank, .local_size = size, .address = std::string("127.0.0.1"), .port = port});
+    return detect_launch({}, {.rank = split.rank,
+                              .world_size = size,
+                              .local_rank = split.rank,
+                              .local_size = size,
+                              .address = std::string("127.0.0.1"),
+                              .port = port});
   };
   ManagerOptions options;
   options.backend = "mpi";
@@ -76,15 +80,21 @@ TEST(MpiInterop, ManagerOnACommunicatorOfTheProgram) {
     manager.world().all_reduce(t);
     EXPECT_EQ(t[1].item<double>(), split.size * (10.0 * split.colour + (split.size - 1) / 2.0));
     EXPECT_EQ(manager.world().backend(), split.size > 1 ? "mpi" : "self");
-    // A started call waits for a rank that is late, longer than a blocked wait sleeps between two looks at the group.
+    // A started call waits for a rank that is late, longer than a blocked wait sleeps between two
+    // looks at the group.
     for (const bool messages : {false, true}) {
       if (split.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(500));
-      const at::Tensor mine = at::full({2}, split.rank, at::kDouble), other = at::zeros({2}, at::kDouble);
-      const int next = (split.rank + 1) % split.size, before = (split.rank + split.size - 1) % split.size;
-      Request request = messages ? manager.world().start_exchange({{Message::Kind::send, mine, next}, {Message::Kind::receive, other, before}})
-                                 : manager.world().start_all_reduce(mine);
+      const at::Tensor mine = at::full({2}, split.rank, at::kDouble),
+                       other = at::zeros({2}, at::kDouble);
+      const int next = (split.rank + 1) % split.size,
+                before = (split.rank + split.size - 1) % split.size;
+      Request request =
+          messages ? manager.world().start_exchange({{Message::Kind::send, mine, next},
+                                                     {Message::Kind::receive, other, before}})
+                   : manager.world().start_all_reduce(mine);
       request.wait();
-      EXPECT_EQ((messages ? other : mine)[1].item<double>(), messages ? before : split.size * (split.size - 1) / 2.0);
+      EXPECT_EQ((messages ? other : mine)[1].item<double>(),
+                messages ? before : split.size * (split.size - 1) / 2.0);
     }
   }
   EXPECT_FALSE(mpi_is_finalized());
@@ -121,17 +131,19 @@ TEST(MpiInterop, BothEndsOfAMessageThatDoesNotFitAreTold) {
     at::Tensor sent, received;
     std::string sent_as, received_as, words[2];
   };
-  const std::vector<Case> cases{{at::ones({4}), at::zeros({5}), "", "", {"Float[4]", "Float[5]"}},
-                                {at::ones({5}), at::zeros({4}), "", "", {"Float[5]", "Float[4]"}},
-                                {at::ones({1 << 20}), at::zeros({8}), "", "", {"1048576", "[8]"}},
-                                {at::ones({8}), at::zeros({1 << 20}), "", "", {"1048576", "[8]"}},
-                                {at::ones({2, 3}), at::zeros({3, 2}), "", "", {"[2, 3]", "[3, 2]"}},
-                                {at::ones({4}), at::zeros({4}, at::kInt), "", "", {"Float[4]", "Int[4]"}},
-                                {at::ones({0}), at::zeros({4}), "", "", {"[0]", "[4]"}},
-                                {at::ones({4}), at::zeros({0}), "", "", {"[4]", "[0]"}},
-                                {at::ones({4}), at::zeros({4}), "rows", "columns", {"'rows'", "'columns'"}}};
-  const auto manager =
-      DistributedManager::initialize({.check_level = CheckLevel::collective, .mpi = std::make_shared<MpiWorld>(mpi_world(MPI_COMM_WORLD))});
+  const std::vector<Case> cases{
+      {at::ones({4}), at::zeros({5}), "", "", {"Float[4]", "Float[5]"}},
+      {at::ones({5}), at::zeros({4}), "", "", {"Float[5]", "Float[4]"}},
+      {at::ones({1 << 20}), at::zeros({8}), "", "", {"1048576", "[8]"}},
+      {at::ones({8}), at::zeros({1 << 20}), "", "", {"1048576", "[8]"}},
+      {at::ones({2, 3}), at::zeros({3, 2}), "", "", {"[2, 3]", "[3, 2]"}},
+      {at::ones({4}), at::zeros({4}, at::kInt), "", "", {"Float[4]", "Int[4]"}},
+      {at::ones({0}), at::zeros({4}), "", "", {"[0]", "[4]"}},
+      {at::ones({4}), at::zeros({0}), "", "", {"[4]", "[0]"}},
+      {at::ones({4}), at::zeros({4}), "rows", "columns", {"'rows'", "'columns'"}}};
+  const auto manager = DistributedManager::initialize(
+      {.check_level = CheckLevel::collective,
+       .mpi = std::make_shared<MpiWorld>(mpi_world(MPI_COMM_WORLD))});
   const int me = manager.rank(), last = manager.world_size() - 1;
   if (last == 0) return;
   // From the first rank to the last; the group goes on.
@@ -141,14 +153,16 @@ TEST(MpiInterop, BothEndsOfAMessageThatDoesNotFitAreTold) {
       const Group group = manager.group({0, last}, {.timeout = std::chrono::milliseconds(20000)});
       try {
         if (me == 0) {
-          started ? group.start_send(test.sent, 1, {.name = test.sent_as}).wait() : group.send(test.sent, 1, {.name = test.sent_as});
+          started ? group.start_send(test.sent, 1, {.name = test.sent_as}).wait()
+                  : group.send(test.sent, 1, {.name = test.sent_as});
         } else {
           started ? group.start_receive(test.received, 0, {.name = test.received_as}).wait()
                   : group.receive(test.received, 0, {.name = test.received_as});
         }
         ADD_FAILURE() << "no error for " << test.words[0] << " and " << test.words[1];
       } catch (const MismatchError& e) {
-        for (const auto& word : test.words) EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << e.what();
+        for (const auto& word : test.words)
+          EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << e.what();
       }
       const at::Tensor t = at::full({3}, me + 1.0);
       me == 0 ? group.send(t, 1) : group.receive(t, 0);
@@ -160,13 +174,15 @@ TEST(MpiInterop, BothEndsOfAMessageThatDoesNotFitAreTold) {
 
 // What a rank starts goes on while it waits for something else.
 TEST(MpiInterop, ComparedMessagesTravelInAnyOrderOfWaits) {
-  const auto manager =
-      DistributedManager::initialize({.check_level = CheckLevel::collective, .mpi = std::make_shared<MpiWorld>(mpi_world(MPI_COMM_WORLD))});
+  const auto manager = DistributedManager::initialize(
+      {.check_level = CheckLevel::collective,
+       .mpi = std::make_shared<MpiWorld>(mpi_world(MPI_COMM_WORLD))});
   const Group world = manager.world();
   const int n = world.size(), me = world.rank(), next = (me + 1) % n, before = (me + n - 1) % n;
   if (n == 1) return;
   for (int round = 0; round < 20; ++round) {
-    const at::Tensor got = at::zeros({1 << 15}, at::kDouble), small = at::zeros({7}), none = at::zeros({0, 3});
+    const at::Tensor got = at::zeros({1 << 15}, at::kDouble), small = at::zeros({7}),
+                     none = at::zeros({0, 3});
     auto sent = world.start_send(at::full({1 << 15}, me + 10.0 * round, at::kDouble), next);
     auto second = world.start_send(at::full({7}, static_cast<double>(me)), next);
     auto received = world.start_receive(got, before);
@@ -177,13 +193,15 @@ TEST(MpiInterop, ComparedMessagesTravelInAnyOrderOfWaits) {
     received.wait();
     EXPECT_TRUE(got.eq(before + 10.0 * round).all().item<bool>());
     EXPECT_TRUE(small.eq(before).all().item<bool>());
-    world.exchange({{Message::Kind::send, none, next}, {Message::Kind::receive, none.clone(), before}});
+    world.exchange(
+        {{Message::Kind::send, none, next}, {Message::Kind::receive, none.clone(), before}});
   }
 }
 
 TEST(MpiInterop, ComparedMessagesTravelWhileOneIsOnlyAskedFor) {
-  const auto manager =
-      DistributedManager::initialize({.check_level = CheckLevel::collective, .mpi = std::make_shared<MpiWorld>(mpi_world(MPI_COMM_WORLD))});
+  const auto manager = DistributedManager::initialize(
+      {.check_level = CheckLevel::collective,
+       .mpi = std::make_shared<MpiWorld>(mpi_world(MPI_COMM_WORLD))});
   const Group world = manager.world();
   if (world.size() == 1 || world.rank() > 1) return;
   const at::Tensor given = at::full({5}, 3.0), got = at::zeros({5});
@@ -213,14 +231,16 @@ TEST(MpiInterop, GroupOnACommunicatorOfTheProgram) {
     for (int i = 0; i < 3; ++i) {
       // The program's own messages on the same ranks, in between, with the tags that groups use.
       int token = split.rank, other = -1;
-      MPI_Sendrecv(&token, 1, MPI_INT, (split.rank + 1) % split.size, 0, &other, 1, MPI_INT, (split.rank + split.size - 1) % split.size, 0,
-                   split.comm, MPI_STATUS_IGNORE);
+      MPI_Sendrecv(&token, 1, MPI_INT, (split.rank + 1) % split.size, 0, &other, 1, MPI_INT,
+                   (split.rank + split.size - 1) % split.size, 0, split.comm, MPI_STATUS_IGNORE);
       EXPECT_EQ(other, (split.rank + split.size - 1) % split.size);
       std::vector<at::Tensor> u{t[0].clone()};
       const auto work = group->allreduce(u, c10d::AllreduceOptions());
       MPI_Barrier(split.comm);
       work->wait();
-      EXPECT_TRUE(u[0].eq(10.0 * split.colour * split.size + split.size * (split.size - 1) / 2.0).all().item<bool>());
+      EXPECT_TRUE(u[0].eq(10.0 * split.colour * split.size + split.size * (split.size - 1) / 2.0)
+                      .all()
+                      .item<bool>());
     }
   }
   EXPECT_FALSE(mpi_is_finalized());
@@ -230,7 +250,8 @@ TEST(MpiInterop, InitializeDoesNotInitialiseTwiceNorFinalise) {
   int provided = -1;
   MPI_Query_thread(&provided);
   {
-    const MpiWorld world = MpiWorld::initialize(MpiThreadLevel::multiple);  // The program's level stands.
+    // The program's level stands.
+    const MpiWorld world = MpiWorld::initialize(MpiThreadLevel::multiple);
     EXPECT_EQ(static_cast<int>(world.thread_level()), provided == MPI_THREAD_MULTIPLE     ? 3
                                                       : provided == MPI_THREAD_SERIALIZED ? 2
                                                       : provided == MPI_THREAD_FUNNELED   ? 1
@@ -262,7 +283,8 @@ TEST(MpiInterop, WrongCommunicatorsAreRefused) {
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   at::set_num_threads(1);
-  if (argc > 1 && std::strcmp(argv[1], "multiple") == 0) tessera::test::level_wanted = MPI_THREAD_MULTIPLE;
+  if (argc > 1 && std::strcmp(argv[1], "multiple") == 0)
+    tessera::test::level_wanted = MPI_THREAD_MULTIPLE;
   try {
     (void)tessera::mpi_world(MPI_COMM_WORLD);
     return EXIT_FAILURE;  // MPI is not initialised yet: this must be refused.

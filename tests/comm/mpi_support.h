@@ -1,5 +1,6 @@
 #pragma once
-// What the MPI tests share: values that every rank can compute for every other, and short forms of c10d calls.
+// What the MPI tests share: values that every rank can compute for every other, and short forms of
+// c10d calls.
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -18,8 +19,10 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
 constexpr std::chrono::milliseconds kLimit{30000};
 
-/// Whole numbers from -3 to 3, so that sums and products of four are exact in every dtype. The same on every rank for the same arguments.
-inline at::Tensor values(std::uint64_t seed, int rank, at::IntArrayRef shape, at::ScalarType dtype) {
+/// Whole numbers from -3 to 3, so that sums and products of four are exact in every dtype. The same
+/// on every rank for the same arguments.
+inline at::Tensor values(std::uint64_t seed, int rank, at::IntArrayRef shape,
+                         at::ScalarType dtype) {
   std::int64_t n = 1;
   for (const auto d : shape) n *= d;
   at::Tensor t = at::empty({n}, at::kDouble);
@@ -30,7 +33,8 @@ inline at::Tensor values(std::uint64_t seed, int rank, at::IntArrayRef shape, at
   }
   t = t.reshape(shape);
   if (dtype == at::kBool) return t.gt(0);
-  if (dtype == at::kByte || dtype == at::kUInt16 || dtype == at::kUInt32 || dtype == at::kUInt64) return t.abs().to(at::kLong).to(dtype);
+  if (dtype == at::kByte || dtype == at::kUInt16 || dtype == at::kUInt32 || dtype == at::kUInt64)
+    return t.abs().to(at::kLong).to(dtype);
   if (c10::isComplexType(dtype)) return at::complex(t, t.flip({0}).add(1)).to(dtype);
   return t.to(dtype);
 }
@@ -43,7 +47,8 @@ inline at::Tensor scattered(const at::Tensor& t) {
   return view;
 }
 
-inline BackendPtr backend(const MpiWorld& world, const std::vector<int>& ranks, const std::string& name = "test", std::int64_t max_count = 0) {
+inline BackendPtr backend(const MpiWorld& world, const std::vector<int>& ranks,
+                          const std::string& name = "test", std::int64_t max_count = 0) {
   MpiBackendOptions options;
   options.name = name;
   options.timeout = kLimit;

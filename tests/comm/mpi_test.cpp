@@ -1,5 +1,6 @@
-// Every collective of the MPI backend against values computed on one rank: dtypes, even, uneven and empty sizes, blocking and started, in one message
-// and in pieces, contiguous or not, on the world and on groups of other orders. Run under mpirun; the argument is the thread level.
+// Every collective of the MPI backend against values computed on one rank: dtypes, even, uneven and
+// empty sizes, blocking and started, in one message and in pieces, contiguous or not, on the world
+// and on groups of other orders. Run under mpirun; the argument is the thread level.
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
@@ -23,12 +24,14 @@ using c10d::ReduceOp;
 
 std::unique_ptr<MpiWorld> world;  // Made and ended by main(): MPI has one life in a process.
 
-const std::vector<at::ScalarType> kDtypes = {at::kFloat,         at::kDouble, at::kHalf,   at::kBFloat16, at::kComplexFloat,
-                                             at::kComplexDouble, at::kChar,   at::kByte,   at::kShort,    at::kInt,
-                                             at::kLong,          at::kUInt16, at::kUInt32, at::kUInt64,   at::kBool};
+const std::vector<at::ScalarType> kDtypes = {
+    at::kFloat,         at::kDouble, at::kHalf,   at::kBFloat16, at::kComplexFloat,
+    at::kComplexDouble, at::kChar,   at::kByte,   at::kShort,    at::kInt,
+    at::kLong,          at::kUInt16, at::kUInt32, at::kUInt64,   at::kBool};
 
 /// The reference reduction over ranks, in the widest type.
-at::Tensor reduced(const std::vector<at::Tensor>& inputs, ReduceOp::RedOpType op, at::ScalarType dtype) {
+at::Tensor reduced(const std::vector<at::Tensor>& inputs, ReduceOp::RedOpType op,
+                   at::ScalarType dtype) {
   const bool complex = c10::isComplexType(dtype);
   const auto wide = complex ? at::kComplexDouble : at::kDouble;
   at::Tensor result = inputs.front().to(wide);
@@ -59,10 +62,14 @@ void expect_same(const at::Tensor& got, const at::Tensor& expected, const std::s
   ASSERT_EQ(got.sizes(), expected.sizes()) << what;
   const bool complex = got.is_complex();
   const auto wide = complex ? at::kComplexDouble : at::kDouble;
-  EXPECT_TRUE(at::allclose(got.to(wide), expected.to(wide), 1e-6, 0, /*equal_nan=*/true)) << what << "\n" << got << "\nexpected\n" << expected;
+  EXPECT_TRUE(at::allclose(got.to(wide), expected.to(wide), 1e-6, 0, /*equal_nan=*/true))
+      << what << "\n"
+      << got << "\nexpected\n"
+      << expected;
 }
 
-/// One way to make each call: which group, how long a message may be, blocking or started, memory in order or not.
+/// One way to make each call: which group, how long a message may be, blocking or started, memory
+/// in order or not.
 struct Way {
   BackendPtr backend;
   std::vector<int> ranks;
@@ -72,7 +79,9 @@ struct Way {
 
   int rank() const { return backend->getRank(); }
   int size() const { return static_cast<int>(ranks.size()); }
-  at::Tensor place(const at::Tensor& t) const { return scattered && t.numel() > 0 ? test::scattered(t) : t.clone(); }
+  at::Tensor place(const at::Tensor& t) const {
+    return scattered && t.numel() > 0 ? test::scattered(t) : t.clone();
+  }
   template <class Options>
   Options options() const {
     Options o;
@@ -95,7 +104,8 @@ std::vector<Way> ways() {
     for (const bool in_pieces : {false, true})
       for (const bool blocking : {false, true})
         result.push_back({in_pieces ? pieces : whole, ranks, blocking, reversed != blocking,
-                          std::string(in_pieces ? "pieces " : "whole ") + (blocking ? "blocking" : "started") + (reversed ? " reversed" : "")});
+                          std::string(in_pieces ? "pieces " : "whole ") +
+                              (blocking ? "blocking" : "started") + (reversed ? " reversed" : "")});
   }
   return result;
 }
@@ -113,15 +123,23 @@ std::vector<std::vector<std::int64_t>> size_lists(int ranks) {
   return lists;
 }
 
-std::int64_t sum(const std::vector<std::int64_t>& n) { return std::accumulate(n.begin(), n.end(), std::int64_t{0}); }
+std::int64_t sum(const std::vector<std::int64_t>& n) {
+  return std::accumulate(n.begin(), n.end(), std::int64_t{0});
+}
 
-std::string label(const Way& way, at::ScalarType dtype, const std::string& more = {}) { return way.name + " " + c10::toString(dtype) + " " + more; }
+std::string label(const Way& way, at::ScalarType dtype, const std::string& more = {}) {
+  return way.name + " " + c10::toString(dtype) + " " + more;
+}
 
-bool valid(at::ScalarType dtype, ReduceOp::RedOpType op) { return detail::MpiReductions::supports(dtype, op); }
+bool valid(at::ScalarType dtype, ReduceOp::RedOpType op) {
+  return detail::MpiReductions::supports(dtype, op);
+}
 
-const std::vector<ReduceOp::RedOpType> kOps = {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT, ReduceOp::MIN, ReduceOp::MAX};
+const std::vector<ReduceOp::RedOpType> kOps = {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT,
+                                               ReduceOp::MIN, ReduceOp::MAX};
 
-std::vector<at::Tensor> inputs_of(const Way& way, std::uint64_t seed, at::IntArrayRef shape, at::ScalarType dtype) {
+std::vector<at::Tensor> inputs_of(const Way& way, std::uint64_t seed, at::IntArrayRef shape,
+                                  at::ScalarType dtype) {
   std::vector<at::Tensor> inputs;
   for (const int r : way.ranks) inputs.push_back(values(seed, r, shape, dtype));
   return inputs;
@@ -147,20 +165,24 @@ TEST(Mpi, AllReduceAndReduce) {
           to_root.reduceOp = op;
           to_root.rootRank = root;
           way.backend->reduce(u, to_root)->wait();
-          expect_same(u[0], way.rank() == root ? reduced(inputs, op, dtype) : mine, label(way, dtype, "reduce"));
+          expect_same(u[0], way.rank() == root ? reduced(inputs, op, dtype) : mine,
+                      label(way, dtype, "reduce"));
         }
       }
 }
 
 TEST(Mpi, PremultipliedSum) {
   for (const auto& way : ways())
-    for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kComplexDouble}) {
+    for (const auto dtype :
+         {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kComplexDouble}) {
       auto inputs = inputs_of(way, 2, {3, 3}, dtype);
       const at::Tensor mine = inputs[static_cast<std::size_t>(way.rank())].clone();
-      for (std::size_t r = 0; r < inputs.size(); ++r) inputs[r] = inputs[r].mul(0.5 * static_cast<double>(way.ranks[r] + 1));
+      for (std::size_t r = 0; r < inputs.size(); ++r)
+        inputs[r] = inputs[r].mul(0.5 * static_cast<double>(way.ranks[r] + 1));
       std::vector<at::Tensor> t{way.place(mine)};
       auto options = way.options<c10d::AllreduceOptions>();
-      options.reduceOp = detail::to_c10d(tessera::ReduceOp::Kind::premultiplied, 0.5 * (world->rank() + 1));
+      options.reduceOp =
+          detail::to_c10d(tessera::ReduceOp::Kind::premultiplied, 0.5 * (world->rank() + 1));
       way.backend->allreduce(t, options)->wait();
       expect_same(t[0], reduced(inputs, ReduceOp::SUM, dtype), label(way, dtype, "premultiplied"));
     }
@@ -172,7 +194,9 @@ TEST(Mpi, BitwiseReductions) {
     std::int64_t expected = op == ReduceOp::BAND ? -1 : 0;
     for (int r = 0; r < world->size(); ++r) {
       const std::int64_t x = 0b1011 << r;
-      expected = op == ReduceOp::BAND ? expected & x : op == ReduceOp::BOR ? expected | x : expected ^ x;
+      expected = op == ReduceOp::BAND  ? expected & x
+                 : op == ReduceOp::BOR ? expected | x
+                                       : expected ^ x;
     }
     std::vector<at::Tensor> t{at::full({4}, std::int64_t{0b1011} << world->rank(), at::kLong)};
     c10d::AllreduceOptions options;
@@ -195,16 +219,21 @@ TEST(Mpi, NanOfAnyRankPropagates) {
           options.asyncOp = !blocking;
           group->allreduce(t, options)->wait();
           const at::Tensor nan = t[0].to(at::kDouble).isnan();
-          EXPECT_EQ(nan.sum().item<std::int64_t>(), 1) << c10::toString(dtype) << " NaN of rank " << from;
+          EXPECT_EQ(nan.sum().item<std::int64_t>(), 1)
+              << c10::toString(dtype) << " NaN of rank " << from;
           EXPECT_TRUE(nan[4].item<bool>());
         }
 }
 
-// Whole numbers whose running sum cannot be held by 16 bits, while the result can: only a sum in float32 gives it.
+// Whole numbers whose running sum cannot be held by 16 bits, while the result can: only a sum in
+// float32 gives it.
 TEST(Mpi, SixteenBitSumsAreMadeInFloat32) {
   if (world->size() < 3) GTEST_SKIP() << "needs 3 ranks";
   const auto group = backend(*world, everybody(*world));
-  const double mine = world->rank() == 0 ? 256.0 : world->rank() == 1 ? 1.0 : world->rank() == 2 ? 1.0 : 0.0;
+  const double mine = world->rank() == 0   ? 256.0
+                      : world->rank() == 1 ? 1.0
+                      : world->rank() == 2 ? 1.0
+                                           : 0.0;
   std::vector<at::Tensor> t{at::full({33}, mine, at::kBFloat16)};
   group->allreduce(t, c10d::AllreduceOptions())->wait();
   EXPECT_TRUE(t[0].to(at::kDouble).eq(258.0).all().item<bool>()) << t[0][0];
@@ -229,9 +258,12 @@ TEST(Mpi, AllGatherUneven) {
       for (const auto& sizes : size_lists(way.size())) {
         std::vector<at::Tensor> parts;
         for (int r = 0; r < way.size(); ++r)
-          parts.push_back(values(4, way.ranks[static_cast<std::size_t>(r)], {sizes[static_cast<std::size_t>(r)], 3}, dtype));
+          parts.push_back(values(4, way.ranks[static_cast<std::size_t>(r)],
+                                 {sizes[static_cast<std::size_t>(r)], 3}, dtype));
         const at::Tensor output = at::empty({sum(sizes), 3}, dtype);
-        way.uneven().all_gather_v(output, parts[static_cast<std::size_t>(way.rank())], sizes, way.limit())->wait();
+        way.uneven()
+            .all_gather_v(output, parts[static_cast<std::size_t>(way.rank())], sizes, way.limit())
+            ->wait();
         expect_same(output, at::cat(parts), label(way, dtype, "all_gather_v"));
       }
 }
@@ -240,7 +272,8 @@ TEST(Mpi, AllGatherIntoItsOwnMemory) {
   for (const auto& way : ways()) {
     const auto sizes = size_lists(way.size())[1];
     std::vector<at::Tensor> parts;
-    for (int r = 0; r < way.size(); ++r) parts.push_back(values(5, r, {sizes[static_cast<std::size_t>(r)], 2}, at::kFloat));
+    for (int r = 0; r < way.size(); ++r)
+      parts.push_back(values(5, r, {sizes[static_cast<std::size_t>(r)], 2}, at::kFloat));
     const at::Tensor output = at::zeros({sum(sizes), 2});
     const auto mine = output.split_with_sizes(sizes)[static_cast<std::size_t>(way.rank())];
     mine.copy_(parts[static_cast<std::size_t>(way.rank())]);
@@ -260,7 +293,8 @@ TEST(Mpi, ReduceScatterUneven) {
           const at::Tensor input = inputs[me].clone();
           const at::Tensor output = at::empty({sizes[me], 2}, dtype);
           way.uneven().reduce_scatter_v(output, input, sizes, op, way.limit())->wait();
-          expect_same(output, reduced(inputs, op, dtype).split_with_sizes(sizes)[me], label(way, dtype, "reduce_scatter_v"));
+          expect_same(output, reduced(inputs, op, dtype).split_with_sizes(sizes)[me],
+                      label(way, dtype, "reduce_scatter_v"));
           expect_same(input, inputs[me], label(way, dtype, "reduce_scatter_v keeps its input"));
         }
       }
@@ -272,7 +306,8 @@ TEST(Mpi, GatherAndScatterUneven) {
       for (const auto& sizes : size_lists(way.size()))
         for (int root = 0; root < way.size(); ++root) {
           std::vector<at::Tensor> parts;
-          for (int r = 0; r < way.size(); ++r) parts.push_back(values(7, r, {sizes[static_cast<std::size_t>(r)], 2}, dtype));
+          for (int r = 0; r < way.size(); ++r)
+            parts.push_back(values(7, r, {sizes[static_cast<std::size_t>(r)], 2}, dtype));
           const auto me = static_cast<std::size_t>(way.rank());
           at::Tensor whole = way.rank() == root ? at::empty({sum(sizes), 2}, dtype) : at::Tensor();
           way.uneven().gather_v(whole, parts[me], sizes, root, way.limit())->wait();
@@ -289,10 +324,17 @@ TEST(Mpi, AllToAllUneven) {
       for (int kind = 0; kind < 4; ++kind) {
         const int n = way.size();
         const auto rows = [&](int from, int to) -> std::int64_t {
-          return kind == 0 ? 2 : kind == 1 ? (from * 2 + to) % 3 : kind == 2 ? 0 : from == to ? 1 : 4;
+          return kind == 0    ? 2
+                 : kind == 1  ? (from * 2 + to) % 3
+                 : kind == 2  ? 0
+                 : from == to ? 1
+                              : 4;
         };
         const auto block = [&](int from, int to) {
-          return values(8, way.ranks[static_cast<std::size_t>(from)] * 10 + way.ranks[static_cast<std::size_t>(to)], {rows(from, to), 2}, dtype);
+          return values(8,
+                        way.ranks[static_cast<std::size_t>(from)] * 10 +
+                            way.ranks[static_cast<std::size_t>(to)],
+                        {rows(from, to), 2}, dtype);
         };
         std::vector<at::Tensor> send, receive;
         std::vector<std::int64_t> send_rows, receive_rows;
@@ -302,9 +344,14 @@ TEST(Mpi, AllToAllUneven) {
           send_rows.push_back(rows(way.rank(), r));
           receive_rows.push_back(rows(r, way.rank()));
         }
-        at::Tensor input = way.place(at::cat(send)), output = way.place(at::zeros({sum(receive_rows), 2}, dtype));
-        if (kind == 0 && way.blocking) send_rows.clear();  // Equal sizes may be left out by one side.
-        way.backend->alltoall_base(output, input, receive_rows, send_rows, way.options<c10d::AllToAllOptions>())->wait();
+        at::Tensor input = way.place(at::cat(send)),
+                   output = way.place(at::zeros({sum(receive_rows), 2}, dtype));
+        // Equal sizes may be left out by one side.
+        if (kind == 0 && way.blocking) send_rows.clear();
+        way.backend
+            ->alltoall_base(output, input, receive_rows, send_rows,
+                            way.options<c10d::AllToAllOptions>())
+            ->wait();
         expect_same(output, at::cat(receive), label(way, dtype, "all_to_all"));
       }
 }
@@ -325,7 +372,8 @@ TEST(Mpi, Lists) {
       std::vector<std::vector<at::Tensor>> lists{empty};
       way.backend->allgather(lists, mine, way.options<c10d::AllgatherOptions>())->wait();
       for (int r = 0; r < n; ++r)
-        expect_same(lists[0][static_cast<std::size_t>(r)], parts[static_cast<std::size_t>(r)], label(way, dtype, "allgather list"));
+        expect_same(lists[0][static_cast<std::size_t>(r)], parts[static_cast<std::size_t>(r)],
+                    label(way, dtype, "allgather list"));
 
       const int root = n / 2;
       std::vector<std::vector<at::Tensor>> gathered, given;
@@ -339,7 +387,8 @@ TEST(Mpi, Lists) {
       way.backend->gather(gathered, mine, to_root)->wait();
       if (way.rank() == root)
         for (int r = 0; r < n; ++r)
-          expect_same(gathered[0][static_cast<std::size_t>(r)], parts[static_cast<std::size_t>(r)], label(way, dtype, "gather list"));
+          expect_same(gathered[0][static_cast<std::size_t>(r)], parts[static_cast<std::size_t>(r)],
+                      label(way, dtype, "gather list"));
       std::vector<at::Tensor> back{at::zeros(shape(way.rank()), dtype)};
       auto from_root = way.options<c10d::ScatterOptions>();
       from_root.rootRank = root;
@@ -348,19 +397,26 @@ TEST(Mpi, Lists) {
 
       std::vector<std::vector<at::Tensor>> all(static_cast<std::size_t>(n));
       for (int from = 0; from < n; ++from)
-        for (int r = 0; r < n; ++r) all[static_cast<std::size_t>(from)].push_back(values(20 + static_cast<std::uint64_t>(from), r, shape(r), dtype));
+        for (int r = 0; r < n; ++r)
+          all[static_cast<std::size_t>(from)].push_back(
+              values(20 + static_cast<std::uint64_t>(from), r, shape(r), dtype));
       std::vector<std::vector<at::Tensor>> to_reduce{all[me]};
       std::vector<at::Tensor> own{way.place(at::zeros(shape(way.rank()), dtype))};
-      way.backend->reduce_scatter(own, to_reduce, way.options<c10d::ReduceScatterOptions>())->wait();
+      way.backend->reduce_scatter(own, to_reduce, way.options<c10d::ReduceScatterOptions>())
+          ->wait();
       std::vector<at::Tensor> column;
-      for (int from = 0; from < n; ++from) column.push_back(all[static_cast<std::size_t>(from)][me]);
-      expect_same(own[0], reduced(column, ReduceOp::SUM, dtype), label(way, dtype, "reduce_scatter list"));
+      for (int from = 0; from < n; ++from)
+        column.push_back(all[static_cast<std::size_t>(from)][me]);
+      expect_same(own[0], reduced(column, ReduceOp::SUM, dtype),
+                  label(way, dtype, "reduce_scatter list"));
 
       std::vector<at::Tensor> out, in = all[me];
-      for (int from = 0; from < n; ++from) out.push_back(way.place(at::zeros(shape(way.rank()), dtype)));
+      for (int from = 0; from < n; ++from)
+        out.push_back(way.place(at::zeros(shape(way.rank()), dtype)));
       way.backend->alltoall(out, in, way.options<c10d::AllToAllOptions>())->wait();
       for (int from = 0; from < n; ++from)
-        expect_same(out[static_cast<std::size_t>(from)], all[static_cast<std::size_t>(from)][me], label(way, dtype, "alltoall list"));
+        expect_same(out[static_cast<std::size_t>(from)], all[static_cast<std::size_t>(from)][me],
+                    label(way, dtype, "alltoall list"));
     }
 }
 
@@ -376,16 +432,21 @@ TEST(Mpi, SingleTensorForms) {
     const auto wide = inputs_of(way, 12, {2 * n, 3}, at::kDouble);
     at::Tensor in = way.place(wide[me]), out = way.place(at::zeros({2, 3}, at::kDouble));
     way.backend->_reduce_scatter_base(out, in, way.options<c10d::ReduceScatterOptions>())->wait();
-    expect_same(out, reduced(wide, ReduceOp::SUM, at::kDouble).narrow(0, 2 * way.rank(), 2), label(way, at::kDouble, "reduce_scatter_single"));
+    expect_same(out, reduced(wide, ReduceOp::SUM, at::kDouble).narrow(0, 2 * way.rank(), 2),
+                label(way, at::kDouble, "reduce_scatter_single"));
     at::Tensor slice = wide[me].clone();
     at::Tensor aliased = slice.narrow(0, 2 * way.rank(), 2);
-    way.backend->_reduce_scatter_base(aliased, slice, way.options<c10d::ReduceScatterOptions>())->wait();
+    way.backend->_reduce_scatter_base(aliased, slice, way.options<c10d::ReduceScatterOptions>())
+        ->wait();
     expect_same(aliased, out, label(way, at::kDouble, "reduce_scatter_single into its own input"));
 
     std::vector<at::Tensor> several{inputs[me].clone(), inputs[me].to(at::kLong)};
-    way.backend->allreduce_coalesced(several, way.options<c10d::AllreduceCoalescedOptions>())->wait();
-    expect_same(several[0], reduced(inputs, ReduceOp::SUM, at::kDouble), label(way, at::kDouble, "several"));
-    expect_same(several[1], reduced(inputs, ReduceOp::SUM, at::kLong), label(way, at::kLong, "several"));
+    way.backend->allreduce_coalesced(several, way.options<c10d::AllreduceCoalescedOptions>())
+        ->wait();
+    expect_same(several[0], reduced(inputs, ReduceOp::SUM, at::kDouble),
+                label(way, at::kDouble, "several"));
+    expect_same(several[1], reduced(inputs, ReduceOp::SUM, at::kLong),
+                label(way, at::kLong, "several"));
   }
 }
 
@@ -394,7 +455,10 @@ TEST(Mpi, LargeReductionsTravelInPieces) {
   const std::int64_t n = (9 << 18) + 77;
   for (const bool blocking : {false, true}) {
     std::vector<at::Tensor> t{at::arange(n, at::kFloat).fmod(1000).add(world->rank())};
-    const at::Tensor expected = at::arange(n, at::kFloat).fmod(1000).mul(world->size()).add(world->size() * (world->size() - 1) / 2);
+    const at::Tensor expected = at::arange(n, at::kFloat)
+                                    .fmod(1000)
+                                    .mul(world->size())
+                                    .add(world->size() * (world->size() - 1) / 2);
     c10d::AllreduceOptions options;
     options.asyncOp = !blocking;
     group->allreduce(t, options)->wait();
@@ -406,9 +470,12 @@ TEST(Mpi, SendAndReceive) {
   for (const auto& way : ways())
     for (const auto dtype : kDtypes) {
       const int n = way.size(), next = (way.rank() + 1) % n, before = (way.rank() + n - 1) % n;
-      std::vector<at::Tensor> a{way.place(values(13, way.rank(), {5}, dtype))}, b{way.place(values(14, way.rank(), {2, 2}, dtype))};
-      std::vector<at::Tensor> x{way.place(at::zeros({5}, dtype))}, y{way.place(at::zeros({2, 2}, dtype))};
-      const auto second = way.backend->recv(y, before, 9);  // Tags, not order, tell the messages apart.
+      std::vector<at::Tensor> a{way.place(values(13, way.rank(), {5}, dtype))},
+          b{way.place(values(14, way.rank(), {2, 2}, dtype))};
+      std::vector<at::Tensor> x{way.place(at::zeros({5}, dtype))},
+          y{way.place(at::zeros({2, 2}, dtype))};
+      // Tags, not order, tell the messages apart.
+      const auto second = way.backend->recv(y, before, 9);
       const auto first = way.backend->recv(x, before, 4);
       const auto s = way.backend->send(a, next, 4), t = way.backend->send(b, next, 9);
       for (const auto& work : {first, second, s, t}) work->wait();
@@ -442,15 +509,21 @@ TEST(Mpi, ExchangeInAnyOrder) {
     std::vector<at::Tensor> expected, received;
     for (int r = n - 1; r >= 0; --r)
       for (int k = 0; k < 2; ++k) {
-        const auto shape = [&](int from, int to) { return std::vector<std::int64_t>{(from + 2 * to + k) % 3}; };
-        messages.push_back(
-            {Message::Kind::send, values(30 + static_cast<std::uint64_t>(k), way.rank() * 8 + r, shape(way.rank(), r), at::kFloat), r});
+        const auto shape = [&](int from, int to) {
+          return std::vector<std::int64_t>{(from + 2 * to + k) % 3};
+        };
+        messages.push_back({Message::Kind::send,
+                            values(30 + static_cast<std::uint64_t>(k), way.rank() * 8 + r,
+                                   shape(way.rank(), r), at::kFloat),
+                            r});
         received.push_back(at::zeros(shape(r, way.rank()), at::kFloat));
-        expected.push_back(values(30 + static_cast<std::uint64_t>(k), r * 8 + way.rank(), shape(r, way.rank()), at::kFloat));
+        expected.push_back(values(30 + static_cast<std::uint64_t>(k), r * 8 + way.rank(),
+                                  shape(r, way.rank()), at::kFloat));
         messages.push_back({Message::Kind::receive, received.back(), r});
       }
     way.uneven().exchange(messages, way.limit())->wait();
-    for (std::size_t i = 0; i < received.size(); ++i) expect_same(received[i], expected[i], label(way, at::kFloat, "exchange"));
+    for (std::size_t i = 0; i < received.size(); ++i)
+      expect_same(received[i], expected[i], label(way, at::kFloat, "exchange"));
   }
 }
 
@@ -461,7 +534,8 @@ TEST(Mpi, BarrierAndManyUnderWay) {
     for (int i = 0; i < 8; ++i) tensors.push_back({at::full({4 + i}, way.rank() + i, at::kDouble)});
     auto options = way.options<c10d::AllreduceOptions>();
     for (auto& t : tensors) works.push_back(way.backend->allreduce(t, options));
-    for (std::size_t i = works.size(); i-- > 0;) works[i]->wait();  // Not in the order they were started.
+    // Not in the order they were started.
+    for (std::size_t i = works.size(); i-- > 0;) works[i]->wait();
     for (int i = 0; i < 8; ++i) {
       const double expected = way.size() * i + way.size() * (way.size() - 1) / 2.0;
       EXPECT_TRUE(tensors[static_cast<std::size_t>(i)][0].eq(expected).all().item<bool>());
@@ -565,7 +639,9 @@ TEST(Mpi, OtherThreadsFollowTheLevel) {
     EXPECT_EQ(error, "");
     EXPECT_TRUE(t[0].eq(world->size()).all().item<bool>());
   } else {
-    EXPECT_NE(error.find("thread level is " + std::string(to_string(world->thread_level()))), std::string::npos) << error;
+    EXPECT_NE(error.find("thread level is " + std::string(to_string(world->thread_level()))),
+              std::string::npos)
+        << error;
   }
 }
 
@@ -596,7 +672,8 @@ int main(int argc, char** argv) {
   using tessera::MpiThreadLevel;
   const std::string level = argc > 1 ? argv[1] : "funneled";
   auto wanted = MpiThreadLevel::funneled;
-  for (const auto candidate : {MpiThreadLevel::single, MpiThreadLevel::serialized, MpiThreadLevel::multiple})
+  for (const auto candidate :
+       {MpiThreadLevel::single, MpiThreadLevel::serialized, MpiThreadLevel::multiple})
     if (level == to_string(candidate)) wanted = candidate;
   tessera::test::world = std::make_unique<tessera::MpiWorld>(tessera::MpiWorld::initialize(wanted));
   const int failed = RUN_ALL_TESTS();

@@ -1,6 +1,7 @@
-// NCCL through Group, beside Gloo in the same group: every collective on CUDA and on CPU tensors against values computed on one rank.
-// Without arguments it starts ranks of itself: one for each GPU, at most two; two on one GPU where NCCL allows that (2.30 and newer). No test
-// library: the exit status tells, and each failure is a line.
+// NCCL through Group, beside Gloo in the same group: every collective on CUDA and on CPU tensors
+// against values computed on one rank. Without arguments it starts ranks of itself: one for each
+// GPU, at most two; two on one GPU where NCCL allows that (2.30 and newer). No test library: the
+// exit status tells, and each failure is a line.
 
 #include <ATen/ATen.h>
 #include <spawn.h>
@@ -39,7 +40,8 @@ int failures = 0;
 at::Tensor values(int seed, int rank, at::IntArrayRef shape, at::ScalarType dtype) {
   std::int64_t n = 1;
   for (const auto d : shape) n *= d;
-  const at::Tensor t = at::arange(n, at::kDouble).mul(7 + seed).add(11 * rank + seed).fmod(7).sub(3).reshape(shape);
+  const at::Tensor t =
+      at::arange(n, at::kDouble).mul(7 + seed).add(11 * rank + seed).fmod(7).sub(3).reshape(shape);
   if (dtype == at::kBool) return t.gt(0);
   if (dtype == at::kByte) return t.abs().to(dtype);
   if (c10::isComplexType(dtype)) return at::complex(t, t.neg().add(1)).to(dtype);
@@ -77,13 +79,19 @@ bool makes_sense(at::ScalarType dtype, ReduceOp::Kind op) {
   return op != ReduceOp::Kind::avg || c10::isFloatingType(dtype);
 }
 
-std::int64_t sum(const Sizes& sizes) { return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}); }
+std::int64_t sum(const Sizes& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
+}
 
 void run(const Group& group, at::Device device) {
   const int n = group.size(), me = group.rank();
   const auto mine = static_cast<std::size_t>(me);
-  const auto place = [&](const at::Tensor& t) { return t.to(device, t.scalar_type(), false, /*copy=*/true); };
-  const std::vector<at::ScalarType> dtypes = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kByte, at::kComplexFloat};
+  const auto place = [&](const at::Tensor& t) {
+    return t.to(device, t.scalar_type(), false, /*copy=*/true);
+  };
+  const std::vector<at::ScalarType> dtypes = {at::kFloat,    at::kDouble,      at::kHalf,
+                                              at::kBFloat16, at::kLong,        at::kInt,
+                                              at::kByte,     at::kComplexFloat};
   std::vector<Sizes> lists(4);
   for (int r = 0; r < n; ++r) {
     lists[0].push_back(2);
@@ -92,8 +100,10 @@ void run(const Group& group, at::Device device) {
     lists[3].push_back(r == 0 ? 30000 : 7);
   }
   for (const auto dtype : dtypes) {
-    const std::string where = concat(" of ", c10::toString(dtype), " on ", device, ", ", n, " ranks");
-    for (const auto& op : {ReduceOp::sum, ReduceOp::avg, ReduceOp::product, ReduceOp::min, ReduceOp::max}) {
+    const std::string where =
+        concat(" of ", c10::toString(dtype), " on ", device, ", ", n, " ranks");
+    for (const auto& op :
+         {ReduceOp::sum, ReduceOp::avg, ReduceOp::product, ReduceOp::min, ReduceOp::max}) {
       if (!makes_sense(dtype, op.kind)) continue;
       std::vector<at::Tensor> inputs;
       for (int r = 0; r < n; ++r) inputs.push_back(values(1, r, {3, 5}, dtype));
@@ -106,14 +116,16 @@ void run(const Group& group, at::Device device) {
       expect(t, reduced(inputs, op.kind), concat("started all_reduce ", to_string(op.kind), where));
       at::Tensor u = place(inputs[mine]);
       group.reduce(u, n - 1, op);
-      expect(u, me == n - 1 ? reduced(inputs, op.kind) : inputs[mine], concat("reduce ", to_string(op.kind), where));
+      expect(u, me == n - 1 ? reduced(inputs, op.kind) : inputs[mine],
+             concat("reduce ", to_string(op.kind), where));
       for (const auto& sizes : lists) {
         std::vector<at::Tensor> wide;
         for (int r = 0; r < n; ++r) wide.push_back(values(2, r, {sum(sizes), 2}, dtype));
         const at::Tensor out = at::empty({sizes[mine], 2}, at::TensorOptions(device).dtype(dtype));
         const at::Tensor in = place(wide[mine]);
         group.reduce_scatter(out, in, op, sizes);
-        expect(out, reduced(wide, op.kind).split_with_sizes(sizes)[mine], concat("reduce_scatter ", to_string(op.kind), tessera::list(sizes), where));
+        expect(out, reduced(wide, op.kind).split_with_sizes(sizes)[mine],
+               concat("reduce_scatter ", to_string(op.kind), tessera::list(sizes), where));
         expect(in, wide[mine], concat("reduce_scatter keeps its input", where));
       }
     }
@@ -139,7 +151,8 @@ void run(const Group& group, at::Device device) {
     for (const auto& sizes : lists) {
       const std::string what = concat(tessera::list(sizes), where);
       std::vector<at::Tensor> parts;
-      for (int r = 0; r < n; ++r) parts.push_back(values(5, r, {sizes[static_cast<std::size_t>(r)], 3}, dtype));
+      for (int r = 0; r < n; ++r)
+        parts.push_back(values(5, r, {sizes[static_cast<std::size_t>(r)], 3}, dtype));
       const auto options = at::TensorOptions(device).dtype(dtype);
       const at::Tensor all = at::empty({sum(sizes), 3}, options), in = place(parts[mine]);
       group.all_gather(all, in, sizes);
@@ -173,7 +186,9 @@ void run(const Group& group, at::Device device) {
         messages.push_back({Message::Kind::receive, received.back(), r});
       }
       group.exchange(messages);
-      for (int r = 0; r < n; ++r) expect(received[static_cast<std::size_t>(r)], take[static_cast<std::size_t>(r)], concat("exchange", where));
+      for (int r = 0; r < n; ++r)
+        expect(received[static_cast<std::size_t>(r)], take[static_cast<std::size_t>(r)],
+               concat("exchange", where));
     }
     if (n > 1) {
       at::Tensor t = place(values(7, me, {5}, dtype));
@@ -200,7 +215,8 @@ int rank_main(int rank, int size, const std::string& path) {
   spec.backend = "gloo";
   spec.device = device;
   spec.address = "127.0.0.1";
-  spec.store = c10::make_intrusive<c10d::PrefixStore>("world", c10::make_intrusive<c10d::FileStore>(path, size));
+  spec.store = c10::make_intrusive<c10d::PrefixStore>(
+      "world", c10::make_intrusive<c10d::FileStore>(path, size));
   spec.timeout = std::chrono::seconds(60);
   spec.watch = std::make_shared<tessera::detail::GroupWatch>(spec.name, ranks, rank, nullptr);
   {
@@ -252,7 +268,8 @@ int start(const char* program, int size) {
     const std::string rank = std::to_string(r), count = std::to_string(size);
     const char* arguments[] = {program, rank.c_str(), count.c_str(), path.c_str(), nullptr};
     pid_t child = 0;
-    if (posix_spawn(&child, program, nullptr, nullptr, const_cast<char**>(arguments), environ) != 0) return 1;
+    if (posix_spawn(&child, program, nullptr, nullptr, const_cast<char**>(arguments), environ) != 0)
+      return 1;
     children.push_back(child);
   }
   int worst = 0;
@@ -260,7 +277,8 @@ int start(const char* program, int size) {
     int status = 0;
     waitpid(child, &status, 0);
     if (WIFSIGNALED(status)) {
-      std::printf("a rank of %d ended by signal %d%s\n", size, WTERMSIG(status), WTERMSIG(status) == SIGALRM ? " (it hung)" : "");
+      std::printf("a rank of %d ended by signal %d%s\n", size, WTERMSIG(status),
+                  WTERMSIG(status) == SIGALRM ? " (it hung)" : "");
       worst = 1;
     } else if (WEXITSTATUS(status) != 0) {
       worst = 1;
@@ -293,7 +311,8 @@ int main(int argc, char** argv) {
     if (devices > 1 || shares)
       worst |= start(argv[0], 2);
     else
-      std::printf("one GPU, and NCCL older than 2.30 does not let two ranks share it: 1 rank only\n");
+      std::printf(
+          "one GPU, and NCCL older than 2.30 does not let two ranks share it: 1 rank only\n");
     return worst;
   } catch (const std::exception& e) {
     std::printf("%s\n", e.what());

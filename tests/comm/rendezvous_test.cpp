@@ -1,4 +1,5 @@
-// The meeting of the ranks and the job's store: ranks are threads here, each with a connection of its own.
+// The meeting of the ranks and the job's store: ranks are threads here, each with a connection of
+// its own.
 
 #include <gtest/gtest.h>
 #include <sys/socket.h>
@@ -51,7 +52,8 @@ struct Outcome {
 };
 
 /// Every launch on a thread of its own; `after` runs once it has met.
-std::vector<Outcome> meet(const std::vector<Launch>& launches, milliseconds limit, const std::function<void(Rendezvous&, int)>& after = {}) {
+std::vector<Outcome> meet(const std::vector<Launch>& launches, milliseconds limit,
+                          const std::function<void(Rendezvous&, int)>& after = {}) {
   std::vector<Outcome> outcomes(launches.size());
   std::vector<std::thread> threads;
   for (std::size_t i = 0; i < launches.size(); ++i) {
@@ -88,23 +90,29 @@ std::vector<std::unique_ptr<Rendezvous>> held_meeting(int world) {
   std::vector<std::thread> threads;
   const auto all = launches(world, free_port());
   for (int rank = 0; rank < world; ++rank)
-    threads.emplace_back([&, rank] { held[rank] = std::make_unique<Rendezvous>(Rendezvous::meet(all[rank], 20s)); });
+    threads.emplace_back(
+        [&, rank] { held[rank] = std::make_unique<Rendezvous>(Rendezvous::meet(all[rank], 20s)); });
   for (auto& thread : threads) thread.join();
   return held;
 }
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
 
 TEST(Rendezvous, MeetsAnyNumberOfRanks) {
   for (const int world : {2, 3, 8, 33}) {
     std::atomic<int> seen{0};
-    const auto outcomes = meet(launches(world, free_port()), 20s, [&](Rendezvous& meeting, int rank) {
-      EXPECT_EQ(meeting.address, "127.0.0.1");
-      meeting.store->set(concat("rank", rank), std::to_string(rank * rank));
-      for (int other = 0; other < world; ++other) EXPECT_EQ(meeting.store->get_to_str(concat("rank", other)), std::to_string(other * other));
-      EXPECT_LE(meeting.store->add("count", 1), world);
-      ++seen;
-    });
+    const auto outcomes =
+        meet(launches(world, free_port()), 20s, [&](Rendezvous& meeting, int rank) {
+          EXPECT_EQ(meeting.address, "127.0.0.1");
+          meeting.store->set(concat("rank", rank), std::to_string(rank * rank));
+          for (int other = 0; other < world; ++other)
+            EXPECT_EQ(meeting.store->get_to_str(concat("rank", other)),
+                      std::to_string(other * other));
+          EXPECT_LE(meeting.store->add("count", 1), world);
+          ++seen;
+        });
     for (const auto& outcome : outcomes) EXPECT_EQ(outcome.error, "");
     EXPECT_EQ(seen, world);
   }
@@ -145,9 +153,12 @@ TEST(Rendezvous, ListensOnTheChosenAddressAlone) {
 }
 
 TEST(Rendezvous, NamesTheMissingRanksOnEveryRank) {
-  for (const auto& [world, missing] : std::vector<std::pair<int, std::vector<int>>>{{4, {2}}, {5, {1, 3}}, {2, {1}}}) {
+  for (const auto& [world, missing] :
+       std::vector<std::pair<int, std::vector<int>>>{{4, {2}}, {5, {1, 3}}, {2, {1}}}) {
     auto present = launches(world, free_port());
-    std::erase_if(present, [&, &gone = missing](const Launch& l) { return std::find(gone.begin(), gone.end(), l.rank) != gone.end(); });
+    std::erase_if(present, [&, &gone = missing](const Launch& l) {
+      return std::find(gone.begin(), gone.end(), l.rank) != gone.end();
+    });
     for (const auto& outcome : meet(present, 500ms)) {
       EXPECT_EQ(outcome.ranks, missing) << outcome.error;
       EXPECT_TRUE(contains(outcome.error, "did not come")) << outcome.error;
@@ -166,7 +177,8 @@ TEST(Rendezvous, RefusesTwoRanksOfOneNumber) {
     for (const auto& outcome : meet(all, 5s)) {
       EXPECT_FALSE(outcome.error.empty());
       EXPECT_LT(outcome.took, 5s + kGrace);
-      if (contains(outcome.error, concat("two processes say that they are rank ", twice)) && outcome.ranks == std::vector<int>{twice}) {
+      if (contains(outcome.error, concat("two processes say that they are rank ", twice)) &&
+          outcome.ranks == std::vector<int>{twice}) {
         ++named;
         continue;
       }
@@ -190,7 +202,8 @@ TEST(Rendezvous, NamesThePortThatIsInUse) {
   const Socket other = detail::listen_on("127.0.0.1", 0);
   const int port = detail::local_port(other);
   const auto outcomes = meet({launch_of(0, 2, port)}, 1s);
-  EXPECT_TRUE(contains(outcomes[0].error, concat("port ", port, " of 127.0.0.1"))) << outcomes[0].error;
+  EXPECT_TRUE(contains(outcomes[0].error, concat("port ", port, " of 127.0.0.1")))
+      << outcomes[0].error;
   EXPECT_TRUE(contains(outcomes[0].error, "in use")) << outcomes[0].error;
   EXPECT_LT(outcomes[0].took, 1s + kGrace);
 }
@@ -217,7 +230,8 @@ TEST(Rendezvous, EndsWhenPacketsAreSwallowed) {
   std::vector<Socket> queue;
   for (int i = 0; i < 4; ++i) {
     try {
-      queue.push_back(detail::connect_to("127.0.0.1", detail::local_port(full), false, Clock::now() + 100ms));
+      queue.push_back(
+          detail::connect_to("127.0.0.1", detail::local_port(full), false, Clock::now() + 100ms));
     } catch (const RendezvousError&) {
       break;
     }
@@ -277,7 +291,9 @@ TEST(Rendezvous, GoesThroughTheStoreOfAnAgent) {
   for (int attempt = 0; attempt < 2; ++attempt) {
     auto all = launches(3, agent.getPort());
     for (auto& launch : all) launch.agent_serves_store = true;
-    for (const auto& outcome : meet(all, 20s, [](Rendezvous& meeting, int rank) { meeting.store->set(std::to_string(rank), "x"); }))
+    for (const auto& outcome : meet(all, 20s, [](Rendezvous& meeting, int rank) {
+           meeting.store->set(std::to_string(rank), "x");
+         }))
       EXPECT_EQ(outcome.error, "");
   }
   auto alone = launch_of(1, 2, free_port());
@@ -293,7 +309,8 @@ TEST(JobStore, DoesWhatHashStoreDoes) {
     std::mt19937 random(7);
     auto pick = [&](int n) { return static_cast<int>(random() % n); };
     for (int step = 0; step < 2000; ++step) {
-      const std::string key = concat("k", pick(20)), value = concat("v", pick(5)), expected = pick(3) ? concat("v", pick(5)) : "";
+      const std::string key = concat("k", pick(20)), value = concat("v", pick(5)),
+                        expected = pick(3) ? concat("v", pick(5)) : "";
       switch (pick(7)) {
         case 0:
           ours.set(key, value);
@@ -306,7 +323,8 @@ TEST(JobStore, DoesWhatHashStoreDoes) {
           break;
         }
         case 2:
-          ASSERT_EQ(ours.compareSet(key, expected, value), reference->compareSet(key, expected, value));
+          ASSERT_EQ(ours.compareSet(key, expected, value),
+                    reference->compareSet(key, expected, value));
           break;
         case 3:
           ASSERT_EQ(ours.check({key}), reference->check({key}));
@@ -361,14 +379,20 @@ struct News {
   }
   bool wait_for(const std::string& item) {
     std::unique_lock lock(mutex);
-    return changed.wait_for(lock, 20s, [&] { return std::find(items.begin(), items.end(), item) != items.end(); });
+    return changed.wait_for(
+        lock, 20s, [&] { return std::find(items.begin(), items.end(), item) != items.end(); });
   }
   detail::StoreConnection::Listener listener() {
     return {[this](const std::string& group, const detail::Poison& poison) {
               add(concat("poisoned ", group, " ", list(poison.ranks), " ", poison.reason));
             },
-            [this](int rank, bool on_purpose, const std::string&) { add(concat(on_purpose ? "left " : "lost ", rank)); },
-            [](const std::string& group) { return group == "known" ? std::optional(detail::Position{7, "all_reduce"}) : std::nullopt; }};
+            [this](int rank, bool on_purpose, const std::string&) {
+              add(concat(on_purpose ? "left " : "lost ", rank));
+            },
+            [](const std::string& group) {
+              return group == "known" ? std::optional(detail::Position{7, "all_reduce"})
+                                      : std::nullopt;
+            }};
   }
 };
 
@@ -413,7 +437,8 @@ TEST(StoreConnection, CarriesPoisonAndRollCalls) {
   EXPECT_EQ(unknown[1].answer, detail::RollEntry::Answer::here);
   EXPECT_EQ(unknown[1].position.operation, "");
   for (auto& meeting : held) meeting->connection->listen({});
-  for (const auto& item : news[0].items) EXPECT_FALSE(contains(item, "poisoned")) << "rank 0 is no member of g";
+  for (const auto& item : news[0].items)
+    EXPECT_FALSE(contains(item, "poisoned")) << "rank 0 is no member of g";
   for (int rank = 2; rank >= 0; --rank) held[rank].reset();
 }
 
@@ -423,7 +448,11 @@ TEST(StoreServer, SurvivesNonsense) {
   for (int round = 0; round < 200; ++round) {
     Socket socket = detail::connect_to("127.0.0.1", server.port(), false, Clock::now() + 5s);
     std::string bytes(round % 2 ? detail::store_magic : "");
-    if (round % 4 == 3) bytes += detail::Writer(detail::Frame::hello).number(std::int32_t(random() | 64)).number(std::int32_t(2)).take();
+    if (round % 4 == 3)
+      bytes += detail::Writer(detail::Frame::hello)
+                   .number(std::int32_t(random() | 64))
+                   .number(std::int32_t(2))
+                   .take();
     for (int i = static_cast<int>(random() % 64); i > 0; --i) bytes += static_cast<char>(random());
     detail::send_all(socket, bytes.data(), bytes.size(), Clock::now() + 1s);
   }
@@ -432,8 +461,9 @@ TEST(StoreServer, SurvivesNonsense) {
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
       std::string why;
-      auto connection = detail::StoreConnection::meet(detail::connect_to("127.0.0.1", server.port(), false, Clock::now() + 5s), {rank, 2, "", "here"},
-                                                      Clock::now() + 10s, why);
+      auto connection = detail::StoreConnection::meet(
+          detail::connect_to("127.0.0.1", server.port(), false, Clock::now() + 5s),
+          {rank, 2, "", "here"}, Clock::now() + 10s, why);
       if (connection) ++met;
     });
   }

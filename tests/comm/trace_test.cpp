@@ -75,17 +75,22 @@ TEST(Trace, ChecksAreNotCallsOfTheUser) {
 TEST(Trace, TimelineIsJson) {
   Group alone;
   CommTraceScope trace(alone);
-  alone.all_reduce(torch::ones({2}), ReduceOp::sum, {.name = "a \"quoted\" \\ name\nwith\ttabs \x01"});
+  alone.all_reduce(torch::ones({2}), ReduceOp::sum,
+                   {.name = "a \"quoted\" \\ name\nwith\ttabs \x01"});
   alone.barrier();
-  const auto path = std::filesystem::temp_directory_path() / ("tessera_trace_" + std::to_string(::getpid()) + ".json");
+  const auto path = std::filesystem::temp_directory_path() /
+                    ("tessera_trace_" + std::to_string(::getpid()) + ".json");
   trace->write_timeline(path.string(), 3);
   const std::string program =
-      "import json, sys; d = json.load(open(sys.argv[1])); e = [x for x in d['traceEvents'] if x['ph'] == 'X']; "
-      "assert len(e) == 2 and all(x['pid'] == 3 and x['dur'] >= 0 for x in e), d; assert 'quoted' in e[0]['name'] and e[0]['args']['bytes'] == 8, d";
+      "import json, sys; d = json.load(open(sys.argv[1])); e = [x for x in d['traceEvents'] if "
+      "x['ph'] == 'X']; "
+      "assert len(e) == 2 and all(x['pid'] == 3 and x['dur'] >= 0 for x in e), d; assert 'quoted' "
+      "in e[0]['name'] and e[0]['args']['bytes'] == 8, d";
   EXPECT_EQ(std::system(("python3 -c \"" +
                          [&] {
                            std::string escaped;
-                           for (const char c : program) escaped += c == '"' ? std::string("\\\"") : std::string(1, c);
+                           for (const char c : program)
+                             escaped += c == '"' ? std::string("\\\"") : std::string(1, c);
                            return escaped;
                          }() +
                          "\" " + path.string())

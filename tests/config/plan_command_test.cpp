@@ -27,7 +27,10 @@ struct Output {
 class PlanCommand : public ::testing::Test {
  protected:
   void SetUp() override {
-    folder_ = ::testing::TempDir() + concat("tessera_plan_", ::testing::UnitTest::GetInstance()->current_test_info()->name(), "_", getpid());
+    folder_ =
+        ::testing::TempDir() +
+        concat("tessera_plan_", ::testing::UnitTest::GetInstance()->current_test_info()->name(),
+               "_", getpid());
     std::filesystem::create_directories(folder_);
   }
   void TearDown() override { std::filesystem::remove_all(folder_); }
@@ -39,14 +42,18 @@ class PlanCommand : public ::testing::Test {
     text << file.rdbuf();
     return std::move(text).str();
   }
-  void write(const std::string& name, const std::string& text) const { std::ofstream(path(name)) << text; }
+  void write(const std::string& name, const std::string& text) const {
+    std::ofstream(path(name)) << text;
+  }
 
   Output plan(const std::string& arguments) const {
-    const std::string command = concat("cd ", folder_, " && timeout 60 ", TESSERA_CLI, " plan ", arguments, " 2> stderr.txt");
+    const std::string command = concat("cd ", folder_, " && timeout 60 ", TESSERA_CLI, " plan ",
+                                       arguments, " 2> stderr.txt");
     Output output;
     FILE* pipe = popen(command.c_str(), "r");
     char buffer[4096];
-    for (std::size_t n; (n = fread(buffer, 1, sizeof buffer, pipe)) > 0;) output.out.append(buffer, n);
+    for (std::size_t n; (n = fread(buffer, 1, sizeof buffer, pipe)) > 0;)
+      output.out.append(buffer, n);
     const int status = pclose(pipe);
     output.status = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
     output.err = read("stderr.txt");
@@ -73,18 +80,21 @@ TEST_F(PlanCommand, NamedOrdersOfTheVectors) {
   const Json vectors = Json::parse(file);
   for (const Json& v : vectors["order_first_axis_adjacent"]) {
     std::string names, sizes;
-    for (const auto& [name, unused] : v["groups"].items()) names += (names.empty() ? "" : ",") + name;
+    for (const auto& [name, unused] : v["groups"].items())
+      names += (names.empty() ? "" : ",") + name;
     for (const auto& [name, size] : v["config"].items())
       if (name != "order") sizes += concat(sizes.empty() ? "" : ",", name, "=", size.get<int>());
-    const Json out = json(
-        concat("--world ", v["world"].get<int>(), " --sizes ", sizes, " --order ", v["config"]["order"].get<std::string>(), " --groups ", names));
+    const Json out = json(concat("--world ", v["world"].get<int>(), " --sizes ", sizes, " --order ",
+                                 v["config"]["order"].get<std::string>(), " --groups ", names));
     ASSERT_EQ(out["groups"].size(), v["groups"].size());
-    for (const auto& [name, lists] : v["groups"].items()) EXPECT_EQ(as_set(out["groups"][name]), as_set(lists)) << name;
+    for (const auto& [name, lists] : v["groups"].items())
+      EXPECT_EQ(as_set(out["groups"][name]), as_set(lists)) << name;
   }
 }
 
 TEST_F(PlanCommand, TheIssuesExample) {
-  const Json out = json("--world 16 --sizes tp=2,dp=2,pp=4 --order tp-cp-ep-dp-pp --groups tp,dp,pp,tp-pp");
+  const Json out =
+      json("--world 16 --sizes tp=2,dp=2,pp=4 --order tp-cp-ep-dp-pp --groups tp,dp,pp,tp-pp");
   EXPECT_EQ(out["groups"]["tp"][0], (std::vector<int>{0, 1}));
   EXPECT_EQ(out["groups"]["dp"][0], (std::vector<int>{0, 2}));
   EXPECT_EQ(out["groups"]["pp"][0], (std::vector<int>{0, 4, 8, 12}));
@@ -95,13 +105,17 @@ TEST_F(PlanCommand, TheIssuesExample) {
 TEST_F(PlanCommand, Trees) {
   write("config.yaml",
         "tree: {world: [mp, dp], dp: [shard, replicate]}\nleaf_sizes: {mp: 2, shard: 4}\n"
-        "nodes: {shard: {orthogonal_group: across}}\northogonal: [{name: across_world, of: [shard], scope: world}]\n");
+        "nodes: {shard: {orthogonal_group: across}}\northogonal: [{name: across_world, of: "
+        "[shard], scope: world}]\n");
   std::ifstream file(TESSERA_VECTORS);
   const Json v = Json::parse(file)["tree_nested_orthogonal_16"];
   const Json out = json("--world 16 --tree config.yaml");
-  for (const char* name : {"mp", "shard", "replicate", "dp"}) EXPECT_EQ(as_set(out["groups"][name]), as_set(v["groups"][name])) << name;
-  EXPECT_EQ(as_set(out["groups"]["across"]), as_set(v["groups"]["orthogonal to shard, in its parent dp"]));
-  EXPECT_EQ(as_set(out["groups"]["across_world"]), as_set(v["groups"]["orthogonal to shard, in the world"]));
+  for (const char* name : {"mp", "shard", "replicate", "dp"})
+    EXPECT_EQ(as_set(out["groups"][name]), as_set(v["groups"][name])) << name;
+  EXPECT_EQ(as_set(out["groups"]["across"]),
+            as_set(v["groups"]["orthogonal to shard, in its parent dp"]));
+  EXPECT_EQ(as_set(out["groups"]["across_world"]),
+            as_set(v["groups"]["orthogonal to shard, in the world"]));
   const auto text = plan("--world 16 --tree config.yaml --rank 9");
   EXPECT_SAYS(text.out, "across: rank 1 of 2 in [1, 9], orthogonal to [shard] in dp");
   EXPECT_SAYS(text.out, "order mp-shard-replicate (first = adjacent ranks)");
@@ -109,9 +123,11 @@ TEST_F(PlanCommand, Trees) {
 
 TEST_F(PlanCommand, PlacementFilesAndPicture) {
   const Json out = json(
-      "--hosts 2x4 --mesh model=4,data=2 --traffic model=all_reduce:512MB,data=all_reduce:1MB --rankfile ranks.txt --slurm-hostfile hosts.txt "
+      "--hosts 2x4 --mesh model=4,data=2 --traffic model=all_reduce:512MB,data=all_reduce:1MB "
+      "--rankfile ranks.txt --slurm-hostfile hosts.txt "
       "--picture p.svg --hierarchical model");
-  EXPECT_LT(out["placement"]["seconds"].get<double>(), out["placement"]["naive_seconds"].get<double>() / 4);
+  EXPECT_LT(out["placement"]["seconds"].get<double>(),
+            out["placement"]["naive_seconds"].get<double>() / 4);
   EXPECT_TRUE(out["placement"]["exact"].get<bool>());
   EXPECT_EQ(out["families"]["model"]["runs"], "inside hosts");
   EXPECT_EQ(out["families"]["data"]["runs"], "between hosts");
@@ -133,23 +149,32 @@ TEST_F(PlanCommand, PlacementFilesAndPicture) {
   const auto svg = read("p.svg");
   EXPECT_EQ(svg.rfind("<svg xmlns=", 0), 0u);
   EXPECT_EQ(svg.find("http", 30), std::string::npos);  // nothing is loaded from elsewhere
-  // The file back as the user's own mapping costs the same, and the launcher's table makes the same mesh.
-  const Json again = json("--hosts 2x4 --mesh model=4,data=2 --traffic model=all_reduce:512MB,data=all_reduce:1MB --mapping ranks.txt");
+  // The file back as the user's own mapping costs the same, and the launcher's table makes the same
+  // mesh.
+  const Json again = json(
+      "--hosts 2x4 --mesh model=4,data=2 --traffic model=all_reduce:512MB,data=all_reduce:1MB "
+      "--mapping ranks.txt");
   EXPECT_EQ(again["placement"]["seconds"], out["placement"]["seconds"]);
   EXPECT_EQ(again["placement"]["method"], "given");
   std::string table;
-  for (const auto& rank : out["placement"]["launcher_table"]) table += concat(table.empty() ? "" : ",", rank.get<int>());
-  const Json launched = json("--hosts 2x4 --mesh model=4,data=2 --traffic model=all_reduce:512MB,data=all_reduce:1MB --keep --ranks " + table);
+  for (const auto& rank : out["placement"]["launcher_table"])
+    table += concat(table.empty() ? "" : ",", rank.get<int>());
+  const Json launched = json(
+      "--hosts 2x4 --mesh model=4,data=2 --traffic model=all_reduce:512MB,data=all_reduce:1MB "
+      "--keep --ranks " +
+      table);
   EXPECT_EQ(launched["placement"]["seconds"], out["placement"]["seconds"]);
 }
 
 TEST_F(PlanCommand, TextShowsCostAndWarnings) {
-  const auto out = plan("--hosts 16x8 --mesh data=2,model=64 --traffic model=all_reduce:512MB,data=all_reduce:1MB");
+  const auto out = plan(
+      "--hosts 16x8 --mesh data=2,model=64 --traffic model=all_reduce:512MB,data=all_reduce:1MB");
   EXPECT_EQ(out.status, 0) << out.err;
   EXPECT_SAYS(out.out, "warning: model crosses hosts");
   EXPECT_SAYS(out.out, "cost of a step");
   EXPECT_SAYS(out.out, "no placement costs less than");
-  const auto kept = plan("--hosts 2x4 --mesh model=4,data=2 --traffic model=all_reduce:512MB --keep");
+  const auto kept =
+      plan("--hosts 2x4 --mesh model=4,data=2 --traffic model=all_reduce:512MB --keep");
   EXPECT_SAYS(kept.out, "warning: model crosses hosts and takes");
   const auto spare = plan("--hosts 2x4 --mesh data=6");
   EXPECT_SAYS(spare.out, "2 of 8 devices stay without a rank");
@@ -158,17 +183,21 @@ TEST_F(PlanCommand, TextShowsCostAndWarnings) {
 TEST_F(PlanCommand, RequestFilesSayWhatFlagsSay) {
   write("cluster.yaml", "hosts: 16x8\n");
   write("plan.yaml",
-        "mesh: {data: 8, domain: 4, model: 4}\ntopology: cluster.yaml\ngroups: [data, domain-model]\ntraffic: {model: 'all_reduce:512MB', data: "
+        "mesh: {data: 8, domain: 4, model: 4}\ntopology: cluster.yaml\ngroups: [data, "
+        "domain-model]\ntraffic: {model: 'all_reduce:512MB', data: "
         "'all_reduce:1GB*2'}\n");
   const std::string flags =
-      "--hosts 16x8 --mesh data=8,domain=4,model=4 --groups data,domain-model --traffic model=all_reduce:512MB,data=all_reduce:1GB*2";
+      "--hosts 16x8 --mesh data=8,domain=4,model=4 --groups data,domain-model --traffic "
+      "model=all_reduce:512MB,data=all_reduce:1GB*2";
   EXPECT_EQ(json("plan.yaml"), json(flags));
   EXPECT_EQ(json("plan.yaml --keep")["placement"]["method"], "naive");  // flags on top
   EXPECT_EQ(json("plan.yaml --groups model")["groups"].size(), 1u);
 }
 
 TEST_F(PlanCommand, ViewsAndTables) {
-  const Json out = json("--mesh data=4,tensor=2 --view expert:expert_data=2,expert=2,tensor=2 --ranks 7,6,5,4,3,2,1,0");
+  const Json out = json(
+      "--mesh data=4,tensor=2 --view expert:expert_data=2,expert=2,tensor=2 --ranks "
+      "7,6,5,4,3,2,1,0");
   EXPECT_EQ(out["groups"]["expert"], (Lists{{7, 5}, {6, 4}, {3, 1}, {2, 0}}));
   EXPECT_EQ(out["groups"]["tensor"][0], (std::vector<int>{7, 6}));
   const auto refused_view = plan("--mesh data=4,tensor=2 --view expert:tensor=2,expert=4");
@@ -211,19 +240,27 @@ TEST_F(PlanCommand, BadInputIsAnErrorThatSaysWhy) {
 TEST_F(PlanCommand, NeverDearerThanNaive) {
   std::mt19937 random(51);
   for (int n = 0; n < 12; ++n) {
-    const int hosts = 1 + static_cast<int>(random() % 4), devices = 1 + static_cast<int>(random() % 4);
-    const char* kinds[] = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send"};
-    const Json out = json(concat("--hosts ", hosts, "x", devices, " --mesh a=", devices, ",b=", hosts, " --traffic a=", kinds[random() % 7], ":",
-                                 1 + random() % 9, "MB"));
-    EXPECT_LE(out["placement"]["seconds"].get<double>(), out["placement"]["naive_seconds"].get<double>());
-    EXPECT_LE(out["placement"]["lower_bound"].get<double>(), out["placement"]["seconds"].get<double>() * (1 + 1e-9));
+    const int hosts = 1 + static_cast<int>(random() % 4),
+              devices = 1 + static_cast<int>(random() % 4);
+    const char* kinds[] = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce",
+                           "all_to_all", "send"};
+    const Json out =
+        json(concat("--hosts ", hosts, "x", devices, " --mesh a=", devices, ",b=", hosts,
+                    " --traffic a=", kinds[random() % 7], ":", 1 + random() % 9, "MB"));
+    EXPECT_LE(out["placement"]["seconds"].get<double>(),
+              out["placement"]["naive_seconds"].get<double>());
+    EXPECT_LE(out["placement"]["lower_bound"].get<double>(),
+              out["placement"]["seconds"].get<double>() * (1 + 1e-9));
   }
 }
 
 TEST_F(PlanCommand, ThousandsOfRanks) {
-  const Json out =
-      json("--hosts 512x8 --mesh pipe=8,data=64,model=8 --traffic model=all_reduce:512MB,data=all_reduce:1GB --picture p.html --rank 100");
+  const Json out = json(
+      "--hosts 512x8 --mesh pipe=8,data=64,model=8 --traffic "
+      "model=all_reduce:512MB,data=all_reduce:1GB --picture p.html --rank 100");
   EXPECT_EQ(out["groups"]["model"].size(), 512u);
-  EXPECT_EQ(out["rank"]["groups"]["model"]["ranks"][out["rank"]["groups"]["model"]["group_rank"].get<int>()], 100);
+  EXPECT_EQ(out["rank"]["groups"]["model"]["ranks"]
+               [out["rank"]["groups"]["model"]["group_rank"].get<int>()],
+            100);
   EXPECT_LT(read("p.html").size(), 6u << 20);
 }

@@ -16,7 +16,8 @@ using Json = nlohmann::json;
 
 namespace {
 
-const std::string kDocumented = "--mesh data=4,model=4 --data data --processes 0,0,1,1,2,2,3,3,0,0,1,1,2,2,3,3";
+const std::string kDocumented =
+    "--mesh data=4,model=4 --data data --processes 0,0,1,1,2,2,3,3,0,0,1,1,2,2,3,3";
 
 std::pair<int, std::string> plan(const std::string& arguments) {
   FILE* pipe = popen(concat("timeout 60 ", TESSERA_CLI, " plan ", arguments, " 2>&1").c_str(), "r");
@@ -34,7 +35,8 @@ TEST(PlanData, TheDocumentedExample) {
   EXPECT_EQ(json["process_mesh_mapping"], Json({{"0", 0}, {"1", 0}, {"2", 1}, {"3", 1}}));
   EXPECT_EQ(json["processes"][0]["local_device_mapping"], Json({{"0", 0}, {"2", 1}}));
   EXPECT_EQ(json["processes"][3]["local_device_mapping"], Json({{"1", 0}, {"3", 1}}));
-  EXPECT_EQ(json["processes"][1]["slices"][1], Json({{"coordinate", 2}, {"begin", 4}, {"end", 6}, {"slot", 2}}));
+  EXPECT_EQ(json["processes"][1]["slices"][1],
+            Json({{"coordinate", 2}, {"begin", 4}, {"end", 6}, {"slot", 2}}));
 }
 
 TEST(PlanData, AMeshWithoutTheTwoFunctionFormSaysWhy) {
@@ -43,13 +45,17 @@ TEST(PlanData, AMeshWithoutTheTwoFunctionFormSaysWhy) {
   ASSERT_EQ(status, 0) << out;
   const auto json = Json::parse(out);
   EXPECT_FALSE(json.contains("process_mesh_mapping"));
-  EXPECT_NE(json["no_two_function_form"].get<std::string>().find("equal or disjoint"), std::string::npos);
+  EXPECT_NE(json["no_two_function_form"].get<std::string>().find("equal or disjoint"),
+            std::string::npos);
   EXPECT_NE(plan(crossed).second.find("no two-function form"), std::string::npos);
-  EXPECT_NE(plan(crossed).second.find("process 1 reads [0, 2) of coordinate 0 at 0, [4, 6) of coordinate 2 at 2"), std::string::npos);
+  EXPECT_NE(plan(crossed).second.find(
+                "process 1 reads [0, 2) of coordinate 0 at 0, [4, 6) of coordinate 2 at 2"),
+            std::string::npos);
 }
 
 TEST(PlanData, PicturesShowEveryDeviceAndSlice) {
-  const auto folder = std::filesystem::path(::testing::TempDir()) / concat("tessera_plan_data_", getpid());
+  const auto folder =
+      std::filesystem::path(::testing::TempDir()) / concat("tessera_plan_data_", getpid());
   std::filesystem::create_directories(folder);
   for (const std::string name : {"who.svg", "who.html"}) {
     ASSERT_EQ(plan(concat(kDocumented, " --picture ", (folder / name).string())).first, 0);
@@ -57,18 +63,24 @@ TEST(PlanData, PicturesShowEveryDeviceAndSlice) {
     std::ostringstream text;
     text << file.rdbuf();
     std::size_t cells = 0;
-    for (auto at = text.str().find(" data-c="); at != std::string::npos; at = text.str().find(" data-c=", at + 1)) ++cells;
+    for (auto at = text.str().find(" data-c="); at != std::string::npos;
+         at = text.str().find(" data-c=", at + 1))
+      ++cells;
     EXPECT_EQ(cells, 16u + 8u);  // devices, and two slices of each process
-    EXPECT_EQ(text.str().find("http"), text.str().find("http://www.w3.org/2000/svg")) << "stands alone";
+    EXPECT_EQ(text.str().find("http"), text.str().find("http://www.w3.org/2000/svg"))
+        << "stands alone";
   }
   std::filesystem::remove_all(folder);
 }
 
 TEST(PlanData, WhatCannotBeIsRefused) {
   for (const std::string arguments :
-       {"--mesh data=2,model=2 --data dat", "--mesh data=2,model=2 --data data,data", "--mesh data=2,model=2 --data data --processes 0,1,2",
-        "--mesh data=2,model=2 --data data --batch 0", "--mesh data=2,model=2 --batch 4", "--mesh data=2,model=2 --data data --rankfile x",
-        "--mesh data=2 --data data --picture x.png", "--mesh data=100,model=100 --data data --picture /tmp/never.svg"}) {
+       {"--mesh data=2,model=2 --data dat", "--mesh data=2,model=2 --data data,data",
+        "--mesh data=2,model=2 --data data --processes 0,1,2",
+        "--mesh data=2,model=2 --data data --batch 0", "--mesh data=2,model=2 --batch 4",
+        "--mesh data=2,model=2 --data data --rankfile x",
+        "--mesh data=2 --data data --picture x.png",
+        "--mesh data=100,model=100 --data data --picture /tmp/never.svg"}) {
     const auto [status, out] = plan(arguments);
     EXPECT_NE(status, 0) << arguments;
     EXPECT_FALSE(out.empty());

@@ -31,7 +31,9 @@ switches:
   - {name: rack1, parent: spine, latency: 1us, uplink_bandwidth: 50GB/s}
 )";
 
-Topology yaml(const std::string& text) { return parse_topology(text, FileFormat::yaml, "cluster.yaml"); }
+Topology yaml(const std::string& text) {
+  return parse_topology(text, FileFormat::yaml, "cluster.yaml");
+}
 
 }  // namespace
 
@@ -46,7 +48,8 @@ TEST(TopologyFile, ReadAndWritten) {
   EXPECT_DOUBLE_EQ(cluster.network.latency, 5e-6);
   EXPECT_DOUBLE_EQ(cluster.device_links[0].bandwidth, 25e9);
   EXPECT_TRUE(cluster.device_links[0].shared);
-  for (const auto format : {FileFormat::json, FileFormat::yaml}) EXPECT_EQ(parse_topology(format_topology(cluster, format), format), cluster);
+  for (const auto format : {FileFormat::json, FileFormat::yaml})
+    EXPECT_EQ(parse_topology(format_topology(cluster, format), format), cluster);
   const std::string path = ::testing::TempDir() + "cluster.yaml";
   write_topology(cluster, path);
   EXPECT_EQ(read_topology(path), cluster);
@@ -58,19 +61,32 @@ TEST(TopologyFile, ShortForms) {
   EXPECT_EQ(parse_hosts("8,8,4").hosts[2].devices, 4);
   EXPECT_EQ(parse_hosts("3").hosts.size(), 1u);
   EXPECT_EQ(yaml("hosts: 2x3").hosts.size(), 2u);
-  for (const char* bad : {"", "x8", "8x", "0x8", "8,,4", "-1", "1.5", "9999999999", "65536x65536"}) EXPECT_ANY_THROW(parse_hosts(bad)) << bad;
+  for (const char* bad : {"", "x8", "8x", "0x8", "8,,4", "-1", "1.5", "9999999999", "65536x65536"})
+    EXPECT_ANY_THROW(parse_hosts(bad)) << bad;
 }
 
 TEST(TopologyFile, WhatIsWrongIsNamed) {
-  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: [{name: a, link: x}]"); }), "hosts[0].link: names 'x'");
-  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: [{name: a, switch: x}]"); }), "hosts[0].switch: names 'x'");
-  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: [{name: a}]\nswitches: [{name: s, parent: t}]"); }), "names 't'");
-  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: [{name: a, devises: 2}]"); }), "devises: is not a field");
-  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: [{name: a, links: [{between: [0], class: host}]}]"); }), "two device numbers");
-  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: 1x1\nnetwork: {bandwidth: 5 parsec}"); }), "unknown unit 'parsec'");
-  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: 1x1\nnetwork: {bandwidth: fast}"); }), "finite number");
-  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: 1x1\ndevice_links: [{name: a}, {name: a}]"); }), "listed twice");
-  EXPECT_SAYS(refused<MappingError>([] { yaml("hosts: 1x1\nnetwork: {bandwidth: 0}"); }), "bandwidth of 0");
+  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: [{name: a, link: x}]"); }),
+              "hosts[0].link: names 'x'");
+  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: [{name: a, switch: x}]"); }),
+              "hosts[0].switch: names 'x'");
+  EXPECT_SAYS(refused<ConfigFileError>(
+                  [] { yaml("hosts: [{name: a}]\nswitches: [{name: s, parent: t}]"); }),
+              "names 't'");
+  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: [{name: a, devises: 2}]"); }),
+              "devises: is not a field");
+  EXPECT_SAYS(refused<ConfigFileError>(
+                  [] { yaml("hosts: [{name: a, links: [{between: [0], class: host}]}]"); }),
+              "two device numbers");
+  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: 1x1\nnetwork: {bandwidth: 5 parsec}"); }),
+              "unknown unit 'parsec'");
+  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("hosts: 1x1\nnetwork: {bandwidth: fast}"); }),
+              "finite number");
+  EXPECT_SAYS(
+      refused<ConfigFileError>([] { yaml("hosts: 1x1\ndevice_links: [{name: a}, {name: a}]"); }),
+      "listed twice");
+  EXPECT_SAYS(refused<MappingError>([] { yaml("hosts: 1x1\nnetwork: {bandwidth: 0}"); }),
+              "bandwidth of 0");
   EXPECT_SAYS(refused<MappingError>([] { yaml("hosts: [{name: a, devices: -3}]"); }), "-3 devices");
   EXPECT_SAYS(refused<MappingError>([] { yaml("network: {latency: 1us}"); }), "without hosts");
 }
@@ -103,9 +119,12 @@ TEST(SlurmTopology, Tree) {
 
 TEST(SlurmTopology, BadLines) {
   const Topology hosts = parse_hosts("1,1");
-  const auto says = [&](const std::string& conf) { return refused<ConfigFileError>([&] { with_slurm_switches(hosts, conf); }); };
+  const auto says = [&](const std::string& conf) {
+    return refused<ConfigFileError>([&] { with_slurm_switches(hosts, conf); });
+  };
   EXPECT_SAYS(says("SwitchName=a Nodes=host0"), "host 'host1' hangs on no switch");
-  EXPECT_SAYS(says("SwitchName=a Nodes=host0\nSwitchName=b Nodes=host[0-1]"), "topology.conf:2: node 'host0' hangs on both 'a' and 'b'");
+  EXPECT_SAYS(says("SwitchName=a Nodes=host0\nSwitchName=b Nodes=host[0-1]"),
+              "topology.conf:2: node 'host0' hangs on both 'a' and 'b'");
   EXPECT_SAYS(says("SwitchName=a Nodes=host0\nSwitchName=b Nodes=host1"), "no switch connects");
   EXPECT_SAYS(says("SwitchName=a Switches=b"), "switch 'b' is not defined");
   EXPECT_SAYS(says("SwitchName=a Nodes=host0\nSwitchName=a Nodes=host1"), "defined twice");
@@ -114,7 +133,8 @@ TEST(SlurmTopology, BadLines) {
   EXPECT_SAYS(says("\nSwitchName=a Nodes=host[0-"), "topology.conf:2:");
   EXPECT_SAYS(says("BlockName=a Nodes=host0"), "'BlockName' is unknown");
   EXPECT_SAYS(says("SwitchName=a Nodes"), "not Key=value");
-  EXPECT_SAYS(says("SwitchName=a Switches=b Nodes=host[0-1]\nSwitchName=b Switches=a"), "its own ancestor");
+  EXPECT_SAYS(says("SwitchName=a Switches=b Nodes=host[0-1]\nSwitchName=b Switches=a"),
+              "its own ancestor");
 }
 
 TEST(LaunchTopology, AsTheLauncherSays) {
@@ -130,9 +150,11 @@ TEST(LaunchTopology, AsTheLauncherSays) {
   Launch unknown;
   unknown.world_size = 8;
   unknown.local_size = 4;
-  EXPECT_SAYS(refused<ConfigurationError>([&] { topology_of(unknown); }), "does not say how many of its 8 ranks");
+  EXPECT_SAYS(refused<ConfigurationError>([&] { topology_of(unknown); }),
+              "does not say how many of its 8 ranks");
   launch.hosts = {"a"};
-  EXPECT_SAYS(refused<ConfigurationError>([&] { topology_of(launch); }), "1 hosts [a], but ranks for 2");
+  EXPECT_SAYS(refused<ConfigurationError>([&] { topology_of(launch); }),
+              "1 hosts [a], but ranks for 2");
 }
 
 TEST(RankFile, RoundTrips) {
@@ -148,7 +170,8 @@ TEST(RankFile, RoundTrips) {
     ASSERT_EQ(parse_rank_file(open_mpi_rank_file(topology, slots), topology), slots);
     const auto hosts = parse_rank_file(slurm_host_file(topology, slots), topology);
     ASSERT_EQ(hosts.size(), slots.size());
-    for (std::size_t r = 0; r < slots.size(); ++r) ASSERT_EQ(topology.host_of(hosts[r]), topology.host_of(slots[r]));
+    for (std::size_t r = 0; r < slots.size(); ++r)
+      ASSERT_EQ(topology.host_of(hosts[r]), topology.host_of(slots[r]));
     ASSERT_TRUE(keeps_device_order(topology, hosts));
     std::sort(slots.begin(), slots.end());
     ASSERT_TRUE(keeps_device_order(topology, slots));
@@ -161,7 +184,9 @@ TEST(RankFile, RoundTrips) {
 
 TEST(RankFile, BadLines) {
   const auto topology = parse_hosts("2x2");
-  const auto says = [&](const std::string& text) { return refused<ConfigFileError>([&] { parse_rank_file(text, topology); }); };
+  const auto says = [&](const std::string& text) {
+    return refused<ConfigFileError>([&] { parse_rank_file(text, topology); });
+  };
   EXPECT_SAYS(says("rank 0=host9 slot=0"), "'host9' is not in the topology");
   EXPECT_SAYS(says("rank 0=host0 slot=2"), "slot 2 of host 'host0', which has 2");
   EXPECT_SAYS(says("rank 0=host0 slot=0\nrank 0=host0 slot=1"), "rank 0 stands twice");
@@ -178,7 +203,8 @@ TEST(Hwloc, XmlOfAMachine) {
   ASSERT_EQ(topology.hosts[0].devices, 4);
   EXPECT_EQ(topology.hosts[0].links, (std::vector<DeviceLink>{{0, 1, 1}, {2, 3, 1}}));
   EXPECT_EQ(topology.hosts[0].rail, (std::vector<int>{0, 0, 1, 1}));
-  const auto packages = read_hwloc_topology(folder + "/two_packages.xml", HostDevice::package, "n0");
+  const auto packages =
+      read_hwloc_topology(folder + "/two_packages.xml", HostDevice::package, "n0");
   EXPECT_EQ(packages.hosts[0].devices, 2);
   EXPECT_TRUE(packages.hosts[0].links.empty());
   const auto cores = read_hwloc_topology(folder + "/two_packages.xml", HostDevice::core, "n0");
@@ -188,7 +214,9 @@ TEST(Hwloc, XmlOfAMachine) {
   EXPECT_EQ(two.slots(), 8);
   EXPECT_EQ(two.hosts[1].rail, topology.hosts[0].rail);
   EXPECT_SAYS(refused<MappingError>([&] { replicate_host(two, {"c"}); }), "it has 2");
-  EXPECT_SAYS(refused<ConfigFileError>([] { parse_hwloc_topology("<topology", HostDevice::gpu, "n0"); }), "hwloc XML");
+  EXPECT_SAYS(
+      refused<ConfigFileError>([] { parse_hwloc_topology("<topology", HostDevice::gpu, "n0"); }),
+      "hwloc XML");
   EXPECT_SAYS(refused<ConfigFileError>([] { host_device_from("tpu"); }), "'tpu'");
 }
 

@@ -1,4 +1,5 @@
-// Linked with the stub of a build without HDF5, whose definitions stand before those of the library.
+// Linked with the stub of a build without HDF5, whose definitions stand before those of the
+// library.
 #include <gtest/gtest.h>
 
 #include <string>

@@ -32,9 +32,11 @@ class Hdf5 : public ::testing::Test {
     const hsize_t one = 1;
     const hid_t space = H5Screate_simple(1, &one, nullptr), text = H5Tcopy(H5T_C_S1);
     H5Tset_size(text, 4);
-    const hid_t names = H5Dcreate2(file, "names", text, space, H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT);
+    const hid_t names =
+        H5Dcreate2(file, "names", text, space, H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT);
     H5Dclose(names);
-    const hid_t huge = H5Dcreate2(file, "huge", H5T_STD_U64LE, space, H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT);
+    const hid_t huge =
+        H5Dcreate2(file, "huge", H5T_STD_U64LE, space, H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT);
     const unsigned long long beyond = 1ull << 63;
     H5Dwrite(huge, H5T_NATIVE_ULLONG, H5S_ALL, H5S_ALL, H5P_DEFAULT, &beyond);
     H5Dclose(huge);
@@ -46,11 +48,14 @@ class Hdf5 : public ::testing::Test {
 
   static void put(hid_t file, const char* name, hid_t stored, hid_t memory, const at::Tensor& t) {
     std::vector<hsize_t> shape(t.sizes().begin(), t.sizes().end());
-    const hid_t space = shape.empty() ? H5Screate(H5S_SCALAR) : H5Screate_simple(static_cast<int>(shape.size()), shape.data(), nullptr);
+    const hid_t space =
+        shape.empty() ? H5Screate(H5S_SCALAR)
+                      : H5Screate_simple(static_cast<int>(shape.size()), shape.data(), nullptr);
     const hid_t set = H5Dcreate2(file, name, stored, space, H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT);
     ASSERT_GE(set, 0);
     if (t.numel() > 0) {
-      ASSERT_GE(H5Dwrite(set, memory, H5S_ALL, H5S_ALL, H5P_DEFAULT, t.contiguous().const_data_ptr()), 0);
+      ASSERT_GE(
+          H5Dwrite(set, memory, H5S_ALL, H5S_ALL, H5P_DEFAULT, t.contiguous().const_data_ptr()), 0);
     }
     const hid_t scalar = H5Screate(H5S_SCALAR), text = H5Tcopy(H5T_C_S1);
     H5Tset_size(text, 3);
@@ -74,7 +79,9 @@ class Hdf5 : public ::testing::Test {
 
 TEST_F(Hdf5, RandomSlabsEqualPlainIndexing) {
   const Hdf5Source source(path);
-  EXPECT_EQ(source.variables(), (std::vector<std::string>{"empty", "f64", "huge", "i16", "inner/f32", "scalar", "u32", "u64", "u8"}));
+  EXPECT_EQ(source.variables(),
+            (std::vector<std::string>{"empty", "f64", "huge", "i16", "inner/f32", "scalar", "u32",
+                                      "u64", "u8"}));
   testing::expect_slabs(source, "f64", f64, 200);
   testing::expect_slabs(source, "inner/f32", f64, 50);
   testing::expect_slabs(source, "i16", i64, 50);
@@ -120,7 +127,9 @@ TEST_F(Hdf5, ThreadsMayShareIt) {
   std::vector<int> wrong(4, 0);
   for (int t = 0; t < 4; ++t)
     threads.emplace_back([&, t] {
-      for (std::uint64_t i = 0; i < 50; ++i) wrong[t] += !at::equal(samples.get((i + t) % 5)[0], f64[static_cast<std::int64_t>((i + t) % 5)]);
+      for (std::uint64_t i = 0; i < 50; ++i)
+        wrong[t] +=
+            !at::equal(samples.get((i + t) % 5)[0], f64[static_cast<std::int64_t>((i + t) % 5)]);
     });
   for (auto& thread : threads) thread.join();
   EXPECT_EQ(wrong, std::vector<int>(4, 0));

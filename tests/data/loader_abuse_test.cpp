@@ -18,26 +18,31 @@ namespace {
 const BatchMapping kAlone({1}, {0}, {});
 
 std::shared_ptr<const Dataset> numbers(std::uint64_t n) {
-  return std::make_shared<TensorDataset>(std::vector<at::Tensor>{torch::arange(static_cast<std::int64_t>(n))});
+  return std::make_shared<TensorDataset>(
+      std::vector<at::Tensor>{torch::arange(static_cast<std::int64_t>(n))});
 }
 
 std::shared_ptr<const Order> in_order(std::uint64_t n, std::uint64_t batch) {
-  return std::make_shared<FixedOrder>(SampleOrderOptions{.samples = n, .shuffle = false}, BatchSchedule(batch));
+  return std::make_shared<FixedOrder>(SampleOrderOptions{.samples = n, .shuffle = false},
+                                      BatchSchedule(batch));
 }
 
 TEST(LoaderAbuse, DatasetsThatAreTooSmallOrTooFewAreRefusedAtOnce) {
   EXPECT_THROW(Loader({numbers(9)}, in_order(10, 2), kAlone, 0), InvalidArgument);
   EXPECT_NO_THROW(Loader({numbers(11)}, in_order(10, 2), kAlone, 0));
   EXPECT_THROW(Loader({numbers(9), numbers(9)}, in_order(9, 2), kAlone, 0), InvalidArgument);
-  auto mixture = std::make_shared<MixtureOrder>(Mixture({{"a", 5}, {"b", 5}}, {{0, {1, 1}}}, 1), BatchSchedule(2));
+  auto mixture = std::make_shared<MixtureOrder>(Mixture({{"a", 5}, {"b", 5}}, {{0, {1, 1}}}, 1),
+                                                BatchSchedule(2));
   EXPECT_THROW(Loader({numbers(5)}, mixture, kAlone, 0), InvalidArgument);
   EXPECT_THROW(Loader({numbers(5), numbers(4)}, mixture, kAlone, 0), InvalidArgument);
 }
 
 TEST(LoaderAbuse, AnEpochOf2To62SamplesFromAFunction) {
   const std::uint64_t samples = (1ull << 62) + 3;
-  auto data = std::make_shared<FunctionDataset>(samples, [](std::uint64_t i) { return Sample{torch::tensor(static_cast<std::int64_t>(i))}; });
-  auto order = std::make_shared<FixedOrder>(SampleOrderOptions{.samples = samples, .seed = 4}, BatchSchedule(64));
+  auto data = std::make_shared<FunctionDataset>(
+      samples, [](std::uint64_t i) { return Sample{torch::tensor(static_cast<std::int64_t>(i))}; });
+  auto order = std::make_shared<FixedOrder>(SampleOrderOptions{.samples = samples, .seed = 4},
+                                            BatchSchedule(64));
   Loader loader({data}, order, BatchMapping({3}, {0, 1, 2}, {0}), 2, {.workers = 2});
   for (const std::uint64_t step : {0ull, 1ull << 40, (1ull << 56) - 3, (1ull << 56) + 5}) {
     loader.seek(step);
@@ -46,22 +51,28 @@ TEST(LoaderAbuse, AnEpochOf2To62SamplesFromAFunction) {
     EXPECT_EQ(batch.epoch, step > (1ull << 56) ? 1u : 0u);
     EXPECT_EQ(batch.rows, 21);
     for (std::int64_t i = 0; i < batch.rows; ++i)
-      EXPECT_EQ(batch.tensors[0][i].item<std::int64_t>(), static_cast<std::int64_t>(batch.samples[static_cast<std::size_t>(i)].index));
+      EXPECT_EQ(batch.tensors[0][i].item<std::int64_t>(),
+                static_cast<std::int64_t>(batch.samples[static_cast<std::size_t>(i)].index));
   }
 }
 
 TEST(LoaderAbuse, FewerSamplesThanDevicesWithEveryKindOfBatch) {
-  // Seven coordinates, three samples: four processes have no row, and get tensors of the right shape all the same.
+  // Seven coordinates, three samples: four processes have no row, and get tensors of the right
+  // shape all the same.
   const BatchMapping mapping({7}, {0, 1, 2, 3, 4, 5, 6}, {0});
-  auto ragged = std::make_shared<FunctionDataset>(
-      3, [](std::uint64_t i) { return Sample{torch::full({static_cast<std::int64_t>(i) + 1, 2}, static_cast<std::int64_t>(i), torch::kInt)}; });
+  auto ragged = std::make_shared<FunctionDataset>(3, [](std::uint64_t i) {
+    return Sample{torch::full({static_cast<std::int64_t>(i) + 1, 2}, static_cast<std::int64_t>(i),
+                              torch::kInt)};
+  });
   auto packed = std::make_shared<PackedOrder>(std::vector<std::uint64_t>{1, 2, 3}, 7, 4, 1);
   for (int process = 0; process < 7; ++process) {
     const auto plain = Loader({numbers(3)}, in_order(3, 3), mapping, process).next();
     EXPECT_EQ(plain.rows, process < 3 ? 1 : 0);
     EXPECT_EQ(plain.tensors.at(0).sizes(), (std::vector<std::int64_t>{plain.rows}));
     const auto collated =
-        Loader({ragged}, in_order(3, 3), mapping, process, {.collate = [](const std::vector<Sample>& s) { return pad_collate(s); }}).next();
+        Loader({ragged}, in_order(3, 3), mapping, process,
+               {.collate = [](const std::vector<Sample>& s) { return pad_collate(s); }})
+            .next();
     ASSERT_EQ(collated.tensors.size(), 2u);
     EXPECT_EQ(collated.tensors[0].size(0), process < 3 ? 1 : 0);
     const auto rows = Loader({ragged}, packed, mapping, process).next();
@@ -70,7 +81,9 @@ TEST(LoaderAbuse, FewerSamplesThanDevicesWithEveryKindOfBatch) {
     EXPECT_EQ(rows.tensors[0].scalar_type(), torch::kInt);
     EXPECT_EQ(rows.tensors[1].sizes(), (std::vector<std::int64_t>{1, 4}));
   }
-  EXPECT_THROW(Loader({ragged}, packed, mapping, 0, {.collate = [](const std::vector<Sample>& s) { return pad_collate(s); }}).next(),
+  EXPECT_THROW(Loader({ragged}, packed, mapping, 0,
+                      {.collate = [](const std::vector<Sample>& s) { return pad_collate(s); }})
+                   .next(),
                InvalidArgument);
 }
 
@@ -116,7 +129,8 @@ TEST(LoaderAbuse, AHangingReadDoesNotHoldUpTheDestructor) {
       return Sample{torch::tensor(static_cast<std::int64_t>(i))};
     });
     keep.reset();
-    Loader loader({data}, in_order(10, 2), kAlone, 0, {.workers = 2, .stall_limit = std::chrono::milliseconds(20)});
+    Loader loader({data}, in_order(10, 2), kAlone, 0,
+                  {.workers = 2, .stall_limit = std::chrono::milliseconds(20)});
     data.reset();
     EXPECT_THROW(loader.next(), StalledError);
   }  // returns although both workers still read
@@ -131,10 +145,15 @@ TEST(LoaderAbuse, AHangingReadDoesNotHoldUpTheDestructor) {
 
 TEST(LoaderAbuse, DamagedStatesAndThoseOfOtherConfigurationsAreRefused) {
   auto tokens = [](std::uint64_t n, std::uint64_t budget) {
-    return std::make_shared<TokenBudgetOrder>(std::vector<std::uint64_t>(n, 2), TokenBudget{budget, 0, false}, 1);
+    return std::make_shared<TokenBudgetOrder>(std::vector<std::uint64_t>(n, 2),
+                                              TokenBudget{budget, 0, false}, 1);
   };
-  auto mixture = [](double weight) { return std::make_shared<MixtureOrder>(Mixture({{"a", 5}, {"b", 5}}, {{0, {weight, 1}}}, 1), BatchSchedule(2)); };
-  auto state = [](const std::shared_ptr<const Order>& order, std::vector<std::shared_ptr<const Dataset>> data) {
+  auto mixture = [](double weight) {
+    return std::make_shared<MixtureOrder>(Mixture({{"a", 5}, {"b", 5}}, {{0, {weight, 1}}}, 1),
+                                          BatchSchedule(2));
+  };
+  auto state = [](const std::shared_ptr<const Order>& order,
+                  std::vector<std::shared_ptr<const Dataset>> data) {
     Loader loader(std::move(data), order, kAlone, 0, {.workers = 1});
     loader.next();
     return loader.state();
@@ -151,10 +170,11 @@ TEST(LoaderAbuse, DamagedStatesAndThoseOfOtherConfigurationsAreRefused) {
   }
   EXPECT_THROW(loader.restore(state(tokens(20, 9), {numbers(20)})), ConfigurationError);
   EXPECT_THROW(loader.restore(state(in_order(20, 4), {numbers(20)})), ConfigurationError);
-  EXPECT_THROW(
-      loader.restore(
-          state(std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 20, .shuffle = false}, BatchSchedule({{0, 4}, {9, 5}})), {numbers(20)})),
-      ConfigurationError);
+  EXPECT_THROW(loader.restore(state(
+                   std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 20, .shuffle = false},
+                                                BatchSchedule({{0, 4}, {9, 5}})),
+                   {numbers(20)})),
+               ConfigurationError);
   // Mixtures that differ in a weight alone.
   Loader mixed({numbers(5), numbers(5)}, mixture(2), kAlone, 0);
   EXPECT_THROW(mixed.restore(state(mixture(3), {numbers(5), numbers(5)})), ConfigurationError);
@@ -168,10 +188,14 @@ TEST(LoaderAbuse, RanksThatWereConfiguredDifferentlyAllGetTheError) {
       run_threads(ranks, [&](DistributedManager& manager) {
         const bool odd = manager.rank() == ranks - 1;
         const std::uint64_t samples = what == "size" && odd ? 9 : 10;
-        auto order = std::make_shared<FixedOrder>(SampleOrderOptions{.samples = samples, .seed = what == "seed" && odd ? 2u : 1u}, BatchSchedule(4));
+        auto order = std::make_shared<FixedOrder>(
+            SampleOrderOptions{.samples = samples, .seed = what == "seed" && odd ? 2u : 1u},
+            BatchSchedule(4));
         std::vector<int> devices(4);
-        for (int d = 0; d < 4; ++d) devices[d] = what == "mapping" && odd ? (d + 1) % ranks : d % ranks;
-        Loader loader({numbers(samples)}, order, BatchMapping({4}, devices, {0}), manager.rank(), {.workers = 1});
+        for (int d = 0; d < 4; ++d)
+          devices[d] = what == "mapping" && odd ? (d + 1) % ranks : d % ranks;
+        Loader loader({numbers(samples)}, order, BatchMapping({4}, devices, {0}), manager.rank(),
+                      {.workers = 1});
         if (what == "position" && odd) loader.seek(1);
         if (what == "nothing" || ranks == 1)
           EXPECT_NO_THROW(loader.require_agreement(manager.world()));
@@ -182,9 +206,15 @@ TEST(LoaderAbuse, RanksThatWereConfiguredDifferentlyAllGetTheError) {
 
 TEST(LoaderAbuse, DevicesAndPinnedMemoryThatAreNotThereAreRefused) {
   if (torch::cuda::is_available()) GTEST_SKIP() << "there is a GPU";
-  EXPECT_THROW(Loader({numbers(10)}, in_order(10, 2), kAlone, 0, {.device = c10::Device(c10::kCUDA)}), NotAvailable);
-  EXPECT_THROW(Loader({numbers(10)}, in_order(10, 2), kAlone, 0, {.pin_memory = true}), NotAvailable);
-  EXPECT_EQ(Loader({numbers(10)}, in_order(10, 2), kAlone, 0, {.device = c10::Device(c10::kCPU)}).next().rows, 2);
+  EXPECT_THROW(
+      Loader({numbers(10)}, in_order(10, 2), kAlone, 0, {.device = c10::Device(c10::kCUDA)}),
+      NotAvailable);
+  EXPECT_THROW(Loader({numbers(10)}, in_order(10, 2), kAlone, 0, {.pin_memory = true}),
+               NotAvailable);
+  EXPECT_EQ(Loader({numbers(10)}, in_order(10, 2), kAlone, 0, {.device = c10::Device(c10::kCPU)})
+                .next()
+                .rows,
+            2);
 }
 
 }  // namespace

@@ -17,8 +17,9 @@ namespace {
 
 // Samples that are their own index, so that what was read can be seen.
 std::shared_ptr<const Dataset> numbers(std::uint64_t n, std::int64_t base = 0) {
-  return std::make_shared<TensorDataset>(std::vector<at::Tensor>{torch::arange(base, base + static_cast<std::int64_t>(n)),
-                                                                 torch::arange(static_cast<std::int64_t>(n)).to(torch::kDouble).unsqueeze(1) * 2});
+  return std::make_shared<TensorDataset>(std::vector<at::Tensor>{
+      torch::arange(base, base + static_cast<std::int64_t>(n)),
+      torch::arange(static_cast<std::int64_t>(n)).to(torch::kDouble).unsqueeze(1) * 2});
 }
 
 std::vector<std::int64_t> values(const LoadedBatch& batch) {
@@ -51,11 +52,16 @@ std::vector<std::shared_ptr<const Order>> orders(std::uint64_t n, std::uint64_t 
   for (std::uint64_t i = 0; i < n; ++i) lengths.push_back(1 + keyed_random(1, 2, i) % 5);
   std::vector<double> weights(n, 1.0);
   weights[0] = 7;
-  return {std::make_shared<FixedOrder>(SampleOrderOptions{.samples = n, .seed = seed}, BatchSchedule({{0, 5}, {4, 9}})),
-          std::make_shared<FixedOrder>(SampleOrderOptions{.samples = n, .seed = seed, .last = LastBatch::pad}, BatchSchedule(6)),
-          std::make_shared<FixedOrder>(SampleOrderOptions{.samples = n, .seed = seed, .shuffle = false, .last = LastBatch::drop}, BatchSchedule(4)),
-          std::make_shared<WeightedOrder>(weights, seed, BatchSchedule(7), 2 * n),
-          std::make_shared<TokenBudgetOrder>(lengths, TokenBudget{12, 0, true}, seed)};
+  return {
+      std::make_shared<FixedOrder>(SampleOrderOptions{.samples = n, .seed = seed},
+                                   BatchSchedule({{0, 5}, {4, 9}})),
+      std::make_shared<FixedOrder>(
+          SampleOrderOptions{.samples = n, .seed = seed, .last = LastBatch::pad}, BatchSchedule(6)),
+      std::make_shared<FixedOrder>(
+          SampleOrderOptions{.samples = n, .seed = seed, .shuffle = false, .last = LastBatch::drop},
+          BatchSchedule(4)),
+      std::make_shared<WeightedOrder>(weights, seed, BatchSchedule(7), 2 * n),
+      std::make_shared<TokenBudgetOrder>(lengths, TokenBudget{12, 0, true}, seed)};
 }
 
 TEST(Loader, TheGlobalSequenceIsTheSameForEveryMappingAndNumberOfWorkers) {
@@ -68,10 +74,12 @@ TEST(Loader, TheGlobalSequenceIsTheSameForEveryMappingAndNumberOfWorkers) {
       std::vector<LoadedBatch> reference;
       for (int s = 0; s < 12; ++s) reference.push_back(whole.next());
       const auto setup = any_mapping(random);
-      std::map<std::pair<int, int>, std::vector<std::int64_t>> of_coordinate;  // (step, coordinate) -> samples
+      // (step, coordinate) -> samples
+      std::map<std::pair<int, int>, std::vector<std::int64_t>> of_coordinate;
       for (int process : setup.processes) {
         Loader loader({numbers(samples)}, order, setup.mapping, process,
-                      {.workers = static_cast<int>(random() % 3), .prefetch = static_cast<int>(random() % 4)});
+                      {.workers = static_cast<int>(random() % 3),
+                       .prefetch = static_cast<int>(random() % 4)});
         for (int s = 0; s < 12; ++s) {
           const auto batch = loader.next();
           ASSERT_EQ(batch.step, static_cast<std::uint64_t>(s));
@@ -111,20 +119,23 @@ TEST(Loader, ResumingAnywhereOnAnyNumberOfProcessesIsAsIfItHadNeverStopped) {
       std::string state;
       {
         const auto before = any_mapping(random);
-        Loader loader({numbers(samples)}, order, before.mapping, before.processes[0], {.workers = 2, .prefetch = 3});
+        Loader loader({numbers(samples)}, order, before.mapping, before.processes[0],
+                      {.workers = 2, .prefetch = 3});
         for (int s = 0; s < stop; ++s) loader.next();
         state = loader.state();  // with batches being read ahead
         EXPECT_LT(state.size(), 200u);
       }
       const auto after = any_mapping(random);
-      Loader loader({numbers(samples)}, order, after.mapping, after.processes.back(), {.workers = 1});
+      Loader loader({numbers(samples)}, order, after.mapping, after.processes.back(),
+                    {.workers = 1});
       if (stop > 2) loader.next();
       loader.restore(state);
       for (int s = stop; s < 14; ++s) {
         const auto batch = loader.next();
         const auto mine = values(batch);
         for (const BatchSlice& slice : batch.slices)
-          for (std::int64_t i = 0; i < slice.samples.size(); ++i) ASSERT_EQ(mine[slice.slot + i], reference[s][slice.samples.begin + i]);
+          for (std::int64_t i = 0; i < slice.samples.size(); ++i)
+            ASSERT_EQ(mine[slice.slot + i], reference[s][slice.samples.begin + i]);
       }
     }
   }
@@ -133,7 +144,8 @@ TEST(Loader, ResumingAnywhereOnAnyNumberOfProcessesIsAsIfItHadNeverStopped) {
 TEST(Loader, MixturesTakeRowsOfSeveralDatasetsAndResume) {
   const Mixture mixture({{"a", 11}, {"b", 5}}, {{0, {2, 1}}, {30, {1, 3}}}, 4);
   auto order = std::make_shared<MixtureOrder>(mixture, BatchSchedule(6));
-  Loader loader({numbers(11), numbers(5, 1000)}, order, BatchMapping({1}, {0}, {}), 0, {.workers = 2});
+  Loader loader({numbers(11), numbers(5, 1000)}, order, BatchMapping({1}, {0}, {}), 0,
+                {.workers = 2});
   auto cursor = mixture.start();
   std::string state;
   std::vector<std::vector<std::int64_t>> seen;
@@ -153,11 +165,14 @@ TEST(Loader, MixturesTakeRowsOfSeveralDatasetsAndResume) {
 TEST(Loader, PackedRowsHoldWholeSamples) {
   std::vector<std::uint64_t> lengths;
   for (std::uint64_t i = 0; i < 23; ++i) lengths.push_back(1 + i % 6);
-  auto tokens = std::make_shared<FunctionDataset>(
-      23, [&](std::uint64_t i) { return Sample{torch::full({static_cast<std::int64_t>(lengths[i])}, static_cast<std::int64_t>(i), torch::kLong)}; });
+  auto tokens = std::make_shared<FunctionDataset>(23, [&](std::uint64_t i) {
+    return Sample{torch::full({static_cast<std::int64_t>(lengths[i])}, static_cast<std::int64_t>(i),
+                              torch::kLong)};
+  });
   auto order = std::make_shared<PackedOrder>(lengths, 3, 10, 7);
   std::multiset<std::uint64_t> seen;
-  Loader first({tokens}, order, BatchMapping({2}, {0, 1}, {0}), 0), second({tokens}, order, BatchMapping({2}, {0, 1}, {0}), 1, {.workers = 1});
+  Loader first({tokens}, order, BatchMapping({2}, {0, 1}, {0}), 0),
+      second({tokens}, order, BatchMapping({2}, {0, 1}, {0}), 1, {.workers = 1});
   while (first.next_epoch() == 0)
     for (Loader* loader : {&first, &second}) {
       const auto batch = loader->next();
@@ -169,7 +184,8 @@ TEST(Loader, PackedRowsHoldWholeSamples) {
         for (std::int64_t k = 1; k <= number.max().item<std::int64_t>(); ++k) {
           const auto ref = batch.samples[sample++].index;
           seen.insert(ref);
-          const auto part = batch.tensors[0][row].narrow(0, at, static_cast<std::int64_t>(lengths[ref]));
+          const auto part =
+              batch.tensors[0][row].narrow(0, at, static_cast<std::int64_t>(lengths[ref]));
           EXPECT_TRUE(part.eq(static_cast<std::int64_t>(ref)).all().item<bool>());
           EXPECT_TRUE(number.narrow(0, at, part.size(0)).eq(k).all().item<bool>());
           at += part.size(0);
@@ -184,7 +200,8 @@ TEST(Loader, PackedRowsHoldWholeSamples) {
 }
 
 TEST(Loader, EpochLoopsEndWithTheEpoch) {
-  auto order = std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 10, .seed = 1}, BatchSchedule(4));
+  auto order =
+      std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 10, .seed = 1}, BatchSchedule(4));
   for (int workers : {0, 2}) {
     Loader loader({numbers(10)}, order, BatchMapping({1}, {0}, {}), 0, {.workers = workers});
     std::vector<std::vector<std::int64_t>> epochs;
@@ -210,7 +227,8 @@ TEST(Loader, AWorkersExceptionReachesTheCallerWithTheIndexAndCanBeTriedAgain) {
     if (i == 5 && broken) throw std::runtime_error("the disk is on fire");
     return Sample{torch::tensor(static_cast<std::int64_t>(i))};
   });
-  auto order = std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 10, .shuffle = false}, BatchSchedule(4));
+  auto order = std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 10, .shuffle = false},
+                                            BatchSchedule(4));
   for (int workers : {0, 1, 3}) {
     broken = true;
     Loader loader({dataset}, order, BatchMapping({1}, {0}, {}), 0, {.workers = workers});
@@ -244,12 +262,15 @@ TEST(Loader, AStalledSourceIsReportedAndReadAheadIsBounded) {
     changed.wait(lock, [&] { return open; });
     return Sample{torch::tensor(static_cast<std::int64_t>(i))};
   });
-  auto order = std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 1000, .shuffle = false}, BatchSchedule(1));
-  Loader loader({dataset}, order, BatchMapping({1}, {0}, {}), 0, {.workers = 8, .prefetch = 3, .stall_limit = std::chrono::milliseconds(50)});
+  auto order = std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 1000, .shuffle = false},
+                                            BatchSchedule(1));
+  Loader loader({dataset}, order, BatchMapping({1}, {0}, {}), 0,
+                {.workers = 8, .prefetch = 3, .stall_limit = std::chrono::milliseconds(50)});
   EXPECT_THROW(loader.next(), StalledError);
   {
     std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return begun == 4; });  // the one waited for and three ahead, though eight workers are there
+    // the one waited for and three ahead, though eight workers are there
+    changed.wait(lock, [&] { return begun == 4; });
   }
   EXPECT_THROW(loader.next(), StalledError);
   {
@@ -269,23 +290,31 @@ TEST(Loader, AStalledSourceIsReportedAndReadAheadIsBounded) {
 }
 
 TEST(Loader, StatesOfOtherOrdersAndOptionsOutOfRangeAreRefused) {
-  auto order = [](std::uint64_t seed) { return std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 10, .seed = seed}, BatchSchedule(4)); };
-  Loader a({numbers(10)}, order(1), BatchMapping({1}, {0}, {}), 0), b({numbers(10)}, order(2), BatchMapping({1}, {0}, {}), 0);
+  auto order = [](std::uint64_t seed) {
+    return std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 10, .seed = seed},
+                                        BatchSchedule(4));
+  };
+  Loader a({numbers(10)}, order(1), BatchMapping({1}, {0}, {}), 0),
+      b({numbers(10)}, order(2), BatchMapping({1}, {0}, {}), 0);
   EXPECT_THROW(b.restore(a.state()), ConfigurationError);
   EXPECT_THROW(b.restore("nonsense"), ConfigurationError);
   EXPECT_THROW(a.restore(a.state().substr(0, a.state().size() - 2)), ConfigurationError);
   EXPECT_THROW(Loader({}, order(1), BatchMapping({1}, {0}, {}), 0), InvalidArgument);
   EXPECT_THROW(Loader({numbers(10)}, order(1), BatchMapping({1}, {0}, {}), 1), InvalidArgument);
-  EXPECT_THROW(Loader({numbers(10)}, order(1), BatchMapping({1}, {0}, {}), 0, {.workers = -1}), InvalidArgument);
+  EXPECT_THROW(Loader({numbers(10)}, order(1), BatchMapping({1}, {0}, {}), 0, {.workers = -1}),
+               InvalidArgument);
   EXPECT_THROW(TokenBudgetOrder({3, 9}, {8}, 1), InvalidArgument);
 }
 
 TEST(Loader, SamplesOfOtherShapesAreRefusedOrCollated) {
-  auto ragged = std::make_shared<FunctionDataset>(4, [](std::uint64_t i) { return Sample{torch::arange(static_cast<std::int64_t>(i) + 1)}; });
-  auto order = std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 4, .shuffle = false}, BatchSchedule(4));
+  auto ragged = std::make_shared<FunctionDataset>(
+      4, [](std::uint64_t i) { return Sample{torch::arange(static_cast<std::int64_t>(i) + 1)}; });
+  auto order = std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 4, .shuffle = false},
+                                            BatchSchedule(4));
   EXPECT_THROW(Loader({ragged}, order, BatchMapping({1}, {0}, {}), 0).next(), SampleError);
-  Loader padded({ragged}, order, BatchMapping({1}, {0}, {}), 0,
-                {.collate = [](const std::vector<Sample>& samples) { return pad_collate(samples, -1); }});
+  Loader padded(
+      {ragged}, order, BatchMapping({1}, {0}, {}), 0,
+      {.collate = [](const std::vector<Sample>& samples) { return pad_collate(samples, -1); }});
   const auto batch = padded.next();
   EXPECT_EQ(batch.tensors[0].sizes(), (std::vector<std::int64_t>{4, 4}));
   EXPECT_EQ(batch.tensors[0][1].sum().item<std::int64_t>(), 0 + 1 - 1 - 1);
@@ -296,7 +325,8 @@ TEST(TokenFile, RowsAreThoseOfTheFile) {
   const std::string path = ::testing::TempDir() + "tessera_tokens_test.bin";
   std::vector<std::int32_t> tokens(103);
   for (int i = 0; i < 103; ++i) tokens[i] = 3 * i;
-  std::ofstream(path, std::ios::binary).write(reinterpret_cast<const char*>(tokens.data()), 103 * 4);
+  std::ofstream(path, std::ios::binary)
+      .write(reinterpret_cast<const char*>(tokens.data()), 103 * 4);
   for (const std::uint64_t row : {1, 10, 103})
     for (const std::uint64_t stride : {0, 1, 7}) {
       const TokenFileDataset file(path, torch::kInt, row, stride);

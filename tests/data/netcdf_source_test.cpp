@@ -1,4 +1,5 @@
-// NetcdfSource against plain indexing of the numbers that were written, for generated files of several formats and types.
+// NetcdfSource against plain indexing of the numbers that were written, for generated files of
+// several formats and types.
 #include <gtest/gtest.h>
 #include <netcdf.h>
 #include <torch/torch.h>
@@ -30,13 +31,16 @@ struct TemporaryFile {
 
 class Writer {
  public:
-  Writer(const std::string& path, int format) { ok(nc_create(path.c_str(), NC_CLOBBER | format, &id_)); }
+  Writer(const std::string& path, int format) {
+    ok(nc_create(path.c_str(), NC_CLOBBER | format, &id_));
+  }
   ~Writer() { nc_close(id_); }
   int variable(const std::string& name, nc_type type, const std::vector<std::int64_t>& shape) {
     std::vector<int> dims;
     for (std::size_t d = 0; d < shape.size(); ++d) {
       dims.emplace_back();
-      ok(nc_def_dim(id_, concat(name, "_", d).c_str(), static_cast<std::size_t>(shape[d]), &dims.back()));
+      ok(nc_def_dim(id_, concat(name, "_", d).c_str(), static_cast<std::size_t>(shape[d]),
+                    &dims.back()));
     }
     int variable = 0;
     ok(nc_def_var(id_, name.c_str(), type, static_cast<int>(dims.size()), dims.data(), &variable));
@@ -45,7 +49,9 @@ class Writer {
   void attribute(int variable, const char* name, nc_type type, const std::vector<double>& values) {
     ok(nc_put_att_double(id_, variable, name, type, values.size(), values.data()));
   }
-  void text(int variable, const char* name, const std::string& value) { ok(nc_put_att_text(id_, variable, name, value.size(), value.data())); }
+  void text(int variable, const char* name, const std::string& value) {
+    ok(nc_put_att_text(id_, variable, name, value.size(), value.data()));
+  }
   void values(int variable, const at::Tensor& data) {
     nc_enddef(id_);
     const at::Tensor d = data.to(at::kDouble).contiguous();
@@ -61,7 +67,8 @@ class Writer {
 at::Tensor expected(at::Tensor data, const Hyperslab& slab) {
   for (std::size_t d = 0; d < slab.start.size(); ++d) {
     const std::int64_t stride = slab.stride.empty() ? 1 : slab.stride[d];
-    data = data.slice(static_cast<std::int64_t>(d), slab.start[d], slab.start[d] + slab.count[d] * stride, stride);
+    data = data.slice(static_cast<std::int64_t>(d), slab.start[d],
+                      slab.start[d] + slab.count[d] * stride, stride);
     data = data.slice(static_cast<std::int64_t>(d), 0, slab.count[d]);
   }
   return data.contiguous();
@@ -75,7 +82,9 @@ TEST_P(Formats, RandomSlabsEqualPlainIndexing) {
   if (netcdf4) types.insert(types.end(), {NC_UBYTE, NC_USHORT, NC_UINT, NC_INT64, NC_UINT64});
   std::mt19937_64 random(7);
   torch::manual_seed(7);
-  const auto upto = [&](std::int64_t n) { return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(n + 1)); };
+  const auto upto = [&](std::int64_t n) {
+    return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(n + 1));
+  };
   int read = 0;
   for (const nc_type type : types)
     for (int dims = 0; dims <= 4; ++dims) {
@@ -100,14 +109,16 @@ TEST_P(Formats, RandomSlabsEqualPlainIndexing) {
           slab.stride.push_back(stride);
         }
         if (n % 4 == 0) slab.stride.clear(), slab.count.clear(), slab.start.clear();
-        for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kInt, at::kLong, at::kBFloat16}) {
+        for (const at::ScalarType dtype :
+             {at::kFloat, at::kDouble, at::kInt, at::kLong, at::kBFloat16}) {
           const at::Tensor got = source.read("u", slab, {.dtype = dtype});
           const at::Tensor want = expected(data, slab).to(dtype);
           ASSERT_EQ(got.scalar_type(), dtype);
           ASSERT_EQ(got.sizes(), want.sizes());
           ASSERT_TRUE(got.is_contiguous());
-          ASSERT_TRUE(at::equal(got, want)) << concat("type ", type, " of ", list(shape), " at ", list(slab.start), " ", list(slab.count), " ",
-                                                      list(slab.stride));
+          ASSERT_TRUE(at::equal(got, want))
+              << concat("type ", type, " of ", list(shape), " at ", list(slab.start), " ",
+                        list(slab.count), " ", list(slab.stride));
           ++read;
         }
       }
@@ -134,11 +145,16 @@ TEST(NetcdfSource, ScaleOffsetAndMissing) {
   const NetcdfSource source(file.path);
   const double nan = std::nan("");
   const at::Tensor want = torch::tensor({nan, 8.75, 10.0, 11.75, 35.0, nan, nan, nan}, at::kDouble);
-  EXPECT_TRUE(at::allclose(source.read("u", {}, {.dtype = at::kDouble}), want, 0, 0, /*equal_nan=*/true));
+  EXPECT_TRUE(
+      at::allclose(source.read("u", {}, {.dtype = at::kDouble}), want, 0, 0, /*equal_nan=*/true));
   EXPECT_TRUE(at::allclose(source.read("u"), want.to(at::kFloat), 0, 0, true));
-  EXPECT_TRUE(at::equal(source.read("u", {}, {.dtype = at::kShort, .decode = false}), stored.to(at::kShort)));
-  EXPECT_TRUE(at::equal(source.read("u", {}, {.dtype = at::kInt, .missing = -1}), torch::tensor({-1, 8, 10, 11, 35, -1, -1, -1}, at::kInt)));
-  EXPECT_TRUE(at::equal(source.read("u", {{1}, {4}}, {.dtype = at::kInt}), torch::tensor({8, 10, 11, 35}, at::kInt)));  // None missing there.
+  EXPECT_TRUE(at::equal(source.read("u", {}, {.dtype = at::kShort, .decode = false}),
+                        stored.to(at::kShort)));
+  EXPECT_TRUE(at::equal(source.read("u", {}, {.dtype = at::kInt, .missing = -1}),
+                        torch::tensor({-1, 8, 10, 11, 35, -1, -1, -1}, at::kInt)));
+  // None missing there.
+  EXPECT_TRUE(at::equal(source.read("u", {{1}, {4}}, {.dtype = at::kInt}),
+                        torch::tensor({8, 10, 11, 35}, at::kInt)));
   EXPECT_THROW(source.read("u", {}, {.dtype = at::kInt}), VariableError);
   EXPECT_THROW(source.read("u", {}, {.dtype = at::kChar, .missing = 1000}), VariableError);
   EXPECT_EQ(source.text("u", "units"), "m/s");
@@ -154,7 +170,8 @@ TEST(NetcdfSource, WhatWasNeverWrittenIsMissing) {
   const TemporaryFile file;
   {
     Writer writer(file.path, NC_NETCDF4);
-    for (const auto& [name, type] : std::vector<std::pair<const char*, nc_type>>{{"i", NC_INT}, {"l", NC_INT64}, {"f", NC_FLOAT}, {"b", NC_BYTE}}) {
+    for (const auto& [name, type] : std::vector<std::pair<const char*, nc_type>>{
+             {"i", NC_INT}, {"l", NC_INT64}, {"f", NC_FLOAT}, {"b", NC_BYTE}}) {
       const int v = writer.variable(name, type, {3});
       const std::size_t second = 1;
       const double value = 4;
@@ -165,7 +182,8 @@ TEST(NetcdfSource, WhatWasNeverWrittenIsMissing) {
   const NetcdfSource source(file.path);
   for (const char* name : {"i", "l", "f"}) {
     const at::Tensor got = source.read(name);
-    EXPECT_TRUE(std::isnan(got[0].item<float>()) && std::isnan(got[2].item<float>())) << name << got;
+    EXPECT_TRUE(std::isnan(got[0].item<float>()) && std::isnan(got[2].item<float>()))
+        << name << got;
     EXPECT_EQ(got[1].item<float>(), 4) << name;
   }
   EXPECT_EQ(source.read("b")[0].item<float>(), NC_FILL_BYTE);  // A byte has no value to spare.
@@ -173,13 +191,16 @@ TEST(NetcdfSource, WhatWasNeverWrittenIsMissing) {
 
 TEST(NetcdfSource, NumbersBesideTheFillValueAreData) {
   const TemporaryFile file;
-  const at::Tensor data = torch::tensor({NC_FILL_INT, NC_FILL_INT + 1, NC_FILL_INT + 2, 2147483647}, at::kLong);
+  const at::Tensor data =
+      torch::tensor({NC_FILL_INT, NC_FILL_INT + 1, NC_FILL_INT + 2, 2147483647}, at::kLong);
   {
     Writer writer(file.path, 0);
     writer.values(writer.variable("i", NC_INT, {4}), data);
   }
   const at::Tensor got = NetcdfSource(file.path).read("i", {}, {.dtype = at::kLong, .missing = 0});
-  EXPECT_TRUE(at::equal(got, torch::tensor({0, NC_FILL_INT + 1, NC_FILL_INT + 2, 2147483647}, at::kLong))) << got;
+  EXPECT_TRUE(
+      at::equal(got, torch::tensor({0, NC_FILL_INT + 1, NC_FILL_INT + 2, 2147483647}, at::kLong)))
+      << got;
 }
 
 TEST(NetcdfSource, Errors) {
@@ -200,7 +221,9 @@ TEST(NetcdfSource, Errors) {
     source.read("v");
     FAIL();
   } catch (const VariableError& error) {
-    EXPECT_NE(std::string(error.what()).find("no numeric variable v; it has [u]"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("no numeric variable v; it has [u]"),
+              std::string::npos)
+        << error.what();
   }
   EXPECT_THROW(source.read("label"), VariableError);
   EXPECT_THROW(source.read("u"), VariableError);  // _Unsigned
@@ -226,7 +249,8 @@ TEST(NetcdfSource, ThreadsMayShareIt) {
     threads.emplace_back([&, t] {
       const NetcdfSource own(file.path);
       for (std::int64_t i = 0; i < 40; ++i)
-        for (const NetcdfSource* source : {&shared, &own}) wrong[t] += !at::equal(source->read("u", {{i}, {1}}, {.dtype = at::kDouble})[0], data[i]);
+        for (const NetcdfSource* source : {&shared, &own})
+          wrong[t] += !at::equal(source->read("u", {{i}, {1}}, {.dtype = at::kDouble})[0], data[i]);
     });
   for (auto& thread : threads) thread.join();
   EXPECT_EQ(wrong, std::vector<int>(4, 0));

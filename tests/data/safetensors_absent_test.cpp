@@ -1,4 +1,5 @@
-// Linked with the stub of a build without nlohmann-json, whose definitions stand before those of the library.
+// Linked with the stub of a build without nlohmann-json, whose definitions stand before those of
+// the library.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -10,6 +11,7 @@ TEST(SafetensorsAbsent, SaysHowToGetIt) {
     tessera::SafetensorsSource source("any.safetensors");
     FAIL() << "opened a file without nlohmann-json";
   } catch (const tessera::NotAvailable& error) {
-    EXPECT_NE(std::string(error.what()).find("nlohmann-json3-dev"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("nlohmann-json3-dev"), std::string::npos)
+        << error.what();
   }
 }

@@ -14,25 +14,33 @@ namespace {
 class Safetensors : public ::testing::Test {
  protected:
   void TearDown() override { std::remove(path.c_str()); }
-  void write(const std::string& header, const std::string& data, std::optional<std::uint64_t> length = {}) const {
+  void write(const std::string& header, const std::string& data,
+             std::optional<std::uint64_t> length = {}) const {
     std::ofstream out(path, std::ios::binary);
     const std::uint64_t n = length.value_or(header.size());
     for (int i = 0; i < 8; ++i) out.put(static_cast<char>(n >> (8 * i) & 0xff));
     out << header << data;
   }
-  static std::string bytes(const at::Tensor& t) { return {static_cast<const char*>(t.const_data_ptr()), t.nbytes()}; }
+  static std::string bytes(const at::Tensor& t) {
+    return {static_cast<const char*>(t.const_data_ptr()), t.nbytes()};
+  }
 
   const std::string path = ::testing::TempDir() + "tessera_test.safetensors";
 };
 
 TEST_F(Safetensors, RandomSlabsEqualPlainIndexing) {
-  const auto f = torch::arange(120, torch::kFloat).view({4, 5, 6}) / 8, h = f.to(torch::kBFloat16).contiguous();
-  const auto i = torch::arange(21, torch::kLong).view({3, 7}) - 5, one = torch::tensor({true, false});
+  const auto f = torch::arange(120, torch::kFloat).view({4, 5, 6}) / 8,
+             h = f.to(torch::kBFloat16).contiguous();
+  const auto i = torch::arange(21, torch::kLong).view({3, 7}) - 5,
+             one = torch::tensor({true, false});
   // With and without a header of a length that puts the numbers at odd addresses.
   for (const std::string fill : {"", " "}) {
-    write(R"({"__metadata__":{"made":"here"},"i":{"dtype":"I64","shape":[3,7],"data_offsets":[480,648]},)"
-          R"("f":{"dtype":"F32","shape":[4,5,6],"data_offsets":[0,480]},"h":{"dtype":"BF16","shape":[4,5,6],"data_offsets":[648,888]},)"
-          R"("b":{"dtype":"BOOL","shape":[2],"data_offsets":[888,890]},"s":{"dtype":"U8","shape":[],"data_offsets":[890,891]},)"
+    write(R"({"__metadata__":{"made":"here"},"i":{"dtype":"I64","shape":[3,7],)"
+          R"("data_offsets":[480,648]},)"
+          R"("f":{"dtype":"F32","shape":[4,5,6],"data_offsets":[0,480]},"h":{"dtype":"BF16",)"
+          R"("shape":[4,5,6],"data_offsets":[648,888]},)"
+          R"("b":{"dtype":"BOOL","shape":[2],"data_offsets":[888,890]},"s":{"dtype":"U8",)"
+          R"("shape":[],"data_offsets":[890,891]},)"
           R"("e":{"dtype":"F64","shape":[0,3],"data_offsets":[891,891]}})" +
               fill,
           bytes(f) + bytes(i) + bytes(h) + bytes(one) + "\x07");
@@ -54,26 +62,28 @@ TEST_F(Safetensors, RandomSlabsEqualPlainIndexing) {
 TEST_F(Safetensors, DamagedFilesAreRefused) {
   EXPECT_THROW(SafetensorsSource(path + ".absent"), FileError);
   const std::string data(16, 'x');
-  const std::vector<std::string> headers{"",
-                                         "nonsense",
-                                         "[1]",
-                                         R"({"a":1})",
-                                         R"({"a":{"dtype":"F32","shape":[4]}})",
-                                         R"({"a":{"dtype":"F33","shape":[4],"data_offsets":[0,16]}})",
-                                         R"({"a":{"dtype":"F32","shape":[4],"data_offsets":[0,20]}})",
-                                         R"({"a":{"dtype":"F32","shape":[4],"data_offsets":[16,0]}})",
-                                         R"({"a":{"dtype":"F32","shape":[5],"data_offsets":[0,16]}})",
-                                         R"({"a":{"dtype":"F32","shape":[-4],"data_offsets":[0,16]}})",
-                                         R"({"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16,20]}})",
-                                         R"({"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]}})",
-                                         R"({"a":{"dtype":"F32","shape":[2.5],"data_offsets":[0,10]}})",
-                                         R"({"a":{"dtype":"F32","shape":"x","data_offsets":[0,16]}})",
-                                         R"({"__metadata__":{"a":1}})"};
+  const std::vector<std::string> headers{
+      "",
+      "nonsense",
+      "[1]",
+      R"({"a":1})",
+      R"({"a":{"dtype":"F32","shape":[4]}})",
+      R"({"a":{"dtype":"F33","shape":[4],"data_offsets":[0,16]}})",
+      R"({"a":{"dtype":"F32","shape":[4],"data_offsets":[0,20]}})",
+      R"({"a":{"dtype":"F32","shape":[4],"data_offsets":[16,0]}})",
+      R"({"a":{"dtype":"F32","shape":[5],"data_offsets":[0,16]}})",
+      R"({"a":{"dtype":"F32","shape":[-4],"data_offsets":[0,16]}})",
+      R"({"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16,20]}})",
+      R"({"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]}})",
+      R"({"a":{"dtype":"F32","shape":[2.5],"data_offsets":[0,10]}})",
+      R"({"a":{"dtype":"F32","shape":"x","data_offsets":[0,16]}})",
+      R"({"__metadata__":{"a":1}})"};
   for (const std::string& header : headers) {
     write(header, data);
     EXPECT_THROW(SafetensorsSource{path}, FileError) << header;
   }
-  for (const std::uint64_t length : {std::uint64_t{1} << 63, ~std::uint64_t{0}, std::uint64_t{1000}, std::uint64_t{200'000'000}}) {
+  for (const std::uint64_t length : {std::uint64_t{1} << 63, ~std::uint64_t{0}, std::uint64_t{1000},
+                                     std::uint64_t{200'000'000}}) {
     write("{}", data, length);
     EXPECT_THROW(SafetensorsSource{path}, FileError) << length;
   }

@@ -10,7 +10,8 @@
 
 namespace tessera::testing {
 
-inline void expect_slabs(const Source& source, const std::string& variable, const at::Tensor& whole, int cases) {
+inline void expect_slabs(const Source& source, const std::string& variable, const at::Tensor& whole,
+                         int cases) {
   std::mt19937_64 random(7);
   auto number = [&](std::int64_t low, std::int64_t high) {
     return low + static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(high - low + 1));
@@ -25,7 +26,8 @@ inline void expect_slabs(const Source& source, const std::string& variable, cons
       slab.start.push_back(start);
       slab.count.push_back(count);
       slab.stride.push_back(stride);
-      wanted = count == 0 ? wanted.narrow(d, 0, 0) : wanted.slice(d, start, start + (count - 1) * stride + 1, stride);
+      wanted = count == 0 ? wanted.narrow(d, 0, 0)
+                          : wanted.slice(d, start, start + (count - 1) * stride + 1, stride);
     }
     const auto read = source.read(variable, slab, {.dtype = at::kDouble});
     ASSERT_TRUE(read.is_contiguous());

@@ -28,9 +28,11 @@ TEST(CompleteSlab, AcceptsExactlyWhatLiesInside) {
           bool inside = start >= 0 && start <= size && count >= 0 && stride >= 1;
           for (std::int64_t i = 0; i < count; ++i) inside = inside && start + i * stride < size;
           if (inside)
-            EXPECT_NO_THROW(complete_slab({{start}, {count}, {stride}}, {size}, {"x"}, "u")) << concat(size, " ", start, " ", count, " ", stride);
+            EXPECT_NO_THROW(complete_slab({{start}, {count}, {stride}}, {size}, {"x"}, "u"))
+                << concat(size, " ", start, " ", count, " ", stride);
           else
-            EXPECT_THROW(complete_slab({{start}, {count}, {stride}}, {size}, {"x"}, "u"), RangeError)
+            EXPECT_THROW(complete_slab({{start}, {count}, {stride}}, {size}, {"x"}, "u"),
+                         RangeError)
                 << concat(size, " ", start, " ", count, " ", stride);
         }
 }
@@ -45,7 +47,8 @@ TEST(CompleteSlab, DoesNotOverflow) {
 TEST(CompleteSlab, ListsOfDifferentLengths) {
   EXPECT_THROW(complete_slab({{1, 2}, {1}, {}}, {10, 4}, {"t", "x"}, "u"), InvalidArgument);
   EXPECT_THROW(complete_slab({{1}, {1}, {1, 1}}, {10, 4}, {"t", "x"}, "u"), InvalidArgument);
-  EXPECT_THROW(complete_slab({{0, 0, 0}, {1, 1, 1}, {}}, {10, 4}, {"t", "x"}, "u"), InvalidArgument);
+  EXPECT_THROW(complete_slab({{0, 0, 0}, {1, 1, 1}, {}}, {10, 4}, {"t", "x"}, "u"),
+               InvalidArgument);
 }
 
 TEST(CompleteSlab, SaysWhatWasAskedAndWhatThereIs) {
@@ -53,7 +56,9 @@ TEST(CompleteSlab, SaysWhatWasAskedAndWhatThereIs) {
     complete_slab({{0, 3}, {10, 2}, {1, 2}}, {10, 5}, {"t", "x"}, "u in f.nc");
     FAIL();
   } catch (const RangeError& error) {
-    EXPECT_STREQ(error.what(), "dimension x of u in f.nc has 5 indices, 0 to 4; asked for 2 from 3 with stride 2");
+    EXPECT_STREQ(
+        error.what(),
+        "dimension x of u in f.nc has 5 indices, 0 to 4; asked for 2 from 3 with stride 2");
   }
 }
 

@@ -16,7 +16,8 @@ namespace tessera {
 namespace {
 
 struct Counter : IterableDataset {
-  Counter(std::int64_t begin, std::int64_t end, std::int64_t fail_at = -1) : at(begin), end(end), fail_at(fail_at) {}
+  Counter(std::int64_t begin, std::int64_t end, std::int64_t fail_at = -1)
+      : at(begin), end(end), fail_at(fail_at) {}
   std::optional<Sample> next() override {
     if (at == fail_at) throw std::runtime_error("the socket closed");
     if (at >= end) return std::nullopt;
@@ -29,7 +30,8 @@ struct Counter : IterableDataset {
 TEST(StreamLoader, RanksWithOtherNumbersOfSamplesNeverWaitForEachOther) {
   for (int ranks = 1; ranks <= 4; ++ranks)
     for (int shape = 0; shape < 12; ++shape)
-      for (const auto policy : {UnevenData::error, UnevenData::drop, UnevenData::pad, UnevenData::weight_zero})
+      for (const auto policy :
+           {UnevenData::error, UnevenData::drop, UnevenData::pad, UnevenData::weight_zero})
         run_threads(ranks, [&](DistributedManager& manager) {
           auto length = [&](int r) { return (r * 5 + shape * 7) % 11; };
           std::int64_t total = 0, longest = 0, shortest = 100;
@@ -38,9 +40,12 @@ TEST(StreamLoader, RanksWithOtherNumbersOfSamplesNeverWaitForEachOther) {
             longest = std::max<std::int64_t>(longest, length(r));
             shortest = std::min<std::int64_t>(shortest, length(r));
           }
-          StreamLoader loader(
-              std::make_shared<Counter>(0, length(manager.rank())), 3, manager.world(),
-              {.uneven = policy, .example = {torch::zeros({}, torch::kDouble)}, .workers = (shape + manager.rank()) % 3, .prefetch = shape % 4});
+          StreamLoader loader(std::make_shared<Counter>(0, length(manager.rank())), 3,
+                              manager.world(),
+                              {.uneven = policy,
+                               .example = {torch::zeros({}, torch::kDouble)},
+                               .workers = (shape + manager.rank()) % 3,
+                               .prefetch = shape % 4});
           std::int64_t steps = 0, seen = 0, all = 0;
           double sum = 0;
           bool uneven = false;
@@ -70,7 +75,8 @@ TEST(StreamLoader, RanksWithOtherNumbersOfSamplesNeverWaitForEachOther) {
               EXPECT_EQ(steps, shortest / 3);
               break;
             case UnevenData::error:
-              EXPECT_EQ(uneven, (longest + 2) / 3 != (shortest + 2) / 3 || (longest / 3 != shortest / 3));
+              EXPECT_EQ(uneven,
+                        (longest + 2) / 3 != (shortest + 2) / 3 || (longest / 3 != shortest / 3));
               break;
           }
         });
@@ -79,14 +85,16 @@ TEST(StreamLoader, RanksWithOtherNumbersOfSamplesNeverWaitForEachOther) {
 TEST(StreamLoader, AFailingStreamIsAnErrorOnEveryRank) {
   for (const int workers : {0, 1, 3})
     run_threads(3, [&](DistributedManager& manager) {
-      StreamLoader loader(std::make_shared<Counter>(0, 9, manager.rank() == 1 ? 5 : -1), 3, manager.world(), {.workers = workers});
+      StreamLoader loader(std::make_shared<Counter>(0, 9, manager.rank() == 1 ? 5 : -1), 3,
+                          manager.world(), {.workers = workers});
       EXPECT_TRUE(loader.next());
       try {
         loader.next();
         ADD_FAILURE();
       } catch (const SampleError& e) {
         EXPECT_NE(std::string(e.what()).find("ranks [1]"), std::string::npos);
-        EXPECT_EQ(std::string(e.what()).find("the socket closed") != std::string::npos, manager.rank() == 1);
+        EXPECT_EQ(std::string(e.what()).find("the socket closed") != std::string::npos,
+                  manager.rank() == 1);
         if (manager.rank() == 1) {
           EXPECT_EQ(e.index(), 5u);
         }
@@ -94,7 +102,8 @@ TEST(StreamLoader, AFailingStreamIsAnErrorOnEveryRank) {
     });
 }
 
-// Samples that make no batch, and exceptions of any type, on one rank: an error on all, no rank is left waiting.
+// Samples that make no batch, and exceptions of any type, on one rank: an error on all, no rank is
+// left waiting.
 struct Odd : Counter {
   Odd(bool shapes, bool odd) : Counter(0, 9), shapes(shapes), odd(odd) {}
   std::optional<Sample> next() override {
@@ -111,7 +120,8 @@ struct Odd : Counter {
 TEST(StreamLoader, WhateverOneRankMeetsIsAnErrorOnEveryRank) {
   for (const bool shapes : {false, true})
     run_threads(3, [&](DistributedManager& manager) {
-      StreamLoader loader(std::make_shared<Odd>(shapes, manager.rank() == 2), 3, manager.world(), {.workers = shapes ? 2 : 0});
+      StreamLoader loader(std::make_shared<Odd>(shapes, manager.rank() == 2), 3, manager.world(),
+                          {.workers = shapes ? 2 : 0});
       EXPECT_TRUE(loader.next());
       EXPECT_THROW(loader.next(), SampleError);
     });
@@ -119,7 +129,8 @@ TEST(StreamLoader, WhateverOneRankMeetsIsAnErrorOnEveryRank) {
 
 TEST(StreamLoader, AnEmptyStreamNeedsAnExample) {
   run_threads(2, [](DistributedManager& manager) {
-    StreamLoader loader(std::make_shared<Counter>(0, manager.rank() == 0 ? 3 : 0), 3, manager.world(),
+    StreamLoader loader(std::make_shared<Counter>(0, manager.rank() == 0 ? 3 : 0), 3,
+                        manager.world(),
                         {.uneven = UnevenData::weight_zero, .workers = manager.rank()});
     EXPECT_THROW(loader.next(), UnevenDataError);
   });
@@ -144,25 +155,29 @@ TEST(StreamLoader, ResumingIsRefusedOrReplayed) {
   }
 }
 
-// A transform takes longer for some samples than for others; what is delivered, and the state between, is as without workers.
+// A transform takes longer for some samples than for others; what is delivered, and the state
+// between, is as without workers.
 TEST(StreamLoader, WorkersDeliverTheSameBatchesInTheSameOrder) {
   std::atomic<int> at_once{0}, most{0};
   const auto slow = [&](Sample sample) {
     const int now = ++at_once;
     for (int seen = most; seen < now && !most.compare_exchange_weak(seen, now);) {
     }
-    if (static_cast<int>(sample[0].item<double>()) % 7 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+    if (static_cast<int>(sample[0].item<double>()) % 7 == 0)
+      std::this_thread::sleep_for(std::chrono::milliseconds(3));
     --at_once;
     return Sample{sample[0] * 2, sample[0].reshape({1})};
   };
   const auto run = [&](int workers, int prefetch) {
-    StreamLoader loader(std::make_shared<Counter>(0, 103), 5, Group(),
-                        {.uneven = UnevenData::pad, .workers = workers, .prefetch = prefetch, .transform = slow});
+    StreamLoader loader(
+        std::make_shared<Counter>(0, 103), 5, Group(),
+        {.uneven = UnevenData::pad, .workers = workers, .prefetch = prefetch, .transform = slow});
     std::vector<std::string> seen;
     while (auto batch = loader.next()) {
       EXPECT_EQ(batch->tensors.size(), 2u);
-      seen.push_back(
-          concat(batch->step, ' ', batch->real, ' ', batch->tensors[0].sum().item<double>(), ' ', batch->tensors[1].sizes(), ' ', loader.state()));
+      seen.push_back(concat(batch->step, ' ', batch->real, ' ',
+                            batch->tensors[0].sum().item<double>(), ' ', batch->tensors[1].sizes(),
+                            ' ', loader.state()));
     }
     EXPECT_FALSE(loader.next());
     return seen;
@@ -171,16 +186,19 @@ TEST(StreamLoader, WorkersDeliverTheSameBatchesInTheSameOrder) {
   EXPECT_EQ(alone.size(), 21u);
   EXPECT_EQ(most, 1);
   for (const int workers : {1, 2, 4})
-    for (const int prefetch : {0, 1, 5}) EXPECT_EQ(run(workers, prefetch), alone) << workers << " workers, " << prefetch << " ahead";
+    for (const int prefetch : {0, 1, 5})
+      EXPECT_EQ(run(workers, prefetch), alone) << workers << " workers, " << prefetch << " ahead";
   EXPECT_GT(most, 1);
 }
 
 TEST(StreamLoader, AFailingTransformNamesItsSample) {
   for (const int workers : {0, 2}) {
-    StreamLoader loader(std::make_shared<Counter>(0, 12), 4, Group(), {.workers = workers, .transform = [](Sample sample) {
-                                                                         if (sample[0].item<double>() == 6) throw std::runtime_error("no such codec");
-                                                                         return sample;
-                                                                       }});
+    StreamLoader loader(std::make_shared<Counter>(0, 12), 4, Group(),
+                        {.workers = workers, .transform = [](Sample sample) {
+                           if (sample[0].item<double>() == 6)
+                             throw std::runtime_error("no such codec");
+                           return sample;
+                         }});
     EXPECT_TRUE(loader.next());
     try {
       loader.next();
@@ -221,7 +239,9 @@ TEST(StreamLoader, AStalledStreamIsReportedOnEveryRankAndNothingIsLost) {
     const bool slow = manager.rank() == 1;
     const auto stream = std::make_shared<Gated>(0, 6);
     stream->allow(slow ? 3 : 6);
-    StreamLoader loader(stream, 3, manager.world(), {.workers = manager.rank() == 2 ? 0 : 1, .stall_limit = std::chrono::milliseconds(300)});
+    StreamLoader loader(
+        stream, 3, manager.world(),
+        {.workers = manager.rank() == 2 ? 0 : 1, .stall_limit = std::chrono::milliseconds(300)});
     EXPECT_TRUE(loader.next());
     for (int i = 0; i < 2; ++i) EXPECT_THROW(loader.next(), StalledError);
     if (slow) stream->allow(7);
@@ -249,16 +269,22 @@ TEST(StreamLoader, NoMoreIsReadThanTheDepth) {
   EXPECT_EQ(stream->taken, 0);  // nothing before the first next(): restore() may come first
   ASSERT_TRUE(loader.next());
   std::unique_lock lock(stream->mutex);
-  ASSERT_TRUE(stream->changed.wait_for(lock, std::chrono::seconds(30), [&] { return stream->taken >= 4 * 4; }));
-  // One delivered, one waited for, three ahead: a loader that reads on does so within the time that this waits.
-  EXPECT_FALSE(stream->changed.wait_for(lock, std::chrono::milliseconds(200), [&] { return stream->taken > 4 * 5; })) << stream->taken;
+  ASSERT_TRUE(stream->changed.wait_for(lock, std::chrono::seconds(30),
+                                       [&] { return stream->taken >= 4 * 4; }));
+  // One delivered, one waited for, three ahead: a loader that reads on does so within the time that
+  // this waits.
+  EXPECT_FALSE(stream->changed.wait_for(lock, std::chrono::milliseconds(200), [&] {
+    return stream->taken > 4 * 5;
+  })) << stream->taken;
 }
 
 TEST(StreamLoader, BadOptionsAreRefused) {
   EXPECT_THROW(StreamLoader(nullptr, 1, Group()), InvalidArgument);
   EXPECT_THROW(StreamLoader(std::make_shared<Counter>(0, 1), 0, Group()), InvalidArgument);
-  EXPECT_THROW(StreamLoader(std::make_shared<Counter>(0, 1), 1, Group(), {.workers = -1}), InvalidArgument);
-  EXPECT_THROW(StreamLoader(std::make_shared<Counter>(0, 1), 1, Group(), {.prefetch = -1}), InvalidArgument);
+  EXPECT_THROW(StreamLoader(std::make_shared<Counter>(0, 1), 1, Group(), {.workers = -1}),
+               InvalidArgument);
+  EXPECT_THROW(StreamLoader(std::make_shared<Counter>(0, 1), 1, Group(), {.prefetch = -1}),
+               InvalidArgument);
 }
 
 }  // namespace

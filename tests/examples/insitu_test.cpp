@@ -1,4 +1,5 @@
-// The in-situ example: the solver's memory is not copied, its physics does not notice, and what is learnt does not depend on the number of ranks.
+// The in-situ example: the solver's memory is not copied, its physics does not notice, and what is
+// learnt does not depend on the number of ranks.
 
 #include <gtest/gtest.h>
 
@@ -23,9 +24,11 @@ TEST(InSitu, SolverAndSurrogateAreThoseOfOneRank) {
   const Training training{.windows = 6, .steps_a_window = 3, .updates = 2};
   ShallowWater many(MPI_COMM_WORLD, 20, 18), one(MPI_COMM_SELF, 20, 18);
   const SolverMesh on_many(many), on_one(one);
-  const Score a = train_online(many, on_many, training, 2), b = train_online(one, on_one, training, 2);
+  const Score a = train_online(many, on_many, training, 2),
+              b = train_online(one, on_one, training, 2);
   ASSERT_EQ(a.losses.size(), b.losses.size());
-  for (std::size_t i = 0; i < a.losses.size(); ++i) EXPECT_NEAR(a.losses[i], b.losses[i], 1e-9 * b.losses[i]) << "update " << i;
+  for (std::size_t i = 0; i < a.losses.size(); ++i)
+    EXPECT_NEAR(a.losses[i], b.losses[i], 1e-9 * b.losses[i]) << "update " << i;
   EXPECT_NEAR(a.surrogate, b.surrogate, 1e-9);
   EXPECT_NEAR(a.mass_after, a.mass_before, 1e-9 * a.mass_before);
 }

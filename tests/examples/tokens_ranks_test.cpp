@@ -1,4 +1,5 @@
-// The tokens example on several ranks against the same on one: the loss curve in float64, stopped and resumed.
+// The tokens example on several ranks against the same on one: the loss curve in float64, stopped
+// and resumed.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -23,17 +24,22 @@ std::vector<double> curve(const tessera::Group& group, const Options& options) {
   return losses;
 }
 
-void expect_close(const std::vector<double>& a, const std::vector<double>& b, std::size_t from = 0) {
+void expect_close(const std::vector<double>& a, const std::vector<double>& b,
+                  std::size_t from = 0) {
   ASSERT_EQ(a.size() + from, b.size());
-  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i + from], 1e-10 * b[i + from]) << "step " << i + from;
+  for (std::size_t i = 0; i < a.size(); ++i)
+    EXPECT_NEAR(a[i], b[i + from], 1e-10 * b[i + from]) << "step " << i + from;
 }
 
-// A batch of 7 over up to three ranks, 30 steps an epoch, the last of one sample; a batch of 2, of which a third rank has none.
+// A batch of 7 over up to three ranks, 30 steps an epoch, the last of one sample; a batch of 2, of
+// which a third rank has none.
 TEST(TokensRanks, SameLossCurveOnAnyNumberOfRanksAndAfterStopping) {
   const tessera::Group world = manager->world();
   // One folder for all ranks of a run.
-  const auto folder = std::filesystem::path(
-      world.broadcast_bytes(world.rank() == 0 ? tessera::concat(::testing::TempDir(), "tessera_tokens_", ::getpid()) : std::string(), 0));
+  const auto folder = std::filesystem::path(world.broadcast_bytes(
+      world.rank() == 0 ? tessera::concat(::testing::TempDir(), "tessera_tokens_", ::getpid())
+                        : std::string(),
+      0));
   if (world.rank() == 0) {
     // The beginning of the text, so that an epoch is short.
     std::filesystem::create_directories(folder);
@@ -42,8 +48,14 @@ TEST(TokensRanks, SameLossCurveOnAnyNumberOfRanksAndAfterStopping) {
     std::ofstream(folder / "text") << text;
   }
   world.barrier();
-  Options options{
-      .text = (folder / "text").string(), .checkpoint = "", .row = 100, .batch = 7, .steps = 34, .save_every = 9, .hidden = 8, .float64 = true};
+  Options options{.text = (folder / "text").string(),
+                  .checkpoint = "",
+                  .row = 100,
+                  .batch = 7,
+                  .steps = 34,
+                  .save_every = 9,
+                  .hidden = 8,
+                  .float64 = true};
   const auto data = samples(options);
   ASSERT_EQ(data->size(), 204u);
   const auto alone = curve(tessera::Group(), options), together = curve(world, options);
@@ -66,9 +78,12 @@ TEST(TokensRanks, SameLossCurveOnAnyNumberOfRanksAndAfterStopping) {
 }
 
 TEST(TokensRanks, ATextThatIsNotAsciiIsRefused) {
-  const std::string path = tessera::concat(::testing::TempDir(), "tessera_tokens_latin_", ::getpid());
+  const std::string path =
+      tessera::concat(::testing::TempDir(), "tessera_tokens_latin_", ::getpid());
   std::ofstream(path) << std::string(500, '\xe9');
-  EXPECT_THROW(curve(tessera::Group(), {.text = path, .checkpoint = "", .row = 10, .steps = 2, .hidden = 4}), tessera::InvalidArgument);
+  EXPECT_THROW(
+      curve(tessera::Group(), {.text = path, .checkpoint = "", .row = 10, .steps = 2, .hidden = 4}),
+      tessera::InvalidArgument);
   std::filesystem::remove(path);
 }
 

@@ -1,4 +1,5 @@
-// The winds example on one process: the baselines' published figures, the order of samples, the network's edges, bar and report.
+// The winds example on one process: the baselines' published figures, the order of samples, the
+// network's edges, bar and report.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -46,13 +47,15 @@ struct EightYears : testing::Environment {
   std::unique_ptr<tessera::NetcdfSource> source;
   std::unique_ptr<WindsData> data;
 };
-EightYears* const environment = static_cast<EightYears*>(testing::AddGlobalTestEnvironment(new EightYears));
+EightYears* const environment =
+    static_cast<EightYears*>(testing::AddGlobalTestEnvironment(new EightYears));
 
 const WindsData& eight_years() { return *environment->data; }
 
 constexpr Months test_months{96, 132};
 
-Samples batch_of(const WindsData& data, std::uint64_t seed, std::int64_t epoch, std::int64_t step, std::int64_t* total = nullptr) {
+Samples batch_of(const WindsData& data, std::uint64_t seed, std::int64_t epoch, std::int64_t step,
+                 std::int64_t* total = nullptr) {
   const auto loader = data.loader(seed);
   loader->seek(static_cast<std::uint64_t>(epoch * data.steps_per_epoch() + step));
   const auto batch = loader->next();
@@ -76,8 +79,10 @@ TEST(Winds, BaselinesToThePrintedDigits) {
   const auto forecasts = baselines(eight_years(), test_months);
   const at::Tensor truth = eight_years().read(test_months);
   // UWND all points, area; VWND all points, area.
-  const std::vector<std::array<const char*, 4>> printed{
-      {"2.46", "2.40", "1.97", "1.88"}, {"2.27", "2.13", "1.89", "1.72"}, {"2.11", "1.99", "1.72", "1.58"}, {"2.02", "1.92", "1.62", "1.51"}};
+  const std::vector<std::array<const char*, 4>> printed{{"2.46", "2.40", "1.97", "1.88"},
+                                                        {"2.27", "2.13", "1.89", "1.72"},
+                                                        {"2.11", "1.99", "1.72", "1.58"},
+                                                        {"2.02", "1.92", "1.62", "1.51"}};
   ASSERT_EQ(forecasts.size(), printed.size());
   for (std::size_t i = 0; i < printed.size(); ++i) {
     const Skill skill = skill_of(forecasts[i], truth, eight_years().latitude());
@@ -91,7 +96,8 @@ TEST(Winds, BaselinesToThePrintedDigits) {
 TEST(Winds, AnUntrainedNetworkIsADampedAnomaly) {
   WindNet network(NetworkOptions{.input = eight_years().channels()});
   tessera::distribute_module(*network, eight_years().mesh());
-  const Skill skill = skill_of({"network", forecast(network, eight_years(), test_months)}, eight_years().read(test_months), eight_years().latitude());
+  const Skill skill = skill_of({"network", forecast(network, eight_years(), test_months)},
+                               eight_years().read(test_months), eight_years().latitude());
   EXPECT_LT(skill.all_points[0], 2.03);
   EXPECT_GT(skill.all_points[0], 1.98);
 }
@@ -118,28 +124,35 @@ TEST(Winds, AnEpochTakesEverySampleOnceAndEachBatchCoversThePeriod) {
   EXPECT_TRUE(at::equal(batch_of(data, 5, 0, 0).input, batch_of(data, 5, 0, 0).input));
 }
 
-// What a sample of training sees must not hold what it is to find: a climatology made of the seven other years.
+// What a sample of training sees must not hold what it is to find: a climatology made of the seven
+// other years.
 TEST(Winds, TheSamplesClimatologyLeavesTheirYearOut) {
   const WindsData& data = eight_years();
   const at::Tensor all = data.read({0, 96});
-  const std::int64_t t = 40;  // A stratum of six months begins somewhere; look through an epoch for the month.
+  // A stratum of six months begins somewhere; look through an epoch for the month.
+  const std::int64_t t = 40;
   std::vector<at::Tensor> others;
   for (std::int64_t m = t % 12; m < 96; m += 12)
     if (m != t) others.push_back(all[m]);
-  const at::Tensor target = ((all[t] - at::stack(others).mean(0)) / data.statistics().sigma).to(at::kFloat);
+  const at::Tensor target =
+      ((all[t] - at::stack(others).mean(0)) / data.statistics().sigma).to(at::kFloat);
   int found = 0;
   for (std::int64_t step = 0; step < data.steps_per_epoch(); ++step) {
     const at::Tensor targets = batch_of(data, 1, 0, step).target;
-    for (std::int64_t i = 0; i < targets.size(0); ++i) found += at::allclose(targets[i], target, 1e-4, 1e-5);
+    for (std::int64_t i = 0; i < targets.size(0); ++i)
+      found += at::allclose(targets[i], target, 1e-4, 1e-5);
   }
   EXPECT_EQ(found, 1);
 }
 
 TEST(Winds, WrongPeriodsAreRefused) {
   const tessera::NetcdfSource source(WINDS_DATA);
-  EXPECT_THROW(WindsData(source, environment->mesh(), 90, 16, at::kFloat), tessera::InvalidArgument);
-  EXPECT_THROW(WindsData(source, environment->mesh(), 144, 16, at::kFloat), tessera::InvalidArgument);
-  EXPECT_THROW(WindsData(source, environment->mesh(), 96, 96, at::kFloat), tessera::InvalidArgument);
+  EXPECT_THROW(WindsData(source, environment->mesh(), 90, 16, at::kFloat),
+               tessera::InvalidArgument);
+  EXPECT_THROW(WindsData(source, environment->mesh(), 144, 16, at::kFloat),
+               tessera::InvalidArgument);
+  EXPECT_THROW(WindsData(source, environment->mesh(), 96, 96, at::kFloat),
+               tessera::InvalidArgument);
 }
 
 TEST(Winds, PaddingIsRoundInLongitude) {
@@ -148,14 +161,16 @@ TEST(Winds, PaddingIsRoundInLongitude) {
   ASSERT_EQ(padded.sizes(), (std::vector<std::int64_t>{1, 1, 5, 6}));
   for (std::int64_t y = 0; y < 5; ++y)
     for (std::int64_t x = 0; x < 6; ++x)
-      EXPECT_EQ(padded[0][0][y][x].item<float>(), field[0][0][std::clamp<std::int64_t>(y - 1, 0, 2)][(x + 3) % 4].item<float>());
+      EXPECT_EQ(padded[0][0][y][x].item<float>(),
+                field[0][0][std::clamp<std::int64_t>(y - 1, 0, 2)][(x + 3) % 4].item<float>());
   // So a network commutes with turning the globe.
   torch::manual_seed(1);
   WindNet network(NetworkOptions{.input = 3, .hidden = 4});
   for (auto& p : network->parameters()) p.detach().normal_();
   const torch::NoGradGuard no_grad;
   const at::Tensor input = torch::randn({2, 3, 7, 12});
-  EXPECT_TRUE(at::allclose(network->forward(input.roll(5, -1)), network->forward(input).roll(5, -1), 1e-4, 1e-4));
+  EXPECT_TRUE(at::allclose(network->forward(input.roll(5, -1)), network->forward(input).roll(5, -1),
+                           1e-4, 1e-4));
 }
 
 TEST(Winds, TheBarIsQuietWithoutATerminal) {
@@ -183,8 +198,10 @@ TEST(Winds, TheReportNeedsNothingBesideIt) {
   forecasts.push_back({"network", forecasts.back().winds});
   const at::Tensor truth = eight_years().read(months);
   std::vector<Skill> skills;
-  for (const Forecast& f : forecasts) skills.push_back(skill_of(f, truth, eight_years().latitude()));
-  const std::string folder = tessera::concat(testing::TempDir(), "/winds_report_", getpid()), path = folder + "/deep/report.html";
+  for (const Forecast& f : forecasts)
+    skills.push_back(skill_of(f, truth, eight_years().latitude()));
+  const std::string folder = tessera::concat(testing::TempDir(), "/winds_report_", getpid()),
+                    path = folder + "/deep/report.html";
   write_report({.facts = {{"ranks", "1"}},
                 .losses = {4, 3, 2, 1},
                 .steps_per_epoch = 2,
@@ -192,7 +209,10 @@ TEST(Winds, TheReportNeedsNothingBesideIt) {
                 .skills = skills,
                 .forecast = forecasts.back().winds,
                 .truth = truth,
-                .owned = {{0, {1, 49}, {0, 37}}, {1, {1, 49}, {37, 73}}, {2, {49, 96}, {0, 37}}, {3, {49, 96}, {37, 73}}},
+                .owned = {{0, {1, 49}, {0, 37}},
+                          {1, {1, 49}, {37, 73}},
+                          {2, {49, 96}, {0, 37}},
+                          {3, {49, 96}, {37, 73}}},
                 .train_months = 96,
                 .latitude = eight_years().latitude(),
                 .longitude = eight_years().longitude()},
@@ -205,9 +225,13 @@ TEST(Winds, TheReportNeedsNothingBesideIt) {
   EXPECT_EQ(html.find("https:"), std::string::npos);
   EXPECT_EQ(html.find("<script"), std::string::npos);
   std::size_t images = 0;
-  for (std::size_t at = html.find("data:image"); at != std::string::npos; at = html.find("data:image", at + 1)) ++images;
-  EXPECT_EQ(images, 9u);  // Forecast, truth and error of two winds, two maps of the gain, and the globe with its owners.
-  for (const char* text : {">rank 2<", "47 samples × 36 latitudes", "ranks 0, 2: 37 latitudes", "ranks 1, 3: 36 latitudes"})
+  for (std::size_t at = html.find("data:image"); at != std::string::npos;
+       at = html.find("data:image", at + 1))
+    ++images;
+  // Forecast, truth and error of two winds, two maps of the gain, and the globe with its owners.
+  EXPECT_EQ(images, 9u);
+  for (const char* text : {">rank 2<", "47 samples × 36 latitudes", "ranks 0, 2: 37 latitudes",
+                           "ranks 1, 3: 36 latitudes"})
     EXPECT_NE(html.find(text), std::string::npos) << text;
   EXPECT_NE(html.find("damped anomaly, one per point"), std::string::npos);
   EXPECT_EQ(html.find(">nan"), std::string::npos);

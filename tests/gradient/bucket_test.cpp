@@ -13,7 +13,8 @@ TEST(Buckets, HoldEveryItemOnceByKeyAndInBackwardOrder) {
   for (int n = 0; n < 2000; ++n) {
     std::vector<BucketItem> items(random() % 30);
     for (auto& item : items) item = {static_cast<std::int64_t>(random() % 50), random() % 3};
-    const auto first = static_cast<std::int64_t>(1 + random() % 20), limit = static_cast<std::int64_t>(1 + random() % 100);
+    const auto first = static_cast<std::int64_t>(1 + random() % 20),
+               limit = static_cast<std::int64_t>(1 + random() % 100);
     std::set<std::size_t> seen;
     std::set<std::uint64_t> keys;
     for (const auto& bucket : assign_buckets(items, first, limit)) {
@@ -25,7 +26,8 @@ TEST(Buckets, HoldEveryItemOnceByKeyAndInBackwardOrder) {
         EXPECT_EQ(items[bucket[i]].key, key);
         if (i > 0) {
           EXPECT_LT(bucket[i], bucket[i - 1]);
-          EXPECT_LT(bytes, keys.contains(key) ? limit : first);  // closed as soon as the limit is reached: without its last item it is below
+          // closed as soon as the limit is reached: without its last item it is below
+          EXPECT_LT(bytes, keys.contains(key) ? limit : first);
         }
         bytes += items[bucket[i]].bytes;
       }

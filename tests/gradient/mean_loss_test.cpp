@@ -14,7 +14,9 @@ TEST(MeanLoss, IsTheMeanOverAllSamplesWithItsGradient) {
       torch::manual_seed(seed);
       std::vector<torch::Tensor> data;
       for (int r = 0; r < ranks; ++r)
-        data.push_back(torch::randn({seed == 0 && r == 0 ? 3 : torch::randint(0, 5, {1}).item<int64_t>(), 4}, torch::kDouble));
+        data.push_back(
+            torch::randn({seed == 0 && r == 0 ? 3 : torch::randint(0, 5, {1}).item<int64_t>(), 4},
+                         torch::kDouble));
       if (torch::cat(data).size(0) == 0) continue;
       auto w = torch::randn({4}, torch::kDouble).requires_grad_();
       auto whole = torch::cat(data).matmul(w).square().mean();
@@ -22,7 +24,8 @@ TEST(MeanLoss, IsTheMeanOverAllSamplesWithItsGradient) {
       run_threads(ranks, [&](DistributedManager& manager) {
         const int r = manager.rank();
         auto mine = w.detach().clone().requires_grad_();
-        auto loss = mean_loss(data[r].matmul(mine).square().mean(), static_cast<double>(data[r].size(0)), manager.world());
+        auto loss = mean_loss(data[r].matmul(mine).square().mean(),
+                              static_cast<double>(data[r].size(0)), manager.world());
         EXPECT_NEAR(loss.item<double>(), whole.item<double>(), 1e-12);
         loss.backward();
         auto gradient = mine.grad().clone();
@@ -45,9 +48,13 @@ TEST(MeanLoss, TheExampleOfTheHeader) {
 TEST(MeanLoss, ABadWeightOfOneRankIsAnErrorOnAll) {
   for (const double bad : {-1.0, std::nan(""), std::numeric_limits<double>::infinity()})
     run_threads(3, [bad](DistributedManager& manager) {
-      EXPECT_THROW(mean_loss(torch::zeros({}, torch::kDouble), manager.rank() == 1 ? bad : 2.0, manager.world()), InvalidArgument);
+      EXPECT_THROW(mean_loss(torch::zeros({}, torch::kDouble), manager.rank() == 1 ? bad : 2.0,
+                             manager.world()),
+                   InvalidArgument);
     });
-  run_threads(2, [](DistributedManager& manager) { EXPECT_THROW(mean_loss(torch::zeros({}), 0, manager.world()), InvalidArgument); });
+  run_threads(2, [](DistributedManager& manager) {
+    EXPECT_THROW(mean_loss(torch::zeros({}), 0, manager.world()), InvalidArgument);
+  });
   EXPECT_THROW(mean_loss(torch::zeros({2}), 1, Group()), InvalidArgument);
   EXPECT_THROW(mean_loss(torch::zeros({}, torch::kLong), 1, Group()), InvalidArgument);
 }

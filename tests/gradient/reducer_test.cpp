@@ -17,13 +17,16 @@ torch::Tensor mean_over(int ranks, const std::function<torch::Tensor(int)>& of) 
   return sum / ranks;
 }
 
-void expect_equal(const torch::Tensor& a, const torch::Tensor& b) { EXPECT_TRUE(torch::allclose(a, b, 1e-12, 1e-12)) << a << "\n" << b; }
+void expect_equal(const torch::Tensor& a, const torch::Tensor& b) {
+  EXPECT_TRUE(torch::allclose(a, b, 1e-12, 1e-12)) << a << "\n" << b;
+}
 
 std::vector<ReducerOptions> all_options() {
   std::vector<ReducerOptions> options;
   for (const bool overlap : {true, false})
     for (const bool view : {true, false})
-      for (const std::int64_t bytes : {1l, 100l, 1l << 20}) options.push_back({bytes, bytes, overlap, view});
+      for (const std::int64_t bytes : {1l, 100l, 1l << 20})
+        options.push_back({bytes, bytes, overlap, view});
   return options;
 }
 
@@ -32,9 +35,14 @@ TEST(Reducer, AveragesOverRanksAndAccumulates) {
     for (const auto& options : all_options())
       run_threads(ranks, [&](DistributedManager& manager) {
         const double r = manager.rank();
-        auto a = leaf(torch::full({3, 2}, 2.0, torch::kDouble)), b = leaf(torch::ones({5}, torch::kDouble)), c = leaf(torch::ones({}, torch::kFloat));
-        GradientReducer reducer({{a, "a", manager.world()}, {b, "b", manager.world()}, {c, "c", manager.world()}}, options);
-        auto loss = [&](double k) { return (a * a).sum() * (r + k) + (b * (r * k)).sum() + c * (r + 1); };
+        auto a = leaf(torch::full({3, 2}, 2.0, torch::kDouble)),
+             b = leaf(torch::ones({5}, torch::kDouble)), c = leaf(torch::ones({}, torch::kFloat));
+        GradientReducer reducer(
+            {{a, "a", manager.world()}, {b, "b", manager.world()}, {c, "c", manager.world()}},
+            options);
+        auto loss = [&](double k) {
+          return (a * a).sum() * (r + k) + (b * (r * k)).sum() + c * (r + 1);
+        };
         const double mean_r = (ranks - 1) / 2.0;
         loss(1).backward();
         expect_equal(a.grad(), torch::full_like(a, 4 * (mean_r + 1)));
@@ -72,16 +80,21 @@ TEST(Reducer, ParametersThatSomeOrNoRanksUse) {
     for (const auto& options : all_options())
       run_threads(ranks, [&](DistributedManager& manager) {
         const int r = manager.rank();
-        auto used = leaf(torch::ones({2}, torch::kDouble)), by_one = leaf(torch::ones({3}, torch::kDouble)),
+        auto used = leaf(torch::ones({2}, torch::kDouble)),
+             by_one = leaf(torch::ones({3}, torch::kDouble)),
              by_none = leaf(torch::ones({4}, torch::kDouble));
-        GradientReducer reducer({{used, "used", manager.world()}, {by_one, "by_one", manager.world()}, {by_none, "by_none", manager.world()}},
+        GradientReducer reducer({{used, "used", manager.world()},
+                                 {by_one, "by_one", manager.world()},
+                                 {by_none, "by_none", manager.world()}},
                                 options);
         for (int step = 0; step < 3; ++step) {
           for (auto& p : {used, by_one, by_none}) p.mutable_grad().reset();
           auto loss = used.sum() * (r + 1.0);
           if (r == step % ranks) loss = loss + by_one.sum() * 6;
           loss.backward();
-          expect_equal(used.grad(), mean_over(ranks, [&](int q) { return torch::full_like(used, q + 1.0); }).detach());
+          expect_equal(used.grad(), mean_over(ranks, [&](int q) {
+                                      return torch::full_like(used, q + 1.0);
+                                    }).detach());
           expect_equal(by_one.grad(), torch::full_like(by_one, 6.0 / ranks).detach());
           EXPECT_FALSE(by_none.grad().defined());
         }
@@ -110,8 +123,11 @@ TEST(Reducer, EachParameterOverItsOwnGroupAndOperation) {
   run_threads(4, [](DistributedManager& manager) {
     const int r = manager.rank();
     const auto mesh = manager.mesh({{"data", 2}, {"model", 2}});
-    auto p = leaf(torch::ones({2}, torch::kDouble)), q = leaf(torch::ones({2}, torch::kDouble)), s = leaf(torch::ones({2}, torch::kComplexDouble));
-    GradientReducer reducer({{p, "p", mesh.group("data")}, {q, "q", mesh.group("model"), ReduceOp::sum}, {s, "s", manager.world()}});
+    auto p = leaf(torch::ones({2}, torch::kDouble)), q = leaf(torch::ones({2}, torch::kDouble)),
+         s = leaf(torch::ones({2}, torch::kComplexDouble));
+    GradientReducer reducer({{p, "p", mesh.group("data")},
+                             {q, "q", mesh.group("model"), ReduceOp::sum},
+                             {s, "s", manager.world()}});
     (torch::real(s).sum() * r + (p + q).sum() * r).backward();
     expect_equal(p.grad(), torch::full({2}, (r % 2 + r % 2 + 2) / 2.0, torch::kDouble));
     expect_equal(q.grad(), torch::full({2}, 1.0 + 4 * (r / 2), torch::kDouble));
@@ -145,13 +161,16 @@ TEST(Reducer, TheCallersHooksStayInForceAndGradOnlyCallsSendNothing) {
 
 // Runs its body's backward inside its own backward, as reentrant checkpointing does.
 struct Checkpoint : torch::autograd::Function<Checkpoint> {
-  static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x, torch::Tensor weight) {
-    context->saved_data["weight"] = weight;  // the leaf itself: its gradient is accumulated by the inner backward
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x,
+                               torch::Tensor weight) {
+    // the leaf itself: its gradient is accumulated by the inner backward
+    context->saved_data["weight"] = weight;
     context->save_for_backward({x});
     at::NoGradGuard no_grad;
     return x * weight;
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
     auto x = context->get_saved_variables()[0].detach().requires_grad_();
     auto weight = context->saved_data["weight"].toTensor();
     torch::Tensor y;
@@ -169,8 +188,10 @@ TEST(Reducer, NestedBackward) {
     for (const auto& options : all_options())
       run_threads(ranks, [&](DistributedManager& manager) {
         const double r = manager.rank(), mean_r = (ranks - 1) / 2.0;
-        auto inner = leaf(torch::full({2}, 3.0, torch::kDouble)), outer = leaf(torch::full({2}, 2.0, torch::kDouble));
-        GradientReducer reducer({{outer, "outer", manager.world()}, {inner, "inner", manager.world()}}, options);
+        auto inner = leaf(torch::full({2}, 3.0, torch::kDouble)),
+             outer = leaf(torch::full({2}, 2.0, torch::kDouble));
+        GradientReducer reducer(
+            {{outer, "outer", manager.world()}, {inner, "inner", manager.world()}}, options);
         Checkpoint::apply(outer * (r + 1), inner).sum().backward();
         expect_equal(inner.grad(), torch::full({2}, 2 * (mean_r + 1), torch::kDouble));
         expect_equal(outer.grad(), torch::full({2}, 3 * (mean_r + 1), torch::kDouble));
@@ -186,7 +207,10 @@ TEST(Reducer, RefusesWhatItCannotReduce) {
   auto table = leaf(torch::ones({4, 2}));
   GradientReducer reducer({{table, "table", Group()}});
   EXPECT_THROW(
-      torch::nn::functional::embedding(torch::tensor({1}), table, torch::nn::functional::EmbeddingFuncOptions().sparse(true)).sum().backward(),
+      torch::nn::functional::embedding(torch::tensor({1}), table,
+                                       torch::nn::functional::EmbeddingFuncOptions().sparse(true))
+          .sum()
+          .backward(),
       std::exception);
 }
 

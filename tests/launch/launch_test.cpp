@@ -18,12 +18,15 @@ using test::Variables;
 using Hosts = std::vector<std::string>;
 using Counts = std::vector<int>;
 
-Launch detect(const Variables& variables, const LaunchOverrides& overrides = {}, const std::string& hostname = "") {
+Launch detect(const Variables& variables, const LaunchOverrides& overrides = {},
+              const std::string& hostname = "") {
   return detect_launch(Environment{variables, hostname}, overrides);
 }
 
-void expect_place(const Launch& launch, const std::string& launcher, Counts rank_world_local_size_node) {
-  const Counts place{launch.rank, launch.world_size, launch.local_rank, launch.local_size, launch.node_rank};
+void expect_place(const Launch& launch, const std::string& launcher,
+                  Counts rank_world_local_size_node) {
+  const Counts place{launch.rank, launch.world_size, launch.local_rank, launch.local_size,
+                     launch.node_rank};
   EXPECT_EQ(launch.launcher, launcher);
   EXPECT_EQ(place, rank_world_local_size_node) << to_text(launch);
 }
@@ -53,7 +56,8 @@ TEST(Launch, SingleWithoutAnyVariable) {
 }
 
 TEST(Launch, MasterVariablesAloneAreNoLauncher) {
-  expect_place(detect({{"MASTER_ADDR", "host"}, {"MASTER_PORT", "29500"}, {"LOCAL_RANK", "0"}}), "single", {0, 1, 0, 1, 0});
+  expect_place(detect({{"MASTER_ADDR", "host"}, {"MASTER_PORT", "29500"}, {"LOCAL_RANK", "0"}}),
+               "single", {0, 1, 0, 1, 0});
 }
 
 TEST(Launch, OurLauncher) {
@@ -108,7 +112,8 @@ TEST(Launch, OpenMpiOverSeveralHostsNeverGuessesAnAddress) {
     require_rendezvous(launch);
     FAIL();
   } catch (const ConfigurationError& error) {
-    EXPECT_NE(std::string(error.what()).find("mpirun -x MASTER_ADDR"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("mpirun -x MASTER_ADDR"), std::string::npos)
+        << error.what();
   }
   wide["MASTER_ADDR"] = "node7";
   wide["MASTER_PORT"] = "1234";
@@ -121,7 +126,10 @@ TEST(Launch, HydraAndPals) {
   const Launch launch = detect(test::hydra);
   expect_place(launch, "pmi", {1, 2, 1, 2, 0});
   EXPECT_EQ(launch.address, "127.0.0.1");
-  expect_place(detect({{"PMI_RANK", "5"}, {"PMI_SIZE", "8"}, {"PMI_LOCAL_RANK", "1"}, {"PMI_LOCAL_SIZE", "4"}}), "pmi", {5, 8, 1, 4, -1});
+  expect_place(
+      detect(
+          {{"PMI_RANK", "5"}, {"PMI_SIZE", "8"}, {"PMI_LOCAL_RANK", "1"}, {"PMI_LOCAL_SIZE", "4"}}),
+      "pmi", {5, 8, 1, 4, -1});
 }
 
 TEST(Launch, Jsrun) {
@@ -207,12 +215,15 @@ TEST(Launch, SlurmUsersOwnMasterWins) {
 
 TEST(Launch, BatchScriptAndInteractiveShellAreNoSteps) {
   expect_place(detect(test::sbatch), "single", {0, 1, 0, 1, 0});
-  Variables shell = test::join(test::sbatch, {{"SLURM_STEP_ID", "4294967290"}, {"SLURM_STEP_NODELIST", "n1"}, {"SLURM_STEP_NUM_TASKS", "1"}});
+  Variables shell = test::join(test::sbatch, {{"SLURM_STEP_ID", "4294967290"},
+                                              {"SLURM_STEP_NODELIST", "n1"},
+                                              {"SLURM_STEP_NUM_TASKS", "1"}});
   expect_place(detect(shell), "single", {0, 1, 0, 1, 0});
 }
 
 TEST(Launch, SrunWithPmi2IsSlurm) {
-  const Variables v = test::join(test::slurm, {{"PMI_RANK", "2"}, {"PMI_SIZE", "4"}, {"PMI_FD", "9"}});
+  const Variables v =
+      test::join(test::slurm, {{"PMI_RANK", "2"}, {"PMI_SIZE", "4"}, {"PMI_FD", "9"}});
   expect_place(detect(v), "slurm", {2, 4, 0, 2, 1});
 }
 
@@ -228,7 +239,8 @@ TEST(Launch, Plain) {
   expect_place(detect(local), "plain", {1, 2, 1, 2, 0});
 
   const Variables placed =
-      test::join({{"RANK", "5"}, {"WORLD_SIZE", "6"}}, test::join(test::plain, {{"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}}));
+      test::join({{"RANK", "5"}, {"WORLD_SIZE", "6"}},
+                 test::join(test::plain, {{"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}}));
   expect_place(detect(placed), "plain", {5, 6, 1, 2, -1});
   expect_place(detect(test::join(placed, {{"NODE_RANK", "2"}})), "plain", {5, 6, 1, 2, 2});
 }
@@ -237,13 +249,19 @@ TEST(Launch, PrecedenceWhereLaunchersNest) {
   const RankFile file("launch1\nh1\nh2\n");
   Variables jsrun = test::jsrun;
   jsrun["LSB_DJOB_RANKFILE"] = file.path();
-  // Highest first; each list of variables is added to all that stand behind it. torchrun and plain share names, so plain is tried alone.
-  const std::vector<std::pair<std::string, Variables>> order{
-      {"tessera", test::ours}, {"torchrun", test::torchrun}, {"open_mpi", test::open_mpi}, {"pmi", test::hydra},
-      {"jsm", jsrun},          {"slurm", test::slurm},       {"plain", test::plain}};
+  // Highest first; each list of variables is added to all that stand behind it. torchrun and plain
+  // share names, so plain is tried alone.
+  const std::vector<std::pair<std::string, Variables>> order{{"tessera", test::ours},
+                                                             {"torchrun", test::torchrun},
+                                                             {"open_mpi", test::open_mpi},
+                                                             {"pmi", test::hydra},
+                                                             {"jsm", jsrun},
+                                                             {"slurm", test::slurm},
+                                                             {"plain", test::plain}};
   for (std::size_t i = 0; i < order.size(); ++i) {
     for (std::size_t j = i + 1; j < order.size(); ++j) {
-      EXPECT_EQ(detect(test::join(order[i].second, order[j].second)).launcher, order[i].first) << "beside " << order[j].first;
+      EXPECT_EQ(detect(test::join(order[i].second, order[j].second)).launcher, order[i].first)
+          << "beside " << order[j].first;
     }
   }
   EXPECT_EQ(detect(test::join(test::torchrun, test::sbatch)).launcher, "torchrun");

@@ -14,19 +14,24 @@ using Hosts = std::vector<std::string>;
 
 TEST(NodeList, Recorded) {
   const std::vector<std::pair<std::string, std::string>> first_hosts{
-      {"alpha,beta,gamma", "alpha"}, {"alpha beta", "alpha"},  {"1.2.3.[100-110]", "1.2.3.100"}, {"1.2.3.[089, 100-110]", "1.2.3.089"},
-      {"host[22]", "host22"},        {"host[1,5-9]", "host1"}, {"host[5-9,1]", "host5"},         {"alpha, host[5-9], gamma", "alpha"},
+      {"alpha,beta,gamma", "alpha"},    {"alpha beta", "alpha"},
+      {"1.2.3.[100-110]", "1.2.3.100"}, {"1.2.3.[089, 100-110]", "1.2.3.089"},
+      {"host[22]", "host22"},           {"host[1,5-9]", "host1"},
+      {"host[5-9,1]", "host5"},         {"alpha, host[5-9], gamma", "alpha"},
       {"alpha[3,1], beta", "alpha3"}};
-  for (const auto& [text, first] : first_hosts) EXPECT_EQ(expand_node_list(text).front(), first) << text;
+  for (const auto& [text, first] : first_hosts)
+    EXPECT_EQ(expand_node_list(text).front(), first) << text;
 }
 
 TEST(NodeList, Expanded) {
   EXPECT_EQ(expand_node_list("alpha[3,1],beta"), (Hosts{"alpha3", "alpha1", "beta"}));
-  EXPECT_EQ(expand_node_list("1.2.3.[089, 100-102]"), (Hosts{"1.2.3.089", "1.2.3.100", "1.2.3.101", "1.2.3.102"}));
+  EXPECT_EQ(expand_node_list("1.2.3.[089, 100-102]"),
+            (Hosts{"1.2.3.089", "1.2.3.100", "1.2.3.101", "1.2.3.102"}));
   EXPECT_EQ(expand_node_list("n[08-11]"), (Hosts{"n08", "n09", "n10", "n11"}));
   EXPECT_EQ(expand_node_list("n[9-10]"), (Hosts{"n9", "n10"}));
   EXPECT_EQ(expand_node_list("n[098-101]"), (Hosts{"n098", "n099", "n100", "n101"}));
-  EXPECT_EQ(expand_node_list("r[1-2]n[08-09]-ib"), (Hosts{"r1n08-ib", "r1n09-ib", "r2n08-ib", "r2n09-ib"}));
+  EXPECT_EQ(expand_node_list("r[1-2]n[08-09]-ib"),
+            (Hosts{"r1n08-ib", "r1n09-ib", "r2n08-ib", "r2n09-ib"}));
   EXPECT_EQ(expand_node_list("  a ,\tb  c "), (Hosts{"a", "b", "c"}));
   EXPECT_EQ(expand_node_list("node-a.x_y"), (Hosts{"node-a.x_y"}));
 }
@@ -65,7 +70,8 @@ TEST(NodeList, ErrorsNameTheListAndThePlace) {
     expand_node_list("good,n[3-x]");
     FAIL();
   } catch (const ConfigurationError& error) {
-    EXPECT_NE(std::string(error.what()).find("'good,n[3-x]', character 10"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("'good,n[3-x]', character 10"), std::string::npos)
+        << error.what();
   }
 }
 
@@ -134,7 +140,8 @@ TEST(NodeList, AnyCutOfAListIsReadOrRefusedAndNeverWorse) {
   const std::string alphabet = "an12[]-,() x.0";
   for (int trial = 0; trial < 20000; ++trial) {
     std::string text;
-    for (int n = static_cast<int>(random() % 12); n > 0; --n) text += alphabet[random() % alphabet.size()];
+    for (int n = static_cast<int>(random() % 12); n > 0; --n)
+      text += alphabet[random() % alphabet.size()];
     try {
       for (const auto& host : expand_node_list(text)) ASSERT_FALSE(host.empty()) << text;
     } catch (const ConfigurationError&) {
@@ -153,7 +160,8 @@ TEST(TaskCounts, Recorded) {
 }
 
 TEST(TaskCounts, Refused) {
-  for (const char* text : {"", ",", "1,", ",1", "x", "1(2)", "1(x)", "1(x2", "1(x0)", "1x2", "-1", "1(x99999999)", "99999999999999999999", "1 2"}) {
+  for (const char* text : {"", ",", "1,", ",1", "x", "1(2)", "1(x)", "1(x2", "1(x0)", "1x2", "-1",
+                           "1(x99999999)", "99999999999999999999", "1 2"}) {
     EXPECT_THROW(expand_task_counts(text), ConfigurationError) << text;
   }
 }

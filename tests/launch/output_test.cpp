@@ -93,7 +93,10 @@ TEST(LineSpool, FirstInFirstOutWhilstWriting) {
   std::mt19937 random(3);
   LineSpool spool;
   int next_in = 0, next_out = 0;
-  auto text = [](int i) { return std::string(static_cast<std::size_t>(i % 50), static_cast<char>('a' + i % 26)) + std::to_string(i); };
+  auto text = [](int i) {
+    return std::string(static_cast<std::size_t>(i % 50), static_cast<char>('a' + i % 26)) +
+           std::to_string(i);
+  };
   LineSpool::Item item;
   while (next_out < 3000) {
     if (next_in < 3000 && random() % 3) {

@@ -34,12 +34,17 @@ inline const Variables open_mpi{{"OMPI_COMM_WORLD_RANK", "1"},
                                 {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
                                 {"OMPI_COMM_WORLD_NODE_RANK", "1"}};
 
-inline const Variables hydra{{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "2"}};
+inline const Variables hydra{
+    {"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "2"}};
 
 /// LSB_DJOB_RANKFILE is to be added: it names a file.
-inline const Variables jsrun{{"LSB_JOBID", "1234"}, {"JSM_NAMESPACE_RANK", "2"}, {"JSM_NAMESPACE_LOCAL_RANK", "0"}, {"JSM_NAMESPACE_SIZE", "4"}};
+inline const Variables jsrun{{"LSB_JOBID", "1234"},
+                             {"JSM_NAMESPACE_RANK", "2"},
+                             {"JSM_NAMESPACE_LOCAL_RANK", "0"},
+                             {"JSM_NAMESPACE_SIZE", "4"}};
 
-inline const Variables plain{{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "29500"}};
+inline const Variables plain{
+    {"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "29500"}};
 
 inline const Variables ours{{"TESSERA_RANK", "1"},       {"TESSERA_WORLD_SIZE", "3"},
                             {"TESSERA_LOCAL_RANK", "1"}, {"TESSERA_LOCAL_SIZE", "3"},

@@ -73,10 +73,14 @@ TEST(GroupConfig, SettingSizesUpdatesParents) {
   config.set_leaf_group_sizes({{"shard", 2}}, false);
   EXPECT_EQ(config.node("dp").size, 24);  // left as they were, and therefore found out:
   EXPECT_SAYS(refused<WorldSizeMismatch>([&] { config.resolve(12); }), "'world' says size 48");
-  EXPECT_SAYS(refused<GroupConfigError>([&] { config.set_leaf_group_sizes({{"mp", 4}, {"shard", 0}}); }), "'shard' has size 0");
+  EXPECT_SAYS(
+      refused<GroupConfigError>([&] { config.set_leaf_group_sizes({{"mp", 4}, {"shard", 0}}); }),
+      "'shard' has size 0");
   EXPECT_EQ(config.node("mp").size, 2);  // all or nothing
-  EXPECT_SAYS(refused<UnknownName>([&] { config.set_leaf_group_sizes({{"tp", 4}}); }), "[mp, shard, replicate]");
-  EXPECT_SAYS(refused<GroupConfigError>([&] { config.set_leaf_group_sizes({{"dp", 4}}); }), "'dp' is not a leaf");
+  EXPECT_SAYS(refused<UnknownName>([&] { config.set_leaf_group_sizes({{"tp", 4}}); }),
+              "[mp, shard, replicate]");
+  EXPECT_SAYS(refused<GroupConfigError>([&] { config.set_leaf_group_sizes({{"dp", 4}}); }),
+              "'dp' is not a leaf");
 }
 
 TEST(GroupConfig, OneOpenLeafFollowsFromTheWorld) {
@@ -111,7 +115,8 @@ TEST(GroupConfig, OrderIsTheUsersChoice) {
 }
 
 TEST(GroupConfig, AnyRanks) {
-  const auto plan = GroupPlan::of_config(example(), Ranks{30, 31, 20, 21, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9});
+  const auto plan =
+      GroupPlan::of_config(example(), Ranks{30, 31, 20, 21, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9});
   EXPECT_EQ(plan.group("shard", 20), (Ranks{30, 20, 10, 0}));
   EXPECT_EQ(plan.group("across", 31), (Ranks{31, 3}));
 }
@@ -119,23 +124,45 @@ TEST(GroupConfig, AnyRanks) {
 TEST(GroupConfig, TreesThatAreNone) {
   auto config = example();
   EXPECT_SAYS(refused<RepeatedName>([&] { config.add_node({.name = "shard"}, "mp"); }), "'shard'");
-  EXPECT_SAYS(refused<UnknownName>([&] { config.add_node({.name = "x"}, "nowhere"); }), "'nowhere'");
-  EXPECT_SAYS(refused<GroupConfigError>([&] { config.add_node({.name = "x", .size = -2}, "dp"); }), "size -2");
-  EXPECT_SAYS(refused<GroupConfigError>([&] { config.add_node({.name = "world"}, "dp"); }), "only the root");
-  EXPECT_SAYS(refused<GroupConfigError>([&] { config.add_node({.name = "parent"}, "dp"); }), "reserved");
-  EXPECT_SAYS(refused<GroupConfigError>([&] { config.add_node({.name = ""}, "dp"); }), "empty name");
-  EXPECT_SAYS(refused<UnknownName>([&] { config.node("tp"); }), "[world, mp, dp, shard, replicate]");
+  EXPECT_SAYS(refused<UnknownName>([&] { config.add_node({.name = "x"}, "nowhere"); }),
+              "'nowhere'");
+  EXPECT_SAYS(refused<GroupConfigError>([&] { config.add_node({.name = "x", .size = -2}, "dp"); }),
+              "size -2");
+  EXPECT_SAYS(refused<GroupConfigError>([&] { config.add_node({.name = "world"}, "dp"); }),
+              "only the root");
+  EXPECT_SAYS(refused<GroupConfigError>([&] { config.add_node({.name = "parent"}, "dp"); }),
+              "reserved");
+  EXPECT_SAYS(refused<GroupConfigError>([&] { config.add_node({.name = ""}, "dp"); }),
+              "empty name");
+  EXPECT_SAYS(refused<UnknownName>([&] { config.node("tp"); }),
+              "[world, mp, dp, shard, replicate]");
   using Nodes = std::vector<std::pair<ProcessGroupNode, std::string>>;
   const auto node = [](const char* name) { return ProcessGroupNode{.name = name, .size = 2}; };
+  EXPECT_SAYS(refused<GroupCycle>([&] {
+                ProcessGroupConfig::from_nodes(
+                    Nodes{{node("w"), ""}, {node("a"), "b"}, {node("b"), "c"}, {node("c"), "a"}});
+              }),
+              "form a cycle");
+  EXPECT_SAYS(refused<GroupCycle>([&] {
+                ProcessGroupConfig::from_nodes(Nodes{{node("w"), ""}, {node("a"), "a"}});
+              }),
+              "[a, a]");
+  EXPECT_SAYS(refused<UnknownName>([&] {
+                ProcessGroupConfig::from_nodes(Nodes{{node("w"), ""}, {node("a"), "b"}});
+              }),
+              "parent 'b'");
   EXPECT_SAYS(
-      refused<GroupCycle>([&] { ProcessGroupConfig::from_nodes(Nodes{{node("w"), ""}, {node("a"), "b"}, {node("b"), "c"}, {node("c"), "a"}}); }),
-      "form a cycle");
-  EXPECT_SAYS(refused<GroupCycle>([&] { ProcessGroupConfig::from_nodes(Nodes{{node("w"), ""}, {node("a"), "a"}}); }), "[a, a]");
-  EXPECT_SAYS(refused<UnknownName>([&] { ProcessGroupConfig::from_nodes(Nodes{{node("w"), ""}, {node("a"), "b"}}); }), "parent 'b'");
-  EXPECT_SAYS(refused<RepeatedName>([&] { ProcessGroupConfig::from_nodes(Nodes{{node("w"), ""}, {node("a"), "w"}, {node("a"), "w"}}); }), "'a'");
-  EXPECT_SAYS(refused<GroupConfigError>([&] { ProcessGroupConfig::from_nodes(Nodes{{node("w"), ""}, {node("v"), ""}}); }), "2 nodes have no parent");
-  EXPECT_SAYS(refused<GroupConfigError>([&] { ProcessGroupConfig::from_nodes(Nodes{}); }), "0 nodes have no parent");
-  const auto any_order = ProcessGroupConfig::from_nodes(Nodes{{node("c"), "b"}, {node("d"), "w"}, {node("b"), "w"}, {{.name = "w"}, ""}});
+      refused<RepeatedName>([&] {
+        ProcessGroupConfig::from_nodes(Nodes{{node("w"), ""}, {node("a"), "w"}, {node("a"), "w"}});
+      }),
+      "'a'");
+  EXPECT_SAYS(refused<GroupConfigError>(
+                  [&] { ProcessGroupConfig::from_nodes(Nodes{{node("w"), ""}, {node("v"), ""}}); }),
+              "2 nodes have no parent");
+  EXPECT_SAYS(refused<GroupConfigError>([&] { ProcessGroupConfig::from_nodes(Nodes{}); }),
+              "0 nodes have no parent");
+  const auto any_order = ProcessGroupConfig::from_nodes(
+      Nodes{{node("c"), "b"}, {node("d"), "w"}, {node("b"), "w"}, {{.name = "w"}, ""}});
   EXPECT_EQ(any_order.node_names(), (Names{"w", "d", "b", "c"}));
 }
 
@@ -147,7 +174,8 @@ TEST(GroupConfig, WorldsThatDoNotFit) {
   } catch (const WorldSizeMismatch& error) {
     EXPECT_EQ(error.world_size(), 24);
     EXPECT_EQ(error.product(), 16);
-    EXPECT_SAYS(error.what(), "[mp = 2, shard = 4, replicate = 2] multiply to 16, but the world has 24");
+    EXPECT_SAYS(error.what(),
+                "[mp = 2, shard = 4, replicate = 2] multiply to 16, but the world has 24");
   }
   EXPECT_SAYS(refused<GroupConfigError>([&] { config.resolve(0); }), "a world of 0 ranks");
   config.set_leaf_group_sizes({{"mp", 1 << 15}, {"shard", 1 << 15}}, false);
@@ -169,15 +197,18 @@ TEST(GroupConfig, OrthogonalGroupsThatBreakTheRule) {
   };
   EXPECT_EQ(ranks_of({"x", {"world"}, "", {}}, "the root has no orthogonal groups").size(), 16u);
   EXPECT_EQ(ranks_of({"x", {"shard"}, "mp", {}}, "does not hold it"), (Ranks{2, 4, 6}));
-  EXPECT_EQ(ranks_of({"x", {"dp", "shard"}, "world", {}}, "one is inside the other"), (Ranks{0, 2, 4, 6}));
-  EXPECT_EQ(ranks_of({"x", {"shard", "replicate"}, "parent", {}}, "fills it"), (Ranks{0, 2, 4, 6, 8, 10, 12, 14}));
+  EXPECT_EQ(ranks_of({"x", {"dp", "shard"}, "world", {}}, "one is inside the other"),
+            (Ranks{0, 2, 4, 6}));
+  EXPECT_EQ(ranks_of({"x", {"shard", "replicate"}, "parent", {}}, "fills it"),
+            (Ranks{0, 2, 4, 6, 8, 10, 12, 14}));
   auto config = example();
   config.add_orthogonal({"x", {"tp"}, "", {}});
   EXPECT_SAYS(refused<UnknownName>([&] { GroupPlan::of_config(config, 16); }), "'tp'");
   auto repeated = example();
   repeated.add_orthogonal({"dp", {"mp"}, "", {}});
   EXPECT_SAYS(refused<RepeatedName>([&] { GroupPlan::of_config(repeated, 16); }), "'dp'");
-  EXPECT_SAYS(refused<GroupConfigError>([&] { config.add_orthogonal({"y", {}, "", {}}); }), "names no node");
+  EXPECT_SAYS(refused<GroupConfigError>([&] { config.add_orthogonal({"y", {}, "", {}}); }),
+              "names no node");
   auto root = example();
   root.set_orthogonal("world", "outside");
   EXPECT_SAYS(refused<OrthogonalityError>([&] { GroupPlan::of_config(root, 16); }), "root");
@@ -210,7 +241,8 @@ TEST(GroupConfig, RandomTreesObeyTheRule) {
       // One child alone fills its parent; the world may be filled too.
       const auto scope = config.node(name).scope;
       if (config.leaf_groups(scope).size() == config.leaf_groups(name).size()) {
-        EXPECT_SAYS(refused<OrthogonalityError>([&] { GroupPlan::of_config(config, world); }), "fills it");
+        EXPECT_SAYS(refused<OrthogonalityError>([&] { GroupPlan::of_config(config, world); }),
+                    "fills it");
         config.set_orthogonal(name, "");
       }
     }
@@ -218,10 +250,12 @@ TEST(GroupConfig, RandomTreesObeyTheRule) {
     std::iota(ranks.begin(), ranks.end(), 0);
     shuffle(ranks, random);
     const auto plan = GroupPlan::of_config(config, ranks);
-    for (const auto& name : nodes) ASSERT_NO_THROW(require_partition(plan.groups(name).lists(), ranks, name));
+    for (const auto& name : nodes)
+      ASSERT_NO_THROW(require_partition(plan.groups(name).lists(), ranks, name));
     for (const auto& family : plan.families()) {
       if (family.kind != GroupFamily::Kind::orthogonal) continue;
-      ASSERT_NO_THROW(require_orthogonal(plan.groups(family.of.front()).lists(), "of", plan.groups(family.name).lists(), family.name,
+      ASSERT_NO_THROW(require_orthogonal(plan.groups(family.of.front()).lists(), "of",
+                                         plan.groups(family.name).lists(), family.name,
                                          plan.groups(family.scope).lists(), family.scope));
       ++orthogonal;
     }
@@ -242,7 +276,8 @@ TEST(GroupPlan, CanonicalTextAndItsDifference) {
   const auto difference = first_difference(a.canonical(), b.canonical());
   ASSERT_TRUE(difference);
   EXPECT_EQ(difference->line, 5);
-  EXPECT_SAYS(difference->mine, "groups shard (leaf): 4 ranks, view world, axes shard=4:2, backend default");
+  EXPECT_SAYS(difference->mine,
+              "groups shard (leaf): 4 ranks, view world, axes shard=4:2, backend default");
   EXPECT_SAYS(difference->theirs, "backend mpi");
   // The table alone, beyond what the line lists, and a missing line.
   Ranks ranks(64);
@@ -265,7 +300,9 @@ TEST(GroupPlan, ViewsAndAxisSets) {
   EXPECT_EQ(plan.families().size(), 5u);
   EXPECT_EQ(plan.group("expert", 0), (Ranks{0, 2}));
   EXPECT_EQ(plan.group("tensor-data", 3).size(), 8u);
-  EXPECT_SAYS(refused<RepeatedName>([&] { plan.add({"data", GroupFamily::Kind::axes, 0, {0}, {}, {}, ""}); }), "'data'");
+  EXPECT_SAYS(refused<RepeatedName>(
+                  [&] { plan.add({"data", GroupFamily::Kind::axes, 0, {0}, {}, {}, ""}); }),
+              "'data'");
   EXPECT_SAYS(refused<UnknownName>([&] { plan.add_axes("tensor-x"); }), "'x'");
   EXPECT_SAYS(refused<UnknownName>([&] { plan.group("y", 0); }), "'y'");
 }
@@ -275,6 +312,7 @@ TEST(Parallelism, ThreeWaysOnEightRanks) {
   EXPECT_EQ(mesh.groups("mp").lists(), (RankLists{{0, 1}, {2, 3}, {4, 5}, {6, 7}}));
   EXPECT_EQ(mesh.groups("pp").lists(), (RankLists{{0, 2}, {1, 3}, {4, 6}, {5, 7}}));
   EXPECT_EQ(mesh.groups("dp").lists(), (RankLists{{0, 4}, {1, 5}, {2, 6}, {3, 7}}));
-  EXPECT_SAYS(refused<WorldSizeMismatch>([] { parallel_mesh(8, 3, 2); }), "2 ranks would be left over");
+  EXPECT_SAYS(refused<WorldSizeMismatch>([] { parallel_mesh(8, 3, 2); }),
+              "2 ranks would be left over");
   EXPECT_SAYS(refused<GroupConfigError>([] { parallel_mesh(8, 0, 2); }), "at least 1");
 }

@@ -1,4 +1,5 @@
-// The algebra over tens of thousands of generated meshes, against groupings by coordinate that share no code with Mesh::group.
+// The algebra over tens of thousands of generated meshes, against groupings by coordinate that
+// share no code with Mesh::group.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -15,7 +16,8 @@ namespace {
 
 constexpr int kMeshes = 20000;
 
-/// Groups of an axis set, by sorting ranks into bins keyed by their coordinates on the other axes, walking the table in mesh order.
+/// Groups of an axis set, by sorting ranks into bins keyed by their coordinates on the other axes,
+/// walking the table in mesh order.
 std::map<std::vector<int>, std::vector<int>> bins(const Mesh& mesh, unsigned set) {
   std::map<std::vector<int>, std::vector<int>> bins;
   for (int p = 0; p < mesh.size(); ++p) {
@@ -50,7 +52,8 @@ TEST(MeshProperty, GroupsOfEveryAxisSet) {
       const auto lists = mesh.groups(axes).lists();
       ASSERT_EQ(std::set<std::vector<int>>(lists.begin(), lists.end()), wanted) << mesh;
       ASSERT_EQ(lists.size(), wanted.size());
-      // Every rank computes the list that everybody else computes, and stands in it at its group rank.
+      // Every rank computes the list that everybody else computes, and stands in it at its group
+      // rank.
       for (const auto& members : lists) {
         for (std::size_t i = 0; i < members.size(); ++i) {
           ASSERT_EQ(mesh.group(axes, members[i]), members) << mesh;
@@ -103,7 +106,8 @@ TEST(MeshProperty, ASwapOfTwoRanksIsNoticed) {
     auto a = mesh.groups(axes).lists();
     const auto b = mesh.groups(mesh.complement(axes)).lists();
     if (a.size() < 2 || b.size() < 2) continue;
-    // Exchange members of two groups that lie in different groups of the complement: some pair then meets twice.
+    // Exchange members of two groups that lie in different groups of the complement: some pair then
+    // meets twice.
     const auto i = random() % a.size(), j = (i + 1) % a.size();
     const auto k = random() % a[i].size(), l = (k + 1) % a[j].size();
     std::swap(a[i][k], a[j][l]);
@@ -123,7 +127,8 @@ TEST(MeshProperty, LookupsAgree) {
       ASSERT_EQ(mesh.rank_at(mesh.coordinate(rank)), rank);
     }
     const std::set<int> ranks(mesh.ranks().begin(), mesh.ranks().end());
-    for (int rank = -3; rank < 60; ++rank) ASSERT_EQ(mesh.contains(rank), ranks.contains(rank)) << mesh << " " << rank;
+    for (int rank = -3; rank < 60; ++rank)
+      ASSERT_EQ(mesh.contains(rank), ranks.contains(rank)) << mesh << " " << rank;
   }
 }
 
@@ -138,13 +143,15 @@ TEST(MeshProperty, ConversionsRoundTrip) {
     const Mesh moved = mesh.permute(order);
     ASSERT_EQ(moved.permute(names), mesh);
     for (const auto& name : names)
-      for (int rank : mesh.ranks()) ASSERT_EQ(moved.group(name, rank), mesh.group(name, rank)) << mesh;
+      for (int rank : mesh.ranks())
+        ASSERT_EQ(moved.group(name, rank), mesh.group(name, rank)) << mesh;
     if (mesh.dims() == 0) continue;
     // A named order and back.
     std::map<std::string, int> sizes;
     for (const Axis& axis : mesh.axes()) sizes[axis.name] = axis.size;
     ASSERT_EQ(axes_from_order(order_of(mesh), sizes), mesh.axes());
-    // Flatten some axes: the new axis' groups are those of the set. Unflatten and permute: the mesh again.
+    // Flatten some axes: the new axis' groups are those of the set. Unflatten and permute: the mesh
+    // again.
     std::vector<std::string> some;
     std::vector<Axis> some_axes;
     for (const Axis& axis : mesh.axes())
@@ -154,7 +161,8 @@ TEST(MeshProperty, ConversionsRoundTrip) {
       }
     if (some.empty()) continue;
     const Mesh flat = mesh.flatten(some, "flat");
-    for (int rank : mesh.ranks()) ASSERT_EQ(flat.group("flat", rank), mesh.group(some, rank)) << mesh;
+    for (int rank : mesh.ranks())
+      ASSERT_EQ(flat.group("flat", rank), mesh.group(some, rank)) << mesh;
     ASSERT_EQ(flat.unflatten("flat", some_axes).permute(names), mesh);
     // A sub-mesh holds the group of its axes; its own groups are the mesh's.
     const int rank = mesh.ranks()[random() % mesh.size()];
@@ -169,7 +177,8 @@ TEST(MeshProperty, ConversionsRoundTrip) {
       joined.insert(joined.end(), slice.ranks().begin(), slice.ranks().end());
     }
     auto cut_first = names;
-    std::stable_partition(cut_first.begin(), cut_first.end(), [&](const std::string& name) { return name == cut; });
+    std::stable_partition(cut_first.begin(), cut_first.end(),
+                          [&](const std::string& name) { return name == cut; });
     ASSERT_EQ(joined, mesh.permute(cut_first).ranks());
   }
 }
@@ -185,9 +194,11 @@ TEST(MeshProperty, ViewsAgree) {
     const Axis axis = dense.axes()[random() % dense.dims()];
     int divisor = pick(random, 1, axis.size);
     while (axis.size % divisor) --divisor;
-    views.add("split", dense.unflatten(axis.name, {{"outer", axis.size / divisor}, {"inner", divisor}}));
+    views.add("split",
+              dense.unflatten(axis.name, {{"outer", axis.size / divisor}, {"inner", divisor}}));
     for (const auto& name : views.shared_axes())
-      for (int rank : dense.ranks()) ASSERT_EQ(views.view("split").group(name, rank), dense.group(name, rank));
+      for (int rank : dense.ranks())
+        ASSERT_EQ(views.view("split").group(name, rank), dense.group(name, rank));
     ++accepted;
     // ... and one with two ranks exchanged must be accepted exactly if no shared group changed.
     auto ranks = dense.ranks();

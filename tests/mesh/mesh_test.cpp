@@ -21,7 +21,8 @@ TEST(Mesh, RowMajorGroups) {
   EXPECT_EQ(m.group("data", 4), (Ranks{1, 4}));
   EXPECT_EQ(m.groups("data").lists(), (RankLists{{0, 3}, {1, 4}, {2, 5}}));
   EXPECT_EQ(m.coordinate(4), (Ranks{1, 1}));
-  EXPECT_EQ(m.to_string(), "data=2 x domain=3 (outermost first; adjacent ranks along domain), ranks 0..5");
+  EXPECT_EQ(m.to_string(),
+            "data=2 x domain=3 (outermost first; adjacent ranks along domain), ranks 0..5");
 }
 
 TEST(Mesh, NothingIsSorted) {
@@ -29,7 +30,8 @@ TEST(Mesh, NothingIsSorted) {
   EXPECT_FALSE(m.row_major());
   EXPECT_EQ(m.groups("model").lists(), (RankLists{{5, 0}, {3, 1}}));
   EXPECT_EQ(m.group("data", 1), (Ranks{0, 1}));
-  EXPECT_EQ(m.group(std::vector<std::string>{"model", "data"}, 1), (Ranks{5, 0, 3, 1}));  // mesh order, whatever the order of the names
+  // mesh order, whatever the order of the names
+  EXPECT_EQ(m.group(std::vector<std::string>{"model", "data"}, 1), (Ranks{5, 0, 3, 1}));
   const int model[] = {1};
   EXPECT_EQ(m.group_rank(model, 5), 0);
   EXPECT_EQ(m.group_rank(model, 0), 1);
@@ -51,7 +53,8 @@ TEST(Mesh, SlicesAndReshapes) {
   EXPECT_EQ(m.submesh({"tp", "pp"}, 3), Mesh({{"pp", 2}, {"tp", 2}}, {2, 3, 6, 7}));
   EXPECT_EQ(m.flatten({"tp", "dp"}, "x"), Mesh({{"pp", 2}, {"x", 4}}));
   EXPECT_EQ(m.flatten({"pp", "tp"}, "x"), Mesh({{"x", 4}, {"dp", 2}}, {0, 2, 1, 3, 4, 6, 5, 7}));
-  EXPECT_EQ(m.unflatten("tp", {{"a", 1}, {"b", 2}}).names(), (std::vector<std::string>{"pp", "dp", "a", "b"}));
+  EXPECT_EQ(m.unflatten("tp", {{"a", 1}, {"b", 2}}).names(),
+            (std::vector<std::string>{"pp", "dp", "a", "b"}));
   EXPECT_EQ(m.permute({"tp", "dp", "pp"}).ranks(), (Ranks{0, 4, 2, 6, 1, 5, 3, 7}));
   EXPECT_EQ(m.rename("tp", "tensor").names().back(), "tensor");
 }
@@ -59,23 +62,30 @@ TEST(Mesh, SlicesAndReshapes) {
 TEST(Mesh, BadInputIsRefusedWithTheNumbers) {
   EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 0}}); }), "size 0");
   EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 2}, {"a", 2}}); }), "'a' is named twice");
-  EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 1 << 20}, {"b", 1 << 20}}); }), "more than");
-  EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 3}}, {0, 1}); }), "3 coordinates, but 2 ranks");
+  EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 1 << 20}, {"b", 1 << 20}}); }),
+              "more than");
+  EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 3}}, {0, 1}); }),
+              "3 coordinates, but 2 ranks");
   EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 3}}, {4, 1, 4}); }), "rank 4 stands twice");
-  EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 3}}, {1000000, 4, 1000000}); }), "rank 1000000 stands twice");
+  EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 3}}, {1000000, 4, 1000000}); }),
+              "rank 1000000 stands twice");
   EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 2}}, {3, -1}); }), "rank -1 is negative");
   Mesh m({{"a", 2}, {"b", 3}});
-  EXPECT_SAYS(refused<InvalidArgument>([&] { m.group("c", 0); }), "no axis 'c'; its axes are [a, b]");
+  EXPECT_SAYS(refused<InvalidArgument>([&] { m.group("c", 0); }),
+              "no axis 'c'; its axes are [a, b]");
   EXPECT_SAYS(refused<InvalidArgument>([&] { m.group("a", 6); }), "rank 6 is not in the mesh");
   EXPECT_SAYS(refused<InvalidArgument>([&] { m.slice("b", 3); }), "slice 3 of axis 'b' of size 3");
   EXPECT_SAYS(refused<InvalidArgument>([&] { m.slice("b", 2, 2); }), "[2, 2)");
-  EXPECT_SAYS(refused<InvalidArgument>([&] { m.unflatten("b", {{"x", 2}, {"y", 2}}); }), "size 3 cannot become axes with product 4");
+  EXPECT_SAYS(refused<InvalidArgument>([&] { m.unflatten("b", {{"x", 2}, {"y", 2}}); }),
+              "size 3 cannot become axes with product 4");
   EXPECT_SAYS(refused<InvalidArgument>([&] { m.permute({"a", "a"}); }), "must name each");
   EXPECT_SAYS(refused<InvalidArgument>([&] { m.flatten({}, "x"); }), "names no axes");
-  EXPECT_SAYS(refused<InvalidArgument>([&] { m.view({{"x", 5}}); }), "5 coordinates, but the mesh has 6 ranks");
+  EXPECT_SAYS(refused<InvalidArgument>([&] { m.view({{"x", 5}}); }),
+              "5 coordinates, but the mesh has 6 ranks");
   EXPECT_SAYS(refused<InvalidArgument>([&] { m.rename("a", "b"); }), "named twice");
   const int bad[] = {0, 3};
-  EXPECT_SAYS(refused<InvalidArgument>([&] { m.rank_at(bad); }), "coordinate 3 on axis 'b' of size 3");
+  EXPECT_SAYS(refused<InvalidArgument>([&] { m.rank_at(bad); }),
+              "coordinate 3 on axis 'b' of size 3");
   const int outside[] = {1}, scope[] = {0};
   try {
     m.complement(outside, scope);
@@ -95,8 +105,11 @@ TEST(Order, BadOrders) {
   EXPECT_SAYS(refused<RepeatedName>([] { split_order("tp-dp-tp"); }), "'tp' stands twice");
   EXPECT_SAYS(refused<GroupConfigError>([] { split_order("tp--dp"); }), "empty name");
   EXPECT_SAYS(refused<GroupConfigError>([] { split_order(""); }), "empty name");
-  EXPECT_SAYS(refused<UnknownName>([] { axes_from_order("tp-dp", {{"pp", 2}}); }), "'pp' has size 2");
-  EXPECT_SAYS(refused<WorldSizeMismatch>([] { mesh_from_order("tp-dp", {{"tp", 2}, {"dp", 3}}, 8); }), "multiply to 6, but the world has 8");
+  EXPECT_SAYS(refused<UnknownName>([] { axes_from_order("tp-dp", {{"pp", 2}}); }),
+              "'pp' has size 2");
+  EXPECT_SAYS(
+      refused<WorldSizeMismatch>([] { mesh_from_order("tp-dp", {{"tp", 2}, {"dp", 3}}, 8); }),
+      "multiply to 6, but the world has 8");
   EXPECT_SAYS(refused<GroupConfigError>([] { order_of(Mesh({{"a-b", 2}})); }), "'a-b'");
 }
 
@@ -115,7 +128,8 @@ TEST(Orthogonal, WorkedExample) {
   try {  // the same through the scope family, which says in whose scope the group began
     RankLists all_shards = shard;
     all_shards.insert(all_shards.end(), {{1, 3, 5, 7}, {9, 11, 13, 15}});
-    require_orthogonal(all_shards, "shard", wrong, "replicate", RankLists{dp0, {1, 3, 5, 7, 9, 11, 13, 15}}, "dp");
+    require_orthogonal(all_shards, "shard", wrong, "replicate",
+                       RankLists{dp0, {1, 3, 5, 7, 9, 11, 13, 15}}, "dp");
     FAIL();
   } catch (const OrthogonalityError& error) {
     EXPECT_EQ(error.ranks(), (Ranks{1, 9}));
@@ -158,8 +172,13 @@ TEST(Views, WhatDisagreesIsRefused) {
     EXPECT_EQ(error.ranks(), (Ranks{1, 4}));
     EXPECT_SAYS(std::string(error.what()), "axis 'tensor' differs");
   }
-  EXPECT_SAYS(refused<ViewMismatch>([&] { views.add("e", Mesh({{"data", 4}, {"t", 2}}, {0, 1, 4, 5, 2, 3, 6, 7})); }), "axis 'data'");  // order binds
-  EXPECT_SAYS(refused<ViewMismatch>([&] { views.add("e", Mesh({{"x", 8}}, {0, 1, 2, 3, 4, 5, 6, 9})); }), "lacks [7] and has [9]");
+  // order binds
+  EXPECT_SAYS(refused<ViewMismatch>(
+                  [&] { views.add("e", Mesh({{"data", 4}, {"t", 2}}, {0, 1, 4, 5, 2, 3, 6, 7})); }),
+              "axis 'data'");
+  EXPECT_SAYS(
+      refused<ViewMismatch>([&] { views.add("e", Mesh({{"x", 8}}, {0, 1, 2, 3, 4, 5, 6, 9})); }),
+      "lacks [7] and has [9]");
   EXPECT_SAYS(refused<WorldSizeMismatch>([&] { views.add("e", {{"x", 4}}); }), "4 coordinates");
   EXPECT_SAYS(refused<RepeatedName>([&] { views.add("dense", {{"x", 8}}); }), "'dense'");
   EXPECT_SAYS(refused<UnknownName>([&] { views.view("other"); }), "[dense]");

@@ -21,7 +21,8 @@ Probe measured(const Topology& topology, std::mt19937& random) {
   for (const Host& host : topology.hosts) {
     probe.hosts.push_back(host.name);
     probe.devices.push_back(host.devices);
-    probe.kept.push_back(topology.device_links[host.link_class].shared ? 0.5 * off(random) : off(random));
+    probe.kept.push_back(topology.device_links[host.link_class].shared ? 0.5 * off(random)
+                                                                       : off(random));
   }
   const auto host_of = topology.hosts_of_slots();
   for (int a = 0; a < topology.slots(); ++a)
@@ -36,12 +37,14 @@ Probe measured(const Topology& topology, std::mt19937& random) {
         latency = topology.device_links[c].latency;
         bandwidth = topology.device_links[c].bandwidth;
       } else {
-        if (from.devices > 1 && a != topology.first_slot(host_of[a])) continue;  // one pair for two hosts
+        // one pair for two hosts
+        if (from.devices > 1 && a != topology.first_slot(host_of[a])) continue;
         if (to.devices > 1 && b != topology.first_slot(host_of[b])) continue;
         if (from.network != to.network)
           for (const int sw : {from.network, to.network}) {
             latency += topology.switches[sw].latency;
-            if (topology.switches[sw].uplink_bandwidth > 0) bandwidth = std::min(bandwidth, topology.switches[sw].uplink_bandwidth);
+            if (topology.switches[sw].uplink_bandwidth > 0)
+              bandwidth = std::min(bandwidth, topology.switches[sw].uplink_bandwidth);
           }
       }
       probe.samples.push_back({b, a, latency * off(random), bandwidth * off(random)});
@@ -54,7 +57,9 @@ void expect_near(double found, double wanted) { EXPECT_NEAR(found, wanted, 0.25 
 
 TEST(Probe, TopologiesComeBackFromTheirOwnMeasurements) {
   std::mt19937 random(17);
-  const auto pick = [&](int low, int high) { return low + static_cast<int>(random() % static_cast<unsigned>(high - low + 1)); };
+  const auto pick = [&](int low, int high) {
+    return low + static_cast<int>(random() % static_cast<unsigned>(high - low + 1));
+  };
   for (int n = 0; n < 400; ++n) {
     SCOPED_TRACE(n);
     std::vector<int> devices;
@@ -62,7 +67,9 @@ TEST(Probe, TopologiesComeBackFromTheirOwnMeasurements) {
     Topology topology = Topology::of_counts(devices);
     const int classes = pick(1, 3);
     topology.device_links.clear();
-    for (int c = 0; c < classes; ++c) topology.device_links.push_back({"class", 1e-6 * std::pow(3, c), 200e9 / std::pow(4, c), pick(0, 1) == 1});
+    for (int c = 0; c < classes; ++c)
+      topology.device_links.push_back(
+          {"class", 1e-6 * std::pow(3, c), 200e9 / std::pow(4, c), pick(0, 1) == 1});
     for (Host& host : topology.hosts) {
       host.link_class = pick(0, classes - 1);
       for (int a = 0; a + 1 < host.devices && host.devices > 3; a += 2)
@@ -73,8 +80,10 @@ TEST(Probe, TopologiesComeBackFromTheirOwnMeasurements) {
     if (racks > 1) {
       topology.switches.push_back({.name = "root"});
       const double latency = 1e-6 * pick(5, 20), uplink = pick(0, 1) ? 3e9 : 0;
-      for (int r = 0; r < racks; ++r) topology.switches.push_back({"rack" + std::to_string(r), 0, latency, uplink});
-      for (std::size_t h = 0; h < devices.size(); ++h) topology.hosts[h].network = 1 + static_cast<int>(h) % racks;
+      for (int r = 0; r < racks; ++r)
+        topology.switches.push_back({"rack" + std::to_string(r), 0, latency, uplink});
+      for (std::size_t h = 0; h < devices.size(); ++h)
+        topology.hosts[h].network = 1 + static_cast<int>(h) % racks;
     }
     topology.check();
     const Probe probe = measured(topology, random);
@@ -96,7 +105,8 @@ TEST(Probe, TopologiesComeBackFromTheirOwnMeasurements) {
         expect_near(link(found).bandwidth, link(topology).bandwidth);
       }
     if (devices.size() == 1) continue;
-    // Hosts share a switch in one exactly if they do in the other; all hosts on a switch each, or all on one, is one class, and needs none.
+    // Hosts share a switch in one exactly if they do in the other; all hosts on a switch each, or
+    // all on one, is one class, and needs none.
     std::vector<int> used(racks + 1);
     for (const Host& host : topology.hosts) ++used[racks > 1 ? host.network : 0];
     const bool divides = racks > 1 && *std::max_element(used.begin(), used.end()) > 1;
@@ -104,10 +114,12 @@ TEST(Probe, TopologiesComeBackFromTheirOwnMeasurements) {
     if (!divides) continue;
     for (std::size_t g = 0; g < devices.size(); ++g)
       for (std::size_t h = 0; h < devices.size(); ++h)
-        EXPECT_EQ(found.hosts[g].network == found.hosts[h].network, topology.hosts[g].network == topology.hosts[h].network);
+        EXPECT_EQ(found.hosts[g].network == found.hosts[h].network,
+                  topology.hosts[g].network == topology.hosts[h].network);
     expect_near(found.network.latency, 5e-6);
     expect_near(found.network.bandwidth, 12.5e9);
-    EXPECT_NEAR(found.switches[1].latency, topology.switches[1].latency, 0.25 * topology.switches[1].latency + 1e-6);
+    EXPECT_NEAR(found.switches[1].latency, topology.switches[1].latency,
+                0.25 * topology.switches[1].latency + 1e-6);
     if (topology.switches[1].uplink_bandwidth == 0)
       EXPECT_EQ(found.switches[1].uplink_bandwidth, 0);
     else
@@ -120,7 +132,8 @@ TEST(Probe, ABusIsFoundWherePairsSlowEachOther) {
   for (const bool shared : {false, true}) {
     Topology topology = Topology::uniform(2, 4);
     topology.device_links[0].shared = shared;
-    EXPECT_EQ(topology_of_probe(measured(topology, random)).topology.device_links[0].shared, shared);
+    EXPECT_EQ(topology_of_probe(measured(topology, random)).topology.device_links[0].shared,
+              shared);
   }
 }
 
@@ -133,11 +146,13 @@ TEST(Probe, AllDevicesTogetherShowTheAdapter) {
 
 TEST(Probe, WhatCannotBeToldIsSaid) {
   // a-b and b-c near, a-c far: no sets of hosts.
-  const auto line = topology_of_probe({{"a", "b", "c"}, {1, 1, 1}, {{0, 1, 1e-6, 1e9}, {1, 2, 1e-6, 1e9}, {0, 2, 1e-5, 1e9}}});
+  const auto line = topology_of_probe(
+      {{"a", "b", "c"}, {1, 1, 1}, {{0, 1, 1e-6, 1e9}, {1, 2, 1e-6, 1e9}, {0, 2, 1e-5, 1e9}}});
   EXPECT_TRUE(line.topology.switches.empty());
   ASSERT_EQ(line.notes.size(), 1u);
   EXPECT_SAYS(line.notes[0], "do not divide");
-  const auto part = topology_of_probe({{"a", "b", "c"}, {1, 1, 1}, {{0, 1, 1e-6, 1e9}, {0, 2, 1e-5, 1e9}}});
+  const auto part =
+      topology_of_probe({{"a", "b", "c"}, {1, 1, 1}, {{0, 1, 1e-6, 1e9}, {0, 2, 1e-5, 1e9}}});
   ASSERT_EQ(part.notes.size(), 1u);
   EXPECT_SAYS(part.notes[0], "2 of 3");
   const auto nothing = topology_of_probe({{"a", "b"}, {2, 1}, {}});
@@ -147,12 +162,18 @@ TEST(Probe, WhatCannotBeToldIsSaid) {
 TEST(Probe, RefusesWhatIsNoMeasurement) {
   const double inf = std::numeric_limits<double>::infinity();
   EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{}, {}, {}}); }), "0 hosts");
-  EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2, 2}, {}}); }), "1 hosts with 2");
-  EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2}, {{0, 2, 1, 1}}}); }), "2 slots");
-  EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2}, {{1, 1, 1, 1}}}); }), "slots 1 and 1");
-  EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2}, {{0, 1, 0, 1}}}); }), "above 0");
-  EXPECT_SAYS(refused<MappingError>([&] { topology_of_probe({{"a"}, {2}, {{0, 1, 1, inf}}}); }), "finite");
-  EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2}, {}, {1, 1}}); }), "2 shares");
+  EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2, 2}, {}}); }),
+              "1 hosts with 2");
+  EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2}, {{0, 2, 1, 1}}}); }),
+              "2 slots");
+  EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2}, {{1, 1, 1, 1}}}); }),
+              "slots 1 and 1");
+  EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2}, {{0, 1, 0, 1}}}); }),
+              "above 0");
+  EXPECT_SAYS(refused<MappingError>([&] { topology_of_probe({{"a"}, {2}, {{0, 1, 1, inf}}}); }),
+              "finite");
+  EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2}, {}, {1, 1}}); }),
+              "2 shares");
   EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a", "a"}, {1, 1}, {}}); }), "twice");
 }
 

@@ -1,5 +1,6 @@
 #pragma once
-// Generated meshes: any number of axes, sizes from 1, and tables that are row-major, permuted, dense subsets or full of gaps.
+// Generated meshes: any number of axes, sizes from 1, and tables that are row-major, permuted,
+// dense subsets or full of gaps.
 
 #include <algorithm>
 #include <numeric>
@@ -11,14 +12,17 @@
 
 namespace tessera {
 
-inline int pick(std::mt19937& random, int low, int high) { return low + static_cast<int>(random() % static_cast<unsigned>(high - low + 1)); }
+inline int pick(std::mt19937& random, int low, int high) {
+  return low + static_cast<int>(random() % static_cast<unsigned>(high - low + 1));
+}
 
 template <class T>
 void shuffle(std::vector<T>& items, std::mt19937& random) {
   for (std::size_t i = items.size(); i > 1; --i) std::swap(items[i - 1], items[random() % i]);
 }
 
-inline std::vector<Axis> random_axes(std::mt19937& random, int max_dims, int max_size, int max_ranks) {
+inline std::vector<Axis> random_axes(std::mt19937& random, int max_dims, int max_size,
+                                     int max_ranks) {
   std::vector<Axis> axes;
   int n = 1;
   for (int d = pick(random, 0, max_dims); d > 0; --d) {
@@ -30,7 +34,8 @@ inline std::vector<Axis> random_axes(std::mt19937& random, int max_dims, int max
   return axes;
 }
 
-inline Mesh random_mesh(std::mt19937& random, int max_dims = 5, int max_size = 5, int max_ranks = 96) {
+inline Mesh random_mesh(std::mt19937& random, int max_dims = 5, int max_size = 5,
+                        int max_ranks = 96) {
   auto axes = random_axes(random, max_dims, max_size, max_ranks);
   int n = 1;
   for (const Axis& axis : axes) n *= axis.size;

@@ -27,14 +27,17 @@ Topology slow_network(const std::vector<int>& devices) {
 
 Topology random_topology(std::mt19937& random, int ranks) {
   std::vector<int> devices;
-  for (int left = ranks; left > 0; left -= devices.back()) devices.push_back(pick(random, 1, std::min(left, 4)));
+  for (int left = ranks; left > 0; left -= devices.back())
+    devices.push_back(pick(random, 1, std::min(left, 4)));
   if (random() % 4 == 0) devices.push_back(1);  // a spare slot
   auto topology = slow_network(devices);
   topology.device_links.push_back({"bus", 2e-6, 10e9, random() % 2 == 0});
   if (random() % 3 == 0) topology.cross_rail_latency = 3e-6;
   const int switches = pick(random, 0, 3);
   for (int s = 0; s < switches; ++s)
-    topology.switches.push_back({std::string(1, static_cast<char>('a' + s)), s == 0 ? -1 : pick(random, 0, s - 1), 1e-6, random() % 2 ? 0.0 : 0.5e9});
+    topology.switches.push_back({std::string(1, static_cast<char>('a' + s)),
+                                 s == 0 ? -1 : pick(random, 0, s - 1), 1e-6,
+                                 random() % 2 ? 0.0 : 0.5e9});
   for (Host& host : topology.hosts) {
     if (switches > 0) host.network = pick(random, 0, switches - 1);
     if (random() % 3 == 0)
@@ -45,58 +48,77 @@ Topology random_topology(std::mt19937& random, int ranks) {
   return topology;
 }
 
-std::vector<Traffic> random_traffic(std::mt19937& random, const std::vector<Axis>& axes, bool any = true) {
+std::vector<Traffic> random_traffic(std::mt19937& random, const std::vector<Axis>& axes,
+                                    bool any = true) {
   std::vector<Traffic> traffic;
-  const Collective kinds[] = {Collective::all_reduce, Collective::all_gather, Collective::reduce_scatter, Collective::broadcast, Collective::reduce,
-                              Collective::all_to_all, Collective::send};
+  const Collective kinds[] = {
+      Collective::all_reduce, Collective::all_gather, Collective::reduce_scatter,
+      Collective::broadcast,  Collective::reduce,     Collective::all_to_all,
+      Collective::send};
   for (const Axis& axis : axes)
-    if (random() % 4) traffic.push_back({{axis.name}, kinds[any ? random() % 7 : 0], std::pow(10.0, pick(random, 0, 8)), double(pick(random, 1, 3))});
-  if (axes.size() > 1 && random() % 3 == 0) traffic.push_back({{axes[0].name, axes[1].name}, kinds[random() % 7], 1e6, 1});
+    if (random() % 4)
+      traffic.push_back({{axis.name},
+                         kinds[any ? random() % 7 : 0],
+                         std::pow(10.0, pick(random, 0, 8)),
+                         double(pick(random, 1, 3))});
+  if (axes.size() > 1 && random() % 3 == 0)
+    traffic.push_back({{axes[0].name, axes[1].name}, kinds[random() % 7], 1e6, 1});
   return traffic;
 }
 
 }  // namespace
 
 TEST(CostModel, LargeMessagesGoByTheAlgorithmThatMovesLeast) {
-  // 3 hosts, 1 rank each, 100 MB: the ring, 2 * 2 rounds of a third at 1 GB/s. On 4 hosts as many bytes move by halving and doubling, in fewer
-  // rounds.
-  const CostModel three(slow_network({1, 1, 1}), {{"data", 3}}, {{{"data"}, Collective::all_reduce, 99e6}});
+  // 3 hosts, 1 rank each, 100 MB: the ring, 2 * 2 rounds of a third at 1 GB/s. On 4 hosts as many
+  // bytes move by halving and doubling, in fewer rounds.
+  const CostModel three(slow_network({1, 1, 1}), {{"data", 3}},
+                        {{{"data"}, Collective::all_reduce, 99e6}});
   const auto ring = three.cost({0, 1, 2});
   EXPECT_EQ(ring.axes.front().axes, "data");
   EXPECT_EQ(ring.axes.front().algorithm, "ring");
   EXPECT_NEAR(ring.seconds, 4 * (kLatency + 0.033), 1e-9);
-  const CostModel four(slow_network({1, 1, 1, 1}), {{"data", 4}}, {{{"data"}, Collective::all_reduce, 100e6, 3}});
+  const CostModel four(slow_network({1, 1, 1, 1}), {{"data", 4}},
+                       {{{"data"}, Collective::all_reduce, 100e6, 3}});
   const auto halving = four.cost({0, 1, 2, 3});
   EXPECT_EQ(halving.axes.front().algorithm, "halving and doubling");
   EXPECT_NEAR(halving.seconds, 3 * (4 * kLatency + 0.150), 1e-9);
 }
 
 TEST(CostModel, SmallMessagesGoByDoubling) {
-  const CostModel model(slow_network({1, 1, 1, 1}), {{"data", 4}}, {{{"data"}, Collective::all_reduce, 8}});
+  const CostModel model(slow_network({1, 1, 1, 1}), {{"data", 4}},
+                        {{{"data"}, Collective::all_reduce, 8}});
   const auto cost = model.cost({0, 1, 2, 3});
   EXPECT_EQ(cost.axes.front().algorithm, "recursive doubling");
   EXPECT_NEAR(cost.seconds, 2 * (kLatency + 8e-9), 1e-12);
 }
 
 TEST(CostModel, GroupsShareAnAdapter) {
-  // data=2 x model=4 on 2 hosts of 4: the four data groups leave each host by one adapter, so each gets a quarter of it.
-  const CostModel model(slow_network({4, 4}), {{"data", 2}, {"model", 4}}, {{{"data"}, Collective::all_gather, 100e6}});
+  // data=2 x model=4 on 2 hosts of 4: the four data groups leave each host by one adapter, so each
+  // gets a quarter of it.
+  const CostModel model(slow_network({4, 4}), {{"data", 2}, {"model", 4}},
+                        {{{"data"}, Collective::all_gather, 100e6}});
   EXPECT_NEAR(model.seconds({0, 1, 2, 3, 4, 5, 6, 7}), kLatency + 4 * 50e6 / kBandwidth, 1e-9);
   // Rails: four adapters, one group each.
   auto rails = slow_network({4, 4});
   for (Host& host : rails.hosts) host.rail = {0, 1, 2, 3};
-  const CostModel with_rails(rails, {{"data", 2}, {"model", 4}}, {{{"data"}, Collective::all_gather, 100e6}});
+  const CostModel with_rails(rails, {{"data", 2}, {"model", 4}},
+                             {{{"data"}, Collective::all_gather, 100e6}});
   EXPECT_NEAR(with_rails.seconds({0, 1, 2, 3, 4, 5, 6, 7}), kLatency + 50e6 / kBandwidth, 1e-9);
 }
 
 TEST(CostModel, UplinksAreShared) {
-  // Two racks of two hosts; the uplink is as narrow as one adapter, and both rings of `data` cross it.
+  // Two racks of two hosts; the uplink is as narrow as one adapter, and both rings of `data` cross
+  // it.
   auto topology = slow_network({1, 1, 1, 1});
-  topology.switches = {{"spine", -1, 0, 0}, {"rack0", 0, 2e-6, kBandwidth}, {"rack1", 0, 2e-6, kBandwidth}};
+  topology.switches = {
+      {"spine", -1, 0, 0}, {"rack0", 0, 2e-6, kBandwidth}, {"rack1", 0, 2e-6, kBandwidth}};
   for (int h = 0; h < 4; ++h) topology.hosts[h].network = 1 + h / 2;
-  const CostModel model(topology, {{"data", 2}, {"model", 2}}, {{{"data"}, Collective::all_gather, 100e6}});
-  EXPECT_NEAR(model.seconds({0, 1, 2, 3}), kLatency + 4e-6 + 2 * 50e6 / kBandwidth, 1e-9);  // data between racks
-  EXPECT_NEAR(model.seconds({0, 2, 1, 3}), kLatency + 50e6 / kBandwidth, 1e-9);             // data inside racks
+  const CostModel model(topology, {{"data", 2}, {"model", 2}},
+                        {{{"data"}, Collective::all_gather, 100e6}});
+  // data between racks
+  EXPECT_NEAR(model.seconds({0, 1, 2, 3}), kLatency + 4e-6 + 2 * 50e6 / kBandwidth, 1e-9);
+  // data inside racks
+  EXPECT_NEAR(model.seconds({0, 2, 1, 3}), kLatency + 50e6 / kBandwidth, 1e-9);
 }
 
 TEST(CostModel, AllToAllAndSend) {
@@ -104,22 +126,34 @@ TEST(CostModel, AllToAllAndSend) {
   // Each of the two ranks of a host sends 1 MB to each of two ranks outside.
   EXPECT_NEAR(model.seconds({0, 1, 2, 3}), 3 * kLatency + 4e6 / kBandwidth, 1e-9);
   const CostModel pipe(slow_network({2, 2}), {{"x", 4}}, {{{"x"}, Collective::send, 1e6}});
-  EXPECT_NEAR(pipe.seconds({0, 1, 2, 3}), kLatency + 1e6 / kBandwidth, 1e-9);  // one message crosses
-  EXPECT_NEAR(pipe.seconds({0, 2, 1, 3}), kLatency + 2e6 / kBandwidth, 1e-9);  // three cross, two of them outwards from host 0
+  // one message crosses
+  EXPECT_NEAR(pipe.seconds({0, 1, 2, 3}), kLatency + 1e6 / kBandwidth, 1e-9);
+  // three cross, two of them outwards from host 0
+  EXPECT_NEAR(pipe.seconds({0, 2, 1, 3}), kLatency + 2e6 / kBandwidth, 1e-9);
 }
 
 TEST(CostModel, BadInput) {
   const auto topology = slow_network({2, 2});
-  EXPECT_SAYS(refused<MappingError>([&] { CostModel(topology, {{"x", 5}}, {}); }), "5 ranks does not fit on 2 hosts with 4 devices");
-  EXPECT_SAYS(refused<UnknownName>([&] { CostModel(topology, {{"x", 4}}, {{{"y"}, Collective::send, 1}}); }), "'y'");
-  EXPECT_SAYS(refused<GroupConfigError>([&] { CostModel(topology, {{"x", 4}}, {{{"x"}, Collective::send, -1}}); }), "-1 bytes");
-  EXPECT_SAYS(refused<GroupConfigError>([&] { CostModel(topology, {{"x", 4}}, {{{}, Collective::send, 1}}); }), "names no axis");
+  EXPECT_SAYS(refused<MappingError>([&] { CostModel(topology, {{"x", 5}}, {}); }),
+              "5 ranks does not fit on 2 hosts with 4 devices");
+  EXPECT_SAYS(refused<UnknownName>(
+                  [&] { CostModel(topology, {{"x", 4}}, {{{"y"}, Collective::send, 1}}); }),
+              "'y'");
+  EXPECT_SAYS(refused<GroupConfigError>(
+                  [&] { CostModel(topology, {{"x", 4}}, {{{"x"}, Collective::send, -1}}); }),
+              "-1 bytes");
+  EXPECT_SAYS(refused<GroupConfigError>(
+                  [&] { CostModel(topology, {{"x", 4}}, {{{}, Collective::send, 1}}); }),
+              "names no axis");
   EXPECT_SAYS(refused<GroupConfigError>([] { collective_from("gossip"); }), "all_reduce");
   const CostModel model(topology, {{"x", 4}}, {});
   EXPECT_SAYS(refused<MappingError>([&] { model.cost({0, 1}); }), "2 positions for a mesh of 4");
-  EXPECT_SAYS(refused<MappingError>([&] { given_mapping(model, {0, 1}); }), "2 entries, but the mesh has 4");
-  EXPECT_SAYS(refused<MappingError>([&] { given_mapping(model, {0, 1, 2, 4}); }), "slot 4, but the slots are 0 to 3");
-  EXPECT_SAYS(refused<MappingError>([&] { given_mapping(model, {0, 1, 2, 1}); }), "ranks 1 and 3 both on slot 1");
+  EXPECT_SAYS(refused<MappingError>([&] { given_mapping(model, {0, 1}); }),
+              "2 entries, but the mesh has 4");
+  EXPECT_SAYS(refused<MappingError>([&] { given_mapping(model, {0, 1, 2, 4}); }),
+              "slot 4, but the slots are 0 to 3");
+  EXPECT_SAYS(refused<MappingError>([&] { given_mapping(model, {0, 1, 2, 1}); }),
+              "ranks 1 and 3 both on slot 1");
 }
 
 TEST(Topology, BadInput) {
@@ -146,13 +180,15 @@ TEST(Topology, BadInput) {
   EXPECT_SAYS(refuse([](Topology& t) { t.network.bandwidth = 0; }), "bandwidth of 0");
   EXPECT_SAYS(refuse([](Topology& t) { t.device_links[0].latency = -1; }), "latency of -1");
   EXPECT_SAYS(refused<MappingError>([] { Topology::uniform(0, 4); }), "0 hosts");
-  EXPECT_SAYS(refused<MappingError>([] { Topology::uniform(1, 2).host_of(2); }), "slot 2 of 2 slots");
+  EXPECT_SAYS(refused<MappingError>([] { Topology::uniform(1, 2).host_of(2); }),
+              "slot 2 of 2 slots");
 }
 
 TEST(Placement, HeavyAxisMovesInsideHosts) {
   // Row-major puts `model` across hosts here, for data is innermost; the optimum turns it round.
-  const CostModel model(slow_network({4, 4}), {{"model", 4}, {"data", 2}},
-                        {{{"model"}, Collective::all_reduce, 512e6}, {{"data"}, Collective::all_reduce, 1e6}});
+  const CostModel model(
+      slow_network({4, 4}), {{"model", 4}, {"data", 2}},
+      {{{"model"}, Collective::all_reduce, 512e6}, {{"data"}, Collective::all_reduce, 1e6}});
   const auto placement = optimise_mapping(model);
   EXPECT_TRUE(placement.exact);
   EXPECT_LT(placement.seconds, placement.naive_seconds / 10);
@@ -197,7 +233,8 @@ TEST(Placement, ExactEqualsBruteForceOverAllPermutations) {
 }
 
 TEST(Placement, HeuristicOnUniformHosts) {
-  // Exhaustive at 8 to 12 ranks: how often does the heuristic alone reach the optimum? And the bound must hold.
+  // Exhaustive at 8 to 12 ranks: how often does the heuristic alone reach the optimum? And the
+  // bound must hold.
   std::mt19937 random(22);
   int reached = 0, cases = 0;
   for (int n = 0; n < 60; ++n) {
@@ -210,7 +247,8 @@ TEST(Placement, HeuristicOnUniformHosts) {
       axes.push_back({name, name[0] == 'c' ? left : size});
       left /= size;
     }
-    const CostModel model(slow_network(std::vector<int>(hosts, devices)), axes, random_traffic(random, axes, false));
+    const CostModel model(slow_network(std::vector<int>(hosts, devices)), axes,
+                          random_traffic(random, axes, false));
     const auto exact = optimise_mapping(model);
     if (!exact.exact) continue;
     const auto heuristic = optimise_mapping(model, {.exact_limit = 0});
@@ -229,7 +267,8 @@ TEST(Placement, LargeWorldsNeverGetWorse) {
     const auto axes = random_axes(random, 4, 8, 512);
     const int ranks = Mesh(axes).size();
     std::vector<int> devices;
-    for (int left = ranks; left > 0; left -= devices.back()) devices.push_back(n % 2 ? std::min(left, 8) : pick(random, 1, std::min(left, 8)));
+    for (int left = ranks; left > 0; left -= devices.back())
+      devices.push_back(n % 2 ? std::min(left, 8) : pick(random, 1, std::min(left, 8)));
     const CostModel model(slow_network(devices), axes, random_traffic(random, axes));
     const auto placement = optimise_mapping(model, {.exact_limit = 100, .effort = 0.2});
     ASSERT_LE(placement.seconds, placement.naive_seconds);
@@ -248,7 +287,8 @@ TEST(Hierarchical, InsideTimesBetween) {
   const auto levels = hierarchical_groups(mesh.groups("data"), two_hosts);
   EXPECT_EQ(levels.inside, (RankLists{{0, 1, 2, 3}, {4, 5, 6, 7}}));
   EXPECT_EQ(levels.between, (RankLists{{0, 4}, {1, 5}, {2, 6}, {3, 7}}));
-  EXPECT_NO_THROW(require_orthogonal(levels.inside, "inside", levels.between, "between", mesh.ranks(), "data"));
+  EXPECT_NO_THROW(
+      require_orthogonal(levels.inside, "inside", levels.between, "between", mesh.ranks(), "data"));
   const Ranks uneven{0, 0, 0, 0, 0, 1, 1, 1};
   try {
     hierarchical_groups(mesh.groups("data"), uneven);

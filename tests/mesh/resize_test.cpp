@@ -20,7 +20,8 @@ TEST(Resize, ANewcomerReplacesTheLost) {
 }
 
 TEST(Resize, ShrinkingFillsHolesWhereNothingElseChanges) {
-  // Ranks 2 = (1, 0) and 5 = (2, 1) are lost: slice 0 is whole, 1 and 2 have one survivor each, so 4 = (2, 0) fills the hole at (1, 0).
+  // Ranks 2 = (1, 0) and 5 = (2, 1) are lost: slice 0 is whole, 1 and 2 have one survivor each, so
+  // 4 = (2, 0) fills the hole at (1, 0).
   const Mesh old({{"data", 3}, {"model", 2}});
   const auto resize = resize_mesh(old, "data", {0, 1, 3, 4});
   EXPECT_EQ(resize.mesh, Mesh({{"data", 2}, {"model", 2}}, {0, 1, 3, 2}));
@@ -39,7 +40,8 @@ TEST(Resize, Growing) {
 
 TEST(Resize, BadInput) {
   const Mesh old({{"data", 3}, {"model", 2}});
-  EXPECT_SAYS(refused<WorldSizeMismatch>([&] { resize_mesh(old, "data", {0, 1, 3, 4, 5}); }), "use 4 or 6 ranks");
+  EXPECT_SAYS(refused<WorldSizeMismatch>([&] { resize_mesh(old, "data", {0, 1, 3, 4, 5}); }),
+              "use 4 or 6 ranks");
   EXPECT_SAYS(refused<WorldSizeMismatch>([&] { resize_mesh(old, "data", {0}); }), "use 2 ranks");
   EXPECT_SAYS(refused<InvalidArgument>([&] { resize_mesh(old, "data", {0, 0}); }), "old rank 0");
   EXPECT_SAYS(refused<InvalidArgument>([&] { resize_mesh(old, "x", {0, 1}); }), "no axis 'x'");
@@ -51,7 +53,8 @@ TEST(Resize, Properties) {
     const Mesh old = random_mesh(random, 3, 5, 60);
     if (old.dims() == 0) continue;
     const int along = static_cast<int>(random() % old.dims());
-    const int slice = old.size() / old.size(along), new_size = pick(random, 1, 6), world = slice * new_size;
+    const int slice = old.size() / old.size(along), new_size = pick(random, 1, 6),
+              world = slice * new_size;
     auto survivors = old.ranks();
     shuffle(survivors, random);
     survivors.resize(std::min<int>(world, pick(random, 0, old.size())));
@@ -61,7 +64,8 @@ TEST(Resize, Properties) {
     const auto resize = resize_mesh(old, old.axes()[along].name, old_rank_of);
     ASSERT_EQ(resize.mesh.size(), world);
     ASSERT_EQ(resize.mesh.size(along), new_size);
-    ASSERT_EQ(resize.count(Kind::kept) + resize.count(Kind::moved), static_cast<int>(survivors.size()));
+    ASSERT_EQ(resize.count(Kind::kept) + resize.count(Kind::moved),
+              static_cast<int>(survivors.size()));
     ASSERT_EQ(resize.count(Kind::left), old.size() - static_cast<int>(survivors.size()));
     for (int r = 0; r < world; ++r) {
       const auto& move = resize.moves[r];
@@ -70,8 +74,8 @@ TEST(Resize, Properties) {
       if (move.kind == Kind::joined) continue;
       ASSERT_EQ(old_rank_of[r], move.old_rank);
       ASSERT_EQ(old.rank_at(move.from), move.old_rank);
-      // Whoever moves, moves from a slice that is gone or renumbered: nobody leaves a coordinate that another survivor then takes, unless the slice
-      // is gone.
+      // Whoever moves, moves from a slice that is gone or renumbered: nobody leaves a coordinate
+      // that another survivor then takes, unless the slice is gone.
       if (new_size >= old.size(along)) {
         ASSERT_EQ(move.kind, Kind::kept);
       }

@@ -1,4 +1,5 @@
-// The rank lists of data/groups.json. Inside a list the order binds; the order of the lists among themselves does not.
+// The rank lists of data/groups.json. Inside a list the order binds; the order of the lists among
+// themselves does not.
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -64,7 +65,8 @@ TEST(Vectors, NamedOrders) {
   EXPECT_FALSE(all.empty());
   for (const Json& v : all) {
     const std::string order = v["config"]["order"];
-    auto plan = GroupPlan::of_mesh(mesh_from_order(order, sizes_of(v["config"], order), v["world"].get<int>()));
+    auto plan = GroupPlan::of_mesh(
+        mesh_from_order(order, sizes_of(v["config"], order), v["world"].get<int>()));
     EXPECT_EQ(order_of(plan.mesh()), order);
     for (const auto& [name, lists] : v["groups"].items()) {
       plan.add_axes(name);
@@ -86,7 +88,8 @@ TEST(Vectors, Tree) {
   EXPECT_FALSE(all.empty());
   for (const Json& v : all) {
     const auto plan = GroupPlan::of_config(tree_of(v), v["world"].get<int>());
-    for (const auto& [name, lists] : v["groups"].items()) expect_groups(plan.groups(name), lists, name);
+    for (const auto& [name, lists] : v["groups"].items())
+      expect_groups(plan.groups(name), lists, name);
   }
 }
 
@@ -96,7 +99,8 @@ TEST(Vectors, NestedOrthogonal) {
   config.add_orthogonal({"orthogonal to shard, in its parent dp", {"shard"}, "", {}});
   config.add_orthogonal({"orthogonal to shard, in the world", {"shard"}, "world", {}});
   const auto plan = GroupPlan::of_config(config, v["world"].get<int>());
-  for (const auto& [name, lists] : v["groups"].items()) expect_groups(plan.groups(name), lists, name);
+  for (const auto& [name, lists] : v["groups"].items())
+    expect_groups(plan.groups(name), lists, name);
 }
 
 TEST(Vectors, Hierarchical) {
@@ -106,7 +110,8 @@ TEST(Vectors, Hierarchical) {
 }
 
 TEST(Vectors, LoaderRows) {
-  // Processes that hold devices of one row of the mesh read the same rows: the data axis of 4 seen by process.
+  // Processes that hold devices of one row of the mesh read the same rows: the data axis of 4 seen
+  // by process.
   const Json v = vectors()["loader"];
   const auto rows = v["devices"].get<RankLists>();
   std::map<int, int> row_group;  // process -> which rows it reads, numbered by first appearance
@@ -114,6 +119,8 @@ TEST(Vectors, LoaderRows) {
   std::map<int, std::vector<int>> rows_of;
   for (int r = 0; r < static_cast<int>(rows.size()); ++r)
     for (int process : std::set<int>(rows[r].begin(), rows[r].end())) rows_of[process].push_back(r);
-  for (const auto& [process, mine] : rows_of) row_group[process] = known.emplace(mine, static_cast<int>(known.size())).first->second;
-  for (const auto& [process, group] : v["process_mesh_mapping"].items()) EXPECT_EQ(row_group.at(std::stoi(process)), group.get<int>());
+  for (const auto& [process, mine] : rows_of)
+    row_group[process] = known.emplace(mine, static_cast<int>(known.size())).first->second;
+  for (const auto& [process, group] : v["process_mesh_mapping"].items())
+    EXPECT_EQ(row_group.at(std::stoi(process)), group.get<int>());
 }

@@ -1,5 +1,6 @@
 #pragma once
-// One training run on uneven data, on one process and data-parallel: the two must agree to round-off.
+// One training run on uneven data, on one process and data-parallel: the two must agree to
+// round-off.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -31,12 +32,16 @@ inline torch::Tensor samples(int step, std::int64_t n) {
   torch::manual_seed(100 + step);
   return torch::randn({n, 6}, torch::kDouble);
 }
-inline torch::Tensor target(const torch::Tensor& x) { return torch::stack({x.sum(1).sin(), (x * x).sum(1)}, 1); }
+inline torch::Tensor target(const torch::Tensor& x) {
+  return torch::stack({x.sum(1).sin(), (x * x).sum(1)}, 1);
+}
 
 // This rank's rows of a batch of `n`: every rank another number, some none.
 inline torch::Tensor part(const torch::Tensor& x, int step, int rank, int ranks) {
   std::vector<std::int64_t> cuts{0};
-  for (int r = 1; r < ranks; ++r) cuts.push_back(std::max(cuts.back(), x.size(0) * ((r * 7 + step * 3) % (2 * ranks)) / (2 * ranks)));
+  for (int r = 1; r < ranks; ++r)
+    cuts.push_back(
+        std::max(cuts.back(), x.size(0) * ((r * 7 + step * 3) % (2 * ranks)) / (2 * ranks)));
   cuts.push_back(x.size(0));
   return x.slice(0, cuts[rank], cuts[rank + 1]);
 }
@@ -56,7 +61,8 @@ inline Net one_process(bool shared) {
   return net;
 }
 
-inline void train_and_compare(const Group& group, const DistributedDataParallelOptions& options, bool shared, const Net& reference) {
+inline void train_and_compare(const Group& group, const DistributedDataParallelOptions& options,
+                              bool shared, const Net& reference) {
   torch::manual_seed(1 + group.rank());  // rank 0's parameters become everybody's
   Net net(shared);
   DistributedDataParallel ddp(net, group, options);

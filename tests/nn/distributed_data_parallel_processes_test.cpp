@@ -15,7 +15,8 @@ TEST(DistributedDataParallelProcesses, UnevenTrainingEqualsOneProcess) {
     const auto reference = testing::one_process(shared);
     for (const bool overlap : {true, false})
       for (const std::int64_t bytes : {1l, 1l << 20})
-        testing::train_and_compare(manager.world(), {.reducer = {bytes, bytes, overlap}}, shared, reference);
+        testing::train_and_compare(manager.world(), {.reducer = {bytes, bytes, overlap}}, shared,
+                                   reference);
   }
   manager.shutdown();
 }

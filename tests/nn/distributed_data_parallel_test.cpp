@@ -13,7 +13,8 @@ namespace {
 
 using testing::Net;
 
-// Seeding is process-wide in libtorch: ranks as threads make their random numbers one after the other.
+// Seeding is process-wide in libtorch: ranks as threads make their random numbers one after the
+// other.
 template <class F>
 auto one_at_a_time(F make) {
   static std::mutex mutex;
@@ -26,7 +27,8 @@ TEST(DistributedDataParallel, UnevenTrainingEqualsOneProcess) {
     torch::manual_seed(1);
     const Net reference = testing::one_process(shared);
     std::vector<torch::Tensor> batches;
-    for (int step = 0; step < testing::kSteps; ++step) batches.push_back(testing::samples(step, 13));
+    for (int step = 0; step < testing::kSteps; ++step)
+      batches.push_back(testing::samples(step, 13));
     for (int ranks = 1; ranks <= 4; ++ranks)
       for (const bool overlap : {true, false})
         for (const bool view : {true, false})
@@ -36,18 +38,23 @@ TEST(DistributedDataParallel, UnevenTrainingEqualsOneProcess) {
                 torch::manual_seed(1 + manager.rank());
                 return Net(shared);
               });
-              DistributedDataParallel ddp(net, manager.world(), {.reducer = {bytes, bytes, overlap, view}});
+              DistributedDataParallel ddp(net, manager.world(),
+                                          {.reducer = {bytes, bytes, overlap, view}});
               torch::optim::Adam optimizer(net->parameters(), 1e-2);
               for (int step = 0; step < testing::kSteps; ++step) {
                 auto x = testing::part(batches[step], step, manager.rank(), ranks);
                 optimizer.zero_grad();
-                ddp.mean_loss(torch::mse_loss(ddp(x), testing::target(x)), static_cast<double>(x.size(0))).backward();
+                ddp.mean_loss(torch::mse_loss(ddp(x), testing::target(x)),
+                              static_cast<double>(x.size(0)))
+                    .backward();
                 optimizer.step();
               }
               const auto wanted = reference->named_parameters();
               for (const auto& item : net->named_parameters()) {
-                EXPECT_TRUE(torch::allclose(item.value(), wanted[item.key()], 1e-10, 1e-10)) << item.key() << ", " << ranks << " ranks";
-                EXPECT_EQ(item.value().grad().defined(), wanted[item.key()].grad().defined()) << item.key();
+                EXPECT_TRUE(torch::allclose(item.value(), wanted[item.key()], 1e-10, 1e-10))
+                    << item.key() << ", " << ranks << " ranks";
+                EXPECT_EQ(item.value().grad().defined(), wanted[item.key()].grad().defined())
+                    << item.key();
               }
             });
   }
@@ -69,7 +76,10 @@ TEST(DistributedDataParallel, AccumulationOverMicroBatchesEqualsOneProcess) {
     DistributedDataParallel ddp(net, manager.world());
     auto backward = [&](int micro) {
       auto rows = testing::part(x.slice(0, 4 * micro, 4 * micro + 4), micro, manager.rank(), 3);
-      (ddp.mean_loss(torch::mse_loss(ddp(rows), testing::target(rows)), static_cast<double>(rows.size(0))) / 3).backward();
+      (ddp.mean_loss(torch::mse_loss(ddp(rows), testing::target(rows)),
+                     static_cast<double>(rows.size(0))) /
+       3)
+          .backward();
     };
     {
       const auto scope = ddp.no_sync();
@@ -79,7 +89,8 @@ TEST(DistributedDataParallel, AccumulationOverMicroBatchesEqualsOneProcess) {
     backward(2);
     const auto wanted = reference->named_parameters();
     for (const auto& item : net->named_parameters())
-      EXPECT_TRUE(!wanted[item.key()].grad().defined() || torch::allclose(item.value().grad(), wanted[item.key()].grad(), 1e-11, 1e-11))
+      EXPECT_TRUE(!wanted[item.key()].grad().defined() ||
+                  torch::allclose(item.value().grad(), wanted[item.key()].grad(), 1e-11, 1e-11))
           << item.key();
   });
 }
@@ -124,14 +135,18 @@ TEST(DistributedDataParallel, DifferentModulesAreAnErrorOnEveryRank) {
     EXPECT_THROW(DistributedDataParallel(layer, manager.world()), MismatchError);
   });
   run_threads(2, [](DistributedManager& manager) {
-    EXPECT_THROW(DistributedDataParallel(torch::nn::Linear(3, 3), manager.world(), {.ignore = {"wieght"}}), InvalidArgument);
+    EXPECT_THROW(
+        DistributedDataParallel(torch::nn::Linear(3, 3), manager.world(), {.ignore = {"wieght"}}),
+        InvalidArgument);
   });
 }
 
 TEST(DistributedDataParallel, TakesSharedPointersAndAnyForward) {
   struct Pair : torch::nn::Module {
     Pair() { layer = register_module("layer", torch::nn::Linear(2, 2)); }
-    std::pair<torch::Tensor, int> forward(const torch::Tensor& x, int n) { return {layer(x), n + 1}; }
+    std::pair<torch::Tensor, int> forward(const torch::Tensor& x, int n) {
+      return {layer(x), n + 1};
+    }
     torch::nn::Linear layer{nullptr};
   };
   run_threads(2, [](DistributedManager& manager) {

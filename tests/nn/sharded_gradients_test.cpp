@@ -1,4 +1,5 @@
-// Gradients of distribute_module()'s parameters: reduced over the right axes, once, in buckets, while backward runs.
+// Gradients of distribute_module()'s parameters: reduced over the right axes, once, in buckets,
+// while backward runs.
 
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
@@ -20,7 +21,9 @@ struct NetImpl : torch::nn::Module {
         shared(register_module("shared", torch::nn::Linear(6, 6))),
         unused(register_module("unused", torch::nn::Linear(3, 3))),
         last(register_module("last", torch::nn::Linear(6, 2))) {}
-  at::Tensor forward(const at::Tensor& x) { return last(shared(torch::tanh(shared(norm(torch::tanh(first(x))))))); }
+  at::Tensor forward(const at::Tensor& x) {
+    return last(shared(torch::tanh(shared(norm(torch::tanh(first(x)))))));
+  }
   torch::nn::Linear first;
   torch::nn::LayerNorm norm;
   torch::nn::Linear shared, unused, last;
@@ -34,14 +37,16 @@ Net make(std::uint64_t seed = 7) {
   return net;
 }
 
-void expect_gradients(torch::nn::Module& got, torch::nn::Module& expected, const std::string& where) {
+void expect_gradients(torch::nn::Module& got, torch::nn::Module& expected,
+                      const std::string& where) {
   const auto a = got.named_parameters(), b = expected.named_parameters();
   for (const auto& item : b) {
     const at::Tensor p = a[item.key()], g = p.grad();
     ASSERT_EQ(g.defined(), item.value().grad().defined()) << where << " " << item.key();
     if (!g.defined()) continue;
     EXPECT_LT(difference(g, item.value().grad()), 1e-12) << where << " " << item.key();
-    EXPECT_TRUE(spec(g) == spec(p)) << where << " " << item.key() << ": " << spec(g) << " and " << spec(p);
+    EXPECT_TRUE(spec(g) == spec(p))
+        << where << " " << item.key() << ": " << spec(g) << " and " << spec(p);
   }
 }
 
@@ -55,7 +60,8 @@ std::vector<std::string> sent(const CommTrace& trace) {
 }
 
 std::vector<std::vector<Axis>> meshes() {
-  return {{{"x", 1}}, {{"x", 2}}, {{"x", 3}}, {{"x", 4}}, {{"x", 2}, {"y", 2}}, {{"x", 2}, {"y", 1}, {"z", 2}}};
+  return {{{"x", 1}}, {{"x", 2}},           {{"x", 3}},
+          {{"x", 4}}, {{"x", 2}, {"y", 2}}, {{"x", 2}, {"y", 1}, {"z", 2}}};
 }
 
 int ranks_of(const std::vector<Axis>& axes) {
@@ -76,7 +82,8 @@ TEST(ShardedGradients, AreThoseOfOneProcessWhateverTheDataLie) {
         const std::int64_t bytes = draw.of(std::vector<std::int64_t>{1, 200, 1 << 20});
         const bool overlap = draw.chance(70);
         Net net = make(), expected = make();
-        distribute_module(*net, mesh, ModuleRule(), {.first_bucket_bytes = bytes, .bucket_bytes = bytes, .overlap = overlap});
+        distribute_module(*net, mesh, ModuleRule(),
+                          {.first_bucket_bytes = bytes, .bucket_bytes = bytes, .overlap = overlap});
         for (int step = 0; step < 3; ++step) {
           const at::Tensor x = randn({5, 3, 4}, at::kDouble);
           const ShardSpec lies = draw.spec(mesh, {5, 3, 4});
@@ -106,8 +113,11 @@ TEST(ShardedGradients, GoInOneMessageABucketOverTheAxesOfTheData) {
     const at::Tensor value = randn({5, 4}, at::kDouble);
     for (const bool small : {false, true}) {
       Net net = make(), expected = make();
-      // Four tensors of 6 numbers or fewer, and three matrices: with small buckets each stands alone.
-      distribute_module(*net, mesh, ModuleRule(), {.first_bucket_bytes = small ? 1 : 1 << 20, .bucket_bytes = small ? 1 : 1 << 20});
+      // Four tensors of 6 numbers or fewer, and three matrices: with small buckets each stands
+      // alone.
+      distribute_module(
+          *net, mesh, ModuleRule(),
+          {.first_bucket_bytes = small ? 1 : 1 << 20, .bucket_bytes = small ? 1 : 1 << 20});
       expected(value).square().mean().backward();
       const at::Tensor x = distribute_tensor(value, mesh, {Shard(0), Replicate()}, {{0, {4, 1}}});
       const CommTraceScope trace(manager);
@@ -154,7 +164,8 @@ TEST(ShardedGradients, StayWhereTheyAreInNoSync) {
     }
     EXPECT_TRUE(trace->events().empty()) << trace->table();
     EXPECT_TRUE(placements(net->first->weight.grad())[0].is_partial());
-    EXPECT_LT(difference(net->first->weight.grad(), expected->first->weight.grad()), 1e-12) << "partial, and right all the same";
+    EXPECT_LT(difference(net->first->weight.grad(), expected->first->weight.grad()), 1e-12)
+        << "partial, and right all the same";
     trace->clear();
     step();
     EXPECT_EQ(sent(*trace).size(), 1u);
@@ -190,7 +201,8 @@ TEST(ShardedGradients, StartBeforeBackwardEnds) {
     std::uint64_t at_the_input = 0;
     x.register_hook([&](const at::Tensor&) { at_the_input = mesh.group("x").sequence(); });
     net(x).square().mean().backward();
-    EXPECT_GE(at_the_input - before, 6u) << "all but those of the first layer, which come together with the input's";
+    EXPECT_GE(at_the_input - before, 6u)
+        << "all but those of the first layer, which come together with the input's";
     EXPECT_EQ(mesh.group("x").sequence() - before, 8u);
   });
 }
@@ -206,7 +218,10 @@ TEST(ShardedGradients, AreTheSameBitsInEveryRun) {
       torch::optim::AdamW opt(net->parameters(), 0.01);
       for (int i = 0; i < 5; ++i) {
         opt.zero_grad();
-        net(distribute_tensor(randn({7, 4}), mesh, {Shard(0)}, {{0, {4, 0, 3}}})).square().mean().backward();
+        net(distribute_tensor(randn({7, 4}), mesh, {Shard(0)}, {{0, {4, 0, 3}}}))
+            .square()
+            .mean()
+            .backward();
         opt.step();
       }
       std::vector<at::Tensor> all;
@@ -221,7 +236,8 @@ TEST(ShardedGradients, AreTheSameBitsInEveryRun) {
       if (manager.rank() == 0) run = all;
     });
   }
-  for (std::size_t i = 0; i < runs[0].size(); ++i) EXPECT_TRUE(at::equal(runs[0][i], runs[1][i])) << i;
+  for (std::size_t i = 0; i < runs[0].size(); ++i)
+    EXPECT_TRUE(at::equal(runs[0][i], runs[1][i])) << i;
 }
 
 TEST(ShardedGradients, OfAParameterThatMeetsShardedAndReplicatedData) {
@@ -234,7 +250,8 @@ TEST(ShardedGradients, OfAParameterThatMeetsShardedAndReplicatedData) {
     }
     const at::Tensor a = randn({5, 4}, at::kDouble), b = randn({3, 4}, at::kDouble);
     distribute_module(*net, mesh);
-    const at::Tensor sa = distribute_tensor(a, mesh, {Shard(0)}, {{0, {1, 4}}}), sb = distribute_tensor(b, mesh, {Replicate()});
+    const at::Tensor sa = distribute_tensor(a, mesh, {Shard(0)}, {{0, {1, 4}}}),
+                     sb = distribute_tensor(b, mesh, {Replicate()});
     for (int i = 0; i < 2; ++i) {
       (expected(a).square().sum() + expected(b).square().sum()).backward();
       const CommTraceScope trace(manager);
@@ -276,14 +293,17 @@ TEST(ShardedGradients, PlainParametersGetPlainReducedOnes) {
 
 // Runs its body's backward inside its own backward, as reentrant checkpointing does.
 struct Reentrant : torch::autograd::Function<Reentrant> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const at::Tensor& weight) {
     context->saved_data["weight"] = weight;
     context->save_for_backward({x});
     const at::NoGradGuard no_grad;
     return torch::tanh(x.mm(weight));
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& gradients) {
-    const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_(), weight = context->saved_data["weight"].toTensor();
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_(),
+                     weight = context->saved_data["weight"].toTensor();
     at::Tensor y;
     {
       const at::AutoGradMode grad(true);
@@ -303,10 +323,13 @@ TEST(ShardedGradients, OfCheckpointedParts) {
         (*m)->to(at::kDouble);
         fill(**m, 2);
       }
-      distribute_module(*net, mesh, ModuleRule(), {.first_bucket_bytes = 1, .bucket_bytes = 1, .overlap = overlap});
+      distribute_module(*net, mesh, ModuleRule(),
+                        {.first_bucket_bytes = 1, .bucket_bytes = 1, .overlap = overlap});
       const auto loss = [](torch::nn::Linear& m, const at::Tensor& x) {
         // The weight's gradient comes in three pieces, two of them from nested backwards.
-        return Reentrant::apply(Reentrant::apply(m->forward(x), m->weight), m->weight).square().sum();
+        return Reentrant::apply(Reentrant::apply(m->forward(x), m->weight), m->weight)
+            .square()
+            .sum();
       };
       for (int i = 0; i < 2; ++i) {
         const at::Tensor x = randn({5, 4}, at::kDouble);

@@ -1,4 +1,5 @@
-// Sharded parameters: gathered where they are used (fully sharded data parallelism), or worked on part by part (tensor parallelism).
+// Sharded parameters: gathered where they are used (fully sharded data parallelism), or worked on
+// part by part (tensor parallelism).
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/CPUAllocator.h>
@@ -34,7 +35,8 @@ void expect_alike(torch::nn::Module& got, torch::nn::Module& expected, const std
     EXPECT_LT(difference(p, item.value()), 1e-11) << where << " " << item.key();
     ASSERT_EQ(p.grad().defined(), item.value().grad().defined()) << where << " " << item.key();
     if (!p.grad().defined()) continue;
-    EXPECT_LT(difference(p.grad(), item.value().grad()), 1e-11) << where << " gradient of " << item.key();
+    EXPECT_LT(difference(p.grad(), item.value().grad()), 1e-11)
+        << where << " gradient of " << item.key();
     EXPECT_TRUE(spec(p.grad()) == spec(p)) << where << " " << item.key();
   }
 }
@@ -80,7 +82,9 @@ class CountingAllocator final : public at::Allocator {
     }
     return {data, held, &release, at::kCPU};
   }
-  void copy_data(void* to, const void* from, std::size_t n) const override { default_copy_data(to, from, n); }
+  void copy_data(void* to, const void* from, std::size_t n) const override {
+    default_copy_data(to, from, n);
+  }
 
   /// Where one of the blocks that live was made.
   std::string who() {
@@ -115,8 +119,12 @@ class CountingAllocator final : public at::Allocator {
 // ---- fully sharded ----
 
 TEST(FullySharded, TrainsLikeOneProcessForAnyDimAndSizes) {
-  for (const auto& axes :
-       std::vector<std::vector<Axis>>{{{"x", 1}}, {{"x", 2}}, {{"x", 3}}, {{"x", 4}}, {{"r", 2}, {"x", 2}}, {{"x", 2}, {"r", 2}}}) {
+  for (const auto& axes : std::vector<std::vector<Axis>>{{{"x", 1}},
+                                                         {{"x", 2}},
+                                                         {{"x", 3}},
+                                                         {{"x", 4}},
+                                                         {{"r", 2}, {"x", 2}},
+                                                         {{"x", 2}, {"r", 2}}}) {
     int ranks = 1;
     for (const Axis& a : axes) ranks *= a.size;
     on_threads(ranks, [&](DistributedManager& manager) {
@@ -127,27 +135,32 @@ TEST(FullySharded, TrainsLikeOneProcessForAnyDimAndSizes) {
       Draw draw(3);
       for (int round = 0; round < 6; ++round) {
         const auto make = [] {
-          return torch::nn::Sequential(torch::nn::Linear(4, 7), torch::nn::Tanh(), torch::nn::LayerNorm(torch::nn::LayerNormOptions({7})),
+          return torch::nn::Sequential(torch::nn::Linear(4, 7), torch::nn::Tanh(),
+                                       torch::nn::LayerNorm(torch::nn::LayerNormOptions({7})),
                                        torch::nn::Linear(7, 3));
         };
         auto net = prepared(make()), expected = prepared(make());
-        distribute_module(*net, mesh,
-                          [&](const std::string&, const at::Tensor& t) -> std::optional<ParameterPlacement> {
-                            const int d = draw.below(static_cast<int>(t.dim()));
-                            std::vector<Placement> placements(axes.size());
-                            placements[axis] = Shard(d);
-                            return ParameterPlacement{placements, {{d, draw.sizes(t.size(d), parts)}}};
-                          },
-                          {.first_bucket_bytes = draw.chance(50) ? 1 : 1 << 20, .bucket_bytes = 300});
-        torch::optim::AdamW opt(net->parameters(), 0.01), expected_opt(expected->parameters(), 0.01);
+        distribute_module(
+            *net, mesh,
+            [&](const std::string&, const at::Tensor& t) -> std::optional<ParameterPlacement> {
+              const int d = draw.below(static_cast<int>(t.dim()));
+              std::vector<Placement> placements(axes.size());
+              placements[axis] = Shard(d);
+              return ParameterPlacement{placements, {{d, draw.sizes(t.size(d), parts)}}};
+            },
+            {.first_bucket_bytes = draw.chance(50) ? 1 : 1 << 20, .bucket_bytes = 300});
+        torch::optim::AdamW opt(net->parameters(), 0.01),
+            expected_opt(expected->parameters(), 0.01);
         for (int step = 0; step < 3; ++step) {
           const at::Tensor x = randn({6, 4}, at::kDouble);
           expected_opt.zero_grad();
           opt.zero_grad();
-          const ShardSpec lies(mesh, {6, 4}, std::vector<Placement>(axes.size(), Shard(0)), {{0, draw.sizes(6, ranks)}});
+          const ShardSpec lies(mesh, {6, 4}, std::vector<Placement>(axes.size(), Shard(0)),
+                               {{0, draw.sizes(6, ranks)}});
           for (int part = 0; part < 2; ++part) {
             expected->forward(x).square().mean().backward();
-            const std::optional<GradientNoSync> scope = part == 0 && step == 1 ? std::optional(no_sync(*net)) : std::nullopt;
+            const std::optional<GradientNoSync> scope =
+                part == 0 && step == 1 ? std::optional(no_sync(*net)) : std::nullopt;
             net->forward(leaf(x, lies)).square().mean().backward();
           }
           torch::nn::utils::clip_grad_norm_(expected->parameters(), 0.3);
@@ -171,8 +184,10 @@ TEST(FullySharded, NoParameterIsHeldWholeLongerThanItsUse) {
   on_threads(kRanks, [&](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", kRanks}});
     auto net = prepared(deep(kLayers, kWidth));
-    distribute_module(*net, mesh, {{"*.weight", {{Shard(0)}, {{0, {50, 0, 46}}}}}}, {.first_bucket_bytes = 1, .bucket_bytes = 1});
-    const at::Tensor x = leaf(randn({7, kWidth}, at::kDouble), ShardSpec(mesh, {7, kWidth}, {Shard(0)}, {{0, {3, 2, 2}}}));
+    distribute_module(*net, mesh, {{"*.weight", {{Shard(0)}, {{0, {50, 0, 46}}}}}},
+                      {.first_bucket_bytes = 1, .bucket_bytes = 1});
+    const at::Tensor x = leaf(randn({7, kWidth}, at::kDouble),
+                              ShardSpec(mesh, {7, kWidth}, {Shard(0)}, {{0, {3, 2, 2}}}));
     const auto together = [&](const std::function<void()>& f) {
       mesh.all().barrier();
       if (manager.rank() == 0) f();
@@ -189,7 +204,8 @@ TEST(FullySharded, NoParameterIsHeldWholeLongerThanItsUse) {
     loss.backward();
     together([&] {
       EXPECT_EQ(allocator.live, 0);
-      // A gathered weight, its gradient, what is packed of it, and one more bucket under way: whatever the number of layers.
+      // A gathered weight, its gradient, what is packed of it, and one more bucket under way:
+      // whatever the number of layers.
       EXPECT_LE(allocator.most, 4 * kRanks);
       allocator.watched = ~std::size_t{0};
     });
@@ -208,7 +224,8 @@ TEST(FullySharded, MovesNoMoreThanItMust) {
     const CommTraceScope trace(manager);
     net->forward(x).square().mean().backward();
     auto moved = counts(*trace);
-    // Each weight is gathered once forward, and once backward where an input's gradient is asked for: the first one's is not.
+    // Each weight is gathered once forward, and once backward where an input's gradient is asked
+    // for: the first one's is not.
     const std::int64_t mine = rows[manager.rank()] * kWidth * 8, whole = kWidth * kWidth * 8;
     EXPECT_EQ(moved["all_gather"].calls, 2 * kLayers - 1) << trace->table();
     EXPECT_EQ(moved["all_gather"].bytes, (2 * kLayers - 1) * mine);
@@ -227,13 +244,19 @@ TEST(FullySharded, OnOneAxisAndReplicatedOnAnother) {
     const at::Tensor x = randn({7, 6}, at::kDouble);
     expected->forward(x).square().mean().backward();
     const CommTraceScope trace(manager);
-    net->forward(distribute_tensor(x, mesh, {Shard(0), Shard(0)}, {{0, {3, 0, 2, 2}}})).square().mean().backward();
+    net->forward(distribute_tensor(x, mesh, {Shard(0), Shard(0)}, {{0, {3, 0, 2, 2}}}))
+        .square()
+        .mean()
+        .backward();
     std::map<std::string, int> calls;
     const auto summary = trace->summary();
-    for (const CommSummary& s : summary) calls[s.operation + " " + s.group] += static_cast<int>(s.count);
+    for (const CommSummary& s : summary)
+      calls[s.operation + " " + s.group] += static_cast<int>(s.count);
     expect_alike(*net, *expected, "two axes");
     const std::string shard = mesh.group("shard").name(), replica = mesh.group("replica").name();
-    EXPECT_EQ(calls, (std::map<std::string, int>{{"all_gather " + shard, 3}, {"reduce_scatter " + shard, 1}, {"all_reduce " + replica, 1}}))
+    EXPECT_EQ(calls, (std::map<std::string, int>{{"all_gather " + shard, 3},
+                                                 {"reduce_scatter " + shard, 1},
+                                                 {"all_reduce " + replica, 1}}))
         << trace->table();
     for (const CommSummary& s : summary) {
       if (s.operation == "all_reduce") {
@@ -247,19 +270,24 @@ TEST(FullySharded, UnderDistributedDataParallel) {
   on_threads(4, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"replica", 2}, {"shard", 2}});
     const int replica = manager.rank() / 2;
-    const DeviceMesh own(mesh.layout().submesh({"shard"}, manager.rank()), manager);  // this replica's ranks
+    // this replica's ranks
+    const DeviceMesh own(mesh.layout().submesh({"shard"}, manager.rank()), manager);
     auto net = prepared(deep(2, 6), 7 + 100 * replica), expected = prepared(deep(2, 6));
     distribute_module(*net, own, {{"0.weight", {{Shard(0)}, {{0, {5, 1}}}}}});
-    DistributedDataParallel ddp(net, mesh.group("replica"));  // the first replica's parameters become everybody's
+    // the first replica's parameters become everybody's
+    DistributedDataParallel ddp(net, mesh.group("replica"));
     torch::optim::AdamW opt(net->parameters(), 0.01), expected_opt(expected->parameters(), 0.01);
     for (int step = 0; step < 3; ++step) {
-      const at::Tensor x = randn({8, 6}, at::kDouble);  // five samples for the first replica, three for the other
+      // five samples for the first replica, three for the other
+      const at::Tensor x = randn({8, 6}, at::kDouble);
       expected_opt.zero_grad();
       expected->forward(x).square().mean().backward();
       expected_opt.step();
       const at::Tensor mine = replica == 0 ? x.narrow(0, 0, 5) : x.narrow(0, 5, 3);
       opt.zero_grad();
-      ddp.mean_loss(full_tensor(ddp(distribute_tensor(mine, own, {Shard(0)})).square().mean()), static_cast<double>(mine.size(0))).backward();
+      ddp.mean_loss(full_tensor(ddp(distribute_tensor(mine, own, {Shard(0)})).square().mean()),
+                    static_cast<double>(mine.size(0)))
+          .backward();
       opt.step();
     }
     expect_alike(*net, *expected, "replicas");
@@ -277,12 +305,16 @@ struct AttentionImpl : torch::nn::Module {
         each(each_),
         norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))),
         q(register_module("q", torch::nn::Linear(width, heads * each))),
-        k(register_module("k", torch::nn::Linear(torch::nn::LinearOptions(width, heads * each).bias(false)))),  // its gradient would be zero
+        // its gradient would be zero
+        k(register_module(
+            "k", torch::nn::Linear(torch::nn::LinearOptions(width, heads * each).bias(false)))),
         v(register_module("v", torch::nn::Linear(width, heads * each))),
         out(register_module("out", torch::nn::Linear(heads * each, width))) {}
   at::Tensor forward(const at::Tensor& x) {
     const at::Tensor n = norm(x);
-    const auto split = [&](const at::Tensor& t) { return t.view({x.size(0), x.size(1), heads, each}).transpose(1, 2); };
+    const auto split = [&](const at::Tensor& t) {
+      return t.view({x.size(0), x.size(1), heads, each}).transpose(1, 2);
+    };
     const at::Tensor a = at::scaled_dot_product_attention(split(q(n)), split(k(n)), split(v(n)));
     return x + out(a.transpose(1, 2).reshape({x.size(0), x.size(1), heads * each}));
   }
@@ -324,7 +356,9 @@ NamedPlacements tensor_parallel(int axes, int axis, const Sizes& heads, const Si
   };
   Sizes features;
   for (const auto n : heads) features.push_back(2 * n);
-  NamedPlacements all{{"*.out.weight", at(1, features)}, {"*.down.weight", at(1, hidden)}, {"*.up.*", at(0, hidden)}};
+  NamedPlacements all{{"*.out.weight", at(1, features)},
+                      {"*.down.weight", at(1, hidden)},
+                      {"*.up.*", at(0, hidden)}};
   for (const char* name : {"*.q.*", "*.k.*", "*.v.*"}) all.emplace_back(name, at(0, features));
   return all;
 }
@@ -332,7 +366,8 @@ NamedPlacements tensor_parallel(int axes, int axis, const Sizes& heads, const Si
 }  // namespace
 
 TEST(TensorParallel, FiveHeadsOverThreeRanks) {
-  const std::vector<std::pair<Sizes, Sizes>> cuts{{{2, 2, 1}, {3, 3, 1}}, {{5, 0, 0}, {0, 7, 0}}, {{0, 4, 1}, {1, 0, 6}}};
+  const std::vector<std::pair<Sizes, Sizes>> cuts{
+      {{2, 2, 1}, {3, 3, 1}}, {{5, 0, 0}, {0, 7, 0}}, {{0, 4, 1}, {1, 0, 6}}};
   for (const auto& [heads, hidden] : cuts) {
     on_threads(3, [&, heads = heads, hidden = hidden](DistributedManager& manager) {
       set_policies(manager, {.redistribution = Policy::error});
@@ -349,8 +384,10 @@ TEST(TensorParallel, FiveHeadsOverThreeRanks) {
         const at::Tensor input = distribute_tensor(x, mesh, {Replicate()});
         const CommTraceScope trace(manager);
         const at::Tensor got = net(input).square().mean();
-        EXPECT_EQ(counts(*trace)["all_reduce"].calls, 2) << "one a block: attention, MLP\n" << trace->table();
-        EXPECT_EQ(counts(*trace)["all_reduce"].bytes, 2 * 2 * 4 * 6 * 8) << "of the activations' size";
+        EXPECT_EQ(counts(*trace)["all_reduce"].calls, 2) << "one a block: attention, MLP\n"
+                                                         << trace->table();
+        EXPECT_EQ(counts(*trace)["all_reduce"].bytes, 2 * 2 * 4 * 6 * 8)
+            << "of the activations' size";
         trace->clear();
         got.backward();
         EXPECT_EQ(counts(*trace)["all_reduce"].calls, 2) << trace->table();
@@ -382,7 +419,8 @@ TEST(TensorParallel, BesideShardedData) {
       std::map<std::string, int> calls;
       for (const CommSummary& s : trace->summary()) calls[s.group] += static_cast<int>(s.count);
       EXPECT_EQ(calls[mesh.group("tensor").name()], 4) << trace->table();
-      EXPECT_EQ(calls[mesh.group("data").name()], 1) << "one bucket of all gradients\n" << trace->table();
+      EXPECT_EQ(calls[mesh.group("data").name()], 1) << "one bucket of all gradients\n"
+                                                     << trace->table();
       EXPECT_EQ(calls.size(), 2u) << trace->table();
       expected_opt.step();
       opt.step();
@@ -395,35 +433,46 @@ TEST(TensorParallel, BesideShardedData) {
 
 TEST(ShardedParameters, EveryOptimizerAndClippingOverMixedPlacements) {
   for (int kind = 0; kind < 6; ++kind) {
-    // LBFGS looks along its line and amplifies round-off: no clipping in its closure, and fewer steps.
+    // LBFGS looks along its line and amplifies round-off: no clipping in its closure, and fewer
+    // steps.
     const bool line = kind == 5;
     on_threads(4, [&](DistributedManager& manager) {
-      set_policies(manager, {.redistribution = Policy::allow});  // LBFGS makes one vector of all gradients
+      // LBFGS makes one vector of all gradients
+      set_policies(manager, {.redistribution = Policy::allow});
       const auto mesh = manager.mesh({{"data", 2}, {"tensor", 2}});
       auto net = prepared(Blocks()), expected = prepared(Blocks());
       NamedPlacements placements = tensor_parallel(2, 1, {4, 1}, {2, 5});
-      placements.insert(placements.begin(), {"mlp.norm.*", {{Shard(0), Replicate()}, {{0, {5, 1}}}}});
+      placements.insert(placements.begin(),
+                        {"mlp.norm.*", {{Shard(0), Replicate()}, {{0, {5, 1}}}}});
       distribute_module(*net, mesh, placements);
-      const auto make = [&](const std::vector<at::Tensor>& p) -> std::unique_ptr<torch::optim::Optimizer> {
+      const auto make =
+          [&](const std::vector<at::Tensor>& p) -> std::unique_ptr<torch::optim::Optimizer> {
         switch (kind) {
           case 0:
-            return std::make_unique<torch::optim::SGD>(p, torch::optim::SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(0.01));
+            return std::make_unique<torch::optim::SGD>(
+                p, torch::optim::SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(0.01));
           case 1:
-            return std::make_unique<torch::optim::Adam>(p, torch::optim::AdamOptions(0.01).amsgrad(true));
+            return std::make_unique<torch::optim::Adam>(
+                p, torch::optim::AdamOptions(0.01).amsgrad(true));
           case 2:
             return std::make_unique<torch::optim::AdamW>(p, 0.01);
           case 3:
-            return std::make_unique<torch::optim::RMSprop>(p, torch::optim::RMSpropOptions(0.01).centered(true).momentum(0.5));
+            return std::make_unique<torch::optim::RMSprop>(
+                p, torch::optim::RMSpropOptions(0.01).centered(true).momentum(0.5));
           case 4:
             return std::make_unique<torch::optim::Adagrad>(p, 0.05);
           default:
-            return std::make_unique<torch::optim::LBFGS>(p, torch::optim::LBFGSOptions(0.1).max_iter(4));
+            return std::make_unique<torch::optim::LBFGS>(
+                p, torch::optim::LBFGSOptions(0.1).max_iter(4));
         }
       };
       auto opt = make(net->parameters()), expected_opt = make(expected->parameters());
       for (int step = 0; step < (line ? 1 : 3); ++step) {
-        const at::Tensor x = randn({3, 4, 6}, at::kDouble), sharded = distribute_tensor(x, mesh, {Shard(0), Replicate()}, {{0, {1, 2}}});
-        const auto closure = [&](torch::optim::Optimizer& o, Blocks& m, const at::Tensor& in, double& norm) {
+        const at::Tensor x = randn({3, 4, 6}, at::kDouble),
+                         sharded =
+                             distribute_tensor(x, mesh, {Shard(0), Replicate()}, {{0, {1, 2}}});
+        const auto closure = [&](torch::optim::Optimizer& o, Blocks& m, const at::Tensor& in,
+                                 double& norm) {
           return [&] {
             o.zero_grad();
             const at::Tensor loss = m(in).sin().mean();
@@ -438,7 +487,9 @@ TEST(ShardedParameters, EveryOptimizerAndClippingOverMixedPlacements) {
         EXPECT_NEAR(norm, expected_norm, (line ? 1e-7 : 1e-10) * expected_norm);
       }
       const auto a = net->named_parameters(), b = expected->named_parameters();
-      for (const auto& item : b) EXPECT_LT(difference(a[item.key()], item.value()), line ? 1e-7 : 1e-9) << "optimizer " << kind << " " << item.key();
+      for (const auto& item : b)
+        EXPECT_LT(difference(a[item.key()], item.value()), line ? 1e-7 : 1e-9)
+            << "optimizer " << kind << " " << item.key();
     });
   }
 }
@@ -464,7 +515,9 @@ TEST(ShardedParameters, AutocastGathersWhatWasCast) {
     const CommTraceScope trace(manager);
     const at::Tensor y = forward(net, input);
     EXPECT_EQ(y.scalar_type(), at::kBFloat16);
-    EXPECT_EQ(counts(*trace)["all_gather"].bytes, (8 + 1) * (manager.rank() == 0 ? 5 : 1) * 2) << "two bytes a number\n" << trace->table();
+    EXPECT_EQ(counts(*trace)["all_gather"].bytes, (8 + 1) * (manager.rank() == 0 ? 5 : 1) * 2)
+        << "two bytes a number\n"
+        << trace->table();
     y.sum().backward();
     EXPECT_LT(difference(net->weight.grad(), expected->weight.grad()), 2e-2);
     EXPECT_EQ(net->weight.grad().scalar_type(), at::kFloat);
@@ -475,8 +528,10 @@ TEST(ShardedParameters, AutocastGathersWhatWasCast) {
 TEST(ShardedParameters, BuffersAndPatterns) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
-    auto net = prepared(torch::nn::Sequential(torch::nn::Conv2d(2, 4, 3), torch::nn::BatchNorm2d(4)));
-    distribute_module(*net, mesh, {{"1.running_*", {{Shard(0)}, {{0, {3, 1}}}}}, {"0.weight", {{Shard(-1)}}}});
+    auto net =
+        prepared(torch::nn::Sequential(torch::nn::Conv2d(2, 4, 3), torch::nn::BatchNorm2d(4)));
+    distribute_module(*net, mesh,
+                      {{"1.running_*", {{Shard(0)}, {{0, {3, 1}}}}}, {"0.weight", {{Shard(-1)}}}});
     const auto buffers = net->named_buffers();
     EXPECT_EQ(placements(buffers["1.running_mean"])[0], Shard(0));
     EXPECT_EQ(to_local(buffers["1.running_var"]).size(0), manager.rank() == 0 ? 3 : 1);
@@ -487,7 +542,8 @@ TEST(ShardedParameters, BuffersAndPatterns) {
     EXPECT_THROW(distribute_module(*other, mesh, {{"wieght", {{Shard(0)}}}}), InvalidArgument);
     EXPECT_FALSE(is_sharded(other->weight));
     EXPECT_THROW(distribute_module(*other, mesh, {{"*", {{Partial()}}}}), InvalidArgument);
-    EXPECT_THROW(distribute_module(*other, mesh, {{"*", {{Shard(1)}}}}), InvalidArgument) << "a bias has one dim";
+    EXPECT_THROW(distribute_module(*other, mesh, {{"*", {{Shard(1)}}}}), InvalidArgument)
+        << "a bias has one dim";
     EXPECT_FALSE(is_sharded(other->weight));
   });
 }

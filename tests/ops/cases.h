@@ -1,5 +1,6 @@
 #pragma once
-// Operators for the property test: each draws inputs and arguments, then gives the function to compare.
+// Operators for the property test: each draws inputs and arguments, then gives the function to
+// compare.
 
 #include <deque>
 #include <functional>
@@ -15,25 +16,34 @@ using Shape = std::vector<std::int64_t>;
 using Tensors = std::vector<at::Tensor>;
 
 struct Instance {
-  Tensors inputs;  ///< Plain, floating-point ones float64: the test casts them, lays them out in memory and over ranks, and asks for their gradients.
+  /// Plain, floating-point ones float64: the test casts them, lays them out in memory and over
+  /// ranks, and asks for their gradients.
+  Tensors inputs;
   std::function<Tensors(const Tensors&)> function;
 };
 
 struct OperatorCase {
   std::string name;
   std::function<Instance(Draw&)> make;
-  bool must = true;      ///< May not be refused.
-  bool any_type = true;  ///< Also float, bfloat16, half and complex; else float64 alone.
-  bool complex = true;   ///< Also complex.
-  bool random = false;   ///< Compared with a mesh of one rank instead of plain tensors.
-  bool strides = true;   ///< Results lie in memory as plain libtorch's do.
-  bool partial = true;   ///< Inputs may be partial.
+  /// May not be refused.
+  bool must = true;
+  /// Also float, bfloat16, half and complex; else float64 alone.
+  bool any_type = true;
+  /// Also complex.
+  bool complex = true;
+  /// Compared with a mesh of one rank instead of plain tensors.
+  bool random = false;
+  /// Results lie in memory as plain libtorch's do.
+  bool strides = true;
+  /// Inputs may be partial.
+  bool partial = true;
 
   OperatorCase& may_refuse() { return must = false, *this; }
   OperatorCase& double_only() { return any_type = false, *this; }
   OperatorCase& real_only() { return complex = false, *this; }
   OperatorCase& draws_numbers() { return random = true, any_type = false, *this; }
-  bool second = true;  ///< Second derivatives too.
+  /// Second derivatives too.
+  bool second = true;
 
   OperatorCase& first_only() { return second = false, *this; }
   OperatorCase& no_partial() { return partial = false, *this; }
@@ -46,16 +56,26 @@ class Cases {
 
   OperatorCase& custom(const std::string& name, std::function<Instance(Draw&)> make);
   /// One tensor of `least` to 3 dims, each of size `smallest` to 6.
-  OperatorCase& unary(const std::string& name, std::function<at::Tensor(const at::Tensor&)> f, int least = 0, int smallest = 0);
+  OperatorCase& unary(const std::string& name, std::function<at::Tensor(const at::Tensor&)> f,
+                      int least = 0, int smallest = 0);
   /// The same with values in (0.5, 1.5).
-  OperatorCase& positive(const std::string& name, std::function<at::Tensor(const at::Tensor&)> f, int least = 0, int smallest = 0);
+  OperatorCase& positive(const std::string& name, std::function<at::Tensor(const at::Tensor&)> f,
+                         int least = 0, int smallest = 0);
   /// Two tensors that broadcast, in either order.
-  OperatorCase& binary(const std::string& name, std::function<at::Tensor(const at::Tensor&, const at::Tensor&)> f, bool positive = false);
+  OperatorCase& binary(const std::string& name,
+                       std::function<at::Tensor(const at::Tensor&, const at::Tensor&)> f,
+                       bool positive = false);
   /// A tensor and one of its dims, counted from either end.
-  OperatorCase& along(const std::string& name, std::function<at::Tensor(const at::Tensor&, std::int64_t)> f, int smallest = 1);
-  OperatorCase& along_all(const std::string& name, std::function<Tensors(const at::Tensor&, std::int64_t)> f, int smallest = 1);
+  OperatorCase& along(const std::string& name,
+                      std::function<at::Tensor(const at::Tensor&, std::int64_t)> f,
+                      int smallest = 1);
+  OperatorCase& along_all(const std::string& name,
+                          std::function<Tensors(const at::Tensor&, std::int64_t)> f,
+                          int smallest = 1);
   /// A tensor, some of its dims, and keepdim.
-  OperatorCase& reduction(const std::string& name, std::function<at::Tensor(const at::Tensor&, at::IntArrayRef, bool)> f, int smallest = 1);
+  OperatorCase& reduction(const std::string& name,
+                          std::function<at::Tensor(const at::Tensor&, at::IntArrayRef, bool)> f,
+                          int smallest = 1);
 };
 
 Shape shape(Draw& d, int low = 0, int high = 3, int smallest = 0);

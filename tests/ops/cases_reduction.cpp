@@ -17,7 +17,8 @@ at::Tensor for_aminmax(const at::Tensor& x) {
 #endif
 }
 
-// At least as many columns as rows: libtorch 2.11 gives a tall matrix' trace a gradient beyond the diagonal.
+// At least as many columns as rows: libtorch 2.11 gives a tall matrix' trace a gradient beyond the
+// diagonal.
 at::Tensor wide_matrix(const at::Tensor& x) {
   const at::Tensor matrix = x.reshape({-1, std::max<std::int64_t>(x.size(-1), 1)});
   return matrix.size(0) > matrix.size(1) ? matrix.t() : matrix;
@@ -50,24 +51,49 @@ void add_reductions(Cases& c) {
        0, 1)
       .double_only();
   c.reduction("sum", [](const auto& x, auto dims, bool keep) { return x.sum(dims, keep); }, 0);
-  c.reduction("sum of bool", [](const auto& x, auto dims, bool keep) { return (x > 0).sum(dims, keep); }, 0).double_only();
+  c.reduction(
+       "sum of bool", [](const auto& x, auto dims, bool keep) { return (x > 0).sum(dims, keep); },
+       0)
+      .double_only();
   c.reduction("mean", [](const auto& x, auto dims, bool keep) { return x.mean(dims, keep); });
-  c.reduction("var", [](const auto& x, auto dims, bool keep) { return x.var(dims, c10::Scalar(0), keep); });
-  c.reduction("std", [](const auto& x, auto dims, bool keep) { return x.std(dims, c10::Scalar(0), keep); }, 2);
+  c.reduction(
+      "var", [](const auto& x, auto dims, bool keep) { return x.var(dims, c10::Scalar(0), keep); });
+  c.reduction(
+      "std", [](const auto& x, auto dims, bool keep) { return x.std(dims, c10::Scalar(0), keep); },
+      2);
   c.reduction("var_mean", [](const auto& x, auto dims, bool keep) {
     const auto [v, m] = at::var_mean(x, dims, c10::Scalar(0), keep);
     return v + m * 2;
   });
-  c.reduction("amax", [](const auto& x, auto dims, bool keep) { return x.amax(dims, keep); }).real_only();
-  c.reduction("amin", [](const auto& x, auto dims, bool keep) { return x.amin(dims, keep); }).real_only();
-  for (const double p : {0.0, 1.0, 2.0, 3.0, 0.5, static_cast<double>(INFINITY), -static_cast<double>(INFINITY)}) {
-    c.reduction(concat("vector norm ", p), [p](const auto& x, auto dims, bool keep) { return at::linalg_vector_norm(x, p, dims, keep); }).real_only();
+  c.reduction("amax", [](const auto& x, auto dims, bool keep) {
+     return x.amax(dims, keep);
+   }).real_only();
+  c.reduction("amin", [](const auto& x, auto dims, bool keep) {
+     return x.amin(dims, keep);
+   }).real_only();
+  for (const double p :
+       {0.0, 1.0, 2.0, 3.0, 0.5, static_cast<double>(INFINITY), -static_cast<double>(INFINITY)}) {
+    c.reduction(concat("vector norm ", p), [p](const auto& x, auto dims, bool keep) {
+       return at::linalg_vector_norm(x, p, dims, keep);
+     }).real_only();
   }
-  c.reduction("norm with dims", [](const auto& x, auto dims, bool keep) { return at::norm(x, c10::Scalar(2), dims, keep); });
-  c.reduction("logsumexp", [](const auto& x, auto dims, bool keep) { return x.logsumexp(dims, keep); }).real_only();
-  c.reduction("any with dims", [](const auto& x, auto dims, bool keep) { return (x > 1).any(dims, keep); }, 0).double_only();
-  c.reduction("all with dims", [](const auto& x, auto dims, bool keep) { return (x > -1).all(dims, keep); }, 0).double_only();
-  c.reduction("nansum with dims", [](const auto& x, auto dims, bool keep) { return at::nansum(x, dims, keep); }).double_only();
+  c.reduction("norm with dims", [](const auto& x, auto dims, bool keep) {
+    return at::norm(x, c10::Scalar(2), dims, keep);
+  });
+  c.reduction("logsumexp", [](const auto& x, auto dims, bool keep) {
+     return x.logsumexp(dims, keep);
+   }).real_only();
+  c.reduction(
+       "any with dims", [](const auto& x, auto dims, bool keep) { return (x > 1).any(dims, keep); },
+       0)
+      .double_only();
+  c.reduction(
+       "all with dims",
+       [](const auto& x, auto dims, bool keep) { return (x > -1).all(dims, keep); }, 0)
+      .double_only();
+  c.reduction("nansum with dims", [](const auto& x, auto dims, bool keep) {
+     return at::nansum(x, dims, keep);
+   }).double_only();
   c.along("prod", [](const auto& x, auto dim) { return (x.abs() * 0.1 + 0.5).prod(dim); });
   c.along_all("max.dim", [](const auto& x, auto dim) {
      const auto [v, i] = x.max(dim);
@@ -91,23 +117,31 @@ void add_reductions(Cases& c) {
    }).double_only();
   c.along("argmax", [](const auto& x, auto dim) { return x.argmax(dim); }).double_only();
   c.along("argmin", [](const auto& x, auto dim) { return x.argmin(dim, true); }).double_only();
-  c.along("quantile", [](const auto& x, auto dim) { return at::quantile(x, 0.3, dim); }).double_only().may_refuse();
+  c.along("quantile", [](const auto& x, auto dim) { return at::quantile(x, 0.3, dim); })
+      .double_only()
+      .may_refuse();
   c.along_all("aminmax.dim", [](const auto& x, auto dim) {
      const auto [low, high] = at::aminmax(for_aminmax(x), dim, true);
      return Tensors{low, high};
    }).double_only();
-  c.binary("dist", [](const auto& a, const auto& b) { return at::dist(a, b, 2); }, true).double_only();
+  c.binary(
+       "dist", [](const auto& a, const auto& b) { return at::dist(a, b, 2); }, true)
+      .double_only();
   c.custom("cosine_similarity", [](Draw& d) {
      const Shape s = shape(d, 1, 3, 1);
      const int dim = d.below(static_cast<int>(s.size()));
-     return Instance{{random(s), random(s)}, [=](const Tensors& t) { return Tensors{at::cosine_similarity(t[0], t[1], dim)}; }};
+     return Instance{{random(s), random(s)}, [=](const Tensors& t) {
+                       return Tensors{at::cosine_similarity(t[0], t[1], dim)};
+                     }};
    }).real_only();
 }
 
 void add_scans(Cases& c) {
   c.along("cumsum", [](const auto& x, auto dim) { return x.cumsum(dim); }, 0);
   c.along("cumprod", [](const auto& x, auto dim) { return (x.abs() * 0.1 + 0.5).cumprod(dim); });
-  c.along("logcumsumexp", [](const auto& x, auto dim) { return x.logcumsumexp(dim); }).double_only();
+  c.along("logcumsumexp", [](const auto& x, auto dim) {
+     return x.logcumsumexp(dim);
+   }).double_only();
   c.along_all("cummax", [](const auto& x, auto dim) {
      const auto [v, i] = x.cummax(dim);
      return Tensors{v, i};
@@ -119,7 +153,9 @@ void add_scans(Cases& c) {
   c.along("diff", [](const auto& x, auto dim) { return x.diff(1, dim); });
   c.along("softmax", [](const auto& x, auto dim) { return x.softmax(dim); }, 0).real_only();
   c.along("log_softmax", [](const auto& x, auto dim) { return x.log_softmax(dim); }, 0).real_only();
-  c.along("softmax in float", [](const auto& x, auto dim) { return x.to(at::kFloat).softmax(dim, at::kDouble); }).double_only();
+  c.along("softmax in float", [](const auto& x, auto dim) {
+     return x.to(at::kFloat).softmax(dim, at::kDouble);
+   }).double_only();
   c.along("softmin", [](const auto& x, auto dim) { return (-x).softmax(dim); }).real_only();
   c.along_all("sort", [](const auto& x, auto dim) {
      const auto [v, i] = x.sort(dim);
@@ -135,10 +171,19 @@ void add_scans(Cases& c) {
      return Tensors{v, i};
    }).double_only();
   c.along("renorm", [](const auto& x, auto dim) { return x.renorm(2, dim, 1.5); }).double_only();
-  c.along("glu", [](const auto& x, auto dim) { return at::glu(at::cat({x, x * 2}, dim), dim); }).real_only();
-  c.along("normalize", [](const auto& x, auto dim) { return F::normalize(x, F::NormalizeFuncOptions().dim(dim)); }).real_only();
-  c.along("cumulative trapezoid", [](const auto& x, auto dim) { return at::cumulative_trapezoid(x, 0.5, dim); }, 2).real_only();
-  c.along("trapezoid", [](const auto& x, auto dim) { return at::trapezoid(x, 0.5, dim); }, 2).real_only();
+  c.along("glu", [](const auto& x, auto dim) {
+     return at::glu(at::cat({x, x * 2}, dim), dim);
+   }).real_only();
+  c.along("normalize", [](const auto& x, auto dim) {
+     return F::normalize(x, F::NormalizeFuncOptions().dim(dim));
+   }).real_only();
+  c.along(
+       "cumulative trapezoid",
+       [](const auto& x, auto dim) { return at::cumulative_trapezoid(x, 0.5, dim); }, 2)
+      .real_only();
+  c.along(
+       "trapezoid", [](const auto& x, auto dim) { return at::trapezoid(x, 0.5, dim); }, 2)
+      .real_only();
 }
 
 }  // namespace tessera::test

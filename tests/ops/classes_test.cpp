@@ -1,4 +1,5 @@
-// Softmax and losses over classes that are spread over ranks: values and gradients of one process, and no rank ever gets all classes.
+// Softmax and losses over classes that are spread over ranks: values and gradients of one process,
+// and no rank ever gets all classes.
 
 #include "support.h"
 #include "tessera/comm/group/trace.h"
@@ -14,8 +15,11 @@ struct Case {
   int reduction;
 };
 
-at::Tensor loss(const Case& c, const at::Tensor& scores, const at::Tensor& target, const at::Tensor& weight) {
-  return at::cross_entropy_loss(scores, target, c.weighted ? std::optional<at::Tensor>(weight) : std::nullopt, c.reduction, 1, c.smoothing);
+at::Tensor loss(const Case& c, const at::Tensor& scores, const at::Tensor& target,
+                const at::Tensor& weight) {
+  return at::cross_entropy_loss(scores, target,
+                                c.weighted ? std::optional<at::Tensor>(weight) : std::nullopt,
+                                c.reduction, 1, c.smoothing);
 }
 
 }  // namespace
@@ -27,7 +31,10 @@ TEST(Classes, CrossEntropyIsThatOfOneProcess) {
       Draw draw(80 + ranks);
       for (int i = 0; i < 60; ++i) {
         const auto mesh = manager.mesh(draw.axes(ranks));
-        Case c{{draw.between(1, 5), draw.between(2, 7)}, draw.chance(50), draw.chance(40) ? 0.1 : 0.0, draw.between(0, 2)};
+        Case c{{draw.between(1, 5), draw.between(2, 7)},
+               draw.chance(50),
+               draw.chance(40) ? 0.1 : 0.0,
+               draw.between(0, 2)};
         if (draw.chance(25)) c.shape = {draw.between(1, 3), draw.between(2, 5), 2, 3};
         if (draw.chance(15)) c.shape = {draw.between(2, 6)};
         test::seed(i);
@@ -44,8 +51,10 @@ TEST(Classes, CrossEntropyIsThatOfOneProcess) {
         (expected * along).sum().backward();
         const ShardSpec lies = draw.spec(mesh, c.shape);
         const at::Tensor x = leaf(value, lies);
-        const at::Tensor got = loss(c, x, draw.chance(50) ? target : leaf(target, draw.spec(mesh, targets, false)), weight);
-        const std::string where = concat(lies, " weighted ", c.weighted, " smoothing ", c.smoothing, " reduction ", c.reduction);
+        const at::Tensor got = loss(
+            c, x, draw.chance(50) ? target : leaf(target, draw.spec(mesh, targets, false)), weight);
+        const std::string where = concat(lies, " weighted ", c.weighted, " smoothing ", c.smoothing,
+                                         " reduction ", c.reduction);
         ASSERT_LT(difference(got, expected), 1e-12) << where;
         (got * along).sum().backward();
         ASSERT_LT(difference(x.grad(), plain.grad()), 1e-12) << where;
@@ -61,12 +70,16 @@ TEST(Classes, SoftmaxIsThatOfOneProcess) {
       Draw draw(180 + ranks);
       for (int i = 0; i < 60; ++i) {
         const auto mesh = manager.mesh(draw.axes(ranks));
-        const std::vector<std::int64_t> shape = {draw.between(1, 4), draw.between(1, 6), draw.between(1, 3)};
+        const std::vector<std::int64_t> shape = {draw.between(1, 4), draw.between(1, 6),
+                                                 draw.between(1, 3)};
         const int dim = draw.below(3);
         const bool logarithm = draw.chance(50);
-        const auto f = [&](const at::Tensor& t) { return logarithm ? at::log_softmax(t, dim) : at::softmax(t, dim); };
+        const auto f = [&](const at::Tensor& t) {
+          return logarithm ? at::log_softmax(t, dim) : at::softmax(t, dim);
+        };
         test::seed(i);
-        const at::Tensor value = randn(shape, at::kDouble).mul(20), along = randn(shape, at::kDouble);
+        const at::Tensor value = randn(shape, at::kDouble).mul(20),
+                         along = randn(shape, at::kDouble);
         const at::Tensor plain = value.clone().requires_grad_(true);
         (f(plain) * along).sum().backward();
         const at::Tensor x = leaf(value, draw.spec(mesh, shape));
@@ -78,7 +91,11 @@ TEST(Classes, SoftmaxIsThatOfOneProcess) {
         const auto again = torch::autograd::grad({(g * g).sum()}, {x})[0];
         const at::Tensor p2 = value.clone().requires_grad_(true);
         const auto pg = torch::autograd::grad({(f(p2) * along).sum()}, {p2}, {}, true, true)[0];
-        ASSERT_LT((whole(again) - torch::autograd::grad({(pg * pg).sum()}, {p2})[0]).abs().max().item<double>(), 1e-10);
+        ASSERT_LT((whole(again) - torch::autograd::grad({(pg * pg).sum()}, {p2})[0])
+                      .abs()
+                      .max()
+                      .item<double>(),
+                  1e-10);
       }
     });
   }
@@ -88,7 +105,9 @@ TEST(Classes, MovesRowsNotClasses) {
   on_threads(4, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 4}});
     const std::int64_t rows = 8, classes = 4096;
-    const at::Tensor x = leaf(randn({rows, classes}, at::kDouble), ShardSpec(mesh, {rows, classes}, {Shard(1)}, {{1, {4000, 0, 90, 6}}}));
+    const at::Tensor x =
+        leaf(randn({rows, classes}, at::kDouble),
+             ShardSpec(mesh, {rows, classes}, {Shard(1)}, {{1, {4000, 0, 90, 6}}}));
     const at::Tensor target = distribute_tensor(randint(classes, {rows}), mesh, {Replicate()});
     const CommTraceScope trace(manager);
     at::cross_entropy_loss(x, target, {}, at::Reduction::Mean, -100, 0.1).backward();
@@ -99,7 +118,8 @@ TEST(Classes, MovesRowsNotClasses) {
     }
     EXPECT_LE(bytes, rows * 8 * 8) << "a few numbers a row";
     EXPECT_EQ(spec(x.grad()), spec(x));
-    EXPECT_THROW(at::nll_loss(x, distribute_tensor(at::full({rows}, classes), mesh, {Replicate()})), c10::IndexError);
+    EXPECT_THROW(at::nll_loss(x, distribute_tensor(at::full({rows}, classes), mesh, {Replicate()})),
+                 c10::IndexError);
   });
 }
 

@@ -1,6 +1,6 @@
 #pragma once
-// What the tests of operators on cut fields share: cases and placements drawn at random, compared with plain libtorch; on ranks that are threads,
-// and, as
+// What the tests of operators on cut fields share: cases and placements drawn at random, compared
+// with plain libtorch; on ranks that are threads, and, as
 //   tessera run -n 3 -- test_ops_fields --processes [--backend=mpi]
 // on ranks that are processes, a sample of the cases.
 
@@ -22,7 +22,8 @@ using Values = std::vector<at::Tensor>;
 // Differentiable inputs, then constants.
 using Function = std::function<Values(const Values&)>;
 
-/// What the cases cover, for the table in docs/halo.md: with --table=FILE they are drawn and noted, not computed.
+/// What the cases cover, for the table in docs/halo.md: with --table=FILE they are drawn and noted,
+/// not computed.
 class Coverage {
  public:
   static Coverage& instance() {
@@ -33,7 +34,8 @@ class Coverage {
   bool noting() const { return !file.empty(); }
 
   /// `names`: of each dim of the field.
-  void note(const std::string& op, const ShardSpec& field, const std::vector<std::string>& names, bool twice, int rank) {
+  void note(const std::string& op, const ShardSpec& field, const std::vector<std::string>& names,
+            bool twice, int rank) {
     if (rank != 0) return;  // the others draw the same
     Row& row = rows_[op];
     ++row.cases;
@@ -63,8 +65,10 @@ class Coverage {
         if (row.cut.contains(name)) cut += concat(cut.empty() ? "" : ", ", name);
       }
       for (const int n : row.ranks) ranks += concat(ranks.empty() ? "" : ", ", n);
-      out << concat("| ", op, " | ", cut, row.together ? ", together" : "", row.over_axes ? "; a dim over two axes" : "",
-                    row.empty ? "; empty parts" : "", " | ", row.twice ? "first, second" : "first", " | ", row.cases, " on ", ranks, " ranks |\n");
+      out << concat("| ", op, " | ", cut, row.together ? ", together" : "",
+                    row.over_axes ? "; a dim over two axes" : "", row.empty ? "; empty parts" : "",
+                    " | ", row.twice ? "first, second" : "first", " | ", row.cases, " on ", ranks,
+                    " ranks |\n");
     }
   }
 
@@ -85,10 +89,14 @@ struct Case {
   std::vector<Shape> shapes;  // of inputs: the field first
   Function function;          // its first result is differentiated
   std::vector<at::Tensor> constants = {};
-  bool linear = false;                                                                     // in the field alone: <H x, y> = <x, H' y>
-  bool twice = false;                                                                      // its second derivative exists in libtorch too
-  bool moves = false;                                                                      // may move more than halos
-  std::function<ShardSpec(Draw&, const ShardSpec& field, std::size_t input)> others = {};  // where other inputs lie; default: anywhere
+  // in the field alone: <H x, y> = <x, H' y>
+  bool linear = false;
+  // its second derivative exists in libtorch too
+  bool twice = false;
+  // may move more than halos
+  bool moves = false;
+  // where other inputs lie; default: anywhere
+  std::function<ShardSpec(Draw&, const ShardSpec& field, std::size_t input)> others = {};
 };
 
 // Mostly in space; over one or more axes a dim.
@@ -110,7 +118,8 @@ inline ShardSpec field_spec(Draw& draw, const DeviceMesh& mesh, const Shape& sha
   return ShardSpec(mesh, shape, placements, all);
 }
 
-/// Of the function's first result, weighted: all results, the gradients of the inputs, and, if the case asks for them, second derivatives.
+/// Of the function's first result, weighted: all results, the gradients of the inputs, and, if the
+/// case asks for them, second derivatives.
 inline Values differentiate(const Case& c, Values inputs, std::uint64_t number) {
   const std::size_t n = c.shapes.size();
   Values all = c.function(inputs);
@@ -122,13 +131,15 @@ inline Values differentiate(const Case& c, Values inputs, std::uint64_t number) 
   for (const at::Tensor& g : gradients) all.push_back(g);
   if (c.twice) {
     at::Tensor again;
-    for (const at::Tensor& g : gradients) again = again.defined() ? again + g.square().sum() : g.square().sum();
+    for (const at::Tensor& g : gradients)
+      again = again.defined() ? again + g.square().sum() : g.square().sum();
     for (const at::Tensor& g : torch::autograd::grad({again}, leaves)) all.push_back(g);
   }
   return all;
 }
 
-inline void compare(const Case& c, const DeviceMesh& mesh, DistributedManager& manager, Draw& draw, std::uint64_t number, int spatial) {
+inline void compare(const Case& c, const DeviceMesh& mesh, DistributedManager& manager, Draw& draw,
+                    std::uint64_t number, int spatial) {
   seed(number);
   Values values, plain, sharded;
   for (const Shape& s : c.shapes) values.push_back(randn(s, at::kDouble));
@@ -143,7 +154,9 @@ inline void compare(const Case& c, const DeviceMesh& mesh, DistributedManager& m
   for (std::size_t i = 0; i < values.size() + c.constants.size(); ++i) {
     const bool input = i < values.size();
     const at::Tensor value = input ? values[i] : c.constants[i - values.size()];
-    const ShardSpec lies = i == 0 ? spec : c.others ? c.others(draw, spec, i) : draw.spec(mesh, value.sizes().vec(), input);
+    const ShardSpec lies = i == 0     ? spec
+                           : c.others ? c.others(draw, spec, i)
+                                      : draw.spec(mesh, value.sizes().vec(), input);
     if (i > 0) where += concat("; ", lies);
     plain.push_back(input ? value.clone().requires_grad_(true) : value);
     sharded.push_back(leaf(value, lies, input));
@@ -164,7 +177,8 @@ inline void compare(const Case& c, const DeviceMesh& mesh, DistributedManager& m
       Case once = c;
       once.twice = false;
       const at::Tensor back = c.twice ? differentiate(once, sharded, number).back() : got.back();
-      const double there = whole((result * y).sum()).item<double>(), here = whole((field * back).sum()).item<double>();
+      const double there = whole((result * y).sum()).item<double>(),
+                   here = whole((field * back).sum()).item<double>();
       const double scale = std::max(1.0, whole(result.abs().sum()).item<double>());
       EXPECT_LT(std::abs(there - here), 1e-11 * scale) << "<Hx, y> and <x, H'y> of " << where;
     }
@@ -181,7 +195,8 @@ inline std::unique_ptr<DistributedManager>& process() {
   return manager;
 }
 
-/// On threads, or as one of the processes: then the test is skipped where their number is another one.
+/// On threads, or as one of the processes: then the test is skipped where their number is another
+/// one.
 inline void on_ranks(int ranks, const std::function<void(DistributedManager&)>& body) {
   if (!process()) return on_threads(ranks, body);
   if (process()->world_size() != ranks) GTEST_SKIP() << "for " << ranks << " ranks";
@@ -203,11 +218,13 @@ class Fields : public ::testing::TestWithParam<std::vector<Axis>> {
     on_ranks(ranks, [&](DistributedManager& manager) {
       const auto mesh = manager.mesh(GetParam());
       for (int n = 0; n < (process() ? std::max(cases / 20, 4) : cases); ++n) {
-        const std::uint64_t number = 6007ull * static_cast<std::uint64_t>(n) + static_cast<std::uint64_t>(ranks);
+        const std::uint64_t number =
+            6007ull * static_cast<std::uint64_t>(n) + static_cast<std::uint64_t>(ranks);
         Draw draw(number);
         Case c = make(draw);
         c.moves |= moves;
-        compare(c, mesh, manager, draw, number, std::min<int>(3, static_cast<int>(c.shapes[0].size()) - 1));
+        compare(c, mesh, manager, draw, number,
+                std::min<int>(3, static_cast<int>(c.shapes[0].size()) - 1));
         if (::testing::Test::HasFailure()) return;
       }
     });
@@ -215,7 +232,8 @@ class Fields : public ::testing::TestWithParam<std::vector<Axis>> {
 };
 
 inline const auto kFieldMeshes =
-    ::testing::Values(std::vector<Axis>{{"a", 1}}, std::vector<Axis>{{"a", 2}}, std::vector<Axis>{{"a", 3}}, std::vector<Axis>{{"a", 2}, {"b", 2}});
+    ::testing::Values(std::vector<Axis>{{"a", 1}}, std::vector<Axis>{{"a", 2}},
+                      std::vector<Axis>{{"a", 3}}, std::vector<Axis>{{"a", 2}, {"b", 2}});
 
 /// main() of these programs.
 inline int run_fields(int argc, char** argv) {

@@ -1,4 +1,5 @@
-// The halo engine: what each rank gets is a slice of the whole field continued beyond its edges, and the way back is the adjoint.
+// The halo engine: what each rank gets is a slice of the whole field continued beyond its edges,
+// and the way back is the adjoint.
 
 #include "tessera/ops/halo/halo.h"
 
@@ -44,7 +45,8 @@ at::Tensor sliced(const at::Tensor& field, const Box& box, const std::vector<Edg
     }
     Shape shape(box.size(), 1);
     shape[d] = static_cast<std::int64_t>(index.size());
-    t = t.index_select(static_cast<std::int64_t>(d), torch::tensor(index, at::kLong)) * torch::tensor(mask, at::kDouble).view(shape);
+    t = t.index_select(static_cast<std::int64_t>(d), torch::tensor(index, at::kLong)) *
+        torch::tensor(mask, at::kDouble).view(shape);
   }
   return t;
 }
@@ -55,12 +57,14 @@ std::uint64_t number_of(const Sharding& s, int position) {
   for (std::size_t axis = 0; axis < s.mesh().size(); ++axis) {
     const auto& free = s.free_axes();
     const bool is_free = std::find(free.begin(), free.end(), static_cast<int>(axis)) != free.end();
-    n = n * 31 + (is_free ? 0 : static_cast<std::uint64_t>(s.coordinate(position, static_cast<int>(axis))));
+    n = n * 31 +
+        (is_free ? 0 : static_cast<std::uint64_t>(s.coordinate(position, static_cast<int>(axis))));
   }
   return n;
 }
 bool first_replica(const Sharding& s, int position) {
-  return std::all_of(s.free_axes().begin(), s.free_axes().end(), [&](int axis) { return s.coordinate(position, axis) == 0; });
+  return std::all_of(s.free_axes().begin(), s.free_axes().end(),
+                     [&](int axis) { return s.coordinate(position, axis) == 0; });
 }
 
 int position_of(const DeviceMesh& mesh) { return mesh.all().rank(); }
@@ -84,7 +88,8 @@ void check(const DeviceMesh& mesh, Draw& draw, std::uint64_t number) {
   const ShardSpec field = draw.spec(mesh, c.shape, false);
   const bool twice = number % 4 == 0;
   if (Coverage::instance().noting())
-    return Coverage::instance().note("`halo_exchange`, any widths and edges", field, std::vector<std::string>(c.shape.size(), "space"), twice,
+    return Coverage::instance().note("`halo_exchange`, any widths and edges", field,
+                                     std::vector<std::string>(c.shape.size(), "space"), twice,
                                      mesh.all().rank());
   const Sharding& s = field.sharding();
   const HaloOptions options{draw.chance(50) ? HaloMethod::point_to_point : HaloMethod::all_to_all};
@@ -128,7 +133,8 @@ void check(const DeviceMesh& mesh, Draw& draw, std::uint64_t number) {
     }
     // What an exchange counts is sent and received; an all-to-all counts what is sent.
     const bool both = halo.method() == HaloMethod::point_to_point;
-    EXPECT_EQ(bytes, 8 * (halo.plan().sent() + (both ? halo.plan().received() : 0))) << trace->table();
+    EXPECT_EQ(bytes, 8 * (halo.plan().sent() + (both ? halo.plan().received() : 0)))
+        << trace->table();
     EXPECT_LE(calls, 1);
   }
   (got * weight[me]).sum().backward({}, twice);
@@ -140,7 +146,9 @@ void check(const DeviceMesh& mesh, Draw& draw, std::uint64_t number) {
       const at::Tensor first = torch::autograd::grad({of}, {by}, {}, true, true)[0];
       return torch::autograd::grad({first.square().sum()}, {by})[0];
     };
-    EXPECT_LT(difference(second((got.square() * weight[me]).sum(), x), second(energy, plain)), 1e-10) << "second derivatives on " << field;
+    EXPECT_LT(difference(second((got.square() * weight[me]).sum(), x), second(energy, plain)),
+              1e-10)
+        << "second derivatives on " << field;
   }
 
   // Any part of what is there can be asked for, and what is beyond is zero.
@@ -156,7 +164,9 @@ void check(const DeviceMesh& mesh, Draw& draw, std::uint64_t number) {
   const Box inside = intersect(box, needed(me));
   if (volume(inside) > 0) {
     at::Tensor part = wanted;
-    for (std::size_t d = 0; d < box.size(); ++d) part = part.narrow(static_cast<std::int64_t>(d), inside[d].begin - box[d].begin, inside[d].size());
+    for (std::size_t d = 0; d < box.size(); ++d)
+      part = part.narrow(static_cast<std::int64_t>(d), inside[d].begin - box[d].begin,
+                         inside[d].size());
     part.copy_(sliced(value, inside, c.edges));
   }
   EXPECT_LT(difference(request.assemble(box).clone(), wanted), 1e-300);
@@ -192,7 +202,8 @@ TEST(Halo, TheExampleOfTheHeader) {
   });
 }
 
-// Differences of second order, and of fourth, in one to three dims with any edges: values, the adjoint, and the gradient of an energy.
+// Differences of second order, and of fourth, in one to three dims with any edges: values, the
+// adjoint, and the gradient of an energy.
 class Stencils : public ::testing::TestWithParam<int> {};
 
 TEST_P(Stencils, AreThoseOfOneProcess) {
@@ -212,7 +223,8 @@ TEST_P(Stencils, AreThoseOfOneProcess) {
       }
       const ShardSpec cut = draw.spec(mesh, shape, false);
       if (Coverage::instance().noting()) {
-        Coverage::instance().note("finite differences on `halo_exchange`", cut, std::vector<std::string>(shape.size(), "space"), false,
+        Coverage::instance().note("finite differences on `halo_exchange`", cut,
+                                  std::vector<std::string>(shape.size(), "space"), false,
                                   manager.rank());
         continue;
       }
@@ -227,23 +239,31 @@ TEST_P(Stencils, AreThoseOfOneProcess) {
         for (int d = 0; d < dims; ++d) sum = sum + at(h, d, 1) + at(h, d, -1);
         return sum;
       };
-      const auto slope = [&](const at::Tensor& h, int d) { return (at(h, d, -2) - at(h, d, 2) + 8 * (at(h, d, 1) - at(h, d, -1))) / 12; };
+      const auto slope = [&](const at::Tensor& h, int d) {
+        return (at(h, d, -2) - at(h, d, 2) + 8 * (at(h, d, 1) - at(h, d, -1))) / 12;
+      };
       seed(n);
       const at::Tensor value = randn(shape, at::kDouble), y = randn(shape, at::kDouble);
-      const auto apply = [&](const std::function<at::Tensor(const at::Tensor&)>& stencil, const at::Tensor& field) {
+      const auto apply = [&](const std::function<at::Tensor(const at::Tensor&)>& stencil,
+                             const at::Tensor& field) {
         if (is_sharded(field)) return from_local(stencil(halo_exchange(field, widths)), cut);
         Box box;
         for (const auto extent : shape) box.push_back({-2, extent + 2});
         return stencil(sliced(field, box, edges));
       };
       for (int kind = 0; kind <= dims; ++kind) {
-        const auto stencil = [&](const at::Tensor& h) { return kind == dims ? laplacian(h) : slope(h, kind); };
+        const auto stencil = [&](const at::Tensor& h) {
+          return kind == dims ? laplacian(h) : slope(h, kind);
+        };
         const at::Tensor plain = value.clone().requires_grad_(true), u = leaf(value, cut);
         const at::Tensor expected = apply(stencil, plain), got = apply(stencil, u);
-        const std::string where = concat(kind == dims ? "laplacian" : concat("slope in dim ", kind), " on ", cut);
+        const std::string where =
+            concat(kind == dims ? "laplacian" : concat("slope in dim ", kind), " on ", cut);
         EXPECT_LT(difference(got, expected), 1e-13) << where;
-        const at::Tensor adjoint = torch::autograd::grad({got}, {u}, {leaf(y, cut, false)}, true)[0];
-        const double there = (whole(got) * y).sum().item<double>(), here = (value * whole(adjoint)).sum().item<double>();
+        const at::Tensor adjoint =
+            torch::autograd::grad({got}, {u}, {leaf(y, cut, false)}, true)[0];
+        const double there = (whole(got) * y).sum().item<double>(),
+                     here = (value * whole(adjoint)).sum().item<double>();
         EXPECT_NEAR(there, here, 1e-12 * (1 + whole(got).abs().sum().item<double>())) << where;
         expected.square().sum().backward();
         got.square().sum().backward();
@@ -261,7 +281,9 @@ TEST(Halo, SecondDerivativesFollow) {
     const auto mesh = manager.mesh({{"domain", 2}});
     const at::Tensor value = randn({6}, at::kDouble);
     const ShardSpec cut(mesh, {6}, {Shard(0)}, {{0, {2, 4}}});
-    const auto energy = [](const at::Tensor& h) { return (h.narrow(0, 1, h.size(0) - 1) - h.narrow(0, 0, h.size(0) - 1)).pow(3).sum(); };
+    const auto energy = [](const at::Tensor& h) {
+      return (h.narrow(0, 1, h.size(0) - 1) - h.narrow(0, 0, h.size(0) - 1)).pow(3).sum();
+    };
     const auto twice = [](const at::Tensor& loss, const at::Tensor& x) {
       const auto g = torch::autograd::grad({loss}, {x}, {}, true, true)[0];
       return torch::autograd::grad({g.square().sum()}, {x})[0];
@@ -288,7 +310,9 @@ TEST(Halo, RequestsOverlapAndAreReused) {
       first.wait();
       const std::vector<Edge> edges{Edge::circular, Edge::zero};
       EXPECT_LT(difference(first.assemble(halo.needed()), sliced(a, halo.needed(), edges)), 1e-300);
-      EXPECT_LT(difference(second.assemble(halo.needed()).to(at::kDouble), sliced(b.to(at::kDouble), halo.needed(), edges)), 1e-300);
+      EXPECT_LT(difference(second.assemble(halo.needed()).to(at::kDouble),
+                           sliced(b.to(at::kDouble), halo.needed(), edges)),
+                1e-300);
     }
   });
 }
@@ -310,7 +334,9 @@ TEST(Halo, BadRequestsSayWhatIsWrong) {
     EXPECT_THROW(halo_exchange(at::zeros({3}), {{0, {1, 1}}}), InvalidArgument);
     EXPECT_THROW(halo_exchange(u, {{0, {-1, 1}}}), InvalidArgument);
     EXPECT_THROW(halo_exchange(u, {{2, {1, 1}}}), InvalidArgument);
-    EXPECT_THROW(Halo(ShardSpec(mesh, {4}, {Partial()}), {Edge::zero}, [](int) { return Box{{0, 4}}; }), InvalidArgument);
+    EXPECT_THROW(
+        Halo(ShardSpec(mesh, {4}, {Partial()}), {Edge::zero}, [](int) { return Box{{0, 4}}; }),
+        InvalidArgument);
   });
 }
 

@@ -1,4 +1,5 @@
-// Whole modules on sharded data: values and gradients of one process, with plain or distributed parameters, sharded or not.
+// Whole modules on sharded data: values and gradients of one process, with plain or distributed
+// parameters, sharded or not.
 
 #include "support.h"
 #include "tessera/nn/distribute_module.h"
@@ -19,8 +20,11 @@ struct BlockImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     const auto b = x.size(0), s = x.size(1), w = x.size(2);
     const auto parts = qkv(norm(x)).chunk(3, -1);
-    const auto split = [&](const at::Tensor& t) { return t.view({b, s, heads, w / heads}).transpose(1, 2); };
-    const at::Tensor a = at::scaled_dot_product_attention(split(parts[0]), split(parts[1]), split(parts[2]));
+    const auto split = [&](const at::Tensor& t) {
+      return t.view({b, s, heads, w / heads}).transpose(1, 2);
+    };
+    const at::Tensor a =
+        at::scaled_dot_product_attention(split(parts[0]), split(parts[1]), split(parts[2]));
     const at::Tensor y = x + out(a.transpose(1, 2).reshape({b, s, w}));
     return y + down(at::gelu(up(norm(y))));
   }
@@ -31,7 +35,9 @@ struct BlockImpl : torch::nn::Module {
 TORCH_MODULE(Block);
 
 struct MlpImpl : torch::nn::Module {
-  MlpImpl() : up(register_module("up", torch::nn::Linear(4, 7))), down(register_module("down", torch::nn::Linear(7, 3))) {}
+  MlpImpl()
+      : up(register_module("up", torch::nn::Linear(4, 7))),
+        down(register_module("down", torch::nn::Linear(7, 3))) {}
   at::Tensor forward(const at::Tensor& x) { return down(torch::relu(up(x))); }
   torch::nn::Linear up, down;
 };
@@ -56,7 +62,8 @@ Outcome run(Module& net, const at::Tensor& x) {
 }
 
 template <class Make>
-void compare(const char* name, Make make, const Shape& shape, const std::vector<Placement>& placements, const ShardSizes& sizes,
+void compare(const char* name, Make make, const Shape& shape,
+             const std::vector<Placement>& placements, const ShardSizes& sizes,
              const std::vector<Axis>& axes, bool distributed = true, const ModuleRule& rule = {}) {
   int ranks = 1;
   for (const Axis& a : axes) ranks *= a.size;
@@ -77,14 +84,17 @@ void compare(const char* name, Make make, const Shape& shape, const std::vector<
     EXPECT_LT(difference(got.output, expected.output), 1e-11) << name;
     EXPECT_LT(difference(got.input_gradient, expected.input_gradient), 1e-11) << name;
     for (std::size_t i = 0; i < got.gradients.size(); ++i) {
-      EXPECT_LT(difference(got.gradients[i], expected.gradients[i]), 1e-11) << name << " parameter " << i;
+      EXPECT_LT(difference(got.gradients[i], expected.gradients[i]), 1e-11)
+          << name << " parameter " << i;
       if (distributed) {
-        EXPECT_TRUE(spec(got.gradients[i]) == spec(net->parameters()[i])) << name << " parameter " << i;
+        EXPECT_TRUE(spec(got.gradients[i]) == spec(net->parameters()[i]))
+            << name << " parameter " << i;
       }
     }
     // Buffers such as running statistics.
     const auto buffers = net->buffers(), expected_buffers = expected_net->buffers();
-    for (std::size_t i = 0; i < buffers.size(); ++i) EXPECT_LT(difference(buffers[i], expected_buffers[i]), 1e-11) << name << " buffer " << i;
+    for (std::size_t i = 0; i < buffers.size(); ++i)
+      EXPECT_LT(difference(buffers[i], expected_buffers[i]), 1e-11) << name << " buffer " << i;
   });
 }
 
@@ -94,39 +104,52 @@ const ShardSizes kUneven = {{0, {3, 0, 2}}};
 }  // namespace
 
 TEST(ShardedData, Mlp) {
-  for (const bool distributed : {false, true}) compare("mlp", [] { return Mlp(); }, {5, 4}, {Shard(0)}, kUneven, kThree, distributed);
+  for (const bool distributed : {false, true})
+    compare("mlp", [] { return Mlp(); }, {5, 4}, {Shard(0)}, kUneven, kThree, distributed);
 }
 
 TEST(ShardedData, ConvolutionsAndBatchNorm) {
   const auto make = [] {
-    return torch::nn::Sequential(torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 4, 3).padding(1).bias(false)), torch::nn::BatchNorm2d(4),
-                                 torch::nn::ReLU(), torch::nn::MaxPool2d(2), torch::nn::Conv2d(torch::nn::Conv2dOptions(4, 3, 3)),
-                                 torch::nn::AdaptiveAvgPool2d(1), torch::nn::Flatten(), torch::nn::Linear(3, 2));
+    return torch::nn::Sequential(
+        torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 4, 3).padding(1).bias(false)),
+        torch::nn::BatchNorm2d(4), torch::nn::ReLU(), torch::nn::MaxPool2d(2),
+        torch::nn::Conv2d(torch::nn::Conv2dOptions(4, 3, 3)), torch::nn::AdaptiveAvgPool2d(1),
+        torch::nn::Flatten(), torch::nn::Linear(3, 2));
   };
-  for (const bool distributed : {false, true}) compare("cnn", make, {5, 2, 8, 7}, {Shard(0)}, kUneven, kThree, distributed);
+  for (const bool distributed : {false, true})
+    compare("cnn", make, {5, 2, 8, 7}, {Shard(0)}, kUneven, kThree, distributed);
 }
 
 TEST(ShardedData, TransformerBlock) {
-  for (const bool distributed : {false, true}) compare("block", [] { return Block(8, 2); }, {5, 4, 8}, {Shard(0)}, kUneven, kThree, distributed);
+  for (const bool distributed : {false, true})
+    compare(
+        "block", [] { return Block(8, 2); }, {5, 4, 8}, {Shard(0)}, kUneven, kThree, distributed);
 }
 
 TEST(ShardedData, OverTwoAxes) {
-  compare("block", [] { return Block(8, 2); }, {5, 4, 8}, {Shard(0), Shard(0)}, {{0, {2, 0, 1, 2}}}, {{"a", 2}, {"b", 2}});
+  compare("block", [] { return Block(8, 2); }, {5, 4, 8}, {Shard(0), Shard(0)}, {{0, {2, 0, 1, 2}}},
+          {{"a", 2}, {"b", 2}});
 }
 
 TEST(ShardedData, Recurrent) {
   struct NetImpl : torch::nn::Module {
-    NetImpl() : lstm(register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(4, 5).batch_first(true)))) {}
+    NetImpl()
+        : lstm(register_module("lstm",
+                               torch::nn::LSTM(torch::nn::LSTMOptions(4, 5).batch_first(true)))) {}
     at::Tensor forward(const at::Tensor& x) { return std::get<0>(lstm(x)); }
     torch::nn::LSTM lstm;
   };
-  compare("lstm", [] { return std::make_shared<NetImpl>(); }, {5, 3, 4}, {Shard(0)}, kUneven, kThree);
+  compare(
+      "lstm", [] { return std::make_shared<NetImpl>(); }, {5, 3, 4}, {Shard(0)}, kUneven, kThree);
 }
 
 TEST(TensorParallel, ColumnThenRowOfUnevenWidths) {
-  // 7 hidden units over 3 ranks; the activations between are sharded and nothing but the result is reduced.
-  const ModuleRule rule = [](const std::string& name, const at::Tensor&) -> std::optional<ParameterPlacement> {
-    if (name == "up.weight" || name == "up.bias") return ParameterPlacement{{Shard(0)}, {{0, {4, 1, 2}}}};
+  // 7 hidden units over 3 ranks; the activations between are sharded and nothing but the result is
+  // reduced.
+  const ModuleRule rule = [](const std::string& name,
+                             const at::Tensor&) -> std::optional<ParameterPlacement> {
+    if (name == "up.weight" || name == "up.bias")
+      return ParameterPlacement{{Shard(0)}, {{0, {4, 1, 2}}}};
     if (name == "down.weight") return ParameterPlacement{{Shard(1)}, {{1, {4, 1, 2}}}};
     return std::nullopt;
   };
@@ -134,7 +157,8 @@ TEST(TensorParallel, ColumnThenRowOfUnevenWidths) {
 }
 
 TEST(FullySharded, ParametersOfAnyDimAndSizes) {
-  const ModuleRule rule = [](const std::string& name, const at::Tensor& t) -> std::optional<ParameterPlacement> {
+  const ModuleRule rule = [](const std::string& name,
+                             const at::Tensor& t) -> std::optional<ParameterPlacement> {
     const int d = name.starts_with("down") ? static_cast<int>(t.dim()) - 1 : 0;
     return ParameterPlacement{{Shard(d)}, {{d, {t.size(d) - 1, 0, 1}}}};
   };
@@ -169,7 +193,8 @@ TEST(ShardedData, TrainingIsThatOfOneProcess) {
   const auto expected = losses(nullptr);
   on_threads(3, [&](DistributedManager& manager) {
     const auto got = losses(&manager);
-    for (std::size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], expected[i], 1e-9 * std::abs(expected[i])) << i;
+    for (std::size_t i = 0; i < got.size(); ++i)
+      EXPECT_NEAR(got[i], expected[i], 1e-9 * std::abs(expected[i])) << i;
   });
 }
 
@@ -191,13 +216,19 @@ TEST(Policies, GathersAreNamedOrForbidden) {
   });
 }
 
-// Rank 0 keeps every loss, and with it the graph: what it finds of it in the next step must not change the order in which gradients are reduced.
+// Rank 0 keeps every loss, and with it the graph: what it finds of it in the next step must not
+// change the order in which gradients are reduced.
 TEST(PlainParameters, AreReducedInOneOrderWhateverARankKeeps) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"domain", 2}});
     set_policies(manager, {.redistribution = Policy::allow, .promotion = Policy::allow});
-    const auto layer = [](int in, int out) { return torch::nn::Conv1d(torch::nn::Conv1dOptions(in, out, 3).padding(1)); };
-    const auto make = [&] { return torch::nn::Sequential(layer(1, 2), torch::nn::Tanh(), layer(2, 2), torch::nn::Tanh(), layer(2, 1)); };
+    const auto layer = [](int in, int out) {
+      return torch::nn::Conv1d(torch::nn::Conv1dOptions(in, out, 3).padding(1));
+    };
+    const auto make = [&] {
+      return torch::nn::Sequential(layer(1, 2), torch::nn::Tanh(), layer(2, 2), torch::nn::Tanh(),
+                                   layer(2, 1));
+    };
     auto net = make(), plain = make();
     for (auto* m : {&net, &plain}) {
       (*m)->to(at::kDouble);
@@ -215,7 +246,8 @@ TEST(PlainParameters, AreReducedInOneOrderWhateverARankKeeps) {
         if (backward) loss.backward();
       }
       for (std::size_t i = 0; i < plain->parameters().size(); ++i) {
-        EXPECT_LT(difference(net->parameters()[i].grad(), plain->parameters()[i].grad()), 1e-10) << "parameter " << i << ", step " << step;
+        EXPECT_LT(difference(net->parameters()[i].grad(), plain->parameters()[i].grad()), 1e-10)
+            << "parameter " << i << ", step " << step;
       }
     }
   });

@@ -1,4 +1,5 @@
-// Neighbourhood attention against its definition, written down once more with libtorch's operators; on plain tensors and on fields cut over ranks.
+// Neighbourhood attention against its definition, written down once more with libtorch's operators;
+// on plain tensors and on fields cut over ranks.
 
 #include "tessera/ops/attention/neighborhood.h"
 
@@ -19,8 +20,11 @@ struct Case {
 
   Case(Draw& draw, int n) : shape{draw.between(1, 2)} {
     for (int d = 0; d < n; ++d) {
-      Neighborhood w{draw.between(1, n == 3 ? 3 : 5), draw.between(1, n == 1 ? 3 : 2), draw.chance(35)};
-      shape.push_back(w.causal && draw.chance(30) ? draw.between(1, 4) : w.kernel * w.dilation + draw.below(n == 3 ? 3 : 7));
+      Neighborhood w{draw.between(1, n == 3 ? 3 : 5), draw.between(1, n == 1 ? 3 : 2),
+                     draw.chance(35)};
+      shape.push_back(w.causal && draw.chance(30)
+                          ? draw.between(1, 4)
+                          : w.kernel * w.dilation + draw.below(n == 3 ? 3 : 7));
       dims.push_back(w);
     }
     shape.push_back(draw.between(1, 3));
@@ -35,12 +39,14 @@ struct Case {
   }
   std::string text() const {
     std::string t = concat("q ", list(shape), " v channels ", value_channels);
-    for (const auto& d : dims) t += concat(" kernel ", d.kernel, " dilation ", d.dilation, d.causal ? " causal" : "");
+    for (const auto& d : dims)
+      t += concat(" kernel ", d.kernel, " dilation ", d.dilation, d.causal ? " causal" : "");
     return t;
   }
 };
 
-/// Of all runs of `kernel` neighbours in the query's dilation group the one whose middle is nearest; causal: the query and those before it.
+/// Of all runs of `kernel` neighbours in the query's dilation group the one whose middle is
+/// nearest; causal: the query and those before it.
 Shape seen(const Neighborhood& w, std::int64_t query, std::int64_t extent) {
   Shape group, keys;
   for (std::int64_t i = query % w.dilation; i < extent; i += w.dilation) group.push_back(i);
@@ -52,7 +58,8 @@ Shape seen(const Neighborhood& w, std::int64_t query, std::int64_t extent) {
   }
   std::int64_t best = -1;
   for (std::int64_t start = 0; start + w.kernel <= static_cast<std::int64_t>(group.size()); ++start)
-    if (best < 0 || std::abs(start + w.kernel / 2 - at) < std::abs(best + w.kernel / 2 - at)) best = start;
+    if (best < 0 || std::abs(start + w.kernel / 2 - at) < std::abs(best + w.kernel / 2 - at))
+      best = start;
   for (std::int64_t i = best; i < best + w.kernel; ++i) keys.push_back(group[i]);
   return keys;
 }
@@ -69,10 +76,13 @@ at::Tensor reference(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
     mask = at::kron(mask.to(at::kLong), one.to(at::kLong)).to(at::kBool);
     positions *= extent;
   }
-  const auto flat = [&](const at::Tensor& t) { return t.reshape({t.size(0), positions, t.size(-2), t.size(-1)}).transpose(1, 2); };
+  const auto flat = [&](const at::Tensor& t) {
+    return t.reshape({t.size(0), positions, t.size(-2), t.size(-1)}).transpose(1, 2);
+  };
   const double scale = c.scale.value_or(1 / std::sqrt(static_cast<double>(c.shape.back())));
   const at::Tensor scores = at::matmul(flat(q), flat(k).transpose(-1, -2)) * scale;
-  const at::Tensor weights = scores.masked_fill(mask.logical_not(), -std::numeric_limits<double>::infinity()).softmax(-1);
+  const at::Tensor weights =
+      scores.masked_fill(mask.logical_not(), -std::numeric_limits<double>::infinity()).softmax(-1);
   return at::matmul(weights, flat(v)).transpose(1, 2).reshape(c.value_shape());
 }
 
@@ -83,15 +93,20 @@ struct Result {
 
 Result run(const Case& c, std::vector<at::Tensor> inputs, const at::Tensor& g, bool by_definition) {
   Result r;
-  r.value = by_definition ? reference(inputs[0], inputs[1], inputs[2], c) : neighborhood_attention(inputs[0], inputs[1], inputs[2], c.dims, c.scale);
+  r.value = by_definition
+                ? reference(inputs[0], inputs[1], inputs[2], c)
+                : neighborhood_attention(inputs[0], inputs[1], inputs[2], c.dims, c.scale);
   r.value.backward(is_sharded(r.value) ? distribute_tensor(g, spec(r.value)) : g);
   for (const auto& t : inputs) r.gradients.push_back(t.grad());
   return r;
 }
 
-void expect_same(const Result& got, const Result& expected, const std::string& where, double tolerance = 1e-10) {
+void expect_same(const Result& got, const Result& expected, const std::string& where,
+                 double tolerance = 1e-10) {
   EXPECT_LT(difference(got.value, expected.value), tolerance) << where;
-  for (std::size_t i = 0; i < 3; ++i) EXPECT_LT(difference(got.gradients[i], expected.gradients[i]), tolerance) << "gradient " << i << ", " << where;
+  for (std::size_t i = 0; i < 3; ++i)
+    EXPECT_LT(difference(got.gradients[i], expected.gradients[i]), tolerance)
+        << "gradient " << i << ", " << where;
 }
 
 std::vector<at::Tensor> leaves(const std::vector<at::Tensor>& values) {
@@ -101,7 +116,9 @@ std::vector<at::Tensor> leaves(const std::vector<at::Tensor>& values) {
 }
 
 TEST(Neighborhood, WorkedExamples) {
-  const auto keys = [](const Neighborhood& w, std::int64_t q, std::int64_t n) { return std::pair(w.keys(q, n).begin, w.keys(q, n).count); };
+  const auto keys = [](const Neighborhood& w, std::int64_t q, std::int64_t n) {
+    return std::pair(w.keys(q, n).begin, w.keys(q, n).count);
+  };
   EXPECT_EQ(keys({3, 2, false}, 5, 7), std::pair(std::int64_t{1}, std::int64_t{3}));
   EXPECT_EQ(keys({3, 2, true}, 2, 7), std::pair(std::int64_t{0}, std::int64_t{2}));
   EXPECT_EQ(keys({3, 1, false}, 0, 7), std::pair(std::int64_t{0}, std::int64_t{3}));
@@ -114,7 +131,8 @@ TEST(Neighborhood, PlainTensorsFollowTheDefinition) {
   for (int n = 0; n < 150; ++n) {
     const Case c(draw, 1 + n % 3);
     seed(static_cast<std::uint64_t>(n));
-    const std::vector<at::Tensor> values{randn(c.shape, at::kDouble), randn(c.shape, at::kDouble), randn(c.value_shape(), at::kDouble)};
+    const std::vector<at::Tensor> values{randn(c.shape, at::kDouble), randn(c.shape, at::kDouble),
+                                         randn(c.value_shape(), at::kDouble)};
     const at::Tensor g = randn(c.value_shape(), at::kDouble);
     expect_same(run(c, leaves(values), g, false), run(c, leaves(values), g, true), c.text());
   }
@@ -122,12 +140,14 @@ TEST(Neighborhood, PlainTensorsFollowTheDefinition) {
 
 TEST(Neighborhood, OtherTypesAndStrides) {
   Draw draw(6);
-  for (const auto& [type, tolerance] : {std::pair(at::kFloat, 2e-5), {at::kHalf, 5e-3}, {at::kBFloat16, 4e-2}}) {
+  for (const auto& [type, tolerance] :
+       {std::pair(at::kFloat, 2e-5), {at::kHalf, 5e-3}, {at::kBFloat16, 4e-2}}) {
     const Case c(draw, 2);
     seed(3);
     std::vector<at::Tensor> values{randn(c.shape), randn(c.shape), randn(c.value_shape())};
     for (auto& v : values) v = v.to(type);
-    const at::Tensor expected = reference(values[0].to(at::kDouble), values[1].to(at::kDouble), values[2].to(at::kDouble), c);
+    const at::Tensor expected = reference(values[0].to(at::kDouble), values[1].to(at::kDouble),
+                                          values[2].to(at::kDouble), c);
     for (auto& v : values) v = v.transpose(1, 2).contiguous().transpose(1, 2);
     const at::Tensor got = neighborhood_attention(values[0], values[1], values[2], c.dims, c.scale);
     EXPECT_EQ(got.scalar_type(), type);
@@ -137,10 +157,12 @@ TEST(Neighborhood, OtherTypesAndStrides) {
 
 TEST(Neighborhood, IsAnOperatorOfTheDispatcher) {
   seed(1);
-  const at::Tensor q = randn({2, 6, 5, 2, 3}, at::kDouble), k = randn({2, 6, 5, 2, 3}, at::kDouble), v = randn({2, 6, 5, 2, 4}, at::kDouble);
+  const at::Tensor q = randn({2, 6, 5, 2, 3}, at::kDouble), k = randn({2, 6, 5, 2, 3}, at::kDouble),
+                   v = randn({2, 6, 5, 2, 4}, at::kDouble);
   const auto op = c10::Dispatcher::singleton()
                       .findSchemaOrThrow("tessera::neighborhood_attention", "")
-                      .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::vector<std::int64_t>, std::vector<std::int64_t>,
+                      .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                        std::vector<std::int64_t>, std::vector<std::int64_t>,
                                         c10::List<bool>, std::optional<double>)>();
   EXPECT_TRUE(op.call(q, k, v, {3, 2}, {2, 1}, c10::List<bool>({false, true}), std::nullopt)
                   .equal(neighborhood_attention_2d(q, k, v, {3, 2}, {2, 1}, {false, true})));
@@ -173,7 +195,8 @@ TEST_P(ShardedNeighborhoods, GivesWhatOneProcessGives) {
       const auto mesh = manager.mesh(draw.axes(ranks));
       const Case c(draw, 1 + n % 3);
       seed(static_cast<std::uint64_t>(n));
-      const std::vector<at::Tensor> values{randn(c.shape, at::kDouble), randn(c.shape, at::kDouble), randn(c.value_shape(), at::kDouble)};
+      const std::vector<at::Tensor> values{randn(c.shape, at::kDouble), randn(c.shape, at::kDouble),
+                                           randn(c.value_shape(), at::kDouble)};
       const at::Tensor g = randn(c.value_shape(), at::kDouble);
       const Result expected = run(c, leaves(values), g, true);
       // q over batch, space and heads in any parts; k and v alike, or laid out otherwise.
@@ -181,14 +204,16 @@ TEST_P(ShardedNeighborhoods, GivesWhatOneProcessGives) {
       std::vector<ShardSpec> specs;
       for (const auto& v : values) {
         const bool alike = specs.empty() || draw.chance(70);
-        specs.push_back(alike ? ShardSpec(mesh, v.sizes().vec(), field.placements(), field.sizes()) : draw.spec(mesh, v.sizes().vec()));
+        specs.push_back(alike ? ShardSpec(mesh, v.sizes().vec(), field.placements(), field.sizes())
+                              : draw.spec(mesh, v.sizes().vec()));
       }
       if (Coverage::instance().noting()) {
         std::vector<std::string> names(c.shape.size(), "space");
         names[0] = "samples";
         names[names.size() - 2] = "heads";
         names.back() = "channels";
-        Coverage::instance().note(concat("neighbourhood attention ", c.dims.size(), "d"), specs[0], names, false, manager.rank());
+        Coverage::instance().note(concat("neighbourhood attention ", c.dims.size(), "d"), specs[0],
+                                  names, false, manager.rank());
         continue;
       }
       const std::string where = concat(c.text(), " on ", specs[0], "; ", specs[1], "; ", specs[2]);
@@ -205,12 +230,14 @@ TEST_P(ShardedNeighborhoods, GivesWhatOneProcessGives) {
       // The same split, waiting earlier: bit for bit the same.
       EXPECT_TRUE(to_local(first.value.detach()).equal(to_local(waiting.value.detach()))) << where;
       for (std::size_t i = 0; i < 3; ++i)
-        EXPECT_TRUE(to_local(first.gradients[i]).equal(to_local(waiting.gradients[i]))) << "gradient " << i << " " << where;
+        EXPECT_TRUE(to_local(first.gradients[i]).equal(to_local(waiting.gradients[i])))
+            << "gradient " << i << " " << where;
       expect_same(ordered(Order::automatic), expected, "automatic: " + where);
     }
     if (Coverage::instance().noting()) return;
     const auto mesh = manager.mesh({{"a", ranks}});
-    const at::Tensor plain = at::ones({1, 6, 2, 3}), cut = distribute_tensor(plain, mesh, {Shard(3)}),
+    const at::Tensor plain = at::ones({1, 6, 2, 3}),
+                     cut = distribute_tensor(plain, mesh, {Shard(3)}),
                      whole = distribute_tensor(plain, mesh, {Replicate()});
     EXPECT_THROW(neighborhood_attention_1d(cut, cut, cut, {3}), ShardingError);
     EXPECT_THROW(neighborhood_attention_1d(whole, plain, whole, {3}), ShardingError);
@@ -227,13 +254,15 @@ TEST(ShardedNeighborhood, ALargeFieldIsThatOfOneProcess) {
     for (int i = 0; i < 3; ++i) values.push_back(randn(shape, at::kDouble));
     const at::Tensor g = randn(shape, at::kDouble);
     const auto once = [&](std::vector<at::Tensor> t) {
-      const at::Tensor y = neighborhood_attention_2d(t[0], t[1], t[2], {7, 5}, {2, 1}, {false, true});
+      const at::Tensor y =
+          neighborhood_attention_2d(t[0], t[1], t[2], {7, 5}, {2, 1}, {false, true});
       y.backward(is_sharded(y) ? distribute_tensor(g, spec(y)) : g);
       return Result{y, {t[0].grad(), t[1].grad(), t[2].grad()}};
     };
     const Result expected = once(leaves(values));
     std::vector<at::Tensor> cut;
-    for (const auto& v : values) cut.push_back(leaf(v, ShardSpec(mesh, shape, {Shard(1)}, {{1, {40, 0, 56}}})));
+    for (const auto& v : values)
+      cut.push_back(leaf(v, ShardSpec(mesh, shape, {Shard(1)}, {{1, {40, 0, 56}}})));
     expect_same(once(cut), expected, "automatic");
   });
 }
@@ -246,7 +275,10 @@ TEST(ShardedNeighborhood, WhatWasWrittenToMeanwhileIsNotUsedInBackward) {
     const Shape shape{1, 12, 2, 3};
     for (int written = 0; written < 3; ++written) {
       std::vector<at::Tensor> t;
-      for (int i = 0; i < 3; ++i) t.push_back(leaf(randn(shape, at::kDouble), ShardSpec(mesh, shape, {Shard(1)}, {{1, {11, 1}}})) * 2);
+      for (int i = 0; i < 3; ++i)
+        t.push_back(
+            leaf(randn(shape, at::kDouble), ShardSpec(mesh, shape, {Shard(1)}, {{1, {11, 1}}})) *
+            2);
       const at::Tensor y = neighborhood_attention_1d(t[0], t[1], t[2], {3});
       t[written].mul_(2);
       EXPECT_THROW(y.sum().backward(), c10::Error) << written << " on rank " << manager.rank();

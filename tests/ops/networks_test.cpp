@@ -1,4 +1,5 @@
-// Whole networks on fields cut in space: losses, every parameter's gradient and running statistics are those of one process.
+// Whole networks on fields cut in space: losses, every parameter's gradient and running statistics
+// are those of one process.
 
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -22,7 +23,8 @@ using Shape = std::vector<std::int64_t>;
 namespace nn = torch::nn;
 
 nn::Conv2d conv(int in, int out, int kernel, int stride = 1, int padding = 0, int groups = 1) {
-  return nn::Conv2d(nn::Conv2dOptions(in, out, kernel).stride(stride).padding(padding).groups(groups));
+  return nn::Conv2d(
+      nn::Conv2dOptions(in, out, kernel).stride(stride).padding(padding).groups(groups));
 }
 
 struct UNetImpl : nn::Module {
@@ -31,7 +33,8 @@ struct UNetImpl : nn::Module {
         second(register_module("second", conv(6, 8, 3, 1, 1))),
         third(register_module("third", conv(12, 4, 3, 1, 1))),
         last(register_module("last", conv(4, 2, 1))),
-        up(register_module("up", nn::ConvTranspose2d(nn::ConvTranspose2dOptions(8, 6, 2).stride(2)))),
+        up(register_module("up",
+                           nn::ConvTranspose2d(nn::ConvTranspose2dOptions(8, 6, 2).stride(2)))),
         batch(register_module("batch", nn::BatchNorm2d(6))),
         group(register_module("group", nn::GroupNorm(2, 8))) {}
   at::Tensor forward(const at::Tensor& x) {
@@ -50,20 +53,30 @@ TORCH_MODULE(UNet);
 struct ResidualImpl : nn::Module {
   struct BlockImpl : nn::Module {
     BlockImpl(int in, int width, int out, int stride)
-        : path(register_module("path", nn::Sequential(conv(in, width, 1), nn::BatchNorm2d(width), nn::ReLU(), conv(width, width, 3, stride, 1),
-                                                      nn::BatchNorm2d(width), nn::ReLU(), conv(width, out, 1), nn::BatchNorm2d(out)))) {
-      if (in != out || stride != 1) side = register_module("side", nn::Sequential(conv(in, out, 1, stride), nn::BatchNorm2d(out)));
+        : path(register_module(
+              "path", nn::Sequential(conv(in, width, 1), nn::BatchNorm2d(width), nn::ReLU(),
+                                     conv(width, width, 3, stride, 1), nn::BatchNorm2d(width),
+                                     nn::ReLU(), conv(width, out, 1), nn::BatchNorm2d(out)))) {
+      if (in != out || stride != 1)
+        side =
+            register_module("side", nn::Sequential(conv(in, out, 1, stride), nn::BatchNorm2d(out)));
     }
-    at::Tensor forward(const at::Tensor& x) { return torch::relu(path->forward(x) + (side ? side->forward(x) : x)); }
+    at::Tensor forward(const at::Tensor& x) {
+      return torch::relu(path->forward(x) + (side ? side->forward(x) : x));
+    }
     nn::Sequential path, side{nullptr};
   };
   ResidualImpl()
-      : stem(register_module("stem", nn::Sequential(conv(3, 6, 7, 2, 3), nn::BatchNorm2d(6), nn::ReLU(),
-                                                    nn::MaxPool2d(nn::MaxPool2dOptions(3).stride(2).padding(1))))),
+      : stem(register_module(
+            "stem", nn::Sequential(conv(3, 6, 7, 2, 3), nn::BatchNorm2d(6), nn::ReLU(),
+                                   nn::MaxPool2d(nn::MaxPool2dOptions(3).stride(2).padding(1))))),
         a(register_module("a", std::make_shared<BlockImpl>(6, 4, 8, 1))),
         b(register_module("b", std::make_shared<BlockImpl>(8, 4, 10, 2))),
         head(register_module("head", nn::Linear(10, 3))) {}
-  at::Tensor forward(const at::Tensor& x) { return head(torch::adaptive_avg_pool2d(b->forward(a->forward(stem->forward(x))), {1, 1}).flatten(1)); }
+  at::Tensor forward(const at::Tensor& x) {
+    return head(
+        torch::adaptive_avg_pool2d(b->forward(a->forward(stem->forward(x))), {1, 1}).flatten(1));
+  }
   nn::Sequential stem;
   std::shared_ptr<BlockImpl> a, b;
   nn::Linear head;
@@ -93,7 +106,8 @@ struct ConvNextImpl : nn::Module {
 };
 TORCH_MODULE(ConvNext);
 
-// A block of neighbourhood attention after a tokenizer that halves twice the work: norm, heads over each position's surroundings, norm, a small MLP.
+// A block of neighbourhood attention after a tokenizer that halves twice the work: norm, heads over
+// each position's surroundings, norm, a small MLP.
 struct NeighborhoodImpl : nn::Module {
   NeighborhoodImpl()
       : tokens(register_module("tokens", conv(3, 6, 3, 2, 1))),
@@ -106,7 +120,8 @@ struct NeighborhoodImpl : nn::Module {
         head(register_module("head", conv(6, 2, 1))) {}
   at::Tensor attend(const at::Tensor& x) {
     const at::Tensor all = qkv(before(x)).reshape({x.size(0), x.size(1), x.size(2), 3, 2, 3});
-    const at::Tensor y = neighborhood_attention_2d(all.select(3, 0), all.select(3, 1), all.select(3, 2), {3, 5}, {2, 1});
+    const at::Tensor y = neighborhood_attention_2d(all.select(3, 0), all.select(3, 1),
+                                                   all.select(3, 2), {3, 5}, {2, 1});
     return out(y.reshape({x.size(0), x.size(1), x.size(2), 6}));
   }
   at::Tensor forward(const at::Tensor& x) {
@@ -124,7 +139,8 @@ struct NeighborhoodImpl : nn::Module {
 };
 TORCH_MODULE(Neighborhood);
 
-// Down and up again in every way there is: pooling and its inverse, pixels made of channels, interpolation by factor and to a size.
+// Down and up again in every way there is: pooling and its inverse, pixels made of channels,
+// interpolation by factor and to a size.
 struct DecoderImpl : nn::Module {
   DecoderImpl()
       : first(register_module("first", conv(3, 4, 3, 1, 1))),
@@ -138,11 +154,16 @@ struct DecoderImpl : nn::Module {
     const at::Tensor back = at::max_unpool2d(torch::tanh(pooled), indices, {a.size(2), a.size(3)});
     const at::Tensor pixels = at::pixel_shuffle(torch::tanh(deep(a)), 2);
     const auto upsampled = [&](const at::Tensor& t, auto mode) {
-      return F::interpolate(t, F::InterpolateFuncOptions().size(std::vector<std::int64_t>{a.size(2), a.size(3)}).mode(mode).align_corners(false));
+      return F::interpolate(t, F::InterpolateFuncOptions()
+                                   .size(std::vector<std::int64_t>{a.size(2), a.size(3)})
+                                   .mode(mode)
+                                   .align_corners(false));
     };
-    const at::Tensor double_size = F::interpolate(torch::tanh(deep(a)).narrow(1, 0, 4),
-                                                  F::InterpolateFuncOptions().scale_factor(std::vector<double>{2, 2}).mode(torch::kNearest));
-    return last(torch::cat({back, pixels, upsampled(torch::tanh(side(a)), torch::kBicubic), double_size}, 1));
+    const at::Tensor double_size = F::interpolate(
+        torch::tanh(deep(a)).narrow(1, 0, 4),
+        F::InterpolateFuncOptions().scale_factor(std::vector<double>{2, 2}).mode(torch::kNearest));
+    return last(torch::cat(
+        {back, pixels, upsampled(torch::tanh(side(a)), torch::kBicubic), double_size}, 1));
   }
   nn::Conv2d first, deep, side, last;
 };
@@ -162,7 +183,8 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     const at::NoGradGuard no_grad;
     return call(x);
   }
-  static torch::autograd::variable_list backward(Context* ctx, const torch::autograd::variable_list& g) {
+  static torch::autograd::variable_list backward(Context* ctx,
+                                                 const torch::autograd::variable_list& g) {
     const auto held = c10::static_intrusive_pointer_cast<Held>(ctx->saved_data["call"].toCapsule());
     const at::Tensor x = ctx->get_saved_variables()[0].detach().requires_grad_(true);
     const at::AutoGradMode enabled(true);
@@ -191,7 +213,9 @@ Outcome run(Net& net, const at::Tensor& x, const How& how) {
   }
   for (int step = 0; step < (how.accumulated ? 2 : 1); ++step) {
     const at::Tensor in = step ? x * 0.5 : x;
-    o.output = how.checkpointed ? Checkpoint::apply(in, [&](const at::Tensor& t) { return net->forward(t); }) : net->forward(in);
+    o.output = how.checkpointed
+                   ? Checkpoint::apply(in, [&](const at::Tensor& t) { return net->forward(t); })
+                   : net->forward(in);
     o.loss = o.output.to(at::kDouble).square().mean();
     o.loss.backward();
   }
@@ -226,7 +250,9 @@ void compare(const char* name, Make make, const Layout& layout, const How& how =
     const auto mesh = manager.mesh(layout.axes);
     if (Coverage::instance().noting()) {
       const ShardSpec field(mesh, kShape, layout.placements, layout.sizes);
-      return Coverage::instance().note(concat("network: ", name), field, {"samples", "channels", "space", "space"}, false, manager.rank());
+      return Coverage::instance().note(concat("network: ", name), field,
+                                       {"samples", "channels", "space", "space"}, false,
+                                       manager.rank());
     }
     auto expected_net = make(), net = make();
     const at::ScalarType type = how.autocast ? at::kFloat : at::kDouble;
@@ -239,20 +265,25 @@ void compare(const char* name, Make make, const Layout& layout, const How& how =
     const at::Tensor value = randn(kShape, type);
     const Outcome expected = run(expected_net, value.clone().requires_grad_(true), how);
     distribute_module(*net, mesh, how.parameters ? how.parameters(mesh) : ModuleRule{});
-    const Outcome got = run(net, leaf(value, ShardSpec(mesh, kShape, layout.placements, layout.sizes)), how);
+    const Outcome got =
+        run(net, leaf(value, ShardSpec(mesh, kShape, layout.placements, layout.sizes)), how);
     EXPECT_LT(difference(got.loss, expected.loss), tolerance) << name;
     EXPECT_LT(difference(got.output, expected.output), tolerance) << name;
     EXPECT_LT(difference(got.input_gradient, expected.input_gradient), tolerance) << name;
-    // Of a convolution before a norm the bias has no gradient but round-off: compared with the largest of all.
+    // Of a convolution before a norm the bias has no gradient but round-off: compared with the
+    // largest of all.
     double largest = 0;
-    for (const auto& g : expected.gradients) largest = std::max(largest, g.abs().max().template item<double>());
+    for (const auto& g : expected.gradients)
+      largest = std::max(largest, g.abs().max().template item<double>());
     const auto names = net->named_parameters();
     for (std::size_t i = 0; i < got.gradients.size(); ++i) {
-      const double off = (whole(got.gradients[i]) - expected.gradients[i]).abs().max().template item<double>();
+      const double off =
+          (whole(got.gradients[i]) - expected.gradients[i]).abs().max().template item<double>();
       EXPECT_LT(off, tolerance * largest) << name << " " << names[i].key();
     }
     const auto buffers = net->buffers(), expected_buffers = expected_net->buffers();
-    for (std::size_t i = 0; i < buffers.size(); ++i) EXPECT_LT(difference(buffers[i], expected_buffers[i]), tolerance) << name << " buffer " << i;
+    for (std::size_t i = 0; i < buffers.size(); ++i)
+      EXPECT_LT(difference(buffers[i], expected_buffers[i]), tolerance) << name << " buffer " << i;
   });
 }
 
@@ -269,17 +300,21 @@ TEST_P(Networks, ConvNextBlock) {
 }
 TEST_P(Networks, NeighborhoodBlock) {
   compare("block of neighbourhood attention", [] { return Neighborhood(); }, kLayouts[GetParam()]);
-  compare("block of neighbourhood attention, interior first", [] { return Neighborhood(); }, kLayouts[GetParam()],
-          {.halos = {.order = HaloPolicy::Order::interior_first}});
+  compare("block of neighbourhood attention, interior first", [] { return Neighborhood(); },
+          kLayouts[GetParam()], {.halos = {.order = HaloPolicy::Order::interior_first}});
 }
 TEST_P(Networks, Decoder) {
-  compare("decoder: unpooling, pixels of channels, interpolation", [] { return Decoder(); }, kLayouts[GetParam()]);
+  compare(
+      "decoder: unpooling, pixels of channels, interpolation", [] { return Decoder(); },
+      kLayouts[GetParam()]);
 }
 
-// Every parameter cut unevenly over the first axis, be it one of the field or of the data: gathered where it is used.
+// Every parameter cut unevenly over the first axis, be it one of the field or of the data: gathered
+// where it is used.
 ModuleRule fully_sharded(const DeviceMesh& mesh) {
   const int parts = mesh.layout().axes()[0].size;
-  return [axes = mesh.layout().axes().size(), parts](const std::string&, const at::Tensor& t) -> std::optional<ParameterPlacement> {
+  return [axes = mesh.layout().axes().size(), parts](
+             const std::string&, const at::Tensor& t) -> std::optional<ParameterPlacement> {
     if (t.dim() == 0) return std::nullopt;
     std::vector<Placement> placements(axes);
     placements[0] = Shard(0);
@@ -290,23 +325,29 @@ ModuleRule fully_sharded(const DeviceMesh& mesh) {
   };
 }
 TEST_P(Networks, FullyShardedUNet) {
-  compare("U-Net, fully sharded parameters", [] { return UNet(); }, kLayouts[GetParam()], {.parameters = fully_sharded});
+  compare("U-Net, fully sharded parameters", [] { return UNet(); }, kLayouts[GetParam()],
+          {.parameters = fully_sharded});
 }
 TEST_P(Networks, FullyShardedResidual) {
-  compare("residual blocks, fully sharded parameters", [] { return Residual(); }, kLayouts[GetParam()], {.parameters = fully_sharded});
+  compare("residual blocks, fully sharded parameters", [] { return Residual(); },
+          kLayouts[GetParam()], {.parameters = fully_sharded});
 }
 
 TEST_P(Networks, UNetCheckpointed) {
-  compare("U-Net, checkpointed", [] { return UNet(); }, kLayouts[GetParam()], {.checkpointed = true});
+  compare("U-Net, checkpointed", [] { return UNet(); }, kLayouts[GetParam()],
+          {.checkpointed = true});
 }
 TEST_P(Networks, UNetWithAccumulatedGradients) {
-  compare("U-Net, gradients accumulated", [] { return UNet(); }, kLayouts[GetParam()], {.accumulated = true});
+  compare("U-Net, gradients accumulated", [] { return UNet(); }, kLayouts[GetParam()],
+          {.accumulated = true});
 }
 TEST_P(Networks, UNetUnderAutocast) {
-  compare("U-Net, autocast to bfloat16", [] { return UNet(); }, kLayouts[GetParam()], {.autocast = true});
+  compare("U-Net, autocast to bfloat16", [] { return UNet(); }, kLayouts[GetParam()],
+          {.autocast = true});
 }
 
-// Replicas of a domain: each has samples of its own, and their gradients are averaged after their domains have summed theirs.
+// Replicas of a domain: each has samples of its own, and their gradients are averaged after their
+// domains have summed theirs.
 TEST(ReplicatedDomains, TrainLikeOneProcessUnderDistributedDataParallel) {
   on_ranks(4, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::allow});
@@ -322,35 +363,42 @@ TEST(ReplicatedDomains, TrainLikeOneProcessUnderDistributedDataParallel) {
     DistributedDataParallel ddp(net, mesh.group("data"));
     torch::optim::AdamW opt(net->parameters(), 0.01), expected_opt(expected->parameters(), 0.01);
     for (int step = 0; step < 3; ++step) {
-      const at::Tensor x = randn(kShape, at::kDouble);  // three samples for the first replica, one for the other
+      // three samples for the first replica, one for the other
+      const at::Tensor x = randn(kShape, at::kDouble);
       expected_opt.zero_grad();
       const at::Tensor expected_loss = expected(x).square().mean();
       expected_loss.backward();
       const at::Tensor mine = replica == 0 ? x.narrow(0, 0, 3) : x.narrow(0, 3, 1);
       const at::Tensor cut = distribute_tensor(mine, domain, {Shard(2)}, {{2, {5, 11}}});
       opt.zero_grad();
-      ddp.mean_loss(full_tensor(ddp(cut).square().mean()), static_cast<double>(mine.size(0))).backward();
+      ddp.mean_loss(full_tensor(ddp(cut).square().mean()), static_cast<double>(mine.size(0)))
+          .backward();
       const auto names = expected->named_parameters();
       for (const auto& item : net->named_parameters())
-        EXPECT_LT(difference(item.value().grad(), names[item.key()].grad()), 1e-9) << item.key() << " in step " << step;
+        EXPECT_LT(difference(item.value().grad(), names[item.key()].grad()), 1e-9)
+            << item.key() << " in step " << step;
       opt.step();
       expected_opt.step();
     }
     const auto names = expected->named_parameters();
-    for (const auto& item : net->named_parameters()) EXPECT_LT(difference(item.value(), names[item.key()]), 1e-9) << item.key();
+    for (const auto& item : net->named_parameters())
+      EXPECT_LT(difference(item.value(), names[item.key()]), 1e-9) << item.key();
   });
 }
 
-// Trained on one mesh with parameters cut, saved whole, loaded on meshes of other axes and cuts, and trained on: the steps of one process.
+// Trained on one mesh with parameters cut, saved whole, loaded on meshes of other axes and cuts,
+// and trained on: the steps of one process.
 TEST(TrainedDomains, MoveToOtherMeshesByAFile) {
-  const auto path = std::filesystem::path(::testing::TempDir()) / concat("tessera_networks_", ::getpid(), ".safetensors");
+  const auto path = std::filesystem::path(::testing::TempDir()) /
+                    concat("tessera_networks_", ::getpid(), ".safetensors");
   on_ranks(4, [&](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::allow});
     UNet expected;
     expected->to(at::kDouble);
     fill(*expected, 7);
     torch::optim::SGD expected_opt(expected->parameters(), 0.1);
-    const std::vector<Layout> layouts = {kLayouts[3], kLayouts[2], {{{"domain", 4}}, {Shard(2)}, {{2, {2, 8, 0, 6}}}}};
+    const std::vector<Layout> layouts = {
+        kLayouts[3], kLayouts[2], {{{"domain", 4}}, {Shard(2)}, {{2, {2, 8, 0, 6}}}}};
     for (std::size_t stage = 0; stage < layouts.size(); ++stage) {
       const Layout& layout = layouts[stage];
       const auto mesh = manager.mesh(layout.axes);
@@ -363,7 +411,10 @@ TEST(TrainedDomains, MoveToOtherMeshesByAFile) {
       for (int step = 0; step < 2; ++step) {
         const at::Tensor x = randn(kShape, at::kDouble);
         for (auto* one : {&opt, &expected_opt}) one->zero_grad();
-        const at::Tensor loss = net(leaf(x, ShardSpec(mesh, kShape, layout.placements, layout.sizes), false)).square().mean();
+        const at::Tensor loss =
+            net(leaf(x, ShardSpec(mesh, kShape, layout.placements, layout.sizes), false))
+                .square()
+                .mean();
         const at::Tensor expected_loss = expected(x).square().mean();
         loss.backward();
         expected_loss.backward();
@@ -375,7 +426,8 @@ TEST(TrainedDomains, MoveToOtherMeshesByAFile) {
       auto all = expected->named_parameters();
       for (const auto& buffer : expected->named_buffers()) all.insert(buffer.key(), buffer.value());
       ASSERT_EQ(tensors.size(), all.size());
-      for (const auto& [name, value] : tensors) EXPECT_LT(difference(value, all[name]), 1e-9) << name << " after stage " << stage;
+      for (const auto& [name, value] : tensors)
+        EXPECT_LT(difference(value, all[name]), 1e-9) << name << " after stage " << stage;
     }
   });
   std::filesystem::remove(path);

@@ -32,14 +32,17 @@ at::ScalarType draw_type(const OperatorCase& one, Draw& draw) {
   return one.complex ? at::kComplexDouble : at::kDouble;
 }
 
-bool differentiable(const at::Tensor& t) { return at::isFloatingType(t.scalar_type()) || at::isComplexType(t.scalar_type()); }
+bool differentiable(const at::Tensor& t) {
+  return at::isFloatingType(t.scalar_type()) || at::isComplexType(t.scalar_type());
+}
 
 // The same values in memory of another order, or with gaps.
 at::Tensor lay_out(const at::Tensor& t, Draw& draw) {
   switch (draw.below(8)) {
     case 0: {  // transposed
       if (t.dim() < 2) return t;
-      const int a = draw.below(static_cast<int>(t.dim())), b = draw.below(static_cast<int>(t.dim()));
+      const int a = draw.below(static_cast<int>(t.dim())),
+                b = draw.below(static_cast<int>(t.dim()));
       return t.transpose(a, b).contiguous().transpose(a, b);
     }
     case 1: {  // every second element
@@ -76,7 +79,8 @@ at::Tensor weighted_sum(const Tensors& values) {
   return loss;
 }
 
-Compared differentiate(const Instance& instance, const Tensors& inputs, std::uint64_t number, bool second) {
+Compared differentiate(const Instance& instance, const Tensors& inputs, std::uint64_t number,
+                       bool second) {
   Compared c;
   c.values = instance.function(inputs);
   test::seed(number);
@@ -89,7 +93,8 @@ Compared differentiate(const Instance& instance, const Tensors& inputs, std::uin
   c.gradients = torch::autograd::grad({loss}, leaves, {}, true, second, true);
   if (!second) return c;
   const at::Tensor next = weighted_sum(c.gradients);
-  if (next.defined()) c.second = torch::autograd::grad({next}, leaves, {}, std::nullopt, false, true);
+  if (next.defined())
+    c.second = torch::autograd::grad({next}, leaves, {}, std::nullopt, false, true);
   return c;
 }
 
@@ -111,20 +116,27 @@ double largest(const Tensors& tensors) {
   for (const at::Tensor& t : tensors) {
     if (!t.defined() || t.numel() == 0 || !differentiable(t)) continue;
     const at::Tensor size = whole(t).abs().to(at::kDouble);
-    most = std::max(most, at::where(at::isfinite(size), size, at::zeros_like(size)).max().item<double>());
+    most = std::max(most,
+                    at::where(at::isfinite(size), size, at::zeros_like(size)).max().item<double>());
   }
   return most;
 }
 
 // What differs, or nothing.
-std::string compare(const char* what, const Tensors& got, const Tensors& expected, double tolerance, double floor) {
-  if (got.size() != expected.size()) return concat(got.size(), " ", what, "s instead of ", expected.size());
+std::string compare(const char* what, const Tensors& got, const Tensors& expected, double tolerance,
+                    double floor) {
+  if (got.size() != expected.size())
+    return concat(got.size(), " ", what, "s instead of ", expected.size());
   for (std::size_t i = 0; i < got.size(); ++i) {
-    if (got[i].defined() != expected[i].defined()) return concat(what, " ", i, got[i].defined() ? " is there" : " is missing");
+    if (got[i].defined() != expected[i].defined())
+      return concat(what, " ", i, got[i].defined() ? " is there" : " is missing");
     if (!got[i].defined()) continue;
-    if (got[i].sizes() != expected[i].sizes()) return concat(what, " ", i, " has shape ", got[i].sizes(), " instead of ", expected[i].sizes());
+    if (got[i].sizes() != expected[i].sizes())
+      return concat(what, " ", i, " has shape ", got[i].sizes(), " instead of ",
+                    expected[i].sizes());
     if (got[i].scalar_type() != expected[i].scalar_type())
-      return concat(what, " ", i, " is ", toString(got[i].scalar_type()), " instead of ", toString(expected[i].scalar_type()));
+      return concat(what, " ", i, " is ", toString(got[i].scalar_type()), " instead of ",
+                    toString(expected[i].scalar_type()));
     const double d = difference(got[i], expected[i], floor);
     if (!(d <= tolerance)) {
       std::string values;
@@ -156,7 +168,8 @@ struct Prepared {
   bool gaps = false;  // some input has gaps in memory, which no shard keeps
 };
 
-Prepared prepare(const OperatorCase& one, Draw& draw, const DeviceMesh& mesh, const DeviceMesh& alone) {
+Prepared prepare(const OperatorCase& one, Draw& draw, const DeviceMesh& mesh,
+                 const DeviceMesh& alone) {
   Prepared p;
   p.instance = one.make(draw);
   p.type = draw_type(one, draw);
@@ -165,26 +178,36 @@ Prepared prepare(const OperatorCase& one, Draw& draw, const DeviceMesh& mesh, co
   for (std::size_t i = 0; i < p.instance.inputs.size(); ++i) {
     at::Tensor value = p.instance.inputs[i];
     if (differentiable(value)) {
-      if (p.type == at::kComplexDouble) value = at::complex(value, value.flatten().flip(0).reshape(value.sizes()) * 0.5);
+      if (p.type == at::kComplexDouble)
+        value = at::complex(value, value.flatten().flip(0).reshape(value.sizes()) * 0.5);
       value = value.to(p.type);
     }
     value = lay_out(value, draw);
     p.gaps |= !value.is_non_overlapping_and_dense();
     const bool gradient = differentiable(value) && !draw.chance(10);
     const bool stays_plain = draw.chance(12) && static_cast<int>(i) != keep_sharded;
-    const ShardSpec spec = draw.spec(mesh, value.sizes().vec(), one.partial && differentiable(value), value.is_complex());
+    const ShardSpec spec = draw.spec(mesh, value.sizes().vec(),
+                                     one.partial && differentiable(value), value.is_complex());
     const auto as_leaf = [&](const at::Tensor& t) { return t.detach().requires_grad_(gradient); };
     // Each with memory of its own.
-    const auto copy = [&] { return at::empty_strided(value.sizes(), value.strides(), value.options()).copy_(value); };
-    p.plain.push_back(as_leaf(one.random ? distribute_tensor(copy(), ShardSpec::replicated(alone, value.sizes().vec())) : copy()));
-    p.sharded.push_back(as_leaf(stays_plain && !one.random ? copy() : distribute_tensor(copy(), spec)));
+    const auto copy = [&] {
+      return at::empty_strided(value.sizes(), value.strides(), value.options()).copy_(value);
+    };
+    p.plain.push_back(as_leaf(
+        one.random ? distribute_tensor(copy(), ShardSpec::replicated(alone, value.sizes().vec()))
+                   : copy()));
+    p.sharded.push_back(
+        as_leaf(stays_plain && !one.random ? copy() : distribute_tensor(copy(), spec)));
   }
   return p;
 }
 
 bool is_refusal(const std::exception& e) {
-  if (std::string(e.what()).find("a ShardTensor's memory is spread over ranks") != std::string::npos) return true;
-  return dynamic_cast<const Error*>(&e) && !dynamic_cast<const CommError*>(&e) && !dynamic_cast<const RuleError*>(&e);
+  if (std::string(e.what()).find("a ShardTensor's memory is spread over ranks") !=
+      std::string::npos)
+    return true;
+  return dynamic_cast<const Error*>(&e) && !dynamic_cast<const CommError*>(&e) &&
+         !dynamic_cast<const RuleError*>(&e);
 }
 
 std::string short_text(const std::exception& e) {
@@ -199,7 +222,9 @@ Outcome run_alone(const OperatorCase& one, std::uint64_t number, DistributedMana
   const auto mesh = manager.mesh(draw.axes(manager.world_size()));
   const auto alone = manager.mesh(Mesh({{"alone", 1}}, {manager.rank()}));
   const Prepared p = prepare(one, draw, mesh, alone);
-  const auto say = [&](const std::string& what) { return Outcome{Outcome::Kind::failed, concat(what, " with ", describe(p.sharded))}; };
+  const auto say = [&](const std::string& what) {
+    return Outcome{Outcome::Kind::failed, concat(what, " with ", describe(p.sharded))};
+  };
   Compared expected;
   std::string plain_throws;
   bool second = p.second;
@@ -227,16 +252,20 @@ Outcome run_alone(const OperatorCase& one, std::uint64_t number, DistributedMana
     const Compared got = differentiate(p.instance, p.sharded, number, second);
     if (!plain_throws.empty()) return say("plain libtorch throws, this does not: " + plain_throws);
     const double tolerance = bound(p.type);
-    // What is zero but for rounding is measured by what it is made of: to a hundredth of the bound of the largest of that.
+    // What is zero but for rounding is measured by what it is made of: to a hundredth of the bound
+    // of the largest of that.
     double floor = std::max(largest(p.plain), largest(expected.values));
     std::string wrong = compare("value", got.values, expected.values, tolerance, 1e-2 * floor);
     floor = std::max(floor, largest(expected.gradients));
-    if (wrong.empty()) wrong = compare("gradient", got.gradients, expected.gradients, tolerance, 1e-2 * floor);
+    if (wrong.empty())
+      wrong = compare("gradient", got.gradients, expected.gradients, tolerance, 1e-2 * floor);
     floor = std::max(floor, largest(expected.second));
-    if (wrong.empty()) wrong = compare("second derivative", got.second, expected.second, tolerance, 1e-2 * floor);
+    if (wrong.empty())
+      wrong = compare("second derivative", got.second, expected.second, tolerance, 1e-2 * floor);
     for (std::size_t i = 0; i < got.values.size() && wrong.empty() && one.strides; ++i) {
       if (is_sharded(got.values[i]) && !p.gaps && !same_strides(got.values[i], expected.values[i]))
-        wrong = concat("value ", i, " has strides ", got.values[i].strides(), " instead of ", expected.values[i].strides());
+        wrong = concat("value ", i, " has strides ", got.values[i].strides(), " instead of ",
+                       expected.values[i].strides());
     }
     if (!wrong.empty()) return say(wrong);
     return {Outcome::Kind::equal, "", second};
@@ -244,7 +273,8 @@ Outcome run_alone(const OperatorCase& one, std::uint64_t number, DistributedMana
     throw;
   } catch (const std::exception& e) {
     if (!plain_throws.empty()) return {Outcome::Kind::both_throw, plain_throws};
-    if (is_refusal(e)) return {Outcome::Kind::refused, concat(short_text(e), " with ", describe(p.sharded))};
+    if (is_refusal(e))
+      return {Outcome::Kind::refused, concat(short_text(e), " with ", describe(p.sharded))};
     return say(short_text(e));
   }
 }
@@ -253,7 +283,10 @@ Outcome run_alone(const OperatorCase& one, std::uint64_t number, DistributedMana
 
 std::uint64_t case_number(std::uint64_t seed, const std::string& name, int ranks, int draw) {
   Hash hash;
-  hash.number(seed).text(name).number(static_cast<std::uint64_t>(ranks)).number(static_cast<std::uint64_t>(draw));
+  hash.number(seed)
+      .text(name)
+      .number(static_cast<std::uint64_t>(ranks))
+      .number(static_cast<std::uint64_t>(draw));
   return hash.value();
 }
 
@@ -263,14 +296,17 @@ Outcome run_case(const OperatorCase& one, std::uint64_t number, DistributedManag
   // A rank that is alone with its outcome would have left the others waiting.
   std::vector<std::string> all;
   try {
-    all = manager.world().all_gather_bytes(std::string(1, static_cast<char>(mine.kind)) + mine.text, {.name = "outcome"});
+    all = manager.world().all_gather_bytes(std::string(1, static_cast<char>(mine.kind)) + mine.text,
+                                           {.name = "outcome"});
   } catch (const CommError& e) {
-    throw CommError(concat("after '", static_cast<char>(mine.kind), "' ", mine.text, ": ", e.what()));
+    throw CommError(
+        concat("after '", static_cast<char>(mine.kind), "' ", mine.text, ": ", e.what()));
   }
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (all[r][0] != all[0][0]) {
       std::string text = "the ranks' outcomes differ:";
-      for (std::size_t k = 0; k < all.size(); ++k) text += concat(" rank ", k, ": ", all[k].substr(0, 300), ";");
+      for (std::size_t k = 0; k < all.size(); ++k)
+        text += concat(" rank ", k, ": ", all[k].substr(0, 300), ";");
       return {Outcome::Kind::failed, text};
     }
   }

@@ -1,10 +1,12 @@
-// For every operator: inputs of drawn shapes, dtypes and memory orders in drawn placements on drawn meshes give the values, gradients and second
-// derivatives of plain libtorch, or a refusal that all ranks agree on.
+// For every operator: inputs of drawn shapes, dtypes and memory orders in drawn placements on drawn
+// meshes give the values, gradients and second derivatives of plain libtorch, or a refusal that all
+// ranks agree on.
 //
 //   test_ops_property                                            ranks as threads: 1, 2, 3, 4
 //   test_ops_property --operator=softmax --ranks=3 --draw=5      one case, as a failure names it
 //   test_ops_property --draws=100 --seed=7                       more, and others
-//   tessera run -n 2 -- test_ops_property --processes --draws=1  every rank a process; --backend=mpi under MPI's own launcher
+//   tessera run -n 2 -- test_ops_property --processes --draws=1  every rank a process;
+//     --backend=mpi under MPI's own launcher
 
 #include <charconv>
 #include <iostream>
@@ -34,7 +36,8 @@ class Report {
  public:
   void add(const OperatorCase& one, int ranks, int draw, const Outcome& o) {
     Count& c = counts_[one.name];
-    const auto where = concat("\n  --operator='", one.name, "' --ranks=", ranks, " --draw=", draw, " --seed=", options.seed, ": ");
+    const auto where = concat("\n  --operator='", one.name, "' --ranks=", ranks, " --draw=", draw,
+                              " --seed=", options.seed, ": ");
     switch (o.kind) {
       case Outcome::Kind::equal:
         ++c.equal;
@@ -58,15 +61,20 @@ class Report {
     int operators = 0;
     for (const auto& [name, c] : counts_) {
       ++operators;
-      all.equal += c.equal, all.refused += c.refused, all.both_throw += c.both_throw, all.second += c.second;
+      all.equal += c.equal, all.refused += c.refused, all.both_throw += c.both_throw,
+          all.second += c.second;
     }
     int failed = 0;
     for (const auto& [name, n] : failed_) failed += n;
-    std::cout << concat("seed ", options.seed, ", ", ranks, " ranks: ", operators, " operators, ", all.equal + all.refused + all.both_throw,
-                        " cases: ", all.equal, " equal (", all.second, " with second derivatives), ", all.refused, " refused, ", all.both_throw,
-                        " that plain libtorch throws for too, ", failed, " wrong\n");
+    std::cout << concat("seed ", options.seed, ", ", ranks, " ranks: ", operators, " operators, ",
+                        all.equal + all.refused + all.both_throw, " cases: ", all.equal, " equal (",
+                        all.second, " with second derivatives), ", all.refused, " refused, ",
+                        all.both_throw, " that plain libtorch throws for too, ", failed,
+                        " wrong\n");
     for (const auto& [name, c] : counts_) {
-      if (c.refused) std::cout << concat("  ", name, ": ", c.equal, " equal, ", c.refused, " refused, e.g. ", c.refusal.substr(0, 160), "\n");
+      if (c.refused)
+        std::cout << concat("  ", name, ": ", c.equal, " equal, ", c.refused, " refused, e.g. ",
+                            c.refusal.substr(0, 160), "\n");
     }
     if (!failed_.empty()) {
       std::cout << "  wrong:";
@@ -101,7 +109,8 @@ std::vector<Task> tasks() {
 
 void prepare(DistributedManager& manager) {
   at::set_num_threads(1);
-  manager.set_check_level(CheckLevel::collective);  // ranks that do different things are told, not left waiting
+  // ranks that do different things are told, not left waiting
+  manager.set_check_level(CheckLevel::collective);
   set_policies(manager, {.redistribution = Policy::allow});
 }
 
@@ -120,14 +129,17 @@ TEST_P(Operators, GiveWhatOneProcessGives) {
                   [&](DistributedManager& manager) {
                     prepare(manager);
                     for (std::size_t i = next; i < all.size(); ++i) {
-                      Outcome o = run_case(*all[i].one, case_number(options.seed, all[i].one->name, ranks, all[i].draw), manager);
+                      Outcome o = run_case(
+                          *all[i].one,
+                          case_number(options.seed, all[i].one->name, ranks, all[i].draw), manager);
                       if (manager.rank() == 0) outcomes.push_back(std::move(o));
                     }
                   },
                   {.timeout = std::chrono::seconds(15)});
     } catch (const std::exception& e) {
       // The groups of that run are gone: this case is wrong, the others go on in a new run.
-      outcomes.push_back({Outcome::Kind::failed, concat("the ranks did not stay together: ", std::string(e.what()).substr(0, 900))});
+      outcomes.push_back({Outcome::Kind::failed, concat("the ranks did not stay together: ",
+                                                        std::string(e.what()).substr(0, 900))});
     }
     for (const Outcome& o : outcomes) {
       report.add(*all[next].one, ranks, all[next].draw, o);
@@ -150,7 +162,9 @@ int run_processes() {
   Report report;
   for (const Task& task : tasks()) {
     const int ranks = manager.world_size();
-    report.add(*task.one, ranks, task.draw, run_case(*task.one, case_number(options.seed, task.one->name, ranks, task.draw), manager));
+    report.add(
+        *task.one, ranks, task.draw,
+        run_case(*task.one, case_number(options.seed, task.one->name, ranks, task.draw), manager));
   }
   if (manager.rank() == 0) {
     report.print(manager.world_size());
@@ -170,7 +184,8 @@ template <class Number>
 Number number(const std::string& text) {
   Number n{};
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), n);
-  if (error != std::errc() || end != text.data() + text.size()) throw InvalidArgument(concat("'", text, "' is not a number"));
+  if (error != std::errc() || end != text.data() + text.size())
+    throw InvalidArgument(concat("'", text, "' is not a number"));
   return n;
 }
 
@@ -189,7 +204,8 @@ int run(int argc, char** argv) {
       options.processes = true;
     } else if (take(argument, "ranks", value)) {
       options.ranks = number<int>(value);
-    } else if (!take(argument, "operator", options.only) && !take(argument, "backend", options.backend)) {
+    } else if (!take(argument, "operator", options.only) &&
+               !take(argument, "backend", options.backend)) {
       std::cerr << concat("unknown argument '", argument, "'\n");
       return 2;
     }

@@ -8,11 +8,14 @@ namespace tessera::test {
 TEST(Philox, PublishedVectors) {
   // From the known-answer tests of Random123.
   using Words = std::array<std::uint32_t, 4>;
-  EXPECT_EQ(detail::philox({0, 0, 0, 0}, {0, 0}), (Words{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
-  EXPECT_EQ(detail::philox({0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}, {0xffffffff, 0xffffffff}),
-            (Words{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
-  EXPECT_EQ(detail::philox({0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, {0xa4093822, 0x299f31d0}),
-            (Words{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
+  EXPECT_EQ(detail::philox({0, 0, 0, 0}, {0, 0}),
+            (Words{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+  EXPECT_EQ(
+      detail::philox({0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}, {0xffffffff, 0xffffffff}),
+      (Words{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
+  EXPECT_EQ(
+      detail::philox({0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, {0xa4093822, 0x299f31d0}),
+      (Words{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
 }
 
 TEST(Random, SameNumbersWhateverThePlacement) {
@@ -20,13 +23,17 @@ TEST(Random, SameNumbersWhateverThePlacement) {
   const auto draws = [&](DistributedManager& manager, const ShardSpec& spec) {
     manual_seed(manager, 42);
     const at::Tensor x = zeros(spec, at::kDouble);
-    std::vector<at::Tensor> all{x.clone().uniform_(-1, 2), x.clone().normal_(3, 0.5),     x.clone().bernoulli_(0.3), at::rand_like(x),
-                                at::randn_like(x),         at::dropout(x + 1, 0.4, true), at::bernoulli(x + 0.5),    at::rand_like(x.to(at::kFloat))};
+    std::vector<at::Tensor> all{x.clone().uniform_(-1, 2), x.clone().normal_(3, 0.5),
+                                x.clone().bernoulli_(0.3), at::rand_like(x),
+                                at::randn_like(x),         at::dropout(x + 1, 0.4, true),
+                                at::bernoulli(x + 0.5),    at::rand_like(x.to(at::kFloat))};
     for (at::Tensor& t : all) t = whole(t);
     return all;
   };
   std::vector<at::Tensor> expected;
-  on_threads(1, [&](DistributedManager& manager) { expected = draws(manager, ShardSpec::replicated(manager.mesh({{"x", 1}}), shape)); });
+  on_threads(1, [&](DistributedManager& manager) {
+    expected = draws(manager, ShardSpec::replicated(manager.mesh({{"x", 1}}), shape));
+  });
   for (const int ranks : {2, 3, 4}) {
     on_threads(ranks, [&](DistributedManager& manager) {
       Draw draw(ranks);
@@ -34,7 +41,8 @@ TEST(Random, SameNumbersWhateverThePlacement) {
         const auto mesh = manager.mesh(draw.axes(ranks));
         const ShardSpec spec = draw.spec(mesh, shape, false);
         const auto got = draws(manager, spec);
-        for (std::size_t k = 0; k < got.size(); ++k) EXPECT_TRUE(got[k].equal(expected[k])) << "draw " << k << " with " << spec;
+        for (std::size_t k = 0; k < got.size(); ++k)
+          EXPECT_TRUE(got[k].equal(expected[k])) << "draw " << k << " with " << spec;
       }
     });
   }

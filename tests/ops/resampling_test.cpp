@@ -1,4 +1,5 @@
-// Interpolation, unfolding, unpooling, shuffles and sampling by a grid of fields cut in any dims give the values and derivatives of plain libtorch.
+// Interpolation, unfolding, unpooling, shuffles and sampling by a grid of fields cut in any dims
+// give the values and derivatives of plain libtorch.
 
 #include "fields.h"
 #include "tessera/comm/group/trace.h"
@@ -12,17 +13,21 @@ constexpr const char* kLanczos = "aten::_upsample_lanczos2d_aa";
 
 bool has_lanczos() { return c10::Dispatcher::singleton().findSchema({kLanczos, ""}).has_value(); }
 
-at::Tensor lanczos(const at::Tensor& x, const Shape& sizes, const std::optional<double>& height, const std::optional<double>& width) {
+at::Tensor lanczos(const at::Tensor& x, const Shape& sizes, const std::optional<double>& height,
+                   const std::optional<double>& width) {
   const auto op = c10::Dispatcher::singleton()
                       .findSchemaOrThrow(kLanczos, "")
-                      .typed<at::Tensor(const at::Tensor&, c10::SymIntArrayRef, bool, std::optional<double>, std::optional<double>)>();
+                      .typed<at::Tensor(const at::Tensor&, c10::SymIntArrayRef, bool,
+                                        std::optional<double>, std::optional<double>)>();
   return op.call(x, c10::fromIntArrayRefSlow(sizes), false, height, width);
 }
 
 Case interpolation(Draw& draw) {
   static const std::vector<std::pair<int, std::string>> modes = {
-      {1, "nearest"}, {1, "nearest-exact"}, {1, "linear"},  {2, "nearest"},   {2, "nearest-exact"}, {2, "bilinear"},      {2, "bicubic"},
-      {2, "aa"},      {2, "aa bicubic"},    {3, "nearest"}, {3, "trilinear"}, {2, "bilinear"},      {3, "nearest-exact"}, {2, "aa lanczos"},
+      {1, "nearest"},       {1, "nearest-exact"}, {1, "linear"},    {2, "nearest"},
+      {2, "nearest-exact"}, {2, "bilinear"},      {2, "bicubic"},   {2, "aa"},
+      {2, "aa bicubic"},    {3, "nearest"},       {3, "trilinear"}, {2, "bilinear"},
+      {3, "nearest-exact"}, {2, "aa lanczos"},
   };
   const auto& [inner, drawn] = draw.of(modes);
   const std::string mode = drawn == "aa lanczos" && !has_lanczos() ? "aa bicubic" : drawn;
@@ -35,19 +40,33 @@ Case interpolation(Draw& draw) {
     std::int64_t n = draw.between(1, inner == 3 ? 7 : 13);
     if (ratio == 1) n += n % 2;
     shape.push_back(n);
-    const double scale = ratio == 0 ? 2 : ratio == 1 ? 0.5 : ratio == 2 ? 1.5 : 0.3 + 0.1 * draw.below(30);
-    const auto m = std::max<std::int64_t>(1, by_scale || ratio < 3 ? static_cast<std::int64_t>(static_cast<double>(n) * scale) : draw.between(1, 19));
-    // libtorch's antialiased kernels disagree with themselves, row-major and channels_last, about results of width 1.
+    const double scale = ratio == 0   ? 2
+                         : ratio == 1 ? 0.5
+                         : ratio == 2 ? 1.5
+                                      : 0.3 + 0.1 * draw.below(30);
+    const auto m = std::max<std::int64_t>(
+        1, by_scale || ratio < 3 ? static_cast<std::int64_t>(static_cast<double>(n) * scale)
+                                 : draw.between(1, 19));
+    // libtorch's antialiased kernels disagree with themselves, row-major and channels_last, about
+    // results of width 1.
     sizes.push_back(mode.starts_with("aa") ? std::max<std::int64_t>(m, 2) : m);
-    // Where a size stays, whatever the scale, either libtorch's forward or its backward takes it for a copy: its gradient is not that of its forward.
+    // Where a size stays, whatever the scale, either libtorch's forward or its backward takes it
+    // for a copy: its gradient is not that of its forward.
     const bool copied = sizes.back() == n && mode != "nearest" && mode != "nearest-exact";
     scales.push_back(by_scale && !copied ? std::optional(scale) : std::nullopt);
   }
-  const bool align = draw.chance(40) && mode != "aa lanczos";  // which libtorch's own front end refuses with corners
+  // which libtorch's own front end refuses with corners
+  const bool align = draw.chance(40) && mode != "aa lanczos";
   std::string text = concat(list(shape), " to ", list(sizes), align ? " corners" : "");
   for (const auto& s : scales) text += s ? concat(" scale ", *s) : "";
-  const std::string name = mode == "aa" ? "bilinear, antialiased" : mode.starts_with("aa ") ? mode.substr(3) + ", antialiased" : mode;
-  Case c{concat("interpolation ", inner, "d, ", name), inner, text, {shape}, [=, inner = inner](const Values& in) {
+  const std::string name = mode == "aa"              ? "bilinear, antialiased"
+                           : mode.starts_with("aa ") ? mode.substr(3) + ", antialiased"
+                                                     : mode;
+  Case c{concat("interpolation ", inner, "d, ", name),
+         inner,
+         text,
+         {shape},
+         [=, inner = inner](const Values& in) {
            const at::Tensor& x = in[0];
            const auto s = [&](int d) { return scales[d]; };
            if (mode == "nearest")
@@ -55,18 +74,24 @@ Case interpolation(Draw& draw) {
                            : inner == 2 ? at::upsample_nearest2d(x, sizes, s(0), s(1))
                                         : at::upsample_nearest3d(x, sizes, s(0), s(1), s(2))};
            if (mode == "nearest-exact")
-             return Values{inner == 1   ? at::_upsample_nearest_exact1d(x, sizes, s(0))
-                           : inner == 2 ? at::_upsample_nearest_exact2d(x, sizes, s(0), s(1))
-                                        : at::_upsample_nearest_exact3d(x, sizes, s(0), s(1), s(2))};
+             return Values{inner == 1 ? at::_upsample_nearest_exact1d(x, sizes, s(0))
+                           : inner == 2
+                               ? at::_upsample_nearest_exact2d(x, sizes, s(0), s(1))
+                               : at::_upsample_nearest_exact3d(x, sizes, s(0), s(1), s(2))};
            if (mode == "linear") return Values{at::upsample_linear1d(x, sizes, align, s(0))};
-           if (mode == "bilinear") return Values{at::upsample_bilinear2d(x, sizes, align, s(0), s(1))};
-           if (mode == "bicubic") return Values{at::upsample_bicubic2d(x, sizes, align, s(0), s(1))};
-           if (mode == "aa") return Values{at::_upsample_bilinear2d_aa(x, sizes, align, s(0), s(1))};
-           if (mode == "aa bicubic") return Values{at::_upsample_bicubic2d_aa(x, sizes, align, s(0), s(1))};
+           if (mode == "bilinear")
+             return Values{at::upsample_bilinear2d(x, sizes, align, s(0), s(1))};
+           if (mode == "bicubic")
+             return Values{at::upsample_bicubic2d(x, sizes, align, s(0), s(1))};
+           if (mode == "aa")
+             return Values{at::_upsample_bilinear2d_aa(x, sizes, align, s(0), s(1))};
+           if (mode == "aa bicubic")
+             return Values{at::_upsample_bicubic2d_aa(x, sizes, align, s(0), s(1))};
            if (mode == "aa lanczos") return Values{lanczos(x, sizes, s(0), s(1))};
            return Values{at::upsample_trilinear3d(x, sizes, align, s(0), s(1), s(2))};
          }};
-  c.linear = mode != "nearest" || !by_scale;  // libtorch's backward knows no scale where the size stays or doubles
+  // libtorch's backward knows no scale where the size stays or doubles
+  c.linear = mode != "nearest" || !by_scale;
   c.twice = draw.chance(25);
   return c;
 }
@@ -75,7 +100,8 @@ struct Windowed {
   Shape kernel, dilation, padding, stride, image, grid;
   Windowed(Draw& draw) {
     for (int d = 0; d < 2; ++d) {
-      const std::int64_t k = draw.between(1, 7), l = draw.between(1, 3), s = draw.between(1, 4), p = draw.below(4);
+      const std::int64_t k = draw.between(1, 7), l = draw.between(1, 3), s = draw.between(1, 4),
+                         p = draw.below(4);
       const std::int64_t n = std::max<std::int64_t>(draw.between(1, 10), (k - 1) * l + 1 - 2 * p);
       kernel.push_back(k);
       dilation.push_back(l);
@@ -86,7 +112,8 @@ struct Windowed {
     }
   }
   std::string text() const {
-    return concat(list(image), " kernel ", list(kernel), " dilation ", list(dilation), " padding ", list(padding), " stride ", list(stride));
+    return concat(list(image), " kernel ", list(kernel), " dilation ", list(dilation), " padding ",
+                  list(padding), " stride ", list(stride));
   }
 };
 
@@ -128,13 +155,19 @@ Case shuffling(Draw& draw) {
   Case c;
   if (kind == 0) {
     shape.insert(shape.end(), {draw.between(1, 3) * r * r, h, w});
-    c = {"pixel_shuffle", 2, concat(list(shape), " by ", r), {shape}, [r](const Values& in) { return Values{at::pixel_shuffle(in[0], r)}; }};
+    c = {"pixel_shuffle", 2, concat(list(shape), " by ", r), {shape}, [r](const Values& in) {
+           return Values{at::pixel_shuffle(in[0], r)};
+         }};
   } else if (kind == 1) {
     shape.insert(shape.end(), {draw.between(1, 3), h * r, w * r});
-    c = {"pixel_unshuffle", 2, concat(list(shape), " by ", r), {shape}, [r](const Values& in) { return Values{at::pixel_unshuffle(in[0], r)}; }};
+    c = {"pixel_unshuffle", 2, concat(list(shape), " by ", r), {shape}, [r](const Values& in) {
+           return Values{at::pixel_unshuffle(in[0], r)};
+         }};
   } else {
     shape.insert(shape.end(), {draw.between(1, 3) * r, h, w});
-    c = {"channel_shuffle", 2, concat(list(shape), " by ", r), {shape}, [r](const Values& in) { return Values{at::channel_shuffle(in[0], r)}; }};
+    c = {"channel_shuffle", 2, concat(list(shape), " by ", r), {shape}, [r](const Values& in) {
+           return Values{at::channel_shuffle(in[0], r)};
+         }};
   }
   c.moves = true;  // cuts inside of what is put together
   c.linear = true;
@@ -167,10 +200,19 @@ Case unpooling(Draw& draw) {
     for (const auto n : output) places *= n;
     indices = randint(places, pooled);
   }
-  Case c{concat("max unpooling ", inner, "d"), inner, concat(list(pooled), " to ", list(output)), {pooled}, [=](const Values& in) {
-           if (inner == 1) return Values{at::max_unpool2d(in[0].unsqueeze(-2), in[1].unsqueeze(-2), {1, output[0]}).squeeze(-2)};  // as torch::nn
-           return Values{inner == 2 ? at::max_unpool2d(in[0], in[1], output) : at::max_unpool3d(in[0], in[1], output, stride, Shape(3, 0))};
-         }};
+  Case c{
+      concat("max unpooling ", inner, "d"),
+      inner,
+      concat(list(pooled), " to ", list(output)),
+      {pooled},
+      [=](const Values& in) {
+        // as torch::nn
+        if (inner == 1)
+          return Values{at::max_unpool2d(in[0].unsqueeze(-2), in[1].unsqueeze(-2), {1, output[0]})
+                            .squeeze(-2)};
+        return Values{inner == 2 ? at::max_unpool2d(in[0], in[1], output)
+                                 : at::max_unpool3d(in[0], in[1], output, stride, Shape(3, 0))};
+      }};
   c.constants = {indices};
   c.others = [](Draw&, const ShardSpec& field, std::size_t) {
     auto placements = field.placements();
@@ -183,16 +225,19 @@ Case unpooling(Draw& draw) {
   return c;
 }
 
-// Whether libtorch has the second derivative of sampling in this mode: 2.11 has none, later ones do.
+// Whether libtorch has the second derivative of sampling in this mode: 2.11 has none, later ones
+// do.
 bool samples_twice(int inner, int mode) {
   static const auto all = [] {
     std::map<std::pair<int, int>, bool> can;
     for (const auto& [n, m] : {std::pair(2, 0), {2, 1}, {2, 2}, {3, 0}, {3, 1}}) {
       Shape of_grid(n + 2, 1);
       of_grid.back() = n;
-      const at::Tensor x = at::ones(Shape(n + 2, 1), at::kDouble).requires_grad_(true), grid = at::zeros(of_grid, at::kDouble).requires_grad_(true);
+      const at::Tensor x = at::ones(Shape(n + 2, 1), at::kDouble).requires_grad_(true),
+                       grid = at::zeros(of_grid, at::kDouble).requires_grad_(true);
       try {
-        const auto first = torch::autograd::grad({at::grid_sampler(x, grid, m, 0, false).square().sum()}, {x, grid}, {}, true, true);
+        const auto first = torch::autograd::grad(
+            {at::grid_sampler(x, grid, m, 0, false).square().sum()}, {x, grid}, {}, true, true);
         (void)torch::autograd::grad({first[0].square().sum() + first[1].square().sum()}, {x, grid});
         can[{n, m}] = true;
       } catch (const std::exception&) {  // "derivative ... is not implemented"
@@ -205,7 +250,8 @@ bool samples_twice(int inner, int mode) {
 }
 
 Case sampling(Draw& draw) {
-  const int inner = draw.between(2, 3), mode = draw.below(inner == 2 ? 3 : 2), padding = draw.below(3);
+  const int inner = draw.between(2, 3), mode = draw.below(inner == 2 ? 3 : 2),
+            padding = draw.below(3);
   const bool align = draw.chance(50);
   Shape field{draw.between(1, 2), draw.between(1, 3)}, grid{field[0]};
   for (int d = 0; d < inner; ++d) {
@@ -213,11 +259,14 @@ Case sampling(Draw& draw) {
     grid.push_back(draw.between(1, inner == 2 ? 7 : 4));
   }
   grid.push_back(inner);
-  Case c{concat("grid_sample ", inner, "d, ", std::vector<std::string>{"bilinear", "nearest", "bicubic"}[mode]),
+  Case c{concat("grid_sample ", inner, "d, ",
+                std::vector<std::string>{"bilinear", "nearest", "bicubic"}[mode]),
          inner,
          concat(list(field), " by ", list(grid), " padding ", padding, align ? " corners" : ""),
          {field, grid},
-         [=](const Values& in) { return Values{at::grid_sampler(in[0], in[1], mode, padding, align)}; }};
+         [=](const Values& in) {
+           return Values{at::grid_sampler(in[0], in[1], mode, padding, align)};
+         }};
   const bool alike = draw.chance(70);
   c.moves = !alike;
   c.twice = draw.chance(25) && samples_twice(inner, mode);
@@ -228,14 +277,17 @@ Case sampling(Draw& draw) {
       const auto& axes = of_field.mesh().layout().axes();
       for (std::size_t a = 0; a < axes.size(); ++a) {
         const Placement p = of_field.placements()[a];
-        placements.push_back(p.is_shard(0) ? Shard(0) : p.is_shard() && p.dim > 1 ? Shard(p.dim - 1) : Replicate());
+        placements.push_back(p.is_shard(0)               ? Shard(0)
+                             : p.is_shard() && p.dim > 1 ? Shard(p.dim - 1)
+                                                         : Replicate());
         if (placements.back().is_shard()) {
           const int dim = placements.back().dim;
           parts[dim] = (parts.contains(dim) ? parts[dim] : 1) * axes[a].size;
         }
       }
       ShardSizes sizes;
-      for (const auto& [dim, n] : parts) sizes[dim] = dim == 0 ? of_field.dim(0).partition.sizes() : d.sizes(grid[dim], n);
+      for (const auto& [dim, n] : parts)
+        sizes[dim] = dim == 0 ? of_field.dim(0).partition.sizes() : d.sizes(grid[dim], n);
       return ShardSpec(of_field.mesh(), grid, placements, sizes);
     };
   }
@@ -253,13 +305,15 @@ TEST_P(Resampling, SamplingByAGridIsThatOfOneProcess) { run(sampling, 300); }
 
 INSTANTIATE_TEST_SUITE_P(Meshes, Resampling, kFieldMeshes);
 
-// Points of a grid that fall on the middle between two pixels, or on one: the side that libtorch takes.
+// Points of a grid that fall on the middle between two pixels, or on one: the side that libtorch
+// takes.
 TEST(Sampling, TiesGoWhereLibtorchPutsThem) {
   on_ranks(2, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::error});
     const auto mesh = manager.mesh({{"domain", 2}});
     for (const std::int64_t n : {4, 5, 7}) {
-      const at::Tensor theta = torch::tensor({1.0, 0.0, 0.0, 0.0, 1.0, 0.0}, at::kDouble).view({1, 2, 3});
+      const at::Tensor theta =
+          torch::tensor({1.0, 0.0, 0.0, 0.0, 1.0, 0.0}, at::kDouble).view({1, 2, 3});
       const at::Tensor value = randn({1, 2, n, 6}, at::kDouble);
       for (const bool align : {false, true}) {
         for (const std::int64_t m : {n, 2 * n}) {
@@ -270,12 +324,18 @@ TEST(Sampling, TiesGoWhereLibtorchPutsThem) {
                 const at::Tensor y = at::grid_sampler(x, g, mode, padding, align);
                 return std::pair(y, torch::autograd::grad({y.square().sum()}, {x, g}));
               };
-              const auto [expected, of_expected] = sample(value.clone().requires_grad_(true), points.clone().requires_grad_(true));
-              const auto [got, of_got] = sample(leaf(value, ShardSpec(mesh, value.sizes().vec(), {Shard(2)}, {{2, {n - 1, 1}}})),
-                                                leaf(points, ShardSpec(mesh, points.sizes().vec(), {Shard(1)}, {{1, {1, m - 1}}})));
-              const std::string where = concat(n, " to ", m, " mode ", mode, " padding ", padding, align ? " corners" : "");
+              const auto [expected, of_expected] =
+                  sample(value.clone().requires_grad_(true), points.clone().requires_grad_(true));
+              const auto [got, of_got] = sample(
+                  leaf(value, ShardSpec(mesh, value.sizes().vec(), {Shard(2)}, {{2, {n - 1, 1}}})),
+                  leaf(points,
+                       ShardSpec(mesh, points.sizes().vec(), {Shard(1)}, {{1, {1, m - 1}}})));
+              const std::string where = concat(n, " to ", m, " mode ", mode, " padding ", padding,
+                                               align ? " corners" : "");
               EXPECT_LT(difference(got, expected), 1e-12) << where;
-              for (int i = 0; i < 2; ++i) EXPECT_LT(difference(of_got[i], of_expected[i]), 1e-10) << "gradient " << i << " of " << where;
+              for (int i = 0; i < 2; ++i)
+                EXPECT_LT(difference(of_got[i], of_expected[i]), 1e-10)
+                    << "gradient " << i << " of " << where;
             }
           }
         }
@@ -284,11 +344,13 @@ TEST(Sampling, TiesGoWhereLibtorchPutsThem) {
   });
 }
 
-// What travels is the halo: a row a rank for a doubling, and no more for any other factor than the rows that its outputs read.
+// What travels is the halo: a row a rank for a doubling, and no more for any other factor than the
+// rows that its outputs read.
 TEST(Interpolation, NoRankReceivesMoreThanItsOutputsRead) {
   on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"domain", 2}});
-    const at::Tensor x = leaf(randn({1, 1, 40, 8}, at::kDouble), ShardSpec(mesh, {1, 1, 40, 8}, {Shard(2)}), false);
+    const at::Tensor x =
+        leaf(randn({1, 1, 40, 8}, at::kDouble), ShardSpec(mesh, {1, 1, 40, 8}, {Shard(2)}), false);
     const auto bytes = [&](const std::function<at::Tensor()>& f) {
       CommTraceScope trace(mesh.group(0));
       (void)f();
@@ -308,9 +370,11 @@ TEST(Interpolation, NoRankReceivesMoreThanItsOutputsRead) {
 TEST(Interpolation, LiesInMemoryAsThatOfOneProcess) {
   on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"domain", 2}});
-    const at::Tensor value = randn({2, 3, 6, 5}, at::kDouble).contiguous(at::MemoryFormat::ChannelsLast);
+    const at::Tensor value =
+        randn({2, 3, 6, 5}, at::kDouble).contiguous(at::MemoryFormat::ChannelsLast);
     const at::Tensor x = leaf(value, ShardSpec(mesh, {2, 3, 6, 5}, {Shard(2)}, {{2, {1, 5}}}));
-    const at::Tensor got = at::upsample_bilinear2d(x, {9, 7}, false), expected = at::upsample_bilinear2d(value, {9, 7}, false);
+    const at::Tensor got = at::upsample_bilinear2d(x, {9, 7}, false),
+                     expected = at::upsample_bilinear2d(value, {9, 7}, false);
     EXPECT_EQ(got.strides(), expected.strides());
     EXPECT_LT(difference(got, expected), 1e-12);
   });
@@ -320,17 +384,27 @@ TEST(Interpolation, OtherTypes) {
   on_ranks(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"domain", 3}});
     const ShardSpec cut(mesh, {1, 2, 64, 5}, {Shard(2)}, {{2, {40, 0, 24}}});
-    for (const auto& [type, tolerance] : {std::pair(at::kFloat, 1e-5), {at::kHalf, 2e-3}, {at::kBFloat16, 1e-2}}) {
+    for (const auto& [type, tolerance] :
+         {std::pair(at::kFloat, 1e-5), {at::kHalf, 2e-3}, {at::kBFloat16, 1e-2}}) {
       const at::Tensor value = randn({1, 2, 64, 5}).to(type);
       for (const std::int64_t m : {128, 97, 31}) {
-        EXPECT_LT(difference(at::upsample_bilinear2d(leaf(value, cut), {m, 7}, false), at::upsample_bilinear2d(value, {m, 7}, false)), tolerance)
+        EXPECT_LT(difference(at::upsample_bilinear2d(leaf(value, cut), {m, 7}, false),
+                             at::upsample_bilinear2d(value, {m, 7}, false)),
+                  tolerance)
             << type;
-        EXPECT_LT(difference(at::upsample_bicubic2d(leaf(value, cut), {m, 7}, true), at::upsample_bicubic2d(value, {m, 7}, true)), tolerance) << type;
-        EXPECT_LT(difference(at::upsample_nearest2d(leaf(value, cut), {m, 7}), at::upsample_nearest2d(value, {m, 7})), 1e-300) << type;
+        EXPECT_LT(difference(at::upsample_bicubic2d(leaf(value, cut), {m, 7}, true),
+                             at::upsample_bicubic2d(value, {m, 7}, true)),
+                  tolerance)
+            << type;
+        EXPECT_LT(difference(at::upsample_nearest2d(leaf(value, cut), {m, 7}),
+                             at::upsample_nearest2d(value, {m, 7})),
+                  1e-300)
+            << type;
       }
     }
     const at::Tensor bytes = randint(256, {1, 2, 64, 5}).to(at::kByte);
-    EXPECT_TRUE(whole(at::upsample_nearest2d(leaf(bytes, cut, false), {90, 3})).equal(at::upsample_nearest2d(bytes, {90, 3})));
+    EXPECT_TRUE(whole(at::upsample_nearest2d(leaf(bytes, cut, false), {90, 3}))
+                    .equal(at::upsample_nearest2d(bytes, {90, 3})));
     EXPECT_THROW(at::upsample_bilinear2d(leaf(bytes, cut, false), {90, 3}, false), ShardingError);
   });
 }
@@ -338,16 +412,21 @@ TEST(Interpolation, OtherTypes) {
 TEST(Resampled, WhatDoesNotFitIsRefusedOnEveryRank) {
   on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"domain", 2}});
-    const at::Tensor x = leaf(randn({1, 1, 4, 3}, at::kDouble), ShardSpec(mesh, {1, 1, 4, 3}, {Shard(2)}), false);
+    const at::Tensor x =
+        leaf(randn({1, 1, 4, 3}, at::kDouble), ShardSpec(mesh, {1, 1, 4, 3}, {Shard(2)}), false);
     EXPECT_THROW(at::upsample_bilinear2d(x, {0, 3}, false), InvalidArgument);
     EXPECT_THROW(at::upsample_linear1d(x, {3}, false), InvalidArgument);
     EXPECT_THROW(at::im2col(x, {9, 1}, {1, 1}, {0, 0}, {1, 1}), InvalidArgument);
-    EXPECT_THROW(at::col2im(x.select(0, 0), {4, 4}, {2, 2}, {1, 1}, {0, 0}, {1, 1}), InvalidArgument);
+    EXPECT_THROW(at::col2im(x.select(0, 0), {4, 4}, {2, 2}, {1, 1}, {0, 0}, {1, 1}),
+                 InvalidArgument);
     // One rank alone has an index that is out of range.
     const at::Tensor indices = at::zeros({1, 1, 4, 3}, at::kLong);
     indices[0][0][3][2] = 30;
     EXPECT_THROW(at::max_unpool2d(x, leaf(indices, spec(x)), {5, 6}), InvalidArgument);
-    EXPECT_THROW(at::grid_sampler(x, leaf(randn({1, 2, 2, 3}, at::kDouble), ShardSpec(mesh, {1, 2, 2, 3}, {Shard(1)}), false), 0, 0, false),
+    EXPECT_THROW(at::grid_sampler(x,
+                                  leaf(randn({1, 2, 2, 3}, at::kDouble),
+                                       ShardSpec(mesh, {1, 2, 2, 3}, {Shard(1)}), false),
+                                  0, 0, false),
                  std::exception);
   });
 }

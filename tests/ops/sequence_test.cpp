@@ -1,4 +1,5 @@
-// Attention over a sharded sequence, Fourier transforms over sharded dims, and the policy on what moves by itself.
+// Attention over a sharded sequence, Fourier transforms over sharded dims, and the policy on what
+// moves by itself.
 
 #include "support.h"
 #include "tessera/comm/group/trace.h"
@@ -19,31 +20,43 @@ TEST(RingAttention, EqualsOneProcess) {
       Draw draw(20 + ranks);
       for (int i = 0; i < 60; ++i) {
         const auto mesh = manager.mesh(draw.axes(ranks));
-        const std::int64_t batch = draw.between(1, 2), groups = draw.between(1, 2), rows = draw.between(1, 9), columns = draw.between(1, 9),
+        const std::int64_t batch = draw.between(1, 2), groups = draw.between(1, 2),
+                           rows = draw.between(1, 9), columns = draw.between(1, 9),
                            width = draw.between(1, 4);
         const bool grouped = draw.chance(30);
         const std::int64_t heads = groups * (grouped ? 2 : 1);
-        const Shape qs = {batch, heads, rows, width}, ks = {batch, groups, columns, width}, vs = {batch, groups, columns, draw.between(1, 4)};
+        const Shape qs = {batch, heads, rows, width}, ks = {batch, groups, columns, width},
+                    vs = {batch, groups, columns, draw.between(1, 4)};
         test::seed(i);
-        std::vector<at::Tensor> values = {randn(qs, at::kDouble), randn(ks, at::kDouble), randn(vs, at::kDouble)};
+        std::vector<at::Tensor> values = {randn(qs, at::kDouble), randn(ks, at::kDouble),
+                                          randn(vs, at::kDouble)};
         const int mask_kind = draw.below(4);  // none, causal, additive, boolean
         at::Tensor mask;
-        if (mask_kind == 2) mask = randn(draw.chance(50) ? Shape{rows, columns} : Shape{batch, 1, rows, columns}, at::kDouble);
-        if (mask_kind == 3) mask = test::rand(draw.chance(50) ? Shape{rows, columns} : Shape{batch, heads, 1, columns}, at::kDouble).gt(0.3);
+        if (mask_kind == 2)
+          mask = randn(draw.chance(50) ? Shape{rows, columns} : Shape{batch, 1, rows, columns},
+                       at::kDouble);
+        if (mask_kind == 3)
+          mask =
+              test::rand(draw.chance(50) ? Shape{rows, columns} : Shape{batch, heads, 1, columns},
+                         at::kDouble)
+                  .gt(0.3);
         const auto f = [&](const std::vector<at::Tensor>& t) {
-          return at::scaled_dot_product_attention(t[0], t[1], t[2], t.size() > 3 ? std::optional<at::Tensor>(t[3]) : std::nullopt, 0.0,
-                                                  mask_kind == 1, std::nullopt, grouped);
+          return at::scaled_dot_product_attention(
+              t[0], t[1], t[2], t.size() > 3 ? std::optional<at::Tensor>(t[3]) : std::nullopt, 0.0,
+              mask_kind == 1, std::nullopt, grouped);
         };
         if (mask.defined()) values.push_back(mask);
         std::vector<at::Tensor> plain, x;
-        const ShardSizes uneven = {{2, draw.sizes(rows, ranks)}}, uneven_keys = {{2, draw.sizes(columns, ranks)}};
+        const ShardSizes uneven = {{2, draw.sizes(rows, ranks)}},
+                         uneven_keys = {{2, draw.sizes(columns, ranks)}};
         std::string where = concat("mask ", mask_kind, " grouped ", grouped);
         for (std::size_t j = 0; j < values.size(); ++j) {
           plain.push_back(values[j].clone());
           if (at::isFloatingType(values[j].scalar_type())) plain.back().requires_grad_(true);
           // Half of the time along the sequence on one axis, as it is meant; else anyhow.
           if (draw.chance(50) && j < 3 && mesh.layout().dims() == 1) {
-            x.push_back(leaf(values[j], ShardSpec(mesh, values[j].sizes().vec(), {Shard(2)}, j == 0 ? uneven : uneven_keys)));
+            x.push_back(leaf(values[j], ShardSpec(mesh, values[j].sizes().vec(), {Shard(2)},
+                                                  j == 0 ? uneven : uneven_keys)));
           } else if (j == 3 && draw.chance(30)) {
             x.push_back(plain.back().detach().clone().requires_grad_(plain.back().requires_grad()));
           } else {
@@ -59,7 +72,8 @@ TEST(RingAttention, EqualsOneProcess) {
         for (std::size_t j = 0; j < x.size(); ++j) {
           if (!plain[j].requires_grad()) continue;
           ASSERT_TRUE(x[j].grad().defined()) << where;
-          ASSERT_LT((whole(x[j].grad()) - plain[j].grad()).abs().max().item<double>(), 1e-10) << where << " gradient " << j;
+          ASSERT_LT((whole(x[j].grad()) - plain[j].grad()).abs().max().item<double>(), 1e-10)
+              << where << " gradient " << j;
         }
       }
     });
@@ -72,7 +86,8 @@ TEST(RingAttention, NobodyHoldsTheWholeSequence) {
     const auto mesh = manager.mesh({{"x", 4}});
     const Shape shape = {1, 2, 64, 8};
     const ShardSpec lies(mesh, shape, {Shard(2)}, {{2, {40, 0, 20, 4}}});
-    const at::Tensor q = leaf(randn(shape), lies), k = leaf(randn(shape), lies), v = leaf(randn(shape), lies);
+    const at::Tensor q = leaf(randn(shape), lies), k = leaf(randn(shape), lies),
+                     v = leaf(randn(shape), lies);
     std::int64_t bytes = 0;
     {
       const CommTraceScope trace(manager);
@@ -87,7 +102,8 @@ TEST(RingAttention, NobodyHoldsTheWholeSequence) {
     EXPECT_EQ(spec(k.grad()), lies);
     const at::Tensor total = at::full({1}, bytes, at::kLong);
     mesh.all().all_reduce(total);
-    EXPECT_EQ(total.item<std::int64_t>(), 2 * 3 * 2 * 2 * 64 * 8 * 4) << "both sides count: each key and value goes to three other ranks";
+    EXPECT_EQ(total.item<std::int64_t>(), 2 * 3 * 2 * 2 * 64 * 8 * 4)
+        << "both sides count: each key and value goes to three other ranks";
     const auto y = at::scaled_dot_product_attention(q, k, v);
     const auto g = torch::autograd::grad({y.sum()}, {q}, {}, true, true)[0];
     EXPECT_THROW(torch::autograd::grad({(g * g).sum()}, {q}), ShardingError) << "no silent zero";
@@ -136,14 +152,16 @@ TEST(Fourier, EqualsOneProcess) {
     on_threads(ranks, [&](DistributedManager& manager) {
       set_policies(manager, {.redistribution = Policy::allow});
       Draw draw(320 + ranks);
-      const std::vector<std::string> names = {"fft", "ifft", "rfft", "irfft", "fft2", "ifft2", "rfft2", "fftn", "irfftn", "hfft"};
+      const std::vector<std::string> names = {"fft",   "ifft",  "rfft", "irfft",  "fft2",
+                                              "ifft2", "rfft2", "fftn", "irfftn", "hfft"};
       for (int i = 0; i < 60; ++i) {
         const auto mesh = manager.mesh(draw.axes(ranks));
         const Shape shape = {draw.between(2, 5), draw.between(2, 6), draw.between(2, 5)};
         const std::string name = draw.of(names);
         const int dim = draw.below(3);
         const auto norm = draw.of(std::vector<std::string>{"forward", "backward", "ortho"});
-        const bool complex = name == "fft" || name.find("ir") == 0 || name == "hfft" || (name != "rfft" && name != "rfft2" && draw.chance(50));
+        const bool complex = name == "fft" || name.find("ir") == 0 || name == "hfft" ||
+                             (name != "rfft" && name != "rfft2" && draw.chance(50));
         test::seed(i);
         const at::Tensor value = randn(shape, complex ? at::kComplexDouble : at::kDouble);
         const auto f = [&](const at::Tensor& t) {
@@ -167,12 +185,15 @@ TEST(Fourier, EqualsOneProcess) {
         const auto apart = [](const at::Tensor& a, const at::Tensor& b) {
           const at::Tensor p = whole(a);
           if (p.sizes() != b.sizes() || p.scalar_type() != b.scalar_type()) return 1e9;
-          return b.numel() == 0 ? 0 : (p - b).abs().max().item<double>() / std::max(b.abs().max().item<double>(), 1e-30);
+          return b.numel() == 0 ? 0
+                                : (p - b).abs().max().item<double>() /
+                                      std::max(b.abs().max().item<double>(), 1e-30);
         };
         ASSERT_LT(apart(got, expected.detach()), 1e-10) << where;
         const at::Tensor along = randn(expected.sizes(), expected.scalar_type());
         const auto loss = [&](const at::Tensor& y) {
-          return at::isComplexType(y.scalar_type()) ? at::view_as_real(y * along).sum() : (y * along).sum();
+          return at::isComplexType(y.scalar_type()) ? at::view_as_real(y * along).sum()
+                                                    : (y * along).sum();
         };
         loss(expected).backward();
         loss(got).backward();
@@ -214,9 +235,12 @@ TEST(Policy, NamesOperatorTensorsPlacementsAndBytes) {
     } catch (const ImplicitRedistributionError& e) {
       why = e.what();
     }
-    for (const char* part : {"aten::cumsum", "self from [4, 6] x=Shard(0)[2, 2] to [4, 6] x=Replicate", "96 bytes", "Redistribute explicitly"})
+    for (const char* part :
+         {"aten::cumsum", "self from [4, 6] x=Shard(0)[2, 2] to [4, 6] x=Replicate", "96 bytes",
+          "Redistribute explicitly"})
       EXPECT_NE(why.find(part), std::string::npos) << why;
-    EXPECT_NO_THROW(at::cumsum(redistribute(x, {Shard(1)}), 0)) << "what is written is not implicit";
+    EXPECT_NO_THROW(at::cumsum(redistribute(x, {Shard(1)}), 0))
+        << "what is written is not implicit";
     EXPECT_NO_THROW(full_tensor(x.sum())) << "a partial value is reduced without asking";
   });
 }

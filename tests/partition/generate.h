@@ -1,5 +1,6 @@
 #pragma once
-// Random partitions, meshes and shardings for property tests. The same seed gives the same cases everywhere: only raw engine output is used.
+// Random partitions, meshes and shardings for property tests. The same seed gives the same cases
+// everywhere: only raw engine output is used.
 
 #include <algorithm>
 #include <cstdint>
@@ -51,11 +52,13 @@ class Generator {
     all.resize(n);
     return all;
   }
-  Sharding sharding(const std::vector<std::int64_t>& shape, const std::vector<int>& mesh, std::vector<int> ranks) {
+  Sharding sharding(const std::vector<std::int64_t>& shape, const std::vector<int>& mesh,
+                    std::vector<int> ranks) {
     std::vector<DimSharding> dims(shape.size());
     const auto order = permutation(static_cast<int>(mesh.size()), static_cast<int>(mesh.size()));
     for (int axis : order)
-      if (!shape.empty() && !chance(3)) dims[number(0, static_cast<std::int64_t>(shape.size()) - 1)].axes.push_back(axis);
+      if (!shape.empty() && !chance(3))
+        dims[number(0, static_cast<std::int64_t>(shape.size()) - 1)].axes.push_back(axis);
     for (std::size_t d = 0; d < shape.size(); ++d) {
       int parts = 1;
       for (int axis : dims[d].axes) parts *= mesh[axis];

@@ -28,8 +28,9 @@ TEST(HaloPicture, TextHasOneLineAPiece) {
 
 TEST(HaloPicture, EveryPositionHasAPanelAndEveryPieceARectangle) {
   const std::string svg = visualize_halo(kRows, {Edge::reflect, Edge::zero}, grown);
-  for (const char* part : {"<svg", "rank 0: 4 elements received, 4 sent", "rank 1: 0 elements received", "rank 2: 4 elements received", "from rank 2",
-                           "own: [1, 2) x [0, 4) as ~[-1, 0) x [0, 4)", "</svg>"}) {
+  for (const char* part : {"<svg", "rank 0: 4 elements received, 4 sent",
+                           "rank 1: 0 elements received", "rank 2: 4 elements received",
+                           "from rank 2", "own: [1, 2) x [0, 4) as ~[-1, 0) x [0, 4)", "</svg>"}) {
     EXPECT_NE(svg.find(part), std::string::npos) << part;
   }
   EXPECT_THROW(visualize_halo(kRows, {Edge::zero, Edge::zero}, grown, 0, 2), InvalidArgument);

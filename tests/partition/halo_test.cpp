@@ -14,7 +14,9 @@ namespace {
 
 using testing::Generator;
 
-Window any_window(Generator& random) { return {random.number(1, 7), random.number(1, 4), random.number(0, 6), random.number(1, 3)}; }
+Window any_window(Generator& random) {
+  return {random.number(1, 7), random.number(1, 4), random.number(0, 6), random.number(1, 3)};
+}
 
 TEST(Window, InputsAreThoseThatTheDefinitionReads) {
   Generator random(51);
@@ -23,7 +25,8 @@ TEST(Window, InputsAreThoseThatTheDefinitionReads) {
     const Interval outputs{random.number(0, 10), random.number(0, 14)};
     std::set<std::int64_t> read;
     for (auto o = outputs.begin; o < outputs.end; ++o)
-      for (std::int64_t k = 0; k < w.kernel; ++k) read.insert(o * w.stride - w.padding + k * w.dilation);
+      for (std::int64_t k = 0; k < w.kernel; ++k)
+        read.insert(o * w.stride - w.padding + k * w.dilation);
     const Interval inputs = w.inputs(outputs);
     ASSERT_EQ(inputs.empty(), read.empty());
     if (!read.empty()) {
@@ -36,7 +39,8 @@ TEST(Window, InputsAreThoseThatTheDefinitionReads) {
         if (outputs.contains(i * w.stride - w.padding + k * w.dilation)) contributing.insert(i);
     const Interval transposed = w.transposed_inputs(outputs);
     for (auto i : contributing) ASSERT_TRUE(transposed.contains(i));
-    // The bounds are those of an undilated reach: tight when the dilation is 1 and the kernel covers the stride.
+    // The bounds are those of an undilated reach: tight when the dilation is 1 and the kernel
+    // covers the stride.
     if (w.dilation == 1 && w.kernel >= w.stride && !outputs.empty()) {
       ASSERT_EQ(transposed, (Interval{*contributing.begin(), *contributing.rbegin() + 1}));
     }
@@ -90,17 +94,20 @@ TEST(Resolve, EveryIndexHasItsValueOnce) {
       }
       for (auto t = needed.begin; t < needed.end; ++t) {
         const auto wanted = at_edge(t, extent, edge);
-        ASSERT_EQ(value.contains(t) ? value[t] : -1, wanted) << "virtual index " << t << " of " << extent;
+        ASSERT_EQ(value.contains(t) ? value[t] : -1, wanted)
+            << "virtual index " << t << " of " << extent;
       }
     }
   EXPECT_TRUE(resolve({-3, 3}, 0, Edge::circular).empty());
 }
 
-// Runs the plans of all positions on global indices as values, and compares what each assembles with the definition.
+// Runs the plans of all positions on global indices as values, and compares what each assembles
+// with the definition.
 void check(const Sharding& input, const std::vector<Edge>& edges, const std::vector<Box>& needed) {
   const auto& shape = input.shape();
   std::vector<HaloPlan> plans;
-  for (int p = 0; p < input.positions(); ++p) plans.push_back(halo_plan(input, edges, [&](int q) { return needed[q]; }, p));
+  for (int p = 0; p < input.positions(); ++p)
+    plans.push_back(halo_plan(input, edges, [&](int q) { return needed[q]; }, p));
   auto for_each_index = [](const Box& box, auto visit) {
     if (volume(box) == 0) return;
     std::vector<std::int64_t> index;
@@ -127,7 +134,8 @@ void check(const Sharding& input, const std::vector<Edge>& edges, const std::vec
         std::vector<std::int64_t> s(t.size());
         for (std::size_t d = 0; d < t.size(); ++d) {
           const auto j = t[d] - piece.target[d].begin;
-          s[d] = piece.step[d] < 0 ? piece.source[d].end - 1 - j : piece.source[d].begin + j * piece.step[d];
+          s[d] = piece.step[d] < 0 ? piece.source[d].end - 1 - j
+                                   : piece.source[d].begin + j * piece.step[d];
           ASSERT_TRUE(piece.source[d].contains(s[d]));
         }
         ASSERT_TRUE(assembled.emplace(t, s).second) << "assembled twice";
@@ -176,17 +184,20 @@ TEST(HaloPlan, EveryRankAssemblesWhatItsOutputsNeed) {
       out[d] = windows[d].outputs(shape[d], random.number(0, 6));
       edges.push_back(all[random.number(0, 3)]);
     }
-    const Sharding input = random.sharding(shape, mesh, random.permutation(positions, positions + 1));
+    const Sharding input =
+        random.sharding(shape, mesh, random.permutation(positions, positions + 1));
     // Outputs are owned by any partition over the same axes.
     std::vector<DimSharding> dims = input.dims();
     for (std::size_t d = 0; d < dims.size(); ++d)
-      if (!dims[d].axes.empty()) dims[d].partition = random.partition_of(out[d], dims[d].partition.parts());
+      if (!dims[d].axes.empty())
+        dims[d].partition = random.partition_of(out[d], dims[d].partition.parts());
     const Sharding output(out, mesh, dims, input.ranks());
     std::vector<Box> needed;
     for (int p = 0; p < positions; ++p) {
       const Box owned = output.box(p);
       Box box;
-      for (std::size_t d = 0; d < owned.size(); ++d) box.push_back(volume(owned) == 0 ? Interval{0, 0} : windows[d].inputs(owned[d]));
+      for (std::size_t d = 0; d < owned.size(); ++d)
+        box.push_back(volume(owned) == 0 ? Interval{0, 0} : windows[d].inputs(owned[d]));
       needed.push_back(box);
     }
     check(input, edges, needed);
@@ -196,7 +207,8 @@ TEST(HaloPlan, EveryRankAssemblesWhatItsOutputsNeed) {
 TEST(HaloPlan, TheExampleOfTheHeader) {
   const Sharding rows({7}, {3}, {{{0}, Partition({3, 0, 4})}});
   const Window w{3, 1, 1, 1};
-  const auto plan = halo_plan(rows, {Edge::zero}, [&](int p) { return Box{w.inputs(rows.box(p)[0])}; }, 0);
+  const auto plan =
+      halo_plan(rows, {Edge::zero}, [&](int p) { return Box{w.inputs(rows.box(p)[0])}; }, 0);
   EXPECT_EQ(plan.needed, (Box{{-1, 4}}));
   EXPECT_EQ(plan.receives, (std::vector<HaloPiece>{{2, {{3, 4}}, {{3, 4}}, {1}}}));
   EXPECT_EQ(plan.sends, (std::vector<HaloPiece>{{2, {{2, 3}}, {{2, 3}}, {1}}}));

@@ -56,9 +56,12 @@ TEST(Partition, BuildersCoverTheExtent) {
     EXPECT_EQ(weighted.extent(), extent);
     const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
     for (int p = 0; p < parts; ++p)
-      EXPECT_LT(std::abs(static_cast<double>(weighted.size(p)) - static_cast<double>(extent) * weights[p] / total), 1.0);
+      EXPECT_LT(std::abs(static_cast<double>(weighted.size(p)) -
+                         static_cast<double>(extent) * weights[p] / total),
+                1.0);
   }
-  EXPECT_EQ(Partition::weighted(10, std::vector<double>{1, 3}).sizes(), (std::vector<std::int64_t>{3, 7}));
+  EXPECT_EQ(Partition::weighted(10, std::vector<double>{1, 3}).sizes(),
+            (std::vector<std::int64_t>{3, 7}));
   EXPECT_EQ(Partition::chunked(5, 4).sizes(), (std::vector<std::int64_t>{2, 2, 1, 0}));
   EXPECT_EQ(Partition::even(7, 3).sizes(), (std::vector<std::int64_t>{3, 2, 2}));
   const auto largest = std::numeric_limits<std::int64_t>::max();
@@ -86,24 +89,34 @@ TEST(Sharding, BoxesOfDistinctBlocksTileTheArray) {
     for (int axis : s.free_axes()) replicas *= mesh[axis];
     std::int64_t held = 0;
     for (int p = 0; p < s.positions(); ++p) held += volume(s.box(p));
-    EXPECT_EQ(held, replicas * volume(Sharding(shape, {1}, std::vector<DimSharding>(shape.size())).box(0)));
+    EXPECT_EQ(
+        held,
+        replicas * volume(Sharding(shape, {1}, std::vector<DimSharding>(shape.size())).box(0)));
     Box region(shape.size());
-    for (std::size_t d = 0; d < shape.size(); ++d) region[d] = {random.number(-1, 4), random.number(0, 8)};
+    for (std::size_t d = 0; d < shape.size(); ++d)
+      region[d] = {random.number(-1, 4), random.number(0, 8)};
     std::vector<int> visited(s.positions(), 0);
     s.for_each_overlapping(region, [&](int position, const Box& box) {
       ++visited[position];
       EXPECT_EQ(box, intersect(region, s.box(position)));
     });
-    for (int p = 0; p < s.positions(); ++p) EXPECT_EQ(visited[p], volume(intersect(region, s.box(p))) > 0 ? 1 : 0);
+    for (int p = 0; p < s.positions(); ++p)
+      EXPECT_EQ(visited[p], volume(intersect(region, s.box(p))) > 0 ? 1 : 0);
   }
 }
 
 TEST(Sharding, RefusesWhatDoesNotFit) {
-  EXPECT_THROW(Sharding({7}, {2}, {{{0}, Partition({3, 3})}}), InvalidArgument);                               // sum
-  EXPECT_THROW(Sharding({7}, {2}, {{{0}, Partition({3, 2, 2})}}), InvalidArgument);                            // count
-  EXPECT_THROW(Sharding({7}, {2}, {{{1}, Partition({3, 4})}}), InvalidArgument);                               // axis
-  EXPECT_THROW(Sharding({2, 2}, {2}, {{{0}, Partition({1, 1})}, {{0}, Partition({1, 1})}}), InvalidArgument);  // twice
-  EXPECT_THROW(Sharding({7}, {2}, {{}}, {0, 1, 2}), InvalidArgument);                                          // ranks
+  // sum
+  EXPECT_THROW(Sharding({7}, {2}, {{{0}, Partition({3, 3})}}), InvalidArgument);
+  // count
+  EXPECT_THROW(Sharding({7}, {2}, {{{0}, Partition({3, 2, 2})}}), InvalidArgument);
+  // axis
+  EXPECT_THROW(Sharding({7}, {2}, {{{1}, Partition({3, 4})}}), InvalidArgument);
+  // twice
+  EXPECT_THROW(Sharding({2, 2}, {2}, {{{0}, Partition({1, 1})}, {{0}, Partition({1, 1})}}),
+               InvalidArgument);
+  // ranks
+  EXPECT_THROW(Sharding({7}, {2}, {{}}, {0, 1, 2}), InvalidArgument);
 }
 
 }  // namespace

@@ -25,7 +25,8 @@ std::set<std::int64_t> elements(const Box& box, const std::vector<std::int64_t>&
   return all;
 }
 
-// Runs the plans of all ranks on sets of elements, and checks that each rank ends with its target box, having received the fewest elements possible.
+// Runs the plans of all ranks on sets of elements, and checks that each rank ends with its target
+// box, having received the fewest elements possible.
 void check(const Sharding& from, const Sharding& to, int world) {
   std::vector<TransferPlan> plans;
   for (int r = 0; r < world; ++r) plans.push_back(transfer_plan(from, to, r));
@@ -91,8 +92,10 @@ TEST(Transfer, BetweenMeshesOfOtherRanks) {
 }
 
 TEST(Transfer, StaysWithinAReplica) {
-  // data 2 x domain 2; dim 0 over domain, {4, 2} -> {1, 5}: domain 1 gets rows 1..3 from domain 0 of its own data coordinate.
-  const Sharding from({6}, {2, 2}, {{{1}, Partition({4, 2})}}), to({6}, {2, 2}, {{{1}, Partition({1, 5})}});
+  // data 2 x domain 2; dim 0 over domain, {4, 2} -> {1, 5}: domain 1 gets rows 1..3 from domain 0
+  // of its own data coordinate.
+  const Sharding from({6}, {2, 2}, {{{1}, Partition({4, 2})}}),
+      to({6}, {2, 2}, {{{1}, Partition({1, 5})}});
   for (int data = 0; data < 2; ++data) {
     const auto plan = transfer_plan(from, to, 2 * data + 1);
     EXPECT_EQ(plan.receives, (std::vector<Piece>{{2 * data, {{1, 4}}}}));
@@ -100,7 +103,10 @@ TEST(Transfer, StaysWithinAReplica) {
   }
 }
 
-TEST(Transfer, RefusesOtherShapes) { EXPECT_THROW(transfer_plan(Sharding({6}, {1}, {{}}), Sharding({7}, {1}, {{}}), 0), InvalidArgument); }
+TEST(Transfer, RefusesOtherShapes) {
+  EXPECT_THROW(transfer_plan(Sharding({6}, {1}, {{}}), Sharding({7}, {1}, {{}}), 0),
+               InvalidArgument);
+}
 
 }  // namespace
 }  // namespace tessera

@@ -11,7 +11,9 @@ namespace {
 
 using testing::Generator;
 
-Window any_window(Generator& random) { return {random.number(1, 7), random.number(1, 4), random.number(0, 6), random.number(1, 3)}; }
+Window any_window(Generator& random) {
+  return {random.number(1, 7), random.number(1, 4), random.number(0, 6), random.number(1, 3)};
+}
 
 // The inputs that output o reads; of a transposed window those that it is a sum over.
 std::vector<std::int64_t> reads(const Window& w, std::int64_t o, bool transposed) {
@@ -19,25 +21,30 @@ std::vector<std::int64_t> reads(const Window& w, std::int64_t o, bool transposed
   for (std::int64_t k = 0; k < w.kernel; ++k) {
     if (!transposed) {
       all.push_back(o * w.stride - w.padding + k * w.dilation);
-    } else if (const auto n = o + w.padding - k * w.dilation; ((n % w.stride) + w.stride) % w.stride == 0) {
+    } else if (const auto n = o + w.padding - k * w.dilation;
+               ((n % w.stride) + w.stride) % w.stride == 0) {
       all.push_back(n / w.stride);
     }
   }
   return all;
 }
 
-// The outputs of the array that a call computes are those of the same window on the array: the call's output j reads the call's inputs.
+// The outputs of the array that a call computes are those of the same window on the array: the
+// call's output j reads the call's inputs.
 void check_call(const Window& w, const BoxCall& call, bool transposed) {
   Window of_call = w;
   of_call.padding = call.padding;
-  const std::int64_t n = transposed ? (call.inputs.size() - 1) * w.stride - 2 * call.padding + (w.kernel - 1) * w.dilation + call.output_padding + 1
+  const std::int64_t n = transposed ? (call.inputs.size() - 1) * w.stride - 2 * call.padding +
+                                          (w.kernel - 1) * w.dilation + call.output_padding + 1
                                     : of_call.outputs(call.inputs.size(), call.padding);
   ASSERT_EQ(call.outputs.size(), n);
   ASSERT_GE(call.padding, 0);
   for (std::int64_t j = 0; j < n; ++j) {
-    const auto in_call = reads(of_call, j, transposed), in_array = reads(w, call.outputs.begin + j, transposed);
+    const auto in_call = reads(of_call, j, transposed),
+               in_array = reads(w, call.outputs.begin + j, transposed);
     ASSERT_EQ(in_call.size(), in_array.size());
-    for (std::size_t k = 0; k < in_call.size(); ++k) ASSERT_EQ(in_call[k] + call.inputs.begin, in_array[k]);
+    for (std::size_t k = 0; k < in_call.size(); ++k)
+      ASSERT_EQ(in_call[k] + call.inputs.begin, in_array[k]);
   }
 }
 
@@ -81,7 +88,8 @@ TEST_P(WindowCalls, ComputeWhatTheySay) {
     const Interval inner = interior(w, box, outputs, extent, transposed);
     ASSERT_TRUE(outputs.contains(inner));
     for (auto o = inner.begin; o < inner.end; ++o)
-      for (const auto i : reads(w, o, transposed)) ASSERT_TRUE(box.contains(i) || i < 0 || i >= extent) << o << " reads " << i;
+      for (const auto i : reads(w, o, transposed))
+        ASSERT_TRUE(box.contains(i) || i < 0 || i >= extent) << o << " reads " << i;
   }
   EXPECT_GT(aligned, 200);
 }
@@ -91,9 +99,11 @@ TEST_P(WindowCalls, OutputsArePartitionedByTheCentresOfTheirWindows) {
   Generator random(62);
   for (int n = 0; n < 5000; ++n) {
     const Window w = any_window(random);
-    const Partition in = random.partition_of(random.number(1, 12), static_cast<int>(random.number(1, 5)));
+    const Partition in =
+        random.partition_of(random.number(1, 12), static_cast<int>(random.number(1, 5)));
     const auto outputs = random.number(0, 15);
-    const Partition out = transposed ? transposed_output_partition(in, w, outputs) : output_partition(in, w, outputs);
+    const Partition out =
+        transposed ? transposed_output_partition(in, w, outputs) : output_partition(in, w, outputs);
     ASSERT_EQ(out.extent(), outputs);
     ASSERT_EQ(out.parts(), in.parts());
     for (std::int64_t o = 0; o < outputs; ++o) {
@@ -103,12 +113,14 @@ TEST_P(WindowCalls, OutputsArePartitionedByTheCentresOfTheirWindows) {
         centre = o + w.padding - half;
         centre = centre < 0 ? 0 : centre / w.stride;
       }
-      ASSERT_EQ(out.owner(o), in.owner(std::clamp<std::int64_t>(centre, 0, in.extent() - 1))) << "output " << o;
+      ASSERT_EQ(out.owner(o), in.owner(std::clamp<std::int64_t>(centre, 0, in.extent() - 1)))
+          << "output " << o;
     }
   }
   EXPECT_EQ(output_partition(Partition({3, 0, 4}), {3, 2, 1, 1}, 4), Partition({2, 0, 2}));
   EXPECT_EQ(output_partition(Partition({3, 0, 4}), {5, 1, 2, 1}, 7), Partition({3, 0, 4}));
-  EXPECT_EQ(transposed_output_partition(Partition({3, 0, 4}), {2, 2, 0, 1}, 14), Partition({6, 0, 8}));
+  EXPECT_EQ(transposed_output_partition(Partition({3, 0, 4}), {2, 2, 0, 1}, 14),
+            Partition({6, 0, 8}));
 }
 
 INSTANTIATE_TEST_SUITE_P(Transposed, WindowCalls, ::testing::Bool());
@@ -127,7 +139,8 @@ TEST(Resampled, OutputsBelongToThePartThatHoldsTheirCentre) {
     ASSERT_EQ(got.extent(), outputs);
     ASSERT_EQ(got.parts(), inputs.parts());
     for (std::int64_t o = 0; o < outputs; ++o) {
-      ASSERT_EQ(got.owner(o), inputs.owner((2 * o + 1) * inputs.extent() / (2 * outputs))) << o << " of " << outputs;
+      ASSERT_EQ(got.owner(o), inputs.owner((2 * o + 1) * inputs.extent() / (2 * outputs)))
+          << o << " of " << outputs;
     }
   }
 }

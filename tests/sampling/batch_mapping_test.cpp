@@ -20,7 +20,8 @@ std::vector<int> held(const BatchMapping& m, int process) {
 std::set<std::int64_t> positions(const std::vector<BatchSlice>& slices) {
   std::set<std::int64_t> all;
   for (const BatchSlice& slice : slices)
-    for (auto i = slice.samples.begin; i < slice.samples.end; ++i) EXPECT_TRUE(all.insert(i).second) << "read twice";
+    for (auto i = slice.samples.begin; i < slice.samples.end; ++i)
+      EXPECT_TRUE(all.insert(i).second) << "read twice";
   return all;
 }
 
@@ -38,7 +39,8 @@ TEST(BatchMapping, BatchIndexIsDataTimesFsdpSizePlusFsdp) {
   const BatchMapping m({2, 2, 3}, processes, {0, 2});
   for (int data = 0; data < 2; ++data)
     for (int model = 0; model < 2; ++model)
-      for (int fsdp = 0; fsdp < 3; ++fsdp) EXPECT_EQ(held(m, (data * 2 + model) * 3 + fsdp), std::vector<int>{data * 3 + fsdp});
+      for (int fsdp = 0; fsdp < 3; ++fsdp)
+        EXPECT_EQ(held(m, (data * 2 + model) * 3 + fsdp), std::vector<int>{data * 3 + fsdp});
 }
 
 TEST(BatchMapping, PlacementsWithoutATwoFunctionFormAreRefusedAndServedInGeneral) {
@@ -49,7 +51,8 @@ TEST(BatchMapping, PlacementsWithoutATwoFunctionFormAreRefusedAndServedInGeneral
   EXPECT_EQ(held(crossed, 1), (std::vector<int>{0, 2}));
   EXPECT_EQ(held(crossed, 2), (std::vector<int>{1, 2}));
   EXPECT_EQ(crossed.slices(1, 6), (std::vector<BatchSlice>{{0, {0, 2}, 0}, {2, {4, 6}, 2}}));
-  // 2 x 2 x 1 with swapped replicas: sharing follows from the slices, not from the position of the process.
+  // 2 x 2 x 1 with swapped replicas: sharing follows from the slices, not from the position of the
+  // process.
   const BatchMapping swapped({2, 2, 1}, {0, 1, 1, 0}, {0});
   EXPECT_EQ(swapped.process_mesh_mapping(), (std::map<int, int>{{0, 0}, {1, 0}}));
   const BatchMapping replicas({2, 2, 1}, {0, 1, 3, 2}, {1});
@@ -67,9 +70,11 @@ TEST(BatchMapping, EqualCoordinatesReadTheSameAndOthersDisjointSamples) {
     for (int size : mesh) devices *= size;
     const int count = static_cast<int>(random.number(1, devices));
     std::vector<int> processes(devices);
-    for (int d = 0; d < devices; ++d) processes[d] = random.chance(2) ? static_cast<int>(random.number(0, count - 1)) : d % count;
+    for (int d = 0; d < devices; ++d)
+      processes[d] = random.chance(2) ? static_cast<int>(random.number(0, count - 1)) : d % count;
     std::vector<int> batch_axes;
-    for (int axis : random.permutation(static_cast<int>(mesh.size()), static_cast<int>(mesh.size())))
+    for (int axis :
+         random.permutation(static_cast<int>(mesh.size()), static_cast<int>(mesh.size())))
       if (random.chance(2)) batch_axes.push_back(axis);
     const BatchMapping m(mesh, processes, batch_axes);
     const auto size = random.number(0, 30);

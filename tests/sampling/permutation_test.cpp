@@ -16,8 +16,8 @@ namespace {
 
 using testing::Generator;
 
-// Probability bound: a chi-square value with k degrees of freedom lies above k + 6 * sqrt(2k) less than once in a million (normal approximation, one
-// side).
+// Probability bound: a chi-square value with k degrees of freedom lies above k + 6 * sqrt(2k) less
+// than once in a million (normal approximation, one side).
 void expect_uniform(const std::vector<double>& observed, double expected) {
   double chi2 = 0;
   for (double o : observed) chi2 += (o - expected) * (o - expected) / expected;
@@ -38,17 +38,21 @@ TEST(KeyedPermutation, IsABijectionWithItsInverse) {
       ASSERT_EQ(p.inverse(j), i);
     }
     // Any part at once is the same.
-    const auto first = static_cast<std::uint64_t>(random.number(0, static_cast<std::int64_t>(size - 1)));
-    std::vector<std::uint64_t> part(static_cast<std::size_t>(random.number(0, static_cast<std::int64_t>(size - first))));
+    const auto first =
+        static_cast<std::uint64_t>(random.number(0, static_cast<std::int64_t>(size - 1)));
+    std::vector<std::uint64_t> part(
+        static_cast<std::size_t>(random.number(0, static_cast<std::int64_t>(size - first))));
     p.fill(first, part);
     for (std::size_t k = 0; k < part.size(); ++k) ASSERT_EQ(part[k], p(first + k));
     std::vector<std::uint64_t> beyond(size - first + 1);
     EXPECT_THROW(p.fill(first, beyond), InvalidArgument);
   }
-  for (const std::uint64_t size : {(1ull << 63), (1ull << 63) - 25, (1ull << 40) + 1, (1ull << 32), 1'000'003ull}) {
+  for (const std::uint64_t size :
+       {(1ull << 63), (1ull << 63) - 25, (1ull << 40) + 1, (1ull << 32), 1'000'003ull}) {
     const KeyedPermutation p(size, 3, 9);
     for (int n = 0; n < 2000; ++n) {
-      const auto i = static_cast<std::uint64_t>(random.number(0, static_cast<std::int64_t>(size - 1)));
+      const auto i =
+          static_cast<std::uint64_t>(random.number(0, static_cast<std::int64_t>(size - 1)));
       ASSERT_LT(p(i), size);
       ASSERT_EQ(p.inverse(p(i)), i);
     }
@@ -60,7 +64,8 @@ TEST(KeyedPermutation, GivesTheSameNumbersOnEveryPlatform) {
   std::vector<std::uint64_t> first;
   const KeyedPermutation small(10, 42, 0), large(1ull << 63, 42, 1);
   for (std::uint64_t i = 0; i < 10; ++i) first.push_back(small(i));
-  // Recorded once: a change of these numbers changes everybody's data order, and is a breaking change.
+  // Recorded once: a change of these numbers changes everybody's data order, and is a breaking
+  // change.
   EXPECT_EQ(first, (std::vector<std::uint64_t>{6, 4, 7, 5, 2, 8, 0, 1, 3, 9}));
   EXPECT_EQ(large(0), 1104342360850349357ull);
   EXPECT_EQ(large(1), 1856824490397589143ull);
@@ -77,7 +82,9 @@ TEST(KeyedPermutation, EveryPositionAndPairIsEquallyLikelyOverSeeds) {
       ++pair[p(0) * size + p(1)];
     }
     for (std::uint64_t i = 0; i < size; ++i)
-      expect_uniform(std::vector<double>(position.begin() + i * size, position.begin() + (i + 1) * size), static_cast<double>(seeds) / size);
+      expect_uniform(
+          std::vector<double>(position.begin() + i * size, position.begin() + (i + 1) * size),
+          static_cast<double>(seeds) / size);
     std::vector<double> off_diagonal;
     for (std::uint64_t a = 0; a < size; ++a)
       for (std::uint64_t b = 0; b < size; ++b)
@@ -107,7 +114,8 @@ TEST(KeyedPermutation, EveryBitOfIndexAndSeedChangesHalfOfTheResult) {
     double by_index = 0, by_seed = 0, by_stream = 0;
     const int trials = 400;
     for (int t = 0; t < trials; ++t) {
-      const auto i = static_cast<std::uint64_t>(random.number(0, static_cast<std::int64_t>(size - 1)));
+      const auto i =
+          static_cast<std::uint64_t>(random.number(0, static_cast<std::int64_t>(size - 1)));
       const auto seed = static_cast<std::uint64_t>(random.number(0, 1ll << 62));
       const KeyedPermutation p(size, seed, 5);
       by_index += std::popcount(p(i) ^ p(i ^ (1ull << flipped)));
@@ -127,7 +135,8 @@ TEST(KeyedPermutation, BatchesMixEvenAndOddAndAllRegions) {
     const int batches = static_cast<int>(std::min<std::uint64_t>(200, size / 256));
     for (int b = 0; b < batches; ++b) {
       int odd = 0;
-      for (int i = 0; i < 256; ++i) odd += static_cast<int>(p(static_cast<std::uint64_t>(256 * b + i)) & 1);
+      for (int i = 0; i < 256; ++i)
+        odd += static_cast<int>(p(static_cast<std::uint64_t>(256 * b + i)) & 1);
       EXPECT_NEAR(odd, 128, 6 * 8);  // standard deviation 8 at most
     }
     std::vector<double> region(64, 0), residue(61, 0), step_parity(2, 0);

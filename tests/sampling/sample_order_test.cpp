@@ -13,7 +13,8 @@ namespace {
 using testing::Generator;
 
 // The definition, step by step.
-std::vector<Batch> by_definition(const SampleOrderOptions& options, const BatchSchedule& schedule, std::uint64_t steps) {
+std::vector<Batch> by_definition(const SampleOrderOptions& options, const BatchSchedule& schedule,
+                                 std::uint64_t steps) {
   std::vector<Batch> batches;
   std::uint64_t epoch = 0, offset = 0;
   for (std::uint64_t s = 0; s < steps; ++s) {
@@ -90,9 +91,11 @@ TEST(SampleOrder, EveryEpochHasEverySampleOnce) {
 TEST(SampleOrder, EpochsDifferAndHugeStepsAreComputedAlone) {
   const SampleOrder order({.samples = 1000, .seed = 3}, BatchSchedule(10));
   int same = 0;
-  for (std::uint64_t i = 0; i < 10; ++i) same += order.sample(order.step(0), i) == order.sample(order.step(100), i);
+  for (std::uint64_t i = 0; i < 10; ++i)
+    same += order.sample(order.step(0), i) == order.sample(order.step(100), i);
   EXPECT_LT(same, 5);
-  const SampleOrder vast({.samples = 1ull << 62, .seed = 3}, BatchSchedule({{0, 256}, {1'000'000, 4096}}));
+  const SampleOrder vast({.samples = 1ull << 62, .seed = 3},
+                         BatchSchedule({{0, 256}, {1'000'000, 4096}}));
   const Batch far = vast.step(1'000'000'000'000ull);
   EXPECT_EQ(far.epoch, 0u);
   EXPECT_EQ(far.offset, 256ull * 1'000'000 + 4096ull * (1'000'000'000'000ull - 1'000'000));
@@ -102,7 +105,8 @@ TEST(SampleOrder, EpochsDifferAndHugeStepsAreComputedAlone) {
 
 TEST(SampleOrder, RefusesWhatCannotBe) {
   EXPECT_THROW(SampleOrder({.samples = 0}, BatchSchedule(1)), InvalidArgument);
-  EXPECT_THROW(SampleOrder({.samples = 3, .last = LastBatch::drop}, BatchSchedule(4)), InvalidArgument);
+  EXPECT_THROW(SampleOrder({.samples = 3, .last = LastBatch::drop}, BatchSchedule(4)),
+               InvalidArgument);
   EXPECT_THROW(BatchSchedule(std::uint64_t{0}), InvalidArgument);
   EXPECT_THROW(BatchSchedule({{1, 4}}), InvalidArgument);
   EXPECT_THROW(BatchSchedule({{0, 4}, {0, 5}}), InvalidArgument);

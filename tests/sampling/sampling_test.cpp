@@ -54,12 +54,15 @@ TEST(Mixture, KeepsToTheWeightsAndVisitsEverySample) {
     const auto draw = m.next(cursor);
     of[draw.dataset].push_back(draw.sample);
     const double weights[] = {0.6, 0.3, 0.1};
-    for (int d = 0; d < 3; ++d) EXPECT_LT(std::abs(static_cast<double>(of[d].size()) - n * weights[d]), 2.0);
+    for (int d = 0; d < 3; ++d)
+      EXPECT_LT(std::abs(static_cast<double>(of[d].size()) - n * weights[d]), 2.0);
   }
   for (int d = 0; d < 3; ++d) {
     const auto samples = m.datasets()[d].samples;
     for (std::size_t first = 0; first + samples <= of[d].size(); first += samples)
-      EXPECT_EQ(std::set<std::uint64_t>(of[d].begin() + first, of[d].begin() + first + samples).size(), samples);
+      EXPECT_EQ(
+          std::set<std::uint64_t>(of[d].begin() + first, of[d].begin() + first + samples).size(),
+          samples);
     EXPECT_NE(std::vector<std::uint64_t>(of[d].begin(), of[d].begin() + samples),
               std::vector<std::uint64_t>(of[d].begin() + samples, of[d].begin() + 2 * samples));
   }
@@ -105,22 +108,26 @@ TEST(Packing, BatchesHoldWhatFitsAndNothingIsLost) {
     std::vector<std::uint64_t> lengths(static_cast<std::size_t>(random.number(1, 40)));
     for (auto& l : lengths) l = static_cast<std::uint64_t>(random.number(0, 9));
     const LengthAt length = [&](std::uint64_t i) { return lengths[i]; };
-    const TokenBudget budget{static_cast<std::uint64_t>(random.number(9, 30)), random.chance(2) ? static_cast<std::uint64_t>(random.number(1, 5)) : 0,
+    const TokenBudget budget{static_cast<std::uint64_t>(random.number(9, 30)),
+                             random.chance(2) ? static_cast<std::uint64_t>(random.number(1, 5)) : 0,
                              random.chance(2)};
     auto cost = [&](std::uint64_t offset, std::uint64_t count) {
       std::uint64_t sum = 0, longest = 0;
-      for (auto i = offset; i < offset + count; ++i) sum += lengths[i], longest = std::max(longest, lengths[i]);
+      for (auto i = offset; i < offset + count; ++i)
+        sum += lengths[i], longest = std::max(longest, lengths[i]);
       return budget.padded ? count * longest : sum;
     };
     for (std::uint64_t offset = 0; offset < lengths.size();) {
       const auto count = token_budget_batch(budget, offset, lengths.size(), length);
       ASSERT_GE(count, 1u);
       EXPECT_LE(cost(offset, count), budget.tokens);
-      const bool more = offset + count < lengths.size() && (budget.max_samples == 0 || count < budget.max_samples);
+      const bool more = offset + count < lengths.size() &&
+                        (budget.max_samples == 0 || count < budget.max_samples);
       EXPECT_TRUE(!more || cost(offset, count + 1) > budget.tokens);
       offset += count;
     }
-    const auto rows = static_cast<std::uint64_t>(random.number(1, 4)), capacity = static_cast<std::uint64_t>(random.number(9, 20));
+    const auto rows = static_cast<std::uint64_t>(random.number(1, 4)),
+               capacity = static_cast<std::uint64_t>(random.number(9, 20));
     for (std::uint64_t offset = 0; offset < lengths.size();) {
       const auto packed = pack_batch(rows, capacity, offset, lengths.size(), length);
       ASSERT_EQ(packed.size(), rows);

@@ -39,7 +39,8 @@ TEST(LauncherEnd, ARankMayEndEarlyAndTheOthersGoOn) {
 TEST(LauncherEnd, AFailureEndsAllAndIsNamed) {
   for (int code : {1, 3, 255}) {
     // The others wait for ever, so that rank 1 is the first in any case.
-    Process run(command(3, {}, {"daemon", "@1:error=the reason", "@1:exit=" + std::to_string(code), "pause"}));
+    Process run(command(
+        3, {}, {"daemon", "@1:error=the reason", "@1:exit=" + std::to_string(code), "pause"}));
     EXPECT_EQ(run.finish(), code);
     EXPECT_TRUE(run.holds("first failure: rank 1: exit code " + std::to_string(code))) << run.err();
     EXPECT_TRUE(run.holds("  | the reason")) << run.err();
@@ -78,7 +79,9 @@ TEST(LauncherEnd, LingerLetsTheOthersEndByThemselves) {
   const Folder folder;
   const std::string meeting = (folder.path() / "meeting").string();
   ASSERT_EQ(mkfifo(meeting.c_str(), 0600), 0);
-  Process run(command(2, {"--linger", "90"}, {"catch=15", "@0:exit=6", "print=ready", "meet=" + meeting, "print=ended by itself"}));
+  Process run(command(
+      2, {"--linger", "90"},
+      {"catch=15", "@0:exit=6", "print=ready", "meet=" + meeting, "print=ended by itself"}));
   ASSERT_TRUE(run.await({"rank 0 failed: exit code 6", "[1] ready"}));
   const int fd = open(meeting.c_str(), O_WRONLY);  // Rank 1 goes on once both ends are open.
   EXPECT_EQ(run.finish(), 6);
@@ -88,7 +91,8 @@ TEST(LauncherEnd, LingerLetsTheOthersEndByThemselves) {
 }
 
 TEST(LauncherEnd, TimeLimitNamesWhoStillRuns) {
-  Process run(command(3, {"--timeout", "3"}, {"daemon", "@1:exit=0", "error=working", "ignore=15", "pause"}));
+  Process run(command(3, {"--timeout", "3"},
+                      {"daemon", "@1:exit=0", "error=working", "ignore=15", "pause"}));
   EXPECT_EQ(run.finish(), 124);
   EXPECT_TRUE(run.holds("time limit of 3 s")) << run.err();
   EXPECT_TRUE(run.holds("still running: ranks [0, 2]")) << run.err();
@@ -105,7 +109,8 @@ TEST(LauncherEnd, AStoppedRankDoesNotOutliveTheTimeLimit) {
 TEST(LauncherEnd, AProgramThatCannotBeStarted) {
   Process missing({TESSERA_PROGRAM, "run", "-n", "2", "--", "/no/such/program"});
   EXPECT_EQ(missing.finish(), 127);
-  EXPECT_TRUE(missing.holds("cannot start '/no/such/program': No such file or directory")) << missing.err();
+  EXPECT_TRUE(missing.holds("cannot start '/no/such/program': No such file or directory"))
+      << missing.err();
   Process folder({TESSERA_PROGRAM, "run", "-n", "2", "--", "/"});
   EXPECT_EQ(folder.finish(), 126);
   EXPECT_TRUE(folder.holds("cannot start '/'")) << folder.err();
@@ -118,7 +123,8 @@ TEST(LauncherSignals, AreForwardedToEveryRank) {
     ASSERT_TRUE(run.await({"[0] ready", "[1] ready", "[2] ready"}));
     run.signal(number);
     EXPECT_EQ(run.finish(), 40) << "the status is the ranks' own";
-    for (const char* rank : {"[0] ", "[1] ", "[2] "}) EXPECT_TRUE(run.holds(rank + ("caught " + std::to_string(number)))) << run.out();
+    for (const char* rank : {"[0] ", "[1] ", "[2] "})
+      EXPECT_TRUE(run.holds(rank + ("caught " + std::to_string(number)))) << run.out();
     EXPECT_TRUE(run.all_gone());
   }
 }
@@ -191,7 +197,8 @@ TEST(LauncherDeath, ItsReaderGoesAway) {
 
 TEST(LauncherDeath, ANotReadingReaderDoesNotStopTheTimeLimit) {
   Process run(command(2, {"--timeout", "1"}, {"lines=100000000"}));
-  // Nothing is read: the launcher ends its ranks, and waits for the reader with what it still has to say.
+  // Nothing is read: the launcher ends its ranks, and waits for the reader with what it still has
+  // to say.
   ASSERT_TRUE(becomes_true([&] { return !detail::children(run.pid()).empty(); }));
   ASSERT_TRUE(becomes_true([&] { return detail::children(run.pid()).empty(); }));
   EXPECT_EQ(run.finish(), 124);

@@ -1,14 +1,17 @@
 // The rank of the launcher's tests: runs its arguments in order. "@R:word" is for rank R alone.
 //
-//   print=T error=T part=T   text to standard output, standard error, standard output without a line end
+//   print=T error=T part=T   text to standard output, standard error, standard output without a
+//                            line end
 //   lines=N long=N           N numbered lines; one line of N letters
 //   env=NAME                 "NAME=value", or "NAME unset"
 //   exit=N kill=N            ends with this code, by this signal
 //   ignore=N catch=N         ignores a signal; prints "caught N" on it and exits with code 40
 //   note=N                   prints "noted N" on a signal, and goes on
 //   pause                    waits until it is killed
-//   meet=PATH                rank 0 waits until another rank, and the other way round, meets it at this named pipe
-//   child daemon             leaves a waiting child; a grandchild in a session of its own whose parent is gone
+//   meet=PATH                rank 0 waits until another rank, and the other way round, meets it at
+//                            this named pipe
+//   child daemon             leaves a waiting child; a grandchild in a session of its own whose
+//                            parent is gone
 //   launch affinity          prints detect_launch() as text; the CPUs that it may run on
 //   listen                   listens on TESSERA_PORT with SO_REUSEADDR, as libtorch's store does
 
@@ -80,7 +83,8 @@ void listen_here() {
   address.sin_family = AF_INET;
   address.sin_port = htons(static_cast<unsigned short>(std::atoi(std::getenv("TESSERA_PORT"))));
   inet_pton(AF_INET, std::getenv("TESSERA_ADDRESS"), &address.sin_addr);
-  const bool ok = bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 && listen(fd, 5) == 0;
+  const bool ok =
+      bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 && listen(fd, 5) == 0;
   put(1, ok ? "listening\n" : std::string("not listening: ") + std::strerror(errno) + "\n");
 }
 
@@ -116,7 +120,9 @@ void run(const std::string& name, const std::string& value) {
   }
   if (name == "pause") wait_forever();
   if (name == "meet") {
-    const int fd = open(value.c_str(), std::getenv("RANK") && std::atoi(std::getenv("RANK")) == 0 ? O_WRONLY : O_RDONLY);
+    const int fd =
+        open(value.c_str(),
+             std::getenv("RANK") && std::atoi(std::getenv("RANK")) == 0 ? O_WRONLY : O_RDONLY);
     if (fd < 0) _exit(99);
     close(fd);
     return;
@@ -127,7 +133,8 @@ void run(const std::string& name, const std::string& value) {
   }
   if (name == "daemon") return start_daemon();
   if (name == "listen") return listen_here();
-  if (name == "launch") return put(1, tessera::to_text(tessera::detect_launch(tessera::Environment::of_process())));
+  if (name == "launch")
+    return put(1, tessera::to_text(tessera::detect_launch(tessera::Environment::of_process())));
   if (name == "affinity") {
     cpu_set_t set;
     sched_getaffinity(0, sizeof set, &set);

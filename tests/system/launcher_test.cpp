@@ -34,9 +34,10 @@ std::string read_file(const std::filesystem::path& path) {
 TEST(LauncherEnvironment, EveryRankIsToldItsPlace) {
   for (int ranks : {1, 2, 3, 4}) {
     Process run(command(ranks, {},
-                        {"env=TESSERA_RANK", "env=TESSERA_WORLD_SIZE", "env=TESSERA_LOCAL_RANK", "env=TESSERA_LOCAL_SIZE", "env=TESSERA_NODE_RANK",
-                         "env=TESSERA_ADDRESS", "env=TESSERA_PORT", "env=RANK", "env=WORLD_SIZE", "env=LOCAL_RANK", "env=LOCAL_WORLD_SIZE",
-                         "env=MASTER_ADDR", "env=MASTER_PORT"}));
+                        {"env=TESSERA_RANK", "env=TESSERA_WORLD_SIZE", "env=TESSERA_LOCAL_RANK",
+                         "env=TESSERA_LOCAL_SIZE", "env=TESSERA_NODE_RANK", "env=TESSERA_ADDRESS",
+                         "env=TESSERA_PORT", "env=RANK", "env=WORLD_SIZE", "env=LOCAL_RANK",
+                         "env=LOCAL_WORLD_SIZE", "env=MASTER_ADDR", "env=MASTER_PORT"}));
     ASSERT_EQ(run.finish(), 0) << run.err();
     std::set<std::string> ports;
     for (int r = 0; r < ranks; ++r) {
@@ -44,9 +45,12 @@ TEST(LauncherEnvironment, EveryRankIsToldItsPlace) {
       ASSERT_EQ(lines.size(), 13u) << run.out();
       const std::string me = std::to_string(r), all = std::to_string(ranks);
       ports.insert(lines[6].substr(lines[6].find('=') + 1));
-      EXPECT_EQ(lines, (Words{"TESSERA_RANK=" + me, "TESSERA_WORLD_SIZE=" + all, "TESSERA_LOCAL_RANK=" + me, "TESSERA_LOCAL_SIZE=" + all,
-                              "TESSERA_NODE_RANK=0", "TESSERA_ADDRESS=127.0.0.1", "TESSERA_PORT=" + *ports.begin(), "RANK=" + me, "WORLD_SIZE=" + all,
-                              "LOCAL_RANK=" + me, "LOCAL_WORLD_SIZE=" + all, "MASTER_ADDR=127.0.0.1", "MASTER_PORT=" + *ports.begin()}));
+      EXPECT_EQ(lines, (Words{"TESSERA_RANK=" + me, "TESSERA_WORLD_SIZE=" + all,
+                              "TESSERA_LOCAL_RANK=" + me, "TESSERA_LOCAL_SIZE=" + all,
+                              "TESSERA_NODE_RANK=0", "TESSERA_ADDRESS=127.0.0.1",
+                              "TESSERA_PORT=" + *ports.begin(), "RANK=" + me, "WORLD_SIZE=" + all,
+                              "LOCAL_RANK=" + me, "LOCAL_WORLD_SIZE=" + all,
+                              "MASTER_ADDR=127.0.0.1", "MASTER_PORT=" + *ports.begin()}));
     }
     EXPECT_EQ(ports.size(), 1u);
   }
@@ -65,7 +69,8 @@ TEST(LauncherEnvironment, IsRecognised) {
 
 TEST(LauncherEnvironment, AnOuterLaunchersNumbersAreNotInherited) {
   Process run(command(2, {},
-                      {"env=TORCHELASTIC_USE_AGENT_STORE", "env=OMPI_COMM_WORLD_RANK", "env=PMI_RANK", "env=PMIX_RANK", "env=SLURM_PROCID",
+                      {"env=TORCHELASTIC_USE_AGENT_STORE", "env=OMPI_COMM_WORLD_RANK",
+                       "env=PMI_RANK", "env=PMIX_RANK", "env=SLURM_PROCID",
                        "env=JSM_NAMESPACE_RANK", "env=RANK", "env=SLURM_JOB_ID", "launch"}),
               {{"TORCHELASTIC_USE_AGENT_STORE", "True"},
                {"OMPI_COMM_WORLD_RANK", "7"},
@@ -79,7 +84,8 @@ TEST(LauncherEnvironment, AnOuterLaunchersNumbersAreNotInherited) {
   const Words lines = lines_of_rank(run.out(), "[1] ");
   ASSERT_GE(lines.size(), 8u);
   EXPECT_EQ(Words(lines.begin(), lines.begin() + 8),
-            (Words{"TORCHELASTIC_USE_AGENT_STORE unset", "OMPI_COMM_WORLD_RANK unset", "PMI_RANK unset", "PMIX_RANK unset", "SLURM_PROCID unset",
+            (Words{"TORCHELASTIC_USE_AGENT_STORE unset", "OMPI_COMM_WORLD_RANK unset",
+                   "PMI_RANK unset", "PMIX_RANK unset", "SLURM_PROCID unset",
                    "JSM_NAMESPACE_RANK unset", "RANK=1", "SLURM_JOB_ID=55"}));
 }
 
@@ -91,7 +97,8 @@ TEST(LauncherEnvironment, ThePortIsFreeForAListener) {
 
 TEST(LauncherEnvironment, ThreadsAreSharedOut) {
   const int usable = cpu_budget().usable();
-  auto threads = [](int ranks, const Words& options, const std::map<std::string, std::string>& variables = {}) {
+  auto threads = [](int ranks, const Words& options,
+                    const std::map<std::string, std::string>& variables = {}) {
     Process run(command(ranks, options, {"env=OMP_NUM_THREADS"}), variables);
     EXPECT_EQ(run.finish(), 0);
     return lines_of_rank(run.out(), "[0] ").at(0);
@@ -101,8 +108,10 @@ TEST(LauncherEnvironment, ThreadsAreSharedOut) {
   EXPECT_EQ(threads(usable + 1, {}), "OMP_NUM_THREADS=1");
   EXPECT_EQ(threads(2, {"--threads", "7"}), "OMP_NUM_THREADS=7");
   EXPECT_EQ(threads(2, {"--threads", "off"}), "OMP_NUM_THREADS unset");
-  EXPECT_EQ(threads(2, {}, {{"OMP_NUM_THREADS", "3"}}), "OMP_NUM_THREADS=3") << "what the user set stays";
-  EXPECT_EQ(threads(2, {"--threads", "7"}, {{"OMP_NUM_THREADS", "3"}}), "OMP_NUM_THREADS=7") << "but an option wins";
+  EXPECT_EQ(threads(2, {}, {{"OMP_NUM_THREADS", "3"}}), "OMP_NUM_THREADS=3")
+      << "what the user set stays";
+  EXPECT_EQ(threads(2, {"--threads", "7"}, {{"OMP_NUM_THREADS", "3"}}), "OMP_NUM_THREADS=7")
+      << "but an option wins";
 }
 
 TEST(LauncherEnvironment, BindingGivesEachRankItsShare) {
@@ -125,7 +134,9 @@ TEST(LauncherEnvironment, OversubscriptionIsSaid) {
   const int usable = cpu_budget().usable();
   Process more(command(usable + 1, {}, {}));
   ASSERT_EQ(more.finish(), 0);
-  EXPECT_NE(more.err().find(std::to_string(usable + 1) + " ranks on " + std::to_string(usable)), std::string::npos) << more.err();
+  EXPECT_NE(more.err().find(std::to_string(usable + 1) + " ranks on " + std::to_string(usable)),
+            std::string::npos)
+      << more.err();
   Process fitting(command(usable, {}, {}));
   ASSERT_EQ(fitting.finish(), 0);
   EXPECT_EQ(fitting.err(), "");
@@ -176,7 +187,8 @@ TEST(LauncherOutput, LongLines) {
 }
 
 TEST(LauncherOutput, ByRankIsInRankOrder) {
-  Process run(command(3, {"--output", "by-rank"}, {"lines=20000", "@0:print=last of 0", "error=to err"}));
+  Process run(
+      command(3, {"--output", "by-rank"}, {"lines=20000", "@0:print=last of 0", "error=to err"}));
   ASSERT_EQ(run.finish(), 0);
   std::string expected, errors;
   for (int r = 0; r < 3; ++r) {
@@ -186,14 +198,17 @@ TEST(LauncherOutput, ByRankIsInRankOrder) {
   }
   EXPECT_TRUE(run.out() == expected);
   Words error_lines = lines_of(run.err());
-  error_lines.erase(std::remove_if(error_lines.begin(), error_lines.end(), [](const auto& l) { return l[0] != '['; }), error_lines.end());
+  error_lines.erase(std::remove_if(error_lines.begin(), error_lines.end(),
+                                   [](const auto& l) { return l[0] != '['; }),
+                    error_lines.end());
   EXPECT_EQ(error_lines, (Words{"[0] to err", "[1] to err", "[2] to err"}));
 }
 
 TEST(LauncherOutput, LogFilesHoldTheBytesOfEachRank) {
   const Folder folder;
   const auto logs = folder.path() / "made" / "by the launcher";
-  Process run(command(2, {"--log-dir", logs.string()}, {"print=out", "@1:error=err of 1", "part=open end"}));
+  Process run(command(2, {"--log-dir", logs.string()},
+                      {"print=out", "@1:error=err of 1", "part=open end"}));
   ASSERT_EQ(run.finish(), 0) << run.err();
   EXPECT_EQ(read_file(logs / "rank-0.out"), "out\nopen end");
   EXPECT_EQ(read_file(logs / "rank-1.out"), "out\nopen end");
@@ -209,16 +224,19 @@ TEST(LauncherOutput, ALogFolderThatCannotBeIsRefused) {
 }
 
 TEST(LauncherArguments, WhatStandsBehindTheDashesIsTheProgramsOwn) {
-  Process run({TESSERA_PROGRAM, "run", "-n", "1", "--", "printf", "%s|", "run", "-n", "--help", "--", "x"});
+  Process run(
+      {TESSERA_PROGRAM, "run", "-n", "1", "--", "printf", "%s|", "run", "-n", "--help", "--", "x"});
   ASSERT_EQ(run.finish(), 0) << run.err();
   EXPECT_EQ(run.out(), "[0] run|-n|--help|--|x|\n");
 }
 
 TEST(LauncherArguments, MistakesAreRefusedWithStatus2) {
   for (const Words& words :
-       {Words{}, Words{"run"}, Words{"run", "-n", "2"}, Words{"run", "-n", "0", "--", "true"}, Words{"run", "-n", "-1", "--", "true"},
-        Words{"run", "-n", "x", "--", "true"}, Words{"run", "-n", "2", "--timeout", "-1", "--", "true"},
-        Words{"run", "-n", "2", "--bind", "sockets", "--", "true"}, Words{"run", "-n", "2", "--nonsense", "--", "true"}, Words{"fly"}}) {
+       {Words{}, Words{"run"}, Words{"run", "-n", "2"}, Words{"run", "-n", "0", "--", "true"},
+        Words{"run", "-n", "-1", "--", "true"}, Words{"run", "-n", "x", "--", "true"},
+        Words{"run", "-n", "2", "--timeout", "-1", "--", "true"},
+        Words{"run", "-n", "2", "--bind", "sockets", "--", "true"},
+        Words{"run", "-n", "2", "--nonsense", "--", "true"}, Words{"fly"}}) {
     Words all{TESSERA_PROGRAM};
     all.insert(all.end(), words.begin(), words.end());
     Process run(all);

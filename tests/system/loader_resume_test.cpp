@@ -1,5 +1,6 @@
-// A training run whose ranks are killed again and again, each time going on with another number of ranks: the samples of every step are those of a
-// run that never stopped, and so are the weights at the end.
+// A training run whose ranks are killed again and again, each time going on with another number of
+// ranks: the samples of every step are those of a run that never stopped, and so are the weights at
+// the end.
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -66,14 +67,17 @@ void remove_reads(const std::filesystem::path& folder) {
 pid_t pid_of(const Process& run, int rank) {
   const std::string mark = "rank " + std::to_string(rank) + " pid ";
   const auto at = run.out().find(mark);
-  return at == std::string::npos ? -1 : static_cast<pid_t>(std::stol(run.out().substr(at + mark.size())));
+  return at == std::string::npos
+             ? -1
+             : static_cast<pid_t>(std::stol(run.out().substr(at + mark.size())));
 }
 
 void killed_and_resumed(const std::string& kind, int workers, const std::vector<int>& ranks) {
   const Folder folder, alone;
   std::uint64_t steps = 0;  // of the last run
   auto trainer = [&](const Folder& where, int n, std::uint64_t until) {
-    return command(n, {}, {where.path().string(), kind, std::to_string(workers), std::to_string(until)});
+    return command(n, {},
+                   {where.path().string(), kind, std::to_string(workers), std::to_string(until)});
   };
 
   const auto input = trainer_input(kind);
@@ -82,7 +86,8 @@ void killed_and_resumed(const std::string& kind, int workers, const std::vector<
   auto reference_of = [&](std::uint64_t step) -> const std::vector<std::int64_t>& {
     while (reference.size() <= step) {
       const auto t = whole.next().tensors[0];
-      reference.emplace_back(t.const_data_ptr<std::int64_t>(), t.const_data_ptr<std::int64_t>() + t.numel());
+      reference.emplace_back(t.const_data_ptr<std::int64_t>(),
+                             t.const_data_ptr<std::int64_t>() + t.numel());
     }
     return reference[step];
   };
@@ -96,7 +101,8 @@ void killed_and_resumed(const std::string& kind, int workers, const std::vector<
     if (last) {
       ASSERT_EQ(run.finish(std::chrono::seconds(100)), 0) << run.err();
     } else {
-      ASSERT_TRUE(run.await({"step " + std::to_string(next + 5) + ";"}, std::chrono::seconds(100))) << run.err();
+      ASSERT_TRUE(run.await({"step " + std::to_string(next + 5) + ";"}, std::chrono::seconds(100)))
+          << run.err();
       const pid_t victim = pid_of(run, phase % 2 == 0 ? ranks[phase] - 1 : 0);
       ASSERT_GT(victim, 0);
       ASSERT_EQ(::kill(victim, SIGKILL), 0);
@@ -107,7 +113,9 @@ void killed_and_resumed(const std::string& kind, int workers, const std::vector<
     for (const Read& read : reads_of(folder.path())) {
       const auto& all = reference_of(read.step);
       ASSERT_LE(read.end, static_cast<std::int64_t>(all.size()));
-      EXPECT_EQ(read.samples, (std::vector<std::int64_t>{all.begin() + read.begin, all.begin() + read.end})) << "step " << read.step;
+      EXPECT_EQ(read.samples,
+                (std::vector<std::int64_t>{all.begin() + read.begin, all.begin() + read.end}))
+          << "step " << read.step;
       auto& rows = covered[read.step];
       rows.resize(all.size());
       for (auto i = read.begin; i < read.end; ++i) rows[static_cast<std::size_t>(i)] = true;
@@ -115,7 +123,8 @@ void killed_and_resumed(const std::string& kind, int workers, const std::vector<
     ASSERT_FALSE(covered.empty());
     EXPECT_EQ(covered.begin()->first, next) << "it went on at another step than the saved one";
     const std::uint64_t end = covered.rbegin()->first + 1;
-    for (std::uint64_t s = next; s + 1 < end || (last && s < end); ++s)  // what the last step of a killed run wrote may be a part
+    // what the last step of a killed run wrote may be a part
+    for (std::uint64_t s = next; s + 1 < end || (last && s < end); ++s)
       EXPECT_EQ(covered[s], std::vector<bool>(reference_of(s).size(), true)) << "step " << s;
     remove_reads(folder.path());
     if (last) {
@@ -140,7 +149,9 @@ void killed_and_resumed(const std::string& kind, int workers, const std::vector<
   for (std::size_t i = 0; i < wanted.size(); ++i) EXPECT_NEAR(weights[i], wanted[i], 1e-10);
 }
 
-TEST(LoaderResume, AScheduleOfBatchSizesWithWorkers) { killed_and_resumed("schedule", 2, {2, 3, 1, 4}); }
+TEST(LoaderResume, AScheduleOfBatchSizesWithWorkers) {
+  killed_and_resumed("schedule", 2, {2, 3, 1, 4});
+}
 TEST(LoaderResume, ATokenBudgetWithWorkers) { killed_and_resumed("tokens", 1, {3, 2}); }
 TEST(LoaderResume, AMixtureWithoutWorkers) { killed_and_resumed("mixture", 0, {1, 4, 2}); }
 

@@ -1,9 +1,11 @@
-// A rank that trains on what the loader gives, saves after every step, and writes down what it has read.
+// A rank that trains on what the loader gives, saves after every step, and writes down what it has
+// read.
 //
 //   loader_trainer FOLDER KIND WORKERS STEPS
 //
-// Goes on from FOLDER/checkpoint if that exists, up to step STEPS. Each rank adds to FOLDER/read.PID, a line a step: step, then for each slice
-// "begin end sample ...". Standard output: "rank R pid P", then "step S" by rank 0 after each step.
+// Goes on from FOLDER/checkpoint if that exists, up to step STEPS. Each rank adds to
+// FOLDER/read.PID, a line a step: step, then for each slice "begin end sample ...". Standard
+// output: "rank R pid P", then "step S" by rank 0 after each step.
 
 #include <torch/torch.h>
 #include <unistd.h>
@@ -29,7 +31,8 @@ struct Model : torch::nn::Module {
   torch::nn::Linear linear = register_module("linear", torch::nn::Linear(3, 1));
 };
 
-void train(const std::filesystem::path& folder, const std::string& kind, int workers, std::uint64_t steps) {
+void train(const std::filesystem::path& folder, const std::string& kind, int workers,
+           std::uint64_t steps) {
   at::set_num_threads(1);
   auto manager = DistributedManager::initialize();
   const Group world = manager.world();
@@ -38,7 +41,8 @@ void train(const std::filesystem::path& folder, const std::string& kind, int wor
   const int pair = manager.world_size() % 2 == 0 ? 2 : 1;
   const Mesh mesh({{"data", manager.world_size() / pair}, {"model", pair}});
   const auto input = test::trainer_input(kind);
-  Loader loader(input.datasets, input.order, batch_mapping(mesh, {"data"}), manager.rank(), {.workers = workers, .prefetch = 3});
+  Loader loader(input.datasets, input.order, batch_mapping(mesh, {"data"}), manager.rank(),
+                {.workers = workers, .prefetch = 3});
 
   auto model = std::make_shared<Model>();
   {
@@ -73,7 +77,8 @@ void train(const std::filesystem::path& folder, const std::string& kind, int wor
     line << batch.step;
     for (const BatchSlice& slice : batch.slices) {
       line << " | " << slice.samples.begin << ' ' << slice.samples.end;
-      for (std::int64_t i = 0; i < slice.samples.size(); ++i) line << ' ' << batch.tensors[0][slice.slot + i].item<std::int64_t>();
+      for (std::int64_t i = 0; i < slice.samples.size(); ++i)
+        line << ' ' << batch.tensors[0][slice.slot + i].item<std::int64_t>();
     }
     log << line.str() << '\n' << std::flush;
     if (manager.rank() != 0) continue;

@@ -33,20 +33,22 @@ Place place_of(int rank) { return rank < 2 ? Place{0, rank, 2} : Place{1, 0, 1};
 
 void set_environment(int rank, int port) {
   const Place place = place_of(rank);
-  for (const auto& [name, value] : std::vector<std::pair<const char*, std::string>>{{"SLURM_JOB_ID", "77"},
-                                                                                    {"SLURM_STEP_ID", "0"},
-                                                                                    {"SLURM_NTASKS", "3"},
-                                                                                    {"SLURM_PROCID", std::to_string(rank)},
-                                                                                    {"SLURM_LOCALID", std::to_string(place.local_rank)},
-                                                                                    {"SLURM_NODEID", std::to_string(place.host)},
-                                                                                    {"SLURM_STEP_NODELIST", "alpha,beta"},
-                                                                                    {"SLURM_STEP_TASKS_PER_NODE", "2,1"},
-                                                                                    {"MASTER_ADDR", TwoHosts::address(0)},
-                                                                                    {"MASTER_PORT", std::to_string(port)}})
+  for (const auto& [name, value] : std::vector<std::pair<const char*, std::string>>{
+           {"SLURM_JOB_ID", "77"},
+           {"SLURM_STEP_ID", "0"},
+           {"SLURM_NTASKS", "3"},
+           {"SLURM_PROCID", std::to_string(rank)},
+           {"SLURM_LOCALID", std::to_string(place.local_rank)},
+           {"SLURM_NODEID", std::to_string(place.host)},
+           {"SLURM_STEP_NODELIST", "alpha,beta"},
+           {"SLURM_STEP_TASKS_PER_NODE", "2,1"},
+           {"MASTER_ADDR", TwoHosts::address(0)},
+           {"MASTER_PORT", std::to_string(port)}})
     ::setenv(name, value.c_str(), 1);
 }
 
-std::string hex_address(int host) { return concat("0", host + 1, "4DD50A"); }  // 10.213.77.x as /proc/net/tcp writes it
+// 10.213.77.x as /proc/net/tcp writes it
+std::string hex_address(int host) { return concat("0", host + 1, "4DD50A"); }
 
 /// Every listener of this namespace is bound to the host's own address on the cable.
 void require_listeners(int host, int port) {
@@ -59,11 +61,13 @@ void require_listeners(int host, int port) {
       std::istringstream(line) >> slot >> local >> remote >> state;
       if (state != "0A") continue;
       ++listeners;
-      require(local.substr(0, local.find(':')) == hex_address(host), concat("a listener on ", local, " in ", file));
+      require(local.substr(0, local.find(':')) == hex_address(host),
+              concat("a listener on ", local, " in ", file));
       store = store || std::stoi(local.substr(local.find(':') + 1), nullptr, 16) == port;
     }
   }
-  require(listeners > 0 && store == (host == 0), concat(listeners, " listeners on host ", host, ", the store's among them: ", store));
+  require(listeners > 0 && store == (host == 0),
+          concat(listeners, " listeners on host ", host, ", the store's among them: ", store));
 }
 
 DistributedManager start(const TwoHosts& hosts, const Launch& from_test) {
@@ -85,7 +89,8 @@ std::int64_t reduced_rank(const DistributedManager& manager, const Group& group)
 void expect_ok(const std::vector<testing::RankEnd>& ends) {
   for (std::size_t rank = 0; rank < ends.size(); ++rank) {
     EXPECT_TRUE(ends[rank].ended) << "rank " << rank << " hung";
-    EXPECT_EQ(ends[rank].report, "ok") << "rank " << rank << ", exit code " << ends[rank].exit_code << ", signal " << ends[rank].signal;
+    EXPECT_EQ(ends[rank].report, "ok") << "rank " << rank << ", exit code " << ends[rank].exit_code
+                                       << ", signal " << ends[rank].signal;
   }
 }
 
@@ -99,15 +104,23 @@ TEST(TwoHosts, RanksMeetOnTheCableAloneAndKnowTheirPlaces) {
         auto manager = start(hosts, from_test);
         const Place place = place_of(from_test.rank);
         const Launch& launch = manager.launch();
-        require(launch.launcher == "slurm" && launch.hosts == std::vector<std::string>{"alpha", "beta"}, "hosts");
-        require(launch.ranks_per_host == std::vector<int>{2, 1} && launch.node_rank == place.host, "ranks per host");
-        require(manager.local_rank() == place.local_rank && launch.local_size == place.local_size, "local rank");
+        require(
+            launch.launcher == "slurm" && launch.hosts == std::vector<std::string>{"alpha", "beta"},
+            "hosts");
+        require(launch.ranks_per_host == std::vector<int>{2, 1} && launch.node_rank == place.host,
+                "ranks per host");
+        require(manager.local_rank() == place.local_rank && launch.local_size == place.local_size,
+                "local rank");
         require(reduced_rank(manager, manager.world()) == 3, "the sum over the world");
-        require(reduced_rank(manager, manager.group(place.host == 0 ? std::vector<int>{1, 0} : std::vector<int>{2})) == (place.host == 0 ? 1 : 2),
+        require(reduced_rank(manager, manager.group(place.host == 0 ? std::vector<int>{1, 0}
+                                                                    : std::vector<int>{2})) ==
+                    (place.host == 0 ? 1 : 2),
                 "inside a host");
-        if (from_test.rank != 1) require(reduced_rank(manager, manager.group({2, 0})) == 2, "between hosts");
+        if (from_test.rank != 1)
+          require(reduced_rank(manager, manager.group({2, 0})) == 2, "between hosts");
         const auto mesh = manager.mesh(Mesh({{"data", 3}}, {2, 0, 1}));
-        require(reduced_rank(manager, mesh.group("data")) == 3 && mesh.coordinate()[0] == (from_test.rank + 1) % 3,
+        require(reduced_rank(manager, mesh.group("data")) == 3 &&
+                    mesh.coordinate()[0] == (from_test.rank + 1) % 3,
                 "a mesh that is not in rank order");
         require_listeners(place.host, from_test.port);
         manager.world().barrier();
@@ -133,10 +146,12 @@ TEST(TwoHosts, ACutCableIsATimeOutOnBothSides) {
           for (;;) reduced_rank(manager, world);
         } catch (const TimeoutError& error) {
           const auto& missing = error.missing();
-          // The store is with rank 0: there it is known that rank 2 is silent; rank 2 knows only that rank 0 is. A neighbour may be a call behind
-          // when the cable is cut, and is missing then as well.
+          // The store is with rank 0: there it is known that rank 2 is silent; rank 2 knows only
+          // that rank 0 is. A neighbour may be a call behind when the cable is cut, and is missing
+          // then as well.
           const int silent = from_test.rank == 2 ? 0 : 2;
-          require(std::find(missing.begin(), missing.end(), silent) != missing.end(), concat("missing ", list(missing), ": ", error.what()));
+          require(std::find(missing.begin(), missing.end(), silent) != missing.end(),
+                  concat("missing ", list(missing), ": ", error.what()));
         }
         require(std::chrono::steady_clock::now() - begin < 15s, "it took too long");
         return std::string("ok");
@@ -156,13 +171,15 @@ TEST(TwoHosts, AnAddressThatNobodyAnswersEndsInTime) {
         launch.rank = 1;
         launch.world_size = 2;
         launch.hosts = {"alpha", "beta"};
-        launch.address = from_test.rank == 0 ? "10.213.77.99" : "10.99.99.99";  // nobody on the cable; no route
+        // nobody on the cable; no route
+        launch.address = from_test.rank == 0 ? "10.213.77.99" : "10.99.99.99";
         launch.port = from_test.port;
         const auto begin = std::chrono::steady_clock::now();
         try {
           Rendezvous::meet(launch, 1s);
         } catch (const RendezvousError& error) {
-          require(std::string(error.what()).find(launch.address) != std::string::npos, error.what());
+          require(std::string(error.what()).find(launch.address) != std::string::npos,
+                  error.what());
           require(std::chrono::steady_clock::now() - begin < 5s, "it took too long");
           return std::string("ok");
         }

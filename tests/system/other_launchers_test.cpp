@@ -10,7 +10,9 @@ namespace {
 
 using Words = std::vector<std::string>;
 
-std::string joined(const std::string& name, const std::string& value) { return name + std::string(20 - name.size(), ' ') + value; }
+std::string joined(const std::string& name, const std::string& value) {
+  return name + std::string(20 - name.size(), ' ') + value;
+}
 
 #ifdef TESSERA_MPIRUN
 Words mpirun(int ranks) {
@@ -29,7 +31,8 @@ TEST(OpenMpi, RanksKnowTheirPlaceAndOnePort) {
     Words lines;
     for (const auto& line : lines_of(run.out())) {
       const auto end = line.find(">:");
-      if (end != std::string::npos && line.substr(0, end).find("," + std::to_string(r) + "]") != std::string::npos)
+      if (end != std::string::npos &&
+          line.substr(0, end).find("," + std::to_string(r) + "]") != std::string::npos)
         lines.push_back(line.substr(end + 2));
     }
     ASSERT_GE(lines.size(), 10u) << run.out();
@@ -45,7 +48,8 @@ TEST(OpenMpi, RanksKnowTheirPlaceAndOnePort) {
 
 TEST(OpenMpi, OurLauncherInsideItStartsAWorldOfItsOwn) {
   Words words = mpirun(1);
-  words.insert(words.end(), {TESSERA_PROGRAM, "run", "-n", "2", "--", TESSERA_HELPER, "env=OMPI_COMM_WORLD_RANK", "launch"});
+  words.insert(words.end(), {TESSERA_PROGRAM, "run", "-n", "2", "--", TESSERA_HELPER,
+                             "env=OMPI_COMM_WORLD_RANK", "launch"});
   Process run(words);
   ASSERT_EQ(run.finish(), 0) << run.err();
   EXPECT_TRUE(run.holds("[1] OMPI_COMM_WORLD_RANK unset"));
@@ -55,7 +59,8 @@ TEST(OpenMpi, OurLauncherInsideItStartsAWorldOfItsOwn) {
 
 #ifdef TESSERA_TORCHRUN
 TEST(Torchrun, RanksKnowTheirPlaceAndThatTheAgentServes) {
-  Process run({TESSERA_TORCHRUN, "--no-python", "--standalone", "--nproc-per-node=2", TESSERA_HELPER, "@0:launch"});
+  Process run({TESSERA_TORCHRUN, "--no-python", "--standalone", "--nproc-per-node=2",
+               TESSERA_HELPER, "@0:launch"});
   ASSERT_EQ(run.finish(std::chrono::seconds(120)), 0) << run.err();
   EXPECT_TRUE(run.holds(joined("launcher", "torchrun"))) << run.out();
   EXPECT_TRUE(run.holds(joined("world_size", "2  (WORLD_SIZE=2)"))) << run.out();

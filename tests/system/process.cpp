@@ -20,12 +20,13 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 int ms_until(Clock::time_point end) {
-  return static_cast<int>(std::max<long long>(0, std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now()).count()));
+  return static_cast<int>(std::max<long long>(
+      0, std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now()).count()));
 }
 
 bool of_a_launcher(const std::string& variable) {
-  for (const char* prefix :
-       {"TESSERA_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "JSM_", "RANK=", "WORLD_SIZE=", "LOCAL_RANK=", "MASTER_", "OMP_NUM_THREADS="}) {
+  for (const char* prefix : {"TESSERA_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "JSM_", "RANK=",
+                             "WORLD_SIZE=", "LOCAL_RANK=", "MASTER_", "OMP_NUM_THREADS="}) {
     if (variable.rfind(prefix, 0) == 0) return true;
   }
   return false;
@@ -33,7 +34,8 @@ bool of_a_launcher(const std::string& variable) {
 
 }  // namespace
 
-Process::Process(const std::vector<std::string>& command, const std::map<std::string, std::string>& variables, bool read_output) {
+Process::Process(const std::vector<std::string>& command,
+                 const std::map<std::string, std::string>& variables, bool read_output) {
   std::vector<std::string> environment;
   for (char** v = environ; *v; ++v) {
     if (!of_a_launcher(*v)) environment.emplace_back(*v);
@@ -45,7 +47,8 @@ Process::Process(const std::vector<std::string>& command, const std::map<std::st
   arguments.push_back(nullptr);
   values.push_back(nullptr);
   int out[2], err[2], alive[2];
-  if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0 || pipe2(alive, O_CLOEXEC) != 0) throw std::runtime_error(std::strerror(errno));
+  if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0 || pipe2(alive, O_CLOEXEC) != 0)
+    throw std::runtime_error(std::strerror(errno));
   pid_ = fork();
   if (pid_ == 0) {
     dup2(out[1], 1);
@@ -99,7 +102,8 @@ bool Process::read_some(int wait_ms) {
 bool Process::await(const std::vector<std::string>& texts, std::chrono::seconds limit) {
   const auto end = Clock::now() + limit;
   for (;;) {
-    if (std::all_of(texts.begin(), texts.end(), [&](const std::string& t) { return holds(t); })) return true;
+    if (std::all_of(texts.begin(), texts.end(), [&](const std::string& t) { return holds(t); }))
+      return true;
     if (!read_some(ms_until(end))) return false;
   }
 }

@@ -1,5 +1,5 @@
-// `tessera bench topology` measures a running job. What the numbers are is the machine's business; what they describe is checked, and that
-// `tessera plan` takes the file.
+// `tessera bench topology` measures a running job. What the numbers are is the machine's business;
+// what they describe is checked, and that `tessera plan` takes the file.
 
 #include <gtest/gtest.h>
 
@@ -18,19 +18,24 @@ namespace {
 class TopologyProbe : public ::testing::Test {
  protected:
   void SetUp() override {
-    folder_ = ::testing::TempDir() + concat("tessera_probe_", ::testing::UnitTest::GetInstance()->current_test_info()->name(), "_", ::getpid());
+    folder_ =
+        ::testing::TempDir() +
+        concat("tessera_probe_", ::testing::UnitTest::GetInstance()->current_test_info()->name(),
+               "_", ::getpid());
     std::filesystem::create_directories(folder_);
   }
   void TearDown() override { std::filesystem::remove_all(folder_); }
   std::string path(const std::string& name) const { return folder_ + "/" + name; }
 
   std::vector<std::string> probe(const std::vector<std::string>& more) const {
-    std::vector<std::string> command{TESSERA_PROGRAM, "bench", "topology", "--seconds", "0.002", "--kilobytes", "64"};
+    std::vector<std::string> command{TESSERA_PROGRAM, "bench",       "topology", "--seconds",
+                                     "0.002",         "--kilobytes", "64"};
     command.insert(command.end(), more.begin(), more.end());
     return command;
   }
   std::vector<std::string> local(int ranks, const std::vector<std::string>& more) const {
-    std::vector<std::string> command{TESSERA_PROGRAM, "run", "-n", std::to_string(ranks), "--timeout", "100", "--"};
+    std::vector<std::string> command{TESSERA_PROGRAM, "run", "-n", std::to_string(ranks),
+                                     "--timeout",     "100", "--"};
     const auto words = probe(more);
     command.insert(command.end(), words.begin(), words.end());
     return command;
@@ -58,7 +63,8 @@ TEST_F(TopologyProbe, OneHostAndThePlanThatReadsIt) {
     EXPECT_EQ(topology.hosts[0].devices, 3);
     EXPECT_TRUE(topology.switches.empty());
     expect_numbers(topology);
-    Process plan({TESSERA_PROGRAM, "plan", "--topology", path(file), "--mesh", "data=3", "--traffic", "data=all_reduce:1MB"});
+    Process plan({TESSERA_PROGRAM, "plan", "--topology", path(file), "--mesh", "data=3",
+                  "--traffic", "data=all_reduce:1MB"});
     EXPECT_EQ(plan.finish(), 0) << plan.err();
     EXPECT_TRUE(plan.holds(topology.hosts[0].name + ": [0, 1, 2]")) << plan.out();
     EXPECT_TRUE(plan.holds("all_reduce")) << plan.out();
@@ -70,7 +76,8 @@ TEST_F(TopologyProbe, FourRanksOnOneHostToStandardOutput) {
   EXPECT_EQ(run.finish(std::chrono::seconds(120)), 0) << run.out() << run.err();
   std::string text;  // less what `tessera run` puts in front
   std::istringstream lines(run.out());
-  for (std::string line; std::getline(lines, line);) text += line.substr(line.find("] ") + 2) + "\n";
+  for (std::string line; std::getline(lines, line);)
+    text += line.substr(line.find("] ") + 2) + "\n";
   const Topology topology = parse_topology(text, FileFormat::json);
   EXPECT_EQ(topology.slots(), 4);
   expect_numbers(topology);
@@ -93,7 +100,8 @@ TEST_F(TopologyProbe, RefusesWhatCannotBeMeasured) {
   EXPECT_NE(other.finish(), 0);
 }
 
-/// Ranks 0 and 2 on alpha, 1 and 3 on beta (a cyclic distribution): Slurm's environment, and a namespace each.
+/// Ranks 0 and 2 on alpha, 1 and 3 on beta (a cyclic distribution): Slurm's environment, and a
+/// namespace each.
 TEST_F(TopologyProbe, TwoHostsWithRanksInTurn) {
   if (const auto why = obstacle(); !why.empty()) GTEST_SKIP() << why;
   TwoHosts hosts;
@@ -103,18 +111,20 @@ TEST_F(TopologyProbe, TwoHostsWithRanksInTurn) {
     std::vector<std::string> command{"ip", "netns", "exec", hosts.space(rank % 2)};
     const auto words = probe({"--out", path("t.json"), "--rankfile", path("ranks")});
     command.insert(command.end(), words.begin(), words.end());
-    ranks.push_back(std::make_unique<Process>(command, std::map<std::string, std::string>{{"SLURM_JOB_ID", "78"},
-                                                                                          {"SLURM_STEP_ID", "0"},
-                                                                                          {"SLURM_NTASKS", "4"},
-                                                                                          {"SLURM_PROCID", std::to_string(rank)},
-                                                                                          {"SLURM_LOCALID", std::to_string(rank / 2)},
-                                                                                          {"SLURM_NODEID", std::to_string(rank % 2)},
-                                                                                          {"SLURM_STEP_NODELIST", "alpha,beta"},
-                                                                                          {"SLURM_STEP_TASKS_PER_NODE", "2(x2)"},
-                                                                                          {"MASTER_ADDR", TwoHosts::address(0)},
-                                                                                          {"MASTER_PORT", "29533"}}));
+    ranks.push_back(std::make_unique<Process>(
+        command, std::map<std::string, std::string>{{"SLURM_JOB_ID", "78"},
+                                                    {"SLURM_STEP_ID", "0"},
+                                                    {"SLURM_NTASKS", "4"},
+                                                    {"SLURM_PROCID", std::to_string(rank)},
+                                                    {"SLURM_LOCALID", std::to_string(rank / 2)},
+                                                    {"SLURM_NODEID", std::to_string(rank % 2)},
+                                                    {"SLURM_STEP_NODELIST", "alpha,beta"},
+                                                    {"SLURM_STEP_TASKS_PER_NODE", "2(x2)"},
+                                                    {"MASTER_ADDR", TwoHosts::address(0)},
+                                                    {"MASTER_PORT", "29533"}}));
   }
-  for (auto& rank : ranks) EXPECT_EQ(rank->finish(std::chrono::seconds(120)), 0) << rank->out() << rank->err();
+  for (auto& rank : ranks)
+    EXPECT_EQ(rank->finish(std::chrono::seconds(120)), 0) << rank->out() << rank->err();
   const Topology topology = read_topology(path("t.json"));
   ASSERT_EQ(topology.hosts.size(), 2u);
   EXPECT_EQ(topology.hosts[0].name, "alpha");
@@ -124,8 +134,8 @@ TEST_F(TopologyProbe, TwoHostsWithRanksInTurn) {
   EXPECT_GT(topology.network.latency, 0);
   EXPECT_NE(topology.network.bandwidth, Topology{}.network.bandwidth) << "measured, not assumed";
   // Where the ranks are now: data's groups stand on one host each.
-  Process plan({TESSERA_PROGRAM, "plan", "--topology", path("t.json"), "--mapping", path("ranks"), "--mesh", "data=2,model=2", "--traffic",
-                "data=all_reduce:1MB"});
+  Process plan({TESSERA_PROGRAM, "plan", "--topology", path("t.json"), "--mapping", path("ranks"),
+                "--mesh", "data=2,model=2", "--traffic", "data=all_reduce:1MB"});
   EXPECT_EQ(plan.finish(), 0) << plan.err();
   EXPECT_TRUE(plan.holds("data: 2 of 2 ranks, inside hosts")) << plan.out();
   EXPECT_TRUE(plan.holds("model: 2 of 2 ranks, between hosts")) << plan.out();

@@ -1,6 +1,6 @@
 #pragma once
-// Two hosts on one machine: each is a network namespace with an address of its own on a virtual cable (veth). What is real here: separate loopbacks,
-// separate ports, and a cable that can be cut.
+// Two hosts on one machine: each is a network namespace with an address of its own on a virtual
+// cable (veth). What is real here: separate loopbacks, separate ports, and a cable that can be cut.
 
 #include <fcntl.h>
 #include <sched.h>
@@ -14,23 +14,29 @@
 
 namespace tessera {
 
-inline bool run(const std::string& command) { return std::system((command + " >/dev/null 2>&1").c_str()) == 0; }
+inline bool run(const std::string& command) {
+  return std::system((command + " >/dev/null 2>&1").c_str()) == 0;
+}
 
 /// Two namespaces, gone with this object however the test ends.
 class TwoHosts {
  public:
   TwoHosts() : prefix_(concat("tessera", ::getpid())) {
-    for (int host = 0; host < 2; ++host) run(concat("ip netns del ", space(host)));  // of an earlier process of this number
+    // of an earlier process of this number
+    for (int host = 0; host < 2; ++host) run(concat("ip netns del ", space(host)));
     ok_ = run(concat("ip netns add ", space(0))) && run(concat("ip netns add ", space(1))) &&
-          run(concat("ip link add tsa", ::getpid(), " netns ", space(0), " type veth peer name tsb", ::getpid(), " netns ", space(1)));
+          run(concat("ip link add tsa", ::getpid(), " netns ", space(0), " type veth peer name tsb",
+                     ::getpid(), " netns ", space(1)));
     for (int host = 0; host < 2; ++host) {
-      ok_ = ok_ && run(concat("ip -n ", space(host), " link set lo up")) &&
-            run(concat("ip -n ", space(host), " addr add ", address(host), "/24 dev ", link(host))) &&
-            run(concat("ip -n ", space(host), " link set ", link(host), " up"));
+      ok_ =
+          ok_ && run(concat("ip -n ", space(host), " link set lo up")) &&
+          run(concat("ip -n ", space(host), " addr add ", address(host), "/24 dev ", link(host))) &&
+          run(concat("ip -n ", space(host), " link set ", link(host), " up"));
     }
   }
   ~TwoHosts() {
-    for (int host = 0; host < 2; ++host) run(concat("ip netns del ", space(host)));  // takes its end of the cable along
+    // takes its end of the cable along
+    for (int host = 0; host < 2; ++host) run(concat("ip netns del ", space(host)));
   }
   TwoHosts(const TwoHosts&) = delete;
   TwoHosts& operator=(const TwoHosts&) = delete;
@@ -41,7 +47,8 @@ class TwoHosts {
   static std::string address(int host) { return concat("10.213.77.", host + 1); }
   void enter(int host) const {
     const int fd = ::open(concat("/var/run/netns/", space(host)).c_str(), O_RDONLY | O_CLOEXEC);
-    if (fd < 0 || ::setns(fd, CLONE_NEWNET) != 0) throw std::runtime_error(concat("cannot enter ", space(host)));
+    if (fd < 0 || ::setns(fd, CLONE_NEWNET) != 0)
+      throw std::runtime_error(concat("cannot enter ", space(host)));
     ::close(fd);
   }
   void cut() const { run(concat("ip -n ", space(0), " link set ", link(0), " down")); }
@@ -54,10 +61,13 @@ class TwoHosts {
 
 /// "": go on; else why this machine cannot run the test.
 inline std::string obstacle() {
-  if (::geteuid() != 0) return "network namespaces need root; run this test as root (in a container of its own, for instance)";
+  if (::geteuid() != 0)
+    return "network namespaces need root; run this test as root (in a container of its own, for "
+           "instance)";
   if (!run("ip -V")) return "the program ip was not found; install iproute2";
   TwoHosts hosts;
-  if (!hosts.ok()) return "this kernel or container does not let root make network namespaces joined by veth";
+  if (!hosts.ok())
+    return "this kernel or container does not let root make network namespaces joined by veth";
   return "";
 }
 

@@ -1,4 +1,5 @@
-// Making sharded tensors, and leaving them: gradients' placements, requests, other meshes, files, pictures, and what must refuse.
+// Making sharded tensors, and leaving them: gradients' placements, requests, other meshes, files,
+// pictures, and what must refuse.
 
 #include <torch/serialize.h>
 #include <unistd.h>
@@ -18,7 +19,8 @@ namespace tessera::test {
 namespace {
 
 std::string temporary(const std::string& name) {
-  return (std::filesystem::temp_directory_path() / concat("tessera_", ::getpid(), "_", name)).string();
+  return (std::filesystem::temp_directory_path() / concat("tessera_", ::getpid(), "_", name))
+      .string();
 }
 
 struct Removed {
@@ -51,13 +53,18 @@ TEST(Gradient, PlacementsAreInferredOrChosen) {
     {
       // Each rank's loss is a term: the gradient is their sum.
       const at::Tensor x = leaf(value, rows);
-      (full_tensor(x, std::vector<Placement>{Partial()}) * weight * (manager.rank() + 1)).sum().backward();
+      (full_tensor(x, std::vector<Placement>{Partial()}) * weight * (manager.rank() + 1))
+          .sum()
+          .backward();
       EXPECT_LT(difference(x.grad(), weight * 3), 1e-14);
       EXPECT_THROW(full_tensor(x, std::vector<Placement>{Shard(0)}), InvalidArgument);
     }
     {
       const at::Tensor x = leaf(value, rows);
-      redistribute(x, {Replicate()}, {}, std::vector<Placement>{Replicate()}).mul(distribute_tensor(weight, mesh, {Replicate()})).sum().backward();
+      redistribute(x, {Replicate()}, {}, std::vector<Placement>{Replicate()})
+          .mul(distribute_tensor(weight, mesh, {Replicate()}))
+          .sum()
+          .backward();
       EXPECT_TRUE(spec(x.grad()).is_replicated()) << "as chosen";
       EXPECT_EQ(difference(x.grad(), weight), 0);
     }
@@ -65,11 +72,13 @@ TEST(Gradient, PlacementsAreInferredOrChosen) {
       const at::Tensor x = leaf(value, ShardSpec::replicated(mesh, {5, 4}));
       const at::Tensor mine = to_local(x, std::vector<Placement>{Partial()});
       (mine * weight * (manager.rank() + 1)).sum().backward();
-      EXPECT_LT(difference(x.grad(), weight * 3), 1e-14) << "to_local of a replicated value used differently by each rank";
+      EXPECT_LT(difference(x.grad(), weight * 3), 1e-14)
+          << "to_local of a replicated value used differently by each rank";
     }
     {
       const at::Tensor x = leaf(value, rows);
-      const at::Tensor g = torch::autograd::grad({full_tensor(x).pow(3).sum()}, {x}, {}, true, true)[0];
+      const at::Tensor g =
+          torch::autograd::grad({full_tensor(x).pow(3).sum()}, {x}, {}, true, true)[0];
       g.sum().backward();
       EXPECT_LT(difference(x.grad(), value * 6), 1e-13) << "twice";
     }
@@ -94,7 +103,8 @@ TEST(Redistribute, Asynchronous) {
         const std::vector<std::int64_t> shape = {draw.between(0, 5), draw.between(1, 4)};
         test::seed(i);
         const at::Tensor value = randn(shape, at::kDouble), weight = randn(shape, at::kDouble);
-        const ShardSpec from = draw.spec(mesh, shape), to = draw.spec(mesh, shape), third = draw.spec(mesh, shape);
+        const ShardSpec from = draw.spec(mesh, shape), to = draw.spec(mesh, shape),
+                        third = draw.spec(mesh, shape);
         const at::Tensor x = leaf(value, from);
         RedistributeRequest a = redistribute_async(x, to), b = redistribute_async(x, third);
         const at::Tensor y = a.wait(), z = b.wait();
@@ -113,7 +123,8 @@ TEST(Redistribute, Asynchronous) {
 TEST(Redistribute, SaysWhatItWillDo) {
   on_threads(4, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"a", 2}, {"b", 2}});
-    const auto calls = explain_redistribution(ShardSpec(mesh, {4, 8}, {Partial(), Shard(1)}), ShardSpec(mesh, {4, 8}, {Shard(0), Replicate()}));
+    const auto calls = explain_redistribution(ShardSpec(mesh, {4, 8}, {Partial(), Shard(1)}),
+                                              ShardSpec(mesh, {4, 8}, {Shard(0), Replicate()}));
     ASSERT_EQ(calls.size(), 2u);
     EXPECT_EQ(calls[0].operation, "reduce_scatter");
     EXPECT_EQ(calls[0].axes, std::vector<std::string>{"a"});
@@ -152,24 +163,30 @@ TEST(OtherMesh, OtherRanks) {
   on_threads(4, [](DistributedManager& manager) {
     Draw draw(9);
     const auto from = manager.mesh(Mesh({{"x", 2}}, {2, 0}));
-    for (const auto& members : {std::vector<int>{1, 3}, std::vector<int>{0, 1, 3}, std::vector<int>{3}}) {
+    for (const auto& members :
+         {std::vector<int>{1, 3}, std::vector<int>{0, 1, 3}, std::vector<int>{3}}) {
       const auto to = manager.mesh(Mesh({{"y", static_cast<int>(members.size())}}, members));
       if (!from.contains_me() && !to.contains_me()) continue;
       for (int i = 0; i < 20; ++i) {
         const std::vector<std::int64_t> shape = {draw.between(0, 6), draw.between(1, 5)};
         test::seed(i);
         const at::Tensor value = randn(shape, at::kDouble);
-        const Sizes a = draw.sizes(shape[0], 2), b = draw.sizes(shape[1], static_cast<int>(members.size()));
-        const at::Tensor x = from.contains_me() ? distribute_tensor(value, from, {Shard(0)}, {{0, a}}) : at::Tensor();
+        const Sizes a = draw.sizes(shape[0], 2),
+                    b = draw.sizes(shape[1], static_cast<int>(members.size()));
+        const at::Tensor x = from.contains_me()
+                                 ? distribute_tensor(value, from, {Shard(0)}, {{0, a}})
+                                 : at::Tensor();
         const at::Tensor y = redistribute(x, from, to, {Shard(1)}, {{1, b}});
         ASSERT_EQ(y.defined(), to.contains_me());
         if (y.defined()) {
           ASSERT_EQ(difference(y, value), 0);
         }
       }
-      const at::Tensor x = from.contains_me() ? leaf(at::ones({4}), ShardSpec(from, {4}, {Shard(0)})) : at::Tensor();
+      const at::Tensor x =
+          from.contains_me() ? leaf(at::ones({4}), ShardSpec(from, {4}, {Shard(0)})) : at::Tensor();
       EXPECT_THROW(redistribute(x, from, to, {Replicate()}), ShardingError) << "on every rank";
-      EXPECT_THROW(redistribute(at::ones({4}), from, to, {Replicate()}), InvalidArgument) << "on every rank";
+      EXPECT_THROW(redistribute(at::ones({4}), from, to, {Replicate()}), InvalidArgument)
+          << "on every rank";
     }
   });
 }
@@ -179,15 +196,19 @@ TEST(Factories, RandomNumbersDoNotDependOnThePlacement) {
     const auto mesh = manager.mesh({{"x", 3}});
     for (const bool normal : {false, true}) {
       manual_seed(manager, 5);
-      const at::Tensor a = normal ? randn(ShardSpec(mesh, {7, 2}, {Shard(0)}, {{0, {5, 0, 2}}}))
-                                  : tessera::rand(ShardSpec(mesh, {7, 2}, {Shard(0)}, {{0, {5, 0, 2}}}));
+      const at::Tensor a =
+          normal ? randn(ShardSpec(mesh, {7, 2}, {Shard(0)}, {{0, {5, 0, 2}}}))
+                 : tessera::rand(ShardSpec(mesh, {7, 2}, {Shard(0)}, {{0, {5, 0, 2}}}));
       manual_seed(manager, 5);
-      const at::Tensor b = normal ? randn(ShardSpec::replicated(mesh, {7, 2})) : tessera::rand(ShardSpec::replicated(mesh, {7, 2}));
+      const at::Tensor b = normal ? randn(ShardSpec::replicated(mesh, {7, 2}))
+                                  : tessera::rand(ShardSpec::replicated(mesh, {7, 2}));
       EXPECT_EQ(difference(a, full_tensor(b)), 0);
       EXPECT_GT(full_tensor(a).std().item<double>(), 0.1);
     }
     const ShardSpec seven(mesh, {7}, {Shard(0)}, {{0, {5, 0, 2}}});
-    EXPECT_LT(difference(arange(seven, 2.0, 0.5, at::kDouble), at::arange(2.0, 5.5, 0.5, at::kDouble)), 1e-15);
+    EXPECT_LT(
+        difference(arange(seven, 2.0, 0.5, at::kDouble), at::arange(2.0, 5.5, 0.5, at::kDouble)),
+        1e-15);
     EXPECT_EQ(difference(arange(seven, 3, -2), at::arange(3, -11, -2)), 0);
     EXPECT_TRUE(tessera::rand(seven, at::TensorOptions(at::kFloat).requires_grad(true)).is_leaf());
   });
@@ -196,19 +217,24 @@ TEST(Factories, RandomNumbersDoNotDependOnThePlacement) {
 TEST(Files, WhatOneMeshSavesLoadsOnAnother) {
   const Removed file{temporary("state.safetensors")};
   const auto make = [] {
-    torch::nn::Sequential net(torch::nn::Linear(6, 5), torch::nn::BatchNorm1d(5), torch::nn::Linear(5, 3));
+    torch::nn::Sequential net(torch::nn::Linear(6, 5), torch::nn::BatchNorm1d(5),
+                              torch::nn::Linear(5, 3));
     fill(*net, 11);
     return net;
   };
   on_threads(4, [&](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"a", 2}, {"b", 2}});
     auto net = make();
-    distribute_module(*net, mesh, [](const std::string& name, const at::Tensor&) -> std::optional<ParameterPlacement> {
-      if (name == "0.weight") return ParameterPlacement{{Shard(0), Shard(1)}, {{0, {4, 1}}, {1, {0, 6}}}};
-      return std::nullopt;
-    });
+    distribute_module(
+        *net, mesh,
+        [](const std::string& name, const at::Tensor&) -> std::optional<ParameterPlacement> {
+          if (name == "0.weight")
+            return ParameterPlacement{{Shard(0), Shard(1)}, {{0, {4, 1}}, {1, {0, 6}}}};
+          return std::nullopt;
+        });
     seed(0);
-    net->forward(distribute_tensor(randn({8, 6}), mesh, {Shard(0), Replicate()}));  // moves the running statistics
+    // moves the running statistics
+    net->forward(distribute_tensor(randn({8, 6}), mesh, {Shard(0), Replicate()}));
     save(*net, mesh, file.path);
   });
   auto plain = make();
@@ -221,13 +247,17 @@ TEST(Files, WhatOneMeshSavesLoadsOnAnother) {
       const auto mesh = manager.mesh({{"x", ranks}});
       auto net = make();
       fill(*net, 99);
-      distribute_module(*net, mesh, [](const std::string& name, const at::Tensor& t) -> std::optional<ParameterPlacement> {
-        if (t.dim() == 2 && name.ends_with("weight")) return ParameterPlacement{{Shard(1)}};
-        return std::nullopt;
-      });
+      distribute_module(
+          *net, mesh,
+          [](const std::string& name, const at::Tensor& t) -> std::optional<ParameterPlacement> {
+            if (t.dim() == 2 && name.ends_with("weight")) return ParameterPlacement{{Shard(1)}};
+            return std::nullopt;
+          });
       load(*net, mesh, file.path);
-      for (const auto& p : plain->named_parameters()) EXPECT_EQ(difference(net->named_parameters()[p.key()], p.value()), 0) << p.key();
-      for (const auto& b : plain->named_buffers()) EXPECT_LT(difference(net->named_buffers()[b.key()], b.value()), 1e-6) << b.key();
+      for (const auto& p : plain->named_parameters())
+        EXPECT_EQ(difference(net->named_parameters()[p.key()], p.value()), 0) << p.key();
+      for (const auto& b : plain->named_buffers())
+        EXPECT_LT(difference(net->named_buffers()[b.key()], b.value()), 1e-6) << b.key();
       auto undistributed = make();
       fill(*undistributed, 98);
       load(*undistributed, mesh, file.path);
@@ -236,7 +266,8 @@ TEST(Files, WhatOneMeshSavesLoadsOnAnother) {
       fill(*other, 1);
       const at::Tensor before = other->parameters()[0].detach().clone();
       const std::string why = message([&] { load(*other, mesh, file.path); });
-      EXPECT_NE(why.find("'0.weight' has shape [4, 6], in the file [5, 6]"), std::string::npos) << why;
+      EXPECT_NE(why.find("'0.weight' has shape [4, 6], in the file [5, 6]"), std::string::npos)
+          << why;
       EXPECT_NE(why.find("'2.bias' is in the file alone"), std::string::npos) << why;
       EXPECT_EQ(difference(other->parameters()[0], before), 0);
     });
@@ -250,19 +281,25 @@ TEST(Files, EveryDtypeAndPlacement) {
     Draw draw(3);
     NamedTensors all;
     std::vector<at::Tensor> values;
-    for (const auto dtype : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kShort, at::kChar, at::kByte, at::kBool}) {
-      for (const auto& shape : {std::vector<std::int64_t>{}, std::vector<std::int64_t>{0, 3}, std::vector<std::int64_t>{4, 5}}) {
+    for (const auto dtype : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kInt,
+                             at::kShort, at::kChar, at::kByte, at::kBool}) {
+      for (const auto& shape : {std::vector<std::int64_t>{}, std::vector<std::int64_t>{0, 3},
+                                std::vector<std::int64_t>{4, 5}}) {
         const at::Tensor value = randn(shape).mul(3).abs().to(dtype);
         values.push_back(value);
-        all.emplace_back(concat("name \"", all.size(), "\" \n"), distribute_tensor(value, draw.spec(mesh, shape, at::isFloatingType(dtype))));
+        all.emplace_back(
+            concat("name \"", all.size(), "\" \n"),
+            distribute_tensor(value, draw.spec(mesh, shape, at::isFloatingType(dtype))));
       }
     }
     values.push_back(at::arange(3));
     all.emplace_back("plain", values.back());
     save(all, mesh, file.path);
-    const NamedTensors loaded = load(mesh, file.path, [](const std::string& name) -> std::optional<ParameterPlacement> {
-      return name == "plain" ? std::optional(ParameterPlacement{{Shard(0)}, {{0, {0, 1, 2}}}}) : std::nullopt;
-    });
+    const NamedTensors loaded =
+        load(mesh, file.path, [](const std::string& name) -> std::optional<ParameterPlacement> {
+          return name == "plain" ? std::optional(ParameterPlacement{{Shard(0)}, {{0, {0, 1, 2}}}})
+                                 : std::nullopt;
+        });
     ASSERT_EQ(loaded.size(), all.size());
     for (std::size_t i = 0; i < all.size(); ++i) {
       EXPECT_EQ(loaded[i].first, all[i].first);
@@ -271,7 +308,10 @@ TEST(Files, EveryDtypeAndPlacement) {
         EXPECT_EQ(difference(loaded[i].second, values[i]), 0) << i;
       }
     }
-    EXPECT_THROW(save({{"z", distribute_tensor(at::zeros({2}, at::kComplexDouble), mesh, {Replicate()})}}, mesh, file.path), InvalidArgument);
+    EXPECT_THROW(
+        save({{"z", distribute_tensor(at::zeros({2}, at::kComplexDouble), mesh, {Replicate()})}},
+             mesh, file.path),
+        InvalidArgument);
     const at::Tensor one = distribute_tensor(randn({4, 5}), mesh, {Shard(1)});
     const at::Tensor before = full_tensor(one);
     save(one, file.path);
@@ -297,16 +337,21 @@ TEST(Files, MistakesAreToldToEveryRankAndLeaveNothingBehind) {
       return out + json;
     };
     for (const std::string& bytes :
-         {std::string(), std::string("short"), std::string(8, '\x7f'), headed("{"), headed("[]"), headed(R"({"a":1})"),
+         {std::string(), std::string("short"), std::string(8, '\x7f'), headed("{"), headed("[]"),
+          headed(R"({"a":1})"),
           headed(R"({"a":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}})") + "1234",
           headed(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})") + "1234",
           headed(R"({"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}})"),
           headed(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,8]}})") + "12345678",
-          headed(R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})") + "1"}) {
+          headed(R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8",)"
+                 R"("shape":[1],"data_offsets":[0,1]}})") +
+              "1"}) {
       const std::string why = with(bytes);
       EXPECT_NE(why.find("load: "), std::string::npos) << why << " for " << bytes;
     }
-    EXPECT_EQ(with(headed(R"({ "__metadata__":{"format":"pt"}, "\u00e9" : {"dtype":"U8", "shape":[1], "data_offsets":[0,1]} })") + "1"),
+    EXPECT_EQ(with(headed(R"({ "__metadata__":{"format":"pt"}, "\u00e9" :)"
+                          R"( {"dtype":"U8", "shape":[1], "data_offsets":[0,1]} })") +
+                   "1"),
               "nothing was thrown");
     EXPECT_FALSE(std::filesystem::exists(file.path + ".partial"));
   });
@@ -315,7 +360,8 @@ TEST(Files, MistakesAreToldToEveryRankAndLeaveNothingBehind) {
 TEST(Pictures, TextAndSvg) {
   on_threads(4, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"data", 2}, {"domain", 2}});
-    EXPECT_EQ(visualize_sharding(ShardSpec(mesh, {4, 7}, {Shard(0), Shard(1)}, {{0, {3, 1}}, {1, {5, 2}}})),
+    EXPECT_EQ(visualize_sharding(
+                  ShardSpec(mesh, {4, 7}, {Shard(0), Shard(1)}, {{0, {3, 1}}, {1, {5, 2}}})),
               "[4, 7] data=Shard(0)[3, 1] domain=Shard(1)[5, 2]\n"
               "dim 0 | dim 1 0..4 | dim 1 5..6\n"
               "0..2  | 0          | 1\n"
@@ -325,31 +371,41 @@ TEST(Pictures, TextAndSvg) {
               "dim 0 |\n"
               "0..3  | 0,2\n"
               "ranks along data hold terms: Partial(sum). Nothing on rank 1,3.\n");
-    const std::string svg = visualize_sharding_svg(ShardSpec(mesh, {4, 7}, {Shard(0), Shard(1)}, {{0, {3, 1}}, {1, {5, 2}}}));
+    const std::string svg = visualize_sharding_svg(
+        ShardSpec(mesh, {4, 7}, {Shard(0), Shard(1)}, {{0, {3, 1}}, {1, {5, 2}}}));
     EXPECT_EQ(svg.find("<svg "), 0u);
     std::size_t cells = 0;
-    for (std::size_t at = svg.find("hsl("); at != std::string::npos; at = svg.find("hsl(", at + 1)) ++cells;
+    for (std::size_t at = svg.find("hsl("); at != std::string::npos; at = svg.find("hsl(", at + 1))
+      ++cells;
     EXPECT_EQ(cells, 4u);
     EXPECT_NO_THROW(visualize_sharding_svg(ShardSpec(mesh, {}, {Replicate(), Replicate()})));
     EXPECT_NO_THROW(visualize_sharding(ShardSpec(mesh, {0, 2, 3}, {Shard(0), Shard(2)})));
   });
 }
 
-// What reads memory, resizes, or writes where a rank has no part: the right thing, or a refusal that says what to do.
+// What reads memory, resizes, or writes where a rank has no part: the right thing, or a refusal
+// that says what to do.
 TEST(Refuse, OrDoTheRightThing) {
   on_threads(2, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::allow});
     const auto mesh = manager.mesh({{"x", 2}});
     const at::Tensor value = randn({4, 3}, at::kDouble);
-    const auto rows = [&] { return distribute_tensor(value.clone(), mesh, {Shard(0)}, {{0, {3, 1}}}); };
-    EXPECT_NE(message([&] { rows().data_ptr<double>(); }).find("tessera::to_local"), std::string::npos);
+    const auto rows = [&] {
+      return distribute_tensor(value.clone(), mesh, {Shard(0)}, {{0, {3, 1}}});
+    };
+    EXPECT_NE(message([&] { rows().data_ptr<double>(); }).find("tessera::to_local"),
+              std::string::npos);
     std::ostringstream out;
-    EXPECT_NE(message([&] { torch::save(rows(), out); }).find("tessera::save"), std::string::npos) << message([&] { torch::save(rows(), out); });
+    EXPECT_NE(message([&] { torch::save(rows(), out); }).find("tessera::save"), std::string::npos)
+        << message([&] { torch::save(rows(), out); });
     EXPECT_NE(message([&] { out << rows(); }).find("tessera::print"), std::string::npos);
     // Scalars, wherever they lie.
-    EXPECT_NEAR(rows().sum().item<double>(), value.sum().item<double>(), 1e-12) << "a partial scalar";
+    EXPECT_NEAR(rows().sum().item<double>(), value.sum().item<double>(), 1e-12)
+        << "a partial scalar";
     EXPECT_EQ(rows().max().item<double>(), value.max().item<double>());
-    EXPECT_NEAR(distribute_tensor(value.slice(0, 0, 1).slice(1, 0, 1).clone(), mesh, {Shard(0)}).item<double>(), value[0][0].item<double>(), 0);
+    EXPECT_NEAR(distribute_tensor(value.slice(0, 0, 1).slice(1, 0, 1).clone(), mesh, {Shard(0)})
+                    .item<double>(),
+                value[0][0].item<double>(), 0);
     // Either as plain libtorch does it, or refused: never something else.
     const std::vector<std::function<void(at::Tensor)>> writes = {
         [](at::Tensor t) { t[3] = 7.0; },

@@ -1,5 +1,6 @@
-// What the mechanism keeps, rule by rule, on uneven shards and where it takes more than one tensor to break it. Suites are named after the rules;
-// what everything replicated can show is in mechanism_test.cpp.
+// What the mechanism keeps, rule by rule, on uneven shards and where it takes more than one tensor
+// to break it. Suites are named after the rules; what everything replicated can show is in
+// mechanism_test.cpp.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/StreamGuard.h>
@@ -20,7 +21,8 @@
 #include "tessera/tensor/dispatch/rule.h"
 
 namespace {
-// Allocations of this thread, by operator new: what kernels allocate for values does not come this way.
+// Allocations of this thread, by operator new: what kernels allocate for values does not come this
+// way.
 thread_local std::int64_t allocations = 0;
 }  // namespace
 
@@ -50,7 +52,8 @@ void on_three(const std::function<void(DistributedManager&, const DeviceMesh&)>&
 }
 
 at::Tensor by_rows(const at::Tensor& value, const DeviceMesh& mesh, bool requires_grad = false) {
-  return leaf(value, ShardSpec(mesh, value.sizes().vec(), {Shard(0)}, {{0, kUneven}}), requires_grad);
+  return leaf(value, ShardSpec(mesh, value.sizes().vec(), {Shard(0)}, {{0, kUneven}}),
+              requires_grad);
 }
 
 std::map<std::string, int> calls(const CommTrace& trace) {
@@ -64,7 +67,9 @@ void expect_shown_alike(const at::Tensor& got, const at::Tensor& plain, const st
   EXPECT_EQ(got.strides(), plain.strides()) << where;
   EXPECT_EQ(got.storage_offset(), plain.storage_offset()) << where;
   EXPECT_EQ(got.is_contiguous(), plain.is_contiguous()) << where;
-  EXPECT_EQ(got.is_contiguous(at::MemoryFormat::ChannelsLast), plain.is_contiguous(at::MemoryFormat::ChannelsLast)) << where;
+  EXPECT_EQ(got.is_contiguous(at::MemoryFormat::ChannelsLast),
+            plain.is_contiguous(at::MemoryFormat::ChannelsLast))
+      << where;
   EXPECT_EQ(got.is_non_overlapping_and_dense(), plain.is_non_overlapping_and_dense()) << where;
   EXPECT_EQ(got.numel(), plain.numel()) << where;
 }
@@ -74,17 +79,19 @@ void expect_shown_alike(const at::Tensor& got, const at::Tensor& plain, const st
 TEST(Rule01TrueStrides, OfViewsAndOfWhatIsMadeOfThem) {
   on_three([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor plain = randn({5, 4, 6, 2}), x = by_rows(plain, mesh);
-    const std::vector<std::pair<const char*, std::function<at::Tensor(const at::Tensor&)>>> views = {
-        {"transpose", [](const at::Tensor& t) { return t.transpose(0, 2); }},
-        {"permute", [](const at::Tensor& t) { return t.permute({3, 1, 0, 2}); }},
-        {"narrow", [](const at::Tensor& t) { return t.narrow(1, 1, 2); }},
-        {"slice with a step", [](const at::Tensor& t) { return t.slice(2, 1, 6, 2); }},
-        {"select", [](const at::Tensor& t) { return t.select(1, 3); }},
-        {"expand", [](const at::Tensor& t) { return t.unsqueeze(1).expand({5, 3, 4, 6, 2}); }},
-        {"diagonal", [](const at::Tensor& t) { return t.diagonal(0, 1, 2); }},
-        {"channels_last", [](const at::Tensor& t) { return t.contiguous(at::MemoryFormat::ChannelsLast); }},
-        {"view", [](const at::Tensor& t) { return t.view({5, 24, 2}); }},
-        {"detach of a view", [](const at::Tensor& t) { return t.transpose(1, 2).detach(); }},
+    const std::vector<std::pair<const char*, std::function<at::Tensor(const at::Tensor&)>>> views =
+        {
+            {"transpose", [](const at::Tensor& t) { return t.transpose(0, 2); }},
+            {"permute", [](const at::Tensor& t) { return t.permute({3, 1, 0, 2}); }},
+            {"narrow", [](const at::Tensor& t) { return t.narrow(1, 1, 2); }},
+            {"slice with a step", [](const at::Tensor& t) { return t.slice(2, 1, 6, 2); }},
+            {"select", [](const at::Tensor& t) { return t.select(1, 3); }},
+            {"expand", [](const at::Tensor& t) { return t.unsqueeze(1).expand({5, 3, 4, 6, 2}); }},
+            {"diagonal", [](const at::Tensor& t) { return t.diagonal(0, 1, 2); }},
+            {"channels_last",
+             [](const at::Tensor& t) { return t.contiguous(at::MemoryFormat::ChannelsLast); }},
+            {"view", [](const at::Tensor& t) { return t.view({5, 24, 2}); }},
+            {"detach of a view", [](const at::Tensor& t) { return t.transpose(1, 2).detach(); }},
     };
     for (const auto& [name, view] : views) {
       const at::Tensor got = view(x), expected = view(plain);
@@ -105,13 +112,16 @@ TEST(Rule02RankInvariant, LocalsOfOneKernelLieAlike) {
     const at::Tensor value = randn({5, 4}, at::kDouble), slope = randn({5, 4}, at::kDouble);
     const auto step = [&](const std::function<at::Tensor(const at::Tensor&)>& place) {
       // All lie transposed in memory; the kernel asks nobody.
-      const at::Tensor p = place(value.t().contiguous().t()), g = place(slope.t().contiguous().t()), momentum = at::zeros_like(p);
+      const at::Tensor p = place(value.t().contiguous().t()), g = place(slope.t().contiguous().t()),
+                       momentum = at::zeros_like(p);
       at::_fused_sgd_({p}, {g}, {momentum}, 0.1, 0.9, 0.5, 0, true, false, true);
       at::_fused_sgd_({p}, {g}, {momentum}, 0.1, 0.9, 0.5, 0, true, false, false);
       return std::make_pair(p, momentum);
     };
     const auto expected = step([](const at::Tensor& t) { return t.clone(); });
-    const auto got = step([&](const at::Tensor& t) { return leaf(t, ShardSpec::replicated(mesh, t.sizes().vec()), false); });
+    const auto got = step([&](const at::Tensor& t) {
+      return leaf(t, ShardSpec::replicated(mesh, t.sizes().vec()), false);
+    });
     EXPECT_LT(difference(got.first, expected.first), 1e-14);
     EXPECT_LT(difference(got.second, expected.second), 1e-14);
     try {
@@ -127,12 +137,21 @@ TEST(Rule05WritesToViews, AsStridedIsDecodedOrRefused) {
   on_three([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor plain = randn({5, 4});
     for (const bool sharded : {false, true}) {
-      const at::Tensor x = sharded ? by_rows(plain, mesh) : leaf(plain, ShardSpec::replicated(mesh, {5, 4}), false);
+      const at::Tensor x =
+          sharded ? by_rows(plain, mesh) : leaf(plain, ShardSpec::replicated(mesh, {5, 4}), false);
       int equal = 0;
-      for (const auto& [size, stride, offset] : std::vector<std::tuple<std::vector<std::int64_t>, std::vector<std::int64_t>, std::int64_t>>{
-               {{5, 4}, {4, 1}, 0}, {{4, 5}, {1, 4}, 0}, {{5, 2}, {4, 1}, 1}, {{3, 3}, {1, 1}, 2}, {{2, 7}, {9, 1}, 0}}) {
+      for (const auto& [size, stride, offset] : std::vector<
+               std::tuple<std::vector<std::int64_t>, std::vector<std::int64_t>, std::int64_t>>{
+               {{5, 4}, {4, 1}, 0},
+               {{4, 5}, {1, 4}, 0},
+               {{5, 2}, {4, 1}, 1},
+               {{3, 3}, {1, 1}, 2},
+               {{2, 7}, {9, 1}, 0}}) {
         try {
-          EXPECT_EQ(difference(x.as_strided(size, stride, offset), plain.as_strided(size, stride, offset)), 0) << "strides " << list(stride);
+          EXPECT_EQ(difference(x.as_strided(size, stride, offset),
+                               plain.as_strided(size, stride, offset)),
+                    0)
+              << "strides " << list(stride);
           ++equal;
         } catch (const ShardingError&) {
         }
@@ -146,10 +165,12 @@ TEST(Rule05WritesToViews, AsStridedIsDecodedOrRefused) {
 TEST(Rule11Promotion, ForwardModeTangents) {
   const auto level = torch::autograd::ForwardADLevel::get_next_idx();  // the process has one
   on_three([level](DistributedManager&, const DeviceMesh& mesh) {
-    const at::Tensor value = randn({5, 4}, at::kDouble), along = randn({5, 4}, at::kDouble), w = randn({5, 4}, at::kDouble);
+    const at::Tensor value = randn({5, 4}, at::kDouble), along = randn({5, 4}, at::kDouble),
+                     w = randn({5, 4}, at::kDouble);
     const auto number = static_cast<std::int64_t>(level);
     int carried = 0;
-    for (const auto& [name, f] : std::vector<std::pair<const char*, std::function<at::Tensor(const at::Tensor&)>>>{
+    for (const auto& [name, f] :
+         std::vector<std::pair<const char*, std::function<at::Tensor(const at::Tensor&)>>>{
              {"mul", [&](const at::Tensor& t) { return t * t; }},
              {"mul with a plain one", [&](const at::Tensor& t) { return t * w; }},
              {"exp", [&](const at::Tensor& t) { return t.exp(); }},
@@ -159,7 +180,9 @@ TEST(Rule11Promotion, ForwardModeTangents) {
       const at::Tensor plain = at::_make_dual(value, along, number);
       const at::Tensor expected = std::get<1>(at::_unpack_dual(f(plain), number));
       for (const bool sharded : {false, true}) {
-        const auto place = [&](const at::Tensor& t) { return sharded ? by_rows(t, mesh) : leaf(t, ShardSpec::replicated(mesh, {5, 4}), false); };
+        const auto place = [&](const at::Tensor& t) {
+          return sharded ? by_rows(t, mesh) : leaf(t, ShardSpec::replicated(mesh, {5, 4}), false);
+        };
         at::Tensor tangent;
         try {
           const at::Tensor dual = at::_make_dual(place(value), place(along), number);
@@ -179,9 +202,12 @@ TEST(Rule11Promotion, ForwardModeTangents) {
 
 TEST(Rule12SeveralUses, OfAPlainTensorAreReducedOnce) {
   on_three([](DistributedManager& manager, const DeviceMesh& mesh) {
-    const at::Tensor w = randn({4, 4}, at::kDouble).requires_grad_(true), expected = w.detach().clone().requires_grad_(true);
+    const at::Tensor w = randn({4, 4}, at::kDouble).requires_grad_(true),
+                     expected = w.detach().clone().requires_grad_(true);
     const at::Tensor value = randn({5, 4}, at::kDouble), x = by_rows(value, mesh);
-    const auto loss = [](const at::Tensor& in, const at::Tensor& by) { return in.mm(by).mm(by).mm(by).square(); };
+    const auto loss = [](const at::Tensor& in, const at::Tensor& by) {
+      return in.mm(by).mm(by).mm(by).square();
+    };
     for (int i = 0; i < 2; ++i) {
       loss(value, expected).sum().backward();
       const at::Tensor l = loss(x, w).sum();
@@ -195,19 +221,26 @@ TEST(Rule12SeveralUses, OfAPlainTensorAreReducedOnce) {
     // Two graphs that live at the same time, and a value that changes between them.
     const at::Tensor first = loss(x, w).sum(), plain_first = loss(value, expected).sum();
     const auto both = torch::autograd::grad({loss(x, w * 2).sum() + loss(x, w).sum()}, {w});
-    EXPECT_LT(difference(both[0], torch::autograd::grad({loss(value, expected * 2).sum() + loss(value, expected).sum()}, {expected})[0]), 1e-13);
-    EXPECT_LT(difference(torch::autograd::grad({first}, {w})[0], torch::autograd::grad({plain_first}, {expected})[0]), 1e-13);
+    EXPECT_LT(difference(both[0], torch::autograd::grad({loss(value, expected * 2).sum() +
+                                                         loss(value, expected).sum()},
+                                                        {expected})[0]),
+              1e-13);
+    EXPECT_LT(difference(torch::autograd::grad({first}, {w})[0],
+                         torch::autograd::grad({plain_first}, {expected})[0]),
+              1e-13);
     {
       const at::NoGradGuard no_grad;
       w.mul_(0.5);
       expected.mul_(0.5);
     }
-    EXPECT_LT(difference(torch::autograd::grad({loss(x, w).sum()}, {w})[0], torch::autograd::grad({loss(value, expected).sum()}, {expected})[0]),
+    EXPECT_LT(difference(torch::autograd::grad({loss(x, w).sum()}, {w})[0],
+                         torch::autograd::grad({loss(value, expected).sum()}, {expected})[0]),
               1e-13);
   });
 }
 
-// A user's function of a sharded and a plain tensor: what it returns in backward is sharded for both.
+// A user's function of a sharded and a plain tensor: what it returns in backward is sharded for
+// both.
 struct Scaled : torch::autograd::Function<Scaled> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& w) {
     ctx->save_for_backward({x, w});
@@ -225,13 +258,17 @@ struct WithPlainGradient : torch::autograd::Function<WithPlainGradient> {
     ctx->save_for_backward({x});
     return x * x;
   }
-  static variable_list backward(AutogradContext* ctx, const variable_list& g) { return {whole(g[0]) * whole(ctx->get_saved_variables()[0]) * 2}; }
+  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
+    return {whole(g[0]) * whole(ctx->get_saved_variables()[0]) * 2};
+  }
 };
 
 TEST(Rule13KindsOfGradients, APlainLeafGetsAPlainReducedOneFromAUsersFunction) {
   on_three([](DistributedManager&, const DeviceMesh& mesh) {
-    const at::Tensor value = randn({5, 4}, at::kDouble), x = by_rows(value, mesh, true), px = value.clone().requires_grad_(true);
-    const at::Tensor w = randn({4}, at::kDouble).requires_grad_(true), pw = w.detach().clone().requires_grad_(true);
+    const at::Tensor value = randn({5, 4}, at::kDouble), x = by_rows(value, mesh, true),
+                     px = value.clone().requires_grad_(true);
+    const at::Tensor w = randn({4}, at::kDouble).requires_grad_(true),
+                     pw = w.detach().clone().requires_grad_(true);
     for (int i = 0; i < 2; ++i) {
       // A leaf, and a result of an operator on plain tensors.
       (Scaled::apply(x, w).square().sum() + Scaled::apply(x, w.exp()).sum()).backward();
@@ -261,8 +298,11 @@ TEST(Rule13KindsOfGradients, AShardedParameterTakesAPlainOne) {
     for (int i = 0; i < 2; ++i) {
       for (int part = 0; part < 2; ++part) {
         // The one term is plain, the other sharded.
-        (WithPlainGradient::apply(net->weight).sum() + net(distribute_tensor(value, mesh, {Replicate()})).square().sum()).backward();
-        (WithPlainGradient::apply(expected->weight).sum() + expected(value).square().sum()).backward();
+        (WithPlainGradient::apply(net->weight).sum() +
+         net(distribute_tensor(value, mesh, {Replicate()})).square().sum())
+            .backward();
+        (WithPlainGradient::apply(expected->weight).sum() + expected(value).square().sum())
+            .backward();
         ASSERT_TRUE(is_sharded(net->weight.grad()));
         EXPECT_TRUE(spec(net->weight.grad()) == spec(net->weight));
         EXPECT_LT(difference(net->weight.grad(), expected->weight.grad()), 1e-13);
@@ -306,9 +346,11 @@ TEST(Rule13KindsOfGradients, AStepOfAPlainLeafWithAShardedGradientIsRightOrRefus
 
 TEST(Rule14Accumulation, OfTermsInTheEnginesOwnSum) {
   on_three([](DistributedManager& manager, const DeviceMesh& mesh) {
-    // One node gets a partial and a replicated gradient: their sum is partial, and nothing is sent for it.
+    // One node gets a partial and a replicated gradient: their sum is partial, and nothing is sent
+    // for it.
     const at::Tensor value = randn({4}, at::kDouble), data = randn({5, 4}, at::kDouble);
-    const at::Tensor w = leaf(value, ShardSpec::replicated(mesh, {4})), pw = value.clone().requires_grad_(true);
+    const at::Tensor w = leaf(value, ShardSpec::replicated(mesh, {4})),
+                     pw = value.clone().requires_grad_(true);
     const at::Tensor x = by_rows(data, mesh);
     const at::Tensor l = (x * w.exp()).sum() + w.exp().square().sum();
     full_tensor(l);
@@ -329,7 +371,8 @@ struct Nested : torch::autograd::Function<Nested> {
     return torch::tanh(x.mm(w));
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    const at::Tensor x = ctx->get_saved_variables()[0].detach().requires_grad_(), w = ctx->saved_data["w"].toTensor();
+    const at::Tensor x = ctx->get_saved_variables()[0].detach().requires_grad_(),
+                     w = ctx->saved_data["w"].toTensor();
     at::Tensor y;
     {
       const at::AutoGradMode grad(true);
@@ -348,7 +391,9 @@ TEST(Rule15EndOfBackward, OfANestedOneFlushesNothingTwice) {
       fill(**m, 2);
     }
     distribute_module(*net, mesh);
-    const auto loss = [](torch::nn::Linear& m, const at::Tensor& x) { return Nested::apply(Nested::apply(m(x), m->weight), m->weight).sum(); };
+    const auto loss = [](torch::nn::Linear& m, const at::Tensor& x) {
+      return Nested::apply(Nested::apply(m(x), m->weight), m->weight).sum();
+    };
     for (int i = 0; i < 3; ++i) {
       const at::Tensor x = randn({5, 4}, at::kDouble);
       loss(expected, x).backward();
@@ -356,13 +401,17 @@ TEST(Rule15EndOfBackward, OfANestedOneFlushesNothingTwice) {
       for (const bool bias : {false, true}) {
         const at::Tensor p = bias ? net->bias : net->weight;
         EXPECT_TRUE(spec(p.grad()) == spec(p));
-        EXPECT_LT(difference(p.grad(), bias ? expected->bias.grad() : expected->weight.grad()), 1e-13) << "backward " << i;
+        EXPECT_LT(difference(p.grad(), bias ? expected->bias.grad() : expected->weight.grad()),
+                  1e-13)
+            << "backward " << i;
       }
     }
     // grad() runs no hooks of parameters: what it returns is partial, and .grad() stays as it is.
     const at::Tensor before = whole(net->weight.grad()).clone(), x = randn({5, 4}, at::kDouble);
     const auto g = torch::autograd::grad({net(by_rows(x, mesh)).square().sum()}, {net->weight});
-    EXPECT_LT(difference(g[0], torch::autograd::grad({expected(x).square().sum()}, {expected->weight})[0]), 1e-13);
+    EXPECT_LT(difference(
+                  g[0], torch::autograd::grad({expected(x).square().sum()}, {expected->weight})[0]),
+              1e-13);
     const CommTraceScope trace(manager);
     reduce_gradients(*net);
     EXPECT_TRUE(trace->events().empty()) << "nothing is owed";
@@ -374,12 +423,14 @@ TEST(Rule15EndOfBackward, BucketsStartInAFixedOrder) {
   on_three([](DistributedManager& manager, const DeviceMesh& mesh) {
     // Of the same size: sent in order of arrival they would be mixed up in silence.
     struct Two : torch::nn::Module {
-      at::Tensor a = register_parameter("a", at::full({4}, 2.0, at::kDouble)), b = register_parameter("b", at::full({4}, 3.0, at::kDouble));
+      at::Tensor a = register_parameter("a", at::full({4}, 2.0, at::kDouble)),
+                 b = register_parameter("b", at::full({4}, 3.0, at::kDouble));
     };
     const auto two = std::make_shared<Two>();
     distribute_module(*two, mesh, ModuleRule(), {.first_bucket_bytes = 1, .bucket_bytes = 1});
     const at::Tensor value = randn({5, 4}, at::kDouble), x = by_rows(value, mesh);
-    // The engine takes the node that was made last: the ranks' gradients arrive in different orders.
+    // The engine takes the node that was made last: the ranks' gradients arrive in different
+    // orders.
     at::Tensor of_a, of_b;
     if (manager.rank() == 1) {
       of_a = (x * two->a).sum();
@@ -417,19 +468,25 @@ TEST(Rule16PlainTemporaries, MeetNothingInBackward) {
           {"index_select",
            [d](const at::Tensor& t) {
              const at::Tensor index = at::tensor({2, 0});
-             return t.index_select(d, is_sharded(t) ? distribute_tensor(index, spec(t).mesh(), {Replicate()}) : index);
+             return t.index_select(d, is_sharded(t)
+                                          ? distribute_tensor(index, spec(t).mesh(), {Replicate()})
+                                          : index);
            }},
       };
       for (const auto& [name, f] : all) {
-        const at::Tensor value = randn({5, 4}, at::kDouble), x = by_rows(value, mesh, true), p = value.clone().requires_grad_(true);
+        const at::Tensor value = randn({5, 4}, at::kDouble), x = by_rows(value, mesh, true),
+                         p = value.clone().requires_grad_(true);
         f(p).square().sum().backward();
         ASSERT_NO_THROW(f(x).square().sum().backward()) << name << " along " << d;
         EXPECT_LT(difference(x.grad(), p.grad()), 1e-13) << name << " along " << d;
       }
     }
     namespace F2 = torch::nn::functional;
-    const at::Tensor value = randn({5, 2, 4, 3}, at::kDouble), x = by_rows(value, mesh, true), p = value.clone().requires_grad_(true);
-    const auto pad = [](const at::Tensor& t) { return F2::pad(t, F2::PadFuncOptions({1, 2, 1, 1}).mode(torch::kCircular)).square().sum(); };
+    const at::Tensor value = randn({5, 2, 4, 3}, at::kDouble), x = by_rows(value, mesh, true),
+                     p = value.clone().requires_grad_(true);
+    const auto pad = [](const at::Tensor& t) {
+      return F2::pad(t, F2::PadFuncOptions({1, 2, 1, 1}).mode(torch::kCircular)).square().sum();
+    };
     pad(p).backward();
     ASSERT_NO_THROW(pad(x).backward());
     EXPECT_LT(difference(x.grad(), p.grad()), 1e-13);
@@ -438,7 +495,8 @@ TEST(Rule16PlainTemporaries, MeetNothingInBackward) {
 
 // Engine and kernels on side streams. Without a device there is no stream.
 TEST(Rule20Streams, OfForwardAndBackwardMayDiffer) {
-  if (!c10::impl::hasDeviceGuardImpl(c10::kCUDA) || at::detail::getCUDAHooks().deviceCount() == 0) GTEST_SKIP() << "no CUDA device";
+  if (!c10::impl::hasDeviceGuardImpl(c10::kCUDA) || at::detail::getCUDAHooks().deviceCount() == 0)
+    GTEST_SKIP() << "no CUDA device";
   on_threads(1, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 1}});
     const c10::Device device(c10::kCUDA, 0);
@@ -463,7 +521,8 @@ TEST(Rule20Streams, OfForwardAndBackwardMayDiffer) {
 
 TEST(Rule21FullySharded, ThePartIsSavedAndGradientsAreScattered) {
   on_three([](DistributedManager& manager, const DeviceMesh& mesh) {
-    set_policies(manager, {.redistribution = Policy::error});  // only parameters may be gathered unasked
+    // only parameters may be gathered unasked
+    set_policies(manager, {.redistribution = Policy::error});
     torch::nn::Linear net(4, 5), expected(4, 5);
     for (auto* m : {&net, &expected}) {
       (*m)->to(at::kDouble);
@@ -484,7 +543,9 @@ TEST(Rule21FullySharded, ThePartIsSavedAndGradientsAreScattered) {
     EXPECT_TRUE(trace->events().empty()) << trace->table();
     loss.backward();
     auto moved = calls(*trace);
-    EXPECT_EQ(moved["all_gather"], 2) << "what was saved are the parts: each use gathers once more\n" << trace->table();
+    EXPECT_EQ(moved["all_gather"], 2)
+        << "what was saved are the parts: each use gathers once more\n"
+        << trace->table();
     EXPECT_EQ(moved["reduce_scatter"], 1) << "of both uses' sum\n" << trace->table();
     EXPECT_TRUE(spec(net->weight.grad()) == spec(net->weight));
     expected(value).mm(expected->weight).square().sum().backward();
@@ -508,27 +569,37 @@ TEST(Rule21FullySharded, ARecurrentLayerGathersItsWeightsOnce) {
       distribute_module(*net, mesh, {{"*", {{Shard(0)}, {{0, rows}}}}});
       torch::optim::SGD opt(net->parameters(), 0.1), plain_opt(expected->parameters(), 0.1);
       for (int step = 0; step < 2; ++step) {
-        // The input's own history ends the layer's backward; a leaf, and one that needs no gradient, leave that to the end of backward.
-        const at::Tensor leaf_x = leaf(value, ShardSpec(mesh, value.sizes().vec(), {Shard(1)}, {{1, {1, 4, 0}}})),
+        // The input's own history ends the layer's backward; a leaf, and one that needs no
+        // gradient, leave that to the end of backward.
+        const at::Tensor leaf_x = leaf(value, ShardSpec(mesh, value.sizes().vec(), {Shard(1)},
+                                                        {{1, {1, 4, 0}}})),
                          plain_x = value.clone().requires_grad_(true);
         const CommTraceScope trace(manager);
         const at::Tensor y = std::get<0>(net->forward(step == 0 ? leaf_x * 2 : leaf_x));
-        EXPECT_EQ(calls(*trace), (std::map<std::string, int>{{"all_gather", 8}})) << name << ": two layers of four parameters\n" << trace->table();
+        EXPECT_EQ(calls(*trace), (std::map<std::string, int>{{"all_gather", 8}}))
+            << name << ": two layers of four parameters\n"
+            << trace->table();
         trace->clear();
         const at::Tensor loss = y.square().sum();
         loss.backward();
-        EXPECT_LE(calls(*trace)["all_gather"], 4) << name << ": both weights of each layer\n" << trace->table();
+        EXPECT_LE(calls(*trace)["all_gather"], 4) << name << ": both weights of each layer\n"
+                                                  << trace->table();
         std::get<0>(expected->forward(step == 0 ? plain_x * 2 : plain_x)).square().sum().backward();
         EXPECT_LT(difference(leaf_x.grad(), plain_x.grad()), 1e-12) << name;
         for (std::size_t i = 0; i < net->parameters().size(); ++i)
-          EXPECT_LT(difference(net->parameters()[i].grad(), expected->parameters()[i].grad()), 1e-12) << name << " parameter " << i;
+          EXPECT_LT(difference(net->parameters()[i].grad(), expected->parameters()[i].grad()),
+                    1e-12)
+              << name << " parameter " << i;
         // What a step writes is gathered anew.
         opt.step();
         plain_opt.step();
         opt.zero_grad();
         plain_opt.zero_grad();
         const c10::InferenceMode inference;
-        EXPECT_LT(difference(std::get<0>(net->forward(leaf_x)), std::get<0>(expected->forward(plain_x))), 1e-12) << name;
+        EXPECT_LT(
+            difference(std::get<0>(net->forward(leaf_x)), std::get<0>(expected->forward(plain_x))),
+            1e-12)
+            << name;
       }
     };
     compare("LSTM", [] { return torch::nn::LSTM(torch::nn::LSTMOptions(4, 5).num_layers(2)); }, 4);
@@ -540,9 +611,11 @@ TEST(Rule21FullySharded, ARecurrentLayerGathersItsWeightsOnce) {
 TEST(Rule22Speed, ARuleRunsOnceForEachCombination) {
   static std::atomic<int> asked = 0;
   static auto library = [] {
-    torch::Library lib(torch::Library::FRAGMENT, "tessera_rules_test", std::nullopt, __FILE__, __LINE__);
+    torch::Library lib(torch::Library::FRAGMENT, "tessera_rules_test", std::nullopt, __FILE__,
+                       __LINE__);
     lib.def("scaled(Tensor x, float by) -> Tensor");
-    lib.impl("scaled", torch::dispatch(c10::DispatchKey::CPU, [](const at::Tensor& t, double by) { return t * by; }));
+    lib.impl("scaled", torch::dispatch(c10::DispatchKey::CPU,
+                                       [](const at::Tensor& t, double by) { return t * by; }));
     return lib;
   }();
   register_rule("tessera_rules_test::scaled", [](const OpCall& c) {
@@ -553,12 +626,18 @@ TEST(Rule22Speed, ARuleRunsOnceForEachCombination) {
   });
   on_threads(1, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 1}});
-    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tessera_rules_test::scaled", "").typed<at::Tensor(const at::Tensor&, double)>();
-    const auto made = [&](std::int64_t rows) { return distribute_tensor(at::ones({rows, 2}), mesh, {Shard(0)}); };
+    const auto op = c10::Dispatcher::singleton()
+                        .findSchemaOrThrow("tessera_rules_test::scaled", "")
+                        .typed<at::Tensor(const at::Tensor&, double)>();
+    const auto made = [&](std::int64_t rows) {
+      return distribute_tensor(at::ones({rows, 2}), mesh, {Shard(0)});
+    };
     EXPECT_TRUE(spec(made(3)) == spec(made(3)));
-    EXPECT_EQ(spec(made(3)).data().get(), spec(op.call(made(3), 2.0)).data().get()) << "specs are interned";
+    EXPECT_EQ(spec(made(3)).data().get(), spec(op.call(made(3), 2.0)).data().get())
+        << "specs are interned";
     EXPECT_EQ(asked, 1);
-    for (int i = 0; i < 10; ++i) EXPECT_EQ(difference(op.call(made(3), i), at::full({3, 2}, static_cast<float>(i))), 0);
+    for (int i = 0; i < 10; ++i)
+      EXPECT_EQ(difference(op.call(made(3), i), at::full({3, 2}, static_cast<float>(i))), 0);
     EXPECT_EQ(asked, 1) << "a number is no part of the key unless the rule asks for it";
     op.call(made(4), 1.0);
     op.call(made(4).t().contiguous().t(), 1.0);
@@ -573,7 +652,8 @@ TEST(Rule22Speed, AnOperatorAllocatesLittleMoreThanOnPlainTensors) {
   on_threads(1, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 1}});
     const at::Tensor a = randn({4, 8}), b = randn({4, 8}), w = randn({8, 3});
-    const at::Tensor sa = distribute_tensor(a, mesh, {Shard(0)}), sb = distribute_tensor(b, mesh, {Shard(0)}),
+    const at::Tensor sa = distribute_tensor(a, mesh, {Shard(0)}),
+                     sb = distribute_tensor(b, mesh, {Shard(0)}),
                      sw = distribute_tensor(w, mesh, {Replicate()});
     const auto counted = [](const std::function<void()>& f) {
       for (int i = 0; i < 4; ++i) f();
@@ -581,13 +661,15 @@ TEST(Rule22Speed, AnOperatorAllocatesLittleMoreThanOnPlainTensors) {
       for (int i = 0; i < 10; ++i) f();
       return static_cast<double>(allocations - before) / 10;
     };
-    const at::Tensor ga = a.clone().requires_grad_(true), gs = sa.detach().clone().requires_grad_(true);
+    const at::Tensor ga = a.clone().requires_grad_(true),
+                     gs = sa.detach().clone().requires_grad_(true);
     struct Case {
       const char* name;
       double limit;
       std::function<void()> plain, sharded;
     };
-    // The wrapper, what it carries, and its version counter; of views also what replaying them takes.
+    // The wrapper, what it carries, and its version counter; of views also what replaying them
+    // takes.
     const std::vector<Case> all = {
         {"add", 3, [&] { a + b; }, [&] { sa + sb; }},
         {"relu", 3, [&] { a.relu(); }, [&] { sa.relu(); }},

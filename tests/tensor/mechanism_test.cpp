@@ -1,5 +1,6 @@
-// The mechanism, with everything replicated: what differs from plain libtorch here is the mechanism's fault, not a rule's. Suites are named after the
-// rules that the mechanism keeps; more of them: mechanism_rules_test.cpp, sharded_views_test.cpp.
+// The mechanism, with everything replicated: what differs from plain libtorch here is the
+// mechanism's fault, not a rule's. Suites are named after the rules that the mechanism keeps; more
+// of them: mechanism_rules_test.cpp, sharded_views_test.cpp.
 
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
@@ -14,7 +15,9 @@ namespace tessera::test {
 
 namespace {
 
-DeviceMesh one_axis(DistributedManager& manager) { return manager.mesh({{"x", manager.world_size()}}); }
+DeviceMesh one_axis(DistributedManager& manager) {
+  return manager.mesh({{"x", manager.world_size()}});
+}
 
 at::Tensor replicated(const at::Tensor& t, const DeviceMesh& mesh, bool requires_grad = false) {
   return leaf(t, ShardSpec::replicated(mesh, t.sizes().vec()), requires_grad);
@@ -44,7 +47,8 @@ Result run(Module& module, const at::Tensor& input, Forward forward) {
   return r;
 }
 
-// The module with plain input; then with replicated input, its parameters plain or distributed; inputs contiguous or transposed in memory.
+// The module with plain input; then with replicated input, its parameters plain or distributed;
+// inputs contiguous or transposed in memory.
 template <class Make, class Forward>
 void compare(const char* name, Make make, const std::vector<std::int64_t>& shape, Forward forward) {
   everywhere([&](DistributedManager&, const DeviceMesh& mesh) {
@@ -65,15 +69,18 @@ void compare(const char* name, Make make, const std::vector<std::int64_t>& shape
         const at::Tensor x = replicated(value, mesh, true);
         ASSERT_EQ(x.strides(), value.strides());
         const Result got = run(module, x, forward);
-        const std::string where = concat(name, " transposed ", transposed, " distributed ", distributed);
+        const std::string where =
+            concat(name, " transposed ", transposed, " distributed ", distributed);
         EXPECT_EQ(got.output.strides(), expected.output.strides()) << where;
         EXPECT_LT(difference(got.output, expected.output), 1e-12) << where;
         EXPECT_LT(difference(got.input_gradient, expected.input_gradient), 1e-12) << where;
         for (std::size_t i = 0; i < got.gradients.size(); ++i) {
-          ASSERT_EQ(got.gradients[i].defined(), expected.gradients[i].defined()) << where << " parameter " << i;
+          ASSERT_EQ(got.gradients[i].defined(), expected.gradients[i].defined())
+              << where << " parameter " << i;
           if (!got.gradients[i].defined()) continue;
           EXPECT_EQ(is_sharded(got.gradients[i]), distributed) << where << " parameter " << i;
-          EXPECT_LT(difference(got.gradients[i], expected.gradients[i]), 1e-12) << where << " parameter " << i;
+          EXPECT_LT(difference(got.gradients[i], expected.gradients[i]), 1e-12)
+              << where << " parameter " << i;
         }
       }
     }
@@ -90,26 +97,35 @@ TEST(Modules, Linear) {
   compare("Linear", [] { return torch::nn::Linear(6, 3); }, {4, 5, 6}, call);
 }
 TEST(Modules, Conv2d) {
-  compare("Conv2d", [] { return torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3).padding(1)); }, {2, 3, 5, 4}, call);
+  compare(
+      "Conv2d", [] { return torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3).padding(1)); },
+      {2, 3, 5, 4}, call);
 }
 TEST(Modules, Conv2dCircular) {
   compare(
-      "Conv2d circular", [] { return torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3).padding(1).padding_mode(torch::kCircular)); }, {2, 3, 5, 4},
-      call);
+      "Conv2d circular",
+      [] {
+        return torch::nn::Conv2d(
+            torch::nn::Conv2dOptions(3, 4, 3).padding(1).padding_mode(torch::kCircular));
+      },
+      {2, 3, 5, 4}, call);
 }
 TEST(Modules, BatchNorm) {
   compare("BatchNorm2d", [] { return torch::nn::BatchNorm2d(3); }, {4, 3, 5, 4}, call);
 }
 TEST(Modules, LayerNorm) {
-  compare("LayerNorm", [] { return torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})); }, {4, 5, 6}, call);
+  compare(
+      "LayerNorm", [] { return torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})); }, {4, 5, 6},
+      call);
 }
 TEST(Modules, GroupNorm) {
   compare("GroupNorm", [] { return torch::nn::GroupNorm(2, 4); }, {3, 4, 5}, call);
 }
 TEST(Modules, Lstm) {
   compare(
-      "LSTM", [] { return torch::nn::LSTM(torch::nn::LSTMOptions(6, 5).num_layers(2).batch_first(true)); }, {3, 4, 6},
-      [](auto& m, const at::Tensor& x) { return std::get<0>(m->forward(x)); });
+      "LSTM",
+      [] { return torch::nn::LSTM(torch::nn::LSTMOptions(6, 5).num_layers(2).batch_first(true)); },
+      {3, 4, 6}, [](auto& m, const at::Tensor& x) { return std::get<0>(m->forward(x)); });
 }
 TEST(Modules, Gru) {
   compare(
@@ -124,14 +140,18 @@ TEST(Modules, MultiheadAttention) {
 TEST(Modules, Transformer) {
   compare(
       "TransformerEncoderLayer",
-      [] { return torch::nn::TransformerEncoderLayer(torch::nn::TransformerEncoderLayerOptions(8, 2).dim_feedforward(16).dropout(0)); }, {5, 3, 8},
-      call);
+      [] {
+        return torch::nn::TransformerEncoderLayer(
+            torch::nn::TransformerEncoderLayerOptions(8, 2).dim_feedforward(16).dropout(0));
+      },
+      {5, 3, 8}, call);
 }
 
 TEST(Modules, EveryOptimizerTakesTheSameSteps) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const auto train = [&](int kind, bool sharded) {
-      torch::nn::Sequential net(torch::nn::Linear(4, 8), torch::nn::Tanh(), torch::nn::Linear(8, 2));
+      torch::nn::Sequential net(torch::nn::Linear(4, 8), torch::nn::Tanh(),
+                                torch::nn::Linear(8, 2));
       net->to(at::kDouble);
       fill(*net, 3);
       at::Tensor x = randn({10, 4}, at::kDouble), y = randn({10, 2}, at::kDouble);
@@ -143,22 +163,27 @@ TEST(Modules, EveryOptimizerTakesTheSameSteps) {
       std::unique_ptr<torch::optim::Optimizer> opt;
       switch (kind) {
         case 0:
-          opt = std::make_unique<torch::optim::SGD>(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(0.01));
+          opt = std::make_unique<torch::optim::SGD>(
+              net->parameters(),
+              torch::optim::SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(0.01));
           break;
         case 1:
-          opt = std::make_unique<torch::optim::Adam>(net->parameters(), torch::optim::AdamOptions(0.01).amsgrad(true));
+          opt = std::make_unique<torch::optim::Adam>(net->parameters(),
+                                                     torch::optim::AdamOptions(0.01).amsgrad(true));
           break;
         case 2:
           opt = std::make_unique<torch::optim::AdamW>(net->parameters(), 0.01);
           break;
         case 3:
-          opt = std::make_unique<torch::optim::RMSprop>(net->parameters(), torch::optim::RMSpropOptions(0.01).centered(true).momentum(0.5));
+          opt = std::make_unique<torch::optim::RMSprop>(
+              net->parameters(), torch::optim::RMSpropOptions(0.01).centered(true).momentum(0.5));
           break;
         case 4:
           opt = std::make_unique<torch::optim::Adagrad>(net->parameters(), 0.05);
           break;
         default:
-          opt = std::make_unique<torch::optim::LBFGS>(net->parameters(), torch::optim::LBFGSOptions(0.5).max_iter(4));
+          opt = std::make_unique<torch::optim::LBFGS>(net->parameters(),
+                                                      torch::optim::LBFGSOptions(0.5).max_iter(4));
           break;
       }
       for (int i = 0; i < 4; ++i) {
@@ -175,7 +200,9 @@ TEST(Modules, EveryOptimizerTakesTheSameSteps) {
     };
     for (int kind = 0; kind < 6; ++kind) {
       const auto expected = train(kind, false), got = train(kind, true);
-      for (std::size_t i = 0; i < got.size(); ++i) EXPECT_LT(difference(got[i], expected[i]), 1e-11) << "optimizer " << kind << " parameter " << i;
+      for (std::size_t i = 0; i < got.size(); ++i)
+        EXPECT_LT(difference(got[i], expected[i]), 1e-11)
+            << "optimizer " << kind << " parameter " << i;
     }
   });
 }
@@ -324,7 +351,8 @@ TEST(Rule11Promotion, HasSecondDerivatives) {
     const auto second = [](const at::Tensor& w, const at::Tensor& x) {
       const at::Tensor y = (w.pow(3) * x.pow(2)).sum();
       const auto g = torch::autograd::grad({y}, {w, x}, {}, true, true);
-      const at::Tensor z = whole(g[0]).defined() ? (g[0] * g[0]).sum() + (g[1] * x).sum() : at::Tensor();
+      const at::Tensor z =
+          whole(g[0]).defined() ? (g[0] * g[0]).sum() + (g[1] * x).sum() : at::Tensor();
       return torch::autograd::grad({z}, {w, x});
     };
     const auto expected = second(wv.clone().requires_grad_(true), xv.clone().requires_grad_(true));
@@ -337,7 +365,8 @@ TEST(Rule11Promotion, HasSecondDerivatives) {
 
 TEST(Rule11Promotion, OfListsOptionalsAndScalars) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
-    const at::Tensor a = randn({2, 3}, at::kDouble).requires_grad_(true), zero_dim = randn({}, at::kDouble).requires_grad_(true);
+    const at::Tensor a = randn({2, 3}, at::kDouble).requires_grad_(true),
+                     zero_dim = randn({}, at::kDouble).requires_grad_(true);
     const at::Tensor x = replicated(randn({2, 3}, at::kDouble), mesh, true);
     const at::Tensor index = torch::tensor({1, 0});
     const at::Tensor y = at::cat({a, x, a}, 0).index({index}) * zero_dim;
@@ -346,7 +375,8 @@ TEST(Rule11Promotion, OfListsOptionalsAndScalars) {
     EXPECT_FALSE(is_sharded(zero_dim.grad()));
     EXPECT_LT(difference(zero_dim.grad(), a.detach().sum()), 1e-12);
     EXPECT_EQ((x * 2).dtype(), (a * 2).dtype());
-    EXPECT_EQ(replicated(torch::ones({2}, at::kFloat), mesh).mul(2.0).scalar_type(), at::kFloat) << "a number is no tensor";
+    EXPECT_EQ(replicated(torch::ones({2}, at::kFloat), mesh).mul(2.0).scalar_type(), at::kFloat)
+        << "a number is no tensor";
   });
 }
 
@@ -378,7 +408,8 @@ TEST(Rule12SeveralUses, OfSharedAndUnusedParameters) {
     net->to(at::kDouble);
     fill(*net, 1);
     torch::nn::Sequential all(net, unused);
-    const at::Tensor w = net->weight.detach().clone().requires_grad_(true), x = randn({5, 3}, at::kDouble);
+    const at::Tensor w = net->weight.detach().clone().requires_grad_(true),
+                     x = randn({5, 3}, at::kDouble);
     x.mm(w).mm(w).mm(w.t()).sum().backward();
     distribute_module(*all, mesh);
     const at::Tensor s = distribute_tensor(x, mesh, {Shard(0)}, {{0, {4, 1}}});
@@ -401,7 +432,8 @@ TEST(Rule11Promotion, InInferenceMode) {
     EXPECT_LT(difference(net(distribute_tensor(x, mesh, {Replicate()})), expected), 1e-6);
     // Views of what was made outside are no inference tensors: autograd keeps a record of them.
     const auto views = [](const at::Tensor& t) {
-      return at::cat({t.t().contiguous().view({-1}), t.view({-1}), t.select(0, 1), t.split(1, 1)[2].squeeze(1), t.unsqueeze(0).detach().view({-1})});
+      return at::cat({t.t().contiguous().view({-1}), t.view({-1}), t.select(0, 1),
+                      t.split(1, 1)[2].squeeze(1), t.unsqueeze(0).detach().view({-1})});
     };
     EXPECT_EQ(difference(views(outside), views(x)), 0);
     EXPECT_FALSE(outside.t().is_inference());
@@ -412,7 +444,8 @@ TEST(Rule11Promotion, InInferenceMode) {
     torch::nn::Linear net(3, 2), plain(3, 2);
     for (auto* m : {&net, &plain}) fill(**m, 1);
     distribute_module(*net, mesh, {{"weight", {{Shard(0)}}}});
-    const at::Tensor x = randn({4, 3}), sharded = distribute_tensor(x, mesh, {Shard(0)}), expected = plain(x).detach();
+    const at::Tensor x = randn({4, 3}), sharded = distribute_tensor(x, mesh, {Shard(0)}),
+                     expected = plain(x).detach();
     const c10::InferenceMode mode;
     EXPECT_LT(difference(net(sharded), expected), 1e-6) << "sharded parameters";
     EXPECT_LT(difference(sharded.t().t() + sharded.slice(0, 0, 4), x * 2), 1e-6);
@@ -457,10 +490,12 @@ TEST(Rule09SetData, EveryHandleSeesTheShardedParameter) {
     torch::nn::Linear net(6, 5);
     fill(*net, 1);
     const at::Tensor handle = net->weight, value = net->weight.detach().clone();
-    distribute_module(*net, mesh, [](const std::string& name, const at::Tensor&) -> std::optional<ParameterPlacement> {
-      if (name == "weight") return ParameterPlacement{{Shard(0)}, {{0, {4, 1}}}};
-      return std::nullopt;
-    });
+    distribute_module(
+        *net, mesh,
+        [](const std::string& name, const at::Tensor&) -> std::optional<ParameterPlacement> {
+          if (name == "weight") return ParameterPlacement{{Shard(0)}, {{0, {4, 1}}}};
+          return std::nullopt;
+        });
     EXPECT_TRUE(is_sharded(handle) && is_sharded(net->named_parameters()["weight"]));
     EXPECT_EQ(to_local(handle).size(0), manager.rank() == 0 ? 4 : 1);
     EXPECT_EQ(difference(handle, value), 0);
@@ -498,10 +533,12 @@ TEST(Rule18DirectReads, SayWhatToDo) {
       }
       return "nothing was thrown";
     };
-    EXPECT_NE(message([&] { x.data_ptr(); }).find("tessera::to_local"), std::string::npos) << message([&] { x.data_ptr(); });
+    EXPECT_NE(message([&] { x.data_ptr(); }).find("tessera::to_local"), std::string::npos)
+        << message([&] { x.data_ptr(); });
     EXPECT_NE(message([&] { (void)x.storage(); }).find("tessera::to_local"), std::string::npos);
     std::ostringstream out;
-    EXPECT_NE(message([&] { out << x; }).find("tessera::print"), std::string::npos) << message([&] { out << x; });
+    EXPECT_NE(message([&] { out << x; }).find("tessera::print"), std::string::npos)
+        << message([&] { out << x; });
   });
 }
 
@@ -510,23 +547,29 @@ TEST(Rule17Registration, OfOperatorsDefinedLater) {
   static auto library = [] {
     torch::Library lib(torch::Library::FRAGMENT, "tessera_test", std::nullopt, __FILE__, __LINE__);
     lib.def("cpu_only(Tensor x) -> Tensor");
-    lib.impl("cpu_only", torch::dispatch(c10::DispatchKey::CPU, [](const at::Tensor& t) { return t * 3; }));
+    lib.impl("cpu_only",
+             torch::dispatch(c10::DispatchKey::CPU, [](const at::Tensor& t) { return t * 3; }));
     lib.def("composite(Tensor x) -> Tensor", [](const at::Tensor& t) { return t * 2; });
     lib.def("explicit(Tensor x) -> Tensor");
-    lib.impl("explicit", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, [](const at::Tensor& t) { return t * 4; }));
+    lib.impl("explicit", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd,
+                                         [](const at::Tensor& t) { return t * 4; }));
     return lib;
   }();
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = one_axis(manager);
     const auto apply = [](const char* name, const at::Tensor& t) {
-      return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<at::Tensor(const at::Tensor&)>().call(t);
+      return c10::Dispatcher::singleton()
+          .findSchemaOrThrow(name, "")
+          .typed<at::Tensor(const at::Tensor&)>()
+          .call(t);
     };
     const at::Tensor value = randn({4});
     const at::Tensor r = replicated(value, mesh), s = distribute_tensor(value, mesh, {Shard(0)});
     EXPECT_EQ(difference(apply("tessera_test::cpu_only", r), value * 3), 0);
     EXPECT_EQ(difference(apply("tessera_test::explicit", r), value * 4), 0);
     EXPECT_EQ(difference(apply("tessera_test::composite", s), value * 2), 0);
-    EXPECT_EQ(difference(apply("tessera_test::cpu_only", value), value * 3), 0) << "plain tensors are as before";
+    EXPECT_EQ(difference(apply("tessera_test::cpu_only", value), value * 3), 0)
+        << "plain tensors are as before";
     try {
       apply("tessera_test::explicit", s);
       ADD_FAILURE() << "there is no rule";
@@ -552,7 +595,8 @@ TEST(Dispatcher, TwoRulesUnderOneNameAreRefused) {
   static const auto library = [] {
     torch::Library lib(torch::Library::FRAGMENT, "tessera_test", std::nullopt, __FILE__, __LINE__);
     lib.def("negated(Tensor x) -> Tensor");
-    lib.impl("negated", torch::dispatch(c10::DispatchKey::CPU, [](const at::Tensor& t) { return -t; }));
+    lib.impl("negated",
+             torch::dispatch(c10::DispatchKey::CPU, [](const at::Tensor& t) { return -t; }));
     return lib;
   }();
   static int asked = 0;
@@ -564,7 +608,8 @@ TEST(Dispatcher, TwoRulesUnderOneNameAreRefused) {
       return plan;
     };
   };
-  EXPECT_THROW(register_rule("tessera_test::negated", rule(1), {.replaces = true}), RuleError) << "there is none to replace";
+  EXPECT_THROW(register_rule("tessera_test::negated", rule(1), {.replaces = true}), RuleError)
+      << "there is none to replace";
   register_rule("tessera_test::negated", rule(1));
   try {
     register_rule("tessera_test::negated", rule(2));
@@ -576,8 +621,11 @@ TEST(Dispatcher, TwoRulesUnderOneNameAreRefused) {
   EXPECT_THROW(register_rule("aten::mm", rule(2)), RuleError);
   const auto use = [&](const std::vector<std::int64_t>& shape) {
     on_threads(1, [&](DistributedManager& manager) {
-      const at::Tensor x = randn(shape), s = distribute_tensor(x.clone(), one_axis(manager), {Shard(0)});
-      const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tessera_test::negated", "").typed<at::Tensor(const at::Tensor&)>();
+      const at::Tensor x = randn(shape),
+                       s = distribute_tensor(x.clone(), one_axis(manager), {Shard(0)});
+      const auto op = c10::Dispatcher::singleton()
+                          .findSchemaOrThrow("tessera_test::negated", "")
+                          .typed<at::Tensor(const at::Tensor&)>();
       EXPECT_EQ(difference(op.call(s), -x), 0);
     });
   };
@@ -615,10 +663,14 @@ TEST(Dispatcher, RandomNumbersOfEachRankAreRefusedRatherThanDifferent) {
 
 TEST(Dispatcher, MixedMeshesAndSparseTensorsAreRefused) {
   on_threads(2, [](DistributedManager& manager) {
-    const at::Tensor a = distribute_tensor(torch::ones({2}), manager.mesh({{"x", 2}}), {Replicate()});
-    const at::Tensor b = distribute_tensor(torch::ones({2}), manager.mesh({{"y", 2}}), {Replicate()});
+    const at::Tensor a =
+        distribute_tensor(torch::ones({2}), manager.mesh({{"x", 2}}), {Replicate()});
+    const at::Tensor b =
+        distribute_tensor(torch::ones({2}), manager.mesh({{"y", 2}}), {Replicate()});
     EXPECT_THROW(a + b, ShardingError);
-    EXPECT_THROW(distribute_tensor(torch::ones({2}).to_sparse(), manager.mesh({{"x", 2}}), {Replicate()}), ShardingError);
+    EXPECT_THROW(
+        distribute_tensor(torch::ones({2}).to_sparse(), manager.mesh({{"x", 2}}), {Replicate()}),
+        ShardingError);
   });
 }
 

@@ -1,4 +1,5 @@
-// What redistribution moves: every pair of specs beside the fewest elements that any way of doing it must move.
+// What redistribution moves: every pair of specs beside the fewest elements that any way of doing
+// it must move.
 
 #include <map>
 #include <set>
@@ -24,9 +25,10 @@ std::vector<Axis> axes(Draw& draw, int ranks) {
   return draw.axes(ranks);
 }
 
-// How often any way must move an element between two ranks, summed over elements. An element whose value is over H ranks (a term on each; H is 1
-// where nothing is partial) needs H - 1 messages before any rank can know it, and one more for each further rank that wants it: Partial targets want
-// it on one rank of those that share the term.
+// How often any way must move an element between two ranks, summed over elements. An element whose
+// value is over H ranks (a term on each; H is 1 where nothing is partial) needs H - 1 messages
+// before any rank can know it, and one more for each further rank that wants it: Partial targets
+// want it on one rank of those that share the term.
 std::int64_t fewest(const ShardSpec& from, const ShardSpec& to) {
   const Sharding &a = from.sharding(), &b = to.sharding();
   const int ranks = a.positions(), axes = from.mesh_dims();
@@ -36,7 +38,9 @@ std::int64_t fewest(const ShardSpec& from, const ShardSpec& to) {
     }
     return true;
   };
-  const auto stays = [&](int x) { return from.placements()[x].is_partial() && from.placements()[x] == to.placements()[x]; };
+  const auto stays = [&](int x) {
+    return from.placements()[x].is_partial() && from.placements()[x] == to.placements()[x];
+  };
   const auto ends = [&](int x) { return from.placements()[x].is_partial() && !stays(x); };
   const auto starts = [&](int x) { return to.placements()[x].is_partial() && !stays(x); };
   int terms = 1, layers = 1;
@@ -44,7 +48,8 @@ std::int64_t fewest(const ShardSpec& from, const ShardSpec& to) {
     if (ends(x)) terms *= a.mesh()[x];
     if (stays(x)) layers *= a.mesh()[x];
   }
-  // Axes that stay partial: each of their layers is a tensor of its own, all alike. Look at the first.
+  // Axes that stay partial: each of their layers is a tensor of its own, all alike. Look at the
+  // first.
   const auto in_layer = [&](int p) {
     for (int x = 0; x < axes; ++x) {
       if (stays(x) && a.coordinate(p, x) != 0) return false;
@@ -65,7 +70,8 @@ std::int64_t fewest(const ShardSpec& from, const ShardSpec& to) {
       index[d] = rest % from.shape()[d];
       rest /= from.shape()[d];
     }
-    std::vector<int> held, wanted;  // wanted: one rank for each set of ranks of which one must have it
+    // wanted: one rank for each set of ranks of which one must have it
+    std::vector<int> held, wanted;
     for (int p = 0; p < ranks; ++p) {
       if (!in_layer(p)) continue;
       if (holds(a.box(p), index)) held.push_back(p);
@@ -85,9 +91,11 @@ std::int64_t fewest(const ShardSpec& from, const ShardSpec& to) {
   return total * layers;
 }
 
-// What the calls in a trace moved, summed over all ranks by the caller. In halves, because a message is counted by both sides.
-// A rank's own part of an all-to-all may go through the call or past it.
-double moved(const CommTrace& trace, const std::map<std::string, int>& sizes, double sent, double own) {
+// What the calls in a trace moved, summed over all ranks by the caller. In halves, because a
+// message is counted by both sides. A rank's own part of an all-to-all may go through the call or
+// past it.
+double moved(const CommTrace& trace, const std::map<std::string, int>& sizes, double sent,
+             double own) {
   double bytes = 0;
   for (const CommEvent& e : trace.events()) {
     const double n = sizes.at(e.group), given = static_cast<double>(e.bytes);
@@ -98,7 +106,8 @@ double moved(const CommTrace& trace, const std::map<std::string, int>& sizes, do
     } else if (e.operation == "all_reduce") {
       bytes += 2 * given * (n - 1) / n;
     } else if (e.operation == "all_to_all") {
-      EXPECT_TRUE(given == sent || given == sent + own) << given << " of " << sent << " and " << own;
+      EXPECT_TRUE(given == sent || given == sent + own)
+          << given << " of " << sent << " and " << own;
       bytes += sent;
     } else if (e.operation == "exchange") {
       bytes += given / 2;
@@ -111,7 +120,8 @@ double moved(const CommTrace& trace, const std::map<std::string, int>& sizes, do
 
 // Every partial axis of a kind of its own choice; `alike`: all of one.
 ShardSpec with_kinds(Draw& draw, const ShardSpec& spec, bool alike, bool integers = false) {
-  const std::vector<ReduceOp::Kind> kinds = {ReduceOp::Kind::sum, ReduceOp::Kind::avg, ReduceOp::Kind::product, ReduceOp::Kind::min,
+  const std::vector<ReduceOp::Kind> kinds = {ReduceOp::Kind::sum, ReduceOp::Kind::avg,
+                                             ReduceOp::Kind::product, ReduceOp::Kind::min,
                                              ReduceOp::Kind::max};
   const auto any = [&] {
     const auto kind = draw.of(kinds);
@@ -133,8 +143,9 @@ bool of_two_kinds(const ShardSpec& spec) {
   return kinds.size() > 1;
 }
 
-// Partial axes of two kinds do not commute: the terms of a rank are of no use before all others of its axis have been added. Each axis is reduced
-// for itself, on the whole of what a rank holds; then the rest is as of a tensor that has no terms.
+// Partial axes of two kinds do not commute: the terms of a rank are of no use before all others of
+// its axis have been added. Each axis is reduced for itself, on the whole of what a rank holds;
+// then the rest is as of a tensor that has no terms.
 double fewest_of_two_kinds(const ShardSpec& from, const ShardSpec& to) {
   const Sharding& a = from.sharding();
   ShardSpec reduced = from;
@@ -142,7 +153,8 @@ double fewest_of_two_kinds(const ShardSpec& from, const ShardSpec& to) {
   for (int x = 0; x < from.mesh_dims(); ++x) {
     if (!from.placements()[x].is_partial()) continue;
     const double n = a.mesh()[x];
-    for (int p = 0; p < a.positions(); ++p) total += 2 * (n - 1) / n * static_cast<double>(volume(a.box(p)));
+    for (int p = 0; p < a.positions(); ++p)
+      total += 2 * (n - 1) / n * static_cast<double>(volume(a.box(p)));
     reduced = reduced.with_placement(x, Replicate());
   }
   return total + static_cast<double>(fewest(reduced, to));
@@ -153,7 +165,8 @@ struct Counted {
   std::string calls;
 };
 
-Counted count(DistributedManager& manager, const DeviceMesh& mesh, const at::Tensor& x, const ShardSpec& to) {
+Counted count(DistributedManager& manager, const DeviceMesh& mesh, const at::Tensor& x,
+              const ShardSpec& to) {
   const ShardSpec from = spec(x);
   std::map<std::string, int> sizes;
   for (int set = 1; set < 1 << mesh.layout().dims(); ++set) {
@@ -182,18 +195,21 @@ Counted count(DistributedManager& manager, const DeviceMesh& mesh, const at::Ten
 
 }  // namespace
 
-// Nothing that shards could be terms of two kinds of: the value is made whole on those axes, and one rank of each keeps it.
+// Nothing that shards could be terms of two kinds of: the value is made whole on those axes, and
+// one rank of each keeps it.
 ShardSpec aim(const ShardSpec& from, const ShardSpec& to) {
   if (!of_two_kinds(to)) return to;
   ShardSpec whole = to;
   for (int x = 0; x < to.mesh_dims(); ++x) {
-    if (to.placements()[x].is_partial() && !(from.placements()[x] == to.placements()[x])) whole = whole.with_placement(x, Replicate());
+    if (to.placements()[x].is_partial() && !(from.placements()[x] == to.placements()[x]))
+      whole = whole.with_placement(x, Replicate());
   }
   return whole;
 }
 
-// Whatever the terms are combined by, a message carries one term or one result, so that the bound is one for all kinds. Terms of one kind may meet in
-// any order and attain it; those of two kinds must be combined axis by axis: how much more that moves is known, and not more does.
+// Whatever the terms are combined by, a message carries one term or one result, so that the bound
+// is one for all kinds. Terms of one kind may meet in any order and attain it; those of two kinds
+// must be combined axis by axis: how much more that moves is known, and not more does.
 TEST(Movement, NoPairMovesMoreThanItMust) {
   for (const int ranks : {1, 2, 3, 4}) {
     int pairs = 0, exact = 0, reductions = 0, two_kinds = 0;
@@ -205,23 +221,31 @@ TEST(Movement, NoPairMovesMoreThanItMust) {
         test::seed(i);
         const at::Tensor value = randn(s, at::kDouble);
         const bool alike = draw.chance(80);
-        const ShardSpec from = with_kinds(draw, draw.spec(mesh, s), alike), to = with_kinds(draw, draw.spec(mesh, s), alike);
+        const ShardSpec from = with_kinds(draw, draw.spec(mesh, s), alike),
+                        to = with_kinds(draw, draw.spec(mesh, s), alike);
         const at::Tensor x = leaf(value, from, false);
         ASSERT_LT(difference(redistribute(x, to), value), 1e-13) << from << " to " << to;
         const Counted c = count(manager, mesh, x, to);
         const std::int64_t bound = fewest(from, to) * 8;
         bool reduces = false;
-        for (int a = 0; a < from.mesh_dims(); ++a) reduces |= from.placements()[a].is_partial() && !(from.placements()[a] == to.placements()[a]);
-        // A reduction may need one step more for what ends up elsewhere than where its terms are; a nested cut that becomes terms, too.
+        for (int a = 0; a < from.mesh_dims(); ++a)
+          reduces |=
+              from.placements()[a].is_partial() && !(from.placements()[a] == to.placements()[a]);
+        // A reduction may need one step more for what ends up elsewhere than where its terms are; a
+        // nested cut that becomes terms, too.
         if (of_two_kinds(from)) {
-          ASSERT_NEAR(c.bytes, fewest_of_two_kinds(from, aim(from, to)) * 8, 1e-6) << from << " to " << to << ": " << c.calls;
+          ASSERT_NEAR(c.bytes, fewest_of_two_kinds(from, aim(from, to)) * 8, 1e-6)
+              << from << " to " << to << ": " << c.calls;
         } else if (reduces || (to.has_partial() && !from.has_partial())) {
           const std::int64_t most = fewest(from, aim(from, to)) * 8 + from.numel() * 8;
-          ASSERT_LE(c.bytes, static_cast<double>(most) + 1e-6) << from << " to " << to << ": " << c.calls;
+          ASSERT_LE(c.bytes, static_cast<double>(most) + 1e-6)
+              << from << " to " << to << ": " << c.calls;
         } else {
-          ASSERT_NEAR(c.bytes, static_cast<double>(bound), 1e-6) << from << " to " << to << ": " << c.calls;
+          ASSERT_NEAR(c.bytes, static_cast<double>(bound), 1e-6)
+              << from << " to " << to << ": " << c.calls;
         }
-        ASSERT_GE(c.bytes, static_cast<double>(bound) - 1e-6) << from << " to " << to << ": " << c.calls << ": the bound is wrong";
+        ASSERT_GE(c.bytes, static_cast<double>(bound) - 1e-6)
+            << from << " to " << to << ": " << c.calls << ": the bound is wrong";
         if (manager.rank() == 0) {
           ++pairs;
           reductions += reduces;
@@ -230,8 +254,8 @@ TEST(Movement, NoPairMovesMoreThanItMust) {
         }
       }
     });
-    std::cout << ranks << " ranks: " << pairs << " pairs, " << exact << " at the bound, " << reductions << " with a reduction, " << two_kinds
-              << " of terms of two kinds\n";
+    std::cout << ranks << " ranks: " << pairs << " pairs, " << exact << " at the bound, "
+              << reductions << " with a reduction, " << two_kinds << " of terms of two kinds\n";
     EXPECT_GT(exact, pairs * 9 / 10);
   }
 }
@@ -246,15 +270,19 @@ TEST(Movement, EveryKindOfReductionKeepsTheValue) {
         test::seed(i);
         const bool integers = draw.chance(30);
         const at::Tensor value = integers ? randint(20, s).sub(10) : randn(s, at::kDouble);
-        const ShardSpec from = with_kinds(draw, draw.spec(mesh, s), false, integers), to = with_kinds(draw, draw.spec(mesh, s), false, integers);
-        const at::Tensor x = redistribute(distribute_tensor(value, mesh, std::vector<Placement>(mesh.layout().dims())), from);
+        const ShardSpec from = with_kinds(draw, draw.spec(mesh, s), false, integers),
+                        to = with_kinds(draw, draw.spec(mesh, s), false, integers);
+        const at::Tensor x = redistribute(
+            distribute_tensor(value, mesh, std::vector<Placement>(mesh.layout().dims())), from);
         ASSERT_EQ(spec(x), from);
         ASSERT_LT(difference(redistribute(x, to), value), 1e-13) << from << " to " << to;
       }
       const auto mesh = manager.mesh({{"x", ranks}});
       const at::Tensor truth = at::arange(6).remainder(2).to(at::kBool);
-      for (const auto kind : {ReduceOp::Kind::sum, ReduceOp::Kind::product, ReduceOp::Kind::min, ReduceOp::Kind::max}) {
-        const at::Tensor x = redistribute(distribute_tensor(truth, mesh, {Shard(0)}), {Partial(kind)});
+      for (const auto kind : {ReduceOp::Kind::sum, ReduceOp::Kind::product, ReduceOp::Kind::min,
+                              ReduceOp::Kind::max}) {
+        const at::Tensor x =
+            redistribute(distribute_tensor(truth, mesh, {Shard(0)}), {Partial(kind)});
         EXPECT_EQ(difference(redistribute(x, {Shard(0)}), truth), 0) << Partial(kind);
       }
     });
@@ -264,8 +292,8 @@ TEST(Movement, EveryKindOfReductionKeepsTheValue) {
 TEST(Movement, TheBestCallForEach) {
   on_threads(4, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"a", 2}, {"b", 2}});
-    const auto calls = [&](const std::vector<Placement>& from, const std::vector<Placement>& to, const ShardSizes& from_sizes = {},
-                           const ShardSizes& to_sizes = {}) {
+    const auto calls = [&](const std::vector<Placement>& from, const std::vector<Placement>& to,
+                           const ShardSizes& from_sizes = {}, const ShardSizes& to_sizes = {}) {
       const at::Tensor x = distribute_tensor(at::ones({8, 8}, at::kDouble), mesh, from, from_sizes);
       return count(manager, mesh, x, ShardSpec(mesh, {8, 8}, to, to_sizes)).calls;
     };
@@ -279,7 +307,9 @@ TEST(Movement, TheBestCallForEach) {
     EXPECT_EQ(calls({p, r}, {r, Shard(1)}), "all_reduce ") << "of the slice";
     EXPECT_EQ(calls({p, Shard(0)}, {r, Shard(1)}), "reduce_scatter exchange ");
     EXPECT_EQ(calls({Shard(0), r}, {Shard(1), r}), "all_to_all ");
-    EXPECT_EQ(calls({Shard(0), Shard(0)}, {Shard(0), Shard(0)}, {}, {{0, {3, 1, 2, 2}}}), manager.rank() < 2 ? "exchange " : "") << "neighbours only";
+    EXPECT_EQ(calls({Shard(0), Shard(0)}, {Shard(0), Shard(0)}, {}, {{0, {3, 1, 2, 2}}}),
+              manager.rank() < 2 ? "exchange " : "")
+        << "neighbours only";
     EXPECT_EQ(calls({Shard(0), Shard(0)}, {r, r}, {{0, {0, 8, 0, 0}}}), "broadcast ");
   });
 }
@@ -288,7 +318,8 @@ TEST(Movement, PlansAreMadeOnce) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     detail::RedistributionPlans plans;
-    const ShardSpec rows(mesh, {6, 4}, {Shard(0)}), columns(mesh, {6, 4}, {Shard(1)}), uneven(mesh, {6, 4}, {Shard(1)}, {{1, {3, 1}}});
+    const ShardSpec rows(mesh, {6, 4}, {Shard(0)}), columns(mesh, {6, 4}, {Shard(1)}),
+        uneven(mesh, {6, 4}, {Shard(1)}, {{1, {3, 1}}});
     const auto plan = plans.of(rows, columns);
     EXPECT_EQ(plans.of(rows, columns), plan);
     EXPECT_NE(plans.of(rows, uneven), plan);

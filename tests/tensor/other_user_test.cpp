@@ -1,5 +1,5 @@
-// Another library that uses the dispatch key of sharded tensors: they are refused, and say so. A program of its own, because kernels are the
-// process'.
+// Another library that uses the dispatch key of sharded tensors: they are refused, and say so. A
+// program of its own, because kernels are the process'.
 
 #include <torch/library.h>
 
@@ -8,10 +8,14 @@
 namespace tessera::test {
 
 TEST(Rule17Registration, RefusesASecondUserOfTheKey) {
-  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse2, __FILE__, __LINE__);
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse2,
+                                __FILE__, __LINE__);
   library.impl("empty.memory_format",
-               [](c10::SymIntArrayRef, std::optional<at::ScalarType>, std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>,
-                  std::optional<at::MemoryFormat>) -> at::Tensor { throw std::runtime_error("not meant to be called"); });
+               [](c10::SymIntArrayRef, std::optional<at::ScalarType>, std::optional<at::Layout>,
+                  std::optional<at::Device>, std::optional<bool>,
+                  std::optional<at::MemoryFormat>) -> at::Tensor {
+                 throw std::runtime_error("not meant to be called");
+               });
   on_threads(1, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 1}});
     for (int i = 0; i < 2; ++i) {

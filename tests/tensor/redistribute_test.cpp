@@ -24,11 +24,14 @@ TEST(Spec, LocalPartsTileTheWhole) {
         const ShardSpec spec = draw.spec(mesh, s, false);
         const at::Tensor count = at::zeros(s, at::kDouble);
         at::Tensor mine = count;
-        for (std::size_t d = 0; d < s.size(); ++d) mine = mine.narrow(static_cast<std::int64_t>(d), spec.local_offset()[d], spec.local_shape()[d]);
+        for (std::size_t d = 0; d < s.size(); ++d)
+          mine = mine.narrow(static_cast<std::int64_t>(d), spec.local_offset()[d],
+                             spec.local_shape()[d]);
         mine.add_(1);
         mesh.all().all_reduce(count);
         double copies = 1;
-        for (int a = 0; a < spec.mesh_dims(); ++a) copies *= spec.placements()[a].is_replicate() ? mesh.layout().size(a) : 1;
+        for (int a = 0; a < spec.mesh_dims(); ++a)
+          copies *= spec.placements()[a].is_replicate() ? mesh.layout().size(a) : 1;
         EXPECT_TRUE(count.eq(copies).all().item<bool>()) << spec;
       }
     });
@@ -91,7 +94,8 @@ TEST(FromLocal, GathersSizesAndTellsDisagreement) {
     EXPECT_EQ(full_tensor(x).sum().item<double>(), (2 * 1 + 4 * 2) * 4);
     EXPECT_THROW(from_local(at::zeros({2, r == 1 ? 3 : 4}), mesh, {Shard(0)}), InvalidArgument);
     EXPECT_THROW(from_local(at::zeros({2, r}), mesh, {Replicate()}), InvalidArgument);
-    EXPECT_THROW(from_local(at::zeros({2}, r ? at::kFloat : at::kDouble), mesh, {Shard(0)}), InvalidArgument);
+    EXPECT_THROW(from_local(at::zeros({2}, r ? at::kFloat : at::kDouble), mesh, {Shard(0)}),
+                 InvalidArgument);
   });
 }
 
@@ -116,7 +120,8 @@ TEST(Scatter, FromAnyRank) {
     const auto mesh = manager.mesh({{"a", 2}, {"b", 2}});
     for (int root = 0; root < 4; ++root) {
       const at::Tensor value = at::arange(15, at::kDouble).reshape({5, 3}) + root;
-      const at::Tensor x = scatter(manager.rank() == root ? value : at::Tensor(), mesh, {Shard(1), Partial()}, {{1, {3, 0}}}, root);
+      const at::Tensor x = scatter(manager.rank() == root ? value : at::Tensor(), mesh,
+                                   {Shard(1), Partial()}, {{1, {3, 0}}}, root);
       EXPECT_EQ(difference(x, value), 0);
     }
   });

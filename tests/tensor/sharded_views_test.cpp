@@ -1,4 +1,5 @@
-// Views whose base had to be gathered, kernels' own temporaries, plain tensors that differ, and failures of one rank.
+// Views whose base had to be gathered, kernels' own temporaries, plain tensors that differ, and
+// failures of one rank.
 
 #include <torch/library.h>
 
@@ -8,7 +9,8 @@ namespace tessera::test {
 
 namespace {
 
-// A kernel as libtorch's own are: a plain tensor of the result's shape, filled through a view of it.
+// A kernel as libtorch's own are: a plain tensor of the result's shape, filled through a view of
+// it.
 at::Tensor embed(const at::Tensor& x) {
   const at::Tensor result = at::zeros({x.size(0), x.size(0)}, at::TensorOptions(x.scalar_type()));
   result.diagonal().copy_(x);
@@ -48,14 +50,16 @@ TEST(Rule06ViewsThatMove, WritesReachTheBase) {
     };
     const at::Tensor value = randn({5, 4}, at::kDouble);
     const at::Tensor expected = write(value.clone());
-    for (const ShardSpec& spec : {ShardSpec(mesh, {5, 4}, {Shard(0)}, {{0, {3, 2}}}), ShardSpec(mesh, {5, 4}, {Shard(1)}, {{1, {1, 3}}}),
+    for (const ShardSpec& spec : {ShardSpec(mesh, {5, 4}, {Shard(0)}, {{0, {3, 2}}}),
+                                  ShardSpec(mesh, {5, 4}, {Shard(1)}, {{1, {1, 3}}}),
                                   ShardSpec(mesh, {5, 4}, {Shard(0)}, {{0, {0, 5}}})}) {
       EXPECT_EQ(difference(write(distribute_tensor(value.clone(), spec)), expected), 0) << spec;
     }
   });
 }
 
-// A conjugate is a view, and so are its real and imaginary parts: what is written to them reaches the tensor.
+// A conjugate is a view, and so are its real and imaginary parts: what is written to them reaches
+// the tensor.
 TEST(Rule04LazyBits, WritesReachTheBase) {
   on_two([](DistributedManager&, const DeviceMesh& mesh) {
     const auto write = [](at::Tensor x) {
@@ -68,17 +72,24 @@ TEST(Rule04LazyBits, WritesReachTheBase) {
     };
     const at::Tensor value = randn({5, 4}, at::kComplexDouble), w = randn({5, 4}, at::kDouble);
     const at::Tensor expected = write(value.clone());
-    for (const ShardSpec& spec : {ShardSpec::replicated(mesh, {5, 4}), ShardSpec(mesh, {5, 4}, {Shard(0)}, {{0, {3, 2}}}),
-                                  ShardSpec(mesh, {5, 4}, {Shard(1)}, {{1, {4, 0}}})}) {
+    for (const ShardSpec& spec :
+         {ShardSpec::replicated(mesh, {5, 4}), ShardSpec(mesh, {5, 4}, {Shard(0)}, {{0, {3, 2}}}),
+          ShardSpec(mesh, {5, 4}, {Shard(1)}, {{1, {4, 0}}})}) {
       EXPECT_EQ(difference(write(distribute_tensor(value.clone(), spec)), expected), 0) << spec;
       EXPECT_TRUE(distribute_tensor(value.clone(), spec).conj().is_conj());
-      const at::Tensor a = value.clone().requires_grad_(), x = distribute_tensor(value.clone(), spec).requires_grad_();
+      const at::Tensor a = value.clone().requires_grad_(),
+                       x = distribute_tensor(value.clone(), spec).requires_grad_();
       (at::real(a.conj() * a.conj()) * at::imag(a.conj()) * w).sum().backward();
-      (at::real(x.conj() * x.conj()) * at::imag(x.conj()) * distribute_tensor(w, mesh, spec.placements(), spec.sizes())).sum().backward();
+      (at::real(x.conj() * x.conj()) * at::imag(x.conj()) *
+       distribute_tensor(w, mesh, spec.placements(), spec.sizes()))
+          .sum()
+          .backward();
       EXPECT_LT(difference(x.grad(), a.grad()), 1e-12) << spec;
     }
-    // Each rank holds a factor of every element: neither real parts nor negatives of factors are those of the product.
-    const at::Tensor factors = distribute_tensor(value.clone(), ShardSpec(mesh, {5, 4}, {Partial(ReduceOp::Kind::product)}));
+    // Each rank holds a factor of every element: neither real parts nor negatives of factors are
+    // those of the product.
+    const at::Tensor factors = distribute_tensor(
+        value.clone(), ShardSpec(mesh, {5, 4}, {Partial(ReduceOp::Kind::product)}));
     EXPECT_LT(difference(at::real(factors), at::real(value)), 1e-12);
     EXPECT_LT(difference(at::imag(factors.conj()), at::imag(value.conj())), 1e-12);
     const at::Tensor sum = value.clone();
@@ -98,7 +109,9 @@ TEST(Rule06ViewsThatMove, GradientsOfWrites) {
       return x.grad();
     };
     const at::Tensor expected = gradient(value.clone().requires_grad_(true));
-    EXPECT_LT(difference(gradient(leaf(value, ShardSpec(mesh, {5, 4}, {Shard(0)}, {{0, {2, 3}}}))), expected), 1e-14);
+    EXPECT_LT(difference(gradient(leaf(value, ShardSpec(mesh, {5, 4}, {Shard(0)}, {{0, {2, 3}}}))),
+                         expected),
+              1e-14);
   });
 }
 
@@ -120,7 +133,9 @@ TEST(Rule06ViewsThatMove, AreRefusedOnceTheBaseHasChanged) {
 TEST(Rule16PlainTemporaries, WithViewsAreRefused) {
   on_two([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor x = distribute_tensor(at::ones({4}), mesh, {Shard(0)});
-    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tessera_view_test::embed", "").typed<at::Tensor(const at::Tensor&)>();
+    const auto op = c10::Dispatcher::singleton()
+                        .findSchemaOrThrow("tessera_view_test::embed", "")
+                        .typed<at::Tensor(const at::Tensor&)>();
     try {
       op.call(x);
       ADD_FAILURE() << "the write to the diagonal is lost";
@@ -147,7 +162,8 @@ TEST(Failures, OfOneRankReachTheOthers) {
   const auto start = std::chrono::steady_clock::now();
   EXPECT_ANY_THROW(on_two([&](DistributedManager& manager, const DeviceMesh& mesh) {
     const at::Tensor table = distribute_tensor(at::ones({4, 2}), mesh, {Replicate()});
-    const at::Tensor index = from_local(at::full({3}, manager.rank() == 1 ? 9 : 1, at::kLong), mesh, {Shard(0)}, {{0, {3, 3}}});
+    const at::Tensor index = from_local(at::full({3}, manager.rank() == 1 ? 9 : 1, at::kLong), mesh,
+                                        {Shard(0)}, {{0, {3, 3}}});
     try {
       whole(at::embedding(table, index).sum());
     } catch (const PeerLostError& e) {
@@ -170,7 +186,9 @@ TEST(Failures, OfOneRankReachTheOthers) {
 TEST(Failures, RefusalsLeaveEverythingUsable) {
   on_two([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor x = distribute_tensor(at::ones({4, 4}), mesh, {Shard(0)});
-    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tessera_view_test::without_rule", "").typed<at::Tensor(const at::Tensor&)>();
+    const auto op = c10::Dispatcher::singleton()
+                        .findSchemaOrThrow("tessera_view_test::without_rule", "")
+                        .typed<at::Tensor(const at::Tensor&)>();
     EXPECT_THROW(op.call(x), NoRuleError);
     EXPECT_ANY_THROW(x + at::ones({3}));
     EXPECT_EQ(whole(x.sum()).item<float>(), 16);

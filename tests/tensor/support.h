@@ -1,5 +1,6 @@
 #pragma once
-// What the tests of sharded tensors share: specs drawn at random, and comparison with plain libtorch.
+// What the tests of sharded tensors share: specs drawn at random, and comparison with plain
+// libtorch.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
@@ -16,15 +17,22 @@
 
 namespace tessera::test {
 
-// Ranks are threads of one process: libtorch's default generator would be shared by all. Each thread has one of its own, seeded alike.
+// Ranks are threads of one process: libtorch's default generator would be shared by all. Each
+// thread has one of its own, seeded alike.
 inline at::Generator& generator() {
   static thread_local at::Generator one = at::detail::createCPUGenerator();
   return one;
 }
 inline void seed(std::uint64_t n) { generator().set_current_seed(n); }
-inline at::Tensor randn(at::IntArrayRef shape, at::ScalarType type = at::kFloat) { return at::randn(shape, generator(), type); }
-inline at::Tensor rand(at::IntArrayRef shape, at::ScalarType type = at::kFloat) { return at::rand(shape, generator(), type); }
-inline at::Tensor randint(std::int64_t high, at::IntArrayRef shape) { return at::randint(high, shape, generator(), at::kLong); }
+inline at::Tensor randn(at::IntArrayRef shape, at::ScalarType type = at::kFloat) {
+  return at::randn(shape, generator(), type);
+}
+inline at::Tensor rand(at::IntArrayRef shape, at::ScalarType type = at::kFloat) {
+  return at::rand(shape, generator(), type);
+}
+inline at::Tensor randint(std::int64_t high, at::IntArrayRef shape) {
+  return at::randint(high, shape, generator(), at::kLong);
+}
 /// Parameters that are the same on every rank.
 inline void fill(torch::nn::Module& module, std::uint64_t with) {
   const at::NoGradGuard no_grad;
@@ -33,19 +41,26 @@ inline void fill(torch::nn::Module& module, std::uint64_t with) {
 }
 
 /// The whole value, wherever it lies.
-inline at::Tensor whole(const at::Tensor& t) { return is_sharded(t) ? full_tensor(t.detach()) : t.detach(); }
+inline at::Tensor whole(const at::Tensor& t) {
+  return is_sharded(t) ? full_tensor(t.detach()) : t.detach();
+}
 
-/// Largest difference relative to the largest value of `expected`, or to `floor` if that is larger; infinite where shapes, dtypes or NaNs differ.
+/// Largest difference relative to the largest value of `expected`, or to `floor` if that is larger;
+/// infinite where shapes, dtypes or NaNs differ.
 inline double difference(const at::Tensor& got, const at::Tensor& expected, double floor = 1e-30) {
   const at::Tensor a = whole(got), b = whole(expected);
-  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return std::numeric_limits<double>::infinity();
+  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type())
+    return std::numeric_limits<double>::infinity();
   if (a.numel() == 0) return 0;
-  const auto real = [](const at::Tensor& t) { return (t.is_complex() ? at::view_as_real(t.resolve_conj()) : t).to(at::kDouble); };
+  const auto real = [](const at::Tensor& t) {
+    return (t.is_complex() ? at::view_as_real(t.resolve_conj()) : t).to(at::kDouble);
+  };
   const at::Tensor x = real(a), y = real(b);
   if (!at::isnan(x).equal(at::isnan(y))) return std::numeric_limits<double>::infinity();
   const at::Tensor both = at::where(at::isfinite(y), y, at::zeros_like(y));
   const double scale = std::max({both.abs().max().item<double>(), floor, 1e-30});
-  const at::Tensor d = at::where(x.eq(y).logical_or(at::isnan(y)), at::zeros_like(x), (x - y).abs());
+  const at::Tensor d =
+      at::where(x.eq(y).logical_or(at::isnan(y)), at::zeros_like(x), (x - y).abs());
   return d.max().item<double>() / scale;
 }
 
@@ -65,7 +80,8 @@ class Draw {
     Sizes all(parts, 0);
     switch (below(3)) {
       case 0:
-        for (std::int64_t i = 0; i < extent; ++i) ++all[i * parts / std::max<std::int64_t>(extent, 1)];
+        for (std::int64_t i = 0; i < extent; ++i)
+          ++all[i * parts / std::max<std::int64_t>(extent, 1)];
         break;
       case 1:
         for (std::int64_t i = 0; i < extent; ++i) ++all[below(parts)];
@@ -76,8 +92,10 @@ class Draw {
     return all;
   }
 
-  /// A spec of any placements; `partial`: also partial ones, extrema only if the values are not complex.
-  ShardSpec spec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape, bool partial = true, bool complex = false) {
+  /// A spec of any placements; `partial`: also partial ones, extrema only if the values are not
+  /// complex.
+  ShardSpec spec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape,
+                 bool partial = true, bool complex = false) {
     std::vector<Placement> placements;
     std::map<int, int> parts;
     for (const Axis& axis : mesh.layout().axes()) {
@@ -106,9 +124,11 @@ class Draw {
   std::vector<Axis> axes(int ranks) {
     std::vector<int> sizes{ranks};
     if (ranks == 4 && chance(50)) sizes = {2, 2};
-    while (sizes.size() < 3 && chance(25)) sizes.insert(sizes.begin() + below(static_cast<int>(sizes.size()) + 1), 1);
+    while (sizes.size() < 3 && chance(25))
+      sizes.insert(sizes.begin() + below(static_cast<int>(sizes.size()) + 1), 1);
     std::vector<Axis> all;
-    for (const int n : sizes) all.push_back({std::string(1, static_cast<char>('a' + all.size())), n});
+    for (const int n : sizes)
+      all.push_back({std::string(1, static_cast<char>('a' + all.size())), n});
     return all;
   }
 

@@ -25,8 +25,8 @@ std::string hash_bytes(std::uint64_t value) {
   return bytes;
 }
 
-/// The ranks' texts, or nothing where all are equal. Through the store where the group has no other way (ManagerState::meeting_place()), else by the
-/// group's own calls.
+/// The ranks' texts, or nothing where all are equal. Through the store where the group has no other
+/// way (ManagerState::meeting_place()), else by the group's own calls.
 std::vector<std::string> texts_that_differ(const Group& group, const std::string& text) {
   constexpr auto kCall = "agreement";
   const std::uint64_t value = Hash().text(text).value();
@@ -37,16 +37,21 @@ std::vector<std::string> texts_that_differ(const Group& group, const std::string
     state.watch().begin(sequence, kCall);
     try {
       const auto key = concat(kCall, " ", sequence);
-      if (detail::agree_at_store(*state.store(), key, state.size(), value, state.timeout())) return {};
-      return detail::gather_at_store(*state.store(), key, state.rank(), state.size(), text, state.timeout());
+      if (detail::agree_at_store(*state.store(), key, state.size(), value, state.timeout()))
+        return {};
+      return detail::gather_at_store(*state.store(), key, state.rank(), state.size(), text,
+                                     state.timeout());
     } catch (...) {
       state.watch().fail(kCall, sequence, std::current_exception(), state.timeout());
     }
   }
   const CallOptions options{.name = kCall};
   const auto hashes = group.all_gather_bytes(hash_bytes(value), options);
-  if (std::all_of(hashes.begin(), hashes.end(), [&](const std::string& h) { return h == hashes.front(); })) return {};
-  return group.all_gather_bytes(text, options);  // all ranks take this branch together, since all hold the same hashes
+  if (std::all_of(hashes.begin(), hashes.end(),
+                  [&](const std::string& h) { return h == hashes.front(); }))
+    return {};
+  // all ranks take this branch together, since all hold the same hashes
+  return group.all_gather_bytes(text, options);
 }
 
 }  // namespace
@@ -54,17 +59,24 @@ std::vector<std::string> texts_that_differ(const Group& group, const std::string
 void require_agreement(const Group& group, const std::string& subject, const std::string& text) {
   const auto texts = texts_that_differ(group, text);
   if (texts.empty()) return;
-  const auto second =
-      static_cast<std::size_t>(std::find_if(texts.begin(), texts.end(), [&](const std::string& t) { return t != texts.front(); }) - texts.begin());
+  const auto second = static_cast<std::size_t>(
+      std::find_if(texts.begin(), texts.end(),
+                   [&](const std::string& t) { return t != texts.front(); }) -
+      texts.begin());
   const auto a = lines_of(texts.front()), b = lines_of(texts[second]);
   std::size_t line = 0;
   while (line < a.size() && line < b.size() && a[line] == b[line]) ++line;
-  auto shown = [line](const std::vector<std::string>& lines) { return line < lines.size() ? concat('"', lines[line], '"') : std::string("nothing"); };
+  auto shown = [line](const std::vector<std::string>& lines) {
+    return line < lines.size() ? concat('"', lines[line], '"') : std::string("nothing");
+  };
   std::vector<int> with_first, with_other;
-  for (std::size_t r = 0; r < texts.size(); ++r) (texts[r] == texts.front() ? with_first : with_other).push_back(group.ranks()[r]);
-  throw MismatchError(concat("group '", group.name(), "': the ranks disagree about ", subject, ". First difference, line ", line + 1, ": ranks ",
-                             list(with_first), " have ", shown(a), ", rank ", group.ranks()[second], " has ", shown(b),
-                             " (ranks that differ from the first: ", list(with_other), "). Give every rank the same."));
+  for (std::size_t r = 0; r < texts.size(); ++r)
+    (texts[r] == texts.front() ? with_first : with_other).push_back(group.ranks()[r]);
+  throw MismatchError(concat("group '", group.name(), "': the ranks disagree about ", subject,
+                             ". First difference, line ", line + 1, ": ranks ", list(with_first),
+                             " have ", shown(a), ", rank ", group.ranks()[second], " has ",
+                             shown(b), " (ranks that differ from the first: ", list(with_other),
+                             "). Give every rank the same."));
 }
 
 }  // namespace tessera

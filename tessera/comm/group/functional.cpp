@@ -14,18 +14,21 @@ namespace {
 
 using at::Tensor;
 
-// A linear map over the ranks and its adjoint. The adjoint is made of the functions of this file, so it can be differentiated again.
+// A linear map over the ranks and its adjoint. The adjoint is made of the functions of this file,
+// so it can be differentiated again.
 struct LinearMap : torch::CustomClassHolder {
   std::function<Tensor(const Tensor&)> map, adjoint;
 };
 
 class LinearFunction : public torch::autograd::Function<LinearFunction> {
  public:
-  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x, const c10::intrusive_ptr<LinearMap>& linear) {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x,
+                        const c10::intrusive_ptr<LinearMap>& linear) {
     context->saved_data["map"] = c10::IValue::make_capsule(linear);
     return linear->map(x);
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
     const auto capsule = context->saved_data["map"].toCapsule();
     auto* linear = static_cast<LinearMap*>(capsule.get());
     return {linear->adjoint(gradients[0]), Tensor()};
@@ -40,7 +43,8 @@ Tensor apply(const Tensor& x, Map map, Adjoint adjoint) {
   return LinearFunction::apply(x, linear);
 }
 
-// Ranks that disagree about needing a gradient would wait for each other in backward; as the call's name it is compared by CheckLevel::collective.
+// Ranks that disagree about needing a gradient would wait for each other in backward; as the call's
+// name it is compared by CheckLevel::collective.
 CallOptions options_for(const Tensor& x) {
   CallOptions options;
   if (at::GradMode::is_enabled() && x.requires_grad()) options.name = "with gradient";
@@ -56,7 +60,8 @@ double weight(const Group& group, ReduceOp op, const char* call) {
     case ReduceOp::Kind::premultiplied:
       return op.factor;
     default:
-      throw InvalidArgument(concat("functional::", call, " with ", to_string(op.kind), " is not linear; use sum, avg or premultiplied"));
+      throw InvalidArgument(concat("functional::", call, " with ", to_string(op.kind),
+                                   " is not linear; use sum, avg or premultiplied"));
   }
 }
 
@@ -69,13 +74,16 @@ Tensor with_rows(const Tensor& x, std::int64_t rows) {
   return at::empty(shape, x.options().requires_grad(false));
 }
 
-std::int64_t total(const Sizes& sizes) { return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}); }
+std::int64_t total(const Sizes& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
+}
 
 std::int64_t rows_of(const Tensor& x) { return x.dim() == 0 ? 1 : x.size(0); }
 
 std::int64_t equal_rows(const Group& group, const Tensor& x, const char* call) {
   if (rows_of(x) % group.size() != 0)
-    throw InvalidArgument(concat("functional::", call, " in group '", group.name(), "': ", rows_of(x), " rows cannot be cut into ", group.size(),
+    throw InvalidArgument(concat("functional::", call, " in group '", group.name(),
+                                 "': ", rows_of(x), " rows cannot be cut into ", group.size(),
                                  " equal parts; give sizes"));
   return rows_of(x) / group.size();
 }
@@ -83,7 +91,10 @@ std::int64_t equal_rows(const Group& group, const Tensor& x, const char* call) {
 // The value on the root, zeros elsewhere: of a value that all ranks hold alike.
 Tensor at_root(const Group& group, const Tensor& x, int root) {
   return apply(
-      x, [group, root](const Tensor& t) { return group.rank() == root ? t.clone() : at::zeros_like(t); },
+      x,
+      [group, root](const Tensor& t) {
+        return group.rank() == root ? t.clone() : at::zeros_like(t);
+      },
       [group, root](const Tensor& g) { return broadcast(group, g, root, Cotangent::replicated); });
 }
 
@@ -99,12 +110,18 @@ Tensor all_reduce(const Group& group, const Tensor& x, ReduceOp op, Cotangent co
         group.all_reduce(y, op, options);
         return y;
       },
-      [=](const Tensor& g) { return weighted(cotangent == Cotangent::summed ? all_reduce(group, g) : replicate(group, g), factor); });
+      [=](const Tensor& g) {
+        return weighted(cotangent == Cotangent::summed ? all_reduce(group, g) : replicate(group, g),
+                        factor);
+      });
 }
 
 Tensor replicate(const Group& group, const Tensor& x) {
   return apply(
-      x, [](const Tensor& t) { return t.clone(); }, [group](const Tensor& g) { return all_reduce(group, g, ReduceOp::sum, Cotangent::replicated); });
+      x, [](const Tensor& t) { return t.clone(); },
+      [group](const Tensor& g) {
+        return all_reduce(group, g, ReduceOp::sum, Cotangent::replicated);
+      });
 }
 
 Tensor all_gather(const Group& group, const Tensor& x, const Sizes& sizes, Cotangent cotangent) {
@@ -119,15 +136,17 @@ Tensor all_gather(const Group& group, const Tensor& x, const Sizes& sizes, Cotan
         return y;
       },
       [=](const Tensor& g) {
-        auto d = cotangent == Cotangent::summed ? reduce_scatter(group, g, sizes) : own_rows(group, g, all);
+        auto d = cotangent == Cotangent::summed ? reduce_scatter(group, g, sizes)
+                                                : own_rows(group, g, all);
         return scalar ? d.squeeze(0) : d;
       });
 }
 
 Tensor own_rows(const Group& group, const Tensor& x, const Sizes& sizes) {
   if (static_cast<int>(sizes.size()) != group.size() || total(sizes) != rows_of(x))
-    throw InvalidArgument(concat("functional::own_rows in group '", group.name(), "' of ", group.size(), " ranks: sizes ", list(sizes),
-                                 " do not cut ", rows_of(x), " rows"));
+    throw InvalidArgument(concat("functional::own_rows in group '", group.name(), "' of ",
+                                 group.size(), " ranks: sizes ", list(sizes), " do not cut ",
+                                 rows_of(x), " rows"));
   const auto begin = std::accumulate(sizes.begin(), sizes.begin() + group.rank(), std::int64_t{0});
   return apply(
       x, [=](const Tensor& t) { return t.narrow(0, begin, sizes[group.rank()]).clone(); },
@@ -148,7 +167,8 @@ Tensor reduce_scatter(const Group& group, const Tensor& x, const Sizes& sizes, R
       [=](const Tensor& g) { return weighted(all_gather(group, g, sizes), factor); });
 }
 
-Tensor all_to_all(const Group& group, const Tensor& x, const Sizes& output_sizes, const Sizes& input_sizes) {
+Tensor all_to_all(const Group& group, const Tensor& x, const Sizes& output_sizes,
+                  const Sizes& input_sizes) {
   const auto options = options_for(x);
   const auto rows = output_sizes.empty() ? rows_of(x) : total(output_sizes);
   return apply(
@@ -170,7 +190,9 @@ Tensor broadcast(const Group& group, const Tensor& x, int root, Cotangent cotang
         group.broadcast(y, root, options);
         return y;
       },
-      [=](const Tensor& g) { return cotangent == Cotangent::summed ? reduce(group, g, root) : at_root(group, g, root); });
+      [=](const Tensor& g) {
+        return cotangent == Cotangent::summed ? reduce(group, g, root) : at_root(group, g, root);
+      });
 }
 
 Tensor reduce(const Group& group, const Tensor& x, int root, ReduceOp op) {
@@ -207,7 +229,8 @@ Tensor gather(const Group& group, const Tensor& x, int root, const Sizes& sizes)
 Tensor scatter(const Group& group, const Tensor& x, int root, const Sizes& sizes) {
   const auto options = options_for(x);
   if (static_cast<int>(sizes.size()) != group.size())
-    throw InvalidArgument(concat("functional::scatter in group '", group.name(), "': ", sizes.size(), " sizes for ", group.size(), " ranks"));
+    throw InvalidArgument(concat("functional::scatter in group '", group.name(),
+                                 "': ", sizes.size(), " sizes for ", group.size(), " ranks"));
   // What a rank off the root gave as `x` has a gradient of its own shape: zeros.
   const auto shape = x.sizes().vec();
   return apply(
@@ -219,7 +242,8 @@ Tensor scatter(const Group& group, const Tensor& x, int root, const Sizes& sizes
       },
       [=](const Tensor& g) {
         auto whole = gather(group, g, root, sizes);
-        // Off the root `whole` has no elements: its sum keeps the call in the graph of a second derivative.
+        // Off the root `whole` has no elements: its sum keeps the call in the graph of a second
+        // derivative.
         return group.rank() == root ? whole : at::zeros(shape, g.options()) + whole.sum();
       });
 }

@@ -1,29 +1,38 @@
 #pragma once
-// Differentiable collectives: they return new tensors, and backward() sends the gradients the other way. Everything may be uneven along dim 0, zeros
-// included, and can be differentiated twice.
+// Differentiable collectives: they return new tensors, and backward() sends the gradients the other
+// way. Everything may be uneven along dim 0, zeros included, and can be differentiated twice.
 //
 //   Tensor y = functional::all_gather(group, x, {3, 0, 2});      // y: the rows of all ranks
 //
-// What a gradient means across ranks. Write x = (x_0 ... x_{n-1}) for what the ranks put in, y = A x for what they get, <a, b> for the sum over ranks
-// of the ranks' inner products. There are two honest readings of the numbers that arrive in backward:
+// What a gradient means across ranks. Write x = (x_0 ... x_{n-1}) for what the ranks put in, y = A
+// x for what they get, <a, b> for the sum over ranks of the ranks' inner products. There are two
+// honest readings of the numbers that arrive in backward:
 //
-//   Cotangent::summed       The loss is L = L_0 + ... + L_{n-1}, each rank calls backward on its own L_r, and a cotangent is what this rank's loss
+//   Cotangent::summed       The loss is L = L_0 + ... + L_{n-1}, each rank calls backward on its
+//                           own L_r, and a cotangent is what this rank's loss
 //   contributes.
-//                           Backward applies the adjoint A' with <A x, y> = <x, A' y>: all_reduce -> all_reduce, all_gather -> reduce_scatter,
-//                           reduce_scatter -> all_gather, all_to_all -> all_to_all the other way, broadcast -> reduce, reduce -> broadcast,
+//                           Backward applies the adjoint A' with <A x, y> = <x, A' y>: all_reduce
+//                             -> all_reduce, all_gather -> reduce_scatter,
+//                           reduce_scatter -> all_gather, all_to_all -> all_to_all the other way,
+//                             broadcast -> reduce, reduce -> broadcast,
 //                           gather -> scatter, scatter -> gather, send -> receive.
-//   Cotangent::replicated   The output is the same on all ranks, all compute the same loss L from it, and L counts once. Cotangents are then equal on
+//   Cotangent::replicated   The output is the same on all ranks, all compute the same loss L from
+//                           it, and L counts once. Cotangents are then equal on
 //   all
-//                           ranks, and backward needs no communication: all_reduce -> the cotangent itself, all_gather -> this rank's rows of it,
-//                           broadcast -> the cotangent on the root, zero elsewhere. Twice differentiated, it communicates again.
+//                           ranks, and backward needs no communication: all_reduce -> the cotangent
+//                             itself, all_gather -> this rank's rows of it,
+//                           broadcast -> the cotangent on the root, zero elsewhere. Twice
+//                             differentiated, it communicates again.
 //
-// With one loss computed by all ranks, `summed` gives n times the gradient; with a loss per rank, `replicated` misses the others' contributions.
-// Example: two ranks, x_0 = 1, x_1 = 2, y = all_reduce(x) = 3, and both ranks compute L = y^2. As one loss, dL/dx_r = 2 y = 6: `replicated`. As L_0 +
-// L_1, it is 12: `summed`.
+// With one loss computed by all ranks, `summed` gives n times the gradient; with a loss per rank,
+// `replicated` misses the others' contributions. Example: two ranks, x_0 = 1, x_1 = 2, y =
+// all_reduce(x) = 3, and both ranks compute L = y^2. As one loss, dL/dx_r = 2 y = 6: `replicated`.
+// As L_0 + L_1, it is 12: `summed`.
 //
-// Backward is collective: each rank's graph must hold the same calls. So all ranks of a call must agree on whether its input requires a gradient
-// (compared with CheckLevel::collective), and what a call returns must reach the loss on every rank, also where it is empty or zero
-// (add `token.sum()`, which is 0). Nothing is sent in forward mode AD.
+// Backward is collective: each rank's graph must hold the same calls. So all ranks of a call must
+// agree on whether its input requires a gradient (compared with CheckLevel::collective), and what a
+// call returns must reach the loss on every rank, also where it is empty or zero (add
+// `token.sum()`, which is 0). Nothing is sent in forward mode AD.
 
 #include <ATen/core/Tensor.h>
 
@@ -33,30 +42,40 @@ namespace tessera::functional {
 
 enum class Cotangent : unsigned char { summed, replicated };
 
-/// `op`: sum, avg or premultiplied; others are not linear and throw InvalidArgument (all_reduce with max has no gradient on ties).
-at::Tensor all_reduce(const Group& group, const at::Tensor& x, ReduceOp op = ReduceOp::sum, Cotangent cotangent = Cotangent::summed);
+/// `op`: sum, avg or premultiplied; others are not linear and throw InvalidArgument (all_reduce
+/// with max has no gradient on ties).
+at::Tensor all_reduce(const Group& group, const at::Tensor& x, ReduceOp op = ReduceOp::sum,
+                      Cotangent cotangent = Cotangent::summed);
 /// The ranks' rows below each other. Without sizes all ranks have the same number.
-at::Tensor all_gather(const Group& group, const at::Tensor& x, const Sizes& sizes = {}, Cotangent cotangent = Cotangent::summed);
+at::Tensor all_gather(const Group& group, const at::Tensor& x, const Sizes& sizes = {},
+                      Cotangent cotangent = Cotangent::summed);
 /// This rank's rows of the sum.
-at::Tensor reduce_scatter(const Group& group, const at::Tensor& x, const Sizes& sizes = {}, ReduceOp op = ReduceOp::sum);
-at::Tensor all_to_all(const Group& group, const at::Tensor& x, const Sizes& output_sizes = {}, const Sizes& input_sizes = {});
-/// `x` has the same shape on all ranks; its values count on the root alone, elsewhere its gradient is zero.
-at::Tensor broadcast(const Group& group, const at::Tensor& x, int root, Cotangent cotangent = Cotangent::summed);
+at::Tensor reduce_scatter(const Group& group, const at::Tensor& x, const Sizes& sizes = {},
+                          ReduceOp op = ReduceOp::sum);
+at::Tensor all_to_all(const Group& group, const at::Tensor& x, const Sizes& output_sizes = {},
+                      const Sizes& input_sizes = {});
+/// `x` has the same shape on all ranks; its values count on the root alone, elsewhere its gradient
+/// is zero.
+at::Tensor broadcast(const Group& group, const at::Tensor& x, int root,
+                     Cotangent cotangent = Cotangent::summed);
 /// The result on the root, zeros elsewhere.
 at::Tensor reduce(const Group& group, const at::Tensor& x, int root, ReduceOp op = ReduceOp::sum);
 /// All rows on the root, no rows elsewhere.
 at::Tensor gather(const Group& group, const at::Tensor& x, int root, const Sizes& sizes = {});
-/// This rank's rows of the root's `x`. Elsewhere `x` gives dtype, device and dims after the first (at::empty({0, 8}) will do). `sizes` is required.
+/// This rank's rows of the root's `x`. Elsewhere `x` gives dtype, device and dims after the first
+/// (at::empty({0, 8}) will do). `sizes` is required.
 at::Tensor scatter(const Group& group, const at::Tensor& x, int root, const Sizes& sizes);
 /// Not collective. Returns a token without elements, through which the gradient comes back.
 at::Tensor send(const Group& group, const at::Tensor& x, int to);
-/// Not collective. A tensor of the shape of `like`, whose gradient is zero; `like` must require a gradient where the sender's tensor does.
+/// Not collective. A tensor of the shape of `like`, whose gradient is zero; `like` must require a
+/// gradient where the sender's tensor does.
 at::Tensor receive(const Group& group, const at::Tensor& like, int from);
 
-/// A value that all ranks hold alike, entering computation that differs by rank: y = x; the gradients of all ranks are summed. (The adjoint of
-/// all_reduce with Cotangent::replicated.)
+/// A value that all ranks hold alike, entering computation that differs by rank: y = x; the
+/// gradients of all ranks are summed. (The adjoint of all_reduce with Cotangent::replicated.)
 at::Tensor replicate(const Group& group, const at::Tensor& x);
-/// This rank's rows of a value that all ranks hold alike; backward gathers. (The adjoint of all_gather with Cotangent::replicated.)
+/// This rank's rows of a value that all ranks hold alike; backward gathers. (The adjoint of
+/// all_gather with Cotangent::replicated.)
 at::Tensor own_rows(const Group& group, const at::Tensor& x, const Sizes& sizes);
 
 }  // namespace tessera::functional

@@ -11,9 +11,10 @@
 //   at::Tensor all = at::empty({5, 8});
 //   g.all_gather(all, mine, {3, 0, 2});
 //
-// Every call below is collective over the group unless it says otherwise, has a time limit, and accepts non-contiguous tensors.
-// Sizes are rows along dim 0, one number a rank in group order, the same on every rank; empty means that all ranks have the same size.
-// A CPU tensor travels over the group's CPU backend, a CUDA tensor over its CUDA backend.
+// Every call below is collective over the group unless it says otherwise, has a time limit, and
+// accepts non-contiguous tensors. Sizes are rows along dim 0, one number a rank in group order, the
+// same on every rank; empty means that all ranks have the same size. A CPU tensor travels over the
+// group's CPU backend, a CUDA tensor over its CUDA backend.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
@@ -40,10 +41,12 @@ class RequestState;
 
 using Sizes = std::vector<std::int64_t>;
 
-/// A call under way. Tensors given to the call must not be read or written before wait() returns. Destroying a request that was not waited for waits.
+/// A call under way. Tensors given to the call must not be read or written before wait() returns.
+/// Destroying a request that was not waited for waits.
 class Request {
  public:
-  Request();  ///< Already complete.
+  /// Already complete.
+  Request();
   explicit Request(std::shared_ptr<detail::RequestState> state);
   Request(Request&&) noexcept;
   Request& operator=(Request&&) noexcept;
@@ -51,8 +54,8 @@ class Request {
 
   /// True once the result is there (or the call failed: then wait() throws).
   bool done() const;
-  /// Blocks until done. Throws TimeoutError, PeerLostError, CommError. A second wait() returns at once.
-  /// For CUDA tensors: makes the current stream wait instead of the host.
+  /// Blocks until done. Throws TimeoutError, PeerLostError, CommError. A second wait() returns at
+  /// once. For CUDA tensors: makes the current stream wait instead of the host.
   void wait();
 
  private:
@@ -69,73 +72,107 @@ struct Message {
 
 class Group {
  public:
-  Group();  ///< The group of this process alone: size 1, every call is local.
+  /// The group of this process alone: size 1, every call is local.
+  Group();
   explicit Group(std::shared_ptr<detail::GroupState> state);
 
-  int rank() const;  ///< This process' position in ranks().
+  /// This process' position in ranks().
+  int rank() const;
   int size() const;
-  const std::vector<int>& ranks() const;  ///< Global ranks in group order. Never sorted.
+  /// Global ranks in group order. Never sorted.
+  const std::vector<int>& ranks() const;
   const std::string& name() const;
-  const std::string& backend(c10::DeviceType device = c10::DeviceType::CPU) const;  ///< "gloo", "mpi", "nccl", "threads", "self".
+  /// "gloo", "mpi", "nccl", "threads", "self".
+  const std::string& backend(c10::DeviceType device = c10::DeviceType::CPU) const;
   CheckLevel check_level() const;
-  void set_check_level(CheckLevel level);  ///< Collective: all ranks must set the same.
+  /// Collective: all ranks must set the same.
+  void set_check_level(CheckLevel level);
   std::chrono::milliseconds timeout() const;
   void set_timeout(std::chrono::milliseconds limit);
 
   // ---- collectives: blocking, and as a request ----
   void broadcast(const at::Tensor& tensor, int root, const CallOptions& options = {}) const;
-  void all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum, const CallOptions& options = {}) const;
-  /// The result is defined on `root` alone; the other ranks' tensors keep their values.
-  void reduce(const at::Tensor& tensor, int root, ReduceOp op = ReduceOp::sum, const CallOptions& options = {}) const;
-  void all_gather(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes = {}, const CallOptions& options = {}) const;
-  /// `input` holds the rows of all ranks, `output` this rank's rows of the reduced value.
-  void reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::sum, const Sizes& sizes = {},
-                      const CallOptions& options = {}) const;
-  /// Rows [sum of input_sizes before r, ...) of `input` go to rank r; rows from rank r land likewise in `output`. Sizes are this rank's own.
-  void all_to_all(const at::Tensor& output, const at::Tensor& input, const Sizes& output_sizes = {}, const Sizes& input_sizes = {},
+  void all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum,
                   const CallOptions& options = {}) const;
+  /// The result is defined on `root` alone; the other ranks' tensors keep their values.
+  void reduce(const at::Tensor& tensor, int root, ReduceOp op = ReduceOp::sum,
+              const CallOptions& options = {}) const;
+  void all_gather(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes = {},
+                  const CallOptions& options = {}) const;
+  /// `input` holds the rows of all ranks, `output` this rank's rows of the reduced value.
+  void reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                      ReduceOp op = ReduceOp::sum, const Sizes& sizes = {},
+                      const CallOptions& options = {}) const;
+  /// Rows [sum of input_sizes before r, ...) of `input` go to rank r; rows from rank r land
+  /// likewise in `output`. Sizes are this rank's own.
+  void all_to_all(const at::Tensor& output, const at::Tensor& input, const Sizes& output_sizes = {},
+                  const Sizes& input_sizes = {}, const CallOptions& options = {}) const;
   /// `output` is used on `root` alone and may be undefined elsewhere.
-  void gather(const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes = {}, const CallOptions& options = {}) const;
+  void gather(const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes = {},
+              const CallOptions& options = {}) const;
   /// `input` is used on `root` alone and may be undefined elsewhere.
-  void scatter(const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes = {}, const CallOptions& options = {}) const;
-  void send(const at::Tensor& tensor, int to, const CallOptions& options = {}) const;       ///< Not collective.
-  void receive(const at::Tensor& tensor, int from, const CallOptions& options = {}) const;  ///< Not collective.
-  /// All messages at once, deadlock-free in any order; messages between the same two ranks match in list order. Not collective: only the peers named
-  /// take part. Empty tensors are not sent.
+  void scatter(const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes = {},
+               const CallOptions& options = {}) const;
+  /// Not collective.
+  void send(const at::Tensor& tensor, int to, const CallOptions& options = {}) const;
+  /// Not collective.
+  void receive(const at::Tensor& tensor, int from, const CallOptions& options = {}) const;
+  /// All messages at once, deadlock-free in any order; messages between the same two ranks match in
+  /// list order. Not collective: only the peers named take part. Empty tensors are not sent.
   void exchange(const std::vector<Message>& messages, const CallOptions& options = {}) const;
   void barrier(const CallOptions& options = {}) const;
 
-  [[nodiscard]] Request start_broadcast(const at::Tensor& tensor, int root, const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum, const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_reduce(const at::Tensor& tensor, int root, ReduceOp op = ReduceOp::sum, const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_all_gather(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes = {},
+  [[nodiscard]] Request start_broadcast(const at::Tensor& tensor, int root,
+                                        const CallOptions& options = {}) const;
+  [[nodiscard]] Request start_all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum,
                                          const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::sum, const Sizes& sizes = {},
-                                             const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_all_to_all(const at::Tensor& output, const at::Tensor& input, const Sizes& output_sizes = {},
-                                         const Sizes& input_sizes = {}, const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_gather(const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes = {},
+  [[nodiscard]] Request start_reduce(const at::Tensor& tensor, int root,
+                                     ReduceOp op = ReduceOp::sum,
                                      const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_scatter(const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes = {},
+  [[nodiscard]] Request start_all_gather(const at::Tensor& output, const at::Tensor& input,
+                                         const Sizes& sizes = {},
+                                         const CallOptions& options = {}) const;
+  [[nodiscard]] Request start_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                             ReduceOp op = ReduceOp::sum, const Sizes& sizes = {},
+                                             const CallOptions& options = {}) const;
+  [[nodiscard]] Request start_all_to_all(const at::Tensor& output, const at::Tensor& input,
+                                         const Sizes& output_sizes = {},
+                                         const Sizes& input_sizes = {},
+                                         const CallOptions& options = {}) const;
+  [[nodiscard]] Request start_gather(const at::Tensor& output, const at::Tensor& input, int root,
+                                     const Sizes& sizes = {},
+                                     const CallOptions& options = {}) const;
+  [[nodiscard]] Request start_scatter(const at::Tensor& output, const at::Tensor& input, int root,
+                                      const Sizes& sizes = {},
                                       const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_send(const at::Tensor& tensor, int to, const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_receive(const at::Tensor& tensor, int from, const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_exchange(const std::vector<Message>& messages, const CallOptions& options = {}) const;
+  [[nodiscard]] Request start_send(const at::Tensor& tensor, int to,
+                                   const CallOptions& options = {}) const;
+  [[nodiscard]] Request start_receive(const at::Tensor& tensor, int from,
+                                      const CallOptions& options = {}) const;
+  [[nodiscard]] Request start_exchange(const std::vector<Message>& messages,
+                                       const CallOptions& options = {}) const;
   [[nodiscard]] Request start_barrier(const CallOptions& options = {}) const;
 
   // ---- small control messages ----
-  std::vector<std::string> all_gather_bytes(const std::string& mine, const CallOptions& options = {}) const;
-  std::string broadcast_bytes(const std::string& bytes, int root, const CallOptions& options = {}) const;
-  std::vector<std::string> gather_bytes(const std::string& mine, int root, const CallOptions& options = {}) const;  ///< Empty off root.
-  std::string scatter_bytes(const std::vector<std::string>& parts, int root, const CallOptions& options = {}) const;
+  std::vector<std::string> all_gather_bytes(const std::string& mine,
+                                            const CallOptions& options = {}) const;
+  std::string broadcast_bytes(const std::string& bytes, int root,
+                              const CallOptions& options = {}) const;
+  /// Empty off root.
+  std::vector<std::string> gather_bytes(const std::string& mine, int root,
+                                        const CallOptions& options = {}) const;
+  std::string scatter_bytes(const std::vector<std::string>& parts, int root,
+                            const CallOptions& options = {}) const;
 
-  /// Tells the other ranks that this one cannot go on: their pending and later calls throw PeerLostError with `reason`. The process stays able to
-  /// exit.
+  /// Tells the other ranks that this one cannot go on: their pending and later calls throw
+  /// PeerLostError with `reason`. The process stays able to exit.
   void abort(const std::string& reason) const;
-  /// Collective calls made so far (the number of the next one). Messages are not counted: not all ranks make them.
+  /// Collective calls made so far (the number of the next one). Messages are not counted: not all
+  /// ranks make them.
   std::uint64_t sequence() const;
 
-  /// The c10d view of this group, for code written against libtorch (torch's own DDP, c10d functional collectives).
+  /// The c10d view of this group, for code written against libtorch (torch's own DDP, c10d
+  /// functional collectives).
   c10::intrusive_ptr<c10d::ProcessGroup> process_group() const;
 
   const std::shared_ptr<detail::GroupState>& state() const { return state_; }

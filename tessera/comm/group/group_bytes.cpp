@@ -15,7 +15,9 @@ namespace {
 // Where control messages travel: the CPU backend if there is one.
 c10::Device device_of(const Group& group) {
   const auto& state = *group.state();
-  return state.size() > 1 && !state.has_endpoint(c10::DeviceType::CPU) ? c10::Device(c10::DeviceType::CUDA) : c10::Device(c10::DeviceType::CPU);
+  return state.size() > 1 && !state.has_endpoint(c10::DeviceType::CPU)
+             ? c10::Device(c10::DeviceType::CUDA)
+             : c10::Device(c10::DeviceType::CPU);
 }
 
 at::Tensor to_tensor(const std::string& bytes, c10::Device device) {
@@ -41,7 +43,9 @@ std::vector<std::string> cut(const at::Tensor& tensor, const Sizes& sizes) {
   return parts;
 }
 
-at::Tensor numbers(const Sizes& values, c10::Device device) { return at::tensor(values, at::kLong).to(device); }
+at::Tensor numbers(const Sizes& values, c10::Device device) {
+  return at::tensor(values, at::kLong).to(device);
+}
 
 Sizes values(const at::Tensor& tensor) {
   const auto host = tensor.cpu();
@@ -49,9 +53,12 @@ Sizes values(const at::Tensor& tensor) {
   return {data, data + host.numel()};
 }
 
-std::int64_t total(const Sizes& sizes) { return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}); }
+std::int64_t total(const Sizes& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
+}
 
-Sizes all_lengths(const Group& group, const std::string& mine, c10::Device device, const CallOptions& options) {
+Sizes all_lengths(const Group& group, const std::string& mine, c10::Device device,
+                  const CallOptions& options) {
   auto lengths = at::empty({group.size()}, at::TensorOptions(at::kLong).device(device));
   group.all_gather(lengths, numbers({static_cast<std::int64_t>(mine.size())}, device), {}, options);
   return values(lengths);
@@ -59,7 +66,8 @@ Sizes all_lengths(const Group& group, const std::string& mine, c10::Device devic
 
 }  // namespace
 
-std::vector<std::string> Group::all_gather_bytes(const std::string& mine, const CallOptions& options) const {
+std::vector<std::string> Group::all_gather_bytes(const std::string& mine,
+                                                 const CallOptions& options) const {
   const auto device = device_of(*this);
   const Sizes sizes = all_lengths(*this, mine, device, options);
   auto all = at::empty({total(sizes)}, at::TensorOptions(at::kByte).device(device));
@@ -67,17 +75,20 @@ std::vector<std::string> Group::all_gather_bytes(const std::string& mine, const 
   return cut(all, sizes);
 }
 
-std::string Group::broadcast_bytes(const std::string& bytes, int root, const CallOptions& options) const {
+std::string Group::broadcast_bytes(const std::string& bytes, int root,
+                                   const CallOptions& options) const {
   const auto device = device_of(*this);
   auto length = numbers({static_cast<std::int64_t>(bytes.size())}, device);
   broadcast(length, root, options);
   const bool is_root = rank() == root;
-  auto data = is_root ? to_tensor(bytes, device) : at::empty({values(length)[0]}, at::TensorOptions(at::kByte).device(device));
+  auto data = is_root ? to_tensor(bytes, device)
+                      : at::empty({values(length)[0]}, at::TensorOptions(at::kByte).device(device));
   broadcast(data, root, options);
   return is_root ? bytes : to_string(data);
 }
 
-std::vector<std::string> Group::gather_bytes(const std::string& mine, int root, const CallOptions& options) const {
+std::vector<std::string> Group::gather_bytes(const std::string& mine, int root,
+                                             const CallOptions& options) const {
   const auto device = device_of(*this);
   const Sizes sizes = all_lengths(*this, mine, device, options);
   at::Tensor all;
@@ -86,9 +97,11 @@ std::vector<std::string> Group::gather_bytes(const std::string& mine, int root, 
   return rank() == root ? cut(all, sizes) : std::vector<std::string>{};
 }
 
-std::string Group::scatter_bytes(const std::vector<std::string>& parts, int root, const CallOptions& options) const {
+std::string Group::scatter_bytes(const std::vector<std::string>& parts, int root,
+                                 const CallOptions& options) const {
   if (rank() == root && static_cast<int>(parts.size()) != size())
-    throw InvalidArgument(concat("scatter_bytes in group '", name(), "': ", parts.size(), " parts were given for ", size(), " ranks"));
+    throw InvalidArgument(concat("scatter_bytes in group '", name(), "': ", parts.size(),
+                                 " parts were given for ", size(), " ranks"));
   const auto device = device_of(*this);
   Sizes sizes(size(), 0);
   std::string joined;

@@ -20,7 +20,9 @@
 namespace tessera {
 namespace {
 
-double microseconds(std::chrono::steady_clock::duration d) { return std::chrono::duration<double, std::micro>(d).count(); }
+double microseconds(std::chrono::steady_clock::duration d) {
+  return std::chrono::duration<double, std::micro>(d).count();
+}
 
 }  // namespace
 
@@ -55,7 +57,8 @@ std::vector<CommSummary> CommTrace::summary() const {
     sum.group = key.second;
     out.push_back(std::move(sum));
   }
-  std::stable_sort(out.begin(), out.end(), [](const auto& a, const auto& b) { return a.microseconds > b.microseconds; });
+  std::stable_sort(out.begin(), out.end(),
+                   [](const auto& a, const auto& b) { return a.microseconds > b.microseconds; });
   return out;
 }
 
@@ -67,9 +70,11 @@ std::string CommTrace::table() const {
     group = std::max(group, row.group.size());
   }
   std::ostringstream out;
-  auto line = [&](const auto& o, const auto& g, const auto& count, const auto& bytes, const auto& time, const auto& mean) {
-    out << std::left << std::setw(static_cast<int>(operation)) << o << "  " << std::setw(static_cast<int>(group)) << g << std::right << std::setw(10)
-        << count << std::setw(16) << bytes << std::setw(14) << time << std::setw(12) << mean << '\n';
+  auto line = [&](const auto& o, const auto& g, const auto& count, const auto& bytes,
+                  const auto& time, const auto& mean) {
+    out << std::left << std::setw(static_cast<int>(operation)) << o << "  "
+        << std::setw(static_cast<int>(group)) << g << std::right << std::setw(10) << count
+        << std::setw(16) << bytes << std::setw(14) << time << std::setw(12) << mean << '\n';
   };
   line("operation", "group", "calls", "bytes", "total ms", "mean us");
   out << std::fixed;
@@ -85,21 +90,26 @@ std::string CommTrace::table() const {
   return std::move(out).str();
 }
 
-// https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU ("Trace Event Format"): complete events ("X") and names ("M").
+// https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU ("Trace Event
+// Format"): complete events ("X") and names ("M").
 std::string CommTrace::timeline(int rank) const {
   const auto all = events();
   std::map<std::string, int> lanes;
   for (const auto& event : all) lanes.emplace(event.group, static_cast<int>(lanes.size()));
   std::ostringstream out;
   out << std::fixed << std::setprecision(3) << "{\"displayTimeUnit\": \"ms\", \"traceEvents\": [\n";
-  out << "{\"ph\": \"M\", \"name\": \"process_name\", \"pid\": " << rank << ", \"args\": {\"name\": \"rank " << rank << "\"}}";
+  out << "{\"ph\": \"M\", \"name\": \"process_name\", \"pid\": " << rank
+      << ", \"args\": {\"name\": \"rank " << rank << "\"}}";
   for (const auto& [group, lane] : lanes)
-    out << ",\n{\"ph\": \"M\", \"name\": \"thread_name\", \"pid\": " << rank << ", \"tid\": " << lane
-        << ", \"args\": {\"name\": " << json_text("group " + group) << "}}";
+    out << ",\n{\"ph\": \"M\", \"name\": \"thread_name\", \"pid\": " << rank
+        << ", \"tid\": " << lane << ", \"args\": {\"name\": " << json_text("group " + group)
+        << "}}";
   for (const auto& event : all)
-    out << ",\n{\"ph\": \"X\", \"name\": " << json_text(event.name.empty() ? event.operation : event.operation + " " + event.name)
-        << ", \"cat\": \"comm\", \"pid\": " << rank << ", \"tid\": " << lanes[event.group] << ", \"ts\": " << event.begin
-        << ", \"dur\": " << event.end - event.begin << ", \"args\": {\"call\": " << event.sequence << ", \"bytes\": " << event.bytes << "}}";
+    out << ",\n{\"ph\": \"X\", \"name\": "
+        << json_text(event.name.empty() ? event.operation : event.operation + " " + event.name)
+        << ", \"cat\": \"comm\", \"pid\": " << rank << ", \"tid\": " << lanes[event.group]
+        << ", \"ts\": " << event.begin << ", \"dur\": " << event.end - event.begin
+        << ", \"args\": {\"call\": " << event.sequence << ", \"bytes\": " << event.bytes << "}}";
   out << "\n]}\n";
   return std::move(out).str();
 }
@@ -108,14 +118,21 @@ void CommTrace::write_timeline(const std::string& path, int rank) const {
   std::ofstream file(path);
   file << timeline(rank);
   file.close();
-  if (!file) throw Error(concat("the timeline could not be written to '", path, "': check that the folder exists and has room"));
+  if (!file)
+    throw Error(concat("the timeline could not be written to '", path,
+                       "': check that the folder exists and has room"));
 }
 
-void set_trace(const DistributedManager& manager, std::shared_ptr<CommTrace> trace) { manager.state()->set_trace(std::move(trace)); }
+void set_trace(const DistributedManager& manager, std::shared_ptr<CommTrace> trace) {
+  manager.state()->set_trace(std::move(trace));
+}
 
-void set_trace(const Group& group, std::shared_ptr<CommTrace> trace) { group.state()->set_trace(std::move(trace)); }
+void set_trace(const Group& group, std::shared_ptr<CommTrace> trace) {
+  group.state()->set_trace(std::move(trace));
+}
 
-CommTraceScope::CommTraceScope(const DistributedManager& manager) : trace_(std::make_shared<CommTrace>()) {
+CommTraceScope::CommTraceScope(const DistributedManager& manager)
+    : trace_(std::make_shared<CommTrace>()) {
   set_trace(manager, trace_);
   end_ = [manager] { set_trace(manager, nullptr); };
 }
@@ -129,7 +146,8 @@ CommTraceScope::~CommTraceScope() { end_(); }
 
 namespace detail {
 
-void record(CommTrace& trace, const RequestState& call, std::chrono::steady_clock::time_point begin, std::int64_t bytes) {
+void record(CommTrace& trace, const RequestState& call, std::chrono::steady_clock::time_point begin,
+            std::int64_t bytes) {
   CommEvent event;
   event.operation = call.operation();
   event.group = call.group().name();

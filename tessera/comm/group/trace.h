@@ -1,10 +1,11 @@
 #pragma once
-// CommTrace: what the calls of a manager's groups cost: how often, how many bytes, how long, by operation and group; and when, as a timeline.
+// CommTrace: what the calls of a manager's groups cost: how often, how many bytes, how long, by
+// operation and group; and when, as a timeline.
 //
-//   CommTraceScope trace(manager);     // from here on every call of the manager's groups is recorded
+//   CommTraceScope trace(manager);  // from here on every call of the manager's groups is recorded
 //   ...training...
 //   std::cout << trace->table();
-//   trace->write_timeline("comm.json", manager.rank());   // for chrome://tracing or ui.perfetto.dev
+//   trace->write_timeline("comm.json", manager.rank());  // for chrome://tracing or ui.perfetto.dev
 //
 // Off, a call pays one test of a pointer. On, about a tenth of a microsecond and 100 bytes.
 
@@ -23,23 +24,31 @@ class Group;
 
 /// One call, as this rank saw it. Times in microseconds since the trace was made.
 struct CommEvent {
-  std::string operation;  ///< "all_reduce".
+  /// "all_reduce".
+  std::string operation;
   std::string group;
-  std::string name;            ///< CallOptions::name; may be empty.
-  std::uint64_t sequence = 0;  ///< Of the group; for messages the number of collective calls before it.
-  std::int64_t bytes = 0;      ///< Payload that this rank gave to the call (received, for a receive).
-  double begin = 0;            ///< The call, or its start_... half.
-  double end = 0;              ///< The result was there, and its wait() returned.
+  /// CallOptions::name; may be empty.
+  std::string name;
+  /// Of the group; for messages the number of collective calls before it.
+  std::uint64_t sequence = 0;
+  /// Payload that this rank gave to the call (received, for a receive).
+  std::int64_t bytes = 0;
+  /// The call, or its start_... half.
+  double begin = 0;
+  /// The result was there, and its wait() returned.
+  double end = 0;
 };
 
 /// All calls of one operation in one group.
 struct CommSummary {
   std::string operation, group;
   std::int64_t count = 0, bytes = 0;
-  double microseconds = 0;  ///< Sum of end - begin.
+  /// Sum of end - begin.
+  double microseconds = 0;
 };
 
-/// A recorder that several threads may write to. Nothing is recorded until it is set on a manager or a group.
+/// A recorder that several threads may write to. Nothing is recorded until it is set on a manager
+/// or a group.
 class CommTrace {
  public:
   CommTrace();
@@ -50,13 +59,17 @@ class CommTrace {
   void add(CommEvent event);
   void clear();
 
-  std::vector<CommEvent> events() const;     ///< In order of completion.
-  std::vector<CommSummary> summary() const;  ///< Most time first.
+  /// In order of completion.
+  std::vector<CommEvent> events() const;
+  /// Most time first.
+  std::vector<CommSummary> summary() const;
   /// The summary as text, one line an operation and group.
   std::string table() const;
-  /// Trace Event Format (JSON): one process with the number `rank`, one lane a group, so that files of several ranks can be loaded together.
+  /// Trace Event Format (JSON): one process with the number `rank`, one lane a group, so that files
+  /// of several ranks can be loaded together.
   std::string timeline(int rank = 0) const;
-  void write_timeline(const std::string& path, int rank = 0) const;  ///< Throws Error if the file cannot be written.
+  /// Throws Error if the file cannot be written.
+  void write_timeline(const std::string& path, int rank = 0) const;
 
  private:
   const std::chrono::steady_clock::time_point origin_;
@@ -64,7 +77,8 @@ class CommTrace {
   std::vector<CommEvent> events_;
 };
 
-/// Records every group of the manager, those made later too; null ends it. Between calls, not during one.
+/// Records every group of the manager, those made later too; null ends it. Between calls, not
+/// during one.
 void set_trace(const DistributedManager& manager, std::shared_ptr<CommTrace> trace);
 /// Records one group. A group has one trace: the newest counts.
 void set_trace(const Group& group, std::shared_ptr<CommTrace> trace);

@@ -1,5 +1,6 @@
 #pragma once
-// What every call of a group shares: the reduce operation, options of one call, levels of checking, errors.
+// What every call of a group shares: the reduce operation, options of one call, levels of checking,
+// errors.
 
 #include <chrono>
 #include <string>
@@ -10,16 +11,21 @@
 
 namespace tessera {
 
-/// How values of several ranks become one. NaN of any rank propagates through sum, avg, product, min and max.
+/// How values of several ranks become one. NaN of any rank propagates through sum, avg, product,
+/// min and max.
 struct ReduceOp {
   enum class Kind : unsigned char { sum, avg, product, min, max, premultiplied };
   Kind kind = Kind::sum;
-  double factor = 1.0;  ///< This rank's weight, for `premultiplied` only.
+  /// This rank's weight, for `premultiplied` only.
+  double factor = 1.0;
 
   static const ReduceOp sum, avg, product, min, max;
-  /// sum over ranks of factor_r * x_r; every rank gives its own factor (a weighted mean is premultiplied(n_r / N)).
+  /// sum over ranks of factor_r * x_r; every rank gives its own factor (a weighted mean is
+  /// premultiplied(n_r / N)).
   static ReduceOp premultiplied(double factor) { return {Kind::premultiplied, factor}; }
-  bool operator==(const ReduceOp& other) const { return kind == other.kind && factor == other.factor; }
+  bool operator==(const ReduceOp& other) const {
+    return kind == other.kind && factor == other.factor;
+  }
 };
 inline const ReduceOp ReduceOp::sum{ReduceOp::Kind::sum, 1.0};
 inline const ReduceOp ReduceOp::avg{ReduceOp::Kind::avg, 1.0};
@@ -29,14 +35,17 @@ inline const ReduceOp ReduceOp::max{ReduceOp::Kind::max, 1.0};
 
 std::string to_string(ReduceOp::Kind kind);
 
-/// How much a group verifies before it moves data. `local`: arguments of this rank alone. `collective`: all ranks of the group agree on which
-/// call this is, operation, name, shape, dtype, root and reduce operation (one small exchange more a call).
+/// How much a group verifies before it moves data. `local`: arguments of this rank alone.
+/// `collective`: all ranks of the group agree on which call this is, operation, name, shape, dtype,
+/// root and reduce operation (one small exchange more a call).
 enum class CheckLevel : unsigned char { off, local, collective };
 
 /// Options of a single call.
 struct CallOptions {
-  std::chrono::milliseconds timeout{0};  ///< 0: the group's own limit.
-  std::string_view name;                 ///< Shown in errors and traces, and compared across ranks by CheckLevel::collective.
+  /// 0: the group's own limit.
+  std::chrono::milliseconds timeout{0};
+  /// Shown in errors and traces, and compared across ranks by CheckLevel::collective.
+  std::string_view name;
 };
 
 /// Something went wrong between ranks; `what()` names group, operation and sequence number.
@@ -46,10 +55,12 @@ class CommError : public Error {
   ~CommError() override;
 };
 
-/// A wait ran into its limit. `missing` holds the global ranks that are known not to have arrived (empty if it cannot be known).
+/// A wait ran into its limit. `missing` holds the global ranks that are known not to have arrived
+/// (empty if it cannot be known).
 class TimeoutError : public CommError {
  public:
-  TimeoutError(const std::string& what, std::vector<int> missing) : CommError(what), missing_(std::move(missing)) {}
+  TimeoutError(const std::string& what, std::vector<int> missing)
+      : CommError(what), missing_(std::move(missing)) {}
   ~TimeoutError() override;
   const std::vector<int>& missing() const { return missing_; }
 
@@ -57,10 +68,12 @@ class TimeoutError : public CommError {
   std::vector<int> missing_;
 };
 
-/// A rank of the group died, threw or aborted; `ranks` holds the global ranks known to be gone (empty if it cannot be known).
+/// A rank of the group died, threw or aborted; `ranks` holds the global ranks known to be gone
+/// (empty if it cannot be known).
 class PeerLostError : public CommError {
  public:
-  PeerLostError(const std::string& what, std::vector<int> ranks) : CommError(what), ranks_(std::move(ranks)) {}
+  PeerLostError(const std::string& what, std::vector<int> ranks)
+      : CommError(what), ranks_(std::move(ranks)) {}
   ~PeerLostError() override;
   const std::vector<int>& ranks() const { return ranks_; }
 

@@ -17,11 +17,13 @@ struct DeviceMesh::State {
   std::uint64_t generation = 0;              // of the manager's groups when these were made
 };
 
-DeviceMesh::DeviceMesh(Mesh mesh, DistributedManager manager) : state_(new State{std::move(mesh), std::move(manager), {}, {}, 0}) {
+DeviceMesh::DeviceMesh(Mesh mesh, DistributedManager manager)
+    : state_(new State{std::move(mesh), std::move(manager), {}, {}, 0}) {
   const int world = state_->manager.world_size();
   for (const int rank : state_->mesh.ranks())
     if (rank >= world)
-      throw InvalidArgument(concat("rank ", rank, " of the mesh is not in a world of ", world, " ranks; give ranks 0 to ", world - 1));
+      throw InvalidArgument(concat("rank ", rank, " of the mesh is not in a world of ", world,
+                                   " ranks; give ranks 0 to ", world - 1));
 }
 
 const Mesh& DeviceMesh::layout() const { return state_->mesh; }
@@ -30,9 +32,13 @@ const DistributedManager& DeviceMesh::manager() const { return state_->manager; 
 
 bool DeviceMesh::contains_me() const { return state_->mesh.contains(state_->manager.rank()); }
 
-std::vector<int> DeviceMesh::coordinate() const { return state_->mesh.coordinate(state_->manager.rank()); }
+std::vector<int> DeviceMesh::coordinate() const {
+  return state_->mesh.coordinate(state_->manager.rank());
+}
 
-Group DeviceMesh::group(const std::string& axis) const { return group(std::vector<int>{state_->mesh.index(axis)}); }
+Group DeviceMesh::group(const std::string& axis) const {
+  return group(std::vector<int>{state_->mesh.index(axis)});
+}
 
 Group DeviceMesh::group(int axis) const { return group(std::vector<int>{axis}); }
 
@@ -59,7 +65,8 @@ Group DeviceMesh::all() const {
 }
 
 bool DeviceMesh::operator==(const DeviceMesh& other) const {
-  return state_ == other.state_ || (state_->manager == other.state_->manager && state_->mesh == other.state_->mesh);
+  return state_ == other.state_ ||
+         (state_->manager == other.state_->manager && state_->mesh == other.state_->mesh);
 }
 
 }  // namespace tessera

@@ -22,15 +22,20 @@ class DeviceMesh {
   DeviceMesh(Mesh mesh, DistributedManager manager);
   const Mesh& layout() const;
   const DistributedManager& manager() const;
-  bool contains_me() const;             ///< Ranks outside the mesh may hold it, but have no coordinate and no groups.
-  std::vector<int> coordinate() const;  ///< This rank's, one number an axis. Throws InvalidArgument outside the mesh, as group() does.
-  /// The group along one axis through this rank; rank in the group = coordinate on that axis. Made on first use.
+  /// Ranks outside the mesh may hold it, but have no coordinate and no groups.
+  bool contains_me() const;
+  /// This rank's, one number an axis. Throws InvalidArgument outside the mesh, as group() does.
+  std::vector<int> coordinate() const;
+  /// The group along one axis through this rank; rank in the group = coordinate on that axis. Made
+  /// on first use.
   Group group(const std::string& axis) const;
   Group group(int axis) const;
   /// The group over several axes through this rank, in mesh order. No axes: this rank alone.
   Group group(const std::vector<int>& axes) const;
-  Group all() const;                               ///< Over every axis.
-  bool operator==(const DeviceMesh& other) const;  ///< Same layout and same manager.
+  /// Over every axis.
+  Group all() const;
+  /// Same layout and same manager.
+  bool operator==(const DeviceMesh& other) const;
 
  private:
   struct State;

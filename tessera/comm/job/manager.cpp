@@ -17,53 +17,71 @@
 
 namespace tessera {
 
-c10::Device detail::choose_device(const std::optional<c10::Device>& wanted, int local_rank, int devices, const std::string& problem) {
+c10::Device detail::choose_device(const std::optional<c10::Device>& wanted, int local_rank,
+                                  int devices, const std::string& problem) {
   if (!wanted) {
     if (!problem.empty() || devices < 1) return c10::DeviceType::CPU;
     return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(local_rank % devices)};
   }
   if (wanted->is_cpu()) return *wanted;
-  if (!wanted->is_cuda()) throw InvalidArgument(concat("the manager was given the device ", *wanted, "; groups serve cpu and cuda"));
-  if (!problem.empty()) throw NotAvailable(concat("the manager was given the device ", *wanted, ", but NCCL cannot run here: ", problem));
+  if (!wanted->is_cuda())
+    throw InvalidArgument(
+        concat("the manager was given the device ", *wanted, "; groups serve cpu and cuda"));
+  if (!problem.empty())
+    throw NotAvailable(concat("the manager was given the device ", *wanted,
+                              ", but NCCL cannot run here: ", problem));
   const int index = wanted->has_index() ? wanted->index() : local_rank % devices;
-  if (index >= devices) throw InvalidArgument(concat("the manager was given the device ", *wanted, ", but there are ", devices, " devices"));
+  if (index >= devices)
+    throw InvalidArgument(concat("the manager was given the device ", *wanted, ", but there are ",
+                                 devices, " devices"));
   return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
 DistributedManager DistributedManager::initialize(const ManagerOptions& options) {
   detail::ManagerBase base;
   base.options = options;
-  base.launch = options.launch ? *options.launch : options.mpi ? options.mpi->launch() : detect_launch(Environment::of_process());
+  base.launch = options.launch ? *options.launch
+                : options.mpi  ? options.mpi->launch()
+                               : detect_launch(Environment::of_process());
   validate(base.launch);
   if (options.timeout.count() < 1)
-    throw InvalidArgument(concat("the manager was given a time limit of ", options.timeout.count(), " ms; give a positive one"));
+    throw InvalidArgument(concat("the manager was given a time limit of ", options.timeout.count(),
+                                 " ms; give a positive one"));
   if (!options.backend.empty() && options.backend != "gloo" && options.backend != "mpi")
-    throw InvalidArgument(concat("backend '", options.backend, "' is not one for processes; choose gloo or mpi"));
+    throw InvalidArgument(
+        concat("backend '", options.backend, "' is not one for processes; choose gloo or mpi"));
   base.backend = !options.backend.empty() ? options.backend : options.mpi ? "mpi" : "gloo";
   const bool meets = options.launch || !options.mpi;
   if (meets) require_rendezvous(base.launch);
-  base.device = detail::choose_device(options.device, base.launch.local_rank, cuda_device_count(), nccl_unavailable());
+  base.device = detail::choose_device(options.device, base.launch.local_rank, cuda_device_count(),
+                                      nccl_unavailable());
   if (options.mpi && base.backend != "mpi")
-    throw InvalidArgument(concat("the manager was given ranks of MPI, but the backend ", base.backend, "; give the backend mpi"));
+    throw InvalidArgument(concat("the manager was given ranks of MPI, but the backend ",
+                                 base.backend, "; give the backend mpi"));
   if (!meets && !base.device.is_cpu()) {
     if (options.device)
-      throw InvalidArgument(concat("the manager was given the device ", base.device, ", and ranks of MPI without a launch: groups of ",
-                                   base.device.type(), " tensors meet at a store; give ManagerOptions::launch too"));
+      throw InvalidArgument(concat("the manager was given the device ", base.device,
+                                   ", and ranks of MPI without a launch: groups of ",
+                                   base.device.type(),
+                                   " tensors meet at a store; give ManagerOptions::launch too"));
     base.device = c10::DeviceType::CPU;
   }
   if (base.backend == "mpi") {
     base.mpi = options.mpi ? options.mpi : std::make_shared<MpiWorld>(MpiWorld::initialize());
     if (base.mpi->rank() != base.launch.rank || base.mpi->size() != base.launch.world_size)
-      throw ConfigurationError(concat("the launch says rank ", base.launch.rank, " of ", base.launch.world_size, " (", base.launch.launcher,
-                                      "), and MPI says rank ", base.mpi->rank(), " of ", base.mpi->size(),
-                                      options.mpi ? "; give a launch with the rank and size of these ranks of MPI"
-                                                  : "; start the ranks by MPI's own launcher (mpirun or srun), with no other around it"));
+      throw ConfigurationError(concat(
+          "the launch says rank ", base.launch.rank, " of ", base.launch.world_size, " (",
+          base.launch.launcher, "), and MPI says rank ", base.mpi->rank(), " of ", base.mpi->size(),
+          options.mpi ? "; give a launch with the rank and size of these ranks of MPI"
+                      : "; start the ranks by MPI's own launcher (mpirun or srun), with no other "
+                        "around it"));
   }
   if (meets) base.rendezvous = Rendezvous::meet(base.launch, options.rendezvous_timeout);
   return DistributedManager(std::make_shared<detail::ManagerState>(std::move(base)));
 }
 
-DistributedManager::DistributedManager(std::shared_ptr<detail::ManagerState> state) : state_(std::move(state)) {}
+DistributedManager::DistributedManager(std::shared_ptr<detail::ManagerState> state)
+    : state_(std::move(state)) {}
 
 int DistributedManager::rank() const { return launch().rank; }
 
@@ -81,22 +99,29 @@ Group DistributedManager::world() const {
   return group(ranks);
 }
 
-Group DistributedManager::group(const std::vector<int>& ranks) const { return Group(state_->group(ranks)); }
+Group DistributedManager::group(const std::vector<int>& ranks) const {
+  return Group(state_->group(ranks));
+}
 
-Group DistributedManager::group(const std::vector<int>& ranks, const GroupOptions& options) const { return Group(state_->group(ranks, options)); }
+Group DistributedManager::group(const std::vector<int>& ranks, const GroupOptions& options) const {
+  return Group(state_->group(ranks, options));
+}
 
 DeviceMesh DistributedManager::mesh(const Mesh& mesh) const { return DeviceMesh(mesh, *this); }
 
 DeviceMesh DistributedManager::mesh(const std::vector<Axis>& axes) const {
   Mesh mesh(axes);
   if (mesh.size() != world_size())
-    throw InvalidArgument(concat("the mesh ", mesh.to_string(), " has ", mesh.size(), " coordinates, the world ", world_size(),
-                                 " ranks; let the sizes multiply up to the world, or give a Mesh with a rank table"));
+    throw InvalidArgument(
+        concat("the mesh ", mesh.to_string(), " has ", mesh.size(), " coordinates, the world ",
+               world_size(),
+               " ranks; let the sizes multiply up to the world, or give a Mesh with a rank table"));
   return DeviceMesh(std::move(mesh), *this);
 }
 
 void DistributedManager::create_process_groups(const GroupPlan& plan, bool eager) const {
-  require_agreement(Group(state_->meeting_place()), "the plan of the process groups", plan.canonical());
+  require_agreement(Group(state_->meeting_place()), "the plan of the process groups",
+                    plan.canonical());
   state_->add_families(plan);
   if (!eager || !plan.mesh().contains(rank())) return;
   for (const auto& family : plan.families()) named_group(family.name);
@@ -106,15 +131,19 @@ void DistributedManager::create_process_groups(const ProcessGroupConfig& config,
   create_process_groups(GroupPlan::of_config(config, world_size()), eager);
 }
 
-void DistributedManager::create_process_groups(const ProcessGroupConfig& config, const std::vector<int>& ranks, bool eager) const {
+void DistributedManager::create_process_groups(const ProcessGroupConfig& config,
+                                               const std::vector<int>& ranks, bool eager) const {
   create_process_groups(GroupPlan::of_config(config, ranks), eager);
 }
 
-void DistributedManager::create_process_groups(const ProcessGroupConfig& config, const Topology& topology, const std::vector<Traffic>& traffic,
+void DistributedManager::create_process_groups(const ProcessGroupConfig& config,
+                                               const Topology& topology,
+                                               const std::vector<Traffic>& traffic,
                                                bool eager) const {
   if (topology.slots() != world_size())
-    throw MappingError(concat("the topology has ", topology.slots(), " slots and the world ", world_size(),
-                              " ranks; describe the machines that the ranks run on, one slot a rank"));
+    throw MappingError(
+        concat("the topology has ", topology.slots(), " slots and the world ", world_size(),
+               " ranks; describe the machines that the ranks run on, one slot a rank"));
   const CostModel model(topology, config.mesh(world_size()).axes(), traffic);
   const RankMapping placement = traffic.empty() ? naive_mapping(model) : optimise_mapping(model);
   create_process_groups(GroupPlan::of_config(config, placement.slot_of), eager);
@@ -125,9 +154,13 @@ Group DistributedManager::named_group(const std::string& family) const {
   return group(mine.ranks, mine.options);
 }
 
-int DistributedManager::group_size(const std::string& family) const { return static_cast<int>(state_->membership(family).ranks.size()); }
+int DistributedManager::group_size(const std::string& family) const {
+  return static_cast<int>(state_->membership(family).ranks.size());
+}
 
-int DistributedManager::group_rank(const std::string& family) const { return state_->membership(family).group_rank; }
+int DistributedManager::group_rank(const std::string& family) const {
+  return state_->membership(family).group_rank;
+}
 
 std::vector<std::string> DistributedManager::group_names() const { return state_->family_names(); }
 
@@ -136,7 +169,9 @@ void DistributedManager::set_check_level(CheckLevel level) const { state_->set_c
 void DistributedManager::abort_groups_within(const Mesh& mesh, const std::string& reason) const {
   for (const auto& group : state_->groups()) {
     const auto& ranks = group->ranks();
-    if (ranks.size() > 1 && std::all_of(ranks.begin(), ranks.end(), [&](int r) { return mesh.contains(r); })) Group(group).abort(reason);
+    if (ranks.size() > 1 &&
+        std::all_of(ranks.begin(), ranks.end(), [&](int r) { return mesh.contains(r); }))
+      Group(group).abort(reason);
   }
 }
 

@@ -1,6 +1,6 @@
 #pragma once
-// DistributedManager: who am I, the world group, and every other group of this process, each made once. A value with shared state; several may live
-// in one process (ranks as threads).
+// DistributedManager: who am I, the world group, and every other group of this process, each made
+// once. A value with shared state; several may live in one process (ranks as threads).
 //
 //   auto manager = DistributedManager::initialize();
 //   Group world = manager.world();
@@ -8,11 +8,13 @@
 //   auto mesh = manager.mesh({{"data", 2}, {"model", 2}});
 //   Group model = mesh.group("model");
 //
-// Groups are made on first use, by their members alone: what that costs a rank depends on the group's size, not on the world's.
+// Groups are made on first use, by their members alone: what that costs a rank depends on the
+// group's size, not on the world's.
 //
-// The end. The last copy's destructor destroys the groups and says goodbye to the job. Rank 0, which serves the job's store, waits there for the
-// goodbyes of the others (at most ManagerOptions::timeout; 3 seconds once a fault is known). If it runs because an exception unwinds the stack, the
-// other ranks' pending and later calls throw PeerLostError.
+// The end. The last copy's destructor destroys the groups and says goodbye to the job. Rank 0,
+// which serves the job's store, waits there for the goodbyes of the others (at most
+// ManagerOptions::timeout; 3 seconds once a fault is known). If it runs because an exception
+// unwinds the stack, the other ranks' pending and later calls throw PeerLostError.
 
 #include <c10/core/Device.h>
 
@@ -36,17 +38,23 @@ class DeviceMesh;
 class MpiWorld;
 
 struct ManagerOptions {
-  std::string backend;  ///< CPU: "gloo" (default), "mpi"; CUDA tensors go to "nccl" where it is built and a GPU is there.
-  std::chrono::milliseconds timeout{std::chrono::minutes(5)};  ///< Limit of every wait, unless a call gives its own.
+  /// CPU: "gloo" (default), "mpi"; CUDA tensors go to "nccl" where it is built and a GPU is there.
+  std::string backend;
+  /// Limit of every wait, unless a call gives its own.
+  std::chrono::milliseconds timeout{std::chrono::minutes(5)};
   std::chrono::milliseconds rendezvous_timeout{std::chrono::minutes(2)};
   CheckLevel check_level = CheckLevel::local;
-  std::optional<Launch> launch;  ///< Instead of what the environment says.
-  /// Instead of cuda:(local rank % devices) where the NCCL part can run, and the CPU elsewhere. NotAvailable for a CUDA device where it cannot.
+  /// Instead of what the environment says.
+  std::optional<Launch> launch;
+  /// Instead of cuda:(local rank % devices) where the NCCL part can run, and the CPU elsewhere.
+  /// NotAvailable for a CUDA device where it cannot.
   std::optional<c10::Device> device;
-  /// Groups over MPI; the world are these ranks, of mpi_world() (mpi_interop.h) for a communicator of the program. No store, no sockets, no
-  /// launcher's environment; CPU tensors. With a `launch` (rank, world size, address, port among them) a store too: other backends, news of ranks
-  /// that are lost:
-  ///   options.launch = detect_launch({}, {.rank = mpi->rank(), .world_size = mpi->size(), .address = host_of_rank_0, .port = port});
+  /// Groups over MPI; the world are these ranks, of mpi_world() (mpi_interop.h) for a communicator
+  /// of the program. No store, no sockets, no launcher's environment; CPU tensors. With a `launch`
+  /// (rank, world size, address, port among them) a store too: other backends, news of ranks that
+  /// are lost:
+  ///   options.launch = detect_launch({}, {.rank = mpi->rank(), .world_size = mpi->size(), .address
+  ///     = host_of_rank_0, .port = port});
   std::shared_ptr<MpiWorld> mpi;
 };
 
@@ -56,53 +64,65 @@ class ManagerState;
 
 class DistributedManager {
  public:
-  /// Reads the launcher's environment (or options.launch) and meets the other ranks. Throws ConfigurationError (environment), RendezvousError.
+  /// Reads the launcher's environment (or options.launch) and meets the other ranks. Throws
+  /// ConfigurationError (environment), RendezvousError.
   static DistributedManager initialize(const ManagerOptions& options = {});
   explicit DistributedManager(std::shared_ptr<detail::ManagerState> state);
 
   int rank() const;
   int world_size() const;
   int local_rank() const;
-  c10::Device device() const;  ///< ManagerOptions::device, and what stands there.
+  /// ManagerOptions::device, and what stands there.
+  c10::Device device() const;
   const Launch& launch() const;
 
   Group world() const;
-  /// The group of exactly these global ranks, in this order. Called by its members alone; made on first use, then reused.
-  /// Throws InvalidArgument if this rank is not a member, a rank stands twice or is not in the world.
+  /// The group of exactly these global ranks, in this order. Called by its members alone; made on
+  /// first use, then reused. Throws InvalidArgument if this rank is not a member, a rank stands
+  /// twice or is not in the world.
   Group group(const std::vector<int>& ranks) const;
-  /// With a backend or a time limit of its own: another group than the one without, even of the same ranks.
+  /// With a backend or a time limit of its own: another group than the one without, even of the
+  /// same ranks.
   Group group(const std::vector<int>& ranks, const GroupOptions& options) const;
   DeviceMesh mesh(const Mesh& mesh) const;
-  DeviceMesh mesh(const std::vector<Axis>& axes) const;  ///< Outermost first, over the whole world, row-major.
+  /// Outermost first, over the whole world, row-major.
+  DeviceMesh mesh(const std::vector<Axis>& axes) const;
 
-  /// Collective over the world. All ranks compare their plans first: if they differ, every rank throws MismatchError with the first differing line,
-  /// and no name is added. The families become known by name; their groups are made on first use, or now if `eager`. Adding a name again is an error
-  /// unless the family is the same.
+  /// Collective over the world. All ranks compare their plans first: if they differ, every rank
+  /// throws MismatchError with the first differing line, and no name is added. The families become
+  /// known by name; their groups are made on first use, or now if `eager`. Adding a name again is
+  /// an error unless the family is the same.
   void create_process_groups(const GroupPlan& plan, bool eager = false) const;
-  /// The plan of a configuration tree over the whole world: one family a node, one an orthogonal group.
+  /// The plan of a configuration tree over the whole world: one family a node, one an orthogonal
+  /// group.
   void create_process_groups(const ProcessGroupConfig& config, bool eager = false) const;
   /// The same with a placement: `ranks[i]` sits on the i-th coordinate of config.mesh(world_size).
-  void create_process_groups(const ProcessGroupConfig& config, const std::vector<int>& ranks, bool eager = false) const;
-  /// The same, placed on the machines for the stated traffic (axes are the leaves' names): see optimise_mapping(). Rank r runs on slot r of the
-  /// topology, as launchers fill hosts one after the other; without traffic the order of the ranks stays. Throws MappingError if slots and ranks
-  /// differ in number.
-  void create_process_groups(const ProcessGroupConfig& config, const Topology& topology, const std::vector<Traffic>& traffic = {},
+  void create_process_groups(const ProcessGroupConfig& config, const std::vector<int>& ranks,
                              bool eager = false) const;
+  /// The same, placed on the machines for the stated traffic (axes are the leaves' names): see
+  /// optimise_mapping(). Rank r runs on slot r of the topology, as launchers fill hosts one after
+  /// the other; without traffic the order of the ranks stays. Throws MappingError if slots and
+  /// ranks differ in number.
+  void create_process_groups(const ProcessGroupConfig& config, const Topology& topology,
+                             const std::vector<Traffic>& traffic = {}, bool eager = false) const;
   /// This rank's group of a family. Throws UnknownName with the known names.
   template <std::convertible_to<std::string> Name>
   Group group(const Name& family) const {
     return named_group(family);
   }
-  int group_size(const std::string& family) const;  ///< Without making the group.
+  /// Without making the group.
+  int group_size(const std::string& family) const;
   int group_rank(const std::string& family) const;
-  std::vector<std::string> group_names() const;  ///< In the order in which they were created.
+  /// In the order in which they were created.
+  std::vector<std::string> group_names() const;
 
   /// For every group made here, now and later. All ranks must set the same.
   void set_check_level(CheckLevel level) const;
-  /// Aborts every group made here of more than one rank whose members all belong to `ranks`: pending and later calls
-  /// throw on every member, with `reason` in the message.
+  /// Aborts every group made here of more than one rank whose members all belong to `ranks`:
+  /// pending and later calls throw on every member, with `reason` in the message.
   void abort_groups_within(const Mesh& ranks, const std::string& reason) const;
-  /// Destroys every group made here, newest first. Collective. Later calls make them anew; Group values of before throw CommError.
+  /// Destroys every group made here, newest first. Collective. Later calls make them anew; Group
+  /// values of before throw CommError.
   void shutdown();
 
   const std::shared_ptr<detail::ManagerState>& state() const { return state_; }

@@ -2,8 +2,9 @@
 // For programs that use MPI themselves: groups on a communicator of their own.
 //
 //   MPI_Comm_split(MPI_COMM_WORLD, is_solver, 0, &solver);        // the program's own MPI
-//   auto mpi = tessera::mpi_world(solver);                        // duplicated: our messages never meet the program's
-//   auto manager = DistributedManager::initialize({.mpi = std::make_shared<MpiWorld>(mpi)});  // its world are the ranks of `solver`
+//   auto mpi = tessera::mpi_world(solver);  // duplicated: our messages never meet the program's
+//   // its world are the ranks of `solver`
+//   auto manager = DistributedManager::initialize({.mpi = std::make_shared<MpiWorld>(mpi)});
 
 #include <mpi.h>
 
@@ -12,8 +13,9 @@
 
 namespace tessera {
 
-/// The ranks of `communicator`, which is duplicated (collective over it) and stays the caller's. MPI must be initialised, and is never finalised
-/// here; the last copy of the world and every group made from it must be gone before the caller finalises MPI. Throws InvalidArgument for
+/// The ranks of `communicator`, which is duplicated (collective over it) and stays the caller's.
+/// MPI must be initialised, and is never finalised here; the last copy of the world and every group
+/// made from it must be gone before the caller finalises MPI. Throws InvalidArgument for
 /// MPI_COMM_NULL, an intercommunicator, or an MPI that is not initialised or already finalised.
 MpiWorld mpi_world(MPI_Comm communicator);
 

@@ -20,7 +20,8 @@ ParallelismError::~ParallelismError() = default;
 
 namespace {
 
-// Groups of this tag are their own, so that destroying them takes nothing from whoever asks the manager for the same ranks.
+// Groups of this tag are their own, so that destroying them takes nothing from whoever asks the
+// manager for the same ranks.
 constexpr auto kTag = "parallelism";
 
 struct Current {
@@ -28,7 +29,8 @@ struct Current {
   std::optional<ParallelGroups> groups;  // after manager: destroyed before it
 };
 
-// The one place with a current manager: the calls of parallel_groups.h have no handle to carry it. A thread is a rank.
+// The one place with a current manager: the calls of parallel_groups.h have no handle to carry it.
+// A thread is a rank.
 Current& current() {
   thread_local Current here;
   return here;
@@ -51,8 +53,8 @@ Sizes all_sizes(const Group& group, std::int64_t mine) {
 /// functional::all_gather with replicated cotangents, along any dim, and as a request.
 class Gather : public torch::autograd::Function<Gather> {
  public:
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& tensor, const Group& group, std::int64_t dim,
-                            Request* request) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& tensor,
+                            const Group& group, std::int64_t dim, Request* request) {
     const Sizes sizes = all_sizes(group, tensor.size(dim));
     context->saved_data["dim"] = dim;
     context->saved_data["sizes"] = sizes;
@@ -64,10 +66,13 @@ class Gather : public torch::autograd::Function<Gather> {
     *request = group.start_all_gather(all, rows, sizes, {.name = "gather"});
     return all.movedim(0, dim);
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
     const auto dim = context->saved_data["dim"].toInt();
-    const auto group = c10::static_intrusive_pointer_cast<Holder>(context->saved_data["group"].toCapsule());
-    const auto rows = functional::own_rows(group->group, gradients[0].movedim(dim, 0), context->saved_data["sizes"].toIntVector());
+    const auto group =
+        c10::static_intrusive_pointer_cast<Holder>(context->saved_data["group"].toCapsule());
+    const auto rows = functional::own_rows(group->group, gradients[0].movedim(dim, 0),
+                                           context->saved_data["sizes"].toIntVector());
     return {rows.movedim(0, dim), at::Tensor(), at::Tensor(), at::Tensor()};
   }
 
@@ -81,12 +86,14 @@ class Gather : public torch::autograd::Function<Gather> {
 std::int64_t checked_dim(const char* call, const at::Tensor& tensor, std::int64_t dim) {
   if (!tensor.defined()) throw InvalidArgument(concat(call, " was given an undefined tensor"));
   if (dim < -tensor.dim() || dim >= tensor.dim())
-    throw InvalidArgument(
-        concat(call, " along dim ", dim, " of a tensor with ", tensor.dim(), " dims; give a dim from ", -tensor.dim(), " to ", tensor.dim() - 1));
+    throw InvalidArgument(concat(call, " along dim ", dim, " of a tensor with ", tensor.dim(),
+                                 " dims; give a dim from ", -tensor.dim(), " to ",
+                                 tensor.dim() - 1));
   return dim < 0 ? dim + tensor.dim() : dim;
 }
 
-GroupInfo info_of(const DistributedManager& manager, const std::vector<int>& ranks, const std::string& backend) {
+GroupInfo info_of(const DistributedManager& manager, const std::vector<int>& ranks,
+                  const std::string& backend) {
   GroupInfo info;
   info.group = Group(manager.state()->group(ranks, {backend, std::nullopt}, kTag));
   info.global_ranks = ranks;
@@ -106,7 +113,9 @@ Request GroupInfo::reduce(const at::Tensor& tensor, ReduceOp op, bool async) con
 at::Tensor GroupInfo::split(const at::Tensor& tensor, std::int64_t dim) const {
   dim = checked_dim("split", tensor, dim);
   if (world_size == 1) return tensor;
-  return functional::own_rows(group, tensor.movedim(dim, 0), even_sizes(tensor.size(dim), world_size)).movedim(0, dim);
+  return functional::own_rows(group, tensor.movedim(dim, 0),
+                              even_sizes(tensor.size(dim), world_size))
+      .movedim(0, dim);
 }
 
 PendingTensor GroupInfo::gather(const at::Tensor& tensor, std::int64_t dim, bool async) const {
@@ -132,35 +141,43 @@ bool has_current_manager() { return current().manager.has_value(); }
 void set_current_manager(const DistributedManager& manager) {
   auto& here = current();
   if (here.groups && !(manager == *here.manager))
-    throw ParallelismError("the current manager cannot be changed while parallelism is initialized on it; call reset_parallelism() first");
+    throw ParallelismError(
+        "the current manager cannot be changed while parallelism is initialized on it; call "
+        "reset_parallelism() first");
   here.manager = manager;
 }
 
 void clear_current_manager() {
   auto& here = current();
   if (here.groups)
-    throw ParallelismError("the current manager cannot be given up while parallelism is initialized on it; call reset_parallelism() first");
+    throw ParallelismError(
+        "the current manager cannot be given up while parallelism is initialized on it; call "
+        "reset_parallelism() first");
   here.manager.reset();
 }
 
-const ParallelGroups& init_parallelism(int model_parallelism, int pipeline_parallelism, const ParallelBackends& backends) {
+const ParallelGroups& init_parallelism(int model_parallelism, int pipeline_parallelism,
+                                       const ParallelBackends& backends) {
   auto& here = current();
-  if (here.groups) throw ParallelismError("parallelism is initialized already; call reset_parallelism() first");
+  if (here.groups)
+    throw ParallelismError("parallelism is initialized already; call reset_parallelism() first");
   const DistributedManager manager = current_manager();
   const int rank = manager.rank();
   std::optional<Mesh> mesh;
   try {
     mesh = parallel_mesh(manager.world_size(), model_parallelism, pipeline_parallelism);
   } catch (const GroupConfigError& error) {
-    throw ParallelismError(
-        concat("init_parallelism(", model_parallelism, ", ", pipeline_parallelism, ") on ", manager.world_size(), " ranks: ", error.what()));
+    throw ParallelismError(concat("init_parallelism(", model_parallelism, ", ",
+                                  pipeline_parallelism, ") on ", manager.world_size(),
+                                  " ranks: ", error.what()));
   }
   std::vector<int> everybody(static_cast<std::size_t>(manager.world_size()));
   for (int r = 0; r < manager.world_size(); ++r) everybody[r] = r;
   ParallelGroups groups;
   groups.world = info_of(manager, everybody, "");
   require_agreement(groups.world.group, "model and pipeline parallelism",
-                    concat("model ", model_parallelism, "\npipeline ", pipeline_parallelism, "\nbackends: model '", backends.model, "', pipeline '",
+                    concat("model ", model_parallelism, "\npipeline ", pipeline_parallelism,
+                           "\nbackends: model '", backends.model, "', pipeline '",
                            backends.pipeline, "', data '", backends.data, "'\n"));
   groups.mp = info_of(manager, mesh->group("mp", rank), backends.model);
   groups.pp = info_of(manager, mesh->group("pp", rank), backends.pipeline);
@@ -172,7 +189,9 @@ const ParallelGroups& init_parallelism(int model_parallelism, int pipeline_paral
 bool parallelism_is_initialized() { return current().groups.has_value(); }
 
 const ParallelGroups& parallelism() {
-  if (!current().groups) throw ParallelismError("parallelism is not initialized on this thread; call init_parallelism() first");
+  if (!current().groups)
+    throw ParallelismError(
+        "parallelism is not initialized on this thread; call init_parallelism() first");
   return *current().groups;
 }
 

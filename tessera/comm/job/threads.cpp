@@ -34,7 +34,8 @@ using detail::Poison;
 using detail::RollEntry;
 using detail::ThreadsRoom;
 
-// What the ranks of one run share: the rooms of their groups, and their managers, through which faults are told.
+// What the ranks of one run share: the rooms of their groups, and their managers, through which
+// faults are told.
 class Hub {
  public:
   explicit Hub(int ranks) : members_(ranks), store_(c10::make_intrusive<c10d::HashStore>()) {}
@@ -42,8 +43,10 @@ class Hub {
   int size() const { return static_cast<int>(members_.size()); }
   const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
 
-  // The room of the group that this rank makes now. A group made again (after shutdown) is a new room, so each rank's count is part of the key.
-  std::shared_ptr<ThreadsRoom> room(const std::string& name, const std::vector<int>& ranks, int rank) {
+  // The room of the group that this rank makes now. A group made again (after shutdown) is a new
+  // room, so each rank's count is part of the key.
+  std::shared_ptr<ThreadsRoom> room(const std::string& name, const std::vector<int>& ranks,
+                                    int rank) {
     const std::lock_guard lock(mutex_);
     const int round = members_[rank].rounds[name]++;
     auto& room = rooms_[{name, round}];
@@ -60,7 +63,8 @@ class Hub {
     members_[rank].manager = std::move(manager);
   }
 
-  // `group` empty: every group. Under the lock, so that a rank that leaves is not called afterwards.
+  // `group` empty: every group. Under the lock, so that a rank that leaves is not called
+  // afterwards.
   void tell(int from, const std::string& group, const std::vector<int>& to, const Poison& poison) {
     const std::lock_guard lock(mutex_);
     for (const int rank : to)
@@ -103,10 +107,12 @@ class HubChannel : public detail::FaultChannel {
  public:
   HubChannel(std::shared_ptr<Hub> hub, int rank) : hub_(std::move(hub)), rank_(rank) {}
 
-  void announce(const std::string& group, const std::vector<int>& members, const Poison& poison) noexcept override {
+  void announce(const std::string& group, const std::vector<int>& members,
+                const Poison& poison) noexcept override {
     hub_->tell(rank_, group, members, poison);
   }
-  std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& members, std::chrono::milliseconds) noexcept override {
+  std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& members,
+                                   std::chrono::milliseconds) noexcept override {
     return hub_->roll_call(group, members);
   }
 
@@ -115,7 +121,8 @@ class HubChannel : public detail::FaultChannel {
   int rank_;
 };
 
-DistributedManager make_manager(const std::shared_ptr<Hub>& hub, int rank, const ManagerOptions& options) {
+DistributedManager make_manager(const std::shared_ptr<Hub>& hub, int rank,
+                                const ManagerOptions& options) {
   detail::ManagerBase base;
   base.options = options;
   base.backend = options.backend.empty() ? "threads" : options.backend;
@@ -129,8 +136,9 @@ DistributedManager make_manager(const std::shared_ptr<Hub>& hub, int rank, const
       auto state = std::make_shared<GroupState>(spec);
       if (spec.ranks.size() > 1) {
         state->set_endpoint(c10::DeviceType::CPU, "threads",
-                            c10::make_intrusive<detail::ThreadsBackend>(hub->room(spec.name, spec.ranks, rank), spec.rank,
-                                                                        static_cast<int>(spec.ranks.size()), spec.watch, spec.timeout));
+                            c10::make_intrusive<detail::ThreadsBackend>(
+                                hub->room(spec.name, spec.ranks, rank), spec.rank,
+                                static_cast<int>(spec.ranks.size()), spec.watch, spec.timeout));
       }
       return state;
     };
@@ -171,21 +179,28 @@ DistributedManager make_manager(const std::shared_ptr<Hub>& hub, int rank, const
 
 struct ThreadRanks::State {
   State(int ranks, ManagerOptions options)
-      : hub(std::make_shared<Hub>(ranks)), options(std::move(options)), cast_cache_before(static_cast<std::size_t>(ranks)) {}
+      : hub(std::make_shared<Hub>(ranks)),
+        options(std::move(options)),
+        cast_cache_before(static_cast<std::size_t>(ranks)) {}
   std::shared_ptr<Hub> hub;
   ManagerOptions options;
-  // Of each rank that is inside: whether its thread had autocast's cache on. Each rank touches its own entry only.
+  // Of each rank that is inside: whether its thread had autocast's cache on. Each rank touches its
+  // own entry only.
   std::vector<std::optional<bool>> cast_cache_before;
 };
 
 ThreadRanks::ThreadRanks(int ranks, const ManagerOptions& options) {
-  if (ranks < 1) throw InvalidArgument(concat("run_threads was asked for ", ranks, " ranks; at least 1 is needed"));
+  if (ranks < 1)
+    throw InvalidArgument(
+        concat("run_threads was asked for ", ranks, " ranks; at least 1 is needed"));
   if (!options.backend.empty() && options.backend != "threads" && options.backend != "gloo") {
     throw InvalidArgument(
-        concat("run_threads with backend '", options.backend, "': ranks that are threads of one process can use 'threads' or 'gloo'"));
+        concat("run_threads with backend '", options.backend,
+               "': ranks that are threads of one process can use 'threads' or 'gloo'"));
   }
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
-  // Its map of groups is written by every thread that calls Gloo, without a lock (mended in libtorch 2.15).
+  // Its map of groups is written by every thread that calls Gloo, without a lock (mended in
+  // libtorch 2.15).
   if (options.backend == "gloo") c10d::FlightRecorder<c10::Event>::get()->enabled_ = false;
 #endif
   state_ = std::make_shared<State>(ranks, options);
@@ -194,10 +209,12 @@ ThreadRanks::ThreadRanks(int ranks, const ManagerOptions& options) {
 int ThreadRanks::size() const { return state_->hub->size(); }
 
 DistributedManager ThreadRanks::enter(int rank) const {
-  if (rank < 0 || rank >= size()) throw InvalidArgument(concat("rank ", rank, " of ", size(), " ranks as threads"));
+  if (rank < 0 || rank >= size())
+    throw InvalidArgument(concat("rank ", rank, " of ", size(), " ranks as threads"));
   auto manager = make_manager(state_->hub, rank, state_->options);
-  // libtorch's cache of autocast's results is one for the process: the rank that leaves its region first would clear it under the others, which then
-  // differ in what they reduce. Whether it is used is each thread's own.
+  // libtorch's cache of autocast's results is one for the process: the rank that leaves its region
+  // first would clear it under the others, which then differ in what they reduce. Whether it is
+  // used is each thread's own.
   auto& before = state_->cast_cache_before[static_cast<std::size_t>(rank)];
   if (!before) before = at::autocast::is_autocast_cache_enabled();
   at::autocast::set_autocast_cache_enabled(false);
@@ -217,7 +234,8 @@ void ThreadRanks::leave(int rank) const {
   before.reset();
 }
 
-void run_threads(int ranks, const std::function<void(DistributedManager&)>& body, const ManagerOptions& options) {
+void run_threads(int ranks, const std::function<void(DistributedManager&)>& body,
+                 const ManagerOptions& options) {
   const ThreadRanks all(ranks, options);
   std::mutex mutex;
   std::exception_ptr first;

@@ -1,14 +1,17 @@
 #pragma once
-// Rendezvous: the ranks of a job meet and share a small key-value store. Rank 0 serves it, on one address alone; every rank holds one connection.
+// Rendezvous: the ranks of a job meet and share a small key-value store. Rank 0 serves it, on one
+// address alone; every rank holds one connection.
 //
 //   auto meeting = Rendezvous::meet(launch, std::chrono::seconds(120));
-//   meeting.store->set("key", "value");                // c10d::Store: what process groups are made from
-//   meeting.address                                    // "10.0.0.3": the address of this host on the way to rank 0; what listeners of this rank
+//   meeting.store->set("key", "value");  // c10d::Store: what process groups are made from
+//   // "10.0.0.3": the address of this host on the way to rank 0; what listeners of this rank
+//   meeting.address
 //   should bind
 //
-// What goes wrong here ends within the limit (plus about a second) on every rank that runs, as a RendezvousError that names the cause: a missing
-// rank, two ranks of one number, ranks that disagree about the world size, a port in use, something else that listens there, an address that cannot
-// be reached.
+// What goes wrong here ends within the limit (plus about a second) on every rank that runs, as a
+// RendezvousError that names the cause: a missing rank, two ranks of one number, ranks that
+// disagree about the world size, a port in use, something else that listens there, an address that
+// cannot be reached.
 
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -28,10 +31,12 @@ class StoreConnection;
 class StoreServer;
 }  // namespace detail
 
-/// The ranks could not meet. `ranks` holds the ranks that are known to be missing or wrong (empty if that is not the cause or cannot be known).
+/// The ranks could not meet. `ranks` holds the ranks that are known to be missing or wrong (empty
+/// if that is not the cause or cannot be known).
 class RendezvousError : public CommError {
  public:
-  explicit RendezvousError(const std::string& what, std::vector<int> ranks = {}) : CommError(what), ranks_(std::move(ranks)) {}
+  explicit RendezvousError(const std::string& what, std::vector<int> ranks = {})
+      : CommError(what), ranks_(std::move(ranks)) {}
   ~RendezvousError() override;
   const std::vector<int>& ranks() const { return ranks_; }
 
@@ -39,20 +44,25 @@ class RendezvousError : public CommError {
   std::vector<int> ranks_;
 };
 
-/// What a rank holds after the meeting. Members are destroyed in reverse order: the connection before the server.
+/// What a rank holds after the meeting. Members are destroyed in reverse order: the connection
+/// before the server.
 struct Rendezvous {
   Rendezvous();
   Rendezvous(Rendezvous&&) noexcept;
   Rendezvous& operator=(Rendezvous&&) noexcept;
   ~Rendezvous();
 
-  std::unique_ptr<detail::StoreServer> server;  ///< On rank 0 alone.
+  /// On rank 0 alone.
+  std::unique_ptr<detail::StoreServer> server;
   std::shared_ptr<detail::StoreConnection> connection;
   c10::intrusive_ptr<c10d::Store> store;
-  std::string address;  ///< Numeric; loopback if rank 0 is reached through loopback.
+  /// Numeric; loopback if rank 0 is reached through loopback.
+  std::string address;
 
-  /// Blocks until every rank of the launch is here. Rank 0 listens on `launch.address` : `launch.port` and on no other address (loopback if the
-  /// address is empty); where torchrun's agent already serves a store there, rank 0 takes a free port and tells the others through the agent's store.
+  /// Blocks until every rank of the launch is here. Rank 0 listens on `launch.address` :
+  /// `launch.port` and on no other address (loopback if the address is empty); where torchrun's
+  /// agent already serves a store there, rank 0 takes a free port and tells the others through the
+  /// agent's store.
   static Rendezvous meet(const Launch& launch, std::chrono::milliseconds limit);
 };
 

@@ -17,8 +17,10 @@ namespace {
 constexpr int kDeepest = 100;
 
 Json plain_scalar(const std::string& text) {
-  static const std::regex integer("[-+]?[0-9]+"), real("[-+]?(\\.[0-9]+|[0-9]+(\\.[0-9]*)?)([eE][-+]?[0-9]+)?");
-  if (text.empty() || text == "~" || text == "null" || text == "Null" || text == "NULL") return nullptr;
+  static const std::regex integer("[-+]?[0-9]+"),
+      real("[-+]?(\\.[0-9]+|[0-9]+(\\.[0-9]*)?)([eE][-+]?[0-9]+)?");
+  if (text.empty() || text == "~" || text == "null" || text == "Null" || text == "NULL")
+    return nullptr;
   if (text == "true" || text == "True" || text == "TRUE") return true;
   if (text == "false" || text == "False" || text == "FALSE") return false;
   try {
@@ -31,7 +33,9 @@ Json plain_scalar(const std::string& text) {
 
 Json from_yaml(const YAML::Node& node, const std::string& source, int depth) {
   const int line = node.Mark().line + 1;
-  if (depth > kDeepest) throw ConfigFileError(concat(source, ":", line, ": nested deeper than ", kDeepest, " levels; an alias may contain itself"));
+  if (depth > kDeepest)
+    throw ConfigFileError(concat(source, ":", line, ": nested deeper than ", kDeepest,
+                                 " levels; an alias may contain itself"));
   switch (node.Type()) {
     case YAML::NodeType::Scalar:
       return node.Tag() == "!" ? Json(node.Scalar()) : plain_scalar(node.Scalar());
@@ -44,9 +48,11 @@ Json from_yaml(const YAML::Node& node, const std::string& source, int depth) {
       Json object = Json::object();
       for (const auto& entry : node) {
         const YAML::Node& key = entry.first;
-        if (!key.IsScalar()) throw ConfigFileError(concat(source, ":", line, ": a key is not a plain name"));
+        if (!key.IsScalar())
+          throw ConfigFileError(concat(source, ":", line, ": a key is not a plain name"));
         if (object.contains(key.Scalar()))
-          throw ConfigFileError(concat(source, ":", key.Mark().line + 1, ": the key '", key.Scalar(), "' stands twice"));
+          throw ConfigFileError(concat(source, ":", key.Mark().line + 1, ": the key '",
+                                       key.Scalar(), "' stands twice"));
         object[key.Scalar()] = from_yaml(entry.second, source, depth + 1);
       }
       return object;
@@ -100,13 +106,16 @@ Json parse_document(const std::string& text, FileFormat format, const std::strin
   const auto watch = [&](int, Json::parse_event_t event, Json& value) {
     if (event == Json::parse_event_t::object_start) keys.emplace_back();
     if (event == Json::parse_event_t::object_end) keys.pop_back();
-    if (event == Json::parse_event_t::key && !keys.back().insert(value.get<std::string>()).second && repeated.empty())
+    if (event == Json::parse_event_t::key && !keys.back().insert(value.get<std::string>()).second &&
+        repeated.empty())
       repeated = value.get<std::string>();
     return true;
   };
   try {
     Json document = Json::parse(text, watch);
-    if (!repeated.empty()) throw ConfigFileError(concat(source, ": the key '", repeated, "' stands twice in one object"));
+    if (!repeated.empty())
+      throw ConfigFileError(
+          concat(source, ": the key '", repeated, "' stands twice in one object"));
     return document;
   } catch (const Json::parse_error& error) {
     throw ConfigFileError(concat(source, ": ", error.what()));
@@ -121,16 +130,21 @@ std::string write_document(const Json& value, FileFormat format) {
 }
 
 FileFormat format_of(const std::string& path) {
-  const auto ends = [&](const std::string& end) { return path.size() >= end.size() && path.compare(path.size() - end.size(), end.size(), end) == 0; };
+  const auto ends = [&](const std::string& end) {
+    return path.size() >= end.size() &&
+           path.compare(path.size() - end.size(), end.size(), end) == 0;
+  };
   if (ends(".json")) return FileFormat::json;
   if (ends(".yaml") || ends(".yml")) return FileFormat::yaml;
-  throw ConfigFileError(concat(path, ": the name must end in .json, .yaml or .yml, so that the format is known"));
+  throw ConfigFileError(
+      concat(path, ": the name must end in .json, .yaml or .yml, so that the format is known"));
 }
 
 std::string read_text(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::ostringstream text;
-  if (!file || !(text << file.rdbuf())) throw ConfigFileError(concat(path, ": cannot be read (or is empty); check the path"));
+  if (!file || !(text << file.rdbuf()))
+    throw ConfigFileError(concat(path, ": cannot be read (or is empty); check the path"));
   return std::move(text).str();
 }
 
@@ -138,7 +152,9 @@ void write_text(const std::string& path, const std::string& text) {
   std::ofstream file(path, std::ios::binary);
   file << text;
   file.close();
-  if (!file) throw ConfigFileError(concat(path, ": cannot be written; check the folder and its permissions"));
+  if (!file)
+    throw ConfigFileError(
+        concat(path, ": cannot be written; check the folder and its permissions"));
 }
 
 }  // namespace tessera::detail

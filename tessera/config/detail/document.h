@@ -10,7 +10,8 @@ namespace tessera::detail {
 
 using Json = nlohmann::ordered_json;
 
-/// Throws ConfigFileError ("source:line: ...") for a syntax error, and for a key that stands twice in one object.
+/// Throws ConfigFileError ("source:line: ...") for a syntax error, and for a key that stands twice
+/// in one object.
 Json parse_document(const std::string& text, FileFormat format, const std::string& source);
 std::string write_document(const Json& value, FileFormat format);
 

@@ -18,19 +18,23 @@ std::pair<double, std::string> split_unit(const std::string& text, const std::st
     number = std::stod(text, &used);
   } catch (const std::exception&) {
   }
-  if (!std::isfinite(number) || number < 0) throw ConfigFileError(concat(where, ": '", text, "' does not begin with a finite number of at least 0"));
+  if (!std::isfinite(number) || number < 0)
+    throw ConfigFileError(
+        concat(where, ": '", text, "' does not begin with a finite number of at least 0"));
   while (used < text.size() && text[used] == ' ') ++used;
   return {number, text.substr(used)};
 }
 
-double with_unit(const std::string& text, const std::map<std::string, double>& units, const std::string& where) {
+double with_unit(const std::string& text, const std::map<std::string, double>& units,
+                 const std::string& where) {
   const auto [number, unit] = split_unit(text, where);
   const auto factor = units.find(unit);
   if (factor == units.end()) {
     std::vector<std::string> names;
     for (const auto& [name, unused] : units)
       if (!name.empty()) names.push_back(name);
-    throw ConfigFileError(concat(where, ": '", text, "' has the unknown unit '", unit, "'; the units are ", list(names)));
+    throw ConfigFileError(concat(where, ": '", text, "' has the unknown unit '", unit,
+                                 "'; the units are ", list(names)));
   }
   return number * factor->second;
 }
@@ -54,15 +58,20 @@ double parse_bytes(const std::string& text, const std::string& where) {
 }
 
 double parse_seconds(const std::string& text, const std::string& where) {
-  static const std::map<std::string, double> units{{"", 1}, {"s", 1}, {"ms", 1e-3}, {"us", 1e-6}, {"ns", 1e-9}, {"min", 60}, {"h", 3600}};
+  static const std::map<std::string, double> units{
+      {"", 1}, {"s", 1}, {"ms", 1e-3}, {"us", 1e-6}, {"ns", 1e-9}, {"min", 60}, {"h", 3600}};
   return with_unit(text, units, where);
 }
 
 Fields::Fields(const Json& value, std::string where) : value_(value), where_(std::move(where)) {
-  if (!value.is_object()) throw ConfigFileError(concat(where_, ": must be an object (fields with values), but is ", value.type_name()));
+  if (!value.is_object())
+    throw ConfigFileError(
+        concat(where_, ": must be an object (fields with values), but is ", value.type_name()));
 }
 
-void Fields::fail(const std::string& field, const std::string& why) const { throw ConfigFileError(concat(where(field), ": ", why)); }
+void Fields::fail(const std::string& field, const std::string& why) const {
+  throw ConfigFileError(concat(where(field), ": ", why));
+}
 
 const Json* Fields::raw(const std::string& field) {
   read_.insert(field);
@@ -83,12 +92,16 @@ std::string Fields::required_text(const std::string& field) {
   return *value;
 }
 
-std::optional<std::int64_t> Fields::integer(const std::string& field, std::int64_t low, std::int64_t high) {
+std::optional<std::int64_t> Fields::integer(const std::string& field, std::int64_t low,
+                                            std::int64_t high) {
   const Json* value = raw(field);
   if (!value) return std::nullopt;
-  const bool fits = value->is_number_integer() && !(value->is_number_unsigned() && value->get<std::uint64_t>() > std::uint64_t(INT64_MAX));
+  const bool fits =
+      value->is_number_integer() &&
+      !(value->is_number_unsigned() && value->get<std::uint64_t>() > std::uint64_t(INT64_MAX));
   if (!fits || value->get<std::int64_t>() < low || value->get<std::int64_t>() > high)
-    fail(field, concat("must be a whole number from ", low, " to ", high, ", but is ", value->dump()));
+    fail(field,
+         concat("must be a whole number from ", low, " to ", high, ", but is ", value->dump()));
   return value->get<std::int64_t>();
 }
 
@@ -121,10 +134,12 @@ std::optional<std::vector<std::string>> Fields::texts(const std::string& field) 
 std::optional<std::vector<int>> Fields::integers(const std::string& field) {
   const Json* value = raw(field);
   if (!value) return std::nullopt;
-  if (!value->is_array()) fail(field, concat("must be a list of whole numbers, but is ", value->dump()));
+  if (!value->is_array())
+    fail(field, concat("must be a list of whole numbers, but is ", value->dump()));
   std::vector<int> items;
   for (const Json& item : *value) {
-    if (!item.is_number_integer() || item.get<std::int64_t>() < INT32_MIN || item.get<std::int64_t>() > INT32_MAX)
+    if (!item.is_number_integer() || item.get<std::int64_t>() < INT32_MIN ||
+        item.get<std::int64_t>() > INT32_MAX)
       fail(field, concat("must be a list of whole numbers, but holds ", item.dump()));
     items.push_back(item.get<int>());
   }
@@ -141,14 +156,16 @@ std::optional<std::chrono::milliseconds> Fields::duration(const std::string& fie
     ms = 1000 * parse_seconds(value->get<std::string>(), where(field));
   else
     fail(field, concat("must be a duration such as \"30s\", but is ", value->dump()));
-  if (!(ms >= 1) || ms > 1e15) fail(field, concat("must be a duration of at least 1 ms, but is ", value->dump()));
+  if (!(ms >= 1) || ms > 1e15)
+    fail(field, concat("must be a duration of at least 1 ms, but is ", value->dump()));
   return std::chrono::milliseconds(std::llround(ms));
 }
 
 void Fields::finish() const {
   for (const auto& [name, unused] : value_.items()) {
     if (read_.contains(name)) continue;
-    throw ConfigFileError(concat(where(name), ": is not a field here; the fields are ", list(read_)));
+    throw ConfigFileError(
+        concat(where(name), ": is not a field here; the fields are ", list(read_)));
   }
 }
 

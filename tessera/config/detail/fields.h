@@ -1,5 +1,6 @@
 #pragma once
-// Fields: an object of a document, read strictly: a field of the wrong type, and one that nobody asked for, are errors that name their place.
+// Fields: an object of a document, read strictly: a field of the wrong type, and one that nobody
+// asked for, are errors that name their place.
 
 #include <chrono>
 #include <cstdint>
@@ -18,17 +19,21 @@ class Fields {
   Fields(const Json& value, std::string where);
 
   const std::string& where() const { return where_; }
-  std::string where(const std::string& field) const { return where_ + (where_.back() == ' ' ? "" : ".") + field; }
+  std::string where(const std::string& field) const {
+    return where_ + (where_.back() == ' ' ? "" : ".") + field;
+  }
   bool has(const std::string& field) const { return value_.contains(field); }
 
   /// Absent, or null: nullopt.
   std::optional<std::string> text(const std::string& field);
-  std::optional<std::int64_t> integer(const std::string& field, std::int64_t low, std::int64_t high);
+  std::optional<std::int64_t> integer(const std::string& field, std::int64_t low,
+                                      std::int64_t high);
   std::optional<double> real(const std::string& field);
   std::optional<bool> boolean(const std::string& field);
   std::optional<std::vector<std::string>> texts(const std::string& field);
   std::optional<std::vector<int>> integers(const std::string& field);
-  std::optional<std::chrono::milliseconds> duration(const std::string& field);  ///< "500ms", "30s", "5min", "1h", or a number of milliseconds.
+  /// "500ms", "30s", "5min", "1h", or a number of milliseconds.
+  std::optional<std::chrono::milliseconds> duration(const std::string& field);
   /// The value itself, marked as read; nullptr if absent.
   const Json* raw(const std::string& field);
   std::string required_text(const std::string& field);
@@ -43,7 +48,8 @@ class Fields {
   std::set<std::string> read_;
 };
 
-/// "512MB", "4KiB", "1e9", "25GB/s": bytes, powers of ten for kB MB GB TB and of two for KiB MiB GiB TiB. Throws ConfigFileError.
+/// "512MB", "4KiB", "1e9", "25GB/s": bytes, powers of ten for kB MB GB TB and of two for KiB MiB
+/// GiB TiB. Throws ConfigFileError.
 double parse_bytes(const std::string& text, const std::string& where);
 /// "5us", "0.2ms", "1s". A bare number is seconds. Throws ConfigFileError.
 double parse_seconds(const std::string& text, const std::string& where);

@@ -14,7 +14,9 @@ namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
-std::align_val_t alignment_of(std::size_t bytes) { return std::align_val_t{bytes >= kHugePage ? kHugePage : 64}; }
+std::align_val_t alignment_of(std::size_t bytes) {
+  return std::align_val_t{bytes >= kHugePage ? kHugePage : 64};
+}
 
 struct Free {
   std::size_t bytes = 0;
@@ -42,7 +44,8 @@ struct BufferPool::Blocks {
   Block take(std::size_t bytes) {
     const std::lock_guard lock(mutex);
     // The last one that came back is the warmest.
-    const auto found = std::find_if(free.rbegin(), free.rend(), [&](const auto& f) { return f.first == bytes; });
+    const auto found =
+        std::find_if(free.rbegin(), free.rend(), [&](const auto& f) { return f.first == bytes; });
     if (found == free.rend()) return nullptr;
     Block block = std::move(found->second);
     free.erase(std::next(found).base());
@@ -64,8 +67,11 @@ at::Tensor BufferPool::empty(std::span<const std::int64_t> shape, at::ScalarType
   Block block = blocks_->take(bytes);
   if (!block) block = allocate(bytes);
   void* data = block.get();
-  auto release = [blocks = blocks_, bytes](void* memory) { blocks->give_back(bytes, Block(memory, Free{bytes})); };
-  at::Tensor tensor = at::from_blob(data, c10::IntArrayRef(shape.data(), shape.size()), std::move(release), at::TensorOptions(dtype));
+  auto release = [blocks = blocks_, bytes](void* memory) {
+    blocks->give_back(bytes, Block(memory, Free{bytes}));
+  };
+  at::Tensor tensor = at::from_blob(data, c10::IntArrayRef(shape.data(), shape.size()),
+                                    std::move(release), at::TensorOptions(dtype));
   block.release();  // the tensor's from here on
   return tensor;
 }

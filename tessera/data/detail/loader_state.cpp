@@ -15,13 +15,16 @@ constexpr const char* kHeader = "tessera-loader-2";
 std::uint64_t fingerprint(const Order& order) { return Hash().text(order.describe()).value(); }
 std::uint64_t checksum(const std::string& text) { return Hash().text(text).value() & 0xffffffffu; }
 
-[[noreturn]] void refuse() { throw ConfigurationError("this is no state of a loader, or it was cut off or changed"); }
+[[noreturn]] void refuse() {
+  throw ConfigurationError("this is no state of a loader, or it was cut off or changed");
+}
 
 }  // namespace
 
 std::string write_state(const Order& order, const OrderCursor& cursor) {
   std::ostringstream out;
-  out << kHeader << ' ' << fingerprint(order) << ' ' << cursor.step << ' ' << cursor.position.size();
+  out << kHeader << ' ' << fingerprint(order) << ' ' << cursor.step << ' '
+      << cursor.position.size();
   for (auto p : cursor.position) out << ' ' << p;
   out << ' ' << cursor.credit.size() << std::hexfloat;  // exact
   for (double c : cursor.credit) out << ' ' << c;
@@ -32,7 +35,9 @@ std::string write_state(const Order& order, const OrderCursor& cursor) {
 OrderCursor read_state(const Order& order, const std::string& state) {
   const auto end = state.find_last_not_of(" \t\r\n");  // files like to end in a line end
   const auto last = end == std::string::npos ? end : state.rfind(' ', end);
-  if (last == std::string::npos || state.substr(last + 1, end - last) != std::to_string(checksum(state.substr(0, last)))) refuse();
+  if (last == std::string::npos ||
+      state.substr(last + 1, end - last) != std::to_string(checksum(state.substr(0, last))))
+    refuse();
   std::istringstream in(state.substr(0, last));
   std::string header;
   std::uint64_t saved = 0;
@@ -45,7 +50,8 @@ OrderCursor read_state(const Order& order, const std::string& state) {
   if (!(in >> header >> saved >> cursor.step) || header != kHeader) refuse();
   if (saved != fingerprint(order))
     throw ConfigurationError(
-        concat("the state was saved by another order; this one is: ", order.describe(), ". Resume with the same samples, seed and batch schedule"));
+        concat("the state was saved by another order; this one is: ", order.describe(),
+               ". Resume with the same samples, seed and batch schedule"));
   cursor.position.resize(count());
   for (auto& p : cursor.position) in >> p;
   cursor.credit.resize(count());

@@ -22,7 +22,8 @@ auto of_sample(std::uint64_t index, const Read& read) {
   } catch (const std::exception& e) {
     std::throw_with_nested(SampleError(concat("sample ", index, ": ", e.what()), index));
   } catch (...) {
-    std::throw_with_nested(SampleError(concat("sample ", index, ": an exception that is no std::exception"), index));
+    std::throw_with_nested(
+        SampleError(concat("sample ", index, ": an exception that is no std::exception"), index));
   }
 }
 
@@ -34,10 +35,12 @@ std::vector<at::Tensor> without_rows(std::vector<at::Tensor> batch) {
 }  // namespace
 
 Sample BatchReader::get(const SampleRef& ref) const {
-  return of_sample(ref.index, [&] { return datasets[static_cast<std::size_t>(ref.dataset)]->get(ref.index); });
+  return of_sample(ref.index,
+                   [&] { return datasets[static_cast<std::size_t>(ref.dataset)]->get(ref.index); });
 }
 
-std::vector<at::Tensor> BatchReader::get_batch(int dataset, const std::vector<std::uint64_t>& indices) const {
+std::vector<at::Tensor> BatchReader::get_batch(int dataset,
+                                               const std::vector<std::uint64_t>& indices) const {
   const Dataset& from = *datasets[static_cast<std::size_t>(dataset)];
   std::vector<at::Tensor> batch;
   try {
@@ -46,13 +49,15 @@ std::vector<at::Tensor> BatchReader::get_batch(int dataset, const std::vector<st
     throw;
   } catch (...) {
     // Which one? Alone, it fails again.
-    for (const std::uint64_t index : indices) of_sample(index, [&] { return from.get_batch({&index, 1}); });
+    for (const std::uint64_t index : indices)
+      of_sample(index, [&] { return from.get_batch({&index, 1}); });
     // None: a failure that passed, or one of all together.
     of_sample(indices.front(), [&]() -> int { throw; });
   }
   for (const at::Tensor& t : batch)
     if (t.dim() == 0 || t.size(0) != static_cast<std::int64_t>(indices.size()))
-      throw InvalidArgument(concat("dataset ", dataset, " gave a tensor of shape ", t.sizes(), " for a batch of ", indices.size(),
+      throw InvalidArgument(concat("dataset ", dataset, " gave a tensor of shape ", t.sizes(),
+                                   " for a batch of ", indices.size(),
                                    " samples; get_batch puts a dim of that length in front"));
   return batch;
 }
@@ -93,12 +98,15 @@ std::vector<at::Tensor> BatchReader::rows(const std::vector<SampleRef>& refs) co
         batch.push_back(at::empty(shape, t.options()));
       }
     if (part.size() != batch.size())
-      throw InvalidArgument(concat("the samples of dataset ", d, " have ", part.size(), " tensors, those of others ", batch.size()));
+      throw InvalidArgument(concat("the samples of dataset ", d, " have ", part.size(),
+                                   " tensors, those of others ", batch.size()));
     for (std::size_t t = 0; t < part.size(); ++t) {
-      if (part[t].sizes().slice(1) != batch[t].sizes().slice(1) || part[t].scalar_type() != batch[t].scalar_type())
-        throw InvalidArgument(concat("tensor ", t, " of dataset ", d, " has shape ", part[t].sizes().slice(1), " and dtype ", part[t].scalar_type(),
-                                     ", that of others ", batch[t].sizes().slice(1), " and ", batch[t].scalar_type(),
-                                     "; a mixture needs samples of one shape and dtype"));
+      if (part[t].sizes().slice(1) != batch[t].sizes().slice(1) ||
+          part[t].scalar_type() != batch[t].scalar_type())
+        throw InvalidArgument(concat(
+            "tensor ", t, " of dataset ", d, " has shape ", part[t].sizes().slice(1), " and dtype ",
+            part[t].scalar_type(), ", that of others ", batch[t].sizes().slice(1), " and ",
+            batch[t].scalar_type(), "; a mixture needs samples of one shape and dtype"));
       batch[t].index_copy_(0, at::tensor(places), part[t]);
     }
   }
@@ -113,12 +121,17 @@ std::vector<at::Tensor> BatchReader::collated(const std::vector<SampleRef>& refs
 }
 
 void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
-  if (collate) throw InvalidArgument("LoaderOptions::collate with a PackedOrder, which lays its samples into rows itself; leave one of them out");
+  if (collate)
+    throw InvalidArgument(
+        "LoaderOptions::collate with a PackedOrder, which lays its samples into rows itself; leave "
+        "one of them out");
   const auto capacity = static_cast<std::int64_t>(batch.capacity);
   auto allocate = [&](const Sample& like) {
     for (const at::Tensor& t : like) {
       auto shape = t.sizes().vec();
-      if (shape.empty()) throw InvalidArgument("packed samples are tensors with tokens along dim 0; this one has no dim");
+      if (shape.empty())
+        throw InvalidArgument(
+            "packed samples are tensors with tokens along dim 0; this one has no dim");
       shape[0] = capacity;
       shape.insert(shape.begin(), out.rows);
       out.tensors.push_back(at::zeros(shape, t.options()));
@@ -134,12 +147,15 @@ void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
         const Sample sample = get(ref);
         if (out.tensors.empty()) allocate(sample);
         if (sample.size() + 1 != out.tensors.size())
-          throw SampleError(concat("sample ", ref.index, " has ", sample.size(), " tensors, others ", out.tensors.size() - 1), ref.index);
+          throw SampleError(concat("sample ", ref.index, " has ", sample.size(),
+                                   " tensors, others ", out.tensors.size() - 1),
+                            ref.index);
         const auto n = static_cast<std::int64_t>(packed.length);
         for (std::size_t t = 0; t < sample.size(); ++t) {
           if (sample[t].dim() == 0 || sample[t].size(0) != n)
             throw SampleError(
-                concat("sample ", ref.index, " has a tensor of shape ", sample[t].sizes(), ", the order was told ", packed.length, " tokens"),
+                concat("sample ", ref.index, " has a tensor of shape ", sample[t].sizes(),
+                       ", the order was told ", packed.length, " tokens"),
                 ref.index);
           out.tensors[t][row].narrow(0, at, n).copy_(sample[t]);
         }
@@ -159,7 +175,9 @@ LoadedBatch BatchReader::read(const OrderBatch& batch) const {
   out.global_rows = static_cast<std::int64_t>(batch.size);
   out.global_real = static_cast<std::int64_t>(batch.real);
   out.slices = mapping.slices(process, out.global_rows);
-  auto real_in = [&](const BatchSlice& slice) { return std::clamp<std::int64_t>(out.global_real - slice.samples.begin, 0, slice.samples.size()); };
+  auto real_in = [&](const BatchSlice& slice) {
+    return std::clamp<std::int64_t>(out.global_real - slice.samples.begin, 0, slice.samples.size());
+  };
   for (const BatchSlice& slice : out.slices) {
     out.rows += slice.samples.size();
     out.real += real_in(slice);
@@ -171,11 +189,14 @@ LoadedBatch BatchReader::read(const OrderBatch& batch) const {
   out.samples.resize(static_cast<std::size_t>(out.rows));
   for (const BatchSlice& slice : out.slices)
     order->rows(batch, static_cast<std::uint64_t>(slice.samples.begin),
-                std::span(out.samples).subspan(static_cast<std::size_t>(slice.slot), static_cast<std::size_t>(slice.samples.size())));
+                std::span(out.samples)
+                    .subspan(static_cast<std::size_t>(slice.slot),
+                             static_cast<std::size_t>(slice.samples.size())));
   if (!out.samples.empty()) {
     out.tensors = collate ? collated(out.samples) : rows(out.samples);
   } else {
-    // A process without rows still has tensors of the right shape, with no row: every rank runs the same step.
+    // A process without rows still has tensors of the right shape, with no row: every rank runs the
+    // same step.
     std::vector<SampleRef> any(1);
     order->rows(batch, 0, any);
     if (!collate) out.tensors = known_shapes(any[0].dataset);
@@ -183,7 +204,8 @@ LoadedBatch BatchReader::read(const OrderBatch& batch) const {
   }
   if (out.real < out.rows) {
     out.mask = at::zeros({out.rows}, at::kBool);
-    for (const BatchSlice& slice : out.slices) out.mask.narrow(0, slice.slot, real_in(slice)).fill_(true);
+    for (const BatchSlice& slice : out.slices)
+      out.mask.narrow(0, slice.slot, real_in(slice)).fill_(true);
   }
   return out;
 }

@@ -1,5 +1,6 @@
 #pragma once
-// This process' part of a global batch, read from the datasets. On the host, in the caller's thread.
+// This process' part of a global batch, read from the datasets. On the host, in the caller's
+// thread.
 
 #include "tessera/data/loader.h"
 
@@ -12,7 +13,8 @@ struct BatchReader {
   int process;
   std::function<std::vector<at::Tensor>(const std::vector<Sample>&)> collate;
 
-  /// Throws SampleError with the index of the sample that could not be read; InvalidArgument for samples that make no batch.
+  /// Throws SampleError with the index of the sample that could not be read; InvalidArgument for
+  /// samples that make no batch.
   LoadedBatch read(const OrderBatch& batch) const;
 
  private:

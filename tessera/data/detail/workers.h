@@ -1,7 +1,9 @@
 #pragma once
-// Worker threads of an engine that they share with its owner: one that hangs in a read is left behind, and finds everything in place.
+// Worker threads of an engine that they share with its owner: one that hangs in a read is left
+// behind, and finds everything in place.
 //
-// An engine has mutex, work, rested (told when a worker ends), stop, running, options.stall_limit, and run(), in which a worker stays until `stop`.
+// An engine has mutex, work, rested (told when a worker ends), stop, running, options.stall_limit,
+// and run(), in which a worker stays until `stop`.
 
 #include <c10/util/Exception.h>
 
@@ -35,7 +37,8 @@ void start_workers(const std::shared_ptr<Engine>& engine, int workers) {
       engine->stop = true;
     }
     engine->work.notify_all();
-    throw Error(concat("the system does not give ", workers, " worker threads: ", e.what(), "; use fewer"));
+    throw Error(
+        concat("the system does not give ", workers, " worker threads: ", e.what(), "; use fewer"));
   }
 }
 
@@ -44,8 +47,10 @@ void stop_workers(Engine& engine, const char* owner) {
   std::unique_lock lock(engine.mutex);
   engine.stop = true;
   engine.work.notify_all();
-  if (!engine.rested.wait_for(lock, engine.options.stall_limit, [&] { return engine.running == 0; }))
-    TORCH_WARN(owner, ": ", engine.running, " worker(s) have been reading for more than ", engine.options.stall_limit.count(),
+  if (!engine.rested.wait_for(lock, engine.options.stall_limit,
+                              [&] { return engine.running == 0; }))
+    TORCH_WARN(owner, ": ", engine.running, " worker(s) have been reading for more than ",
+               engine.options.stall_limit.count(),
                " ms and are left behind; they end when their read ends");
 }
 

@@ -66,7 +66,8 @@ struct Kind {
 
 std::optional<Kind> kind_of(hid_t type) {
   const std::size_t size = H5Tget_size(type);
-  if (H5Tget_class(type) == H5T_FLOAT && size <= 8) return size <= 4 ? Kind{at::kFloat, H5T_NATIVE_FLOAT} : Kind{at::kDouble, H5T_NATIVE_DOUBLE};
+  if (H5Tget_class(type) == H5T_FLOAT && size <= 8)
+    return size <= 4 ? Kind{at::kFloat, H5T_NATIVE_FLOAT} : Kind{at::kDouble, H5T_NATIVE_DOUBLE};
   if (H5Tget_class(type) != H5T_INTEGER) return std::nullopt;
   const bool negative = H5Tget_sign(type) != H5T_SGN_NONE;
   switch (size) {
@@ -88,7 +89,8 @@ std::optional<Kind> kind_of(hid_t type) {
 struct Hdf5Source::File {
   explicit File(const std::string& path) : path(path) {
     const Library library;
-    id = library.check(H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT), concat("'", path, "' cannot be opened as an HDF5 file"));
+    id = library.check(H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT),
+                       concat("'", path, "' cannot be opened as an HDF5 file"));
     try {
       read_structure(library);
     } catch (...) {
@@ -106,19 +108,24 @@ struct Hdf5Source::File {
     library.check(H5Ovisit(
                       id, H5_INDEX_NAME, H5_ITER_INC,
                       [](hid_t, const char* name, const H5O_info_t* about, void* list) -> herr_t {
-                        if (about->type == H5O_TYPE_DATASET) static_cast<std::vector<std::string>*>(list)->emplace_back(name);
+                        if (about->type == H5O_TYPE_DATASET)
+                          static_cast<std::vector<std::string>*>(list)->emplace_back(name);
                         return 0;
                       },
                       &names),
                   concat("the contents of '", path, "' cannot be listed"));
     for (const std::string& name : names) {
-      const Id set(library.check(H5Dopen2(id, name.c_str(), H5P_DEFAULT), concat(name, " in '", path, "'")), H5Dclose);
+      const Id set(
+          library.check(H5Dopen2(id, name.c_str(), H5P_DEFAULT), concat(name, " in '", path, "'")),
+          H5Dclose);
       const Id type(library.check(H5Dget_type(set), concat("the type of ", name)), H5Tclose);
       const Id space(library.check(H5Dget_space(set), concat("the shape of ", name)), H5Sclose);
       const auto kind = kind_of(type);
       if (!kind || H5Sget_simple_extent_type(space) == H5S_NULL) continue;
-      std::vector<hsize_t> shape(static_cast<std::size_t>(library.check(H5Sget_simple_extent_ndims(space), concat("the shape of ", name))));
-      library.check(H5Sget_simple_extent_dims(space, shape.data(), nullptr), concat("the shape of ", name));
+      std::vector<hsize_t> shape(static_cast<std::size_t>(
+          library.check(H5Sget_simple_extent_ndims(space), concat("the shape of ", name))));
+      library.check(H5Sget_simple_extent_dims(space, shape.data(), nullptr),
+                    concat("the shape of ", name));
       VariableInfo info{name, {}, {}, kind->stored, {}};
       for (const hsize_t n : shape) {
         info.dims.push_back(concat("dim", info.dims.size()));
@@ -134,27 +141,34 @@ struct Hdf5Source::File {
     H5O_info_t about;
     library.check(H5Oget_info(set, &about), concat("the attributes of ", info.name));
     for (hsize_t a = 0; a < about.num_attrs; ++a) {
-      const Id attribute(
-          library.check(H5Aopen_by_idx(set, ".", H5_INDEX_NAME, H5_ITER_INC, a, H5P_DEFAULT, H5P_DEFAULT), concat("an attribute of ", info.name)),
-          H5Aclose);
-      std::string name(static_cast<std::size_t>(std::max<ssize_t>(H5Aget_name(attribute, 0, nullptr), 0)), '\0');
+      const Id attribute(library.check(H5Aopen_by_idx(set, ".", H5_INDEX_NAME, H5_ITER_INC, a,
+                                                      H5P_DEFAULT, H5P_DEFAULT),
+                                       concat("an attribute of ", info.name)),
+                         H5Aclose);
+      std::string name(
+          static_cast<std::size_t>(std::max<ssize_t>(H5Aget_name(attribute, 0, nullptr), 0)), '\0');
       H5Aget_name(attribute, name.size() + 1, name.data());
       const Id type(H5Aget_type(attribute), H5Tclose), space(H5Aget_space(attribute), H5Sclose);
-      const auto count = static_cast<std::size_t>(std::max<hssize_t>(H5Sget_simple_extent_npoints(space), 0));
+      const auto count =
+          static_cast<std::size_t>(std::max<hssize_t>(H5Sget_simple_extent_npoints(space), 0));
       if (kind_of(type)) {
         std::vector<double> numbers(count);
-        if (count > 0) library.check(H5Aread(attribute, H5T_NATIVE_DOUBLE, numbers.data()), concat("attribute ", name, " of ", info.name));
+        if (count > 0)
+          library.check(H5Aread(attribute, H5T_NATIVE_DOUBLE, numbers.data()),
+                        concat("attribute ", name, " of ", info.name));
         info.attributes[name] = std::move(numbers);
       } else if (H5Tget_class(type) == H5T_STRING && count == 1) {
         std::string text;
         if (H5Tis_variable_str(type) > 0) {
           char* read = nullptr;
-          library.check(H5Aread(attribute, type, &read), concat("attribute ", name, " of ", info.name));
+          library.check(H5Aread(attribute, type, &read),
+                        concat("attribute ", name, " of ", info.name));
           if (read) text = read;
           H5free_memory(read);
         } else {
           text.resize(H5Tget_size(type));
-          library.check(H5Aread(attribute, type, text.data()), concat("attribute ", name, " of ", info.name));
+          library.check(H5Aread(attribute, type, text.data()),
+                        concat("attribute ", name, " of ", info.name));
           text.resize(std::min(text.size(), text.find('\0')));
         }
         info.attributes[name] = std::move(text);
@@ -181,27 +195,41 @@ std::vector<std::string> Hdf5Source::variables() const {
 const VariableInfo& Hdf5Source::info(const std::string& variable) const {
   for (const VariableInfo& v : file_->variables)
     if (v.name == variable) return v;
-  throw VariableError(concat(file_->path, " has no numeric dataset ", variable, "; it has ", list(variables())));
+  throw VariableError(
+      concat(file_->path, " has no numeric dataset ", variable, "; it has ", list(variables())));
 }
 
-at::Tensor Hdf5Source::read_box(const VariableInfo& variable, const Hyperslab& slab, const ReadOptions& options) const {
-  const std::string what = concat("reading ", variable.name, " of '", file_->path, "' from ", list(slab.start), ", count ", list(slab.count));
+at::Tensor Hdf5Source::read_box(const VariableInfo& variable, const Hyperslab& slab,
+                                const ReadOptions& options) const {
+  const std::string what = concat("reading ", variable.name, " of '", file_->path, "' from ",
+                                  list(slab.start), ", count ", list(slab.count));
   at::Tensor out = at::empty(slab.count, variable.stored);
   bool natural = false;
   {
     const Library library;
-    const Id set(library.check(H5Dopen2(file_->id, variable.name.c_str(), H5P_DEFAULT), what), H5Dclose);
-    const Id type(library.check(H5Dget_type(set), what), H5Tclose), space(library.check(H5Dget_space(set), what), H5Sclose);
-    const std::vector<hsize_t> start(slab.start.begin(), slab.start.end()), count(slab.count.begin(), slab.count.end()),
-        stride(slab.stride.begin(), slab.stride.end());
+    const Id set(library.check(H5Dopen2(file_->id, variable.name.c_str(), H5P_DEFAULT), what),
+                 H5Dclose);
+    const Id type(library.check(H5Dget_type(set), what), H5Tclose),
+        space(library.check(H5Dget_space(set), what), H5Sclose);
+    const std::vector<hsize_t> start(slab.start.begin(), slab.start.end()),
+        count(slab.count.begin(), slab.count.end()), stride(slab.stride.begin(), slab.stride.end());
     const int dims = static_cast<int>(count.size());
-    const Id memory(library.check(dims == 0 ? H5Screate(H5S_SCALAR) : H5Screate_simple(dims, count.data(), nullptr), what), H5Sclose);
-    if (dims > 0) library.check(H5Sselect_hyperslab(space, H5S_SELECT_SET, start.data(), stride.data(), count.data(), nullptr), what);
+    const Id memory(library.check(dims == 0 ? H5Screate(H5S_SCALAR)
+                                            : H5Screate_simple(dims, count.data(), nullptr),
+                                  what),
+                    H5Sclose);
+    if (dims > 0)
+      library.check(H5Sselect_hyperslab(space, H5S_SELECT_SET, start.data(), stride.data(),
+                                        count.data(), nullptr),
+                    what);
     const Kind kind = *kind_of(type);
-    library.check(H5Dread(set, kind.memory, memory, space, H5P_DEFAULT, out.mutable_data_ptr()), what);
-    natural = H5Tget_class(type) == H5T_INTEGER && H5Tget_size(type) == 8 && H5Tget_sign(type) == H5T_SGN_NONE;
+    library.check(H5Dread(set, kind.memory, memory, space, H5P_DEFAULT, out.mutable_data_ptr()),
+                  what);
+    natural = H5Tget_class(type) == H5T_INTEGER && H5Tget_size(type) == 8 &&
+              H5Tget_sign(type) == H5T_SGN_NONE;
   }
-  if (natural && out.lt(0).any().item<bool>()) throw FileError(concat(what, ": unsigned values above 2^63 - 1 cannot be held"));
+  if (natural && out.lt(0).any().item<bool>())
+    throw FileError(concat(what, ": unsigned values above 2^63 - 1 cannot be held"));
   return out.to(options.dtype);
 }
 

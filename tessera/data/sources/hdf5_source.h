@@ -7,14 +7,16 @@
 
 namespace tessera {
 
-/// An HDF5 file, opened for reading. A variable is a dataset of integers or floating-point numbers, named by its path ("group/u"); its dims are named
-/// dim0, dim1, ... Others (text, compounds, enumerations) are listed in no result. 16-bit floats are read as float32; unsigned integers as the next
-/// wider signed type, and unsigned 64-bit values above 2^63 - 1 throw FileError.
+/// An HDF5 file, opened for reading. A variable is a dataset of integers or floating-point numbers,
+/// named by its path ("group/u"); its dims are named dim0, dim1, ... Others (text, compounds,
+/// enumerations) are listed in no result. 16-bit floats are read as float32; unsigned integers as
+/// the next wider signed type, and unsigned 64-bit values above 2^63 - 1 throw FileError.
 ///
-/// HDF5 has no conventions for missing values or scales, so that ReadOptions::decode and missing have nothing to do (NetcdfSource reads netCDF-4
-/// files, which are HDF5 files that have them).
+/// HDF5 has no conventions for missing values or scales, so that ReadOptions::decode and missing
+/// have nothing to do (NetcdfSource reads netCDF-4 files, which are HDF5 files that have them).
 ///
-/// Threads: one mutex of the process guards every call into the HDF5 library, NetcdfSource's included; reads of several threads follow one another.
+/// Threads: one mutex of the process guards every call into the HDF5 library, NetcdfSource's
+/// included; reads of several threads follow one another.
 ///
 /// Where Tessera was built without HDF5 the constructor throws NotAvailable.
 class Hdf5Source : public Source {
@@ -24,11 +26,13 @@ class Hdf5Source : public Source {
   ~Hdf5Source() override;
 
   std::string name() const override;
-  std::vector<std::string> variables() const override;  ///< By path.
+  /// By path.
+  std::vector<std::string> variables() const override;
   const VariableInfo& info(const std::string& variable) const override;
 
  protected:
-  at::Tensor read_box(const VariableInfo& variable, const Hyperslab& slab, const ReadOptions& options) const override;
+  at::Tensor read_box(const VariableInfo& variable, const Hyperslab& slab,
+                      const ReadOptions& options) const override;
 
  private:
   struct File;

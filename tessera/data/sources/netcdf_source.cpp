@@ -20,7 +20,8 @@ std::vector<double> numbers_of(const VariableInfo& variable, const char* attribu
   if (found == variable.attributes.end()) return {};
   const auto* numbers = std::get_if<std::vector<double>>(&found->second);
   if (!numbers || numbers->empty())
-    throw VariableError(concat("attribute ", attribute, " of ", variable.name, " must be a number, and is text or empty"));
+    throw VariableError(concat("attribute ", attribute, " of ", variable.name,
+                               " must be a number, and is text or empty"));
   return *numbers;
 }
 
@@ -43,25 +44,31 @@ at::Tensor missing_mask(const at::Tensor& stored, const detail::NetcdfVariable& 
   };
   if (variable.fill) add(*variable.fill);
   for (const double mark : numbers_of(variable.info, "missing_value"))
-    add(integral && std::abs(mark) < 0x1p62 && mark == std::trunc(mark) ? at::Scalar(static_cast<std::int64_t>(mark)) : at::Scalar(mark));
+    add(integral && std::abs(mark) < 0x1p62 && mark == std::trunc(mark)
+            ? at::Scalar(static_cast<std::int64_t>(mark))
+            : at::Scalar(mark));
   const std::vector<double> range = numbers_of(variable.info, "valid_range");
   if (!range.empty() && range.size() != 2)
-    throw VariableError(concat("attribute valid_range of ", variable.info.name, " must be two numbers, and has ", range.size()));
+    throw VariableError(concat("attribute valid_range of ", variable.info.name,
+                               " must be two numbers, and has ", range.size()));
   const double low = range.empty() ? number_or(variable.info, "valid_min", -INFINITY) : range[0];
   const double high = range.empty() ? number_or(variable.info, "valid_max", INFINITY) : range[1];
-  const at::Tensor real = integral && (std::isfinite(low) || std::isfinite(high)) ? wide.to(at::kDouble) : wide;
+  const at::Tensor real =
+      integral && (std::isfinite(low) || std::isfinite(high)) ? wide.to(at::kDouble) : wide;
   if (std::isfinite(low)) mask |= real < low;
   if (std::isfinite(high)) mask |= real > high;
   return mask;
 }
 
 bool holds(at::ScalarType dtype, double value) {
-  return at::isFloatingType(dtype) || at::scalar_tensor(value, at::kDouble).to(dtype).to(at::kDouble).item<double>() == value;
+  return at::isFloatingType(dtype) ||
+         at::scalar_tensor(value, at::kDouble).to(dtype).to(at::kDouble).item<double>() == value;
 }
 
 }  // namespace
 
-NetcdfSource::NetcdfSource(const std::string& path) : file_(std::make_unique<detail::NetcdfFile>(path)) {}
+NetcdfSource::NetcdfSource(const std::string& path)
+    : file_(std::make_unique<detail::NetcdfFile>(path)) {}
 NetcdfSource::~NetcdfSource() = default;
 
 std::string NetcdfSource::name() const { return file_->path(); }
@@ -72,25 +79,38 @@ std::vector<std::string> NetcdfSource::variables() const {
   return names;
 }
 
-const VariableInfo& NetcdfSource::info(const std::string& variable) const { return file_->variable(variable).info; }
+const VariableInfo& NetcdfSource::info(const std::string& variable) const {
+  return file_->variable(variable).info;
+}
 
-const std::map<std::string, Attribute>& NetcdfSource::attributes() const { return file_->attributes(); }
+const std::map<std::string, Attribute>& NetcdfSource::attributes() const {
+  return file_->attributes();
+}
 
-at::Tensor NetcdfSource::read_box(const VariableInfo& about, const Hyperslab& slab, const ReadOptions& options) const {
+at::Tensor NetcdfSource::read_box(const VariableInfo& about, const Hyperslab& slab,
+                                  const ReadOptions& options) const {
   const detail::NetcdfVariable& variable = file_->variable(about.name);
   const at::Tensor stored = file_->read(variable, slab);
   if (!options.decode) return stored.to(options.dtype);
-  if (const auto mark = about.attributes.find("_Unsigned"); mark != about.attributes.end() && mark->second == Attribute("true"))
+  if (const auto mark = about.attributes.find("_Unsigned");
+      mark != about.attributes.end() && mark->second == Attribute("true"))
     throw VariableError(concat(about.name, " in ", name(),
-                               " holds unsigned numbers in a signed type (_Unsigned), which is not decoded here: read it with "
+                               " holds unsigned numbers in a signed type (_Unsigned), which is not "
+                               "decoded here: read it with "
                                "ReadOptions::decode = false and convert"));
   const at::Tensor mask = missing_mask(stored, variable);
   const bool some_missing = mask.any().item<bool>();
-  if (some_missing && (std::isnan(options.missing) ? !at::isFloatingType(options.dtype) : !holds(options.dtype, options.missing)))
-    throw VariableError(concat(about.name, " in ", name(), " has missing values in the part asked for, and ", c10::toString(options.dtype),
-                               " cannot hold ", options.missing, ": give ReadOptions::missing a value that it can hold, or read a floating type"));
-  const double scale = number_or(about, "scale_factor", 1.0), offset = number_or(about, "add_offset", 0.0);
-  at::Tensor value = scale == 1.0 && offset == 0.0 ? stored.to(options.dtype) : stored.to(at::kDouble).mul_(scale).add_(offset).to(options.dtype);
+  if (some_missing && (std::isnan(options.missing) ? !at::isFloatingType(options.dtype)
+                                                   : !holds(options.dtype, options.missing)))
+    throw VariableError(
+        concat(about.name, " in ", name(), " has missing values in the part asked for, and ",
+               c10::toString(options.dtype), " cannot hold ", options.missing,
+               ": give ReadOptions::missing a value that it can hold, or read a floating type"));
+  const double scale = number_or(about, "scale_factor", 1.0),
+               offset = number_or(about, "add_offset", 0.0);
+  at::Tensor value = scale == 1.0 && offset == 0.0
+                         ? stored.to(options.dtype)
+                         : stored.to(at::kDouble).mul_(scale).add_(offset).to(options.dtype);
   if (some_missing) value = at::where(mask, at::full_like(value, options.missing), value);
   return value;
 }

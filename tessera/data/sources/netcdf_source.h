@@ -1,5 +1,6 @@
 #pragma once
-// NetcdfSource: the numeric variables of a netCDF file (classic, 64-bit offset, netCDF-4), by hyperslab.
+// NetcdfSource: the numeric variables of a netCDF file (classic, 64-bit offset, netCDF-4), by
+// hyperslab.
 
 #include <memory>
 
@@ -11,15 +12,18 @@ namespace detail {
 class NetcdfFile;
 }
 
-/// A netCDF file, opened for reading. Variables of the root group; text and user-defined types are listed in no result and cannot be read.
+/// A netCDF file, opened for reading. Variables of the root group; text and user-defined types are
+/// listed in no result and cannot be read.
 ///
-/// Decoding follows the CF conventions: a stored value that equals _FillValue (or, where the file has none, the library's default fill, for types
-/// wider than a byte) or missing_value, or lies outside valid_range / valid_min / valid_max, is missing; the rest is stored * scale_factor +
-/// add_offset, computed in float64. Decoding a variable marked `_Unsigned = "true"` is refused. Unsigned 64-bit values above 2^63 - 1 throw
-/// FileError.
+/// Decoding follows the CF conventions: a stored value that equals _FillValue (or, where the file
+/// has none, the library's default fill, for types wider than a byte) or missing_value, or lies
+/// outside valid_range / valid_min / valid_max, is missing; the rest is stored * scale_factor +
+/// add_offset, computed in float64. Decoding a variable marked `_Unsigned = "true"` is refused.
+/// Unsigned 64-bit values above 2^63 - 1 throw FileError.
 ///
-/// Threads: the netCDF library is not thread safe, also not between two files, so one mutex of the process guards every call into it; reads of
-/// several threads follow one another. Code that calls the library beside Tessera from other threads must not do so at the same time.
+/// Threads: the netCDF library is not thread safe, also not between two files, so one mutex of the
+/// process guards every call into it; reads of several threads follow one another. Code that calls
+/// the library beside Tessera from other threads must not do so at the same time.
 ///
 /// Where Tessera was built without netCDF the constructor throws NotAvailable.
 class NetcdfSource : public Source {
@@ -35,7 +39,8 @@ class NetcdfSource : public Source {
   const std::map<std::string, Attribute>& attributes() const;
 
  protected:
-  at::Tensor read_box(const VariableInfo& variable, const Hyperslab& slab, const ReadOptions& options) const override;
+  at::Tensor read_box(const VariableInfo& variable, const Hyperslab& slab,
+                      const ReadOptions& options) const override;
 
  private:
   std::unique_ptr<detail::NetcdfFile> file_;

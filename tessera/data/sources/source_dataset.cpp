@@ -10,20 +10,26 @@ namespace tessera {
 
 SourceDataset::SourceDataset(std::shared_ptr<const Source> source, std::vector<SourceField> fields)
     : source_(std::move(source)), fields_(std::move(fields)) {
-  if (!source_ || fields_.empty()) throw InvalidArgument("a dataset of a source needs a source and at least one field");
+  if (!source_ || fields_.empty())
+    throw InvalidArgument("a dataset of a source needs a source and at least one field");
   for (SourceField& field : fields_) {
     const VariableInfo& about = source_->info(field.variable);
-    if (about.shape.empty()) throw InvalidArgument(concat(field.variable, " in ", source_->name(), " has no dim along which samples could lie"));
-    field.slab = complete_slab(field.slab, about.shape, about.dims, concat(field.variable, " in ", source_->name()));
+    if (about.shape.empty())
+      throw InvalidArgument(concat(field.variable, " in ", source_->name(),
+                                   " has no dim along which samples could lie"));
+    field.slab = complete_slab(field.slab, about.shape, about.dims,
+                               concat(field.variable, " in ", source_->name()));
     const auto samples = static_cast<std::uint64_t>(field.slab.count[0]);
     if (&field == &fields_.front()) size_ = samples;
     if (samples != size_)
-      throw InvalidArgument(
-          concat(field.variable, " gives ", samples, " samples, ", fields_.front().variable, " ", size_, "; all fields give as many"));
+      throw InvalidArgument(concat(field.variable, " gives ", samples, " samples, ",
+                                   fields_.front().variable, " ", size_,
+                                   "; all fields give as many"));
   }
 }
 
-at::Tensor SourceDataset::read(const SourceField& field, std::uint64_t first, std::uint64_t count) const {
+at::Tensor SourceDataset::read(const SourceField& field, std::uint64_t first,
+                               std::uint64_t count) const {
   Hyperslab slab = field.slab;
   slab.start[0] += static_cast<std::int64_t>(first) * slab.stride[0];
   slab.count[0] = static_cast<std::int64_t>(count);
@@ -39,7 +45,10 @@ Sample SourceDataset::get(std::uint64_t index) const {
 
 std::vector<at::Tensor> SourceDataset::get_batch(std::span<const std::uint64_t> indices) const {
   for (const std::uint64_t index : indices)
-    if (index >= size_) throw SampleError(concat("sample ", index, " of a dataset with ", size_, " (", source_->name(), ")"), index);
+    if (index >= size_)
+      throw SampleError(
+          concat("sample ", index, " of a dataset with ", size_, " (", source_->name(), ")"),
+          index);
   std::vector<at::Tensor> batch;
   for (const SourceField& field : fields_) {
     auto shape = field.slab.count;
@@ -49,9 +58,13 @@ std::vector<at::Tensor> SourceDataset::get_batch(std::span<const std::uint64_t> 
       std::size_t run = 1;
       while (i + run < indices.size() && indices[i + run] == indices[i] + run) ++run;
       try {
-        batch.back().narrow(0, static_cast<std::int64_t>(i), static_cast<std::int64_t>(run)).copy_(read(field, indices[i], run));
+        batch.back()
+            .narrow(0, static_cast<std::int64_t>(i), static_cast<std::int64_t>(run))
+            .copy_(read(field, indices[i], run));
       } catch (const std::exception& e) {
-        std::throw_with_nested(SampleError(concat("samples ", indices[i], " to ", indices[i] + run - 1, ": ", e.what()), indices[i]));
+        std::throw_with_nested(SampleError(
+            concat("samples ", indices[i], " to ", indices[i] + run - 1, ": ", e.what()),
+            indices[i]));
       }
       i += run;
     }

@@ -7,9 +7,11 @@ namespace tessera::detail {
 
 namespace {
 
-// A place in `flat` that is not a view to autograd: a gradient that is one could not be detached in place, which Optimizer::zero_grad does.
+// A place in `flat` that is not a view to autograd: a gradient that is one could not be detached in
+// place, which Optimizer::zero_grad does.
 at::Tensor place(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef sizes) {
-  return at::empty({0}, flat.options()).set_(flat.storage(), offset, sizes, c10::contiguous_strides(sizes));
+  return at::empty({0}, flat.options())
+      .set_(flat.storage(), offset, sizes, c10::contiguous_strides(sizes));
 }
 
 }  // namespace
@@ -65,8 +67,9 @@ void Flight::pack_scattered() {
 }
 
 void Flight::start() {
-  request_ = scatters_ ? scatter_.start_reduce_scatter(kept_, flat_, op_, rows_, {.name = "gradients"})
-                       : group_.start_all_reduce(flat_, op_, {.name = "gradients"});
+  request_ = scatters_
+                 ? scatter_.start_reduce_scatter(kept_, flat_, op_, rows_, {.name = "gradients"})
+                 : group_.start_all_reduce(flat_, op_, {.name = "gradients"});
 }
 
 void Flight::next() {
@@ -74,7 +77,8 @@ void Flight::next() {
   request_.wait();
   flat_.reset();
   second_ = true;
-  request_ = group_.size() > 1 ? group_.start_all_reduce(kept_, op_, {.name = "gradients"}) : Request();
+  request_ =
+      group_.size() > 1 ? group_.start_all_reduce(kept_, op_, {.name = "gradients"}) : Request();
 }
 
 void Flight::wait() {

@@ -1,5 +1,6 @@
 #pragma once
-// Flight: gradients that travel together: one flat tensor, reduced over one group, or reduce-scattered over one and then reduced over another.
+// Flight: gradients that travel together: one flat tensor, reduced over one group, or
+// reduce-scattered over one and then reduced over another.
 
 #include <vector>
 
@@ -15,15 +16,19 @@ class Flight {
     at::Tensor part = {};  // its place in the flat tensor; after wait() the reduced value
   };
 
-  Flight(const OwedGradient& like, ReduceOp op) : group_(like.group), scatter_(like.scatter), scatters_(like.scatter_dim >= 0), op_(op) {}
+  Flight(const OwedGradient& like, ReduceOp op)
+      : group_(like.group), scatter_(like.scatter), scatters_(like.scatter_dim >= 0), op_(op) {}
 
   bool scatters() const { return scatters_; }
   const std::vector<Item>& items() const { return items_; }
   /// Whether `owed` goes over the same groups.
   bool takes(const OwedGradient& owed) const {
-    return owed.group == group_ && (owed.scatter_dim >= 0) == scatters_ && (!scatters_ || owed.scatter == scatter_);
+    return owed.group == group_ && (owed.scatter_dim >= 0) == scatters_ &&
+           (!scatters_ || owed.scatter == scatter_);
   }
-  void add(std::size_t parameter, OwedGradient owed) { items_.push_back({parameter, std::move(owed)}); }
+  void add(std::size_t parameter, OwedGradient owed) {
+    items_.push_back({parameter, std::move(owed)});
+  }
 
   /// Copies the values; they are let go.
   void pack();

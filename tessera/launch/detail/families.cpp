@@ -32,9 +32,12 @@ void mpi_rendezvous(LaunchReader& in) {
       in.note("port", concat("derived from PMIX_NAMESPACE=", name));
     } else {
       launch.port = 29500;
-      in.note("port", "default of a launcher that names no port; set MASTER_PORT where several jobs share the host");
+      in.note("port",
+              "default of a launcher that names no port; set MASTER_PORT where several jobs share "
+              "the host");
     }
-  } else if (in.has("MASTER_ADDR") != in.has("MASTER_PORT") && !in.overrides().address && !in.overrides().port && launch.world_size > 1) {
+  } else if (in.has("MASTER_ADDR") != in.has("MASTER_PORT") && !in.overrides().address &&
+             !in.overrides().port && launch.world_size > 1) {
     in.require({"MASTER_ADDR", "MASTER_PORT"});
   }
   in.master();
@@ -43,8 +46,8 @@ void mpi_rendezvous(LaunchReader& in) {
 }  // namespace
 
 void read_tessera(LaunchReader& in) {
-  in.require(
-      {"TESSERA_RANK", "TESSERA_WORLD_SIZE", "TESSERA_LOCAL_RANK", "TESSERA_LOCAL_SIZE", "TESSERA_NODE_RANK", "TESSERA_ADDRESS", "TESSERA_PORT"});
+  in.require({"TESSERA_RANK", "TESSERA_WORLD_SIZE", "TESSERA_LOCAL_RANK", "TESSERA_LOCAL_SIZE",
+              "TESSERA_NODE_RANK", "TESSERA_ADDRESS", "TESSERA_PORT"});
   in.integer(&Launch::rank, "rank", "TESSERA_RANK");
   in.integer(&Launch::world_size, "world_size", "TESSERA_WORLD_SIZE");
   in.integer(&Launch::local_rank, "local_rank", "TESSERA_LOCAL_RANK");
@@ -56,7 +59,8 @@ void read_tessera(LaunchReader& in) {
 }
 
 void read_torchrun(LaunchReader& in) {
-  in.require({"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"});
+  in.require({"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+              "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"});
   in.integer(&Launch::rank, "rank", "RANK");
   in.integer(&Launch::world_size, "world_size", "WORLD_SIZE");
   in.integer(&Launch::local_rank, "local_rank", "LOCAL_RANK");
@@ -64,20 +68,24 @@ void read_torchrun(LaunchReader& in) {
   in.integer(&Launch::node_rank, "node_rank", "GROUP_RANK");
   in.master_required();
   in.launch().job_id = *in.environment().get("TORCHELASTIC_RUN_ID");
-  if (in.has("GROUP_WORLD_SIZE") && static_cast<unsigned long long>(in.launch().node_rank) >= in.number("GROUP_WORLD_SIZE", INT_MAX)) {
+  if (in.has("GROUP_WORLD_SIZE") && static_cast<unsigned long long>(in.launch().node_rank) >=
+                                        in.number("GROUP_WORLD_SIZE", INT_MAX)) {
     in.fail(concat(in.shown("GROUP_RANK"), " is not below ", in.shown("GROUP_WORLD_SIZE")));
   }
   if (in.has("TORCHELASTIC_USE_AGENT_STORE")) {
     const std::string value = in.text("TORCHELASTIC_USE_AGENT_STORE");
-    if (value != "True" && value != "False") in.fail(concat(in.shown("TORCHELASTIC_USE_AGENT_STORE"), " is neither True nor False"));
+    if (value != "True" && value != "False")
+      in.fail(concat(in.shown("TORCHELASTIC_USE_AGENT_STORE"), " is neither True nor False"));
     in.launch().agent_serves_store = value == "True";
     in.note("agent_serves_store", concat("TORCHELASTIC_USE_AGENT_STORE=", value));
   }
 }
 
 void read_open_mpi(LaunchReader& in) {
-  // OMPI_COMM_WORLD_NODE_RANK is no node's number: it counts the processes of all jobs on this node.
-  in.require({"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"});
+  // OMPI_COMM_WORLD_NODE_RANK is no node's number: it counts the processes of all jobs on this
+  // node.
+  in.require({"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+              "OMPI_COMM_WORLD_LOCAL_SIZE"});
   in.integer(&Launch::rank, "rank", "OMPI_COMM_WORLD_RANK");
   in.integer(&Launch::world_size, "world_size", "OMPI_COMM_WORLD_SIZE");
   in.integer(&Launch::local_rank, "local_rank", "OMPI_COMM_WORLD_LOCAL_RANK");
@@ -100,7 +108,8 @@ void read_pmi(LaunchReader& in) {
 
 void read_jsm(LaunchReader& in) {
   Launch& launch = in.launch();
-  in.require({"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "LSB_JOBID", "LSB_DJOB_RANKFILE"});
+  in.require({"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "LSB_JOBID",
+              "LSB_DJOB_RANKFILE"});
   in.integer(&Launch::rank, "rank", "JSM_NAMESPACE_RANK");
   in.integer(&Launch::world_size, "world_size", "JSM_NAMESPACE_SIZE");
   in.integer(&Launch::local_rank, "local_rank", "JSM_NAMESPACE_LOCAL_RANK");
@@ -114,9 +123,12 @@ void read_jsm(LaunchReader& in) {
   std::vector<std::string> lines;
   for (std::string host; file >> host;) lines.push_back(host);
   for (std::size_t i = 1; i < lines.size(); ++i) {
-    if (std::find(launch.hosts.begin(), launch.hosts.end(), lines[i]) == launch.hosts.end()) launch.hosts.push_back(lines[i]);
+    if (std::find(launch.hosts.begin(), launch.hosts.end(), lines[i]) == launch.hosts.end())
+      launch.hosts.push_back(lines[i]);
   }
-  if (launch.hosts.empty()) in.fail(concat(in.shown("LSB_DJOB_RANKFILE"), ": the file names no compute host (the first line is the launch node)"));
+  if (launch.hosts.empty())
+    in.fail(concat(in.shown("LSB_DJOB_RANKFILE"),
+                   ": the file names no compute host (the first line is the launch node)"));
   in.note("hosts", concat("LSB_DJOB_RANKFILE=", path));
 
   const int hosts = static_cast<int>(launch.hosts.size());
@@ -124,17 +136,23 @@ void read_jsm(LaunchReader& in) {
     in.integer(&Launch::local_size, "local_size", "JSM_NAMESPACE_LOCAL_SIZE");
   } else if (launch.world_size % hosts == 0) {
     launch.local_size = launch.world_size / hosts;
-    in.note("local_size", concat("assumed equal on the ", hosts, " hosts of LSB_DJOB_RANKFILE, as JSM_NAMESPACE_LOCAL_SIZE is not set"));
+    in.note("local_size",
+            concat("assumed equal on the ", hosts,
+                   " hosts of LSB_DJOB_RANKFILE, as JSM_NAMESPACE_LOCAL_SIZE is not set"));
   } else if (!in.overrides().local_size) {
-    in.fail(concat("JSM_NAMESPACE_LOCAL_SIZE is not set, and ", in.shown("JSM_NAMESPACE_SIZE"), " ranks do not divide over the ", hosts, " hosts of ",
+    in.fail(concat("JSM_NAMESPACE_LOCAL_SIZE is not set, and ", in.shown("JSM_NAMESPACE_SIZE"),
+                   " ranks do not divide over the ", hosts, " hosts of ",
                    in.shown("LSB_DJOB_RANKFILE"), "; give local_size in code"));
   }
   launch.node_rank = -1;
   const std::string& me = in.environment().hostname;
   for (int h = 0; h < hosts; ++h) {
-    if (hosts == 1 || (!me.empty() && launch.hosts[h].substr(0, launch.hosts[h].find('.')) == me.substr(0, me.find('.')))) launch.node_rank = h;
+    if (hosts == 1 || (!me.empty() && launch.hosts[h].substr(0, launch.hosts[h].find('.')) ==
+                                          me.substr(0, me.find('.'))))
+      launch.node_rank = h;
   }
-  in.note("node_rank", launch.node_rank < 0 ? "this host's name is not in LSB_DJOB_RANKFILE" : "place of this host in LSB_DJOB_RANKFILE");
+  in.note("node_rank", launch.node_rank < 0 ? "this host's name is not in LSB_DJOB_RANKFILE"
+                                            : "place of this host in LSB_DJOB_RANKFILE");
   launch.address = launch.hosts.front();
   in.note("address", concat("first compute host of LSB_DJOB_RANKFILE=", path));
   launch.port = derived_port(job, 0);
@@ -144,20 +162,23 @@ void read_jsm(LaunchReader& in) {
 
 bool is_slurm_step(const Environment& environment) {
   for (const char* name : {"SLURM_STEP_ID", "SLURM_STEPID"}) {
-    // Slurm's numbers for its own steps (batch script, interactive shell, external processes) begin here: SLURM_MAX_NORMAL_STEP_ID.
+    // Slurm's numbers for its own steps (batch script, interactive shell, external processes) begin
+    // here: SLURM_MAX_NORMAL_STEP_ID.
     const auto id = environment.get(name);
     const auto value = id ? parse_number(*id) : std::nullopt;
     if (value && *value > 0xfffffff0u) return false;
   }
   for (const char* name :
-       {"SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_ID", "SLURM_STEPID"}) {
+       {"SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS",
+        "SLURM_STEP_NUM_NODES", "SLURM_STEP_ID", "SLURM_STEPID"}) {
     if (environment.has(name)) return true;
   }
   return false;
 }
 
 bool pmi_belongs_to_slurm(const Environment& environment) {
-  for (const char* name : {"MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"}) {
+  for (const char* name :
+       {"MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"}) {
     if (environment.has(name)) return false;
   }
   auto same = [&](const char* a, const char* b) {
@@ -173,7 +194,8 @@ void read_slurm(LaunchReader& in) {
   const std::string tasks = in.first_set({"SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"});
   const std::string job = in.first_set({"SLURM_JOB_ID", "SLURM_JOBID"});
   const std::string step = in.first_set({"SLURM_STEP_ID", "SLURM_STEPID"});
-  in.require({job, tasks, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"});
+  in.require({job, tasks, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST",
+              "SLURM_STEP_TASKS_PER_NODE"});
   in.integer(&Launch::rank, "rank", "SLURM_PROCID");
   in.integer(&Launch::world_size, "world_size", tasks);
   in.integer(&Launch::local_rank, "local_rank", "SLURM_LOCALID");
@@ -184,22 +206,29 @@ void read_slurm(LaunchReader& in) {
   launch.ranks_per_host = expand_task_counts(counts);
   in.note("hosts", concat("SLURM_STEP_NODELIST=", nodes));
   in.note("ranks_per_host", concat("SLURM_STEP_TASKS_PER_NODE=", counts));
-  if (in.has("SLURM_STEP_NUM_TASKS") && in.number("SLURM_STEP_NUM_TASKS", INT_MAX) != static_cast<unsigned long long>(launch.world_size)) {
+  if (in.has("SLURM_STEP_NUM_TASKS") && in.number("SLURM_STEP_NUM_TASKS", INT_MAX) !=
+                                            static_cast<unsigned long long>(launch.world_size)) {
     in.fail(concat(in.shown("SLURM_STEP_NUM_TASKS"), " contradicts ", in.shown(tasks)));
   }
-  if (in.has("SLURM_STEP_NUM_NODES") && in.number("SLURM_STEP_NUM_NODES", INT_MAX) != launch.hosts.size()) {
-    in.fail(
-        concat(in.shown("SLURM_STEP_NUM_NODES"), " contradicts ", in.shown("SLURM_STEP_NODELIST"), ", which names ", launch.hosts.size(), " hosts"));
+  if (in.has("SLURM_STEP_NUM_NODES") &&
+      in.number("SLURM_STEP_NUM_NODES", INT_MAX) != launch.hosts.size()) {
+    in.fail(concat(in.shown("SLURM_STEP_NUM_NODES"), " contradicts ",
+                   in.shown("SLURM_STEP_NODELIST"), ", which names ", launch.hosts.size(),
+                   " hosts"));
   }
-  // In a step this may still be the number of the whole job, so only a smaller one is a contradiction.
+  // In a step this may still be the number of the whole job, so only a smaller one is a
+  // contradiction.
   if (in.has("SLURM_NNODES") && in.number("SLURM_NNODES", INT_MAX) < launch.hosts.size()) {
-    in.fail(concat(in.shown("SLURM_NNODES"), " contradicts ", in.shown("SLURM_STEP_NODELIST"), ", which names ", launch.hosts.size(), " hosts"));
+    in.fail(concat(in.shown("SLURM_NNODES"), " contradicts ", in.shown("SLURM_STEP_NODELIST"),
+                   ", which names ", launch.hosts.size(), " hosts"));
   }
   if (static_cast<std::size_t>(launch.node_rank) < launch.ranks_per_host.size()) {
     launch.local_size = launch.ranks_per_host[static_cast<std::size_t>(launch.node_rank)];
-    in.note("local_size", concat("entry ", launch.node_rank, " of SLURM_STEP_TASKS_PER_NODE=", counts));
+    in.note("local_size",
+            concat("entry ", launch.node_rank, " of SLURM_STEP_TASKS_PER_NODE=", counts));
   } else {
-    in.fail(concat(in.shown("SLURM_NODEID"), " is not below the number of entries in ", in.shown("SLURM_STEP_TASKS_PER_NODE")));
+    in.fail(concat(in.shown("SLURM_NODEID"), " is not below the number of entries in ",
+                   in.shown("SLURM_STEP_TASKS_PER_NODE")));
   }
   const unsigned long long job_number = in.number(job, largest_id);
   const unsigned long long step_number = in.has(step) ? in.number(step, largest_id) : 0;
@@ -229,7 +258,8 @@ void read_plain(LaunchReader& in) {
     in.note("local_rank", "all ranks are on this host, as MASTER_ADDR is a loopback address");
   } else {
     launch.node_rank = launch.rank;
-    in.note("local_rank", "assumed: one rank a host, as LOCAL_RANK and LOCAL_WORLD_SIZE are not set");
+    in.note("local_rank",
+            "assumed: one rank a host, as LOCAL_RANK and LOCAL_WORLD_SIZE are not set");
   }
   if (in.has("NODE_RANK")) in.integer(&Launch::node_rank, "node_rank", "NODE_RANK");
 }

@@ -8,12 +8,15 @@
 
 namespace tessera::detail {
 
-LaunchReader::LaunchReader(const Environment& environment, const LaunchOverrides& overrides, std::string family)
+LaunchReader::LaunchReader(const Environment& environment, const LaunchOverrides& overrides,
+                           std::string family)
     : environment_(environment), overrides_(overrides) {
   launch_.launcher = std::move(family);
 }
 
-void LaunchReader::fail(const std::string& why) const { throw ConfigurationError(concat("launcher ", launch_.launcher, ": ", why)); }
+void LaunchReader::fail(const std::string& why) const {
+  throw ConfigurationError(concat("launcher ", launch_.launcher, ": ", why));
+}
 
 std::string LaunchReader::shown(const std::string& name) const {
   const auto value = environment_.get(name);
@@ -23,10 +26,13 @@ std::string LaunchReader::shown(const std::string& name) const {
 void LaunchReader::require(const std::vector<std::string>& names) const {
   std::vector<std::string> missing;
   std::vector<std::string> set;
-  for (const auto& name : names) (has(name) ? set : missing).push_back(has(name) ? shown(name) : name);
+  for (const auto& name : names)
+    (has(name) ? set : missing).push_back(has(name) ? shown(name) : name);
   if (missing.empty()) return;
-  fail(concat("the environment is incomplete: not set are ", list(missing), ", while set are ", list(set),
-              ". Unset these too if this process was not started by that launcher, or give rank and world_size in code"));
+  fail(concat("the environment is incomplete: not set are ", list(missing), ", while set are ",
+              list(set),
+              ". Unset these too if this process was not started by that launcher, or give rank "
+              "and world_size in code"));
 }
 
 std::string LaunchReader::first_set(const std::vector<std::string>& names) const {
@@ -46,7 +52,8 @@ std::string LaunchReader::text(const std::string& name) const {
 unsigned long long LaunchReader::number(const std::string& name, unsigned long long limit) const {
   require({name});
   const auto value = parse_number(*environment_.get(name));
-  if (!value || *value > limit) fail(concat(shown(name), " is not a whole number from 0 to ", limit));
+  if (!value || *value > limit)
+    fail(concat(shown(name), " is not a whole number from 0 to ", limit));
   return *value;
 }
 
@@ -73,6 +80,8 @@ void LaunchReader::master_required() {
   master();
 }
 
-bool is_loopback(const std::string& address) { return address == "localhost" || address == "::1" || address.rfind("127.", 0) == 0; }
+bool is_loopback(const std::string& address) {
+  return address == "localhost" || address == "::1" || address.rfind("127.", 0) == 0;
+}
 
 }  // namespace tessera::detail

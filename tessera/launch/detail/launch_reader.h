@@ -10,7 +10,8 @@ namespace tessera::detail {
 
 class LaunchReader {
  public:
-  LaunchReader(const Environment& environment, const LaunchOverrides& overrides, std::string family);
+  LaunchReader(const Environment& environment, const LaunchOverrides& overrides,
+               std::string family);
 
   const Environment& environment() const { return environment_; }
   const LaunchOverrides& overrides() const { return overrides_; }
@@ -21,12 +22,16 @@ class LaunchReader {
   void require(const std::vector<std::string>& names) const;
   /// The first of `names` that is set; the first where none is.
   std::string first_set(const std::vector<std::string>& names) const;
-  std::string text(const std::string& name) const;  ///< Set and not empty.
+  /// Set and not empty.
+  std::string text(const std::string& name) const;
   unsigned long long number(const std::string& name, unsigned long long limit) const;
   /// Sets a field from a variable and notes the origin.
   void integer(int Launch::* field, const char* field_name, const std::string& name);
-  void note(const char* field_name, const std::string& origin) { launch_.origin[field_name] = origin; }
-  std::string shown(const std::string& name) const;  ///< "NAME='value'" or "NAME is not set".
+  void note(const char* field_name, const std::string& origin) {
+    launch_.origin[field_name] = origin;
+  }
+  /// "NAME='value'" or "NAME is not set".
+  std::string shown(const std::string& name) const;
   /// MASTER_ADDR and MASTER_PORT, each where it is set.
   void master();
   /// The same, both required if there are several ranks.
@@ -50,7 +55,8 @@ void read_jsm(LaunchReader& reader);
 void read_slurm(LaunchReader& reader);
 void read_plain(LaunchReader& reader);
 
-/// Whether the environment is that of a step started by srun (a batch script or an interactive shell is none).
+/// Whether the environment is that of a step started by srun (a batch script or an interactive
+/// shell is none).
 bool is_slurm_step(const Environment& environment);
 /// Whether PMI_RANK and PMI_SIZE are only what srun --mpi=pmi2 adds to its own variables.
 bool pmi_belongs_to_slurm(const Environment& environment);

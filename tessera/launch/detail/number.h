@@ -7,7 +7,8 @@
 
 namespace tessera::detail {
 
-/// Digits only, no sign, no blanks, leading zeros allowed; nothing for other text and above 2^64 - 1.
+/// Digits only, no sign, no blanks, leading zeros allowed; nothing for other text and above 2^64 -
+/// 1.
 inline std::optional<std::uint64_t> parse_number(std::string_view text) {
   if (text.empty()) return std::nullopt;
   std::uint64_t value = 0;

@@ -56,7 +56,8 @@ OutputStream::OutputStream(int fd) : fd_(fd), terminal_(isatty(fd) == 1) {}
 
 bool OutputStream::same_file(const OutputStream& other) const {
   struct stat a, b;
-  return fstat(fd_, &a) == 0 && fstat(other.fd_, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+  return fstat(fd_, &a) == 0 && fstat(other.fd_, &b) == 0 && a.st_dev == b.st_dev &&
+         a.st_ino == b.st_ino;
 }
 
 void OutputStream::put(std::string_view prefix, std::string_view text, char end) {
@@ -67,11 +68,14 @@ void OutputStream::put(std::string_view prefix, std::string_view text, char end)
 }
 
 void OutputStream::flush() {
-  constexpr std::size_t safe_size = 4096;  // A pipe that polls writable takes this much without blocking.
+  // A pipe that polls writable takes this much without blocking.
+  constexpr std::size_t safe_size = 4096;
   while (pending()) {
     pollfd ready{fd_, POLLOUT, 0};
     if (poll(&ready, 1, 0) <= 0) return;
-    const ssize_t size = (ready.revents & POLLNVAL) ? -1 : write(fd_, queue_.data() + sent_, std::min(safe_size, backlog()));
+    const ssize_t size = (ready.revents & POLLNVAL)
+                             ? -1
+                             : write(fd_, queue_.data() + sent_, std::min(safe_size, backlog()));
     if (size < 0 && (errno == EINTR || errno == EAGAIN) && !(ready.revents & POLLNVAL)) return;
     if (size < 0) {
       broken_ = true;
@@ -91,7 +95,8 @@ void OutputStream::drop() {
 void LineSpool::put(int channel, std::string_view text) {
   if (!file_) file_.reset(std::tmpfile());
   const std::size_t header[2] = {static_cast<std::size_t>(channel), text.size()};
-  if (!file_ || std::fseek(file_.get(), write_at_, SEEK_SET) != 0 || std::fwrite(header, sizeof header, 1, file_.get()) != 1 ||
+  if (!file_ || std::fseek(file_.get(), write_at_, SEEK_SET) != 0 ||
+      std::fwrite(header, sizeof header, 1, file_.get()) != 1 ||
       std::fwrite(text.data(), 1, text.size(), file_.get()) != text.size()) {
     throw Error(concat("cannot keep a rank's output in a temporary file: ", std::strerror(errno),
                        "; free space in the temporary folder, or use --output live"));
@@ -102,7 +107,8 @@ void LineSpool::put(int channel, std::string_view text) {
 bool LineSpool::get(Item* item) {
   if (read_at_ == write_at_) return false;
   std::size_t header[2];
-  if (std::fseek(file_.get(), read_at_, SEEK_SET) != 0 || std::fread(header, sizeof header, 1, file_.get()) != 1) {
+  if (std::fseek(file_.get(), read_at_, SEEK_SET) != 0 ||
+      std::fread(header, sizeof header, 1, file_.get()) != 1) {
     throw Error(concat("cannot read back a rank's output: ", std::strerror(errno)));
   }
   item->channel = static_cast<int>(header[0]);

@@ -1,5 +1,6 @@
 #pragma once
-// Output of ranks: bytes into whole lines, and lines into the launcher's own streams without ever blocking on a slow reader.
+// Output of ranks: bytes into whole lines, and lines into the launcher's own streams without ever
+// blocking on a slow reader.
 
 #include <cstdint>
 #include <cstdio>
@@ -11,16 +12,20 @@
 
 namespace tessera::detail {
 
-/// Cuts a stream of bytes into lines. A line of more than `limit` bytes is cut there; the rest follows as lines of its own.
-/// With `carriage_returns`, "\r" ends a piece as well (a progress bar on a terminal); "\r\n" is one line end.
+/// Cuts a stream of bytes into lines. A line of more than `limit` bytes is cut there; the rest
+/// follows as lines of its own. With `carriage_returns`, "\r" ends a piece as well (a progress bar
+/// on a terminal); "\r\n" is one line end.
 class LineSplitter {
  public:
   static constexpr std::size_t default_limit = 1 << 20;
-  explicit LineSplitter(bool carriage_returns = false, std::size_t limit = default_limit) : carriage_returns_(carriage_returns), limit_(limit) {}
+  explicit LineSplitter(bool carriage_returns = false, std::size_t limit = default_limit)
+      : carriage_returns_(carriage_returns), limit_(limit) {}
 
   struct Line {
-    std::string text;  ///< Without its end.
-    char end = '\n';   ///< '\n', or '\r' for a piece that the next one overwrites.
+    /// Without its end.
+    std::string text;
+    /// '\n', or '\r' for a piece that the next one overwrites.
+    char end = '\n';
   };
 
   /// The lines that `bytes` complete, in order.
@@ -49,8 +54,10 @@ class OutputStream {
   void flush();
   bool pending() const { return !broken_ && sent_ < queue_.size(); }
   std::size_t backlog() const { return queue_.size() - sent_; }
-  bool broken() const { return broken_; }  ///< The reader is gone (EPIPE) or the descriptor is closed; text is dropped from then on.
-  void drop();                             ///< Forgets what is queued.
+  /// The reader is gone (EPIPE) or the descriptor is closed; text is dropped from then on.
+  bool broken() const { return broken_; }
+  /// Forgets what is queued.
+  void drop();
 
  private:
   int fd_;
@@ -64,7 +71,8 @@ class OutputStream {
 /// Lines kept in an unnamed temporary file until their turn comes.
 class LineSpool {
  public:
-  /// `channel` is any small number that comes back with the line. Throws Error where the temporary file cannot be written.
+  /// `channel` is any small number that comes back with the line. Throws Error where the temporary
+  /// file cannot be written.
   void put(int channel, std::string_view text);
   struct Item {
     int channel;

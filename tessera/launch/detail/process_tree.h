@@ -7,8 +7,9 @@
 
 namespace tessera::detail {
 
-/// Every descendant of `root` at this moment, zombies not counted; parents before children. A process whose parent died belongs to its nearest
-/// ancestor with PR_SET_CHILD_SUBREAPER, so below such a root nothing escapes by double forks or sessions of its own.
+/// Every descendant of `root` at this moment, zombies not counted; parents before children. A
+/// process whose parent died belongs to its nearest ancestor with PR_SET_CHILD_SUBREAPER, so below
+/// such a root nothing escapes by double forks or sessions of its own.
 std::vector<pid_t> descendants(pid_t root);
 
 /// The children of `root` alone, zombies counted.

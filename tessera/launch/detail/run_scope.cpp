@@ -68,7 +68,8 @@ ReservedPort::ReservedPort() : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   socklen_t size = sizeof address;
   if (fd_ < 0 || setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
-      bind(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 || getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
+      bind(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 ||
+      getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
     const std::string message = concat("no free port on 127.0.0.1: ", std::strerror(errno));
     if (fd_ >= 0) close(fd_);
     throw Error(message);
@@ -81,7 +82,8 @@ ReservedPort::~ReservedPort() { close(fd_); }
 SignalScope::SignalScope() {
   sigset_t watched;
   sigemptyset(&watched);
-  for (int signal : {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2}) sigaddset(&watched, signal);
+  for (int signal : {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2})
+    sigaddset(&watched, signal);
   struct sigaction ignore{};
   ignore.sa_handler = SIG_IGN;
   sigaction(SIGPIPE, &ignore, &pipe_action_);
@@ -102,9 +104,12 @@ SignalScope::~SignalScope() {
   sigprocmask(SIG_SETMASK, &mask_, nullptr);
 }
 
-std::vector<std::string> shared_environment(const LocalRun& run, int usable_cores, int port, int columns) {
+std::vector<std::string> shared_environment(const LocalRun& run, int usable_cores, int port,
+                                            int columns) {
   std::vector<std::string> environment;
-  auto set = [&](const std::string& name, const auto& value) { environment.push_back(concat(name, "=", value)); };
+  auto set = [&](const std::string& name, const auto& value) {
+    environment.push_back(concat(name, "=", value));
+  };
   bool has_threads = false;
   for (char** v = environ; *v; ++v) {
     const std::string variable = *v;
@@ -116,8 +121,11 @@ std::vector<std::string> shared_environment(const LocalRun& run, int usable_core
     environment.push_back(variable);
   }
   if (run.threads > 0) set("OMP_NUM_THREADS", run.threads);
-  if (run.threads == LocalRun::automatic && !has_threads) set("OMP_NUM_THREADS", threads_per_rank(usable_cores, run.ranks));
-  for (const char* name : {"TESSERA_WORLD_SIZE", "WORLD_SIZE", "TESSERA_LOCAL_SIZE", "LOCAL_WORLD_SIZE"}) set(name, run.ranks);
+  if (run.threads == LocalRun::automatic && !has_threads)
+    set("OMP_NUM_THREADS", threads_per_rank(usable_cores, run.ranks));
+  for (const char* name :
+       {"TESSERA_WORLD_SIZE", "WORLD_SIZE", "TESSERA_LOCAL_SIZE", "LOCAL_WORLD_SIZE"})
+    set(name, run.ranks);
   set("TESSERA_NODE_RANK", 0);
   for (const char* name : {"TESSERA_ADDRESS", "MASTER_ADDR"}) set(name, "127.0.0.1");
   for (const char* name : {"TESSERA_PORT", "MASTER_PORT"}) set(name, port);

@@ -40,12 +40,14 @@ struct RankPipes {
 };
 
 // Runs in the rank's process, up to exec. Returns errno.
-int become_rank(const RankCommand& command, const RankPipes& pipes, pid_t supervisor, const sigset_t& mask, const struct sigaction& pipe_action) {
+int become_rank(const RankCommand& command, const RankPipes& pipes, pid_t supervisor,
+                const sigset_t& mask, const struct sigaction& pipe_action) {
   if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) return errno;
   if (getppid() != supervisor) _exit(1);  // It died between fork and prctl.
   if (setpgid(0, 0) != 0) return errno;
   const int null = open("/dev/null", O_RDONLY);
-  if (null < 0 || dup2(null, 0) < 0 || dup2(pipes.out, 1) < 0 || dup2(pipes.err, 2) < 0) return errno;
+  if (null < 0 || dup2(null, 0) < 0 || dup2(pipes.out, 1) < 0 || dup2(pipes.err, 2) < 0)
+    return errno;
   if (null > 2) close(null);
   if (!command.cpus.empty()) {
     const int size = *std::max_element(command.cpus.begin(), command.cpus.end()) + 1;
@@ -64,7 +66,8 @@ int become_rank(const RankCommand& command, const RankPipes& pipes, pid_t superv
 }
 
 // Forks the rank; 0 and its errno in `failure` where it could not start.
-pid_t start_rank(const RankCommand& command, const RankPipes& pipes, const sigset_t& mask, const struct sigaction& pipe_action, int* failure) {
+pid_t start_rank(const RankCommand& command, const RankPipes& pipes, const sigset_t& mask,
+                 const struct sigaction& pipe_action, int* failure) {
   int verdict[2];  // Closed by exec; otherwise carries errno.
   if (pipe2(verdict, O_CLOEXEC) != 0) {
     *failure = errno;
@@ -94,7 +97,8 @@ pid_t start_rank(const RankCommand& command, const RankPipes& pipes, const sigse
 
 class Supervisor {
  public:
-  Supervisor(int control, int signals, pid_t rank, std::int64_t grace_ms) : control_(control), signals_(signals), rank_(rank), grace_ms_(grace_ms) {}
+  Supervisor(int control, int signals, pid_t rank, std::int64_t grace_ms)
+      : control_(control), signals_(signals), rank_(rank), grace_ms_(grace_ms) {}
 
   void run() {
     while (reap()) {
@@ -112,7 +116,8 @@ class Supervisor {
   int wait_ms() const {
     if (killing_) return 20;  // What was forked during the last sweep is found by the next.
     if (!deadline_ns_) return -1;
-    return static_cast<int>(std::max<std::int64_t>(0, (deadline_ns_ - monotonic_ns()) / 1000000 + 1));
+    return static_cast<int>(
+        std::max<std::int64_t>(0, (deadline_ns_ - monotonic_ns()) / 1000000 + 1));
   }
 
   // False once no child, and so no descendant, is left.
@@ -165,8 +170,8 @@ class Supervisor {
   bool launcher_gone_ = false;
 };
 
-[[noreturn]] void supervise(const RankCommand& command, const RankPipes& pipes, int control, const sigset_t& mask,
-                            const struct sigaction& pipe_action) {
+[[noreturn]] void supervise(const RankCommand& command, const RankPipes& pipes, int control,
+                            const sigset_t& mask, const struct sigaction& pipe_action) {
   setsid();
   prctl(PR_SET_NAME, "tessera-keeper");
   prctl(PR_SET_CHILD_SUBREAPER, 1);
@@ -206,13 +211,15 @@ std::int64_t monotonic_ns() {
   return static_cast<std::int64_t>(now.tv_sec) * 1000000000 + now.tv_nsec;
 }
 
-SupervisedRank start_supervised(const RankCommand& command, const std::vector<int>& inherited, const sigset_t& mask,
-                                const struct sigaction& pipe_action) {
+SupervisedRank start_supervised(const RankCommand& command, const std::vector<int>& inherited,
+                                const sigset_t& mask, const struct sigaction& pipe_action) {
   int control[2] = {-1, -1};
   int out[2] = {-1, -1};
   int err[2] = {-1, -1};
   pid_t pid = -1;
-  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, control) == 0 && pipe2(out, O_CLOEXEC) == 0 && pipe2(err, O_CLOEXEC) == 0) pid = fork();
+  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, control) == 0 &&
+      pipe2(out, O_CLOEXEC) == 0 && pipe2(err, O_CLOEXEC) == 0)
+    pid = fork();
   if (pid == 0) {
     for (int fd : inherited) close(fd);
     close_all({control[0], out[0], err[0]});
@@ -223,7 +230,8 @@ SupervisedRank start_supervised(const RankCommand& command, const std::vector<in
   if (pid < 0) {
     close_all({control[0], out[0], err[0]});
     throw Error(
-        concat("cannot start a process: ", std::strerror(error), " (see ulimit -u and ulimit -n: a rank takes two processes and four descriptors)"));
+        concat("cannot start a process: ", std::strerror(error),
+               " (see ulimit -u and ulimit -n: a rank takes two processes and four descriptors)"));
   }
   for (int fd : {control[0], out[0], err[0]}) fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
   return {pid, control[0], out[0], err[0]};

@@ -23,11 +23,14 @@ std::string options_text(const GroupOptions& options) {
 
 void check_name(const std::string& name, const char* what) {
   if (name.empty()) throw GroupConfigError(concat("a ", what, " has an empty name; give it one"));
-  if (name == "parent") throw GroupConfigError(concat("a ", what, " is named 'parent', which is reserved for scopes; choose another name"));
+  if (name == "parent")
+    throw GroupConfigError(concat(
+        "a ", what, " is named 'parent', which is reserved for scopes; choose another name"));
 }
 
 void check_size(const std::string& name, int size) {
-  if (size < 1) throw GroupConfigError(concat("group '", name, "' has size ", size, "; a size is at least 1"));
+  if (size < 1)
+    throw GroupConfigError(concat("group '", name, "' has size ", size, "; a size is at least 1"));
 }
 
 }  // namespace
@@ -38,25 +41,33 @@ ProcessGroupConfig::ProcessGroupConfig(ProcessGroupNode root) {
   nodes_.push_back({std::move(root), -1, {}});
 }
 
-ProcessGroupConfig ProcessGroupConfig::from_nodes(const std::vector<std::pair<ProcessGroupNode, std::string>>& nodes) {
+ProcessGroupConfig ProcessGroupConfig::from_nodes(
+    const std::vector<std::pair<ProcessGroupNode, std::string>>& nodes) {
   std::map<std::string, std::string> parent;
   std::vector<std::string> roots;
   for (const auto& [node, above] : nodes) {
-    if (!parent.emplace(node.name, above).second) throw RepeatedName(concat("there are two nodes named '", node.name, "'; give each its own name"));
+    if (!parent.emplace(node.name, above).second)
+      throw RepeatedName(
+          concat("there are two nodes named '", node.name, "'; give each its own name"));
     if (above.empty()) roots.push_back(node.name);
   }
   for (const auto& [name, above] : parent)
     if (!above.empty() && !parent.contains(above))
-      throw UnknownName(concat("node '", name, "' names the parent '", above, "', which does not exist"));
+      throw UnknownName(
+          concat("node '", name, "' names the parent '", above, "', which does not exist"));
   for (const auto& [name, unused] : parent) {
     std::vector<std::string> path{name};
     for (std::string at = parent.at(name); !at.empty(); at = parent.at(at)) {
       const bool again = std::find(path.begin(), path.end(), at) != path.end();
       path.push_back(at);
-      if (again) throw GroupCycle(concat("the nodes ", list(path), " form a cycle: each is the parent of the one before it"));
+      if (again)
+        throw GroupCycle(concat("the nodes ", list(path),
+                                " form a cycle: each is the parent of the one before it"));
     }
   }
-  if (roots.size() != 1) throw GroupConfigError(concat("a tree has one root, but ", roots.size(), " nodes have no parent: ", list(roots)));
+  if (roots.size() != 1)
+    throw GroupConfigError(
+        concat("a tree has one root, but ", roots.size(), " nodes have no parent: ", list(roots)));
   ProcessGroupConfig config([&] {
     for (const auto& [node, above] : nodes)
       if (above.empty()) return node;
@@ -70,7 +81,8 @@ ProcessGroupConfig ProcessGroupConfig::from_nodes(const std::vector<std::pair<Pr
       if (added[i] || above.empty() || !config.contains(above)) continue;
       // Children keep their given order, also where a later sibling's subtree could be added first.
       bool earlier = false;
-      for (std::size_t j = 0; j < i; ++j) earlier = earlier || (!added[j] && nodes[j].second == above);
+      for (std::size_t j = 0; j < i; ++j)
+        earlier = earlier || (!added[j] && nodes[j].second == above);
       if (earlier) continue;
       config.add_node(node, above);
       added[i] = true;
@@ -90,11 +102,16 @@ int ProcessGroupConfig::find(const std::string& name) const {
 }
 
 bool ProcessGroupConfig::contains(const std::string& name) const {
-  return std::any_of(nodes_.begin(), nodes_.end(), [&](const Item& item) { return item.node.name == name; });
+  return std::any_of(nodes_.begin(), nodes_.end(),
+                     [&](const Item& item) { return item.node.name == name; });
 }
 
-const ProcessGroupNode& ProcessGroupConfig::node(const std::string& name) const { return nodes_[find(name)].node; }
-bool ProcessGroupConfig::is_leaf(const std::string& name) const { return nodes_[find(name)].children.empty(); }
+const ProcessGroupNode& ProcessGroupConfig::node(const std::string& name) const {
+  return nodes_[find(name)].node;
+}
+bool ProcessGroupConfig::is_leaf(const std::string& name) const {
+  return nodes_[find(name)].children.empty();
+}
 
 std::string ProcessGroupConfig::parent(const std::string& name) const {
   const int above = nodes_[find(name)].parent;
@@ -109,17 +126,24 @@ std::vector<std::string> ProcessGroupConfig::children(const std::string& name) c
 
 std::vector<std::string> ProcessGroupConfig::ancestors(const std::string& name) const {
   std::vector<std::string> names;
-  for (int at = nodes_[find(name)].parent; at >= 0; at = nodes_[at].parent) names.push_back(nodes_[at].node.name);
+  for (int at = nodes_[find(name)].parent; at >= 0; at = nodes_[at].parent)
+    names.push_back(nodes_[at].node.name);
   return names;
 }
 
 void ProcessGroupConfig::add_node(ProcessGroupNode node, const std::string& parent) {
   check_name(node.name, "node");
-  if (node.name == "world") throw GroupConfigError("only the root may be named 'world', for the scope 'world' means the root; choose another name");
-  if (contains(node.name)) throw RepeatedName(concat("there are two nodes named '", node.name, "'; give each its own name"));
+  if (node.name == "world")
+    throw GroupConfigError(
+        "only the root may be named 'world', for the scope 'world' means the root; choose another "
+        "name");
+  if (contains(node.name))
+    throw RepeatedName(
+        concat("there are two nodes named '", node.name, "'; give each its own name"));
   if (node.size) check_size(node.name, *node.size);
   if (!contains(parent))
-    throw UnknownName(concat("node '", node.name, "' names the parent '", parent, "', which does not exist; the nodes are ", list(node_names())));
+    throw UnknownName(concat("node '", node.name, "' names the parent '", parent,
+                             "', which does not exist; the nodes are ", list(node_names())));
   const int above = find(parent);
   nodes_[above].children.push_back(static_cast<int>(nodes_.size()));
   nodes_.push_back({std::move(node), above, {}});
@@ -127,7 +151,9 @@ void ProcessGroupConfig::add_node(ProcessGroupNode node, const std::string& pare
 
 void ProcessGroupConfig::add_orthogonal(OrthogonalGroup group) {
   check_name(group.name, "orthogonal group");
-  if (group.of.empty()) throw GroupConfigError(concat("the orthogonal group '", group.name, "' names no node that it is orthogonal to"));
+  if (group.of.empty())
+    throw GroupConfigError(
+        concat("the orthogonal group '", group.name, "' names no node that it is orthogonal to"));
   orthogonal_.push_back(std::move(group));
 }
 
@@ -141,7 +167,9 @@ std::vector<std::string> ProcessGroupConfig::node_names() const {
   return names;
 }
 
-std::vector<std::string> ProcessGroupConfig::leaf_groups() const { return leaf_groups(root().name); }
+std::vector<std::string> ProcessGroupConfig::leaf_groups() const {
+  return leaf_groups(root().name);
+}
 
 std::vector<std::string> ProcessGroupConfig::leaf_groups(const std::string& below) const {
   std::vector<std::string> names;
@@ -153,7 +181,8 @@ std::vector<std::string> ProcessGroupConfig::leaf_groups(const std::string& belo
   return names;
 }
 
-std::vector<std::string> ProcessGroupConfig::near_to_far(int at, const std::string& inherited) const {
+std::vector<std::string> ProcessGroupConfig::near_to_far(int at,
+                                                         const std::string& inherited) const {
   const Item& item = nodes_[at];
   if (item.children.empty()) return {item.node.name};
   const std::string& own = item.node.order;
@@ -175,9 +204,10 @@ std::vector<std::string> ProcessGroupConfig::near_to_far(int at, const std::stri
     } else if (same_names(leaves)) {
       return named;
     } else {
-      throw GroupConfigError(concat("the order '", own, "' of group '", item.node.name,
-                                    "' must be 'first-adjacent', 'last-adjacent', or name each of its children ", list(children(item.node.name)),
-                                    " or each of its leaves ", list(leaves), " once"));
+      throw GroupConfigError(
+          concat("the order '", own, "' of group '", item.node.name,
+                 "' must be 'first-adjacent', 'last-adjacent', or name each of its children ",
+                 list(children(item.node.name)), " or each of its leaves ", list(leaves), " once"));
     }
   } else if (passed_on == kLast) {
     std::reverse(order.begin(), order.end());
@@ -194,7 +224,8 @@ std::vector<OrthogonalGroup> ProcessGroupConfig::orthogonal_groups() const {
   std::vector<OrthogonalGroup> groups;
   for (const auto& name : node_names()) {
     const auto& node = this->node(name);
-    if (!node.orthogonal_group.empty()) groups.push_back({node.orthogonal_group, {node.name}, node.scope, node.options});
+    if (!node.orthogonal_group.empty())
+      groups.push_back({node.orthogonal_group, {node.name}, node.scope, node.options});
   }
   groups.insert(groups.end(), orthogonal_.begin(), orthogonal_.end());
   return groups;
@@ -203,9 +234,10 @@ std::vector<OrthogonalGroup> ProcessGroupConfig::orthogonal_groups() const {
 std::string ProcessGroupConfig::scope_of(const OrthogonalGroup& group) const {
   for (const auto& name : group.of)
     if (parent(name).empty())
-      throw OrthogonalityError(concat("the orthogonal group '", group.name, "' is of the root '", name,
-                                      "': there is no rank outside the root, so it has no orthogonal groups"),
-                               {});
+      throw OrthogonalityError(
+          concat("the orthogonal group '", group.name, "' is of the root '", name,
+                 "': there is no rank outside the root, so it has no orthogonal groups"),
+          {});
   if (group.scope == "world") return root().name;
   if (!group.scope.empty() && group.scope != "parent") return nodes_[find(group.scope)].node.name;
   for (const auto& candidate : ancestors(group.of.front())) {
@@ -218,12 +250,16 @@ std::string ProcessGroupConfig::scope_of(const OrthogonalGroup& group) const {
   return root().name;
 }
 
-void ProcessGroupConfig::set_leaf_group_sizes(const std::map<std::string, int>& sizes, bool update_parents) {
+void ProcessGroupConfig::set_leaf_group_sizes(const std::map<std::string, int>& sizes,
+                                              bool update_parents) {
   for (const auto& [name, size] : sizes) {
-    if (!contains(name)) throw UnknownName(concat("there is no leaf group '", name, "'; the leaves are ", list(leaf_groups())));
+    if (!contains(name))
+      throw UnknownName(
+          concat("there is no leaf group '", name, "'; the leaves are ", list(leaf_groups())));
     if (!is_leaf(name))
-      throw GroupConfigError(
-          concat("group '", name, "' is not a leaf: its size is the product of its children ", list(children(name)), "; set those"));
+      throw GroupConfigError(concat("group '", name,
+                                    "' is not a leaf: its size is the product of its children ",
+                                    list(children(name)), "; set those"));
     check_size(name, size);
   }
   for (const auto& [name, size] : sizes) nodes_[find(name)].node.size = size;
@@ -236,10 +272,15 @@ void ProcessGroupConfig::update_parent_sizes() {
     if (!item->children.empty()) item->node.size = size(item->node.name);
 }
 
-void ProcessGroupConfig::set_options(const std::string& name, GroupOptions options) { nodes_[find(name)].node.options = std::move(options); }
-void ProcessGroupConfig::set_order(const std::string& name, std::string order) { nodes_[find(name)].node.order = std::move(order); }
+void ProcessGroupConfig::set_options(const std::string& name, GroupOptions options) {
+  nodes_[find(name)].node.options = std::move(options);
+}
+void ProcessGroupConfig::set_order(const std::string& name, std::string order) {
+  nodes_[find(name)].node.order = std::move(order);
+}
 
-void ProcessGroupConfig::set_orthogonal(const std::string& name, std::string orthogonal_group, std::string scope) {
+void ProcessGroupConfig::set_orthogonal(const std::string& name, std::string orthogonal_group,
+                                        std::string scope) {
   auto& node = nodes_[find(name)].node;
   node.orthogonal_group = std::move(orthogonal_group);
   node.scope = std::move(scope);
@@ -252,13 +293,15 @@ std::optional<int> ProcessGroupConfig::size(const std::string& name) const {
     if (!size) return std::nullopt;
     product *= *size;
     if (product > std::numeric_limits<int>::max())
-      throw GroupConfigError(concat("the leaves of group '", name, "' multiply to more than ", std::numeric_limits<int>::max(), " ranks"));
+      throw GroupConfigError(concat("the leaves of group '", name, "' multiply to more than ",
+                                    std::numeric_limits<int>::max(), " ranks"));
   }
   return static_cast<int>(product);
 }
 
 ProcessGroupConfig ProcessGroupConfig::resolve(int world_size) const {
-  if (world_size < 1) throw GroupConfigError(concat("a world of ", world_size, " ranks; it has at least 1"));
+  if (world_size < 1)
+    throw GroupConfigError(concat("a world of ", world_size, " ranks; it has at least 1"));
   std::vector<std::string> open, given;
   long long product = 1;
   for (const auto& leaf : leaf_groups()) {
@@ -266,7 +309,8 @@ ProcessGroupConfig ProcessGroupConfig::resolve(int world_size) const {
       product *= *size;
       if (product > std::numeric_limits<int>::max())
         throw WorldSizeMismatch(
-            concat("the leaf sizes multiply to more than ", std::numeric_limits<int>::max(), ", but the world has ", world_size, " ranks"),
+            concat("the leaf sizes multiply to more than ", std::numeric_limits<int>::max(),
+                   ", but the world has ", world_size, " ranks"),
             world_size, product);
       given.push_back(concat(leaf, " = ", *size));
     } else {
@@ -275,25 +319,29 @@ ProcessGroupConfig ProcessGroupConfig::resolve(int world_size) const {
   }
   ProcessGroupConfig resolved = *this;
   if (open.size() > 1)
-    throw UnsetSize(concat("the leaf groups ", list(open), " have no size; one may be left open and follows from the world of ", world_size,
-                           " ranks, set the others"));
+    throw UnsetSize(concat("the leaf groups ", list(open),
+                           " have no size; one may be left open and follows from the world of ",
+                           world_size, " ranks, set the others"));
   if (open.size() == 1) {
     if (world_size % product != 0)
-      throw WorldSizeMismatch(concat("the size of '", open.front(), "' cannot follow from the world: ", world_size,
-                                     " ranks do not divide by the product ", product, " of ", list(given)),
-                              world_size, product);
+      throw WorldSizeMismatch(
+          concat("the size of '", open.front(), "' cannot follow from the world: ", world_size,
+                 " ranks do not divide by the product ", product, " of ", list(given)),
+          world_size, product);
     resolved.nodes_[find(open.front())].node.size = static_cast<int>(world_size / product);
   } else if (product != world_size) {
-    throw WorldSizeMismatch(concat("the leaf sizes ", list(given), " multiply to ", product, ", but the world has ", world_size, " ranks"),
+    throw WorldSizeMismatch(concat("the leaf sizes ", list(given), " multiply to ", product,
+                                   ", but the world has ", world_size, " ranks"),
                             world_size, product);
   }
   for (const Item& item : nodes_) {
     if (item.children.empty() || !item.node.size) continue;
     const int actual = *resolved.size(item.node.name);
     if (*item.node.size != actual)
-      throw WorldSizeMismatch(concat("group '", item.node.name, "' says size ", *item.node.size, ", but its leaves ",
-                                     list(leaf_groups(item.node.name)), " multiply to ", actual),
-                              *item.node.size, actual);
+      throw WorldSizeMismatch(
+          concat("group '", item.node.name, "' says size ", *item.node.size, ", but its leaves ",
+                 list(leaf_groups(item.node.name)), " multiply to ", actual),
+          *item.node.size, actual);
   }
   resolved.update_parent_sizes();
   return resolved;
@@ -302,7 +350,8 @@ ProcessGroupConfig ProcessGroupConfig::resolve(int world_size) const {
 Mesh ProcessGroupConfig::mesh(int world_size) const {
   const auto resolved = resolve(world_size);
   std::vector<Axis> axes;
-  for (const auto& leaf : resolved.closeness()) axes.insert(axes.begin(), {leaf, *resolved.node(leaf).size});
+  for (const auto& leaf : resolved.closeness())
+    axes.insert(axes.begin(), {leaf, *resolved.node(leaf).size});
   return Mesh(std::move(axes));
 }
 
@@ -317,9 +366,11 @@ void ProcessGroupConfig::draw(int at, const std::string& indent, std::string& te
     const auto& node = nodes_[children[i]].node;
     const bool last = i + 1 == children.size();
     const auto known = size(node.name);
-    text += concat(indent, last ? "`- " : "|- ", node.name, " ", known ? std::to_string(*known) : "?");
+    text +=
+        concat(indent, last ? "`- " : "|- ", node.name, " ", known ? std::to_string(*known) : "?");
     if (!node.orthogonal_group.empty())
-      text += concat(", orthogonal ", node.orthogonal_group, " in ", scope_of({node.orthogonal_group, {node.name}, node.scope, {}}));
+      text += concat(", orthogonal ", node.orthogonal_group, " in ",
+                     scope_of({node.orthogonal_group, {node.name}, node.scope, {}}));
     if (!node.order.empty()) text += concat(", order ", node.order);
     text += options_text(node.options) + "\n";
     draw(children[i], indent + (last ? "   " : "|  "), text);
@@ -333,7 +384,8 @@ std::string ProcessGroupConfig::to_string() const {
   text += options_text(root().options) + "\n";
   draw(0, "", text);
   for (const auto& group : orthogonal_)
-    text += concat("orthogonal ", group.name, " of ", list(group.of), " in ", scope_of(group), options_text(group.options), "\n");
+    text += concat("orthogonal ", group.name, " of ", list(group.of), " in ", scope_of(group),
+                   options_text(group.options), "\n");
   const auto order = closeness();
   std::string near;
   for (const auto& leaf : order) near += concat(near.empty() ? "" : "-", leaf);

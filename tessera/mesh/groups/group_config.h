@@ -1,6 +1,6 @@
 #pragma once
-// ProcessGroupConfig: a tree of process groups. Sizes stand on the leaves, a parent is the product of its children, and every leaf is an axis of a
-// mesh.
+// ProcessGroupConfig: a tree of process groups. Sizes stand on the leaves, a parent is the product
+// of its children, and every leaf is an axis of a mesh.
 //
 //   world
 //   |- mp 2
@@ -8,8 +8,9 @@
 //      |- shard 4
 //      `- replicate 2
 //
-// Closeness: by default the first leaf has adjacent ranks (mp: 0,1), the next one strides over it (shard: 0,2,4,6), the last is farthest (replicate:
-// 0,8). A mesh is written the other way round, outermost first: replicate=2 x shard=4 x mp=2.
+// Closeness: by default the first leaf has adjacent ranks (mp: 0,1), the next one strides over it
+// (shard: 0,2,4,6), the last is farthest (replicate: 0,8). A mesh is written the other way round,
+// outermost first: replicate=2 x shard=4 x mp=2.
 
 #include <chrono>
 #include <map>
@@ -24,20 +25,26 @@ namespace tessera {
 
 /// How the groups of one node are made.
 struct GroupOptions {
-  std::string backend = {};                               ///< Empty: the manager's.
-  std::optional<std::chrono::milliseconds> timeout = {};  ///< Absent: the manager's.
+  /// Empty: the manager's.
+  std::string backend = {};
+  /// Absent: the manager's.
+  std::optional<std::chrono::milliseconds> timeout = {};
   bool operator==(const GroupOptions&) const = default;
 };
 
 /// A node of the tree.
 struct ProcessGroupNode {
   std::string name = {};
-  std::optional<int> size =
-      {};  ///< On a leaf; absent: open (one leaf may be, and follows from the world). On an inner node: checked against the product.
-  std::string orthogonal_group = {};  ///< Name of the groups orthogonal to this node's (made with its options); empty: none.
-  std::string scope = {};             ///< Of the orthogonal groups: "parent" (also when empty), "world", or the name of an ancestor.
-  /// Which of the leaves below have adjacent ranks: "first-adjacent" (default), "last-adjacent", or a list, nearest first, joined by dashes, of all
-  /// children ("shard-replicate") or of all leaves below. Empty: as the parent says.
+  /// On a leaf; absent: open (one leaf may be, and follows from the world). On an inner node:
+  /// checked against the product.
+  std::optional<int> size = {};
+  /// Name of the groups orthogonal to this node's (made with its options); empty: none.
+  std::string orthogonal_group = {};
+  /// Of the orthogonal groups: "parent" (also when empty), "world", or the name of an ancestor.
+  std::string scope = {};
+  /// Which of the leaves below have adjacent ranks: "first-adjacent" (default), "last-adjacent", or
+  /// a list, nearest first, joined by dashes, of all children ("shard-replicate") or of all leaves
+  /// below. Empty: as the parent says.
   std::string order = {};
   GroupOptions options = {};
   bool operator==(const ProcessGroupNode&) const = default;
@@ -46,8 +53,10 @@ struct ProcessGroupNode {
 /// Groups orthogonal to a leaf, an inner node, or a set of nodes.
 struct OrthogonalGroup {
   std::string name = {};
-  std::vector<std::string> of = {};  ///< Nodes; none inside another.
-  std::string scope = {};            ///< As in ProcessGroupNode; the parent of several nodes is their nearest common ancestor.
+  /// Nodes; none inside another.
+  std::vector<std::string> of = {};
+  /// As in ProcessGroupNode; the parent of several nodes is their nearest common ancestor.
+  std::string scope = {};
   GroupOptions options = {};
   bool operator==(const OrthogonalGroup&) const = default;
 };
@@ -55,42 +64,55 @@ struct OrthogonalGroup {
 class ProcessGroupConfig {
  public:
   explicit ProcessGroupConfig(ProcessGroupNode root = {.name = "world"});
-  /// Nodes with their parents' names, in any order; exactly one has no parent. Throws RepeatedName, UnknownName, GroupCycle, with the names.
-  static ProcessGroupConfig from_nodes(const std::vector<std::pair<ProcessGroupNode, std::string>>& nodes);
+  /// Nodes with their parents' names, in any order; exactly one has no parent. Throws RepeatedName,
+  /// UnknownName, GroupCycle, with the names.
+  static ProcessGroupConfig from_nodes(
+      const std::vector<std::pair<ProcessGroupNode, std::string>>& nodes);
 
-  /// Appends a node as the last child. Throws RepeatedName, UnknownName (parent), GroupConfigError (size below 1, reserved name).
+  /// Appends a node as the last child. Throws RepeatedName, UnknownName (parent), GroupConfigError
+  /// (size below 1, reserved name).
   void add_node(ProcessGroupNode node, const std::string& parent);
   void add_orthogonal(OrthogonalGroup group);
 
   const ProcessGroupNode& root() const { return nodes_.front().node; }
-  const ProcessGroupNode& node(const std::string& name) const;  ///< Throws UnknownName with the known names.
+  /// Throws UnknownName with the known names.
+  const ProcessGroupNode& node(const std::string& name) const;
   bool contains(const std::string& name) const;
   bool is_leaf(const std::string& name) const;
-  std::string parent(const std::string& name) const;                  ///< Empty for the root.
-  std::vector<std::string> children(const std::string& name) const;   ///< In the order in which they were added.
-  std::vector<std::string> ancestors(const std::string& name) const;  ///< Parent first, root last.
-  std::vector<std::string> node_names() const;                        ///< Parents before children, in tree order.
-  std::vector<std::string> leaf_groups() const;                       ///< In tree order.
+  /// Empty for the root.
+  std::string parent(const std::string& name) const;
+  /// In the order in which they were added.
+  std::vector<std::string> children(const std::string& name) const;
+  /// Parent first, root last.
+  std::vector<std::string> ancestors(const std::string& name) const;
+  /// Parents before children, in tree order.
+  std::vector<std::string> node_names() const;
+  /// In tree order.
+  std::vector<std::string> leaf_groups() const;
   std::vector<std::string> leaf_groups(const std::string& below) const;
   /// All leaves, nearest (adjacent ranks) first, as the nodes' `order` says.
   std::vector<std::string> closeness() const;
   /// Both those that nodes name and those added by add_orthogonal().
   std::vector<OrthogonalGroup> orthogonal_groups() const;
   const std::vector<OrthogonalGroup>& added_orthogonal() const { return orthogonal_; }
-  /// The scope of an orthogonal group as a node's name. Throws UnknownName or OrthogonalityError (without ranks, for sizes may be open here).
+  /// The scope of an orthogonal group as a node's name. Throws UnknownName or OrthogonalityError
+  /// (without ranks, for sizes may be open here).
   std::string scope_of(const OrthogonalGroup& group) const;
 
-  /// Sets sizes of leaves; with `update_parents` every inner node becomes the product of its children where those are known, else open. All or
-  /// nothing: an unknown leaf, an inner node or a size below 1 is an error and changes nothing.
+  /// Sets sizes of leaves; with `update_parents` every inner node becomes the product of its
+  /// children where those are known, else open. All or nothing: an unknown leaf, an inner node or a
+  /// size below 1 is an error and changes nothing.
   void set_leaf_group_sizes(const std::map<std::string, int>& sizes, bool update_parents = true);
   void set_options(const std::string& name, GroupOptions options);
   void set_order(const std::string& name, std::string order);
-  void set_orthogonal(const std::string& name, std::string orthogonal_group, std::string scope = "");
+  void set_orthogonal(const std::string& name, std::string orthogonal_group,
+                      std::string scope = "");
 
   /// The product of the leaves below; absent while one of them is open.
   std::optional<int> size(const std::string& name) const;
-  /// The same tree with the open leaf, if any, inferred, and every inner node set. Throws UnsetSize (two or more open), WorldSizeMismatch (the
-  /// product does not divide, or is not, the world, or an inner node's stated size is not its product).
+  /// The same tree with the open leaf, if any, inferred, and every inner node set. Throws UnsetSize
+  /// (two or more open), WorldSizeMismatch (the product does not divide, or is not, the world, or
+  /// an inner node's stated size is not its product).
   ProcessGroupConfig resolve(int world_size) const;
 
   /// The resolved tree's mesh: one axis a leaf, outermost first, over ranks 0 .. world - 1.

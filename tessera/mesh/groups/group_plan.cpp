@@ -33,11 +33,13 @@ std::vector<int> common(const std::vector<int>& a, const std::vector<int>& b) {
   return both;
 }
 
-std::vector<int> axes_of_node(const ProcessGroupConfig& config, const Mesh& mesh, const std::string& node) {
+std::vector<int> axes_of_node(const ProcessGroupConfig& config, const Mesh& mesh,
+                              const std::string& node) {
   return mesh.indices(config.leaf_groups(node));
 }
 
-GroupFamily orthogonal_family(const ProcessGroupConfig& config, const Mesh& mesh, const OrthogonalGroup& group) {
+GroupFamily orthogonal_family(const ProcessGroupConfig& config, const Mesh& mesh,
+                              const OrthogonalGroup& group) {
   const int first = mesh.ranks().front();
   GroupFamily family{group.name, GroupFamily::Kind::orthogonal, 0, {}, group.options, group.of, ""};
   std::vector<int> inside;
@@ -45,9 +47,11 @@ GroupFamily orthogonal_family(const ProcessGroupConfig& config, const Mesh& mesh
     const auto axes = axes_of_node(config, mesh, group.of[i]);
     if (config.parent(group.of[i]).empty()) {
       const auto all = mesh.group(axes, first);
-      throw OrthogonalityError(concat("'", group.name, "' is to be orthogonal to the root '", group.of[i], "', whose one group holds all ranks ",
-                                      list(all), ": no rank is outside it, so the root has no orthogonal groups"),
-                               all);
+      throw OrthogonalityError(
+          concat("'", group.name, "' is to be orthogonal to the root '", group.of[i],
+                 "', whose one group holds all ranks ", list(all),
+                 ": no rank is outside it, so the root has no orthogonal groups"),
+          all);
     }
     for (std::size_t j = 0; j < i; ++j) {
       const auto other = axes_of_node(config, mesh, group.of[j]);
@@ -55,7 +59,8 @@ GroupFamily orthogonal_family(const ProcessGroupConfig& config, const Mesh& mesh
       const auto ranks = common(mesh.group(axes, first), mesh.group(other, first));
       throw OrthogonalityError(
           concat("'", group.name, "' is to be orthogonal to '", group.of[j], "' and '", group.of[i],
-                 "', but one is inside the other: both groups of rank ", first, " hold ", list(ranks), "; name only the outer one"),
+                 "', but one is inside the other: both groups of rank ", first, " hold ",
+                 list(ranks), "; name only the outer one"),
           ranks);
     }
     inside.insert(inside.end(), axes.begin(), axes.end());
@@ -68,17 +73,21 @@ GroupFamily orthogonal_family(const ProcessGroupConfig& config, const Mesh& mesh
     std::vector<int> outside;
     for (int rank : mine)
       if (std::find(around.begin(), around.end(), rank) == around.end()) outside.push_back(rank);
-    if (outside.empty()) outside = mine;  // axes of size 1: nothing reaches out, but the scope is still no ancestor
-    throw OrthogonalityError(concat("'", group.name, "' is to be orthogonal to ", list(group.of), " in the scope '", family.scope,
-                                    "', which does not hold it: the group ", list(mine), " of rank ", first, " reaches out of the scope's ",
-                                    list(around), " with ranks ", list(outside), "; choose an ancestor of ", list(group.of), " or 'world'"),
-                             outside);
+    // axes of size 1: nothing reaches out, but the scope is still no ancestor
+    if (outside.empty()) outside = mine;
+    throw OrthogonalityError(
+        concat("'", group.name, "' is to be orthogonal to ", list(group.of), " in the scope '",
+               family.scope, "', which does not hold it: the group ", list(mine), " of rank ",
+               first, " reaches out of the scope's ", list(around), " with ranks ", list(outside),
+               "; choose an ancestor of ", list(group.of), " or 'world'"),
+        outside);
   }
   family.axes = mesh.complement(inside, scope);
   if (family.axes.empty())
     throw OrthogonalityError(
-        concat("'", group.name, "' is to be orthogonal to ", list(group.of), " in the scope '", family.scope, "', but fills it: both groups of rank ",
-               first, " are ", list(mine), ", so each orthogonal group would be one rank alone; choose a wider scope"),
+        concat("'", group.name, "' is to be orthogonal to ", list(group.of), " in the scope '",
+               family.scope, "', but fills it: both groups of rank ", first, " are ", list(mine),
+               ", so each orthogonal group would be one rank alone; choose a wider scope"),
         mine);
   return family;
 }
@@ -87,9 +96,16 @@ GroupPlan plan_of(const ProcessGroupConfig& config, Mesh mesh) {
   GroupPlan plan(std::move(mesh), config.root().name);
   for (const auto& name : config.node_names()) {
     const auto kind = config.is_leaf(name) ? GroupFamily::Kind::leaf : GroupFamily::Kind::node;
-    plan.add({name, kind, 0, axes_of_node(config, plan.mesh(), name), config.node(name).options, {}, ""});
+    plan.add({name,
+              kind,
+              0,
+              axes_of_node(config, plan.mesh(), name),
+              config.node(name).options,
+              {},
+              ""});
   }
-  for (const auto& group : config.orthogonal_groups()) plan.add(orthogonal_family(config, plan.mesh(), group));
+  for (const auto& group : config.orthogonal_groups())
+    plan.add(orthogonal_family(config, plan.mesh(), group));
   return plan;
 }
 
@@ -101,14 +117,17 @@ std::string hex(std::uint64_t value) {
 
 }  // namespace
 
-GroupPlan::GroupPlan(Mesh mesh, std::string view) { views_.emplace_back(std::move(view), std::move(mesh)); }
+GroupPlan::GroupPlan(Mesh mesh, std::string view) {
+  views_.emplace_back(std::move(view), std::move(mesh));
+}
 
 GroupPlan::GroupPlan(const MeshViews& views) : views_(views.all()) {
   for (int v = 0; v < static_cast<int>(views_.size()); ++v) {
     const Mesh& mesh = views_[v].second;
     for (int i = 0; i < mesh.dims(); ++i) {
       const auto& name = mesh.axes()[i].name;
-      const bool known = std::any_of(families_.begin(), families_.end(), [&](const GroupFamily& f) { return f.name == name; });
+      const bool known = std::any_of(families_.begin(), families_.end(),
+                                     [&](const GroupFamily& f) { return f.name == name; });
       if (!known) add({name, GroupFamily::Kind::axes, v, {i}, {}, {}, ""});
     }
   }
@@ -116,7 +135,8 @@ GroupPlan::GroupPlan(const MeshViews& views) : views_(views.all()) {
 
 GroupPlan GroupPlan::of_mesh(Mesh mesh) {
   GroupPlan plan(std::move(mesh));
-  for (int i = 0; i < plan.mesh().dims(); ++i) plan.add({plan.mesh().axes()[i].name, GroupFamily::Kind::axes, 0, {i}, {}, {}, ""});
+  for (int i = 0; i < plan.mesh().dims(); ++i)
+    plan.add({plan.mesh().axes()[i].name, GroupFamily::Kind::axes, 0, {i}, {}, {}, ""});
   return plan;
 }
 
@@ -134,10 +154,12 @@ void GroupPlan::add(GroupFamily family) {
   if (family.name.empty()) throw GroupConfigError("a group family has an empty name; give it one");
   for (const auto& known : families_)
     if (known.name == family.name)
-      throw RepeatedName(concat("there are two group families named '", family.name, "' (", kind_name(known.kind), " and ", kind_name(family.kind),
+      throw RepeatedName(concat("there are two group families named '", family.name, "' (",
+                                kind_name(known.kind), " and ", kind_name(family.kind),
                                 "); give each its own name"));
   if (family.view < 0 || family.view >= static_cast<int>(views_.size()))
-    throw InvalidArgument(concat("group family '", family.name, "' is of view ", family.view, ", but the plan has ", views_.size(), " views"));
+    throw InvalidArgument(concat("group family '", family.name, "' is of view ", family.view,
+                                 ", but the plan has ", views_.size(), " views"));
   mesh(family).group_size(family.axes);
   std::sort(family.axes.begin(), family.axes.end());
   families_.push_back(std::move(family));
@@ -146,7 +168,9 @@ void GroupPlan::add(GroupFamily family) {
 void GroupPlan::add_axes(const std::string& names) {
   const auto axes = split_order(names);
   for (const auto& axis : axes)
-    if (!mesh().has_axis(axis)) throw UnknownName(concat("group '", names, "' names the axis '", axis, "'; the axes are ", list(mesh().names())));
+    if (!mesh().has_axis(axis))
+      throw UnknownName(concat("group '", names, "' names the axis '", axis, "'; the axes are ",
+                               list(mesh().names())));
   const auto indices = mesh().indices(axes);
   for (const auto& known : families_)
     if (known.name == names && known.view == 0 && known.axes == indices) return;
@@ -185,7 +209,9 @@ GroupTable GroupPlan::groups(const std::string& name) const {
 std::vector<Membership> GroupPlan::memberships(int rank) const {
   std::vector<Membership> mine;
   mine.reserve(families_.size());
-  for (const auto& f : families_) mine.push_back({f.name, mesh(f).group(f.axes, rank), mesh(f).group_rank(f.axes, rank), f.options});
+  for (const auto& f : families_)
+    mine.push_back(
+        {f.name, mesh(f).group(f.axes, rank), mesh(f).group_rank(f.axes, rank), f.options});
   return mine;
 }
 
@@ -207,9 +233,11 @@ std::string GroupPlan::canonical() const {
     out << "groups " << f.name << " (" << kind_name(f.kind);
     if (f.kind == GroupFamily::Kind::orthogonal) out << " to " << list(f.of) << " in " << f.scope;
     out << "): " << mesh.group_size(f.axes) << " ranks, view " << views_[f.view].first << ", axes";
-    for (int axis : f.axes) out << ' ' << mesh.axes()[axis].name << '=' << mesh.size(axis) << ":" << mesh.stride(axis);
+    for (int axis : f.axes)
+      out << ' ' << mesh.axes()[axis].name << '=' << mesh.size(axis) << ":" << mesh.stride(axis);
     out << ", backend " << (f.options.backend.empty() ? "default" : f.options.backend);
-    out << ", timeout " << (f.options.timeout ? concat(f.options.timeout->count(), "ms") : "default") << '\n';
+    out << ", timeout "
+        << (f.options.timeout ? concat(f.options.timeout->count(), "ms") : "default") << '\n';
   }
   return std::move(out).str();
 }
@@ -221,7 +249,8 @@ std::optional<PlanDifference> first_difference(const std::string& mine, const st
   std::istringstream a(mine), b(theirs);
   for (int line = 1;; ++line) {
     PlanDifference d{line, "", ""};
-    const bool more_a = static_cast<bool>(std::getline(a, d.mine)), more_b = static_cast<bool>(std::getline(b, d.theirs));
+    const bool more_a = static_cast<bool>(std::getline(a, d.mine)),
+               more_b = static_cast<bool>(std::getline(b, d.theirs));
     if (d.mine != d.theirs || more_a != more_b || !more_a) return d;
   }
 }

@@ -1,6 +1,7 @@
 #pragma once
-// GroupPlan: every group family of a job by name, as layouts over rank tables. Nothing in it grows with the world but the tables themselves, so that
-// each rank can hold the whole plan, compare it with the others' by a hash, and list just the groups that it belongs to.
+// GroupPlan: every group family of a job by name, as layouts over rank tables. Nothing in it grows
+// with the world but the tables themselves, so that each rank can hold the whole plan, compare it
+// with the others' by a hash, and list just the groups that it belongs to.
 
 #include <cstdint>
 #include <optional>
@@ -20,16 +21,20 @@ struct GroupFamily {
   std::string name = {};
   Kind kind = Kind::axes;
   int view = 0;
-  std::vector<int> axes = {};  ///< Of that view's mesh.
+  /// Of that view's mesh.
+  std::vector<int> axes = {};
   GroupOptions options = {};
-  std::vector<std::string> of = {};  ///< Of an orthogonal family: what it is orthogonal to ...
-  std::string scope = {};            ///< ... and within which family.
+  /// Of an orthogonal family: what it is orthogonal to ...
+  std::vector<std::string> of = {};
+  /// ... and within which family.
+  std::string scope = {};
 };
 
 /// One group that a rank belongs to.
 struct Membership {
   std::string family = {};
-  std::vector<int> ranks = {};  ///< In group order.
+  /// In group order.
+  std::vector<int> ranks = {};
   int group_rank = 0;
   GroupOptions options = {};
 };
@@ -41,20 +46,24 @@ class GroupPlan {
   explicit GroupPlan(const MeshViews& views);
   /// One family for each axis of the mesh.
   static GroupPlan of_mesh(Mesh mesh);
-  /// One family a node and one an orthogonal group. Throws what ProcessGroupConfig::resolve() throws, RepeatedName, and OrthogonalityError, with the
-  /// offending ranks, for an orthogonal group that breaks the rule: of the root, of overlapping nodes, in a scope that does not hold it, or in a
-  /// scope that it fills, where nothing is left to be orthogonal to.
+  /// One family a node and one an orthogonal group. Throws what ProcessGroupConfig::resolve()
+  /// throws, RepeatedName, and OrthogonalityError, with the offending ranks, for an orthogonal
+  /// group that breaks the rule: of the root, of overlapping nodes, in a scope that does not hold
+  /// it, or in a scope that it fills, where nothing is left to be orthogonal to.
   static GroupPlan of_config(const ProcessGroupConfig& config, int world_size);
   static GroupPlan of_config(const ProcessGroupConfig& config, std::vector<int> ranks);
 
   /// Throws RepeatedName, InvalidArgument (axis or view out of range).
   void add(GroupFamily family);
-  /// "tp-pp": the family over those axes of the first view. "tp": as is, if the axis already is a family.
+  /// "tp-pp": the family over those axes of the first view. "tp": as is, if the axis already is a
+  /// family.
   void add_axes(const std::string& names);
 
   const std::vector<GroupFamily>& families() const { return families_; }
-  const GroupFamily& family(const std::string& name) const;   ///< Throws UnknownName with the known names.
-  const Mesh& mesh() const { return views_.front().second; }  ///< The first view.
+  /// Throws UnknownName with the known names.
+  const GroupFamily& family(const std::string& name) const;
+  /// The first view.
+  const Mesh& mesh() const { return views_.front().second; }
   const Mesh& mesh(const GroupFamily& family) const { return views_[family.view].second; }
   int size() const { return mesh().size(); }
   int group_size(const std::string& name) const;
@@ -64,9 +73,11 @@ class GroupPlan {
   /// All groups of one rank, in the order of the families.
   std::vector<Membership> memberships(int rank) const;
 
-  /// One line a view (its axes and ranks) and one a family (its layout and options); equal texts mean equal groups for every rank.
+  /// One line a view (its axes and ranks) and one a family (its layout and options); equal texts
+  /// mean equal groups for every rank.
   std::string canonical() const;
-  std::uint64_t hash() const;  ///< Of canonical().
+  /// Of canonical().
+  std::uint64_t hash() const;
 
  private:
   std::vector<std::pair<std::string, Mesh>> views_;
@@ -75,8 +86,10 @@ class GroupPlan {
 
 /// Where two canonical texts part.
 struct PlanDifference {
-  int line = 0;              ///< From 1.
-  std::string mine, theirs;  ///< Empty: the text has ended.
+  /// From 1.
+  int line = 0;
+  /// Empty: the text has ended.
+  std::string mine, theirs;
 };
 std::optional<PlanDifference> first_difference(const std::string& mine, const std::string& theirs);
 

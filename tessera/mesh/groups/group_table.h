@@ -7,13 +7,18 @@
 
 namespace tessera {
 
-/// Groups of equal size, one after the other. Position in a group is the group rank and binds; the order of the groups among themselves does not.
+/// Groups of equal size, one after the other. Position in a group is the group rank and binds; the
+/// order of the groups among themselves does not.
 struct GroupTable {
   int group_size = 1;
-  std::vector<int> members;  ///< count() * group_size ranks.
+  /// count() * group_size ranks.
+  std::vector<int> members;
 
   int count() const { return static_cast<int>(members.size()) / group_size; }
-  std::span<const int> operator[](int i) const { return std::span<const int>(members).subspan(static_cast<std::size_t>(i) * group_size, group_size); }
+  std::span<const int> operator[](int i) const {
+    return std::span<const int>(members).subspan(static_cast<std::size_t>(i) * group_size,
+                                                 group_size);
+  }
   std::vector<std::vector<int>> lists() const {
     std::vector<std::vector<int>> lists;
     lists.reserve(count());

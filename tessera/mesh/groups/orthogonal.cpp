@@ -18,14 +18,16 @@ std::unordered_map<int, int> owners(const RankLists& groups, const std::string& 
     for (int rank : groups[g])
       if (!owner.emplace(rank, g).second) twice.push_back(rank);
   if (!twice.empty())
-    throw OrthogonalityError(concat("the groups of ", what, " overlap: ranks ", list(twice), " are in more than one of them, or twice in one"),
+    throw OrthogonalityError(concat("the groups of ", what, " overlap: ranks ", list(twice),
+                                    " are in more than one of them, or twice in one"),
                              twice);
   return owner;
 }
 
 }  // namespace
 
-void require_partition(const RankLists& groups, std::span<const int> scope, const std::string& what) {
+void require_partition(const RankLists& groups, std::span<const int> scope,
+                       const std::string& what) {
   const auto owner = owners(groups, what);
   std::unordered_map<int, int> inside;
   for (int rank : scope) inside.emplace(rank, 0);
@@ -35,44 +37,53 @@ void require_partition(const RankLists& groups, std::span<const int> scope, cons
       if (!inside.contains(rank)) foreign.push_back(rank);
   if (!foreign.empty()) {
     std::sort(foreign.begin(), foreign.end());
-    throw OrthogonalityError(
-        concat("the groups of ", what, " reach out of their scope ", list(scope), ": ranks ", list(foreign), " do not belong to it"), foreign);
+    throw OrthogonalityError(concat("the groups of ", what, " reach out of their scope ",
+                                    list(scope), ": ranks ", list(foreign), " do not belong to it"),
+                             foreign);
   }
   for (int rank : scope)
     if (!owner.contains(rank)) missing.push_back(rank);
   if (!missing.empty())
-    throw OrthogonalityError(
-        concat("the groups of ", what, " do not cover their scope ", list(scope), ": ranks ", list(missing), " are in none of them"), missing);
+    throw OrthogonalityError(concat("the groups of ", what, " do not cover their scope ",
+                                    list(scope), ": ranks ", list(missing), " are in none of them"),
+                             missing);
 }
 
-void require_orthogonal(const RankLists& a, const std::string& a_name, const RankLists& b, const std::string& b_name, std::span<const int> scope,
+void require_orthogonal(const RankLists& a, const std::string& a_name, const RankLists& b,
+                        const std::string& b_name, std::span<const int> scope,
                         const std::string& scope_name) {
   require_partition(a, scope, concat("'", a_name, "' in scope '", scope_name, "'"));
   require_partition(b, scope, concat("'", b_name, "' in scope '", scope_name, "'"));
   const auto owner_b = owners(b, b_name);
-  std::vector<int> met(b.size(), -1);  // group of a that last met this group of b, and the rank where
+  // group of a that last met this group of b, and the rank where
+  std::vector<int> met(b.size(), -1);
   std::vector<int> where(b.size(), -1);
   for (int i = 0; i < static_cast<int>(a.size()); ++i) {
     for (int rank : a[i]) {
       const int j = owner_b.at(rank);
       if (met[j] == i)
-        throw OrthogonalityError(concat("'", b_name, "' is not orthogonal to '", a_name, "' in scope '", scope_name, "': the groups ", list(a[i]),
-                                        " and ", list(b[j]), " share the ranks ", where[j], " and ", rank, ", but must meet in exactly one"),
-                                 {where[j], rank});
+        throw OrthogonalityError(
+            concat("'", b_name, "' is not orthogonal to '", a_name, "' in scope '", scope_name,
+                   "': the groups ", list(a[i]), " and ", list(b[j]), " share the ranks ", where[j],
+                   " and ", rank, ", but must meet in exactly one"),
+            {where[j], rank});
       met[j] = i;
       where[j] = rank;
     }
     if (a[i].size() != b.size()) {
       for (int j = 0; j < static_cast<int>(b.size()); ++j)
         if (met[j] != i)
-          throw OrthogonalityError(concat("'", b_name, "' is not orthogonal to '", a_name, "' in scope '", scope_name, "': the groups ", list(a[i]),
-                                          " and ", list(b[j]), " share no rank, but must meet in exactly one"),
-                                   b[j]);
+          throw OrthogonalityError(
+              concat("'", b_name, "' is not orthogonal to '", a_name, "' in scope '", scope_name,
+                     "': the groups ", list(a[i]), " and ", list(b[j]),
+                     " share no rank, but must meet in exactly one"),
+              b[j]);
     }
   }
 }
 
-void require_orthogonal(const RankLists& a, const std::string& a_name, const RankLists& b, const std::string& b_name, const RankLists& scopes,
+void require_orthogonal(const RankLists& a, const std::string& a_name, const RankLists& b,
+                        const std::string& b_name, const RankLists& scopes,
                         const std::string& scope_name) {
   const auto scope_of = owners(scopes, scope_name);
   const auto sort_out = [&](const RankLists& groups, const std::string& name) {
@@ -81,26 +92,36 @@ void require_orthogonal(const RankLists& a, const std::string& a_name, const Ran
       if (group.empty()) throw OrthogonalityError(concat("a group of '", name, "' is empty"), {});
       const auto home = scope_of.find(group.front());
       if (home == scope_of.end())
-        throw OrthogonalityError(concat("rank ", group.front(), " of '", name, "' is in no group of the scope '", scope_name, "'"), {group.front()});
+        throw OrthogonalityError(concat("rank ", group.front(), " of '", name,
+                                        "' is in no group of the scope '", scope_name, "'"),
+                                 {group.front()});
       std::vector<int> outside;
       for (int rank : group)
-        if (const auto other = scope_of.find(rank); other == scope_of.end() || other->second != home->second) outside.push_back(rank);
+        if (const auto other = scope_of.find(rank);
+            other == scope_of.end() || other->second != home->second)
+          outside.push_back(rank);
       if (!outside.empty())
-        throw OrthogonalityError(concat("the group ", list(group), " of '", name, "' leaves the scope '", scope_name, "' of rank ", group.front(),
-                                        ", which is ", list(scopes[home->second]), ": ranks ", list(outside),
-                                        " have other coordinates outside that scope; reducing over them would mix what they hold"),
-                                 outside);
+        throw OrthogonalityError(
+            concat("the group ", list(group), " of '", name, "' leaves the scope '", scope_name,
+                   "' of rank ", group.front(), ", which is ", list(scopes[home->second]),
+                   ": ranks ", list(outside),
+                   " have other coordinates outside that scope; reducing over them would mix what "
+                   "they hold"),
+            outside);
       by_scope[home->second].push_back(group);
     }
     return by_scope;
   };
   const auto in_a = sort_out(a, a_name), in_b = sort_out(b, b_name);
-  for (std::size_t s = 0; s < scopes.size(); ++s) require_orthogonal(in_a[s], a_name, in_b[s], b_name, scopes[s], scope_name);
+  for (std::size_t s = 0; s < scopes.size(); ++s)
+    require_orthogonal(in_a[s], a_name, in_b[s], b_name, scopes[s], scope_name);
 }
 
 MeshValidation validate(const Mesh& mesh) {
   MeshValidation result;
-  if (mesh.dims() > 20) throw InvalidArgument(concat("a mesh with ", mesh.dims(), " axes has too many sets of axes to check; the limit is 20 axes"));
+  if (mesh.dims() > 20)
+    throw InvalidArgument(concat("a mesh with ", mesh.dims(),
+                                 " axes has too many sets of axes to check; the limit is 20 axes"));
   const int n = mesh.size();
   if (n == 0) return result;
   // Arrays by rank where the table is dense, by position (a lookup more) where it has wide gaps.
@@ -128,27 +149,38 @@ MeshValidation validate(const Mesh& mesh) {
     result.groups += a.count() + (set == (all ^ set) ? 0 : b.count());
     if (static_cast<int>(a.members.size()) != n || static_cast<int>(b.members.size()) != n ||
         static_cast<long long>(a.group_size) * b.group_size != n)
-      throw OrthogonalityError(concat("the groups of axes ", name(axes), " hold ", a.members.size(), " and those of ", name(rest), " ",
-                                      b.members.size(), " of the ", n, " ranks of ", mesh),
-                               {});
+      throw OrthogonalityError(
+          concat("the groups of axes ", name(axes), " hold ", a.members.size(), " and those of ",
+                 name(rest), " ", b.members.size(), " of the ", n, " ranks of ", mesh),
+          {});
     // Partition: as many members as ranks, none twice.
     std::fill(group_of.begin(), group_of.end(), -1);
     for (int i = 0; i < a.count(); ++i)
       for (int rank : a[i]) {
         int& owner = group_of[index(rank)];
-        if (owner >= 0) throw OrthogonalityError(concat("rank ", rank, " is in two groups of axes ", name(axes), " of ", mesh), {rank});
+        if (owner >= 0)
+          throw OrthogonalityError(
+              concat("rank ", rank, " is in two groups of axes ", name(axes), " of ", mesh),
+              {rank});
         owner = i;
       }
-    // The same for the complement; and a group of it never sees one group of a twice. With the sizes above that makes it exactly once.
+    // The same for the complement; and a group of it never sees one group of a twice. With the
+    // sizes above that makes it exactly once.
     const int pass = static_cast<int>(set);
     for (int j = 0; j < b.count(); ++j, ++stamp)
       for (int rank : b[j]) {
         const auto at = index(rank);
-        if (b_seen[at] == pass) throw OrthogonalityError(concat("rank ", rank, " is in two groups of axes ", name(rest), " of ", mesh), {rank});
+        if (b_seen[at] == pass)
+          throw OrthogonalityError(
+              concat("rank ", rank, " is in two groups of axes ", name(rest), " of ", mesh),
+              {rank});
         b_seen[at] = pass;
         const int owner = group_of[at];
         if (met[owner] == stamp)
-          throw OrthogonalityError(concat("a group of axes ", name(axes), " meets its complement in rank ", rank, " and another of ", mesh), {rank});
+          throw OrthogonalityError(
+              concat("a group of axes ", name(axes), " meets its complement in rank ", rank,
+                     " and another of ", mesh),
+              {rank});
         met[owner] = stamp;
       }
   }

@@ -12,15 +12,17 @@
 namespace tessera {
 namespace {
 
-constexpr std::pair<Collective, const char*> kNames[] = {{Collective::all_reduce, "all_reduce"},
-                                                         {Collective::all_gather, "all_gather"},
-                                                         {Collective::reduce_scatter, "reduce_scatter"},
-                                                         {Collective::broadcast, "broadcast"},
-                                                         {Collective::reduce, "reduce"},
-                                                         {Collective::all_to_all, "all_to_all"},
-                                                         {Collective::send, "send"}};
+constexpr std::pair<Collective, const char*> kNames[] = {
+    {Collective::all_reduce, "all_reduce"},
+    {Collective::all_gather, "all_gather"},
+    {Collective::reduce_scatter, "reduce_scatter"},
+    {Collective::broadcast, "broadcast"},
+    {Collective::reduce, "reduce"},
+    {Collective::all_to_all, "all_to_all"},
+    {Collective::send, "send"}};
 
-/// Slots in the order of the switch tree, so that rings cross each boundary as seldom as possible: place[slot].
+/// Slots in the order of the switch tree, so that rings cross each boundary as seldom as possible:
+/// place[slot].
 std::vector<int> tree_order(const Topology& topology) {
   std::vector<std::vector<int>> below(topology.switches.size());
   int root = -1;
@@ -39,7 +41,9 @@ std::vector<int> tree_order(const Topology& topology) {
   if (root >= 0) walk(root);
   std::vector<int> hosts(topology.hosts.size());
   for (std::size_t h = 0; h < hosts.size(); ++h) hosts[h] = static_cast<int>(h);
-  const auto key = [&](int h) { return topology.hosts[h].network < 0 ? 0 : switch_place[topology.hosts[h].network]; };
+  const auto key = [&](int h) {
+    return topology.hosts[h].network < 0 ? 0 : switch_place[topology.hosts[h].network];
+  };
   std::stable_sort(hosts.begin(), hosts.end(), [&](int a, int b) { return key(a) < key(b); });
   std::vector<int> first(hosts.size()), place;
   int slots = 0;
@@ -68,7 +72,8 @@ Collective collective_from(const std::string& name) {
     if (text == name) return known;
     names.push_back(text);
   }
-  throw GroupConfigError(concat("there is no collective '", name, "' in the cost model; it knows ", list(names)));
+  throw GroupConfigError(
+      concat("there is no collective '", name, "' in the cost model; it knows ", list(names)));
 }
 
 /// Loads of one round, and which of them to clear after it.
@@ -98,15 +103,19 @@ CostModel::CostModel(const Topology& topology, std::vector<Axis> axes, std::vect
     : topology_(topology), mesh_(std::move(axes)), traffic_(std::move(traffic)) {
   topology_.check();
   if (mesh_.size() > topology_.slots())
-    throw MappingError(
-        concat("a mesh of ", mesh_.size(), " ranks does not fit on ", topology_.hosts.size(), " hosts with ", topology_.slots(), " devices in all"));
+    throw MappingError(concat("a mesh of ", mesh_.size(), " ranks does not fit on ",
+                              topology_.hosts.size(), " hosts with ", topology_.slots(),
+                              " devices in all"));
   for (const Traffic& t : traffic_) {
     if (!(t.bytes >= 0) || !(t.calls >= 0) || !std::isfinite(t.bytes) || !std::isfinite(t.calls))
-      throw GroupConfigError(
-          concat("traffic of axes ", list(t.axes), " has ", t.bytes, " bytes and ", t.calls, " calls; both must be finite and at least 0"));
+      throw GroupConfigError(concat("traffic of axes ", list(t.axes), " has ", t.bytes,
+                                    " bytes and ", t.calls,
+                                    " calls; both must be finite and at least 0"));
     if (t.axes.empty()) throw GroupConfigError("a traffic entry names no axis");
     for (const auto& axis : t.axes)
-      if (!mesh_.has_axis(axis)) throw UnknownName(concat("traffic names the axis '", axis, "'; the axes are ", list(mesh_.names())));
+      if (!mesh_.has_axis(axis))
+        throw UnknownName(
+            concat("traffic names the axis '", axis, "'; the axes are ", list(mesh_.names())));
     groups_.push_back(mesh_.groups(t.axes));
   }
   for (std::size_t h = 0; h < topology_.hosts.size(); ++h) {
@@ -120,7 +129,9 @@ CostModel::CostModel(const Topology& topology, std::vector<Axis> axes, std::vect
     std::vector<int> classes;
     if (!host.links.empty()) {
       classes.assign(static_cast<std::size_t>(host.devices) * host.devices, host.link_class);
-      for (const DeviceLink& link : host.links) classes[link.a * host.devices + link.b] = classes[link.b * host.devices + link.a] = link.link_class;
+      for (const DeviceLink& link : host.links)
+        classes[link.a * host.devices + link.b] = classes[link.b * host.devices + link.a] =
+            link.link_class;
     }
     pair_class_.push_back(std::move(classes));
   }
@@ -133,7 +144,8 @@ CostModel::CostModel(const Topology& topology, std::vector<Axis> axes, std::vect
 }
 
 /// Seconds of one round in which each flow (slot -> slot) carries `bytes`.
-double CostModel::round_seconds(const std::vector<std::pair<int, int>>& flows, double bytes, Scratch& scratch) const {
+double CostModel::round_seconds(const std::vector<std::pair<int, int>>& flows, double bytes,
+                                Scratch& scratch) const {
   double latency = 0, slowest = 0;
   const auto& switches = topology_.switches;
   for (const auto& [from, to] : flows) {
@@ -141,7 +153,9 @@ double CostModel::round_seconds(const std::vector<std::pair<int, int>>& flows, d
     double way = 0;
     if (a == b) {
       const int kind =
-          pair_class_[a].empty() ? topology_.hosts[a].link_class : pair_class_[a][device_[from] * topology_.hosts[a].devices + device_[to]];
+          pair_class_[a].empty()
+              ? topology_.hosts[a].link_class
+              : pair_class_[a][device_[from] * topology_.hosts[a].devices + device_[to]];
       const LinkClass& link = topology_.device_links[kind];
       way = link.latency;
       if (link.shared)
@@ -149,7 +163,8 @@ double CostModel::round_seconds(const std::vector<std::pair<int, int>>& flows, d
       else
         slowest = std::max(slowest, bytes / link.bandwidth);
     } else {
-      way = topology_.network.latency + (rail_[from] == rail_[to] ? 0 : topology_.cross_rail_latency);
+      way =
+          topology_.network.latency + (rail_[from] == rail_[to] ? 0 : topology_.cross_rail_latency);
       scratch.adapter_out.add(a * rails_ + rail_[from], bytes);
       scratch.adapter_in.add(b * rails_ + rail_[to], bytes);
       int x = topology_.hosts[a].network, y = topology_.hosts[b].network;
@@ -173,20 +188,26 @@ double CostModel::round_seconds(const std::vector<std::pair<int, int>>& flows, d
 /// The time that the fullest link needs; clears all loads.
 double CostModel::drain(Scratch& scratch) const {
   double slowest = 0;
-  const auto adapter = [&](int, double load) { slowest = std::max(slowest, load / topology_.network.bandwidth); };
+  const auto adapter = [&](int, double load) {
+    slowest = std::max(slowest, load / topology_.network.bandwidth);
+  };
   const auto uplink = [&](int s, double load) {
-    if (topology_.switches[s].uplink_bandwidth > 0) slowest = std::max(slowest, load / topology_.switches[s].uplink_bandwidth);
+    if (topology_.switches[s].uplink_bandwidth > 0)
+      slowest = std::max(slowest, load / topology_.switches[s].uplink_bandwidth);
   };
   scratch.adapter_out.drain(adapter);
   scratch.adapter_in.drain(adapter);
   scratch.up.drain(uplink);
   scratch.down.drain(uplink);
-  scratch.bus.drain(
-      [&](int i, double load) { slowest = std::max(slowest, load / topology_.device_links[i % topology_.device_links.size()].bandwidth); });
+  scratch.bus.drain([&](int i, double load) {
+    slowest = std::max(slowest,
+                       load / topology_.device_links[i % topology_.device_links.size()].bandwidth);
+  });
   return slowest;
 }
 
-/// p - 1 rounds of pairwise exchange, with the loads of all rounds together: in each round every rank has another partner, so that they even out.
+/// p - 1 rounds of pairwise exchange, with the loads of all rounds together: in each round every
+/// rank has another partner, so that they even out.
 double CostModel::all_to_all_seconds(double bytes, Scratch& scratch) const {
   double latency = 0, slowest = 0;
   const auto& switches = topology_.switches;
@@ -203,7 +224,9 @@ double CostModel::all_to_all_seconds(double bytes, Scratch& scratch) const {
         for (int b = i; b < end; ++b) {
           if (a == b) continue;
           const int x = device_[members[a]], y = device_[members[b]];
-          const int kind = pair_class_[h].empty() ? topology_.hosts[h].link_class : pair_class_[h][x * topology_.hosts[h].devices + y];
+          const int kind = pair_class_[h].empty()
+                               ? topology_.hosts[h].link_class
+                               : pair_class_[h][x * topology_.hosts[h].devices + y];
           const LinkClass& link = topology_.device_links[kind];
           latency = std::max(latency, link.latency);
           if (link.shared)
@@ -230,7 +253,8 @@ double CostModel::all_to_all_seconds(double bytes, Scratch& scratch) const {
         scratch.up.add(s, part * below[s] * (p - below[s]));
         scratch.down.add(s, part * below[s] * (p - below[s]));
         double up = 0;  // latency from here to the lowest switch that holds the whole group
-        for (int at = s; at >= 0 && below[at] < p; at = switches[at].parent) up += switches[at].latency;
+        for (int at = s; at >= 0 && below[at] < p; at = switches[at].parent)
+          up += switches[at].latency;
         if (up > way[0])
           way[1] = std::exchange(way[0], up);
         else
@@ -239,16 +263,20 @@ double CostModel::all_to_all_seconds(double bytes, Scratch& scratch) const {
     }
     for (int s : touched) below[s] = 0;
     if (!touched.empty()) {
-      const bool rails =
-          topology_.cross_rail_latency > 0 && std::any_of(members.begin(), members.end(), [&](int m) { return rail_[m] != rail_[members[0]]; });
-      latency = std::max(latency, topology_.network.latency + way[0] + way[1] + (rails ? topology_.cross_rail_latency : 0));
+      const bool rails = topology_.cross_rail_latency > 0 &&
+                         std::any_of(members.begin(), members.end(),
+                                     [&](int m) { return rail_[m] != rail_[members[0]]; });
+      latency = std::max(latency, topology_.network.latency + way[0] + way[1] +
+                                      (rails ? topology_.cross_rail_latency : 0));
     }
     touched.clear();
   }
-  return (static_cast<double>(scratch.members.front().size()) - 1) * latency + std::max(slowest, drain(scratch));
+  return (static_cast<double>(scratch.members.front().size()) - 1) * latency +
+         std::max(slowest, drain(scratch));
 }
 
-double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot_of, Scratch& scratch, std::string* algorithm) const {
+double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot_of,
+                                 Scratch& scratch, std::string* algorithm) const {
   const Traffic& traffic = traffic_[entry];
   const GroupTable& groups = groups_[entry];
   const int p = groups.group_size;
@@ -272,8 +300,10 @@ double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot
       for (int i = 0; i + 1 < p; ++i) flows.emplace_back(m[i], m[i + 1]);
     return named(round_seconds(flows, n, scratch), "to the next rank");
   }
-  for (auto& members : scratch.members) std::sort(members.begin(), members.end(), [&](int a, int b) { return place_[a] < place_[b]; });
-  if (traffic.collective == Collective::all_to_all) return named(all_to_all_seconds(n, scratch), "pairwise exchange");
+  for (auto& members : scratch.members)
+    std::sort(members.begin(), members.end(), [&](int a, int b) { return place_[a] < place_[b]; });
+  if (traffic.collective == Collective::all_to_all)
+    return named(all_to_all_seconds(n, scratch), "pairwise exchange");
 
   // fill(f): the flows of a round, f(i) = partner of member i or -1.
   const auto fill = [&](auto&& partner) {
@@ -297,7 +327,8 @@ double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot
     fill([&](int i) { return i < 2 * extra && i % 2 == 0 ? i + 1 : -1; });
     return round_seconds(flows, bytes, scratch);
   };
-  // Nearest partners exchange the largest part: n/2 at distance 1, n/4 at distance 2 ... or n each time.
+  // Nearest partners exchange the largest part: n/2 at distance 1, n/4 at distance 2 ... or n each
+  // time.
   const auto exchange = [&](bool halves) {
     double seconds = 0;
     for (int distance = 1, k = 1; distance < power; distance *= 2, ++k) {
@@ -309,12 +340,14 @@ double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot
     }
     return seconds;
   };
-  // Farthest first, so that few messages leave a host; in a scatter a message holds what the receiver will pass on.
+  // Farthest first, so that few messages leave a host; in a scatter a message holds what the
+  // receiver will pass on.
   const auto tree = [&](bool scatter) {
     double seconds = 0;
     for (int distance = power == p ? p / 2 : power; distance > 0; distance /= 2) {
       fill([&](int i) { return i % (2 * distance) == 0 && i + distance < p ? i + distance : -1; });
-      seconds += round_seconds(flows, scatter ? n * std::min(distance, p - distance) / p : n, scratch);
+      seconds +=
+          round_seconds(flows, scatter ? n * std::min(distance, p - distance) / p : n, scratch);
     }
     return seconds;
   };
@@ -332,17 +365,21 @@ double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot
                    {ends + 2 * exchange(true), "halving and doubling"}});
     }
     case Collective::all_gather:
-      return best({{(p - 1) * ring_round(), "ring"}, {fold(n) + fold(n / p) + exchange(true), "recursive doubling"}});
+      return best({{(p - 1) * ring_round(), "ring"},
+                   {fold(n) + fold(n / p) + exchange(true), "recursive doubling"}});
     case Collective::reduce_scatter:
-      return best({{(p - 1) * ring_round(), "ring"}, {fold(n) + fold(n / p) + exchange(true), "recursive halving"}});
+      return best({{(p - 1) * ring_round(), "ring"},
+                   {fold(n) + fold(n / p) + exchange(true), "recursive halving"}});
     default:  // broadcast and reduce: the same messages, the other way
-      return best({{tree(false), "binomial tree"}, {tree(true) + (p - 1) * ring_round(), "tree and ring"}});
+      return best(
+          {{tree(false), "binomial tree"}, {tree(true) + (p - 1) * ring_round(), "tree and ring"}});
   }
 }
 
 PlacementCost CostModel::evaluate(const std::vector<int>& slot_of, bool explain) const {
   if (static_cast<int>(slot_of.size()) != mesh_.size())
-    throw MappingError(concat("a placement of ", slot_of.size(), " positions for a mesh of ", mesh_.size(), " ranks"));
+    throw MappingError(concat("a placement of ", slot_of.size(), " positions for a mesh of ",
+                              mesh_.size(), " ranks"));
   Scratch scratch;
   const auto hosts = topology_.hosts.size();
   scratch.adapter_out.of.assign(hosts * rails_, 0);
@@ -363,7 +400,11 @@ PlacementCost CostModel::evaluate(const std::vector<int>& slot_of, bool explain)
   return total;
 }
 
-PlacementCost CostModel::cost(const std::vector<int>& slot_of) const { return evaluate(slot_of, true); }
-double CostModel::seconds(const std::vector<int>& slot_of) const { return evaluate(slot_of, false).seconds; }
+PlacementCost CostModel::cost(const std::vector<int>& slot_of) const {
+  return evaluate(slot_of, true);
+}
+double CostModel::seconds(const std::vector<int>& slot_of) const {
+  return evaluate(slot_of, false).seconds;
+}
 
 }  // namespace tessera

@@ -1,18 +1,27 @@
 #pragma once
 // CostModel: seconds per training step that stated traffic takes for a placement of ranks.
 //
-// One message of n bytes costs latency + n / bandwidth. A collective is a sequence of rounds; in a round every group of an axis sends at once, and
-// the round lasts as long as its slowest message or its fullest link: an adapter, a host's bus or a switch's uplink carries the sum of what passes
+// One message of n bytes costs latency + n / bandwidth. A collective is a sequence of rounds; in a
+// round every group of an axis sends at once, and the round lasts as long as its slowest message or
+// its fullest link: an adapter, a host's bus or a switch's uplink carries the sum of what passes
 // through it. For each collective the cheapest of the usual algorithms counts (p ranks, n bytes):
 //
-//   all_reduce      ring: 2(p-1) rounds of n/p;  recursive doubling: log2 p rounds of n;  reduce-scatter by halving + all-gather by doubling
-//   all_gather, reduce_scatter (n = whole result / input)   ring: (p-1) rounds of n/p;  recursive doubling / halving: log2 p rounds of n/p, 2n/p,
-//   4n/p ... broadcast, reduce               binomial tree: log2 p rounds of n all_to_all (n = what one rank sends)    pairwise exchange: p-1 rounds
-//   of n/p send            every rank to the next one of its group, in group order: one round of n
+//   all_reduce                   ring: 2(p-1) rounds of n/p; recursive doubling: log2 p rounds
+//                                of n;
+//                                reduce-scatter by halving and all-gather by doubling
+//   all_gather, reduce_scatter   (n = whole result / whole input)
+//                                ring: (p-1) rounds of n/p; recursive doubling or halving:
+//                                log2 p rounds of n/p, 2n/p, 4n/p ...
+//   broadcast, reduce            binomial tree: log2 p rounds of n
+//   all_to_all                   (n = what one rank sends) pairwise exchange: p-1 rounds of n/p
+//   send                         every rank to the next one of its group, in group order:
+//                                one round of n
 //
-// Formulas: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19(1), 2005. A p that is no
-// power of two costs the recursive algorithms an extra round before and after. Rings and trees run in order of slots, as communication
-// libraries build them from the hardware; the order of a group matters to `send` alone.
+// Formulas: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
+// Operations in MPICH", IJHPCA 19(1), 2005. A p that is no power of two costs the recursive
+// algorithms an extra round before and after. Rings and trees run in order of slots, as
+// communication libraries build them from the hardware; the order of a group matters to `send`
+// alone.
 
 #include <string>
 #include <utility>
@@ -23,43 +32,62 @@
 
 namespace tessera {
 
-enum class Collective { all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, send };
+enum class Collective {
+  all_reduce,
+  all_gather,
+  reduce_scatter,
+  broadcast,
+  reduce,
+  all_to_all,
+  send
+};
 const char* to_string(Collective collective);
 /// Throws GroupConfigError with the known names.
 Collective collective_from(const std::string& name);
 
-/// Traffic of one group family per step. Several entries may name the same axes; they run one after the other.
+/// Traffic of one group family per step. Several entries may name the same axes; they run one after
+/// the other.
 struct Traffic {
-  std::vector<std::string> axes;  ///< One axis, or several for a group over them.
+  /// One axis, or several for a group over them.
+  std::vector<std::string> axes;
   Collective collective = Collective::all_reduce;
-  double bytes = 0;  ///< Per call: the size of the buffer that the collective works on.
-  double calls = 1;  ///< Per step.
+  /// Per call: the size of the buffer that the collective works on.
+  double bytes = 0;
+  /// Per step.
+  double calls = 1;
   bool operator==(const Traffic&) const = default;
 };
 
 struct AxisCost {
-  std::string axes;  ///< "tensor", "data-tensor"
+  /// "tensor", "data-tensor"
+  std::string axes;
   Collective collective = Collective::all_reduce;
-  double seconds = 0;     ///< Per step, all calls.
-  std::string algorithm;  ///< The cheapest.
+  /// Per step, all calls.
+  double seconds = 0;
+  /// The cheapest.
+  std::string algorithm;
 };
 
 struct PlacementCost {
   double seconds = 0;
-  std::vector<AxisCost> axes;  ///< One a Traffic entry, in their order.
+  /// One a Traffic entry, in their order.
+  std::vector<AxisCost> axes;
 };
 
-/// A mesh (of positions 0 .. n-1, row-major; its own ranks do not matter here) on a topology with at least n slots.
+/// A mesh (of positions 0 .. n-1, row-major; its own ranks do not matter here) on a topology with
+/// at least n slots.
 class CostModel {
  public:
-  /// Throws MappingError (more ranks than slots, a topology that check() refuses), UnknownName (axes), GroupConfigError (negative or infinite
-  /// numbers).
+  /// Throws MappingError (more ranks than slots, a topology that check() refuses), UnknownName
+  /// (axes), GroupConfigError (negative or infinite numbers).
   CostModel(const Topology& topology, std::vector<Axis> axes, std::vector<Traffic> traffic);
 
-  /// slot_of[p]: where the rank at row-major position p sits; no slot twice (not checked here: see Placement).
+  /// slot_of[p]: where the rank at row-major position p sits; no slot twice (not checked here: see
+  /// Placement).
   PlacementCost cost(const std::vector<int>& slot_of) const;
   double seconds(const std::vector<int>& slot_of) const;
-  /// No placement of these axes on this topology is cheaper in this model. See lower_bound.cpp for the argument.
+  /// No placement of these axes on this topology is cheaper in this model. See lower_bound.cpp for
+  /// the argument.
   double lower_bound() const;
 
   const Topology& topology() const { return topology_; }
@@ -70,8 +98,10 @@ class CostModel {
  private:
   struct Scratch;
   PlacementCost evaluate(const std::vector<int>& slot_of, bool explain) const;
-  double family_seconds(std::size_t entry, const std::vector<int>& slot_of, Scratch& scratch, std::string* algorithm) const;
-  double round_seconds(const std::vector<std::pair<int, int>>& flows, double bytes, Scratch& scratch) const;
+  double family_seconds(std::size_t entry, const std::vector<int>& slot_of, Scratch& scratch,
+                        std::string* algorithm) const;
+  double round_seconds(const std::vector<std::pair<int, int>>& flows, double bytes,
+                       Scratch& scratch) const;
   double all_to_all_seconds(double bytes, Scratch& scratch) const;
   double drain(Scratch& scratch) const;
   double host_bound(int ranks, double host_bandwidth) const;
@@ -83,8 +113,9 @@ class CostModel {
   std::vector<int> host_, device_, rail_;  // of slots
   std::vector<int> place_;                 // of slots, in the order of the switch tree
   int rails_ = 1;
-  std::vector<std::vector<int>> pair_class_;  // per host: devices x devices, empty if all are of the host's class
-  std::vector<int> depth_;                    // of switches
+  // per host: devices x devices, empty if all are of the host's class
+  std::vector<std::vector<int>> pair_class_;
+  std::vector<int> depth_;  // of switches
 };
 
 }  // namespace tessera

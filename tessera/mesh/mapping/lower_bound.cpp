@@ -1,15 +1,20 @@
-// CostModel::lower_bound. Look at the ranks S on one host, h of them. For a single axis i of size p_i let g_i be the number of its groups that touch
-// S. Then
+// CostModel::lower_bound. Look at the ranks S on one host, h of them. For a single axis i of size
+// p_i let g_i be the number of its groups that touch S. Then
 //
-//   product of g_i  >=  h^(d-1)       over the d axes larger than 1 (L. H. Loomis and H. Whitney, "An inequality related to the isoperimetric
+//   product of g_i  >=  h^(d-1)       over the d axes larger than 1 (L. H. Loomis and H. Whitney,
+//                   "An inequality related to the isoperimetric
 //   inequality",
-//                                     Bull. AMS 55, 1949: g_i is the size of S's projection along axis i),
+//                                     Bull. AMS 55, 1949: g_i is the size of S's projection along
+//                                       axis i),
 //
-// so the axes cannot all have few groups on the host. A group with m of its p ranks on the host, 0 < m < p, must move at least f n (1 - m/p) bytes
-// through the host's adapters in one direction; summed over the groups that is f n (g_i - h/p_i). The factor f: 2 for all_reduce by ring, or by a
-// recursive algorithm on a power of two (its exchanges are symmetric), else 1; 1 for all_gather (incoming), reduce_scatter (outgoing) and all_to_all;
-// 1/2 for broadcast, reduce and send, where all that is known is that n bytes cross in one direction or the other. Minimise over all g_i that the
-// inequality allows. The bound leaves out switches, buses and that the best g_i of several hosts may exclude each other.
+// so the axes cannot all have few groups on the host. A group with m of its p ranks on the host, 0
+// < m < p, must move at least f n (1 - m/p) bytes through the host's adapters in one direction;
+// summed over the groups that is f n (g_i - h/p_i). The factor f: 2 for all_reduce by ring, or by a
+// recursive algorithm on a power of two (its exchanges are symmetric), else 1; 1 for all_gather
+// (incoming), reduce_scatter (outgoing) and all_to_all; 1/2 for broadcast, reduce and send, where
+// all that is known is that n bytes cross in one direction or the other. Minimise over all g_i that
+// the inequality allows. The bound leaves out switches, buses and that the best g_i of several
+// hosts may exclude each other.
 
 #include <algorithm>
 #include <cmath>
@@ -21,7 +26,8 @@
 namespace tessera {
 namespace {
 
-constexpr double kMany = 2e6;  // tuples of g_i; beyond, the inequality is left out, which only lowers the bound
+// tuples of g_i; beyond, the inequality is left out, which only lowers the bound
+constexpr double kMany = 2e6;
 
 struct Machine {
   double least_latency, network_latency, best_bandwidth, network_bandwidth, host_bandwidth;
@@ -33,10 +39,13 @@ double entry_bound(const Traffic& traffic, int p, int h, int g, const Machine& m
   const double n = traffic.bytes, groups_off = g - static_cast<double>(h) / p;
   const bool crosses = static_cast<long long>(g) * p != h;
   const double in_bandwidth = m.best_bandwidth;
-  // rounds, bytes that every rank sends in all rounds, factor f, and whether every round crosses if one does.
+  // rounds, bytes that every rank sends in all rounds, factor f, and whether every round crosses if
+  // one does.
   const auto algorithm = [&](double rounds, double sent, double f, bool all_rounds) {
-    const double latency =
-        crosses ? (all_rounds ? rounds * m.network_latency : (rounds - 1) * m.least_latency + m.network_latency) : rounds * m.least_latency;
+    const double latency = crosses
+                               ? (all_rounds ? rounds * m.network_latency
+                                             : (rounds - 1) * m.least_latency + m.network_latency)
+                               : rounds * m.least_latency;
     double transfer = sent / in_bandwidth;
     if (crosses) transfer = std::max(transfer, f * n * groups_off / m.host_bandwidth);
     if (crosses && all_rounds) transfer = std::max(transfer, sent / m.network_bandwidth);
@@ -51,24 +60,30 @@ double entry_bound(const Traffic& traffic, int p, int h, int g, const Machine& m
   switch (traffic.collective) {
     case Collective::all_reduce: {
       const double f = power ? 2 : 1;
-      seconds = std::min({algorithm(2 * (p - 1), 2 * part, 2, true), algorithm(logs, logs * n, f, false), algorithm(2 * logs, 2 * halves, f, false)});
+      seconds =
+          std::min({algorithm(2 * (p - 1), 2 * part, 2, true), algorithm(logs, logs * n, f, false),
+                    algorithm(2 * logs, 2 * halves, f, false)});
       break;
     }
     case Collective::all_gather:
     case Collective::reduce_scatter:
-      seconds = std::min(algorithm(p - 1, part, 1, true), algorithm(logs, halves, power ? 1 : 0.5, false));
+      seconds = std::min(algorithm(p - 1, part, 1, true),
+                         algorithm(logs, halves, power ? 1 : 0.5, false));
       break;
     case Collective::broadcast:
     case Collective::reduce: {
       const int depth = power ? logs : logs + 1;
-      seconds = std::min(algorithm(depth, depth * n, 0.5, false), algorithm(p - 1 + depth, part, 0.5, false));
+      seconds = std::min(algorithm(depth, depth * n, 0.5, false),
+                         algorithm(p - 1 + depth, part, 0.5, false));
       break;
     }
     case Collective::all_to_all: {
-      // Of Sum m (1 - m/p) over the groups, two bounds: m >= 1, and no m above what g groups leave. What a rank sends goes partly over the host's
-      // links and partly over its adapter at the same time: half of it is on one of them.
+      // Of Sum m (1 - m/p) over the groups, two bounds: m >= 1, and no m above what g groups leave.
+      // What a rank sends goes partly over the host's links and partly over its adapter at the same
+      // time: half of it is on one of them.
       const int most = std::min(p, h - g + 1);
-      const double f = crosses ? std::max(groups_off, h * (1 - static_cast<double>(most) / p)) / groups_off : 0;
+      const double f =
+          crosses ? std::max(groups_off, h * (1 - static_cast<double>(most) / p)) / groups_off : 0;
       seconds = algorithm(p - 1, part / 2, f, false);
       break;
     }
@@ -83,14 +98,16 @@ double entry_bound(const Traffic& traffic, int p, int h, int g, const Machine& m
 
 /// The bound that a host with `ranks` of the mesh's ranks gives.
 double CostModel::host_bound(int ranks, double host_bandwidth) const {
-  Machine m{topology_.network.latency, topology_.network.latency, topology_.network.bandwidth, topology_.network.bandwidth, host_bandwidth};
+  Machine m{topology_.network.latency, topology_.network.latency, topology_.network.bandwidth,
+            topology_.network.bandwidth, host_bandwidth};
   for (const LinkClass& link : topology_.device_links) {
     m.least_latency = std::min(m.least_latency, link.latency);
     m.best_bandwidth = std::max(m.best_bandwidth, link.bandwidth);
   }
   double total = 0;
   const auto fewest = [&](int p) { return (ranks + std::min(p, ranks) - 1) / std::min(p, ranks); };
-  std::vector<std::vector<double>> cost;  // of the axes larger than 1: by number of groups on the host
+  // of the axes larger than 1: by number of groups on the host
+  std::vector<std::vector<double>> cost;
   double tuples = 1;
   for (const Axis& axis : mesh_.axes()) {
     if (axis.size == 1) continue;
@@ -98,7 +115,8 @@ double CostModel::host_bound(int ranks, double host_bandwidth) const {
     for (int g = fewest(axis.size); g <= ranks; ++g) {
       by_groups[g] = 0;
       for (const Traffic& t : traffic_)
-        if (t.axes.size() == 1 && t.axes.front() == axis.name) by_groups[g] += entry_bound(t, axis.size, ranks, g, m);
+        if (t.axes.size() == 1 && t.axes.front() == axis.name)
+          by_groups[g] += entry_bound(t, axis.size, ranks, g, m);
     }
     // More groups never help: what counts is the least cost with at least g of them.
     for (int g = ranks; g-- > 0;) by_groups[g] = std::min(by_groups[g], by_groups[g + 1]);
@@ -106,7 +124,9 @@ double CostModel::host_bound(int ranks, double host_bandwidth) const {
     tuples *= ranks;
   }
   for (std::size_t t = 0; t < traffic_.size(); ++t)
-    if (traffic_[t].axes.size() > 1) total += entry_bound(traffic_[t], groups_[t].group_size, ranks, fewest(groups_[t].group_size), m);
+    if (traffic_[t].axes.size() > 1)
+      total +=
+          entry_bound(traffic_[t], groups_[t].group_size, ranks, fewest(groups_[t].group_size), m);
   if (cost.empty()) return total;
   if (tuples / ranks > kMany) {
     for (const auto& by_groups : cost) total += by_groups[1];
@@ -137,7 +157,8 @@ double CostModel::lower_bound() const {
     double best = 0;
     std::set<std::pair<int, double>> seen;
     for (const Host& host : topology_.hosts)
-      if (seen.emplace(host.devices, bandwidth(host)).second) best = std::max(best, host_bound(host.devices, bandwidth(host)));
+      if (seen.emplace(host.devices, bandwidth(host)).second)
+        best = std::max(best, host_bound(host.devices, bandwidth(host)));
     return best;
   }
   // Spare slots: some host holds at least the average, but which and how many is open.
@@ -147,7 +168,8 @@ double CostModel::lower_bound() const {
     most = std::max(most, host.devices);
     widest = std::max(widest, bandwidth(host));
   }
-  for (int ranks = (n + hosts - 1) / hosts; ranks <= std::min(most, n); ++ranks) least = std::min(least, host_bound(ranks, widest));
+  for (int ranks = (n + hosts - 1) / hosts; ranks <= std::min(most, n); ++ranks)
+    least = std::min(least, host_bound(ranks, widest));
   return least;
 }
 

@@ -27,11 +27,14 @@ struct Class {
 };
 
 /// Cuts the samples where the sorted values jump by more than the gap.
-std::vector<std::vector<int>> cut(std::vector<int> samples, const std::vector<LinkSample>& all, double LinkSample::* value, double gap) {
-  std::stable_sort(samples.begin(), samples.end(), [&](int a, int b) { return all[a].*value < all[b].*value; });
+std::vector<std::vector<int>> cut(std::vector<int> samples, const std::vector<LinkSample>& all,
+                                  double LinkSample::* value, double gap) {
+  std::stable_sort(samples.begin(), samples.end(),
+                   [&](int a, int b) { return all[a].*value < all[b].*value; });
   std::vector<std::vector<int>> parts;
   for (const int s : samples) {
-    if (parts.empty() || all[s].*value > gap * all[parts.back().back()].*value) parts.emplace_back();
+    if (parts.empty() || all[s].*value > gap * all[parts.back().back()].*value)
+      parts.emplace_back();
     parts.back().push_back(s);
   }
   return parts;
@@ -49,27 +52,34 @@ std::vector<Class> classes_of(const std::vector<int>& samples, const std::vector
       }
       classes.push_back({part, median(latencies), median(bandwidths)});
     }
-  std::stable_sort(classes.begin(), classes.end(),
-                   [](const Class& a, const Class& b) { return a.bandwidth != b.bandwidth ? a.bandwidth > b.bandwidth : a.latency < b.latency; });
+  std::stable_sort(classes.begin(), classes.end(), [](const Class& a, const Class& b) {
+    return a.bandwidth != b.bandwidth ? a.bandwidth > b.bandwidth : a.latency < b.latency;
+  });
   return classes;
 }
 
 void check(const Probe& probe) {
   if (probe.hosts.empty() || probe.hosts.size() != probe.devices.size())
-    throw MappingError(concat("a probe of ", probe.hosts.size(), " hosts with ", probe.devices.size(), " numbers of devices; give one for each"));
+    throw MappingError(concat("a probe of ", probe.hosts.size(), " hosts with ",
+                              probe.devices.size(), " numbers of devices; give one for each"));
   const long long slots = std::accumulate(probe.devices.begin(), probe.devices.end(), 0LL);
   for (const LinkSample& s : probe.samples) {
     if (s.a < 0 || s.b < 0 || s.a >= slots || s.b >= slots || s.a == s.b)
-      throw MappingError(concat("a probe measured between slots ", s.a, " and ", s.b, ", but there are ", slots, " slots"));
-    if (!(s.latency > 0) || !(s.bandwidth > 0) || !std::isfinite(s.latency) || !std::isfinite(s.bandwidth))
-      throw MappingError(concat("a probe measured ", s.latency, " s and ", s.bandwidth, " bytes/s between slots ", s.a, " and ", s.b,
+      throw MappingError(concat("a probe measured between slots ", s.a, " and ", s.b,
+                                ", but there are ", slots, " slots"));
+    if (!(s.latency > 0) || !(s.bandwidth > 0) || !std::isfinite(s.latency) ||
+        !std::isfinite(s.bandwidth))
+      throw MappingError(concat("a probe measured ", s.latency, " s and ", s.bandwidth,
+                                " bytes/s between slots ", s.a, " and ", s.b,
                                 "; both must be finite and above 0"));
   }
   if (!probe.kept.empty() && probe.kept.size() != probe.hosts.size())
-    throw MappingError(concat("a probe of ", probe.hosts.size(), " hosts with ", probe.kept.size(), " shares; give one for each or none"));
+    throw MappingError(concat("a probe of ", probe.hosts.size(), " hosts with ", probe.kept.size(),
+                              " shares; give one for each or none"));
 }
 
-void fit_inside(const Probe& probe, const std::vector<int>& host_of, const std::vector<int>& inside, ProbedTopology& result) {
+void fit_inside(const Probe& probe, const std::vector<int>& host_of, const std::vector<int>& inside,
+                ProbedTopology& result) {
   Topology& topology = result.topology;
   const auto classes = classes_of(inside, probe.samples);
   if (classes.empty()) {
@@ -80,7 +90,8 @@ void fit_inside(const Probe& probe, const std::vector<int>& host_of, const std::
   std::vector<int> class_of(probe.samples.size(), -1);
   topology.device_links.clear();
   for (std::size_t c = 0; c < classes.size(); ++c) {
-    topology.device_links.push_back({classes.size() == 1 ? "host" : concat("link", c), classes[c].latency, classes[c].bandwidth, false});
+    topology.device_links.push_back({classes.size() == 1 ? "host" : concat("link", c),
+                                     classes[c].latency, classes[c].bandwidth, false});
     for (const int s : classes[c].samples) class_of[s] = static_cast<int>(c);
   }
   std::vector<std::map<int, int>> votes(probe.hosts.size());
@@ -90,9 +101,12 @@ void fit_inside(const Probe& probe, const std::vector<int>& host_of, const std::
     ++all_votes[class_of[s]];
   }
   const auto most = [](const std::map<int, int>& counts) {
-    return std::max_element(counts.begin(), counts.end(), [](const auto& a, const auto& b) { return a.second < b.second; })->first;
+    return std::max_element(counts.begin(), counts.end(),
+                            [](const auto& a, const auto& b) { return a.second < b.second; })
+        ->first;
   };
-  for (std::size_t h = 0; h < probe.hosts.size(); ++h) topology.hosts[h].link_class = most(votes[h].empty() ? all_votes : votes[h]);
+  for (std::size_t h = 0; h < probe.hosts.size(); ++h)
+    topology.hosts[h].link_class = most(votes[h].empty() ? all_votes : votes[h]);
   for (const int s : inside) {
     Host& host = topology.hosts[host_of[probe.samples[s].a]];
     if (class_of[s] == host.link_class) continue;
@@ -101,11 +115,14 @@ void fit_inside(const Probe& probe, const std::vector<int>& host_of, const std::
   }
   std::map<int, std::vector<double>> kept;
   for (std::size_t h = 0; h < probe.kept.size(); ++h)
-    if (!votes[h].empty() && probe.devices[h] >= 4) kept[topology.hosts[h].link_class].push_back(probe.kept[h]);
-  for (const auto& [c, shares] : kept) topology.device_links[c].shared = median(shares) < kSharedBelow;
+    if (!votes[h].empty() && probe.devices[h] >= 4)
+      kept[topology.hosts[h].link_class].push_back(probe.kept[h]);
+  for (const auto& [c, shares] : kept)
+    topology.device_links[c].shared = median(shares) < kSharedBelow;
 }
 
-/// The sets of hosts that near links connect, or nothing if near and far do not divide the hosts into sets.
+/// The sets of hosts that near links connect, or nothing if near and far do not divide the hosts
+/// into sets.
 std::vector<std::vector<int>> racks_of(int hosts, const std::set<std::pair<int, int>>& near) {
   std::vector<int> rack(hosts, -1);
   std::vector<std::vector<int>> racks;
@@ -130,7 +147,8 @@ std::vector<std::vector<int>> racks_of(int hosts, const std::set<std::pair<int, 
   return racks;
 }
 
-void fit_between(const Probe& probe, const std::vector<int>& host_of, const std::vector<int>& between, ProbedTopology& result) {
+void fit_between(const Probe& probe, const std::vector<int>& host_of,
+                 const std::vector<int>& between, ProbedTopology& result) {
   Topology& topology = result.topology;
   const int hosts = static_cast<int>(probe.hosts.size());
   if (between.empty()) {
@@ -152,12 +170,14 @@ void fit_between(const Probe& probe, const std::vector<int>& host_of, const std:
   if (classes.size() > 2) {
     why = concat("they fall into ", classes.size(), " classes");
   } else if (static_cast<int>(measured.size()) != hosts * (hosts - 1) / 2) {
-    why = concat("only ", measured.size(), " of ", hosts * (hosts - 1) / 2, " pairs of hosts were measured");
+    why = concat("only ", measured.size(), " of ", hosts * (hosts - 1) / 2,
+                 " pairs of hosts were measured");
   } else {
     // Near is what answers sooner; where that is alike, what carries more.
     const bool first = classes[0].latency <= classes[1].latency;
     const Class &close = classes[first ? 0 : 1], &far = classes[first ? 1 : 0];
-    for (const int s : close.samples) near.insert(std::minmax(host_of[probe.samples[s].a], host_of[probe.samples[s].b]));
+    for (const int s : close.samples)
+      near.insert(std::minmax(host_of[probe.samples[s].a], host_of[probe.samples[s].b]));
     const auto racks = racks_of(hosts, near);
     if (!racks.empty()) {
       topology.network.latency = close.latency;
@@ -165,14 +185,16 @@ void fit_between(const Probe& probe, const std::vector<int>& host_of, const std:
       topology.switches.push_back({.name = "root"});
       const double uplink = far.bandwidth < close.bandwidth / kBandwidthGap ? far.bandwidth : 0;
       for (std::size_t r = 0; r < racks.size(); ++r) {
-        topology.switches.push_back({concat("switch", r), 0, std::max(0.0, 0.5 * (far.latency - close.latency)), uplink});
+        topology.switches.push_back(
+            {concat("switch", r), 0, std::max(0.0, 0.5 * (far.latency - close.latency)), uplink});
         for (const int h : racks[r]) topology.hosts[h].network = static_cast<int>(r) + 1;
       }
       return;
     }
     why = "near and far do not divide the hosts into sets";
   }
-  result.notes.push_back(concat("the links between hosts differ, but ", why, ": one network of their medians is written"));
+  result.notes.push_back(concat("the links between hosts differ, but ", why,
+                                ": one network of their medians is written"));
 }
 
 }  // namespace
@@ -186,7 +208,8 @@ ProbedTopology topology_of_probe(const Probe& probe) {
   const auto host_of = topology.hosts_of_slots();
   std::vector<int> inside, between;
   for (std::size_t s = 0; s < probe.samples.size(); ++s)
-    (host_of[probe.samples[s].a] == host_of[probe.samples[s].b] ? inside : between).push_back(static_cast<int>(s));
+    (host_of[probe.samples[s].a] == host_of[probe.samples[s].b] ? inside : between)
+        .push_back(static_cast<int>(s));
   fit_inside(probe, host_of, inside, result);
   fit_between(probe, host_of, between, result);
   topology.check();

@@ -20,13 +20,16 @@ std::vector<int> identity(int n) {
 }
 
 bool devices_alike(const Host& host) {
-  return host.links.empty() && std::all_of(host.rail.begin(), host.rail.end(), [&](int r) { return r == host.rail.front(); });
+  return host.links.empty() && std::all_of(host.rail.begin(), host.rail.end(),
+                                           [&](int r) { return r == host.rail.front(); });
 }
 
-/// Tries all placements, up to devices of one host that are alike (one rail, one class of link: then only the host matters to the model).
+/// Tries all placements, up to devices of one host that are alike (one rail, one class of link:
+/// then only the host matters to the model).
 class Exhaustive {
  public:
-  Exhaustive(const CostModel& model, long long limit) : model_(model), limit_(limit), slot_of_(model.size()) {
+  Exhaustive(const CostModel& model, long long limit)
+      : model_(model), limit_(limit), slot_of_(model.size()) {
     const Topology& topology = model.topology();
     for (int h = 0, slot = 0; h < static_cast<int>(topology.hosts.size()); ++h) {
       const Host& host = topology.hosts[h];
@@ -80,8 +83,8 @@ class Exhaustive {
   double best_ = 0;
 };
 
-/// Where the devices of a host are alike to the model, its ranks stand in the order of their positions: easier to read, and what launchers do by
-/// themselves.
+/// Where the devices of a host are alike to the model, its ranks stand in the order of their
+/// positions: easier to read, and what launchers do by themselves.
 void tidy(const Topology& topology, std::vector<int>& slot_of) {
   const auto host_of = topology.hosts_of_slots();
   std::vector<std::vector<int>> positions(topology.hosts.size()), slots(topology.hosts.size());
@@ -100,7 +103,8 @@ void tidy(const Topology& topology, std::vector<int>& slot_of) {
 struct Digit {
   int axis = 0;
   int size = 1;
-  int stride = 1;  ///< Of the row-major position.
+  /// Of the row-major position.
+  int stride = 1;
 };
 
 /// Slots given out in the order of the digits, the first the fastest.
@@ -121,8 +125,10 @@ std::vector<int> counted(const std::vector<Digit>& digits, int n) {
 
 class Search {
  public:
-  Search(const CostModel& model, const MappingOptions& options) : model_(model), options_(options), mesh_(model.axes()), best_(naive_mapping(model)) {
-    const double work = std::max<double>(1, static_cast<double>(model.size()) * std::max<std::size_t>(1, model.traffic().size()));
+  Search(const CostModel& model, const MappingOptions& options)
+      : model_(model), options_(options), mesh_(model.axes()), best_(naive_mapping(model)) {
+    const double work = std::max<double>(
+        1, static_cast<double>(model.size()) * std::max<std::size_t>(1, model.traffic().size()));
     tries_ = static_cast<long long>(std::clamp(options.effort * 4e6 / work, 8.0, 3000.0));
     swaps_ = static_cast<long long>(std::clamp(options.effort * 1.5e6 / work, 0.0, 6000.0));
     axes_ = by_traffic();
@@ -162,7 +168,8 @@ class Search {
   std::string names(const std::vector<Digit>& digits) const {
     std::string text;
     for (const Digit& d : digits)
-      text += concat(text.empty() ? "" : "-", mesh_.axes()[d.axis].name, d.size == mesh_.size(d.axis) ? "" : concat("/", d.size));
+      text += concat(text.empty() ? "" : "-", mesh_.axes()[d.axis].name,
+                     d.size == mesh_.size(d.axis) ? "" : concat("/", d.size));
     return text;
   }
 
@@ -172,13 +179,16 @@ class Search {
     const long long reserve = tries_ / 2;
     do {
       std::vector<Digit> digits;
-      for (int i : order) digits.push_back({axes_[i], mesh_.size(axes_[i]), mesh_.stride(axes_[i])});
+      for (int i : order)
+        digits.push_back({axes_[i], mesh_.size(axes_[i]), mesh_.stride(axes_[i])});
       consider(counted(digits, model_.size()), "order " + names(digits));
     } while (tries_ > reserve && std::next_permutation(order.begin(), order.end()));
   }
 
-  /// All ways to take a factor of each axis (of size `sizes`) so that the factors multiply to `target`.
-  static void factor(const std::vector<int>& sizes, int target, std::vector<int>& chosen, std::vector<std::vector<int>>& all, std::size_t limit) {
+  /// All ways to take a factor of each axis (of size `sizes`) so that the factors multiply to
+  /// `target`.
+  static void factor(const std::vector<int>& sizes, int target, std::vector<int>& chosen,
+                     std::vector<std::vector<int>>& all, std::size_t limit) {
     if (all.size() >= limit) return;
     if (chosen.size() == sizes.size()) {
       if (target == 1) all.push_back(chosen);
@@ -192,7 +202,8 @@ class Search {
     }
   }
 
-  /// Hosts of one size hold a block with a factor of each axis; the hosts below one switch likewise a block of blocks.
+  /// Hosts of one size hold a block with a factor of each axis; the hosts below one switch likewise
+  /// a block of blocks.
   void blocks() {
     const Topology& topology = model_.topology();
     const int per_host = topology.hosts.front().devices;
@@ -207,11 +218,13 @@ class Search {
     for (int axis : axes_) sizes.push_back(mesh_.size(axis));
     std::vector<std::vector<int>> inner;
     factor(sizes, per_host, chosen, inner, 2000);
-    // The best few blocks with the rest in the order of traffic, then those with every block of blocks and every order of the rest.
+    // The best few blocks with the rest in the order of traffic, then those with every block of
+    // blocks and every order of the rest.
     std::vector<std::pair<double, std::size_t>> ranked;
     const long long reserve = tries_ / 2;
     for (std::size_t i = 0; i < inner.size() && tries_ > reserve; ++i)
-      ranked.emplace_back(try_blocks({inner[i]}, sizes, identity(static_cast<int>(sizes.size()))), i);
+      ranked.emplace_back(try_blocks({inner[i]}, sizes, identity(static_cast<int>(sizes.size()))),
+                          i);
     std::sort(ranked.begin(), ranked.end());
     if (ranked.size() > 6) ranked.resize(6);
     for (const auto& [unused, i] : ranked) {
@@ -225,11 +238,13 @@ class Search {
         try_blocks({inner[i], block}, sizes, identity(static_cast<int>(sizes.size())));
       }
       auto order = identity(static_cast<int>(sizes.size()));
-      while (tries_ > 0 && std::next_permutation(order.begin(), order.end())) try_blocks({inner[i]}, sizes, order);
+      while (tries_ > 0 && std::next_permutation(order.begin(), order.end()))
+        try_blocks({inner[i]}, sizes, order);
     }
   }
 
-  double try_blocks(const std::vector<std::vector<int>>& levels, const std::vector<int>& sizes, const std::vector<int>& rest_order) {
+  double try_blocks(const std::vector<std::vector<int>>& levels, const std::vector<int>& sizes,
+                    const std::vector<int>& rest_order) {
     std::vector<Digit> digits;
     std::vector<int> done(sizes.size(), 1);
     const auto add = [&](std::size_t k, int factor) {
@@ -242,8 +257,9 @@ class Search {
     return consider(counted(digits, model_.size()), "blocks " + names(digits));
   }
 
-  /// Exchanges two ranks on different hosts, or moves one to a spare slot. At first what is a little dearer is accepted too (simulated annealing), so
-  /// that several exchanges that pay only together are found.
+  /// Exchanges two ranks on different hosts, or moves one to a spare slot. At first what is a
+  /// little dearer is accepted too (simulated annealing), so that several exchanges that pay only
+  /// together are found.
   void swaps() {
     std::mt19937 random(options_.seed);
     const auto host_of = model_.topology().hosts_of_slots();
@@ -265,7 +281,9 @@ class Search {
       };
       exchange(to, from);
       const double now = model_.seconds(current);
-      const double warmth = 0.1 * best_.seconds * std::max(0.0, 1 - 1.25 * static_cast<double>(i) / static_cast<double>(swaps_));
+      const double warmth =
+          0.1 * best_.seconds *
+          std::max(0.0, 1 - 1.25 * static_cast<double>(i) / static_cast<double>(swaps_));
       if (now <= seconds - warmth * std::log(1 - luck)) {
         seconds = now;
         if (seconds < least) {
@@ -294,7 +312,9 @@ class Search {
 }  // namespace
 
 const char* to_string(Reach reach) {
-  return reach == Reach::inside ? "inside hosts" : reach == Reach::between ? "between hosts" : "inside and between hosts";
+  return reach == Reach::inside    ? "inside hosts"
+         : reach == Reach::between ? "between hosts"
+                                   : "inside and between hosts";
 }
 
 Reach reach_of(const GroupTable& groups, const std::vector<int>& host_of) {
@@ -322,10 +342,13 @@ HierarchicalGroups hierarchical_groups(const GroupTable& groups, const std::vect
     }
     for (const auto& members : by_host)
       if (members.size() != by_host.front().size())
-        throw OrthogonalityError(concat("the group ", list(groups[g]), " cannot be split into inside x between hosts: ranks ", list(by_host.front()),
-                                        " are on one host and ", list(members), " on another, which are ", by_host.front().size(), " and ",
-                                        members.size(), "; choose a placement with equal numbers"),
-                                 members);
+        throw OrthogonalityError(
+            concat("the group ", list(groups[g]),
+                   " cannot be split into inside x between hosts: ranks ", list(by_host.front()),
+                   " are on one host and ", list(members), " on another, which are ",
+                   by_host.front().size(), " and ", members.size(),
+                   "; choose a placement with equal numbers"),
+            members);
     for (std::size_t i = 0; i < by_host.front().size(); ++i) {
       std::vector<int> between;
       for (const auto& members : by_host) between.push_back(members[i]);
@@ -367,12 +390,16 @@ RankMapping optimise_mapping(const CostModel& model, const MappingOptions& optio
 RankMapping given_mapping(const CostModel& model, std::vector<int> slot_of) {
   const int slots = model.topology().slots();
   if (static_cast<int>(slot_of.size()) != model.size())
-    throw MappingError(concat("the mapping has ", slot_of.size(), " entries, but the mesh has ", model.size(), " ranks; give one slot a rank"));
+    throw MappingError(concat("the mapping has ", slot_of.size(), " entries, but the mesh has ",
+                              model.size(), " ranks; give one slot a rank"));
   std::vector<int> taken(slots, -1);
   for (int p = 0; p < model.size(); ++p) {
     if (slot_of[p] < 0 || slot_of[p] >= slots)
-      throw MappingError(concat("the mapping puts rank ", p, " on slot ", slot_of[p], ", but the slots are 0 to ", slots - 1));
-    if (taken[slot_of[p]] >= 0) throw MappingError(concat("the mapping puts ranks ", taken[slot_of[p]], " and ", p, " both on slot ", slot_of[p]));
+      throw MappingError(concat("the mapping puts rank ", p, " on slot ", slot_of[p],
+                                ", but the slots are 0 to ", slots - 1));
+    if (taken[slot_of[p]] >= 0)
+      throw MappingError(concat("the mapping puts ranks ", taken[slot_of[p]], " and ", p,
+                                " both on slot ", slot_of[p]));
     taken[slot_of[p]] = p;
   }
   RankMapping placement = naive_mapping(model);
@@ -382,6 +409,8 @@ RankMapping given_mapping(const CostModel& model, std::vector<int> slot_of) {
   return placement;
 }
 
-Mesh mapped_mesh(const std::vector<Axis>& axes, const RankMapping& placement) { return Mesh(axes, placement.slot_of); }
+Mesh mapped_mesh(const std::vector<Axis>& axes, const RankMapping& placement) {
+  return Mesh(axes, placement.slot_of);
+}
 
 }  // namespace tessera

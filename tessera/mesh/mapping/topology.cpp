@@ -12,9 +12,11 @@ namespace {
 
 void check_link(const LinkClass& link) {
   if (!(link.bandwidth > 0) || !std::isfinite(link.bandwidth))
-    throw MappingError(concat("link class '", link.name, "' has a bandwidth of ", link.bandwidth, " bytes/s; it must be finite and above 0"));
+    throw MappingError(concat("link class '", link.name, "' has a bandwidth of ", link.bandwidth,
+                              " bytes/s; it must be finite and above 0"));
   if (!(link.latency >= 0) || !std::isfinite(link.latency))
-    throw MappingError(concat("link class '", link.name, "' has a latency of ", link.latency, " s; it must be finite and at least 0"));
+    throw MappingError(concat("link class '", link.name, "' has a latency of ", link.latency,
+                              " s; it must be finite and at least 0"));
 }
 
 }  // namespace
@@ -26,7 +28,8 @@ Topology Topology::uniform(int hosts, int devices) {
 
 Topology Topology::of_counts(const std::vector<int>& devices) {
   Topology topology;
-  for (std::size_t i = 0; i < devices.size(); ++i) topology.hosts.push_back({.name = concat("host", i), .devices = devices[i]});
+  for (std::size_t i = 0; i < devices.size(); ++i)
+    topology.hosts.push_back({.name = concat("host", i), .devices = devices[i]});
   topology.check();
   return topology;
 }
@@ -46,7 +49,8 @@ int Topology::host_of(int slot) const {
 
 std::vector<int> Topology::hosts_of_slots() const {
   std::vector<int> hosts_of;
-  for (std::size_t h = 0; h < hosts.size(); ++h) hosts_of.insert(hosts_of.end(), hosts[h].devices, static_cast<int>(h));
+  for (std::size_t h = 0; h < hosts.size(); ++h)
+    hosts_of.insert(hosts_of.end(), hosts[h].devices, static_cast<int>(h));
   return hosts_of;
 }
 
@@ -56,52 +60,76 @@ int Topology::first_slot(int host) const {
   return first;
 }
 
-int Topology::rail_of(int host, int device) const { return hosts[host].rail.empty() ? 0 : hosts[host].rail[device]; }
+int Topology::rail_of(int host, int device) const {
+  return hosts[host].rail.empty() ? 0 : hosts[host].rail[device];
+}
 
 void Topology::check() const {
   if (hosts.empty()) throw MappingError("a topology without hosts; give at least one");
   std::set<std::string> names;
   long long slots = 0;
   for (const Host& host : hosts) {
-    if (!names.insert(host.name).second) throw MappingError(concat("host '", host.name, "' is listed twice; give its devices once"));
-    if (host.devices < 1) throw MappingError(concat("host '", host.name, "' has ", host.devices, " devices; it needs at least 1"));
-    slots += host.devices;
-    const auto known_class = [&](int link) { return link >= 0 && link < static_cast<int>(device_links.size()); };
-    if (!known_class(host.link_class))
-      throw MappingError(concat("host '", host.name, "' has link class ", host.link_class, ", but there are ", device_links.size()));
-    for (const DeviceLink& link : host.links)
-      if (link.a < 0 || link.b < 0 || link.a >= host.devices || link.b >= host.devices || link.a == link.b || !known_class(link.link_class))
-        throw MappingError(concat("host '", host.name, "' has a link between devices ", link.a, " and ", link.b, " of class ", link.link_class,
-                                  ", but ", host.devices, " devices and ", device_links.size(), " link classes"));
-    if (!host.rail.empty() && static_cast<int>(host.rail.size()) != host.devices)
+    if (!names.insert(host.name).second)
+      throw MappingError(concat("host '", host.name, "' is listed twice; give its devices once"));
+    if (host.devices < 1)
       throw MappingError(
-          concat("host '", host.name, "' has ", host.devices, " devices, but ", host.rail.size(), " rails are given; give one a device"));
+          concat("host '", host.name, "' has ", host.devices, " devices; it needs at least 1"));
+    slots += host.devices;
+    const auto known_class = [&](int link) {
+      return link >= 0 && link < static_cast<int>(device_links.size());
+    };
+    if (!known_class(host.link_class))
+      throw MappingError(concat("host '", host.name, "' has link class ", host.link_class,
+                                ", but there are ", device_links.size()));
+    for (const DeviceLink& link : host.links)
+      if (link.a < 0 || link.b < 0 || link.a >= host.devices || link.b >= host.devices ||
+          link.a == link.b || !known_class(link.link_class))
+        throw MappingError(concat("host '", host.name, "' has a link between devices ", link.a,
+                                  " and ", link.b, " of class ", link.link_class, ", but ",
+                                  host.devices, " devices and ", device_links.size(),
+                                  " link classes"));
+    if (!host.rail.empty() && static_cast<int>(host.rail.size()) != host.devices)
+      throw MappingError(concat("host '", host.name, "' has ", host.devices, " devices, but ",
+                                host.rail.size(), " rails are given; give one a device"));
     for (int rail : host.rail)
-      if (rail < 0 || rail > 4095) throw MappingError(concat("host '", host.name, "' has a device on rail ", rail, "; rails are numbered 0 to 4095"));
-    if (host.network < -1 || host.network >= static_cast<int>(switches.size()) || (host.network < 0 && !switches.empty()))
-      throw MappingError(concat("host '", host.name, "' hangs on switch ", host.network, ", but there are ", switches.size(), " switches"));
+      if (rail < 0 || rail > 4095)
+        throw MappingError(concat("host '", host.name, "' has a device on rail ", rail,
+                                  "; rails are numbered 0 to 4095"));
+    if (host.network < -1 || host.network >= static_cast<int>(switches.size()) ||
+        (host.network < 0 && !switches.empty()))
+      throw MappingError(concat("host '", host.name, "' hangs on switch ", host.network,
+                                ", but there are ", switches.size(), " switches"));
   }
   if (slots > std::numeric_limits<int>::max())
-    throw MappingError(concat("the hosts have ", slots, " devices, more than ", std::numeric_limits<int>::max()));
+    throw MappingError(
+        concat("the hosts have ", slots, " devices, more than ", std::numeric_limits<int>::max()));
   for (const LinkClass& link : device_links) check_link(link);
   check_link(network);
-  if (!(cross_rail_latency >= 0)) throw MappingError(concat("the cross-rail latency is ", cross_rail_latency, " s; it must be at least 0"));
+  if (!(cross_rail_latency >= 0))
+    throw MappingError(
+        concat("the cross-rail latency is ", cross_rail_latency, " s; it must be at least 0"));
   std::set<std::string> switch_names;
   std::vector<std::string> roots;
   for (const Switch& sw : switches) {
-    if (!switch_names.insert(sw.name).second) throw MappingError(concat("switch '", sw.name, "' is listed twice"));
+    if (!switch_names.insert(sw.name).second)
+      throw MappingError(concat("switch '", sw.name, "' is listed twice"));
     if (sw.parent < -1 || sw.parent >= static_cast<int>(switches.size()))
-      throw MappingError(concat("switch '", sw.name, "' hangs on switch ", sw.parent, ", but there are ", switches.size()));
+      throw MappingError(concat("switch '", sw.name, "' hangs on switch ", sw.parent,
+                                ", but there are ", switches.size()));
     if (!(sw.latency >= 0) || !(sw.uplink_bandwidth >= 0))
-      throw MappingError(
-          concat("switch '", sw.name, "' has latency ", sw.latency, " and uplink bandwidth ", sw.uplink_bandwidth, "; both must be at least 0"));
+      throw MappingError(concat("switch '", sw.name, "' has latency ", sw.latency,
+                                " and uplink bandwidth ", sw.uplink_bandwidth,
+                                "; both must be at least 0"));
     if (sw.parent < 0) roots.push_back(sw.name);
     std::size_t steps = 0;
     for (int at = sw.parent; at >= 0; at = switches[at].parent)
-      if (++steps > switches.size()) throw MappingError(concat("switch '", sw.name, "' is its own ancestor; switches form a tree"));
+      if (++steps > switches.size())
+        throw MappingError(
+            concat("switch '", sw.name, "' is its own ancestor; switches form a tree"));
   }
   if (!switches.empty() && roots.size() != 1)
-    throw MappingError(concat("the switches have ", roots.size(), " roots ", list(roots), "; connect them below one switch"));
+    throw MappingError(concat("the switches have ", roots.size(), " roots ", list(roots),
+                              "; connect them below one switch"));
 }
 
 }  // namespace tessera

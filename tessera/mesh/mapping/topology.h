@@ -1,8 +1,10 @@
 #pragma once
-// Topology: the machines as plain data. Hosts with devices (one rank each), links between devices, rails, and switches as a tree.
+// Topology: the machines as plain data. Hosts with devices (one rank each), links between devices,
+// rails, and switches as a tree.
 //
-// A slot is a place for one rank. Slots are numbered host by host, device by device: with hosts of 3 and 2 devices, slot 3 is device 0 of host 1.
-// The launcher starts rank r on slot r unless a rank file says otherwise.
+// A slot is a place for one rank. Slots are numbered host by host, device by device: with hosts of
+// 3 and 2 devices, slot 3 is device 0 of host 1. The launcher starts rank r on slot r unless a rank
+// file says otherwise.
 
 #include <string>
 #include <vector>
@@ -12,43 +14,58 @@ namespace tessera {
 /// What a message over a link costs: latency + bytes / bandwidth.
 struct LinkClass {
   std::string name;
-  double latency = 0;    ///< Seconds.
-  double bandwidth = 1;  ///< Bytes per second, in one direction.
-  bool shared = false;   ///< All links of this class inside one host share the bandwidth (a bus); else each pair has it alone (point to point).
+  /// Seconds.
+  double latency = 0;
+  /// Bytes per second, in one direction.
+  double bandwidth = 1;
+  /// All links of this class inside one host share the bandwidth (a bus); else each pair has it
+  /// alone (point to point).
+  bool shared = false;
   bool operator==(const LinkClass&) const = default;
 };
 
 /// A link between two devices of one host that is not of the host's ordinary class.
 struct DeviceLink {
   int a = 0, b = 0;
-  int link_class = 0;  ///< Index into Topology::device_links.
+  /// Index into Topology::device_links.
+  int link_class = 0;
   bool operator==(const DeviceLink&) const = default;
 };
 
 struct Host {
   std::string name;
-  int devices = 1;     ///< Ranks that it runs; may differ from host to host.
-  int link_class = 0;  ///< Between two devices unless `links` says otherwise. Index into Topology::device_links.
+  /// Ranks that it runs; may differ from host to host.
+  int devices = 1;
+  /// Between two devices unless `links` says otherwise. Index into Topology::device_links.
+  int link_class = 0;
   std::vector<DeviceLink> links = {};
-  std::vector<int> rail = {};  ///< Network adapter of each device; empty: all devices share adapter 0.
-  int network = -1;            ///< The switch that it hangs on; -1: the only, unnamed one.
+  /// Network adapter of each device; empty: all devices share adapter 0.
+  std::vector<int> rail = {};
+  /// The switch that it hangs on; -1: the only, unnamed one.
+  int network = -1;
   bool operator==(const Host&) const = default;
 };
 
-/// A switch (rack, leaf, spine). Traffic between two hosts climbs to the nearest switch above both and loads every uplink on the way.
+/// A switch (rack, leaf, spine). Traffic between two hosts climbs to the nearest switch above both
+/// and loads every uplink on the way.
 struct Switch {
   std::string name;
-  int parent = -1;              ///< -1: the root. Parents stand before their children or after; the tree has one root.
-  double latency = 0;           ///< Added once for each uplink that a message passes.
-  double uplink_bandwidth = 0;  ///< Bytes per second of the link to the parent, each way; 0: never the narrowest place.
+  /// -1: the root. Parents stand before their children or after; the tree has one root.
+  int parent = -1;
+  /// Added once for each uplink that a message passes.
+  double latency = 0;
+  /// Bytes per second of the link to the parent, each way; 0: never the narrowest place.
+  double uplink_bandwidth = 0;
   bool operator==(const Switch&) const = default;
 };
 
 struct Topology {
   std::vector<Host> hosts;
   std::vector<LinkClass> device_links = {{"host", 1e-6, 50e9, false}};
-  LinkClass network = {"network", 5e-6, 12.5e9, true};  ///< Of one adapter, each way; all that leaves by it shares it.
-  double cross_rail_latency = 0;                        ///< Added to messages between devices on different rails.
+  /// Of one adapter, each way; all that leaves by it shares it.
+  LinkClass network = {"network", 5e-6, 12.5e9, true};
+  /// Added to messages between devices on different rails.
+  double cross_rail_latency = 0;
   std::vector<Switch> switches = {};
 
   /// `hosts` hosts with `devices` devices each, all on one switch.
@@ -57,12 +74,15 @@ struct Topology {
   static Topology of_counts(const std::vector<int>& devices);
 
   int slots() const;
-  int host_of(int slot) const;              ///< Throws MappingError out of range.
-  std::vector<int> hosts_of_slots() const;  ///< For every slot.
+  /// Throws MappingError out of range.
+  int host_of(int slot) const;
+  /// For every slot.
+  std::vector<int> hosts_of_slots() const;
   int first_slot(int host) const;
   int rail_of(int host, int device) const;
-  /// Throws MappingError for anything that does not hang together: no hosts, devices below 1, repeated names, links or rails out of range, switches
-  /// that form a cycle or several trees, bandwidths that are not positive, latencies below 0.
+  /// Throws MappingError for anything that does not hang together: no hosts, devices below 1,
+  /// repeated names, links or rails out of range, switches that form a cycle or several trees,
+  /// bandwidths that are not positive, latencies below 0.
   void check() const;
 
   bool operator==(const Topology&) const = default;

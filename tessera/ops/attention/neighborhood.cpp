@@ -24,35 +24,46 @@
 namespace tessera {
 namespace {
 
-// Elements of a rank's queries from which on automatic computes the interior first: on two cores of one host over MPI the split costs 7 % at 4096 and
-// nothing from here on (bench/neighborhood).
+// Elements of a rank's queries from which on automatic computes the interior first: on two cores of
+// one host over MPI the split costs 7 % at 4096 and nothing from here on (bench/neighborhood).
 constexpr std::int64_t kSplitFromQueryElements = 65536;
 
-void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::vector<Neighborhood>& dims) {
+void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+           const std::vector<Neighborhood>& dims) {
   const auto n = static_cast<std::int64_t>(dims.size());
-  if (n < 1 || n > 3) throw InvalidArgument(concat("neighborhood_attention was given ", n, " windows; give one a spatial dim, one to three"));
-  for (const auto& [name, t] : {std::pair<const char*, const at::Tensor&>("q", q), {"k", k}, {"v", v}}) {
-    if (!t.defined()) throw InvalidArgument(concat("neighborhood_attention was given an undefined ", name));
+  if (n < 1 || n > 3)
+    throw InvalidArgument(concat("neighborhood_attention was given ", n,
+                                 " windows; give one a spatial dim, one to three"));
+  for (const auto& [name, t] :
+       {std::pair<const char*, const at::Tensor&>("q", q), {"k", k}, {"v", v}}) {
+    if (!t.defined())
+      throw InvalidArgument(concat("neighborhood_attention was given an undefined ", name));
     if (t.dim() != n + 3)
-      throw InvalidArgument(concat("neighborhood_attention with ", n, " windows: ", name, " has shape ", list(t.sizes().vec()), "; it needs batch x ",
-                                   n, " spatial dims x heads x channels"));
+      throw InvalidArgument(concat("neighborhood_attention with ", n, " windows: ", name,
+                                   " has shape ", list(t.sizes().vec()), "; it needs batch x ", n,
+                                   " spatial dims x heads x channels"));
     if (t.scalar_type() != q.scalar_type() || !at::isFloatingType(t.scalar_type()))
-      throw InvalidArgument(concat("neighborhood_attention: q is of ", c10::toString(q.scalar_type()), ", ", name, " of ",
-                                   c10::toString(t.scalar_type()), "; give one floating-point type"));
+      throw InvalidArgument(
+          concat("neighborhood_attention: q is of ", c10::toString(q.scalar_type()), ", ", name,
+                 " of ", c10::toString(t.scalar_type()), "; give one floating-point type"));
     if (t.device() != q.device())
-      throw InvalidArgument(concat("neighborhood_attention: q is on ", q.device().str(), ", ", name, " on ", t.device().str()));
+      throw InvalidArgument(concat("neighborhood_attention: q is on ", q.device().str(), ", ", name,
+                                   " on ", t.device().str()));
   }
   if (k.sizes() != q.sizes() || v.sizes().slice(0, n + 2) != q.sizes().slice(0, n + 2))
-    throw InvalidArgument(concat("neighborhood_attention: q has shape ", list(q.sizes().vec()), ", k ", list(k.sizes().vec()), ", v ",
-                                 list(v.sizes().vec()), "; they differ in v's channels at most"));
+    throw InvalidArgument(concat("neighborhood_attention: q has shape ", list(q.sizes().vec()),
+                                 ", k ", list(k.sizes().vec()), ", v ", list(v.sizes().vec()),
+                                 "; they differ in v's channels at most"));
   if (q.size(-1) < 1) throw InvalidArgument("neighborhood_attention: q has no channels");
   for (std::size_t d = 0; d < dims.size(); ++d) {
     const std::int64_t extent = q.size(static_cast<std::int64_t>(d) + 1);
     if (dims[d].kernel < 1 || dims[d].dilation < 1)
-      throw InvalidArgument(
-          concat("neighborhood_attention, spatial dim ", d, ": kernel ", dims[d].kernel, ", dilation ", dims[d].dilation, "; give at least 1"));
+      throw InvalidArgument(concat("neighborhood_attention, spatial dim ", d, ": kernel ",
+                                   dims[d].kernel, ", dilation ", dims[d].dilation,
+                                   "; give at least 1"));
     if (!dims[d].causal && extent > 0 && dims[d].kernel * dims[d].dilation > extent)
-      throw InvalidArgument(concat("neighborhood_attention, spatial dim ", d, ": kernel ", dims[d].kernel, " x dilation ", dims[d].dilation,
+      throw InvalidArgument(concat("neighborhood_attention, spatial dim ", d, ": kernel ",
+                                   dims[d].kernel, " x dilation ", dims[d].dilation,
                                    " is more than its extent of ", extent));
   }
 }
@@ -61,16 +72,19 @@ void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const 
 Halo halo_of_keys(const ShardSpec& field, const std::vector<Neighborhood>& dims) {
   static thread_local std::unordered_map<detail::Key, Halo, detail::KeyHash, detail::KeyEqual> all;
   detail::Key key;
-  key.push_back(reinterpret_cast<std::uintptr_t>(field.data().get()));  // interned; the cached exchange keeps it alive
+  // interned; the cached exchange keeps it alive
+  key.push_back(reinterpret_cast<std::uintptr_t>(field.data().get()));
   for (const Neighborhood& d : dims) {
     key.push_back(static_cast<std::uint64_t>(d.kernel));
     key.push_back(static_cast<std::uint64_t>(d.dilation));
     key.push_back(d.causal);
   }
   if (const auto found = all.find(key); found != all.end()) return found->second;
-  const NeededBox needed = [dims, sharding = field.sharding(), shape = field.shape()](int position) {
+  const NeededBox needed = [dims, sharding = field.sharding(),
+                            shape = field.shape()](int position) {
     Box box = sharding.box(position);
-    for (std::size_t d = 0; d < dims.size(); ++d) box[d + 1] = detail::seen_keys(dims[d], box[d + 1], shape[d + 1]);
+    for (std::size_t d = 0; d < dims.size(); ++d)
+      box[d + 1] = detail::seen_keys(dims[d], box[d + 1], shape[d + 1]);
     return box;
   };
   Halo halo(field, std::vector<Edge>(static_cast<std::size_t>(field.dims()), Edge::zero), needed);
@@ -82,14 +96,17 @@ Halo halo_of_keys(const ShardSpec& field, const std::vector<Neighborhood>& dims)
 Box spatial(const Box& box) { return {box.begin() + 1, box.end() - 2}; }
 
 /// The queries whose keys this rank owns: of each dim the longest run of them.
-Box interior_of(const std::vector<Neighborhood>& dims, const Box& owned, const std::vector<std::int64_t>& shape) {
+Box interior_of(const std::vector<Neighborhood>& dims, const Box& owned,
+                const std::vector<std::int64_t>& shape) {
   Box inner = owned;
   for (std::size_t d = 0; d < dims.size(); ++d) {
     const Interval mine = owned[d + 1];
     Interval best{mine.begin, mine.begin};
     for (std::int64_t q = mine.begin; q < mine.end;) {
       std::int64_t end = q;
-      while (end < mine.end && mine.contains(detail::seen_keys(dims[d], {end, end + 1}, shape[d + 1]))) ++end;
+      while (end < mine.end &&
+             mine.contains(detail::seen_keys(dims[d], {end, end + 1}, shape[d + 1])))
+        ++end;
       if (end - q > best.size()) best = {q, end};
       q = end + 1;
     }
@@ -125,8 +142,11 @@ struct Field : torch::CustomClassHolder {
     }
     for (const Box& queries : boxes) {
       Box seen = queries;
-      for (std::size_t d = 0; d < dims.size(); ++d) seen[d + 1] = detail::seen_keys(dims[d], queries[d + 1], extents[d]);
-      pieces.push_back({queries, seen, detail::Attention({dims, extents, spatial(queries), spatial(seen), scale})});
+      for (std::size_t d = 0; d < dims.size(); ++d)
+        seen[d + 1] = detail::seen_keys(dims[d], queries[d + 1], extents[d]);
+      pieces.push_back(
+          {queries, seen,
+           detail::Attention({dims, extents, spatial(queries), spatial(seen), scale})});
     }
   }
   /// The same box of the values, which may have other channels.
@@ -138,7 +158,8 @@ struct Field : torch::CustomClassHolder {
 
 struct OnField : torch::autograd::Function<OnField> {
   using Context = torch::autograd::AutogradContext;
-  static at::Tensor forward(Context* ctx, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const c10::intrusive_ptr<Field>& field) {
+  static at::Tensor forward(Context* ctx, const at::Tensor& q, const at::Tensor& k,
+                            const at::Tensor& v, const c10::intrusive_ptr<Field>& field) {
     HaloRequest of_keys = field->keys.start(k), of_values = field->values.start(v);
     if (field->wait_first || volume(field->interior) == 0) {
       of_keys.wait();
@@ -147,17 +168,20 @@ struct OnField : torch::autograd::Function<OnField> {
     auto shape = q.sizes().vec();
     shape.back() = v.size(-1);
     at::Tensor out = at::empty(shape, q.options());
-    // Of the interior the keys and values are a view of what was given, which is kept as itself, on every rank: whoever writes to it meanwhile
-    // is told, and all are.
+    // Of the interior the keys and values are a view of what was given, which is kept as itself, on
+    // every rank: whoever writes to it meanwhile is told, and all are.
     const bool split = volume(field->interior) > 0;
     torch::autograd::variable_list saved{q, k, v};
     for (const auto& piece : field->pieces) {
-      const at::Tensor near_keys = of_keys.assemble(piece.keys), near_values = of_values.assemble(field->of_values(piece.keys));
-      const auto result = piece.attention.forward(detail::part(q, field->keys.owned(), piece.queries), near_keys, near_values);
+      const at::Tensor near_keys = of_keys.assemble(piece.keys),
+                       near_values = of_values.assemble(field->of_values(piece.keys));
+      const auto result = piece.attention.forward(
+          detail::part(q, field->keys.owned(), piece.queries), near_keys, near_values);
       detail::part(out, field->keys.owned(), piece.queries).copy_(result.value);
       // What was assembled may be a view of a buffer that is used again.
       const bool own = split && &piece == field->pieces.data();
-      for (const at::Tensor& t : {near_keys, near_values}) saved.push_back(own ? at::Tensor() : t.clone());
+      for (const at::Tensor& t : {near_keys, near_values})
+        saved.push_back(own ? at::Tensor() : t.clone());
       saved.push_back(result.value);
       saved.push_back(result.logs);
     }
@@ -166,10 +190,12 @@ struct OnField : torch::autograd::Function<OnField> {
     return out;
   }
 
-  static torch::autograd::variable_list backward(Context* ctx, const torch::autograd::variable_list& gradients) {
+  static torch::autograd::variable_list backward(Context* ctx,
+                                                 const torch::autograd::variable_list& gradients) {
     detail::refuse_second_derivative();
     const auto saved = ctx->get_saved_variables();
-    const auto field = c10::static_intrusive_pointer_cast<Field>(ctx->saved_data["field"].toCapsule());
+    const auto field =
+        c10::static_intrusive_pointer_cast<Field>(ctx->saved_data["field"].toCapsule());
     const at::Tensor &q = saved[0], &g = gradients[0];
     const bool split = volume(field->interior) > 0;
     at::Tensor dq = at::empty_like(q);
@@ -180,9 +206,12 @@ struct OnField : torch::autograd::Function<OnField> {
       const Box& all = field->keys.owned();
       const bool own = split && i == 0;
       const at::Tensor near_keys = own ? detail::part(saved[1], all, piece.keys) : saved[3 + 4 * i];
-      const at::Tensor near_values = own ? detail::part(saved[2], field->values.owned(), field->of_values(piece.keys)) : saved[4 + 4 * i];
-      const auto parts = piece.attention.backward(detail::part(g, all, piece.queries), detail::part(q, all, piece.queries), near_keys, near_values,
-                                                  {saved[5 + 4 * i], saved[6 + 4 * i]});
+      const at::Tensor near_values =
+          own ? detail::part(saved[2], field->values.owned(), field->of_values(piece.keys))
+              : saved[4 + 4 * i];
+      const auto parts = piece.attention.backward(
+          detail::part(g, all, piece.queries), detail::part(q, all, piece.queries), near_keys,
+          near_values, {saved[5 + 4 * i], saved[6 + 4 * i]});
       detail::part(dq, all, piece.queries).copy_(parts[0]);
       return parts;
     };
@@ -212,16 +241,19 @@ struct OnField : torch::autograd::Function<OnField> {
   }
 };
 
-at::Tensor on_shards(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::vector<Neighborhood>& dims,
-                     detail::LocalNeighborhood where) {
+at::Tensor on_shards(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const std::vector<Neighborhood>& dims, detail::LocalNeighborhood where) {
   if (!is_sharded(q) || !is_sharded(k) || !is_sharded(v))
     throw ShardingError(
-        "neighborhood_attention of plain and sharded tensors together: distribute_tensor the plain ones, or take full_tensor of the others");
+        "neighborhood_attention of plain and sharded tensors together: distribute_tensor the plain "
+        "ones, or take full_tensor of the others");
   const ShardSpec wanted = detail::without_partial(spec(q));
   if (wanted.is_sharded(wanted.dims() - 1))
-    throw ShardingError(concat("neighborhood_attention: q is sharded over its channels, ", wanted, "; redistribute it over batch, space or heads"));
+    throw ShardingError(concat("neighborhood_attention: q is sharded over its channels, ", wanted,
+                               "; redistribute it over batch, space or heads"));
   const auto laid_out = [&](const at::Tensor& t) {
-    return redistribute(t, ShardSpec(wanted.mesh(), t.sizes().vec(), wanted.placements(), wanted.sizes()));
+    return redistribute(
+        t, ShardSpec(wanted.mesh(), t.sizes().vec(), wanted.placements(), wanted.sizes()));
   };
   const at::Tensor queries = laid_out(q), keys = laid_out(k), values = laid_out(v);
   auto field = c10::make_intrusive<Field>();
@@ -232,59 +264,83 @@ at::Tensor on_shards(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   field->scale = where.scale;
   const HaloPolicy::Order order = detail::context_of(wanted)->state->halo_policy.load().order;
   using Order = HaloPolicy::Order;
-  const bool split = order == Order::interior_first || order == Order::wait_first ||
-                     (order == Order::automatic && volume(field->keys.owned()) >= kSplitFromQueryElements);
+  const bool split =
+      order == Order::interior_first || order == Order::wait_first ||
+      (order == Order::automatic && volume(field->keys.owned()) >= kSplitFromQueryElements);
   field->wait_first = order == Order::wait_first;
-  field->interior = split && field->keys.travels() ? interior_of(dims, field->keys.owned(), wanted.shape()) : Box(wanted.dims());
+  field->interior = split && field->keys.travels()
+                        ? interior_of(dims, field->keys.owned(), wanted.shape())
+                        : Box(wanted.dims());
   field->cut();
-  return from_local(OnField::apply(to_local(queries), to_local(keys), to_local(values), field), spec(values));
+  return from_local(OnField::apply(to_local(queries), to_local(keys), to_local(values), field),
+                    spec(values));
 }
 
-at::Tensor by_lists(std::size_t n, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::vector<std::int64_t>& kernel,
-                    const std::vector<std::int64_t>& dilation, const std::vector<bool>& causal, std::optional<double> scale) {
-  if (kernel.size() != n || (!dilation.empty() && dilation.size() != n) || (!causal.empty() && causal.size() != n))
-    throw InvalidArgument(concat("neighborhood_attention over ", n, " spatial dims was given ", kernel.size(), " kernels, ", dilation.size(),
-                                 " dilations and ", causal.size(), " causal; give one a dim"));
+at::Tensor by_lists(std::size_t n, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                    const std::vector<std::int64_t>& kernel,
+                    const std::vector<std::int64_t>& dilation, const std::vector<bool>& causal,
+                    std::optional<double> scale) {
+  if (kernel.size() != n || (!dilation.empty() && dilation.size() != n) ||
+      (!causal.empty() && causal.size() != n))
+    throw InvalidArgument(concat("neighborhood_attention over ", n, " spatial dims was given ",
+                                 kernel.size(), " kernels, ", dilation.size(), " dilations and ",
+                                 causal.size(), " causal; give one a dim"));
   std::vector<Neighborhood> dims;
-  for (std::size_t d = 0; d < n; ++d) dims.push_back({kernel[d], dilation.empty() ? 1 : dilation[d], !causal.empty() && causal[d]});
+  for (std::size_t d = 0; d < n; ++d)
+    dims.push_back({kernel[d], dilation.empty() ? 1 : dilation[d], !causal.empty() && causal[d]});
   return neighborhood_attention(q, k, v, dims, scale);
 }
 
-at::Tensor registered(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, std::vector<std::int64_t> kernel,
-                      std::vector<std::int64_t> dilation, c10::List<bool> causal, std::optional<double> scale) {
-  return by_lists(kernel.size(), q, k, v, kernel, dilation, std::vector<bool>(causal.begin(), causal.end()), scale);
+at::Tensor registered(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      std::vector<std::int64_t> kernel, std::vector<std::int64_t> dilation,
+                      c10::List<bool> causal, std::optional<double> scale) {
+  return by_lists(kernel.size(), q, k, v, kernel, dilation,
+                  std::vector<bool>(causal.begin(), causal.end()), scale);
 }
 
 }  // namespace
 
-at::Tensor neighborhood_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::vector<Neighborhood>& dims,
+at::Tensor neighborhood_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                  const std::vector<Neighborhood>& dims,
                                   std::optional<double> scale) {
   check(q, k, v, dims);
-  detail::LocalNeighborhood where{dims, {}, {}, {}, scale.value_or(1 / std::sqrt(static_cast<double>(q.size(-1))))};
-  for (std::size_t d = 0; d < dims.size(); ++d) where.extents.push_back(q.size(static_cast<std::int64_t>(d) + 1));
-  if (is_sharded(q) || is_sharded(k) || is_sharded(v)) return on_shards(q, k, v, dims, std::move(where));
+  detail::LocalNeighborhood where{
+      dims, {}, {}, {}, scale.value_or(1 / std::sqrt(static_cast<double>(q.size(-1))))};
+  for (std::size_t d = 0; d < dims.size(); ++d)
+    where.extents.push_back(q.size(static_cast<std::int64_t>(d) + 1));
+  if (is_sharded(q) || is_sharded(k) || is_sharded(v))
+    return on_shards(q, k, v, dims, std::move(where));
   for (const std::int64_t extent : where.extents) where.queries.push_back({0, extent});
   where.keys = where.queries;
   return detail::attend(q, k, v, where);
 }
 
-at::Tensor neighborhood_attention_1d(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::vector<std::int64_t>& kernel,
-                                     const std::vector<std::int64_t>& dilation, const std::vector<bool>& causal, std::optional<double> scale) {
+at::Tensor neighborhood_attention_1d(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const std::vector<std::int64_t>& kernel,
+                                     const std::vector<std::int64_t>& dilation,
+                                     const std::vector<bool>& causal, std::optional<double> scale) {
   return by_lists(1, q, k, v, kernel, dilation, causal, scale);
 }
 
-at::Tensor neighborhood_attention_2d(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::vector<std::int64_t>& kernel,
-                                     const std::vector<std::int64_t>& dilation, const std::vector<bool>& causal, std::optional<double> scale) {
+at::Tensor neighborhood_attention_2d(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const std::vector<std::int64_t>& kernel,
+                                     const std::vector<std::int64_t>& dilation,
+                                     const std::vector<bool>& causal, std::optional<double> scale) {
   return by_lists(2, q, k, v, kernel, dilation, causal, scale);
 }
 
-at::Tensor neighborhood_attention_3d(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::vector<std::int64_t>& kernel,
-                                     const std::vector<std::int64_t>& dilation, const std::vector<bool>& causal, std::optional<double> scale) {
+at::Tensor neighborhood_attention_3d(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const std::vector<std::int64_t>& kernel,
+                                     const std::vector<std::int64_t>& dilation,
+                                     const std::vector<bool>& causal, std::optional<double> scale) {
   return by_lists(3, q, k, v, kernel, dilation, causal, scale);
 }
 
 TORCH_LIBRARY_FRAGMENT(tessera, m) {
-  m.def("neighborhood_attention(Tensor q, Tensor k, Tensor v, int[] kernel, int[] dilation, bool[] causal, float? scale=None) -> Tensor", registered);
+  m.def(
+      "neighborhood_attention(Tensor q, Tensor k, Tensor v, int[] kernel, int[] dilation, bool[] "
+      "causal, float? scale=None) -> Tensor",
+      registered);
 }
 
 }  // namespace tessera

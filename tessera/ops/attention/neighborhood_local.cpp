@@ -17,7 +17,8 @@
 namespace tessera {
 
 Neighborhood::Keys Neighborhood::keys(std::int64_t query, std::int64_t extent) const {
-  const std::int64_t first = query % dilation, at = query / dilation, members = (extent - first + dilation - 1) / dilation;
+  const std::int64_t first = query % dilation, at = query / dilation,
+                     members = (extent - first + dilation - 1) / dilation;
   if (causal) {
     const std::int64_t begin = std::max<std::int64_t>(at - kernel + 1, 0);
     return {first + begin * dilation, at - begin + 1};
@@ -33,7 +34,8 @@ Interval seen_keys(const Neighborhood& dim, Interval queries, std::int64_t exten
   Interval seen{std::numeric_limits<std::int64_t>::max(), 0};
   for (std::int64_t q = queries.begin; q < queries.end; ++q) {
     const auto keys = dim.keys(q, extent);
-    seen = {std::min(seen.begin, keys.begin), std::max(seen.end, keys.begin + (keys.count - 1) * dim.dilation + 1)};
+    seen = {std::min(seen.begin, keys.begin),
+            std::max(seen.end, keys.begin + (keys.count - 1) * dim.dilation + 1)};
   }
   return seen;
 }
@@ -42,8 +44,8 @@ namespace {
 
 using Rows = std::vector<std::vector<std::int64_t>>;
 
-/// For every query of the box, row-major: where its keys stand in the box of keys, row-major, flattened. Lists of one row differ in length where a
-/// window is cut.
+/// For every query of the box, row-major: where its keys stand in the box of keys, row-major,
+/// flattened. Lists of one row differ in length where a window is cut.
 Rows key_rows(const LocalNeighborhood& w) {
   Rows rows(static_cast<std::size_t>(volume(w.queries)));
   std::vector<std::int64_t> at;
@@ -56,7 +58,8 @@ Rows key_rows(const LocalNeighborhood& w) {
       next.reserve(row.size() * static_cast<std::size_t>(keys.count));
       for (const std::int64_t outer : row)
         for (std::int64_t j = 0; j < keys.count; ++j)
-          next.push_back(outer * w.keys[d].size() + keys.begin + j * w.dims[d].dilation - w.keys[d].begin);
+          next.push_back(outer * w.keys[d].size() + keys.begin + j * w.dims[d].dilation -
+                         w.keys[d].begin);
       row = std::move(next);
     }
     for (std::size_t d = at.size(); d-- > 0;) {
@@ -92,7 +95,8 @@ void add_scaled(T* to, T factor, const T* from, std::int64_t n) {
 
 /// Fills out and the logarithm of each query's sum of exponentials.
 template <class T>
-void forward(const Sizes4& n, const Rows& rows, T scale, const T* q, const T* k, const T* v, T* out, T* logs) {
+void forward(const Sizes4& n, const Rows& rows, T scale, const T* q, const T* k, const T* v, T* out,
+             T* logs) {
   at::parallel_for(0, n.batch * n.queries, 16, [&](std::int64_t begin, std::int64_t end) {
     std::vector<T> scores;
     for (std::int64_t i = begin; i < end; ++i) {
@@ -103,7 +107,8 @@ void forward(const Sizes4& n, const Rows& rows, T scale, const T* q, const T* k,
         const T* mine = q + (i * n.heads + h) * n.channels;
         T most = -std::numeric_limits<T>::infinity();
         for (std::size_t j = 0; j < row.size(); ++j) {
-          scores[j] = scale * dot(mine, k + ((batch * n.keys + row[j]) * n.heads + h) * n.channels, n.channels);
+          scores[j] = scale * dot(mine, k + ((batch * n.keys + row[j]) * n.heads + h) * n.channels,
+                                  n.channels);
           most = std::max(most, scores[j]);
         }
         T sum = 0;
@@ -111,7 +116,8 @@ void forward(const Sizes4& n, const Rows& rows, T scale, const T* q, const T* k,
         T* result = out + (i * n.heads + h) * n.values;
         std::fill(result, result + n.values, T(0));
         for (std::size_t j = 0; j < row.size(); ++j)
-          add_scaled(result, scores[j] / sum, v + ((batch * n.keys + row[j]) * n.heads + h) * n.values, n.values);
+          add_scaled(result, scores[j] / sum,
+                     v + ((batch * n.keys + row[j]) * n.heads + h) * n.values, n.values);
         logs[i * n.heads + h] = most + std::log(sum);
       }
     }
@@ -119,8 +125,8 @@ void forward(const Sizes4& n, const Rows& rows, T scale, const T* q, const T* k,
 }
 
 template <class T>
-void backward(const Sizes4& n, const Rows& rows, T scale, const T* g, const T* q, const T* k, const T* v, const T* out, const T* logs, T* dq, T* dk,
-              T* dv) {
+void backward(const Sizes4& n, const Rows& rows, T scale, const T* g, const T* q, const T* k,
+              const T* v, const T* out, const T* logs, T* dq, T* dk, T* dv) {
   // Sample and head by sample and head: what they add to the keys lies apart.
   at::parallel_for(0, n.batch * n.heads, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t bh = begin; bh < end; ++bh) {
@@ -142,25 +148,32 @@ void backward(const Sizes4& n, const Rows& rows, T scale, const T* g, const T* q
   });
 }
 
-Attention::Result attend_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Rows& rows, double scale) {
+Attention::Result attend_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                 const Rows& rows, double scale) {
   const Sizes4 n = sizes_of(q, k, v);
-  at::Tensor out = at::empty({n.batch, n.queries, n.heads, n.values}, q.options()), logs = at::empty({n.batch, n.queries, n.heads}, q.options());
+  at::Tensor out = at::empty({n.batch, n.queries, n.heads, n.values}, q.options()),
+             logs = at::empty({n.batch, n.queries, n.heads}, q.options());
   AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "neighborhood_attention", [&] {
-    detail::forward<scalar_t>(n, rows, static_cast<scalar_t>(scale), q.const_data_ptr<scalar_t>(), k.const_data_ptr<scalar_t>(),
-                              v.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(), logs.mutable_data_ptr<scalar_t>());
+    detail::forward<scalar_t>(n, rows, static_cast<scalar_t>(scale), q.const_data_ptr<scalar_t>(),
+                              k.const_data_ptr<scalar_t>(), v.const_data_ptr<scalar_t>(),
+                              out.mutable_data_ptr<scalar_t>(), logs.mutable_data_ptr<scalar_t>());
   });
   return {out, logs};
 }
 
-std::array<at::Tensor, 3> attend_backward(const at::Tensor& gradient, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                          const Attention::Result& result, const Rows& rows, double scale) {
+std::array<at::Tensor, 3> attend_backward(const at::Tensor& gradient, const at::Tensor& q,
+                                          const at::Tensor& k, const at::Tensor& v,
+                                          const Attention::Result& result, const Rows& rows,
+                                          double scale) {
   const at::Tensor g = gradient.contiguous();
   at::Tensor dq = at::zeros_like(q), dk = at::zeros_like(k), dv = at::zeros_like(v);
   AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "neighborhood_attention_backward", [&] {
-    detail::backward<scalar_t>(sizes_of(q, k, v), rows, static_cast<scalar_t>(scale), g.const_data_ptr<scalar_t>(), q.const_data_ptr<scalar_t>(),
-                               k.const_data_ptr<scalar_t>(), v.const_data_ptr<scalar_t>(), result.value.const_data_ptr<scalar_t>(),
-                               result.logs.const_data_ptr<scalar_t>(), dq.mutable_data_ptr<scalar_t>(), dk.mutable_data_ptr<scalar_t>(),
-                               dv.mutable_data_ptr<scalar_t>());
+    detail::backward<scalar_t>(
+        sizes_of(q, k, v), rows, static_cast<scalar_t>(scale), g.const_data_ptr<scalar_t>(),
+        q.const_data_ptr<scalar_t>(), k.const_data_ptr<scalar_t>(), v.const_data_ptr<scalar_t>(),
+        result.value.const_data_ptr<scalar_t>(), result.logs.const_data_ptr<scalar_t>(),
+        dq.mutable_data_ptr<scalar_t>(), dk.mutable_data_ptr<scalar_t>(),
+        dv.mutable_data_ptr<scalar_t>());
   });
   return {dq, dk, dv};
 }
@@ -173,24 +186,29 @@ struct Carried : torch::CustomClassHolder {
 
 /// On CPU: float or double, batch x positions x heads x channels, contiguous.
 struct Attend : torch::autograd::Function<Attend> {
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& q,
+                            const at::Tensor& k, const at::Tensor& v,
                             const c10::intrusive_ptr<Carried>& carried) {
     const Attention::Result result = attend_forward(q, k, v, carried->rows, carried->scale);
     ctx->save_for_backward({q, k, v, result.value, result.logs});
     ctx->saved_data["carried"] = c10::IValue::make_capsule(carried);
     return result.value;
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, const torch::autograd::variable_list& gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& gradients) {
     refuse_second_derivative();
     const auto saved = ctx->get_saved_variables();
-    const auto carried = c10::static_intrusive_pointer_cast<Carried>(ctx->saved_data["carried"].toCapsule());
-    const auto all = attend_backward(gradients[0], saved[0], saved[1], saved[2], {saved[3], saved[4]}, carried->rows, carried->scale);
+    const auto carried =
+        c10::static_intrusive_pointer_cast<Carried>(ctx->saved_data["carried"].toCapsule());
+    const auto all = attend_backward(gradients[0], saved[0], saved[1], saved[2],
+                                     {saved[3], saved[4]}, carried->rows, carried->scale);
     return {all[0], all[1], all[2], at::Tensor()};
   }
 };
 
 /// Elsewhere: every query's keys and values are gathered.
-at::Tensor composed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Rows& rows, double scale) {
+at::Tensor composed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Rows& rows,
+                    double scale) {
   std::size_t most = 0;
   for (const auto& row : rows) most = std::max(most, row.size());
   std::vector<std::int64_t> index;
@@ -203,19 +221,26 @@ at::Tensor composed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& 
   const Sizes4 n = sizes_of(q, k, v);
   const auto count = static_cast<std::int64_t>(most);
   const at::Tensor picked = at::tensor(index, at::kLong).to(q.device());
-  const auto around = [&](const at::Tensor& t) { return t.index_select(1, picked).view({n.batch, n.queries, count, n.heads, t.size(3)}); };
-  at::Tensor scores = (q.unsqueeze(2) * around(k)).sum(-1) * scale;  // batch x queries x keys x heads
+  const auto around = [&](const at::Tensor& t) {
+    return t.index_select(1, picked).view({n.batch, n.queries, count, n.heads, t.size(3)});
+  };
+  // batch x queries x keys x heads
+  at::Tensor scores = (q.unsqueeze(2) * around(k)).sum(-1) * scale;
   scores = scores + at::tensor(bias, at::kDouble).to(q.options()).view({1, n.queries, count, 1});
   return (scores.softmax(2).unsqueeze(-1) * around(v)).sum(2);
 }
 
-at::Tensor flattened(const at::Tensor& t, std::int64_t positions) { return t.reshape({t.size(0), positions, t.size(-2), t.size(-1)}); }
+at::Tensor flattened(const at::Tensor& t, std::int64_t positions) {
+  return t.reshape({t.size(0), positions, t.size(-2), t.size(-1)});
+}
 
 }  // namespace
 
 void refuse_second_derivative() {
   if (at::GradMode::is_enabled())
-    throw NotAvailable("neighborhood_attention is differentiable once: its gradient was asked for with a graph of its own (create_graph)");
+    throw NotAvailable(
+        "neighborhood_attention is differentiable once: its gradient was asked for with a graph of "
+        "its own (create_graph)");
 }
 
 namespace {
@@ -225,7 +250,8 @@ struct Prepared {
 };
 
 // Batch x positions x heads x channels, contiguous; half types as float.
-Prepared prepared(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LocalNeighborhood& where) {
+Prepared prepared(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                  const LocalNeighborhood& where) {
   const auto one = [&](const at::Tensor& t, const Box& box) {
     const at::Tensor flat = flattened(t, volume(box));
     return (at::isReducedFloatingType(t.scalar_type()) ? flat.to(at::kFloat) : flat).contiguous();
@@ -241,40 +267,49 @@ std::vector<std::int64_t> shape_of_value(const at::Tensor& q, const at::Tensor& 
 
 at::Tensor composed_of(const Prepared& p, const Rows& rows, double scale) {
   if (!rows.empty()) return composed(p.q, p.k, p.v, rows, scale);
-  return (p.q.sum() + p.k.sum() + p.v.sum()) * 0 + at::empty({p.q.size(0), 0, p.q.size(2), p.v.size(3)}, p.q.options());
+  return (p.q.sum() + p.k.sum() + p.v.sum()) * 0 +
+         at::empty({p.q.size(0), 0, p.q.size(2), p.v.size(3)}, p.q.options());
 }
 
 }  // namespace
 
-at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LocalNeighborhood& where) {
+at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                  const LocalNeighborhood& where) {
   auto rows = key_rows(where);
   const Prepared p = prepared(q, k, v, where);
   const at::Tensor out =
-      q.is_cpu() ? Attend::apply(p.q, p.k, p.v, c10::make_intrusive<Carried>(std::move(rows), where.scale)) : composed_of(p, rows, where.scale);
+      q.is_cpu()
+          ? Attend::apply(p.q, p.k, p.v, c10::make_intrusive<Carried>(std::move(rows), where.scale))
+          : composed_of(p, rows, where.scale);
   return out.to(q.scalar_type()).view(shape_of_value(q, v));
 }
 
 Attention::Attention(LocalNeighborhood where) : where_(std::move(where)), rows_(key_rows(where_)) {}
 
-Attention::Result Attention::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
+Attention::Result Attention::forward(const at::Tensor& q, const at::Tensor& k,
+                                     const at::Tensor& v) const {
   const Prepared p = prepared(q, k, v, where_);
-  Result result = q.is_cpu() ? attend_forward(p.q, p.k, p.v, rows_, where_.scale) : Result{composed_of(p, rows_, where_.scale), {}};
+  Result result = q.is_cpu() ? attend_forward(p.q, p.k, p.v, rows_, where_.scale)
+                             : Result{composed_of(p, rows_, where_.scale), {}};
   result.value = result.value.to(q.scalar_type()).view(shape_of_value(q, v));
   return result;
 }
 
-std::array<at::Tensor, 3> Attention::backward(const at::Tensor& gradient, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+std::array<at::Tensor, 3> Attention::backward(const at::Tensor& gradient, const at::Tensor& q,
+                                              const at::Tensor& k, const at::Tensor& v,
                                               const Result& result) const {
   Prepared p = prepared(q, k, v, where_);
   const at::Tensor g = flattened(gradient, volume(where_.queries)).to(p.q.scalar_type());
   std::array<at::Tensor, 3> all;
   if (q.is_cpu()) {
-    const at::Tensor value = flattened(result.value, volume(where_.queries)).to(p.q.scalar_type()).contiguous();
+    const at::Tensor value =
+        flattened(result.value, volume(where_.queries)).to(p.q.scalar_type()).contiguous();
     all = attend_backward(g, p.q, p.k, p.v, {value, result.logs}, rows_, where_.scale);
   } else {
     const at::AutoGradMode enabled(true);
     for (at::Tensor* t : {&p.q, &p.k, &p.v}) *t = t->detach().requires_grad_(true);
-    const auto gradients = torch::autograd::grad({composed_of(p, rows_, where_.scale)}, {p.q, p.k, p.v}, {g});
+    const auto gradients =
+        torch::autograd::grad({composed_of(p, rows_, where_.scale)}, {p.q, p.k, p.v}, {g});
     all = {gradients[0], gradients[1], gradients[2]};
   }
   all[0] = all[0].to(q.scalar_type()).view(q.sizes());

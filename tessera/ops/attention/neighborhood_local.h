@@ -13,8 +13,11 @@ namespace tessera::detail {
 
 struct LocalNeighborhood {
   std::vector<Neighborhood> dims;
-  std::vector<std::int64_t> extents;  ///< Of the whole field, a number a spatial dim.
-  Box queries, keys;                  ///< What `q`, and `k` and `v`, hold of it; a spatial dim each. Every key that a query sees is held.
+  /// Of the whole field, a number a spatial dim.
+  std::vector<std::int64_t> extents;
+  /// What `q`, and `k` and `v`, hold of it; a spatial dim each. Every key that a query sees is
+  /// held.
+  Box queries, keys;
   double scale = 1;
 };
 
@@ -22,7 +25,8 @@ struct LocalNeighborhood {
 Interval seen_keys(const Neighborhood& dim, Interval queries, std::int64_t extent);
 
 /// Differentiable once. Plain tensors.
-at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LocalNeighborhood& where);
+at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                  const LocalNeighborhood& where);
 
 /// In backward: throws NotAvailable where a graph of it is asked for.
 void refuse_second_derivative();
@@ -34,11 +38,14 @@ class Attention {
   const LocalNeighborhood& where() const { return where_; }
 
   struct Result {
-    at::Tensor value, logs;  ///< logs: of each query's sum of exponentials, which backward needs; undefined where it does not.
+    /// logs: of each query's sum of exponentials, which backward needs; undefined where it does
+    /// not.
+    at::Tensor value, logs;
   };
   Result forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
   /// Gradients of q, k and v.
-  std::array<at::Tensor, 3> backward(const at::Tensor& gradient, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+  std::array<at::Tensor, 3> backward(const at::Tensor& gradient, const at::Tensor& q,
+                                     const at::Tensor& k, const at::Tensor& v,
                                      const Result& result) const;
 
  private:

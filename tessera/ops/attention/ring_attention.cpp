@@ -1,8 +1,10 @@
-// Attention over a sequence that is spread over ranks. Keys and values go round a ring, one part at a time, while each rank keeps its queries: with n
-// ranks after n - 1 messages every query has met every key, and nobody ever holds the whole sequence. Parts may have any sizes. The softmax is taken
-// part by part with a running maximum and sum, after M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax" (2018); the ring is that
-// of H. Liu, M. Zaharia, P. Abbeel, "Ring Attention with Blockwise Transformers" (2023). In backward the gradients of keys and values travel with
-// them.
+// Attention over a sequence that is spread over ranks. Keys and values go round a ring, one part at
+// a time, while each rank keeps its queries: with n ranks after n - 1 messages every query has met
+// every key, and nobody ever holds the whole sequence. Parts may have any sizes. The softmax is
+// taken part by part with a running maximum and sum, after M. Milakov, N. Gimelshein, "Online
+// normalizer calculation for softmax" (2018); the ring is that of H. Liu, M. Zaharia, P. Abbeel,
+// "Ring Attention with Blockwise Transformers" (2023). In backward the gradients of keys and values
+// travel with them.
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/arange.h>
@@ -53,12 +55,15 @@ struct Ring : torch::CustomClassHolder {
   int sequence() const { return dims() - 2; }
 };
 
-ShardSpec placed(const std::shared_ptr<MeshContext>& context, const Shape& shape, const std::vector<Placement>& placements,
+ShardSpec placed(const std::shared_ptr<MeshContext>& context, const Shape& shape,
+                 const std::vector<Placement>& placements,
                  const std::vector<const DimSharding*>& parts) {
   return make_spec(context, shape, placements, parts);
 }
 
-at::Tensor repeated(const at::Tensor& t, std::int64_t times) { return times == 1 ? t : t.repeat_interleave(times, t.dim() - 3); }
+at::Tensor repeated(const at::Tensor& t, std::int64_t times) {
+  return times == 1 ? t : t.repeat_interleave(times, t.dim() - 3);
+}
 
 // The adjoint of repeated().
 at::Tensor summed(const at::Tensor& t, std::int64_t times) {
@@ -89,10 +94,13 @@ struct Round {
         type(t) {}
 
   int owner(int step) const { return (me + step) % ranks; }
-  Interval columns(int rank) const { return parts ? parts->interval(rank) : Interval{0, ring.key.shape()[ring.sequence()]}; }
+  Interval columns(int rank) const {
+    return parts ? parts->interval(rank) : Interval{0, ring.key.shape()[ring.sequence()]};
+  }
 
   // Hands `mine` on, and takes what the next rank has, of `columns` rows.
-  Request pass(const std::vector<at::Tensor>& mine, std::vector<at::Tensor>& next, std::int64_t rows) const {
+  Request pass(const std::vector<at::Tensor>& mine, std::vector<at::Tensor>& next,
+               std::int64_t rows) const {
     std::vector<Message> messages;
     next.clear();
     for (const at::Tensor& t : mine) {
@@ -110,14 +118,18 @@ struct Round {
   }
 
   // Scores of this rank's (scaled) queries with a part of the keys.
-  at::Tensor scores(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask, const Interval& keys) const {
+  at::Tensor scores(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
+                    const Interval& keys) const {
     at::Tensor s = at::matmul(q, repeated(k.to(type), ring.repeat).transpose(-2, -1));
     if (mask.defined()) {
       const at::Tensor part = mask.size(-1) == 1 ? mask : mask.narrow(-1, keys.begin, keys.size());
-      s = part.scalar_type() == at::kBool ? s.masked_fill(part.logical_not(), -kInfinity) : s + part.to(type);
+      s = part.scalar_type() == at::kBool ? s.masked_fill(part.logical_not(), -kInfinity)
+                                          : s + part.to(type);
     }
     if (ring.causal && keys.end - 1 > row_begin) {
-      const at::Tensor row = at::arange(row_begin, row_begin + q.size(-2), s.options().dtype(at::kLong)).unsqueeze(-1),
+      const at::Tensor row = at::arange(row_begin, row_begin + q.size(-2),
+                                        s.options().dtype(at::kLong))
+                                 .unsqueeze(-1),
                        column = at::arange(keys.begin, keys.end, s.options().dtype(at::kLong));
       s = s.masked_fill(column.gt(row), -kInfinity);
     }
@@ -128,34 +140,40 @@ struct Round {
 // Second derivatives would need a ring of their own.
 struct NoSecondDerivative : torch::autograd::Function<NoSecondDerivative> {
   // The others: what the gradient was computed from, each of which may be asked for.
-  static at::Tensor forward(AutogradContext*, const at::Tensor& t, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+  static at::Tensor forward(AutogradContext*, const at::Tensor& t, const at::Tensor&,
+                            const at::Tensor&, const at::Tensor&, const at::Tensor&,
                             const std::optional<at::Tensor>&) {
     const ShardMeta& meta = *meta_of(t);
     return wrap(meta.local, meta.layout);
   }
   static variable_list backward(AutogradContext*, const variable_list&) {
     throw ShardingError(
-        "scaled_dot_product_attention over a sharded sequence has no second derivative. Redistribute query, key and value so that the sequence is "
+        "scaled_dot_product_attention over a sharded sequence has no second derivative. "
+        "Redistribute query, key and value so that the sequence is "
         "whole.");
   }
 };
 
 struct RingAttention : torch::autograd::Function<RingAttention> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                            const std::optional<at::Tensor>& given_mask, const c10::intrusive_ptr<Ring>& ring) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& query, const at::Tensor& key,
+                            const at::Tensor& value, const std::optional<at::Tensor>& given_mask,
+                            const c10::intrusive_ptr<Ring>& ring) {
     const at::Tensor mask = given_mask.value_or(at::Tensor());
     const LocalCallGuard guard;
-    const at::Tensor q = meta_of(query)->local, bias = mask.defined() ? meta_of(mask)->local : at::Tensor();
+    const at::Tensor q = meta_of(query)->local,
+                     bias = mask.defined() ? meta_of(mask)->local : at::Tensor();
     const Round round(*ring, at::toOpMathType(q.scalar_type()));
     const at::Tensor scaled = q.to(round.type).mul(ring->scale);
     std::vector<at::Tensor> held = {meta_of(key)->local, meta_of(value)->local}, next;
     Shape rows = q.sizes().vec(), result = rows;
     rows.back() = 1;
     result.back() = ring->value.shape().back();
-    at::Tensor top = at::full(rows, -kInfinity, scaled.options()), sum = at::zeros(rows, scaled.options()), out = at::zeros(result, scaled.options());
+    at::Tensor top = at::full(rows, -kInfinity, scaled.options()),
+               sum = at::zeros(rows, scaled.options()), out = at::zeros(result, scaled.options());
     for (int step = 0; step < round.ranks; ++step) {
       Request passing;
-      if (step + 1 < round.ranks) passing = round.pass(held, next, round.columns(round.owner(step + 1)).size());
+      if (step + 1 < round.ranks)
+        passing = round.pass(held, next, round.columns(round.owner(step + 1)).size());
       const Interval keys = round.columns(round.owner(step));
       if (!round.nothing(keys, q.size(-2))) {
         const at::Tensor s = round.scores(scaled, held[0], bias, keys);
@@ -173,7 +191,8 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     const at::Tensor none = sum.eq(0), divisor = at::where(none, at::ones_like(sum), sum);
     out = (out / divisor).to(q.scalar_type());
     const at::Tensor level = at::where(none, at::full_like(sum, kInfinity), top + divisor.log());
-    const at::Tensor wrapped = wrap_fresh(out, make_layout(ring->out, out.scalar_type(), out.device()));
+    const at::Tensor wrapped =
+        wrap_fresh(out, make_layout(ring->out, out.scalar_type(), out.device()));
     ctx->saved_data["ring"] = c10::IValue::make_capsule(ring);
     ctx->saved_data["mask"] = mask.defined();
     ctx->saved_data["mask gradient"] = mask.defined() && mask.requires_grad();
@@ -190,14 +209,19 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     {
       const at::NoGradGuard no_grad;
       const LocalCallGuard guard;
-      const at::Tensor q = meta_of(saved[0])->local, k = meta_of(saved[1])->local, v = meta_of(saved[2])->local,
-                       bias = saved[3].defined() ? meta_of(saved[3])->local : at::Tensor(), level = saved[5];
+      const at::Tensor q = meta_of(saved[0])->local, k = meta_of(saved[1])->local,
+                       v = meta_of(saved[2])->local,
+                       bias = saved[3].defined() ? meta_of(saved[3])->local : at::Tensor(),
+                       level = saved[5];
       const Round round(*ring, at::toOpMathType(q.scalar_type()));
       const auto type = round.type;
-      const at::Tensor scaled = q.to(type).mul(ring->scale), g = meta_of(placed)->local.to(type), o = meta_of(saved[4])->local.to(type);
+      const at::Tensor scaled = q.to(type).mul(ring->scale), g = meta_of(placed)->local.to(type),
+                       o = meta_of(saved[4])->local.to(type);
       const at::Tensor mean = (g * o).sum({-1}, true);
       std::vector<at::Tensor> held = {k, v}, next,
-                              sums = {at::zeros(k.sizes(), k.options().dtype(type)), at::zeros(v.sizes(), v.options().dtype(type))}, arriving;
+                              sums = {at::zeros(k.sizes(), k.options().dtype(type)),
+                                      at::zeros(v.sizes(), v.options().dtype(type))},
+                              arriving;
       at::Tensor dq = at::zeros(q.sizes(), scaled.options()), db;
       const bool wants_mask = ctx->saved_data["mask gradient"].toBool();
       if (wants_mask) db = at::zeros(bias.sizes(), scaled.options());
@@ -209,7 +233,9 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
         if (!round.nothing(keys, q.size(-2))) {
           const at::Tensor p = (round.scores(scaled, held[0], bias, keys) - level).exp();
           sums[1] += summed(at::matmul(p.transpose(-2, -1), g), ring->repeat);
-          const at::Tensor ds = p * (at::matmul(g, repeated(held[1].to(type), ring->repeat).transpose(-2, -1)) - mean);
+          const at::Tensor ds =
+              p *
+              (at::matmul(g, repeated(held[1].to(type), ring->repeat).transpose(-2, -1)) - mean);
           dq += at::matmul(ds, repeated(held[0].to(type), ring->repeat)) * ring->scale;
           sums[0] += summed(at::matmul(ds.transpose(-2, -1), scaled), ring->repeat);
           if (wants_mask) {
@@ -219,7 +245,8 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
         }
         passing.wait();
         if (step + 1 < round.ranks) held.swap(next);
-        // What was added to belongs to the rank before the one that computes with it next; after the last step it is home.
+        // What was added to belongs to the rank before the one that computes with it next; after
+        // the last step it is home.
         if (round.ranks > 1) {
           round.pass(sums, arriving, following).wait();
           sums.swap(arriving);
@@ -235,9 +262,11 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
       if (wants_mask) result[3] = give(db, ring->mask_gradient, bias.scalar_type());
     }
     if (!at::GradMode::is_enabled()) return result;
-    const std::optional<at::Tensor> mask = saved[3].defined() ? std::optional<at::Tensor>(saved[3]) : std::nullopt;
+    const std::optional<at::Tensor> mask =
+        saved[3].defined() ? std::optional<at::Tensor>(saved[3]) : std::nullopt;
     for (at::Tensor& t : result) {
-      if (t.defined()) t = NoSecondDerivative::apply(t, gradients[0], saved[0], saved[1], saved[2], mask);
+      if (t.defined())
+        t = NoSecondDerivative::apply(t, gradients[0], saved[0], saved[1], saved[2], mask);
     }
     return result;
   }
@@ -253,12 +282,13 @@ bool shards_sequence(const at::Tensor& t) {
 }
 
 // The ring's layout; nullptr where the case is one for libtorch's own composite.
-c10::intrusive_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const ShardSpec& v, const ShardSpec& mask, bool causal, double scale,
-                                   bool grouped) {
+c10::intrusive_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const ShardSpec& v,
+                                   const ShardSpec& mask, bool causal, double scale, bool grouped) {
   const int n = q.dims(), sequence = n - 2;
   if (k.dims() != n || v.dims() != n) return {};
   for (int d = 0; d < n - 2; ++d) {
-    const bool heads = grouped && d == n - 3 && k.shape()[d] > 0 && q.shape()[d] % k.shape()[d] == 0;
+    const bool heads =
+        grouped && d == n - 3 && k.shape()[d] > 0 && q.shape()[d] % k.shape()[d] == 0;
     if (k.shape()[d] != v.shape()[d] || (k.shape()[d] != q.shape()[d] && !heads)) return {};
   }
   if (k.shape()[sequence] != v.shape()[sequence] || q.shape()[n - 1] != k.shape()[n - 1]) return {};
@@ -288,7 +318,8 @@ c10::intrusive_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const
   }
   const auto& context = ring->context;
   std::vector<const DimSharding*> query_parts(n), key_parts(n);
-  const auto first_that_fits = [&](int d, const std::vector<const ShardSpec*>& all, const std::vector<Placement>& placements) {
+  const auto first_that_fits = [&](int d, const std::vector<const ShardSpec*>& all,
+                                   const std::vector<Placement>& placements) {
     std::vector<int> wanted;
     for (int a = 0; a < axes; ++a) {
       if (placements[a].is_shard(d)) wanted.push_back(a);
@@ -299,7 +330,10 @@ c10::intrusive_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const
     return static_cast<const DimSharding*>(nullptr);
   };
   for (int d = 0; d < n; ++d) {
-    query_parts[d] = first_that_fits(d, d < sequence ? std::vector<const ShardSpec*>{&q, &k, &v} : std::vector<const ShardSpec*>{&q}, of_query);
+    query_parts[d] = first_that_fits(d,
+                                     d < sequence ? std::vector<const ShardSpec*>{&q, &k, &v}
+                                                  : std::vector<const ShardSpec*>{&q},
+                                     of_query);
     key_parts[d] = d < sequence ? query_parts[d] : first_that_fits(d, {&k, &v}, of_key);
   }
   ring->query = placed(context, q.shape(), of_query, query_parts);
@@ -318,7 +352,8 @@ c10::intrusive_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const
   ring->value_gradient = ring->value.with_placements(key_gradient);
   if (mask) {
     const int m = mask.dims();
-    if (m > n || m < 2 || (mask.shape()[m - 1] != 1 && mask.shape()[m - 1] != k.shape()[sequence])) return {};
+    if (m > n || m < 2 || (mask.shape()[m - 1] != 1 && mask.shape()[m - 1] != k.shape()[sequence]))
+      return {};
     std::vector<Placement> of_mask(axes), of_gradient(axes);
     std::vector<const DimSharding*> mask_parts(m);
     for (int a = 0; a < axes; ++a) {
@@ -340,33 +375,44 @@ c10::intrusive_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const
   return ring;
 }
 
-at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& attn_mask,
-                     double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                     const std::optional<at::Tensor>& attn_mask, double dropout_p, bool is_causal,
+                     std::optional<double> scale, bool enable_gqa) {
   const bool has_mask = attn_mask.has_value() && attn_mask->defined();
-  const auto plain = [&] { return at::native::scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa); };
+  const auto plain = [&] {
+    return at::native::scaled_dot_product_attention(query, key, value, attn_mask, dropout_p,
+                                                    is_causal, scale, enable_gqa);
+  };
   const bool spread = shards_sequence(query) || shards_sequence(key) || shards_sequence(value);
-  if (!spread || dropout_p > 0 || (has_mask && is_causal) || !at::isFloatingType(query.scalar_type())) return plain();
+  if (!spread || dropout_p > 0 || (has_mask && is_causal) ||
+      !at::isFloatingType(query.scalar_type()))
+    return plain();
   std::shared_ptr<MeshContext> context;
   for (const at::Tensor* t : {&query, &key, &value}) {
     if (const ShardMeta* meta = meta_of(*t)) context = context_of(meta->spec());
   }
   const auto sharded = [&](const at::Tensor& t) { return meta_of(t) ? t : promote(t, context); };
-  const at::Tensor q = sharded(query), k = sharded(key), v = sharded(value), mask = has_mask ? sharded(*attn_mask) : at::Tensor();
+  const at::Tensor q = sharded(query), k = sharded(key), v = sharded(value),
+                   mask = has_mask ? sharded(*attn_mask) : at::Tensor();
   const double by = scale ? *scale : 1.0 / std::sqrt(static_cast<double>(q.size(-1)));
-  const auto ring = plan_ring(spec(q), spec(k), spec(v), has_mask ? spec(mask) : ShardSpec(), is_causal, by, enable_gqa);
+  const auto ring = plan_ring(spec(q), spec(k), spec(v), has_mask ? spec(mask) : ShardSpec(),
+                              is_causal, by, enable_gqa);
   if (!ring) return plain();
   std::vector<ImplicitMove> moves = {{"query", spec(q), ring->query, q.element_size()},
                                      {"key", spec(k), ring->key, k.element_size()},
                                      {"value", spec(v), ring->value, v.element_size()}};
   if (has_mask) moves.push_back({"attn_mask", spec(mask), ring->mask, mask.element_size()});
   check_implicit_moves("aten::scaled_dot_product_attention", moves, *context);
-  return RingAttention::apply(redistribute(q, ring->query), redistribute(k, ring->key), redistribute(v, ring->value),
-                              has_mask ? std::optional<at::Tensor>(redistribute(mask, ring->mask)) : std::nullopt, ring);
+  return RingAttention::apply(
+      redistribute(q, ring->query), redistribute(k, ring->key), redistribute(v, ring->value),
+      has_mask ? std::optional<at::Tensor>(redistribute(mask, ring->mask)) : std::nullopt, ring);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { m.impl("scaled_dot_product_attention", attention); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  m.impl("scaled_dot_product_attention", attention);
+}
 TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { m.impl("scaled_dot_product_attention", attention); }
 
 }  // namespace tessera::detail

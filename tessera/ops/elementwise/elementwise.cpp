@@ -1,4 +1,5 @@
-// Pointwise operators, with broadcasting: every dim may be sharded. Partial values pass through what is linear.
+// Pointwise operators, with broadcasting: every dim may be sharded. Partial values pass through
+// what is linear.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorIterator.h>
@@ -15,7 +16,8 @@ namespace tessera::detail {
 
 namespace {
 
-// Labels count the result's dims; an input's dims are aligned at the end, and those of size 1 that are stretched have none.
+// Labels count the result's dims; an input's dims are aligned at the end, and those of size 1 that
+// are stretched have none.
 LabelProblem broadcast(const OpCall& call) {
   LabelProblem p(call);
   std::vector<std::int64_t> shape;
@@ -57,8 +59,10 @@ Plan pointwise(const OpCall& call) {
   // Without a meta kernel: as the loop over the elements would make them.
   at::TensorIteratorConfig loop;
   loop.set_check_mem_overlap(false).check_all_same_dtype(false).check_all_same_device(false);
-  loop.declare_static_dtype_and_device(call.tensor(0).dtype, c10::kMeta).add_owned_output(at::Tensor());
-  for (const TensorInfo& t : call.tensors()) loop.add_owned_const_input(at::detail::empty_strided_meta(t.spec.shape(), t.strides, t.dtype));
+  loop.declare_static_dtype_and_device(call.tensor(0).dtype, c10::kMeta)
+      .add_owned_output(at::Tensor());
+  for (const TensorInfo& t : call.tensors())
+    loop.add_owned_const_input(at::detail::empty_strided_meta(t.spec.shape(), t.strides, t.dtype));
   const std::vector<std::int64_t> strides = loop.build().output().strides().vec();
   for (Plan::Output& out : plan.outputs) {
     if (out.spec) out.strides = strides;
@@ -75,7 +79,8 @@ Plan log_sigmoid(const OpCall& call) {
   return plan;
 }
 
-// All of its tensor arguments are sharded tensors, none a wrapped number: then a sum of terms can be split over ranks.
+// All of its tensor arguments are sharded tensors, none a wrapped number: then a sum of terms can
+// be split over ranks.
 bool tensors_only(const OpCall& call) {
   std::size_t given = 0;
   for (const c10::IValue& v : call.arguments()) given += v.isTensor() && v.toTensor().defined();
@@ -108,19 +113,22 @@ Plan linear_in_first(const OpCall& call) {
 Plan copy(const OpCall& call) {
   LabelProblem p = broadcast(call);
   const auto* out = call.outputs();
-  const bool floating = at::isFloatingType(call.tensor(0).dtype) && (!out || out->empty() || at::isFloatingType((*out)[0].dtype));
+  const bool floating = at::isFloatingType(call.tensor(0).dtype) &&
+                        (!out || out->empty() || at::isFloatingType((*out)[0].dtype));
   if (floating) p.linear = LabelProblem::Linear::together;
   return solve(p);
 }
 
-// Any placement of the target is good for a value that is the same everywhere; zero is zero in every term of a sum.
+// Any placement of the target is good for a value that is the same everywhere; zero is zero in
+// every term of a sum.
 Plan fill(const OpCall& call) {
   Plan plan;
   plan.outputs = {{call.tensor(0).spec}};
   if (call.tensor(0).spec.has_partial()) return pointwise(call);
   if (const TensorInfo* value = call.find("value")) {
     plan.inputs.resize(call.tensors().size());
-    plan.inputs[call.index_of(*value)] = value->spec.with_placements(std::vector<Placement>(value->spec.placements().size()));
+    plan.inputs[call.index_of(*value)] =
+        value->spec.with_placements(std::vector<Placement>(value->spec.placements().size()));
   }
   return plan;
 }
@@ -131,7 +139,8 @@ Plan zero(const OpCall& call) {
   return plan;
 }
 
-// A list of tensors, each with its own placements: element j of every list is laid out like element j of the first.
+// A list of tensors, each with its own placements: element j of every list is laid out like element
+// j of the first.
 Plan foreach (const OpCall& call) {
   Plan plan;
   std::vector<const TensorInfo*> first;
@@ -139,9 +148,11 @@ Plan foreach (const OpCall& call) {
     if (t.argument == 0) first.push_back(&t);
   }
   for (const TensorInfo& t : call.tensors()) {
-    const bool alike = t.element >= 0 && t.element < static_cast<int>(first.size()) && t.spec.shape() == first[t.element]->spec.shape();
+    const bool alike = t.element >= 0 && t.element < static_cast<int>(first.size()) &&
+                       t.spec.shape() == first[t.element]->spec.shape();
     if (!alike) {
-      plan.inputs.push_back(t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
+      plan.inputs.push_back(
+          t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
     } else {
       plan.inputs.push_back(without_partial(first[t.element]->spec));
     }
@@ -152,12 +163,14 @@ Plan foreach (const OpCall& call) {
 
 const bool registered = [] {
   set_pointwise_rule(pointwise);
-  for (const char* op : {"aten::add.Tensor", "aten::sub.Tensor", "aten::neg", "aten::positive", "aten::rsub.Tensor"})
+  for (const char* op :
+       {"aten::add.Tensor", "aten::sub.Tensor", "aten::neg", "aten::positive", "aten::rsub.Tensor"})
     register_rule(op, linear_together);
   for (const char* op : {"aten::mul.Tensor", "aten::mul.Scalar"}) register_rule(op, linear_in_each);
-  for (const char* op : {"aten::div.Tensor", "aten::div.Scalar"}) register_rule(op, linear_in_first);
-  for (const char* op :
-       {"aten::clone", "aten::_to_copy", "aten::copy_", "aten::copy", "aten::lift_fresh", "aten::lift_fresh_copy", "aten::contiguous"})
+  for (const char* op : {"aten::div.Tensor", "aten::div.Scalar"})
+    register_rule(op, linear_in_first);
+  for (const char* op : {"aten::clone", "aten::_to_copy", "aten::copy_", "aten::copy",
+                         "aten::lift_fresh", "aten::lift_fresh_copy", "aten::contiguous"})
     register_rule(op, copy);
   for (const char* op : {"aten::fill", "aten::fill_"}) register_rule(op, fill);
   for (const char* op : {"aten::zero", "aten::zero_"}) register_rule(op, zero);
@@ -194,8 +207,10 @@ const bool registered = [] {
                          "aten::floor_divide"}) {
     register_rule(op, pointwise);
   }
-  for (const char* op : {"add", "sub",     "mul",     "div",       "addcmul",   "addcdiv",    "lerp",  "sqrt", "neg",  "abs",  "exp",     "log",
-                         "pow", "maximum", "minimum", "clamp_max", "clamp_min", "reciprocal", "rsqrt", "sign", "zero", "copy", "sigmoid", "tanh"}) {
+  for (const char* op :
+       {"add",       "sub",        "mul",   "div",  "addcmul", "addcdiv", "lerp",    "sqrt",
+        "neg",       "abs",        "exp",   "log",  "pow",     "maximum", "minimum", "clamp_max",
+        "clamp_min", "reciprocal", "rsqrt", "sign", "zero",    "copy",    "sigmoid", "tanh"}) {
     register_rule(std::string("aten::_foreach_") + op, foreach);
     register_rule(std::string("aten::_foreach_") + op + "_", foreach);
   }

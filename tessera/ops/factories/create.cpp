@@ -21,21 +21,28 @@ Plan like(const OpCall& call) {
 Plan sized(const OpCall& call) {
   const ShardSpec& in = call.tensor(0).spec;
   const Shape size = call.integers("size");
-  const ShardSpec out = size == in.shape() ? without_partial(in) : mapped_spec(in, size, std::vector<int>(size.size(), -1), false);
+  const ShardSpec out = size == in.shape()
+                            ? without_partial(in)
+                            : mapped_spec(in, size, std::vector<int>(size.size(), -1), false);
   Plan plan;
   plan.outputs = {{out}};
-  plan.arguments = {{call.argument("size"), c10::IValue(c10::List<std::int64_t>(out.local_shape()))}};
+  plan.arguments = {
+      {call.argument("size"), c10::IValue(c10::List<std::int64_t>(out.local_shape()))}};
   if (call.argument("stride") >= 0) {
     plan.outputs[0].strides = call.integers("stride");
     plan.arguments.emplace_back(call.argument("stride"),
-                                c10::IValue(c10::List<std::int64_t>(strides_in_order(out.local_shape(), call.integers("stride")))));
+                                c10::IValue(c10::List<std::int64_t>(
+                                    strides_in_order(out.local_shape(), call.integers("stride")))));
   }
   return plan;
 }
 
 const bool registered = [] {
-  for (const char* op : {"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like"}) register_rule(op, like);
-  for (const char* op : {"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty_strided"})
+  for (const char* op :
+       {"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like"})
+    register_rule(op, like);
+  for (const char* op : {"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full",
+                         "aten::new_empty_strided"})
     register_rule(op, sized);
   return true;
 }();

@@ -1,6 +1,8 @@
-// Fourier transforms. A dim that is whole on every rank is transformed where it lies. One that is sharded first gets whole by an all-to-all, in which
-// another dim takes over the cut ("pencils"): so the data moves once a sharded dim, and no rank ever holds more than its share. The result stays as
-// the last all-to-all left it; the inverse transform, which goes the other way, brings it back.
+// Fourier transforms. A dim that is whole on every rank is transformed where it lies. One that is
+// sharded first gets whole by an all-to-all, in which another dim takes over the cut ("pencils"):
+// so the data moves once a sharded dim, and no rank ever holds more than its share. The result
+// stays as the last all-to-all left it; the inverse transform, which goes the other way, brings it
+// back.
 
 #include <ATen/ops/_fft_c2c.h>
 #include <ATen/ops/_fft_c2r.h>
@@ -53,7 +55,8 @@ class Stages {
         continue;
       }
       steps.push_back({Step::What::complex, ready, now_, now_});
-      std::erase_if(left_, [&](auto d) { return std::find(ready.begin(), ready.end(), d) != ready.end(); });
+      std::erase_if(
+          left_, [&](auto d) { return std::find(ready.begin(), ready.end(), d) != ready.end(); });
     }
   }
 
@@ -73,14 +76,16 @@ class Stages {
   std::vector<Step> steps;
 
  private:
-  // Another dim takes over the cut: one that is not to be transformed any more, if there is one, not sharded yet, and long.
+  // Another dim takes over the cut: one that is not to be transformed any more, if there is one,
+  // not sharded yet, and long.
   void make_whole(int dim) {
     int best = -1;
     double most = -1;
     for (int d = 0; d < now_.dims(); ++d) {
       if (d == dim) continue;
       const bool done = std::find(left_.begin(), left_.end(), d) == left_.end();
-      const double merit = (done ? 2e18 : 0) + (now_.is_sharded(d) ? 0 : 1e18) + static_cast<double>(now_.shape()[d]);
+      const double merit = (done ? 2e18 : 0) + (now_.is_sharded(d) ? 0 : 1e18) +
+                           static_cast<double>(now_.shape()[d]);
       if (merit > most) {
         most = merit;
         best = d;
@@ -104,10 +109,14 @@ Plan transform(const OpCall& call, Kind kind) {
   const int n = x.spec.dims();
   Shape dims;
   for (const auto d : call.integers("dim")) dims.push_back(normal_dim(d, n));
-  if (dims.empty()) throw ShardingError(concat(call.name(), " of ", x.spec, " over no dims has no rule"));
+  if (dims.empty())
+    throw ShardingError(concat(call.name(), " of ", x.spec, " over no dims has no rule"));
   const std::int64_t last = dims.back();
   const bool onesided = kind == Kind::r2c && call.boolean("onesided");
-  const std::int64_t before = x.spec.shape()[last], extent = kind == Kind::c2r ? call.integer("last_dim_size") : onesided ? before / 2 + 1 : before;
+  const std::int64_t before = x.spec.shape()[last], extent = kind == Kind::c2r
+                                                                 ? call.integer("last_dim_size")
+                                                             : onesided ? before / 2 + 1
+                                                                        : before;
   Stages stages(without_partial(x.spec), dims);
   bool forward = kind == Kind::r2c;
   if (kind == Kind::c2c) {
@@ -123,7 +132,8 @@ Plan transform(const OpCall& call, Kind kind) {
   Plan plan;
   plan.inputs = {without_partial(x.spec)};
   plan.outputs = {{stages.now()}};
-  plan.local = [steps = std::move(stages.steps), forward, onesided, extent, norm = call.integer("normalization"), name = call.name(),
+  plan.local = [steps = std::move(stages.steps), forward, onesided, extent,
+                norm = call.integer("normalization"), name = call.name(),
                 context = context_of(x.spec)](const c10::OperatorHandle&, torch::jit::Stack a) {
     at::Tensor t = a[0].toTensor();
     std::vector<ImplicitMove> moves;
@@ -136,7 +146,8 @@ Plan transform(const OpCall& call, Kind kind) {
         t = redistribute_local(t, s.from, s.to);
       } else if (s.to.local_numel() == 0) {
         // The kernels want at least one signal.
-        const auto dtype = s.what == Step::What::to_real ? c10::toRealValueType(t.scalar_type()) : c10::toComplexType(t.scalar_type());
+        const auto dtype = s.what == Step::What::to_real ? c10::toRealValueType(t.scalar_type())
+                                                         : c10::toComplexType(t.scalar_type());
         t = t.new_empty(s.to.local_shape(), dtype);
       } else if (s.what == Step::What::complex) {
         t = at::_fft_c2c(t, s.dims, norm, forward);

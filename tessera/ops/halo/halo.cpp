@@ -15,10 +15,12 @@ namespace tessera {
 
 namespace detail {
 
-// One message a peer, out of and into flat memory. The same memory serves the adjoint, in which what is received is sent back.
+// One message a peer, out of and into flat memory. The same memory serves the adjoint, in which
+// what is received is sent back.
 struct HaloBuffers {
-  at::Tensor sent, received;                            // flat, by peer
-  std::vector<at::Tensor> send_pieces, receive_pieces;  // views of them, one a piece of the plan, of the source box's shape
+  at::Tensor sent, received;  // flat, by peer
+  // views of them, one a piece of the plan, of the source box's shape
+  std::vector<at::Tensor> send_pieces, receive_pieces;
   std::vector<Message> messages, back;
 };
 
@@ -31,7 +33,8 @@ struct HaloState {
   bool travels = false;
   HaloMethod method = HaloMethod::point_to_point;
   Group group;
-  std::vector<int> group_rank;                     // of each mesh position that is in the group, else -1
+  // of each mesh position that is in the group, else -1
+  std::vector<int> group_rank;
   Sizes send_counts, receive_counts;               // elements, by rank of the group
   std::mutex mutex;                                // backward may run on another thread
   std::vector<std::unique_ptr<HaloBuffers>> idle;  // buffers that no request uses
@@ -40,7 +43,9 @@ struct HaloState {
     {
       const std::lock_guard lock(mutex);
       for (auto it = idle.begin(); it != idle.end(); ++it) {
-        if ((*it)->sent.scalar_type() != like.scalar_type() || (*it)->sent.device() != like.device()) continue;
+        if ((*it)->sent.scalar_type() != like.scalar_type() ||
+            (*it)->sent.device() != like.device())
+          continue;
         auto found = std::move(*it);
         idle.erase(it);
         return found;
@@ -55,10 +60,12 @@ struct HaloState {
 
  private:
   std::unique_ptr<HaloBuffers> make(const at::Tensor& like) const {
-    const c10::InferenceMode off(false);  // the buffers outlive this call and are written again outside of it
+    // the buffers outlive this call and are written again outside of it
+    const c10::InferenceMode off(false);
     auto buffers = std::make_unique<HaloBuffers>();
     const auto options = like.options().requires_grad(false).memory_format(std::nullopt);
-    const auto lay_out = [&](const std::vector<HaloPiece>& pieces, at::Tensor& flat, std::vector<at::Tensor>& views, Message::Kind kind) {
+    const auto lay_out = [&](const std::vector<HaloPiece>& pieces, at::Tensor& flat,
+                             std::vector<at::Tensor>& views, Message::Kind kind) {
       std::int64_t total = 0;
       for (const HaloPiece& piece : pieces) total += volume(piece.source);
       flat = at::empty({total}, options);
@@ -74,16 +81,19 @@ struct HaloState {
           at += n;
         }
         const at::Tensor all = flat.narrow(0, first, at - first);
-        const auto other = kind == Message::Kind::send ? Message::Kind::receive : Message::Kind::send;
+        const auto other =
+            kind == Message::Kind::send ? Message::Kind::receive : Message::Kind::send;
         buffers->messages.push_back({kind, all, group_rank[peer]});
         buffers->back.push_back({other, all, group_rank[peer]});
       }
     };
     lay_out(plan.sends, buffers->sent, buffers->send_pieces, Message::Kind::send);
     lay_out(plan.receives, buffers->received, buffers->receive_pieces, Message::Kind::receive);
-    // A message that finds its receiver ready needs no memory in between, and with Gloo one journey less.
+    // A message that finds its receiver ready needs no memory in between, and with Gloo one journey
+    // less.
     for (auto* all : {&buffers->messages, &buffers->back})
-      std::stable_partition(all->begin(), all->end(), [](const Message& m) { return m.kind == Message::Kind::receive; });
+      std::stable_partition(all->begin(), all->end(),
+                            [](const Message& m) { return m.kind == Message::Kind::receive; });
     return buffers;
   }
 };
@@ -107,13 +117,15 @@ at::Tensor view_of(const at::Tensor& t, const Box& of, const Box& box) {
   return t.as_strided(sizes, t.strides(), offset);
 }
 
-// The values that `piece` has at the target indices `box`, out of a tensor whose first element has the indices of `of`.
+// The values that `piece` has at the target indices `box`, out of a tensor whose first element has
+// the indices of `of`.
 at::Tensor values_at(const at::Tensor& t, const Box& of, const HaloPiece& piece, const Box& box) {
   Box source(box.size());
   std::vector<std::int64_t> flips;
   bool stretched = false;
   for (std::size_t d = 0; d < box.size(); ++d) {
-    const std::int64_t first = box[d].begin - piece.target[d].begin, last = box[d].end - piece.target[d].begin;
+    const std::int64_t first = box[d].begin - piece.target[d].begin,
+                       last = box[d].end - piece.target[d].begin;
     const Interval& s = piece.source[d];
     if (piece.step[d] > 0) {
       source[d] = {s.begin + first, s.begin + last};
@@ -140,8 +152,10 @@ at::Tensor folded(const at::Tensor& gradient, const Box& of, const HaloPiece& pi
   at::Tensor v = view_of(gradient, of, piece.target);
   std::vector<std::int64_t> flips, sums;
   for (std::size_t d = 0; d < piece.step.size(); ++d) {
-    if (piece.step[d] < 0 && v.size(static_cast<std::int64_t>(d)) > 1) flips.push_back(static_cast<std::int64_t>(d));
-    if (piece.step[d] == 0 && v.size(static_cast<std::int64_t>(d)) != 1) sums.push_back(static_cast<std::int64_t>(d));
+    if (piece.step[d] < 0 && v.size(static_cast<std::int64_t>(d)) > 1)
+      flips.push_back(static_cast<std::int64_t>(d));
+    if (piece.step[d] == 0 && v.size(static_cast<std::int64_t>(d)) != 1)
+      sums.push_back(static_cast<std::int64_t>(d));
   }
   if (!sums.empty()) v = v.sum(sums, true);
   return flips.empty() ? v : v.flip(flips);
@@ -156,8 +170,10 @@ std::vector<std::int64_t> shape_of(const Box& box) {
 Request launch(const HaloState& state, HaloBuffers& buffers, bool back) {
   if (!state.travels) return {};
   if (state.method == HaloMethod::all_to_all) {
-    return back ? state.group.start_all_to_all(buffers.sent, buffers.received, state.send_counts, state.receive_counts, {.name = "halo_sum"})
-                : state.group.start_all_to_all(buffers.received, buffers.sent, state.receive_counts, state.send_counts, {.name = "halo"});
+    return back ? state.group.start_all_to_all(buffers.sent, buffers.received, state.send_counts,
+                                               state.receive_counts, {.name = "halo_sum"})
+                : state.group.start_all_to_all(buffers.received, buffers.sent, state.receive_counts,
+                                               state.send_counts, {.name = "halo"});
   }
   const auto& messages = back ? buffers.back : buffers.messages;
   if (messages.empty()) return {};
@@ -165,7 +181,9 @@ Request launch(const HaloState& state, HaloBuffers& buffers, bool back) {
 }
 
 void check_shape(const at::Tensor& t, const std::vector<std::int64_t>& shape, const char* what) {
-  if (t.sizes() != at::IntArrayRef(shape)) throw InvalidArgument(concat(what, " has shape ", t.sizes(), " where ", list(shape), " is meant"));
+  if (t.sizes() != at::IntArrayRef(shape))
+    throw InvalidArgument(
+        concat(what, " has shape ", t.sizes(), " where ", list(shape), " is meant"));
 }
 
 bool contains(const Box& outer, const Box& inner) {
@@ -176,12 +194,14 @@ bool contains(const Box& outer, const Box& inner) {
 }
 
 // The axes along which some position needs what it does not own. Alike on all ranks.
-std::set<int> travelled_axes(const Sharding& sharding, const std::vector<Edge>& edges, const NeededBox& needed) {
+std::set<int> travelled_axes(const Sharding& sharding, const std::vector<Edge>& edges,
+                             const NeededBox& needed) {
   std::set<int> axes;
   for (int p = 0; p < sharding.positions(); ++p) {
     const Box box = needed(p);
     if (box.size() != sharding.shape().size())
-      throw InvalidArgument(concat("position ", p, " needs a box of ", box.size(), " dims of a field with ", sharding.shape().size()));
+      throw InvalidArgument(concat("position ", p, " needs a box of ", box.size(),
+                                   " dims of a field with ", sharding.shape().size()));
     if (volume(box) == 0) continue;
     const Box own = sharding.box(p);
     for (std::size_t d = 0; d < box.size(); ++d) {
@@ -197,10 +217,12 @@ std::set<int> travelled_axes(const Sharding& sharding, const std::vector<Edge>& 
 }
 
 // Whether every rank of the group has something for every other, in the group of every rank alike.
-bool everyone_needs_everyone(const Sharding& sharding, const std::vector<Edge>& edges, const NeededBox& needed, int group_size) {
+bool everyone_needs_everyone(const Sharding& sharding, const std::vector<Edge>& edges,
+                             const NeededBox& needed, int group_size) {
   for (int p = 0; p < sharding.positions(); ++p) {
     std::set<int> holders;
-    for (const HaloPiece& piece : halo_plan(sharding, edges, needed, p).receives) holders.insert(piece.rank);
+    for (const HaloPiece& piece : halo_plan(sharding, edges, needed, p).receives)
+      holders.insert(piece.rank);
     if (static_cast<int>(holders.size()) != group_size - 1) return false;
   }
   return true;
@@ -208,9 +230,12 @@ bool everyone_needs_everyone(const Sharding& sharding, const std::vector<Edge>& 
 
 }  // namespace
 
-Halo::Halo(const ShardSpec& field, std::vector<Edge> edges, NeededBox needed, HaloOptions options) : state_(std::make_shared<HaloState>()) {
-  if (field.has_partial()) throw InvalidArgument(concat("a halo of a partial field, ", field, ": redistribute it first"));
-  if (static_cast<int>(edges.size()) != field.dims()) throw InvalidArgument(concat(edges.size(), " edges for a field of ", field.dims(), " dims"));
+Halo::Halo(const ShardSpec& field, std::vector<Edge> edges, NeededBox needed, HaloOptions options)
+    : state_(std::make_shared<HaloState>()) {
+  if (field.has_partial())
+    throw InvalidArgument(concat("a halo of a partial field, ", field, ": redistribute it first"));
+  if (static_cast<int>(edges.size()) != field.dims())
+    throw InvalidArgument(concat(edges.size(), " edges for a field of ", field.dims(), " dims"));
   HaloState& s = *state_;
   s.field = field;
   s.context = detail::context_of(field);
@@ -232,17 +257,23 @@ Halo::Halo(const ShardSpec& field, std::vector<Edge> edges, NeededBox needed, Ha
   s.method = options.method;
   if (s.method == HaloMethod::automatic) {
     // Time of the plans of all positions is quadratic: only asked where there are few.
-    const bool dense = s.group.size() >= 4 && sharding.positions() <= 64 && everyone_needs_everyone(sharding, s.edges, needed, s.group.size());
+    const bool dense = s.group.size() >= 4 && sharding.positions() <= 64 &&
+                       everyone_needs_everyone(sharding, s.edges, needed, s.group.size());
     s.method = dense ? HaloMethod::all_to_all : HaloMethod::point_to_point;
   }
   s.send_counts.assign(s.group.size(), 0);
   s.receive_counts.assign(s.group.size(), 0);
-  // An all-to-all wants the peers in the group's order, which that of the positions is not where an axis of the group shards no dim that travels.
-  const auto by_group = [&](const HaloPiece& a, const HaloPiece& b) { return s.group_rank[a.rank] < s.group_rank[b.rank]; };
+  // An all-to-all wants the peers in the group's order, which that of the positions is not where an
+  // axis of the group shards no dim that travels.
+  const auto by_group = [&](const HaloPiece& a, const HaloPiece& b) {
+    return s.group_rank[a.rank] < s.group_rank[b.rank];
+  };
   std::stable_sort(s.plan.sends.begin(), s.plan.sends.end(), by_group);
   std::stable_sort(s.plan.receives.begin(), s.plan.receives.end(), by_group);
-  for (const HaloPiece& piece : s.plan.sends) s.send_counts[s.group_rank[piece.rank]] += volume(piece.source);
-  for (const HaloPiece& piece : s.plan.receives) s.receive_counts[s.group_rank[piece.rank]] += volume(piece.source);
+  for (const HaloPiece& piece : s.plan.sends)
+    s.send_counts[s.group_rank[piece.rank]] += volume(piece.source);
+  for (const HaloPiece& piece : s.plan.receives)
+    s.receive_counts[s.group_rank[piece.rank]] += volume(piece.source);
 }
 
 const ShardSpec& Halo::field() const { return state_->field; }
@@ -298,7 +329,8 @@ HaloRequest Halo::start(const at::Tensor& local) const {
   if (state_->travels) {
     flight.buffers = state_->take(local);
     for (std::size_t i = 0; i < state_->plan.sends.size(); ++i)
-      flight.buffers->send_pieces[i].copy_(view_of(local, state_->owned, state_->plan.sends[i].source));
+      flight.buffers->send_pieces[i].copy_(
+          view_of(local, state_->owned, state_->plan.sends[i].source));
     flight.request = launch(*state_, *flight.buffers, false);
   }
   return request;
@@ -330,7 +362,8 @@ at::Tensor HaloRequest::assemble(const Box& box) {
   const auto add = [&](const HaloPiece& piece, const at::Tensor& from, const Box& of) {
     Box at = intersect(piece.target, box);
     if (volume(at) == 0) return;
-    covered += volume(at) - volume(intersect(at, s.owned));  // a single element that is reflected stands for itself too
+    // a single element that is reflected stands for itself too
+    covered += volume(at) - volume(intersect(at, s.owned));
     parts.push_back({&piece, &from, &of, std::move(at)});
   };
   // What is owned comes from the local wherever it is asked for, needed or not.
@@ -344,10 +377,12 @@ at::Tensor HaloRequest::assemble(const Box& box) {
   for (const HaloPiece& piece : s.plan.copies) {
     if (piece.target != piece.source) add(piece, f.local, s.owned);
   }
-  for (std::size_t i = 0; i < s.plan.receives.size(); ++i) add(s.plan.receives[i], f.buffers->receive_pieces[i], s.plan.receives[i].source);
+  for (std::size_t i = 0; i < s.plan.receives.size(); ++i)
+    add(s.plan.receives[i], f.buffers->receive_pieces[i], s.plan.receives[i].source);
 
   const auto values = [&](const Part& part) {
-    return part.piece == &kOwn ? view_of(*part.from, *part.of, part.at) : values_at(*part.from, *part.of, *part.piece, part.at);
+    return part.piece == &kOwn ? view_of(*part.from, *part.of, part.at)
+                               : values_at(*part.from, *part.of, *part.piece, part.at);
   };
   if (parts.size() == 1 && covered == volume(box)) return values(parts[0]);
   at::Tensor result = at::empty(shape_of(box), f.local.options().memory_format(std::nullopt));
@@ -373,7 +408,9 @@ at::Tensor Halo::exchange(const at::Tensor& local) const {
   const at::Tensor all = request.assemble(needed());
   const LocalCallGuard guard;
   // Assembled from one piece alone it is a view of memory that is somebody else's.
-  return all.is_contiguous() && all.storage_offset() == 0 && all.storage().use_count() == 1 ? all : all.clone(at::MemoryFormat::Contiguous);
+  return all.is_contiguous() && all.storage_offset() == 0 && all.storage().use_count() == 1
+             ? all
+             : all.clone(at::MemoryFormat::Contiguous);
 }
 
 HaloSum Halo::start_sum(const at::Tensor& gradient) const {
@@ -394,24 +431,30 @@ HaloSum Halo::start_sum(const at::Tensor& gradient) const {
 }
 
 at::Tensor HaloSum::wait() {
-  if (!flight_) throw InvalidArgument("wait() of a halo sum that was never started, or was waited for");
+  if (!flight_)
+    throw InvalidArgument("wait() of a halo sum that was never started, or was waited for");
   const LocalCallGuard guard;
   Flight& f = *flight_;
   const HaloState& s = *f.state;
   const auto& copies = s.plan.copies;
   // One copy of everything that is owned is the usual beginning.
-  const auto whole = std::find_if(copies.begin(), copies.end(), [&](const HaloPiece& p) { return p.source == s.owned && p.target == s.owned; });
+  const auto whole = std::find_if(copies.begin(), copies.end(), [&](const HaloPiece& p) {
+    return p.source == s.owned && p.target == s.owned;
+  });
   at::Tensor result;
   if (whole != copies.end()) {
     result = view_of(f.gradient, s.plan.needed, s.owned).clone(at::MemoryFormat::Contiguous);
   } else {
-    result = at::empty(s.field.local_shape(), f.gradient.options().memory_format(std::nullopt)).zero_();
+    result =
+        at::empty(s.field.local_shape(), f.gradient.options().memory_format(std::nullopt)).zero_();
   }
   for (auto it = copies.begin(); it != copies.end(); ++it) {
-    if (it != whole) view_of(result, s.owned, it->source).add_(folded(f.gradient, s.plan.needed, *it));
+    if (it != whole)
+      view_of(result, s.owned, it->source).add_(folded(f.gradient, s.plan.needed, *it));
   }
   f.request.wait();
-  for (std::size_t i = 0; i < s.plan.sends.size(); ++i) view_of(result, s.owned, s.plan.sends[i].source).add_(f.buffers->send_pieces[i]);
+  for (std::size_t i = 0; i < s.plan.sends.size(); ++i)
+    view_of(result, s.owned, s.plan.sends[i].source).add_(f.buffers->send_pieces[i]);
   flight_.reset();
   return result;
 }

@@ -1,19 +1,24 @@
 #pragma once
-// Halos: each rank gets, beside its own part of a field, what it needs of the other ranks' parts; and the adjoint, which sums back.
+// Halos: each rank gets, beside its own part of a field, what it needs of the other ranks' parts;
+// and the adjoint, which sums back.
 //
 // For users:
-//   at::Tensor u = from_local(my_rows, mesh, {Shard(0)});                    // 7 x 5 over 3 ranks: rows {3, 0, 4}
-//   at::Tensor h = halo_exchange(u, {{0, {1, 1, Edge::zero}}});              // plain; rank 0: 5 x 5 (a row of zeros, 3 rows, a row of rank 2)
-//   at::Tensor d = h.slice(0, 2) - h.slice(0, 0, -2);                        // a stencil: 3 x 5 on rank 0, 0 x 5 on rank 1, 4 x 5 on rank 2
-//   at::Tensor du = from_local(d, spec(u));                                  // sharded again; all of it differentiable
+//   at::Tensor u = from_local(my_rows, mesh, {Shard(0)});  // 7 x 5 over 3 ranks: rows {3, 0, 4}
+//   // plain; rank 0: 5 x 5 (a row of zeros, 3 rows, a row of rank 2)
+//   at::Tensor h = halo_exchange(u, {{0, {1, 1, Edge::zero}}});
+//   // a stencil: 3 x 5 on rank 0, 0 x 5 on rank 1, 4 x 5 on rank 2
+//   at::Tensor d = h.slice(0, 2) - h.slice(0, 0, -2);
+//   at::Tensor du = from_local(d, spec(u));  // sharded again; all of it differentiable
 //
 // For rules and other operators, below autograd:
-//   Halo halo(x_spec, edges, [&](int position) { return Box{...}; });        // made once, kept with the plan: arithmetic alone
-//   HaloRequest request = halo.start(local);                                 // packed, one message a peer
+//   // made once, kept with the plan: arithmetic alone
+//   Halo halo(x_spec, edges, [&](int position) { return Box{...}; });
+//   HaloRequest request = halo.start(local);  // packed, one message a peer
 //   ...what needs no halo...
 //   request.wait();
-//   at::Tensor strip = request.assemble(box);                                // any part of the needed box; zeros where there is nothing
-//   at::Tensor gradient = halo.sum(gradient_of_needed);                      // the adjoint: <H x, y> = <x, H' y>
+//   // any part of the needed box; zeros where there is nothing
+//   at::Tensor strip = request.assemble(box);
+//   at::Tensor gradient = halo.sum(gradient_of_needed);  // the adjoint: <H x, y> = <x, H' y>
 
 #include <ATen/core/Tensor.h>
 
@@ -30,16 +35,18 @@
 
 namespace tessera {
 
-/// How boxes travel: a batch of sends and receives between those that have something for each other, or one all-to-all of the group. `automatic`
-/// takes the all-to-all where every rank of the group has something for every other and they are at least four, else point-to-point.
+/// How boxes travel: a batch of sends and receives between those that have something for each
+/// other, or one all-to-all of the group. `automatic` takes the all-to-all where every rank of the
+/// group has something for every other and they are at least four, else point-to-point.
 enum class HaloMethod : unsigned char { automatic, point_to_point, all_to_all };
 
 struct HaloOptions {
-  HaloMethod method = HaloMethod::automatic;  ///< The same on all ranks.
+  /// The same on all ranks.
+  HaloMethod method = HaloMethod::automatic;
 };
 
-/// The box of a field, in global and possibly outlying indices, that the rank at each mesh position (row-major) needs; without elements: nothing. The
-/// same function on all ranks.
+/// The box of a field, in global and possibly outlying indices, that the rank at each mesh position
+/// (row-major) needs; without elements: nothing. The same function on all ranks.
 using NeededBox = std::function<Box(int position)>;
 
 class HaloRequest;
@@ -49,31 +56,41 @@ struct HaloState;
 struct HaloBuffers;
 }  // namespace detail
 
-/// The exchange that gives each rank its needed box of a field, made ready: plan, group, buffers that are used again. A value; copies share one
-/// state. Calls on one Halo are made in the same order on all ranks of its group; several requests may be under way.
+/// The exchange that gives each rank its needed box of a field, made ready: plan, group, buffers
+/// that are used again. A value; copies share one state. Calls on one Halo are made in the same
+/// order on all ranks of its group; several requests may be under way.
 class Halo {
  public:
   Halo() = default;
-  /// `field` has no partial axis; `edges`: one a dim. Makes the group along the axes over which something travels (all ranks of the mesh call it).
-  /// Throws InvalidArgument where `field` is partial or numbers of dims differ. Time grows with the positions of the mesh, not with elements.
+  /// `field` has no partial axis; `edges`: one a dim. Makes the group along the axes over which
+  /// something travels (all ranks of the mesh call it). Throws InvalidArgument where `field` is
+  /// partial or numbers of dims differ. Time grows with the positions of the mesh, not with
+  /// elements.
   Halo(const ShardSpec& field, std::vector<Edge> edges, NeededBox needed, HaloOptions options = {});
 
   explicit operator bool() const { return state_ != nullptr; }
   const ShardSpec& field() const;
   const HaloPlan& plan() const;
-  const Box& owned() const;   ///< This rank's part of the field.
-  const Box& needed() const;  ///< What it needs.
-  /// Whether any rank of the mesh sends; the same on all ranks. Without, nothing below communicates.
+  /// This rank's part of the field.
+  const Box& owned() const;
+  /// What it needs.
+  const Box& needed() const;
+  /// Whether any rank of the mesh sends; the same on all ranks. Without, nothing below
+  /// communicates.
   bool travels() const;
-  HaloMethod method() const;  ///< As chosen; point_to_point where nothing travels.
+  /// As chosen; point_to_point where nothing travels.
+  HaloMethod method() const;
   const Group& group() const;
 
-  /// `local`: this rank's part, of field().local_shape(), any strides; it must keep its values until the request has been waited for.
+  /// `local`: this rank's part, of field().local_shape(), any strides; it must keep its values
+  /// until the request has been waited for.
   [[nodiscard]] HaloRequest start(const at::Tensor& local) const;
-  /// The needed box, contiguous, zeros beyond zero edges: start, wait, assemble. Shares no memory with `local`.
+  /// The needed box, contiguous, zeros beyond zero edges: start, wait, assemble. Shares no memory
+  /// with `local`.
   at::Tensor exchange(const at::Tensor& local) const;
 
-  /// The adjoint: `gradient` of the needed box; each element is added to where its value came from. Returns a tensor of field().local_shape().
+  /// The adjoint: `gradient` of the needed box; each element is added to where its value came from.
+  /// Returns a tensor of field().local_shape().
   [[nodiscard]] HaloSum start_sum(const at::Tensor& gradient) const;
   at::Tensor sum(const at::Tensor& gradient) const;
 
@@ -89,9 +106,11 @@ class HaloRequest {
   HaloRequest& operator=(HaloRequest&&) noexcept;
   ~HaloRequest();
   bool done() const;
-  void wait();  ///< Throws what Request::wait throws. A second call returns at once.
-  /// The values of `box`, in the same indices as needed(): those that are owned or needed, zeros elsewhere. Waits if the box is not owned. Where one
-  /// piece covers the box the result is a view of the local or of a buffer that lives as long as the request.
+  /// Throws what Request::wait throws. A second call returns at once.
+  void wait();
+  /// The values of `box`, in the same indices as needed(): those that are owned or needed, zeros
+  /// elsewhere. Waits if the box is not owned. Where one piece covers the box the result is a view
+  /// of the local or of a buffer that lives as long as the request.
   at::Tensor assemble(const Box& box);
 
  private:
@@ -107,7 +126,8 @@ class HaloSum {
   HaloSum(HaloSum&&) noexcept;
   HaloSum& operator=(HaloSum&&) noexcept;
   ~HaloSum();
-  at::Tensor wait();  ///< Once.
+  /// Once.
+  at::Tensor wait();
 
  private:
   friend class Halo;
@@ -115,24 +135,33 @@ class HaloSum {
   std::unique_ptr<Flight> flight_;
 };
 
-/// Elements before and after a rank's part of one dim, and what stands beyond the array's own edges.
+/// Elements before and after a rank's part of one dim, and what stands beyond the array's own
+/// edges.
 struct HaloWidth {
   std::int64_t before = 0, after = 0;
   Edge edge = Edge::zero;
 };
-/// By dim; a negative one counts from the end. Dims that are not named have no halo; dims that are not sharded get the edge's values.
+/// By dim; a negative one counts from the end. Dims that are not named have no halo; dims that are
+/// not sharded get the edge's values.
 using HaloWidths = std::map<int, HaloWidth>;
 
-/// This rank's part of a ShardTensor with its halo: a plain tensor whose extent in each dim is the part's own plus before and after, also where the
-/// part has no elements, so that a stencil needs no special case. Any widths, larger than the parts too; corners included. Partial axes are reduced
-/// first. Differentiable: the ranks' gradients are summed back to where the values came from; as with to_local, ranks along axes that do not shard
-/// the tensor are taken to compute the same from it. Collective over the mesh, and so is its backward: the result must reach the loss on every rank
-/// that takes part. Throws InvalidArgument for a plain tensor, a negative width, or a dim out of range.
-at::Tensor halo_exchange(const at::Tensor& tensor, const HaloWidths& widths, const HaloOptions& options = {});
+/// This rank's part of a ShardTensor with its halo: a plain tensor whose extent in each dim is the
+/// part's own plus before and after, also where the part has no elements, so that a stencil needs
+/// no special case. Any widths, larger than the parts too; corners included. Partial axes are
+/// reduced first. Differentiable: the ranks' gradients are summed back to where the values came
+/// from; as with to_local, ranks along axes that do not shard the tensor are taken to compute the
+/// same from it. Collective over the mesh, and so is its backward: the result must reach the loss
+/// on every rank that takes part. Throws InvalidArgument for a plain tensor, a negative width, or a
+/// dim out of range.
+at::Tensor halo_exchange(const at::Tensor& tensor, const HaloWidths& widths,
+                         const HaloOptions& options = {});
 
-/// The general form: the box that `halo.needed()` says, as a plain tensor. `tensor` has the spec halo.field() (redistributed if not). Differentiable;
-/// `gradient`: how the ranks' gradients of their parts lie, as in to_local (Partial where ranks that hold the same make different things of it).
-at::Tensor halo_exchange(const at::Tensor& tensor, const Halo& halo, const std::optional<std::vector<Placement>>& gradient = std::nullopt);
+/// The general form: the box that `halo.needed()` says, as a plain tensor. `tensor` has the spec
+/// halo.field() (redistributed if not). Differentiable; `gradient`: how the ranks' gradients of
+/// their parts lie, as in to_local (Partial where ranks that hold the same make different things of
+/// it).
+at::Tensor halo_exchange(const at::Tensor& tensor, const Halo& halo,
+                         const std::optional<std::vector<Placement>>& gradient = std::nullopt);
 
 /// The Halo of halo_exchange(tensor of this spec, widths), from the cache: to look at its plan.
 Halo halo_of(const ShardSpec& field, const HaloWidths& widths, const HaloOptions& options = {});

@@ -24,8 +24,12 @@ struct CarriedHalo : torch::CustomClassHolder {
   explicit CarriedHalo(Halo h) : halo(std::move(h)) {}
   Halo halo;
 };
-c10::IValue capsule(const Halo& halo) { return c10::IValue::make_capsule(c10::make_intrusive<CarriedHalo>(halo)); }
-Halo carried(AutogradContext* ctx) { return c10::static_intrusive_pointer_cast<CarriedHalo>(ctx->saved_data["halo"].toCapsule())->halo; }
+c10::IValue capsule(const Halo& halo) {
+  return c10::IValue::make_capsule(c10::make_intrusive<CarriedHalo>(halo));
+}
+Halo carried(AutogradContext* ctx) {
+  return c10::static_intrusive_pointer_cast<CarriedHalo>(ctx->saved_data["halo"].toCapsule())->halo;
+}
 
 at::Tensor gather(const at::Tensor& local, const Halo& halo);
 at::Tensor sum_back(const at::Tensor& gradient, const Halo& halo);
@@ -48,13 +52,18 @@ struct SumBack : torch::autograd::Function<SumBack> {
     ctx->saved_data["halo"] = capsule(halo);
     return halo.sum(gradient);
   }
-  static variable_list backward(AutogradContext* ctx, const variable_list& g) { return {gather(g[0], carried(ctx)), at::Tensor()}; }
+  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
+    return {gather(g[0], carried(ctx)), at::Tensor()};
+  }
 };
 
 at::Tensor gather(const at::Tensor& local, const Halo& halo) { return Gather::apply(local, halo); }
-at::Tensor sum_back(const at::Tensor& gradient, const Halo& halo) { return SumBack::apply(gradient, halo); }
+at::Tensor sum_back(const at::Tensor& gradient, const Halo& halo) {
+  return SumBack::apply(gradient, halo);
+}
 
-// Exchanges by field and widths. Per thread, as the plans of operators are, so that a rank on a thread has its own; a cache and nothing else.
+// Exchanges by field and widths. Per thread, as the plans of operators are, so that a rank on a
+// thread has its own; a cache and nothing else.
 std::unordered_map<detail::Key, Halo, detail::KeyHash, detail::KeyEqual>& cache() {
   static thread_local std::unordered_map<detail::Key, Halo, detail::KeyHash, detail::KeyEqual> all;
   return all;
@@ -64,13 +73,17 @@ std::unordered_map<detail::Key, Halo, detail::KeyHash, detail::KeyEqual>& cache(
 
 Halo halo_of(const ShardSpec& field, const HaloWidths& widths, const HaloOptions& options) {
   detail::Key key;
-  key.push_back(reinterpret_cast<std::uintptr_t>(field.data().get()));  // interned; the cached exchange keeps it alive
+  // interned; the cached exchange keeps it alive
+  key.push_back(reinterpret_cast<std::uintptr_t>(field.data().get()));
   key.push_back(static_cast<std::uint64_t>(options.method));
   std::vector<HaloWidth> of_dim(field.dims());
   for (const auto& [dim, width] : widths) {
     if (width.before < 0 || width.after < 0)
-      throw InvalidArgument(concat("a halo of ", width.before, " and ", width.after, " in dim ", dim, "; give at least 0"));
-    if (dim < -field.dims() || dim >= field.dims()) throw InvalidArgument(concat("a halo in dim ", dim, " of a field of ", field.dims(), " dims"));
+      throw InvalidArgument(concat("a halo of ", width.before, " and ", width.after, " in dim ",
+                                   dim, "; give at least 0"));
+    if (dim < -field.dims() || dim >= field.dims())
+      throw InvalidArgument(
+          concat("a halo in dim ", dim, " of a field of ", field.dims(), " dims"));
     of_dim[dim < 0 ? dim + field.dims() : dim] = width;
   }
   for (const HaloWidth& w : of_dim) {
@@ -84,7 +97,8 @@ Halo halo_of(const ShardSpec& field, const HaloWidths& widths, const HaloOptions
   for (const HaloWidth& w : of_dim) edges.push_back(w.edge);
   const NeededBox needed = [of_dim, sharding = field.sharding()](int position) {
     Box box = sharding.box(position);
-    for (std::size_t d = 0; d < box.size(); ++d) box[d] = {box[d].begin - of_dim[d].before, box[d].end + of_dim[d].after};
+    for (std::size_t d = 0; d < box.size(); ++d)
+      box[d] = {box[d].begin - of_dim[d].before, box[d].end + of_dim[d].after};
     return box;
   };
   Halo halo(field, std::move(edges), needed, options);
@@ -93,12 +107,15 @@ Halo halo_of(const ShardSpec& field, const HaloWidths& widths, const HaloOptions
   return halo;
 }
 
-at::Tensor halo_exchange(const at::Tensor& tensor, const Halo& halo, const std::optional<std::vector<Placement>>& gradient) {
-  const at::Tensor field = spec(tensor) == halo.field() ? tensor : redistribute(tensor, halo.field());
+at::Tensor halo_exchange(const at::Tensor& tensor, const Halo& halo,
+                         const std::optional<std::vector<Placement>>& gradient) {
+  const at::Tensor field =
+      spec(tensor) == halo.field() ? tensor : redistribute(tensor, halo.field());
   return gather(to_local(field, gradient), halo);
 }
 
-at::Tensor halo_exchange(const at::Tensor& tensor, const HaloWidths& widths, const HaloOptions& options) {
+at::Tensor halo_exchange(const at::Tensor& tensor, const HaloWidths& widths,
+                         const HaloOptions& options) {
   return halo_exchange(tensor, halo_of(detail::without_partial(spec(tensor)), widths, options));
 }
 

@@ -1,6 +1,7 @@
-// Elements picked and written by index. Indices speak of the global tensor. Along a sharded dim each rank deals with those that fall into its part:
-// it picks zeros for the others, so that the result is a partial sum, or leaves them to the ranks that own them. Nothing but indices and what is
-// picked or written moves.
+// Elements picked and written by index. Indices speak of the global tensor. Along a sharded dim
+// each rank deals with those that fall into its part: it picks zeros for the others, so that the
+// result is a partial sum, or leaves them to the ranks that own them. Nothing but indices and what
+// is picked or written moves.
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -35,11 +36,17 @@ struct Part {
     TORCH_CHECK_INDEX(ok, op, ": an index is out of range for a dim of size ", extent);
   }
   // Negative ones count from the end.
-  at::Tensor global(const at::Tensor& index) const { return at::where(index.lt(0), index + extent, index); }
-  at::Tensor mine(const at::Tensor& global_index) const { return global_index.ge(begin).logical_and(global_index.lt(begin + size)); }
+  at::Tensor global(const at::Tensor& index) const {
+    return at::where(index.lt(0), index + extent, index);
+  }
+  at::Tensor mine(const at::Tensor& global_index) const {
+    return global_index.ge(begin).logical_and(global_index.lt(begin + size));
+  }
 };
 
-Part part_of(const ShardSpec& spec, int d) { return {spec.local_offset()[d], spec.local_shape()[d], spec.shape()[d]}; }
+Part part_of(const ShardSpec& spec, int d) {
+  return {spec.local_offset()[d], spec.local_shape()[d], spec.shape()[d]};
+}
 
 Labels except(int n, int d, int label) {
   Labels labels = all_labels(n);
@@ -72,17 +79,20 @@ Plan index_select(const OpCall& call) {
   p.linear_in = {0};
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(d)) return plan;
-  plan.local = [d, part = part_of(*plan.inputs[0], d), local = plan.outputs[0].spec.local_shape()](const c10::OperatorHandle&, torch::jit::Stack a) {
+  plan.local = [d, part = part_of(*plan.inputs[0], d), local = plan.outputs[0].spec.local_shape()](
+                   const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor &t = a[0].toTensor(), &given = a[2].toTensor();
     part.check(given, "index_select");
     if (part.size == 0) return torch::jit::Stack{t.new_zeros(local)};
     const at::Tensor at = part.global(given);
-    return torch::jit::Stack{masked(t.index_select(d, (at - part.begin).clamp(0, part.size - 1)), part.mine(at), d)};
+    return torch::jit::Stack{
+        masked(t.index_select(d, (at - part.begin).clamp(0, part.size - 1)), part.mine(at), d)};
   };
   return plan;
 }
 
-// Dims in which the index is as large as the tensors are free; in the others positions of index and tensor would be cut apart.
+// Dims in which the index is as large as the tensors are free; in the others positions of index and
+// tensor would be cut apart.
 Labels aligned_labels(const OpCall& call, int d) {
   const TensorInfo& index = *call.find("index");
   Labels labels = all_labels(index.spec.dims());
@@ -111,11 +121,15 @@ Plan gather(const OpCall& call) {
   p.linear_in = {0};
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(d)) return plan;
-  plan.local = [d, part = part_of(*plan.inputs[0], d)](const c10::OperatorHandle&, torch::jit::Stack a) {
+  plan.local = [d, part = part_of(*plan.inputs[0], d)](const c10::OperatorHandle&,
+                                                       torch::jit::Stack a) {
     const at::Tensor &t = a[0].toTensor(), &at = a[2].toTensor();
-    TORCH_CHECK_INDEX(at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(), "gather: an index is out of range");
+    TORCH_CHECK_INDEX(
+        at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),
+        "gather: an index is out of range");
     if (part.size == 0) return torch::jit::Stack{t.new_zeros(at.sizes())};
-    return torch::jit::Stack{t.gather(d, (at - part.begin).clamp(0, part.size - 1)).masked_fill(part.mine(at).logical_not(), 0)};
+    return torch::jit::Stack{t.gather(d, (at - part.begin).clamp(0, part.size - 1))
+                                 .masked_fill(part.mine(at).logical_not(), 0)};
   };
   return plan;
 }
@@ -134,11 +148,15 @@ Plan embedding(const OpCall& call) {
   p.linear_in = {0};
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(0)) return plan;
-  plan.local = [part = part_of(*plan.inputs[0], 0), local = plan.outputs[0].spec.local_shape()](const c10::OperatorHandle&, torch::jit::Stack a) {
+  plan.local = [part = part_of(*plan.inputs[0], 0), local = plan.outputs[0].spec.local_shape()](
+                   const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor &t = a[0].toTensor(), &at = a[1].toTensor();
-    TORCH_CHECK_INDEX(at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(), "embedding: an index is out of range");
+    TORCH_CHECK_INDEX(
+        at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),
+        "embedding: an index is out of range");
     if (part.size == 0) return torch::jit::Stack{t.new_zeros(local)};
-    const at::Tensor rows = t.index_select(0, (at - part.begin).clamp(0, part.size - 1).reshape(-1)).view(local);
+    const at::Tensor rows =
+        t.index_select(0, (at - part.begin).clamp(0, part.size - 1).reshape(-1)).view(local);
     return torch::jit::Stack{masked(rows, part.mine(at), 0)};
   };
   return plan;
@@ -167,7 +185,8 @@ struct Advanced {
       dims.push_back(t.element);
       masks |= is_mask(t);
       const Shape& s = t.spec.shape();
-      if (s.size() > broadcast.size()) broadcast.insert(broadcast.begin(), s.size() - broadcast.size(), 1);
+      if (s.size() > broadcast.size())
+        broadcast.insert(broadcast.begin(), s.size() - broadcast.size(), 1);
       for (std::size_t i = 0; i < s.size(); ++i) {
         auto& n = broadcast[broadcast.size() - s.size() + i];
         if (s[i] != 1) n = s[i];
@@ -225,15 +244,18 @@ Plan index(const OpCall& call) {
   p.linear = LabelProblem::Linear::one;
   p.linear_in = {0};
   Plan plan = solve(p);
-  if (const auto* out = call.outputs(); out && (*out)[0].shape == a.result) plan.outputs[0].strides = (*out)[0].strides;
+  if (const auto* out = call.outputs(); out && (*out)[0].shape == a.result)
+    plan.outputs[0].strides = (*out)[0].strides;
   const int d = a.dims[0];
   if (a.dims.size() > 1 || !plan.inputs[0]->is_sharded(d)) return plan;
-  plan.local = [d, part = part_of(*plan.inputs[0], d), local = plan.outputs[0].spec.local_shape()](const c10::OperatorHandle&, torch::jit::Stack s) {
+  plan.local = [d, part = part_of(*plan.inputs[0], d), local = plan.outputs[0].spec.local_shape()](
+                   const c10::OperatorHandle&, torch::jit::Stack s) {
     const at::Tensor t = s[0].toTensor(), given = s[1].toListRef()[d].toTensor();
     part.check(given, "index");
     if (part.size == 0) return torch::jit::Stack{t.new_zeros(local)};
     const at::Tensor at = part.global(given);
-    const at::Tensor rows = t.index_select(d, (at - part.begin).clamp(0, part.size - 1).reshape(-1)).view(local);
+    const at::Tensor rows =
+        t.index_select(d, (at - part.begin).clamp(0, part.size - 1).reshape(-1)).view(local);
     return torch::jit::Stack{masked(rows, part.mine(at), d)};
   };
   return plan;
@@ -268,7 +290,8 @@ Plan index_put(const OpCall& call) {
   const Shape& s = values.spec.shape();
   for (std::size_t i = 0; i < s.size(); ++i) {
     const std::size_t r = a.result.size() - s.size() + i;
-    const bool free = s.size() <= a.result.size() && s[i] == a.result[r] && a.result_labels[r] < kIndex;
+    const bool free =
+        s.size() <= a.result.size() && s[i] == a.result[r] && a.result_labels[r] < kIndex;
     of_values.push_back(free ? a.result_labels[r] : kWhole);
   }
   p.inputs.push_back(of_values);
@@ -283,7 +306,8 @@ Plan index_put(const OpCall& call) {
   }
   std::vector<Part> parts;
   for (const int d : a.dims) parts.push_back(part_of(spec, d));
-  plan.local = [dims = a.dims, parts, local, at = a.at, count = a.broadcast.size()](const c10::OperatorHandle& op, torch::jit::Stack stack) {
+  plan.local = [dims = a.dims, parts, local, at = a.at, count = a.broadcast.size()](
+                   const c10::OperatorHandle& op, torch::jit::Stack stack) {
     std::vector<at::Tensor> given;
     for (const int d : dims) given.push_back(stack[1].toListRef()[d].toTensor());
     given = at::broadcast_tensors(given);
@@ -299,7 +323,9 @@ Plan index_put(const OpCall& call) {
     for (int d = 0; d <= dims.back(); ++d) {
       const auto it = std::find(dims.begin(), dims.end(), d);
       const auto i = static_cast<std::size_t>(it - dims.begin());
-      list.push_back(it == dims.end() ? std::nullopt : std::optional<at::Tensor>(given[i].index_select(0, positions) - parts[i].begin));
+      list.push_back(it == dims.end() ? std::nullopt
+                                      : std::optional<at::Tensor>(
+                                            given[i].index_select(0, positions) - parts[i].begin));
     }
     // The dims of the index become one.
     at::Tensor v = stack[2].toTensor().expand(local);
@@ -337,7 +363,8 @@ Plan slices(const OpCall& call, bool adds) {
     p.additive = {0};
   }
   Plan plan = solve(p);
-  plan.local = [d, part = part_of(*plan.inputs[0], d), cut = plan.inputs[0]->is_sharded(d), has_source = source != nullptr,
+  plan.local = [d, part = part_of(*plan.inputs[0], d), cut = plan.inputs[0]->is_sharded(d),
+                has_source = source != nullptr,
                 in_place = call.in_place()](const c10::OperatorHandle& op, torch::jit::Stack a) {
     if (cut) {
       const at::Tensor given = a[2].toTensor().reshape(-1);
@@ -347,20 +374,24 @@ Plan slices(const OpCall& call, bool adds) {
       if (has_source) a[3] = a[3].toTensor().index_select(d, positions);
     }
     const at::Tensor self = a[0].toTensor();
-    if (a[2].toTensor().numel() == 0 || self.numel() == 0) return torch::jit::Stack{in_place ? self : self.clone()};  // some kernels expect a slice
+    // some kernels expect a slice
+    if (a[2].toTensor().numel() == 0 || self.numel() == 0)
+      return torch::jit::Stack{in_place ? self : self.clone()};
     op.callBoxed(a);
     return a;
   };
   return plan;
 }
 
-// Elements along a dim. Those of other ranks go into a slice behind the local one, which is cut off.
+// Elements along a dim. Those of other ranks go into a slice behind the local one, which is cut
+// off.
 Plan scatter(const OpCall& call, bool adds) {
   const TensorInfo &x = *call.find("self"), &index = *call.find("index");
   const TensorInfo* src = call.find("src");
   const int n = x.spec.dims();
   bool same_dims = n > 0;
-  for (const TensorInfo& t : call.tensors()) same_dims &= t.spec.dims() == n || (&t != &x && &t != &index && &t != src);
+  for (const TensorInfo& t : call.tensors())
+    same_dims &= t.spec.dims() == n || (&t != &x && &t != &index && &t != src);
   if (!same_dims) return on_whole(call);
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
   const Labels labels = aligned_labels(call, d);
@@ -379,9 +410,12 @@ Plan scatter(const OpCall& call, bool adds) {
   }
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(d)) return plan;
-  plan.local = [d, part = part_of(*plan.inputs[0], d), in_place = call.in_place()](const c10::OperatorHandle& op, torch::jit::Stack a) {
+  plan.local = [d, part = part_of(*plan.inputs[0], d), in_place = call.in_place()](
+                   const c10::OperatorHandle& op, torch::jit::Stack a) {
     const at::Tensor t = a[0].toTensor(), at = a[2].toTensor();
-    TORCH_CHECK_INDEX(at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(), "scatter: an index is out of range");
+    TORCH_CHECK_INDEX(
+        at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),
+        "scatter: an index is out of range");
     Shape slot = t.sizes().vec();
     slot[d] = 1;
     a[0] = at::cat({t, t.new_zeros(slot)}, d);
@@ -396,14 +430,16 @@ Plan scatter(const OpCall& call, bool adds) {
 
 // This rank's part of what has the global shape.
 at::Tensor part_of_box(at::Tensor t, const Shape& offset, const Shape& local) {
-  for (std::size_t d = 0; d < local.size(); ++d) t = t.narrow(static_cast<std::int64_t>(d), offset[d], local[d]);
+  for (std::size_t d = 0; d < local.size(); ++d)
+    t = t.narrow(static_cast<std::int64_t>(d), offset[d], local[d]);
   return t;
 }
 
 // The first input is written to, wherever it is cut; all others are whole.
 Plan written_part(const OpCall& call) {
   LabelProblem p(call);
-  for (const TensorInfo& t : call.tensors()) p.inputs.push_back(t.argument == 0 ? all_labels(t.spec.dims()) : Labels(t.spec.dims(), kWhole));
+  for (const TensorInfo& t : call.tensors())
+    p.inputs.push_back(t.argument == 0 ? all_labels(t.spec.dims()) : Labels(t.spec.dims(), kWhole));
   p.outputs = {p.inputs[0]};
   p.output_shapes = {call.tensor(0).spec.shape()};
   return solve(p);
@@ -414,27 +450,34 @@ const TensorInfo& given(const OpCall& call, const char* name) { return *call.fin
 // What libtorch refuses, before any rank begins.
 void require_type(const OpCall& call, const char* name, at::ScalarType type) {
   if (const auto got = given(call, name).dtype; got != type)
-    throw InvalidArgument(concat(call.name(), ": ", name, " is ", c10::toString(got), ", and must be ", c10::toString(type), "; convert it"));
+    throw InvalidArgument(concat(call.name(), ": ", name, " is ", c10::toString(got),
+                                 ", and must be ", c10::toString(type), "; convert it"));
 }
 
-// The elements of the source in their order, where the mask says: how many a rank's part is beyond, the whole mask tells.
+// The elements of the source in their order, where the mask says: how many a rank's part is beyond,
+// the whole mask tells.
 Plan masked_scatter(const OpCall& call) {
   const TensorInfo* x = call.find("self");
   const auto* out = call.in_place() ? nullptr : call.outputs();
-  if (!x || !call.find("mask") || !call.find("source") || (out && (*out)[0].shape != x->spec.shape())) return on_whole(call);
+  if (!x || !call.find("mask") || !call.find("source") ||
+      (out && (*out)[0].shape != x->spec.shape()))
+    return on_whole(call);
   require_type(call, "mask", at::kBool);
   require_type(call, "source", x->dtype);
   Plan plan = written_part(call);
   const ShardSpec& spec = *plan.inputs[0];
-  plan.local = [shape = spec.shape(), offset = spec.local_offset(), local = spec.local_shape(), in_place = call.in_place()](
-                   const c10::OperatorHandle&, torch::jit::Stack a) {
-    const at::Tensor t = a[0].toTensor(), mask = a[1].toTensor().expand(shape), source = a[2].toTensor().reshape(-1);
+  plan.local = [shape = spec.shape(), offset = spec.local_offset(), local = spec.local_shape(),
+                in_place = call.in_place()](const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::Tensor t = a[0].toTensor(), mask = a[1].toTensor().expand(shape),
+                     source = a[2].toTensor().reshape(-1);
     const at::Tensor before = mask.reshape(-1).cumsum(0) - 1;
-    TORCH_CHECK(before.numel() == 0 || before[-1].item<std::int64_t>() < source.numel(), "masked_scatter: the mask takes more elements than the ",
-                source.numel(), " of the source");
+    TORCH_CHECK(before.numel() == 0 || before[-1].item<std::int64_t>() < source.numel(),
+                "masked_scatter: the mask takes more elements than the ", source.numel(),
+                " of the source");
     if (source.numel() == 0 || t.numel() == 0) return torch::jit::Stack{in_place ? t : t.clone()};
     const at::Tensor which = part_of_box(before.view(shape), offset, local).clamp_min(0);
-    const at::Tensor result = at::where(part_of_box(mask, offset, local), source.index_select(0, which.reshape(-1)).view(local), t);
+    const at::Tensor result = at::where(part_of_box(mask, offset, local),
+                                        source.index_select(0, which.reshape(-1)).view(local), t);
     return torch::jit::Stack{in_place ? t.copy_(result) : result};
   };
   return plan;
@@ -445,12 +488,15 @@ Plan put(const OpCall& call) {
   if (call.tensors().size() != 3) return on_whole(call);
   require_type(call, "index", at::kLong);
   require_type(call, "source", given(call, "self").dtype);
-  if (const auto n = given(call, "index").spec.numel(), values = given(call, "source").spec.numel(); n != values)
-    throw InvalidArgument(concat(call.name(), ": ", values, " values for ", n, " indices; give one an index"));
+  if (const auto n = given(call, "index").spec.numel(), values = given(call, "source").spec.numel();
+      n != values)
+    throw InvalidArgument(
+        concat(call.name(), ": ", values, " values for ", n, " indices; give one an index"));
   Plan plan = written_part(call);
   const ShardSpec& spec = *plan.inputs[0];
-  plan.local = [shape = spec.shape(), offset = spec.local_offset(), local = spec.local_shape(), extent = spec.numel(), in_place = call.in_place()](
-                   const c10::OperatorHandle&, torch::jit::Stack a) {
+  plan.local = [shape = spec.shape(), offset = spec.local_offset(), local = spec.local_shape(),
+                extent = spec.numel(),
+                in_place = call.in_place()](const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor t = in_place ? a[0].toTensor() : a[0].toTensor().clone();
     const Part all{0, extent, extent};
     at::Tensor rest = a[1].toTensor().reshape(-1);
@@ -466,7 +512,9 @@ Plan put(const OpCall& call) {
       stride *= local[d];
     }
     const at::Tensor positions = mine.nonzero().view(-1);
-    if (positions.numel() > 0) t.put_(own.index_select(0, positions), a[2].toTensor().reshape(-1).index_select(0, positions), a[3].toBool());
+    if (positions.numel() > 0)
+      t.put_(own.index_select(0, positions), a[2].toTensor().reshape(-1).index_select(0, positions),
+             a[3].toBool());
     return torch::jit::Stack{t};
   };
   return plan;
@@ -494,13 +542,16 @@ const bool registered = [] {
   register_rule("aten::gather", gather);
   register_rule("aten::embedding", embedding);
   register_rule("aten::index.Tensor", index);
-  for (const char* op : {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_index_put_impl"}) register_rule(op, index_put);
+  for (const char* op :
+       {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_index_put_impl"})
+    register_rule(op, index_put);
   register_rule("aten::index_add", [](const OpCall& c) { return slices(c, true); });
   for (const char* op : {"aten::index_copy", "aten::index_fill", "aten::index_reduce"}) {
     register_rule(op, [](const OpCall& c) { return slices(c, false); });
   }
   register_rule("aten::scatter_add", [](const OpCall& c) { return scatter(c, true); });
-  for (const char* op : {"aten::scatter", "aten::scatter_reduce"}) register_rule(op, [](const OpCall& c) { return scatter(c, false); });
+  for (const char* op : {"aten::scatter", "aten::scatter_reduce"})
+    register_rule(op, [](const OpCall& c) { return scatter(c, false); });
   register_rule("aten::masked_scatter", masked_scatter);
   register_rule("aten::put", put);
   register_rule("aten::diagonal_scatter", diagonal_scatter);

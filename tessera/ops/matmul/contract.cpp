@@ -23,14 +23,18 @@ using Indices = std::vector<std::int64_t>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-at::Tensor call(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef la, at::IntArrayRef lb, at::IntArrayRef lo) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("tessera::contract", "")
-                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef)>();
+at::Tensor call(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef la, at::IntArrayRef lb,
+                at::IntArrayRef lo) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("tessera::contract", "")
+          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef,
+                            at::IntArrayRef)>();
   return op.call(a, b, la, lb, lo);
 }
 
-at::Tensor on_plain(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef la, at::IntArrayRef lb, at::IntArrayRef lo) {
+at::Tensor on_plain(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef la,
+                    at::IntArrayRef lb, at::IntArrayRef lo) {
   std::string equation;
   const auto add = [&](at::IntArrayRef labels) {
     for (const auto l : labels) equation += static_cast<char>('a' + l);
@@ -45,7 +49,8 @@ at::Tensor on_plain(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef la
 
 // Each gradient is a contraction of the other input with the result's gradient.
 struct Contract : torch::autograd::Function<Contract> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& a, const at::Tensor& b, Indices la, Indices lb, Indices lo) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& a, const at::Tensor& b,
+                            Indices la, Indices lb, Indices lo) {
     ctx->save_for_backward({a, b});
     ctx->set_materialize_grads(false);
     ctx->saved_data["a"] = la;
@@ -56,7 +61,8 @@ struct Contract : torch::autograd::Function<Contract> {
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     const auto saved = ctx->get_saved_variables();
-    const Indices la = ctx->saved_data["a"].toIntVector(), lb = ctx->saved_data["b"].toIntVector(), lo = ctx->saved_data["o"].toIntVector();
+    const Indices la = ctx->saved_data["a"].toIntVector(), lb = ctx->saved_data["b"].toIntVector(),
+                  lo = ctx->saved_data["o"].toIntVector();
     variable_list result(5);
     if (!g[0].defined()) return result;
     if (ctx->needs_input_grad(0)) result[0] = contract(g[0], saved[1].conj(), lo, lb, la);
@@ -65,7 +71,8 @@ struct Contract : torch::autograd::Function<Contract> {
   }
 };
 
-at::Tensor with_autograd(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef la, at::IntArrayRef lb, at::IntArrayRef lo) {
+at::Tensor with_autograd(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef la,
+                         at::IntArrayRef lb, at::IntArrayRef lo) {
   return Contract::apply(a, b, la.vec(), lb.vec(), lo.vec());
 }
 
@@ -80,7 +87,8 @@ Plan contract_rule(const OpCall& c) {
   p.outputs = {labels("of_result")};
   std::map<int, std::int64_t> extent;
   for (int i = 0; i < 2; ++i) {
-    for (std::size_t d = 0; d < p.inputs[i].size(); ++d) extent[p.inputs[i][d]] = c.tensor(i).spec.shape()[d];
+    for (std::size_t d = 0; d < p.inputs[i].size(); ++d)
+      extent[p.inputs[i][d]] = c.tensor(i).spec.shape()[d];
   }
   p.output_shapes.emplace_back();
   for (const int l : p.outputs[0]) {
@@ -114,9 +122,11 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const std::optional<
 }
 
 at::Tensor matmul(const at::Tensor& a, const at::Tensor& b) {
-  const bool torn = a.dim() >= 2 && b.dim() >= 2 && (a.dim() > 2 || b.dim() > 2) && (tears(a, a.dim() - 1) || tears(b, b.dim() - 1));
+  const bool torn = a.dim() >= 2 && b.dim() >= 2 && (a.dim() > 2 || b.dim() > 2) &&
+                    (tears(a, a.dim() - 1) || tears(b, b.dim() - 1));
   if (!torn) return at::native::matmul(a, b);
-  // Batch dims are aligned at the end; those of size 1 that the other stretches are taken out first.
+  // Batch dims are aligned at the end; those of size 1 that the other stretches are taken out
+  // first.
   const std::int64_t batches = std::max(a.dim(), b.dim()) - 2;
   const auto prepare = [&](const at::Tensor& t, const at::Tensor& other, Indices& labels) {
     at::Tensor s = t;
@@ -134,7 +144,8 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b) {
   };
   Indices la, lb, lo;
   const at::Tensor x = prepare(a, b, la), y = prepare(b, a, lb);
-  // A batch dim of size 1 on one side alone, which the other has not, stands in the result; so does every other one.
+  // A batch dim of size 1 on one side alone, which the other has not, stands in the result; so does
+  // every other one.
   for (std::int64_t l = 0; l < batches; ++l) lo.push_back(l);
   for (const auto l : {batches, batches + 1}) la.push_back(l);
   for (const auto l : {batches + 1, batches + 2}) lb.push_back(l);
@@ -149,15 +160,19 @@ const bool registered = [] {
 
 }  // namespace
 
-at::Tensor contract(const at::Tensor& a, const at::Tensor& b, const Indices& of_a, const Indices& of_b, const Indices& of_result) {
+at::Tensor contract(const at::Tensor& a, const at::Tensor& b, const Indices& of_a,
+                    const Indices& of_b, const Indices& of_result) {
   return call(a, b, of_a, of_b, of_result);
 }
 
-TORCH_LIBRARY_FRAGMENT(tessera, m) { m.def("contract(Tensor a, Tensor b, int[] of_a, int[] of_b, int[] of_result) -> Tensor"); }
+TORCH_LIBRARY_FRAGMENT(tessera, m) {
+  m.def("contract(Tensor a, Tensor b, int[] of_a, int[] of_b, int[] of_result) -> Tensor");
+}
 TORCH_LIBRARY_IMPL(tessera, CompositeExplicitAutograd, m) { m.impl("contract", on_plain); }
 TORCH_LIBRARY_IMPL(tessera, Autograd, m) { m.impl("contract", with_autograd); }
 
-// Composites of ours in place of libtorch's, for sharded tensors alone; below autograd too, for inference mode.
+// Composites of ours in place of libtorch's, for sharded tensors alone; below autograd too, for
+// inference mode.
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
   m.impl("linear", linear);
   m.impl("matmul", matmul);

@@ -13,7 +13,8 @@ Plan product(const OpCall& call, const Labels& a, const Labels& b, const Labels&
   LabelProblem p(call);
   p.inputs = {a, b};
   p.outputs = {out};
-  if (out.empty()) p.output_shapes.emplace_back();  // dot has no meta kernel; its result has no dims
+  // dot has no meta kernel; its result has no dims
+  if (out.empty()) p.output_shapes.emplace_back();
   p.contract = {K};
   p.linear = LabelProblem::Linear::one;
   p.linear_in = {0, 1};
@@ -55,14 +56,21 @@ Plan product_and_sum(const OpCall& call, const Labels& a, const Labels& b, const
 
 const bool registered = [] {
   register_rule("aten::mm", [](const OpCall& c) { return product(c, {M, K}, {K, N}, {M, N}); });
-  register_rule("aten::bmm", [](const OpCall& c) { return product(c, {B, M, K}, {B, K, N}, {B, M, N}); });
+  register_rule("aten::bmm",
+                [](const OpCall& c) { return product(c, {B, M, K}, {B, K, N}, {B, M, N}); });
   register_rule("aten::mv", [](const OpCall& c) { return product(c, {M, K}, {K}, {M}); });
-  for (const char* op : {"aten::dot", "aten::vdot"}) register_rule(op, [](const OpCall& c) { return product(c, {K}, {K}, {}); });
-  register_rule("aten::addmm", [](const OpCall& c) { return product_and_sum(c, {M, K}, {K, N}, {M, N}); });
-  register_rule("aten::addmv", [](const OpCall& c) { return product_and_sum(c, {M, K}, {K}, {M}); });
+  for (const char* op : {"aten::dot", "aten::vdot"})
+    register_rule(op, [](const OpCall& c) { return product(c, {K}, {K}, {}); });
+  register_rule("aten::addmm",
+                [](const OpCall& c) { return product_and_sum(c, {M, K}, {K, N}, {M, N}); });
+  register_rule("aten::addmv",
+                [](const OpCall& c) { return product_and_sum(c, {M, K}, {K}, {M}); });
   register_rule("aten::addr", [](const OpCall& c) { return product_and_sum(c, {M}, {N}, {M, N}); });
-  register_rule("aten::addbmm", [](const OpCall& c) { return product_and_sum(c, {B, M, K}, {B, K, N}, {M, N}); });
-  register_rule("aten::baddbmm", [](const OpCall& c) { return product_and_sum(c, {B, M, K}, {B, K, N}, {B, M, N}); });
+  register_rule("aten::addbmm",
+                [](const OpCall& c) { return product_and_sum(c, {B, M, K}, {B, K, N}, {M, N}); });
+  register_rule("aten::baddbmm", [](const OpCall& c) {
+    return product_and_sum(c, {B, M, K}, {B, K, N}, {B, M, N});
+  });
   return true;
 }();
 

@@ -1,5 +1,6 @@
-// Rules by table, for operators that need no more than to be told which dims are free: matrices in the last dims and batches before them; a tensor
-// looked up in another that is whole; and those that must see the whole of their inputs.
+// Rules by table, for operators that need no more than to be told which dims are free: matrices in
+// the last dims and batches before them; a tensor looked up in another that is whole; and those
+// that must see the whole of their inputs.
 
 #include <ATen/core/function_schema.h>
 
@@ -19,15 +20,18 @@ using Shape = std::vector<std::int64_t>;
 
 // ---- batches of matrices ----
 
-/// Dims at the end of each argument that belong to one problem; all others are batches, aligned at the end.
+/// Dims at the end of each argument that belong to one problem; all others are batches, aligned at
+/// the end.
 using Trailing = std::map<std::string, int>;
 
 // The right-hand side of a system may be a vector a matrix.
 bool is_vector_of(const OpCall& call, const TensorInfo& b, const TensorInfo& a) {
   if (b.spec.dims() == 1) return true;
   const Shape& m = a.spec.shape();
-  return call.argument("left") != -1 ? b.spec.dims() == a.spec.dims() - 1 && std::equal(m.begin(), m.end() - 1, b.spec.shape().begin())
-                                     : b.spec.dims() == a.spec.dims() - 1;
+  return call.argument("left") != -1
+             ? b.spec.dims() == a.spec.dims() - 1 &&
+                   std::equal(m.begin(), m.end() - 1, b.spec.shape().begin())
+             : b.spec.dims() == a.spec.dims() - 1;
 }
 
 Plan batched(const OpCall& call, const Trailing& trailing) {
@@ -65,7 +69,9 @@ Plan batched(const OpCall& call, const Trailing& trailing) {
     p.outputs.push_back(std::move(labels));
     // A result without some batch dim would be wrong on every rank but one: then all is whole.
     for (int d = 0; d < batches; ++d) {
-      if (out.defined && out.shape != Shape{0} && (d >= static_cast<int>(out.shape.size()) || out.shape[d] != extent[d])) return on_whole(call);
+      if (out.defined && out.shape != Shape{0} &&
+          (d >= static_cast<int>(out.shape.size()) || out.shape[d] != extent[d]))
+        return on_whole(call);
     }
     if (out.defined && out.shape == Shape{0} && batches > 0) return on_whole(call);
   }
@@ -108,7 +114,8 @@ Plan samples(const OpCall& call) {
   }
   for (const OutputInfo& out : *outputs) {
     if (out.defined && (out.shape.empty() || out.shape[0] != count)) return on_whole(call);
-    p.outputs.push_back(leading(static_cast<int>(out.shape.size()), static_cast<int>(out.shape.size()) - 1));
+    p.outputs.push_back(
+        leading(static_cast<int>(out.shape.size()), static_cast<int>(out.shape.size()) - 1));
   }
   return solve(p);
 }
@@ -120,7 +127,8 @@ Plan looked_up(const OpCall& call) {
   const Shape& shape = call.tensor(0).spec.shape();
   const int n = static_cast<int>(shape.size());
   LabelProblem p(call);
-  for (const TensorInfo& t : call.tensors()) p.inputs.push_back(&t == &call.tensor(0) ? all_labels(n) : Labels(t.spec.dims(), kWhole));
+  for (const TensorInfo& t : call.tensors())
+    p.inputs.push_back(&t == &call.tensor(0) ? all_labels(n) : Labels(t.spec.dims(), kWhole));
   p.outputs = {all_labels(n)};
   if (!outputs) p.output_shapes = {shape};
   return solve(p);
@@ -134,13 +142,16 @@ Plan distances(const OpCall& call) {
   const TensorInfo& a = *call.find("x1");
   const TensorInfo& b = *call.find("x2");
   const int n = a.spec.dims();
-  if (n != b.spec.dims() || !std::equal(a.spec.shape().begin(), a.spec.shape().end() - 2, b.spec.shape().begin())) return on_whole(call);
+  if (n != b.spec.dims() ||
+      !std::equal(a.spec.shape().begin(), a.spec.shape().end() - 2, b.spec.shape().begin()))
+    return on_whole(call);
   Labels x1 = leading(n, 2), x2 = x1, out = x1;
   x1[n - 2] = out[n - 2] = kRows;
   x2[n - 2] = out[n - 1] = kOthers;
   LabelProblem p(call);
   const bool backward = call.argument("cdist") >= 0;
-  for (const TensorInfo& t : call.tensors()) p.inputs.push_back(&t == &a ? x1 : &t == &b ? x2 : out);
+  for (const TensorInfo& t : call.tensors())
+    p.inputs.push_back(&t == &a ? x1 : &t == &b ? x2 : out);
   p.outputs = {backward ? x1 : out};
   Shape shape = a.spec.shape();
   if (!backward) shape[n - 1] = b.spec.shape()[n - 2];
@@ -187,23 +198,34 @@ const bool registered = [] {
       {{"linalg_lstsq"}, {{"b", -1}}},
   };
   for (const auto& [ops, trailing] : linear_algebra) {
-    for (const char* op : ops) register_rule(concat("aten::", op), guarded([trailing = trailing](const OpCall& c) { return batched(c, trailing); }));
+    for (const char* op : ops)
+      register_rule(concat("aten::", op), guarded([trailing = trailing](const OpCall& c) {
+                      return batched(c, trailing);
+                    }));
   }
   register_rule("aten::_linalg_check_errors", checked);
-  // Called by themselves; what interpolates above autograd (interpolation.cpp) has gradients of its own.
-  for (const char* op : {"upsample_nearest1d_backward", "_upsample_nearest_exact1d_backward", "upsample_linear1d_backward"})
+  // Called by themselves; what interpolates above autograd (interpolation.cpp) has gradients of its
+  // own.
+  for (const char* op : {"upsample_nearest1d_backward", "_upsample_nearest_exact1d_backward",
+                         "upsample_linear1d_backward"})
     register_rule(concat("aten::", op), guarded(upsample_backward<1>));
-  for (const char* op :
-       {"upsample_nearest2d_backward", "_upsample_nearest_exact2d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward",
-        "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward", "_upsample_lanczos2d_aa_backward"})
+  for (const char* op : {"upsample_nearest2d_backward", "_upsample_nearest_exact2d_backward",
+                         "upsample_bilinear2d_backward", "upsample_bicubic2d_backward",
+                         "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward",
+                         "_upsample_lanczos2d_aa_backward"})
     register_rule(concat("aten::", op), guarded(upsample_backward<2>));
-  for (const char* op : {"upsample_nearest3d_backward", "_upsample_nearest_exact3d_backward", "upsample_trilinear3d_backward"})
+  for (const char* op : {"upsample_nearest3d_backward", "_upsample_nearest_exact3d_backward",
+                         "upsample_trilinear3d_backward"})
     register_rule(concat("aten::", op), guarded(upsample_backward<3>));
-  for (const char* op : {"grid_sampler_2d", "grid_sampler_3d", "grid_sampler_2d_backward", "grid_sampler_3d_backward", "fractional_max_pool2d",
-                         "fractional_max_pool3d", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward"})
+  for (const char* op :
+       {"grid_sampler_2d", "grid_sampler_3d", "grid_sampler_2d_backward",
+        "grid_sampler_3d_backward", "fractional_max_pool2d", "fractional_max_pool3d",
+        "fractional_max_pool2d_backward", "fractional_max_pool3d_backward"})
     register_rule(concat("aten::", op), guarded(samples));
-  for (const char* op : {"isin.Tensor_Tensor", "isin.Tensor_Scalar", "bucketize.Tensor"}) register_rule(concat("aten::", op), looked_up);
-  for (const char* op : {"_cdist_forward", "_cdist_backward"}) register_rule(concat("aten::", op), guarded(distances));
+  for (const char* op : {"isin.Tensor_Tensor", "isin.Tensor_Scalar", "bucketize.Tensor"})
+    register_rule(concat("aten::", op), looked_up);
+  for (const char* op : {"_cdist_forward", "_cdist_backward"})
+    register_rule(concat("aten::", op), guarded(distances));
   // Values that leave to the host among them.
   for (const char* op : {"_local_scalar_dense",
                          "equal",

@@ -34,7 +34,8 @@ void describe(LabelProblem& p, const std::vector<std::pair<const char*, Labels>>
   for (const TensorInfo& t : p.call.tensors()) {
     Labels labels = whole(t);
     for (const auto& [name, given] : named) {
-      if (p.call.find(name) == &t && static_cast<int>(given.size()) == t.spec.dims()) labels = given;
+      if (p.call.find(name) == &t && static_cast<int>(given.size()) == t.spec.dims())
+        labels = given;
     }
     p.inputs.push_back(std::move(labels));
   }
@@ -48,7 +49,8 @@ std::set<int> some(int n) {
 
 Plan layer_norm(const OpCall& call) {
   const TensorInfo& x = call.tensor(0);
-  const int n = x.spec.dims(), free = n - static_cast<int>(call.integers("normalized_shape").size());
+  const int n = x.spec.dims(),
+            free = n - static_cast<int>(call.integers("normalized_shape").size());
   LabelProblem p(call);
   describe(p, {{"input", leading(n, free)}});
   p.outputs.assign(3, leading(n, free));
@@ -58,8 +60,8 @@ Plan layer_norm(const OpCall& call) {
   Plan plan = solve(p);
   if (plan.inputs[0]->local_numel() == 0) {
     // Kernels disagree on the shape of the statistics of nothing.
-    plan.local = [a = plan.outputs[0].spec.local_shape(), b = plan.outputs[1].spec.local_shape()](const c10::OperatorHandle&,
-                                                                                                  torch::jit::Stack arguments) {
+    plan.local = [a = plan.outputs[0].spec.local_shape(), b = plan.outputs[1].spec.local_shape()](
+                     const c10::OperatorHandle&, torch::jit::Stack arguments) {
       const at::Tensor& t = arguments[0].toTensor();
       return torch::jit::Stack{t.new_empty(a), t.new_empty(b), t.new_empty(b)};
     };
@@ -69,7 +71,8 @@ Plan layer_norm(const OpCall& call) {
 
 Plan layer_norm_backward(const OpCall& call) {
   const TensorInfo& x = *call.find("input");
-  const int n = x.spec.dims(), free = n - static_cast<int>(call.integers("normalized_shape").size());
+  const int n = x.spec.dims(),
+            free = n - static_cast<int>(call.integers("normalized_shape").size());
   const Labels rows = leading(n, free);
   LabelProblem p(call);
   describe(p, {{"grad_out", rows}, {"input", rows}, {"mean", rows}, {"rstd", rows}});
@@ -80,7 +83,8 @@ Plan layer_norm_backward(const OpCall& call) {
   Plan plan = solve(p);
   plan.outputs[0].strides = contiguous_strides(x.spec.shape());
   if (plan.inputs[call.index_of(x)]->local_numel() == 0) {
-    plan.local = [rows_shape = plan.outputs[0].spec.local_shape(), shape](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+    plan.local = [rows_shape = plan.outputs[0].spec.local_shape(), shape](
+                     const c10::OperatorHandle&, torch::jit::Stack arguments) {
       const at::Tensor& t = arguments[1].toTensor();
       return torch::jit::Stack{t.new_empty(rows_shape), t.new_zeros(shape), t.new_zeros(shape)};
     };
@@ -88,7 +92,8 @@ Plan layer_norm_backward(const OpCall& call) {
   return plan;
 }
 
-// Samples are free; channels, groups and what is inside are whole. The counts among the arguments are the local ones.
+// Samples are free; channels, groups and what is inside are whole. The counts among the arguments
+// are the local ones.
 Plan group_norm(const OpCall& call) {
   const TensorInfo& x = call.tensor(0);
   const int n = x.spec.dims();
@@ -106,7 +111,10 @@ Plan group_norm_backward(const OpCall& call) {
   const TensorInfo& x = *call.find("input");
   const int n = x.spec.dims();
   LabelProblem p(call);
-  describe(p, {{"grad_out", leading(n, 1)}, {"input", leading(n, 1)}, {"mean", leading(2, 1)}, {"rstd", leading(2, 1)}});
+  describe(p, {{"grad_out", leading(n, 1)},
+               {"input", leading(n, 1)},
+               {"mean", leading(2, 1)},
+               {"rstd", leading(2, 1)}});
   const Shape channels{call.integer("C")};
   p.outputs = {leading(n, 1), {kWhole}, {kWhole}};
   p.output_shapes = {x.spec.shape(), channels, channels};
@@ -125,7 +133,9 @@ Plan embedding_backward(const OpCall& call) {
   p.outputs = {{kWhole, n}};
   p.output_shapes = {{call.integer("num_weights"), g.spec.shape()[n]}};
   p.contract = some(n);
-  if (call.argument("scale_grad_by_freq") >= 0 && call.boolean("scale_grad_by_freq")) p.contract.clear();  // the frequency is that of the whole batch
+  // the frequency is that of the whole batch
+  if (call.argument("scale_grad_by_freq") >= 0 && call.boolean("scale_grad_by_freq"))
+    p.contract.clear();
   return solve(p);
 }
 
@@ -149,14 +159,18 @@ Plan loss(const OpCall& call) {
   const std::int64_t reduction = call.integer("reduction");
   for (const TensorInfo& t : call.tensors()) {
     if (t.spec.shape() != shape)
-      throw ShardingError(concat(call.name(), " of sharded tensors of different shapes has no rule: expand the target first"));
+      throw ShardingError(
+          concat(call.name(),
+                 " of sharded tensors of different shapes has no rule: expand the target first"));
     p.inputs.push_back(all_labels(n));
   }
   p.outputs = {reduction == at::Reduction::None ? all_labels(n) : Labels{}};
   p.output_shapes = {reduction == at::Reduction::None ? shape : Shape{}};
   p.contract = some(n);
   Plan plan = solve(p);
-  return reduction == at::Reduction::Mean ? divided(std::move(plan), call, static_cast<double>(call.tensor(0).spec.numel())) : plan;
+  return reduction == at::Reduction::Mean
+             ? divided(std::move(plan), call, static_cast<double>(call.tensor(0).spec.numel()))
+             : plan;
 }
 
 Plan loss_backward(const OpCall& call) {
@@ -171,7 +185,9 @@ Plan loss_backward(const OpCall& call) {
   p.output_shapes = {x.spec.shape()};
   Plan plan = solve(p);
   plan.outputs[0].strides = x.strides;
-  return reduction == at::Reduction::Mean ? divided(std::move(plan), call, static_cast<double>(x.spec.numel())) : plan;
+  return reduction == at::Reduction::Mean
+             ? divided(std::move(plan), call, static_cast<double>(x.spec.numel()))
+             : plan;
 }
 
 // ---- attention: samples and heads are free ----
@@ -185,8 +201,14 @@ Plan attention(const OpCall& call) {
   LabelProblem p(call);
   const auto& k = *call.find("key");
   // Groups of queries that share a head of keys may not be torn apart: then only samples are free.
-  const Labels one = k.spec.shape()[1] == q.spec.shape()[1] ? heads : Labels{kBatch, kWhole, kWhole, kWhole};
-  describe(p, {{"query", one}, {"key", one}, {"value", one}, {"grad_out", one}, {"out", one}, {"logsumexp", {one[0], one[1], kWhole}}});
+  const Labels one =
+      k.spec.shape()[1] == q.spec.shape()[1] ? heads : Labels{kBatch, kWhole, kWhole, kWhole};
+  describe(p, {{"query", one},
+               {"key", one},
+               {"value", one},
+               {"grad_out", one},
+               {"out", one},
+               {"logsumexp", {one[0], one[1], kWhole}}});
   if (const TensorInfo* mask = call.find("attn_mask"); mask && mask->spec.dims() == 4) {
     Labels& labels = p.inputs[call.index_of(*mask)];
     if (mask->spec.shape()[0] == q.spec.shape()[0] && q.spec.shape()[0] > 1) labels[0] = kBatch;
@@ -211,7 +233,9 @@ Plan attention(const OpCall& call) {
       torch::jit::Stack made;
       for (const Shape& shape : shapes) {
         const at::Tensor& t = arguments[0].toTensor();
-        made.emplace_back(t.new_zeros(shape, shape.size() == 3 ? t.options().dtype(at::toOpMathType(t.scalar_type())) : t.options()));
+        made.emplace_back(t.new_zeros(
+            shape, shape.size() == 3 ? t.options().dtype(at::toOpMathType(t.scalar_type()))
+                                     : t.options()));
       }
       return made;
     };
@@ -219,17 +243,21 @@ Plan attention(const OpCall& call) {
   return plan;
 }
 
-// Which kernel computes attention is decided alike on all ranks, from global shapes alone: 1 is flash, 0 the composite of products and softmax.
+// Which kernel computes attention is decided alike on all ranks, from global shapes alone: 1 is
+// flash, 0 the composite of products and softmax.
 Plan attention_choice(const OpCall& call) {
   const TensorInfo& q = *call.find("query");
   const auto last_is_dense = [&](const char* name) { return call.find(name)->strides.back() == 1; };
   const auto& k = *call.find("key");
-  const bool flash = q.spec.dims() == 4 && call.number("dropout_p") == 0 && last_is_dense("query") && last_is_dense("key") &&
-                     last_is_dense("value") && !call.has("attn_mask") && q.spec.shape()[1] == k.spec.shape()[1] &&
-                     q.spec.shape()[3] == call.find("value")->spec.shape()[3] && q.spec.numel() > 0 && k.spec.numel() > 0 &&
-                     at::isFloatingType(q.dtype);
+  const bool flash = q.spec.dims() == 4 && call.number("dropout_p") == 0 &&
+                     last_is_dense("query") && last_is_dense("key") && last_is_dense("value") &&
+                     !call.has("attn_mask") && q.spec.shape()[1] == k.spec.shape()[1] &&
+                     q.spec.shape()[3] == call.find("value")->spec.shape()[3] &&
+                     q.spec.numel() > 0 && k.spec.numel() > 0 && at::isFloatingType(q.dtype);
   Plan plan;
-  plan.local = [flash](const c10::OperatorHandle&, torch::jit::Stack) { return torch::jit::Stack{static_cast<std::int64_t>(flash ? 1 : 0)}; };
+  plan.local = [flash](const c10::OperatorHandle&, torch::jit::Stack) {
+    return torch::jit::Stack{static_cast<std::int64_t>(flash ? 1 : 0)};
+  };
   return plan;
 }
 
@@ -239,12 +267,14 @@ const bool registered = [] {
   register_rule("aten::native_group_norm", guarded(group_norm));
   register_rule("aten::native_group_norm_backward", guarded(group_norm_backward));
   register_rule("aten::embedding_dense_backward", embedding_backward);
-  for (const char* op : {"aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::binary_cross_entropy",
-                         "aten::binary_cross_entropy_with_logits", "aten::soft_margin_loss"}) {
+  for (const char* op :
+       {"aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::binary_cross_entropy",
+        "aten::binary_cross_entropy_with_logits", "aten::soft_margin_loss"}) {
     register_rule(op, loss);
     register_rule(std::string(op) + "_backward", loss_backward);
   }
-  for (const char* op : {"aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention_for_cpu_backward"})
+  for (const char* op : {"aten::_scaled_dot_product_flash_attention_for_cpu",
+                         "aten::_scaled_dot_product_flash_attention_for_cpu_backward"})
     register_rule(op, guarded(attention));
   register_rule("aten::_fused_sdp_choice", attention_choice);
   return true;

@@ -1,5 +1,6 @@
-// Variance and batch normalization over uneven parts: every rank's sums are added, then divided by the true count, so that the result is what one
-// process computes. Two passes (mean first), as libtorch's own kernels are stable too.
+// Variance and batch normalization over uneven parts: every rank's sums are added, then divided by
+// the true count, so that the result is what one process computes. Two passes (mean first), as
+// libtorch's own kernels are stable too.
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/rsqrt.h>
@@ -20,7 +21,8 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-// The axes on which an output would be partial; it becomes replicated there, because the local function reduces over them itself.
+// The axes on which an output would be partial; it becomes replicated there, because the local
+// function reduces over them itself.
 std::vector<int> reduce_inside(Plan::Output& out) {
   std::vector<int> axes;
   auto placements = out.spec.placements();
@@ -38,7 +40,8 @@ struct SumOverRanks {
   std::vector<int> axes;
   at::Tensor operator()(at::Tensor t) const {
     t = t.contiguous();
-    for (const int axis : axes) context->group(axis).all_reduce(t, ReduceOp::sum, {.name = "statistics"});
+    for (const int axis : axes)
+      context->group(axis).all_reduce(t, ReduceOp::sum, {.name = "statistics"});
     return t;
   }
 };
@@ -72,12 +75,14 @@ Plan variance(const OpCall& call, bool root, bool with_mean) {
   const std::vector<int> axes = reduce_inside(plan.outputs[0]);
   if (axes.empty()) return plan;
   if (with_mean) reduce_inside(plan.outputs[1]);
-  plan.local = [=, total = SumOverRanks{context_of(x.spec), axes}, dims = Shape(dims.begin(), dims.end())](const c10::OperatorHandle&,
-                                                                                                           torch::jit::Stack arguments) {
+  plan.local = [=, total = SumOverRanks{context_of(x.spec), axes},
+                dims = Shape(dims.begin(), dims.end())](const c10::OperatorHandle&,
+                                                        torch::jit::Stack arguments) {
     const at::Tensor& t = arguments[0].toTensor();
     const at::Tensor mean = total(at::sum(t, dims, true)).div(count);
     const at::Tensor centred = t - mean;
-    at::Tensor result = total(at::sum(at::real(centred * centred.conj()), dims, keep)).div(std::max(count - correction, 0.0));
+    at::Tensor result = total(at::sum(at::real(centred * centred.conj()), dims, keep))
+                            .div(std::max(count - correction, 0.0));
     if (root) result = result.sqrt();
     if (!with_mean) return torch::jit::Stack{result};
     return torch::jit::Stack{result, keep ? mean : mean.squeeze(dims)};
@@ -94,11 +99,16 @@ struct BatchNorm {
 
   explicit BatchNorm(const OpCall& call) : problem(call), x(*call.find("input")) {
     dims = x.spec.dims();
-    if (dims < 2) throw InvalidArgument(concat(call.name(), " of an input of shape ", list(x.spec.shape()), ": it needs samples and channels"));
+    if (dims < 2)
+      throw InvalidArgument(concat(call.name(), " of an input of shape ", list(x.spec.shape()),
+                                   ": it needs samples and channels"));
     const Labels data = all_labels(dims);
     // The statistics that a forward without training has saved are empty.
     for (const TensorInfo& t : call.tensors())
-      problem.inputs.push_back(t.spec.dims() > 1 ? data : Labels(t.spec.dims(), t.spec.numel() == x.spec.shape()[1] ? 1 : kWhole));
+      problem.inputs.push_back(
+          t.spec.dims() > 1
+              ? data
+              : Labels(t.spec.dims(), t.spec.numel() == x.spec.shape()[1] ? 1 : kWhole));
     problem.outputs = {data, {1}, {1}};
     const Shape of_channels{x.spec.shape()[1]};
     problem.output_shapes = {x.spec.shape(), of_channels, of_channels};
@@ -112,7 +122,8 @@ struct BatchNorm {
   // Of the result, which libtorch makes row-major or channels_last.
   Shape strides() const {
     const Shape& shape = x.spec.shape();
-    return dims > 3 && is_channels_last(shape, x.strides) ? channels_last(shape) : contiguous_strides(shape);
+    return dims > 3 && is_channels_last(shape, x.strides) ? channels_last(shape)
+                                                          : contiguous_strides(shape);
   }
   Shape reduced() const { return Shape(problem.contract.begin(), problem.contract.end()); }
 };
@@ -123,10 +134,13 @@ at::Tensor over_channels(const at::Tensor& t, std::int64_t dims) {
   return t.reshape(shape);
 }
 
-// libtorch's kernels divide by the number of channels or samples. Where a rank has none there is nothing to compute.
+// libtorch's kernels divide by the number of channels or samples. Where a rank has none there is
+// nothing to compute.
 bool nothing_here(const Plan& plan, const OpCall& call) {
   for (const TensorInfo& t : call.tensors()) {
-    if (t.spec.shape() == call.find("input")->spec.shape() && plan.inputs[call.index_of(t)]->local_numel() == 0) return true;
+    if (t.spec.shape() == call.find("input")->spec.shape() &&
+        plan.inputs[call.index_of(t)]->local_numel() == 0)
+      return true;
   }
   return false;
 }
@@ -140,9 +154,12 @@ LocalFunction zeros_of(const Plan& plan) {
   };
 }
 
-at::Tensor optional_tensor(const c10::IValue& v) { return v.isTensor() ? v.toTensor() : at::Tensor(); }
+at::Tensor optional_tensor(const c10::IValue& v) {
+  return v.isTensor() ? v.toTensor() : at::Tensor();
+}
 
-// Running statistics are updated where they lie: what a step says of them, which lies like the channels, goes there.
+// Running statistics are updated where they lie: what a step says of them, which lies like the
+// channels, goes there.
 struct Running {
   ShardSpec step;  // of what is computed
   std::optional<ShardSpec> mean, var;
@@ -152,7 +169,8 @@ struct Running {
       const TensorInfo* t = call.find(name);
       if (!t) return;
       if (t->spec.has_partial())
-        throw ShardingError(concat(call.name(), " would update ", name, ", which is partial: ", t->spec, ". Redistribute it."));
+        throw ShardingError(concat(call.name(), " would update ", name,
+                                   ", which is partial: ", t->spec, ". Redistribute it."));
       spec = t->spec;
       plan.inputs[call.index_of(*t)] = t->spec;
     };
@@ -160,7 +178,8 @@ struct Running {
     keep("running_var", var);
   }
   bool in_place() const { return (!mean || *mean == step) && (!var || *var == step); }
-  void update(const at::Tensor& running, const std::optional<ShardSpec>& spec, const at::Tensor& value, double momentum, double factor) const {
+  void update(const at::Tensor& running, const std::optional<ShardSpec>& spec,
+              const at::Tensor& value, double momentum, double factor) const {
     if (!spec) return;
     const at::Tensor mine = redistribute_local(value, step, *spec);
     running.mul_(1 - momentum).add_(mine.to(running.scalar_type()), momentum * factor);
@@ -185,8 +204,9 @@ Plan batch_norm(const OpCall& call) {
     if (nothing_here(plan, call)) plan.local = zeros_of(plan);
     return plan;
   }
-  plan.local = [running, total = SumOverRanks{context_of(call.tensor(0).spec), axes}, dims = b.reduced(), count = b.count](const c10::OperatorHandle&,
-                                                                                                                           torch::jit::Stack a) {
+  plan.local = [running, total = SumOverRanks{context_of(call.tensor(0).spec), axes},
+                dims = b.reduced(),
+                count = b.count](const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor& x = a[0].toTensor();
     const at::Tensor weight = optional_tensor(a[1]), bias = optional_tensor(a[2]);
     const double momentum = a[6].toDouble(), eps = a[7].toDouble();
@@ -206,20 +226,23 @@ Plan batch_norm(const OpCall& call) {
   return plan;
 }
 
-// libtorch's kernel takes a part for channels_last whatever the strides of its dims of one element say, and reads the gradient by the input's.
+// libtorch's kernel takes a part for channels_last whatever the strides of its dims of one element
+// say, and reads the gradient by the input's.
 torch::jit::Stack backward_in_order(const c10::OperatorHandle& op, torch::jit::Stack a) {
   for (int i = 0; i < 3; ++i) {
     if (!a[i].isTensor() || !a[i].toTensor().defined()) continue;
     const at::Tensor& t = a[i].toTensor();
-    const bool in_order = t.strides() == at::IntArrayRef(contiguous_strides(t.sizes().vec())) ||
-                          (t.dim() > 3 && t.strides() == at::IntArrayRef(channels_last(t.sizes().vec())));
+    const bool in_order =
+        t.strides() == at::IntArrayRef(contiguous_strides(t.sizes().vec())) ||
+        (t.dim() > 3 && t.strides() == at::IntArrayRef(channels_last(t.sizes().vec())));
     if (!in_order) a[i] = t.clone(at::MemoryFormat::Contiguous);
   }
   op.callBoxed(a);
   return a;
 }
 
-// With x^ the normalized input: dx = w invstd (dy - mean(dy) - x^ mean(dy x^)), dw = sum(dy x^), db = sum(dy).
+// With x^ the normalized input: dx = w invstd (dy - mean(dy) - x^ mean(dy x^)), dw = sum(dy x^), db
+// = sum(dy).
 Plan batch_norm_backward(const OpCall& call) {
   BatchNorm b(call);
   Plan plan = solve(b.problem);
@@ -229,18 +252,23 @@ Plan batch_norm_backward(const OpCall& call) {
   const std::vector<int> axes = reduce_inside(plan.outputs[1]);
   reduce_inside(plan.outputs[2]);
   if (axes.empty()) return plan;
-  plan.local = [total = SumOverRanks{context_of(call.tensor(0).spec), axes}, dims = b.reduced(), count = b.count](const c10::OperatorHandle&,
-                                                                                                                  torch::jit::Stack a) {
+  plan.local = [total = SumOverRanks{context_of(call.tensor(0).spec), axes}, dims = b.reduced(),
+                count = b.count](const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor &g = a[0].toTensor(), &x = a[1].toTensor();
     const at::Tensor weight = optional_tensor(a[2]);
     const auto type = at::toOpMathType(x.scalar_type());
-    const at::Tensor mean = over_channels(a[5].toTensor().to(type), x.dim()), invstd = over_channels(a[6].toTensor().to(type), x.dim());
+    const at::Tensor mean = over_channels(a[5].toTensor().to(type), x.dim()),
+                     invstd = over_channels(a[6].toTensor().to(type), x.dim());
     const at::Tensor dy = g.to(type), normal = (x.to(type) - mean) * invstd;
-    const at::Tensor bias_gradient = total(at::sum(dy, dims)), weight_gradient = total(at::sum(dy * normal, dims));
-    at::Tensor dx = (dy - over_channels(bias_gradient.div(count), x.dim()) - normal * over_channels(weight_gradient.div(count), x.dim())) * invstd;
+    const at::Tensor bias_gradient = total(at::sum(dy, dims)),
+                     weight_gradient = total(at::sum(dy * normal, dims));
+    at::Tensor dx = (dy - over_channels(bias_gradient.div(count), x.dim()) -
+                     normal * over_channels(weight_gradient.div(count), x.dim())) *
+                    invstd;
     if (weight.defined()) dx = dx * over_channels(weight.to(type), x.dim());
     const auto out = weight.defined() ? weight.scalar_type() : x.scalar_type();
-    return torch::jit::Stack{dx.to(x.scalar_type()), weight_gradient.to(out), bias_gradient.to(out)};
+    return torch::jit::Stack{dx.to(x.scalar_type()), weight_gradient.to(out),
+                             bias_gradient.to(out)};
   };
   return plan;
 }
@@ -248,8 +276,10 @@ Plan batch_norm_backward(const OpCall& call) {
 const bool registered = [] {
   register_rule("aten::var.correction", [](const OpCall& c) { return variance(c, false, false); });
   register_rule("aten::std.correction", [](const OpCall& c) { return variance(c, true, false); });
-  register_rule("aten::var_mean.correction", [](const OpCall& c) { return variance(c, false, true); });
-  register_rule("aten::std_mean.correction", [](const OpCall& c) { return variance(c, true, true); });
+  register_rule("aten::var_mean.correction",
+                [](const OpCall& c) { return variance(c, false, true); });
+  register_rule("aten::std_mean.correction",
+                [](const OpCall& c) { return variance(c, true, true); });
   register_rule("aten::native_batch_norm", batch_norm);
   register_rule("aten::native_batch_norm_backward", guarded(batch_norm_backward));
   return true;

@@ -1,5 +1,5 @@
-// Random numbers: element i of a draw is a function of seed, draw and i's global index. So they are the same whatever the placement and the number of
-// ranks. Plain tensors keep libtorch's generator.
+// Random numbers: element i of a draw is a function of seed, draw and i's global index. So they are
+// the same whatever the placement and the number of ranks. Plain tensors keep libtorch's generator.
 
 #include <ATen/ops/empty.h>
 
@@ -85,8 +85,9 @@ double normal(const Words& w) {
 
 void refuse_generator(const OpCall& call) {
   if (call.argument("generator") >= 0 && call.has("generator")) {
-    throw ShardingError(
-        concat(call.name(), ": a generator is given, but sharded tensors draw by global index: leave it out and use tessera::manual_seed"));
+    throw ShardingError(concat(call.name(),
+                               ": a generator is given, but sharded tensors draw by global index: "
+                               "leave it out and use tessera::manual_seed"));
   }
 }
 
@@ -95,7 +96,8 @@ using Draw = std::function<at::Tensor(const Source&, const torch::jit::Stack&, a
 // x.uniform_(...): the target's values are replaced.
 Plan in_place(const OpCall& call, const Draw& draw) {
   refuse_generator(call);
-  const ShardSpec spec = without_partial(call.tensor(0).spec);  // a partial target is reduced first, that is, its ranks are given the same values
+  // a partial target is reduced first, that is, its ranks are given the same values
+  const ShardSpec spec = without_partial(call.tensor(0).spec);
   Plan plan;
   plan.inputs = {spec};
   plan.outputs = {{spec}};
@@ -117,7 +119,8 @@ Plan functional(const OpCall& call, const Draw& draw) {
   plan.inputs.resize(call.tensors().size());
   plan.inputs[0] = spec;
   plan.outputs = {{spec}};
-  plan.local = [source = Source{spec}, draw, type](const c10::OperatorHandle&, torch::jit::Stack a) {
+  plan.local = [source = Source{spec}, draw, type](const c10::OperatorHandle&,
+                                                   torch::jit::Stack a) {
     const at::Tensor& t = a[0].toTensor();
     return torch::jit::Stack{draw(source, a, type).to(t.options().dtype(type))};
   };
@@ -156,18 +159,24 @@ at::Tensor log_normal(const Source& s, const torch::jit::Stack& a, at::ScalarTyp
 
 at::Tensor cauchy(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
   const double median = a[1].toDouble(), sigma = a[2].toDouble();
-  return s.doubles([&](const Words& w) { return median + sigma * std::tan(std::numbers::pi * (unit_double(w[0], w[1]) - 0.5)); });
+  return s.doubles([&](const Words& w) {
+    return median + sigma * std::tan(std::numbers::pi * (unit_double(w[0], w[1]) - 0.5));
+  });
 }
 
 // Trials up to the first success.
 at::Tensor geometric(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
   const double p = a[1].toDouble();
-  return s.doubles([&](const Words& w) { return p >= 1 ? 1.0 : std::max(1.0, std::ceil(std::log1p(-unit_double(w[0], w[1])) / std::log1p(-p))); });
+  return s.doubles([&](const Words& w) {
+    return p >= 1 ? 1.0
+                  : std::max(1.0, std::ceil(std::log1p(-unit_double(w[0], w[1])) / std::log1p(-p)));
+  });
 }
 
 // Whole numbers in [low, high), by scaling: the bias is below 2^-53 times their number.
 at::Tensor integers(const Source& s, double low, double high) {
-  return s.doubles([=](const Words& w) { return low + std::floor(unit_double(w[0], w[1]) * (high - low)); });
+  return s.doubles(
+      [=](const Words& w) { return low + std::floor(unit_double(w[0], w[1]) * (high - low)); });
 }
 
 Plan dropout(const OpCall& call) {
@@ -178,8 +187,12 @@ Plan dropout(const OpCall& call) {
   plan.local = [source = Source{spec}](const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor& x = a[0].toTensor();
     const double p = a[1].toDouble();
-    if (!(a[2].isNone() || a[2].toBool()) || p == 0) return torch::jit::Stack{x.clone(), at::ones_like(x, at::kBool)};
-    const at::Tensor mask = source.doubles([&](const Words& w) { return unit_double(w[0], w[1]) < 1 - p ? 1.0 : 0.0; }).to(x.device()).to(at::kBool);
+    if (!(a[2].isNone() || a[2].toBool()) || p == 0)
+      return torch::jit::Stack{x.clone(), at::ones_like(x, at::kBool)};
+    const at::Tensor mask =
+        source.doubles([&](const Words& w) { return unit_double(w[0], w[1]) < 1 - p ? 1.0 : 0.0; })
+            .to(x.device())
+            .to(at::kBool);
     return torch::jit::Stack{p == 1 ? at::zeros_like(x) : x.mul(mask).div(1 - p), mask};
   };
   return plan;
@@ -187,8 +200,12 @@ Plan dropout(const OpCall& call) {
 
 const bool registered = [] {
   const RuleOptions always{.for_replicated = true};
-  const auto writes = [&](const char* op, Draw draw) { register_rule(op, [draw](const OpCall& c) { return in_place(c, draw); }, always); };
-  const auto makes = [&](const char* op, Draw draw) { register_rule(op, [draw](const OpCall& c) { return functional(c, draw); }, always); };
+  const auto writes = [&](const char* op, Draw draw) {
+    register_rule(op, [draw](const OpCall& c) { return in_place(c, draw); }, always);
+  };
+  const auto makes = [&](const char* op, Draw draw) {
+    register_rule(op, [draw](const OpCall& c) { return functional(c, draw); }, always);
+  };
   writes("aten::uniform_", uniform);
   writes("aten::normal_", normal_values);
   writes("aten::bernoulli_.float", bernoulli_p);
@@ -196,20 +213,30 @@ const bool registered = [] {
   writes("aten::log_normal_", log_normal);
   writes("aten::cauchy_", cauchy);
   writes("aten::geometric_", geometric);
-  writes("aten::random_.to", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) { return integers(s, 0, a[1].toScalar().toDouble()); });
+  writes("aten::random_.to", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+    return integers(s, 0, a[1].toScalar().toDouble());
+  });
   writes("aten::random_.from", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
-    if (a[2].isNone()) throw ShardingError("random_ without an upper bound has no rule for sharded tensors: give one");
+    if (a[2].isNone())
+      throw ShardingError(
+          "random_ without an upper bound has no rule for sharded tensors: give one");
     return integers(s, a[1].toScalar().toDouble(), a[2].toScalar().toDouble());
   });
-  makes("aten::randint_like", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) { return integers(s, 0, a[1].toScalar().toDouble()); });
-  makes("aten::randint_like.low_dtype", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
-    return integers(s, a[1].toScalar().toDouble(), a[2].toScalar().toDouble());
+  makes("aten::randint_like", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+    return integers(s, 0, a[1].toScalar().toDouble());
   });
+  makes("aten::randint_like.low_dtype",
+        [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+          return integers(s, a[1].toScalar().toDouble(), a[2].toScalar().toDouble());
+        });
   makes("aten::bernoulli", bernoulli_each);
   makes("aten::bernoulli.p", bernoulli_p);
-  makes("aten::rand_like",
-        [](const Source& s, const torch::jit::Stack&, at::ScalarType t) { return s.doubles([t](const Words& w) { return unit(w, t); }); });
-  makes("aten::randn_like", [](const Source& s, const torch::jit::Stack&, at::ScalarType) { return s.doubles(normal); });
+  makes("aten::rand_like", [](const Source& s, const torch::jit::Stack&, at::ScalarType t) {
+    return s.doubles([t](const Words& w) { return unit(w, t); });
+  });
+  makes("aten::randn_like", [](const Source& s, const torch::jit::Stack&, at::ScalarType) {
+    return s.doubles(normal);
+  });
   register_rule("aten::native_dropout", dropout, always);
   return true;
 }();

@@ -1,5 +1,6 @@
-// Recurrent layers. Their weights are used in every step: a sharded one is gathered once in forward and once in backward, and kept as long as its
-// layer is at work. Everything else is libtorch's own composite.
+// Recurrent layers. Their weights are used in every step: a sharded one is gathered once in forward
+// and once in backward, and kept as long as its layer is at work. Everything else is libtorch's own
+// composite.
 
 #include <ATen/ops/gru_native.h>
 #include <ATen/ops/lstm_native.h>
@@ -37,12 +38,14 @@ struct Call {
     if (GatheredParameters::current() != kept.get()) GatheredParameters::set_current(kept);
   }
   void end() {
-    if (kept && GatheredParameters::current() == kept.get()) GatheredParameters::set_current(nullptr);
+    if (kept && GatheredParameters::current() == kept.get())
+      GatheredParameters::set_current(nullptr);
     kept.reset();
   }
 };
 
-// Before a node of the graph runs: the layer's last one begins its backward, the one that made its input ends it.
+// Before a node of the graph runs: the layer's last one begins its backward, the one that made its
+// input ends it.
 struct AtNode final : torch::autograd::FunctionPreHook {
   AtNode(std::shared_ptr<Call> c, bool b) : call(std::move(c)), begins(b) {}
   variable_list operator()(const variable_list& gradients) override {
@@ -59,15 +62,20 @@ struct AtNode final : torch::autograd::FunctionPreHook {
 
 // While a layer computes.
 struct AtWork {
-  explicit AtWork(const Call& call) { GatheredParameters::set_current(std::make_shared<GatheredParameters>(call.parameters, call.at_a_time)); }
+  explicit AtWork(const Call& call) {
+    GatheredParameters::set_current(
+        std::make_shared<GatheredParameters>(call.parameters, call.at_a_time));
+  }
   ~AtWork() { GatheredParameters::set_current(nullptr); }
   AtWork(const AtWork&) = delete;
   AtWork& operator=(const AtWork&) = delete;
 };
 
 template <class Run>
-auto gathered_once(const at::Tensor& input, at::TensorList parameters, std::int64_t cells, Run run) {
-  const std::size_t at_a_time = parameters.size() / static_cast<std::size_t>(std::max<std::int64_t>(cells, 1));
+auto gathered_once(const at::Tensor& input, at::TensorList parameters, std::int64_t cells,
+                   Run run) {
+  const std::size_t at_a_time =
+      parameters.size() / static_cast<std::size_t>(std::max<std::int64_t>(cells, 1));
   if (at_a_time == 0 || GatheredParameters(parameters, at_a_time).empty()) return run();
   const auto call = std::make_shared<Call>(Call{parameters.vec(), at_a_time});
   auto results = [&] {
@@ -78,19 +86,23 @@ auto gathered_once(const at::Tensor& input, at::TensorList parameters, std::int6
   std::apply(
       [&](const auto&... result) {
         const auto hook = [&](const at::Tensor& t) {
-          if (t.grad_fn() && hooked.insert(t.grad_fn().get()).second) t.grad_fn()->add_pre_hook(std::make_unique<AtNode>(call, true));
+          if (t.grad_fn() && hooked.insert(t.grad_fn().get()).second)
+            t.grad_fn()->add_pre_hook(std::make_unique<AtNode>(call, true));
         };
         (hook(result), ...);
       },
       results);
-  if (!hooked.empty() && input.grad_fn()) input.grad_fn()->add_pre_hook(std::make_unique<AtNode>(call, false));
+  if (!hooked.empty() && input.grad_fn())
+    input.grad_fn()->add_pre_hook(std::make_unique<AtNode>(call, false));
   return results;
 }
 
-// A state that is the same on all ranks (zeros, if none was given) begins cut as the samples are: else the first step would move data.
+// A state that is the same on all ranks (zeros, if none was given) begins cut as the samples are:
+// else the first step would move data.
 at::Tensor cut_as_samples(const at::Tensor& state, const at::Tensor& input, int batch) {
   const ShardMeta* meta = meta_of(input);
-  if (!meta || input.dim() != 3 || state.dim() != 3 || !meta->spec().is_sharded(batch) || state.size(1) != input.size(batch) || state.requires_grad())
+  if (!meta || input.dim() != 3 || state.dim() != 3 || !meta->spec().is_sharded(batch) ||
+      state.size(1) != input.size(batch) || state.requires_grad())
     return state;
   const auto& context = context_of(meta->spec());
   if (!meta_of(state) && context->state->policies.promotion != Policy::allow) return state;
@@ -99,37 +111,52 @@ at::Tensor cut_as_samples(const at::Tensor& state, const at::Tensor& input, int 
   const DimSharding& samples = meta->spec().dim(batch);
   std::vector<Placement> placements(context->sizes.size());
   for (const int axis : samples.axes) placements[axis] = Shard(1);
-  return redistribute(whole, make_spec(context, state.sizes().vec(), std::move(placements), {nullptr, &samples, nullptr}));
+  return redistribute(whole, make_spec(context, state.sizes().vec(), std::move(placements),
+                                       {nullptr, &samples, nullptr}));
 }
 
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using Two = std::tuple<at::Tensor, at::Tensor>;
 using List = at::TensorList;
 
-std::int64_t cells(std::int64_t layers, bool bidirectional) { return layers * (bidirectional ? 2 : 1); }
+std::int64_t cells(std::int64_t layers, bool bidirectional) {
+  return layers * (bidirectional ? 2 : 1);
+}
 
-Three lstm(const at::Tensor& x, List hx, List w, bool biases, std::int64_t layers, double p, bool train, bool both, bool batch_first) {
+Three lstm(const at::Tensor& x, List hx, List w, bool biases, std::int64_t layers, double p,
+           bool train, bool both, bool batch_first) {
   std::vector<at::Tensor> states;
-  for (const at::Tensor& state : hx) states.push_back(cut_as_samples(state, x, batch_first ? 0 : 1));
-  return gathered_once(x, w, cells(layers, both), [&] { return at::native::lstm(x, states, w, biases, layers, p, train, both, batch_first); });
+  for (const at::Tensor& state : hx)
+    states.push_back(cut_as_samples(state, x, batch_first ? 0 : 1));
+  return gathered_once(x, w, cells(layers, both), [&] {
+    return at::native::lstm(x, states, w, biases, layers, p, train, both, batch_first);
+  });
 }
-Three lstm_packed(const at::Tensor& x, const at::Tensor& sizes, List hx, List w, bool biases, std::int64_t layers, double p, bool train, bool both) {
-  return gathered_once(x, w, cells(layers, both), [&] { return at::native::lstm(x, sizes, hx, w, biases, layers, p, train, both); });
+Three lstm_packed(const at::Tensor& x, const at::Tensor& sizes, List hx, List w, bool biases,
+                  std::int64_t layers, double p, bool train, bool both) {
+  return gathered_once(x, w, cells(layers, both), [&] {
+    return at::native::lstm(x, sizes, hx, w, biases, layers, p, train, both);
+  });
 }
 
-using Steps = Two (*)(const at::Tensor&, const at::Tensor&, List, bool, std::int64_t, double, bool, bool, bool);
-using PackedSteps = Two (*)(const at::Tensor&, const at::Tensor&, const at::Tensor&, List, bool, std::int64_t, double, bool, bool);
+using Steps = Two (*)(const at::Tensor&, const at::Tensor&, List, bool, std::int64_t, double, bool,
+                      bool, bool);
+using PackedSteps = Two (*)(const at::Tensor&, const at::Tensor&, const at::Tensor&, List, bool,
+                            std::int64_t, double, bool, bool);
 
 template <Steps native>
-Two recurrent(const at::Tensor& x, const at::Tensor& hx, List w, bool biases, std::int64_t layers, double p, bool train, bool both,
-              bool batch_first) {
+Two recurrent(const at::Tensor& x, const at::Tensor& hx, List w, bool biases, std::int64_t layers,
+              double p, bool train, bool both, bool batch_first) {
   const at::Tensor state = cut_as_samples(hx, x, batch_first ? 0 : 1);
-  return gathered_once(x, w, cells(layers, both), [&] { return native(x, state, w, biases, layers, p, train, both, batch_first); });
+  return gathered_once(x, w, cells(layers, both), [&] {
+    return native(x, state, w, biases, layers, p, train, both, batch_first);
+  });
 }
 template <PackedSteps native>
-Two recurrent_packed(const at::Tensor& x, const at::Tensor& sizes, const at::Tensor& hx, List w, bool biases, std::int64_t layers, double p,
-                     bool train, bool both) {
-  return gathered_once(x, w, cells(layers, both), [&] { return native(x, sizes, hx, w, biases, layers, p, train, both); });
+Two recurrent_packed(const at::Tensor& x, const at::Tensor& sizes, const at::Tensor& hx, List w,
+                     bool biases, std::int64_t layers, double p, bool train, bool both) {
+  return gathered_once(x, w, cells(layers, both),
+                       [&] { return native(x, sizes, hx, w, biases, layers, p, train, both); });
 }
 
 void implement(torch::Library& m) {

@@ -1,5 +1,6 @@
-// Reductions: over a sharded dim each rank reduces its part and the result is partial; means are divided by the global count, so that uneven parts
-// give what one process gives. Scans, sorts and the like work along a dim that must be whole.
+// Reductions: over a sharded dim each rank reduces its part and the result is partial; means are
+// divided by the global count, so that uneven parts give what one process gives. Scans, sorts and
+// the like work along a dim that must be whole.
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
@@ -72,7 +73,8 @@ LabelProblem reduction(const OpCall& call, ReduceOp::Kind op) {
   LabelProblem p(call);
   p.inputs = {all_labels(n)};
   p.outputs = {remaining(n, dims, keeps(call))};
-  if (!call.outputs()) p.output_shapes = {shape_without(call.tensor(0).spec.shape(), dims, keeps(call))};
+  if (!call.outputs())
+    p.output_shapes = {shape_without(call.tensor(0).spec.shape(), dims, keeps(call))};
   p.contract = dims;
   p.reduce = op;
   return p;
@@ -93,8 +95,9 @@ Plan mean(const OpCall& call) {
   double count = 1;
   for (const int d : p.contract) count *= static_cast<double>(call.tensor(0).spec.shape()[d]);
   const Shape dims(p.contract.begin(), p.contract.end());
-  plan.local = [count, dims, keep = keeps(call), dtype = (*call.outputs())[0].dtype, scalar = call.tensor(0).spec.dims() == 0](
-                   const c10::OperatorHandle&, torch::jit::Stack arguments) {
+  plan.local = [count, dims, keep = keeps(call), dtype = (*call.outputs())[0].dtype,
+                scalar = call.tensor(0).spec.dims() == 0](const c10::OperatorHandle&,
+                                                          torch::jit::Stack arguments) {
     const at::Tensor& x = arguments[0].toTensor();
     return torch::jit::Stack{(scalar ? x.to(dtype) : at::sum(x, dims, keep, dtype)).div(count)};
   };
@@ -129,12 +132,15 @@ Plan extremum(const OpCall& call, bool max) {
   Plan plan = solve(p);
   for (const int d : p.contract) {
     if (call.tensor(0).spec.shape()[d] == 0)
-      throw InvalidArgument(concat(call.name(), ": dim ", d, " of ", list(call.tensor(0).spec.shape()), " has no elements"));
+      throw InvalidArgument(concat(call.name(), ": dim ", d, " of ",
+                                   list(call.tensor(0).spec.shape()), " has no elements"));
   }
   if (plan.inputs[0]->local_numel() == 0) {
-    plan.local = [shape = plan.outputs[0].spec.local_shape(), max](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+    plan.local = [shape = plan.outputs[0].spec.local_shape(), max](const c10::OperatorHandle&,
+                                                                   torch::jit::Stack arguments) {
       const at::Tensor& x = arguments[0].toTensor();
-      return torch::jit::Stack{at::full(shape, max ? lowest(x.scalar_type()) : highest(x.scalar_type()), x.options())};
+      return torch::jit::Stack{
+          at::full(shape, max ? lowest(x.scalar_type()) : highest(x.scalar_type()), x.options())};
     };
   }
   return plan;
@@ -163,26 +169,33 @@ Plan norm(const OpCall& call) {
   }
   if (axes.empty()) return plan;
   plan.outputs[0].spec = out.with_placements(placements);
-  plan.local = [order, infinite, axes, context = context_of(in), local_shape = plan.outputs[0].spec.local_shape(),
-                empty = plan.inputs[0]->local_numel() == 0](const c10::OperatorHandle& op, torch::jit::Stack arguments) {
+  plan.local = [order, infinite, axes, context = context_of(in),
+                local_shape = plan.outputs[0].spec.local_shape(),
+                empty = plan.inputs[0]->local_numel() == 0](const c10::OperatorHandle& op,
+                                                            torch::jit::Stack arguments) {
     at::Tensor part;
-    if (empty) {  // kernels refuse some orders of nothing; a negative one of nothing is infinite, so that nothing is added
+    // kernels refuse some orders of nothing; a negative one of nothing is infinite, so that nothing
+    // is added
+    if (empty) {
       const at::Tensor& x = arguments[0].toTensor();
-      part =
-          at::full(local_shape, order > 0 ? 0.0 : std::numeric_limits<double>::infinity(), x.options().dtype(c10::toRealValueType(x.scalar_type())));
+      part = at::full(local_shape, order > 0 ? 0.0 : std::numeric_limits<double>::infinity(),
+                      x.options().dtype(c10::toRealValueType(x.scalar_type())));
     } else {
       op.callBoxed(arguments);
       part = arguments[0].toTensor();
     }
     part = infinite ? part.clone() : part.pow(order);
     for (const int axis : axes)
-      context->group(axis).all_reduce(part, infinite ? (order > 0 ? ReduceOp::max : ReduceOp::min) : ReduceOp::sum, {.name = "norm"});
+      context->group(axis).all_reduce(
+          part, infinite ? (order > 0 ? ReduceOp::max : ReduceOp::min) : ReduceOp::sum,
+          {.name = "norm"});
     return torch::jit::Stack{infinite ? part : part.pow(1.0 / order)};
   };
   return plan;
 }
 
-// Results with and without the reduced dim, all of one shape, and the dim whole: max.dim, argmax, median...
+// Results with and without the reduced dim, all of one shape, and the dim whole: max.dim, argmax,
+// median...
 Plan along_reduced(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   const auto dims = reduced_dims(call);
@@ -191,11 +204,14 @@ Plan along_reduced(const OpCall& call) {
   for (const int d : dims) in[d] = kWhole;
   p.inputs = {in};
   p.outputs.assign(call.schema().returns().size(), remaining(n, dims, keeps(call)));
-  if (!call.outputs()) p.output_shapes.assign(p.outputs.size(), shape_without(call.tensor(0).spec.shape(), dims, keeps(call)));
+  if (!call.outputs())
+    p.output_shapes.assign(p.outputs.size(),
+                           shape_without(call.tensor(0).spec.shape(), dims, keeps(call)));
   return solve(p);
 }
 
-// Same number of dims in and out, `dim` whole, the others free: softmax, cumsum, sort, topk, flip...
+// Same number of dims in and out, `dim` whole, the others free: softmax, cumsum, sort, topk,
+// flip...
 Plan along(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   std::set<int> whole;
@@ -225,8 +241,10 @@ Plan along(const OpCall& call) {
     }
   }
   p.outputs.assign(call.schema().returns().size(), labels);
-  const TensorInfo* self = call.find("self");  // of a backward the result is shaped as what was differentiated
-  if (!call.outputs()) p.output_shapes.assign(p.outputs.size(), (self ? *self : call.tensor(0)).spec.shape());
+  // of a backward the result is shaped as what was differentiated
+  const TensorInfo* self = call.find("self");
+  if (!call.outputs())
+    p.output_shapes.assign(p.outputs.size(), (self ? *self : call.tensor(0)).spec.shape());
   return solve(p);
 }
 
@@ -249,7 +267,8 @@ Plan rearranged(const OpCall& call) {
   Labels labels = all_labels(n);
   std::set<int> whole;
   for (const auto d : call.integers("dims")) whole.insert(static_cast<int>(normal_dim(d, n)));
-  if (whole.empty() && call.argument("shifts") >= 0) whole = some_dims(n);  // roll of the flattened tensor
+  // roll of the flattened tensor
+  if (whole.empty() && call.argument("shifts") >= 0) whole = some_dims(n);
   for (const int d : whole) {
     if (d < n) labels[d] = kWhole;
   }
@@ -261,7 +280,8 @@ Plan rearranged(const OpCall& call) {
   p.linear_in = {0};
   Plan plan = solve(p);
   // flip keeps a dense memory order, roll makes row-major.
-  if (call.argument("shifts") < 0 && is_dense(x.spec.shape(), x.strides)) plan.outputs[0].strides = strides_in_order(x.spec.shape(), x.strides);
+  if (call.argument("shifts") < 0 && is_dense(x.spec.shape(), x.strides))
+    plan.outputs[0].strides = strides_in_order(x.spec.shape(), x.strides);
   return plan;
 }
 
@@ -293,26 +313,35 @@ Plan triangle(const OpCall& call) {
   p.linear_in = {0};
   Plan plan = solve(p);
   const auto& offset = plan.inputs[0]->local_offset();
-  if (n >= 2) plan.arguments = {{call.argument("diagonal"), call.integer("diagonal") + offset[n - 2] - offset[n - 1]}};
+  if (n >= 2)
+    plan.arguments = {
+        {call.argument("diagonal"), call.integer("diagonal") + offset[n - 2] - offset[n - 1]}};
   return plan;
 }
 
 const bool registered = [] {
   for (const char* op : {"aten::sum", "aten::sum.dim_IntList"}) register_rule(op, sum);
   for (const char* op : {"aten::mean", "aten::mean.dim"}) register_rule(op, mean);
-  for (const char* op : {"aten::nansum", "aten::count_nonzero.dim_IntList"}) register_rule(op, count);
-  for (const char* op : {"aten::amax", "aten::max"}) register_rule(op, [](const OpCall& c) { return extremum(c, true); });
-  for (const char* op : {"aten::amin", "aten::min"}) register_rule(op, [](const OpCall& c) { return extremum(c, false); });
+  for (const char* op : {"aten::nansum", "aten::count_nonzero.dim_IntList"})
+    register_rule(op, count);
+  for (const char* op : {"aten::amax", "aten::max"})
+    register_rule(op, [](const OpCall& c) { return extremum(c, true); });
+  for (const char* op : {"aten::amin", "aten::min"})
+    register_rule(op, [](const OpCall& c) { return extremum(c, false); });
   for (const char* op : {"aten::prod", "aten::prod.dim_int"}) register_rule(op, product);
   for (const char* op : {"aten::any", "aten::any.dim", "aten::any.dims"}) register_rule(op, any);
   for (const char* op : {"aten::all", "aten::all.dim", "aten::all.dims"}) register_rule(op, all);
-  for (const char* op : {"aten::linalg_vector_norm", "aten::norm.Scalar", "aten::norm.ScalarOpt_dim"}) register_rule(op, norm);
-  for (const char* op : {"aten::max.dim", "aten::min.dim", "aten::argmax", "aten::argmin", "aten::median.dim", "aten::nanmedian.dim", "aten::mode",
-                         "aten::kthvalue", "aten::logsumexp"}) {
+  for (const char* op :
+       {"aten::linalg_vector_norm", "aten::norm.Scalar", "aten::norm.ScalarOpt_dim"})
+    register_rule(op, norm);
+  for (const char* op :
+       {"aten::max.dim", "aten::min.dim", "aten::argmax", "aten::argmin", "aten::median.dim",
+        "aten::nanmedian.dim", "aten::mode", "aten::kthvalue", "aten::logsumexp"}) {
     register_rule(op, along_reduced);
   }
-  for (const char* op : {"aten::cumsum", "aten::cumprod", "aten::logcumsumexp", "aten::sort", "aten::sort.stable", "aten::topk",
-                         "aten::_safe_softmax", "aten::cummax", "aten::cummin", "aten::glu", "aten::glu_backward", "aten::linalg_cross"}) {
+  for (const char* op : {"aten::cumsum", "aten::cumprod", "aten::logcumsumexp", "aten::sort",
+                         "aten::sort.stable", "aten::topk", "aten::_safe_softmax", "aten::cummax",
+                         "aten::cummin", "aten::glu", "aten::glu_backward", "aten::linalg_cross"}) {
     register_rule(op, along);
   }
   register_rule("aten::renorm", renorm);

@@ -10,7 +10,8 @@ namespace {
 
 bool empty_here(const OpCall& call, const Plan& plan) {
   for (std::size_t i = 0; i < call.tensors().size(); ++i) {
-    const ShardSpec& spec = i < plan.inputs.size() && plan.inputs[i] ? *plan.inputs[i] : call.tensor(i).spec;
+    const ShardSpec& spec =
+        i < plan.inputs.size() && plan.inputs[i] ? *plan.inputs[i] : call.tensor(i).spec;
     if (spec.local_numel() == 0 && spec.numel() > 0) return true;
   }
   return false;
@@ -35,8 +36,11 @@ Rule guarded(Rule rule) {
         made.push_back({{}, std::nullopt, false});
         continue;
       }
-      if (spec.local_numel() > 0 && !spec.has_partial()) return plan;  // it has a value here: the kernel must say which
-      made.push_back({spec.local_shape(), known && o < known->size() ? std::optional((*known)[o].dtype) : std::nullopt, true});
+      // it has a value here: the kernel must say which
+      if (spec.local_numel() > 0 && !spec.has_partial()) return plan;
+      made.push_back({spec.local_shape(),
+                      known && o < known->size() ? std::optional((*known)[o].dtype) : std::nullopt,
+                      true});
     }
     plan.local = [made](const c10::OperatorHandle&, torch::jit::Stack arguments) {
       at::TensorOptions options;
@@ -48,7 +52,9 @@ Rule guarded(Rule rule) {
       }
       torch::jit::Stack results;
       for (const Made& m : made) {
-        results.emplace_back(m.defined ? at::zeros(m.shape, m.dtype ? options.dtype(*m.dtype) : options) : at::Tensor());
+        results.emplace_back(m.defined
+                                 ? at::zeros(m.shape, m.dtype ? options.dtype(*m.dtype) : options)
+                                 : at::Tensor());
       }
       return results;
     };

@@ -19,8 +19,12 @@ struct Choice {
   ReduceOp::Kind op = ReduceOp::Kind::sum;
 };
 
-bool has(const Labels& labels, int label) { return std::find(labels.begin(), labels.end(), label) != labels.end(); }
-int dim_of(const Labels& labels, int label) { return static_cast<int>(std::find(labels.begin(), labels.end(), label) - labels.begin()); }
+bool has(const Labels& labels, int label) {
+  return std::find(labels.begin(), labels.end(), label) != labels.end();
+}
+int dim_of(const Labels& labels, int label) {
+  return static_cast<int>(std::find(labels.begin(), labels.end(), label) - labels.begin());
+}
 
 // Some output lacks the label and so becomes partial.
 bool leaves_partial(const LabelProblem& p, int label) {
@@ -36,9 +40,12 @@ Placement required(const LabelProblem& p, const Choice& choice, int input) {
       return Replicate();
     case Choice::Kind::label:
       if (has(p.inputs[input], choice.label)) return Shard(dim_of(p.inputs[input], choice.label));
-      return p.additive.contains(input) && leaves_partial(p, choice.label) ? Partial(p.reduce) : Replicate();
+      return p.additive.contains(input) && leaves_partial(p, choice.label) ? Partial(p.reduce)
+                                                                           : Replicate();
     case Choice::Kind::partial:
-      return choice.input < 0 || choice.input == input || p.additive.contains(input) ? Partial(choice.op) : Replicate();
+      return choice.input < 0 || choice.input == input || p.additive.contains(input)
+                 ? Partial(choice.op)
+                 : Replicate();
   }
   return Replicate();
 }
@@ -57,7 +64,8 @@ double cost(const Placement& from, const Placement& to, double numel, int ranks)
   return to.is_shard() ? numel * rest / ranks : numel * rest;
 }
 
-// Parameters are gathered rather than data moved, but not where the operator can work on their parts.
+// Parameters are gathered rather than data moved, but not where the operator can work on their
+// parts.
 constexpr double kGatherParameter = 1e-4;
 
 std::vector<Choice> choices(const LabelProblem& p, int axis) {
@@ -71,8 +79,10 @@ std::vector<Choice> choices(const LabelProblem& p, int axis) {
       if (label == kWhole || !seen.insert(label).second) continue;
       if (leaves_partial(p, label) && !p.contract.contains(label)) continue;
       all.push_back({Choice::Kind::label, label, -1, p.reduce});
-    } else if (placement.is_partial(ReduceOp::Kind::sum) || placement.is_partial(ReduceOp::Kind::avg)) {
-      if (p.linear == LabelProblem::Linear::together) all.push_back({Choice::Kind::partial, kWhole, -1, placement.op});
+    } else if (placement.is_partial(ReduceOp::Kind::sum) ||
+               placement.is_partial(ReduceOp::Kind::avg)) {
+      if (p.linear == LabelProblem::Linear::together)
+        all.push_back({Choice::Kind::partial, kWhole, -1, placement.op});
       if (p.linear == LabelProblem::Linear::one && p.linear_in.contains(static_cast<int>(i))) {
         all.push_back({Choice::Kind::partial, kWhole, static_cast<int>(i), placement.op});
       }
@@ -90,16 +100,22 @@ Choice best(const LabelProblem& p, int axis, int ranks) {
     double moved = 0;
     bool possible = true;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
-      const Placement from = tensors[i].spec.placements()[axis], to = required(p, c, static_cast<int>(i));
+      const Placement from = tensors[i].spec.placements()[axis],
+                      to = required(p, c, static_cast<int>(i));
       if (tensors[i].written && !(from == to) && !(from.is_partial() && to.is_replicate()))
-        possible = false;                                                                                   // a partial target can be reduced first
-      if (i == 0 && p.call.in_place() && !p.outputs.empty() && !(placed(p, c, 0) == to)) possible = false;  // the result lies where the target does
+        // a partial target can be reduced first
+        possible = false;
+      // the result lies where the target does
+      if (i == 0 && p.call.in_place() && !p.outputs.empty() && !(placed(p, c, 0) == to))
+        possible = false;
       const double gather = cost(from, to, static_cast<double>(tensors[i].spec.numel()), ranks);
       moved += tensors[i].parameter ? std::min(gather, kGatherParameter) : gather;
     }
     if (!possible) continue;
     // Among equals: sharded before partial before replicated.
-    if (c.kind == Choice::Kind::partial || (c.kind == Choice::Kind::label && leaves_partial(p, c.label))) moved += 1e-6;
+    if (c.kind == Choice::Kind::partial ||
+        (c.kind == Choice::Kind::label && leaves_partial(p, c.label)))
+      moved += 1e-6;
     if (c.kind == Choice::Kind::replicate) moved += 2e-6;
     if (moved < least) {
       least = moved;
@@ -108,9 +124,12 @@ Choice best(const LabelProblem& p, int axis, int ranks) {
   }
   if (least == std::numeric_limits<double>::infinity()) {
     std::string text;
-    for (const TensorInfo& t : tensors) text += concat(text.empty() ? "" : "; ", p.call.schema().arguments()[t.argument].name(), " ", t.spec);
-    throw ShardingError(concat(p.call.name(), " cannot write its result in place with inputs ", text,
-                               ". Redistribute the target first, or use the form that returns a new tensor."));
+    for (const TensorInfo& t : tensors)
+      text += concat(text.empty() ? "" : "; ", p.call.schema().arguments()[t.argument].name(), " ",
+                     t.spec);
+    throw ShardingError(
+        concat(p.call.name(), " cannot write its result in place with inputs ", text,
+               ". Redistribute the target first, or use the form that returns a new tensor."));
   }
   return chosen;
 }
@@ -120,7 +139,8 @@ Choice best(const LabelProblem& p, int axis, int ranks) {
 Plan solve(const LabelProblem& p) {
   const auto& tensors = p.call.tensors();
   if (p.inputs.size() != tensors.size())
-    throw ShardingError(concat("the rule of ", p.call.name(), " describes ", p.inputs.size(), " inputs of ", tensors.size()));
+    throw ShardingError(concat("the rule of ", p.call.name(), " describes ", p.inputs.size(),
+                               " inputs of ", tensors.size()));
   const auto& context = context_of(tensors[0].spec);
   const int axes = tensors[0].spec.mesh_dims();
   std::vector<Choice> chosen;
@@ -129,21 +149,24 @@ Plan solve(const LabelProblem& p) {
     chosen.push_back(best(p, axis, context->sizes[axis]));
     if (chosen.back().kind == Choice::Kind::label) axes_of[chosen.back().label].push_back(axis);
   }
-  // The parts of a label: those of what is written to, else of the largest input that is cut over the same axes.
+  // The parts of a label: those of what is written to, else of the largest input that is cut over
+  // the same axes.
   std::map<int, DimSharding> parts;
   for (const auto& [label, of] : axes_of) {
     double largest = -1;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       if (!has(p.inputs[i], label)) continue;
       const DimSharding& d = tensors[i].spec.dim(dim_of(p.inputs[i], label));
-      const double weight = tensors[i].written ? std::numeric_limits<double>::infinity() : static_cast<double>(tensors[i].spec.numel());
+      const double weight = tensors[i].written ? std::numeric_limits<double>::infinity()
+                                               : static_cast<double>(tensors[i].spec.numel());
       if (d.axes == of && weight > largest) {
         largest = weight;
         parts[label] = d;
       }
     }
   }
-  const auto spec_of = [&](const Labels& labels, const std::vector<std::int64_t>& shape, std::vector<Placement> placements) {
+  const auto spec_of = [&](const Labels& labels, const std::vector<std::int64_t>& shape,
+                           std::vector<Placement> placements) {
     std::vector<const DimSharding*> dims(labels.size(), nullptr);
     for (std::size_t d = 0; d < labels.size(); ++d) {
       const auto it = parts.find(labels[d]);
@@ -159,7 +182,8 @@ Plan solve(const LabelProblem& p) {
   }
   const auto* inferred = p.output_shapes.empty() ? p.call.outputs() : nullptr;
   if (p.output_shapes.empty() && !inferred && !p.call.in_place())
-    throw ShardingError(concat("the rule of ", p.call.name(), " does not know the shape of its result"));
+    throw ShardingError(
+        concat("the rule of ", p.call.name(), " does not know the shape of its result"));
   for (std::size_t o = 0; o < p.outputs.size(); ++o) {
     std::vector<std::int64_t> shape;
     if (inferred) {
@@ -189,7 +213,8 @@ Labels all_labels(std::int64_t n) {
 
 std::int64_t normal_dim(std::int64_t dim, std::int64_t dims) {
   const std::int64_t n = std::max<std::int64_t>(dims, 1);
-  if (dim < -n || dim >= n) throw InvalidArgument(concat("dim ", dim, " of a tensor of ", dims, " dims"));
+  if (dim < -n || dim >= n)
+    throw InvalidArgument(concat("dim ", dim, " of a tensor of ", dims, " dims"));
   return dim < 0 ? dim + n : dim;
 }
 
@@ -207,10 +232,12 @@ ShardSpec without_partial(const ShardSpec& spec) {
   return spec.with_placements(placements);
 }
 
-ShardSpec mapped_spec(const ShardSpec& like, const std::vector<std::int64_t>& shape, const std::vector<int>& from, bool partial,
+ShardSpec mapped_spec(const ShardSpec& like, const std::vector<std::int64_t>& shape,
+                      const std::vector<int>& from, bool partial,
                       const std::vector<std::pair<int, Partition>>& parts) {
   std::vector<Placement> placements;
-  for (const Placement& p : like.placements()) placements.push_back(p.is_partial() && partial ? p : Replicate());
+  for (const Placement& p : like.placements())
+    placements.push_back(p.is_partial() && partial ? p : Replicate());
   std::vector<DimSharding> dims(shape.size());
   for (std::size_t d = 0; d < shape.size(); ++d) {
     if (from[d] < 0 || !like.is_sharded(from[d])) continue;

@@ -1,6 +1,7 @@
 #pragma once
-// Rules by labels: most operators are index notation. mm is "mk, kn -> mn": a label that stands in the output can be sharded, one that is summed over
-// can be too and leaves a partial result, and no rule needs to say more. The solver looks, axis by axis, for the placement that moves the least.
+// Rules by labels: most operators are index notation. mm is "mk, kn -> mn": a label that stands in
+// the output can be sharded, one that is summed over can be too and leaves a partial result, and no
+// rule needs to say more. The solver looks, axis by axis, for the placement that moves the least.
 //
 //   LabelProblem p(call);
 //   p.inputs = {{M, K}, {K, N}};
@@ -23,35 +24,44 @@ struct LabelProblem {
   explicit LabelProblem(const OpCall& c) : call(c) {}
 
   const OpCall& call;
-  std::vector<Labels> inputs;                            ///< One for each of call.tensors().
-  std::vector<Labels> outputs;                           ///< One for each tensor returned.
-  std::vector<std::vector<std::int64_t>> output_shapes;  ///< Empty: as call.outputs() says.
-  std::set<int> contract;                                ///< Labels that may be missing in an output, which is then partial.
-  ReduceOp::Kind reduce = ReduceOp::Kind::sum;           ///< How.
-  std::set<int> additive;                                ///< Inputs that are added to a contraction (bias): partial with it.
+  /// One for each of call.tensors().
+  std::vector<Labels> inputs;
+  /// One for each tensor returned.
+  std::vector<Labels> outputs;
+  /// Empty: as call.outputs() says.
+  std::vector<std::vector<std::int64_t>> output_shapes;
+  /// Labels that may be missing in an output, which is then partial.
+  std::set<int> contract;
+  /// How.
+  ReduceOp::Kind reduce = ReduceOp::Kind::sum;
+  /// Inputs that are added to a contraction (bias): partial with it.
+  std::set<int> additive;
 
-  /// What a partial input (sum or avg) may do. `together`: the operator is linear in all its tensor inputs at once (add). `one`: in each of
-  /// `linear_in`, the others fixed (mul, mm).
+  /// What a partial input (sum or avg) may do. `together`: the operator is linear in all its tensor
+  /// inputs at once (add). `one`: in each of `linear_in`, the others fixed (mul, mm).
   enum class Linear : unsigned char { no, together, one } linear = Linear::no;
   std::set<int> linear_in;
 };
 
-/// Inputs' and outputs' specs. Throws ShardingError where an in-place operator would have to change its target.
+/// Inputs' and outputs' specs. Throws ShardingError where an in-place operator would have to change
+/// its target.
 Plan solve(const LabelProblem& problem);
 
 /// 0, 1, ..., n - 1.
 Labels all_labels(std::int64_t n);
 std::int64_t normal_dim(std::int64_t dim, std::int64_t dims);
 
-/// Each element of the results may depend on every element of the inputs, their shapes too: all is gathered. The policy on implicit redistribution
-/// has its say.
+/// Each element of the results may depend on every element of the inputs, their shapes too: all is
+/// gathered. The policy on implicit redistribution has its say.
 Plan on_whole(const OpCall& call);
 
 /// Partial axes become Replicate.
 ShardSpec without_partial(const ShardSpec& spec);
-/// A spec of another shape on the same mesh: dim d of it is cut like dim from[d] of `like` (-1: not cut), whose extent it must have, unless `parts`
-/// gives other parts for it; Partial axes stay partial if `partial`.
-ShardSpec mapped_spec(const ShardSpec& like, const std::vector<std::int64_t>& shape, const std::vector<int>& from, bool partial,
+/// A spec of another shape on the same mesh: dim d of it is cut like dim from[d] of `like` (-1: not
+/// cut), whose extent it must have, unless `parts` gives other parts for it; Partial axes stay
+/// partial if `partial`.
+ShardSpec mapped_spec(const ShardSpec& like, const std::vector<std::int64_t>& shape,
+                      const std::vector<int>& from, bool partial,
                       const std::vector<std::pair<int, Partition>>& parts = {});
 /// Replicate on every axis that shards one of `dims`.
 ShardSpec with_whole_dims(const ShardSpec& spec, const std::set<int>& dims);

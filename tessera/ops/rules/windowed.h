@@ -15,13 +15,16 @@
 namespace tessera::detail {
 
 /// The same placements with other parts in some dims.
-inline ShardSpec with_parts(const ShardSpec& spec, const std::vector<std::pair<int, Partition>>& parts) {
+inline ShardSpec with_parts(const ShardSpec& spec,
+                            const std::vector<std::pair<int, Partition>>& parts) {
   if (!spec || parts.empty()) return spec;
   return mapped_spec(spec, spec.shape(), all_labels(spec.dims()), true, parts);
 }
 
 /// Whether a dim is spread over more than one rank.
-inline bool is_cut(const ShardSpec& spec, int d) { return spec.is_sharded(d) && spec.dim(d).partition.parts() > 1; }
+inline bool is_cut(const ShardSpec& spec, int d) {
+  return spec.is_sharded(d) && spec.dim(d).partition.parts() > 1;
+}
 inline bool any_cut(const ShardSpec& spec, int first_dim) {
   for (int d = first_dim; d < spec.dims(); ++d) {
     if (is_cut(spec, d)) return true;
@@ -36,7 +39,8 @@ inline Partition scaled(const Partition& parts, std::int64_t by) {
   return Partition(sizes);
 }
 
-/// The parts in units of `by`, which divides the extent: each cut goes to the nearest whole unit. in_units({5, 1, 6}, 4) -> {1, 1, 1}.
+/// The parts in units of `by`, which divides the extent: each cut goes to the nearest whole unit.
+/// in_units({5, 1, 6}, 4) -> {1, 1, 1}.
 inline Partition in_units(const Partition& parts, std::int64_t by) {
   std::vector<std::int64_t> sizes;
   std::int64_t last = 0;
@@ -57,12 +61,14 @@ inline std::vector<std::int64_t> shape_of(const Box& box) {
 /// The part `box` of a tensor whose first element has the indices of `of`. A view.
 inline at::Tensor part(at::Tensor t, const Box& of, const Box& box) {
   for (std::size_t d = 0; d < box.size(); ++d) {
-    if (!(of[d] == box[d])) t = t.narrow(static_cast<std::int64_t>(d), box[d].begin - of[d].begin, box[d].size());
+    if (!(of[d] == box[d]))
+      t = t.narrow(static_cast<std::int64_t>(d), box[d].begin - of[d].begin, box[d].size());
   }
   return t;
 }
 
-/// Whether libtorch takes it for channels_last. What has one spatial dim is computed as images of one row.
+/// Whether libtorch takes it for channels_last. What has one spatial dim is computed as images of
+/// one row.
 inline bool is_channels_last(std::vector<std::int64_t> shape, std::vector<std::int64_t> strides) {
   if (shape.size() == 3) {
     strides.insert(strides.begin() + 2, shape[2] * strides[2]);
@@ -74,7 +80,8 @@ inline bool is_channels_last(std::vector<std::int64_t> shape, std::vector<std::i
 /// Strides with channels as the fastest dim, then the last ones to the first.
 inline std::vector<std::int64_t> channels_last(const std::vector<std::int64_t>& shape) {
   std::vector<std::int64_t> like(shape.size(), 0);
-  for (std::size_t d = 0; d < shape.size(); ++d) like[d] = d == 1 ? 1 : static_cast<std::int64_t>(shape.size() - d + 1);
+  for (std::size_t d = 0; d < shape.size(); ++d)
+    like[d] = d == 1 ? 1 : static_cast<std::int64_t>(shape.size() - d + 1);
   return strides_in_order(shape, like);
 }
 

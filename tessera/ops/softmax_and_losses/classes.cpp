@@ -1,5 +1,6 @@
-// Softmax and the losses over classes, where the classes are spread over ranks: no rank ever holds all of them. A softmax needs the largest value and
-// the sum of exponentials of each row, both of the size of the rows; a loss takes each target's score from the rank that has it.
+// Softmax and the losses over classes, where the classes are spread over ranks: no rank ever holds
+// all of them. A softmax needs the largest value and the sum of exponentials of each row, both of
+// the size of the rows; a loss takes each target's score from the rank that has it.
 
 #include <ATen/OpMathType.h>
 #include <ATen/core/Reduction.h>
@@ -29,7 +30,9 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-std::vector<int> axes_that_shard(const ShardSpec& spec, int dim) { return spec.dims() > 0 ? spec.dim(dim).axes : std::vector<int>(); }
+std::vector<int> axes_that_shard(const ShardSpec& spec, int dim) {
+  return spec.dims() > 0 ? spec.dim(dim).axes : std::vector<int>();
+}
 
 struct OverRanks {
   std::shared_ptr<MeshContext> context;
@@ -52,15 +55,19 @@ Plan softmax(const OpCall& call, bool logarithm) {
   Plan plan = solve(p);
   const auto axes = axes_that_shard(*plan.inputs[0], dim);
   if (axes.empty()) return plan;
-  plan.local = [over = OverRanks{context_of(x.spec), axes}, dim, logarithm](const c10::OperatorHandle&, torch::jit::Stack a) {
+  plan.local = [over = OverRanks{context_of(x.spec), axes}, dim, logarithm](
+                   const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor& given = a[0].toTensor();
     const bool to_float = a[2].toBool();
     const at::Tensor t = given.to(at::toOpMathType(given.scalar_type()));
     Shape rows = t.sizes().vec();
     rows[dim] = 1;
-    const at::Tensor top =
-        over(t.size(dim) > 0 ? t.amax({dim}, true) : at::full(rows, -std::numeric_limits<double>::infinity(), t.options()), ReduceOp::max);
-    const at::Tensor shifted = t - top, e = shifted.exp(), sum = over(e.sum({dim}, true), ReduceOp::sum);
+    const at::Tensor top = over(
+        t.size(dim) > 0 ? t.amax({dim}, true)
+                        : at::full(rows, -std::numeric_limits<double>::infinity(), t.options()),
+        ReduceOp::max);
+    const at::Tensor shifted = t - top, e = shifted.exp(),
+                     sum = over(e.sum({dim}, true), ReduceOp::sum);
     const at::Tensor y = logarithm ? shifted - sum.log() : e / sum;
     return torch::jit::Stack{y.to(to_float ? at::kFloat : given.scalar_type())};
   };
@@ -76,7 +83,8 @@ Plan softmax_backward(const OpCall& call, bool logarithm) {
   Plan plan = solve(p);
   const auto axes = axes_that_shard(*plan.inputs[0], dim);
   if (axes.empty()) return plan;
-  plan.local = [over = OverRanks{context_of(y.spec), axes}, dim, logarithm](const c10::OperatorHandle&, torch::jit::Stack a) {
+  plan.local = [over = OverRanks{context_of(y.spec), axes}, dim, logarithm](
+                   const c10::OperatorHandle&, torch::jit::Stack a) {
     const auto wide = at::toOpMathType(a[1].toTensor().scalar_type());
     const at::Tensor g = a[0].toTensor().to(wide), out = a[1].toTensor().to(wide);
     const at::Tensor sum = over((logarithm ? g : g * out).sum({dim}, true), ReduceOp::sum);
@@ -86,7 +94,7 @@ Plan softmax_backward(const OpCall& call, bool logarithm) {
   return plan;
 }
 
-// ---- negative log-likelihood: classes are dim 1 of the scores, dim 0 where there are no samples ----
+// Negative log-likelihood: classes are dim 1 of the scores, dim 0 where there are no samples.
 
 struct Classes {
   LabelProblem problem;
@@ -109,7 +117,8 @@ struct Classes {
     for (const TensorInfo& t : call.tensors()) {
       Labels labels(t.spec.dims(), kWhole);
       if (&t == &x) labels = scores;
-      if (&t == call.find("target") && t.spec.dims() == static_cast<int>(targets.size())) labels = targets;
+      if (&t == call.find("target") && t.spec.dims() == static_cast<int>(targets.size()))
+        labels = targets;
       if (&t == call.find("weight")) labels = {dim};
       if (&t == call.find("grad_output") && each) labels = targets;
       problem.inputs.push_back(labels);
@@ -122,12 +131,14 @@ struct Picked {
   std::int64_t begin, size, all, ignored;
   at::Tensor here;   // targets that are among this rank's classes
   at::Tensor index;  // their place there, 0 elsewhere
-  Picked(const at::Tensor& target, std::int64_t b, std::int64_t s, std::int64_t total, std::int64_t ignore)
+  Picked(const at::Tensor& target, std::int64_t b, std::int64_t s, std::int64_t total,
+         std::int64_t ignore)
       : begin(b), size(s), all(total), ignored(ignore) {
     const at::Tensor counted = target.ne(ignored);
     const at::Tensor wrong = counted.logical_and(target.lt(0).logical_or(target.ge(all)));
     if (wrong.any().item<bool>()) {
-      TORCH_CHECK_INDEX(false, "Target ", target.masked_select(wrong)[0].item<std::int64_t>(), " is out of bounds of ", all, " classes.");
+      TORCH_CHECK_INDEX(false, "Target ", target.masked_select(wrong)[0].item<std::int64_t>(),
+                        " is out of bounds of ", all, " classes.");
     }
     here = counted.logical_and(target.ge(begin)).logical_and(target.lt(begin + size));
     index = at::where(here, target - begin, at::zeros_like(target));
@@ -136,14 +147,16 @@ struct Picked {
     const at::Tensor zero = at::zeros(index.sizes(), scores.options());
     if (size == 0) return zero;
     if (!weight.isTensor() || !weight.toTensor().defined()) return at::where(here, zero + 1, zero);
-    return at::where(here, weight.toTensor().index_select(0, index.reshape({-1})).view(index.sizes()), zero);
+    return at::where(
+        here, weight.toTensor().index_select(0, index.reshape({-1})).view(index.sizes()), zero);
   }
 };
 
 Plan nll(const OpCall& call) {
   Classes c(call);
   const TensorInfo& x = call.tensor(0);
-  const bool each = c.reduction == at::Reduction::None && x.spec.dims() > 1, mean = c.reduction == at::Reduction::Mean;
+  const bool each = c.reduction == at::Reduction::None && x.spec.dims() > 1,
+             mean = c.reduction == at::Reduction::Mean;
   c.problem.outputs = {each ? c.targets : Labels{}, {}};
   c.problem.output_shapes = {each ? c.target_shape : Shape{}, {}};
   for (int d = 0; d < x.spec.dims(); ++d) c.problem.contract.insert(d);
@@ -168,17 +181,24 @@ Plan nll(const OpCall& call) {
     };
     return plan;
   }
-  plan.local = [over, dim = c.dim, reduction = c.reduction, begin = plan.inputs[0]->local_offset()[c.dim], all = x.spec.shape()[c.dim]](
-                   const c10::OperatorHandle&, torch::jit::Stack a) {
+  plan.local = [over, dim = c.dim, reduction = c.reduction,
+                begin = plan.inputs[0]->local_offset()[c.dim],
+                all = x.spec.shape()[c.dim]](const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor& scores = a[0].toTensor();
     const Picked picked(a[1].toTensor(), begin, scores.size(dim), all, a[4].toInt());
     const at::Tensor weight = picked.weights(a[2], scores);
     const at::Tensor zero = at::zeros_like(weight);
     const at::Tensor each =
-        picked.size == 0 ? zero : at::where(picked.here, -weight * scores.gather(dim, picked.index.unsqueeze(dim)).squeeze(dim), zero);
-    if (reduction == at::Reduction::None) return torch::jit::Stack{each, at::zeros({}, scores.options())};
+        picked.size == 0
+            ? zero
+            : at::where(picked.here,
+                        -weight * scores.gather(dim, picked.index.unsqueeze(dim)).squeeze(dim),
+                        zero);
+    if (reduction == at::Reduction::None)
+      return torch::jit::Stack{each, at::zeros({}, scores.options())};
     const at::Tensor total = over(weight.sum(), ReduceOp::sum);
-    return torch::jit::Stack{reduction == at::Reduction::Mean ? each.sum().div(total) : each.sum(), total};
+    return torch::jit::Stack{reduction == at::Reduction::Mean ? each.sum().div(total) : each.sum(),
+                             total};
   };
   return plan;
 }
@@ -191,31 +211,37 @@ Plan nll_backward(const OpCall& call) {
   Plan plan = solve(c.problem);
   const ShardSpec& lies = *plan.inputs[call.index_of(x)];
   if (axes_that_shard(lies, c.dim).empty()) return plan;
-  plan.local = [dim = c.dim, reduction = c.reduction, begin = lies.local_offset()[c.dim], all = x.spec.shape()[c.dim]](const c10::OperatorHandle&,
-                                                                                                                       torch::jit::Stack a) {
+  plan.local = [dim = c.dim, reduction = c.reduction, begin = lies.local_offset()[c.dim],
+                all = x.spec.shape()[c.dim]](const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor &g = a[0].toTensor(), &scores = a[1].toTensor();
     const Picked picked(a[2].toTensor(), begin, scores.size(dim), all, a[5].toInt());
     at::Tensor dx = at::zeros_like(scores, at::MemoryFormat::Contiguous);
     if (picked.size == 0) return torch::jit::Stack{dx};
     at::Tensor each = -picked.weights(a[3], scores) * g;
-    if (reduction == at::Reduction::Mean) each = at::where(picked.here, each / a[6].toTensor(), at::zeros_like(each));
+    if (reduction == at::Reduction::Mean)
+      each = at::where(picked.here, each / a[6].toTensor(), at::zeros_like(each));
     dx.scatter_(dim, picked.index.unsqueeze(dim), each.unsqueeze(dim));
     return torch::jit::Stack{dx};
   };
   return plan;
 }
 
-// ---- label smoothing: libtorch selects the targets that count, whose number depends on the data; here they are weighted ----
+// Label smoothing: libtorch selects the targets that count, whose number depends on the data; here
+// they are weighted.
 
-at::Tensor cross_entropy_loss(const at::Tensor& self, const at::Tensor& target, const std::optional<at::Tensor>& weight, std::int64_t reduction,
+at::Tensor cross_entropy_loss(const at::Tensor& self, const at::Tensor& target,
+                              const std::optional<at::Tensor>& weight, std::int64_t reduction,
                               c10::SymInt ignore_index, double label_smoothing) {
   const std::int64_t dims = self.dim(), dim = dims > 1 ? 1 : 0;
   const bool classes = self.sizes() != target.sizes() && !at::isFloatingType(target.scalar_type());
-  if (label_smoothing <= 0 || label_smoothing > 1 || !classes || (dims != 1 && dims != 2 && dims != 4))
-    return at::native::cross_entropy_loss_symint(self, target, weight, reduction, ignore_index, label_smoothing);
+  if (label_smoothing <= 0 || label_smoothing > 1 || !classes ||
+      (dims != 1 && dims != 2 && dims != 4))
+    return at::native::cross_entropy_loss_symint(self, target, weight, reduction, ignore_index,
+                                                 label_smoothing);
   const at::Tensor scores = at::log_softmax(self, dim, self.scalar_type());
-  const auto [hard, total] = dims == 4 ? at::nll_loss2d_forward_symint(scores, target, weight, reduction, ignore_index)
-                                       : at::nll_loss_forward_symint(scores, target, weight, reduction, ignore_index);
+  const auto [hard, total] =
+      dims == 4 ? at::nll_loss2d_forward_symint(scores, target, weight, reduction, ignore_index)
+                : at::nll_loss_forward_symint(scores, target, weight, reduction, ignore_index);
   Shape over_classes(dims, 1);
   over_classes[dim] = self.size(dim);
   const bool weighted = weight.has_value() && weight->defined();
@@ -225,22 +251,29 @@ at::Tensor cross_entropy_loss(const at::Tensor& self, const at::Tensor& target, 
   if (reduction != at::Reduction::None) smooth = smooth.sum();
   // The weights of the targets that count have been summed already.
   if (reduction == at::Reduction::Mean) smooth = smooth / total.detach();
-  return hard * (1 - label_smoothing) + smooth * (label_smoothing / static_cast<double>(self.size(dim)));
+  return hard * (1 - label_smoothing) +
+         smooth * (label_smoothing / static_cast<double>(self.size(dim)));
 }
 
 const bool registered = [] {
   register_rule("aten::_softmax", [](const OpCall& c) { return softmax(c, false); });
   register_rule("aten::_log_softmax", [](const OpCall& c) { return softmax(c, true); });
-  register_rule("aten::_softmax_backward_data", [](const OpCall& c) { return softmax_backward(c, false); });
-  register_rule("aten::_log_softmax_backward_data", [](const OpCall& c) { return softmax_backward(c, true); });
-  for (const char* op : {"aten::nll_loss_forward", "aten::nll_loss2d_forward"}) register_rule(op, nll);
-  for (const char* op : {"aten::nll_loss_backward", "aten::nll_loss2d_backward"}) register_rule(op, nll_backward);
+  register_rule("aten::_softmax_backward_data",
+                [](const OpCall& c) { return softmax_backward(c, false); });
+  register_rule("aten::_log_softmax_backward_data",
+                [](const OpCall& c) { return softmax_backward(c, true); });
+  for (const char* op : {"aten::nll_loss_forward", "aten::nll_loss2d_forward"})
+    register_rule(op, nll);
+  for (const char* op : {"aten::nll_loss_backward", "aten::nll_loss2d_backward"})
+    register_rule(op, nll_backward);
   return true;
 }();
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { m.impl("cross_entropy_loss", cross_entropy_loss); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  m.impl("cross_entropy_loss", cross_entropy_loss);
+}
 TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { m.impl("cross_entropy_loss", cross_entropy_loss); }
 
 }  // namespace tessera::detail

@@ -1,5 +1,6 @@
-// Convolution, plain and transposed, of any kernel, stride, padding and dilation in any number of spatial dims: samples, input and output channels,
-// groups of channels and spatial dims may be sharded, together too; weights replicated or sharded.
+// Convolution, plain and transposed, of any kernel, stride, padding and dilation in any number of
+// spatial dims: samples, input and output channels, groups of channels and spatial dims may be
+// sharded, together too; weights replicated or sharded.
 
 #include <algorithm>
 
@@ -19,15 +20,22 @@ using Shape = std::vector<std::int64_t>;
 
 enum : int { kSample, kIn, kOut, kGroup, kSpatial };  // kSpatial + i: the i-th spatial dim
 
-std::int64_t at_or_last(const Shape& values, std::size_t i) { return values.size() == 1 ? values[0] : values[i]; }
+std::int64_t at_or_last(const Shape& values, std::size_t i) {
+  return values.size() == 1 ? values[0] : values[i];
+}
 
 struct Convolution {
   explicit Convolution(const OpCall& call)
-      : x(*call.find("input")), w(*call.find("weight")), transposed(call.boolean("transposed")), groups(call.integer("groups")) {
+      : x(*call.find("input")),
+        w(*call.find("weight")),
+        transposed(call.boolean("transposed")),
+        groups(call.integer("groups")) {
     const int n = w.spec.dims();
-    if (x.spec.dims() != n) throw ShardingError(concat("convolution of an input without samples, ", x.spec, ", has no rule: unsqueeze it"));
-    const Shape stride = call.integers("stride"), padding = call.integers("padding"), dilation = call.integers("dilation"),
-                extra = call.integers("output_padding");
+    if (x.spec.dims() != n)
+      throw ShardingError(concat("convolution of an input without samples, ", x.spec,
+                                 ", has no rule: unsqueeze it"));
+    const Shape stride = call.integers("stride"), padding = call.integers("padding"),
+                dilation = call.integers("dilation"), extra = call.integers("output_padding");
     const bool grouped = groups > 1;
     input = output = weight = Labels(n, kWhole);
     input[0] = output[0] = kSample;
@@ -39,15 +47,18 @@ struct Convolution {
     out_shape = {x.spec.shape()[0], transposed ? w.spec.shape()[1] * groups : w.spec.shape()[0]};
     for (std::size_t i = 0; i + 2 < static_cast<std::size_t>(n); ++i) {
       input[i + 2] = output[i + 2] = kSpatial + static_cast<int>(i);
-      const Window window{w.spec.shape()[i + 2], at_or_last(stride, i), at_or_last(padding, i), at_or_last(dilation, i)};
+      const Window window{w.spec.shape()[i + 2], at_or_last(stride, i), at_or_last(padding, i),
+                          at_or_last(dilation, i)};
       const std::int64_t size = x.spec.shape()[i + 2], more = at_or_last(extra, i);
       windows.push_back(window);
       output_padding.push_back(more);
-      out_shape.push_back(transposed ? (size - 1) * window.stride - 2 * window.padding + window.dilation * (window.kernel - 1) + more + 1
+      out_shape.push_back(transposed ? (size - 1) * window.stride - 2 * window.padding +
+                                           window.dilation * (window.kernel - 1) + more + 1
                                      : window.outputs(size, window.padding));
       // What plain libtorch refuses.
       if (out_shape.back() < 1 || size < 1) {
-        throw ShardingError(concat("convolution of an input of shape ", list(x.spec.shape()), " with a weight of shape ", list(w.spec.shape()),
+        throw ShardingError(concat("convolution of an input of shape ", list(x.spec.shape()),
+                                   " with a weight of shape ", list(w.spec.shape()),
                                    ": the window does not fit in dim ", i + 2));
       }
     }
@@ -84,12 +95,13 @@ struct Convolution {
   Shape output_padding, out_shape;
 };
 
-// Parts of spatial dims for an input's and an output's spec whose placements were chosen: the given ones of `own` where they are cut over those axes,
-// else from the other's by the windows.
+// Parts of spatial dims for an input's and an output's spec whose placements were chosen: the given
+// ones of `own` where they are cut over those axes, else from the other's by the windows.
 struct Parts {
   std::vector<std::pair<int, Partition>> in, out;
 };
-Parts spatial_parts(const Convolution& c, const ShardSpec& in, const TensorInfo* gradient, const Shape& out_shape) {
+Parts spatial_parts(const Convolution& c, const ShardSpec& in, const TensorInfo* gradient,
+                    const Shape& out_shape) {
   Parts parts;
   for (std::size_t i = 0; i < c.windows.size(); ++i) {
     const int d = static_cast<int>(i) + 2;
@@ -101,15 +113,17 @@ Parts spatial_parts(const Convolution& c, const ShardSpec& in, const TensorInfo*
     if (gradient && gradient->spec.dim(d).axes == axes) {
       parts.out.emplace_back(d, gradient->spec.dim(d).partition);
     } else {
-      parts.out.emplace_back(
-          d, c.transposed ? transposed_output_partition(of_in, c.windows[i], out_shape[d]) : output_partition(of_in, c.windows[i], out_shape[d]));
+      parts.out.emplace_back(d, c.transposed
+                                    ? transposed_output_partition(of_in, c.windows[i], out_shape[d])
+                                    : output_partition(of_in, c.windows[i], out_shape[d]));
     }
   }
   return parts;
 }
 
 // Puts whole groups on each rank; returns the number that this rank has.
-std::int64_t place_groups(const Convolution& c, const OpCall& call, Plan& plan, const std::vector<std::pair<ShardSpec*, int>>& specs) {
+std::int64_t place_groups(const Convolution& c, const OpCall& call, Plan& plan,
+                          const std::vector<std::pair<ShardSpec*, int>>& specs) {
   if (c.groups == 1) return 1;
   const ShardSpec& x = *plan.inputs[call.index_of(c.x)];
   const auto parts = c.group_parts(call, x.dim(1).axes);
@@ -127,7 +141,11 @@ std::int64_t place_groups(const Convolution& c, const OpCall& call, Plan& plan, 
 void describe(const Convolution& c, LabelProblem& p) {
   for (const TensorInfo& t : p.call.tensors()) {
     const bool output = p.call.find("grad_output") == &t, bias = p.call.find("bias") == &t;
-    p.inputs.push_back(&t == &c.x ? c.input : &t == &c.w ? c.weight : output ? c.output : bias ? Labels{c.output[1]} : Labels(t.spec.dims(), kWhole));
+    p.inputs.push_back(&t == &c.x   ? c.input
+                       : &t == &c.w ? c.weight
+                       : output     ? c.output
+                       : bias       ? Labels{c.output[1]}
+                                    : Labels(t.spec.dims(), kWhole));
   }
 }
 
@@ -141,7 +159,8 @@ Plan convolution(const OpCall& call) {
   if (bias) p.additive = {call.index_of(*bias)};
   p.output_shapes = {c.out_shape};
   Plan plan = solve(p);
-  ShardSpec &x = *plan.inputs[call.index_of(c.x)], &w = *plan.inputs[call.index_of(c.w)], &y = plan.outputs[0].spec;
+  ShardSpec &x = *plan.inputs[call.index_of(c.x)], &w = *plan.inputs[call.index_of(c.w)],
+            &y = plan.outputs[0].spec;
   std::vector<std::pair<ShardSpec*, int>> grouped{{&x, 1}, {&w, 0}, {&y, 1}};
   if (bias) grouped.emplace_back(&*plan.inputs[call.index_of(*bias)], 0);
   const std::int64_t groups = place_groups(c, call, plan, grouped);
@@ -149,12 +168,15 @@ Plan convolution(const OpCall& call) {
   x = with_parts(x, parts.in);
   y = with_parts(y, parts.out);
   // Of one spatial dim libtorch copies the input first, so that the weight alone decides.
-  const bool last = is_channels_last(c.w.spec.shape(), c.w.strides) || (c.windows.size() > 1 && is_channels_last(c.x.spec.shape(), c.x.strides));
+  const bool last = is_channels_last(c.w.spec.shape(), c.w.strides) ||
+                    (c.windows.size() > 1 && is_channels_last(c.x.spec.shape(), c.x.strides));
   plan.outputs[0].strides = last ? channels_last(c.out_shape) : contiguous_strides(c.out_shape);
   if (any_cut(x, 2) || groups != c.groups || x.local_numel() == 0 || w.local_numel() == 0) {
-    auto halo = std::make_shared<ConvolutionHalo>(ConvolutionArguments{c.windows, c.output_padding, c.transposed, groups}, x, y, false);
+    auto halo = std::make_shared<ConvolutionHalo>(
+        ConvolutionArguments{c.windows, c.output_padding, c.transposed, groups}, x, y, false);
     plan.local = [halo](const c10::OperatorHandle&, torch::jit::Stack arguments) {
-      return torch::jit::Stack{halo->forward(arguments[0].toTensor(), arguments[1].toTensor(), arguments[2].toOptional<at::Tensor>())};
+      return torch::jit::Stack{halo->forward(arguments[0].toTensor(), arguments[1].toTensor(),
+                                             arguments[2].toOptional<at::Tensor>())};
     };
   }
   return plan;
@@ -167,33 +189,46 @@ Plan convolution_backward(const OpCall& call) {
   describe(c, p);
   p.outputs = {c.input, c.weight, {c.output[1]}};
   p.output_shapes = {c.x.spec.shape(), c.w.spec.shape(), {g.spec.shape()[1]}};
-  // grad_input sums over output channels, grad_weight over samples and space, grad_bias over both; what one of them lacks it is partial in, but for
-  // grad_bias and input channels, of which every rank computes all.
+  // grad_input sums over output channels, grad_weight over samples and space, grad_bias over both;
+  // what one of them lacks it is partial in, but for grad_bias and input channels, of which every
+  // rank computes all.
   p.contract = {kSample, kIn, kOut};
-  for (std::size_t i = 0; i < c.windows.size(); ++i) p.contract.insert(kSpatial + static_cast<int>(i));
+  for (std::size_t i = 0; i < c.windows.size(); ++i)
+    p.contract.insert(kSpatial + static_cast<int>(i));
   Plan plan = solve(p);
-  ShardSpec &x = *plan.inputs[call.index_of(c.x)], &w = *plan.inputs[call.index_of(c.w)], &y = *plan.inputs[call.index_of(g)];
+  ShardSpec &x = *plan.inputs[call.index_of(c.x)], &w = *plan.inputs[call.index_of(c.w)],
+            &y = *plan.inputs[call.index_of(g)];
   for (int axis = 0; axis < x.mesh_dims() && c.groups == 1; ++axis) {
-    if (x.placements()[axis].is_shard(1)) plan.outputs[2].spec = plan.outputs[2].spec.with_placement(axis, Replicate());
+    if (x.placements()[axis].is_shard(1))
+      plan.outputs[2].spec = plan.outputs[2].spec.with_placement(axis, Replicate());
   }
-  const std::int64_t groups =
-      place_groups(c, call, plan, {{&x, 1}, {&w, 0}, {&y, 1}, {&plan.outputs[0].spec, 1}, {&plan.outputs[1].spec, 0}, {&plan.outputs[2].spec, 0}});
+  const std::int64_t groups = place_groups(c, call, plan,
+                                           {{&x, 1},
+                                            {&w, 0},
+                                            {&y, 1},
+                                            {&plan.outputs[0].spec, 1},
+                                            {&plan.outputs[1].spec, 0},
+                                            {&plan.outputs[2].spec, 0}});
   const Parts parts = spatial_parts(c, x, &g, g.spec.shape());
   x = with_parts(x, parts.in);
   plan.outputs[0].spec = with_parts(plan.outputs[0].spec, parts.in);
   y = with_parts(y, parts.out);
   plan.outputs[0].strides = c.x.strides;
   plan.outputs[1].strides = c.w.strides;
-  if (any_cut(x, 2) || groups != c.groups || x.local_numel() == 0 || w.local_numel() == 0 || y.local_numel() == 0) {
-    auto halo = std::make_shared<ConvolutionHalo>(ConvolutionArguments{c.windows, c.output_padding, c.transposed, groups}, x, y, true);
+  if (any_cut(x, 2) || groups != c.groups || x.local_numel() == 0 || w.local_numel() == 0 ||
+      y.local_numel() == 0) {
+    auto halo = std::make_shared<ConvolutionHalo>(
+        ConvolutionArguments{c.windows, c.output_padding, c.transposed, groups}, x, y, true);
     const int masked = call.argument("output_mask");
     plan.local = [halo, masked](const c10::OperatorHandle&, torch::jit::Stack arguments) {
       const auto mask = arguments[masked].toBoolList();
-      auto all = halo->backward(arguments[0].toTensor(), arguments[1].toTensor(), arguments[2].toTensor(), {mask[0], mask[1], mask[2]});
+      auto all = halo->backward(arguments[0].toTensor(), arguments[1].toTensor(),
+                                arguments[2].toTensor(), {mask[0], mask[1], mask[2]});
       return torch::jit::Stack{all[0], all[1], all[2]};
     };
   } else if (call.has("bias_sizes")) {
-    plan.arguments = {{call.argument("bias_sizes"), c10::IValue(c10::List<std::int64_t>({y.local_shape()[1]}))}};
+    plan.arguments = {
+        {call.argument("bias_sizes"), c10::IValue(c10::List<std::int64_t>({y.local_shape()[1]}))}};
   }
   return plan;
 }

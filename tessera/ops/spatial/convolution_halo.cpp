@@ -22,7 +22,8 @@ at::Tensor bias_gradient(const at::Tensor& gradient) {
 
 }  // namespace
 
-ConvolutionHalo::ConvolutionHalo(ConvolutionArguments arguments, ShardSpec x, ShardSpec y, bool backward)
+ConvolutionHalo::ConvolutionHalo(ConvolutionArguments arguments, ShardSpec x, ShardSpec y,
+                                 bool backward)
     : arguments_(std::move(arguments)), x_(std::move(x)), y_(std::move(y)) {
   const int position = context_of(x_)->position;
   in_ = x_.sharding().box(position);
@@ -30,7 +31,8 @@ ConvolutionHalo::ConvolutionHalo(ConvolutionArguments arguments, ShardSpec x, Sh
   for (std::size_t i = 0; i < arguments_.windows.size(); ++i) {
     const int d = static_cast<int>(i) + 2;
     const Window& w = arguments_.windows[i];
-    dims_.push_back({w, x_.is_sharded(d) && x_.dim(d).partition.parts() > 1, x_.shape()[d], y_.shape()[d], in_[d], out_[d]});
+    dims_.push_back({w, x_.is_sharded(d) && x_.dim(d).partition.parts() > 1, x_.shape()[d],
+                     y_.shape()[d], in_[d], out_[d]});
     stride_.push_back(w.stride);
     dilation_.push_back(w.dilation);
   }
@@ -38,7 +40,8 @@ ConvolutionHalo::ConvolutionHalo(ConvolutionArguments arguments, ShardSpec x, Sh
   interior_ = out_;
   for (std::size_t i = 0; i < dims_.size(); ++i) {
     const Dim& d = dims_[i];
-    if (d.cut) interior_[i + 2] = interior(d.window, d.in, d.out, d.in_extent, arguments_.transposed);
+    if (d.cut)
+      interior_[i + 2] = interior(d.window, d.in, d.out, d.in_extent, arguments_.transposed);
   }
   const std::vector<Edge> edges(x_.dims(), Edge::zero);
   if (backward) {
@@ -55,15 +58,26 @@ void ConvolutionHalo::find_strips(bool backward) {
   const bool halo_is_a = backward != arguments_.transposed;
   const Box own = spatial(backward ? in_ : out_);
   Box needed = backward ? gradients_.needed() : inputs_.needed();
-  for (std::size_t i = 0; i < dims_.size(); ++i) needed[i + 2] = intersect(needed[i + 2], {0, backward ? dims_[i].out_extent : dims_[i].in_extent});
+  for (std::size_t i = 0; i < dims_.size(); ++i)
+    needed[i + 2] =
+        intersect(needed[i + 2], {0, backward ? dims_[i].out_extent : dims_[i].in_extent});
   for (const Box& box : difference(needed, backward ? out_ : in_)) {
-    Strip strip{box, TapSum(arguments_.windows, halo_is_a ? spatial(box) : own, halo_is_a ? own : spatial(box)), {}, {}, {}};
-    tap_work_ += strip.taps.pairs() * in_[0].size() * in_[1].size() * out_[1].size() / arguments_.groups * (backward ? 2 : 1);
+    Strip strip{
+        box,
+        TapSum(arguments_.windows, halo_is_a ? spatial(box) : own, halo_is_a ? own : spatial(box)),
+        {},
+        {},
+        {}};
+    tap_work_ += strip.taps.pairs() * in_[0].size() * in_[1].size() * out_[1].size() /
+                 arguments_.groups * (backward ? 2 : 1);
     if (backward) {
       strip.own = in_;
       for (std::size_t i = 0; i < dims_.size(); ++i) {
         const Window& w = dims_[i].window;
-        if (dims_[i].cut) strip.own[i + 2] = intersect(in_[i + 2], arguments_.transposed ? w.transposed_inputs(box[i + 2]) : w.inputs(box[i + 2]));
+        if (dims_[i].cut)
+          strip.own[i + 2] =
+              intersect(in_[i + 2], arguments_.transposed ? w.transposed_inputs(box[i + 2])
+                                                          : w.inputs(box[i + 2]));
       }
       if (volume(strip.own) == 0) continue;
       strip.call = backward_call(strip.own);
@@ -73,23 +87,29 @@ void ConvolutionHalo::find_strips(bool backward) {
     halo_.push_back(std::move(strip));
   }
   if (backward) return;
-  for (const Box& box : difference(out_, interior_)) outer_.push_back({box, {}, {}, {}, forward_call(box)});
+  for (const Box& box : difference(out_, interior_))
+    outer_.push_back({box, {}, {}, {}, forward_call(box)});
 }
 
-// A few multiplications are done before an operator's call has found out what to do; from some on its kernels are faster.
+// A few multiplications are done before an operator's call has found out what to do; from some on
+// its kernels are faster.
 bool ConvolutionHalo::by_taps(const at::Tensor& x, const at::Tensor& weight) const {
   constexpr std::int64_t kMost = 1 << 18;
-  return aligned_ && tap_work_ <= kMost && TapSum::takes(x) && weight.scalar_type() == x.scalar_type() && x.numel() > 0 && weight.numel() > 0;
+  return aligned_ && tap_work_ <= kMost && TapSum::takes(x) &&
+         weight.scalar_type() == x.scalar_type() && x.numel() > 0 && weight.numel() > 0;
 }
 
 // What a position's outputs read.
 NeededBox ConvolutionHalo::needed_inputs() const {
-  return [x = x_.sharding(), y = y_.sharding(), dims = dims_, transposed = arguments_.transposed](int position) {
+  return [x = x_.sharding(), y = y_.sharding(), dims = dims_,
+          transposed = arguments_.transposed](int position) {
     const Box owned = x.box(position), outputs = y.box(position);
     Box box = owned;
     if (volume(outputs) == 0) return Box(box.size());
     for (std::size_t i = 0; i < dims.size(); ++i) {
-      if (dims[i].cut) box[i + 2] = transposed ? dims[i].window.transposed_inputs(outputs[i + 2]) : dims[i].window.inputs(outputs[i + 2]);
+      if (dims[i].cut)
+        box[i + 2] = transposed ? dims[i].window.transposed_inputs(outputs[i + 2])
+                                : dims[i].window.inputs(outputs[i + 2]);
     }
     return box;
   };
@@ -97,13 +117,15 @@ NeededBox ConvolutionHalo::needed_inputs() const {
 
 // The outputs that a position's inputs touched.
 NeededBox ConvolutionHalo::needed_gradients() const {
-  return [x = x_.sharding(), y = y_.sharding(), dims = dims_, transposed = arguments_.transposed](int position) {
+  return [x = x_.sharding(), y = y_.sharding(), dims = dims_,
+          transposed = arguments_.transposed](int position) {
     const Box inputs = x.box(position);
     Box box = y.box(position);
     if (volume(inputs) == 0) return Box(box.size());
     for (std::size_t i = 0; i < dims.size(); ++i) {
       if (!dims[i].cut) continue;
-      const Interval touched = transposed ? dims[i].window.inputs(inputs[i + 2]) : dims[i].window.transposed_inputs(inputs[i + 2]);
+      const Interval touched = transposed ? dims[i].window.inputs(inputs[i + 2])
+                                          : dims[i].window.transposed_inputs(inputs[i + 2]);
       box[i + 2] = intersect(touched, {0, dims[i].out_extent});
     }
     return box;
@@ -136,7 +158,8 @@ ConvolutionHalo::Call ConvolutionHalo::forward_call(const Box& outputs) const {
   Call call = whole_dims();
   for (std::size_t i = 0; i < dims_.size(); ++i) {
     if (!dims_[i].cut) continue;
-    const BoxCall one = tessera::forward_call(dims_[i].window, outputs[i + 2], arguments_.transposed);
+    const BoxCall one =
+        tessera::forward_call(dims_[i].window, outputs[i + 2], arguments_.transposed);
     call.in[i + 2] = one.inputs;
     call.out[i + 2] = one.outputs;
     call.padding[i] = one.padding;
@@ -149,7 +172,8 @@ ConvolutionHalo::Call ConvolutionHalo::backward_call(const Box& inputs) const {
   Call call = whole_dims();
   for (std::size_t i = 0; i < dims_.size(); ++i) {
     if (!dims_[i].cut) continue;
-    const BoxCall one = tessera::backward_call(dims_[i].window, inputs[i + 2], arguments_.transposed);
+    const BoxCall one =
+        tessera::backward_call(dims_[i].window, inputs[i + 2], arguments_.transposed);
     call.in[i + 2] = one.inputs;
     call.out[i + 2] = one.outputs;
     call.padding[i] = one.padding;
@@ -172,9 +196,12 @@ std::optional<ConvolutionHalo::Call> ConvolutionHalo::aligned() const {
   return call;
 }
 
-at::Tensor ConvolutionHalo::convolve(const Call& call, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) const {
+at::Tensor ConvolutionHalo::convolve(const Call& call, const at::Tensor& x,
+                                     const at::Tensor& weight,
+                                     const std::optional<at::Tensor>& bias) const {
   if (x.numel() > 0 && weight.numel() > 0) {
-    return at::convolution(x, weight, bias, stride_, call.padding, dilation_, arguments_.transposed, call.output_padding, arguments_.groups);
+    return at::convolution(x, weight, bias, stride_, call.padding, dilation_, arguments_.transposed,
+                           call.output_padding, arguments_.groups);
   }
   // No samples, or channels that other ranks have.
   const at::Tensor y = at::zeros(shape_of(call.out), x.options());
@@ -184,14 +211,16 @@ at::Tensor ConvolutionHalo::convolve(const Call& call, const at::Tensor& x, cons
   return y.add_(bias->view(channels));
 }
 
-std::array<at::Tensor, 3> ConvolutionHalo::gradients(const Call& call, const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& weight,
+std::array<at::Tensor, 3> ConvolutionHalo::gradients(const Call& call, const at::Tensor& gradient,
+                                                     const at::Tensor& x, const at::Tensor& weight,
                                                      std::array<bool, 3> mask) const {
   std::array<at::Tensor, 3> result;
   if (gradient.numel() > 0 && x.numel() > 0 && weight.numel() > 0) {
     const std::vector<std::int64_t> bias{gradient.size(1)};
-    std::tie(result[0], result[1], result[2]) =
-        at::convolution_backward(gradient, x, weight, mask[2] ? at::OptionalIntArrayRef(bias) : std::nullopt, stride_, call.padding, dilation_,
-                                 arguments_.transposed, call.output_padding, arguments_.groups, mask);
+    std::tie(result[0], result[1], result[2]) = at::convolution_backward(
+        gradient, x, weight, mask[2] ? at::OptionalIntArrayRef(bias) : std::nullopt, stride_,
+        call.padding, dilation_, arguments_.transposed, call.output_padding, arguments_.groups,
+        mask);
     return result;
   }
   if (mask[0]) result[0] = at::zeros_like(x, at::MemoryFormat::Contiguous);
@@ -201,12 +230,14 @@ std::array<at::Tensor, 3> ConvolutionHalo::gradients(const Call& call, const at:
 }
 
 // Given outputs of this rank, when the halo is there.
-at::Tensor ConvolutionHalo::compute(HaloRequest& request, const Box& outputs, const Call& call, const at::Tensor& weight,
+at::Tensor ConvolutionHalo::compute(HaloRequest& request, const Box& outputs, const Call& call,
+                                    const at::Tensor& weight,
                                     const std::optional<at::Tensor>& bias) const {
   return part(convolve(call, request.assemble(call.in), weight, bias), call.out, outputs);
 }
 
-at::Tensor ConvolutionHalo::forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+at::Tensor ConvolutionHalo::forward(const at::Tensor& x, const at::Tensor& weight,
+                                    const std::optional<at::Tensor>& bias) {
   const HaloPolicy::Order order = policy().order;
   HaloRequest request = inputs_.start(x);
   if (volume(out_) == 0) return at::zeros(shape_of(out_), x.options());
@@ -229,21 +260,26 @@ at::Tensor ConvolutionHalo::forward(const at::Tensor& x, const at::Tensor& weigh
     }
     return y;
   }
-  for (const Strip& strip : outer_) part(y, out_, strip.box).copy_(compute(request, strip.box, strip.call, weight, bias));
+  for (const Strip& strip : outer_)
+    part(y, out_, strip.box).copy_(compute(request, strip.box, strip.call, weight, bias));
   return y;
 }
 
-std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& weight,
+std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, const at::Tensor& x,
+                                                    const at::Tensor& weight,
                                                     std::array<bool, 3> mask) {
   const HaloPolicy policy = this->policy();
-  if (policy.backward == HaloPolicy::Backward::sum) return backward_by_sum(gradient, x, weight, mask);
+  if (policy.backward == HaloPolicy::Backward::sum)
+    return backward_by_sum(gradient, x, weight, mask);
   HaloRequest request = gradients_.start(gradient);
   if (volume(in_) == 0) {
-    std::array<at::Tensor, 3> none = gradients(whole_dims(), gradient, x, weight, mask);  // x has no elements: zeros, but for the bias
+    // x has no elements: zeros, but for the bias
+    std::array<at::Tensor, 3> none = gradients(whole_dims(), gradient, x, weight, mask);
     return none;
   }
   const bool complete = aligned_ && gradients_.needed() == out_;
-  const bool taps = policy.order != HaloPolicy::Order::assemble && by_taps(x, weight) && gradient.scalar_type() == x.scalar_type();
+  const bool taps = policy.order != HaloPolicy::Order::assemble && by_taps(x, weight) &&
+                    gradient.scalar_type() == x.scalar_type();
   if (!complete && !taps && !(aligned_ && interior_first(policy.order))) {
     at::Tensor of_bias = mask[2] ? bias_gradient(gradient) : at::Tensor();
     const Call call = backward_call(in_);
@@ -253,7 +289,8 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, 
   }
   if (policy.order == HaloPolicy::Order::wait_first) request.wait();
   auto result = gradients(*aligned_, gradient, x, weight, mask);
-  // The outputs of others add to what this rank's own gave: each strip of them to the inputs that it touched.
+  // The outputs of others add to what this rank's own gave: each strip of them to the inputs that
+  // it touched.
   for (const Strip& strip : halo_) {
     if (taps) {
       add_strip(strip, request.assemble(strip.box), result, x, weight, mask);
@@ -261,7 +298,8 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, 
     }
     const at::Tensor box = at::zeros(shape_of(strip.call.out), gradient.options());
     part(box, strip.call.out, strip.inside).copy_(request.assemble(strip.inside));
-    const auto more = gradients(strip.call, box, part(x, in_, strip.own), weight, {mask[0], mask[1], false});
+    const auto more =
+        gradients(strip.call, box, part(x, in_, strip.own), weight, {mask[0], mask[1], false});
     if (mask[0]) part(result[0], in_, strip.own).add_(more[0]);
     if (mask[1]) result[1].add_(more[1]);
   }
@@ -269,7 +307,8 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, 
 }
 
 // `box`: gradients of a strip's outputs.
-void ConvolutionHalo::add_strip(const Strip& strip, const at::Tensor& box, std::array<at::Tensor, 3>& result, const at::Tensor& x,
+void ConvolutionHalo::add_strip(const Strip& strip, const at::Tensor& box,
+                                std::array<at::Tensor, 3>& result, const at::Tensor& x,
                                 const at::Tensor& weight, std::array<bool, 3> mask) const {
   if (arguments_.transposed) {
     if (mask[0]) strip.taps.to_a(result[0], box, weight, arguments_.groups);
@@ -280,7 +319,9 @@ void ConvolutionHalo::add_strip(const Strip& strip, const at::Tensor& box, std::
   }
 }
 
-std::array<at::Tensor, 3> ConvolutionHalo::backward_by_sum(const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& weight,
+std::array<at::Tensor, 3> ConvolutionHalo::backward_by_sum(const at::Tensor& gradient,
+                                                           const at::Tensor& x,
+                                                           const at::Tensor& weight,
                                                            std::array<bool, 3> mask) {
   if (!inputs_) inputs_ = Halo(x_, std::vector<Edge>(x_.dims(), Edge::zero), needed_inputs());
   std::array<at::Tensor, 3> result;
@@ -289,14 +330,16 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward_by_sum(const at::Tensor& gra
   if (volume(out_) == 0) {
     result = gradients(whole_dims(), gradient, x, weight, mask);
   } else {
-    // The gradients of given outputs' own box of inputs; what the call computes beyond them has none.
+    // The gradients of given outputs' own box of inputs; what the call computes beyond them has
+    // none.
     const Call call = forward_call(out_);
     at::Tensor box = gradient;
     if (!(call.out == out_)) {
       box = at::zeros(shape_of(call.out), gradient.options());
       part(box, call.out, out_).copy_(gradient);
     }
-    const at::Tensor inputs = mask[1] ? request.assemble(call.in) : at::zeros(shape_of(call.in), x.options());
+    const at::Tensor inputs =
+        mask[1] ? request.assemble(call.in) : at::zeros(shape_of(call.in), x.options());
     result = gradients(call, box, inputs, weight, {mask[0], mask[1], false});
     if (mask[2]) result[2] = bias_gradient(gradient);
     const Box inside = intersect(call.in, inputs_.needed());

@@ -1,5 +1,6 @@
 #pragma once
-// One convolution of a field that is cut in space, made ready to run on this rank: below autograd, on locals.
+// One convolution of a field that is cut in space, made ready to run on this rank: below autograd,
+// on locals.
 
 #include <ATen/core/Tensor.h>
 
@@ -26,13 +27,17 @@ struct ConvolutionArguments {
 
 class ConvolutionHalo {
  public:
-  /// x: N x Cin x spatial, y: N x Cout x spatial; samples and channels of either may be cut too, spatial dims over the same axes in both. `backward`:
-  /// prepares for backward() instead of forward(). Collective over the mesh.
+  /// x: N x Cin x spatial, y: N x Cout x spatial; samples and channels of either may be cut too,
+  /// spatial dims over the same axes in both. `backward`: prepares for backward() instead of
+  /// forward(). Collective over the mesh.
   ConvolutionHalo(ConvolutionArguments arguments, ShardSpec x, ShardSpec y, bool backward);
 
-  at::Tensor forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
-  /// Gradients of input, weight and bias, of those in the mask; the latter two are this rank's terms.
-  std::array<at::Tensor, 3> backward(const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> mask);
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& weight,
+                     const std::optional<at::Tensor>& bias);
+  /// Gradients of input, weight and bias, of those in the mask; the latter two are this rank's
+  /// terms.
+  std::array<at::Tensor, 3> backward(const at::Tensor& gradient, const at::Tensor& x,
+                                     const at::Tensor& weight, std::array<bool, 3> mask);
 
  private:
   struct Dim {
@@ -47,12 +52,14 @@ class ConvolutionHalo {
     std::vector<std::int64_t> padding, output_padding;
   };
 
-  /// What other ranks hold, a box of it that lies outside of this rank's, and how it is added to what this rank's own gave.
+  /// What other ranks hold, a box of it that lies outside of this rank's, and how it is added to
+  /// what this rank's own gave.
   struct Strip {
     Box box;
     TapSum taps;
-    // By calls of the operator, where the taps are too many. Forward: the outputs that need halo here, computed anew. Backward: the inputs that the
-    // box touched, none if it touched none, and what of the box the call takes.
+    // By calls of the operator, where the taps are too many. Forward: the outputs that need halo
+    // here, computed anew. Backward: the inputs that the box touched, none if it touched none, and
+    // what of the box the call takes.
     Box own, inside;
     Call call;
   };
@@ -61,18 +68,21 @@ class ConvolutionHalo {
   bool interior_first(HaloPolicy::Order order) const;
   bool by_taps(const at::Tensor& x, const at::Tensor& weight) const;
   void find_strips(bool backward);
-  void add_strip(const Strip& strip, const at::Tensor& box, std::array<at::Tensor, 3>& result, const at::Tensor& x, const at::Tensor& weight,
-                 std::array<bool, 3> mask) const;
+  void add_strip(const Strip& strip, const at::Tensor& box, std::array<at::Tensor, 3>& result,
+                 const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> mask) const;
   Call whole_dims() const;
   Call forward_call(const Box& outputs) const;
   Call backward_call(const Box& inputs) const;
   std::optional<Call> aligned() const;
-  at::Tensor convolve(const Call& call, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) const;
-  std::array<at::Tensor, 3> gradients(const Call& call, const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& weight,
+  at::Tensor convolve(const Call& call, const at::Tensor& x, const at::Tensor& weight,
+                      const std::optional<at::Tensor>& bias) const;
+  std::array<at::Tensor, 3> gradients(const Call& call, const at::Tensor& gradient,
+                                      const at::Tensor& x, const at::Tensor& weight,
                                       std::array<bool, 3> mask) const;
-  at::Tensor compute(HaloRequest& request, const Box& outputs, const Call& call, const at::Tensor& weight,
-                     const std::optional<at::Tensor>& bias) const;
-  std::array<at::Tensor, 3> backward_by_sum(const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> mask);
+  at::Tensor compute(HaloRequest& request, const Box& outputs, const Call& call,
+                     const at::Tensor& weight, const std::optional<at::Tensor>& bias) const;
+  std::array<at::Tensor, 3> backward_by_sum(const at::Tensor& gradient, const at::Tensor& x,
+                                            const at::Tensor& weight, std::array<bool, 3> mask);
   NeededBox needed_inputs() const;
   NeededBox needed_gradients() const;
 

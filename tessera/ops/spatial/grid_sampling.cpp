@@ -1,5 +1,6 @@
-// grid_sample of fields and grids that are cut in any dims: every rank computes the outputs that its part of the grid asks for. Which inputs those
-// need only the grid's values say: each rank tells its box, and the boxes come as halos.
+// grid_sample of fields and grids that are cut in any dims: every rank computes the outputs that
+// its part of the grid asks for. Which inputs those need only the grid's values say: each rank
+// tells its box, and the boxes come as halos.
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
@@ -32,29 +33,36 @@ struct Sampling {
   at::native::GridSamplerInterpolation mode;
   at::native::GridSamplerPadding padding;
   bool align;
-  bool by_halves;  // as libtorch's kernel for two dims, (x + 1) * (size / 2) - 1 / 2, or the one for three, ((x + 1) * size - 1) / 2
+  // as libtorch's kernel for two dims, (x + 1) * (size / 2) - 1 / 2, or the one for three, ((x + 1)
+  // * size - 1) / 2
+  bool by_halves;
 };
 
-// One input that a sample reads along one dim: where it is, how much of it, and whether it is in the array.
+// One input that a sample reads along one dim: where it is, how much of it, and whether it is in
+// the array.
 struct Tap {
   at::Tensor index, weight, inside;  // weight: differentiable in the grid; undefined: 1
 };
 
 // A value whose derivative by `variable` is `slope`.
-at::Tensor with_slope(const at::Tensor& value, const at::Tensor& slope, const at::Tensor& variable) {
-  const at::Tensor change = (variable - variable.detach()).masked_fill(variable.detach().isfinite().logical_not(), 0);
+at::Tensor with_slope(const at::Tensor& value, const at::Tensor& slope,
+                      const at::Tensor& variable) {
+  const at::Tensor change =
+      (variable - variable.detach()).masked_fill(variable.detach().isfinite().logical_not(), 0);
   return value + change * slope;
 }
 
-// Multiplied and added with one rounding, as libtorch's vectorised kernels are compiled: on which side of a pixel a point falls is a matter of the
-// last bit, and identity grids have all their points there.
+// Multiplied and added with one rounding, as libtorch's vectorised kernels are compiled: on which
+// side of a pixel a point falls is a matter of the last bit, and identity grids have all their
+// points there.
 at::Tensor fused(const at::Tensor& a, double factor, double term) {
   const at::Tensor from = a.contiguous();
   at::Tensor to = at::empty_like(from);
   AT_DISPATCH_FLOATING_TYPES(from.scalar_type(), "grid_sampler", [&] {
     const auto* in = from.const_data_ptr<scalar_t>();
     auto* out = to.mutable_data_ptr<scalar_t>();
-    for (std::int64_t i = 0; i < from.numel(); ++i) out[i] = std::fma(in[i], static_cast<scalar_t>(factor), static_cast<scalar_t>(term));
+    for (std::int64_t i = 0; i < from.numel(); ++i)
+      out[i] = std::fma(in[i], static_cast<scalar_t>(factor), static_cast<scalar_t>(term));
   });
   return to;
 }
@@ -65,7 +73,8 @@ at::Tensor unnormalized(const at::Tensor& x, std::int64_t size, const Sampling& 
   if (s.align) return (x + 1) * ((n - 1) / 2);
   const std::string kernels = at::get_cpu_capability();
   const bool plain_type = x.scalar_type() == at::kDouble || x.scalar_type() == at::kFloat;
-  if (!x.is_cpu() || !plain_type || (kernels != "AVX2" && kernels != "AVX512")) return (x + 1) * (n / 2) - 0.5;
+  if (!x.is_cpu() || !plain_type || (kernels != "AVX2" && kernels != "AVX512"))
+    return (x + 1) * (n / 2) - 0.5;
   return with_slope(fused(x.detach() + 1, n / 2, -0.5), at::full({}, n / 2, x.options()), x);
 }
 
@@ -81,9 +90,11 @@ Moved clipped(const at::Tensor& at, std::int64_t size) {
 }
 
 Moved reflected(const at::Tensor& at, std::int64_t size, bool align) {
-  const double low = align ? 0 : -0.5, span = align ? static_cast<double>(size - 1) : static_cast<double>(size);
+  const double low = align ? 0 : -0.5,
+               span = align ? static_cast<double>(size - 1) : static_cast<double>(size);
   if (span <= 0) return {at::zeros_like(at), at::zeros_like(at)};
-  const at::Tensor from = at - low, distance = from.abs(), flips = (distance / span).floor(), rest = distance.fmod(span);
+  const at::Tensor from = at - low, distance = from.abs(), flips = (distance / span).floor(),
+                   rest = distance.fmod(span);
   const at::Tensor even = flips.remainder(2).eq(0);
   const at::Tensor back = at::where(even, rest + low, span - rest + low);
   const at::Tensor sign = at::where(from.lt(0), -1.0, 1.0).to(at.scalar_type());
@@ -99,7 +110,8 @@ Moved padded(const at::Tensor& at, std::int64_t size, const Sampling& s) {
       return reflected(at, size, s.align);
     default: {
       // Far outside is outside: indices must fit into integers.
-      const at::Tensor known = at.nan_to_num(-9, static_cast<double>(size + 9), -9).clamp(-9, static_cast<double>(size + 9));
+      const at::Tensor known = at.nan_to_num(-9, static_cast<double>(size + 9), -9)
+                                   .clamp(-9, static_cast<double>(size + 9));
       return {known, known.eq(at).to(at.scalar_type())};
     }
   }
@@ -113,26 +125,36 @@ Tap tap(const at::Tensor& index, std::int64_t size, at::Tensor weight) {
 std::vector<Tap> taps_of(const at::Tensor& x, std::int64_t size, const Sampling& s) {
   const at::Tensor at = unnormalized(x, size, s), fixed = at.detach();
   if (s.mode == at::native::GridSamplerInterpolation::Bicubic) {
-    const Moved known = padded(fixed, size, {s.mode, at::native::GridSamplerPadding::Zeros, s.align, s.by_halves});
+    const Moved known =
+        padded(fixed, size, {s.mode, at::native::GridSamplerPadding::Zeros, s.align, s.by_halves});
     // Taps are continued one by one.
-    const at::Tensor whole = s.padding == at::native::GridSamplerPadding::Zeros ? known.at.floor() : fixed.nan_to_num(0).floor();
-    const at::Tensor t = with_slope((s.padding == at::native::GridSamplerPadding::Zeros ? known.at : fixed) - whole, at::ones_like(fixed), at);
+    const at::Tensor whole = s.padding == at::native::GridSamplerPadding::Zeros
+                                 ? known.at.floor()
+                                 : fixed.nan_to_num(0).floor();
+    const at::Tensor t =
+        with_slope((s.padding == at::native::GridSamplerPadding::Zeros ? known.at : fixed) - whole,
+                   at::ones_like(fixed), at);
     constexpr double kA = -0.75;
     const auto near = [&](const at::Tensor& d) { return ((kA + 2) * d - (kA + 3)) * d * d + 1; };
-    const auto far = [&](const at::Tensor& d) { return ((kA * d - 5 * kA) * d + 8 * kA) * d - 4 * kA; };
+    const auto far = [&](const at::Tensor& d) {
+      return ((kA * d - 5 * kA) * d + 8 * kA) * d - 4 * kA;
+    };
     const std::array<at::Tensor, 4> weights{far(t + 1), near(t), near(1 - t), far(2 - t)};
     std::vector<Tap> taps;
-    for (int k = 0; k < 4; ++k) taps.push_back(tap(padded(whole + (k - 1), size, s).at.floor(), size, weights[k]));
+    for (int k = 0; k < 4; ++k)
+      taps.push_back(tap(padded(whole + (k - 1), size, s).at.floor(), size, weights[k]));
     return taps;
   }
   const Moved known = padded(fixed, size, s);
-  if (s.mode == at::native::GridSamplerInterpolation::Nearest) return {tap(known.at.round(), size, {})};
+  if (s.mode == at::native::GridSamplerInterpolation::Nearest)
+    return {tap(known.at.round(), size, {})};
   const at::Tensor low = known.at.floor(), part = with_slope(known.at - low, known.slope, at);
   return {tap(low, size, 1 - part), tap(low + 1, size, part)};
 }
 
 // Of a box of inputs, N x C x box, at the taps of each dim, N x outputs.
-at::Tensor sampled(const at::Tensor& box, const Box& of, const std::vector<std::vector<Tap>>& taps, const at::Tensor& grid) {
+at::Tensor sampled(const at::Tensor& box, const Box& of, const std::vector<std::vector<Tap>>& taps,
+                   const at::Tensor& grid) {
   const std::int64_t samples = box.size(0), channels = box.size(1);
   const std::size_t inner = taps.size();
   Shape shape{samples, channels};
@@ -149,7 +171,8 @@ at::Tensor sampled(const at::Tensor& box, const Box& of, const std::vector<std::
       inside = inside.defined() ? inside.logical_and(t.inside) : t.inside;
       if (t.weight.defined()) weight = weight.defined() ? weight * t.weight : t.weight;
     }
-    const at::Tensor values = flat.gather(2, index.reshape({samples, 1, -1}).expand({samples, channels, -1})).view(shape);
+    const at::Tensor values =
+        flat.gather(2, index.reshape({samples, 1, -1}).expand({samples, channels, -1})).view(shape);
     const at::Tensor read = values.masked_fill(inside.logical_not().unsqueeze(1), 0);
     sum = sum + (weight.defined() ? read * weight.unsqueeze(1) : read);
     std::size_t d = inner;
@@ -163,10 +186,12 @@ at::Tensor sampled(const at::Tensor& box, const Box& of, const std::vector<std::
 }
 
 // 0, which depends on `t` whatever it holds.
-at::Tensor zeroed(const at::Tensor& t) { return t.masked_fill(at::ones_like(t, at::kBool), 0).sum(); }
+at::Tensor zeroed(const at::Tensor& t) {
+  return t.masked_fill(at::ones_like(t, at::kBool), 0).sum();
+}
 
-// The placements of field and grid on each axis: samples are cut alike, a field cut in channels or space meets a grid that is cut in its own space,
-// or whole; the grid's last dim is whole.
+// The placements of field and grid on each axis: samples are cut alike, a field cut in channels or
+// space meets a grid that is cut in its own space, or whole; the grid's last dim is whole.
 struct Placed {
   ShardSpec field, grid, out;
 };
@@ -192,7 +217,8 @@ Placed place(const ShardSpec& field, const ShardSpec& grid) {
   Placed placed{field.with_placements(of_field), grid.with_placements(of_grid), {}};
   if (!placed.field.dim(0).axes.empty()) {
     // The parts of the one that was cut in samples.
-    const bool of_given_grid = grid.dim(0).axes == placed.field.dim(0).axes && !(field.dim(0).axes == placed.field.dim(0).axes);
+    const bool of_given_grid = grid.dim(0).axes == placed.field.dim(0).axes &&
+                               !(field.dim(0).axes == placed.field.dim(0).axes);
     const Partition parts = of_given_grid ? grid.dim(0).partition : placed.field.dim(0).partition;
     placed.field = with_parts(placed.field, {{0, parts}});
     placed.grid = with_parts(placed.grid, {{0, parts}});
@@ -217,17 +243,21 @@ std::vector<Placement> gradient_of(const ShardSpec& spec, const ShardSpec& out) 
   return placements;
 }
 
-at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::int64_t mode, std::int64_t padding, bool align) {
+at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::int64_t mode,
+                        std::int64_t padding, bool align) {
   const int n = static_cast<int>(input.dim()), inner = n - 2;
   at::native::check_grid_sampler_common(input, given);
   if ((n != 4 && n != 5) || given.dim() != n || mode < 0 || mode > 2 || padding < 0 || padding > 2)
-    throw InvalidArgument(concat("grid_sampler of ", n, " dims by a grid of ", given.dim(), " with mode ", mode, " and padding ", padding,
+    throw InvalidArgument(concat("grid_sampler of ", n, " dims by a grid of ", given.dim(),
+                                 " with mode ", mode, " and padding ", padding,
                                  ": four or five dims both, modes and paddings 0 to 2"));
   if (input.scalar_type() != given.scalar_type())
-    throw InvalidArgument(
-        concat("grid_sampler of ", c10::toString(input.scalar_type()), " values by a grid of ", c10::toString(given.scalar_type()), ": convert one"));
+    throw InvalidArgument(concat("grid_sampler of ", c10::toString(input.scalar_type()),
+                                 " values by a grid of ", c10::toString(given.scalar_type()),
+                                 ": convert one"));
   const auto context = context_of((meta_of(input) ? meta_of(input) : meta_of(given))->spec());
-  const at::Tensor x = meta_of(input) ? input : promote(input, context), g = meta_of(given) ? given : promote(given, context);
+  const at::Tensor x = meta_of(input) ? input : promote(input, context),
+                   g = meta_of(given) ? given : promote(given, context);
   const Placed to = place(without_partial(spec(x)), without_partial(spec(g)));
   check_implicit_moves("grid_sampler",
                        {{"input", spec(x), to.field, static_cast<std::int64_t>(x.element_size())},
@@ -236,20 +266,25 @@ at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::i
   const at::Tensor field = redistribute(x, to.field);
   const at::Tensor grid = to_local(redistribute(g, to.grid), gradient_of(to.grid, to.out));
   const auto of_field = gradient_of(to.field, to.out);
-  // What every rank takes part in, though it makes nothing, in the second derivative too: the same operators on one zero.
+  // What every rank takes part in, though it makes nothing, in the second derivative too: the same
+  // operators on one zero.
   const auto one_zero = [&](const at::Tensor& t, std::int64_t last) {
     Shape shape(n, 1);
     shape.back() = last;
     return at::zeros(shape, t.options()) + zeroed(t);
   };
-  const auto nothing = [&](const at::Tensor& made) { return from_local(at::empty(to.out.local_shape(), made.options()) + made.sum(), to.out); };
+  const auto nothing = [&](const at::Tensor& made) {
+    return from_local(at::empty(to.out.local_shape(), made.options()) + made.sum(), to.out);
+  };
   if (!any_cut(to.field, 2)) {
     const at::Tensor local = to_local(field, of_field);
-    if (to.out.local_numel() == 0) return nothing(at::grid_sampler(one_zero(local, 1), one_zero(grid, inner), mode, padding, align));
+    if (to.out.local_numel() == 0)
+      return nothing(
+          at::grid_sampler(one_zero(local, 1), one_zero(grid, inner), mode, padding, align));
     return from_local(at::grid_sampler(local, grid, mode, padding, align), to.out);
   }
-  const Sampling sampling{static_cast<at::native::GridSamplerInterpolation>(mode), static_cast<at::native::GridSamplerPadding>(padding), align,
-                          inner == 2};
+  const Sampling sampling{static_cast<at::native::GridSamplerInterpolation>(mode),
+                          static_cast<at::native::GridSamplerPadding>(padding), align, inner == 2};
   std::vector<std::vector<Tap>> taps;
   Box box(inner);
   for (int d = 0; d < inner; ++d) {
@@ -259,7 +294,8 @@ at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::i
     for (const Tap& t : taps.back()) {
       const at::Tensor read = t.index.masked_select(t.inside);
       if (read.numel() == 0) continue;
-      need = {std::min(need.begin, read.min().item<std::int64_t>()), std::max(need.end, read.max().item<std::int64_t>() + 1)};
+      need = {std::min(need.begin, read.min().item<std::int64_t>()),
+              std::max(need.end, read.max().item<std::int64_t>() + 1)};
     }
     // Nothing inside: any one, of which nothing is taken.
     box[d] = need.empty() && grid.numel() > 0 ? Interval{0, 1} : need;
@@ -267,12 +303,15 @@ at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::i
   const auto boxes = gather_boxes(to.field, {box});
   const Halo halo(to.field, std::vector<Edge>(n, Edge::zero), [&](int position) {
     Box needed = to.out.sharding().box(position);
-    for (int d = 0; d < inner; ++d) needed[2 + d] = volume(needed) == 0 ? Interval{0, 0} : boxes[position][0][d];
+    for (int d = 0; d < inner; ++d)
+      needed[2 + d] = volume(needed) == 0 ? Interval{0, 0} : boxes[position][0][d];
     return volume(needed) == 0 ? Box(n) : needed;
   });
   const at::Tensor near = halo_exchange(field, halo, of_field);
-  // Nearest neighbours do not change with the grid: its gradient is zero, and so are the second derivatives, but they are there.
-  const at::Tensor still = mode == 1 ? zeroed(grid) + zeroed(near) * zeroed(grid).square() : at::Tensor();
+  // Nearest neighbours do not change with the grid: its gradient is zero, and so are the second
+  // derivatives, but they are there.
+  const at::Tensor still =
+      mode == 1 ? zeroed(grid) + zeroed(near) * zeroed(grid).square() : at::Tensor();
   at::Tensor y;
   if (to.out.local_numel() > 0) {
     y = sampled(near, halo.needed(), taps, grid);

@@ -1,5 +1,6 @@
-// Interpolation (upsample_*, what torch::nn::functional::interpolate and torch::nn::Upsample call) of fields whose dims are all cut as one likes. A
-// backward of libtorch is told sizes but no parts, so these stand above autograd.
+// Interpolation (upsample_*, what torch::nn::functional::interpolate and torch::nn::Upsample call)
+// of fields whose dims are all cut as one likes. A backward of libtorch is told sizes but no parts,
+// so these stand above autograd.
 
 #include <torch/library.h>
 
@@ -32,9 +33,15 @@ std::shared_ptr<const FieldMap> map_of(std::shared_ptr<const Resampling> r, bool
 
 struct ResamplingMap final : FieldMap {
   ResamplingMap(std::shared_ptr<const Resampling> r, bool b)
-      : FieldMap(b ? r->y : r->x, b ? r->x : r->y, b ? r->x_strides : r->y_strides), resampling(std::move(r)), backward(b) {}
-  at::Tensor run(const at::Tensor& local) const override { return backward ? resampling->back->adjoint(local) : resampling->there->forward(local); }
-  std::shared_ptr<const FieldMap> derivative() const override { return map_of(resampling, !backward); }
+      : FieldMap(b ? r->y : r->x, b ? r->x : r->y, b ? r->x_strides : r->y_strides),
+        resampling(std::move(r)),
+        backward(b) {}
+  at::Tensor run(const at::Tensor& local) const override {
+    return backward ? resampling->back->adjoint(local) : resampling->there->forward(local);
+  }
+  std::shared_ptr<const FieldMap> derivative() const override {
+    return map_of(resampling, !backward);
+  }
   const std::shared_ptr<const Resampling> resampling;
   const bool backward;
 };
@@ -43,7 +50,8 @@ std::shared_ptr<const FieldMap> map_of(std::shared_ptr<const Resampling> r, bool
   return std::make_shared<ResamplingMap>(std::move(r), backward);
 }
 
-std::shared_ptr<const Resampling> resampling_of(const at::Tensor& field, const InterpolationCall& call) {
+std::shared_ptr<const Resampling> resampling_of(const at::Tensor& field,
+                                                const InterpolationCall& call) {
   const ShardSpec x = without_partial(spec(field));
   const int lead = x.dims() - call.op->inner;
   std::vector<std::int64_t> shape = x.shape();
@@ -60,15 +68,20 @@ std::shared_ptr<const Resampling> resampling_of(const at::Tensor& field, const I
   made->y_strides = suggested_strides(field, shape);
   const std::vector<std::int64_t> inputs(x.shape().begin() + lead, x.shape().end());
   const auto there = interpolation_matrices(call, inputs, false);
-  const auto back = call.op->nearest && at::isFloatingType(field.scalar_type()) ? interpolation_matrices(call, inputs, true) : there;
-  made->there = made->back = std::make_shared<InterpolationHalo>(call, made->x, made->y, there, true);
-  if (back != there) made->back = std::make_shared<InterpolationHalo>(call, made->x, made->y, back, false);
+  const auto back = call.op->nearest && at::isFloatingType(field.scalar_type())
+                        ? interpolation_matrices(call, inputs, true)
+                        : there;
+  made->there = made->back =
+      std::make_shared<InterpolationHalo>(call, made->x, made->y, there, true);
+  if (back != there)
+    made->back = std::make_shared<InterpolationHalo>(call, made->x, made->y, back, false);
   return made;
 }
 
 // Per thread, as the plans of operators are; a cache and nothing else.
 std::shared_ptr<const Resampling> cached(const at::Tensor& field, const InterpolationCall& call) {
-  static thread_local std::unordered_map<Key, std::shared_ptr<const Resampling>, KeyHash, KeyEqual> all;
+  static thread_local std::unordered_map<Key, std::shared_ptr<const Resampling>, KeyHash, KeyEqual>
+      all;
   Key key;
   const auto number = [&](auto n) { key.push_back(static_cast<std::uint64_t>(n)); };
   number(reinterpret_cast<std::uintptr_t>(meta_of(field)->layout.get()));  // interned; held below
@@ -97,20 +110,25 @@ std::shared_ptr<const Resampling> cached(const at::Tensor& field, const Interpol
 struct Kernel final : c10::OperatorKernel {
   explicit Kernel(const Interpolation& o) : op(o) {}
 
-  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet,
+                  torch::jit::Stack* stack) {
     const std::size_t n = handle.schema().arguments().size();
-    const auto argument = [&](std::size_t i) -> const c10::IValue& { return (*stack)[stack->size() - n + i]; };
+    const auto argument = [&](std::size_t i) -> const c10::IValue& {
+      return (*stack)[stack->size() - n + i];
+    };
     const at::Tensor x = argument(0).toTensor();
     InterpolationCall call;
     call.op = &op;
     for (const std::int64_t size : argument(1).toIntVector()) call.outputs.push_back(size);
     const std::size_t scales = op.align_argument ? 3 : 2;
     call.align = op.align_argument && argument(2).toBool();
-    for (int i = 0; i < op.inner; ++i) call.scales.push_back(argument(scales + i).toOptional<double>());
+    for (int i = 0; i < op.inner; ++i)
+      call.scales.push_back(argument(scales + i).toOptional<double>());
     call.options = x.options();
-    call.channels_last = op.inner == 2   ? x.dim() == 4 && x.is_contiguous(at::MemoryFormat::ChannelsLast)
-                         : op.inner == 3 ? x.dim() == 5 && x.is_contiguous(at::MemoryFormat::ChannelsLast3d)
-                                         : false;
+    call.channels_last =
+        op.inner == 2   ? x.dim() == 4 && x.is_contiguous(at::MemoryFormat::ChannelsLast)
+        : op.inner == 3 ? x.dim() == 5 && x.is_contiguous(at::MemoryFormat::ChannelsLast3d)
+                        : false;
     check(x, call);
     at::Tensor y = apply(op.name.c_str(), x, map_of(cached(x, call), false));
     stack->resize(stack->size() - n);
@@ -120,18 +138,25 @@ struct Kernel final : c10::OperatorKernel {
   void check(const at::Tensor& x, const InterpolationCall& call) const {
     const auto& sizes = call.outputs;
     if (x.dim() != op.inner + 2 || static_cast<int>(sizes.size()) != op.inner)
-      throw InvalidArgument(concat(op.name, " of a tensor of ", x.dim(), " dims to ", sizes.size(), " sizes: give samples x channels x ", op.inner,
+      throw InvalidArgument(concat(op.name, " of a tensor of ", x.dim(), " dims to ", sizes.size(),
+                                   " sizes: give samples x channels x ", op.inner,
                                    " spatial dims and ", op.inner, " sizes"));
     for (int i = 0; i < op.inner; ++i) {
       if (x.size(i + 2) < 1 || sizes[i] < 1)
-        throw InvalidArgument(concat(op.name, " from ", x.sizes(), " to ", list(sizes), ": spatial sizes are at least 1"));
+        throw InvalidArgument(concat(op.name, " from ", x.sizes(), " to ", list(sizes),
+                                     ": spatial sizes are at least 1"));
     }
-    if (x.size(1) < 1) throw InvalidArgument(concat(op.name, " of a tensor of shape ", x.sizes(), ": there are no channels"));
+    if (x.size(1) < 1)
+      throw InvalidArgument(
+          concat(op.name, " of a tensor of shape ", x.sizes(), ": there are no channels"));
     if (!at::isFloatingType(x.scalar_type()) && x.scalar_type() != at::kByte)
-      throw InvalidArgument(concat(op.name, " of ", c10::toString(x.scalar_type()), " values: libtorch resamples floating-point and uint8 ones"));
+      throw InvalidArgument(concat(op.name, " of ", c10::toString(x.scalar_type()),
+                                   " values: libtorch resamples floating-point and uint8 ones"));
     if (!at::isFloatingType(x.scalar_type()) && !op.nearest && any_cut(spec(x), 2))
-      throw ShardingError(concat(op.name, " of ", c10::toString(x.scalar_type()), " values cut in space, ", spec(x),
-                                 ": what libtorch rounds differs from kernel to kernel. Convert to a floating-point type, or redistribute."));
+      throw ShardingError(concat(op.name, " of ", c10::toString(x.scalar_type()),
+                                 " values cut in space, ", spec(x),
+                                 ": what libtorch rounds differs from kernel to kernel. Convert to "
+                                 "a floating-point type, or redistribute."));
   }
 
   const Interpolation& op;
@@ -159,7 +184,8 @@ const std::vector<Interpolation>& interpolations() {
 void implement(torch::Library& m) {
   for (const Interpolation& op : interpolations()) {
     if (c10::Dispatcher::singleton().findSchema({concat("aten::", op.name), ""}))
-      m.impl(op.name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(op)));
+      m.impl(op.name.c_str(),
+             torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(op)));
   }
 }
 

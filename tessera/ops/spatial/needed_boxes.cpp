@@ -7,7 +7,8 @@
 
 namespace tessera::detail {
 
-std::vector<std::vector<Box>> gather_boxes(const ShardSpec& spec, const std::vector<Box>& mine, const std::string& failure) {
+std::vector<std::vector<Box>> gather_boxes(const ShardSpec& spec, const std::vector<Box>& mine,
+                                           const std::string& failure) {
   const std::size_t dims = mine.empty() ? 0 : mine[0].size();
   std::string bytes;
   if (failure.empty()) {
@@ -20,7 +21,9 @@ std::vector<std::vector<Box>> gather_boxes(const ShardSpec& spec, const std::vec
   }
   const Group all = context_of(spec)->mesh.all();
   // A leading byte says whether boxes or a failure follow.
-  const auto gathered = all.all_gather_bytes((failure.empty() ? "b" : "f") + (failure.empty() ? bytes : failure), {.name = "needed_boxes"});
+  const auto gathered =
+      all.all_gather_bytes((failure.empty() ? "b" : "f") + (failure.empty() ? bytes : failure),
+                           {.name = "needed_boxes"});
   std::vector<std::vector<Box>> boxes;
   for (const std::string& text : gathered) {
     if (text[0] == 'f') throw InvalidArgument(text.substr(1));

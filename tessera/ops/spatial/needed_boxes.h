@@ -8,8 +8,10 @@
 
 namespace tessera::detail {
 
-/// The boxes of every mesh position, row-major; all ranks give as many, of as many dims. Collective over the mesh of `spec`. `failure` not empty on
-/// any rank: throws InvalidArgument with it, on every rank.
-std::vector<std::vector<Box>> gather_boxes(const ShardSpec& spec, const std::vector<Box>& mine, const std::string& failure = {});
+/// The boxes of every mesh position, row-major; all ranks give as many, of as many dims. Collective
+/// over the mesh of `spec`. `failure` not empty on any rank: throws InvalidArgument with it, on
+/// every rank.
+std::vector<std::vector<Box>> gather_boxes(const ShardSpec& spec, const std::vector<Box>& mine,
+                                           const std::string& failure = {});
 
 }  // namespace tessera::detail

@@ -1,5 +1,6 @@
-// pad in every mode: padding is a halo that exists at the array's edges alone. Each part keeps what it has; the first and the last get the edges. One
-// exchange serves constant (also with negative widths, which crop), reflect, replicate and circular; the gradient is its adjoint.
+// pad in every mode: padding is a halo that exists at the array's edges alone. Each part keeps what
+// it has; the first and the last get the edges. One exchange serves constant (also with negative
+// widths, which crop), reflect, replicate and circular; the gradient is its adjoint.
 
 #include <torch/library.h>
 #include <algorithm>
@@ -18,34 +19,43 @@ namespace tessera::detail {
 namespace {
 
 struct Padding {
-  Padding(const ShardSpec& spec, const std::vector<std::int64_t>& pads, Edge edge_) : input(without_partial(spec)), edge(edge_) {
+  Padding(const ShardSpec& spec, const std::vector<std::int64_t>& pads, Edge edge_)
+      : input(without_partial(spec)), edge(edge_) {
     const int n = input.dims();
     if (pads.size() % 2 != 0 || static_cast<int>(pads.size() / 2) > n)
-      throw ShardingError(concat("pad of ", list(pads), " for a tensor of ", n, " dims: give two numbers a dim, from the last dim on"));
+      throw ShardingError(concat("pad of ", list(pads), " for a tensor of ", n,
+                                 " dims: give two numbers a dim, from the last dim on"));
     before.assign(n, 0);
     std::vector<std::int64_t> shape = input.shape();
     std::vector<std::pair<int, Partition>> parts;
     for (std::size_t i = 0; i < pads.size() / 2; ++i) {
       const int d = n - 1 - static_cast<int>(i);
       const std::int64_t first = pads[2 * i], last = pads[2 * i + 1], size = shape[d];
-      const std::int64_t limit = edge == Edge::reflect ? size - 1 : edge == Edge::circular ? size : std::max(first, last);
-      if (size + first + last < 0 || first > limit || last > limit || (edge == Edge::replicate && size == 0 && first + last > 0))
-        throw ShardingError(concat("pad of ", first, " and ", last, " in dim ", d, " of a tensor of shape ", list(shape),
-                                   edge == Edge::zero ? ": nothing would be left" : ": it reaches beyond what there is to take values from"));
+      const std::int64_t limit = edge == Edge::reflect    ? size - 1
+                                 : edge == Edge::circular ? size
+                                                          : std::max(first, last);
+      if (size + first + last < 0 || first > limit || last > limit ||
+          (edge == Edge::replicate && size == 0 && first + last > 0))
+        throw ShardingError(concat(
+            "pad of ", first, " and ", last, " in dim ", d, " of a tensor of shape ", list(shape),
+            edge == Edge::zero ? ": nothing would be left"
+                               : ": it reaches beyond what there is to take values from"));
       before[d] = first;
       shape[d] = size + first + last;
       padded |= (first != 0 || last != 0) && is_cut(input, d);
-      if (input.is_sharded(d)) parts.emplace_back(d, output_partition(input.dim(d).partition, {1, 1, first, 1}, shape[d]));
+      if (input.is_sharded(d))
+        parts.emplace_back(d, output_partition(input.dim(d).partition, {1, 1, first, 1}, shape[d]));
     }
     output = mapped_spec(input, shape, all_labels(n), false, parts);
   }
 
   Halo halo() const {
-    return Halo(input, std::vector<Edge>(input.dims(), edge), [before = before, to = output.sharding()](int position) {
-      Box box = to.box(position);
-      for (std::size_t d = 0; d < box.size(); ++d) box[d] = box[d].shifted(-before[d]);
-      return volume(box) == 0 ? Box(box.size()) : box;
-    });
+    return Halo(input, std::vector<Edge>(input.dims(), edge),
+                [before = before, to = output.sharding()](int position) {
+                  Box box = to.box(position);
+                  for (std::size_t d = 0; d < box.size(); ++d) box[d] = box[d].shifted(-before[d]);
+                  return volume(box) == 0 ? Box(box.size()) : box;
+                });
   }
 
   ShardSpec input, output;
@@ -61,7 +71,8 @@ Plan constant(const OpCall& call) {
   plan.inputs = {p.input};
   plan.outputs = {{p.output}};
   if (!p.padded) return plan;
-  plan.local = [halo = p.halo(), shape = p.input.shape(), local = p.output.local_shape()](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+  plan.local = [halo = p.halo(), shape = p.input.shape(), local = p.output.local_shape()](
+                   const c10::OperatorHandle&, torch::jit::Stack arguments) {
     const at::Tensor x = arguments[0].toTensor();
     at::Tensor y = halo.exchange(x);
     if (y.numel() == 0) return torch::jit::Stack{y.view(local)};
@@ -69,7 +80,8 @@ Plan constant(const OpCall& call) {
     if (!value.equal(0)) {
       Box inside(shape.size());
       for (std::size_t d = 0; d < shape.size(); ++d) inside[d] = {0, shape[d]};
-      for (const Box& strip : difference(halo.needed(), inside)) part(y, halo.needed(), strip).fill_(value);
+      for (const Box& strip : difference(halo.needed(), inside))
+        part(y, halo.needed(), strip).fill_(value);
     }
     return torch::jit::Stack{y};
   };
@@ -83,7 +95,8 @@ Plan continued(const OpCall& call) {
   plan.inputs = {p.input};
   plan.outputs = {{p.output}};
   if (p.padded || p.output.local_numel() == 0)
-    plan.local = [halo = p.halo(), local = p.output.local_shape()](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+    plan.local = [halo = p.halo(), local = p.output.local_shape()](const c10::OperatorHandle&,
+                                                                   torch::jit::Stack arguments) {
       return torch::jit::Stack{halo.exchange(arguments[0].toTensor()).view(local)};
     };
   return plan;
@@ -105,14 +118,16 @@ Plan continued_backward(const OpCall& call) {
   return plan;
 }
 
-// A composite of slices that are written to, elsewhere; here a halo around the whole, put together again.
+// A composite of slices that are written to, elsewhere; here a halo around the whole, put together
+// again.
 at::Tensor circular(const at::Tensor& self, c10::SymIntArrayRef pad) {
   std::vector<std::int64_t> pads;
   for (const auto& n : pad) pads.push_back(n.expect_int());
   at::Tensor x = self;
   // What a negative width cuts off does not come back around: the rest is what continues.
   for (std::size_t i = 0; i + 1 < pads.size(); i += 2) {
-    const std::int64_t dim = self.dim() - 1 - static_cast<std::int64_t>(i / 2), before = std::max<std::int64_t>(-pads[i], 0),
+    const std::int64_t dim = self.dim() - 1 - static_cast<std::int64_t>(i / 2),
+                       before = std::max<std::int64_t>(-pads[i], 0),
                        after = std::max<std::int64_t>(-pads[i + 1], 0);
     if (before + after > 0) x = x.slice(dim, before, x.size(dim) - after);
     pads[i] = std::max<std::int64_t>(pads[i], 0);
@@ -126,9 +141,11 @@ const bool registered = [] {
   register_rule("aten::constant_pad_nd", constant);
   for (const char* dims : {"1d", "2d", "3d"}) {
     register_rule(concat("aten::reflection_pad", dims), continued<Edge::reflect>);
-    register_rule(concat("aten::reflection_pad", dims, "_backward"), continued_backward<Edge::reflect>);
+    register_rule(concat("aten::reflection_pad", dims, "_backward"),
+                  continued_backward<Edge::reflect>);
     register_rule(concat("aten::replication_pad", dims), continued<Edge::replicate>);
-    register_rule(concat("aten::replication_pad", dims, "_backward"), continued_backward<Edge::replicate>);
+    register_rule(concat("aten::replication_pad", dims, "_backward"),
+                  continued_backward<Edge::replicate>);
   }
   return true;
 }();

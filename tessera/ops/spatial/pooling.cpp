@@ -1,5 +1,5 @@
-// Pooling: max, average, adaptive (and Lp, which libtorch composes of average), any kernel, stride, padding and ceil mode; all dims may be sharded.
-// Indices are those of the whole array.
+// Pooling: max, average, adaptive (and Lp, which libtorch composes of average), any kernel, stride,
+// padding and ceil mode; all dims may be sharded. Indices are those of the whole array.
 
 #include "tessera/base/text.h"
 #include "tessera/ops/rules/windowed.h"
@@ -46,14 +46,17 @@ struct Pooling {
         dim.window = {kernel[i], stride[i], padding[i], dilation[i]};
         dim.window.check();
         // The last window of ceil mode starts inside the array or its padding in front.
-        const std::int64_t room = dim.extent + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1 + (ceil ? stride[i] - 1 : 0);
+        const std::int64_t room = dim.extent + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1 +
+                                  (ceil ? stride[i] - 1 : 0);
         dim.outputs = room < 0 ? 0 : room / stride[i] + 1;
         if (ceil && (dim.outputs - 1) * stride[i] >= dim.extent + padding[i]) --dim.outputs;
         if (2 * padding[i] > dilation[i] * (kernel[i] - 1) + 1 || padding[i] < 0)
-          throw ShardingError(concat(call.name(), ": padding ", padding[i], " is more than half of the window of kernel ", kernel[i]));
+          throw ShardingError(concat(call.name(), ": padding ", padding[i],
+                                     " is more than half of the window of kernel ", kernel[i]));
       }
       if (dim.outputs < 1 || dim.extent < 1)
-        throw ShardingError(concat(call.name(), " of an input of shape ", list(shape), ": no window fits in dim ", d));
+        throw ShardingError(concat(call.name(), " of an input of shape ", list(shape),
+                                   ": no window fits in dim ", d));
       shape[d] = dim.outputs;
       if (x.is_sharded(d)) parts.emplace_back(d, outputs_of(x.dim(d).partition, dim));
       dims.push_back(dim);
@@ -95,10 +98,12 @@ Plan largest(const OpCall& call) {
   return plan;
 }
 
-// Inputs of a backward: everything of the output's shape lies as the output did, the input as it did.
+// Inputs of a backward: everything of the output's shape lies as the output did, the input as it
+// did.
 Plan backward_plan(const OpCall& call, const Pooling& p) {
   Plan plan;
-  for (const TensorInfo& t : call.tensors()) plan.inputs.push_back(call.find("self") == &t ? p.x : p.y);
+  for (const TensorInfo& t : call.tensors())
+    plan.inputs.push_back(call.find("self") == &t ? p.x : p.y);
   plan.outputs = {{p.x, call.find("self")->strides}};
   return plan;
 }
@@ -108,8 +113,10 @@ Plan largest_backward(const OpCall& call) {
   const Pooling p(call, input_of(call), inner);
   Plan plan = backward_plan(call, p);
   if (p.cut)
-    plan.local = [halo = p.halo(), indices = call.argument("indices")](const c10::OperatorHandle&, torch::jit::Stack arguments) {
-      return torch::jit::Stack{halo->largest_backward(arguments[0].toTensor(), arguments[indices].toTensor(), arguments[1].toTensor())};
+    plan.local = [halo = p.halo(), indices = call.argument("indices")](
+                     const c10::OperatorHandle&, torch::jit::Stack arguments) {
+      return torch::jit::Stack{halo->largest_backward(
+          arguments[0].toTensor(), arguments[indices].toTensor(), arguments[1].toTensor())};
     };
   return plan;
 }
@@ -117,7 +124,9 @@ Plan largest_backward(const OpCall& call) {
 struct Divisor {
   explicit Divisor(const OpCall& call)
       : count_padding(call.argument("count_include_pad") >= 0 && call.boolean("count_include_pad")),
-        fixed(call.argument("divisor_override") >= 0 && call.has("divisor_override") ? call.integer("divisor_override") : 0) {}
+        fixed(call.argument("divisor_override") >= 0 && call.has("divisor_override")
+                  ? call.integer("divisor_override")
+                  : 0) {}
   bool count_padding;
   std::int64_t fixed;
 };
@@ -143,7 +152,8 @@ Plan average_backward(const OpCall& call) {
   Plan plan = backward_plan(call, p);
   if (p.cut)
     plan.local = [halo = p.halo(), by](const c10::OperatorHandle&, torch::jit::Stack arguments) {
-      return torch::jit::Stack{halo->average_backward(arguments[0].toTensor(), arguments[1].toTensor(), by.count_padding, by.fixed)};
+      return torch::jit::Stack{halo->average_backward(
+          arguments[0].toTensor(), arguments[1].toTensor(), by.count_padding, by.fixed)};
     };
   return plan;
 }

@@ -21,7 +21,9 @@ namespace tessera::detail {
 
 namespace {
 
-Box spatial(const Box& box, std::size_t lead) { return Box(box.begin() + static_cast<std::ptrdiff_t>(lead), box.end()); }
+Box spatial(const Box& box, std::size_t lead) {
+  return Box(box.begin() + static_cast<std::ptrdiff_t>(lead), box.end());
+}
 
 c10::Scalar lowest(at::ScalarType type) {
   if (at::isFloatingType(type)) return -std::numeric_limits<double>::infinity();
@@ -39,7 +41,8 @@ c10::Scalar lowest(at::ScalarType type) {
   }
 }
 
-// Row-major positions in `from`, as positions in `to`; both boxes of global indices. What lies outside of `to` goes to its nearest edge.
+// Row-major positions in `from`, as positions in `to`; both boxes of global indices. What lies
+// outside of `to` goes to its nearest edge.
 at::Tensor moved(at::Tensor flat, const Box& from, const Box& to) {
   if (from == to) return flat;
   at::Tensor result;
@@ -47,7 +50,9 @@ at::Tensor moved(at::Tensor flat, const Box& from, const Box& to) {
   for (std::size_t d = from.size(); d-- > 0;) {
     const at::Tensor along = d > 0 ? flat.remainder(from[d].size()) : flat;
     if (d > 0) flat = flat.div(from[d].size(), "floor");
-    const at::Tensor there = (along + (from[d].begin - to[d].begin)).clamp(0, std::max<std::int64_t>(to[d].size() - 1, 0)) * stride;
+    const at::Tensor there = (along + (from[d].begin - to[d].begin))
+                                 .clamp(0, std::max<std::int64_t>(to[d].size() - 1, 0)) *
+                             stride;
     result = result.defined() ? result + there : there;
     stride *= to[d].size();
   }
@@ -55,7 +60,9 @@ at::Tensor moved(at::Tensor flat, const Box& from, const Box& to) {
 }
 
 // Applies a matrix [outputs, inputs] along a dim.
-at::Tensor along(const at::Tensor& t, const at::Tensor& matrix, std::int64_t dim) { return t.movedim(dim, -1).matmul(matrix.t()).movedim(-1, dim); }
+at::Tensor along(const at::Tensor& t, const at::Tensor& matrix, std::int64_t dim) {
+  return t.movedim(dim, -1).matmul(matrix.t()).movedim(-1, dim);
+}
 
 // Windows as libtorch takes them; padding is in the box.
 struct Regular {
@@ -87,41 +94,50 @@ Interval PoolDim::inputs(Interval out) const {
   return adaptive ? Interval{inside(out.begin).begin, inside(out.end - 1).end} : window.inputs(out);
 }
 
-PoolHalo::PoolHalo(ShardSpec x, ShardSpec y, std::vector<PoolDim> dims) : x_(std::move(x)), y_(std::move(y)), dims_(std::move(dims)) {
+PoolHalo::PoolHalo(ShardSpec x, ShardSpec y, std::vector<PoolDim> dims)
+    : x_(std::move(x)), y_(std::move(y)), dims_(std::move(dims)) {
   out_ = y_.sharding().box(context_of(y_)->position);
-  halo_ = Halo(x_, std::vector<Edge>(x_.dims(), Edge::zero), [to = y_.sharding(), dims = dims_](int position) {
-    Box box = to.box(position);
-    if (volume(box) == 0) return Box(box.size());
-    for (std::size_t i = 0; i < dims.size(); ++i) {
-      Interval& one = box[box.size() - dims.size() + i];
-      one = dims[i].inputs(one);
-    }
-    return box;
-  });
+  halo_ = Halo(x_, std::vector<Edge>(x_.dims(), Edge::zero),
+               [to = y_.sharding(), dims = dims_](int position) {
+                 Box box = to.box(position);
+                 if (volume(box) == 0) return Box(box.size());
+                 for (std::size_t i = 0; i < dims.size(); ++i) {
+                   Interval& one = box[box.size() - dims.size() + i];
+                   one = dims[i].inputs(one);
+                 }
+                 return box;
+               });
 }
 
 std::pair<at::Tensor, at::Tensor> PoolHalo::largest(const at::Tensor& x) const {
   HaloRequest request = halo_.start(x);
   request.wait();
   const auto shape = shape_of(out_);
-  if (volume(out_) == 0) return {at::empty(shape, x.options()), at::empty(shape, x.options().dtype(at::kLong))};
+  if (volume(out_) == 0)
+    return {at::empty(shape, x.options()), at::empty(shape, x.options().dtype(at::kLong))};
   const Box& box = halo_.needed();
   at::Tensor in = request.assemble(box);
   Box array(box.size());
   for (std::size_t d = 0; d < box.size(); ++d) array[d] = {0, x_.shape()[d]};
-  for (const Box& strip : difference(box, array)) part(in, box, strip).fill_(lowest(x.scalar_type()));  // beyond the array: then `in` is our own
+  // beyond the array: then `in` is our own
+  for (const Box& strip : difference(box, array))
+    part(in, box, strip).fill_(lowest(x.scalar_type()));
   const Box of_box = spatial(box, lead()), of_array = spatial(array, lead());
   if (!dims_[0].adaptive) {
     const Regular r(dims_);
-    auto [y, indices] = dims_.size() == 2 ? at::max_pool2d_with_indices(in, r.kernel, r.stride, r.none, r.dilation, false)
-                                          : at::max_pool3d_with_indices(in, r.kernel, r.stride, r.none, r.dilation, false);
+    auto [y, indices] =
+        dims_.size() == 2
+            ? at::max_pool2d_with_indices(in, r.kernel, r.stride, r.none, r.dilation, false)
+            : at::max_pool3d_with_indices(in, r.kernel, r.stride, r.none, r.dilation, false);
     return {y, moved(indices, of_box, of_array)};
   }
   // Cell by cell: adaptive windows differ in size.
-  at::Tensor y = at::empty(shape, x.options()), indices = at::empty(shape, x.options().dtype(at::kLong));
+  at::Tensor y = at::empty(shape, x.options()),
+             indices = at::empty(shape, x.options().dtype(at::kLong));
   const Box outputs = spatial(out_, lead());
   Box cell(outputs.size());
-  const auto visit = [&](auto&& self, std::size_t d, at::Tensor from, at::Tensor to, at::Tensor where) -> void {
+  const auto visit = [&](auto&& self, std::size_t d, at::Tensor from, at::Tensor to,
+                         at::Tensor where) -> void {
     if (d == outputs.size()) {
       const auto [value, at] = from.flatten(static_cast<std::int64_t>(lead())).max(-1);
       to.copy_(value);
@@ -131,7 +147,9 @@ std::pair<at::Tensor, at::Tensor> PoolHalo::largest(const at::Tensor& x) const {
     for (std::int64_t o = outputs[d].begin; o < outputs[d].end; ++o) {
       cell[d] = dims_[d].inside(o);
       const auto dim = static_cast<std::int64_t>(lead());
-      self(self, d + 1, from.narrow(dim + static_cast<std::int64_t>(d), cell[d].begin - of_box[d].begin, cell[d].size()),
+      self(self, d + 1,
+           from.narrow(dim + static_cast<std::int64_t>(d), cell[d].begin - of_box[d].begin,
+                       cell[d].size()),
            to.select(dim, o - outputs[d].begin), where.select(dim, o - outputs[d].begin));
     }
   };
@@ -139,7 +157,8 @@ std::pair<at::Tensor, at::Tensor> PoolHalo::largest(const at::Tensor& x) const {
   return {y, indices};
 }
 
-at::Tensor PoolHalo::largest_backward(const at::Tensor& gradient, const at::Tensor& indices, const at::Tensor& x) const {
+at::Tensor PoolHalo::largest_backward(const at::Tensor& gradient, const at::Tensor& indices,
+                                      const at::Tensor& x) const {
   const Box& box = halo_.needed();
   at::Tensor of_box = at::zeros(shape_of(box), gradient.options());
   if (volume(out_) > 0) {
@@ -159,7 +178,9 @@ at::Tensor PoolHalo::divided(const at::Tensor& t, bool count_padding, std::int64
     const Interval& outputs = out_[lead() + i];
     std::vector<double> counts;
     for (std::int64_t o = outputs.begin; o < outputs.end; ++o)
-      counts.push_back(static_cast<double>(count_padding && !dims_[i].adaptive ? dims_[i].padded_count(o) : dims_[i].inside(o).size()));
+      counts.push_back(static_cast<double>(count_padding && !dims_[i].adaptive
+                                               ? dims_[i].padded_count(o)
+                                               : dims_[i].inside(o).size()));
     std::vector<std::int64_t> shape(out_.size(), 1);
     shape[lead() + i] = outputs.size();
     result = result.div(at::tensor(counts, at::kDouble).view(shape).to(t.options()));
@@ -170,18 +191,21 @@ at::Tensor PoolHalo::divided(const at::Tensor& t, bool count_padding, std::int64
 namespace {
 
 // 1 where output o of a dim pools input i of the box.
-at::Tensor membership(const PoolDim& d, const Interval& outputs, const Interval& inputs, const at::TensorOptions& options) {
+at::Tensor membership(const PoolDim& d, const Interval& outputs, const Interval& inputs,
+                      const at::TensorOptions& options) {
   std::vector<double> rows(static_cast<std::size_t>(outputs.size() * inputs.size()), 0);
   for (std::int64_t o = outputs.begin; o < outputs.end; ++o) {
     const Interval in = intersect(d.inside(o), inputs);
-    for (std::int64_t i = in.begin; i < in.end; ++i) rows[static_cast<std::size_t>((o - outputs.begin) * inputs.size() + i - inputs.begin)] = 1;
+    for (std::int64_t i = in.begin; i < in.end; ++i)
+      rows[static_cast<std::size_t>((o - outputs.begin) * inputs.size() + i - inputs.begin)] = 1;
   }
   return at::tensor(rows, at::kDouble).view({outputs.size(), inputs.size()}).to(options);
 }
 
 }  // namespace
 
-// Sums over regular windows are libtorch's; over adaptive ones, which differ in size, one small matrix a dim.
+// Sums over regular windows are libtorch's; over adaptive ones, which differ in size, one small
+// matrix a dim.
 at::Tensor PoolHalo::average(const at::Tensor& x, bool count_padding, std::int64_t divisor) const {
   HaloRequest request = halo_.start(x);
   request.wait();
@@ -201,7 +225,8 @@ at::Tensor PoolHalo::average(const at::Tensor& x, bool count_padding, std::int64
   return divided(t, count_padding, divisor).contiguous();
 }
 
-at::Tensor PoolHalo::average_backward(const at::Tensor& gradient, const at::Tensor& x, bool count_padding, std::int64_t divisor) const {
+at::Tensor PoolHalo::average_backward(const at::Tensor& gradient, const at::Tensor& x,
+                                      bool count_padding, std::int64_t divisor) const {
   const Box& box = halo_.needed();
   at::Tensor t;
   if (volume(out_) == 0) {
@@ -211,12 +236,15 @@ at::Tensor PoolHalo::average_backward(const at::Tensor& gradient, const at::Tens
     if (!dims_[0].adaptive) {
       const Regular r(dims_);
       const at::Tensor like = at::empty(shape_of(box), x.options());
-      return halo_.sum(dims_.size() == 2 ? at::avg_pool2d_backward(t, like, r.kernel, r.stride, r.none, false, true, 1)
-                                         : at::avg_pool3d_backward(t, like, r.kernel, r.stride, r.none, false, true, 1));
+      return halo_.sum(
+          dims_.size() == 2
+              ? at::avg_pool2d_backward(t, like, r.kernel, r.stride, r.none, false, true, 1)
+              : at::avg_pool3d_backward(t, like, r.kernel, r.stride, r.none, false, true, 1));
     }
     for (std::size_t i = 0; i < dims_.size(); ++i) {
       const std::size_t d = lead() + i;
-      t = along(t, membership(dims_[i], out_[d], box[d], x.options()).t(), static_cast<std::int64_t>(d));
+      t = along(t, membership(dims_[i], out_[d], box[d], x.options()).t(),
+                static_cast<std::int64_t>(d));
     }
   }
   return halo_.sum(t);

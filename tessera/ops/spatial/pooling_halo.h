@@ -1,5 +1,6 @@
 #pragma once
-// One pooling of a field that is cut in space, made ready to run on this rank: below autograd, on locals. All leading dims are samples or channels.
+// One pooling of a field that is cut in space, made ready to run on this rank: below autograd, on
+// locals. All leading dims are samples or channels.
 
 #include <ATen/core/Tensor.h>
 
@@ -11,27 +12,35 @@
 
 namespace tessera::detail {
 
-/// The inputs that each output of one dim pools: [begin, end) of the array and, for averages that count padding, how many there would be with it.
+/// The inputs that each output of one dim pools: [begin, end) of the array and, for averages that
+/// count padding, how many there would be with it.
 struct PoolDim {
   std::int64_t extent, outputs;
-  Window window;          // regular pooling
-  bool adaptive = false;  // output o pools [floor(o * extent / outputs), ceil((o + 1) * extent / outputs))
+  Window window;  // regular pooling
+  // output o pools [floor(o * extent / outputs), ceil((o + 1) * extent / outputs))
+  bool adaptive = false;
   Interval inputs(Interval out) const;
   Interval inside(std::int64_t o) const;
-  std::int64_t padded_count(std::int64_t o) const;  ///< Regular, without dilation: inputs and padding, but not beyond the padding.
+  /// Regular, without dilation: inputs and padding, but not beyond the padding.
+  std::int64_t padded_count(std::int64_t o) const;
 };
 
 class PoolHalo {
  public:
-  /// `x`, `y`: without partial axes; spatial dims, the last ones, cut over the same axes. Collective over the mesh.
+  /// `x`, `y`: without partial axes; spatial dims, the last ones, cut over the same axes.
+  /// Collective over the mesh.
   PoolHalo(ShardSpec x, ShardSpec y, std::vector<PoolDim> dims);
 
-  /// The largest value in each window and where it lies in the whole array, row-major over the spatial dims.
+  /// The largest value in each window and where it lies in the whole array, row-major over the
+  /// spatial dims.
   std::pair<at::Tensor, at::Tensor> largest(const at::Tensor& x) const;
-  at::Tensor largest_backward(const at::Tensor& gradient, const at::Tensor& indices, const at::Tensor& x) const;
-  /// Sums divided by `divisor`, or by the number of inputs in each window (with padding if `count_padding`).
+  at::Tensor largest_backward(const at::Tensor& gradient, const at::Tensor& indices,
+                              const at::Tensor& x) const;
+  /// Sums divided by `divisor`, or by the number of inputs in each window (with padding if
+  /// `count_padding`).
   at::Tensor average(const at::Tensor& x, bool count_padding, std::int64_t divisor) const;
-  at::Tensor average_backward(const at::Tensor& gradient, const at::Tensor& x, bool count_padding, std::int64_t divisor) const;
+  at::Tensor average_backward(const at::Tensor& gradient, const at::Tensor& x, bool count_padding,
+                              std::int64_t divisor) const;
 
  private:
   std::size_t lead() const { return out_.size() - dims_.size(); }

@@ -6,7 +6,9 @@
 namespace tessera::detail {
 
 TapSum::TapSum(const std::vector<Window>& windows, const Box& a, const Box& b) {
-  const auto floor_div = [](std::int64_t x, std::int64_t y) { return x / y - (x % y != 0 && x < 0); };
+  const auto floor_div = [](std::int64_t x, std::int64_t y) {
+    return x / y - (x % y != 0 && x < 0);
+  };
   std::vector<std::vector<Run>> of_dim;
   std::vector<std::int64_t> sizes;
   pairs_ = 1;
@@ -26,10 +28,12 @@ TapSum::TapSum(const std::vector<Window>& windows, const Box& a, const Box& b) {
     of_dim.push_back(std::move(runs));
     sizes.push_back(pairs);
   }
-  // The innermost loop goes along the dim with the longest runs; of equal ones along the last, whose elements are neighbours.
+  // The innermost loop goes along the dim with the longest runs; of equal ones along the last,
+  // whose elements are neighbours.
   std::vector<std::size_t> order(windows.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](std::size_t x, std::size_t y) { return sizes[x] < sizes[y]; });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t x, std::size_t y) { return sizes[x] < sizes[y]; });
   for (std::size_t l = 0; l < 3; ++l) {
     if (l + order.size() < 3) {
       runs_[l] = {{0, 0, 0, 1}};
@@ -54,7 +58,8 @@ struct Side {
 };
 
 template <class T>
-Side<T> side_of(const at::Tensor& t, const std::array<int, 3>& dims, const std::array<std::int64_t, 3>& window_stride) {
+Side<T> side_of(const at::Tensor& t, const std::array<int, 3>& dims,
+                const std::array<std::int64_t, 3>& window_stride) {
   Side<T> s{static_cast<T*>(t.data_ptr()), t.stride(0), t.stride(1), {}, {}};
   for (std::size_t l = 0; l < 3; ++l) {
     s.unit[l] = dims[l] < 0 ? 0 : t.stride(dims[l] + 2);
@@ -65,7 +70,8 @@ Side<T> side_of(const at::Tensor& t, const std::array<int, 3>& dims, const std::
 
 constexpr std::array<std::int64_t, 3> kOne{1, 1, 1};
 
-// The innermost loops, compiled for the processor at hand as well as for any: built for any, they take several times as long.
+// The innermost loops, compiled for the processor at hand as well as for any: built for any, they
+// take several times as long.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define TESSERA_WIDE_LOOPS 1
 #define TESSERA_WIDE __attribute__((target("avx2,fma")))
@@ -79,14 +85,17 @@ const bool kWide = [] {
 
 // y[j] += the sum over four sources of w * x[j]: y is loaded and stored once for four products.
 template <class T>
-[[gnu::always_inline]] inline void add4_any(T* __restrict y, std::int64_t ys, const T* x, std::int64_t channel, std::int64_t xs, const T* w,
+[[gnu::always_inline]] inline void add4_any(T* __restrict y, std::int64_t ys, const T* x,
+                                            std::int64_t channel, std::int64_t xs, const T* w,
                                             std::int64_t count) {
   const T *x1 = x + channel, *x2 = x1 + channel, *x3 = x2 + channel;
   const T w0 = w[0], w1 = w[1], w2 = w[2], w3 = w[3];
   if (ys == 1 && xs == 1) {
-    for (std::int64_t j = 0; j < count; ++j) y[j] += w0 * x[j] + w1 * x1[j] + w2 * x2[j] + w3 * x3[j];
+    for (std::int64_t j = 0; j < count; ++j)
+      y[j] += w0 * x[j] + w1 * x1[j] + w2 * x2[j] + w3 * x3[j];
   } else {
-    for (std::int64_t j = 0; j < count; ++j) y[j * ys] += w0 * x[j * xs] + w1 * x1[j * xs] + w2 * x2[j * xs] + w3 * x3[j * xs];
+    for (std::int64_t j = 0; j < count; ++j)
+      y[j * ys] += w0 * x[j * xs] + w1 * x1[j * xs] + w2 * x2[j * xs] + w3 * x3[j * xs];
   }
 }
 
@@ -97,7 +106,8 @@ void add1(T* __restrict y, std::int64_t ys, const T* x, std::int64_t xs, T w, st
 
 // Sums side by side, so that additions do not wait for each other.
 template <class T>
-[[gnu::always_inline]] inline T product_any(const T* x, std::int64_t xs, const T* y, std::int64_t ys, std::int64_t count) {
+[[gnu::always_inline]] inline T product_any(const T* x, std::int64_t xs, const T* y,
+                                            std::int64_t ys, std::int64_t count) {
   constexpr int kSums = 128 / sizeof(T);
   T sums[kSums] = {};
   std::int64_t j = 0;
@@ -114,17 +124,20 @@ template <class T>
 
 #if TESSERA_WIDE_LOOPS
 template <class T>
-TESSERA_WIDE void add4_wide(T* y, std::int64_t ys, const T* x, std::int64_t channel, std::int64_t xs, const T* w, std::int64_t count) {
+TESSERA_WIDE void add4_wide(T* y, std::int64_t ys, const T* x, std::int64_t channel,
+                            std::int64_t xs, const T* w, std::int64_t count) {
   add4_any(y, ys, x, channel, xs, w, count);
 }
 template <class T>
-TESSERA_WIDE T product_wide(const T* x, std::int64_t xs, const T* y, std::int64_t ys, std::int64_t count) {
+TESSERA_WIDE T product_wide(const T* x, std::int64_t xs, const T* y, std::int64_t ys,
+                            std::int64_t count) {
   return product_any(x, xs, y, ys, count);
 }
 #endif
 
 template <class T>
-void add4(T* y, std::int64_t ys, const T* x, std::int64_t channel, std::int64_t xs, const T* w, std::int64_t count) {
+void add4(T* y, std::int64_t ys, const T* x, std::int64_t channel, std::int64_t xs, const T* w,
+          std::int64_t count) {
 #if TESSERA_WIDE_LOOPS
   if (kWide) return add4_wide(y, ys, x, channel, xs, w, count);
 #endif
@@ -146,10 +159,16 @@ struct Sides {
 };
 
 template <class T>
-Sides<T> sides_of(const at::Tensor& a, const at::Tensor& b, const at::Tensor& weight, std::int64_t groups, const std::array<int, 3>& dims,
+Sides<T> sides_of(const at::Tensor& a, const at::Tensor& b, const at::Tensor& weight,
+                  std::int64_t groups, const std::array<int, 3>& dims,
                   const std::array<std::int64_t, 3>& stride) {
-  return {side_of<T>(a, dims, kOne), side_of<T>(b, dims, stride), side_of<T>(weight, dims, kOne), a.size(0), groups,
-          a.size(1) / groups,        b.size(1) / groups};
+  return {side_of<T>(a, dims, kOne),
+          side_of<T>(b, dims, stride),
+          side_of<T>(weight, dims, kOne),
+          a.size(0),
+          groups,
+          a.size(1) / groups,
+          b.size(1) / groups};
 }
 
 // Calls f(offset in A, offset in B, offset of the tap, count) for each run of the innermost loop.
@@ -157,18 +176,24 @@ template <class Runs, class T, class F>
 void each_run(const Runs& runs, const Sides<T>& s, const F& f) {
   for (const auto& r0 : runs[0]) {
     for (std::int64_t j0 = 0; j0 < r0.count; ++j0) {
-      const std::int64_t a0 = (r0.a + j0) * s.a.step[0], b0 = r0.b * s.b.unit[0] + j0 * s.b.step[0], w0 = r0.tap * s.w.step[0];
+      const std::int64_t a0 = (r0.a + j0) * s.a.step[0], b0 = r0.b * s.b.unit[0] + j0 * s.b.step[0],
+                         w0 = r0.tap * s.w.step[0];
       for (const auto& r1 : runs[1]) {
         for (std::int64_t j1 = 0; j1 < r1.count; ++j1) {
-          const std::int64_t a1 = a0 + (r1.a + j1) * s.a.step[1], b1 = b0 + r1.b * s.b.unit[1] + j1 * s.b.step[1], w1 = w0 + r1.tap * s.w.step[1];
-          for (const auto& r2 : runs[2]) f(a1 + r2.a * s.a.step[2], b1 + r2.b * s.b.unit[2], w1 + r2.tap * s.w.step[2], r2.count);
+          const std::int64_t a1 = a0 + (r1.a + j1) * s.a.step[1],
+                             b1 = b0 + r1.b * s.b.unit[1] + j1 * s.b.step[1],
+                             w1 = w0 + r1.tap * s.w.step[1];
+          for (const auto& r2 : runs[2])
+            f(a1 + r2.a * s.a.step[2], b1 + r2.b * s.b.unit[2], w1 + r2.tap * s.w.step[2],
+              r2.count);
         }
       }
     }
   }
 }
 
-// Adds to one side, `d`, what the other, `o`, gives it; wd and wo: how the weight goes with a channel of either, within its group.
+// Adds to one side, `d`, what the other, `o`, gives it; wd and wo: how the weight goes with a
+// channel of either, within its group.
 template <bool kToA, class Runs, class T>
 void add(const Runs& runs, const Sides<T>& s) {
   const Side<T>&d = kToA ? s.a : s.b, &o = kToA ? s.b : s.a;
@@ -180,16 +205,18 @@ void add(const Runs& runs, const Sides<T>& s) {
       for (std::int64_t c = 0; c < of_d; ++c) {
         T* to = d.data + n * d.sample + (g * of_d + c) * d.channel;
         const T* from = o.data + n * o.sample + g * of_o * o.channel;
-        each_run(runs, s, [&](std::int64_t at_a, std::int64_t at_b, std::int64_t tap, std::int64_t count) {
-          T* y = to + (kToA ? at_a : at_b);
-          const T *x = from + (kToA ? at_b : at_a), *w = weight + c * wd + tap;
-          std::int64_t k = 0;
-          for (; k + 4 <= of_o; k += 4) {
-            const T w4[4] = {w[k * wo], w[(k + 1) * wo], w[(k + 2) * wo], w[(k + 3) * wo]};
-            add4(y, d.step[2], x + k * o.channel, o.channel, o.step[2], w4, count);
-          }
-          for (; k < of_o; ++k) add1(y, d.step[2], x + k * o.channel, o.step[2], w[k * wo], count);
-        });
+        each_run(runs, s,
+                 [&](std::int64_t at_a, std::int64_t at_b, std::int64_t tap, std::int64_t count) {
+                   T* y = to + (kToA ? at_a : at_b);
+                   const T *x = from + (kToA ? at_b : at_a), *w = weight + c * wd + tap;
+                   std::int64_t k = 0;
+                   for (; k + 4 <= of_o; k += 4) {
+                     const T w4[4] = {w[k * wo], w[(k + 1) * wo], w[(k + 2) * wo], w[(k + 3) * wo]};
+                     add4(y, d.step[2], x + k * o.channel, o.channel, o.step[2], w4, count);
+                   }
+                   for (; k < of_o; ++k)
+                     add1(y, d.step[2], x + k * o.channel, o.step[2], w[k * wo], count);
+                 });
       }
     }
   }
@@ -203,9 +230,10 @@ void multiply(const Runs& runs, const Sides<T>& s) {
         const T* a = s.a.data + n * s.a.sample + ca * s.a.channel;
         const T* b = s.b.data + n * s.b.sample + (ca / s.of_a * s.of_b + cb) * s.b.channel;
         T* w = s.w.data + ca * s.w.sample + cb * s.w.channel;
-        each_run(runs, s, [&](std::int64_t at_a, std::int64_t at_b, std::int64_t tap, std::int64_t count) {
-          w[tap] += product(a + at_a, s.a.step[2], b + at_b, s.b.step[2], count);
-        });
+        each_run(runs, s,
+                 [&](std::int64_t at_a, std::int64_t at_b, std::int64_t tap, std::int64_t count) {
+                   w[tap] += product(a + at_a, s.a.step[2], b + at_b, s.b.step[2], count);
+                 });
       }
     }
   }
@@ -213,7 +241,8 @@ void multiply(const Runs& runs, const Sides<T>& s) {
 
 }  // namespace
 
-void TapSum::to_a(const at::Tensor& a, const at::Tensor& b, const at::Tensor& weight, std::int64_t groups) const {
+void TapSum::to_a(const at::Tensor& a, const at::Tensor& b, const at::Tensor& weight,
+                  std::int64_t groups) const {
   if (pairs_ == 0) return;
   if (a.scalar_type() == at::kFloat) {
     add<true>(runs_, sides_of<float>(a, b, weight, groups, dim_, stride_));
@@ -222,7 +251,8 @@ void TapSum::to_a(const at::Tensor& a, const at::Tensor& b, const at::Tensor& we
   }
 }
 
-void TapSum::to_b(const at::Tensor& b, const at::Tensor& a, const at::Tensor& weight, std::int64_t groups) const {
+void TapSum::to_b(const at::Tensor& b, const at::Tensor& a, const at::Tensor& weight,
+                  std::int64_t groups) const {
   if (pairs_ == 0) return;
   if (a.scalar_type() == at::kFloat) {
     add<false>(runs_, sides_of<float>(a, b, weight, groups, dim_, stride_));
@@ -231,7 +261,8 @@ void TapSum::to_b(const at::Tensor& b, const at::Tensor& a, const at::Tensor& we
   }
 }
 
-void TapSum::to_weight(const at::Tensor& weight, const at::Tensor& a, const at::Tensor& b, std::int64_t groups) const {
+void TapSum::to_weight(const at::Tensor& weight, const at::Tensor& a, const at::Tensor& b,
+                       std::int64_t groups) const {
   if (pairs_ == 0) return;
   if (a.scalar_type() == at::kFloat) {
     multiply(runs_, sides_of<float>(a, b, weight, groups, dim_, stride_));

@@ -1,9 +1,11 @@
 #pragma once
-// What a few rows add to a convolution or to its gradients, summed tap by tap. For the thin strips of a halo this is a few thousand multiplications,
-// which an operator's call, whatever it computes, costs several times over.
+// What a few rows add to a convolution or to its gradients, summed tap by tap. For the thin strips
+// of a halo this is a few thousand multiplications, which an operator's call, whatever it computes,
+// costs several times over.
 //
-// A window relates an index o of one array, A (a convolution's output, a transposed one's input), to those of another, B: i = o * stride - padding +
-// k * dilation for each tap k. The weight is [channels of A, channels of B a group, taps].
+// A window relates an index o of one array, A (a convolution's output, a transposed one's input),
+// to those of another, B: i = o * stride - padding + k * dilation for each tap k. The weight is
+// [channels of A, channels of B a group, taps].
 
 #include <ATen/core/Tensor.h>
 
@@ -22,13 +24,22 @@ class TapSum {
   TapSum(const std::vector<Window>& windows, const Box& a, const Box& b);
 
   std::int64_t pairs() const { return pairs_; }
-  /// Whether the functions below can be used with such tensors: plain memory of the CPU, float or double.
-  static bool takes(const at::Tensor& t) { return t.device().is_cpu() && (t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble); }
+  /// Whether the functions below can be used with such tensors: plain memory of the CPU, float or
+  /// double.
+  static bool takes(const at::Tensor& t) {
+    return t.device().is_cpu() && (t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble);
+  }
 
   /// a: N x CA x box a, b: N x CB x box b, any strides, one dtype; the shape of `weight` as above.
-  void to_a(const at::Tensor& a, const at::Tensor& b, const at::Tensor& weight, std::int64_t groups) const;       ///< a[o] += weight[k] * b[i]
-  void to_b(const at::Tensor& b, const at::Tensor& a, const at::Tensor& weight, std::int64_t groups) const;       ///< b[i] += weight[k] * a[o]
-  void to_weight(const at::Tensor& weight, const at::Tensor& a, const at::Tensor& b, std::int64_t groups) const;  ///< weight[k] += a[o] * b[i]
+  /// a[o] += weight[k] * b[i]
+  void to_a(const at::Tensor& a, const at::Tensor& b, const at::Tensor& weight,
+            std::int64_t groups) const;
+  /// b[i] += weight[k] * a[o]
+  void to_b(const at::Tensor& b, const at::Tensor& a, const at::Tensor& weight,
+            std::int64_t groups) const;
+  /// weight[k] += a[o] * b[i]
+  void to_weight(const at::Tensor& weight, const at::Tensor& a, const at::Tensor& b,
+                 std::int64_t groups) const;
 
  private:
   struct Run {

@@ -1,5 +1,6 @@
-// unfold and fold (im2col, col2im) of fields cut in samples, channels and rows. Windows stand in one flat dim, row by row of the windows' grid, which
-// can be cut between rows alone: what is cut in columns is first cut in rows over the same axes.
+// unfold and fold (im2col, col2im) of fields cut in samples, channels and rows. Windows stand in
+// one flat dim, row by row of the windows' grid, which can be cut between rows alone: what is cut
+// in columns is first cut in rows over the same axes.
 
 #include <ATen/ops/col2im.h>
 #include <ATen/ops/empty.h>
@@ -22,18 +23,21 @@ namespace {
 using Shape = std::vector<std::int64_t>;
 
 struct Windows {
-  Windows(const char* name, at::IntArrayRef kernel, at::IntArrayRef dilation, at::IntArrayRef padding, at::IntArrayRef stride, std::int64_t height,
-          std::int64_t width)
+  Windows(const char* name, at::IntArrayRef kernel, at::IntArrayRef dilation,
+          at::IntArrayRef padding, at::IntArrayRef stride, std::int64_t height, std::int64_t width)
       : image{height, width} {
     if (kernel.size() != 2 || dilation.size() != 2 || padding.size() != 2 || stride.size() != 2)
-      throw InvalidArgument(concat(name, ": give kernel, dilation, padding and stride as two numbers each"));
+      throw InvalidArgument(
+          concat(name, ": give kernel, dilation, padding and stride as two numbers each"));
     for (int i = 0; i < 2; ++i) {
       dims[i] = {kernel[i], stride[i], padding[i], dilation[i]};
       dims[i].check();
       grid[i] = padding[i] < 0 || image[i] < 0 ? 0 : dims[i].outputs(image[i], padding[i]);
       if (grid[i] < 1 || image[i] < 1)
-        throw InvalidArgument(concat(name, " of a field of ", height, " x ", width, ": no window of ", list(kernel.vec()), " with dilation ",
-                                     list(dilation.vec()), ", padding ", list(padding.vec()), " and stride ", list(stride.vec()), " fits"));
+        throw InvalidArgument(concat(name, " of a field of ", height, " x ", width,
+                                     ": no window of ", list(kernel.vec()), " with dilation ",
+                                     list(dilation.vec()), ", padding ", list(padding.vec()),
+                                     " and stride ", list(stride.vec()), " fits"));
     }
   }
   std::int64_t each() const { return dims[0].kernel * dims[1].kernel; }
@@ -44,30 +48,38 @@ struct Windows {
 
 struct Unfolding {
   Unfolding(Windows w, ShardSpec image_spec, ShardSpec columns_spec, Dims image_strides_)
-      : windows(w), image(std::move(image_spec)), columns(std::move(columns_spec)), image_strides(std::move(image_strides_)) {
+      : windows(w),
+        image(std::move(image_spec)),
+        columns(std::move(columns_spec)),
+        image_strides(std::move(image_strides_)) {
     const int h = image.dims() - 2;
-    halo = Halo(image, std::vector<Edge>(image.dims(), Edge::zero), [from = image.sharding(), to = columns.sharding(), w, h](int position) {
-      Box box = from.box(position);
-      const Interval rows = rows_of(to.box(position), w);
-      if (rows.empty()) return Box(box.size());
-      box[h] = w.dims[0].inputs(rows);
-      return volume(box) == 0 ? Box(box.size()) : box;
-    });
+    halo = Halo(image, std::vector<Edge>(image.dims(), Edge::zero),
+                [from = image.sharding(), to = columns.sharding(), w, h](int position) {
+                  Box box = from.box(position);
+                  const Interval rows = rows_of(to.box(position), w);
+                  if (rows.empty()) return Box(box.size());
+                  box[h] = w.dims[0].inputs(rows);
+                  return volume(box) == 0 ? Box(box.size()) : box;
+                });
   }
-  static Interval rows_of(const Box& columns, const Windows& w) { return {columns.back().begin / w.grid[1], columns.back().end / w.grid[1]}; }
+  static Interval rows_of(const Box& columns, const Windows& w) {
+    return {columns.back().begin / w.grid[1], columns.back().end / w.grid[1]};
+  }
 
   at::Tensor unfold(const at::Tensor& x) const {
     const at::Tensor box = halo.exchange(x);
     if (columns.local_numel() == 0) return at::empty(columns.local_shape(), x.options());
     const auto& [a, b] = windows.dims;
-    return at::im2col(box, {a.kernel, b.kernel}, {a.dilation, b.dilation}, {0, b.padding}, {a.stride, b.stride});
+    return at::im2col(box, {a.kernel, b.kernel}, {a.dilation, b.dilation}, {0, b.padding},
+                      {a.stride, b.stride});
   }
   at::Tensor fold(const at::Tensor& gradient) const {
     const Shape shape = shape_of(halo.needed());
     if (columns.local_numel() == 0) return halo.sum(at::zeros(shape, gradient.options()));
     const auto& [a, b] = windows.dims;
-    return halo.sum(at::col2im(gradient.contiguous(), {shape[shape.size() - 2], shape.back()}, {a.kernel, b.kernel}, {a.dilation, b.dilation},
-                               {0, b.padding}, {a.stride, b.stride}));
+    return halo.sum(at::col2im(gradient.contiguous(), {shape[shape.size() - 2], shape.back()},
+                               {a.kernel, b.kernel}, {a.dilation, b.dilation}, {0, b.padding},
+                               {a.stride, b.stride}));
   }
 
   const Windows windows;
@@ -78,21 +90,28 @@ struct Unfolding {
 
 struct UnfoldingMap final : FieldMap {
   UnfoldingMap(std::shared_ptr<const Unfolding> u, bool f)
-      : FieldMap(f ? u->columns : u->image, f ? u->image : u->columns, f ? u->image_strides : contiguous_strides(u->columns.shape())),
+      : FieldMap(f ? u->columns : u->image, f ? u->image : u->columns,
+                 f ? u->image_strides : contiguous_strides(u->columns.shape())),
         unfolding(std::move(u)),
         folds(f) {}
-  at::Tensor run(const at::Tensor& local) const override { return folds ? unfolding->fold(local) : unfolding->unfold(local); }
-  std::shared_ptr<const FieldMap> derivative() const override { return std::make_shared<UnfoldingMap>(unfolding, !folds); }
+  at::Tensor run(const at::Tensor& local) const override {
+    return folds ? unfolding->fold(local) : unfolding->unfold(local);
+  }
+  std::shared_ptr<const FieldMap> derivative() const override {
+    return std::make_shared<UnfoldingMap>(unfolding, !folds);
+  }
   const std::shared_ptr<const Unfolding> unfolding;
   const bool folds;
 };
 
 void check_dims(const char* name, const at::Tensor& t, int least) {
   if (t.dim() != least && t.dim() != least + 1)
-    throw InvalidArgument(concat(name, " of a tensor of shape ", t.sizes(), ": it has ", least, " dims, or ", least + 1, " with samples"));
+    throw InvalidArgument(concat(name, " of a tensor of shape ", t.sizes(), ": it has ", least,
+                                 " dims, or ", least + 1, " with samples"));
 }
 
-at::Tensor im2col(const at::Tensor& self, at::IntArrayRef kernel, at::IntArrayRef dilation, at::IntArrayRef padding, at::IntArrayRef stride) {
+at::Tensor im2col(const at::Tensor& self, at::IntArrayRef kernel, at::IntArrayRef dilation,
+                  at::IntArrayRef padding, at::IntArrayRef stride) {
   check_dims("im2col", self, 3);
   const Windows w("im2col", kernel, dilation, padding, stride, self.size(-2), self.size(-1));
   ShardSpec image = without_partial(spec(self));
@@ -109,23 +128,31 @@ at::Tensor im2col(const at::Tensor& self, at::IntArrayRef kernel, at::IntArrayRe
   shape[h] = w.grid[0] * w.grid[1];
   std::vector<std::pair<int, Partition>> parts;
   if (image.is_sharded(c)) parts.emplace_back(c, scaled(image.dim(c).partition, w.each()));
-  if (image.is_sharded(h)) parts.emplace_back(h, scaled(output_partition(image.dim(h).partition, w.dims[0], w.grid[0]), w.grid[1]));
+  if (image.is_sharded(h))
+    parts.emplace_back(
+        h, scaled(output_partition(image.dim(h).partition, w.dims[0], w.grid[0]), w.grid[1]));
   const ShardSpec columns = mapped_spec(image, shape, all_labels(n - 1), false, parts);
-  return apply("im2col", self,
-               std::make_shared<UnfoldingMap>(std::make_shared<Unfolding>(w, image, columns, contiguous_strides(image.shape())), false));
+  return apply(
+      "im2col", self,
+      std::make_shared<UnfoldingMap>(
+          std::make_shared<Unfolding>(w, image, columns, contiguous_strides(image.shape())),
+          false));
 }
 
-at::Tensor col2im(const at::Tensor& self, c10::SymIntArrayRef output_size, at::IntArrayRef kernel, at::IntArrayRef dilation, at::IntArrayRef padding,
-                  at::IntArrayRef stride) {
+at::Tensor col2im(const at::Tensor& self, c10::SymIntArrayRef output_size, at::IntArrayRef kernel,
+                  at::IntArrayRef dilation, at::IntArrayRef padding, at::IntArrayRef stride) {
   check_dims("col2im", self, 2);
-  if (output_size.size() != 2) throw InvalidArgument(concat("col2im to ", output_size.size(), " sizes: give two"));
+  if (output_size.size() != 2)
+    throw InvalidArgument(concat("col2im to ", output_size.size(), " sizes: give two"));
   const std::int64_t height = output_size[0].expect_int(), width = output_size[1].expect_int();
   const Windows w("col2im", kernel, dilation, padding, stride, height, width);
   const ShardSpec given = without_partial(spec(self));
   const int m = given.dims(), c = m - 2, l = m - 1;
   if (given.shape()[c] % w.each() != 0 || given.shape()[l] != w.grid[0] * w.grid[1])
-    throw InvalidArgument(concat("col2im of a tensor of shape ", list(given.shape()), " to ", height, " x ", width, ": there are ", w.each(),
-                                 " values in a window and ", w.grid[0], " x ", w.grid[1], " windows"));
+    throw InvalidArgument(concat("col2im of a tensor of shape ", list(given.shape()), " to ",
+                                 height, " x ", width, ": there are ", w.each(),
+                                 " values in a window and ", w.grid[0], " x ", w.grid[1],
+                                 " windows"));
   Shape shape = given.shape();
   shape[c] /= w.each();
   shape[l] = height;
@@ -144,7 +171,10 @@ at::Tensor col2im(const at::Tensor& self, c10::SymIntArrayRef output_size, at::I
   auto from = all_labels(m);
   from.push_back(-1);
   const ShardSpec image = mapped_spec(columns, shape, from, false, of_image);
-  return apply("col2im", self, std::make_shared<UnfoldingMap>(std::make_shared<Unfolding>(w, image, columns, contiguous_strides(shape)), true));
+  return apply(
+      "col2im", self,
+      std::make_shared<UnfoldingMap>(
+          std::make_shared<Unfolding>(w, image, columns, contiguous_strides(shape)), true));
 }
 
 void implement(torch::Library& m) {

@@ -1,5 +1,6 @@
-// max_unpool: every value goes where its index says in the whole result, row-major over the spatial dims. Who owns the result's parts needs the
-// values whose indices lie in them: each rank finds out which boxes of its values go to whom, all ranks are told, and the boxes travel as halos do.
+// max_unpool: every value goes where its index says in the whole result, row-major over the spatial
+// dims. Who owns the result's parts needs the values whose indices lie in them: each rank finds out
+// which boxes of its values go to whom, all ranks are told, and the boxes travel as halos do.
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
@@ -50,7 +51,8 @@ at::Tensor inside(const std::vector<at::Tensor>& at, const Box& box) {
 }
 
 struct Unpooling {
-  Unpooling(const char* name, ShardSpec x_spec, ShardSpec y_spec, int inner, const at::Tensor& indices, Dims x_strides_, Dims y_strides_)
+  Unpooling(const char* name, ShardSpec x_spec, ShardSpec y_spec, int inner,
+            const at::Tensor& indices, Dims x_strides_, Dims y_strides_)
       : x(std::move(x_spec)),
         y(std::move(y_spec)),
         x_strides(std::move(x_strides_)),
@@ -61,9 +63,11 @@ struct Unpooling {
     std::int64_t all = 1;
     for (const auto n : sizes) all *= n;
     std::string failure;
-    if (indices.numel() > 0 && (indices.min().item<std::int64_t>() < 0 || indices.max().item<std::int64_t>() >= all))
-      failure = concat(name, ": indices reach from ", indices.min().item<std::int64_t>(), " to ", indices.max().item<std::int64_t>(),
-                       " where the result of ", list(sizes), " has ", all, " positions");
+    if (indices.numel() > 0 &&
+        (indices.min().item<std::int64_t>() < 0 || indices.max().item<std::int64_t>() >= all))
+      failure = concat(name, ": indices reach from ", indices.min().item<std::int64_t>(), " to ",
+                       indices.max().item<std::int64_t>(), " where the result of ", list(sizes),
+                       " has ", all, " positions");
     const Sharding& of_x = x.sharding();
     const Sharding& of_y = y.sharding();
     const int position = context_of(x)->position;
@@ -73,12 +77,15 @@ struct Unpooling {
       const Box own = of_x.box(position);
       for (int p = 0; p < of_x.positions(); ++p) {
         if (!same_lead(of_x.box(p), own, lead) || volume(of_y.box(p)) == 0) continue;
-        const at::Tensor hit = inside(at, of_y.box(p)).flatten(0, static_cast<std::int64_t>(lead) - 1).any(0);  // over space
+        // over space
+        const at::Tensor hit =
+            inside(at, of_y.box(p)).flatten(0, static_cast<std::int64_t>(lead) - 1).any(0);
         const at::Tensor where = hit.nonzero();
         if (where.numel() == 0) continue;
         const at::Tensor first = std::get<0>(where.min(0)), last = std::get<0>(where.max(0));
         for (int d = 0; d < inner; ++d)
-          mine[p][d] = {own[lead + d].begin + first[d].item<std::int64_t>(), own[lead + d].begin + last[d].item<std::int64_t>() + 1};
+          mine[p][d] = {own[lead + d].begin + first[d].item<std::int64_t>(),
+                        own[lead + d].begin + last[d].item<std::int64_t>() + 1};
       }
     }
     const auto boxes = gather_boxes(x, mine, failure);
@@ -97,19 +104,22 @@ struct Unpooling {
       }
       return any && volume(box) > 0 ? box : Box(box.size());
     });
-    // Where the values of the needed box go in this rank's part; the last of two that go to one place stays.
+    // Where the values of the needed box go in this rank's part; the last of two that go to one
+    // place stays.
     const Box part = of_y.box(position);
     for (std::size_t d = lead; d < part.size(); ++d) places *= part[d].size();
     const auto at = coordinates(halo.exchange(indices), sizes);
     valid = inside(at, part);
     at::Tensor flat;
     for (int d = 0; d < inner; ++d)
-      flat = flat.defined() ? flat * part[lead + d].size() + (at[d] - part[lead + d].begin) : at[d] - part[lead + d].begin;
+      flat = flat.defined() ? flat * part[lead + d].size() + (at[d] - part[lead + d].begin)
+                            : at[d] - part[lead + d].begin;
     target = rows(at::where(valid, flat, at::full({}, places, flat.options())));
     valid = rows(valid);
     const std::int64_t n = target.size(1);
     const at::Tensor order = at::arange(n, target.options()).unsqueeze(0).expand_as(target);
-    const at::Tensor last = at::full({target.size(0), places + 1}, -1, target.options()).scatter_reduce(1, target, order, "amax");
+    const at::Tensor last = at::full({target.size(0), places + 1}, -1, target.options())
+                                .scatter_reduce(1, target, order, "amax");
     wins = valid.logical_and(last.gather(1, target).eq(order));
   }
 
@@ -128,18 +138,26 @@ struct Unpooling {
     const Shape& shape = y.local_shape();
     if (values.numel() == 0) return at::zeros(shape, local.options());
     const at::Tensor to = at::where(wins, target, at::full({}, places, target.options()));
-    return at::zeros({values.size(0), places + 1}, local.options()).scatter_(1, to, values).narrow(1, 0, places).reshape(shape);
+    return at::zeros({values.size(0), places + 1}, local.options())
+        .scatter_(1, to, values)
+        .narrow(1, 0, places)
+        .reshape(shape);
   }
   at::Tensor add(const at::Tensor& local) const {
     const at::Tensor values = rows(halo.exchange(local));
     const Shape& shape = y.local_shape();
     if (values.numel() == 0) return at::zeros(shape, local.options());
-    return at::zeros({values.size(0), places + 1}, local.options()).scatter_add_(1, target, values).narrow(1, 0, places).reshape(shape);
+    return at::zeros({values.size(0), places + 1}, local.options())
+        .scatter_add_(1, target, values)
+        .narrow(1, 0, places)
+        .reshape(shape);
   }
   at::Tensor fetch(const at::Tensor& gradient) const {
     const Shape shape = shape_of(halo.needed());
-    if (volume(halo.needed()) == 0 || places == 0) return halo.sum(at::zeros(shape, gradient.options()));
-    const at::Tensor values = rows(gradient).gather(1, at::where(valid, target, at::zeros({}, target.options())));
+    if (volume(halo.needed()) == 0 || places == 0)
+      return halo.sum(at::zeros(shape, gradient.options()));
+    const at::Tensor values =
+        rows(gradient).gather(1, at::where(valid, target, at::zeros({}, target.options())));
     return halo.sum(values.masked_fill(valid.logical_not(), 0).view(shape));
   }
 
@@ -148,14 +166,18 @@ struct Unpooling {
   const std::size_t lead;
   std::int64_t places = 1;  // positions in this rank's part, a sample and channel
   Halo halo;
-  at::Tensor target, valid, wins;  // of each position of the needed box, which row of places it goes to, whether to one here, and whether it stays
+  // of each position of the needed box, which row of places it goes to, whether to one here, and
+  // whether it stays
+  at::Tensor target, valid, wins;
 };
 
-// libtorch's gradient reaches every value, also one that another has replaced; its own derivative is the sum over all.
+// libtorch's gradient reaches every value, also one that another has replaced; its own derivative
+// is the sum over all.
 struct UnpoolingMap final : FieldMap {
   enum class Kind : unsigned char { replace, fetch, add };
   UnpoolingMap(std::shared_ptr<const Unpooling> u, Kind k)
-      : FieldMap(k == Kind::fetch ? u->y : u->x, k == Kind::fetch ? u->x : u->y, k == Kind::fetch ? u->x_strides : u->y_strides),
+      : FieldMap(k == Kind::fetch ? u->y : u->x, k == Kind::fetch ? u->x : u->y,
+                 k == Kind::fetch ? u->x_strides : u->y_strides),
         unpooling(std::move(u)),
         kind(k) {}
   at::Tensor run(const at::Tensor& local) const override {
@@ -175,16 +197,21 @@ struct UnpoolingMap final : FieldMap {
   const Kind kind;
 };
 
-at::Tensor unpool(const char* name, const at::Tensor& self, const at::Tensor& indices, c10::SymIntArrayRef output_size, int inner) {
+at::Tensor unpool(const char* name, const at::Tensor& self, const at::Tensor& indices,
+                  c10::SymIntArrayRef output_size, int inner) {
   const ShardMeta* meta = meta_of(self) ? meta_of(self) : meta_of(indices);
   const auto context = context_of(meta->spec());
-  const at::Tensor field = meta_of(self) ? self : promote(self, context), given = meta_of(indices) ? indices : promote(indices, context);
+  const at::Tensor field = meta_of(self) ? self : promote(self, context),
+                   given = meta_of(indices) ? indices : promote(indices, context);
   const int n = static_cast<int>(field.dim()), lead = n - inner;
   if ((lead != 1 && lead != 2) || static_cast<int>(output_size.size()) != inner)
-    throw InvalidArgument(concat(name, " of a tensor of shape ", field.sizes(), " to ", output_size.size(), " sizes: give channels and ", inner,
-                                 " spatial dims, samples before them or not, and ", inner, " sizes"));
+    throw InvalidArgument(concat(name, " of a tensor of shape ", field.sizes(), " to ",
+                                 output_size.size(), " sizes: give channels and ", inner,
+                                 " spatial dims, samples before them or not, and ", inner,
+                                 " sizes"));
   if (given.scalar_type() != at::kLong || given.sizes() != field.sizes())
-    throw InvalidArgument(concat(name, " with indices of ", c10::toString(given.scalar_type()), " and shape ", given.sizes(), " for values of shape ",
+    throw InvalidArgument(concat(name, " with indices of ", c10::toString(given.scalar_type()),
+                                 " and shape ", given.sizes(), " for values of shape ",
                                  field.sizes(), ": they are int64, one a value"));
   ShardSpec x = without_partial(spec(field));
   Shape shape = x.shape();
@@ -193,25 +220,31 @@ at::Tensor unpool(const char* name, const at::Tensor& self, const at::Tensor& in
     const int d = lead + i;
     shape[d] = output_size[i].expect_int();
     if (shape[d] < 1 || x.shape()[d] < 1)
-      throw InvalidArgument(concat(name, " of a tensor of shape ", field.sizes(), " to ", shape[d], " in dim ", d, ": sizes are at least 1"));
+      throw InvalidArgument(concat(name, " of a tensor of shape ", field.sizes(), " to ", shape[d],
+                                   " in dim ", d, ": sizes are at least 1"));
     if (x.is_sharded(d)) parts.emplace_back(d, resampled_partition(x.dim(d).partition, shape[d]));
   }
   const ShardSpec y = mapped_spec(x, shape, all_labels(n), false, parts);
   const at::Tensor places = laid_out(name, "indices", given.detach(), x);
-  auto unpooling = std::make_shared<Unpooling>(name, x, y, inner, meta_or_throw(places).local, suggested_strides(field, x.shape()),
+  auto unpooling = std::make_shared<Unpooling>(name, x, y, inner, meta_or_throw(places).local,
+                                               suggested_strides(field, x.shape()),
                                                suggested_strides(field, shape));
-  return apply(name, field, std::make_shared<UnpoolingMap>(std::move(unpooling), UnpoolingMap::Kind::replace));
+  return apply(name, field,
+               std::make_shared<UnpoolingMap>(std::move(unpooling), UnpoolingMap::Kind::replace));
 }
 
-at::Tensor max_unpool2d(const at::Tensor& self, const at::Tensor& indices, c10::SymIntArrayRef output_size) {
+at::Tensor max_unpool2d(const at::Tensor& self, const at::Tensor& indices,
+                        c10::SymIntArrayRef output_size) {
   return unpool("max_unpool2d", self, indices, output_size, 2);
 }
 
-at::Tensor max_unpool3d(const at::Tensor& self, const at::Tensor& indices, c10::SymIntArrayRef output_size, at::IntArrayRef stride,
+at::Tensor max_unpool3d(const at::Tensor& self, const at::Tensor& indices,
+                        c10::SymIntArrayRef output_size, at::IntArrayRef stride,
                         at::IntArrayRef padding) {
-  if (stride.size() != 3 || padding.size() != 3 || std::any_of(stride.begin(), stride.end(), [](std::int64_t s) { return s < 1; }))
-    throw InvalidArgument(
-        concat("max_unpool3d with stride ", list(stride.vec()), " and padding ", list(padding.vec()), ": three numbers each, strides at least 1"));
+  if (stride.size() != 3 || padding.size() != 3 ||
+      std::any_of(stride.begin(), stride.end(), [](std::int64_t s) { return s < 1; }))
+    throw InvalidArgument(concat("max_unpool3d with stride ", list(stride.vec()), " and padding ",
+                                 list(padding.vec()), ": three numbers each, strides at least 1"));
   return unpool("max_unpool3d", self, indices, output_size, 3);
 }
 

@@ -1,5 +1,5 @@
-// Views: every rank takes the view of its local. Where the result's dims cannot be cut as the input's are, the input is gathered first, and the
-// result is a copy (a write to it is refused).
+// Views: every rank takes the view of its local. Where the result's dims cannot be cut as the
+// input's are, the input is gathered first, and the result is a copy (a write to it is refused).
 
 #include <ATen/core/function_schema.h>
 #include <ATen/ops/cat.h>
@@ -27,7 +27,8 @@ struct Source {
   Plan plan;
   ShardSpec spec;
 
-  Source(const OpCall& call, const std::set<int>& whole) : spec(with_whole_dims(call.tensor(0).spec, whole)) {
+  Source(const OpCall& call, const std::set<int>& whole)
+      : spec(with_whole_dims(call.tensor(0).spec, whole)) {
     plan.inputs = {spec};
     plan.view_copied = !(spec == call.tensor(0).spec);
   }
@@ -42,7 +43,8 @@ const std::vector<OutputInfo>& outputs_of(const OpCall& call) {
 // Dims of the result that are dims of the input, by position; the others come from nowhere.
 Plan by_dims(const OpCall& call, const std::vector<int>& from, const std::set<int>& whole = {}) {
   Source source(call, whole);
-  for (const OutputInfo& out : outputs_of(call)) source.plan.outputs.push_back({mapped_spec(source.spec, out.shape, from, true)});
+  for (const OutputInfo& out : outputs_of(call))
+    source.plan.outputs.push_back({mapped_spec(source.spec, out.shape, from, true)});
   return std::move(source.plan);
 }
 
@@ -54,13 +56,17 @@ std::vector<int> identity(int n) {
 
 Plan same(const OpCall& call) { return by_dims(call, identity(call.tensor(0).spec.dims())); }
 
-// Views of other values than the tensor's: of a sum they are the sum of the parts' views. The real part of a product is not the product of the real
-// parts, and the least of all negatives not the negative of the least: these are reduced first.
-Plan linear_view(const OpCall& call, const std::vector<int>& from, const std::set<int>& whole = {}) {
+// Views of other values than the tensor's: of a sum they are the sum of the parts' views. The real
+// part of a product is not the product of the real parts, and the least of all negatives not the
+// negative of the least: these are reduced first.
+Plan linear_view(const OpCall& call, const std::vector<int>& from,
+                 const std::set<int>& whole = {}) {
   Source source(call, whole);
   const auto placements = source.spec.placements();
-  const bool linear = std::ranges::all_of(
-      placements, [](const Placement& p) { return !p.is_partial() || p.is_partial(ReduceOp::Kind::sum) || p.is_partial(ReduceOp::Kind::avg); });
+  const bool linear = std::ranges::all_of(placements, [](const Placement& p) {
+    return !p.is_partial() || p.is_partial(ReduceOp::Kind::sum) ||
+           p.is_partial(ReduceOp::Kind::avg);
+  });
   if (!linear) {
     source.spec = without_partial(source.spec);
     source.plan.inputs = {source.spec};
@@ -74,7 +80,8 @@ Plan transpose(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   auto from = identity(n);
   if (n > 1 || call.has("dim0")) {
-    const auto a = call.has("dim0") ? normal_dim(call.integer("dim0"), n) : 0, b = call.has("dim1") ? normal_dim(call.integer("dim1"), n) : n - 1;
+    const auto a = call.has("dim0") ? normal_dim(call.integer("dim0"), n) : 0,
+               b = call.has("dim1") ? normal_dim(call.integer("dim1"), n) : n - 1;
     if (n > 0) std::swap(from[a], from[b]);
   }
   return by_dims(call, from);
@@ -82,7 +89,8 @@ Plan transpose(const OpCall& call) {
 
 Plan permute(const OpCall& call) {
   std::vector<int> from;
-  for (const auto d : call.integers("dims")) from.push_back(static_cast<int>(normal_dim(d, call.tensor(0).spec.dims())));
+  for (const auto d : call.integers("dims"))
+    from.push_back(static_cast<int>(normal_dim(d, call.tensor(0).spec.dims())));
   return by_dims(call, from);
 }
 
@@ -109,8 +117,10 @@ Plan squeeze(const OpCall& call) {
     if (!gone.contains(d)) from.push_back(d);
   }
   Plan plan = by_dims(call, from, gone);
-  // The local may have dims of size 1 that the global has not: name the dims. squeeze, squeeze.dim and squeeze.dims are one.
-  plan.local = [dims = Shape(gone.begin(), gone.end())](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+  // The local may have dims of size 1 that the global has not: name the dims. squeeze, squeeze.dim
+  // and squeeze.dims are one.
+  plan.local = [dims = Shape(gone.begin(), gone.end())](const c10::OperatorHandle&,
+                                                        torch::jit::Stack arguments) {
     return torch::jit::Stack{arguments[0].toTensor().squeeze(dims)};
   };
   return plan;
@@ -134,13 +144,19 @@ Plan expand(const OpCall& call) {
   return plan;
 }
 
-// Part sizes along a dim of which only indices start, start + step, ... (count of them) are kept, and each part's first local index.
+// Part sizes along a dim of which only indices start, start + step, ... (count of them) are kept,
+// and each part's first local index.
 Partition kept(const Partition& parts, std::int64_t start, std::int64_t step, std::int64_t count) {
   Shape sizes;
-  const auto below = [&](std::int64_t end) { return std::clamp<std::int64_t>((end - start + step - 1) / step, 0, count); };  // kept indices < end
+  // kept indices < end
+  const auto below = [&](std::int64_t end) {
+    return std::clamp<std::int64_t>((end - start + step - 1) / step, 0, count);
+  };
   for (int i = 0; i < parts.parts(); ++i) {
     const Interval part = parts.interval(i);
-    sizes.push_back(part.empty() ? 0 : (part.end <= start ? 0 : below(part.end)) - (part.begin <= start ? 0 : below(part.begin)));
+    sizes.push_back(part.empty() ? 0
+                                 : (part.end <= start ? 0 : below(part.end)) -
+                                       (part.begin <= start ? 0 : below(part.begin)));
   }
   return Partition(std::span<const std::int64_t>(sizes));
 }
@@ -149,7 +165,8 @@ Partition kept(const Partition& parts, std::int64_t start, std::int64_t step, st
 struct LocalSlice {
   std::int64_t start, length;
 };
-LocalSlice local_slice(const ShardSpec& in, int d, std::int64_t start, std::int64_t step, std::int64_t length) {
+LocalSlice local_slice(const ShardSpec& in, int d, std::int64_t start, std::int64_t step,
+                       std::int64_t length) {
   const std::int64_t begin = in.local_offset()[d];
   std::int64_t first = start;
   if (first < begin) first += (begin - first + step - 1) / step * step;
@@ -167,11 +184,13 @@ Plan slice(const OpCall& call) {
   start = std::clamp<std::int64_t>(start, 0, extent);
   const OutputInfo& out = outputs_of(call)[0];
   Plan plan;
-  const ShardSpec spec = mapped_spec(in, out.shape, identity(in.dims()), true, {{d, kept(in.dim(d).partition, start, step, out.shape[d])}});
+  const ShardSpec spec = mapped_spec(in, out.shape, identity(in.dims()), true,
+                                     {{d, kept(in.dim(d).partition, start, step, out.shape[d])}});
   plan.outputs = {{spec}};
   const LocalSlice mine = local_slice(in, d, start, step, spec.local_shape()[d]);
   plan.arguments = {{call.argument("start"), mine.start},
-                    {call.argument("end"), mine.length == 0 ? mine.start : mine.start + (mine.length - 1) * step + 1}};
+                    {call.argument("end"),
+                     mine.length == 0 ? mine.start : mine.start + (mine.length - 1) * step + 1}};
   return plan;
 }
 
@@ -183,7 +202,8 @@ Plan split(const OpCall& call) {
   Shape sizes;
   std::int64_t begin = 0;
   for (const OutputInfo& out : outputs_of(call)) {
-    const ShardSpec spec = mapped_spec(in, out.shape, identity(in.dims()), true, {{d, kept(in.dim(d).partition, begin, 1, out.shape[d])}});
+    const ShardSpec spec = mapped_spec(in, out.shape, identity(in.dims()), true,
+                                       {{d, kept(in.dim(d).partition, begin, 1, out.shape[d])}});
     sizes.push_back(spec.local_shape()[d]);
     plan.outputs.push_back({spec});
     begin += out.shape[d];
@@ -207,7 +227,8 @@ Plan unbind(const OpCall& call) { return select(call); }
 
 Plan diagonal(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
-  const int a = static_cast<int>(normal_dim(call.integer("dim1"), n)), b = static_cast<int>(normal_dim(call.integer("dim2"), n));
+  const int a = static_cast<int>(normal_dim(call.integer("dim1"), n)),
+            b = static_cast<int>(normal_dim(call.integer("dim2"), n));
   std::vector<int> from;
   for (int d = 0; d < n; ++d) {
     if (d != a && d != b) from.push_back(d);
@@ -224,8 +245,8 @@ Plan unfold(const OpCall& call) {
   return by_dims(call, from, {d});
 }
 
-// view: groups of dims with the same number of elements on both sides. The first dim of a group carries its cut to the first dim of the other side,
-// if the cuts fall between rows of it.
+// view: groups of dims with the same number of elements on both sides. The first dim of a group
+// carries its cut to the first dim of the other side, if the cuts fall between rows of it.
 struct Group {
   std::vector<int> in, out;
 };
@@ -277,7 +298,8 @@ Plan reshape_to(const OpCall& call, const Shape& target) {
   if (in.numel() == 0) {
     // No elements: only dims that stay as they are keep their cut.
     for (int d = 0; d < in.dims(); ++d) {
-      if (d < static_cast<int>(target.size()) && target[d] == shape[d] && std::equal(shape.begin(), shape.begin() + d, target.begin())) {
+      if (d < static_cast<int>(target.size()) && target[d] == shape[d] &&
+          std::equal(shape.begin(), shape.begin() + d, target.begin())) {
         from[d] = d;
       } else {
         whole.insert(d);
@@ -310,13 +332,15 @@ Plan reshape_to(const OpCall& call, const Shape& target) {
   Source source(call, whole);
   const ShardSpec out = mapped_spec(source.spec, target, from, true, parts);
   source.plan.outputs = {{out}};
-  if (!source.plan.view_copied && (call.name() == "aten::view" || call.name() == "aten::_unsafe_view")) {
+  if (!source.plan.view_copied &&
+      (call.name() == "aten::view" || call.name() == "aten::_unsafe_view")) {
     source.plan.arguments = {{1, int_list(out.local_shape())}};
     return std::move(source.plan);
   }
   // What was gathered for an operator that makes no view may lie in any order.
   const bool alias = call.schema().returns()[0].alias_info() != nullptr;
-  source.plan.local = [shape_of_local = out.local_shape(), alias](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+  source.plan.local = [shape_of_local = out.local_shape(), alias](const c10::OperatorHandle&,
+                                                                  torch::jit::Stack arguments) {
     const at::Tensor& t = arguments[0].toTensor();
     return torch::jit::Stack{alias ? t.view(shape_of_local) : t.reshape(shape_of_local)};
   };
@@ -328,23 +352,31 @@ Plan view(const OpCall& call) { return reshape_to(call, outputs_of(call)[0].shap
 Plan view_dtype(const OpCall& call) {
   const OutputInfo& out = outputs_of(call)[0];
   if (out.shape != call.tensor(0).spec.shape() || call.tensor(0).spec.has_partial())
-    throw ShardingError("view(dtype) of another element size, or of a partial value, has no rule: redistribute to Replicate first");
+    throw ShardingError(
+        "view(dtype) of another element size, or of a partial value, has no rule: redistribute to "
+        "Replicate first");
   return same(call);
 }
 
-// Strides speak of the global memory, which nobody has: only what leaves the tensor as it is can be told from them.
+// Strides speak of the global memory, which nobody has: only what leaves the tensor as it is can be
+// told from them.
 Plan as_strided(const OpCall& call) {
   const TensorInfo& t = call.tensor(0);
-  const bool identity_view = call.integers("size") == t.spec.shape() && call.integers("stride") == t.strides &&
-                             (!call.has("storage_offset") || call.integer("storage_offset") == t.offset);
+  const bool identity_view =
+      call.integers("size") == t.spec.shape() && call.integers("stride") == t.strides &&
+      (!call.has("storage_offset") || call.integer("storage_offset") == t.offset);
   if (!identity_view) {
-    throw ShardingError(concat("as_strided of a sharded tensor ", t.spec, " with size ", list(call.integers("size")), " and stride ",
+    throw ShardingError(concat("as_strided of a sharded tensor ", t.spec, " with size ",
+                               list(call.integers("size")), " and stride ",
                                list(call.integers("stride")),
-                               ": strides have no meaning across ranks. Use slices, permute and expand, or redistribute to Replicate first."));
+                               ": strides have no meaning across ranks. Use slices, permute and "
+                               "expand, or redistribute to Replicate first."));
   }
   Plan plan;
   plan.outputs = {{t.spec}};
-  plan.local = [](const c10::OperatorHandle&, torch::jit::Stack arguments) { return torch::jit::Stack{arguments[0].toTensor().alias()}; };
+  plan.local = [](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+    return torch::jit::Stack{arguments[0].toTensor().alias()};
+  };
   return plan;
 }
 
@@ -356,7 +388,9 @@ Plan slice_backward(const OpCall& call) {
   const Shape sizes = call.integers("input_sizes");
   const int d = static_cast<int>(normal_dim(call.integer("dim"), g.dims()));
   const std::int64_t step = call.integer("step"), extent = sizes[d];
-  const auto clamp = [&](std::int64_t i) { return std::clamp<std::int64_t>(i < 0 ? i + extent : i, 0, extent); };
+  const auto clamp = [&](std::int64_t i) {
+    return std::clamp<std::int64_t>(i < 0 ? i + extent : i, 0, extent);
+  };
   const std::int64_t start = clamp(call.integer("start"));
   Plan plan;
   Shape local_sizes, parts;
@@ -366,8 +400,8 @@ Plan slice_backward(const OpCall& call) {
     std::int64_t at = 0;
     for (int i = 0; i < p.parts(); ++i) {
       const std::int64_t end = i + 1 == p.parts() || p.interval(i).end == g.shape()[d] ? extent
-                               : p.interval(i).end == 0                                ? 0
-                                                                                       : start + p.interval(i).end * step;
+                               : p.interval(i).end == 0 ? 0
+                                                        : start + p.interval(i).end * step;
       parts.push_back(std::max<std::int64_t>(end - at, 0));
       at = std::max(at, end);
     }
@@ -376,18 +410,23 @@ Plan slice_backward(const OpCall& call) {
   if (!parts.empty()) given.emplace_back(d, Partition(std::span<const std::int64_t>(parts)));
   const ShardSpec out = mapped_spec(g, sizes, identity(g.dims()), true, given);
   if (!parts.empty()) {
-    const LocalSlice mine = local_slice(out, d, start + g.local_offset()[d] * step, step, g.local_shape()[d]);
+    const LocalSlice mine =
+        local_slice(out, d, start + g.local_offset()[d] * step, step, g.local_shape()[d]);
     local_start = mine.start;
   }
   const std::int64_t local_end =
-      std::min(local_start + std::max<std::int64_t>(g.local_shape()[d] - 1, 0) * step + (g.local_shape()[d] > 0 ? 1 : 0), out.local_shape()[d]);
+      std::min(local_start + std::max<std::int64_t>(g.local_shape()[d] - 1, 0) * step +
+                   (g.local_shape()[d] > 0 ? 1 : 0),
+               out.local_shape()[d]);
   plan.outputs = {{out, contiguous_strides(sizes)}};
-  plan.arguments = {
-      {call.argument("input_sizes"), int_list(out.local_shape())}, {call.argument("start"), local_start}, {call.argument("end"), local_end}};
+  plan.arguments = {{call.argument("input_sizes"), int_list(out.local_shape())},
+                    {call.argument("start"), local_start},
+                    {call.argument("end"), local_end}};
   return plan;
 }
 
-Plan with_input_sizes(const OpCall& call, const std::vector<int>& from, const std::set<int>& whole) {
+Plan with_input_sizes(const OpCall& call, const std::vector<int>& from,
+                      const std::set<int>& whole) {
   const Shape sizes = call.integers("input_sizes");
   Plan plan;
   const ShardSpec g = with_whole_dims(call.tensor(0).spec, whole);
@@ -428,13 +467,16 @@ Plan diagonal_backward(const OpCall& call) {
 Plan cat(const OpCall& call) {
   // Empty tensors of one dim are allowed among others and say nothing.
   std::size_t first = 0;
-  while (first + 1 < call.tensors().size() && call.tensor(first).spec.dims() == 1 && call.tensor(first).spec.numel() == 0) ++first;
+  while (first + 1 < call.tensors().size() && call.tensor(first).spec.dims() == 1 &&
+         call.tensor(first).spec.numel() == 0)
+    ++first;
   const int n = call.tensor(first).spec.dims();
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
   LabelProblem p(call);
   Labels labels = all_labels(n);
   labels[d] = kWhole;
-  for (const TensorInfo& t : call.tensors()) p.inputs.push_back(t.spec.dims() == n ? labels : Labels(t.spec.dims(), kWhole));
+  for (const TensorInfo& t : call.tensors())
+    p.inputs.push_back(t.spec.dims() == n ? labels : Labels(t.spec.dims(), kWhole));
   p.outputs = {labels};
   p.linear = LabelProblem::Linear::together;
   return solve(p);
@@ -477,8 +519,11 @@ Plan diag_embed(const OpCall& call) {
 
 const bool registered = [] {
   register_rule("aten::diag_embed", diag_embed);
-  for (const char* op : {"aten::alias", "aten::detach", "aten::_conj", "aten::_conj_physical"}) register_rule(op, same);
-  register_rule("aten::_neg_view", [](const OpCall& call) { return linear_view(call, identity(call.tensor(0).spec.dims())); });
+  for (const char* op : {"aten::alias", "aten::detach", "aten::_conj", "aten::_conj_physical"})
+    register_rule(op, same);
+  register_rule("aten::_neg_view", [](const OpCall& call) {
+    return linear_view(call, identity(call.tensor(0).spec.dims()));
+  });
   register_rule("aten::view_as_real", [](const OpCall& call) {
     auto from = identity(call.tensor(0).spec.dims());
     from.push_back(-1);
@@ -494,13 +539,15 @@ const bool registered = [] {
   register_rule("aten::squeeze", squeeze);
   register_rule("aten::expand", expand);
   register_rule("aten::slice.Tensor", slice);
-  for (const char* op : {"aten::split.Tensor", "aten::split_with_sizes", "aten::unsafe_split.Tensor", "aten::unsafe_split_with_sizes"})
+  for (const char* op : {"aten::split.Tensor", "aten::split_with_sizes",
+                         "aten::unsafe_split.Tensor", "aten::unsafe_split_with_sizes"})
     register_rule(op, split);
   register_rule("aten::select.int", select);
   register_rule("aten::unbind.int", unbind);
   for (const char* op : {"aten::diagonal", "aten::diagonal_copy"}) register_rule(op, diagonal);
   register_rule("aten::unfold", unfold);
-  for (const char* op : {"aten::view", "aten::_unsafe_view", "aten::_reshape_alias"}) register_rule(op, view);
+  for (const char* op : {"aten::view", "aten::_unsafe_view", "aten::_reshape_alias"})
+    register_rule(op, view);
   register_rule("aten::view.dtype", view_dtype);
   register_rule("aten::as_strided", as_strided);
   register_rule("aten::slice_backward", slice_backward);

@@ -25,7 +25,9 @@ namespace {
 
 struct Below final : c10::OperatorKernel {
   explicit Below(std::shared_ptr<const OpInfo> i) : info(std::move(i)) {}
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) { run_sharded(*info, stack); }
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    run_sharded(*info, stack);
+  }
   std::shared_ptr<const OpInfo> info;
 };
 
@@ -51,24 +53,33 @@ void promote_above(const OpInfo& info, torch::jit::Stack* stack) {
   for (std::size_t i = 0; i < info.kinds.size(); ++i) {
     if (info.kinds[i] == OpInfo::Kind::tensor) {
       seen.look(arguments[i]);
-    } else if (info.kinds[i] != OpInfo::Kind::other && info.kinds[i] != OpInfo::Kind::floating && arguments[i].isList()) {
+    } else if (info.kinds[i] != OpInfo::Kind::other && info.kinds[i] != OpInfo::Kind::floating &&
+               arguments[i].isList()) {
       for (const c10::IValue& v : arguments[i].toListRef()) seen.look(v);
     }
   }
-  if (seen.plain && seen.sharded) promote_arguments(info, arguments, context_of(seen.sharded->spec()), true);
+  if (seen.plain && seen.sharded)
+    promote_arguments(info, arguments, context_of(seen.sharded->spec()), true);
 }
 
-// The generated autograd kernel stands under the alias Autograd, which our own entry hides; the AutogradOther slot holds the very same kernel.
+// The generated autograd kernel stands under the alias Autograd, which our own entry hides; the
+// AutogradOther slot holds the very same kernel.
 struct Above final : c10::OperatorKernel {
-  Above(std::shared_ptr<const OpInfo> i, bool has_autograd) : info(std::move(i)), autograd(has_autograd) {}
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  Above(std::shared_ptr<const OpInfo> i, bool has_autograd)
+      : info(std::move(i)), autograd(has_autograd) {}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
     promote_above(*info, stack);
     if (!autograd) {
-      op.redispatchBoxed((keys & c10::after_autograd_keyset).remove(c10::DispatchKey::ZeroTensor), stack);
+      op.redispatchBoxed((keys & c10::after_autograd_keyset).remove(c10::DispatchKey::ZeroTensor),
+                         stack);
       return;
     }
-    // A plain zero without memory has been promoted to one with: its kernels would answer with a plain tensor.
-    const auto rest = keys.remove(c10::DispatchKey::AutogradFunctionality).remove(c10::DispatchKey::ZeroTensor).add(c10::DispatchKey::AutogradOther);
+    // A plain zero without memory has been promoted to one with: its kernels would answer with a
+    // plain tensor.
+    const auto rest = keys.remove(c10::DispatchKey::AutogradFunctionality)
+                          .remove(c10::DispatchKey::ZeroTensor)
+                          .add(c10::DispatchKey::AutogradOther);
     const ViewReplay replay(info->view);
     op.redispatchBoxed(rest, stack);
   }
@@ -80,7 +91,8 @@ struct Above final : c10::OperatorKernel {
 class Registrar final : public c10::OpRegistrationListener {
  public:
   static Registrar& instance() {
-    static Registrar* registrar = new Registrar;  // never destroyed: the dispatcher may outlive static objects of this library
+    // never destroyed: the dispatcher may outlive static objects of this library
+    static Registrar* registrar = new Registrar;
     return *registrar;
   }
 
@@ -119,35 +131,48 @@ class Registrar final : public c10::OpRegistrationListener {
  private:
   // Forwards to the registrar, which the dispatcher must not own.
   struct Forward final : c10::OpRegistrationListener {
-    void onOperatorRegistered(const c10::OperatorHandle& op) override { instance().onOperatorRegistered(op); }
-    void onOperatorDeregistered(const c10::OperatorHandle& op) override { instance().onOperatorDeregistered(op); }
+    void onOperatorRegistered(const c10::OperatorHandle& op) override {
+      instance().onOperatorRegistered(op);
+    }
+    void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+      instance().onOperatorDeregistered(op);
+    }
   };
 
   void start() {
     auto& dispatcher = c10::Dispatcher::singleton();
     const auto probe = dispatcher.findSchema({"aten::empty", "memory_format"});
-    if (dispatcher.hasBackendFallbackForDispatchKey(kShardKey) || (probe && probe->hasKernelForDispatchKey(kShardKey))) {
+    if (dispatcher.hasBackendFallbackForDispatchKey(kShardKey) ||
+        (probe && probe->hasKernelForDispatchKey(kShardKey))) {
       throw NotAvailable(
-          "another library in this process has registered kernels for the dispatch key PrivateUse2, which sharded tensors need: load only one of "
+          "another library in this process has registered kernels for the dispatch key "
+          "PrivateUse2, which sharded tensors need: load only one of "
           "them");
     }
-    fallback_below_ = std::make_unique<torch::Library>(torch::Library::IMPL, "_", kShardKey, __FILE__, __LINE__);
-    fallback_below_->fallback(torch::CppFunction::makeFromBoxedFunction<&Registrar::below_fallback>());
+    fallback_below_ =
+        std::make_unique<torch::Library>(torch::Library::IMPL, "_", kShardKey, __FILE__, __LINE__);
+    fallback_below_->fallback(
+        torch::CppFunction::makeFromBoxedFunction<&Registrar::below_fallback>());
     if (!dispatcher.hasBackendFallbackForDispatchKey(kShardAutogradKey)) {
-      fallback_above_ = std::make_unique<torch::Library>(torch::Library::IMPL, "_", kShardAutogradKey, __FILE__, __LINE__);
-      fallback_above_->fallback(torch::CppFunction::makeFromBoxedFunction<&Registrar::above_fallback>());
+      fallback_above_ = std::make_unique<torch::Library>(torch::Library::IMPL, "_",
+                                                         kShardAutogradKey, __FILE__, __LINE__);
+      fallback_above_->fallback(
+          torch::CppFunction::makeFromBoxedFunction<&Registrar::above_fallback>());
     }
     // The listener reports every operator that there is, then those to come.
     listening_ = dispatcher.addRegistrationListener(std::make_unique<Forward>());
     ready_.store(true, std::memory_order_release);
   }
 
-  static void below_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  static void below_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet,
+                             torch::jit::Stack* stack) {
     run_sharded(*instance().info_of(op), stack);
   }
-  static void above_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  static void above_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                             torch::jit::Stack* stack) {
     promote_above(*instance().info_of(op), stack);
-    op.redispatchBoxed((keys & c10::after_autograd_keyset).remove(c10::DispatchKey::ZeroTensor), stack);
+    op.redispatchBoxed((keys & c10::after_autograd_keyset).remove(c10::DispatchKey::ZeroTensor),
+                       stack);
   }
 
   void add(const c10::OperatorName& name) {
@@ -155,32 +180,52 @@ class Registrar final : public c10::OpRegistrationListener {
     if (!op) return;
     const std::string space(op->schema().getNamespace().value_or(""));
     // Not tensors' operators, or made for other kinds of tensors.
-    static const std::set<std::string> skipped = {
-        "prim",      "profiler",   "quantized",      "sparse",  "mkldnn",           "mkldnn_prepacked",          "xnnpack",
-        "prepacked", "_quantized", "static_runtime", "c10d",    "_c10d_functional", "_c10d_functional_autograd", "inductor",
-        "rngprims",  "onednn",     "symm_mem",       "_dtensor"};
+    static const std::set<std::string> skipped = {"prim",
+                                                  "profiler",
+                                                  "quantized",
+                                                  "sparse",
+                                                  "mkldnn",
+                                                  "mkldnn_prepacked",
+                                                  "xnnpack",
+                                                  "prepacked",
+                                                  "_quantized",
+                                                  "static_runtime",
+                                                  "c10d",
+                                                  "_c10d_functional",
+                                                  "_c10d_functional_autograd",
+                                                  "inductor",
+                                                  "rngprims",
+                                                  "onednn",
+                                                  "symm_mem",
+                                                  "_dtensor"};
     if (space.empty() || skipped.contains(space)) return;
     const bool autograd = op->hasKernelForDispatchKey(c10::DispatchKey::Autograd);
     const bool implicit = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
     if (implicit && !autograd) return;  // decomposes into operators that come here
     bool tensors = false;
-    for (const auto& a : op->schema().arguments()) tensors |= a.type()->str().find("Tensor") != std::string::npos;
+    for (const auto& a : op->schema().arguments())
+      tensors |= a.type()->str().find("Tensor") != std::string::npos;
     if (!tensors || registered_.contains(name)) return;
     registered_.insert(name);
     const auto info = info_of(*op);
-    const std::string local = name.name.substr(space.size() + 2) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    const std::string local = name.name.substr(space.size() + 2) +
+                              (name.overload_name.empty() ? "" : "." + name.overload_name);
     auto& libraries = libraries_[space];
     if (!libraries.below) {
-      libraries.below = std::make_unique<torch::Library>(torch::Library::IMPL, space, kShardKey, __FILE__, __LINE__);
-      libraries.above = std::make_unique<torch::Library>(torch::Library::IMPL, space, kShardAutogradKey, __FILE__, __LINE__);
+      libraries.below = std::make_unique<torch::Library>(torch::Library::IMPL, space, kShardKey,
+                                                         __FILE__, __LINE__);
+      libraries.above = std::make_unique<torch::Library>(torch::Library::IMPL, space,
+                                                         kShardAutogradKey, __FILE__, __LINE__);
     }
     const std::string full = space + "::" + local;
     if (register_fast_kernels(full, info, *libraries.below, *libraries.above)) return;
     // What decomposes does so below autograd too.
     if (!implicit && !op->hasKernelForDispatchKey(kShardKey))
-      libraries.below->impl(local.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Below>(info)));
+      libraries.below->impl(
+          local.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Below>(info)));
     if (!op->hasKernelForDispatchKey(kShardAutogradKey)) {
-      libraries.above->impl(local.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Above>(info, autograd)));
+      libraries.above->impl(local.c_str(), torch::CppFunction::makeFromBoxedFunctor(
+                                               std::make_unique<Above>(info, autograd)));
     }
   }
 

@@ -3,8 +3,8 @@
 
 namespace tessera::detail {
 
-/// Registers the kernels on first use, and those of operators defined since. Called wherever a sharded tensor is made. Throws NotAvailable if another
-/// library holds the dispatch key.
+/// Registers the kernels on first use, and those of operators defined since. Called wherever a
+/// sharded tensor is made. Throws NotAvailable if another library holds the dispatch key.
 void ensure_registered();
 
 }  // namespace tessera::detail

@@ -60,9 +60,15 @@ struct KeyBuilder {
     }
     if (!first) first = meta;
     usable &= !meta->copy;
-    push(reinterpret_cast<std::uintptr_t>(meta->layout.get()));  // of one mesh: no plan is found for others
+    // of one mesh: no plan is found for others
+    push(reinterpret_cast<std::uintptr_t>(meta->layout.get()));
   }
-  void add(const at::Scalar& s) { push(s.isFloatingPoint() ? kDouble : s.isIntegral(false) ? kInt : s.isBoolean() ? kTrue : kComplex); }
+  void add(const at::Scalar& s) {
+    push(s.isFloatingPoint()   ? kDouble
+         : s.isIntegral(false) ? kInt
+         : s.isBoolean()       ? kTrue
+                               : kComplex);
+  }
   void add(std::int64_t n) {
     push(kInt);
     push(static_cast<std::uint64_t>(n));
@@ -121,13 +127,14 @@ struct Look {
 
 // Whether only our own kernel is left below autograd: no mode, no functionalization, no lazy bits.
 bool straight_below(c10::DispatchKeySet keys) {
-  return (keys & c10::after_ADInplaceOrView_keyset).highestFunctionalityKey() == c10::DispatchKey::Dense;
+  return (keys & c10::after_ADInplaceOrView_keyset).highestFunctionalityKey() ==
+         c10::DispatchKey::Dense;
 }
 
 // Only plans that need nothing but the operator itself on the locals.
 bool is_simple(const ReadyPlan& plan) {
-  return plan.moves.empty() && (plan.arguments.empty() || plan.local_sizes) && !plan.local && !plan.view_copied &&
-         plan.mode != ReadyPlan::Mode::by_functional;
+  return plan.moves.empty() && (plan.arguments.empty() || plan.local_sizes) && !plan.local &&
+         !plan.view_copied && plan.mode != ReadyPlan::Mode::by_functional;
 }
 
 // nullptr: left to the general way.
@@ -148,13 +155,15 @@ ReadyPlan* find_simple(const OpInfo& info, int number, const KeyBuilder& builder
 template <class Op, class Schema>
 struct Kernels;
 
-// One instance for each operator of libtorch's own table. The info is set when the kernels are registered, and never again.
+// One instance for each operator of libtorch's own table. The info is set when the kernels are
+// registered, and never again.
 template <class Op, class Result, class... Arguments>
 struct Kernels<Op, Result(Arguments...)> {
   static inline const OpInfo* info = nullptr;
   static inline int number = 0;
   static constexpr bool kInPlace = std::is_same_v<Result, at::Tensor&>;
-  static constexpr bool kView = std::string_view(Op::schema_str).find("(a)") != std::string_view::npos;
+  static constexpr bool kView =
+      std::string_view(Op::schema_str).find("(a)") != std::string_view::npos;
   static constexpr bool kDetach = std::is_same_v<Op, at::_ops::detach>;
 
   static Result boxed(Arguments... arguments) {
@@ -173,22 +182,30 @@ struct Kernels<Op, Result(Arguments...)> {
     return f;
   }
 
-  // The operator on the locals. Undefined: the result is not as planned (an operator's data-dependent choice), and left to the general way.
+  // The operator on the locals. Undefined: the result is not as planned (an operator's
+  // data-dependent choice), and left to the general way.
   static Result run(const ReadyPlan& plan, const KeyBuilder& builder, Arguments... arguments) {
     if constexpr (kInPlace) {
       at::Tensor local = local_of(first(arguments...));
       guarded(plan, builder, [&] { call_in_place(plan, local, arguments...); });
       return first(arguments...);
     } else {
-      at::Tensor local = guarded(plan, builder, [&] { return Op::call(local_of(arguments, plan)...); });
-      if (plan.outputs.size() != 1 || !plan.outputs[0].layout || local.is_conj() || local.is_neg()) return {};
+      at::Tensor local =
+          guarded(plan, builder, [&] { return Op::call(local_of(arguments, plan)...); });
+      if (plan.outputs.size() != 1 || !plan.outputs[0].layout || local.is_conj() || local.is_neg())
+        return {};
       const LayoutPtr& layout = plan.outputs[0].layout;
-      if (local.scalar_type() != layout->dtype || local.sizes() != at::IntArrayRef(layout->spec.local_shape())) return {};
+      if (local.scalar_type() != layout->dtype ||
+          local.sizes() != at::IntArrayRef(layout->spec.local_shape()))
+        return {};
       if (plan.mode == ReadyPlan::Mode::ruled) {
-        return kView || local.strides() == at::IntArrayRef(layout->local_strides) ? wrap_checked(std::move(local), layout)
-                                                                                  : wrap_fresh(std::move(local), layout);
+        return kView || local.strides() == at::IntArrayRef(layout->local_strides)
+                   ? wrap_checked(std::move(local), layout)
+                   : wrap_fresh(std::move(local), layout);
       }
-      if (local.strides() != at::IntArrayRef(layout->strides) || local.storage_offset() != layout->offset) return {};
+      if (local.strides() != at::IntArrayRef(layout->strides) ||
+          local.storage_offset() != layout->offset)
+        return {};
       return wrap_checked(std::move(local), layout);
     }
   }
@@ -243,7 +260,8 @@ struct Kernels<Op, Result(Arguments...)> {
       torch::jit::Stack stack;
       torch::jit::push(stack, arguments...);
       if (promote_stack(stack)) {
-        return std::apply([&](auto&&... promoted) -> Result { return onward(keys, promoted...); }, from_stack(stack, arguments...));
+        return std::apply([&](auto&&... promoted) -> Result { return onward(keys, promoted...); },
+                          from_stack(stack, arguments...));
       }
     } else if (!look.tangents && straight_below(keys)) {
       // Where autograd would only pass the call on, its kernels are passed by.
@@ -257,7 +275,8 @@ struct Kernels<Op, Result(Arguments...)> {
           if (const ReadyPlan* plan = find_simple(*info, number, builder)) {
             if constexpr (kInPlace) {
               run(*plan, builder, arguments...);
-              if (keys.has(c10::DispatchKey::ADInplaceOrView)) first(arguments...).unsafeGetTensorImpl()->bump_version();
+              if (keys.has(c10::DispatchKey::ADInplaceOrView))
+                first(arguments...).unsafeGetTensorImpl()->bump_version();
               return first(arguments...);
             } else {
               at::Tensor result = run(*plan, builder, arguments...);
@@ -287,7 +306,8 @@ struct Kernels<Op, Result(Arguments...)> {
     return given;
   }
   static at::Tensor pick(const c10::IValue& v, const at::Tensor&) { return v.toTensor(); }
-  static at::Tensor& pick(const c10::IValue&, at::Tensor& given) { return given; }  // promoted where it stands
+  // promoted where it stands
+  static at::Tensor& pick(const c10::IValue&, at::Tensor& given) { return given; }
 
   static auto from_stack(const torch::jit::Stack& stack, Arguments... arguments) {
     return [&]<std::size_t... I>(std::index_sequence<I...>) {
@@ -297,7 +317,9 @@ struct Kernels<Op, Result(Arguments...)> {
 
   template <class... Given>
   static Result onward(c10::DispatchKeySet keys, Given&&... given) {
-    const auto rest = keys.remove(c10::DispatchKey::AutogradFunctionality).remove(c10::DispatchKey::ZeroTensor).add(c10::DispatchKey::AutogradOther);
+    const auto rest = keys.remove(c10::DispatchKey::AutogradFunctionality)
+                          .remove(c10::DispatchKey::ZeroTensor)
+                          .add(c10::DispatchKey::AutogradOther);
     if constexpr (kView) {
       const ViewReplay replay(true);
       return Op::redispatch(rest, given...);
@@ -310,7 +332,8 @@ struct Kernels<Op, Result(Arguments...)> {
 using Registration = void (*)(const OpInfo*, int, const char*, torch::Library&, torch::Library&);
 
 template <class Op>
-void add(const OpInfo* info, int number, const char* name, torch::Library& below, torch::Library& above) {
+void add(const OpInfo* info, int number, const char* name, torch::Library& below,
+         torch::Library& above) {
   using K = Kernels<Op, typename Op::schema>;
   K::info = info;
   K::number = number;
@@ -356,7 +379,8 @@ const std::map<std::string, Registration>& fast_operators() {
 
 }  // namespace
 
-bool register_fast_kernels(const std::string& name, const std::shared_ptr<const OpInfo>& info, torch::Library& below, torch::Library& above) {
+bool register_fast_kernels(const std::string& name, const std::shared_ptr<const OpInfo>& info,
+                           torch::Library& below, torch::Library& above) {
   const auto it = fast_operators().find(name);
   if (it == fast_operators().end()) return false;
   const auto number = static_cast<int>(std::distance(fast_operators().begin(), it));

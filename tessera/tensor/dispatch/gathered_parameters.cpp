@@ -16,7 +16,8 @@ std::shared_ptr<GatheredParameters>& of_thread() {
 GatheredParameters::GatheredParameters(at::TensorList parameters, std::size_t most) : most_(most) {
   for (const at::Tensor& p : parameters) {
     const ShardMeta* meta = p.defined() ? meta_of(p) : nullptr;
-    if (meta && meta->layout->parameter && meta->spec().has_shard()) storages_.push_back(meta->local.storage().unsafeGetStorageImpl());
+    if (meta && meta->layout->parameter && meta->spec().has_shard())
+      storages_.push_back(meta->local.storage().unsafeGetStorageImpl());
   }
 }
 
@@ -30,8 +31,10 @@ void GatheredParameters::set_current(std::shared_ptr<GatheredParameters> kept) {
 
 bool GatheredParameters::watched(const at::Tensor& parameter) const {
   const ShardMeta& meta = *meta_of(parameter);
-  return meta.layout->parameter && !meta.copy && parameter.unsafeGetTensorImpl()->version_counter().enabled() &&
-         std::find(storages_.begin(), storages_.end(), meta.local.storage().unsafeGetStorageImpl()) != storages_.end();
+  return meta.layout->parameter && !meta.copy &&
+         parameter.unsafeGetTensorImpl()->version_counter().enabled() &&
+         std::find(storages_.begin(), storages_.end(),
+                   meta.local.storage().unsafeGetStorageImpl()) != storages_.end();
 }
 
 at::Tensor GatheredParameters::find(const at::Tensor& parameter, const ShardSpec& to) {
@@ -39,8 +42,9 @@ at::Tensor GatheredParameters::find(const at::Tensor& parameter, const ShardSpec
   const ShardMeta& meta = *meta_of(parameter);
   const auto version = parameter.unsafeGetTensorImpl()->version_counter().current_version();
   for (auto it = entries_.begin(); it != entries_.end(); ++it) {
-    const bool same = it->layout == meta.layout && it->to == to && it->part.is_alias_of(meta.local) &&
-                      it->part.storage_offset() == meta.local.storage_offset() && it->version == version;
+    const bool same =
+        it->layout == meta.layout && it->to == to && it->part.is_alias_of(meta.local) &&
+        it->part.storage_offset() == meta.local.storage_offset() && it->version == version;
     if (!same) continue;
     std::rotate(it, it + 1, entries_.end());
     return entries_.back().local;
@@ -48,11 +52,13 @@ at::Tensor GatheredParameters::find(const at::Tensor& parameter, const ShardSpec
   return {};
 }
 
-void GatheredParameters::add(const at::Tensor& parameter, const ShardSpec& to, const at::Tensor& local) {
+void GatheredParameters::add(const at::Tensor& parameter, const ShardSpec& to,
+                             const at::Tensor& local) {
   if (!watched(parameter)) return;
   const ShardMeta& meta = *meta_of(parameter);
   if (entries_.size() == most_) entries_.erase(entries_.begin());
-  entries_.push_back({meta.local, meta.layout, to, parameter.unsafeGetTensorImpl()->version_counter().current_version(), local});
+  entries_.push_back({meta.local, meta.layout, to,
+                      parameter.unsafeGetTensorImpl()->version_counter().current_version(), local});
 }
 
 }  // namespace tessera::detail

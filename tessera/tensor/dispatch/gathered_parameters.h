@@ -1,6 +1,6 @@
 #pragma once
-// GatheredParameters: the sharded parameters of a layer whose operators use them again and again (a recurrent one, in every step), gathered once and
-// kept while the layer is at work.
+// GatheredParameters: the sharded parameters of a layer whose operators use them again and again (a
+// recurrent one, in every step), gathered once and kept while the layer is at work.
 
 #include <ATen/core/Tensor.h>
 
@@ -13,7 +13,8 @@ namespace tessera::detail {
 
 class GatheredParameters {
  public:
-  /// Of `parameters` alone, those that are sharded; at most `most` of them at a time, the ones used last.
+  /// Of `parameters` alone, those that are sharded; at most `most` of them at a time, the ones used
+  /// last.
   GatheredParameters(at::TensorList parameters, std::size_t most);
 
   /// Of what is at work on this thread; nullptr: nothing is kept.
@@ -22,7 +23,8 @@ class GatheredParameters {
   static void set_current(std::shared_ptr<GatheredParameters> kept);
 
   bool empty() const { return storages_.empty(); }
-  /// What `parameter`, or a view of it, was laid out as `to`, unless it has been written to since; undefined if it is not kept.
+  /// What `parameter`, or a view of it, was laid out as `to`, unless it has been written to since;
+  /// undefined if it is not kept.
   at::Tensor find(const at::Tensor& parameter, const ShardSpec& to);
   void add(const at::Tensor& parameter, const ShardSpec& to, const at::Tensor& local);
   void clear() { entries_.clear(); }

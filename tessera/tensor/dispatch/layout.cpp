@@ -19,10 +19,12 @@ namespace {
 
 // What is said to those who read memory directly.
 constexpr char kNoMemory[] =
-    "a ShardTensor's memory is spread over ranks: use tessera::to_local() for this rank's part, tessera::full_tensor() for the whole, "
+    "a ShardTensor's memory is spread over ranks: use tessera::to_local() for this rank's part, "
+    "tessera::full_tensor() for the whole, "
     "tessera::print() or tessera::save() to print or save it";
 
-// Extra metadata is three allocations, the longest of them the message: what a tensor leaves behind is used by the next one of this thread.
+// Extra metadata is three allocations, the longest of them the message: what a tensor leaves behind
+// is used by the next one of this thread.
 class SpareMeta {
  public:
   static std::unique_ptr<c10::ExtraMeta> take() {
@@ -36,7 +38,9 @@ class SpareMeta {
     if (!meta || gone_) return;
     meta->backend_meta_.reset();  // may end the local, and with it others
     SpareMeta& spare = of_thread();
-    if (gone_ || spare.size_ == spare.kept_.size() || meta->symbolic_shape_meta_ || !meta->custom_data_ptr_error_msg_) return;
+    if (gone_ || spare.size_ == spare.kept_.size() || meta->symbolic_shape_meta_ ||
+        !meta->custom_data_ptr_error_msg_)
+      return;
     spare.kept_[spare.size_++] = std::move(meta);
   }
   ~SpareMeta() { gone_ = true; }
@@ -54,10 +58,12 @@ class SpareMeta {
 // Has no members of its own: it exists to reach protected ones.
 struct ShardImpl final : c10::TensorImpl {
   // What a layout shows.
-  ShardImpl(c10::DispatchKeySet keys, caffe2::TypeMeta dtype, c10::Device device) : TensorImpl(keys, dtype, device) {}
+  ShardImpl(c10::DispatchKeySet keys, caffe2::TypeMeta dtype, c10::Device device)
+      : TensorImpl(keys, dtype, device) {}
 
   // Shown as `like`.
-  ShardImpl(const ShardImpl& like, c10::DispatchKeySet keys, c10::intrusive_ptr<c10::BackendMeta> meta)
+  ShardImpl(const ShardImpl& like, c10::DispatchKeySet keys,
+            c10::intrusive_ptr<c10::BackendMeta> meta)
       : TensorImpl(keys, like.data_type_, like.device_opt_) {
     set_storage_access_should_throw();
     sizes_and_strides_ = like.sizes_and_strides_;
@@ -75,28 +81,36 @@ struct ShardImpl final : c10::TensorImpl {
   ~ShardImpl() override { SpareMeta::give(std::move(extra_meta_)); }
 
   // The base's copies the message too.
-  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool metadata_may_change) const override {
-    if (!copied_as_it_is()) return TensorImpl::shallow_copy_and_detach(version, metadata_may_change);
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version,
+                                                         bool metadata_may_change) const override {
+    if (!copied_as_it_is())
+      return TensorImpl::shallow_copy_and_detach(version, metadata_may_change);
     return copy(c10::VariableVersion(version), metadata_may_change);
   }
-  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version, bool metadata_may_change) const override {
-    if (!copied_as_it_is()) return TensorImpl::shallow_copy_and_detach(std::move(version), metadata_may_change);
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version,
+                                                         bool metadata_may_change) const override {
+    if (!copied_as_it_is())
+      return TensorImpl::shallow_copy_and_detach(std::move(version), metadata_may_change);
     return copy(std::move(version), metadata_may_change);
   }
 
   const char* tensorimpl_type_name() const override { return kNoMemory; }
 
   void make_normal() {
-    key_set_ = key_set_ | c10::getAutogradRelatedKeySetFromBackend(c10::BackendComponent::PrivateUse2Bit);
+    key_set_ =
+        key_set_ | c10::getAutogradRelatedKeySetFromBackend(c10::BackendComponent::PrivateUse2Bit);
     version_counter_ = c10::VariableVersion(0);
   }
 
  private:
-  // No mode of Python's wants to see the copy, and nothing hangs on the tensor that a wrapper does not have.
+  // No mode of Python's wants to see the copy, and nothing hangs on the tensor that a wrapper does
+  // not have.
   bool copied_as_it_is() const {
-    return c10::impl::TorchDispatchModeTLS::stack_len() == 0 && !key_set_.has(c10::DispatchKey::Python) && !extra_meta_->symbolic_shape_meta_;
+    return c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
+           !key_set_.has(c10::DispatchKey::Python) && !extra_meta_->symbolic_shape_meta_;
   }
-  c10::intrusive_ptr<TensorImpl> copy(c10::VariableVersion&& version, bool metadata_may_change) const {
+  c10::intrusive_ptr<TensorImpl> copy(c10::VariableVersion&& version,
+                                      bool metadata_may_change) const {
     auto impl = c10::make_intrusive<ShardImpl>(*this, key_set_, extra_meta_->backend_meta_);
     impl->key_set_ = key_set_;
     impl->is_wrapped_number_ = is_wrapped_number_;
@@ -107,10 +121,11 @@ struct ShardImpl final : c10::TensorImpl {
 };
 
 c10::DispatchKeySet keys_for(c10::Device device) {
-  // The inner backend's key stays in the set: set_data() swaps between dense tensors only, and autocast looks at it. PrivateUse2 has the higher
-  // priority.
+  // The inner backend's key stays in the set: set_data() swaps between dense tensors only, and
+  // autocast looks at it. PrivateUse2 has the higher priority.
   const auto backend = device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
-  const auto autocast = device.is_cuda() ? c10::DispatchKey::AutocastCUDA : c10::DispatchKey::AutocastCPU;
+  const auto autocast =
+      device.is_cuda() ? c10::DispatchKey::AutocastCUDA : c10::DispatchKey::AutocastCPU;
   return c10::DispatchKeySet({backend, kShardKey, autocast});
 }
 
@@ -118,7 +133,8 @@ c10::DispatchKeySet keys_for(c10::Device device) {
 std::vector<int> memory_order(at::IntArrayRef strides) {
   std::vector<int> order(strides.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return strides[a] > strides[b]; });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return strides[a] > strides[b]; });
   return order;
 }
 
@@ -167,7 +183,8 @@ LayoutPtr interned(std::shared_ptr<Layout> layout) {
   for (const auto s : layout->strides) hash.number(s);
   hash.number(layout->offset)
       .number(static_cast<std::uint64_t>(layout->dtype))
-      .number(static_cast<std::uint64_t>(layout->device.type()) << 8 | static_cast<std::uint8_t>(layout->device.index()))
+      .number(static_cast<std::uint64_t>(layout->device.type()) << 8 |
+              static_cast<std::uint8_t>(layout->device.index()))
       .number(layout->parameter);
   InternTable<Layout>& table = context_of(layout->spec)->layouts;
   return table.intern(hash.value(), std::move(layout));
@@ -175,11 +192,13 @@ LayoutPtr interned(std::shared_ptr<Layout> layout) {
 
 }  // namespace
 
-LayoutPtr make_layout(const ShardSpec& spec, at::IntArrayRef strides, std::int64_t offset, at::ScalarType dtype, c10::Device device) {
+LayoutPtr make_layout(const ShardSpec& spec, at::IntArrayRef strides, std::int64_t offset,
+                      at::ScalarType dtype, c10::Device device) {
   auto layout = std::make_shared<Layout>(Layout{spec, strides.vec(), offset, dtype, device});
   layout->dense = is_dense(spec.shape(), strides);
   layout->local_strides = strides_in_order(spec.local_shape(), strides);
-  auto shown = c10::make_intrusive<ShardImpl>(keys_for(device), at::scalarTypeToTypeMeta(dtype), device);
+  auto shown =
+      c10::make_intrusive<ShardImpl>(keys_for(device), at::scalarTypeToTypeMeta(dtype), device);
   shown->set_sizes_and_strides(spec.shape(), strides, offset);
   layout->shown = std::move(shown);
   return interned(std::move(layout));
@@ -198,21 +217,25 @@ LayoutPtr make_layout(const ShardSpec& spec, at::ScalarType dtype, c10::Device d
 
 at::Tensor wrap(at::Tensor local, LayoutPtr layout) {
   if (local.sizes() != at::IntArrayRef(layout->spec.local_shape())) {
-    throw RuleError(concat("a local of shape ", local.sizes(), " where the spec ", layout->spec, " says ", list(layout->spec.local_shape()),
+    throw RuleError(concat("a local of shape ", local.sizes(), " where the spec ", layout->spec,
+                           " says ", list(layout->spec.local_shape()),
                            ": the rule that made it does not hold for these inputs"));
   }
   if (local.scalar_type() != layout->dtype || local.device() != layout->device)
-    layout = make_layout(layout->spec, layout->strides, layout->offset, local.scalar_type(), local.device());
+    layout = make_layout(layout->spec, layout->strides, layout->offset, local.scalar_type(),
+                         local.device());
   const bool conj = local.is_conj(), neg = local.is_neg();
   at::Tensor t = wrap_checked(std::move(local), layout);
-  if (conj) t.unsafeGetTensorImpl()->_set_conj(true);  // libtorch asks the wrapper who has to resolve it
+  // libtorch asks the wrapper who has to resolve it
+  if (conj) t.unsafeGetTensorImpl()->_set_conj(true);
   if (neg) t.unsafeGetTensorImpl()->_set_neg(true);
   return t;
 }
 
 at::Tensor wrap_checked(at::Tensor local, const LayoutPtr& layout) {
   const auto& shown = static_cast<const ShardImpl&>(*layout->shown);
-  return at::Tensor(c10::make_intrusive<ShardImpl>(shown, shown.key_set(), c10::make_intrusive<ShardMeta>(std::move(local), layout)));
+  return at::Tensor(c10::make_intrusive<ShardImpl>(
+      shown, shown.key_set(), c10::make_intrusive<ShardMeta>(std::move(local), layout)));
 }
 
 void as_view_of_normal(const at::Tensor& made) {
@@ -244,7 +267,8 @@ at::Tensor wrap_fresh(at::Tensor local, const LayoutPtr& layout) {
   return wrap(aligned(std::move(local), *layout), layout);
 }
 
-void install(const at::Tensor& target, at::Tensor local, LayoutPtr layout, std::shared_ptr<ViewCopy> copy) {
+void install(const at::Tensor& target, at::Tensor local, LayoutPtr layout,
+             std::shared_ptr<ViewCopy> copy) {
   auto* impl = target.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(layout->sizes(), layout->strides, layout->offset);
   auto meta = c10::make_intrusive<ShardMeta>(std::move(local), std::move(layout));
@@ -253,8 +277,11 @@ void install(const at::Tensor& target, at::Tensor local, LayoutPtr layout, std::
 }
 
 LayoutPtr replicated_layout(const std::shared_ptr<MeshContext>& context, const at::Tensor& plain) {
-  const auto spec = make_spec(context, plain.sizes().vec(), std::vector<Placement>(context->sizes.size()), std::vector<DimSharding>(plain.dim()));
-  return make_layout(spec, plain.strides(), plain.storage_offset(), plain.scalar_type(), plain.device());
+  const auto spec =
+      make_spec(context, plain.sizes().vec(), std::vector<Placement>(context->sizes.size()),
+                std::vector<DimSharding>(plain.dim()));
+  return make_layout(spec, plain.strides(), plain.storage_offset(), plain.scalar_type(),
+                     plain.device());
 }
 
 }  // namespace tessera::detail

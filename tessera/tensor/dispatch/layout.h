@@ -1,7 +1,8 @@
 #pragma once
-// Layout: everything about a sharded tensor but its values: spec, the strides that plain libtorch would show for the global tensor, dtype, device.
-// ShardMeta carries the local tensor and the layout on an ordinary TensorImpl. Both are immutable; layouts are interned, so that the key under which
-// an operator's plan is cached is one pointer a tensor.
+// Layout: everything about a sharded tensor but its values: spec, the strides that plain libtorch
+// would show for the global tensor, dtype, device. ShardMeta carries the local tensor and the
+// layout on an ordinary TensorImpl. Both are immutable; layouts are interned, so that the key under
+// which an operator's plan is cached is one pointer a tensor.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
@@ -16,7 +17,8 @@
 
 namespace tessera::detail {
 
-inline constexpr auto kShardKey = c10::DispatchKey::PrivateUse2;  // PrivateUse1 belongs to real out-of-tree devices
+// PrivateUse1 belongs to real out-of-tree devices
+inline constexpr auto kShardKey = c10::DispatchKey::PrivateUse2;
 inline constexpr auto kShardAutogradKey = c10::DispatchKey::AutogradPrivateUse2;
 
 using Dims = std::vector<std::int64_t>;
@@ -27,21 +29,26 @@ struct Layout {
   std::int64_t offset = 0;  // global storage offset
   at::ScalarType dtype = at::kFloat;
   c10::Device device = c10::Device(c10::kCPU);
-  bool parameter = false;  // a sharded parameter or a view of it: gathered where it is used, rather than the data moved
+  // a sharded parameter or a view of it: gathered where it is used, rather than the data moved
+  bool parameter = false;
 
   // Derived by make_layout:
-  bool dense = true;  // non-overlapping and dense, so that local_strides says how a fresh local must lie
+  // non-overlapping and dense, so that local_strides says how a fresh local must lie
+  bool dense = true;
   Dims local_strides = {};
-  c10::intrusive_ptr<c10::TensorImpl> shown = {};  // sizes, strides and keys as a wrapper shows them, worked out once
+  // sizes, strides and keys as a wrapper shows them, worked out once
+  c10::intrusive_ptr<c10::TensorImpl> shown = {};
 
   const Dims& sizes() const { return spec.shape(); }
   bool same(const Layout& o) const {
-    return spec == o.spec && strides == o.strides && offset == o.offset && dtype == o.dtype && device == o.device && parameter == o.parameter;
+    return spec == o.spec && strides == o.strides && offset == o.offset && dtype == o.dtype &&
+           device == o.device && parameter == o.parameter;
   }
 };
 using LayoutPtr = std::shared_ptr<const Layout>;
 
-LayoutPtr make_layout(const ShardSpec& spec, at::IntArrayRef strides, std::int64_t offset, at::ScalarType dtype, c10::Device device);
+LayoutPtr make_layout(const ShardSpec& spec, at::IntArrayRef strides, std::int64_t offset,
+                      at::ScalarType dtype, c10::Device device);
 /// The same layout, of a parameter.
 LayoutPtr as_parameter(const LayoutPtr& layout);
 /// Row-major.
@@ -50,11 +57,13 @@ LayoutPtr make_layout(const ShardSpec& spec, at::ScalarType dtype, c10::Device d
 Dims contiguous_strides(at::IntArrayRef sizes);
 /// Whether each element has an address of its own and there are no gaps. Empty tensors are dense.
 bool is_dense(at::IntArrayRef sizes, at::IntArrayRef strides);
-/// Dense strides for `sizes` in the memory order of `like_strides`. Given global strides, all ranks' locals lie alike.
+/// Dense strides for `sizes` in the memory order of `like_strides`. Given global strides, all
+/// ranks' locals lie alike.
 Dims strides_in_order(at::IntArrayRef sizes, at::IntArrayRef like_strides);
 
 struct ShardMeta : c10::BackendMeta {
-  ShardMeta(at::Tensor local_, LayoutPtr layout_) : local(std::move(local_)), layout(std::move(layout_)) {}
+  ShardMeta(at::Tensor local_, LayoutPtr layout_)
+      : local(std::move(local_)), layout(std::move(layout_)) {}
   const at::Tensor local;
   const LayoutPtr layout;
   std::shared_ptr<ViewCopy> copy = {};  // of a view that does not share memory with its base
@@ -69,18 +78,22 @@ inline ShardMeta* meta_of(const at::TensorBase& t) {
   return static_cast<ShardMeta*>(impl->get_backend_meta());
 }
 
-/// A tensor of the global shape over `local`, whose shape must be the layout's local one (checked: a rule that predicted another one is wrong).
+/// A tensor of the global shape over `local`, whose shape must be the layout's local one (checked:
+/// a rule that predicted another one is wrong).
 at::Tensor wrap(at::Tensor local, LayoutPtr layout);
 /// wrap() of a local whose shape the caller has compared.
 at::Tensor wrap_checked(at::Tensor local, const LayoutPtr& layout);
-/// A tensor that is made in inference mode is no inference tensor if it is a view of one that is none.
+/// A tensor that is made in inference mode is no inference tensor if it is a view of one that is
+/// none.
 void as_view_of_normal(const at::Tensor& made);
-/// wrap(), with the local first laid out as the layout says where both are dense. For results that do not alias anything.
+/// wrap(), with the local first laid out as the layout says where both are dense. For results that
+/// do not alias anything.
 at::Tensor wrap_fresh(at::Tensor local, const LayoutPtr& layout);
 /// The local laid out as the layout demands: itself if it already is.
 at::Tensor aligned(at::Tensor local, const Layout& layout);
 /// Gives an existing sharded or plain tensor another value and shape in place.
-void install(const at::Tensor& target, at::Tensor local, LayoutPtr layout, std::shared_ptr<ViewCopy> copy = {});
+void install(const at::Tensor& target, at::Tensor local, LayoutPtr layout,
+             std::shared_ptr<ViewCopy> copy = {});
 /// The layout of a plain tensor seen as replicated.
 LayoutPtr replicated_layout(const std::shared_ptr<MeshContext>& context, const at::Tensor& plain);
 

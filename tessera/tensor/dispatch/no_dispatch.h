@@ -1,5 +1,6 @@
 #pragma once
-// LocalCallGuard: what runs on locals goes straight to the device's own kernels. Autograd and autocast have had their turn on the sharded tensor.
+// LocalCallGuard: what runs on locals goes straight to the device's own kernels. Autograd and
+// autocast have had their turn on the sharded tensor.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -8,7 +9,9 @@ namespace tessera::detail {
 
 class LocalCallGuard {
  public:
-  LocalCallGuard() : exclude_(c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset) {}
+  LocalCallGuard()
+      : exclude_(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+                 c10::autocast_dispatch_keyset) {}
 
  private:
   c10::impl::ExcludeDispatchKeyGuard exclude_;

@@ -40,10 +40,12 @@ struct OpInfo {
   bool view = false;
   bool random = false;
   bool pointwise = false;
-  /// The form that returns new tensors, for in-place and out variants; its arguments are the first ones of this one.
+  /// The form that returns new tensors, for in-place and out variants; its arguments are the first
+  /// ones of this one.
   std::optional<c10::OperatorHandle> functional;
 
-  std::shared_ptr<const RegisteredRule> rule() const;  // own, of the functional form, or of the pointwise family; nullptr if there is none
+  // own, of the functional form, or of the pointwise family; nullptr if there is none
+  std::shared_ptr<const RegisteredRule> rule() const;
 };
 
 /// The rule that pointwise operators without one of their own follow.

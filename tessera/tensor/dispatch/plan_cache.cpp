@@ -36,7 +36,8 @@ void add_value(const c10::IValue& v, bool numbers, Key& key) {
     }
   } else if (v.isDevice()) {
     key.push_back(kOther);
-    key.push_back(static_cast<std::uint64_t>(v.toDevice().type()) << 8 | static_cast<std::uint8_t>(v.toDevice().index()));
+    key.push_back(static_cast<std::uint64_t>(v.toDevice().type()) << 8 |
+                  static_cast<std::uint8_t>(v.toDevice().index()));
   } else if (v.isList()) {
     const auto list = v.toListRef();
     key.push_back(kList);
@@ -55,7 +56,11 @@ void add_number(const c10::IValue& v, bool numbers, Key& key) {
     key.push_back(v.toListRef().size());
     for (const c10::IValue& element : v.toListRef()) add_number(element, false, key);
   } else {
-    key.push_back(v.isDouble() ? kDouble : v.isInt() ? kInt : v.isBool() ? kTrue : v.isNone() ? kNone : kComplex);
+    key.push_back(v.isDouble() ? kDouble
+                  : v.isInt()  ? kInt
+                  : v.isBool() ? kTrue
+                  : v.isNone() ? kNone
+                               : kComplex);
   }
 }
 
@@ -85,7 +90,8 @@ Scan make_key(const OpInfo& info, const c10::IValue* arguments, bool numbers, Ke
     if (!scan.first) {
       scan.first = meta;
     } else if (scan.first->layout->spec.data()->context != spec.context) {
-      throw ShardingError(concat(info.name, " is given tensors of two meshes: ", scan.first->spec(), " and ", meta->spec(),
+      throw ShardingError(concat(info.name, " is given tensors of two meshes: ", scan.first->spec(),
+                                 " and ", meta->spec(),
                                  ". Redistribute one of them onto the other's mesh."));
     }
     scan.replicated &= spec.replicated;

@@ -1,6 +1,6 @@
 #pragma once
-// Plans made ready to run, and the key under which they are found: the layouts of the tensors and whatever else of the arguments decides the result's
-// shape.
+// Plans made ready to run, and the key under which they are found: the layouts of the tensors and
+// whatever else of the arguments decides the result's shape.
 
 #include <c10/util/SmallVector.h>
 
@@ -18,7 +18,19 @@
 namespace tessera::detail {
 
 // What stands in a key beside pointers and numbers: small words that no pointer equals.
-enum Mark : std::uint64_t { kNone = 1, kUndefined, kWrapped, kList, kTrue, kFalse, kInt, kDouble, kComplex, kText, kOther };
+enum Mark : std::uint64_t {
+  kNone = 1,
+  kUndefined,
+  kWrapped,
+  kList,
+  kTrue,
+  kFalse,
+  kInt,
+  kDouble,
+  kComplex,
+  kText,
+  kOther
+};
 
 using Key = c10::SmallVector<std::uint64_t, 24>;
 
@@ -49,7 +61,9 @@ struct ReadyPlan {
   enum class Mode : unsigned char {
     replicated,  // the operator on the locals, outputs as it makes them
     ruled,
-    by_functional,  // run the functional form on the sharded tensors, then give its results to the arguments that are written
+    // run the functional form on the sharded tensors, then give its results to the arguments that
+    // are written
+    by_functional,
   };
   struct Move {
     int argument, element;
@@ -88,7 +102,8 @@ struct OpPlans {
   bool numbers = false;
 };
 
-/// This thread's plans. Per thread, so that finding one takes no lock; they are a cache and nothing else.
+/// This thread's plans. Per thread, so that finding one takes no lock; they are a cache and nothing
+/// else.
 class PlanCache {
  public:
   static PlanCache& of_thread();
@@ -101,13 +116,16 @@ class PlanCache {
   void added() { ++size_; }
   int depth = 0;  // of run_sharded() on this thread
 
-  /// The plans that unboxed kernels found last, a few for each of them: an entry of `plans`, or nothing.
+  /// The plans that unboxed kernels found last, a few for each of them: an entry of `plans`, or
+  /// nothing.
   struct Recent {
     const Key* key = nullptr;
     ReadyPlan* plan = nullptr;
   };
   static constexpr int kKernels = 32;
-  Recent& recent(int kernel, std::size_t hash) { return recent_[kernel][hash % recent_[kernel].size()]; }
+  Recent& recent(int kernel, std::size_t hash) {
+    return recent_[kernel][hash % recent_[kernel].size()];
+  }
 
  private:
   std::array<std::array<Recent, 8>, kKernels> recent_;

@@ -37,7 +37,8 @@ std::shared_ptr<MeshContext> carried(AutogradContext* ctx) {
   return c10::static_intrusive_pointer_cast<Carried>(ctx->saved_data["mesh"].toCapsule())->context;
 }
 
-// A plain tensor stands for the same value on every rank. The collective level of checking looks whether it is.
+// A plain tensor stands for the same value on every rank. The collective level of checking looks
+// whether it is.
 void require_equal(const at::Tensor& plain, const MeshContext& context) {
   if (context.mesh.layout().size() < 2) return;
   const Group all = context.mesh.all();
@@ -50,20 +51,25 @@ void require_equal(const at::Tensor& plain, const MeshContext& context) {
   const auto hashes = all.all_gather_bytes(std::to_string(hash.value()), {.name = "promotion"});
   for (std::size_t r = 1; r < hashes.size(); ++r) {
     if (hashes[r] == hashes[0]) continue;
-    throw MismatchError(
-        concat("a plain tensor of shape ", plain.sizes(), " meets sharded ones, but ranks ", all.ranks()[0], " and ", all.ranks()[r],
-               " hold different values: it stands for one replicated value. Distribute it (tessera::from_local) or make it the same."));
+    throw MismatchError(concat("a plain tensor of shape ", plain.sizes(),
+                               " meets sharded ones, but ranks ", all.ranks()[0], " and ",
+                               all.ranks()[r],
+                               " hold different values: it stands for one replicated value. "
+                               "Distribute it (tessera::from_local) or make it the same."));
   }
 }
 
 at::Tensor wrap_plain(const at::Tensor& plain, const std::shared_ptr<MeshContext>& context) {
   if (plain.layout() != c10::kStrided || plain.is_quantized() || plain.is_nested()) {
-    throw ShardingError(
-        concat("a ", plain.toString(), " tensor cannot become a replicated ShardTensor: sparse, quantized and nested tensors are not supported"));
+    throw ShardingError(concat("a ", plain.toString(),
+                               " tensor cannot become a replicated ShardTensor: sparse, quantized "
+                               "and nested tensors are not supported"));
   }
   const LocalCallGuard guard;
-  // Backward formulas make zeros without memory, which libtorch's kernels treat by rules of their own.
-  at::Tensor local = plain._is_zerotensor() ? at::zeros(plain.sizes(), plain.options()) : plain.detach();
+  // Backward formulas make zeros without memory, which libtorch's kernels treat by rules of their
+  // own.
+  at::Tensor local =
+      plain._is_zerotensor() ? at::zeros(plain.sizes(), plain.options()) : plain.detach();
   if (local.is_conj() || local.is_neg()) local = local.resolve_conj().resolve_neg();
   require_equal(local, *context);
   auto layout = replicated_layout(context, local);
@@ -72,12 +78,14 @@ at::Tensor wrap_plain(const at::Tensor& plain, const std::shared_ptr<MeshContext
 
 // Each is the other's derivative, so that second derivatives exist.
 struct Promote : torch::autograd::Function<Promote> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& plain, const std::shared_ptr<MeshContext>& context) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& plain,
+                            const std::shared_ptr<MeshContext>& context) {
     ctx->set_materialize_grads(false);  // what has no gradient gets none, as without promotion
     return wrap_plain(plain, context);
   }
   static variable_list backward(AutogradContext*, const variable_list& gradients) {
-    return {gradients[0].defined() && meta_of(gradients[0]) ? demote(gradients[0]) : gradients[0], at::Tensor()};
+    return {gradients[0].defined() && meta_of(gradients[0]) ? demote(gradients[0]) : gradients[0],
+            at::Tensor()};
   }
 };
 
@@ -93,8 +101,8 @@ c10::weak_intrusive_ptr<T> weak(const c10::intrusive_ptr<T>& p) {
 }
 using WeakNode = decltype(weak(std::declval<NodePtr>()));
 
-// The nodes that promote, by what they lead to: a tensor that is used several times is promoted by one node, so that its gradients are summed before
-// they are reduced, once.
+// The nodes that promote, by what they lead to: a tensor that is used several times is promoted by
+// one node, so that its gradients are summed before they are reduced, once.
 class PromotingNodes {
  public:
   static PromotingNodes& of_thread() {
@@ -105,12 +113,14 @@ class PromotingNodes {
   NodePtr find(const torch::autograd::Edge& to, const std::shared_ptr<MeshContext>& context) const {
     const auto [begin, end] = nodes_.equal_range(to.function.get());
     for (auto it = begin; it != end; ++it) {
-      auto node = it->second.node.lock();  // keeps what it leads to alive, so that the address is not another one's
+      // keeps what it leads to alive, so that the address is not another one's
+      auto node = it->second.node.lock();
       if (node && node->next_edge(0) == to && it->second.context.lock() == context) return node;
     }
     return {};
   }
-  void add(const torch::autograd::Edge& to, const std::shared_ptr<MeshContext>& context, const NodePtr& node) {
+  void add(const torch::autograd::Edge& to, const std::shared_ptr<MeshContext>& context,
+           const NodePtr& node) {
     if (nodes_.size() >= sweep_at_) {
       std::erase_if(nodes_, [](const auto& entry) { return entry.second.node.expired(); });
       sweep_at_ = 2 * nodes_.size() + 64;
@@ -127,15 +137,18 @@ class PromotingNodes {
   std::size_t sweep_at_ = 64;
 };
 
-// Hook of a plain tensor that a user's autograd::Function takes together with sharded ones: what its backward returns may be sharded.
+// Hook of a plain tensor that a user's autograd::Function takes together with sharded ones: what
+// its backward returns may be sharded.
 struct PlainGradient {
   at::TensorBase operator()(const at::TensorBase& gradient) const {
-    return gradient.defined() && meta_of(gradient) ? at::TensorBase(demote(at::Tensor(gradient))) : gradient;
+    return gradient.defined() && meta_of(gradient) ? at::TensorBase(demote(at::Tensor(gradient)))
+                                                   : gradient;
   }
 };
 
 void keep_gradient_plain(const at::Tensor& plain) {
-  if (const auto* meta = torch::autograd::impl::get_autograd_meta(plain); meta && meta->cpp_hooks_list_) {
+  if (const auto* meta = torch::autograd::impl::get_autograd_meta(plain);
+      meta && meta->cpp_hooks_list_) {
     for (const auto& hook : *meta->cpp_hooks_list_) {
       if (hook.target<PlainGradient>()) return;
     }
@@ -148,7 +161,8 @@ struct Demote : torch::autograd::Function<Demote> {
     const ShardMeta& meta = *meta_of(sharded);
     ctx->set_materialize_grads(false);
     carry(ctx, context_of(meta.spec()));
-    const ShardSpec whole = meta.spec().with_placements(std::vector<Placement>(meta.spec().placements().size()));
+    const ShardSpec whole =
+        meta.spec().with_placements(std::vector<Placement>(meta.spec().placements().size()));
     const LocalCallGuard guard;
     const at::Tensor local = redistribute_local(meta.local, meta.spec(), whole);
     return local.is_same(meta.local) ? local.detach() : local;
@@ -160,36 +174,46 @@ struct Demote : torch::autograd::Function<Demote> {
 };
 
 // The caller's own tensor is converted, so that it gets the history of what is written to it.
-void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>& context, const OpInfo& info, bool above) {
+void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>& context,
+                    const OpInfo& info, bool above) {
   const auto refuse = [&](const char* why) {
-    throw ShardingError(concat(
-        info.name, " writes a sharded value into a plain tensor ", why,
-        ". Make the target sharded (tessera::distribute_tensor, or distribute_module for parameters and buffers) or write to the local part."));
+    throw ShardingError(
+        concat(info.name, " writes a sharded value into a plain tensor ", why,
+               ". Make the target sharded (tessera::distribute_tensor, or distribute_module for "
+               "parameters and buffers) or write to the local part."));
   };
   if (target.is_leaf() && target.requires_grad()) refuse("that is a leaf and requires grad");
   if (target.is_view()) refuse("that is a view of another one");
   // Aliases that autograd knows share the version counter; the pieces of an unsafe_split do not.
-  if (!target.is_inference() && !target.unsafeGetTensorImpl()->unique_version()) refuse("that others are views of, or that a graph has saved");
-  // Memory that others see too, without autograd knowing: a kernel's own temporary and a view of it.
-  if (!above && target.has_storage() && target.storage().use_count() > 1) refuse("whose memory others share");
+  if (!target.is_inference() && !target.unsafeGetTensorImpl()->unique_version())
+    refuse("that others are views of, or that a graph has saved");
+  // Memory that others see too, without autograd knowing: a kernel's own temporary and a view of
+  // it.
+  if (!above && target.has_storage() && target.storage().use_count() > 1)
+    refuse("whose memory others share");
   const at::Tensor promoted = promote(target, context);
   target.unsafeGetTensorImpl()->shallow_copy_from(promoted.getIntrusivePtr());
   if (promoted.grad_fn()) torch::autograd::impl::set_gradient_edge(target, {promoted.grad_fn(), 0});
 }
 
-void apply_policy(const OpInfo& info, const std::shared_ptr<MeshContext>& context, const at::Tensor& plain) {
+void apply_policy(const OpInfo& info, const std::shared_ptr<MeshContext>& context,
+                  const at::Tensor& plain) {
   RankState& state = *context->state;
   const std::lock_guard lock(state.mutex);
   if (state.policies.promotion == Policy::allow) return;
-  const std::string text = concat(info.name, ": a plain tensor of shape ", plain.sizes(),
-                                  " meets sharded ones; it is taken as replicated, that is, equal on all ranks of the mesh");
-  if (state.policies.promotion == Policy::error) throw ShardingError(text + ". Distribute it first, or set Policies::promotion to allow.");
+  const std::string text = concat(
+      info.name, ": a plain tensor of shape ", plain.sizes(),
+      " meets sharded ones; it is taken as replicated, that is, equal on all ranks of the mesh");
+  if (state.policies.promotion == Policy::error)
+    throw ShardingError(text + ". Distribute it first, or set Policies::promotion to allow.");
   if (state.warned.insert(text).second) TORCH_WARN(text);
 }
 
 }  // namespace
 
-bool is_plain(const at::TensorBase& t) { return t.defined() && !meta_of(t) && !t.unsafeGetTensorImpl()->is_wrapped_number(); }
+bool is_plain(const at::TensorBase& t) {
+  return t.defined() && !meta_of(t) && !t.unsafeGetTensorImpl()->is_wrapped_number();
+}
 
 at::Tensor promote(const at::Tensor& plain, const std::shared_ptr<MeshContext>& context) {
   if (!at::GradMode::is_enabled() || !plain.requires_grad()) return Promote::apply(plain, context);
@@ -201,14 +225,16 @@ at::Tensor promote(const at::Tensor& plain, const std::shared_ptr<MeshContext>& 
     return promoted;
   }
   at::Tensor promoted = Promote::apply(plain, context);
-  // Ready means next, whatever its age: a rank that keeps an old graph finds an old node where others make one, and all must reduce in one order.
+  // Ready means next, whatever its age: a rank that keeps an old graph finds an old node where
+  // others make one, and all must reduce in one order.
   promoted.grad_fn()->set_sequence_nr(UINT64_MAX);
   nodes.add(edge, context, promoted.grad_fn());
   return promoted;
 }
 at::Tensor demote(const at::Tensor& sharded) { return Demote::apply(sharded); }
 
-void promote_arguments(const OpInfo& info, c10::IValue* arguments, const std::shared_ptr<MeshContext>& context, bool above) {
+void promote_arguments(const OpInfo& info, c10::IValue* arguments,
+                       const std::shared_ptr<MeshContext>& context, bool above) {
   const auto promoted = [&](const at::Tensor& t, bool written) -> at::Tensor {
     if (!is_plain(t)) return t;
     apply_policy(info, context, t);
@@ -231,7 +257,8 @@ void promote_arguments(const OpInfo& info, c10::IValue* arguments, const std::sh
     } else if (info.kinds[i] == OpInfo::Kind::optional_tensor_list && v.isList()) {
       c10::List<std::optional<at::Tensor>> list;
       for (const c10::IValue& t : v.toListRef())
-        list.push_back(t.isTensor() ? std::optional<at::Tensor>(promoted(t.toTensor(), false)) : std::nullopt);
+        list.push_back(t.isTensor() ? std::optional<at::Tensor>(promoted(t.toTensor(), false))
+                                    : std::nullopt);
       v = list;
     }
   }

@@ -1,5 +1,6 @@
 #pragma once
-// Promotion: a plain tensor that meets sharded ones becomes a replicated one, and its gradient comes back plain and reduced.
+// Promotion: a plain tensor that meets sharded ones becomes a replicated one, and its gradient
+// comes back plain and reduced.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -16,11 +17,14 @@ bool is_plain(const at::TensorBase& t);
 
 /// Differentiable: the gradient is demote()d.
 at::Tensor promote(const at::Tensor& plain, const std::shared_ptr<MeshContext>& context);
-/// The whole value as a plain tensor, the same on all ranks. Differentiable: the gradient is promote()d.
+/// The whole value as a plain tensor, the same on all ranks. Differentiable: the gradient is
+/// promote()d.
 at::Tensor demote(const at::Tensor& sharded);
 
-/// Promotes every plain tensor among the arguments, lists and optionals included; targets that are written to, where they stand. `above`: autograd
-/// still has its turn, so that promotion must be differentiable.
-void promote_arguments(const OpInfo& info, c10::IValue* arguments, const std::shared_ptr<MeshContext>& context, bool above);
+/// Promotes every plain tensor among the arguments, lists and optionals included; targets that are
+/// written to, where they stand. `above`: autograd still has its turn, so that promotion must be
+/// differentiable.
+void promote_arguments(const OpInfo& info, c10::IValue* arguments,
+                       const std::shared_ptr<MeshContext>& context, bool above);
 
 }  // namespace tessera::detail

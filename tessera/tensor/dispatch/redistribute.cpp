@@ -28,7 +28,9 @@ std::vector<std::int64_t> shape_of(const Box& box) {
 at::Tensor slice(const at::Tensor& t, const Box& held, const Box& box) {
   at::Tensor part = t;
   for (std::size_t d = 0; d < box.size(); ++d) {
-    if (!(box[d] == held[d])) part = part.narrow(static_cast<std::int64_t>(d), box[d].empty() ? 0 : box[d].begin - held[d].begin, box[d].size());
+    if (!(box[d] == held[d]))
+      part = part.narrow(static_cast<std::int64_t>(d),
+                         box[d].empty() ? 0 : box[d].begin - held[d].begin, box[d].size());
   }
   return part;
 }
@@ -38,7 +40,8 @@ Box hull(const std::vector<Box>& boxes) {
   for (const Box& b : boxes) {
     if (volume(b) == 0) continue;
     if (all.empty()) all = b;
-    for (std::size_t d = 0; d < b.size(); ++d) all[d] = {std::min(all[d].begin, b[d].begin), std::max(all[d].end, b[d].end)};
+    for (std::size_t d = 0; d < b.size(); ++d)
+      all[d] = {std::min(all[d].begin, b[d].begin), std::max(all[d].end, b[d].end)};
   }
   return all.empty() && !boxes.empty() ? boxes[0] : all;
 }
@@ -86,7 +89,8 @@ at::Tensor pack(const at::Tensor& t, const Box& held, const std::vector<Box>& bo
   return flat;
 }
 
-void unpack(const at::Tensor& t, const at::Tensor& flat, const std::vector<Box>& boxes, const Box& whole) {
+void unpack(const at::Tensor& t, const at::Tensor& flat, const std::vector<Box>& boxes,
+            const Box& whole) {
   std::int64_t at = 0;
   for (const Box& b : boxes) {
     const std::int64_t size = volume(b);
@@ -109,7 +113,9 @@ at::Scalar identity_of(ReduceOp::Kind kind, at::ScalarType dtype) {
       return 1;
     case ReduceOp::Kind::min:
     case ReduceOp::Kind::max:
-      if (at::isFloatingType(dtype)) return low ? -std::numeric_limits<double>::infinity() : std::numeric_limits<double>::infinity();
+      if (at::isFloatingType(dtype))
+        return low ? -std::numeric_limits<double>::infinity()
+                   : std::numeric_limits<double>::infinity();
       switch (dtype) {
         case at::kBool:
           return !low;
@@ -118,13 +124,18 @@ at::Scalar identity_of(ReduceOp::Kind kind, at::ScalarType dtype) {
         case at::kChar:
           return low ? -128 : 127;
         case at::kShort:
-          return low ? std::numeric_limits<std::int16_t>::lowest() : std::numeric_limits<std::int16_t>::max();
+          return low ? std::numeric_limits<std::int16_t>::lowest()
+                     : std::numeric_limits<std::int16_t>::max();
         case at::kInt:
-          return low ? std::numeric_limits<std::int32_t>::lowest() : std::numeric_limits<std::int32_t>::max();
+          return low ? std::numeric_limits<std::int32_t>::lowest()
+                     : std::numeric_limits<std::int32_t>::max();
         case at::kLong:
-          return low ? std::numeric_limits<std::int64_t>::lowest() : std::numeric_limits<std::int64_t>::max();
+          return low ? std::numeric_limits<std::int64_t>::lowest()
+                     : std::numeric_limits<std::int64_t>::max();
         default:
-          throw InvalidArgument(concat("a ", toString(dtype), " tensor has no minimum or maximum, and cannot become partial by it"));
+          throw InvalidArgument(
+              concat("a ", toString(dtype),
+                     " tensor has no minimum or maximum, and cannot become partial by it"));
       }
     default:
       return 0;
@@ -133,18 +144,22 @@ at::Scalar identity_of(ReduceOp::Kind kind, at::ScalarType dtype) {
 
 }  // namespace
 
-Redistribution::Redistribution(const at::Tensor& local, const ShardSpec& from, const ShardSpec& to, bool blocking)
+Redistribution::Redistribution(const at::Tensor& local, const ShardSpec& from, const ShardSpec& to,
+                               bool blocking)
     : from_(from), blocking_(blocking), local_(local) {
   const auto& context = context_of(from);
   if (context != context_of(to) || from.shape() != to.shape()) {
-    throw InvalidArgument(concat("cannot redistribute ", from, " as ", to, ": mesh or shape differ"));
+    throw InvalidArgument(
+        concat("cannot redistribute ", from, " as ", to, ": mesh or shape differ"));
   }
   plan_ = context->redistributions->of(from, to);
   const LocalCallGuard guard;
   launch();
 }
 
-Group Redistribution::group(const std::vector<int>& axes) const { return context_of(from_)->mesh.group(axes); }
+Group Redistribution::group(const std::vector<int>& axes) const {
+  return context_of(from_)->mesh.group(axes);
+}
 
 bool Redistribution::done() const { return stage_ >= plan_->reductions.size() && request_.done(); }
 
@@ -162,7 +177,9 @@ void Redistribution::launch_reduction() {
   const auto& r = plan_->reductions[stage_];
   // What the stage before left: the source's part, or a piece of it.
   const auto* before = stage_ > 0 ? &plan_->reductions[stage_ - 1] : nullptr;
-  const Box& held = !before ? plan_->before : before->pieces.empty() ? before->whole : before->pieces[before->rank];
+  const Box& held = !before                  ? plan_->before
+                    : before->pieces.empty() ? before->whole
+                                             : before->pieces[before->rank];
   const auto dtype = local_.scalar_type();
   const ReduceOp op = op_for(r.op, dtype);
   const at::Tensor given = dtype == at::kBool ? local_.to(at::kByte) : local_;
@@ -187,14 +204,18 @@ void Redistribution::launch_reduction() {
   } else {
     request_ = ranks.start_reduce_scatter(mine, all, op, volumes(r.pieces), kCall);
   }
-  complete_ = [mine, dtype, shape = shape_of(r.pieces[r.rank])] { return mine.view(shape).to(dtype); };
+  complete_ = [mine, dtype, shape = shape_of(r.pieces[r.rank])] {
+    return mine.view(shape).to(dtype);
+  };
 }
 
 void Redistribution::launch_move() {
   using Kind = RedistributionPlan::Move::Kind;
   const auto& move = plan_->move;
   const auto* before = plan_->reductions.empty() ? nullptr : &plan_->reductions.back();
-  const Box& held = !before ? plan_->before : before->pieces.empty() ? before->whole : before->pieces[before->rank];
+  const Box& held = !before                  ? plan_->before
+                    : before->pieces.empty() ? before->whole
+                                             : before->pieces[before->rank];
   switch (move.kind) {
     case Kind::none:
       complete_ = [this, &held, &move] { return slice(local_, held, move.after); };
@@ -220,7 +241,8 @@ void Redistribution::launch_move() {
     case Kind::broadcast: {
       const Group ranks = group(move.axes);
       const Box& box = move.pieces[move.root];
-      const at::Tensor all = move.rank == move.root ? slice(local_, held, box).contiguous() : at::empty(shape_of(box), local_.options());
+      const at::Tensor all = move.rank == move.root ? slice(local_, held, box).contiguous()
+                                                    : at::empty(shape_of(box), local_.options());
       if (blocking_) {
         ranks.broadcast(all, move.root, kCall);
       } else {
@@ -240,14 +262,19 @@ void Redistribution::launch_move() {
       const bool in_place = in_memory_order(parts, move.after);
       // This rank's own part is copied once, past the call, unless it lies between what arrives.
       const auto nothing = [](const Box& box) { return volume(box) == 0; };
-      const bool first = std::all_of(in.begin(), in.begin() + move.rank, nothing), last = std::all_of(in.begin() + move.rank, in.end(), nothing);
+      const bool first = std::all_of(in.begin(), in.begin() + move.rank, nothing),
+                 last = std::all_of(in.begin() + move.rank, in.end(), nothing);
       const bool along = in_place && !first && !last && volume(own) > 0;
       if (along) in[move.rank] = out[move.rank] = own;
       const Sizes arriving = volumes(in);
       const std::int64_t n = std::accumulate(arriving.begin(), arriving.end(), std::int64_t{0});
-      const at::Tensor packed = pack(local_, held, out), result = at::empty(shape_of(move.after), packed.options());
-      const at::Tensor received = in_place ? result.view({-1}).narrow(0, !along && first ? volume(own) : 0, n) : at::empty({n}, packed.options());
-      if (!blocking_) request_ = ranks.start_all_to_all(received, packed, arriving, volumes(out), kCall);
+      const at::Tensor packed = pack(local_, held, out),
+                       result = at::empty(shape_of(move.after), packed.options());
+      const at::Tensor received =
+          in_place ? result.view({-1}).narrow(0, !along && first ? volume(own) : 0, n)
+                   : at::empty({n}, packed.options());
+      if (!blocking_)
+        request_ = ranks.start_all_to_all(received, packed, arriving, volumes(out), kCall);
       if (!along && volume(own) > 0) slice(result, move.after, own).copy_(slice(local_, held, own));
       if (blocking_) ranks.all_to_all(received, packed, arriving, volumes(out), kCall);
       complete_ = [result, received, in_place, in = std::move(in), &move] {
@@ -261,15 +288,18 @@ void Redistribution::launch_move() {
       const at::Tensor result = at::empty(shape_of(move.after), local_.options());
       std::vector<Message> messages;
       std::vector<std::pair<at::Tensor, at::Tensor>> arrivals;  // where to, what arrived
-      for (const Piece& p : move.transfer.sends) messages.push_back({Message::Kind::send, slice(local_, held, p.box).contiguous(), p.rank});
+      for (const Piece& p : move.transfer.sends)
+        messages.push_back({Message::Kind::send, slice(local_, held, p.box).contiguous(), p.rank});
       for (const Piece& p : move.transfer.receives) {
         const at::Tensor part = slice(result, move.after, p.box);
-        const at::Tensor buffer = part.is_contiguous() ? part : at::empty(part.sizes(), part.options());
+        const at::Tensor buffer =
+            part.is_contiguous() ? part : at::empty(part.sizes(), part.options());
         if (!buffer.is_same(part)) arrivals.emplace_back(part, buffer);
         messages.push_back({Message::Kind::receive, buffer, p.rank});
       }
       if (!messages.empty()) request_ = group(move.axes).start_exchange(messages, kCall);
-      for (const Box& box : move.transfer.copies) slice(result, move.after, box).copy_(slice(local_, held, box));
+      for (const Box& box : move.transfer.copies)
+        slice(result, move.after, box).copy_(slice(local_, held, box));
       complete_ = [result, arrivals = std::move(arrivals)] {
         for (const auto& [part, buffer] : arrivals) part.copy_(buffer);
         return result;
@@ -290,10 +320,14 @@ at::Tensor Redistribution::finish() {
     launch();
   }
   const auto& plan = *plan_;
-  if (plan.clear) return at::full(shape_of(plan.target), identity_of(plan.identity, local_.scalar_type()), local_.options());
+  if (plan.clear)
+    return at::full(shape_of(plan.target), identity_of(plan.identity, local_.scalar_type()),
+                    local_.options());
   if (!plan.pad) return std::move(local_);
-  at::Tensor padded = at::full(shape_of(plan.target), identity_of(plan.identity, local_.scalar_type()), local_.options());
-  slice(padded, plan.target, plan.move.after).copy_(plan.scale == 1 ? local_ : local_.mul(plan.scale));
+  at::Tensor padded = at::full(shape_of(plan.target),
+                               identity_of(plan.identity, local_.scalar_type()), local_.options());
+  slice(padded, plan.target, plan.move.after)
+      .copy_(plan.scale == 1 ? local_ : local_.mul(plan.scale));
   return padded;
 }
 
@@ -315,7 +349,8 @@ bool moves_shards(const ShardSpec& from, const ShardSpec& to) {
   for (int axis = 0; axis < from.mesh_dims(); ++axis) {
     const Placement a = from.placements()[axis], b = to.placements()[axis];
     if (!a.is_shard()) continue;
-    if (context_of(from)->sizes[axis] > 1 && (!(a == b) || !(from.dim(a.dim) == to.dim(a.dim)))) return true;
+    if (context_of(from)->sizes[axis] > 1 && (!(a == b) || !(from.dim(a.dim) == to.dim(a.dim))))
+      return true;
   }
   return false;
 }

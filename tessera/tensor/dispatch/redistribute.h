@@ -13,14 +13,18 @@ namespace tessera::detail {
 
 struct RedistributionPlan;
 
-/// A redistribution under way on this rank: its first call is made when it is constructed, the others by finish().
+/// A redistribution under way on this rank: its first call is made when it is constructed, the
+/// others by finish().
 class Redistribution {
  public:
-  /// `blocking`: finish() follows at once, and backends are told so. Throws InvalidArgument if mesh or shape differ.
-  Redistribution(const at::Tensor& local, const ShardSpec& from, const ShardSpec& to, bool blocking);
+  /// `blocking`: finish() follows at once, and backends are told so. Throws InvalidArgument if mesh
+  /// or shape differ.
+  Redistribution(const at::Tensor& local, const ShardSpec& from, const ShardSpec& to,
+                 bool blocking);
   Redistribution(const Redistribution&) = delete;
   Redistribution& operator=(const Redistribution&) = delete;
-  bool done() const;  ///< finish() would not wait.
+  /// finish() would not wait.
+  bool done() const;
   /// The local under `to`; may share memory with the one given. Once.
   at::Tensor finish();
 
@@ -40,10 +44,12 @@ class Redistribution {
   std::function<at::Tensor()> complete_;  // of the call in flight
 };
 
-/// This rank's local under `to`, made from its local under `from`. Collective over the axes that change. The result may share memory with `local`.
+/// This rank's local under `to`, made from its local under `from`. Collective over the axes that
+/// change. The result may share memory with `local`.
 at::Tensor redistribute_local(const at::Tensor& local, const ShardSpec& from, const ShardSpec& to);
 
-/// Elements of other ranks' shards that this rank receives (a partial value that is reduced does not count).
+/// Elements of other ranks' shards that this rank receives (a partial value that is reduced does
+/// not count).
 std::int64_t elements_moved(const ShardSpec& from, const ShardSpec& to);
 
 /// Whether shards travel (a partial value that is reduced does not count). The same on all ranks.

@@ -18,7 +18,8 @@ namespace detail {
 
 namespace {
 
-// Process-wide, because operators are: rules are registered beside them, by static objects of the libraries that define them.
+// Process-wide, because operators are: rules are registered beside them, by static objects of the
+// libraries that define them.
 struct Rules {
   std::mutex mutex;
   std::map<std::string, std::shared_ptr<const RegisteredRule>, std::less<>> by_name;
@@ -30,7 +31,9 @@ Rules& rules() {
   return all;
 }
 
-std::string full_name(const c10::OperatorName& name) { return name.overload_name.empty() ? name.name : concat(name.name, ".", name.overload_name); }
+std::string full_name(const c10::OperatorName& name) {
+  return name.overload_name.empty() ? name.name : concat(name.name, ".", name.overload_name);
+}
 
 OpInfo::Kind kind_of(const c10::TypePtr& type) {
   c10::TypePtr t = type;
@@ -40,19 +43,23 @@ OpInfo::Kind kind_of(const c10::TypePtr& type) {
     const auto element = of->getElementType();
     if (element->kind() == c10::TypeKind::TensorType) return OpInfo::Kind::tensor_list;
     if (element->kind() == c10::TypeKind::OptionalType &&
-        element->castRaw<c10::OptionalType>()->getElementType()->kind() == c10::TypeKind::TensorType) {
+        element->castRaw<c10::OptionalType>()->getElementType()->kind() ==
+            c10::TypeKind::TensorType) {
       return OpInfo::Kind::optional_tensor_list;
     }
-    if (element->kind() == c10::TypeKind::NumberType || element->kind() == c10::TypeKind::FloatType) return OpInfo::Kind::floating;
+    if (element->kind() == c10::TypeKind::NumberType || element->kind() == c10::TypeKind::FloatType)
+      return OpInfo::Kind::floating;
   }
-  if (t->kind() == c10::TypeKind::FloatType || t->kind() == c10::TypeKind::NumberType) return OpInfo::Kind::floating;
+  if (t->kind() == c10::TypeKind::FloatType || t->kind() == c10::TypeKind::NumberType)
+    return OpInfo::Kind::floating;
   return OpInfo::Kind::other;
 }
 
 bool is_write(const c10::Argument& a) { return a.alias_info() && a.alias_info()->isWrite(); }
 
 // The overload of the functional form whose arguments are the first ones of `schema`.
-std::optional<c10::OperatorHandle> functional_form(const c10::FunctionSchema& schema, bool out_variant) {
+std::optional<c10::OperatorHandle> functional_form(const c10::FunctionSchema& schema,
+                                                   bool out_variant) {
   std::string base = schema.name();
   if (!out_variant) {
     if (base.empty() || base.back() != '_') return std::nullopt;
@@ -66,7 +73,9 @@ std::optional<c10::OperatorHandle> functional_form(const c10::FunctionSchema& sc
     if (!op || op->schema().arguments().size() != inputs) return std::nullopt;
     for (std::size_t i = 0; i < inputs; ++i) {
       const auto& a = op->schema().arguments()[i];
-      if (is_write(a) || a.name() != schema.arguments()[i].name() || *a.type() != *schema.arguments()[i].type()) return std::nullopt;
+      if (is_write(a) || a.name() != schema.arguments()[i].name() ||
+          *a.type() != *schema.arguments()[i].type())
+        return std::nullopt;
     }
     return op;
   };
@@ -77,12 +86,14 @@ std::optional<c10::OperatorHandle> functional_form(const c10::FunctionSchema& sc
     if (auto op = matches(overload.substr(0, overload.size() - 4))) return op;
   }
   if (out_variant || overload.empty()) {
-    for (const char* guess : {"", "Tensor", "default", "self", "dim", "int", "Tensor_Tensor", "dim_IntList", "grad_input"}) {
+    for (const char* guess : {"", "Tensor", "default", "self", "dim", "int", "Tensor_Tensor",
+                              "dim_IntList", "grad_input"}) {
       if (auto op = matches(guess)) return op;
     }
   }
   if (!out_variant) {
-    for (const char* guess : {"int", "default", "dims", "source_Storage"}) {  // transpose_ is transpose.int
+    // transpose_ is transpose.int
+    for (const char* guess : {"int", "default", "dims", "source_Storage"}) {
       if (auto op = matches(guess)) return op;
     }
   }
@@ -91,7 +102,8 @@ std::optional<c10::OperatorHandle> functional_form(const c10::FunctionSchema& sc
 
 }  // namespace
 
-OpInfo::OpInfo(const c10::OperatorHandle& handle, int number) : op(handle), id(number), name(full_name(handle.operator_name())) {
+OpInfo::OpInfo(const c10::OperatorHandle& handle, int number)
+    : op(handle), id(number), name(full_name(handle.operator_name())) {
   const auto& schema = op.schema();
   for (const auto& a : schema.arguments()) {
     kinds.push_back(kind_of(a.type()));
@@ -107,7 +119,8 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle, int number) : op(handle), id(n
     if (r.alias_info()) {
       for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
         const auto& a = schema.arguments()[i];
-        if (r.alias_info()->isWrite() && is_write(a) && a.alias_info()->beforeSets() == r.alias_info()->beforeSets())
+        if (r.alias_info()->isWrite() && is_write(a) &&
+            a.alias_info()->beforeSets() == r.alias_info()->beforeSets())
           out.argument = static_cast<int>(i);
       }
       out.view = out.argument < 0;
@@ -117,7 +130,8 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle, int number) : op(handle), id(n
   }
   in_place_view = op.hasTag(at::Tag::inplace_view) && !out_variant;
   const std::string base = schema.name();
-  resizes = base == "aten::resize_" || base == "aten::resize_as_" || base == "aten::set_" || base == "aten::_resize_output_";
+  resizes = base == "aten::resize_" || base == "aten::resize_as_" || base == "aten::set_" ||
+            base == "aten::_resize_output_";
   random = op.hasTag(at::Tag::nondeterministic_seeded);
   pointwise = op.hasTag(at::Tag::pointwise);
   if (writes) functional = functional_form(schema, out_variant);
@@ -151,14 +165,17 @@ void register_rule(const std::string& op, Rule rule, RuleOptions options) {
   const std::lock_guard lock(all.mutex);
   const auto it = all.by_name.find(op);
   if (it != all.by_name.end() && !options.replaces) {
-    throw RuleError(
-        concat("'", op, "' has a rule already. Set RuleOptions::replaces to put another one in its place, or register a rule for one overload."));
+    throw RuleError(concat("'", op,
+                           "' has a rule already. Set RuleOptions::replaces to put another one in "
+                           "its place, or register a rule for one overload."));
   }
   if (it == all.by_name.end() && options.replaces) {
-    throw RuleError(
-        concat("'", op, "' has no rule that another one could replace: the name must be the one it was registered under (registered_rules())."));
+    throw RuleError(concat("'", op,
+                           "' has no rule that another one could replace: the name must be the one "
+                           "it was registered under (registered_rules())."));
   }
-  all.by_name[op] = std::make_shared<detail::RegisteredRule>(detail::RegisteredRule{std::move(rule), options});
+  all.by_name[op] =
+      std::make_shared<detail::RegisteredRule>(detail::RegisteredRule{std::move(rule), options});
 }
 
 std::vector<std::string> registered_rules() {
@@ -169,19 +186,20 @@ std::vector<std::string> registered_rules() {
   return names;
 }
 
-OpCall::OpCall(const detail::OpInfo& info, at::ArrayRef<c10::IValue> arguments) : info_(info), arguments_(arguments.vec()) {
+OpCall::OpCall(const detail::OpInfo& info, at::ArrayRef<c10::IValue> arguments)
+    : info_(info), arguments_(arguments.vec()) {
   for (std::size_t i = 0; i < arguments_.size(); ++i) {
     const auto add = [&](const c10::IValue& v, int element) {
       if (!v.isTensor() || !v.toTensor().defined()) return;
       const auto* meta = detail::meta_of(v.toTensor());
       if (!meta) return;
       const auto& layout = *meta->layout;
-      tensors_.push_back(
-          {static_cast<int>(i), element, info_.written[i], layout.spec, layout.strides, layout.offset, layout.dtype, layout.parameter});
+      tensors_.push_back({static_cast<int>(i), element, info_.written[i], layout.spec,
+                          layout.strides, layout.offset, layout.dtype, layout.parameter});
     };
     if (arguments_[i].isTensor()) add(arguments_[i], -1);
-    if (arguments_[i].isList() &&
-        (info_.kinds[i] == detail::OpInfo::Kind::tensor_list || info_.kinds[i] == detail::OpInfo::Kind::optional_tensor_list)) {
+    if (arguments_[i].isList() && (info_.kinds[i] == detail::OpInfo::Kind::tensor_list ||
+                                   info_.kinds[i] == detail::OpInfo::Kind::optional_tensor_list)) {
       const auto list = arguments_[i].toListRef();
       for (std::size_t j = 0; j < list.size(); ++j) add(list[j], static_cast<int>(j));
     }
@@ -240,7 +258,8 @@ double OpCall::number(std::string_view name) const {
 const std::vector<OutputInfo>* OpCall::outputs() const {
   if (inferred_) return outputs_ ? &*outputs_ : nullptr;
   inferred_ = true;
-  if (std::none_of(info_.returns.begin(), info_.returns.end(), [](const auto& r) { return (r.tensor || r.list) && r.argument < 0; })) {
+  if (std::none_of(info_.returns.begin(), info_.returns.end(),
+                   [](const auto& r) { return (r.tensor || r.list) && r.argument < 0; })) {
     return &outputs_.emplace();  // item(): the meta kernel has nothing to say, and some throw
   }
   const auto as_meta = [&](const c10::IValue& v) -> c10::IValue {
@@ -248,12 +267,16 @@ const std::vector<OutputInfo>* OpCall::outputs() const {
     const auto* meta = detail::meta_of(v.toTensor());
     if (!meta) return v;
     const auto& layout = *meta->layout;
-    if (!info_.view) return at::Tensor(at::detail::empty_strided_meta(layout.sizes(), layout.strides, layout.dtype));
+    if (!info_.view)
+      return at::Tensor(
+          at::detail::empty_strided_meta(layout.sizes(), layout.strides, layout.dtype));
     // Views show their offset into the same storage.
     std::int64_t extent = layout.offset + 1;
-    for (std::size_t d = 0; d < layout.strides.size(); ++d) extent += std::max<std::int64_t>(layout.sizes()[d] - 1, 0) * layout.strides[d];
+    for (std::size_t d = 0; d < layout.strides.size(); ++d)
+      extent += std::max<std::int64_t>(layout.sizes()[d] - 1, 0) * layout.strides[d];
     at::Tensor base = at::detail::empty_strided_meta({extent}, {1}, layout.dtype);
-    base.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes(), layout.strides, layout.offset);
+    base.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes(), layout.strides,
+                                                      layout.offset);
     return base;
   };
   torch::jit::Stack stack;
@@ -267,7 +290,9 @@ const std::vector<OutputInfo>* OpCall::outputs() const {
       stack.push_back(list);
     } else if (v.isList() && info_.kinds[i] == detail::OpInfo::Kind::optional_tensor_list) {
       c10::List<std::optional<at::Tensor>> list;
-      for (const c10::IValue& t : v.toListRef()) list.push_back(t.isNone() ? std::nullopt : std::optional<at::Tensor>(as_meta(t).toTensor()));
+      for (const c10::IValue& t : v.toListRef())
+        list.push_back(t.isNone() ? std::nullopt
+                                  : std::optional<at::Tensor>(as_meta(t).toTensor()));
       stack.push_back(list);
     } else if (v.isDevice()) {
       stack.push_back(c10::Device(c10::kMeta));
@@ -284,15 +309,21 @@ const std::vector<OutputInfo>* OpCall::outputs() const {
     return nullptr;
   } catch (const c10::IndexError&) {
     // Some meta kernels look at the first slice of tensors that have none.
-    if (std::none_of(tensors_.begin(), tensors_.end(), [](const TensorInfo& t) { return t.spec.numel() == 0; })) throw;
+    if (std::none_of(tensors_.begin(), tensors_.end(),
+                     [](const TensorInfo& t) { return t.spec.numel() == 0; }))
+      throw;
     return nullptr;
   } catch (const c10::Error& e) {
-    // Some meta kernels want other strides than those of the CPU do; a view that cannot be is the caller's mistake.
-    if (!info_.view && std::string_view(e.what_without_backtrace()).starts_with("view size is not compatible")) return nullptr;
+    // Some meta kernels want other strides than those of the CPU do; a view that cannot be is the
+    // caller's mistake.
+    if (!info_.view &&
+        std::string_view(e.what_without_backtrace()).starts_with("view size is not compatible"))
+      return nullptr;
     throw;
   } catch (const std::exception& e) {  // a meta kernel that is written in Python
     const std::string_view what = e.what();
-    if (what.find("NotImplementedError") != what.npos || what.find("unimplemented") != what.npos || what.find("data-dependent") != what.npos)
+    if (what.find("NotImplementedError") != what.npos || what.find("unimplemented") != what.npos ||
+        what.find("data-dependent") != what.npos)
       return nullptr;
     throw;
   }
@@ -303,7 +334,8 @@ const std::vector<OutputInfo>* OpCall::outputs() const {
     if (!t.defined()) {
       all.push_back({false, {}, {}, 0, at::kFloat});
     } else {
-      all.push_back({true, t.sizes().vec(), t.strides().vec(), t.storage_offset(), t.scalar_type()});
+      all.push_back(
+          {true, t.sizes().vec(), t.strides().vec(), t.storage_offset(), t.scalar_type()});
     }
   };
   for (std::size_t i = 0; i < info_.returns.size(); ++i) {

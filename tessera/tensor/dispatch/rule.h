@@ -1,8 +1,10 @@
 #pragma once
-// Rules: how an operator works on sharded tensors. A rule looks at the specs and arguments of one call and answers with a plan: the spec that each
-// input must have, the local call, and the specs of the outputs. Plans are cached; a rule runs once for each new combination.
+// Rules: how an operator works on sharded tensors. A rule looks at the specs and arguments of one
+// call and answers with a plan: the spec that each input must have, the local call, and the specs
+// of the outputs. Plans are cached; a rule runs once for each new combination.
 //
-//   // mylib::scale(Tensor x, float by) -> Tensor: any placement, one at a time; linear, so that a partial sum stays one.
+//   // mylib::scale(Tensor x, float by) -> Tensor: any placement, one at a time; linear, so that a
+//     partial sum stays one.
 //   tessera::register_rule("mylib::scale", [](const tessera::OpCall& call) {
 //     tessera::Plan plan;
 //     plan.outputs = {{call.tensor(0).spec}};
@@ -36,14 +38,19 @@ struct Layout;
 
 /// One tensor input of a call, as the global tensor that it stands for.
 struct TensorInfo {
-  int argument;  ///< Its position in the schema.
-  int element;   ///< Its position in a list, -1 if the argument is no list.
-  bool written;  ///< The operator writes to it.
+  /// Its position in the schema.
+  int argument;
+  /// Its position in a list, -1 if the argument is no list.
+  int element;
+  /// The operator writes to it.
+  bool written;
   ShardSpec spec;
   std::vector<std::int64_t> strides;
   std::int64_t offset;
   at::ScalarType dtype;
-  bool parameter = false;  ///< A sharded parameter or a view of it: to be gathered where it is used, rather than moving the data that it meets.
+  /// A sharded parameter or a view of it: to be gathered where it is used, rather than moving the
+  /// data that it meets.
+  bool parameter = false;
 };
 
 /// One tensor output, as plain libtorch would make it from the global inputs.
@@ -61,30 +68,41 @@ class OpCall {
   OpCall(const OpCall&) = delete;
   OpCall& operator=(const OpCall&) = delete;
 
-  std::string name() const;  ///< "aten::add.Tensor".
+  /// "aten::add.Tensor".
+  std::string name() const;
   const c10::FunctionSchema& schema() const;
   const DeviceMesh& mesh() const;
-  bool in_place() const;  ///< Writes to its first argument.
+  /// Writes to its first argument.
+  bool in_place() const;
 
-  /// The tensors given, lists flattened, in order. Undefined tensors and numbers wrapped as tensors are left out.
+  /// The tensors given, lists flattened, in order. Undefined tensors and numbers wrapped as tensors
+  /// are left out.
   const std::vector<TensorInfo>& tensors() const { return tensors_; }
   const TensorInfo& tensor(std::size_t i) const { return tensors_[i]; }
-  /// The input of this argument, nullptr where it is undefined, a wrapped number, or not an argument.
+  /// The input of this argument, nullptr where it is undefined, a wrapped number, or not an
+  /// argument.
   const TensorInfo* find(std::string_view argument) const;
-  int index_of(const TensorInfo& tensor) const { return static_cast<int>(&tensor - tensors_.data()); }
+  int index_of(const TensorInfo& tensor) const {
+    return static_cast<int>(&tensor - tensors_.data());
+  }
 
-  int argument(std::string_view name) const;              ///< Position in the schema, -1 if there is none.
-  bool has(std::string_view name) const;                  ///< There is such an argument and it is not None.
-  const c10::IValue& value(std::string_view name) const;  ///< Throws if there is none.
+  /// Position in the schema, -1 if there is none.
+  int argument(std::string_view name) const;
+  /// There is such an argument and it is not None.
+  bool has(std::string_view name) const;
+  /// Throws if there is none.
+  const c10::IValue& value(std::string_view name) const;
   std::int64_t integer(std::string_view name) const;
   bool boolean(std::string_view name) const;
   std::vector<std::int64_t> integers(std::string_view name) const;
-  /// Floating-point values are not part of the key under which a plan is cached unless the rule asks for one here.
+  /// Floating-point values are not part of the key under which a plan is cached unless the rule
+  /// asks for one here.
   double number(std::string_view name) const;
   const std::vector<c10::IValue>& arguments() const { return arguments_; }
 
-  /// Shapes and strides of the outputs, from the operator's meta kernel on the global inputs. Throws what the operator throws for bad arguments.
-  /// nullptr if it has no meta kernel: then the rule must know.
+  /// Shapes and strides of the outputs, from the operator's meta kernel on the global inputs.
+  /// Throws what the operator throws for bad arguments. nullptr if it has no meta kernel: then the
+  /// rule must know.
   const std::vector<OutputInfo>* outputs() const;
 
   bool asked_for_numbers() const { return asked_for_numbers_; }
@@ -97,36 +115,49 @@ class OpCall {
   mutable bool inferred_ = false, asked_for_numbers_ = false;
 };
 
-/// Runs on locals in place of the operator: takes its arguments with every tensor replaced by the local, returns its results.
-using LocalFunction = std::function<torch::jit::Stack(const c10::OperatorHandle& op, torch::jit::Stack arguments)>;
+/// Runs on locals in place of the operator: takes its arguments with every tensor replaced by the
+/// local, returns its results.
+using LocalFunction =
+    std::function<torch::jit::Stack(const c10::OperatorHandle& op, torch::jit::Stack arguments)>;
 
 struct Plan {
   struct Output {
-    ShardSpec spec;                                         ///< Empty: undefined, or not a tensor.
-    std::optional<std::vector<std::int64_t>> strides = {};  ///< Global; default: as OpCall::outputs() says, else row-major.
+    /// Empty: undefined, or not a tensor.
+    ShardSpec spec;
+    /// Global; default: as OpCall::outputs() says, else row-major.
+    std::optional<std::vector<std::int64_t>> strides = {};
   };
-  std::vector<std::optional<ShardSpec>> inputs;        ///< One for each of call.tensors(); missing or empty: as it is.
-  std::vector<Output> outputs;                         ///< One for each tensor returned that is not an argument; lists flattened.
-  std::vector<std::pair<int, c10::IValue>> arguments;  ///< Replaced in the local call, by position in the schema.
-  LocalFunction local;                                 ///< Default: the operator itself.
-  /// A view operator of the first tensor, which is gathered first: writes to the result are written back to the base. `local` must give a view.
+  /// One for each of call.tensors(); missing or empty: as it is.
+  std::vector<std::optional<ShardSpec>> inputs;
+  /// One for each tensor returned that is not an argument; lists flattened.
+  std::vector<Output> outputs;
+  /// Replaced in the local call, by position in the schema.
+  std::vector<std::pair<int, c10::IValue>> arguments;
+  /// Default: the operator itself.
+  LocalFunction local;
+  /// A view operator of the first tensor, which is gathered first: writes to the result are written
+  /// back to the base. `local` must give a view.
   bool view_copied = false;
-  /// Every input is planned Replicate on every axis: the results are what the operator makes of the whole values, alike on all ranks, of any shape.
+  /// Every input is planned Replicate on every axis: the results are what the operator makes of the
+  /// whole values, alike on all ranks, of any shape.
   bool whole = false;
 };
 
 using Rule = std::function<Plan(const OpCall&)>;
 
 struct RuleOptions {
-  bool for_replicated =
-      false;              ///< Ask the rule also where all inputs are replicated (random numbers); default: the operator runs on the locals as it is.
-  bool replaces = false;  ///< Takes the place of the rule that is registered under the same name; there must be one.
+  /// Ask the rule also where all inputs are replicated (random numbers); default: the operator runs
+  /// on the locals as it is.
+  bool for_replicated = false;
+  /// Takes the place of the rule that is registered under the same name; there must be one.
+  bool replaces = false;
 };
 
-/// `op`: "mylib::scale" for all overloads, "aten::add.Tensor" for one. An in-place operator without a rule of its own follows the one of its
-/// functional form. Process-wide, like the operators themselves; call it before the first use of the operator. Throws RuleError where the name has a
-/// rule already, unless `options.replaces`: of two rules, the order in which libraries are loaded would decide. A rule for an overload goes before
-/// the one for all of them, whichever came first.
+/// `op`: "mylib::scale" for all overloads, "aten::add.Tensor" for one. An in-place operator without
+/// a rule of its own follows the one of its functional form. Process-wide, like the operators
+/// themselves; call it before the first use of the operator. Throws RuleError where the name has a
+/// rule already, unless `options.replaces`: of two rules, the order in which libraries are loaded
+/// would decide. A rule for an overload goes before the one for all of them, whichever came first.
 void register_rule(const std::string& op, Rule rule, RuleOptions options = {});
 
 /// Of the operators that a rule covers: names as registered, sorted.

@@ -14,7 +14,8 @@ void ViewCopy::write_back() {
     part = redistribute_local(whole, whole_spec, base_spec);  // parts of the value again
   } else {
     for (int d = 0; d < base_spec.dims(); ++d) {
-      part = part.narrow(d, base_spec.local_offset()[d] - whole_spec.local_offset()[d], base_spec.local_shape()[d]);
+      part = part.narrow(d, base_spec.local_offset()[d] - whole_spec.local_offset()[d],
+                         base_spec.local_shape()[d]);
     }
   }
   base.copy_(part);
@@ -25,7 +26,8 @@ void ViewCopy::write_back() {
 void ViewCopy::require_fresh(const std::string& op) const {
   if (version.enabled() && version.current_version() - seen > written) {
     throw ShardingError(
-        concat(op, " is given a view of ", base_spec, " that had to be copied, and the base has changed since. Take the view again."));
+        concat(op, " is given a view of ", base_spec,
+               " that had to be copied, and the base has changed since. Take the view again."));
   }
   if (parent) parent->require_fresh(op);
 }

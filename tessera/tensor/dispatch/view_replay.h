@@ -7,7 +7,8 @@ namespace tessera::detail {
 
 class ViewReplay {
  public:
-  explicit ViewReplay(bool on) : state_(c10::AutogradState::get_tls_state()), before_(state_.get_view_replay_enabled()) {
+  explicit ViewReplay(bool on)
+      : state_(c10::AutogradState::get_tls_state()), before_(state_.get_view_replay_enabled()) {
     if (on) state_.set_view_replay_enabled(true);
   }
   ~ViewReplay() { state_.set_view_replay_enabled(before_); }

@@ -1,5 +1,6 @@
 #pragma once
-// MeshContext: what the tensors of one mesh share on one rank: coordinate, groups, and the tables that make specs and layouts unique.
+// MeshContext: what the tensors of one mesh share on one rank: coordinate, groups, and the tables
+// that make specs and layouts unique.
 
 #include <cstdint>
 #include <memory>
@@ -20,7 +21,8 @@ class RedistributionPlans;
 template <class T>
 class InternTable {
  public:
-  /// The entry equal to `candidate`, which becomes one itself if there is none. `hash` of equal candidates is equal.
+  /// The entry equal to `candidate`, which becomes one itself if there is none. `hash` of equal
+  /// candidates is equal.
   std::shared_ptr<const T> intern(std::uint64_t hash, std::shared_ptr<const T> candidate) {
     const std::lock_guard lock(mutex_);
     auto [it, end] = entries_.equal_range(hash);
@@ -56,13 +58,15 @@ struct SpecData {
   std::uint64_t hash = 0;
 
   bool same(const SpecData& other) const {
-    return placements == other.placements && sharding.shape() == other.sharding.shape() && sharding.dims() == other.sharding.dims();
+    return placements == other.placements && sharding.shape() == other.sharding.shape() &&
+           sharding.dims() == other.sharding.dims();
   }
 };
 
 struct MeshContext {
   explicit MeshContext(const DeviceMesh& mesh);
-  /// The context of this rank's view of the mesh: one for each (manager, layout) while anything uses it.
+  /// The context of this rank's view of the mesh: one for each (manager, layout) while anything
+  /// uses it.
   static std::shared_ptr<MeshContext> of(const DeviceMesh& mesh);
 
   const DeviceMesh mesh;
@@ -81,13 +85,18 @@ struct MeshContext {
 /// The state of a manager's rank: made on first use.
 std::shared_ptr<RankState> rank_state(const DistributedManager& manager);
 
-/// The unique spec with these values. `shape` and `dims` are consistent (checked by the callers that take them from users).
-ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std::int64_t> shape, std::vector<Placement> placements,
-                    std::vector<DimSharding> dims);
-/// As above, dims cut evenly where `parts` does not say; `parts[d]` is used if its extent and number of parts fit.
-ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std::int64_t> shape, std::vector<Placement> placements,
+/// The unique spec with these values. `shape` and `dims` are consistent (checked by the callers
+/// that take them from users).
+ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std::int64_t> shape,
+                    std::vector<Placement> placements, std::vector<DimSharding> dims);
+/// As above, dims cut evenly where `parts` does not say; `parts[d]` is used if its extent and
+/// number of parts fit.
+ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std::int64_t> shape,
+                    std::vector<Placement> placements,
                     const std::vector<const DimSharding*>& parts);
 
-inline const std::shared_ptr<MeshContext>& context_of(const ShardSpec& spec) { return spec.data()->context; }
+inline const std::shared_ptr<MeshContext>& context_of(const ShardSpec& spec) {
+  return spec.data()->context;
+}
 
 }  // namespace tessera::detail

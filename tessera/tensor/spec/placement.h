@@ -8,13 +8,15 @@
 
 namespace tessera {
 
-/// Replicate: every rank of the axis holds the same. Shard: the ranks hold consecutive parts of `dim`. Partial: the value is `op` over the ranks'
-/// locals.
+/// Replicate: every rank of the axis holds the same. Shard: the ranks hold consecutive parts of
+/// `dim`. Partial: the value is `op` over the ranks' locals.
 struct Placement {
   enum class Kind : unsigned char { replicate, shard, partial };
   Kind kind = Kind::replicate;
-  int dim = 0;                              ///< Of a shard.
-  ReduceOp::Kind op = ReduceOp::Kind::sum;  ///< Of a partial.
+  /// Of a shard.
+  int dim = 0;
+  /// Of a partial.
+  ReduceOp::Kind op = ReduceOp::Kind::sum;
 
   bool is_replicate() const { return kind == Kind::replicate; }
   bool is_shard() const { return kind == Kind::shard; }
@@ -22,7 +24,8 @@ struct Placement {
   bool is_partial() const { return kind == Kind::partial; }
   bool is_partial(ReduceOp::Kind o) const { return kind == Kind::partial && op == o; }
   bool operator==(const Placement& other) const {
-    return kind == other.kind && (kind != Kind::shard || dim == other.dim) && (kind != Kind::partial || op == other.op);
+    return kind == other.kind && (kind != Kind::shard || dim == other.dim) &&
+           (kind != Kind::partial || op == other.op);
   }
 };
 
@@ -30,7 +33,9 @@ inline Placement Replicate() { return {}; }
 /// A negative dim counts from the end.
 inline Placement Shard(int dim) { return {Placement::Kind::shard, dim, ReduceOp::Kind::sum}; }
 /// sum, avg (the unweighted mean over ranks; only ever made by the user), product, min or max.
-inline Placement Partial(ReduceOp::Kind op = ReduceOp::Kind::sum) { return {Placement::Kind::partial, 0, op}; }
+inline Placement Partial(ReduceOp::Kind op = ReduceOp::Kind::sum) {
+  return {Placement::Kind::partial, 0, op};
+}
 
 /// "Replicate", "Shard(1)", "Partial(sum)".
 std::string to_string(const Placement& placement);

@@ -13,11 +13,15 @@ namespace {
 
 using Axes = std::vector<int>;
 
-bool has(const Axes& axes, int axis) { return std::find(axes.begin(), axes.end(), axis) != axes.end(); }
+bool has(const Axes& axes, int axis) {
+  return std::find(axes.begin(), axes.end(), axis) != axes.end();
+}
 
-// Calls visit(coordinate) for every combination of coordinates of `axes`, row-major, the others as in `coordinate`.
+// Calls visit(coordinate) for every combination of coordinates of `axes`, row-major, the others as
+// in `coordinate`.
 template <class Visit>
-void for_each_coordinate(const std::vector<int>& mesh, const Axes& axes, std::vector<int> coordinate, Visit visit) {
+void for_each_coordinate(const std::vector<int>& mesh, const Axes& axes,
+                         std::vector<int> coordinate, Visit visit) {
   std::size_t n = 1;
   for (const int a : axes) n *= mesh[a];
   for (std::size_t i = 0; i < n; ++i) {
@@ -30,13 +34,15 @@ void for_each_coordinate(const std::vector<int>& mesh, const Axes& axes, std::ve
   }
 }
 
-int part_of(const std::vector<int>& mesh, const DimSharding& d, const std::vector<int>& coordinate) {
+int part_of(const std::vector<int>& mesh, const DimSharding& d,
+            const std::vector<int>& coordinate) {
   int part = 0;
   for (const int a : d.axes) part = part * mesh[a] + coordinate[a];
   return part;
 }
 
-Interval interval_of(const std::vector<int>& mesh, const DimSharding& d, std::int64_t extent, const std::vector<int>& coordinate) {
+Interval interval_of(const std::vector<int>& mesh, const DimSharding& d, std::int64_t extent,
+                     const std::vector<int>& coordinate) {
   return d.axes.empty() ? Interval{0, extent} : d.partition.interval(part_of(mesh, d, coordinate));
 }
 
@@ -57,7 +63,8 @@ struct Cuts {
 
   Box box(const std::vector<int>& coordinate) const {
     Box b(shape.size());
-    for (std::size_t d = 0; d < shape.size(); ++d) b[d] = interval_of(mesh, dims[d], shape[d], coordinate);
+    for (std::size_t d = 0; d < shape.size(); ++d)
+      b[d] = interval_of(mesh, dims[d], shape[d], coordinate);
     return b;
   }
   bool cut_by(int axis) const { return dim_of(axis) >= 0; }
@@ -84,8 +91,10 @@ struct Cuts {
   }
 };
 
-// `base` cut further by `extra`, innermost: along the borders of `like` where those follow from the coordinates, else evenly.
-DimSharding refine(const std::vector<int>& mesh, const DimSharding& base, std::int64_t extent, const Axes& extra, const DimSharding& like) {
+// `base` cut further by `extra`, innermost: along the borders of `like` where those follow from the
+// coordinates, else evenly.
+DimSharding refine(const std::vector<int>& mesh, const DimSharding& base, std::int64_t extent,
+                   const Axes& extra, const DimSharding& like) {
   if (extra.empty()) return base;
   DimSharding fine;
   fine.axes = base.axes;
@@ -96,18 +105,24 @@ DimSharding refine(const std::vector<int>& mesh, const DimSharding& base, std::i
   int inner = 1;
   for (const int a : extra) inner *= mesh[a];
   std::vector<std::int64_t> sizes;
-  for_each_coordinate(mesh, base.axes, std::vector<int>(mesh.size()), [&](const std::vector<int>& outer) {
-    const Interval all = interval_of(mesh, base, extent, outer);
-    std::vector<std::int64_t> begins;
-    int i = 0;
-    for_each_coordinate(mesh, extra, outer, [&](const std::vector<int>& coordinate) {
-      const std::int64_t even = all.begin + all.size() / inner * i + std::min<std::int64_t>(i, all.size() % inner);
-      const std::int64_t wanted = known ? std::clamp(interval_of(mesh, like, extent, coordinate).begin, all.begin, all.end) : even;
-      begins.push_back(i == 0 ? all.begin : std::max(wanted, begins.back()));
-      ++i;
-    });
-    for (std::size_t k = 0; k < begins.size(); ++k) sizes.push_back((k + 1 < begins.size() ? begins[k + 1] : all.end) - begins[k]);
-  });
+  for_each_coordinate(
+      mesh, base.axes, std::vector<int>(mesh.size()), [&](const std::vector<int>& outer) {
+        const Interval all = interval_of(mesh, base, extent, outer);
+        std::vector<std::int64_t> begins;
+        int i = 0;
+        for_each_coordinate(mesh, extra, outer, [&](const std::vector<int>& coordinate) {
+          const std::int64_t even =
+              all.begin + all.size() / inner * i + std::min<std::int64_t>(i, all.size() % inner);
+          const std::int64_t wanted =
+              known ? std::clamp(interval_of(mesh, like, extent, coordinate).begin, all.begin,
+                                 all.end)
+                    : even;
+          begins.push_back(i == 0 ? all.begin : std::max(wanted, begins.back()));
+          ++i;
+        });
+        for (std::size_t k = 0; k < begins.size(); ++k)
+          sizes.push_back((k + 1 < begins.size() ? begins[k + 1] : all.end) - begins[k]);
+      });
   fine.partition = Partition(std::span<const std::int64_t>(sizes));
   return fine;
 }
@@ -116,15 +131,19 @@ DimSharding refine(const std::vector<int>& mesh, const DimSharding& base, std::i
 bool contained(const Cuts& inner, const Cuts& outer) {
   for (std::size_t d = 0; d < inner.shape.size(); ++d) {
     bool in = true;
-    for_each_coordinate(inner.mesh, sorted_union(inner.dims[d].axes, outer.dims[d].axes), std::vector<int>(inner.mesh.size()), [&](const auto& c) {
-      in = in && interval_of(outer.mesh, outer.dims[d], outer.shape[d], c).contains(interval_of(inner.mesh, inner.dims[d], inner.shape[d], c));
-    });
+    for_each_coordinate(
+        inner.mesh, sorted_union(inner.dims[d].axes, outer.dims[d].axes),
+        std::vector<int>(inner.mesh.size()), [&](const auto& c) {
+          in = in && interval_of(outer.mesh, outer.dims[d], outer.shape[d], c)
+                         .contains(interval_of(inner.mesh, inner.dims[d], inner.shape[d], c));
+        });
     if (!in) return false;
   }
   return true;
 }
 
-// The parts of `from`, over the axes that `to` drops, tile every rank's part of `to`: which is then an all-gather over those axes.
+// The parts of `from`, over the axes that `to` drops, tile every rank's part of `to`: which is then
+// an all-gather over those axes.
 bool gathers(const Cuts& from, const Cuts& to, Axes& over) {
   over.clear();
   for (std::size_t d = 0; d < from.shape.size(); ++d) {
@@ -137,17 +156,19 @@ bool gathers(const Cuts& from, const Cuts& to, Axes& over) {
     }
     std::sort(dropped.begin(), dropped.end());
     bool tiles = true;
-    for_each_coordinate(from.mesh, to.dims[d].axes, std::vector<int>(from.mesh.size()), [&](const std::vector<int>& kept) {
-      const Interval whole = interval_of(to.mesh, to.dims[d], to.shape[d], kept);
-      std::int64_t at = whole.begin;
-      for_each_coordinate(from.mesh, dropped, kept, [&](const std::vector<int>& c) {
-        const Interval part = interval_of(from.mesh, from.dims[d], from.shape[d], c);
-        if (part.empty()) return;
-        tiles = tiles && part.begin == at;
-        at = part.end;
-      });
-      tiles = tiles && (at == whole.end || whole.empty());
-    });
+    for_each_coordinate(
+        from.mesh, to.dims[d].axes, std::vector<int>(from.mesh.size()),
+        [&](const std::vector<int>& kept) {
+          const Interval whole = interval_of(to.mesh, to.dims[d], to.shape[d], kept);
+          std::int64_t at = whole.begin;
+          for_each_coordinate(from.mesh, dropped, kept, [&](const std::vector<int>& c) {
+            const Interval part = interval_of(from.mesh, from.dims[d], from.shape[d], c);
+            if (part.empty()) return;
+            tiles = tiles && part.begin == at;
+            at = part.end;
+          });
+          tiles = tiles && (at == whole.end || whole.empty());
+        });
     if (!tiles) return false;
     over.insert(over.end(), dropped.begin(), dropped.end());
   }
@@ -157,7 +178,8 @@ bool gathers(const Cuts& from, const Cuts& to, Axes& over) {
 
 std::vector<Box> boxes_over(const Cuts& cuts, const Axes& axes, const std::vector<int>& own) {
   std::vector<Box> all;
-  for_each_coordinate(cuts.mesh, axes, own, [&](const std::vector<int>& c) { all.push_back(cuts.box(c)); });
+  for_each_coordinate(cuts.mesh, axes, own,
+                      [&](const std::vector<int>& c) { all.push_back(cuts.box(c)); });
   return all;
 }
 
@@ -171,12 +193,14 @@ std::pair<int, int> place(const MeshContext& context, const Axes& axes) {
   return {size, rank};
 }
 
-RedistributionPlan::Reduction reduction(const MeshContext& context, Axes axes, ReduceOp::Kind op, Box whole, std::vector<Box> pieces = {}) {
+RedistributionPlan::Reduction reduction(const MeshContext& context, Axes axes, ReduceOp::Kind op,
+                                        Box whole, std::vector<Box> pieces = {}) {
   const auto [size, rank] = place(context, axes);
   return {std::move(axes), op, std::move(whole), std::move(pieces), size, rank};
 }
 
-// With how many ranks any rank deals at most, by dims: parts of the one that meet a part of the other.
+// With how many ranks any rank deals at most, by dims: parts of the one that meet a part of the
+// other.
 double most_peers(const Cuts& from, const Cuts& to) {
   double peers = 1;
   for (std::size_t d = 0; d < from.shape.size(); ++d) {
@@ -187,7 +211,8 @@ double most_peers(const Cuts& from, const Cuts& to) {
         most = std::max<std::int64_t>(most, b.partition.parts());
         return;
       }
-      for (int i = 0; i < a.partition.parts(); ++i) most = std::max(most, b.partition.overlapping(a.partition.interval(i)).size());
+      for (int i = 0; i < a.partition.parts(); ++i)
+        most = std::max(most, b.partition.overlapping(a.partition.interval(i)).size());
     };
     if (from.dims[d] == to.dims[d]) continue;
     count(from.dims[d], to.dims[d]);
@@ -226,7 +251,8 @@ RedistributionPlan::Move plan_move(const Cuts& from, const Cuts& to, const MeshC
   }
   move.axes.clear();
   for (std::size_t d = 0; d < from.shape.size(); ++d) {
-    if (!(from.dims[d] == to.dims[d])) move.axes.insert(move.axes.end(), from.dims[d].axes.begin(), from.dims[d].axes.end());
+    if (!(from.dims[d] == to.dims[d]))
+      move.axes.insert(move.axes.end(), from.dims[d].axes.begin(), from.dims[d].axes.end());
   }
   std::sort(move.axes.begin(), move.axes.end());
   const auto [group, rank] = place(context, move.axes);
@@ -245,12 +271,14 @@ RedistributionPlan::Move plan_move(const Cuts& from, const Cuts& to, const MeshC
   };
   for (auto* pieces : {&move.transfer.sends, &move.transfer.receives}) {
     for (Piece& p : *pieces) p.rank = rank_in_group(p.rank);
-    std::stable_sort(pieces->begin(), pieces->end(), [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
+    std::stable_sort(pieces->begin(), pieces->end(),
+                     [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
   }
   return move;
 }
 
-// Sums and means of different axes can be taken in any order, others not: then all are reduced, axis by axis.
+// Sums and means of different axes can be taken in any order, others not: then all are reduced,
+// axis by axis.
 bool one_op(const ShardSpec& spec) {
   const Placement* first = nullptr;
   for (const Placement& p : spec.placements()) {
@@ -286,15 +314,18 @@ RedistributionPlan make_redistribution_plan(const ShardSpec& from, const ShardSp
     if (will.is_partial() && !stays) made.push_back(a);
   }
   if (mixed) {
-    for (const int a : ended) plan.reductions.push_back(reduction(context, {a}, from.placements()[a].op, plan.before));
+    for (const int a : ended)
+      plan.reductions.push_back(reduction(context, {a}, from.placements()[a].op, plan.before));
     ended.clear();
   }
 
-  // A shard, or a piece of what is reduced, that becomes a term stays where it is: `target` is cut further for the time being.
+  // A shard, or a piece of what is reduced, that becomes a term stays where it is: `target` is cut
+  // further for the time being.
   Axes whole = made;  // become partial by clearing all but the first rank
   if (one_op(to)) {
     std::vector<Axes> extra(target.dims.size());
-    const bool moves = !contained(target, now);  // then ranks that would clear what they get rather get a part each
+    // then ranks that would clear what they get rather get a part each
+    const bool moves = !contained(target, now);
     for (const int a : made) {
       const int d = now.cut_by(a) ? now.dim_of(a) : moves || has(ended, a) ? target.longest() : -1;
       if (d < 0) continue;
@@ -304,12 +335,15 @@ RedistributionPlan make_redistribution_plan(const ShardSpec& from, const ShardSp
       plan.identity = to.placements()[a].op;
       if (plan.identity == ReduceOp::Kind::avg) plan.scale *= mesh[a];
     }
-    for (std::size_t d = 0; d < extra.size(); ++d) target.dims[d] = refine(mesh, target.dims[d], from.shape()[d], extra[d], now.dims[d]);
+    for (std::size_t d = 0; d < extra.size(); ++d)
+      target.dims[d] = refine(mesh, target.dims[d], from.shape()[d], extra[d], now.dims[d]);
   }
   for (const int a : whole) {
     const auto kind = to.placements()[a].op;
-    if (me[a] == 0 || (kind != ReduceOp::Kind::sum && kind != ReduceOp::Kind::product)) continue;  // else: the same value everywhere
-    if (!plan.clear) plan.identity = kind;                                                         // the first axis is reduced first
+    // else: the same value everywhere
+    if (me[a] == 0 || (kind != ReduceOp::Kind::sum && kind != ReduceOp::Kind::product)) continue;
+    // the first axis is reduced first
+    if (!plan.clear) plan.identity = kind;
     plan.clear = true;
   }
 
@@ -317,7 +351,9 @@ RedistributionPlan make_redistribution_plan(const ShardSpec& from, const ShardSp
     if (contained(target, now)) {
       Axes scattered, alike;
       for (const int a : ended) (target.cut_by(a) ? scattered : alike).push_back(a);
-      if (!scattered.empty()) plan.reductions.push_back(reduction(context, scattered, op, plan.before, boxes_over(target, scattered, me)));
+      if (!scattered.empty())
+        plan.reductions.push_back(
+            reduction(context, scattered, op, plan.before, boxes_over(target, scattered, me)));
       if (!alike.empty()) plan.reductions.push_back(reduction(context, alike, op, target.box(me)));
       now.dims = target.dims;
     } else {
@@ -334,7 +370,8 @@ RedistributionPlan make_redistribution_plan(const ShardSpec& from, const ShardSp
         now.dims[d] = refine(mesh, now.dims[d], from.shape()[d], slices[d], target.dims[d]);
         now.dims[d] = refine(mesh, now.dims[d], from.shape()[d], pieces[d], target.dims[d]);
       }
-      plan.reductions.push_back(reduction(context, ended, op, plan.before, boxes_over(now, ended, me)));
+      plan.reductions.push_back(
+          reduction(context, ended, op, plan.before, boxes_over(now, ended, me)));
     }
   }
   plan.move = plan_move(now, target, context);
@@ -367,21 +404,24 @@ std::int64_t RedistributionPlan::received() const {
   return n;
 }
 
-std::shared_ptr<const RedistributionPlan> RedistributionPlans::of(const ShardSpec& from, const ShardSpec& to) {
+std::shared_ptr<const RedistributionPlan> RedistributionPlans::of(const ShardSpec& from,
+                                                                  const ShardSpec& to) {
   constexpr std::size_t kLimit = 4096;
   const std::uint64_t key = from.data()->hash * 0x9e3779b97f4a7c15ull ^ to.data()->hash;
   const std::lock_guard lock(mutex_);
   const auto [begin, end] = entries_.equal_range(key);
   for (auto it = begin; it != end; ++it) {
     const Entry& e = it->second;
-    if (e.from_placements == from.placements() && e.to_placements == to.placements() && e.from.shape() == from.shape() &&
-        e.from.dims() == from.sharding().dims() && e.to.dims() == to.sharding().dims()) {
+    if (e.from_placements == from.placements() && e.to_placements == to.placements() &&
+        e.from.shape() == from.shape() && e.from.dims() == from.sharding().dims() &&
+        e.to.dims() == to.sharding().dims()) {
       return e.plan;
     }
   }
   if (entries_.size() >= kLimit) entries_.clear();
   auto plan = std::make_shared<const RedistributionPlan>(make_redistribution_plan(from, to));
-  entries_.emplace(key, Entry{from.placements(), to.placements(), from.sharding(), to.sharding(), plan});
+  entries_.emplace(key,
+                   Entry{from.placements(), to.placements(), from.sharding(), to.sharding(), plan});
   return plan;
 }
 

@@ -1,14 +1,20 @@
 #pragma once
-// RedistributionPlan: how a tensor gets from one spec of a mesh to another, as boxes of global indices; no tensors, no communication here.
+// RedistributionPlan: how a tensor gets from one spec of a mesh to another, as boxes of global
+// indices; no tensors, no communication here.
 //
 // A plan has at most three stages, and moves the fewest elements that the specs allow:
-//   reduce   Partial axes that end, by one all-reduce where all ranks of the axes need the same, else by one reduce-scatter over all of them to the
-//            pieces that the target wants (or, where the target lies elsewhere, to even pieces which then move once).
-//   move     one call over the axes whose cuts change: all-gather (a broadcast where one rank holds everything), all-to-all, or messages.
-//   finish   Axes that become Partial: what a rank does not hold is the reduction's identity. No communication: a shard becomes a term of a sum by
+//   reduce   Partial axes that end, by one all-reduce where all ranks of the axes need the same,
+//            else by one reduce-scatter over all of them to the
+//            pieces that the target wants (or, where the target lies elsewhere, to even pieces
+//              which then move once).
+//   move     one call over the axes whose cuts change: all-gather (a broadcast where one rank holds
+//            everything), all-to-all, or messages.
+//   finish   Axes that become Partial: what a rank does not hold is the reduction's identity. No
+//            communication: a shard becomes a term of a sum by
 //            padding it with zeros.
-// Among calls that move the same, the one with the fewest rounds is taken (all-gather: log2 p; all-to-all: p - 1; messages: as many as a rank has
-// peers). Everything that all ranks must agree on follows from the specs alone.
+// Among calls that move the same, the one with the fewest rounds is taken (all-gather: log2 p;
+// all-to-all: p - 1; messages: as many as a rank has peers). Everything that all ranks must agree
+// on follows from the specs alone.
 
 #include <cstdint>
 #include <memory>
@@ -23,7 +29,8 @@
 namespace tessera::detail {
 
 struct RedistributionPlan {
-  /// The value in `whole` is reduced over a group. No pieces: every rank gets all of it; else rank r of the group gets pieces[r].
+  /// The value in `whole` is reduced over a group. No pieces: every rank gets all of it; else rank
+  /// r of the group gets pieces[r].
   struct Reduction {
     std::vector<int> axes;
     ReduceOp::Kind op;
@@ -45,13 +52,16 @@ struct RedistributionPlan {
   Box before;  // this rank's part under the source
   std::vector<Reduction> reductions;
   Move move;
-  Box target;                                     // this rank's part under the target
-  bool pad = false;                               // `move.after` becomes a part of `target`, the rest is the identity
-  bool clear = false;                             // on this rank the whole of it is the identity: another rank of the axis holds the value
+  Box target;  // this rank's part under the target
+  // `move.after` becomes a part of `target`, the rest is the identity
+  bool pad = false;
+  // on this rank the whole of it is the identity: another rank of the axis holds the value
+  bool clear = false;
   ReduceOp::Kind identity = ReduceOp::Kind::sum;  // of which reduction
   std::int64_t scale = 1;                         // a term of a mean counts for the ranks that pad
 
-  /// Elements that this rank receives; a reduction counted as a reduce-scatter, an all-reduce as that and an all-gather.
+  /// Elements that this rank receives; a reduction counted as a reduce-scatter, an all-reduce as
+  /// that and an all-gather.
   std::int64_t received() const;
   static std::int64_t received(const Reduction& reduction);
   /// Without the reductions.

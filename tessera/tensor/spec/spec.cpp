@@ -31,14 +31,17 @@ std::string to_string(const Placement& p) {
 }
 
 std::ostream& operator<<(std::ostream& out, const Placement& p) { return out << to_string(p); }
-std::ostream& operator<<(std::ostream& out, const ShardSpec& spec) { return out << spec.to_string(); }
+std::ostream& operator<<(std::ostream& out, const ShardSpec& spec) {
+  return out << spec.to_string();
+}
 
 namespace detail {
 
 namespace {
 
-// The contexts of this process, by manager and layout; and the ranks' states, which outlive the meshes of their manager. Process-wide, because a
-// DeviceMesh is a value that many callers make anew, and all of them must meet the same interned specs.
+// The contexts of this process, by manager and layout; and the ranks' states, which outlive the
+// meshes of their manager. Process-wide, because a DeviceMesh is a value that many callers make
+// anew, and all of them must meet the same interned specs.
 struct Contexts {
   std::mutex mutex;
   std::vector<std::weak_ptr<MeshContext>> contexts;
@@ -67,7 +70,8 @@ std::vector<int> axis_sizes(const Mesh& mesh) {
 
 std::vector<int> own_coordinate(const DeviceMesh& mesh) {
   if (!mesh.contains_me()) {
-    throw InvalidArgument(concat("rank ", mesh.manager().rank(), " is not in the mesh of ranks ", list(mesh.layout().ranks()),
+    throw InvalidArgument(concat("rank ", mesh.manager().rank(), " is not in the mesh of ranks ",
+                                 list(mesh.layout().ranks()),
                                  ": only ranks of a mesh can hold its tensors"));
   }
   return mesh.coordinate();
@@ -76,7 +80,10 @@ std::vector<int> own_coordinate(const DeviceMesh& mesh) {
 }  // namespace
 
 MeshContext::MeshContext(const DeviceMesh& m)
-    : mesh(m), sizes(axis_sizes(m.layout())), coordinate(own_coordinate(m)), redistributions(std::make_shared<RedistributionPlans>()) {
+    : mesh(m),
+      sizes(axis_sizes(m.layout())),
+      coordinate(own_coordinate(m)),
+      redistributions(std::make_shared<RedistributionPlans>()) {
   for (std::size_t i = 0; i < sizes.size(); ++i) position = position * sizes[i] + coordinate[i];
 }
 
@@ -86,7 +93,9 @@ std::shared_ptr<MeshContext> MeshContext::of(const DeviceMesh& mesh) {
   std::shared_ptr<MeshContext> found;
   std::erase_if(all.contexts, [&](const auto& weak) {
     const auto context = weak.lock();
-    if (context && context->mesh.manager().state() == mesh.manager().state() && context->mesh.layout() == mesh.layout()) found = context;
+    if (context && context->mesh.manager().state() == mesh.manager().state() &&
+        context->mesh.layout() == mesh.layout())
+      found = context;
     return !context;
   });
   if (found) return found;
@@ -102,19 +111,24 @@ std::shared_ptr<RankState> rank_state(const DistributedManager& manager) {
   return state_locked(all, manager);
 }
 
-ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std::int64_t> shape, std::vector<Placement> placements,
-                    std::vector<DimSharding> dims) {
+ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std::int64_t> shape,
+                    std::vector<Placement> placements, std::vector<DimSharding> dims) {
   Hash hash;
   for (const auto n : shape) hash.number(n);
   for (const Placement& p : placements) {
-    hash.number(static_cast<std::uint64_t>(p.kind) | (p.is_shard() ? p.dim << 8 : 0) | (p.is_partial() ? static_cast<std::uint64_t>(p.op) << 40 : 0));
+    hash.number(static_cast<std::uint64_t>(p.kind) | (p.is_shard() ? p.dim << 8 : 0) |
+                (p.is_partial() ? static_cast<std::uint64_t>(p.op) << 40 : 0));
   }
   for (const DimSharding& d : dims) {
     if (d.axes.empty()) continue;
     for (int i = 0; i < d.partition.parts(); ++i) hash.number(d.partition.size(i));
   }
-  auto data =
-      std::make_shared<SpecData>(SpecData{context, std::move(placements), Sharding(std::move(shape), context->sizes, std::move(dims)), {}, {}});
+  auto data = std::make_shared<SpecData>(
+      SpecData{context,
+               std::move(placements),
+               Sharding(std::move(shape), context->sizes, std::move(dims)),
+               {},
+               {}});
   for (const Interval& i : data->sharding.box(context->position)) {
     data->local_shape.push_back(i.size());
     data->local_offset.push_back(i.begin);
@@ -130,18 +144,21 @@ ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std
   return ShardSpec(context->specs.intern(hash.value(), std::move(data)));
 }
 
-ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std::int64_t> shape, std::vector<Placement> placements,
+ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std::int64_t> shape,
+                    std::vector<Placement> placements,
                     const std::vector<const DimSharding*>& parts) {
   std::vector<DimSharding> dims(shape.size());
   for (std::size_t axis = 0; axis < placements.size(); ++axis) {
-    if (placements[axis].is_shard()) dims[placements[axis].dim].axes.push_back(static_cast<int>(axis));
+    if (placements[axis].is_shard())
+      dims[placements[axis].dim].axes.push_back(static_cast<int>(axis));
   }
   for (std::size_t d = 0; d < dims.size(); ++d) {
     if (dims[d].axes.empty()) continue;
     int n = 1;
     for (const int axis : dims[d].axes) n *= context->sizes[axis];
     const DimSharding* given = d < parts.size() ? parts[d] : nullptr;
-    const bool fits = given && given->axes == dims[d].axes && given->partition.parts() == n && given->partition.extent() == shape[d];
+    const bool fits = given && given->axes == dims[d].axes && given->partition.parts() == n &&
+                      given->partition.extent() == shape[d];
     dims[d].partition = fits ? given->partition : Partition::even(shape[d], n);
   }
   return make_spec(context, std::move(shape), std::move(placements), std::move(dims));
@@ -149,21 +166,24 @@ ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std
 
 }  // namespace detail
 
-std::vector<DimSharding> detail::cut_dims(const Mesh& mesh, const std::vector<std::int64_t>& shape, std::vector<Placement>& normal,
-                                          const ShardSizes& sizes) {
+std::vector<DimSharding> detail::cut_dims(const Mesh& mesh, const std::vector<std::int64_t>& shape,
+                                          std::vector<Placement>& normal, const ShardSizes& sizes) {
   const int rank_dims = static_cast<int>(shape.size());
   const std::size_t axes = mesh.axes().size();
   if (normal.size() != axes)
-    throw InvalidArgument(concat(normal.size(), " placements ", list(normal), " for a mesh of ", axes, " axes: give one an axis"));
+    throw InvalidArgument(concat(normal.size(), " placements ", list(normal), " for a mesh of ",
+                                 axes, " axes: give one an axis"));
   std::vector<DimSharding> dims(shape.size());
   for (std::size_t axis = 0; axis < normal.size(); ++axis) {
     Placement& p = normal[axis];
     if (p.is_partial() && p.op == ReduceOp::Kind::premultiplied)
-      throw InvalidArgument("Partial(premultiplied) has no meaning: use sum, avg, product, min or max");
+      throw InvalidArgument(
+          "Partial(premultiplied) has no meaning: use sum, avg, product, min or max");
     if (!p.is_shard()) continue;
     const int d = p.dim < 0 ? p.dim + rank_dims : p.dim;
     if (d < 0 || d >= rank_dims) {
-      throw InvalidArgument(concat(p, " on axis '", mesh.axes()[axis].name, "' of a tensor of ", rank_dims, " dims ", list(shape)));
+      throw InvalidArgument(concat(p, " on axis '", mesh.axes()[axis].name, "' of a tensor of ",
+                                   rank_dims, " dims ", list(shape)));
     }
     p.dim = d;
     dims[d].axes.push_back(static_cast<int>(axis));
@@ -172,7 +192,8 @@ std::vector<DimSharding> detail::cut_dims(const Mesh& mesh, const std::vector<st
   for (const auto& [dim, list_of_sizes] : sizes) {
     const int d = dim < 0 ? dim + rank_dims : dim;
     if (d < 0 || d >= rank_dims || dims[d].axes.empty())
-      throw InvalidArgument(concat("sizes are given for dim ", dim, ", which no axis shards: ", list(normal)));
+      throw InvalidArgument(
+          concat("sizes are given for dim ", dim, ", which no axis shards: ", list(normal)));
     given[d] = &list_of_sizes;
   }
   for (int d = 0; d < rank_dims; ++d) {
@@ -186,16 +207,17 @@ std::vector<DimSharding> detail::cut_dims(const Mesh& mesh, const std::vector<st
     }
     dims[d].partition = Partition(std::span<const std::int64_t>(*it->second));
     if (dims[d].partition.parts() != parts || dims[d].partition.extent() != shape[d]) {
-      throw InvalidArgument(concat("sizes ", list(*it->second), " of dim ", d, " have ", dims[d].partition.parts(), " parts and sum ",
-                                   dims[d].partition.extent(), ": the mesh needs ", parts, " parts and the shape ", list(shape), " the sum ",
-                                   shape[d]));
+      throw InvalidArgument(concat("sizes ", list(*it->second), " of dim ", d, " have ",
+                                   dims[d].partition.parts(), " parts and sum ",
+                                   dims[d].partition.extent(), ": the mesh needs ", parts,
+                                   " parts and the shape ", list(shape), " the sum ", shape[d]));
     }
   }
   return dims;
 }
 
-ShardSpec::ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape, const std::vector<Placement>& placements,
-                     const ShardSizes& sizes) {
+ShardSpec::ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape,
+                     const std::vector<Placement>& placements, const ShardSizes& sizes) {
   const auto context = detail::MeshContext::of(mesh);
   std::vector<Placement> normal = placements;
   auto dims = detail::cut_dims(mesh.layout(), shape, normal, sizes);

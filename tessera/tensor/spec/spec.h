@@ -1,14 +1,18 @@
 #pragma once
-// ShardSpec: where every element of a tensor lies on a mesh. Arithmetic only; knowing it needs no communication.
+// ShardSpec: where every element of a tensor lies on a mesh. Arithmetic only; knowing it needs no
+// communication.
 //
-//   Mesh (data 2, domain 3); a 4 x 7 tensor, dim 0 over `data` as {3, 1}, dim 1 over `domain` as {4, 0, 3}:
+//   Mesh (data 2, domain 3); a 4 x 7 tensor, dim 0 over `data` as {3, 1}, dim 1 over `domain` as
+//     {4, 0, 3}:
 //   ShardSpec spec(mesh, {4, 7}, {Shard(0), Shard(1)}, {{0, {3, 1}}, {1, {4, 0, 3}}});
 //   on data 1, domain 2:  spec.local_shape() -> {1, 3}    spec.local_offset() -> {3, 4}
 //
-// A dim may be sharded by several axes: its sizes are over their ranks flattened, the outermost mesh axis slowest. With Shard(0) on both axes above,
-// {0, {2, 1, 0, 0, 1, 0}} gives data 0 rows 0..2 and data 1 row 3; nested cuts may differ.
+// A dim may be sharded by several axes: its sizes are over their ranks flattened, the outermost
+// mesh axis slowest. With Shard(0) on both axes above, {0, {2, 1, 0, 0, 1, 0}} gives data 0 rows
+// 0..2 and data 1 row 3; nested cuts may differ.
 //
-// Specs are immutable and interned: two equal specs of one mesh are one object, so that comparing them compares pointers.
+// Specs are immutable and interned: two equal specs of one mesh are one object, so that comparing
+// them compares pointers.
 
 #include <cstdint>
 #include <map>
@@ -33,34 +37,44 @@ using ShardSizes = std::map<int, Sizes>;
 class ShardSpec {
  public:
   ShardSpec() = default;
-  /// One placement an axis. Sharded dims without sizes are cut evenly (Partition::even). Throws InvalidArgument where counts, dims or sums do not
-  /// match, sizes are given for a dim that is not sharded, or this rank is not in the mesh.
-  ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape, const std::vector<Placement>& placements, const ShardSizes& sizes = {});
+  /// One placement an axis. Sharded dims without sizes are cut evenly (Partition::even). Throws
+  /// InvalidArgument where counts, dims or sums do not match, sizes are given for a dim that is not
+  /// sharded, or this rank is not in the mesh.
+  ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape,
+            const std::vector<Placement>& placements, const ShardSizes& sizes = {});
   static ShardSpec replicated(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape);
 
   explicit operator bool() const { return data_ != nullptr; }
   const DeviceMesh& mesh() const;
-  const std::vector<std::int64_t>& shape() const;    ///< Global.
-  const std::vector<Placement>& placements() const;  ///< One an axis.
+  /// Global.
+  const std::vector<std::int64_t>& shape() const;
+  /// One an axis.
+  const std::vector<Placement>& placements() const;
   int dims() const { return static_cast<int>(shape().size()); }
   int mesh_dims() const { return static_cast<int>(placements().size()); }
-  /// Mesh axes that shard a dim, outermost first, and its parts over their flattened ranks; no axes: not sharded.
+  /// Mesh axes that shard a dim, outermost first, and its parts over their flattened ranks; no
+  /// axes: not sharded.
   const DimSharding& dim(int d) const;
   bool is_sharded(int d) const { return !dim(d).axes.empty(); }
-  ShardSizes sizes() const;  ///< Of the sharded dims.
+  /// Of the sharded dims.
+  ShardSizes sizes() const;
 
-  bool is_replicated() const;  ///< Replicate on every axis.
+  /// Replicate on every axis.
+  bool is_replicated() const;
   bool has_partial() const;
   bool has_shard() const;
 
-  const std::vector<std::int64_t>& local_shape() const;   ///< Of this rank.
-  const std::vector<std::int64_t>& local_offset() const;  ///< Global index of this rank's first element, per dim.
+  /// Of this rank.
+  const std::vector<std::int64_t>& local_shape() const;
+  /// Global index of this rank's first element, per dim.
+  const std::vector<std::int64_t>& local_offset() const;
   std::int64_t numel() const;
   std::int64_t local_numel() const;
   /// The box of every rank, for transfer plans; partial axes count as free ones.
   const Sharding& sharding() const;
 
-  /// The same mesh and, where the dims allow it, the same parts: dims that stay sharded by the same axes keep their sizes.
+  /// The same mesh and, where the dims allow it, the same parts: dims that stay sharded by the same
+  /// axes keep their sizes.
   ShardSpec with_placements(const std::vector<Placement>& placements) const;
   /// As this, with one axis' placement replaced.
   ShardSpec with_placement(int axis, Placement placement) const;

@@ -20,7 +20,9 @@ struct Picture {
 
 std::vector<Interval> parts_of(const ShardSpec& spec, int dim) {
   if (dim < 0) return {{0, 1}};
-  if (!spec.is_sharded(dim)) return spec.shape()[dim] > 0 ? std::vector<Interval>{{0, spec.shape()[dim]}} : std::vector<Interval>{};
+  if (!spec.is_sharded(dim))
+    return spec.shape()[dim] > 0 ? std::vector<Interval>{{0, spec.shape()[dim]}}
+                                 : std::vector<Interval>{};
   std::vector<Interval> parts;
   const Partition& p = spec.dim(dim).partition;
   for (int i = 0; i < p.parts(); ++i) {
@@ -41,7 +43,8 @@ Picture picture(const ShardSpec& spec) {
   if (!shown.empty()) p.rows = shown[0];
   if (shown.size() > 1) p.columns = shown[1];
   for (int d = 0; d < spec.dims(); ++d) {
-    if (spec.is_sharded(d) && d != p.rows && d != p.columns) p.others += concat(p.others.empty() ? "" : ", ", d);
+    if (spec.is_sharded(d) && d != p.rows && d != p.columns)
+      p.others += concat(p.others.empty() ? "" : ", ", d);
   }
   p.row_parts = parts_of(spec, p.rows);
   p.column_parts = parts_of(spec, p.columns);
@@ -55,7 +58,8 @@ Picture picture(const ShardSpec& spec) {
     }
     for (std::size_t i = 0; i < p.row_parts.size(); ++i) {
       for (std::size_t j = 0; j < p.column_parts.size(); ++j) {
-        const bool in = (p.rows < 0 || box[p.rows].contains(p.row_parts[i])) && (p.columns < 0 || box[p.columns].contains(p.column_parts[j]));
+        const bool in = (p.rows < 0 || box[p.rows].contains(p.row_parts[i])) &&
+                        (p.columns < 0 || box[p.columns].contains(p.column_parts[j]));
         if (in) p.ranks[i][j].push_back(ranks[position]);
       }
     }
@@ -76,14 +80,19 @@ std::string notes(const ShardSpec& spec, const Picture& p) {
   std::string text;
   const auto& axes = spec.mesh().layout().axes();
   for (int a = 0; a < spec.mesh_dims(); ++a) {
-    if (spec.placements()[a].is_partial()) text += concat("ranks along ", axes[a].name, " hold terms: ", spec.placements()[a], ". ");
+    if (spec.placements()[a].is_partial())
+      text += concat("ranks along ", axes[a].name, " hold terms: ", spec.placements()[a], ". ");
   }
-  if (!p.others.empty()) text += concat("Dims ", p.others, " are cut as well: ranks of one cell hold different parts of them. ");
+  if (!p.others.empty())
+    text += concat("Dims ", p.others,
+                   " are cut as well: ranks of one cell hold different parts of them. ");
   if (!p.empty.empty()) text += concat("Nothing on rank ", ranks_text(p.empty), ". ");
   return text;
 }
 
-std::string range(int dim, const Interval& i) { return dim < 0 ? "" : concat(i.begin, "..", i.end - 1); }
+std::string range(int dim, const Interval& i) {
+  return dim < 0 ? "" : concat(i.begin, "..", i.end - 1);
+}
 
 std::string escaped(const std::string& text) {
   std::string out;
@@ -110,7 +119,8 @@ std::string escaped(const std::string& text) {
 std::string visualize_sharding(const ShardSpec& spec) {
   const Picture p = picture(spec);
   std::vector<std::vector<std::string>> table(1, {p.rows < 0 ? "" : concat("dim ", p.rows)});
-  for (const Interval& c : p.column_parts) table[0].push_back(p.columns < 0 ? "" : concat("dim ", p.columns, " ", range(p.columns, c)));
+  for (const Interval& c : p.column_parts)
+    table[0].push_back(p.columns < 0 ? "" : concat("dim ", p.columns, " ", range(p.columns, c)));
   for (std::size_t i = 0; i < p.row_parts.size(); ++i) {
     table.push_back({range(p.rows, p.row_parts[i])});
     for (const auto& ranks : p.ranks[i]) table.back().push_back(ranks_text(ranks));
@@ -123,7 +133,8 @@ std::string visualize_sharding(const ShardSpec& spec) {
   out << spec << "\n";
   for (const auto& row : table) {
     std::string line;
-    for (std::size_t j = 0; j < row.size(); ++j) line += (j ? " | " : "") + row[j] + std::string(widths[j] - row[j].size(), ' ');
+    for (std::size_t j = 0; j < row.size(); ++j)
+      line += (j ? " | " : "") + row[j] + std::string(widths[j] - row[j].size(), ' ');
     line.erase(line.find_last_not_of(' ') + 1);
     out << line << "\n";
   }
@@ -140,7 +151,9 @@ std::string visualize_sharding_svg(const ShardSpec& spec) {
     std::vector<double> lengths;
     double extent = 0;
     for (const Interval& i : parts) extent += static_cast<double>(i.size());
-    for (const Interval& i : parts) lengths.push_back(std::max(least, all * static_cast<double>(i.size()) / std::max(extent, 1.0)));
+    for (const Interval& i : parts)
+      lengths.push_back(
+          std::max(least, all * static_cast<double>(i.size()) / std::max(extent, 1.0)));
     return lengths;
   };
   std::size_t widest = 0;
@@ -148,40 +161,47 @@ std::string visualize_sharding_svg(const ShardSpec& spec) {
     for (const auto& ranks : row) widest = std::max(widest, ranks_text(ranks).size());
   }
   const auto heights = lengths(p.row_parts, p.columns < 0 ? kLong / 2 : kLong * 0.7, kLeast);
-  const auto widths = lengths(p.column_parts, p.columns < 0 ? 120 : kLong, std::max(70.0, 9.0 * static_cast<double>(widest) + 14));
+  const auto widths = lengths(p.column_parts, p.columns < 0 ? 120 : kLong,
+                              std::max(70.0, 9.0 * static_cast<double>(widest) + 14));
   double width = 0, height = 0;
   for (const double w : widths) width += w;
   for (const double h : heights) height += h;
   const std::string title = spec.to_string(), said = notes(spec, p);
-  const double full_width = std::max({width + kLeft + 20, 7.6 * static_cast<double>(title.size()) + 40, 6.4 * static_cast<double>(said.size()) + 40});
+  const double full_width =
+      std::max({width + kLeft + 20, 7.6 * static_cast<double>(title.size()) + 40,
+                6.4 * static_cast<double>(said.size()) + 40});
   std::ostringstream out;
-  out << "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" << full_width << "\" height=\"" << height + kTop + 44
-      << "\" font-family=\"sans-serif\" font-size=\"13\">\n"
+  out << "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" << full_width << "\" height=\""
+      << height + kTop + 44 << "\" font-family=\"sans-serif\" font-size=\"13\">\n"
       << "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
       << "<text x=\"20\" y=\"24\" font-weight=\"bold\">" << escaped(title) << "</text>\n";
   double x = kLeft;
   for (std::size_t j = 0; j < widths.size(); ++j) {
-    out << "<text x=\"" << x + widths[j] / 2 << "\" y=\"" << kTop - 8 << "\" text-anchor=\"middle\" fill=\"#555\">"
-        << range(p.columns, p.column_parts[j]) << "</text>\n";
+    out << "<text x=\"" << x + widths[j] / 2 << "\" y=\"" << kTop - 8
+        << "\" text-anchor=\"middle\" fill=\"#555\">" << range(p.columns, p.column_parts[j])
+        << "</text>\n";
     x += widths[j];
   }
   double y = kTop;
   for (std::size_t i = 0; i < heights.size(); ++i) {
-    out << "<text x=\"" << kLeft - 8 << "\" y=\"" << y + heights[i] / 2 + 4 << "\" text-anchor=\"end\" fill=\"#555\">"
-        << range(p.rows, p.row_parts[i]) << "</text>\n";
+    out << "<text x=\"" << kLeft - 8 << "\" y=\"" << y + heights[i] / 2 + 4
+        << "\" text-anchor=\"end\" fill=\"#555\">" << range(p.rows, p.row_parts[i]) << "</text>\n";
     x = kLeft;
     for (std::size_t j = 0; j < widths.size(); ++j) {
       // Neighbouring ranks differ by the golden angle, so that no two that are near look alike.
       const int first = p.ranks[i][j].empty() ? 0 : p.ranks[i][j].front();
-      out << "<rect x=\"" << x << "\" y=\"" << y << "\" width=\"" << widths[j] << "\" height=\"" << heights[i] << "\" fill=\"hsl("
-          << first * 137 % 360 << ",55%,82%)\" stroke=\"#333\"/>\n"
-          << "<text x=\"" << x + widths[j] / 2 << "\" y=\"" << y + heights[i] / 2 + 4 << "\" text-anchor=\"middle\">" << ranks_text(p.ranks[i][j])
-          << "</text>\n";
+      out << "<rect x=\"" << x << "\" y=\"" << y << "\" width=\"" << widths[j] << "\" height=\""
+          << heights[i] << "\" fill=\"hsl(" << first * 137 % 360
+          << ",55%,82%)\" stroke=\"#333\"/>\n"
+          << "<text x=\"" << x + widths[j] / 2 << "\" y=\"" << y + heights[i] / 2 + 4
+          << "\" text-anchor=\"middle\">" << ranks_text(p.ranks[i][j]) << "</text>\n";
       x += widths[j];
     }
     y += heights[i];
   }
-  if (!said.empty()) out << "<text x=\"20\" y=\"" << y + 28 << "\" font-size=\"11\" fill=\"#555\">" << escaped(said) << "</text>\n";
+  if (!said.empty())
+    out << "<text x=\"20\" y=\"" << y + 28 << "\" font-size=\"11\" fill=\"#555\">" << escaped(said)
+        << "</text>\n";
   out << "</svg>\n";
   return std::move(out).str();
 }

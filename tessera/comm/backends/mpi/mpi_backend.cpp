@@ -25,25 +25,30 @@ CallLimit limit_of(const Options& options) {
 void require_cpu(const char* name, const at::Tensor& tensor) {
   if (!tensor.defined()) throw InvalidArgument(concat(name, ": a tensor is undefined"));
   if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided)
-    throw InvalidArgument(concat(name, ": MPI groups move dense CPU tensors, and this one is ", tensor.toString(),
-                                 "; copy it to the CPU, or give the group a backend for its device"));
+    throw InvalidArgument(
+        concat(name, ": MPI groups move dense CPU tensors, and this one is ", tensor.toString(),
+               "; copy it to the CPU, or give the group a backend for its device"));
 }
 
 const at::Tensor& only(const char* name, const std::vector<at::Tensor>& tensors) {
-  if (tensors.size() != 1) throw InvalidArgument(concat(name, " takes one tensor a call, and got ", tensors.size()));
+  if (tensors.size() != 1)
+    throw InvalidArgument(concat(name, " takes one tensor a call, and got ", tensors.size()));
   require_cpu(name, tensors.front());
   return tensors.front();
 }
 
 void require_same_type(const char* name, const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() != b.scalar_type())
-    throw InvalidArgument(
-        concat(name, ": input is ", c10::toString(a.scalar_type()), " and output ", c10::toString(b.scalar_type()), "; they must be the same"));
+    throw InvalidArgument(concat(name, ": input is ", c10::toString(a.scalar_type()),
+                                 " and output ", c10::toString(b.scalar_type()),
+                                 "; they must be the same"));
 }
 
-void require_numel(const char* name, const char* which, const at::Tensor& tensor, std::int64_t expected) {
+void require_numel(const char* name, const char* which, const at::Tensor& tensor,
+                   std::int64_t expected) {
   if (tensor.numel() != expected)
-    throw InvalidArgument(concat(name, ": the ", which, " holds ", tensor.numel(), " elements, and ", expected, " are needed"));
+    throw InvalidArgument(concat(name, ": the ", which, " holds ", tensor.numel(),
+                                 " elements, and ", expected, " are needed"));
 }
 
 /// Rows to elements: the elements of one row are those of `like` without its first dim.
@@ -55,7 +60,9 @@ std::vector<std::int64_t> elements(const std::vector<std::int64_t>& rows, const 
   return result;
 }
 
-std::int64_t total(const std::vector<std::int64_t>& counts) { return std::accumulate(counts.begin(), counts.end(), std::int64_t{0}); }
+std::int64_t total(const std::vector<std::int64_t>& counts) {
+  return std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
+}
 
 std::vector<std::int64_t> numels(const std::vector<at::Tensor>& tensors) {
   std::vector<std::int64_t> result;
@@ -72,7 +79,8 @@ struct Flat {
 Flat flat(const std::vector<at::Tensor>& tensors) {
   Flat result;
   const auto counts = numels(tensors);
-  result.whole = at::empty({total(counts)}, tensors.front().options().memory_format(at::MemoryFormat::Contiguous));
+  result.whole = at::empty({total(counts)},
+                           tensors.front().options().memory_format(at::MemoryFormat::Contiguous));
   std::int64_t start = 0;
   for (const auto& t : tensors) {
     result.parts.push_back(result.whole.narrow(0, start, t.numel()).view(t.sizes()));
@@ -92,10 +100,16 @@ void copy_here(const at::Tensor& output, const at::Tensor& input) {
 }  // namespace
 
 MpiBackend::MpiBackend(std::shared_ptr<MpiComm> comm, const MpiBackendOptions& options)
-    : c10d::Backend(comm->rank(), comm->size()), comm_(std::move(comm)), timeout_(options.timeout), max_count_(options.max_count) {
+    : c10d::Backend(comm->rank(), comm->size()),
+      comm_(std::move(comm)),
+      timeout_(options.timeout),
+      max_count_(options.max_count) {
   if (max_count_ < 1 || max_count_ > std::numeric_limits<int>::max())
-    throw InvalidArgument(concat("max_count of an MPI group is ", max_count_, "; it must be 1 to ", std::numeric_limits<int>::max()));
-  if (timeout_.count() <= 0) throw InvalidArgument(concat("the time limit of an MPI group is ", timeout_.count(), " ms; it must be positive"));
+    throw InvalidArgument(concat("max_count of an MPI group is ", max_count_, "; it must be 1 to ",
+                                 std::numeric_limits<int>::max()));
+  if (timeout_.count() <= 0)
+    throw InvalidArgument(
+        concat("the time limit of an MPI group is ", timeout_.count(), " ms; it must be positive"));
   int* bound = nullptr;
   int found = 0;
   check_mpi(MPI_Comm_get_attr(comm_->handle(), MPI_TAG_UB, &bound, &found), "MPI_Comm_get_attr");
@@ -104,11 +118,16 @@ MpiBackend::MpiBackend(std::shared_ptr<MpiComm> comm, const MpiBackendOptions& o
 
 MpiBackend::~MpiBackend() = default;
 
-c10::intrusive_ptr<c10d::Backend::Options> MpiBackend::getBackendOptions() { return c10::make_intrusive<Options>("mpi", timeout_); }
+c10::intrusive_ptr<c10d::Backend::Options> MpiBackend::getBackendOptions() {
+  return c10::make_intrusive<Options>("mpi", timeout_);
+}
 
-bool MpiBackend::reduces(c10::ScalarType dtype, ReduceOp::Kind op) const { return MpiReductions::supports(dtype, to_c10d(op)); }
+bool MpiBackend::reduces(c10::ScalarType dtype, ReduceOp::Kind op) const {
+  return MpiReductions::supports(dtype, to_c10d(op));
+}
 
-MpiBackend::WorkPtr MpiBackend::run(const char* name, OpType type, CallLimit limit, Kind kind, const std::function<void(MpiCall&)>& add) {
+MpiBackend::WorkPtr MpiBackend::run(const char* name, OpType type, CallLimit limit, Kind kind,
+                                    const std::function<void(MpiCall&)>& add) {
   comm_->require_usable(name);
   const at::NoGradGuard no_grad;
   auto call = std::make_unique<MpiCall>();
@@ -117,8 +136,10 @@ MpiBackend::WorkPtr MpiBackend::run(const char* name, OpType type, CallLimit lim
   call->timeout = limit.timeout.count() > 0 ? limit.timeout : timeout_;
   if (kind == Kind::collective) sequence_.fetch_add(1, std::memory_order_relaxed);
   try {
-    // At level `serialized` a blocking call would keep the lock from the thread that the other ranks wait for.
-    if (kind == Kind::collective && limit.blocking && comm_->library().level() != MpiThreadLevel::serialized) {
+    // At level `serialized` a blocking call would keep the lock from the thread that the other
+    // ranks wait for.
+    if (kind == Kind::collective && limit.blocking &&
+        comm_->library().level() != MpiThreadLevel::serialized) {
       call->blocking = true;
       add(*call);
       call->phase.reset();
@@ -140,19 +161,22 @@ MpiBackend::WorkPtr MpiBackend::run(const char* name, OpType type, CallLimit lim
 }
 
 void MpiBackend::require_rank(int rank, const char* what) const {
-  if (rank < 0 || rank >= ranks()) throw InvalidArgument(concat(what, " is rank ", rank, " in a group of ", ranks(), " ranks"));
+  if (rank < 0 || rank >= ranks())
+    throw InvalidArgument(concat(what, " is rank ", rank, " in a group of ", ranks(), " ranks"));
 }
 
 void MpiBackend::require_sizes(const Counts& sizes, const char* name) const {
   if (static_cast<int>(sizes.size()) != ranks())
-    throw InvalidArgument(concat(name, ": ", sizes.size(), " sizes for ", ranks(), " ranks: ", list(sizes)));
+    throw InvalidArgument(
+        concat(name, ": ", sizes.size(), " sizes for ", ranks(), " ranks: ", list(sizes)));
   if (std::any_of(sizes.begin(), sizes.end(), [](std::int64_t n) { return n < 0; }))
     throw InvalidArgument(concat(name, ": a size is negative: ", list(sizes)));
 }
 
 int MpiBackend::user_tag(int tag) const {
   if (tag < 0 || tag >= tag_limit_)
-    throw InvalidArgument(concat("message tag ", tag, " is not in 0 to ", tag_limit_ - 1, ", which this MPI library allows"));
+    throw InvalidArgument(concat("message tag ", tag, " is not in 0 to ", tag_limit_ - 1,
+                                 ", which this MPI library allows"));
   return tag;
 }
 
@@ -160,26 +184,30 @@ MpiBackend::WorkPtr MpiBackend::broadcast(Tensors& tensors, const c10d::Broadcas
   const at::Tensor tensor = only("broadcast", tensors);
   const int root = static_cast<int>(options.rootRank);
   require_rank(root, "the root of broadcast");
-  return run("broadcast", OpType::BROADCAST, limit_of(options), Kind::collective, [&](MpiCall& call) {
-    add_broadcast(call, tensor, root);
-    call.results = {tensor};
-  });
+  return run("broadcast", OpType::BROADCAST, limit_of(options), Kind::collective,
+             [&](MpiCall& call) {
+               add_broadcast(call, tensor, root);
+               call.results = {tensor};
+             });
 }
 
 MpiBackend::WorkPtr MpiBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   const at::Tensor& tensor = only("all_reduce", tensors);
-  return run("all_reduce", OpType::ALLREDUCE, limit_of(options), Kind::collective, [&](MpiCall& call) {
-    add_all_reduce(call, tensor, options.reduceOp);
-    call.results = {tensor};
-  });
+  return run("all_reduce", OpType::ALLREDUCE, limit_of(options), Kind::collective,
+             [&](MpiCall& call) {
+               add_all_reduce(call, tensor, options.reduceOp);
+               call.results = {tensor};
+             });
 }
 
-MpiBackend::WorkPtr MpiBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+MpiBackend::WorkPtr MpiBackend::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   for (const auto& tensor : tensors) require_cpu("all_reduce of several tensors", tensor);
-  return run("all_reduce of several tensors", OpType::ALLREDUCE_COALESCED, limit_of(options), Kind::collective, [&](MpiCall& call) {
-    for (const auto& tensor : tensors) add_all_reduce(call, tensor, options.reduceOp);
-    call.results = tensors;
-  });
+  return run("all_reduce of several tensors", OpType::ALLREDUCE_COALESCED, limit_of(options),
+             Kind::collective, [&](MpiCall& call) {
+               for (const auto& tensor : tensors) add_all_reduce(call, tensor, options.reduceOp);
+               call.results = tensors;
+             });
 }
 
 MpiBackend::WorkPtr MpiBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
@@ -192,7 +220,8 @@ MpiBackend::WorkPtr MpiBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
   });
 }
 
-MpiBackend::WorkPtr MpiBackend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+MpiBackend::WorkPtr MpiBackend::allgather(TensorLists& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) {
   const at::Tensor input = only("all_gather", inputs);
   if (outputs.size() != 1 || static_cast<int>(outputs.front().size()) != ranks())
     throw InvalidArgument(concat("all_gather needs one list of ", ranks(), " outputs"));
@@ -202,38 +231,45 @@ MpiBackend::WorkPtr MpiBackend::allgather(TensorLists& outputs, Tensors& inputs,
     require_same_type("all_gather", input, t);
   }
   require_numel("all_gather", "input", input, out[static_cast<std::size_t>(rank())].numel());
-  return run("all_gather", OpType::ALLGATHER, limit_of(options), Kind::collective, [&](MpiCall& call) {
-    const Flat buffer = flat(out);
-    add_all_gather(call, buffer.whole, input, numels(out));
-    call.finish.emplace_back([out, parts = buffer.parts] {
-      for (std::size_t r = 0; r < out.size(); ++r) out[r].copy_(parts[r]);
-    });
-    call.results = out;
-  });
+  return run("all_gather", OpType::ALLGATHER, limit_of(options), Kind::collective,
+             [&](MpiCall& call) {
+               const Flat buffer = flat(out);
+               add_all_gather(call, buffer.whole, input, numels(out));
+               call.finish.emplace_back([out, parts = buffer.parts] {
+                 for (std::size_t r = 0; r < out.size(); ++r) out[r].copy_(parts[r]);
+               });
+               call.results = out;
+             });
 }
 
-MpiBackend::WorkPtr MpiBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
+MpiBackend::WorkPtr MpiBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                const c10d::AllgatherOptions& options) {
   Tensors outputs{output}, inputs{input};
   return allgather_into_tensor_coalesced(outputs, inputs, options);
 }
 
-MpiBackend::WorkPtr MpiBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  if (outputs.size() != inputs.size()) throw InvalidArgument(concat("all_gather of ", inputs.size(), " inputs into ", outputs.size(), " outputs"));
+MpiBackend::WorkPtr MpiBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  if (outputs.size() != inputs.size())
+    throw InvalidArgument(
+        concat("all_gather of ", inputs.size(), " inputs into ", outputs.size(), " outputs"));
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     require_cpu("all_gather", inputs[i]);
     require_cpu("all_gather", outputs[i]);
     require_same_type("all_gather", inputs[i], outputs[i]);
     require_numel("all_gather", "output", outputs[i], inputs[i].numel() * ranks());
   }
-  return run("all_gather", inputs.size() == 1 ? OpType::ALLGATHER : OpType::ALLGATHER_COALESCED, limit_of(options), Kind::collective,
-             [&](MpiCall& call) {
+  return run("all_gather", inputs.size() == 1 ? OpType::ALLGATHER : OpType::ALLGATHER_COALESCED,
+             limit_of(options), Kind::collective, [&](MpiCall& call) {
                for (std::size_t i = 0; i < inputs.size(); ++i)
-                 add_all_gather(call, outputs[i], inputs[i], Counts(static_cast<std::size_t>(ranks()), inputs[i].numel()));
+                 add_all_gather(call, outputs[i], inputs[i],
+                                Counts(static_cast<std::size_t>(ranks()), inputs[i].numel()));
                call.results = outputs;
              });
 }
 
-MpiBackend::WorkPtr MpiBackend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
+MpiBackend::WorkPtr MpiBackend::gather(TensorLists& outputs, Tensors& inputs,
+                                       const c10d::GatherOptions& options) {
   const at::Tensor input = only("gather", inputs);
   const int root = static_cast<int>(options.rootRank);
   require_rank(root, "the root of gather");
@@ -258,7 +294,8 @@ MpiBackend::WorkPtr MpiBackend::gather(TensorLists& outputs, Tensors& inputs, co
   });
 }
 
-MpiBackend::WorkPtr MpiBackend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) {
+MpiBackend::WorkPtr MpiBackend::scatter(Tensors& outputs, TensorLists& inputs,
+                                        const c10d::ScatterOptions& options) {
   const at::Tensor output = only("scatter", outputs);
   const int root = static_cast<int>(options.rootRank);
   require_rank(root, "the root of scatter");
@@ -282,7 +319,8 @@ MpiBackend::WorkPtr MpiBackend::scatter(Tensors& outputs, TensorLists& inputs, c
   });
 }
 
-MpiBackend::WorkPtr MpiBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) {
+MpiBackend::WorkPtr MpiBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                               const c10d::ReduceScatterOptions& options) {
   const at::Tensor output = only("reduce_scatter", outputs);
   if (inputs.size() != 1 || static_cast<int>(inputs.front().size()) != ranks())
     throw InvalidArgument(concat("reduce_scatter needs one list of ", ranks(), " inputs"));
@@ -292,37 +330,46 @@ MpiBackend::WorkPtr MpiBackend::reduce_scatter(Tensors& outputs, TensorLists& in
     require_same_type("reduce_scatter", t, output);
   }
   require_numel("reduce_scatter", "output", output, in[static_cast<std::size_t>(rank())].numel());
-  return run("reduce_scatter", OpType::REDUCE_SCATTER, limit_of(options), Kind::collective, [&](MpiCall& call) {
-    const Flat buffer = flat(in);
-    for (std::size_t r = 0; r < in.size(); ++r) buffer.parts[r].copy_(in[r]);
-    add_reduce_scatter(call, output, buffer.whole, numels(in), options.reduceOp);
-    call.results = {output};
-  });
+  return run("reduce_scatter", OpType::REDUCE_SCATTER, limit_of(options), Kind::collective,
+             [&](MpiCall& call) {
+               const Flat buffer = flat(in);
+               for (std::size_t r = 0; r < in.size(); ++r) buffer.parts[r].copy_(in[r]);
+               add_reduce_scatter(call, output, buffer.whole, numels(in), options.reduceOp);
+               call.results = {output};
+             });
 }
 
-MpiBackend::WorkPtr MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+MpiBackend::WorkPtr MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                     const c10d::ReduceScatterOptions& options) {
   Tensors outputs{output}, inputs{input};
   return reduce_scatter_tensor_coalesced(outputs, inputs, options);
 }
 
-MpiBackend::WorkPtr MpiBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+MpiBackend::WorkPtr MpiBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
   if (outputs.size() != inputs.size())
-    throw InvalidArgument(concat("reduce_scatter of ", inputs.size(), " inputs into ", outputs.size(), " outputs"));
+    throw InvalidArgument(
+        concat("reduce_scatter of ", inputs.size(), " inputs into ", outputs.size(), " outputs"));
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     require_cpu("reduce_scatter", inputs[i]);
     require_cpu("reduce_scatter", outputs[i]);
     require_same_type("reduce_scatter", inputs[i], outputs[i]);
     require_numel("reduce_scatter", "input", inputs[i], outputs[i].numel() * ranks());
   }
-  return run("reduce_scatter", OpType::REDUCE_SCATTER, limit_of(options), Kind::collective, [&](MpiCall& call) {
-    for (std::size_t i = 0; i < inputs.size(); ++i)
-      add_reduce_scatter(call, outputs[i], inputs[i], Counts(static_cast<std::size_t>(ranks()), outputs[i].numel()), options.reduceOp);
-    call.results = outputs;
-  });
+  return run("reduce_scatter", OpType::REDUCE_SCATTER, limit_of(options), Kind::collective,
+             [&](MpiCall& call) {
+               for (std::size_t i = 0; i < inputs.size(); ++i)
+                 add_reduce_scatter(call, outputs[i], inputs[i],
+                                    Counts(static_cast<std::size_t>(ranks()), outputs[i].numel()),
+                                    options.reduceOp);
+               call.results = outputs;
+             });
 }
 
-MpiBackend::WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_splits,
-                                              std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions& options) {
+MpiBackend::WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                              std::vector<std::int64_t>& output_splits,
+                                              std::vector<std::int64_t>& input_splits,
+                                              const c10d::AllToAllOptions& options) {
   require_cpu("all_to_all", output);
   require_cpu("all_to_all", input);
   require_same_type("all_to_all", input, output);
@@ -334,19 +381,24 @@ MpiBackend::WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& in
       return result;
     }
     if (tensor.numel() % ranks() != 0)
-      throw InvalidArgument(concat("all_to_all: the ", which, " of ", tensor.numel(), " elements cannot be cut for ", ranks(), " ranks; give sizes"));
+      throw InvalidArgument(concat("all_to_all: the ", which, " of ", tensor.numel(),
+                                   " elements cannot be cut for ", ranks(), " ranks; give sizes"));
     return Counts(static_cast<std::size_t>(ranks()), tensor.numel() / ranks());
   };
-  const Counts out = counts(output, output_splits, "output"), in = counts(input, input_splits, "input");
-  return run("all_to_all", OpType::ALLTOALL_BASE, limit_of(options), Kind::messages, [&](MpiCall& call) {
-    add_all_to_all(call, output, input, out, in);
-    call.results = {output};
-  });
+  const Counts out = counts(output, output_splits, "output"),
+               in = counts(input, input_splits, "input");
+  return run("all_to_all", OpType::ALLTOALL_BASE, limit_of(options), Kind::messages,
+             [&](MpiCall& call) {
+               add_all_to_all(call, output, input, out, in);
+               call.results = {output};
+             });
 }
 
-MpiBackend::WorkPtr MpiBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+MpiBackend::WorkPtr MpiBackend::alltoall(Tensors& outputs, Tensors& inputs,
+                                         const c10d::AllToAllOptions& options) {
   if (static_cast<int>(outputs.size()) != ranks() || static_cast<int>(inputs.size()) != ranks())
-    throw InvalidArgument(concat("all_to_all needs ", ranks(), " inputs and outputs, and got ", inputs.size(), " and ", outputs.size()));
+    throw InvalidArgument(concat("all_to_all needs ", ranks(), " inputs and outputs, and got ",
+                                 inputs.size(), " and ", outputs.size()));
   for (const auto* tensors : {&outputs, &inputs})
     for (const auto& t : *tensors) require_cpu("all_to_all", t);
   const auto me = static_cast<std::size_t>(rank());
@@ -383,20 +435,24 @@ MpiBackend::WorkPtr MpiBackend::recv(Tensors& tensors, int from, int tag) {
 MpiBackend::WorkPtr MpiBackend::recvAnysource(Tensors& tensors, int tag) {
   const at::Tensor tensor = only("receive from any rank", tensors);
   if (!fits(tensor.numel()))
-    throw InvalidArgument(
-        concat("receive from any rank: ", tensor.numel(), " elements, and one MPI message holds ", max_count_, "; name the sender"));
-  return run("receive from any rank", OpType::RECVANYSOURCE, {}, Kind::messages, [&](MpiCall& call) {
-    add_receive(call, tensor, MPI_ANY_SOURCE, user_tag(tag));
-    call.results = {tensor};
-  });
+    throw InvalidArgument(concat("receive from any rank: ", tensor.numel(),
+                                 " elements, and one MPI message holds ", max_count_,
+                                 "; name the sender"));
+  return run("receive from any rank", OpType::RECVANYSOURCE, {}, Kind::messages,
+             [&](MpiCall& call) {
+               add_receive(call, tensor, MPI_ANY_SOURCE, user_tag(tag));
+               call.results = {tensor};
+             });
 }
 
 MpiBackend::WorkPtr MpiBackend::barrier(const c10d::BarrierOptions& options) {
-  return run("barrier", OpType::BARRIER, limit_of(options), Kind::messages,
-             [&](MpiCall& call) { check_mpi(MPI_Ibarrier(comm_->handle(), call.request()), "MPI_Ibarrier"); });
+  return run("barrier", OpType::BARRIER, limit_of(options), Kind::messages, [&](MpiCall& call) {
+    check_mpi(MPI_Ibarrier(comm_->handle(), call.request()), "MPI_Ibarrier");
+  });
 }
 
-MpiBackend::WorkPtr MpiBackend::all_gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
+MpiBackend::WorkPtr MpiBackend::all_gather_v(const at::Tensor& output, const at::Tensor& input,
+                                             const std::vector<std::int64_t>& sizes,
                                              CallLimit limit) {
   require_cpu("all_gather", output);
   require_cpu("all_gather", input);
@@ -411,7 +467,8 @@ MpiBackend::WorkPtr MpiBackend::all_gather_v(const at::Tensor& output, const at:
   });
 }
 
-MpiBackend::WorkPtr MpiBackend::reduce_scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
+MpiBackend::WorkPtr MpiBackend::reduce_scatter_v(const at::Tensor& output, const at::Tensor& input,
+                                                 const std::vector<std::int64_t>& sizes,
                                                  const c10d::ReduceOp& op, CallLimit limit) {
   require_cpu("reduce_scatter", output);
   require_cpu("reduce_scatter", input);
@@ -426,7 +483,8 @@ MpiBackend::WorkPtr MpiBackend::reduce_scatter_v(const at::Tensor& output, const
   });
 }
 
-MpiBackend::WorkPtr MpiBackend::gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root,
+MpiBackend::WorkPtr MpiBackend::gather_v(const at::Tensor& output, const at::Tensor& input,
+                                         const std::vector<std::int64_t>& sizes, int root,
                                          CallLimit limit) {
   require_cpu("gather", input);
   require_sizes(sizes, "gather");
@@ -444,7 +502,8 @@ MpiBackend::WorkPtr MpiBackend::gather_v(const at::Tensor& output, const at::Ten
   });
 }
 
-MpiBackend::WorkPtr MpiBackend::scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root,
+MpiBackend::WorkPtr MpiBackend::scatter_v(const at::Tensor& output, const at::Tensor& input,
+                                          const std::vector<std::int64_t>& sizes, int root,
                                           CallLimit limit) {
   require_cpu("scatter", output);
   require_sizes(sizes, "scatter");
@@ -470,7 +529,8 @@ MpiBackend::WorkPtr MpiBackend::exchange(const std::vector<Message>& messages, C
   return run("exchange", OpType::COALESCED, limit, Kind::messages, [&](MpiCall& call) {
     for (const auto& message : messages) {
       call.peers.push_back(comm_->ranks()[static_cast<std::size_t>(message.peer)]);
-      if (message.kind == Message::Kind::receive) add_receive(call, message.tensor, message.peer, 0);
+      if (message.kind == Message::Kind::receive)
+        add_receive(call, message.tensor, message.peer, 0);
     }
     for (const auto& message : messages)
       if (message.kind == Message::Kind::send) add_send(call, message.tensor, message.peer, 0);
@@ -483,7 +543,9 @@ MpiBackend::WorkPtr MpiBackend::exchange(const std::vector<Message>& messages, C
 
 namespace tessera {
 
-c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const MpiWorld& world, const std::vector<int>& ranks, const MpiBackendOptions& options) {
+c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const MpiWorld& world,
+                                                   const std::vector<int>& ranks,
+                                                   const MpiBackendOptions& options) {
   auto comm = detail::make_mpi_comm(world.context(), ranks, options);
   return c10::make_intrusive<detail::MpiBackend>(std::move(comm), options);
 }

@@ -1,5 +1,6 @@
 #pragma once
-// MpiBackend: a group's collectives as MPI calls. How each is done is in mpi_collectives.cpp; what c10d calls them, in mpi_backend.cpp.
+// MpiBackend: a group's collectives as MPI calls. How each is done is in mpi_collectives.cpp; what
+// c10d calls them, in mpi_backend.cpp.
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -21,7 +22,9 @@
 namespace tessera::detail {
 
 /// Plain row-major memory: MPI works on it as it is.
-inline bool in_order(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
+inline bool in_order(const at::Tensor& t) {
+  return t.is_contiguous() && !t.is_conj() && !t.is_neg();
+}
 
 class MpiBackend final : public c10d::Backend, public UnevenBackend, public ReducingBackend {
  public:
@@ -42,61 +45,89 @@ class MpiBackend final : public c10d::Backend, public UnevenBackend, public Redu
     comm_->library().step_in_waits(step);
     return true;
   }
-  /// Ends this process' pending and later calls with PeerLostError. Callable from any thread; sends nothing.
+  /// Ends this process' pending and later calls with PeerLostError. Callable from any thread; sends
+  /// nothing.
   void abort() override { comm_->abort(); }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
-  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& options) override;
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
-  WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
-  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
-  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override;
-  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override;
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override;
-  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_splits, std::vector<std::int64_t>& input_splits,
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
+                  const c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input,
+                        std::vector<std::int64_t>& output_splits,
+                        std::vector<std::int64_t>& input_splits,
                         const c10d::AllToAllOptions& options) override;
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
+                   const c10d::AllToAllOptions& options) override;
   WorkPtr send(Tensors& tensors, int to, int tag) override;
   WorkPtr recv(Tensors& tensors, int from, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
 
-  WorkPtr all_gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, CallLimit limit) override;
-  WorkPtr reduce_scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, const c10d::ReduceOp& op,
+  WorkPtr all_gather_v(const at::Tensor& output, const at::Tensor& input,
+                       const std::vector<std::int64_t>& sizes, CallLimit limit) override;
+  WorkPtr reduce_scatter_v(const at::Tensor& output, const at::Tensor& input,
+                           const std::vector<std::int64_t>& sizes, const c10d::ReduceOp& op,
                            CallLimit limit) override;
-  WorkPtr gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root, CallLimit limit) override;
-  WorkPtr scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root, CallLimit limit) override;
+  WorkPtr gather_v(const at::Tensor& output, const at::Tensor& input,
+                   const std::vector<std::int64_t>& sizes, int root, CallLimit limit) override;
+  WorkPtr scatter_v(const at::Tensor& output, const at::Tensor& input,
+                    const std::vector<std::int64_t>& sizes, int root, CallLimit limit) override;
   WorkPtr exchange(const std::vector<Message>& messages, CallLimit limit) override;
 
   bool reduces(c10::ScalarType dtype, ReduceOp::Kind op) const override;
   bool moves(c10::ScalarType) const override { return true; }
 
  private:
-  using Counts = std::vector<std::int64_t>;  ///< Elements, one number a rank.
+  /// Elements, one number a rank.
+  using Counts = std::vector<std::int64_t>;
 
-  enum class Kind { collective, messages };  ///< Messages do not meet first: only the peers named take part.
+  /// Messages do not meet first: only the peers named take part.
+  enum class Kind { collective, messages };
   /// One call from its beginning to its work: `add` adds collectives or messages to it.
-  WorkPtr run(const char* name, c10d::OpType type, CallLimit limit, Kind kind, const std::function<void(MpiCall&)>& add);
+  WorkPtr run(const char* name, c10d::OpType type, CallLimit limit, Kind kind,
+              const std::function<void(MpiCall&)>& add);
 
   // Each adds one collective to a call: posts requests, or does it at once in a blocking call.
   void add_all_reduce(MpiCall& call, const at::Tensor& tensor, const c10d::ReduceOp& op);
   void add_broadcast(MpiCall& call, const at::Tensor& tensor, int root);
   void add_reduce(MpiCall& call, const at::Tensor& tensor, int root, const c10d::ReduceOp& op);
-  void add_all_gather(MpiCall& call, const at::Tensor& output, const at::Tensor& input, const Counts& counts);
-  void add_reduce_scatter(MpiCall& call, const at::Tensor& output, const at::Tensor& input, const Counts& counts, const c10d::ReduceOp& op);
-  void add_gather(MpiCall& call, const at::Tensor& output, const at::Tensor& input, const Counts& counts, int root);
-  void add_scatter(MpiCall& call, const at::Tensor& output, const at::Tensor& input, const Counts& counts, int root);
-  void add_all_to_all(MpiCall& call, const at::Tensor& output, const at::Tensor& input, const Counts& output_counts, const Counts& input_counts);
+  void add_all_gather(MpiCall& call, const at::Tensor& output, const at::Tensor& input,
+                      const Counts& counts);
+  void add_reduce_scatter(MpiCall& call, const at::Tensor& output, const at::Tensor& input,
+                          const Counts& counts, const c10d::ReduceOp& op);
+  void add_gather(MpiCall& call, const at::Tensor& output, const at::Tensor& input,
+                  const Counts& counts, int root);
+  void add_scatter(MpiCall& call, const at::Tensor& output, const at::Tensor& input,
+                   const Counts& counts, int root);
+  void add_all_to_all(MpiCall& call, const at::Tensor& output, const at::Tensor& input,
+                      const Counts& output_counts, const Counts& input_counts);
   void add_send(MpiCall& call, const at::Tensor& tensor, int to, int tag);
   void add_receive(MpiCall& call, const at::Tensor& tensor, int from, int tag);
-  void post_send(MpiCall& call, const void* data, std::int64_t count, MPI_Datatype type, int to, int tag);
-  void post_receive(MpiCall& call, void* data, std::int64_t count, MPI_Datatype type, int from, int tag);
+  void post_send(MpiCall& call, const void* data, std::int64_t count, MPI_Datatype type, int to,
+                 int tag);
+  void post_receive(MpiCall& call, void* data, std::int64_t count, MPI_Datatype type, int from,
+                    int tag);
 
-  /// Before the first of MPI's blocking calls: the ranks meet, and the watchdog looks on. What can be done without the others is done before.
+  /// Before the first of MPI's blocking calls: the ranks meet, and the watchdog looks on. What can
+  /// be done without the others is done before.
   void ready(MpiCall& call) const {
     if (call.blocking && !call.phase) comm_->meet(call);
   }
@@ -115,7 +146,8 @@ class MpiBackend final : public c10d::Backend, public UnevenBackend, public Redu
   MpiReductions reductions_;
   std::chrono::milliseconds timeout_;
   const std::int64_t max_count_;
-  int tag_limit_ = 32767;  ///< MPI_TAG_UB; the largest is ours, for collectives that are made of messages.
+  /// MPI_TAG_UB; the largest is ours, for collectives that are made of messages.
+  int tag_limit_ = 32767;
   std::atomic<std::uint64_t> sequence_{0};
 };
 

@@ -70,7 +70,8 @@ void check_mpi(int code, const char* function) {
   int kind = MPI_SUCCESS;
   MPI_Error_class(code, &kind);
   const char* hint = kind == MPI_ERR_TRUNCATE
-                         ? ". A rank sent more than this one expects: shapes or dtypes differ between ranks; CheckLevel::collective shows which"
+                         ? ". A rank sent more than this one expects: shapes or dtypes differ "
+                           "between ranks; CheckLevel::collective shows which"
                          : "";
   throw CommError(concat(function, " failed: ", mpi_error_text(code), hint));
 }
@@ -112,34 +113,43 @@ void BlockingWatchdog::run() {
       }
       const std::chrono::milliseconds limit(slot->limit_ms.load(std::memory_order_relaxed));
       if (phase % 2 == 1 && now - slot->seen_since > limit)
-        mpi_fatal(slot->who,
-                  concat(slot->operation.load(std::memory_order_relaxed), " did not end within its limit of ", limit.count(),
-                         " ms although all ranks had begun it: a rank died or was stopped in the middle"),
-                  may_call_mpi_);
+        mpi_fatal(
+            slot->who,
+            concat(slot->operation.load(std::memory_order_relaxed),
+                   " did not end within its limit of ", limit.count(),
+                   " ms although all ranks had begun it: a rank died or was stopped in the middle"),
+            may_call_mpi_);
     }
     wake_.wait_for(lock, std::chrono::milliseconds(200), [this] { return stop_; });
   }
 }
 
 MpiLibrary::MpiLibrary(bool owner, int provided)
-    : owner_(owner), level_(to_level(provided)), watchdog_(std::make_unique<BlockingWatchdog>(provided == MPI_THREAD_MULTIPLE)) {}
+    : owner_(owner),
+      level_(to_level(provided)),
+      watchdog_(std::make_unique<BlockingWatchdog>(provided == MPI_THREAD_MULTIPLE)) {}
 
 std::shared_ptr<MpiLibrary> MpiLibrary::open(MpiThreadLevel wanted) {
-  // MPI itself is one for the process: it can be initialised once and finalised once, so its owner has to be found again.
+  // MPI itself is one for the process: it can be initialised once and finalised once, so its owner
+  // has to be found again.
   static std::mutex mutex;
   static std::weak_ptr<MpiLibrary> current;
   std::lock_guard<std::mutex> lock(mutex);
   if (auto library = current.lock()) return library;
   if (mpi_flag(MPI_Finalized))
-    throw CommError("MPI was finalised in this process already and cannot be initialised again; keep one MpiWorld until the end of main()");
+    throw CommError(
+        "MPI was finalised in this process already and cannot be initialised again; keep one "
+        "MpiWorld until the end of main()");
   if (mpi_flag(MPI_Initialized)) return attach();
   int provided = MPI_THREAD_SINGLE;
   check_mpi(MPI_Init_thread(nullptr, nullptr, to_mpi(wanted), &provided), "MPI_Init_thread");
   std::shared_ptr<MpiLibrary> library(new MpiLibrary(true, provided));
   current = library;
   if (wanted > MpiThreadLevel::funneled && library->level() < wanted)
-    throw CommError(concat("this MPI library grants thread level ", to_string(library->level()), ", and ", to_string(wanted),
-                           " was asked for; ask for less, or use a library built with thread support"));
+    throw CommError(
+        concat("this MPI library grants thread level ", to_string(library->level()), ", and ",
+               to_string(wanted),
+               " was asked for; ask for less, or use a library built with thread support"));
   return library;
 }
 
@@ -155,8 +165,12 @@ MpiLibrary::~MpiLibrary() {
   if (broken() || std::uncaught_exceptions() > 0) {
     int rank = -1;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-    std::fprintf(stderr, "tessera: rank %d on %s leaves MPI without finalising it, because %s; the launcher ends the other ranks.\n", rank,
-                 processor_name().c_str(), std::uncaught_exceptions() > 0 ? "an exception is in flight" : "a call did not complete");
+    std::fprintf(
+        stderr,
+        "tessera: rank %d on %s leaves MPI without finalising it, because %s; the launcher ends "
+        "the other ranks.\n",
+        rank, processor_name().c_str(),
+        std::uncaught_exceptions() > 0 ? "an exception is in flight" : "a call did not complete");
     return;
   }
   MPI_Finalize();
@@ -167,9 +181,12 @@ void MpiLibrary::require_thread() const {
   int main_thread = 0;
   MPI_Is_thread_main(&main_thread);
   if (!main_thread)
-    throw Error(concat("a call on an MPI group came from another thread than the one that initialised MPI, and MPI's thread level is ",
-                       to_string(level_),
-                       ". Initialise MPI with MPI_THREAD_MULTIPLE (MpiWorld::initialize(MpiThreadLevel::multiple)), or call from the main thread"));
+    throw Error(
+        concat("a call on an MPI group came from another thread than the one that initialised MPI, "
+               "and MPI's thread level is ",
+               to_string(level_),
+               ". Initialise MPI with MPI_THREAD_MULTIPLE "
+               "(MpiWorld::initialize(MpiThreadLevel::multiple)), or call from the main thread"));
 }
 
 std::unique_lock<std::mutex> MpiLibrary::serialize() {
@@ -188,7 +205,9 @@ void MpiLibrary::run_steps() {
   std::vector<Step> mine;
   {
     const std::lock_guard lock(steps_mutex_);
-    const auto others = std::stable_partition(steps_.begin(), steps_.end(), [](const Step& s) { return s.thread != std::this_thread::get_id(); });
+    const auto others = std::stable_partition(steps_.begin(), steps_.end(), [](const Step& s) {
+      return s.thread != std::this_thread::get_id();
+    });
     mine.assign(others, steps_.end());
     steps_.erase(others, steps_.end());
   }
@@ -208,7 +227,9 @@ MpiContext::MpiContext(std::shared_ptr<MpiLibrary> library, MPI_Comm comm, bool 
 }
 
 MpiContext::~MpiContext() {
-  if (!owns_comm_ || library_->broken() || mpi_flag(MPI_Finalized) || std::uncaught_exceptions() > 0) return;
+  if (!owns_comm_ || library_->broken() || mpi_flag(MPI_Finalized) ||
+      std::uncaught_exceptions() > 0)
+    return;
   MPI_Comm comm = comm_;
   MPI_Comm_free(&comm);
 }
@@ -235,8 +256,10 @@ MpiWorld::MpiWorld(std::shared_ptr<detail::MpiContext> context) : context_(std::
 
 MpiWorld MpiWorld::initialize(MpiThreadLevel wanted) {
   const auto library = detail::MpiLibrary::open(wanted);
-  if (library->owner()) return MpiWorld(std::make_shared<detail::MpiContext>(library, MPI_COMM_WORLD, false));
-  return mpi_world(MPI_COMM_WORLD);  // Somebody else's MPI, and perhaps messages: ours need a communicator of their own.
+  if (library->owner())
+    return MpiWorld(std::make_shared<detail::MpiContext>(library, MPI_COMM_WORLD, false));
+  // Somebody else's MPI, and perhaps messages: ours need a communicator of their own.
+  return mpi_world(MPI_COMM_WORLD);
 }
 
 int MpiWorld::rank() const { return context_->rank(); }
@@ -260,23 +283,32 @@ Launch MpiWorld::launch() const {
   launch.world_size = size();
   launch.node_rank = -1;
   MPI_Comm host = MPI_COMM_NULL;
-  detail::check_mpi(MPI_Comm_split_type(context_->comm(), MPI_COMM_TYPE_SHARED, rank(), MPI_INFO_NULL, &host), "MPI_Comm_split_type");
+  detail::check_mpi(
+      MPI_Comm_split_type(context_->comm(), MPI_COMM_TYPE_SHARED, rank(), MPI_INFO_NULL, &host),
+      "MPI_Comm_split_type");
   MPI_Comm_rank(host, &launch.local_rank);
   MPI_Comm_size(host, &launch.local_size);
   MPI_Comm_free(&host);
   return launch;
 }
 
-void MpiWorld::fatal(const std::string& reason) const { detail::mpi_fatal(concat("rank ", rank(), " of ", size(), " on ", host()), reason, true); }
+void MpiWorld::fatal(const std::string& reason) const {
+  detail::mpi_fatal(concat("rank ", rank(), " of ", size(), " on ", host()), reason, true);
+}
 
 MpiWorld mpi_world(MPI_Comm communicator) {
   if (!detail::mpi_flag(MPI_Initialized) || detail::mpi_flag(MPI_Finalized))
     throw InvalidArgument(
-        "mpi_world() needs an MPI that is initialised and not finalised; without a communicator of your own use MpiWorld::initialize()");
-  if (communicator == MPI_COMM_NULL) throw InvalidArgument("mpi_world() was given MPI_COMM_NULL: this process is not in the communicator");
+        "mpi_world() needs an MPI that is initialised and not finalised; without a communicator of "
+        "your own use MpiWorld::initialize()");
+  if (communicator == MPI_COMM_NULL)
+    throw InvalidArgument(
+        "mpi_world() was given MPI_COMM_NULL: this process is not in the communicator");
   int inter = 0;
   detail::check_mpi(MPI_Comm_test_inter(communicator, &inter), "MPI_Comm_test_inter");
-  if (inter) throw InvalidArgument("mpi_world() was given an intercommunicator; merge it first (MPI_Intercomm_merge)");
+  if (inter)
+    throw InvalidArgument(
+        "mpi_world() was given an intercommunicator; merge it first (MPI_Intercomm_merge)");
   MPI_Comm copy = MPI_COMM_NULL;
   detail::check_mpi(MPI_Comm_dup(communicator, &copy), "MPI_Comm_dup");
   detail::check_mpi(MPI_Comm_set_errhandler(copy, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");

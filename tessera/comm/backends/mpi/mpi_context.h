@@ -1,5 +1,6 @@
 #pragma once
-// MPI in this process: who initialised it, its thread level, the communicator that groups come from, the watchdog of blocking calls.
+// MPI in this process: who initialised it, its thread level, the communicator that groups come
+// from, the watchdog of blocking calls.
 
 #include <mpi.h>
 
@@ -22,14 +23,18 @@ namespace tessera::detail {
 void check_mpi(int code, const char* function);
 std::string mpi_error_text(int code);
 
-/// One backend's entry in the watchdog's list. `phase` is odd while the backend's thread is inside a blocking MPI call that all ranks have reached.
+/// One backend's entry in the watchdog's list. `phase` is odd while the backend's thread is inside
+/// a blocking MPI call that all ranks have reached.
 struct BlockingSlot {
   std::atomic<std::uint64_t> phase{0};
   std::atomic<std::int64_t> limit_ms{0};
   std::atomic<const char*> operation{""};
-  std::string who;                                   ///< "rank 3 in group 'world'"
-  std::uint64_t seen_phase = 0;                      ///< The watchdog's own: the phase it saw last,
-  std::chrono::steady_clock::time_point seen_since;  ///< and when it first saw it.
+  /// "rank 3 in group 'world'"
+  std::string who;
+  /// The watchdog's own: the phase it saw last,
+  std::uint64_t seen_phase = 0;
+  /// and when it first saw it.
+  std::chrono::steady_clock::time_point seen_since;
 };
 
 /// Marks a blocking MPI call for the watchdog. Two stores; the watchdog itself looks at the clock.
@@ -48,7 +53,8 @@ class BlockingPhase {
   BlockingSlot& slot_;
 };
 
-/// Ends the job when a backend stays in one blocking phase for longer than its limit: nothing else can end such a wait.
+/// Ends the job when a backend stays in one blocking phase for longer than its limit: nothing else
+/// can end such a wait.
 class BlockingWatchdog {
  public:
   explicit BlockingWatchdog(bool may_call_mpi) : may_call_mpi_(may_call_mpi) {}

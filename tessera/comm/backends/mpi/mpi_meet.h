@@ -8,8 +8,12 @@
 
 namespace tessera::detail {
 
-/// The communicator of `ranks` of the context, in this order; called by its members alone. MPI_Comm_create_group has no time limit, so the members
-/// first report to the group's first rank by messages, which have one. Throws InvalidArgument, TimeoutError naming the ranks that did not come.
-std::shared_ptr<MpiComm> make_mpi_comm(const std::shared_ptr<MpiContext>& context, const std::vector<int>& ranks, const MpiBackendOptions& options);
+/// The communicator of `ranks` of the context, in this order; called by its members alone.
+/// MPI_Comm_create_group has no time limit, so the members first report to the group's first rank
+/// by messages, which have one. Throws InvalidArgument, TimeoutError naming the ranks that did not
+/// come.
+std::shared_ptr<MpiComm> make_mpi_comm(const std::shared_ptr<MpiContext>& context,
+                                       const std::vector<int>& ranks,
+                                       const MpiBackendOptions& options);
 
 }  // namespace tessera::detail

@@ -15,7 +15,8 @@ namespace {
 
 using Op = c10d::ReduceOp;
 
-// `a` unless `b` is larger (smaller) or NaN, or `a` is NaN; two NaNs give one of them. As at::maximum and at::minimum.
+// `a` unless `b` is larger (smaller) or NaN, or `a` is NaN; two NaNs give one of them. As
+// at::maximum and at::minimum.
 template <class T>
 void nan_max(void* in, void* inout, int* count, MPI_Datatype*) {
   const T* __restrict a = static_cast<const T*>(in);
@@ -101,9 +102,13 @@ const char* op_name(Op::RedOpType op) {
   }
 }
 
-bool is_16bit_float(c10::ScalarType dtype) { return dtype == c10::ScalarType::Half || dtype == c10::ScalarType::BFloat16; }
+bool is_16bit_float(c10::ScalarType dtype) {
+  return dtype == c10::ScalarType::Half || dtype == c10::ScalarType::BFloat16;
+}
 
-bool is_mpi_complex(c10::ScalarType dtype) { return dtype == c10::ScalarType::ComplexFloat || dtype == c10::ScalarType::ComplexDouble; }
+bool is_mpi_complex(c10::ScalarType dtype) {
+  return dtype == c10::ScalarType::ComplexFloat || dtype == c10::ScalarType::ComplexDouble;
+}
 
 }  // namespace
 
@@ -120,7 +125,8 @@ MPI_Datatype mpi_bytes_type(std::size_t element_size) {
     case 1:
       return MPI_BYTE;
     default:
-      throw InvalidArgument(concat("MPI groups move elements of 1, 2, 4, 8 or 16 bytes, not of ", element_size));
+      throw InvalidArgument(
+          concat("MPI groups move elements of 1, 2, 4, 8 or 16 bytes, not of ", element_size));
   }
 }
 
@@ -144,7 +150,8 @@ MPI_Op MpiReductions::make(MPI_User_function* function) {
 bool MpiReductions::supports(c10::ScalarType dtype, Op::RedOpType op) {
   const bool integer = c10::isIntegralType(dtype, /*includeBool=*/false);
   const bool complex = is_mpi_complex(dtype);
-  const bool floating = dtype == c10::ScalarType::Float || dtype == c10::ScalarType::Double || is_16bit_float(dtype);
+  const bool floating =
+      dtype == c10::ScalarType::Float || dtype == c10::ScalarType::Double || is_16bit_float(dtype);
   const bool boolean = dtype == c10::ScalarType::Bool;
   switch (op) {
     case Op::SUM:
@@ -167,15 +174,21 @@ bool MpiReductions::supports(c10::ScalarType dtype, Op::RedOpType op) {
 
 MpiReduction MpiReductions::plan(c10::ScalarType dtype, const c10d::ReduceOp& op) {
   if (!supports(dtype, op.op_))
-    throw InvalidArgument(concat("MPI groups do not reduce ", c10::toString(dtype), " by ", op_name(op.op_),
-                                 "; convert the tensor first (integers have no average, complex numbers no order)"));
+    throw InvalidArgument(
+        concat("MPI groups do not reduce ", c10::toString(dtype), " by ", op_name(op.op_),
+               "; convert the tensor first (integers have no average, complex numbers no order)"));
   MpiReduction plan;
   plan.wire = dtype;
   plan.average = op.op_ == Op::AVG;
   if (op.op_ == Op::PREMUL_SUM) {
     const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-    if (!factor) throw InvalidArgument("a premultiplied sum without its factor; c10d has a function that makes the operation with one");
-    plan.scale = factor->tensor_factor.defined() ? factor->tensor_factor : at::scalar_tensor(factor->double_factor, at::kDouble);
+    if (!factor)
+      throw InvalidArgument(
+          "a premultiplied sum without its factor; c10d has a function that makes the operation "
+          "with one");
+    plan.scale = factor->tensor_factor.defined()
+                     ? factor->tensor_factor
+                     : at::scalar_tensor(factor->double_factor, at::kDouble);
     plan.scale = plan.scale->reshape({});
   }
   const bool adds = op.op_ == Op::SUM || op.op_ == Op::AVG || op.op_ == Op::PREMUL_SUM;

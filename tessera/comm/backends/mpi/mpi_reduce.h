@@ -14,18 +14,22 @@
 
 namespace tessera::detail {
 
-/// How one reduction is carried out: `scale` each rank's values, convert them to `wire`, reduce them by `op` over `per_element` items of `type` an
-/// element, divide by the number of ranks if `average`, convert back.
+/// How one reduction is carried out: `scale` each rank's values, convert them to `wire`, reduce
+/// them by `op` over `per_element` items of `type` an element, divide by the number of ranks if
+/// `average`, convert back.
 struct MpiReduction {
   c10::ScalarType wire = c10::ScalarType::Float;
   MPI_Datatype type = MPI_DATATYPE_NULL;
   MPI_Op op = MPI_OP_NULL;
-  int per_element = 1;  ///< 2 where a complex sum is a sum of twice as many reals.
+  /// 2 where a complex sum is a sum of twice as many reals.
+  int per_element = 1;
   bool average = false;
-  std::optional<at::Tensor> scale;  ///< A tensor of one element.
+  /// A tensor of one element.
+  std::optional<at::Tensor> scale;
 };
 
-/// The operations that MPI lacks (NaN-propagating min and max, 16-bit floats, complex products), made on first use, freed with the object.
+/// The operations that MPI lacks (NaN-propagating min and max, 16-bit floats, complex products),
+/// made on first use, freed with the object.
 class MpiReductions {
  public:
   MpiReductions() = default;
@@ -34,7 +38,8 @@ class MpiReductions {
   MpiReductions& operator=(const MpiReductions&) = delete;
 
   static bool supports(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op);
-  /// Throws InvalidArgument if the pair makes no sense (an average of integers, a maximum of complex numbers).
+  /// Throws InvalidArgument if the pair makes no sense (an average of integers, a maximum of
+  /// complex numbers).
   MpiReduction plan(c10::ScalarType dtype, const c10d::ReduceOp& op);
 
  private:

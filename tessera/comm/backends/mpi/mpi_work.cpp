@@ -35,16 +35,22 @@ void finish(const MpiCall& call) {
 }  // namespace
 
 bool MpiCall::pending() const {
-  return std::any_of(requests.begin(), requests.end(), [](MPI_Request request) { return request != MPI_REQUEST_NULL; });
+  return std::any_of(requests.begin(), requests.end(),
+                     [](MPI_Request request) { return request != MPI_REQUEST_NULL; });
 }
 
-MpiComm::MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector<int> ranks, std::string name)
-    : context_(std::move(context)), comm_(comm), ranks_(std::move(ranks)), slot_(std::make_shared<BlockingSlot>()) {
+MpiComm::MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector<int> ranks,
+                 std::string name)
+    : context_(std::move(context)),
+      comm_(comm),
+      ranks_(std::move(ranks)),
+      slot_(std::make_shared<BlockingSlot>()) {
   check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   check_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
   MPI_Comm host = MPI_COMM_NULL;
   int host_size = 1;
-  check_mpi(MPI_Comm_split_type(comm_, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host), "MPI_Comm_split_type");
+  check_mpi(MPI_Comm_split_type(comm_, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host),
+            "MPI_Comm_split_type");
   check_mpi(MPI_Comm_size(host, &host_size), "MPI_Comm_size");
   MPI_Comm_free(&host);
   one_host_ = host_size == size();
@@ -64,16 +70,21 @@ MpiComm::~MpiComm() {
   }
   library().set_broken();
   for (auto& call : adopted_) {
-    [[maybe_unused]] const MpiCall* const kept = call.release();  // MPI may still use their memory: never freed, the process is about to end.
+    // MPI may still use their memory: never freed, the process is about to end.
+    [[maybe_unused]] const MpiCall* const kept = call.release();
   }
 }
 
 void MpiComm::require_usable(const char* operation) {
   library().require_thread();
   if (aborted_.load(std::memory_order_acquire))
-    throw PeerLostError(concat(operation, " on an MPI group that was aborted; make a new group, or end the job"), {});
+    throw PeerLostError(
+        concat(operation, " on an MPI group that was aborted; make a new group, or end the job"),
+        {});
   if (stuck_.load(std::memory_order_acquire))
-    throw CommError(concat(operation, " on an MPI group of which an earlier call never completed; MPI cannot take such a call back. End the job"));
+    throw CommError(concat(operation,
+                           " on an MPI group of which an earlier call never completed; MPI cannot "
+                           "take such a call back. End the job"));
   if (has_adopted_.load(std::memory_order_relaxed)) sweep();
 }
 
@@ -89,9 +100,11 @@ void MpiComm::poll(const MpiCall& call, std::chrono::milliseconds limit, Test&& 
     pause_core();
   }
   const auto start = Clock::now();
-  // A sleeping rank moves no data, so sleep only when even a slow network would be done: 2 s, and 1 s more for each 100 MB.
+  // A sleeping rank moves no data, so sleep only when even a slow network would be done: 2 s, and 1
+  // s more for each 100 MB.
   const auto patience = std::chrono::milliseconds(2000 + call.bytes / 100000);
-  // A large message comes in pieces, each in a test: where this rank has its core to itself, not every piece waits for the system to yield.
+  // A large message comes in pieces, each in a test: where this rank has its core to itself, not
+  // every piece waits for the system to yield.
   const int burst = spins_ > kSpinsShared ? 16 : 1;
   for (int i = 0;; ++i) {
     for (int n = 0; n < burst; ++n)
@@ -105,9 +118,11 @@ void MpiComm::poll(const MpiCall& call, std::chrono::milliseconds limit, Test&& 
       }
       if (waited > limit) {
         if (limit >= call.timeout) set_stuck();  // A shorter look leaves the call under way.
-        throw TimeoutError(concat(call.name, " did not complete within ", limit.count(), " ms",
-                                  call.peers.empty() ? std::string() : concat("; it waits for rank ", list(call.peers))),
-                           call.peers);
+        throw TimeoutError(
+            concat(call.name, " did not complete within ", limit.count(), " ms",
+                   call.peers.empty() ? std::string()
+                                      : concat("; it waits for rank ", list(call.peers))),
+            call.peers);
       }
       if (waited > patience) std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
@@ -135,12 +150,15 @@ bool MpiComm::test(MpiCall& call) {
     if (call.requests.size() == 1)
       check_mpi(MPI_Test(call.requests.data(), &done, MPI_STATUS_IGNORE), call.name);
     else
-      check_mpi(MPI_Testall(static_cast<int>(call.requests.size()), call.requests.data(), &done, MPI_STATUSES_IGNORE), call.name);
+      check_mpi(MPI_Testall(static_cast<int>(call.requests.size()), call.requests.data(), &done,
+                            MPI_STATUSES_IGNORE),
+                call.name);
     return done != 0;
   }
   auto& statuses = call.statuses;
   statuses.resize(call.requests.size());
-  const int code = MPI_Testall(static_cast<int>(call.requests.size()), call.requests.data(), &done, statuses.data());
+  const int code = MPI_Testall(static_cast<int>(call.requests.size()), call.requests.data(), &done,
+                               statuses.data());
   if (code == MPI_ERR_IN_STATUS) {
     for (const auto& status : statuses)
       if (status.MPI_ERROR != MPI_ERR_PENDING) check_mpi(status.MPI_ERROR, call.name);
@@ -153,8 +171,9 @@ bool MpiComm::test(MpiCall& call) {
     call.source = statuses[i].MPI_SOURCE;
     check_mpi(MPI_Get_elements_x(&statuses[i], MPI_BYTE, &got), "MPI_Get_elements_x");
     if (got != call.receives[i])
-      throw CommError(concat(call.name, ": rank ", ranks_[static_cast<std::size_t>(call.source)], " sent ", got, " bytes where this rank expects ",
-                             call.receives[i], "; sender and receiver must use tensors of one size"));
+      throw CommError(concat(call.name, ": rank ", ranks_[static_cast<std::size_t>(call.source)],
+                             " sent ", got, " bytes where this rank expects ", call.receives[i],
+                             "; sender and receiver must use tensors of one size"));
   }
   return true;
 }
@@ -262,7 +281,8 @@ std::vector<at::Tensor> MpiWork::result() {
 
 c10::intrusive_ptr<c10::ivalue::Future> MpiWork::getFuture() {
   wait();
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  auto future =
+      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   future->markCompleted(at::IValue(results_));
   return future;
 }

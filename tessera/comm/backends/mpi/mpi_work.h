@@ -20,22 +20,32 @@
 
 namespace tessera::detail {
 
-/// Everything that must outlive the MPI requests of one call, and what is left to do when they are complete.
+/// Everything that must outlive the MPI requests of one call, and what is left to do when they are
+/// complete.
 struct MpiCall {
   const char* name = "";
   c10d::OpType type = c10d::OpType::UNKNOWN;
   std::vector<MPI_Request> requests;
-  std::vector<std::int64_t> receives;         ///< For each request the bytes it must deliver, or -1; empty if no request is a receive.
-  std::vector<MPI_Status> statuses;           ///< One a request, where there are receives.
-  std::vector<at::Tensor> tensors;            ///< Read or written by MPI.
-  std::vector<at::Tensor> results;            ///< Work::result().
-  std::vector<std::vector<int>> numbers;      ///< Counts and displacements that MPI reads until the end.
-  std::vector<std::function<void()>> finish;  ///< In order, once all requests are complete.
-  std::vector<int> peers;                     ///< Global ranks of the other side, for point-to-point calls.
+  /// For each request the bytes it must deliver, or -1; empty if no request is a receive.
+  std::vector<std::int64_t> receives;
+  /// One a request, where there are receives.
+  std::vector<MPI_Status> statuses;
+  /// Read or written by MPI.
+  std::vector<at::Tensor> tensors;
+  /// Work::result().
+  std::vector<at::Tensor> results;
+  /// Counts and displacements that MPI reads until the end.
+  std::vector<std::vector<int>> numbers;
+  /// In order, once all requests are complete.
+  std::vector<std::function<void()>> finish;
+  /// Global ranks of the other side, for point-to-point calls.
+  std::vector<int> peers;
   std::int64_t bytes = 0;
   std::chrono::milliseconds timeout{0};
-  bool blocking = false;  ///< The caller waits at once: use MPI's blocking calls.
-  int source = -1;        ///< Group rank of the sender, for a receive from any.
+  /// The caller waits at once: use MPI's blocking calls.
+  bool blocking = false;
+  /// Group rank of the sender, for a receive from any.
+  int source = -1;
   /// From the meeting of a blocking call on, until its last MPI call has returned.
   std::optional<BlockingPhase> phase;
 
@@ -46,11 +56,13 @@ struct MpiCall {
   int* keep(std::vector<int> values) { return numbers.emplace_back(std::move(values)).data(); }
 };
 
-/// The communicator of one group, and how this process waits on it. Shared by the backend and its works.
+/// The communicator of one group, and how this process waits on it. Shared by the backend and its
+/// works.
 class MpiComm {
  public:
   /// Takes `comm` over.
-  MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector<int> ranks, std::string name);
+  MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector<int> ranks,
+          std::string name);
   ~MpiComm();
   MpiComm(const MpiComm&) = delete;
   MpiComm& operator=(const MpiComm&) = delete;
@@ -63,7 +75,8 @@ class MpiComm {
   /// All ranks of the group share this host's memory.
   bool one_host() const { return one_host_; }
 
-  /// Throws what makes a new call impossible: a wrong thread, an abort, an earlier call that never completed.
+  /// Throws what makes a new call impossible: a wrong thread, an abort, an earlier call that never
+  /// completed.
   void require_usable(const char* operation);
   /// Waits until all ranks have come, then marks a blocking phase. Throws TimeoutError.
   void meet(MpiCall& call);
@@ -91,16 +104,19 @@ class MpiComm {
   const std::vector<int> ranks_;
   int rank_ = 0;
   bool one_host_ = false;
-  int spins_ = 0;  ///< Tests before the core is offered to others: few where ranks share cores.
+  /// Tests before the core is offered to others: few where ranks share cores.
+  int spins_ = 0;
   const std::shared_ptr<BlockingSlot> slot_;
   std::atomic<bool> aborted_{false};
-  std::atomic<bool> stuck_{false};  ///< A call ran into its limit and still owns requests.
+  /// A call ran into its limit and still owns requests.
+  std::atomic<bool> stuck_{false};
   std::atomic<bool> has_adopted_{false};
   std::mutex mutex_;  // guards adopted_
   std::vector<std::unique_ptr<MpiCall>> adopted_;
 };
 
-/// A call as c10d sees it. Progress is made inside isCompleted() and wait(), and in other MPI calls of this process.
+/// A call as c10d sees it. Progress is made inside isCompleted() and wait(), and in other MPI calls
+/// of this process.
 class MpiWork : public c10d::Work, public AttentiveWork {
  public:
   MpiWork(std::shared_ptr<MpiComm> comm, std::unique_ptr<MpiCall> call);

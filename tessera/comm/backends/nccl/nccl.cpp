@@ -23,7 +23,8 @@ struct Part {
 
 std::string folder_of_this_library() {
   Dl_info info{};
-  if (!dladdr(reinterpret_cast<const void*>(&folder_of_this_library), &info) || !info.dli_fname) return {};
+  if (!dladdr(reinterpret_cast<const void*>(&folder_of_this_library), &info) || !info.dli_fname)
+    return {};
   return std::filesystem::path(info.dli_fname).parent_path().string();
 }
 
@@ -36,15 +37,19 @@ Part load() {
     const char* reason = dlerror();
     part.problem =
         built ? concat("libtessera_nccl.so does not load: ", reason ? reason : "unknown reason",
-                       ". Install what libtorch_cuda.so needs (the dependencies of the torch wheel), or set LD_LIBRARY_PATH to it")
+                       ". Install what libtorch_cuda.so needs (the dependencies of the torch "
+                       "wheel), or set LD_LIBRARY_PATH to it")
               : std::string(
-                    "this build of Tessera has no NCCL part: libtessera_nccl.so is not beside libtessera.so. Configure with -DTESSERA_NCCL=ON, a "
-                    "CUDA toolkit, nccl.h (toolkit or the nvidia-nccl wheel), and a libtorch that has libtorch_cuda.so");
+                    "this build of Tessera has no NCCL part: libtessera_nccl.so is not beside "
+                    "libtessera.so. Configure with -DTESSERA_NCCL=ON, a "
+                    "CUDA toolkit, nccl.h (toolkit or the nvidia-nccl wheel), and a libtorch that "
+                    "has libtorch_cuda.so");
     return part;
   }
   part.make = reinterpret_cast<detail::NcclMake>(dlsym(library, detail::kNcclMake));
   part.version = reinterpret_cast<detail::NcclVersion>(dlsym(library, detail::kNcclVersion));
-  if (!part.make || !part.version) part.problem = "libtessera_nccl.so is of another version of Tessera; build both together";
+  if (!part.make || !part.version)
+    part.problem = "libtessera_nccl.so is of another version of Tessera; build both together";
   return part;
 }
 
@@ -67,7 +72,8 @@ int cuda_device_count() {
 }
 
 std::string nccl_unavailable() {
-  if (cuda_device_count() == 0) return "the CUDA driver shows no device (libcuda.so.1 is missing, or no GPU is visible)";
+  if (cuda_device_count() == 0)
+    return "the CUDA driver shows no device (libcuda.so.1 is missing, or no GPU is visible)";
   return part().problem;
 }
 
@@ -76,7 +82,8 @@ std::string nccl_version() {
   return part().version();
 }
 
-c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                    int rank, int size,
                                                     std::chrono::milliseconds timeout) {
   const std::string problem = nccl_unavailable();
   if (!problem.empty()) throw NotAvailable(concat("NCCL: ", problem));

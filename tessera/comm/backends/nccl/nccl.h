@@ -1,6 +1,7 @@
 #pragma once
-// NCCL as a backend of groups: the one inside libtorch_cuda.so, for CUDA tensors. It lives in a library of its own, libtessera_nccl.so, loaded when
-// it is first asked for, so that the rest needs no CUDA.
+// NCCL as a backend of groups: the one inside libtorch_cuda.so, for CUDA tensors. It lives in a
+// library of its own, libtessera_nccl.so, loaded when it is first asked for, so that the rest needs
+// no CUDA.
 
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -14,25 +15,31 @@ class Backend;
 
 namespace tessera {
 
-/// Number of CUDA devices that the driver shows; 0 without a driver. Does not load libtorch_cuda.so, and does not start CUDA in this process beyond
-/// cuInit.
+/// Number of CUDA devices that the driver shows; 0 without a driver. Does not load
+/// libtorch_cuda.so, and does not start CUDA in this process beyond cuInit.
 int cuda_device_count();
 
-/// Why make_nccl_backend() cannot work here: no such part in this build, libtessera_nccl.so or a library that it needs is not found, no device.
-/// Empty: it can. Loads the libraries on the first call. libtorch looks once for CUDA: a program that has used a random generator before this call
-/// may not see it, so programs for GPUs link libtorch_cuda.so themselves, or make their manager first.
+/// Why make_nccl_backend() cannot work here: no such part in this build, libtessera_nccl.so or a
+/// library that it needs is not found, no device. Empty: it can. Loads the libraries on the first
+/// call. libtorch looks once for CUDA: a program that has used a random generator before this call
+/// may not see it, so programs for GPUs link libtorch_cuda.so themselves, or make their manager
+/// first.
 std::string nccl_unavailable();
 
 /// Version of the NCCL library in use: "2.28.9". Throws NotAvailable.
 std::string nccl_version();
 
-/// Meets the other ranks through `store`, which belongs to this group alone, at the first collective. `timeout` is the limit of calls that give none.
-/// Throws NotAvailable with nccl_unavailable().
+/// Meets the other ranks through `store`, which belongs to this group alone, at the first
+/// collective. `timeout` is the limit of calls that give none. Throws NotAvailable with
+/// nccl_unavailable().
 ///
-/// The result is also a detail::UnevenBackend: uneven all-gather pads where that costs little, broadcasts where one rank holds most, and else sends
-/// and receives in one NCCL group. And a detail::ReducingBackend: float and double sums, products, averages, premultiplied sums, and integer
-/// reductions go to NCCL; the rest (NaN-propagating min and max, half and bfloat16 accumulated in float32) is composed from these by the group.
-c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+/// The result is also a detail::UnevenBackend: uneven all-gather pads where that costs little,
+/// broadcasts where one rank holds most, and else sends and receives in one NCCL group. And a
+/// detail::ReducingBackend: float and double sums, products, averages, premultiplied sums, and
+/// integer reductions go to NCCL; the rest (NaN-propagating min and max, half and bfloat16
+/// accumulated in float32) is composed from these by the group.
+c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                    int rank, int size,
                                                     std::chrono::milliseconds timeout);
 
 }  // namespace tessera

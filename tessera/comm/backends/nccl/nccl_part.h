@@ -10,7 +10,8 @@
 
 namespace tessera::detail {
 
-using NcclMake = c10::intrusive_ptr<c10d::Backend> (*)(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+using NcclMake = c10::intrusive_ptr<c10d::Backend> (*)(const c10::intrusive_ptr<c10d::Store>& store,
+                                                       int rank, int size,
                                                        std::chrono::milliseconds timeout);
 using NcclVersion = std::string (*)();
 

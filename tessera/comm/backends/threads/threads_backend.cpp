@@ -29,7 +29,8 @@ Tensors pieces(const at::Tensor& tensor, const std::vector<std::int64_t>& counts
 }
 
 Tensors equal_pieces(const at::Tensor& tensor, int parts) {
-  TORCH_CHECK(tensor.numel() % parts == 0, "threads: a tensor of ", tensor.numel(), " elements cannot be cut into ", parts, " equal parts");
+  TORCH_CHECK(tensor.numel() % parts == 0, "threads: a tensor of ", tensor.numel(),
+              " elements cannot be cut into ", parts, " equal parts");
   return pieces(tensor, std::vector<std::int64_t>(parts, tensor.numel() / parts));
 }
 
@@ -74,26 +75,30 @@ std::string describe(const ThreadsCall& call) {
 }
 
 [[noreturn]] void mismatch(const ThreadsSlot& slot, int a, int b) {
-  throw MismatchError(concat("ranks ", a, " and ", b, " called different things: rank ", a, ": ", describe(slot.calls[a]), "; rank ", b, ": ",
-                             describe(slot.calls[b])));
+  throw MismatchError(concat("ranks ", a, " and ", b, " called different things: rank ", a, ": ",
+                             describe(slot.calls[a]), "; rank ", b, ": ", describe(slot.calls[b])));
 }
 
 void require_same(const ThreadsSlot& slot, int a, const at::Tensor& x, int b, const at::Tensor& y) {
   if (x.scalar_type() != y.scalar_type() || x.numel() != y.numel()) mismatch(slot, a, b);
 }
 
-void move(const ThreadsSlot& slot, int from, const at::Tensor& source, int to, const at::Tensor& target) {
+void move(const ThreadsSlot& slot, int from, const at::Tensor& source, int to,
+          const at::Tensor& target) {
   require_same(slot, from, source, to, target);
   if (source.data_ptr() != target.data_ptr()) target.view({-1}).copy_(source.view({-1}));
 }
 
-// The whole operation, for all ranks. First all checks, so that nobody's data is touched by a call that fails.
+// The whole operation, for all ranks. First all checks, so that nobody's data is touched by a call
+// that fails.
 void execute(const ThreadsSlot& slot) {
   const int n = static_cast<int>(slot.calls.size());
   const auto& first = slot.calls.front();
   for (int r = 1; r < n; ++r) {
     const auto& call = slot.calls[r];
-    if (std::string_view(call.operation) != first.operation || call.root != first.root || call.op != first.op) mismatch(slot, 0, r);
+    if (std::string_view(call.operation) != first.operation || call.root != first.root ||
+        call.op != first.op)
+      mismatch(slot, 0, r);
   }
   const std::string_view operation = first.operation;
   const at::AutoDispatchBelowADInplaceOrView guard;
@@ -130,11 +135,13 @@ void execute(const ThreadsSlot& slot) {
     for (const bool check : {true, false})
       for (int r = 0; r < n; ++r) {
         const auto &source = slot.calls[first.root].in[r], &target = slot.calls[r].out[0];
-        check ? require_same(slot, first.root, source, r, target) : move(slot, first.root, source, r, target);
+        check ? require_same(slot, first.root, source, r, target)
+              : move(slot, first.root, source, r, target);
       }
   } else if (operation == "reduce_scatter") {
     for (int r = 0; r < n; ++r)
-      for (int from = 0; from < n; ++from) require_same(slot, from, slot.calls[from].in[r], r, slot.calls[r].out[0]);
+      for (int from = 0; from < n; ++from)
+        require_same(slot, from, slot.calls[from].in[r], r, slot.calls[r].out[0]);
     for (int r = 0; r < n; ++r) {
       Tensors parts;
       for (int from = 0; from < n; ++from) parts.push_back(slot.calls[from].in[r].view({-1}));
@@ -150,14 +157,18 @@ void execute(const ThreadsSlot& slot) {
   }
 }
 
-// Work on a slot or on messages. Waiting looks at the watch, so that a poisoned group wakes everybody.
+// Work on a slot or on messages. Waiting looks at the watch, so that a poisoned group wakes
+// everybody.
 class ThreadsWork : public c10d::Work {
  public:
-  ThreadsWork(std::shared_ptr<ThreadsRoom> room, std::shared_ptr<GroupWatch> watch, int rank, std::chrono::milliseconds limit)
+  ThreadsWork(std::shared_ptr<ThreadsRoom> room, std::shared_ptr<GroupWatch> watch, int rank,
+              std::chrono::milliseconds limit)
       : c10d::Work(rank), room_(std::move(room)), watch_(std::move(watch)), limit_(limit) {}
 
   void set(std::shared_ptr<ThreadsSlot> slot) { slot_ = std::move(slot); }
-  void add(std::shared_ptr<ThreadsMessage> message, int peer) { messages_.emplace_back(std::move(message), peer); }
+  void add(std::shared_ptr<ThreadsMessage> message, int peer) {
+    messages_.emplace_back(std::move(message), peer);
+  }
 
   bool isCompleted() override {
     const std::lock_guard lock(room_->mutex());
@@ -176,19 +187,23 @@ class ThreadsWork : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override {
     std::unique_lock lock(room_->mutex());
     const auto limit = timeout == kNoTimeout ? limit_ : timeout;
-    const bool woken = room_->changed().wait_for(lock, limit, [this] { return failed_ || ready() || watch_->poison() || !gone().empty(); });
+    const bool woken = room_->changed().wait_for(
+        lock, limit, [this] { return failed_ || ready() || watch_->poison() || !gone().empty(); });
     if (failed_) std::rethrow_exception(failed_);
     if (ready()) {
       if (error()) std::rethrow_exception(error());
       return true;
     }
     if (!woken) {
-      if (timeout == kNoTimeout) throw std::runtime_error("threads: a call ran into its limit of " + std::to_string(limit.count()) + " ms");
+      if (timeout == kNoTimeout)
+        throw std::runtime_error("threads: a call ran into its limit of " +
+                                 std::to_string(limit.count()) + " ms");
       return false;
     }
     if (!watch_->poison()) {
       auto ranks = gone();
-      auto reason = concat(ranks.size() > 1 ? "ranks " : "rank ", list(ranks), " ended without making this call");
+      auto reason = concat(ranks.size() > 1 ? "ranks " : "rank ", list(ranks),
+                           " ended without making this call");
       lock.unlock();
       watch_->set_poison({std::move(ranks), std::move(reason)});
       lock.lock();
@@ -197,9 +212,11 @@ class ThreadsWork : public c10d::Work {
     std::rethrow_exception(failed_);
   }
 
-  // Complete as soon as somebody asks: c10d's own users of futures chain to them at once, so the work is waited for here.
+  // Complete as soon as somebody asks: c10d's own users of futures chain to them at once, so the
+  // work is waited for here.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    auto future =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     try {
       wait(kNoTimeout);
       future->markCompleted(c10::IValue(results_));
@@ -214,7 +231,8 @@ class ThreadsWork : public c10d::Work {
  private:
   bool ready() const {
     if (slot_) return slot_->done;
-    return std::all_of(messages_.begin(), messages_.end(), [](const auto& m) { return m.first->done; });
+    return std::all_of(messages_.begin(), messages_.end(),
+                       [](const auto& m) { return m.first->done; });
   }
   std::exception_ptr error() const {
     if (slot_) return slot_->error;
@@ -243,9 +261,11 @@ class ThreadsWork : public c10d::Work {
 
 // ---- room ----
 
-ThreadsRoom::ThreadsRoom(std::string name, std::vector<int> ranks) : name_(std::move(name)), ranks_(std::move(ranks)), left_(ranks_.size(), false) {}
+ThreadsRoom::ThreadsRoom(std::string name, std::vector<int> ranks)
+    : name_(std::move(name)), ranks_(std::move(ranks)), left_(ranks_.size(), false) {}
 
-std::shared_ptr<ThreadsSlot> ThreadsRoom::enter(std::uint64_t sequence, int rank, ThreadsCall call) {
+std::shared_ptr<ThreadsSlot> ThreadsRoom::enter(std::uint64_t sequence, int rank,
+                                                ThreadsCall call) {
   std::unique_lock lock(mutex_);
   auto& entry = slots_[sequence];
   if (!entry) {
@@ -273,7 +293,8 @@ std::shared_ptr<ThreadsSlot> ThreadsRoom::enter(std::uint64_t sequence, int rank
   return slot;
 }
 
-std::shared_ptr<ThreadsMessage> ThreadsRoom::post(const Pair& pair, const at::Tensor& tensor, bool is_send) {
+std::shared_ptr<ThreadsMessage> ThreadsRoom::post(const Pair& pair, const at::Tensor& tensor,
+                                                  bool is_send) {
   std::unique_lock lock(mutex_);
   auto& queue = queues_[pair];
   auto mine = std::make_shared<ThreadsMessage>();
@@ -285,15 +306,19 @@ std::shared_ptr<ThreadsMessage> ThreadsRoom::post(const Pair& pair, const at::Te
   }
   auto other = waiting.front();
   waiting.pop_front();
-  if (queue.sends.empty() && queue.receives.empty()) queues_.erase(pair);  // compared messages have tags of their own
+  // compared messages have tags of their own
+  if (queue.sends.empty() && queue.receives.empty()) queues_.erase(pair);
   lock.unlock();
-  const auto &source = is_send ? mine->tensor : other->tensor, &target = is_send ? other->tensor : mine->tensor;
+  const auto &source = is_send ? mine->tensor : other->tensor,
+             &target = is_send ? other->tensor : mine->tensor;
   std::exception_ptr error;
   try {
     if (source.scalar_type() != target.scalar_type() || source.numel() != target.numel()) {
       const auto [from, to, tag] = pair;
-      throw MismatchError(concat("message from rank ", from, " to rank ", to, " of group '", name_, "': sent ", c10::toString(source.scalar_type()),
-                                 source.sizes(), ", but the receiver waits for ", c10::toString(target.scalar_type()), target.sizes()));
+      throw MismatchError(concat("message from rank ", from, " to rank ", to, " of group '", name_,
+                                 "': sent ", c10::toString(source.scalar_type()), source.sizes(),
+                                 ", but the receiver waits for ",
+                                 c10::toString(target.scalar_type()), target.sizes()));
     }
     const at::AutoDispatchBelowADInplaceOrView guard;
     target.view({-1}).copy_(source.view({-1}));
@@ -310,9 +335,13 @@ std::shared_ptr<ThreadsMessage> ThreadsRoom::post(const Pair& pair, const at::Te
   return mine;
 }
 
-std::shared_ptr<ThreadsMessage> ThreadsRoom::send(int from, int to, int tag, const at::Tensor& tensor) { return post({from, to, tag}, tensor, true); }
+std::shared_ptr<ThreadsMessage> ThreadsRoom::send(int from, int to, int tag,
+                                                  const at::Tensor& tensor) {
+  return post({from, to, tag}, tensor, true);
+}
 
-std::shared_ptr<ThreadsMessage> ThreadsRoom::receive(int from, int to, int tag, const at::Tensor& tensor) {
+std::shared_ptr<ThreadsMessage> ThreadsRoom::receive(int from, int to, int tag,
+                                                     const at::Tensor& tensor) {
   return post({from, to, tag}, tensor, false);
 }
 
@@ -336,76 +365,114 @@ std::vector<int> ThreadsRoom::left_without(const ThreadsSlot& slot) const {
 
 // ---- backend ----
 
-ThreadsBackend::ThreadsBackend(std::shared_ptr<ThreadsRoom> room, int rank, int size, std::shared_ptr<GroupWatch> watch,
-                               std::chrono::milliseconds timeout)
-    : c10d::Backend(rank, size), room_(std::move(room)), watch_(std::move(watch)), timeout_(timeout) {
+ThreadsBackend::ThreadsBackend(std::shared_ptr<ThreadsRoom> room, int rank, int size,
+                               std::shared_ptr<GroupWatch> watch, std::chrono::milliseconds timeout)
+    : c10d::Backend(rank, size),
+      room_(std::move(room)),
+      watch_(std::move(watch)),
+      timeout_(timeout) {
   init();
 }
 
 ThreadsBackend::~ThreadsBackend() { room_->leave(rank_); }
 
-bool ThreadsBackend::reduces(c10::ScalarType, ReduceOp::Kind op) const { return op != ReduceOp::Kind::premultiplied; }
+bool ThreadsBackend::reduces(c10::ScalarType, ReduceOp::Kind op) const {
+  return op != ReduceOp::Kind::premultiplied;
+}
 
 void ThreadsBackend::abort() { room_->wake(); }
 
 void ThreadsBackend::shutdown() { room_->leave(rank_); }
 
-ThreadsBackend::WorkPointer ThreadsBackend::enter(ThreadsCall call, std::chrono::milliseconds timeout) {
-  auto work = c10::make_intrusive<ThreadsWork>(room_, watch_, rank_, timeout.count() > 0 ? timeout : timeout_);
+ThreadsBackend::WorkPointer ThreadsBackend::enter(ThreadsCall call,
+                                                  std::chrono::milliseconds timeout) {
+  auto work = c10::make_intrusive<ThreadsWork>(room_, watch_, rank_,
+                                               timeout.count() > 0 ? timeout : timeout_);
   work->set_results(call.out.empty() ? call.in : call.out);
   work->set(room_->enter(next_++, rank_, std::move(call)));
   return work;
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  return enter({"broadcast", static_cast<int>(options.rootRank), {}, {tensors.at(0)}, {}}, options.timeout);
+ThreadsBackend::WorkPointer ThreadsBackend::broadcast(Tensors& tensors,
+                                                      const c10d::BroadcastOptions& options) {
+  return enter({"broadcast", static_cast<int>(options.rootRank), {}, {tensors.at(0)}, {}},
+               options.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+ThreadsBackend::WorkPointer ThreadsBackend::allreduce(Tensors& tensors,
+                                                      const c10d::AllreduceOptions& options) {
   return enter({"all_reduce", -1, kind(options.reduceOp), tensors, {}}, options.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+ThreadsBackend::WorkPointer ThreadsBackend::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   return allreduce(tensors, options);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return enter({"reduce", static_cast<int>(options.rootRank), kind(options.reduceOp), {tensors.at(0)}, {}}, options.timeout);
+ThreadsBackend::WorkPointer ThreadsBackend::reduce(Tensors& tensors,
+                                                   const c10d::ReduceOptions& options) {
+  return enter(
+      {"reduce", static_cast<int>(options.rootRank), kind(options.reduceOp), {tensors.at(0)}, {}},
+      options.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+ThreadsBackend::WorkPointer ThreadsBackend::allgather(std::vector<Tensors>& outputs,
+                                                      Tensors& inputs,
+                                                      const c10d::AllgatherOptions& options) {
   return enter({"all_gather", -1, {}, {inputs.at(0)}, outputs.at(0)}, options.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
+ThreadsBackend::WorkPointer ThreadsBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                            const c10d::AllgatherOptions& options) {
   return enter({"all_gather", -1, {}, {input}, equal_pieces(output, size_)}, options.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
-  return enter({"gather", static_cast<int>(options.rootRank), {}, {inputs.at(0)}, options.rootRank == rank_ ? outputs.at(0) : Tensors{}},
+ThreadsBackend::WorkPointer ThreadsBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                   const c10d::GatherOptions& options) {
+  return enter({"gather",
+                static_cast<int>(options.rootRank),
+                {},
+                {inputs.at(0)},
+                options.rootRank == rank_ ? outputs.at(0) : Tensors{}},
                options.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) {
-  return enter({"scatter", static_cast<int>(options.rootRank), {}, options.rootRank == rank_ ? inputs.at(0) : Tensors{}, {outputs.at(0)}},
+ThreadsBackend::WorkPointer ThreadsBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                                    const c10d::ScatterOptions& options) {
+  return enter({"scatter",
+                static_cast<int>(options.rootRank),
+                {},
+                options.rootRank == rank_ ? inputs.at(0) : Tensors{},
+                {outputs.at(0)}},
                options.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                                                           const c10d::ReduceScatterOptions& options) {
-  return enter({"reduce_scatter", -1, kind(options.reduceOp), inputs.at(0), {outputs.at(0)}}, options.timeout);
+ThreadsBackend::WorkPointer ThreadsBackend::reduce_scatter(
+    Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) {
+  return enter({"reduce_scatter", -1, kind(options.reduceOp), inputs.at(0), {outputs.at(0)}},
+               options.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
-  return enter({"reduce_scatter", -1, kind(options.reduceOp), equal_pieces(input, size_), {output}}, options.timeout);
+ThreadsBackend::WorkPointer ThreadsBackend::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+  return enter({"reduce_scatter", -1, kind(options.reduceOp), equal_pieces(input, size_), {output}},
+               options.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_sizes,
-                                                          std::vector<std::int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
-  return enter({"all_to_all", -1, {}, row_pieces(input, input_sizes, size_), row_pieces(output, output_sizes, size_)}, options.timeout);
+ThreadsBackend::WorkPointer ThreadsBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                          std::vector<std::int64_t>& output_sizes,
+                                                          std::vector<std::int64_t>& input_sizes,
+                                                          const c10d::AllToAllOptions& options) {
+  return enter({"all_to_all",
+                -1,
+                {},
+                row_pieces(input, input_sizes, size_),
+                row_pieces(output, output_sizes, size_)},
+               options.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+ThreadsBackend::WorkPointer ThreadsBackend::alltoall(Tensors& outputs, Tensors& inputs,
+                                                     const c10d::AllToAllOptions& options) {
   return enter({"all_to_all", -1, {}, inputs, outputs}, options.timeout);
 }
 
@@ -426,30 +493,48 @@ ThreadsBackend::WorkPointer ThreadsBackend::recv(Tensors& tensors, int from, int
   return work;
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::all_gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
+ThreadsBackend::WorkPointer ThreadsBackend::all_gather_v(const at::Tensor& output,
+                                                         const at::Tensor& input,
+                                                         const std::vector<std::int64_t>& sizes,
                                                          CallLimit limit) {
   return enter({"all_gather", -1, {}, {input}, row_pieces(output, sizes, size_)}, limit.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::reduce_scatter_v(const at::Tensor& output, const at::Tensor& input,
-                                                             const std::vector<std::int64_t>& sizes, const c10d::ReduceOp& op, CallLimit limit) {
-  return enter({"reduce_scatter", -1, kind(op), row_pieces(input, sizes, size_), {output}}, limit.timeout);
+ThreadsBackend::WorkPointer ThreadsBackend::reduce_scatter_v(const at::Tensor& output,
+                                                             const at::Tensor& input,
+                                                             const std::vector<std::int64_t>& sizes,
+                                                             const c10d::ReduceOp& op,
+                                                             CallLimit limit) {
+  return enter({"reduce_scatter", -1, kind(op), row_pieces(input, sizes, size_), {output}},
+               limit.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
+ThreadsBackend::WorkPointer ThreadsBackend::gather_v(const at::Tensor& output,
+                                                     const at::Tensor& input,
+                                                     const std::vector<std::int64_t>& sizes,
                                                      int root, CallLimit limit) {
-  return enter({"gather", root, {}, {input}, root == rank_ ? row_pieces(output, sizes, size_) : Tensors{}}, limit.timeout);
+  return enter(
+      {"gather", root, {}, {input}, root == rank_ ? row_pieces(output, sizes, size_) : Tensors{}},
+      limit.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
+ThreadsBackend::WorkPointer ThreadsBackend::scatter_v(const at::Tensor& output,
+                                                      const at::Tensor& input,
+                                                      const std::vector<std::int64_t>& sizes,
                                                       int root, CallLimit limit) {
-  return enter({"scatter", root, {}, root == rank_ ? row_pieces(input, sizes, size_) : Tensors{}, {output}}, limit.timeout);
+  return enter(
+      {"scatter", root, {}, root == rank_ ? row_pieces(input, sizes, size_) : Tensors{}, {output}},
+      limit.timeout);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::exchange(const std::vector<Message>& messages, CallLimit limit) {
-  auto work = c10::make_intrusive<ThreadsWork>(room_, watch_, rank_, limit.timeout.count() > 0 ? limit.timeout : timeout_);
+ThreadsBackend::WorkPointer ThreadsBackend::exchange(const std::vector<Message>& messages,
+                                                     CallLimit limit) {
+  auto work = c10::make_intrusive<ThreadsWork>(
+      room_, watch_, rank_, limit.timeout.count() > 0 ? limit.timeout : timeout_);
   for (const auto& m : messages) {
-    work->add(m.kind == Message::Kind::send ? room_->send(rank_, m.peer, 0, m.tensor) : room_->receive(m.peer, rank_, 0, m.tensor), m.peer);
+    work->add(m.kind == Message::Kind::send ? room_->send(rank_, m.peer, 0, m.tensor)
+                                            : room_->receive(m.peer, rank_, 0, m.tensor),
+              m.peer);
   }
   return work;
 }

@@ -1,7 +1,9 @@
 #pragma once
-// The backend of ranks that are threads of one process. The ranks of a group share a ThreadsRoom. A collective is a slot: each rank puts its tensors
-// into it, and the rank that completes the slot does the whole operation for all, in rank order; so results are exact, deterministic, and independent
-// of who is late. Nothing is copied before all ranks have arrived, and ranks that put different things into a slot all get a MismatchError.
+// The backend of ranks that are threads of one process. The ranks of a group share a ThreadsRoom. A
+// collective is a slot: each rank puts its tensors into it, and the rank that completes the slot
+// does the whole operation for all, in rank order; so results are exact, deterministic, and
+// independent of who is late. Nothing is copied before all ranks have arrived, and ranks that put
+// different things into a slot all get a MismatchError.
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -23,7 +25,8 @@
 
 namespace tessera::detail {
 
-/// What one rank puts into a slot. Pieces are views: one for each rank where an operation has them, else one.
+/// What one rank puts into a slot. Pieces are views: one for each rank where an operation has them,
+/// else one.
 struct ThreadsCall {
   const char* operation = "";
   int root = -1;
@@ -55,7 +58,8 @@ class ThreadsRoom {
   std::shared_ptr<ThreadsMessage> receive(int from, int to, int tag, const at::Tensor& tensor);
   /// This rank makes no more calls: whoever waits for it fails.
   void leave(int rank);
-  void wake();  ///< Waiters look at their watch again.
+  /// Waiters look at their watch again.
+  void wake();
 
   std::mutex& mutex() { return mutex_; }
   std::condition_variable& changed() { return changed_; }
@@ -82,7 +86,8 @@ class ThreadsRoom {
 
 class ThreadsBackend : public c10d::Backend, public UnevenBackend, public ReducingBackend {
  public:
-  ThreadsBackend(std::shared_ptr<ThreadsRoom> room, int rank, int size, std::shared_ptr<GroupWatch> watch, std::chrono::milliseconds timeout);
+  ThreadsBackend(std::shared_ptr<ThreadsRoom> room, int rank, int size,
+                 std::shared_ptr<GroupWatch> watch, std::chrono::milliseconds timeout);
   ~ThreadsBackend() override;
 
   const std::string getBackendName() const override { return "threads"; }
@@ -93,30 +98,44 @@ class ThreadsBackend : public c10d::Backend, public UnevenBackend, public Reduci
 
   using WorkPointer = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
-  // The names with "_base" exist in every supported libtorch; newer ones forward their renamed calls to them.
+  // The names with "_base" exist in every supported libtorch; newer ones forward their renamed
+  // calls to them.
   WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
-  WorkPointer allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPointer allreduce_coalesced(Tensors& tensors,
+                                  const c10d::AllreduceCoalescedOptions& options) override;
   WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
-  WorkPointer allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
-  WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
-  WorkPointer gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
-  WorkPointer scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override;
-  WorkPointer reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override;
-  WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
-  WorkPointer alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_sizes, std::vector<std::int64_t>& input_sizes,
+  WorkPointer allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                        const c10d::AllgatherOptions& options) override;
+  WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input,
+                              const c10d::AllgatherOptions& options) override;
+  WorkPointer gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                     const c10d::GatherOptions& options) override;
+  WorkPointer scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                      const c10d::ScatterOptions& options) override;
+  WorkPointer reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                             const c10d::ReduceScatterOptions& options) override;
+  WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                   const c10d::ReduceScatterOptions& options) override;
+  WorkPointer alltoall_base(at::Tensor& output, at::Tensor& input,
+                            std::vector<std::int64_t>& output_sizes,
+                            std::vector<std::int64_t>& input_sizes,
                             const c10d::AllToAllOptions& options) override;
-  WorkPointer alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  WorkPointer alltoall(Tensors& outputs, Tensors& inputs,
+                       const c10d::AllToAllOptions& options) override;
   WorkPointer send(Tensors& tensors, int to, int tag) override;
   WorkPointer recv(Tensors& tensors, int from, int tag) override;
   WorkPointer barrier(const c10d::BarrierOptions& options) override;
 
-  WorkPointer all_gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, CallLimit limit) override;
-  WorkPointer reduce_scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, const c10d::ReduceOp& op,
+  WorkPointer all_gather_v(const at::Tensor& output, const at::Tensor& input,
+                           const std::vector<std::int64_t>& sizes, CallLimit limit) override;
+  WorkPointer reduce_scatter_v(const at::Tensor& output, const at::Tensor& input,
+                               const std::vector<std::int64_t>& sizes, const c10d::ReduceOp& op,
                                CallLimit limit) override;
-  WorkPointer gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root, CallLimit limit) override;
-  WorkPointer scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root,
-                        CallLimit limit) override;
+  WorkPointer gather_v(const at::Tensor& output, const at::Tensor& input,
+                       const std::vector<std::int64_t>& sizes, int root, CallLimit limit) override;
+  WorkPointer scatter_v(const at::Tensor& output, const at::Tensor& input,
+                        const std::vector<std::int64_t>& sizes, int root, CallLimit limit) override;
   WorkPointer exchange(const std::vector<Message>& messages, CallLimit limit) override;
 
  private:

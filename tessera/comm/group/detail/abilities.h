@@ -1,6 +1,7 @@
 #pragma once
-// What a backend says about the reductions it does by itself, and about its works. A backend of ours derives from this beside c10d::Backend; the
-// group asks by dynamic_cast once, when it is made.
+// What a backend says about the reductions it does by itself, and about its works. A backend of
+// ours derives from this beside c10d::Backend; the group asks by dynamic_cast once, when it is
+// made.
 
 #include <c10/core/ScalarType.h>
 
@@ -8,7 +9,8 @@
 
 namespace tessera::detail {
 
-/// Types that every library moves as they are; the others travel as bytes where a backend does not say that it knows them.
+/// Types that every library moves as they are; the others travel as bytes where a backend does not
+/// say that it knows them.
 inline bool every_library_moves(c10::ScalarType dtype) {
   switch (dtype) {
     case c10::ScalarType::Float:
@@ -28,16 +30,18 @@ inline bool every_library_moves(c10::ScalarType dtype) {
 class ReducingBackend {
  public:
   virtual ~ReducingBackend() = default;
-  /// True if all-reduce, reduce and reduce-scatter of this dtype and operation are done by the backend exactly as types.h promises (NaN of any rank
-  /// propagates, bool is and / or for min / max, half and bfloat16 are accumulated in float32). Where it is false the group composes the result
-  /// itself.
+  /// True if all-reduce, reduce and reduce-scatter of this dtype and operation are done by the
+  /// backend exactly as types.h promises (NaN of any rank propagates, bool is and / or for min /
+  /// max, half and bfloat16 are accumulated in float32). Where it is false the group composes the
+  /// result itself.
   virtual bool reduces(c10::ScalarType dtype, ReduceOp::Kind op) const = 0;
-  /// True if data of this dtype can be given to the backend as it is; else the group passes its bytes as uint8.
+  /// True if data of this dtype can be given to the backend as it is; else the group passes its
+  /// bytes as uint8.
   virtual bool moves(c10::ScalarType dtype) const = 0;
 };
 
-/// A work whose wait() ends when its group is aborted, and whose limit ends the call: it is waited for in one piece, by the thread that made the
-/// call, since its library may allow no other.
+/// A work whose wait() ends when its group is aborted, and whose limit ends the call: it is waited
+/// for in one piece, by the thread that made the call, since its library may allow no other.
 class AttentiveWork {
  public:
   virtual ~AttentiveWork() = default;

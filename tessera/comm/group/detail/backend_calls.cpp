@@ -11,22 +11,29 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-const Endpoint& endpoint_of(const RequestState& call, const at::Tensor& tensor) { return call.group().endpoint(tensor.device().type()); }
+const Endpoint& endpoint_of(const RequestState& call, const at::Tensor& tensor) {
+  return call.group().endpoint(tensor.device().type());
+}
 
 bool moves(const Endpoint& endpoint, c10::ScalarType dtype) {
   return endpoint.reducing ? endpoint.reducing->moves(dtype) : every_library_moves(dtype);
 }
 
 at::Tensor flat(const at::Tensor& plain, bool as_bytes) {
-  // A tensor of one or no element counts as contiguous whatever its strides say; as bytes it must have stride 1.
-  auto out = plain.dim() == 1 && plain.stride(0) == 1 ? plain : plain.as_strided({plain.numel()}, {1});
+  // A tensor of one or no element counts as contiguous whatever its strides say; as bytes it must
+  // have stride 1.
+  auto out =
+      plain.dim() == 1 && plain.stride(0) == 1 ? plain : plain.as_strided({plain.numel()}, {1});
   return as_bytes ? out.view(at::kByte) : out;
 }
 
-// Gloo's own limit starts when one of its threads takes the call up; ours is the one that counts, so that the error can say who is missing.
+// Gloo's own limit starts when one of its threads takes the call up; ours is the one that counts,
+// so that the error can say who is missing.
 constexpr std::chrono::milliseconds kGlooSlack{2000};
 
-CallLimit limit_of(const RequestState& call, const Endpoint& endpoint) { return {backend_limit(call, endpoint), call.blocking()}; }
+CallLimit limit_of(const RequestState& call, const Endpoint& endpoint) {
+  return {backend_limit(call, endpoint), call.blocking()};
+}
 
 template <class Options>
 Options options_of(const RequestState& call, const Endpoint& endpoint) {
@@ -42,14 +49,18 @@ void expect_device(RequestState& call, const at::Tensor& tensor) {
 
 }  // namespace
 
-bool is_plain(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
 
 std::chrono::milliseconds backend_limit(const RequestState& call, const Endpoint& endpoint) {
   return endpoint.name == "gloo" ? call.limit() + kGlooSlack : call.limit();
 }
 
 std::int64_t wire_width(RequestState& call, const at::Tensor& tensor) {
-  return moves(endpoint_of(call, tensor), tensor.scalar_type()) ? 1 : static_cast<std::int64_t>(tensor.element_size());
+  return moves(endpoint_of(call, tensor), tensor.scalar_type())
+             ? 1
+             : static_cast<std::int64_t>(tensor.element_size());
 }
 
 at::Tensor wire_input(RequestState& call, const at::Tensor& tensor) {
@@ -77,7 +88,8 @@ at::Tensor wire_in_out(RequestState& call, const at::Tensor& tensor) {
   if (is_plain(tensor)) return wire_output(call, tensor);
   auto out = wire_input(call, tensor);
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-  call.copy_back(tensor, out.scalar_type() == tensor.scalar_type() ? out : out.view(tensor.scalar_type()));
+  call.copy_back(tensor,
+                 out.scalar_type() == tensor.scalar_type() ? out : out.view(tensor.scalar_type()));
   return out;
 }
 
@@ -105,26 +117,35 @@ void all_gather_equal(RequestState& call, at::Tensor output, at::Tensor input) {
   const auto& endpoint = endpoint_of(call, output);
   expect_device(call, output);
   if (output.dim() != 1) output = output.view({-1});
-  call.launch([&] { call.add(endpoint.backend->_allgather_base(output, input, options_of<c10d::AllgatherOptions>(call, endpoint))); });
-}
-
-void all_to_all_counts(RequestState& call, at::Tensor output, at::Tensor input, Sizes output_counts, Sizes input_counts) {
-  const auto& endpoint = endpoint_of(call, output);
-  expect_device(call, output);
   call.launch([&] {
-    call.add(endpoint.backend->alltoall_base(output, input, output_counts, input_counts, options_of<c10d::AllToAllOptions>(call, endpoint)));
+    call.add(endpoint.backend->_allgather_base(output, input,
+                                               options_of<c10d::AllgatherOptions>(call, endpoint)));
   });
 }
 
-void all_gather_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input, const Sizes& counts) {
+void all_to_all_counts(RequestState& call, at::Tensor output, at::Tensor input, Sizes output_counts,
+                       Sizes input_counts) {
+  const auto& endpoint = endpoint_of(call, output);
+  expect_device(call, output);
+  call.launch([&] {
+    call.add(endpoint.backend->alltoall_base(output, input, output_counts, input_counts,
+                                             options_of<c10d::AllToAllOptions>(call, endpoint)));
+  });
+}
+
+void all_gather_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+                       const Sizes& counts) {
   const auto& endpoint = endpoint_of(call, output);
   expect_device(call, output);
   if (endpoint.uneven) {
-    call.launch([&] { call.add(endpoint.uneven->all_gather_v(output, input, counts, limit_of(call, endpoint))); });
+    call.launch([&] {
+      call.add(endpoint.uneven->all_gather_v(output, input, counts, limit_of(call, endpoint)));
+    });
     return;
   }
   const int n = call.group().size(), me = call.group().rank();
-  const std::int64_t largest = *std::max_element(counts.begin(), counts.end()), levels = std::bit_width(static_cast<unsigned>(n - 1));
+  const std::int64_t largest = *std::max_element(counts.begin(), counts.end()),
+                     levels = std::bit_width(static_cast<unsigned>(n - 1));
   if (levels * output.numel() < (n - 1) * largest) {
     const auto parts = split_flat(output, counts);
     if (input.numel() > 0) parts[me].copy_(input);
@@ -141,50 +162,61 @@ void gather_equal(RequestState& call, const at::Tensor& output, const at::Tensor
   const auto& endpoint = endpoint_of(call, input);
   expect_device(call, input);
   std::vector<Tensors> outputs;
-  if (call.group().rank() == root) outputs.push_back(split_flat(output, Sizes(call.group().size(), input.numel())));
+  if (call.group().rank() == root)
+    outputs.push_back(split_flat(output, Sizes(call.group().size(), input.numel())));
   Tensors inputs{input};
   auto options = options_of<c10d::GatherOptions>(call, endpoint);
   options.rootRank = root;
   call.launch([&] { call.add(endpoint.backend->gather(outputs, inputs, options)); });
 }
 
-void gather_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input, const Sizes& counts, int root) {
+void gather_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+                   const Sizes& counts, int root) {
   const auto& endpoint = endpoint_of(call, input);
   expect_device(call, input);
   if (endpoint.uneven) {
-    call.launch([&] { call.add(endpoint.uneven->gather_v(output, input, counts, root, limit_of(call, endpoint))); });
+    call.launch([&] {
+      call.add(endpoint.uneven->gather_v(output, input, counts, root, limit_of(call, endpoint)));
+    });
     return;
   }
   const int n = call.group().size();
   const bool is_root = call.group().rank() == root;
   Sizes to(n, 0);
   to[root] = input.numel();
-  all_to_all_counts(call, is_root ? output : input.new_empty({0}), input, is_root ? counts : Sizes(n, 0), to);
+  all_to_all_counts(call, is_root ? output : input.new_empty({0}), input,
+                    is_root ? counts : Sizes(n, 0), to);
 }
 
-void scatter_equal(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root) {
+void scatter_equal(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+                   int root) {
   const auto& endpoint = endpoint_of(call, output);
   expect_device(call, output);
   std::vector<Tensors> inputs;
-  if (call.group().rank() == root) inputs.push_back(split_flat(input, Sizes(call.group().size(), output.numel())));
+  if (call.group().rank() == root)
+    inputs.push_back(split_flat(input, Sizes(call.group().size(), output.numel())));
   Tensors outputs{output};
   auto options = options_of<c10d::ScatterOptions>(call, endpoint);
   options.rootRank = root;
   call.launch([&] { call.add(endpoint.backend->scatter(outputs, inputs, options)); });
 }
 
-void scatter_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input, const Sizes& counts, int root) {
+void scatter_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+                    const Sizes& counts, int root) {
   const auto& endpoint = endpoint_of(call, output);
   expect_device(call, output);
   if (endpoint.uneven) {
-    call.launch([&] { call.add(endpoint.uneven->scatter_v(output, input, counts, root, limit_of(call, endpoint))); });
+    call.launch([&] {
+      call.add(endpoint.uneven->scatter_v(output, input, counts, root, limit_of(call, endpoint)));
+    });
     return;
   }
   const int n = call.group().size();
   const bool is_root = call.group().rank() == root;
   Sizes from(n, 0);
   from[root] = output.numel();
-  all_to_all_counts(call, output, is_root ? input : output.new_empty({0}), from, is_root ? counts : Sizes(n, 0));
+  all_to_all_counts(call, output, is_root ? input : output.new_empty({0}), from,
+                    is_root ? counts : Sizes(n, 0));
 }
 
 void exchange_flat(RequestState& call, const std::vector<Message>& messages) {
@@ -200,7 +232,9 @@ void exchange_flat(RequestState& call, const std::vector<Message>& messages) {
 void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& message, int tag) {
   Tensors tensors{message.tensor};
   const bool sends = message.kind == Message::Kind::send;
-  call.add(sends ? endpoint.backend->send(tensors, message.peer, tag) : endpoint.backend->recv(tensors, message.peer, tag), !endpoint.uneven);
+  call.add(sends ? endpoint.backend->send(tensors, message.peer, tag)
+                 : endpoint.backend->recv(tensors, message.peer, tag),
+           !endpoint.uneven);
 }
 
 }  // namespace tessera::detail

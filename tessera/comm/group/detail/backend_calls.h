@@ -1,12 +1,17 @@
 #pragma once
-// Data movement on any c10d backend, in flat tensors: what c10d::Backend and UnevenBackend have is used, the rest is composed from it.
+// Data movement on any c10d backend, in flat tensors: what c10d::Backend and UnevenBackend have is
+// used, the rest is composed from it.
 //
-// Composed where a backend has no uneven collectives (Gloo); n ranks, S elements in all, M the largest part:
-//   all-gather-v       each part broadcast by its rank, if ceil(log2 n) S < (n - 1) M, else one all-to-all in which every rank sends its part n
+// Composed where a backend has no uneven collectives (Gloo); n ranks, S elements in all, M the
+// largest part:
+//   all-gather-v       each part broadcast by its rank, if ceil(log2 n) S < (n - 1) M, else one
+//                      all-to-all in which every rank sends its part n
 //   times:
-//                      the busiest sender bounds the latter, the number of tree levels the former (one rank holds all: 2 S against 3 S on 4 ranks)
+//                      the busiest sender bounds the latter, the number of tree levels the former
+//                        (one rank holds all: 2 S against 3 S on 4 ranks)
 //   gather-v, scatter-v   one all-to-all with zero counts but for the root's
-//   reduce-scatter     one all-to-all, then the parts are reduced here in rank order: (n - 1) / n S sent by each rank, half of what an all-reduce
+//   reduce-scatter     one all-to-all, then the parts are reduced here in rank order: (n - 1) / n S
+//                      sent by each rank, half of what an all-reduce
 //   sends,
 //                      S elements of scratch, any sizes, dtypes and operations
 //   exchange           a send or receive for each message
@@ -18,9 +23,11 @@
 
 namespace tessera::detail {
 
-/// The tensor as the backend reads it: contiguous, conjugation and negation resolved, one dim, bytes where the backend does not know the dtype.
+/// The tensor as the backend reads it: contiguous, conjugation and negation resolved, one dim,
+/// bytes where the backend does not know the dtype.
 at::Tensor wire_input(RequestState& call, const at::Tensor& tensor);
-/// The same for what the backend writes: the tensor's own memory if it can be, else scratch that is copied back when the call ends.
+/// The same for what the backend writes: the tensor's own memory if it can be, else scratch that is
+/// copied back when the call ends.
 at::Tensor wire_output(RequestState& call, const at::Tensor& tensor);
 /// For tensors that are read and written.
 at::Tensor wire_in_out(RequestState& call, const at::Tensor& tensor);
@@ -33,12 +40,16 @@ bool is_plain(const at::Tensor& tensor);
 // All tensors below are flat and contiguous; counts are elements, one a rank.
 void broadcast_flat(RequestState& call, const at::Tensor& tensor, int root);
 void all_gather_equal(RequestState& call, at::Tensor output, at::Tensor input);
-void all_gather_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input, const Sizes& counts);
-void all_to_all_counts(RequestState& call, at::Tensor output, at::Tensor input, Sizes output_counts, Sizes input_counts);
+void all_gather_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+                       const Sizes& counts);
+void all_to_all_counts(RequestState& call, at::Tensor output, at::Tensor input, Sizes output_counts,
+                       Sizes input_counts);
 void gather_equal(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root);
-void gather_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input, const Sizes& counts, int root);
+void gather_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+                   const Sizes& counts, int root);
 void scatter_equal(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root);
-void scatter_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input, const Sizes& counts, int root);
+void scatter_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+                    const Sizes& counts, int root);
 /// No message to this rank itself, none empty.
 void exchange_flat(RequestState& call, const std::vector<Message>& messages);
 /// By c10d's own send or receive. What the backend throws is thrown.

@@ -22,7 +22,8 @@ std::int64_t trailing(const at::Tensor& t) {
 
 void check_size_list(const RequestState& call, const char* role, const Sizes& sizes) {
   if (static_cast<int>(sizes.size()) != call.group().size())
-    refuse(call, role, " sizes ", list(sizes), " are ", sizes.size(), " numbers, but the group has ", call.group().size(), " ranks: give one a rank");
+    refuse(call, role, " sizes ", list(sizes), " are ", sizes.size(),
+           " numbers, but the group has ", call.group().size(), " ranks: give one a rank");
   for (const auto n : sizes)
     if (n < 0) refuse(call, role, " sizes ", list(sizes), " hold a negative number");
 }
@@ -31,33 +32,38 @@ void check_size_list(const RequestState& call, const char* role, const Sizes& si
 
 void check_tensor(const RequestState& call, const char* role, const at::Tensor& tensor) {
   if (!tensor.defined()) refuse(call, role, " is undefined");
-  if (tensor.layout() != c10::kStrided) refuse(call, role, " is ", tensor.layout(), "; only dense tensors travel: use to_dense()");
+  if (tensor.layout() != c10::kStrided)
+    refuse(call, role, " is ", tensor.layout(), "; only dense tensors travel: use to_dense()");
 }
 
 void check_root(const RequestState& call, int root) {
   if (root < 0 || root >= call.group().size())
-    refuse(call, "root ", root, " is not a rank of the group: ranks are 0 to ", call.group().size() - 1,
-           " (positions in the group, not global ranks)");
+    refuse(call, "root ", root, " is not a rank of the group: ranks are 0 to ",
+           call.group().size() - 1, " (positions in the group, not global ranks)");
 }
 
 void check_peer(const RequestState& call, int peer) {
   if (peer < 0 || peer >= call.group().size())
-    refuse(call, "peer ", peer, " is not a rank of the group: ranks are 0 to ", call.group().size() - 1,
-           " (positions in the group, not global ranks)");
+    refuse(call, "peer ", peer, " is not a rank of the group: ranks are 0 to ",
+           call.group().size() - 1, " (positions in the group, not global ranks)");
 }
 
 void check_alike(const RequestState& call, const at::Tensor& output, const at::Tensor& input) {
   if (output.scalar_type() != input.scalar_type() || output.device() != input.device())
-    refuse(call, "output is ", show(output), " but input is ", show(input), "; dtype and device must be the same");
+    refuse(call, "output is ", show(output), " but input is ", show(input),
+           "; dtype and device must be the same");
 }
 
-void check_sizes(const RequestState& call, const at::Tensor& whole, const at::Tensor& part, const Sizes& sizes) {
+void check_sizes(const RequestState& call, const at::Tensor& whole, const at::Tensor& part,
+                 const Sizes& sizes) {
   if (sizes.empty()) {
     if (whole.defined() && part.defined() && whole.numel() != part.numel() * call.group().size())
-      refuse(call, "the whole tensor ", show(whole), " must have ", call.group().size(), " times the elements of the part ", show(part),
+      refuse(call, "the whole tensor ", show(whole), " must have ", call.group().size(),
+             " times the elements of the part ", show(part),
              "; give sizes if the ranks' parts differ");
     if (whole.defined() && !part.defined() && whole.numel() % call.group().size() != 0)
-      refuse(call, show(whole), " cannot be cut into ", call.group().size(), " equal parts; give sizes");
+      refuse(call, show(whole), " cannot be cut into ", call.group().size(),
+             " equal parts; give sizes");
     return;
   }
   check_size_list(call, "the", sizes);
@@ -65,26 +71,34 @@ void check_sizes(const RequestState& call, const at::Tensor& whole, const at::Te
   if (!part.defined()) return;
   const auto rows = sizes[call.group().rank()];
   if (part.dim() < 1 || part.size(0) != rows)
-    refuse(call, "this rank's part is ", show(part), ", but sizes ", list(sizes), " give it ", rows, " rows");
+    refuse(call, "this rank's part is ", show(part), ", but sizes ", list(sizes), " give it ", rows,
+           " rows");
   if (whole.defined() && trailing(whole) != trailing(part))
-    refuse(call, "the whole tensor ", show(whole), " and the part ", show(part), " have rows of different size");
+    refuse(call, "the whole tensor ", show(whole), " and the part ", show(part),
+           " have rows of different size");
 }
 
-void check_rows(const RequestState& call, const char* role, const at::Tensor& tensor, const Sizes& sizes) {
+void check_rows(const RequestState& call, const char* role, const at::Tensor& tensor,
+                const Sizes& sizes) {
   if (sizes.empty()) {
     if (tensor.numel() % call.group().size() != 0)
-      refuse(call, role, " ", show(tensor), " cannot be cut into ", call.group().size(), " equal parts; give sizes");
+      refuse(call, role, " ", show(tensor), " cannot be cut into ", call.group().size(),
+             " equal parts; give sizes");
     return;
   }
   check_size_list(call, role, sizes);
   const auto sum = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
-  if (tensor.dim() < 1 || tensor.size(0) != sum) refuse(call, role, " is ", show(tensor), ", but sizes ", list(sizes), " add up to ", sum, " rows");
+  if (tensor.dim() < 1 || tensor.size(0) != sum)
+    refuse(call, role, " is ", show(tensor), ", but sizes ", list(sizes), " add up to ", sum,
+           " rows");
 }
 
 void check_overlap(const RequestState& call, const at::Tensor& output, const at::Tensor& input) {
   if (call.group().check_level() == CheckLevel::off || !output.defined()) return;
   if (at::has_internal_overlap(output) == at::MemOverlap::Yes)
-    refuse(call, "elements of the output share memory (an expanded tensor?): give a tensor of its own, for example output.contiguous()");
+    refuse(call,
+           "elements of the output share memory (an expanded tensor?): give a tensor of its own, "
+           "for example output.contiguous()");
   if (!input.defined() || output.numel() == 0 || input.numel() == 0) return;
   const auto status = at::get_overlap_status(output, input);
   if (status == at::MemOverlapStatus::Full || status == at::MemOverlapStatus::Partial)
@@ -95,7 +109,8 @@ namespace {
 
 constexpr std::int64_t kCardBytes = 256;
 
-// What a rank sends to the others before a call: a hash of what is compared, then as much of the text as fits.
+// What a rank sends to the others before a call: a hash of what is compared, then as much of the
+// text as fits.
 struct Card {
   std::uint64_t same = 0;     // hash of the text that must agree
   std::uint64_t problem = 0;  // 1: this rank refused its arguments
@@ -123,7 +138,8 @@ at::Tensor exchange_rows(RequestState& call, const void* mine, std::int64_t byte
   const auto input = at::empty({bytes}, options);
   std::memcpy(input.mutable_data_ptr(), mine, bytes);
   auto output = at::empty({call.group().size(), bytes}, options);
-  RequestState part(call.group(), call.operation(), {.timeout = call.left(), .name = call.name()}, true);
+  RequestState part(call.group(), call.operation(), {.timeout = call.left(), .name = call.name()},
+                    true);
   part.begin_within(call);
   all_gather_equal(part, output, input);
   part.wait();
@@ -132,7 +148,8 @@ at::Tensor exchange_rows(RequestState& call, const void* mine, std::int64_t byte
 
 }  // namespace
 
-void begin(RequestState& call, c10::function_ref<void()> check, c10::function_ref<Signature()> signature) {
+void begin(RequestState& call, c10::function_ref<void()> check,
+           c10::function_ref<Signature()> signature) {
   if (call.group().check_level() != CheckLevel::collective || call.group().size() == 1) {
     check();
     call.begin_collective();
@@ -154,22 +171,26 @@ void begin(RequestState& call, c10::function_ref<void()> check, c10::function_re
   const auto output = exchange_rows(call, &card, sizeof(card));
   const auto* cards = static_cast<const Card*>(output.const_data_ptr());
   const int n = call.group().size();
-  const bool all_refuse = std::all_of(cards, cards + n, [](const Card& c) { return c.problem != 0; });
+  const bool all_refuse =
+      std::all_of(cards, cards + n, [](const Card& c) { return c.problem != 0; });
   if (all_refuse) std::rethrow_exception(refused);
-  // Two ranks that differ: this one and the first unlike it, so that each rank sees its own call; a rank like the majority sees an odd one.
+  // Two ranks that differ: this one and the first unlike it, so that each rank sees its own call; a
+  // rank like the majority sees an odd one.
   const Card& own = cards[call.group().rank()];
   auto unlike = [&](const Card& c) { return c.problem != own.problem || c.same != own.same; };
   const auto* other = std::find_if(cards, cards + n, unlike);
   if (other == cards + n) return;
   auto say = [&](const Card& c) {
     const auto& ranks = call.group().ranks();
-    return concat("rank ", ranks[&c - cards], c.problem ? " refused its arguments: " : ": ", static_cast<const char*>(c.text));
+    return concat("rank ", ranks[&c - cards], c.problem ? " refused its arguments: " : ": ",
+                  static_cast<const char*>(c.text));
   };
   std::vector<int> like, rest;
   for (int r = 0; r < n; ++r) (unlike(cards[r]) ? rest : like).push_back(call.group().ranks()[r]);
-  throw MismatchError(concat("group '", call.group().name(), "': the ranks called different things. ", say(own), "; ", say(*other),
-                             ". Ranks like the former: ", list(like), ", others: ", list(rest),
-                             ". No data was moved; make every rank call the same, in the same order"));
+  throw MismatchError(
+      concat("group '", call.group().name(), "': the ranks called different things. ", say(own),
+             "; ", say(*other), ". Ranks like the former: ", list(like), ", others: ", list(rest),
+             ". No data was moved; make every rank call the same, in the same order"));
 }
 
 void compare_pairs(RequestState& call, const Sizes& output_counts, const Sizes& input_counts) {
@@ -177,15 +198,17 @@ void compare_pairs(RequestState& call, const Sizes& output_counts, const Sizes& 
   if (call.group().check_level() != CheckLevel::collective || n == 1) return;
   std::vector<std::int64_t> mine(output_counts);
   mine.insert(mine.end(), input_counts.begin(), input_counts.end());
-  const auto all = exchange_rows(call, mine.data(), static_cast<std::int64_t>(mine.size() * sizeof(std::int64_t)));
+  const auto all = exchange_rows(call, mine.data(),
+                                 static_cast<std::int64_t>(mine.size() * sizeof(std::int64_t)));
   const auto* counts = static_cast<const std::int64_t*>(all.const_data_ptr());
   const auto& ranks = call.group().ranks();
   for (int to = 0; to < n; ++to)
     for (int from = 0; from < n; ++from) {
       const auto waits = counts[to * 2 * n + from], sends = counts[from * 2 * n + n + to];
       if (waits != sends)
-        throw MismatchError(concat("group '", call.group().name(), "', call ", call.sequence(), ": ", call.describe(), ": rank ", ranks[from],
-                                   " sends ", sends, " elements to rank ", ranks[to], ", which waits for ", waits,
+        throw MismatchError(concat("group '", call.group().name(), "', call ", call.sequence(),
+                                   ": ", call.describe(), ": rank ", ranks[from], " sends ", sends,
+                                   " elements to rank ", ranks[to], ", which waits for ", waits,
                                    ". No data was moved; make the sizes agree"));
     }
 }
@@ -196,11 +219,15 @@ namespace {
 constexpr int kSendersCard = 0x7e56, kReceiversCard = 0x7e57, kData = 1 << 14;
 constexpr std::uint64_t kDataTags = 1 << 13;
 
-const char* problem_words(const Card& card) { return card.problem ? " refused its arguments: " : " "; }
+const char* problem_words(const Card& card) {
+  return card.problem ? " refused its arguments: " : " ";
+}
 
 }  // namespace
 
-MessageCards::MessageCards(const RequestState& call, const std::vector<Message>& messages, const std::string& problem) : group_(call.group()) {
+MessageCards::MessageCards(const RequestState& call, const std::vector<Message>& messages,
+                           const std::string& problem)
+    : group_(call.group()) {
   const auto n = static_cast<std::int64_t>(messages.size());
   const auto options = at::TensorOptions().dtype(at::kByte);
   mine_ = at::empty({n, kCardBytes}, options);
@@ -212,43 +239,62 @@ MessageCards::MessageCards(const RequestState& call, const std::vector<Message>&
     sent_.push_back(sends);
     numbers_.push_back(group_.next_message(m.peer, sends));
     const auto& t = m.tensor;
-    const std::string kind =
-        t.defined() ? concat(c10::toString(t.scalar_type()), t.sizes(), " on ", c10::DeviceTypeName(t.device().type())) : show(t);
-    const std::string same = concat("message ", numbers_.back(), ": ", kind, call.name().empty() ? "" : concat(" '", call.name(), "'"));
-    const Card card = make_card(same, concat(sends ? "sends " : "receives ", same, " by ", call.operation()), problem);
+    const std::string kind = t.defined() ? concat(c10::toString(t.scalar_type()), t.sizes(), " on ",
+                                                  c10::DeviceTypeName(t.device().type()))
+                                         : show(t);
+    const std::string same = concat("message ", numbers_.back(), ": ", kind,
+                                    call.name().empty() ? "" : concat(" '", call.name(), "'"));
+    const Card card = make_card(
+        same, concat(sends ? "sends " : "receives ", same, " by ", call.operation()), problem);
     std::memcpy(cards + (peers_.size() - 1) * kCardBytes, &card, kCardBytes);
   }
-  request_ = std::make_shared<RequestState>(group_, call.operation(), CallOptions{.timeout = call.left(), .name = call.name()}, true);
+  request_ = std::make_shared<RequestState>(
+      group_, call.operation(), CallOptions{.timeout = call.left(), .name = call.name()}, true);
   request_->begin_within(call);
   const auto& endpoint = group_.endpoint(c10::DeviceType::CPU);
   const bool whole = !endpoint.uneven;  // Gloo
   request_->start([&](RequestState& request) {
     for (std::int64_t i = 0; i < n; ++i) {
       std::vector<at::Tensor> card{theirs_.select(0, i)};
-      request.launch([&] { request.add(endpoint.backend->recv(card, peers_[i], sent_[i] ? kReceiversCard : kSendersCard), whole); });
+      request.launch([&] {
+        request.add(
+            endpoint.backend->recv(card, peers_[i], sent_[i] ? kReceiversCard : kSendersCard),
+            whole);
+      });
     }
     for (std::int64_t i = 0; i < n; ++i) {
       std::vector<at::Tensor> card{mine_.select(0, i)};
-      request.launch([&] { request.add(endpoint.backend->send(card, peers_[i], sent_[i] ? kSendersCard : kReceiversCard), whole); });
+      request.launch([&] {
+        request.add(
+            endpoint.backend->send(card, peers_[i], sent_[i] ? kSendersCard : kReceiversCard),
+            whole);
+      });
     }
   });
 }
 
 void MessageCards::compare() const {
-  const auto *mine = static_cast<const Card*>(mine_.const_data_ptr()), *theirs = static_cast<const Card*>(theirs_.const_data_ptr());
+  const auto *mine = static_cast<const Card*>(mine_.const_data_ptr()),
+             *theirs = static_cast<const Card*>(theirs_.const_data_ptr());
   for (std::size_t i = 0; i < peers_.size(); ++i) {
     if (!theirs[i].problem && mine[i].same == theirs[i].same) continue;
     const Card &sender = sent_[i] ? mine[i] : theirs[i], &receiver = sent_[i] ? theirs[i] : mine[i];
     const auto& ranks = group_.ranks();
-    const int from = ranks[sent_[i] ? group_.rank() : peers_[i]], to = ranks[sent_[i] ? peers_[i] : group_.rank()];
-    const std::string text = concat("group '", group_.name(), "': a message from rank ", from, " to rank ", to, " does not fit. Rank ", from,
-                                    problem_words(sender), sender.text, "; rank ", to, problem_words(receiver), receiver.text,
-                                    ". Make both ends of a message agree, and the order of messages between two ranks");
-    if (std::any_of(peers_.begin(), peers_.end(), [&](int peer) { return peer != peers_[i]; })) group_.watch().announce(text);
+    const int from = ranks[sent_[i] ? group_.rank() : peers_[i]],
+              to = ranks[sent_[i] ? peers_[i] : group_.rank()];
+    const std::string text =
+        concat("group '", group_.name(), "': a message from rank ", from, " to rank ", to,
+               " does not fit. Rank ", from, problem_words(sender), sender.text, "; rank ", to,
+               problem_words(receiver), receiver.text,
+               ". Make both ends of a message agree, and the order of messages between two ranks");
+    if (std::any_of(peers_.begin(), peers_.end(), [&](int peer) { return peer != peers_[i]; }))
+      group_.watch().announce(text);
     throw MismatchError(text);
   }
 }
 
-int MessageCards::tag(std::size_t message) const { return kData + static_cast<int>(numbers_[message] % kDataTags); }
+int MessageCards::tag(std::size_t message) const {
+  return kData + static_cast<int>(numbers_[message] % kDataTags);
+}
 
 }  // namespace tessera::detail

@@ -1,5 +1,6 @@
 #pragma once
-// The calls of a group, launched into a RequestState: check, prepare, hand to the backend, and say what is left to do when the data is there.
+// The calls of a group, launched into a RequestState: check, prepare, hand to the backend, and say
+// what is left to do when the data is there.
 
 #include <vector>
 
@@ -11,11 +12,16 @@ namespace tessera::detail {
 void launch_broadcast(RequestState& call, const at::Tensor& tensor, int root);
 void launch_all_reduce(RequestState& call, const at::Tensor& tensor, ReduceOp op);
 void launch_reduce(RequestState& call, const at::Tensor& tensor, int root, ReduceOp op);
-void launch_all_gather(RequestState& call, const at::Tensor& output, const at::Tensor& input, const Sizes& sizes);
-void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const at::Tensor& input, ReduceOp op, const Sizes& sizes);
-void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::Tensor& input, const Sizes& output_sizes, const Sizes& input_sizes);
-void launch_gather(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes);
-void launch_scatter(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes);
+void launch_all_gather(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+                       const Sizes& sizes);
+void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+                           ReduceOp op, const Sizes& sizes);
+void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+                       const Sizes& output_sizes, const Sizes& input_sizes);
+void launch_gather(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root,
+                   const Sizes& sizes);
+void launch_scatter(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root,
+                    const Sizes& sizes);
 void launch_exchange(RequestState& call, const std::vector<Message>& messages);
 void launch_barrier(RequestState& call);
 

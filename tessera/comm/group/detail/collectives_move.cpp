@@ -36,25 +36,39 @@ bool even(const Sizes& sizes) {
   return true;
 }
 
-// Elements on the wire of each rank's part. `whole` may be undefined where a rank has none: then `part` tells the row size.
-Sizes wire_counts(RequestState& call, const at::Tensor& like, const Sizes& sizes) { return scaled(sizes, width_of(like) * wire_width(call, like)); }
+// Elements on the wire of each rank's part. `whole` may be undefined where a rank has none: then
+// `part` tells the row size.
+Sizes wire_counts(RequestState& call, const at::Tensor& like, const Sizes& sizes) {
+  return scaled(sizes, width_of(like) * wire_width(call, like));
+}
 
-std::string kind_of(const at::Tensor& t) { return concat(", ", c10::toString(t.scalar_type()), " on ", c10::DeviceTypeName(t.device().type())); }
+std::string kind_of(const at::Tensor& t) {
+  return concat(", ", c10::toString(t.scalar_type()), " on ",
+                c10::DeviceTypeName(t.device().type()));
+}
 
-// What ranks must agree on when parts are uneven: the size of a row, and the sizes; else the part's own shape.
+// What ranks must agree on when parts are uneven: the size of a row, and the sizes; else the part's
+// own shape.
 std::string parts_text(const at::Tensor& part, const Sizes& sizes) {
   if (sizes.empty()) return concat(kind_of(part), ", part ", part.sizes());
   const auto dims = part.sizes();
-  return concat(kind_of(part), ", rows ", dims.slice(std::min<std::size_t>(1, dims.size())), ", sizes ", list(sizes, 1 << 20));
+  return concat(kind_of(part), ", rows ", dims.slice(std::min<std::size_t>(1, dims.size())),
+                ", sizes ", list(sizes, 1 << 20));
 }
 
-std::int64_t bytes_of(const at::Tensor& t) { return t.defined() ? static_cast<std::int64_t>(t.nbytes()) : 0; }
+std::int64_t bytes_of(const at::Tensor& t) {
+  return t.defined() ? static_cast<std::int64_t>(t.nbytes()) : 0;
+}
 
 bool nothing(const Sizes& sizes, const at::Tensor& part) {
-  return sizes.empty() ? part.numel() == 0 : std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}) * width_of(part) == 0;
+  return sizes.empty()
+             ? part.numel() == 0
+             : std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}) * width_of(part) == 0;
 }
 
-void copy_here(const at::Tensor& output, const at::Tensor& input) { output.copy_(input.reshape(output.sizes())); }
+void copy_here(const at::Tensor& output, const at::Tensor& input) {
+  output.copy_(input.reshape(output.sizes()));
+}
 
 }  // namespace
 
@@ -74,7 +88,8 @@ void launch_broadcast(RequestState& call, const at::Tensor& tensor, int root) {
   broadcast_flat(call, is_root ? wire_input(call, tensor) : wire_output(call, tensor), root);
 }
 
-void launch_all_gather(RequestState& call, const at::Tensor& output, const at::Tensor& input, const Sizes& sizes) {
+void launch_all_gather(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+                       const Sizes& sizes) {
   begin(
       call,
       [&] {
@@ -97,7 +112,8 @@ void launch_all_gather(RequestState& call, const at::Tensor& output, const at::T
   }
 }
 
-void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::Tensor& input, const Sizes& output_sizes, const Sizes& input_sizes) {
+void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+                       const Sizes& output_sizes, const Sizes& input_sizes) {
   begin(
       call,
       [&] {
@@ -106,28 +122,36 @@ void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::T
         check_alike(call, output, input);
         check_rows(call, "the output", output, output_sizes);
         check_rows(call, "the input", input, input_sizes);
-        if (output_sizes.empty() != input_sizes.empty()) refuse(call, "sizes of only one side were given; give both, or neither");
+        if (output_sizes.empty() != input_sizes.empty())
+          refuse(call, "sizes of only one side were given; give both, or neither");
         if (!output_sizes.empty() && width_of(output) != width_of(input))
-          refuse(call, "the output ", show(output), " and the input ", show(input), " have rows of different size");
+          refuse(call, "the output ", show(output), " and the input ", show(input),
+                 " have rows of different size");
         if (output_sizes.empty() && output.numel() != input.numel())
           refuse(call, "the output ", show(output), " and the input ", show(input),
                  " must have the same number of elements; give sizes if parts differ");
         check_overlap(call, output, input);
       },
       [&] {
-        if (input_sizes.empty()) return Signature{concat(kind_of(input), ", even, ", input.numel(), " elements"), {}};
+        if (input_sizes.empty())
+          return Signature{concat(kind_of(input), ", even, ", input.numel(), " elements"), {}};
         const auto dims = input.sizes();
-        return Signature{concat(kind_of(input), ", rows ", dims.slice(1)), concat(", out ", list(output_sizes), ", in ", list(input_sizes))};
+        return Signature{concat(kind_of(input), ", rows ", dims.slice(1)),
+                         concat(", out ", list(output_sizes), ", in ", list(input_sizes))};
       });
   call.count_bytes(bytes_of(input));
   const int n = call.group().size();
-  const Sizes out_rows = output_sizes.empty() ? Sizes(n, output.numel() / n) : scaled(output_sizes, width_of(output));
-  const Sizes in_rows = input_sizes.empty() ? Sizes(n, input.numel() / n) : scaled(input_sizes, width_of(input));
+  const Sizes out_rows =
+      output_sizes.empty() ? Sizes(n, output.numel() / n) : scaled(output_sizes, width_of(output));
+  const Sizes in_rows =
+      input_sizes.empty() ? Sizes(n, input.numel() / n) : scaled(input_sizes, width_of(input));
   compare_pairs(call, out_rows, in_rows);
   if (input_sizes.empty() && input.numel() == 0) return;
   const Guard guard;
   if (n == 1) {
-    if (out_rows != in_rows) refuse(call, "this rank sends ", in_rows[0], " elements to itself, but waits for ", out_rows[0]);
+    if (out_rows != in_rows)
+      refuse(call, "this rank sends ", in_rows[0], " elements to itself, but waits for ",
+             out_rows[0]);
     return copy_here(output, input);
   }
   const auto in = wire_input(call, input), out = wire_output(call, output);
@@ -135,7 +159,8 @@ void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::T
   all_to_all_counts(call, out, in, scaled(out_rows, width), scaled(in_rows, width));
 }
 
-void launch_gather(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes) {
+void launch_gather(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root,
+                   const Sizes& sizes) {
   const bool is_root = call.group().rank() == root;
   begin(
       call,
@@ -163,7 +188,8 @@ void launch_gather(RequestState& call, const at::Tensor& output, const at::Tenso
   }
 }
 
-void launch_scatter(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes) {
+void launch_scatter(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root,
+                    const Sizes& sizes) {
   const bool is_root = call.group().rank() == root;
   begin(
       call,
@@ -196,32 +222,39 @@ namespace {
 void check_messages(const RequestState& call, const std::vector<Message>& messages) {
   std::vector<const Message*> sent, received;  // to and from this rank itself
   for (const auto& m : messages) {
-    check_tensor(call, m.kind == Message::Kind::send ? "a sent tensor" : "a received tensor", m.tensor);
+    check_tensor(call, m.kind == Message::Kind::send ? "a sent tensor" : "a received tensor",
+                 m.tensor);
     check_peer(call, m.peer);
     if (m.tensor.device().type() != messages.front().tensor.device().type())
-      refuse(call, "messages of one call must be on devices of one type, but there are ", messages.front().tensor.device(), " and ",
-             m.tensor.device());
+      refuse(call, "messages of one call must be on devices of one type, but there are ",
+             messages.front().tensor.device(), " and ", m.tensor.device());
     if (m.kind == Message::Kind::receive) check_overlap(call, m.tensor, {});
-    if (m.peer == call.group().rank()) (m.kind == Message::Kind::send ? sent : received).push_back(&m);
+    if (m.peer == call.group().rank())
+      (m.kind == Message::Kind::send ? sent : received).push_back(&m);
   }
   if (sent.size() != received.size())
-    refuse(call, "this rank sends ", sent.size(), " messages to itself but receives ", received.size(), "; both must be in the same call");
+    refuse(call, "this rank sends ", sent.size(), " messages to itself but receives ",
+           received.size(), "; both must be in the same call");
   for (std::size_t i = 0; i < sent.size(); ++i) {
     const auto &a = sent[i]->tensor, &b = received[i]->tensor;
     check_alike(call, b, a);
-    if (a.numel() != b.numel()) refuse(call, "message ", i, " of this rank to itself is ", show(a), ", received as ", show(b));
+    if (a.numel() != b.numel())
+      refuse(call, "message ", i, " of this rank to itself is ", show(a), ", received as ",
+             show(b));
   }
 }
 
 std::vector<Message> to_others(const RequestState& call, const std::vector<Message>& messages) {
   std::vector<Message> others;
   for (const auto& m : messages)
-    if (m.peer >= 0 && m.peer < call.group().size() && m.peer != call.group().rank()) others.push_back(m);
+    if (m.peer >= 0 && m.peer < call.group().size() && m.peer != call.group().rank())
+      others.push_back(m);
   return others;
 }
 
 // The peers wait for this rank's card: it says why there is no message.
-void tell_refusal(RequestState& call, const std::vector<Message>& messages, const std::string& problem) {
+void tell_refusal(RequestState& call, const std::vector<Message>& messages,
+                  const std::string& problem) {
   const auto others = to_others(call, messages);
   if (others.empty()) return;
   try {
@@ -230,12 +263,15 @@ void tell_refusal(RequestState& call, const std::vector<Message>& messages, cons
   }
 }
 
-// `travelling` are the messages as they travel. With CheckLevel::collective: the ends of each message first agree, and then the data goes, with a tag
-// of its own, since calls that agree later may go earlier. What is on a device has no tags: it goes in the order in which the calls were made, when
-// one of them is waited for.
-void exchange_compared(RequestState& call, const std::vector<Message>& messages, std::vector<Message> travelling) {
+// `travelling` are the messages as they travel. With CheckLevel::collective: the ends of each
+// message first agree, and then the data goes, with a tag of its own, since calls that agree later
+// may go earlier. What is on a device has no tags: it goes in the order in which the calls were
+// made, when one of them is waited for.
+void exchange_compared(RequestState& call, const std::vector<Message>& messages,
+                       std::vector<Message> travelling) {
   const auto device = travelling.front().tensor.device();
-  const auto endpoint = call.group().endpoint(device.type());  // a copy: the call may outlive what the group has
+  // a copy: the call may outlive what the group has
+  const auto endpoint = call.group().endpoint(device.type());
   const auto cards = std::make_shared<MessageCards>(call, messages);
   std::optional<c10::Stream> stream;
   if (!device.is_cpu()) stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
@@ -244,7 +280,8 @@ void exchange_compared(RequestState& call, const std::vector<Message>& messages,
     const Guard guard;
     if (!stream) {
       for (std::size_t i = 0; i < travelling.size(); ++i)
-        if (travelling[i].tensor.numel() > 0) exchange_one(call, endpoint, travelling[i], cards->tag(i));
+        if (travelling[i].tensor.numel() > 0)
+          exchange_one(call, endpoint, travelling[i], cards->tag(i));
       return;
     }
     const c10::OptionalStreamGuard on(stream);
@@ -262,7 +299,8 @@ void exchange_compared(RequestState& call, const std::vector<Message>& messages,
 
 void launch_exchange(RequestState& call, const std::vector<Message>& messages) {
   const int me = call.group().rank();
-  const bool compared = call.group().check_level() == CheckLevel::collective && call.group().size() > 1;
+  const bool compared =
+      call.group().check_level() == CheckLevel::collective && call.group().size() > 1;
   try {
     check_messages(call, messages);
   } catch (const InvalidArgument& e) {
@@ -277,19 +315,23 @@ void launch_exchange(RequestState& call, const std::vector<Message>& messages) {
   for (const auto& m : messages) {
     const bool sends = m.kind == Message::Kind::send;
     if (m.peer == me) (sends ? sent : received).push_back(&m.tensor);
-    if (m.peer == me || (m.tensor.numel() == 0 && !compared)) continue;  // both sides know that there is nothing to move
+    // both sides know that there is nothing to move
+    if (m.peer == me || (m.tensor.numel() == 0 && !compared)) continue;
     call.count_bytes(bytes_of(m.tensor));
-    travelling.push_back({m.kind, sends ? wire_input(call, m.tensor) : wire_output(call, m.tensor), m.peer});
+    travelling.push_back(
+        {m.kind, sends ? wire_input(call, m.tensor) : wire_output(call, m.tensor), m.peer});
   }
   for (std::size_t i = 0; i < sent.size(); ++i) copy_here(*received[i], *sent[i]);
   if (travelling.empty()) return;
-  compared ? exchange_compared(call, to_others(call, messages), std::move(travelling)) : exchange_flat(call, travelling);
+  compared ? exchange_compared(call, to_others(call, messages), std::move(travelling))
+           : exchange_flat(call, travelling);
 }
 
 void launch_barrier(RequestState& call) {
   begin(call, [] {}, [] { return Signature{}; });
   if (call.group().size() == 1) return;
-  const auto device = call.group().has_endpoint(c10::DeviceType::CPU) ? c10::DeviceType::CPU : c10::DeviceType::CUDA;
+  const auto device = call.group().has_endpoint(c10::DeviceType::CPU) ? c10::DeviceType::CPU
+                                                                      : c10::DeviceType::CUDA;
   const auto& endpoint = call.group().endpoint(device);
   c10d::BarrierOptions options;
   options.timeout = backend_limit(call, endpoint);

@@ -1,11 +1,14 @@
-// Collectives that reduce. What a backend does exactly by itself it is given as it is; otherwise, in this order:
+// Collectives that reduce. What a backend does exactly by itself it is given as it is; otherwise,
+// in this order:
 //   premultiplied      the tensor times its factor first, then a sum
 //   avg                a sum, then divided by the number of ranks
 //   half, bfloat16     travel and accumulate as float32, rounded once at the end
 //   int16              as int32; bool min, max, product: as uint8
 //   complex sum        as pairs of real numbers
-//   float min, max     as integers that order alike, so that NaN propagates (order_keys); the cost is two passes over the local data
-//   complex product    an all-gather (for reduce a gather), then a product in rank order here: n times the memory
+//   float min, max     as integers that order alike, so that NaN propagates (order_keys); the cost
+//                      is two passes over the local data
+//   complex product    an all-gather (for reduce a gather), then a product in rank order here: n
+//                      times the memory
 // reduce_scatter on such a backend: see backend_calls.h.
 
 #include <ATen/ATen.h>
@@ -54,7 +57,9 @@ bool gloo_reduces(c10::ScalarType dtype, Kind op) {
 }
 
 Recipe choose(const Endpoint& endpoint, c10::ScalarType dtype, Kind op) {
-  auto native = [&](c10::ScalarType t, Kind k) { return endpoint.reducing ? endpoint.reducing->reduces(t, k) : gloo_reduces(t, k); };
+  auto native = [&](c10::ScalarType t, Kind k) {
+    return endpoint.reducing ? endpoint.reducing->reduces(t, k) : gloo_reduces(t, k);
+  };
   Recipe recipe{op, dtype};
   if (native(dtype, op)) return recipe;
   if (op == Kind::avg || op == Kind::premultiplied) {
@@ -74,7 +79,8 @@ Recipe choose(const Endpoint& endpoint, c10::ScalarType dtype, Kind op) {
     wire = c10::toRealValueType(wire);
   }
   if (native(wire, recipe.op)) return recipe;
-  if ((wire == c10::ScalarType::Float || wire == c10::ScalarType::Double) && (recipe.op == Kind::min || recipe.op == Kind::max)) {
+  if ((wire == c10::ScalarType::Float || wire == c10::ScalarType::Double) &&
+      (recipe.op == Kind::min || recipe.op == Kind::max)) {
     recipe.keys = true;
     return recipe;
   }
@@ -83,12 +89,14 @@ Recipe choose(const Endpoint& endpoint, c10::ScalarType dtype, Kind op) {
 }
 
 std::string text_of(const at::Tensor& t, ReduceOp op) {
-  return concat(", ", to_string(op.kind), ", ", c10::toString(t.scalar_type()), t.sizes(), " on ", c10::DeviceTypeName(t.device().type()));
+  return concat(", ", to_string(op.kind), ", ", c10::toString(t.scalar_type()), t.sizes(), " on ",
+                c10::DeviceTypeName(t.device().type()));
 }
 
 // Alone in the group: only a factor has an effect.
 void reduce_alone(const at::Tensor& tensor, ReduceOp op) {
-  if (op.kind == Kind::premultiplied) tensor.copy_(tensor.to(accumulation_type(tensor.scalar_type())).mul(op.factor));
+  if (op.kind == Kind::premultiplied)
+    tensor.copy_(tensor.to(accumulation_type(tensor.scalar_type())).mul(op.factor));
 }
 
 // Hands one flat tensor to the backend's all-reduce (root < 0) or reduce.
@@ -114,8 +122,9 @@ void reduce_flat(RequestState& call, const at::Tensor& tensor, Kind op, double f
   });
 }
 
-// Gloo reduces in place on every rank, but a rank that is not the root keeps its values. Of two ranks the other sends them, and they are added here:
-// as many bytes as Gloo's reduce, and no copy. With more ranks a copy costs less than what the root would receive.
+// Gloo reduces in place on every rank, but a rank that is not the root keeps its values. Of two
+// ranks the other sends them, and they are added here: as many bytes as Gloo's reduce, and no copy.
+// With more ranks a copy costs less than what the root would receive.
 void reduce_pair(RequestState& call, const at::Tensor& work, const Recipe& recipe, int root) {
   const bool is_root = call.group().rank() == root;
   const std::int64_t count = work.numel() * wire_width(call, work);
@@ -123,26 +132,30 @@ void reduce_pair(RequestState& call, const at::Tensor& work, const Recipe& recip
   Sizes received(2, 0), sent(2, 0);
   if (!is_root) {
     sent[root] = count;
-    return all_to_all_counts(call, wire_input(call, nothing), wire_input(call, work), received, sent);
+    return all_to_all_counts(call, wire_input(call, nothing), wire_input(call, work), received,
+                             sent);
   }
   received[1 - root] = count;
   const auto other = at::empty(work.sizes(), work.options());
   all_to_all_counts(call, wire_output(call, other), wire_input(call, nothing), received, sent);
   call.then([work, other, recipe, root] {
-    reduce_in_order(work, root == 0 ? std::vector{work, other} : std::vector{other, work}, recipe.op);
+    reduce_in_order(work, root == 0 ? std::vector{work, other} : std::vector{other, work},
+                    recipe.op);
     if (recipe.divide) work.div_(2);
   });
 }
 
 // All-reduce (root < 0) or reduce of any tensor. `writes`: this rank's tensor gets the result.
-void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, int root, bool writes) {
+void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, int root,
+                   bool writes) {
   const auto& endpoint = call.group().endpoint(tensor.device().type());
   const auto dtype = tensor.scalar_type();
   const Recipe recipe = choose(endpoint, dtype, op.kind);
   const int n = call.group().size();
   if (writes && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 
-  // `work` holds the data that is reduced; where it is not the caller's memory it is copied back at the end, which also rounds to the caller's dtype.
+  // `work` holds the data that is reduced; where it is not the caller's memory it is copied back at
+  // the end, which also rounds to the caller's dtype.
   const bool own = recipe.direct(dtype) && is_plain(tensor) && writes;
   const bool pair = root >= 0 && n == 2 && !endpoint.reducing && recipe.direct(dtype);
   at::Tensor work;
@@ -154,7 +167,8 @@ void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, in
     work = tensor.resolve_conj().resolve_neg().to(recipe.wide).contiguous();
     if (recipe.scale) {
       work = work.mul(op.factor);
-    } else if (!recipe.compose && !recipe.keys && work.is_alias_of(tensor) && !endpoint.reducing && !pair) {
+    } else if (!recipe.compose && !recipe.keys && work.is_alias_of(tensor) && !endpoint.reducing &&
+               !pair) {
       work = work.clone();  // Gloo works in place on every rank, and this tensor keeps its values
     }
     call.keep(work);
@@ -232,7 +246,8 @@ void launch_reduce(RequestState& call, const at::Tensor& tensor, int root, Reduc
   reduce_tensor(call, tensor, op, root, is_root);
 }
 
-void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const at::Tensor& input, ReduceOp op, const Sizes& sizes) {
+void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+                           ReduceOp op, const Sizes& sizes) {
   begin(
       call,
       [&] {
@@ -243,7 +258,12 @@ void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const a
         check_reducible(call.operation(), input.scalar_type(), op.kind);
         check_overlap(call, output, input);
       },
-      [&] { return Signature{sizes.empty() ? text_of(input, op) : concat(text_of(input, op), ", sizes ", list(sizes, 1 << 20)), {}}; });
+      [&] {
+        return Signature{sizes.empty()
+                             ? text_of(input, op)
+                             : concat(text_of(input, op), ", sizes ", list(sizes, 1 << 20)),
+                         {}};
+      });
   call.count_bytes(static_cast<std::int64_t>(input.nbytes()));
   if (input.numel() == 0) return;
   const Guard guard;
@@ -260,17 +280,23 @@ void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const a
   for (auto& c : counts) c = rows == 0 ? 0 : c * (input.numel() / rows);
 
   const Recipe recipe = choose(endpoint, dtype, op.kind);
-  if (endpoint.uneven && endpoint.reducing && !recipe.compose && !recipe.keys && !recipe.real && !recipe.bytes) {
+  if (endpoint.uneven && endpoint.reducing && !recipe.compose && !recipe.keys && !recipe.real &&
+      !recipe.bytes) {
     auto in = input.resolve_conj().resolve_neg().to(recipe.wide);
     if (recipe.scale) in = in.mul(op.factor);
     in = in.contiguous().view({-1});
-    at::Tensor out = recipe.wide == dtype ? wire_output(call, output) : at::empty({output.numel()}, output.options().dtype(recipe.wide));
+    at::Tensor out = recipe.wide == dtype
+                         ? wire_output(call, output)
+                         : at::empty({output.numel()}, output.options().dtype(recipe.wide));
     if (recipe.wide != dtype) call.copy_back(output, out);
     call.keep(in);
     call.keep(out);
     if (!in.is_cpu()) call.on_stream();
     const CallLimit limit{backend_limit(call, endpoint), call.blocking()};
-    call.launch([&] { call.add(endpoint.uneven->reduce_scatter_v(out, in, counts, to_c10d(recipe.op, op.factor), limit)); });
+    call.launch([&] {
+      call.add(
+          endpoint.uneven->reduce_scatter_v(out, in, counts, to_c10d(recipe.op, op.factor), limit));
+    });
     if (recipe.divide) call.then([out, n] { out.div_(n); });
     return;
   }
@@ -287,7 +313,8 @@ void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const a
   all_to_all_counts(call, wire_output(call, scratch), in, out_counts, in_counts);
   if (output.numel() == 0) return;
   if (!output.is_inference()) output.unsafeGetTensorImpl()->bump_version();
-  call.then([output, scratch, n, count = counts[me], kind = op.kind == Kind::premultiplied ? Kind::sum : op.kind] {
+  call.then([output, scratch, n, count = counts[me],
+             kind = op.kind == Kind::premultiplied ? Kind::sum : op.kind] {
     auto parts = split_flat(scratch, Sizes(n, count));
     for (auto& part : parts) part = part.view(output.sizes());
     reduce_in_order(output, parts, kind);

@@ -50,7 +50,8 @@ void GroupState::close() {
   watch_->set_interrupt({});
   process_group_.reset();
   for (Endpoint* endpoint : {&cpu_, &cuda_}) {
-    if (endpoint->name == "gloo" && watch_->poison()) endpoint->backend.release();  // on purpose never freed
+    // on purpose never freed
+    if (endpoint->name == "gloo" && watch_->poison()) endpoint->backend.release();
     *endpoint = {};
   }
 }
@@ -73,11 +74,14 @@ std::uint64_t GroupState::next_message(int peer, bool to_peer) {
 }
 
 void GroupState::set_timeout(std::chrono::milliseconds limit) {
-  if (limit.count() <= 0) throw InvalidArgument(concat("group '", name_, "': a time limit of ", limit.count(), " ms was given; it must be positive"));
+  if (limit.count() <= 0)
+    throw InvalidArgument(concat("group '", name_, "': a time limit of ", limit.count(),
+                                 " ms was given; it must be positive"));
   timeout_ms_.store(limit.count(), std::memory_order_relaxed);
 }
 
-void GroupState::set_endpoint(c10::DeviceType device, std::string name, c10::intrusive_ptr<c10d::Backend> backend) {
+void GroupState::set_endpoint(c10::DeviceType device, std::string name,
+                              c10::intrusive_ptr<c10d::Backend> backend) {
   Endpoint& endpoint = device == c10::DeviceType::CUDA ? cuda_ : cpu_;
   endpoint.uneven = dynamic_cast<UnevenBackend*>(backend.get());
   endpoint.reducing = dynamic_cast<ReducingBackend*>(backend.get());
@@ -86,11 +90,13 @@ void GroupState::set_endpoint(c10::DeviceType device, std::string name, c10::int
 }
 
 bool GroupState::has_endpoint(c10::DeviceType device) const {
-  return (device == c10::DeviceType::CPU && cpu_.backend) || (device == c10::DeviceType::CUDA && cuda_.backend);
+  return (device == c10::DeviceType::CPU && cpu_.backend) ||
+         (device == c10::DeviceType::CUDA && cuda_.backend);
 }
 
 void GroupState::require_open() const {
-  if (closed_) throw CommError(concat("group '", name_, "' was shut down; get it again from the manager"));
+  if (closed_)
+    throw CommError(concat("group '", name_, "' was shut down; get it again from the manager"));
 }
 
 bool GroupState::meets_at_store() const {
@@ -103,8 +109,10 @@ const Endpoint& GroupState::endpoint(c10::DeviceType device) const {
   if (device == c10::DeviceType::CUDA && cuda_.backend) return cuda_;
   require_open();
   throw NotAvailable(concat("group '", name_, "' has no backend for ", c10::DeviceTypeName(device),
-                            " tensors (it has: ", cpu_.backend ? "CPU over " : "no CPU", cpu_.name, cuda_.backend ? ", CUDA over " : "", cuda_.name,
-                            "). Move the tensor to a device the group serves, or build and choose a backend for it (tessera doctor lists them)"));
+                            " tensors (it has: ", cpu_.backend ? "CPU over " : "no CPU", cpu_.name,
+                            cuda_.backend ? ", CUDA over " : "", cuda_.name,
+                            "). Move the tensor to a device the group serves, or build and choose "
+                            "a backend for it (tessera doctor lists them)"));
 }
 
 void GroupState::set_trace(std::shared_ptr<CommTrace> trace) {
@@ -116,10 +124,13 @@ void GroupState::set_trace(std::shared_ptr<CommTrace> trace) {
 c10::intrusive_ptr<c10d::ProcessGroup> GroupState::process_group() {
   const std::lock_guard lock(mutex_);
   if (!process_group_) {
-    auto store = store_ ? store_ : c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>());
+    auto store =
+        store_ ? store_ : c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>());
     auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank_, size());
-    if (cpu_.backend) group->setBackend(c10::DeviceType::CPU, backend_type(cpu_.name), cpu_.backend);
-    if (cuda_.backend) group->setBackend(c10::DeviceType::CUDA, backend_type(cuda_.name), cuda_.backend);
+    if (cpu_.backend)
+      group->setBackend(c10::DeviceType::CPU, backend_type(cpu_.name), cpu_.backend);
+    if (cuda_.backend)
+      group->setBackend(c10::DeviceType::CUDA, backend_type(cuda_.name), cuda_.backend);
     if (cpu_.backend) group->setDefaultBackend(backend_type(cpu_.name));
     group->setGroupName(name_);
     process_group_ = std::move(group);

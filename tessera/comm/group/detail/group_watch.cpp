@@ -32,13 +32,18 @@ std::string text_of(const std::exception_ptr& cause) {
 }
 
 bool says(const std::string& text, std::initializer_list<const char*> parts) {
-  return std::any_of(parts.begin(), parts.end(), [&](const char* part) { return text.find(part) != std::string::npos; });
+  return std::any_of(parts.begin(), parts.end(),
+                     [&](const char* part) { return text.find(part) != std::string::npos; });
 }
 
 }  // namespace
 
-GroupWatch::GroupWatch(std::string group, std::vector<int> members, int rank, std::shared_ptr<FaultChannel> channel)
-    : group_(std::move(group)), members_(std::move(members)), rank_(rank), channel_(std::move(channel)) {}
+GroupWatch::GroupWatch(std::string group, std::vector<int> members, int rank,
+                       std::shared_ptr<FaultChannel> channel)
+    : group_(std::move(group)),
+      members_(std::move(members)),
+      rank_(rank),
+      channel_(std::move(channel)) {}
 
 Position GroupWatch::position() const {
   Position position;
@@ -51,8 +56,10 @@ void GroupWatch::require_healthy(const char* operation, std::uint64_t sequence) 
   if (const Poison* poison = this->poison()) throw_poison(operation, sequence, *poison);
 }
 
-void GroupWatch::throw_poison(const std::string& call, std::uint64_t sequence, const Poison& poison) const {
-  const auto text = concat("group '", group_, "', ", numbered(call, sequence), " on rank ", rank_, ": ", poison.reason);
+void GroupWatch::throw_poison(const std::string& call, std::uint64_t sequence,
+                              const Poison& poison) const {
+  const auto text = concat("group '", group_, "', ", numbered(call, sequence), " on rank ", rank_,
+                           ": ", poison.reason);
   if (poison.timed_out) throw TimeoutError(text, poison.ranks);
   throw PeerLostError(text, poison.ranks);
 }
@@ -97,31 +104,38 @@ void GroupWatch::spread(Poison poison) {
   set_poison(std::move(poison));
 }
 
-void GroupWatch::announce(const std::string& reason) { spread({{rank_}, concat("rank ", rank_, " aborted: ", reason), false}); }
+void GroupWatch::announce(const std::string& reason) {
+  spread({{rank_}, concat("rank ", rank_, " aborted: ", reason), false});
+}
 
-void GroupWatch::fail(const std::string& call, std::uint64_t sequence, const std::exception_ptr& cause, std::chrono::milliseconds limit,
+void GroupWatch::fail(const std::string& call, std::uint64_t sequence,
+                      const std::exception_ptr& cause, std::chrono::milliseconds limit,
                       bool collective) {
   if (const Poison* known = poison()) throw_poison(call, sequence, *known);
   const std::string text = text_of(cause);
   if (says(text, {"imed out", "imeout"})) expire(call, sequence, limit, collective);
-  if (!says(text, {"onnection closed", "onnection reset", "roken pipe", "onnection refused", "ocket closed", "pair", "remote"})) {
+  if (!says(text, {"onnection closed", "onnection reset", "roken pipe", "onnection refused",
+                   "ocket closed", "pair", "remote"})) {
     // Not about a peer: the others must not wait for a call that this rank could not make.
     const auto reason = concat(numbered(call, sequence), " failed there: ", text);
     announce(reason);
-    throw CommError(concat("group '", group_, "', ", numbered(call, sequence), " on rank ", rank_, ": ", text));
+    throw CommError(
+        concat("group '", group_, "', ", numbered(call, sequence), " on rank ", rank_, ": ", text));
   }
   if (channel_ && wait_for_poison(kNews)) throw_poison(call, sequence, *poison());
   Poison lost;
   {
     const std::lock_guard lock(mutex_);
     lost.ranks = left_;
-    lost.reason = left_.empty() ? concat("a connection to another rank broke (", text, ")") : left_text_;
+    lost.reason =
+        left_.empty() ? concat("a connection to another rank broke (", text, ")") : left_text_;
   }
   spread(std::move(lost));
   throw_poison(call, sequence, *poison());
 }
 
-void GroupWatch::expire(const std::string& call, std::uint64_t sequence, std::chrono::milliseconds limit, bool collective) {
+void GroupWatch::expire(const std::string& call, std::uint64_t sequence,
+                        std::chrono::milliseconds limit, bool collective) {
   if (const Poison* known = poison()) throw_poison(call, sequence, *known);
   Poison verdict;
   verdict.timed_out = true;
@@ -130,7 +144,8 @@ void GroupWatch::expire(const std::string& call, std::uint64_t sequence, std::ch
     std::vector<int> arrived;
     for (const RollEntry& entry : channel_->roll_call(group_, members_, kRollCall)) {
       std::string state;
-      const bool begun = sequence == creation ? !entry.position.operation.empty() : collective && entry.position.begun > sequence;
+      const bool begun = sequence == creation ? !entry.position.operation.empty()
+                                              : collective && entry.position.begun > sequence;
       if (entry.rank == rank_ || (entry.answer == RollEntry::Answer::here && begun)) {
         arrived.push_back(entry.rank);
         continue;
@@ -150,19 +165,23 @@ void GroupWatch::expire(const std::string& call, std::uint64_t sequence, std::ch
           else if (entry.position.begun == 0)
             state = "runs, and has begun no call of this group";
           else
-            state = concat("runs; its newest call of this group is ", entry.position.operation, " (call ", entry.position.begun - 1, ")");
+            state = concat("runs; its newest call of this group is ", entry.position.operation,
+                           " (call ", entry.position.begun - 1, ")");
           break;
       }
-      if (collective || entry.answer != RollEntry::Answer::here) verdict.ranks.push_back(entry.rank);
+      if (collective || entry.answer != RollEntry::Answer::here)
+        verdict.ranks.push_back(entry.rank);
       details += concat(details.empty() ? "" : "; ", "rank ", entry.rank, " ", state);
     }
     if (poison()) throw_poison(call, sequence, *poison());  // another rank was faster
     if (collective)
       details = concat("arrived: ranks ", list(arrived), "; ",
-                       verdict.ranks.empty() ? "none is missing, so the network or the time limit is too slow" : concat("did not arrive: ", details));
+                       verdict.ranks.empty()
+                           ? "none is missing, so the network or the time limit is too slow"
+                           : concat("did not arrive: ", details));
   }
-  verdict.reason =
-      concat("rank ", rank_, " waited ", limit.count(), " ms in ", numbered(call, sequence), details.empty() ? "" : concat("; ", details));
+  verdict.reason = concat("rank ", rank_, " waited ", limit.count(), " ms in ",
+                          numbered(call, sequence), details.empty() ? "" : concat("; ", details));
   spread(std::move(verdict));
   throw_poison(call, sequence, *poison());
 }

@@ -1,10 +1,13 @@
 #pragma once
-// GroupWatch: what one group of this process knows about faults of its members. The group writes its position into it and asks it before each call;
-// the manager's watcher thread writes losses into it.
+// GroupWatch: what one group of this process knows about faults of its members. The group writes
+// its position into it and asks it before each call; the manager's watcher thread writes losses
+// into it.
 //
-//   GroupState, starting a call:     watch.require_healthy(operation, sequence);   // one atomic load; throws PeerLostError
+//   // one atomic load; throws PeerLostError
+//   GroupState, starting a call:     watch.require_healthy(operation, sequence);
 //                                    watch.begin(sequence, operation);
-//   RequestState, work failed:       watch.fail(call, sequence, std::current_exception(), limit);   // throws the typed error
+//   // throws the typed error
+//   RequestState, work failed:       watch.fail(call, sequence, std::current_exception(), limit);
 //   Group::abort(reason):            watch.announce(reason);
 //   Backends that wait in a loop of their own (MPI, threads) poll watch.poison().
 //   Backends that block elsewhere (Gloo) are woken by the interrupt hook.
@@ -23,11 +26,13 @@
 
 namespace tessera::detail {
 
-/// Why a group cannot go on: the global ranks that are known to be gone (or that aborted, or for which a wait ran out), and a sentence that says how.
+/// Why a group cannot go on: the global ranks that are known to be gone (or that aborted, or for
+/// which a wait ran out), and a sentence that says how.
 struct Poison {
   std::vector<int> ranks;
   std::string reason;
-  bool timed_out = false;  ///< Calls throw TimeoutError instead of PeerLostError.
+  /// Calls throw TimeoutError instead of PeerLostError.
+  bool timed_out = false;
 };
 
 /// Where a rank stands in a group: calls begun so far, and the newest one.
@@ -38,21 +43,27 @@ struct Position {
 
 /// What one rank answered to a roll call.
 struct RollEntry {
-  enum class Answer : unsigned char { unknown, silent, gone, here };  ///< silent: alive as far as is known, but does not answer (stopped, cut off).
-  int rank = 0;                                                       ///< Global.
+  /// silent: alive as far as is known, but does not answer (stopped, cut off).
+  enum class Answer : unsigned char { unknown, silent, gone, here };
+  /// Global.
+  int rank = 0;
   Answer answer = Answer::unknown;
-  Position position;  ///< Where it stands, if it is here.
+  /// Where it stands, if it is here.
+  Position position;
 };
 
-/// The way to the other ranks that does not go through the group itself. Implementations: the job's store (processes), the hub of run_threads
-/// (threads).
+/// The way to the other ranks that does not go through the group itself. Implementations: the job's
+/// store (processes), the hub of run_threads (threads).
 class FaultChannel {
  public:
   virtual ~FaultChannel() = default;
   /// Tells the other ranks that this group is aborted. Never throws, never blocks for long.
-  virtual void announce(const std::string& group, const std::vector<int>& members, const Poison& poison) noexcept = 0;
+  virtual void announce(const std::string& group, const std::vector<int>& members,
+                        const Poison& poison) noexcept = 0;
   /// Asks the members where they stand in the group; returns when all answered or after `limit`.
-  virtual std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& members, std::chrono::milliseconds limit) noexcept = 0;
+  virtual std::vector<RollEntry> roll_call(const std::string& group,
+                                           const std::vector<int>& members,
+                                           std::chrono::milliseconds limit) noexcept = 0;
 };
 
 class GroupWatch {
@@ -60,8 +71,10 @@ class GroupWatch {
   /// As a call number: the making of the group itself. All who have begun that have arrived.
   static constexpr std::uint64_t creation = ~std::uint64_t{0};
 
-  /// `rank` is this process' global rank, `members` the global ranks in group order. Without a channel, faults stay local.
-  GroupWatch(std::string group, std::vector<int> members, int rank, std::shared_ptr<FaultChannel> channel);
+  /// `rank` is this process' global rank, `members` the global ranks in group order. Without a
+  /// channel, faults stay local.
+  GroupWatch(std::string group, std::vector<int> members, int rank,
+             std::shared_ptr<FaultChannel> channel);
 
   const std::string& group() const { return group_; }
   const std::vector<int>& members() const { return members_; }
@@ -79,8 +92,9 @@ class GroupWatch {
 
   /// What `interrupt` wakes: calls of the backend, or the making of the group.
   enum class Of : unsigned char { backend, creation };
-  /// Called once, from any thread, when the group becomes poisoned: makes this process' pending calls on the group return. Set before the first call;
-  /// cleared (empty function) before the backend is destroyed. Runs at once if the group is poisoned already.
+  /// Called once, from any thread, when the group becomes poisoned: makes this process' pending
+  /// calls on the group return. Set before the first call; cleared (empty function) before the
+  /// backend is destroyed. Runs at once if the group is poisoned already.
   void set_interrupt(std::function<void()> interrupt, Of of = Of::backend);
 
   /// Marks the group as unable to go on, in this process only. The first reason stays.
@@ -89,19 +103,24 @@ class GroupWatch {
   void announce(const std::string& reason);
   /// Marks it here and tells the members.
   void spread(Poison poison);
-  /// A member has left the job on purpose. What it sent before still counts; a call that needs more of it fails, and then says so.
+  /// A member has left the job on purpose. What it sent before still counts; a call that needs more
+  /// of it fails, and then says so.
   void note_left(int rank, const std::string& text);
 
-  /// Turns the failure of a call into TimeoutError, PeerLostError or CommError, after asking who is gone or missing; poisons the group on all
-  /// members. `call` names operation and tensor as errors show it. `limit` is the limit that the call had. Of a message (send, receive, exchange) it
+  /// Turns the failure of a call into TimeoutError, PeerLostError or CommError, after asking who is
+  /// gone or missing; poisons the group on all members. `call` names operation and tensor as errors
+  /// show it. `limit` is the limit that the call had. Of a message (send, receive, exchange) it
   /// cannot be known who "arrived": give collective = false. Never returns.
-  [[noreturn]] void fail(const std::string& call, std::uint64_t sequence, const std::exception_ptr& cause, std::chrono::milliseconds limit,
+  [[noreturn]] void fail(const std::string& call, std::uint64_t sequence,
+                         const std::exception_ptr& cause, std::chrono::milliseconds limit,
                          bool collective = true);
   /// The same for a wait that ran into its limit without the backend saying so.
-  [[noreturn]] void expire(const std::string& call, std::uint64_t sequence, std::chrono::milliseconds limit, bool collective = true);
+  [[noreturn]] void expire(const std::string& call, std::uint64_t sequence,
+                           std::chrono::milliseconds limit, bool collective = true);
 
  private:
-  [[noreturn]] void throw_poison(const std::string& call, std::uint64_t sequence, const Poison& poison) const;
+  [[noreturn]] void throw_poison(const std::string& call, std::uint64_t sequence,
+                                 const Poison& poison) const;
   bool wait_for_poison(std::chrono::milliseconds limit) const;
 
   std::string group_;
@@ -116,7 +135,8 @@ class GroupWatch {
   std::unique_ptr<Poison> first_;
   std::vector<int> left_;
   std::string left_text_;
-  std::mutex interrupt_mutex_;  // guards interrupts_; held while one runs, so that clearing it waits for the end of that
+  // guards interrupts_; held while one runs, so that clearing it waits for the end of that
+  std::mutex interrupt_mutex_;
   std::array<std::function<void()>, 2> interrupts_;
 };
 

@@ -24,7 +24,8 @@ c10d::ReduceOp to_c10d(ReduceOp::Kind op, double factor) {
     case ReduceOp::Kind::max:
       return c10d::ReduceOp::MAX;
     case ReduceOp::Kind::premultiplied: {
-      // The function that makes one has other names in libtorch 2.11 and 2.15; what it makes has not.
+      // The function that makes one has other names in libtorch 2.11 and 2.15; what it makes has
+      // not.
       c10d::ReduceOp result;
       result.op_ = c10d::ReduceOp::PREMUL_SUM;
       result.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(factor);
@@ -60,7 +61,8 @@ void from_keys(const Int* keys, Float* values, std::int64_t n, Int nan_key) {
 
 template <class Int>
 Int nan_key(ReduceOp::Kind op) {
-  return op == ReduceOp::Kind::max ? std::numeric_limits<Int>::max() : std::numeric_limits<Int>::min();
+  return op == ReduceOp::Kind::max ? std::numeric_limits<Int>::max()
+                                   : std::numeric_limits<Int>::min();
 }
 
 // out = a op b; `out` may be `a` or `b`.
@@ -84,7 +86,10 @@ void combine(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, ReduceOp
 
 void check_reducible(const char* operation, c10::ScalarType dtype, ReduceOp::Kind op) {
   using Kind = ReduceOp::Kind;
-  auto refuse = [&](const char* why) { throw InvalidArgument(concat(operation, " with ", to_string(op), " of ", c10::toString(dtype), ": ", why)); };
+  auto refuse = [&](const char* why) {
+    throw InvalidArgument(
+        concat(operation, " with ", to_string(op), " of ", c10::toString(dtype), ": ", why));
+  };
   switch (dtype) {
     case c10::ScalarType::Float:
     case c10::ScalarType::Double:
@@ -94,7 +99,8 @@ void check_reducible(const char* operation, c10::ScalarType dtype, ReduceOp::Kin
     case c10::ScalarType::ComplexFloat:
     case c10::ScalarType::ComplexDouble:
     case c10::ScalarType::ComplexHalf:
-      if (op == Kind::min || op == Kind::max) refuse("complex numbers have no order; reduce their magnitude");
+      if (op == Kind::min || op == Kind::max)
+        refuse("complex numbers have no order; reduce their magnitude");
       return;
     case c10::ScalarType::Bool:
       if (op != Kind::min && op != Kind::max && op != Kind::product)
@@ -105,24 +111,31 @@ void check_reducible(const char* operation, c10::ScalarType dtype, ReduceOp::Kin
     case c10::ScalarType::Short:
     case c10::ScalarType::Int:
     case c10::ScalarType::Long:
-      if (op == Kind::avg || op == Kind::premultiplied) refuse("integers would be rounded; convert to a floating-point type");
+      if (op == Kind::avg || op == Kind::premultiplied)
+        refuse("integers would be rounded; convert to a floating-point type");
       return;
     default:
-      refuse("this type has no arithmetic; convert it first (it can be moved by every collective that does not reduce)");
+      refuse(
+          "this type has no arithmetic; convert it first (it can be moved by every collective that "
+          "does not reduce)");
   }
 }
 
 c10::ScalarType accumulation_type(c10::ScalarType dtype) {
-  if (dtype == c10::ScalarType::Half || dtype == c10::ScalarType::BFloat16) return c10::ScalarType::Float;
+  if (dtype == c10::ScalarType::Half || dtype == c10::ScalarType::BFloat16)
+    return c10::ScalarType::Float;
   if (dtype == c10::ScalarType::ComplexHalf) return c10::ScalarType::ComplexFloat;
   return dtype;
 }
 
-void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& parts, ReduceOp::Kind op) {
+void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& parts,
+                     ReduceOp::Kind op) {
   const auto wide = accumulation_type(output.scalar_type());
   // In the output itself, unless it is narrower or holds values that are still needed.
-  const bool in_place = wide == output.scalar_type() && std::none_of(parts.begin() + std::min<std::size_t>(2, parts.size()), parts.end(),
-                                                                     [&](const at::Tensor& part) { return part.is_alias_of(output); });
+  const bool in_place =
+      wide == output.scalar_type() &&
+      std::none_of(parts.begin() + std::min<std::size_t>(2, parts.size()), parts.end(),
+                   [&](const at::Tensor& part) { return part.is_alias_of(output); });
   at::Tensor sum = in_place ? output : at::empty(output.sizes(), output.options().dtype(wide));
   if (parts.size() == 1) {
     sum.copy_(parts.front());
@@ -137,19 +150,23 @@ void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& pa
 at::Tensor order_keys(const at::Tensor& values, ReduceOp::Kind op) {
   if (values.scalar_type() == c10::ScalarType::Float) {
     auto keys = at::empty(values.sizes(), values.options().dtype(c10::ScalarType::Int));
-    to_keys(values.const_data_ptr<float>(), keys.mutable_data_ptr<std::int32_t>(), values.numel(), nan_key<std::int32_t>(op));
+    to_keys(values.const_data_ptr<float>(), keys.mutable_data_ptr<std::int32_t>(), values.numel(),
+            nan_key<std::int32_t>(op));
     return keys;
   }
   auto keys = at::empty(values.sizes(), values.options().dtype(c10::ScalarType::Long));
-  to_keys(values.const_data_ptr<double>(), keys.mutable_data_ptr<std::int64_t>(), values.numel(), nan_key<std::int64_t>(op));
+  to_keys(values.const_data_ptr<double>(), keys.mutable_data_ptr<std::int64_t>(), values.numel(),
+          nan_key<std::int64_t>(op));
   return keys;
 }
 
 void from_order_keys(const at::Tensor& output, const at::Tensor& keys, ReduceOp::Kind op) {
   if (output.scalar_type() == c10::ScalarType::Float) {
-    from_keys(keys.const_data_ptr<std::int32_t>(), output.mutable_data_ptr<float>(), keys.numel(), nan_key<std::int32_t>(op));
+    from_keys(keys.const_data_ptr<std::int32_t>(), output.mutable_data_ptr<float>(), keys.numel(),
+              nan_key<std::int32_t>(op));
   } else {
-    from_keys(keys.const_data_ptr<std::int64_t>(), output.mutable_data_ptr<double>(), keys.numel(), nan_key<std::int64_t>(op));
+    from_keys(keys.const_data_ptr<std::int64_t>(), output.mutable_data_ptr<double>(), keys.numel(),
+              nan_key<std::int64_t>(op));
   }
 }
 

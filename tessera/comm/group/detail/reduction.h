@@ -16,20 +16,25 @@ namespace tessera::detail {
 /// As c10d calls it; `factor` counts for `premultiplied` alone.
 c10d::ReduceOp to_c10d(ReduceOp::Kind op, double factor = 1);
 
-/// Throws InvalidArgument for what makes no sense: min and max of complex, a mean or weight of integers, a sum of bool, any reduction of types
-/// without arithmetic in libtorch (float8, unsigned 16 to 64 bits, quantised).
+/// Throws InvalidArgument for what makes no sense: min and max of complex, a mean or weight of
+/// integers, a sum of bool, any reduction of types without arithmetic in libtorch (float8, unsigned
+/// 16 to 64 bits, quantised).
 void check_reducible(const char* operation, c10::ScalarType dtype, ReduceOp::Kind op);
 
-/// The dtype in which sums and products are accumulated: float32 for half and bfloat16, complex64 for complex32, else the dtype itself.
+/// The dtype in which sums and products are accumulated: float32 for half and bfloat16, complex64
+/// for complex32, else the dtype itself.
 c10::ScalarType accumulation_type(c10::ScalarType dtype);
 
-/// output = parts[0] op parts[1] op ... in that order, accumulated in accumulation_type and rounded once; NaN propagates. Same shapes and dtypes.
-/// `op` is sum, avg, product, min or max. `output` may be one of the parts.
-void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& parts, ReduceOp::Kind op);
+/// output = parts[0] op parts[1] op ... in that order, accumulated in accumulation_type and rounded
+/// once; NaN propagates. Same shapes and dtypes. `op` is sum, avg, product, min or max. `output`
+/// may be one of the parts.
+void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& parts,
+                     ReduceOp::Kind op);
 
-/// Floating-point numbers as integers of the same width that order in the same way (-0 before +0), so that a backend whose min or max drops NaN can
-/// work on them: for max a NaN becomes the largest integer, for min the smallest. float32 -> int32, float64 -> int64; contiguous tensors. The map is
-/// its own inverse but for NaN: bits ^ (sign ? 0x7fff... : 0).
+/// Floating-point numbers as integers of the same width that order in the same way (-0 before +0),
+/// so that a backend whose min or max drops NaN can work on them: for max a NaN becomes the largest
+/// integer, for min the smallest. float32 -> int32, float64 -> int64; contiguous tensors. The map
+/// is its own inverse but for NaN: bits ^ (sign ? 0x7fff... : 0).
 at::Tensor order_keys(const at::Tensor& values, ReduceOp::Kind op);
 void from_order_keys(const at::Tensor& output, const at::Tensor& keys, ReduceOp::Kind op);
 

@@ -10,13 +10,15 @@
 namespace tessera::detail {
 namespace {
 
-// A blocked wait looks up this often whether the group was given up by another thread, for backends that cannot be woken.
+// A blocked wait looks up this often whether the group was given up by another thread, for backends
+// that cannot be woken.
 constexpr std::chrono::milliseconds kLook{200};
 constexpr auto kNoLimit = std::chrono::milliseconds(0);  // c10d's word for waiting without a limit
 
 }  // namespace
 
-RequestState::RequestState(GroupState& group, const char* operation, const CallOptions& options, bool blocking)
+RequestState::RequestState(GroupState& group, const char* operation, const CallOptions& options,
+                           bool blocking)
     : group_(group),
       operation_(operation),
       name_(options.name),
@@ -42,7 +44,9 @@ RequestState::~RequestState() {
   }
 }
 
-std::string RequestState::describe() const { return name_.empty() ? std::string(operation_) : concat(operation_, " '", name_, "'"); }
+std::string RequestState::describe() const {
+  return name_.empty() ? std::string(operation_) : concat(operation_, " '", name_, "'");
+}
 
 void RequestState::begin_collective() {
   sequence_ = group_.next_sequence();
@@ -66,7 +70,8 @@ void RequestState::add(c10::intrusive_ptr<c10d::Work> work, bool whole) {
 }
 
 std::chrono::milliseconds RequestState::left() const {
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - std::chrono::steady_clock::now());
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+      deadline_ - std::chrono::steady_clock::now());
   return std::max(left, std::chrono::milliseconds(1));
 }
 
@@ -96,11 +101,13 @@ void RequestState::wait_part(Part& part) {
     try {
       if (part.work->wait(std::min(left(), kLook))) return;
     } catch (...) {
-      // Some backends throw when the slice is over, though the work goes on, or ends just then: what is over says itself how it ended.
+      // Some backends throw when the slice is over, though the work goes on, or ends just then:
+      // what is over says itself how it ended.
       if (part.work->isCompleted() && part.work->wait(left())) return;
     }
     if (group_.watch().poison()) group_.watch().require_healthy(operation_, sequence_);
-    if (std::chrono::steady_clock::now() >= deadline_) group_.watch().expire(describe(), sequence_, limit_, collective_);
+    if (std::chrono::steady_clock::now() >= deadline_)
+      group_.watch().expire(describe(), sequence_, limit_, collective_);
   }
 }
 
@@ -163,7 +170,9 @@ bool RequestState::step_queue() {
 // True once the agreement is reached, or failed.
 bool RequestState::step() {
   if (!cards_) return true;
-  if (stepping_) return false;  // whether the cards are there is being asked, and that lets other calls go on, this one among them
+  // whether the cards are there is being asked, and that lets other calls go on, this one among
+  // them
+  if (stepping_) return false;
   stepping_ = true;
   const bool met = step_queue() && cards_->done();
   stepping_ = false;
@@ -201,7 +210,8 @@ void RequestState::fail(const std::exception_ptr& cause) {
       if (!group_.watch().poison()) group_.watch().spread({e.missing(), e.what(), true});
       throw;
     } catch (const PeerLostError& e) {
-      if (e.ranks().empty()) group_.watch().require_healthy(operation_, sequence_);  // the watch knows who ended the group, and why
+      // the watch knows who ended the group, and why
+      if (e.ranks().empty()) group_.watch().require_healthy(operation_, sequence_);
       group_.watch().set_poison({e.ranks(), e.what()});
       throw;
     } catch (const Error&) {
@@ -267,7 +277,8 @@ bool RequestState::done() {
   if (!step()) return false;
   if (poll_error_) return true;
   if (std::none_of(parts_.begin(), parts_.end(), [](const Part& p) { return p.whole; })) {
-    return std::all_of(parts_.begin(), parts_.end(), [](const Part& p) { return p.work->isCompleted(); });
+    return std::all_of(parts_.begin(), parts_.end(),
+                       [](const Part& p) { return p.work->isCompleted(); });
   }
   poller_ = std::thread([this] { poll(); });
   return polled_.load(std::memory_order_acquire);

@@ -1,5 +1,6 @@
 #pragma once
-// RequestState: one call of a group from its first check to its result. Blocking calls keep it on the stack.
+// RequestState: one call of a group from its first check to its result. Blocking calls keep it on
+// the stack.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
@@ -27,7 +28,8 @@ class RequestState {
   /// `operation` is a string literal. Throws PeerLostError if the group is poisoned.
   /// `blocking`: the caller waits at once, and backends are told so.
   RequestState(GroupState& group, const char* operation, const CallOptions& options, bool blocking);
-  ~RequestState();  ///< Waits if wait() was not called; errors are dropped.
+  /// Waits if wait() was not called; errors are dropped.
+  ~RequestState();
   RequestState(const RequestState&) = delete;
   RequestState& operator=(const RequestState&) = delete;
 
@@ -37,36 +39,47 @@ class RequestState {
   const std::string& name() const { return name_; }
   bool blocking() const { return blocking_; }
   std::chrono::milliseconds limit() const { return limit_; }
-  std::chrono::milliseconds left() const;  ///< Until the limit, at least 1 ms.
+  /// Until the limit, at least 1 ms.
+  std::chrono::milliseconds left() const;
   /// "all_reduce 'loss'".
   std::string describe() const;
 
-  /// The arguments are sound: takes the sequence number of a collective call, and tells the group's watch.
+  /// The arguments are sound: takes the sequence number of a collective call, and tells the group's
+  /// watch.
   void begin_collective();
   void begin_message();
   /// A part of another call: same number, not traced.
   void begin_within(const RequestState& call);
 
-  /// `whole`: the work must be waited for in one piece (a wait that runs out breaks Gloo's messages), and only tells by wait() that it is done.
+  /// `whole`: the work must be waited for in one piece (a wait that runs out breaks Gloo's
+  /// messages), and only tells by wait() that it is done.
   void add(c10::intrusive_ptr<c10d::Work> work, bool whole = false);
-  void keep(const at::Tensor& tensor) { kept_.push_back(tensor); }  ///< Alive until the end of the call.
+  /// Alive until the end of the call.
+  void keep(const at::Tensor& tensor) { kept_.push_back(tensor); }
   void keep_group(std::shared_ptr<GroupState> group) { owner_ = std::move(group); }
-  void count_bytes(std::int64_t bytes) { bytes_ += bytes; }  ///< Payload that this rank gives, for traces.
+  /// Payload that this rank gives, for traces.
+  void count_bytes(std::int64_t bytes) { bytes_ += bytes; }
   /// Local part, run by wait() when all data is there.
   void then(std::function<void()> finish) { finish_ = std::move(finish); }
   /// When all data is there (and the local part ran): target = source.
-  void copy_back(const at::Tensor& target, const at::Tensor& source) { copies_.push_back({target, source}); }
-  /// `cards` is waited for before this call's own work, and then `agreed` runs, which may throw or add work.
+  void copy_back(const at::Tensor& target, const at::Tensor& source) {
+    copies_.push_back({target, source});
+  }
+  /// `cards` is waited for before this call's own work, and then `agreed` runs, which may throw or
+  /// add work.
   void agree_first(std::shared_ptr<RequestState> cards, std::function<void()> agreed);
-  /// A request goes on from now on, since another rank may wait for what follows the agreement before this one waits: in a thread of its own, or,
-  /// where the backend knows no other thread, in the waits of this one.
+  /// A request goes on from now on, since another rank may wait for what follows the agreement
+  /// before this one waits: in a thread of its own, or, where the backend knows no other thread, in
+  /// the waits of this one.
   void go_on(const Endpoint& endpoint);
-  /// The backend pairs the calls of two ranks by their order alone: what was queued first is agreed on and handed over first, whoever waits first.
+  /// The backend pairs the calls of two ranks by their order alone: what was queued first is agreed
+  /// on and handed over first, whoever waits first.
   void queue();
   /// Work of a device whose stream, not the host, waits.
   void on_stream() { on_stream_ = true; }
 
-  /// Runs `body`, which hands work to a backend, and turns what the backend throws into the typed errors.
+  /// Runs `body`, which hands work to a backend, and turns what the backend throws into the typed
+  /// errors.
   template <class F>
   void launch(F&& body) {
     try {
@@ -76,8 +89,9 @@ class RequestState {
     }
   }
 
-  /// Makes the call: `body` is one of launch.h. Whatever it throws ends the call; what is not about arguments ends the group as well, since the other
-  /// ranks are in a call that this one could not make.
+  /// Makes the call: `body` is one of launch.h. Whatever it throws ends the call; what is not about
+  /// arguments ends the group as well, since the other ranks are in a call that this one could not
+  /// make.
   template <class F>
   void start(F&& body) {
     try {
@@ -97,7 +111,8 @@ class RequestState {
   };
   void wait_part(Part& part);
   void wait_whole(c10d::Work& work);
-  // Held by whoever lets a request go on: the thread that waits for it, or the one that started it, in another wait.
+  // Held by whoever lets a request go on: the thread that waits for it, or the one that started it,
+  // in another wait.
   struct Turn {
     std::recursive_mutex mutex;
     bool over = false;  // the request is gone

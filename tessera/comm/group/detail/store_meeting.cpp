@@ -4,16 +4,20 @@
 
 namespace tessera::detail {
 
-bool agree_at_store(c10d::Store& store, const std::string& key, int size, std::uint64_t value, std::chrono::milliseconds limit) {
+bool agree_at_store(c10d::Store& store, const std::string& key, int size, std::uint64_t value,
+                    std::chrono::milliseconds limit) {
   const std::string mine = concat(key, "/", value), verdict = key + "/verdict";
   // Every rank counts its value before it counts itself: the last one finds all values counted.
   store.add(mine, 1);
-  if (store.add(key + "/here", 1) == size) store.set(verdict, std::vector<std::uint8_t>{static_cast<std::uint8_t>(store.add(mine, 0) == size)});
+  if (store.add(key + "/here", 1) == size)
+    store.set(verdict,
+              std::vector<std::uint8_t>{static_cast<std::uint8_t>(store.add(mine, 0) == size)});
   store.wait({verdict}, limit);
   return store.get(verdict).at(0) == 1;
 }
 
-std::vector<std::string> gather_at_store(c10d::Store& store, const std::string& key, int rank, int size, const std::string& mine,
+std::vector<std::string> gather_at_store(c10d::Store& store, const std::string& key, int rank,
+                                         int size, const std::string& mine,
                                          std::chrono::milliseconds limit) {
   std::vector<std::string> keys;
   for (int r = 0; r < size; ++r) keys.push_back(concat(key, "/of rank ", r));

@@ -1,6 +1,7 @@
 #pragma once
-// What a backend may offer beyond c10d::Backend: collectives with a size of its own for every rank, and a batch of messages as one call.
-// The group asks `dynamic_cast<UnevenBackend*>(backend.get())` once, when it is made; where the answer is null it composes these from what c10d has.
+// What a backend may offer beyond c10d::Backend: collectives with a size of its own for every rank,
+// and a batch of messages as one call. The group asks `dynamic_cast<UnevenBackend*>(backend.get())`
+// once, when it is made; where the answer is null it composes these from what c10d has.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
@@ -20,38 +21,50 @@ struct ReduceOp;
 
 namespace tessera::detail {
 
-/// The time limit of one call (<= 0: the backend's own), and whether its caller waits at once: then the backend may finish the call before it returns
-/// the work, and throw from the call itself. The options of c10d say the same by `timeout` and `asyncOp = false`.
+/// The time limit of one call (<= 0: the backend's own), and whether its caller waits at once: then
+/// the backend may finish the call before it returns the work, and throw from the call itself. The
+/// options of c10d say the same by `timeout` and `asyncOp = false`.
 struct CallLimit {
   std::chrono::milliseconds timeout{0};
   bool blocking = false;
 };
 
-/// `sizes` are rows along dim 0, one number a rank in group order, the same on every rank, zeros allowed; all tensors share the dims after the first,
-/// and the dtype. Tensors are contiguous and on the backend's device, and are kept alive by the work. `root` is a rank of the group.
-/// Ranks 0, 1, 2 hold 3, 0 and 2 rows of 8: sizes {3, 0, 2}, whole tensors of shape [5, 8].
+/// `sizes` are rows along dim 0, one number a rank in group order, the same on every rank, zeros
+/// allowed; all tensors share the dims after the first, and the dtype. Tensors are contiguous and
+/// on the backend's device, and are kept alive by the work. `root` is a rank of the group. Ranks 0,
+/// 1, 2 hold 3, 0 and 2 rows of 8: sizes {3, 0, 2}, whole tensors of shape [5, 8].
 class UnevenBackend {
  public:
   virtual ~UnevenBackend() = default;
 
-  /// Where only the thread that made a call may go on with it: calls `step` inside all waits of this thread, until it returns true or is gone. False:
-  /// any thread may, and nothing is kept.
+  /// Where only the thread that made a call may go on with it: calls `step` inside all waits of
+  /// this thread, until it returns true or is gone. False: any thread may, and nothing is kept.
   virtual bool step_in_waits(const std::weak_ptr<const std::function<bool()>>&) { return false; }
 
   /// `output` [sum(sizes), ...], `input` [sizes[rank], ...].
-  virtual c10::intrusive_ptr<c10d::Work> all_gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
+  virtual c10::intrusive_ptr<c10d::Work> all_gather_v(const at::Tensor& output,
+                                                      const at::Tensor& input,
+                                                      const std::vector<std::int64_t>& sizes,
                                                       CallLimit limit) = 0;
   /// `output` [sizes[rank], ...], `input` [sum(sizes), ...]; `input` keeps its values.
-  virtual c10::intrusive_ptr<c10d::Work> reduce_scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
-                                                          const c10d::ReduceOp& op, CallLimit limit) = 0;
+  virtual c10::intrusive_ptr<c10d::Work> reduce_scatter_v(const at::Tensor& output,
+                                                          const at::Tensor& input,
+                                                          const std::vector<std::int64_t>& sizes,
+                                                          const c10d::ReduceOp& op,
+                                                          CallLimit limit) = 0;
   /// `output` [sum(sizes), ...] on root, ignored elsewhere (may be undefined).
-  virtual c10::intrusive_ptr<c10d::Work> gather_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes, int root,
+  virtual c10::intrusive_ptr<c10d::Work> gather_v(const at::Tensor& output, const at::Tensor& input,
+                                                  const std::vector<std::int64_t>& sizes, int root,
                                                   CallLimit limit) = 0;
   /// `input` [sum(sizes), ...] on root, ignored elsewhere (may be undefined).
-  virtual c10::intrusive_ptr<c10d::Work> scatter_v(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& sizes,
-                                                   int root, CallLimit limit) = 0;
-  /// All messages at once, without deadlock in any order; two ranks' messages match in list order; a rank may send to itself. Not collective.
-  virtual c10::intrusive_ptr<c10d::Work> exchange(const std::vector<Message>& messages, CallLimit limit) = 0;
+  virtual c10::intrusive_ptr<c10d::Work> scatter_v(const at::Tensor& output,
+                                                   const at::Tensor& input,
+                                                   const std::vector<std::int64_t>& sizes, int root,
+                                                   CallLimit limit) = 0;
+  /// All messages at once, without deadlock in any order; two ranks' messages match in list order;
+  /// a rank may send to itself. Not collective.
+  virtual c10::intrusive_ptr<c10d::Work> exchange(const std::vector<Message>& messages,
+                                                  CallLimit limit) = 0;
 };
 
 }  // namespace tessera::detail

@@ -14,17 +14,24 @@ std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
   const int size = static_cast<int>(spec.ranks.size());
   if (size == 1 || spec.backend == "store") return state;
   if (spec.backend == "gloo") {
-    state->set_endpoint(c10::DeviceType::CPU, "gloo", make_gloo_backend(spec.store, spec.rank, size, spec.timeout, spec.address));
+    state->set_endpoint(c10::DeviceType::CPU, "gloo",
+                        make_gloo_backend(spec.store, spec.rank, size, spec.timeout, spec.address));
   } else if (spec.backend == "mpi") {
-    if (!spec.mpi) throw InvalidArgument(concat("group '", spec.name, "' over MPI: the manager was not made with the backend mpi"));
+    if (!spec.mpi)
+      throw InvalidArgument(concat("group '", spec.name,
+                                   "' over MPI: the manager was not made with the backend mpi"));
     MpiBackendOptions options;
     options.name = spec.name;
     options.timeout = spec.timeout;
-    state->set_endpoint(c10::DeviceType::CPU, "mpi", make_mpi_backend(*spec.mpi, spec.ranks, options));
+    state->set_endpoint(c10::DeviceType::CPU, "mpi",
+                        make_mpi_backend(*spec.mpi, spec.ranks, options));
   } else {
-    throw InvalidArgument(concat("group '", spec.name, "': there is no backend '", spec.backend, "'; choose gloo or mpi"));
+    throw InvalidArgument(concat("group '", spec.name, "': there is no backend '", spec.backend,
+                                 "'; choose gloo or mpi"));
   }
-  if (spec.device.is_cuda()) state->set_endpoint(c10::DeviceType::CUDA, "nccl", make_nccl_backend(spec.store, spec.rank, size, spec.timeout));
+  if (spec.device.is_cuda())
+    state->set_endpoint(c10::DeviceType::CUDA, "nccl",
+                        make_nccl_backend(spec.store, spec.rank, size, spec.timeout));
   return state;
 }
 

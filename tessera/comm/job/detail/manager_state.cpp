@@ -23,18 +23,24 @@ constexpr auto kMeetingTag = "plans";
 
 }  // namespace
 
-ManagerState::ManagerState(ManagerBase base) : base_(std::move(base)), level_(base_.options.check_level), trace_(base_.trace) {
+ManagerState::ManagerState(ManagerBase base)
+    : base_(std::move(base)), level_(base_.options.check_level), trace_(base_.trace) {
   if (base_.rendezvous) {
     base_.store = base_.rendezvous->store;
     base_.address = base_.rendezvous->address;
     if (const auto& connection = base_.rendezvous->connection) {
       base_.faults = connection;
-      connection->listen({[this](const std::string& group, const Poison& poison) { this->poison(group, poison); },
-                          [this](int rank, bool on_purpose, const std::string& text) { lost(rank, on_purpose, text); },
-                          [this](const std::string& group) { return position(group); }});
+      connection->listen(
+          {[this](const std::string& group, const Poison& poison) { this->poison(group, poison); },
+           [this](int rank, bool on_purpose, const std::string& text) {
+             lost(rank, on_purpose, text);
+           },
+           [this](const std::string& group) { return position(group); }});
     }
   }
-  if (base_.listen) base_.listen([this](const std::string& group, const Poison& poison) { this->poison(group, poison); });
+  if (base_.listen)
+    base_.listen(
+        [this](const std::string& group, const Poison& poison) { this->poison(group, poison); });
 }
 
 ManagerState::~ManagerState() {
@@ -52,7 +58,8 @@ ManagerState::~ManagerState() {
   if (base_.listen) base_.listen({});
   if (!base_.rendezvous || !base_.rendezvous->connection) return;
   base_.rendezvous->connection->listen({});
-  const std::chrono::milliseconds linger = unwinding || fault_ ? kLingerAfterFault : base_.options.timeout;
+  const std::chrono::milliseconds linger =
+      unwinding || fault_ ? kLingerAfterFault : base_.options.timeout;
   if (base_.rendezvous->server) base_.rendezvous->server->set_linger(linger);
   base_.rendezvous->connection->leave();
 }
@@ -69,7 +76,8 @@ std::string ManagerState::name_of(const Key& key, int round) const {
   } else {
     Hash hash;
     for (const int rank : ranks) hash.number(static_cast<std::uint64_t>(rank));
-    name = concat(ranks.size(), " ranks ", ranks[0], "-", ranks[1], "-..-", ranks.back(), " #", std::hex, hash.value());
+    name = concat(ranks.size(), " ranks ", ranks[0], "-", ranks[1], "-..-", ranks.back(), " #",
+                  std::hex, hash.value());
   }
   if (!backend.empty() && backend != base_.backend) name += concat(" over ", backend);
   if (limit != base_.options.timeout.count()) name += concat(" within ", limit, " ms");
@@ -79,20 +87,26 @@ std::string ManagerState::name_of(const Key& key, int round) const {
 }
 
 void ManagerState::check_members(const std::vector<int>& ranks) const {
-  if (ranks.empty()) throw InvalidArgument("a group of no ranks was asked for; name at least this rank");
+  if (ranks.empty())
+    throw InvalidArgument("a group of no ranks was asked for; name at least this rank");
   if (std::find(ranks.begin(), ranks.end(), base_.launch.rank) == ranks.end())
-    throw InvalidArgument(concat("rank ", base_.launch.rank, " asked for the group of ranks ", list(ranks),
-                                 ", which it does not belong to; a group is made by its members alone"));
+    throw InvalidArgument(
+        concat("rank ", base_.launch.rank, " asked for the group of ranks ", list(ranks),
+               ", which it does not belong to; a group is made by its members alone"));
   auto sorted = ranks;
   std::sort(sorted.begin(), sorted.end());
   if (sorted.front() < 0 || sorted.back() >= base_.launch.world_size)
-    throw InvalidArgument(
-        concat("a group of ranks ", list(ranks), " in a world of ", base_.launch.world_size, "; ranks are 0 to ", base_.launch.world_size - 1));
+    throw InvalidArgument(concat("a group of ranks ", list(ranks), " in a world of ",
+                                 base_.launch.world_size, "; ranks are 0 to ",
+                                 base_.launch.world_size - 1));
   if (const auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end())
-    throw InvalidArgument(concat("rank ", *twice, " stands twice in the group of ranks ", list(ranks), "; name each rank once"));
+    throw InvalidArgument(concat("rank ", *twice, " stands twice in the group of ranks ",
+                                 list(ranks), "; name each rank once"));
 }
 
-std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks, const GroupOptions& options, const std::string& tag) {
+std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks,
+                                                const GroupOptions& options,
+                                                const std::string& tag) {
   const auto limit = options.timeout.value_or(base_.options.timeout);
   const Key key{ranks, options.backend == base_.backend ? "" : options.backend, limit.count(), tag};
   std::shared_ptr<Made> slot;
@@ -110,9 +124,11 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks, c
       }
       found = std::make_shared<Made>();
       found->key = key;
-      found->watch = std::make_shared<GroupWatch>(name_of(key, rounds_[key]++), ranks, base_.launch.rank, base_.faults);
+      found->watch = std::make_shared<GroupWatch>(name_of(key, rounds_[key]++), ranks,
+                                                  base_.launch.rank, base_.faults);
       order_.push_back(found);
-      if (const auto early = early_.find(found->watch->group()); early != early_.end()) known = early->second;
+      if (const auto early = early_.find(found->watch->group()); early != early_.end())
+        known = early->second;
       for (const auto& [rank, how] : lost_) {
         if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) continue;
         if (how.first)
@@ -128,7 +144,8 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks, c
   if (known) slot->watch->set_poison(*known);
   const std::lock_guard making(slot->making);
   if (!slot->state) {
-    // After a failure there is no second try under the same name: what the first left in the store would mislead it.
+    // After a failure there is no second try under the same name: what the first left in the store
+    // would mislead it.
     slot->watch->require_healthy("its creation", GroupWatch::creation);
     slot->state = make(key, slot->watch);
   }
@@ -141,12 +158,14 @@ std::shared_ptr<GroupState> ManagerState::meeting_place() {
   return group(everybody, {}, base_.store && base_.backend == "gloo" ? kMeetingTag : "");
 }
 
-std::shared_ptr<GroupState> ManagerState::make(const Key& key, const std::shared_ptr<GroupWatch>& watch) {
+std::shared_ptr<GroupState> ManagerState::make(const Key& key,
+                                               const std::shared_ptr<GroupWatch>& watch) {
   const auto& [ranks, backend, limit, tag] = key;
   GroupSpec spec;
   spec.name = watch->group();
   spec.ranks = ranks;
-  spec.rank = static_cast<int>(std::find(ranks.begin(), ranks.end(), base_.launch.rank) - ranks.begin());
+  spec.rank =
+      static_cast<int>(std::find(ranks.begin(), ranks.end(), base_.launch.rank) - ranks.begin());
   spec.backend = tag == kMeetingTag ? "store" : backend.empty() ? base_.backend : backend;
   spec.device = base_.device;
   spec.address = base_.address;
@@ -162,8 +181,10 @@ std::shared_ptr<GroupState> ManagerState::make(const Key& key, const std::shared
     auto store = base_.store->clone();
     store->setTimeout(spec.timeout);
     if (auto* job_store = dynamic_cast<JobStore*>(store.get()))
-      watch->set_interrupt([keep = store, job_store] { job_store->interrupt(); }, GroupWatch::Of::creation);
-    spec.store = c10::make_intrusive<c10d::PrefixStore>(concat("group/", spec.name), std::move(store));
+      watch->set_interrupt([keep = store, job_store] { job_store->interrupt(); },
+                           GroupWatch::Of::creation);
+    spec.store =
+        c10::make_intrusive<c10d::PrefixStore>(concat("group/", spec.name), std::move(store));
   }
   try {
     return base_.make_group ? base_.make_group(spec) : make_group_state(spec);
@@ -270,7 +291,8 @@ void ManagerState::lost(int rank, bool on_purpose, const std::string& text) {
     lost_.emplace(rank, std::pair(on_purpose, text));
     for (const auto& made : order_) {
       const auto& members = made->watch->members();
-      if (std::find(members.begin(), members.end(), rank) != members.end()) concerned.push_back(made->watch);
+      if (std::find(members.begin(), members.end(), rank) != members.end())
+        concerned.push_back(made->watch);
     }
   }
   for (const auto& watch : concerned) {
@@ -290,12 +312,16 @@ void ManagerState::add_families(const GroupPlan& plan) {
   const auto shared = std::make_shared<const GroupPlan>(plan);
   const std::lock_guard lock(mutex_);
   for (const auto& family : plan.families()) {
-    const auto same = std::find_if(families_.begin(), families_.end(), [&](const auto& known) { return known.first == family.name; });
+    const auto same = std::find_if(families_.begin(), families_.end(),
+                                   [&](const auto& known) { return known.first == family.name; });
     if (same != families_.end() && same->second->canonical() != plan.canonical())
-      throw RepeatedName(concat("a group family '", family.name, "' exists already, from another plan; give the new one another name"));
+      throw RepeatedName(
+          concat("a group family '", family.name,
+                 "' exists already, from another plan; give the new one another name"));
   }
   for (const auto& family : plan.families()) {
-    const auto same = std::find_if(families_.begin(), families_.end(), [&](const auto& known) { return known.first == family.name; });
+    const auto same = std::find_if(families_.begin(), families_.end(),
+                                   [&](const auto& known) { return known.first == family.name; });
     if (same == families_.end()) families_.emplace_back(family.name, shared);
   }
 }
@@ -309,7 +335,9 @@ Membership ManagerState::membership(const std::string& family) const {
       if (name == family) plan = owner;
       known.push_back(name);
     }
-    if (!plan) throw UnknownName(concat("there is no group family '", family, "'; create_process_groups() made ", list(known)));
+    if (!plan)
+      throw UnknownName(concat("there is no group family '", family,
+                               "'; create_process_groups() made ", list(known)));
   }
   Membership mine;
   mine.family = family;

@@ -23,26 +23,37 @@
 
 namespace tessera::detail {
 
-/// What a manager stands on: the processes' store and fault channel, or the hub of ranks as threads.
+/// What a manager stands on: the processes' store and fault channel, or the hub of ranks as
+/// threads.
 struct ManagerBase {
   Launch launch;
   ManagerOptions options;
-  std::string backend;  ///< "gloo", "mpi", "threads", "self".
+  /// "gloo", "mpi", "threads", "self".
+  std::string backend;
   c10::Device device{c10::DeviceType::CPU};
-  std::optional<Rendezvous> rendezvous;   ///< Of processes: gives store, address and faults.
-  c10::intrusive_ptr<c10d::Store> store;  ///< Null where the backend needs none.
-  std::string address;                    ///< GroupSpec::address.
-  std::shared_ptr<FaultChannel> faults;   ///< May be null.
-  std::shared_ptr<CommTrace> trace;       ///< May be null.
-  std::shared_ptr<MpiWorld> mpi;          ///< Null without MPI; ends after the groups, and MPI with it if it was begun here.
+  /// Of processes: gives store, address and faults.
+  std::optional<Rendezvous> rendezvous;
+  /// Null where the backend needs none.
+  c10::intrusive_ptr<c10d::Store> store;
+  /// GroupSpec::address.
+  std::string address;
+  /// May be null.
+  std::shared_ptr<FaultChannel> faults;
+  /// May be null.
+  std::shared_ptr<CommTrace> trace;
+  /// Null without MPI; ends after the groups, and MPI with it if it was begun here.
+  std::shared_ptr<MpiWorld> mpi;
   /// Makes a group; empty: make_group_state. run_threads gives one that captures its hub.
   std::function<std::shared_ptr<GroupState>(const GroupSpec&)> make_group;
-  /// Tells the manager's watches what the fault channel hears; called once with the receiver (group name or "" for all; poison).
+  /// Tells the manager's watches what the fault channel hears; called once with the receiver (group
+  /// name or "" for all; poison).
   std::function<void(std::function<void(const std::string& group, const Poison& poison)>)> listen;
 };
 
-/// The device of a rank: `wanted`, or the one of the local rank among `devices` where NCCL has no `problem`, or the CPU.
-c10::Device choose_device(const std::optional<c10::Device>& wanted, int local_rank, int devices, const std::string& problem);
+/// The device of a rank: `wanted`, or the one of the local rank among `devices` where NCCL has no
+/// `problem`, or the CPU.
+c10::Device choose_device(const std::optional<c10::Device>& wanted, int local_rank, int devices,
+                          const std::string& problem);
 
 class ManagerState {
  public:
@@ -52,10 +63,13 @@ class ManagerState {
   ManagerState& operator=(const ManagerState&) = delete;
 
   const ManagerBase& base() const { return base_; }
-  /// The group of these global ranks; made on first use by its members. Groups of different tags are different, even of the same ranks.
-  std::shared_ptr<GroupState> group(const std::vector<int>& ranks, const GroupOptions& options = {}, const std::string& tag = "");
-  /// Where all ranks meet to compare what must be the same everywhere: over Gloo the job's store alone, at a cost for a rank that does not grow with
-  /// the world (a group over the world would connect each rank to every other); over other backends the world group.
+  /// The group of these global ranks; made on first use by its members. Groups of different tags
+  /// are different, even of the same ranks.
+  std::shared_ptr<GroupState> group(const std::vector<int>& ranks, const GroupOptions& options = {},
+                                    const std::string& tag = "");
+  /// Where all ranks meet to compare what must be the same everywhere: over Gloo the job's store
+  /// alone, at a cost for a rank that does not grow with the world (a group over the world would
+  /// connect each rank to every other); over other backends the world group.
   std::shared_ptr<GroupState> meeting_place();
   /// Destroys the groups of a tag, newest first.
   void destroy(const std::string& tag);
@@ -73,13 +87,16 @@ class ManagerState {
   void set_trace(std::shared_ptr<CommTrace> trace);
 
   // ---- families by name ----
-  void add_families(const GroupPlan& plan);  ///< Throws RepeatedName.
-  /// This rank's group of the family. Throws UnknownName, and InvalidArgument if this rank is not in the family's mesh.
+  /// Throws RepeatedName.
+  void add_families(const GroupPlan& plan);
+  /// This rank's group of the family. Throws UnknownName, and InvalidArgument if this rank is not
+  /// in the family's mesh.
   Membership membership(const std::string& family) const;
   std::vector<std::string> family_names() const;
 
  private:
-  using Key = std::tuple<std::vector<int>, std::string, std::int64_t, std::string>;  // ranks, backend, limit in ms, tag
+  // ranks, backend, limit in ms, tag
+  using Key = std::tuple<std::vector<int>, std::string, std::int64_t, std::string>;
   struct Made {
     Key key;
     std::mutex making;  // held while the group is made, by the first thread that asks
@@ -95,10 +112,12 @@ class ManagerState {
   std::optional<Position> position(const std::string& group) const;
 
   ManagerBase base_;
-  mutable std::mutex mutex_;  // guards all below; never held while a group is made or a watch is told
+  // guards all below; never held while a group is made or a watch is told
+  mutable std::mutex mutex_;
   std::map<Key, std::shared_ptr<Made>> made_;
-  std::vector<std::shared_ptr<Made>> order_;          // as made, so that shutdown goes backwards
-  std::map<Key, int> rounds_;                         // how often a group was made: a part of its name, for what an earlier one left in the store
+  std::vector<std::shared_ptr<Made>> order_;  // as made, so that shutdown goes backwards
+  // how often a group was made: a part of its name, for what an earlier one left in the store
+  std::map<Key, int> rounds_;
   std::map<std::string, Poison> early_;               // of groups that this rank has not made
   std::map<int, std::pair<bool, std::string>> lost_;  // rank -> on purpose, how
   bool fault_ = false;

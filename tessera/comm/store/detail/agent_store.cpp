@@ -12,7 +12,8 @@
 namespace tessera::detail {
 namespace {
 
-// c10d's own greeting (TCPStoreBackend.hpp: query numbers and magic), spoken here first because c10d waits for its answer without a limit.
+// c10d's own greeting (TCPStoreBackend.hpp: query numbers and magic), spoken here first because
+// c10d waits for its answer without a limit.
 constexpr std::uint8_t kValidate = 0, kPing = 13;
 constexpr std::uint32_t kMagic = 0x3C85F7CE;
 
@@ -26,11 +27,13 @@ void probe(const std::string& host, int port, Deadline deadline) {
   std::memcpy(question + 6, &nonce, 4);
   std::uint32_t answer = 0;
   const Transfer sent = send_all(socket, question, sizeof question, deadline);
-  const Transfer got = sent == Transfer::done ? receive_all(socket, &answer, sizeof answer, deadline) : sent;
+  const Transfer got =
+      sent == Transfer::done ? receive_all(socket, &answer, sizeof answer, deadline) : sent;
   if (got == Transfer::done && answer == nonce) return;
-  throw RendezvousError(concat("torchrun's agent should serve a store on ", host, ":", port, ", but ",
-                               got == Transfer::late ? "what listens there is silent" : "something else listens there",
-                               "; give the job a port that no other program uses"));
+  throw RendezvousError(concat(
+      "torchrun's agent should serve a store on ", host, ":", port, ", but ",
+      got == Transfer::late ? "what listens there is silent" : "something else listens there",
+      "; give the job a port that no other program uses"));
 }
 
 }  // namespace
@@ -41,11 +44,13 @@ c10::intrusive_ptr<c10d::Store> agent_store(const std::string& host, int port, D
   options.port = static_cast<std::uint16_t>(port);
   options.isServer = false;
   options.waitWorkers = false;
-  options.timeout = std::chrono::milliseconds(std::max(1000, remaining_ms(deadline)));  // c10d counts whole seconds
+  // c10d counts whole seconds
+  options.timeout = std::chrono::milliseconds(std::max(1000, remaining_ms(deadline)));
   try {
     return c10::make_intrusive<c10d::TCPStore>(host, options);
   } catch (const c10::Error& error) {
-    throw RendezvousError(concat("the store of torchrun's agent on ", host, ":", port, ": ", error.what_without_backtrace()));
+    throw RendezvousError(concat("the store of torchrun's agent on ", host, ":", port, ": ",
+                                 error.what_without_backtrace()));
   }
 }
 

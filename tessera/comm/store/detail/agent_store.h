@@ -1,5 +1,6 @@
 #pragma once
-// torchrun's agent serves a c10d store before its workers start. We ask it for one thing: where rank 0's own store listens.
+// torchrun's agent serves a c10d store before its workers start. We ask it for one thing: where
+// rank 0's own store listens.
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -9,7 +10,8 @@
 
 namespace tessera::detail {
 
-/// Connects to the agent's store. Throws RendezvousError if something else answers there, or nothing by the deadline.
+/// Connects to the agent's store. Throws RendezvousError if something else answers there, or
+/// nothing by the deadline.
 c10::intrusive_ptr<c10d::Store> agent_store(const std::string& host, int port, Deadline deadline);
 
 }  // namespace tessera::detail

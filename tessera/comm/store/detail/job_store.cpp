@@ -5,7 +5,9 @@
 namespace tessera::detail {
 namespace {
 
-std::string_view view(const std::vector<std::uint8_t>& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
+std::string_view view(const std::vector<std::uint8_t>& bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
 std::vector<std::uint8_t> bytes(std::string_view s) { return {s.begin(), s.end()}; }
 
 void put_keys(Writer& out, const std::vector<std::string>& keys) {
@@ -15,7 +17,8 @@ void put_keys(Writer& out, const std::vector<std::string>& keys) {
 
 }  // namespace
 
-std::string JobStore::call(Frame kind, const std::function<void(Writer&)>& fields, std::chrono::milliseconds limit) const {
+std::string JobStore::call(Frame kind, const std::function<void(Writer&)>& fields,
+                           std::chrono::milliseconds limit) const {
   return connection_->call(kind, fields, limit, &stop_);
 }
 
@@ -24,13 +27,20 @@ void JobStore::interrupt() {
   connection_->wake();
 }
 
-c10::intrusive_ptr<c10d::Store> JobStore::clone() { return c10::make_intrusive<JobStore>(connection_, timeout_); }
+c10::intrusive_ptr<c10d::Store> JobStore::clone() {
+  return c10::make_intrusive<JobStore>(connection_, timeout_);
+}
 
-void JobStore::set(const std::string& key, const std::vector<std::uint8_t>& value) { multiSet({key}, {value}); }
+void JobStore::set(const std::string& key, const std::vector<std::uint8_t>& value) {
+  multiSet({key}, {value});
+}
 
-std::vector<std::uint8_t> JobStore::compareSet(const std::string& key, const std::vector<std::uint8_t>& expected,
+std::vector<std::uint8_t> JobStore::compareSet(const std::string& key,
+                                               const std::vector<std::uint8_t>& expected,
                                                const std::vector<std::uint8_t>& desired) {
-  const auto reply = call(Frame::compare, [&](Writer& out) { out.text(key).text(view(expected)).text(view(desired)); }, timeout_);
+  const auto reply = call(
+      Frame::compare, [&](Writer& out) { out.text(key).text(view(expected)).text(view(desired)); },
+      timeout_);
   return bytes(Reader(reply).text());
 }
 
@@ -59,7 +69,8 @@ std::int64_t JobStore::getNumKeys() {
 void JobStore::wait(const std::vector<std::string>& keys) { wait(keys, timeout_); }
 
 void JobStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& limit) {
-  call(Frame::wait, [&](Writer& out) { put_keys(out, keys); }, limit.count() > 0 ? limit : timeout_);
+  call(
+      Frame::wait, [&](Writer& out) { put_keys(out, keys); }, limit.count() > 0 ? limit : timeout_);
 }
 
 void JobStore::append(const std::string& key, const std::vector<std::uint8_t>& value) {
@@ -74,8 +85,10 @@ std::vector<std::vector<std::uint8_t>> JobStore::multiGet(const std::vector<std:
   return values;
 }
 
-void JobStore::multiSet(const std::vector<std::string>& keys, const std::vector<std::vector<std::uint8_t>>& values) {
-  TORCH_CHECK(keys.size() == values.size(), "multiSet: ", keys.size(), " keys and ", values.size(), " values");
+void JobStore::multiSet(const std::vector<std::string>& keys,
+                        const std::vector<std::vector<std::uint8_t>>& values) {
+  TORCH_CHECK(keys.size() == values.size(), "multiSet: ", keys.size(), " keys and ", values.size(),
+              " values");
   const auto fill = [&](Writer& out) {
     out.number(static_cast<std::uint32_t>(keys.size()));
     for (std::size_t i = 0; i < keys.size(); ++i) out.text(keys[i]).text(view(values[i]));

@@ -11,16 +11,19 @@
 
 namespace tessera::detail {
 
-/// Calls block up to getTimeout() and throw c10::DistStoreError then. Copies made by clone() share the connection and have a limit of their own.
+/// Calls block up to getTimeout() and throw c10::DistStoreError then. Copies made by clone() share
+/// the connection and have a limit of their own.
 class JobStore : public c10d::Store {
  public:
-  JobStore(std::shared_ptr<StoreConnection> connection, std::chrono::milliseconds limit) : Store(limit), connection_(std::move(connection)) {}
+  JobStore(std::shared_ptr<StoreConnection> connection, std::chrono::milliseconds limit)
+      : Store(limit), connection_(std::move(connection)) {}
 
   using Store::compareSet;
   using Store::set;
   c10::intrusive_ptr<Store> clone() override;
   void set(const std::string& key, const std::vector<std::uint8_t>& value) override;
-  std::vector<std::uint8_t> compareSet(const std::string& key, const std::vector<std::uint8_t>& expected,
+  std::vector<std::uint8_t> compareSet(const std::string& key,
+                                       const std::vector<std::uint8_t>& expected,
                                        const std::vector<std::uint8_t>& desired) override;
   std::vector<std::uint8_t> get(const std::string& key) override;
   std::int64_t add(const std::string& key, std::int64_t value) override;
@@ -31,14 +34,16 @@ class JobStore : public c10d::Store {
   void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& limit) override;
   void append(const std::string& key, const std::vector<std::uint8_t>& value) override;
   std::vector<std::vector<std::uint8_t>> multiGet(const std::vector<std::string>& keys) override;
-  void multiSet(const std::vector<std::string>& keys, const std::vector<std::vector<std::uint8_t>>& values) override;
+  void multiSet(const std::vector<std::string>& keys,
+                const std::vector<std::vector<std::uint8_t>>& values) override;
   bool hasExtendedApi() const override { return true; }
 
   /// Makes this store's pending and later calls throw; its clones are not concerned.
   void interrupt();
 
  private:
-  std::string call(Frame kind, const std::function<void(Writer&)>& fields, std::chrono::milliseconds limit) const;
+  std::string call(Frame kind, const std::function<void(Writer&)>& fields,
+                   std::chrono::milliseconds limit) const;
 
   std::shared_ptr<StoreConnection> connection_;
   std::atomic<bool> stop_{false};

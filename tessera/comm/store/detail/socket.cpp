@@ -57,7 +57,8 @@ void set_blocking(int fd, bool on) {
 
 /// Zero on success, else errno.
 int connect_once(const addrinfo& address, Deadline deadline, Socket& out) {
-  Socket socket(::socket(address.ai_family, address.ai_socktype | SOCK_CLOEXEC, address.ai_protocol));
+  Socket socket(
+      ::socket(address.ai_family, address.ai_socktype | SOCK_CLOEXEC, address.ai_protocol));
   if (!socket) return errno;
   set_blocking(socket.fd(), false);
   if (::connect(socket.fd(), address.ai_addr, address.ai_addrlen) != 0) {
@@ -109,7 +110,9 @@ void Socket::close() {
   if (fd_ >= 0) ::close(release());
 }
 
-bool is_loopback_address(const std::string& numeric_address) { return numeric_address.rfind("127.", 0) == 0 || numeric_address == "::1"; }
+bool is_loopback_address(const std::string& numeric_address) {
+  return numeric_address.rfind("127.", 0) == 0 || numeric_address == "::1";
+}
 
 std::vector<std::string> own_addresses() {
   std::vector<std::string> addresses;
@@ -131,14 +134,20 @@ std::vector<std::string> targets(const std::string& host, bool other_hosts, std:
   const std::string failed = look_up(host, 0, 0, found);
   if (!failed.empty()) reason = concat("the name '", host, "' cannot be resolved: ", failed);
   std::vector<std::string> addresses;
-  for (const addrinfo* a = found.first; a; a = a->ai_next) addresses.push_back(numeric(a->ai_addr, a->ai_addrlen));
-  if (!other_hosts || std::none_of(addresses.begin(), addresses.end(), is_loopback_address)) return addresses;
+  for (const addrinfo* a = found.first; a; a = a->ai_next)
+    addresses.push_back(numeric(a->ai_addr, a->ai_addrlen));
+  if (!other_hosts || std::none_of(addresses.begin(), addresses.end(), is_loopback_address))
+    return addresses;
   std::erase_if(addresses, is_loopback_address);
   if (addresses.empty()) {
     addresses = own_addresses();
-    std::erase_if(addresses, [](const std::string& a) { return is_loopback_address(a) || a.rfind("169.254.", 0) == 0 || a.rfind("fe80:", 0) == 0; });
+    std::erase_if(addresses, [](const std::string& a) {
+      return is_loopback_address(a) || a.rfind("169.254.", 0) == 0 || a.rfind("fe80:", 0) == 0;
+    });
     if (addresses.empty())
-      reason = concat("'", host, "' means loopback here, and this host has no other address, though the job has ranks on other hosts");
+      reason = concat("'", host,
+                      "' means loopback here, and this host has no other address, though the job "
+                      "has ranks on other hosts");
   }
   return addresses;
 }
@@ -146,22 +155,28 @@ std::vector<std::string> targets(const std::string& host, bool other_hosts, std:
 Socket listen_on(const std::string& numeric_address, int port, bool* in_use) {
   Addresses found;
   const std::string failed = look_up(numeric_address, port, AI_NUMERICHOST | AI_PASSIVE, found);
-  if (!failed.empty()) throw RendezvousError(concat("'", numeric_address, "' is not a numeric address (", failed, ")"));
+  if (!failed.empty())
+    throw RendezvousError(
+        concat("'", numeric_address, "' is not a numeric address (", failed, ")"));
   const addrinfo& address = *found.first;
-  Socket socket(::socket(address.ai_family, address.ai_socktype | SOCK_CLOEXEC, address.ai_protocol));
+  Socket socket(
+      ::socket(address.ai_family, address.ai_socktype | SOCK_CLOEXEC, address.ai_protocol));
   const int on = 1;
   if (socket) setsockopt(socket.fd(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  if (!socket || ::bind(socket.fd(), address.ai_addr, address.ai_addrlen) != 0 || ::listen(socket.fd(), SOMAXCONN) != 0) {
+  if (!socket || ::bind(socket.fd(), address.ai_addr, address.ai_addrlen) != 0 ||
+      ::listen(socket.fd(), SOMAXCONN) != 0) {
     const int error = errno;
     if (in_use) *in_use = error == EADDRINUSE;
     std::string advice;
     if (error == EADDRINUSE)
       advice = "another program listens there; choose another port, or end that program";
     else if (error == EADDRNOTAVAIL)
-      advice = concat("this host's addresses are ", list(own_addresses()), "; the rendezvous address must be one of rank 0's host");
+      advice = concat("this host's addresses are ", list(own_addresses()),
+                      "; the rendezvous address must be one of rank 0's host");
     else if (error == EACCES)
       advice = "ports below 1024 need privileges; choose a higher one";
-    throw RendezvousError(concat("rank 0 cannot serve the job's store on port ", port, " of ", numeric_address, ": ", std::strerror(error),
+    throw RendezvousError(concat("rank 0 cannot serve the job's store on port ", port, " of ",
+                                 numeric_address, ": ", std::strerror(error),
                                  advice.empty() ? "" : "; ", advice));
   }
   return socket;
@@ -171,7 +186,8 @@ int local_port(const Socket& socket) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
   getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&address), &size);
-  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port : reinterpret_cast<sockaddr_in&>(address).sin_port);
+  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port
+                                             : reinterpret_cast<sockaddr_in&>(address).sin_port);
 }
 
 std::string local_address(const Socket& socket) {
@@ -186,7 +202,8 @@ std::string peer_name(const Socket& socket) {
   socklen_t size = sizeof address;
   if (getpeername(socket.fd(), reinterpret_cast<sockaddr*>(&address), &size) != 0) return "?";
   const int port =
-      ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port : reinterpret_cast<sockaddr_in&>(address).sin_port);
+      ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port
+                                          : reinterpret_cast<sockaddr_in&>(address).sin_port);
   return concat(numeric(reinterpret_cast<sockaddr*>(&address), size), ":", port);
 }
 
@@ -201,17 +218,21 @@ Socket connect_to(const std::string& host, int port, bool other_hosts, Deadline 
       if (!look_up(addresses[i], port, AI_NUMERICHOST, found).empty()) continue;
       Socket socket;
       // An address that swallows packets must not use up the time of the next one.
-      const Deadline share = i + 1 < addresses.size() ? Clock::now() + (deadline - Clock::now()) / 2 : deadline;
+      const Deadline share =
+          i + 1 < addresses.size() ? Clock::now() + (deadline - Clock::now()) / 2 : deadline;
       const int failed = connect_once(*found.first, share, socket);
       if (!failed) return socket;
       reason = concat(addresses[i], ": ", std::strerror(failed));
     }
-    std::this_thread::sleep_for(std::min<Clock::duration>(pause, std::max<Clock::duration>(deadline - Clock::now(), Clock::duration::zero())));
+    std::this_thread::sleep_for(std::min<Clock::duration>(
+        pause, std::max<Clock::duration>(deadline - Clock::now(), Clock::duration::zero())));
     pause = std::min(pause * 2, std::chrono::milliseconds(200));
   } while (Clock::now() < deadline);
-  const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
-  throw RendezvousError(concat("the job's store on ", host, ":", port, " could not be reached within ", waited, " ms (", reason,
-                               "); check that rank 0 runs, and that address and port are rank 0's"));
+  const auto waited =
+      std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+  throw RendezvousError(
+      concat("the job's store on ", host, ":", port, " could not be reached within ", waited,
+             " ms (", reason, "); check that rank 0 runs, and that address and port are rank 0's"));
 }
 
 Transfer send_all(const Socket& socket, const void* data, std::size_t size, Deadline deadline) {
@@ -231,7 +252,8 @@ Transfer send_all(const Socket& socket, const void* data, std::size_t size, Dead
   return Transfer::done;
 }
 
-Transfer receive_all(const Socket& socket, void* data, std::size_t size, Deadline deadline, std::size_t* got) {
+Transfer receive_all(const Socket& socket, void* data, std::size_t size, Deadline deadline,
+                     std::size_t* got) {
   char* at = static_cast<char*>(data);
   std::size_t ignored;
   std::size_t& n = got ? *got : ignored;

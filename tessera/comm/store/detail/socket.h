@@ -35,12 +35,13 @@ class Socket {
 bool is_loopback_address(const std::string& numeric_address);
 /// The numeric addresses of this host's interfaces that are up, loopback first.
 std::vector<std::string> own_addresses();
-/// The numeric addresses by which rank 0 can be meant, in the resolver's order. With `other_hosts`, loopback cannot: a host that resolves its own
-/// name to loopback (Debian's 127.0.1.1) means its outward addresses. Empty if the name is unknown or nothing is left; then `reason` says why.
+/// The numeric addresses by which rank 0 can be meant, in the resolver's order. With `other_hosts`,
+/// loopback cannot: a host that resolves its own name to loopback (Debian's 127.0.1.1) means its
+/// outward addresses. Empty if the name is unknown or nothing is left; then `reason` says why.
 std::vector<std::string> targets(const std::string& host, bool other_hosts, std::string& reason);
 
-/// Listens on exactly this address. Port 0: any free one. Throws RendezvousError naming address and port (in use, which is also told, not ours, not
-/// allowed).
+/// Listens on exactly this address. Port 0: any free one. Throws RendezvousError naming address and
+/// port (in use, which is also told, not ours, not allowed).
 Socket listen_on(const std::string& numeric_address, int port, bool* in_use = nullptr);
 int local_port(const Socket& socket);
 /// The numeric address of our end.
@@ -48,12 +49,14 @@ std::string local_address(const Socket& socket);
 /// "10.0.0.3:41022", the other end; "?" if it is gone.
 std::string peer_name(const Socket& socket);
 
-/// Tries the targets until somebody accepts. Throws RendezvousError at the deadline with the last reason; a name that is unknown is tried again too.
+/// Tries the targets until somebody accepts. Throws RendezvousError at the deadline with the last
+/// reason; a name that is unknown is tried again too.
 Socket connect_to(const std::string& host, int port, bool other_hosts, Deadline deadline);
 
 enum class Transfer { done, closed, late };
 Transfer send_all(const Socket& socket, const void* data, std::size_t size, Deadline deadline);
 /// `got` counts the bytes that came, also when not all did.
-Transfer receive_all(const Socket& socket, void* data, std::size_t size, Deadline deadline, std::size_t* got = nullptr);
+Transfer receive_all(const Socket& socket, void* data, std::size_t size, Deadline deadline,
+                     std::size_t* got = nullptr);
 
 }  // namespace tessera::detail

@@ -43,17 +43,24 @@ std::string receive_frame(const Socket& socket, Deadline deadline, Transfer& how
 }
 
 [[noreturn]] void throw_foreign(const Hello& hello, const std::string& what) {
-  throw RendezvousError(concat("something else than this job's store listens on ", hello.where, ": ", what,
-                               "; give address and port of rank 0, and a port that no other program uses"));
+  throw RendezvousError(
+      concat("something else than this job's store listens on ", hello.where, ": ", what,
+             "; give address and port of rank 0, and a port that no other program uses"));
 }
 
 }  // namespace
 
-std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hello& hello, Deadline deadline, std::string& why) {
+std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hello& hello,
+                                                       Deadline deadline, std::string& why) {
   const auto limit = std::max<std::int64_t>(1, remaining_ms(deadline));
   std::string first(store_magic);
-  first +=
-      Writer(Frame::hello).number(std::int32_t{hello.rank}).number(std::int32_t{hello.world_size}).number(limit).text(me()).text(hello.job).take();
+  first += Writer(Frame::hello)
+               .number(std::int32_t{hello.rank})
+               .number(std::int32_t{hello.world_size})
+               .number(limit)
+               .text(me())
+               .text(hello.job)
+               .take();
   send_all(socket, first.data(), first.size(), deadline);
 
   // The server greets at once, whoever else is still missing.
@@ -61,17 +68,20 @@ std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hell
   std::size_t got = 0;
   const Transfer greeted = receive_all(socket, magic, sizeof magic, deadline, &got);
   const std::string_view heard(magic, got);
-  if (heard != store_magic.substr(0, got)) throw_foreign(hello, concat("it said '", printable(heard), "'"));
+  if (heard != store_magic.substr(0, got))
+    throw_foreign(hello, concat("it said '", printable(heard), "'"));
   if (greeted == Transfer::closed) {
     why = "what listens there accepts connections and closes them";
     return nullptr;
   }
-  if (greeted == Transfer::late) throw_foreign(hello, concat("it accepted the connection and was silent for ", limit, " ms"));
+  if (greeted == Transfer::late)
+    throw_foreign(hello, concat("it accepted the connection and was silent for ", limit, " ms"));
 
   Transfer how;
   const std::string frame = receive_frame(socket, deadline + server_grace, how);
   if (how == Transfer::late)
-    throw RendezvousError(concat("rank ", hello.rank, ": the job's store on ", hello.where, " fell silent during the rendezvous (limit ", limit,
+    throw RendezvousError(concat("rank ", hello.rank, ": the job's store on ", hello.where,
+                                 " fell silent during the rendezvous (limit ", limit,
                                  " ms); rank 0, which serves it, may be stopped"),
                           {0});
   if (how == Transfer::closed) {
@@ -85,7 +95,8 @@ std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hell
   }
   if (in.kind == Frame::refused) {
     const std::string text(in.text());
-    throw RendezvousError(concat("rank ", hello.rank, ", rendezvous on ", hello.where, ": ", text), in.numbers<std::vector<int>>());
+    throw RendezvousError(concat("rank ", hello.rank, ", rendezvous on ", hello.where, ": ", text),
+                          in.numbers<std::vector<int>>());
   }
   if (in.kind != Frame::ready) throw_foreign(hello, "it speaks another version of the protocol");
   std::shared_ptr<StoreConnection> connection(new StoreConnection(std::move(socket), hello));
@@ -95,7 +106,8 @@ std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hell
 
 StoreConnection::~StoreConnection() {
   leave();
-  // The server closes after the goodbye. Closing first, with news unread, would reset the connection, and the goodbye could be lost with it.
+  // The server closes after the goodbye. Closing first, with news unread, would reset the
+  // connection, and the goodbye could be lost with it.
   ::shutdown(socket_.fd(), SHUT_WR);
   {
     std::unique_lock lock(mutex_);
@@ -121,17 +133,21 @@ void StoreConnection::send(const std::string& frame, Deadline deadline) {
   if (how == Transfer::done) return;
   // Half a frame may be out: the connection is of no use any more.
   if (how == Transfer::late) ::shutdown(socket_.fd(), SHUT_RDWR);
-  C10_THROW_ERROR(DistStoreError, concat("rank ", hello_.rank, ": the job's store on ", hello_.where,
-                                         " takes no calls any more (rank 0, which serves it, has ended or is stopped)"));
+  C10_THROW_ERROR(
+      DistStoreError,
+      concat("rank ", hello_.rank, ": the job's store on ", hello_.where,
+             " takes no calls any more (rank 0, which serves it, has ended or is stopped)"));
 }
 
-std::string StoreConnection::call(Frame kind, const std::function<void(Writer&)>& fields, std::chrono::milliseconds limit,
-                                  const std::atomic<bool>* stop) {
+std::string StoreConnection::call(Frame kind, const std::function<void(Writer&)>& fields,
+                                  std::chrono::milliseconds limit, const std::atomic<bool>* stop) {
   const Deadline deadline = Clock::now() + limit;
   auto pending = std::make_shared<Pending>();
   std::unique_lock lock(mutex_);
   const auto number = next_call_++;
-  if (left_) C10_THROW_ERROR(DistStoreError, concat("rank ", hello_.rank, " has left the job's store on ", hello_.where));
+  if (left_)
+    C10_THROW_ERROR(DistStoreError,
+                    concat("rank ", hello_.rank, " has left the job's store on ", hello_.where));
   pending_[number] = pending;
   lock.unlock();
   Writer out(kind, number);
@@ -144,15 +160,21 @@ std::string StoreConnection::call(Frame kind, const std::function<void(Writer&)>
     throw;
   }
   lock.lock();
-  changed_.wait_until(lock, deadline, [&] { return pending->replied || !gone_.empty() || (stop && *stop); });
+  changed_.wait_until(lock, deadline,
+                      [&] { return pending->replied || !gone_.empty() || (stop && *stop); });
   pending_.erase(number);
   if (pending->replied) return std::move(pending->reply);
-  const std::string gone = gone_.empty() && stop && *stop ? "the call was given up, for the group that made it cannot go on" : gone_;
+  const std::string gone = gone_.empty() && stop && *stop
+                               ? "the call was given up, for the group that made it cannot go on"
+                               : gone_;
   lock.unlock();
   if (!gone.empty()) C10_THROW_ERROR(DistStoreError, gone);
   send(Writer(Frame::cancel, number).take(), Clock::now() + std::chrono::milliseconds(100));
-  C10_THROW_ERROR(DistStoreError, concat("rank ", hello_.rank, ": the job's store on ", hello_.where, " timed out: no answer within ", limit.count(),
-                                         " ms (a key that no rank has set yet, or rank 0, which serves it, is stopped)"));
+  C10_THROW_ERROR(
+      DistStoreError,
+      concat("rank ", hello_.rank, ": the job's store on ", hello_.where,
+             " timed out: no answer within ", limit.count(),
+             " ms (a key that no rank has set yet, or rank 0, which serves it, is stopped)"));
 }
 
 void StoreConnection::wake() {
@@ -208,7 +230,8 @@ void StoreConnection::take(const std::string& frame) {
       entry.position.begun = in.number<std::uint64_t>();
       entry.position.operation = in.text();
       const std::lock_guard lock(mutex_);
-      if (const auto at = pending_.find(in.call); at != pending_.end()) at->second->answers.push_back(std::move(entry));
+      if (const auto at = pending_.find(in.call); at != pending_.end())
+        at->second->answers.push_back(std::move(entry));
       break;
     }
     case Frame::question: {
@@ -221,7 +244,8 @@ void StoreConnection::take(const std::string& frame) {
       // A rank that does not have the group yet has begun nothing there.
       const Position answer = position.value_or(Position{});
       try {
-        send(Writer(Frame::position, in.call).number(answer.begun).text(answer.operation).take(), Clock::now() + std::chrono::seconds(1));
+        send(Writer(Frame::position, in.call).number(answer.begun).text(answer.operation).take(),
+             Clock::now() + std::chrono::seconds(1));
       } catch (const c10::Error&) {  // the next read ends the thread
       }
       return;
@@ -267,7 +291,8 @@ void StoreConnection::listen(Listener listener) {
   news_.clear();
 }
 
-void StoreConnection::announce(const std::string& group, const std::vector<int>& members, const Poison& poison) noexcept {
+void StoreConnection::announce(const std::string& group, const std::vector<int>& members,
+                               const Poison& poison) noexcept {
   try {
     send(Writer(Frame::poison)
              .text(group)
@@ -281,7 +306,8 @@ void StoreConnection::announce(const std::string& group, const std::vector<int>&
   }
 }
 
-std::vector<RollEntry> StoreConnection::roll_call(const std::string& group, const std::vector<int>& members,
+std::vector<RollEntry> StoreConnection::roll_call(const std::string& group,
+                                                  const std::vector<int>& members,
                                                   std::chrono::milliseconds limit) noexcept {
   std::vector<RollEntry> roll;
   for (const int member : members) roll.push_back({member, RollEntry::Answer::unknown, {}});
@@ -298,10 +324,12 @@ std::vector<RollEntry> StoreConnection::roll_call(const std::string& group, cons
   } catch (...) {
   }
   std::unique_lock lock(mutex_);
-  changed_.wait_until(lock, deadline, [&] { return pending->answers.size() >= members.size() || !gone_.empty(); });
+  changed_.wait_until(lock, deadline,
+                      [&] { return pending->answers.size() >= members.size() || !gone_.empty(); });
   pending_.erase(number);
   for (auto& entry : roll) {
-    // The server forwards questions: while it is silent, nothing is known but that rank 0, whose thread it is, does not run.
+    // The server forwards questions: while it is silent, nothing is known but that rank 0, whose
+    // thread it is, does not run.
     if (pending->replied)
       entry.answer = RollEntry::Answer::silent;
     else if (entry.rank == 0)
@@ -311,7 +339,8 @@ std::vector<RollEntry> StoreConnection::roll_call(const std::string& group, cons
   }
   lock.unlock();
   try {
-    if (pending->replied) send(Writer(Frame::cancel, number).take(), Clock::now() + std::chrono::milliseconds(100));
+    if (pending->replied)
+      send(Writer(Frame::cancel, number).take(), Clock::now() + std::chrono::milliseconds(100));
   } catch (...) {
   }
   return roll;

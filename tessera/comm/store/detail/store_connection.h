@@ -1,6 +1,7 @@
 #pragma once
-// StoreConnection: a rank's one connection to the job's store. Calls of several threads share it; one thread of its own reads what comes, so that
-// news of lost ranks arrives while the others block, and a call never waits longer than its limit, whatever happened to rank 0.
+// StoreConnection: a rank's one connection to the job's store. Calls of several threads share it;
+// one thread of its own reads what comes, so that news of lost ranks arrives while the others
+// block, and a call never waits longer than its limit, whatever happened to rank 0.
 
 #include <atomic>
 #include <chrono>
@@ -26,19 +27,23 @@ struct Hello {
   int rank = 0;
   int world_size = 1;
   std::string job;
-  std::string where;  ///< "10.0.0.1:29500", for messages.
+  /// "10.0.0.1:29500", for messages.
+  std::string where;
 };
 
 class StoreConnection : public FaultChannel {
  public:
-  /// Speaks to the server behind `socket` and blocks until all ranks are there. Throws RendezvousError. Returns null, and says why, where it may help
-  /// to try again: a store of an earlier meeting is about to end, or did so just now.
-  static std::shared_ptr<StoreConnection> meet(Socket socket, const Hello& hello, Deadline deadline, std::string& why);
+  /// Speaks to the server behind `socket` and blocks until all ranks are there. Throws
+  /// RendezvousError. Returns null, and says why, where it may help to try again: a store of an
+  /// earlier meeting is about to end, or did so just now.
+  static std::shared_ptr<StoreConnection> meet(Socket socket, const Hello& hello, Deadline deadline,
+                                               std::string& why);
   ~StoreConnection() override;
 
-  /// Sends a call and waits for its reply, a whole frame. Throws c10::DistStoreError after `limit`, if the store is gone, or when `stop` becomes true
-  /// and wake() is called.
-  std::string call(Frame kind, const std::function<void(Writer&)>& fields, std::chrono::milliseconds limit, const std::atomic<bool>* stop = nullptr);
+  /// Sends a call and waits for its reply, a whole frame. Throws c10::DistStoreError after `limit`,
+  /// if the store is gone, or when `stop` becomes true and wake() is called.
+  std::string call(Frame kind, const std::function<void(Writer&)>& fields,
+                   std::chrono::milliseconds limit, const std::atomic<bool>* stop = nullptr);
   void wake();
 
   /// Says goodbye: this rank's end is not a loss. Later calls throw.
@@ -46,18 +51,22 @@ class StoreConnection : public FaultChannel {
   /// Ends the connection as the death of the process would. For tests.
   void cut() noexcept;
 
-  /// What the reading thread calls. `poisoned` (group, poison): a group was given up by another rank. `lost` (rank, on purpose, text): a rank has
-  /// ended; rank 0 also when the store is gone. `position`: where this rank stands in a group.
+  /// What the reading thread calls. `poisoned` (group, poison): a group was given up by another
+  /// rank. `lost` (rank, on purpose, text): a rank has ended; rank 0 also when the store is gone.
+  /// `position`: where this rank stands in a group.
   struct Listener {
     std::function<void(const std::string& group, const Poison& poison)> poisoned;
     std::function<void(int rank, bool on_purpose, const std::string& text)> lost;
     std::function<std::optional<Position>(const std::string& group)> position;
   };
-  /// What came before is told at once. An empty listener ends it: no call of the old one is under way when this returns.
+  /// What came before is told at once. An empty listener ends it: no call of the old one is under
+  /// way when this returns.
   void listen(Listener listener);
 
-  void announce(const std::string& group, const std::vector<int>& members, const Poison& poison) noexcept override;
-  std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& members, std::chrono::milliseconds limit) noexcept override;
+  void announce(const std::string& group, const std::vector<int>& members,
+                const Poison& poison) noexcept override;
+  std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& members,
+                                   std::chrono::milliseconds limit) noexcept override;
 
   const std::string& where() const { return hello_.where; }
 

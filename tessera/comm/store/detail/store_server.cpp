@@ -33,7 +33,8 @@ StoreServer::StoreServer(Socket listener, int world_size, std::string job)
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       fd_of_rank_(static_cast<std::size_t>(world_size), -1),
       left_(static_cast<std::size_t>(world_size), false) {
-  ::fcntl(listener_.fd(), F_SETFL, ::fcntl(listener_.fd(), F_GETFL, 0) | O_NONBLOCK);  // accept_all() ends when nobody waits
+  // accept_all() ends when nobody waits
+  ::fcntl(listener_.fd(), F_SETFL, ::fcntl(listener_.fd(), F_GETFL, 0) | O_NONBLOCK);
   for (const int fd : {listener_.fd(), wake_.fd()}) {
     epoll_event event{};
     event.events = EPOLLIN;
@@ -56,12 +57,14 @@ void StoreServer::run() {
   for (;;) {
     if (stop_ && end == Deadline::max()) end = Clock::now() + linger_.load();
     if (stop_) {
-      const bool unsent = std::any_of(clients_.begin(), clients_.end(), [](const auto& c) { return !c.second->out.empty(); });
+      const bool unsent = std::any_of(clients_.begin(), clients_.end(),
+                                      [](const auto& c) { return !c.second->out.empty(); });
       const bool present = complete_ && gone_ < world_size_;
       if (Clock::now() >= end || (!present && !unsent)) return;
     }
     const Deadline next = std::min(end, deadline_);
-    const int n = epoll_wait(epoll_.fd(), events, 64, next == Deadline::max() ? -1 : remaining_ms(next));
+    const int n =
+        epoll_wait(epoll_.fd(), events, 64, next == Deadline::max() ? -1 : remaining_ms(next));
     for (int i = 0; i < n; ++i) {
       const int fd = events[i].data.fd;
       if (fd == wake_.fd()) {
@@ -116,7 +119,8 @@ void StoreServer::read(Client& client) {
   }
   if (!client.greeted) {
     const auto n = std::min(client.in.size(), store_magic.size());
-    if (std::string_view(client.in).substr(0, n) != store_magic.substr(0, n)) {  // not one of ours: a browser, a port scan
+    // not one of ours: a browser, a port scan
+    if (std::string_view(client.in).substr(0, n) != store_magic.substr(0, n)) {
       broken_.push_back(client.socket.fd());
       return;
     }
@@ -150,7 +154,8 @@ void StoreServer::write(Client& client) {
   std::size_t sent = 0;
   bool failed = false;
   while (sent < client.out.size()) {
-    const ssize_t n = ::send(client.socket.fd(), client.out.data() + sent, client.out.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t n = ::send(client.socket.fd(), client.out.data() + sent, client.out.size() - sent,
+                             MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n > 0) {
       sent += static_cast<std::size_t>(n);
     } else if (n < 0 && errno != EINTR) {
@@ -192,23 +197,35 @@ void StoreServer::drop(int fd) {
   const int rank = at->second->rank;
   const std::string who = at->second->who;
   clients_.erase(at);  // closes the socket, which also takes it out of the epoll set
-  for (auto& [key, waiters] : waiting_) std::erase_if(waiters, [fd](const auto& w) { return w->fd == fd; });
+  for (auto& [key, waiters] : waiting_)
+    std::erase_if(waiters, [fd](const auto& w) { return w->fd == fd; });
   if (rank < 0 || fd_of_rank_[rank] != fd) return;
   fd_of_rank_[rank] = -1;
   --here_;
   if (!complete_) {
-    if (failure_.empty()) fail_meeting(concat("rank ", rank, " (", who, ") ended while the ranks were meeting"), {rank});
+    if (failure_.empty())
+      fail_meeting(concat("rank ", rank, " (", who, ") ended while the ranks were meeting"),
+                   {rank});
     return;
   }
   ++gone_;
   const auto text = left_[rank] ? concat("rank ", rank, " (", who, ") has left the job")
-                                : concat("rank ", rank, " (", who, ") ended without a goodbye (killed, crashed, or cut off)");
-  send_to_all(Writer(Frame::lost).number(std::int32_t{rank}).number(static_cast<std::uint8_t>(left_[rank])).text(text).take());
+                                : concat("rank ", rank, " (", who,
+                                         ") ended without a goodbye (killed, crashed, or cut off)");
+  send_to_all(Writer(Frame::lost)
+                  .number(std::int32_t{rank})
+                  .number(static_cast<std::uint8_t>(left_[rank]))
+                  .text(text)
+                  .take());
   // Whoever asked about its position need not wait for it.
   for (const auto& [number, asker] : questions_)
     if (const auto client = clients_.find(asker.first); client != clients_.end())
-      send(*client->second,
-           Writer(Frame::answer, asker.second).number(std::int32_t{rank}).number(std::uint8_t{0}).number(std::uint64_t{0}).text("").take());
+      send(*client->second, Writer(Frame::answer, asker.second)
+                                .number(std::int32_t{rank})
+                                .number(std::uint8_t{0})
+                                .number(std::uint64_t{0})
+                                .text("")
+                                .take());
 }
 
 void StoreServer::refuse(Client& client, const std::string& text, const std::vector<int>& ranks) {
@@ -229,10 +246,11 @@ void StoreServer::check_deadline() {
   std::vector<int> missing;
   for (int rank = 0; rank < world_size_; ++rank)
     if (fd_of_rank_[rank] < 0) missing.push_back(rank);
-  fail_meeting(
-      concat(missing.size() == 1 ? "rank " : "ranks ", missing.size() == 1 ? std::to_string(missing[0]) : list(missing), " of ", world_size_,
-             " did not come to the rendezvous within ", shortest_.count(), " ms; check that all of them were started, with this address and port"),
-      missing);
+  fail_meeting(concat(missing.size() == 1 ? "rank " : "ranks ",
+                      missing.size() == 1 ? std::to_string(missing[0]) : list(missing), " of ",
+                      world_size_, " did not come to the rendezvous within ", shortest_.count(),
+                      " ms; check that all of them were started, with this address and port"),
+               missing);
 }
 
 void StoreServer::greet(Client& client, Reader& in) {
@@ -242,25 +260,30 @@ void StoreServer::greet(Client& client, Reader& in) {
   client.who = in.text();
   const auto job = in.text();
   if (job != job_)
-    return refuse(client,
-                  concat("this store serves the job '", job_, "', and rank ", rank, " belongs to '", job, "'; give each job a port of its own"));
+    return refuse(client, concat("this store serves the job '", job_, "', and rank ", rank,
+                                 " belongs to '", job, "'; give each job a port of its own"));
   if (!failure_.empty()) return refuse(client, failure_, failure_ranks_);
   if (world != world_size_) {
-    const auto text = concat("rank ", rank, " (", client.who, ") says that the world size is ", world, ", rank 0 says ", world_size_,
-                             "; start all ranks with the same number");
+    const auto text =
+        concat("rank ", rank, " (", client.who, ") says that the world size is ", world,
+               ", rank 0 says ", world_size_, "; start all ranks with the same number");
     refuse(client, text, {rank});
     if (!complete_) fail_meeting(text, {rank});
     return;
   }
-  if (rank < 0 || rank >= world_size_) return refuse(client, concat("rank ", rank, " is not in a world of ", world_size_), {rank});
-  if (Client* before = complete_ ? of_rank(rank) : nullptr) read(*before);  // its goodbye may stand in a queue of its own
-  if (complete_ && left_[rank]) {                                           // a later meeting of the same job, and this store is about to end
+  if (rank < 0 || rank >= world_size_)
+    return refuse(client, concat("rank ", rank, " is not in a world of ", world_size_), {rank});
+  // its goodbye may stand in a queue of its own
+  if (Client* before = complete_ ? of_rank(rank) : nullptr) read(*before);
+  // a later meeting of the same job, and this store is about to end
+  if (complete_ && left_[rank]) {
     client.closing = true;
     return send(client, Writer(Frame::retry).take());
   }
   if (complete_ || fd_of_rank_[rank] >= 0) {
     const Client* first = of_rank(rank);
-    const auto text = concat("two processes say that they are rank ", rank, ": ", first ? first->who : "one that has ended", ", and ", client.who,
+    const auto text = concat("two processes say that they are rank ", rank, ": ",
+                             first ? first->who : "one that has ended", ", and ", client.who,
                              "; give each process its own rank");
     refuse(client, text, {rank});
     if (!complete_) fail_meeting(text, {rank});
@@ -280,7 +303,8 @@ void StoreServer::greet(Client& client, Reader& in) {
 }
 
 bool StoreServer::settle(Waiter& waiter) {
-  while (waiter.known < waiter.keys.size() && values_.count(waiter.keys[waiter.known])) ++waiter.known;
+  while (waiter.known < waiter.keys.size() && values_.count(waiter.keys[waiter.known]))
+    ++waiter.known;
   return waiter.known == waiter.keys.size();
 }
 
@@ -307,7 +331,8 @@ void StoreServer::stored(const std::string& key) {
 }
 
 void StoreServer::serve(Client& client, Reader& in) {
-  if (client.rank < 0 && in.kind != Frame::hello) throw std::out_of_range("a call before the hello");
+  if (client.rank < 0 && in.kind != Frame::hello)
+    throw std::out_of_range("a call before the hello");
   Writer reply(Frame::reply, in.call);
   switch (in.kind) {
     case Frame::hello:
@@ -325,7 +350,8 @@ void StoreServer::serve(Client& client, Reader& in) {
     }
     case Frame::get:
     case Frame::wait: {
-      auto waiter = std::make_shared<Waiter>(Waiter{client.socket.fd(), in.call, in.kind == Frame::get, texts(in), 0});
+      auto waiter = std::make_shared<Waiter>(
+          Waiter{client.socket.fd(), in.call, in.kind == Frame::get, texts(in), 0});
       if (settle(*waiter))
         answer_waiter(*waiter);
       else
@@ -354,11 +380,13 @@ void StoreServer::serve(Client& client, Reader& in) {
       return;
     }
     case Frame::remove:
-      send(client, reply.number(static_cast<std::int64_t>(values_.erase(std::string(in.text())))).take());
+      send(client,
+           reply.number(static_cast<std::int64_t>(values_.erase(std::string(in.text())))).take());
       return;
     case Frame::check: {
       const auto keys = texts(in);
-      const bool all = std::all_of(keys.begin(), keys.end(), [this](const auto& key) { return values_.count(key) > 0; });
+      const bool all = std::all_of(keys.begin(), keys.end(),
+                                   [this](const auto& key) { return values_.count(key) > 0; });
       send(client, reply.number(std::int64_t{all}).take());
       return;
     }
@@ -372,9 +400,13 @@ void StoreServer::serve(Client& client, Reader& in) {
       return stored(key);
     }
     case Frame::cancel: {
-      const auto same = [&](const auto& w) { return w->fd == client.socket.fd() && w->call == in.call; };
+      const auto same = [&](const auto& w) {
+        return w->fd == client.socket.fd() && w->call == in.call;
+      };
       for (auto& [key, waiters] : waiting_) std::erase_if(waiters, same);
-      std::erase_if(questions_, [&](const auto& q) { return q.second == std::pair(client.socket.fd(), in.call); });
+      std::erase_if(questions_, [&](const auto& q) {
+        return q.second == std::pair(client.socket.fd(), in.call);
+      });
       return;
     }
     case Frame::bye:
@@ -386,7 +418,12 @@ void StoreServer::serve(Client& client, Reader& in) {
       const auto members = in.numbers<std::vector<int>>();
       const auto lost = in.numbers<std::vector<int>>();
       const auto timed_out = in.number<std::uint8_t>();
-      const auto frame = Writer(Frame::poisoned).text(group).numbers(lost).number(timed_out).text(in.text()).take();
+      const auto frame = Writer(Frame::poisoned)
+                             .text(group)
+                             .numbers(lost)
+                             .number(timed_out)
+                             .text(in.text())
+                             .take();
       for (const int member : members)
         if (Client* other = member == client.rank ? nullptr : of_rank(member)) send(*other, frame);
       return;
@@ -401,7 +438,12 @@ void StoreServer::serve(Client& client, Reader& in) {
         if (Client* other = of_rank(member))
           send(*other, frame);
         else
-          send(client, Writer(Frame::answer, in.call).number(std::int32_t{member}).number(std::uint8_t{0}).number(std::uint64_t{0}).text("").take());
+          send(client, Writer(Frame::answer, in.call)
+                           .number(std::int32_t{member})
+                           .number(std::uint8_t{0})
+                           .number(std::uint64_t{0})
+                           .text("")
+                           .take());
       }
       return;
     }
@@ -411,8 +453,12 @@ void StoreServer::serve(Client& client, Reader& in) {
       const auto asker = clients_.find(at->second.first);
       if (asker == clients_.end()) return;
       const auto begun = in.number<std::uint64_t>();
-      send(*asker->second,
-           Writer(Frame::answer, at->second.second).number(std::int32_t{client.rank}).number(std::uint8_t{1}).number(begun).text(in.text()).take());
+      send(*asker->second, Writer(Frame::answer, at->second.second)
+                               .number(std::int32_t{client.rank})
+                               .number(std::uint8_t{1})
+                               .number(begun)
+                               .text(in.text())
+                               .take());
       return;
     }
     default:

@@ -1,6 +1,6 @@
 #pragma once
-// StoreServer: the job's key-value store, served by one thread of rank 0. It also knows who is there: a rank whose connection ends without a goodbye
-// is lost, and all others hear of it at once.
+// StoreServer: the job's key-value store, served by one thread of rank 0. It also knows who is
+// there: a rank whose connection ends without a goodbye is lost, and all others hear of it at once.
 
 #include <atomic>
 #include <chrono>
@@ -27,7 +27,8 @@ class StoreServer {
   StoreServer& operator=(const StoreServer&) = delete;
 
   int port() const { return port_; }
-  /// How long the destructor waits. Zero by default: a rank 0 that fails must not wait for the others.
+  /// How long the destructor waits. Zero by default: a rank 0 that fails must not wait for the
+  /// others.
   void set_linger(std::chrono::milliseconds linger) { linger_ = linger; }
 
  private:
@@ -84,8 +85,10 @@ class StoreServer {
   Deadline deadline_ = Deadline::max();  // of the meeting: the earliest that any rank asked for
   std::chrono::milliseconds shortest_{0};
   std::unordered_map<std::string, std::string> values_;
-  std::unordered_map<std::string, std::vector<std::shared_ptr<Waiter>>> waiting_;  // by the first key that is missing
-  std::unordered_map<std::uint64_t, std::pair<int, std::uint64_t>> questions_;     // number -> who asked, its call
+  // by the first key that is missing
+  std::unordered_map<std::string, std::vector<std::shared_ptr<Waiter>>> waiting_;
+  // number -> who asked, its call
+  std::unordered_map<std::uint64_t, std::pair<int, std::uint64_t>> questions_;
   std::uint64_t next_question_ = 1;
 
   std::thread thread_;  // last: it uses all of the above

@@ -1,6 +1,7 @@
 #pragma once
-// The protocol of the job's store. Both ends first send `store_magic`, then frames: size of the rest (4 bytes), kind (1), call number (8), fields.
-// Numbers are little-endian as all hosts of a job are; a text is its length (4 bytes) and its bytes.
+// The protocol of the job's store. Both ends first send `store_magic`, then frames: size of the
+// rest (4 bytes), kind (1), call number (8), fields. Numbers are little-endian as all hosts of a
+// job are; a text is its length (4 bytes) and its bytes.
 
 #include <cstdint>
 #include <cstring>
@@ -10,7 +11,8 @@
 
 namespace tessera::detail {
 
-/// The blank line makes a web server that listens on the port answer at once instead of waiting for more.
+/// The blank line makes a web server that listens on the port answer at once instead of waiting for
+/// more.
 inline constexpr std::string_view store_magic = "TESSERA/1\r\n\r\n";
 
 enum class Frame : std::uint8_t {
@@ -91,7 +93,8 @@ class Reader {
   template <class List>
   List numbers() {
     List values;
-    for (auto n = number<std::uint32_t>(); n > 0; --n) values.push_back(static_cast<typename List::value_type>(number<std::int64_t>()));
+    for (auto n = number<std::uint32_t>(); n > 0; --n)
+      values.push_back(static_cast<typename List::value_type>(number<std::int64_t>()));
     return values;
   }
 

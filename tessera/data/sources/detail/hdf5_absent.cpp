@@ -7,7 +7,8 @@ namespace {
 
 [[noreturn]] void refuse() {
   throw NotAvailable(
-      "this Tessera was built without HDF5, so Hdf5Source cannot read files: install the HDF5 C library (Debian: libhdf5-dev) and configure again");
+      "this Tessera was built without HDF5, so Hdf5Source cannot read files: install the HDF5 C "
+      "library (Debian: libhdf5-dev) and configure again");
 }
 
 }  // namespace
@@ -19,6 +20,8 @@ Hdf5Source::~Hdf5Source() = default;
 std::string Hdf5Source::name() const { refuse(); }
 std::vector<std::string> Hdf5Source::variables() const { refuse(); }
 const VariableInfo& Hdf5Source::info(const std::string&) const { refuse(); }
-at::Tensor Hdf5Source::read_box(const VariableInfo&, const Hyperslab&, const ReadOptions&) const { refuse(); }
+at::Tensor Hdf5Source::read_box(const VariableInfo&, const Hyperslab&, const ReadOptions&) const {
+  refuse();
+}
 
 }  // namespace tessera

@@ -1,5 +1,6 @@
 #pragma once
-// The HDF5 library, and netCDF above it, keep process-wide state without a lock, so the lock must be as wide.
+// The HDF5 library, and netCDF above it, keep process-wide state without a lock, so the lock must
+// be as wide.
 
 #include <mutex>
 

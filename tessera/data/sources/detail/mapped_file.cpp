@@ -25,7 +25,8 @@ MappedFile::MappedFile(const std::string& path) : path_(path) {
   void* mapped = size_ == 0 ? nullptr : ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, file, 0);
   const int reason = errno;
   ::close(file);
-  if (mapped == MAP_FAILED) throw FileError(concat("'", path, "' cannot be mapped: ", std::strerror(reason)));
+  if (mapped == MAP_FAILED)
+    throw FileError(concat("'", path, "' cannot be mapped: ", std::strerror(reason)));
   data_ = static_cast<const char*>(mapped);
 }
 

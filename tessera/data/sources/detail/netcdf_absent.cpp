@@ -8,7 +8,8 @@ namespace {
 
 [[noreturn]] void refuse() {
   throw NotAvailable(
-      "this Tessera was built without netCDF, so NetcdfSource cannot read files: install the netCDF C library (Debian: libnetcdf-dev) and configure "
+      "this Tessera was built without netCDF, so NetcdfSource cannot read files: install the "
+      "netCDF C library (Debian: libnetcdf-dev) and configure "
       "again");
 }
 
@@ -24,6 +25,8 @@ std::string NetcdfSource::name() const { refuse(); }
 std::vector<std::string> NetcdfSource::variables() const { refuse(); }
 const VariableInfo& NetcdfSource::info(const std::string&) const { refuse(); }
 const std::map<std::string, Attribute>& NetcdfSource::attributes() const { refuse(); }
-at::Tensor NetcdfSource::read_box(const VariableInfo&, const Hyperslab&, const ReadOptions&) const { refuse(); }
+at::Tensor NetcdfSource::read_box(const VariableInfo&, const Hyperslab&, const ReadOptions&) const {
+  refuse();
+}
 
 }  // namespace tessera

@@ -43,7 +43,8 @@ std::optional<at::ScalarType> tensor_type(nc_type type) {
 std::optional<at::Scalar> fill_of(int file, int variable, nc_type type, bool stated) {
   int no_fill = 0;
   const auto ask = [&](auto value) -> std::optional<at::Scalar> {
-    if (nc_inq_var_fill(file, variable, &no_fill, &value) != NC_NOERR || (no_fill && !stated)) return std::nullopt;
+    if (nc_inq_var_fill(file, variable, &no_fill, &value) != NC_NOERR || (no_fill && !stated))
+      return std::nullopt;
     if constexpr (std::is_floating_point_v<decltype(value)>)
       return at::Scalar(static_cast<double>(value));
     else
@@ -161,30 +162,40 @@ const NetcdfVariable& NetcdfFile::variable(const std::string& name) const {
 
 at::Tensor NetcdfFile::read(const NetcdfVariable& variable, const Hyperslab& slab) const {
   at::Tensor out = at::empty(slab.count, variable.info.stored);
-  const std::vector<std::size_t> start(slab.start.begin(), slab.start.end()), count(slab.count.begin(), slab.count.end());
+  const std::vector<std::size_t> start(slab.start.begin(), slab.start.end()),
+      count(slab.count.begin(), slab.count.end());
   const std::vector<std::ptrdiff_t> stride(slab.stride.begin(), slab.stride.end());
   const std::lock_guard lock(library());
-  // The call names the type in memory; for an unsigned one stored in a wider tensor the library converts.
+  // The call names the type in memory; for an unsigned one stored in a wider tensor the library
+  // converts.
   const int status = [&] {
     switch (variable.info.stored) {
       case at::kChar:
-        return nc_get_vars_schar(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<std::int8_t>());
+        return nc_get_vars_schar(id_, variable.id, start.data(), count.data(), stride.data(),
+                                 out.mutable_data_ptr<std::int8_t>());
       case at::kByte:
-        return nc_get_vars_uchar(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<std::uint8_t>());
+        return nc_get_vars_uchar(id_, variable.id, start.data(), count.data(), stride.data(),
+                                 out.mutable_data_ptr<std::uint8_t>());
       case at::kShort:
-        return nc_get_vars_short(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<std::int16_t>());
+        return nc_get_vars_short(id_, variable.id, start.data(), count.data(), stride.data(),
+                                 out.mutable_data_ptr<std::int16_t>());
       case at::kInt:
-        return nc_get_vars_int(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<std::int32_t>());
+        return nc_get_vars_int(id_, variable.id, start.data(), count.data(), stride.data(),
+                               out.mutable_data_ptr<std::int32_t>());
       case at::kLong:
-        return nc_get_vars_longlong(id_, variable.id, start.data(), count.data(), stride.data(),
-                                    reinterpret_cast<long long*>(out.mutable_data_ptr<std::int64_t>()));
+        return nc_get_vars_longlong(
+            id_, variable.id, start.data(), count.data(), stride.data(),
+            reinterpret_cast<long long*>(out.mutable_data_ptr<std::int64_t>()));
       case at::kFloat:
-        return nc_get_vars_float(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<float>());
+        return nc_get_vars_float(id_, variable.id, start.data(), count.data(), stride.data(),
+                                 out.mutable_data_ptr<float>());
       default:
-        return nc_get_vars_double(id_, variable.id, start.data(), count.data(), stride.data(), out.mutable_data_ptr<double>());
+        return nc_get_vars_double(id_, variable.id, start.data(), count.data(), stride.data(),
+                                  out.mutable_data_ptr<double>());
     }
   }();
-  check(status, concat("reading ", variable.info.name, " from ", list(slab.start), ", count ", list(slab.count), ", stride ", list(slab.stride)));
+  check(status, concat("reading ", variable.info.name, " from ", list(slab.start), ", count ",
+                       list(slab.count), ", stride ", list(slab.stride)));
   return out;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
-// An open netCDF file: what the library says about it, and raw reads. All calls into the library are here, under one lock.
+// An open netCDF file: what the library says about it, and raw reads. All calls into the library
+// are here, under one lock.
 
 #include <c10/core/Scalar.h>
 
@@ -15,7 +16,9 @@ namespace tessera::detail {
 struct NetcdfVariable {
   VariableInfo info;
   int id = -1;
-  std::optional<at::Scalar> fill;  ///< The mark of an element without a value: _FillValue, else the library's own, if it has one for the type.
+  /// The mark of an element without a value: _FillValue, else the library's own, if it has one for
+  /// the type.
+  std::optional<at::Scalar> fill;
 };
 
 class NetcdfFile {

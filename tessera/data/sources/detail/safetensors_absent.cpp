@@ -7,7 +7,8 @@ namespace {
 
 [[noreturn]] void refuse() {
   throw NotAvailable(
-      "this Tessera was built without nlohmann-json, so SafetensorsSource cannot read files: install it (Debian: nlohmann-json3-dev) and configure "
+      "this Tessera was built without nlohmann-json, so SafetensorsSource cannot read files: "
+      "install it (Debian: nlohmann-json3-dev) and configure "
       "again");
 }
 
@@ -21,6 +22,9 @@ std::string SafetensorsSource::name() const { refuse(); }
 std::vector<std::string> SafetensorsSource::variables() const { refuse(); }
 const VariableInfo& SafetensorsSource::info(const std::string&) const { refuse(); }
 const std::map<std::string, std::string>& SafetensorsSource::metadata() const { refuse(); }
-at::Tensor SafetensorsSource::read_box(const VariableInfo&, const Hyperslab&, const ReadOptions&) const { refuse(); }
+at::Tensor SafetensorsSource::read_box(const VariableInfo&, const Hyperslab&,
+                                       const ReadOptions&) const {
+  refuse();
+}
 
 }  // namespace tessera

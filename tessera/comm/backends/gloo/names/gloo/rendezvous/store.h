@@ -1,5 +1,6 @@
 #pragma once
-// GlooStore in ProcessGroupGloo.hpp derives from this class. Nothing of ours makes or calls one, so the order of its functions does not matter.
+// GlooStore in ProcessGroupGloo.hpp derives from this class. Nothing of ours makes or calls one, so
+// the order of its functions does not matter.
 #include <gloo/algorithm.h>
 
 namespace gloo::rendezvous {
@@ -9,6 +10,7 @@ class Store {
   virtual void set(const std::string& key, const std::vector<char>& value) = 0;
   virtual std::vector<char> get(const std::string& key) = 0;
   virtual void wait(const std::vector<std::string>& keys) = 0;
-  virtual void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) = 0;
+  virtual void wait(const std::vector<std::string>& keys,
+                    const std::chrono::milliseconds& timeout) = 0;
 };
 }  // namespace gloo::rendezvous
