@@ -46,7 +46,7 @@ Group group_over(const DistributedManager& manager, const std::string& backend) 
 
 std::optional<std::filesystem::path> in_path(const std::string& program) {
   const char* path = std::getenv("PATH");
-  std::istringstream folders(path ? path : "");
+  TextReader folders(path ? path : "");
   for (std::string folder; std::getline(folders, folder, ':');) {
     const auto file = std::filesystem::path(folder) / program;
     if (access(file.c_str(), X_OK) == 0) return file;

@@ -12,6 +12,7 @@
 
 #include "report.h"
 #include "tessera/base/error.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/launch/cores.h"
 #include "tessera/launch/detail/run_scope.h"
@@ -20,9 +21,7 @@ namespace tessera::app {
 namespace {
 
 std::string gigabytes(double bytes) {
-  char text[40];
-  std::snprintf(text, sizeof text, "%.1f GiB", bytes / (1024.0 * 1024.0 * 1024.0));
-  return text;
+  return fixed(bytes / (1024.0 * 1024.0 * 1024.0), 1) + " GiB";
 }
 
 double limit(decltype(RLIMIT_NOFILE) what) {

@@ -17,7 +17,7 @@ int report_launch(tessera::app::Report& report) {
   report.section("This launch");
   try {
     const tessera::Launch launch = tessera::detect_launch(tessera::Environment::of_process());
-    std::istringstream lines(tessera::to_text(launch));
+    tessera::TextReader lines(tessera::to_text(launch));
     for (std::string line; std::getline(lines, line);) {
       const auto blank = line.find(' ');
       const auto value = line.find_first_not_of(' ', blank);

@@ -211,7 +211,7 @@ Plan make_plan(const PlanRequest& request) {
   }
   if (plan.placement) warn(request, groups, plan);
   plan.canonical = groups.canonical();
-  std::ostringstream hex;
+  TextStream hex;
   hex << std::hex << groups.hash();
   plan.hash = std::move(hex).str();
   return plan;

@@ -58,7 +58,7 @@ std::string draw(const DataPlan& plan) {
   const int bars = left + columns * cell + 170, bar = 560, line = 26;
   const int width = bars + bar + 40,
             height = std::max(top + rows * cell, top + processes * line) + 60;
-  std::ostringstream out;
+  TextStream out;
   out << "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" << width << "\" height=\"" << height
       << "\" viewBox=\"0 0 " << width << ' ' << height
       << "\">\n<style>text{font-family:system-ui,'DejaVu "
@@ -146,7 +146,7 @@ DataPlan make_data_plan(const Mesh& mesh, const std::vector<std::string>& batch_
 }
 
 std::string data_plan_text(const DataPlan& plan, int most_processes) {
-  std::ostringstream out;
+  TextStream out;
   out << "mesh: " << shape_text(plan) << " (outermost first)\nbatch sharded by: " << axes_text(plan)
       << "\nglobal batch: " << plan.batch << " samples, " << plan.mapping.coordinates()
       << " batch coordinates\n";

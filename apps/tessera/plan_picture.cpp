@@ -231,8 +231,8 @@ std::vector<int> groups_of_ranks(const Plan& plan, const PlannedFamily& family) 
 }
 
 /// Opens the panel and writes its lines.
-void draw_head(std::ostringstream& out, const Plan& plan, const PlannedFamily& family, int marked,
-               int x, int y, const Style& style) {
+void draw_head(TextStream& out, const Plan& plan, const PlannedFamily& family, int marked, int x,
+               int y, const Style& style) {
   out << "<g transform=\"translate(" << x << ',' << y << ")\">\n<text class=\"t\" y=\"16\">"
       << escaped(shortened(family.name, 40)) << "</text>";
   std::string line =
@@ -248,7 +248,7 @@ void draw_head(std::ostringstream& out, const Plan& plan, const PlannedFamily& f
         << escaped(shortened(lines[i], std::max(20, style.width / 7))) << "</text>";
 }
 
-void draw_racks(std::ostringstream& out, const Grid& grid) {
+void draw_racks(TextStream& out, const Grid& grid) {
   for (const auto& rack : grid.racks) {
     out << "<rect class=\"r\" x=\"-6\" y=\"" << rack.y - 2 << "\" width=\"" << grid.width + 12
         << "\" height=\"" << rack.height + 8 << "\"/>";
@@ -257,8 +257,8 @@ void draw_racks(std::ostringstream& out, const Grid& grid) {
   }
 }
 
-void draw_panel(std::ostringstream& out, const Plan& plan, const Machines& machines,
-                const Grid& grid, std::size_t index, int x, int y, const Style& style) {
+void draw_panel(TextStream& out, const Plan& plan, const Machines& machines, const Grid& grid,
+                std::size_t index, int x, int y, const Style& style) {
   const auto& family = plan.families[index];
   const auto group_of = groups_of_ranks(plan, family);
   const int marked = group_of[style.rank];
@@ -268,7 +268,7 @@ void draw_panel(std::ostringstream& out, const Plan& plan, const Machines& machi
   out << "\n<g transform=\"translate(0," << style.header << ")\">\n";
   draw_racks(out, grid);
   int slot = 0;
-  std::ostringstream marks, ranks, grey;
+  TextStream marks, ranks, grey;
   for (std::size_t h = 0; h < machines.devices.size(); ++h) {
     const auto [hx, hy] = grid.host_at[h];
     out << "<rect class=\"h\" x=\"" << hx << "\" y=\"" << hy << "\" width=\"" << grid.host_width()
@@ -326,8 +326,8 @@ bool draws_hosts(const Machines& machines) {
 }
 
 /// The devices of the framed rank's host, a colour a group.
-void draw_large_host(std::ostringstream& out, const Machines& machines,
-                     const std::vector<int>& group_of, int host, int y, const Style& style) {
+void draw_large_host(TextStream& out, const Machines& machines, const std::vector<int>& group_of,
+                     int host, int y, const Style& style) {
   int slot = 0;
   for (int h = 0; h < host; ++h) slot += machines.devices[h];
   const int shown = std::min(machines.devices[host], (style.width - 150) / kLargeCell);
@@ -356,8 +356,8 @@ void draw_large_host(std::ostringstream& out, const Machines& machines,
 
 /// Large worlds: a square a host. Blue: holds members of the framed rank's group, and how many;
 /// pale: of the other groups of its host.
-void draw_hosts(std::ostringstream& out, const Plan& plan, const Machines& machines,
-                const Grid& grid, std::size_t index, int x, int y, const Style& style) {
+void draw_hosts(TextStream& out, const Plan& plan, const Machines& machines, const Grid& grid,
+                std::size_t index, int x, int y, const Style& style) {
   const auto& family = plan.families[index];
   const auto group_of = groups_of_ranks(plan, family);
   const int marked = group_of[style.rank], own = plan.placement->host_of[style.rank];
@@ -469,7 +469,7 @@ std::string draw(const Plan& plan, int rank, bool page, bool may_draw_hosts) {
         concat("the first ", panels, " of ", plan.families.size(), " families are shown"));
   const int top = kMargin + 34 + static_cast<int>(notes.size()) * 20 + 16,
             height = top + rows * row + kMargin / 2;
-  std::ostringstream out;
+  TextStream out;
   out << "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" << kWidth << "\" height=\"" << height
       << "\" viewBox=\"0 0 " << kWidth << ' ' << height << "\">\n"
       << "<style>text{font-family:system-ui,'DejaVu "
@@ -501,7 +501,7 @@ std::string draw(const Plan& plan, int rank, bool page, bool may_draw_hosts) {
 std::string plan_svg(const Plan& plan, int rank) { return draw(plan, rank, false, true); }
 
 std::string plan_html(const Plan& plan, int rank) {
-  std::ostringstream out;
+  TextStream out;
   out << "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>Process "
          "groups</title><style>body{margin:0;background:#f8fafc}"
          "rect.on{stroke:#111;stroke-width:2}.off{opacity:.25}#tip{position:fixed;background:#111;"

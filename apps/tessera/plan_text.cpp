@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "plan.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
 
 namespace tessera::app {
@@ -14,15 +15,13 @@ using Json = nlohmann::ordered_json;
 
 std::string percent_above(double seconds, double bound) {
   if (!(bound > 0)) return "";
-  char text[64];
-  std::snprintf(text, sizeof text, " (%.1f%% above)", 100 * (seconds / bound - 1));
-  return text;
+  return concat(" (", fixed(100 * (seconds / bound - 1), 1), "% above)");
 }
 
 /// The lists without spaces inside, so that a group stays one word.
 std::string group_text(std::span<const int> group) { return list(group, 16); }
 
-void print_placement(const Plan& plan, std::ostringstream& out, int most_hosts) {
+void print_placement(const Plan& plan, TextStream& out, int most_hosts) {
   const auto& placed = *plan.placement;
   out << "\nhosts (ranks by device)\n";
   std::vector<std::vector<std::pair<int, int>>> ranks(placed.topology.hosts.size());
@@ -82,19 +81,14 @@ std::pair<std::span<const int>, int> group_of(const GroupTable& groups, int rank
 }  // namespace
 
 std::string duration_text(double seconds) {
-  char text[32];
   if (seconds == 0) return "0 s";
-  if (seconds < 1e-3)
-    std::snprintf(text, sizeof text, "%.3g us", seconds * 1e6);
-  else if (seconds < 1)
-    std::snprintf(text, sizeof text, "%.3g ms", seconds * 1e3);
-  else
-    std::snprintf(text, sizeof text, "%.4g s", seconds);
-  return text;
+  if (seconds < 1e-3) return significant(seconds * 1e6, 3) + " us";
+  if (seconds < 1) return significant(seconds * 1e3, 3) + " ms";
+  return significant(seconds, 4) + " s";
 }
 
 std::string plan_text(const Plan& plan, std::optional<int> rank, int most_groups) {
-  std::ostringstream out;
+  TextStream out;
   out << plan.mesh.size() << " ranks\nmesh " << plan.mesh << "\n";
   if (!plan.order.empty()) out << "order " << plan.order << " (first = adjacent ranks)\n";
   if (!plan.tree.empty()) out << "\n" << plan.tree;

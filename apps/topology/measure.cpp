@@ -15,6 +15,7 @@
 #include <map>
 #include <numeric>
 
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
 
 namespace tessera::app {
@@ -31,6 +32,9 @@ double median(std::vector<double> values) {
                    values.end());
   return values[values.size() / 2];
 }
+
+/// As concat() of another rank wrote it.
+double number_of(const std::string& text) { return parse_real(text).value_or(0); }
 
 struct Place {
   int host = 0, slot = 0;
@@ -176,7 +180,7 @@ class Prober {
       const auto all = host.all_gather_bytes(concat(kept));
       std::vector<double> shares;
       for (const auto& text : all)
-        if (const double share = std::stod(text); share > 0) shares.push_back(share);
+        if (const double share = number_of(text); share > 0) shares.push_back(share);
       if (!shares.empty()) kept_ = median(shares);
     }
     world_.barrier();
@@ -208,7 +212,7 @@ class Prober {
     std::vector<double> sums;
     for (int h = 0; h + 1 < n; h += 2) {
       double sum = 0;
-      for (const int rank : ranks_of_[h]) sum += std::stod(all[rank]);
+      for (const int rank : ranks_of_[h]) sum += number_of(all[rank]);
       sums.push_back(sum);
     }
     job_.probe.adapter = median(sums);
@@ -228,7 +232,7 @@ class Prober {
       std::memcpy(job_.probe.samples.data() + have, part.data(), part.size());
     }
     for (int h = 0; h < hosts(); ++h)
-      job_.probe.kept.push_back(std::stod(kept[ranks_of_[h].front()]));
+      job_.probe.kept.push_back(number_of(kept[ranks_of_[h].front()]));
   }
 
   const DistributedManager& manager_;

@@ -1,23 +1,40 @@
 #pragma once
-// Text for messages: concat("rank ", 3, " of ", 4), list({1, 2}) -> "[1, 2]".
+// Text for messages and files, the same whatever locale the process has set:
+// concat("rank ", 3, " of ", 4) -> "rank 3 of 4", list({1, 2}) -> "[1, 2]".
 
+#include <locale>
 #include <sstream>
 #include <string>
 
 namespace tessera {
 
+/// An output string stream with the classic locale. A plain std::ostringstream takes the process'
+/// global one, which may write 12345 as "12.345".
+class TextStream : public std::ostringstream {
+ public:
+  TextStream() { imbue(std::locale::classic()); }
+};
+
+/// An input string stream with the classic locale.
+class TextReader : public std::istringstream {
+ public:
+  explicit TextReader(const std::string& text) : std::istringstream(text) {
+    imbue(std::locale::classic());
+  }
+};
+
 /// The arguments, streamed one after the other.
 template <class... Args>
 std::string concat(const Args&... args) {
-  std::ostringstream out;
+  TextStream out;
   (out << ... << args);
   return std::move(out).str();
 }
 
-/// "[a, b, c]", cut after `limit` items with "... (N in all)".
+/// "[a, b, c]"; beyond `limit` items it ends with "... (N in all)".
 template <class Range>
 std::string list(const Range& range, std::size_t limit = 32) {
-  std::ostringstream out;
+  TextStream out;
   std::size_t n = 0;
   out << '[';
   for (const auto& item : range) {

@@ -15,7 +15,7 @@ std::string open_mpi_rank_file(const Topology& topology, const std::vector<int>&
   std::vector<int> first;
   for (std::size_t h = 0; h < topology.hosts.size(); ++h)
     first.push_back(h == 0 ? 0 : first.back() + topology.hosts[h - 1].devices);
-  std::ostringstream out;
+  TextStream out;
   for (std::size_t r = 0; r < slot_of.size(); ++r) {
     const int h = host_of.at(slot_of[r]);
     out << "rank " << r << '=' << topology.hosts[h].name << " slot=" << slot_of[r] - first[h]
@@ -26,7 +26,7 @@ std::string open_mpi_rank_file(const Topology& topology, const std::vector<int>&
 
 std::string slurm_host_file(const Topology& topology, const std::vector<int>& slot_of) {
   const auto host_of = topology.hosts_of_slots();
-  std::ostringstream out;
+  TextStream out;
   for (int slot : slot_of) out << topology.hosts[host_of.at(slot)].name << '\n';
   return std::move(out).str();
 }
@@ -54,7 +54,7 @@ std::vector<int> parse_rank_file(const std::string& text, const Topology& topolo
   }
   const std::regex open_mpi("rank\\s+([0-9]{1,9})\\s*=\\s*(\\S+)\\s+slot\\s*=\\s*([0-9]{1,9})");
   std::map<int, int> by_rank;
-  std::istringstream in(text);
+  TextReader in(text);
   std::string line;
   int number = 0, lines = 0;
   bool ranked = false;

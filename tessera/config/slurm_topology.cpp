@@ -24,7 +24,7 @@ struct ConfSwitch {
 /// end continues.
 std::vector<ConfSwitch> parse_conf(const std::string& conf, const std::string& source) {
   std::vector<ConfSwitch> found;
-  std::istringstream in(conf);
+  TextReader in(conf);
   std::string line, whole;
   int number = 0, began = 0;
   const auto fail = [&](const std::string& why) -> ConfigFileError {
@@ -32,7 +32,7 @@ std::vector<ConfSwitch> parse_conf(const std::string& conf, const std::string& s
   };
   const auto handle = [&](std::string text) {
     text = text.substr(0, text.find('#'));
-    std::istringstream words(text);
+    TextReader words(text);
     std::map<std::string, std::string> values;
     for (std::string word; words >> word;) {
       const auto equals = word.find('=');

@@ -272,7 +272,7 @@ std::optional<StreamBatch> StreamLoader::next() {
 std::string StreamLoader::state() const { return concat("tessera-stream-1 ", step_, ' ', taken_); }
 
 void StreamLoader::restore(const std::string& state, bool replay) {
-  std::istringstream in(state);
+  TextReader in(state);
   std::string header;
   std::uint64_t step = 0, taken = 0;
   in >> header >> step >> taken;

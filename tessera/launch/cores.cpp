@@ -4,12 +4,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <fstream>
+#include <locale>
 #include <string>
 #include <tuple>
 
 #include "tessera/base/error.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
@@ -17,6 +18,7 @@ namespace {
 
 int number_in(const std::string& path) {
   std::ifstream in(path);
+  in.imbue(std::locale::classic());
   int value = 0;
   return in >> value ? value : 0;
 }
@@ -61,10 +63,9 @@ double control_group_quota() {
       if (path == "/") path.clear();
       if (unified) {
         std::ifstream limit("/sys/fs/cgroup" + path + "/cpu.max");
-        std::string quota;
-        double period = 0;
+        std::string quota, period;
         if (limit >> quota >> period && quota != "max")
-          consider(quota_of(std::atof(quota.c_str()), period));
+          consider(quota_of(parse_real(quota).value_or(0), parse_real(period).value_or(0)));
       } else {
         const std::string folder = "/sys/fs/cgroup/cpu" + path;
         consider(quota_of(number_in(folder + "/cpu.cfs_quota_us"),

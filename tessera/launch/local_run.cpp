@@ -111,7 +111,7 @@ class Runner {
  private:
   OutputStream& sink(int channel) { return channel == 1 && !shared_sink_ ? err_ : out_; }
   std::string seconds_since_begin(std::int64_t now_ns) const {
-    std::ostringstream out;
+    TextStream out;
     out << std::fixed << std::setprecision(2) << static_cast<double>(now_ns - begin_ns_) / 1e9
         << " s";
     return out.str();
@@ -170,7 +170,7 @@ class Runner {
     rank.streams[0].fd = rank.process.out;
     rank.streams[1].fd = rank.process.err;
     const int width = static_cast<int>(std::to_string(run_.ranks - 1).size());
-    std::ostringstream prefix;
+    TextStream prefix;
     prefix << '[' << std::setw(width) << r << "] ";
     rank.prefix = prefix.str();
     for (int channel = 0; channel < 2; ++channel)

@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "tessera/base/error.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
-#include "tessera/launch/detail/number.h"
 
 namespace tessera {
 namespace {
@@ -58,8 +58,8 @@ std::vector<std::string> bracket(Reader& in) {
       in.skip_blanks();
       const std::string last = in.digits();
       in.skip_blanks();
-      const auto from = detail::parse_number(first);
-      const auto to = detail::parse_number(last);
+      const auto from = parse_number(first);
+      const auto to = parse_number(last);
       if (!from || !to) in.fail("a number is too large");
       if (*from > *to) in.fail(concat("the range ", first, "-", last, " runs backwards"));
       if (*to - *from >= max_hosts)
@@ -117,7 +117,7 @@ std::vector<int> expand_task_counts(std::string_view text) {
   Reader in(text, "task counts");
   std::vector<int> counts;
   auto number = [&]() -> int {
-    const auto value = detail::parse_number(in.digits());
+    const auto value = parse_number(in.digits());
     if (!value || *value > static_cast<std::uint64_t>(max_hosts))
       in.fail(concat("the number is too large; at most ", max_hosts));
     return static_cast<int>(*value);

@@ -10,13 +10,13 @@ namespace tessera {
 namespace {
 
 std::string text_of(const Box& box) {
-  std::ostringstream out;
+  TextStream out;
   for (std::size_t d = 0; d < box.size(); ++d) out << (d ? " x " : "") << box[d];
   return std::move(out).str();
 }
 
 std::string text_of(const HaloPiece& piece) {
-  std::ostringstream out;
+  TextStream out;
   out << text_of(piece.source);
   if (piece.target == piece.source) return std::move(out).str();
   out << " as ";
@@ -70,7 +70,7 @@ class Canvas {
 }  // namespace
 
 std::string to_string(const HaloPlan& plan) {
-  std::ostringstream out;
+  TextStream out;
   out << "needs " << text_of(plan.needed) << "; sends " << plan.sent() << " elements, receives "
       << plan.received() << '\n';
   for (const HaloPiece& p : plan.sends)
@@ -102,7 +102,7 @@ std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges
       all_columns = {std::min(all_columns.begin, box[columns].begin),
                      std::max(all_columns.end, box[columns].end)};
   }
-  std::ostringstream out;
+  TextStream out;
   out << "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" << wide * (kPanel + kGap) + kGap
       << "\" height=\"" << high * (kPanel + kGap + kTop) + kGap
       << "\" font-family=\"sans-serif\" font-size=\"12\">\n"

@@ -158,7 +158,7 @@ void Mixture::next(Cursor& cursor, std::span<Draw> out) const {
 }
 
 std::string Mixture::describe() const {
-  std::ostringstream text;
+  TextStream text;
   text << std::hexfloat << "seed " << seed_ << (shuffle_ ? ", shuffled" : ", in order");
   for (const Dataset& d : datasets_) text << ", " << d.name << ':' << d.samples;
   for (const Stage& stage : stages_) {

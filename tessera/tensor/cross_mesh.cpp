@@ -31,7 +31,7 @@ struct Source {
 };
 
 std::string write(const Source& s) {
-  std::ostringstream out;
+  TextStream out;
   out << static_cast<int>(s.dtype) << ' ' << s.requires_grad << ' ' << s.shape.size();
   for (std::size_t d = 0; d < s.shape.size(); ++d) {
     out << ' ' << s.shape[d] << ' ' << s.dims[d].axes.size();
@@ -44,7 +44,7 @@ std::string write(const Source& s) {
 }
 
 Source read(const std::string& text) {
-  std::istringstream in(text);
+  TextReader in(text);
   Source s;
   int dtype = 0;
   std::size_t dims = 0;

@@ -1,10 +1,14 @@
 #include <gtest/gtest.h>
 
+#include <clocale>
+#include <limits>
+#include <locale>
 #include <set>
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/error.h"
 #include "tessera/base/hash.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
@@ -50,6 +54,66 @@ TEST(Text, ListsAndCuts) {
   EXPECT_EQ(concat("rank ", 3, " of ", 4), "rank 3 of 4");
   EXPECT_EQ(list(std::vector<int>{1, 2}), "[1, 2]");
   EXPECT_EQ(list(std::vector<int>(5, 7), 2), "[7, 7, ... (5 in all)]");
+}
+
+// What an application may set for its own texts: 1.234.567,5.
+struct Grouped : std::numpunct<char> {
+  char do_decimal_point() const override { return ','; }
+  char do_thousands_sep() const override { return '.'; }
+  std::string do_grouping() const override { return "\3"; }
+};
+
+class OtherLocale {
+ public:
+  OtherLocale() { std::locale::global(std::locale(std::locale::classic(), new Grouped)); }
+  ~OtherLocale() {
+    std::locale::global(before_);
+    std::setlocale(LC_ALL, "C");
+  }
+
+ private:
+  std::locale before_;
+};
+
+TEST(Text, IsTheSameInEveryLocale) {
+  const OtherLocale german;
+  std::ostringstream plain;
+  plain << 12345;
+  ASSERT_EQ(plain.str(), "12.345") << "the locale is set";
+  EXPECT_EQ(concat("port ", 39649, " after ", 1.5, " s"), "port 39649 after 1.5 s");
+  EXPECT_EQ(list(std::vector<double>{1234.5, 2}), "[1234.5, 2]");
+  int number = 0;
+  double real = 0;
+  EXPECT_TRUE(TextReader("1234 1.5") >> number >> real);
+  EXPECT_EQ(number, 1234);
+  EXPECT_EQ(real, 1.5);
+}
+
+TEST(Number, IsReadAndWrittenTheSameInEveryLocale) {
+  for (const char* name : {"C", "de_DE.UTF-8", "de_DE", "fr_FR.UTF-8"}) {
+    if (!std::setlocale(LC_ALL, name)) continue;
+    EXPECT_EQ(parse_real("1.5e3"), 1500.0) << name;
+    EXPECT_EQ(parse_real("+.5"), 0.5);
+    EXPECT_EQ(parse_real("2."), 2.0);
+    EXPECT_EQ(parse_hex_real("-0x1.8p+1"), -3.0);
+    EXPECT_EQ(fixed(2.25, 1), "2.2");
+    EXPECT_EQ(fixed(1234.5, 2), "1234.50");
+    EXPECT_EQ(significant(0.00012345, 3), "0.000123");
+    EXPECT_EQ(significant(1e20, 3), "1e+20");
+  }
+  std::setlocale(LC_ALL, "C");
+}
+
+TEST(Number, OtherTextIsNone) {
+  for (const char* text : {"", " 1", "1 ", "1,5", "1.5x", "inf", "nan", "0x10", "--1", "+-1", "+",
+                           "-", ".", "e5", "1e", "1e999", "1.5.2"})
+    EXPECT_EQ(parse_real(text), std::nullopt) << text;
+  for (const char* text : {"", "1.5", "0x", "0x1.8p+1 ", "0x1.8q", "--0x1p+0", "0x-1p+0", "0xnan"})
+    EXPECT_EQ(parse_hex_real(text), std::nullopt) << text;
+  for (const char* text : {"", "-1", "+1", " 1", "1 ", "1.", "18446744073709551616"})
+    EXPECT_EQ(parse_number(text), std::nullopt) << text;
+  EXPECT_EQ(parse_number("18446744073709551615"), std::numeric_limits<std::uint64_t>::max());
+  EXPECT_EQ(parse_number("0007"), 7u);
 }
 
 TEST(Error, CanBeCaughtByItsBase) {

@@ -69,7 +69,7 @@ std::string CommTrace::table() const {
     operation = std::max(operation, row.operation.size());
     group = std::max(group, row.group.size());
   }
-  std::ostringstream out;
+  TextStream out;
   auto line = [&](const auto& o, const auto& g, const auto& count, const auto& bytes,
                   const auto& time, const auto& mean) {
     out << std::left << std::setw(static_cast<int>(operation)) << o << "  "
@@ -80,7 +80,7 @@ std::string CommTrace::table() const {
   out << std::fixed;
   for (const auto& row : rows) {
     auto number = [](double value, int digits) {
-      std::ostringstream text;
+      TextStream text;
       text << std::fixed << std::setprecision(digits) << value;
       return text.str();
     };
@@ -96,7 +96,7 @@ std::string CommTrace::timeline(int rank) const {
   const auto all = events();
   std::map<std::string, int> lanes;
   for (const auto& event : all) lanes.emplace(event.group, static_cast<int>(lanes.size()));
-  std::ostringstream out;
+  TextStream out;
   out << std::fixed << std::setprecision(3) << "{\"displayTimeUnit\": \"ms\", \"traceEvents\": [\n";
   out << "{\"ph\": \"M\", \"name\": \"process_name\", \"pid\": " << rank
       << ", \"args\": {\"name\": \"rank " << rank << "\"}}";

@@ -95,7 +95,7 @@ struct Published {
 
 Published read_published(c10d::Store& agent) {
   const std::string text = agent.get_to_str(kAgentKey);
-  std::istringstream in(text);
+  TextReader in(text);
   Published where;
   in >> where.address >> where.port;
   std::getline(in >> std::ws, where.job);

@@ -142,7 +142,7 @@ FileFormat format_of(const std::string& path) {
 
 std::string read_text(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
+  TextStream text;
   if (!file || !(text << file.rdbuf()))
     throw ConfigFileError(concat(path, ": cannot be read (or is empty); check the path"));
   return std::move(text).str();

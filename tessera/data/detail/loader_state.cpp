@@ -22,7 +22,7 @@ std::uint64_t checksum(const std::string& text) { return Hash().text(text).value
 }  // namespace
 
 std::string write_state(const Order& order, const OrderCursor& cursor) {
-  std::ostringstream out;
+  TextStream out;
   out << kHeader << ' ' << fingerprint(order) << ' ' << cursor.step << ' '
       << cursor.position.size();
   for (auto p : cursor.position) out << ' ' << p;
@@ -38,7 +38,7 @@ OrderCursor read_state(const Order& order, const std::string& state) {
   if (last == std::string::npos ||
       state.substr(last + 1, end - last) != std::to_string(checksum(state.substr(0, last))))
     refuse();
-  std::istringstream in(state.substr(0, last));
+  TextReader in(state.substr(0, last));
   std::string header;
   std::uint64_t saved = 0;
   OrderCursor cursor;

@@ -7,9 +7,9 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/hash.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/launch/detail/launch_reader.h"
-#include "tessera/launch/detail/number.h"
 #include "tessera/launch/node_list.h"
 
 namespace tessera::detail {

@@ -3,8 +3,8 @@
 #include <climits>
 
 #include "tessera/base/error.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
-#include "tessera/launch/detail/number.h"
 
 namespace tessera::detail {
 

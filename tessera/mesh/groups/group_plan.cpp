@@ -110,7 +110,7 @@ GroupPlan plan_of(const ProcessGroupConfig& config, Mesh mesh) {
 }
 
 std::string hex(std::uint64_t value) {
-  std::ostringstream out;
+  TextStream out;
   out << std::hex << value;
   return std::move(out).str();
 }
@@ -216,7 +216,7 @@ std::vector<Membership> GroupPlan::memberships(int rank) const {
 }
 
 std::string GroupPlan::canonical() const {
-  std::ostringstream out;
+  TextStream out;
   for (const auto& [name, mesh] : views_) {
     out << "view " << name << ": " << mesh.size() << " ranks, axes";
     for (const Axis& axis : mesh.axes()) out << ' ' << axis.name << '=' << axis.size;
@@ -246,7 +246,7 @@ std::uint64_t GroupPlan::hash() const { return Hash().text(canonical()).value();
 
 std::optional<PlanDifference> first_difference(const std::string& mine, const std::string& theirs) {
   if (mine == theirs) return std::nullopt;
-  std::istringstream a(mine), b(theirs);
+  TextReader a(mine), b(theirs);
   for (int line = 1;; ++line) {
     PlanDifference d{line, "", ""};
     const bool more_a = static_cast<bool>(std::getline(a, d.mine)),

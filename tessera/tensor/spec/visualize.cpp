@@ -129,7 +129,7 @@ std::string visualize_sharding(const ShardSpec& spec) {
   for (const auto& row : table) {
     for (std::size_t j = 0; j < row.size(); ++j) widths[j] = std::max(widths[j], row[j].size());
   }
-  std::ostringstream out;
+  TextStream out;
   out << spec << "\n";
   for (const auto& row : table) {
     std::string line;
@@ -170,7 +170,7 @@ std::string visualize_sharding_svg(const ShardSpec& spec) {
   const double full_width =
       std::max({width + kLeft + 20, 7.6 * static_cast<double>(title.size()) + 40,
                 6.4 * static_cast<double>(said.size()) + 40});
-  std::ostringstream out;
+  TextStream out;
   out << "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" << full_width << "\" height=\""
       << height + kTop + 44 << "\" font-family=\"sans-serif\" font-size=\"13\">\n"
       << "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
