@@ -64,6 +64,21 @@ function(tessera_room name)
     target_link_libraries(tessera_${name} PUBLIC tessera_torch)
     tessera_use_pch(tessera_${name})
   endif()
+  # Reading headers is most of what a source costs.
+  tessera_unity(tessera_${name} 5)
+endfunction()
+
+# tessera_unity(target size): compiles the target's sources in batches of `size` files, in their order, where TESSERA_UNITY
+# says so. Names of one room's sources must therefore be unique in the room, in anonymous namespaces too. A source that
+# includes other headers than its neighbours keeps out of it by SKIP_UNITY_BUILD_INCLUSION.
+function(tessera_unity target size)
+  if(NOT TESSERA_UNITY)
+    return()
+  endif()
+  set_target_properties(
+    ${target}
+    PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE BATCH UNITY_BUILD_BATCH_SIZE ${size}
+  )
 endfunction()
 
 # tessera_use_pch(target): the shared precompiled header of the code that includes libtorch.

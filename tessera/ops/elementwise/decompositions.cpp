@@ -196,7 +196,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> mkldnn_rnn_layer(
   return {at::stack(output), h, c, at::empty({0}, at::kByte)};
 }
 
-void implement(torch::Library& m) {
+void implement_decompositions(torch::Library& m) {
   for (const char* name : {"alias",
                            "expand",
                            "permute",
@@ -251,7 +251,7 @@ void implement(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { implement(m); }
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { implement(m); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { implement_decompositions(m); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { implement_decompositions(m); }
 
 }  // namespace tessera::detail

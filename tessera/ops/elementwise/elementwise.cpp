@@ -161,7 +161,7 @@ Plan foreach (const OpCall& call) {
   return plan;
 }
 
-const bool registered = [] {
+const bool elementwise_registered = [] {
   set_pointwise_rule(pointwise);
   for (const char* op :
        {"aten::add.Tensor", "aten::sub.Tensor", "aten::neg", "aten::positive", "aten::rsub.Tensor"})

@@ -37,7 +37,7 @@ Plan sized(const OpCall& call) {
   return plan;
 }
 
-const bool registered = [] {
+const bool create_registered = [] {
   for (const char* op :
        {"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like"})
     register_rule(op, like);

@@ -162,7 +162,7 @@ Plan transform(const OpCall& call, Kind kind) {
   return plan;
 }
 
-const bool registered = [] {
+const bool fft_registered = [] {
   register_rule("aten::_fft_c2c", [](const OpCall& c) { return transform(c, Kind::c2c); });
   register_rule("aten::_fft_r2c", [](const OpCall& c) { return transform(c, Kind::r2c); });
   register_rule("aten::_fft_c2r", [](const OpCall& c) { return transform(c, Kind::c2r); });

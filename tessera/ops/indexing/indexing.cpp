@@ -537,7 +537,7 @@ Plan diagonal_scatter(const OpCall& call) {
   return solve(p);
 }
 
-const bool registered = [] {
+const bool indexing_registered = [] {
   register_rule("aten::index_select", index_select);
   register_rule("aten::gather", gather);
   register_rule("aten::embedding", embedding);

@@ -153,7 +153,7 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b) {
   return contract(x, y, la, lb, lo);
 }
 
-const bool registered = [] {
+const bool contract_registered = [] {
   register_rule("tessera::contract", contract_rule);
   return true;
 }();

@@ -54,7 +54,7 @@ Plan product_and_sum(const OpCall& call, const Labels& a, const Labels& b, const
   return solve(p);
 }
 
-const bool registered = [] {
+const bool matmul_registered = [] {
   register_rule("aten::mm", [](const OpCall& c) { return product(c, {M, K}, {K, N}, {M, N}); });
   register_rule("aten::bmm",
                 [](const OpCall& c) { return product(c, {B, M, K}, {B, K, N}, {B, M, N}); });

@@ -80,7 +80,7 @@ Plan batched(const OpCall& call, const Trailing& trailing) {
 
 // ---- images: [samples, channels, ...] or [channels, ...], the last `inner` dims whole ----
 
-Labels leading(int n, int inner) {
+Labels last_unsharded(int n, int inner) {
   Labels labels = all_labels(n);
   for (int d = std::max(n - inner, 0); d < n; ++d) labels[d] = kWhole;
   return labels;
@@ -92,7 +92,7 @@ Plan upsample_backward(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   Shape size = call.integers("input_size");
   LabelProblem p(call);
-  p.inputs = {leading(n, inner)};
+  p.inputs = {last_unsharded(n, inner)};
   p.outputs = p.inputs;
   p.output_shapes = {size};
   Plan plan = solve(p);
@@ -109,13 +109,13 @@ Plan samples(const OpCall& call) {
   const std::int64_t count = call.tensor(0).spec.dims() > 0 ? call.tensor(0).spec.shape()[0] : 0;
   LabelProblem p(call);
   for (const TensorInfo& t : call.tensors()) {
-    p.inputs.push_back(leading(t.spec.dims(), t.spec.dims() - 1));
+    p.inputs.push_back(last_unsharded(t.spec.dims(), t.spec.dims() - 1));
     if (t.spec.dims() == 0 || t.spec.shape()[0] != count) return on_whole(call);
   }
   for (const OutputInfo& out : *outputs) {
     if (out.defined && (out.shape.empty() || out.shape[0] != count)) return on_whole(call);
     p.outputs.push_back(
-        leading(static_cast<int>(out.shape.size()), static_cast<int>(out.shape.size()) - 1));
+        last_unsharded(static_cast<int>(out.shape.size()), static_cast<int>(out.shape.size()) - 1));
   }
   return solve(p);
 }
@@ -145,7 +145,7 @@ Plan distances(const OpCall& call) {
   if (n != b.spec.dims() ||
       !std::equal(a.spec.shape().begin(), a.spec.shape().end() - 2, b.spec.shape().begin()))
     return on_whole(call);
-  Labels x1 = leading(n, 2), x2 = x1, out = x1;
+  Labels x1 = last_unsharded(n, 2), x2 = x1, out = x1;
   x1[n - 2] = out[n - 2] = kRows;
   x2[n - 2] = out[n - 1] = kOthers;
   LabelProblem p(call);
@@ -163,7 +163,7 @@ Plan distances(const OpCall& call) {
 // Of the ranks' parts: whether any is wrong is for each rank to say.
 Plan checked(const OpCall&) { return {}; }
 
-const bool registered = [] {
+const bool tables_registered = [] {
   const std::vector<std::pair<std::vector<const char*>, Trailing>> linear_algebra = {
       {{"linalg_inv_ex",
         "linalg_lu_factor_ex",

@@ -21,7 +21,7 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-Labels leading(int n, int free) {
+Labels first_free(int n, int free) {
   Labels labels = all_labels(n);
   for (int d = free; d < n; ++d) labels[d] = kWhole;
   return labels;
@@ -52,8 +52,8 @@ Plan layer_norm(const OpCall& call) {
   const int n = x.spec.dims(),
             free = n - static_cast<int>(call.integers("normalized_shape").size());
   LabelProblem p(call);
-  describe(p, {{"input", leading(n, free)}});
-  p.outputs.assign(3, leading(n, free));
+  describe(p, {{"input", first_free(n, free)}});
+  p.outputs.assign(3, first_free(n, free));
   Shape statistics = x.spec.shape();
   std::fill(statistics.begin() + free, statistics.end(), 1);
   if (!call.outputs()) p.output_shapes = {x.spec.shape(), statistics, statistics};
@@ -73,7 +73,7 @@ Plan layer_norm_backward(const OpCall& call) {
   const TensorInfo& x = *call.find("input");
   const int n = x.spec.dims(),
             free = n - static_cast<int>(call.integers("normalized_shape").size());
-  const Labels rows = leading(n, free);
+  const Labels rows = first_free(n, free);
   LabelProblem p(call);
   describe(p, {{"grad_out", rows}, {"input", rows}, {"mean", rows}, {"rstd", rows}});
   const Shape shape = call.integers("normalized_shape");
@@ -98,8 +98,8 @@ Plan group_norm(const OpCall& call) {
   const TensorInfo& x = call.tensor(0);
   const int n = x.spec.dims();
   LabelProblem p(call);
-  describe(p, {{"input", leading(n, 1)}});
-  p.outputs = {leading(n, 1), leading(2, 1), leading(2, 1)};
+  describe(p, {{"input", first_free(n, 1)}});
+  p.outputs = {first_free(n, 1), first_free(2, 1), first_free(2, 1)};
   const Shape statistics{x.spec.shape()[0], call.integer("group")};
   p.output_shapes = {x.spec.shape(), statistics, statistics};
   Plan plan = solve(p);
@@ -111,12 +111,12 @@ Plan group_norm_backward(const OpCall& call) {
   const TensorInfo& x = *call.find("input");
   const int n = x.spec.dims();
   LabelProblem p(call);
-  describe(p, {{"grad_out", leading(n, 1)},
-               {"input", leading(n, 1)},
-               {"mean", leading(2, 1)},
-               {"rstd", leading(2, 1)}});
+  describe(p, {{"grad_out", first_free(n, 1)},
+               {"input", first_free(n, 1)},
+               {"mean", first_free(2, 1)},
+               {"rstd", first_free(2, 1)}});
   const Shape channels{call.integer("C")};
-  p.outputs = {leading(n, 1), {kWhole}, {kWhole}};
+  p.outputs = {first_free(n, 1), {kWhole}, {kWhole}};
   p.output_shapes = {x.spec.shape(), channels, channels};
   p.contract = {0};
   Plan plan = solve(p);
@@ -261,7 +261,7 @@ Plan attention_choice(const OpCall& call) {
   return plan;
 }
 
-const bool registered = [] {
+const bool network_registered = [] {
   register_rule("aten::native_layer_norm", layer_norm);
   register_rule("aten::native_layer_norm_backward", layer_norm_backward);
   register_rule("aten::native_group_norm", guarded(group_norm));

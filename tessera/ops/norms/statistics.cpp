@@ -273,7 +273,7 @@ Plan batch_norm_backward(const OpCall& call) {
   return plan;
 }
 
-const bool registered = [] {
+const bool statistics_registered = [] {
   register_rule("aten::var.correction", [](const OpCall& c) { return variance(c, false, false); });
   register_rule("aten::std.correction", [](const OpCall& c) { return variance(c, true, false); });
   register_rule("aten::var_mean.correction",

@@ -198,7 +198,7 @@ Plan dropout(const OpCall& call) {
   return plan;
 }
 
-const bool registered = [] {
+const bool random_registered = [] {
   const RuleOptions always{.for_replicated = true};
   const auto writes = [&](const char* op, Draw draw) {
     register_rule(op, [draw](const OpCall& c) { return in_place(c, draw); }, always);

@@ -159,7 +159,7 @@ Two recurrent_packed(const at::Tensor& x, const at::Tensor& sizes, const at::Ten
                        [&] { return native(x, sizes, hx, w, biases, layers, p, train, both); });
 }
 
-void implement(torch::Library& m) {
+void implement_recurrent(torch::Library& m) {
   m.impl("lstm.input", lstm);
   m.impl("lstm.data", lstm_packed);
   m.impl("gru.input", recurrent<at::native::gru>);
@@ -173,7 +173,7 @@ void implement(torch::Library& m) {
 }  // namespace
 
 // Below autograd too, for inference mode.
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { implement(m); }
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { implement(m); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { implement_recurrent(m); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { implement_recurrent(m); }
 
 }  // namespace tessera::detail

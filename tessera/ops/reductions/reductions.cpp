@@ -319,7 +319,7 @@ Plan triangle(const OpCall& call) {
   return plan;
 }
 
-const bool registered = [] {
+const bool reductions_registered = [] {
   for (const char* op : {"aten::sum", "aten::sum.dim_IntList"}) register_rule(op, sum);
   for (const char* op : {"aten::mean", "aten::mean.dim"}) register_rule(op, mean);
   for (const char* op : {"aten::nansum", "aten::count_nonzero.dim_IntList"})

@@ -255,7 +255,7 @@ at::Tensor cross_entropy_loss(const at::Tensor& self, const at::Tensor& target,
          smooth * (label_smoothing / static_cast<double>(self.size(dim)));
 }
 
-const bool registered = [] {
+const bool classes_registered = [] {
   register_rule("aten::_softmax", [](const OpCall& c) { return softmax(c, false); });
   register_rule("aten::_log_softmax", [](const OpCall& c) { return softmax(c, true); });
   register_rule("aten::_softmax_backward_data",

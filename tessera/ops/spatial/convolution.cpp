@@ -233,7 +233,7 @@ Plan convolution_backward(const OpCall& call) {
   return plan;
 }
 
-const bool registered = [] {
+const bool convolution_registered = [] {
   register_rule("aten::convolution", convolution);
   register_rule("aten::convolution_backward", convolution_backward);
   return true;

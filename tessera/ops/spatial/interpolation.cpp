@@ -181,7 +181,7 @@ const std::vector<Interpolation>& interpolations() {
   return all;
 }
 
-void implement(torch::Library& m) {
+void implement_interpolation(torch::Library& m) {
   for (const Interpolation& op : interpolations()) {
     if (c10::Dispatcher::singleton().findSchema({concat("aten::", op.name), ""}))
       m.impl(op.name.c_str(),
@@ -191,7 +191,7 @@ void implement(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { implement(m); }
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { implement(m); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { implement_interpolation(m); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { implement_interpolation(m); }
 
 }  // namespace tessera::detail

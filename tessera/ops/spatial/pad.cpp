@@ -137,7 +137,7 @@ at::Tensor circular(const at::Tensor& self, c10::SymIntArrayRef pad) {
   return from_local(halo_exchange(x, p.halo()).view(p.output.local_shape()), p.output);
 }
 
-const bool registered = [] {
+const bool pad_registered = [] {
   register_rule("aten::constant_pad_nd", constant);
   for (const char* dims : {"1d", "2d", "3d"}) {
     register_rule(concat("aten::reflection_pad", dims), continued<Edge::reflect>);

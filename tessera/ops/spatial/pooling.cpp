@@ -171,7 +171,7 @@ void register_all() {
   register_rule("aten::_adaptive_avg_pool" + dims + "_backward", average_backward<inner>);
 }
 
-const bool registered = [] {
+const bool pooling_registered = [] {
   register_all<2>();
   register_all<3>();
   return true;

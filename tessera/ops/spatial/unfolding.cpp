@@ -177,14 +177,14 @@ at::Tensor col2im(const at::Tensor& self, c10::SymIntArrayRef output_size, at::I
           std::make_shared<Unfolding>(w, image, columns, contiguous_strides(shape)), true));
 }
 
-void implement(torch::Library& m) {
+void implement_unfolding(torch::Library& m) {
   m.impl("im2col", im2col);
   m.impl("col2im", col2im);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { implement(m); }
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { implement(m); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { implement_unfolding(m); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { implement_unfolding(m); }
 
 }  // namespace tessera::detail

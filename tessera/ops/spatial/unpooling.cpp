@@ -248,14 +248,14 @@ at::Tensor max_unpool3d(const at::Tensor& self, const at::Tensor& indices,
   return unpool("max_unpool3d", self, indices, output_size, 3);
 }
 
-void implement(torch::Library& m) {
+void implement_unpooling(torch::Library& m) {
   m.impl("max_unpool2d", max_unpool2d);
   m.impl("max_unpool3d", max_unpool3d);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { implement(m); }
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { implement(m); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { implement_unpooling(m); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { implement_unpooling(m); }
 
 }  // namespace tessera::detail

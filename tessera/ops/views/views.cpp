@@ -517,7 +517,7 @@ Plan diag_embed(const OpCall& call) {
   return solve(p);
 }
 
-const bool registered = [] {
+const bool views_registered = [] {
   register_rule("aten::diag_embed", diag_embed);
   for (const char* op : {"aten::alias", "aten::detach", "aten::_conj", "aten::_conj_physical"})
     register_rule(op, same);

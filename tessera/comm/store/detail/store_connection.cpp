@@ -14,7 +14,6 @@ namespace {
 
 // The server answers for all; this much later a rank speaks for itself.
 constexpr std::chrono::milliseconds server_grace{700};
-constexpr std::size_t largest_frame = std::size_t{1} << 30;
 
 std::string me() {
   char host[256] = "";

@@ -14,8 +14,6 @@
 namespace tessera::detail {
 namespace {
 
-constexpr std::size_t largest_frame = std::size_t{1} << 30;
-
 std::vector<std::string> texts(Reader& in) {
   std::vector<std::string> all;
   for (auto n = in.number<std::uint32_t>(); n > 0; --n) all.emplace_back(in.text());

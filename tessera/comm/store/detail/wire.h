@@ -11,6 +11,9 @@
 
 namespace tessera::detail {
 
+/// Bytes; a longer message is no message of ours.
+inline constexpr std::size_t largest_frame = std::size_t{1} << 30;
+
 /// The blank line makes a web server that listens on the port answer at once instead of waiting for
 /// more.
 inline constexpr std::string_view store_magic = "TESSERA/1\r\n\r\n";
