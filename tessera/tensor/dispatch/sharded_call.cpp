@@ -1,0 +1,375 @@
+#include "tessera/tensor/dispatch/sharded_call.h"
+
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <iterator>
+
+#include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/execute.h"
+#include "tessera/tensor/dispatch/failure.h"
+#include "tessera/tensor/dispatch/gathered_parameters.h"
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/no_dispatch.h"
+#include "tessera/tensor/dispatch/redistribute.h"
+#include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/rank_state.h"
+
+namespace tessera::detail {
+
+namespace {
+
+// The same value without partial axes.
+ShardSpec partial_reduced(const ShardSpec& spec) {
+  auto placements = spec.placements();
+  for (Placement& p : placements) {
+    if (p.is_partial()) p = Replicate();
+  }
+  return spec.with_placements(placements);
+}
+
+// The layout of the same tensor under another spec.
+LayoutPtr under(const Layout& layout, const ShardSpec& to) {
+  return make_layout(to, layout.strides, layout.offset, layout.dtype, layout.device);
+}
+
+void reduce_target(const OpInfo& info, const at::Tensor& target, const ShardSpec& from,
+                   const ShardSpec& to) {
+  const ShardMeta& meta = *meta_of(target);
+  if (meta.copy)
+    throw ShardingError(concat(info.name, " writes to a view of a partial tensor ", from,
+                               " that had to be copied. Redistribute it first."));
+  // A copy such as .data shares the meta, and would keep the terms.
+  if (target.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr().use_count() > 2) {
+    throw ShardingError(
+        concat(info.name, " writes to a partial tensor ", from,
+               " that another one (.data, detach) is a copy of. Redistribute it first."));
+  }
+  if (!target.is_inference() && !target.unsafeGetTensorImpl()->unique_version()) {
+    throw ShardingError(concat(info.name, " writes to a partial tensor ", from,
+                               " that has views or is saved in a graph. Redistribute it first."));
+  }
+  auto layout = under(*meta.layout, to);
+  at::Tensor local = aligned(redistribute_local(meta.local, from, to), *layout);
+  install(target, std::move(local), std::move(layout));
+}
+
+// An intermediate result that had to be reduced is so from now on: what backward saved of it, and
+// its next use, need not reduce it again.
+void keep_reduced(const at::Tensor& t, const ShardSpec& from, const ShardSpec& to,
+                  const at::Tensor& local) {
+  if (!from.has_partial() || !(to == partial_reduced(from)) || !t.grad_fn() || t.is_view() ||
+      !t.unsafeGetTensorImpl()->unique_version())
+    return;
+  auto layout = under(*meta_of(t)->layout, to);
+  at::Tensor own = aligned(local, *layout);
+  install(t, std::move(own), std::move(layout));
+}
+
+// What a view that had to gather its base first stands on. `whole` gets the memory order of the
+// base, so that views of it have the strides expected.
+std::shared_ptr<ViewCopy> make_view_copy(const at::Tensor& base, const ShardSpec& to,
+                                         at::Tensor& whole) {
+  const ShardMeta& meta = *meta_of(base);
+  const auto layout = under(*meta.layout, to);
+  whole = layout->dense ? aligned(std::move(whole), *layout) : whole.contiguous();
+  auto copy = std::make_shared<ViewCopy>(ViewCopy{whole, to, meta.local, meta.spec(), meta.copy,
+                                                  base.unsafeGetTensorImpl()->version_counter()});
+  if (copy->version.enabled()) copy->seen = copy->version.current_version();
+  return copy;
+}
+
+bool makes_view_of_normal(const OpInfo& info, const c10::IValue& base) {
+  return info.view && c10::InferenceMode::is_enabled() && base.isTensor() &&
+         !base.toTensor().is_inference();
+}
+
+void write_copy_back(const c10::IValue& v) {
+  const ShardMeta* meta = v.isTensor() && v.toTensor().defined() ? meta_of(v.toTensor()) : nullptr;
+  if (meta && meta->copy) meta->copy->write_back();
+}
+
+// Below autograd, but on sharded tensors: what a kernel calls on them must not be recorded again.
+struct BelowAutograd {
+  c10::impl::ExcludeDispatchKeyGuard exclude{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+                                             c10::autocast_dispatch_keyset};
+};
+
+}  // namespace
+
+ShardedCall::ShardedCall(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack,
+                         const Scan& scan)
+    : info_(info),
+      plan_(plan),
+      stack_(*stack),
+      count_(info.kinds.size()),
+      first_(stack->size() - count_),
+      like_(scan.first->layout),
+      context_(*context_of(like_->spec)),
+      view_of_normal_(makes_view_of_normal(info, stack_[first_])),
+      alias_targets_(info.out_variant || info.resizes),
+      targets_(info.writes ? count_ : 0),
+      view_copy_(info.view ? scan.first->copy : nullptr) {}
+
+void ShardedCall::run() {
+  if (plan_.moves_shards) check_policy();
+  redistribute_inputs();
+  substitute_locals();
+  if (plan_.mode == ReadyPlan::Mode::replicated) {
+    // the same on all ranks, also where it fails
+    run_local();
+    wrap_results();
+  } else {
+    try {
+      run_local();
+      wrap_results();
+    } catch (...) {
+      rethrow_to_all(info_.name, context_);
+    }
+  }
+  write_back();
+}
+
+void ShardedCall::check_policy() const {
+  if (context_.state->policies.redistribution == Policy::allow) return;
+  std::vector<ImplicitMove> moves;
+  for (const auto& move : plan_.moves) {
+    if (!move.announced) continue;
+    moves.push_back({info_.op.schema().arguments()[move.argument].name(), move.from, move.to,
+                     static_cast<std::int64_t>(argument(move).element_size())});
+  }
+  check_implicit_moves(info_.name, moves, context_);
+}
+
+void ShardedCall::redistribute_inputs() {
+  for (const ReadyPlan::Move& move : plan_.moves) {
+    const at::Tensor t = argument(move);
+    if (info_.written[move.argument]) {
+      reduce_target(info_, t, move.from, move.to);
+      continue;
+    }
+    Moved moved{move.argument, move.element, {}};
+    if (const ShardMeta& meta = *meta_of(t); meta.spec() == move.to) {
+      moved.local = meta.local;  // written in another argument, and reduced for that
+    } else if (const Moved* before = moved_before(t, move.to)) {
+      moved.local = before->local;
+    } else {
+      moved.local = redistributed(t, move);
+      moved.source = t;
+      moved.move = &move;
+    }
+    moved_.push_back(std::move(moved));
+  }
+}
+
+void ShardedCall::substitute_locals() {
+  const LocalCallGuard guard;
+  for (std::size_t i = 0; i < count_; ++i) {
+    c10::IValue& v = stack_[first_ + i];
+    const int argument = static_cast<int>(i);
+    if (info_.writes && info_.written[i]) targets_[i] = v;
+    if (info_.kinds[i] == OpInfo::Kind::tensor && v.isTensor()) {
+      at::Tensor local = local_of(v.toTensor(), argument, -1);
+      v = std::move(local);
+    } else if (info_.kinds[i] == OpInfo::Kind::tensor_list && v.isList()) {
+      c10::List<at::Tensor> list;
+      int element = 0;
+      for (const c10::IValue& t : v.toListRef())
+        list.push_back(local_of(t.toTensor(), argument, element++));
+      v = std::move(list);
+    } else if (info_.kinds[i] == OpInfo::Kind::optional_tensor_list && v.isList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      int element = -1;
+      for (const c10::IValue& t : v.toListRef()) {
+        ++element;
+        list.push_back(t.isTensor() ? std::optional(local_of(t.toTensor(), argument, element))
+                                    : std::nullopt);
+      }
+      v = std::move(list);
+    }
+  }
+  // Not before: an operator may need a tensor reduced in one argument and take it as it is in
+  // another.
+  for (const Moved& m : moved_) {
+    if (m.move) keep_reduced(m.source, m.move->from, m.move->to, m.local);
+  }
+}
+
+void ShardedCall::run_local() {
+  const LocalCallGuard guard;
+  for (const auto& [i, value] : plan_.arguments) stack_[first_ + i] = value;
+  if (plan_.local) {
+    run_local_function();
+  } else if (alias_targets_) {
+    run_on_aliases();
+  } else {
+    info_.op.callBoxed(&stack_);
+  }
+}
+
+void ShardedCall::wrap_results() {
+  std::size_t position = 0;
+  const std::size_t results = stack_.size() - info_.returns.size();
+  for (std::size_t i = 0; i < info_.returns.size(); ++i) {
+    c10::IValue& v = stack_[results + i];
+    const OpInfo::Return& r = info_.returns[i];
+    if (r.argument >= 0) {
+      v = targets_[r.argument];
+    } else if (r.tensor) {
+      if (v.isTensor()) v = wrap(std::move(v).toTensor(), r.view, position++);
+    } else if (r.list) {
+      c10::List<at::Tensor> list;
+      for (const c10::IValue& t : v.toListRef())
+        list.push_back(wrap(t.toTensor(), r.view, position++));
+      v = std::move(list);
+    }
+  }
+}
+
+void ShardedCall::write_back() const {
+  for (const c10::IValue& target : targets_) {
+    write_copy_back(target);
+    if (target.isTensorList()) {
+      for (const c10::IValue& t : target.toListRef()) write_copy_back(t);
+    }
+  }
+}
+
+at::Tensor ShardedCall::argument(const ReadyPlan::Move& move) const {
+  const c10::IValue& v = stack_[first_ + move.argument];
+  return move.element < 0 ? v.toTensor() : v.toListRef()[move.element].toTensor();
+}
+
+const ShardedCall::Moved* ShardedCall::moved_before(const at::Tensor& source,
+                                                    const ShardSpec& to) const {
+  const auto found = std::find_if(moved_.begin(), moved_.end(), [&](const Moved& m) {
+    return m.move && m.source.is_same(source) && m.move->to == to;
+  });
+  return found == moved_.end() ? nullptr : &*found;
+}
+
+// Laid out in memory as the global tensor is, like every local: kernels and views decide by
+// strides.
+at::Tensor ShardedCall::redistributed(const at::Tensor& t, const ReadyPlan::Move& move) {
+  const ShardMeta& meta = *meta_of(t);
+  GatheredParameters* kept = plan_.view_copied ? nullptr : GatheredParameters::current();
+  at::Tensor local = kept ? kept->find(t, move.to) : at::Tensor();
+  if (!local.defined()) {
+    local =
+        aligned(redistribute_local(meta.local, move.from, move.to), *under(*meta.layout, move.to));
+    if (kept) kept->add(t, move.to, local);
+  }
+  if (plan_.view_copied && info_.view && move.argument == 0)
+    view_copy_ = make_view_copy(t, move.to, local);
+  return local;
+}
+
+at::Tensor ShardedCall::local_of(const at::Tensor& t, int argument, int element) const {
+  const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;
+  if (!meta) return t;
+  if (meta->copy) meta->copy->require_fresh(info_.name);
+  if (info_.written[argument] && alias_targets_) return meta->local.detach();
+  for (const Moved& m : moved_) {
+    if (m.argument == argument && m.element == element) return m.local;
+  }
+  return meta->local;
+}
+
+void ShardedCall::run_local_function() {
+  torch::jit::Stack given(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
+  stack_.resize(first_);
+  torch::jit::Stack made = plan_.local(info_.op, std::move(given));
+  stack_.insert(stack_.end(), std::make_move_iterator(made.begin()),
+                std::make_move_iterator(made.end()));
+  if (stack_.size() != first_ + info_.returns.size()) {
+    throw RuleError(concat("the local function of the rule of ", info_.name, " returns ",
+                           stack_.size() - first_, " values, the operator ",
+                           info_.returns.size()));
+  }
+}
+
+// The targets take over what the call has made of their aliases.
+void ShardedCall::run_on_aliases() {
+  std::vector<std::pair<at::Tensor, at::Tensor>> aliases;
+  for (std::size_t i = 0; i < count_; ++i) {
+    if (info_.written[i] && targets_[i].isTensor() && targets_[i].toTensor().defined())
+      aliases.emplace_back(targets_[i].toTensor(), stack_[first_ + i].toTensor());
+  }
+  info_.op.callBoxed(&stack_);
+  for (const auto& [target, alias] : aliases) {
+    if (meta_of(target)) install(target, alias, replicated_layout(context_of(like_->spec), alias));
+  }
+}
+
+at::Tensor ShardedCall::wrap(at::Tensor local, bool view, std::size_t position) {
+  if (!local.defined()) return local;
+  return plan_.mode == ReadyPlan::Mode::replicated
+             ? wrap_replicated(std::move(local), view, position)
+             : wrap_ruled(std::move(local), view, position);
+}
+
+at::Tensor ShardedCall::wrap_replicated(at::Tensor local, bool view, std::size_t position) {
+  if (!view && (local.is_conj() || local.is_neg())) {
+    const LocalCallGuard guard;
+    local = local.resolve_conj().resolve_neg();
+  }
+  if (position >= plan_.outputs.size()) plan_.outputs.resize(position + 1);
+  LayoutPtr& known = plan_.outputs[position].layout;
+  if (!known || local.sizes() != at::IntArrayRef(known->sizes()) ||
+      local.strides() != at::IntArrayRef(known->strides) ||
+      local.storage_offset() != known->offset || local.scalar_type() != known->dtype ||
+      local.device() != known->device) {
+    known = replicated_layout(context_of(like_->spec), local);
+  }
+  at::Tensor t = detail::wrap(std::move(local), known);
+  if (view) meta_of(t)->copy = view_copy_;
+  if (view && view_of_normal_) as_view_of_normal(t);
+  return t;
+}
+
+at::Tensor ShardedCall::wrap_ruled(at::Tensor local, bool view, std::size_t position) {
+  if (position >= plan_.outputs.size())
+    throw RuleError(concat("the rule of ", info_.name, " plans ", plan_.outputs.size(),
+                           " outputs, the operator makes more"));
+  ReadyPlan::Output& out = plan_.outputs[position];
+  if (!out.layout) {
+    if (!out.spec)
+      throw RuleError(concat("the rule of ", info_.name, " gives no spec for result ", position));
+    out.layout =
+        make_layout(out.spec, out.strides ? *out.strides : contiguous_strides(out.spec.shape()), 0,
+                    local.scalar_type(), local.device());
+  }
+  if (!view) return wrap_fresh(std::move(local), out.layout);
+  at::Tensor t = detail::wrap(std::move(local), out.layout);
+  meta_of(t)->copy = view_copy_;
+  if (view_of_normal_) as_view_of_normal(t);
+  return t;
+}
+
+void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
+  const std::size_t n = info.kinds.size(), first = stack->size() - n;
+  std::vector<at::Tensor> targets;
+  torch::jit::Stack inputs;
+  for (std::size_t i = 0; i < n; ++i) {
+    if (info.written[i]) targets.push_back((*stack)[first + i].toTensor());
+    if (!(info.out_variant && info.written[i])) inputs.push_back((*stack)[first + i]);
+  }
+  const BelowAutograd guard;
+  info.functional->callBoxed(&inputs);
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    const at::Tensor result = inputs[inputs.size() - targets.size() + i].toTensor();
+    const ShardMeta* made = meta_of(result);
+    if (info.out_variant && targets[i].sizes() == result.sizes()) {
+      targets[i].copy_(result);
+    } else if (info.out_variant && targets[i].scalar_type() != result.scalar_type()) {
+      throw ShardingError(concat(info.name, ": the result is ", toString(result.scalar_type()),
+                                 ", out is ", toString(targets[i].scalar_type())));
+    } else {
+      install(targets[i], made->local, made->layout, made->copy);
+    }
+  }
+  stack->resize(first);
+  for (const at::Tensor& t : targets) stack->emplace_back(t);
+}
+
+}  // namespace tessera::detail
