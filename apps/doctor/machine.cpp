@@ -103,7 +103,8 @@ void report_machine(Report& report) {
   }
   addresses(report);
   try {
-    report.line("free port", concat("127.0.0.1:", detail::ReservedPort().port()));
+    const detail::ReservedPort port;
+    report.line("free port", concat(port.address(), " ", port.port()));
   } catch (const Error& error) {
     report.problem(concat(error.what(), ": ranks on this host cannot meet"));
   }

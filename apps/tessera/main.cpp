@@ -1,10 +1,28 @@
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <iostream>
 #include <vector>
 
 #include "commands.h"
 #include "tessera/base/error.h"
 
+namespace {
+
+// A descriptor that the caller closed ("tessera run ... >&-") would be the number of the next file
+// or socket that is opened, which then gets the output.
+void open_standard_descriptors() {
+  for (int fd = 0; fd < 3; ++fd) {
+    while (fcntl(fd, F_GETFD) < 0) {
+      if (open("/dev/null", O_RDWR) < 0) return;
+    }
+  }
+}
+
+}  // namespace
+
 int main(int argc, char** argv) {
+  open_standard_descriptors();
   CLI::App program("Tessera: distributed training for libtorch");
   program.name("tessera");
   program.require_subcommand(1);

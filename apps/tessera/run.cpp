@@ -14,6 +14,8 @@ struct RunOptions {
   std::string threads = "auto";
   std::string bind = "none";
   std::string output = "live";
+  // MiB.
+  std::int64_t keep = 1024;
 };
 
 int threads_from(const std::string& text) {
@@ -68,6 +70,11 @@ Command add_run(CLI::App& program) {
                    "live: lines as they come; by-rank: all of rank 0, then all of rank 1, ...")
       ->check(CLI::IsMember({"live", "by-rank"}))
       ->capture_default_str();
+  parser
+      ->add_option("--keep", options->keep,
+                   "With by-rank: MiB of lines that wait for their turn; beyond, they come live")
+      ->check(CLI::Range(0, 1 << 30))
+      ->capture_default_str();
   parser->add_option("program", run.command, "Program and its arguments")->required();
   parser->positionals_at_end();
   return {parser, [options] {
@@ -76,6 +83,7 @@ Command add_run(CLI::App& program) {
             request.bind = options->bind == "cores";
             request.output =
                 options->output == "live" ? LocalRun::Output::live : LocalRun::Output::by_rank;
+            request.keep_bytes = options->keep << 20;
             return run_local(request).exit_status;
           }};
 }

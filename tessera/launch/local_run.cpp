@@ -1,7 +1,6 @@
 #include "tessera/launch/local_run.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/ioctl.h>
@@ -13,16 +12,14 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
-#include <filesystem>
-#include <iomanip>
 #include <set>
-#include <sstream>
 
 #include "tessera/base/error.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/launch/cores.h"
-#include "tessera/launch/detail/output.h"
 #include "tessera/launch/detail/process_tree.h"
+#include "tessera/launch/detail/rank_outputs.h"
 #include "tessera/launch/detail/run_scope.h"
 #include "tessera/launch/detail/supervisor.h"
 
@@ -30,14 +27,10 @@ namespace tessera {
 namespace detail {
 namespace {
 
-// Above this the ranks wait for the launcher's reader.
-constexpr std::size_t max_backlog = 1 << 20;
-constexpr std::size_t last_lines_kept = 12;
-constexpr std::size_t last_line_width = 400;
-
-std::string system_error(const std::string& what) {
-  return concat(what, ": ", std::strerror(errno));
-}
+// A process that survives SIGKILL so long hangs inside the system.
+constexpr std::int64_t give_up_after_ns = 10'000'000'000;
+// The least time that a reader of the output gets once the ranks are gone.
+constexpr double least_reader_seconds = 1;
 
 std::string describe(int status) {
   if (WIFSIGNALED(status))
@@ -49,40 +42,21 @@ int exit_code(int status) {
   return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
 }
 
-struct Stream {
-  int fd = -1;
-  int log = -1;
-  LineSplitter splitter;
-  std::deque<std::string> last;
-};
-
 struct Rank {
   SupervisedRank process;
-  Stream streams[2];  // Output, error.
-  std::string prefix;
-  LineSpool spool;
-  bool ended = false;  // The rank itself.
-  bool gone = false;   // Its supervisor too, and so everything below it.
-  bool lost = false;   // The supervisor died before it could say how the rank ended.
+  // The rank itself.
+  bool ended = false;
+  // Its supervisor too, and so everything below it.
+  bool gone = false;
+  // The supervisor died before it could say how the rank ended.
+  bool lost = false;
   int status = 0;
   std::int64_t ended_ns = 0;
-  bool finished() const { return gone && streams[0].fd < 0 && streams[1].fd < 0; }
 };
 
 class Runner {
  public:
-  explicit Runner(const LocalRun& run) : run_(run), out_(run.out), err_(run.err) {
-    if (run.command.empty()) throw InvalidArgument("run_local: no program to run");
-    if (run.ranks < 1)
-      throw InvalidArgument(concat("run_local: ", run.ranks, " ranks; at least 1 is needed"));
-    if (run.threads < LocalRun::automatic)
-      throw InvalidArgument(
-          concat("run_local: ", run.threads, " threads; give automatic, off or a number"));
-    for (double seconds : {run.timeout, run.grace, run.linger}) {
-      if (!(seconds >= 0 && seconds < 1e9))
-        throw InvalidArgument(concat("run_local: ", seconds, " s is no time; give 0 to 1e9"));
-    }
-    shared_sink_ = out_.same_file(err_);
+  explicit Runner(const LocalRun& run) : run_(checked(run)), outputs_(run_) {
     for (pid_t pid : children(getpid())) older_children_.insert(pid);
   }
 
@@ -98,10 +72,6 @@ class Runner {
 
   ~Runner() {
     for (Rank& rank : ranks_) {
-      for (Stream& s : rank.streams) {
-        if (s.fd >= 0) close(s.fd);
-        if (s.log >= 0) close(s.log);
-      }
       if (rank.process.control >= 0) close(rank.process.control);
       // The closed socket ends it and all below it.
       if (!rank.gone && rank.process.supervisor > 0) waitpid(rank.process.supervisor, nullptr, 0);
@@ -109,14 +79,29 @@ class Runner {
   }
 
  private:
-  OutputStream& sink(int channel) { return channel == 1 && !shared_sink_ ? err_ : out_; }
-  std::string seconds_since_begin(std::int64_t now_ns) const {
-    TextStream out;
-    out << std::fixed << std::setprecision(2) << static_cast<double>(now_ns - begin_ns_) / 1e9
-        << " s";
-    return out.str();
+  static const LocalRun& checked(const LocalRun& run) {
+    if (run.command.empty()) throw InvalidArgument("run_local: no program to run");
+    if (run.ranks < 1)
+      throw InvalidArgument(concat("run_local: ", run.ranks, " ranks; at least 1 is needed"));
+    if (run.threads < LocalRun::automatic)
+      throw InvalidArgument(
+          concat("run_local: ", run.threads, " threads; give automatic, off or a number"));
+    for (double seconds : {run.timeout, run.grace, run.linger}) {
+      if (!(seconds >= 0 && seconds < 1e9))
+        throw InvalidArgument(concat("run_local: ", seconds, " s is no time; give 0 to 1e9"));
+    }
+    if (run.keep_bytes < 0)
+      throw InvalidArgument(concat("run_local: ", run.keep_bytes, " bytes to keep; at least 0"));
+    return run;
   }
-  void say(const std::string& text) { sink(1).put("tessera: ", text); }
+
+  static std::int64_t nanoseconds(double seconds) {
+    return static_cast<std::int64_t>(seconds * 1e9);
+  }
+  std::string seconds_since_begin(std::int64_t now_ns) const {
+    return fixed(static_cast<double>(now_ns - begin_ns_) / 1e9, 2) + " s";
+  }
+  void say(const std::string& text) { outputs_.say(text); }
 
   void prepare() {
     const CpuBudget budget = cpu_budget();
@@ -126,32 +111,14 @@ class Runner {
                  ": ranks take turns, so times measured in this run say little"));
     }
     if (run_.bind) shares_ = share_cpus(budget.cpus, run_.ranks);
-    if (!run_.log_folder.empty()) {
-      std::error_code error;
-      std::filesystem::create_directories(run_.log_folder, error);
-      if (error)
-        throw Error(
-            concat("cannot make the log folder '", run_.log_folder, "': ", error.message()));
-    }
     winsize size{};
-    const bool terminal = err_.is_terminal() && ioctl(run_.err, TIOCGWINSZ, &size) == 0;
-    environment_ = shared_environment(run_, usable, port_.port(), terminal ? size.ws_col : 0);
-  }
-
-  int open_log(int r, const char* ending) {
-    const std::string path = concat(run_.log_folder, "/rank-", r, ending);
-    const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    if (fd < 0) throw Error(system_error(concat("cannot write the log file '", path, "'")));
-    return fd;
+    const bool terminal = outputs_.error_is_terminal() && ioctl(run_.err, TIOCGWINSZ, &size) == 0;
+    environment_ = shared_environment(run_, usable, port_, terminal ? size.ws_col : 0);
   }
 
   void start(int r) {
-    ranks_.emplace_back();
-    Rank& rank = ranks_.back();
-    if (!run_.log_folder.empty()) {
-      rank.streams[0].log = open_log(r, ".out");
-      rank.streams[1].log = open_log(r, ".err");
-    }
+    Rank& rank = ranks_.emplace_back();
+    outputs_.add_rank();
     RankCommand command;
     command.arguments = run_.command;
     command.environment = environment_;
@@ -159,61 +126,50 @@ class Runner {
       command.environment.push_back(concat(name, "=", r));
     if (run_.bind) command.cpus = shares_[r];
     command.grace_ms = static_cast<std::int64_t>(run_.grace * 1000);
+    command.descriptors = descriptors_.before();
     std::vector<int> mine{signals_.fd(), port_.fd()};
     for (const Rank& other : ranks_) {
-      for (int fd : {other.process.control, other.streams[0].fd, other.streams[1].fd,
-                     other.streams[0].log, other.streams[1].log}) {
-        if (fd >= 0) mine.push_back(fd);
-      }
+      if (other.process.control >= 0) mine.push_back(other.process.control);
     }
+    outputs_.append_descriptors(mine);
     rank.process = start_supervised(command, mine, signals_.mask(), signals_.pipe_action());
-    rank.streams[0].fd = rank.process.out;
-    rank.streams[1].fd = rank.process.err;
-    const int width = static_cast<int>(std::to_string(run_.ranks - 1).size());
-    TextStream prefix;
-    prefix << '[' << std::setw(width) << r << "] ";
-    rank.prefix = prefix.str();
-    for (int channel = 0; channel < 2; ++channel)
-      rank.streams[channel].splitter = LineSplitter(sink(channel).is_terminal());
+    outputs_.attach(rank.process.out, rank.process.err);
   }
 
-  bool done() const {
-    return std::all_of(ranks_.begin(), ranks_.end(),
-                       [](const Rank& r) { return r.finished() && r.spool.empty(); });
+  bool all_gone() const {
+    return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& r) { return r.gone; });
   }
+  bool done() const { return all_gone() && outputs_.all_read(); }
 
   void step() {
     std::vector<pollfd> fds;
     fds.push_back({signals_.fd(), POLLIN, 0});
-    const bool reading = out_.backlog() < max_backlog && err_.backlog() < max_backlog;
-    for (Rank& rank : ranks_) {
+    for (const Rank& rank : ranks_) {
       if (rank.process.control >= 0) fds.push_back({rank.process.control, POLLIN, 0});
-      for (Stream& s : rank.streams) {
-        if (s.fd >= 0 && reading) fds.push_back({s.fd, POLLIN, 0});
-      }
     }
-    for (const OutputStream* s : {&out_, &err_}) {
-      if (s->pending()) fds.push_back({s->fd(), POLLOUT, 0});
-    }
+    outputs_.watch(fds);
     poll(fds.data(), fds.size(), wait_ms());
     read_reports();
     read_signals();
     reap();
-    for (std::size_t r = 0; r < ranks_.size(); ++r) read_output(static_cast<int>(r));
-    if (run_.output == LocalRun::Output::by_rank) release_spools();
-    out_.flush();
-    err_.flush();
-    if (out_.broken() && !broken_noted_) {
-      broken_noted_ = true;
+    for (std::size_t r = 0; r < ranks_.size(); ++r)
+      outputs_.read(static_cast<int>(r), ranks_[r].gone);
+    pass_on();
+    if (outputs_.reader_gone() && !reader_gone_noted_) {
+      reader_gone_noted_ = true;
       end_ranks(141);
     }
     check_time();
   }
 
+  void pass_on() {
+    if (outputs_.pass_on()) taken_ns_ = monotonic_ns();
+  }
+
   int wait_ms() const {
-    if (spools_stopped_ && !out_.pending() && !err_.pending()) return 0;
+    if (outputs_.ready_to_pass_on()) return 0;
     std::int64_t next = 0;
-    for (std::int64_t at : {timeout_ns(), terminate_ns_, kill_ns_, give_up_ns_}) {
+    for (std::int64_t at : {timeout_ns(), terminate_ns_, kill_ns_, give_up_ns_, reader_ns()}) {
       if (at > 0 && (next == 0 || at < next)) next = at;
     }
     if (next == 0) return -1;
@@ -222,8 +178,25 @@ class Runner {
   }
 
   std::int64_t timeout_ns() const {
-    return run_.timeout > 0 && !ending_ ? begin_ns_ + static_cast<std::int64_t>(run_.timeout * 1e9)
-                                        : 0;
+    return run_.timeout > 0 && !ending_ ? begin_ns_ + nanoseconds(run_.timeout) : 0;
+  }
+
+  // Until when the reader of the output is waited for; 0: as long as it takes, as any program does.
+  // A run that has to end waits for a reader that takes something; one whose time is up, or that
+  // was asked to end, waits the grace and no longer.
+  std::int64_t reader_ns() const {
+    if (gone_ns_ == 0 || !ending_) return 0;
+    const std::int64_t begin =
+        result_.timed_out || forwarded_ ? gone_ns_ : std::max(gone_ns_, taken_ns_);
+    const double seconds = at_once_ ? least_reader_seconds : run_.grace;
+    return begin + nanoseconds(std::max(seconds, least_reader_seconds));
+  }
+
+  // True once nobody is to be waited for any more.
+  bool leave_reader() {
+    if (reader_ns() == 0 || monotonic_ns() < reader_ns()) return false;
+    outputs_.give_up();
+    return true;
   }
 
   void check_time() {
@@ -238,41 +211,41 @@ class Runner {
     if (terminate_ns_ > 0 && now >= terminate_ns_) {
       terminate_ns_ = 0;
       forward(SIGTERM);
-      kill_ns_ = now + static_cast<std::int64_t>(run_.grace * 1e9);
+      kill_ns_ = now + nanoseconds(run_.grace);
     }
     if (kill_ns_ > 0 && now >= kill_ns_) kill_all();
+    if (gone_ns_ == 0 && all_gone()) gone_ns_ = now;
+    leave_reader();
     if (give_up_ns_ > 0 && now >= give_up_ns_) {
+      give_up_ns_ = 0;
       // A process that survives SIGKILL hangs in the kernel; its supervisor stays and ends it when
       // it can.
       for (std::size_t r = 0; r < ranks_.size(); ++r) {
-        if (ranks_[r].finished()) continue;
+        if (ranks_[r].gone) continue;
         say(concat("rank ", r,
                    " does not end even on SIGKILL (it hangs inside the system); not waiting for it "
                    "any longer"));
-        abandon(ranks_[r]);
+        outputs_.close_rank(static_cast<int>(r));
+        ranks_[r].ended = ranks_[r].gone = true;
       }
     }
   }
 
-  void abandon(Rank& rank) {
-    for (Stream& s : rank.streams) end_stream(s);
-    rank.ended = rank.gone = true;
-  }
-
-  // Begins the end of every rank: SIGTERM now or after `linger`, SIGKILL `grace` later. The first
-  // cause decides the exit status.
+  // Begins the end of every rank: SIGTERM now or after `linger`, but not beyond the time limit, and
+  // SIGKILL `grace` later. The first cause decides the exit status.
   void end_ranks(int status, double linger = 0) {
     if (ending_) return;
+    terminate_ns_ = monotonic_ns() + nanoseconds(linger);
+    if (timeout_ns() > 0) terminate_ns_ = std::min(terminate_ns_, timeout_ns());
     ending_ = true;
     result_.exit_status = status;
-    terminate_ns_ = monotonic_ns() + static_cast<std::int64_t>(linger * 1e9);
   }
 
   void forward(int signal) { command(SupervisorCommand{SupervisorCommand::forward, signal}); }
 
   void kill_all() {
     kill_ns_ = terminate_ns_ = 0;
-    give_up_ns_ = monotonic_ns() + 10'000'000'000;
+    if (give_up_ns_ == 0) give_up_ns_ = monotonic_ns() + give_up_after_ns;
     for (const Rank& rank : ranks_) killed_ = killed_ || !rank.ended;
     command(SupervisorCommand{SupervisorCommand::kill_all, SIGKILL});
   }
@@ -292,16 +265,17 @@ class Runner {
       if (signal == SIGUSR1 || signal == SIGUSR2) {
         forward(signal);
       } else if (forwarded_ || killed_) {
-        out_.drop();  // Whoever asks twice does not wait for a reader either.
+        at_once_ = true;
         kill_all();
       } else {
         forwarded_ = signal;
+        if (!ending_ && all_gone() && result_.exit_status == 0) result_.exit_status = 128 + signal;
         ending_ = true;
         terminate_ns_ = 0;
         say(concat("got signal ", signal, " (", strsignal(signal),
                    "); passing it on, and killing what is left after ", run_.grace, " s"));
         forward(signal);
-        if (kill_ns_ == 0) kill_ns_ = monotonic_ns() + static_cast<std::int64_t>(run_.grace * 1e9);
+        if (kill_ns_ == 0) kill_ns_ = monotonic_ns() + nanoseconds(run_.grace);
       }
     }
   }
@@ -386,112 +360,33 @@ class Runner {
                        [&](const Rank& r) { return r.process.supervisor == pid; });
   }
 
-  void read_output(int r) {
-    Rank& rank = ranks_[r];
-    for (int channel = 0; channel < 2; ++channel) {
-      Stream& s = rank.streams[channel];
-      if (s.fd < 0 || sink(channel).backlog() >= max_backlog) continue;
-      char buffer[65536];
-      const ssize_t size = read(s.fd, buffer, sizeof buffer);
-      if (size > 0) {
-        if (s.log >= 0) write_log(r, s, buffer, static_cast<std::size_t>(size));
-        emit(r, channel, s.splitter.add({buffer, static_cast<std::size_t>(size)}));
-      } else if (size == 0 || (errno != EAGAIN && errno != EINTR) || rank.gone) {
-        // Whoever still holds the pipe after the rank and its descendants are gone is none of ours.
-        emit(r, channel, s.splitter.finish());
-        end_stream(s);
-      }
-    }
-  }
-
-  void write_log(int r, Stream& s, const char* data, std::size_t size) {
-    while (size > 0) {
-      const ssize_t written = write(s.log, data, size);
-      if (written < 0 && errno == EINTR) continue;
-      if (written < 0) {
-        say(concat("cannot write the log of rank ", r, " any more: ", std::strerror(errno)));
-        close(s.log);
-        s.log = -1;
-        return;
-      }
-      data += written;
-      size -= static_cast<std::size_t>(written);
-    }
-  }
-
-  void end_stream(Stream& s) {
-    if (s.fd >= 0) close(s.fd);
-    s.fd = -1;
-  }
-
-  void emit(int r, int channel, std::vector<LineSplitter::Line> lines) {
-    Rank& rank = ranks_[r];
-    const bool waits =
-        run_.output == LocalRun::Output::by_rank && (r > turn_ || !rank.spool.empty());
-    for (LineSplitter::Line& line : lines) {
-      if (waits) {
-        if (line.end == '\n') rank.spool.put(channel, line.text);
-      } else {
-        sink(channel).put(rank.prefix, line.text, line.end);
-      }
-      if (line.end != '\n' || line.text.empty()) continue;
-      auto& last = rank.streams[channel].last;
-      last.push_back(line.text.size() > last_line_width
-                         ? line.text.substr(0, last_line_width) + " ..."
-                         : std::move(line.text));
-      if (last.size() > last_lines_kept) last.pop_front();
-    }
-  }
-
-  void release_spools() {
-    auto full = [&] { return out_.backlog() >= max_backlog || err_.backlog() >= max_backlog; };
-    for (;;) {
-      const int last = static_cast<int>(ranks_.size()) - 1;
-      LineSpool::Item item;
-      while (!full() && ranks_[turn_].spool.get(&item)) {
-        sink(item.channel).put(ranks_[turn_].prefix, item.text);
-      }
-      spools_stopped_ = full();
-      if (spools_stopped_ || turn_ >= last || !ranks_[turn_].finished()) return;
-      ++turn_;
-    }
-  }
-
   void report() {
     std::vector<int> others;
     if (start_error_) {
       say(concat("cannot start '", run_.command[0], "': ", std::strerror(start_error_)));
     } else if (result_.timed_out) {
-      say(concat("the time limit of ", run_.timeout, " s was reached; still running: ranks ",
-                 list(result_.still_running)));
-      for (int r : result_.still_running) last_lines(r, 3);
+      say(concat("the time limit of ", run_.timeout, " s was reached; ",
+                 result_.still_running.empty()
+                     ? std::string("the ranks had ended, but their output was not taken")
+                     : concat("still running: ranks ", list(result_.still_running))));
+      for (int r : result_.still_running) outputs_.say_last_lines(r, 3);
     } else if (result_.first_failed >= 0) {
       const Rank& first = ranks_[result_.first_failed];
       say(concat(run_.ranks > 1 ? "first failure: rank " : "rank ", result_.first_failed, ": ",
                  how(first), " after ", seconds_since_begin(first.ended_ns)));
-      last_lines(result_.first_failed, last_lines_kept);
+      outputs_.say_last_lines(result_.first_failed, RankOutputs::last_lines_kept);
     }
-    if (broken_noted_) say("the reader of the output went away; the ranks were ended");
+    if (reader_gone_noted_) say("the reader of the output went away; the ranks were ended");
     if (killed_ && !start_error_)
       say(concat("ranks that did not end within ", run_.grace, " s were killed"));
   }
 
-  void last_lines(int r, std::size_t count) {
-    for (int channel : {1, 0}) {
-      const auto& lines = ranks_[r].streams[channel].last;
-      if (lines.empty()) continue;
-      say(concat("last lines of rank ", r, " on its standard ", channel ? "error:" : "output:"));
-      for (std::size_t i = lines.size() > count ? lines.size() - count : 0; i < lines.size(); ++i)
-        sink(1).put("  | ", lines[i]);
-    }
-  }
-
   void finish_output() {
-    while (out_.pending() || err_.pending()) {
-      pollfd fds[3] = {{signals_.fd(), POLLIN, 0},
-                       {out_.pending() ? out_.fd() : -1, POLLOUT, 0},
-                       {err_.pending() ? err_.fd() : -1, POLLOUT, 0}};
-      poll(fds, 3, -1);
+    pass_on();
+    while (outputs_.pending() && !leave_reader()) {
+      std::vector<pollfd> fds{{signals_.fd(), POLLIN, 0}};
+      outputs_.watch(fds);
+      poll(fds.data(), fds.size(), wait_ms());
       signalfd_siginfo info;
       while (read(signals_.fd(), &info, sizeof info) == static_cast<ssize_t>(sizeof info)) {
         if (info.ssi_signo == SIGCHLD || info.ssi_signo == SIGUSR1 || info.ssi_signo == SIGUSR2)
@@ -499,33 +394,41 @@ class Runner {
         if (result_.exit_status == 0) result_.exit_status = 128 + static_cast<int>(info.ssi_signo);
         return;
       }
-      out_.flush();
-      err_.flush();
+      pass_on();
+      check_time();
     }
+    if (outputs_.lost() == 0) return;
+    say(concat(outputs_.lost(),
+               " bytes of output could not be written: ", std::strerror(outputs_.failure())));
+    pass_on();
+    if (result_.exit_status == 0) result_.exit_status = 125;
   }
 
   const LocalRun& run_;
   SignalScope signals_;
+  DescriptorScope descriptors_;
   ReservedPort port_;
-  OutputStream out_;
-  OutputStream err_;
-  bool shared_sink_ = false;
+  RankOutputs outputs_;
   std::vector<std::string> environment_;
   std::vector<std::vector<int>> shares_;
   std::deque<Rank> ranks_;
   std::set<pid_t> older_children_;
   LocalRunResult result_;
-  int turn_ = 0;  // The rank whose lines go out at once, for Output::by_rank.
   int start_error_ = 0;
   int forwarded_ = 0;
   bool ending_ = false;
   bool killed_ = false;
-  bool broken_noted_ = false;
-  bool spools_stopped_ = false;  // Kept lines wait for the reader of the output.
+  // A second signal came.
+  bool at_once_ = false;
+  bool reader_gone_noted_ = false;
   std::int64_t begin_ns_ = 0;
   std::int64_t terminate_ns_ = 0;
   std::int64_t kill_ns_ = 0;
   std::int64_t give_up_ns_ = 0;
+  // When the last of the ranks and their descendants had ended.
+  std::int64_t gone_ns_ = 0;
+  // When a reader of the output took something for the last time.
+  std::int64_t taken_ns_ = 0;
 };
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "tessera/launch/detail/output.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -77,6 +78,45 @@ TEST(OutputStream, NeverBlocksOnASlowReaderAndLosesNothing) {
   close(ends[1]);
 }
 
+TEST(OutputStream, ASteadilySlowReaderCostsLittleMemory) {
+  int ends[2];
+  ASSERT_EQ(pipe2(ends, O_CLOEXEC), 0);
+  OutputStream stream(ends[1]);
+  const std::string line(4000, 'x');
+  char buffer[4005];
+  std::size_t put = 0, got = 0;
+  // The reader is always a megabyte behind.
+  while (got < 40u << 20) {
+    while (put < got + (1u << 20)) {
+      stream.put("[0] ", line);
+      put += line.size() + 5;
+    }
+    stream.flush();
+    const ssize_t size = read(ends[0], buffer, sizeof buffer);
+    ASSERT_GT(size, 0);
+    got += static_cast<std::size_t>(size);
+  }
+  EXPECT_TRUE(stream.pending());
+  EXPECT_LT(stream.held(), 8u << 20);
+  close(ends[0]);
+  close(ends[1]);
+}
+
+TEST(OutputStream, AFullDiskIsNoReaderThatWentAway) {
+  const int full = open("/dev/full", O_WRONLY | O_CLOEXEC);
+  if (full < 0) GTEST_SKIP() << "no /dev/full here";
+  OutputStream stream(full);
+  stream.put("[0] ", "lost");
+  EXPECT_FALSE(stream.flush());
+  EXPECT_FALSE(stream.broken());
+  EXPECT_FALSE(stream.pending());
+  EXPECT_EQ(stream.lost(), 9u);
+  EXPECT_EQ(stream.failure(), ENOSPC);
+  stream.put("[0] ", "lost too");
+  EXPECT_EQ(stream.lost(), 22u) << "not tried again at once";
+  close(full);
+}
+
 TEST(OutputStream, AClosedDescriptorIsNoEndlessWait) {
   int ends[2];
   ASSERT_EQ(pipe2(ends, O_CLOEXEC), 0);
@@ -100,7 +140,7 @@ TEST(LineSpool, FirstInFirstOutWhilstWriting) {
   LineSpool::Item item;
   while (next_out < 3000) {
     if (next_in < 3000 && random() % 3) {
-      spool.put(next_in % 2, text(next_in));
+      ASSERT_TRUE(spool.put(next_in % 2, text(next_in)));
       ++next_in;
     } else if (spool.get(&item)) {
       ASSERT_EQ(item.text, text(next_out));

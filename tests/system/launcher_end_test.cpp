@@ -10,6 +10,7 @@
 
 #include "launcher_run.h"
 #include "process.h"
+#include "tessera/base/text.h"
 #include "tessera/launch/detail/process_tree.h"
 
 namespace tessera::test {
@@ -90,6 +91,20 @@ TEST(LauncherEnd, LingerLetsTheOthersEndByThemselves) {
   EXPECT_FALSE(run.holds("caught 15"));
 }
 
+TEST(LauncherEnd, LingerDoesNotReachBeyondTheTimeLimit) {
+  Process run(command(2, {"--linger", "90", "--timeout", "1"}, {"@0:exit=6", "pause"}));
+  EXPECT_EQ(run.finish(std::chrono::seconds(30)), 6);
+  EXPECT_TRUE(run.holds("first failure: rank 0: exit code 6")) << run.err();
+}
+
+TEST(LauncherEnd, AStoppedDescendantDoesNotCostTheGrace) {
+  Process left(command(2, {"--grace", "90"}, {"stopped", "exit=0"}));
+  EXPECT_EQ(left.finish(std::chrono::seconds(30)), 0);
+  EXPECT_TRUE(left.all_gone());
+  Process stopped(command(2, {"--grace", "90"}, {"@0:kill=19", "@1:exit=5"}));
+  EXPECT_EQ(stopped.finish(std::chrono::seconds(30)), 5) << "nor does a stopped rank";
+}
+
 TEST(LauncherEnd, TimeLimitNamesWhoStillRuns) {
   Process run(command(3, {"--timeout", "3"},
                       {"daemon", "@1:exit=0", "error=working", "ignore=15", "pause"}));
@@ -157,6 +172,19 @@ TEST(LauncherSignals, ASecondOneKillsAtOnce) {
   EXPECT_TRUE(run.all_gone());
 }
 
+TEST(LauncherSignals, IgnoredOnesStayIgnored) {
+  // As by nohup, and as in the background jobs of scripts.
+  Process run(in_shell("trap '' HUP INT QUIT; exec \"$@\"",
+                       command(2, {}, {"note=10", "print=ready", "@0:pause", "pause"})));
+  ASSERT_TRUE(run.await({"[0] ready", "[1] ready"}));
+  for (int number : {SIGHUP, SIGINT, SIGQUIT, SIGUSR1}) run.signal(number);
+  ASSERT_TRUE(run.await({"[0] noted 10", "[1] noted 10"}));
+  run.signal(SIGTERM);
+  EXPECT_EQ(run.finish(), 128 + SIGTERM);
+  for (int number : {SIGHUP, SIGINT, SIGQUIT})
+    EXPECT_FALSE(run.holds(concat("got signal ", number, " ("))) << run.err();
+}
+
 TEST(LauncherSignals, UserSignalsArePassedOnAndChangeNothing) {
   Process run(command(2, {}, {"note=10", "print=ready", "@0:pause", "pause"}));
   ASSERT_TRUE(run.await({"[0] ready", "[1] ready"}));
@@ -195,14 +223,70 @@ TEST(LauncherDeath, ItsReaderGoesAway) {
   EXPECT_TRUE(run.all_gone());
 }
 
-TEST(LauncherDeath, ANotReadingReaderDoesNotStopTheTimeLimit) {
+TEST(LauncherDeath, AReaderThatStandsStillDoesNotStopTheTimeLimit) {
   Process run(command(2, {"--timeout", "1"}, {"lines=100000000"}));
-  // Nothing is read: the launcher ends its ranks, and waits for the reader with what it still has
-  // to say.
-  ASSERT_TRUE(becomes_true([&] { return !detail::children(run.pid()).empty(); }));
-  ASSERT_TRUE(becomes_true([&] { return detail::children(run.pid()).empty(); }));
-  EXPECT_EQ(run.finish(), 124);
+  EXPECT_EQ(run.end_unread(std::chrono::seconds(20)), 124);
   EXPECT_TRUE(run.all_gone());
+}
+
+// Rank 0 writes more than anybody keeps, rank 1 fails with 40 on SIGUSR1.
+const Words kStandStill{"@0:ignore=10", "@1:catch=10", "@1:error=ready", "@1:pause",
+                        "lines=100000000"};
+
+TEST(LauncherDeath, AReaderThatStandsStillIsNotTakenForARankThatDoesNotEnd) {
+  // What is behind the reader arrives when it reads again.
+  Process run(command(2, {"--grace", "12"}, kStandStill));
+  ASSERT_TRUE(run.await({"[1] ready"}));
+  ASSERT_TRUE(becomes_true([&] { return run.unread() > 60000; }));
+  run.signal(SIGUSR1);
+  ASSERT_TRUE(becomes_true([&] { return detail::children(run.pid()).empty(); }));
+  EXPECT_EQ(run.finish(), 40);
+  EXPECT_FALSE(run.holds("does not end")) << run.err();
+  EXPECT_TRUE(run.holds("first failure: rank 1: exit code 40")) << run.err();
+}
+
+TEST(LauncherDeath, AReaderThatStandsStillDoesNotStopTheEndAfterAFailure) {
+  Process run(command(2, {}, kStandStill));
+  ASSERT_TRUE(run.await({"[1] ready"}));
+  ASSERT_TRUE(becomes_true([&] { return run.unread() > 60000; }));
+  run.signal(SIGUSR1);
+  EXPECT_EQ(run.end_unread(std::chrono::seconds(20)), 40);
+  EXPECT_TRUE(run.all_gone());
+}
+
+TEST(LauncherDeath, AReaderThatStandsStillDoesNotStopASignal) {
+  Process run(command(2, {}, {"error=ready", "lines=100000000"}));
+  ASSERT_TRUE(run.await({"[0] ready", "[1] ready"}));
+  run.signal(SIGTERM);
+  EXPECT_EQ(run.end_unread(std::chrono::seconds(20)), 128 + SIGTERM);
+  EXPECT_TRUE(run.all_gone());
+}
+
+TEST(LauncherDeath, AFullDiskLeavesTheRanksAlone) {
+  Process run(in_shell("exec \"$@\" > /dev/full",
+                       command(2, {}, {"lines=2000", "print=more", "error=went on"})));
+  EXPECT_EQ(run.finish(), 125) << "what was not written is no success";
+  EXPECT_TRUE(run.holds("[0] went on") && run.holds("[1] went on")) << run.err();
+  EXPECT_TRUE(run.holds("bytes of output could not be written: No space left on device"))
+      << run.err();
+  EXPECT_FALSE(run.holds("reader")) << run.err();
+}
+
+TEST(LauncherDeath, AClosedOutputIsNobodysSocket) {
+  Process run(in_shell("exec \"$@\" >&-", command(2, {}, {"lines=2000", "error=went on"})));
+  EXPECT_EQ(run.finish(), 0);
+  EXPECT_TRUE(run.holds("[0] went on") && run.holds("[1] went on")) << run.err();
+}
+
+// Without /proc nothing of what a rank leaves behind can be found by its parent. The namespace ends
+// it after the test.
+TEST(LauncherDeath, WithoutProcItEndsAllTheSame) {
+  const std::string namespaces = "unshare -Urmpf --kill-child ";
+  Process possible({"sh", "-c", namespaces + "mount -t tmpfs none /proc"});
+  if (possible.finish() != 0) GTEST_SKIP() << "no namespaces here: " << possible.err();
+  Process run(in_shell(namespaces + "sh -c 'mount -t tmpfs none /proc; \"$@\"; exit $?' sh \"$@\"",
+                       command(2, {}, {"daemon", "child", "exit=0"})));
+  EXPECT_EQ(run.finish(std::chrono::seconds(30)), 0) << run.err();
 }
 
 TEST(LauncherDeath, ASupervisorThatIsKilledIsAFailedRank) {

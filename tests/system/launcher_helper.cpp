@@ -10,8 +10,9 @@
 //   pause                    waits until it is killed
 //   meet=PATH                rank 0 waits until another rank, and the other way round, meets it at
 //                            this named pipe
-//   child daemon             leaves a waiting child; a grandchild in a session of its own whose
-//                            parent is gone
+//   child daemon stopped     leaves a waiting child; a grandchild in a session of its own whose
+//                            parent is gone; a child that is stopped
+//   descriptors              prints the soft limit of descriptors
 //   launch affinity          prints detect_launch() as text; the CPUs that it may run on
 //   listen                   listens on TESSERA_PORT with SO_REUSEADDR, as libtorch's store does
 
@@ -20,6 +21,7 @@
 #include <netinet/in.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -96,7 +98,12 @@ void run(const std::string& name, const std::string& value) {
   if (name == "long") return put(1, std::string(static_cast<std::size_t>(number), 'x') + "\n");
   if (name == "lines") {
     std::string text;
-    for (int i = 0; i < number; ++i) text += "line " + std::to_string(i) + "\n";
+    for (int i = 0; i < number; ++i) {
+      text += "line " + std::to_string(i) + "\n";
+      if (text.size() < 65536) continue;
+      put(1, text);
+      text.clear();
+    }
     return put(1, text);
   }
   if (name == "env") {
@@ -132,6 +139,21 @@ void run(const std::string& name, const std::string& value) {
     return;
   }
   if (name == "daemon") return start_daemon();
+  if (name == "stopped") {
+    const pid_t child = fork();
+    if (child == 0) {
+      raise(SIGSTOP);
+      wait_forever();
+    }
+    int status = 0;
+    if (waitpid(child, &status, WUNTRACED) != child || !WIFSTOPPED(status)) _exit(99);
+    return;
+  }
+  if (name == "descriptors") {
+    rlimit limit{};
+    getrlimit(RLIMIT_NOFILE, &limit);
+    return put(1, "descriptors " + std::to_string(limit.rlim_cur) + "\n");
+  }
   if (name == "listen") return listen_here();
   if (name == "launch")
     return put(1, tessera::to_text(tessera::detect_launch(tessera::Environment::of_process())));

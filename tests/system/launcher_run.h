@@ -29,6 +29,13 @@ inline Words command(int ranks, const Words& options, const Words& words) {
   return all;
 }
 
+/// The words behind a shell's script, in which "$@" stands for them.
+inline Words in_shell(const std::string& script, const Words& words) {
+  Words all{"sh", "-c", script, "sh"};
+  all.insert(all.end(), words.begin(), words.end());
+  return all;
+}
+
 /// A folder that goes away again.
 class Folder {
  public:

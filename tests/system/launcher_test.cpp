@@ -1,6 +1,7 @@
 // `tessera run`: what the ranks are told, and what becomes of their output.
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -202,6 +203,47 @@ TEST(LauncherOutput, ByRankIsInRankOrder) {
                                    [](const auto& l) { return l[0] != '['; }),
                     error_lines.end());
   EXPECT_EQ(error_lines, (Words{"[0] to err", "[1] to err", "[2] to err"}));
+}
+
+TEST(LauncherOutput, ByRankKeepsNoMoreThanItsLimitAndHoldsNobodyUp) {
+  const Folder folder;
+  const std::string meeting = (folder.path() / "meeting").string();
+  ASSERT_EQ(mkfifo(meeting.c_str(), 0600), 0);
+  // Rank 0 waits for rank 1, which writes more than is kept: holding it up would never end.
+  Process run(command(2, {"--output", "by-rank", "--keep", "1"},
+                      {"@1:lines=300000", "meet=" + meeting, "print=done"}));
+  ASSERT_EQ(run.finish(), 0) << run.err();
+  EXPECT_NE(run.err().find("no longer in the order of ranks: more than 1048576 bytes"),
+            std::string::npos)
+      << run.err();
+  const Words lines = lines_of_rank(run.out(), "[1] ");
+  ASSERT_EQ(lines.size(), 300001u);
+  for (int i = 0; i < 300000; ++i) ASSERT_EQ(lines[i], "line " + std::to_string(i));
+  EXPECT_EQ(lines_of_rank(run.out(), "[0] "), Words{"done"});
+}
+
+TEST(LauncherOutput, ALogThatIsAPipeWithoutAReaderIsRefused) {
+  const Folder folder;
+  ASSERT_EQ(mkfifo((folder.path() / "rank-0.out").c_str(), 0600), 0);
+  Process run(command(1, {"--log-dir", folder.path().string()}, {}));
+  EXPECT_EQ(run.finish(std::chrono::seconds(20)), 125);
+}
+
+TEST(LauncherEnvironment, ManyRanksDoNotNeedAHighLimitOfDescriptors) {
+  Process run(in_shell("ulimit -Sn 24; exec \"$@\"", command(12, {}, {"descriptors"})));
+  ASSERT_EQ(run.finish(), 0) << run.err();
+  EXPECT_EQ(lines_of_rank(run.out(), "[11] "), Words{"descriptors 24"}) << "the ranks keep theirs";
+}
+
+TEST(LauncherEnvironment, AHostWithoutIPv4MeetsAtItsOtherLoopback) {
+  const std::string no_ipv4 =
+      "unshare -rn sh -c 'ip link set lo up && ip -6 addr show dev lo | grep -q ::1 && ip -4 addr "
+      "flush dev lo && \"$@\"' sh ";
+  Process possible(in_shell(no_ipv4 + "\"$@\"", {"true"}));
+  if (possible.finish() != 0) GTEST_SKIP() << "no such namespace here: " << possible.err();
+  Process run(in_shell(no_ipv4 + "\"$@\"", command(1, {}, {"env=MASTER_ADDR"})));
+  ASSERT_EQ(run.finish(), 0) << run.err();
+  EXPECT_EQ(run.out(), "[0] MASTER_ADDR=::1\n");
 }
 
 TEST(LauncherOutput, LogFilesHoldTheBytesOfEachRank) {

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -75,6 +76,11 @@ Process::~Process() {
 
 void Process::signal(int number) const { kill(pid_, number); }
 
+int Process::unread() const {
+  int bytes = 0;
+  return ioctl(fds_[0], FIONREAD, &bytes) == 0 ? bytes : -1;
+}
+
 void Process::close_output() {
   for (int& fd : fds_) {
     if (fd >= 0) close(fd);
@@ -123,6 +129,16 @@ int Process::finish(std::chrono::seconds limit) {
     if (ms_until(end) == 0) return -1;
     poll(nullptr, 0, 1);
   }
+}
+
+int Process::end_unread(std::chrono::seconds limit) {
+  for (const auto end = Clock::now() + limit; ms_until(end) > 0; poll(nullptr, 0, 10)) {
+    int status = 0;
+    if (waitpid(pid_, &status, WNOHANG) != pid_) continue;
+    pid_ = -1;
+    return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+  }
+  return -1;
 }
 
 bool Process::all_gone(std::chrono::seconds limit) {

@@ -33,8 +33,12 @@ class Process {
   /// Waits for the end of the program and of its output; the exit status as a shell has it (128 +
   /// signal). -1 after the limit.
   int finish(std::chrono::seconds limit = std::chrono::seconds(60));
+  /// The same, but nothing of its output is read meanwhile, as by a reader that stands still.
+  int end_unread(std::chrono::seconds limit = std::chrono::seconds(60));
   /// Whether the last process that descends from it has ended within the limit.
   bool all_gone(std::chrono::seconds limit = std::chrono::seconds(30));
+  /// Bytes of its standard output that wait to be read.
+  int unread() const;
   /// Its writes fail from now on.
   void close_output();
 

@@ -10,6 +10,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
+#include "tessera/launch/detail/supervisor.h"
 
 namespace tessera::detail {
 
@@ -62,29 +63,57 @@ bool OutputStream::same_file(const OutputStream& other) const {
 
 void OutputStream::put(std::string_view prefix, std::string_view text, char end) {
   if (broken_) return;
+  const std::size_t size = prefix.size() + text.size() + 1;
+  if (lost_ > told_) {
+    if (monotonic_ns() < retry_ns_) {
+      lost_ += size;
+      return;
+    }
+    // On a line of its own: what was written last may have been cut anywhere.
+    queue_ += concat("\ntessera: ", lost_ - told_,
+                     " bytes of output are missing here: ", std::strerror(failure_), "\n");
+    told_ = lost_;
+  }
   if (overwrite_) queue_ += "\x1b[2K";  // Erases the bar; the cursor is at its start.
   overwrite_ = end == '\r';
   queue_.append(prefix).append(text).push_back(end);
 }
 
-void OutputStream::flush() {
+bool OutputStream::flush() {
   // A pipe that polls writable takes this much without blocking.
   constexpr std::size_t safe_size = 4096;
+  // What was sent is forgotten in pieces of this size: a queue that is never empty stays small.
+  constexpr std::size_t forget_at = 1 << 20;
+  constexpr std::int64_t retry_after_ns = 1'000'000'000;
+  bool progress = false;
   while (pending()) {
     pollfd ready{fd_, POLLOUT, 0};
-    if (poll(&ready, 1, 0) <= 0) return;
-    const ssize_t size = (ready.revents & POLLNVAL)
-                             ? -1
-                             : write(fd_, queue_.data() + sent_, std::min(safe_size, backlog()));
-    if (size < 0 && (errno == EINTR || errno == EAGAIN) && !(ready.revents & POLLNVAL)) return;
-    if (size < 0) {
+    if (poll(&ready, 1, 0) <= 0) return progress;
+    const bool closed = ready.revents & POLLNVAL;
+    const ssize_t size =
+        closed ? -1 : write(fd_, queue_.data() + sent_, std::min(safe_size, backlog()));
+    if (size < 0 && !closed && (errno == EINTR || errno == EAGAIN)) return progress;
+    if (size < 0 && (closed || errno == EPIPE || errno == EBADF)) {
       broken_ = true;
       drop();
-      return;
+      return progress;
     }
+    if (size <= 0) {
+      failure_ = size < 0 ? errno : EIO;
+      lost_ += backlog();
+      retry_ns_ = monotonic_ns() + retry_after_ns;
+      drop();
+      return progress;
+    }
+    progress = true;
     sent_ += static_cast<std::size_t>(size);
+    if (sent_ >= forget_at) {
+      queue_.erase(0, sent_);
+      sent_ = 0;
+    }
   }
   drop();
+  return progress;
 }
 
 void OutputStream::drop() {
@@ -92,16 +121,18 @@ void OutputStream::drop() {
   sent_ = 0;
 }
 
-void LineSpool::put(int channel, std::string_view text) {
+bool LineSpool::put(int channel, std::string_view text) {
   if (!file_) file_.reset(std::tmpfile());
   const std::size_t header[2] = {static_cast<std::size_t>(channel), text.size()};
   if (!file_ || std::fseek(file_.get(), write_at_, SEEK_SET) != 0 ||
       std::fwrite(header, sizeof header, 1, file_.get()) != 1 ||
-      std::fwrite(text.data(), 1, text.size(), file_.get()) != text.size()) {
-    throw Error(concat("cannot keep a rank's output in a temporary file: ", std::strerror(errno),
-                       "; free space in the temporary folder, or use --output live"));
+      std::fwrite(text.data(), 1, text.size(), file_.get()) != text.size() ||
+      std::fflush(file_.get()) != 0) {
+    if (file_) std::clearerr(file_.get());
+    return false;
   }
   write_at_ += static_cast<long>(sizeof header + text.size());
+  return true;
 }
 
 bool LineSpool::get(Item* item) {
@@ -116,6 +147,10 @@ bool LineSpool::get(Item* item) {
   if (std::fread(item->text.data(), 1, header[1], file_.get()) != header[1])
     throw Error(concat("cannot read back a rank's output: ", std::strerror(errno)));
   read_at_ += static_cast<long>(sizeof header + header[1]);
+  if (empty()) {
+    read_at_ = write_at_ = 0;
+    if (ftruncate(fileno(file_.get()), 0) != 0) return true;  // Its space is used again at least.
+  }
   return true;
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 // Output of ranks: bytes into whole lines, and lines into the launcher's own streams without ever
-// blocking on a slow reader.
+// blocking on a slow reader or a full disk.
 
 #include <cstdint>
 #include <cstdio>
@@ -40,6 +40,8 @@ class LineSplitter {
 };
 
 /// One of the launcher's own streams. Text is queued, and written as far as the reader takes it.
+/// Where it cannot be written (a full disk), it is counted as lost, a line says so, and later text
+/// is tried again.
 class OutputStream {
  public:
   /// `fd` stays the caller's.
@@ -50,30 +52,42 @@ class OutputStream {
   bool same_file(const OutputStream& other) const;
   /// One piece as from LineSplitter, behind its prefix.
   void put(std::string_view prefix, std::string_view text, char end = '\n');
-  /// Writes what can be written without blocking.
-  void flush();
+  /// Writes what can be written without blocking; true where something was.
+  bool flush();
   bool pending() const { return !broken_ && sent_ < queue_.size(); }
   std::size_t backlog() const { return queue_.size() - sent_; }
+  /// Memory of the queue, in bytes.
+  std::size_t held() const { return queue_.capacity(); }
   /// The reader is gone (EPIPE) or the descriptor is closed; text is dropped from then on.
   bool broken() const { return broken_; }
+  /// Bytes that could not be written, and the errno of the last failure.
+  std::uint64_t lost() const { return lost_; }
+  int failure() const { return failure_; }
   /// Forgets what is queued.
   void drop();
 
  private:
   int fd_;
   bool terminal_;
-  bool overwrite_ = false;  // The terminal's current line holds a piece that ended with '\r'.
+  // The terminal's current line holds a piece that ended with '\r'.
+  bool overwrite_ = false;
   bool broken_ = false;
   std::string queue_;
   std::size_t sent_ = 0;
+  std::uint64_t lost_ = 0;
+  // Of lost_, those that a line has told.
+  std::uint64_t told_ = 0;
+  int failure_ = 0;
+  // Nothing is tried before; 0: at once.
+  std::int64_t retry_ns_ = 0;
 };
 
 /// Lines kept in an unnamed temporary file until their turn comes.
 class LineSpool {
  public:
-  /// `channel` is any small number that comes back with the line. Throws Error where the temporary
-  /// file cannot be written.
-  void put(int channel, std::string_view text);
+  /// `channel` is any small number that comes back with the line. False, with what was kept before
+  /// unharmed, where the temporary file cannot be written (errno says why).
+  bool put(int channel, std::string_view text);
   struct Item {
     int channel;
     std::string text;
@@ -81,6 +95,8 @@ class LineSpool {
   /// The oldest line, or nothing left: false.
   bool get(Item* item);
   bool empty() const { return read_at_ == write_at_; }
+  /// Bytes that the file takes.
+  std::int64_t size() const { return write_at_; }
 
  private:
   struct Close {

@@ -6,27 +6,23 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cctype>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 
+#include "tessera/base/number.h"
+
 namespace tessera::detail {
 namespace {
 
-struct Entry {
-  pid_t pid;
-  char state;
-};
-
 // Parent -> children of every process that /proc shows.
-std::multimap<pid_t, Entry> process_table() {
-  std::multimap<pid_t, Entry> table;
+std::multimap<pid_t, pid_t> process_table() {
+  std::multimap<pid_t, pid_t> table;
   DIR* dir = opendir("/proc");
   if (!dir) return table;
   while (const dirent* entry = readdir(dir)) {
-    if (!std::isdigit(static_cast<unsigned char>(entry->d_name[0]))) continue;
+    if (!is_digit(entry->d_name[0])) continue;
     char path[300];
     std::snprintf(path, sizeof path, "/proc/%s/stat", entry->d_name);
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -38,10 +34,9 @@ std::multimap<pid_t, Entry> process_table() {
     text[size] = 0;
     // "pid (name) state ppid ...": the name may hold anything, so look for the last parenthesis.
     const char* end = std::strrchr(text, ')');
-    char state = 0;
     int parent = 0;
-    if (end && std::sscanf(end + 1, " %c %d", &state, &parent) == 2) {
-      table.insert({parent, {static_cast<pid_t>(std::atoi(entry->d_name)), state}});
+    if (end && std::sscanf(end + 1, " %*c %d", &parent) == 1) {
+      table.insert({parent, static_cast<pid_t>(std::atoi(entry->d_name))});
     }
   }
   closedir(dir);
@@ -57,9 +52,8 @@ std::vector<pid_t> descendants(pid_t root) {
   for (std::size_t i = 0; i < open_ends.size(); ++i) {
     const auto [first, last] = table.equal_range(open_ends[i]);
     for (auto it = first; it != last; ++it) {
-      if (it->second.state == 'Z' || it->second.state == 'X') continue;
-      found.push_back(it->second.pid);
-      open_ends.push_back(it->second.pid);
+      found.push_back(it->second);
+      open_ends.push_back(it->second);
     }
   }
   return found;
@@ -69,7 +63,7 @@ std::vector<pid_t> children(pid_t root) {
   const auto table = process_table();
   std::vector<pid_t> found;
   const auto [first, last] = table.equal_range(root);
-  for (auto it = first; it != last; ++it) found.push_back(it->second.pid);
+  for (auto it = first; it != last; ++it) found.push_back(it->second);
   return found;
 }
 

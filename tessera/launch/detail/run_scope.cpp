@@ -61,20 +61,38 @@ bool belongs_to_outer_launcher(const std::string& variable) {
 
 }  // namespace
 
-ReservedPort::ReservedPort() : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+std::string loopback_address() {
+  ReservedPort port;
+  return port.address();
+}
+
+ReservedPort::ReservedPort() {
   const int on = 1;
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof address;
-  if (fd_ < 0 || setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
-      bind(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 ||
-      getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
-    const std::string message = concat("no free port on 127.0.0.1: ", std::strerror(errno));
+  std::string why;
+  for (const int family : {AF_INET, AF_INET6}) {
+    sockaddr_storage address{};
+    socklen_t size = sizeof(sockaddr_in);
+    address.ss_family = static_cast<sa_family_t>(family);
+    if (family == AF_INET) {
+      reinterpret_cast<sockaddr_in&>(address).sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    } else {
+      reinterpret_cast<sockaddr_in6&>(address).sin6_addr = in6addr_loopback;
+      size = sizeof(sockaddr_in6);
+    }
+    auto* const at = reinterpret_cast<sockaddr*>(&address);
+    fd_ = socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd_ >= 0 && setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
+        bind(fd_, at, size) == 0 && getsockname(fd_, at, &size) == 0) {
+      port_ = ntohs(family == AF_INET ? reinterpret_cast<sockaddr_in&>(address).sin_port
+                                      : reinterpret_cast<sockaddr_in6&>(address).sin6_port);
+      address_ = family == AF_INET ? "127.0.0.1" : "::1";
+      return;
+    }
+    why += concat(why.empty() ? "" : ", ", family == AF_INET ? "127.0.0.1" : "::1", ": ",
+                  std::strerror(errno));
     if (fd_ >= 0) close(fd_);
-    throw Error(message);
   }
-  port_ = ntohs(address.sin_port);
+  throw Error(concat("no free port on this host's loopback interface (", why, ")"));
 }
 
 ReservedPort::~ReservedPort() { close(fd_); }
@@ -82,15 +100,22 @@ ReservedPort::~ReservedPort() { close(fd_); }
 SignalScope::SignalScope() {
   sigset_t watched;
   sigemptyset(&watched);
-  for (int signal : {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2})
-    sigaddset(&watched, signal);
+  for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2}) {
+    struct sigaction now{};
+    if (sigaction(signal, nullptr, &now) != 0 || now.sa_handler != SIG_IGN)
+      sigaddset(&watched, signal);
+  }
+  sigaddset(&watched, SIGCHLD);
+  sigset_t blocked = watched;
+  // A limit on the size of files is a failed write, not this process' end.
+  sigaddset(&blocked, SIGXFSZ);
   struct sigaction ignore{};
   ignore.sa_handler = SIG_IGN;
   sigaction(SIGPIPE, &ignore, &pipe_action_);
   struct sigaction usual{};
   usual.sa_handler = SIG_DFL;
   sigaction(SIGCHLD, &usual, &child_action_);
-  sigprocmask(SIG_BLOCK, &watched, &mask_);
+  sigprocmask(SIG_BLOCK, &blocked, &mask_);
   fd_ = signalfd(-1, &watched, SFD_CLOEXEC | SFD_NONBLOCK);
   prctl(PR_GET_CHILD_SUBREAPER, &subreaper_);
   prctl(PR_SET_CHILD_SUBREAPER, 1);
@@ -104,8 +129,19 @@ SignalScope::~SignalScope() {
   sigprocmask(SIG_SETMASK, &mask_, nullptr);
 }
 
-std::vector<std::string> shared_environment(const LocalRun& run, int usable_cores, int port,
-                                            int columns) {
+DescriptorScope::DescriptorScope() {
+  if (getrlimit(RLIMIT_NOFILE, &before_) != 0) return;
+  rlimit raised = before_;
+  raised.rlim_cur = raised.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &raised);  // Where it is refused, the limit stays as it is.
+}
+
+DescriptorScope::~DescriptorScope() {
+  if (before_.rlim_max > 0) setrlimit(RLIMIT_NOFILE, &before_);
+}
+
+std::vector<std::string> shared_environment(const LocalRun& run, int usable_cores,
+                                            const ReservedPort& port, int columns) {
   std::vector<std::string> environment;
   auto set = [&](const std::string& name, const auto& value) {
     environment.push_back(concat(name, "=", value));
@@ -127,8 +163,8 @@ std::vector<std::string> shared_environment(const LocalRun& run, int usable_core
        {"TESSERA_WORLD_SIZE", "WORLD_SIZE", "TESSERA_LOCAL_SIZE", "LOCAL_WORLD_SIZE"})
     set(name, run.ranks);
   set("TESSERA_NODE_RANK", 0);
-  for (const char* name : {"TESSERA_ADDRESS", "MASTER_ADDR"}) set(name, "127.0.0.1");
-  for (const char* name : {"TESSERA_PORT", "MASTER_PORT"}) set(name, port);
+  for (const char* name : {"TESSERA_ADDRESS", "MASTER_ADDR"}) set(name, port.address());
+  for (const char* name : {"TESSERA_PORT", "MASTER_PORT"}) set(name, port.port());
   if (columns > 0) set("TESSERA_TERMINAL_COLUMNS", columns);
   return environment;
 }

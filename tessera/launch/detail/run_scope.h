@@ -3,6 +3,7 @@
 // environment of its ranks.
 
 #include <signal.h>
+#include <sys/resource.h>
 
 #include <string>
 #include <vector>
@@ -11,7 +12,10 @@
 
 namespace tessera::detail {
 
-/// A loopback port, reserved: bound with SO_REUSEADDR and never listening, so that nobody gets it
+/// "127.0.0.1", or "::1" on a host without IPv4. Throws Error where there is no loopback address.
+std::string loopback_address();
+
+/// A port of loopback_address(), reserved: bound with SO_REUSEADDR and never listening, so that nobody gets it
 /// by chance, while a listener that sets SO_REUSEADDR itself (the stores of libtorch do) can take
 /// it. Throws Error where there is none.
 class ReservedPort {
@@ -21,15 +25,18 @@ class ReservedPort {
   ReservedPort(const ReservedPort&) = delete;
   ReservedPort& operator=(const ReservedPort&) = delete;
   int fd() const { return fd_; }
+  const std::string& address() const { return address_; }
   int port() const { return port_; }
 
  private:
-  int fd_;
+  std::string address_;
+  int fd_ = -1;
   int port_ = 0;
 };
 
 /// Signals come through a descriptor, SIGPIPE is ignored and orphans are this process' children;
-/// the settings from before come back at the end.
+/// the settings from before come back at the end. Signals that were ignored stay ignored: while
+/// they are blocked, the system would queue them all the same.
 class SignalScope {
  public:
   SignalScope();
@@ -50,10 +57,23 @@ class SignalScope {
   struct sigaction child_action_{};
 };
 
+/// The soft limit of descriptors is the hard one; a rank takes four of them, or six with log files.
+class DescriptorScope {
+ public:
+  DescriptorScope();
+  ~DescriptorScope();
+  DescriptorScope(const DescriptorScope&) = delete;
+  DescriptorScope& operator=(const DescriptorScope&) = delete;
+  const rlimit& before() const { return before_; }
+
+ private:
+  rlimit before_{};
+};
+
 /// "NAME=value" of everything that the ranks of a run share: this process' environment without the
 /// variables by which an outer launcher numbers its own processes, and the variables of
 /// docs/launching.md. `columns`: of the terminal that the ranks' standard error ends on; 0: none.
-std::vector<std::string> shared_environment(const LocalRun& run, int usable_cores, int port,
-                                            int columns);
+std::vector<std::string> shared_environment(const LocalRun& run, int usable_cores,
+                                            const ReservedPort& port, int columns);
 
 }  // namespace tessera::detail

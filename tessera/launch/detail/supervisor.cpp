@@ -57,6 +57,7 @@ int become_rank(const RankCommand& command, const RankPipes& pipes, pid_t superv
     for (int cpu : command.cpus) CPU_SET_S(cpu, bytes, set);
     if (sched_setaffinity(0, bytes, set) != 0) return errno;
   }
+  if (command.descriptors.rlim_max > 0) setrlimit(RLIMIT_NOFILE, &command.descriptors);
   const auto arguments = pointers(command.arguments);
   const auto environment = pointers(command.environment);
   sigaction(SIGPIPE, &pipe_action, nullptr);
@@ -108,11 +109,34 @@ class Supervisor {
       if (ready > 0 && fds[0].revents) read_commands();
       if (ready > 0 && fds[1].revents) read_signals();
       if (deadline_ns_ && monotonic_ns() >= deadline_ns_) killing_ = true;
-      if (killing_) signal_descendants(getpid(), SIGKILL);
+      if (killing_ && !kill_all()) return;
     }
   }
 
  private:
+  // False where descendants are left that cannot be seen (no /proc), so that waiting for their end
+  // could last for ever.
+  bool kill_all() {
+    if (signal_descendants(getpid(), SIGKILL) > 0) {
+      unseen_since_ns_ = 0;
+      return true;
+    }
+    if (group_) kill(-group_, SIGKILL);
+    const std::int64_t now = monotonic_ns();
+    if (unseen_since_ns_ == 0) unseen_since_ns_ = now;
+    return now - unseen_since_ns_ < unseen_limit_ns;
+  }
+
+  // A stopped process takes a signal once it continues.
+  static bool ends(int signal) {
+    return signal == SIGTERM || signal == SIGINT || signal == SIGHUP || signal == SIGQUIT;
+  }
+  void signal_rank(int signal) {
+    if (!rank_) return;
+    kill(-rank_, signal);
+    if (ends(signal)) kill(-rank_, SIGCONT);
+  }
+
   int wait_ms() const {
     if (killing_) return 20;  // What was forked during the last sweep is found by the next.
     if (!deadline_ns_) return -1;
@@ -133,6 +157,7 @@ class Supervisor {
         send_report(control_, SupervisorReport::ended, status);
         // What outlives its rank is ended too.
         signal_descendants(getpid(), SIGTERM);
+        signal_descendants(getpid(), SIGCONT);
         if (!deadline_ns_) deadline_ns_ = monotonic_ns() + grace_ms_ * 1000000;
       }
     }
@@ -150,20 +175,26 @@ class Supervisor {
         return;
       }
       if (command.kind == SupervisorCommand::kill_all) killing_ = true;
-      if (command.kind == SupervisorCommand::forward && rank_) kill(-rank_, command.signal);
+      if (command.kind == SupervisorCommand::forward) signal_rank(command.signal);
     }
   }
 
   void read_signals() {
     signalfd_siginfo info;
     while (read(signals_, &info, sizeof info) == static_cast<ssize_t>(sizeof info)) {
-      if (info.ssi_signo != SIGCHLD && rank_) kill(-rank_, static_cast<int>(info.ssi_signo));
+      if (info.ssi_signo != SIGCHLD) signal_rank(static_cast<int>(info.ssi_signo));
     }
   }
+
+  // So long descendants are waited for that /proc does not show.
+  static constexpr std::int64_t unseen_limit_ns = 3'000'000'000;
 
   int control_;
   int signals_;
   pid_t rank_;
+  // The rank's process group, which may outlive it.
+  pid_t group_ = rank_;
+  std::int64_t unseen_since_ns_ = 0;
   std::int64_t grace_ms_;
   std::int64_t deadline_ns_ = 0;
   bool killing_ = false;

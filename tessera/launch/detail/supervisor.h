@@ -11,6 +11,7 @@
 // SIGKILL to both at once can leave a grandchild.
 
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/types.h>
 
 #include <cstdint>
@@ -29,6 +30,8 @@ struct RankCommand {
   std::vector<int> cpus;
   /// Between SIGTERM and SIGKILL for what the rank leaves behind.
   std::int64_t grace_ms = 5000;
+  /// The rank's limit of descriptors.
+  rlimit descriptors{};
 };
 
 /// Supervisor to launcher.
