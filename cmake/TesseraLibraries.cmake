@@ -11,6 +11,7 @@ set(
   mesh
   partition
   sampling
+  schedule
 )
 set(
   TESSERA_TORCH_ROOMS

@@ -1,0 +1,187 @@
+#include "tessera/schedule/bound.h"
+
+#include <algorithm>
+#include <limits>
+#include <queue>
+
+#include "tessera/base/text.h"
+#include "tessera/schedule/detail/limits.h"
+#include "tessera/schedule/schedule.h"
+
+namespace tessera {
+namespace {
+
+// An action on one machine: not before its head, and so much comes after it.
+struct Job {
+  double head, time, tail;
+};
+
+// The latest of end + tail in the best order of one machine that may be interrupted: the longest
+// tail of what is ready goes first.
+double jackson(std::vector<Job> jobs) {
+  std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) { return a.head < b.head; });
+  const auto shorter = [](const Job& a, const Job& b) { return a.tail < b.tail; };
+  std::priority_queue<Job, std::vector<Job>, decltype(shorter)> ready(shorter);
+  double now = 0, latest = 0;
+  std::size_t next = 0;
+  while (next < jobs.size() || !ready.empty()) {
+    if (ready.empty()) now = std::max(now, jobs[next].head);
+    for (; next < jobs.size() && jobs[next].head <= now; ++next) ready.push(jobs[next]);
+    Job job = ready.top();
+    ready.pop();
+    const double until =
+        next < jobs.size() ? jobs[next].head : std::numeric_limits<double>::infinity();
+    const bool ends = job.time <= until - now;
+    if (ends) {
+      now += job.time;
+      latest = std::max(latest, now + job.tail);
+    } else {
+      job.time -= until - now;
+      now = until;
+      ready.push(job);
+    }
+  }
+  return latest;
+}
+
+// a + n * b, of which the largest counts.
+struct Line {
+  double a, b;
+};
+
+double largest(const std::vector<Line>& lines, int n) {
+  double value = 0;
+  for (const Line& line : lines) value = std::max(value, line.a + n * line.b);
+  return value;
+}
+
+// A micro-batch's way: forward through all stages, and back. Position x < S is F of stage x, else I
+// of stage 2 S - 1 - x; weights[x] is the time of the W that follows an I.
+class Way {
+ public:
+  Way(const std::vector<int>& placement, const PipelineCosts& costs, double size)
+      : stages_(static_cast<int>(placement.size())) {
+    for (int x = 0; x < length(); ++x) {
+      const int s = stage(x);
+      const StageCosts& c = costs.stages[s];
+      rank_.push_back(placement[s]);
+      const double again = c.recompute ? c.forward : 0;
+      const double whole = c.backward.value_or(c.input_gradient + c.weight_gradient + again);
+      const double input = std::min(whole, c.input_gradient + again);
+      const double both = std::min(whole, c.input_gradient + c.weight_gradient + 2 * again);
+      time_.push_back((x < stages_ ? c.forward : input) * size);
+      weight_.push_back(x < stages_ ? 0 : (both - input) * size);
+      // From the end of the position before to the start of this one.
+      const double travel = x == 0 ? 0 : costs.travel(stage(x - 1), s, placement);
+      start_.push_back(x == 0 ? 0 : start_.back() + time_[x - 1] + travel);
+    }
+  }
+
+  int length() const { return 2 * stages_; }
+  int rank(int x) const { return rank_[x]; }
+  double time(int x) const { return time_[x]; }
+  double weight(int x) const { return weight_[x]; }
+  double end() const { return start_.back() + time_.back(); }
+
+  // When the n-th micro-batch to pass x has ended it, at the earliest: each of the n has been at
+  // all positions before.
+  std::vector<Line> ends(int x, int ranks) const {
+    std::vector<Line> lines{{start_[x], time_[x]}};
+    std::vector<Line> of(ranks, {-1, 0});
+    for (int y = 0; y <= x; ++y) {
+      Line& line = of[rank_[y]];
+      if (line.a < 0) line.a = start_[y];
+      line.b += time_[y];
+    }
+    // Nothing of the rank's last position is left to wait for but the way from there.
+    std::vector<bool> done(ranks, false);
+    for (int y = x; y >= 0; --y) {
+      if (done[rank_[y]]) continue;
+      done[rank_[y]] = true;
+      const Line& line = of[rank_[y]];
+      lines.push_back({line.a + start_[x] + time_[x] - start_[y] - time_[y], line.b});
+    }
+    return lines;
+  }
+
+  // What comes at least after an end at x, of n micro-batches that are no further.
+  std::vector<Line> follow(int x, int ranks) const {
+    std::vector<Line> lines;
+    std::vector<Line> of(ranks, {-1, 0});
+    std::vector<double> weights(ranks, 0.0), last(ranks, 0.0);
+    for (int y = x; y < length(); ++y) {
+      Line& line = of[rank_[y]];
+      const double after = start_[y] - start_[x] - time_[x];
+      if (y > x && line.a < 0) line.a = after;
+      if (y == x && weight_[y] > 0) line.a = 0;
+      if (y > x) line.b += time_[y];
+      line.b += weight_[y];
+      weights[rank_[y]] += weight_[y];
+      last[rank_[y]] = end() - start_[y] - time_[y];
+    }
+    for (int r = 0; r < ranks; ++r) {
+      // Without weight gradients the rank's last position has the rest of the way behind it.
+      if (of[r].a >= 0) lines.push_back({of[r].a + (weights[r] > 0 ? 0 : last[r]), of[r].b});
+    }
+    return lines;
+  }
+
+ private:
+  int stage(int x) const { return x < stages_ ? x : 2 * stages_ - 1 - x; }
+
+  int stages_;
+  std::vector<int> rank_;
+  std::vector<double> time_, weight_, start_;
+};
+
+}  // namespace
+
+MakespanBound makespan_bound(const std::vector<int>& placement, int micro_batches,
+                             const PipelineCosts& costs) {
+  const int ranks = ranks_of(placement);
+  const int stages = static_cast<int>(placement.size());
+  // Each position is looked at from each other.
+  if (stages > detail::kMostBoundStages || micro_batches < 1 ||
+      micro_batches > detail::kMostCells / stages) {
+    throw InvalidArgument(concat("a bound for ", micro_batches, " micro-batches of ", stages,
+                                 " stages; there may be ", detail::kMostBoundStages,
+                                 " stages, and 1 to ", detail::kMostCells / stages,
+                                 " micro-batches of these"));
+  }
+  costs.check(stages, micro_batches);
+  // Positions count micro-batches, not which: where these differ, each has the least size, and the
+  // work that is missing then is added as if it could be done at any time.
+  double all = micro_batches, size = 1;
+  if (!costs.sizes.empty()) {
+    all = 0;
+    for (const double one : costs.sizes) all += one;
+    size = *std::min_element(costs.sizes.begin(), costs.sizes.end());
+  }
+  const Way way(placement, costs, size);
+  const Way one(placement, costs, 1);
+  std::vector<std::vector<Job>> jobs(ranks);
+  std::vector<double> work(ranks, 0.0), least(ranks, 0.0);
+  for (int x = 0; x < way.length(); ++x) {
+    const int rank = way.rank(x);
+    const std::vector<Line> ends = way.ends(x, ranks), follow = way.follow(x, ranks);
+    for (int n = 1; n <= micro_batches; ++n) {
+      const double end = largest(ends, n);
+      jobs[rank].push_back(
+          {end - way.time(x), way.time(x), largest(follow, micro_batches + 1 - n)});
+      if (way.weight(x) > 0) jobs[rank].push_back({end, way.weight(x), 0});
+    }
+    work[rank] += (one.time(x) + one.weight(x)) * all;
+    least[rank] += (way.time(x) + way.weight(x)) * micro_batches;
+  }
+  MakespanBound bound;
+  for (int rank = 0; rank < ranks; ++rank) {
+    double first = std::numeric_limits<double>::infinity();
+    for (const Job& job : jobs[rank]) first = std::min(first, job.head);
+    const double makespan = std::max(jackson(jobs[rank]), first + work[rank]);
+    if (makespan > bound.makespan) bound = {makespan, rank, bound.work};
+    bound.work = std::max(bound.work, work[rank]);
+  }
+  return bound;
+}
+
+}  // namespace tessera
