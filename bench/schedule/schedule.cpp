@@ -1,0 +1,168 @@
+// Lengths of pipeline schedules beside the bound that none can beat, over a grid of ranks,
+// micro-batches and times: the list scheduler and the known schedules, without and with a memory
+// limit. Exact numbers of the simulator; only the scheduler's own time is measured. Prints a table
+// and writes the records as JSON.
+//
+//   bench_schedule [--out FILE]      build/bench/schedule.json unless given
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "harness.h"
+#include "tessera/base/text.h"
+#include "tessera/schedule/bound.h"
+#include "tessera/schedule/generators.h"
+#include "tessera/schedule/list_schedule.h"
+#include "tessera/schedule/simulate.h"
+#include "tessera/schedule/validate.h"
+
+using namespace tessera;
+
+namespace {
+
+// A way to lay stages over ranks, and the schedules that are known for it.
+struct Layout {
+  const char* name;
+  std::function<std::vector<int>(int)> placement;
+  std::vector<std::pair<const char*, std::function<PipelineSchedule(int, int)>>> known;
+};
+
+std::vector<Layout> layouts() {
+  return {
+      {"1 stage a rank",
+       [](int p) { return loop_placement(p); },
+       {{"1F1B", schedule_1f1b}, {"ZB-H1", schedule_zero_bubble_h1}}},
+      {"2 in a loop",
+       [](int p) { return loop_placement(p, 2); },
+       {{"interleaved", [](int p, int m) { return schedule_interleaved(p, 2, m); }}}},
+      {"2 as a V", [](int p) { return v_placement(p); }, {{"ZB-V", schedule_zero_bubble_v}}},
+  };
+}
+
+std::vector<int> counts(int p) { return {p, p + 1, 3 * p / 2, 2 * p, 3 * p, 4 * p}; }
+
+// The worst and the mean of what is shown.
+struct Spread {
+  double worst = 0, sum = 0;
+  int count = 0;
+  void add(double value) {
+    worst = std::max(worst, value);
+    sum += value;
+    ++count;
+  }
+  std::string text() const {
+    char text[40];
+    if (count == 0) return "-";
+    std::snprintf(text, sizeof(text), "%.3f (%.3f)", worst, sum / count);
+    return text;
+  }
+};
+
+void record(bench::Report& report, const std::string& name, const Spread& spread, double limit) {
+  bench::Record r;
+  r.name = name;
+  r.metric = "longest / bound";
+  r.value = spread.worst;
+  r.limit = limit;
+  r.holds = r.value <= limit;
+  report.add(r);
+}
+
+// Each cell: the largest of length / bound over all times, and the mean. `limit`: what a rank may
+// hold, in stages of one chunk (0: any).
+void grid(bench::Report& report, const Layout& layout, double communication, bool limited,
+          double aim) {
+  std::printf("\n%s, communication %g F%s: worst (mean) of length / bound\n", layout.name,
+              communication, limited ? ", no rank above 1F1B's memory" : "");
+  std::printf("%3s %3s  %-15s", "p", "m", "list");
+  for (const auto& known : layout.known) std::printf(" %-15s", known.first);
+  std::printf("\n");
+  Spread all;
+  int worse = 0;
+  for (const int p : {2, 4, 8}) {
+    for (const int m : counts(p)) {
+      Spread list;
+      std::vector<Spread> spreads(layout.known.size());
+      for (const double i : {1.0, 1.25, 1.5}) {
+        for (const double w : {0.5, 0.75, 1.0}) {
+          const std::vector<int> placement = layout.placement(p);
+          const int stages = static_cast<int>(placement.size());
+          const auto costs = PipelineCosts::uniform(stages, 1, i, w, communication);
+          const double bound = makespan_bound(placement, m, costs).makespan;
+          ListScheduleOptions options;
+          if (limited) options.memory_limit = {static_cast<double>(stages)};
+          const double ours = simulate(list_schedule(placement, m, costs, options), costs).makespan;
+          list.add(ours / bound);
+          for (std::size_t n = 0; n < layout.known.size(); ++n) {
+            const PipelineSchedule known = layout.known[n].second(p, m);
+            const Timeline t = simulate(known, costs);
+            const double peak = *std::max_element(t.peak.begin(), t.peak.end());
+            if (limited && peak > stages) continue;
+            spreads[n].add(t.makespan / bound);
+            worse += ours > t.makespan * (1 + 1e-9) ? 1 : 0;
+          }
+        }
+      }
+      std::printf("%3d %3d  %-15s", p, m, list.text().c_str());
+      for (const Spread& spread : spreads) std::printf(" %-15s", spread.text().c_str());
+      std::printf("\n");
+      all.add(list.worst);
+    }
+  }
+  const std::string name =
+      concat(layout.name, ", communication ", communication, limited ? ", limited" : "");
+  if (aim > 0) record(report, name, all, aim);
+  bench::Record r;
+  r.name = name;
+  r.metric = "cases worse than a known one";
+  r.value = worse;
+  r.limit = 0;
+  r.holds = worse == 0;
+  report.add(r);
+}
+
+void own_time(bench::Report& report) {
+  for (const auto& [p, m] : {std::pair{8, 32}, {16, 128}}) {
+    const std::vector<int> placement = v_placement(p);
+    const auto costs = PipelineCosts::uniform(2 * p, 1, 1.37, 0.71, 0.05);
+    const auto begin = std::chrono::steady_clock::now();
+    const double length = simulate(list_schedule(placement, m, costs), costs).makespan;
+    const double seconds =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    bench::Record r;
+    r.name = concat("V of ", p, " ranks, ", m, " micro-batches");
+    r.metric = "own time";
+    r.value = seconds;
+    r.unit = "s";
+    r.limit = 10;
+    r.holds = seconds <= 10;
+    report.add(r);
+    std::printf("\n%s: %.4f of the bound", r.name.c_str(),
+                length / makespan_bound(placement, m, costs).makespan);
+  }
+  std::printf("\n\n");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::string out = "build/bench/schedule.json";
+  if (argc == 3 && std::string(argv[1]) == "--out") {
+    out = argv[2];
+  } else if (argc != 1) {
+    std::fprintf(stderr, "usage: bench_schedule [--out FILE]\n");
+    return 2;
+  }
+  bench::Report report("schedule", out);
+  for (const Layout& layout : layouts()) {
+    grid(report, layout, 0, false, 1.02);
+    grid(report, layout, 0, true, 0);
+    grid(report, layout, 0.1, false, 0);
+  }
+  own_time(report);
+  return report.finish();
+}
