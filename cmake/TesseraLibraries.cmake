@@ -12,6 +12,7 @@ set(
   partition
   sampling
   schedule
+  shm
 )
 set(
   TESSERA_TORCH_ROOMS

@@ -1,0 +1,232 @@
+#pragma once
+// The collectives as state machines over the steps of core.h. Sizes are bytes or elements as said;
+// offsets follow from sizes that all ranks share, so that nothing read from the memory is a length.
+
+#include <array>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "tessera/shm/detail/core.h"
+#include "tessera/shm/reduce.h"
+
+namespace tessera::shm::detail {
+
+/// Pieces that are written before the first of them is waited for.
+inline constexpr std::uint64_t kAhead = 2;
+/// Where a rank's factor lies in its line, after the data.
+inline constexpr std::size_t kFactorAt = Line::kPayload - sizeof(double);
+/// No piece of a pipelined call is smaller, unless slots are.
+inline constexpr std::size_t kLeastPiece = 8192;
+
+/// 24 bits that are likely to differ between calls that differ.
+inline std::uint64_t signature_of(std::uint64_t call, std::uint64_t a, std::uint64_t b = 0,
+                                  std::uint64_t c = 0) {
+  std::uint64_t h = call;
+  for (const std::uint64_t part : {a, b, c}) {
+    h = (h ^ part) * 0x9e3779b97f4a7c15ULL;
+    h ^= h >> 29;
+  }
+  return (h ^ (h >> 24) ^ (h >> 48)) & 0xffffff;
+}
+
+inline std::size_t blocks_of(std::size_t bytes, std::size_t block) {
+  return (bytes + block - 1) / block;
+}
+
+/// memcpy that takes no addresses where there is nothing to copy.
+inline void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
+  if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
+}
+
+/// Bytes of each rank, and where they begin: the same for all, or one number a rank.
+class Blocks {
+ public:
+  static Blocks equal(int ranks, std::size_t each) { return Blocks(ranks, each, {}); }
+  static Blocks of(std::vector<std::size_t> sizes) {
+    return Blocks(static_cast<int>(sizes.size()), 0, std::move(sizes));
+  }
+  /// All of it is one rank's.
+  static Blocks only(int ranks, int rank, std::size_t bytes) {
+    Blocks blocks(ranks, bytes, {});
+    blocks.only_ = rank;
+    return blocks;
+  }
+  std::size_t size(int rank) const {
+    if (only_ >= 0) return rank == only_ ? each_ : 0;
+    return sizes_.empty() ? each_ : sizes_[static_cast<std::size_t>(rank)];
+  }
+  std::size_t start(int rank) const {
+    if (only_ >= 0) return 0;
+    return sizes_.empty() ? each_ * static_cast<std::size_t>(rank)
+                          : starts_[static_cast<std::size_t>(rank)];
+  }
+  std::size_t largest() const { return largest_; }
+  std::size_t total() const {
+    return only_ >= 0       ? each_
+           : sizes_.empty() ? each_ * static_cast<std::size_t>(ranks_)
+                            : starts_.back() + sizes_.back();
+  }
+  /// For signatures.
+  std::uint64_t digest() const {
+    std::uint64_t h = each_ + static_cast<std::uint64_t>(only_ + 1) * 0x51ed27ULL;
+    for (const std::size_t n : sizes_) h = signature_of(h, n) + (h << 5);
+    return h;
+  }
+
+ private:
+  Blocks(int ranks, std::size_t each, std::vector<std::size_t> sizes)
+      : ranks_(ranks), each_(each), largest_(each), sizes_(std::move(sizes)) {
+    std::size_t at = 0;
+    for (const std::size_t n : sizes_) {
+      starts_.push_back(at);
+      at += n;
+      largest_ = n > largest_ ? n : largest_;
+    }
+  }
+  int ranks_;
+  std::size_t each_, largest_;
+  std::vector<std::size_t> sizes_, starts_;
+  int only_ = -1;
+};
+
+/// Barrier, broadcast, all-gather, gather: each rank that has something publishes it, in pieces of a
+/// slot; the readers copy all pieces to where they belong.
+class Spread final : public Op {
+ public:
+  /// `input`: size(rank) bytes. `output`: all blocks; unused where this rank is no reader.
+  /// `reader`: the only rank that reads, or -1 for all.
+  Spread(Core& core, const char* name, Blocks blocks, const std::byte* input, std::byte* output,
+         int reader, bool barrier = false);
+  bool advance(Core& core) override;
+  void early(Core& core) override { publish_pieces(core); }
+  bool reads(int rank) const override { return reading_ && has(rank, consumed_); }
+
+ private:
+  bool has(int rank, std::uint64_t round) const {
+    return barrier_ || round * piece_ < blocks_.size(rank);
+  }
+  bool publish_pieces(Core& core);
+
+  const Blocks blocks_;
+  const std::byte* const input_;
+  std::byte* const output_;
+  const bool reading_, barrier_;
+  const int rank_, ranks_;
+  std::size_t piece_;
+  std::uint64_t published_ = 0, consumed_ = 0;
+  int from_ = 1;
+};
+
+/// Reduce-scatter and scatter: a source publishes what belongs to the others, in rounds of one piece for
+/// each; a rank reduces, or copies, the pieces that are its own.
+class Deal final : public Op {
+ public:
+  /// `input`: all blocks, unused where this rank is no source; `output`: size(rank) bytes.
+  /// `source`: the only rank that has something, or -1 for all; then `reducer` says how they meet.
+  Deal(Core& core, const char* name, Blocks blocks, const std::byte* input, std::byte* output,
+       int source, std::optional<Reducer> reducer, const Reduction& reduction);
+  bool advance(Core& core) override;
+  void early(Core& core) override { publish_pieces(core); }
+  bool reads(int rank) const override { return source_ < 0 || rank == source_; }
+
+ private:
+  std::size_t piece_of(int rank, std::uint64_t round) const;
+  bool publish_pieces(Core& core);
+  void consume(Core& core, std::uint64_t round);
+  bool sends() const { return source_ < 0 || source_ == rank_; }
+
+  const Blocks blocks_;
+  const std::byte* const input_;
+  std::byte* const output_;
+  const int source_, rank_, ranks_;
+  const std::optional<Reducer> reducer_;
+  const Reduction reduction_;
+  std::size_t piece_;
+  bool inline_ = false;
+  std::uint64_t published_ = 0, consumed_ = 0;
+  std::vector<double> factors_;
+};
+
+struct ReduceArguments {
+  const std::byte* input = nullptr;
+  std::byte* output = nullptr;
+  std::size_t count = 0;
+  Element element = Element::float32;
+  Reduction reduction;
+  /// The rank that gets the result, or -1 for all.
+  int root = -1;
+};
+
+/// All-reduce and reduce of a little: everyone publishes all, who gets the result reduces all.
+class ReduceOnce final : public Op {
+ public:
+  ReduceOnce(Core& core, const char* name, const ReduceArguments& arguments);
+  bool advance(Core& core) override;
+  void early(Core& core) override { publish_all(core); }
+
+  /// The most bytes for which this one is made.
+  static std::size_t limit(const Core& core);
+
+ private:
+  bool publish_all(Core& core);
+
+  const ReduceArguments arguments_;
+  const Reducer reducer_;
+  const std::size_t bytes_;
+  const bool inline_, wanted_;
+  bool published_ = false;
+  int next_ = 0;
+};
+
+/// All-reduce and reduce of much. Rounds of one piece a rank: a rank publishes the others' pieces,
+/// reduces its own, publishes the result, copies the others' results. The next round's pieces are
+/// published before the wait for this one's. If all ranks' data lie in their arenas, every rank reduces
+/// its share of them where they are, and writes the result to all.
+class ReducePieces final : public Op {
+ public:
+  ReducePieces(Core& core, const char* name, const ReduceArguments& arguments);
+  bool advance(Core& core) override;
+  void early(Core& core) override;
+
+ private:
+  struct Piece {
+    std::size_t at, count;
+  };
+  /// Elements of round `round` that rank `rank` reduces.
+  Piece piece(std::uint64_t round, int rank) const;
+  std::uint64_t deal_step(std::uint64_t round) const {
+    return base_ + (round == 0 ? 0 : 2 * round - 1);
+  }
+  std::uint64_t result_step(std::uint64_t round) const {
+    return base_ + (round + 1 < rounds_ ? 2 * round + 2 : 2 * rounds_ - 1);
+  }
+  /// Where the piece for `rank` lies in the slot of `source`.
+  std::size_t place(int rank, int source) const {
+    return static_cast<std::size_t>((rank - source - 1 + ranks_) % ranks_) * piece_bytes_;
+  }
+  bool deal(Core& core);
+  bool reduce_own(Core& core);
+  bool collect(Core& core);
+  bool announce(Core& core);
+  bool decide(Core& core);
+  bool reduce_in_place(Core& core);
+
+  const ReduceArguments arguments_;
+  const Reducer reducer_;
+  const int rank_, ranks_;
+  const std::size_t element_bytes_;
+  std::size_t piece_bytes_ = 0, piece_count_ = 0;
+  std::uint64_t rounds_ = 0, base_ = 0;
+  enum class Path : unsigned char { unknown, slots, in_place } path_ = Path::unknown;
+  bool asks_, announced_ = false, reduced_ = false;
+  /// Rounds whose pieces were dealt out, own piece reduced, results collected.
+  std::uint64_t dealt_ = 0, reduced_rounds_ = 0, collected_ = 0;
+  int from_ = 1;
+  std::vector<std::uint64_t> arena_at_;
+  std::vector<double> factors_;
+  std::vector<const std::byte*> sources_;
+};
+
+}  // namespace tessera::shm::detail

@@ -1,0 +1,245 @@
+#include <algorithm>
+#include <cstring>
+
+#include "tessera/base/text.h"
+#include "tessera/shm/detail/messages.h"
+
+namespace tessera::shm::detail {
+
+namespace {
+
+/// From this size on a message is copied out of the sender's memory, where that is possible.
+constexpr std::size_t kSingleCopyBytes = 262144;
+/// No message is larger; a size above it is a damaged frame.
+constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 48;
+
+}  // namespace
+
+Batch::~Batch() = default;
+
+std::vector<int> Batch::missing(const Core& core) const {
+  std::vector<int> ranks;
+  for (const auto& send : sends)
+    if (!send.complete) ranks.push_back(send.to);
+  for (const auto& receive : receives) {
+    if (receive.complete) continue;
+    if (receive.from != kAnySource) {
+      ranks.push_back(receive.from);
+    } else if (core.size() == 2) {
+      ranks.push_back(1 - core.rank());
+    }
+  }
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  return ranks;
+}
+
+Messages::Messages(Core& core)
+    : core_(core),
+      outgoing_(static_cast<std::size_t>(core.size())),
+      next_frame_(static_cast<std::size_t>(core.size()), 0),
+      streams_(static_cast<std::size_t>(core.size())) {}
+
+Messages::~Messages() = default;
+
+void Messages::post(Batch& batch) {
+  batches_.push_back(&batch);
+  for (auto& receive : batch.receives)
+    if (!take_kept(receive)) posted_.push_back(&receive);
+  for (auto& send : batch.sends) outgoing_[static_cast<std::size_t>(send.to)].push_back(&send);
+}
+
+void Messages::fail(const std::exception_ptr& error) {
+  for (Batch* batch : batches_)
+    if (!batch->error) batch->error = error;
+  batches_.clear();
+  posted_.clear();
+  for (auto& queue : outgoing_) queue.clear();
+}
+
+bool Messages::advance() {
+  if (batches_.empty()) return false;
+  bool any = false;
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (int r = 0; r < core_.size(); ++r) {
+      if (!outgoing_[static_cast<std::size_t>(r)].empty()) moved = send(r) || moved;
+      if (awaited(r)) moved = receive(r) || moved;
+    }
+    any = any || moved;
+  }
+  bool done = false;
+  for (Batch*& batch : batches_) {
+    const auto complete = [](const auto& message) { return message.complete; };
+    if (std::all_of(batch->sends.begin(), batch->sends.end(), complete) &&
+        std::all_of(batch->receives.begin(), batch->receives.end(), complete)) {
+      batch->complete = true;
+      batch = nullptr;
+      done = true;
+    }
+  }
+  if (done) std::erase(batches_, nullptr);
+  return any || done;
+}
+
+// ---- sending ----
+
+bool Messages::send(int to) {
+  auto& queue = outgoing_[static_cast<std::size_t>(to)];
+  std::uint64_t& next = next_frame_[static_cast<std::size_t>(to)];
+  Channel& channel = core_.channel(core_.rank(), to);
+  bool moved = false;
+  while (!queue.empty()) {
+    Outgoing& message = *queue.front();
+    const std::uint64_t taken = channel.taken.load(std::memory_order_acquire);
+    if (message.frame != 0) {  // The receiver copies it; nothing to do but wait.
+      if (taken < message.frame) return moved;
+    } else {
+      if (next >= taken + kFrames) return moved;
+      Frame& frame = channel.frames[next % kFrames];
+      frame.tag = message.tag;
+      frame.bytes = message.bytes;
+      frame.address = 0;
+      if (message.bytes >= kSingleCopyBytes && core_.single_copy() && to != core_.rank()) {
+        frame.address = reinterpret_cast<std::uint64_t>(message.data);
+        message.frame = next + 1;
+      } else {
+        const std::size_t part =
+            std::min(message.bytes - message.sent, core_.layout().frame_bytes());
+        std::byte* place = message.bytes <= Frame::kPayload
+                               ? frame.payload
+                               : core_.frame_data(core_.rank(), to, next);
+        if (part != 0) std::memcpy(place, message.data + message.sent, part);
+        message.sent += part;
+      }
+      frame.mark.exchange(++next);
+      core_.ring();
+      moved = true;
+      if (message.frame != 0 || message.sent < message.bytes) continue;
+    }
+    message.complete = true;
+    queue.pop_front();
+    moved = true;
+  }
+  return moved;
+}
+
+// ---- receiving ----
+
+bool Messages::awaited(int from) const {
+  if (streams_[static_cast<std::size_t>(from)].target != nullptr) return true;
+  return std::any_of(posted_.begin(), posted_.end(),
+                     [&](const Incoming* r) { return r->from == from || r->from == kAnySource; });
+}
+
+void Messages::check_size(const Incoming& receive, int from, std::uint64_t bytes) const {
+  if (bytes == receive.bytes) return;
+  throw MismatchError(concat("shm group '", core_.options().name, "': rank ", from, " sends ",
+                             bytes, " bytes to rank ", core_.rank(), ", which expects ",
+                             receive.bytes));
+}
+
+Incoming* Messages::match(int from, std::uint64_t tag) {
+  for (auto at = posted_.begin(); at != posted_.end(); ++at) {
+    Incoming* receive = *at;
+    if ((receive->from != from && receive->from != kAnySource) || receive->tag != tag) continue;
+    posted_.erase(at);
+    receive->from = from;
+    receive->matched = true;
+    return receive;
+  }
+  return nullptr;
+}
+
+bool Messages::take_kept(Incoming& receive) {
+  for (auto at = kept_.begin(); at != kept_.end(); ++at) {
+    if ((receive.from != kAnySource && receive.from != at->from) || receive.tag != at->tag)
+      continue;
+    // One that is still coming in is the next of its channel: it is received where it is, and waited for.
+    if (!at->whole) {
+      Stream& stream = streams_[static_cast<std::size_t>(at->from)];
+      check_size(receive, at->from, at->bytes);
+      if (!at->data.empty()) std::memcpy(receive.data, at->data.data(), at->data.size());
+      receive.from = at->from;
+      receive.matched = true;
+      stream.target = &receive;
+      stream.keeping = false;
+      kept_.erase(at);
+      return true;
+    }
+    check_size(receive, at->from, at->bytes);
+    if (!at->data.empty()) std::memcpy(receive.data, at->data.data(), at->data.size());
+    receive.from = at->from;
+    receive.matched = receive.complete = true;
+    kept_.erase(at);
+    return true;
+  }
+  return false;
+}
+
+bool Messages::take(int from, Stream& stream, const Frame& frame) {
+  const bool begins = stream.got == 0 && stream.target == nullptr && !stream.keeping;
+  if (begins) {
+    stream.bytes = frame.bytes;
+    if (stream.bytes > kMostBytes)
+      throw MismatchError(concat("shm group '", core_.options().name,
+                                 "': the memory shared with rank ", from, " is damaged"));
+    stream.target = match(from, frame.tag);
+    if (stream.target != nullptr) {
+      check_size(*stream.target, from, stream.bytes);
+    } else {
+      kept_.push_back({from, frame.tag, stream.bytes, {}, false});
+      stream.kept = std::prev(kept_.end());
+      stream.keeping = true;
+    }
+  }
+  const std::uint64_t rest = stream.bytes - stream.got;
+  const bool direct = frame.address != 0 && stream.got == 0;
+  const std::size_t part = static_cast<std::size_t>(
+      direct ? rest : std::min<std::uint64_t>(rest, core_.layout().frame_bytes()));
+  std::byte* to = nullptr;
+  if (stream.target != nullptr) {
+    to = stream.target->data + stream.got;
+  } else {
+    stream.kept->data.resize(static_cast<std::size_t>(stream.got) + part);
+    to = stream.kept->data.data() + stream.got;
+  }
+  if (direct) {
+    core_.copy_from(from, to, frame.address, part);
+  } else if (part != 0) {
+    const std::byte* place = stream.bytes <= Frame::kPayload
+                                 ? frame.payload
+                                 : core_.frame_data(from, core_.rank(), stream.next);
+    std::memcpy(to, place, part);
+  }
+  stream.got += part;
+  return stream.got == stream.bytes;
+}
+
+bool Messages::receive(int from) {
+  Stream& stream = streams_[static_cast<std::size_t>(from)];
+  Channel& channel = core_.channel(from, core_.rank());
+  bool moved = false;
+  while (awaited(from)) {
+    const Frame& frame = channel.frames[stream.next % kFrames];
+    if (frame.mark.load(std::memory_order_acquire) != stream.next + 1) return moved;
+    const bool whole = take(from, stream, frame);
+    if (whole) {
+      if (stream.target != nullptr) {
+        stream.target->complete = true;
+      } else {
+        stream.kept->whole = true;
+      }
+      stream.target = nullptr;
+      stream.keeping = false;
+      stream.bytes = stream.got = 0;
+    }
+    ++stream.next;
+    channel.taken.exchange(stream.next);
+    core_.ring();
+    moved = true;
+  }
+  return moved;
+}
+
+}  // namespace tessera::shm::detail

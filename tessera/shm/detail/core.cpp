@@ -1,0 +1,454 @@
+#include "tessera/shm/detail/core.h"
+#include "tessera/base/deadline.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+
+#include "tessera/base/text.h"
+#include "tessera/shm/detail/messages.h"
+
+namespace tessera::shm::detail {
+
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+
+constexpr std::uint64_t kStepMask = (std::uint64_t{1} << 40) - 1;
+/// Sleeps are cut into pieces of this, so that a rank that died is seen soon.
+constexpr nanoseconds kNap = milliseconds(100);
+/// How long a wait keeps its core: with a core for each rank, and with fewer.
+constexpr nanoseconds kSpin = milliseconds(2), kCrowdedSpin = microseconds(50);
+constexpr int kLooksPerClock = 64;
+
+void pause_core() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t value, nanoseconds limit) {
+  timespec time{};
+  time.tv_sec = static_cast<time_t>(limit.count() / 1000000000);
+  time.tv_nsec = static_cast<long>(limit.count() % 1000000000);
+  ::syscall(SYS_futex, &word, FUTEX_WAIT, value, &time, nullptr, 0);
+}
+
+void futex_wake(std::atomic<std::uint32_t>& word) {
+  ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void ring_bell(Bell& bell) {
+  bell.rings.fetch_add(1);
+  futex_wake(bell.rings);
+}
+
+std::byte* make_fork_guard() {
+  void* page =
+      ::mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (page == MAP_FAILED)
+    throw SetupError(Cause::no_memory, "shm: no page of memory could be mapped");
+  ::madvise(page, kPageBytes, MADV_WIPEONFORK);
+  auto* guard = static_cast<std::byte*>(page);
+  *guard = std::byte{1};
+  return guard;
+}
+
+}  // namespace
+
+Op::~Op() = default;
+
+std::vector<int> Op::missing(const Core& core) const {
+  std::vector<int> ranks;
+  for (int r = 0; r < core.size(); ++r) {
+    if (r == core.rank()) continue;
+    if (need.kind == Need::Kind::done ? !core.freed(r, need.step)
+                                      : (reads(r) && !core.marked(r, need.step)))
+      ranks.push_back(r);
+  }
+  return ranks;
+}
+
+Core::Core(CoreOptions options, std::shared_ptr<Mapping> memory, Liveness liveness)
+    : options_(std::move(options)),
+      memory_(std::move(memory)),
+      header_(*reinterpret_cast<Header*>(memory_->data())),
+      liveness_(std::move(liveness)),
+      messages_(std::make_unique<Messages>(*this)),
+      unforked_(make_fork_guard()) {}
+
+Core::~Core() {
+  if (*unforked_ != std::byte{0}) {
+    state(rank()).left.store(1);
+    ring_all();
+  }
+  ::munmap(unforked_, kPageBytes);
+}
+
+std::string Core::where(const Op& op) const {
+  return concat("shm group '", options_.name, "', rank ", rank(), " of ", size(), ", ", op.name,
+                " (call ", op.number, ")");
+}
+
+std::string Core::who(int rank) const {
+  const pid_t process = liveness_.process(rank);
+  return process > 0 ? concat("rank ", rank, " (process ", process, ")") : concat("rank ", rank);
+}
+
+// ---- the protocol ----
+
+bool Core::freed(int rank, std::uint64_t step) const {
+  return state(rank).done.load(std::memory_order_acquire) + kSlots > step;
+}
+
+bool Core::writable(Op& op, std::uint64_t step) {
+  if (step < seen_done_ + kSlots) return true;
+  std::uint64_t least = ~std::uint64_t{0};
+  for (int r = 0; r < size(); ++r) {
+    const std::uint64_t done = state(r).done.load(std::memory_order_acquire);
+    if (done + kSlots <= step) {
+      op.need = {Need::Kind::done, r, step};
+      return false;
+    }
+    least = std::min(least, done);
+  }
+  seen_done_ = least;
+  return true;
+}
+
+void Core::publish(const Op& op, std::uint64_t step) {
+  line(rank(), step).mark.exchange(((step + 1) & kStepMask) | (op.signature << 40));
+  ring();
+}
+
+bool Core::marked(int rank, std::uint64_t step) const {
+  return (line(rank, step).mark.load(std::memory_order_acquire) & kStepMask) ==
+         ((step + 1) & kStepMask);
+}
+
+bool Core::ready(Op& op, int rank, std::uint64_t step) {
+  const std::uint64_t mark = line(rank, step).mark.load(std::memory_order_acquire);
+  if ((mark & kStepMask) != ((step + 1) & kStepMask)) {
+    op.need = {Need::Kind::line, rank, step};
+    return false;
+  }
+  if (mark >> 40 != op.signature)
+    throw MismatchError(
+        concat(where(op), ": rank ", rank,
+               " calls something else, or the same with other sizes, element type, ",
+               "reduction or root; calls must be the same on all ranks"));
+  return true;
+}
+
+void Core::finish(std::uint64_t step) {
+  state(rank()).done.exchange(step + 1);
+  ring();
+}
+
+void Core::ring() {
+  if (header_.sleepers.load() == 0) return;
+  const auto me = static_cast<std::uint32_t>(rank()) + 1;
+  for (int r = 0; r < size(); ++r) {
+    Bell& bell = state(r).bell;
+    const std::uint32_t waits_for = bell.waits_for.load();
+    if (waits_for == Bell::kAnybody || (waits_for == me && r != rank())) ring_bell(bell);
+  }
+}
+
+void Core::ring_all() {
+  for (int r = 0; r < size(); ++r) ring_bell(state(r).bell);
+}
+
+bool Core::try_copy_from(int rank, std::byte* to, std::uint64_t address,
+                         std::size_t bytes) const noexcept {
+  if (liveness_.own(rank)) {
+    std::memcpy(to, reinterpret_cast<const void*>(address),
+                bytes);  // NOLINT(performance-no-int-to-ptr)
+    return true;
+  }
+  while (bytes > 0) {
+    iovec here{to, bytes};
+    iovec there{reinterpret_cast<void*>(address),
+                bytes};  // NOLINT(performance-no-int-to-ptr): of another process.
+    const ssize_t n = ::process_vm_readv(liveness_.process(rank), &here, 1, &there, 1, 0);
+    if (n < 0 && errno == EINTR) continue;
+    if (n == 0) errno = EIO;
+    if (n <= 0) return false;
+    to += n;
+    address += static_cast<std::uint64_t>(n);
+    bytes -= static_cast<std::size_t>(n);
+  }
+  return true;
+}
+
+void Core::copy_from(int rank, std::byte* to, std::uint64_t address, std::size_t bytes) const {
+  if (try_copy_from(rank, to, address, bytes)) return;
+  const int error = errno;
+  throw PeerLostError(concat("shm group '", options_.name, "': copying ", bytes,
+                             " bytes out of the memory of ", who(rank), ": ", std::strerror(error)),
+                      {rank});
+}
+
+// ---- calls ----
+
+void Core::require_usable(const Op& op) {
+  if (*unforked_ == std::byte{0})
+    throw PeerLostError(
+        concat("shm group '", options_.name, "': this process was forked from rank ", rank(),
+               " and is no rank of the group"),
+        {rank()});
+  if (broken_) rethrow(op);
+}
+
+void Core::rethrow(const Op& op) {
+  try {
+    std::rethrow_exception(op.error ? op.error : broken_);
+  } catch (const TimeoutError& error) {
+    throw TimeoutError(concat(where(op), ": the group ended: ", error.what()), error.missing());
+  } catch (const PeerLostError& error) {
+    throw PeerLostError(concat(where(op), ": the group ended: ", error.what()), error.ranks());
+  } catch (const MismatchError& error) {
+    throw MismatchError(concat(where(op), ": the group ended: ", error.what()));
+  }
+}
+
+void Core::enqueue(Op& op) {
+  op.number = next_number_++;
+  if (!op.collective) {
+    messages_->post(static_cast<Batch&>(op));
+    return;
+  }
+  op.first = next_step_;
+  next_step_ += op.steps;
+  queue_.push_back(&op);
+}
+
+void Core::run(Op& op, milliseconds limit) {
+  Lock lock(mutex_);
+  require_usable(op);
+  enqueue(op);
+  wait_locked(lock, op, limit);
+}
+
+void Core::start(Op& op) {
+  const Lock lock(mutex_);
+  require_usable(op);
+  enqueue(op);
+  try {
+    progress();
+  } catch (...) {
+    fail(std::current_exception());
+  }
+}
+
+bool Core::test(Op& op) {
+  const Lock lock(mutex_);
+  if (op.complete) return true;
+  if (!op.error) {
+    require_usable(op);
+    try {
+      progress();
+      if (!settled(op)) {
+        liveness_.look();
+        check_peers(op);
+      }
+    } catch (...) {
+      fail(std::current_exception());
+    }
+  }
+  if (op.error) std::rethrow_exception(op.error);
+  return op.complete;
+}
+
+void Core::wait(Op& op, milliseconds limit) {
+  Lock lock(mutex_);
+  if (op.error) std::rethrow_exception(op.error);
+  if (!op.complete) wait_locked(lock, op, limit);
+}
+
+void Core::wait_locked(Lock& lock, Op& op, milliseconds limit) {
+  try {
+    for (int i = 0; i < kLooksPerClock; ++i) {
+      progress();
+      if (settled(op)) break;
+      if (options_.crowded) break;
+      pause_core();
+    }
+    if (!settled(op)) {
+      const Deadline deadline = deadline_after(limit);
+      const auto begin = std::chrono::steady_clock::now();
+      const nanoseconds keep = options_.crowded ? kCrowdedSpin : kSpin;
+      while (!settled(op)) {
+        const auto spent = std::chrono::steady_clock::now() - begin;
+        if (header_.failed.load() != 0) check_peers(op);
+        if (spent < keep) {
+          // Others may have work for this core, among them the rank that is waited for.
+          lock.unlock();
+          if (options_.crowded || spent > microseconds(20)) ::sched_yield();
+          lock.lock();
+          for (int i = 0; i < (options_.crowded ? 1 : kLooksPerClock) && !settled(op); ++i) {
+            progress();
+            pause_core();
+          }
+          continue;
+        }
+        sleep(lock, op, std::min<nanoseconds>(time_left(deadline), kNap));
+        if (settled(op)) break;
+        if (liveness_.look() || time_left(deadline).count() == 0) progress();
+        if (settled(op)) break;
+        check_peers(op);
+        if (time_left(deadline).count() == 0) {
+          const auto missing = op.missing(*this);
+          std::string states;
+          for (const int r : missing)
+            states += concat(states.empty() ? "" : ", ", who(r), " ", liveness_.state(r));
+          throw TimeoutError(concat(where(op), ": not complete after ", limit.count(),
+                                    " ms; waited for ranks ", list(missing), ": ", states),
+                             missing);
+        }
+      }
+    }
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  if (op.error) std::rethrow_exception(op.error);
+}
+
+bool Core::progress() {
+  bool moved = messages_->advance();
+  while (!queue_.empty() && queue_.front()->advance(*this)) {
+    queue_.front()->complete = true;
+    queue_.pop_front();
+    moved = true;
+  }
+  for (std::size_t i = 1; i < queue_.size(); ++i) queue_[i]->early(*this);
+  if (moved && sleeping_here_ > 0) ring_bell(state(rank()).bell);
+  return moved;
+}
+
+void Core::sleep(Lock& lock, const Op& op, nanoseconds limit) {
+  Bell& bell = state(rank()).bell;
+  const bool alone = sleeping_here_ == 0 && queue_.size() == 1 && queue_.front() == &op &&
+                     !messages_->waiting() && op.need.rank != rank();
+  const int rank_needed = op.need.rank;
+  const std::uint32_t waits_for =
+      alone && rank_needed >= 0 ? static_cast<std::uint32_t>(rank_needed) + 1 : Bell::kAnybody;
+  const std::uint32_t rings = bell.rings.load();
+  ++sleeping_here_;
+  bell.waits_for.store(waits_for);
+  header_.sleepers.fetch_add(1);
+  // What was published before the line above is seen now; what is published after it rings.
+  const auto wake_up = [&] {
+    --sleeping_here_;
+    if (sleeping_here_ == 0) bell.waits_for.store(Bell::kNobody);
+    header_.sleepers.fetch_sub(1);
+  };
+  bool stay = false;
+  try {
+    stay = !progress() && header_.failed.load() == 0 &&
+           (waits_for == Bell::kAnybody || op.need.rank == rank_needed);
+  } catch (...) {
+    wake_up();
+    throw;
+  }
+  if (stay && !settled(op)) {
+    lock.unlock();
+    futex_wait(bell.rings, rings, limit);
+    lock.lock();
+  }
+  wake_up();
+}
+
+// ---- when something goes wrong ----
+
+void Core::check_peers(Op& op) {
+  if (header_.failed.load() != 0) {
+    progress();
+    if (!settled(op)) std::rethrow_exception(heard());
+    return;
+  }
+  for (const int r : op.missing(*this)) {
+    const bool left = state(r).left.load() != 0;
+    if (!left && !liveness_.gone(r)) continue;
+    progress();  // It may have done its share before it went.
+    if (settled(op)) return;
+    const auto still = op.missing(*this);
+    if (std::find(still.begin(), still.end(), r) == still.end()) continue;
+    throw PeerLostError(concat(where(op), ": ", who(r), left ? " has left the group" : " died"),
+                        {r});
+  }
+}
+
+std::exception_ptr Core::heard() const {
+  const std::uint32_t speaker = header_.failed.load() - 1;
+  if (speaker >= static_cast<std::uint32_t>(size()))
+    return std::make_exception_ptr(
+        PeerLostError(concat("shm group '", options_.name, "': the shared memory is damaged"), {}));
+  const LastWords& words = state(static_cast<int>(speaker)).last_words;
+  const std::uint32_t kind = words.kind.load();
+  const std::string text(words.text, std::min<std::size_t>(words.length, LastWords::kText));
+  const int culprit =
+      static_cast<int>(std::min(words.culprit, static_cast<std::uint32_t>(size() - 1)));
+  const std::string what =
+      concat("shm group '", options_.name, "': rank ", speaker, " gave up: ", text);
+  if (kind == 3) return std::make_exception_ptr(TimeoutError(what, {culprit}));
+  if (kind == 4) return std::make_exception_ptr(MismatchError(what));
+  return std::make_exception_ptr(
+      PeerLostError(what, {kind == 2 ? culprit : static_cast<int>(speaker)}));
+}
+
+void Core::say_last_words(std::uint32_t kind, int culprit, const std::string& text) {
+  LastWords& words = state(rank()).last_words;
+  std::uint32_t silent = 0;
+  // 5: being written; two threads may abort at once.
+  if (!words.kind.compare_exchange_strong(silent, 5)) return;
+  words.culprit = static_cast<std::uint32_t>(std::max(culprit, 0));
+  words.length = static_cast<std::uint32_t>(std::min(text.size(), LastWords::kText));
+  std::memcpy(words.text, text.data(), words.length);
+  words.kind.store(kind);
+  std::uint32_t nobody = 0;
+  header_.failed.compare_exchange_strong(nobody, static_cast<std::uint32_t>(rank()) + 1);
+  ring_all();
+}
+
+void Core::fail(std::exception_ptr error) {
+  if (!broken_) {
+    broken_ = error;
+    try {
+      std::rethrow_exception(error);
+    } catch (const TimeoutError& e) {
+      say_last_words(3, e.missing().empty() ? rank() : e.missing().front(), e.what());
+    } catch (const PeerLostError& e) {
+      say_last_words(2, e.ranks().empty() ? rank() : e.ranks().front(), e.what());
+    } catch (const MismatchError& e) {
+      say_last_words(4, rank(), e.what());
+    } catch (const std::exception& e) {
+      broken_ = std::make_exception_ptr(PeerLostError(
+          concat("shm group '", options_.name, "', rank ", rank(), ": ", e.what()), {rank()}));
+      say_last_words(1, rank(), e.what());
+    }
+  }
+  for (Op* op : queue_)
+    if (!op->error) op->error = broken_;
+  queue_.clear();
+  messages_->fail(broken_);
+}
+
+void Core::abort(const std::string& reason) {
+  say_last_words(1, rank(), reason.empty() ? "it was told to abort" : reason);
+}
+
+}  // namespace tessera::shm::detail

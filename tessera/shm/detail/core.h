@@ -1,0 +1,182 @@
+#pragma once
+// One rank's end of the shared memory: steps, waiting, and what is under way.
+//
+// The protocol. All collectives of a group are numbered steps, the same on all ranks. In step t a rank
+// may publish: it writes its slot t mod kSlots, then its line's mark. Others read after they saw the
+// mark. A rank that has finished with step t says so in `done`; a slot is written again when all ranks
+// are done with what it held. Every word has one writer, so nothing is ever contended.
+//
+// Sleeping. A rank that gives up spinning first says so (waits_for, sleepers), then looks once more,
+// then sleeps on its bell. A rank that has published looks for sleepers afterwards. Both orders are
+// sequentially consistent, so that one of the two sees the other: tests/shm/model_test.cpp tries all
+// interleavings.
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "tessera/shm/detail/layout.h"
+#include "tessera/shm/detail/liveness.h"
+#include "tessera/shm/detail/segment.h"
+#include "tessera/shm/types.h"
+
+namespace tessera::shm::detail {
+
+class Core;
+class Messages;
+
+/// What a call cannot go on without.
+struct Need {
+  enum class Kind : unsigned char { nothing, line, done, message };
+  Kind kind = Kind::nothing;
+  /// The first rank that is behind.
+  int rank = -1;
+  std::uint64_t step = 0;
+};
+
+/// One call under way: a state machine that is moved on by whoever waits.
+class Op {
+ public:
+  explicit Op(const char* name) : name(name) {}
+  virtual ~Op();
+  Op(const Op&) = delete;
+  Op& operator=(const Op&) = delete;
+
+  /// Goes on as far as it can without waiting; true once complete.
+  virtual bool advance(Core& core) = 0;
+  /// Does what can be done before earlier calls are complete: only publishing.
+  virtual void early(Core&) {}
+  /// Whether this rank waits for lines of `rank`.
+  virtual bool reads(int) const { return true; }
+  /// The ranks that it waits for, for errors.
+  virtual std::vector<int> missing(const Core& core) const;
+
+  const char* name;
+  std::uint64_t number = 0;
+  /// Steps [first, first + steps) are this call's.
+  std::uint64_t first = 0, steps = 0;
+  std::uint64_t signature = 0;
+  bool collective = true;
+  bool complete = false;
+  std::exception_ptr error;
+  Need need;
+};
+
+struct CoreOptions {
+  std::string name;
+  int rank = 0, size = 1;
+  Layout layout;
+  /// Ranks do not have a core each: waits give theirs away soon.
+  bool crowded = false;
+};
+
+class Core {
+ public:
+  Core(CoreOptions options, std::shared_ptr<Mapping> memory, Liveness liveness);
+  ~Core();
+  Core(const Core&) = delete;
+  Core& operator=(const Core&) = delete;
+
+  int rank() const { return options_.rank; }
+  int size() const { return options_.size; }
+  const CoreOptions& options() const { return options_; }
+  const Layout& layout() const { return options_.layout; }
+  const Liveness& liveness() const { return liveness_; }
+  Messages& messages() { return *messages_; }
+
+  // ---- calls ----
+  /// Runs a call to its end. Throws what ends it before.
+  void run(Op& op, std::chrono::milliseconds limit);
+  /// Begins a call; `op` lives until it is complete.
+  void start(Op& op);
+  /// Moves all calls on once; true if `op` is complete. Throws what ended it.
+  bool test(Op& op);
+  void wait(Op& op, std::chrono::milliseconds limit);
+  /// Ends the work of the whole group; from any thread.
+  void abort(const std::string& reason);
+
+  // ---- the protocol, for calls; the lock is held ----
+  RankState& state(int rank) const { return *reinterpret_cast<RankState*>(region(rank)); }
+  std::byte* slot(int rank, std::uint64_t step) const {
+    return region(rank) + layout().slots_at() + (step % kSlots) * layout().slot_bytes();
+  }
+  Line& line(int rank, std::uint64_t step) const { return state(rank).lines[step % kSlots]; }
+  std::byte* region(int rank) const { return memory_->data() + layout().region(rank); }
+  std::byte* arena(int rank) const { return region(rank) + layout().arena_at(); }
+  Channel& channel(int from, int to) const {
+    return reinterpret_cast<Channel*>(region(from) + layout().channels_at())[to];
+  }
+  std::byte* frame_data(int from, int to, std::uint64_t frame) const {
+    return region(from) + layout().frames_at() +
+           (static_cast<std::size_t>(to) * kFrames + frame % kFrames) * layout().frame_bytes();
+  }
+
+  /// Whether this rank may write its slot of this step.
+  bool writable(Op& op, std::uint64_t step);
+  /// This rank's line of the step is there for all to read.
+  void publish(const Op& op, std::uint64_t step);
+  /// Whether `rank` has published the step. Throws MismatchError if it called something else.
+  bool ready(Op& op, int rank, std::uint64_t step);
+  /// This rank is done with all steps up to this one.
+  void finish(std::uint64_t step);
+  /// Wakes who sleeps until this rank has done something. After a sequentially consistent write.
+  void ring();
+  /// Reads the memory of another rank's process. Throws PeerLostError where that fails.
+  void copy_from(int rank, std::byte* to, std::uint64_t address, std::size_t bytes) const;
+  /// False, and errno, where that fails.
+  bool try_copy_from(int rank, std::byte* to, std::uint64_t address,
+                     std::size_t bytes) const noexcept;
+  /// Whether ranks copy out of each other's memory; the same on all.
+  bool single_copy() const { return single_copy_; }
+  void allow_single_copy(bool allowed) { single_copy_ = allowed; }
+
+  bool marked(int rank, std::uint64_t step) const;
+  bool freed(int rank, std::uint64_t step) const;
+  /// "shm group 'world', rank 2 of 4, all_reduce (call 7)".
+  std::string where(const Op& op) const;
+  std::string who(int rank) const;
+
+ private:
+  friend class Messages;
+  using Lock = std::unique_lock<std::mutex>;
+
+  void require_usable(const Op& op);
+  void enqueue(Op& op);
+  bool progress();
+  void wait_locked(Lock& lock, Op& op, std::chrono::milliseconds limit);
+  bool settled(const Op& op) const { return op.complete || op.error; }
+  void sleep(Lock& lock, const Op& op, std::chrono::nanoseconds limit);
+  /// Throws if the group has failed, or a rank that `op` waits for is gone.
+  void check_peers(Op& op);
+  void rethrow(const Op& op);
+  /// Ends all calls of this rank with this error, and tells the others.
+  void fail(std::exception_ptr error);
+  void say_last_words(std::uint32_t kind, int culprit, const std::string& text);
+  std::exception_ptr heard() const;
+  void ring_all();
+
+  const CoreOptions options_;
+  const std::shared_ptr<Mapping> memory_;
+  Header& header_;
+  Liveness liveness_;
+  std::unique_ptr<Messages> messages_;
+  /// A byte that the kernel sets to 0 in a forked child, which must not take part.
+  std::byte* const unforked_;
+
+  std::mutex mutex_;
+  std::deque<Op*> queue_;
+  std::exception_ptr broken_;
+  bool single_copy_ = false;
+  std::uint64_t next_step_ = 0, next_number_ = 0;
+  /// All ranks are done with steps below this.
+  std::uint64_t seen_done_ = 0;
+  int sleeping_here_ = 0;
+};
+
+}  // namespace tessera::shm::detail

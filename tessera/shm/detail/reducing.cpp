@@ -1,0 +1,294 @@
+// All-reduce and reduce.
+
+#include <algorithm>
+
+#include "tessera/shm/detail/calls.h"
+
+namespace tessera::shm::detail {
+
+namespace {
+constexpr std::size_t kOnceBytes = 16384;
+/// Data in arenas are asked for from this size on: it costs one more step to find out.
+constexpr std::size_t kInPlaceBytes = 65536;
+/// In arenas, one block is written to all ranks while it is still in the cache.
+constexpr std::size_t kInPlaceBlock = 32768;
+
+std::uint64_t signature_of(std::uint64_t call, const ReduceArguments& a) {
+  return detail::signature_of(
+      call, a.count,
+      256U * static_cast<unsigned>(a.element) + static_cast<unsigned>(a.reduction.kind),
+      static_cast<std::uint64_t>(a.root + 1));
+}
+}  // namespace
+
+// ---- a little ----
+
+std::size_t ReduceOnce::limit(const Core& core) {
+  return std::min(kOnceBytes, core.layout().slot_bytes());
+}
+
+ReduceOnce::ReduceOnce(Core& core, const char* name, const ReduceArguments& arguments)
+    : Op(name),
+      arguments_(arguments),
+      reducer_(arguments.element, arguments.reduction.kind),
+      bytes_(arguments.count * size_of(arguments.element)),
+      inline_(bytes_ <= (arguments.reduction.kind == Reduction::Kind::premultiplied
+                             ? kFactorAt
+                             : Line::kPayload)),
+      wanted_(arguments.root < 0 || arguments.root == core.rank()) {
+  steps = 1;
+  signature = signature_of(3, arguments);
+}
+
+bool ReduceOnce::publish_all(Core& core) {
+  if (published_) return true;
+  if (!core.writable(*this, first)) return false;
+  if (core.size() > 1) {
+    Line& line = core.line(core.rank(), first);
+    copy_bytes(inline_ ? line.payload : core.slot(core.rank(), first), arguments_.input, bytes_);
+    if (arguments_.reduction.kind == Reduction::Kind::premultiplied)
+      std::memcpy(line.payload + kFactorAt, &arguments_.reduction.factor, sizeof(double));
+    core.publish(*this, first);
+  }
+  published_ = true;
+  return true;
+}
+
+bool ReduceOnce::advance(Core& core) {
+  if (!publish_all(core)) return false;
+  if (wanted_) {
+    const int ranks = core.size(), me = core.rank();
+    for (; next_ < ranks; ++next_)
+      if (next_ != me && !core.ready(*this, next_, first)) return false;
+    constexpr int kFew = 16;
+    const std::byte* few[kFew];
+    double few_factors[kFew];
+    std::vector<const std::byte*> many;
+    std::vector<double> many_factors;
+    const std::byte** sources = few;
+    double* factors = few_factors;
+    if (ranks > kFew) {
+      many.resize(static_cast<std::size_t>(ranks));
+      many_factors.resize(static_cast<std::size_t>(ranks));
+      sources = many.data();
+      factors = many_factors.data();
+    }
+    for (int r = 0; r < ranks; ++r) {
+      const Line& line = core.line(r, first);
+      sources[r] = r == me ? arguments_.input : inline_ ? line.payload : core.slot(r, first);
+      factors[r] = arguments_.reduction.factor;
+      if (r != me && arguments_.reduction.kind == Reduction::Kind::premultiplied)
+        std::memcpy(&factors[r], line.payload + kFactorAt, sizeof(double));
+    }
+    reducer_(arguments_.output, nullptr, sources, ranks, arguments_.count, factors);
+  }
+  core.finish(first);
+  return true;
+}
+
+// ---- much ----
+
+ReducePieces::ReducePieces(Core& core, const char* name, const ReduceArguments& arguments)
+    : Op(name),
+      arguments_(arguments),
+      reducer_(arguments.element, arguments.reduction.kind),
+      rank_(core.rank()),
+      ranks_(core.size()),
+      element_bytes_(size_of(arguments.element)) {
+  const auto n = static_cast<std::size_t>(ranks_);
+  const std::size_t bytes = arguments.count * element_bytes_;
+  const std::size_t most =
+      core.layout().slot_bytes() / std::max<std::size_t>(1, n - 1) / kLineBytes * kLineBytes;
+  piece_bytes_ =
+      std::clamp(Layout::rounded(bytes / (4 * n), kLineBytes), std::min(kLeastPiece, most), most);
+  piece_count_ = piece_bytes_ / element_bytes_;
+  rounds_ = blocks_of(arguments.count, n * piece_count_);
+  asks_ = core.layout().arena_bytes() > 0 && bytes >= kInPlaceBytes;
+  // The two steps of the arena come first; where the data are not in arenas, the others follow.
+  steps = 2 * rounds_ + (asks_ ? 2 : 0);
+  signature = signature_of(4, arguments);
+  factors_.assign(n, arguments.reduction.factor);
+  sources_.resize(n);
+}
+
+ReducePieces::Piece ReducePieces::piece(std::uint64_t round, int rank) const {
+  const auto n = static_cast<std::size_t>(ranks_);
+  const std::size_t begin = round * n * piece_count_;
+  const std::size_t count = std::min(n * piece_count_, arguments_.count - begin);
+  // The last round is shared out anew; pieces end where lines of the cache do.
+  const std::size_t line = kLineBytes / element_bytes_;
+  const std::size_t each = blocks_of(blocks_of(count, n), line) * line;
+  const std::size_t from = std::min(count, each * static_cast<std::size_t>(rank));
+  return {begin + from, std::min(each, count - from)};
+}
+
+bool ReducePieces::announce(Core& core) {
+  if (announced_) return true;
+  if (!core.writable(*this, first)) return false;
+  const std::byte* arena = core.arena(rank_);
+  const std::size_t bytes = arguments_.count * element_bytes_;
+  const auto at =
+      reinterpret_cast<std::uintptr_t>(arguments_.output) - reinterpret_cast<std::uintptr_t>(arena);
+  const bool inside = at < core.layout().arena_bytes() &&
+                      bytes <= core.layout().arena_bytes() - at &&
+                      arguments_.input == arguments_.output;
+  const std::uint64_t word = inside ? at + 1 : 0;
+  Line& line = core.line(rank_, first);
+  std::memcpy(line.payload, &word, sizeof word);
+  std::memcpy(line.payload + kFactorAt, &arguments_.reduction.factor, sizeof(double));
+  core.publish(*this, first);
+  return announced_ = true;
+}
+
+bool ReducePieces::decide(Core& core) {
+  if (!announce(core)) return false;
+  for (int r = 0; r < ranks_; ++r)
+    if (r != rank_ && !core.ready(*this, r, first)) return false;
+  const std::size_t bytes = arguments_.count * element_bytes_;
+  bool all = true;
+  arena_at_.clear();
+  for (int r = 0; r < ranks_; ++r) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, core.line(r, first).payload, sizeof word);
+    std::memcpy(&factors_[static_cast<std::size_t>(r)], core.line(r, first).payload + kFactorAt,
+                sizeof(double));
+    const std::uint64_t at = word - 1;
+    if (word == 0 || at > core.layout().arena_bytes() || bytes > core.layout().arena_bytes() - at ||
+        at % element_bytes_ != 0)
+      all = false;
+    arena_at_.push_back(at);
+  }
+  // All ranks have read the same words, so all go the same way.
+  path_ = all && arguments_.root < 0 ? Path::in_place : Path::slots;
+  base_ = first + 2;
+  if (path_ == Path::slots) core.finish(first + 1);
+  return true;
+}
+
+bool ReducePieces::reduce_in_place(Core& core) {
+  const std::uint64_t last = first + 1;
+  if (!reduced_) {
+    if (!core.writable(*this, last)) return false;
+    const auto n = static_cast<std::size_t>(ranks_);
+    const std::size_t line = kLineBytes / element_bytes_;
+    const std::size_t each = blocks_of(blocks_of(arguments_.count, n), line) * line;
+    const std::size_t begin = std::min(arguments_.count, each * static_cast<std::size_t>(rank_));
+    const std::size_t end = std::min(arguments_.count, begin + each);
+    const std::size_t block = kInPlaceBlock / element_bytes_;
+    for (std::size_t at = begin; at < end; at += block) {
+      const std::size_t count = std::min(block, end - at);
+      const auto data = [&](int r) {
+        return core.arena(r) + arena_at_[static_cast<std::size_t>(r)] + at * element_bytes_;
+      };
+      for (int r = 0; r < ranks_; ++r) sources_[static_cast<std::size_t>(r)] = data(r);
+      const int other = (rank_ + 1) % ranks_;
+      reducer_(data(rank_), ranks_ > 1 ? data(other) : nullptr, sources_.data(), ranks_, count,
+               factors_.data());
+      for (int r = 2; r < ranks_; ++r)
+        copy_bytes(data((rank_ + r) % ranks_), data(rank_), count * element_bytes_);
+    }
+    core.publish(*this, last);
+    reduced_ = true;
+    from_ = 1;
+  }
+  for (; from_ < ranks_; ++from_)
+    if (!core.ready(*this, (rank_ + from_) % ranks_, last)) return false;
+  core.finish(first + steps - 1);
+  return true;
+}
+
+bool ReducePieces::deal(Core& core) {
+  const std::uint64_t step = deal_step(dealt_);
+  if (!core.writable(*this, step)) return false;
+  for (int other = 1; other < ranks_; ++other) {
+    const int to = (rank_ + other) % ranks_;
+    const Piece p = piece(dealt_, to);
+    copy_bytes(core.slot(rank_, step) + place(to, rank_), arguments_.input + p.at * element_bytes_,
+               p.count * element_bytes_);
+  }
+  std::memcpy(core.line(rank_, step).payload + kFactorAt, &arguments_.reduction.factor,
+              sizeof(double));
+  core.publish(*this, step);
+  ++dealt_;
+  return true;
+}
+
+bool ReducePieces::reduce_own(Core& core) {
+  const std::uint64_t step = deal_step(reduced_rounds_), result = result_step(reduced_rounds_);
+  for (; from_ < ranks_; ++from_)
+    if (!core.ready(*this, (rank_ + from_) % ranks_, step)) return false;
+  if (!core.writable(*this, result)) return false;
+  const Piece p = piece(reduced_rounds_, rank_);
+  for (int r = 0; r < ranks_; ++r) {
+    const auto i = static_cast<std::size_t>(r);
+    sources_[i] = r == rank_ ? arguments_.input + p.at * element_bytes_
+                             : core.slot(r, step) + place(rank_, r);
+    if (r != rank_)
+      std::memcpy(&factors_[i], core.line(r, step).payload + kFactorAt, sizeof(double));
+  }
+  const bool wanted = arguments_.root < 0 || arguments_.root == rank_;
+  std::byte* slot = core.slot(rank_, result);
+  std::byte* own = wanted ? arguments_.output + p.at * element_bytes_ : slot;
+  reducer_(own, wanted && arguments_.root < 0 ? slot : nullptr, sources_.data(), ranks_, p.count,
+           factors_.data());
+  core.publish(*this, result);
+  core.finish(step);
+  ++reduced_rounds_;
+  from_ = 1;
+  return true;
+}
+
+bool ReducePieces::collect(Core& core) {
+  const std::uint64_t step = result_step(collected_);
+  if (arguments_.root < 0 || arguments_.root == rank_) {
+    for (; from_ < ranks_; ++from_) {
+      const int r = (rank_ + from_) % ranks_;
+      if (!core.ready(*this, r, step)) return false;
+      const Piece p = piece(collected_, r);
+      copy_bytes(arguments_.output + p.at * element_bytes_, core.slot(r, step),
+                 p.count * element_bytes_);
+    }
+  }
+  core.finish(step);
+  ++collected_;
+  from_ = 1;
+  return true;
+}
+
+void ReducePieces::early(Core& core) {
+  if (asks_) {
+    announce(core);
+  } else if (dealt_ == 0) {
+    base_ = first;
+    deal(core);
+  }
+}
+
+bool ReducePieces::advance(Core& core) {
+  if (path_ == Path::unknown) {
+    base_ = first;
+    if (!asks_) {
+      path_ = Path::slots;
+    } else if (!decide(core)) {
+      return false;
+    }
+  }
+  if (path_ == Path::in_place) return reduce_in_place(core);
+  // In the order of the steps: deal 0, deal 1, result 0, deal 2, result 1, ...
+  while (collected_ < rounds_) {
+    if (dealt_ == 0 && !deal(core)) return false;
+    if (reduced_rounds_ < rounds_ && reduced_rounds_ <= collected_) {
+      if (dealt_ <= reduced_rounds_ + 1 && dealt_ < rounds_ && !deal(core)) return false;
+      if (!reduce_own(core)) return false;
+    }
+    // One round behind, so that the results have had time to come.
+    if (reduced_rounds_ < rounds_ && reduced_rounds_ < collected_ + 2) {
+      if (dealt_ <= reduced_rounds_ + 1 && dealt_ < rounds_ && !deal(core)) return false;
+      if (!reduce_own(core)) return false;
+    }
+    if (!collect(core)) return false;
+  }
+  return true;
+}
+
+}  // namespace tessera::shm::detail

@@ -1,0 +1,55 @@
+#pragma once
+// Memory that processes share: an anonymous file (memfd) whose size is sealed, so that nobody can cut
+// it off under another rank, and whose pages are claimed before they are touched, so that a lack of
+// memory is an error and no SIGBUS. It has no name: it is gone with the last process that maps it,
+// however that one ends, and the size and the rights of /dev/shm do not matter.
+
+#include <cstddef>
+#include <memory>
+#include <utility>
+
+namespace tessera::shm::detail {
+
+/// A file descriptor, closed at the end.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor();
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
+};
+
+/// A new anonymous file of this size, sealed against growing and shrinking, mode 0600, closed on exec.
+/// Throws SetupError: not_permitted where memfd is refused, no_memory where the size is.
+Descriptor make_memory(std::size_t bytes);
+
+/// The file in the address space of this process. Throws SetupError (disagreement) where it is not
+/// sealed or has another size, (no_memory) where there is no room for it.
+class Mapping {
+ public:
+  Mapping(const Descriptor& file, std::size_t bytes);
+  ~Mapping();
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  std::byte* data() const { return data_; }
+  std::size_t size() const { return bytes_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t bytes_;
+};
+
+/// Claims the pages of this range of the file, on the NUMA node of the calling thread. Throws
+/// SetupError (no_memory).
+void claim(const Descriptor& file, std::size_t offset, std::size_t bytes);
+
+}  // namespace tessera::shm::detail

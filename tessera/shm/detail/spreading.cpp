@@ -1,0 +1,78 @@
+// Barrier, broadcast, all-gather, gather.
+
+#include <algorithm>
+
+#include "tessera/shm/detail/calls.h"
+
+namespace tessera::shm::detail {
+
+Spread::Spread(Core& core, const char* name, Blocks blocks, const std::byte* input,
+               std::byte* output, int reader, bool barrier)
+    : Op(name),
+      blocks_(std::move(blocks)),
+      input_(input),
+      output_(output),
+      reading_(reader < 0 || reader == core.rank()),
+      barrier_(barrier),
+      rank_(core.rank()),
+      ranks_(core.size()) {
+  const std::size_t most = core.layout().slot_bytes();
+  piece_ = std::clamp(Layout::rounded(blocks_.largest() / 4, kLineBytes),
+                      std::min(kLeastPiece, most), most);
+  steps = std::max<std::uint64_t>(barrier ? 1 : 0, blocks_of(blocks_.largest(), piece_));
+  signature =
+      signature_of(1, blocks_.digest(), static_cast<std::uint64_t>(reader + 1), barrier ? 1 : 0);
+}
+
+bool Spread::publish_pieces(Core& core) {
+  bool moved = false;
+  while (published_ < steps && published_ < consumed_ + kAhead) {
+    const std::uint64_t step = first + published_;
+    if (has(rank_, published_)) {
+      if (!core.writable(*this, step)) return moved;
+      const std::size_t at = published_ * piece_;
+      const std::size_t bytes =
+          blocks_.size(rank_) > at ? std::min(piece_, blocks_.size(rank_) - at) : 0;
+      if (ranks_ > 1) {
+        std::byte* to =
+            bytes <= Line::kPayload ? core.line(rank_, step).payload : core.slot(rank_, step);
+        copy_bytes(to, input_ + at, bytes);
+        core.publish(*this, step);
+      }
+      if (reading_) copy_bytes(output_ + blocks_.start(rank_) + at, input_ + at, bytes);
+    }
+    ++published_;
+    moved = true;
+  }
+  return moved;
+}
+
+bool Spread::advance(Core& core) {
+  while (consumed_ < steps) {
+    bool moved = publish_pieces(core);
+    if (consumed_ < published_) {
+      const std::uint64_t step = first + consumed_;
+      if (reading_) {
+        for (; from_ < ranks_; ++from_) {
+          const int r = (rank_ + from_) % ranks_;
+          if (!has(r, consumed_)) continue;
+          if (!core.ready(*this, r, step)) return false;
+          const std::size_t at = consumed_ * piece_;
+          const std::size_t bytes =
+              blocks_.size(r) > at ? std::min(piece_, blocks_.size(r) - at) : 0;
+          const std::byte* data =
+              bytes <= Line::kPayload ? core.line(r, step).payload : core.slot(r, step);
+          copy_bytes(output_ + blocks_.start(r) + at, data, bytes);
+        }
+      }
+      core.finish(step);
+      from_ = 1;
+      ++consumed_;
+      moved = true;
+    }
+    if (!moved) return false;
+  }
+  return true;
+}
+
+}  // namespace tessera::shm::detail

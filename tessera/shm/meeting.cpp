@@ -1,0 +1,397 @@
+#include "tessera/shm/meeting.h"
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <optional>
+
+#include "tessera/base/text.h"
+#include "tessera/launch/cores.h"
+#include "tessera/shm/detail/calls.h"
+#include "tessera/shm/detail/meet.h"
+#include "tessera/shm/detail/socket.h"
+
+namespace tessera::shm::detail {
+
+namespace {
+
+constexpr std::size_t kLeastSlot = 65536, kMostSlot = 524288, kSlotForEach = 16384;
+constexpr std::size_t kMessageBytes = std::size_t{4} << 20, kLeastFrame = 4096, kMostFrame = 65536;
+constexpr std::size_t kMostArena = std::size_t{1} << 40;
+
+void require_arguments(int rank, int size, const Options& options) {
+  if (size < 1 || rank < 0 || rank >= size)
+    throw InvalidArgument(
+        concat("shm: rank ", rank, " of ", size, " ranks: ranks are 0 to size - 1"));
+  if (options.arena_bytes > kMostArena || options.slot_bytes > kMostArena ||
+      options.frame_bytes > kMostArena)
+    throw InvalidArgument(
+        concat("shm: sizes of arena, slots and frames are at most ", kMostArena, " bytes"));
+}
+
+Layout layout_of(int size, const Options& options) {
+  if (size > kMaxRanks)
+    throw SetupError(Cause::too_many_ranks,
+                     concat("shm: ", size, " ranks are to share one memory, ", kMaxRanks,
+                            " can: make groups of groups"));
+  const auto n = static_cast<std::size_t>(size);
+  const std::size_t slot = options.slot_bytes != 0
+                               ? std::max(options.slot_bytes, n * kLineBytes)
+                               : std::clamp(kSlotForEach * (n - 1), kLeastSlot, kMostSlot);
+  const std::size_t frame =
+      options.frame_bytes != 0 ? options.frame_bytes
+                               : std::clamp(kMessageBytes / (n * kFrames), kLeastFrame, kMostFrame);
+  return Layout(size, slot, frame, options.arena_bytes);
+}
+
+/// Words separated by spaces, as ranks tell each other during the meeting.
+std::string own_account(int rank, const Layout& layout, const std::uint64_t& probe) {
+  TextStream out;
+  out << rank << ' ' << layout.slot_bytes() << ' ' << layout.frame_bytes() << ' '
+      << layout.arena_bytes() << ' ' << reinterpret_cast<std::uintptr_t>(&probe) << ' ' << probe;
+  const CpuBudget budget = cpu_budget();
+  out << ' ' << budget.usable();
+  for (const int cpu : budget.cpus) out << ' ' << cpu;
+  return std::move(out).str();
+}
+
+struct Account {
+  int rank = -1;
+  std::size_t slot = 0, frame = 0, arena = 0;
+  /// A number in the rank's memory: where it is, and what it is. Who reads it there may read the rest.
+  std::pair<std::uint64_t, std::uint64_t> probe;
+  int usable = 1;
+  std::vector<int> cpus;
+};
+
+Account read_account(const std::string& text) {
+  TextReader in(text);
+  Account a;
+  in >> a.rank >> a.slot >> a.frame >> a.arena >> a.probe.first >> a.probe.second >> a.usable;
+  if (!in)
+    throw SetupError(Cause::disagreement,
+                     "shm: what came over the local socket is no message of this library");
+  for (int cpu = 0; in >> cpu;) a.cpus.push_back(cpu);
+  return a;
+}
+
+std::string failure_text(const SetupError& error) {
+  return concat("no ", static_cast<int>(error.cause()), ' ', error.what());
+}
+
+/// Throws what another rank said in failure_text().
+void rethrow_failure(const std::string& text) {
+  if (text.rfind("no ", 0) != 0) return;
+  TextReader in(text.substr(3));
+  int cause = 0;
+  in >> cause;
+  std::string what;
+  std::getline(in, what);
+  cause = std::clamp(cause, 0, static_cast<int>(Cause::absent));
+  throw SetupError(static_cast<Cause>(cause),
+                   what.empty() ? "shm: another rank failed" : what.substr(1));
+}
+
+class Meeting {
+ public:
+  Meeting(int rank, int size, const Directory& directory, const Options& options)
+      : rank_(rank),
+        size_(size),
+        directory_(directory),
+        options_(options),
+        layout_(layout_of(size, options)),
+        deadline_(deadline_after(options.timeout)),
+        key_(concat("shm/", options.name, "/")) {
+    std::memcpy(&probe_, random_bytes(8).data(), 8);
+  }
+
+  std::shared_ptr<Core> run() {
+    if (rank_ == 0) {
+      lead();
+    } else {
+      follow();
+    }
+    return finish();
+  }
+
+ private:
+  struct Guest {
+    Descriptor socket;
+    Descriptor process;
+    Account account;
+  };
+
+  void put(const std::string& key, const std::string& text) { directory_.put(key_ + key, text); }
+
+  std::string get(const std::string& key, int from) {
+    try {
+      return directory_.get(key_ + key, time_left(deadline_));
+    } catch (const std::exception& error) {
+      throw SetupError(Cause::absent, concat("shm group '", options_.name, "': rank ", from,
+                                             " did not come: ", error.what()));
+    }
+  }
+
+  // ---- rank 0 ----
+
+  void lead() {
+    std::vector<Guest> guests(static_cast<std::size_t>(size_));
+    try {
+      const Listener listener = listen_locally(size_ + 8);
+      secret_ = random_bytes(16);
+      put("address", listener.name + secret_);
+      std::optional<SetupError> failure;
+      std::vector<bool> met(static_cast<std::size_t>(size_), false);
+      for (int r = 1; r < size_; ++r) {
+        try {
+          rethrow_failure(get(concat("met/", r), r));
+          met[static_cast<std::size_t>(r)] = true;
+        } catch (const SetupError& error) {
+          if (!failure)
+            failure = SetupError(error.cause(), concat(error.what(), " (rank ", r, ")"));
+        }
+      }
+      // Those who are there learn of the failure too.
+      accept_all(listener, guests, static_cast<int>(std::count(met.begin(), met.end(), true)));
+      if (failure) throw SetupError(*failure);
+      hand_out(guests);
+      for (int r = 1; r < size_; ++r)
+        rethrow_failure(
+            receive_text(guests[static_cast<std::size_t>(r)].socket, nullptr, deadline_));
+      const std::string verdict = concat("yes ", crowded_ ? 1 : 0);
+      for (int r = 1; r < size_; ++r)
+        send_text(guests[static_cast<std::size_t>(r)].socket, verdict, {}, deadline_);
+    } catch (const SetupError& error) {
+      for (const auto& guest : guests) {
+        if (!guest.socket) continue;
+        try {
+          send_text(guest.socket, failure_text(error), {}, deadline_after(std::chrono::seconds(1)));
+        } catch (const SetupError&) {  // It is gone itself.
+        }
+      }
+      throw;
+    }
+  }
+
+  void accept_all(const Listener& listener, std::vector<Guest>& guests, int count) {
+    std::optional<SetupError> failure;
+    while (count > 0) {
+      Descriptor socket = accept_from(listener.socket, deadline_);
+      Peer peer = peer_of(socket);
+      Account account;
+      try {
+        const std::string hello =
+            receive_text(socket, nullptr, deadline_after(std::chrono::seconds(5)));
+        if (hello.substr(0, secret_.size()) != secret_) continue;
+        account = read_account(hello.substr(secret_.size()));
+      } catch (const SetupError&) {
+        continue;  // A stranger who found the socket.
+      }
+      if (account.rank < 1 || account.rank >= size_ ||
+          guests[static_cast<std::size_t>(account.rank)].socket)
+        continue;
+      --count;
+      Guest& guest = guests[static_cast<std::size_t>(account.rank)];
+      if (peer.user != ::geteuid() && !failure)
+        failure = SetupError(Cause::other_user,
+                             concat("shm group '", options_.name, "': rank ", account.rank,
+                                    " runs as user ", peer.user, ", rank 0 as user ", ::geteuid()));
+      if ((account.slot != layout_.slot_bytes() || account.frame != layout_.frame_bytes() ||
+           account.arena != layout_.arena_bytes()) &&
+          !failure)
+        failure = SetupError(
+            Cause::disagreement,
+            concat("shm group '", options_.name, "': rank ", account.rank,
+                   " has slots, frames and an arena of ", account.slot, ", ", account.frame,
+                   " and ", account.arena, " bytes, rank 0 of ", layout_.slot_bytes(), ", ",
+                   layout_.frame_bytes(), " and ", layout_.arena_bytes()));
+      guest = {std::move(socket), std::move(peer.process), std::move(account)};
+    }
+    if (failure) throw SetupError(*failure);
+  }
+
+  void hand_out(std::vector<Guest>& guests) {
+    file_ = make_memory(layout_.total());
+    memory_ = std::make_shared<Mapping>(file_, layout_.total());
+    claim(file_, 0, kPageBytes);
+    auto& header = *reinterpret_cast<Header*>(memory_->data());
+    header.magic = Header::kMagic;
+    std::memcpy(header.nonce, secret_.data(), sizeof header.nonce);
+    guests[0].process = own_process();
+    guests[0].account = read_account(own_account(0, layout_, probe_));
+    std::vector<std::vector<int>> cpus;
+    int usable = size_;
+    TextStream text;
+    text << "memory";
+    std::vector<int> descriptors{file_.get()};
+    for (const auto& guest : guests) {
+      descriptors.push_back(guest.process.get());
+      cpus.push_back(guest.account.cpus);
+      usable = std::min(usable, guest.account.usable);
+      text << ' ' << guest.account.probe.first << ' ' << guest.account.probe.second;
+      probes_.push_back(guest.account.probe);
+    }
+    crowded_ = usable < size_ || !each_has_a_core(cpus);
+    for (int r = 1; r < size_; ++r)
+      send_text(guests[static_cast<std::size_t>(r)].socket, text.str(), descriptors, deadline_);
+    claim(file_, layout_.region(0), layout_.region_bytes());
+    for (auto& guest : guests) processes_.push_back(std::move(guest.process));
+  }
+
+  // ---- the others ----
+
+  void follow() {
+    Descriptor socket;
+    try {
+      const std::string address = get("address", 0);
+      if (address.size() <= 16)
+        throw SetupError(Cause::disagreement, "shm: rank 0 left no address");
+      secret_ = address.substr(address.size() - 16);
+      socket = connect_to(address.substr(0, address.size() - 16));
+    } catch (const SetupError& error) {
+      put(concat("met/", rank_), failure_text(error));
+      throw;
+    }
+    send_text(socket, secret_ + own_account(rank_, layout_, probe_), {}, deadline_);
+    put(concat("met/", rank_), "met");
+    try {
+      take_over(socket);
+    } catch (const SetupError& error) {
+      if (!told_)
+        send_text(socket, failure_text(error), {}, deadline_after(std::chrono::seconds(1)));
+      throw;
+    }
+    send_text(socket, "claimed", {}, deadline_);
+    const std::string verdict = receive_text(socket, nullptr, deadline_);
+    rethrow_failure(verdict);
+    crowded_ = verdict == "yes 1";
+  }
+
+  void take_over(const Descriptor& socket) {
+    std::vector<Descriptor> descriptors;
+    told_ = true;  // Until the memory has come, a failure is rank 0's.
+    const std::string text = receive_text(socket, &descriptors, deadline_);
+    rethrow_failure(text);
+    told_ = false;
+    TextReader in(text);
+    std::string word;
+    in >> word;
+    for (std::pair<std::uint64_t, std::uint64_t> probe; in >> probe.first >> probe.second;)
+      probes_.push_back(probe);
+    if (word != "memory" || descriptors.size() != static_cast<std::size_t>(size_) + 1 ||
+        probes_.size() != static_cast<std::size_t>(size_))
+      throw SetupError(Cause::disagreement,
+                       "shm: what came over the local socket is no message of this library");
+    file_ = std::move(descriptors[0]);
+    memory_ = std::make_shared<Mapping>(file_, layout_.total());
+    const auto& header = *reinterpret_cast<const Header*>(memory_->data());
+    if (header.magic != Header::kMagic ||
+        std::memcmp(header.nonce, secret_.data(), sizeof header.nonce) != 0)
+      throw SetupError(Cause::disagreement, "shm: the memory that came is not that of this group");
+    for (std::size_t r = 1; r < descriptors.size(); ++r)
+      processes_.push_back(std::move(descriptors[r]));
+    claim(file_, layout_.region(rank_), layout_.region_bytes());
+  }
+
+  // ---- all ----
+
+  std::shared_ptr<Core> finish();
+
+  const int rank_, size_;
+  const Directory& directory_;
+  const Options& options_;
+  const Layout layout_;
+  const Deadline deadline_;
+  const std::string key_;
+  std::string secret_;
+  std::uint64_t probe_ = 0;
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> probes_;
+  bool crowded_ = false, told_ = false;
+  Descriptor file_;
+  std::shared_ptr<Mapping> memory_;
+  std::vector<Descriptor> processes_;
+};
+
+std::shared_ptr<Core> Meeting::finish() {
+  auto core = std::make_shared<Core>(CoreOptions{options_.name, rank_, size_, layout_, crowded_},
+                                     memory_, Liveness(std::move(processes_)));
+  // Everyone tries all others, and all agree; this is also the first call of the group.
+  auto readable = std::uint8_t{options_.single_copy};
+  for (int r = 0; r < size_ && readable != 0; ++r) {
+    std::uint64_t value = 0;
+    const auto i = static_cast<std::size_t>(r);
+    if (!core->try_copy_from(r, reinterpret_cast<std::byte*>(&value), probes_[i].first,
+                             sizeof value) ||
+        value != probes_[i].second)
+      readable = 0;
+  }
+  ReduceArguments arguments;
+  arguments.input = arguments.output = reinterpret_cast<std::byte*>(&readable);
+  arguments.count = 1;
+  arguments.element = Element::uint8;
+  arguments.reduction.kind = Reduction::Kind::min;
+  ReduceOnce agreement(*core, "the first call", arguments);
+  core->run(agreement, time_left(deadline_));
+  // Nobody looks at the probe any more.
+  ReduceOnce end(*core, "the first call", arguments);
+  core->run(end, time_left(deadline_));
+  core->allow_single_copy(readable != 0);
+  return core;
+}
+
+}  // namespace
+
+bool each_has_a_core(const std::vector<std::vector<int>>& cpus) {
+  // A matching of ranks and CPUs by augmenting paths.
+  std::vector<std::pair<int, int>> taken;  // CPU, rank.
+  const auto owner = [&](int cpu) {
+    return std::find_if(taken.begin(), taken.end(), [&](const auto& t) { return t.first == cpu; });
+  };
+  std::vector<int> tried;
+  const std::function<bool(int)> seat = [&](int rank) {
+    for (const int cpu : cpus[static_cast<std::size_t>(rank)]) {
+      if (std::find(tried.begin(), tried.end(), cpu) != tried.end()) continue;
+      tried.push_back(cpu);
+      if (owner(cpu) == taken.end()) {
+        taken.emplace_back(cpu, rank);
+        return true;
+      }
+      const int other = owner(cpu)->second;
+      if (seat(other)) {
+        owner(cpu)->second = rank;
+        return true;
+      }
+    }
+    return false;
+  };
+  for (std::size_t r = 0; r < cpus.size(); ++r) {
+    tried.clear();
+    if (!seat(static_cast<int>(r))) return false;
+  }
+  return true;
+}
+
+std::shared_ptr<Core> meet(int rank, int size, const Directory& directory, const Options& options) {
+  require_arguments(rank, size, options);
+  return Meeting(rank, size, directory, options).run();
+}
+
+std::vector<std::shared_ptr<Core>> meet_threads(int size, const Options& options) {
+  require_arguments(0, size, options);
+  const Layout layout = layout_of(size, options);
+  const Descriptor file = make_memory(layout.total());
+  claim(file, 0, layout.total());
+  const auto memory = std::make_shared<Mapping>(file, layout.total());
+  const bool crowded = cpu_budget().usable() < size;
+  std::vector<std::shared_ptr<Core>> cores;
+  for (int rank = 0; rank < size; ++rank)
+    cores.push_back(std::make_shared<Core>(CoreOptions{options.name, rank, size, layout, crowded},
+                                           memory, Liveness()));
+  for (const auto& core : cores) core->allow_single_copy(options.single_copy);
+  return cores;
+}
+
+}  // namespace tessera::shm::detail

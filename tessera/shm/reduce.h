@@ -1,0 +1,39 @@
+#pragma once
+// Sums and other reductions of several ranks' values, in rank order, with the vector unit that this
+// CPU has. Elements are independent of each other, so vectors of any width give the same bits.
+
+#include <cstddef>
+
+#include "tessera/shm/types.h"
+
+namespace tessera::shm {
+
+/// A reduction, looked up once for a call.
+class Reducer {
+ public:
+  /// Throws InvalidArgument where reduces(element, kind) is false.
+  Reducer(Element element, Reduction::Kind kind);
+
+  /// out[i] = the reduction of sources[0][i], ..., sources[ranks - 1][i], for `count` elements; the
+  /// same bytes are written to `copy` too unless it is null. `out` and `copy` may be one of the
+  /// sources (the same address), and are disjoint from them otherwise. `factors` holds one number a
+  /// rank for premultiplied reductions and is ignored by others.
+  void operator()(std::byte* out, std::byte* copy, const std::byte* const* sources, int ranks,
+                  std::size_t count, const double* factors) const;
+
+  Element element() const { return element_; }
+  /// "avx2" or "baseline": which code was chosen for this CPU.
+  static const char* unit();
+
+  using Block = void (*)(std::byte* out, const std::byte* const* sources, int ranks,
+                         std::size_t count, const double* factors);
+
+ private:
+  Element element_;
+  Block block_;
+  bool factored_;
+  /// Of what the block counts: complex sums are sums of twice as many numbers.
+  std::size_t item_bytes_, items_per_element_;
+};
+
+}  // namespace tessera::shm

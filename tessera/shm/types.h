@@ -1,0 +1,120 @@
+#pragma once
+// What calls between ranks that share memory are made of: element types, reductions, time limits and
+// errors. No libtorch.
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tessera/base/error.h"
+
+namespace tessera::shm {
+
+/// The type of one element. complex64 is two float32, complex128 two float64.
+enum class Element : unsigned char {
+  boolean,
+  int8,
+  uint8,
+  int16,
+  uint16,
+  int32,
+  uint32,
+  int64,
+  uint64,
+  half,
+  bfloat16,
+  float32,
+  float64,
+  complex64,
+  complex128,
+};
+std::size_t size_of(Element element);
+const char* to_string(Element element);
+
+/// How values of several ranks become one, always in rank order, so that results are bitwise equal
+/// on all ranks and from run to run. half and bfloat16 are reduced in float32 and rounded once, at
+/// the end. NaN of any rank propagates through all of them. Integers wrap around.
+/// boolean: sum and max are "or", product and min are "and".
+struct Reduction {
+  enum class Kind : unsigned char {
+    sum,
+    product,
+    min,
+    max,
+    average,
+    premultiplied,
+    bit_and,
+    bit_or,
+    bit_xor
+  };
+  Kind kind = Kind::sum;
+  /// This rank's weight, for `premultiplied` alone: the result is the sum of factor * value.
+  double factor = 1.0;
+};
+const char* to_string(Reduction::Kind kind);
+
+/// Whether values of this type can be reduced so: min and max have no meaning for complex numbers,
+/// average and premultiplied none for integers and booleans, bit operations only for those two.
+bool reduces(Element element, Reduction::Kind kind);
+
+/// Why ranks cannot share memory.
+enum class Cause : unsigned char {
+  /// Another kernel, or a network namespace of its own: the ranks' sockets do not meet.
+  other_host,
+  other_user,
+  /// The memory could not be had: the message says how much was asked for, and what refused it.
+  no_memory,
+  /// The kernel, a seccomp filter or a limit of the process forbids a call that is needed.
+  not_permitted,
+  too_many_ranks,
+  /// The ranks were given different options, or come from different builds.
+  disagreement,
+  /// A rank did not come within the time limit, or died on the way.
+  absent,
+};
+const char* to_string(Cause cause);
+
+/// The group could not be made; thrown on every rank that came.
+class SetupError : public Error {
+ public:
+  SetupError(Cause cause, const std::string& what) : Error(what), cause_(cause) {}
+  ~SetupError() override;
+  Cause cause() const { return cause_; }
+
+ private:
+  Cause cause_;
+};
+
+/// A wait ran into its limit. `missing` holds the ranks of the group that it waited for.
+class TimeoutError : public Error {
+ public:
+  TimeoutError(const std::string& what, std::vector<int> missing)
+      : Error(what), missing_(std::move(missing)) {}
+  ~TimeoutError() override;
+  const std::vector<int>& missing() const { return missing_; }
+
+ private:
+  std::vector<int> missing_;
+};
+
+/// A rank died, left, or aborted; `ranks` holds the ranks of the group known to be gone.
+class PeerLostError : public Error {
+ public:
+  PeerLostError(const std::string& what, std::vector<int> ranks)
+      : Error(what), ranks_(std::move(ranks)) {}
+  ~PeerLostError() override;
+  const std::vector<int>& ranks() const { return ranks_; }
+
+ private:
+  std::vector<int> ranks_;
+};
+
+/// Ranks called different things, or the same with different sizes.
+class MismatchError : public Error {
+ public:
+  using Error::Error;
+  ~MismatchError() override;
+};
+
+}  // namespace tessera::shm

@@ -1,0 +1,258 @@
+// Every call against what it should give, over drawn sizes, on processes and on threads.
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+
+#include "ranks.h"
+#include "tessera/base/text.h"
+
+namespace tessera::shm::testing {
+namespace {
+
+using Bytes = std::vector<std::byte>;
+
+/// What rank `rank` holds in the case of this number: all ranks can work it out.
+Bytes drawn_bytes(int number, int rank, std::size_t count) {
+  std::mt19937 draw(static_cast<unsigned>(number * 131 + rank + 1));
+  Bytes bytes(count);
+  for (auto& byte : bytes) byte = static_cast<std::byte>(draw());
+  return bytes;
+}
+
+std::vector<double> drawn_values(int number, int rank, std::size_t count) {
+  std::mt19937 draw(static_cast<unsigned>(number * 131 + rank + 1));
+  std::vector<double> values(count);
+  for (auto& value : values) value = static_cast<double>(draw() % 2001) / 8 - 125;
+  return values;
+}
+
+/// Sizes around the limits at which another way is taken, and between.
+std::size_t drawn_size(std::mt19937& draw) {
+  static constexpr std::size_t kEdges[] = {0,    1,     8,     48,    56,    57,     64,
+                                           4096, 16384, 16392, 65536, 65544, 200000, 600000};
+  const std::size_t edge = kEdges[draw() % std::size(kEdges)];
+  return draw() % 2 == 0 ? edge : edge + draw() % 100;
+}
+
+/// One of each call, with these sizes. Empty if all is right.
+std::string all_calls(Group& group, int number) {
+  const int ranks = group.size(), me = group.rank();
+  std::mt19937 draw(static_cast<unsigned>(number));
+  std::string wrong;
+  const auto expect = [&](bool right, const char* what) {
+    if (!right && wrong.size() < 500)
+      wrong += concat("case ", number, " rank ", me, ": ", what, "; ");
+  };
+  const int root = static_cast<int>(draw() % static_cast<unsigned>(ranks));
+  const std::size_t size = drawn_size(draw);
+  std::vector<std::size_t> sizes;
+  for (int r = 0; r < ranks; ++r)
+    sizes.push_back(draw() % 3 == 0 ? 0 : drawn_size(draw) / (draw() % 2 == 0 ? 1 : 7));
+  std::vector<Bytes> data;
+  Bytes joined;
+  std::vector<std::size_t> starts;
+  for (int r = 0; r < ranks; ++r) {
+    data.push_back(drawn_bytes(number, r, sizes[static_cast<std::size_t>(r)]));
+    starts.push_back(joined.size());
+    joined.insert(joined.end(), data.back().begin(), data.back().end());
+  }
+  const auto own = static_cast<std::size_t>(me);
+
+  group.barrier();
+
+  Bytes cast = drawn_bytes(number, me, size);
+  group.broadcast(cast.data(), size, root);
+  expect(cast == drawn_bytes(number, root, size), "broadcast");
+
+  Bytes all(joined.size());
+  group.all_gather(data[own].data(), all.data(), sizes);
+  expect(all == joined, "all_gather");
+  Bytes in_place(joined.size());
+  std::copy(data[own].begin(), data[own].end(),
+            in_place.begin() + static_cast<std::ptrdiff_t>(starts[own]));
+  group.all_gather(in_place.data() + starts[own], in_place.data(), sizes);
+  expect(in_place == joined, "all_gather in place");
+
+  Bytes gathered(me == root ? joined.size() : 0);
+  group.gather(data[own].data(), gathered.data(), sizes, root);
+  expect(me != root || gathered == joined, "gather");
+
+  Bytes dealt(sizes[own]);
+  group.scatter(me == root ? joined.data() : nullptr, dealt.data(), sizes, root);
+  expect(dealt == data[own], "scatter");
+
+  // Rank r sends (number + r + to) % 5 blocks of `unit` bytes to rank `to`.
+  const std::size_t unit = 1 + drawn_size(draw) / 4;
+  const auto blocks = [&](int from, int to) {
+    return static_cast<std::size_t>((number + from + 2 * to) % 3) * unit;
+  };
+  std::vector<std::size_t> to_sizes, from_sizes;
+  Bytes out, expected;
+  for (int r = 0; r < ranks; ++r) {
+    to_sizes.push_back(blocks(me, r));
+    from_sizes.push_back(blocks(r, me));
+    const Bytes mine = drawn_bytes(number + 7 * r, me, blocks(me, r)),
+                theirs = drawn_bytes(number + 7 * me, r, blocks(r, me));
+    out.insert(out.end(), mine.begin(), mine.end());
+    expected.insert(expected.end(), theirs.begin(), theirs.end());
+  }
+  Bytes in(expected.size());
+  group.all_to_all(out.data(), to_sizes, in.data(), from_sizes);
+  expect(in == expected, "all_to_all");
+
+  // All ways of reducing doubles that are exact: the order does not show.
+  const std::size_t count = size / 8;
+  std::vector<double> sum(count, 0.0), weighted(count, 0.0);
+  for (int r = 0; r < ranks; ++r) {
+    const auto values = drawn_values(number, r, count);
+    for (std::size_t i = 0; i < count; ++i) {
+      sum[i] += values[i];
+      weighted[i] += values[i] * (r + 1);
+    }
+  }
+  std::vector<double> values = drawn_values(number, me, count), result(count);
+  group.all_reduce(values.data(), result.data(), count, Element::float64, {});
+  expect(result == sum, "all_reduce");
+  expect(values == drawn_values(number, me, count), "all_reduce's input");
+  group.all_reduce(values.data(), values.data(), count, Element::float64,
+                   {Reduction::Kind::premultiplied, me + 1.0});
+  expect(values == weighted, "all_reduce in place, premultiplied");
+  values = drawn_values(number, me, count);
+  group.reduce(values.data(), values.data(), count, Element::float64, {}, root);
+  expect(values == (me == root ? sum : drawn_values(number, me, count)), "reduce");
+
+  std::vector<std::size_t> counts;
+  std::size_t total = 0, before = 0;
+  for (int r = 0; r < ranks; ++r) {
+    counts.push_back(sizes[static_cast<std::size_t>(r)] / 8);
+    if (r < me) before += counts.back();
+    total += counts.back();
+  }
+  std::vector<double> share(counts[own]), expected_share(counts[own], 0.0);
+  for (int r = 0; r < ranks; ++r) {
+    const auto theirs = drawn_values(number, r, total);
+    for (std::size_t i = 0; i < share.size(); ++i)
+      expected_share[i] += theirs[before + i] * (r + 2);
+  }
+  values = drawn_values(number, me, total);
+  group.reduce_scatter(values.data(), share.data(), counts, Element::float64,
+                       {Reduction::Kind::premultiplied, me + 2.0});
+  expect(share == expected_share, "reduce_scatter");
+  return wrong;
+}
+
+std::string messages(Group& group, int number) {
+  const int ranks = group.size(), me = group.rank();
+  std::mt19937 draw(static_cast<unsigned>(number));
+  // Everyone sends everyone, itself included, three messages of drawn sizes; received in another order,
+  // by tag.
+  std::vector<std::vector<Bytes>> in(static_cast<std::size_t>(ranks)),
+      out(static_cast<std::size_t>(ranks));
+  std::vector<Message> batch;
+  const auto size_of_message = [&](int from, int to, int k) {
+    std::mt19937 d(static_cast<unsigned>(number * 1000 + from * 100 + to * 10 + k));
+    return drawn_size(d);
+  };
+  const auto tag_of = [](int k) { return static_cast<std::uint32_t>(k == 2 ? 0 : k); };
+  for (int r = 0; r < ranks; ++r) {
+    const auto i = static_cast<std::size_t>(r);
+    for (int k = 0; k < 3; ++k) {
+      out[i].push_back(drawn_bytes(number + k, me * 10 + r, size_of_message(me, r, k)));
+      in[i].emplace_back(size_of_message(r, me, k));
+    }
+    for (int k = 0; k < 3; ++k)
+      batch.push_back({Message::Kind::send, out[i][static_cast<std::size_t>(k)].data(),
+                       out[i][static_cast<std::size_t>(k)].size(), r, tag_of(k)});
+    for (const int k : {1, 0, 2})
+      batch.push_back({Message::Kind::receive, in[i][static_cast<std::size_t>(k)].data(),
+                       in[i][static_cast<std::size_t>(k)].size(), r, tag_of(k)});
+  }
+  group.exchange(batch);
+  for (int r = 0; r < ranks; ++r)
+    for (int k = 0; k < 3; ++k)
+      if (in[static_cast<std::size_t>(r)][static_cast<std::size_t>(k)] !=
+          drawn_bytes(number + k, r * 10 + me, size_of_message(r, me, k)))
+        return concat("message ", k, " from ", r, " to ", me, " of case ", number);
+  return "";
+}
+
+/// Many started calls of all kinds, waited for in another order, between blocking ones.
+std::string started(Group& group, int number) {
+  const int ranks = group.size(), me = group.rank();
+  std::mt19937 draw(static_cast<unsigned>(number));
+  std::vector<std::vector<double>> buffers, sums;
+  std::vector<Request> requests;
+  for (int k = 0; k < 12; ++k) {
+    const std::size_t count = drawn_size(draw) / 8;
+    buffers.push_back(drawn_values(number + k, me, count));
+    sums.emplace_back(count, 0.0);
+    for (int r = 0; r < ranks; ++r) {
+      const auto values = drawn_values(number + k, r, count);
+      for (std::size_t i = 0; i < count; ++i) sums.back()[i] += values[i];
+    }
+    auto& buffer = buffers.back();
+    requests.push_back(
+        group.start_all_reduce(buffer.data(), buffer.data(), buffer.size(), Element::float64, {}));
+    if (k == 5) {
+      int token = me, got = -1;
+      Request send = group.start_send(&token, sizeof token, (me + 1) % ranks, 9);
+      group.receive(&got, sizeof got, Message::kAnySource, 9);
+      if (got != (me + ranks - 1) % ranks) return "a message between started calls";
+      send.wait();
+    }
+  }
+  for (std::size_t k = 0; k < requests.size(); ++k) requests[(k * 5) % 12].wait();
+  for (std::size_t k = 0; k < buffers.size(); ++k)
+    if (buffers[k] != sums[k]) return concat("started call ", k);
+  return "";
+}
+
+std::string everything(Group& group, int cases) {
+  std::string wrong;
+  for (int number = 1; number <= cases && wrong.empty(); ++number) {
+    wrong = all_calls(group, number * 1000 + group.size());
+    if (wrong.empty()) wrong = messages(group, number);
+    if (wrong.empty()) wrong = started(group, number);
+  }
+  return wrong;
+}
+
+void expect_good(const std::vector<RankEnd>& ends) {
+  for (std::size_t r = 0; r < ends.size(); ++r) {
+    EXPECT_TRUE(ends[r].ended) << "rank " << r;
+    EXPECT_EQ(ends[r].exit_code, 0) << "rank " << r << ", signal " << ends[r].signal;
+    EXPECT_EQ(ends[r].report, "") << "rank " << r;
+  }
+}
+
+TEST(Collectives, ProcessesOfEveryNumber) {
+  for (const int ranks : {1, 2, 3, 4, 8}) {
+    SCOPED_TRACE(ranks);
+    expect_good(fork_ranks(ranks, [&](int rank, const Directory& directory) {
+      Group group = Group::meet(rank, ranks, directory, brief("processes"));
+      return everything(group, ranks > 4 ? 2 : 6);
+    }));
+  }
+}
+
+TEST(Collectives, SmallPiecesAndNoSingleCopy) {
+  Options options = brief("pieces");
+  options.slot_bytes = 1024;
+  options.frame_bytes = 192;
+  options.single_copy = false;
+  expect_good(fork_ranks(3, [&](int rank, const Directory& directory) {
+    Group group = Group::meet(rank, 3, directory, options);
+    return everything(group, 2);
+  }));
+}
+
+TEST(Collectives, Threads) {
+  for (const int ranks : {2, 3})
+    expect_good(
+        thread_ranks(ranks, brief("threads"), [](Group& group) { return everything(group, 3); }));
+}
+
+}  // namespace
+}  // namespace tessera::shm::testing

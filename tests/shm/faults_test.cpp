@@ -1,0 +1,431 @@
+// What happens when ranks die, stop, leave, disagree, or are not let in.
+
+#include <gtest/gtest.h>
+#include <sched.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+
+#include <atomic>
+#include <set>
+
+#include "ranks.h"
+#include "tessera/base/text.h"
+
+namespace tessera::shm::testing {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// "lost [1]: ..." and the like: how `call` ended.
+std::string outcome(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const PeerLostError& error) {
+    return concat("lost ", list(error.ranks()), ": ", error.what());
+  } catch (const TimeoutError& error) {
+    return concat("late ", list(error.missing()), ": ", error.what());
+  } catch (const MismatchError& error) {
+    return concat("mismatch: ", error.what());
+  } catch (const SetupError& error) {
+    return concat("setup ", to_string(error.cause()), ": ", error.what());
+  } catch (const InvalidArgument& error) {
+    return concat("argument: ", error.what());
+  }
+  return "good";
+}
+
+void expect_begins(const std::string& text, const std::string& beginning) {
+  EXPECT_EQ(text.substr(0, beginning.size()), beginning) << text;
+}
+void expect_has(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << text;
+}
+
+/// Kinds of calls in which a rank may die.
+std::function<void()> endless(Group& group, int kind) {
+  return [&group, kind] {
+    const int ranks = group.size(), me = group.rank();
+    const std::size_t bytes = kind == 0 ? 8 : std::size_t{3} << 20;
+    std::vector<std::byte> a(bytes * static_cast<std::size_t>(ranks)), b(a.size());
+    const std::vector<std::size_t> sizes(static_cast<std::size_t>(ranks), bytes);
+    for (;;) {
+      switch (kind) {
+        case 0:
+        case 1:
+          group.all_reduce(a.data(), a.data(), bytes / 8, Element::float64, {});
+          break;
+        case 2:
+          group.broadcast(a.data(), bytes, 1);
+          break;
+        case 3:
+          group.all_to_all(a.data(), sizes, b.data(), sizes);
+          break;
+        default:
+          group.exchange({{Message::Kind::send, a.data(), bytes, (me + 1) % ranks, 0},
+                          {Message::Kind::receive, b.data(), bytes, (me + ranks - 1) % ranks, 0}});
+      }
+    }
+  };
+}
+
+TEST(Faults, KilledInEachPhase) {
+  for (int kind = 0; kind < 5; ++kind) {
+    SCOPED_TRACE(kind);
+    const auto ends = fork_ranks(3, [&](int rank, const Directory& directory) -> std::string {
+      Group group = Group::meet(rank, 3, directory, brief("killed"));
+      group.barrier();
+      const auto begin = Clock::now();
+      // Rank 1 dies 30 ms later, wherever it is.
+      if (rank == 1)
+        std::thread([kind] {
+          std::this_thread::sleep_for(milliseconds(30 + kind));
+          ::kill(::getpid(), SIGKILL);
+        }).detach();
+      const std::string end = outcome(endless(group, kind));
+      const auto took = std::chrono::duration_cast<milliseconds>(Clock::now() - begin).count();
+      // A later call says the same.
+      const std::string again = outcome([&] { group.barrier(); });
+      return took < 1000 ? end + " | " + again : concat("took ", took, " ms: ", end);
+    });
+    EXPECT_EQ(ends[1].signal, SIGKILL);
+    for (const int r : {0, 2}) {
+      expect_begins(ends[static_cast<std::size_t>(r)].report, "lost [1]");
+      expect_has(ends[static_cast<std::size_t>(r)].report, "| lost [1]");
+    }
+  }
+}
+
+TEST(Faults, KilledBeforeTheGroupIsMade) {
+  const auto ends = fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
+    if (rank == 1) ::kill(::getpid(), SIGKILL);
+    return outcome([&] { Group::meet(rank, 2, directory, brief("early", 300)); });
+  });
+  expect_begins(ends[0].report, "setup absent");
+  expect_has(ends[0].report, "rank 1 did not come");
+}
+
+TEST(Faults, DeadThoughItsChildHoldsAll) {
+  const auto ends = fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
+    Group group = Group::meet(rank, 2, directory, brief("child"));
+    group.barrier();
+    const auto begin = Clock::now();
+    if (rank == 1) {
+      if (::fork() == 0) {
+        // Outlives its parent, with the memory and all descriptors.
+        ::alarm(3);
+        std::this_thread::sleep_for(milliseconds(1500));
+        std::_Exit(0);
+      }
+      ::kill(::getpid(), SIGKILL);
+    }
+    const std::string end = outcome([&] { group.barrier(); });
+    return Clock::now() - begin < milliseconds(1000) ? end : "too late: " + end;
+  });
+  expect_begins(ends[0].report, "lost [1]");
+  expect_has(ends[0].report, "died");
+}
+
+TEST(Faults, AForkedChildIsNoRank) {
+  const auto ends = fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
+    auto group = std::make_unique<Group>(Group::meet(rank, 2, directory, brief("forked")));
+    Child child = fork_child([&] {
+      std::string end = outcome([&] { group->barrier(); });
+      group.reset();  // Nor does it leave for its parent.
+      return end;
+    });
+    while (!child.reaped) {
+      child.drain();
+      child.reap(true);
+    }
+    child.drain();
+    const std::string own = outcome([&] { group->barrier(); });
+    // Nobody leaves before all have looked.
+    group->barrier();
+    return own + " | " + child.end.report;
+  });
+  for (const auto& end : ends) {
+    expect_begins(end.report, "good | lost");
+    expect_has(end.report, "was forked from rank");
+  }
+}
+
+TEST(Faults, StoppedIsLate) {
+  for (int kind = 0; kind < 2; ++kind) {
+    const auto ends = fork_ranks(
+        3,
+        [&](int rank, const Directory& directory) -> std::string {
+          Group group = Group::meet(rank, 3, directory, brief("stopped", 3000));
+          group.barrier();
+          if (rank == 1) ::raise(SIGSTOP);
+          double value = 1;
+          const Call call{milliseconds(250)};
+          return outcome([&] {
+            kind == 0 ? group.all_reduce(&value, &value, 1, Element::float64, {}, call)
+                      : group.receive(&value, 8, 1, 0, call);
+          });
+        },
+        milliseconds(800));
+    for (const int r : {0, 2}) {
+      expect_begins(ends[static_cast<std::size_t>(r)].report, "late [1]");
+      expect_has(ends[static_cast<std::size_t>(r)].report, "is stopped");
+    }
+  }
+}
+
+TEST(Faults, LeftAndAborted) {
+  const auto ends = fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
+    std::string report;
+    {
+      Group group = Group::meet(rank, 2, directory, brief("left"));
+      group.barrier();
+      if (rank == 0) report = outcome([&] { group.barrier(); });
+    }
+    Group group = Group::meet(rank, 2, directory, brief("aborted"));
+    std::thread other;
+    if (rank == 1)
+      other = std::thread([&group] {
+        std::this_thread::sleep_for(milliseconds(50));
+        group.abort("enough");
+      });
+    // Both wait for a message that never comes, of each other.
+    int nothing = 0;
+    report += " | " + outcome([&] { group.receive(&nothing, sizeof nothing, 1 - rank); });
+    if (other.joinable()) other.join();
+    return report;
+  });
+  expect_begins(ends[0].report, "lost [1]");
+  expect_has(ends[0].report, "has left the group | lost [1]");
+  expect_has(ends[0].report, "enough");
+  expect_begins(ends[1].report, " | lost [1]");
+  expect_has(ends[1].report, "enough");
+}
+
+TEST(Faults, LimitsOfAllLengths) {
+  const auto ends = thread_ranks(2, brief("limits"), [](Group& group) -> std::string {
+    double value = 1;
+    group.all_reduce(&value, &value, 1, Element::float64, {}, {milliseconds::max()});
+    Request request = group.start_barrier({milliseconds::max()});
+    request.wait(milliseconds::max());
+    if (group.rank() == 1) return "";
+    const auto begin = Clock::now();
+    std::string end = outcome([&] { group.barrier({milliseconds(1)}); });
+    return Clock::now() - begin < milliseconds(500) ? end : "slow " + end;
+  });
+  expect_begins(ends[0].report, "late [1]");
+}
+
+TEST(Faults, DifferentCallsAreNoticed) {
+  const std::vector<std::function<void(Group&)>> calls = {
+      [](Group& g) {
+        double v[3] = {};
+        g.all_reduce(v, v, g.rank() == 0 ? 2 : 3, Element::float64, {});
+      },
+      [](Group& g) {
+        double v[2] = {};
+        if (g.rank() == 0)
+          g.all_reduce(v, v, 2, Element::float64, {});
+        else
+          g.barrier();
+      },
+      [](Group& g) {
+        double v[2] = {};
+        g.all_reduce(v, v, 2, Element::float64,
+                     {g.rank() == 0 ? Reduction::Kind::sum : Reduction::Kind::max});
+      },
+      [](Group& g) {
+        std::vector<double> v(100000);
+        g.all_reduce(v.data(), v.data(), g.rank() == 0 ? 100000 : 99999, Element::float64, {});
+      },
+      [](Group& g) {
+        int v[2] = {};
+        if (g.rank() == 0) g.send(v, 8, 1);
+        g.receive(v, g.rank() == 0 ? 8 : 4, 1 - g.rank());
+      }};
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    SCOPED_TRACE(i);
+    for (const auto& end : thread_ranks(2, brief("different", 2000), [&](Group& group) {
+           return outcome([&] { calls[i](group); });
+         }))
+      expect_begins(end.report, "mismatch");
+  }
+}
+
+TEST(Faults, WrongArguments) {
+  EXPECT_THROW(Group::threads(0, {}), InvalidArgument);
+  EXPECT_THROW(Group::threads(300, {}), SetupError);
+  auto groups = Group::threads(1, {});
+  Group& g = groups[0];
+  double v = 1;
+  EXPECT_THROW(g.broadcast(&v, 8, 1), InvalidArgument);
+  EXPECT_THROW(g.all_reduce(nullptr, &v, 1, Element::float64, {}), InvalidArgument);
+  EXPECT_THROW(g.all_reduce(&v, &v, 1, Element::float64, {Reduction::Kind::bit_xor}),
+               InvalidArgument);
+  EXPECT_THROW(g.all_gather(&v, &v, {1, 2}), InvalidArgument);
+  EXPECT_THROW(g.send(&v, 8, 2), InvalidArgument);
+  g.all_reduce(&v, &v, 1, Element::float64, {});  // Nothing of that harmed the group.
+}
+
+TEST(Faults, ArenaFull) {
+  Options options = brief("arena");
+  options.arena_bytes = 1 << 20;
+  auto groups = Group::threads(1, options);
+  Arena& arena = groups[0].arena();
+  std::byte* a = arena.allocate(400000);
+  std::byte* b = arena.allocate(400000);
+  try {
+    arena.allocate(400000);
+    FAIL();
+  } catch (const ArenaFull& error) {
+    expect_has(error.what(), "400000 bytes are asked of an arena of 1048576 bytes");
+  }
+  EXPECT_EQ(arena.try_allocate(400000), nullptr);
+  EXPECT_THROW(arena.deallocate(a + 64), InvalidArgument);
+  arena.deallocate(a);
+  EXPECT_THROW(arena.deallocate(a), InvalidArgument);
+  arena.deallocate(b);
+  EXPECT_EQ(arena.largest_free(), arena.size());
+  EXPECT_EQ(arena.used(), 0U);
+  auto none = Group::threads(1, brief("none"));
+  EXPECT_THROW(none[0].arena().allocate(1), ArenaFull);
+}
+
+// ---- what the system refuses ----
+
+std::vector<RankEnd> meet_after(const std::function<void(int)>& before, const char* name) {
+  return fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
+    before(rank);
+    return outcome([&] {
+      Group group = Group::meet(rank, 2, directory, brief(name, 3000));
+      double value = rank;
+      group.all_reduce(&value, &value, 1, Element::float64, {});
+      if (value != 1) throw Error("wrong sum");
+      group.barrier();
+    });
+  });
+}
+
+TEST(Faults, NoMemoryForIt) {
+  for (const auto& end : meet_after(
+           [](int rank) {
+             const rlimit small{65536, 65536};
+             if (rank == 0) ::setrlimit(RLIMIT_FSIZE, &small);
+           },
+           "files")) {
+    expect_begins(end.report, "setup no memory");
+    expect_has(end.report, "ulimit -f");
+  }
+  for (const auto& end : meet_after(
+           [](int rank) {
+             // Room for the heap to grow, and not for the group's memory.
+             std::size_t pages = 0;
+             std::ifstream("/proc/self/statm") >> pages;
+             const rlim_t bytes = pages * 4096 + (1 << 20);
+             const rlimit small{bytes, bytes};
+             if (rank == 1) ::setrlimit(RLIMIT_AS, &small);
+           },
+           "space")) {
+    expect_begins(end.report, "setup no memory");
+    expect_has(end.report, "ulimit -v");
+  }
+  for (const auto& end : fork_ranks(2, [&](int rank, const Directory& directory) {
+         // The second guard: what is tested here must not claim all memory if it fails.
+         const rlimit small{1 << 30, 1 << 30};
+         ::setrlimit(RLIMIT_FSIZE, &small);
+         Options options = brief("large", 3000);
+         options.arena_bytes = std::size_t{1} << 39;
+         return outcome([&] { Group::meet(rank, 2, directory, options); });
+       })) {
+    expect_begins(end.report, "setup no memory");
+    expect_has(end.report, "are available on this host");
+  }
+}
+
+TEST(Faults, OptionsDiffer) {
+  const auto ends = fork_ranks(2, [&](int rank, const Directory& directory) {
+    Options options = brief("options", 3000);
+    options.arena_bytes = rank == 0 ? 4096 : 8192;
+    return outcome([&] { Group::meet(rank, 2, directory, options); });
+  });
+  for (const auto& end : ends) expect_begins(end.report, "setup disagreement");
+}
+
+TEST(Faults, OtherUser) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root may become another user";
+  for (const auto& end : meet_after(
+           [](int rank) {
+             if (rank == 1 && ::setresuid(65534, 65534, 65534) != 0) throw Error("setresuid");
+           },
+           "user")) {
+    expect_begins(end.report, "setup other user");
+    expect_has(end.report, "rank 1 runs as user 65534, rank 0 as user 0");
+  }
+}
+
+TEST(Faults, OtherHost) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root may make a network namespace";
+  for (const auto& end : meet_after(
+           [](int rank) {
+             if (rank == 1 && ::unshare(CLONE_NEWNET) != 0) throw Error("unshare");
+           },
+           "host"))
+    expect_begins(end.report, "setup other host");
+}
+
+TEST(Faults, DevShmDoesNotMatter) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root may mount";
+  for (const char* how : {"size=1m", "size=1m,ro"}) {
+    const auto ends = meet_after(
+        [how](int) {
+          const unsigned long flags =
+              std::string(how).find("ro") != std::string::npos ? MS_RDONLY : 0;
+          if (::unshare(CLONE_NEWNS) != 0 ||
+              ::mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
+              ::mount("tmpfs", "/dev/shm", "tmpfs", flags, "size=1m") != 0)
+            throw Error("mount");
+        },
+        "dev");
+    for (const auto& end : ends) {
+      if (end.report == "uncaught: mount") GTEST_SKIP() << "mounting is forbidden here";
+      EXPECT_EQ(end.report, "good") << how;
+    }
+  }
+}
+
+TEST(Faults, NothingIsLeft) {
+  const auto listing = [] {
+    std::set<std::string> names;
+    std::error_code none;
+    for (const auto& entry : std::filesystem::directory_iterator("/dev/shm", none))
+      names.insert(entry.path().string());
+    return names;
+  };
+  const auto before = listing();
+  const auto ends = fork_ranks(3, [&](int rank, const Directory& directory) -> std::string {
+    Group group = Group::meet(rank, 3, directory, brief("left over"));
+    group.barrier();
+    ::kill(::getpid(), SIGKILL);
+    return "";
+  });
+  for (const auto& end : ends) EXPECT_EQ(end.signal, SIGKILL);
+  EXPECT_EQ(listing(), before);
+}
+
+TEST(Faults, GroupsOfOneNameDoNotCollide) {
+  const Files other;
+  const Directory second = other.directory();
+  const auto ends = fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
+    Group a = Group::meet(rank, 2, directory, brief("same")),
+          b = Group::meet(rank, 2, second, brief("same"));
+    double x = rank + 1, y = 10 * (rank + 1);
+    Request first = a.start_all_reduce(&x, &x, 1, Element::float64, {});
+    b.all_reduce(&y, &y, 1, Element::float64, {});
+    first.wait();
+    b.barrier();
+    return concat(x, " ", y);
+  });
+  for (const auto& end : ends) EXPECT_EQ(end.report, "3 30");
+}
+
+}  // namespace
+}  // namespace tessera::shm::testing

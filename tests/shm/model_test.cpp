@@ -1,0 +1,359 @@
+// The protocol of tessera/shm/detail/core.h as small state machines, of which all interleavings are
+// tried. What is modelled: numbered steps with slots that are written again; marks and `done`; going to
+// sleep, looking once more, being rung. Stores wait in each rank's buffer, first in first out, until
+// they reach memory at any later time (the order of x86); an exchange empties the buffer first. Sleeps
+// have no time limit here, so a lost wake-up is a state in which nobody can go on.
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+namespace tessera::shm::testing {
+namespace {
+
+constexpr int kMost = 3;
+
+/// What is wrong on purpose.
+enum class Fault {
+  none,
+  /// Marks and `done` are plain stores: they may still be in the buffer when sleepers are looked for.
+  no_fence,
+  /// No second look between saying "I sleep" and sleeping.
+  no_second_look,
+  /// The number of rings is read after the second look: one in between is missed.
+  rings_read_late,
+  /// A slot is written one step too soon.
+  slot_too_soon,
+  /// The mark is set before the data are there.
+  mark_before_data,
+  /// `done` rings nobody.
+  done_is_silent,
+};
+
+enum Place : std::uint8_t {
+  kCheckWritable,
+  kWrite,
+  kMark,
+  kCheckReady,
+  kRead,
+  kDone,
+  // After a write that others may wait for: then on to `after`.
+  kAnySleepers,
+  kLook,
+  kRing,
+  kWake,
+  // Falling asleep: then back to `after`.
+  kReadRings,
+  kSayForWhom,
+  kCountSleeper,
+  kSecondLook,
+  kSleep,
+  kAsleep,
+  kWakeUp,
+  kUnsay,
+  kEnd,
+};
+
+struct Store {
+  std::uint8_t where, value;
+};
+
+/// One byte a word; small enough to be kept millions of times.
+struct State {
+  struct Rank {
+    std::uint8_t place, after, step, other, needed, rings_seen, stores;
+    Store buffer[3];
+  } rank[kMost];
+  // Shared memory: data and marks by rank and slot, done, rings, waits_for by rank, sleepers.
+  std::uint8_t memory[kMost * 2 * 2 + kMost * 3 + 1];
+};
+
+/// Who publishes: all, and all read all; or rank 0, and the others read.
+enum class Call { everyone, first };
+/// What a rank does where it cannot go on: sleep, or just look again and again.
+enum class Wait { sleep, spin };
+
+class Model {
+ public:
+  Model(Call call, Wait wait, int ranks, int slots, int steps, Fault fault)
+      : call_(call), wait_(wait), ranks_(ranks), slots_(slots), steps_(steps), fault_(fault) {}
+
+  /// What goes wrong in some order of events, or nothing; `states`: how many there are.
+  std::string explore() {
+    State first;
+    std::memset(&first, 0, sizeof first);
+    visit(first);
+    while (!open_.empty() && wrong_.empty()) {
+      const State state = open_.back();
+      open_.pop_back();
+      bool moved = false, ended = true;
+      for (int r = 0; r < ranks_; ++r) {
+        ended = ended && state.rank[r].place == kEnd;
+        if (state.rank[r].stores > 0) {
+          State next = state;
+          flush_one(next, r);
+          visit(next);
+          moved = true;
+        }
+        State next = state;
+        if (act(next, r)) {
+          visit(next);
+          moved = true;
+        }
+      }
+      if (!moved && !ended) wrong_ = "nobody can go on";
+    }
+    return wrong_;
+  }
+  std::size_t states() const { return seen_.size(); }
+
+ private:
+  struct Hash {
+    std::size_t operator()(const State& s) const {
+      std::uint64_t words[(sizeof(State) + 7) / 8] = {};
+      std::memcpy(words, &s, sizeof s);
+      std::uint64_t h = 0;
+      for (const std::uint64_t w : words) {
+        h = (h ^ w) * 0x9e3779b97f4a7c15ULL;
+        h ^= h >> 32;
+      }
+      return h;
+    }
+  };
+  struct Equal {
+    bool operator()(const State& a, const State& b) const {
+      return std::memcmp(&a, &b, sizeof a) == 0;
+    }
+  };
+
+  void visit(const State& state) {
+    if (seen_.insert(state).second) open_.push_back(state);
+  }
+
+  int data(int r, int slot) const { return r * 2 + slot; }
+  int mark(int r, int slot) const { return kMost * 2 + r * 2 + slot; }
+  int done(int r) const { return kMost * 4 + r; }
+  int rings(int r) const { return kMost * 5 + r; }
+  int waits_for(int r) const { return kMost * 6 + r; }
+  static constexpr int kSleepers = kMost * 7;
+
+  /// A rank sees its own stores before they are in memory.
+  std::uint8_t load(const State& s, int r, int where) const {
+    const auto& rank = s.rank[r];
+    for (int i = rank.stores - 1; i >= 0; --i)
+      if (rank.buffer[i].where == where) return rank.buffer[i].value;
+    return s.memory[where];
+  }
+  void flush_one(State& s, int r) const {
+    auto& rank = s.rank[r];
+    s.memory[rank.buffer[0].where] = rank.buffer[0].value;
+    for (int i = 1; i < rank.stores; ++i) rank.buffer[i - 1] = rank.buffer[i];
+    --rank.stores;
+    rank.buffer[rank.stores] = {0, 0};
+  }
+  bool store(State& s, int r, int where, int value) const {
+    auto& rank = s.rank[r];
+    if (rank.stores == 3) return false;
+    rank.buffer[rank.stores++] = {static_cast<std::uint8_t>(where),
+                                  static_cast<std::uint8_t>(value)};
+    return true;
+  }
+  /// Only when the buffer is empty: before that, the next event is a flush.
+  bool exchange(State& s, int r, int where, int value) const {
+    if (s.rank[r].stores > 0) return false;
+    s.memory[where] = static_cast<std::uint8_t>(value);
+    return true;
+  }
+
+  bool set(State& s, int r, int where, int value) const {
+    return fault_ == Fault::no_fence ? store(s, r, where, value) : exchange(s, r, where, value);
+  }
+  bool publishes(int r) const { return call_ == Call::everyone || r == 0; }
+
+  /// The first rank that this one cannot go on without, or -1.
+  int lacking(const State& s, int r) const {
+    const auto& rank = s.rank[r];
+    const int step = rank.step;
+    if (rank.after == kCheckWritable) {
+      for (int o = 0; o < ranks_; ++o)
+        if (load(s, r, done(o)) + slots_ + (fault_ == Fault::slot_too_soon ? 1 : 0) <= step)
+          return o;
+      return -1;
+    }
+    for (int o = rank.other; o < ranks_; ++o)
+      if (o != r && publishes(o)) return load(s, r, mark(o, step % slots_)) == step + 1 ? -1 : o;
+    return -1;
+  }
+
+  bool act(State& s, int r) {
+    auto& rank = s.rank[r];
+    const int slot = rank.step % slots_;
+    switch (rank.place) {
+      case kCheckWritable:
+      case kCheckReady: {
+        rank.after = rank.place;
+        const bool writes = rank.place == kCheckWritable;
+        if (writes && !publishes(r)) {
+          rank.place = kCheckReady;
+          return true;
+        }
+        if (!writes) {
+          while (rank.other < ranks_ && (rank.other == r || !publishes(rank.other))) ++rank.other;
+          if (rank.other == ranks_ || (call_ == Call::first && r == 0)) {
+            rank.place = kDone;
+            return true;
+          }
+        }
+        const int lack = lacking(s, r);
+        if (lack >= 0 && wait_ == Wait::spin) return false;
+        rank.needed = static_cast<std::uint8_t>(lack + 1);
+        rank.place = lack >= 0                           ? kReadRings
+                     : !writes                           ? kRead
+                     : fault_ == Fault::mark_before_data ? kMark
+                                                         : kWrite;
+        return true;
+      }
+      case kWrite:
+        if (!store(s, r, data(r, slot), rank.step + 1)) return false;
+        if (fault_ == Fault::mark_before_data) {
+          rank.place = kCheckReady;
+          rank.other = 0;
+        } else {
+          rank.place = kMark;
+        }
+        return true;
+      case kMark:
+        if (!set(s, r, mark(r, slot), rank.step + 1)) return false;
+        rank.after = fault_ == Fault::mark_before_data ? kWrite : kCheckReady;
+        rank.place = wait_ == Wait::spin ? rank.after : std::uint8_t{kAnySleepers};
+        rank.other = 0;
+        return true;
+      case kRead:
+        if (load(s, r, data(rank.other, slot)) != rank.step + 1)
+          wrong_ = "a slot holds another step's data";
+        ++rank.other;
+        rank.place = kCheckReady;
+        return true;
+      case kDone:
+        if (!set(s, r, done(r), rank.step + 1)) return false;
+        ++rank.step;
+        rank.other = 0;
+        rank.after = rank.step == steps_ ? kEnd : kCheckWritable;
+        if (fault_ == Fault::done_is_silent || wait_ == Wait::spin)
+          rank.place = rank.after;
+        else
+          rank.place = kAnySleepers;
+        return true;
+
+      case kAnySleepers:
+        rank.place = load(s, r, kSleepers) == 0 ? rank.after : std::uint8_t{kLook};
+        rank.other = 0;
+        return true;
+      case kLook:
+        if (rank.other == ranks_) {
+          rank.other = 0;
+          rank.place = rank.after;
+        } else if (rank.other != r && load(s, r, waits_for(rank.other)) == r + 1) {
+          rank.place = kRing;
+        } else {
+          ++rank.other;
+        }
+        return true;
+      case kRing:
+        if (!exchange(s, r, rings(rank.other), s.memory[rings(rank.other)] + 1)) return false;
+        rank.place = kWake;
+        return true;
+      case kWake:
+        if (s.rank[rank.other].place == kAsleep) s.rank[rank.other].place = kWakeUp;
+        ++rank.other;
+        rank.place = kLook;
+        return true;
+
+      case kReadRings:
+        rank.rings_seen = load(s, r, rings(r));
+        rank.place = kSayForWhom;
+        return true;
+      case kSayForWhom:
+        if (!exchange(s, r, waits_for(r), rank.needed)) return false;
+        rank.place = kCountSleeper;
+        return true;
+      case kCountSleeper:
+        if (!exchange(s, r, kSleepers, s.memory[kSleepers] + 1)) return false;
+        rank.place = fault_ == Fault::no_second_look ? kSleep : kSecondLook;
+        return true;
+      case kSecondLook:
+        rank.place = lacking(s, r) + 1 == rank.needed ? kSleep : kWakeUp;
+        return true;
+      case kSleep:  // The kernel compares and falls asleep in one.
+        if (fault_ == Fault::rings_read_late) rank.rings_seen = s.memory[rings(r)];
+        rank.place = s.memory[rings(r)] == rank.rings_seen ? kAsleep : kWakeUp;
+        return true;
+      case kAsleep:
+        return false;
+      case kWakeUp:
+        if (!exchange(s, r, waits_for(r), 0)) return false;
+        rank.place = kUnsay;
+        return true;
+      case kUnsay:
+        if (!exchange(s, r, kSleepers, s.memory[kSleepers] - 1)) return false;
+        rank.place = rank.after;
+        rank.needed = rank.rings_seen = 0;
+        return true;
+      default:
+        return false;
+    }
+  }
+
+  const Call call_;
+  const Wait wait_;
+  const int ranks_, slots_, steps_;
+  const Fault fault_;
+  std::unordered_set<State, Hash, Equal> seen_;
+  std::vector<State> open_;
+  std::string wrong_;
+};
+
+std::string explore(Call call, Wait wait, int ranks, int slots, int steps,
+                    Fault fault = Fault::none) {
+  Model model(call, wait, ranks, slots, steps, fault);
+  const std::string wrong = model.explore();
+  std::printf("%d ranks, %d slots, %d steps, %s, %s: %zu states%s%s\n", ranks, slots, steps,
+              call == Call::everyone ? "all publish" : "one publishes",
+              wait == Wait::sleep ? "sleeping" : "spinning", model.states(),
+              wrong.empty() ? "" : ": ", wrong.c_str());
+  return wrong;
+}
+
+TEST(Model, TwoRanks) {
+  for (const Call call : {Call::everyone, Call::first})
+    for (const Wait wait : {Wait::sleep, Wait::spin})
+      for (const int slots : {1, 2}) EXPECT_EQ(explore(call, wait, 2, slots, slots + 2), "");
+}
+
+TEST(Model, ThreeRanks) {
+  for (const int slots : {1, 2})
+    EXPECT_EQ(explore(Call::everyone, Wait::spin, 3, slots, slots + 2), "");
+  EXPECT_EQ(explore(Call::first, Wait::sleep, 3, 1, 2), "");
+  EXPECT_EQ(explore(Call::everyone, Wait::sleep, 3, 1, 1), "");
+}
+
+TEST(Model, FindsWhatIsWrong) {
+  EXPECT_EQ(explore(Call::first, Wait::sleep, 2, 1, 3, Fault::no_fence), "nobody can go on");
+  EXPECT_EQ(explore(Call::everyone, Wait::sleep, 2, 1, 2, Fault::no_second_look),
+            "nobody can go on");
+  EXPECT_EQ(explore(Call::first, Wait::sleep, 2, 1, 2, Fault::rings_read_late), "nobody can go on");
+  EXPECT_EQ(explore(Call::first, Wait::sleep, 2, 1, 3, Fault::done_is_silent), "nobody can go on");
+  // Here a mark may be gone before it was seen, or the data before they were read.
+  EXPECT_NE(explore(Call::everyone, Wait::spin, 3, 1, 3, Fault::slot_too_soon), "");
+  EXPECT_EQ(explore(Call::everyone, Wait::spin, 2, 1, 1, Fault::mark_before_data),
+            "a slot holds another step's data");
+}
+
+}  // namespace
+}  // namespace tessera::shm::testing
