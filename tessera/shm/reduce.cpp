@@ -277,106 +277,106 @@ bool has_avx2() { return false; }
 #endif
 
 template <class T, Kind kind>
-Reducer::Block pick() {
+Reducer::Block pick([[maybe_unused]] bool vectors) {
 #if defined(__x86_64__)
-  if (has_avx2()) return block_avx2<T, kind>;
+  if (vectors && has_avx2()) return block_avx2<T, kind>;
 #endif
   return block_baseline<T, kind>;
 }
 
 template <class T>
-Reducer::Block pick_integer(Kind kind) {
+Reducer::Block pick_integer(Kind kind, bool vectors) {
   using U =
       std::make_unsigned_t<T>;  // Sums and products wrap around, which signed numbers may not.
   switch (kind) {
     case Kind::sum:
-      return pick<U, Kind::sum>();
+      return pick<U, Kind::sum>(vectors);
     case Kind::product:
-      return pick<U, Kind::product>();
+      return pick<U, Kind::product>(vectors);
     case Kind::min:
-      return pick<T, Kind::min>();
+      return pick<T, Kind::min>(vectors);
     case Kind::max:
-      return pick<T, Kind::max>();
+      return pick<T, Kind::max>(vectors);
     case Kind::bit_and:
-      return pick<U, Kind::bit_and>();
+      return pick<U, Kind::bit_and>(vectors);
     case Kind::bit_or:
-      return pick<U, Kind::bit_or>();
+      return pick<U, Kind::bit_or>(vectors);
     default:
-      return pick<U, Kind::bit_xor>();
+      return pick<U, Kind::bit_xor>(vectors);
   }
 }
 
-Reducer::Block pick_boolean(Kind kind) {
+Reducer::Block pick_boolean(Kind kind, bool vectors) {
   switch (kind) {
     case Kind::sum:
     case Kind::max:
     case Kind::bit_or:
-      return pick<Boolean, Kind::bit_or>();
+      return pick<Boolean, Kind::bit_or>(vectors);
     case Kind::bit_xor:
-      return pick<Boolean, Kind::bit_xor>();
+      return pick<Boolean, Kind::bit_xor>(vectors);
     default:
-      return pick<Boolean, Kind::bit_and>();
+      return pick<Boolean, Kind::bit_and>(vectors);
   }
 }
 
 template <class T>
-Reducer::Block pick_floating(Kind kind) {
+Reducer::Block pick_floating(Kind kind, bool vectors) {
   switch (kind) {
     case Kind::sum:
-      return pick<T, Kind::sum>();
+      return pick<T, Kind::sum>(vectors);
     case Kind::product:
-      return pick<T, Kind::product>();
+      return pick<T, Kind::product>(vectors);
     case Kind::min:
-      return pick<T, Kind::min>();
+      return pick<T, Kind::min>(vectors);
     case Kind::max:
-      return pick<T, Kind::max>();
+      return pick<T, Kind::max>(vectors);
     case Kind::average:
-      return pick<T, Kind::average>();
+      return pick<T, Kind::average>(vectors);
     default:
-      return pick<T, Kind::premultiplied>();
+      return pick<T, Kind::premultiplied>(vectors);
   }
 }
 
-Reducer::Block pick_any(Element element, Kind kind) {
+Reducer::Block pick_any(Element element, Kind kind, bool vectors) {
   switch (element) {
     case Element::boolean:
-      return pick_boolean(kind);
+      return pick_boolean(kind, vectors);
     case Element::int8:
-      return pick_integer<std::int8_t>(kind);
+      return pick_integer<std::int8_t>(kind, vectors);
     case Element::uint8:
-      return pick_integer<std::uint8_t>(kind);
+      return pick_integer<std::uint8_t>(kind, vectors);
     case Element::int16:
-      return pick_integer<std::int16_t>(kind);
+      return pick_integer<std::int16_t>(kind, vectors);
     case Element::uint16:
-      return pick_integer<std::uint16_t>(kind);
+      return pick_integer<std::uint16_t>(kind, vectors);
     case Element::int32:
-      return pick_integer<std::int32_t>(kind);
+      return pick_integer<std::int32_t>(kind, vectors);
     case Element::uint32:
-      return pick_integer<std::uint32_t>(kind);
+      return pick_integer<std::uint32_t>(kind, vectors);
     case Element::int64:
-      return pick_integer<std::int64_t>(kind);
+      return pick_integer<std::int64_t>(kind, vectors);
     case Element::uint64:
-      return pick_integer<std::uint64_t>(kind);
+      return pick_integer<std::uint64_t>(kind, vectors);
     case Element::half:
-      return pick_floating<Half>(kind);
+      return pick_floating<Half>(kind, vectors);
     case Element::bfloat16:
-      return pick_floating<Bfloat16>(kind);
+      return pick_floating<Bfloat16>(kind, vectors);
     case Element::float32:
-      return pick_floating<float>(kind);
+      return pick_floating<float>(kind, vectors);
     case Element::float64:
-      return pick_floating<double>(kind);
+      return pick_floating<double>(kind, vectors);
     case Element::complex64:
-      return kind == Kind::product ? pick<Complex<float>, Kind::product>()
-                                   : pick_floating<float>(kind);
+      return kind == Kind::product ? pick<Complex<float>, Kind::product>(vectors)
+                                   : pick_floating<float>(kind, vectors);
     default:
-      return kind == Kind::product ? pick<Complex<double>, Kind::product>()
-                                   : pick_floating<double>(kind);
+      return kind == Kind::product ? pick<Complex<double>, Kind::product>(vectors)
+                                   : pick_floating<double>(kind, vectors);
   }
 }
 
 }  // namespace
 
-Reducer::Reducer(Element element, Kind kind)
+Reducer::Reducer(Element element, Kind kind, bool vectors)
     : element_(element),
       factored_(kind == Kind::premultiplied),
       item_bytes_(size_of(element)),
@@ -386,7 +386,7 @@ Reducer::Reducer(Element element, Kind kind)
                                  " has no meaning: complex numbers have no order, ",
                                  "average and premultiplied are for floating-point and complex "
                                  "numbers, and, or, xor for integers and bool"));
-  block_ = pick_any(element, kind);
+  block_ = pick_any(element, kind, vectors);
   if (element >= Element::complex64 && kind != Kind::product) {
     item_bytes_ /= 2;
     items_per_element_ = 2;

@@ -11,8 +11,9 @@ namespace tessera::shm {
 /// A reduction, looked up once for a call.
 class Reducer {
  public:
+  /// `vectors`: with the best unit of this CPU, otherwise with the code that runs on any.
   /// Throws InvalidArgument where reduces(element, kind) is false.
-  Reducer(Element element, Reduction::Kind kind);
+  Reducer(Element element, Reduction::Kind kind, bool vectors = true);
 
   /// out[i] = the reduction of sources[0][i], ..., sources[ranks - 1][i], for `count` elements; the
   /// same bytes are written to `copy` too unless it is null. `out` and `copy` may be one of the
