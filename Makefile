@@ -40,12 +40,12 @@ build: configure
 	@$(RUN) cmake --build --preset $(PRESET)
 
 demo: configure
-	@$(RUN) cmake --build --preset $(PRESET) --target tessera_cli winds
+	@$(RUN) cmake --build --preset $(PRESET) --target tessera_cli tessera_doctor winds
 	$(RUN) $(BUILD)/bin/tessera run -n $(RANKS) -- $(BUILD)/bin/winds --report build/winds-report.html
 	@echo "The report: file://$(CURDIR)/build/winds-report.html"
 
 relief: configure
-	@$(RUN) cmake --build --preset $(PRESET) --target tessera_cli relief
+	@$(RUN) cmake --build --preset $(PRESET) --target tessera_cli tessera_doctor relief
 	@$(RUN) examples/05_relief/run $(BUILD) build/relief $(ARGS)
 	@echo "The report: file://$(CURDIR)/build/relief/report.html"
 

@@ -7,6 +7,7 @@ Error::Error(const std::string& what) : std::runtime_error(what) {}
 Error::~Error() = default;
 InvalidArgument::~InvalidArgument() = default;
 ConfigurationError::~ConfigurationError() = default;
+FileError::~FileError() = default;
 NotAvailable::~NotAvailable() = default;
 
 }  // namespace tessera

@@ -28,6 +28,14 @@ class ConfigurationError : public Error {
   ~ConfigurationError() override;
 };
 
+/// A file that is absent, unreadable, of another format, or damaged; the message holds the path and
+/// the system's or library's own reason.
+class FileError : public Error {
+ public:
+  using Error::Error;
+  ~FileError() override;
+};
+
 /// A part that this build does not have; the message says how to get it.
 class NotAvailable : public Error {
  public:

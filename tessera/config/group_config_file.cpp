@@ -30,7 +30,8 @@ void read_attributes(Fields& fields, ProcessGroupNode& node) {
 }
 
 const Json& array_of(Fields& fields, const std::string& field, const Json& value) {
-  if (!value.is_array()) fields.fail(field, concat("must be a list, but is ", value.dump()));
+  if (!value.is_array())
+    fields.fail(field, concat("must be a list, but is ", detail::shown(value)));
   return value;
 }
 
@@ -50,7 +51,8 @@ void read_nested(Fields& fields, const std::string& parent, NodeList& nodes) {
 
 NodeList read_flat(Fields& fields, const Json& tree) {
   if (!tree.is_object())
-    fields.fail("tree", concat("must map nodes to lists of children, but is ", tree.dump()));
+    fields.fail("tree",
+                concat("must map nodes to lists of children, but is ", detail::shown(tree)));
   Fields edges(tree, fields.where("tree"));
   NodeList nodes;
   std::set<std::string> parents, children;

@@ -60,7 +60,7 @@ std::vector<Axis> read_axes(Fields& fields, const std::string& field, const Json
   if (!value.is_object())
     fields.fail(field,
                 concat("must be a text such as \"data=8,model=4\" or names with sizes, but is ",
-                       value.dump()));
+                       detail::shown(value)));
   Fields sizes(value, fields.where(field));
   std::vector<Axis> axes;
   for (const auto& [name, unused] : value.items()) {
@@ -98,7 +98,7 @@ std::vector<Axis> parse_axes(const std::string& text, const std::string& what) {
   for (const auto& [name, size] : pairs(text, what)) {
     for (const Axis& known : axes)
       if (known.name == name)
-        throw RepeatedName(concat(what, " '", text, "': axis '", name, "' stands twice"));
+        throw RepeatedName(concat(what, " '", text, "': axis '", name, "' is duplicated"));
     axes.push_back({name, parse_size(size, concat(what, ": size of '", name, "'"))});
   }
   return axes;

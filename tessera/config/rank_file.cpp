@@ -1,14 +1,65 @@
 #include "tessera/config/rank_file.h"
 
 #include <map>
-#include <regex>
-#include <sstream>
+#include <optional>
+#include <string_view>
 
+#include "tessera/base/name.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"
 #include "tessera/config/errors.h"
 
 namespace tessera {
+namespace {
+
+struct RankLine {
+  int rank = 0;
+  std::string host;
+  int slot = 0;
+};
+
+// "rank 3=host1 slot=2", with blanks around the words; nothing for another line.
+std::optional<RankLine> parse_rank_line(std::string_view line) {
+  const auto skip_blanks = [&] {
+    const auto skipped = std::min(line.find_first_not_of(" \t"), line.size());
+    line.remove_prefix(skipped);
+    return skipped > 0;
+  };
+  const auto take = [&](std::string_view word) {
+    if (line.substr(0, word.size()) != word) return false;
+    line.remove_prefix(word.size());
+    return true;
+  };
+  // At most nine digits, so that every number fits.
+  const auto number = [&]() -> std::optional<int> {
+    const auto digits = std::min(line.find_first_not_of("0123456789"), line.size());
+    if (digits == 0 || digits > 9) return std::nullopt;
+    const auto value = parse_number(line.substr(0, digits));
+    line.remove_prefix(digits);
+    return static_cast<int>(*value);
+  };
+  RankLine found;
+  if (!take("rank") || !skip_blanks()) return std::nullopt;
+  const auto rank = number();
+  skip_blanks();
+  if (!rank || !take("=")) return std::nullopt;
+  skip_blanks();
+  const auto host = std::min(line.find_first_of(" \t"), line.size());
+  found.host = line.substr(0, host);
+  line.remove_prefix(host);
+  if (found.host.empty() || !skip_blanks() || !take("slot")) return std::nullopt;
+  skip_blanks();
+  if (!take("=")) return std::nullopt;
+  skip_blanks();
+  const auto slot = number();
+  if (!slot || !line.empty()) return std::nullopt;
+  found.rank = *rank;
+  found.slot = *slot;
+  return found;
+}
+
+}  // namespace
 
 std::string open_mpi_rank_file(const Topology& topology, const std::vector<int>& slot_of) {
   const auto host_of = topology.hosts_of_slots();
@@ -52,7 +103,6 @@ std::vector<int> parse_rank_file(const std::string& text, const Topology& topolo
     devices[host.name] = host.devices;
     slots += host.devices;
   }
-  const std::regex open_mpi("rank\\s+([0-9]{1,9})\\s*=\\s*(\\S+)\\s+slot\\s*=\\s*([0-9]{1,9})");
   std::map<int, int> by_rank;
   TextReader in(text);
   std::string line;
@@ -68,30 +118,31 @@ std::vector<int> parse_rank_file(const std::string& text, const Topology& topolo
       return ConfigFileError(concat(source, ":", number, ": ", why));
     };
     const auto known = [&](const std::string& host) {
-      if (!first.contains(host)) throw fail(concat("host '", host, "' is not in the topology"));
+      if (!first.contains(host))
+        throw fail(concat("host '", printable(host), "' is not in the topology"));
     };
-    std::smatch match;
-    const bool has_rank = std::regex_match(line, match, open_mpi);
+    const auto entry = parse_rank_line(line);
+    const bool has_rank = entry.has_value();
     if (lines++ > 0 && has_rank != ranked)
       throw fail(
           "lines of two forms are mixed: either \"rank N=host slot=M\" or a host's name on each "
           "line");
     ranked = has_rank;
     if (has_rank) {
-      const int rank = std::stoi(match[1]), device = std::stoi(match[3]);
-      known(match[2]);
-      if (device >= devices[match[2]])
-        throw fail(concat("slot ", device, " of host '", match[2].str(), "', which has ",
-                          devices[match[2]], " devices"));
-      if (!by_rank.emplace(rank, first[match[2]] + device).second)
-        throw fail(concat("rank ", rank, " stands twice"));
+      known(entry->host);
+      if (entry->slot >= devices[entry->host])
+        throw fail(concat("slot ", entry->slot, " of host '", entry->host, "', which has ",
+                          devices[entry->host], " devices"));
+      if (!by_rank.emplace(entry->rank, first[entry->host] + entry->slot).second)
+        throw fail(concat("rank ", entry->rank, " is duplicated"));
     } else {
       if (line.find_first_of(" \t=") != std::string::npos)
-        throw fail(concat("'", line, "' is neither \"rank N=host slot=M\" nor a host's name"));
+        throw fail(
+            concat("'", printable(line), "' is neither \"rank N=host slot=M\" nor a host's name"));
       known(line);
       if (used[line] == devices[line])
-        throw fail(concat("host '", line, "' stands here more often than it has devices, ",
-                          devices[line]));
+        throw fail(
+            concat("host '", line, "' is named more often than it has devices, ", devices[line]));
       by_rank.emplace(lines - 1, first[line] + used[line]++);
     }
   }

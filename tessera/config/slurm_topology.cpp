@@ -1,10 +1,10 @@
 #include <algorithm>
-#include <cctype>
 #include <functional>
 #include <map>
 #include <optional>
-#include <sstream>
 
+#include "tessera/base/name.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"
 #include "tessera/config/errors.h"
@@ -36,16 +36,16 @@ std::vector<ConfSwitch> parse_conf(const std::string& conf, const std::string& s
     std::map<std::string, std::string> values;
     for (std::string word; words >> word;) {
       const auto equals = word.find('=');
-      if (equals == std::string::npos) throw fail(concat("'", word, "' is not Key=value"));
+      if (equals == std::string::npos)
+        throw fail(concat("'", printable(word), "' is not Key=value"));
       std::string key = word.substr(0, equals);
-      std::transform(key.begin(), key.end(), key.begin(),
-                     [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+      std::transform(key.begin(), key.end(), key.begin(), to_lower);
       if (key != "switchname" && key != "switches" && key != "nodes" && key != "linkspeed")
         throw fail(concat("'", word.substr(0, equals),
                           "' is unknown; a line of the tree plugin has SwitchName, Switches, Nodes "
                           "and LinkSpeed"));
       if (!values.emplace(key, word.substr(equals + 1)).second)
-        throw fail(concat("'", word.substr(0, equals), "' stands twice"));
+        throw fail(concat("'", word.substr(0, equals), "' is duplicated"));
     }
     if (values.empty()) return;
     if (!values.contains("switchname")) throw fail("SwitchName is missing");

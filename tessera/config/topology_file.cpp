@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <climits>
+#include <map>
 
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"
 #include "tessera/config/detail/fields.h"
 #include "tessera/config/errors.h"
+#include "tessera/mesh/mesh.h"
 
 namespace tessera {
 namespace {
@@ -19,7 +22,8 @@ double quantity(Fields& fields, const std::string& field, double otherwise, bool
   if (!value) return otherwise;
   if (value->is_number()) return value->get<double>();
   if (!value->is_string())
-    fields.fail(field, concat("must be a number or a text with a unit, but is ", value->dump()));
+    fields.fail(field,
+                concat("must be a number or a text with a unit, but is ", detail::shown(*value)));
   const auto text = value->get<std::string>();
   return bytes ? detail::parse_bytes(text, fields.where(field))
                : detail::parse_seconds(text, fields.where(field));
@@ -32,23 +36,34 @@ LinkClass read_link(Fields& fields, const LinkClass& otherwise) {
   return link;
 }
 
-template <class Items>
-int find_name(const Items& items, const std::string& name, const Fields& fields,
-              const std::string& field) {
-  std::vector<std::string> names;
-  for (std::size_t i = 0; i < items.size(); ++i) {
-    if (items[i].name == name) return static_cast<int>(i);
-    names.push_back(items[i].name);
+/// The places of names in a list that does not change any more.
+class Names {
+ public:
+  template <class Items>
+  explicit Names(const Items& items) {
+    for (std::size_t i = 0; i < items.size(); ++i)
+      places_.emplace(items[i].name, static_cast<int>(i));
   }
-  fields.fail(field, concat("names '", name, "', which does not exist; there are ", list(names)));
-}
+  int find(const std::string& name, const Fields& fields, const std::string& field) const {
+    const auto at = places_.find(name);
+    if (at != places_.end()) return at->second;
+    std::vector<std::string> names;
+    for (const auto& [known, unused] : places_) names.push_back(known);
+    fields.fail(field, concat("names '", printable(name), "', which does not exist; there are ",
+                              list(names)));
+  }
+
+ private:
+  std::map<std::string, int> places_;
+};
 
 /// Calls read(Fields&) for each entry of a list, and checks that it asked for every field.
 template <class Read>
 void each(Fields& fields, const std::string& field, Read&& read) {
   const Json* entries = fields.raw(field);
   if (!entries) return;
-  if (!entries->is_array()) fields.fail(field, concat("must be a list, but is ", entries->dump()));
+  if (!entries->is_array())
+    fields.fail(field, concat("must be a list, but is ", detail::shown(*entries)));
   int i = 0;
   for (const Json& entry : *entries) {
     Fields one(entry, concat(fields.where(field), "[", i++, "]"));
@@ -64,9 +79,10 @@ void read_switches(Fields& fields, Topology& topology) {
                                  quantity(sw, "uplink_bandwidth", 0, true)});
     parents.push_back(sw.text("parent").value_or(""));
   });
+  const Names names(topology.switches);
   for (std::size_t s = 0; s < parents.size(); ++s)
     if (!parents[s].empty())
-      topology.switches[s].parent = find_name(topology.switches, parents[s], fields, "switches");
+      topology.switches[s].parent = names.find(parents[s], fields, "switches");
 }
 
 void read_hosts(Fields& fields, Topology& topology) {
@@ -74,21 +90,20 @@ void read_hosts(Fields& fields, Topology& topology) {
     topology.hosts = parse_hosts(hosts->get<std::string>()).hosts;
     return;
   }
+  const Names link_classes(topology.device_links), switches(topology.switches);
   each(fields, "hosts", [&](Fields& entry) {
     Host host;
     host.name = entry.required_text("name");
     host.devices = static_cast<int>(entry.integer("devices", INT_MIN, INT_MAX).value_or(1));
     if (const auto link = entry.text("link"))
-      host.link_class = find_name(topology.device_links, *link, entry, "link");
+      host.link_class = link_classes.find(*link, entry, "link");
     host.rail = entry.integers("rails").value_or(std::vector<int>{});
-    if (const auto sw = entry.text("switch"))
-      host.network = find_name(topology.switches, *sw, entry, "switch");
+    if (const auto sw = entry.text("switch")) host.network = switches.find(*sw, entry, "switch");
     each(entry, "links", [&](Fields& link) {
       const auto between = link.integers("between").value_or(std::vector<int>{});
       if (between.size() != 2) link.fail("between", "must be two device numbers");
       host.links.push_back(
-          {between[0], between[1],
-           find_name(topology.device_links, link.required_text("class"), link, "class")});
+          {between[0], between[1], link_classes.find(link.required_text("class"), link, "class")});
     });
     topology.hosts.push_back(std::move(host));
   });
@@ -104,15 +119,17 @@ Topology parse_hosts(const std::string& text) {
   const auto number = [&](const std::string& part) {
     if (part.empty() || part.size() > 9 ||
         part.find_first_not_of("0123456789") != std::string::npos || std::stoi(part) < 1)
-      throw ConfigFileError(concat("hosts '", text, "': '", part,
+      throw ConfigFileError(concat("hosts '", printable(text), "': '", printable(part),
                                    "' is not a number from 1 to 999999999; write \"16x8\" (16 "
                                    "hosts with 8 devices) or \"8,8,4\""));
     return std::stoi(part);
   };
   if (const auto cross = text.find('x'); cross != std::string::npos) {
     const int hosts = number(text.substr(0, cross)), devices = number(text.substr(cross + 1));
-    if (static_cast<long long>(hosts) * devices > INT_MAX)
-      throw ConfigFileError(concat("hosts '", text, "': more than ", INT_MAX, " devices"));
+    if (static_cast<long long>(hosts) * devices > kMostRanks)
+      throw ConfigFileError(concat("hosts '", text, "' are ",
+                                   static_cast<long long>(hosts) * devices, " devices; at most ",
+                                   kMostRanks, " can be planned"));
     return Topology::uniform(hosts, devices);
   }
   std::vector<int> counts;

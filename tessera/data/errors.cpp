@@ -2,7 +2,6 @@
 
 namespace tessera {
 
-FileError::~FileError() = default;
 VariableError::~VariableError() = default;
 RangeError::~RangeError() = default;
 

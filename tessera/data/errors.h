@@ -5,14 +5,6 @@
 
 namespace tessera {
 
-/// A file that is absent, unreadable, of another format, or damaged; the message holds the path and
-/// the library's own reason.
-class FileError : public Error {
- public:
-  using Error::Error;
-  ~FileError() override;
-};
-
 /// A variable or attribute that the source does not have, or whose type cannot be read as asked;
 /// the message lists the known names.
 class VariableError : public InvalidArgument {

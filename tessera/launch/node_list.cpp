@@ -1,10 +1,9 @@
 #include "tessera/launch/node_list.h"
 
-#include <algorithm>
-#include <cctype>
 #include <cstdint>
 
 #include "tessera/base/error.h"
+#include "tessera/base/name.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 
@@ -12,6 +11,11 @@ namespace tessera {
 namespace {
 
 constexpr std::size_t max_hosts = 1 << 20;
+// Of all names together: a few bytes of text can name gigabytes of hosts.
+constexpr std::size_t max_bytes = 128 << 20;
+constexpr std::size_t max_name = 1024;
+// A number wider than this is no host's.
+constexpr std::size_t max_digits = 20;
 
 // One list under the reader's finger; `fail` says where it stands.
 class Reader {
@@ -27,16 +31,18 @@ class Reader {
     return true;
   }
   void skip_blanks() {
-    while (!at_end() && std::isspace(static_cast<unsigned char>(peek()))) ++at_;
+    while (!at_end() && is_blank(peek())) ++at_;
   }
   std::string digits() {
     const std::size_t begin = at_;
-    while (!at_end() && std::isdigit(static_cast<unsigned char>(peek()))) ++at_;
+    while (!at_end() && is_digit(peek())) ++at_;
     if (begin == at_) fail("a number is missing");
+    if (at_ - begin > max_digits) fail(concat("a number has more than ", max_digits, " digits"));
     return std::string(text_.substr(begin, at_ - begin));
   }
   [[noreturn]] void fail(const std::string& why) const {
-    throw ConfigurationError(concat(what_, " '", text_, "', character ", at_ + 1, ": ", why));
+    throw ConfigurationError(
+        concat(what_, " '", printable(text_), "', character ", at_ + 1, ": ", why));
   }
 
  private:
@@ -52,6 +58,7 @@ std::vector<std::string> bracket(Reader& in) {
     in.skip_blanks();
     const std::string first = in.digits();
     in.skip_blanks();
+    if (numbers.size() >= max_hosts) in.fail(concat("more than ", max_hosts, " hosts"));
     if (!in.take('-')) {
       numbers.push_back(first);
     } else {
@@ -62,7 +69,7 @@ std::vector<std::string> bracket(Reader& in) {
       const auto to = parse_number(last);
       if (!from || !to) in.fail("a number is too large");
       if (*from > *to) in.fail(concat("the range ", first, "-", last, " runs backwards"));
-      if (*to - *from >= max_hosts)
+      if (*to - *from >= max_hosts - numbers.size())
         in.fail(concat("the range ", first, "-", last, " is too long; at most ", max_hosts,
                        " hosts are read"));
       for (std::uint64_t n = *from; n <= *to; ++n) {
@@ -81,31 +88,45 @@ std::vector<std::string> bracket(Reader& in) {
 std::vector<std::string> expand_node_list(std::string_view text) {
   Reader in(text, "node list");
   std::vector<std::string> hosts;
+  std::size_t bytes = 0;
   bool expected = true;  // A name must follow: at the start, and behind a comma.
   for (in.skip_blanks(); !in.at_end(); in.skip_blanks()) {
     std::vector<std::string> names{""};
-    const auto ends_name = [&](char c) {
-      return c == ',' || std::isspace(static_cast<unsigned char>(c));
+    const auto ends_name = [&](char c) { return c == ',' || is_blank(c); };
+    // Room for so many names, each longer by so many bytes.
+    const auto require_room = [&](std::size_t count, std::size_t longer) {
+      if (hosts.size() + count > max_hosts) in.fail(concat("more than ", max_hosts, " hosts"));
+      if (names.front().size() + longer > max_name)
+        in.fail(concat("a name of more than ", max_name, " bytes"));
+      if (bytes + count * (names.front().size() + longer + max_digits) > max_bytes)
+        in.fail(concat("names of more than ", max_bytes, " bytes in all"));
     };
     while (!in.at_end() && !ends_name(in.peek())) {
-      const char c = in.next();
-      if (c == ']' || c == '(' || c == ')') in.fail(concat("unexpected '", c, "'"));
-      if (c != '[') {
-        for (auto& name : names) name += c;
-        continue;
+      std::string text;
+      while (!in.at_end() && !ends_name(in.peek()) && in.peek() != '[') {
+        const char c = in.next();
+        if (c == ']' || c == '(' || c == ')') in.fail(concat("unexpected '", c, "'"));
+        if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f)
+          in.fail("a control character in a name");
+        text += c;
       }
+      require_room(names.size(), text.size());
+      for (auto& name : names) name += text;
+      if (!in.take('[')) continue;
       const std::vector<std::string> numbers = bracket(in);
-      if (names.size() * numbers.size() > max_hosts)
-        in.fail(concat("more than ", max_hosts, " hosts"));
+      require_room(names.size() * numbers.size(), 0);
       std::vector<std::string> longer;
+      longer.reserve(names.size() * numbers.size());
       for (const auto& name : names) {
         for (const auto& number : numbers) longer.push_back(name + number);
       }
       names = std::move(longer);
     }
     if (names.size() == 1 && names[0].empty()) in.fail("a host name is missing");
-    hosts.insert(hosts.end(), names.begin(), names.end());
-    if (hosts.size() > max_hosts) in.fail(concat("more than ", max_hosts, " hosts"));
+    for (auto& name : names) {
+      bytes += name.size();
+      hosts.push_back(std::move(name));
+    }
     in.skip_blanks();
     expected = in.take(',');
   }

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "tessera/base/error.h"
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
 
@@ -23,10 +24,13 @@ std::int64_t product(const std::vector<Axis>& axes) {
     if (!names.insert(axis.name).second)
       throw InvalidArgument(
           concat("mesh axis '", axis.name, "' is named twice; give each axis its own name"));
+    if (const auto fault = name_fault(axis.name, /*spaces=*/true); fault && !axis.name.empty())
+      throw InvalidArgument(concat("mesh axis '", printable(axis.name), "' ", *fault,
+                                   "; names go into files and messages"));
     n *= axis.size;
-    if (n > std::numeric_limits<int>::max())
+    if (n > kMostRanks)
       throw InvalidArgument(
-          concat("the mesh has more than ", std::numeric_limits<int>::max(), " ranks"));
+          concat("the mesh has ", n, " ranks or more; at most ", kMostRanks, " can be planned"));
   }
   return n;
 }
@@ -68,7 +72,7 @@ struct Mesh::Table {
     lowest = *low;
     const auto twice = [](int rank) {
       return InvalidArgument(
-          concat("rank ", rank, " stands twice in the mesh; a rank has one coordinate"));
+          concat("rank ", rank, " is duplicated in the mesh; a rank has one coordinate"));
     };
     if (std::int64_t(*high) - lowest < 4 * std::int64_t(n) + 64) {
       dense.assign(*high - lowest + 1, -1);

@@ -24,6 +24,9 @@
 
 namespace tessera {
 
+/// Ranks of a mesh and devices of a topology, at most: four times the million that are promised.
+inline constexpr int kMostRanks = 1 << 22;
+
 /// A named dimension of a mesh.
 struct Axis {
   std::string name;

@@ -20,7 +20,7 @@ std::vector<std::string> split_order(const std::string& order) {
                  "' has an empty name; write axis names with single dashes between"));
     if (!seen.insert(names.back()).second)
       throw RepeatedName(
-          concat("axis '", names.back(), "' stands twice in the order '", order, "'"));
+          concat("axis '", names.back(), "' is duplicated in the order '", order, "'"));
     begin = end + 1;
   }
   return names;

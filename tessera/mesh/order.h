@@ -14,7 +14,7 @@
 namespace tessera {
 
 /// "tp-pp" -> {"tp", "pp"}. Throws GroupConfigError for an empty name and RepeatedName for one that
-/// stands twice.
+/// is duplicated.
 std::vector<std::string> split_order(const std::string& order);
 
 /// Axes of the order, outermost first; an axis without a size has size 1. Throws UnknownName for a

@@ -46,7 +46,7 @@ struct MeshResize {
 /// newcomer 5 replaces it: everybody keeps their coordinate and the newcomer gets (1, 0). Without
 /// the newcomer 5 ranks do not divide by model=2: WorldSizeMismatch, with the sizes that would do.
 ///
-/// Throws InvalidArgument for an old rank that stands twice, and for an unknown axis.
+/// Throws InvalidArgument for an old rank that is duplicated, and for an unknown axis.
 MeshResize resize_mesh(const Mesh& old_mesh, const std::string& axis,
                        const std::vector<int>& old_rank_of);
 

@@ -1,13 +1,21 @@
 #include <gtest/gtest.h>
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <clocale>
+#include <fstream>
+#include <functional>
 #include <limits>
 #include <locale>
 #include <set>
+#include <thread>
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/error.h"
+#include "tessera/base/file.h"
 #include "tessera/base/hash.h"
+#include "tessera/base/name.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 
@@ -114,6 +122,59 @@ TEST(Number, OtherTextIsNone) {
     EXPECT_EQ(parse_number(text), std::nullopt) << text;
   EXPECT_EQ(parse_number("18446744073709551615"), std::numeric_limits<std::uint64_t>::max());
   EXPECT_EQ(parse_number("0007"), 7u);
+}
+
+std::string message_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const FileError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(File, AFileThatShrinksIsAnErrorAndNoSignal) {
+  const std::string path = testing::TempDir() + concat("tessera_file_", getpid());
+  std::ofstream(path) << std::string(100'000, 'x');
+  const RandomAccessFile file(path);
+  EXPECT_EQ(file.size(), 100'000u);
+  std::string bytes(10, ' ');
+  file.read(99'990, bytes.data(), bytes.size());
+  EXPECT_EQ(bytes, "xxxxxxxxxx");
+  ASSERT_EQ(truncate(path.c_str(), 50'000), 0);
+  EXPECT_NE(message_of([&] { file.read(99'990, bytes.data(), 10); }).find("was cut or replaced"),
+            std::string::npos);
+  file.read(49'990, bytes.data(), 10);
+  unlink(path.c_str());
+}
+
+TEST(File, WhatIsNoRegularFileHoldsNobodyUp) {
+  const std::string pipe = testing::TempDir() + concat("tessera_pipe_", getpid());
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  EXPECT_NE(message_of([&] { RandomAccessFile{pipe}; }).find("no regular file"), std::string::npos);
+  EXPECT_EQ(read_whole_file(pipe), "") << "nobody writes";
+  std::thread writer([&] { std::ofstream(pipe) << "text"; });
+  // Until the writer is there, a pipe reads as empty.
+  std::string text;
+  while (text.empty()) text = read_whole_file(pipe);
+  writer.join();
+  EXPECT_EQ(text, "text");
+  unlink(pipe.c_str());
+  EXPECT_NE(message_of([] { RandomAccessFile{"/"}; }).find("no regular file"), std::string::npos);
+  EXPECT_NE(message_of([] { read_whole_file("/"); }), "no error");
+  EXPECT_NE(message_of([] { read_whole_file("/no/such"); }), "no error");
+  EXPECT_NE(message_of([] { read_whole_file("/dev/zero", 1000); }).find("more than 1000"),
+            std::string::npos);
+}
+
+TEST(Name, BlanksAndControlCharactersAreFaults) {
+  for (const char* name : {"host-1.a_b", "n\xc3\xa4me", "10.0.0.1"})
+    EXPECT_EQ(name_fault(name), std::nullopt) << name;
+  for (const char* name : {"", "a b", "a\nb", "a\tb", "\x1b[2J", "a\x7f"})
+    EXPECT_TRUE(name_fault(name)) << name;
+  EXPECT_EQ(name_fault("a b", true), std::nullopt);
+  EXPECT_EQ(printable("a\x1b\nb"), "a\\x1b\\x0ab");
+  EXPECT_EQ(printable("abcdef", 3), "abc... (6 bytes in all)");
 }
 
 TEST(Error, CanBeCaughtByItsBase) {

@@ -107,9 +107,9 @@ TEST(GroupConfigFile, WhatIsWrongIsNamedWithItsPlace) {
   EXPECT_SAYS(refused<ConfigFileError>([] { json("{\"name\": "); }), "job.json: ");
   EXPECT_SAYS(refused<ConfigFileError>([] { yaml("name: world\nchildren: [a"); }), "job.yaml:");
   EXPECT_SAYS(refused<ConfigFileError>([] { json(R"({"name": "w", "name": "v"})"); }),
-              "'name' stands twice");
+              "'name' is duplicated");
   EXPECT_SAYS(refused<ConfigFileError>([] { yaml("name: w\nsize: 2\nsize: 3"); }),
-              "job.yaml:3: the key 'size' stands twice");
+              "job.yaml:3: the key 'size' is duplicated");
   EXPECT_SAYS(refused<ConfigFileError>([] { yaml("name: w\nchildren: [{name: a, sise: 2}]"); }),
               "children[0].sise: is not a field here");
   EXPECT_SAYS(refused<ConfigFileError>([] { yaml("name: w\nchildren: [{name: a, size: two}]"); }),
@@ -124,7 +124,9 @@ TEST(GroupConfigFile, WhatIsWrongIsNamedWithItsPlace) {
               "must be an object");
   EXPECT_SAYS(refused<ConfigFileError>([] { yaml("name: w\ntimeout: 3 weeks"); }),
               "unknown unit 'weeks'");
-  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("name: w\ntimeout: 0"); }), "at least 1 ms");
+  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("name: w\ntimeout: 0"); }),
+              "from 1 ms to 10 years");
+  EXPECT_SAYS(refused<ConfigFileError>([] { yaml("name: w\ntimeout: 1e15"); }), "to 10 years");
   EXPECT_SAYS(refused<ConfigFileError>([] { yaml("name: w\nscope: world"); }),
               "'orthogonal_group' is not given");
   EXPECT_SAYS(refused<ConfigFileError>([] { yaml("&a {name: w, children: [*a]}"); }),

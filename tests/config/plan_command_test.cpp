@@ -213,9 +213,11 @@ TEST_F(PlanCommand, BadInputIsAnErrorThatSaysWhy) {
   };
   says("--world 16 --sizes tp=3,dp=5 --order tp-dp", "15");
   says("--world 16 --sizes tp=2,xx=2 --order tp-dp", "'xx'");
-  says("--world 16 --order tp-tp --sizes tp=16", "stands twice");
-  says("--mesh data=2,data=4", "stands twice");
+  says("--world 16 --order tp-tp --sizes tp=16", "is duplicated");
+  says("--mesh data=2,data=4", "is duplicated");
   says("--mesh data=two", "'two'");
+  says("--hosts 999999999x1 --mesh data=8", "at most 4194304 can be planned");
+  says("--mesh data=999999999", "at most 4194304 can be planned");
   says("--mesh data", "name=value");
   says("--world 8", "in one way");
   says("--mesh data=8 --order data --sizes data=8", "in one way");

@@ -189,10 +189,10 @@ TEST(RankFile, BadLines) {
   };
   EXPECT_SAYS(says("rank 0=host9 slot=0"), "'host9' is not in the topology");
   EXPECT_SAYS(says("rank 0=host0 slot=2"), "slot 2 of host 'host0', which has 2");
-  EXPECT_SAYS(says("rank 0=host0 slot=0\nrank 0=host0 slot=1"), "rank 0 stands twice");
+  EXPECT_SAYS(says("rank 0=host0 slot=0\nrank 0=host0 slot=1"), "rank 0 is duplicated");
   EXPECT_SAYS(says("rank 1=host0 slot=0"), "rank 0 is missing");
   EXPECT_SAYS(says("host0\nrank 1=host0 slot=1"), "two forms are mixed");
-  EXPECT_SAYS(says("host0\nhost0\nhost0"), "rank file:3: host 'host0' stands here more often");
+  EXPECT_SAYS(says("host0\nhost0\nhost0"), "rank file:3: host 'host0' is named more often");
   EXPECT_SAYS(says("rank zero"), "neither");
 }
 

@@ -65,6 +65,27 @@ TEST(NodeList, Refused) {
   }
 }
 
+TEST(NodeList, ListsThatNameGigabytesAreRefusedWhileTheyGrow) {
+  std::string ranges = "n[0-1048575";
+  for (int i = 0; i < 400; ++i) ranges += ",0-1048575";
+  const std::string padded = "n[" + std::string(100'000, '0') + "1-1000000]";
+  std::string brackets = "n";
+  for (int i = 0; i < 100'000; ++i) brackets += "[1]";
+  for (const std::string& text :
+       {ranges + "]", padded, "n[1-1000000]" + std::string(100'000, 'x'),
+        std::string(100'000, 'x') + "[1-1000000]", brackets,
+        "n[1-1000]" + std::string(900, 'x') + "[1-1000]", std::string("a\x1b[2Jb")}) {
+    try {
+      expand_node_list(text);
+      FAIL() << text.substr(0, 40);
+    } catch (const ConfigurationError& error) {
+      EXPECT_LT(std::string(error.what()).size(), 1000u);
+      EXPECT_EQ(std::string(error.what()).find('\x1b'), std::string::npos);
+    }
+  }
+  EXPECT_EQ(expand_node_list("node[0000001-1000000]").size(), 1'000'000u);
+}
+
 TEST(NodeList, ErrorsNameTheListAndThePlace) {
   try {
     expand_node_list("good,n[3-x]");

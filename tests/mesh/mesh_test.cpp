@@ -63,12 +63,14 @@ TEST(Mesh, BadInputIsRefusedWithTheNumbers) {
   EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 0}}); }), "size 0");
   EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 2}, {"a", 2}}); }), "'a' is named twice");
   EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 1 << 20}, {"b", 1 << 20}}); }),
-              "more than");
+              "at most 4194304 can be planned");
+  EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a\nrank 1=evil", 2}}); }), "control character");
   EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 3}}, {0, 1}); }),
               "3 coordinates, but 2 ranks");
-  EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 3}}, {4, 1, 4}); }), "rank 4 stands twice");
+  EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 3}}, {4, 1, 4}); }),
+              "rank 4 is duplicated");
   EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 3}}, {1000000, 4, 1000000}); }),
-              "rank 1000000 stands twice");
+              "rank 1000000 is duplicated");
   EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"a", 2}}, {3, -1}); }), "rank -1 is negative");
   Mesh m({{"a", 2}, {"b", 3}});
   EXPECT_SAYS(refused<InvalidArgument>([&] { m.group("c", 0); }),
@@ -102,7 +104,7 @@ TEST(Order, ConvertsBothWays) {
 }
 
 TEST(Order, BadOrders) {
-  EXPECT_SAYS(refused<RepeatedName>([] { split_order("tp-dp-tp"); }), "'tp' stands twice");
+  EXPECT_SAYS(refused<RepeatedName>([] { split_order("tp-dp-tp"); }), "'tp' is duplicated");
   EXPECT_SAYS(refused<GroupConfigError>([] { split_order("tp--dp"); }), "empty name");
   EXPECT_SAYS(refused<GroupConfigError>([] { split_order(""); }), "empty name");
   EXPECT_SAYS(refused<UnknownName>([] { axes_from_order("tp-dp", {{"pp", 2}}); }),

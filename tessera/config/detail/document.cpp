@@ -2,58 +2,93 @@
 
 #include <yaml-cpp/yaml.h>
 
+#include <charconv>
 #include <fstream>
-#include <regex>
 #include <set>
-#include <sstream>
 #include <vector>
 
+#include "tessera/base/file.h"
+#include "tessera/base/name.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/config/errors.h"
 
 namespace tessera::detail {
 namespace {
 
-constexpr int kDeepest = 100;
+// Of a document; code that walks one calls itself once a level.
+constexpr int kDeepest = 400;
+// Values of a document, each alias of YAML counted as often as it stands there.
+constexpr std::size_t kMostValues = 4'000'000;
+
+// Of one object: finding a key takes as long as there are keys.
+constexpr std::size_t kMostKeys = 20'000;
+
+// Counts the values of one document.
+class Limits {
+ public:
+  explicit Limits(const std::string& source) : source_(source) {}
+  // `line`: 0 where it is not known.
+  void value(int depth, int line) {
+    if (depth > kDeepest)
+      fail(line, concat("nested deeper than ", kDeepest, " levels; an alias may contain itself"));
+    if (++values_ > kMostValues)
+      fail(line,
+           concat("more than ", kMostValues, " values; aliases are counted wherever they stand"));
+  }
+  void keys(std::size_t count, int line) const {
+    if (count > kMostKeys) fail(line, concat("an object with more than ", kMostKeys, " keys"));
+  }
+  [[noreturn]] void fail(int line, const std::string& why) const {
+    throw ConfigFileError(concat(source_, line > 0 ? concat(":", line) : "", ": ", why));
+  }
+
+ private:
+  const std::string& source_;
+  std::size_t values_ = 0;
+};
 
 Json plain_scalar(const std::string& text) {
-  static const std::regex integer("[-+]?[0-9]+"),
-      real("[-+]?(\\.[0-9]+|[0-9]+(\\.[0-9]*)?)([eE][-+]?[0-9]+)?");
   if (text.empty() || text == "~" || text == "null" || text == "Null" || text == "NULL")
     return nullptr;
   if (text == "true" || text == "True" || text == "TRUE") return true;
   if (text == "false" || text == "False" || text == "FALSE") return false;
-  try {
-    if (std::regex_match(text, integer)) return std::stoll(text);
-    if (std::regex_match(text, real)) return std::stod(text);
-  } catch (const std::out_of_range&) {
-  }
+  const char* const begin = text.data() + (text.size() > 1 && text[0] == '+' ? 1 : 0);
+  const char* const end = text.data() + text.size();
+  std::int64_t integer = 0;
+  const auto read = std::from_chars(begin, end, integer);
+  // "+-1" is no number.
+  if (read.ec == std::errc() && read.ptr == end && (begin == text.data() || *begin != '-'))
+    return integer;
+  // A whole number that is too large stays text.
+  const bool sign = text[0] == '+' || text[0] == '-';
+  const bool whole = text.find_first_not_of("0123456789", sign ? 1 : 0) == text.npos;
+  if (const auto real = parse_real(text); real && !whole) return *real;
   return text;
 }
 
-Json from_yaml(const YAML::Node& node, const std::string& source, int depth) {
+Json from_yaml(const YAML::Node& node, Limits& limits, const std::string& source, int depth) {
   const int line = node.Mark().line + 1;
-  if (depth > kDeepest)
-    throw ConfigFileError(concat(source, ":", line, ": nested deeper than ", kDeepest,
-                                 " levels; an alias may contain itself"));
+  limits.value(depth, line);
   switch (node.Type()) {
     case YAML::NodeType::Scalar:
       return node.Tag() == "!" ? Json(node.Scalar()) : plain_scalar(node.Scalar());
     case YAML::NodeType::Sequence: {
       Json array = Json::array();
-      for (const auto& item : node) array.push_back(from_yaml(item, source, depth + 1));
+      for (const auto& item : node) array.push_back(from_yaml(item, limits, source, depth + 1));
       return array;
     }
     case YAML::NodeType::Map: {
       Json object = Json::object();
+      limits.keys(node.size(), line);
       for (const auto& entry : node) {
         const YAML::Node& key = entry.first;
         if (!key.IsScalar())
           throw ConfigFileError(concat(source, ":", line, ": a key is not a plain name"));
         if (object.contains(key.Scalar()))
           throw ConfigFileError(concat(source, ":", key.Mark().line + 1, ": the key '",
-                                       key.Scalar(), "' stands twice"));
-        object[key.Scalar()] = from_yaml(entry.second, source, depth + 1);
+                                       printable(key.Scalar()), "' is duplicated"));
+        object[key.Scalar()] = from_yaml(entry.second, limits, source, depth + 1);
       }
       return object;
     }
@@ -95,27 +130,32 @@ void to_yaml(const Json& value, YAML::Emitter& out) {
 
 Json parse_document(const std::string& text, FileFormat format, const std::string& source) {
   if (format == FileFormat::yaml) {
+    Limits limits(source);
     try {
-      return from_yaml(YAML::Load(text), source, 0);
+      return from_yaml(YAML::Load(text), limits, source, 0);
     } catch (const YAML::Exception& error) {
       throw ConfigFileError(concat(source, ":", error.mark.line + 1, ": ", error.msg));
     }
   }
   std::vector<std::set<std::string>> keys;
   std::string repeated;
-  const auto watch = [&](int, Json::parse_event_t event, Json& value) {
+  Limits limits(source);
+  const auto watch = [&](int depth, Json::parse_event_t event, Json& value) {
+    if (event != Json::parse_event_t::object_end && event != Json::parse_event_t::array_end)
+      limits.value(depth, 0);
     if (event == Json::parse_event_t::object_start) keys.emplace_back();
     if (event == Json::parse_event_t::object_end) keys.pop_back();
     if (event == Json::parse_event_t::key && !keys.back().insert(value.get<std::string>()).second &&
         repeated.empty())
       repeated = value.get<std::string>();
+    if (event == Json::parse_event_t::key) limits.keys(keys.back().size(), 0);
     return true;
   };
   try {
     Json document = Json::parse(text, watch);
     if (!repeated.empty())
       throw ConfigFileError(
-          concat(source, ": the key '", repeated, "' stands twice in one object"));
+          concat(source, ": the key '", printable(repeated), "' is duplicated in one object"));
     return document;
   } catch (const Json::parse_error& error) {
     throw ConfigFileError(concat(source, ": ", error.what()));
@@ -141,11 +181,21 @@ FileFormat format_of(const std::string& path) {
 }
 
 std::string read_text(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  TextStream text;
-  if (!file || !(text << file.rdbuf()))
-    throw ConfigFileError(concat(path, ": cannot be read (or is empty); check the path"));
-  return std::move(text).str();
+  try {
+    std::string text = read_whole_file(path);
+    if (text.empty()) throw ConfigFileError(concat(path, ": is empty; check the path"));
+    return text;
+  } catch (const FileError& error) {
+    throw ConfigFileError(concat(path, ": cannot be read: ", error.what()));
+  }
+}
+
+std::string shown(const Json& value) {
+  constexpr std::size_t most = 200;
+  // Of a large value, only what kind it is.
+  if (value.is_structured() && value.size() > most)
+    return concat("a", value.is_array() ? " list" : "n object", " of ", value.size(), " items");
+  return printable(value.dump(-1, ' ', false, Json::error_handler_t::replace), most);
 }
 
 void write_text(const std::string& path, const std::string& text) {

@@ -1,9 +1,12 @@
 #include "tessera/config/detail/fields.h"
 
+#include <charconv>
 #include <cmath>
 #include <limits>
 #include <map>
 
+#include "tessera/base/deadline.h"
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 #include "tessera/config/errors.h"
 
@@ -12,15 +15,15 @@ namespace {
 
 /// A number and what stands behind it. The number must be finite and not negative.
 std::pair<double, std::string> split_unit(const std::string& text, const std::string& where) {
-  std::size_t used = 0;
+  std::size_t begin = text.find_first_not_of(' ');
+  if (begin == std::string::npos) begin = 0;
+  if (begin < text.size() && text[begin] == '+') ++begin;
   double number = std::numeric_limits<double>::quiet_NaN();
-  try {
-    number = std::stod(text, &used);
-  } catch (const std::exception&) {
-  }
-  if (!std::isfinite(number) || number < 0)
-    throw ConfigFileError(
-        concat(where, ": '", text, "' does not begin with a finite number of at least 0"));
+  const auto read = std::from_chars(text.data() + begin, text.data() + text.size(), number);
+  if (read.ec != std::errc() || !std::isfinite(number) || number < 0)
+    throw ConfigFileError(concat(where, ": '", printable(text),
+                                 "' does not begin with a finite number of at least 0"));
+  auto used = static_cast<std::size_t>(read.ptr - text.data());
   while (used < text.size() && text[used] == ' ') ++used;
   return {number, text.substr(used)};
 }
@@ -33,8 +36,8 @@ double with_unit(const std::string& text, const std::map<std::string, double>& u
     std::vector<std::string> names;
     for (const auto& [name, unused] : units)
       if (!name.empty()) names.push_back(name);
-    throw ConfigFileError(concat(where, ": '", text, "' has the unknown unit '", unit,
-                                 "'; the units are ", list(names)));
+    throw ConfigFileError(concat(where, ": '", printable(text), "' has the unknown unit '",
+                                 printable(unit), "'; the units are ", list(names)));
   }
   return number * factor->second;
 }
@@ -82,7 +85,7 @@ const Json* Fields::raw(const std::string& field) {
 std::optional<std::string> Fields::text(const std::string& field) {
   const Json* value = raw(field);
   if (!value) return std::nullopt;
-  if (!value->is_string()) fail(field, concat("must be a text, but is ", value->dump()));
+  if (!value->is_string()) fail(field, concat("must be a text, but is ", shown(*value)));
   return value->get<std::string>();
 }
 
@@ -101,31 +104,31 @@ std::optional<std::int64_t> Fields::integer(const std::string& field, std::int64
       !(value->is_number_unsigned() && value->get<std::uint64_t>() > std::uint64_t(INT64_MAX));
   if (!fits || value->get<std::int64_t>() < low || value->get<std::int64_t>() > high)
     fail(field,
-         concat("must be a whole number from ", low, " to ", high, ", but is ", value->dump()));
+         concat("must be a whole number from ", low, " to ", high, ", but is ", shown(*value)));
   return value->get<std::int64_t>();
 }
 
 std::optional<double> Fields::real(const std::string& field) {
   const Json* value = raw(field);
   if (!value) return std::nullopt;
-  if (!value->is_number()) fail(field, concat("must be a number, but is ", value->dump()));
+  if (!value->is_number()) fail(field, concat("must be a number, but is ", shown(*value)));
   return value->get<double>();
 }
 
 std::optional<bool> Fields::boolean(const std::string& field) {
   const Json* value = raw(field);
   if (!value) return std::nullopt;
-  if (!value->is_boolean()) fail(field, concat("must be true or false, but is ", value->dump()));
+  if (!value->is_boolean()) fail(field, concat("must be true or false, but is ", shown(*value)));
   return value->get<bool>();
 }
 
 std::optional<std::vector<std::string>> Fields::texts(const std::string& field) {
   const Json* value = raw(field);
   if (!value) return std::nullopt;
-  if (!value->is_array()) fail(field, concat("must be a list of texts, but is ", value->dump()));
+  if (!value->is_array()) fail(field, concat("must be a list of texts, but is ", shown(*value)));
   std::vector<std::string> items;
   for (const Json& item : *value) {
-    if (!item.is_string()) fail(field, concat("must be a list of texts, but holds ", item.dump()));
+    if (!item.is_string()) fail(field, concat("must be a list of texts, but holds ", shown(item)));
     items.push_back(item.get<std::string>());
   }
   return items;
@@ -135,12 +138,12 @@ std::optional<std::vector<int>> Fields::integers(const std::string& field) {
   const Json* value = raw(field);
   if (!value) return std::nullopt;
   if (!value->is_array())
-    fail(field, concat("must be a list of whole numbers, but is ", value->dump()));
+    fail(field, concat("must be a list of whole numbers, but is ", shown(*value)));
   std::vector<int> items;
   for (const Json& item : *value) {
     if (!item.is_number_integer() || item.get<std::int64_t>() < INT32_MIN ||
         item.get<std::int64_t>() > INT32_MAX)
-      fail(field, concat("must be a list of whole numbers, but holds ", item.dump()));
+      fail(field, concat("must be a list of whole numbers, but holds ", shown(item)));
     items.push_back(item.get<int>());
   }
   return items;
@@ -155,9 +158,10 @@ std::optional<std::chrono::milliseconds> Fields::duration(const std::string& fie
   else if (value->is_string())
     ms = 1000 * parse_seconds(value->get<std::string>(), where(field));
   else
-    fail(field, concat("must be a duration such as \"30s\", but is ", value->dump()));
-  if (!(ms >= 1) || ms > 1e15)
-    fail(field, concat("must be a duration of at least 1 ms, but is ", value->dump()));
+    fail(field, concat("must be a duration such as \"30s\", but is ", shown(*value)));
+  if (!(ms >= 1) || ms > static_cast<double>(kLongestLimit.count()))
+    fail(field, concat("must be a duration from 1 ms to 10 years (", kLongestLimit.count(),
+                       " ms), but is ", shown(*value)));
   return std::chrono::milliseconds(std::llround(ms));
 }
 

@@ -1,12 +1,13 @@
 // One function a launcher family: which variables it sets, and what follows from them.
 
-#include <algorithm>
 #include <climits>
-#include <fstream>
+#include <set>
 #include <string>
 
 #include "tessera/base/error.h"
+#include "tessera/base/file.h"
 #include "tessera/base/hash.h"
+#include "tessera/base/name.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/launch/detail/launch_reader.h"
@@ -118,13 +119,20 @@ void read_jsm(LaunchReader& in) {
 
   // The launch node first, then one line a slot.
   const std::string path = in.text("LSB_DJOB_RANKFILE");
-  std::ifstream file(path);
-  if (!file) in.fail(concat(in.shown("LSB_DJOB_RANKFILE"), ": the file cannot be read"));
-  std::vector<std::string> lines;
-  for (std::string host; file >> host;) lines.push_back(host);
-  for (std::size_t i = 1; i < lines.size(); ++i) {
-    if (std::find(launch.hosts.begin(), launch.hosts.end(), lines[i]) == launch.hosts.end())
-      launch.hosts.push_back(lines[i]);
+  std::string text;
+  try {
+    text = read_whole_file(path);
+  } catch (const FileError& error) {
+    in.fail(concat(in.shown("LSB_DJOB_RANKFILE"), ": the file cannot be read: ", error.what()));
+  }
+  TextReader words(text);
+  std::set<std::string> known;
+  std::string host;
+  words >> host;
+  while (words >> host) {
+    if (const auto fault = name_fault(host))
+      in.fail(concat(in.shown("LSB_DJOB_RANKFILE"), ": the host '", printable(host), "' ", *fault));
+    if (known.insert(host).second) launch.hosts.push_back(host);
   }
   if (launch.hosts.empty())
     in.fail(concat(in.shown("LSB_DJOB_RANKFILE"),

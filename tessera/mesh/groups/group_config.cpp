@@ -4,6 +4,7 @@
 #include <limits>
 #include <set>
 
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
 #include "tessera/mesh/order.h"
@@ -21,8 +22,14 @@ std::string options_text(const GroupOptions& options) {
   return text;
 }
 
+// Code that walks a tree calls itself once a level.
+constexpr int kDeepest = 4000;
+
 void check_name(const std::string& name, const char* what) {
   if (name.empty()) throw GroupConfigError(concat("a ", what, " has an empty name; give it one"));
+  if (const auto fault = name_fault(name, /*spaces=*/true))
+    throw GroupConfigError(concat("the name '", printable(name), "' of a ", what, " ", *fault,
+                                  "; choose another name"));
   if (name == "parent")
     throw GroupConfigError(concat(
         "a ", what, " is named 'parent', which is reserved for scopes; choose another name"));
@@ -38,73 +45,71 @@ void check_size(const std::string& name, int size) {
 ProcessGroupConfig::ProcessGroupConfig(ProcessGroupNode root) {
   check_name(root.name, "root node");
   if (root.size) check_size(root.name, *root.size);
-  nodes_.push_back({std::move(root), -1, {}});
+  index_.emplace(root.name, 0);
+  nodes_.push_back({std::move(root), -1, {}, 1});
 }
 
 ProcessGroupConfig ProcessGroupConfig::from_nodes(
     const std::vector<std::pair<ProcessGroupNode, std::string>>& nodes) {
-  std::map<std::string, std::string> parent;
+  std::map<std::string, int> index;
   std::vector<std::string> roots;
-  for (const auto& [node, above] : nodes) {
-    if (!parent.emplace(node.name, above).second)
+  const int n = static_cast<int>(nodes.size());
+  for (int i = 0; i < n; ++i) {
+    const auto& [node, above] = nodes[i];
+    if (!index.emplace(node.name, i).second)
       throw RepeatedName(
-          concat("there are two nodes named '", node.name, "'; give each its own name"));
+          concat("the node '", printable(node.name), "' is duplicated; give each its own name"));
     if (above.empty()) roots.push_back(node.name);
   }
-  for (const auto& [name, above] : parent)
-    if (!above.empty() && !parent.contains(above))
-      throw UnknownName(
-          concat("node '", name, "' names the parent '", above, "', which does not exist"));
-  for (const auto& [name, unused] : parent) {
-    std::vector<std::string> path{name};
-    for (std::string at = parent.at(name); !at.empty(); at = parent.at(at)) {
-      const bool again = std::find(path.begin(), path.end(), at) != path.end();
-      path.push_back(at);
-      if (again)
-        throw GroupCycle(concat("the nodes ", list(path),
-                                " form a cycle: each is the parent of the one before it"));
-    }
+  std::vector<int> parent(n, -1);
+  std::vector<std::vector<int>> children(n);
+  for (int i = 0; i < n; ++i) {
+    const auto& [node, above] = nodes[i];
+    if (above.empty()) continue;
+    const auto at = index.find(above);
+    if (at == index.end())
+      throw UnknownName(concat("node '", printable(node.name), "' names the parent '",
+                               printable(above), "', which does not exist"));
+    parent[i] = at->second;
+    children[at->second].push_back(i);
+  }
+  // Each node is walked over once. A walk that meets itself goes around a cycle.
+  std::vector<int> walk_of(n, -1);
+  for (int i = 0; i < n; ++i) {
+    int at = i;
+    for (; at >= 0 && walk_of[at] < 0; at = parent[at]) walk_of[at] = i;
+    if (at < 0 || walk_of[at] != i) continue;
+    std::vector<std::string> path{nodes[at].first.name};
+    for (int next = parent[at]; next != at; next = parent[next])
+      path.push_back(nodes[next].first.name);
+    path.push_back(path.front());
+    throw GroupCycle(
+        concat("the nodes ", list(path), " form a cycle: each is the parent of the one before it"));
   }
   if (roots.size() != 1)
     throw GroupConfigError(
         concat("a tree has one root, but ", roots.size(), " nodes have no parent: ", list(roots)));
-  ProcessGroupConfig config([&] {
-    for (const auto& [node, above] : nodes)
-      if (above.empty()) return node;
-    return ProcessGroupNode{};
-  }());
-  // Parents may stand after their children: add what has its parent until nothing is left.
-  std::vector<bool> added(nodes.size(), false);
-  for (std::size_t left = nodes.size() - 1; left > 0;) {
-    for (std::size_t i = 0; i < nodes.size(); ++i) {
-      const auto& [node, above] = nodes[i];
-      if (added[i] || above.empty() || !config.contains(above)) continue;
-      // Children keep their given order, also where a later sibling's subtree could be added first.
-      bool earlier = false;
-      for (std::size_t j = 0; j < i; ++j)
-        earlier = earlier || (!added[j] && nodes[j].second == above);
-      if (earlier) continue;
-      config.add_node(node, above);
-      added[i] = true;
-      --left;
-    }
+  // Parents may be listed after their children, which keep their order.
+  std::vector<int> order{index.at(roots.front())};
+  for (std::size_t at = 0; at < order.size(); ++at) {
+    const auto& below = children[order[at]];
+    order.insert(order.end(), below.begin(), below.end());
   }
+  ProcessGroupConfig config(nodes[order.front()].first);
+  for (std::size_t at = 1; at < order.size(); ++at)
+    config.add_node(nodes[order[at]].first, nodes[order[at]].second);
   return config;
 }
 
 int ProcessGroupConfig::find(const std::string& name) const {
+  if (const auto at = index_.find(name); at != index_.end()) return at->second;
   std::vector<std::string> names;
-  for (int i = 0; i < static_cast<int>(nodes_.size()); ++i) {
-    if (nodes_[i].node.name == name) return i;
-    names.push_back(nodes_[i].node.name);
-  }
-  throw UnknownName(concat("there is no group '", name, "'; the nodes are ", list(names)));
+  for (const Item& item : nodes_) names.push_back(item.node.name);
+  throw UnknownName(
+      concat("there is no group '", printable(name), "'; the nodes are ", list(names)));
 }
 
-bool ProcessGroupConfig::contains(const std::string& name) const {
-  return std::any_of(nodes_.begin(), nodes_.end(),
-                     [&](const Item& item) { return item.node.name == name; });
-}
+bool ProcessGroupConfig::contains(const std::string& name) const { return index_.contains(name); }
 
 const ProcessGroupNode& ProcessGroupConfig::node(const std::string& name) const {
   return nodes_[find(name)].node;
@@ -138,15 +143,20 @@ void ProcessGroupConfig::add_node(ProcessGroupNode node, const std::string& pare
         "only the root may be named 'world', for the scope 'world' means the root; choose another "
         "name");
   if (contains(node.name))
-    throw RepeatedName(
-        concat("there are two nodes named '", node.name, "'; give each its own name"));
+    throw RepeatedName(concat("the node '", node.name, "' is duplicated; give each its own name"));
   if (node.size) check_size(node.name, *node.size);
   if (!contains(parent))
     throw UnknownName(concat("node '", node.name, "' names the parent '", parent,
                              "', which does not exist; the nodes are ", list(node_names())));
   const int above = find(parent);
-  nodes_[above].children.push_back(static_cast<int>(nodes_.size()));
-  nodes_.push_back({std::move(node), above, {}});
+  const int depth = nodes_[above].depth + 1;
+  if (depth > kDeepest)
+    throw GroupConfigError(
+        concat("node '", node.name, "' is ", depth, " levels deep; at most ", kDeepest));
+  const int here = static_cast<int>(nodes_.size());
+  nodes_[above].children.push_back(here);
+  index_.emplace(node.name, here);
+  nodes_.push_back({std::move(node), above, {}, depth});
 }
 
 void ProcessGroupConfig::add_orthogonal(OrthogonalGroup group) {
@@ -157,13 +167,21 @@ void ProcessGroupConfig::add_orthogonal(OrthogonalGroup group) {
   orthogonal_.push_back(std::move(group));
 }
 
+std::vector<int> ProcessGroupConfig::below(int at) const {
+  std::vector<int> found, open{at};
+  while (!open.empty()) {
+    const int next = open.back();
+    open.pop_back();
+    found.push_back(next);
+    const auto& children = nodes_[next].children;
+    open.insert(open.end(), children.rbegin(), children.rend());
+  }
+  return found;
+}
+
 std::vector<std::string> ProcessGroupConfig::node_names() const {
   std::vector<std::string> names;
-  const auto walk = [&](auto&& self, int at) -> void {
-    names.push_back(nodes_[at].node.name);
-    for (int child : nodes_[at].children) self(self, child);
-  };
-  walk(walk, 0);
+  for (const int at : below(0)) names.push_back(nodes_[at].node.name);
   return names;
 }
 
@@ -171,13 +189,10 @@ std::vector<std::string> ProcessGroupConfig::leaf_groups() const {
   return leaf_groups(root().name);
 }
 
-std::vector<std::string> ProcessGroupConfig::leaf_groups(const std::string& below) const {
+std::vector<std::string> ProcessGroupConfig::leaf_groups(const std::string& below_name) const {
   std::vector<std::string> names;
-  const auto walk = [&](auto&& self, int at) -> void {
+  for (const int at : below(find(below_name)))
     if (nodes_[at].children.empty()) names.push_back(nodes_[at].node.name);
-    for (int child : nodes_[at].children) self(self, child);
-  };
-  walk(walk, find(below));
   return names;
 }
 
@@ -267,9 +282,34 @@ void ProcessGroupConfig::set_leaf_group_sizes(const std::map<std::string, int>& 
 }
 
 void ProcessGroupConfig::update_parent_sizes() {
-  // Children stand behind their parents, so that going backwards meets them first.
-  for (auto item = nodes_.rbegin(); item != nodes_.rend(); ++item)
-    if (!item->children.empty()) item->node.size = size(item->node.name);
+  const auto sizes = all_sizes();
+  for (std::size_t i = 0; i < nodes_.size(); ++i)
+    if (!nodes_[i].children.empty()) nodes_[i].node.size = sizes[i];
+}
+
+std::vector<std::optional<int>> ProcessGroupConfig::all_sizes() const {
+  std::vector<std::optional<int>> sizes(nodes_.size());
+  // Children come after their parents, so that going backwards meets them first.
+  for (std::size_t i = nodes_.size(); i-- > 0;) {
+    const Item& item = nodes_[i];
+    if (item.children.empty()) {
+      sizes[i] = item.node.size;
+      continue;
+    }
+    long long product = 1;
+    bool known = true;
+    for (const int child : item.children) {
+      known = known && sizes[child].has_value();
+      if (!known) break;
+      product *= *sizes[child];
+      if (product > std::numeric_limits<int>::max())
+        throw GroupConfigError(concat("the leaves of group '", item.node.name,
+                                      "' multiply to more than ", std::numeric_limits<int>::max(),
+                                      " ranks"));
+    }
+    if (known) sizes[i] = static_cast<int>(product);
+  }
+  return sizes;
 }
 
 void ProcessGroupConfig::set_options(const std::string& name, GroupOptions options) {
@@ -334,9 +374,11 @@ ProcessGroupConfig ProcessGroupConfig::resolve(int world_size) const {
                                    ", but the world has ", world_size, " ranks"),
                             world_size, product);
   }
-  for (const Item& item : nodes_) {
+  const auto sizes = resolved.all_sizes();
+  for (std::size_t i = 0; i < nodes_.size(); ++i) {
+    const Item& item = nodes_[i];
     if (item.children.empty() || !item.node.size) continue;
-    const int actual = *resolved.size(item.node.name);
+    const int actual = *sizes[i];
     if (*item.node.size != actual)
       throw WorldSizeMismatch(
           concat("group '", item.node.name, "' says size ", *item.node.size, ", but its leaves ",

@@ -129,14 +129,22 @@ class ProcessGroupConfig {
     ProcessGroupNode node;
     int parent = -1;
     std::vector<int> children;
+    // Levels from the root, which is 1.
+    int depth = 1;
     bool operator==(const Item&) const = default;
   };
   int find(const std::string& name) const;
+  // A node and all below it, each before its children.
+  std::vector<int> below(int at) const;
+  // The product of the leaves below each node, where all of them are known.
+  std::vector<std::optional<int>> all_sizes() const;
   std::vector<std::string> near_to_far(int at, const std::string& inherited) const;
   void update_parent_sizes();
   void draw(int at, const std::string& indent, std::string& text) const;
 
-  std::vector<Item> nodes_;  // root first
+  // Root first, children after their parents.
+  std::vector<Item> nodes_;
+  std::map<std::string, int> index_;
   std::vector<OrthogonalGroup> orthogonal_;
 };
 

@@ -4,8 +4,10 @@
 #include <limits>
 #include <set>
 
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
+#include "tessera/mesh/mesh.h"
 
 namespace tessera {
 namespace {
@@ -19,10 +21,37 @@ void check_link(const LinkClass& link) {
                               " s; it must be finite and at least 0"));
 }
 
+void check_name(const char* what, const std::string& name) {
+  if (const auto fault = name_fault(name))
+    throw MappingError(concat("the name of ", what, " '", printable(name), "' ", *fault,
+                              "; it goes into rank files and host files"));
+  // There a number sign begins a comment, and the equals sign ends a rank's number.
+  if (name.find_first_of("#=,") != std::string::npos)
+    throw MappingError(concat("the name of ", what, " '", name,
+                              "' holds '#', '=' or ',', which end a name in rank files"));
+}
+
+// Each switch is walked over once: chains may be long.
+void check_tree(const std::vector<Switch>& switches) {
+  std::vector<int> walk_of(switches.size(), -1);
+  for (int s = 0; s < static_cast<int>(switches.size()); ++s) {
+    int at = s;
+    while (at >= 0 && walk_of[at] < 0) {
+      walk_of[at] = s;
+      at = switches[at].parent;
+    }
+    if (at >= 0 && walk_of[at] == s)
+      throw MappingError(
+          concat("switch '", switches[at].name, "' is its own ancestor; switches form a tree"));
+  }
+}
+
 }  // namespace
 
 Topology Topology::uniform(int hosts, int devices) {
   if (hosts < 1) throw MappingError(concat(hosts, " hosts; give at least 1"));
+  if (hosts > kMostRanks)
+    throw MappingError(concat(hosts, " hosts; at most ", kMostRanks, " can be planned"));
   return of_counts(std::vector<int>(hosts, devices));
 }
 
@@ -69,6 +98,7 @@ void Topology::check() const {
   std::set<std::string> names;
   long long slots = 0;
   for (const Host& host : hosts) {
+    check_name("host", host.name);
     if (!names.insert(host.name).second)
       throw MappingError(concat("host '", host.name, "' is listed twice; give its devices once"));
     if (host.devices < 1)
@@ -100,9 +130,9 @@ void Topology::check() const {
       throw MappingError(concat("host '", host.name, "' hangs on switch ", host.network,
                                 ", but there are ", switches.size(), " switches"));
   }
-  if (slots > std::numeric_limits<int>::max())
+  if (slots > kMostRanks)
     throw MappingError(
-        concat("the hosts have ", slots, " devices, more than ", std::numeric_limits<int>::max()));
+        concat("the hosts have ", slots, " devices; at most ", kMostRanks, " can be planned"));
   for (const LinkClass& link : device_links) check_link(link);
   check_link(network);
   if (!(cross_rail_latency >= 0))
@@ -111,6 +141,7 @@ void Topology::check() const {
   std::set<std::string> switch_names;
   std::vector<std::string> roots;
   for (const Switch& sw : switches) {
+    check_name("switch", sw.name);
     if (!switch_names.insert(sw.name).second)
       throw MappingError(concat("switch '", sw.name, "' is listed twice"));
     if (sw.parent < -1 || sw.parent >= static_cast<int>(switches.size()))
@@ -121,12 +152,8 @@ void Topology::check() const {
                                 " and uplink bandwidth ", sw.uplink_bandwidth,
                                 "; both must be at least 0"));
     if (sw.parent < 0) roots.push_back(sw.name);
-    std::size_t steps = 0;
-    for (int at = sw.parent; at >= 0; at = switches[at].parent)
-      if (++steps > switches.size())
-        throw MappingError(
-            concat("switch '", sw.name, "' is its own ancestor; switches form a tree"));
   }
+  check_tree(switches);
   if (!switches.empty() && roots.size() != 1)
     throw MappingError(concat("the switches have ", roots.size(), " roots ", list(roots),
                               "; connect them below one switch"));

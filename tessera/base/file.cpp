@@ -1,0 +1,96 @@
+#include "tessera/base/file.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+
+namespace tessera {
+namespace {
+
+constexpr int kPipeLimitMs = 60'000;
+
+class Descriptor {
+ public:
+  // Non-blocking, for opening a named pipe waits for its other end.
+  explicit Descriptor(const std::string& path)
+      : number(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)) {
+    if (number < 0)
+      throw FileError(concat("'", path, "' cannot be opened: ", std::strerror(errno)));
+  }
+  ~Descriptor() {
+    if (number >= 0) close(number);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int release() {
+    const int released = number;
+    number = -1;
+    return released;
+  }
+
+  int number;
+};
+
+}  // namespace
+
+RandomAccessFile::RandomAccessFile(const std::string& path) : path_(path), file_(-1) {
+  Descriptor file(path);
+  struct stat status{};
+  if (fstat(file.number, &status) != 0 || !S_ISREG(status.st_mode))
+    throw FileError(concat("'", path, "' is no regular file"));
+  size_ = static_cast<std::uint64_t>(status.st_size);
+  file_ = file.release();
+}
+
+RandomAccessFile::~RandomAccessFile() { close(file_); }
+
+void RandomAccessFile::read(std::uint64_t offset, void* out, std::size_t bytes) const {
+  auto* at = static_cast<char*>(out);
+  while (bytes > 0) {
+    const ssize_t size = pread(file_, at, bytes, static_cast<off_t>(offset));
+    if (size < 0 && errno == EINTR) continue;
+    if (size < 0)
+      throw FileError(
+          concat("'", path_, "' cannot be read at byte ", offset, ": ", std::strerror(errno)));
+    if (size == 0)
+      throw FileError(concat("'", path_, "' had ", size_, " bytes when it was opened and ends at ",
+                             offset, " now: it was cut or replaced while it was being read"));
+    at += size;
+    offset += static_cast<std::uint64_t>(size);
+    bytes -= static_cast<std::size_t>(size);
+  }
+}
+
+std::string read_whole_file(const std::string& path, std::size_t most) {
+  const Descriptor file(path);
+  std::string text;
+  char buffer[65536];
+  for (;;) {
+    const ssize_t size = ::read(file.number, buffer, sizeof buffer);
+    if (size == 0) return text;
+    if (size > 0) {
+      if (text.size() + static_cast<std::size_t>(size) > most)
+        throw FileError(concat("'", path, "' has more than ", most, " bytes"));
+      text.append(buffer, static_cast<std::size_t>(size));
+      continue;
+    }
+    if (errno == EINTR) continue;
+    if (errno != EAGAIN)
+      throw FileError(concat("'", path, "' cannot be read: ", std::strerror(errno)));
+    pollfd ready{file.number, POLLIN, 0};
+    const int events = poll(&ready, 1, kPipeLimitMs);
+    if (events == 0)
+      throw FileError(concat("'", path, "' has delivered nothing for ", kPipeLimitMs / 1000, " s"));
+    if (events < 0 && errno != EINTR)
+      throw FileError(concat("'", path, "' cannot be read: ", std::strerror(errno)));
+  }
+}
+
+}  // namespace tessera
