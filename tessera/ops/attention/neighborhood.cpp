@@ -8,14 +8,14 @@
 #include <torch/library.h>
 
 #include <cmath>
-#include <unordered_map>
+#include <utility>
 
 #include "tessera/base/text.h"
 #include "tessera/ops/attention/neighborhood_local.h"
 #include "tessera/ops/halo/halo.h"
 #include "tessera/ops/rules/labels.h"
+#include "tessera/ops/rules/thread_cache.h"
 #include "tessera/ops/rules/windowed.h"
-#include "tessera/tensor/dispatch/plan_cache.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/tensor/spec/mesh_context.h"
@@ -68,9 +68,8 @@ void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   }
 }
 
-/// The exchange of a field of keys or values. Per thread, as the plans of operators are.
+/// The exchange of a field of keys or values.
 Halo halo_of_keys(const ShardSpec& field, const std::vector<Neighborhood>& dims) {
-  static thread_local std::unordered_map<detail::Key, Halo, detail::KeyHash, detail::KeyEqual> all;
   detail::Key key;
   // interned; the cached exchange keeps it alive
   key.push_back(reinterpret_cast<std::uintptr_t>(field.data().get()));
@@ -79,18 +78,17 @@ Halo halo_of_keys(const ShardSpec& field, const std::vector<Neighborhood>& dims)
     key.push_back(static_cast<std::uint64_t>(d.dilation));
     key.push_back(d.causal);
   }
-  if (const auto found = all.find(key); found != all.end()) return found->second;
-  const NeededBox needed = [dims, sharding = field.sharding(),
-                            shape = field.shape()](int position) {
-    Box box = sharding.box(position);
-    for (std::size_t d = 0; d < dims.size(); ++d)
-      box[d + 1] = detail::seen_keys(dims[d], box[d + 1], shape[d + 1]);
-    return box;
-  };
-  Halo halo(field, std::vector<Edge>(static_cast<std::size_t>(field.dims()), Edge::zero), needed);
-  if (all.size() >= 1024) all.clear();
-  all.emplace(std::move(key), halo);
-  return halo;
+  return detail::ThreadCache<Halo, struct OfKeys>::find_or_make(std::move(key), [&] {
+    const NeededBox needed = [dims, sharding = field.sharding(),
+                              shape = field.shape()](int position) {
+      Box box = sharding.box(position);
+      for (std::size_t d = 0; d < dims.size(); ++d)
+        box[d + 1] = detail::seen_keys(dims[d], box[d + 1], shape[d + 1]);
+      return box;
+    };
+    return Halo(field, std::vector<Edge>(static_cast<std::size_t>(field.dims()), Edge::zero),
+                needed);
+  });
 }
 
 Box spatial(const Box& box) { return {box.begin() + 1, box.end() - 2}; }

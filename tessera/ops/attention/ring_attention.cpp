@@ -7,6 +7,7 @@
 // travel with them.
 
 #include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -16,12 +17,12 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include <cmath>
 #include <limits>
 
 #include "tessera/base/text.h"
+#include "tessera/ops/rules/decomposition.h"
 #include "tessera/tensor/dispatch/carry.h"
 #include "tessera/tensor/dispatch/execute.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
@@ -31,7 +32,7 @@
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
-namespace tessera::detail {
+namespace tessera::detail::ring_attention_rules {
 
 namespace {
 
@@ -408,11 +409,11 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
       has_mask ? std::optional<at::Tensor>(redistribute(mask, ring->mask)) : std::nullopt, ring);
 }
 
+const bool registered = [] {
+  register_decomposition("scaled_dot_product_attention", attention);
+  return true;
+}();
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
-  m.impl("scaled_dot_product_attention", attention);
-}
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { m.impl("scaled_dot_product_attention", attention); }
-
-}  // namespace tessera::detail
+}  // namespace tessera::detail::ring_attention_rules

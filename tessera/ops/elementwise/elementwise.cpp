@@ -12,7 +12,7 @@
 #include "tessera/tensor/dispatch/op_info.h"
 #include "tessera/tensor/dispatch/rule.h"
 
-namespace tessera::detail {
+namespace tessera::detail::elementwise_rules {
 
 namespace {
 
@@ -161,7 +161,7 @@ Plan foreach (const OpCall& call) {
   return plan;
 }
 
-const bool elementwise_registered = [] {
+const bool registered = [] {
   set_pointwise_rule(pointwise);
   for (const char* op :
        {"aten::add.Tensor", "aten::sub.Tensor", "aten::neg", "aten::positive", "aten::rsub.Tensor"})
@@ -219,4 +219,4 @@ const bool elementwise_registered = [] {
 
 }  // namespace
 
-}  // namespace tessera::detail
+}  // namespace tessera::detail::elementwise_rules

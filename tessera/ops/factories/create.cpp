@@ -4,7 +4,7 @@
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
 
-namespace tessera::detail {
+namespace tessera::detail::create_rules {
 
 namespace {
 
@@ -37,16 +37,17 @@ Plan sized(const OpCall& call) {
   return plan;
 }
 
-const bool create_registered = [] {
+const bool registered = [] {
   for (const char* op :
        {"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like"})
     register_rule(op, like);
   for (const char* op : {"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full",
                          "aten::new_empty_strided"})
     register_rule(op, sized);
+  register_rule("aten::tril_indices", on_whole);
   return true;
 }();
 
 }  // namespace
 
-}  // namespace tessera::detail
+}  // namespace tessera::detail::create_rules

@@ -18,7 +18,7 @@
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
-namespace tessera::detail {
+namespace tessera::detail::fft_rules {
 
 namespace {
 
@@ -162,7 +162,7 @@ Plan transform(const OpCall& call, Kind kind) {
   return plan;
 }
 
-const bool fft_registered = [] {
+const bool registered = [] {
   register_rule("aten::_fft_c2c", [](const OpCall& c) { return transform(c, Kind::c2c); });
   register_rule("aten::_fft_r2c", [](const OpCall& c) { return transform(c, Kind::r2c); });
   register_rule("aten::_fft_c2r", [](const OpCall& c) { return transform(c, Kind::c2r); });
@@ -171,4 +171,4 @@ const bool fft_registered = [] {
 
 }  // namespace
 
-}  // namespace tessera::detail
+}  // namespace tessera::detail::fft_rules

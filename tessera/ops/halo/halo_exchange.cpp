@@ -3,12 +3,12 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>
 
-#include <unordered_map>
+#include <utility>
 
 #include "tessera/base/text.h"
 #include "tessera/ops/halo/halo.h"
 #include "tessera/ops/rules/labels.h"
-#include "tessera/tensor/dispatch/plan_cache.h"
+#include "tessera/ops/rules/thread_cache.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -62,12 +62,8 @@ at::Tensor sum_back(const at::Tensor& gradient, const Halo& halo) {
   return SumBack::apply(gradient, halo);
 }
 
-// Exchanges by field and widths. Per thread, as the plans of operators are, so that a rank on a
-// thread has its own; a cache and nothing else.
-std::unordered_map<detail::Key, Halo, detail::KeyHash, detail::KeyEqual>& cache() {
-  static thread_local std::unordered_map<detail::Key, Halo, detail::KeyHash, detail::KeyEqual> all;
-  return all;
-}
+// By field and widths.
+using HaloCache = detail::ThreadCache<Halo, struct ByWidths>;
 
 }  // namespace
 
@@ -91,20 +87,17 @@ Halo halo_of(const ShardSpec& field, const HaloWidths& widths, const HaloOptions
     key.push_back(static_cast<std::uint64_t>(w.after));
     key.push_back(static_cast<std::uint64_t>(w.edge));
   }
-  auto& all = cache();
-  if (const auto found = all.find(key); found != all.end()) return found->second;
-  std::vector<Edge> edges;
-  for (const HaloWidth& w : of_dim) edges.push_back(w.edge);
-  const NeededBox needed = [of_dim, sharding = field.sharding()](int position) {
-    Box box = sharding.box(position);
-    for (std::size_t d = 0; d < box.size(); ++d)
-      box[d] = {box[d].begin - of_dim[d].before, box[d].end + of_dim[d].after};
-    return box;
-  };
-  Halo halo(field, std::move(edges), needed, options);
-  if (all.size() >= 1024) all.clear();
-  all.emplace(key, halo);
-  return halo;
+  return HaloCache::find_or_make(std::move(key), [&] {
+    std::vector<Edge> edges;
+    for (const HaloWidth& w : of_dim) edges.push_back(w.edge);
+    const NeededBox needed = [of_dim, sharding = field.sharding()](int position) {
+      Box box = sharding.box(position);
+      for (std::size_t d = 0; d < box.size(); ++d)
+        box[d] = {box[d].begin - of_dim[d].before, box[d].end + of_dim[d].after};
+      return box;
+    };
+    return Halo(field, std::move(edges), needed, options);
+  });
 }
 
 at::Tensor halo_exchange(const at::Tensor& tensor, const Halo& halo,

@@ -11,6 +11,7 @@
 #include <map>
 #include <string>
 
+#include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
@@ -23,8 +24,8 @@ using Indices = std::vector<std::int64_t>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-at::Tensor call(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef la, at::IntArrayRef lb,
-                at::IntArrayRef lo) {
+at::Tensor call_contract(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef la,
+                         at::IntArrayRef lb, at::IntArrayRef lo) {
   static const auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("tessera::contract", "")
@@ -57,7 +58,7 @@ struct Contract : torch::autograd::Function<Contract> {
     ctx->saved_data["b"] = lb;
     ctx->saved_data["o"] = lo;
     const at::AutoDispatchBelowADInplaceOrView guard;
-    return call(a, b, la, lb, lo);
+    return call_contract(a, b, la, lb, lo);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     const auto saved = ctx->get_saved_variables();
@@ -155,6 +156,8 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b) {
 
 const bool contract_registered = [] {
   register_rule("tessera::contract", contract_rule);
+  register_decomposition("linear", linear);
+  register_decomposition("matmul", matmul);
   return true;
 }();
 
@@ -162,7 +165,7 @@ const bool contract_registered = [] {
 
 at::Tensor contract(const at::Tensor& a, const at::Tensor& b, const Indices& of_a,
                     const Indices& of_b, const Indices& of_result) {
-  return call(a, b, of_a, of_b, of_result);
+  return call_contract(a, b, of_a, of_b, of_result);
 }
 
 TORCH_LIBRARY_FRAGMENT(tessera, m) {
@@ -170,16 +173,5 @@ TORCH_LIBRARY_FRAGMENT(tessera, m) {
 }
 TORCH_LIBRARY_IMPL(tessera, CompositeExplicitAutograd, m) { m.impl("contract", on_plain); }
 TORCH_LIBRARY_IMPL(tessera, Autograd, m) { m.impl("contract", with_autograd); }
-
-// Composites of ours in place of libtorch's, for sharded tensors alone; below autograd too, for
-// inference mode.
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
-  m.impl("linear", linear);
-  m.impl("matmul", matmul);
-}
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) {
-  m.impl("linear", linear);
-  m.impl("matmul", matmul);
-}
 
 }  // namespace tessera::detail

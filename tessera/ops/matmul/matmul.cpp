@@ -1,9 +1,14 @@
 // Products: rows and columns may be sharded; where the summed dim is, the result is a partial sum.
 
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/mv.h>
+
+#include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
 
-namespace tessera::detail {
+namespace tessera::detail::matmul_rules {
 
 namespace {
 
@@ -54,7 +59,20 @@ Plan product_and_sum(const OpCall& call, const Labels& a, const Labels& b, const
   return solve(p);
 }
 
-const bool matmul_registered = [] {
+at::Tensor addbmm(const at::Tensor& self, const at::Tensor& a, const at::Tensor& b,
+                  const at::Scalar& beta, const at::Scalar& alpha) {
+  // first in the sum: the result lies in memory as it does
+  const at::Tensor product = at::bmm(a, b).sum(0) * alpha;
+  return beta.equal(0) ? product : product + self * beta;
+}
+
+at::Tensor addmv(const at::Tensor& self, const at::Tensor& a, const at::Tensor& b,
+                 const at::Scalar& beta, const at::Scalar& alpha) {
+  const at::Tensor product = at::mv(a, b) * alpha;
+  return beta.equal(0) ? product : product + self * beta;
+}
+
+const bool registered = [] {
   register_rule("aten::mm", [](const OpCall& c) { return product(c, {M, K}, {K, N}, {M, N}); });
   register_rule("aten::bmm",
                 [](const OpCall& c) { return product(c, {B, M, K}, {B, K, N}, {B, M, N}); });
@@ -71,9 +89,11 @@ const bool matmul_registered = [] {
   register_rule("aten::baddbmm", [](const OpCall& c) {
     return product_and_sum(c, {B, M, K}, {B, K, N}, {B, M, N});
   });
+  register_decomposition("addbmm", addbmm);
+  register_decomposition("addmv", addmv);
   return true;
 }();
 
 }  // namespace
 
-}  // namespace tessera::detail
+}  // namespace tessera::detail::matmul_rules

@@ -16,7 +16,7 @@
 #include "tessera/tensor/spec/mesh_context.h"
 #include "tessera/tensor/spec/rank_state.h"
 
-namespace tessera::detail {
+namespace tessera::detail::random_rules {
 
 namespace {
 
@@ -198,7 +198,7 @@ Plan dropout(const OpCall& call) {
   return plan;
 }
 
-const bool random_registered = [] {
+const bool registered = [] {
   const RuleOptions always{.for_replicated = true};
   const auto writes = [&](const char* op, Draw draw) {
     register_rule(op, [draw](const OpCall& c) { return in_place(c, draw); }, always);
@@ -243,4 +243,4 @@ const bool random_registered = [] {
 
 }  // namespace
 
-}  // namespace tessera::detail
+}  // namespace tessera::detail::random_rules

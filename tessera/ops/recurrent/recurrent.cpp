@@ -2,23 +2,26 @@
 // and once in backward, and kept as long as its layer is at work. Everything else is libtorch's own
 // composite.
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/gru_native.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/lstm_native.h>
 #include <ATen/ops/rnn_relu_native.h>
 #include <ATen/ops/rnn_tanh_native.h>
+#include <ATen/ops/stack.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/library.h>
 
 #include <set>
 
+#include "tessera/ops/rules/decomposition.h"
 #include "tessera/tensor/dispatch/gathered_parameters.h"
 #include "tessera/tensor/dispatch/promote.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/tensor/spec/mesh_context.h"
 #include "tessera/tensor/spec/rank_state.h"
 
-namespace tessera::detail {
+namespace tessera::detail::recurrent_rules {
 
 namespace {
 
@@ -159,21 +162,46 @@ Two recurrent_packed(const at::Tensor& x, const at::Tensor& sizes, const at::Ten
                        [&] { return native(x, sizes, hx, w, biases, layers, p, train, both); });
 }
 
-void implement_recurrent(torch::Library& m) {
-  m.impl("lstm.input", lstm);
-  m.impl("lstm.data", lstm_packed);
-  m.impl("gru.input", recurrent<at::native::gru>);
-  m.impl("gru.data", recurrent_packed<at::native::gru>);
-  m.impl("rnn_tanh.input", recurrent<at::native::rnn_tanh>);
-  m.impl("rnn_tanh.data", recurrent_packed<at::native::rnn_tanh>);
-  m.impl("rnn_relu.input", recurrent<at::native::rnn_relu>);
-  m.impl("rnn_relu.data", recurrent_packed<at::native::rnn_relu>);
+// One direction of one layer of an LSTM. The gates of all steps are computed at once, as far as
+// they come from the input.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> mkldnn_rnn_layer(
+    const at::Tensor& input, const at::Tensor& weight_input, const at::Tensor& weight_hidden,
+    const at::Tensor& bias_input, const at::Tensor& bias_hidden, const at::Tensor& hx,
+    const at::Tensor& cx, bool reverse, at::IntArrayRef batch_sizes, std::int64_t mode,
+    std::int64_t, std::int64_t, bool has_biases, bool, bool, bool) {
+  constexpr std::int64_t kLstm = 2;
+  TORCH_CHECK(
+      mode == kLstm && batch_sizes.empty(),
+      "mkldnn_rnn_layer of sharded tensors: only of an LSTM, of sequences that are not packed");
+  const auto gates = [&](const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+    return has_biases ? at::linear(x, weight, bias) : at::linear(x, weight);
+  };
+  const std::vector<at::Tensor> of_input = gates(input, weight_input, bias_input).unbind(0);
+  std::vector<at::Tensor> output(of_input.size());
+  at::Tensor h = hx, c = cx;
+  for (std::size_t i = 0; i < output.size(); ++i) {
+    const std::size_t step = reverse ? output.size() - 1 - i : i;
+    const auto g = (of_input[step] + gates(h, weight_hidden, bias_hidden)).chunk(4, -1);
+    c = g[1].sigmoid() * c + g[0].sigmoid() * g[2].tanh();
+    h = g[3].sigmoid() * c.tanh();
+    output[step] = h;
+  }
+  return {at::stack(output), h, c, at::empty({0}, at::kByte)};
 }
+
+const bool registered = [] {
+  register_decomposition("lstm.input", lstm);
+  register_decomposition("lstm.data", lstm_packed);
+  register_decomposition("gru.input", recurrent<at::native::gru>);
+  register_decomposition("gru.data", recurrent_packed<at::native::gru>);
+  register_decomposition("rnn_tanh.input", recurrent<at::native::rnn_tanh>);
+  register_decomposition("rnn_tanh.data", recurrent_packed<at::native::rnn_tanh>);
+  register_decomposition("rnn_relu.input", recurrent<at::native::rnn_relu>);
+  register_decomposition("rnn_relu.data", recurrent_packed<at::native::rnn_relu>);
+  register_decomposition("mkldnn_rnn_layer", mkldnn_rnn_layer);
+  return true;
+}();
 
 }  // namespace
 
-// Below autograd too, for inference mode.
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { implement_recurrent(m); }
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { implement_recurrent(m); }
-
-}  // namespace tessera::detail
+}  // namespace tessera::detail::recurrent_rules

@@ -1,5 +1,6 @@
 #include "tessera/ops/rules/labels.h"
 
+#include <algorithm>
 #include <limits>
 #include <map>
 
@@ -216,6 +217,48 @@ std::int64_t normal_dim(std::int64_t dim, std::int64_t dims) {
   if (dim < -n || dim >= n)
     throw InvalidArgument(concat("dim ", dim, " of a tensor of ", dims, " dims"));
   return dim < 0 ? dim + n : dim;
+}
+
+Labels first_dims_free(int n, int free) {
+  Labels labels = all_labels(n);
+  for (int d = std::max(free, 0); d < n; ++d) labels[d] = kWhole;
+  return labels;
+}
+Labels last_dims_whole(int n, int whole) { return first_dims_free(n, n - whole); }
+Labels whole_labels(const TensorInfo& tensor) { return Labels(tensor.spec.dims(), kWhole); }
+
+void label_arguments(LabelProblem& problem,
+                     const std::vector<std::pair<const char*, Labels>>& labels) {
+  for (const TensorInfo& t : problem.call.tensors()) {
+    Labels own = whole_labels(t);
+    for (const auto& [name, given] : labels) {
+      if (problem.call.find(name) == &t && static_cast<int>(given.size()) == t.spec.dims())
+        own = given;
+    }
+    problem.inputs.push_back(std::move(own));
+  }
+}
+
+std::set<int> first_dims(int n) {
+  std::set<int> dims;
+  for (int d = 0; d < n; ++d) dims.insert(d);
+  return dims;
+}
+
+Plan per_sample(const OpCall& call) {
+  const auto* outputs = call.outputs();
+  if (!outputs) return on_whole(call);
+  const std::int64_t count = call.tensor(0).spec.dims() > 0 ? call.tensor(0).spec.shape()[0] : 0;
+  LabelProblem p(call);
+  for (const TensorInfo& t : call.tensors()) {
+    p.inputs.push_back(first_dims_free(t.spec.dims(), 1));
+    if (t.spec.dims() == 0 || t.spec.shape()[0] != count) return on_whole(call);
+  }
+  for (const OutputInfo& out : *outputs) {
+    if (out.defined && (out.shape.empty() || out.shape[0] != count)) return on_whole(call);
+    p.outputs.push_back(first_dims_free(static_cast<int>(out.shape.size()), 1));
+  }
+  return solve(p);
 }
 
 Plan on_whole(const OpCall&) {

@@ -51,6 +51,22 @@ Plan solve(const LabelProblem& problem);
 Labels all_labels(std::int64_t n);
 std::int64_t normal_dim(std::int64_t dim, std::int64_t dims);
 
+/// The first `free` of n dims have labels, 0, 1, ...; those after them are whole.
+Labels first_dims_free(int n, int free);
+/// The last `whole` of n dims are whole; those before them have labels, 0, 1, ...
+Labels last_dims_whole(int n, int whole);
+/// No dim has a label.
+Labels whole_labels(const TensorInfo& tensor);
+/// Gives labels to the inputs of these arguments, where they have as many dims; all others are
+/// whole.
+void label_arguments(LabelProblem& problem,
+                     const std::vector<std::pair<const char*, Labels>>& labels);
+/// {0, 1, ..., n - 1}.
+std::set<int> first_dims(int n);
+
+/// Only dim 0, the samples, may be sharded; all else is whole.
+Plan per_sample(const OpCall& call);
+
 /// Each element of the results may depend on every element of the inputs, their shapes too: all is
 /// gathered. The policy on implicit redistribution has its say.
 Plan on_whole(const OpCall& call);

@@ -12,7 +12,7 @@
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 
-namespace tessera::detail {
+namespace tessera::detail::convolution_rules {
 
 namespace {
 
@@ -233,7 +233,7 @@ Plan convolution_backward(const OpCall& call) {
   return plan;
 }
 
-const bool convolution_registered = [] {
+const bool registered = [] {
   register_rule("aten::convolution", convolution);
   register_rule("aten::convolution_backward", convolution_backward);
   return true;
@@ -241,4 +241,4 @@ const bool convolution_registered = [] {
 
 }  // namespace
 
-}  // namespace tessera::detail
+}  // namespace tessera::detail::convolution_rules

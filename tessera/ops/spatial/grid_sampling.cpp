@@ -6,13 +6,15 @@
 #include <ATen/Dispatch.h>
 #include <ATen/Version.h>
 #include <ATen/native/GridSamplerUtils.h>
-#include <torch/library.h>
 
 #include <array>
 #include <cmath>
 
 #include "tessera/base/text.h"
 #include "tessera/ops/halo/halo.h"
+#include "tessera/ops/rules/decomposition.h"
+#include "tessera/ops/rules/empty_parts.h"
+#include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/windowed.h"
 #include "tessera/ops/spatial/needed_boxes.h"
 #include "tessera/tensor/dispatch/execute.h"
@@ -23,7 +25,7 @@
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
-namespace tessera::detail {
+namespace tessera::detail::grid_sampling_rules {
 
 namespace {
 
@@ -324,9 +326,14 @@ at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::i
   return to.out.local_numel() > 0 ? from_local(y, to.out) : nothing(y);
 }
 
+const bool registered = [] {
+  for (const char* op : {"aten::grid_sampler_2d", "aten::grid_sampler_3d",
+                         "aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward"})
+    register_rule(op, guarded(per_sample));
+  register_decomposition("grid_sampler", grid_sampler);
+  return true;
+}();
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { m.impl("grid_sampler", grid_sampler); }
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { m.impl("grid_sampler", grid_sampler); }
-
-}  // namespace tessera::detail
+}  // namespace tessera::detail::grid_sampling_rules

@@ -2,21 +2,19 @@
 // of fields whose dims are all cut as one likes. A backward of libtorch is told sizes but no parts,
 // so these stand above autograd.
 
-#include <torch/library.h>
-
 #include <cstring>
-#include <unordered_map>
 
 #include "tessera/base/text.h"
+#include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/field_map.h"
+#include "tessera/ops/rules/thread_cache.h"
 #include "tessera/ops/rules/windowed.h"
 #include "tessera/ops/spatial/interpolation_halo.h"
 #include "tessera/partition/window_call.h"
-#include "tessera/tensor/dispatch/plan_cache.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
 
-namespace tessera::detail {
+namespace tessera::detail::interpolation_rules {
 
 namespace {
 
@@ -78,10 +76,7 @@ std::shared_ptr<const Resampling> resampling_of(const at::Tensor& field,
   return made;
 }
 
-// Per thread, as the plans of operators are; a cache and nothing else.
 std::shared_ptr<const Resampling> cached(const at::Tensor& field, const InterpolationCall& call) {
-  static thread_local std::unordered_map<Key, std::shared_ptr<const Resampling>, KeyHash, KeyEqual>
-      all;
   Key key;
   const auto number = [&](auto n) { key.push_back(static_cast<std::uint64_t>(n)); };
   number(reinterpret_cast<std::uintptr_t>(meta_of(field)->layout.get()));  // interned; held below
@@ -95,16 +90,16 @@ std::shared_ptr<const Resampling> cached(const at::Tensor& field, const Interpol
     number(s.has_value());
     number(bits);
   }
-  if (const auto found = all.find(key); found != all.end()) return found->second;
-  struct Held {
-    LayoutPtr layout;
-    std::shared_ptr<const Resampling> resampling;
-  };
-  auto held = std::make_shared<Held>(Held{meta_of(field)->layout, resampling_of(field, call)});
-  std::shared_ptr<const Resampling> made(held, held->resampling.get());
-  if (all.size() >= 1024) all.clear();
-  all.emplace(std::move(key), made);
-  return made;
+  using Cache = ThreadCache<std::shared_ptr<const Resampling>, struct ByLayoutAndCall>;
+  return Cache::find_or_make(std::move(key), [&] {
+    struct Held {
+      LayoutPtr layout;
+      std::shared_ptr<const Resampling> resampling;
+    };
+    const auto held =
+        std::make_shared<Held>(Held{meta_of(field)->layout, resampling_of(field, call)});
+    return std::shared_ptr<const Resampling>(held, held->resampling.get());
+  });
 }
 
 struct Kernel final : c10::OperatorKernel {
@@ -181,17 +176,16 @@ const std::vector<Interpolation>& interpolations() {
   return all;
 }
 
-void implement_interpolation(torch::Library& m) {
+const bool registered = [] {
   for (const Interpolation& op : interpolations()) {
     if (c10::Dispatcher::singleton().findSchema({concat("aten::", op.name), ""}))
-      m.impl(op.name.c_str(),
-             torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(op)));
+      register_decomposition(op.name.c_str(), [&op] {
+        return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(op));
+      });
   }
-}
+  return true;
+}();
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { implement_interpolation(m); }
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { implement_interpolation(m); }
-
-}  // namespace tessera::detail
+}  // namespace tessera::detail::interpolation_rules

@@ -2,11 +2,11 @@
 // it has; the first and the last get the edges. One exchange serves constant (also with negative
 // widths, which crop), reflect, replicate and circular; the gradient is its adjoint.
 
-#include <torch/library.h>
 #include <algorithm>
 
 #include "tessera/base/text.h"
 #include "tessera/ops/halo/halo.h"
+#include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/windowed.h"
 #include "tessera/partition/window_call.h"
 #include "tessera/tensor/dispatch/rule.h"
@@ -14,7 +14,7 @@
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
-namespace tessera::detail {
+namespace tessera::detail::pad_rules {
 
 namespace {
 
@@ -137,7 +137,7 @@ at::Tensor circular(const at::Tensor& self, c10::SymIntArrayRef pad) {
   return from_local(halo_exchange(x, p.halo()).view(p.output.local_shape()), p.output);
 }
 
-const bool pad_registered = [] {
+const bool registered = [] {
   register_rule("aten::constant_pad_nd", constant);
   for (const char* dims : {"1d", "2d", "3d"}) {
     register_rule(concat("aten::reflection_pad", dims), continued<Edge::reflect>);
@@ -147,12 +147,10 @@ const bool pad_registered = [] {
     register_rule(concat("aten::replication_pad", dims, "_backward"),
                   continued_backward<Edge::replicate>);
   }
+  register_decomposition("_pad_circular", circular);
   return true;
 }();
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { m.impl("_pad_circular", circular); }
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { m.impl("_pad_circular", circular); }
-
-}  // namespace tessera::detail
+}  // namespace tessera::detail::pad_rules

@@ -8,7 +8,7 @@
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 
-namespace tessera::detail {
+namespace tessera::detail::pooling_rules {
 
 namespace {
 
@@ -171,7 +171,7 @@ void register_all() {
   register_rule("aten::_adaptive_avg_pool" + dims + "_backward", average_backward<inner>);
 }
 
-const bool pooling_registered = [] {
+const bool registered = [] {
   register_all<2>();
   register_all<3>();
   return true;
@@ -179,4 +179,4 @@ const bool pooling_registered = [] {
 
 }  // namespace
 
-}  // namespace tessera::detail
+}  // namespace tessera::detail::pooling_rules

@@ -6,17 +6,17 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/im2col.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include "tessera/base/text.h"
 #include "tessera/ops/halo/halo.h"
+#include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/field_map.h"
 #include "tessera/ops/rules/windowed.h"
 #include "tessera/partition/window_call.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
 
-namespace tessera::detail {
+namespace tessera::detail::unfolding_rules {
 
 namespace {
 
@@ -177,14 +177,12 @@ at::Tensor col2im(const at::Tensor& self, c10::SymIntArrayRef output_size, at::I
           std::make_shared<Unfolding>(w, image, columns, contiguous_strides(shape)), true));
 }
 
-void implement_unfolding(torch::Library& m) {
-  m.impl("im2col", im2col);
-  m.impl("col2im", col2im);
-}
+const bool registered = [] {
+  register_decomposition("im2col", im2col);
+  register_decomposition("col2im", col2im);
+  return true;
+}();
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { implement_unfolding(m); }
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { implement_unfolding(m); }
-
-}  // namespace tessera::detail
+}  // namespace tessera::detail::unfolding_rules

@@ -8,10 +8,10 @@
 #include <ATen/ops/scatter_reduce.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include "tessera/base/text.h"
 #include "tessera/ops/halo/halo.h"
+#include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/field_map.h"
 #include "tessera/ops/rules/windowed.h"
 #include "tessera/ops/spatial/needed_boxes.h"
@@ -23,7 +23,7 @@
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
-namespace tessera::detail {
+namespace tessera::detail::unpooling_rules {
 
 namespace {
 
@@ -248,14 +248,12 @@ at::Tensor max_unpool3d(const at::Tensor& self, const at::Tensor& indices,
   return unpool("max_unpool3d", self, indices, output_size, 3);
 }
 
-void implement_unpooling(torch::Library& m) {
-  m.impl("max_unpool2d", max_unpool2d);
-  m.impl("max_unpool3d", max_unpool3d);
-}
+const bool registered = [] {
+  register_decomposition("max_unpool2d", max_unpool2d);
+  register_decomposition("max_unpool3d", max_unpool3d);
+  return true;
+}();
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) { implement_unpooling(m); }
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { implement_unpooling(m); }
-
-}  // namespace tessera::detail
+}  // namespace tessera::detail::unpooling_rules

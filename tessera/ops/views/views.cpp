@@ -2,25 +2,22 @@
 // input's are, the input is gathered first, and the result is a copy (a write to it is refused).
 
 #include <ATen/core/function_schema.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/stack.h>
 
 #include <algorithm>
-#include <numeric>
+#include <vector>
 
 #include "tessera/base/text.h"
 #include "tessera/ops/rules/labels.h"
+#include "tessera/ops/views/view_parts.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 
-namespace tessera::detail {
+namespace tessera::detail::views_rules {
 
 namespace {
 
 using Shape = std::vector<std::int64_t>;
-
-c10::IValue int_list(const Shape& values) { return c10::IValue(c10::List<std::int64_t>(values)); }
 
 // The first input as it must be, and how it stands then.
 struct Source {
@@ -46,12 +43,6 @@ Plan by_dims(const OpCall& call, const std::vector<int>& from, const std::set<in
   for (const OutputInfo& out : outputs_of(call))
     source.plan.outputs.push_back({mapped_spec(source.spec, out.shape, from, true)});
   return std::move(source.plan);
-}
-
-std::vector<int> identity(int n) {
-  std::vector<int> from(n);
-  std::iota(from.begin(), from.end(), 0);
-  return from;
 }
 
 Plan same(const OpCall& call) { return by_dims(call, identity(call.tensor(0).spec.dims())); }
@@ -159,18 +150,6 @@ Partition kept(const Partition& parts, std::int64_t start, std::int64_t step, st
                                        (part.begin <= start ? 0 : below(part.begin)));
   }
   return Partition(std::span<const std::int64_t>(sizes));
-}
-
-// This rank's slice of its local: where it begins and how much of it there is.
-struct LocalSlice {
-  std::int64_t start, length;
-};
-LocalSlice local_slice(const ShardSpec& in, int d, std::int64_t start, std::int64_t step,
-                       std::int64_t length) {
-  const std::int64_t begin = in.local_offset()[d];
-  std::int64_t first = start;
-  if (first < begin) first += (begin - first + step - 1) / step * step;
-  return {length == 0 ? 0 : first - begin, length};
 }
 
 // A slice along a sharded dim keeps the dim, with other sizes, and shares memory.
@@ -380,145 +359,7 @@ Plan as_strided(const OpCall& call) {
   return plan;
 }
 
-// ---- what autograd makes of the gradients of views ----
-
-// The gradient's parts along the sliced dim, with what lies between them given to the part before.
-Plan slice_backward(const OpCall& call) {
-  const ShardSpec& g = call.tensor(0).spec;
-  const Shape sizes = call.integers("input_sizes");
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), g.dims()));
-  const std::int64_t step = call.integer("step"), extent = sizes[d];
-  const auto clamp = [&](std::int64_t i) {
-    return std::clamp<std::int64_t>(i < 0 ? i + extent : i, 0, extent);
-  };
-  const std::int64_t start = clamp(call.integer("start"));
-  Plan plan;
-  Shape local_sizes, parts;
-  std::int64_t local_start = start;
-  if (g.is_sharded(d)) {
-    const Partition& p = g.dim(d).partition;
-    std::int64_t at = 0;
-    for (int i = 0; i < p.parts(); ++i) {
-      const std::int64_t end = i + 1 == p.parts() || p.interval(i).end == g.shape()[d] ? extent
-                               : p.interval(i).end == 0 ? 0
-                                                        : start + p.interval(i).end * step;
-      parts.push_back(std::max<std::int64_t>(end - at, 0));
-      at = std::max(at, end);
-    }
-  }
-  std::vector<std::pair<int, Partition>> given;
-  if (!parts.empty()) given.emplace_back(d, Partition(std::span<const std::int64_t>(parts)));
-  const ShardSpec out = mapped_spec(g, sizes, identity(g.dims()), true, given);
-  if (!parts.empty()) {
-    const LocalSlice mine =
-        local_slice(out, d, start + g.local_offset()[d] * step, step, g.local_shape()[d]);
-    local_start = mine.start;
-  }
-  const std::int64_t local_end =
-      std::min(local_start + std::max<std::int64_t>(g.local_shape()[d] - 1, 0) * step +
-                   (g.local_shape()[d] > 0 ? 1 : 0),
-               out.local_shape()[d]);
-  plan.outputs = {{out, contiguous_strides(sizes)}};
-  plan.arguments = {{call.argument("input_sizes"), int_list(out.local_shape())},
-                    {call.argument("start"), local_start},
-                    {call.argument("end"), local_end}};
-  return plan;
-}
-
-Plan with_input_sizes(const OpCall& call, const std::vector<int>& from,
-                      const std::set<int>& whole) {
-  const Shape sizes = call.integers("input_sizes");
-  Plan plan;
-  const ShardSpec g = with_whole_dims(call.tensor(0).spec, whole);
-  const ShardSpec out = mapped_spec(g, sizes, from, true);
-  plan.inputs = {g};
-  plan.outputs = {{out, contiguous_strides(sizes)}};
-  plan.arguments = {{call.argument("input_sizes"), int_list(out.local_shape())}};
-  return plan;
-}
-
-Plan select_backward(const OpCall& call) {
-  const int n = static_cast<int>(call.integers("input_sizes").size());
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
-  std::vector<int> from;
-  for (int i = 0; i < n; ++i) from.push_back(i == d ? -1 : i < d ? i : i - 1);
-  return with_input_sizes(call, from, {});
-}
-
-Plan unfold_backward(const OpCall& call) {
-  const int n = static_cast<int>(call.integers("input_sizes").size());
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
-  auto from = identity(n);
-  from[d] = -1;
-  return with_input_sizes(call, from, {d, n});
-}
-
-Plan diagonal_backward(const OpCall& call) {
-  const int n = static_cast<int>(call.integers("input_sizes").size());
-  const auto a = normal_dim(call.integer("dim1"), n), b = normal_dim(call.integer("dim2"), n);
-  std::vector<int> from;
-  int next = 0;
-  for (int i = 0; i < n; ++i) from.push_back(i == a || i == b ? -1 : next++);
-  return with_input_sizes(call, from, {n - 2});
-}
-
-// ---- joining ----
-
-Plan cat(const OpCall& call) {
-  // Empty tensors of one dim are allowed among others and say nothing.
-  std::size_t first = 0;
-  while (first + 1 < call.tensors().size() && call.tensor(first).spec.dims() == 1 &&
-         call.tensor(first).spec.numel() == 0)
-    ++first;
-  const int n = call.tensor(first).spec.dims();
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
-  LabelProblem p(call);
-  Labels labels = all_labels(n);
-  labels[d] = kWhole;
-  for (const TensorInfo& t : call.tensors())
-    p.inputs.push_back(t.spec.dims() == n ? labels : Labels(t.spec.dims(), kWhole));
-  p.outputs = {labels};
-  p.linear = LabelProblem::Linear::together;
-  return solve(p);
-}
-
-Plan stack(const OpCall& call) {
-  const int n = call.tensor(0).spec.dims();
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), n + 1));
-  LabelProblem p(call);
-  p.inputs.assign(call.tensors().size(), all_labels(n));
-  Labels out = all_labels(n);
-  out.insert(out.begin() + d, kWhole);
-  p.outputs = {out};
-  p.linear = LabelProblem::Linear::together;
-  return solve(p);
-}
-
-// The last dim becomes a diagonal of two.
-Plan diag_embed(const OpCall& call) {
-  const TensorInfo& x = call.tensor(0);
-  const int n = x.spec.dims() + 1;
-  const auto a = normal_dim(call.integer("dim1"), n), b = normal_dim(call.integer("dim2"), n);
-  const std::int64_t length = x.spec.shape().back() + std::abs(call.integer("offset"));
-  LabelProblem p(call);
-  Labels in = all_labels(n - 1), out;
-  in.back() = kWhole;
-  Shape shape;
-  for (int d = 0, next = 0; d < n; ++d) {
-    const bool diagonal = d == a || d == b;
-    shape.push_back(diagonal ? length : x.spec.shape()[next]);
-    out.push_back(diagonal ? kWhole : next++);
-  }
-  p.inputs = {in};
-  p.outputs = {out};
-  p.output_shapes = {shape};
-  p.linear = LabelProblem::Linear::one;
-  p.linear_in = {0};
-  return solve(p);
-}
-
-const bool views_registered = [] {
-  register_rule("aten::diag_embed", diag_embed);
+const bool registered = [] {
   for (const char* op : {"aten::alias", "aten::detach", "aten::_conj", "aten::_conj_physical"})
     register_rule(op, same);
   register_rule("aten::_neg_view", [](const OpCall& call) {
@@ -550,15 +391,9 @@ const bool views_registered = [] {
     register_rule(op, view);
   register_rule("aten::view.dtype", view_dtype);
   register_rule("aten::as_strided", as_strided);
-  register_rule("aten::slice_backward", slice_backward);
-  register_rule("aten::select_backward", select_backward);
-  register_rule("aten::unfold_backward", unfold_backward);
-  register_rule("aten::diagonal_backward", diagonal_backward);
-  register_rule("aten::cat", cat);
-  register_rule("aten::stack", stack);
   return true;
 }();
 
 }  // namespace
 
-}  // namespace tessera::detail
+}  // namespace tessera::detail::views_rules

@@ -1,94 +1,29 @@
-// Variance and batch normalization over uneven parts: every rank's sums are added, then divided by
-// the true count, so that the result is what one process computes. Two passes (mean first), as
-// libtorch's own kernels are stable too.
+// Batch normalization over uneven parts: every rank's sums are added, then divided by the true count,
+// so that the result is what one process computes. Two passes (mean first), as libtorch's own
+// kernels are stable too.
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/sum.h>
 
+#include <optional>
+#include <vector>
+
 #include "tessera/base/text.h"
 #include "tessera/ops/rules/empty_parts.h"
 #include "tessera/ops/rules/labels.h"
+#include "tessera/ops/rules/over_ranks.h"
 #include "tessera/ops/rules/windowed.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
-namespace tessera::detail {
+namespace tessera::detail::batch_norm_rules {
 
 namespace {
 
 using Shape = std::vector<std::int64_t>;
-
-// The axes on which an output would be partial; it becomes replicated there, because the local
-// function reduces over them itself.
-std::vector<int> reduce_inside(Plan::Output& out) {
-  std::vector<int> axes;
-  auto placements = out.spec.placements();
-  for (std::size_t a = 0; a < placements.size(); ++a) {
-    if (!placements[a].is_partial()) continue;
-    axes.push_back(static_cast<int>(a));
-    placements[a] = Replicate();
-  }
-  out.spec = out.spec.with_placements(placements);
-  return axes;
-}
-
-struct SumOverRanks {
-  std::shared_ptr<MeshContext> context;
-  std::vector<int> axes;
-  at::Tensor operator()(at::Tensor t) const {
-    t = t.contiguous();
-    for (const int axis : axes)
-      context->group(axis).all_reduce(t, ReduceOp::sum, {.name = "statistics"});
-    return t;
-  }
-};
-
-Plan variance(const OpCall& call, bool root, bool with_mean) {
-  const TensorInfo& x = call.tensor(0);
-  const int n = x.spec.dims();
-  std::set<int> dims;
-  for (const auto d : call.integers("dim")) dims.insert(static_cast<int>(normal_dim(d, n)));
-  if (dims.empty()) {
-    for (int d = 0; d < n; ++d) dims.insert(d);
-  }
-  if (n == 0) dims.clear();
-  const bool keep = call.boolean("keepdim");
-  Labels out;
-  Shape shape;
-  for (int d = 0; d < n; ++d) {
-    if (dims.contains(d) && !keep) continue;
-    out.push_back(dims.contains(d) ? kWhole : d);
-    shape.push_back(dims.contains(d) ? 1 : x.spec.shape()[d]);
-  }
-  LabelProblem p(call);
-  p.inputs = {all_labels(n)};
-  p.outputs.assign(with_mean ? 2 : 1, out);
-  p.output_shapes.assign(p.outputs.size(), shape);
-  p.contract = dims;
-  const double correction = call.has("correction") ? call.number("correction") : 1.0;
-  double count = 1;
-  for (const int d : dims) count *= static_cast<double>(x.spec.shape()[d]);
-  Plan plan = solve(p);
-  const std::vector<int> axes = reduce_inside(plan.outputs[0]);
-  if (axes.empty()) return plan;
-  if (with_mean) reduce_inside(plan.outputs[1]);
-  plan.local = [=, total = SumOverRanks{context_of(x.spec), axes},
-                dims = Shape(dims.begin(), dims.end())](const c10::OperatorHandle&,
-                                                        torch::jit::Stack arguments) {
-    const at::Tensor& t = arguments[0].toTensor();
-    const at::Tensor mean = total(at::sum(t, dims, true)).div(count);
-    const at::Tensor centred = t - mean;
-    at::Tensor result = total(at::sum(at::real(centred * centred.conj()), dims, keep))
-                            .div(std::max(count - correction, 0.0));
-    if (root) result = result.sqrt();
-    if (!with_mean) return torch::jit::Stack{result};
-    return torch::jit::Stack{result, keep ? mean : mean.squeeze(dims)};
-  };
-  return plan;
-}
 
 // Everything but channels (dim 1) is summed over.
 struct BatchNorm {
@@ -204,7 +139,7 @@ Plan batch_norm(const OpCall& call) {
     if (nothing_here(plan, call)) plan.local = zeros_of(plan);
     return plan;
   }
-  plan.local = [running, total = SumOverRanks{context_of(call.tensor(0).spec), axes},
+  plan.local = [running, total = OverRanks{context_of(call.tensor(0).spec), axes, "statistics"},
                 dims = b.reduced(),
                 count = b.count](const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor& x = a[0].toTensor();
@@ -252,7 +187,8 @@ Plan batch_norm_backward(const OpCall& call) {
   const std::vector<int> axes = reduce_inside(plan.outputs[1]);
   reduce_inside(plan.outputs[2]);
   if (axes.empty()) return plan;
-  plan.local = [total = SumOverRanks{context_of(call.tensor(0).spec), axes}, dims = b.reduced(),
+  plan.local = [total = OverRanks{context_of(call.tensor(0).spec), axes, "statistics"},
+                dims = b.reduced(),
                 count = b.count](const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor &g = a[0].toTensor(), &x = a[1].toTensor();
     const at::Tensor weight = optional_tensor(a[2]);
@@ -273,13 +209,7 @@ Plan batch_norm_backward(const OpCall& call) {
   return plan;
 }
 
-const bool statistics_registered = [] {
-  register_rule("aten::var.correction", [](const OpCall& c) { return variance(c, false, false); });
-  register_rule("aten::std.correction", [](const OpCall& c) { return variance(c, true, false); });
-  register_rule("aten::var_mean.correction",
-                [](const OpCall& c) { return variance(c, false, true); });
-  register_rule("aten::std_mean.correction",
-                [](const OpCall& c) { return variance(c, true, true); });
+const bool registered = [] {
   register_rule("aten::native_batch_norm", batch_norm);
   register_rule("aten::native_batch_norm_backward", guarded(batch_norm_backward));
   return true;
@@ -287,4 +217,4 @@ const bool statistics_registered = [] {
 
 }  // namespace
 
-}  // namespace tessera::detail
+}  // namespace tessera::detail::batch_norm_rules

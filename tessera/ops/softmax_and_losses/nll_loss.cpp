@@ -1,98 +1,28 @@
-// Softmax and the losses over classes, where the classes are spread over ranks: no rank ever holds
-// all of them. A softmax needs the largest value and the sum of exponentials of each row, both of
-// the size of the rows; a loss takes each target's score from the rank that has it.
+// Negative log-likelihood and cross-entropy where the classes are sharded: each rank gives the scores
+// of the targets that are among its classes.
 
-#include <ATen/OpMathType.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/ops/cross_entropy_loss_native.h>
-#include <ATen/ops/exp.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/log_softmax.h>
 #include <ATen/ops/nll_loss2d_forward.h>
 #include <ATen/ops/nll_loss_forward.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/library.h>
 
-#include <limits>
+#include <vector>
 
-#include "tessera/base/text.h"
+#include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
-#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/ops/rules/over_ranks.h"
 #include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
-namespace tessera::detail {
+namespace tessera::detail::nll_loss_rules {
 
 namespace {
 
 using Shape = std::vector<std::int64_t>;
-
-std::vector<int> axes_that_shard(const ShardSpec& spec, int dim) {
-  return spec.dims() > 0 ? spec.dim(dim).axes : std::vector<int>();
-}
-
-struct OverRanks {
-  std::shared_ptr<MeshContext> context;
-  std::vector<int> axes;
-  at::Tensor operator()(const at::Tensor& t, ReduceOp op) const {
-    at::Tensor all = t.contiguous();
-    if (!axes.empty()) context->mesh.group(axes).all_reduce(all, op, {.name = "classes"});
-    return all;
-  }
-};
-
-// ---- softmax ----
-
-Plan softmax(const OpCall& call, bool logarithm) {
-  const TensorInfo& x = call.tensor(0);
-  const int n = x.spec.dims(), dim = static_cast<int>(normal_dim(call.integer("dim"), n));
-  LabelProblem p(call);
-  p.inputs = {all_labels(n)};
-  p.outputs = {all_labels(n)};
-  Plan plan = solve(p);
-  const auto axes = axes_that_shard(*plan.inputs[0], dim);
-  if (axes.empty()) return plan;
-  plan.local = [over = OverRanks{context_of(x.spec), axes}, dim, logarithm](
-                   const c10::OperatorHandle&, torch::jit::Stack a) {
-    const at::Tensor& given = a[0].toTensor();
-    const bool to_float = a[2].toBool();
-    const at::Tensor t = given.to(at::toOpMathType(given.scalar_type()));
-    Shape rows = t.sizes().vec();
-    rows[dim] = 1;
-    const at::Tensor top = over(
-        t.size(dim) > 0 ? t.amax({dim}, true)
-                        : at::full(rows, -std::numeric_limits<double>::infinity(), t.options()),
-        ReduceOp::max);
-    const at::Tensor shifted = t - top, e = shifted.exp(),
-                     sum = over(e.sum({dim}, true), ReduceOp::sum);
-    const at::Tensor y = logarithm ? shifted - sum.log() : e / sum;
-    return torch::jit::Stack{y.to(to_float ? at::kFloat : given.scalar_type())};
-  };
-  return plan;
-}
-
-Plan softmax_backward(const OpCall& call, bool logarithm) {
-  const TensorInfo& y = *call.find("output");
-  const int n = y.spec.dims(), dim = static_cast<int>(normal_dim(call.integer("dim"), n));
-  LabelProblem p(call);
-  p.inputs.assign(2, all_labels(n));
-  p.outputs = {all_labels(n)};
-  Plan plan = solve(p);
-  const auto axes = axes_that_shard(*plan.inputs[0], dim);
-  if (axes.empty()) return plan;
-  plan.local = [over = OverRanks{context_of(y.spec), axes}, dim, logarithm](
-                   const c10::OperatorHandle&, torch::jit::Stack a) {
-    const auto wide = at::toOpMathType(a[1].toTensor().scalar_type());
-    const at::Tensor g = a[0].toTensor().to(wide), out = a[1].toTensor().to(wide);
-    const at::Tensor sum = over((logarithm ? g : g * out).sum({dim}, true), ReduceOp::sum);
-    const at::Tensor dx = logarithm ? g - out.exp() * sum : out * (g - sum);
-    return torch::jit::Stack{dx.to(a[3].toScalarType())};
-  };
-  return plan;
-}
 
 // Negative log-likelihood: classes are dim 1 of the scores, dim 0 where there are no samples.
 
@@ -171,7 +101,7 @@ Plan nll(const OpCall& call) {
   }
   if (class_axes.empty() && (!mean || axes.empty())) return plan;
   if (mean) plan.outputs[1].spec = plan.outputs[1].spec.with_placements(placements);
-  const OverRanks over{context_of(x.spec), mean ? axes : std::vector<int>()};
+  const OverRanks over{context_of(x.spec), mean ? axes : std::vector<int>(), "weights of targets"};
   if (class_axes.empty()) {
     plan.arguments = {{call.argument("reduction"), static_cast<std::int64_t>(at::Reduction::Sum)}};
     plan.local = [over](const c10::OperatorHandle& op, torch::jit::Stack a) {
@@ -255,25 +185,15 @@ at::Tensor cross_entropy_loss(const at::Tensor& self, const at::Tensor& target,
          smooth * (label_smoothing / static_cast<double>(self.size(dim)));
 }
 
-const bool classes_registered = [] {
-  register_rule("aten::_softmax", [](const OpCall& c) { return softmax(c, false); });
-  register_rule("aten::_log_softmax", [](const OpCall& c) { return softmax(c, true); });
-  register_rule("aten::_softmax_backward_data",
-                [](const OpCall& c) { return softmax_backward(c, false); });
-  register_rule("aten::_log_softmax_backward_data",
-                [](const OpCall& c) { return softmax_backward(c, true); });
+const bool registered = [] {
   for (const char* op : {"aten::nll_loss_forward", "aten::nll_loss2d_forward"})
     register_rule(op, nll);
   for (const char* op : {"aten::nll_loss_backward", "aten::nll_loss2d_backward"})
     register_rule(op, nll_backward);
+  register_decomposition("cross_entropy_loss", cross_entropy_loss);
   return true;
 }();
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
-  m.impl("cross_entropy_loss", cross_entropy_loss);
-}
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { m.impl("cross_entropy_loss", cross_entropy_loss); }
-
-}  // namespace tessera::detail
+}  // namespace tessera::detail::nll_loss_rules

@@ -1,0 +1,99 @@
+// Attention over whole sequences: samples and heads may be sharded. Sequences that are sharded go by
+// ring_attention.cpp.
+
+#include <ATen/OpMathType.h>
+
+#include <vector>
+
+#include "tessera/base/text.h"
+#include "tessera/ops/rules/empty_parts.h"
+#include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
+
+namespace tessera::detail::scaled_dot_product_rules {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+enum : int { kBatch, kHead };
+
+Plan attention(const OpCall& call) {
+  const TensorInfo& q = *call.find("query");
+  if (q.spec.dims() != 4) throw ShardingError(concat(call.name(), " of ", q.spec, " has no rule"));
+  const Labels heads{kBatch, kHead, kWhole, kWhole};
+  LabelProblem p(call);
+  const auto& k = *call.find("key");
+  // Groups of queries that share a head of keys may not be torn apart: then only samples are free.
+  const Labels one =
+      k.spec.shape()[1] == q.spec.shape()[1] ? heads : Labels{kBatch, kWhole, kWhole, kWhole};
+  label_arguments(p, {{"query", one},
+                      {"key", one},
+                      {"value", one},
+                      {"grad_out", one},
+                      {"out", one},
+                      {"logsumexp", {one[0], one[1], kWhole}}});
+  if (const TensorInfo* mask = call.find("attn_mask"); mask && mask->spec.dims() == 4) {
+    Labels& labels = p.inputs[call.index_of(*mask)];
+    if (mask->spec.shape()[0] == q.spec.shape()[0] && q.spec.shape()[0] > 1) labels[0] = kBatch;
+    if (mask->spec.shape()[1] == q.spec.shape()[1] && q.spec.shape()[1] > 1) labels[1] = one[1];
+  }
+  const auto& v = *call.find("value");
+  Shape out = q.spec.shape();
+  out[3] = v.spec.shape()[3];
+  if (call.find("grad_out")) {
+    p.outputs = {one, one, one};
+    p.output_shapes = {q.spec.shape(), k.spec.shape(), v.spec.shape()};
+  } else {
+    p.outputs = {one, {one[0], one[1], kWhole}};
+    p.output_shapes = {out, {out[0], out[1], out[2]}};
+  }
+  Plan plan = solve(p);
+  if (plan.outputs[0].spec.local_numel() == 0) {
+    // Kernels divide by the number of heads.
+    std::vector<Shape> shapes;
+    for (const auto& o : plan.outputs) shapes.push_back(o.spec.local_shape());
+    plan.local = [shapes](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+      torch::jit::Stack made;
+      for (const Shape& shape : shapes) {
+        const at::Tensor& t = arguments[0].toTensor();
+        made.emplace_back(t.new_zeros(
+            shape, shape.size() == 3 ? t.options().dtype(at::toOpMathType(t.scalar_type()))
+                                     : t.options()));
+      }
+      return made;
+    };
+  }
+  return plan;
+}
+
+// Which kernel computes attention is decided alike on all ranks, from global shapes alone: 1 is
+// flash, 0 the composite of products and softmax.
+Plan attention_choice(const OpCall& call) {
+  const TensorInfo& q = *call.find("query");
+  const auto last_is_dense = [&](const char* name) { return call.find(name)->strides.back() == 1; };
+  const auto& k = *call.find("key");
+  const bool flash = q.spec.dims() == 4 && call.number("dropout_p") == 0 &&
+                     last_is_dense("query") && last_is_dense("key") && last_is_dense("value") &&
+                     !call.has("attn_mask") && q.spec.shape()[1] == k.spec.shape()[1] &&
+                     q.spec.shape()[3] == call.find("value")->spec.shape()[3] &&
+                     q.spec.numel() > 0 && k.spec.numel() > 0 && at::isFloatingType(q.dtype);
+  Plan plan;
+  plan.local = [flash](const c10::OperatorHandle&, torch::jit::Stack) {
+    return torch::jit::Stack{static_cast<std::int64_t>(flash ? 1 : 0)};
+  };
+  return plan;
+}
+
+const bool registered = [] {
+  for (const char* op : {"aten::_scaled_dot_product_flash_attention_for_cpu",
+                         "aten::_scaled_dot_product_flash_attention_for_cpu_backward"})
+    register_rule(op, guarded(attention));
+  register_rule("aten::_fused_sdp_choice", attention_choice);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail::scaled_dot_product_rules

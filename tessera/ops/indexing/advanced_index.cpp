@@ -1,0 +1,201 @@
+// x[i, j, ...] and x[i, j, ...] = y by lists of index tensors, and by masks.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/broadcast_tensors.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "tessera/ops/indexing/part.h"
+#include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/rule.h"
+
+namespace tessera::detail::advanced_index_rules {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+bool is_mask(const TensorInfo& t) { return t.dtype == at::kBool || t.dtype == at::kByte; }
+
+// Which dims of self a list of index tensors covers, and the shape and place of what they make.
+struct Advanced {
+  std::vector<const TensorInfo*> indices;
+  std::vector<int> dims;  // of self, one for each index
+  bool masks = false;
+  Shape broadcast;
+  int at = 0;  // where the broadcast dims stand in the result
+  Shape result;
+  Labels result_labels;  // dims of self, and kIndex + i
+
+  explicit Advanced(const OpCall& call) {
+    const TensorInfo& x = *call.find("self");
+    const int list = call.argument("indices");
+    for (const TensorInfo& t : call.tensors()) {
+      if (t.argument != list) continue;
+      indices.push_back(&t);
+      dims.push_back(t.element);
+      masks |= is_mask(t);
+      const Shape& s = t.spec.shape();
+      if (s.size() > broadcast.size())
+        broadcast.insert(broadcast.begin(), s.size() - broadcast.size(), 1);
+      for (std::size_t i = 0; i < s.size(); ++i) {
+        auto& n = broadcast[broadcast.size() - s.size() + i];
+        if (s[i] != 1) n = s[i];
+      }
+    }
+    bool adjacent = true;
+    for (std::size_t i = 1; i < dims.size(); ++i) adjacent &= dims[i] == dims[i - 1] + 1;
+    at = adjacent && !dims.empty() ? dims.front() : 0;
+    for (int d = 0; d < x.spec.dims(); ++d) {
+      if (static_cast<int>(result.size()) == at) insert();
+      if (covers(d)) continue;
+      result.push_back(x.spec.shape()[d]);
+      result_labels.push_back(d);
+    }
+    if (!inserted_) insert();
+  }
+  bool covers(int d) const { return std::find(dims.begin(), dims.end(), d) != dims.end(); }
+
+ private:
+  void insert() {
+    if (inserted_) return;
+    inserted_ = true;
+    for (std::size_t i = 0; i < broadcast.size(); ++i) {
+      result.push_back(broadcast[i]);
+      result_labels.push_back(kIndex + static_cast<int>(i));
+    }
+  }
+  bool inserted_ = false;
+};
+
+Plan index(const OpCall& call) {
+  const TensorInfo& x = *call.find("self");
+  const Advanced a(call);
+  if (a.masks || a.indices.empty() || x.argument != 0) return on_whole(call);
+  const int n = x.spec.dims();
+  LabelProblem p(call);
+  Labels self = all_labels(n);
+  if (a.dims.size() > 1) {
+    for (const int d : a.dims) self[d] = kWhole;
+  } else {
+    p.contract = {a.dims[0]};
+  }
+  p.inputs = {self};
+  for (const TensorInfo* t : a.indices) {
+    const Shape& s = t->spec.shape();
+    Labels labels;
+    for (std::size_t i = 0; i < s.size(); ++i) {
+      const std::size_t b = a.broadcast.size() - s.size() + i;
+      labels.push_back(s[i] == a.broadcast[b] ? kIndex + static_cast<int>(b) : kWhole);
+    }
+    p.inputs.push_back(std::move(labels));
+  }
+  p.outputs = {a.result_labels};
+  p.output_shapes = {a.result};
+  p.linear = LabelProblem::Linear::one;
+  p.linear_in = {0};
+  Plan plan = solve(p);
+  if (const auto* out = call.outputs(); out && (*out)[0].shape == a.result)
+    plan.outputs[0].strides = (*out)[0].strides;
+  const int d = a.dims[0];
+  if (a.dims.size() > 1 || !plan.inputs[0]->is_sharded(d)) return plan;
+  plan.local = [d, part = part_of(*plan.inputs[0], d), local = plan.outputs[0].spec.local_shape()](
+                   const c10::OperatorHandle&, torch::jit::Stack s) {
+    const at::Tensor t = s[0].toTensor(), given = s[1].toListRef()[d].toTensor();
+    part.check(given, "index");
+    if (part.size == 0) return torch::jit::Stack{t.new_zeros(local)};
+    const at::Tensor at = part.global(given);
+    const at::Tensor rows =
+        t.index_select(d, (at - part.begin).clamp(0, part.size - 1).reshape(-1)).view(local);
+    return torch::jit::Stack{masked(rows, part.mine(at), d)};
+  };
+  return plan;
+}
+
+Plan index_put(const OpCall& call) {
+  const TensorInfo &x = *call.find("self"), &values = *call.find("values");
+  const int n = x.spec.dims();
+  const Advanced a(call);
+  LabelProblem p(call);
+  p.outputs = {all_labels(n)};
+  p.output_shapes = {x.spec.shape()};
+  if (a.masks) {
+    // One value where the mask says: the mask is cut as the dims that it covers.
+    const bool one = a.indices.size() == 1 && values.spec.numel() == 1;
+    if (!one && !call.in_place()) return on_whole(call);
+    p.inputs = {one ? all_labels(n) : Labels(n, kWhole)};
+    for (const TensorInfo* t : a.indices) {
+      Labels labels(t->spec.dims(), kWhole);
+      for (int i = 0; one && i < t->spec.dims(); ++i) labels[i] = a.dims[0] + i;
+      p.inputs.push_back(std::move(labels));
+    }
+    p.inputs.push_back(Labels(values.spec.dims(), kWhole));
+    if (!one) p.outputs = {Labels(n, kWhole)};
+    return solve(p);
+  }
+  p.inputs = {all_labels(n)};
+  for (const TensorInfo* t : a.indices) p.inputs.push_back(Labels(t->spec.dims(), kWhole));
+  Labels of_values;
+  const Shape& s = values.spec.shape();
+  for (std::size_t i = 0; i < s.size(); ++i) {
+    const std::size_t r = a.result.size() - s.size() + i;
+    const bool free =
+        s.size() <= a.result.size() && s[i] == a.result[r] && a.result_labels[r] < kIndex;
+    of_values.push_back(free ? a.result_labels[r] : kWhole);
+  }
+  p.inputs.push_back(of_values);
+  Plan plan = solve(p);
+  const ShardSpec& spec = *plan.inputs[0];
+  bool cut = false;
+  for (const int d : a.dims) cut |= spec.is_sharded(d);
+  if (!cut) return plan;
+  Shape local = a.result;
+  for (std::size_t i = 0; i < local.size(); ++i) {
+    if (a.result_labels[i] < kIndex) local[i] = spec.local_shape()[a.result_labels[i]];
+  }
+  std::vector<Part> parts;
+  for (const int d : a.dims) parts.push_back(part_of(spec, d));
+  plan.local = [dims = a.dims, parts, local, at = a.at, count = a.broadcast.size()](
+                   const c10::OperatorHandle& op, torch::jit::Stack stack) {
+    std::vector<at::Tensor> given;
+    for (const int d : dims) given.push_back(stack[1].toListRef()[d].toTensor());
+    given = at::broadcast_tensors(given);
+    at::Tensor mine;
+    for (std::size_t i = 0; i < dims.size(); ++i) {
+      parts[i].check(given[i], "index_put");
+      given[i] = parts[i].global(given[i].reshape(-1));
+      const at::Tensor m = parts[i].mine(given[i]);
+      mine = mine.defined() ? mine.logical_and(m) : m;
+    }
+    const at::Tensor positions = mine.nonzero().view(-1);
+    c10::List<std::optional<at::Tensor>> list;
+    for (int d = 0; d <= dims.back(); ++d) {
+      const auto it = std::find(dims.begin(), dims.end(), d);
+      const auto i = static_cast<std::size_t>(it - dims.begin());
+      list.push_back(it == dims.end() ? std::nullopt
+                                      : std::optional<at::Tensor>(
+                                            given[i].index_select(0, positions) - parts[i].begin));
+    }
+    // The dims of the index become one.
+    at::Tensor v = stack[2].toTensor().expand(local);
+    v = count == 0 ? v.unsqueeze(at) : v.flatten(at, at + static_cast<std::int64_t>(count) - 1);
+    stack[1] = list;
+    stack[2] = v.index_select(at, positions);
+    op.callBoxed(stack);
+    return stack;
+  };
+  return plan;
+}
+
+const bool registered = [] {
+  register_rule("aten::index.Tensor", index);
+  for (const char* op :
+       {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_index_put_impl"})
+    register_rule(op, index_put);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail::advanced_index_rules

@@ -1,0 +1,112 @@
+// Picking along one dim: where it is sharded each rank picks from its part and gives zeros for the
+// rest, so that the result is Partial. Nothing but indices and what is picked moves.
+
+#include <ATen/ops/zeros_like.h>
+
+#include <vector>
+
+#include "tessera/ops/indexing/part.h"
+#include "tessera/ops/rules/decomposition.h"
+#include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/rule.h"
+
+namespace tessera::detail::index_select_rules {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+Plan index_select(const OpCall& call) {
+  const TensorInfo &x = *call.find("self"), &index = *call.find("index");
+  const int n = x.spec.dims();
+  if (n == 0 || index.spec.dims() == 0) return on_whole(call);
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  LabelProblem p(call);
+  p.inputs = {all_labels(n), {kIndex}};
+  p.outputs = {except(n, d, kIndex)};
+  Shape shape = x.spec.shape();
+  shape[d] = index.spec.shape()[0];
+  p.output_shapes = {shape};
+  p.contract = {d};
+  p.linear = LabelProblem::Linear::one;
+  p.linear_in = {0};
+  Plan plan = solve(p);
+  if (!plan.inputs[0]->is_sharded(d)) return plan;
+  plan.local = [d, part = part_of(*plan.inputs[0], d), local = plan.outputs[0].spec.local_shape()](
+                   const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::Tensor &t = a[0].toTensor(), &given = a[2].toTensor();
+    part.check(given, "index_select");
+    if (part.size == 0) return torch::jit::Stack{t.new_zeros(local)};
+    const at::Tensor at = part.global(given);
+    return torch::jit::Stack{
+        masked(t.index_select(d, (at - part.begin).clamp(0, part.size - 1)), part.mine(at), d)};
+  };
+  return plan;
+}
+
+Plan gather(const OpCall& call) {
+  const TensorInfo &x = *call.find("self"), &index = *call.find("index");
+  const int n = x.spec.dims();
+  if (n == 0 || index.spec.dims() != n) return on_whole(call);
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  const Labels labels = aligned_labels(call, d);
+  LabelProblem p(call);
+  Labels of_index = labels;
+  of_index[d] = kIndex;
+  p.inputs = {labels, of_index};
+  p.outputs = {of_index};
+  p.output_shapes = {index.spec.shape()};
+  p.contract = {d};
+  p.linear = LabelProblem::Linear::one;
+  p.linear_in = {0};
+  Plan plan = solve(p);
+  if (!plan.inputs[0]->is_sharded(d)) return plan;
+  plan.local = [d, part = part_of(*plan.inputs[0], d)](const c10::OperatorHandle&,
+                                                       torch::jit::Stack a) {
+    const at::Tensor &t = a[0].toTensor(), &at = a[2].toTensor();
+    TORCH_CHECK_INDEX(
+        at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),
+        "gather: an index is out of range");
+    if (part.size == 0) return torch::jit::Stack{t.new_zeros(at.sizes())};
+    return torch::jit::Stack{t.gather(d, (at - part.begin).clamp(0, part.size - 1))
+                                 .masked_fill(part.mine(at).logical_not(), 0)};
+  };
+  return plan;
+}
+
+// Zeros of `sizes` that are cut as `like`, whose dims are the same but for `dim`, along which they
+// are whole.
+at::Tensor zeros_along(const at::Tensor& like, std::int64_t dim, c10::SymIntArrayRef sizes) {
+  const at::Tensor slice =
+      like.size(dim) == 0 ? like.new_zeros({}).reshape(std::vector<std::int64_t>(like.dim(), 1))
+                          : like.narrow(dim, 0, 1);
+  return at::zeros_like(slice.expand_symint(sizes));
+}
+
+at::Tensor index_select_backward(const at::Tensor& grad, c10::SymIntArrayRef sizes,
+                                 std::int64_t dim, const at::Tensor& index) {
+  if (sizes.empty()) return at::zeros_like(grad.sum()).index_add(dim, index, grad);
+  return zeros_along(grad, dim, sizes).index_add(dim, index, grad);
+}
+
+// libtorch's own begins with zeros that lie like the gradient, which may be whole where the indices
+// are cut.
+at::Tensor gather_backward(const at::Tensor& grad, const at::Tensor& self, std::int64_t dim,
+                           const at::Tensor& index, bool sparse) {
+  TORCH_CHECK(
+      !sparse,
+      "gather: sparse gradients are not supported for sharded tensors: leave out sparse_grad");
+  return at::zeros_like(self).scatter_add(dim, index, grad);
+}
+
+const bool registered = [] {
+  register_rule("aten::index_select", index_select);
+  register_rule("aten::gather", gather);
+  register_decomposition("index_select_backward", index_select_backward);
+  register_decomposition("gather_backward", gather_backward);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail::index_select_rules

@@ -1,0 +1,40 @@
+// Values looked up in a tensor that is whole, and picks whose number depends on the data, which are
+// gathered.
+
+#include <vector>
+
+#include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/rule.h"
+
+namespace tessera::detail::lookup_rules {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+Plan looked_up(const OpCall& call) {
+  const auto* outputs = call.outputs();
+  const Shape& shape = call.tensor(0).spec.shape();
+  const int n = static_cast<int>(shape.size());
+  LabelProblem p(call);
+  for (const TensorInfo& t : call.tensors())
+    p.inputs.push_back(&t == &call.tensor(0) ? all_labels(n) : Labels(t.spec.dims(), kWhole));
+  p.outputs = {all_labels(n)};
+  if (!outputs) p.output_shapes = {shape};
+  return solve(p);
+}
+
+const bool registered = [] {
+  for (const char* op :
+       {"aten::isin.Tensor_Tensor", "aten::isin.Tensor_Scalar", "aten::bucketize.Tensor"})
+    register_rule(op, looked_up);
+  for (const char* op : {"aten::isin.Scalar_Tensor", "aten::bucketize.Scalar", "aten::searchsorted",
+                         "aten::masked_select", "aten::take", "aten::nonzero",
+                         "aten::nonzero_static", "aten::repeat_interleave.Tensor"})
+    register_rule(op, on_whole);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail::lookup_rules

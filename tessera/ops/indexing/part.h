@@ -1,0 +1,66 @@
+#pragma once
+// What rules of operators that pick and write by index share. Indices speak of the global tensor.
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/where.h>
+#include <c10/util/Exception.h>
+
+#include <vector>
+
+#include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/rule.h"
+
+namespace tessera::detail {
+
+/// Labels of the index' own dims: kIndex, kIndex + 1, ...
+inline constexpr int kIndex = 100;
+
+/// This rank's part of a dim of the global tensor.
+struct Part {
+  std::int64_t begin, size, extent;
+
+  void check(const at::Tensor& index, const char* op) const {
+    if (index.numel() == 0) return;
+    const bool ok = index.ge(-extent).logical_and(index.lt(extent)).all().item<bool>();
+    TORCH_CHECK_INDEX(ok, op, ": an index is out of range for a dim of size ", extent);
+  }
+  // Negative ones count from the end.
+  at::Tensor global(const at::Tensor& index) const {
+    return at::where(index.lt(0), index + extent, index);
+  }
+  at::Tensor mine(const at::Tensor& global_index) const {
+    return global_index.ge(begin).logical_and(global_index.lt(begin + size));
+  }
+};
+
+inline Part part_of(const ShardSpec& spec, int d) {
+  return {spec.local_offset()[d], spec.local_shape()[d], spec.shape()[d]};
+}
+
+inline Labels except(int n, int d, int label) {
+  Labels labels = all_labels(n);
+  labels[d] = label;
+  return labels;
+}
+
+/// `picked` where `mine` (the index' shape, at dim `at` of the result), zero elsewhere.
+inline at::Tensor masked(const at::Tensor& picked, const at::Tensor& mine, std::int64_t at) {
+  std::vector<std::int64_t> shape(picked.dim(), 1);
+  for (std::int64_t i = 0; i < mine.dim(); ++i) shape[at + i] = mine.size(i);
+  return picked.masked_fill(mine.logical_not().view(shape), 0);
+}
+
+/// Dims in which the index is as large as the tensors are free; in the others positions of index and
+/// tensor would be cut apart.
+inline Labels aligned_labels(const OpCall& call, int d) {
+  const TensorInfo& index = *call.find("index");
+  Labels labels = all_labels(index.spec.dims());
+  for (int i = 0; i < index.spec.dims(); ++i) {
+    for (const TensorInfo& t : call.tensors()) {
+      if (i != d && t.spec.shape()[i] != index.spec.shape()[i]) labels[i] = kWhole;
+    }
+  }
+  return labels;
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,252 @@
+// Writing by index: each rank writes what falls into its part. Nothing but indices and what is written
+// moves.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "tessera/base/text.h"
+#include "tessera/ops/indexing/part.h"
+#include "tessera/ops/rules/decomposition.h"
+#include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
+
+namespace tessera::detail::scatter_rules {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+// index_add, index_copy, index_fill, index_reduce: whole slices along a dim.
+Plan slices(const OpCall& call, bool adds) {
+  const TensorInfo &x = *call.find("self"), &index = *call.find("index");
+  const TensorInfo* source = call.find("source");
+  const int n = x.spec.dims();
+  if (n == 0) return on_whole(call);
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  const bool sums = adds && index.spec.dims() == 1;
+  LabelProblem p(call);
+  for (const TensorInfo& t : call.tensors()) {
+    if (&t == &x) {
+      p.inputs.push_back(all_labels(n));
+    } else if (&t == source && t.spec.dims() == n) {
+      p.inputs.push_back(except(n, d, sums ? kIndex : kWhole));
+    } else {
+      p.inputs.push_back(Labels(t.spec.dims(), &t == &index && sums ? kIndex : kWhole));
+    }
+  }
+  p.outputs = {all_labels(n)};
+  p.output_shapes = {x.spec.shape()};
+  if (sums) {
+    p.contract = {kIndex};
+    p.additive = {0};
+  }
+  Plan plan = solve(p);
+  plan.local = [d, part = part_of(*plan.inputs[0], d), cut = plan.inputs[0]->is_sharded(d),
+                has_source = source != nullptr,
+                in_place = call.in_place()](const c10::OperatorHandle& op, torch::jit::Stack a) {
+    if (cut) {
+      const at::Tensor given = a[2].toTensor().reshape(-1);
+      part.check(given, "index of slices");
+      const at::Tensor at = part.global(given), positions = part.mine(at).nonzero().view(-1);
+      a[2] = at.index_select(0, positions) - part.begin;
+      if (has_source) a[3] = a[3].toTensor().index_select(d, positions);
+    }
+    const at::Tensor self = a[0].toTensor();
+    // some kernels expect a slice
+    if (a[2].toTensor().numel() == 0 || self.numel() == 0)
+      return torch::jit::Stack{in_place ? self : self.clone()};
+    op.callBoxed(a);
+    return a;
+  };
+  return plan;
+}
+
+// Elements along a dim. Those of other ranks go into a slice behind the local one, which is cut
+// off.
+Plan scatter(const OpCall& call, bool adds) {
+  const TensorInfo &x = *call.find("self"), &index = *call.find("index");
+  const TensorInfo* src = call.find("src");
+  const int n = x.spec.dims();
+  bool same_dims = n > 0;
+  for (const TensorInfo& t : call.tensors())
+    same_dims &= t.spec.dims() == n || (&t != &x && &t != &index && &t != src);
+  if (!same_dims) return on_whole(call);
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  const Labels labels = aligned_labels(call, d);
+  const bool sums = adds && src && src->spec.shape()[d] == index.spec.shape()[d];
+  LabelProblem p(call);
+  for (const TensorInfo& t : call.tensors()) {
+    Labels own = &t == &x || &t == &index || &t == src ? labels : Labels(t.spec.dims(), kWhole);
+    if (&t == &index || &t == src) own[d] = sums ? kIndex : kWhole;
+    p.inputs.push_back(std::move(own));
+  }
+  p.outputs = {labels};
+  p.output_shapes = {x.spec.shape()};
+  if (sums) {
+    p.contract = {kIndex};
+    p.additive = {0};
+  }
+  Plan plan = solve(p);
+  if (!plan.inputs[0]->is_sharded(d)) return plan;
+  plan.local = [d, part = part_of(*plan.inputs[0], d), in_place = call.in_place()](
+                   const c10::OperatorHandle& op, torch::jit::Stack a) {
+    const at::Tensor t = a[0].toTensor(), at = a[2].toTensor();
+    TORCH_CHECK_INDEX(
+        at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),
+        "scatter: an index is out of range");
+    Shape slot = t.sizes().vec();
+    slot[d] = 1;
+    a[0] = at::cat({t, t.new_zeros(slot)}, d);
+    a[2] = at::where(part.mine(at), at - part.begin, part.size);
+    op.callBoxed(a);
+    const at::Tensor result = a[0].toTensor().narrow(d, 0, part.size);
+    a[0] = in_place ? t.copy_(result) : result;
+    return a;
+  };
+  return plan;
+}
+
+// This rank's part of what has the global shape.
+at::Tensor part_of_box(at::Tensor t, const Shape& offset, const Shape& local) {
+  for (std::size_t d = 0; d < local.size(); ++d)
+    t = t.narrow(static_cast<std::int64_t>(d), offset[d], local[d]);
+  return t;
+}
+
+// The first input is written to, wherever it is cut; all others are whole.
+Plan written_part(const OpCall& call) {
+  LabelProblem p(call);
+  for (const TensorInfo& t : call.tensors())
+    p.inputs.push_back(t.argument == 0 ? all_labels(t.spec.dims()) : Labels(t.spec.dims(), kWhole));
+  p.outputs = {p.inputs[0]};
+  p.output_shapes = {call.tensor(0).spec.shape()};
+  return solve(p);
+}
+
+const TensorInfo& given(const OpCall& call, const char* name) { return *call.find(name); }
+
+// What libtorch refuses, before any rank begins.
+void require_type(const OpCall& call, const char* name, at::ScalarType type) {
+  if (const auto got = given(call, name).dtype; got != type)
+    throw InvalidArgument(concat(call.name(), ": ", name, " is ", c10::toString(got),
+                                 ", and must be ", c10::toString(type), "; convert it"));
+}
+
+// The elements of the source in their order, where the mask says: how many a rank's part is beyond,
+// the whole mask tells.
+Plan masked_scatter(const OpCall& call) {
+  const TensorInfo* x = call.find("self");
+  const auto* out = call.in_place() ? nullptr : call.outputs();
+  if (!x || !call.find("mask") || !call.find("source") ||
+      (out && (*out)[0].shape != x->spec.shape()))
+    return on_whole(call);
+  require_type(call, "mask", at::kBool);
+  require_type(call, "source", x->dtype);
+  Plan plan = written_part(call);
+  const ShardSpec& spec = *plan.inputs[0];
+  plan.local = [shape = spec.shape(), offset = spec.local_offset(), local = spec.local_shape(),
+                in_place = call.in_place()](const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::Tensor t = a[0].toTensor(), mask = a[1].toTensor().expand(shape),
+                     source = a[2].toTensor().reshape(-1);
+    const at::Tensor before = mask.reshape(-1).cumsum(0) - 1;
+    TORCH_CHECK(before.numel() == 0 || before[-1].item<std::int64_t>() < source.numel(),
+                "masked_scatter: the mask takes more elements than the ", source.numel(),
+                " of the source");
+    if (source.numel() == 0 || t.numel() == 0) return torch::jit::Stack{in_place ? t : t.clone()};
+    const at::Tensor which = part_of_box(before.view(shape), offset, local).clamp_min(0);
+    const at::Tensor result = at::where(part_of_box(mask, offset, local),
+                                        source.index_select(0, which.reshape(-1)).view(local), t);
+    return torch::jit::Stack{in_place ? t.copy_(result) : result};
+  };
+  return plan;
+}
+
+// By the index into the flattened tensor.
+Plan put(const OpCall& call) {
+  if (call.tensors().size() != 3) return on_whole(call);
+  require_type(call, "index", at::kLong);
+  require_type(call, "source", given(call, "self").dtype);
+  if (const auto n = given(call, "index").spec.numel(), values = given(call, "source").spec.numel();
+      n != values)
+    throw InvalidArgument(
+        concat(call.name(), ": ", values, " values for ", n, " indices; give one an index"));
+  Plan plan = written_part(call);
+  const ShardSpec& spec = *plan.inputs[0];
+  plan.local = [shape = spec.shape(), offset = spec.local_offset(), local = spec.local_shape(),
+                extent = spec.numel(),
+                in_place = call.in_place()](const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::Tensor t = in_place ? a[0].toTensor() : a[0].toTensor().clone();
+    const Part all{0, extent, extent};
+    at::Tensor rest = a[1].toTensor().reshape(-1);
+    all.check(rest, "put");
+    rest = all.global(rest);
+    at::Tensor mine = at::ones_like(rest, at::kBool), own = at::zeros_like(rest);
+    std::int64_t stride = 1;
+    for (std::size_t d = shape.size(); d-- > 0;) {
+      const at::Tensor i = rest.remainder(shape[d]) - offset[d];
+      mine = mine.logical_and(i.ge(0)).logical_and(i.lt(local[d]));
+      own = own + i * stride;
+      rest = rest.floor_divide(shape[d]);
+      stride *= local[d];
+    }
+    const at::Tensor positions = mine.nonzero().view(-1);
+    if (positions.numel() > 0)
+      t.put_(own.index_select(0, positions), a[2].toTensor().reshape(-1).index_select(0, positions),
+             a[3].toBool());
+    return torch::jit::Stack{t};
+  };
+  return plan;
+}
+
+Plan diagonal_scatter(const OpCall& call) {
+  const TensorInfo& x = *call.find("self");
+  const int n = x.spec.dims();
+  const auto a = normal_dim(call.integer("dim1"), n), b = normal_dim(call.integer("dim2"), n);
+  LabelProblem p(call);
+  Labels self = all_labels(n), src;
+  self[a] = self[b] = kWhole;
+  for (int d = 0; d < n; ++d) {
+    if (d != a && d != b) src.push_back(d);
+  }
+  src.push_back(kWhole);
+  p.inputs = {self, src};
+  p.outputs = {self};
+  p.output_shapes = {x.spec.shape()};
+  return solve(p);
+}
+
+// The first elements of the source were taken, the others have no gradient.
+at::Tensor masked_scatter_backward(const at::Tensor& grad, const at::Tensor& mask,
+                                   c10::SymIntArrayRef sizes) {
+  c10::SymInt count = 1;
+  for (const c10::SymInt& n : sizes) count = count * n;
+  at::Tensor picked = grad.masked_select(mask);
+  const c10::SymInt missing = count - picked.sym_numel();
+  if (missing > 0) picked = at::cat({picked, picked.new_zeros_symint({missing})}, 0);
+  return picked.view_symint(sizes);
+}
+
+const bool registered = [] {
+  register_rule("aten::index_add", [](const OpCall& c) { return slices(c, true); });
+  for (const char* op : {"aten::index_copy", "aten::index_fill", "aten::index_reduce"}) {
+    register_rule(op, [](const OpCall& c) { return slices(c, false); });
+  }
+  register_rule("aten::scatter_add", [](const OpCall& c) { return scatter(c, true); });
+  for (const char* op : {"aten::scatter", "aten::scatter_reduce"})
+    register_rule(op, [](const OpCall& c) { return scatter(c, false); });
+  register_rule("aten::masked_scatter", masked_scatter);
+  register_rule("aten::put", put);
+  register_rule("aten::diagonal_scatter", diagonal_scatter);
+  register_decomposition("masked_scatter_backward", masked_scatter_backward);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail::scatter_rules

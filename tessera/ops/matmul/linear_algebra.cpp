@@ -1,0 +1,176 @@
+// Linear algebra: factorisations, solvers and determinants of the matrices in the last dims, of which
+// the batches before them may be sharded; distances between rows; traces.
+
+#include <ATen/core/function_schema.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/tril.h>
+#include <ATen/ops/triu.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tessera/base/text.h"
+#include "tessera/ops/rules/decomposition.h"
+#include "tessera/ops/rules/empty_parts.h"
+#include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/rule.h"
+
+namespace tessera::detail::linear_algebra_rules {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+// ---- batches of matrices ----
+
+/// Dims at the end of each argument that belong to one problem; all others are batches, aligned at
+/// the end.
+using Trailing = std::map<std::string, int>;
+
+// The right-hand side of a system may be a vector a matrix.
+bool is_vector_of(const OpCall& call, const TensorInfo& b, const TensorInfo& a) {
+  if (b.spec.dims() == 1) return true;
+  const Shape& m = a.spec.shape();
+  return call.argument("left") != -1
+             ? b.spec.dims() == a.spec.dims() - 1 &&
+                   std::equal(m.begin(), m.end() - 1, b.spec.shape().begin())
+             : b.spec.dims() == a.spec.dims() - 1;
+}
+
+Plan batched(const OpCall& call, const Trailing& trailing) {
+  const auto* outputs = call.outputs();
+  if (!outputs) return on_whole(call);
+  const auto own = [&](const TensorInfo& t) {
+    const std::string& name = call.schema().arguments()[t.argument].name();
+    const auto it = trailing.find(name);
+    const int n = it == trailing.end() ? 2 : it->second;
+    return n < 0 ? (is_vector_of(call, t, call.tensor(0)) ? 1 : 2) : n;
+  };
+  int batches = 0;
+  for (const TensorInfo& t : call.tensors()) batches = std::max(batches, t.spec.dims() - own(t));
+  Shape extent(batches, 1);
+  for (const TensorInfo& t : call.tensors()) {
+    const int lead = t.spec.dims() - own(t);
+    for (int d = 0; d < lead; ++d) {
+      if (t.spec.shape()[d] != 1) extent[batches - lead + d] = t.spec.shape()[d];
+    }
+  }
+  LabelProblem p(call);
+  for (const TensorInfo& t : call.tensors()) {
+    Labels labels(t.spec.dims(), kWhole);
+    const int lead = t.spec.dims() - own(t);
+    for (int d = 0; d < lead; ++d) {
+      if (t.spec.shape()[d] == extent[batches - lead + d]) labels[d] = batches - lead + d;
+    }
+    p.inputs.push_back(std::move(labels));
+  }
+  for (const OutputInfo& out : *outputs) {
+    Labels labels(out.shape.size(), kWhole);
+    for (int d = 0; d < batches && d < static_cast<int>(out.shape.size()) && out.defined; ++d) {
+      if (out.shape[d] == extent[d]) labels[d] = d;
+    }
+    p.outputs.push_back(std::move(labels));
+    // A result without some batch dim would be wrong on every rank but one: then all is whole.
+    for (int d = 0; d < batches; ++d) {
+      if (out.defined && out.shape != Shape{0} &&
+          (d >= static_cast<int>(out.shape.size()) || out.shape[d] != extent[d]))
+        return on_whole(call);
+    }
+    if (out.defined && out.shape == Shape{0} && batches > 0) return on_whole(call);
+  }
+  return solve(p);
+}
+
+// ---- distances between the rows of two matrices ----
+
+enum : int { kRows = 100, kOthers };
+
+Plan distances(const OpCall& call) {
+  const TensorInfo& a = *call.find("x1");
+  const TensorInfo& b = *call.find("x2");
+  const int n = a.spec.dims();
+  if (n != b.spec.dims() ||
+      !std::equal(a.spec.shape().begin(), a.spec.shape().end() - 2, b.spec.shape().begin()))
+    return on_whole(call);
+  Labels x1 = last_dims_whole(n, 2), x2 = x1, out = x1;
+  x1[n - 2] = out[n - 2] = kRows;
+  x2[n - 2] = out[n - 1] = kOthers;
+  LabelProblem p(call);
+  const bool backward = call.argument("cdist") >= 0;
+  for (const TensorInfo& t : call.tensors())
+    p.inputs.push_back(&t == &a ? x1 : &t == &b ? x2 : out);
+  p.outputs = {backward ? x1 : out};
+  Shape shape = a.spec.shape();
+  if (!backward) shape[n - 1] = b.spec.shape()[n - 2];
+  p.output_shapes = {shape};
+  if (backward) p.contract = {kOthers};
+  return solve(p);
+}
+
+// Of the ranks' parts: whether any is wrong is for each rank to say.
+Plan checked(const OpCall&) { return {}; }
+
+// Each rank sums the diagonal's elements that it holds. libtorch's own derivative writes into a
+// plain tensor of the global size.
+at::Tensor trace(const at::Tensor& self) {
+  TORCH_CHECK(self.dim() == 2, "trace: expected a matrix, but got a tensor of ", self.dim(),
+              " dims");
+  return self.tril().triu().sum();
+}
+
+const bool registered = [] {
+  const std::vector<std::pair<std::vector<const char*>, Trailing>> linear_algebra = {
+      {{"linalg_inv_ex",
+        "linalg_lu_factor_ex",
+        "linalg_lu",
+        "linalg_cholesky_ex",
+        "cholesky_inverse",
+        "linalg_qr",
+        "geqrf",
+        "_linalg_svd",
+        "_linalg_eigh",
+        "linalg_eig",
+        "linalg_eigvals",
+        "_linalg_eigvals",
+        "_linalg_det",
+        "_linalg_slogdet",
+        "linalg_ldl_factor_ex",
+        "linalg_matrix_exp",
+        "cholesky_solve",
+        "linalg_solve_triangular",
+        "triangular_solve",
+        "linalg_matrix_sqrth",
+        "linalg_polar",
+        "cholesky",
+        "inverse"},
+       {}},
+      {{"lu_unpack"}, {{"LU_pivots", 1}}},
+      {{"linalg_lu_solve"}, {{"pivots", 1}}},
+      {{"linalg_ldl_solve"}, {{"pivots", 1}}},
+      {{"linalg_householder_product", "ormqr"}, {{"tau", 1}, {"input2", 1}}},
+      {{"linalg_pinv.atol_rtol_tensor"}, {{"atol", 0}, {"rtol", 0}}},
+      {{"_linalg_solve_ex"}, {{"B", -1}}},
+      {{"linalg_lstsq"}, {{"b", -1}}},
+  };
+  for (const auto& [ops, trailing] : linear_algebra) {
+    for (const char* op : ops)
+      register_rule(concat("aten::", op), guarded([trailing = trailing](const OpCall& c) {
+                      return batched(c, trailing);
+                    }));
+  }
+  register_rule("aten::_linalg_check_errors", checked);
+  for (const char* op : {"_cdist_forward", "_cdist_backward"})
+    register_rule(concat("aten::", op), guarded(distances));
+  for (const char* op : {"aten::_pdist_forward", "aten::_pdist_backward", "aten::_trilinear",
+                         "aten::_cholesky_solve_helper", "aten::_compute_linear_combination"})
+    register_rule(op, on_whole);
+  register_decomposition("trace", trace);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail::linear_algebra_rules

@@ -1,0 +1,86 @@
+// Elementwise losses with a reduction: the loss is Partial, and a mean is a sum over the global count.
+// Losses that look at all classes of a sample at once are computed on gathered inputs.
+
+#include <ATen/core/Reduction.h>
+
+#include <string>
+#include <vector>
+
+#include "tessera/base/text.h"
+#include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
+
+namespace tessera::detail::losses_rules {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+// A mean: the sum, divided by the global count.
+Plan divided(Plan plan, const OpCall& call, double count) {
+  plan.arguments = {{call.argument("reduction"), static_cast<std::int64_t>(at::Reduction::Sum)}};
+  plan.local = [count](const c10::OperatorHandle& op, torch::jit::Stack arguments) {
+    op.callBoxed(arguments);
+    arguments[0] = arguments[0].toTensor().div(count);
+    return arguments;
+  };
+  return plan;
+}
+
+Plan loss(const OpCall& call) {
+  LabelProblem p(call);
+  const Shape& shape = call.tensor(0).spec.shape();
+  const int n = static_cast<int>(shape.size());
+  const std::int64_t reduction = call.integer("reduction");
+  for (const TensorInfo& t : call.tensors()) {
+    if (t.spec.shape() != shape)
+      throw ShardingError(
+          concat(call.name(),
+                 " of sharded tensors of different shapes has no rule: expand the target first"));
+    p.inputs.push_back(all_labels(n));
+  }
+  p.outputs = {reduction == at::Reduction::None ? all_labels(n) : Labels{}};
+  p.output_shapes = {reduction == at::Reduction::None ? shape : Shape{}};
+  p.contract = first_dims(n);
+  Plan plan = solve(p);
+  return reduction == at::Reduction::Mean
+             ? divided(std::move(plan), call, static_cast<double>(call.tensor(0).spec.numel()))
+             : plan;
+}
+
+Plan loss_backward(const OpCall& call) {
+  LabelProblem p(call);
+  const TensorInfo& x = *call.find("self");
+  const int n = x.spec.dims();
+  const std::int64_t reduction = call.integer("reduction");
+  for (const TensorInfo& t : call.tensors()) {
+    p.inputs.push_back(t.spec.shape() == x.spec.shape() ? all_labels(n) : whole_labels(t));
+  }
+  p.outputs = {all_labels(n)};
+  p.output_shapes = {x.spec.shape()};
+  Plan plan = solve(p);
+  plan.outputs[0].strides = x.strides;
+  return reduction == at::Reduction::Mean
+             ? divided(std::move(plan), call, static_cast<double>(x.spec.numel()))
+             : plan;
+}
+
+const bool registered = [] {
+  for (const char* op :
+       {"aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::binary_cross_entropy",
+        "aten::binary_cross_entropy_with_logits", "aten::soft_margin_loss"}) {
+    register_rule(op, loss);
+    register_rule(std::string(op) + "_backward", loss_backward);
+  }
+  for (const char* op : {"aten::_ctc_loss", "aten::_ctc_loss_backward", "aten::multi_margin_loss",
+                         "aten::multi_margin_loss_backward", "aten::multilabel_margin_loss_forward",
+                         "aten::multilabel_margin_loss_backward"})
+    register_rule(op, on_whole);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail::losses_rules

@@ -1,0 +1,21 @@
+// Fractional pooling: the windows of a sample are drawn for it alone, so samples may be sharded.
+
+#include "tessera/ops/rules/empty_parts.h"
+#include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/rule.h"
+
+namespace tessera::detail::fractional_pooling_rules {
+
+namespace {
+
+const bool registered = [] {
+  for (const char* op :
+       {"aten::fractional_max_pool2d", "aten::fractional_max_pool3d",
+        "aten::fractional_max_pool2d_backward", "aten::fractional_max_pool3d_backward"})
+    register_rule(op, guarded(per_sample));
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail::fractional_pooling_rules

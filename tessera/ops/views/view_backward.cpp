@@ -1,0 +1,108 @@
+// What autograd makes of the gradients of views.
+
+#include <algorithm>
+#include <set>
+#include <vector>
+
+#include "tessera/ops/rules/labels.h"
+#include "tessera/ops/views/view_parts.h"
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/rule.h"
+
+namespace tessera::detail::view_backward_rules {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+// The gradient's parts along the sliced dim, with what lies between them given to the part before.
+Plan slice_backward(const OpCall& call) {
+  const ShardSpec& g = call.tensor(0).spec;
+  const Shape sizes = call.integers("input_sizes");
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), g.dims()));
+  const std::int64_t step = call.integer("step"), extent = sizes[d];
+  const auto clamp = [&](std::int64_t i) {
+    return std::clamp<std::int64_t>(i < 0 ? i + extent : i, 0, extent);
+  };
+  const std::int64_t start = clamp(call.integer("start"));
+  Plan plan;
+  Shape local_sizes, parts;
+  std::int64_t local_start = start;
+  if (g.is_sharded(d)) {
+    const Partition& p = g.dim(d).partition;
+    std::int64_t at = 0;
+    for (int i = 0; i < p.parts(); ++i) {
+      const std::int64_t end = i + 1 == p.parts() || p.interval(i).end == g.shape()[d] ? extent
+                               : p.interval(i).end == 0 ? 0
+                                                        : start + p.interval(i).end * step;
+      parts.push_back(std::max<std::int64_t>(end - at, 0));
+      at = std::max(at, end);
+    }
+  }
+  std::vector<std::pair<int, Partition>> given;
+  if (!parts.empty()) given.emplace_back(d, Partition(std::span<const std::int64_t>(parts)));
+  const ShardSpec out = mapped_spec(g, sizes, identity(g.dims()), true, given);
+  if (!parts.empty()) {
+    const LocalSlice mine =
+        local_slice(out, d, start + g.local_offset()[d] * step, step, g.local_shape()[d]);
+    local_start = mine.start;
+  }
+  const std::int64_t local_end =
+      std::min(local_start + std::max<std::int64_t>(g.local_shape()[d] - 1, 0) * step +
+                   (g.local_shape()[d] > 0 ? 1 : 0),
+               out.local_shape()[d]);
+  plan.outputs = {{out, contiguous_strides(sizes)}};
+  plan.arguments = {{call.argument("input_sizes"), int_list(out.local_shape())},
+                    {call.argument("start"), local_start},
+                    {call.argument("end"), local_end}};
+  return plan;
+}
+
+Plan with_input_sizes(const OpCall& call, const std::vector<int>& from,
+                      const std::set<int>& whole) {
+  const Shape sizes = call.integers("input_sizes");
+  Plan plan;
+  const ShardSpec g = with_whole_dims(call.tensor(0).spec, whole);
+  const ShardSpec out = mapped_spec(g, sizes, from, true);
+  plan.inputs = {g};
+  plan.outputs = {{out, contiguous_strides(sizes)}};
+  plan.arguments = {{call.argument("input_sizes"), int_list(out.local_shape())}};
+  return plan;
+}
+
+Plan select_backward(const OpCall& call) {
+  const int n = static_cast<int>(call.integers("input_sizes").size());
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  std::vector<int> from;
+  for (int i = 0; i < n; ++i) from.push_back(i == d ? -1 : i < d ? i : i - 1);
+  return with_input_sizes(call, from, {});
+}
+
+Plan unfold_backward(const OpCall& call) {
+  const int n = static_cast<int>(call.integers("input_sizes").size());
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  auto from = identity(n);
+  from[d] = -1;
+  return with_input_sizes(call, from, {d, n});
+}
+
+Plan diagonal_backward(const OpCall& call) {
+  const int n = static_cast<int>(call.integers("input_sizes").size());
+  const auto a = normal_dim(call.integer("dim1"), n), b = normal_dim(call.integer("dim2"), n);
+  std::vector<int> from;
+  int next = 0;
+  for (int i = 0; i < n; ++i) from.push_back(i == a || i == b ? -1 : next++);
+  return with_input_sizes(call, from, {n - 2});
+}
+
+const bool registered = [] {
+  register_rule("aten::slice_backward", slice_backward);
+  register_rule("aten::select_backward", select_backward);
+  register_rule("aten::unfold_backward", unfold_backward);
+  register_rule("aten::diagonal_backward", diagonal_backward);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail::view_backward_rules

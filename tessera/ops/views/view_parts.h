@@ -1,0 +1,36 @@
+#pragma once
+// What rules of views and of their gradients share.
+
+#include <ATen/core/List.h>
+#include <ATen/core/ivalue.h>
+
+#include <numeric>
+#include <vector>
+
+#include "tessera/tensor/spec/spec.h"
+
+namespace tessera::detail {
+
+inline c10::IValue int_list(const std::vector<std::int64_t>& values) {
+  return c10::IValue(c10::List<std::int64_t>(values));
+}
+
+inline std::vector<int> identity(int n) {
+  std::vector<int> from(n);
+  std::iota(from.begin(), from.end(), 0);
+  return from;
+}
+
+/// This rank's slice of its local: where it begins and how much of it there is.
+struct LocalSlice {
+  std::int64_t start, length;
+};
+inline LocalSlice local_slice(const ShardSpec& in, int d, std::int64_t start, std::int64_t step,
+                              std::int64_t length) {
+  const std::int64_t begin = in.local_offset()[d];
+  std::int64_t first = start;
+  if (first < begin) first += (begin - first + step - 1) / step * step;
+  return {length == 0 ? 0 : first - begin, length};
+}
+
+}  // namespace tessera::detail
