@@ -56,9 +56,17 @@ foreach(room IN LISTS TESSERA_ROOMS)
       COMPONENT tessera
       FILES_MATCHING
       PATTERN "*.h"
+      PATTERN "detail" EXCLUDE
+      PATTERN "backends" EXCLUDE
     )
   endif()
 endforeach()
+# The one header of a back end that users name: a program's own MPI communicator.
+install(
+  FILES "${PROJECT_SOURCE_DIR}/tessera/comm/backends/mpi/mpi.h"
+  DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/tessera/comm/backends/mpi"
+  COMPONENT tessera
+)
 file(RELATIVE_PATH TESSERA_PC_PREFIX "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
 string(REGEX REPLACE "/$" "" TESSERA_PC_PREFIX "${TESSERA_PC_PREFIX}")
 foreach(name tessera tessera-base)

@@ -92,6 +92,7 @@ function(tessera_example)
       target_compile_options(${target} PRIVATE -fPIE) # as programs are compiled, so that all share one precompiled header
     endif()
     target_link_libraries(${target} PRIVATE tessera_flags)
+    tessera_unity(${target} 4)
     tessera_use_full_pch(${target})
   endforeach()
 endfunction()

@@ -2,6 +2,7 @@
 
 For each room: a file in it that includes a header of a room it does not need must not compile; it needs lower rooms only; and what a room of the
 core can include is its own window, those of the rooms it needs, and libtorch (the MPI and NCCL parts of `comm` besides).
+What is private to a room, its folders `detail` and `backends`, no other room includes. docs/architecture.md says the same needs.
 """
 
 import argparse
@@ -49,6 +50,7 @@ def main():
         direct[room] = [need for need in needs.split(",") if need]
     order = list(direct)
     faults, probes = [], 0
+    private, public = {"detail", "backends"}, {"tessera/comm/backends/mpi/mpi.h"}
 
     needed = {}
     for room in order:  # Lowest first, so that the needs of what it needs are known.
@@ -59,10 +61,11 @@ def main():
 
     commands = {}
     for entry in json.loads((build / "compile_commands.json").read_text()):
-        path = pathlib.Path(entry["file"])
-        if path.is_relative_to(source / "tessera"):
-            commands.setdefault(path.relative_to(source / "tessera").parts[0], entry["command"])
-    headers = {room: sorted((source / "tessera" / room).glob("*.h")) for room in order}
+        # By what is made, since the source may be a batch of several.
+        made = re.search(r" -o tessera/([a-z_]+)/CMakeFiles/tessera_\1\.dir/", entry["command"])
+        if made:
+            commands.setdefault(made.group(1), entry["command"])
+    headers = {room: sorted((source / "tessera" / room).rglob("*.h")) for room in order}
 
     for room in order:
         if room not in commands:
@@ -78,7 +81,7 @@ def main():
         for other in order:
             if not headers[other] or (other in needed[room]):
                 continue
-            header = f"tessera/{other}/{headers[other][0].name}"
+            header = headers[other][0].relative_to(source).as_posix()
             error = preprocess(arguments.compiler, folders, header)
             probes += 1
             if other == room and error:
@@ -95,6 +98,18 @@ def main():
                 parts = included.split("/")
                 if parts[0] != "tessera" or len(parts) < 3 or ".." in parts or parts[1] not in needed[room] | {room}:
                     faults.append(f"{path.relative_to(source)} includes \"{included}\"")
+                elif parts[1] != room and private & set(parts) and included not in public:
+                    faults.append(f"{path.relative_to(source)} includes \"{included}\", which is private to {parts[1]}")
+
+    # The table of the documentation says what the build says.
+    said = {}
+    for line in (source / "docs/architecture.md").read_text().splitlines():
+        row = re.match(r"\| `([a-z_]+)` \| ([a-z_, ]*?) ?\|", line)
+        if row:
+            said[row.group(1)] = [need.strip() for need in row.group(2).split(",") if need.strip()]
+    for room in order:
+        if sorted(said.get(room, ["nothing"])) != sorted(direct[room]):
+            faults.append(f"docs/architecture.md says that {room} needs {said.get(room)}, the build {direct[room]}")
 
     for fault in faults:
         print(fault, file=sys.stderr)

@@ -57,6 +57,8 @@ def main():
         if body:
             unused = [f'#pragma GCC diagnostic ignored "-W{what}"' for what in ("unused-variable", "unused-but-set-variable", "unused-function")]
             head = ["#include <torch/torch.h>", '#include "tessera/tessera.h"', *dict.fromkeys(top), *unused]
+            # A namespace a page: several pages are compiled as one file.
+            body = [f"namespace page_{name} {{", *body, "}"]
             written.add(write(arguments.out / "fragments" / f"{name}.cpp", [*head, *body]))
     for old in arguments.out.glob("*/*.cpp"):
         if old not in written:
