@@ -1,16 +1,18 @@
-# tessera_test(NAME SOURCES a.cpp ... [TORCH] [LINK target ...] [RANKS 1 2 4] [TIMEOUT seconds] [LABELS ...])
+# tessera_test(NAME SOURCES a.cpp ... [TORCH] [LINK target ...] [RANKS 1 2 4] [TIMEOUT seconds] [LABELS ...] [ALONE])
 # A GoogleTest program. Without RANKS it runs once; with RANKS it runs once for each number, every rank a process of its own under the project's launcher,
 # which kills and reports a rank that hangs. The folder's name is a label, so that `ctest -L comm` runs the tests of a room. The sources of a program are
-# compiled in batches (tessera_unity): their names are unique in the program.
+# compiled in batches (tessera_unity), so that their names are unique in the program, or each by itself with ALONE.
 function(tessera_test name)
-  cmake_parse_arguments(TEST "TORCH" "TIMEOUT" "SOURCES;LINK;RANKS;LABELS" ${ARGN})
+  cmake_parse_arguments(TEST "TORCH;ALONE" "TIMEOUT" "SOURCES;LINK;RANKS;LABELS" ${ARGN})
   if(NOT TEST_TIMEOUT)
     set(TEST_TIMEOUT 120)
   endif()
   get_filename_component(folder "${CMAKE_CURRENT_SOURCE_DIR}" NAME)
   list(APPEND TEST_LABELS ${folder})
   add_executable(test_${name} ${TEST_SOURCES})
-  tessera_unity(test_${name} 3)
+  if(NOT TEST_ALONE)
+    tessera_unity(test_${name} 3)
+  endif()
   target_link_libraries(test_${name} PRIVATE tessera_flags GTest::gtest ${TEST_LINK})
   if(NOT TEST_RANKS)
     target_link_libraries(test_${name} PRIVATE GTest::gtest_main)

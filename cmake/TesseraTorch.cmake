@@ -48,7 +48,7 @@ target_link_options(tessera_torch INTERFACE -Wl,--disable-new-dtags -Wl,--allow-
 set(CMAKE_BUILD_RPATH "${_tessera_torch}/lib")
 
 if(TESSERA_PCH)
-  file(WRITE "${PROJECT_BINARY_DIR}/pch/pch.cpp" "")
+  file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/pch/pch.cpp" CONTENT "")
   add_library(tessera_pch OBJECT "${PROJECT_BINARY_DIR}/pch/pch.cpp")
   target_link_libraries(tessera_pch PRIVATE tessera_flags PUBLIC tessera_torch)
   target_precompile_headers(

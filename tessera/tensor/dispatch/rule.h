@@ -4,7 +4,7 @@
 // of the outputs. Plans are cached; a rule runs once for each new combination.
 //
 //   // mylib::scale(Tensor x, float by) -> Tensor: any placement, one at a time; linear, so that a
-//     partial sum stays one.
+//   // partial sum stays one.
 //   tessera::register_rule("mylib::scale", [](const tessera::OpCall& call) {
 //     tessera::Plan plan;
 //     plan.outputs = {{call.tensor(0).spec}};

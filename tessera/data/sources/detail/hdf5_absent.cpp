@@ -5,7 +5,7 @@ namespace tessera {
 
 namespace {
 
-[[noreturn]] void refuse() {
+[[noreturn]] void refuse_hdf5() {
   throw NotAvailable(
       "this Tessera was built without HDF5, so Hdf5Source cannot read files: install the HDF5 C "
       "library (Debian: libhdf5-dev) and configure again");
@@ -15,13 +15,13 @@ namespace {
 
 struct Hdf5Source::File {};
 
-Hdf5Source::Hdf5Source(const std::string&) { refuse(); }
+Hdf5Source::Hdf5Source(const std::string&) { refuse_hdf5(); }
 Hdf5Source::~Hdf5Source() = default;
-std::string Hdf5Source::name() const { refuse(); }
-std::vector<std::string> Hdf5Source::variables() const { refuse(); }
-const VariableInfo& Hdf5Source::info(const std::string&) const { refuse(); }
+std::string Hdf5Source::name() const { refuse_hdf5(); }
+std::vector<std::string> Hdf5Source::variables() const { refuse_hdf5(); }
+const VariableInfo& Hdf5Source::info(const std::string&) const { refuse_hdf5(); }
 at::Tensor Hdf5Source::read_box(const VariableInfo&, const Hyperslab&, const ReadOptions&) const {
-  refuse();
+  refuse_hdf5();
 }
 
 }  // namespace tessera

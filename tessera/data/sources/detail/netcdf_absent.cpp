@@ -6,7 +6,7 @@ namespace tessera {
 
 namespace {
 
-[[noreturn]] void refuse() {
+[[noreturn]] void refuse_netcdf() {
   throw NotAvailable(
       "this Tessera was built without netCDF, so NetcdfSource cannot read files: install the "
       "netCDF C library (Debian: libnetcdf-dev) and configure "
@@ -19,14 +19,14 @@ namespace detail {
 NetcdfFile::~NetcdfFile() = default;
 }
 
-NetcdfSource::NetcdfSource(const std::string&) { refuse(); }
+NetcdfSource::NetcdfSource(const std::string&) { refuse_netcdf(); }
 NetcdfSource::~NetcdfSource() = default;
-std::string NetcdfSource::name() const { refuse(); }
-std::vector<std::string> NetcdfSource::variables() const { refuse(); }
-const VariableInfo& NetcdfSource::info(const std::string&) const { refuse(); }
-const std::map<std::string, Attribute>& NetcdfSource::attributes() const { refuse(); }
+std::string NetcdfSource::name() const { refuse_netcdf(); }
+std::vector<std::string> NetcdfSource::variables() const { refuse_netcdf(); }
+const VariableInfo& NetcdfSource::info(const std::string&) const { refuse_netcdf(); }
+const std::map<std::string, Attribute>& NetcdfSource::attributes() const { refuse_netcdf(); }
 at::Tensor NetcdfSource::read_box(const VariableInfo&, const Hyperslab&, const ReadOptions&) const {
-  refuse();
+  refuse_netcdf();
 }
 
 }  // namespace tessera

@@ -5,7 +5,7 @@ namespace tessera {
 
 namespace {
 
-[[noreturn]] void refuse() {
+[[noreturn]] void refuse_safetensors() {
   throw NotAvailable(
       "this Tessera was built without nlohmann-json, so SafetensorsSource cannot read files: "
       "install it (Debian: nlohmann-json3-dev) and configure "
@@ -16,15 +16,15 @@ namespace {
 
 struct SafetensorsSource::File {};
 
-SafetensorsSource::SafetensorsSource(const std::string&) { refuse(); }
+SafetensorsSource::SafetensorsSource(const std::string&) { refuse_safetensors(); }
 SafetensorsSource::~SafetensorsSource() = default;
-std::string SafetensorsSource::name() const { refuse(); }
-std::vector<std::string> SafetensorsSource::variables() const { refuse(); }
-const VariableInfo& SafetensorsSource::info(const std::string&) const { refuse(); }
-const std::map<std::string, std::string>& SafetensorsSource::metadata() const { refuse(); }
+std::string SafetensorsSource::name() const { refuse_safetensors(); }
+std::vector<std::string> SafetensorsSource::variables() const { refuse_safetensors(); }
+const VariableInfo& SafetensorsSource::info(const std::string&) const { refuse_safetensors(); }
+const std::map<std::string, std::string>& SafetensorsSource::metadata() const { refuse_safetensors(); }
 at::Tensor SafetensorsSource::read_box(const VariableInfo&, const Hyperslab&,
                                        const ReadOptions&) const {
-  refuse();
+  refuse_safetensors();
 }
 
 }  // namespace tessera
