@@ -46,7 +46,7 @@ demo: configure
 
 relief: configure
 	@$(RUN) cmake --build --preset $(PRESET) --target tessera_cli tessera_doctor relief
-	@$(RUN) examples/05_relief/run $(BUILD) build/relief $(ARGS)
+	@$(RUN) showcases/relief/run $(BUILD) build/relief $(ARGS)
 	@echo "The report: file://$(CURDIR)/build/relief/report.html"
 
 test:

@@ -84,7 +84,7 @@ function(tessera_use_full_pch target)
   endif()
 endfunction()
 
-# tessera_example(targets ...): the libraries and programs of an example that is built in this tree.
+# tessera_showcase(targets ...): the libraries and programs of a showcase that is built in this tree.
 function(tessera_example)
   foreach(target IN LISTS ARGN)
     get_target_property(type ${target} TYPE)

@@ -3,7 +3,7 @@
 //
 //   tessera run -n 3 -- relief --data etopo5.cdf --records build/relief --report relief.html
 //
-// Each run leaves a record; the report compares all records of the folder. examples/05_relief/run
+// Each run leaves a record; the report compares all records of the folder. showcases/relief/run
 // fetches the data and runs on 1 to 4 ranks.
 
 #include <torch/torch.h>
