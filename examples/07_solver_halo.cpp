@@ -6,7 +6,6 @@
 
 #include <cstdio>
 
-#include "tessera/ops/halo/halo.h"
 #include "tessera/tessera.h"
 
 /// One explicit step on rows that have one more row on either side; columns are periodic.

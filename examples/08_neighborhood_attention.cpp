@@ -6,7 +6,6 @@
 
 #include <cstdio>
 
-#include "tessera/ops/attention/neighborhood.h"
 #include "tessera/tessera.h"
 
 int main() {

@@ -20,8 +20,8 @@
 
 namespace tessera {
 
-/// One dim of a windowed operator: output o reads inputs o * stride - padding + k * dilation, k = 0
-/// .. kernel - 1.
+/// One dim of a windowed operator: output o reads the inputs o * stride - padding + k * dilation
+/// for k from 0 to kernel - 1.
 struct Window {
   std::int64_t kernel = 1;
   std::int64_t stride = 1;
