@@ -1,0 +1,146 @@
+#include "tessera/nn/clip.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "tessera/base/text.h"
+#include "tessera/tensor/shard_tensor.h"
+
+namespace tessera {
+
+namespace {
+
+constexpr double kRoundOff = 1e-5;
+
+/// What is summed over ranks and roots are taken of, or the largest magnitude.
+struct Norm {
+  double type;
+  bool largest() const { return std::isinf(type); }
+  ReduceOp op() const { return largest() ? ReduceOp::max : ReduceOp::sum; }
+  double add(double a, double b) const {
+    if (!largest()) return a + b;
+    // std::max drops a NaN in its second argument.
+    return std::isnan(a) || std::isnan(b) ? std::nan("") : std::max(a, b);
+  }
+  double of(const at::Tensor& local) const {
+    if (local.numel() == 0) return 0;
+    const at::Tensor wide =
+        at::abs(local.is_complex() ? local.to(at::kComplexDouble) : local.to(at::kDouble));
+    const at::Tensor value = largest()   ? wide.max()
+                             : type == 2 ? wide.square().sum()
+                                         : wide.pow(type).sum();
+    return value.item<double>();
+  }
+  double root(double sum) const {
+    return largest() ? sum : type == 2 ? std::sqrt(sum) : std::pow(sum, 1 / type);
+  }
+};
+
+/// Sums that are completed over one group.
+struct Part {
+  Group group;
+  double sum = 0;
+};
+
+/// The axes over which a gradient's elements are spread.
+std::vector<int> sharded_axes(const ShardSpec& spec) {
+  std::vector<int> axes;
+  for (int a = 0; a < spec.mesh_dims(); ++a) {
+    if (spec.placements()[a].is_shard()) axes.push_back(a);
+  }
+  return axes;
+}
+
+}  // namespace
+
+double clip_gradients(const std::vector<at::Tensor>& parameters, const Group& group,
+                      const ClipOptions& options, const std::vector<OwnedShard>& by_hand) {
+  if (!(options.max_norm > 0)) {
+    throw InvalidArgument(
+        concat("clip_gradients: max_norm is ", options.max_norm, ", but must be above 0"));
+  }
+  if (!(options.norm_type >= 1)) {
+    throw InvalidArgument(
+        concat("clip_gradients: norm_type is ", options.norm_type, ", but must be at least 1"));
+  }
+  for (const OwnedShard& owned : by_hand) {
+    const bool known = std::any_of(parameters.begin(), parameters.end(),
+                                   [&](const at::Tensor& p) { return p.is_same(owned.parameter); });
+    if (!known || is_sharded(owned.parameter)) {
+      throw InvalidArgument(
+          "clip_gradients: a parameter sharded by hand is a plain one of the parameters given");
+    }
+  }
+  const at::NoGradGuard no_grad;
+  const Norm norm{options.norm_type};
+  double replicated = 0;
+  // In the order in which the parameters first name a group, which all ranks share. A parameter
+  // takes part whether or not this rank has a gradient of it: the calls must be the same.
+  std::vector<Part> parts;
+  const auto add_to = [&](const Group& over, double sum) {
+    auto it = std::find_if(parts.begin(), parts.end(),
+                           [&](const Part& part) { return part.group == over; });
+    if (it == parts.end()) it = parts.insert(parts.end(), Part{over, 0});
+    it->sum = norm.add(it->sum, sum);
+  };
+  for (const at::Tensor& p : parameters) {
+    const at::Tensor& gradient = p.grad();
+    const auto hand = std::find_if(by_hand.begin(), by_hand.end(), [&](const OwnedShard& owned) {
+      return p.is_same(owned.parameter);
+    });
+    if (hand != by_hand.end()) {
+      add_to(hand->group, gradient.defined() ? norm.of(gradient) : 0);
+    } else if (is_sharded(p)) {
+      // After backward a gradient has its parameter's placements.
+      const ShardSpec where = spec(p);
+      const std::vector<int> axes = sharded_axes(where);
+      const double mine = gradient.defined() ? norm.of(to_local(gradient)) : 0;
+      if (axes.empty()) {
+        replicated = norm.add(replicated, mine);
+      } else {
+        add_to(where.mesh().group(axes), mine);
+      }
+    } else if (gradient.defined()) {
+      replicated = norm.add(replicated, norm.of(gradient));
+    }
+  }
+  double sum = replicated;
+  const auto over = [&](const Group& ranks, double mine, ReduceOp op) {
+    if (ranks.size() == 1) return mine;
+    at::Tensor value = at::full({1}, mine, at::kDouble);
+    ranks.all_reduce(value, op, {.name = "gradient norm"});
+    return value.item<double>();
+  };
+  for (const Part& part : parts) sum = norm.add(sum, over(part.group, part.sum, norm.op()));
+  if (options.disjoint) sum = over(*options.disjoint, sum, norm.op());
+  const double mine = norm.root(sum);
+
+  // One number for all, or an error on all: a rank that scales by another factor drifts in silence.
+  at::Tensor bounds = at::tensor({mine, -mine}, at::kDouble);
+  if (std::isnan(mine)) bounds.fill_(std::numeric_limits<double>::infinity());
+  if (group.size() > 1)
+    group.all_reduce(bounds, ReduceOp::max, {.name = "gradient norm, compared"});
+  const double largest = bounds[0].item<double>(), smallest = -bounds[1].item<double>();
+  if (!std::isfinite(largest) || !std::isfinite(smallest)) {
+    return std::numeric_limits<double>::infinity();
+  }
+  if (largest - smallest > kRoundOff * largest) {
+    throw MismatchError(concat(
+        "clip_gradients: the norm is ", smallest, " on one rank of group '", group.name(), "' and ",
+        largest, " on another (", mine,
+        " here): declare parameters that are sharded by hand (by_hand), or look for replicas "
+        "that have drifted apart"));
+  }
+  if (largest > options.max_norm) {
+    const double factor = options.max_norm / largest;
+    for (const at::Tensor& p : parameters) {
+      if (p.grad().defined()) p.grad().mul_(factor);
+    }
+  }
+  return largest;
+}
+
+}  // namespace tessera
