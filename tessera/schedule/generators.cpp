@@ -76,24 +76,30 @@ PipelineSchedule schedule_interleaved(int ranks, int chunks, int micro_batches) 
       begin("interleaved 1F1B", loop_placement(ranks, chunks), micro_batches);
   if (chunks == 1) schedule.actions = schedule_1f1b(ranks, micro_batches).actions;
   if (chunks == 1) return schedule;
-  // For whole groups of p, of which those that there are not are left out.
-  const int groups = (micro_batches + ranks - 1) / ranks;
-  const int group = ranks * chunks;
-  const int all = groups * group;
+  // Groups of at least p, so that the first stage of a rank's next chunk finds its input there;
+  // they differ by one at most.
+  const int groups = std::max(1, micro_batches / ranks);
+  std::vector<int> begins(1, 0);
+  for (int g = 0; g < groups; ++g) {
+    begins.push_back(begins.back() + micro_batches / groups + (g < micro_batches % groups ? 1 : 0));
+  }
   for (int rank = 0; rank < ranks; ++rank) {
-    Row row(schedule, rank);
-    const auto add = [&](ActionKind kind, int i) {
-      if (i >= all) return;
-      const int chunk = i % group / ranks;
-      const int from = kind == ActionKind::forward ? chunk : chunks - 1 - chunk;
-      row.add(kind, from * ranks + rank, i / group * ranks + i % ranks);
-    };
-    // A forward must have gone round (chunks - 1) times, and to the last rank, and its gradient
+    std::vector<PipelineAction> forwards, backwards;
+    for (int g = 0; g < groups; ++g) {
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        for (int k = begins[g]; k < begins[g + 1]; ++k) {
+          forwards.push_back({ActionKind::forward, chunk * ranks + rank, k});
+          backwards.push_back({ActionKind::backward, (chunks - 1 - chunk) * ranks + rank, k});
+        }
+      }
+    }
+    // The first group must have gone round (chunks - 1) times, to the last rank, and its gradient
     // back.
-    const int ahead = std::min((chunks - 1) * ranks + 2 * (ranks - 1 - rank), all);
+    const int all = static_cast<int>(forwards.size());
+    const int ahead = std::min((chunks - 1) * begins[1] + 2 * (ranks - 1 - rank), all);
     for (int i = 0; i < all + ahead; ++i) {
-      add(ActionKind::forward, i);
-      if (i >= ahead) add(ActionKind::backward, i - ahead);
+      if (i < all) schedule.actions[rank].push_back(forwards[i]);
+      if (i >= ahead) schedule.actions[rank].push_back(backwards[i - ahead]);
     }
   }
   return schedule;

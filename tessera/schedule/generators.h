@@ -21,8 +21,8 @@ PipelineSchedule schedule_gpipe(int ranks, int micro_batches);
 PipelineSchedule schedule_1f1b(int ranks, int micro_batches);
 
 /// 1F1B with several stages a rank, in a loop (Narayanan et al. 2021): a bubble `chunks` times
-/// shorter, with more messages and memory. Micro-batches go in groups of p; the last group may be
-/// smaller.
+/// shorter, with more messages and memory. Micro-batches go in groups of p to
+/// 2 p - 1, or in one smaller group.
 PipelineSchedule schedule_interleaved(int ranks, int chunks, int micro_batches);
 
 /// Zero bubble H1 (Qi et al. 2023): 1F1B with the backward split, and weight gradients put off so

@@ -28,7 +28,7 @@ Figures figures(const PipelineSchedule& s, double f = 1, double i = 1, double w 
 
 TEST(Generators, AreValidForAllSizes) {
   for (int p = 1; p <= 8; ++p) {
-    for (int m = 1; m <= 2 * p + 3; ++m) {
+    for (int m = 1; m <= 3 * p + 1; ++m) {
       for (const PipelineSchedule& s :
            {schedule_gpipe(p, m), schedule_1f1b(p, m), schedule_zero_bubble_h1(p, m),
             schedule_zero_bubble_v(p, m), schedule_interleaved(p, 1, m),
@@ -50,7 +50,6 @@ TEST(Generators, WaitAsLongAsTheirPapersSay) {
       // H1: (p - 1)(F + I - W); V, where all take the same: (p - 1) F of its chunks.
       EXPECT_DOUBLE_EQ(figures(schedule_zero_bubble_h1(p, m)).waiting, p - 1);
       EXPECT_DOUBLE_EQ(figures(schedule_zero_bubble_v(p, m)).waiting, p - 1);
-      if (m % p != 0) continue;
       EXPECT_DOUBLE_EQ(figures(schedule_interleaved(p, 2, m), f, i, w).waiting,
                        (p - 1) * (f + i + w));
     }
