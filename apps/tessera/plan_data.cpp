@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
-#include "svg_text.h"
 #include "tessera/base/error.h"
+#include "tessera/base/markup_text.h"
 #include "tessera/base/text.h"
 
 namespace tessera::app {
@@ -67,9 +67,9 @@ std::string draw(const DataPlan& plan) {
          "width:1}.b{fill:#eef2f6;stroke:#c9d3dd}</style>\n"
       << "<rect width=\"100%\" height=\"100%\" fill=\"#f8fafc\"/>\n<text class=\"T\" x=\"24\" "
          "y=\"42\">Who reads what: "
-      << escaped(shape_text(plan))
+      << markup_text(shape_text(plan))
       << "</text>\n<text class=\"k\" x=\"24\" y=\"66\">The batch is sharded by: "
-      << escaped(axes_text(plan)) << ". A global batch of " << plan.batch << " samples, "
+      << markup_text(axes_text(plan)) << ". A global batch of " << plan.batch << " samples, "
       << mapping.coordinates() << " batch coordinates, one colour each.</text>\n"
       << "<text class=\"k\" x=\"" << left << "\" y=\"" << top - 12
       << "\">devices: the number is the process</text>\n"
@@ -93,14 +93,14 @@ std::string draw(const DataPlan& plan) {
                        label.empty() ? "" : ", ", label);
         left_over /= plan.axes[a].size;
       }
-      out << "<text class=\"k\" x=\"24\" y=\"" << y + cell / 2.0 + 4 << "\">" << escaped(label)
+      out << "<text class=\"k\" x=\"24\" y=\"" << y + cell / 2.0 + 4 << "\">" << markup_text(label)
           << "</text>";
     }
     out << '\n';
   }
   if (!plan.axes.empty())
     out << "<text class=\"k\" x=\"" << left << "\" y=\"" << top + rows * cell + 20 << "\">"
-        << escaped(plan.axes.back().name) << " 0 to " << columns - 1 << "</text>\n";
+        << markup_text(plan.axes.back().name) << " 0 to " << columns - 1 << "</text>\n";
   for (int i = 0; i < processes; ++i) {
     const int process = mapping.processes()[i], y = top + i * line;
     out << "<text x=\"" << bars - 90 << "\" y=\"" << y + 15 << "\">process " << process

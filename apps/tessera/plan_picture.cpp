@@ -10,7 +10,7 @@
 #include <sstream>
 
 #include "plan.h"
-#include "svg_text.h"
+#include "tessera/base/markup_text.h"
 #include "tessera/base/text.h"
 
 namespace tessera::app {
@@ -234,7 +234,7 @@ std::vector<int> groups_of_ranks(const Plan& plan, const PlannedFamily& family) 
 void draw_head(TextStream& out, const Plan& plan, const PlannedFamily& family, int marked, int x,
                int y, const Style& style) {
   out << "<g transform=\"translate(" << x << ',' << y << ")\">\n<text class=\"t\" y=\"16\">"
-      << escaped(shortened(family.name, 40)) << "</text>";
+      << markup_text(shortened(family.name, 40)) << "</text>";
   std::string line =
       concat(family.groups.count(), family.groups.count() == 1 ? " group of " : " groups of ",
              family.groups.group_size);
@@ -245,7 +245,7 @@ void draw_head(TextStream& out, const Plan& plan, const PlannedFamily& family, i
   if (!cost.empty()) lines.push_back(cost);
   for (std::size_t i = 0; i < lines.size(); ++i)
     out << "<text class=\"s\" y=\"" << 34 + 16 * static_cast<int>(i) << "\">"
-        << escaped(shortened(lines[i], std::max(20, style.width / 7))) << "</text>";
+        << markup_text(shortened(lines[i], std::max(20, style.width / 7))) << "</text>";
 }
 
 void draw_racks(TextStream& out, const Grid& grid) {
@@ -253,7 +253,7 @@ void draw_racks(TextStream& out, const Grid& grid) {
     out << "<rect class=\"r\" x=\"-6\" y=\"" << rack.y - 2 << "\" width=\"" << grid.width + 12
         << "\" height=\"" << rack.height + 8 << "\"/>";
     out << "<text class=\"k\" x=\"0\" y=\"" << rack.y + 11 << "\">"
-        << escaped(shortened(rack.name, 40)) << "</text>\n";
+        << markup_text(shortened(rack.name, 40)) << "</text>\n";
   }
 }
 
@@ -275,7 +275,8 @@ void draw_panel(TextStream& out, const Plan& plan, const Machines& machines, con
         << "\" height=\"" << grid.host_height() << "\" rx=\"" << std::min(5, grid.pad) << "\"/>";
     if (grid.title)
       out << "<text class=\"n\" x=\"" << hx + grid.pad << "\" y=\"" << hy + 14 << "\">"
-          << escaped(shortened(machines.names[h], std::max(3, grid.host_width() / 7))) << "</text>";
+          << markup_text(shortened(machines.names[h], std::max(3, grid.host_width() / 7)))
+          << "</text>";
     for (int d = 0; d < machines.devices[h]; ++d, ++slot) {
       const int inset = grid.cell >= 13 ? 1 : 0,
                 side = std::max(1, grid.cell - 2 * inset - (grid.cell >= 4 && inset == 0));
@@ -331,8 +332,8 @@ void draw_large_host(TextStream& out, const Machines& machines, const std::vecto
   int slot = 0;
   for (int h = 0; h < host; ++h) slot += machines.devices[h];
   const int shown = std::min(machines.devices[host], (style.width - 150) / kLargeCell);
-  out << "<text class=\"s\" y=\"" << y + 21 << "\">" << escaped(shortened(machines.names[host], 12))
-      << ":</text>";
+  out << "<text class=\"s\" y=\"" << y + 21 << "\">"
+      << markup_text(shortened(machines.names[host], 12)) << ":</text>";
   std::map<int, int> colours{{group_of[style.rank], 0}};
   for (int d = 0; d < shown; ++d) {
     const int rank = machines.rank_on_slot[slot + d], x = 92 + d * kLargeCell;
@@ -379,8 +380,8 @@ void draw_hosts(TextStream& out, const Plan& plan, const Machines& machines, con
     out << "<rect x=\"" << hx << "\" y=\"" << hy << "\" width=\"" << side << "\" height=\"" << side
         << "\" rx=\"2\" fill=\"" << fill << '"'
         << (static_cast<int>(h) == own ? " stroke=\"#c4001d\" stroke-width=\"3\"" : "")
-        << "><title>" << escaped(machines.names[h]) << ": " << mine[h] << " of rank " << style.rank
-        << "'s group</title></rect>";
+        << "><title>" << markup_text(machines.names[h]) << ": " << mine[h] << " of rank "
+        << style.rank << "'s group</title></rect>";
     if (mine[h] && side >= 14)
       out << "<text class=\"d W\" font-size=\"" << std::min(13, side * 5 / 8) << "\" x=\""
           << hx + side / 2.0 << "\" y=\"" << hy + side / 2.0 << "\">" << mine[h] << "</text>";
@@ -483,11 +484,11 @@ std::string draw(const Plan& plan, int rank, bool page, bool may_draw_hosts) {
          "2}.m{fill:none;stroke:#111}.me{stroke:#c4001d}"
          ".d.W{fill:#fff}.w{font-size:13px;fill:#a33d00}</style>\n"
       << "<rect width=\"100%\" height=\"100%\" fill=\"#f8fafc\"/>\n<text class=\"T\" x=\""
-      << kMargin << "\" y=\"" << kMargin + 22 << "\">" << escaped(title) << "</text>\n";
+      << kMargin << "\" y=\"" << kMargin + 22 << "\">" << markup_text(title) << "</text>\n";
   for (std::size_t i = 0; i < notes.size(); ++i)
     out << "<text class=\"" << (notes[i].rfind("\u26a0", 0) == 0 ? 'w' : 'N') << "\" x=\""
         << kMargin << "\" y=\"" << kMargin + 46 + 20 * static_cast<int>(i) << "\">"
-        << escaped(notes[i]) << "</text>\n";
+        << markup_text(notes[i]) << "</text>\n";
   for (int p = 0; p < panels; ++p)
     (by_host ? draw_hosts : draw_panel)(out, plan, machines, grid, p,
                                         kMargin + 6 + p % columns * (width + kGap),

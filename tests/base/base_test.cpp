@@ -15,6 +15,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/file.h"
 #include "tessera/base/hash.h"
+#include "tessera/base/markup_text.h"
 #include "tessera/base/name.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
@@ -175,6 +176,10 @@ TEST(Name, BlanksAndControlCharactersAreFaults) {
   EXPECT_EQ(name_fault("a b", true), std::nullopt);
   EXPECT_EQ(printable("a\x1b\nb"), "a\\x1b\\x0ab");
   EXPECT_EQ(printable("abcdef", 3), "abc... (6 bytes in all)");
+}
+
+TEST(MarkupText, HasNoMarkup) {
+  EXPECT_EQ(markup_text("<a href=\"x\">&\n\t\u00e9"), "&lt;a href=&quot;x&quot;&gt;&amp;\u00e9");
 }
 
 TEST(Error, CanBeCaughtByItsBase) {

@@ -4,6 +4,7 @@
 #include <sstream>
 #include <vector>
 
+#include "tessera/base/markup_text.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
@@ -94,26 +95,6 @@ std::string range(int dim, const Interval& i) {
   return dim < 0 ? "" : concat(i.begin, "..", i.end - 1);
 }
 
-std::string escaped(const std::string& text) {
-  std::string out;
-  for (const char c : text) {
-    switch (c) {
-      case '<':
-        out += "&lt;";
-        break;
-      case '>':
-        out += "&gt;";
-        break;
-      case '&':
-        out += "&amp;";
-        break;
-      default:
-        out += c;
-    }
-  }
-  return out;
-}
-
 }  // namespace
 
 std::string visualize_sharding(const ShardSpec& spec) {
@@ -174,7 +155,7 @@ std::string visualize_sharding_svg(const ShardSpec& spec) {
   out << "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" << full_width << "\" height=\""
       << height + kTop + 44 << "\" font-family=\"sans-serif\" font-size=\"13\">\n"
       << "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
-      << "<text x=\"20\" y=\"24\" font-weight=\"bold\">" << escaped(title) << "</text>\n";
+      << "<text x=\"20\" y=\"24\" font-weight=\"bold\">" << markup_text(title) << "</text>\n";
   double x = kLeft;
   for (std::size_t j = 0; j < widths.size(); ++j) {
     out << "<text x=\"" << x + widths[j] / 2 << "\" y=\"" << kTop - 8
@@ -200,8 +181,8 @@ std::string visualize_sharding_svg(const ShardSpec& spec) {
     y += heights[i];
   }
   if (!said.empty())
-    out << "<text x=\"20\" y=\"" << y + 28 << "\" font-size=\"11\" fill=\"#555\">" << escaped(said)
-        << "</text>\n";
+    out << "<text x=\"20\" y=\"" << y + 28 << "\" font-size=\"11\" fill=\"#555\">"
+        << markup_text(said) << "</text>\n";
   out << "</svg>\n";
   return std::move(out).str();
 }
