@@ -4,6 +4,7 @@
 #include <array>
 #include <ostream>
 
+#include "tessera/base/name.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/schedule/detail/text.h"
@@ -76,10 +77,7 @@ int detail::read_number(std::string_view text, std::size_t& at, int largest, con
 
 std::string detail::found(std::string_view text, std::size_t at) {
   if (at >= text.size()) return "the end";
-  // What follows is somebody's text: little of it, and nothing that is no plain character.
-  std::string shown = "\"";
-  for (const char c : text.substr(at, 16)) shown += c >= 32 && c < 127 ? c : '?';
-  return shown + (text.size() > at + 16 ? "...\"" : "\"");
+  return concat('"', printable(text.substr(at, 16)), text.size() > at + 16 ? "...\"" : "\"");
 }
 
 PipelineAction parse_action(std::string_view text, int line, int column) {

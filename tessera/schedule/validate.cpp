@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 #include "tessera/schedule/detail/deadlock.h"
 #include "tessera/schedule/detail/limits.h"
@@ -279,8 +280,8 @@ namespace {
 
 std::string told(const std::string& name, const std::vector<ScheduleFault>& faults) {
   constexpr std::size_t kShown = 12;
-  std::string text = concat(name.empty() ? "the schedule" : name, " is not valid; ", faults.size(),
-                            faults.size() == 1 ? " fault:" : " faults:");
+  std::string text = concat(name.empty() ? "the schedule" : printable(name), " is not valid; ",
+                            faults.size(), faults.size() == 1 ? " fault:" : " faults:");
   for (std::size_t i = 0; i < std::min(faults.size(), kShown); ++i)
     text += "\n  " + faults[i].text();
   if (faults.size() > kShown) text += concat("\n  and ", faults.size() - kShown, " more");

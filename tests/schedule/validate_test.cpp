@@ -134,7 +134,7 @@ TEST(Validate, TextThatIsNoAction) {
   refused("1UNSHARD0", 9, "expected the end of the action 1UNSHARD");
   refused("1F0;1B0", 4, "expected the end");
   refused("\"1F0\",1B0", 1, "expected a stage");
-  refused(std::string("1F0\0", 4), 4, "instead of \"?\"");
+  refused(std::string("1F0\0", 4), 4, "instead of \"\\x00\"");
 }
 
 TEST(Validate, WhatEachKindOfFaultLooksLike) {
