@@ -40,12 +40,19 @@ void addresses(Report& report) {
   bool other = false;
   if (getifaddrs(&all) == 0) {
     for (const ifaddrs* a = all; a; a = a->ifa_next) {
-      if (!a->ifa_addr || a->ifa_addr->sa_family != AF_INET || !(a->ifa_flags & IFF_UP)) continue;
-      char text[INET_ADDRSTRLEN] = {};
-      inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(a->ifa_addr)->sin_addr, text,
+      if (!a->ifa_addr || !(a->ifa_flags & IFF_UP)) continue;
+      const int family = a->ifa_addr->sa_family;
+      if (family != AF_INET && family != AF_INET6) continue;
+      const auto* v4 = reinterpret_cast<const sockaddr_in*>(a->ifa_addr);
+      const auto* v6 = reinterpret_cast<const sockaddr_in6*>(a->ifa_addr);
+      char text[INET6_ADDRSTRLEN] = {};
+      inet_ntop(family,
+                family == AF_INET ? static_cast<const void*>(&v4->sin_addr) : &v6->sin6_addr, text,
                 sizeof text);
-      found.push_back(concat(a->ifa_name, " ", text));
-      other = other || !(a->ifa_flags & IFF_LOOPBACK);
+      // A link-local address means nothing without the interface, which another host cannot know.
+      const bool local = family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&v6->sin6_addr);
+      found.push_back(concat(a->ifa_name, " ", text, local ? " (link-local)" : ""));
+      other = other || (!(a->ifa_flags & IFF_LOOPBACK) && !local);
     }
     freeifaddrs(all);
   }

@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "tessera/base/error.h"
+#include "tessera/base/colour.h"
 #include "tessera/base/markup_text.h"
 #include "tessera/base/text.h"
 
@@ -15,12 +16,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-/// Colours that differ between neighbours: the hue goes round by the golden angle.
 std::string colour(int coordinate) {
-  char text[64];
-  std::snprintf(text, sizeof text, "hsl(%.0f,62%%,%d%%)",
-                std::fmod(205.0 + coordinate * 137.50776, 360.0), coordinate % 2 ? 68 : 78);
-  return text;
+  return numbered_colour(coordinate, 62, coordinate % 2 ? 68 : 78);
 }
 
 std::string shape_text(const DataPlan& plan) {

@@ -10,6 +10,7 @@
 #include <sstream>
 
 #include "plan.h"
+#include "tessera/base/colour.h"
 #include "tessera/base/markup_text.h"
 #include "tessera/base/text.h"
 
@@ -26,15 +27,10 @@ std::string shortened(const std::string& text, std::size_t limit) {
   return text.substr(0, cut) + "\u2026";
 }
 
-/// Colours that differ between neighbours: the hue goes round by the golden angle, the lightness in
-/// steps.
+/// Colours that differ between neighbours, in saturation and lightness too.
 std::string colour(int group) {
-  const double hue = std::fmod(205.0 + group * 137.50776, 360.0);
   const int light[] = {72, 62, 80}, strong[] = {58, 62, 66};
-  char text[48];
-  std::snprintf(text, sizeof text, "hsl(%.0f,%d%%,%d%%)", hue, strong[group / 7 % 3],
-                light[group / 3 % 3]);
-  return text;
+  return numbered_colour(group, strong[group / 7 % 3], light[group / 3 % 3]);
 }
 
 /// Few colours that are told apart at a few pixels, also by the colour-blind (after M. Okabe and K.

@@ -8,11 +8,6 @@
 namespace tessera {
 namespace {
 
-std::int64_t floor_div(std::int64_t a, std::int64_t b) {
-  return a / b - (a % b != 0 && (a < 0) != (b < 0));
-}
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return -floor_div(-a, b); }
-
 std::int64_t elements(const std::vector<HaloPiece>& pieces) {
   std::int64_t n = 0;
   for (const HaloPiece& piece : pieces) n += volume(piece.source);

@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include "tessera/base/error.h"
+#include "tessera/base/colour.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
@@ -27,11 +28,6 @@ std::string text_of(const HaloPiece& piece) {
                                  : "")
         << piece.target[d];
   return std::move(out).str();
-}
-
-// Hues far from each other for neighbouring numbers.
-std::string colour(int position, int lightness) {
-  return concat("hsl(", (position * 137) % 360, ",55%,", lightness, "%)");
 }
 
 constexpr int kPanel = 220, kGap = 36, kTop = 34;
@@ -120,13 +116,14 @@ std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges
     for (int q = 0; q < input.positions(); ++q) {
       const Box box = input.box(q);
       if (volume(box) == 0) continue;
-      canvas.rect(along(box, rows), along(box, columns),
-                  concat("fill=\"", colour(q, q == p ? 60 : 90), "\" stroke=\"white\""),
-                  concat("owned by rank ", input.rank(q), ": ", text_of(box)));
+      canvas.rect(
+          along(box, rows), along(box, columns),
+          concat("fill=\"", numbered_colour(q, 55, q == p ? 60 : 90), "\" stroke=\"white\""),
+          concat("owned by rank ", input.rank(q), ": ", text_of(box)));
     }
     for (const HaloPiece& piece : plan.receives) {
       canvas.rect(along(piece.target, rows), along(piece.target, columns),
-                  concat("fill=\"", colour(input.position(piece.rank), 45),
+                  concat("fill=\"", numbered_colour(input.position(piece.rank), 55, 45),
                          "\" stroke=\"#222\" stroke-width=\"0.5\""),
                   concat("from rank ", piece.rank, ": ", text_of(piece)));
     }

@@ -8,6 +8,13 @@
 
 namespace tessera {
 
+/// a / b rounded down; b is not 0.
+inline std::int64_t floor_div(std::int64_t a, std::int64_t b) {
+  return a / b - (a % b != 0 && (a < 0) != (b < 0));
+}
+/// a / b rounded up.
+inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return -floor_div(-a, b); }
+
 /// Indices begin, ..., end - 1. Empty if end <= begin.
 struct Interval {
   std::int64_t begin = 0;

@@ -5,10 +5,6 @@
 namespace tessera {
 namespace {
 
-std::int64_t floor_div(std::int64_t a, std::int64_t b) {
-  return a / b - (a % b != 0 && (a < 0) != (b < 0));
-}
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return -floor_div(-a, b); }
 std::int64_t reach_of(const Window& w) { return (w.kernel - 1) * w.dilation; }
 
 // Outputs before a cut of the inputs, for the cuts of a partition; `before(e)` for a cut inside the

@@ -4,6 +4,7 @@
 #include <sstream>
 #include <vector>
 
+#include "tessera/base/colour.h"
 #include "tessera/base/markup_text.h"
 #include "tessera/base/text.h"
 
@@ -169,11 +170,10 @@ std::string visualize_sharding_svg(const ShardSpec& spec) {
         << "\" text-anchor=\"end\" fill=\"#555\">" << range(p.rows, p.row_parts[i]) << "</text>\n";
     x = kLeft;
     for (std::size_t j = 0; j < widths.size(); ++j) {
-      // Neighbouring ranks differ by the golden angle, so that no two that are near look alike.
       const int first = p.ranks[i][j].empty() ? 0 : p.ranks[i][j].front();
       out << "<rect x=\"" << x << "\" y=\"" << y << "\" width=\"" << widths[j] << "\" height=\""
-          << heights[i] << "\" fill=\"hsl(" << first * 137 % 360
-          << ",55%,82%)\" stroke=\"#333\"/>\n"
+          << heights[i] << "\" fill=\"" << numbered_colour(first, 55, 82)
+          << "\" stroke=\"#333\"/>\n"
           << "<text x=\"" << x + widths[j] / 2 << "\" y=\"" << y + heights[i] / 2 + 4
           << "\" text-anchor=\"middle\">" << ranks_text(p.ranks[i][j]) << "</text>\n";
       x += widths[j];
