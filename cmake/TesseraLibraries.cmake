@@ -7,6 +7,7 @@
 set(
   TESSERA_BASE_ROOMS
   base
+  files
   launch
   mesh
   partition

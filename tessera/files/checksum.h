@@ -1,0 +1,39 @@
+#pragma once
+// Checksum: 64 bits over a stream of bytes, fast enough to stand beside a memory copy.
+//
+//   Checksum sum;
+//   sum.add(data, 100);
+//   sum.add(data + 100, 28);   // the same as add(data, 128)
+//   sum.value();
+//
+// It is XXH64 with seed 0 (Y. Collet, https://github.com/Cyan4973/xxHash, "XXH64 algorithm
+// description"), written from that description: other programs can check the files. It finds
+// accidents, not forgeries.
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace tessera {
+
+class Checksum {
+ public:
+  Checksum();
+  Checksum& add(const void* data, std::size_t bytes);
+  Checksum& add(std::string_view text) { return add(text.data(), text.size()); }
+  /// Of everything added so far; more may be added afterwards.
+  std::uint64_t value() const;
+
+ private:
+  std::array<std::uint64_t, 4> lanes_;
+  std::array<unsigned char, 32> rest_{};
+  std::uint64_t total_ = 0;
+};
+
+/// Sixteen hexadecimal digits, and back. from_hex throws InvalidArgument for any other text.
+std::string to_hex(std::uint64_t value);
+std::uint64_t from_hex(std::string_view text);
+
+}  // namespace tessera

@@ -1,0 +1,280 @@
+#include "tessera/files/json.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <unordered_set>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+
+namespace tessera {
+
+namespace {
+
+constexpr std::array<const char*, 6> kKinds = {"null",     "true or false", "a number",
+                                               "a string", "an array",      "an object"};
+
+bool is_digit(char c) { return c >= '0' && c <= '9'; }
+
+void append_utf8(std::string& out, std::uint32_t code) {
+  const auto put = [&](std::uint32_t byte) { out += static_cast<char>(byte); };
+  if (code < 0x80) {
+    put(code);
+  } else if (code < 0x800) {
+    put(0xc0 | code >> 6);
+    put(0x80 | (code & 0x3f));
+  } else if (code < 0x10000) {
+    put(0xe0 | code >> 12);
+    put(0x80 | (code >> 6 & 0x3f));
+    put(0x80 | (code & 0x3f));
+  } else {
+    put(0xf0 | code >> 18);
+    put(0x80 | (code >> 12 & 0x3f));
+    put(0x80 | (code >> 6 & 0x3f));
+    put(0x80 | (code & 0x3f));
+  }
+}
+
+}  // namespace
+
+bool is_utf8(std::string_view text) {
+  for (std::size_t i = 0; i < text.size();) {
+    const auto first = static_cast<unsigned char>(text[i]);
+    const int more = first < 0x80   ? 0
+                     : first < 0xc2 ? -1
+                     : first < 0xe0 ? 1
+                     : first < 0xf0 ? 2
+                     : first < 0xf5 ? 3
+                                    : -1;
+    if (more < 0 || text.size() - i <= static_cast<std::size_t>(more)) return false;
+    for (int k = 1; k <= more; ++k)
+      if ((static_cast<unsigned char>(text[i + k]) & 0xc0) != 0x80) return false;
+    const auto second = more > 0 ? static_cast<unsigned char>(text[i + 1]) : 0;
+    // Overlong forms, surrogates, and what is above the last code point.
+    if ((first == 0xe0 && second < 0xa0) || (first == 0xed && second > 0x9f) ||
+        (first == 0xf0 && second < 0x90) || (first == 0xf4 && second > 0x8f))
+      return false;
+    i += static_cast<std::size_t>(more) + 1;
+  }
+  return true;
+}
+
+class JsonParser {
+ public:
+  JsonParser(std::string_view text, int depth) : text_(text), depth_(depth) {}
+
+  Json document() {
+    Json value = this->value(depth_);
+    space();
+    if (at_ != text_.size()) fail("nothing more");
+    return value;
+  }
+
+ private:
+  [[noreturn]] void fail(const char* what) const {
+    throw InvalidArgument(concat("the JSON text is broken at byte ", at_, " of ", text_.size(),
+                                 ": expected there is ", what));
+  }
+  void space() {
+    while (at_ < text_.size() &&
+           (text_[at_] == ' ' || text_[at_] == '\t' || text_[at_] == '\n' || text_[at_] == '\r'))
+      ++at_;
+  }
+  bool take(char c) {
+    if (at_ >= text_.size() || text_[at_] != c) return false;
+    ++at_;
+    return true;
+  }
+  bool take_word(std::string_view word) {
+    if (text_.substr(at_, word.size()) != word) return false;
+    at_ += word.size();
+    return true;
+  }
+
+  Json value(int depth) {
+    space();
+    if (depth == 0) fail("an end: it is nested too deeply");
+    Json out;
+    const char c = at_ < text_.size() ? text_[at_] : '\0';
+    if (c == '{') {
+      object(out, depth);
+    } else if (c == '[') {
+      array(out, depth);
+    } else if (c == '"') {
+      out.kind_ = Json::Kind::string;
+      out.text_ = string();
+    } else if (c == '-' || is_digit(c)) {
+      out.kind_ = Json::Kind::number;
+      out.text_ = number();
+    } else if (take_word("true") || take_word("false")) {
+      out.kind_ = Json::Kind::boolean;
+      out.text_ = c;
+    } else if (!take_word("null")) {
+      fail("a value");
+    }
+    return out;
+  }
+
+  void object(Json& out, int depth) {
+    out.kind_ = Json::Kind::object;
+    ++at_;
+    space();
+    if (take('}')) return;
+    do {
+      space();
+      std::string name = string();
+      space();
+      if (!take(':')) fail("':'");
+      out.members_.emplace_back(std::move(name), value(depth - 1));
+      space();
+    } while (take(','));
+    if (!take('}')) fail("',' or '}'");
+    std::unordered_set<std::string_view> names;
+    for (const auto& member : out.members_)
+      if (!names.insert(member.first).second)
+        throw InvalidArgument(
+            concat("the JSON text has the name '", member.first, "' twice in one object"));
+  }
+
+  void array(Json& out, int depth) {
+    out.kind_ = Json::Kind::array;
+    ++at_;
+    space();
+    if (take(']')) return;
+    do {
+      out.items_.push_back(value(depth - 1));
+      space();
+    } while (take(','));
+    if (!take(']')) fail("',' or ']'");
+  }
+
+  std::string number() {
+    const std::size_t begin = at_;
+    const auto digits = [&] {
+      if (at_ >= text_.size() || !is_digit(text_[at_])) fail("a digit");
+      while (at_ < text_.size() && is_digit(text_[at_])) ++at_;
+    };
+    take('-');
+    if (!take('0')) digits();
+    if (take('.')) digits();
+    if (take('e') || take('E')) {
+      if (!take('+')) take('-');
+      digits();
+    }
+    return std::string(text_.substr(begin, at_ - begin));
+  }
+
+  std::uint32_t four_digits() {
+    std::uint32_t code = 0;
+    for (int i = 0; i < 4; ++i, ++at_) {
+      const char c = at_ < text_.size() ? text_[at_] : '\0';
+      const int digit = is_digit(c)            ? c - '0'
+                        : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                        : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                               : -1;
+      if (digit < 0) fail("a hexadecimal digit");
+      code = code << 4 | static_cast<std::uint32_t>(digit);
+    }
+    return code;
+  }
+
+  void escape(std::string& out) {
+    static constexpr std::string_view letters = "\"\\/bfnrt", meant = "\"\\/\b\f\n\r\t";
+    const char c = at_ < text_.size() ? text_[at_] : '\0';
+    if (const auto found = letters.find(c); found != std::string_view::npos && c != '\0') {
+      out += meant[found];
+      ++at_;
+      return;
+    }
+    if (!take('u')) fail("an escaped character");
+    std::uint32_t code = four_digits();
+    if (code >= 0xdc00 && code < 0xe000) fail("the first half of a surrogate pair before this");
+    if (code >= 0xd800 && code < 0xdc00) {
+      if (!take_word("\\u")) fail("the second half of a surrogate pair");
+      const std::uint32_t second = four_digits();
+      if (second < 0xdc00 || second >= 0xe000) fail("the second half of a surrogate pair");
+      code = 0x10000 + ((code - 0xd800) << 10) + (second - 0xdc00);
+    }
+    append_utf8(out, code);
+  }
+
+  std::string string() {
+    if (!take('"')) fail("a string");
+    std::string out;
+    while (true) {
+      const std::size_t begin = at_;
+      while (at_ < text_.size() && text_[at_] != '"' && text_[at_] != '\\' &&
+             static_cast<unsigned char>(text_[at_]) >= 0x20)
+        ++at_;
+      const std::string_view plain = text_.substr(begin, at_ - begin);
+      if (!is_utf8(plain)) fail("valid UTF-8 in the string that ends");
+      out += plain;
+      if (take('"')) return out;
+      if (!take('\\')) fail("the end of a string");
+      escape(out);
+    }
+  }
+
+  std::string_view text_;
+  int depth_;
+  std::size_t at_ = 0;
+};
+
+Json Json::parse(std::string_view text, int depth) { return JsonParser(text, depth).document(); }
+
+void Json::need(Kind kind) const {
+  if (kind_ != kind)
+    throw InvalidArgument(concat(kKinds[static_cast<std::size_t>(kind)], " is expected, it is ",
+                                 kKinds[static_cast<std::size_t>(kind_)]));
+}
+
+bool Json::boolean() const {
+  need(Kind::boolean);
+  return text_ == "t";
+}
+
+std::uint64_t Json::number() const {
+  need(Kind::number);
+  std::uint64_t value = 0;
+  for (const char c : text_) {
+    constexpr auto most = std::numeric_limits<std::uint64_t>::max();
+    const auto digit = static_cast<std::uint64_t>(c - '0');
+    if (!is_digit(c) || value > (most - digit) / 10)
+      throw InvalidArgument(concat("a whole number from 0 to 2^64 - 1 is expected, it is ", text_));
+    value = value * 10 + digit;
+  }
+  return value;
+}
+
+std::int64_t Json::index() const {
+  const std::uint64_t value = number();
+  if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()))
+    throw InvalidArgument(concat("a number below 2^63 is expected, it is ", value));
+  return static_cast<std::int64_t>(value);
+}
+
+const std::string& Json::string() const {
+  need(Kind::string);
+  return text_;
+}
+const std::vector<Json>& Json::items() const {
+  need(Kind::array);
+  return items_;
+}
+const std::vector<std::pair<std::string, Json>>& Json::members() const {
+  need(Kind::object);
+  return members_;
+}
+const Json* Json::find(std::string_view name) const {
+  for (const auto& member : members())
+    if (member.first == name) return &member.second;
+  return nullptr;
+}
+const Json& Json::at(std::string_view name) const {
+  const Json* found = find(name);
+  if (!found) throw InvalidArgument(concat("the name '", name, "' is missing"));
+  return *found;
+}
+
+}  // namespace tessera

@@ -1,0 +1,177 @@
+#include "tessera/files/operations.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <utility>
+
+#include "tessera/base/hash.h"
+#include "tessera/base/text.h"
+#include "tessera/files/checksum.h"
+#include "tessera/base/error.h"
+
+namespace tessera {
+
+namespace {
+
+[[noreturn]] void refuse_operation(const std::string& path, const std::string& what,
+                                   int reason = errno) {
+  throw FileError(concat("'", path, "' cannot be ", what, ": ", std::strerror(reason)));
+}
+
+template <class Call>
+auto repeated(Call call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) result = call();
+  return result;
+}
+
+}  // namespace
+
+FileOperations::~FileOperations() = default;
+
+FileOperations::File FileOperations::open(const std::string& path, bool existing) {
+  const int flags = O_WRONLY | O_CLOEXEC | O_NONBLOCK | (existing ? 0 : O_CREAT | O_EXCL);
+  const int descriptor = repeated([&] { return ::open(path.c_str(), flags, 0666); });
+  if (descriptor < 0) refuse_operation(path, "opened for writing");
+  return {descriptor, path};
+}
+
+void FileOperations::write(const File& file, const void* data, std::size_t bytes,
+                           std::uint64_t offset) {
+  const auto* at = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const std::size_t part = std::min<std::size_t>(bytes, std::size_t{1} << 30);
+    const ssize_t done =
+        repeated([&] { return ::pwrite(file.descriptor, at, part, static_cast<off_t>(offset)); });
+    if (done < 0) refuse_operation(file.path, "written to");
+    at += done;
+    offset += static_cast<std::uint64_t>(done);
+    bytes -= static_cast<std::size_t>(done);
+  }
+}
+
+void FileOperations::resize(const File& file, std::uint64_t bytes) {
+  if (repeated([&] { return ::ftruncate(file.descriptor, static_cast<off_t>(bytes)); }) != 0)
+    refuse_operation(file.path, "made so long");
+}
+
+void FileOperations::sync(const File& file) {
+  if (repeated([&] { return ::fsync(file.descriptor); }) != 0)
+    refuse_operation(file.path, "synced to the disk");
+}
+
+void FileOperations::close(File& file) {
+  const int descriptor = std::exchange(file.descriptor, -1);
+  if (descriptor >= 0 && ::close(descriptor) != 0 && errno != EINTR)
+    refuse_operation(file.path, "closed");
+}
+
+void FileOperations::rename(const std::string& from, const std::string& to) {
+  if (std::rename(from.c_str(), to.c_str()) != 0) {
+    const int reason = errno;
+    refuse_operation(from, concat("moved to '", to, "'"), reason);
+  }
+}
+
+bool FileOperations::remove(const std::string& path) {
+  if (std::remove(path.c_str()) == 0) return true;
+  if (errno != ENOENT) refuse_operation(path, "removed");
+  return false;
+}
+
+bool FileOperations::make_folder(const std::string& path) {
+  if (::mkdir(path.c_str(), 0777) == 0) return true;
+  struct stat status{};
+  if (errno != EEXIST || ::stat(path.c_str(), &status) != 0 || !S_ISDIR(status.st_mode))
+    refuse_operation(path, "made as a folder");
+  return false;
+}
+
+void FileOperations::sync_folder(const std::string& path) {
+  const int descriptor =
+      repeated([&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
+  if (descriptor < 0) refuse_operation(path, "opened as a folder");
+  const int result = repeated([&] { return ::fsync(descriptor); });
+  const int reason = errno;
+  ::close(descriptor);
+  errno = reason;
+  // Some file systems have no such call for folders, and say so.
+  if (result != 0 && errno != EINVAL && errno != ENOTSUP) refuse_operation(path, "synced");
+}
+
+std::shared_ptr<FileOperations> FileOperations::system() {
+  return std::make_shared<FileOperations>();
+}
+
+std::string folder_of(const std::string& path) {
+  const auto slash = path.find_last_of('/');
+  return slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);
+}
+
+std::vector<std::string> names_in(const std::string& folder) {
+  std::vector<std::string> names;
+  DIR* opened = ::opendir(folder.c_str());
+  if (!opened) {
+    if (errno == ENOENT) return names;
+    refuse_operation(folder, "read as a folder");
+  }
+  for (const dirent* entry; (entry = ::readdir(opened)) != nullptr;) {
+    const std::string name = entry->d_name;
+    if (name != "." && name != "..") names.push_back(name);
+  }
+  ::closedir(opened);
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+std::string make_nonce() {
+  static std::atomic<std::uint64_t> count{0};
+  std::random_device device;
+  const auto now = std::chrono::system_clock::now().time_since_epoch().count();
+  return to_hex(Hash()
+                    .number(std::uint64_t{device()} << 32 | device())
+                    .number(static_cast<std::uint64_t>(::getpid()))
+                    .number(static_cast<std::uint64_t>(now))
+                    .number(count++)
+                    .value());
+}
+
+AtomicFile::AtomicFile(const std::string& path, std::shared_ptr<FileOperations> operations,
+                       const std::string& nonce)
+    : path_(path), operations_(std::move(operations)) {
+  file_ = operations_->open(concat(path, ".tmp-", nonce));
+}
+
+AtomicFile::~AtomicFile() {
+  try {
+    operations_->close(file_);
+    if (!moved_) operations_->remove(file_.path);
+  } catch (const std::exception&) {
+    // What stays behind has a name that no reader trusts.
+  }
+}
+
+void AtomicFile::write(const void* data, std::size_t bytes) {
+  operations_->write(file_, data, bytes, size_);
+  size_ += bytes;
+}
+
+void AtomicFile::commit() {
+  operations_->sync(file_);
+  operations_->close(file_);
+  operations_->rename(file_.path, path_);
+  moved_ = true;
+  operations_->sync_folder(folder_of(path_));
+}
+
+}  // namespace tessera
