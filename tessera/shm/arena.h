@@ -1,6 +1,6 @@
 #pragma once
-// Memory of this rank that the other ranks of its group see too: collectives on it need no copy on the
-// way. A piece of the group's shared memory, of the size that Options::arena_bytes gave.
+// Memory of this rank that the other ranks of its group see too: collectives on it need no copy on
+// the way. A piece of the group's shared memory, of the size that Options::arena_bytes gave.
 
 #include <cstddef>
 #include <map>
@@ -16,7 +16,8 @@ class Arena {
   /// For shm::Group alone. `keep` owns the memory.
   Arena(std::shared_ptr<const void> keep, std::byte* begin, std::size_t bytes);
 
-  /// At least this many bytes, aligned to 64; from any thread. Null where no free piece is as large.
+  /// At least this many bytes, aligned to 64; from any thread. Null where no free piece is as
+  /// large.
   std::byte* try_allocate(std::size_t bytes);
   /// The same. Throws ArenaFull.
   std::byte* allocate(std::size_t bytes);

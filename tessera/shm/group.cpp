@@ -6,6 +6,7 @@
 #include "tessera/shm/detail/calls.h"
 #include "tessera/shm/detail/meet.h"
 #include "tessera/shm/detail/messages.h"
+#include "tessera/shm/detail/pulling.h"
 
 namespace tessera::shm {
 
@@ -121,6 +122,9 @@ typename How::Result reduce_any(const How& how, Core& core, const char* name,
   require_data(a.input, size, "the input");
   if (a.root < 0 || a.root == core.rank()) require_data(a.output, size, "the output");
   if (size <= ReduceOnce::limit(core)) return how.template operator()<ReduceOnce>(core, name, a);
+  // In arenas nothing is copied at all; that way is found out first.
+  if (core.single_copy() && core.layout().arena_bytes() == 0 && size >= detail::kPullReduceBytes)
+    return how.template operator()<detail::PullReduce>(core, name, a);
   return how.template operator()<ReducePieces>(core, name, a);
 }
 
@@ -129,6 +133,9 @@ typename How::Result spread_any(const How& how, Core& core, const char* name, Bl
                                 const void* input, void* output, int reader) {
   require_data(input, blocks.size(core.rank()), "the input");
   if (reader < 0 || reader == core.rank()) require_data(output, blocks.total(), "the output");
+  if (core.single_copy() && blocks.largest() >= detail::kPullBytes)
+    return how.template operator()<detail::PullSpread>(core, name, std::move(blocks), bytes(input),
+                                                       bytes(output), reader);
   return how.template operator()<Spread>(core, name, std::move(blocks), bytes(input), bytes(output),
                                          reader, false);
 }
@@ -139,6 +146,9 @@ typename How::Result deal_any(const How& how, Core& core, const char* name, Bloc
                               std::optional<Reducer> reducer, const Reduction& reduction) {
   if (source < 0 || source == core.rank()) require_data(input, blocks.total(), "the input");
   require_data(output, blocks.size(core.rank()), "the output");
+  if (core.single_copy() && blocks.largest() >= detail::kPullBytes)
+    return how.template operator()<detail::PullDeal>(core, name, std::move(blocks), bytes(input),
+                                                     bytes(output), source, reducer, reduction);
   return how.template operator()<Deal>(core, name, std::move(blocks), bytes(input), bytes(output),
                                        source, reducer, reduction);
 }

@@ -1,25 +1,25 @@
 #pragma once
 // Ranks of one host that communicate through memory, on bytes and element types; no libtorch.
 //
-//   shm::Group group = shm::Group::meet(rank, 4, directory, {.name = "world"});   // called by all 4
+//   shm::Group group = shm::Group::meet(rank, 4, directory, {.name = "world"});  // all 4 call
 //   group.all_reduce(values, values, 100, shm::Element::float32, {});             // in place
 //   shm::Request r = group.start_all_reduce(a, a, n, shm::Element::float64, {});
-//   ...                                                                           // r.test() moves it on
+//   while (computing) r.test();                                                    // moves it on
 //   r.wait();
 //
-// All calls but send, receive and exchange are collective: all ranks make them, in the same order and
-// with the same sizes. Results have the same bits on all ranks and in every run.
+// All calls but send, receive and exchange are collective: all ranks make them, in the same order
+// and with the same sizes. Results have the same bits on all ranks and in every run.
 //
 // Progress. There is no thread behind it: a started call moves on while this rank starts, tests or
-// waits for any call of the group. What fits into a slot is published when it is started, so that the
-// others need not wait for this rank's next call.
+// waits for any call of the group. What fits into a slot is published when it is started, so that
+// the others need not wait for this rank's next call.
 //
-// Errors. A call that fails ends the group: its other calls, and those of the other ranks, fail too,
-// and say why. Throws InvalidArgument before anything is done; TimeoutError, PeerLostError and
+// Errors. A call that fails ends the group: its other calls, and those of the other ranks, fail
+// too, and say why. Throws InvalidArgument before anything is done; TimeoutError, PeerLostError and
 // MismatchError (types.h) from wherever it is waited.
 //
-// A Group may be used by several threads. Calls of several threads are in some order, and the caller
-// sees to it that this is the same on all ranks.
+// A Group may be used by several threads. Calls of several threads are in some order, and the
+// caller sees to it that this is the same on all ranks.
 
 #include <chrono>
 #include <cstddef>
@@ -45,8 +45,8 @@ struct Call {
   std::chrono::milliseconds timeout{0};
 };
 
-/// A call under way. Its memory must not be touched before it is complete. Destroying a request that
-/// was not waited for waits.
+/// A call under way. Its memory must not be touched before it is complete. Destroying a request
+/// that was not waited for waits.
 class Request {
  public:
   /// Already complete.
@@ -89,8 +89,8 @@ struct Message {
 
 class Group {
  public:
-  /// The group of `size` processes of this host. Collective: each calls it with its own rank, the same
-  /// options, and a directory that all reach. Throws SetupError on all ranks that came.
+  /// The group of `size` processes of this host. Collective: each calls it with its own rank, the
+  /// same options, and a directory that all reach. Throws SetupError on all ranks that came.
   static Group meet(int rank, int size, const Directory& directory, const Options& options);
   /// The same for ranks that are threads of this process: element r is rank r's.
   static std::vector<Group> threads(int size, const Options& options);
@@ -159,8 +159,8 @@ class Group {
                                       std::uint32_t tag = 0, Call call = {});
   [[nodiscard]] Request start_exchange(const std::vector<Message>& messages, Call call = {});
 
-  /// Ends the work of the whole group: pending and later calls of all ranks throw PeerLostError with
-  /// this reason. From any thread, also while another waits.
+  /// Ends the work of the whole group: pending and later calls of all ranks throw PeerLostError
+  /// with this reason. From any thread, also while another waits.
   void abort(const std::string& reason);
 
   /// This rank's arena: of no size unless Options gave one.

@@ -53,7 +53,7 @@ std::string own_account(int rank, const Layout& layout, const std::uint64_t& pro
   out << rank << ' ' << layout.slot_bytes() << ' ' << layout.frame_bytes() << ' '
       << layout.arena_bytes() << ' ' << reinterpret_cast<std::uintptr_t>(&probe) << ' ' << probe;
   const CpuBudget budget = cpu_budget();
-  out << ' ' << budget.usable();
+  out << ' ' << (register_for_barriers() ? 1 : 0) << ' ' << budget.usable();
   for (const int cpu : budget.cpus) out << ' ' << cpu;
   return std::move(out).str();
 }
@@ -61,16 +61,18 @@ std::string own_account(int rank, const Layout& layout, const std::uint64_t& pro
 struct Account {
   int rank = -1;
   std::size_t slot = 0, frame = 0, arena = 0;
-  /// A number in the rank's memory: where it is, and what it is. Who reads it there may read the rest.
+  /// A number in the rank's memory: where it is, and what it is. Who reads it there may read the
+  /// rest.
   std::pair<std::uint64_t, std::uint64_t> probe;
-  int usable = 1;
+  int barriers = 0, usable = 1;
   std::vector<int> cpus;
 };
 
 Account read_account(const std::string& text) {
   TextReader in(text);
   Account a;
-  in >> a.rank >> a.slot >> a.frame >> a.arena >> a.probe.first >> a.probe.second >> a.usable;
+  in >> a.rank >> a.slot >> a.frame >> a.arena >> a.probe.first >> a.probe.second >> a.barriers >>
+      a.usable;
   if (!in)
     throw SetupError(Cause::disagreement,
                      "shm: what came over the local socket is no message of this library");
@@ -161,7 +163,7 @@ class Meeting {
       for (int r = 1; r < size_; ++r)
         rethrow_failure(
             receive_text(guests[static_cast<std::size_t>(r)].socket, nullptr, deadline_));
-      const std::string verdict = concat("yes ", crowded_ ? 1 : 0);
+      const std::string verdict = concat("yes ", crowded_ ? 1 : 0, ' ', barriers_ ? 1 : 0);
       for (int r = 1; r < size_; ++r)
         send_text(guests[static_cast<std::size_t>(r)].socket, verdict, {}, deadline_);
     } catch (const SetupError& error) {
@@ -227,7 +229,9 @@ class Meeting {
     TextStream text;
     text << "memory";
     std::vector<int> descriptors{file_.get()};
+    barriers_ = true;
     for (const auto& guest : guests) {
+      barriers_ = barriers_ && guest.account.barriers != 0;
       descriptors.push_back(guest.process.get());
       cpus.push_back(guest.account.cpus);
       usable = std::min(usable, guest.account.usable);
@@ -267,7 +271,8 @@ class Meeting {
     send_text(socket, "claimed", {}, deadline_);
     const std::string verdict = receive_text(socket, nullptr, deadline_);
     rethrow_failure(verdict);
-    crowded_ = verdict == "yes 1";
+    crowded_ = verdict.rfind("yes 1", 0) == 0;
+    barriers_ = verdict.size() == 7 && verdict.back() == '1';
   }
 
   void take_over(const Descriptor& socket) {
@@ -309,15 +314,16 @@ class Meeting {
   std::string secret_;
   std::uint64_t probe_ = 0;
   std::vector<std::pair<std::uint64_t, std::uint64_t>> probes_;
-  bool crowded_ = false, told_ = false;
+  bool crowded_ = false, barriers_ = false, told_ = false;
   Descriptor file_;
   std::shared_ptr<Mapping> memory_;
   std::vector<Descriptor> processes_;
 };
 
 std::shared_ptr<Core> Meeting::finish() {
-  auto core = std::make_shared<Core>(CoreOptions{options_.name, rank_, size_, layout_, crowded_},
-                                     memory_, Liveness(std::move(processes_)));
+  auto core =
+      std::make_shared<Core>(CoreOptions{options_.name, rank_, size_, layout_, crowded_, barriers_},
+                             memory_, Liveness(std::move(processes_)));
   // Everyone tries all others, and all agree; this is also the first call of the group.
   auto readable = std::uint8_t{options_.single_copy};
   for (int r = 0; r < size_ && readable != 0; ++r) {
@@ -385,11 +391,11 @@ std::vector<std::shared_ptr<Core>> meet_threads(int size, const Options& options
   const Descriptor file = make_memory(layout.total());
   claim(file, 0, layout.total());
   const auto memory = std::make_shared<Mapping>(file, layout.total());
-  const bool crowded = cpu_budget().usable() < size;
+  const bool crowded = cpu_budget().usable() < size, barriers = register_for_barriers();
   std::vector<std::shared_ptr<Core>> cores;
   for (int rank = 0; rank < size; ++rank)
-    cores.push_back(std::make_shared<Core>(CoreOptions{options.name, rank, size, layout, crowded},
-                                           memory, Liveness()));
+    cores.push_back(std::make_shared<Core>(
+        CoreOptions{options.name, rank, size, layout, crowded, barriers}, memory, Liveness()));
   for (const auto& core : cores) core->allow_single_copy(options.single_copy);
   return cores;
 }

@@ -1,7 +1,7 @@
 #pragma once
-// How the ranks of one host find each other: one of them makes the memory, and hands its descriptor to
-// the others over a local socket. That they can meet there is the proof that they share a host; names of
-// hosts and environment variables are not asked.
+// How the ranks of one host find each other: one of them makes the memory, and hands its descriptor
+// to the others over a local socket. That they can meet there is the proof that they share a host;
+// names of hosts and environment variables are not asked.
 
 #include <chrono>
 #include <functional>
@@ -12,8 +12,8 @@
 
 namespace tessera::shm {
 
-/// Where ranks leave each other short messages before they share memory: any key-value store that all of
-/// them reach. Keys are used once.
+/// Where ranks leave each other short messages before they share memory: any key-value store that
+/// all of them reach. Keys are used once.
 struct Directory {
   std::function<void(const std::string& key, const std::string& bytes)> put;
   /// Waits until the key is there. Throws once the limit has passed.

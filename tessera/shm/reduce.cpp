@@ -131,7 +131,8 @@ TESSERA_SHM_INLINE const T* typed(const std::byte* p) {
   return reinterpret_cast<const T*>(p);
 }
 
-// `ivdep`: an output is one of the sources or disjoint from all, so no element depends on another's.
+// `ivdep`: an output is one of the sources or disjoint from all, so no element depends on
+// another's.
 template <class T, Kind kind>
 TESSERA_SHM_INLINE void pairwise(T* out, const T* a, const T* b, std::size_t count) {
 #pragma GCC ivdep

@@ -1,6 +1,6 @@
 #pragma once
-// What calls between ranks that share memory are made of: element types, reductions, time limits and
-// errors. No libtorch.
+// What calls between ranks that share memory are made of: element types, reductions, time limits
+// and errors. No libtorch.
 
 #include <cstddef>
 #include <cstdint>

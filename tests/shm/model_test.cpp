@@ -1,8 +1,8 @@
 // The protocol of tessera/shm/detail/core.h as small state machines, of which all interleavings are
-// tried. What is modelled: numbered steps with slots that are written again; marks and `done`; going to
-// sleep, looking once more, being rung. Stores wait in each rank's buffer, first in first out, until
-// they reach memory at any later time (the order of x86); an exchange empties the buffer first. Sleeps
-// have no time limit here, so a lost wake-up is a state in which nobody can go on.
+// tried. What is modelled: numbered steps with slots that are written again; marks and `done`;
+// going to sleep, looking once more, being rung. Stores wait in each rank's buffer, first in first
+// out, until they reach memory at any later time (the order of x86); an exchange empties the buffer
+// first. Sleeps have no time limit here, so a lost wake-up is a state in which nobody can go on.
 
 #include <gtest/gtest.h>
 
@@ -22,7 +22,8 @@ constexpr int kMost = 3;
 /// What is wrong on purpose.
 enum class Fault {
   none,
-  /// Marks and `done` are plain stores: they may still be in the buffer when sleepers are looked for.
+  /// Marks and `done` are plain stores: they may still be in the buffer when sleepers are looked
+  /// for.
   no_fence,
   /// No second look between saying "I sleep" and sleeping.
   no_second_look,
@@ -78,11 +79,20 @@ struct State {
 enum class Call { everyone, first };
 /// What a rank does where it cannot go on: sleep, or just look again and again.
 enum class Wait { sleep, spin };
+/// Marks and `done` are exchanges; or plain stores, and who falls asleep empties all buffers.
+enum class Order { exchange, remote_barrier };
 
 class Model {
  public:
-  Model(Call call, Wait wait, int ranks, int slots, int steps, Fault fault)
-      : call_(call), wait_(wait), ranks_(ranks), slots_(slots), steps_(steps), fault_(fault) {}
+  Model(Call call, Wait wait, int ranks, int slots, int steps, Fault fault,
+        Order order = Order::exchange)
+      : call_(call),
+        wait_(wait),
+        ranks_(ranks),
+        slots_(slots),
+        steps_(steps),
+        fault_(fault),
+        order_(order) {}
 
   /// What goes wrong in some order of events, or nothing; `states`: how many there are.
   std::string explore() {
@@ -172,7 +182,9 @@ class Model {
   }
 
   bool set(State& s, int r, int where, int value) const {
-    return fault_ == Fault::no_fence ? store(s, r, where, value) : exchange(s, r, where, value);
+    return fault_ == Fault::no_fence || order_ == Order::remote_barrier
+               ? store(s, r, where, value)
+               : exchange(s, r, where, value);
   }
   bool publishes(int r) const { return call_ == Call::everyone || r == 0; }
 
@@ -285,6 +297,9 @@ class Model {
         return true;
       case kCountSleeper:
         if (!exchange(s, r, kSleepers, s.memory[kSleepers] + 1)) return false;
+        if (order_ == Order::remote_barrier)
+          for (int o = 0; o < ranks_; ++o)
+            while (s.rank[o].stores > 0) flush_one(s, o);
         rank.place = fault_ == Fault::no_second_look ? kSleep : kSecondLook;
         return true;
       case kSecondLook:
@@ -314,14 +329,15 @@ class Model {
   const Wait wait_;
   const int ranks_, slots_, steps_;
   const Fault fault_;
+  const Order order_;
   std::unordered_set<State, Hash, Equal> seen_;
   std::vector<State> open_;
   std::string wrong_;
 };
 
 std::string explore(Call call, Wait wait, int ranks, int slots, int steps,
-                    Fault fault = Fault::none) {
-  Model model(call, wait, ranks, slots, steps, fault);
+                    Fault fault = Fault::none, Order order = Order::exchange) {
+  Model model(call, wait, ranks, slots, steps, fault, order);
   const std::string wrong = model.explore();
   std::printf("%d ranks, %d slots, %d steps, %s, %s: %zu states%s%s\n", ranks, slots, steps,
               call == Call::everyone ? "all publish" : "one publishes",
@@ -341,6 +357,14 @@ TEST(Model, ThreeRanks) {
     EXPECT_EQ(explore(Call::everyone, Wait::spin, 3, slots, slots + 2), "");
   EXPECT_EQ(explore(Call::first, Wait::sleep, 3, 1, 2), "");
   EXPECT_EQ(explore(Call::everyone, Wait::sleep, 3, 1, 1), "");
+}
+
+TEST(Model, BarriersMadeByTheSleeper) {
+  for (const Call call : {Call::everyone, Call::first})
+    for (const int slots : {1, 2})
+      EXPECT_EQ(explore(call, Wait::sleep, 2, slots, slots + 1, Fault::none, Order::remote_barrier),
+                "");
+  EXPECT_EQ(explore(Call::first, Wait::sleep, 3, 1, 1, Fault::none, Order::remote_barrier), "");
 }
 
 TEST(Model, FindsWhatIsWrong) {

@@ -1,6 +1,6 @@
 #pragma once
-// Ranks for tests of shared memory: processes that are forked, or threads. The parent of forked ranks
-// only reads and waits, and kills what has not ended within the limit.
+// Ranks for tests of shared memory: processes that are forked, or threads. The parent of forked
+// ranks only reads and waits, and kills what has not ended within the limit.
 
 #include <fcntl.h>
 #include <signal.h>

@@ -1,5 +1,5 @@
-// Reductions: every element type and kind against plain loops, with and without the vector unit, and
-// their bits on all ranks.
+// Reductions: every element type and kind against plain loops, with and without the vector unit,
+// and their bits on all ranks.
 
 #include <gtest/gtest.h>
 

@@ -20,7 +20,7 @@ inline constexpr std::size_t kFactorAt = Line::kPayload - sizeof(double);
 /// No piece of a pipelined call is smaller, unless slots are.
 inline constexpr std::size_t kLeastPiece = 8192;
 
-/// 24 bits that are likely to differ between calls that differ.
+/// 16 bits that are likely to differ between calls that differ.
 inline std::uint64_t signature_of(std::uint64_t call, std::uint64_t a, std::uint64_t b = 0,
                                   std::uint64_t c = 0) {
   std::uint64_t h = call;
@@ -28,7 +28,7 @@ inline std::uint64_t signature_of(std::uint64_t call, std::uint64_t a, std::uint
     h = (h ^ part) * 0x9e3779b97f4a7c15ULL;
     h ^= h >> 29;
   }
-  return (h ^ (h >> 24) ^ (h >> 48)) & 0xffffff;
+  return (h ^ (h >> 16) ^ (h >> 32) ^ (h >> 48)) & 0xffff;
 }
 
 inline std::size_t blocks_of(std::size_t bytes, std::size_t block) {
@@ -91,8 +91,8 @@ class Blocks {
   int only_ = -1;
 };
 
-/// Barrier, broadcast, all-gather, gather: each rank that has something publishes it, in pieces of a
-/// slot; the readers copy all pieces to where they belong.
+/// Barrier, broadcast, all-gather, gather: each rank that has something publishes it, in pieces of
+/// a slot; the readers copy all pieces to where they belong.
 class Spread final : public Op {
  public:
   /// `input`: size(rank) bytes. `output`: all blocks; unused where this rank is no reader.
@@ -119,8 +119,8 @@ class Spread final : public Op {
   int from_ = 1;
 };
 
-/// Reduce-scatter and scatter: a source publishes what belongs to the others, in rounds of one piece for
-/// each; a rank reduces, or copies, the pieces that are its own.
+/// Reduce-scatter and scatter: a source publishes what belongs to the others, in rounds of one
+/// piece for each; a rank reduces, or copies, the pieces that are its own.
 class Deal final : public Op {
  public:
   /// `input`: all blocks, unused where this rank is no source; `output`: size(rank) bytes.
@@ -182,8 +182,8 @@ class ReduceOnce final : public Op {
 
 /// All-reduce and reduce of much. Rounds of one piece a rank: a rank publishes the others' pieces,
 /// reduces its own, publishes the result, copies the others' results. The next round's pieces are
-/// published before the wait for this one's. If all ranks' data lie in their arenas, every rank reduces
-/// its share of them where they are, and writes the result to all.
+/// published before the wait for this one's. If all ranks' data lie in their arenas, every rank
+/// reduces its share of them where they are, and writes the result to all.
 class ReducePieces final : public Op {
  public:
   ReducePieces(Core& core, const char* name, const ReduceArguments& arguments);

@@ -2,6 +2,7 @@
 #include "tessera/base/deadline.h"
 
 #include <linux/futex.h>
+#include <linux/membarrier.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -25,7 +26,9 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
-constexpr std::uint64_t kStepMask = (std::uint64_t{1} << 40) - 1;
+// A mark: step + 1, steps that the rank is not done with, signature of the call.
+constexpr int kStepBits = 40, kSignatureAt = 48;
+constexpr std::uint64_t kStepMask = (std::uint64_t{1} << kStepBits) - 1, kMostLag = 255;
 /// Sleeps are cut into pieces of this, so that a rank that died is seen soon.
 constexpr nanoseconds kNap = milliseconds(100);
 /// How long a wait keeps its core: with a core for each rank, and with fewer.
@@ -69,6 +72,11 @@ std::byte* make_fork_guard() {
 
 }  // namespace
 
+bool register_for_barriers() {
+  return ::syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0) == 0 &&
+         ::syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0, 0) == 0;
+}
+
 Op::~Op() = default;
 
 std::vector<int> Op::missing(const Core& core) const {
@@ -88,7 +96,8 @@ Core::Core(CoreOptions options, std::shared_ptr<Mapping> memory, Liveness livene
       header_(*reinterpret_cast<Header*>(memory_->data())),
       liveness_(std::move(liveness)),
       messages_(std::make_unique<Messages>(*this)),
-      unforked_(make_fork_guard()) {}
+      unforked_(make_fork_guard()),
+      seen_done_(static_cast<std::size_t>(options_.size), 0) {}
 
 Core::~Core() {
   if (*unforked_ != std::byte{0}) {
@@ -115,22 +124,23 @@ bool Core::freed(int rank, std::uint64_t step) const {
 }
 
 bool Core::writable(Op& op, std::uint64_t step) {
-  if (step < seen_done_ + kSlots) return true;
-  std::uint64_t least = ~std::uint64_t{0};
   for (int r = 0; r < size(); ++r) {
-    const std::uint64_t done = state(r).done.load(std::memory_order_acquire);
-    if (done + kSlots <= step) {
-      op.need = {Need::Kind::done, r, step};
-      return false;
-    }
-    least = std::min(least, done);
+    std::uint64_t& seen = seen_done_[static_cast<std::size_t>(r)];
+    if (seen + kSlots > step) continue;
+    seen = state(r).done.load(std::memory_order_acquire);
+    if (seen + kSlots > step) continue;
+    op.need = {Need::Kind::done, r, step};
+    return false;
   }
-  seen_done_ = least;
   return true;
 }
 
 void Core::publish(const Op& op, std::uint64_t step) {
-  line(rank(), step).mark.exchange(((step + 1) & kStepMask) | (op.signature << 40));
+  // With what this rank is done with: so the others need not look at the word of its own.
+  const std::uint64_t lag =
+      std::min<std::uint64_t>(step - seen_done_[static_cast<std::size_t>(rank())], kMostLag);
+  write(line(rank(), step).mark,
+        ((step + 1) & kStepMask) | (lag << kStepBits) | (op.signature << kSignatureAt));
   ring();
 }
 
@@ -145,16 +155,20 @@ bool Core::ready(Op& op, int rank, std::uint64_t step) {
     op.need = {Need::Kind::line, rank, step};
     return false;
   }
-  if (mark >> 40 != op.signature)
+  if (mark >> kSignatureAt != op.signature)
     throw MismatchError(
         concat(where(op), ": rank ", rank,
                " calls something else, or the same with other sizes, element type, ",
                "reduction or root; calls must be the same on all ranks"));
+  const std::uint64_t lag = (mark >> kStepBits) & kMostLag;
+  std::uint64_t& seen = seen_done_[static_cast<std::size_t>(rank)];
+  if (lag < kMostLag && lag <= step) seen = std::max(seen, step - lag);
   return true;
 }
 
 void Core::finish(std::uint64_t step) {
-  state(rank()).done.exchange(step + 1);
+  seen_done_[static_cast<std::size_t>(rank())] = step + 1;
+  write(state(rank()).done, step + 1);
   ring();
 }
 
@@ -350,6 +364,7 @@ void Core::sleep(Lock& lock, const Op& op, nanoseconds limit) {
   ++sleeping_here_;
   bell.waits_for.store(waits_for);
   header_.sleepers.fetch_add(1);
+  if (options_.remote_barriers) ::syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0, 0);
   // What was published before the line above is seen now; what is published after it rings.
   const auto wake_up = [&] {
     --sleeping_here_;

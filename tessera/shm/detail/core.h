@@ -1,15 +1,18 @@
 #pragma once
 // One rank's end of the shared memory: steps, waiting, and what is under way.
 //
-// The protocol. All collectives of a group are numbered steps, the same on all ranks. In step t a rank
-// may publish: it writes its slot t mod kSlots, then its line's mark. Others read after they saw the
-// mark. A rank that has finished with step t says so in `done`; a slot is written again when all ranks
-// are done with what it held. Every word has one writer, so nothing is ever contended.
+// The protocol. All collectives of a group are numbered steps, the same on all ranks. In step t a
+// rank may publish: it writes its slot t mod kSlots, then its line's mark. Others read after they
+// saw the mark. A rank that has finished with step t says so in `done`; a slot is written again
+// when all ranks are done with what it held. Every word has one writer, so nothing is ever
+// contended.
 //
-// Sleeping. A rank that gives up spinning first says so (waits_for, sleepers), then looks once more,
-// then sleeps on its bell. A rank that has published looks for sleepers afterwards. Both orders are
-// sequentially consistent, so that one of the two sees the other: tests/shm/model_test.cpp tries all
-// interleavings.
+// Sleeping. A rank that gives up spinning first says so (waits_for, sleepers), then looks once
+// more, then sleeps on its bell. A rank that has published looks for sleepers afterwards. One of
+// the two must see the other, so a barrier has to stand between the two halves on both sides. Who
+// publishes would pay for it in every call; so who falls asleep makes the kernel put one into all
+// ranks at once (membarrier), and only where that cannot be had a publication is an exchange, which
+// is one itself. tests/shm/model_test.cpp tries all interleavings of both.
 
 #include <chrono>
 #include <cstddef>
@@ -74,7 +77,12 @@ struct CoreOptions {
   Layout layout;
   /// Ranks do not have a core each: waits give theirs away soon.
   bool crowded = false;
+  /// All ranks' processes take part in membarrier.
+  bool remote_barriers = false;
 };
+
+/// Whether this process can take part in remote barriers; registers it for them.
+bool register_for_barriers();
 
 class Core {
  public:
@@ -125,7 +133,18 @@ class Core {
   bool ready(Op& op, int rank, std::uint64_t step);
   /// This rank is done with all steps up to this one.
   void finish(std::uint64_t step);
-  /// Wakes who sleeps until this rank has done something. After a sequentially consistent write.
+  /// Writes a word that other ranks may wait for.
+  template <class T>
+  void write(std::atomic<T>& word, T value) const {
+    if (options_.remote_barriers) {
+      word.store(value, std::memory_order_release);
+      // The compiler keeps the order; the CPU is made to by who falls asleep.
+      std::atomic_signal_fence(std::memory_order_seq_cst);
+    } else {
+      word.exchange(value);
+    }
+  }
+  /// Wakes who sleeps until this rank has done something. After write().
   void ring();
   /// Reads the memory of another rank's process. Throws PeerLostError where that fails.
   void copy_from(int rank, std::byte* to, std::uint64_t address, std::size_t bytes) const;
@@ -174,8 +193,8 @@ class Core {
   std::exception_ptr broken_;
   bool single_copy_ = false;
   std::uint64_t next_step_ = 0, next_number_ = 0;
-  /// All ranks are done with steps below this.
-  std::uint64_t seen_done_ = 0;
+  /// Each rank is done with steps below this, as far as is known here.
+  std::vector<std::uint64_t> seen_done_;
   int sleeping_here_ = 0;
 };
 

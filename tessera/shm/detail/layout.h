@@ -1,10 +1,9 @@
 #pragma once
-// What lies where in the memory that the ranks share. Every rank computes offsets from the number of
-// ranks and the options, which were compared when they met; none is ever read from the memory.
+// What lies where in the memory that the ranks share. Every rank computes offsets from the number
+// of ranks and the options, which were compared when they met; none is ever read from the memory.
 //
 //   page: Header | region of rank 0 | region of rank 1 | ...
-//   region of rank r: RankState | kSlots slots | channels r -> 0, r -> 1, ... | their frames' data |
-//                     arena
+//   region of rank r: RankState | kSlots slots | channels r -> 0, r -> 1, ... | frames' data | arena
 //
 // A word is written by one rank alone unless it says otherwise. Memory begins as zeros.
 
@@ -29,7 +28,7 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free &&
 /// One step of one rank: that it has come, and up to 56 bytes.
 struct alignas(kLineBytes) Line {
   static constexpr std::size_t kPayload = kLineBytes - sizeof(std::uint64_t);
-  /// Step + 1 in the low 40 bits, the call's signature in the high 24.
+  /// Step + 1 (40 bits), steps that the rank is not yet done with (8), the call's signature (16).
   std::atomic<std::uint64_t> mark;
   std::byte payload[kPayload];
 };

@@ -1,6 +1,7 @@
 #pragma once
-// Which ranks' processes are still there. A pidfd tells of the process itself: children that it forked
-// and that hold its descriptors do not matter, nor does a number that the system gave to another.
+// Which ranks' processes are still there. A pidfd tells of the process itself: children that it
+// forked and that hold its descriptors do not matter, nor does a number that the system gave to
+// another.
 
 #include <sys/types.h>
 #include <unistd.h>
@@ -40,7 +41,8 @@ class Liveness {
   pid_t own_ = ::getpid();
 };
 
-/// The number of the process that a pidfd refers to, in this process' namespace; 0 where it has none.
+/// The number of the process that a pidfd refers to, in this process' namespace; 0 where it has
+/// none.
 pid_t process_of(int pidfd);
 
 }  // namespace tessera::shm::detail

@@ -1,8 +1,8 @@
 #pragma once
-// Messages between two ranks. Each ordered pair has a channel: a ring of frames, in order. A message is
-// one frame or more; a large one may be a single frame with its address, and the receiver copies it out
-// of the sender's memory. Messages with the same tag match in order. One that nobody asked for, while
-// the receiver waits for another, is kept aside.
+// Messages between two ranks. Each ordered pair has a channel: a ring of frames, in order. A
+// message is one frame or more; a large one may be a single frame with its address, and the
+// receiver copies it out of the sender's memory. Messages with the same tag match in order. One
+// that nobody asked for, while the receiver waits for another, is kept aside.
 
 #include <cstddef>
 #include <cstdint>
@@ -94,6 +94,8 @@ class Messages {
   std::vector<std::uint64_t> next_frame_;
   /// In the order in which they were posted.
   std::list<Incoming*> posted_;
+  /// Frames that each receiver has taken, as far as is known here.
+  std::vector<std::uint64_t> taken_;
   std::vector<Stream> streams_;
   std::list<Kept> kept_;
 };

@@ -23,7 +23,8 @@ namespace {
 
 constexpr int kSeals = F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL;
 
-/// The number after `key` in a file of "key number" lines, or the first number where the key is empty.
+/// The number after `key` in a file of "key number" lines, or the first number where the key is
+/// empty.
 std::optional<std::uint64_t> number_in(const std::string& path, const std::string& key) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
@@ -83,7 +84,8 @@ Descriptor::~Descriptor() {
 }
 
 Descriptor make_memory(std::size_t bytes) {
-  // Pages of such a file have no limit of their own: claiming more than there is would end processes.
+  // Pages of such a file have no limit of their own: claiming more than there is would end
+  // processes.
   if (const std::uint64_t available = available_memory(); bytes > available)
     throw SetupError(
         Cause::no_memory,

@@ -1,8 +1,8 @@
 #pragma once
-// Memory that processes share: an anonymous file (memfd) whose size is sealed, so that nobody can cut
-// it off under another rank, and whose pages are claimed before they are touched, so that a lack of
-// memory is an error and no SIGBUS. It has no name: it is gone with the last process that maps it,
-// however that one ends, and the size and the rights of /dev/shm do not matter.
+// Memory that processes share: an anonymous file (memfd) whose size is sealed, so that nobody can
+// cut it off under another rank, and whose pages are claimed before they are touched, so that a
+// lack of memory is an error and no SIGBUS. It has no name: it is gone with the last process that
+// maps it, however that one ends, and the size and the rights of /dev/shm do not matter.
 
 #include <cstddef>
 #include <memory>
@@ -28,8 +28,8 @@ class Descriptor {
   int fd_ = -1;
 };
 
-/// A new anonymous file of this size, sealed against growing and shrinking, mode 0600, closed on exec.
-/// Throws SetupError: not_permitted where memfd is refused, no_memory where the size is.
+/// A new anonymous file of this size, sealed against growing and shrinking, mode 0600, closed on
+/// exec. Throws SetupError: not_permitted where memfd is refused, no_memory where the size is.
 Descriptor make_memory(std::size_t bytes);
 
 /// The file in the address space of this process. Throws SetupError (disagreement) where it is not

@@ -33,8 +33,8 @@ Peer peer_of(const Descriptor& socket);
 /// A pidfd of this process.
 Descriptor own_process();
 
-/// A message of at most kMostText bytes and kMaxRanks + 1 descriptors. Throws SetupError (absent) if the
-/// other end is gone or the deadline passes.
+/// A message of at most kMostText bytes and kMaxRanks + 1 descriptors. Throws SetupError (absent)
+/// if the other end is gone or the deadline passes.
 inline constexpr std::size_t kMostText = 65536;
 void send_text(const Descriptor& socket, const std::string& text,
                const std::vector<int>& descriptors, Deadline deadline);

@@ -1,0 +1,236 @@
+#include "tessera/shm/detail/pulling.h"
+
+#include <algorithm>
+
+#include "tessera/base/text.h"
+
+namespace tessera::shm::detail {
+
+namespace {
+constexpr std::size_t kPulledBlock = 32768;
+}  // namespace
+
+// ---- where data lie ----
+
+void Places::say(Core& core, std::uint64_t step, const std::byte* data, std::size_t bytes) {
+  const std::size_t arena = core.layout().arena_bytes();
+  const auto at = reinterpret_cast<std::uintptr_t>(data) -
+                  reinterpret_cast<std::uintptr_t>(core.arena(core.rank()));
+  const Where where{at < arena && bytes <= arena - at ? at + 1 : 0,
+                    reinterpret_cast<std::uint64_t>(data)};
+  std::memcpy(core.line(core.rank(), step).payload, &where, sizeof where);
+}
+
+void Places::note(Core& core, int rank, std::uint64_t step, std::size_t bytes) {
+  Where where;
+  std::memcpy(&where, core.line(rank, step).payload, sizeof where);
+  const std::size_t arena = core.layout().arena_bytes();
+  if (where.arena != 0 && (where.arena - 1 > arena || bytes > arena - (where.arena - 1)))
+    throw MismatchError(concat("shm: rank ", rank, " says that its data are in its arena at ",
+                               where.arena - 1, ", where they are not"));
+  where_[static_cast<std::size_t>(rank)] = where;
+}
+
+const std::byte* Places::here(Core& core, int rank) const {
+  const Where& where = where_[static_cast<std::size_t>(rank)];
+  return where.arena != 0 ? core.arena(rank) + (where.arena - 1) : nullptr;
+}
+
+void Places::copy(Core& core, int rank, std::size_t at, std::byte* to, std::size_t bytes) const {
+  if (bytes == 0) return;
+  if (const std::byte* data = here(core, rank)) {
+    std::memcpy(to, data + at, bytes);
+  } else {
+    core.copy_from(rank, to, where_[static_cast<std::size_t>(rank)].address + at, bytes);
+  }
+}
+
+// ---- what all have in common ----
+
+Pull::Pull(Core& core, const char* name, std::uint64_t step_count, std::uint64_t call_signature)
+    : Op(name),
+      rank_(core.rank()),
+      ranks_(core.size()),
+      places_(ranks_),
+      factors_(static_cast<std::size_t>(ranks_), 1.0) {
+  steps = step_count;
+  signature = call_signature;
+}
+
+bool Pull::announce(Core& core) {
+  if (announced_) return true;
+  if (gives()) {
+    if (!core.writable(*this, first)) return false;
+    const auto [address, bytes] = data();
+    Places::say(core, first, address, bytes);
+    const double own = factor();
+    std::memcpy(core.line(rank_, first).payload + kFactorAt, &own, sizeof own);
+    core.publish(*this, first);
+  }
+  return announced_ = true;
+}
+
+bool Pull::noted(Core& core) {
+  for (; noted_ < ranks_; ++noted_) {
+    auto& factor_of = factors_[static_cast<std::size_t>(noted_)];
+    if (noted_ == rank_) {
+      factor_of = factor();
+      continue;
+    }
+    if (!wants(noted_)) continue;
+    if (!core.ready(*this, noted_, first)) return false;
+    places_.note(core, noted_, first, given(noted_));
+    std::memcpy(&factor_of, core.line(noted_, first).payload + kFactorAt, sizeof factor_of);
+  }
+  return true;
+}
+
+bool Pull::others_are_done(Core& core) {
+  const std::uint64_t last = first + steps - 1;
+  if (!taken_) core.finish(last);
+  taken_ = true;
+  // A slot that may be written again is one that all are done with.
+  return !gives() || core.writable(*this, last + kSlots);
+}
+
+// ---- broadcast, all-gather, gather ----
+
+PullSpread::PullSpread(Core& core, const char* name, Blocks blocks, const std::byte* input,
+                       std::byte* output, int reader)
+    : Pull(core, name, 1, signature_of(5, blocks.digest(), static_cast<std::uint64_t>(reader + 1))),
+      blocks_(std::move(blocks)),
+      input_(input),
+      output_(output),
+      reading_(reader < 0 || reader == core.rank()) {}
+
+bool PullSpread::advance(Core& core) {
+  if (!taken_) {
+    if (!announce(core)) return false;
+    // Taken one after the other, as they come; everyone begins with another.
+    for (; reading_ && from_ < ranks_; ++from_) {
+      const int r = (rank_ + from_) % ranks_;
+      const std::size_t bytes = blocks_.size(r);
+      std::byte* to = output_ + blocks_.start(r);
+      if (bytes == 0) continue;
+      if (r == rank_) {
+        copy_bytes(to, input_, bytes);
+        continue;
+      }
+      if (!core.ready(*this, r, first)) return false;
+      places_.note(core, r, first, bytes);
+      places_.copy(core, r, 0, to, bytes);
+    }
+  }
+  return others_are_done(core);
+}
+
+// ---- scatter, reduce-scatter ----
+
+void PulledReduction::operator()(Core& core, const Places& places, const std::byte* own,
+                                 std::size_t at, std::byte* output, std::size_t bytes,
+                                 const std::vector<double>& factors) {
+  const int ranks = core.size();
+  for (std::size_t done = 0; done < bytes; done += kPulledBlock) {
+    const std::size_t part = std::min(kPulledBlock, bytes - done);
+    for (int r = 0; r < ranks; ++r) {
+      const auto i = static_cast<std::size_t>(r);
+      if (r == core.rank()) {
+        sources_[i] = own + at + done;
+      } else if (const std::byte* data = places.here(core, r)) {
+        sources_[i] = data + at + done;
+      } else {
+        fetched_.resize(sources_.size() * kPulledBlock);
+        places.copy(core, r, at + done, fetched_.data() + i * kPulledBlock, part);
+        sources_[i] = fetched_.data() + i * kPulledBlock;
+      }
+    }
+    reducer_(output + done, nullptr, sources_.data(), ranks, part / size_of(reducer_.element()),
+             factors.data());
+  }
+}
+
+PullDeal::PullDeal(Core& core, const char* name, Blocks blocks, const std::byte* input,
+                   std::byte* output, int source, std::optional<Reducer> reducer,
+                   const Reduction& reduction)
+    : Pull(core, name, 1,
+           signature_of(6, blocks.digest(), static_cast<std::uint64_t>(source + 1),
+                        reducer ? 256U * static_cast<unsigned>(reducer->element()) +
+                                      static_cast<unsigned>(reduction.kind) + 1U
+                                : 0U)),
+      blocks_(std::move(blocks)),
+      input_(input),
+      output_(output),
+      source_(source),
+      reducer_(reducer),
+      reduction_(reduction) {}
+
+bool PullDeal::advance(Core& core) {
+  if (!taken_) {
+    if (!announce(core) || !noted(core)) return false;
+    const std::size_t at = blocks_.start(rank_), bytes = blocks_.size(rank_);
+    if (reducer_) {
+      PulledReduction reduce(*reducer_, ranks_);
+      reduce(core, places_, input_, at, output_, bytes, factors_);
+    } else if (source_ == rank_) {
+      copy_bytes(output_, input_ + at, bytes);
+    } else {
+      places_.copy(core, source_, at, output_, bytes);
+    }
+  }
+  return others_are_done(core);
+}
+
+// ---- all-reduce, reduce ----
+
+PullReduce::PullReduce(Core& core, const char* name, const ReduceArguments& arguments)
+    : Pull(core, name, 2,
+           signature_of(7, arguments.count,
+                        256U * static_cast<unsigned>(arguments.element) +
+                            static_cast<unsigned>(arguments.reduction.kind),
+                        static_cast<std::uint64_t>(arguments.root + 1))),
+      arguments_(arguments),
+      reducer_(arguments.element, arguments.reduction.kind),
+      bytes_(arguments.count * size_of(arguments.element)),
+      results_(ranks_) {}
+
+std::pair<std::size_t, std::size_t> PullReduce::share(int rank) const {
+  const auto n = static_cast<std::size_t>(ranks_);
+  const std::size_t each = blocks_of(blocks_of(bytes_, n), kLineBytes) * kLineBytes;
+  const std::size_t begin = std::min(bytes_, each * static_cast<std::size_t>(rank));
+  return {begin, std::min(each, bytes_ - begin)};
+}
+
+bool PullReduce::reduce_share(Core& core) {
+  if (!announce(core) || !noted(core)) return false;
+  if (!core.writable(*this, first + 1)) return false;
+  const auto [at, bytes] = share(rank_);
+  const bool wanted = arguments_.root < 0 || arguments_.root == rank_;
+  if (!wanted) aside_.resize(bytes);
+  std::byte* to = wanted ? arguments_.output + at : aside_.data();
+  PulledReduction reduce(reducer_, ranks_);
+  reduce(core, places_, arguments_.input, at, to, bytes, factors_);
+  Places::say(core, first + 1, to, bytes);
+  core.publish(*this, first + 1);
+  core.finish(first);
+  return true;
+}
+
+bool PullReduce::advance(Core& core) {
+  if (!taken_) {
+    if (!reduced_ && !reduce_share(core)) return false;
+    reduced_ = true;
+    const bool wanted = arguments_.root < 0 || arguments_.root == rank_;
+    for (; from_ < ranks_; ++from_) {
+      const int r = (rank_ + from_) % ranks_;
+      // Also who wants no result waits here: until then its input may be read.
+      if (!core.ready(*this, r, first + 1)) return false;
+      const auto [at, bytes] = share(r);
+      if (!wanted) continue;
+      results_.note(core, r, first + 1, bytes);
+      results_.copy(core, r, 0, arguments_.output + at, bytes);
+    }
+  }
+  return others_are_done(core);
+}
+
+}  // namespace tessera::shm::detail
