@@ -49,10 +49,29 @@ struct Line {
   double a, b;
 };
 
-double largest(const std::vector<Line>& lines, int n) {
-  double value = 0;
-  for (const Line& line : lines) value = std::max(value, line.a + n * line.b);
-  return value;
+// The largest of the lines for each n from 1 to `count`.
+std::vector<double> largest(std::vector<Line> lines, int count) {
+  std::sort(lines.begin(), lines.end(),
+            [](const Line& x, const Line& y) { return x.b != y.b ? x.b < y.b : x.a < y.a; });
+  // Those that are the largest somewhere, by slope: a line is none if its neighbours meet above it.
+  std::vector<Line> hull;
+  for (const Line& line : lines) {
+    if (!hull.empty() && hull.back().b == line.b) hull.pop_back();
+    while (hull.size() > 1) {
+      const Line &x = hull[hull.size() - 2], &y = hull.back();
+      if ((x.a - line.a) * (y.b - x.b) > (x.a - y.a) * (line.b - x.b)) break;
+      hull.pop_back();
+    }
+    hull.push_back(line);
+  }
+  std::vector<double> values;
+  std::size_t at = 0;
+  for (int n = 1; n <= count; ++n) {
+    const auto value = [&](std::size_t i) { return hull[i].a + n * hull[i].b; };
+    while (at + 1 < hull.size() && value(at + 1) >= value(at)) ++at;
+    values.push_back(hull.empty() ? 0.0 : std::max(value(at), 0.0));
+  }
+  return values;
 }
 
 // A micro-batch's way: forward through all stages, and back. Position x < S is F of stage x, else I
@@ -160,18 +179,17 @@ MakespanBound makespan_bound(const std::vector<int>& placement, int micro_batche
   const Way way(placement, costs, size);
   const Way one(placement, costs, 1);
   std::vector<std::vector<Job>> jobs(ranks);
-  std::vector<double> work(ranks, 0.0), least(ranks, 0.0);
+  std::vector<double> work(ranks, 0.0);
   for (int x = 0; x < way.length(); ++x) {
     const int rank = way.rank(x);
-    const std::vector<Line> ends = way.ends(x, ranks), follow = way.follow(x, ranks);
+    const std::vector<double> ends = largest(way.ends(x, ranks), micro_batches);
+    const std::vector<double> follow = largest(way.follow(x, ranks), micro_batches);
     for (int n = 1; n <= micro_batches; ++n) {
-      const double end = largest(ends, n);
-      jobs[rank].push_back(
-          {end - way.time(x), way.time(x), largest(follow, micro_batches + 1 - n)});
+      const double end = ends[n - 1];
+      jobs[rank].push_back({end - way.time(x), way.time(x), follow[micro_batches - n]});
       if (way.weight(x) > 0) jobs[rank].push_back({end, way.weight(x), 0});
     }
     work[rank] += (one.time(x) + one.weight(x)) * all;
-    least[rank] += (way.time(x) + way.weight(x)) * micro_batches;
   }
   MakespanBound bound;
   for (int rank = 0; rank < ranks; ++rank) {

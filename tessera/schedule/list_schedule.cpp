@@ -1,6 +1,7 @@
 #include "tessera/schedule/list_schedule.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <random>
@@ -17,6 +18,9 @@ namespace tessera {
 namespace {
 
 using detail::DispatchRule;
+
+// By all passes of one kind.
+constexpr double kMostPlaced = 3e6;
 
 // Keeps the best of what it is shown.
 class Best {
@@ -150,12 +154,13 @@ std::vector<double> starts_of(const PipelineSchedule& schedule, const Timeline& 
   return starts;
 }
 
-// Numbers that are the same on every machine.
+// Raw output of the engine alone: the same numbers everywhere.
 class Noise {
  public:
   /// Uniform in [0, 1).
   double uniform() { return static_cast<double>(engine_() >> 11) * 0x1p-53; }
   bool coin() { return engine_() % 2 == 0; }
+  std::size_t number(std::size_t below) { return engine_() % below; }
 
  private:
   std::mt19937_64 engine_{1};
@@ -165,13 +170,14 @@ class Noise {
 // part of the time, by less or more than the time of an action. What is not longer is gone on with.
 void improve(Best& best, const detail::DispatchProblem& problem, const std::vector<double>& limits,
              int improvements) {
+  constexpr std::array<double, 5> kScales = {0.3, 0.8, 2.0, 5.0, 12.0};
   Noise noise;
   std::vector<double> order = starts_of(best.schedule(), simulate(best.schedule(), problem.costs));
   double length = best.makespan();
   const double action = length / (3.0 * problem.micro_batches);
   for (int n = 0; n < improvements && !best.enough(); ++n) {
     std::vector<double> disturbed = order;
-    const double scale = action * 0.3 * std::pow(40.0, noise.uniform());
+    const double scale = action * kScales[noise.number(kScales.size())];
     const double share = noise.coin() ? 1.0 : 0.1;
     const double from = noise.coin() ? noise.uniform() * length : 0.0;
     const double to = from > 0 ? from + noise.uniform() * length : length;
@@ -207,6 +213,10 @@ PipelineSchedule list_schedule(const std::vector<int>& placement, int micro_batc
   const std::vector<double> least = detail::least_memory(placement, costs);
   const std::vector<double> given = given_limits(least, options);
   Best best(costs, given, bound.makespan * options.target * (1 + 1e-9));
+  // What places many actions is done less often.
+  const double placed = 3.0 * stages * micro_batches;
+  const int affordable = static_cast<int>(std::max(1.0, kMostPlaced / placed));
+  const int most_tries = std::min(options.tries, affordable);
   int tries = 0;
   for (PipelineSchedule& known :
        known_schedules(placement, micro_batches, options.split_backward)) {
@@ -215,11 +225,11 @@ PipelineSchedule list_schedule(const std::vector<int>& placement, int micro_batc
   const auto limits = tried_limits(least, given);
   for (const DispatchRule& rule : rules()) {
     for (const auto& limit : limits) {
-      if (best.enough() || tries++ >= options.tries) break;
+      if (best.enough() || tries++ >= most_tries) break;
       best.show(as_schedule(problem, detail::dispatch(problem, limit, rule)));
     }
   }
-  improve(best, problem, given, options.improvements);
+  improve(best, problem, given, std::min(options.improvements, affordable));
   PipelineSchedule schedule = best.take();
   schedule.name = concat("list schedule of ", stages, " stages");
   return merge_backward(schedule, costs);

@@ -23,7 +23,8 @@ struct ListScheduleOptions {
   bool split_backward = true;
   /// It stops searching at this many times the bound.
   double target = 1.0;
-  /// The most rules that are tried, and the most changes to the best of what they made.
+  /// The most rules that are tried, and the most changes to the best of what they made. Large
+  /// schedules have fewer: each of the two places 3 million actions at most (some seconds).
   int tries = 1000, improvements = 1000;
 };
 
@@ -31,7 +32,8 @@ struct ListScheduleOptions {
 /// are for this placement (so that it is never worse than these), then passes of list scheduling
 /// with different rules, in each of which every free rank takes the best of what is ready, then
 /// changes to the best of these. Of equally short ones, the one with the least memory. The result
-/// is compute alone (see lower()), is valid, and the same on every machine. Throws InvalidArgument
+/// is compute alone (see lower()), is valid, and the same each time in one build; where ranks may
+/// have measured other times, one makes it and the others get it (to_csv()). Throws InvalidArgument
 /// as ranks_of() and PipelineCosts::check(), and where a rank's limit does not hold one micro-batch
 /// in all its stages.
 PipelineSchedule list_schedule(const std::vector<int>& placement, int micro_batches,

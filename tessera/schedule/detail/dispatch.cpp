@@ -107,10 +107,13 @@ class Pass {
   // their order, with what is free then and what those before them free (Dijkstra's banker). So the
   // first that has not ended can always go on.
   bool admits(const Rank& rank, int stage, int micro_batch) const {
+    if (rank.limit == kNever) return true;
     const double more = activation(stage);
     double room = rank.limit - rank.held - more;
     for (int k = rank.oldest; k <= std::max(rank.newest, micro_batch); ++k) {
       const bool this_one = k == micro_batch;
+      // Nothing of any that follows can be more.
+      if (room >= rank.all) return true;
       if (rank.waiting[k] - (this_one ? more : 0) > room) return false;
       room += rank.of[k] + (this_one ? more : 0);
     }
