@@ -1,3 +1,4 @@
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <dlfcn.h>
@@ -8,6 +9,7 @@
 #include "report.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/mpi/mpi.h"
+#include "tessera/comm/backends/nccl/nccl.h"
 
 namespace tessera::app {
 namespace {
@@ -18,6 +20,14 @@ std::string library_of(const void* address) {
   std::error_code error;
   const auto path = std::filesystem::weakly_canonical(info.dli_fname, error);
   return error ? info.dli_fname : path.string();
+}
+
+// Beside Tessera's own library, where parts that are loaded later stand.
+bool part_is_there(const std::string& name) {
+  const auto beside =
+      std::filesystem::path(library_of(reinterpret_cast<const void*>(&nccl_unavailable)));
+  std::error_code error;
+  return std::filesystem::exists(beside.parent_path() / name, error);
 }
 
 int gpus_of_the_system() {
@@ -55,23 +65,26 @@ void report_mpi(Report& report) {
   report.line("", library_of(reinterpret_cast<const void*>(version)));
 }
 
+// Three answers: not built, built and usable, and built but unusable here, with the reason.
 void report_nccl(Report& report) {
   const int gpus = gpus_of_the_system();
-  using Version = int (*)(int*);
-  const auto version = reinterpret_cast<Version>(dlsym(RTLD_DEFAULT, "ncclGetVersion"));
-  int number = 0;
-  if (version && version(&number) == 0) {
-    report.line("nccl",
-                concat("built: ", number / 10000, ".", number / 100 % 100, ".", number % 100));
-    report.line("", library_of(reinterpret_cast<const void*>(version)));
-    if (gpus == 0) report.advice("no GPU: the NCCL backend has nothing to work on");
+  const std::string missing = nccl_unavailable();
+  if (missing.empty()) {
+    report.line("nccl", concat("built: ", nccl_version()));
     return;
   }
-  report.line("nccl", "not built");
-  if (gpus > 0)
-    report.advice(
-        "GPUs are there, but this build has no NCCL part: configure again with -DTESSERA_NCCL=ON, "
-        "where a CUDA toolkit and nccl.h are");
+  if (!part_is_there("libtessera_nccl.so")) {
+    report.line("nccl", "not built");
+    if (gpus > 0)
+      report.advice(
+          "GPUs are there, but this build has no NCCL part: configure again with "
+          "-DTESSERA_NCCL=ON, "
+          "where a CUDA toolkit and nccl.h are");
+    return;
+  }
+  report.line("nccl", "built, not usable here");
+  report.line("", missing);
+  if (gpus > 0) report.advice(concat("GPUs are there, but NCCL cannot be used: ", missing));
 }
 
 }  // namespace

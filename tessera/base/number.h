@@ -49,7 +49,8 @@ inline std::optional<double> parse_hex_real(std::string_view text) {
   if (negative) text.remove_prefix(1);
   if (text.substr(0, 2) != "0x") return std::nullopt;
   text.remove_prefix(2);
-  if (text.empty() || text.front() == '-') return std::nullopt;
+  // Without its exponent it was cut off.
+  if (text.empty() || text.front() == '-' || text.find('p') == text.npos) return std::nullopt;
   double value = 0;
   const auto [end, error] =
       std::from_chars(text.data(), text.data() + text.size(), value, std::chars_format::hex);

@@ -22,7 +22,7 @@ HostDevice host_device_from(const std::string& name);
 Topology parse_hwloc_topology(const std::string& xml, HostDevice device, const std::string& name,
                               const std::string& source = "hwloc XML");
 Topology read_hwloc_topology(const std::string& path, HostDevice device, const std::string& name);
-/// Of the machine that this runs on, as far as the process may see it.
+/// The topology of the machine that this runs on, as far as the process may see it.
 Topology live_hwloc_topology(HostDevice device, const std::string& name);
 
 /// As many copies of a one-host topology as there are names.

@@ -29,7 +29,8 @@
 //   slurm       first host of SLURM_STEP_NODELIST; derived_port(job id, step id)
 //   jsm         first compute host of LSB_DJOB_RANKFILE (its second line; the first is the launch
 //               node); derived_port(job id, 0)
-//   open_mpi    all ranks on one host: 127.0.0.1, and a port from PMIX_NAMESPACE or else 29500;
+//   open_mpi    all ranks on one host: 127.0.0.1 (::1 on a host without IPv4), and a port from
+//               PMIX_NAMESPACE or else 29500;
 //   pmi         several hosts: nowhere, as these launchers do not say where rank 0 runs: both stay
 //               empty, and require_rendezvous() asks for them
 //
@@ -55,7 +56,7 @@ struct Launch {
   int node_rank = 0;
   /// In node order, where the launcher says; else empty.
   std::vector<std::string> hosts;
-  /// Of the rendezvous store; empty for a single process, and where require_rendezvous() throws.
+  /// Address of the rendezvous store; empty for a single process, and where require_rendezvous() throws.
   std::string address;
   int port = 0;
   /// torchrun's agent already listens on address:port.
@@ -63,7 +64,7 @@ struct Launch {
 
   /// In node order, where the launcher says; else empty. Sums to world_size.
   std::vector<int> ranks_per_host;
-  /// Of the batch system or of torchrun; empty where there is none.
+  /// Identifier of the batch job or of the torchrun job; empty where there is none.
   std::string job_id;
   /// Where each value above came from: {"rank": "SLURM_PROCID=2", "address": "first host of
   /// SLURM_STEP_NODELIST=n[1-2]"}.
@@ -73,7 +74,7 @@ struct Launch {
 /// Environment variables as a value, so that a launch can be recognised without being launched.
 struct Environment {
   std::map<std::string, std::string> variables;
-  /// Of this host; empty: unknown.
+  /// Name of this host; empty: unknown.
   std::string hostname;
 
   /// This process' own.

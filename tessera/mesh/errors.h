@@ -1,5 +1,5 @@
 #pragma once
-// The typed errors of the layout room. Each message carries the numbers; the fields carry them for
+// The typed errors of the mesh room. Each message carries the numbers; the fields carry them for
 // programs.
 
 #include <string>
@@ -24,7 +24,7 @@ class WorldSizeMismatch : public GroupConfigError {
       : GroupConfigError(what), world_size_(world_size), product_(product) {}
   ~WorldSizeMismatch() override;
   long long world_size() const { return world_size_; }
-  /// Of the sizes that were given.
+  /// Product of the sizes that were given.
   long long product() const { return product_; }
 
  private:
@@ -78,7 +78,7 @@ class ViewMismatch : public OrthogonalityError {
   ~ViewMismatch() override;
 };
 
-/// A placement that the machines cannot hold, or a mapping that is not one.
+/// A mapping of ranks to devices that the machines cannot hold, or that is none.
 class MappingError : public ConfigurationError {
  public:
   using ConfigurationError::ConfigurationError;

@@ -86,7 +86,7 @@ class Mesh {
   /// complement partition each group of `scope`, and each of the one meets each of the other in
   /// exactly one rank. Throws OrthogonalityError, with ranks, if `axes` is not inside `scope`.
   std::vector<int> complement(std::span<const int> axes, std::span<const int> scope) const;
-  /// In the whole mesh.
+  /// The axes of the whole mesh that are not in `axes`.
   std::vector<int> complement(std::span<const int> axes) const;
 
   /// The ranks with coordinate `at` on `axis`; the axis is gone.

@@ -25,7 +25,7 @@ struct RankMove {
 };
 
 struct MeshResize {
-  /// Of the new ranks 0 .. n - 1.
+  /// The new mesh, with ranks 0 .. n - 1.
   Mesh mesh;
   /// Survivors and newcomers by new rank, then those that left by old rank.
   std::vector<RankMove> moves;
@@ -43,7 +43,7 @@ struct MeshResize {
 /// ranks compute the same.
 ///
 /// Example: data=3 x model=2, old rank 2 gone, so 0 1 3 4 5 are 0 1 2 3 4 in the new world and
-/// newcomer 5 replaces it: everybody keeps their coordinate and the newcomer gets (1, 0). Without
+/// newcomer 5 replaces it: every rank keeps its coordinate and the newcomer gets (1, 0). Without
 /// the newcomer 5 ranks do not divide by model=2: WorldSizeMismatch, with the sizes that would do.
 ///
 /// Throws InvalidArgument for an old rank that is duplicated, and for an unknown axis.

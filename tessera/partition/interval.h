@@ -37,7 +37,7 @@ inline std::ostream& operator<<(std::ostream& out, const Interval& i) {
   return out << '[' << i.begin << ", " << i.end << ')';
 }
 
-/// One interval a dim.
+/// One interval per dim.
 using Box = std::vector<Interval>;
 
 /// Number of elements; 1 for a box without dims (a scalar).

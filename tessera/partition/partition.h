@@ -1,5 +1,5 @@
 #pragma once
-// Partition: one dim cut into consecutive parts of any sizes, zeros included.
+// Partition: one dim in consecutive parts of any sizes, zeros included.
 //
 //   Partition p({4, 0, 3});      // extent 7
 //   p.interval(2) -> [4, 7)      p.owner(4) -> 2 (never the empty part 1)

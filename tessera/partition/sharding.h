@@ -2,7 +2,7 @@
 // Sharding: which box of an N-d array each rank of a mesh holds. Rectilinear: every dim has one
 // list of sizes.
 //
-//   A 7 x 8 array on a mesh (data 2, domain 3), dim 0 cut over `domain` into {3, 0, 4}, replicated
+//   A 7 x 8 array on a mesh (data 2, domain 3), dim 0 sharded over `domain` into {3, 0, 4}, replicated
 //     over `data`:
 //   Sharding s({7, 8}, {2, 3}, {{{1}, Partition({3, 0, 4})}, {}});
 //   s.box(2) -> [3, 7) x [0, 8)        // mesh position 2 = data 0, domain 2
@@ -15,8 +15,8 @@
 
 namespace tessera {
 
-/// How one dim is cut. `axes`: the mesh axes that shard it, first = outermost (slowest) in the
-/// flattened order of the parts; empty: not cut. With axes of sizes a and b the partition has a * b
+/// How one dim is sharded. `axes`: the mesh axes that shard it, first = outermost (slowest) in the
+/// flattened order of the shards; empty: not sharded. With axes of sizes a and b the partition has a * b
 /// parts, part = coordinate on the first * b + coordinate on the second.
 struct DimSharding {
   std::vector<int> axes;
@@ -26,7 +26,7 @@ struct DimSharding {
 
 class Sharding {
  public:
-  /// `mesh`: size of each axis. `dims`: one a dim of `shape`; for a dim that is not cut the
+  /// `mesh`: size of each axis. `dims`: one per dim of `shape`; for a dim that is not sharded the
   /// partition may be left empty. `ranks`: rank of each mesh position, row-major; empty: 0, 1, 2,
   /// ... Throws InvalidArgument where counts do not match, or an axis shards two dims.
   Sharding(std::vector<std::int64_t> shape, std::vector<int> mesh, std::vector<DimSharding> dims,
@@ -44,7 +44,7 @@ class Sharding {
 
   /// The box of a mesh position, in global indices.
   Box box(int position) const;
-  /// Axes that cut no dim: positions that differ on those alone hold the same box.
+  /// Axes that shard no dim: positions that differ on those alone hold the same box.
   const std::vector<int>& free_axes() const { return free_axes_; }
 
   /// Calls visit(position, box) for every mesh position whose box meets `region`; `box` is the part

@@ -3,7 +3,7 @@
 // nothing of ranks is called on a part of its input so that it computes given outputs, or the
 // gradients of given inputs.
 //
-//   7 rows cut {3, 0, 4}, kernel 3, stride 2, padding 1 -> 4 outputs, whose windows are centred at
+//   7 rows in shards of {3, 0, 4}, kernel 3, stride 2, padding 1 -> 4 outputs, whose windows are centred at
 //     rows 0, 2, 4, 6: owned {2, 0, 2}.
 //   Rank 2's outputs [2, 4) read rows [3, 7) and one row of zeros: forward_call -> inputs [3, 8),
 //     no padding.
@@ -25,7 +25,7 @@ Partition output_partition(const Partition& inputs, const Window& window, std::i
 /// or the one before.
 Partition transposed_output_partition(const Partition& inputs, const Window& window,
                                       std::int64_t outputs);
-/// Of a change of resolution: output o belongs to the part that holds the input at its centre,
+/// For a change of resolution: output o belongs to the part that holds the input at its centre,
 /// floor((2 o + 1) * extent / (2 * outputs)). So twice the resolution has parts twice as large, and
 /// inputs {3, 0, 4} give 14 outputs {6, 0, 8}.
 Partition resampled_partition(const Partition& inputs, std::int64_t outputs);
@@ -36,7 +36,7 @@ struct BoxCall {
   Interval inputs;
   std::int64_t padding = 0;
   Interval outputs;
-  /// Of a transposed window.
+  /// The same for a transposed window.
   std::int64_t output_padding = 0;
   bool operator==(const BoxCall&) const = default;
 };

@@ -44,7 +44,7 @@ class BatchMapping {
                const std::vector<int>& batch_axes);
 
   int coordinates() const { return coordinates_; }
-  /// Of a device, by row-major position.
+  /// Batch coordinate of a device, by its row-major position.
   int coordinate(int device) const;
   /// Those that hold a device, ascending.
   const std::vector<int>& processes() const { return processes_; }
@@ -53,7 +53,7 @@ class BatchMapping {
   std::span<const int> held_by(int process) const;
 
   /// The general form, right for every mesh: what `process` reads of a global batch of `size`
-  /// samples, cut evenly over the coordinates (the first have one more where it does not divide).
+  /// samples, divided evenly over the coordinates (the first have one more where it does not divide).
   /// Slices follow each other in the loaded batch, by ascending coordinate.
   std::vector<BatchSlice> slices(int process, std::int64_t size) const;
 

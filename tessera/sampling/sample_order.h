@@ -47,7 +47,7 @@ enum class LastBatch : unsigned char {
 };
 
 struct SampleOrderOptions {
-  /// Of one epoch, at most 2^63.
+  /// Number of samples of one epoch, at most 2^63.
   std::uint64_t samples = 0;
   std::uint64_t seed = 0;
   /// false: 0, 1, 2, ... in each epoch.

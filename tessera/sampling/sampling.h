@@ -44,7 +44,7 @@ class Mixture {
     std::string name;
     std::uint64_t samples;
   };
-  /// From draw `from` on, these weights (>= 0, one a dataset).
+  /// From draw `from` on, these weights (>= 0, one per dataset).
   struct Stage {
     std::uint64_t from;
     std::vector<double> weights;

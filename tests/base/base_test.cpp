@@ -117,7 +117,8 @@ TEST(Number, OtherTextIsNone) {
   for (const char* text : {"", " 1", "1 ", "1,5", "1.5x", "inf", "nan", "0x10", "--1", "+-1", "+",
                            "-", ".", "e5", "1e", "1e999", "1.5.2"})
     EXPECT_EQ(parse_real(text), std::nullopt) << text;
-  for (const char* text : {"", "1.5", "0x", "0x1.8p+1 ", "0x1.8q", "--0x1p+0", "0x-1p+0", "0xnan"})
+  for (const char* text :
+       {"", "1.5", "0x", "0x1.8p+1 ", "0x1.8", "0x1.8p", "0x1.8q", "--0x1p+0", "0x-1p+0", "0xnan"})
     EXPECT_EQ(parse_hex_real(text), std::nullopt) << text;
   for (const char* text : {"", "-1", "+1", " 1", "1 ", "1.", "18446744073709551616"})
     EXPECT_EQ(parse_number(text), std::nullopt) << text;

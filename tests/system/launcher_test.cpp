@@ -244,6 +244,13 @@ TEST(LauncherEnvironment, AHostWithoutIPv4MeetsAtItsOtherLoopback) {
   Process run(in_shell(no_ipv4 + "\"$@\"", command(1, {}, {"env=MASTER_ADDR"})));
   ASSERT_EQ(run.finish(), 0) << run.err();
   EXPECT_EQ(run.out(), "[0] MASTER_ADDR=::1\n");
+  Process open_mpi(in_shell(no_ipv4 + "\"$@\"", {TESSERA_HELPER, "launch"}),
+                   {{"OMPI_COMM_WORLD_RANK", "0"},
+                    {"OMPI_COMM_WORLD_SIZE", "2"},
+                    {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+                    {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}});
+  ASSERT_EQ(open_mpi.finish(), 0) << open_mpi.err();
+  EXPECT_NE(open_mpi.out().find("::1"), std::string::npos) << open_mpi.out();
 }
 
 TEST(LauncherOutput, LogFilesHoldTheBytesOfEachRank) {

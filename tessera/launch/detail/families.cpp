@@ -11,6 +11,7 @@
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/launch/detail/launch_reader.h"
+#include "tessera/launch/detail/run_scope.h"
 #include "tessera/launch/node_list.h"
 
 namespace tessera::detail {
@@ -25,7 +26,7 @@ void mpi_rendezvous(LaunchReader& in) {
   launch.node_rank = one_host ? 0 : -1;
   in.note("node_rank", one_host ? "all ranks are on one host" : "not said by this launcher");
   if (one_host && launch.world_size > 1) {
-    launch.address = "127.0.0.1";
+    launch.address = loopback_address();
     in.note("address", "all ranks are on one host");
     if (in.has("PMIX_NAMESPACE")) {
       const std::string name = in.text("PMIX_NAMESPACE");

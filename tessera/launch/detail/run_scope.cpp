@@ -62,7 +62,7 @@ bool belongs_to_outer_launcher(const std::string& variable) {
 }  // namespace
 
 std::string loopback_address() {
-  ReservedPort port;
+  const ReservedPort port;
   return port.address();
 }
 

@@ -21,7 +21,7 @@ struct GroupFamily {
   std::string name = {};
   Kind kind = Kind::axes;
   int view = 0;
-  /// Of that view's mesh.
+  /// Indices of axes of that view's mesh.
   std::vector<int> axes = {};
   GroupOptions options = {};
   /// Of an orthogonal family: what it is orthogonal to ...
@@ -76,7 +76,7 @@ class GroupPlan {
   /// One line a view (its axes and ranks) and one a family (its layout and options); equal texts
   /// mean equal groups for every rank.
   std::string canonical() const;
-  /// Of canonical().
+  /// Hash of canonical().
   std::uint64_t hash() const;
 
  private:

@@ -43,7 +43,7 @@ void require_orthogonal(const RankLists& a, const std::string& a_name, const Ran
 struct MeshValidation {
   /// 2^dims.
   int axis_sets = 0;
-  /// Of all axis sets together.
+  /// Groups of all axis sets together.
   long long groups = 0;
 };
 

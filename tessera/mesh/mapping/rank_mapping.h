@@ -40,7 +40,7 @@ struct MappingOptions {
   long long exact_limit = 50000;
   /// Scales the number of placements that the heuristic tries.
   double effort = 1;
-  /// Of the local search; the result depends on nothing else.
+  /// Seed of the local search; the result depends on nothing else that is random.
   std::uint32_t seed = 1;
 };
 

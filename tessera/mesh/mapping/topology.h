@@ -62,7 +62,7 @@ struct Switch {
 struct Topology {
   std::vector<Host> hosts;
   std::vector<LinkClass> device_links = {{"host", 1e-6, 50e9, false}};
-  /// Of one adapter, each way; all that leaves by it shares it.
+  /// Bandwidth of one adapter in each direction, shared by everything that leaves through it.
   LinkClass network = {"network", 5e-6, 12.5e9, true};
   /// Added to messages between devices on different rails.
   double cross_rail_latency = 0;
