@@ -2,12 +2,11 @@
 
 #include <ATen/ATen.h>
 
-#include <cstring>
 #include <exception>
 
+#include "tessera/base/file.h"
 #include "tessera/base/text.h"
 #include "tessera/data/detail/buffer_pool.h"
-#include "tessera/data/sources/detail/mapped_file.h"
 
 namespace tessera {
 
@@ -83,10 +82,10 @@ TokenFileDataset::TokenFileDataset(const std::string& path, at::ScalarType dtype
       row_(row),
       stride_(stride == 0 ? row : stride) {
   if (row == 0) throw InvalidArgument("a token row of length 0; give at least 1");
-  map_ = std::make_unique<detail::MappedFile>(path);
+  file_ = std::make_unique<RandomAccessFile>(path);
   const std::size_t item = c10::elementSize(dtype);
-  if (map_->size() % item != 0)
-    throw FileError(concat("'", path, "' has ", map_->size(), " bytes, no multiple of the ", item,
+  if (file_->size() % item != 0)
+    throw FileError(concat("'", path, "' has ", file_->size(), " bytes, no multiple of the ", item,
                            " of ", dtype));
   if (tokens() < row)
     throw InvalidArgument(
@@ -97,7 +96,7 @@ TokenFileDataset::TokenFileDataset(const std::string& path, at::ScalarType dtype
 TokenFileDataset::~TokenFileDataset() = default;
 
 std::uint64_t TokenFileDataset::size() const { return rows_; }
-std::uint64_t TokenFileDataset::tokens() const { return map_->size() / c10::elementSize(dtype_); }
+std::uint64_t TokenFileDataset::tokens() const { return file_->size() / c10::elementSize(dtype_); }
 
 Sample TokenFileDataset::get(std::uint64_t index) const {
   const std::uint64_t one[] = {index};
@@ -110,11 +109,17 @@ std::vector<at::Tensor> TokenFileDataset::get_batch(std::span<const std::uint64_
   const at::Tensor batch = buffers_->empty(shape, dtype_);
   const std::size_t item = c10::elementSize(dtype_), bytes = row_ * item;
   auto* out = static_cast<char*>(batch.mutable_data_ptr());
-  for (std::uint64_t index : indices) {
-    if (index >= rows_)
-      throw SampleError(concat("row ", index, " of a token file with ", rows_), index);
-    std::memcpy(out, map_->data() + index * stride_ * item, bytes);
-    out += bytes;
+  for (std::size_t i = 0; i < indices.size();) {
+    if (indices[i] >= rows_)
+      throw SampleError(concat("row ", indices[i], " of a token file with ", rows_), indices[i]);
+    // Rows that follow each other in the file are read at once.
+    std::size_t n = 1;
+    while (stride_ == row_ && i + n < indices.size() && indices[i + n] == indices[i] + n &&
+           indices[i + n] < rows_)
+      ++n;
+    file_->read(indices[i] * stride_ * item, out, n * bytes);
+    out += n * bytes;
+    i += n;
   }
   return {batch};
 }

@@ -16,9 +16,10 @@
 
 namespace tessera {
 
+class RandomAccessFile;
+
 namespace detail {
 class BufferPool;
-class MappedFile;
 }  // namespace detail
 
 using Sample = std::vector<at::Tensor>;
@@ -85,25 +86,26 @@ class FunctionDataset : public Dataset {
   std::function<Sample(std::uint64_t)> get_;
 };
 
-/// A file of tokens, memory-mapped: rows of `row` tokens, starting every `stride` tokens (0: every
-/// `row`, without overlap). A sample is one 1-d tensor of length `row` and the file's dtype. What
-/// does not fill a row at the end of the file is left out. Throws FileError if the file cannot be
-/// mapped or its size is no multiple of the dtype's; InvalidArgument for row < 1 or a file shorter
-/// than one row.
+/// A file of tokens: rows of `row` tokens, starting every `stride` tokens (0: every `row`, without
+/// overlap). A sample is one 1-d tensor of length `row` and the file's dtype. What does not fill a
+/// row at the end of the file is left out. Throws FileError if the file cannot be opened, is no
+/// regular file, or its size is no multiple of the dtype's, and while reading if it was cut since;
+/// InvalidArgument for row < 1 or a file shorter than one row.
 class TokenFileDataset : public Dataset {
  public:
   TokenFileDataset(const std::string& path, at::ScalarType dtype, std::uint64_t row,
                    std::uint64_t stride = 0);
   ~TokenFileDataset() override;
   std::uint64_t size() const override;
-  /// Of the whole file.
+  /// Tokens of the whole file.
   std::uint64_t tokens() const;
   Sample get(std::uint64_t index) const override;
-  /// One tensor [indices.size(), row], filled by one copy a row.
+  /// One tensor [indices.size(), row], filled by one read for each run of rows that follow each
+  /// other.
   std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const override;
 
  private:
-  std::unique_ptr<detail::MappedFile> map_;
+  std::unique_ptr<RandomAccessFile> file_;
   std::unique_ptr<detail::BufferPool> buffers_;
   at::ScalarType dtype_;
   std::uint64_t row_, stride_, rows_;

@@ -13,6 +13,7 @@
 #include <deque>
 #include <mutex>
 
+#include "tessera/base/deadline.h"
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/agreement.h"
@@ -74,6 +75,10 @@ struct Loader::Engine {
   std::condition_variable work, ready, rested;
   std::deque<std::shared_ptr<Slot>> slots;  // in order of steps; the front is delivered next
   OrderCursor head;                         // behind the last slot
+  // So many batches the workers plan, each when it has a hand free; 0: none.
+  std::size_t wanted = 0;
+  // The order threw; asked for that batch, it may throw again.
+  bool order_failed = false;
   bool stop = false;
   int running = 0;  // workers that have not ended
 
@@ -82,18 +87,33 @@ struct Loader::Engine {
     head = this->reader.order->start();
   }
 
-  // Keeps `count` batches planned; the mutex is held.
-  void plan_up_to(std::size_t count) {
-    const bool more = slots.size() < count;
-    while (slots.size() < count) {
-      auto slot = std::make_shared<Slot>();
-      slot->before = head;
-      OrderCursor after = head;  // an order that throws leaves everything as it was
-      slot->batch = reader.order->next(after);
-      head = std::move(after);
-      slots.push_back(std::move(slot));
+  // Plans the next batch; the mutex is held. An order that throws leaves everything as it was.
+  void plan() {
+    auto slot = std::make_shared<Slot>();
+    slot->before = head;
+    OrderCursor after = head;
+    slot->batch = reader.order->next(after);
+    head = std::move(after);
+    order_failed = false;
+    slots.push_back(std::move(slot));
+    work.notify_one();
+  }
+
+  bool may_plan() const { return slots.size() < wanted && !order_failed; }
+
+  // The same in a worker: what the order throws belongs to the batch that it could not make, and
+  // comes again when that one is asked for.
+  void plan_ahead() {
+    try {
+      plan();
+    } catch (...) {
+      order_failed = true;
     }
-    if (more) work.notify_all();
+  }
+
+  void want(std::size_t count) {
+    wanted = count;
+    if (may_plan()) work.notify_all();
   }
 
   void to_device(Slot& slot) const;
@@ -112,9 +132,17 @@ struct Loader::Engine {
     std::unique_lock lock(mutex);
     auto queued = [](const auto& s) { return s->state == Slot::State::queued; };
     for (;;) {
-      work.wait(lock, [&] { return stop || std::any_of(slots.begin(), slots.end(), queued); });
+      auto next = slots.end();
+      work.wait(lock, [&] {
+        next = std::find_if(slots.begin(), slots.end(), queued);
+        return stop || next != slots.end() || may_plan();
+      });
       if (stop) break;
-      const std::shared_ptr<Slot> slot = *std::find_if(slots.begin(), slots.end(), queued);
+      if (next == slots.end()) {
+        plan_ahead();
+        continue;
+      }
+      const std::shared_ptr<Slot> slot = *next;
       slot->state = Slot::State::running;
       lock.unlock();
       load_into(*slot);
@@ -128,6 +156,8 @@ struct Loader::Engine {
     const std::lock_guard lock(mutex);
     slots.clear();  // a worker that still reads one of them finishes for nobody
     head = std::move(cursor);
+    wanted = 0;
+    order_failed = false;
   }
 };
 
@@ -202,8 +232,8 @@ LoadedBatch Loader::next() {
   Engine& w = *engine_;
   std::unique_lock lock(w.mutex);
   const auto ahead = w.options.workers == 0 ? 0 : static_cast<std::size_t>(w.options.prefetch);
-  w.plan_up_to(1);
-  if (ahead > 0) plan_ahead(ahead + 1);
+  if (w.slots.empty()) w.plan();
+  if (ahead > 0) w.want(ahead + 1);
   const auto slot = w.slots.front();
   if (slot->state == Engine::Slot::State::held) {
     slot->state = Engine::Slot::State::queued;
@@ -215,8 +245,8 @@ LoadedBatch Loader::next() {
     w.load_into(*slot);
     lock.lock();
     slot->state = Engine::Slot::State::done;
-  } else if (!w.ready.wait_for(lock, w.options.stall_limit,
-                               [&] { return slot->state == Engine::Slot::State::done; })) {
+  } else if (!w.ready.wait_until(lock, deadline_after(w.options.stall_limit),
+                                 [&] { return slot->state == Engine::Slot::State::done; })) {
     const char* what =
         slot->state == Engine::Slot::State::running ? "is being read" : "waits for a worker";
     throw StalledError(
@@ -234,7 +264,7 @@ LoadedBatch Loader::next() {
     std::rethrow_exception(slot->failure);
   }
   w.slots.pop_front();
-  if (ahead > 0) plan_ahead(ahead);
+  if (ahead > 0) w.want(ahead);
   lock.unlock();
   if (slot->copied) {
     const c10::impl::VirtualGuardImpl guard(w.options.device->type());
@@ -244,15 +274,6 @@ LoadedBatch Loader::next() {
     if (slot->loaded.mask.defined()) slot->loaded.mask.record_stream(current);
   }
   return std::move(slot->loaded);
-}
-
-// What the order throws belongs to the batch that it could not make, and comes again when that one
-// is asked for.
-void Loader::plan_ahead(std::size_t count) {
-  try {
-    engine_->plan_up_to(count);
-  } catch (const std::exception&) {
-  }
 }
 
 Loader::EpochRange Loader::epoch() { return EpochRange(*this); }
@@ -293,7 +314,7 @@ void Loader::require_agreement(const Group& group) const {
 
 std::uint64_t Loader::next_epoch() {
   const std::lock_guard lock(engine_->mutex);
-  engine_->plan_up_to(1);
+  if (engine_->slots.empty()) engine_->plan();
   return engine_->slots.front()->batch.epoch;
 }
 

@@ -44,7 +44,8 @@ BatchMapping batch_mapping(const Mesh& mesh, const std::vector<std::string>& bat
 struct LoaderOptions {
   /// Threads that read ahead; 0: next() reads in the caller's thread.
   int workers = 0;
-  /// Batches read ahead beyond the one that is waited for; more are not begun (back-pressure).
+  /// Batches read ahead beyond the one that is waited for; more are not begun (back-pressure). They
+  /// are planned as workers take them, so that a large number costs nothing by itself.
   int prefetch = 2;
   /// After this long without a batch next() throws StalledError, and the destructor leaves a worker
   /// behind that still reads: the datasets must own what they use.
@@ -72,13 +73,13 @@ struct LoadedBatch {
   /// filled up with zeros, and at the end the number of the sample in its row that a token belongs
   /// to, from 1, 0 where nothing is (int64, [rows, capacity]).
   std::vector<at::Tensor> tensors;
-  /// Of each row; of a PackedOrder, of each sample that this process reads.
+  /// The sample of each row; with a PackedOrder, each sample that this process reads.
   std::vector<SampleRef> samples;
   /// Which rows belong to which batch coordinate.
   std::vector<BatchSlice> slices;
-  /// Here.
+  /// Rows of this process.
   std::int64_t rows = 0;
-  /// Of those, not padding: the weight of this process' mean.
+  /// Rows of this process that are not padding: the weight of its mean.
   std::int64_t real = 0;
   std::int64_t global_rows = 0, global_real = 0;
   /// Bool [rows], true where a row is real; undefined if all are.
@@ -122,7 +123,6 @@ class Loader {
 
  private:
   struct Engine;
-  void plan_ahead(std::size_t count);
 
   std::shared_ptr<Engine> engine_;
 };

@@ -1,14 +1,18 @@
 #include "tessera/data/stream_loader.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
 #include <condition_variable>
 #include <deque>
 #include <mutex>
-#include <sstream>
+#include <optional>
 
+#include "tessera/base/deadline.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
+#include "tessera/data/detail/loader_state.h"
 #include "tessera/data/detail/workers.h"
 #include "tessera/data/loader.h"  // StalledError
 
@@ -128,8 +132,8 @@ struct StreamLoader::Engine {
     }
     begun = true;
     work.notify_one();
-    if (!ready.wait_for(lock, options.stall_limit,
-                        [&] { return slots.empty() ? ended : slots.front()->done; }))
+    if (!ready.wait_until(lock, deadline_after(options.stall_limit),
+                          [&] { return slots.empty() ? ended : slots.front()->done; }))
       return nullptr;
     return slots.empty() ? std::make_shared<Slot>() : slots.front();
   }
@@ -146,7 +150,7 @@ struct StreamLoader::Engine {
   void go_back(std::uint64_t samples) {
     std::unique_lock lock(mutex);
     begun = false;
-    if (!rested.wait_for(lock, options.stall_limit, [&] { return !reading; }))
+    if (!rested.wait_until(lock, deadline_after(options.stall_limit), [&] { return !reading; }))
       throw StalledError(concat("the stream has been read for ", options.stall_limit.count(),
                                 " ms; it cannot be restored meanwhile"));
     slots.clear();
@@ -272,12 +276,15 @@ std::optional<StreamBatch> StreamLoader::next() {
 std::string StreamLoader::state() const { return concat("tessera-stream-1 ", step_, ' ', taken_); }
 
 void StreamLoader::restore(const std::string& state, bool replay) {
-  TextReader in(state);
-  std::string header;
-  std::uint64_t step = 0, taken = 0;
-  in >> header >> step >> taken;
-  if (!in || header != "tessera-stream-1")
-    throw ConfigurationError("this is no state of a stream loader, or it was cut off");
+  const auto words = detail::words_of(state);
+  std::optional<std::uint64_t> step_read, taken_read;
+  if (words.size() == 3 && words[0] == "tessera-stream-1") {
+    step_read = parse_number(words[1]);
+    taken_read = parse_number(words[2]);
+  }
+  if (!step_read || !taken_read)
+    throw ConfigurationError("this is no state of a stream loader, or it was cut off or changed");
+  const std::uint64_t step = *step_read, taken = *taken_read;
   if (!replay)
     throw NotAvailable(concat("a stream without positions cannot be resumed after ", taken,
                               " samples. Use a dataset with random access and Loader, or "

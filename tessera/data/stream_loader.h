@@ -64,7 +64,7 @@ struct StreamOptions {
   /// rank; calling it again goes on waiting. Less than the group's time limit, or the others run
   /// into that. The destructor leaves a worker behind that still reads.
   std::chrono::milliseconds stall_limit{std::chrono::minutes(2)};
-  /// Of each sample (decode, augment); called by workers at the same time.
+  /// Applied to each sample (decode, augment); called by workers at the same time.
   std::function<Sample(Sample)> transform = {};
 };
 

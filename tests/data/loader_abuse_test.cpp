@@ -3,14 +3,23 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <clocale>
 #include <condition_variable>
+#include <fstream>
 #include <future>
+#include <locale>
 #include <mutex>
 #include <set>
 
+#include "tessera/base/hash.h"
 #include "tessera/comm/group/types.h"
 #include "tessera/comm/job/threads.h"
 #include "tessera/data/loader.h"
+#include "tessera/data/sources/safetensors_source.h"
+#include "tessera/data/stream_loader.h"
 
 namespace tessera {
 namespace {
@@ -180,6 +189,205 @@ TEST(LoaderAbuse, DamagedStatesAndThoseOfOtherConfigurationsAreRefused) {
   EXPECT_THROW(mixed.restore(state(mixture(3), {numbers(5), numbers(5)})), ConfigurationError);
   // A refused state leaves the loader where it was.
   EXPECT_EQ(loader.state(), good);
+}
+
+// What an order of the user's own may say: batches of two rows, of which the second is `named`.
+struct OrderThatNames : Order {
+  explicit OrderThatNames(SampleRef named) : named(named) {}
+  OrderCursor start() const override { return {}; }
+  OrderBatch next(OrderCursor& cursor) const override {
+    OrderBatch batch;
+    batch.step = cursor.step++;
+    batch.size = batch.real = 2;
+    batch.rows = {{0, 1}, named};
+    return batch;
+  }
+  std::string describe() const override { return "an order of the user's own"; }
+  SampleRef named;
+};
+
+TEST(LoaderAbuse, SamplesThatNobodyHasAreRefused) {
+  const std::vector<std::shared_ptr<const Dataset>> two{numbers(5), numbers(3)};
+  const LoaderOptions collating{
+      .collate = [](const std::vector<Sample>& s) { return pad_collate(s); }};
+  for (const SampleRef ref : {SampleRef{7, 0}, SampleRef{-3, 0}, SampleRef{2, 0}, SampleRef{1, 3},
+                              SampleRef{0, 5}, SampleRef{0, ~0ull}}) {
+    auto order = std::make_shared<OrderThatNames>(ref);
+    EXPECT_THROW(Loader(two, order, kAlone, 0).next(), InvalidArgument);
+    EXPECT_THROW(Loader(two, order, kAlone, 0, {.workers = 2}).next(), InvalidArgument);
+    EXPECT_THROW(Loader(two, order, kAlone, 0, collating).next(), InvalidArgument);
+  }
+  EXPECT_EQ(Loader(two, std::make_shared<OrderThatNames>(SampleRef{1, 2}), kAlone, 0).next().rows,
+            2);
+}
+
+struct PackedThatNames : OrderThatNames {
+  using OrderThatNames::OrderThatNames;
+  OrderBatch next(OrderCursor& cursor) const override {
+    OrderBatch batch = OrderThatNames::next(cursor);
+    batch.capacity = 4;
+    batch.packed = rows;
+    return batch;
+  }
+  std::vector<std::vector<Packed>> rows;
+};
+
+TEST(LoaderAbuse, PackedBatchesThatDoNotFitTogetherAreRefused) {
+  auto ragged = std::make_shared<FunctionDataset>(
+      3, [](std::uint64_t i) { return Sample{torch::ones({static_cast<std::int64_t>(i) + 1})}; });
+  auto loaded = [&](SampleRef named, std::vector<std::vector<Packed>> rows) {
+    auto order = std::make_shared<PackedThatNames>(named);
+    order->rows = std::move(rows);
+    return Loader({ragged}, order, kAlone, 0).next();
+  };
+  EXPECT_EQ(loaded({0, 0}, {{{0, 0, 2}}, {{1, 0, 1}}}).rows, 2);
+  EXPECT_THROW(loaded({0, 0}, {{{0, 0, 2}}}), InvalidArgument);
+  EXPECT_THROW(loaded({0, 0}, {{{0, 0, 2}}, {{9, 0, 1}}}), InvalidArgument);
+  EXPECT_THROW(loaded({0, 0}, {{{0, 0, 2}, {1, 2, 3}}, {}}), InvalidArgument);
+  EXPECT_THROW(loaded({0, 9}, {{{0, 0, 2}}, {{1, 0, 1}}}), InvalidArgument);
+}
+
+TEST(LoaderAbuse, AHugePrefetchIsNotPlannedBeforeTheFirstBatch) {
+  Loader loader({numbers(100)}, in_order(100, 10), kAlone, 0, {.workers = 2, .prefetch = 1 << 30});
+  EXPECT_EQ(loader.next().step, 0u);
+  EXPECT_EQ(loader.next().step, 1u);
+}
+
+// Throws at the third batch, as often as it is asked for it.
+struct OrderThatThrows : OrderThatNames {
+  OrderThatThrows() : OrderThatNames(SampleRef{0, 0}) {}
+  OrderBatch next(OrderCursor& cursor) const override {
+    if (cursor.step == 2) throw std::runtime_error("no third batch");
+    return OrderThatNames::next(cursor);
+  }
+};
+
+TEST(LoaderAbuse, WhatAnOrderThrowsComesWithItsBatch) {
+  for (int workers : {0, 2}) {
+    Loader loader({numbers(5)}, std::make_shared<OrderThatThrows>(), kAlone, 0,
+                  {.workers = workers, .prefetch = 8});
+    EXPECT_EQ(loader.next().step, 0u);
+    EXPECT_EQ(loader.next().step, 1u);
+    EXPECT_THROW(loader.next(), std::runtime_error);
+    EXPECT_THROW(loader.next(), std::runtime_error);
+    loader.seek(0);
+    EXPECT_EQ(loader.next().step, 0u);
+  }
+}
+
+TEST(LoaderAbuse, TheLongestLimitIsNotOverAtOnce) {
+  const auto longest = std::chrono::milliseconds::max();
+  Loader loader({numbers(10)}, in_order(10, 2), kAlone, 0, {.workers = 1, .stall_limit = longest});
+  for (int step = 0; step < 20; ++step) EXPECT_EQ(loader.next().rows, 2);
+  run_threads(1, [&](DistributedManager& manager) {
+    struct Stream : IterableDataset {
+      std::optional<Sample> next() override { return Sample{torch::zeros({1})}; }
+    };
+    StreamLoader stream(std::make_shared<Stream>(), 2, manager.world(),
+                        {.workers = 1, .stall_limit = longest});
+    for (int step = 0; step < 20; ++step) EXPECT_TRUE(stream.next().has_value());
+  });
+}
+
+// Of an application that writes 1.234.567,5.
+struct Grouped : std::numpunct<char> {
+  char do_decimal_point() const override { return ','; }
+  char do_thousands_sep() const override { return '.'; }
+  std::string do_grouping() const override { return "\3"; }
+};
+
+std::shared_ptr<const Order> long_mixture() {
+  return std::make_shared<MixtureOrder>(
+      Mixture({{"a", 50'000}, {"b", 70'000}}, {{0, {0.35, 0.65}}}, 1), BatchSchedule(1111));
+}
+
+TEST(LoaderAbuse, StatesAreTheSameInEveryLocale) {
+  auto loader = [] {
+    return std::make_unique<Loader>(
+        std::vector<std::shared_ptr<const Dataset>>{numbers(50'000), numbers(70'000)},
+        long_mixture(), kAlone, 0);
+  };
+  auto state = [&] {
+    auto one = loader();
+    for (int step = 0; step < 5; ++step) one->next();
+    return one->state();
+  };
+  const std::string plain = state();
+  const auto next = [&](const std::string& from) {
+    auto one = loader();
+    one->restore(from);
+    return one->next().samples;
+  };
+  const auto samples = next(plain);
+  const std::locale before = std::locale::global(std::locale(std::locale::classic(), new Grouped));
+  const std::string grouped = state();
+  EXPECT_EQ(grouped, plain);
+  EXPECT_EQ(next(plain), samples);
+  std::locale::global(before);
+  for (const char* name : {"de_DE.UTF-8", "de_DE", "fr_FR.UTF-8"}) {
+    if (!std::setlocale(LC_ALL, name)) continue;
+    EXPECT_EQ(next(plain), samples) << name;
+    EXPECT_EQ(state(), plain) << name;
+  }
+  std::setlocale(LC_ALL, "C");
+}
+
+TEST(LoaderAbuse, StatesAreReadToTheirEnd) {
+  Loader loader({numbers(50'000), numbers(70'000)}, long_mixture(), kAlone, 0);
+  loader.next();
+  const std::string state = loader.state();
+  const std::string body = state.substr(0, state.rfind(' '));
+  // With a checksum that is right: what a reader may have stopped at.
+  auto with_checksum = [](const std::string& text) {
+    return text + " " + std::to_string(Hash().text(text).value() & 0xffffffffu);
+  };
+  ASSERT_EQ(with_checksum(body), state);
+  const auto point = body.rfind("p");
+  for (const std::string& text :
+       {body + " 0x1p+0", body + " x", body + "x", body.substr(0, body.rfind(' ')),
+        body.substr(0, point), body.substr(0, point) + "," + body.substr(point),
+        body.substr(0, body.rfind(' ')) + " nan", body.substr(0, body.rfind(' ')) + " 0.5"})
+    EXPECT_THROW(loader.restore(with_checksum(text)), ConfigurationError) << text;
+  EXPECT_NO_THROW(loader.restore(state));
+}
+
+TEST(LoaderAbuse, ATokenFileThatShrinksIsAnError) {
+  const std::string path = testing::TempDir() + "tessera_tokens_" + std::to_string(getpid());
+  std::ofstream(path) << std::string(64 * 1024, 'x');
+  auto data = std::make_shared<TokenFileDataset>(path, torch::kByte, 1024);
+  Loader loader({data}, in_order(64, 16), kAlone, 0, {.workers = 1});
+  EXPECT_EQ(loader.next().tensors[0].sum().item<std::int64_t>(), 16 * 1024 * 'x');
+  ASSERT_EQ(truncate(path.c_str(), 20 * 1024), 0);
+  loader.seek(3);
+  try {
+    loader.next();
+    ADD_FAILURE() << "no error";
+  } catch (const SampleError& error) {
+    EXPECT_NE(std::string(error.what()).find("was cut or replaced"), std::string::npos)
+        << error.what();
+  }
+  unlink(path.c_str());
+  ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+  EXPECT_THROW(TokenFileDataset(path, torch::kByte, 4), FileError);
+  EXPECT_THROW(SafetensorsSource{path}, FileError);
+  unlink(path.c_str());
+}
+
+TEST(LoaderAbuse, TokenRowsAreReadInAnyOrder) {
+  const std::string path = testing::TempDir() + "tessera_rows_" + std::to_string(getpid());
+  std::string bytes;
+  for (int i = 0; i < 1000; ++i) bytes += static_cast<char>(i % 251);
+  std::ofstream(path, std::ios::binary) << bytes;
+  const std::vector<std::uint64_t> indices{3, 4, 5, 5, 0, 1, 9, 8, 10, 11};
+  for (const std::uint64_t stride : {10u, 3u}) {
+    const TokenFileDataset data(path, torch::kByte, 10, stride);
+    const at::Tensor batch = data.get_batch(indices)[0];
+    for (std::size_t r = 0; r < indices.size(); ++r)
+      for (int c = 0; c < 10; ++c)
+        ASSERT_EQ(batch[static_cast<std::int64_t>(r)][c].item<int>(),
+                  static_cast<int>((indices[r] * stride + static_cast<std::uint64_t>(c)) % 251));
+  }
+  unlink(path.c_str());
 }
 
 TEST(LoaderAbuse, RanksThatWereConfiguredDifferentlyAllGetTheError) {

@@ -1,10 +1,10 @@
 #include "tessera/data/detail/loader_state.h"
 
-#include <cstdlib>
-#include <sstream>
+#include <algorithm>
 
 #include "tessera/base/error.h"
 #include "tessera/base/hash.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
 
 namespace tessera::detail {
@@ -20,6 +20,17 @@ std::uint64_t checksum(const std::string& text) { return Hash().text(text).value
 }
 
 }  // namespace
+
+std::vector<std::string_view> words_of(std::string_view text) {
+  std::vector<std::string_view> words;
+  for (std::size_t at = 0; at < text.size();) {
+    const auto begin = text.find_first_not_of(" \t\r\n", at);
+    if (begin == std::string_view::npos) break;
+    at = std::min(text.find_first_of(" \t\r\n", begin), text.size());
+    words.push_back(text.substr(begin, at - begin));
+  }
+  return words;
+}
 
 std::string write_state(const Order& order, const OrderCursor& cursor) {
   TextStream out;
@@ -38,29 +49,39 @@ OrderCursor read_state(const Order& order, const std::string& state) {
   if (last == std::string::npos ||
       state.substr(last + 1, end - last) != std::to_string(checksum(state.substr(0, last))))
     refuse();
-  TextReader in(state.substr(0, last));
-  std::string header;
-  std::uint64_t saved = 0;
-  OrderCursor cursor;
-  auto count = [&] {
-    std::size_t n = 0;
-    if (!(in >> n) || n > state.size()) refuse();
-    return n;
+  const auto words = words_of(std::string_view(state).substr(0, last));
+  std::size_t at = 0;
+  auto word = [&] {
+    if (at == words.size()) refuse();
+    return words[at++];
   };
-  if (!(in >> header >> saved >> cursor.step) || header != kHeader) refuse();
+  auto number = [&] {
+    const auto value = parse_number(word());
+    if (!value) refuse();
+    return *value;
+  };
+  auto count = [&] {
+    const std::uint64_t n = number();
+    if (n > words.size() - at) refuse();
+    return static_cast<std::size_t>(n);
+  };
+  if (word() != kHeader) refuse();
+  const std::uint64_t saved = number();
+  OrderCursor cursor;
+  cursor.step = number();
   if (saved != fingerprint(order))
     throw ConfigurationError(
         concat("the state was saved by another order; this one is: ", order.describe(),
                ". Resume with the same samples, seed and batch schedule"));
   cursor.position.resize(count());
-  for (auto& p : cursor.position) in >> p;
+  for (auto& p : cursor.position) p = number();
   cursor.credit.resize(count());
   for (double& c : cursor.credit) {
-    std::string number;  // streams do not read hexadecimal floats back
-    in >> number;
-    c = std::strtod(number.c_str(), nullptr);
+    const auto value = parse_hex_real(word());
+    if (!value) refuse();
+    c = *value;
   }
-  if (!in) refuse();
+  if (at != words.size()) refuse();
   order.check(cursor);
   return cursor;
 }

@@ -3,10 +3,15 @@
 // and a checksum.
 
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "tessera/data/order.h"
 
 namespace tessera::detail {
+
+/// The words of a text between blanks.
+std::vector<std::string_view> words_of(std::string_view text);
 
 std::string write_state(const Order& order, const OrderCursor& cursor);
 /// Throws ConfigurationError for another text, a damaged one, or a state of an order with another

@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <exception>
 
 #include "tessera/base/text.h"
@@ -33,6 +34,41 @@ std::vector<at::Tensor> without_rows(std::vector<at::Tensor> batch) {
 }
 
 }  // namespace
+
+void BatchReader::check(const std::vector<SampleRef>& refs) const {
+  std::vector<std::uint64_t> sizes;
+  for (const auto& dataset : datasets) sizes.push_back(dataset->size());
+  for (const SampleRef& ref : refs) {
+    if (ref.dataset < 0 || ref.dataset >= static_cast<int>(sizes.size()))
+      throw InvalidArgument(concat("the order names dataset ", ref.dataset, ", the loader has ",
+                                   sizes.size(), ": ", order->describe()));
+    if (ref.index >= sizes[static_cast<std::size_t>(ref.dataset)])
+      throw InvalidArgument(
+          concat("the order names sample ", ref.index, " of dataset ", ref.dataset, ", which has ",
+                 sizes[static_cast<std::size_t>(ref.dataset)], ": ", order->describe()));
+  }
+}
+
+void BatchReader::check_packed(const OrderBatch& batch) const {
+  auto refuse = [&](const auto&... why) {
+    throw InvalidArgument(concat("a packed batch of the order does not fit together: ", why...,
+                                 " (", order->describe(), ")"));
+  };
+  if (batch.packed.size() != batch.size)
+    refuse(batch.packed.size(), " rows for a batch of ", batch.size);
+  if (batch.rows.empty()) refuse("it names no sample");
+  for (const auto& row : batch.packed) {
+    std::uint64_t taken = 0;
+    for (const Packed& packed : row) {
+      if (packed.position >= batch.rows.size())
+        refuse("sample ", packed.position, " of ", batch.rows.size());
+      if (packed.length > batch.capacity - taken)
+        refuse("a row of more than its ", batch.capacity, " tokens");
+      taken += packed.length;
+    }
+  }
+  check(batch.rows);
+}
 
 Sample BatchReader::get(const SampleRef& ref) const {
   return of_sample(ref.index,
@@ -169,6 +205,9 @@ void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
 }
 
 LoadedBatch BatchReader::read(const OrderBatch& batch) const {
+  if (batch.real > batch.size || batch.size > static_cast<std::uint64_t>(INT64_MAX))
+    throw InvalidArgument(concat("the order gave a batch of ", batch.size, " rows, of which ",
+                                 batch.real, " are real: ", order->describe()));
   LoadedBatch out;
   out.step = batch.step;
   out.epoch = batch.epoch;
@@ -183,6 +222,7 @@ LoadedBatch BatchReader::read(const OrderBatch& batch) const {
     out.real += real_in(slice);
   }
   if (!batch.packed.empty()) {
+    check_packed(batch);
     read_packed(batch, out);
     return out;
   }
@@ -192,6 +232,7 @@ LoadedBatch BatchReader::read(const OrderBatch& batch) const {
                 std::span(out.samples)
                     .subspan(static_cast<std::size_t>(slice.slot),
                              static_cast<std::size_t>(slice.samples.size())));
+  check(out.samples);
   if (!out.samples.empty()) {
     out.tensors = collate ? collated(out.samples) : rows(out.samples);
   } else {
@@ -199,6 +240,7 @@ LoadedBatch BatchReader::read(const OrderBatch& batch) const {
     // same step.
     std::vector<SampleRef> any(1);
     order->rows(batch, 0, any);
+    check(any);
     if (!collate) out.tensors = known_shapes(any[0].dataset);
     if (out.tensors.empty()) out.tensors = without_rows(collate ? collated(any) : rows(any));
   }

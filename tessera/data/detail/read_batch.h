@@ -18,6 +18,11 @@ struct BatchReader {
   LoadedBatch read(const OrderBatch& batch) const;
 
  private:
+  /// Throws InvalidArgument for a sample that no dataset has: an order of the user's own may name
+  /// any.
+  void check(const std::vector<SampleRef>& refs) const;
+  /// Throws InvalidArgument for a packed batch whose rows do not fit together.
+  void check_packed(const OrderBatch& batch) const;
   Sample get(const SampleRef& ref) const;
   std::vector<at::Tensor> get_batch(int dataset, const std::vector<std::uint64_t>& indices) const;
   std::vector<at::Tensor> known_shapes(int dataset) const;

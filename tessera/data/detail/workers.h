@@ -13,6 +13,7 @@
 #include <system_error>
 #include <thread>
 
+#include "tessera/base/deadline.h"
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 
@@ -47,8 +48,8 @@ void stop_workers(Engine& engine, const char* owner) {
   std::unique_lock lock(engine.mutex);
   engine.stop = true;
   engine.work.notify_all();
-  if (!engine.rested.wait_for(lock, engine.options.stall_limit,
-                              [&] { return engine.running == 0; }))
+  if (!engine.rested.wait_until(lock, deadline_after(engine.options.stall_limit),
+                                [&] { return engine.running == 0; }))
     TORCH_WARN(owner, ": ", engine.running, " worker(s) have been reading for more than ",
                engine.options.stall_limit.count(),
                " ms and are left behind; they end when their read ends");

@@ -21,7 +21,7 @@
 
 namespace tessera {
 
-/// A regular box of an array, one number a dimension: indices start, start + stride, ... (count of
+/// A regular box of an array, one number per dimension: indices start, start + stride, ... (count of
 /// them). A list that is shorter than the array's dimensions leaves the last ones whole; all lists
 /// that are given must be of one length, except `stride`, which may be empty (all ones).
 struct Hyperslab {
