@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <optional>
@@ -53,7 +54,8 @@ std::string own_account(int rank, const Layout& layout, const std::uint64_t& pro
   out << rank << ' ' << layout.slot_bytes() << ' ' << layout.frame_bytes() << ' '
       << layout.arena_bytes() << ' ' << reinterpret_cast<std::uintptr_t>(&probe) << ' ' << probe;
   const CpuBudget budget = cpu_budget();
-  out << ' ' << (register_for_barriers() ? 1 : 0) << ' ' << budget.usable();
+  out << ' ' << (register_for_barriers() ? 1 : 0) << ' '
+      << (budget.quota > 0 ? static_cast<int>(std::ceil(budget.quota)) : kMaxRanks);
   for (const int cpu : budget.cpus) out << ' ' << cpu;
   return std::move(out).str();
 }
@@ -64,7 +66,9 @@ struct Account {
   /// A number in the rank's memory: where it is, and what it is. Who reads it there may read the
   /// rest.
   std::pair<std::uint64_t, std::uint64_t> probe;
-  int barriers = 0, usable = 1;
+  int barriers = 0;
+  /// Ranks that the control group gives time to at once.
+  int quota = 1;
   std::vector<int> cpus;
 };
 
@@ -72,7 +76,7 @@ Account read_account(const std::string& text) {
   TextReader in(text);
   Account a;
   in >> a.rank >> a.slot >> a.frame >> a.arena >> a.probe.first >> a.probe.second >> a.barriers >>
-      a.usable;
+      a.quota;
   if (!in)
     throw SetupError(Cause::disagreement,
                      "shm: what came over the local socket is no message of this library");
@@ -225,7 +229,7 @@ class Meeting {
     guests[0].process = own_process();
     guests[0].account = read_account(own_account(0, layout_, probe_));
     std::vector<std::vector<int>> cpus;
-    int usable = size_;
+    int quota = size_;
     TextStream text;
     text << "memory";
     std::vector<int> descriptors{file_.get()};
@@ -234,11 +238,11 @@ class Meeting {
       barriers_ = barriers_ && guest.account.barriers != 0;
       descriptors.push_back(guest.process.get());
       cpus.push_back(guest.account.cpus);
-      usable = std::min(usable, guest.account.usable);
+      quota = std::min(quota, guest.account.quota);
       text << ' ' << guest.account.probe.first << ' ' << guest.account.probe.second;
       probes_.push_back(guest.account.probe);
     }
-    crowded_ = usable < size_ || !each_has_a_core(cpus);
+    crowded_ = quota < size_ || !each_has_a_core(cpus);
     for (int r = 1; r < size_; ++r)
       send_text(guests[static_cast<std::size_t>(r)].socket, text.str(), descriptors, deadline_);
     claim(file_, layout_.region(0), layout_.region_bytes());

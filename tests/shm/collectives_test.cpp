@@ -1,6 +1,7 @@
 // Every call against what it should give, over drawn sizes, on processes and on threads.
 
 #include <gtest/gtest.h>
+#include <sched.h>
 
 #include <cstring>
 #include <random>
@@ -246,6 +247,27 @@ TEST(Collectives, SmallPiecesAndNoSingleCopy) {
     Group group = Group::meet(rank, 3, directory, options);
     return everything(group, 2);
   }));
+}
+
+TEST(Collectives, CoresOfTheirOwn) {
+  cpu_set_t allowed;
+  ASSERT_EQ(::sched_getaffinity(0, sizeof allowed, &allowed), 0);
+  std::vector<int> cpus;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+    if (CPU_ISSET(cpu, &allowed)) cpus.push_back(cpu);
+  if (cpus.size() < 2) GTEST_SKIP() << "one CPU alone";
+  // Two ranks on CPU 0 share it, though there are others; ranks on 0 and 1 do not.
+  for (const bool shared : {true, false})
+    for (const auto& end : fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
+           cpu_set_t one;
+           CPU_ZERO(&one);
+           CPU_SET(cpus[shared ? 0 : static_cast<std::size_t>(rank)], &one);
+           ::sched_setaffinity(0, sizeof one, &one);
+           Group group = Group::meet(rank, 2, directory, brief("cores"));
+           group.barrier();
+           return group.describe().crowded ? "crowded" : "free";
+         }))
+      EXPECT_EQ(end.report, shared ? "crowded" : "free");
 }
 
 TEST(Collectives, Threads) {
