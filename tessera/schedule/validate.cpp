@@ -301,6 +301,10 @@ std::vector<ScheduleFault> validate(const PipelineSchedule& schedule,
     throw InvalidArgument(concat(limits, " memory limits; give one, or one for each of the ",
                                  schedule.actions.size(), " ranks"));
   }
+  for (const double limit : options.memory_limit) {
+    if (!(limit >= 0))
+      throw InvalidArgument(concat("a memory limit of ", limit, "; it must be 0 or above"));
+  }
   if (options.costs) options.costs->check(schedule.stages(), schedule.micro_batches);
   return Validator(schedule, options).run();
 }

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <limits>
 
 #include "tessera/schedule/csv.h"
 #include "tessera/schedule/generators.h"
@@ -202,6 +203,10 @@ TEST(Validate, MemoryLimits) {
   EXPECT_EQ(texts(schedule_1f1b(2, 4), options), "");
   options.memory_limit = {2, 2, 2};
   expect_refused([&] { validate(schedule_1f1b(2, 4), options); }, "3 memory limits");
+  for (const double limit : {-1.0, std::numeric_limits<double>::quiet_NaN()}) {
+    options.memory_limit = {limit};
+    expect_refused([&] { validate(schedule_1f1b(2, 4), options); }, "it must be 0 or above");
+  }
   options.memory_limit = {2};
   options.costs = PipelineCosts::uniform(3);
   expect_refused([&] { validate(schedule_1f1b(2, 4), options); }, "costs of 3 stages");
