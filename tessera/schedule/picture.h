@@ -1,5 +1,8 @@
 #pragma once
 // A schedule drawn on a time axis.
+//
+//   const PipelineSchedule s = schedule_1f1b(4, 8);
+//   std::ofstream("1f1b.svg") << visualize_schedule(s, simulate(s, PipelineCosts::uniform(4)));
 
 #include <string>
 

@@ -3,8 +3,9 @@
 //
 //   auto s = schedule_gpipe(2, 2);
 //   s.actions[1].pop_back();
-//   validate(s)[0].why;   // "missing: stage 1 never runs micro-batch 0 backward (B, or I and W)"
-//   check(s);             // throws ScheduleError, which lists all faults
+//   validate(s)[0].text();
+//   // "rank 1: missing: stage 1 never runs micro-batch 1 backward (B, or I and W)"
+//   check(s);   // throws ScheduleError, which lists all faults
 
 #include <optional>
 #include <string>
