@@ -108,8 +108,8 @@ void check_mpi(Report& report) {
   std::vector<std::string> command{"env"};
   for (const char* name :
        {"TESSERA_RANK", "TESSERA_WORLD_SIZE", "TESSERA_LOCAL_RANK", "TESSERA_LOCAL_SIZE",
-        "TESSERA_NODE_RANK", "TESSERA_ADDRESS", "TESSERA_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
+        "TESSERA_NODE_RANK", "TESSERA_ADDRESS", "TESSERA_PORT", "TESSERA_SECRET", "RANK",
+        "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
     command.insert(command.end(), {"-u", name});
   }
   // As root, Open MPI asks twice whether that is meant; for two ranks of this program it is. More

@@ -8,6 +8,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/launch/detail/launch_reader.h"
+#include "tessera/launch/secret.h"
 
 extern char** environ;
 
@@ -56,6 +57,20 @@ std::vector<Family> families() {
   };
 }
 
+/// The user's own comes first, then the key that the launcher gave this job alone.
+void read_secret(const Environment& environment, Launch& launch) {
+  std::vector<const char*> names{"TESSERA_SECRET"};
+  if (launch.launcher == "open_mpi") names.push_back("OMPI_MCA_orte_precondition_transports");
+  if (launch.launcher == "pmi") names.push_back("PMI_SHARED_SECRET");
+  for (const char* name : names) {
+    const auto value = environment.get(name);
+    if (!value || value->empty()) continue;
+    launch.secret = *value;
+    launch.origin["secret"] = name;
+    return;
+  }
+}
+
 Launch from_environment(const Environment& environment, const LaunchOverrides& overrides) {
   if (overrides.rank && overrides.world_size) {
     Launch launch;
@@ -66,7 +81,9 @@ Launch from_environment(const Environment& environment, const LaunchOverrides& o
     if (!family.present(environment)) continue;
     detail::LaunchReader reader(environment, overrides, family.name);
     family.read(reader);
-    return reader.launch();
+    Launch launch = reader.launch();
+    read_secret(environment, launch);
+    return launch;
   }
   return {};
 }
@@ -82,6 +99,7 @@ void apply(const LaunchOverrides& given, Launch& launch) {
   put(given.address, launch.address, "address");
   put(given.port, launch.port, "port");
   put(given.hosts, launch.hosts, "hosts");
+  put(given.secret, launch.secret, "secret");
   put(given.ranks_per_host, launch.ranks_per_host, "ranks_per_host");
   if (launch.launcher == "code") {
     const bool local = launch.world_size == 1 || detail::is_loopback(launch.address);
@@ -166,6 +184,13 @@ void validate(const Launch& launch) {
                 show("local_size", launch.local_size), " and ",
                 show("world_size", launch.world_size), " put all ranks on one node"));
   }
+  constexpr std::size_t kShortestSecret = 16;
+  if (!launch.secret.empty() && launch.secret != kNoSecret &&
+      launch.secret.size() < kShortestSecret)
+    fail(concat("the job's secret (",
+                launch.origin.count("secret") ? launch.origin.at("secret") : "given in code",
+                ") has ", launch.secret.size(), " characters and can be guessed; give at least ",
+                kShortestSecret, ", for example of `openssl rand -hex 16`"));
   if (launch.port < 0 || launch.port > 65535)
     fail(concat(show("port", launch.port), " is not between 1 and 65535"));
   if (!launch.address.empty() && launch.port == 0)

@@ -62,6 +62,13 @@ struct Launch {
   /// torchrun's agent already listens on address:port.
   bool agent_serves_store = false;
 
+  /// What a process must know to join the job (secret.h): TESSERA_SECRET, which `tessera run` sets
+  /// and which may be set by hand, the same on every rank; else the key that Open MPI
+  /// (OMPI_MCA_orte_precondition_transports) or PALS (PMI_SHARED_SECRET) gives each of its jobs.
+  /// Empty: rank 0 makes a secret and hands it to the others by a file that only their user can
+  /// read, or through the store of torchrun's agent. "none": there is no secret. Never printed.
+  std::string secret;
+
   /// In node order, where the launcher says; else empty. Sums to world_size.
   std::vector<int> ranks_per_host;
   /// Identifier of the batch job or of the torchrun job; empty where there is none.
@@ -95,6 +102,7 @@ struct LaunchOverrides {
   std::optional<std::vector<int>> ranks_per_host;
   std::optional<std::string> address;
   std::optional<int> port;
+  std::optional<std::string> secret;
 };
 
 /// Who this process is. Reads no file but LSB_DJOB_RANKFILE (jsm). Throws ConfigurationError as

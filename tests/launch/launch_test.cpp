@@ -10,6 +10,7 @@
 #include "recorded.h"
 #include "tessera/base/error.h"
 #include "tessera/launch/launch.h"
+#include "tessera/launch/secret.h"
 
 namespace tessera {
 namespace {
@@ -347,6 +348,43 @@ TEST(LaunchOverrides, UnequalHostsAreFine) {
   code.local_rank = 1;
   code.local_size = 2;
   expect_place(detect({}, code), "code", {4, 5, 1, 2, 2});
+}
+
+TEST(LaunchSecret, ComesFromTheUserOrTheLauncher) {
+  const std::string own = "a secret of the user's", job = "834dcaca0e416643-f801834bd3a530b7";
+  Variables plain{
+      {"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "29500"}};
+  EXPECT_EQ(detect(plain).secret, "");
+  // of another launcher
+  plain["OMPI_MCA_orte_precondition_transports"] = job;
+  EXPECT_EQ(detect(plain).secret, "");
+  plain["TESSERA_SECRET"] = own;
+  EXPECT_EQ(detect(plain).secret, own);
+  Variables mpi{{"OMPI_COMM_WORLD_RANK", "1"},
+                {"OMPI_COMM_WORLD_SIZE", "2"},
+                {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                {"OMPI_MCA_orte_precondition_transports", job}};
+  EXPECT_EQ(detect(mpi).secret, job);
+  mpi["TESSERA_SECRET"] = own;
+  EXPECT_EQ(detect(mpi).secret, own);
+  EXPECT_EQ(to_text(detect(mpi)).find(own), std::string::npos);
+  mpi["TESSERA_SECRET"] = "short";
+  EXPECT_THROW(detect(mpi), ConfigurationError);
+  mpi["TESSERA_SECRET"] = "none";
+  EXPECT_EQ(detect(mpi).secret, "none");
+  // Alone it makes no launch.
+  expect_place(detect({{"TESSERA_SECRET", own}}), "single", {0, 1, 0, 1, 0});
+  LaunchOverrides code;
+  code.secret = own;
+  EXPECT_EQ(detect(plain, code).secret, own);
+}
+
+TEST(LaunchSecret, IsAnotherOneEachTime) {
+  const std::string one = new_secret(), other = new_secret();
+  EXPECT_EQ(one.size(), 32u);
+  EXPECT_EQ(one.find_first_not_of("0123456789abcdef"), std::string::npos);
+  EXPECT_NE(one, other);
 }
 
 TEST(Environment, OfProcessHoldsItsVariablesAndHost) {

@@ -4,22 +4,25 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <algorithm>
-#include <random>
+#include <charconv>
+#include <optional>
 #include <thread>
 
 #include "tessera/base/text.h"
 #include "tessera/comm/store/detail/agent_store.h"
 #include "tessera/comm/store/detail/job_store.h"
+#include "tessera/comm/store/detail/secret_file.h"
 #include "tessera/comm/store/detail/socket.h"
 #include "tessera/comm/store/detail/store_connection.h"
 #include "tessera/comm/store/detail/store_server.h"
+#include "tessera/launch/secret.h"
 
 namespace tessera {
 
 using detail::Clock;
-using detail::Deadline;
 using detail::Hello;
 using detail::JobStore;
+using detail::Secret;
 using detail::Socket;
 using detail::StoreConnection;
 using detail::StoreServer;
@@ -43,11 +46,13 @@ void pause() { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }
 /// Rank 0 says who it is to whatever holds the port. Throws if that knows of another rank 0; false
 /// if it is an earlier store of ours that is about to end.
 bool port_is_foreign(const std::string& address, int port, const Hello& hello) {
-  const Deadline soon = Clock::now() + std::chrono::milliseconds(300);
+  const Deadline soon = deadline_after(std::chrono::milliseconds(300));
   std::string why;
+  bool no_secret = false;
   try {
-    return StoreConnection::meet(detail::connect_to(address, port, false, soon), hello, soon,
-                                 why) != nullptr;
+    return StoreConnection::meet(detail::connect_to(address, port, false, soon), hello, soon, why,
+                                 &no_secret) != nullptr ||
+           no_secret;
   } catch (const RendezvousError& error) {
     if (!error.ranks().empty()) throw;
     return true;
@@ -61,7 +66,7 @@ Socket listen(const Launch& launch, const Hello& hello, int port, Deadline deadl
   // loopback.
   if (!launch.address.empty() && (other_hosts || !launch.agent_serves_store)) {
     std::string reason;
-    const auto addresses = detail::targets(launch.address, other_hosts, reason);
+    const auto addresses = detail::targets(launch.address, other_hosts, deadline, reason);
     if (addresses.empty())
       throw RendezvousError(concat("rank 0 cannot serve the job's store: ", reason,
                                    "; give the address of rank 0's host"));
@@ -82,111 +87,185 @@ Socket listen(const Launch& launch, const Hello& hello, int port, Deadline deadl
   }
 }
 
-std::string random_name() {
-  std::random_device source;
-  return concat("job ", std::hex, source(), source());
-}
-
-/// "address port name of the job", as rank 0 published it.
+/// What rank 0 published through the agent's store: "address port secret job".
 struct Published {
-  std::string address, job;
+  std::string address, secret, job;
   int port = 0;
 };
 
+/// In the place of the secret: it is in a file.
+constexpr auto kByFile = "-";
+
+std::string to_text(const Published& where) {
+  return where.address + " " + std::to_string(where.port) + " " + where.secret + " " + where.job;
+}
+
 Published read_published(c10d::Store& agent) {
-  const std::string text = agent.get_to_str(kAgentKey);
-  TextReader in(text);
+  std::string text = agent.get_to_str(kAgentKey);
+  const auto word = [&] {
+    const auto end = std::min(text.find(' '), text.size());
+    std::string first = text.substr(0, end);
+    text.erase(0, end + 1);
+    return first;
+  };
   Published where;
-  in >> where.address >> where.port;
-  std::getline(in >> std::ws, where.job);
+  where.address = word();
+  const std::string port = word();
+  std::from_chars(port.data(), port.data() + port.size(), where.port);
+  where.secret = word();
+  where.job = text;
   return where;
+}
+
+// A larger number is a mistake (an overflow, a variable of something else), and what is kept for
+// every rank would not fit.
+constexpr int kMostRanks = 1 << 23;
+
+// How long a rank waits for a secret file to appear: file systems of several hosts show each other
+// new files late.
+constexpr std::chrono::seconds kFileDelay{20};
+
+void check(const Launch& launch, std::chrono::milliseconds limit) {
+  if (launch.world_size < 1 || launch.rank < 0 || launch.rank >= launch.world_size)
+    throw RendezvousError(concat("rank ", launch.rank, " of a world of ", launch.world_size,
+                                 " ranks does not exist; ranks are 0 to world size - 1"),
+                          {launch.rank});
+  if (launch.world_size > kMostRanks)
+    throw RendezvousError(concat("a world of ", launch.world_size, " ranks was asked for; at most ",
+                                 kMostRanks,
+                                 " can meet: check WORLD_SIZE or what the launcher sets"));
+  if (limit.count() < 1)
+    throw RendezvousError(
+        concat("the rendezvous was given ", limit.count(), " ms; give a positive limit"));
+  if (launch.world_size == 1) return;
+  if (launch.port < 1 || launch.port > 65535)
+    throw RendezvousError(concat("a job of ", launch.world_size,
+                                 " ranks needs a port for its store, and ", launch.port,
+                                 " is none (1 to 65535)"));
+  if (detail::is_any_address(launch.address))
+    throw RendezvousError(
+        concat("the address of rank 0 is given as ", detail::printable(launch.address),
+               ", which means any address of a host: the store listens on one alone, and the other "
+               "ranks must reach it; give the address or name of rank 0's host on the network "
+               "between the ranks (MASTER_ADDR), or 127.0.0.1 if all ranks are on one host"));
+}
+
+/// Rank 0: serves the store and connects to it.
+void serve(Rendezvous& meeting, const Launch& launch, Hello hello, c10d::Store* agent,
+           Deadline deadline) {
+  detail::SecretFile file;
+  const bool other_hosts = has_other_hosts(launch);
+  Socket listener;
+  if (hello.secret.name.empty() && agent && other_hosts) hello.secret = {"agent", new_secret()};
+  // The name stays empty until the port is ours: what holds it may be this user's store, which
+  // names a file of its own.
+  listener = listen(launch, hello, agent ? 0 : launch.port, deadline);
+  if (hello.secret.name.empty()) {
+    file = detail::SecretFile::create(other_hosts);
+    hello.secret = {file.name(), file.secret()};
+  }
+  meeting.address = detail::local_address(listener);
+  meeting.server = std::make_unique<StoreServer>(std::move(listener), launch.world_size, hello.job,
+                                                 hello.secret);
+  const int port = meeting.server->port();
+  if (agent) {
+    const bool through_agent = hello.secret.name == "agent";
+    agent->set(kAgentKey, to_text({meeting.address, through_agent ? hello.secret.value : kByFile,
+                                   hello.job, port}));
+  }
+  hello.where = concat(meeting.address, ":", std::to_string(port));
+  Socket socket = detail::connect_to(meeting.address, port, false, deadline);
+  std::string why;
+  meeting.connection = StoreConnection::meet(std::move(socket), hello, deadline, why);
+  if (!meeting.connection)
+    throw RendezvousError(concat("rank 0 lost its own store on ", hello.where, ": ", why), {0});
+}
+
+/// The other ranks: find the store and connect to it.
+void join(Rendezvous& meeting, const Launch& launch, Hello hello, c10d::Store* agent,
+          Deadline deadline, std::chrono::milliseconds limit) {
+  const bool other_hosts = has_other_hosts(launch);
+  std::string host = launch.address.empty() ? "127.0.0.1" : launch.address;
+  int port = launch.port;
+  std::optional<Deadline> file_expected;
+  for (std::string why;;) {
+    if (agent) {
+      try {
+        agent->setTimeout(std::max(std::chrono::milliseconds(1), time_left(deadline)));
+        const Published where = read_published(*agent);
+        host = where.address;
+        port = where.port;
+        hello.job = where.job;
+        if (launch.secret.empty())
+          hello.secret = where.secret == kByFile ? Secret{} : Secret{"agent", where.secret};
+      } catch (const c10::Error&) {
+        throw RendezvousError(
+            concat("rank ", launch.rank, ": rank 0 did not say within ", limit.count(),
+                   " ms where its store listens (through torchrun's agent on ", launch.address, ":",
+                   std::to_string(launch.port), "); check that rank 0 runs"),
+            {0});
+      }
+      hello.where = concat(host, ":", std::to_string(port));
+    }
+    bool no_secret = false;
+    try {
+      // What the agent's store holds may be of an earlier attempt, whose store is gone: look
+      // again soon.
+      Socket socket = detail::connect_to(
+          host, port, !agent && other_hosts,
+          agent ? std::min(deadline, deadline_after(std::chrono::milliseconds(300))) : deadline);
+      meeting.address = detail::local_address(socket);
+      meeting.connection =
+          StoreConnection::meet(std::move(socket), hello, deadline, why, &no_secret);
+    } catch (const RendezvousError& error) {
+      if (!why.empty() && Clock::now() >= deadline)
+        throw RendezvousError(concat(error.what(), "; before that: ", why), error.ranks());
+      if (!agent || !error.ranks().empty() || Clock::now() >= deadline) throw;
+    }
+    if (meeting.connection) return;
+    if (!no_secret) file_expected.reset();
+    if (no_secret && !file_expected) file_expected = deadline_after(kFileDelay);
+    if (Clock::now() >= std::min(deadline, file_expected.value_or(deadline)))
+      throw RendezvousError(concat("rank ", launch.rank, ": no rendezvous with the job's store on ",
+                                   hello.where, " within ", limit.count(), " ms: ", why),
+                            {0});
+    pause();
+  }
 }
 
 }  // namespace
 
 Rendezvous Rendezvous::meet(const Launch& launch, std::chrono::milliseconds limit) {
-  const Deadline deadline = Clock::now() + limit;
-  if (launch.world_size < 1 || launch.rank < 0 || launch.rank >= launch.world_size)
-    throw RendezvousError(concat("rank ", launch.rank, " of a world of ", launch.world_size,
-                                 " ranks does not exist; ranks are 0 to world size - 1"),
-                          {launch.rank});
-  if (limit.count() < 1)
-    throw RendezvousError(
-        concat("the rendezvous was given ", limit.count(), " ms; give a positive limit"));
+  check(launch, limit);
+  const Deadline deadline = deadline_after(limit);
   Rendezvous meeting;
   if (launch.world_size == 1) {
     meeting.store = c10::make_intrusive<c10d::HashStore>();
     meeting.address = "127.0.0.1";
     return meeting;
   }
-  if (launch.port < 1 || launch.port > 65535)
-    throw RendezvousError(concat("a job of ", launch.world_size,
-                                 " ranks needs a port for its store, and ", launch.port,
-                                 " is none (1 to 65535)"));
-
-  const bool other_hosts = has_other_hosts(launch);
-  std::string host = launch.address.empty() ? "127.0.0.1" : launch.address;
-  Hello hello{launch.rank, launch.world_size, launch.job_id, concat(host, ":", launch.port)};
+  const std::string host = launch.address.empty() ? "127.0.0.1" : launch.address;
+  Hello hello{launch.rank,
+              launch.world_size,
+              launch.job_id,
+              concat(host, ":", std::to_string(launch.port)),
+              {}};
+  if (launch.secret == kNoSecret)
+    hello.secret = Secret::none();
+  else if (!launch.secret.empty())
+    hello.secret = Secret::given(launch.secret);
+  else
+    hello.secret = {};
   c10::intrusive_ptr<c10d::Store> agent;
   if (launch.agent_serves_store) {
     agent = detail::agent_store(host, launch.port, deadline);
-    hello.job = random_name();
+    hello.job = "job " + new_secret();
   }
-  if (launch.rank == 0) {
-    Socket listener = listen(launch, hello, agent ? 0 : launch.port, deadline);
-    const std::string address = detail::local_address(listener);
-    meeting.server =
-        std::make_unique<StoreServer>(std::move(listener), launch.world_size, hello.job);
-    if (agent) agent->set(kAgentKey, concat(address, " ", meeting.server->port(), " ", hello.job));
-    hello.where = concat(address, ":", meeting.server->port());
-    Socket socket = detail::connect_to(address, meeting.server->port(), false, deadline);
-    meeting.address = address;
-    std::string why;
-    meeting.connection = StoreConnection::meet(std::move(socket), hello, deadline, why);
-    if (!meeting.connection)
-      throw RendezvousError(concat("rank 0 lost its own store on ", hello.where, ": ", why), {0});
-  } else {
-    for (std::string why;;) {
-      int port = launch.port;
-      if (agent) {
-        try {
-          agent->setTimeout(std::chrono::milliseconds(std::max(1, detail::remaining_ms(deadline))));
-          const Published where = read_published(*agent);
-          host = where.address;
-          port = where.port;
-          hello.job = where.job;
-        } catch (const c10::Error&) {
-          throw RendezvousError(
-              concat("rank ", launch.rank, ": rank 0 did not say within ", limit.count(),
-                     " ms where its store listens (through torchrun's agent on ", launch.address,
-                     ":", launch.port, "); check that rank 0 runs"),
-              {0});
-        }
-        hello.where = concat(host, ":", port);
-      }
-      try {
-        // What the agent's store holds may be of an earlier attempt, whose store is gone: look
-        // again soon.
-        Socket socket = detail::connect_to(
-            host, port, !agent && other_hosts,
-            agent ? std::min(deadline, Clock::now() + std::chrono::milliseconds(300)) : deadline);
-        meeting.address = detail::local_address(socket);
-        meeting.connection = StoreConnection::meet(std::move(socket), hello, deadline, why);
-      } catch (const RendezvousError& error) {
-        if (!why.empty() && Clock::now() >= deadline)
-          throw RendezvousError(concat(error.what(), "; before that: ", why), error.ranks());
-        if (!agent || !error.ranks().empty() || Clock::now() >= deadline) throw;
-      }
-      if (meeting.connection) break;
-      if (Clock::now() >= deadline)
-        throw RendezvousError(
-            concat("rank ", launch.rank, ": no rendezvous with the job's store on ", hello.where,
-                   " within ", limit.count(), " ms: ", why),
-            {0});
-      pause();
-    }
-  }
-  meeting.store = c10::make_intrusive<JobStore>(meeting.connection, limit);
+  if (launch.rank == 0)
+    serve(meeting, launch, std::move(hello), agent.get(), deadline);
+  else
+    join(meeting, launch, std::move(hello), agent.get(), deadline, limit);
+  meeting.store = c10::make_intrusive<JobStore>(meeting.connection, bounded_limit(limit));
   return meeting;
 }
 

@@ -4,14 +4,18 @@
 //
 //   auto meeting = Rendezvous::meet(launch, std::chrono::seconds(120));
 //   meeting.store->set("key", "value");  // c10d::Store: what process groups are made from
-//   // "10.0.0.3": the address of this host on the way to rank 0; what listeners of this rank
+//   // the address that listeners of this rank bind, for example "10.0.0.3": that of this host on
+//   // the way to rank 0
 //   meeting.address
-//   should bind
 //
 // What goes wrong here ends within the limit (plus about a second) on every rank that runs, as a
-// RendezvousError that names the cause: a missing rank, two ranks of one number, ranks that
-// disagree about the world size, a port in use, something else that listens there, an address that
-// cannot be reached.
+// RendezvousError that names the cause: a missing rank, two processes with the same rank, ranks
+// that disagree about the world size, a port in use, something else that listens there, an address
+// that cannot be reached, a name that is not resolved in time.
+//
+// A rank and the store prove to each other that they know the job's secret (Launch::secret). A
+// process that does not know it is turned away, and the ranks meet without noticing. What is sent
+// afterwards is neither encrypted nor signed.
 
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -59,7 +63,7 @@ struct Rendezvous {
   /// Numeric; loopback if rank 0 is reached through loopback.
   std::string address;
 
-  /// Blocks until every rank of the launch is here. Rank 0 listens on `launch.address` :
+  /// Blocks until every rank of the launch is here. `limit` may be milliseconds::max(). Rank 0 listens on `launch.address` :
   /// `launch.port` and on no other address (loopback if the address is empty); where torchrun's
   /// agent already serves a store there, rank 0 takes a free port and tells the others through the
   /// agent's store.

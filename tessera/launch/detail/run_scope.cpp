@@ -13,6 +13,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/launch/cores.h"
+#include "tessera/launch/secret.h"
 
 extern char** environ;
 
@@ -27,6 +28,7 @@ bool belongs_to_outer_launcher(const std::string& variable) {
                              "TESSERA_NODE_RANK=",
                              "TESSERA_ADDRESS=",
                              "TESSERA_PORT=",
+                             "TESSERA_SECRET=",
                              "TESSERA_TERMINAL_COLUMNS=",
                              "TORCHELASTIC_",
                              "GROUP_RANK=",
@@ -163,6 +165,7 @@ std::vector<std::string> shared_environment(const LocalRun& run, int usable_core
        {"TESSERA_WORLD_SIZE", "WORLD_SIZE", "TESSERA_LOCAL_SIZE", "LOCAL_WORLD_SIZE"})
     set(name, run.ranks);
   set("TESSERA_NODE_RANK", 0);
+  set("TESSERA_SECRET", new_secret());
   for (const char* name : {"TESSERA_ADDRESS", "MASTER_ADDR"}) set(name, port.address());
   for (const char* name : {"TESSERA_PORT", "MASTER_PORT"}) set(name, port.port());
   if (columns > 0) set("TESSERA_TERMINAL_COLUMNS", columns);

@@ -17,7 +17,8 @@ namespace {
 constexpr std::uint8_t kValidate = 0, kPing = 13;
 constexpr std::uint32_t kMagic = 0x3C85F7CE;
 
-void probe(const std::string& host, int port, Deadline deadline) {
+/// Returns the numeric address where it answers: c10d looks names up without a limit, too.
+std::string probe(const std::string& host, int port, Deadline deadline) {
   const Socket socket = connect_to(host, port, false, deadline);
   const std::uint32_t nonce = 0x7e55e7a;
   char question[10];
@@ -29,7 +30,7 @@ void probe(const std::string& host, int port, Deadline deadline) {
   const Transfer sent = send_all(socket, question, sizeof question, deadline);
   const Transfer got =
       sent == Transfer::done ? receive_all(socket, &answer, sizeof answer, deadline) : sent;
-  if (got == Transfer::done && answer == nonce) return;
+  if (got == Transfer::done && answer == nonce) return peer_address(socket);
   throw RendezvousError(concat(
       "torchrun's agent should serve a store on ", host, ":", port, ", but ",
       got == Transfer::late ? "what listens there is silent" : "something else listens there",
@@ -39,15 +40,15 @@ void probe(const std::string& host, int port, Deadline deadline) {
 }  // namespace
 
 c10::intrusive_ptr<c10d::Store> agent_store(const std::string& host, int port, Deadline deadline) {
-  probe(host, port, deadline);
+  const std::string address = probe(host, port, deadline);
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(port);
   options.isServer = false;
   options.waitWorkers = false;
   // c10d counts whole seconds
-  options.timeout = std::chrono::milliseconds(std::max(1000, remaining_ms(deadline)));
+  options.timeout = std::max(std::chrono::milliseconds(1000), time_left(deadline));
   try {
-    return c10::make_intrusive<c10d::TCPStore>(host, options);
+    return c10::make_intrusive<c10d::TCPStore>(address, options);
   } catch (const c10::Error& error) {
     throw RendezvousError(concat("the store of torchrun's agent on ", host, ":", port, ": ",
                                  error.what_without_backtrace()));

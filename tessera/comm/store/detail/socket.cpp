@@ -1,6 +1,7 @@
 #include "tessera/comm/store/detail/socket.h"
 
 #include <arpa/inet.h>
+#include <dirent.h>
 #include <fcntl.h>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -8,15 +9,22 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <pthread.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <condition_variable>
+#include <cstdint>
 #include <cstring>
-#include <limits>
 #include <memory>
+#include <mutex>
+#include <set>
+#include <system_error>
 #include <thread>
+#include <utility>
 
 #include "tessera/base/text.h"
 #include "tessera/comm/store/store.h"
@@ -30,6 +38,48 @@ std::string numeric(const sockaddr* address, socklen_t size) {
   return text;
 }
 
+// Which descriptors a forked child must not keep. One for the process, as the table of descriptors
+// and the handlers of fork() are.
+class KeptFromChildren {
+ public:
+  static KeptFromChildren& get() {
+    // never destroyed: sockets may outlive every other object
+    static KeptFromChildren* const all = new KeptFromChildren;
+    return *all;
+  }
+  void add(int fd) {
+    const std::lock_guard lock(mutex_);
+    descriptors_.insert(fd);
+  }
+  void remove(int fd) {
+    const std::lock_guard lock(mutex_);
+    descriptors_.erase(fd);
+  }
+
+ private:
+  KeptFromChildren() { pthread_atfork(before, after_in_parent, after_in_child); }
+  static void before() { get().mutex_.lock(); }
+  static void after_in_parent() { get().mutex_.unlock(); }
+  // Calls nothing but what a child of several threads may call.
+  static void after_in_child() {
+    auto& all = get();
+    // The number stays taken: an object of the parent that ends in the child must not close or
+    // write to a file that the child opened.
+    const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+    for (const int fd : all.descriptors_) {
+      if (nothing < 0)
+        ::close(fd);
+      else
+        ::dup3(nothing, fd, O_CLOEXEC);
+    }
+    if (nothing >= 0) ::close(nothing);
+    all.mutex_.unlock();
+  }
+
+  std::mutex mutex_;
+  std::set<int> descriptors_;
+};
+
 struct Addresses {
   addrinfo* first = nullptr;
   Addresses() = default;
@@ -40,7 +90,7 @@ struct Addresses {
   }
 };
 
-/// Empty text on success.
+/// Asks the name service, if `host` is no numeric address. Empty text on success.
 std::string look_up(const std::string& host, int port, int flags, Addresses& out) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
@@ -48,6 +98,62 @@ std::string look_up(const std::string& host, int port, int flags, Addresses& out
   hints.ai_flags = flags;
   const int failed = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &out.first);
   return failed == 0 ? "" : gai_strerror(failed);
+}
+
+bool is_numeric(const std::string& host) {
+  unsigned char bytes[sizeof(in6_addr)];
+  if (inet_pton(AF_INET, host.c_str(), bytes) == 1) return true;
+  if (inet_pton(AF_INET6, host.substr(0, host.find('%')).c_str(), bytes) == 1) return true;
+  in_addr old_spelling{};  // "127.1"
+  return inet_aton(host.c_str(), &old_spelling) != 0;
+}
+
+/// The same with a limit, which getaddrinfo() has none of: it runs in a thread that is left behind
+/// where the name service does not answer in time.
+std::string look_up_within(const std::string& host, Deadline deadline,
+                           std::vector<std::string>& addresses) {
+  struct Question {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool answered = false;
+    std::string failed;
+    std::vector<std::string> addresses;
+  };
+  const auto ask = [host, numeric_only = is_numeric(host)](Question& question) {
+    Addresses found;
+    std::string failed = look_up(host, 0, numeric_only ? AI_NUMERICHOST : 0, found);
+    std::vector<std::string> all;
+    for (const addrinfo* a = found.first; a; a = a->ai_next)
+      all.push_back(numeric(a->ai_addr, a->ai_addrlen));
+    const std::lock_guard lock(question.mutex);
+    question.failed = std::move(failed);
+    question.addresses = std::move(all);
+    question.answered = true;
+    question.changed.notify_all();
+  };
+  const auto question = std::make_shared<Question>();
+  if (is_numeric(host))
+    ask(*question);
+  else
+    try {
+      std::thread([ask, question] {
+        try {
+          ask(*question);
+        } catch (const std::exception& error) {
+          const std::lock_guard lock(question->mutex);
+          question->failed = error.what();
+          question->answered = true;
+          question->changed.notify_all();
+        }
+      }).detach();
+    } catch (const std::system_error&) {
+      return "the system has no thread left to ask the name service in";
+    }
+  std::unique_lock lock(question->mutex);
+  if (!question->changed.wait_until(lock, deadline, [&] { return question->answered; }))
+    return "the name service does not answer";
+  addresses = question->addresses;
+  return question->failed;
 }
 
 void set_blocking(int fd, bool on) {
@@ -65,7 +171,7 @@ int connect_once(const addrinfo& address, Deadline deadline, Socket& out) {
     if (errno != EINPROGRESS) return errno;
     pollfd waiting{socket.fd(), POLLOUT, 0};
     int ready;
-    do ready = ::poll(&waiting, 1, remaining_ms(deadline));
+    do ready = ::poll(&waiting, 1, poll_milliseconds(deadline));
     while (ready < 0 && errno == EINTR);
     if (ready == 0) return ETIMEDOUT;
     int failed = 0;
@@ -75,6 +181,7 @@ int connect_once(const addrinfo& address, Deadline deadline, Socket& out) {
   }
   const int on = 1;
   setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  keep_alive(socket);
   // A rank that connects to a free local port of its own can meet itself (simultaneous open).
   sockaddr_storage here{}, there{};
   socklen_t here_size = sizeof here, there_size = sizeof there;
@@ -87,31 +194,36 @@ int connect_once(const addrinfo& address, Deadline deadline, Socket& out) {
 
 }  // namespace
 
-int remaining_ms(Deadline deadline) {
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
-  return static_cast<int>(std::clamp<std::int64_t>(left, 0, std::numeric_limits<int>::max()));
+Socket::Socket(int fd) : fd_(fd) {
+  if (fd_ >= 0) KeptFromChildren::get().add(fd_);
 }
 
 Socket& Socket::operator=(Socket&& other) noexcept {
   if (this != &other) {
     close();
-    fd_ = other.release();
+    fd_ = std::exchange(other.fd_, -1);
   }
   return *this;
 }
 
-int Socket::release() {
-  const int fd = fd_;
-  fd_ = -1;
-  return fd;
-}
-
 void Socket::close() {
-  if (fd_ >= 0) ::close(release());
+  if (fd_ < 0) return;
+  KeptFromChildren::get().remove(fd_);
+  ::close(std::exchange(fd_, -1));
 }
 
 bool is_loopback_address(const std::string& numeric_address) {
   return numeric_address.rfind("127.", 0) == 0 || numeric_address == "::1";
+}
+
+bool is_any_address(const std::string& host) {
+  in_addr old{};
+  if (inet_aton(host.c_str(), &old) != 0) return old.s_addr == htonl(INADDR_ANY);
+  in6_addr six{};
+  if (inet_pton(AF_INET6, host.c_str(), &six) != 1) return false;
+  const bool mapped = IN6_IS_ADDR_V4MAPPED(&six) &&
+                      std::all_of(six.s6_addr + 12, six.s6_addr + 16, [](auto b) { return !b; });
+  return mapped || IN6_IS_ADDR_UNSPECIFIED(&six);
 }
 
 std::vector<std::string> own_addresses() {
@@ -129,13 +241,16 @@ std::vector<std::string> own_addresses() {
   return addresses;
 }
 
-std::vector<std::string> targets(const std::string& host, bool other_hosts, std::string& reason) {
-  Addresses found;
-  const std::string failed = look_up(host, 0, 0, found);
-  if (!failed.empty()) reason = concat("the name '", host, "' cannot be resolved: ", failed);
+std::vector<std::string> targets(const std::string& host, bool other_hosts, Deadline deadline,
+                                 std::string& reason) {
   std::vector<std::string> addresses;
-  for (const addrinfo* a = found.first; a; a = a->ai_next)
-    addresses.push_back(numeric(a->ai_addr, a->ai_addrlen));
+  const std::string failed = look_up_within(host, deadline, addresses);
+  if (!failed.empty())
+    reason = concat("the name '", printable(host), "' cannot be resolved: ", failed);
+  if (std::any_of(addresses.begin(), addresses.end(), is_any_address)) {
+    std::erase_if(addresses, is_any_address);
+    if (addresses.empty()) reason = concat("'", printable(host), "' is no address of one host");
+  }
   if (!other_hosts || std::none_of(addresses.begin(), addresses.end(), is_loopback_address))
     return addresses;
   std::erase_if(addresses, is_loopback_address);
@@ -182,6 +297,43 @@ Socket listen_on(const std::string& numeric_address, int port, bool* in_use) {
   return socket;
 }
 
+std::size_t open_descriptors() {
+  DIR* entries = ::opendir("/proc/self/fd");
+  if (!entries) return 0;
+  std::size_t n = 0;
+  while (::readdir(entries)) ++n;
+  ::closedir(entries);
+  return n > 3 ? n - 3 : 0;  // ".", "..", and the folder itself
+}
+
+std::size_t allow_descriptors(std::size_t wanted) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return wanted;
+  if (limit.rlim_cur < wanted && limit.rlim_cur < limit.rlim_max) {
+    rlimit raised = limit;
+    raised.rlim_cur = std::min<rlim_t>(wanted, limit.rlim_max);
+    if (::setrlimit(RLIMIT_NOFILE, &raised) == 0) limit = raised;
+  }
+  return static_cast<std::size_t>(std::min<rlim_t>(limit.rlim_cur, SIZE_MAX));
+}
+
+void keep_alive(const Socket& socket) {
+  constexpr int on = 1, quiet_s = 30, between_s = 10, probes = 12;
+  constexpr unsigned gone_ms = 150'000;
+  setsockopt(socket.fd(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  setsockopt(socket.fd(), IPPROTO_TCP, TCP_KEEPIDLE, &quiet_s, sizeof quiet_s);
+  setsockopt(socket.fd(), IPPROTO_TCP, TCP_KEEPINTVL, &between_s, sizeof between_s);
+  setsockopt(socket.fd(), IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+  setsockopt(socket.fd(), IPPROTO_TCP, TCP_USER_TIMEOUT, &gone_ms, sizeof gone_ms);
+}
+
+std::string printable(std::string_view bytes, std::size_t limit) {
+  std::string out;
+  for (const char c : bytes.substr(0, limit)) out += (c >= 32 && c < 127) ? c : '.';
+  if (bytes.size() > limit) out += "...";
+  return out;
+}
+
 int local_port(const Socket& socket) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
@@ -197,6 +349,13 @@ std::string local_address(const Socket& socket) {
   return numeric(reinterpret_cast<sockaddr*>(&address), size);
 }
 
+std::string peer_address(const Socket& socket) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  if (getpeername(socket.fd(), reinterpret_cast<sockaddr*>(&address), &size) != 0) return "?";
+  return numeric(reinterpret_cast<sockaddr*>(&address), size);
+}
+
 std::string peer_name(const Socket& socket) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
@@ -204,7 +363,7 @@ std::string peer_name(const Socket& socket) {
   const int port =
       ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port
                                           : reinterpret_cast<sockaddr_in&>(address).sin_port);
-  return concat(numeric(reinterpret_cast<sockaddr*>(&address), size), ":", port);
+  return concat(peer_address(socket), ":", std::to_string(port));
 }
 
 Socket connect_to(const std::string& host, int port, bool other_hosts, Deadline deadline) {
@@ -212,20 +371,19 @@ Socket connect_to(const std::string& host, int port, bool other_hosts, Deadline 
   std::string reason = "the time limit was over at once";
   auto pause = std::chrono::milliseconds(5);
   do {
-    const auto addresses = targets(host, other_hosts, reason);
+    const auto addresses = targets(host, other_hosts, deadline, reason);
     for (std::size_t i = 0; i < addresses.size(); ++i) {
       Addresses found;
       if (!look_up(addresses[i], port, AI_NUMERICHOST, found).empty()) continue;
       Socket socket;
       // An address that swallows packets must not use up the time of the next one.
       const Deadline share =
-          i + 1 < addresses.size() ? Clock::now() + (deadline - Clock::now()) / 2 : deadline;
+          i + 1 < addresses.size() ? deadline_after(time_left(deadline) / 2) : deadline;
       const int failed = connect_once(*found.first, share, socket);
       if (!failed) return socket;
       reason = concat(addresses[i], ": ", std::strerror(failed));
     }
-    std::this_thread::sleep_for(std::min<Clock::duration>(
-        pause, std::max<Clock::duration>(deadline - Clock::now(), Clock::duration::zero())));
+    std::this_thread::sleep_for(std::min(pause, time_left(deadline)));
     pause = std::min(pause * 2, std::chrono::milliseconds(200));
   } while (Clock::now() < deadline);
   const auto waited =
@@ -247,7 +405,8 @@ Transfer send_all(const Socket& socket, const void* data, std::size_t size, Dead
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK) return Transfer::closed;
     pollfd waiting{socket.fd(), POLLOUT, 0};
-    if (::poll(&waiting, 1, remaining_ms(deadline)) == 0) return Transfer::late;
+    if (::poll(&waiting, 1, poll_milliseconds(deadline)) == 0 && Clock::now() >= deadline)
+      return Transfer::late;
   }
   return Transfer::done;
 }
@@ -268,7 +427,8 @@ Transfer receive_all(const Socket& socket, void* data, std::size_t size, Deadlin
     if (errno == EINTR) continue;
     if (errno != EAGAIN && errno != EWOULDBLOCK) return Transfer::closed;
     pollfd waiting{socket.fd(), POLLIN, 0};
-    if (::poll(&waiting, 1, remaining_ms(deadline)) == 0) return Transfer::late;
+    if (::poll(&waiting, 1, poll_milliseconds(deadline)) == 0 && Clock::now() >= deadline)
+      return Transfer::late;
   }
   return Transfer::done;
 }

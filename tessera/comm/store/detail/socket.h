@@ -4,27 +4,28 @@
 #include <chrono>
 #include <cstddef>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
+
+#include "tessera/base/deadline.h"
 
 namespace tessera::detail {
 
 using Clock = std::chrono::steady_clock;
-using Deadline = Clock::time_point;
 
-/// Milliseconds left, at least 0, at most an int.
-int remaining_ms(Deadline deadline);
-
-/// A file descriptor that is closed with its holder.
+/// A file descriptor that is closed with its holder, and that a forked child does not keep: there
+/// it is /dev/null under the same number. So the connections of a rank that dies end, though
+/// children of it live on.
 class Socket {
  public:
   Socket() = default;
-  explicit Socket(int fd) : fd_(fd) {}
-  Socket(Socket&& other) noexcept : fd_(other.release()) {}
+  explicit Socket(int fd);
+  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   Socket& operator=(Socket&& other) noexcept;
   ~Socket() { close(); }
   int fd() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
-  int release();
   void close();
 
  private:
@@ -33,12 +34,16 @@ class Socket {
 
 /// "127.0.0.1" and "::1" and their like.
 bool is_loopback_address(const std::string& numeric_address);
+/// "0.0.0.0", "::" and other spellings of "any address of this host". No name is looked up.
+bool is_any_address(const std::string& host);
 /// The numeric addresses of this host's interfaces that are up, loopback first.
 std::vector<std::string> own_addresses();
 /// The numeric addresses by which rank 0 can be meant, in the resolver's order. With `other_hosts`,
 /// loopback cannot: a host that resolves its own name to loopback (Debian's 127.0.1.1) means its
-/// outward addresses. Empty if the name is unknown or nothing is left; then `reason` says why.
-std::vector<std::string> targets(const std::string& host, bool other_hosts, std::string& reason);
+/// outward addresses. Empty if the name is unknown, nothing is left or the name service does not
+/// answer by the deadline; then `reason` says why.
+std::vector<std::string> targets(const std::string& host, bool other_hosts, Deadline deadline,
+                                 std::string& reason);
 
 /// Listens on exactly this address. Port 0: any free one. Throws RendezvousError naming address and
 /// port (in use, which is also told, not ours, not allowed).
@@ -46,12 +51,27 @@ Socket listen_on(const std::string& numeric_address, int port, bool* in_use = nu
 int local_port(const Socket& socket);
 /// The numeric address of our end.
 std::string local_address(const Socket& socket);
+/// The numeric address of the other end; "?" if it is gone.
+std::string peer_address(const Socket& socket);
 /// "10.0.0.3:41022", the other end; "?" if it is gone.
 std::string peer_name(const Socket& socket);
 
 /// Tries the targets until somebody accepts. Throws RendezvousError at the deadline with the last
 /// reason; a name that is unknown is tried again too.
 Socket connect_to(const std::string& host, int port, bool other_hosts, Deadline deadline);
+
+/// Raises this process' soft limit of file descriptors to `wanted`, or as far as the hard limit
+/// lets it. Returns the limit that holds then.
+std::size_t allow_descriptors(std::size_t wanted);
+/// How many are open now.
+std::size_t open_descriptors();
+/// Finds out within minutes that the other end is gone without a word (cut off, powered down), and
+/// keeps firewalls from forgetting a connection on which nothing is said for hours.
+void keep_alive(const Socket& socket);
+
+/// At most `limit` bytes, with anything but printable ASCII replaced by '.': for messages that
+/// quote what came from outside.
+std::string printable(std::string_view bytes, std::size_t limit = 200);
 
 enum class Transfer { done, closed, late };
 Transfer send_all(const Socket& socket, const void* data, std::size_t size, Deadline deadline);

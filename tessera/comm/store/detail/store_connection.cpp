@@ -5,8 +5,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/store/detail/secret_file.h"
 #include "tessera/comm/store/store.h"
 
 namespace tessera::detail {
@@ -21,18 +23,13 @@ std::string me() {
   return concat("process ", getpid(), " on ", host);
 }
 
-std::string printable(std::string_view bytes) {
-  std::string out;
-  for (const char c : bytes.substr(0, 24)) out += (c >= 32 && c < 127) ? c : '.';
-  return out;
-}
-
-/// Empty on anything but a whole frame.
-std::string receive_frame(const Socket& socket, Deadline deadline, Transfer& how) {
+/// Empty on anything but a whole frame of at most `largest` bytes.
+std::string receive_frame(const Socket& socket, Deadline deadline, std::size_t largest,
+                          Transfer& how) {
   std::uint32_t size = 0;
   how = receive_all(socket, &size, sizeof size, deadline);
   if (how != Transfer::done) return {};
-  if (size < 9 || size > largest_frame) {
+  if (size < 9 || size > largest) {
     how = Transfer::closed;
     return {};
   }
@@ -47,57 +44,148 @@ std::string receive_frame(const Socket& socket, Deadline deadline, Transfer& how
              "; give address and port of rank 0, and a port that no other program uses"));
 }
 
-}  // namespace
+constexpr auto kEarlier = "it is of an earlier meeting, whose last ranks have not left";
+constexpr auto kEnded = "it ended during the rendezvous; see what rank 0, which serves it, says";
 
-std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hello& hello,
-                                                       Deadline deadline, std::string& why) {
-  const auto limit = std::max<std::int64_t>(1, remaining_ms(deadline));
-  std::string first(store_magic);
-  first += Writer(Frame::hello)
-               .number(std::int32_t{hello.rank})
-               .number(std::int32_t{hello.world_size})
-               .number(limit)
-               .text(me())
-               .text(hello.job)
-               .take();
-  send_all(socket, first.data(), first.size(), deadline);
+/// The secret to prove, or nothing if its file is not there.
+std::optional<Secret> secret_for(const Hello& hello, std::string_view name) {
+  if (name == hello.secret.name) return hello.secret;
+  const bool by_file = is_secret_file_name(name);
+  if (by_file && hello.secret.name.empty()) {
+    auto value = read_secret_file(std::string(name));
+    if (!value) return std::nullopt;
+    return Secret{std::string(name), std::move(*value)};
+  }
+  const auto said = [](std::string_view which) {
+    return which == "given"     ? "was given the job's secret"
+           : which == kNoSecret ? "was told that the job has no secret"
+           : which == "agent"   ? "takes the job's secret from the store of torchrun's agent"
+                                : "was not given the job's secret";
+  };
+  throw RendezvousError(concat(
+      "rank ", hello.rank, " ", said(hello.secret.name), ", but what listens on ", hello.where, " ",
+      by_file || name == "given" || name == "agent" || name == kNoSecret ? said(name)
+                                                                         : "speaks of another one",
+      "; set TESSERA_SECRET to the same text on every rank, or on none"));
+}
 
+/// What both ends say before they know each other.
+struct Challenge {
+  bool complete = false;
+  std::string name, nonce;
+};
+
+/// Nothing if the store ended, which `why` says.
+std::optional<Challenge> receive_challenge(const Socket& socket, const Hello& hello,
+                                           Deadline deadline, std::int64_t limit,
+                                           std::string& why) {
   // The server greets at once, whoever else is still missing.
   char magic[store_magic.size()];
   std::size_t got = 0;
-  const Transfer greeted = receive_all(socket, magic, sizeof magic, deadline, &got);
+  Transfer how = receive_all(socket, magic, sizeof magic, deadline, &got);
   const std::string_view heard(magic, got);
   if (heard != store_magic.substr(0, got))
-    throw_foreign(hello, concat("it said '", printable(heard), "'"));
-  if (greeted == Transfer::closed) {
-    why = "what listens there accepts connections and closes them";
-    return nullptr;
-  }
-  if (greeted == Transfer::late)
-    throw_foreign(hello, concat("it accepted the connection and was silent for ", limit, " ms"));
-
-  Transfer how;
-  const std::string frame = receive_frame(socket, deadline + server_grace, how);
-  if (how == Transfer::late)
-    throw RendezvousError(concat("rank ", hello.rank, ": the job's store on ", hello.where,
-                                 " fell silent during the rendezvous (limit ", limit,
-                                 " ms); rank 0, which serves it, may be stopped"),
-                          {0});
+    throw_foreign(hello, concat("it said '", printable(heard, 24), "'"));
+  std::string frame;
+  if (how == Transfer::done) frame = receive_frame(socket, deadline, largest_stranger, how);
   if (how == Transfer::closed) {
-    why = "it ended during the rendezvous; see what rank 0, which serves it, says";
+    why = "what listens there accepts connections and closes them";
+    return std::nullopt;
+  }
+  if (how == Transfer::late)
+    throw_foreign(hello, concat("it accepted the connection and was silent for ", limit, " ms"));
+  try {
+    Reader in(frame);
+    Challenge challenge;
+    challenge.complete = in.number<std::uint8_t>() != 0;
+    challenge.name = in.text();
+    challenge.nonce = in.text();
+    if (in.kind == Frame::challenge && challenge.nonce.size() == 32) return challenge;
+  } catch (const std::out_of_range&) {  // said below
+  }
+  throw_foreign(hello, "it speaks another version of the protocol");
+}
+
+}  // namespace
+
+std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hello& hello,
+                                                       Deadline deadline, std::string& why,
+                                                       bool* no_secret) {
+  const std::int64_t limit = std::max<std::int64_t>(1, time_left(deadline).count());
+  if (no_secret) *no_secret = false;
+  send_all(socket, store_magic.data(), store_magic.size(), deadline);
+  const auto challenge = receive_challenge(socket, hello, deadline, limit, why);
+  if (!challenge) return nullptr;
+  std::optional<Secret> secret;
+  try {
+    secret = secret_for(hello, challenge->name);
+  } catch (const RendezvousError&) {
+    if (!challenge->complete) throw;
+  }
+  if (!secret) {
+    why = challenge->complete
+              ? std::string(kEarlier)
+              : concat("the file '", printable(challenge->name, 40),
+                       "' with the job's secret is in none of ", secret_folders(),
+                       ": what listens there is another user's, or the ranks share no folder; set "
+                       "TESSERA_SECRET to the same text on every rank");
+    if (no_secret) *no_secret = !challenge->complete;
     return nullptr;
   }
-  Reader in(frame);
-  if (in.kind == Frame::retry) {
-    why = "it is of an earlier meeting, whose last ranks have not left";
-    return nullptr;
+  const auto who = me().substr(0, longest_name), job = hello.job.substr(0, longest_name);
+  const std::string nonce = new_secret();
+  const std::string fields = hello_fields(hello.rank, hello.world_size, limit, who, job, nonce);
+  const std::string mine = Writer(Frame::hello)
+                               .number(std::int32_t{hello.rank})
+                               .number(std::int32_t{hello.world_size})
+                               .number(limit)
+                               .text(who)
+                               .text(job)
+                               .text(nonce)
+                               .text(rank_proof(*secret, challenge->nonce, fields))
+                               .take();
+  send_all(socket, mine.data(), mine.size(), deadline);
+
+  // First the store's proof, then, when all ranks are there, its word.
+  for (bool proven = false;;) {
+    Transfer how;
+    const std::string frame = receive_frame(socket, deadline + server_grace,
+                                            proven ? largest_frame : largest_stranger, how);
+    if (how == Transfer::late)
+      throw RendezvousError(concat("rank ", hello.rank, ": the job's store on ", hello.where,
+                                   " fell silent during the rendezvous (limit ", limit,
+                                   " ms); rank 0, which serves it, may be stopped"),
+                            {0});
+    if (how == Transfer::closed) {
+      why = kEnded;
+      return nullptr;
+    }
+    Reader in(frame);
+    if (in.kind == Frame::refused) {
+      if (!proven && challenge->complete) {
+        why = kEarlier;
+        return nullptr;
+      }
+      const std::string text = printable(in.text(), 4000);
+      const auto ranks = in.numbers<std::vector<int>>();
+      throw RendezvousError(
+          concat("rank ", hello.rank, ", rendezvous on ", hello.where, ": ", text),
+          proven ? ranks : std::vector<int>());
+    }
+    if (!proven) {
+      if (in.kind != Frame::welcome ||
+          !same_proof(in.text(), store_proof(*secret, challenge->nonce, fields)))
+        throw_foreign(hello, "it does not know the job's secret");
+      proven = true;
+      continue;
+    }
+    if (in.kind == Frame::retry) {
+      why = kEarlier;
+      return nullptr;
+    }
+    if (in.kind != Frame::ready) throw_foreign(hello, "it speaks another version of the protocol");
+    break;
   }
-  if (in.kind == Frame::refused) {
-    const std::string text(in.text());
-    throw RendezvousError(concat("rank ", hello.rank, ", rendezvous on ", hello.where, ": ", text),
-                          in.numbers<std::vector<int>>());
-  }
-  if (in.kind != Frame::ready) throw_foreign(hello, "it speaks another version of the protocol");
   std::shared_ptr<StoreConnection> connection(new StoreConnection(std::move(socket), hello));
   connection->reader_ = std::thread([raw = connection.get()] { raw->run(); });
   return connection;
@@ -105,8 +193,8 @@ std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hell
 
 StoreConnection::~StoreConnection() {
   leave();
-  // The server closes after the goodbye. Closing first, with news unread, would reset the
-  // connection, and the goodbye could be lost with it.
+  // The server closes once it has read that this rank leaves. Closing first, with news
+  // unread, would reset the connection, and that word could be lost with it.
   ::shutdown(socket_.fd(), SHUT_WR);
   {
     std::unique_lock lock(mutex_);
@@ -114,6 +202,20 @@ StoreConnection::~StoreConnection() {
   }
   ::shutdown(socket_.fd(), SHUT_RDWR);  // ends the reader, if the server is stopped
   if (reader_.joinable()) reader_.join();
+}
+
+void StoreConnection::forget(const std::string& prefix, std::size_t size,
+                             const std::vector<int>& members) noexcept {
+  if (left_) return;
+  try {
+    send(Writer(Frame::forget)
+             .text(prefix)
+             .number(static_cast<std::uint32_t>(size))
+             .numbers(members)
+             .take(),
+         Clock::now() + std::chrono::milliseconds(200));
+  } catch (...) {  // the store is gone, and the keys with it
+  }
 }
 
 void StoreConnection::leave() noexcept {
@@ -140,7 +242,7 @@ void StoreConnection::send(const std::string& frame, Deadline deadline) {
 
 std::string StoreConnection::call(Frame kind, const std::function<void(Writer&)>& fields,
                                   std::chrono::milliseconds limit, const std::atomic<bool>* stop) {
-  const Deadline deadline = Clock::now() + limit;
+  const Deadline deadline = deadline_after(limit);
   auto pending = std::make_shared<Pending>();
   std::unique_lock lock(mutex_);
   const auto number = next_call_++;
@@ -149,10 +251,15 @@ std::string StoreConnection::call(Frame kind, const std::function<void(Writer&)>
                     concat("rank ", hello_.rank, " has left the job's store on ", hello_.where));
   pending_[number] = pending;
   lock.unlock();
-  Writer out(kind, number);
-  fields(out);
   try {
-    send(out.take(), deadline);
+    Writer out(kind, number);
+    fields(out);
+    const std::string frame = out.take();
+    if (frame.size() > largest_frame)
+      C10_THROW_ERROR(ValueError,
+                      concat("rank ", hello_.rank, " gave the job's store ", frame.size(),
+                             " bytes in one call; it takes at most ", largest_frame));
+    send(frame, deadline);
   } catch (...) {
     lock.lock();
     pending_.erase(number);
@@ -185,13 +292,12 @@ void StoreConnection::wake() {
 
 void StoreConnection::run() {
   for (;;) {
-    Transfer how;
-    const std::string frame = receive_frame(socket_, Deadline::max(), how);
-    if (how == Transfer::late) continue;
-    if (how != Transfer::done) break;
     try {
+      Transfer how;
+      const std::string frame = receive_frame(socket_, Deadline::max(), largest_frame, how);
+      if (how != Transfer::done) break;
       take(frame);
-    } catch (const std::out_of_range&) {
+    } catch (const std::exception&) {  // nonsense, or no memory for it
       break;
     }
   }
@@ -310,7 +416,7 @@ std::vector<RollEntry> StoreConnection::roll_call(const std::string& group,
                                                   std::chrono::milliseconds limit) noexcept {
   std::vector<RollEntry> roll;
   for (const int member : members) roll.push_back({member, RollEntry::Answer::unknown, {}});
-  const Deadline deadline = Clock::now() + limit;
+  const Deadline deadline = deadline_after(limit);
   auto pending = std::make_shared<Pending>();
   std::uint64_t number = 0;
   try {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "tessera/comm/group/detail/group_watch.h"
+#include "tessera/comm/store/detail/secret.h"
 #include "tessera/comm/store/detail/socket.h"
 #include "tessera/comm/store/detail/wire.h"
 
@@ -29,15 +30,19 @@ struct Hello {
   std::string job;
   /// "10.0.0.1:29500", for messages.
   std::string where;
+  /// Without a name: that of the file that the store names.
+  Secret secret = Secret::none();
 };
 
 class StoreConnection : public FaultChannel {
  public:
-  /// Speaks to the server behind `socket` and blocks until all ranks are there. Throws
-  /// RendezvousError. Returns null, and says why, where it may help to try again: a store of an
-  /// earlier meeting is about to end, or did so just now.
+  /// Speaks to the server behind `socket` and blocks until all ranks are there. Each end proves to
+  /// the other that it knows the job's secret. Throws RendezvousError. Returns null, and says why,
+  /// where it may help to try again: a store of an earlier meeting is about to end, or did so just
+  /// now; or the secret file that the store names is not there (`no_secret`), which may be so on a
+  /// file system of several hosts for a while.
   static std::shared_ptr<StoreConnection> meet(Socket socket, const Hello& hello, Deadline deadline,
-                                               std::string& why);
+                                               std::string& why, bool* no_secret = nullptr);
   ~StoreConnection() override;
 
   /// Sends a call and waits for its reply, a whole frame. Throws c10::DistStoreError after `limit`,
@@ -46,7 +51,13 @@ class StoreConnection : public FaultChannel {
                    std::chrono::milliseconds limit, const std::atomic<bool>* stop = nullptr);
   void wake();
 
-  /// Says goodbye: this rank's end is not a loss. Later calls throw.
+  /// This rank needs the keys that begin with `prefix` no more; when all `size` ranks that use them
+  /// have said so, or have ended, the store removes them. `members` are those ranks; it is enough
+  /// that one of them names them.
+  void forget(const std::string& prefix, std::size_t size,
+              const std::vector<int>& members) noexcept;
+
+  /// Deregisters this rank: its end is not a loss. Later calls throw.
   void leave() noexcept;
   /// Ends the connection as the death of the process would. For tests.
   void cut() noexcept;

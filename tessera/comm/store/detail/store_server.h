@@ -1,17 +1,23 @@
 #pragma once
 // StoreServer: the job's key-value store, served by one thread of rank 0. It also knows who is
-// there: a rank whose connection ends without a goodbye is lost, and all others hear of it at once.
+// there: a rank whose connection ends before it has deregistered is lost, and all others hear of it at once.
+//
+// Who connects is a stranger until it has proven that it knows the job's secret. Strangers cost
+// little and get nothing: some seconds, 4 KiB of memory each, some hundred at a time, one block of
+// bytes a turn. What they do never ends the meeting of the others.
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
+#include "tessera/comm/store/detail/secret.h"
 #include "tessera/comm/store/detail/socket.h"
 #include "tessera/comm/store/detail/wire.h"
 
@@ -19,9 +25,10 @@ namespace tessera::detail {
 
 class StoreServer {
  public:
-  /// Serves on a listening socket until destroyed. Connections with another `job` are turned away.
-  StoreServer(Socket listener, int world_size, std::string job);
-  /// Waits up to the linger for ranks that have not said goodbye, then ends the thread.
+  /// Serves on a listening socket until destroyed. Ranks of another `job` are turned away. Raises
+  /// the soft limit of descriptors where the world needs more of them.
+  StoreServer(Socket listener, int world_size, std::string job, Secret secret = Secret::none());
+  /// Waits up to the linger for ranks that have not deregistered, then ends the thread.
   ~StoreServer();
   StoreServer(const StoreServer&) = delete;
   StoreServer& operator=(const StoreServer&) = delete;
@@ -37,8 +44,11 @@ class StoreServer {
     std::string in, out;
     bool greeted = false;  // its magic was right
     bool closing = false;  // close when `out` is sent
-    int rank = -1;         // after its hello
+    int rank = -1;         // once it is in the meeting
     std::string who;
+    std::uint64_t number = 0;  // of the connection, in the order of their coming
+    std::string nonce;         // of its challenge
+    Deadline since;
   };
   struct Waiter {  // a get or wait for keys that do not exist yet
     int fd;
@@ -47,46 +57,81 @@ class StoreServer {
     std::vector<std::string> keys;
     std::size_t known;  // keys[0, known) exist
   };
+  /// Who still needs the keys of a prefix, and who has said that it does not.
+  struct Forgetting {
+    std::size_t size = 0;
+    std::set<int> done;
+    std::vector<int> members;
+  };
 
+  // store_server.cpp: the thread and its sockets
   void run();
-  void accept_all();
+  bool turn();
+  void handle(int fd, std::uint32_t events);
+  void drop_broken();
+  void accept_some();
+  void listen_for_more(bool on);
+  void watch_strangers();
   void read(Client& client);
   void write(Client& client);
   void drop(int fd);
   void send(Client& client, std::string frame);
   void send_to_all(const std::string& frame, int except_rank = -1);
-  void serve(Client& client, Reader& in);
+  Client* of_rank(int rank);
+
+  // store_meeting.cpp: who is let in
   void greet(Client& client, Reader& in);
+  void let_in(Client& client, int rank, std::chrono::milliseconds limit);
   void refuse(Client& client, const std::string& text, const std::vector<int>& ranks = {});
   void fail_meeting(const std::string& text, const std::vector<int>& ranks);
   void check_deadline();
+
+  // store_calls.cpp: keys, and news of groups
+  void serve(Client& client, Reader& in);
+  bool serve_keys(Client& client, Reader& in);
   void stored(const std::string& key);
   void answer_waiter(const Waiter& waiter);
   bool settle(Waiter& waiter);
-  Client* of_rank(int rank);
+  void stop_waiting(int fd, const std::uint64_t* call);
+  void forget(Client& client, Reader& in);
+  bool forgotten(const std::string& prefix, const Forgetting& entry);
+  void tell_lost(int rank, const std::string& who);
 
   Socket listener_;
   int port_;
   int world_size_;
   std::string job_;
+  Secret secret_;
   std::atomic<std::chrono::milliseconds> linger_{std::chrono::milliseconds(0)};
   std::atomic<bool> stop_{false};
   Socket epoll_, wake_;
 
   // Used by the thread alone.
+  Deadline end_ = Deadline::max();  // of the linger
   std::unordered_map<int, std::unique_ptr<Client>> clients_;
+  std::map<std::uint64_t, int> strangers_;  // oldest first; by number of the connection
+  std::size_t most_strangers_;
+  std::uint64_t connections_ = 0;
+  bool listening_ = true, resting_ = false;
+  Deadline listen_again_ = Deadline::max();
+  bool no_descriptors_ = false;  // accept() failed for want of them
+  int turned_away_ = 0;          // connections that could not prove themselves
+  std::string last_stranger_;
+  int handled_ = -1;             // whose event is being handled
   std::vector<int> broken_;      // to be dropped when the current event is done
   std::vector<int> fd_of_rank_;  // -1: not here
-  std::vector<bool> left_;       // said goodbye
+  std::vector<bool> left_;       // deregistered
   int here_ = 0, gone_ = 0;
   bool complete_ = false;
   std::string failure_;  // why the meeting failed
   std::vector<int> failure_ranks_;
   Deadline deadline_ = Deadline::max();  // of the meeting: the earliest that any rank asked for
   std::chrono::milliseconds shortest_{0};
-  std::unordered_map<std::string, std::string> values_;
+  // in order, so that the keys of a prefix stand together
+  std::map<std::string, std::string, std::less<>> values_;
   // by the first key that is missing
   std::unordered_map<std::string, std::vector<std::shared_ptr<Waiter>>> waiting_;
+  std::map<std::string, Forgetting> forgetting_;
   // number -> who asked, its call
   std::unordered_map<std::uint64_t, std::pair<int, std::uint64_t>> questions_;
   std::uint64_t next_question_ = 1;

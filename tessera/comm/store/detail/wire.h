@@ -2,6 +2,11 @@
 // The protocol of the job's store. Both ends first send `store_magic`, then frames: size of the
 // rest (4 bytes), kind (1), call number (8), fields. Numbers are little-endian as all hosts of a
 // job are; a text is its length (4 bytes) and its bytes.
+//
+// The meeting: the store sends `challenge` to whoever connects. The rank answers with `hello`, which
+// ends with a proof that it knows the job's secret; the store answers with its own, in `welcome`,
+// and with `ready` when all ranks are there. Until a connection has proven itself, neither end keeps
+// more than `largest_stranger` bytes of it.
 
 #include <cstdint>
 #include <cstring>
@@ -16,11 +21,15 @@ inline constexpr std::size_t largest_frame = std::size_t{1} << 30;
 
 /// The blank line makes a web server that listens on the port answer at once instead of waiting for
 /// more.
-inline constexpr std::string_view store_magic = "TESSERA/1\r\n\r\n";
+inline constexpr std::string_view store_magic = "TESSERA/2\r\n\r\n";
+
+inline constexpr std::size_t largest_stranger = 4096;
+/// Longer names of processes and jobs are cut.
+inline constexpr std::size_t longest_name = 512;
 
 enum class Frame : std::uint8_t {
   // from a rank
-  hello,     // rank, world size, limit in ms, who (process and host), job
+  hello,     // rank, world size, limit in ms, who (process and host), job, nonce, proof
   set,       // n, n x (key, value)                       -> reply
   get,       // n, n x key; answers when all exist        -> reply: n x value
   wait,      // n, n x key; answers when all exist        -> reply
@@ -35,10 +44,13 @@ enum class Frame : std::uint8_t {
   poison,    // group, n, n x member, n, n x lost rank, timed out, reason
   ask,       // group, n, n x member                      -> reply, then an answer a member
   position,  // answers a question: begun, operation
+  forget,    // prefix, n, members or none: once n ranks have said it, its keys are removed
   // from the server
-  ready,    // all ranks are here
-  retry,    // the meeting of an earlier store has not ended: try again
-  refused,  // text, n, n x rank
+  challenge,  // complete, name of the secret, nonce
+  welcome,    // proof
+  ready,      // all ranks are here
+  retry,      // the meeting of an earlier store has not ended: try again
+  refused,    // text, n, n x rank
   reply,
   lost,      // rank, text
   poisoned,  // group, n, n x lost rank, timed out, reason

@@ -1,0 +1,42 @@
+#pragma once
+// The job's secret in a file that only its user can read: how it reaches the other ranks where the
+// launcher hands over nothing. The store tells whoever connects the name of the file, which gives
+// nothing away; a process of another user cannot open it.
+//
+//   SecretFile file = SecretFile::create(other_hosts);    // rank 0, until all ranks are in
+//   std::optional<std::string> secret = read_secret_file(name);   // the others
+
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace tessera::detail {
+
+/// Removes the file when it ends.
+class SecretFile {
+ public:
+  SecretFile() = default;
+  /// A new secret in a new file of mode 0600: in /tmp/tessera-<user id>, or with `other_hosts` in
+  /// the home folder, $HOME/.tessera, which the hosts of a cluster share. Takes the other folder
+  /// where the first cannot be used. Throws RendezvousError if neither can.
+  static SecretFile create(bool other_hosts);
+  SecretFile(SecretFile&& other) noexcept;
+  SecretFile& operator=(SecretFile&& other) noexcept;
+  ~SecretFile() { remove(); }
+  /// 32 hexadecimal digits.
+  const std::string& name() const { return name_; }
+  const std::string& secret() const { return secret_; }
+  void remove() noexcept;
+
+ private:
+  std::string folder_, name_, secret_;
+};
+
+bool is_secret_file_name(std::string_view name);
+/// What the file of this name holds, if a file of this user is there. Symbolic links, files of
+/// others and files that others can read are passed over.
+std::optional<std::string> read_secret_file(const std::string& name);
+/// The folders that are looked into, for messages.
+std::string secret_folders();
+
+}  // namespace tessera::detail

@@ -1,0 +1,250 @@
+// StoreServer: keys, questions, and news of groups.
+
+#include <algorithm>
+#include <cstdlib>
+#include <stdexcept>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/store/detail/store_server.h"
+
+namespace tessera::detail {
+namespace {
+
+std::vector<std::string> texts(Reader& in) {
+  std::vector<std::string> all;
+  for (auto n = in.number<std::uint32_t>(); n > 0; --n) all.emplace_back(in.text());
+  return all;
+}
+
+std::string gone_answer(std::uint64_t call, int rank) {
+  return Writer(Frame::answer, call)
+      .number(std::int32_t{rank})
+      .number(std::uint8_t{0})
+      .number(std::uint64_t{0})
+      .text("")
+      .take();
+}
+
+}  // namespace
+
+void StoreServer::tell_lost(int rank, const std::string& who) {
+  const auto text = left_[rank]
+                        ? concat("rank ", rank, " (", who, ") has left the job")
+                        : concat("rank ", rank, " (", who,
+                                 ") ended without leaving the job (killed, crashed, or cut off)");
+  send_to_all(Writer(Frame::lost)
+                  .number(std::int32_t{rank})
+                  .number(static_cast<std::uint8_t>(left_[rank]))
+                  .text(text)
+                  .take());
+  // Whoever asked about its position need not wait for it.
+  for (const auto& [number, asker] : questions_)
+    if (const auto client = clients_.find(asker.first); client != clients_.end())
+      send(*client->second, gone_answer(asker.second, rank));
+  std::erase_if(forgetting_, [this](const auto& f) { return forgotten(f.first, f.second); });
+}
+
+bool StoreServer::settle(Waiter& waiter) {
+  while (waiter.known < waiter.keys.size() && values_.count(waiter.keys[waiter.known]))
+    ++waiter.known;
+  return waiter.known == waiter.keys.size();
+}
+
+void StoreServer::answer_waiter(const Waiter& waiter) {
+  const auto at = clients_.find(waiter.fd);
+  if (at == clients_.end()) return;
+  Writer out(Frame::reply, waiter.call);
+  if (waiter.values)
+    for (const auto& key : waiter.keys) {
+      // another rank may have removed one that was there
+      const auto value = values_.find(key);
+      out.text(value == values_.end() ? std::string_view() : std::string_view(value->second));
+    }
+  send(*at->second, out.take());
+}
+
+void StoreServer::stored(const std::string& key) {
+  const auto at = waiting_.find(key);
+  if (at == waiting_.end()) return;
+  const auto waiters = std::move(at->second);
+  waiting_.erase(at);
+  for (const auto& waiter : waiters) {
+    if (settle(*waiter))
+      answer_waiter(*waiter);
+    else
+      waiting_[waiter->keys[waiter->known]].push_back(waiter);
+  }
+}
+
+void StoreServer::stop_waiting(int fd, const std::uint64_t* call) {
+  for (auto& [key, waiters] : waiting_)
+    std::erase_if(waiters,
+                  [&](const auto& w) { return w->fd == fd && (!call || w->call == *call); });
+  std::erase_if(waiting_, [](const auto& w) { return w.second.empty(); });
+  std::erase_if(questions_, [&](const auto& q) {
+    return q.second.first == fd && (!call || q.second.second == *call);
+  });
+}
+
+void StoreServer::forget(Client& client, Reader& in) {
+  const std::string prefix(in.text());
+  auto& entry = forgetting_[prefix];
+  entry.size = in.number<std::uint32_t>();
+  entry.done.insert(client.rank);
+  if (auto members = in.numbers<std::vector<int>>(); !members.empty())
+    entry.members = std::move(members);
+  if (forgotten(prefix, entry)) forgetting_.erase(prefix);
+}
+
+/// Removes the keys of the prefix if no member needs them any more.
+bool StoreServer::forgotten(const std::string& prefix, const Forgetting& entry) {
+  const bool over = entry.done.size() >= entry.size ||
+                    (!entry.members.empty() &&
+                     std::all_of(entry.members.begin(), entry.members.end(), [&](int member) {
+                       return entry.done.count(member) || !of_rank(member);
+                     }));
+  if (!over) return false;
+  auto at = values_.lower_bound(prefix);
+  while (at != values_.end() && at->first.compare(0, prefix.size(), prefix) == 0)
+    at = values_.erase(at);
+  return true;
+}
+
+/// False if the frame is about something else than keys.
+bool StoreServer::serve_keys(Client& client, Reader& in) {
+  Writer reply(Frame::reply, in.call);
+  switch (in.kind) {
+    case Frame::set: {
+      std::vector<std::string> keys;
+      for (auto n = in.number<std::uint32_t>(); n > 0; --n) {
+        keys.emplace_back(in.text());
+        values_[keys.back()] = in.text();
+      }
+      send(client, reply.take());
+      for (const auto& key : keys) stored(key);
+      return true;
+    }
+    case Frame::get:
+    case Frame::wait: {
+      auto waiter = std::make_shared<Waiter>(
+          Waiter{client.socket.fd(), in.call, in.kind == Frame::get, texts(in), 0});
+      if (settle(*waiter))
+        answer_waiter(*waiter);
+      else
+        waiting_[waiter->keys[waiter->known]].push_back(waiter);
+      return true;
+    }
+    case Frame::add: {
+      const std::string key(in.text());
+      auto& value = values_[key];
+      std::int64_t sum = in.number<std::int64_t>();
+      if (!value.empty()) sum += std::strtoll(value.c_str(), nullptr, 10);
+      value = std::to_string(sum);
+      send(client, reply.number(sum).take());
+      stored(key);
+      return true;
+    }
+    case Frame::compare: {  // as c10d::Store::compareSet
+      const std::string key(in.text());
+      const std::string expected(in.text()), desired(in.text());
+      const auto at = values_.find(key);
+      if (at == values_.end() ? expected.empty() : at->second == expected) {
+        values_[key] = desired;
+        send(client, reply.text(desired).take());
+        stored(key);
+        return true;
+      }
+      send(client, reply.text(at == values_.end() ? expected : at->second).take());
+      return true;
+    }
+    case Frame::remove:
+      send(client,
+           reply.number(static_cast<std::int64_t>(values_.erase(std::string(in.text())))).take());
+      return true;
+    case Frame::check: {
+      const auto keys = texts(in);
+      const bool all = std::all_of(keys.begin(), keys.end(),
+                                   [this](const auto& key) { return values_.count(key) > 0; });
+      send(client, reply.number(std::int64_t{all}).take());
+      return true;
+    }
+    case Frame::count:
+      send(client, reply.number(static_cast<std::int64_t>(values_.size())).take());
+      return true;
+    case Frame::append: {
+      const std::string key(in.text());
+      values_[key] += in.text();
+      send(client, reply.take());
+      stored(key);
+      return true;
+    }
+    default:
+      return false;
+  }
+}
+
+void StoreServer::serve(Client& client, Reader& in) {
+  if (client.rank < 0 && in.kind != Frame::hello)
+    throw std::out_of_range("a call before the hello");
+  if (serve_keys(client, in)) return;
+  switch (in.kind) {
+    case Frame::hello:
+      if (client.rank >= 0) throw std::out_of_range("a second hello");
+      return greet(client, in);
+    case Frame::cancel:
+      return stop_waiting(client.socket.fd(), &in.call);
+    case Frame::forget:
+      return forget(client, in);
+    case Frame::bye:
+      left_[client.rank] = true;
+      broken_.push_back(client.socket.fd());
+      return;
+    case Frame::poison: {
+      const std::string group(in.text());
+      const auto members = in.numbers<std::vector<int>>();
+      const auto lost = in.numbers<std::vector<int>>();
+      const auto timed_out = in.number<std::uint8_t>();
+      const auto frame = Writer(Frame::poisoned)
+                             .text(group)
+                             .numbers(lost)
+                             .number(timed_out)
+                             .text(in.text())
+                             .take();
+      for (const int member : members)
+        if (Client* other = member == client.rank ? nullptr : of_rank(member)) send(*other, frame);
+      return;
+    }
+    case Frame::ask: {
+      const std::string group(in.text());
+      const auto number = next_question_++;
+      questions_[number] = {client.socket.fd(), in.call};
+      send(client, Writer(Frame::reply, in.call).take());
+      const auto frame = Writer(Frame::question, number).text(group).take();
+      for (const int member : in.numbers<std::vector<int>>()) {
+        if (Client* other = of_rank(member))
+          send(*other, frame);
+        else
+          send(client, gone_answer(in.call, member));
+      }
+      return;
+    }
+    case Frame::position: {
+      const auto at = questions_.find(in.call);
+      if (at == questions_.end()) return;
+      const auto asker = clients_.find(at->second.first);
+      if (asker == clients_.end()) return;
+      const auto begun = in.number<std::uint64_t>();
+      send(*asker->second, Writer(Frame::answer, at->second.second)
+                               .number(std::int32_t{client.rank})
+                               .number(std::uint8_t{1})
+                               .number(begun)
+                               .text(in.text())
+                               .take());
+      return;
+    }
+    default:
+      throw std::out_of_range("a frame that only the server sends");
+  }
+}
+
+}  // namespace tessera::detail
