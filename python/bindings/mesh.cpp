@@ -3,24 +3,28 @@
 #include <torch/headeronly/version.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <stdexcept>
 
+#include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/job/parallel_groups.h"
+#include "tessera/comm/job/thread_ranks.h"
 #include "tessera/tensor/policy.h"
 
 namespace tessera::python {
 
 namespace {
 
-std::chrono::milliseconds milliseconds(double seconds) {
-  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
+// Python's functions have no handle to carry the manager. One a thread, since ranks may be threads.
+std::optional<DistributedManager>& current() {
+  thread_local std::optional<DistributedManager> here;
+  return here;
 }
 
 ManagerOptions manager_options(const std::string& backend, double timeout) {
   ManagerOptions options;
   options.backend = backend;
-  if (timeout > 0) options.timeout = milliseconds(timeout);
+  if (timeout > 0) options.timeout = bounded_limit(std::chrono::duration<double>(timeout));
   return options;
 }
 
@@ -39,13 +43,13 @@ std::vector<Axis> axes(const std::vector<std::string>& names,
 struct PyThreadRanks : torch::CustomClassHolder {
   PyThreadRanks(std::int64_t ranks, const std::string& backend, double timeout)
       : ranks(static_cast<int>(ranks), manager_options(backend, timeout)) {}
-  void enter(std::int64_t rank) const { set_current_manager(ranks.enter(static_cast<int>(rank))); }
+  void enter(std::int64_t rank) const { current() = ranks.enter(static_cast<int>(rank)); }
   void fail(std::int64_t rank, const std::string& what) const {
     ranks.fail(static_cast<int>(rank), what);
   }
   void leave(std::int64_t rank) const {
     ranks.leave(static_cast<int>(rank));
-    clear_current_manager();
+    current().reset();
   }
   ThreadRanks ranks;
 };
@@ -58,22 +62,22 @@ struct PyTrace : torch::CustomClassHolder {
 };
 
 void init(const std::string& backend, double timeout) {
-  if (has_current_manager())
+  if (current().has_value())
     throw ConfigurationError("tessera.init: this rank is initialized already");
-  set_current_manager(DistributedManager::initialize(manager_options(backend, timeout)));
+  current() = DistributedManager::initialize(manager_options(backend, timeout));
 }
 
 // `failed`: the program ends by an exception, which the other ranks must learn now, not at their
 // time limit.
 void shutdown(bool failed) {
-  if (!has_current_manager()) return;
+  if (!current()) return;
   if (!failed) {
-    clear_current_manager();
+    current().reset();
     return;
   }
   try {
     const DistributedManager last = here();
-    clear_current_manager();
+    current().reset();
     throw std::runtime_error("the program ends by an exception");
   } catch (const std::runtime_error&) {  // the manager has seen it pass
   }
@@ -95,12 +99,12 @@ PyMesh::PyMesh(const std::vector<std::string>& names, const std::vector<std::int
     : mesh(here().mesh(axes(names, sizes))) {}
 
 DistributedManager here() {
-  if (!has_current_manager()) {
+  if (!current()) {
     throw ConfigurationError(
         "this thread is no rank yet: call tessera.init() first, or run the code with "
         "tessera.run_threads()");
   }
-  return current_manager();
+  return *current();
 }
 
 TORCH_LIBRARY_FRAGMENT(tessera, library) {
@@ -156,7 +160,7 @@ TORCH_LIBRARY_FRAGMENT(tessera, library) {
   });
   library.def("init", &init);
   library.def("shutdown", &shutdown);
-  library.def("initialized", [] { return has_current_manager(); });
+  library.def("initialized", [] { return current().has_value(); });
   library.def("rank", []() -> std::int64_t { return here().rank(); });
   library.def("world_size", []() -> std::int64_t { return here().world_size(); });
   library.def("local_rank", []() -> std::int64_t { return here().local_rank(); });

@@ -11,14 +11,17 @@
 #include <numeric>
 #include <random>
 #include <stdexcept>
+#include <thread>
 
 #include "fork_ranks.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/detail/manager_state.h"
 #include "tessera/comm/job/manager.h"
+#include "tessera/comm/job/thread_ranks.h"
 #include "tessera/comm/job/threads.h"
 #include "tessera/mesh/errors.h"
 #include "tessera/mesh/mapping/cost.h"
+#include "tessera/mesh/mapping/rank_mapping.h"
 #include "tessera/mesh/mapping/topology.h"
 
 namespace tessera {
@@ -305,8 +308,11 @@ TEST(ThreadManager, TreeOnATopologyRunsItsTrafficInsideAHost) {
     config.add_node({.name = "near", .size = 2}, "world");
     config.add_node({.name = "far"}, "world");
     const auto topology = Topology::uniform(2, 2);
-    manager.create_process_groups(
+    const RankMapping mapping = manager.create_process_groups(
         config, topology, {{.axes = {"far"}, .bytes = 1e9}, {.axes = {"near"}, .bytes = 1e3}});
+    require(mapping.seconds < mapping.naive_seconds && mapping.slot_of.size() == 4,
+            "the mapping that was chosen");
+    require(manager.mesh("world").layout().ranks() == mapping.slot_of, "the mesh of the mapping");
     const Group far = manager.group("far"), near = manager.group("near");
     require(topology.host_of(far.ranks()[0]) == topology.host_of(far.ranks()[1]),
             concat("far over hosts: ", list(far.ranks())));
@@ -322,6 +328,69 @@ TEST(ThreadManager, TreeOnATopologyRunsItsTrafficInsideAHost) {
     }
     require(refused, "a topology of six slots for four ranks was taken");
   });
+}
+
+TEST(ThreadManager, MeshesByName) {
+  run_threads(8, [](DistributedManager& manager) {
+    auto config = tree();
+    config.set_options("shard", {"", 54321ms});
+    config.set_options("dp", {"", 65432ms});
+    manager.create_process_groups(config);
+    const DeviceMesh dp = manager.mesh("dp"), mp = manager.mesh("mp"),
+                     world = manager.mesh("world");
+    require(dp.layout().dims() == 2 && dp.layout().size() == 4 && dp.contains_me(), "two leaves");
+    require(dp.layout().ranks() == manager.group("dp").ranks(), "the node's ranks");
+    require(world.layout() == config.mesh(8), "the root is the whole tree");
+    // The tree's own groups, with their options, made once.
+    require(dp.group("shard").state() == manager.group("shard").state(), "shard was made twice");
+    require(dp.group("shard").timeout() == 54321ms, "the leaf's limit");
+    require(dp.all().state() == manager.group("dp").state(), "dp was made twice");
+    require(dp.all().timeout() == 65432ms, "the node's limit");
+    require(world.group("shard").state() == dp.group("shard").state(), "shard was made twice");
+    require(mp.layout().dims() == 1 && mp.all().state() == manager.group("mp").state(), "a leaf");
+    require(dp.group("replicate").timeout() == manager.group("replicate").timeout(), "no option");
+    require_group(manager, dp.group("replicate"), manager.group("replicate").ranks());
+    // A mesh of one's own, by any rank table.
+    const Mesh grid({{"y", 2}, {"x", 2}}, {7, 1, 4, 2});
+    manager.add_mesh("grid", grid);
+    manager.add_mesh("grid", grid);
+    require(manager.mesh(std::string("grid")) == manager.mesh(grid), "a named mesh");
+    const auto throws = [&](const std::function<void()>& call, const std::string& words) {
+      try {
+        call();
+      } catch (const Error& error) {
+        return std::string(error.what()).find(words) != std::string::npos;
+      }
+      return false;
+    };
+    require(throws([&] { manager.mesh("gird"); }, "grid"), "an unknown name shows the known ones");
+    require(throws([&] { manager.add_mesh("grid", Mesh({{"x", 8}})); }, "exists"), "another mesh");
+    require(throws([&] { manager.add_mesh("dp", grid); }, "exists"), "the name of a family");
+    require(throws([&] { manager.add_mesh("far", Mesh({{"x", 9}})); }, "rank 8"), "no such rank");
+    require(throws([&] { manager.create_process_groups(GroupPlan::of_mesh(Mesh({{"grid", 8}}))); },
+                   "exists"),
+            "a family of a mesh's name");
+    require(manager.mesh(GroupPlan::of_config(config, 8)).group("shard").timeout() == 54321ms,
+            "the mesh of a plan");
+  });
+}
+
+TEST(ThreadManager, ARankThatComesLateHearsOfTheFailure) {
+  // As rank 0 fails before rank 1 has its manager.
+  const ThreadRanks ranks(2);
+  ranks.fail(0, "the disk is full");
+  std::string what;
+  std::thread late([&] {
+    const auto manager = ranks.enter(1);
+    try {
+      manager.world().barrier();
+    } catch (const PeerLostError& error) {
+      what = error.what();
+    }
+    ranks.leave(1);
+  });
+  late.join();
+  EXPECT_NE(what.find("the disk is full"), std::string::npos) << what;
 }
 
 TEST(ThreadManager, RefusesGroupsThatCannotBe) {

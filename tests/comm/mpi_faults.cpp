@@ -74,7 +74,7 @@ void run(const MpiWorld& world, const std::string& fault) {
   if (fault == "started_aborted" || fault == "started_late") {
     // Calls of a manager's group: a started one tells why it ended, as a blocking one does.
     const auto manager =
-        tessera::DistributedManager::initialize({.mpi = std::make_shared<MpiWorld>(world)});
+        tessera::DistributedManager::initialize({.mpi = world});
     auto all = manager.world();
     if (world.rank() == last) stay_away();
     auto request = all.start_all_reduce(t[0], tessera::ReduceOp::sum,

@@ -72,7 +72,7 @@ TEST(MpiInterop, ManagerOnACommunicatorOfTheProgram) {
   };
   ManagerOptions options;
   options.backend = "mpi";
-  options.mpi = std::make_shared<MpiWorld>(mpi_world(split.comm));
+  options.mpi = mpi_world(split.comm);
   options.launch = launch(split.size);
   {
     const auto manager = DistributedManager::initialize(options);
@@ -112,7 +112,7 @@ TEST(MpiInterop, ManagerOnACommunicatorOfTheProgram) {
 
 TEST(MpiInterop, ManagerWithoutStoreOrSockets) {
   const Split split;
-  const auto mpi = std::make_shared<MpiWorld>(mpi_world(split.comm));
+  const auto mpi = mpi_world(split.comm);
   const auto manager = DistributedManager::initialize({.mpi = mpi});
   EXPECT_EQ(manager.rank(), split.rank);
   EXPECT_EQ(manager.world_size(), split.size);
@@ -143,7 +143,7 @@ TEST(MpiInterop, BothEndsOfAMessageThatDoesNotFitAreTold) {
       {at::ones({4}), at::zeros({4}), "rows", "columns", {"'rows'", "'columns'"}}};
   const auto manager = DistributedManager::initialize(
       {.check_level = CheckLevel::collective,
-       .mpi = std::make_shared<MpiWorld>(mpi_world(MPI_COMM_WORLD))});
+       .mpi = mpi_world(MPI_COMM_WORLD)});
   const int me = manager.rank(), last = manager.world_size() - 1;
   if (last == 0) return;
   // From the first rank to the last; the group goes on.
@@ -176,7 +176,7 @@ TEST(MpiInterop, BothEndsOfAMessageThatDoesNotFitAreTold) {
 TEST(MpiInterop, ComparedMessagesTravelInAnyOrderOfWaits) {
   const auto manager = DistributedManager::initialize(
       {.check_level = CheckLevel::collective,
-       .mpi = std::make_shared<MpiWorld>(mpi_world(MPI_COMM_WORLD))});
+       .mpi = mpi_world(MPI_COMM_WORLD)});
   const Group world = manager.world();
   const int n = world.size(), me = world.rank(), next = (me + 1) % n, before = (me + n - 1) % n;
   if (n == 1) return;
@@ -201,7 +201,7 @@ TEST(MpiInterop, ComparedMessagesTravelInAnyOrderOfWaits) {
 TEST(MpiInterop, ComparedMessagesTravelWhileOneIsOnlyAskedFor) {
   const auto manager = DistributedManager::initialize(
       {.check_level = CheckLevel::collective,
-       .mpi = std::make_shared<MpiWorld>(mpi_world(MPI_COMM_WORLD))});
+       .mpi = mpi_world(MPI_COMM_WORLD)});
   const Group world = manager.world();
   if (world.size() == 1 || world.rank() > 1) return;
   const at::Tensor given = at::full({5}, 3.0), got = at::zeros({5});

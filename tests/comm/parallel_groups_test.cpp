@@ -1,6 +1,8 @@
-// init_parallelism and its groups, on ranks as threads.
+// ParallelGroups, on ranks as threads.
 
 #include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include <random>
@@ -17,14 +19,12 @@ void require(bool holds, const std::string& what) {
   if (!holds) throw std::logic_error(what);
 }
 
-/// Runs `body` on threads with parallelism initialized, and ends it.
+/// Runs `body` on threads with the groups of these sizes.
 void run_parallel(int ranks, int model, int pipeline,
                   const std::function<void(DistributedManager&, const ParallelGroups&)>& body) {
   run_threads(ranks, [&](DistributedManager& manager) {
-    set_current_manager(manager);
-    body(manager, init_parallelism(model, pipeline));
-    reset_parallelism();
-    clear_current_manager();
+    const ParallelGroups groups(manager, {.model = model, .pipeline = pipeline});
+    body(manager, groups);
   });
 }
 
@@ -75,52 +75,109 @@ TEST(ParallelGroups, AnySizesThatDivideTheWorld) {
   }
 }
 
-TEST(ParallelGroups, WrongSizesAndWrongOrderAreErrors) {
+TEST(ParallelGroups, WrongSizesAreErrors) {
   run_threads(4, [](DistributedManager& manager) {
-    auto fails = [](const std::function<void()>& call) {
-      try {
-        call();
-      } catch (const ParallelismError&) {
-        return true;
-      }
-      return false;
-    };
-    require(!parallelism_is_initialized(), "nothing yet");
-    require(fails([] { parallelism(); }), "parallelism() before init");
-    set_current_manager(manager);
     for (const auto& [model, pipeline] :
-         std::vector<std::pair<int, int>>{{3, 1}, {2, 4}, {0, 1}, {1, -1}, {8, 1}})
-      require(fails([&, m = model, p = pipeline] { init_parallelism(m, p); }),
-              concat("sizes ", model, " and ", pipeline, " were taken"));
-    init_parallelism(2, 1);
-    require(parallelism_is_initialized() && parallelism().mp.world_size == 2, "initialized");
-    require(fails([] { init_parallelism(2, 1); }), "a second init");
-    require(fails([] { clear_current_manager(); }), "the manager was given up");
-    const Group model = parallelism().mp.group, mine = manager.group(model.ranks());
-    reset_parallelism();
-    reset_parallelism();
-    require(!parallelism_is_initialized(), "after reset");
+         std::vector<std::pair<int, int>>{{3, 1}, {2, 4}, {0, 1}, {1, -1}, {8, 1}}) {
+      bool refused = false;
+      try {
+        ParallelGroups(manager, {.model = model, .pipeline = pipeline});
+      } catch (const ParallelismError& error) {
+        refused = std::string(error.what()).find(std::to_string(model)) != std::string::npos;
+      }
+      require(refused, concat("sizes ", model, " and ", pipeline, " were taken"));
+    }
+    // Different numbers on one rank, or different options.
+    for (const bool limit : {false, true}) {
+      ParallelOptions options{.model = !limit && manager.rank() == 2 ? 4 : 2};
+      if (limit && manager.rank() == 1) options.data_group.timeout = std::chrono::seconds(7);
+      std::string what;
+      try {
+        const ParallelGroups groups(manager, options);
+      } catch (const MismatchError& error) {
+        what = error.what();
+      }
+      require(what.find(limit ? "data groups" : "model") != std::string::npos,
+              concat("differing options were taken: ", what));
+    }
+  });
+}
+
+TEST(ParallelGroups, AreTheManagersGroupsAndItsMesh) {
+  run_threads(8, [](DistributedManager& manager) {
+    const ParallelGroups groups(manager, {.model = 2, .pipeline = 2});
+    require(groups.mesh.layout().names() == std::vector<std::string>{"dp", "pp", "mp"}, "axes");
+    require(groups.mesh.group("mp").state() == groups.mp.group.state(), "made twice");
+    require(manager.group(groups.pp.global_ranks).state() == groups.pp.group.state(), "made twice");
+    require(groups.mesh.all().state() == groups.world.group.state(), "the world was made twice");
+    // Two values at a time, of other sizes; what they share is shared.
+    const ParallelGroups wider(manager, {.model = 4});
+    require(wider.mp.world_size == 4 && groups.mp.world_size == 2, "two values");
+    require(wider.world.group.state() == groups.world.group.state(), "the world was made twice");
+    if (manager.rank() == 5) {
+      const std::string line = groups.summary();
+      require(line ==
+                  "8 ranks: data 2 x pipeline 2 x model 2; rank 5: data 1 of [1, 5], pipeline 0 "
+                  "of [5, 7], model 1 of [4, 5]",
+              line);
+    }
+    groups.world.group.barrier();  // nobody shuts down while others compare
+    manager.shutdown();
     bool dead = false;
     try {
-      model.barrier();
+      groups.mp.group.barrier();
     } catch (const CommError&) {
       dead = true;
     }
-    require(dead, "reset left the group alive");
-    mine.barrier();  // the manager's own group of the same ranks is not touched
-    // Different numbers on one rank.
-    bool differs = false;
-    try {
-      init_parallelism(manager.rank() == 2 ? 4 : 2, 1);
-    } catch (const MismatchError& error) {
-      differs = std::string(error.what()).find("model") != std::string::npos;
+    require(dead, "shutdown left the group alive");
+    const ParallelGroups again(manager, {.model = 1, .pipeline = 4});
+    require(again.pp.world_size == 4, "after shutdown");
+  });
+}
+
+TEST(ParallelGroups, EachKindHasItsOptions) {
+  run_threads(4, [](DistributedManager& manager) {
+    ParallelOptions options{.model = 2};
+    options.model_group.timeout = std::chrono::milliseconds(54321);
+    const ParallelGroups groups(manager, options);
+    require(groups.mp.group.timeout() == std::chrono::milliseconds(54321), "the model's limit");
+    require(groups.dp.group.timeout() != std::chrono::milliseconds(54321), "the data's limit");
+    require(groups.mesh.group("mp").state() == groups.mp.group.state(), "made twice");
+  });
+}
+
+TEST(ParallelGroups, ReduceRefusesATensorOfAGraph) {
+  run_parallel(2, 2, 1, [](DistributedManager&, const ParallelGroups& groups) {
+    const at::Tensor weight = at::ones({3}).requires_grad_();
+    for (const at::Tensor& tensor : {weight, weight * 2}) {
+      std::string what;
+      try {
+        groups.mp.reduce(tensor);
+      } catch (const InvalidArgument& error) {
+        what = error.what();
+      }
+      require(what.find("functional::all_reduce") != std::string::npos, what);
     }
-    require(differs, "different numbers were taken");
-    manager.shutdown();
-    init_parallelism(1, 4);
-    require(parallelism().pp.world_size == 4, "after shutdown");
-    reset_parallelism();
-    clear_current_manager();
+    const at::Tensor detached = weight.detach().clone();
+    groups.mp.reduce(detached);
+    require(detached.equal(at::full({3}, 2.)), "a detached tensor");
+    const at::NoGradGuard no_grad;
+    groups.mp.reduce(weight);
+  });
+}
+
+TEST(ParallelGroups, GatherToOneRank) {
+  run_parallel(3, 3, 1, [](DistributedManager&, const ParallelGroups& groups) {
+    const std::vector<std::int64_t> sizes{0, 5, 2};
+    for (int root = 0; root < 3; ++root) {
+      PendingTensor pending = groups.mp.gather_to(
+          root, at::full({2, sizes[groups.mp.rank]}, groups.mp.rank, at::kFloat), 1, root == 1);
+      const at::Tensor all = pending.wait();
+      require(all.defined() == (groups.mp.rank == root), "defined on the root alone");
+      if (all.defined())
+        require(all.equal(at::tensor({1., 1., 1., 1., 1., 2., 2.}).to(at::kFloat).expand({2, 7})),
+                "values");
+    }
   });
 }
 

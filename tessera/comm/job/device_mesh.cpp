@@ -12,13 +12,21 @@ namespace tessera {
 struct DeviceMesh::State {
   Mesh mesh;
   DistributedManager manager;
+  AxisGroupOptions options;
   std::mutex mutex;                          // guards the two below
   std::map<std::vector<int>, Group> groups;  // by sorted axes: asking again costs a look-up
   std::uint64_t generation = 0;              // of the manager's groups when these were made
 };
 
-DeviceMesh::DeviceMesh(Mesh mesh, DistributedManager manager)
-    : state_(new State{std::move(mesh), std::move(manager), {}, {}, 0}) {
+DeviceMesh::DeviceMesh(Mesh mesh, DistributedManager manager, AxisGroupOptions options)
+    : state_(new State{std::move(mesh), std::move(manager), std::move(options), {}, {}, 0}) {
+  for (const auto& [axes, ignored] : state_->options)
+    if (!std::is_sorted(axes.begin(), axes.end()) ||
+        std::any_of(axes.begin(), axes.end(),
+                    [&](int a) { return a < 0 || a >= state_->mesh.dims(); }))
+      throw InvalidArgument(concat("group options for the axes ", list(axes), " of the mesh ",
+                                   state_->mesh.to_string(),
+                                   "; name axes by their indices in ascending order"));
   const int world = state_->manager.world_size();
   for (const int rank : state_->mesh.ranks())
     if (rank >= world)
@@ -53,7 +61,10 @@ Group DeviceMesh::group(const std::vector<int>& axes) const {
     if (const auto at = state_->groups.find(key); at != state_->groups.end()) return at->second;
   }
   // Outside the lock: making a group waits for its other members.
-  Group made = state_->manager.group(state_->mesh.group(key, state_->manager.rank()));
+  const auto options = state_->options.find(key);
+  Group made =
+      state_->manager.group(state_->mesh.group(key, state_->manager.rank()),
+                            options == state_->options.end() ? GroupOptions{} : options->second);
   const std::lock_guard lock(state_->mutex);
   return state_->groups.emplace(std::move(key), made).first->second;
 }
@@ -66,7 +77,8 @@ Group DeviceMesh::all() const {
 
 bool DeviceMesh::operator==(const DeviceMesh& other) const {
   return state_ == other.state_ ||
-         (state_->manager == other.state_->manager && state_->mesh == other.state_->mesh);
+         (state_->manager == other.state_->manager && state_->mesh == other.state_->mesh &&
+          state_->options == other.state_->options);
 }
 
 }  // namespace tessera

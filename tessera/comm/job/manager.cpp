@@ -67,7 +67,7 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
     base.device = c10::DeviceType::CPU;
   }
   if (base.backend == "mpi") {
-    base.mpi = options.mpi ? options.mpi : std::make_shared<MpiWorld>(MpiWorld::initialize());
+    base.mpi = options.mpi ? *options.mpi : MpiWorld::initialize();
     if (base.mpi->rank() != base.launch.rank || base.mpi->size() != base.launch.world_size)
       throw ConfigurationError(concat(
           "the launch says rank ", base.launch.rank, " of ", base.launch.world_size, " (",
@@ -119,6 +119,20 @@ DeviceMesh DistributedManager::mesh(const std::vector<Axis>& axes) const {
   return DeviceMesh(std::move(mesh), *this);
 }
 
+DeviceMesh DistributedManager::mesh(const GroupPlan& plan) const {
+  return DeviceMesh(plan.mesh(), *this, detail::axis_options(plan, 0));
+}
+
+DeviceMesh DistributedManager::named_mesh(const std::string& name) const {
+  auto [mesh, options] = state_->named_mesh(name);
+  return DeviceMesh(std::move(mesh), *this, std::move(options));
+}
+
+void DistributedManager::add_mesh(const std::string& name, const Mesh& mesh) const {
+  const DeviceMesh checked(mesh, *this);
+  state_->add_mesh(name, checked.layout());
+}
+
 void DistributedManager::create_process_groups(const GroupPlan& plan, bool eager) const {
   require_agreement(Group(state_->meeting_place()), "the plan of the process groups",
                     plan.canonical());
@@ -136,17 +150,18 @@ void DistributedManager::create_process_groups(const ProcessGroupConfig& config,
   create_process_groups(GroupPlan::of_config(config, ranks), eager);
 }
 
-void DistributedManager::create_process_groups(const ProcessGroupConfig& config,
-                                               const Topology& topology,
-                                               const std::vector<Traffic>& traffic,
-                                               bool eager) const {
+RankMapping DistributedManager::create_process_groups(const ProcessGroupConfig& config,
+                                                      const Topology& topology,
+                                                      const std::vector<Traffic>& traffic,
+                                                      bool eager) const {
   if (topology.slots() != world_size())
     throw MappingError(
         concat("the topology has ", topology.slots(), " slots and the world ", world_size(),
                " ranks; describe the machines that the ranks run on, one slot a rank"));
   const CostModel model(topology, config.mesh(world_size()).axes(), traffic);
-  const RankMapping placement = traffic.empty() ? naive_mapping(model) : optimise_mapping(model);
-  create_process_groups(GroupPlan::of_config(config, placement.slot_of), eager);
+  RankMapping mapping = traffic.empty() ? naive_mapping(model) : optimise_mapping(model);
+  create_process_groups(GroupPlan::of_config(config, mapping.slot_of), eager);
+  return mapping;
 }
 
 Group DistributedManager::named_group(const std::string& family) const {

@@ -7,13 +7,15 @@
 //   Group pair = manager.group({0, 3});              // called by ranks 0 and 3 alone
 //   auto mesh = manager.mesh({{"data", 2}, {"model", 2}});
 //   Group model = mesh.group("model");
+//   manager.create_process_groups(tree);             // a configuration tree's
+//   auto domain = manager.mesh("domain");            // the node "domain" of the tree, as a mesh
 //
 // Groups are made on first use, by their members alone: what that costs a rank depends on the
 // group's size, not on the world's.
 //
-// The end. The last copy's destructor destroys the groups and says goodbye to the job. Rank 0,
-// which serves the job's store, waits there for the goodbyes of the others (at most
-// ManagerOptions::timeout; 3 seconds once a fault is known). If it runs because an exception
+// The end. The destructor of the last copy destroys the groups and deregisters this rank from the
+// job. Rank 0, which serves the job's store, waits there until the others have deregistered (at
+// most ManagerOptions::timeout; 3 seconds once a fault is known). If it runs because an exception
 // unwinds the stack, the other ranks' pending and later calls throw PeerLostError.
 
 #include <c10/core/Device.h>
@@ -25,22 +27,23 @@
 #include <string>
 #include <vector>
 
+#include "tessera/comm/backends/mpi/mpi.h"
 #include "tessera/comm/group/group.h"
 #include "tessera/launch/launch.h"
 #include "tessera/mesh/groups/group_plan.h"
 #include "tessera/mesh/mapping/cost.h"
+#include "tessera/mesh/mapping/rank_mapping.h"
 #include "tessera/mesh/mapping/topology.h"
 #include "tessera/mesh/mesh.h"
 
 namespace tessera {
 
 class DeviceMesh;
-class MpiWorld;
 
 struct ManagerOptions {
   /// CPU: "gloo" (default), "mpi"; CUDA tensors go to "nccl" where it is built and a GPU is there.
   std::string backend;
-  /// Limit of every wait, unless a call gives its own.
+  /// Limit of every wait, unless a call gives its own; milliseconds::max() waits for ever.
   std::chrono::milliseconds timeout{std::chrono::minutes(5)};
   std::chrono::milliseconds rendezvous_timeout{std::chrono::minutes(2)};
   CheckLevel check_level = CheckLevel::local;
@@ -49,13 +52,13 @@ struct ManagerOptions {
   /// Instead of cuda:(local rank % devices) where the NCCL part can run, and the CPU elsewhere.
   /// NotAvailable for a CUDA device where it cannot.
   std::optional<c10::Device> device;
-  /// Groups over MPI; the world are these ranks, of mpi_world() (mpi_interop.h) for a communicator
-  /// of the program. No store, no sockets, no launcher's environment; CPU tensors. With a `launch`
+  /// Groups over MPI. The world consists of these ranks: those of mpi_world() (mpi_interop.h) for a
+  /// communicator of the program. No store, no sockets, no launcher's environment; CPU tensors. With a `launch`
   /// (rank, world size, address, port among them) a store too: other backends, news of ranks that
   /// are lost:
   ///   options.launch = detect_launch({}, {.rank = mpi->rank(), .world_size = mpi->size(), .address
   ///     = host_of_rank_0, .port = port});
-  std::shared_ptr<MpiWorld> mpi;
+  std::optional<MpiWorld> mpi;
 };
 
 namespace detail {
@@ -72,14 +75,14 @@ class DistributedManager {
   int rank() const;
   int world_size() const;
   int local_rank() const;
-  /// ManagerOptions::device, and what stands there.
+  /// The device of this rank: ManagerOptions::device, or its default.
   c10::Device device() const;
   const Launch& launch() const;
 
   Group world() const;
   /// The group of exactly these global ranks, in this order. Called by its members alone; made on
-  /// first use, then reused. Throws InvalidArgument if this rank is not a member, a rank stands
-  /// twice or is not in the world.
+  /// first use, then reused. Throws InvalidArgument if this rank is not a member, or if a rank is a
+  /// duplicate or not in the world.
   Group group(const std::vector<int>& ranks) const;
   /// With a backend or a time limit of its own: another group than the one without, even of the
   /// same ranks.
@@ -87,6 +90,20 @@ class DistributedManager {
   DeviceMesh mesh(const Mesh& mesh) const;
   /// Outermost first, over the whole world, row-major.
   DeviceMesh mesh(const std::vector<Axis>& axes) const;
+  /// The mesh of a plan (its first view), with the options of the plan's families.
+  DeviceMesh mesh(const GroupPlan& plan) const;
+  /// A mesh by name: one that add_mesh() named, or the ranks of a family of
+  /// create_process_groups() that this rank belongs to, with the family's axes. Of a configuration
+  /// tree: any node, with one axis a leaf below it; its groups are those of the tree's nodes. So a
+  /// module asks for "domain" and needs no mesh from its caller. Throws UnknownName with the known
+  /// names, and InvalidArgument if this rank is not in the family's mesh.
+  template <std::convertible_to<std::string> Name>
+  auto mesh(const Name& name) const {  // a DeviceMesh, which is complete below
+    return named_mesh(name);
+  }
+  /// Gives a mesh a name. Not collective, but all ranks that use the name must name the same mesh.
+  /// Throws RepeatedName if another mesh or a family has the name, InvalidArgument as mesh() does.
+  void add_mesh(const std::string& name, const Mesh& mesh) const;
 
   /// Collective over the world. All ranks compare their plans first: if they differ, every rank
   /// throws MismatchError with the first differing line, and no name is added. The families become
@@ -101,10 +118,11 @@ class DistributedManager {
                              bool eager = false) const;
   /// The same, placed on the machines for the stated traffic (axes are the leaves' names): see
   /// optimise_mapping(). Rank r runs on slot r of the topology, as launchers fill hosts one after
-  /// the other; without traffic the order of the ranks stays. Throws MappingError if slots and
-  /// ranks differ in number.
-  void create_process_groups(const ProcessGroupConfig& config, const Topology& topology,
-                             const std::vector<Traffic>& traffic = {}, bool eager = false) const;
+  /// the other; without traffic the order of the ranks stays. Returns the mapping that it chose.
+  /// Throws MappingError if slots and ranks differ in number.
+  RankMapping create_process_groups(const ProcessGroupConfig& config, const Topology& topology,
+                                    const std::vector<Traffic>& traffic = {},
+                                    bool eager = false) const;
   /// This rank's group of a family. Throws UnknownName with the known names.
   template <std::convertible_to<std::string> Name>
   Group group(const Name& family) const {
@@ -130,6 +148,7 @@ class DistributedManager {
 
  private:
   Group named_group(const std::string& family) const;
+  DeviceMesh named_mesh(const std::string& name) const;
 
   std::shared_ptr<detail::ManagerState> state_;
 };

@@ -4,7 +4,7 @@
 //   MPI_Comm_split(MPI_COMM_WORLD, is_solver, 0, &solver);        // the program's own MPI
 //   auto mpi = tessera::mpi_world(solver);  // duplicated: our messages never meet the program's
 //   // its world are the ranks of `solver`
-//   auto manager = DistributedManager::initialize({.mpi = std::make_shared<MpiWorld>(mpi)});
+//   auto manager = DistributedManager::initialize({.mpi = mpi});
 
 #include <mpi.h>
 

@@ -1,5 +1,6 @@
 #include "tessera/comm/job/parallel_groups.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -19,22 +20,6 @@ namespace tessera {
 ParallelismError::~ParallelismError() = default;
 
 namespace {
-
-// Groups of this tag are their own, so that destroying them takes nothing from whoever asks the
-// manager for the same ranks.
-constexpr auto kTag = "parallelism";
-
-struct Current {
-  std::optional<DistributedManager> manager;
-  std::optional<ParallelGroups> groups;  // after manager: destroyed before it
-};
-
-// The one place with a current manager: the calls of parallel_groups.h have no handle to carry it.
-// A thread is a rank.
-Current& current() {
-  thread_local Current here;
-  return here;
-}
 
 /// The rows of each part of n: the first n mod parts have one more.
 Sizes even_sizes(std::int64_t n, int parts) {
@@ -92,19 +77,54 @@ std::int64_t checked_dim(const char* call, const at::Tensor& tensor, std::int64_
   return dim < 0 ? dim + tensor.dim() : dim;
 }
 
-GroupInfo info_of(const DistributedManager& manager, const std::vector<int>& ranks,
-                  const std::string& backend) {
+GroupInfo info_of(Group group) {
   GroupInfo info;
-  info.group = Group(manager.state()->group(ranks, {backend, std::nullopt}, kTag));
-  info.global_ranks = ranks;
-  info.rank = info.group.rank();
-  info.world_size = info.group.size();
+  info.global_ranks = group.ranks();
+  info.rank = group.rank();
+  info.world_size = group.size();
+  info.group = std::move(group);
   return info;
+}
+
+void require_no_graph(const char* call, const at::Tensor& tensor, const char* instead) {
+  if (tensor.defined() && tensor.requires_grad() && at::GradMode::is_enabled())
+    throw InvalidArgument(concat(call,
+                                 " was given a tensor that requires grad, and is not recorded "
+                                 "by autograd: its gradient would be wrong; ",
+                                 instead, ", or give tensor.detach()"));
+}
+
+std::string words(const GroupOptions& options) {
+  return concat("backend '", options.backend, "', limit ",
+                options.timeout ? std::to_string(options.timeout->count()) : "of the manager");
+}
+
+DeviceMesh mesh_of(const DistributedManager& manager, const ParallelOptions& options) {
+  std::optional<Mesh> mesh;
+  try {
+    mesh = parallel_mesh(manager.world_size(), options.model, options.pipeline);
+  } catch (const GroupConfigError& error) {
+    throw ParallelismError(concat("model parallelism ", options.model, " and pipeline parallelism ",
+                                  options.pipeline, " on ", manager.world_size(),
+                                  " ranks: ", error.what()));
+  }
+  require_agreement(Group(manager.state()->meeting_place()), "model and pipeline parallelism",
+                    concat("model ", options.model, "\npipeline ", options.pipeline,
+                           "\nmodel groups: ", words(options.model_group),
+                           "\npipeline groups: ", words(options.pipeline_group),
+                           "\ndata groups: ", words(options.data_group), "\n"));
+  AxisGroupOptions given;
+  for (const auto& [axis, of] : {std::pair("dp", &options.data_group),
+                                 {"pp", &options.pipeline_group},
+                                 {"mp", &options.model_group}})
+    given[{mesh->index(axis)}] = *of;
+  return DeviceMesh(*mesh, manager, std::move(given));
 }
 
 }  // namespace
 
 Request GroupInfo::reduce(const at::Tensor& tensor, ReduceOp op, bool async) const {
+  require_no_graph("reduce", tensor, "use functional::all_reduce, which is");
   Request request = group.start_all_reduce(tensor, op, {.name = "reduce"});
   if (!async) request.wait();
   return request;
@@ -130,76 +150,46 @@ PendingTensor GroupInfo::gather(const at::Tensor& tensor, std::int64_t dim, bool
   return result;
 }
 
-DistributedManager current_manager() {
-  auto& here = current();
-  if (!here.manager) here.manager = DistributedManager::initialize();
-  return *here.manager;
-}
-
-bool has_current_manager() { return current().manager.has_value(); }
-
-void set_current_manager(const DistributedManager& manager) {
-  auto& here = current();
-  if (here.groups && !(manager == *here.manager))
-    throw ParallelismError(
-        "the current manager cannot be changed while parallelism is initialized on it; call "
-        "reset_parallelism() first");
-  here.manager = manager;
-}
-
-void clear_current_manager() {
-  auto& here = current();
-  if (here.groups)
-    throw ParallelismError(
-        "the current manager cannot be given up while parallelism is initialized on it; call "
-        "reset_parallelism() first");
-  here.manager.reset();
-}
-
-const ParallelGroups& init_parallelism(int model_parallelism, int pipeline_parallelism,
-                                       const ParallelBackends& backends) {
-  auto& here = current();
-  if (here.groups)
-    throw ParallelismError("parallelism is initialized already; call reset_parallelism() first");
-  const DistributedManager manager = current_manager();
-  const int rank = manager.rank();
-  std::optional<Mesh> mesh;
-  try {
-    mesh = parallel_mesh(manager.world_size(), model_parallelism, pipeline_parallelism);
-  } catch (const GroupConfigError& error) {
-    throw ParallelismError(concat("init_parallelism(", model_parallelism, ", ",
-                                  pipeline_parallelism, ") on ", manager.world_size(),
-                                  " ranks: ", error.what()));
+PendingTensor GroupInfo::gather_to(int root, const at::Tensor& tensor, std::int64_t dim,
+                                   bool async) const {
+  dim = checked_dim("gather_to", tensor, dim);
+  require_no_graph("gather_to", tensor, "use gather, which is");
+  if (root < 0 || root >= world_size)
+    throw InvalidArgument(concat("gather_to rank ", root, " of a group of ", world_size,
+                                 " ranks; give 0 to ", world_size - 1));
+  PendingTensor result;
+  if (world_size == 1) {
+    result.tensor = tensor;
+    return result;
   }
-  std::vector<int> everybody(static_cast<std::size_t>(manager.world_size()));
-  for (int r = 0; r < manager.world_size(); ++r) everybody[r] = r;
-  ParallelGroups groups;
-  groups.world = info_of(manager, everybody, "");
-  require_agreement(groups.world.group, "model and pipeline parallelism",
-                    concat("model ", model_parallelism, "\npipeline ", pipeline_parallelism,
-                           "\nbackends: model '", backends.model, "', pipeline '",
-                           backends.pipeline, "', data '", backends.data, "'\n"));
-  groups.mp = info_of(manager, mesh->group("mp", rank), backends.model);
-  groups.pp = info_of(manager, mesh->group("pp", rank), backends.pipeline);
-  groups.dp = info_of(manager, mesh->group("dp", rank), backends.data);
-  here.groups = std::move(groups);
-  return *here.groups;
+  const Sizes sizes = all_sizes(group, tensor.size(dim));
+  const at::Tensor rows = tensor.movedim(dim, 0).contiguous();
+  at::Tensor all;
+  if (rank == root) {
+    auto shape = rows.sizes().vec();
+    shape[0] = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
+    all = at::empty(shape, rows.options());
+    result.tensor = all.movedim(0, dim);
+  }
+  result.request = group.start_gather(all, rows, root, sizes, {.name = "gather to one rank"});
+  if (!async) result.request.wait();
+  return result;
 }
 
-bool parallelism_is_initialized() { return current().groups.has_value(); }
+ParallelGroups::ParallelGroups(const DistributedManager& manager, const ParallelOptions& options)
+    : mesh(mesh_of(manager, options)),
+      mp(info_of(mesh.group("mp"))),
+      pp(info_of(mesh.group("pp"))),
+      dp(info_of(mesh.group("dp"))),
+      world(info_of(manager.world())) {}
 
-const ParallelGroups& parallelism() {
-  if (!current().groups)
-    throw ParallelismError(
-        "parallelism is not initialized on this thread; call init_parallelism() first");
-  return *current().groups;
-}
-
-void reset_parallelism() {
-  auto& here = current();
-  if (!here.groups) return;
-  here.groups.reset();
-  here.manager->state()->destroy(kTag);
+std::string ParallelGroups::summary() const {
+  const auto place = [](const char* name, const GroupInfo& info) {
+    return concat(name, " ", info.rank, " of ", list(info.global_ranks));
+  };
+  return concat(world.world_size, " ranks: data ", dp.world_size, " x pipeline ", pp.world_size,
+                " x model ", mp.world_size, "; rank ", world.rank, ": ", place("data", dp), ", ",
+                place("pipeline", pp), ", ", place("model", mp));
 }
 
 }  // namespace tessera

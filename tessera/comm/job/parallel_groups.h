@@ -1,19 +1,15 @@
 #pragma once
-// Model, pipeline and data parallelism given by two numbers, for code that is written without a
-// handle.
+// Model, pipeline and data parallelism given by two numbers.
 //
-//   init_parallelism(2, 2);                          // on 8 ranks; on every rank
-//   auto& groups = parallelism();
+//   const ParallelGroups groups(manager, {.model = 2, .pipeline = 2});   // on 8 ranks; on every rank
+//   std::cout << groups.summary() << "\n";
 //   groups.mp.group.ranks()                          // rank 5: {4, 5};  .pp: {5, 7};  .dp: {1, 5}
 //   at::Tensor mine = groups.mp.split(weights, 0);   // this rank's rows
 //   at::Tensor all = groups.mp.gather(mine, 0);      // what was split
-//   reset_parallelism();
+//   groups.mesh.group("mp")                          // the same group, as an axis of a mesh
 //
 // On 8 ranks, model 2 and pipeline 2: model [0,1] [2,3] [4,5] [6,7], pipeline [0,2] [1,3] [4,6]
 // [5,7], data [0,4] [1,5] [2,6] [3,7].
-//
-// These calls, and no others of Tessera, use a current manager: one a thread, since ranks may be
-// threads.
 
 #include <ATen/core/Tensor.h>
 
@@ -21,11 +17,12 @@
 #include <vector>
 
 #include "tessera/comm/group/group.h"
+#include "tessera/comm/job/device_mesh.h"
 #include "tessera/comm/job/manager.h"
 
 namespace tessera {
 
-/// Sizes that do not fit the world, or calls in the wrong order.
+/// Sizes that do not fit the world.
 class ParallelismError : public ConfigurationError {
  public:
   using ConfigurationError::ConfigurationError;
@@ -54,7 +51,8 @@ struct GroupInfo {
   int world_size = 1;
 
   /// All-reduce in place. With `async` the request is under way when this returns, else complete.
-  /// Not recorded by autograd.
+  /// Not recorded by autograd, and therefore refused (InvalidArgument) for a tensor of a graph:
+  /// functional::all_reduce is recorded.
   Request reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum, bool async = false) const;
   /// This rank's slice of a tensor that all ranks hold: the first n mod world_size ranks get one
   /// row more, none is lost; a copy. [7, 2] along dim 0 over 3 ranks: 3, 2, 2 rows. Its gradient is
@@ -64,37 +62,36 @@ struct GroupInfo {
   /// its gradient is split. All ranks use the result alike, and so hold the same gradient of it.
   /// Sizes are exchanged first (one small call, which blocks).
   PendingTensor gather(const at::Tensor& tensor, std::int64_t dim = 0, bool async = false) const;
+  /// The same for one rank of the group alone; the others get an undefined tensor. Refused, as
+  /// reduce() is, for a tensor of a graph.
+  PendingTensor gather_to(int root, const at::Tensor& tensor, std::int64_t dim = 0,
+                          bool async = false) const;
 };
 
-struct ParallelGroups {
+/// How many ranks share one model (mp) and how many stages it has (pp); what is left of the world
+/// are replicas (dp). Backend and time limit of each kind are the manager's where none is given.
+struct ParallelOptions {
+  int model = 1;
+  int pipeline = 1;
+  GroupOptions model_group = {}, pipeline_group = {}, data_group = {};
+};
+
+/// A value; it holds the manager, whose groups these are.
+class ParallelGroups {
+ public:
+  /// Collective over the manager's world. Ranks that give different options all get a
+  /// MismatchError. Throws ParallelismError if the sizes do not divide the world.
+  explicit ParallelGroups(const DistributedManager& manager, const ParallelOptions& options = {});
+
+  /// Axes "dp", "pp", "mp", outermost first, over the world. Its groups are the ones below.
+  DeviceMesh mesh;
   GroupInfo mp, pp, dp;
   /// The default group: all ranks.
   GroupInfo world;
+
+  /// One line for the log: "8 ranks: data 2 x pipeline 2 x model 2; rank 5: data 1 of [1, 5],
+  /// pipeline 0 of [5, 7], model 1 of [4, 5]".
+  std::string summary() const;
 };
-
-/// Backend of each kind; empty: the manager's.
-struct ParallelBackends {
-  std::string model, pipeline, data;
-};
-
-/// This thread's manager; made by DistributedManager::initialize() if none was set.
-DistributedManager current_manager();
-void set_current_manager(const DistributedManager& manager);
-bool has_current_manager();
-/// Forgets it: if this was the last handle, the manager ends. Throws ParallelismError while
-/// parallelism is initialized on it.
-void clear_current_manager();
-
-/// Collective over the world of the current manager. Ranks that give different numbers all get a
-/// MismatchError. Throws ParallelismError if the sizes do not divide the world, or if parallelism
-/// is initialized already.
-const ParallelGroups& init_parallelism(int model_parallelism = 1, int pipeline_parallelism = 1,
-                                       const ParallelBackends& backends = {});
-bool parallelism_is_initialized();
-/// Throws ParallelismError before init_parallelism().
-const ParallelGroups& parallelism();
-/// Destroys the groups: handles to them throw CommError from then on. Collective. Does nothing if
-/// nothing is initialized.
-void reset_parallelism();
 
 }  // namespace tessera

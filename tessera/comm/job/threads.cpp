@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <future>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -57,6 +58,9 @@ class Hub {
   void set_receiver(int rank, std::function<void(const std::string&, const Poison&)> receiver) {
     const std::lock_guard lock(mutex_);
     members_[rank].receiver = std::move(receiver);
+    // a rank that enters late must not wait for one that has failed
+    if (members_[rank].receiver && failed_ && *failed_->ranks.begin() != rank)
+      members_[rank].receiver("", *failed_);
   }
   void set_manager(int rank, std::weak_ptr<ManagerState> manager) {
     const std::lock_guard lock(mutex_);
@@ -67,6 +71,7 @@ class Hub {
   // afterwards.
   void tell(int from, const std::string& group, const std::vector<int>& to, const Poison& poison) {
     const std::lock_guard lock(mutex_);
+    if (group.empty() && !failed_) failed_ = poison;
     for (const int rank : to)
       if (rank != from && members_[rank].receiver) members_[rank].receiver(group, poison);
   }
@@ -98,6 +103,7 @@ class Hub {
     std::weak_ptr<ManagerState> manager;
   };
   std::mutex mutex_;
+  std::optional<Poison> failed_;  // of every group: the first rank that failed
   std::vector<Member> members_;
   std::map<std::pair<std::string, int>, std::shared_ptr<ThreadsRoom>> rooms_;
   c10::intrusive_ptr<c10d::Store> store_;
@@ -269,10 +275,27 @@ void run_threads(int ranks, const std::function<void(DistributedManager&)>& body
     }
   };
 
+  // No rank begins before all have a thread: the system may have too few.
+  std::promise<bool> all_started;
+  const std::shared_future<bool> begin = all_started.get_future().share();
   std::vector<std::thread> threads;
-  for (int rank = 1; rank < ranks; ++rank) threads.emplace_back(run, rank);
-  run(0);
+  std::string problem;
+  try {
+    threads.reserve(static_cast<std::size_t>(ranks));
+    for (int rank = 1; rank < ranks; ++rank)
+      threads.emplace_back([&run, begin, rank] {
+        if (begin.get()) run(rank);
+      });
+  } catch (const std::exception& error) {  // std::system_error, std::bad_alloc
+    problem =
+        concat("run_threads was asked for ", ranks, " ranks, and the system gave only ",
+               threads.size() + 1, " threads (", error.what(),
+               "); ask for fewer, or raise the limits of processes and memory (ulimit -u, -v)");
+  }
+  all_started.set_value(problem.empty());
+  if (problem.empty()) run(0);
   for (auto& thread : threads) thread.join();
+  if (!problem.empty()) throw Error(problem);
   if (first) {
     rethrow_with_rank(first, first_rank);
   }

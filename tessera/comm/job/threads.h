@@ -11,7 +11,8 @@ namespace tessera {
 /// "threads" (or options.backend "gloo": loopback), and returns when all ended. A rank that throws,
 /// or that returns while others wait for it, makes the others' pending and later calls throw
 /// PeerLostError; the first rank's exception (by time) is rethrown here, with the rank in its
-/// message where it is a tessera::Error. CPU tensors only: on CUDA one engine thread per device
+/// message where it is a tessera::Error. Throws Error, before any rank begins, where the system has
+/// too few threads. CPU tensors only: on CUDA one engine thread per device
 /// serves the process, and ranks as threads would deadlock in backward.
 void run_threads(int ranks, const std::function<void(DistributedManager&)>& body,
                  const ManagerOptions& options = {});

@@ -7,6 +7,7 @@
 #include <set>
 #include <thread>
 
+#include "tessera/base/deadline.h"
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/types.h"
@@ -43,7 +44,7 @@ std::vector<bool> test_until(std::vector<MPI_Request>& requests, MpiLibrary& lib
 /// both sides know in time who is missing.
 void meet(MpiContext& context, const std::vector<int>& ranks, int tag,
           const MpiBackendOptions& options) {
-  const auto deadline = Clock::now() + options.timeout;
+  const auto deadline = deadline_after(options.timeout);
   const int root = ranks.front();
   // MPI may still write here when a wait ran out: shared with nobody, and left alive in that case.
   auto inbox = std::make_unique<std::vector<char>>(ranks.size());

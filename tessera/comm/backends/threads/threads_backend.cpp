@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string_view>
 
+#include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/detail/reduction.h"
 #include "tessera/comm/group/types.h"
@@ -187,8 +188,9 @@ class ThreadsWork : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override {
     std::unique_lock lock(room_->mutex());
     const auto limit = timeout == kNoTimeout ? limit_ : timeout;
-    const bool woken = room_->changed().wait_for(
-        lock, limit, [this] { return failed_ || ready() || watch_->poison() || !gone().empty(); });
+    const bool woken = room_->changed().wait_until(lock, deadline_after(limit), [this] {
+      return failed_ || ready() || watch_->poison() || !gone().empty();
+    });
     if (failed_) std::rethrow_exception(failed_);
     if (ready()) {
       if (error()) std::rethrow_exception(error());

@@ -7,15 +7,16 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "tessera/comm/backends/mpi/mpi.h"
 #include "tessera/comm/group/detail/group_watch.h"
 #include "tessera/comm/group/types.h"
 
 namespace tessera {
 class CommTrace;
-class MpiWorld;
 }  // namespace tessera
 
 namespace tessera::detail {
@@ -45,7 +46,7 @@ struct GroupSpec {
   /// Null: off.
   std::shared_ptr<CommTrace> trace;
   /// Of "mpi" alone: its ranks are the global ranks.
-  std::shared_ptr<MpiWorld> mpi;
+  std::optional<MpiWorld> mpi;
 };
 
 /// Makes the group in this process; the other members do the same. Throws CommError if the members

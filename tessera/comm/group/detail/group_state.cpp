@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/trace.h"
 
@@ -77,7 +78,7 @@ void GroupState::set_timeout(std::chrono::milliseconds limit) {
   if (limit.count() <= 0)
     throw InvalidArgument(concat("group '", name_, "': a time limit of ", limit.count(),
                                  " ms was given; it must be positive"));
-  timeout_ms_.store(limit.count(), std::memory_order_relaxed);
+  timeout_ms_.store(bounded_limit(limit).count(), std::memory_order_relaxed);
 }
 
 void GroupState::set_endpoint(c10::DeviceType device, std::string name,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/detail/trace_event.h"
 
@@ -23,9 +24,9 @@ RequestState::RequestState(GroupState& group, const char* operation, const CallO
       operation_(operation),
       name_(options.name),
       blocking_(blocking),
-      limit_(options.timeout.count() > 0 ? options.timeout : group.timeout()) {
+      limit_(bounded_limit(options.timeout.count() > 0 ? options.timeout : group.timeout())) {
   begin_ = std::chrono::steady_clock::now();
-  deadline_ = begin_ + limit_;
+  deadline_ = deadline_after(limit_, begin_);
   group_.watch().require_healthy(operation_, group_.sequence());
 }
 

@@ -13,7 +13,12 @@ bool agree_at_store(c10d::Store& store, const std::string& key, int size, std::u
     store.set(verdict,
               std::vector<std::uint8_t>{static_cast<std::uint8_t>(store.add(mine, 0) == size)});
   store.wait({verdict}, limit);
-  return store.get(verdict).at(0) == 1;
+  const bool agreed = store.get(verdict).at(0) == 1;
+  // The last one that read it leaves nothing behind. Where they differ, the texts come next, and
+  // all goes with the group.
+  if (agreed && store.add(key + "/read", 1) == size)
+    for (const auto& left : {mine, key + "/here", verdict, key + "/read"}) store.deleteKey(left);
+  return agreed;
 }
 
 std::vector<std::string> gather_at_store(c10d::Store& store, const std::string& key, int rank,

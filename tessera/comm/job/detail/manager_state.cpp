@@ -6,9 +6,11 @@
 #include <exception>
 #include <numeric>
 
+#include "tessera/base/deadline.h"
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/detail/group_state.h"
+#include "tessera/comm/job/detail/make_in_time.h"
 #include "tessera/comm/store/detail/job_store.h"
 #include "tessera/comm/store/detail/store_server.h"
 #include "tessera/mesh/errors.h"
@@ -21,10 +23,25 @@ constexpr std::chrono::seconds kLingerAfterFault{3};
 
 constexpr auto kMeetingTag = "plans";
 
+/// The prefix of a group's keys in the job's store; its keys follow a slash, which no name has.
+std::string keys_of(const std::string& group) { return "group/" + group; }
+
 }  // namespace
+
+AxisGroupOptions axis_options(const GroupPlan& plan, int view) {
+  AxisGroupOptions options;
+  for (const auto& family : plan.families()) {
+    if (family.view != view) continue;
+    auto axes = family.axes;
+    std::sort(axes.begin(), axes.end());
+    options.emplace(std::move(axes), family.options);  // the first family of the axes decides
+  }
+  return options;
+}
 
 ManagerState::ManagerState(ManagerBase base)
     : base_(std::move(base)), level_(base_.options.check_level), trace_(base_.trace) {
+  base_.options.timeout = bounded_limit(base_.options.timeout);
   if (base_.rendezvous) {
     base_.store = base_.rendezvous->store;
     base_.address = base_.rendezvous->address;
@@ -100,14 +117,14 @@ void ManagerState::check_members(const std::vector<int>& ranks) const {
                                  base_.launch.world_size, "; ranks are 0 to ",
                                  base_.launch.world_size - 1));
   if (const auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end())
-    throw InvalidArgument(concat("rank ", *twice, " stands twice in the group of ranks ",
-                                 list(ranks), "; name each rank once"));
+    throw InvalidArgument(concat("the group of ranks ", list(ranks), " names rank ", *twice,
+                                 " more than once; name each rank once"));
 }
 
 std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks,
                                                 const GroupOptions& options,
                                                 const std::string& tag) {
-  const auto limit = options.timeout.value_or(base_.options.timeout);
+  const auto limit = bounded_limit(options.timeout.value_or(base_.options.timeout));
   const Key key{ranks, options.backend == base_.backend ? "" : options.backend, limit.count(), tag};
   std::shared_ptr<Made> slot;
   std::vector<std::pair<int, std::string>> left;
@@ -177,17 +194,21 @@ std::shared_ptr<GroupState> ManagerState::make(const Key& key,
     spec.check_level = level_;
     spec.trace = trace_;
   }
+  std::function<void()> interrupt;
   if (base_.store) {
     auto store = base_.store->clone();
     store->setTimeout(spec.timeout);
     if (auto* job_store = dynamic_cast<JobStore*>(store.get()))
-      watch->set_interrupt([keep = store, job_store] { job_store->interrupt(); },
-                           GroupWatch::Of::creation);
-    spec.store =
-        c10::make_intrusive<c10d::PrefixStore>(concat("group/", spec.name), std::move(store));
+      interrupt = [keep = store, job_store] { job_store->interrupt(); };
+    spec.store = c10::make_intrusive<c10d::PrefixStore>(keys_of(spec.name), std::move(store));
   }
   try {
-    return base_.make_group ? base_.make_group(spec) : make_group_state(spec);
+    if (base_.make_group) return base_.make_group(spec);
+    // MPI wants its calls from one thread, and has its own limit.
+    if (spec.backend == "gloo" && ranks.size() > 1)
+      return make_group_in_time(spec, std::move(interrupt));
+    watch->set_interrupt(std::move(interrupt), GroupWatch::Of::creation);
+    return make_group_state(spec);
   } catch (const PeerLostError&) {
     throw;
   } catch (const TimeoutError&) {
@@ -202,21 +223,11 @@ std::shared_ptr<GroupState> ManagerState::make(const Key& key,
 }
 
 void ManagerState::shutdown() {
-  destroy_if([](const Made&) { return true; });
-}
-
-void ManagerState::destroy(const std::string& tag) {
-  destroy_if([&](const Made& made) { return std::get<3>(made.key) == tag; });
-}
-
-void ManagerState::destroy_if(const std::function<bool(const Made&)>& doomed) {
   std::vector<std::shared_ptr<Made>> made;
   {
     const std::lock_guard lock(mutex_);
-    for (const auto& group : order_)
-      if (doomed(*group)) made.push_back(group);
-    for (const auto& group : made) made_.erase(group->key);
-    std::erase_if(order_, [&](const auto& group) { return doomed(*group); });
+    made.swap(order_);
+    made_.clear();
     if (!made.empty()) generation_.fetch_add(1, std::memory_order_acq_rel);
   }
   for (; !made.empty(); made.pop_back()) {
@@ -229,7 +240,21 @@ void ManagerState::destroy_if(const std::function<bool(const Made&)>& doomed) {
     if (last.state) last.state->close();
     last.watch->set_interrupt({});
     last.watch->set_interrupt({}, GroupWatch::Of::creation);
+    forget_keys(*last.watch);
   }
+}
+
+// What the members left in the job's store to find each other.
+void ManagerState::forget_keys(const GroupWatch& watch) const {
+  if (!base_.rendezvous || !base_.rendezvous->connection) return;
+  const auto& members = watch.members();
+  if (members.size() < 2) return;
+  // Two members of a large group name all: that all do would cost bytes in the square of the size.
+  constexpr std::size_t kSmall = 64;
+  const int rank = base_.launch.rank;
+  const bool names = members.size() <= kSmall || rank == members[0] || rank == members[1];
+  base_.rendezvous->connection->forget(keys_of(watch.group()) + "/", members.size(),
+                                       names ? members : std::vector<int>());
 }
 
 std::shared_ptr<GroupWatch> ManagerState::watch(const std::string& group) const {
@@ -312,6 +337,9 @@ void ManagerState::add_families(const GroupPlan& plan) {
   const auto shared = std::make_shared<const GroupPlan>(plan);
   const std::lock_guard lock(mutex_);
   for (const auto& family : plan.families()) {
+    if (meshes_.count(family.name))
+      throw RepeatedName(
+          concat("a mesh '", family.name, "' exists already; give the group family another name"));
     const auto same = std::find_if(families_.begin(), families_.end(),
                                    [&](const auto& known) { return known.first == family.name; });
     if (same != families_.end() && same->second->canonical() != plan.canonical())
@@ -326,25 +354,64 @@ void ManagerState::add_families(const GroupPlan& plan) {
   }
 }
 
-Membership ManagerState::membership(const std::string& family) const {
-  std::shared_ptr<const GroupPlan> plan;
-  {
-    const std::lock_guard lock(mutex_);
-    std::vector<std::string> known;
-    for (const auto& [name, owner] : families_) {
-      if (name == family) plan = owner;
-      known.push_back(name);
-    }
-    if (!plan)
-      throw UnknownName(concat("there is no group family '", family,
-                               "'; create_process_groups() made ", list(known)));
+std::shared_ptr<const GroupPlan> ManagerState::plan_of(const std::string& family,
+                                                       bool or_mesh) const {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::string> known;
+  for (const auto& [name, plan] : families_) {
+    if (name == family) return plan;
+    known.push_back(name);
   }
+  if (!or_mesh)
+    throw UnknownName(concat("there is no group family '", family,
+                             "'; create_process_groups() made ", list(known)));
+  for (const auto& [name, mesh] : meshes_) known.push_back(name);
+  throw UnknownName(concat("there is no mesh '", family,
+                           "'; create_process_groups() and add_mesh() made ", list(known)));
+}
+
+Membership ManagerState::membership(const std::string& family) const {
+  const auto plan = plan_of(family, false);
   Membership mine;
   mine.family = family;
   mine.ranks = plan->group(family, base_.launch.rank);
   mine.group_rank = plan->group_rank(family, base_.launch.rank);
   mine.options = plan->family(family).options;
   return mine;
+}
+
+void ManagerState::add_mesh(const std::string& name, const Mesh& mesh) {
+  const std::lock_guard lock(mutex_);
+  const bool family = std::any_of(families_.begin(), families_.end(),
+                                  [&](const auto& known) { return known.first == name; });
+  const auto [at, added] = meshes_.emplace(name, mesh);
+  if (!family && (added || at->second == mesh)) return;
+  if (family && added) meshes_.erase(at);
+  throw RepeatedName(concat(family ? "a group family '" : "another mesh '", name,
+                            "' exists already; give the new mesh another name"));
+}
+
+std::pair<Mesh, AxisGroupOptions> ManagerState::named_mesh(const std::string& name) const {
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto at = meshes_.find(name); at != meshes_.end()) return {at->second, {}};
+  }
+  const auto plan = plan_of(name, true);
+  const GroupFamily& family = plan->family(name);
+  const Mesh& whole = plan->mesh(family);
+  auto axes = family.axes;
+  std::sort(axes.begin(), axes.end());
+  std::vector<Axis> named;
+  for (const int axis : axes) named.push_back(whole.axes()[static_cast<std::size_t>(axis)]);
+  AxisGroupOptions options;
+  for (const auto& [of, given] : axis_options(*plan, family.view)) {
+    std::vector<int> places;  // of those axes in the smaller mesh
+    for (const int axis : of)
+      if (const auto at = std::find(axes.begin(), axes.end(), axis); at != axes.end())
+        places.push_back(static_cast<int>(at - axes.begin()));
+    if (places.size() == of.size()) options.emplace(std::move(places), given);
+  }
+  return {Mesh(std::move(named), plan->group(name, base_.launch.rank)), std::move(options)};
 }
 
 std::vector<std::string> ManagerState::family_names() const {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "tessera/comm/group/detail/group_spec.h"
+#include "tessera/comm/job/device_mesh.h"
 #include "tessera/comm/job/manager.h"
 #include "tessera/comm/store/store.h"
 #include "tessera/launch/launch.h"
@@ -41,8 +42,8 @@ struct ManagerBase {
   std::shared_ptr<FaultChannel> faults;
   /// May be null.
   std::shared_ptr<CommTrace> trace;
-  /// Null without MPI; ends after the groups, and MPI with it if it was begun here.
-  std::shared_ptr<MpiWorld> mpi;
+  /// Nothing without MPI; ends after the groups, and MPI with it if it was begun here.
+  std::optional<MpiWorld> mpi;
   /// Makes a group; empty: make_group_state. run_threads gives one that captures its hub.
   std::function<std::shared_ptr<GroupState>(const GroupSpec&)> make_group;
   /// Tells the manager's watches what the fault channel hears; called once with the receiver (group
@@ -54,6 +55,9 @@ struct ManagerBase {
 /// `problem`, or the CPU.
 c10::Device choose_device(const std::optional<c10::Device>& wanted, int local_rank, int devices,
                           const std::string& problem);
+
+/// The options that a plan's families give to groups along axes of a view.
+AxisGroupOptions axis_options(const GroupPlan& plan, int view);
 
 class ManagerState {
  public:
@@ -71,8 +75,6 @@ class ManagerState {
   /// alone, at a cost for a rank that does not grow with the world (a group over the world would
   /// connect each rank to every other); over other backends the world group.
   std::shared_ptr<GroupState> meeting_place();
-  /// Destroys the groups of a tag, newest first.
-  void destroy(const std::string& tag);
   /// Destroys all groups, newest first.
   void shutdown();
   /// Grows whenever groups are destroyed.
@@ -93,6 +95,10 @@ class ManagerState {
   /// in the family's mesh.
   Membership membership(const std::string& family) const;
   std::vector<std::string> family_names() const;
+  /// Throws RepeatedName.
+  void add_mesh(const std::string& name, const Mesh& mesh);
+  /// What add_mesh() named, or the mesh of a family through this rank. Throws as membership().
+  std::pair<Mesh, AxisGroupOptions> named_mesh(const std::string& name) const;
 
  private:
   // ranks, backend, limit in ms, tag
@@ -104,9 +110,10 @@ class ManagerState {
     std::shared_ptr<GroupWatch> watch;
   };
   std::string name_of(const Key& key, int round) const;
-  void destroy_if(const std::function<bool(const Made&)>& doomed);
+  std::shared_ptr<const GroupPlan> plan_of(const std::string& family, bool or_mesh) const;
   void check_members(const std::vector<int>& ranks) const;
   std::shared_ptr<GroupState> make(const Key& key, const std::shared_ptr<GroupWatch>& watch);
+  void forget_keys(const GroupWatch& watch) const;
   void poison(const std::string& group, const Poison& poison);
   void lost(int rank, bool on_purpose, const std::string& text);
   std::optional<Position> position(const std::string& group) const;
@@ -124,6 +131,7 @@ class ManagerState {
   CheckLevel level_;
   std::shared_ptr<CommTrace> trace_;
   std::vector<std::pair<std::string, std::shared_ptr<const GroupPlan>>> families_;
+  std::map<std::string, Mesh> meshes_;
   std::atomic<std::uint64_t> generation_{0};
 };
 
