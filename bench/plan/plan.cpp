@@ -15,6 +15,7 @@
 
 #include "creation.h"
 #include "harness.h"
+#include "store.h"
 #include "tessera/mesh/groups/group_plan.h"
 #include "tessera/mesh/groups/orthogonal.h"
 #include "tessera/mesh/mapping/rank_mapping.h"
@@ -210,6 +211,7 @@ int main(int argc, char** argv) {
   placements(report);
 #ifdef TESSERA_BENCH_CREATION
   bench::group_creation(report);
+  bench::store_at_scale(report);
 #endif
   return report.finish();
 }
