@@ -1,8 +1,6 @@
 // ParallelGroups, on ranks as threads.
 
 #include <ATen/Functions.h>
-#include <ATen/TensorOperators.h>
-#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include <random>

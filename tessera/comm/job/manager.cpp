@@ -1,8 +1,12 @@
 #include "tessera/comm/job/manager.h"
 
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
 #include <algorithm>
 #include <numeric>
 
+#include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/mpi/mpi.h"
 #include "tessera/comm/backends/nccl/nccl.h"
@@ -10,12 +14,37 @@
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/job/detail/manager_state.h"
 #include "tessera/comm/store/detail/store_server.h"
+#include "tessera/launch/secret.h"
 #include "tessera/mesh/errors.h"
 #include "tessera/mesh/mapping/cost.h"
 #include "tessera/mesh/mapping/rank_mapping.h"
 #include "tessera/mesh/mapping/topology.h"
 
 namespace tessera {
+namespace {
+
+/// The job's secret of rank 0, a new one if that has none. Collective; every rank calls it, whatever
+/// it was given itself.
+std::string secret_through_mpi(const MpiWorld& mpi, const std::string& given,
+                               std::chrono::milliseconds limit) {
+  constexpr std::int64_t kRoom = 256;
+  std::vector<int> all(static_cast<std::size_t>(mpi.size()));
+  std::iota(all.begin(), all.end(), 0);
+  MpiBackendOptions options;
+  options.name = "the job's secret";
+  options.timeout = bounded_limit(limit);
+  const auto backend = make_mpi_backend(mpi, all, options);
+  std::vector<at::Tensor> text{at::zeros({kRoom}, at::kByte)};
+  if (mpi.rank() == 0) {
+    const std::string secret = given.empty() ? new_secret() : given.substr(0, kRoom);
+    std::copy(secret.begin(), secret.end(), text[0].data_ptr<std::uint8_t>());
+  }
+  backend->broadcast(text)->wait();
+  const auto* first = text[0].const_data_ptr<std::uint8_t>();
+  return {first, std::find(first, first + kRoom, std::uint8_t{0})};
+}
+
+}  // namespace
 
 c10::Device detail::choose_device(const std::optional<c10::Device>& wanted, int local_rank,
                                   int devices, const std::string& problem) {
@@ -76,6 +105,9 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
                       : "; start the ranks by MPI's own launcher (mpirun or srun), with no other "
                         "around it"));
   }
+  if (meets && base.mpi && base.launch.world_size > 1)
+    base.launch.secret =
+        secret_through_mpi(*base.mpi, base.launch.secret, options.rendezvous_timeout);
   if (meets) base.rendezvous = Rendezvous::meet(base.launch, options.rendezvous_timeout);
   return DistributedManager(std::make_shared<detail::ManagerState>(std::move(base)));
 }
