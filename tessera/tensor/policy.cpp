@@ -32,4 +32,17 @@ void manual_seed(const DistributedManager& manager, std::uint64_t seed) {
   state->stream = 0;
 }
 
+RandomState random_state(const DistributedManager& manager) {
+  const auto state = detail::rank_state(manager);
+  const std::lock_guard lock(state->mutex);
+  return {state->seed, state->stream};
+}
+
+void set_random_state(const DistributedManager& manager, const RandomState& random) {
+  const auto state = detail::rank_state(manager);
+  const std::lock_guard lock(state->mutex);
+  state->seed = random.seed;
+  state->stream = random.stream;
+}
+
 }  // namespace tessera

@@ -1,28 +1,43 @@
 #pragma once
 // Policies: what happens where an operator would do more than its user wrote.
 
+#include <cstdint>
+
 #include "tessera/comm/job/manager.h"
 
 namespace tessera {
 
-/// `warn`: once for each operator, combination of placements, and place in the program that calls
-/// it.
+/// What to do about an implicit action: allow it, warn about it (once for each operator,
+/// combination of placements and place in the program that calls it), or throw.
 enum class Policy : unsigned char { allow, warn, error };
 
 struct Policies {
-  /// An operator that gathers or moves shards between ranks by itself. (Reducing a partial value is
-  /// what the placement asks for, and is not meant.)
+  /// Applies to operators that gather or move shards between ranks by themselves. Reducing a
+  /// Partial value is what its placement asks for, and always allowed.
   Policy redistribution = Policy::warn;
-  /// A plain tensor that meets sharded ones and is taken as replicated.
+  /// Applies to plain tensors that are given to an operator together with sharded ones: they are
+  /// taken as replicated, that is, equal on all ranks.
   Policy promotion = Policy::allow;
 };
 
-/// Of this manager's tensors. All ranks must set the same.
+/// Sets the policies of this manager's sharded tensors. All ranks must set the same.
 void set_policies(const DistributedManager& manager, const Policies& policies);
 Policies policies(const DistributedManager& manager);
 
-/// Restarts the random numbers of this manager's sharded tensors. All ranks must give the same
-/// seed.
+/// Restarts the random numbers of this manager's sharded tensors from `seed`, which must be the
+/// same on all ranks.
 void manual_seed(const DistributedManager& manager, std::uint64_t seed);
+
+/// Where the random numbers of sharded tensors stand: equal states draw equal numbers. To draw the
+/// same again (recomputing a forward, resuming a run) take the state before and set it after; all
+/// ranks must do so alike.
+struct RandomState {
+  std::uint64_t seed = 0;
+  /// Of the next draw.
+  std::uint64_t stream = 0;
+  bool operator==(const RandomState&) const = default;
+};
+RandomState random_state(const DistributedManager& manager);
+void set_random_state(const DistributedManager& manager, const RandomState& state);
 
 }  // namespace tessera

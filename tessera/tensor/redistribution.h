@@ -1,7 +1,7 @@
 #pragma once
-// Redistribution: the same value in other placements, in other parts, on another mesh. What moves
-// is the least that the two specs allow, by the call that needs the fewest rounds; see
-// explain_redistribution().
+// Redistribution gives a tensor other placements, other sizes of its shards, or another mesh; its
+// value stays. It moves the fewest elements that the two specs allow, by the collective that needs
+// the fewest rounds; explain_redistribution() tells which.
 //
 //   at::Tensor columns = redistribute(rows, {Shard(1)});                       // all-to-all
 //   RedistributeRequest r = redistribute_async(rows, {Replicate()});  // all-gather, started
@@ -23,24 +23,27 @@ namespace detail {
 class Redistribution;
 }
 
-/// `sizes` of sharded dims: as given, else kept where the same axes shard the dim, else even. The
-/// result has memory of its own. Differentiable: the input's gradient gets the input's placements
-/// (Replicate where that is Partial), or those of `gradient`.
+/// Returns the same value with `placements`. Shards have the sizes given; a dim without sizes keeps
+/// its own if the same axes shard it, and is cut evenly otherwise. The result has memory of its
+/// own. Collective over the axes whose placement changes. Differentiable: the input's gradient has
+/// the placements `gradient`, by default those of the input with Replicate in place of Partial.
+/// Throws InvalidArgument for a plain tensor and for placements or sizes that do not fit.
 at::Tensor redistribute(const at::Tensor& tensor, const std::vector<Placement>& placements,
                         const ShardSizes& sizes = {},
                         const std::optional<std::vector<Placement>>& gradient = std::nullopt);
 at::Tensor redistribute(const at::Tensor& tensor, const ShardSpec& spec);
 
-/// A redistribution under way. Destroying one that was not waited for waits for its call and drops
-/// the result.
+/// A redistribution that has been started. Destroying a request that nobody waited for waits for
+/// its collective and drops the result.
 class RedistributeRequest {
  public:
   RedistributeRequest(at::Tensor tensor, const ShardSpec& to);
-  /// wait() would not block.
+  /// True if wait() would not block.
   bool done() const;
-  /// The result; once. Differentiable as redistribute(); its backward is not asynchronous. All
-  /// ranks wait for their requests in the same order: a redistribution that needs a second call (a
-  /// reduction whose result lies elsewhere) makes it here. Throws Error if called again.
+  /// Returns the result, once. Differentiable like redistribute(); backward is not asynchronous.
+  /// All ranks must wait for their requests in the same order, because a redistribution that needs
+  /// a second collective (a reduction whose result lies elsewhere) makes it here. Throws Error if
+  /// called again.
   at::Tensor wait();
 
  private:
@@ -48,29 +51,33 @@ class RedistributeRequest {
   ShardSpec to_;
   std::shared_ptr<detail::Redistribution> run_;
 };
-/// Starts the first call, and returns. `tensor` must not be written to before wait() has returned.
+/// Starts redistribute() and returns after its first collective has been started. `tensor` must not
+/// be written to before wait() has returned.
 RedistributeRequest redistribute_async(const at::Tensor& tensor, const ShardSpec& spec);
 RedistributeRequest redistribute_async(const at::Tensor& tensor,
                                        const std::vector<Placement>& placements,
                                        const ShardSizes& sizes = {});
 
-/// From one mesh to another, of the same or other ranks of one manager: called by every rank of
-/// either. Ranks outside `from` give an undefined tensor, ranks outside `to` get one. A partial
-/// value is reduced first; `placements` may not be partial. Differentiable where both meshes have
-/// the same ranks; else a tensor that requires grad is refused on all ranks, with ShardingError.
-/// Throws InvalidArgument on all ranks if the tensors given do not lie on `from` alike.
+/// Moves a tensor from one mesh to another, over the same or other ranks of one manager. Called by
+/// every rank of either mesh: ranks outside `from` give an undefined tensor, ranks outside `to` get
+/// one. A Partial value is reduced first; `placements` may not be Partial. Differentiable if both
+/// meshes have the same ranks; otherwise a tensor that requires grad is refused on all ranks with
+/// ShardingError. Throws InvalidArgument on all ranks if the tensors given do not lie on `from`
+/// alike.
 at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& from, const DeviceMesh& to,
                         const std::vector<Placement>& placements, const ShardSizes& sizes = {});
 
-/// What redistributing does on this rank, one call after the other, without doing it.
+/// One collective of a redistribution, as seen by this rank.
 struct RedistributionCall {
-  /// "reduce_scatter"
+  /// For example "reduce_scatter".
   std::string operation;
-  /// Of the group.
+  /// The mesh axes whose ranks form the group.
   std::vector<std::string> axes;
-  /// Elements from other ranks; an all-reduce counts as reduce-scatter and all-gather.
+  /// Elements that arrive from other ranks; an all-reduce counts as a reduce-scatter and an
+  /// all-gather.
   std::int64_t received = 0;
 };
+/// The collectives that redistributing `from` to `to` makes, in their order. Communicates nothing.
 std::vector<RedistributionCall> explain_redistribution(const ShardSpec& from, const ShardSpec& to);
 
 }  // namespace tessera

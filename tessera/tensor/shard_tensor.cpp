@@ -19,6 +19,7 @@
 #include "tessera/tensor/dispatch/promote.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/rank_state.h"
 
 namespace tessera {
 
@@ -90,6 +91,10 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& local, const ShardSpec& spec) {
     carry(ctx, gradient_spec(spec));
     ctx->set_materialize_grads(false);  // without a gradient there is nothing to move
+    if (spec.has_partial()) {
+      carry(ctx, spec, "terms");
+      if (of_values(spec)) ctx->save_for_backward({local});
+    }
     const LocalCallGuard guard;
     const bool shares = local.is_contiguous() && !local.is_conj() && !local.is_neg();
     at::Tensor own = shares ? local.detach() : local.resolve_conj().resolve_neg().contiguous();
@@ -101,7 +106,61 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     if (!g[0].defined()) return {at::Tensor(), at::Tensor()};
     const ShardSpec spec = carried(ctx);
-    return {to_local(redistribute(sharded_gradient(g[0], spec), spec)), at::Tensor()};
+    at::Tensor gradient = to_local(redistribute(sharded_gradient(g[0], spec), spec));
+    if (ctx->saved_data.count("terms") > 0) {
+      const ShardSpec terms = carried(ctx, "terms");
+      const auto saved = ctx->get_saved_variables();
+      gradient = of_term(std::move(gradient), saved.empty() ? at::Tensor() : saved[0], terms);
+    }
+    return {gradient, at::Tensor()};
+  }
+
+ private:
+  static bool of_values(const ShardSpec& spec) {
+    return std::any_of(spec.placements().begin(), spec.placements().end(), [](const Placement& p) {
+      return p.is_partial() && !p.is_partial(ReduceOp::Kind::sum) &&
+             !p.is_partial(ReduceOp::Kind::avg);
+    });
+  }
+
+  // The derivative of the value with respect to this rank's term. Of a sum it is 1, of a mean over
+  // n ranks 1/n, of a product that of the others' terms; an extremum has the gradient of those
+  // terms that attain it, in equal parts, as amax has.
+  static at::Tensor of_term(at::Tensor gradient, const at::Tensor& local, const ShardSpec& terms) {
+    const auto& context = detail::context_of(terms);
+    for (int axis = 0; axis < terms.mesh_dims(); ++axis) {
+      const Placement& p = terms.placements()[axis];
+      const int ranks = context->sizes[axis];
+      if (!p.is_partial() || ranks == 1 || p.is_partial(ReduceOp::Kind::sum)) continue;
+      if (p.is_partial(ReduceOp::Kind::avg)) {
+        gradient = gradient / ranks;
+        continue;
+      }
+      if (std::count_if(terms.placements().begin(), terms.placements().end(),
+                        [](const Placement& q) { return q.is_partial(); }) > 1)
+        throw ShardingError(concat("from_local: the gradient of the terms of ", terms,
+                                   " is not defined here: make one axis Partial at a time"));
+      if (at::GradMode::is_enabled())
+        throw ShardingError(concat("from_local: the terms of a ", p, " have no second derivative"));
+      const at::Tensor own = local.detach();
+      const Group group = context->group(axis);
+      at::Tensor gathered = at::empty({ranks * own.numel()}, own.options());
+      group.all_gather(gathered, own.contiguous().view({-1}), Sizes(ranks, own.numel()),
+                       {.name = "from_local"});
+      std::vector<std::int64_t> shape = own.sizes().vec();
+      shape.insert(shape.begin(), ranks);
+      const at::Tensor each = gathered.view(shape);
+      if (p.is_partial(ReduceOp::Kind::product)) {
+        const int me = context->coordinate[axis];
+        for (int r = 0; r < ranks; ++r) {
+          if (r != me) gradient = gradient * each[r].conj();
+        }
+      } else {
+        const at::Tensor value = p.is_partial(ReduceOp::Kind::max) ? each.amax(0) : each.amin(0);
+        gradient = gradient * own.eq(value) / each.eq(value).sum(0);
+      }
+    }
+    return gradient;
   }
 };
 
@@ -148,21 +207,49 @@ void check_dtype(const at::Tensor& t) {
   }
 }
 
-// Every rank's local shape, by row-major mesh position.
+// What a local and the sizes of every sharded dim say. Nothing if they do not say it all.
+std::optional<ShardSpec> spec_of_sizes(const at::Tensor& local, const DeviceMesh& mesh,
+                                       const std::vector<Placement>& placements,
+                                       const ShardSizes& sizes) {
+  std::vector<std::int64_t> shape = local.sizes().vec();
+  const int dims = static_cast<int>(local.dim());
+  bool sharded = false;
+  for (const Placement& p : placements) {
+    if (!p.is_shard()) continue;
+    sharded = true;
+    const int d = p.dim < 0 ? p.dim + dims : p.dim;
+    if (d < 0 || d >= dims) return std::nullopt;
+    auto it = sizes.find(d);
+    if (it == sizes.end()) it = sizes.find(d - dims);
+    if (it == sizes.end()) return std::nullopt;
+    shape[d] = 0;
+    for (const auto n : it->second) shape[d] += n;
+  }
+  if (!sharded) return std::nullopt;
+  return ShardSpec(mesh, shape, placements, sizes);
+}
+
+// Every rank's local shape, by row-major mesh position. What must be the same on all ranks is
+// compared on the way, so that all of them throw.
 std::vector<std::vector<std::int64_t>> gather_shapes(const at::Tensor& local,
-                                                     const DeviceMesh& mesh) {
-  std::string mine = concat(toString(local.scalar_type()), " ");
+                                                     const DeviceMesh& mesh,
+                                                     const std::vector<Placement>& placements,
+                                                     const ShardSizes& given,
+                                                     const std::string& kind) {
+  std::string alike = concat(kind, ", placements ", list(placements));
+  for (const auto& [dim, sizes] : given) alike += concat(", dim ", dim, " cut into ", list(sizes));
+  std::string mine = alike + "|";
   for (const auto n : local.sizes()) mine += concat(n, ",");
   std::vector<std::vector<std::int64_t>> shapes;
-  std::string dtype;
+  std::string first;
   for (const std::string& text : mesh.all().all_gather_bytes(mine, {.name = "from_local"})) {
-    const auto space = text.find(' ');
-    if (dtype.empty()) dtype = text.substr(0, space);
-    if (dtype != text.substr(0, space))
-      throw InvalidArgument(concat("from_local: the ranks' locals are of different dtypes: ", dtype,
-                                   " and ", text.substr(0, space)));
+    const auto end = text.find('|');
+    if (shapes.empty()) first = text.substr(0, end);
+    if (first != text.substr(0, end))
+      throw InvalidArgument(concat("from_local: the ranks' locals differ: at mesh position 0 ",
+                                   first, "; at ", shapes.size(), " ", text.substr(0, end)));
     std::vector<std::int64_t> shape;
-    for (std::size_t at = space + 1; at < text.size();) {
+    for (std::size_t at = end + 1; at < text.size();) {
       const auto comma = text.find(',', at);
       shape.push_back(std::stoll(text.substr(at, comma - at)));
       at = comma + 1;
@@ -173,9 +260,10 @@ std::vector<std::vector<std::int64_t>> gather_shapes(const at::Tensor& local,
 }
 
 ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh,
-                        const std::vector<Placement>& placements, const ShardSizes& given) {
+                        const std::vector<Placement>& placements, const ShardSizes& given,
+                        const std::string& kind) {
   const auto context = detail::MeshContext::of(mesh);
-  const auto shapes = gather_shapes(local, mesh);
+  const auto shapes = gather_shapes(local, mesh, placements, given, kind);
   const auto say = [&](const char* what, int dim) {
     std::string all;
     for (const auto& s : shapes) all += list(s) + " ";
@@ -245,24 +333,19 @@ at::Tensor from_local(const at::Tensor& local, const ShardSpec& spec) {
 at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
                       const std::vector<Placement>& placements, const ShardSizes& sizes) {
   if (is_sharded(local)) throw InvalidArgument("from_local: the local is itself a ShardTensor");
-  // Sizes of every sharded dim given: nothing is left to learn from the other ranks.
-  bool known = true;
-  std::vector<std::int64_t> shape = local.sizes().vec();
-  for (const Placement& p : placements) {
-    if (!p.is_shard()) continue;
-    const int d = p.dim < 0 ? p.dim + static_cast<int>(local.dim()) : p.dim;
-    auto it = sizes.find(d);
-    if (it == sizes.end()) it = sizes.find(d - static_cast<int>(local.dim()));
-    known &= it != sizes.end() && d >= 0 && d < local.dim();
-    if (!known) break;
-    shape[d] = 0;
-    for (const auto n : it->second) shape[d] += n;
-  }
-  if (known && std::any_of(placements.begin(), placements.end(),
-                           [](const Placement& p) { return p.is_shard(); })) {
-    return from_local(local, ShardSpec(mesh, shape, placements, sizes));
-  }
-  return from_local(local, gathered_spec(local, mesh, placements, sizes));
+  detail::Agreed& agreed = detail::MeshContext::of(mesh)->state->agreed;
+  const std::string kind =
+      concat(toString(local.scalar_type()),
+             local.requires_grad() && at::GradMode::is_enabled() ? ", requiring grad" : "");
+  const auto key = [&](const ShardSpec& spec) {
+    return concat(list(mesh.layout().ranks()), spec, ", ", kind);
+  };
+  // Ranks that have agreed once need not ask each other again.
+  const std::optional<ShardSpec> known = spec_of_sizes(local, mesh, placements, sizes);
+  if (known && agreed.contains(key(*known))) return from_local(local, *known);
+  const ShardSpec spec = gathered_spec(local, mesh, placements, sizes, kind);
+  agreed.add(key(spec));
+  return from_local(local, spec);
 }
 
 at::Tensor from_blob(void* data, const ShardSpec& spec, const at::TensorOptions& options,

@@ -7,8 +7,7 @@
 //   at::Tensor loss = x.matmul(w).square().mean();  // over all rows of all ranks
 //   loss.backward();
 //
-// What is written as `placements` has one entry a mesh axis; `sizes` maps a sharded dim to the size
-// of each part.
+// `placements` has one entry per mesh axis; `sizes` maps a sharded dim to the size of each shard.
 
 #include <ATen/core/Tensor.h>
 
@@ -26,63 +25,76 @@
 
 namespace tessera {
 
+/// False for plain and undefined tensors.
 bool is_sharded(const at::Tensor& tensor);
-/// Throws InvalidArgument for a plain tensor.
+/// Where the elements of a sharded tensor lie. Throws InvalidArgument for a plain tensor.
 ShardSpec spec(const at::Tensor& tensor);
+/// spec(tensor).placements(). Throws InvalidArgument for a plain tensor.
 const std::vector<Placement>& placements(const at::Tensor& tensor);
 
-/// The tensor whose parts are the ranks' `local`s. Shares the local's memory if that is contiguous.
-/// Sizes of sharded dims: as given, else gathered once over the mesh. Throws InvalidArgument on
-/// every rank that sees the ranks' shapes disagree. Differentiable.
+/// Makes the sharded tensor whose shards are the ranks' `local`s. Shares the local's memory if that
+/// is contiguous. Sizes of sharded dims that are not given are gathered over the mesh. Where all
+/// are given, the first call with these placements, sizes, dtype and requires_grad compares the
+/// ranks' locals (a rank that believed otherwise would later call other collectives than its
+/// peers), and later ones do not communicate. Differentiable: a local that is a term of a mean over
+/// n ranks gets the gradient divided by n, of a product that times the others' terms, of an
+/// extremum its share of it. Throws InvalidArgument on every rank if the ranks disagree.
 at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
                       const std::vector<Placement>& placements, const ShardSizes& sizes = {});
-/// As above, without communication: the spec says it all.
+/// The same without any communication: the spec says it all, and the caller answers for the dtypes
+/// and requires_grad being the same on all ranks.
 at::Tensor from_local(const at::Tensor& local, const ShardSpec& spec);
-/// A local in the caller's memory, row-major of spec.local_shape(); `deleter` is called once when
-/// no tensor needs it any more.
+/// Makes a sharded tensor over the caller's memory, in which the local lies row-major with the
+/// shape spec.local_shape(). `deleter` is called once, when no tensor needs the memory any more.
 at::Tensor from_blob(void* data, const ShardSpec& spec, const at::TensorOptions& options,
                      std::function<void(void*)> deleter = {});
 
-/// Each rank cuts its part of `full`, which is the same on all ranks. No communication.
-/// Differentiable: the gradient is the full one.
+/// Makes a sharded tensor of `full`, which must be the same on all ranks: each rank takes its shard
+/// of it, and nothing is sent. Differentiable: `full` gets the whole gradient. Throws
+/// InvalidArgument if placements or sizes do not fit the shape.
 at::Tensor distribute_tensor(const at::Tensor& full, const DeviceMesh& mesh,
                              const std::vector<Placement>& placements,
                              const ShardSizes& sizes = {});
 at::Tensor distribute_tensor(const at::Tensor& full, const ShardSpec& spec);
-/// The ranks of mesh position `root` hold `full` (others may give an undefined tensor); every rank
-/// gets its part.
+/// Makes a sharded tensor of `full`, which the rank at mesh position `root` alone holds (others may
+/// give an undefined tensor): it sends every rank its shard. Collective. Throws InvalidArgument for
+/// a root that the mesh does not have, and for placements or sizes that do not fit.
 at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh,
                    const std::vector<Placement>& placements, const ShardSizes& sizes = {},
                    int root = 0);
 
-/// This rank's part; shares its memory. Differentiable: the ranks' gradients are parts of a
-/// gradient with `gradient` placements (default: the tensor's own, Replicate where that is
-/// Partial).
+/// Returns this rank's local, which shares its memory with the tensor. Differentiable: the ranks'
+/// gradients are taken as the locals of a gradient with the placements `gradient` (by default the
+/// tensor's own, with Replicate in place of Partial). Throws InvalidArgument for a plain tensor.
 at::Tensor to_local(const at::Tensor& tensor,
                     const std::optional<std::vector<Placement>>& gradient = std::nullopt);
-/// The whole value on every rank. Differentiable: the ranks' gradients lie as `gradient` says,
-/// Replicate (default: every rank computes the same from it) or Partial (each rank's loss is a term
-/// of the whole one).
+/// Returns the global value on every rank, as a plain tensor. Collective. Differentiable: with
+/// `gradient` Replicate (the default) every rank computes the same from the value, and its gradient
+/// counts once; with Partial each rank's loss is a term of the total, and gradients are summed.
 at::Tensor full_tensor(const at::Tensor& tensor,
                        const std::optional<std::vector<Placement>>& gradient = std::nullopt);
 
+/// New tensors of a spec. No communication. Throws InvalidArgument where the spec is Partial, but
+/// for empty() and zeros().
 at::Tensor empty(const ShardSpec& spec, const at::TensorOptions& options = {});
 at::Tensor zeros(const ShardSpec& spec, const at::TensorOptions& options = {});
 at::Tensor ones(const ShardSpec& spec, const at::TensorOptions& options = {});
 at::Tensor full(const ShardSpec& spec, const at::Scalar& value,
                 const at::TensorOptions& options = {});
-/// 0, 1, ..., n - 1 of a one-dimensional spec; start, start + step, ...
+/// 0, 1, ..., n - 1, or start, start + step, ..., for a spec of one dim. Throws InvalidArgument for
+/// any other number of dims.
 at::Tensor arange(const ShardSpec& spec, const at::TensorOptions& options = {});
 at::Tensor arange(const ShardSpec& spec, const at::Scalar& start, const at::Scalar& step,
                   const at::TensorOptions& options = {});
-/// Uniform in [0, 1), and standard normal: the same numbers whatever the placement, see
-/// manual_seed().
+/// Uniform in [0, 1), and standard normal. The numbers depend on the global index alone, so that
+/// they are the same for any placement; manual_seed() restarts them.
 at::Tensor rand(const ShardSpec& spec, const at::TensorOptions& options = {});
 at::Tensor randn(const ShardSpec& spec, const at::TensorOptions& options = {});
 
-/// "ShardTensor float [4, 7] data=Shard(0)[3, 1], local [1, 7] at [3, 0]".
+/// Describes a tensor in one line, without communication: "ShardTensor float [4, 7]
+/// data=Shard(0)[3, 1], local [1, 7] at [3, 0]".
 std::string summary(const at::Tensor& tensor);
-/// Summary and, gathered, the value. Collective.
+/// Prints summary() and the gathered value on the first rank of the mesh. Collective.
 void print(const at::Tensor& tensor);
 
 }  // namespace tessera

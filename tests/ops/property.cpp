@@ -2,6 +2,7 @@
 
 #include <sstream>
 
+#include "hoard.h"
 #include "tessera/base/hash.h"
 
 namespace tessera::test {
@@ -247,6 +248,7 @@ Outcome run_alone(const OperatorCase& one, std::uint64_t number, DistributedMana
     } catch (const std::exception& e) {
     }
   }
+  const Hoard hoard(manager.rank(), number);
   try {
     start();
     const Compared got = differentiate(p.instance, p.sharded, number, second);

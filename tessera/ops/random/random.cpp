@@ -147,6 +147,33 @@ at::Tensor bernoulli_each(const Source& s, const torch::jit::Stack& a, at::Scala
   return u.to(a[0].toTensor().device()).lt(a[0].toTensor().to(at::kDouble)).to(at::kDouble);
 }
 
+// x.bernoulli_(p), bernoulli(x, p) with a tensor of probabilities: one number, or of x' shape.
+Plan bernoulli_of(const OpCall& call) {
+  refuse_generator(call);
+  const ShardSpec spec = without_partial(call.tensor(0).spec);
+  Plan plan;
+  plan.inputs.assign(call.tensors().size(), std::nullopt);
+  plan.inputs[0] = spec;
+  if (const TensorInfo* p = call.find("p"); p && p->argument != 0) {
+    const bool alike = p->spec.shape() == spec.shape();
+    if (!alike && p->spec.numel() != 1)
+      throw ShardingError(concat(call.name(), ": p has shape ", list(p->spec.shape()),
+                                 " and the tensor ", list(spec.shape()), ": expand p first"));
+    plan.inputs[call.index_of(*p)] =
+        alike ? spec : ShardSpec::replicated(spec.mesh(), p->spec.shape());
+  }
+  plan.outputs = {{spec}};
+  plan.local = [source = Source{spec}, writes = call.in_place()](const c10::OperatorHandle&,
+                                                                 torch::jit::Stack a) {
+    const at::Tensor t = a[0].toTensor(), p = a[1].toTensor().to(at::kDouble);
+    const at::Tensor drawn = source.doubles([](const Words& w) { return unit_double(w[0], w[1]); })
+                                 .to(t.device())
+                                 .lt(p.numel() == 1 ? p.view({}) : p);
+    return torch::jit::Stack{writes ? t.copy_(drawn) : drawn.to(t.scalar_type())};
+  };
+  return plan;
+}
+
 at::Tensor exponential(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
   const double rate = a[1].toDouble();
   return s.doubles([&](const Words& w) { return -std::log1p(-unit_double(w[0], w[1])) / rate; });
@@ -231,6 +258,7 @@ const bool registered = [] {
         });
   makes("aten::bernoulli", bernoulli_each);
   makes("aten::bernoulli.p", bernoulli_p);
+  register_rule("aten::bernoulli.Tensor", bernoulli_of, always);
   makes("aten::rand_like", [](const Source& s, const torch::jit::Stack&, at::ScalarType t) {
     return s.doubles([t](const Words& w) { return unit(w, t); });
   });

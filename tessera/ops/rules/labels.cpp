@@ -142,6 +142,12 @@ Plan solve(const LabelProblem& p) {
   if (p.inputs.size() != tensors.size())
     throw ShardingError(concat("the rule of ", p.call.name(), " describes ", p.inputs.size(),
                                " inputs of ", tensors.size()));
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (static_cast<int>(p.inputs[i].size()) != tensors[i].spec.dims())
+      throw InvalidArgument(concat(
+          p.call.name(), ": ", p.call.schema().arguments()[tensors[i].argument].name(), " has ",
+          tensors[i].spec.dims(), " dims, ", tensors[i].spec, ", and needs ", p.inputs[i].size()));
+  }
   const auto& context = context_of(tensors[0].spec);
   const int axes = tensors[0].spec.mesh_dims();
   std::vector<Choice> chosen;

@@ -35,6 +35,10 @@ struct KeyBuilder {
   explicit KeyBuilder(const Arguments&... arguments) {
     (add(arguments), ...);
     usable &= first != nullptr;
+    if (first && needs_default_dtype(*first->layout)) {
+      push(kDefault);
+      push(default_dtype());
+    }
   }
   Key key() const { return Key(words, words + size); }
 
@@ -199,9 +203,16 @@ struct Kernels<Op, Result(Arguments...)> {
           local.sizes() != at::IntArrayRef(layout->spec.local_shape()))
         return {};
       if (plan.mode == ReadyPlan::Mode::ruled) {
-        return kView || local.strides() == at::IntArrayRef(layout->local_strides)
-                   ? wrap_checked(std::move(local), layout)
-                   : wrap_fresh(std::move(local), layout);
+        if constexpr (kView) {
+          at::Tensor view = wrap_checked(std::move(local), layout);
+          if (layout->spec.data()->partial) as_view_of_partial(view, first(arguments...));
+          return view;
+        }
+        at::Tensor made = local.strides() == at::IntArrayRef(layout->local_strides)
+                              ? wrap_checked(std::move(local), layout)
+                              : wrap_fresh(std::move(local), layout);
+        if (layout->spec.data()->partial) meta_of(made)->intermediate = true;
+        return made;
       }
       if (local.strides() != at::IntArrayRef(layout->strides) ||
           local.storage_offset() != layout->offset)

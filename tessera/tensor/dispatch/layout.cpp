@@ -276,6 +276,79 @@ void install(const at::Tensor& target, at::Tensor local, LayoutPtr layout,
   impl->set_backend_meta(std::move(meta));
 }
 
+LayoutPtr under(const Layout& layout, const ShardSpec& to) {
+  return make_layout(to, layout.strides, layout.offset, layout.dtype, layout.device);
+}
+
+ShardSpec reduced_like(const ShardSpec& spec, const ShardSpec& reduced) {
+  auto placements = spec.placements();
+  for (std::size_t a = 0; a < placements.size(); ++a) {
+    if (placements[a].is_partial() && reduced.placements()[a].is_replicate())
+      placements[a] = Replicate();
+  }
+  return spec.with_placements(placements);
+}
+
+namespace {
+
+// The view's place in its base's memory says where it lies in the reduced value's too. Decided from
+// what all ranks share; false for what shows the elements as another type.
+bool follows(const ShardMeta& view, const ShardMeta& base) {
+  return base.layout->dense && view.layout->dtype == base.layout->dtype &&
+         view.local.is_conj() == base.local.is_conj() && view.local.is_neg() == base.local.is_neg();
+}
+
+}  // namespace
+
+ShardMeta* follow_reduced(c10::TensorImpl* impl, ShardMeta* meta) {
+  while (true) {
+    c10::intrusive_ptr<ShardMeta> next;
+    if (meta->reduced) {
+      next = meta->reduced;
+    } else if (meta->base && meta->base->reduced && follows(*meta, *meta->base)) {
+      const ShardMeta &old = *meta->base, &now = *old.reduced;
+      const LocalCallGuard guard;
+      const at::Tensor& v = meta->local;
+      at::Tensor local =
+          v.numel() == 0 ? at::empty_strided(v.sizes(), v.strides(), now.local.options())
+                         : now.local.as_strided(v.sizes(), v.strides(),
+                                                v.storage_offset() - old.local.storage_offset() +
+                                                    now.local.storage_offset());
+      next = c10::make_intrusive<ShardMeta>(
+          std::move(local), under(*meta->layout, reduced_like(meta->spec(), now.spec())));
+      if (now.spec().has_partial()) next->base = old.reduced;
+      // Other aliases of the view need not do it again.
+      meta->reduced = next;
+    } else {
+      return meta;
+    }
+    impl->set_backend_meta(next);
+    meta = next.get();
+  }
+}
+
+void install_reduced(const at::Tensor& target, const at::Tensor& local, const ShardSpec& to) {
+  auto* impl = target.unsafeGetTensorImpl();
+  ShardMeta& meta = *meta_of(target);
+  ShardMeta& owner = meta.base ? *meta.base : meta;
+  LayoutPtr layout = under(*owner.layout, to);
+  // In the very memory order of the old local, so that views find their place.
+  at::Tensor own = aligned(local, *layout);
+  auto now = c10::make_intrusive<ShardMeta>(std::move(own), std::move(layout));
+  now->copy = owner.copy;
+  owner.reduced = std::move(now);
+  follow_reduced(impl, &meta);
+}
+
+void as_view_of_partial(const at::Tensor& view, const at::Tensor& input) {
+  ShardMeta* made = meta_of(view);
+  ShardMeta* of = input.defined() ? meta_of(input) : nullptr;
+  if (!of || !made->spec().has_partial() || !of->spec().has_partial() ||
+      context_of(of->spec()) != context_of(made->spec()))
+    return;
+  made->base = of->base ? of->base : c10::intrusive_ptr<ShardMeta>::reclaim_copy(of);
+}
+
 LayoutPtr replicated_layout(const std::shared_ptr<MeshContext>& context, const at::Tensor& plain) {
   const auto spec =
       make_spec(context, plain.sizes().vec(), std::vector<Placement>(context->sizes.size()),

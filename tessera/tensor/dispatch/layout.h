@@ -1,8 +1,9 @@
 #pragma once
 // Layout: everything about a sharded tensor but its values: spec, the strides that plain libtorch
 // would show for the global tensor, dtype, device. ShardMeta carries the local tensor and the
-// layout on an ordinary TensorImpl. Both are immutable; layouts are interned, so that the key under
-// which an operator's plan is cached is one pointer a tensor.
+// layout on an ordinary TensorImpl. Both are immutable (a meta may be told what it was reduced to);
+// layouts are interned, so that the key under which an operator's plan is cached is one pointer per
+// tensor.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
@@ -66,16 +67,33 @@ struct ShardMeta : c10::BackendMeta {
       : local(std::move(local_)), layout(std::move(layout_)) {}
   const at::Tensor local;
   const LayoutPtr layout;
-  std::shared_ptr<ViewCopy> copy = {};  // of a view that does not share memory with its base
+  // Of a view that does not share memory with its base.
+  std::shared_ptr<ViewCopy> copy = {};
+  // Of a partial tensor: an operator made it, nobody has asked for it to be partial.
+  bool intermediate = false;
+  // Of a view of a partial tensor: the meta of the tensor in whose memory its local lies.
+  c10::intrusive_ptr<ShardMeta> base = {};
+  // What a partial tensor became when it was reduced. The metas of one tensor and of its aliases
+  // (detach, .data, what a graph has saved) are one object, so that all of them find it, whatever
+  // a rank holds: what is reduced next follows from the program alone, never from local
+  // references.
+  c10::intrusive_ptr<ShardMeta> reduced = {};
 
   const ShardSpec& spec() const { return layout->spec; }
 };
+
+/// The meta of a tensor whose own one has been reduced through an alias, or is a view of one that
+/// may have been: the tensor takes the reduced value over.
+ShardMeta* follow_reduced(c10::TensorImpl* impl, ShardMeta* meta);
 
 /// Of a sharded tensor; nullptr for plain and undefined ones.
 inline ShardMeta* meta_of(const at::TensorBase& t) {
   auto* impl = t.unsafeGetTensorImpl();
   if (!impl->key_set().has_backend(c10::BackendComponent::PrivateUse2Bit)) return nullptr;
-  return static_cast<ShardMeta*>(impl->get_backend_meta());
+  auto* meta = static_cast<ShardMeta*>(impl->get_backend_meta());
+  if (meta->reduced || meta->base) [[unlikely]]
+    return follow_reduced(impl, meta);
+  return meta;
 }
 
 /// A tensor of the global shape over `local`, whose shape must be the layout's local one (checked:
@@ -94,6 +112,17 @@ at::Tensor aligned(at::Tensor local, const Layout& layout);
 /// Gives an existing sharded or plain tensor another value and shape in place.
 void install(const at::Tensor& target, at::Tensor local, LayoutPtr layout,
              std::shared_ptr<ViewCopy> copy = {});
+/// Gives a tensor its value with partial axes reduced: `local` under `to`, in the memory order of
+/// its layout. Its aliases and the views of its memory take the value over at their next use. Of a
+/// view it is the base that is reduced.
+void install_reduced(const at::Tensor& target, const at::Tensor& local, const ShardSpec& to);
+/// The result of a view operator on `input` shares its memory: if that is partial it follows what
+/// becomes of it.
+void as_view_of_partial(const at::Tensor& view, const at::Tensor& input);
+/// `spec` with those partial axes replicated that are so in `reduced`.
+ShardSpec reduced_like(const ShardSpec& spec, const ShardSpec& reduced);
+/// The layout of the same tensor under another spec.
+LayoutPtr under(const Layout& layout, const ShardSpec& to);
 /// The layout of a plain tensor seen as replicated.
 LayoutPtr replicated_layout(const std::shared_ptr<MeshContext>& context, const at::Tensor& plain);
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/dry_run.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/errors.h"
@@ -63,41 +64,92 @@ void skip_if_nothing(ReadyPlan& ready) {
   };
 }
 
-}  // namespace
-
-ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const Scan& scan,
-                    bool& asked_for_numbers) {
-  ReadyPlan ready;
+// Layouts whose addresses are in the key, which a plan keeps alive.
+std::vector<LayoutPtr> layouts_of(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
+  std::vector<LayoutPtr> all;
   for (std::size_t i = 0; i < arguments.size(); ++i) {
-    if (info.kinds[i] == OpInfo::Kind::tensor) add_layout(arguments[i], ready.inputs);
-    if ((info.kinds[i] == OpInfo::Kind::tensor_list ||
-         info.kinds[i] == OpInfo::Kind::optional_tensor_list) &&
+    const OpInfo::Kind kind = info.kinds[i];
+    if (kind == OpInfo::Kind::tensor) add_layout(arguments[i], all);
+    if ((kind == OpInfo::Kind::tensor_list || kind == OpInfo::Kind::optional_tensor_list) &&
         arguments[i].isList()) {
-      for (const c10::IValue& v : arguments[i].toListRef()) add_layout(v, ready.inputs);
+      for (const c10::IValue& v : arguments[i].toListRef()) add_layout(v, all);
     }
   }
-  if (info.in_place_view) {
-    // on the locals it would change shapes that their wrappers still show
-    if (!info.functional) throw_no_rule(OpCall(info, arguments));
-    ready.mode = ReadyPlan::Mode::by_functional;
-    return ready;
+  return all;
+}
+
+// The operator answers before a rule looks at anything: what it refuses no rule has to think of.
+void require_possible(const OpInfo& info, const OpCall& call, c10::Device device) {
+  // What it may reach beyond the tensor is not known to a stand-in for it.
+  if (info.op.schema().name().starts_with("aten::as_strided")) return;
+  call.outputs();
+  require_dtypes(info, call.arguments(), call.tensors(), device);
+}
+
+[[noreturn]] void throw_moves_target(const OpCall& call, const ShardSpec& from,
+                                     const ShardSpec& to) {
+  throw ShardingError(concat(call.name(), " would change the placement of what it writes to, from ",
+                             from, " to ", to, ". Inputs: ", describe_inputs(call),
+                             ". Redistribute it first."));
+}
+
+void plan_moves(const OpCall& call, const Plan& plan, ReadyPlan& ready) {
+  if (plan.inputs.size() > call.tensors().size())
+    throw RuleError(concat("the rule of ", call.name(), " plans ", plan.inputs.size(),
+                           " inputs of ", call.tensors().size()));
+  for (std::size_t i = 0; i < plan.inputs.size(); ++i) {
+    const TensorInfo& t = call.tensor(i);
+    if (!plan.inputs[i] || *plan.inputs[i] == t.spec) continue;
+    if (t.written && !only_reduces(t.spec, *plan.inputs[i]))
+      throw_moves_target(call, t.spec, *plan.inputs[i]);
+    const bool announced = !t.parameter && moves_shards(t.spec, *plan.inputs[i]);
+    ready.moves.push_back({t.argument, t.element, t.spec, *plan.inputs[i], announced});
+    ready.moves_shards |= announced;
   }
-  const auto rule = info.rule();
-  if (scan.replicated && !(rule && rule->options.for_replicated)) {
-    if (info.random && context_of(scan.first->spec())->mesh.layout().size() > 1) {
-      // each rank's own generator would give each rank other numbers
-      throw_no_rule(OpCall(info, arguments));
+}
+
+// A rule of the functional form says where the result lies; written in place it must lie where the
+// target does.
+void require_target_stays(const OpCall& call, const Plan& plan) {
+  const ShardSpec target =
+      !plan.inputs.empty() && plan.inputs[0] ? *plan.inputs[0] : call.tensor(0).spec;
+  if (!plan.outputs.empty() && plan.outputs[0].spec && !(plan.outputs[0].spec == target))
+    throw_moves_target(call, call.tensor(0).spec, plan.outputs[0].spec);
+}
+
+// Of the results that are no arguments; nullptr: not known.
+const std::vector<OutputInfo>* inferred_results(const OpInfo& info, const OpCall& call) {
+  const bool written = std::any_of(info.returns.begin(), info.returns.end(),
+                                   [](const auto& r) { return r.argument >= 0; });
+  return written ? nullptr : call.outputs();
+}
+
+void plan_outputs(const OpInfo& info, const OpCall& call, const Layout& like, Plan& plan,
+                  ReadyPlan& ready) {
+  const auto* inferred = inferred_results(info, call);
+  const bool stays_parameter = like.parameter && (info.view || info.name == "aten::_to_copy");
+  for (std::size_t k = 0; k < plan.outputs.size(); ++k) {
+    Plan::Output& out = plan.outputs[k];
+    ReadyPlan::Output o{nullptr, out.spec, std::move(out.strides)};
+    if (out.spec && inferred && k < inferred->size() && (*inferred)[k].defined) {
+      const OutputInfo& is = (*inferred)[k];
+      // a rule that gives strides as well knows better
+      if (is.shape != out.spec.shape() && !o.strides) {
+        throw RuleError(concat("the rule of ", info.name, " says that the result has shape ",
+                               list(out.spec.shape()), ", the operator makes ", list(is.shape)));
+      }
+      o.layout = make_layout(out.spec, o.strides ? *o.strides : is.strides, is.offset, is.dtype,
+                             like.device);
+      if (stays_parameter) o.layout = as_parameter(o.layout);
     }
-    return ready;
+    ready.outputs.push_back(std::move(o));
   }
-  if (info.out_variant && info.functional && !scan.replicated) {
-    ready.mode = ReadyPlan::Mode::by_functional;
-    return ready;
-  }
-  const OpCall call(info, arguments);
-  if (!rule) throw_no_rule(call);
-  Plan plan = rule->rule(call);
-  asked_for_numbers = call.asked_for_numbers();
+}
+
+void plan_by_rule(const OpInfo& info, const OpCall& call, const Rule& rule, const Layout& like,
+                  ReadyPlan& ready) {
+  require_possible(info, call, like.device);
+  Plan plan = rule(call);
   if (plan.whole) {
     plan.inputs.clear();
     for (const TensorInfo& t : call.tensors())
@@ -110,61 +162,48 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
     ready.local_sizes = ready.arguments[0].second.toIntVector();
   ready.local = std::move(plan.local);
   ready.view_copied = plan.view_copied;
-  if (plan.inputs.size() > call.tensors().size())
-    throw RuleError(concat("the rule of ", info.name, " plans ", plan.inputs.size(), " inputs of ",
-                           call.tensors().size()));
-  for (std::size_t i = 0; i < plan.inputs.size(); ++i) {
-    const TensorInfo& t = call.tensor(i);
-    if (!plan.inputs[i] || *plan.inputs[i] == t.spec) continue;
-    if (t.written && !only_reduces(t.spec, *plan.inputs[i])) {
-      throw ShardingError(concat(
-          info.name, " would change the placement of what it writes to, from ", t.spec, " to ",
-          *plan.inputs[i], ". Inputs: ", describe_inputs(call), ". Redistribute it first."));
-    }
-    const bool announced = !t.parameter && moves_shards(t.spec, *plan.inputs[i]);
-    ready.moves.push_back({t.argument, t.element, t.spec, *plan.inputs[i], announced});
-    ready.moves_shards |= announced;
-  }
-  if (plan.whole) return ready;
+  plan_moves(call, plan, ready);
+  if (plan.whole) return;
   if (call.in_place()) {
-    // A rule of the functional form says where the result lies; written in place it must lie where
-    // the target does.
-    const ShardSpec target =
-        !plan.inputs.empty() && plan.inputs[0] ? *plan.inputs[0] : call.tensor(0).spec;
-    if (!plan.outputs.empty() && plan.outputs[0].spec && !(plan.outputs[0].spec == target)) {
-      throw ShardingError(concat(info.name,
-                                 " would change the placement of what it writes to, from ",
-                                 call.tensor(0).spec, " to ", plan.outputs[0].spec,
-                                 ". Inputs: ", describe_inputs(call), ". Redistribute it first."));
-    }
-    plan.outputs.clear();
+    require_target_stays(call, plan);
+    return;
   }
-  const c10::Device device = scan.first->layout->device;
-  const bool stays_parameter =
-      scan.first->layout->parameter && (info.view || info.name == "aten::_to_copy");
-  std::size_t k = 0;
-  for (Plan::Output& out : plan.outputs) {
-    ReadyPlan::Output o{nullptr, out.spec, std::move(out.strides)};
-    if (out.spec) {
-      const auto* inferred = call.outputs();
-      if (inferred && k < inferred->size() && (*inferred)[k].defined) {
-        const OutputInfo& is = (*inferred)[k];
-        // a rule that gives strides as well knows better
-        if (is.shape != out.spec.shape() && !o.strides) {
-          throw RuleError(concat("the rule of ", info.name, " says that the result has shape ",
-                                 list(out.spec.shape()), ", the operator makes ", list(is.shape)));
-        }
-        o.layout =
-            make_layout(out.spec, o.strides ? *o.strides : is.strides, is.offset, is.dtype, device);
-        if (stays_parameter) o.layout = as_parameter(o.layout);
-      }
-    }
-    ++k;
-    ready.outputs.push_back(std::move(o));
-  }
+  plan_outputs(info, call, like, plan, ready);
   const bool lists =
       std::any_of(info.returns.begin(), info.returns.end(), [](const auto& r) { return r.list; });
   if (!ready.local && !info.writes && !info.view && !info.random && !lists) skip_if_nothing(ready);
+}
+
+}  // namespace
+
+ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const Scan& scan,
+                    bool& asked_for_numbers) {
+  ReadyPlan ready;
+  ready.inputs = layouts_of(info, arguments);
+  const OpCall call(info, arguments);
+  if (info.in_place_view) {
+    // on the locals it would change shapes that their wrappers still show
+    if (!info.functional) throw_no_rule(call);
+    ready.mode = ReadyPlan::Mode::by_functional;
+    return ready;
+  }
+  // Each rank's own generator would give each rank other numbers: the rule knows whether any are
+  // drawn.
+  const bool draws = info.random && context_of(scan.first->spec())->mesh.layout().size() > 1;
+  const auto rule = info.rule();
+  if (scan.replicated && !(rule && (rule->options.for_replicated || draws))) {
+    if (draws) throw_no_rule(call);
+    return ready;
+  }
+  if (info.out_variant && !scan.replicated) {
+    if (!info.functional) throw_no_rule(call);
+    call.outputs();
+    ready.mode = ReadyPlan::Mode::by_functional;
+    return ready;
+  }
+  if (!rule) throw_no_rule(call);
+  plan_by_rule(info, call, rule->rule, *scan.first->layout, ready);
+  asked_for_numbers = call.asked_for_numbers();
   return ready;
 }
 

@@ -121,6 +121,10 @@ Scan make_key(const OpInfo& info, const c10::IValue* arguments, bool numbers, Ke
         break;
     }
   }
+  if (scan.first && needs_default_dtype(*scan.first->layout)) {
+    key.push_back(kDefault);
+    key.push_back(default_dtype());
+  }
   return scan;
 }
 

@@ -2,6 +2,7 @@
 // Plans made ready to run, and the key under which they are found: the layouts of the tensors and
 // whatever else of the arguments decides the result's shape.
 
+#include <c10/core/DefaultDtype.h>
 #include <c10/util/SmallVector.h>
 
 #include <array>
@@ -29,8 +30,19 @@ enum Mark : std::uint64_t {
   kDouble,
   kComplex,
   kText,
-  kOther
+  kOther,
+  // followed by the default dtype
+  kDefault
 };
+
+// Results of integers and floating-point numbers have the default dtype, which the program may
+// change: it is part of their key.
+inline bool needs_default_dtype(const Layout& first) {
+  return !at::isFloatingType(first.dtype) && !at::isComplexType(first.dtype);
+}
+inline std::uint64_t default_dtype() {
+  return static_cast<std::uint64_t>(c10::get_default_dtype_as_scalartype());
+}
 
 using Key = c10::SmallVector<std::uint64_t, 24>;
 

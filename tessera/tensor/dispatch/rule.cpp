@@ -1,14 +1,14 @@
 #include "tessera/tensor/dispatch/rule.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/core/enum_tag.h>
 
 #include <map>
 #include <mutex>
+#include <set>
 
 #include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/dry_run.h"
 #include "tessera/tensor/dispatch/layout.h"
-#include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/op_info.h"
 #include "tessera/tensor/errors.h"
 
@@ -57,6 +57,20 @@ OpInfo::Kind kind_of(const c10::TypePtr& type) {
 
 bool is_write(const c10::Argument& a) { return a.alias_info() && a.alias_info()->isWrite(); }
 
+// Of an operator, sorted, so that all ranks come to the same one. Operators may be defined later:
+// what is not known is looked for again.
+std::vector<std::string> overloads_of(const std::string& base) {
+  static std::mutex mutex;
+  static std::map<std::string, std::set<std::string>> all;
+  const std::lock_guard lock(mutex);
+  if (!all.contains(base)) {
+    for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames())
+      all[name.name].insert(name.overload_name);
+    all.try_emplace(base);
+  }
+  return {all[base].begin(), all[base].end()};
+}
+
 // The overload of the functional form whose arguments are the first ones of `schema`.
 std::optional<c10::OperatorHandle> functional_form(const c10::FunctionSchema& schema,
                                                    bool out_variant) {
@@ -81,21 +95,14 @@ std::optional<c10::OperatorHandle> functional_form(const c10::FunctionSchema& sc
   };
   std::string overload = schema.overload_name();
   if (auto op = matches(overload)) return op;
-  // "Scalar_out" -> "Scalar", "out" -> "", "Tensor", "dim"...; transpose_ -> transpose.int
+  // "Scalar_out" -> "Scalar": what is named alike goes first.
   if (out_variant && overload.size() > 4 && overload.ends_with("_out")) {
     if (auto op = matches(overload.substr(0, overload.size() - 4))) return op;
   }
-  if (out_variant || overload.empty()) {
-    for (const char* guess : {"", "Tensor", "default", "self", "dim", "int", "Tensor_Tensor",
-                              "dim_IntList", "grad_input"}) {
-      if (auto op = matches(guess)) return op;
-    }
-  }
-  if (!out_variant) {
-    // transpose_ is transpose.int
-    for (const char* guess : {"int", "default", "dims", "source_Storage"}) {
-      if (auto op = matches(guess)) return op;
-    }
+  // transpose_ is transpose.int, sort.values_stable is sort.stable: names and types of the
+  // arguments decide.
+  for (const std::string& other : overloads_of(base)) {
+    if (auto op = matches(other)) return op;
   }
   return std::nullopt;
 }
@@ -256,99 +263,17 @@ double OpCall::number(std::string_view name) const {
 }
 
 const std::vector<OutputInfo>* OpCall::outputs() const {
-  if (inferred_) return outputs_ ? &*outputs_ : nullptr;
-  inferred_ = true;
-  if (std::none_of(info_.returns.begin(), info_.returns.end(),
-                   [](const auto& r) { return (r.tensor || r.list) && r.argument < 0; })) {
-    return &outputs_.emplace();  // item(): the meta kernel has nothing to say, and some throw
+  if (!inferred_) {
+    outputs_ = detail::infer_outputs(info_, arguments_, tensors_);
+    inferred_ = true;
   }
-  const auto as_meta = [&](const c10::IValue& v) -> c10::IValue {
-    if (!v.isTensor() || !v.toTensor().defined()) return v;
-    const auto* meta = detail::meta_of(v.toTensor());
-    if (!meta) return v;
-    const auto& layout = *meta->layout;
-    if (!info_.view)
-      return at::Tensor(
-          at::detail::empty_strided_meta(layout.sizes(), layout.strides, layout.dtype));
-    // Views show their offset into the same storage.
-    std::int64_t extent = layout.offset + 1;
-    for (std::size_t d = 0; d < layout.strides.size(); ++d)
-      extent += std::max<std::int64_t>(layout.sizes()[d] - 1, 0) * layout.strides[d];
-    at::Tensor base = at::detail::empty_strided_meta({extent}, {1}, layout.dtype);
-    base.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes(), layout.strides,
-                                                      layout.offset);
-    return base;
-  };
-  torch::jit::Stack stack;
-  for (std::size_t i = 0; i < arguments_.size(); ++i) {
-    const c10::IValue& v = arguments_[i];
-    if (v.isTensor()) {
-      stack.push_back(as_meta(v));
-    } else if (v.isList() && info_.kinds[i] == detail::OpInfo::Kind::tensor_list) {
-      c10::List<at::Tensor> list;
-      for (const c10::IValue& t : v.toListRef()) list.push_back(as_meta(t).toTensor());
-      stack.push_back(list);
-    } else if (v.isList() && info_.kinds[i] == detail::OpInfo::Kind::optional_tensor_list) {
-      c10::List<std::optional<at::Tensor>> list;
-      for (const c10::IValue& t : v.toListRef())
-        list.push_back(t.isNone() ? std::nullopt
-                                  : std::optional<at::Tensor>(as_meta(t).toTensor()));
-      stack.push_back(list);
-    } else if (v.isDevice()) {
-      stack.push_back(c10::Device(c10::kMeta));
-    } else if (v.isGenerator()) {
-      stack.emplace_back();
-    } else {
-      stack.push_back(v);
-    }
-  }
-  try {
-    const detail::LocalCallGuard guard;
-    info_.op.callBoxed(&stack);
-  } catch (const c10::NotImplementedError&) {
-    return nullptr;
-  } catch (const c10::IndexError&) {
-    // Some meta kernels look at the first slice of tensors that have none.
-    if (std::none_of(tensors_.begin(), tensors_.end(),
-                     [](const TensorInfo& t) { return t.spec.numel() == 0; }))
-      throw;
-    return nullptr;
-  } catch (const c10::Error& e) {
-    // Some meta kernels want other strides than those of the CPU do; a view that cannot be is the
-    // caller's mistake.
-    if (!info_.view &&
-        std::string_view(e.what_without_backtrace()).starts_with("view size is not compatible"))
-      return nullptr;
-    throw;
-  } catch (const std::exception& e) {  // a meta kernel that is written in Python
-    const std::string_view what = e.what();
-    if (what.find("NotImplementedError") != what.npos || what.find("unimplemented") != what.npos ||
-        what.find("data-dependent") != what.npos)
-      return nullptr;
-    throw;
-  }
-  std::vector<OutputInfo> all;
-  const auto add = [&](const c10::IValue& v) {
-    if (!v.isTensor()) return;
-    const at::Tensor& t = v.toTensor();
-    if (!t.defined()) {
-      all.push_back({false, {}, {}, 0, at::kFloat});
-    } else {
-      all.push_back(
-          {true, t.sizes().vec(), t.strides().vec(), t.storage_offset(), t.scalar_type()});
-    }
-  };
-  for (std::size_t i = 0; i < info_.returns.size(); ++i) {
-    if (info_.returns[i].argument >= 0) continue;
-    const c10::IValue& v = stack[stack.size() - info_.returns.size() + i];
-    if (info_.returns[i].list) {
-      for (const c10::IValue& t : v.toListRef()) add(t);
-    } else {
-      add(v);
-    }
-  }
-  outputs_ = std::move(all);
-  return &*outputs_;
+  return outputs_ ? &*outputs_ : nullptr;
+}
+
+const TensorInfo& OpCall::tensor(std::size_t i) const {
+  if (i < tensors_.size()) return tensors_[i];
+  throw InvalidArgument(concat(info_.name, " is given ", tensors_.size(),
+                               " sharded tensors where its rule looks for ", i + 1));
 }
 
 }  // namespace tessera

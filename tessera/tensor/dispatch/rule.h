@@ -78,7 +78,8 @@ class OpCall {
   /// The tensors given, lists flattened, in order. Undefined tensors and numbers wrapped as tensors
   /// are left out.
   const std::vector<TensorInfo>& tensors() const { return tensors_; }
-  const TensorInfo& tensor(std::size_t i) const { return tensors_[i]; }
+  /// Throws InvalidArgument if there are not as many.
+  const TensorInfo& tensor(std::size_t i) const;
   /// The input of this argument, nullptr where it is undefined, a wrapped number, or not an
   /// argument.
   const TensorInfo* find(std::string_view argument) const;
@@ -100,11 +101,13 @@ class OpCall {
   double number(std::string_view name) const;
   const std::vector<c10::IValue>& arguments() const { return arguments_; }
 
-  /// Shapes and strides of the outputs, from the operator's meta kernel on the global inputs.
-  /// Throws what the operator throws for bad arguments. nullptr if it has no meta kernel: then the
-  /// rule must know.
+  /// Shapes and strides of the tensors returned, lists flattened, from the operator's meta kernel
+  /// on the global inputs; of in-place and out variants those of what is written. Throws what the
+  /// operator throws for bad arguments. nullptr if it has no meta kernel: then the rule must know.
+  /// A rule is asked after this has been, so that it sees no arguments that the operator refuses.
   const std::vector<OutputInfo>* outputs() const;
 
+  /// A rule has called number().
   bool asked_for_numbers() const { return asked_for_numbers_; }
 
  private:

@@ -13,6 +13,7 @@
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/mesh_context.h"
 #include "tessera/tensor/spec/rank_state.h"
 
 namespace tessera::detail {
@@ -28,42 +29,40 @@ ShardSpec partial_reduced(const ShardSpec& spec) {
   return spec.with_placements(placements);
 }
 
-// The layout of the same tensor under another spec.
-LayoutPtr under(const Layout& layout, const ShardSpec& to) {
-  return make_layout(to, layout.strides, layout.offset, layout.dtype, layout.device);
-}
-
+// What is written to is reduced in place: with its aliases and the views of its memory, which see
+// the write.
 void reduce_target(const OpInfo& info, const at::Tensor& target, const ShardSpec& from,
                    const ShardSpec& to) {
   const ShardMeta& meta = *meta_of(target);
   if (meta.copy)
     throw ShardingError(concat(info.name, " writes to a view of a partial tensor ", from,
                                " that had to be copied. Redistribute it first."));
-  // A copy such as .data shares the meta, and would keep the terms.
-  if (target.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr().use_count() > 2) {
-    throw ShardingError(
-        concat(info.name, " writes to a partial tensor ", from,
-               " that another one (.data, detach) is a copy of. Redistribute it first."));
+  if (!meta.base) {
+    install_reduced(target, redistribute_local(meta.local, from, to), to);
+    return;
   }
-  if (!target.is_inference() && !target.unsafeGetTensorImpl()->unique_version()) {
-    throw ShardingError(concat(info.name, " writes to a partial tensor ", from,
-                               " that has views or is saved in a graph. Redistribute it first."));
+  const ShardMeta& base = *meta.base;
+  const ShardSpec whole = reduced_like(base.spec(), to);
+  if (!base.layout->dense || base.layout->dtype != meta.layout->dtype || base.copy) {
+    throw ShardingError(concat(info.name, " writes to a view of a partial tensor ", base.spec(),
+                               " that shows it as another type or has gaps. Redistribute it "
+                               "first."));
   }
-  auto layout = under(*meta.layout, to);
-  at::Tensor local = aligned(redistribute_local(meta.local, from, to), *layout);
-  install(target, std::move(local), std::move(layout));
+  install_reduced(target, redistribute_local(base.local, base.spec(), whole), whole);
+  if (!(meta_of(target)->spec() == to))
+    throw ShardingError(concat(info.name, " writes to a view of a partial tensor ", base.spec(),
+                               " that cannot be reduced with it. Redistribute it first."));
 }
 
 // An intermediate result that had to be reduced is so from now on: what backward saved of it, and
-// its next use, need not reduce it again.
+// its next use, need not reduce it again. Ranks agree: the condition looks at what the program has
+// done to the tensor, not at who else holds it.
 void keep_reduced(const at::Tensor& t, const ShardSpec& from, const ShardSpec& to,
                   const at::Tensor& local) {
-  if (!from.has_partial() || !(to == partial_reduced(from)) || !t.grad_fn() || t.is_view() ||
-      !t.unsafeGetTensorImpl()->unique_version())
-    return;
-  auto layout = under(*meta_of(t)->layout, to);
-  at::Tensor own = aligned(local, *layout);
-  install(t, std::move(own), std::move(layout));
+  if (!from.has_partial() || !(to == partial_reduced(from))) return;
+  const ShardMeta& meta = *meta_of(t);
+  if (meta.base || !(meta.spec() == from) || (t.is_leaf() && t.requires_grad())) return;
+  if (meta.intermediate || t.grad_fn()) install_reduced(t, local, to);
 }
 
 // What a view that had to gather its base first stands on. `whole` gets the memory order of the
@@ -109,7 +108,9 @@ ShardedCall::ShardedCall(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack*
       view_of_normal_(makes_view_of_normal(info, stack_[first_])),
       alias_targets_(info.out_variant || info.resizes),
       targets_(info.writes ? count_ : 0),
-      view_copy_(info.view ? scan.first->copy : nullptr) {}
+      view_copy_(info.view ? scan.first->copy : nullptr),
+      view_base_(info.view && stack_[first_].isTensor() ? stack_[first_].toTensor()
+                                                        : at::Tensor()) {}
 
 void ShardedCall::run() {
   if (plan_.moves_shards) check_policy();
@@ -229,8 +230,13 @@ void ShardedCall::wrap_results() {
 void ShardedCall::write_back() const {
   for (const c10::IValue& target : targets_) {
     write_copy_back(target);
-    if (target.isTensorList()) {
-      for (const c10::IValue& t : target.toListRef()) write_copy_back(t);
+    if (!target.isTensorList()) continue;
+    for (const c10::IValue& t : target.toListRef()) {
+      write_copy_back(t);
+      // libtorch's kernels of lists write to one tensor after the other, each of which counts. Of
+      // sharded tensors they write to the locals, and nobody has counted.
+      if (t.isTensor() && t.toTensor().defined() && !t.toTensor().is_inference())
+        t.toTensor().unsafeGetTensorImpl()->bump_version();
     }
   }
 }
@@ -283,8 +289,7 @@ void ShardedCall::run_local_function() {
                 std::make_move_iterator(made.end()));
   if (stack_.size() != first_ + info_.returns.size()) {
     throw RuleError(concat("the local function of the rule of ", info_.name, " returns ",
-                           stack_.size() - first_, " values, the operator ",
-                           info_.returns.size()));
+                           stack_.size() - first_, " values, the operator ", info_.returns.size()));
   }
 }
 
@@ -297,7 +302,11 @@ void ShardedCall::run_on_aliases() {
   }
   info_.op.callBoxed(&stack_);
   for (const auto& [target, alias] : aliases) {
-    if (meta_of(target)) install(target, alias, replicated_layout(context_of(like_->spec), alias));
+    const ShardMeta* meta = meta_of(target);
+    if (!meta) continue;
+    // What still lies where it lay is still a view of its base.
+    auto copy = alias.is_alias_of(meta->local) ? meta->copy : nullptr;
+    install(target, alias, replicated_layout(context_of(like_->spec), alias), std::move(copy));
   }
 }
 
@@ -339,9 +348,14 @@ at::Tensor ShardedCall::wrap_ruled(at::Tensor local, bool view, std::size_t posi
         make_layout(out.spec, out.strides ? *out.strides : contiguous_strides(out.spec.shape()), 0,
                     local.scalar_type(), local.device());
   }
-  if (!view) return wrap_fresh(std::move(local), out.layout);
+  if (!view) {
+    at::Tensor made = wrap_fresh(std::move(local), out.layout);
+    if (out.layout->spec.data()->partial) meta_of(made)->intermediate = true;
+    return made;
+  }
   at::Tensor t = detail::wrap(std::move(local), out.layout);
   meta_of(t)->copy = view_copy_;
+  if (plan_.moves.empty() && out.layout->spec.has_partial()) as_view_of_partial(t, view_base_);
   if (view_of_normal_) as_view_of_normal(t);
   return t;
 }
@@ -359,6 +373,10 @@ void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
   for (std::size_t i = 0; i < targets.size(); ++i) {
     const at::Tensor result = inputs[inputs.size() - targets.size() + i].toTensor();
     const ShardMeta* made = meta_of(result);
+    if (info.out_variant && !c10::canCast(result.scalar_type(), targets[i].scalar_type()))
+      throw InvalidArgument(concat(info.name, ": the result is ", toString(result.scalar_type()),
+                                   ", which out, being ", toString(targets[i].scalar_type()),
+                                   ", cannot hold"));
     if (info.out_variant && targets[i].sizes() == result.sizes()) {
       targets[i].copy_(result);
     } else if (info.out_variant && targets[i].scalar_type() != result.scalar_type()) {
@@ -366,6 +384,7 @@ void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
                                  ", out is ", toString(targets[i].scalar_type())));
     } else {
       install(targets[i], made->local, made->layout, made->copy);
+      meta_of(targets[i])->base = made->base;
     }
   }
   stack->resize(first);

@@ -78,8 +78,9 @@ class ShardedCall {
   std::vector<Moved> moved_;
   // The arguments that are written, by position.
   c10::SmallVector<c10::IValue, 2> targets_;
-  // Behind the views that are made.
+  // Behind the views that are made: a copy of what they are views of, and the tensor itself.
   std::shared_ptr<ViewCopy> view_copy_;
+  at::Tensor view_base_;
 };
 
 /// Runs the functional form on the sharded tensors: its results become the values of the arguments

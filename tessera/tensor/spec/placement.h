@@ -1,5 +1,5 @@
 #pragma once
-// Placement: how a tensor lies along one axis of a mesh.
+// Placement: how a tensor is spread along one axis of a mesh.
 
 #include <ostream>
 #include <string>
@@ -8,14 +8,15 @@
 
 namespace tessera {
 
-/// Replicate: every rank of the axis holds the same. Shard: the ranks hold consecutive parts of
-/// `dim`. Partial: the value is `op` over the ranks' locals.
+/// How a tensor is spread along one axis of a mesh. Replicate: every rank of the axis holds the
+/// same. Shard: the ranks hold consecutive shards of `dim`, which may be of any sizes. Partial: the
+/// value is the reduction `op` over the ranks' locals.
 struct Placement {
   enum class Kind : unsigned char { replicate, shard, partial };
   Kind kind = Kind::replicate;
-  /// Of a shard.
+  /// The dim that is sharded, if kind is shard.
   int dim = 0;
-  /// Of a partial.
+  /// The reduction that gives the value, if kind is partial.
   ReduceOp::Kind op = ReduceOp::Kind::sum;
 
   bool is_replicate() const { return kind == Kind::replicate; }
@@ -30,9 +31,10 @@ struct Placement {
 };
 
 inline Placement Replicate() { return {}; }
-/// A negative dim counts from the end.
+/// A negative `dim` counts from the last one.
 inline Placement Shard(int dim) { return {Placement::Kind::shard, dim, ReduceOp::Kind::sum}; }
-/// sum, avg (the unweighted mean over ranks; only ever made by the user), product, min or max.
+/// `op` is sum, avg (the unweighted mean over ranks, which no operator makes by itself), product,
+/// min or max.
 inline Placement Partial(ReduceOp::Kind op = ReduceOp::Kind::sum) {
   return {Placement::Kind::partial, 0, op};
 }

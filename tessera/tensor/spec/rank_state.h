@@ -6,11 +6,33 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <unordered_set>
 
 #include "tessera/tensor/halo_policy.h"
 #include "tessera/tensor/policy.h"
 
 namespace tessera::detail {
+
+/// What ranks have found to agree on, as text. Belongs to the rank and not to the context of a mesh,
+/// which lives as long as this rank holds a tensor of it. Forgets everything once it holds much,
+/// all ranks at the same time, because they add the same.
+class Agreed {
+ public:
+  bool contains(const std::string& what) {
+    const std::lock_guard lock(mutex_);
+    return known_.contains(what);
+  }
+  void add(std::string what) {
+    constexpr std::size_t kMost = 4096;
+    const std::lock_guard lock(mutex_);
+    if (known_.size() >= kMost) known_.clear();
+    known_.insert(std::move(what));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_set<std::string> known_;
+};
 
 struct RankState {
   std::mutex mutex;
@@ -19,6 +41,7 @@ struct RankState {
   std::uint64_t stream = 0;
   Policies policies;
   std::atomic<HaloPolicy> halo_policy = HaloPolicy{};
+  Agreed agreed;                 // by from_local()
   std::set<std::string> warned;  // what was warned about once
 };
 

@@ -231,7 +231,12 @@ ShardSpec ShardSpec::replicated(const DeviceMesh& mesh, const std::vector<std::i
 const DeviceMesh& ShardSpec::mesh() const { return data_->context->mesh; }
 const std::vector<std::int64_t>& ShardSpec::shape() const { return data_->sharding.shape(); }
 const std::vector<Placement>& ShardSpec::placements() const { return data_->placements; }
-const DimSharding& ShardSpec::dim(int d) const { return data_->sharding.dims()[d]; }
+const DimSharding& ShardSpec::dim(int d) const {
+  const auto& all = data_->sharding.dims();
+  if (d < 0 || d >= static_cast<int>(all.size()))
+    throw InvalidArgument(concat("dim ", d, " of a tensor of ", all.size(), " dims ", *this));
+  return all[d];
+}
 bool ShardSpec::is_replicated() const { return data_->replicated; }
 bool ShardSpec::has_partial() const { return data_->partial; }
 bool ShardSpec::has_shard() const { return data_->shard; }
@@ -257,6 +262,8 @@ ShardSpec ShardSpec::with_placements(const std::vector<Placement>& placements) c
 
 ShardSpec ShardSpec::with_placement(int axis, Placement placement) const {
   std::vector<Placement> all = placements();
+  if (axis < 0 || axis >= mesh_dims())
+    throw InvalidArgument(concat("axis ", axis, " of a mesh of ", mesh_dims(), " axes"));
   all[axis] = placement;
   return with_placements(all);
 }

@@ -31,52 +31,54 @@ struct MeshContext;
 struct SpecData;
 }  // namespace detail
 
-/// Dim -> size of each part, over the flattened ranks of the axes that shard the dim.
+/// Maps a sharded dim to the sizes of its shards, over the flattened ranks of the axes that shard
+/// it.
 using ShardSizes = std::map<int, Sizes>;
 
 class ShardSpec {
  public:
   ShardSpec() = default;
-  /// One placement an axis. Sharded dims without sizes are cut evenly (Partition::even). Throws
-  /// InvalidArgument where counts, dims or sums do not match, sizes are given for a dim that is not
-  /// sharded, or this rank is not in the mesh.
+  /// `placements` has one entry per mesh axis. Sharded dims without sizes are cut evenly
+  /// (Partition::even). Throws InvalidArgument if counts, dims or sums do not match, if sizes are
+  /// given for a dim that is not sharded, or if this rank is not in the mesh.
   ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape,
             const std::vector<Placement>& placements, const ShardSizes& sizes = {});
   static ShardSpec replicated(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape);
 
   explicit operator bool() const { return data_ != nullptr; }
   const DeviceMesh& mesh() const;
-  /// Global.
+  /// The global shape.
   const std::vector<std::int64_t>& shape() const;
-  /// One an axis.
+  /// One entry per mesh axis.
   const std::vector<Placement>& placements() const;
   int dims() const { return static_cast<int>(shape().size()); }
   int mesh_dims() const { return static_cast<int>(placements().size()); }
   /// Mesh axes that shard a dim, outermost first, and its parts over their flattened ranks; no
-  /// axes: not sharded.
+  /// axes: not sharded. Throws InvalidArgument for a dim that the tensor does not have.
   const DimSharding& dim(int d) const;
   bool is_sharded(int d) const { return !dim(d).axes.empty(); }
-  /// Of the sharded dims.
+  /// Sizes of all shards of the sharded dims.
   ShardSizes sizes() const;
 
-  /// Replicate on every axis.
+  /// True if the placement is Replicate on every axis.
   bool is_replicated() const;
   bool has_partial() const;
   bool has_shard() const;
 
-  /// Of this rank.
+  /// The shape of this rank's local tensor.
   const std::vector<std::int64_t>& local_shape() const;
   /// Global index of this rank's first element, per dim.
   const std::vector<std::int64_t>& local_offset() const;
   std::int64_t numel() const;
   std::int64_t local_numel() const;
-  /// The box of every rank, for transfer plans; partial axes count as free ones.
+  /// The boxes of all ranks in global indices; axes that are Partial count as replicated.
   const Sharding& sharding() const;
 
-  /// The same mesh and, where the dims allow it, the same parts: dims that stay sharded by the same
-  /// axes keep their sizes.
+  /// Returns the spec with other placements on the same mesh. Dims that stay sharded by the same
+  /// axes keep their sizes, others are cut evenly.
   ShardSpec with_placements(const std::vector<Placement>& placements) const;
-  /// As this, with one axis' placement replaced.
+  /// Returns the spec with the placement of one axis replaced. Throws InvalidArgument for an axis
+  /// that the mesh does not have.
   ShardSpec with_placement(int axis, Placement placement) const;
 
   /// "[4, 7] data=Shard(0){3, 1} domain=Replicate".

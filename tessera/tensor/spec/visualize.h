@@ -10,10 +10,10 @@
 
 namespace tessera {
 
-/// As text. Two dims are shown, the first two that are sharded (else the first two); the others are
-/// whole, or named as such that are cut as well.
+/// Draws as text which rank holds which shard. Shows two dims: the first two that are sharded, or
+/// else the first two. A line below names the other dims that are sharded.
 std::string visualize_sharding(const ShardSpec& spec);
-/// The same as a self-contained SVG drawing, parts to scale.
+/// Draws the same as a self-contained SVG picture, with the shards to scale.
 std::string visualize_sharding_svg(const ShardSpec& spec);
 
 }  // namespace tessera

@@ -1,0 +1,192 @@
+#include "tessera/tensor/dispatch/dry_run.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <functional>
+#include <string_view>
+
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/no_dispatch.h"
+
+namespace tessera::detail {
+
+namespace {
+
+// The arguments with every tensor replaced by what `stand_in` gives for it.
+torch::jit::Stack replaced(const OpInfo& info, const std::vector<c10::IValue>& arguments,
+                           const std::function<at::Tensor(const at::Tensor&)>& stand_in) {
+  const auto tensor = [&](const c10::IValue& v) {
+    return v.isTensor() && v.toTensor().defined() ? stand_in(v.toTensor()) : at::Tensor();
+  };
+  torch::jit::Stack stack;
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& v = arguments[i];
+    if (v.isTensor()) {
+      stack.emplace_back(tensor(v));
+    } else if (v.isList() && info.kinds[i] == OpInfo::Kind::tensor_list) {
+      c10::List<at::Tensor> list;
+      for (const c10::IValue& t : v.toListRef()) list.push_back(tensor(t));
+      stack.emplace_back(list);
+    } else if (v.isList() && info.kinds[i] == OpInfo::Kind::optional_tensor_list) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const c10::IValue& t : v.toListRef())
+        list.push_back(t.isNone() ? std::nullopt : std::optional(tensor(t)));
+      stack.emplace_back(list);
+    } else {
+      stack.push_back(v);
+    }
+  }
+  return stack;
+}
+
+// A meta tensor as the global one is shown; numbers wrapped as tensors are given as they are.
+at::Tensor on_meta(const OpInfo& info, const at::Tensor& t) {
+  const auto* meta = meta_of(t);
+  if (!meta) return t;
+  const Layout& layout = *meta->layout;
+  if (!info.view)
+    return at::detail::empty_strided_meta(layout.sizes(), layout.strides, layout.dtype);
+  // Views show their offset into the same storage.
+  std::int64_t extent = layout.offset + 1;
+  for (std::size_t d = 0; d < layout.strides.size(); ++d)
+    extent += std::max<std::int64_t>(layout.sizes()[d] - 1, 0) * layout.strides[d];
+  at::Tensor base = at::detail::empty_strided_meta({extent}, {1}, layout.dtype);
+  base.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes(), layout.strides, layout.offset);
+  return base;
+}
+
+// False where the operator has no meta kernel for these.
+bool run_on_meta(const OpInfo& info, const std::vector<TensorInfo>& tensors,
+                 torch::jit::Stack& stack) {
+  try {
+    const LocalCallGuard guard;
+    info.op.callBoxed(&stack);
+  } catch (const c10::NotImplementedError&) {
+    return false;
+  } catch (const c10::IndexError&) {
+    // Some meta kernels look at the first slice of tensors that have none.
+    if (std::none_of(tensors.begin(), tensors.end(),
+                     [](const TensorInfo& t) { return t.spec.numel() == 0; }))
+      throw;
+    return false;
+  } catch (const c10::Error& e) {
+    // Some meta kernels want other strides than those of the CPU do; a view that cannot be is the
+    // caller's mistake.
+    if (!info.view &&
+        std::string_view(e.what_without_backtrace()).starts_with("view size is not compatible"))
+      return false;
+    throw;
+  } catch (const std::exception& e) {  // a meta kernel that is written in Python
+    const std::string_view what = e.what();
+    if (what.find("NotImplementedError") != what.npos || what.find("unimplemented") != what.npos ||
+        what.find("data-dependent") != what.npos)
+      return false;
+    throw;
+  }
+  return true;
+}
+
+const at::Generator& own_generator() {
+  static thread_local const at::Generator generator = at::detail::createCPUGenerator();
+  return generator;
+}
+
+// Of one element a dim: zero is a valid index and class, and shapes that fit each other still do.
+void run_on_few(const OpInfo& info, const std::vector<c10::IValue>& arguments,
+                const std::function<at::ScalarType(at::ScalarType)>& dtype) {
+  torch::jit::Stack stack = replaced(info, arguments, [&](const at::Tensor& t) {
+    const auto* meta = meta_of(t);
+    if (!meta) return t;
+    std::vector<std::int64_t> sizes = meta->layout->sizes();
+    for (auto& n : sizes) n = std::min<std::int64_t>(n, 1);
+    return at::zeros(sizes, dtype(meta->layout->dtype));
+  });
+  for (std::size_t i = 0; i < stack.size(); ++i) {
+    if (info.op.schema().arguments()[i].name() == "generator") stack[i] = own_generator();
+  }
+  const LocalCallGuard guard;
+  info.op.callBoxed(&stack);
+}
+
+bool runs_on_few(const OpInfo& info, const std::vector<c10::IValue>& arguments,
+                 const std::function<at::ScalarType(at::ScalarType)>& dtype) {
+  try {
+    run_on_few(info, arguments, dtype);
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+bool is_number(at::ScalarType type) { return at::isFloatingType(type) || at::isComplexType(type); }
+
+bool takes(const OpInfo& info, std::initializer_list<std::string_view> names) {
+  const auto& arguments = info.op.schema().arguments();
+  return std::any_of(arguments.begin(), arguments.end(), [&](const c10::Argument& a) {
+    return std::find(names.begin(), names.end(), a.name()) != names.end();
+  });
+}
+
+}  // namespace
+
+std::optional<std::vector<OutputInfo>> infer_outputs(const OpInfo& info,
+                                                     const std::vector<c10::IValue>& arguments,
+                                                     const std::vector<TensorInfo>& tensors) {
+  std::vector<OutputInfo> all;
+  if (std::none_of(info.returns.begin(), info.returns.end(),
+                   [](const auto& r) { return r.tensor || r.list; }))
+    return all;  // item(): the meta kernel has nothing to say, and some throw
+  torch::jit::Stack stack =
+      replaced(info, arguments, [&](const at::Tensor& t) { return on_meta(info, t); });
+  for (c10::IValue& v : stack) {
+    if (v.isDevice()) v = c10::Device(c10::kMeta);
+    if (v.isGenerator()) v = c10::IValue();
+  }
+  if (!run_on_meta(info, tensors, stack)) return std::nullopt;
+  const auto add = [&](const c10::IValue& v) {
+    if (!v.isTensor()) return;
+    const at::Tensor& t = v.toTensor();
+    if (!t.defined()) {
+      all.push_back({false, {}, {}, 0, at::kFloat});
+    } else {
+      all.push_back(
+          {true, t.sizes().vec(), t.strides().vec(), t.storage_offset(), t.scalar_type()});
+    }
+  };
+  for (std::size_t i = 0; i < info.returns.size(); ++i) {
+    const c10::IValue& v = stack[stack.size() - info.returns.size() + i];
+    if (info.returns[i].list) {
+      for (const c10::IValue& t : v.toListRef()) add(t);
+    } else {
+      add(v);
+    }
+  }
+  return all;
+}
+
+void require_dtypes(const OpInfo& info, const std::vector<c10::IValue>& arguments,
+                    const std::vector<TensorInfo>& tensors, c10::Device device) {
+  if (!device.is_cpu() || info.view || tensors.empty()) return;
+  const at::ScalarType first = tensors[0].dtype;
+  const bool usual = (first == at::kFloat || first == at::kDouble) &&
+                     std::all_of(tensors.begin(), tensors.end(),
+                                 [&](const TensorInfo& t) { return t.dtype == first; });
+  // What draws from libtorch's generator would take numbers from the program, and what is told how
+  // large its result is would make it.
+  if (usual || (info.random && !takes(info, {"generator"})) ||
+      takes(info, {"size", "output_size", "repeats", "pad"}))
+    return;
+  try {
+    run_on_few(info, arguments, [](at::ScalarType t) { return t; });
+  } catch (const std::exception&) {
+    if (runs_on_few(info, arguments,
+                    [](at::ScalarType t) { return is_number(t) ? at::kFloat : t; }) ||
+        runs_on_few(info, arguments, [](at::ScalarType) { return at::kFloat; }))
+      throw;
+  }
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,29 @@
+#pragma once
+// Dry runs: what an operator makes of tensors, and whether it takes them, found without their
+// values. All that they look at is known to all ranks, so that what they throw is thrown on every
+// rank, before anything is sent.
+
+#include <ATen/core/ivalue.h>
+
+#include <optional>
+#include <vector>
+
+#include "tessera/tensor/dispatch/op_info.h"
+#include "tessera/tensor/dispatch/rule.h"
+
+namespace tessera::detail {
+
+/// What OpCall::outputs() gives. Empty optional: the operator has no meta kernel for the arguments.
+std::optional<std::vector<OutputInfo>> infer_outputs(const OpInfo& info,
+                                                     const std::vector<c10::IValue>& arguments,
+                                                     const std::vector<TensorInfo>& tensors);
+
+/// Throws what the operator throws for tensors of these dtypes, which meta kernels do not look at:
+/// it is run on tensors of one element, and an error counts if floating-point numbers of one dtype
+/// in their place make it go away (otherwise the shapes were to blame). Does nothing for devices
+/// but the CPU, where every tensor has one dtype that all operators take, and for random operators
+/// that take no generator.
+void require_dtypes(const OpInfo& info, const std::vector<c10::IValue>& arguments,
+                    const std::vector<TensorInfo>& tensors, c10::Device device);
+
+}  // namespace tessera::detail

@@ -1,0 +1,217 @@
+// Ranks decide alike: what one rank alone holds, keeps or believes changes no collective.
+
+#include "support.h"
+#include "tessera/tensor/policy.h"
+
+namespace tessera::test {
+namespace {
+
+at::Tensor cut(const DeviceMesh& mesh, const at::Tensor& t, int dim, bool grad = false) {
+  at::Tensor made = distribute_tensor(t.clone(), mesh, {Shard(dim)}).detach();
+  return grad ? made.requires_grad_(true) : made;
+}
+
+// The ways in which a program holds on to a result.
+using Hold = std::function<at::Tensor(const at::Tensor&)>;
+const std::vector<std::pair<const char*, Hold>>& holds() {
+  static const std::vector<std::pair<const char*, Hold>> all = {
+      {"detach", [](const at::Tensor& t) { return t.detach(); }},
+      {"data", [](const at::Tensor& t) { return t.variable_data(); }},
+      {"view", [](const at::Tensor& t) { return t.dim() == 0 ? t.view({1}) : t.narrow(0, 0, 1); }},
+      {"to_local", [](const at::Tensor& t) { return to_local(t); }},
+      {"itself", [](const at::Tensor& t) { return t; }},
+  };
+  return all;
+}
+
+TEST(Aliases, OnOneRankChangeNoCollective) {
+  for (const auto& hold : holds()) {
+    SCOPED_TRACE(hold.first);
+    on_threads(2, [&hold](DistributedManager& manager) {
+      const auto mesh = manager.mesh({{"x", 2}});
+      const at::Tensor value = at::arange(12, at::kDouble).view({4, 3});
+      const at::Tensor x = cut(mesh, value, 0, true);
+      std::vector<at::Tensor> log;
+      for (int step = 0; step < 4; ++step) {
+        const at::Tensor loss = (x * (step + 1)).mean(), rows = (x * x).sum(0);
+        if (manager.rank() == step % 2) log.push_back(hold.second(loss));
+        if (manager.rank() == (step + 1) % 2) log.push_back(hold.second(rows));
+        const double expected = value.mean().item<double>() * (step + 1);
+        EXPECT_DOUBLE_EQ(loss.item<double>(), expected);
+        EXPECT_DOUBLE_EQ((loss.exp().log() * 2).item<double>(), 2 * expected);
+        EXPECT_DOUBLE_EQ(loss.item<double>(), expected);
+        EXPECT_LT(difference(rows.sqrt(), (value * value).sum(0).sqrt()), 1e-14);
+        EXPECT_LT(difference(rows, (value * value).sum(0)), 1e-14);
+        x.mutable_grad() = at::Tensor();
+        (loss + rows.sqrt().sum()).backward();
+        EXPECT_LT(difference(x.grad(), (step + 1) / 12.0 + value / (value * value).sum(0).sqrt()),
+                  1e-14);
+      }
+    });
+  }
+}
+
+TEST(Aliases, TakeOverWhatAPartialTensorWasReducedTo) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor value = at::arange(12, at::kDouble).view({4, 3});
+    const auto run = [&](const at::Tensor& x) {
+      const at::Tensor y = (x * 1).sum(0), alias = y.detach(), row = y.detach().narrow(0, 1, 2),
+                       turned = (x * 1).sum(0, true).t().detach();
+      EXPECT_TRUE(!is_sharded(y) || spec(alias).has_partial());
+      const at::Tensor used = y.exp();  // reduces it
+      EXPECT_TRUE(!is_sharded(y) || !spec(row).has_partial());
+      alias.mul_(2);
+      row.add_(1);
+      turned.add_(3);
+      return std::vector<at::Tensor>{whole(y), whole(alias), whole(row), whole(turned),
+                                     whole(used)};
+    };
+    const auto expected = run(value.clone().requires_grad_(true)),
+               got = run(cut(mesh, value, 0, true));
+    for (std::size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(got[i].equal(expected[i])) << i;
+  });
+}
+
+TEST(Aliases, AndViewsOfAPartialTensorSeeWhatIsWritten) {
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    const at::Tensor value = at::arange(12, at::kDouble).view({4, 3});
+    const auto run = [&](const at::Tensor& x) {
+      const at::Tensor y = x.sum(0), kept = y.detach(), view = y.narrow(0, 1, 2);
+      view.fill_(-1);  // x.sum(0)[1:].fill_(0)
+      view.narrow(0, 0, 1).add_(5);
+      const at::Tensor z = x.sum(0), other = manager.rank() == 1 ? z.detach() : at::Tensor();
+      z.add_(1);  // a rank that keeps an alias does as the others do
+      const at::Tensor w = x.sum(0).view({1, 3}), part = w.select(0, 0);
+      part.add_(at::ones({3}, at::kDouble));
+      return std::vector<at::Tensor>{whole(y), whole(kept), whole(view), whole(z), whole(w)};
+    };
+    const auto expected = run(value.clone()), got = run(cut(mesh, value, 0));
+    for (std::size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(got[i].equal(expected[i])) << i;
+  });
+}
+
+TEST(Writes, ToListsCountVersionsUp) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor p = cut(mesh, at::ones({4, 3}, at::kDouble), 0, true);
+    const at::Tensor z = (p * p).sum();
+    {
+      const at::NoGradGuard guard;
+      at::_foreach_add_({p}, 1);
+    }
+    EXPECT_THROW(z.backward(), c10::Error);
+    const at::Tensor x = cut(mesh, at::ones({4, 3}, at::kDouble), 0);
+    const auto before = x._version();
+    at::_foreach_mul_({x}, 2);
+    EXPECT_GT(x._version(), before);
+    EXPECT_TRUE(whole(x).equal(at::full({4, 3}, 2.0, at::kDouble)));
+  });
+}
+
+TEST(Plans, KnowTheDefaultDtype) {
+  on_threads(1, [](DistributedManager&) {});  // default dtypes are the process': not at once
+  run_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor x =
+        distribute_tensor(at::arange(4, at::kLong), mesh, {Shard(0)}, {{0, {4, 0}}});
+    EXPECT_EQ((x / 2).scalar_type(), at::kFloat);
+    mesh.all().barrier();
+    if (manager.rank() == 0) c10::set_default_dtype(caffe2::TypeMeta::Make<double>());
+    mesh.all().barrier();
+    EXPECT_EQ((x / 2).scalar_type(), at::kDouble);
+    EXPECT_EQ(to_local(x / 2).scalar_type(), at::kDouble);
+    EXPECT_TRUE(whole(x / 2).equal(at::arange(4, at::kDouble) / 2));
+    mesh.all().barrier();
+    if (manager.rank() == 0) c10::set_default_dtype(caffe2::TypeMeta::Make<float>());
+    mesh.all().barrier();
+  });
+}
+
+TEST(FromLocal, ComparesWhatRanksBelieve) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor mine = manager.rank() == 0 ? at::ones({4, 6}, at::kDouble) : at::Tensor();
+    const auto refused = [&](const at::Tensor& placeholder, const ShardSizes& sizes) {
+      EXPECT_THROW(from_local(mine.defined() ? mine : placeholder, mesh, {Shard(0)}, sizes),
+                   InvalidArgument)
+          << placeholder.toString() << placeholder.sizes();
+    };
+    for (const ShardSizes& sizes : {ShardSizes{}, ShardSizes{{0, {4, 0}}}}) {
+      refused(at::empty({0, 6}), sizes);                                    // dtype
+      refused(at::empty({0}, at::kDouble), sizes);                          // dims
+      refused(at::empty({0, 5}, at::kDouble), sizes);                       // other dims
+      refused(at::empty({0, 6}, at::kDouble).requires_grad_(true), sizes);  // grad
+    }
+    refused(at::empty({1, 6}, at::kDouble), {{0, {4, 0}}});  // size
+    const at::Tensor right = mine.defined() ? mine : at::empty({0, 6}, at::kDouble);
+    EXPECT_THROW(from_local(right, mesh, {Shard(0)}, {{0, {4, manager.rank()}}}), InvalidArgument);
+    EXPECT_TRUE(whole(from_local(right, mesh, {Shard(0)}, {{0, {4, 0}}}))
+                    .equal(at::ones({4, 6}, at::kDouble)));
+  });
+}
+
+TEST(FromLocal, GivesTermsTheirOwnGradient) {
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    const at::Tensor all = at::tensor({1.0, 5.0, -2.0, 5.0, 3.0, -2.0, 4.0, 0.5, 7.0}).view({3, 3});
+    const at::Tensor weights = at::tensor({1.0, 2.0, 3.0});
+    const auto reduced = [](const at::Tensor& t, ReduceOp::Kind op) {
+      switch (op) {
+        case ReduceOp::Kind::avg:
+          return t.mean(0);
+        case ReduceOp::Kind::max:
+          return t.amax(0);
+        case ReduceOp::Kind::min:
+          return t.amin(0);
+        case ReduceOp::Kind::product:
+          return t.prod(0);
+        default:
+          return t.sum(0);
+      }
+    };
+    for (const auto op : {ReduceOp::Kind::sum, ReduceOp::Kind::avg, ReduceOp::Kind::max,
+                          ReduceOp::Kind::min, ReduceOp::Kind::product}) {
+      const at::Tensor plain = all.clone().requires_grad_(true);
+      (reduced(plain, op) * weights).sum().backward();
+      const at::Tensor mine = all[manager.rank()].clone().requires_grad_(true);
+      const at::Tensor x = from_local(mine, mesh, {Partial(op)});
+      (full_tensor(x) * weights).sum().backward();
+      EXPECT_LT(difference(mine.grad(), plain.grad()[manager.rank()]), 1e-14)
+          << static_cast<int>(op);
+    }
+  });
+}
+
+TEST(RandomState, IsTakenAndSet) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor x = cut(mesh, at::ones({5, 3}, at::kDouble), 0);
+    const RandomState before = random_state(manager);
+    const at::Tensor first = whole(at::rand_like(x)), second = whole(at::rand_like(x));
+    EXPECT_FALSE(first.equal(second));
+    set_random_state(manager, before);
+    EXPECT_TRUE(whole(at::rand_like(x)).equal(first));
+    EXPECT_TRUE(whole(at::rand_like(x)).equal(second));
+  });
+}
+
+TEST(Bernoulli, OfATensorOfProbabilities) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor x = cut(mesh, at::full({40, 50}, 7.0, at::kDouble), 0);
+    x.bernoulli_(at::tensor(0.25, at::kDouble));
+    EXPECT_NEAR(x.mean().item<double>(), 0.25, 0.05);
+    EXPECT_TRUE(whole(x).eq(0).logical_or(whole(x).eq(1)).all().item<bool>());
+    const at::Tensor p =
+        at::cat({at::zeros({20, 50}, at::kDouble), at::ones({20, 50}, at::kDouble)});
+    x.bernoulli_(cut(mesh, p, 1));
+    EXPECT_TRUE(whole(x).equal(p));
+    x.fill_(2).bernoulli_(0.5);
+    EXPECT_NEAR(x.mean().item<double>(), 0.5, 0.05);
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test
