@@ -103,8 +103,10 @@ struct GradientReducer::State : std::enable_shared_from_this<State> {
   std::vector<bool> owed;   // accumulated since the last reduction
   std::vector<bool> fired;  // accumulated in this backward
   int no_sync_depth = 0;
-  bool late = false;     // something alike was accumulated after its bucket had started
-  bool open = false;     // between the first hook of a backward and its end
+  bool late = false;  // something alike was accumulated after its bucket had started
+  bool open = false;  // between the first hook of a backward and its end
+  // Of the backward that is open: who tells when it ends.
+  const void* backward = nullptr;
   std::size_t next = 0;  // the bucket that starts next
   std::mutex mutex;      // engine threads of several devices fire hooks at the same time
 
@@ -115,6 +117,7 @@ struct GradientReducer::State : std::enable_shared_from_this<State> {
 
   void accumulated(std::size_t i);
   void begin();
+  void abandon();
   void start(Bucket& bucket);
   void start_alike(Bucket& bucket);
   void land(Bucket& bucket);
@@ -168,13 +171,45 @@ void GradientReducer::State::accumulated(std::size_t i) {
 void GradientReducer::State::begin() {
   open = true;
   // At the end of this backward. A nested one ends first and reduces what it has; the rest follows
-  // when the outer one ends.
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
-    if (auto state = weak.lock()) {
-      const std::lock_guard lock(state->mutex);
-      if (state->open) state->finish();
+  // when the outer one ends. A backward that an exception ends calls nobody back: it destroys what
+  // was queued, which is how we learn of it.
+  struct End {
+    explicit End(std::weak_ptr<State> s) : state(std::move(s)) {}
+    ~End() {
+      if (auto s = called ? nullptr : state.lock()) {
+        const std::lock_guard lock(s->mutex);
+        if (s->backward == this) s->abandon();
+      }
     }
-  });
+    void operator()() {
+      called = true;
+      if (auto s = state.lock()) {
+        const std::lock_guard lock(s->mutex);
+        if (s->open) s->finish();
+      }
+    }
+    std::weak_ptr<State> state;
+    bool called = false;
+  };
+  auto end = std::make_shared<End>(weak_from_this());
+  backward = end.get();
+  torch::autograd::Engine::get_default_engine().queue_callback([end] { (*end)(); });
+}
+
+// What has been started is finished, as on the other ranks, so that the groups are in step and no
+// gradient is lost that had been given away. What has not been is left as backward left it.
+void GradientReducer::State::abandon() {
+  if (!open) return;
+  try {
+    for (Bucket& bucket : buckets) {
+      if (!bucket.started) continue;
+      bucket.request.wait();
+      write_back(bucket);
+    }
+  } catch (const std::exception& e) {  // another one is on its way already
+    TORCH_WARN("gradients of a backward that failed could not be reduced: ", e.what());
+  }
+  reset();
 }
 
 // One message a set of ranks: what the bucket's gradients are owed over is known only now.
@@ -262,6 +297,8 @@ void GradientReducer::State::start(Bucket& bucket) {
       at::mul_out(part, mine, at::scalar_tensor(bucket.factor, mine.options().device(at::kCPU)));
     else if (mine.data_ptr() != part.data_ptr() || !mine.is_contiguous())
       part.copy_(mine);
+    // Nothing is owed of a gradient that has been let go since.
+    if (!mine.defined()) owed[slot.parameter] = false;
     used[s] = owed[slot.parameter] ? 1.0f : 0.0f;
   }
   bucket.flat.narrow(0, bucket.numel, slots).copy_(at::tensor(used));
@@ -324,6 +361,7 @@ void GradientReducer::State::reset() {
   next = 0;
   late = false;
   open = false;
+  backward = nullptr;
 }
 
 GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, ReducerOptions options)

@@ -75,6 +75,46 @@ TEST(Reducer, AveragesOverRanksAndAccumulates) {
       });
 }
 
+TEST(Reducer, GoesOnAfterABackwardThatFailed) {
+  for (const auto& options : all_options())
+    run_threads(2, [&](DistributedManager& manager) {
+      const double r = manager.rank();
+      auto a = leaf(torch::ones({3}, torch::kDouble)), b = leaf(torch::ones({2}, torch::kDouble)),
+           c = leaf(torch::ones({4}, torch::kDouble));
+      GradientReducer reducer(
+          {{a, "a", manager.world()}, {b, "b", manager.world()}, {c, "c", manager.world()}},
+          options);
+      for (const bool set_to_none : {true, false}) {
+        for (int which = 0; which < 4; ++which) {
+          const auto fails = [&](const torch::Tensor& t, int number) {
+            auto same = t * 1;
+            if (number == which)
+              same.register_hook([](const torch::Tensor&) -> torch::Tensor {
+                throw std::runtime_error("a hook");
+              });
+            return same;
+          };
+          auto loss = (fails(a, 0) * (r + 1)).sum() + (fails(b, 1) * (r + 2)).sum() +
+                      (fails(c, 2) * (r + 3)).sum();
+          if (which < 3) {
+            EXPECT_THROW(loss.backward(), std::runtime_error);
+          } else {
+            loss.backward();
+          }
+          for (auto& p : {a, b, c}) {
+            if (set_to_none) p.mutable_grad().reset();
+            if (p.grad().defined()) p.grad().zero_();
+          }
+          ((a * (r + 1)).sum() + (b * (r + 2)).sum()).backward();
+          expect_equal(a.grad(), torch::full_like(a, 1.5));
+          expect_equal(b.grad(), torch::full_like(b, 2.5));
+          if (set_to_none) EXPECT_FALSE(c.grad().defined());
+          for (auto& p : {a, b, c}) p.mutable_grad().reset();
+        }
+      }
+    });
+}
+
 TEST(Reducer, ParametersThatSomeOrNoRanksUse) {
   for (int ranks = 1; ranks <= 4; ++ranks)
     for (const auto& options : all_options())

@@ -378,4 +378,46 @@ TEST(ShardedGradients, OfAModuleThatIsGoneAreForgotten) {
   });
 }
 
+// An exception in the middle of backward leaves nothing behind that the next one stumbles over.
+TEST(ShardedGradients, AreReducedAgainAfterABackwardThatFailed) {
+  for (const bool overlap : {true, false}) {
+    on_threads(2, [&](DistributedManager& manager) {
+      const auto mesh = manager.mesh({{"data", 2}});
+      Net net = make(), plain = make();
+      distribute_module(*net, mesh, ModuleRule(),
+                        {.first_bucket_bytes = 1, .bucket_bytes = 1, .overlap = overlap});
+      seed(11);
+      const at::Tensor input = randn({5, 4}, at::kDouble);
+      for (int which = 0; which < 4; ++which) {
+        const auto loss = [&](Net& of, const at::Tensor& x, bool fails) {
+          at::Tensor h = torch::tanh(of->first(x));
+          const auto raise = [&](const at::Tensor& t, int number) {
+            if (fails && number == which)
+              t.register_hook(
+                  [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("a hook"); });
+          };
+          raise(h, 0);
+          h = of->shared(of->norm(h));
+          raise(h, 1);
+          h = of->last(torch::tanh(h));
+          raise(h, 2);
+          return h.square().sum();
+        };
+        const at::Tensor x = distribute_tensor(input, mesh, {Shard(0)});
+        if (which < 3) {
+          EXPECT_THROW(loss(net, x, true).backward(), std::runtime_error);
+        } else {
+          // of an operator: dtypes that do not fit
+          EXPECT_ANY_THROW(at::mm(x, at::ones({4, 2})));
+        }
+        net->zero_grad();
+        plain->zero_grad();
+        loss(net, x, false).backward();
+        loss(plain, input, false).backward();
+        expect_gradients(*net, *plain, concat("after failure ", which));
+      }
+    });
+  }
+}
+
 }  // namespace tessera::test
