@@ -6,6 +6,8 @@
 #include <unordered_map>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/group/agreement.h"
+#include "tessera/gradient/coalesced.h"
 #include "tessera/nn/parameter_gradient.h"
 #include "tessera/tensor/dispatch/layout.h"
 
@@ -31,6 +33,23 @@ bool matches(std::string_view name, std::string_view pattern) {
     }
   }
   return pattern.find_first_not_of('*', p) == std::string_view::npos;
+}
+
+// Ranks that drew other initial values would train different models, and nobody would notice.
+void take_from_first(const std::vector<NamedTensor>& all, const DeviceMesh& mesh) {
+  const Group ranks = mesh.all();
+  if (ranks.size() == 1) return;
+  std::string text;
+  std::vector<at::Tensor> state;
+  for (const NamedTensor& entry : all) {
+    text += concat(entry.parameter ? "parameter '" : "buffer '", entry.name, "', shape ",
+                   entry.tensor.sizes(), ", ", entry.tensor.scalar_type(),
+                   entry.tensor.requires_grad() ? ", requires grad" : "", "\n");
+    state.push_back(entry.tensor.detach());
+  }
+  require_agreement(ranks, "the module to distribute", text);
+  const at::NoGradGuard no_grad;
+  broadcast_coalesced(state, ranks, 0);
 }
 
 }  // namespace
@@ -69,6 +88,7 @@ void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMe
     all.push_back(entry);
   };
   for (const NamedTensor& entry : tensors) collect(entry);
+  take_from_first(all, mesh);
   const std::vector<Placement> replicated(mesh.layout().dims());
   // All that can be refused is refused before anything is changed.
   std::vector<std::pair<at::Tensor, at::Tensor>> changes;

@@ -48,7 +48,8 @@ using ModuleRule = std::function<std::optional<ParameterPlacement>(const std::st
 /// lies. The first that matches counts.
 using NamedPlacements = std::vector<std::pair<std::string, ParameterPlacement>>;
 
-/// Every rank holds the same module (names, shapes and placements are compared, values are not).
+/// Every rank holds the same module: names, shapes, dtypes and placements are compared, and the
+/// values of the mesh's first rank are broadcast to the others before they are cut.
 /// After backward each parameter's gradient has the parameter's placements. Collective over the
 /// mesh. Call it before the first forward pass and before the optimizer is made. `options`: how
 /// gradients are reduced (gradient_as_bucket_view has no meaning here). Throws ShardingError for a

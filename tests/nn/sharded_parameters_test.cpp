@@ -555,4 +555,22 @@ TEST(ShardedParameters, RanksThatDifferAreAllTold) {
   });
 }
 
+// Ranks that were seeded differently would train two models.
+TEST(ShardedParameters, StartFromTheFirstRanksValues) {
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    torch::nn::Linear net(4, 5);
+    net->register_buffer("steps", at::full({2}, manager.rank(), at::kLong));
+    net->to(at::kDouble);
+    fill(*net, 100 + manager.rank());
+    torch::nn::Linear first(4, 5);
+    first->to(at::kDouble);
+    fill(*first, 100);
+    distribute_module(*net, mesh, {{"weight", {{Shard(0)}, {{0, {3, 0, 2}}}}}});
+    EXPECT_TRUE(whole(net->weight).equal(first->weight));
+    EXPECT_TRUE(to_local(net->bias).equal(first->bias));
+    EXPECT_EQ(to_local(net->named_buffers()["steps"]).sum().item<std::int64_t>(), 0);
+  });
+}
+
 }  // namespace tessera::test
