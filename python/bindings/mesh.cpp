@@ -167,6 +167,16 @@ TORCH_LIBRARY_FRAGMENT(tessera, library) {
   library.def("manual_seed", [](std::int64_t seed) {
     tessera::manual_seed(here(), static_cast<std::uint64_t>(seed));
   });
+  // The seed and the stream of the next draw; nothing where this thread is no rank.
+  library.def("random_state", []() -> std::vector<std::int64_t> {
+    if (!has_current_manager()) return {};
+    const RandomState state = tessera::random_state(here());
+    return {static_cast<std::int64_t>(state.seed), static_cast<std::int64_t>(state.stream)};
+  });
+  library.def("set_random_state", [](std::int64_t seed, std::int64_t stream) {
+    tessera::set_random_state(
+        here(), {static_cast<std::uint64_t>(seed), static_cast<std::uint64_t>(stream)});
+  });
   library.def("set_policies", [](const std::string& redistribution, const std::string& promotion) {
     tessera::set_policies(
         here(), {.redistribution = policy(redistribution), .promotion = policy(promotion)});

@@ -1,10 +1,13 @@
 """What Python reads from a tensor's memory: a sharded tensor has none of the global shape, so that it answers, or says what to do."""
 
+import copy as copy_module
 import functools
 
 import torch
 
 from tessera import _api
+from tessera._library import ops
+from tessera._placement import Replicate
 
 _KEY = torch._C.DispatchKey.PrivateUse2
 
@@ -35,15 +38,118 @@ def _deepcopy(tensor, memo):
         if tensor.grad_fn is not None:
             raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment")
         with torch.no_grad():
-            copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            copy = tensor.detach().clone()
+            if isinstance(tensor, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, tensor.requires_grad)
+            copy.requires_grad_(tensor.requires_grad)
+            if tensor.grad is not None:
+                copy.grad = copy_module.deepcopy(tensor.grad, memo)
         memo[id(tensor)] = copy
     return memo[id(tensor)]
+
+
+def _format(tensor, spec):
+    """Never a collective: a line of logging that one rank alone writes must not wait for the others."""
+    if tensor.dim() == 0 and all(isinstance(p, Replicate) for p in _api.spec(tensor).placements):
+        return format(tensor.item(), spec)
+    return f"<{_api.summary(tensor)}>" if tensor.dim() else f"<{_api.summary(tensor)}; t.item(), called by all ranks, gives the number>"
+
+
+def _is_integer(index):
+    """What libtorch takes for one row: numbers, and integer tensors without dims. Booleans and bytes are masks."""
+    if isinstance(index, torch.Tensor):
+        counts = index.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
+        return counts and index.dim() == 0 and not _sharded(index)
+    return not isinstance(index, (bool, slice)) and hasattr(index, "__index__")
+
+
+def _is_advanced(index):
+    return not (index is None or index is Ellipsis or isinstance(index, slice))
+
+
+def _dims_taken(index):
+    """How many dims of the tensor an entry of an index stands for."""
+    if index is None or index is Ellipsis or isinstance(index, bool):
+        return 0
+    if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
+        return index.dim()
+    return 1
+
+
+def _select_integers(tensor, index):
+    """(view, rest) so that view[rest] is tensor[index] and `rest` has no integers; None where `index` has none, or is wrong."""
+    entries = index if isinstance(index, tuple) else (index,)
+    if not any(_is_integer(i) for i in entries) or sum(i is Ellipsis for i in entries) > 1:
+        return None
+    if sum(_dims_taken(i) for i in entries) > tensor.dim():
+        return None
+    rest, dim = [], 0
+    for n, i in enumerate(entries):
+        if _is_integer(i):
+            tensor = tensor.select(dim, int(i))
+            continue
+        rest.append(i)
+        dim = tensor.dim() - sum(_dims_taken(j) for j in entries[n + 1 :]) if i is Ellipsis else dim + _dims_taken(i)
+    return tensor, tuple(rest)
+
+
+@functools.cache
+def release_lock_in_indexing():
+    """Ranks are threads of this process from now on.
+
+    Python's own indexing takes single rows with the interpreter's lock held, and a row of a sharded dim waits for other ranks, which then could
+    not run. The methods of tensors let the lock go.
+    """
+    get, put = torch.Tensor.__getitem__, torch.Tensor.__setitem__
+
+    def getitem(tensor, index):
+        found = _select_integers(tensor, index)
+        if found is None:
+            return get(tensor, index)
+        return get(*found) if found[1] else found[0]
+
+    def setitem(tensor, index, value):
+        found = _select_integers(tensor, index)
+        if found is None or any(_is_advanced(i) for i in found[1]):
+            return put(*(found or (tensor, index)), value)
+        view = get(*found) if found[1] else found[0]
+        if not isinstance(value, torch.Tensor):
+            view.fill_(value)
+            return None
+        while value.dim() > view.dim() and value.shape[0] == 1:
+            value = value.squeeze(0)
+        view.copy_(value)
+        return None
+
+    _instead("__getitem__", getitem)
+    _instead("__setitem__", setitem)
+
+
+def _restore_with_generator():
+    """torch.get_rng_state() and set_rng_state() (checkpointing, fork_rng) take the random numbers of sharded tensors along."""
+    get, put = torch.get_rng_state, torch.set_rng_state
+
+    @functools.wraps(get)
+    def get_rng_state():
+        state = get()
+        state._tessera_random = ops.random_state()
+        return state
+
+    @functools.wraps(put)
+    def set_rng_state(new_state):
+        put(new_state)
+        random = getattr(new_state, "_tessera_random", None)
+        if random and ops.random_state():
+            ops.set_random_state(*random)
+
+    for module in (torch, torch.random):
+        module.get_rng_state, module.set_rng_state = get_rng_state, set_rng_state
 
 
 _WHOLE = "tessera.full_tensor(t) gives the whole value on every rank (collective), tessera.to_local(t) this rank's part"
 
 _instead("__repr__", lambda t, **_: f"<{_api.summary(t)}>")
-_instead("__format__", lambda t, spec: format(t.item(), spec) if t.dim() == 0 else f"<{_api.summary(t)}>")
+_instead("__format__", _format)
 _instead("__reduce_ex__", _refuse("cannot pickle or torch.save", f"Save plain tensors: {_WHOLE}"))
 _instead("__deepcopy__", _deepcopy)
 _instead("numpy", _refuse("numpy() of", _WHOLE))
@@ -51,3 +157,6 @@ _instead("__array__", _refuse("numpy() of", _WHOLE))
 _instead("tolist", lambda t: t.item() if t.dim() == 0 else _refuse("tolist() of", _WHOLE)(t))
 _instead("data_ptr", _refuse("data_ptr() of", "tessera.to_local(t) has memory of its own"))
 _instead("untyped_storage", _refuse("untyped_storage() of", "tessera.to_local(t) has memory of its own"))
+_instead("new_tensor", lambda t, data, **options: torch.empty(0, dtype=t.dtype, device=t.device).new_tensor(data, **options))
+_instead("new", lambda t, *args: torch.empty(0, dtype=t.dtype, device=t.device).new(*args))
+_restore_with_generator()

@@ -169,6 +169,121 @@ def test_what_reads_memory():
     on_ranks(2, body)
 
 
+def test_a_line_of_logging_on_one_rank_waits_for_nobody():
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        x = ts.distribute_tensor(X, mesh, [ts.Shard(0)], {0: [5, 2]}).detach().requires_grad_(True)
+        best, log = float("inf"), []
+        for step in range(3):
+            loss = (x * (step + 1)).mean()
+            with ts.CommTrace() as trace:
+                if rank == step % 2:
+                    log.append((loss.detach(), f"{loss:.3f}", f"{loss}", str(loss)))
+            assert trace.count == 0
+            if loss < best:
+                best = loss.item()
+            assert best == X.mean().item()
+            assert loss.item() == pytest.approx(X.mean().item() * (step + 1))
+            if rank == 1:
+                assert f"{loss:.3f}" == f"{X.mean().item() * (step + 1):.3f}"  # known by now
+            x.grad = None
+            loss.backward()
+            assert_same(x.grad, torch.full_like(X, (step + 1) / X.numel()))
+
+    on_ranks(2, body)
+
+
+INDICES = {
+    "row": 1,
+    "last row": -1,
+    "number": (1, 2),
+    "row of all": (1, slice(None)),
+    "column": (slice(None), 3),
+    "with None": (None, 1),
+    "None after": (1, None),
+    "Ellipsis": (..., 1),
+    "Ellipsis and row": (2, ...),
+    "row and list": (1, [0, 2]),
+    "list and column": ([0, 2], 1),
+    "tensor without dims": torch.tensor(1),
+    "row and mask": (1, torch.tensor([True, False, True, False, True, False])),
+    "slices": (slice(1, 5, 2), slice(2, None)),
+    "True": (True, 1),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", INDICES)
+def test_indexing_by_integers_where_ranks_are_threads(name, dim):
+    index = INDICES[name]
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        x = ts.distribute_tensor(X.clone(), mesh, [ts.Shard(dim)]).detach()
+        assert_same(x[index], X[index])
+        plain = X.clone()
+        plain[index] = -5.0
+        x[index] = -5.0
+        assert_same(x, plain)
+        plain[index] += 1
+        x[index] += 1
+        assert_same(x, plain)
+        grad = X.clone().requires_grad_(True)
+        (grad[index] ** 2).sum().backward()
+        y = x.detach().requires_grad_(True)
+        with torch.no_grad():
+            y.copy_(ts.distribute_tensor(X, mesh, [ts.Shard(dim)]))
+        (y[index] ** 2).sum().backward()
+        assert_same(y.grad, grad.grad)
+
+    on_ranks(2, body)
+
+
+def test_indexing_errors():
+    def body(rank):
+        x = ts.distribute_tensor(X, ts.Mesh({"x": 2}), [ts.Shard(0)])
+        for wrong in (7, -8, (0, 0, 0), (0, 6)):
+            with pytest.raises(IndexError):
+                x[wrong]
+        assert x.sum().item() == X.sum().item()
+
+    on_ranks(2, body)
+
+
+def test_checkpointing_draws_the_same_again():
+    from torch.utils.checkpoint import checkpoint
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        for reentrant in (False, True):
+            for draw in (lambda t: torch.nn.functional.dropout(t * 1, 0.5), lambda t: t * torch.rand_like(t)):
+                x = ts.distribute_tensor(torch.ones(8, 6, dtype=torch.float64), mesh, [ts.Shard(0)]).detach().requires_grad_(True)
+                y = checkpoint(draw, x, use_reentrant=reentrant)
+                after = torch.rand_like(x.detach())
+                y.sum().backward()
+                assert_same(x.grad, y)
+                assert not torch.equal(ts.full_tensor(torch.rand_like(x.detach())), ts.full_tensor(after))
+        state = torch.get_rng_state()
+        first = ts.full_tensor(torch.rand_like(x.detach()))
+        torch.set_rng_state(state)
+        assert torch.equal(ts.full_tensor(torch.rand_like(x.detach())), first)
+        with torch.random.fork_rng():
+            second = ts.full_tensor(torch.rand_like(x.detach()))
+        assert torch.equal(ts.full_tensor(torch.rand_like(x.detach())), second) and not torch.equal(first, second)
+
+    ts.run_threads(1, lambda rank: None)
+    on_ranks(2, body)
+
+
+def test_new_tensors_are_plain():
+    def body(rank):
+        x = ts.distribute_tensor(X, ts.Mesh({"x": 2}), [ts.Shard(0)])
+        assert torch.equal(x.new_tensor([1, 2]), X.new_tensor([1, 2])) and x.new_tensor(1.0, dtype=torch.int32).dtype is torch.int32
+        assert x.new(2, 3).shape == (2, 3) and x.new(2).dtype is torch.float64
+
+    on_ranks(2, body)
+
+
 def test_deepcopy():
     def body(rank):
         net = ts.distribute_module(torch.nn.Linear(3, 2).double(), ts.Mesh({"x": 2}))
@@ -177,6 +292,10 @@ def test_deepcopy():
         with torch.no_grad():
             twin.weight.zero_()
         assert whole_max(net.weight) > 0
+        net(ts.distribute_tensor(X[:, :3], ts.Mesh({"x": 2}), [ts.Shard(0)])).sum().backward()
+        twin = copy.deepcopy(net)
+        assert_same(twin.weight.grad, net.weight.grad)
+        assert twin.weight.grad is not net.weight.grad
 
     def whole_max(t):
         return t.abs().max().item()

@@ -118,3 +118,34 @@ def test_autocast_on_ranks_as_threads_casts_for_each_rank():
     assert torch.is_autocast_cache_enabled()
     on_ranks(2, body)
     assert torch.is_autocast_cache_enabled()
+
+
+def test_goes_on_after_a_backward_that_failed():
+    nets, plain = [build() for _ in range(2)], build()
+
+    def train(net, put, fail):
+        optimizer, losses = torch.optim.SGD(net.parameters(), 0.1), []
+        for step in range(5):
+            x = put(batch(step))
+            optimizer.zero_grad()
+            if fail and step == 2:
+                hook = net[0].weight.register_hook(lambda g: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    net(x).square().mean().backward()
+                hook.remove()
+                optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    expected = train(plain, lambda t: t, False)
+
+    def body(rank):
+        mesh = ts.Mesh({"data": 2})
+        net = ts.distribute_module(nets[rank], mesh)
+        got = train(net, lambda t: ts.distribute_tensor(t, mesh, [ts.Shard(0)], {0: [3, 2]}), True)
+        assert got == pytest.approx(expected, rel=1e-12)
+
+    on_ranks(2, body)
