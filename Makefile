@@ -7,6 +7,7 @@
 #   make sweep       PyTorch's operator database on sharded tensors, about 5 minutes; writes docs/operator_table.md
 #   make test-2.11   build and test with the oldest libtorch that is supported
 #   make test-mpich  the MPI part with MPICH; make test-stubs: without MPI and NCCL
+#   make test-gpu    what has a way for CUDA, on this machine's GPU, with any libtorch (TORCH=folder); results in build/gpu.json
 #   make tsan        ThreadSanitizer on the rooms up to comm and ranks that are threads, without Gloo, MPI and NCCL
 #   make asan        AddressSanitizer and UndefinedBehaviorSanitizer on all rooms, without MPI, Python, examples and benchmarks
 #   make format, make lint, make docs, make clean
@@ -21,7 +22,7 @@ RUN := scripts/env
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export CTEST_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: all bootstrap python configure build demo relief test ctest bench sweep format lint docs test-2.11 test-mpich test-stubs tsan asan clean help
+.PHONY: all bootstrap python configure build demo relief test ctest bench sweep format lint docs test-2.11 test-mpich test-stubs test-gpu tsan asan clean help
 all: build
 
 help:
@@ -56,7 +57,7 @@ test:
 	@scripts/stage lint $(MAKE) --no-print-directory lint
 
 ctest:
-	@$(RUN) ctest --preset $(PRESET) $(CTEST_ARGS)
+	@$(RUN) ctest --preset $(PRESET) $(CTEST_ARGS); status=$$?; scripts/skipped $(BUILD); exit $$status
 
 bench: configure
 	@$(RUN) cmake --build --preset $(PRESET)
@@ -95,6 +96,10 @@ test-stubs: bootstrap
 	@$(RUN) cmake --preset release -B build/stubs -DTESSERA_UP_TO=comm -DTESSERA_MPI=OFF -DTESSERA_NCCL=OFF $(CMAKE_ARGS)
 	@$(RUN) cmake --build build/stubs
 	@$(RUN) ctest --test-dir build/stubs --output-on-failure --no-tests=error -L comm $(CTEST_ARGS)
+
+# No network, nothing fetched: for a machine with a GPU.
+test-gpu:
+	@scripts/test_gpu --jobs $(JOBS) $(if $(TORCH),--torch $(TORCH))
 
 tsan asan:
 	@$(MAKE) --no-print-directory PRESET=$@ build ctest
