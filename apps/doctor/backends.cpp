@@ -22,14 +22,6 @@ std::string library_of(const void* address) {
   return error ? info.dli_fname : path.string();
 }
 
-// Beside Tessera's own library, where parts that are loaded later stand.
-bool part_is_there(const std::string& name) {
-  const auto beside =
-      std::filesystem::path(library_of(reinterpret_cast<const void*>(&nccl_unavailable)));
-  std::error_code error;
-  return std::filesystem::exists(beside.parent_path() / name, error);
-}
-
 int gpus_of_the_system() {
   std::error_code error;
   int count = 0;
@@ -68,23 +60,25 @@ void report_mpi(Report& report) {
 // Three answers: not built, built and usable, and built but unusable here, with the reason.
 void report_nccl(Report& report) {
   const int gpus = gpus_of_the_system();
-  const std::string missing = nccl_unavailable();
-  if (missing.empty()) {
-    report.line("nccl", concat("built: ", nccl_version()));
-    return;
-  }
-  if (!part_is_there("libtessera_nccl.so")) {
+  const auto part = nccl_part();
+  if (!part.built) {
     report.line("nccl", "not built");
     if (gpus > 0)
       report.advice(
           "GPUs are there, but this build has no NCCL part: configure again with "
-          "-DTESSERA_NCCL=ON, "
-          "where a CUDA toolkit and nccl.h are");
+          "-DTESSERA_NCCL=ON, where a CUDA toolkit and nccl.h are");
     return;
   }
-  report.line("nccl", "built, not usable here");
-  report.line("", missing);
-  if (gpus > 0) report.advice(concat("GPUs are there, but NCCL cannot be used: ", missing));
+  if (!part.problem.empty()) {
+    report.line("nccl", "built, but not usable");
+    if (gpus > 0)
+      report.problem(part.problem);
+    else
+      report.advice(part.problem);
+    return;
+  }
+  report.line("nccl", concat("built: ", nccl_version()));
+  if (gpus == 0) report.advice("no GPU: the NCCL backend has nothing to work on");
 }
 
 }  // namespace

@@ -28,10 +28,15 @@ TEST(Absent, MpiSaysHowToGetIt) {
   expect_refusal([] { DistributedManager::initialize({.backend = "mpi"}); }, "libopenmpi-dev");
 }
 
-TEST(Absent, NcclSaysHowToGetIt) {
+TEST(Absent, NcclFitsItsLibrariesOrSaysHowToGetIt) {
 #ifdef TESSERA_HAS_NCCL
-  GTEST_SKIP() << "this build has the NCCL part";
+  // Built against the header of the NCCL in libtorch_cuda: needs no GPU.
+  const auto part = nccl_part();
+  EXPECT_TRUE(part.built);
+  EXPECT_EQ(part.problem, "");
+  if (part.problem.empty()) EXPECT_NE(nccl_version(), "unknown");
 #else
+  EXPECT_FALSE(nccl_part().built);
   expect_refusal([] { nccl_version(); }, "-DTESSERA_NCCL=ON");
   EXPECT_NE(nccl_unavailable(), "");
   expect_refusal([] { DistributedManager::initialize({.device = c10::Device("cuda")}); },

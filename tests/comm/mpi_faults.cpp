@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "mpi_support.h"
+#include "tessera/base/hash.h"
 #include "tessera/comm/backends/mpi/mpi_meet.h"
 #include "tessera/comm/job/manager.h"
 #include "tessera/comm/job/mpi_interop.h"
@@ -92,7 +93,11 @@ void run(const MpiWorld& world, const std::string& fault) {
     }
     return;
   }
-  const auto group = test::backend(world, test::everybody(world));
+  MpiBackendOptions short_end;
+  short_end.timeout = 1500ms;
+  const auto group = fault == "end"
+                         ? tessera::make_mpi_backend(world, test::everybody(world), short_end)
+                         : test::backend(world, test::everybody(world));
   if (fault == "fatal") {
     if (world.rank() == last) world.fatal("the mesh has 3 holes");
     group->allreduce(t, c10d::AllreduceOptions())->wait();
@@ -119,6 +124,8 @@ void run(const MpiWorld& world, const std::string& fault) {
   } else if (fault == "stopped_inside") {
     // The last rank meets the others, as a blocking call does, and then stops: the others are
     // inside MPI's own blocking call.
+    auto long_enough = options(true);
+    long_enough.timeout = 2500ms;
     MpiBackendOptions o;
     const auto comm = detail::make_mpi_comm(world.context(), test::everybody(world), o);
     detail::MpiBackend inner(comm, o);
@@ -126,10 +133,15 @@ void run(const MpiWorld& world, const std::string& fault) {
       detail::MpiCall call;
       call.name = "all_reduce";
       call.timeout = 30s;
+      call.card.operation = "all_reduce";
+      call.card.dtype = at::kFloat;
+      call.card.op = 0;
+      call.card.elements = 3;
+      call.hash = tessera::Hash().number(0).number(call.card.hash()).value();
       comm->meet(call);
       stay_away();
     }
-    inner.allreduce(t, options(true));
+    inner.allreduce(t, long_enough);
   } else if (fault == "abort") {
     // Another thread ends a wait that would last.
     if (world.rank() == last) stay_away();
@@ -152,6 +164,88 @@ void run(const MpiWorld& world, const std::string& fault) {
     }
     group->barrier(c10d::BarrierOptions())->wait();
     say(world, "the group still works");
+  } else if (fault == "counts_blocking" || fault == "counts_started") {
+    // Other counts, another dtype, another operation: a blocking call compares before data moves.
+    const bool blocking = fault == "counts_blocking";
+    const bool odd = world.rank() == last;
+    const auto meets = [&](const char* what, auto&& call) {
+      try {
+        call();
+        say(world, std::string(what) + ": no error");
+      } catch (const tessera::MismatchError& e) {
+        say(world, std::string(what) + ": MismatchError: " + e.what());
+      }
+    };
+    auto o = options(blocking);
+    o.timeout = 20s;
+    meets("counts", [&] {
+      std::vector<at::Tensor> mine{at::ones({odd ? 10 : 100000})};
+      group->allreduce(mine, o)->wait();
+    });
+    if (blocking) {
+      meets("dtypes", [&] {
+        std::vector<at::Tensor> mine{at::ones({4}, odd ? at::kInt : at::kFloat)};
+        group->allreduce(mine, o)->wait();
+      });
+      meets("operations", [&] {
+        c10d::BroadcastOptions other;
+        other.asyncOp = false;
+        if (odd)
+          group->broadcast(t, other);
+        else
+          group->allreduce(t, o);
+      });
+      group->barrier(c10d::BarrierOptions())->wait();
+      group->allreduce(t, o);
+      if (t[0][0].item<float>() == static_cast<float>(world.size()))
+        say(world, "the group still works");
+    }
+  } else if (fault == "mixed") {
+    // A rank that waits at once meets one that does not.
+    group->allreduce(t, options(world.rank() == last))->wait();
+    say(world, t[0][0].item<float>() == static_cast<float>(world.size()) ? "right" : "wrong");
+  } else if (fault == "short_limit") {
+    // Shorter than the transfer: an error, not the end of the job.
+    std::vector<at::Tensor> large{at::ones({1 << 26})};
+    auto o = options(true);
+    o.timeout = 5ms;
+    expect_timeout(world, "all_reduce", [&] { group->allreduce(large, o)->wait(); });
+  } else if (fault == "dtype") {
+    const auto all = tessera::DistributedManager::initialize(
+        {.timeout = 20s, .mpi = std::make_shared<MpiWorld>(world)});
+    const auto everybody = all.world();
+    try {
+      if (world.rank() == last) everybody.send(at::ones({1 << 20}, at::kInt), 0);
+      if (world.rank() == 0) everybody.receive(at::ones({1 << 20}), last);
+      say(world, "no error");
+    } catch (const tessera::MismatchError& e) {
+      say(world, std::string("MismatchError: ") + e.what());
+    }
+  } else if (fault == "other_group") {
+    // The hello of another list under the same tag.
+    const auto comm = world.context()->comm();
+    const std::vector<int> ranks = test::everybody(world);
+    if (world.rank() == last) {
+      tessera::Hash hash;
+      for (const int r : ranks) hash.number(static_cast<std::uint64_t>(r));
+      const std::uint64_t other = 12345;
+      MPI_Send(&other, 1, MPI_UINT64_T, 0, static_cast<int>((hash.value() | 1) % 32767), comm);
+      return;
+    }
+    MpiBackendOptions o;
+    o.timeout = 5s;
+    try {
+      tessera::make_mpi_backend(world, ranks, o);
+    } catch (const tessera::MismatchError& e) {
+      say(world, std::string("MismatchError: ") + e.what());
+    } catch (const TimeoutError& e) {
+      say(world, std::string("TimeoutError: ") + e.what());
+    }
+    std::fflush(stdout);
+    std::_Exit(0);
+  } else if (fault == "end") {
+    // The last rank does not come to the end.
+    if (world.rank() == last) stay_away();
   } else {
     std::fprintf(stderr, "unknown fault %s\n", fault.c_str());
     std::exit(3);

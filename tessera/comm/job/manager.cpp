@@ -82,8 +82,10 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
   base.backend = !options.backend.empty() ? options.backend : options.mpi ? "mpi" : "gloo";
   const bool meets = options.launch || !options.mpi;
   if (meets) require_rendezvous(base.launch);
-  base.device = detail::choose_device(options.device, base.launch.local_rank, cuda_device_count(),
-                                      nccl_unavailable());
+  // A job on the CPU leaves CUDA alone: children of a process that started it cannot use it.
+  if (!options.device || !options.device->is_cpu())
+    base.device = detail::choose_device(options.device, base.launch.local_rank, cuda_device_count(),
+                                        nccl_unavailable());
   if (options.mpi && base.backend != "mpi")
     throw InvalidArgument(concat("the manager was given ranks of MPI, but the backend ",
                                  base.backend, "; give the backend mpi"));

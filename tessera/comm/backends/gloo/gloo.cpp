@@ -8,12 +8,15 @@
 #include <signal.h>
 #include <time.h>
 
+#include <cstdint>
 #include <exception>
 #include <future>
 #include <memory>
 #include <string_view>
+#include <vector>
 
-#include "tessera/base/text.h"
+#include "tessera/base/hash.h"
+#include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/types.h"
 
 namespace tessera {
@@ -60,9 +63,63 @@ std::shared_ptr<gloo::transport::Device> make_device(const std::string& address)
   return std::async(std::launch::async, make).get();
 }
 
-class GlooBackend : public c10d::ProcessGroupGloo {
+// Gloo matches what ranks send by tags, and ends the process when a rank gets more than it
+// expects. A tag that tells the calls apart leaves those that differ unmatched: nobody's memory is
+// touched, and they wait until somebody finds out. c10d counts the calls by a number of 32 bits, of
+// which 8 are enough: a pair of ranks has few calls under way at a time, and those of one tag match
+// in order. The others hold 24 bits of what the call is.
+class GlooBackend : public c10d::ProcessGroupGloo, public detail::SigningBackend {
  public:
   using c10d::ProcessGroupGloo::ProcessGroupGloo;
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<Tensors>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  void sign(std::uint64_t call) override { signature_ = call; }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    tag("broadcast", tensors, options.rootRank);
+    return c10d::ProcessGroupGloo::broadcast(tensors, options);
+  }
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    tag("all_reduce", tensors, options.reduceOp.op_);
+    return c10d::ProcessGroupGloo::allreduce(tensors, options);
+  }
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    tag("reduce", tensors, options.rootRank * 256 + options.reduceOp.op_);
+    return c10d::ProcessGroupGloo::reduce(tensors, options);
+  }
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& options) override {
+    tag("all_gather", inputs, 0);
+    return c10d::ProcessGroupGloo::allgather(outputs, inputs, options);
+  }
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override {
+    tag("all_gather", {input}, 0);
+    return c10d::ProcessGroupGloo::_allgather_base(output, input, options);
+  }
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& options) override {
+    tag("gather", inputs, options.rootRank);
+    return c10d::ProcessGroupGloo::gather(outputs, inputs, options);
+  }
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
+                  const c10d::ScatterOptions& options) override {
+    tag("scatter", outputs, options.rootRank);
+    return c10d::ProcessGroupGloo::scatter(outputs, inputs, options);
+  }
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& to,
+                        std::vector<std::int64_t>& from,
+                        const c10d::AllToAllOptions& options) override {
+    // With sizes, ranks may rightly hold different numbers of elements.
+    tag("all_to_all", to.empty() ? Tensors{input} : Tensors{}, 0);
+    return c10d::ProcessGroupGloo::alltoall_base(output, input, to, from, options);
+  }
+  WorkPtr barrier(const c10d::BarrierOptions& options) override {
+    tag("barrier", {}, 0);
+    return c10d::ProcessGroupGloo::barrier(options);
+  }
 
   // Messages are written by the caller's thread, collectives by Gloo's own.
   c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int to, int tag) override {
@@ -92,7 +149,25 @@ class GlooBackend : public c10d::ProcessGroupGloo {
   }
 
  private:
-  static constexpr int kAbortTag = 0x7e55;  // of no message: the group's own tags are small
+  // Of no message: the group's own tags are smaller, or have bit 30 (backend_calls.cpp).
+  static constexpr int kAbortTag = 0x7e55;
+
+  void tag(const char* operation, const Tensors& tensors, std::int64_t detail) {
+    auto call = signature_;
+    signature_ = 0;
+    if (call == 0) {
+      Hash hash;
+      hash.text(operation).number(static_cast<std::uint64_t>(detail));
+      for (const auto& t : tensors)
+        hash.number(static_cast<std::uint64_t>(t.scalar_type()))
+            .number(static_cast<std::uint64_t>(t.numel()));
+      call = hash.value();
+    }
+    collectiveCounter_ = number_++ << 24 | static_cast<std::uint32_t>(call & 0xffffff);
+  }
+
+  std::uint64_t signature_ = 0;
+  std::uint32_t number_ = 0;
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "tessera/base/deadline.h"
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/mpi/mpi_meet.h"
@@ -70,6 +71,33 @@ std::vector<std::int64_t> numels(const std::vector<at::Tensor>& tensors) {
   return result;
 }
 
+/// What the ranks compare: `like` is a tensor that they have alike, or, with counts, of which they
+/// have those elements.
+CallCard mpi_card(const at::Tensor& like, const std::vector<std::int64_t>& counts = {},
+                  int root = -1) {
+  CallCard card;
+  card.dtype = like.scalar_type();
+  card.root = root;
+  card.elements = counts.empty() ? like.numel() : 1;
+  card.sizes = counts;
+  return card;
+}
+
+CallCard mpi_card(const at::Tensor& like, const c10d::ReduceOp& op,
+                  const std::vector<std::int64_t>& counts = {}, int root = -1) {
+  CallCard card = mpi_card(like, counts, root);
+  // c10d counts the first five as ReduceOp::Kind does.
+  card.op = op.op_ == c10d::ReduceOp::PREMUL_SUM ? static_cast<int>(ReduceOp::Kind::premultiplied)
+            : op.op_ <= c10d::ReduceOp::MAX      ? static_cast<int>(op.op_)
+                                                 : 16 + static_cast<int>(op.op_);
+  return card;
+}
+
+/// Of several tensors: the elements of each.
+CallCard mpi_card(const std::vector<at::Tensor>& tensors) {
+  return tensors.empty() ? CallCard{} : mpi_card(tensors.front(), numels(tensors));
+}
+
 /// One flat tensor with the elements of all, and views of it shaped like each.
 struct Flat {
   at::Tensor whole;
@@ -127,14 +155,21 @@ bool MpiBackend::reduces(c10::ScalarType dtype, ReduceOp::Kind op) const {
 }
 
 MpiBackend::WorkPtr MpiBackend::run(const char* name, OpType type, CallLimit limit, Kind kind,
-                                    const std::function<void(MpiCall&)>& add) {
+                                    CallCard card, const std::function<void(MpiCall&)>& add) {
   comm_->require_usable(name);
   const at::NoGradGuard no_grad;
   auto call = std::make_unique<MpiCall>();
   call->name = name;
   call->type = type;
-  call->timeout = limit.timeout.count() > 0 ? limit.timeout : timeout_;
-  if (kind == Kind::collective) sequence_.fetch_add(1, std::memory_order_relaxed);
+  call->timeout = bounded_limit(limit.timeout.count() > 0 ? limit.timeout : timeout_);
+  if (kind == Kind::collective) {
+    sequence_.fetch_add(1, std::memory_order_relaxed);
+    card.operation = name;
+    call->hash = Hash().number(signature_).number(card.hash()).value();
+    call->card = std::move(card);
+  }
+  // of this call alone
+  signature_ = 0;
   try {
     // At level `serialized` a blocking call would keep the lock from the thread that the other
     // ranks wait for.
@@ -185,7 +220,7 @@ MpiBackend::WorkPtr MpiBackend::broadcast(Tensors& tensors, const c10d::Broadcas
   const int root = static_cast<int>(options.rootRank);
   require_rank(root, "the root of broadcast");
   return run("broadcast", OpType::BROADCAST, limit_of(options), Kind::collective,
-             [&](MpiCall& call) {
+             mpi_card(tensor, {}, root), [&](MpiCall& call) {
                add_broadcast(call, tensor, root);
                call.results = {tensor};
              });
@@ -194,7 +229,7 @@ MpiBackend::WorkPtr MpiBackend::broadcast(Tensors& tensors, const c10d::Broadcas
 MpiBackend::WorkPtr MpiBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   const at::Tensor& tensor = only("all_reduce", tensors);
   return run("all_reduce", OpType::ALLREDUCE, limit_of(options), Kind::collective,
-             [&](MpiCall& call) {
+             mpi_card(tensor, options.reduceOp), [&](MpiCall& call) {
                add_all_reduce(call, tensor, options.reduceOp);
                call.results = {tensor};
              });
@@ -204,7 +239,7 @@ MpiBackend::WorkPtr MpiBackend::allreduce_coalesced(
     Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   for (const auto& tensor : tensors) require_cpu("all_reduce of several tensors", tensor);
   return run("all_reduce of several tensors", OpType::ALLREDUCE_COALESCED, limit_of(options),
-             Kind::collective, [&](MpiCall& call) {
+             Kind::collective, mpi_card(tensors), [&](MpiCall& call) {
                for (const auto& tensor : tensors) add_all_reduce(call, tensor, options.reduceOp);
                call.results = tensors;
              });
@@ -214,10 +249,11 @@ MpiBackend::WorkPtr MpiBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
   const at::Tensor tensor = only("reduce", tensors);
   const int root = static_cast<int>(options.rootRank);
   require_rank(root, "the root of reduce");
-  return run("reduce", OpType::REDUCE, limit_of(options), Kind::collective, [&](MpiCall& call) {
-    add_reduce(call, tensor, root, options.reduceOp);
-    call.results = {tensor};
-  });
+  return run("reduce", OpType::REDUCE, limit_of(options), Kind::collective,
+             mpi_card(tensor, options.reduceOp, {}, root), [&](MpiCall& call) {
+               add_reduce(call, tensor, root, options.reduceOp);
+               call.results = {tensor};
+             });
 }
 
 MpiBackend::WorkPtr MpiBackend::allgather(TensorLists& outputs, Tensors& inputs,
@@ -232,7 +268,7 @@ MpiBackend::WorkPtr MpiBackend::allgather(TensorLists& outputs, Tensors& inputs,
   }
   require_numel("all_gather", "input", input, out[static_cast<std::size_t>(rank())].numel());
   return run("all_gather", OpType::ALLGATHER, limit_of(options), Kind::collective,
-             [&](MpiCall& call) {
+             mpi_card(input, numels(out)), [&](MpiCall& call) {
                const Flat buffer = flat(out);
                add_all_gather(call, buffer.whole, input, numels(out));
                call.finish.emplace_back([out, parts = buffer.parts] {
@@ -260,7 +296,7 @@ MpiBackend::WorkPtr MpiBackend::allgather_into_tensor_coalesced(
     require_numel("all_gather", "output", outputs[i], inputs[i].numel() * ranks());
   }
   return run("all_gather", inputs.size() == 1 ? OpType::ALLGATHER : OpType::ALLGATHER_COALESCED,
-             limit_of(options), Kind::collective, [&](MpiCall& call) {
+             limit_of(options), Kind::collective, mpi_card(inputs), [&](MpiCall& call) {
                for (std::size_t i = 0; i < inputs.size(); ++i)
                  add_all_gather(call, outputs[i], inputs[i],
                                 Counts(static_cast<std::size_t>(ranks()), inputs[i].numel()));
@@ -285,7 +321,7 @@ MpiBackend::WorkPtr MpiBackend::gather(TensorLists& outputs, Tensors& inputs,
     require_numel("gather", "input", input, out[static_cast<std::size_t>(root)].numel());
   }
   // Messages: the other ranks do not know the sizes of the root's outputs.
-  return run("gather", OpType::GATHER, limit_of(options), Kind::messages, [&](MpiCall& call) {
+  return run("gather", OpType::GATHER, limit_of(options), Kind::messages, {}, [&](MpiCall& call) {
     if (rank() != root) return add_send(call, input, root, tag_limit_);
     for (int r = 0; r < ranks(); ++r)
       if (r != root) add_receive(call, out[static_cast<std::size_t>(r)], r, tag_limit_);
@@ -310,7 +346,7 @@ MpiBackend::WorkPtr MpiBackend::scatter(Tensors& outputs, TensorLists& inputs,
     }
     require_numel("scatter", "output", output, in[static_cast<std::size_t>(root)].numel());
   }
-  return run("scatter", OpType::SCATTER, limit_of(options), Kind::messages, [&](MpiCall& call) {
+  return run("scatter", OpType::SCATTER, limit_of(options), Kind::messages, {}, [&](MpiCall& call) {
     call.results = {output};
     if (rank() != root) return add_receive(call, output, root, tag_limit_);
     for (int r = 0; r < ranks(); ++r)
@@ -331,7 +367,7 @@ MpiBackend::WorkPtr MpiBackend::reduce_scatter(Tensors& outputs, TensorLists& in
   }
   require_numel("reduce_scatter", "output", output, in[static_cast<std::size_t>(rank())].numel());
   return run("reduce_scatter", OpType::REDUCE_SCATTER, limit_of(options), Kind::collective,
-             [&](MpiCall& call) {
+             mpi_card(output, options.reduceOp, numels(in)), [&](MpiCall& call) {
                const Flat buffer = flat(in);
                for (std::size_t r = 0; r < in.size(); ++r) buffer.parts[r].copy_(in[r]);
                add_reduce_scatter(call, output, buffer.whole, numels(in), options.reduceOp);
@@ -357,7 +393,7 @@ MpiBackend::WorkPtr MpiBackend::reduce_scatter_tensor_coalesced(
     require_numel("reduce_scatter", "input", inputs[i], outputs[i].numel() * ranks());
   }
   return run("reduce_scatter", OpType::REDUCE_SCATTER, limit_of(options), Kind::collective,
-             [&](MpiCall& call) {
+             mpi_card(outputs), [&](MpiCall& call) {
                for (std::size_t i = 0; i < inputs.size(); ++i)
                  add_reduce_scatter(call, outputs[i], inputs[i],
                                     Counts(static_cast<std::size_t>(ranks()), outputs[i].numel()),
@@ -387,7 +423,7 @@ MpiBackend::WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& in
   };
   const Counts out = counts(output, output_splits, "output"),
                in = counts(input, input_splits, "input");
-  return run("all_to_all", OpType::ALLTOALL_BASE, limit_of(options), Kind::messages,
+  return run("all_to_all", OpType::ALLTOALL_BASE, limit_of(options), Kind::messages, {},
              [&](MpiCall& call) {
                add_all_to_all(call, output, input, out, in);
                call.results = {output};
@@ -403,20 +439,23 @@ MpiBackend::WorkPtr MpiBackend::alltoall(Tensors& outputs, Tensors& inputs,
     for (const auto& t : *tensors) require_cpu("all_to_all", t);
   const auto me = static_cast<std::size_t>(rank());
   require_numel("all_to_all", "input to this rank itself", inputs[me], outputs[me].numel());
-  return run("all_to_all", OpType::ALLTOALL, limit_of(options), Kind::messages, [&](MpiCall& call) {
-    for (int r = 0; r < ranks(); ++r)
-      if (r != rank()) add_receive(call, outputs[static_cast<std::size_t>(r)], r, tag_limit_);
-    for (int r = 0; r < ranks(); ++r)
-      if (r != rank()) add_send(call, inputs[static_cast<std::size_t>(r)], r, tag_limit_);
-    copy_here(outputs[me], inputs[me]);
-    call.results = outputs;
-  });
+  return run("all_to_all", OpType::ALLTOALL, limit_of(options), Kind::messages, {},
+             [&](MpiCall& call) {
+               for (int r = 0; r < ranks(); ++r)
+                 if (r != rank())
+                   add_receive(call, outputs[static_cast<std::size_t>(r)], r, tag_limit_);
+               for (int r = 0; r < ranks(); ++r)
+                 if (r != rank())
+                   add_send(call, inputs[static_cast<std::size_t>(r)], r, tag_limit_);
+               copy_here(outputs[me], inputs[me]);
+               call.results = outputs;
+             });
 }
 
 MpiBackend::WorkPtr MpiBackend::send(Tensors& tensors, int to, int tag) {
   const at::Tensor tensor = only("send", tensors);
   require_rank(to, "the receiver of send");
-  return run("send", OpType::SEND, {}, Kind::messages, [&](MpiCall& call) {
+  return run("send", OpType::SEND, {}, Kind::messages, {}, [&](MpiCall& call) {
     call.peers = {comm_->ranks()[static_cast<std::size_t>(to)]};
     add_send(call, tensor, to, user_tag(tag));
   });
@@ -425,7 +464,7 @@ MpiBackend::WorkPtr MpiBackend::send(Tensors& tensors, int to, int tag) {
 MpiBackend::WorkPtr MpiBackend::recv(Tensors& tensors, int from, int tag) {
   const at::Tensor tensor = only("receive", tensors);
   require_rank(from, "the sender of receive");
-  return run("receive", OpType::RECV, {}, Kind::messages, [&](MpiCall& call) {
+  return run("receive", OpType::RECV, {}, Kind::messages, {}, [&](MpiCall& call) {
     call.peers = {comm_->ranks()[static_cast<std::size_t>(from)]};
     add_receive(call, tensor, from, user_tag(tag));
     call.results = {tensor};
@@ -438,7 +477,7 @@ MpiBackend::WorkPtr MpiBackend::recvAnysource(Tensors& tensors, int tag) {
     throw InvalidArgument(concat("receive from any rank: ", tensor.numel(),
                                  " elements, and one MPI message holds ", max_count_,
                                  "; name the sender"));
-  return run("receive from any rank", OpType::RECVANYSOURCE, {}, Kind::messages,
+  return run("receive from any rank", OpType::RECVANYSOURCE, {}, Kind::messages, {},
              [&](MpiCall& call) {
                add_receive(call, tensor, MPI_ANY_SOURCE, user_tag(tag));
                call.results = {tensor};
@@ -446,9 +485,9 @@ MpiBackend::WorkPtr MpiBackend::recvAnysource(Tensors& tensors, int tag) {
 }
 
 MpiBackend::WorkPtr MpiBackend::barrier(const c10d::BarrierOptions& options) {
-  return run("barrier", OpType::BARRIER, limit_of(options), Kind::messages, [&](MpiCall& call) {
-    check_mpi(MPI_Ibarrier(comm_->handle(), call.request()), "MPI_Ibarrier");
-  });
+  // The meeting alone.
+  return run("barrier", OpType::BARRIER, limit_of(options), Kind::collective, {},
+             [&](MpiCall& call) { ready(call); });
 }
 
 MpiBackend::WorkPtr MpiBackend::all_gather_v(const at::Tensor& output, const at::Tensor& input,
@@ -461,10 +500,11 @@ MpiBackend::WorkPtr MpiBackend::all_gather_v(const at::Tensor& output, const at:
   const Counts counts = elements(sizes, output);
   require_numel("all_gather", "output", output, total(counts));
   require_numel("all_gather", "input", input, counts[static_cast<std::size_t>(rank())]);
-  return run("all_gather", OpType::ALLGATHER, limit, Kind::collective, [&](MpiCall& call) {
-    add_all_gather(call, output, input, counts);
-    call.results = {output};
-  });
+  return run("all_gather", OpType::ALLGATHER, limit, Kind::collective, mpi_card(output, counts),
+             [&](MpiCall& call) {
+               add_all_gather(call, output, input, counts);
+               call.results = {output};
+             });
 }
 
 MpiBackend::WorkPtr MpiBackend::reduce_scatter_v(const at::Tensor& output, const at::Tensor& input,
@@ -477,10 +517,11 @@ MpiBackend::WorkPtr MpiBackend::reduce_scatter_v(const at::Tensor& output, const
   const Counts counts = elements(sizes, input);
   require_numel("reduce_scatter", "input", input, total(counts));
   require_numel("reduce_scatter", "output", output, counts[static_cast<std::size_t>(rank())]);
-  return run("reduce_scatter", OpType::REDUCE_SCATTER, limit, Kind::collective, [&](MpiCall& call) {
-    add_reduce_scatter(call, output, input, counts, op);
-    call.results = {output};
-  });
+  return run("reduce_scatter", OpType::REDUCE_SCATTER, limit, Kind::collective,
+             mpi_card(input, op, counts), [&](MpiCall& call) {
+               add_reduce_scatter(call, output, input, counts, op);
+               call.results = {output};
+             });
 }
 
 MpiBackend::WorkPtr MpiBackend::gather_v(const at::Tensor& output, const at::Tensor& input,
@@ -496,10 +537,11 @@ MpiBackend::WorkPtr MpiBackend::gather_v(const at::Tensor& output, const at::Ten
     require_same_type("gather", input, output);
     require_numel("gather", "output", output, total(counts));
   }
-  return run("gather", OpType::GATHER, limit, Kind::collective, [&](MpiCall& call) {
-    add_gather(call, output, input, counts, root);
-    if (rank() == root) call.results = {output};
-  });
+  return run("gather", OpType::GATHER, limit, Kind::collective, mpi_card(input, counts, root),
+             [&](MpiCall& call) {
+               add_gather(call, output, input, counts, root);
+               if (rank() == root) call.results = {output};
+             });
 }
 
 MpiBackend::WorkPtr MpiBackend::scatter_v(const at::Tensor& output, const at::Tensor& input,
@@ -515,10 +557,11 @@ MpiBackend::WorkPtr MpiBackend::scatter_v(const at::Tensor& output, const at::Te
     require_same_type("scatter", input, output);
     require_numel("scatter", "input", input, total(counts));
   }
-  return run("scatter", OpType::SCATTER, limit, Kind::collective, [&](MpiCall& call) {
-    add_scatter(call, output, input, counts, root);
-    call.results = {output};
-  });
+  return run("scatter", OpType::SCATTER, limit, Kind::collective, mpi_card(output, counts, root),
+             [&](MpiCall& call) {
+               add_scatter(call, output, input, counts, root);
+               call.results = {output};
+             });
 }
 
 MpiBackend::WorkPtr MpiBackend::exchange(const std::vector<Message>& messages, CallLimit limit) {
@@ -526,14 +569,19 @@ MpiBackend::WorkPtr MpiBackend::exchange(const std::vector<Message>& messages, C
     require_cpu("exchange", message.tensor);
     require_rank(message.peer, "a peer of exchange");
   }
-  return run("exchange", OpType::COALESCED, limit, Kind::messages, [&](MpiCall& call) {
+  return run("exchange", OpType::COALESCED, limit, Kind::messages, {}, [&](MpiCall& call) {
+    const auto tag = [](const Message& m) {
+      return kMessageTags + static_cast<int>(m.tensor.scalar_type());
+    };
     for (const auto& message : messages) {
       call.peers.push_back(comm_->ranks()[static_cast<std::size_t>(message.peer)]);
-      if (message.kind == Message::Kind::receive)
-        add_receive(call, message.tensor, message.peer, 0);
+      if (message.kind != Message::Kind::receive) continue;
+      call.expected.emplace_back(message.peer, tag(message));
+      add_receive(call, message.tensor, message.peer, tag(message));
     }
     for (const auto& message : messages)
-      if (message.kind == Message::Kind::send) add_send(call, message.tensor, message.peer, 0);
+      if (message.kind == Message::Kind::send)
+        add_send(call, message.tensor, message.peer, tag(message));
     std::sort(call.peers.begin(), call.peers.end());
     call.peers.erase(std::unique(call.peers.begin(), call.peers.end()), call.peers.end());
   });

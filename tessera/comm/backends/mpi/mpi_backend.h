@@ -26,7 +26,10 @@ inline bool in_order(const at::Tensor& t) {
   return t.is_contiguous() && !t.is_conj() && !t.is_neg();
 }
 
-class MpiBackend final : public c10d::Backend, public UnevenBackend, public ReducingBackend {
+class MpiBackend final : public c10d::Backend,
+                         public UnevenBackend,
+                         public ReducingBackend,
+                         public SigningBackend {
  public:
   using Tensors = std::vector<at::Tensor>;
   using TensorLists = std::vector<std::vector<at::Tensor>>;
@@ -94,6 +97,7 @@ class MpiBackend final : public c10d::Backend, public UnevenBackend, public Redu
 
   bool reduces(c10::ScalarType dtype, ReduceOp::Kind op) const override;
   bool moves(c10::ScalarType) const override { return true; }
+  void sign(std::uint64_t call) override { signature_ = call; }
 
  private:
   /// Elements, one number a rank.
@@ -102,7 +106,8 @@ class MpiBackend final : public c10d::Backend, public UnevenBackend, public Redu
   /// Messages do not meet first: only the peers named take part.
   enum class Kind { collective, messages };
   /// One call from its beginning to its work: `add` adds collectives or messages to it.
-  WorkPtr run(const char* name, c10d::OpType type, CallLimit limit, Kind kind,
+  /// The ranks of a collective compare their `card`.
+  WorkPtr run(const char* name, c10d::OpType type, CallLimit limit, Kind kind, CallCard card,
               const std::function<void(MpiCall&)>& add);
 
   // Each adds one collective to a call: posts requests, or does it at once in a blocking call.
@@ -126,10 +131,14 @@ class MpiBackend final : public c10d::Backend, public UnevenBackend, public Redu
   void post_receive(MpiCall& call, void* data, std::int64_t count, MPI_Datatype type, int from,
                     int tag);
 
-  /// Before the first of MPI's blocking calls: the ranks meet, and the watchdog looks on. What can
-  /// be done without the others is done before.
+  /// Before the first of MPI's calls of a collective: where the caller waits at once, the ranks
+  /// meet, compare the call, and agree whether MPI's blocking calls are used. What can be done
+  /// without the others is done before.
   void ready(MpiCall& call) const {
-    if (call.blocking && !call.phase) comm_->meet(call);
+    if (call.has_met) return;
+    if (call.blocking) return comm_->meet(call);
+    comm_->begin_meeting(call, false);
+    call.has_met = true;
   }
   /// A tensor that MPI may read: the tensor itself if its bytes lie in order, else a copy.
   at::Tensor readable(MpiCall& call, const at::Tensor& tensor) const;
@@ -149,6 +158,8 @@ class MpiBackend final : public c10d::Backend, public UnevenBackend, public Redu
   /// MPI_TAG_UB; the largest is ours, for collectives that are made of messages.
   int tag_limit_ = 32767;
   std::atomic<std::uint64_t> sequence_{0};
+  /// Of the next collective, as the group describes it.
+  std::uint64_t signature_ = 0;
 };
 
 }  // namespace tessera::detail

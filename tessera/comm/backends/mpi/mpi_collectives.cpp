@@ -39,7 +39,7 @@ std::vector<std::int64_t> offsets(const std::vector<std::int64_t>& counts) {
   return result;
 }
 
-std::int64_t total(const std::vector<std::int64_t>& counts) {
+std::int64_t sum_of(const std::vector<std::int64_t>& counts) {
   return std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
 }
 
@@ -190,7 +190,8 @@ void MpiBackend::add_all_gather(MpiCall& call, const at::Tensor& output, const a
                                                                 : readable(call, input.clone());
   call.bytes = static_cast<std::int64_t>(out.nbytes());
   const MPI_Datatype type = mpi_bytes_type(out.element_size());
-  if (!fits(total(counts))) {
+  if (!fits(sum_of(counts))) {
+    ready(call);
     for (int r = 0; r < ranks(); ++r) {
       if (r == rank()) {
         if (!in_place)
@@ -240,7 +241,7 @@ void MpiBackend::add_reduce_scatter(MpiCall& call, const at::Tensor& output,
   Counts items = counts;
   for (auto& n : items) n *= plan.per_element;
   ready(call);
-  if (!fits(total(items))) {
+  if (!fits(sum_of(items))) {
     const Counts starts = offsets(items);
     for (int r = 0; r < ranks(); ++r) {
       for (std::int64_t done = 0; done < items[index(r)]; done += max_count_) {
@@ -282,10 +283,11 @@ void MpiBackend::add_gather(MpiCall& call, const at::Tensor& output, const at::T
   const at::Tensor out = is_root ? writable(call, output) : at::Tensor();
   const at::Tensor in =
       is_root && shares_storage(out, input) ? readable(call, input.clone()) : readable(call, input);
-  call.bytes = total(counts) * static_cast<std::int64_t>(in.element_size());
+  call.bytes = sum_of(counts) * static_cast<std::int64_t>(in.element_size());
   const MPI_Datatype type = mpi_bytes_type(in.element_size());
   const std::int64_t mine = counts[index(rank())];
-  if (!fits(total(counts))) {
+  if (!fits(sum_of(counts))) {
+    ready(call);
     if (!is_root) return post_send(call, address(in), mine, type, root, tag_limit_);
     for (int r = 0; r < ranks(); ++r) {
       if (r == root) {
@@ -331,10 +333,11 @@ void MpiBackend::add_scatter(MpiCall& call, const at::Tensor& output, const at::
   } else {
     out = writable(call, output);
   }
-  call.bytes = total(counts) * static_cast<std::int64_t>(out.element_size());
+  call.bytes = sum_of(counts) * static_cast<std::int64_t>(out.element_size());
   const MPI_Datatype type = mpi_bytes_type(out.element_size());
   const std::int64_t mine = counts[index(rank())];
-  if (!fits(total(counts))) {
+  if (!fits(sum_of(counts))) {
+    ready(call);
     if (!is_root) return post_receive(call, address(out), mine, type, root, tag_limit_);
     for (int r = 0; r < ranks(); ++r) {
       const char* from = at_element(in, starts[index(r)]);

@@ -1,10 +1,13 @@
 #include "tessera/comm/backends/mpi/mpi_context.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
 
+#include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/types.h"
 #include "tessera/comm/job/mpi_interop.h"
@@ -47,6 +50,23 @@ bool mpi_flag(int (*query)(int*)) {
   int flag = 0;
   query(&flag);
   return flag != 0;
+}
+
+// Of what belongs to no group.
+constexpr std::chrono::minutes kWorldLimit{5};
+
+bool complete_within(MPI_Request& request, std::chrono::milliseconds limit, const char* function) {
+  const auto deadline = deadline_after(limit);
+  for (int i = 0;; ++i) {
+    int done = 0;
+    check_mpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE), function);
+    if (done) return true;
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    if (i < 1000)
+      sched_yield();
+    else
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
 }
 
 std::string processor_name() {
@@ -117,11 +137,33 @@ void BlockingWatchdog::run() {
             slot->who,
             concat(slot->operation.load(std::memory_order_relaxed),
                    " did not end within its limit of ", limit.count(),
-                   " ms although all ranks had begun it: a rank died or was stopped in the middle"),
+                   " ms although all ranks had begun it: a rank died or was stopped in the middle, "
+                   "or the network is slower than the limit allows"),
             may_call_mpi_);
     }
     wake_.wait_for(lock, std::chrono::milliseconds(200), [this] { return stop_; });
   }
+}
+
+MPI_Comm duplicate(MPI_Comm comm, std::chrono::milliseconds limit) {
+  // MPI writes the handle when the request completes, which may be after a wait ran out.
+  auto copy = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
+  MPI_Request request = MPI_REQUEST_NULL;
+  check_mpi(MPI_Comm_idup(comm, copy.get(), &request), "MPI_Comm_idup");
+  if (!complete_within(request, limit, "MPI_Comm_idup")) {
+    [[maybe_unused]] const auto* const kept = copy.release();
+    throw TimeoutError(concat("not all ranks of the communicator have come within ", limit.count(),
+                              " ms to take part in making a world of it; call this on all of them"),
+                       {});
+  }
+  check_mpi(MPI_Comm_set_errhandler(*copy, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  return *copy;
+}
+
+bool all_come(MPI_Comm comm, std::chrono::milliseconds limit) {
+  MPI_Request request = MPI_REQUEST_NULL;
+  check_mpi(MPI_Ibarrier(comm, &request), "MPI_Ibarrier");
+  return complete_within(request, limit, "MPI_Ibarrier");
 }
 
 MpiLibrary::MpiLibrary(bool owner, int provided)
@@ -145,6 +187,12 @@ std::shared_ptr<MpiLibrary> MpiLibrary::open(MpiThreadLevel wanted) {
   check_mpi(MPI_Init_thread(nullptr, nullptr, to_mpi(wanted), &provided), "MPI_Init_thread");
   std::shared_ptr<MpiLibrary> library(new MpiLibrary(true, provided));
   current = library;
+  try {
+    library->world_ = duplicate(MPI_COMM_WORLD, kWorldLimit);
+  } catch (...) {
+    library->set_broken();
+    throw;
+  }
   if (wanted > MpiThreadLevel::funneled && library->level() < wanted)
     throw CommError(
         concat("this MPI library grants thread level ", to_string(library->level()), ", and ",
@@ -162,18 +210,41 @@ std::shared_ptr<MpiLibrary> MpiLibrary::attach() {
 MpiLibrary::~MpiLibrary() {
   watchdog_.reset();
   if (!owner_ || mpi_flag(MPI_Finalized)) return;
-  if (broken() || std::uncaught_exceptions() > 0) {
+  std::string why;
+  if (std::uncaught_exceptions() > 0) {
+    why = "an exception is in flight";
+  } else if (broken()) {
+    why = "a call did not complete";
+  } else {
+    // MPI_Finalize waits for all ranks, without a limit.
+    std::chrono::milliseconds limit(end_limit_ms_.load());
+    if (limit.count() == 0) limit = kWorldLimit;
+    try {
+      if (!all_come(world_, limit))
+        why = concat("not all ranks came to the end within ", limit.count(), " ms");
+      else
+        MPI_Comm_free(&world_);
+    } catch (const std::exception& error) {
+      why = error.what();
+    }
+  }
+  if (!why.empty()) {
     int rank = -1;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     std::fprintf(
         stderr,
         "tessera: rank %d on %s leaves MPI without finalising it, because %s; the launcher ends "
         "the other ranks.\n",
-        rank, processor_name().c_str(),
-        std::uncaught_exceptions() > 0 ? "an exception is in flight" : "a call did not complete");
+        rank, processor_name().c_str(), why.c_str());
     return;
   }
   MPI_Finalize();
+}
+
+void MpiLibrary::set_end_limit(std::chrono::milliseconds limit) {
+  auto known = end_limit_ms_.load();
+  while (known < limit.count() && !end_limit_ms_.compare_exchange_weak(known, limit.count())) {
+  }
 }
 
 void MpiLibrary::require_thread() const {
@@ -257,7 +328,7 @@ MpiWorld::MpiWorld(std::shared_ptr<detail::MpiContext> context) : context_(std::
 MpiWorld MpiWorld::initialize(MpiThreadLevel wanted) {
   const auto library = detail::MpiLibrary::open(wanted);
   if (library->owner())
-    return MpiWorld(std::make_shared<detail::MpiContext>(library, MPI_COMM_WORLD, false));
+    return MpiWorld(std::make_shared<detail::MpiContext>(library, library->world(), false));
   // Somebody else's MPI, and perhaps messages: ours need a communicator of their own.
   return mpi_world(MPI_COMM_WORLD);
 }
@@ -283,9 +354,21 @@ Launch MpiWorld::launch() const {
   launch.world_size = size();
   launch.node_rank = -1;
   MPI_Comm host = MPI_COMM_NULL;
-  detail::check_mpi(
-      MPI_Comm_split_type(context_->comm(), MPI_COMM_TYPE_SHARED, rank(), MPI_INFO_NULL, &host),
-      "MPI_Comm_split_type");
+  auto& library = *context_->library();
+  if (!detail::all_come(context_->comm(), detail::kWorldLimit)) {
+    library.set_broken();
+    throw TimeoutError("MpiWorld::launch: not all ranks came; call it on all of them", {});
+  }
+  const auto slot = std::make_shared<detail::BlockingSlot>();
+  slot->who = concat("rank ", rank());
+  library.watchdog().add(slot);
+  {
+    const detail::BlockingPhase phase(*slot, "finding the ranks of this host",
+                                      std::chrono::milliseconds(detail::kWorldLimit).count());
+    detail::check_mpi(
+        MPI_Comm_split_type(context_->comm(), MPI_COMM_TYPE_SHARED, rank(), MPI_INFO_NULL, &host),
+        "MPI_Comm_split_type");
+  }
   MPI_Comm_rank(host, &launch.local_rank);
   MPI_Comm_size(host, &launch.local_size);
   MPI_Comm_free(&host);
@@ -309,9 +392,7 @@ MpiWorld mpi_world(MPI_Comm communicator) {
   if (inter)
     throw InvalidArgument(
         "mpi_world() was given an intercommunicator; merge it first (MPI_Intercomm_merge)");
-  MPI_Comm copy = MPI_COMM_NULL;
-  detail::check_mpi(MPI_Comm_dup(communicator, &copy), "MPI_Comm_dup");
-  detail::check_mpi(MPI_Comm_set_errhandler(copy, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  const MPI_Comm copy = detail::duplicate(communicator, detail::kWorldLimit);
   return MpiWorld(std::make_shared<detail::MpiContext>(detail::MpiLibrary::attach(), copy, true));
 }
 

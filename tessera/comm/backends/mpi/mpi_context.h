@@ -95,6 +95,11 @@ class MpiLibrary {
   void set_broken() { broken_.store(true, std::memory_order_release); }
   bool broken() const { return broken_.load(std::memory_order_acquire); }
   BlockingWatchdog& watchdog() { return *watchdog_; }
+  /// How long the end waits for the other ranks before it leaves without them: the longest limit
+  /// that a group had.
+  void set_end_limit(std::chrono::milliseconds limit);
+  /// A duplicate of MPI_COMM_WORLD whose errors are returned, where MPI was initialised here.
+  MPI_Comm world() const { return world_; }
   /// Called by drive() from this thread until it returns true or is gone.
   void step_in_waits(const std::weak_ptr<const std::function<bool()>>& step);
   /// Goes on with what this thread has begun and does not wait for at present.
@@ -118,8 +123,16 @@ class MpiLibrary {
   std::vector<Step> steps_;
   std::atomic<bool> has_steps_{false};
   std::atomic<bool> broken_{false};
+  std::atomic<std::int64_t> end_limit_ms_{0};
+  MPI_Comm world_ = MPI_COMM_NULL;
   std::unique_ptr<BlockingWatchdog> watchdog_;
 };
+
+/// A duplicate of the communicator, whose errors are returned. Collective over it. Throws
+/// TimeoutError if not all ranks have come within the limit; MPI must not be finalised then.
+MPI_Comm duplicate(MPI_Comm comm, std::chrono::milliseconds limit);
+/// True once all ranks of the communicator have come, false after `limit`.
+bool all_come(MPI_Comm comm, std::chrono::milliseconds limit);
 
 /// A communicator that groups are made from.
 class MpiContext {

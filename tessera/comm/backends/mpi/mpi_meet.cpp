@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <set>
 #include <thread>
+#include <utility>
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/hash.h"
@@ -20,7 +22,7 @@ using Clock = std::chrono::steady_clock;
 
 /// Tests until all requests are done or the deadline has passed; gives which are done.
 std::vector<bool> test_until(std::vector<MPI_Request>& requests, MpiLibrary& library,
-                             Clock::time_point deadline) {
+                             Deadline deadline) {
   std::vector<bool> done(requests.size(), false);
   for (int i = 0;; ++i) {
     bool all = true;
@@ -40,59 +42,93 @@ std::vector<bool> test_until(std::vector<MPI_Request>& requests, MpiLibrary& lib
   }
 }
 
-/// Returns once every member has come. The first member collects a message from each and answers;
-/// both sides know in time who is missing.
+/// What members tell the first one, and get back: a hash of the list of ranks; kRefused instead if
+/// a member came with another list.
+constexpr std::uint64_t kRefused = 0;
+
+std::uint64_t hash_of(const std::vector<int>& ranks) {
+  Hash hash;
+  for (const int r : ranks) hash.number(static_cast<std::uint64_t>(r));
+  return hash.value() | 1;
+}
+
+/// Returns once every member has come with the same list. The first member collects a message from
+/// each and answers; both sides know in time who is missing.
 void meet(MpiContext& context, const std::vector<int>& ranks, int tag,
           const MpiBackendOptions& options) {
   const auto deadline = deadline_after(options.timeout);
   const int root = ranks.front();
-  // MPI may still write here when a wait ran out: shared with nobody, and left alive in that case.
-  auto inbox = std::make_unique<std::vector<char>>(ranks.size());
+  const bool is_root = context.rank() == root;
+  const auto mine = hash_of(ranks);
+  // MPI may still use these when a wait ran out: shared with nobody, and left alive in that case.
+  auto inbox = std::make_unique<std::vector<std::uint64_t>>(ranks.size(), kRefused);
+  auto outbox = std::make_unique<std::vector<std::uint64_t>>(1, mine);
   std::vector<MPI_Request> requests;
   std::vector<int> peers;
   const auto receive = [&](int from) {
-    peers.push_back(from);
-    check_mpi(MPI_Irecv(inbox->data() + requests.size(), 1, MPI_CHAR, from, tag, context.comm(),
+    check_mpi(MPI_Irecv(inbox->data() + peers.size(), 1, MPI_UINT64_T, from, tag, context.comm(),
                         &requests.emplace_back(MPI_REQUEST_NULL)),
               "MPI_Irecv");
+    peers.push_back(from);
   };
-  static const char hello = 1;
   const auto send = [&](int to) {
-    MPI_Request request = MPI_REQUEST_NULL;
-    check_mpi(MPI_Isend(&hello, 1, MPI_CHAR, to, tag, context.comm(), &request), "MPI_Isend");
-    check_mpi(MPI_Request_free(&request), "MPI_Request_free");
+    check_mpi(MPI_Isend(outbox->data(), 1, MPI_UINT64_T, to, tag, context.comm(),
+                        &requests.emplace_back(MPI_REQUEST_NULL)),
+              "MPI_Isend");
+    peers.push_back(to);
   };
-  {
-    const auto lock = context.library()->serialize();
-    if (context.rank() == root) {
-      for (const int r : ranks)
-        if (r != root) receive(r);
-    } else {
-      send(root);
-      receive(root);
-    }
-  }
-  const auto done = test_until(requests, *context.library(), deadline);
-  std::vector<int> missing;
-  for (std::size_t i = 0; i < done.size(); ++i)
-    if (!done[i]) missing.push_back(peers[i]);
-  if (!missing.empty()) {
+  const auto finish = [&](bool answers) {
+    const auto done = test_until(requests, *context.library(), deadline);
+    std::vector<int> missing;
+    for (std::size_t i = 0; i < done.size(); ++i)
+      if (!done[i]) missing.push_back(peers[i]);
+    if (missing.empty()) return;
     context.library()->set_broken();
-    inbox.release();
-    const bool is_root = context.rank() == root;
+    [[maybe_unused]] const auto* const kept = std::pair(inbox.release(), outbox.release()).first;
     throw TimeoutError(
         concat("group '", options.name, "' of ranks ", list(ranks), ": after ",
                options.timeout.count(), " ms ",
-               is_root ? concat("ranks ", list(missing), " have not come")
-                       : concat("its first rank ", root, " has not seen all members"),
+               !is_root  ? concat("its first rank ", root, " has not seen all members")
+               : answers ? concat("ranks ", list(missing), " do not take the answer")
+                         : concat("ranks ", list(missing), " have not come"),
                "; every member, and no other rank, must make the group"),
         is_root ? missing : std::vector<int>());
-  }
-  if (context.rank() == root) {
+  };
+  {
     const auto lock = context.library()->serialize();
-    for (const int r : ranks)
-      if (r != root) send(r);
+    if (is_root) {
+      for (const int r : ranks)
+        if (r != root) receive(r);
+    } else {
+      receive(root);
+      send(root);
+    }
   }
+  finish(false);
+  bool alike = true;
+  std::vector<int> others;
+  for (std::size_t i = 0; i + 1 < inbox->size(); ++i) {
+    if ((*inbox)[i] == mine || (!is_root && i > 0)) continue;
+    alike = false;
+    others.push_back(peers[i]);
+  }
+  if (is_root) {
+    requests.clear();
+    peers.clear();
+    outbox->front() = alike ? mine : kRefused;
+    {
+      const auto lock = context.library()->serialize();
+      for (const int r : ranks)
+        if (r != root) send(r);
+    }
+    finish(true);
+  }
+  if (!alike)
+    throw MismatchError(
+        concat("group '", options.name, "' of ranks ", list(ranks), ": ",
+               is_root ? concat("ranks ", list(others), " make another group at this point")
+                       : concat("its first rank ", root, " met ranks that make another group"),
+               "; make groups that share ranks in the same order on all of them"));
 }
 
 }  // namespace
@@ -111,21 +147,27 @@ std::shared_ptr<MpiComm> make_mpi_comm(const std::shared_ptr<MpiContext>& contex
   if (std::find(ranks.begin(), ranks.end(), context->rank()) == ranks.end())
     throw InvalidArgument(concat("MPI group of ranks ", list(ranks), " was made on rank ",
                                  context->rank(), ", which is no member"));
-  Hash hash;
-  for (const int r : ranks) hash.number(static_cast<std::uint64_t>(r));
   // Every MPI library has tags up to 32767.
-  const int tag = static_cast<int>(hash.value() % 32767);
+  const int tag = static_cast<int>(hash_of(ranks) % 32767);
   if (ranks.size() > 1) meet(*context, ranks, tag, options);
   MPI_Group everybody = MPI_GROUP_NULL, members = MPI_GROUP_NULL;
   check_mpi(MPI_Comm_group(context->comm(), &everybody), "MPI_Comm_group");
   check_mpi(MPI_Group_incl(everybody, static_cast<int>(ranks.size()), ranks.data(), &members),
             "MPI_Group_incl");
   MPI_Comm comm = MPI_COMM_NULL;
-  const int code = MPI_Comm_create_group(context->comm(), members, tag, &comm);
+  // All members are here, and MPI_Comm_create_group cannot be called back.
+  const auto slot = std::make_shared<BlockingSlot>();
+  slot->who = concat("rank ", context->rank(), " in group '", options.name, "'");
+  context->library()->watchdog().add(slot);
+  const int code = [&] {
+    const BlockingPhase phase(*slot, "making the group", bounded_limit(options.timeout).count());
+    return MPI_Comm_create_group(context->comm(), members, tag, &comm);
+  }();
   MPI_Group_free(&members);
   MPI_Group_free(&everybody);
   check_mpi(code, "MPI_Comm_create_group");
-  return std::make_shared<MpiComm>(context, comm, ranks, options.name);
+  return std::make_shared<MpiComm>(context, comm, ranks, options.name,
+                                   bounded_limit(options.timeout));
 }
 
 }  // namespace tessera::detail

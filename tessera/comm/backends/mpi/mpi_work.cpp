@@ -18,12 +18,30 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kSpinsShared = 4;  // where ranks share cores
+// Where ranks share cores.
+constexpr int kSpinsShared = 4;
+// A receive that lasts longer is looked into: the peer may have sent something else.
+constexpr std::chrono::milliseconds kLookAfter{1000};
+
+// What a sound transfer of that size does not exceed, even over a slow network.
+std::chrono::milliseconds patience_for(std::int64_t bytes) {
+  return std::chrono::milliseconds(2000 + bytes / 100000);
+}
 
 void pause_core() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #endif
+}
+
+void check_received(int code, const MpiCall& call) {
+  int kind = MPI_SUCCESS;
+  if (code != MPI_SUCCESS && MPI_Error_class(code, &kind) == MPI_SUCCESS &&
+      kind == MPI_ERR_TRUNCATE)
+    throw FinalMismatch(concat(call.name, ": a rank sent more than this one expects",
+                               call.peers.empty() ? "" : concat(" from rank ", list(call.peers)),
+                               "; sender and receiver must use tensors of one size and dtype"));
+  check_mpi(code, call.name);
 }
 
 void finish(const MpiCall& call) {
@@ -35,28 +53,33 @@ void finish(const MpiCall& call) {
 }  // namespace
 
 bool MpiCall::pending() const {
-  return std::any_of(requests.begin(), requests.end(),
+  return gate != MPI_REQUEST_NULL ||
+         std::any_of(requests.begin(), requests.end(),
                      [](MPI_Request request) { return request != MPI_REQUEST_NULL; });
 }
 
 MpiComm::MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector<int> ranks,
-                 std::string name)
+                 std::string name, std::chrono::milliseconds limit)
     : context_(std::move(context)),
       comm_(comm),
       ranks_(std::move(ranks)),
       slot_(std::make_shared<BlockingSlot>()) {
   check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   check_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
+  slot_->who = concat("rank ", ranks_[static_cast<std::size_t>(rank_)], " in group '", name, "'");
+  context_->library()->watchdog().add(slot_);
+  context_->library()->set_end_limit(limit);
   MPI_Comm host = MPI_COMM_NULL;
   int host_size = 1;
-  check_mpi(MPI_Comm_split_type(comm_, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host),
-            "MPI_Comm_split_type");
+  {
+    const BlockingPhase phase(*slot_, "making the group", limit.count());
+    check_mpi(MPI_Comm_split_type(comm_, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host),
+              "MPI_Comm_split_type");
+  }
   check_mpi(MPI_Comm_size(host, &host_size), "MPI_Comm_size");
   MPI_Comm_free(&host);
   one_host_ = host_size == size();
   spins_ = host_size > sysconf(_SC_NPROCESSORS_ONLN) ? kSpinsShared : 1000;
-  slot_->who = concat("rank ", ranks_[static_cast<std::size_t>(rank_)], " in group '", name, "'");
-  context_->library()->watchdog().add(slot_);
 }
 
 MpiComm::~MpiComm() {
@@ -102,7 +125,8 @@ void MpiComm::poll(const MpiCall& call, std::chrono::milliseconds limit, Test&& 
   const auto start = Clock::now();
   // A sleeping rank moves no data, so sleep only when even a slow network would be done: 2 s, and 1
   // s more for each 100 MB.
-  const auto patience = std::chrono::milliseconds(2000 + call.bytes / 100000);
+  const auto patience = patience_for(call.bytes);
+  bool looked = call.expected.empty();
   // A large message comes in pieces, each in a test: where this rank has its core to itself, not
   // every piece waits for the system to yield.
   const int burst = spins_ > kSpinsShared ? 16 : 1;
@@ -124,28 +148,111 @@ void MpiComm::poll(const MpiCall& call, std::chrono::milliseconds limit, Test&& 
                                       : concat("; it waits for rank ", list(call.peers))),
             call.peers);
       }
+      if (!looked && waited > kLookAfter) {
+        looked = true;
+        look_for_others(call);
+      }
       if (waited > patience) std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
     sched_yield();
   }
 }
 
+void MpiComm::begin_meeting(MpiCall& call, bool waits) {
+  const auto hash = static_cast<std::int64_t>(call.hash);
+  const auto elements = call.card.elements;
+  // The smallest of ~x is ~ of the largest x.
+  call.brought = {hash,          ~hash,
+                  elements,      ~elements,
+                  waits ? 1 : 0, waits && call.timeout >= patience_for(call.bytes) ? 1 : 0};
+  check_mpi(
+      MPI_Iallreduce(call.brought.data(), call.met.data(), static_cast<int>(call.brought.size()),
+                     MPI_INT64_T, MPI_MIN, comm_, &call.gate),
+      "MPI_Iallreduce");
+}
+
 void MpiComm::meet(MpiCall& call) {
-  // Held by the library while it is pending, so it outlives this frame if the wait throws.
-  MPI_Request gate = MPI_REQUEST_NULL;
-  check_mpi(MPI_Ibarrier(comm_, &gate), "MPI_Ibarrier");
-  poll(call, call.timeout, [&gate] {
+  if (call.has_met) return;
+  begin_meeting(call, true);
+  // Held by the library while it is pending, with the call, if the wait throws.
+  poll(call, call.timeout, [&call] {
     int done = 0;
-    check_mpi(MPI_Test(&gate, &done, MPI_STATUS_IGNORE), "MPI_Test");
+    check_mpi(MPI_Test(&call.gate, &done, MPI_STATUS_IGNORE), "MPI_Test");
     return done != 0;
   });
-  call.phase.emplace(*slot_, call.name, call.timeout.count());
+  call.has_met = true;
+  const bool alike = call.met[0] == ~call.met[1], all_wait = call.met[4] == 1;
+  if (!alike && all_wait) throw MismatchError(tell_difference(call));
+  if (!alike) throw FinalMismatch(difference(call));
+  if (call.met[5] == 1)
+    call.phase.emplace(*slot_, call.name, call.timeout.count());
+  else
+    call.blocking = false;
+}
+
+std::string MpiComm::difference(const MpiCall& call) const {
+  const auto least = call.met[2], most = ~call.met[3];
+  return concat("the ranks called different things: rank ", ranks_[static_cast<std::size_t>(rank_)],
+                " called ", call.card.text(),
+                least < most ? concat(" (over the ranks ", least, " to ", most, ")") : "");
+}
+
+std::string MpiComm::tell_difference(const MpiCall& call) {
+  constexpr int kText = 160;
+  std::vector<char> texts(ranks_.size() * kText, '\0'), mine(kText, '\0');
+  const auto text = call.card.text();
+  std::copy_n(text.begin(), std::min<std::size_t>(text.size(), kText - 1), mine.begin());
+  MPI_Request request = MPI_REQUEST_NULL;
+  check_mpi(
+      MPI_Iallgather(mine.data(), kText, MPI_CHAR, texts.data(), kText, MPI_CHAR, comm_, &request),
+      "MPI_Iallgather");
+  try {
+    poll(call, call.timeout, [&request] {
+      int done = 0;
+      check_mpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Test");
+      return done != 0;
+    });
+  } catch (...) {
+    // MPI may still use their memory.
+    new std::vector<char>(std::move(texts));
+    new std::vector<char>(std::move(mine));
+    throw;
+  }
+  for (std::size_t r = 0; r < ranks_.size(); ++r) {
+    const std::string other(&texts[r * kText]);
+    if (static_cast<int>(r) == rank_ || other == std::string(mine.data())) continue;
+    return concat("the ranks called different things: rank ",
+                  ranks_[static_cast<std::size_t>(rank_)], " called ", text, "; rank ", ranks_[r],
+                  " called ", other, ". No data was moved; make every rank call the same");
+  }
+  return concat(difference(call), ". No data was moved; make every rank call the same");
+}
+
+void MpiComm::look_for_others(const MpiCall& call) const {
+  for (const auto& [peer, tag] : call.expected)
+    for (int t = kMessageTags; t < kMessageTags + kDtypes; ++t) {
+      if (t == tag) continue;
+      int found = 0;
+      check_mpi(MPI_Iprobe(peer, t, comm_, &found, MPI_STATUS_IGNORE), "MPI_Iprobe");
+      if (found)
+        throw FinalMismatch(
+            concat(call.name, ": rank ", ranks_[static_cast<std::size_t>(peer)], " sent ",
+                   c10::toString(static_cast<c10::ScalarType>(t - kMessageTags)),
+                   " where this rank waits for ",
+                   c10::toString(static_cast<c10::ScalarType>(tag - kMessageTags))));
+    }
 }
 
 bool MpiComm::test(MpiCall& call) {
-  if (call.requests.empty()) return true;
+  if (!call.pending()) return true;
   const auto lock = library().serialize();
   int done = 0;
+  if (call.gate != MPI_REQUEST_NULL) {
+    check_mpi(MPI_Test(&call.gate, &done, MPI_STATUS_IGNORE), call.name);
+    if (!done) return false;
+    if (call.met[0] != ~call.met[1]) throw FinalMismatch(difference(call));
+    if (call.requests.empty()) return true;
+  }
   if (call.receives.empty()) {
     if (call.requests.size() == 1)
       check_mpi(MPI_Test(call.requests.data(), &done, MPI_STATUS_IGNORE), call.name);
@@ -161,9 +268,9 @@ bool MpiComm::test(MpiCall& call) {
                                statuses.data());
   if (code == MPI_ERR_IN_STATUS) {
     for (const auto& status : statuses)
-      if (status.MPI_ERROR != MPI_ERR_PENDING) check_mpi(status.MPI_ERROR, call.name);
+      if (status.MPI_ERROR != MPI_ERR_PENDING) check_received(status.MPI_ERROR, call);
   }
-  check_mpi(code, call.name);
+  check_received(code, call);
   if (!done) return false;
   for (std::size_t i = 0; i < statuses.size(); ++i) {
     if (call.receives[i] < 0) continue;
@@ -171,9 +278,10 @@ bool MpiComm::test(MpiCall& call) {
     call.source = statuses[i].MPI_SOURCE;
     check_mpi(MPI_Get_elements_x(&statuses[i], MPI_BYTE, &got), "MPI_Get_elements_x");
     if (got != call.receives[i])
-      throw CommError(concat(call.name, ": rank ", ranks_[static_cast<std::size_t>(call.source)],
-                             " sent ", got, " bytes where this rank expects ", call.receives[i],
-                             "; sender and receiver must use tensors of one size"));
+      throw FinalMismatch(concat(call.name, ": rank ",
+                                 ranks_[static_cast<std::size_t>(call.source)], " sent ", got,
+                                 " bytes where this rank expects ", call.receives[i],
+                                 "; sender and receiver must use tensors of one size"));
   }
   return true;
 }

@@ -5,6 +5,7 @@
 #include <mpi.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -13,12 +14,18 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/backends/mpi/mpi_context.h"
 #include "tessera/comm/group/detail/abilities.h"
+#include "tessera/comm/group/detail/call_card.h"
 
 namespace tessera::detail {
+
+/// Tags of a group's own messages: one for each dtype, so that a message is not taken for one of
+/// another dtype. Below what every MPI library has.
+inline constexpr int kMessageTags = 0x7c00, kDtypes = 64;
 
 /// Everything that must outlive the MPI requests of one call, and what is left to do when they are
 /// complete.
@@ -48,10 +55,23 @@ struct MpiCall {
   int source = -1;
   /// From the meeting of a blocking call on, until its last MPI call has returned.
   std::optional<BlockingPhase> phase;
+  /// Of a collective: what the ranks must have in common, its hash, and their meeting (the smallest
+  /// of each number over the ranks).
+  CallCard card;
+  std::uint64_t hash = 0;
+  std::array<std::int64_t, 6> brought{}, met{};
+  MPI_Request gate = MPI_REQUEST_NULL;
+  bool has_met = false;
+  /// Of a batch of messages: peer (in the group) and tag of each receive.
+  std::vector<std::pair<int, int>> expected;
 
   /// False once MPI has let go of all memory of the call.
   bool pending() const;
-  MPI_Request* request() { return &requests.emplace_back(MPI_REQUEST_NULL); }
+  MPI_Request* request() {
+    // as long as the list of requests, once there is a receive
+    if (!receives.empty()) receives.resize(requests.size() + 1, -1);
+    return &requests.emplace_back(MPI_REQUEST_NULL);
+  }
   /// A copy of `values` that lives as long as the call.
   int* keep(std::vector<int> values) { return numbers.emplace_back(std::move(values)).data(); }
 };
@@ -60,9 +80,9 @@ struct MpiCall {
 /// works.
 class MpiComm {
  public:
-  /// Takes `comm` over.
+  /// Takes `comm` over. All its ranks come here; `limit` is for that.
   MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector<int> ranks,
-          std::string name);
+          std::string name, std::chrono::milliseconds limit);
   ~MpiComm();
   MpiComm(const MpiComm&) = delete;
   MpiComm& operator=(const MpiComm&) = delete;
@@ -78,9 +98,13 @@ class MpiComm {
   /// Throws what makes a new call impossible: a wrong thread, an abort, an earlier call that never
   /// completed.
   void require_usable(const char* operation);
-  /// Waits until all ranks have come, then marks a blocking phase. Throws TimeoutError.
+  /// Begins to compare the call with the other ranks'. `waits`: the caller waits at once.
+  void begin_meeting(MpiCall& call, bool waits);
+  /// Waits until all ranks have come with the same call, then marks a blocking phase; or, where a
+  /// rank does not wait at once or a limit is short for the size, makes the call nonblocking on all
+  /// ranks. Throws TimeoutError, or MismatchError on all ranks, before data moves.
   void meet(MpiCall& call);
-  /// Tests once; true when all requests are complete. Throws CommError.
+  /// Tests once; true when all requests are complete. Throws CommError, or FinalMismatch.
   bool test(MpiCall& call);
   /// Waits for the requests within `limit`. Throws TimeoutError, CommError.
   void wait(MpiCall& call, std::chrono::milliseconds limit);
@@ -97,6 +121,12 @@ class MpiComm {
   /// Calls `test` until it is true: at once, then spinning, then giving the core up, then sleeping.
   template <class Test>
   void poll(const MpiCall& call, std::chrono::milliseconds limit, Test&& test);
+  /// Throws FinalMismatch if a peer has sent another dtype than the one that is waited for.
+  void look_for_others(const MpiCall& call) const;
+  /// What this rank called, and the range of the ranks' sizes.
+  std::string difference(const MpiCall& call) const;
+  /// The same with the call of a rank that differs; all ranks come here, and wait at once.
+  std::string tell_difference(const MpiCall& call);
   void sweep();
 
   const std::shared_ptr<MpiContext> context_;
@@ -111,7 +141,8 @@ class MpiComm {
   /// A call ran into its limit and still owns requests.
   std::atomic<bool> stuck_{false};
   std::atomic<bool> has_adopted_{false};
-  std::mutex mutex_;  // guards adopted_
+  // guards adopted_
+  std::mutex mutex_;
   std::vector<std::unique_ptr<MpiCall>> adopted_;
 };
 

@@ -5,10 +5,16 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <filesystem>
+#include <future>
+#include <memory>
+#include <thread>
+#include <utility>
 
+#include "tessera/base/deadline.h"
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/nccl/nccl_part.h"
+#include "tessera/comm/group/types.h"
 
 namespace tessera {
 
@@ -19,6 +25,7 @@ struct Part {
   detail::NcclMake make = nullptr;
   detail::NcclVersion version = nullptr;
   std::string problem;
+  bool built = false;
 };
 
 std::string folder_of_this_library() {
@@ -31,7 +38,7 @@ std::string folder_of_this_library() {
 Part load() {
   Part part;
   const std::string beside = folder_of_this_library() + "/libtessera_nccl.so";
-  const bool built = std::filesystem::exists(beside);
+  const bool built = part.built = std::filesystem::exists(beside);
   void* library = dlopen(built ? beside.c_str() : "libtessera_nccl.so", RTLD_LAZY | RTLD_GLOBAL);
   if (!library) {
     const char* reason = dlerror();
@@ -48,8 +55,12 @@ Part load() {
   }
   part.make = reinterpret_cast<detail::NcclMake>(dlsym(library, detail::kNcclMake));
   part.version = reinterpret_cast<detail::NcclVersion>(dlsym(library, detail::kNcclVersion));
-  if (!part.make || !part.version)
+  const auto problem = reinterpret_cast<detail::NcclProblem>(dlsym(library, detail::kNcclProblem));
+  part.built = true;
+  if (!part.make || !part.version || !problem)
     part.problem = "libtessera_nccl.so is of another version of Tessera; build both together";
+  else
+    part.problem = problem();
   return part;
 }
 
@@ -77,6 +88,8 @@ std::string nccl_unavailable() {
   return part().problem;
 }
 
+NcclPart nccl_part() { return {part().built, part().problem}; }
+
 std::string nccl_version() {
   if (!part().problem.empty()) throw NotAvailable(part().problem);
   return part().version();
@@ -84,10 +97,33 @@ std::string nccl_version() {
 
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int size,
-                                                    std::chrono::milliseconds timeout) {
+                                                    std::chrono::milliseconds timeout,
+                                                    c10::Device device) {
   const std::string problem = nccl_unavailable();
   if (!problem.empty()) throw NotAvailable(concat("NCCL: ", problem));
-  return part().make(store, rank, size, timeout);
+  const auto backend = part().make(store, rank, size, timeout, device);
+  if (device.has_index()) connect_within(backend, device, timeout);
+  return backend;
+}
+
+void connect_within(const c10::intrusive_ptr<c10d::Backend>& backend, c10::Device device,
+                    std::chrono::milliseconds timeout) {
+  // The thread may outlive this call, with all that it needs.
+  auto connected = std::make_shared<std::promise<void>>();
+  auto result = connected->get_future();
+  std::thread([connected, backend, device] {
+    try {
+      backend->eagerConnectSingleDevice(device);
+      connected->set_value();
+    } catch (...) {
+      connected->set_exception(std::current_exception());
+    }
+  }).detach();
+  if (result.wait_for(bounded_limit(timeout)) != std::future_status::ready)
+    throw TimeoutError(concat("NCCL did not connect the ranks of a group within ", timeout.count(),
+                              " ms: a rank did not come, or its network is not reached"),
+                       {});
+  result.get();
 }
 
 }  // namespace tessera

@@ -3,6 +3,7 @@
 // library of its own, libtessera_nccl.so, loaded when it is first asked for, so that the rest needs
 // no CUDA.
 
+#include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -26,12 +27,23 @@ int cuda_device_count();
 /// first.
 std::string nccl_unavailable();
 
+/// What is there of NCCL, whatever devices there are.
+struct NcclPart {
+  /// libtessera_nccl.so was found.
+  bool built = false;
+  /// Why it cannot be used: absent, a library that it needs is not found, or it was built for
+  /// another NCCL than libtorch's; empty: it can.
+  std::string problem;
+};
+NcclPart nccl_part();
+
 /// Version of the NCCL library in use: "2.28.9". Throws NotAvailable.
 std::string nccl_version();
 
-/// Meets the other ranks through `store`, which belongs to this group alone, at the first
-/// collective. `timeout` is the limit of calls that give none. Throws NotAvailable with
-/// nccl_unavailable().
+/// Meets the other ranks through `store`, which belongs to this group alone, and connects to them
+/// on `device`: at once if the device has an index (which becomes this thread's current device),
+/// else at the first call. `timeout` limits that. Throws NotAvailable with nccl_unavailable(),
+/// TimeoutError if not all ranks come.
 ///
 /// The result is also a detail::UnevenBackend: uneven all-gather pads where that costs little,
 /// broadcasts where one rank holds most, and else sends and receives in one NCCL group. And a
@@ -40,6 +52,12 @@ std::string nccl_version();
 /// accumulated in float32) is composed from these by the group.
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int size,
-                                                    std::chrono::milliseconds timeout);
+                                                    std::chrono::milliseconds timeout,
+                                                    c10::Device device = c10::DeviceType::CUDA);
+
+/// Connects a backend that connects on demand to its peers, for `device`, in a thread that is left
+/// behind when `timeout` is over. Throws TimeoutError, or what the backend throws.
+void connect_within(const c10::intrusive_ptr<c10d::Backend>& backend, c10::Device device,
+                    std::chrono::milliseconds timeout);
 
 }  // namespace tessera

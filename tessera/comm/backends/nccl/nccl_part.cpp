@@ -1,10 +1,16 @@
 // libtessera_nccl.so: c10d's NCCL backend with uneven collectives and batched messages.
 
 #include <ATen/ATen.h>
+#include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include <algorithm>
+#include <cstddef>
+#include <new>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "tessera/base/text.h"
@@ -35,6 +41,55 @@ class DoneWork : public c10d::Work {
 
 WorkPtr done() { return c10::make_intrusive<DoneWork>(); }
 
+/// NCCL's work and what was done on the current stream behind or beside it, such as copies: a wait
+/// is for both, also on another stream.
+class WorkAndCopies : public c10d::Work {
+ public:
+  explicit WorkAndCopies(WorkPtr work)
+      : c10d::Work(-1, c10d::OpType::UNKNOWN), work_(std::move(work)) {
+    copied_.record();
+  }
+  bool isCompleted() override { return work_->isCompleted() && copied_.query(); }
+  bool isSuccess() const override { return work_->isSuccess(); }
+  std::exception_ptr exception() const override { return work_->exception(); }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
+    const bool done = work_->wait(timeout);
+    copied_.block(c10::cuda::getCurrentCUDAStream());
+    return done;
+  }
+  void synchronize() override { wait(); }
+  void abort() override { work_->abort(); }
+
+ private:
+  WorkPtr work_;
+  at::cuda::CUDAEvent copied_;
+};
+
+/// Calls between the constructor and end() become one. A batch that is left by an exception is
+/// closed: else every later NCCL call of this thread, of any group, would join it and wait.
+class Batch {
+ public:
+  explicit Batch(c10d::Backend& backend) : backend_(backend) { backend_.startCoalescing(); }
+  ~Batch() {
+    if (ended_) return;
+    try {
+      backend_.endCoalescing();
+    } catch (...) {  // the first error is on its way
+    }
+  }
+  Batch(const Batch&) = delete;
+  Batch& operator=(const Batch&) = delete;
+  WorkPtr end() {
+    ended_ = true;
+    const WorkPtr work = backend_.endCoalescing();
+    return work ? work : done();
+  }
+
+ private:
+  c10d::Backend& backend_;
+  bool ended_ = false;
+};
+
 std::vector<at::Tensor> rows(const at::Tensor& whole, const Sizes& sizes) {
   return whole.split_with_sizes(sizes);
 }
@@ -43,7 +98,12 @@ class NcclBackend final : public c10d::ProcessGroupNCCL,
                           public UnevenBackend,
                           public ReducingBackend {
  public:
-  using c10d::ProcessGroupNCCL::ProcessGroupNCCL;
+  NcclBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+              c10::intrusive_ptr<Options> options)
+      : c10d::ProcessGroupNCCL(store, rank, size, std::move(options)) {
+    // Limits are the group's own: c10d's would end the process.
+    asyncErrorHandling_ = c10d::NoHandling;
+  }
 
   WorkPtr all_gather_v(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes,
                        CallLimit limit) override {
@@ -89,7 +149,7 @@ class NcclBackend final : public c10d::ProcessGroupNCCL,
     // its values.
     out.copy_(blocks[static_cast<std::size_t>(getRank())], /*non_blocking=*/true);
     if (input.numel() == 0) return done();
-    startCoalescing();
+    Batch batch(*this);
     for (int r = 0; r < getSize(); ++r) {
       const at::Tensor& block = blocks[static_cast<std::size_t>(r)];
       if (block.numel() == 0) continue;
@@ -101,8 +161,7 @@ class NcclBackend final : public c10d::ProcessGroupNCCL,
       std::vector<at::Tensor> list{target};
       reduce(list, to_rank);
     }
-    const WorkPtr work = endCoalescing();
-    return work ? work : WorkPtr(done());
+    return batch.end();
   }
 
   WorkPtr gather_v(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes, int root,
@@ -149,8 +208,8 @@ class NcclBackend final : public c10d::ProcessGroupNCCL,
             "exchange: a message to this rank itself has another size than its receiver");
       from_self[i].copy_(to_self[i].view(from_self[i].sizes()), /*non_blocking=*/true);
     }
-    if (!any) return done();
-    startCoalescing();
+    if (!any) return copied_here(done(), !to_self.empty());
+    Batch batch(*this);
     for (const auto& message : messages) {
       if (message.peer == getRank() || message.tensor.numel() == 0) continue;
       std::vector<at::Tensor> list{message.tensor};
@@ -159,8 +218,7 @@ class NcclBackend final : public c10d::ProcessGroupNCCL,
       else
         recv(list, message.peer, 0);
     }
-    const WorkPtr work = endCoalescing();
-    return work ? work : WorkPtr(done());
+    return copied_here(batch.end(), !to_self.empty());
   }
 
   bool reduces(c10::ScalarType dtype, ReduceOp::Kind op) const override {
@@ -202,6 +260,11 @@ class NcclBackend final : public c10d::ProcessGroupNCCL,
     for (int r = 0; r < getSize(); ++r)
       blocks[static_cast<std::size_t>(r)].copy_(
           all.narrow(0, r * largest, sizes[static_cast<std::size_t>(r)]), /*non_blocking=*/true);
+    return copied_here(work, true);
+  }
+
+  static WorkPtr copied_here(WorkPtr work, bool copied) {
+    if (copied) return c10::make_intrusive<WorkAndCopies>(std::move(work));
     return work;
   }
 };
@@ -212,16 +275,49 @@ class NcclBackend final : public c10d::ProcessGroupNCCL,
 
 // Both sides are C++ of one build; the names alone are C's.
 
+extern "C" std::string tessera_nccl_version() {
+  int version = 0;
+  if (ncclGetVersion(&version) != ncclSuccess) return "unknown";
+  return tessera::concat(version / 10000, ".", version / 100 % 100, ".", version % 100);
+}
+
 extern "C" c10::intrusive_ptr<c10d::Backend> tessera_nccl_make(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-    std::chrono::milliseconds timeout) {
+    std::chrono::milliseconds timeout, c10::Device device) {
+  if (device.has_index()) c10::cuda::set_device(device.index());
   auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = timeout;
   return c10::make_intrusive<tessera::detail::NcclBackend>(store, rank, size, options);
 }
 
-extern "C" std::string tessera_nccl_version() {
+// The options hold a structure of NCCL's, whose size differs between its versions. libtorch_cuda's
+// own constructor is not inline: it writes the structure as large as it knows it, with its size in
+// front. Here it writes into a place with room to spare.
+extern "C" std::string tessera_nccl_problem() {
+  using Options = c10d::ProcessGroupNCCL::Options;
+  constexpr std::size_t kRoom = 8 * sizeof(Options);
+  // Never destroyed: its destructor is inline, and knows the size of this build.
+  static auto* const place = static_cast<std::byte*>(::operator new(kRoom));
+  std::fill_n(place, kRoom, std::byte{0});
+  const auto* options = new (place) Options(false);
+  const std::size_t theirs = options->config.size;
   int version = 0;
-  if (ncclGetVersion(&version) != ncclSuccess) return "unknown";
-  return tessera::concat(version / 10000, ".", version / 100 % 100, ".", version % 100);
+  const bool known = ncclGetVersion(&version) == ncclSuccess;
+  if (theirs != sizeof(ncclConfig_t))
+    return tessera::concat(
+        "libtessera_nccl.so was built with nccl.h of NCCL ", NCCL_MAJOR, ".", NCCL_MINOR, ".",
+        NCCL_PATCH, ", whose settings take ", sizeof(ncclConfig_t),
+        " bytes, and libtorch with one "
+        "whose settings take ",
+        theirs,
+        ". Configure again with the nccl.h that belongs to this "
+        "libtorch (-DTESSERA_NCCL_HEADER=<folder>; the torch wheel's is nvidia/nccl/include beside "
+        "torch)");
+  if (known && version < NCCL_VERSION_CODE)
+    return tessera::concat("libtessera_nccl.so was built for NCCL ", NCCL_MAJOR, ".", NCCL_MINOR,
+                           ".", NCCL_PATCH, ", and the library that was loaded is older (",
+                           tessera_nccl_version(),
+                           "). Put the newer one first in "
+                           "LD_LIBRARY_PATH, or build with the older header");
+  return {};
 }

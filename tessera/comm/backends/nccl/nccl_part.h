@@ -12,10 +12,14 @@ namespace tessera::detail {
 
 using NcclMake = c10::intrusive_ptr<c10d::Backend> (*)(const c10::intrusive_ptr<c10d::Store>& store,
                                                        int rank, int size,
-                                                       std::chrono::milliseconds timeout);
+                                                       std::chrono::milliseconds timeout,
+                                                       c10::Device device);
 using NcclVersion = std::string (*)();
+/// Why the part does not fit the libraries that it was loaded with; empty: it does.
+using NcclProblem = std::string (*)();
 
 inline constexpr const char* kNcclMake = "tessera_nccl_make";
 inline constexpr const char* kNcclVersion = "tessera_nccl_version";
+inline constexpr const char* kNcclProblem = "tessera_nccl_problem";
 
 }  // namespace tessera::detail

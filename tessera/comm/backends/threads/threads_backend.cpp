@@ -8,6 +8,7 @@
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/group/detail/backend_calls.h"
 #include "tessera/comm/group/detail/reduction.h"
 #include "tessera/comm/group/types.h"
 
@@ -16,17 +17,8 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// The pieces of a flat tensor, in order.
 Tensors pieces(const at::Tensor& tensor, const std::vector<std::int64_t>& counts) {
-  const auto flat = tensor.view({-1});
-  Tensors out;
-  out.reserve(counts.size());
-  std::int64_t begin = 0;
-  for (const auto count : counts) {
-    out.push_back(flat.narrow(0, begin, count));
-    begin += count;
-  }
-  return out;
+  return split_flat(tensor.view({-1}), counts);
 }
 
 Tensors equal_pieces(const at::Tensor& tensor, int parts) {

@@ -5,6 +5,8 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <cstdint>
+
 #include "tessera/comm/group/types.h"
 
 namespace tessera::detail {
@@ -38,6 +40,22 @@ class ReducingBackend {
   /// True if data of this dtype can be given to the backend as it is; else the group passes its
   /// bytes as uint8.
   virtual bool moves(c10::ScalarType dtype) const = 0;
+};
+
+/// A backend that keeps apart calls that do not belong together: ranks that announce different
+/// numbers for one call do not touch each other's memory.
+class SigningBackend {
+ public:
+  virtual ~SigningBackend() = default;
+  /// Announces the next collective. 0: nothing is known of it.
+  virtual void sign(std::uint64_t call) = 0;
+};
+
+/// A mismatch that the other ranks may not see by themselves, or after which the backend cannot go
+/// on: the group ends.
+class FinalMismatch : public MismatchError {
+ public:
+  using MismatchError::MismatchError;
 };
 
 /// A work whose wait() ends when its group is aborted, and whose limit ends the call: it is waited

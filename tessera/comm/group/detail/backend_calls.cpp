@@ -35,8 +35,10 @@ CallLimit limit_of(const RequestState& call, const Endpoint& endpoint) {
   return {backend_limit(call, endpoint), call.blocking()};
 }
 
+// What the call gives to the backend; the backend is told at the same time which call comes.
 template <class Options>
-Options options_of(const RequestState& call, const Endpoint& endpoint) {
+Options options_of(RequestState& call, const Endpoint& endpoint) {
+  sign(call, endpoint);
   Options options;
   options.timeout = backend_limit(call, endpoint);
   options.asyncOp = !call.blocking();
@@ -84,15 +86,6 @@ at::Tensor wire_output(RequestState& call, const at::Tensor& tensor) {
   return flat(scratch, as_bytes);
 }
 
-at::Tensor wire_in_out(RequestState& call, const at::Tensor& tensor) {
-  if (is_plain(tensor)) return wire_output(call, tensor);
-  auto out = wire_input(call, tensor);
-  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-  call.copy_back(tensor,
-                 out.scalar_type() == tensor.scalar_type() ? out : out.view(tensor.scalar_type()));
-  return out;
-}
-
 std::vector<at::Tensor> split_flat(const at::Tensor& tensor, const Sizes& counts) {
   Tensors pieces;
   pieces.reserve(counts.size());
@@ -107,10 +100,12 @@ std::vector<at::Tensor> split_flat(const at::Tensor& tensor, const Sizes& counts
 void broadcast_flat(RequestState& call, const at::Tensor& tensor, int root) {
   const auto& endpoint = endpoint_of(call, tensor);
   expect_device(call, tensor);
-  auto options = options_of<c10d::BroadcastOptions>(call, endpoint);
-  options.rootRank = root;
   Tensors tensors{tensor};
-  call.launch([&] { call.add(endpoint.backend->broadcast(tensors, options)); });
+  call.launch([&] {
+    auto options = options_of<c10d::BroadcastOptions>(call, endpoint);
+    options.rootRank = root;
+    call.add(endpoint.backend->broadcast(tensors, options));
+  });
 }
 
 void all_gather_equal(RequestState& call, at::Tensor output, at::Tensor input) {
@@ -165,9 +160,11 @@ void gather_equal(RequestState& call, const at::Tensor& output, const at::Tensor
   if (call.group().rank() == root)
     outputs.push_back(split_flat(output, Sizes(call.group().size(), input.numel())));
   Tensors inputs{input};
-  auto options = options_of<c10d::GatherOptions>(call, endpoint);
-  options.rootRank = root;
-  call.launch([&] { call.add(endpoint.backend->gather(outputs, inputs, options)); });
+  call.launch([&] {
+    auto options = options_of<c10d::GatherOptions>(call, endpoint);
+    options.rootRank = root;
+    call.add(endpoint.backend->gather(outputs, inputs, options));
+  });
 }
 
 void gather_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
@@ -196,9 +193,11 @@ void scatter_equal(RequestState& call, const at::Tensor& output, const at::Tenso
   if (call.group().rank() == root)
     inputs.push_back(split_flat(input, Sizes(call.group().size(), output.numel())));
   Tensors outputs{output};
-  auto options = options_of<c10d::ScatterOptions>(call, endpoint);
-  options.rootRank = root;
-  call.launch([&] { call.add(endpoint.backend->scatter(outputs, inputs, options)); });
+  call.launch([&] {
+    auto options = options_of<c10d::ScatterOptions>(call, endpoint);
+    options.rootRank = root;
+    call.add(endpoint.backend->scatter(outputs, inputs, options));
+  });
 }
 
 void scatter_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
@@ -219,6 +218,50 @@ void scatter_counts(RequestState& call, const at::Tensor& output, const at::Tens
                     is_root ? counts : Sizes(n, 0));
 }
 
+namespace {
+
+// Tags of messages that only meet an end like their own: above those of users, of the cards and of
+// compared messages (checks.cpp). 8 bits of the message's number, 21 of what it is.
+int tag_of(const MessageCard& card) {
+  constexpr int kOurs = 1 << 30, kOfCall = 1 << 29;
+  return kOurs | (card.of_call ? kOfCall : 0) | static_cast<int>((card.number & 0xff) << 21) |
+         static_cast<int>(card.hash() & 0x1fffff);
+}
+
+MessageCard message_card(RequestState& call, const Message& message) {
+  const bool sends = message.kind == Message::Kind::send;
+  return {.number = call.group().next_message(message.peer, sends),
+          .peer = message.peer,
+          .sends = sends,
+          .dtype = message.tensor.scalar_type(),
+          .elements = message.tensor.numel()};
+}
+
+}  // namespace
+
+void all_to_all_pairs(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+                      const Sizes& output_counts, const Sizes& input_counts) {
+  const auto& endpoint = endpoint_of(call, output);
+  if (endpoint.uneven) return all_to_all_counts(call, output, input, output_counts, input_counts);
+  const int n = call.group().size(), me = call.group().rank();
+  const auto to = split_flat(input, input_counts), from = split_flat(output, output_counts);
+  if (to[me].numel() > 0) from[me].copy_(to[me]);
+  for (const bool sends : {false, true})
+    for (int step = 1; step < n; ++step) {
+      const int peer = sends ? (me + step) % n : (me - step + n) % n;
+      const auto& part = sends ? to[peer] : from[peer];
+      if (part.numel() == 0) continue;
+      const MessageCard card{.number = call.sequence(),
+                             .peer = peer,
+                             .sends = sends,
+                             .of_call = true,
+                             .dtype = part.scalar_type(),
+                             .elements = part.numel()};
+      const Message message{sends ? Message::Kind::send : Message::Kind::receive, part, peer};
+      call.launch([&] { exchange_one(call, endpoint, message, tag_of(card), &card); });
+    }
+}
+
 void exchange_flat(RequestState& call, const std::vector<Message>& messages) {
   const auto& endpoint = endpoint_of(call, messages.front().tensor);
   expect_device(call, messages.front().tensor);
@@ -226,15 +269,25 @@ void exchange_flat(RequestState& call, const std::vector<Message>& messages) {
     call.launch([&] { call.add(endpoint.uneven->exchange(messages, limit_of(call, endpoint))); });
     return;
   }
-  for (const auto& m : messages) call.launch([&] { exchange_one(call, endpoint, m, 0); });
+  for (const auto& m : messages) {
+    const auto card = message_card(call, m);
+    call.launch([&] { exchange_one(call, endpoint, m, tag_of(card), &card); });
+  }
 }
 
-void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& message, int tag) {
+void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& message, int tag,
+                  const MessageCard* card) {
   Tensors tensors{message.tensor};
   const bool sends = message.kind == Message::Kind::send;
   call.add(sends ? endpoint.backend->send(tensors, message.peer, tag)
                  : endpoint.backend->recv(tensors, message.peer, tag),
-           !endpoint.uneven);
+           !endpoint.uneven, card);
+}
+
+void sign(RequestState& call, const Endpoint& endpoint) {
+  if (!endpoint.signing) return;
+  endpoint.signing->sign(call.card().hash());
+  call.set_signed();
 }
 
 }  // namespace tessera::detail

@@ -4,17 +4,15 @@
 //
 // Composed where a backend has no uneven collectives (Gloo); n ranks, S elements in all, M the
 // largest part:
-//   all-gather-v       each part broadcast by its rank, if ceil(log2 n) S < (n - 1) M, else one
-//                      all-to-all in which every rank sends its part n
-//   times:
-//                      the busiest sender bounds the latter, the number of tree levels the former
-//                        (one rank holds all: 2 S against 3 S on 4 ranks)
-//   gather-v, scatter-v   one all-to-all with zero counts but for the root's
-//   reduce-scatter     one all-to-all, then the parts are reduced here in rank order: (n - 1) / n S
-//                      sent by each rank, half of what an all-reduce
-//   sends,
-//                      S elements of scratch, any sizes, dtypes and operations
-//   exchange           a send or receive for each message
+//   all-gather-v         Each part broadcast by its rank, if ceil(log2 n) S < (n - 1) M, else one
+//                        all-to-all in which every rank sends its part n times: the busiest sender
+//                        bounds the latter, the number of tree levels the former (one rank holds
+//                        all: 2 S against 3 S on 4 ranks).
+//   gather-v, scatter-v  One all-to-all with zero counts but for the root's.
+//   reduce-scatter       One all-to-all, then the parts are reduced here in rank order:
+//                        (n - 1) / n S sent by each rank, half of what an all-reduce sends,
+//                        S elements of scratch, any sizes, dtypes and operations.
+//   exchange             A send or receive for each message.
 
 #include <ATen/core/Tensor.h>
 
@@ -29,8 +27,6 @@ at::Tensor wire_input(RequestState& call, const at::Tensor& tensor);
 /// The same for what the backend writes: the tensor's own memory if it can be, else scratch that is
 /// copied back when the call ends.
 at::Tensor wire_output(RequestState& call, const at::Tensor& tensor);
-/// For tensors that are read and written.
-at::Tensor wire_in_out(RequestState& call, const at::Tensor& tensor);
 /// Elements of a wire tensor per element of `tensor`: its item size if bytes travel, else 1.
 std::int64_t wire_width(RequestState& call, const at::Tensor& tensor);
 
@@ -44,6 +40,10 @@ void all_gather_counts(RequestState& call, const at::Tensor& output, const at::T
                        const Sizes& counts);
 void all_to_all_counts(RequestState& call, at::Tensor output, at::Tensor input, Sizes output_counts,
                        Sizes input_counts);
+/// The same of a user's call, whose counts no rank knows of the others: a message for each pair
+/// with data, which is not delivered where its two ends differ.
+void all_to_all_pairs(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+                      const Sizes& output_counts, const Sizes& input_counts);
 void gather_equal(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root);
 void gather_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
                    const Sizes& counts, int root);
@@ -53,7 +53,13 @@ void scatter_counts(RequestState& call, const at::Tensor& output, const at::Tens
 /// No message to this rank itself, none empty.
 void exchange_flat(RequestState& call, const std::vector<Message>& messages);
 /// By c10d's own send or receive. What the backend throws is thrown.
-void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& message, int tag);
+/// With a `card`, the message is not delivered to a receive with another card.
+void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& message, int tag,
+                  const MessageCard* card);
+
+/// Tells the backend which call comes next, so that ranks that make different ones do not read each
+/// other's data.
+void sign(RequestState& call, const Endpoint& endpoint);
 
 /// The limit to give to a backend.
 std::chrono::milliseconds backend_limit(const RequestState& call, const Endpoint& endpoint);

@@ -1,7 +1,7 @@
 #include "tessera/comm/group/detail/checks.h"
 
 #include <ATen/ATen.h>
-#include <ATen/MemoryOverlap.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstring>
@@ -10,6 +10,7 @@
 
 #include "tessera/base/hash.h"
 #include "tessera/comm/group/detail/backend_calls.h"
+#include "tessera/comm/group/detail/memory.h"
 
 namespace tessera::detail {
 namespace {
@@ -30,10 +31,26 @@ void check_size_list(const RequestState& call, const char* role, const Sizes& si
 
 }  // namespace
 
+namespace {
+
+void check_place(const RequestState& call, const char* role, const at::Tensor& tensor) {
+  if (call.group().size() == 1) return;
+  const auto& endpoint = call.group().endpoint(tensor.device().type());
+  if (endpoint.device.has_index() && tensor.device() != endpoint.device)
+    refuse(call, role, " is ", show(tensor), ", but this rank's device is ", endpoint.device,
+           ", and its connections are made for that one: move the tensor there");
+}
+
+}  // namespace
+
 void check_tensor(const RequestState& call, const char* role, const at::Tensor& tensor) {
-  if (!tensor.defined()) refuse(call, role, " is undefined");
-  if (tensor.layout() != c10::kStrided)
-    refuse(call, role, " is ", tensor.layout(), "; only dense tensors travel: use to_dense()");
+  if (tensor.defined()) check_place(call, role, tensor);
+  if (const auto why = why_unreadable(tensor); !why.empty()) refuse(call, role, " ", why);
+}
+
+void check_target(const RequestState& call, const char* role, const at::Tensor& tensor) {
+  if (tensor.defined()) check_place(call, role, tensor);
+  if (const auto why = why_unwritable(tensor); !why.empty()) refuse(call, role, " ", why);
 }
 
 void check_root(const RequestState& call, int root) {
@@ -95,14 +112,28 @@ void check_rows(const RequestState& call, const char* role, const at::Tensor& te
 
 void check_overlap(const RequestState& call, const at::Tensor& output, const at::Tensor& input) {
   if (call.group().check_level() == CheckLevel::off || !output.defined()) return;
-  if (at::has_internal_overlap(output) == at::MemOverlap::Yes)
+  if (shares_elements(output))
     refuse(call,
            "elements of the output share memory (an expanded tensor?): give a tensor of its own, "
            "for example output.contiguous()");
-  if (!input.defined() || output.numel() == 0 || input.numel() == 0) return;
-  const auto status = at::get_overlap_status(output, input);
-  if (status == at::MemOverlapStatus::Full || status == at::MemOverlapStatus::Partial)
+  if (input.defined() && share_elements(output, input))
     refuse(call, "output and input share memory; give tensors of their own");
+}
+
+void check_apart(const RequestState& call, const std::vector<Message>& messages) {
+  if (call.group().check_level() == CheckLevel::off) return;
+  for (std::size_t i = 0; i < messages.size(); ++i)
+    for (std::size_t j = 0; j < i; ++j) {
+      const Message &a = messages[j], &b = messages[i];
+      if (a.kind == Message::Kind::send && b.kind == Message::Kind::send) continue;
+      if (!share_elements(a.tensor, b.tensor)) continue;
+      auto role = [](const Message& m) {
+        return concat(m.kind == Message::Kind::send ? "is sent to" : "is received from", " rank ",
+                      m.peer);
+      };
+      refuse(call, "messages ", j, " (", role(a), ") and ", i, " (", role(b),
+             ") share memory; what is received needs memory of its own");
+    }
 }
 
 namespace {
@@ -148,10 +179,18 @@ at::Tensor exchange_rows(RequestState& call, const void* mine, std::int64_t byte
 
 }  // namespace
 
+void checked(const RequestState& call, c10::function_ref<void()> check) {
+  try {
+    check();
+  } catch (const c10::Error& error) {
+    refuse(call, error.what_without_backtrace());
+  }
+}
+
 void begin(RequestState& call, c10::function_ref<void()> check,
            c10::function_ref<Signature()> signature) {
   if (call.group().check_level() != CheckLevel::collective || call.group().size() == 1) {
-    check();
+    checked(call, check);
     call.begin_collective();
     return;
   }
@@ -159,9 +198,12 @@ void begin(RequestState& call, c10::function_ref<void()> check,
   std::exception_ptr refused;
   Signature mine;
   try {
-    check();
+    checked(call, check);
     mine = signature();
   } catch (const InvalidArgument& e) {
+    problem = e.what();
+    refused = std::current_exception();
+  } catch (const NotAvailable& e) {
     problem = e.what();
     refused = std::current_exception();
   }
@@ -239,9 +281,10 @@ MessageCards::MessageCards(const RequestState& call, const std::vector<Message>&
     sent_.push_back(sends);
     numbers_.push_back(group_.next_message(m.peer, sends));
     const auto& t = m.tensor;
-    const std::string kind = t.defined() ? concat(c10::toString(t.scalar_type()), t.sizes(), " on ",
-                                                  c10::DeviceTypeName(t.device().type()))
-                                         : show(t);
+    const std::string kind = !problem.empty() ? std::string("a tensor")
+                             : t.defined() ? concat(c10::toString(t.scalar_type()), t.sizes(),
+                                                    " on ", c10::DeviceTypeName(t.device().type()))
+                                           : show(t);
     const std::string same = concat("message ", numbers_.back(), ": ", kind,
                                     call.name().empty() ? "" : concat(" '", call.name(), "'"));
     const Card card = make_card(

@@ -31,8 +31,10 @@ inline std::string show(const at::Tensor& t) {
 // Arguments of this rank. What could make a backend read or write out of bounds is checked at
 // every level.
 
-/// Defined, dense, on a device.
+/// A tensor that is read: defined, dense, in memory that it has, on a device the group serves.
 void check_tensor(const RequestState& call, const char* role, const at::Tensor& tensor);
+/// The same for one that is written.
+void check_target(const RequestState& call, const char* role, const at::Tensor& tensor);
 void check_root(const RequestState& call, int root);
 void check_peer(const RequestState& call, int peer);
 /// Same dtype and device.
@@ -49,6 +51,12 @@ void check_rows(const RequestState& call, const char* role, const at::Tensor& te
 /// From CheckLevel::local on: no two elements of an output share memory, and output and input do
 /// not overlap.
 void check_overlap(const RequestState& call, const at::Tensor& output, const at::Tensor& input);
+/// From CheckLevel::local on: no received tensor shares memory with another tensor of the call.
+void check_apart(const RequestState& call, const std::vector<Message>& messages);
+
+/// Runs `check`, and turns what libtorch itself throws in it into InvalidArgument: a check that
+/// fails leaves the group sound.
+void checked(const RequestState& call, c10::function_ref<void()> check);
 
 // ---- the same call on all ranks ----
 

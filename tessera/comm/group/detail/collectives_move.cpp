@@ -12,6 +12,7 @@
 #include "tessera/comm/group/detail/backend_calls.h"
 #include "tessera/comm/group/detail/checks.h"
 #include "tessera/comm/group/detail/collectives.h"
+#include "tessera/comm/group/detail/memory.h"
 
 namespace tessera::detail {
 namespace {
@@ -56,6 +57,17 @@ std::string parts_text(const at::Tensor& part, const Sizes& sizes) {
                 ", sizes ", list(sizes, 1 << 20));
 }
 
+// Of a collective whose tensors are alike on all ranks, or, with sizes, have rows alike.
+CallCard move_card(const at::Tensor& t, int root, const Sizes& sizes = {}) {
+  CallCard card;
+  card.dtype = t.scalar_type();
+  card.device = t.device().type();
+  card.root = root;
+  card.elements = sizes.empty() ? t.numel() : width_of(t);
+  card.sizes = sizes;
+  return card;
+}
+
 std::int64_t bytes_of(const at::Tensor& t) {
   return t.defined() ? static_cast<std::int64_t>(t.nbytes()) : 0;
 }
@@ -72,34 +84,38 @@ void copy_here(const at::Tensor& output, const at::Tensor& input) {
 
 }  // namespace
 
-void launch_broadcast(RequestState& call, const at::Tensor& tensor, int root) {
+void launch_broadcast(RequestState& call, const at::Tensor& given, int root) {
+  const bool is_root = call.group().rank() == root;
   begin(
       call,
       [&] {
-        check_tensor(call, "the tensor", tensor);
+        (is_root ? check_tensor : check_target)(call, "the tensor", given);
         check_root(call, root);
-        check_overlap(call, tensor, {});
+        check_overlap(call, given, {});
       },
-      [&] { return Signature{concat(kind_of(tensor), ' ', tensor.sizes(), ", root ", root), {}}; });
-  const bool is_root = call.group().rank() == root;
+      [&] { return Signature{concat(kind_of(given), ' ', given.sizes(), ", root ", root), {}}; });
+  const at::Tensor tensor = in_memory(given);
+  call.set_card(move_card(tensor, root));
   call.count_bytes(is_root ? bytes_of(tensor) : 0);
   if (call.group().size() == 1 || tensor.numel() == 0) return;
   const Guard guard;
   broadcast_flat(call, is_root ? wire_input(call, tensor) : wire_output(call, tensor), root);
 }
 
-void launch_all_gather(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+void launch_all_gather(RequestState& call, const at::Tensor& output, const at::Tensor& given,
                        const Sizes& sizes) {
   begin(
       call,
       [&] {
-        check_tensor(call, "the output", output);
-        check_tensor(call, "the input", input);
-        check_alike(call, output, input);
-        check_sizes(call, output, input, sizes);
-        check_overlap(call, output, input);
+        check_target(call, "the output", output);
+        check_tensor(call, "the input", given);
+        check_alike(call, output, given);
+        check_sizes(call, output, given, sizes);
+        check_overlap(call, output, given);
       },
-      [&] { return Signature{parts_text(input, sizes), {}}; });
+      [&] { return Signature{parts_text(given, sizes), {}}; });
+  const at::Tensor input = in_memory(given);
+  call.set_card(move_card(input, -1, sizes));
   call.count_bytes(bytes_of(input));
   if (nothing(sizes, input)) return;
   const Guard guard;
@@ -112,33 +128,39 @@ void launch_all_gather(RequestState& call, const at::Tensor& output, const at::T
   }
 }
 
-void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::Tensor& given,
                        const Sizes& output_sizes, const Sizes& input_sizes) {
   begin(
       call,
       [&] {
-        check_tensor(call, "the output", output);
-        check_tensor(call, "the input", input);
-        check_alike(call, output, input);
+        check_target(call, "the output", output);
+        check_tensor(call, "the input", given);
+        check_alike(call, output, given);
         check_rows(call, "the output", output, output_sizes);
-        check_rows(call, "the input", input, input_sizes);
+        check_rows(call, "the input", given, input_sizes);
         if (output_sizes.empty() != input_sizes.empty())
           refuse(call, "sizes of only one side were given; give both, or neither");
-        if (!output_sizes.empty() && width_of(output) != width_of(input))
-          refuse(call, "the output ", show(output), " and the input ", show(input),
+        if (!output_sizes.empty() && width_of(output) != width_of(given))
+          refuse(call, "the output ", show(output), " and the input ", show(given),
                  " have rows of different size");
-        if (output_sizes.empty() && output.numel() != input.numel())
-          refuse(call, "the output ", show(output), " and the input ", show(input),
+        if (output_sizes.empty() && output.numel() != given.numel())
+          refuse(call, "the output ", show(output), " and the input ", show(given),
                  " must have the same number of elements; give sizes if parts differ");
-        check_overlap(call, output, input);
+        const auto me = static_cast<std::size_t>(call.group().rank());
+        if (!output_sizes.empty() && output_sizes[me] != input_sizes[me])
+          refuse(call, "this rank sends ", input_sizes[me], " rows to itself, but waits for ",
+                 output_sizes[me]);
+        check_overlap(call, output, given);
       },
       [&] {
         if (input_sizes.empty())
-          return Signature{concat(kind_of(input), ", even, ", input.numel(), " elements"), {}};
-        const auto dims = input.sizes();
-        return Signature{concat(kind_of(input), ", rows ", dims.slice(1)),
+          return Signature{concat(kind_of(given), ", even, ", given.numel(), " elements"), {}};
+        const auto dims = given.sizes();
+        return Signature{concat(kind_of(given), ", rows ", dims.slice(1)),
                          concat(", out ", list(output_sizes), ", in ", list(input_sizes))};
       });
+  const at::Tensor input = in_memory(given);
+  call.set_card(move_card(input, -1));
   call.count_bytes(bytes_of(input));
   const int n = call.group().size();
   const Sizes out_rows =
@@ -148,73 +170,65 @@ void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::T
   compare_pairs(call, out_rows, in_rows);
   if (input_sizes.empty() && input.numel() == 0) return;
   const Guard guard;
-  if (n == 1) {
-    if (out_rows != in_rows)
-      refuse(call, "this rank sends ", in_rows[0], " elements to itself, but waits for ",
-             out_rows[0]);
-    return copy_here(output, input);
-  }
+  if (n == 1) return copy_here(output, input);
   const auto in = wire_input(call, input), out = wire_output(call, output);
   const auto width = wire_width(call, input);
-  all_to_all_counts(call, out, in, scaled(out_rows, width), scaled(in_rows, width));
+  if (input_sizes.empty())
+    all_to_all_counts(call, out, in, scaled(out_rows, width), scaled(in_rows, width));
+  else
+    all_to_all_pairs(call, out, in, scaled(out_rows, width), scaled(in_rows, width));
+}
+
+// Gather (`whole` on the root is written) and scatter (it is read): every rank has a `part`.
+template <class Equal, class Counts>
+void launch_rooted(RequestState& call, const at::Tensor& whole_given, const at::Tensor& part_given,
+                   int root, const Sizes& sizes, bool gathers, const Equal& equal,
+                   const Counts& uneven) {
+  const bool is_root = call.group().rank() == root;
+  const char *whole_role = gathers ? "the output" : "the input",
+             *part_role = gathers ? "the input" : "the output";
+  begin(
+      call,
+      [&] {
+        check_root(call, root);
+        (gathers ? check_tensor : check_target)(call, part_role, part_given);
+        if (is_root) {
+          (gathers ? check_target : check_tensor)(call, whole_role, whole_given);
+          gathers ? check_alike(call, whole_given, part_given)
+                  : check_alike(call, part_given, whole_given);
+        }
+        const auto whole = is_root ? whole_given : at::Tensor();
+        check_sizes(call, whole, part_given, sizes);
+        if (!gathers)
+          check_overlap(call, part_given, whole);
+        else if (is_root)
+          check_overlap(call, whole, part_given);
+      },
+      [&] { return Signature{concat(parts_text(part_given, sizes), ", root ", root), {}}; });
+  const at::Tensor part = in_memory(part_given),
+                   whole = is_root ? in_memory(whole_given) : at::Tensor();
+  call.set_card(move_card(part, root, sizes));
+  call.count_bytes(bytes_of(gathers ? part : whole));
+  if (nothing(sizes, part)) return;
+  const Guard guard;
+  if (call.group().size() == 1) return gathers ? copy_here(whole, part) : copy_here(part, whole);
+  const auto input = gathers ? part : whole, output = gathers ? whole : part;
+  const auto in = input.defined() ? wire_input(call, input) : at::Tensor();
+  const auto out = output.defined() ? wire_output(call, output) : at::Tensor();
+  if (sizes.empty() || even(sizes))
+    equal(call, out, in, root);
+  else
+    uneven(call, out, in, wire_counts(call, part, sizes), root);
 }
 
 void launch_gather(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root,
                    const Sizes& sizes) {
-  const bool is_root = call.group().rank() == root;
-  begin(
-      call,
-      [&] {
-        check_root(call, root);
-        check_tensor(call, "the input", input);
-        if (is_root) {
-          check_tensor(call, "the output", output);
-          check_alike(call, output, input);
-        }
-        check_sizes(call, is_root ? output : at::Tensor(), input, sizes);
-        if (is_root) check_overlap(call, output, input);
-      },
-      [&] { return Signature{concat(parts_text(input, sizes), ", root ", root), {}}; });
-  call.count_bytes(bytes_of(input));
-  if (nothing(sizes, input)) return;
-  const Guard guard;
-  if (call.group().size() == 1) return copy_here(output, input);
-  const auto in = wire_input(call, input);
-  const auto out = is_root ? wire_output(call, output) : at::Tensor();
-  if (sizes.empty() || even(sizes)) {
-    gather_equal(call, out, in, root);
-  } else {
-    gather_counts(call, out, in, wire_counts(call, input, sizes), root);
-  }
+  launch_rooted(call, output, input, root, sizes, true, gather_equal, gather_counts);
 }
 
 void launch_scatter(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root,
                     const Sizes& sizes) {
-  const bool is_root = call.group().rank() == root;
-  begin(
-      call,
-      [&] {
-        check_root(call, root);
-        check_tensor(call, "the output", output);
-        if (is_root) {
-          check_tensor(call, "the input", input);
-          check_alike(call, output, input);
-        }
-        check_sizes(call, is_root ? input : at::Tensor(), output, sizes);
-        check_overlap(call, output, is_root ? input : at::Tensor());
-      },
-      [&] { return Signature{concat(parts_text(output, sizes), ", root ", root), {}}; });
-  call.count_bytes(is_root ? bytes_of(input) : 0);
-  if (nothing(sizes, output)) return;
-  const Guard guard;
-  if (call.group().size() == 1) return copy_here(output, input);
-  const auto in = is_root ? wire_input(call, input) : at::Tensor();
-  const auto out = wire_output(call, output);
-  if (sizes.empty() || even(sizes)) {
-    scatter_equal(call, out, in, root);
-  } else {
-    scatter_counts(call, out, in, wire_counts(call, output, sizes), root);
-  }
+  launch_rooted(call, input, output, root, sizes, false, scatter_equal, scatter_counts);
 }
 
 namespace {
@@ -222,8 +236,8 @@ namespace {
 void check_messages(const RequestState& call, const std::vector<Message>& messages) {
   std::vector<const Message*> sent, received;  // to and from this rank itself
   for (const auto& m : messages) {
-    check_tensor(call, m.kind == Message::Kind::send ? "a sent tensor" : "a received tensor",
-                 m.tensor);
+    m.kind == Message::Kind::send ? check_tensor(call, "a sent tensor", m.tensor)
+                                  : check_target(call, "a received tensor", m.tensor);
     check_peer(call, m.peer);
     if (m.tensor.device().type() != messages.front().tensor.device().type())
       refuse(call, "messages of one call must be on devices of one type, but there are ",
@@ -242,6 +256,7 @@ void check_messages(const RequestState& call, const std::vector<Message>& messag
       refuse(call, "message ", i, " of this rank to itself is ", show(a), ", received as ",
              show(b));
   }
+  check_apart(call, messages);
 }
 
 std::vector<Message> to_others(const RequestState& call, const std::vector<Message>& messages) {
@@ -281,7 +296,7 @@ void exchange_compared(RequestState& call, const std::vector<Message>& messages,
     if (!stream) {
       for (std::size_t i = 0; i < travelling.size(); ++i)
         if (travelling[i].tensor.numel() > 0)
-          exchange_one(call, endpoint, travelling[i], cards->tag(i));
+          exchange_one(call, endpoint, travelling[i], cards->tag(i), nullptr);
       return;
     }
     const c10::OptionalStreamGuard on(stream);
@@ -302,8 +317,8 @@ void launch_exchange(RequestState& call, const std::vector<Message>& messages) {
   const bool compared =
       call.group().check_level() == CheckLevel::collective && call.group().size() > 1;
   try {
-    check_messages(call, messages);
-  } catch (const InvalidArgument& e) {
+    checked(call, [&] { check_messages(call, messages); });
+  } catch (const Error& e) {
     if (compared) tell_refusal(call, messages, e.what());
     throw;
   }
@@ -319,9 +334,10 @@ void launch_exchange(RequestState& call, const std::vector<Message>& messages) {
     if (m.peer == me || (m.tensor.numel() == 0 && !compared)) continue;
     call.count_bytes(bytes_of(m.tensor));
     travelling.push_back(
-        {m.kind, sends ? wire_input(call, m.tensor) : wire_output(call, m.tensor), m.peer});
+        {m.kind, sends ? wire_input(call, in_memory(m.tensor)) : wire_output(call, m.tensor),
+         m.peer});
   }
-  for (std::size_t i = 0; i < sent.size(); ++i) copy_here(*received[i], *sent[i]);
+  for (std::size_t i = 0; i < sent.size(); ++i) copy_here(*received[i], in_memory(*sent[i]));
   if (travelling.empty()) return;
   compared ? exchange_compared(call, to_others(call, messages), std::move(travelling))
            : exchange_flat(call, travelling);
@@ -329,6 +345,7 @@ void launch_exchange(RequestState& call, const std::vector<Message>& messages) {
 
 void launch_barrier(RequestState& call) {
   begin(call, [] {}, [] { return Signature{}; });
+  call.set_card({});
   if (call.group().size() == 1) return;
   const auto device = call.group().has_endpoint(c10::DeviceType::CPU) ? c10::DeviceType::CPU
                                                                       : c10::DeviceType::CUDA;
@@ -336,7 +353,10 @@ void launch_barrier(RequestState& call) {
   c10d::BarrierOptions options;
   options.timeout = backend_limit(call, endpoint);
   options.asyncOp = !call.blocking();
-  call.launch([&] { call.add(endpoint.backend->barrier(options)); });
+  call.launch([&] {
+    sign(call, endpoint);
+    call.add(endpoint.backend->barrier(options));
+  });
 }
 
 }  // namespace tessera::detail

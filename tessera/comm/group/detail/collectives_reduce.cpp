@@ -18,6 +18,7 @@
 #include "tessera/comm/group/detail/backend_calls.h"
 #include "tessera/comm/group/detail/checks.h"
 #include "tessera/comm/group/detail/collectives.h"
+#include "tessera/comm/group/detail/memory.h"
 #include "tessera/comm/group/detail/reduction.h"
 
 namespace tessera::detail {
@@ -93,6 +94,18 @@ std::string text_of(const at::Tensor& t, ReduceOp op) {
                 c10::DeviceTypeName(t.device().type()));
 }
 
+CallCard reduce_card(const at::Tensor& t, ReduceOp op, int root, const Sizes& sizes = {}) {
+  CallCard card;
+  card.dtype = t.scalar_type();
+  card.device = t.device().type();
+  card.op = static_cast<int>(op.kind);
+  card.root = root;
+  const auto rows = sizes.empty() || t.dim() == 0 ? 0 : t.size(0);
+  card.elements = rows > 0 ? t.numel() / rows : t.numel();
+  card.sizes = sizes;
+  return card;
+}
+
 // Alone in the group: only a factor has an effect.
 void reduce_alone(const at::Tensor& tensor, ReduceOp op) {
   if (op.kind == Kind::premultiplied)
@@ -105,6 +118,7 @@ void reduce_flat(RequestState& call, const at::Tensor& tensor, Kind op, double f
   if (!tensor.is_cpu()) call.on_stream();
   std::vector<at::Tensor> tensors{tensor};
   call.launch([&] {
+    sign(call, endpoint);
     if (root < 0) {
       c10d::AllreduceOptions options;
       options.reduceOp = to_c10d(op, factor);
@@ -216,11 +230,12 @@ void launch_all_reduce(RequestState& call, const at::Tensor& tensor, ReduceOp op
   begin(
       call,
       [&] {
-        check_tensor(call, "the tensor", tensor);
+        check_target(call, "the tensor", tensor);
         check_reducible(call.operation(), tensor.scalar_type(), op.kind);
         check_overlap(call, tensor, {});
       },
       [&] { return Signature{text_of(tensor, op), {}}; });
+  call.set_card(reduce_card(tensor, op, -1));
   call.count_bytes(static_cast<std::int64_t>(tensor.nbytes()));
   if (tensor.numel() == 0) return;
   const Guard guard;
@@ -228,17 +243,19 @@ void launch_all_reduce(RequestState& call, const at::Tensor& tensor, ReduceOp op
   reduce_tensor(call, tensor, op, -1, true);
 }
 
-void launch_reduce(RequestState& call, const at::Tensor& tensor, int root, ReduceOp op) {
+void launch_reduce(RequestState& call, const at::Tensor& given, int root, ReduceOp op) {
   const bool is_root = call.group().rank() == root;
   begin(
       call,
       [&] {
-        check_tensor(call, "the tensor", tensor);
+        (is_root ? check_target : check_tensor)(call, "the tensor", given);
         check_root(call, root);
-        check_reducible(call.operation(), tensor.scalar_type(), op.kind);
-        if (is_root) check_overlap(call, tensor, {});
+        check_reducible(call.operation(), given.scalar_type(), op.kind);
+        if (is_root) check_overlap(call, given, {});
       },
-      [&] { return Signature{concat(text_of(tensor, op), ", root ", root), {}}; });
+      [&] { return Signature{concat(text_of(given, op), ", root ", root), {}}; });
+  const at::Tensor tensor = in_memory(given);
+  call.set_card(reduce_card(tensor, op, root));
   call.count_bytes(static_cast<std::int64_t>(tensor.nbytes()));
   if (tensor.numel() == 0) return;
   const Guard guard;
@@ -246,24 +263,26 @@ void launch_reduce(RequestState& call, const at::Tensor& tensor, int root, Reduc
   reduce_tensor(call, tensor, op, root, is_root);
 }
 
-void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const at::Tensor& given,
                            ReduceOp op, const Sizes& sizes) {
   begin(
       call,
       [&] {
-        check_tensor(call, "the output", output);
-        check_tensor(call, "the input", input);
-        check_alike(call, output, input);
-        check_sizes(call, input, output, sizes);
-        check_reducible(call.operation(), input.scalar_type(), op.kind);
-        check_overlap(call, output, input);
+        check_target(call, "the output", output);
+        check_tensor(call, "the input", given);
+        check_alike(call, output, given);
+        check_sizes(call, given, output, sizes);
+        check_reducible(call.operation(), given.scalar_type(), op.kind);
+        check_overlap(call, output, given);
       },
       [&] {
         return Signature{sizes.empty()
-                             ? text_of(input, op)
-                             : concat(text_of(input, op), ", sizes ", list(sizes, 1 << 20)),
+                             ? text_of(given, op)
+                             : concat(text_of(given, op), ", sizes ", list(sizes, 1 << 20)),
                          {}};
       });
+  const at::Tensor input = in_memory(given);
+  call.set_card(reduce_card(input, op, -1, sizes));
   call.count_bytes(static_cast<std::int64_t>(input.nbytes()));
   if (input.numel() == 0) return;
   const Guard guard;

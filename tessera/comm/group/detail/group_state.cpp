@@ -1,11 +1,15 @@
 #include "tessera/comm/group/detail/group_state.h"
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <algorithm>
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/trace.h"
+#include "tessera/comm/store/detail/job_store.h"
 
 namespace tessera::detail {
 namespace {
@@ -15,6 +19,27 @@ c10d::ProcessGroup::BackendType backend_type(const std::string& name) {
   if (name == "nccl") return c10d::ProcessGroup::BackendType::NCCL;
   if (name == "mpi") return c10d::ProcessGroup::BackendType::MPI;
   return c10d::ProcessGroup::BackendType::CUSTOM;
+}
+
+// What fails while a group ends is dropped: nothing more can be done to wake its callers, and their
+// own limits end them.
+template <class F>
+void quietly(F&& body) {
+  try {
+    body();
+  } catch (...) {
+  }
+}
+
+// The store, with a short limit where a call may wait for a server: who waits for a collective has
+// a limit of its own to keep.
+c10::intrusive_ptr<c10d::Store> at_once(const c10::intrusive_ptr<c10d::Store>& store) {
+  constexpr std::chrono::milliseconds kAtOnce{1000};
+  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  if (!prefixed || !dynamic_cast<JobStore*>(prefixed->getUnderlyingStore().get())) return store;
+  auto quick = store->clone();
+  quick->setTimeout(kAtOnce);
+  return quick;
 }
 
 }  // namespace
@@ -33,13 +58,14 @@ GroupState::GroupState(const GroupSpec& spec)
   watch_->set_interrupt([this] {
     for (Endpoint* endpoint : {&cpu_, &cuda_}) {
       if (!endpoint->backend) continue;
-      try {
-        endpoint->backend->abort();
-      } catch (...) {  // nothing more can be done to wake its callers: their time limits end them
-      }
+      // NCCL's may last for minutes, and this is the thread that answers for the rank.
+      if (endpoint->name == "nccl")
+        std::thread([backend = endpoint->backend] { quietly([&] { backend->abort(); }); }).detach();
+      else
+        quietly([&] { endpoint->backend->abort(); });
     }
     const std::lock_guard lock(waiting_mutex_);
-    for (auto* work : waiting_) work->abort();
+    for (const auto& waiting : waiting_) waiting.work->abort();
   });
 }
 
@@ -48,24 +74,157 @@ GroupState::~GroupState() { close(); }
 void GroupState::close() {
   if (closed_) return;
   closed_ = true;
+  {
+    const std::lock_guard lock(waiting_mutex_);
+    watcher_stops_ = true;
+  }
+  waiting_changed_.notify_all();
+  if (watcher_.joinable()) watcher_.join();
   watch_->set_interrupt({});
   process_group_.reset();
   for (Endpoint* endpoint : {&cpu_, &cuda_}) {
+    // c10d's destructor aborts what is still on the streams of a sound group.
+    if (endpoint->name == "nccl" && endpoint->backend)
+      quietly(
+          [&] { watch_->poison() ? endpoint->backend->abort() : endpoint->backend->shutdown(); });
     // on purpose never freed
     if (endpoint->name == "gloo" && watch_->poison()) endpoint->backend.release();
     *endpoint = {};
   }
 }
 
-void GroupState::enlist(c10d::Work& work) {
+void GroupState::enlist(c10d::Work& work, const MessageCard* card) {
   const std::lock_guard lock(waiting_mutex_);
-  waiting_.push_back(&work);
+  auto& entry = waiting_.emplace_back();
+  entry.work = &work;
   if (watch_->poison()) work.abort();
+  if (!card || !store_) return;
+  entry.card = *card;
+  entry.comparable = true;
+  entry.since = std::chrono::steady_clock::now();
+  wake_watcher();
+}
+
+void GroupState::guard(Guarded call) {
+  const std::lock_guard lock(waiting_mutex_);
+  guarded_.push_back(std::move(call));
+  wake_watcher();
+}
+
+// With the lock held.
+void GroupState::wake_watcher() {
+  if (!watcher_.joinable() && !watcher_stops_) watcher_ = std::thread([this] { watch_waiting(); });
+  if (watcher_sleeps_) waiting_changed_.notify_one();
 }
 
 void GroupState::strike(c10d::Work& work) {
-  const std::lock_guard lock(waiting_mutex_);
-  std::erase(waiting_, &work);
+  std::string place;
+  {
+    const std::lock_guard lock(waiting_mutex_);
+    const auto entry = std::find_if(waiting_.begin(), waiting_.end(),
+                                    [&](const Waiting& w) { return w.work == &work; });
+    if (entry == waiting_.end()) return;
+    if (entry->first) place = place_of(entry->card);
+    waiting_.erase(entry);
+  }
+  if (!place.empty()) withdraw(place);
+}
+
+std::string GroupState::place_of(const MessageCard& card) const {
+  const int from = card.sends ? rank_ : card.peer, to = card.sends ? card.peer : rank_;
+  return concat(card.of_call ? "call " : "message ", card.number, " from rank ", ranks_[from],
+                " to rank ", ranks_[to]);
+}
+
+void GroupState::watch_waiting() {
+  std::unique_lock lock(waiting_mutex_);
+  while (!watcher_stops_) {
+    if (look_at_guarded(lock) || look_at_waiting(lock)) continue;
+    const bool idle =
+        guarded_.empty() && std::none_of(waiting_.begin(), waiting_.end(),
+                                         [](const Waiting& w) { return w.comparable; });
+    watcher_sleeps_ = idle;
+    if (idle)
+      waiting_changed_.wait(lock);
+    else
+      waiting_changed_.wait_for(lock, kLong / 4);
+    watcher_sleeps_ = false;
+  }
+}
+
+// True if there was something to do, for which the lock was given up.
+bool GroupState::look_at_guarded(std::unique_lock<std::mutex>& lock) {
+  std::erase_if(guarded_, [](const Guarded& call) { return call.work->isCompleted(); });
+  const auto late = std::find_if(guarded_.begin(), guarded_.end(), [](const Guarded& call) {
+    return call.deadline <= std::chrono::steady_clock::now();
+  });
+  if (late == guarded_.end()) return false;
+  const auto call = *late;
+  // The group ends here.
+  guarded_.clear();
+  lock.unlock();
+  quietly([&] { watch_->expire(call.call, call.sequence, call.limit, call.collective); });
+  lock.lock();
+  return true;
+}
+
+bool GroupState::look_at_waiting(std::unique_lock<std::mutex>& lock) {
+  const auto long_ago = std::chrono::steady_clock::now() - kLong;
+  const auto lasting = std::find_if(waiting_.begin(), waiting_.end(), [&](const Waiting& w) {
+    return w.comparable && w.since <= long_ago;
+  });
+  if (lasting == waiting_.end()) return false;
+  lasting->comparable = false;
+  const auto* work = lasting->work;
+  const auto card = lasting->card;
+  lock.unlock();
+  const auto place = place_of(card);
+  const bool first =
+      compare(place, concat(card.sends ? "sends " : "waits for ", place, ": "), card.text());
+  lock.lock();
+  const auto entry = std::find_if(waiting_.begin(), waiting_.end(),
+                                  [&](const Waiting& w) { return w.work == work; });
+  if (entry != waiting_.end()) {
+    entry->first = first;
+  } else if (first) {
+    lock.unlock();
+    withdraw(place);
+    lock.lock();
+  }
+  return true;
+}
+
+bool GroupState::compare(const std::string& place, const std::string& how,
+                         const std::string& what) noexcept {
+  if (!store_ || watch_->poison()) return false;
+  try {
+    const auto mine = concat(what, '\n', ranks_[rank_], '\n', how);
+    const auto found = at_once(store_)->compareSet(concat("waits/", place), "", mine);
+    const auto cut = found.find('\n'), end = found.find('\n', cut + 1);
+    if (found == mine || end == std::string::npos) return found == mine;
+    if (found.substr(0, cut) == what) return false;
+    const auto other = found.substr(cut + 1, end - cut - 1);
+    Poison poison;
+    poison.mismatch = true;
+    poison.reason =
+        concat("the ranks called different things. Rank ", other, " ", found.substr(end + 1),
+               found.substr(0, cut), "; rank ", ranks_[rank_], " ", how, what,
+               ". A call under way cannot be taken back, so the group has ended. Make "
+               "the ranks agree (CheckLevel::collective tells before data moves, and "
+               "the group goes on)");
+    watch_->spread(std::move(poison));
+  } catch (const std::exception&) {
+    // The store is gone or slow: the call's own limit ends it.
+  }
+  return false;
+}
+
+void GroupState::withdraw(const std::string& place) noexcept {
+  try {
+    at_once(store_)->deleteKey(concat("waits/", place));
+  } catch (const std::exception&) {
+    // one key more in a store that ends with the job
+  }
 }
 
 std::uint64_t GroupState::next_message(int peer, bool to_peer) {
@@ -81,9 +240,11 @@ void GroupState::set_timeout(std::chrono::milliseconds limit) {
   timeout_ms_.store(bounded_limit(limit).count(), std::memory_order_relaxed);
 }
 
-void GroupState::set_endpoint(c10::DeviceType device, std::string name,
+void GroupState::set_endpoint(c10::Device device, std::string name,
                               c10::intrusive_ptr<c10d::Backend> backend) {
-  Endpoint& endpoint = device == c10::DeviceType::CUDA ? cuda_ : cpu_;
+  Endpoint& endpoint = device.is_cuda() ? cuda_ : cpu_;
+  endpoint.device = device;
+  endpoint.signing = dynamic_cast<SigningBackend*>(backend.get());
   endpoint.uneven = dynamic_cast<UnevenBackend*>(backend.get());
   endpoint.reducing = dynamic_cast<ReducingBackend*>(backend.get());
   endpoint.name = std::move(name);

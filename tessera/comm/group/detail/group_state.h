@@ -10,14 +10,19 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
+#include "tessera/base/deadline.h"
 #include "tessera/comm/group/detail/abilities.h"
+#include "tessera/comm/group/detail/call_card.h"
 #include "tessera/comm/group/detail/group_spec.h"
 #include "tessera/comm/group/detail/group_watch.h"
 #include "tessera/comm/group/detail/uneven.h"
@@ -40,6 +45,10 @@ struct Endpoint {
   UnevenBackend* uneven = nullptr;
   /// Null: treated as Gloo.
   ReducingBackend* reducing = nullptr;
+  /// Null where calls that differ are not kept apart.
+  SigningBackend* signing = nullptr;
+  /// With an index: the only device whose tensors it takes.
+  c10::Device device{c10::DeviceType::CPU};
 };
 
 class GroupState {
@@ -58,7 +67,7 @@ class GroupState {
   GroupWatch& watch() const { return *watch_; }
 
   /// Before the first call only.
-  void set_endpoint(c10::DeviceType device, std::string name,
+  void set_endpoint(c10::Device device, std::string name,
                     c10::intrusive_ptr<c10d::Backend> backend);
   bool has_endpoint(c10::DeviceType device) const;
   /// Throws NotAvailable if the group has no backend for that device type.
@@ -74,9 +83,32 @@ class GroupState {
   void close();
 
   /// Works that only their own abort() can wake (Gloo's messages): aborted when the group is
-  /// poisoned, at once if it is already.
-  void enlist(c10d::Work& work);
+  /// poisoned, at once if it is already. Where a `card` is given and the work lasts, the peer is
+  /// asked whether it waits for the same (compare()).
+  void enlist(c10d::Work& work, const MessageCard* card);
   void strike(c10d::Work& work);
+
+  /// A call that no thread waits for (its device's stream does), with its own limit.
+  struct Guarded {
+    c10::intrusive_ptr<c10d::Work> work;
+    Deadline deadline;
+    std::string call;
+    std::uint64_t sequence = 0;
+    std::chrono::milliseconds limit{0};
+    bool collective = true;
+  };
+  /// Watches the call until it is complete; if its limit runs out before, ends the group as a wait
+  /// would.
+  void guard(Guarded call);
+
+  /// A wait longer than this is looked into: the others may have called something else.
+  static constexpr std::chrono::milliseconds kLong{1000};
+  /// Says at the store that this rank has long waited at `place` ("call 7") for `what`, which is
+  /// compared, and `how` it is to be shown. If another rank waits there for something else, ends
+  /// the group by a MismatchError on all ranks. True if this rank was the first, and withdraw() is
+  /// to follow. Never throws.
+  bool compare(const std::string& place, const std::string& how, const std::string& what) noexcept;
+  void withdraw(const std::string& place) noexcept;
 
   std::chrono::milliseconds timeout() const {
     return std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed));
@@ -90,8 +122,7 @@ class GroupState {
   std::uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
   std::uint64_t next_sequence() { return sequence_.fetch_add(1, std::memory_order_relaxed); }
 
-  /// The number of the next message between this rank and `peer`, in one direction. Counted with
-  /// CheckLevel::collective only.
+  /// The number of the next message between this rank and `peer`, in one direction.
   std::uint64_t next_message(int peer, bool to_peer);
 
   /// Calls that wait for their turn (RequestState::queue()), the first one first. All are made by
@@ -107,7 +138,20 @@ class GroupState {
   c10::intrusive_ptr<c10d::ProcessGroup> process_group();
 
  private:
+  struct Waiting {
+    c10d::Work* work;
+    MessageCard card;
+    bool comparable = false;
+    bool first = false;
+    std::chrono::steady_clock::time_point since;
+  };
+
   void require_open() const;
+  std::string place_of(const MessageCard& card) const;
+  void wake_watcher();
+  void watch_waiting();
+  bool look_at_guarded(std::unique_lock<std::mutex>& lock);
+  bool look_at_waiting(std::unique_lock<std::mutex>& lock);
 
   std::string name_;
   std::vector<int> ranks_;
@@ -119,13 +163,20 @@ class GroupState {
   bool closed_ = false;
   bool store_alone_;
   std::mutex messages_mutex_;
-  std::vector<std::array<std::uint64_t, 2>> messages_;  // for each peer: received, sent
+  // for each peer: received, sent
+  std::vector<std::array<std::uint64_t, 2>> messages_;
   std::deque<RequestState*> queued_;
   std::mutex waiting_mutex_;
-  std::vector<c10d::Work*> waiting_;
+  std::vector<Waiting> waiting_;
+  std::vector<Guarded> guarded_;
+  // of the thread that looks into long waits; it starts with the first of these
+  std::condition_variable waiting_changed_;
+  bool watcher_sleeps_ = false, watcher_stops_ = false;
+  std::thread watcher_;
   std::shared_ptr<GroupWatch> watch_;
   c10::intrusive_ptr<c10d::Store> store_;
-  std::mutex mutex_;  // guards traces_ and process_group_
+  // guards traces_ and process_group_
+  std::mutex mutex_;
   std::atomic<CommTrace*> trace_raw_{nullptr};
   std::vector<std::shared_ptr<CommTrace>> traces_;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;

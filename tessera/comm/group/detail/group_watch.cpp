@@ -60,6 +60,7 @@ void GroupWatch::throw_poison(const std::string& call, std::uint64_t sequence,
                               const Poison& poison) const {
   const auto text = concat("group '", group_, "', ", numbered(call, sequence), " on rank ", rank_,
                            ": ", poison.reason);
+  if (poison.mismatch) throw MismatchError(text);
   if (poison.timed_out) throw TimeoutError(text, poison.ranks);
   throw PeerLostError(text, poison.ranks);
 }

@@ -33,6 +33,8 @@ struct Poison {
   std::string reason;
   /// Calls throw TimeoutError instead of PeerLostError.
   bool timed_out = false;
+  /// Calls throw MismatchError.
+  bool mismatch = false;
 };
 
 /// Where a rank stands in a group: calls begun so far, and the newest one.

@@ -147,7 +147,43 @@ void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& pa
   if (!in_place) output.copy_(sum);
 }
 
+namespace {
+
+// The same on any device, by operators of libtorch.
+template <class Int>
+at::Tensor keys_by_operators(const at::Tensor& values, ReduceOp::Kind op) {
+  const auto bits = values.view(c10::CppTypeToScalarType<Int>::value);
+  const auto flips =
+      bits.bitwise_right_shift(8 * sizeof(Int) - 1).bitwise_and(std::numeric_limits<Int>::max());
+  return bits.bitwise_xor(flips).masked_fill_(values.isnan(), nan_key<Int>(op));
+}
+
+template <class Int>
+void values_by_operators(const at::Tensor& output, const at::Tensor& keys, ReduceOp::Kind op) {
+  const auto flips =
+      keys.bitwise_right_shift(8 * sizeof(Int) - 1).bitwise_and(std::numeric_limits<Int>::max());
+  output.copy_(keys.bitwise_xor(flips).view(output.scalar_type()));
+  output.masked_fill_(keys.eq(nan_key<Int>(op)), std::numeric_limits<double>::quiet_NaN());
+}
+
+}  // namespace
+
+at::Tensor order_keys_by_operators(const at::Tensor& values, ReduceOp::Kind op) {
+  return values.scalar_type() == c10::ScalarType::Float
+             ? keys_by_operators<std::int32_t>(values, op)
+             : keys_by_operators<std::int64_t>(values, op);
+}
+
+void from_order_keys_by_operators(const at::Tensor& output, const at::Tensor& keys,
+                                  ReduceOp::Kind op) {
+  if (output.scalar_type() == c10::ScalarType::Float)
+    values_by_operators<std::int32_t>(output, keys, op);
+  else
+    values_by_operators<std::int64_t>(output, keys, op);
+}
+
 at::Tensor order_keys(const at::Tensor& values, ReduceOp::Kind op) {
+  if (!values.is_cpu()) return order_keys_by_operators(values, op);
   if (values.scalar_type() == c10::ScalarType::Float) {
     auto keys = at::empty(values.sizes(), values.options().dtype(c10::ScalarType::Int));
     to_keys(values.const_data_ptr<float>(), keys.mutable_data_ptr<std::int32_t>(), values.numel(),
@@ -161,6 +197,7 @@ at::Tensor order_keys(const at::Tensor& values, ReduceOp::Kind op) {
 }
 
 void from_order_keys(const at::Tensor& output, const at::Tensor& keys, ReduceOp::Kind op) {
+  if (!output.is_cpu()) return from_order_keys_by_operators(output, keys, op);
   if (output.scalar_type() == c10::ScalarType::Float) {
     from_keys(keys.const_data_ptr<std::int32_t>(), output.mutable_data_ptr<float>(), keys.numel(),
               nan_key<std::int32_t>(op));

@@ -37,5 +37,9 @@ void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& pa
 /// is its own inverse but for NaN: bits ^ (sign ? 0x7fff... : 0).
 at::Tensor order_keys(const at::Tensor& values, ReduceOp::Kind op);
 void from_order_keys(const at::Tensor& output, const at::Tensor& keys, ReduceOp::Kind op);
+/// The same by operators of libtorch, for tensors that are not on the CPU.
+at::Tensor order_keys_by_operators(const at::Tensor& values, ReduceOp::Kind op);
+void from_order_keys_by_operators(const at::Tensor& output, const at::Tensor& keys,
+                                  ReduceOp::Kind op);
 
 }  // namespace tessera::detail

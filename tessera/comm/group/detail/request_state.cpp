@@ -66,24 +66,30 @@ void RequestState::begin_within(const RequestState& call) {
   collective_ = call.collective_;
 }
 
-void RequestState::add(c10::intrusive_ptr<c10d::Work> work, bool whole) {
-  if (work) parts_.push_back({std::move(work), whole});
+void RequestState::add(c10::intrusive_ptr<c10d::Work> work, bool whole, const MessageCard* card) {
+  if (!work) return;
+  if (on_stream_) group_.guard({work, deadline_, describe(), sequence_, limit_, collective_});
+  auto& part = parts_.emplace_back();
+  part.work = std::move(work);
+  part.whole = whole;
+  part.comparable = card != nullptr;
+  if (card) part.card = *card;
 }
 
 std::chrono::milliseconds RequestState::left() const {
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-      deadline_ - std::chrono::steady_clock::now());
-  return std::max(left, std::chrono::milliseconds(1));
+  return std::max(time_left(deadline_), std::chrono::milliseconds(1));
 }
 
-void RequestState::wait_whole(c10d::Work& work) {
+void RequestState::wait_whole(Part& part) {
   struct Listed {
     GroupState& group;
     c10d::Work& work;
-    Listed(GroupState& g, c10d::Work& w) : group(g), work(w) { group.enlist(work); }
+    Listed(GroupState& g, Part& p) : group(g), work(*p.work) {
+      group.enlist(work, p.comparable ? &p.card : nullptr);
+    }
     ~Listed() { group.strike(work); }
-  } const listed(group_, work);
-  if (work.wait(left())) return;
+  } const listed(group_, part);
+  if (part.work->wait(left())) return;
   group_.watch().require_healthy(operation_, sequence_);
   throw CommError(concat("group '", group_.name(), "': ", describe(), " was aborted"));
 }
@@ -91,13 +97,25 @@ void RequestState::wait_whole(c10d::Work& work) {
 void RequestState::wait_part(Part& part) {
   if (on_stream_) {
     part.work->wait(kNoLimit);
+    // The stream waits for what an abort may have cut short: nobody is to go on with that.
+    group_.watch().require_healthy(operation_, sequence_);
     return;
   }
-  if (part.whole) return wait_whole(*part.work);
+  if (part.whole) return wait_whole(part);
   if (dynamic_cast<AttentiveWork*>(part.work.get())) {
     part.work->wait(left());
     return;
   }
+  // Where this rank said at the store that it waits for long.
+  struct Said {
+    GroupState& group;
+    std::string place;
+    ~Said() {
+      if (!place.empty()) group.withdraw(place);
+    }
+  } said{group_, {}};
+  const auto begin = std::chrono::steady_clock::now();
+  bool compared = !collective_ || !signed_;
   for (;;) {
     try {
       if (part.work->wait(std::min(left(), kLook))) return;
@@ -107,8 +125,12 @@ void RequestState::wait_part(Part& part) {
       if (part.work->isCompleted() && part.work->wait(left())) return;
     }
     if (group_.watch().poison()) group_.watch().require_healthy(operation_, sequence_);
-    if (std::chrono::steady_clock::now() >= deadline_)
-      group_.watch().expire(describe(), sequence_, limit_, collective_);
+    const auto now = std::chrono::steady_clock::now();
+    if (now >= deadline_) group_.watch().expire(describe(), sequence_, limit_, collective_);
+    if (compared || now - begin < GroupState::kLong) continue;
+    compared = true;
+    const auto place = concat("call ", sequence_);
+    if (group_.compare(place, concat("waits in ", place, ": "), card_.text())) said.place = place;
   }
 }
 
@@ -206,6 +228,15 @@ void RequestState::fail(const std::exception_ptr& cause) {
     // What a backend of ours says by itself is repeated by the group's later calls.
     try {
       std::rethrow_exception(cause);
+    } catch (const FinalMismatch& e) {
+      if (!group_.watch().poison()) {
+        Poison poison;
+        poison.reason = e.what();
+        poison.mismatch = true;
+        group_.watch().spread(std::move(poison));
+      }
+      group_.watch().require_healthy(operation_, sequence_);
+      throw;
     } catch (const TimeoutError& e) {
       if (e.missing().empty()) group_.watch().expire(describe(), sequence_, limit_, collective_);
       if (!group_.watch().poison()) group_.watch().spread({e.missing(), e.what(), true});

@@ -18,6 +18,7 @@
 #include <thread>
 #include <utility>
 
+#include "tessera/comm/group/detail/call_card.h"
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/group/types.h"
 
@@ -52,8 +53,19 @@ class RequestState {
   void begin_within(const RequestState& call);
 
   /// `whole`: the work must be waited for in one piece (a wait that runs out breaks Gloo's
-  /// messages), and only tells by wait() that it is done.
-  void add(c10::intrusive_ptr<c10d::Work> work, bool whole = false);
+  /// messages), and only tells by wait() that it is done. With a `card`, both ends of the message
+  /// are compared if the wait lasts.
+  void add(c10::intrusive_ptr<c10d::Work> work, bool whole = false,
+           const MessageCard* card = nullptr);
+  /// What the ranks must have in common for this call.
+  void set_card(CallCard card) {
+    card_ = std::move(card);
+    card_.operation = operation_;
+  }
+  const CallCard& card() const { return card_; }
+  /// The backend keeps this call apart from another rank's different one, so that a long wait may
+  /// mean that there is one.
+  void set_signed() { signed_ = true; }
   /// Alive until the end of the call.
   void keep(const at::Tensor& tensor) { kept_.push_back(tensor); }
   void keep_group(std::shared_ptr<GroupState> group) { owner_ = std::move(group); }
@@ -108,9 +120,11 @@ class RequestState {
   struct Part {
     c10::intrusive_ptr<c10d::Work> work;
     bool whole = false;
+    bool comparable = false;
+    MessageCard card;
   };
   void wait_part(Part& part);
-  void wait_whole(c10d::Work& work);
+  void wait_whole(Part& part);
   // Held by whoever lets a request go on: the thread that waits for it, or the one that started it,
   // in another wait.
   struct Turn {
@@ -135,6 +149,8 @@ class RequestState {
   bool collective_ = false;
   bool blocking_;
   bool part_ = false;
+  bool signed_ = false;
+  CallCard card_;
   std::chrono::milliseconds limit_;
   std::chrono::steady_clock::time_point begin_, deadline_;
   c10::SmallVector<Part, 1> parts_;
@@ -150,7 +166,8 @@ class RequestState {
   bool on_stream_ = false;
   bool finished_ = false;
   std::exception_ptr error_;
-  std::thread poller_;  // only after done() was asked of a call with `whole` parts, or go_on()
+  // only after done() was asked of a call with `whole` parts, or go_on()
+  std::thread poller_;
   std::atomic<bool> polled_{false};
   std::exception_ptr poll_error_;
 };

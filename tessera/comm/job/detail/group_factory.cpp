@@ -30,8 +30,8 @@ std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
                                  "'; choose gloo or mpi"));
   }
   if (spec.device.is_cuda())
-    state->set_endpoint(c10::DeviceType::CUDA, "nccl",
-                        make_nccl_backend(spec.store, spec.rank, size, spec.timeout));
+    state->set_endpoint(spec.device, "nccl",
+                        make_nccl_backend(spec.store, spec.rank, size, spec.timeout, spec.device));
   return state;
 }
 

@@ -359,7 +359,9 @@ void StoreConnection::take(const std::string& frame) {
       const std::string group(in.text());
       Poison poison;
       poison.ranks = in.numbers<std::vector<int>>();
-      poison.timed_out = in.number<std::uint8_t>() != 0;
+      const auto kind = in.number<std::uint8_t>();
+      poison.timed_out = kind == 1;
+      poison.mismatch = kind == 2;
       poison.reason = in.text();
       return tell([=](const Listener& listener) {
         if (listener.poisoned) listener.poisoned(group, poison);
@@ -403,7 +405,7 @@ void StoreConnection::announce(const std::string& group, const std::vector<int>&
              .text(group)
              .numbers(members)
              .numbers(poison.ranks)
-             .number(static_cast<std::uint8_t>(poison.timed_out))
+             .number(static_cast<std::uint8_t>(poison.mismatch ? 2 : poison.timed_out))
              .text(poison.reason)
              .take(),
          Clock::now() + std::chrono::milliseconds(200));

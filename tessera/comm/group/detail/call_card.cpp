@@ -1,0 +1,44 @@
+#include "tessera/comm/group/detail/call_card.h"
+
+#include "tessera/base/hash.h"
+#include "tessera/base/text.h"
+#include "tessera/comm/group/types.h"
+
+namespace tessera::detail {
+
+std::uint64_t CallCard::hash() const {
+  if (*operation == '\0') return 0;
+  Hash hash;
+  hash.text(operation);
+  hash.number(static_cast<std::uint64_t>(dtype) | static_cast<std::uint64_t>(device) << 8 |
+              static_cast<std::uint64_t>(op + 1) << 16 |
+              static_cast<std::uint64_t>(root + 1) << 32);
+  hash.number(static_cast<std::uint64_t>(elements));
+  for (const auto size : sizes) hash.number(static_cast<std::uint64_t>(size));
+  return hash.value();
+}
+
+std::string CallCard::text() const {
+  std::string text = operation;
+  if (op >= 0) text += concat(", ", to_string(static_cast<ReduceOp::Kind>(op)));
+  if (dtype != c10::ScalarType::Undefined) text += concat(", ", c10::toString(dtype));
+  if (elements >= 0)
+    text += sizes.empty() ? concat(", ", elements, " elements")
+                          : concat(", rows of ", elements, " elements, sizes ", list(sizes));
+  if (root >= 0) text += concat(", root ", root);
+  if (device != c10::DeviceType::CPU) text += concat(" on ", c10::DeviceTypeName(device));
+  return text;
+}
+
+std::uint64_t MessageCard::hash() const {
+  return Hash()
+      .number(static_cast<std::uint64_t>(dtype))
+      .number(static_cast<std::uint64_t>(elements))
+      .value();
+}
+
+std::string MessageCard::text() const {
+  return concat(c10::toString(dtype), ", ", elements, " elements");
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,26 @@
+#pragma once
+// What a tensor's memory must be like before a backend may read or write it.
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+namespace tessera::detail {
+
+/// Why no backend can read this tensor, and what to do instead; empty if one can. Refused are
+/// undefined, sparse, nested and quantized tensors, wrappers without memory of their own (a
+/// ShardTensor), and tensors whose storage is smaller than they are. Never throws.
+std::string why_unreadable(const at::Tensor& tensor);
+/// The same for writing: refuses an immutable tensor of zeros as well.
+std::string why_unwritable(const at::Tensor& tensor);
+
+/// The tensor itself, or, of an immutable tensor of zeros (which has no memory), one in memory.
+at::Tensor in_memory(const at::Tensor& tensor);
+
+/// True if two elements of the tensor share memory, which must be readable. Exact for all strides.
+bool shares_elements(const at::Tensor& tensor);
+/// True if an element of `a` shares memory with one of `b`. Exact for all strides; constant time
+/// for contiguous tensors and for views with the same strides.
+bool share_elements(const at::Tensor& a, const at::Tensor& b);
+
+}  // namespace tessera::detail
