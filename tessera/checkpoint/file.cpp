@@ -2,17 +2,19 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
-#include <fcntl.h>
 #include <torch/csrc/autograd/grad_mode.h>
-#include <unistd.h>
 
-#include <cerrno>
-#include <cstdio>
-#include <cstring>
-#include <fstream>
+#include <exception>
+#include <map>
+#include <memory>
 
+#include "tessera/base/error.h"
+#include "tessera/base/json_text.h"
 #include "tessera/base/text.h"
+#include "tessera/checkpoint/detail/together.h"
 #include "tessera/checkpoint/safetensors.h"
+#include "tessera/files/operations.h"
+#include "tessera/files/read_file.h"
 #include "tessera/partition/transfer.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
@@ -22,9 +24,8 @@ namespace tessera {
 
 namespace {
 
-using detail::StoredTensor;
-
 constexpr CallOptions kCall{std::chrono::milliseconds(0), "file"};
+constexpr const char* kLayouts = "tessera.layouts";
 
 at::Tensor slice(const at::Tensor& t, const Box& held, const Box& box) {
   at::Tensor part = t;
@@ -69,48 +70,9 @@ void transfer(const Group& all, const at::Tensor& part, const Box& part_box,
   for (const auto& [to, buffer] : arrivals) to.copy_(buffer);
 }
 
-// The first rank's mistake, empty if there is none, thrown on all.
-void agree(const Group& all, const std::string& mistake) {
-  const std::string told = all.broadcast_bytes(mistake, 0, kCall);
-  if (!told.empty()) throw Error(told);
+void on_first_rank(const Group& all, const char* call, const std::function<void()>& body) {
+  detail::on_first_rank(all, call, body, kCall);
 }
-
-class Writer {
- public:
-  Writer(const std::string& path, bool first) : path_(path), temporary_(path + ".partial") {
-    if (!first) return;
-    file_ = std::fopen(temporary_.c_str(), "wb");
-    if (!file_) fail("opened for writing");
-  }
-  ~Writer() {
-    if (file_) std::fclose(file_);
-    if (!mistake.empty() || !done_) std::remove(temporary_.c_str());
-  }
-  Writer(const Writer&) = delete;
-  Writer& operator=(const Writer&) = delete;
-  void write(const void* data, std::size_t size) {
-    if (file_ && mistake.empty() && size > 0 && std::fwrite(data, 1, size, file_) != size)
-      fail("written to");
-  }
-  void finish() {
-    done_ = true;
-    if (!file_) return;
-    if (mistake.empty() && (std::fflush(file_) != 0 || ::fsync(::fileno(file_)) != 0))
-      fail("written to");
-    if (std::fclose(std::exchange(file_, nullptr)) != 0 && mistake.empty()) fail("written to");
-    if (mistake.empty() && std::rename(temporary_.c_str(), path_.c_str()) != 0)
-      fail("moved to its place");
-  }
-  std::string mistake;
-
- private:
-  void fail(const char* what) {
-    mistake = concat("save: ", temporary_, " cannot be ", what, ": ", std::strerror(errno));
-  }
-  const std::string path_, temporary_;
-  std::FILE* file_ = nullptr;
-  bool done_ = false;
-};
 
 at::Tensor without_partial(const at::Tensor& t) {
   auto placements = spec(t).placements();
@@ -129,67 +91,61 @@ NamedTensors state_of(const torch::nn::Module& module) {
 
 // A file open for reading on the first rank; its header known to all.
 struct Reading {
-  std::ifstream file;
-  std::uint64_t data_begin = 0;
-  std::vector<StoredTensor> tensors;
+  std::unique_ptr<ReadFile> file;
+  SafetensorsHeader header;
+  std::vector<TorchLayout> layouts;
 
   Reading(const Group& all, const std::string& path) {
-    std::string mistake, json;
-    std::uint64_t data_bytes = 0;
-    if (all.rank() == 0) {
-      try {
-        file.open(path, std::ios::binary | std::ios::ate);
-        if (!file) throw InvalidArgument("it cannot be opened");
-        const auto size = static_cast<std::uint64_t>(file.tellg());
-        unsigned char length[8] = {};
-        file.seekg(0);
-        if (size < 8 || !file.read(reinterpret_cast<char*>(length), 8))
-          throw InvalidArgument("it is too short for a safetensors file");
-        std::uint64_t n = 0;
-        for (int i = 0; i < 8; ++i) n |= std::uint64_t{length[i]} << 8 * i;
-        if (n > size - 8 || n > (std::uint64_t{1} << 30))
-          throw InvalidArgument(
-              "its header is longer than the file: this is no safetensors file, or it is cut "
-              "short");
-        json.resize(n);
-        if (!file.read(json.data(), static_cast<std::streamsize>(n)))
-          throw InvalidArgument("its header cannot be read");
-        data_begin = 8 + n;
-        data_bytes = size - data_begin;
-        detail::read_header(json, data_bytes);
-      } catch (const Error& e) {
-        mistake = concat("load: ", path, ": ", e.what());
-      }
-    }
-    agree(all, mistake);
-    json = all.broadcast_bytes(all.rank() == 0 ? concat(data_bytes, ' ', json) : std::string(), 0,
-                               kCall);
+    std::string json;
+    on_first_rank(all, "load", [&] {
+      file = std::make_unique<ReadFile>(path);
+      header = read_safetensors_header(*file);
+      for (const SafetensorsTensor& t : header.tensors) need_torch_layout(t, path);
+      json.resize(header.data - 8);
+      file->read(json.data(), json.size(), 8);
+      json = concat(header.data_bytes, ' ', json);
+    });
+    json = all.broadcast_bytes(json, 0, kCall);
     const auto space = json.find(' ');
-    data_bytes = std::stoull(json.substr(0, space));
-    tensors = detail::read_header(json.substr(space + 1), data_bytes);
+    if (all.rank() != 0)
+      header = parse_safetensors_header(std::string_view(json).substr(space + 1),
+                                        std::stoull(json.substr(0, space)), path);
+    for (const SafetensorsTensor& t : header.tensors) layouts.push_back(need_torch_layout(t, path));
   }
 
-  // This rank's part, on the CPU.
-  at::Tensor read(const Group& all, const StoredTensor& t, const ShardSpec& to,
-                  const std::string& path) {
+  // This rank's shard, on the CPU.
+  at::Tensor read(const Group& all, std::size_t i, const ShardSpec& to) {
+    const TorchLayout& t = layouts[i];
     const at::Tensor mine = at::empty(to.local_shape(), at::TensorOptions(t.dtype));
     at::Tensor whole;
-    std::string mistake;
-    if (all.rank() == 0) {
+    on_first_rank(all, "load", [&] {
       whole = at::empty(t.shape, at::TensorOptions(t.dtype));
-      file.clear();
-      file.seekg(static_cast<std::streamoff>(data_begin + t.begin));
-      if (t.end > t.begin && !file.read(static_cast<char*>(whole.data_ptr()),
-                                        static_cast<std::streamsize>(t.end - t.begin)))
-        mistake = concat("load: ", path, ": tensor '", t.name, "' cannot be read");
-    }
-    agree(all, mistake);
+      file->read(whole.data_ptr(), whole.nbytes(), header.data + header.tensors[i].begin);
+    });
     const int me = all.rank();
     transfer(all, mine, to.sharding().box(me), whole, whole_box(t.shape),
              transfer_plan(on_first(t.shape), to.sharding(), me), false);
     return mine;
   }
+
+  std::map<std::string, SavedLayout> saved() const {
+    std::map<std::string, SavedLayout> all;
+    const auto found = header.metadata.find(kLayouts);
+    if (found == header.metadata.end()) return all;
+    for (const auto& [name, layout] : Json::parse(found->second).members())
+      all[name] = layout_from_json(layout);
+    return all;
+  }
 };
+
+NamedTensors read_all(Reading& file, const Group& all, const std::vector<ShardSpec>& specs) {
+  NamedTensors loaded;
+  for (std::size_t i = 0; i < specs.size(); ++i)
+    loaded.emplace_back(
+        file.header.tensors[i].name,
+        from_local(file.read(all, i, specs[i]).to(specs[i].mesh().manager().device()), specs[i]));
+  return loaded;
+}
 
 void refuse_partial(const std::string& name, const ShardSpec& spec) {
   if (spec.has_partial())
@@ -201,18 +157,28 @@ void refuse_partial(const std::string& name, const ShardSpec& spec) {
 void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string& path) {
   const at::NoGradGuard no_grad;
   const Group all = mesh.all();
-  std::vector<StoredTensor> stored;
+  std::vector<SafetensorsTensor> stored;
+  std::string layouts;
   for (const auto& [name, t] : tensors) {
     if (!t.defined()) throw InvalidArgument(concat("save: '", name, "' is an undefined tensor"));
     if (is_sharded(t) && !(spec(t).mesh() == mesh))
       throw InvalidArgument(concat("save: '", name, "' lies on another mesh: ", spec(t)));
-    stored.push_back({name, t.scalar_type(), t.sizes().vec(), 0, 0});
+    stored.push_back(safetensors_tensor(name, t.scalar_type(), t.sizes().vec()));
+    if (is_sharded(t))
+      layouts +=
+          concat(layouts.empty() ? "" : ",", json_text(name), ':', to_json(saved_layout(spec(t))));
   }
-  const std::string header = detail::write_header(stored);
-  Writer writer(path, all.rank() == 0);
-  agree(all, writer.mistake);
-  writer.write(header.data(), header.size());
-  for (const auto& [name, t] : tensors) {
+  std::map<std::string, std::string> metadata;
+  if (!layouts.empty()) metadata[kLayouts] = concat('{', layouts, '}');
+  const std::string header = write_safetensors_header(stored, metadata);
+  std::unique_ptr<AtomicFile> file;
+  on_first_rank(all, "save", [&] {
+    file = std::make_unique<AtomicFile>(path);
+    file->write(header);
+  });
+  std::exception_ptr failed;
+  for (const std::size_t i : safetensors_data_order(stored)) {
+    const at::Tensor& t = tensors[i].second;
     at::Tensor whole;
     if (!is_sharded(t)) {
       whole = t.detach().resolve_conj().resolve_neg().cpu().contiguous();
@@ -224,10 +190,19 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
       transfer(all, part, s.sharding().box(all.rank()), whole, whole_box(s.shape()),
                transfer_plan(s.sharding(), on_first(s.shape()), all.rank()), true);
     }
-    if (all.rank() == 0) writer.write(whole.data_ptr(), whole.nbytes());
+    // The others learn of it at the end: they are in the transfers until then.
+    if (all.rank() == 0 && !failed) {
+      try {
+        file->write(whole.data_ptr(), whole.nbytes());
+      } catch (const FileError&) {
+        failed = std::current_exception();
+      }
+    }
   }
-  writer.finish();
-  agree(all, writer.mistake);
+  on_first_rank(all, "save", [&] {
+    if (failed) std::rethrow_exception(failed);
+    file->commit();
+  });
 }
 
 void save(const at::Tensor& t, const std::string& path) {
@@ -244,33 +219,59 @@ NamedTensors load(
   const Group all = mesh.all();
   Reading file(all, path);
   std::vector<ShardSpec> specs;
-  for (const StoredTensor& t : file.tensors) {
-    const auto placed = rule ? rule(t.name) : std::nullopt;
-    specs.push_back(placed ? ShardSpec(mesh, t.shape, placed->placements, placed->sizes)
-                           : ShardSpec::replicated(mesh, t.shape));
-    refuse_partial(t.name, specs.back());
+  for (std::size_t i = 0; i < file.layouts.size(); ++i) {
+    const std::string& name = file.header.tensors[i].name;
+    const auto placed = rule ? rule(name) : std::nullopt;
+    specs.push_back(placed
+                        ? ShardSpec(mesh, file.layouts[i].shape, placed->placements, placed->sizes)
+                        : ShardSpec::replicated(mesh, file.layouts[i].shape));
+    refuse_partial(name, specs.back());
   }
-  NamedTensors loaded;
-  for (std::size_t i = 0; i < specs.size(); ++i) {
-    const at::Tensor local = file.read(all, file.tensors[i], specs[i], path);
-    loaded.emplace_back(file.tensors[i].name,
-                        from_local(local.to(mesh.manager().device()), specs[i]));
+  return read_all(file, all, specs);
+}
+
+NamedTensors load_as_saved(const DeviceMesh& mesh, const std::string& path,
+                           std::vector<std::string>* misfits) {
+  const Group all = mesh.all();
+  Reading file(all, path);
+  const auto saved = [&] {
+    try {
+      return file.saved();
+    } catch (const InvalidArgument& e) {
+      throw FileError(concat("load: '", path, "': the saved layouts are damaged: ", e.what()));
+    }
+  }();
+  std::vector<ShardSpec> specs;
+  for (std::size_t i = 0; i < file.layouts.size(); ++i) {
+    const std::string& name = file.header.tensors[i].name;
+    const auto& shape = file.layouts[i].shape;
+    const auto found = saved.find(name);
+    if (found == saved.end()) {
+      specs.push_back(ShardSpec::replicated(mesh, shape));
+      continue;
+    }
+    std::vector<std::string> here;
+    specs.push_back(fit_layout(found->second, mesh, shape, &here));
+    for (const std::string& misfit : here) {
+      const std::string what = concat("load: '", path, "': '", name, "': ", misfit);
+      if (!misfits) throw InvalidArgument(what);
+      misfits->push_back(what);
+    }
   }
-  return loaded;
+  return read_all(file, all, specs);
 }
 
 at::Tensor load(const std::string& path, const ShardSpec& spec) {
   refuse_partial("tensor", spec);
   const Group all = spec.mesh().all();
   Reading file(all, path);
-  if (file.tensors.size() != 1)
+  if (file.layouts.size() != 1)
     throw InvalidArgument(
-        concat("load: ", path, " holds ", file.tensors.size(), " tensors, where one is asked for"));
-  if (file.tensors[0].shape != spec.shape())
+        concat("load: ", path, " holds ", file.layouts.size(), " tensors, where one is asked for"));
+  if (file.layouts[0].shape != spec.shape())
     throw InvalidArgument(concat("load: ", path, " holds a tensor of shape ",
-                                 list(file.tensors[0].shape), ", asked for is ", spec));
-  return from_local(file.read(all, file.tensors[0], spec, path).to(spec.mesh().manager().device()),
-                    spec);
+                                 list(file.layouts[0].shape), ", asked for is ", spec));
+  return from_local(file.read(all, 0, spec).to(spec.mesh().manager().device()), spec);
 }
 
 void load(torch::nn::Module& module, const DeviceMesh& mesh, const std::string& path) {
@@ -281,28 +282,33 @@ void load_into(const NamedTensors& state, const DeviceMesh& mesh, const std::str
   const at::NoGradGuard no_grad;
   const Group all = mesh.all();
   Reading file(all, path);
-  std::map<std::string, const StoredTensor*> stored;
-  for (const StoredTensor& t : file.tensors) stored[t.name] = &t;
+  std::map<std::string, std::size_t> stored;
+  for (std::size_t i = 0; i < file.layouts.size(); ++i) stored[file.header.tensors[i].name] = i;
   std::string wrong;
+  auto left_over = stored;
   for (const auto& [name, t] : state) {
     const auto it = stored.find(name);
     if (it == stored.end()) {
       wrong += concat(" '", name, "' is not in the file.");
       continue;
     }
-    if (it->second->shape != t.sizes().vec())
-      wrong += concat(" '", name, "' has shape ", t.sizes(), ", in the file ",
-                      list(it->second->shape), ".");
+    const auto& shape = file.layouts[it->second].shape;
+    if (shape != t.sizes().vec())
+      wrong += concat(" '", name, "' has shape ", t.sizes(), ", in the file ", list(shape), ".");
     if (is_sharded(t)) refuse_partial(name, spec(t));
-    stored.erase(it);
+    left_over.erase(name);
   }
-  for (const auto& [name, t] : stored) wrong += concat(" '", name, "' is in the file alone.");
+  for (const auto& [name, i] : left_over) wrong += concat(" '", name, "' is in the file alone.");
   if (!wrong.empty()) throw InvalidArgument(concat("load: ", path, " does not fit:", wrong));
-  for (const StoredTensor& t : file.tensors) stored[t.name] = &t;
+  // Everything is read before anything is changed.
+  std::vector<at::Tensor> locals;
   for (const auto& [name, t] : state) {
     const ShardSpec to = is_sharded(t) ? spec(t) : ShardSpec::replicated(mesh, t.sizes().vec());
-    const at::Tensor local = file.read(all, *stored.at(name), to, path);
-    (is_sharded(t) ? to_local(t) : t.detach()).copy_(local);
+    locals.push_back(file.read(all, stored.at(name), to));
+  }
+  for (std::size_t i = 0; i < state.size(); ++i) {
+    const at::Tensor& t = state[i].second;
+    (is_sharded(t) ? to_local(t) : t.detach()).copy_(locals[i]);
   }
 }
 

@@ -1,17 +1,17 @@
 #pragma once
-// Saving and loading: one safetensors file, whatever mesh the tensors lie on; what one mesh saved
-// loads on any other.
+// One safetensors file, whatever mesh the tensors lie on; what one mesh saved loads on any other.
 //
 //   save(*net, mesh, "net.safetensors");  // every parameter and buffer, by its full name
 //   load(*other, other_mesh, "net.safetensors");  // into the placements that its parameters have
 //
 // The file is written and read by the mesh's first rank alone, one tensor at a time, so that it
-// need not be on a shared file system and no rank holds more than its parts and one whole tensor.
-// It is written beside its place and moved there when it is complete. Files of other programs in
-// this format load as well; nothing in them is executed.
+// need not be on a shared file system and no rank holds more than its shards and one full tensor.
+// It is written beside its place, synced to the disk and moved there when it is complete. Files of
+// other programs in this format load as well; nothing in them is executed. For checkpoints of many
+// ranks, see checkpoint.h.
 //
-// All calls are collective over the mesh. An error on the first rank (no such file, disk full, a
-// broken header) is thrown on all.
+// All calls are collective over the mesh. An error on the first rank is thrown on all: FileError
+// for a file that cannot be opened, read or written, is damaged, or holds what libtorch cannot.
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
@@ -23,14 +23,16 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/checkpoint/layout.h"
 #include "tessera/nn/distribute_module.h"
 
 namespace tessera {
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
-/// Sharded tensors of this mesh, and plain ones, of which the first rank's are saved. Throws
-/// InvalidArgument for names that stand twice and for dtypes that the format does not have (complex
+/// Sharded tensors of this mesh, and plain ones, of which the first rank's are saved. Partial
+/// values are reduced. Placements and sizes are kept in the metadata, which other readers ignore.
+/// Throws InvalidArgument for duplicate names and for dtypes that the format does not have (complex
 /// double).
 void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string& path);
 /// One sharded tensor, under the name "tensor".
@@ -43,6 +45,11 @@ void save(const torch::nn::Module& module, const DeviceMesh& mesh, const std::st
 NamedTensors load(
     const DeviceMesh& mesh, const std::string& path,
     const std::function<std::optional<ParameterPlacement>(const std::string&)>& rule = {});
+/// All tensors of the file, laid out as they were saved, as far as they fit the mesh (see
+/// fit_layout(), which says what `misfits` gets); those without a saved layout are replicated.
+/// Throws InvalidArgument for what does not fit if `misfits` is null.
+NamedTensors load_as_saved(const DeviceMesh& mesh, const std::string& path,
+                           std::vector<std::string>* misfits = nullptr);
 /// The only tensor of a file, laid out by `spec`. Throws InvalidArgument if there are more, or its
 /// shape is another one.
 at::Tensor load(const std::string& path, const ShardSpec& spec);

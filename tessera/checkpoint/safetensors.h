@@ -1,30 +1,34 @@
 #pragma once
-// The header of a safetensors file: eight bytes of its length (little-endian), a JSON object of
-// dtype, shape and byte range by name, then the data. Format:
-// https://github.com/huggingface/safetensors (README, "Format").
+// libtorch's side of the safetensors format (tessera/files/safetensors.h): which dtype of libtorch
+// is which of the format's. One dtype of the one is exactly one of the other, or an error; no value
+// is ever converted.
 
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
-namespace tessera::detail {
+#include "tessera/files/safetensors.h"
 
-struct StoredTensor {
-  std::string name;
-  at::ScalarType dtype = at::kFloat;
+namespace tessera {
+
+/// The entry of a tensor, without its place in the file. Float4_e2m1fn_x2, two values in a byte, is
+/// F4 with a last dim of twice the size. Throws InvalidArgument for a dtype that the format does
+/// not have (complex double, quantized ones).
+SafetensorsTensor safetensors_tensor(const std::string& name, at::ScalarType dtype,
+                                     const std::vector<std::int64_t>& shape);
+
+/// A tensor of a file as libtorch sees it.
+struct TorchLayout {
+  at::ScalarType dtype;
   std::vector<std::int64_t> shape;
-  std::uint64_t begin = 0, end = 0;  // bytes, from the end of the header
 };
+/// Nothing for the dtypes that libtorch does not have: F6_E2M3, F6_E3M2, and F4 without dims or
+/// with an odd last dim.
+std::optional<TorchLayout> torch_layout(const SafetensorsTensor& tensor);
+/// The same. Throws FileError with the file and the tensor.
+TorchLayout need_torch_layout(const SafetensorsTensor& tensor, const std::string& path);
 
-/// "F32"; throws InvalidArgument for a dtype that the format does not have.
-std::string stored_dtype(at::ScalarType dtype, const std::string& name);
-/// Length and JSON; begin and end are filled in, one tensor after the other. Throws InvalidArgument
-/// for a name that stands twice.
-std::string write_header(std::vector<StoredTensor>& tensors);
-/// From the JSON alone. Throws InvalidArgument where it is not what the format says, ranges overlap
-/// the end of `data_bytes` or do not fit the shapes.
-std::vector<StoredTensor> read_header(const std::string& json, std::uint64_t data_bytes);
-
-}  // namespace tessera::detail
+}  // namespace tessera

@@ -14,10 +14,10 @@
 #include <random>
 #include <utility>
 
+#include "tessera/base/error.h"
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/files/checksum.h"
-#include "tessera/base/error.h"
 
 namespace tessera {
 

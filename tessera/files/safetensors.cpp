@@ -6,9 +6,9 @@
 #include <numeric>
 #include <set>
 
+#include "tessera/base/error.h"
 #include "tessera/base/json_text.h"
 #include "tessera/base/text.h"
-#include "tessera/base/error.h"
 #include "tessera/files/json.h"
 
 namespace tessera {

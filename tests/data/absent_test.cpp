@@ -1,12 +1,11 @@
-// Linked with the stubs of builds without netCDF, HDF5 and nlohmann-json, whose definitions stand
-// before those of the library.
+// Linked with the stubs of builds without netCDF and HDF5, whose definitions stand before those of
+// the library.
 #include <gtest/gtest.h>
 
 #include <string>
 
 #include "tessera/data/sources/hdf5_source.h"
 #include "tessera/data/sources/netcdf_source.h"
-#include "tessera/data/sources/safetensors_source.h"
 
 template <class Source>
 std::string refusal(const std::string& path) {
@@ -21,6 +20,4 @@ std::string refusal(const std::string& path) {
 TEST(Absent, EachSourceSaysHowToGetIt) {
   EXPECT_NE(refusal<tessera::Hdf5Source>("any.h5").find("libhdf5-dev"), std::string::npos);
   EXPECT_NE(refusal<tessera::NetcdfSource>("any.nc").find("libnetcdf-dev"), std::string::npos);
-  EXPECT_NE(refusal<tessera::SafetensorsSource>("any.safetensors").find("nlohmann-json3-dev"),
-            std::string::npos);
 }

@@ -93,5 +93,47 @@ TEST_F(Safetensors, DamagedFilesAreRefused) {
   EXPECT_THROW(SafetensorsSource{path}, FileError);
 }
 
+TEST_F(Safetensors, EveryDtypeOfTheFormatThatLibtorchHas) {
+  const auto z = torch::complex(torch::arange(6, torch::kFloat), torch::ones({6})).view({2, 3});
+  const auto u = torch::arange(6, torch::kLong).to(torch::kUInt16);
+  const auto f8 = torch::arange(6, torch::kFloat).to(torch::kFloat8_e4m3fn);
+  write(R"({"z":{"dtype":"C64","shape":[2,3],"data_offsets":[0,48]},)"
+        R"("u":{"dtype":"U16","shape":[6],"data_offsets":[48,60]},)"
+        R"("f8":{"dtype":"F8_E4M3","shape":[6],"data_offsets":[60,66]},)"
+        R"("f6":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[66,69]}})",
+        bytes(z) + bytes(u) + bytes(f8) + "123");
+  const SafetensorsSource source(path);
+  EXPECT_EQ(source.variables(), (std::vector<std::string>{"z", "u", "f8"}));
+  EXPECT_TRUE(source.read("z", {.start = {1}, .count = {1}}, {.dtype = torch::kComplexFloat})
+                  .equal(z.narrow(0, 1, 1)));
+  EXPECT_TRUE(source.read("u", {.start = {1}, .count = {2}, .stride = {3}}, {.dtype = torch::kLong})
+                  .equal(torch::tensor({1, 4})));
+  EXPECT_TRUE(source.read("f8").equal(torch::arange(6, torch::kFloat)));
+  try {
+    source.read("f6");
+    FAIL() << "libtorch has no such dtype";
+  } catch (const FileError& e) {
+    EXPECT_NE(std::string(e.what()).find("'f6'"), std::string::npos) << e.what();
+    EXPECT_NE(std::string(e.what()).find("F6_E2M3"), std::string::npos) << e.what();
+  }
+}
+
+TEST_F(Safetensors, OverlapsHolesAndDuplicatesAreRefusedAndShrinkingIsSeen) {
+  const std::string data(16, 'x');
+  for (const char* header : {R"({"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]},)"
+                             R"("b":{"dtype":"U8","shape":[8],"data_offsets":[8,16]}})",
+                             R"({"a":{"dtype":"U8","shape":[7],"data_offsets":[0,7]},)"
+                             R"("b":{"dtype":"U8","shape":[8],"data_offsets":[8,16]}})",
+                             R"({"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},)"
+                             R"("a":{"dtype":"U8","shape":[8],"data_offsets":[8,16]}})"}) {
+    write(header, data);
+    EXPECT_THROW(SafetensorsSource{path}, FileError) << header;
+  }
+  write(R"({"a":{"dtype":"U8","shape":[16],"data_offsets":[0,16]}})", data);
+  const SafetensorsSource source(path);
+  write(R"({"a":{"dtype":"U8","shape":[16],"data_offsets":[0,16]}})", "");
+  EXPECT_THROW(source.read("a"), FileError) << "another process has cut it short";
+}
+
 }  // namespace
 }  // namespace tessera

@@ -103,28 +103,27 @@ TEST(SafetensorsFormat, OverlapsHolesAndDuplicatesAreRefused) {
 
 TEST(SafetensorsFormat, DamagedHeadersAreRefused) {
   const std::string data(16, 'x');
-  for (
-      const std::string about :
-      {"1",
-       "null",
-       "[]",
-       R"({"dtype":"F32","shape":[4]})",
-       R"({"shape":[4],"data_offsets":[0,16]})",
-       R"({"dtype":"F33","shape":[4],"data_offsets":[0,16]})",
-       R"({"dtype":4,"shape":[4],"data_offsets":[0,16]})",
-       R"({"dtype":"F32","shape":[4],"data_offsets":[0,20]})",
-       R"({"dtype":"F32","shape":[4],"data_offsets":[16,0]})",
-       R"({"dtype":"F32","shape":[5],"data_offsets":[0,16]})",
-       R"({"dtype":"F32","shape":[-4],"data_offsets":[0,16]})",
-       R"({"dtype":"F32","shape":[4.0],"data_offsets":[0,16]})",
-       R"({"dtype":"F32","shape":"x","data_offsets":[0,16]})",
-       R"({"dtype":"F32","shape":[4],"data_offsets":[0,16,20]})",
-       R"({"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]})",
-       R"({"dtype":"F32","shape":[9223372036854775807,4,0],"data_offsets":[0,0]})",
-       R"({"dtype":"F32","shape":[18446744073709551615],"data_offsets":[0,16]})",
-       R"({"dtype":"F4","shape":[33],"data_offsets":[0,16]})",
-       R"({"dtype":"C128","shape":[1],"data_offsets":[0,16]})",
-       R"({"dtype":"F32","shape":[4],"data_offsets":[0,16],"shape":[4]})"}) {
+  for (const std::string about :
+       {"1",
+        "null",
+        "[]",
+        R"({"dtype":"F32","shape":[4]})",
+        R"({"shape":[4],"data_offsets":[0,16]})",
+        R"({"dtype":"F33","shape":[4],"data_offsets":[0,16]})",
+        R"({"dtype":4,"shape":[4],"data_offsets":[0,16]})",
+        R"({"dtype":"F32","shape":[4],"data_offsets":[0,20]})",
+        R"({"dtype":"F32","shape":[4],"data_offsets":[16,0]})",
+        R"({"dtype":"F32","shape":[5],"data_offsets":[0,16]})",
+        R"({"dtype":"F32","shape":[-4],"data_offsets":[0,16]})",
+        R"({"dtype":"F32","shape":[4.0],"data_offsets":[0,16]})",
+        R"({"dtype":"F32","shape":"x","data_offsets":[0,16]})",
+        R"({"dtype":"F32","shape":[4],"data_offsets":[0,16,20]})",
+        R"({"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]})",
+        R"({"dtype":"F32","shape":[9223372036854775807,4,0],"data_offsets":[0,0]})",
+        R"({"dtype":"F32","shape":[18446744073709551615],"data_offsets":[0,16]})",
+        R"({"dtype":"F4","shape":[33],"data_offsets":[0,16]})",
+        R"({"dtype":"C128","shape":[1],"data_offsets":[0,16]})",
+        R"({"dtype":"F32","shape":[4],"data_offsets":[0,16],"shape":[4]})"}) {
     const std::string why = refusal(headed("{\"the one\":" + about + "}") + data);
     EXPECT_TRUE(why.find("'the one'") != std::string::npos ||
                 why.find("twice") != std::string::npos)

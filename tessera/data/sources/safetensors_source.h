@@ -1,34 +1,35 @@
 #pragma once
-// SafetensorsSource: the tensors of a file in the safetensors format
-// (huggingface.co/docs/safetensors: eight bytes of header length, little-endian; a header in JSON;
-// the tensors' bytes), memory-mapped and read by hyperslab.
+// SafetensorsSource: the tensors of a file in the safetensors format, read by hyperslab.
 
+#include <map>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "tessera/data/sources/source.h"
 
 namespace tessera {
 
 /// Every tensor is a variable; its dims are named dim0, dim1, ... The file has no conventions for
-/// missing values or scales, so that ReadOptions::decode and missing have nothing to do. Reads of
-/// several threads overlap.
-///
-/// Where Tessera was built without nlohmann-json the constructor throws NotAvailable.
+/// missing values or scales, so that ReadOptions::decode and missing have nothing to do. Only what
+/// a hyperslab needs is read, or little more; reads of several threads overlap.
 class SafetensorsSource : public Source {
  public:
-  /// Throws FileError for a file that cannot be mapped, or whose header is damaged, names an
-  /// unknown dtype, or points beyond the file.
+  /// Throws FileError for a path that is not a regular file or cannot be opened, and for what
+  /// read_safetensors_header() refuses.
   explicit SafetensorsSource(const std::string& path);
   ~SafetensorsSource() override;
 
   std::string name() const override;
-  /// In the order of their bytes.
+  /// In the order of their bytes. Without those of dtypes that libtorch does not have (F6_E2M3,
+  /// F6_E3M2): info() and read() say so when they are asked for.
   std::vector<std::string> variables() const override;
   const VariableInfo& info(const std::string& variable) const override;
   /// The header's "__metadata__".
   const std::map<std::string, std::string>& metadata() const;
 
  protected:
+  /// Throws FileError where the file has been cut short since it was opened.
   at::Tensor read_box(const VariableInfo& variable, const Hyperslab& slab,
                       const ReadOptions& options) const override;
 

@@ -1,0 +1,60 @@
+#include "tessera/checkpoint/detail/together.h"
+
+#include <exception>
+#include <vector>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+
+namespace tessera::detail {
+
+std::string caught_error() {
+  try {
+    throw;
+  } catch (const CommError&) {
+    throw;
+  } catch (const FileError& e) {
+    return concat('F', e.what());
+  } catch (const InvalidArgument& e) {
+    return concat('I', e.what());
+  } catch (const std::exception& e) {
+    return concat('E', e.what());
+  }
+}
+
+void throw_error(const std::string& error, const std::string& before) {
+  const std::string what = before + error.substr(1);
+  if (error[0] == 'F') throw FileError(what);
+  if (error[0] == 'I') throw InvalidArgument(what);
+  throw Error(what);
+}
+
+void together(const Group& group, const char* call, const std::function<void()>& body,
+              const CallOptions& options) {
+  std::string mine;
+  try {
+    body();
+  } catch (...) {
+    mine = caught_error();
+  }
+  const std::vector<std::string> all = group.all_gather_bytes(mine, options);
+  for (std::size_t r = 0; r < all.size(); ++r)
+    if (!all[r].empty())
+      throw_error(all[r], concat(call, ": ", all.size() > 1 ? concat("rank ", r, ": ") : ""));
+}
+
+void on_first_rank(const Group& group, const char* call, const std::function<void()>& body,
+                   const CallOptions& options) {
+  std::string told;
+  if (group.rank() == 0) {
+    try {
+      body();
+    } catch (...) {
+      told = caught_error();
+    }
+  }
+  told = group.broadcast_bytes(told, 0, options);
+  if (!told.empty()) throw_error(told, concat(call, ": "));
+}
+
+}  // namespace tessera::detail
