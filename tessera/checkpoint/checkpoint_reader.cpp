@@ -1,0 +1,407 @@
+#include "tessera/checkpoint/checkpoint_reader.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <algorithm>
+#include <set>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+#include "tessera/checkpoint/detail/local_shards.h"
+#include "tessera/checkpoint/detail/together.h"
+#include "tessera/checkpoint/safetensors.h"
+#include "tessera/checkpoint/storage/saved_checkpoint.h"
+#include "tessera/tensor/shard_tensor.h"
+
+namespace tessera {
+
+namespace detail {
+
+// A box of an entry that this rank wants, and where it goes.
+struct Want {
+  const Entry* entry;
+  Box box;
+  at::Tensor into;
+};
+
+}  // namespace detail
+
+namespace {
+
+using detail::Want;
+
+constexpr CallOptions kLoadCall{std::chrono::milliseconds(0), "checkpoint"};
+
+Box full_box(const std::vector<std::int64_t>& shape) {
+  Box box;
+  for (const std::int64_t n : shape) box.push_back({0, n});
+  return box;
+}
+
+at::Tensor staging_for(const Want& want, at::ScalarType dtype) {
+  std::vector<std::int64_t> sizes;
+  for (const Interval& i : want.box) sizes.push_back(i.size());
+  return at::empty(sizes, dtype);
+}
+
+}  // namespace
+
+struct CheckpointReader::Impl {
+  Impl(const Group& over, const std::string& folder, const std::string& name) : group(over) {
+    std::string text;
+    detail::on_first_rank(
+        group, "load", [&] { text = to_json(SavedCheckpoint(folder, name).manifest()); },
+        kLoadCall);
+    text = group.broadcast_bytes(text, 0, kLoadCall);
+    saved = std::make_unique<SavedCheckpoint>(folder, name,
+                                              parse_manifest(text, concat(folder, '/', name)));
+  }
+  Impl(const Group& over, const std::string& file) : group(over) {
+    detail::together(
+        group, "load",
+        [&] {
+          saved = std::make_unique<SavedCheckpoint>(file);
+          for (const Entry& e : saved->manifest().entries) layout_of(e);
+        },
+        kLoadCall);
+  }
+
+  TorchLayout layout_of(const Entry& e) const {
+    // F4 has been brought to libtorch's shape already.
+    const TorchLayout layout =
+        need_torch_layout({e.info.name, e.info.dtype, {2}, 0, 0}, saved->path());
+    return {layout.dtype, e.info.shape};
+  }
+
+  const Entry& need(EntryKind kind, const std::string& name, const char* what) const {
+    const Entry* found = saved->manifest().find(kind, name);
+    if (found) return *found;
+    std::vector<std::string> known;
+    for (const Entry& e : saved->manifest().entries)
+      if (e.info.kind == kind) known.push_back(e.info.name);
+    throw InvalidArgument(
+        concat("load: '", saved->path(), "' has no ", what, " '", name, "'; it has ", list(known)));
+  }
+
+  // Reads what this rank wants, verifies what any rank uses; errors are thrown on all. The wants of
+  // the ranks differ.
+  std::vector<at::Tensor> read_all(const std::vector<Want>& wants, const LoadOptions& options) {
+    std::vector<at::Tensor> staged;
+    detail::together(
+        group, "load",
+        [&] {
+          for (const Want& want : wants) {
+            staged.push_back(staging_for(want, layout_of(*want.entry).dtype));
+            saved->read(*want.entry, want.box, staged.back().data_ptr(), options.max_over_read);
+          }
+        },
+        kLoadCall);
+    if (options.verify && saved->has_checksums()) verify_used(wants);
+    return staged;
+  }
+
+  // Records that are used only in parts have not been verified by who read them.
+  void verify_used(const std::vector<Want>& wants) {
+    const auto& entries = saved->manifest().entries;
+    std::vector<std::size_t> first(entries.size() + 1, 0);
+    for (std::size_t e = 0; e < entries.size(); ++e)
+      first[e + 1] = first[e] + entries[e].records.size();
+    // Of each record: 0 not used, 1 used, 2 read in full.
+    std::string mine(first.back(), '\0');
+    for (const Want& want : wants) {
+      const auto e = static_cast<std::size_t>(want.entry - entries.data());
+      for (const auto& use : SavedCheckpoint::uses(*want.entry, want.box)) {
+        char& state = mine[first[e] + use.record];
+        state = std::max(state, static_cast<char>(use.whole ? 2 : 1));
+      }
+    }
+    std::string most = mine;
+    for (const std::string& other : group.all_gather_bytes(mine, kLoadCall))
+      for (std::size_t i = 0; i < most.size(); ++i) most[i] = std::max(most[i], other[i]);
+    verify_records([&](std::size_t e, std::size_t r) { return most[first[e] + r] == 1; });
+  }
+
+  // Each record that `chosen` says is verified by one rank, the bytes spread over all.
+  void verify_records(const std::function<bool(std::size_t, std::size_t)>& chosen) {
+    detail::together(
+        group, "load",
+        [&] {
+          const auto& entries = saved->manifest().entries;
+          std::vector<std::uint64_t> loads(static_cast<std::size_t>(group.size()), 0);
+          for (std::size_t e = 0; e < entries.size(); ++e)
+            for (std::size_t r = 0; r < entries[e].records.size(); ++r) {
+              if (!chosen(e, r)) continue;
+              const auto least = std::min_element(loads.begin(), loads.end());
+              *least += entries[e].records[r].bytes;
+              if (least - loads.begin() == group.rank()) saved->verify(entries[e], r);
+            }
+        },
+        kLoadCall);
+  }
+
+  std::string read_value(const Entry& e) const {
+    std::string bytes(static_cast<std::size_t>(e.info.shape.at(0)), '\0');
+    saved->read(e, full_box(e.info.shape), bytes.data());
+    return bytes;
+  }
+
+  // What does not fit between the state and the checkpoint, one sentence each.
+  std::string misfits_of(const CheckpointState& state, const LoadOptions& options,
+                         std::vector<Want>& wants) const {
+    std::string wrong;
+    std::set<std::string> known;
+    for (const auto& t : state.tensors()) {
+      known.insert(t.name);
+      const Entry* e = saved->manifest().find(EntryKind::tensor, t.name);
+      if (!e) {
+        if (!options.allow_missing) wrong += concat(" '", t.name, "' is not in the checkpoint.");
+        continue;
+      }
+      const HeldShard held = detail::describe(t);
+      if (held.info.shape != e->info.shape)
+        wrong += concat(" '", t.name, "' has shape ", list(held.info.shape), ", in the checkpoint ",
+                        list(e->info.shape), '.');
+      if (held.info.dtype != e->info.dtype && !options.convert)
+        wrong += concat(" '", t.name, "' is ", held.info.dtype, ", in the checkpoint ",
+                        e->info.dtype, " (LoadOptions::convert converts).");
+      if (is_sharded(t.value) && spec(t.value).has_partial())
+        wrong += concat(" '", t.name, "' is a partial value, into which nothing can be loaded.");
+      wants.push_back({e, held.box, detail::local_target(t.value)});
+    }
+    if (!options.allow_extra)
+      for (const Entry& e : saved->manifest().entries)
+        if (e.info.kind == EntryKind::tensor && !known.contains(e.info.name))
+          wrong += concat(" '", e.info.name, "' is in the checkpoint alone.");
+    return wrong;
+  }
+
+  Group group;
+  std::unique_ptr<SavedCheckpoint> saved;
+};
+
+CheckpointReader::CheckpointReader(const Group& group, const std::string& folder,
+                                   const std::string& name)
+    : impl_(std::make_unique<Impl>(group, folder, name)) {}
+CheckpointReader::CheckpointReader(const Group& group, const std::string& file)
+    : impl_(std::make_unique<Impl>(group, file)) {}
+CheckpointReader::~CheckpointReader() = default;
+
+std::optional<SavedTensor> CheckpointReader::find(const std::string& name) const {
+  const Entry* e = impl_->saved->manifest().find(EntryKind::tensor, name);
+  if (!e) return std::nullopt;
+  const TorchLayout layout = impl_->layout_of(*e);
+  SavedTensor t{name, layout.dtype, layout.shape, std::nullopt};
+  if (e->info.layout.empty()) return t;
+  try {
+    t.layout = layout_from_json(Json::parse(e->info.layout));
+  } catch (const InvalidArgument& error) {
+    throw FileError(concat("load: '", impl_->saved->path(), "': the layout of '", name,
+                           "' is damaged: ", error.what()));
+  }
+  return t;
+}
+
+std::vector<SavedTensor> CheckpointReader::tensors() const {
+  std::vector<SavedTensor> all;
+  for (const Entry& e : impl_->saved->manifest().entries)
+    if (e.info.kind == EntryKind::tensor) all.push_back(*find(e.info.name));
+  return all;
+}
+
+int CheckpointReader::saved_ranks() const { return impl_->saved->manifest().ranks; }
+
+std::vector<std::string> CheckpointReader::value_names() const {
+  std::set<std::string> names;
+  for (const Entry& e : impl_->saved->manifest().entries)
+    if (e.info.kind == EntryKind::value) names.insert(e.info.name);
+  return {names.begin(), names.end()};
+}
+
+std::vector<std::string> CheckpointReader::rank_value_names() const {
+  std::set<std::string> names;
+  for (const Entry& e : impl_->saved->manifest().entries)
+    if (e.info.kind == EntryKind::rank_value) names.insert(e.info.name);
+  return {names.begin(), names.end()};
+}
+
+void CheckpointReader::load(CheckpointState& state, const LoadOptions& options) const {
+  const at::NoGradGuard no_grad;
+  std::vector<Want> wants;
+  detail::together(
+      impl_->group, "load",
+      [&] {
+        const std::string wrong = impl_->misfits_of(state, options, wants);
+        if (!wrong.empty())
+          throw InvalidArgument(concat("'", impl_->saved->path(), "' does not fit:", wrong));
+      },
+      kLoadCall);
+  const std::vector<at::Tensor> staged = impl_->read_all(wants, options);
+  std::map<std::string, std::string> values, mine;
+  detail::together(
+      impl_->group, "load",
+      [&] {
+        for (const Entry& e : impl_->saved->manifest().entries) {
+          if (e.info.kind == EntryKind::value) values[e.info.name] = impl_->read_value(e);
+          if (e.info.kind == EntryKind::rank_value && e.info.rank == impl_->group.rank())
+            mine[e.info.name] = impl_->read_value(e);
+        }
+      },
+      kLoadCall);
+  for (std::size_t i = 0; i < wants.size(); ++i)
+    if (staged[i].numel() > 0) wants[i].into.copy_(staged[i]);
+  for (const auto& [name, bytes] : values) state.set(name, bytes);
+  for (const auto& [name, bytes] : mine) state.set_of_rank(name, bytes);
+}
+
+at::Tensor CheckpointReader::read(const std::string& name, const ShardSpec& spec,
+                                  const LoadOptions& options) const {
+  const Entry& e = impl_->need(EntryKind::tensor, name, "tensor");
+  if (e.info.shape != spec.shape())
+    throw InvalidArgument(concat("load: '", name, "' in '", impl_->saved->path(), "' has shape ",
+                                 list(e.info.shape), ", asked for is ", spec));
+  if (spec.has_partial())
+    throw InvalidArgument(concat("load: '", name, "' cannot be read as a partial value: ", spec));
+  Box box;
+  for (std::size_t d = 0; d < spec.shape().size(); ++d)
+    box.push_back({spec.local_offset()[d], spec.local_offset()[d] + spec.local_shape()[d]});
+  const at::Tensor local = impl_->read_all({{&e, box, {}}}, options)[0];
+  return from_local(local.to(spec.mesh().manager().device()), spec);
+}
+
+std::vector<std::pair<std::string, at::Tensor>> CheckpointReader::read_as_saved(
+    const DeviceMesh& mesh, std::vector<std::string>* misfits, const LoadOptions& options) const {
+  std::vector<std::pair<std::string, ShardSpec>> specs;
+  for (const SavedTensor& t : tensors()) {
+    std::vector<std::string> here;
+    specs.emplace_back(t.name, t.layout ? fit_layout(*t.layout, mesh, t.shape, &here)
+                                        : ShardSpec::replicated(mesh, t.shape));
+    for (const std::string& misfit : here) {
+      const std::string what =
+          concat("load: '", t.name, "' of '", impl_->saved->path(), "': ", misfit);
+      if (!misfits) throw InvalidArgument(what);
+      misfits->push_back(what);
+    }
+  }
+  std::vector<std::pair<std::string, at::Tensor>> all;
+  for (const auto& [name, spec] : specs) all.emplace_back(name, read(name, spec, options));
+  return all;
+}
+
+std::string CheckpointReader::value(const std::string& name) const {
+  const Entry& e = impl_->need(EntryKind::value, name, "value");
+  std::string bytes;
+  detail::together(impl_->group, "load", [&] { bytes = impl_->read_value(e); }, kLoadCall);
+  return bytes;
+}
+std::int64_t CheckpointReader::integer(const std::string& name) const {
+  return integer_from_bytes(value(name), name);
+}
+double CheckpointReader::real(const std::string& name) const {
+  return real_from_bytes(value(name), name);
+}
+
+std::map<int, std::string> CheckpointReader::values_of_ranks(const std::string& name) const {
+  std::map<int, std::string> all;
+  detail::together(
+      impl_->group, "load",
+      [&] {
+        for (const Entry& e : impl_->saved->manifest().entries)
+          if (e.info.kind == EntryKind::rank_value && e.info.name == name)
+            all[e.info.rank] = impl_->read_value(e);
+        if (all.empty())
+          throw InvalidArgument(concat("'", impl_->saved->path(), "' has no value of ranks '", name,
+                                       "'; it has ", list(rank_value_names())));
+      },
+      kLoadCall);
+  return all;
+}
+
+void CheckpointReader::verify() const {
+  if (impl_->saved->has_checksums())
+    impl_->verify_records([](std::size_t, std::size_t) { return true; });
+}
+
+void CheckpointReader::export_file(const std::string& path,
+                                   std::shared_ptr<FileOperations> operations) const {
+  const auto& entries = impl_->saved->manifest().entries;
+  std::vector<SafetensorsTensor> tensors;
+  std::vector<const Entry*> from;
+  std::string header, temporary;
+  detail::on_first_rank(
+      impl_->group, "export", [&] { temporary = concat(path, ".tmp-", make_nonce()); }, kLoadCall);
+  temporary = impl_->group.broadcast_bytes(temporary, 0, kLoadCall);
+  detail::together(
+      impl_->group, "export",
+      [&] {
+        for (const Entry& e : entries) {
+          if (e.info.kind != EntryKind::tensor) continue;
+          tensors.push_back(
+              safetensors_tensor(e.info.name, impl_->layout_of(e).dtype, e.info.shape));
+          from.push_back(&e);
+        }
+        header = write_safetensors_header(tensors);
+        if (impl_->group.rank() != 0) return;
+        auto file = operations->open(temporary);
+        std::uint64_t end = 0;
+        for (const auto& t : tensors) end = std::max(end, t.end);
+        operations->resize(file, header.size() + end);
+        operations->write(file, header.data(), header.size(), 0);
+        operations->close(file);
+      },
+      kLoadCall);
+  const auto write_mine = [&] {
+    auto file = operations->open(temporary, true);
+    std::vector<std::uint64_t> loads(static_cast<std::size_t>(impl_->group.size()), 0);
+    std::vector<char> bytes;
+    for (std::size_t i = 0; i < tensors.size(); ++i)
+      for (const Record& record : from[i]->records) {
+        const auto least = std::min_element(loads.begin(), loads.end());
+        *least += record.bytes;
+        if (least - loads.begin() != impl_->group.rank() || record.bytes == 0) continue;
+        bytes.resize(record.bytes);
+        impl_->saved->read(*from[i], record.box, bytes.data());
+        // Runs of the record in the full tensor, which is contiguous in the file.
+        const auto& shape = from[i]->info.shape;
+        std::size_t inner = shape.size();
+        std::uint64_t run = element_bytes(from[i]->info.dtype);
+        const std::uint64_t element = run;
+        while (inner > 0 && record.box[inner - 1].size() == shape[inner - 1])
+          run *= static_cast<std::uint64_t>(shape[--inner]);
+        if (inner > 0) run *= static_cast<std::uint64_t>(record.box[--inner].size());
+        std::vector<std::int64_t> index(inner, 0);
+        for (std::uint64_t at = 0; at < record.bytes; at += run) {
+          std::uint64_t place = 0;
+          for (std::size_t d = 0; d < shape.size(); ++d)
+            place = place * static_cast<std::uint64_t>(shape[d]) +
+                    static_cast<std::uint64_t>(record.box[d].begin + (d < inner ? index[d] : 0));
+          operations->write(file, bytes.data() + at, run,
+                            header.size() + tensors[i].begin + place * element);
+          for (std::size_t d = inner; d > 0 && ++index[d - 1] == record.box[d - 1].size(); --d)
+            index[d - 1] = 0;
+        }
+      }
+    operations->sync(file);
+    operations->close(file);
+  };
+  try {
+    detail::together(impl_->group, "export", write_mine, kLoadCall);
+    detail::on_first_rank(
+        impl_->group, "export",
+        [&] {
+          operations->rename(temporary, path);
+          operations->sync_folder(folder_of(path));
+        },
+        kLoadCall);
+  } catch (...) {
+    try {
+      if (impl_->group.rank() == 0) operations->remove(temporary);
+    } catch (const FileError&) {
+    }
+    throw;
+  }
+}
+
+std::uint64_t CheckpointReader::bytes_read() const { return impl_->saved->bytes_read(); }
+
+}  // namespace tessera

@@ -1,0 +1,118 @@
+#pragma once
+// CheckpointReader: loads what a Checkpointer saved, on any number of ranks and any mesh.
+//
+//   CheckpointReader saved(manager.world(), "runs/7", "step-100");
+//   saved.load(state);  // into the tensors of a CheckpointState, wherever they lie
+//   at::Tensor w = saved.read("net.weight", ShardSpec(mesh, {4, 5}, {Shard(0)}));
+//   saved.export_file("net.safetensors");  // all tensors in one file, which other programs read
+//
+// Each rank reads the bytes that it needs, and not one byte more. Nothing has to be said about it
+// when saving. All calls are collective over the group unless they say otherwise; errors of any
+// rank are thrown on all: FileError for files that are absent, cut short or damaged, with their
+// path.
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tessera/checkpoint/layout.h"
+#include "tessera/checkpoint/state.h"
+#include "tessera/comm/group/group.h"
+#include "tessera/files/operations.h"
+#include "tessera/tensor/spec/spec.h"
+
+namespace tessera {
+
+struct LoadOptions {
+  /// Compares the checksum of every piece of which something is used: pieces that a rank needs in
+  /// full while it reads them, the others by one rank each, which reads them for that.
+  bool verify = true;
+  /// Tensors of the checkpoint that the state does not have are no error.
+  bool allow_extra = false;
+  /// Tensors of the state that the checkpoint does not have are no error, and stay as they are.
+  bool allow_missing = false;
+  /// Values are converted to the dtype of the tensor they are loaded into; otherwise another dtype
+  /// is an error.
+  bool convert = false;
+  /// Runs of bytes near each other are read at once if that reads at most so many times what is
+  /// needed. Above 1, columns of a matrix load in fewer and larger reads.
+  double max_over_read = 1;
+};
+
+/// What a checkpoint has under a name.
+struct SavedTensor {
+  std::string name;
+  at::ScalarType dtype;
+  /// Global.
+  std::vector<std::int64_t> shape;
+  /// Absent for tensors that were plain.
+  std::optional<SavedLayout> layout;
+};
+
+class CheckpointReader {
+ public:
+  /// The checkpoint `name` in `folder`. The manifest is read by the first rank alone.
+  CheckpointReader(const Group& group, const std::string& folder, const std::string& name);
+  /// A safetensors file of any program; it has no checksums and no values.
+  CheckpointReader(const Group& group, const std::string& file);
+  ~CheckpointReader();
+  CheckpointReader(const CheckpointReader&) = delete;
+  CheckpointReader& operator=(const CheckpointReader&) = delete;
+
+  // ---- what it has; not collective ----
+
+  std::vector<SavedTensor> tensors() const;
+  /// Nothing if there is no such tensor.
+  std::optional<SavedTensor> find(const std::string& name) const;
+  /// Ranks that saved it.
+  int saved_ranks() const;
+  /// Names of set() and of set_of_rank(), sorted.
+  std::vector<std::string> value_names() const;
+  std::vector<std::string> rank_value_names() const;
+
+  // ---- reading ----
+
+  /// Every tensor of the state, into its memory. Values that all ranks share become the state's; of
+  /// a rank's own values those of the rank of the same number, if there was one. Nothing is
+  /// changed, on any rank, before everything has been read and verified. Throws InvalidArgument
+  /// with all names that are missing, left over, or of another shape or dtype.
+  void load(CheckpointState& state, const LoadOptions& options = {}) const;
+  /// One tensor, laid out by `spec`, on the manager's device. Throws InvalidArgument for another
+  /// shape, an unknown name, or a partial spec.
+  at::Tensor read(const std::string& name, const ShardSpec& spec,
+                  const LoadOptions& options = {}) const;
+  /// Every tensor, laid out as it was saved as far as that fits the mesh; `misfits` gets what does
+  /// not, a sentence each, and without it the first one throws InvalidArgument (fit_layout()).
+  std::vector<std::pair<std::string, at::Tensor>> read_as_saved(
+      const DeviceMesh& mesh, std::vector<std::string>* misfits = nullptr,
+      const LoadOptions& options = {}) const;
+  /// Throws InvalidArgument for an unknown name.
+  std::string value(const std::string& name) const;
+  std::int64_t integer(const std::string& name) const;
+  double real(const std::string& name) const;
+  /// Of all ranks that saved it, by rank; nothing for those that had none.
+  std::map<int, std::string> values_of_ranks(const std::string& name) const;
+
+  /// Compares every checksum; each rank reads its share of the bytes.
+  void verify() const;
+  /// All tensors into one safetensors file, by their names, written by all ranks; no rank holds
+  /// more than one piece of a tensor. At its place complete or not at all.
+  void export_file(const std::string& path,
+                   std::shared_ptr<FileOperations> operations = FileOperations::system()) const;
+
+  /// Bytes of tensors and values that this rank has read so far, checksums included. Not
+  /// collective.
+  std::uint64_t bytes_read() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,107 @@
+#pragma once
+// Checkpointer: saves a state that is spread over ranks, durably, from all of them at once.
+//
+//   Checkpointer checkpoints(manager, "runs/7", {.keep_last = 3});
+//   checkpoints.save("step-100", state);        // returns when it is on the disk
+//   checkpoints.start_save("step-200", state);  // returns when the state has been copied
+//   ...
+//   checkpoints.wait();                         // until the last one is on the disk
+//
+// Every rank writes what it owns into a safetensors file of its own; replicas share the work. The
+// first rank writes a manifest with the place and the checksum of every piece once all files are on
+// the disk. A folder without a manifest is not a checkpoint: whatever ends a save, and wherever,
+// the checkpoints before it stay loadable. checkpoint_reader.h loads them, on any number of ranks.
+//
+// The folder is on a file system that all ranks share, and one job saves there at a time.
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/state.h"
+#include "tessera/comm/job/manager.h"
+#include "tessera/files/operations.h"
+
+namespace tessera {
+
+/// A save that was refused because another one is under way (CheckpointOptions::Busy::refuse).
+class CheckpointBusy : public Error {
+ public:
+  using Error::Error;
+  ~CheckpointBusy() override;
+};
+
+struct CheckpointOptions {
+  /// After a save, all but so many of the latest checkpoints in the folder are removed; 0: none is.
+  int keep_last = 0;
+  /// What a save does while an earlier one is still being written.
+  enum class Busy : unsigned char { wait, refuse };
+  Busy busy = Busy::wait;
+  /// Most bytes a second that a rank writes in the background, to leave the disk to others; 0: no
+  /// limit.
+  std::uint64_t background_rate = 0;
+  /// Compares the contents of replicated plain tensors over the ranks before they are saved, which
+  /// reads them once more. Values set by set() are always compared.
+  bool check_replicas = false;
+  /// Removes what interrupted saves have left in the folder, when the Checkpointer is made.
+  bool remove_incomplete = true;
+  /// How long the ranks wait for the slowest one to have written.
+  std::chrono::milliseconds timeout{std::chrono::hours(1)};
+  /// Replaced by tests.
+  std::shared_ptr<FileOperations> operations = FileOperations::system();
+};
+
+/// All calls are collective over the ranks unless they say otherwise, and errors are thrown on all
+/// of them: FileError for what cannot be written, with the path; InvalidArgument for states that do
+/// not fit together. A save that throws leaves no checkpoint by its name, or the one that was there
+/// before.
+class Checkpointer {
+ public:
+  /// Over all ranks of the job, or over these (global ranks, of which this is one). Makes the
+  /// folder.
+  Checkpointer(const DistributedManager& manager, const std::string& folder,
+               const CheckpointOptions& options = {}, const std::vector<int>& ranks = {});
+  /// Waits until this rank has written; an error that nobody has asked for is lost. Where ranks
+  /// talk over MPI, a save that was not waited for is not committed.
+  ~Checkpointer();
+  Checkpointer(const Checkpointer&) = delete;
+  Checkpointer& operator=(const Checkpointer&) = delete;
+
+  const std::string& folder() const;
+
+  /// Returns when the checkpoint is committed: on the disk, with its manifest. A checkpoint by the
+  /// same name is replaced, and stays whole until then. Throws what an earlier start_save() has
+  /// come to before anything else.
+  void save(const std::string& name, const CheckpointState& state);
+  /// Returns when this rank's share has been copied: the state may be changed from then on. The
+  /// rest is done by a thread of its own, whose error the next call throws. While an earlier save
+  /// is under way it waits for that one first, or throws CheckpointBusy on every rank, as the
+  /// options say. Where ranks talk over MPI, the thread writes and the next call commits.
+  void start_save(const std::string& name, const CheckpointState& state);
+  /// Until no save is under way. Throws what it has come to.
+  void wait();
+  /// True while this rank is still writing. Not collective.
+  bool saving() const;
+
+  /// Complete checkpoints in the folder, earliest first, as the first rank sees them; `problems`
+  /// gets what is wrong with damaged ones, a sentence each.
+  std::vector<std::string> names(std::vector<std::string>* problems = nullptr) const;
+  std::optional<std::string> latest(std::vector<std::string>* problems = nullptr) const;
+  /// Removes a checkpoint, its manifest first.
+  void remove(const std::string& name);
+
+  /// What went wrong beside the saves themselves, on the first rank: old checkpoints that could not
+  /// be removed. Not collective.
+  std::vector<std::string> warnings() const;
+  /// Bytes of the file that this rank wrote in the last save that ended. Not collective.
+  std::uint64_t bytes_written() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,99 @@
+#include "tessera/checkpoint/detail/local_shards.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <cstring>
+
+#include "tessera/base/text.h"
+#include "tessera/checkpoint/layout.h"
+#include "tessera/checkpoint/safetensors.h"
+#include "tessera/tensor/shard_tensor.h"
+
+namespace tessera::detail {
+
+namespace {
+
+HeldShard described_value(EntryKind kind, const std::string& name, int rank, std::size_t bytes) {
+  const auto n = static_cast<std::int64_t>(bytes);
+  return {{kind, name, rank, "U8", {n}, {}}, {{0, n}}};
+}
+
+at::Tensor bytes_of_value(const std::string& value) {
+  const at::Tensor t = at::empty({static_cast<std::int64_t>(value.size())}, at::kByte);
+  if (!value.empty()) std::memcpy(t.mutable_data_ptr(), value.data(), value.size());
+  return t;
+}
+
+at::Tensor reduced(const at::Tensor& t) {
+  auto placements = tessera::spec(t).placements();
+  for (Placement& p : placements)
+    if (p.is_partial()) p = Replicate();
+  return tessera::redistribute(t, placements);
+}
+
+}  // namespace
+
+HeldShard describe(const CheckpointState::Tensor& tensor) {
+  HeldShard held;
+  held.info.name = tensor.name;
+  const at::Tensor& t = tensor.value;
+  held.info.dtype = safetensors_tensor(tensor.name, t.scalar_type(), {1}).dtype;
+  if (tensor.shard) {
+    if (is_sharded(t))
+      throw InvalidArgument(
+          concat("'", tensor.name, "' is a sharded tensor: it needs no shard by hand"));
+    held.info.shape = tensor.shard->shape;
+    for (std::size_t d = 0; d < held.info.shape.size(); ++d) {
+      const std::int64_t begin = tensor.shard->offset[d];
+      held.box.push_back({begin, begin + t.size(static_cast<std::int64_t>(d))});
+    }
+    return held;
+  }
+  held.info.shape = t.sizes().vec();
+  if (!is_sharded(t)) {
+    for (const std::int64_t n : held.info.shape) held.box.push_back({0, n});
+    return held;
+  }
+  const ShardSpec s = spec(t);
+  held.info.layout = to_json(saved_layout(s));
+  for (std::size_t d = 0; d < held.info.shape.size(); ++d)
+    held.box.push_back({s.local_offset()[d], s.local_offset()[d] + s.local_shape()[d]});
+  return held;
+}
+
+std::vector<HeldShard> describe(const CheckpointState& state, int rank) {
+  std::vector<HeldShard> held;
+  for (const auto& t : state.tensors()) held.push_back(describe(t));
+  for (const auto& [name, value] : state.values())
+    held.push_back(described_value(EntryKind::value, name, 0, value.size()));
+  for (const auto& [name, value] : state.rank_values())
+    held.push_back(described_value(EntryKind::rank_value, name, rank, value.size()));
+  return held;
+}
+
+std::vector<at::Tensor> local_bytes(const CheckpointState& state) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> all;
+  for (const auto& t : state.tensors()) {
+    at::Tensor local = t.value.detach();
+    if (is_sharded(local)) local = to_local(spec(local).has_partial() ? reduced(local) : local);
+    all.push_back(local.detach().resolve_conj().resolve_neg().cpu().contiguous());
+  }
+  for (const auto& [name, value] : state.values()) all.push_back(bytes_of_value(value));
+  for (const auto& [name, value] : state.rank_values()) all.push_back(bytes_of_value(value));
+  return all;
+}
+
+std::size_t offset_in(const Box& held, const Box& box, std::size_t element) {
+  std::int64_t offset = 0;
+  for (std::size_t d = 0; d < held.size(); ++d)
+    offset = offset * held[d].size() + box[d].begin - held[d].begin;
+  return static_cast<std::size_t>(offset) * element;
+}
+
+at::Tensor local_target(const at::Tensor& tensor) {
+  return is_sharded(tensor) ? to_local(tensor.detach()) : tensor.detach();
+}
+
+}  // namespace tessera::detail

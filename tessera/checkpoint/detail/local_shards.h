@@ -1,0 +1,31 @@
+#pragma once
+// What this rank holds of a state: descriptions, which all ranks exchange, and the bytes behind
+// them.
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/state.h"
+#include "tessera/checkpoint/storage/write_plan.h"
+
+namespace tessera::detail {
+
+/// Global shape and this rank's box of a tensor of the state, and its layout as JSON (empty for
+/// plain tensors). Throws InvalidArgument for dtypes that the format does not have.
+HeldShard describe(const CheckpointState::Tensor& tensor);
+/// Of everything in the state: tensors, values, this rank's values.
+std::vector<HeldShard> describe(const CheckpointState& state, int rank);
+
+/// The bytes of the described, in the same order: contiguous, on the CPU, of the box. Shares memory
+/// where it can. Collective over the meshes of partial tensors, which are reduced.
+std::vector<at::Tensor> local_bytes(const CheckpointState& state);
+
+/// Where `box` begins in the row-major bytes of `held`; it is contiguous there.
+std::size_t offset_in(const Box& held, const Box& box, std::size_t element);
+
+/// The plain tensor that holds this rank's shard, of which loading writes the elements.
+at::Tensor local_target(const at::Tensor& tensor);
+
+}  // namespace tessera::detail

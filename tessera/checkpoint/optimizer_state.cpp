@@ -1,0 +1,323 @@
+#include "tessera/checkpoint/optimizer_state.h"
+
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "tessera/base/text.h"
+
+namespace tessera {
+
+namespace {
+
+using StatePointer = std::unique_ptr<torch::optim::OptimizerParamState>;
+
+// What an optimizer keeps for a parameter, by name.
+struct Fields {
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  std::optional<std::int64_t> step;
+};
+
+// One kind of optimizer: its tensors by name, its step, its options by name.
+struct OptimizerKind {
+  std::string name;
+  std::vector<std::string> tensors;
+  bool has_step;
+  std::function<Fields(const torch::optim::OptimizerParamState&)> fields;
+  // From tensors by name and the step.
+  std::function<StatePointer(const std::map<std::string, at::Tensor>&, std::int64_t)> make;
+  std::function<std::map<std::string, double>(const torch::optim::OptimizerOptions&)> options;
+  std::function<void(torch::optim::OptimizerOptions&, const std::map<std::string, double>&)>
+      set_options;
+};
+
+at::Tensor tensor_or_none(const std::map<std::string, at::Tensor>& all, const char* name) {
+  const auto found = all.find(name);
+  return found == all.end() ? at::Tensor() : found->second;
+}
+
+template <class State, class Options>
+OptimizerKind adam_like(const char* name) {
+  return {name,
+          {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+          true,
+          [](const torch::optim::OptimizerParamState& s) {
+            const auto& state = static_cast<const State&>(s);
+            return Fields{{{"exp_avg", state.exp_avg()},
+                           {"exp_avg_sq", state.exp_avg_sq()},
+                           {"max_exp_avg_sq", state.max_exp_avg_sq()}},
+                          state.step()};
+          },
+          [](const std::map<std::string, at::Tensor>& all, std::int64_t step) -> StatePointer {
+            auto state = std::make_unique<State>();
+            state->step(step);
+            state->exp_avg(tensor_or_none(all, "exp_avg"));
+            state->exp_avg_sq(tensor_or_none(all, "exp_avg_sq"));
+            state->max_exp_avg_sq(tensor_or_none(all, "max_exp_avg_sq"));
+            return state;
+          },
+          [](const torch::optim::OptimizerOptions& o) {
+            const auto& options = static_cast<const Options&>(o);
+            return std::map<std::string, double>{{"lr", options.lr()},
+                                                 {"beta1", std::get<0>(options.betas())},
+                                                 {"beta2", std::get<1>(options.betas())},
+                                                 {"eps", options.eps()},
+                                                 {"weight_decay", options.weight_decay()},
+                                                 {"amsgrad", options.amsgrad() ? 1.0 : 0.0}};
+          },
+          [](torch::optim::OptimizerOptions& o, const std::map<std::string, double>& v) {
+            auto& options = static_cast<Options&>(o);
+            options.lr(v.at("lr"));
+            options.betas(std::make_tuple(v.at("beta1"), v.at("beta2")));
+            options.eps(v.at("eps"));
+            options.weight_decay(v.at("weight_decay"));
+            options.amsgrad(v.at("amsgrad") != 0);
+          }};
+}
+
+OptimizerKind sgd_kind() {
+  using torch::optim::SGDOptions, torch::optim::SGDParamState;
+  return {"SGD",
+          {"momentum_buffer"},
+          false,
+          [](const torch::optim::OptimizerParamState& s) {
+            return Fields{
+                {{"momentum_buffer", static_cast<const SGDParamState&>(s).momentum_buffer()}},
+                std::nullopt};
+          },
+          [](const std::map<std::string, at::Tensor>& all, std::int64_t) -> StatePointer {
+            auto state = std::make_unique<SGDParamState>();
+            state->momentum_buffer(tensor_or_none(all, "momentum_buffer"));
+            return state;
+          },
+          [](const torch::optim::OptimizerOptions& o) {
+            const auto& options = static_cast<const SGDOptions&>(o);
+            return std::map<std::string, double>{{"lr", options.lr()},
+                                                 {"momentum", options.momentum()},
+                                                 {"dampening", options.dampening()},
+                                                 {"weight_decay", options.weight_decay()},
+                                                 {"nesterov", options.nesterov() ? 1.0 : 0.0}};
+          },
+          [](torch::optim::OptimizerOptions& o, const std::map<std::string, double>& v) {
+            auto& options = static_cast<SGDOptions&>(o);
+            options.lr(v.at("lr"));
+            options.momentum(v.at("momentum"));
+            options.dampening(v.at("dampening"));
+            options.weight_decay(v.at("weight_decay"));
+            options.nesterov(v.at("nesterov") != 0);
+          }};
+}
+
+OptimizerKind rmsprop_kind() {
+  using torch::optim::RMSpropOptions, torch::optim::RMSpropParamState;
+  return {"RMSprop",
+          {"square_avg", "momentum_buffer", "grad_avg"},
+          true,
+          [](const torch::optim::OptimizerParamState& s) {
+            const auto& state = static_cast<const RMSpropParamState&>(s);
+            return Fields{{{"square_avg", state.square_avg()},
+                           {"momentum_buffer", state.momentum_buffer()},
+                           {"grad_avg", state.grad_avg()}},
+                          state.step()};
+          },
+          [](const std::map<std::string, at::Tensor>& all, std::int64_t step) -> StatePointer {
+            auto state = std::make_unique<RMSpropParamState>();
+            state->step(step);
+            state->square_avg(tensor_or_none(all, "square_avg"));
+            state->momentum_buffer(tensor_or_none(all, "momentum_buffer"));
+            state->grad_avg(tensor_or_none(all, "grad_avg"));
+            return state;
+          },
+          [](const torch::optim::OptimizerOptions& o) {
+            const auto& options = static_cast<const RMSpropOptions&>(o);
+            return std::map<std::string, double>{{"lr", options.lr()},
+                                                 {"alpha", options.alpha()},
+                                                 {"eps", options.eps()},
+                                                 {"weight_decay", options.weight_decay()},
+                                                 {"momentum", options.momentum()},
+                                                 {"centered", options.centered() ? 1.0 : 0.0}};
+          },
+          [](torch::optim::OptimizerOptions& o, const std::map<std::string, double>& v) {
+            auto& options = static_cast<RMSpropOptions&>(o);
+            options.lr(v.at("lr"));
+            options.alpha(v.at("alpha"));
+            options.eps(v.at("eps"));
+            options.weight_decay(v.at("weight_decay"));
+            options.momentum(v.at("momentum"));
+            options.centered(v.at("centered") != 0);
+          }};
+}
+
+OptimizerKind adagrad_kind() {
+  using torch::optim::AdagradOptions, torch::optim::AdagradParamState;
+  return {"Adagrad",
+          {"sum"},
+          true,
+          [](const torch::optim::OptimizerParamState& s) {
+            const auto& state = static_cast<const AdagradParamState&>(s);
+            return Fields{{{"sum", state.sum()}}, state.step()};
+          },
+          [](const std::map<std::string, at::Tensor>& all, std::int64_t step) -> StatePointer {
+            auto state = std::make_unique<AdagradParamState>();
+            state->step(step);
+            state->sum(tensor_or_none(all, "sum"));
+            return state;
+          },
+          [](const torch::optim::OptimizerOptions& o) {
+            const auto& options = static_cast<const AdagradOptions&>(o);
+            return std::map<std::string, double>{
+                {"lr", options.lr()},
+                {"lr_decay", options.lr_decay()},
+                {"weight_decay", options.weight_decay()},
+                {"initial_accumulator_value", options.initial_accumulator_value()},
+                {"eps", options.eps()}};
+          },
+          [](torch::optim::OptimizerOptions& o, const std::map<std::string, double>& v) {
+            auto& options = static_cast<AdagradOptions&>(o);
+            options.lr(v.at("lr"));
+            options.lr_decay(v.at("lr_decay"));
+            options.weight_decay(v.at("weight_decay"));
+            options.initial_accumulator_value(v.at("initial_accumulator_value"));
+            options.eps(v.at("eps"));
+          }};
+}
+
+OptimizerKind kind_of(const torch::optim::Optimizer& optimizer) {
+  namespace optim = torch::optim;
+  if (dynamic_cast<const optim::Adam*>(&optimizer))
+    return adam_like<optim::AdamParamState, optim::AdamOptions>("Adam");
+  if (dynamic_cast<const optim::AdamW*>(&optimizer))
+    return adam_like<optim::AdamWParamState, optim::AdamWOptions>("AdamW");
+  if (dynamic_cast<const optim::SGD*>(&optimizer)) return sgd_kind();
+  if (dynamic_cast<const optim::RMSprop*>(&optimizer)) return rmsprop_kind();
+  if (dynamic_cast<const optim::Adagrad*>(&optimizer)) return adagrad_kind();
+  throw NotAvailable(
+      "the state of this optimizer is not known: Adam, AdamW, SGD, RMSprop and Adagrad are; add "
+      "its "
+      "tensors to the CheckpointState yourself");
+}
+
+// The optimizer's parameters with their names in the module, group by group.
+struct Named {
+  std::string name;
+  at::Tensor parameter;
+};
+std::vector<Named> named_parameters_of(const torch::optim::Optimizer& optimizer,
+                                       const torch::nn::Module& module) {
+  std::map<const void*, std::string> names;
+  for (const auto& p : module.named_parameters())
+    names.emplace(p.value().unsafeGetTensorImpl(), p.key());
+  std::vector<Named> all;
+  std::size_t position = 0;
+  for (const auto& group : optimizer.param_groups())
+    for (const at::Tensor& p : group.params()) {
+      const auto found = names.find(p.unsafeGetTensorImpl());
+      if (found == names.end())
+        throw InvalidArgument(concat("parameter number ", position,
+                                     " of the optimizer is not the module's: give the module that "
+                                     "all its parameters belong to"));
+      all.push_back({found->second, p});
+      ++position;
+    }
+  return all;
+}
+
+void add_tensor(CheckpointState& state, const std::string& name, const at::Tensor& t,
+                const std::string& parameter, const HandShards& shards) {
+  const auto shard = shards.find(parameter);
+  if (shard == shards.end())
+    state.add(name, t);
+  else
+    state.add(name, t, shard->second);
+}
+
+}  // namespace
+
+void add_optimizer(CheckpointState& state, const std::string& prefix,
+                   torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
+                   const HandShards& shards) {
+  const OptimizerKind kind = kind_of(optimizer);
+  state.set(prefix + "kind", kind.name);
+  const auto& kept = optimizer.state();
+  for (const Named& one : named_parameters_of(optimizer, module)) {
+    const auto found = kept.find(one.parameter.unsafeGetTensorImpl());
+    if (found == kept.end()) continue;
+    const Fields fields = kind.fields(*found->second);
+    for (const auto& [field, t] : fields.tensors)
+      if (t.defined()) add_tensor(state, prefix + one.name + "." + field, t, one.name, shards);
+    if (fields.step) state.set_integer(prefix + one.name + ".step", *fields.step);
+  }
+  state.set_integer(prefix + "groups", static_cast<std::int64_t>(optimizer.param_groups().size()));
+  for (std::size_t g = 0; g < optimizer.param_groups().size(); ++g)
+    for (const auto& [name, value] : kind.options(optimizer.param_groups()[g].options()))
+      state.set_real(concat(prefix, "group", g, '.', name), value);
+}
+
+void load_optimizer(const CheckpointReader& saved, const std::string& prefix,
+                    torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
+                    const HandShards& shards, const LoadOptions& options) {
+  const at::NoGradGuard no_grad;
+  const OptimizerKind kind = kind_of(optimizer);
+  const std::vector<Named> parameters = named_parameters_of(optimizer, module);
+  CheckpointState state;
+  std::vector<std::map<std::string, at::Tensor>> fresh(parameters.size());
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    for (const std::string& field : kind.tensors) {
+      const std::string name = prefix + parameters[i].name + "." + field;
+      if (!saved.find(name)) continue;
+      const at::Tensor t = at::zeros_like(parameters[i].parameter);
+      fresh[i][field] = t;
+      add_tensor(state, name, t, parameters[i].name, shards);
+    }
+  }
+  LoadOptions lenient = options;
+  // The model's tensors are in the same checkpoint.
+  lenient.allow_extra = true;
+  saved.load(state, lenient);
+  if (!state.has(prefix + "kind"))
+    throw InvalidArgument(concat("the checkpoint has no optimizer '", prefix, "'"));
+  if (state.get(prefix + "kind") != kind.name)
+    throw InvalidArgument(concat("the optimizer '", prefix, "' of the checkpoint is ",
+                                 state.get(prefix + "kind"), ", this one is ", kind.name));
+  const auto groups = static_cast<std::int64_t>(optimizer.param_groups().size());
+  std::vector<std::map<std::string, double>> group_options;
+  if (state.get_integer(prefix + "groups") == groups)
+    for (std::size_t g = 0; g < optimizer.param_groups().size(); ++g) {
+      auto values = kind.options(optimizer.param_groups()[g].options());
+      for (auto& [name, value] : values)
+        value = state.get_real(concat(prefix, "group", g, '.', name));
+      group_options.push_back(std::move(values));
+    }
+  std::vector<StatePointer> states;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const std::string step = prefix + parameters[i].name + ".step";
+    const bool there = !fresh[i].empty() || (kind.has_step && state.has(step));
+    states.push_back(
+        there ? kind.make(fresh[i], kind.has_step && state.has(step) ? state.get_integer(step) : 0)
+              : nullptr);
+  }
+  // Nothing below throws.
+  for (std::size_t g = 0; g < group_options.size(); ++g)
+    kind.set_options(optimizer.param_groups()[g].options(), group_options[g]);
+  auto& kept = optimizer.state();
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    void* key = parameters[i].parameter.unsafeGetTensorImpl();
+    if (states[i])
+      kept[key] = std::move(states[i]);
+    else
+      kept.erase(key);
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,168 @@
+#include "tessera/checkpoint/storage/saved_checkpoint.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+#include "tessera/checkpoint/storage/catalogue.h"
+#include "tessera/files/checksum.h"
+#include "tessera/files/safetensors.h"
+
+namespace tessera {
+
+namespace {
+
+// `from` packed over `part`, into its place in `to` packed over `box`.
+void place(const char* from, const Box& part, char* to, const Box& box, std::size_t element) {
+  std::size_t inner = box.size();
+  std::size_t run = element;
+  while (inner > 0 && part[inner - 1] == box[inner - 1])
+    run *= static_cast<std::size_t>(box[--inner].size());
+  if (inner > 0) run *= static_cast<std::size_t>(part[--inner].size());
+  std::vector<std::size_t> steps(box.size());
+  std::size_t step = element;
+  for (std::size_t d = box.size(); d-- > 0; step *= static_cast<std::size_t>(box[d].size()))
+    steps[d] = step;
+  std::vector<std::int64_t> index(inner, 0);
+  std::size_t first = 0;
+  for (std::size_t d = 0; d < box.size(); ++d)
+    first += static_cast<std::size_t>(part[d].begin - box[d].begin) * steps[d];
+  while (true) {
+    std::size_t at = first;
+    for (std::size_t d = 0; d < inner; ++d) at += static_cast<std::size_t>(index[d]) * steps[d];
+    std::memcpy(to + at, from, run);
+    from += run;
+    std::size_t d = inner;
+    while (d > 0 && ++index[d - 1] == part[d - 1].size()) index[--d] = 0;
+    if (d == 0) return;
+  }
+}
+
+// True if `part` is one run of bytes in `box`; `offset` in elements.
+bool contiguous_in(const Box& part, const Box& box, std::int64_t& offset) {
+  std::size_t d = box.size();
+  while (d > 0 && part[d - 1] == box[d - 1]) --d;
+  for (std::size_t outer = 0; outer + 1 < d; ++outer)
+    if (part[outer].size() != 1) return false;
+  offset = 0;
+  for (std::size_t k = 0; k < box.size(); ++k)
+    offset = offset * box[k].size() + part[k].begin - box[k].begin;
+  return true;
+}
+
+}  // namespace
+
+SavedCheckpoint::SavedCheckpoint(const std::string& folder, const std::string& name)
+    : SavedCheckpoint(folder, name, read_manifest(folder, name)) {}
+
+SavedCheckpoint::SavedCheckpoint(const std::string& folder, const std::string& name,
+                                 Manifest manifest)
+    : path_(concat(folder, '/', name)), manifest_(std::move(manifest)) {}
+
+SavedCheckpoint::SavedCheckpoint(const std::string& file) : path_(file), has_checksums_(false) {
+  auto opened = std::make_unique<ReadFile>(file);
+  const SafetensorsHeader header = read_safetensors_header(*opened);
+  header_bytes_ = opened->bytes_read();
+  manifest_.ranks = 1;
+  manifest_.files.push_back({file, opened->size()});
+  for (const SafetensorsTensor& t : header.tensors) {
+    Entry e{{EntryKind::tensor, t.name, 0, t.dtype, t.shape, {}}, {}};
+    if (t.dtype == "F4" && !t.shape.empty() && t.shape.back() % 2 == 0) e.info.shape.back() /= 2;
+    Box box;
+    for (const std::int64_t n : e.info.shape) box.push_back({0, n});
+    e.records.push_back({box, 0, header.data + t.begin, t.bytes(), 0});
+    manifest_.entries.push_back(std::move(e));
+  }
+  files_[0] = std::move(opened);
+}
+
+const ReadFile& SavedCheckpoint::file(int index) const {
+  auto& opened = files_[index];
+  if (!opened) {
+    const ManifestFile& known = manifest_.files.at(static_cast<std::size_t>(index));
+    auto fresh = std::make_unique<ReadFile>(concat(path_, '/', known.name));
+    if (fresh->size() != known.bytes)
+      throw FileError(concat("'", fresh->path(), "' has ", fresh->size(), " bytes, written were ",
+                             known.bytes));
+    opened = std::move(fresh);
+  }
+  return *opened;
+}
+
+std::uint64_t SavedCheckpoint::bytes_read() const {
+  std::uint64_t all = 0;
+  for (const auto& [index, opened] : files_)
+    if (opened) all += opened->bytes_read();
+  return all - header_bytes_;
+}
+
+std::vector<SavedCheckpoint::Use> SavedCheckpoint::uses(const Entry& entry, const Box& box) {
+  std::vector<Use> used;
+  for (std::size_t i = 0; i < entry.records.size(); ++i) {
+    const Box& there = entry.records[i].box;
+    const Box both = intersect(there, box);
+    if (volume(both) > 0) used.push_back({i, both == there});
+  }
+  return used;
+}
+
+void SavedCheckpoint::need_checksum(const Entry& entry, const Record& record,
+                                    std::uint64_t sum) const {
+  if (has_checksums_ && sum != record.checksum)
+    throw FileError(concat("'", file(record.file).path(), "': the bytes of '", entry.info.name,
+                           "' ", list(record.box), " (", record.bytes, " from ", record.begin,
+                           ") are not those that were written: the file is damaged"));
+}
+
+void SavedCheckpoint::read(const Entry& entry, const Box& box, void* out,
+                           double max_over_read) const {
+  const std::size_t element = element_bytes(entry.info.dtype);
+  std::vector<char> scratch;
+  for (const Use& use : uses(entry, box)) {
+    const Record& record = entry.records[use.record];
+    const Box part = intersect(record.box, box);
+    const auto bytes = static_cast<std::size_t>(volume(part)) * element;
+    std::int64_t offset = 0;
+    const bool direct = contiguous_in(part, box, offset);
+    if (!direct) scratch.resize(bytes);
+    char* to = direct ? static_cast<char*>(out) + static_cast<std::size_t>(offset) * element
+                      : scratch.data();
+    std::vector<std::int64_t> shape;
+    std::vector<ReadFile::Range> ranges;
+    for (std::size_t d = 0; d < part.size(); ++d) {
+      shape.push_back(record.box[d].size());
+      ranges.push_back({part[d].begin - record.box[d].begin, part[d].size(), 1});
+    }
+    const ReadFile& from = file(record.file);
+    if (use.whole && has_checksums_) {
+      // A piece at a time, so that the checksum finds the bytes in a cache.
+      Checksum sum;
+      constexpr std::size_t piece = std::size_t{1} << 20;
+      for (std::size_t at = 0; at < bytes; at += piece) {
+        const std::size_t n = std::min(piece, bytes - at);
+        from.read(to + at, n, record.begin + at);
+        sum.add(to + at, n);
+      }
+      need_checksum(entry, record, sum.value());
+    } else {
+      from.read_box(to, element, record.begin, shape, ranges, max_over_read);
+    }
+    if (!direct) place(scratch.data(), part, static_cast<char*>(out), box, element);
+  }
+}
+
+void SavedCheckpoint::verify(const Entry& entry, std::size_t index) const {
+  const Record& record = entry.records.at(index);
+  const ReadFile& from = file(record.file);
+  std::vector<char> piece(std::min<std::uint64_t>(record.bytes, std::uint64_t{1} << 20));
+  Checksum sum;
+  for (std::uint64_t at = 0; at < record.bytes; at += piece.size()) {
+    const std::size_t n = std::min<std::uint64_t>(piece.size(), record.bytes - at);
+    from.read(piece.data(), n, record.begin + at);
+    sum.add(piece.data(), n);
+  }
+  need_checksum(entry, record, sum.value());
+}
+
+}  // namespace tessera

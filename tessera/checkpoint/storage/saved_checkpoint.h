@@ -1,0 +1,57 @@
+#pragma once
+// SavedCheckpoint: a checkpoint that is there, read box by box. Plain safetensors files are read
+// in the same way, as checkpoints of full tensors without checksums.
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/storage/manifest.h"
+#include "tessera/files/read_file.h"
+
+namespace tessera {
+
+class SavedCheckpoint {
+ public:
+  /// Reads the manifest. Throws FileError as read_manifest() does.
+  SavedCheckpoint(const std::string& folder, const std::string& name);
+  /// From a manifest that another rank has read; files are opened when they are needed.
+  SavedCheckpoint(const std::string& folder, const std::string& name, Manifest manifest);
+  /// A safetensors file. Throws FileError.
+  explicit SavedCheckpoint(const std::string& file);
+
+  const Manifest& manifest() const { return manifest_; }
+  /// For messages: the folder of the checkpoint, or the file.
+  const std::string& path() const { return path_; }
+  bool has_checksums() const { return has_checksums_; }
+
+  /// The indices of the entry's records of which a box needs something, and whether it needs all.
+  struct Use {
+    std::size_t record = 0;
+    bool whole = false;
+  };
+  static std::vector<Use> uses(const Entry& entry, const Box& box);
+
+  /// The elements of `box`, packed row-major, into `out`. No other bytes are read, unless
+  /// `max_over_read` allows it (ReadFile::read_box). The checksums of records that are read whole
+  /// are compared. Throws FileError with the file and the entry.
+  void read(const Entry& entry, const Box& box, void* out, double max_over_read = 1) const;
+  /// Reads a record and compares its checksum. Throws FileError with the file and the entry.
+  void verify(const Entry& entry, std::size_t record) const;
+  /// Bytes that were asked of the system for the above, header and manifest not counted.
+  std::uint64_t bytes_read() const;
+
+ private:
+  const ReadFile& file(int index) const;
+  void need_checksum(const Entry& entry, const Record& record, std::uint64_t sum) const;
+
+  std::string path_;
+  bool has_checksums_ = true;
+  Manifest manifest_;
+  mutable std::map<int, std::unique_ptr<ReadFile>> files_;
+  std::uint64_t header_bytes_ = 0;
+};
+
+}  // namespace tessera

@@ -1,0 +1,200 @@
+// A save that ends at any operation: killed, cut off from power, or told that the disk is full. The
+// checkpoint before it stays loadable, and nothing is loaded that is not complete.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <map>
+#include <set>
+
+#include "storage_support.h"
+
+namespace tessera {
+namespace {
+
+using testing::DrawnState;
+using testing::Folder;
+
+enum class Fault { kill, torn, power, full };
+
+// Counts operations; at the n-th it kills the process (at once, in the middle of a write, or with
+// everything lost that was not synced), or throws as for a full disk from then on.
+class Faulty : public FileOperations {
+ public:
+  Faulty(int at, Fault fault) : left_(at), fault_(fault) {}
+
+  File open(const std::string& path, bool existing) override {
+    step(path);
+    unsynced_[path] = 0;
+    return FileOperations::open(path, existing);
+  }
+  void write(const File& file, const void* data, std::size_t bytes, std::uint64_t offset) override {
+    if (left_ == 0 && fault_ != Fault::kill) FileOperations::write(file, data, bytes / 2, offset);
+    step(file.path);
+    FileOperations::write(file, data, bytes, offset);
+  }
+  void sync(const File& file) override {
+    step(file.path);
+    FileOperations::sync(file);
+    unsynced_.erase(file.path);
+  }
+  void close(File& file) override {
+    step(file.path);
+    FileOperations::close(file);
+  }
+  void rename(const std::string& from, const std::string& to) override {
+    step(from);
+    FileOperations::rename(from, to);
+    if (unsynced_.erase(from)) unsynced_[to] = 0;
+    moved_.emplace_back(from, to);
+  }
+  bool remove(const std::string& path) override {
+    step(path);
+    return FileOperations::remove(path);
+  }
+  bool make_folder(const std::string& path) override {
+    step(path);
+    return FileOperations::make_folder(path);
+  }
+  void sync_folder(const std::string& path) override {
+    step(path);
+    FileOperations::sync_folder(path);
+    std::erase_if(moved_, [&](const auto& m) { return folder_of(m.second) == path; });
+  }
+
+ private:
+  void step(const std::string& path) {
+    if (left_-- > 0) return;
+    if (fault_ == Fault::full) {
+      throw FileError(concat("'", path, "' cannot be written to: No space left on device"));
+    }
+    if (fault_ == Fault::power) {
+      // The disk never saw what was not synced, and may have seen the names in any order.
+      for (const auto& [file, size] : unsynced_)
+        if (std::filesystem::exists(file)) std::filesystem::resize_file(file, size);
+      if (left_ % 2 == 0)
+        for (const auto& [from, to] : moved_)
+          if (std::filesystem::exists(to)) std::filesystem::rename(to, from);
+    }
+    ::_exit(77);
+  }
+  int left_;
+  Fault fault_;
+  std::map<std::string, std::uint64_t> unsynced_;
+  std::vector<std::pair<std::string, std::string>> moved_;
+};
+
+// What is there after the fault is the old checkpoint, or the new one in full; says which.
+std::string survivor(const Folder& folder, const DrawnState& old, const DrawnState& fresh,
+                     const std::string& old_name, const std::string& new_name) {
+  const auto latest = latest_checkpoint(folder.path());
+  if (!latest) return "nothing can be loaded";
+  std::string which;
+  for (const auto& [name, state] : {std::pair(old_name, &old), std::pair(new_name, &fresh)}) {
+    if (name != *latest) continue;
+    try {
+      testing::expect_drawn(*state, folder.path(), name);
+      which = state == &old ? "old" : "new";
+      break;
+    } catch (const std::exception& e) {
+      which += e.what();
+    }
+  }
+  return which;
+}
+
+void try_every_operation(Fault fault, bool same_name) {
+  std::mt19937 engine(6);
+  const DrawnState old = testing::draw_state(engine, 2, 3),
+                   fresh = testing::draw_state(engine, 3, 4);
+  const std::string name = same_name ? "a" : "b";
+  std::set<std::string> seen;
+  int operations = 0;
+  for (int at = 0;; ++at) {
+    ASSERT_LT(at, 300);
+    const Folder folder;
+    testing::save_drawn(old, folder.path(), "a", 1, FileOperations::system());
+    const pid_t child = ::fork();
+    if (child == 0) {
+      int code = 0;
+      try {
+        testing::save_drawn(fresh, folder.path(), name, 2, std::make_shared<Faulty>(at, fault));
+      } catch (const FileError&) {
+        code = 77;
+      }
+      ::_exit(code);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    const std::string left = survivor(folder, old, fresh, "a", name);
+    ASSERT_TRUE(left == "old" || left == "new") << "operation " << at << ": " << left;
+    seen.insert(left);
+    ASSERT_TRUE(WIFEXITED(status));
+    if (WEXITSTATUS(status) == 0) {
+      ASSERT_EQ(left, "new");
+      operations = at;
+      break;
+    }
+    ASSERT_EQ(WEXITSTATUS(status), 77);
+    // The next save, by whoever, cleans up and succeeds.
+    const auto system = FileOperations::system();
+    remove_incomplete(folder.path(), *system);
+    testing::save_drawn(fresh, folder.path(), name, 3, system);
+    ASSERT_EQ(survivor(folder, old, fresh, "a", name), "new");
+    ASSERT_EQ(names_in(folder / name).size(), read_manifest(folder.path(), name).files.size() + 1);
+  }
+  EXPECT_EQ(seen.size(), 2u);
+  EXPECT_GT(operations, 20) << "three shard files and a manifest";
+}
+
+TEST(Kill, AtEveryOperation) { try_every_operation(Fault::kill, false); }
+TEST(Kill, AtEveryOperationInTheMiddleOfAWrite) { try_every_operation(Fault::torn, false); }
+TEST(Kill, PowerLostAtEveryOperation) { try_every_operation(Fault::power, false); }
+TEST(Kill, DiskFullAtEveryOperation) { try_every_operation(Fault::full, false); }
+TEST(Kill, AtEveryOperationOverACheckpointOfTheSameName) {
+  for (const Fault fault : {Fault::kill, Fault::torn, Fault::power, Fault::full})
+    try_every_operation(fault, true);
+}
+
+TEST(Kill, WhileOneIsRemoved) {
+  std::mt19937 engine(7);
+  const DrawnState state = testing::draw_state(engine, 3, 3);
+  for (int at = 0;; ++at) {
+    ASSERT_LT(at, 100);
+    const Folder folder;
+    testing::save_drawn(state, folder.path(), "a", 1, FileOperations::system());
+    testing::save_drawn(state, folder.path(), "b", 2, FileOperations::system());
+    const pid_t child = ::fork();
+    if (child == 0) {
+      Faulty operations(at, Fault::kill);
+      remove_checkpoint(folder.path(), "a", operations);
+      ::_exit(0);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    std::vector<std::string> problems;
+    const auto all = list_checkpoints(folder.path(), &problems);
+    EXPECT_TRUE(problems.empty()) << "half-removed is none, not a damaged one: " << problems[0];
+    for (const auto& one : all) testing::expect_drawn(state, folder.path(), one.name);
+    ASSERT_GE(all.size(), 1u);
+    if (WEXITSTATUS(status) == 0) break;
+  }
+}
+
+TEST(Kill, ReadOnlyFolder) {
+  if (::geteuid() == 0) GTEST_SKIP() << "root writes everywhere";
+  std::mt19937 engine(8);
+  const Folder folder;
+  const DrawnState state = testing::draw_state(engine, 2, 2);
+  testing::save_drawn(state, folder.path(), "a", 1, FileOperations::system());
+  std::filesystem::permissions(
+      folder.path(), std::filesystem::perms::owner_read | std::filesystem::perms::owner_exec);
+  EXPECT_THROW(testing::save_drawn(state, folder.path(), "b", 2, FileOperations::system()),
+               FileError);
+  testing::expect_drawn(state, folder.path(), "a");
+  std::filesystem::permissions(folder.path(), std::filesystem::perms::owner_all);
+}
+
+}  // namespace
+}  // namespace tessera

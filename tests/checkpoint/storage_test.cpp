@@ -1,0 +1,246 @@
+// Checkpoints on the disk: who writes what, the manifest, reading boxes, and what damage does.
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <numeric>
+#include <set>
+
+#include "storage_support.h"
+
+namespace tessera {
+namespace {
+
+using testing::DrawnState;
+using testing::Folder;
+
+std::string file_error(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const FileError& e) {
+    return e.what();
+  }
+  ADD_FAILURE() << "no FileError";
+  return "";
+}
+
+TEST(WritePlan, EveryElementOnceByARankThatHoldsIt) {
+  std::mt19937 engine(1);
+  for (int i = 0; i < 500; ++i) {
+    const int ranks = 1 + static_cast<int>(engine() % 5);
+    const DrawnState state = testing::draw_state(engine, ranks, 1 + static_cast<int>(engine() % 6));
+    const WritePlan plan = plan_writes(state.held, 1 + engine() % 40);
+    std::map<std::size_t, std::vector<Box>> written;
+    for (int r = 0; r < ranks; ++r) {
+      for (const AssignedBox& a : plan.ranks[r]) {
+        bool holds = false;
+        for (const HeldShard& h : state.held[r])
+          holds = holds || (h.info == plan.entries[a.entry] && intersect(h.box, a.box) == a.box);
+        ASSERT_TRUE(holds);
+        ASSERT_GT(volume(a.box), 0);
+        written[a.entry].push_back(a.box);
+      }
+    }
+    for (std::size_t e = 0; e < plan.entries.size(); ++e)
+      ASSERT_NO_THROW(check_boxes(written[e], plan.entries[e], "plan"));
+  }
+}
+
+TEST(WritePlan, ReplicasShareTheBytesEvenly) {
+  std::mt19937 engine(2);
+  for (int i = 0; i < 100; ++i) {
+    const int ranks = 2 + static_cast<int>(engine() % 7);
+    std::vector<std::vector<HeldShard>> held(ranks);
+    std::uint64_t total = 0, row = 0;
+    // Replicated on all, and a shard on each rank that is not more than its part of it.
+    for (int t = 0; t < 5; ++t) {
+      const std::int64_t rows = 200 + static_cast<std::int64_t>(engine() % 2000),
+                         columns = 1 + static_cast<std::int64_t>(engine() % 9);
+      const EntryInfo info{EntryKind::tensor, concat("t", t), 0, "F32", {rows, columns}, {}};
+      for (auto& one : held) one.push_back({info, {{0, rows}, {0, columns}}});
+      total += static_cast<std::uint64_t>(4 * rows * columns);
+      row = std::max(row, static_cast<std::uint64_t>(4 * columns));
+    }
+    std::int64_t begin = 0;
+    std::vector<std::int64_t> parts;
+    for (int r = 0; r < ranks; ++r) parts.push_back(static_cast<std::int64_t>(engine() % 100));
+    const std::int64_t all = std::accumulate(parts.begin(), parts.end(), std::int64_t{0});
+    for (int r = 0; r < ranks; ++r) {
+      held[r].push_back(
+          {{EntryKind::tensor, "s", 0, "U8", {all}, {}}, {{begin, begin + parts[r]}}});
+      begin += parts[r];
+    }
+    total += static_cast<std::uint64_t>(all);
+    const WritePlan plan = plan_writes(held, 1);
+    for (int r = 0; r < ranks; ++r) {
+      ASSERT_LE(plan.bytes(r), total / ranks + 8 * row) << r << " of " << ranks;
+      ASSERT_GE(plan.bytes(r) + 8 * row, total / ranks) << r << " of " << ranks;
+    }
+  }
+}
+
+TEST(WritePlan, DisagreementIsRefusedWithTheNames) {
+  const EntryInfo info{EntryKind::tensor, "w", 0, "F32", {4, 2}, {}};
+  const auto why = [&](const std::vector<std::vector<HeldShard>>& held) {
+    try {
+      plan_writes(held);
+    } catch (const InvalidArgument& e) {
+      return std::string(e.what());
+    }
+    return std::string("nothing was thrown");
+  };
+  EntryInfo other = info;
+  other.dtype = "F64";
+  const Box full{{0, 4}, {0, 2}};
+  EXPECT_NE(why({{{info, full}}, {{other, full}}}).find("rank 1 has F64"), std::string::npos);
+  EXPECT_NE(why({{{info, {{0, 3}, {0, 2}}}}, {{info, {{2, 4}, {0, 2}}}}}).find("overlap"),
+            std::string::npos);
+  EXPECT_NE(why({{{info, {{0, 2}, {0, 2}}}}, {{info, {{3, 4}, {0, 2}}}}}).find("'w'"),
+            std::string::npos);
+  EXPECT_NE(why({{{info, full}, {info, full}}}).find("twice"), std::string::npos);
+  EXPECT_NE(why({{{info, {{0, 5}, {0, 2}}}}}).find("leaves"), std::string::npos);
+}
+
+TEST(Manifest, ComesBackAndAnyChangeIsSeen) {
+  Manifest manifest;
+  manifest.sequence = 7;
+  manifest.ranks = 2;
+  manifest.files = {{shard_name(0, 2, "0123456789abcdef"), 100},
+                    {shard_name(1, 2, "0123456789abcdef"), 90}};
+  manifest.entries = {{{EntryKind::tensor, "w \"\xc3\xa9\"", 0, "F32", {3, 2}, "{}"},
+                       {{{{0, 1}, {0, 2}}, 0, 8, 8, 5}, {{{1, 3}, {0, 2}}, 1, 0, 16, ~0ull}}},
+                      {{EntryKind::value, "step", 0, "U8", {3}, {}}, {{{{0, 3}}, 0, 16, 3, 1}}},
+                      {{EntryKind::rank_value, "rng", 1, "U8", {0}, {}}, {}}};
+  const std::string text = to_json(manifest);
+  EXPECT_EQ(parse_manifest(text, "x"), manifest);
+  for (std::size_t n = 0; n < text.size(); ++n)
+    EXPECT_NE(file_error([&] { parse_manifest(text.substr(0, n), "the path"); }).find("the path"),
+              std::string::npos);
+  for (std::size_t n = 0; n < text.size(); ++n) {
+    std::string changed = text;
+    changed[n] = static_cast<char>(changed[n] ^ 1 << n % 7);
+    file_error([&] { parse_manifest(changed, "x"); });
+  }
+}
+
+TEST(Manifest, NamesOfFiles) {
+  EXPECT_TRUE(is_checkpoint_file(shard_name(3, 4, make_nonce())));
+  EXPECT_TRUE(
+      is_checkpoint_file(shard_name(123456, 200000, make_nonce()) + ".tmp-" + make_nonce()));
+  EXPECT_TRUE(is_checkpoint_file("manifest.json"));
+  EXPECT_TRUE(is_checkpoint_file("manifest.json.tmp-0123456789abcdef"));
+  for (const char* foreign : {"model.safetensors", "shard-x.safetensors", "notes.txt", "..",
+                              "shard-00000-of-00001.0123456789abcdef.txt", "manifest.json.bak"})
+    EXPECT_FALSE(is_checkpoint_file(foreign)) << foreign;
+}
+
+// Saved by any number of ranks, any box reads the right values and not one byte more.
+TEST(SavedCheckpoint, AnyBoxOfAnyLayoutReadsOnlyItsBytes) {
+  std::mt19937 engine(3);
+  for (int i = 0; i < 60; ++i) {
+    const Folder folder;
+    const DrawnState state = testing::draw_state(engine, 1 + static_cast<int>(engine() % 4), 4);
+    testing::save_drawn(state, folder.path(), "c", 1, FileOperations::system(), 1 + engine() % 30);
+    testing::expect_drawn(state, folder.path(), "c");
+    for (int k = 0; k < 20; ++k) {
+      const SavedCheckpoint saved(folder.path(), "c");
+      const std::size_t t = engine() % state.shapes.size();
+      Box box;
+      for (const std::int64_t n : state.shapes[t]) {
+        const auto a = static_cast<std::int64_t>(engine() % (n + 1)),
+                   b = static_cast<std::int64_t>(engine() % (n + 1));
+        box.push_back({std::min(a, b), std::max(a, b)});
+      }
+      std::vector<std::uint32_t> got(static_cast<std::size_t>(volume(box)));
+      saved.read(*saved.manifest().find(EntryKind::tensor, concat("t", t)), box, got.data());
+      ASSERT_EQ(got, testing::numbers(state.shapes[t], box, state.bases[t]));
+      ASSERT_EQ(saved.bytes_read(), 4 * got.size()) << "an over-read of 1.00";
+    }
+  }
+}
+
+TEST(SavedCheckpoint, EveryBitFlipAndEveryTruncationIsFoundAndNamed) {
+  std::mt19937 engine(4);
+  const Folder folder;
+  const DrawnState old = testing::draw_state(engine, 2, 3),
+                   state = testing::draw_state(engine, 3, 5);
+  testing::save_drawn(old, folder.path(), "old", 1, FileOperations::system());
+  testing::save_drawn(state, folder.path(), "new", 2, FileOperations::system());
+  EXPECT_EQ(latest_checkpoint(folder.path()), "new");
+  for (const std::string& name : names_in(folder / "new")) {
+    const std::string path = folder / "new/" + name, good = testing::contents(path);
+    const std::uint64_t header =
+        name == kManifestName
+            ? 0
+            : 8 + static_cast<unsigned char>(good[0]) + 256 * static_cast<unsigned char>(good[1]);
+    for (std::size_t n = 0; n < good.size(); n += 1 + engine() % 7) {
+      testing::put(path, good.substr(0, n));
+      EXPECT_NE(file_error([&] { SavedCheckpoint(folder.path(), "new"); }).find(name),
+                std::string::npos);
+      std::vector<std::string> problems;
+      EXPECT_EQ(latest_checkpoint(folder.path(), &problems), "old");
+      EXPECT_EQ(problems.size(), 1u);
+    }
+    testing::put(path, good + "x");
+    EXPECT_NE(file_error([&] { SavedCheckpoint(folder.path(), "new"); }).find(name),
+              std::string::npos);
+    for (std::size_t n = header; n < good.size(); n += 1 + engine() % 3) {
+      std::string flipped = good;
+      flipped[n] = static_cast<char>(flipped[n] ^ 1 << engine() % 8);
+      testing::put(path, flipped);
+      EXPECT_NE(file_error([&] { testing::expect_drawn(state, folder.path(), "new"); }).find(name),
+                std::string::npos)
+          << n;
+    }
+    testing::put(path, good);
+    if (name != kManifestName) {
+      std::filesystem::rename(path, path + "x");
+      EXPECT_NE(file_error([&] { SavedCheckpoint(folder.path(), "new"); }).find(name),
+                std::string::npos);
+      std::filesystem::rename(path + "x", path);
+    }
+  }
+  testing::expect_drawn(state, folder.path(), "new");
+  testing::expect_drawn(old, folder.path(), "old");
+}
+
+TEST(Catalogue, LatestRemovalAndForeignFiles) {
+  std::mt19937 engine(5);
+  const Folder folder;
+  const auto operations = FileOperations::system();
+  const DrawnState state = testing::draw_state(engine, 2, 3);
+  EXPECT_EQ(latest_checkpoint(folder / "absent"), std::nullopt);
+  for (int s = 1; s <= 3; ++s)
+    testing::save_drawn(state, folder.path(), concat("z", 9 - s), s, operations);
+  std::filesystem::create_directory(folder / "foreign");
+  testing::put(folder / "foreign/model.safetensors", "x");
+  testing::put(folder / "file", "x");
+  std::filesystem::create_directory(folder / "partial");
+  testing::put(folder / "partial/" + shard_name(0, 1, make_nonce()), "half");
+  testing::put(folder / "z6/notes.txt", "mine");
+  const auto all = list_checkpoints(folder.path());
+  ASSERT_EQ(all.size(), 3u);
+  EXPECT_EQ(all.back().name, "z6");
+  EXPECT_NE(file_error([&] { read_manifest(folder.path(), "partial"); }).find("never ended"),
+            std::string::npos);
+  EXPECT_NE(file_error([&] { read_manifest(folder.path(), "nothing"); }).find("nothing"),
+            std::string::npos);
+  for (const char* bad : {"", "..", "a/b", ".x"})
+    EXPECT_THROW(check_checkpoint_name(bad), InvalidArgument);
+  remove_incomplete(folder.path(), *operations);
+  EXPECT_FALSE(std::filesystem::exists(folder / "partial"));
+  EXPECT_TRUE(std::filesystem::exists(folder / "foreign/model.safetensors"));
+  remove_checkpoint(folder.path(), "z6", *operations);
+  EXPECT_EQ(latest_checkpoint(folder.path()), "z7");
+  EXPECT_EQ(names_in(folder / "z6"), std::vector<std::string>{"notes.txt"});
+  remove_checkpoint(folder.path(), "z8", *operations);
+  EXPECT_FALSE(std::filesystem::exists(folder / "z8"));
+  // The same name again: the new one replaces the old, whose files go.
+  const DrawnState other = testing::draw_state(engine, 3, 3);
+  testing::save_drawn(other, folder.path(), "z7", 9, operations);
+  testing::expect_drawn(other, folder.path(), "z7");
+  EXPECT_EQ(names_in(folder / "z7").size(), read_manifest(folder.path(), "z7").files.size() + 1);
+}
+
+}  // namespace
+}  // namespace tessera
