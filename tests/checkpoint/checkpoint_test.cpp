@@ -1,0 +1,325 @@
+// What a checkpoint promises to the ranks that save and load it: values by name, errors on all
+// ranks, saves in the background, damage, retention.
+
+#include <sys/wait.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+
+#include "support.h"
+
+namespace tessera::test {
+
+using ::tessera::testing::contents;
+using ::tessera::testing::Folder;
+using ::tessera::testing::put;
+
+namespace {
+
+// Writes wait until the gate is opened.
+class Gate : public FileOperations {
+ public:
+  void write(const File& file, const void* data, std::size_t bytes, std::uint64_t offset) override {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return open_; });
+    lock.unlock();
+    FileOperations::write(file, data, bytes, offset);
+  }
+  void set(bool open) {
+    const std::lock_guard lock(mutex_);
+    open_ = open;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool open_ = true;
+};
+
+// As a full disk from the n-th write or sync on; -1: never.
+class Full : public FileOperations {
+ public:
+  std::atomic<int> left{-1};
+  void write(const File& file, const void* data, std::size_t bytes, std::uint64_t offset) override {
+    step(file.path);
+    FileOperations::write(file, data, bytes, offset);
+  }
+  void sync(const File& file) override {
+    step(file.path);
+    FileOperations::sync(file);
+  }
+  void rename(const std::string& from, const std::string& to) override {
+    step(from);
+    FileOperations::rename(from, to);
+  }
+
+ private:
+  void step(const std::string& path) {
+    int now = left;
+    while (now > 0 && !left.compare_exchange_weak(now, now - 1)) {
+    }
+    if (now == 0)
+      throw FileError(concat("'", path, "' cannot be written to: No space left on device"));
+  }
+};
+
+CheckpointState rows_state(DistributedManager& manager, double value) {
+  const auto mesh = manager.mesh({{"x", manager.world_size()}});
+  CheckpointState state;
+  state.add("t", distribute_tensor(at::full({8, 3}, value), mesh, {Shard(0)}));
+  return state;
+}
+
+double loaded_value(DistributedManager& manager, const std::string& folder,
+                    const std::string& name) {
+  const auto mesh = manager.mesh({{"x", manager.world_size()}});
+  const CheckpointReader saved(manager.world(), folder, name);
+  const at::Tensor t = full_tensor(saved.read("t", ShardSpec(mesh, {8, 3}, {Shard(1)})));
+  EXPECT_TRUE(t.eq(t[0][0]).all().item<bool>()) << "half loaded";
+  return t[0][0].item<double>();
+}
+
+}  // namespace
+
+TEST(Checkpoint, ValuesByName) {
+  const Folder folder;
+  const std::string bytes("\0\xff\x80 any", 8);
+  on_threads(3, [&](DistributedManager& manager) {
+    CheckpointState state;
+    state.set("bytes", bytes).set("empty", "").set_integer("step", -7).set_real("loss", 0.1);
+    state.set_of_rank("random", concat("of rank ", manager.rank()));
+    if (manager.rank() == 1) state.set_of_rank("only", "here");
+    Checkpointer(manager, folder.path()).save("c", state);
+  });
+  for (const int ranks : {2, 4}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      const CheckpointReader saved(manager.world(), folder.path(), "c");
+      EXPECT_EQ(saved.value_names(), (std::vector<std::string>{"bytes", "empty", "loss", "step"}));
+      EXPECT_EQ(saved.rank_value_names(), (std::vector<std::string>{"only", "random"}));
+      EXPECT_EQ(saved.value("bytes"), bytes);
+      EXPECT_EQ(saved.value("empty"), "");
+      EXPECT_EQ(saved.integer("step"), -7);
+      EXPECT_EQ(saved.real("loss"), 0.1);
+      EXPECT_TRUE(contains(thrown<InvalidArgument>([&] { saved.integer("bytes"); }), "'bytes'"));
+      EXPECT_TRUE(contains(thrown<InvalidArgument>([&] { saved.value("none"); }), "loss"));
+      EXPECT_EQ(saved.values_of_ranks("random"),
+                (std::map<int, std::string>{{0, "of rank 0"}, {1, "of rank 1"}, {2, "of rank 2"}}));
+      EXPECT_EQ(saved.values_of_ranks("only"), (std::map<int, std::string>{{1, "here"}}));
+      CheckpointState state;
+      saved.load(state);
+      EXPECT_EQ(state.get("bytes"), bytes);
+      EXPECT_EQ(state.has_of_rank("random"), manager.rank() < 3);
+      if (manager.rank() < 3)
+        EXPECT_EQ(state.get_of_rank("random"), concat("of rank ", manager.rank()));
+    });
+  }
+}
+
+TEST(Checkpoint, WhatDoesNotFitIsToldBeforeAnythingChanges) {
+  const Folder folder;
+  on_threads(2, [&](DistributedManager& manager) {
+    CheckpointState state;
+    state.add("a", at::ones({2})).add("b", at::ones({3})).add("c", at::ones({4}));
+    Checkpointer(manager, folder.path()).save("c", state);
+    const CheckpointReader saved(manager.world(), folder.path(), "c");
+    const at::Tensor a = at::zeros({2}), b = at::zeros({5}), d = at::zeros({1}),
+                     c = at::zeros({4}, at::kDouble);
+    CheckpointState other;
+    other.add("a", a).add("b", b).add("d", d).add("c", c);
+    const std::string why = thrown<InvalidArgument>([&] { saved.load(other); });
+    EXPECT_TRUE(contains(why, "'b' has shape [5], in the checkpoint [3]")) << why;
+    EXPECT_TRUE(contains(why, "'d' is not in the checkpoint")) << why;
+    EXPECT_TRUE(contains(why, "'c' is F64")) << why;
+    EXPECT_EQ(a.sum().item<float>(), 0);
+    CheckpointState less;
+    less.add("a", a).add("c", c);
+    EXPECT_TRUE(contains(thrown<InvalidArgument>([&] { saved.load(less, {.convert = true}); }),
+                         "'b' is in the checkpoint alone"));
+    saved.load(less, {.allow_extra = true, .convert = true});
+    EXPECT_EQ(c.sum().item<double>(), 4);
+    EXPECT_TRUE(contains(
+        thrown<FileError>([&] { CheckpointReader(manager.world(), folder.path(), "absent"); }),
+        "absent"));
+  });
+}
+
+TEST(Checkpoint, RanksThatDisagreeAreToldByName) {
+  const Folder folder;
+  on_threads(3, [&](DistributedManager& manager) {
+    Checkpointer checkpoints(manager, folder.path(), {.check_replicas = true});
+    CheckpointState value, tensor;
+    value.set_integer("step", manager.rank() == 2 ? 5 : 4);
+    EXPECT_TRUE(
+        contains(thrown<InvalidArgument>([&] { checkpoints.save("c", value); }), "value 'step'"));
+    tensor.add("w", at::full({3}, manager.rank() == 1 ? 1.0 : 2.0));
+    EXPECT_TRUE(
+        contains(thrown<InvalidArgument>([&] { checkpoints.save("c", tensor); }), "tensor 'w'"));
+    EXPECT_TRUE(contains(thrown<InvalidArgument>([&] {
+                           checkpoints.save(manager.rank() == 0 ? "one" : "other",
+                                            CheckpointState());
+                         }),
+                         "name"));
+    EXPECT_THROW(checkpoints.save("a/b", CheckpointState()), InvalidArgument);
+    EXPECT_TRUE(checkpoints.names().empty());
+    checkpoints.save("empty", CheckpointState());
+    EXPECT_EQ(checkpoints.latest(), "empty") << "a state of nothing is a checkpoint too";
+  });
+}
+
+TEST(Checkpoint, BackgroundSavesHoldTheStateOfTheirCall) {
+  const Folder folder;
+  on_threads(3, [&](DistributedManager& manager) {
+    const auto gate = std::make_shared<Gate>();
+    Checkpointer checkpoints(manager, folder.path(), {.operations = gate});
+    CheckpointState state = rows_state(manager, 1);
+    gate->set(false);
+    checkpoints.start_save("one", state);
+    to_local(state.tensors()[0].value).fill_(2);
+    EXPECT_TRUE(checkpoints.saving());
+    manager.world().all_gather_bytes("both meet while it is being written");
+    gate->set(true);
+    checkpoints.start_save("two", state);
+    to_local(state.tensors()[0].value).fill_(3);
+    checkpoints.wait();
+    EXPECT_FALSE(checkpoints.saving());
+    EXPECT_EQ(checkpoints.names(), (std::vector<std::string>{"one", "two"}));
+    EXPECT_EQ(loaded_value(manager, folder.path(), "one"), 1);
+    EXPECT_EQ(loaded_value(manager, folder.path(), "two"), 2);
+    checkpoints.save("three", state);
+    EXPECT_EQ(loaded_value(manager, folder.path(), "three"), 3);
+  });
+}
+
+TEST(Checkpoint, ASecondSaveIsRefusedOnAllRanksIfOneIsBusy) {
+  const Folder folder;
+  on_threads(3, [&](DistributedManager& manager) {
+    const auto gate = std::make_shared<Gate>();
+    Checkpointer checkpoints(manager, folder.path(),
+                             {.busy = CheckpointOptions::Busy::refuse, .operations = gate});
+    const CheckpointState state = rows_state(manager, 1);
+    // Only rank 1 is slow, and the others know it.
+    if (manager.rank() == 1) gate->set(false);
+    checkpoints.start_save("one", state);
+    EXPECT_TRUE(
+        contains(thrown<CheckpointBusy>([&] { checkpoints.start_save("two", state); }), "rank "));
+    EXPECT_THROW(checkpoints.save("two", state), CheckpointBusy);
+    manager.world().all_gather_bytes("");
+    gate->set(true);
+    checkpoints.wait();
+    checkpoints.start_save("three", state);
+    checkpoints.wait();
+    EXPECT_EQ(checkpoints.names(), (std::vector<std::string>{"one", "three"}));
+  });
+}
+
+TEST(Checkpoint, AFullDiskOnOneRankFailsTheSaveOnAllAndLeavesNothing) {
+  for (const bool background : {false, true}) {
+    for (int at = 0; at < 12; ++at) {
+      const Folder folder;
+      on_threads(2, [&](DistributedManager& manager) {
+        const auto disk = std::make_shared<Full>();
+        Checkpointer checkpoints(manager, folder.path(), {.operations = disk});
+        checkpoints.save("good", rows_state(manager, 1));
+        if (manager.rank() == at % 2) disk->left = at / 2;
+        // The first rank writes four times, syncs and moves twice; the other less.
+        std::string why;
+        bool failed = false;
+        try {
+          if (background) {
+            checkpoints.start_save("bad", rows_state(manager, 2));
+            checkpoints.wait();
+          } else {
+            checkpoints.save("bad", rows_state(manager, 2));
+          }
+        } catch (const FileError& e) {
+          failed = true;
+          why = e.what();
+          EXPECT_TRUE(contains(why, "No space left")) << why;
+          EXPECT_TRUE(contains(why, folder.path())) << why;
+        }
+        disk->left = -1;
+        const auto all = manager.world().all_gather_bytes(failed ? "failed" : "saved");
+        EXPECT_EQ(all[0], all[1]) << "the ranks agree on whether it was saved";
+        if (at == 0 || at == 1) EXPECT_TRUE(failed);
+        EXPECT_EQ(checkpoints.latest(), failed ? "good" : "bad");
+        EXPECT_EQ(loaded_value(manager, folder.path(), "good"), 1);
+        EXPECT_EQ(std::filesystem::exists(folder / "bad"), !failed);
+        manager.world().all_gather_bytes("");
+        checkpoints.save("again", rows_state(manager, 3));
+        EXPECT_EQ(loaded_value(manager, folder.path(), "again"), 3);
+      });
+    }
+  }
+}
+
+TEST(Checkpoint, DamageIsFoundByTheRankThatReadsItAndToldToAll) {
+  const Folder folder;
+  on_threads(3, [&](DistributedManager& manager) {
+    Checkpointer checkpoints(manager, folder.path());
+    checkpoints.save("c", rows_state(manager, 1));
+    const std::string file = folder / ("c/" + names_in(folder / "c")[2]);
+    const std::string good = contents(file);
+    manager.world().all_gather_bytes("");
+    if (manager.rank() == 0) {
+      std::string bad = good;
+      bad[bad.size() - 3] = static_cast<char>(bad[bad.size() - 3] ^ 4);
+      put(file, bad);
+    }
+    manager.world().all_gather_bytes("");
+    for (const int dim : {0, 1}) {
+      const auto mesh = manager.mesh({{"x", 3}});
+      const at::Tensor t = distribute_tensor(at::zeros({8, 3}), mesh, {Shard(dim)});
+      CheckpointState state;
+      state.add("t", t);
+      const CheckpointReader saved(manager.world(), folder.path(), "c");
+      const std::string why = thrown<FileError>([&] { saved.load(state); });
+      EXPECT_TRUE(contains(why, file)) << why;
+      EXPECT_TRUE(contains(why, "'t'")) << why;
+      EXPECT_EQ(to_local(t).sum().item<double>(), 0) << "nothing is half loaded";
+      thrown<FileError>([&] { saved.verify(); });
+    }
+    manager.world().all_gather_bytes("");
+    if (manager.rank() == 0) put(file, good);
+    manager.world().all_gather_bytes("");
+    EXPECT_EQ(loaded_value(manager, folder.path(), "c"), 1);
+  });
+}
+
+TEST(Checkpoint, TheLatestAreKept) {
+  const Folder folder;
+  on_threads(2, [&](DistributedManager& manager) {
+    Checkpointer checkpoints(manager, folder.path(), {.keep_last = 2});
+    for (const char* name : {"z", "y", "x"}) checkpoints.save(name, rows_state(manager, name[0]));
+    EXPECT_EQ(checkpoints.names(), (std::vector<std::string>{"y", "x"}));
+    EXPECT_FALSE(std::filesystem::exists(folder / "z"));
+    checkpoints.save("y", rows_state(manager, 7));
+    EXPECT_EQ(checkpoints.names(), (std::vector<std::string>{"x", "y"}))
+        << "saved again, it is the latest";
+    EXPECT_EQ(loaded_value(manager, folder.path(), "y"), 7);
+    checkpoints.remove("y");
+    EXPECT_EQ(checkpoints.latest(), "x");
+    EXPECT_TRUE(checkpoints.warnings().empty());
+  });
+}
+
+TEST(Checkpoint, GroupsOfSomeRanksSaveForThemselves) {
+  const Folder folder;
+  on_threads(4, [&](DistributedManager& manager) {
+    const int half = manager.rank() / 2;
+    Checkpointer checkpoints(manager, folder / concat("half", half), {}, {2 * half, 2 * half + 1});
+    CheckpointState state;
+    state.add("t", at::full({1, 2}, manager.rank()), {{2, 2}, {manager.rank() % 2, 0}});
+    checkpoints.save("c", state);
+    const CheckpointReader saved(manager.group({2 * half, 2 * half + 1}), checkpoints.folder(),
+                                 "c");
+    const at::Tensor t = at::zeros({2, 2});
+    CheckpointState full;
+    full.add("t", t);
+    saved.load(full);
+    EXPECT_EQ(t.sum().item<double>(), 2 * (4 * half + 1));
+  });
+}
+
+}  // namespace tessera::test

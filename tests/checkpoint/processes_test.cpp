@@ -1,0 +1,128 @@
+// Ranks as processes over Gloo, of which one is killed at any of its operations: the others learn
+// of it in bounded time, and what was saved before can be loaded by whoever comes next.
+
+#include <signal.h>
+#include <unistd.h>
+
+#include "../comm/fork_ranks.h"
+#include "support.h"
+
+namespace tessera::test {
+
+using ::tessera::testing::Folder;
+using ::tessera::testing::fork_ranks;
+using ::tessera::testing::RankEnd;
+
+namespace {
+
+// Ends the process by SIGKILL in its n-th operation.
+class Killed : public FileOperations {
+ public:
+  explicit Killed(int at) : left_(at) {}
+  File open(const std::string& path, bool existing) override {
+    step();
+    return FileOperations::open(path, existing);
+  }
+  void write(const File& file, const void* data, std::size_t bytes, std::uint64_t offset) override {
+    if (left_ == 0) FileOperations::write(file, data, bytes / 2, offset);
+    step();
+    FileOperations::write(file, data, bytes, offset);
+  }
+  void sync(const File& file) override {
+    step();
+    FileOperations::sync(file);
+  }
+  void rename(const std::string& from, const std::string& to) override {
+    step();
+    FileOperations::rename(from, to);
+  }
+  void sync_folder(const std::string& path) override {
+    step();
+    FileOperations::sync_folder(path);
+  }
+  void arm() { armed_ = true; }
+
+ private:
+  void step() {
+    if (armed_ && left_-- == 0) ::kill(::getpid(), SIGKILL);
+  }
+  int left_;
+  bool armed_ = false;
+};
+
+CheckpointState table(int rank, double value) {
+  CheckpointState state;
+  state.add("t", at::full({2, 3}, value + rank), {{4, 3}, {2 * rank, 0}});
+  state.set_integer("step", static_cast<std::int64_t>(value));
+  return state;
+}
+
+// The step of the checkpoint that can be loaded, after its values have been compared; by this
+// process alone.
+std::int64_t loadable(const std::string& folder, const std::string& name) {
+  const SavedCheckpoint saved(folder, name);
+  std::vector<float> t(12);
+  saved.read(*saved.manifest().find(EntryKind::tensor, "t"), {{0, 4}, {0, 3}}, t.data());
+  const Entry* step = saved.manifest().find(EntryKind::value, "step");
+  std::string bytes(static_cast<std::size_t>(step->info.shape[0]), '\0');
+  saved.read(*step, {{0, step->info.shape[0]}}, bytes.data());
+  const auto value = std::stoll(bytes);
+  for (int i = 0; i < 12; ++i)
+    EXPECT_EQ(t[static_cast<std::size_t>(i)], static_cast<float>(value + i / 6)) << "half loaded";
+  return value;
+}
+
+}  // namespace
+
+TEST(CheckpointProcesses, OneRankKilledAtEveryOperation) {
+  for (const bool background : {false, true}) {
+    for (const int victim : {0, 1}) {
+      for (int at = 0;; ++at) {
+        ASSERT_LT(at, 40);
+        const Folder folder;
+        const auto body = [&](const Launch& launch) -> std::string {
+          ManagerOptions options;
+          options.launch = launch;
+          options.timeout = std::chrono::seconds(10);
+          const auto manager = DistributedManager::initialize(options);
+          const auto operations = std::make_shared<Killed>(manager.rank() == victim ? at : -1);
+          Checkpointer checkpoints(manager, folder.path(),
+                                   {.timeout = std::chrono::seconds(10), .operations = operations});
+          checkpoints.save("first", table(manager.rank(), 10));
+          operations->arm();
+          try {
+            if (background) {
+              checkpoints.start_save("second", table(manager.rank(), 20));
+              checkpoints.wait();
+            } else {
+              checkpoints.save("second", table(manager.rank(), 20));
+            }
+          } catch (const CommError& e) {
+            return "lost";
+          }
+          return "saved";
+        };
+        const auto ends = fork_ranks(2, body, std::chrono::seconds(40));
+        const RankEnd& other = ends[1 - victim];
+        ASSERT_TRUE(other.ended) << "a hang; victim " << victim << ", operation " << at;
+        ASSERT_TRUE(other.report == "lost" || other.report == "saved") << other.report;
+        const auto latest = latest_checkpoint(folder.path());
+        ASSERT_TRUE(latest.has_value());
+        EXPECT_EQ(loadable(folder.path(), "first"), 10);
+        if (latest == "second") {
+          EXPECT_EQ(loadable(folder.path(), "second"), 20);
+        } else {
+          EXPECT_EQ(other.report, "lost");
+        }
+        if (ends[victim].signal == 0) {
+          EXPECT_EQ(latest, "second");
+          EXPECT_EQ(ends[victim].report, "saved");
+          break;
+        }
+        EXPECT_EQ(ends[victim].signal, SIGKILL);
+      }
+    }
+  }
+}
+
+}  // namespace tessera::test
