@@ -1,0 +1,144 @@
+// Checkpoints: writing and reading beside plain files of the same size on the same disk, and the
+// pause of a save in the background beside one memcpy.
+//
+//   bench_checkpoint [--out FILE] [--folder FOLDER] [--megabytes N]
+#include <fcntl.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "harness.h"
+#include "tessera/base/text.h"
+#include "tessera/checkpoint/checkpoint_reader.h"
+#include "tessera/checkpoint/checkpointer.h"
+#include "tessera/comm/job/threads.h"
+#include "tessera/files/operations.h"
+#include "tessera/files/read_file.h"
+#include "tessera/tensor/shard_tensor.h"
+
+using namespace tessera;
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double timed(const std::function<void()>& work) {
+  const auto begin = Clock::now();
+  work();
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+// As a program without checkpoints would: one file, written in large pieces, synced.
+void write_plain(const std::string& path, const std::vector<at::Tensor>& tensors) {
+  std::filesystem::remove(path);
+  FileOperations operations;
+  auto file = operations.open(path);
+  std::uint64_t at = 0;
+  for (const at::Tensor& t : tensors) {
+    operations.write(file, t.const_data_ptr(), t.nbytes(), at);
+    at += t.nbytes();
+  }
+  operations.sync(file);
+  operations.close(file);
+}
+
+void read_plain(const std::string& path, const std::vector<at::Tensor>& tensors) {
+  const ReadFile file(path);
+  std::uint64_t at = 0;
+  for (const at::Tensor& t : tensors) {
+    file.read(t.data_ptr(), t.nbytes(), at);
+    at += t.nbytes();
+  }
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  std::string out, folder = std::filesystem::temp_directory_path();
+  int megabytes = 128;
+  CLI::App app("Checkpoints beside plain files and one memcpy");
+  app.add_option("--out", out);
+  app.add_option("--folder", folder, "on the disk that is measured");
+  app.add_option("--megabytes", megabytes);
+  std::string only;
+  app.add_option("--only", only);
+  CLI11_PARSE(app, count, arguments);
+  folder += concat("/tessera_bench_checkpoint_", ::getpid());
+  std::filesystem::create_directories(folder);
+  bench::Report report("checkpoint", out);
+  run_threads(1, [&](DistributedManager& manager) {
+    at::set_num_threads(1);
+    std::vector<at::Tensor> tensors, targets;
+    CheckpointState state, into;
+    for (int i = 0; i < 16; ++i) {
+      tensors.push_back(at::rand({megabytes * 1024 / 16, 256}));
+      targets.push_back(at::zeros_like(tensors.back()));
+      state.add(concat("t", i), tensors.back());
+      into.add(concat("t", i), targets.back());
+    }
+    Checkpointer checkpoints(manager, folder + "/saves", {.keep_last = 1});
+    const std::string plain = folder + "/plain";
+    int n = 0;
+    report.time(
+        concat("write ", megabytes, " MB"),
+        bench::alternate(
+            31, [&] { return timed([&] { checkpoints.save(concat("s", n++ % 2), state); }); },
+            [&] { return timed([&] { write_plain(plain, tensors); }); }),
+        "a plain file, synced", 1.25);
+    const std::string name = *checkpoints.latest();
+    const auto read_ours = [&](bool verify) {
+      return [&, verify] {
+        return timed([&] {
+          CheckpointReader(manager.world(), folder + "/saves", name).load(into, {.verify = verify});
+        });
+      };
+    };
+    const auto read_theirs = [&] { return timed([&] { read_plain(plain, targets); }); };
+    report.time(concat("read ", megabytes, " MB from the page cache, verified"),
+                bench::alternate(31, read_ours(true), read_theirs), "a plain file", 3);
+    // From the disk: what is in the page cache is dropped first.
+    const auto dropped = [&](const std::function<double()>& read) {
+      return [&, read] {
+        for (const auto& entry : std::filesystem::recursive_directory_iterator(folder)) {
+          if (!entry.is_regular_file()) continue;
+          const int file = ::open(entry.path().c_str(), O_RDONLY);
+          ::posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
+          ::close(file);
+        }
+        return read();
+      };
+    };
+    report.time(concat("read ", megabytes, " MB from the disk, verified"),
+                bench::alternate(31, dropped(read_ours(true)), dropped(read_theirs)),
+                "a plain file", 1.25);
+    const at::Tensor copy =
+        at::zeros({static_cast<std::int64_t>(megabytes) * 1024 * 1024}, at::kByte);
+    report.time(concat("pause of start_save, ", megabytes, " MB"),
+                bench::alternate(
+                    31,
+                    [&] {
+                      const double pause =
+                          timed([&] { checkpoints.start_save(concat("s", n++ % 2), state); });
+                      checkpoints.wait();
+                      return pause;
+                    },
+                    [&] {
+                      return timed([&] {
+                        char* at = static_cast<char*>(copy.mutable_data_ptr());
+                        for (const at::Tensor& t : tensors) {
+                          std::memcpy(at, t.const_data_ptr(), t.nbytes());
+                          at += t.nbytes();
+                        }
+                      });
+                    }),
+                "one memcpy", 1.1);
+  });
+  std::filesystem::remove_all(folder);
+  return report.finish();
+}
