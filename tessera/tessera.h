@@ -21,6 +21,7 @@
 #include "tessera/nn/distributed_data_parallel.h"
 #include "tessera/ops/attention/neighborhood.h"
 #include "tessera/ops/halo/halo.h"
+#include "tessera/ops/rules/index_rule.h"
 #include "tessera/partition/partition.h"
 #include "tessera/partition/sharding.h"
 #include "tessera/partition/transfer.h"

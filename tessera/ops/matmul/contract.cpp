@@ -11,10 +11,12 @@
 #include <map>
 #include <string>
 
+#include "tessera/base/text.h"
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
 
 namespace tessera::detail {
 
@@ -88,8 +90,15 @@ Plan contract_rule(const OpCall& c) {
   p.outputs = {labels("of_result")};
   std::map<int, std::int64_t> extent;
   for (int i = 0; i < 2; ++i) {
-    for (std::size_t d = 0; d < p.inputs[i].size(); ++d)
-      extent[p.inputs[i][d]] = c.tensor(i).spec.shape()[d];
+    for (std::size_t d = 0; d < p.inputs[i].size(); ++d) {
+      const std::int64_t size = c.tensor(i).spec.shape().at(d);
+      const auto [known, added] = extent.emplace(p.inputs[i][d], size);
+      if (!added && known->second != size)
+        throw InvalidArgument(concat("a product of tensors of shapes ",
+                                     list(c.tensor(0).spec.shape()), " and ",
+                                     list(c.tensor(1).spec.shape()), ": ", known->second, " and ",
+                                     size, " elements are to be multiplied with each other"));
+    }
   }
   p.output_shapes.emplace_back();
   for (const int l : p.outputs[0]) {

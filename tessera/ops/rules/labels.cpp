@@ -144,9 +144,10 @@ Plan solve(const LabelProblem& p) {
                                " inputs of ", tensors.size()));
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (static_cast<int>(p.inputs[i].size()) != tensors[i].spec.dims())
-      throw InvalidArgument(concat(
-          p.call.name(), ": ", p.call.schema().arguments()[tensors[i].argument].name(), " has ",
-          tensors[i].spec.dims(), " dims, ", tensors[i].spec, ", and needs ", p.inputs[i].size()));
+      throw InvalidArgument(
+          concat(p.call.name(), ": ", p.call.schema().arguments()[tensors[i].argument].name(),
+                 " of shape ", list(tensors[i].spec.shape()), " has ", tensors[i].spec.dims(),
+                 " dims, and needs ", p.inputs[i].size(), " with the other arguments as they are"));
   }
   const auto& context = context_of(tensors[0].spec);
   const int axes = tensors[0].spec.mesh_dims();
@@ -174,6 +175,9 @@ Plan solve(const LabelProblem& p) {
   }
   const auto spec_of = [&](const Labels& labels, const std::vector<std::int64_t>& shape,
                            std::vector<Placement> placements) {
+    if (labels.size() != shape.size())
+      throw RuleError(concat("the rule of ", p.call.name(), " gives ", labels.size(),
+                             " labels to a result of shape ", list(shape)));
     std::vector<const DimSharding*> dims(labels.size(), nullptr);
     for (std::size_t d = 0; d < labels.size(); ++d) {
       const auto it = parts.find(labels[d]);
@@ -243,6 +247,12 @@ void label_arguments(LabelProblem& problem,
     }
     problem.inputs.push_back(std::move(own));
   }
+}
+
+bool terms_can_be_cast(at::ScalarType from, at::ScalarType to) {
+  if (from == at::kBool) return false;
+  const auto whole_number = [](at::ScalarType t) { return at::isIntegralType(t, true); };
+  return from == to || from == at::kLong || (!whole_number(from) && !whole_number(to));
 }
 
 std::set<int> first_dims(int n) {

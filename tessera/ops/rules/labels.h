@@ -1,7 +1,7 @@
 #pragma once
-// Rules by labels: most operators are index notation. mm is "mk, kn -> mn": a label that stands in
-// the output can be sharded, one that is summed over can be too and leaves a partial result, and no
-// rule needs to say more. The solver looks, axis by axis, for the placement that moves the least.
+// Rules by labels, the machinery under index_rule(): dims with the same label are the same dim. mm is
+// "m k, k n -> m n": a label of the output may be sharded, one that is summed over may be too and
+// leaves a Partial result. solve() looks, axis by axis, for the placement that moves the least.
 //
 //   LabelProblem p(call);
 //   p.inputs = {{M, K}, {K, N}};
@@ -16,7 +16,7 @@
 
 namespace tessera::detail {
 
-/// A dim without a label must be whole on every rank.
+/// The label of a dim that must not be sharded.
 inline constexpr int kWhole = -1;
 using Labels = std::vector<int>;
 
@@ -30,11 +30,11 @@ struct LabelProblem {
   std::vector<Labels> outputs;
   /// Empty: as call.outputs() says.
   std::vector<std::vector<std::int64_t>> output_shapes;
-  /// Labels that may be missing in an output, which is then partial.
+  /// Labels that an output may lack; it is Partial where they are sharded.
   std::set<int> contract;
-  /// How.
+  /// How such a Partial output is reduced.
   ReduceOp::Kind reduce = ReduceOp::Kind::sum;
-  /// Inputs that are added to a contraction (bias): partial with it.
+  /// Inputs that are added to what is reduced (a bias): one rank adds them where it is Partial.
   std::set<int> additive;
 
   /// What a partial input (sum or avg) may do. `together`: the operator is linear in all its tensor
@@ -43,8 +43,8 @@ struct LabelProblem {
   std::set<int> linear_in;
 };
 
-/// Inputs' and outputs' specs. Throws ShardingError where an in-place operator would have to change
-/// its target.
+/// Specs of inputs and outputs. Throws InvalidArgument where an input has not as many dims as labels,
+/// ShardingError where an in-place operator would have to redistribute its target.
 Plan solve(const LabelProblem& problem);
 
 /// 0, 1, ..., n - 1.
@@ -61,14 +61,18 @@ Labels whole_labels(const TensorInfo& tensor);
 /// whole.
 void label_arguments(LabelProblem& problem,
                      const std::vector<std::pair<const char*, Labels>>& labels);
+/// Whether the terms of a Partial value of type `from` may be converted to `to` one by one: not
+/// floating-point ones to whole numbers (each would be rounded), nor booleans (their sum is "any"),
+/// nor narrow whole numbers to wider ones (their sum may wrap).
+bool terms_can_be_cast(at::ScalarType from, at::ScalarType to);
 /// {0, 1, ..., n - 1}.
 std::set<int> first_dims(int n);
 
 /// Only dim 0, the samples, may be sharded; all else is whole.
 Plan per_sample(const OpCall& call);
 
-/// Each element of the results may depend on every element of the inputs, their shapes too: all is
-/// gathered. The policy on implicit redistribution has its say.
+/// All inputs are gathered, because each element of the results, or their shape, may depend on every
+/// element of them. Subject to Policies::redistribution.
 Plan on_whole(const OpCall& call);
 
 /// Partial axes become Replicate.
