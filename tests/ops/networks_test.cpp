@@ -194,6 +194,8 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
 };
 
 struct How {
+  /// error: nothing may be redistributed on the way, and the output is cut as the input is.
+  Policy moves = Policy::allow;
   bool checkpointed = false, accumulated = false, autocast = false;
   HaloPolicy halos = {};
   std::function<ModuleRule(const DeviceMesh&)> parameters = {};  // default: replicated
@@ -245,10 +247,11 @@ const std::vector<Layout> kLayouts = {
 template <class Make>
 void compare(const char* name, Make make, const Layout& layout, const How& how = {}) {
   on_ranks(ranks_of(layout.axes), [&](DistributedManager& manager) {
-    set_policies(manager, {.redistribution = Policy::allow});
+    set_policies(manager, {.redistribution = how.moves});
     set_halo_policy(manager, how.halos);
     const auto mesh = manager.mesh(layout.axes);
     if (Coverage::instance().noting()) {
+      if (how.moves == Policy::error) return;  // the same networks
       const ShardSpec field(mesh, kShape, layout.placements, layout.sizes);
       return Coverage::instance().note(concat("network: ", name), field,
                                        {"samples", "channels", "space", "space"}, false,
@@ -267,6 +270,10 @@ void compare(const char* name, Make make, const Layout& layout, const How& how =
     distribute_module(*net, mesh, how.parameters ? how.parameters(mesh) : ModuleRule{});
     const Outcome got =
         run(net, leaf(value, ShardSpec(mesh, kShape, layout.placements, layout.sizes)), how);
+    if (how.moves == Policy::error) {
+      EXPECT_EQ(spec(got.output).placements(), layout.placements) << name;
+    }
+    set_policies(manager, {.redistribution = Policy::allow});
     EXPECT_LT(difference(got.loss, expected.loss), tolerance) << name;
     EXPECT_LT(difference(got.output, expected.output), tolerance) << name;
     EXPECT_LT(difference(got.input_gradient, expected.input_gradient), tolerance) << name;
@@ -291,6 +298,17 @@ class Networks : public ::testing::TestWithParam<int> {};
 
 TEST_P(Networks, UNet) {
   compare("U-Net", [] { return UNet(); }, kLayouts[GetParam()]);
+}
+// In parts whose pooled halves are the halves of the parts nothing is redistributed: not by the norms
+// either, whose groups are cut.
+TEST_P(Networks, UNetWithoutRedistribution) {
+  const std::vector<Layout> even = {
+      {{{"domain", 3}}, {Shard(2)}, {{2, {6, 2, 8}}}},
+      {{{"domain", 3}}, {Shard(3)}, {{3, {2, 18, 4}}}},
+      {{{"y", 2}, {"x", 2}}, {Shard(2), Shard(3)}, {{2, {6, 10}}, {3, {14, 10}}}},
+      {{{"data", 2}, {"domain", 2}}, {Shard(0), Shard(2)}, {{0, {1, 3}}, {2, {6, 10}}}}};
+  compare("U-Net, no redistribution", [] { return UNet(); }, even[GetParam()],
+          {.moves = Policy::error});
 }
 TEST_P(Networks, ResidualStemAndBlocks) {
   compare("residual stem and blocks", [] { return Residual(); }, kLayouts[GetParam()]);

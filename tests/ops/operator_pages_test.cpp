@@ -164,8 +164,10 @@ TEST(OperatorPages, Reductions) {
     p.claim(
         "extrema with their places, along a whole dim", {rows({5, 4})},
         [](const auto& t) { return std::get<0>(t[0].max(1)); }, kNothing);
-    p.moves_shards("extrema with their places, along the sharded dim", {rows({5, 4})},
-                   [](const auto& t) { return std::get<0>(t[0].max(0)); });
+    p.claim("extrema with their places, along the sharded dim", {rows({5, 4})},
+            [](const auto& t) { return std::get<0>(t[0].max(0)); }, {{"all_reduce", 3}}, {});
+    p.claim("logsumexp along the sharded dim", {rows({5, 4})},
+            [](const auto& t) { return t[0].logsumexp(0); }, {{"all_reduce", 2}}, {});
     p.claim("variance", {rows({5, 4})}, [](const auto& t) { return t[0].var(0); },
             {{"all_reduce", 2}}, {});
     p.claim("norm", {rows({5, 4})}, [](const auto& t) { return at::linalg_vector_norm(t[0], 2); },
@@ -378,8 +380,14 @@ TEST(OperatorPages, Norms) {
             {{"all_reduce", 2}}, Calls{{"all_reduce", 2}});
     p.claim("batch norm of channels", {along({5, 4, 2}, 1), {{4}, Shard(0)}, {{4}, Shard(0)}},
             batch_norm, kNothing);
-    p.moves_shards("layer norm over the sharded dim", {along({5, 4}, 1)},
-                   [](const auto& t) { return at::layer_norm(t[0], {4}); });
+    p.claim(
+        "layer norm over the sharded dim", {along({5, 4}, 1)},
+        [](const auto& t) { return at::layer_norm(t[0], {4}); }, {{"all_reduce", 2}},
+        Calls{{"all_reduce", 1}});
+    p.claim(
+        "group norm of sharded channels", {along({5, 4, 2}, 1), affine(4), affine(4)},
+        [](const auto& t) { return at::group_norm(t[0], 2, t[1], t[2]); }, {{"all_reduce", 2}},
+        Calls{{"all_reduce", 1}});
   });
 }
 

@@ -89,8 +89,8 @@ Plan attention_choice(const OpCall& call) {
 const bool registered = [] {
   for (const char* op : {"aten::_scaled_dot_product_flash_attention_for_cpu",
                          "aten::_scaled_dot_product_flash_attention_for_cpu_backward"})
-    register_rule(op, guarded(attention));
-  register_rule("aten::_fused_sdp_choice", attention_choice);
+    register_rule(op, guarded(attention), {.for_replicated = true});
+  register_rule("aten::_fused_sdp_choice", attention_choice, {.for_replicated = true});
   return true;
 }();
 

@@ -1,11 +1,17 @@
 // Embeddings: rows of a table, looked up by index. Where the rows are sharded each rank looks up those
-// that it has, and the result is Partial.
+// that it has; the result is Partial, or, where the indices are sharded by the same axes, as they are.
 
+#include <optional>
+#include <utility>
 #include <vector>
 
+#include "tessera/base/text.h"
 #include "tessera/ops/indexing/part.h"
 #include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/mesh_context.h"
 
 namespace tessera::detail::embedding_rules {
 
@@ -13,8 +19,66 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
+// The rows of the table that this rank has at these indices, zeros for the others.
+at::Tensor rows_here(const at::Tensor& table, const at::Tensor& at, const Part& part) {
+  TORCH_CHECK_INDEX(at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),
+                    "embedding: an index is out of range");
+  Shape shape = at.sizes().vec();
+  shape.push_back(table.size(1));
+  if (part.size == 0) return table.new_zeros(shape);
+  const at::Tensor rows =
+      table.index_select(0, (at - part.begin).clamp(0, part.size - 1).reshape(-1)).view(shape);
+  return masked(rows, part.mine(at), 0);
+}
+
+// Rows of the table and indices are sharded by the same axes: the indices are gathered, each rank
+// looks up what it has, and the rows go to the ranks that asked for them. Nothing, where gathering
+// the table moves less.
+std::optional<Plan> exchanged(const OpCall& call, const TensorInfo& weight,
+                              const TensorInfo& indices) {
+  if (indices.spec.numel() >= weight.spec.shape()[0]) return std::nullopt;
+  const ShardSpec table = without_partial(weight.spec), asked = without_partial(indices.spec);
+  const int n = indices.spec.dims();
+  std::vector<Placement> all_asked = asked.placements(), of_terms, of_result;
+  bool together = false;
+  for (std::size_t a = 0; a < table.placements().size(); ++a) {
+    const Placement t = table.placements()[a], i = asked.placements()[a];
+    if (t.is_shard(1) && i.is_shard()) return std::nullopt;
+    together |= t.is_shard(0) && i.is_shard();
+    if (t.is_shard(0)) all_asked[a] = Replicate();
+    of_terms.push_back(t.is_shard(0) ? Placement(Partial()) : t.is_shard(1) ? Shard(n) : i);
+    of_result.push_back(t.is_shard(0) && i.is_shard() ? i : of_terms.back());
+  }
+  if (!together) return std::nullopt;
+  const ShardSpec gathered = asked.with_placements(all_asked);
+  Shape shape = indices.spec.shape();
+  shape.push_back(weight.spec.shape()[1]);
+  const auto result = [&](const ShardSpec& of_indices, std::vector<Placement> placements) {
+    std::vector<const DimSharding*> dims;
+    for (int d = 0; d < n; ++d) dims.push_back(&of_indices.dim(d));
+    dims.push_back(&table.dim(1));
+    return make_spec(context_of(table), shape, std::move(placements), dims);
+  };
+  const ShardSpec terms = result(gathered, of_terms), out = result(asked, of_result);
+  Plan plan;
+  plan.inputs.resize(call.tensors().size());
+  plan.inputs[call.index_of(weight)] = table;
+  plan.inputs[call.index_of(indices)] = asked;
+  plan.outputs = {{out}};
+  plan.local = [asked, gathered, terms, out, part = part_of(table, 0)](const c10::OperatorHandle&,
+                                                                       torch::jit::Stack a) {
+    const at::Tensor at = redistribute_local(a[1].toTensor(), asked, gathered);
+    return torch::jit::Stack{redistribute_local(rows_here(a[0].toTensor(), at, part), terms, out)};
+  };
+  return plan;
+}
+
 Plan embedding(const OpCall& call) {
   const TensorInfo &weight = *call.find("weight"), &indices = *call.find("indices");
+  if (weight.spec.dims() != 2)
+    throw InvalidArgument(concat("aten::embedding: weight has ", weight.spec.dims(),
+                                 " dims, and needs 2: rows and columns"));
+  if (auto plan = exchanged(call, weight, indices)) return *plan;
   const int n = indices.spec.dims();
   LabelProblem p(call);
   p.inputs = {{kIndex, n}, all_labels(n)};
@@ -27,16 +91,9 @@ Plan embedding(const OpCall& call) {
   p.linear_in = {0};
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(0)) return plan;
-  plan.local = [part = part_of(*plan.inputs[0], 0), local = plan.outputs[0].spec.local_shape()](
-                   const c10::OperatorHandle&, torch::jit::Stack a) {
-    const at::Tensor &t = a[0].toTensor(), &at = a[1].toTensor();
-    TORCH_CHECK_INDEX(
-        at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),
-        "embedding: an index is out of range");
-    if (part.size == 0) return torch::jit::Stack{t.new_zeros(local)};
-    const at::Tensor rows =
-        t.index_select(0, (at - part.begin).clamp(0, part.size - 1).reshape(-1)).view(local);
-    return torch::jit::Stack{masked(rows, part.mine(at), 0)};
+  plan.local = [part = part_of(*plan.inputs[0], 0)](const c10::OperatorHandle&,
+                                                    torch::jit::Stack a) {
+    return torch::jit::Stack{rows_here(a[0].toTensor(), a[1].toTensor(), part)};
   };
   return plan;
 }

@@ -1,10 +1,26 @@
-// Group norm: samples may be sharded; channels and what is inside of a group are whole.
+// Group norm: any dims may be sharded. Where channels or space are, mean and variance of a group are
+// put together from those of its parts, by two all-reduces of one number per sample and group
+// forward and one of two backward; the field stays as it is.
+
+#include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/rsqrt.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/var_mean.h>
+#include <ATen/ops/zeros.h>
 
 #include <vector>
 
+#include "tessera/base/text.h"
 #include "tessera/ops/rules/empty_parts.h"
 #include "tessera/ops/rules/labels.h"
+#include "tessera/ops/rules/over_ranks.h"
+#include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
 
 namespace tessera::detail::group_norm_rules {
 
@@ -12,41 +28,203 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-// Samples are free; channels, groups and what is inside are whole. The counts among the arguments
-// are the local ones.
+// One call: samples x channels x space, and how the labels of its tensors are.
+struct Groups {
+  Groups(const OpCall& call, const TensorInfo& input)
+      : x(input), n(x.spec.dims()), count(call.integer("group")) {
+    if (n < 2 || count < 1 || x.spec.shape()[1] % count != 0)
+      throw InvalidArgument(concat(call.name(), " of an input of shape ", list(x.spec.shape()),
+                                   " in ", count, " groups: the channels do not divide into them"));
+    for (int d = 1; d < n; ++d) cut |= x.spec.is_sharded(d);
+    data = cut ? all_labels(n) : first_dims_free(n, 1);
+    channels = {cut ? 1 : kWhole};
+    statistics = {x.spec.shape()[0], count};
+  }
+
+  /// The axes that take groups apart, when the input lies as planned.
+  static std::vector<int> axes_within(const ShardSpec& x) {
+    std::vector<int> axes;
+    for (std::size_t a = 0; a < x.placements().size(); ++a) {
+      if (x.placements()[a].is_shard() && x.placements()[a].dim >= 1)
+        axes.push_back(static_cast<int>(a));
+    }
+    return axes;
+  }
+
+  const TensorInfo& x;
+  int n;
+  std::int64_t count;
+  bool cut = false;
+  Labels data, channels;
+  Shape statistics;
+};
+
+// This rank's part: sums over its share of each group, and what is one per group as one per element.
+struct Part {
+  Part(const ShardSpec& x, std::int64_t groups_, const OverRanks& total_)
+      : total(total_), groups(groups_), local(x.local_shape()), first(x.local_offset()[1]) {
+    each = x.shape()[1] / groups;
+    elements = static_cast<double>(each);
+    for (int d = 2; d < x.dims(); ++d) {
+      elements *= static_cast<double>(x.shape()[d]);
+      space.push_back(d);
+      here *= static_cast<double>(local[d]);
+    }
+  }
+
+  at::Tensor group_of_channel(const at::Tensor& like) const {
+    return at::arange(first, first + local[1], like.options().dtype(at::kLong)).floor_divide(each);
+  }
+  /// [samples, channels] -> [samples, groups], over all ranks.
+  at::Tensor over_groups(const at::Tensor& of_channels) const {
+    const at::Tensor sums = at::zeros({local[0], groups}, of_channels.options());
+    return total(sums.index_add(1, group_of_channel(of_channels), of_channels));
+  }
+  /// Sums over space: [samples, channels].
+  at::Tensor over_space(const at::Tensor& t) const { return space.empty() ? t : at::sum(t, space); }
+  /// [samples, groups] -> [samples, channels].
+  at::Tensor of_channels(const at::Tensor& of_groups) const {
+    return of_groups.index_select(1, group_of_channel(of_groups));
+  }
+  /// [samples, channels] or [channels] -> broadcasts with the field.
+  at::Tensor as_field(const at::Tensor& t) const {
+    Shape shape(local.size(), 1);
+    if (t.dim() == 2) shape[0] = t.size(0);
+    shape[1] = t.size(-1);
+    return t.reshape(shape);
+  }
+  at::Tensor per_element(const at::Tensor& of_groups) const {
+    return as_field(of_channels(of_groups));
+  }
+
+  OverRanks total;
+  std::int64_t groups;
+  Shape local, space;
+  std::int64_t first, each;
+  /// Of a group; of one channel on this rank.
+  double elements, here = 1;
+};
+
+at::Tensor given(const c10::IValue& v, at::ScalarType type) {
+  return v.isTensor() && v.toTensor().defined() ? v.toTensor().to(type) : at::Tensor();
+}
+
+void take_local_counts(const OpCall& call, Plan& plan, const ShardSpec& x) {
+  plan.arguments = {{call.argument("N"), x.local_shape()[0]}};
+}
+
 Plan group_norm(const OpCall& call) {
-  const TensorInfo& x = call.tensor(0);
-  const int n = x.spec.dims();
+  const Groups g(call, call.tensor(0));
   LabelProblem p(call);
-  label_arguments(p, {{"input", first_dims_free(n, 1)}});
-  p.outputs = {first_dims_free(n, 1), first_dims_free(2, 1), first_dims_free(2, 1)};
-  const Shape statistics{x.spec.shape()[0], call.integer("group")};
-  p.output_shapes = {x.spec.shape(), statistics, statistics};
+  label_arguments(p, {{"input", g.data}, {"weight", g.channels}, {"bias", g.channels}});
+  const Labels samples = first_dims_free(2, 1);
+  p.outputs = {g.data, samples, samples};
+  p.output_shapes = {g.x.spec.shape(), g.statistics, g.statistics};
+  if (g.cut) {
+    for (int d = 1; d < g.n; ++d) p.contract.insert(d);
+  }
   Plan plan = solve(p);
-  plan.arguments = {{call.argument("N"), plan.inputs[0]->local_shape()[0]}};
+  const ShardSpec& in = *plan.inputs[0];
+  const std::vector<int> axes = Groups::axes_within(in);
+  if (axes.empty()) {
+    take_local_counts(call, plan, in);
+    return plan;
+  }
+  reduce_inside(plan.outputs[1]);
+  reduce_inside(plan.outputs[2]);
+  plan.local = [part = Part(in, g.count, OverRanks{context_of(in), axes, "statistics"})](
+                   const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::Tensor x = a[0].toTensor();
+    const auto type = at::toOpMathType(x.scalar_type());
+    const at::Tensor wide = x.to(type);
+    // Of each channel on this rank: count, mean and squares around it, put together by groups.
+    at::Tensor mean_here = at::zeros({part.local[0], part.local[1]}, wide.options()),
+               squares_here = mean_here;
+    if (part.space.empty()) {
+      mean_here = wide;
+    } else if (part.here > 0) {
+      const auto [v, m] =
+          at::var_mean(wide, at::OptionalIntArrayRef(part.space), at::Scalar(0), false);
+      mean_here = m;
+      squares_here = v * part.here;
+    }
+    const at::Tensor mean = part.over_groups(mean_here * (part.here / part.elements));
+    const at::Tensor off = mean_here - part.of_channels(mean);
+    const at::Tensor var = part.over_groups((squares_here + off * off * part.here) / part.elements);
+    const at::Tensor rstd = at::rsqrt(var + a[7].toDouble());
+    at::Tensor y = (wide - part.per_element(mean)) * part.per_element(rstd);
+    if (const at::Tensor w = given(a[1], type); w.defined()) y = y * part.as_field(w);
+    if (const at::Tensor b = given(a[2], type); b.defined()) y = y + part.as_field(b);
+    return torch::jit::Stack{y.to(x.scalar_type()), mean, rstd};
+  };
   return plan;
 }
 
+// With x^ the normalized input and g = dy w: dx = rstd (g - mean(g) - x^ mean(g x^)), means over a
+// group; dw = sum(dy x^) and db = sum(dy) over samples and space.
 Plan group_norm_backward(const OpCall& call) {
-  const TensorInfo& x = *call.find("input");
-  const int n = x.spec.dims();
+  const Groups g(call, *call.find("input"));
   LabelProblem p(call);
-  label_arguments(p, {{"grad_out", first_dims_free(n, 1)},
-                      {"input", first_dims_free(n, 1)},
-                      {"mean", first_dims_free(2, 1)},
-                      {"rstd", first_dims_free(2, 1)}});
-  const Shape channels{call.integer("C")};
-  p.outputs = {first_dims_free(n, 1), {kWhole}, {kWhole}};
-  p.output_shapes = {x.spec.shape(), channels, channels};
+  const Labels samples = first_dims_free(2, 1);
+  label_arguments(p, {{"grad_out", g.data},
+                      {"input", g.data},
+                      {"mean", samples},
+                      {"rstd", samples},
+                      {"weight", g.channels}});
+  const Shape of_channels{g.x.spec.shape()[1]};
+  p.outputs = {g.data, g.channels, g.channels};
+  p.output_shapes = {g.x.spec.shape(), of_channels, of_channels};
   p.contract = {0};
+  if (g.cut) {
+    for (int d = 2; d < g.n; ++d) p.contract.insert(d);
+  }
   Plan plan = solve(p);
-  plan.arguments = {{call.argument("N"), plan.inputs[0]->local_shape()[0]}};
+  const ShardSpec& in = *plan.inputs[call.index_of(g.x)];
+  const std::vector<int> axes = Groups::axes_within(in);
+  if (axes.empty()) {
+    take_local_counts(call, plan, in);
+    return plan;
+  }
+  plan.local = [part = Part(in, g.count, OverRanks{context_of(in), axes, "statistics"})](
+                   const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::Tensor x = a[1].toTensor();
+    const auto type = at::toOpMathType(x.scalar_type());
+    const at::Tensor dy = a[0].toTensor().to(type),
+                     rstd = part.per_element(a[3].toTensor().to(type)),
+                     normal = (x.to(type) - part.per_element(a[2].toTensor().to(type))) * rstd;
+    const at::Tensor bias = part.over_space(dy), weight = part.over_space(dy * normal);
+    const at::Tensor w = given(a[4], type);
+    // One all-reduce for both sums: they stand side by side as samples.
+    const at::Tensor both =
+        at::stack({bias, weight}) * (w.defined() ? w : at::ones({1}, dy.options()));
+    const at::Tensor flat = both.flatten(0, 1);
+    at::Tensor sums = at::zeros({flat.size(0), part.groups}, flat.options());
+    sums = part.total(sums.index_add(1, part.group_of_channel(flat), flat));
+    sums = sums.view({2, part.local[0], part.groups}) / part.elements;
+    const at::Tensor scaled = w.defined() ? dy * part.as_field(w) : dy;
+    const at::Tensor dx =
+        (scaled - part.per_element(sums[0]) - normal * part.per_element(sums[1])) * rstd;
+    const auto mask = a[9].toBoolList();
+    const auto of_weight = w.defined() ? a[4].toTensor().scalar_type() : x.scalar_type();
+    const Shape over_samples{0};
+    return torch::jit::Stack{mask[0] ? dx.to(x.scalar_type()) : at::Tensor(),
+                             mask[1] ? weight.sum(over_samples).to(of_weight) : at::Tensor(),
+                             mask[2] ? bias.sum(over_samples).to(of_weight) : at::Tensor()};
+  };
   return plan;
+}
+
+// Kernels that refuse nothing are not called on an empty part; statistics over ranks are for all.
+Rule guarded_where_local(Rule rule) {
+  return [rule, guard = guarded(rule)](const OpCall& call) {
+    Plan plan = rule(call);
+    return plan.local ? plan : guard(call);
+  };
 }
 
 const bool registered = [] {
-  register_rule("aten::native_group_norm", guarded(group_norm));
-  register_rule("aten::native_group_norm_backward", guarded(group_norm_backward));
+  register_rule("aten::native_group_norm", guarded_where_local(group_norm));
+  register_rule("aten::native_group_norm_backward", guarded_where_local(group_norm_backward));
   return true;
 }();
 

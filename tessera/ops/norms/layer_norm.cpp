@@ -1,11 +1,24 @@
-// Layer norm: the normalized dims are whole, those before them may be sharded.
+// Layer norm: any dims may be sharded. Where the normalized ones are, mean and variance of a row are
+// put together from those of its parts, by two all-reduces of one number per row forward and one of
+// two backward; the field stays as it is.
+
+#include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/rsqrt.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/var_mean.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <vector>
 
+#include "tessera/base/text.h"
 #include "tessera/ops/rules/labels.h"
+#include "tessera/ops/rules/over_ranks.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
 
 namespace tessera::detail::layer_norm_rules {
 
@@ -13,48 +26,160 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-Plan layer_norm(const OpCall& call) {
-  const TensorInfo& x = call.tensor(0);
-  const int n = x.spec.dims(),
-            free = n - static_cast<int>(call.integers("normalized_shape").size());
-  LabelProblem p(call);
-  label_arguments(p, {{"input", first_dims_free(n, free)}});
-  p.outputs.assign(3, first_dims_free(n, free));
-  Shape statistics = x.spec.shape();
-  std::fill(statistics.begin() + free, statistics.end(), 1);
-  if (!call.outputs()) p.output_shapes = {x.spec.shape(), statistics, statistics};
-  Plan plan = solve(p);
-  if (plan.inputs[0]->local_numel() == 0) {
-    // Kernels disagree on the shape of the statistics of nothing.
-    plan.local = [a = plan.outputs[0].spec.local_shape(), b = plan.outputs[1].spec.local_shape()](
-                     const c10::OperatorHandle&, torch::jit::Stack arguments) {
-      const at::Tensor& t = arguments[0].toTensor();
-      return torch::jit::Stack{t.new_empty(a), t.new_empty(b), t.new_empty(b)};
-    };
+// Which dims are normalized, how many elements a row has, and how parts of rows lie.
+struct Rows {
+  Rows(const OpCall& call, const TensorInfo& input)
+      : x(input), normalized(call.integers("normalized_shape")) {
+    n = x.spec.dims();
+    free = n - static_cast<int>(normalized.size());
+    if (free < 0 || normalized.empty() ||
+        !std::equal(normalized.begin(), normalized.end(), x.spec.shape().begin() + free))
+      throw InvalidArgument(concat(call.name(), " over dims of sizes ", list(normalized),
+                                   " of an input of shape ", list(x.spec.shape()),
+                                   ": they must be its last dims"));
+    for (int d = free; d < n; ++d) {
+      dims.push_back(d);
+      inner.push_back(d);
+      count *= static_cast<double>(x.spec.shape()[d]);
+    }
+    // Where no row is taken apart, a weight that is sharded is gathered rather than the rows cut.
+    for (int d = free; d < n; ++d) cut |= x.spec.is_sharded(d);
+    data = cut ? all_labels(n) : first_dims_free(n, free);
+    if (!cut) inner.assign(inner.size(), kWhole);
+    statistics = x.spec.shape();
+    std::fill(statistics.begin() + free, statistics.end(), 1);
   }
+
+  const TensorInfo& x;
+  Shape normalized, statistics, dims;
+  Labels data, inner;  // of what has the input's shape; of weight and bias
+  int n, free;
+  bool cut = false;
+  double count = 1;
+};
+
+// The axes that take rows apart.
+std::vector<int> axes_within(const ShardSpec& x, int free) {
+  std::vector<int> axes;
+  for (std::size_t a = 0; a < x.placements().size(); ++a) {
+    if (x.placements()[a].is_shard() && x.placements()[a].dim >= free)
+      axes.push_back(static_cast<int>(a));
+  }
+  return axes;
+}
+
+at::Tensor given(const c10::IValue& v, at::ScalarType type) {
+  return v.isTensor() && v.toTensor().defined() ? v.toTensor().to(type) : at::Tensor();
+}
+
+Plan layer_norm(const OpCall& call) {
+  const Rows r(call, call.tensor(0));
+  LabelProblem p(call);
+  const Labels rows = first_dims_free(r.n, r.free);
+  label_arguments(p, {{"input", r.data}, {"weight", r.inner}, {"bias", r.inner}});
+  p.outputs = {r.data, rows, rows};
+  p.output_shapes = {r.x.spec.shape(), r.statistics, r.statistics};
+  if (r.cut) p.contract.insert(r.inner.begin(), r.inner.end());
+  Plan plan = solve(p);
+  // as the kernel makes it
+  if (const auto* known = call.outputs(); known && known->size() == 3) {
+    for (std::size_t o = 0; o < 3; ++o) plan.outputs[o].strides = (*known)[o].strides;
+  }
+  reduce_inside(plan.outputs[1]);
+  reduce_inside(plan.outputs[2]);
+  const std::vector<int> axes = axes_within(*plan.inputs[0], r.free);
+  const Shape local = plan.inputs[0]->local_shape();
+  const bool empty = plan.inputs[0]->local_numel() == 0;
+  if (axes.empty()) {
+    // Kernels disagree on the shape of the statistics of nothing.
+    if (empty)
+      plan.local = [local, b = plan.outputs[1].spec.local_shape()](const c10::OperatorHandle&,
+                                                                   torch::jit::Stack a) {
+        const at::Tensor& t = a[0].toTensor();
+        const auto type = at::toOpMathType(t.scalar_type());
+        const auto of_rows = t.options().dtype(t.is_cuda() ? type : t.scalar_type());
+        return torch::jit::Stack{t.new_empty(local), at::zeros(b, of_rows), at::zeros(b, of_rows)};
+      };
+    return plan;
+  }
+  double here = 1;
+  for (const auto d : r.dims) here *= static_cast<double>(local[d]);
+  plan.local = [total = OverRanks{context_of(r.x.spec), axes, "statistics"}, dims = r.dims, here,
+                count = r.count, rows = plan.outputs[1].spec.local_shape(),
+                empty](const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::Tensor x = a[0].toTensor();
+    const auto type = at::toOpMathType(x.scalar_type());
+    const at::Tensor wide = x.to(type);
+    at::Tensor part_mean = at::zeros(rows, wide.options()), part_squares = part_mean;
+    if (!empty) {
+      const auto [v, m] = at::var_mean(wide, at::OptionalIntArrayRef(dims), at::Scalar(0), true);
+      part_mean = m;
+      part_squares = v * here;
+    }
+    const at::Tensor mean = total(part_mean * (here / count));
+    const at::Tensor off = part_mean - mean;
+    const at::Tensor rstd =
+        at::rsqrt(total(part_squares + off * off * here) / count + a[4].toDouble());
+    at::Tensor y = (wide - mean) * rstd;
+    if (const at::Tensor w = given(a[2], type); w.defined()) y = y * w;
+    if (const at::Tensor b = given(a[3], type); b.defined()) y = y + b;
+    return torch::jit::Stack{y.to(x.scalar_type()), mean, rstd};
+  };
   return plan;
 }
 
+// With x^ the normalized input and g = dy w: dx = rstd (g - mean(g) - x^ mean(g x^)), dw = sum(dy x^)
+// and db = sum(dy) over rows.
 Plan layer_norm_backward(const OpCall& call) {
-  const TensorInfo& x = *call.find("input");
-  const int n = x.spec.dims(),
-            free = n - static_cast<int>(call.integers("normalized_shape").size());
-  const Labels rows = first_dims_free(n, free);
+  const Rows r(call, *call.find("input"));
+  const Labels rows = first_dims_free(r.n, r.free);
   LabelProblem p(call);
-  label_arguments(p, {{"grad_out", rows}, {"input", rows}, {"mean", rows}, {"rstd", rows}});
-  const Shape shape = call.integers("normalized_shape");
-  p.outputs = {rows, Labels(n - free, kWhole), Labels(n - free, kWhole)};
-  p.output_shapes = {x.spec.shape(), shape, shape};
-  p.contract = first_dims(free);
+  label_arguments(p, {{"grad_out", r.data},
+                      {"input", r.data},
+                      {"mean", rows},
+                      {"rstd", rows},
+                      {"weight", r.inner},
+                      {"bias", r.inner}});
+  p.outputs = {r.data, r.inner, r.inner};
+  p.output_shapes = {r.x.spec.shape(), r.normalized, r.normalized};
+  p.contract = first_dims(r.free);
   Plan plan = solve(p);
-  plan.outputs[0].strides = contiguous_strides(x.spec.shape());
-  if (plan.inputs[call.index_of(x)]->local_numel() == 0) {
-    plan.local = [rows_shape = plan.outputs[0].spec.local_shape(), shape](
-                     const c10::OperatorHandle&, torch::jit::Stack arguments) {
-      const at::Tensor& t = arguments[1].toTensor();
-      return torch::jit::Stack{t.new_empty(rows_shape), t.new_zeros(shape), t.new_zeros(shape)};
-    };
+  plan.outputs[0].strides = contiguous_strides(r.x.spec.shape());
+  const ShardSpec& in = *plan.inputs[call.index_of(r.x)];
+  const std::vector<int> axes = axes_within(in, r.free);
+  const bool empty = in.local_numel() == 0;
+  const Shape inner = plan.outputs[1].spec.local_shape();
+  if (axes.empty()) {
+    if (empty)
+      plan.local = [local = in.local_shape(), inner](const c10::OperatorHandle&,
+                                                     torch::jit::Stack a) {
+        const at::Tensor& t = a[1].toTensor();
+        return torch::jit::Stack{t.new_empty(local), t.new_zeros(inner), t.new_zeros(inner)};
+      };
+    return plan;
   }
+  plan.local = [total = OverRanks{context_of(r.x.spec), axes, "statistics"}, dims = r.dims,
+                free = r.free, count = r.count,
+                inner](const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::Tensor x = a[1].toTensor();
+    const auto type = at::toOpMathType(x.scalar_type());
+    const at::Tensor dy = a[0].toTensor().to(type), rstd = a[4].toTensor().to(type),
+                     normal = (x.to(type) - a[3].toTensor().to(type)) * rstd,
+                     weight = given(a[5], type), g = weight.defined() ? dy * weight : dy;
+    const at::Tensor sums =
+        total(at::stack({at::sum(g, dims, true), at::sum(g * normal, dims, true)})) / count;
+    const at::Tensor dx = (g - sums[0] - normal * sums[1]) * rstd;
+    Shape rows;
+    for (int d = 0; d < free; ++d) rows.push_back(d);
+    const auto of_weight = weight.defined() ? a[5].toTensor().scalar_type() : x.scalar_type();
+    const auto over_rows = [&](const at::Tensor& t) {
+      return (free == 0 ? t : at::sum(t, rows)).view(inner).to(of_weight);
+    };
+    const auto mask = a[7].toBoolList();
+    return torch::jit::Stack{dx.to(x.scalar_type()),
+                             mask[1] ? over_rows(dy * normal) : at::Tensor(),
+                             mask[2] ? over_rows(dy) : at::Tensor()};
+  };
   return plan;
 }
 

@@ -1,13 +1,27 @@
-// Sorts, scans and picks along one dim, which must be whole; the others may be sharded.
+// Sorts, scans and picks along one dim. Extremes, their places and logsumexp are put together from
+// those of the parts where the dim is sharded; for the others it must be whole.
 
+#include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/max.h>
+#include <ATen/ops/min.h>
+#include <ATen/ops/topk.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
+#include <limits>
 #include <set>
 #include <vector>
 
 #include "tessera/ops/reductions/reduced.h"
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
+#include "tessera/ops/rules/over_ranks.h"
+#include "tessera/ops/rules/windowed.h"
+#include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail::sort_and_scan_rules {
@@ -28,6 +42,102 @@ Plan along_reduced(const OpCall& call) {
     p.output_shapes.assign(p.outputs.size(),
                            shape_without(call.tensor(0).spec.shape(), dims, keeps(call)));
   return solve(p);
+}
+
+// The largest (or smallest) along one sharded dim and where it stands: of the ranks' extremes the
+// extreme, and of the places where it stands the first, as plain libtorch says. NaN is beyond all.
+Plan extreme_along(const OpCall& call, bool largest, bool with_values) {
+  const TensorInfo& x = call.tensor(0);
+  const int n = x.spec.dims();
+  if (n == 0 || !call.has("dim")) return along_reduced(call);
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  if (!x.spec.is_sharded(d) || x.spec.shape()[d] == 0) return along_reduced(call);
+  const bool keep = keeps(call);
+  LabelProblem p(call);
+  p.inputs = {all_labels(n)};
+  p.outputs.assign(with_values ? 2 : 1, remaining(n, {d}, keep));
+  p.output_shapes.assign(p.outputs.size(), shape_without(x.spec.shape(), {d}, keep));
+  p.contract = {d};
+  Plan plan = solve(p);
+  const std::vector<int> axes = reduce_inside(plan.outputs[0]);
+  if (with_values) reduce_inside(plan.outputs[1]);
+  if (axes.empty()) return plan;
+  plan.local = [over = OverRanks{context_of(x.spec), axes, "extreme"}, d, keep, largest,
+                with_values, begin = plan.inputs[0]->local_offset()[d],
+                extent = x.spec.shape()[d]](const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::Tensor t = a[0].toTensor();
+    const bool floating = at::isFloatingType(t.scalar_type());
+    // Collectives of all back ends take these types.
+    const auto type =
+        floating ? (t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat) : at::kLong;
+    auto shape = t.sizes().vec();
+    shape[d] = 1;
+    const auto how = largest ? ReduceOp::max : ReduceOp::min;
+    const at::Scalar worst = floating
+                                 ? at::Scalar(largest ? -std::numeric_limits<double>::infinity()
+                                                      : std::numeric_limits<double>::infinity())
+                                 : at::Scalar(largest ? std::numeric_limits<std::int64_t>::min()
+                                                      : std::numeric_limits<std::int64_t>::max());
+    at::Tensor value = at::full(shape, worst, t.options().dtype(type)),
+               place = at::full(shape, extent, t.options().dtype(at::kLong));
+    if (t.size(d) > 0) {
+      const auto [v, i] = largest ? at::max(t, d, true) : at::min(t, d, true);
+      value = v.to(type);
+      place = i + begin;
+    }
+    const at::Tensor unknown = value.isnan();
+    // 1 where some rank has a NaN, which is then what counts
+    const at::Tensor any_unknown =
+        floating ? over(unknown.to(at::kFloat), ReduceOp::max).to(at::kBool) : unknown;
+    const at::Tensor best = over(at::where(unknown, at::full_like(value, worst), value), how);
+    const at::Tensor has_best =
+        at::where(any_unknown, unknown, value.eq(best)).logical_and(place.lt(extent));
+    at::Tensor first =
+        over(at::where(has_best, place, at::full_like(place, extent)), ReduceOp::min);
+    if (!keep) first = first.squeeze(d);
+    if (!with_values) return torch::jit::Stack{first};
+    at::Tensor found = best.to(t.scalar_type());
+    if (floating) found = found.masked_fill(any_unknown, std::numeric_limits<double>::quiet_NaN());
+    return torch::jit::Stack{keep ? found : found.squeeze(d), first};
+  };
+  return plan;
+}
+
+// log(sum(exp(x))) of the ranks' parts.
+Plan logsumexp(const OpCall& call) {
+  const TensorInfo& x = call.tensor(0);
+  const int n = x.spec.dims();
+  const auto dims = reduced_dims(call);
+  bool cut = false;
+  for (const int d : dims) cut |= x.spec.is_sharded(d);
+  if (!cut || !at::isFloatingType(x.dtype)) return along_reduced(call);
+  LabelProblem p(call);
+  p.inputs = {all_labels(n)};
+  p.outputs = {remaining(n, dims, keeps(call))};
+  p.output_shapes = {shape_without(x.spec.shape(), dims, keeps(call))};
+  p.contract = dims;
+  Plan plan = solve(p);
+  const std::vector<int> axes = reduce_inside(plan.outputs[0]);
+  if (axes.empty()) return plan;
+  plan.local = [over = OverRanks{context_of(x.spec), axes, "logsumexp"},
+                empty = plan.inputs[0]->local_numel() == 0,
+                shape = plan.outputs[0].spec.local_shape(),
+                type = x.dtype](const c10::OperatorHandle& op, torch::jit::Stack a) {
+    at::Tensor part;
+    if (empty) {
+      part = at::full(shape, -std::numeric_limits<double>::infinity(),
+                      a[0].toTensor().options().dtype(at::toOpMathType(type)));
+    } else {
+      a[0] = a[0].toTensor().to(at::toOpMathType(type));
+      op.callBoxed(a);
+      part = a[0].toTensor();
+    }
+    const at::Tensor top = over(part.clone(), ReduceOp::max);
+    // infinite ones are no distance from themselves
+    const at::Tensor from = at::where(top.isinf(), at::zeros_like(top), top);
+    return torch::jit::Stack{(over((part - from).exp()).log() + from).to(type)};
+  };
+  return plan;
 }
 
 // Same number of dims in and out, `dim` whole, the others free: softmax, cumsum, sort, topk,
@@ -68,6 +178,46 @@ Plan along(const OpCall& call) {
   return solve(p);
 }
 
+// Along a sharded dim each rank sends its own k best; of these the k best are taken by all.
+Plan topk(const OpCall& call) {
+  const TensorInfo& x = call.tensor(0);
+  const int n = x.spec.dims();
+  if (n == 0 || call.in_place()) return along(call);
+  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  const std::int64_t k = call.integer("k");
+  if (!is_cut(x.spec, d) || k < 0 || k > x.spec.shape()[d]) return along(call);
+  LabelProblem p(call);
+  p.inputs = {all_labels(n)};
+  Labels out = all_labels(n);
+  out[d] = kWhole;
+  p.outputs.assign(2, out);
+  auto shape = x.spec.shape();
+  shape[d] = k;
+  p.output_shapes.assign(2, shape);
+  p.contract = {d};
+  Plan plan = solve(p);
+  const bool cut = !reduce_inside(plan.outputs[0]).empty();
+  reduce_inside(plan.outputs[1]);
+  if (!cut) return plan;
+  const ShardSpec& in = *plan.inputs[0];
+  std::vector<std::int64_t> candidates;
+  for (const auto size : in.dim(d).partition.sizes()) candidates.push_back(std::min(size, k));
+  const Partition parts(candidates);
+  shape[d] = parts.extent();
+  const ShardSpec from = mapped_spec(in, shape, all_labels(n), false, {{d, parts}});
+  plan.local = [from, to = with_whole_dims(from, {d}), d, k, begin = in.local_offset()[d]](
+                   const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::Tensor t = a[0].toTensor();
+    const bool largest = a[3].toBool(), sorted = a[4].toBool();
+    const auto [values, places] = at::topk(t, std::min(k, t.size(d)), d, largest, sorted);
+    const at::Tensor all = redistribute_local(values.contiguous(), from, to),
+                     at = redistribute_local((places + begin).contiguous(), from, to);
+    const auto [best, among] = at::topk(all, k, d, largest, sorted);
+    return torch::jit::Stack{best, at.gather(d, among)};
+  };
+  return plan;
+}
+
 // Zeros of `sizes` that are cut as `like`, whose dims are the same but for `dim`, along which they
 // are whole.
 at::Tensor zeros_along(const at::Tensor& like, std::int64_t dim, c10::SymIntArrayRef sizes) {
@@ -96,13 +246,18 @@ at::Tensor cummaxmin_backward(const at::Tensor& grad, const at::Tensor& input,
 
 const bool registered = [] {
   for (const char* op :
-       {"aten::max.dim", "aten::min.dim", "aten::argmax", "aten::argmin", "aten::median.dim",
-        "aten::nanmedian.dim", "aten::mode", "aten::kthvalue", "aten::logsumexp"}) {
+       {"aten::median.dim", "aten::nanmedian.dim", "aten::mode", "aten::kthvalue"}) {
     register_rule(op, along_reduced);
   }
+  register_rule("aten::topk", topk);
+  register_rule("aten::max.dim", [](const OpCall& c) { return extreme_along(c, true, true); });
+  register_rule("aten::min.dim", [](const OpCall& c) { return extreme_along(c, false, true); });
+  register_rule("aten::argmax", [](const OpCall& c) { return extreme_along(c, true, false); });
+  register_rule("aten::argmin", [](const OpCall& c) { return extreme_along(c, false, false); });
+  register_rule("aten::logsumexp", logsumexp);
   for (const char* op : {"aten::cumsum", "aten::cumprod", "aten::logcumsumexp", "aten::sort",
-                         "aten::sort.stable", "aten::topk", "aten::_safe_softmax", "aten::cummax",
-                         "aten::cummin", "aten::glu", "aten::glu_backward", "aten::linalg_cross"}) {
+                         "aten::sort.stable", "aten::_safe_softmax", "aten::cummax", "aten::cummin",
+                         "aten::glu", "aten::glu_backward", "aten::linalg_cross"}) {
     register_rule(op, along);
   }
   register_decomposition("value_selecting_reduction_backward", value_selecting_reduction_backward);

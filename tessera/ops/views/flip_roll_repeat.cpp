@@ -1,15 +1,20 @@
 // Elements that change places: turned, rolled, repeated, put on diagonals or left out beside them.
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 
 #include <cmath>
 #include <set>
 #include <vector>
 
+#include "tessera/base/text.h"
+#include "tessera/ops/halo/halo.h"
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
+#include "tessera/ops/rules/windowed.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
 
 namespace tessera::detail::flip_roll_repeat_rules {
 
@@ -17,34 +22,84 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-// Elements change places along whole dims.
+// Where each dim's elements come from: roll shifts them around, flip turns them.
+struct Rearranging {
+  explicit Rearranging(const OpCall& call) : rolls(call.argument("shifts") >= 0) {
+    const Shape& shape = call.tensor(0).spec.shape();
+    const int n = static_cast<int>(shape.size());
+    shift.assign(n, 0);
+    turned.assign(n, false);
+    const Shape dims = call.integers("dims"), by = rolls ? call.integers("shifts") : Shape{};
+    flattened = rolls && dims.empty();
+    if (rolls && !flattened && by.size() != dims.size())
+      throw InvalidArgument(concat("aten::roll by ", by.size(), " shifts in ", dims.size(),
+                                   " dims: give one shift per dim"));
+    for (std::size_t i = 0; i < dims.size(); ++i) {
+      const auto d = normal_dim(dims[i], n);
+      if (n == 0) continue;
+      if (rolls && shape[d] > 0) shift[d] = ((shift[d] + by[i]) % shape[d] + shape[d]) % shape[d];
+      if (!rolls) turned[d] = true;
+    }
+  }
+
+  /// Elements of dim d leave the part of the rank that has them.
+  bool moves(const ShardSpec& spec, int d) const {
+    return is_cut(spec, d) && (turned[d] || shift[d] != 0);
+  }
+
+  bool rolls, flattened;
+  Shape shift;
+  std::vector<bool> turned;
+};
+
+// Along a sharded dim each rank receives what its part of the result is made of, from the ranks that
+// have it, and nothing else moves.
 Plan rearranged(const OpCall& call) {
   const TensorInfo& x = call.tensor(0);
   const int n = x.spec.dims();
-  Labels labels = all_labels(n);
-  std::set<int> whole;
-  for (const auto d : call.integers("dims")) whole.insert(static_cast<int>(normal_dim(d, n)));
-  // roll of the flattened tensor
-  if (whole.empty() && call.argument("shifts") >= 0) whole = first_dims(n);
-  for (const int d : whole) {
-    if (d < n) labels[d] = kWhole;
-  }
+  const Rearranging r(call);
   LabelProblem p(call);
-  p.inputs = {labels};
-  p.outputs = {labels};
+  p.inputs = {r.flattened ? whole_labels(x) : all_labels(n)};
+  p.outputs = p.inputs;
   p.output_shapes = {x.spec.shape()};
   p.linear = LabelProblem::Linear::one;
   p.linear_in = {0};
   Plan plan = solve(p);
   // flip keeps a dense memory order, roll makes row-major.
-  if (call.argument("shifts") < 0 && is_dense(x.spec.shape(), x.strides))
+  if (!r.rolls && is_dense(x.spec.shape(), x.strides))
     plan.outputs[0].strides = strides_in_order(x.spec.shape(), x.strides);
+  const ShardSpec field = without_partial(*plan.inputs[0]);
+  bool moves = false;
+  for (int d = 0; d < n; ++d) moves |= r.moves(field, d);
+  if (!moves) return plan;
+  const Halo halo(field, std::vector<Edge>(n, Edge::circular),
+                  [r, shape = field.shape(), to = field.sharding()](int position) {
+                    Box box = to.box(position);
+                    if (volume(box) == 0) return Box(box.size());
+                    for (std::size_t d = 0; d < box.size(); ++d) {
+                      if (r.turned[d]) box[d] = {shape[d] - box[d].end, shape[d] - box[d].begin};
+                      box[d] = box[d].shifted(-r.shift[d]);
+                    }
+                    return box;
+                  });
+  Shape turned;
+  for (int d = 0; d < n; ++d) {
+    if (r.turned[d]) turned.push_back(d);
+  }
+  plan.local = [halo, turned, local = field.local_shape()](const c10::OperatorHandle&,
+                                                           torch::jit::Stack a) {
+    const at::Tensor t = halo.exchange(a[0].toTensor()).view(local);
+    return torch::jit::Stack{turned.empty() ? t : t.flip(turned)};
+  };
   return plan;
 }
 
 // Repeated dims are whole.
 Plan repeat(const OpCall& call) {
   const Shape times = call.integers("repeats"), &shape = call.tensor(0).spec.shape();
+  if (times.size() < shape.size())
+    throw InvalidArgument(concat("aten::repeat of a tensor of ", shape.size(), " dims ",
+                                 times.size(), " numbers of repeats: give one per dim or more"));
   const std::size_t lead = times.size() - shape.size();
   LabelProblem p(call);
   Labels in(shape.size(), kWhole), out(times.size(), kWhole);
@@ -79,6 +134,7 @@ Plan triangle(const OpCall& call) {
 // The last dim becomes a diagonal of two.
 Plan diag_embed(const OpCall& call) {
   const TensorInfo& x = call.tensor(0);
+  if (x.spec.dims() == 0) throw InvalidArgument("aten::diag_embed of a tensor without dims");
   const int n = x.spec.dims() + 1;
   const auto a = normal_dim(call.integer("dim1"), n), b = normal_dim(call.integer("dim2"), n);
   const std::int64_t length = x.spec.shape().back() + std::abs(call.integer("offset"));
@@ -101,6 +157,12 @@ Plan diag_embed(const OpCall& call) {
 
 at::Tensor rot90(const at::Tensor& self, std::int64_t k, at::IntArrayRef dims) {
   TORCH_CHECK(dims.size() == 2, "expected total rotation dims == 2, but got dims = ", dims.size());
+  const auto n = self.dim();
+  TORCH_CHECK(n >= 2, "rot90: expected a tensor of at least 2 dims, but got ", n);
+  for (const auto d : dims)
+    TORCH_CHECK_INDEX(d >= -n && d < n, "rot90: dim ", d, " of a tensor of ", n, " dims");
+  TORCH_CHECK((dims[0] + n) % n != (dims[1] + n) % n, "rot90: the plane's two dims are both ",
+              dims[0]);
   switch (((k % 4) + 4) % 4) {
     case 1:
       return self.flip({dims[1]}).transpose_(dims[0], dims[1]);

@@ -1,0 +1,273 @@
+// Operators that keep a field as it is cut: values and gradients of one process, nothing
+// redistributed (the policy is `error`), and the output's placement is that of the input.
+
+#include "support.h"
+#include "tessera/comm/group/trace.h"
+
+namespace tessera::test {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+using Values = std::vector<at::Tensor>;
+using Function = std::function<at::Tensor(const Values&)>;
+
+/// A field cut in some dims at random, and others replicated: forward and backward of `f`, which
+/// takes and returns fields of one shape.
+void keeps_its_cut(const char* what, int ranks, int seeds,
+                   const std::function<std::pair<Function, std::vector<Shape>>(Draw&)>& make,
+                   bool same_shape = true) {
+  on_threads(ranks, [&](DistributedManager& manager) {
+    Draw draw(900 + ranks);
+    for (int i = 0; i < seeds; ++i) {
+      const auto mesh = manager.mesh(draw.axes(ranks));
+      const auto [f, shapes] = make(draw);
+      const ShardSpec lies = draw.spec(mesh, shapes[0], false);
+      test::seed(i);
+      Values plain, sharded;
+      for (std::size_t k = 0; k < shapes.size(); ++k) {
+        const at::Tensor value = randn(shapes[k], at::kDouble);
+        plain.push_back(value.clone().requires_grad_(true));
+        sharded.push_back(leaf(value, k == 0 ? lies : ShardSpec::replicated(mesh, shapes[k])));
+      }
+      const std::string where = concat(what, " ", i, " on ", lies);
+      set_policies(manager, {.redistribution = Policy::error});
+      const at::Tensor expected = f(plain), got = f(sharded);
+      if (same_shape) {
+        ASSERT_EQ(spec(got), lies) << where;
+      }
+      ASSERT_LT(difference(got, expected, 1), 1e-12) << where;
+      const at::Tensor along = randn(expected.sizes(), at::kDouble);
+      (expected * along).sum().backward();
+      (got * along).sum().backward();
+      set_policies(manager, {.redistribution = Policy::allow});
+      for (std::size_t k = 0; k < shapes.size(); ++k)
+        ASSERT_LT(difference(sharded[k].grad(), plain[k].grad(), 1), 1e-11)
+            << where << " input " << k;
+      if (same_shape) {
+        ASSERT_EQ(spec(sharded[0].grad()), lies) << where;
+      }
+    }
+  });
+}
+
+}  // namespace
+
+TEST(Placements, LayerNormOverSharedDims) {
+  for (const int ranks : {1, 2, 3, 4}) {
+    keeps_its_cut("layer_norm", ranks, 30,
+                  [](Draw& draw) -> std::pair<Function, std::vector<Shape>> {
+                    const Shape shape{draw.between(1, 3), draw.between(1, 5), draw.between(1, 7)};
+                    const int normalized = draw.between(1, 3);
+                    const Shape inner(shape.end() - normalized, shape.end());
+                    const bool affine = draw.chance(70);
+                    std::vector<Shape> shapes{shape};
+                    if (affine) shapes.insert(shapes.end(), 2, inner);
+                    return {[inner, affine](const Values& v) {
+                              return affine ? at::layer_norm(v[0], inner, v[1], v[2])
+                                            : at::layer_norm(v[0], inner);
+                            },
+                            shapes};
+                  });
+  }
+}
+
+TEST(Placements, GroupNormOverChannelsAndSpace) {
+  for (const int ranks : {1, 2, 3, 4}) {
+    keeps_its_cut("group_norm", ranks, 30,
+                  [](Draw& draw) -> std::pair<Function, std::vector<Shape>> {
+                    const int groups = draw.between(1, 3);
+                    const std::int64_t channels = groups * draw.between(1, 3);
+                    Shape shape{draw.between(1, 3), channels};
+                    for (int d = draw.below(3); d > 0; --d) shape.push_back(draw.between(1, 6));
+                    // plain libtorch refuses groups of one element
+                    if (shape.size() == 2) shape.push_back(4);
+                    const bool affine = draw.chance(70);
+                    std::vector<Shape> shapes{shape};
+                    if (affine) shapes.insert(shapes.end(), 2, Shape{channels});
+                    return {[groups, affine](const Values& v) {
+                              return affine ? at::group_norm(v[0], groups, v[1], v[2])
+                                            : at::group_norm(v[0], groups);
+                            },
+                            shapes};
+                  });
+  }
+}
+
+TEST(Placements, RollAndFlip) {
+  for (const int ranks : {1, 2, 3, 4}) {
+    keeps_its_cut(
+        "roll or flip", ranks, 60, [](Draw& draw) -> std::pair<Function, std::vector<Shape>> {
+          const Shape shape{draw.between(1, 7), draw.between(1, 5), draw.between(1, 3)};
+          const Shape dims = draw.chance(50) ? Shape{0, 1} : Shape{draw.below(3)};
+          Shape by;
+          for (std::size_t i = 0; i < dims.size(); ++i) by.push_back(draw.between(0, 20) - 10);
+          if (draw.chance(50))
+            return {[dims](const Values& v) { return at::flip(v[0], dims) * 1; }, {shape}};
+          return {[dims, by](const Values& v) { return at::roll(v[0], by, dims); }, {shape}};
+        });
+  }
+}
+
+TEST(Placements, ExtremesAlongASharedDim) {
+  for (const int ranks : {1, 2, 3, 4}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      Draw draw(40 + ranks);
+      for (int i = 0; i < 80; ++i) {
+        const auto mesh = manager.mesh(draw.axes(ranks));
+        const Shape shape{draw.between(1, 7), draw.between(1, 4)};
+        test::seed(i);
+        // ties, infinities and NaNs among them
+        at::Tensor value = randint(4, shape).to(draw.chance(50) ? at::kDouble : at::kLong);
+        if (at::isFloatingType(value.scalar_type())) {
+          value = value.masked_fill(value.eq(3), std::numeric_limits<double>::quiet_NaN());
+          if (draw.chance(50))
+            value = value.masked_fill(value.eq(0), -std::numeric_limits<double>::infinity());
+        }
+        const ShardSpec lies = draw.spec(mesh, shape, false);
+        const at::Tensor x = leaf(value, lies, false);
+        const int dim = draw.below(2);
+        const bool keep = draw.chance(50);
+        set_policies(manager, {.redistribution = Policy::error});
+        const auto largest = at::max(x, dim, keep), smallest = at::min(x, dim, keep);
+        const at::Tensor where_largest = at::argmax(x, dim, keep),
+                         where_smallest = at::argmin(x, dim, keep);
+        set_policies(manager, {.redistribution = Policy::allow});
+        const std::string where = concat(i, " on ", lies, " dim ", dim);
+        const auto p_largest = at::max(value, dim, keep), p_smallest = at::min(value, dim, keep);
+        const auto same = [&](const at::Tensor& got, const at::Tensor& expected, const char* what) {
+          const at::Tensor all = whole(got);
+          ASSERT_EQ(all.sizes(), expected.sizes()) << what << " " << where;
+          ASSERT_TRUE(at::allclose(all.to(at::kDouble), expected.to(at::kDouble), 0, 0, true))
+              << what << " " << where << "\n"
+              << all << "\n"
+              << expected;
+        };
+        same(std::get<0>(largest), std::get<0>(p_largest), "max");
+        same(std::get<1>(largest), std::get<1>(p_largest), "where max");
+        same(std::get<0>(smallest), std::get<0>(p_smallest), "min");
+        same(std::get<1>(smallest), std::get<1>(p_smallest), "where min");
+        same(where_largest, at::argmax(value, dim, keep), "argmax");
+        same(where_smallest, at::argmin(value, dim, keep), "argmin");
+        if (at::isFloatingType(value.scalar_type())) {
+          set_policies(manager, {.redistribution = Policy::error});
+          const at::Tensor sum = at::logsumexp(x, dim, keep);
+          set_policies(manager, {.redistribution = Policy::allow});
+          ASSERT_TRUE(at::allclose(whole(sum), at::logsumexp(value, dim, keep), 1e-12, 1e-12, true))
+              << "logsumexp " << where;
+        }
+      }
+    });
+  }
+}
+
+TEST(Placements, TopKAlongASharedDim) {
+  for (const int ranks : {1, 2, 3, 4}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      Draw draw(140 + ranks);
+      for (int i = 0; i < 40; ++i) {
+        const auto mesh = manager.mesh(draw.axes(ranks));
+        const Shape shape{draw.between(1, 9), draw.between(1, 4)};
+        const int dim = draw.below(2);
+        const std::int64_t k = draw.below(static_cast<int>(shape[dim]) + 1);
+        const bool largest = draw.chance(50);
+        test::seed(i);
+        const at::Tensor value = randn(shape, at::kDouble);
+        const ShardSpec lies = draw.spec(mesh, shape, false);
+        const at::Tensor x = leaf(value, lies);
+        set_policies(manager, {.redistribution = Policy::error});
+        const auto got = at::topk(x, k, dim, largest);
+        set_policies(manager, {.redistribution = Policy::allow});
+        const at::Tensor plain = value.clone().requires_grad_(true);
+        const auto expected = at::topk(plain, k, dim, largest);
+        const std::string where = concat(i, " on ", lies, " dim ", dim, " k ", k);
+        ASSERT_TRUE(whole(std::get<0>(got)).equal(std::get<0>(expected))) << where;
+        ASSERT_TRUE(whole(std::get<1>(got)).equal(std::get<1>(expected))) << where;
+        if (k == 0) continue;
+        const at::Tensor along = randn(std::get<0>(expected).sizes(), at::kDouble);
+        (std::get<0>(expected) * along).sum().backward();
+        (std::get<0>(got) * along).sum().backward();
+        ASSERT_LT(difference(x.grad(), plain.grad(), 1), 1e-14) << where;
+      }
+    });
+  }
+}
+
+TEST(Placements, RowsOfATableMeetABatchOnTheirAxis) {
+  for (const int ranks : {2, 3, 4}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      const auto mesh = manager.mesh({{"x", ranks}});
+      Draw draw(70 + ranks);
+      for (int i = 0; i < 20; ++i) {
+        const std::int64_t rows = 40 + draw.below(20), batch = draw.between(1, 9);
+        test::seed(i);
+        const at::Tensor value = randn({rows, 3}, at::kDouble), at = randint(rows, {batch, 2});
+        const at::Tensor table =
+            leaf(value, ShardSpec(mesh, {rows, 3}, {Shard(0)}, {{0, draw.sizes(rows, ranks)}}));
+        const ShardSpec of_batch(mesh, {batch, 2}, {Shard(0)}, {{0, draw.sizes(batch, ranks)}});
+        const at::Tensor plain = value.clone().requires_grad_(true);
+        set_policies(manager, {.redistribution = Policy::error});
+        const at::Tensor got = at::embedding(table, leaf(at, of_batch, false));
+        EXPECT_EQ(spec(got).placements()[0], Shard(0));
+        set_policies(manager, {.redistribution = Policy::allow});
+        const at::Tensor expected = at::embedding(plain, at);
+        ASSERT_LT(difference(got, expected), 1e-15);
+        const at::Tensor along = randn({batch, 2, 3}, at::kDouble);
+        (expected * along).sum().backward();
+        (got * along).sum().backward();
+        ASSERT_LT(difference(table.grad(), plain.grad(), 1), 1e-13);
+      }
+    });
+  }
+}
+
+TEST(Placements, BagsOfEmbeddings) {
+  for (const int ranks : {1, 2, 3}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      Draw draw(170 + ranks);
+      set_policies(manager, {.redistribution = Policy::allow, .promotion = Policy::allow});
+      for (int i = 0; i < 40; ++i) {
+        const auto mesh = manager.mesh(draw.axes(ranks));
+        const std::int64_t rows = draw.between(2, 7), count = draw.between(1, 8);
+        test::seed(i);
+        const at::Tensor value = randn({rows, 3}, at::kDouble), at = randint(rows, {count});
+        const at::Tensor offsets =
+            at::cat({at::zeros({1}, at::kLong), std::get<0>(randint(count + 1, {2}).sort())});
+        const int mode = draw.below(3);
+        const auto padding = draw.chance(40)
+                                 ? std::optional<std::int64_t>(draw.below(static_cast<int>(rows)))
+                                 : std::nullopt;
+        const auto bags = [&](const at::Tensor& table, const at::Tensor& which) {
+          return std::get<0>(
+              at::embedding_bag(table, which, offsets, false, mode, false, {}, false, padding));
+        };
+        const at::Tensor plain = value.clone().requires_grad_(true);
+        const at::Tensor table = leaf(value, draw.spec(mesh, {rows, 3}, false));
+        const at::Tensor expected = bags(plain, at),
+                         got = bags(table, leaf(at, draw.spec(mesh, {count}, false), false));
+        ASSERT_LT(difference(got, expected, 1), 1e-14) << i << " mode " << mode;
+        const at::Tensor along = randn(expected.sizes(), at::kDouble);
+        (expected * along).sum().backward();
+        (got * along).sum().backward();
+        ASSERT_LT(difference(table.grad(), plain.grad(), 1), 1e-14) << i << " mode " << mode;
+      }
+    });
+  }
+}
+
+TEST(Placements, AChannelsLastPoolingEndsInAView) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    for (const int cut : {0, 1, 2}) {
+      const at::Tensor value =
+          randn({2, 6, 4, 5}, at::kDouble).contiguous(at::MemoryFormat::ChannelsLast);
+      const at::Tensor x = leaf(value, ShardSpec(mesh, {2, 6, 4, 5}, {Shard(cut)}), false);
+      EXPECT_LT(
+          difference(at::adaptive_avg_pool2d(x, {1, 1}), at::adaptive_avg_pool2d(value, {1, 1})),
+          1e-14)
+          << "cut in dim " << cut;
+    }
+  });
+}
+
+}  // namespace tessera::test
