@@ -6,11 +6,14 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/op_info.h"
+#include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/spec/mesh_context.h"
 
 namespace tessera::detail::elementwise_rules {
 
@@ -22,6 +25,8 @@ LabelProblem broadcast(const OpCall& call) {
   LabelProblem p(call);
   std::vector<std::int64_t> shape;
   const auto* inferred = call.in_place() ? nullptr : call.outputs();
+  // what is written says nothing of new results
+  if (inferred && inferred->empty()) inferred = nullptr;
   if (inferred) {
     shape = (*inferred)[0].shape;
   } else if (call.in_place()) {
@@ -87,26 +92,84 @@ bool tensors_only(const OpCall& call) {
   return given == call.tensors().size();
 }
 
+// Whether the terms of a Partial input may be computed with one by one.
+bool terms_keep_type(const OpCall& call, const TensorInfo& t) {
+  const auto* out = call.outputs();
+  return terms_can_be_cast(t.dtype, out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype);
+}
+
 Plan linear_together(const OpCall& call) {
   LabelProblem p = broadcast(call);
-  if (tensors_only(call)) p.linear = LabelProblem::Linear::together;
+  const bool linear = std::ranges::all_of(
+      call.tensors(), [&](const TensorInfo& t) { return terms_keep_type(call, t); });
+  if (linear && tensors_only(call)) p.linear = LabelProblem::Linear::together;
   return solve(p);
+}
+
+// A number that is infinite, NaN or, as a divisor, zero: then a term of zero gives NaN where the sum
+// would not, so the sum is made first and one rank of each axis keeps the result.
+LocalFunction with_any_number(const Plan& plan, bool divides) {
+  std::vector<int> axes;
+  bool keeper = true;
+  const ShardSpec& in = *plan.inputs[0];
+  for (std::size_t a = 0; a < in.placements().size(); ++a) {
+    const Placement& p = in.placements()[a];
+    if (!p.is_partial()) continue;
+    axes.push_back(static_cast<int>(a));
+    keeper &=
+        p.is_partial(ReduceOp::Kind::avg) || context_of(in)->group(static_cast<int>(a)).rank() == 0;
+  }
+  if (axes.empty()) return {};
+  return [divides, axes, keeper, spec = in, to = without_partial(in)](const c10::OperatorHandle& op,
+                                                                      torch::jit::Stack a) {
+    double number = 1;
+    if (a[1].isScalar()) {
+      const c10::Scalar s = a[1].toScalar();
+      number = s.isComplex() ? std::abs(s.toComplexDouble()) : s.toDouble();
+    } else if (const at::Tensor& t = a[1].toTensor();
+               t.dim() == 0 && t.unsafeGetTensorImpl()->is_wrapped_number()) {
+      number = t.is_complex() ? std::abs(t.item<c10::complex<double>>()) : t.item<double>();
+    }
+    if (std::isfinite(number) && !(divides && number == 0)) {
+      op.callBoxed(a);
+      return a;
+    }
+    a[0] = redistribute_local(a[0].toTensor(), spec, to);
+    op.callBoxed(a);
+    if (!keeper) a[0] = at::zeros_like(a[0].toTensor());
+    return a;
+  };
+}
+
+// Which input is the number of a call with one, if the other is Partial.
+bool partial_by_number(const OpCall& call, const Plan& plan) {
+  return call.tensors().size() == 1 && call.tensor(0).argument == 0 && !call.in_place() &&
+         plan.inputs[0] && plan.inputs[0]->has_partial();
 }
 
 Plan linear_in_each(const OpCall& call) {
   LabelProblem p = broadcast(call);
   p.linear = LabelProblem::Linear::one;
-  for (std::size_t i = 0; i < call.tensors().size(); ++i) p.linear_in.insert(static_cast<int>(i));
-  return solve(p);
+  for (std::size_t i = 0; i < call.tensors().size(); ++i) {
+    if (terms_keep_type(call, call.tensor(i))) p.linear_in.insert(static_cast<int>(i));
+  }
+  Plan plan = solve(p);
+  if (partial_by_number(call, plan)) plan.local = with_any_number(plan, false);
+  return plan;
 }
 
-Plan linear_in_first(const OpCall& call) {
+// Division by a number is linear; by a tensor, which may hold zeros, it is not: a term divided by
+// zero is no term of the quotient.
+Plan linear_by_numbers(const OpCall& call) {
   LabelProblem p = broadcast(call);
-  if (!call.tensors().empty() && call.tensor(0).argument == 0) {
+  if (call.tensors().size() == 1 && call.tensor(0).argument == 0 &&
+      terms_keep_type(call, call.tensor(0))) {
     p.linear = LabelProblem::Linear::one;
     p.linear_in = {0};
   }
-  return solve(p);
+  Plan plan = solve(p);
+  if (partial_by_number(call, plan)) plan.local = with_any_number(plan, true);
+  return plan;
 }
 
 // A conversion is linear between floating-point types only.
@@ -168,7 +231,7 @@ const bool registered = [] {
     register_rule(op, linear_together);
   for (const char* op : {"aten::mul.Tensor", "aten::mul.Scalar"}) register_rule(op, linear_in_each);
   for (const char* op : {"aten::div.Tensor", "aten::div.Scalar"})
-    register_rule(op, linear_in_first);
+    register_rule(op, linear_by_numbers);
   for (const char* op : {"aten::clone", "aten::_to_copy", "aten::copy_", "aten::copy",
                          "aten::lift_fresh", "aten::lift_fresh_copy", "aten::contiguous"})
     register_rule(op, copy);

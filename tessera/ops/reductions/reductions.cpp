@@ -1,6 +1,7 @@
 // Reductions: over a sharded dim each rank reduces its part and the result is Partial; means are
 // divided by the global count, so that uneven parts give what one process gives.
 
+#include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/amin.h>
@@ -28,24 +29,34 @@ using Shape = std::vector<std::int64_t>;
 
 Plan sum(const OpCall& call) {
   LabelProblem p = reduction(call, ReduceOp::Kind::sum);
-  p.linear = LabelProblem::Linear::one;
-  p.linear_in = {0};
+  const auto* out = call.outputs();
+  if (out && !out->empty() && terms_can_be_cast(call.tensor(0).dtype, (*out)[0].dtype)) {
+    p.linear = LabelProblem::Linear::one;
+    p.linear_in = {0};
+  }
   return solve(p);
 }
 
 Plan mean(const OpCall& call) {
   LabelProblem p = reduction(call, ReduceOp::Kind::sum);
+  const auto* out = call.outputs();
+  if (!out || out->empty())
+    throw ShardingError(concat(call.name(), " with out= has no rule: use the form that returns"));
   p.linear = LabelProblem::Linear::one;
   p.linear_in = {0};
   Plan plan = solve(p);
   double count = 1;
   for (const int d : p.contract) count *= static_cast<double>(call.tensor(0).spec.shape()[d]);
   const Shape dims(p.contract.begin(), p.contract.end());
-  plan.local = [count, dims, keep = keeps(call), dtype = (*call.outputs())[0].dtype,
+  // Summed in float32 where the result is of half precision: the sum of many may be beyond its
+  // range though the mean is not.
+  plan.local = [count, dims, keep = keeps(call), dtype = (*out)[0].dtype,
                 scalar = call.tensor(0).spec.dims() == 0](const c10::OperatorHandle&,
                                                           torch::jit::Stack arguments) {
     const at::Tensor& x = arguments[0].toTensor();
-    return torch::jit::Stack{(scalar ? x.to(dtype) : at::sum(x, dims, keep, dtype)).div(count)};
+    const auto wide = at::toOpMathType(dtype);
+    return torch::jit::Stack{
+        (scalar ? x.to(wide) : at::sum(x, dims, keep, wide)).div(count).to(dtype)};
   };
   return plan;
 }
@@ -104,6 +115,7 @@ at::Tensor count_nonzero_dim(const at::Tensor& self, std::optional<std::int64_t>
 }
 at::Tensor nansum(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim,
                   std::optional<at::ScalarType> dtype) {
+  TORCH_CHECK(!self.is_complex(), "nansum does not support complex inputs");
   return at::where(self.isnan(), at::zeros_like(self), self).sum(dim, keepdim, dtype);
 }
 std::tuple<at::Tensor, at::Tensor> aminmax(const at::Tensor& self, std::optional<std::int64_t> dim,

@@ -1,17 +1,20 @@
 // Variance over uneven parts: every rank's sums are added, then divided by the true count, so that the
-// result is what one process computes. Two passes (mean first), as libtorch's own kernels.
+// result is what one process computes.
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/real.h>
-#include <ATen/ops/sum.h>
+#include <ATen/ops/var_mean.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <set>
 #include <vector>
 
+#include "tessera/base/text.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/over_ranks.h"
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
 namespace tessera::detail::variance_rules {
@@ -22,6 +25,9 @@ using Shape = std::vector<std::int64_t>;
 
 Plan variance(const OpCall& call, bool root, bool with_mean) {
   const TensorInfo& x = call.tensor(0);
+  if (!at::isFloatingType(x.dtype) && !at::isComplexType(x.dtype))
+    throw InvalidArgument(concat(call.name(), " of ", c10::toString(x.dtype),
+                                 " values: give floating-point or complex ones"));
   const int n = x.spec.dims();
   std::set<int> dims;
   for (const auto d : call.integers("dim")) dims.insert(static_cast<int>(normal_dim(d, n)));
@@ -49,17 +55,37 @@ Plan variance(const OpCall& call, bool root, bool with_mean) {
   const std::vector<int> axes = reduce_inside(plan.outputs[0]);
   if (axes.empty()) return plan;
   if (with_mean) reduce_inside(plan.outputs[1]);
+  // Each rank's count, mean and sum of squares around it are put together (Chan, Golub and LeVeque:
+  // "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
+  const at::ScalarType type = x.dtype;
+  double here = 1;
+  for (const int d : dims) here *= static_cast<double>(plan.inputs[0]->local_shape()[d]);
+  Shape kept = plan.inputs[0]->local_shape();
+  for (const int d : dims) kept[d] = 1;
   plan.local = [=, total = OverRanks{context_of(x.spec), axes, "statistics"},
                 dims = Shape(dims.begin(), dims.end())](const c10::OperatorHandle&,
                                                         torch::jit::Stack arguments) {
-    const at::Tensor& t = arguments[0].toTensor();
-    const at::Tensor mean = total(at::sum(t, dims, true)).div(count);
-    const at::Tensor centred = t - mean;
-    at::Tensor result = total(at::sum(at::real(centred * centred.conj()), dims, keep))
+    const at::Tensor t = arguments[0].toTensor();
+    const bool complex = at::isComplexType(type);
+    const auto wide = complex ? at::kComplexDouble : at::kDouble;
+    at::Tensor part_mean, part_squares;
+    if (here == 0) {
+      part_mean = at::zeros(kept, t.options().dtype(wide));
+      part_squares = at::zeros(kept, t.options().dtype(at::kDouble));
+    } else {
+      const at::Tensor given = type == at::kHalf || type == at::kBFloat16 ? t.to(at::kFloat) : t;
+      const auto [v, m] = at::var_mean(given, at::OptionalIntArrayRef(dims), at::Scalar(0), true);
+      part_mean = m.to(wide);
+      part_squares = v.to(at::kDouble) * here;
+    }
+    const at::Tensor mean = total(part_mean * (here / count));
+    const at::Tensor off = part_mean - mean;
+    at::Tensor result = total(part_squares + at::real(off * off.conj()) * here)
                             .div(std::max(count - correction, 0.0));
     if (root) result = result.sqrt();
+    result = (keep ? result : result.squeeze(dims)).to(c10::toRealValueType(type));
     if (!with_mean) return torch::jit::Stack{result};
-    return torch::jit::Stack{result, keep ? mean : mean.squeeze(dims)};
+    return torch::jit::Stack{result, (keep ? mean : mean.squeeze(dims)).to(type)};
   };
   return plan;
 }

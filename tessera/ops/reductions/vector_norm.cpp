@@ -9,12 +9,14 @@
 #include <limits>
 #include <vector>
 
+#include "tessera/base/text.h"
 #include "tessera/ops/reductions/reduced.h"
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/over_ranks.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
 namespace tessera::detail::vector_norm_rules {
@@ -23,46 +25,48 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
+// Norms of parts are raised to the order, added and rooted in a type wide enough for it: squares of
+// half-precision norms soon leave its range.
+at::ScalarType wide_type(at::ScalarType t) {
+  return t == at::kHalf || t == at::kBFloat16 ? at::kFloat : at::kDouble;
+}
+
 // The p-norm of the ranks' p-norms.
 Plan norm(const OpCall& call) {
   LabelProblem p = reduction(call, ReduceOp::Kind::sum);
   const char* name = call.argument("ord") >= 0 ? "ord" : "p";
   const double order = call.has(name) ? call.number(name) : 2.0;
-  const ShardSpec in = without_partial(call.tensor(0).spec);
+  const auto* out = call.outputs();
+  const at::ScalarType type =
+      out && !out->empty() ? (*out)[0].dtype : c10::toRealValueType(call.tensor(0).dtype);
   Plan plan = solve(p);
-  if (order == 0) return plan;  // counts add up
-  const bool infinite = std::isinf(order);
-  std::vector<int> axes;
-  ShardSpec out = plan.outputs[0].spec;
-  auto placements = out.placements();
-  for (std::size_t a = 0; a < placements.size(); ++a) {
-    if (!placements[a].is_partial()) continue;
-    axes.push_back(static_cast<int>(a));
-    placements[a] = Replicate();
-  }
-  if (axes.empty()) return plan;
-  plan.outputs[0].spec = out.with_placements(placements);
-  plan.local = [order, infinite, axes, context = context_of(in),
-                local_shape = plan.outputs[0].spec.local_shape(),
-                empty = plan.inputs[0]->local_numel() == 0](const c10::OperatorHandle& op,
-                                                            torch::jit::Stack arguments) {
+  const bool empty = plan.inputs[0]->local_numel() == 0;
+  // Counts add up: the result is Partial.
+  const std::vector<int> axes = order == 0 ? std::vector<int>() : reduce_inside(plan.outputs[0]);
+  if (axes.empty() && !(order == 0 && empty)) return plan;
+  plan.local = [order, empty, type, over = OverRanks{context_of(call.tensor(0).spec), axes, "norm"},
+                shape = plan.outputs[0].spec.local_shape()](const c10::OperatorHandle& op,
+                                                            torch::jit::Stack a) {
+    const at::Tensor x = a[0].toTensor();
+    const bool infinite = std::isinf(order);
+    const at::ScalarType wide = wide_type(type);
     at::Tensor part;
-    // kernels refuse some orders of nothing; a negative one of nothing is infinite, so that nothing
-    // is added
+    // Kernels refuse some orders of nothing; a negative one of nothing is infinite, so that nothing
+    // is added.
     if (empty) {
-      const at::Tensor& x = arguments[0].toTensor();
-      part = at::full(local_shape, order > 0 ? 0.0 : std::numeric_limits<double>::infinity(),
-                      x.options().dtype(c10::toRealValueType(x.scalar_type())));
+      part = at::full(shape, order >= 0 ? 0.0 : std::numeric_limits<double>::infinity(),
+                      x.options().dtype(order == 0 ? type : wide));
     } else {
-      op.callBoxed(arguments);
-      part = arguments[0].toTensor();
+      if (wide == at::kFloat) a[0] = x.to(x.is_complex() ? at::kComplexFloat : at::kFloat);
+      // the type of the result may be an argument, by which a half-precision part would be rounded
+      if (wide == at::kFloat && a.size() > 4 && a[4].isInt()) a[4] = at::kFloat;
+      op.callBoxed(a);
+      part = order == 0 ? a[0].toTensor() : a[0].toTensor().to(wide);
     }
-    part = infinite ? part.clone() : part.pow(order);
-    for (const int axis : axes)
-      context->group(axis).all_reduce(
-          part, infinite ? (order > 0 ? ReduceOp::max : ReduceOp::min) : ReduceOp::sum,
-          {.name = "norm"});
-    return torch::jit::Stack{infinite ? part : part.pow(1.0 / order)};
+    if (order == 0) return torch::jit::Stack{part.to(type)};
+    if (infinite)
+      return torch::jit::Stack{over(part, order > 0 ? ReduceOp::max : ReduceOp::min).to(type)};
+    return torch::jit::Stack{over(part.pow(order)).pow(1.0 / order).to(type)};
   };
   return plan;
 }
@@ -70,6 +74,9 @@ Plan norm(const OpCall& call) {
 // Each slice along `dim` has a norm over all the others, which are whole.
 Plan renorm(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
+  if (n < 2)
+    throw InvalidArgument(
+        concat("aten::renorm: the tensor has ", n, " dims, and needs at least 2"));
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
   LabelProblem p(call);
   p.inputs = {Labels(n, kWhole)};

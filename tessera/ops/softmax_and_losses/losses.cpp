@@ -18,12 +18,24 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-// A mean: the sum, divided by the global count.
+// A mean: the sum, divided by the global count. In float32 where the inputs are of half precision:
+// the sum may be beyond its range though the mean is not.
 Plan divided(Plan plan, const OpCall& call, double count) {
   plan.arguments = {{call.argument("reduction"), static_cast<std::int64_t>(at::Reduction::Sum)}};
   plan.local = [count](const c10::OperatorHandle& op, torch::jit::Stack arguments) {
+    at::ScalarType type = at::ScalarType::Undefined;
+    bool narrow = false;
+    for (c10::IValue& v : arguments) {
+      if (!v.isTensor() || !v.toTensor().defined()) continue;
+      const auto own = v.toTensor().scalar_type();
+      type = type == at::ScalarType::Undefined ? own : at::promote_types(type, own);
+      if (own != at::kHalf && own != at::kBFloat16) continue;
+      narrow = true;
+      v = v.toTensor().to(at::kFloat);
+    }
     op.callBoxed(arguments);
-    arguments[0] = arguments[0].toTensor().div(count);
+    const at::Tensor mean = arguments[0].toTensor().div(count);
+    arguments[0] = narrow ? mean.to(type) : mean;
     return arguments;
   };
   return plan;

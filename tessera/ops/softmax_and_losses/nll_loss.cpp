@@ -1,6 +1,7 @@
 // Negative log-likelihood and cross-entropy where the classes are sharded: each rank gives the scores
 // of the targets that are among its classes.
 
+#include <ATen/OpMathType.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/ops/cross_entropy_loss_native.h>
 #include <ATen/ops/log_softmax.h>
@@ -12,10 +13,12 @@
 
 #include <vector>
 
+#include "tessera/base/text.h"
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/over_ranks.h"
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
 namespace tessera::detail::nll_loss_rules {
@@ -43,6 +46,12 @@ struct Classes {
       targets.push_back(d);
       target_shape.push_back(x.spec.shape()[d]);
     }
+    if (const TensorInfo* w = call.find("weight"); w && w->dtype != x.dtype)
+      throw InvalidArgument(concat(call.name(), ": weight is ", c10::toString(w->dtype),
+                                   ", the scores are ", c10::toString(x.dtype), "; convert it"));
+    if (const TensorInfo* t = call.find("target"); t->dtype != at::kLong && t->dtype != at::kByte)
+      throw InvalidArgument(concat(call.name(), ": target is ", c10::toString(t->dtype),
+                                   ", and must be Long or Byte; convert it"));
     const bool each = reduction == at::Reduction::None;
     for (const TensorInfo& t : call.tensors()) {
       Labels labels(t.spec.dims(), kWhole);
@@ -105,9 +114,14 @@ Plan nll(const OpCall& call) {
   if (class_axes.empty()) {
     plan.arguments = {{call.argument("reduction"), static_cast<std::int64_t>(at::Reduction::Sum)}};
     plan.local = [over](const c10::OperatorHandle& op, torch::jit::Stack a) {
+      const auto type = a[0].toTensor().scalar_type(), wide = at::toOpMathType(type);
+      if (wide != type) {
+        a[0] = a[0].toTensor().to(wide);
+        if (a[2].isTensor() && a[2].toTensor().defined()) a[2] = a[2].toTensor().to(wide);
+      }
       op.callBoxed(a);
       const at::Tensor weight = over(a[1].toTensor().clone(), ReduceOp::sum);
-      return torch::jit::Stack{a[0].toTensor().div(weight), weight};
+      return torch::jit::Stack{a[0].toTensor().div(weight).to(type), weight.to(type)};
     };
     return plan;
   }
@@ -126,9 +140,12 @@ Plan nll(const OpCall& call) {
                         zero);
     if (reduction == at::Reduction::None)
       return torch::jit::Stack{each, at::zeros({}, scores.options())};
-    const at::Tensor total = over(weight.sum(), ReduceOp::sum);
-    return torch::jit::Stack{reduction == at::Reduction::Mean ? each.sum().div(total) : each.sum(),
-                             total};
+    // Summed in float32 where the scores are of half precision: the mean may be within its range
+    // though the sum is not.
+    const auto type = scores.scalar_type(), wide = at::toOpMathType(type);
+    const at::Tensor total = over(weight.sum(wide), ReduceOp::sum), sum = each.sum(wide);
+    return torch::jit::Stack{(reduction == at::Reduction::Mean ? sum.div(total) : sum).to(type),
+                             total.to(type)};
   };
   return plan;
 }

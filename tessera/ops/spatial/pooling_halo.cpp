@@ -1,5 +1,6 @@
 #include "tessera/ops/spatial/pooling_halo.h"
 
+#include <ATen/OpMathType.h>
 #include <ATen/ops/avg_pool2d.h>
 #include <ATen/ops/avg_pool2d_backward.h>
 #include <ATen/ops/avg_pool3d.h>
@@ -211,18 +212,19 @@ at::Tensor PoolHalo::average(const at::Tensor& x, bool count_padding, std::int64
   request.wait();
   if (volume(out_) == 0) return at::empty(shape_of(out_), x.options());
   const Box& box = halo_.needed();
-  at::Tensor t = request.assemble(box);
+  // Windows are summed in float32 where the values are of half precision.
+  at::Tensor t = request.assemble(box).to(at::toOpMathType(x.scalar_type()));
   if (!dims_[0].adaptive) {
     const Regular r(dims_);
     t = dims_.size() == 2 ? at::avg_pool2d(t, r.kernel, r.stride, r.none, false, true, 1)
                           : at::avg_pool3d(t, r.kernel, r.stride, r.none, false, true, 1);
-    return divided(t, count_padding, divisor);
+    return divided(t, count_padding, divisor).to(x.scalar_type());
   }
   for (std::size_t i = 0; i < dims_.size(); ++i) {
     const std::size_t d = lead() + i;
-    t = along(t, membership(dims_[i], out_[d], box[d], x.options()), static_cast<std::int64_t>(d));
+    t = along(t, membership(dims_[i], out_[d], box[d], t.options()), static_cast<std::int64_t>(d));
   }
-  return divided(t, count_padding, divisor).contiguous();
+  return divided(t, count_padding, divisor).contiguous().to(x.scalar_type());
 }
 
 at::Tensor PoolHalo::average_backward(const at::Tensor& gradient, const at::Tensor& x,

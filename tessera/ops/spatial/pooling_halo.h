@@ -1,6 +1,6 @@
 #pragma once
-// One pooling of a field that is cut in space, made ready to run on this rank: below autograd, on
-// locals. All leading dims are samples or channels.
+// PoolHalo: one pooling of a field that is sharded in space, prepared for this rank. It runs below
+// autograd on local tensors; the dims before the spatial ones are samples and channels.
 
 #include <ATen/core/Tensor.h>
 
@@ -27,8 +27,8 @@ struct PoolDim {
 
 class PoolHalo {
  public:
-  /// `x`, `y`: without partial axes; spatial dims, the last ones, cut over the same axes.
-  /// Collective over the mesh.
+  /// `x`, `y`: specs of input and output without Partial axes, the spatial dims (the last ones)
+  /// sharded by the same axes. Every rank of the mesh calls it.
   PoolHalo(ShardSpec x, ShardSpec y, std::vector<PoolDim> dims);
 
   /// The largest value in each window and where it lies in the whole array, row-major over the
