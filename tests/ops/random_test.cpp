@@ -82,4 +82,26 @@ TEST(Random, RefusesWhatItCannotHonour) {
   });
 }
 
+TEST(Random, BernoulliOfATensorOfProbabilities) {
+  std::vector<at::Tensor> drawn;
+  for (const int ranks : {1, 2, 3}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      const auto mesh = manager.mesh({{"x", ranks}});
+      set_policies(manager, {.redistribution = Policy::allow, .promotion = Policy::allow});
+      manual_seed(manager, 3);
+      const at::Tensor p = at::tensor({0.0, 1.0, 0.5, 0.5}, at::kDouble);
+      const at::Tensor x = distribute_tensor(at::zeros({5, 4}), mesh, {Shard(0)});
+      x.bernoulli_(p);
+      const at::Tensor all = full_tensor(x);
+      EXPECT_EQ(all.select(1, 0).sum().item<double>(), 0);
+      EXPECT_EQ(all.select(1, 1).sum().item<double>(), 5);
+      const at::Tensor one = distribute_tensor(at::zeros({6}), mesh, {Shard(0)});
+      one.bernoulli_(at::tensor(1.0, at::kDouble));
+      EXPECT_EQ(full_tensor(one).sum().item<double>(), 6);
+      if (manager.rank() == 0) drawn.push_back(all);
+    });
+  }
+  for (const at::Tensor& d : drawn) EXPECT_TRUE(d.equal(drawn[0]));
+}
+
 }  // namespace tessera::test

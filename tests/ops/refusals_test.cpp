@@ -17,6 +17,7 @@ void refused(const char* what, const Call& call) {
     const auto mesh = manager.mesh({{"x", 2}});
     set_policies(manager, {.redistribution = Policy::allow, .promotion = Policy::allow});
     const auto placed = [&](const at::Tensor& t) {
+      if (t.dim() == 0) return distribute_tensor(t, ShardSpec::replicated(mesh, {}));
       const int d = static_cast<int>(t.dim()) - 1 - (t.dim() > 2);  // of a field: a spatial dim
       return distribute_tensor(t,
                                ShardSpec(mesh, t.sizes().vec(), {Shard(d)}, {{d, {t.size(d), 0}}}));
@@ -47,6 +48,128 @@ TEST(Refusals, OfIndexing) {
   refused("masked_scatter by bytes", [&](auto placed) {
     placed(at::zeros({8})).masked_scatter_(placed(mask.to(at::kByte)), placed(at::ones({8})));
   });
+}
+
+TEST(Refusals, OfNumbersOfDims) {
+  const at::Tensor vector = at::ones({6}), matrix = at::ones({6, 4});
+  refused("cat of sums",
+          [&](auto placed) { at::cat({placed(matrix).sum(), placed(matrix).mean()}); });
+  refused("cat of a number and a vector",
+          [&](auto placed) { at::cat({placed(vector).sum(), placed(vector)}); });
+  refused("mm of a vector", [&](auto placed) { at::mm(placed(vector), placed(matrix)); });
+  refused("bmm of matrices", [&](auto placed) { at::bmm(placed(matrix), placed(matrix)); });
+  refused("mv of vectors", [&](auto placed) { at::mv(placed(vector), placed(vector)); });
+  refused("mm of sizes that differ", [&](auto placed) { at::mm(placed(matrix), placed(matrix)); });
+  refused("addmv of a vector",
+          [&](auto placed) { at::addmv(placed(vector), placed(vector), placed(vector)); });
+  refused("addbmm onto another shape", [&](auto placed) {
+    at::addbmm(placed(at::ones({3, 4})), placed(at::ones({2, 6, 4})), placed(at::ones({2, 4, 4})));
+  });
+  refused("linear of inner sizes 1 and 4",
+          [&](auto placed) { at::linear(placed(at::ones({2, 6, 1})), placed(at::ones({3, 4}))); });
+  refused("repeat by too few", [&](auto placed) { placed(matrix).repeat({2}); });
+  refused("repeat by none",
+          [&](auto placed) { placed(matrix).repeat(std::vector<std::int64_t>{}); });
+  refused("layer_norm over more dims than there are",
+          [&](auto placed) { at::layer_norm(placed(vector), {3, 6}); });
+  refused("layer_norm over another size",
+          [&](auto placed) { at::layer_norm(placed(matrix), {3}); });
+  refused("split of a sum", [&](auto placed) { placed(vector).sum().split(1); });
+  refused("split_with_sizes of a sum",
+          [&](auto placed) { placed(vector).sum().split_with_sizes({1}); });
+  refused("renorm of a sum", [&](auto placed) { placed(vector).sum().renorm(2, 0, 1); });
+  refused("embedding in a vector",
+          [&](auto placed) { at::embedding(placed(vector), placed(at::zeros({3}, at::kLong))); });
+  refused("group_norm of channels that do not divide",
+          [&](auto placed) { at::group_norm(placed(at::ones({2, 4, 6})), 3); });
+  refused("rot90 in one plane", [&](auto placed) { placed(matrix).rot90(1, {0, 0}); });
+  refused("rot90 in dims that are not there",
+          [&](auto placed) { placed(matrix).rot90(1, {0, 5}); });
+  refused("select_scatter far below zero",
+          [&](auto placed) { at::select_scatter(placed(matrix), placed(at::ones({6})), 1, -9); });
+}
+
+TEST(Refusals, OfWindows) {
+  const at::Tensor x = at::ones({1, 2, 8, 8}), w = at::ones({2, 2, 3, 3});
+  const auto convolved = [&](const char* what, std::vector<std::int64_t> stride,
+                             std::vector<std::int64_t> padding, std::vector<std::int64_t> dilation,
+                             std::int64_t groups) {
+    refused(what, [&](auto placed) {
+      at::convolution(placed(x), placed(w), {}, stride, padding, dilation, false, {0, 0}, groups);
+    });
+  };
+  convolved("stride 0", {0, 0}, {1, 1}, {1, 1}, 1);
+  convolved("dilation 0", {1, 1}, {1, 1}, {0, 0}, 1);
+  convolved("negative padding", {1, 1}, {-1, -1}, {1, 1}, 1);
+  convolved("no groups", {1, 1}, {1, 1}, {1, 1}, 0);
+  convolved("groups that do not divide", {1, 1}, {1, 1}, {1, 1}, 3);
+  convolved("three strides", {1, 1, 1}, {1, 1}, {1, 1}, 1);
+  convolved("no padding", {1, 1}, {}, {1, 1}, 1);
+  refused("max_pool2d without kernel", [&](auto placed) { at::max_pool2d(placed(x), {}); });
+  refused("avg_pool2d without padding",
+          [&](auto placed) { at::avg_pool2d(placed(x), {2, 2}, {}, at::IntArrayRef{}); });
+  refused("max_pool2d of three strides",
+          [&](auto placed) { at::max_pool2d(placed(x), {2, 2}, {1, 1, 1}); });
+}
+
+TEST(Refusals, OfTypes) {
+  const at::Tensor whole_numbers = at::ones({6, 4}, at::kLong), scores = at::zeros({6, 4});
+  refused("softmax of whole numbers",
+          [&](auto placed) { at::_softmax(placed(whole_numbers), 1, false); });
+  refused("var of whole numbers", [&](auto placed) { placed(whole_numbers).var(); });
+  refused("nansum of complex numbers",
+          [&](auto placed) { placed(at::ones({4}, at::kComplexDouble)).nansum(); });
+  refused("nll_loss of int32 targets",
+          [&](auto placed) { at::nll_loss(placed(scores), placed(at::zeros({6}, at::kInt))); });
+  refused("nll_loss with weights of doubles", [&](auto placed) {
+    at::nll_loss(placed(scores), placed(at::zeros({6}, at::kLong)),
+                 placed(at::ones({4}, at::kDouble)));
+  });
+  refused("trace of booleans", [&](auto placed) { placed(at::ones({4, 4}, at::kBool)).trace(); });
+  refused("reflection_pad1d of booleans", [&](auto placed) {
+    at::reflection_pad1d(placed(at::ones({1, 2, 6}, at::kBool)), {1, 1});
+  });
+}
+
+TEST(Refusals, OfDraws) {
+  const at::Tensor x = at::zeros({8}), whole_numbers = at::zeros({8}, at::kLong);
+  refused("uniform_ of an empty range", [&](auto placed) { placed(x).uniform_(1, 0); });
+  refused("normal_ of a negative deviation", [&](auto placed) { placed(x).normal_(0, -1); });
+  refused("exponential_ of rate 0", [&](auto placed) { placed(x).exponential_(0); });
+  refused("geometric_ of probability 0", [&](auto placed) { placed(x).geometric_(0); });
+  refused("random_ of an empty range", [&](auto placed) { placed(x).random_(5, 5); });
+  refused("bernoulli_ of 2", [&](auto placed) { placed(x).bernoulli_(2.0); });
+  refused("uniform_ of whole numbers", [&](auto placed) { placed(whole_numbers).uniform_(); });
+  refused("normal_ of whole numbers", [&](auto placed) { placed(whole_numbers).normal_(); });
+  refused("rand_like of whole numbers", [&](auto placed) { at::rand_like(placed(whole_numbers)); });
+  refused("bernoulli of whole numbers", [&](auto placed) { at::bernoulli(placed(whole_numbers)); });
+}
+
+TEST(Refusals, OfIndicesAndTheirSources) {
+  const at::Tensor x = at::zeros({6, 4}), two = at::arange(2, at::kLong);
+  refused("index_add of fewer indices than rows",
+          [&](auto placed) { placed(x).index_add(1, placed(two), placed(at::ones({6, 3}))); });
+  refused("index_copy of fewer indices than rows",
+          [&](auto placed) { placed(x).index_copy(1, placed(two), placed(at::ones({6, 3}))); });
+}
+
+// Values are looked at by the ranks themselves: all of them refuse.
+TEST(Refusals, OfIndicesFromTheEnd) {
+  const at::Tensor x = at::zeros({6, 4}), negative = at::tensor({-1, 0}, at::kLong);
+  EXPECT_ANY_THROW(x.index_select(1, negative));
+  EXPECT_ANY_THROW(x.index_copy(1, negative, at::ones({6, 2})));
+  for (const bool copies : {false, true}) {
+    on_threads(2, [&](DistributedManager& manager) {
+      const auto mesh = manager.mesh({{"x", 2}});
+      set_policies(manager, {.redistribution = Policy::allow, .promotion = Policy::allow});
+      const at::Tensor sharded = distribute_tensor(x, mesh, {Shard(1)});
+      if (copies) {
+        EXPECT_ANY_THROW(sharded.index_copy(1, negative, at::ones({6, 2})));
+      } else {
+        EXPECT_ANY_THROW(sharded.index_select(1, negative));
+      }
+    });
+  }
 }
 
 TEST(Refusals, OfFieldsCutInSpace) {

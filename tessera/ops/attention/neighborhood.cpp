@@ -33,7 +33,7 @@ void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   const auto n = static_cast<std::int64_t>(dims.size());
   if (n < 1 || n > 3)
     throw InvalidArgument(concat("neighborhood_attention was given ", n,
-                                 " windows; give one a spatial dim, one to three"));
+                                 " windows; give one per spatial dim, one to three"));
   for (const auto& [name, t] :
        {std::pair<const char*, const at::Tensor&>("q", q), {"k", k}, {"v", v}}) {
     if (!t.defined())

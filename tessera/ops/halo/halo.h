@@ -13,7 +13,7 @@
 // For rules and other operators, below autograd:
 //   // made once, kept with the plan: arithmetic alone
 //   Halo halo(x_spec, edges, [&](int position) { return Box{...}; });
-//   HaloRequest request = halo.start(local);  // packed, one message a peer
+//   HaloRequest request = halo.start(local);  // packed, one message per peer
 //   ...what needs no halo...
 //   request.wait();
 //   // any part of the needed box; zeros where there is nothing
@@ -62,7 +62,7 @@ struct HaloBuffers;
 class Halo {
  public:
   Halo() = default;
-  /// `field` has no partial axis; `edges`: one a dim. Makes the group along the axes over which
+  /// `field` has no partial axis; `edges`: one per dim. Makes the group along the axes over which
   /// something travels (all ranks of the mesh call it). Throws InvalidArgument where `field` is
   /// partial or numbers of dims differ. Time grows with the positions of the mesh, not with
   /// elements.

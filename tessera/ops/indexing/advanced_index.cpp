@@ -103,7 +103,7 @@ Plan index(const OpCall& call) {
   plan.local = [d, part = part_of(*plan.inputs[0], d), local = plan.outputs[0].spec.local_shape()](
                    const c10::OperatorHandle&, torch::jit::Stack s) {
     const at::Tensor t = s[0].toTensor(), given = s[1].toListRef()[d].toTensor();
-    part.check(given, "index");
+    part.check(given, "index", true);
     if (part.size == 0) return torch::jit::Stack{t.new_zeros(local)};
     const at::Tensor at = part.global(given);
     const at::Tensor rows =
@@ -163,7 +163,7 @@ Plan index_put(const OpCall& call) {
     given = at::broadcast_tensors(given);
     at::Tensor mine;
     for (std::size_t i = 0; i < dims.size(); ++i) {
-      parts[i].check(given[i], "index_put");
+      parts[i].check(given[i], "index_put", true);
       given[i] = parts[i].global(given[i].reshape(-1));
       const at::Tensor m = parts[i].mine(given[i]);
       mine = mine.defined() ? mine.logical_and(m) : m;

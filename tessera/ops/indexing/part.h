@@ -19,9 +19,11 @@ inline constexpr int kIndex = 100;
 struct Part {
   std::int64_t begin, size, extent;
 
-  void check(const at::Tensor& index, const char* op) const {
+  /// `from_end`: the operator takes negative indices, which count from the end.
+  void check(const at::Tensor& index, const char* op, bool from_end) const {
     if (index.numel() == 0) return;
-    const bool ok = index.ge(-extent).logical_and(index.lt(extent)).all().item<bool>();
+    const bool ok =
+        index.ge(from_end ? -extent : 0).logical_and(index.lt(extent)).all().item<bool>();
     TORCH_CHECK_INDEX(ok, op, ": an index is out of range for a dim of size ", extent);
   }
   // Negative ones count from the end.

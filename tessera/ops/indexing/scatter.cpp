@@ -29,6 +29,12 @@ Plan slices(const OpCall& call, bool adds) {
   const int n = x.spec.dims();
   if (n == 0) return on_whole(call);
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  if (index.spec.dims() > 1)
+    throw InvalidArgument(
+        concat(call.name(), ": index has ", index.spec.dims(), " dims, and needs one"));
+  if (source && source->spec.dims() == n && source->spec.shape()[d] != index.spec.numel())
+    throw InvalidArgument(concat(call.name(), ": ", index.spec.numel(), " indices for the ",
+                                 source->spec.shape()[d], " slices of source; give one per slice"));
   const bool sums = adds && index.spec.dims() == 1;
   LabelProblem p(call);
   for (const TensorInfo& t : call.tensors()) {
@@ -48,11 +54,12 @@ Plan slices(const OpCall& call, bool adds) {
   }
   Plan plan = solve(p);
   plan.local = [d, part = part_of(*plan.inputs[0], d), cut = plan.inputs[0]->is_sharded(d),
-                has_source = source != nullptr,
+                has_source = source != nullptr, name = call.name(),
+                fills = call.find("source") == nullptr && call.argument("source") < 0,
                 in_place = call.in_place()](const c10::OperatorHandle& op, torch::jit::Stack a) {
     if (cut) {
       const at::Tensor given = a[2].toTensor().reshape(-1);
-      part.check(given, "index of slices");
+      part.check(given, name.c_str(), fills);
       const at::Tensor at = part.global(given), positions = part.mine(at).nonzero().view(-1);
       a[2] = at.index_select(0, positions) - part.begin;
       if (has_source) a[3] = a[3].toTensor().index_select(d, positions);
@@ -175,7 +182,7 @@ Plan put(const OpCall& call) {
   if (const auto n = given(call, "index").spec.numel(), values = given(call, "source").spec.numel();
       n != values)
     throw InvalidArgument(
-        concat(call.name(), ": ", values, " values for ", n, " indices; give one an index"));
+        concat(call.name(), ": ", values, " values for ", n, " indices; give one per index"));
   Plan plan = written_part(call);
   const ShardSpec& spec = *plan.inputs[0];
   plan.local = [shape = spec.shape(), offset = spec.local_offset(), local = spec.local_shape(),
@@ -184,7 +191,7 @@ Plan put(const OpCall& call) {
     const at::Tensor t = in_place ? a[0].toTensor() : a[0].toTensor().clone();
     const Part all{0, extent, extent};
     at::Tensor rest = a[1].toTensor().reshape(-1);
-    all.check(rest, "put");
+    all.check(rest, "put", true);
     rest = all.global(rest);
     at::Tensor mine = at::ones_like(rest, at::kBool), own = at::zeros_like(rest);
     std::int64_t stride = 1;

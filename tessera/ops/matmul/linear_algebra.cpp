@@ -118,6 +118,7 @@ Plan checked(const OpCall&) { return {}; }
 at::Tensor trace(const at::Tensor& self) {
   TORCH_CHECK(self.dim() == 2, "trace: expected a matrix, but got a tensor of ", self.dim(),
               " dims");
+  TORCH_CHECK(self.scalar_type() != at::kBool, "trace of booleans: convert them");
   return self.tril().triu().sum();
 }
 

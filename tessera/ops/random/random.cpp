@@ -4,8 +4,10 @@
 #include <ATen/ops/empty.h>
 
 #include <cmath>
+#include <functional>
 #include <mutex>
 #include <numbers>
+#include <optional>
 
 #include "tessera/base/text.h"
 #include "tessera/ops/random/philox.h"
@@ -91,7 +93,72 @@ void refuse_generator(const OpCall& call) {
   }
 }
 
+// What plain libtorch refuses, told on every rank before anything is drawn.
+using Check = std::function<void(const OpCall&)>;
+
+[[noreturn]] void refuse(const OpCall& call, const std::string& what) {
+  throw InvalidArgument(concat(call.name(), what));
+}
+// Of the type of what is drawn.
+void require_floating(const OpCall& call) {
+  const auto* out = call.outputs();
+  const at::ScalarType type = out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype;
+  if (!at::isFloatingType(type))
+    refuse(call, concat(" into ", c10::toString(type), " values: give floating-point ones"));
+}
+void check_uniform(const OpCall& call) {
+  require_floating(call);
+  const double from = call.number("from"), to = call.number("to");
+  if (!(from <= to)) refuse(call, concat(" from ", from, " to ", to, ": the range is empty"));
+}
+void check_deviation(const OpCall& call) {
+  require_floating(call);
+  if (const double deviation = call.number("std"); !(deviation >= 0))
+    refuse(call, concat(" with standard deviation ", deviation, ": at least 0"));
+}
+void check_rate(const OpCall& call) {
+  require_floating(call);
+  if (const double rate = call.number("lambd"); !(rate > 0))
+    refuse(call, concat(" with rate ", rate, ": more than 0"));
+}
+void check_sigma(const OpCall& call) {
+  require_floating(call);
+  if (const double sigma = call.number("sigma"); !(sigma > 0))
+    refuse(call, concat(" with scale ", sigma, ": more than 0"));
+}
+void check_open_probability(const OpCall& call) {
+  if (const double p = call.number("p"); !(p > 0 && p < 1))
+    refuse(call, concat(" with probability ", p, ": between 0 and 1"));
+}
+void check_probability(const OpCall& call) {
+  if (const double p = call.number("p"); !(p >= 0 && p <= 1))
+    refuse(call, concat(" with probability ", p, ": 0 to 1"));
+}
+void check_range(const OpCall& call) {
+  const char* low_name = call.argument("low") >= 0 ? "low" : "from";
+  const char* high_name = call.argument("high") >= 0 ? "high" : "to";
+  const double low = call.argument(low_name) >= 0 ? call.number(low_name) : 0;
+  if (!call.has(high_name)) return;
+  if (const double high = call.number(high_name); !(low < high))
+    refuse(call, concat(" from ", low, " to ", high, ": the range is empty"));
+}
+void check_probabilities_type(const OpCall& call) {
+  if (!at::isFloatingType(call.tensor(0).dtype))
+    refuse(call, concat(" of ", c10::toString(call.tensor(0).dtype),
+                        " probabilities: give floating-point ones"));
+}
+
 using Draw = std::function<at::Tensor(const Source&, const torch::jit::Stack&, at::ScalarType)>;
+
+// The first input as `spec`, the others whole on every rank.
+std::vector<std::optional<ShardSpec>> inputs_of(const OpCall& call, const ShardSpec& spec) {
+  std::vector<std::optional<ShardSpec>> inputs{spec};
+  for (std::size_t i = 1; i < call.tensors().size(); ++i) {
+    const ShardSpec& other = call.tensor(i).spec;
+    inputs.emplace_back(other.with_placements(std::vector<Placement>(other.placements().size())));
+  }
+  return inputs;
+}
 
 // x.uniform_(...): the target's values are replaced.
 Plan in_place(const OpCall& call, const Draw& draw) {
@@ -99,7 +166,7 @@ Plan in_place(const OpCall& call, const Draw& draw) {
   // a partial target is reduced first, that is, its ranks are given the same values
   const ShardSpec spec = without_partial(call.tensor(0).spec);
   Plan plan;
-  plan.inputs = {spec};
+  plan.inputs = inputs_of(call, spec);
   plan.outputs = {{spec}};
   plan.local = [source = Source{spec}, draw](const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor t = a[0].toTensor();
@@ -114,10 +181,9 @@ Plan functional(const OpCall& call, const Draw& draw) {
   refuse_generator(call);
   const ShardSpec spec = without_partial(call.tensor(0).spec);
   const auto* out = call.outputs();
-  const at::ScalarType type = out ? (*out)[0].dtype : call.tensor(0).dtype;
+  const at::ScalarType type = out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype;
   Plan plan;
-  plan.inputs.resize(call.tensors().size());
-  plan.inputs[0] = spec;
+  plan.inputs = inputs_of(call, spec);
   plan.outputs = {{spec}};
   plan.local = [source = Source{spec}, draw, type](const c10::OperatorHandle&,
                                                    torch::jit::Stack a) {
@@ -142,36 +208,31 @@ at::Tensor bernoulli_p(const Source& s, const torch::jit::Stack& a, at::ScalarTy
   return s.doubles([&](const Words& w) { return unit_double(w[0], w[1]) < p ? 1.0 : 0.0; });
 }
 
-at::Tensor bernoulli_each(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
-  const at::Tensor u = s.doubles([](const Words& w) { return unit_double(w[0], w[1]); });
-  return u.to(a[0].toTensor().device()).lt(a[0].toTensor().to(at::kDouble)).to(at::kDouble);
+// This rank's part of a tensor that is expanded to the global shape.
+at::Tensor part_of_expanded(const Source& s, const at::Tensor& t) {
+  at::Tensor part = t.expand(s.spec.shape());
+  for (std::size_t d = 0; d < s.spec.shape().size(); ++d)
+    part = part.narrow(static_cast<std::int64_t>(d), s.spec.local_offset()[d],
+                       s.spec.local_shape()[d]);
+  return part;
 }
 
-// x.bernoulli_(p), bernoulli(x, p) with a tensor of probabilities: one number, or of x' shape.
-Plan bernoulli_of(const OpCall& call) {
-  refuse_generator(call);
-  const ShardSpec spec = without_partial(call.tensor(0).spec);
-  Plan plan;
-  plan.inputs.assign(call.tensors().size(), std::nullopt);
-  plan.inputs[0] = spec;
-  if (const TensorInfo* p = call.find("p"); p && p->argument != 0) {
-    const bool alike = p->spec.shape() == spec.shape();
-    if (!alike && p->spec.numel() != 1)
-      throw ShardingError(concat(call.name(), ": p has shape ", list(p->spec.shape()),
-                                 " and the tensor ", list(spec.shape()), ": expand p first"));
-    plan.inputs[call.index_of(*p)] =
-        alike ? spec : ShardSpec::replicated(spec.mesh(), p->spec.shape());
-  }
-  plan.outputs = {{spec}};
-  plan.local = [source = Source{spec}, writes = call.in_place()](const c10::OperatorHandle&,
-                                                                 torch::jit::Stack a) {
-    const at::Tensor t = a[0].toTensor(), p = a[1].toTensor().to(at::kDouble);
-    const at::Tensor drawn = source.doubles([](const Words& w) { return unit_double(w[0], w[1]); })
-                                 .to(t.device())
-                                 .lt(p.numel() == 1 ? p.view({}) : p);
-    return torch::jit::Stack{writes ? t.copy_(drawn) : drawn.to(t.scalar_type())};
-  };
-  return plan;
+at::Tensor below(const Source& s, const at::Tensor& probabilities) {
+  const at::Tensor p = probabilities.to(at::kDouble);
+  const at::Tensor u =
+      s.doubles([](const Words& w) { return unit_double(w[0], w[1]); }).to(p.device());
+  // elsewhere it would make the host wait
+  if (p.is_cpu() && p.numel() > 0)
+    TORCH_CHECK(p.ge(0).logical_and(p.le(1)).all().item<bool>(),
+                "bernoulli: probabilities must be 0 to 1");
+  return u.lt(p).to(at::kDouble);
+}
+at::Tensor bernoulli_each(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  return below(s, a[0].toTensor());
+}
+// Of probabilities that are given whole on every rank.
+at::Tensor bernoulli_tensor(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  return below(s, part_of_expanded(s, a[1].toTensor()));
 }
 
 at::Tensor exponential(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
@@ -227,44 +288,58 @@ Plan dropout(const OpCall& call) {
 
 const bool registered = [] {
   const RuleOptions always{.for_replicated = true};
-  const auto writes = [&](const char* op, Draw draw) {
-    register_rule(op, [draw](const OpCall& c) { return in_place(c, draw); }, always);
+  const auto writes = [&](const char* op, Draw draw, Check check) {
+    register_rule(
+        op,
+        [draw, check](const OpCall& c) {
+          check(c);
+          return in_place(c, draw);
+        },
+        always);
   };
-  const auto makes = [&](const char* op, Draw draw) {
-    register_rule(op, [draw](const OpCall& c) { return functional(c, draw); }, always);
+  const auto makes = [&](const char* op, Draw draw, Check check) {
+    register_rule(
+        op,
+        [draw, check](const OpCall& c) {
+          check(c);
+          return functional(c, draw);
+        },
+        always);
   };
-  writes("aten::uniform_", uniform);
-  writes("aten::normal_", normal_values);
-  writes("aten::bernoulli_.float", bernoulli_p);
-  writes("aten::exponential_", exponential);
-  writes("aten::log_normal_", log_normal);
-  writes("aten::cauchy_", cauchy);
-  writes("aten::geometric_", geometric);
-  writes("aten::random_.to", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  const auto up_to = [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
     return integers(s, 0, a[1].toScalar().toDouble());
-  });
-  writes("aten::random_.from", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  };
+  const auto between = [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
     if (a[2].isNone())
       throw ShardingError(
           "random_ without an upper bound has no rule for sharded tensors: give one");
     return integers(s, a[1].toScalar().toDouble(), a[2].toScalar().toDouble());
-  });
-  makes("aten::randint_like", [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
-    return integers(s, 0, a[1].toScalar().toDouble());
-  });
-  makes("aten::randint_like.low_dtype",
-        [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
-          return integers(s, a[1].toScalar().toDouble(), a[2].toScalar().toDouble());
-        });
-  makes("aten::bernoulli", bernoulli_each);
-  makes("aten::bernoulli.p", bernoulli_p);
-  register_rule("aten::bernoulli.Tensor", bernoulli_of, always);
-  makes("aten::rand_like", [](const Source& s, const torch::jit::Stack&, at::ScalarType t) {
-    return s.doubles([t](const Words& w) { return unit(w, t); });
-  });
-  makes("aten::randn_like", [](const Source& s, const torch::jit::Stack&, at::ScalarType) {
-    return s.doubles(normal);
-  });
+  };
+  writes("aten::uniform_", uniform, check_uniform);
+  writes("aten::normal_", normal_values, check_deviation);
+  writes("aten::bernoulli_.float", bernoulli_p, check_probability);
+  writes("aten::bernoulli_.Tensor", bernoulli_tensor, [](const OpCall&) {});
+  writes("aten::exponential_", exponential, check_rate);
+  writes("aten::log_normal_", log_normal, check_deviation);
+  writes("aten::cauchy_", cauchy, check_sigma);
+  writes("aten::geometric_", geometric, check_open_probability);
+  writes("aten::random_.to", up_to, check_range);
+  writes("aten::random_.from", between, check_range);
+  makes("aten::randint_like", up_to, check_range);
+  makes("aten::randint_like.low_dtype", between, check_range);
+  makes("aten::bernoulli", bernoulli_each, check_probabilities_type);
+  makes("aten::bernoulli.p", bernoulli_p, check_probability);
+  makes("aten::bernoulli.Tensor", bernoulli_tensor, [](const OpCall&) {});
+  makes(
+      "aten::rand_like",
+      [](const Source& s, const torch::jit::Stack&, at::ScalarType t) {
+        return s.doubles([t](const Words& w) { return unit(w, t); });
+      },
+      require_floating);
+  makes(
+      "aten::randn_like",
+      [](const Source& s, const torch::jit::Stack&, at::ScalarType) { return s.doubles(normal); },
+      require_floating);
   register_rule("aten::native_dropout", dropout, always);
   return true;
 }();

@@ -1,14 +1,14 @@
 #pragma once
-// guarded(): kernels that refuse empty channels or samples, or divide by their number, are not
-// called on an empty part.
+// guarded(): for operators whose kernels refuse empty channels or samples, or divide by their number.
 
 #include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail {
 
-/// The rule's plan; where this rank's part of some input is empty and the input is not, the results
-/// are made without the operator: nothing, or the zero that an empty part contributes to a sum. For
-/// operators whose every result is sharded with, or summed over, what is empty.
+/// Returns a rule that plans as `rule` does, but does not call the operator on a rank whose shard of an
+/// input is empty while the input is not: the results there are made without it, empty or, where they
+/// are Partial, zero. Only for operators whose every result is sharded with what is empty or summed
+/// over it.
 Rule guarded(Rule rule);
 
 }  // namespace tessera::detail

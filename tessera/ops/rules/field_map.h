@@ -1,8 +1,7 @@
 #pragma once
-// Linear operators between fields whose derivatives are such operators too: the halo of one
-// direction is summed back by the other, and the parts of the input, which an operator's own
-// backward is not told, are known. For operators above autograd; first and higher derivatives
-// follow.
+// FieldMap: a linear operator from one sharded field to another whose derivative is such an operator
+// too. For operators above autograd whose backward must know how the input was sharded, which
+// libtorch's own backward is not told. Derivatives of any order follow.
 
 #include <ATen/core/Tensor.h>
 
@@ -16,32 +15,35 @@ namespace tessera::detail {
 
 class FieldMap {
  public:
-  /// Specs without partial axes; `strides`: the result's as plain libtorch would show them.
+  /// `from`, `to`: specs of the input and of the result, without Partial axes. `strides`: those of the
+  /// result, as plain libtorch would show them.
   FieldMap(ShardSpec from, ShardSpec to, Dims strides)
       : from(std::move(from)), to(std::move(to)), strides(std::move(strides)) {}
   FieldMap(const FieldMap&) = delete;
   FieldMap& operator=(const FieldMap&) = delete;
   virtual ~FieldMap() = default;
 
-  /// This rank's part of the result, of to.local_shape(). Collective over the mesh; below autograd.
+  /// Computes this rank's shard of the result, of to.local_shape(). Every rank of the mesh calls it;
+  /// it runs below autograd.
   virtual at::Tensor run(const at::Tensor& local) const = 0;
-  /// Takes the result's gradient to the input's.
+  /// The operator that takes the gradient of the result to the gradient of the input.
   virtual std::shared_ptr<const FieldMap> derivative() const = 0;
 
   const ShardSpec from, to;
   const Dims strides;
 };
 
-/// The operator `name` of a sharded tensor, which is first laid out as `map->from`: if that moves
-/// shards, by Policies::redistribution. Differentiable.
+/// Applies `map` to `field`, which is redistributed to `map->from` first if needed; subject to
+/// Policies::redistribution, under the operator's `name`. Differentiable.
 at::Tensor apply(const char* name, const at::Tensor& field,
                  const std::shared_ptr<const FieldMap>& map);
-/// Laid out as `to`, if need be, with the policy's word.
+/// Redistributes `field`, the operator's `argument`, to `to` if needed; subject to
+/// Policies::redistribution.
 at::Tensor laid_out(const char* name, const char* argument, const at::Tensor& field,
                     const ShardSpec& to);
 
-/// Strides of a result of this shape that takes its memory format from `like`: channels_last or
-/// row-major.
+/// The strides of a result of `shape` whose memory format, channels_last or row-major, is that of
+/// `like`.
 Dims suggested_strides(const at::Tensor& like, const std::vector<std::int64_t>& shape);
 
 }  // namespace tessera::detail

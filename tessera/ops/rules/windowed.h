@@ -1,5 +1,5 @@
 #pragma once
-// What rules of operators with windows and of others on images share.
+// Helpers shared by rules of windowed and image operators.
 
 #include <c10/core/MemoryFormat.h>
 
@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/base/text.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/partition/interval.h"
 #include "tessera/tensor/dispatch/layout.h"
@@ -85,9 +86,14 @@ inline std::vector<std::int64_t> channels_last(const std::vector<std::int64_t>& 
   return strides_in_order(shape, like);
 }
 
-/// A number or one number a dim, as one a dim.
-inline std::vector<std::int64_t> per_dim(std::vector<std::int64_t> values, std::size_t dims) {
+/// One number per dim from a list of one number, which stands for all dims, or of one per dim. Throws
+/// InvalidArgument for a list of another length; `name` is the argument's.
+inline std::vector<std::int64_t> per_dim(std::vector<std::int64_t> values, std::size_t dims,
+                                         const char* name) {
   if (values.size() == 1) values.assign(dims, values[0]);
+  if (values.size() != dims)
+    throw InvalidArgument(concat(name, " has ", values.size(), " numbers for ", dims,
+                                 " spatial dims: give one, or one per dim"));
   return values;
 }
 

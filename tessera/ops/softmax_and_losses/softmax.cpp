@@ -8,9 +8,11 @@
 #include <limits>
 #include <vector>
 
+#include "tessera/base/text.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/over_ranks.h"
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
 namespace tessera::detail::softmax_rules {
@@ -21,6 +23,9 @@ using Shape = std::vector<std::int64_t>;
 
 Plan softmax(const OpCall& call, bool logarithm) {
   const TensorInfo& x = call.tensor(0);
+  if (!at::isFloatingType(x.dtype))
+    throw InvalidArgument(
+        concat(call.name(), " of ", c10::toString(x.dtype), " values: give floating-point ones"));
   const int n = x.spec.dims(), dim = static_cast<int>(normal_dim(call.integer("dim"), n));
   LabelProblem p(call);
   p.inputs = {all_labels(n)};

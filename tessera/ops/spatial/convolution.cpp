@@ -20,10 +20,6 @@ using Shape = std::vector<std::int64_t>;
 
 enum : int { kSample, kIn, kOut, kGroup, kSpatial };  // kSpatial + i: the i-th spatial dim
 
-std::int64_t at_or_last(const Shape& values, std::size_t i) {
-  return values.size() == 1 ? values[0] : values[i];
-}
-
 struct Convolution {
   explicit Convolution(const OpCall& call)
       : x(*call.find("input")),
@@ -34,8 +30,20 @@ struct Convolution {
     if (x.spec.dims() != n)
       throw ShardingError(concat("convolution of an input without samples, ", x.spec,
                                  ", has no rule: unsqueeze it"));
-    const Shape stride = call.integers("stride"), padding = call.integers("padding"),
-                dilation = call.integers("dilation"), extra = call.integers("output_padding");
+    if (n < 3)
+      throw InvalidArgument(
+          concat("convolution with a weight of ", n, " dims: it needs at least 3"));
+    if (groups < 1) throw InvalidArgument(concat("convolution of ", groups, " groups: at least 1"));
+    if (x.spec.shape()[1] != (transposed ? w.spec.shape()[0] : w.spec.shape()[1] * groups) ||
+        w.spec.shape()[0] % groups != 0)
+      throw InvalidArgument(concat("convolution of an input of shape ", list(x.spec.shape()),
+                                   " with a weight of shape ", list(w.spec.shape()), " in ", groups,
+                                   " groups: the channels do not agree"));
+    const auto spatial = static_cast<std::size_t>(n - 2);
+    const Shape stride = per_dim(call.integers("stride"), spatial, "stride"),
+                padding = per_dim(call.integers("padding"), spatial, "padding"),
+                dilation = per_dim(call.integers("dilation"), spatial, "dilation"),
+                extra = per_dim(call.integers("output_padding"), spatial, "output_padding");
     const bool grouped = groups > 1;
     input = output = weight = Labels(n, kWhole);
     input[0] = output[0] = kSample;
@@ -47,9 +55,12 @@ struct Convolution {
     out_shape = {x.spec.shape()[0], transposed ? w.spec.shape()[1] * groups : w.spec.shape()[0]};
     for (std::size_t i = 0; i + 2 < static_cast<std::size_t>(n); ++i) {
       input[i + 2] = output[i + 2] = kSpatial + static_cast<int>(i);
-      const Window window{w.spec.shape()[i + 2], at_or_last(stride, i), at_or_last(padding, i),
-                          at_or_last(dilation, i)};
-      const std::int64_t size = x.spec.shape()[i + 2], more = at_or_last(extra, i);
+      const Window window{w.spec.shape()[i + 2], stride[i], padding[i], dilation[i]};
+      window.check();
+      if (window.padding < 0)
+        throw InvalidArgument(
+            concat("convolution with padding ", window.padding, " in dim ", i + 2, ": at least 0"));
+      const std::int64_t size = x.spec.shape()[i + 2], more = extra[i];
       windows.push_back(window);
       output_padding.push_back(more);
       out_shape.push_back(transposed ? (size - 1) * window.stride - 2 * window.padding +

@@ -1,6 +1,6 @@
 #pragma once
-// One convolution of a field that is cut in space, made ready to run on this rank: below autograd,
-// on locals.
+// ConvolutionHalo: one convolution of a field that is sharded in space, prepared for this rank. It runs
+// below autograd on local tensors.
 
 #include <ATen/core/Tensor.h>
 
@@ -19,7 +19,7 @@
 namespace tessera::detail {
 
 struct ConvolutionArguments {
-  std::vector<Window> windows;  // one a spatial dim
+  std::vector<Window> windows;  // one per spatial dim
   std::vector<std::int64_t> output_padding;
   bool transposed = false;
   std::int64_t groups = 1;  // on this rank
@@ -34,8 +34,8 @@ class ConvolutionHalo {
 
   at::Tensor forward(const at::Tensor& x, const at::Tensor& weight,
                      const std::optional<at::Tensor>& bias);
-  /// Gradients of input, weight and bias, of those in the mask; the latter two are this rank's
-  /// terms.
+  /// The gradients in the mask of input, weight and bias; those of weight and bias are this rank's
+  /// terms of a Partial sum.
   std::array<at::Tensor, 3> backward(const at::Tensor& gradient, const at::Tensor& x,
                                      const at::Tensor& weight, std::array<bool, 3> mask);
 
@@ -46,7 +46,7 @@ class ConvolutionHalo {
     std::int64_t in_extent, out_extent;
     Interval in, out;  // this rank's
   };
-  /// An operator's call: a box of inputs, a box of outputs, padding a dim.
+  /// An operator's call: a box of inputs, a box of outputs, padding per dim.
   struct Call {
     Box in, out;
     std::vector<std::int64_t> padding, output_padding;

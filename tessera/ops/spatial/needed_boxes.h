@@ -1,5 +1,5 @@
 #pragma once
-// Where values decide what is needed: each rank says its boxes, and all know them.
+// gather_boxes(): for operators whose values decide what each rank needs of the others.
 
 #include <vector>
 
@@ -8,9 +8,9 @@
 
 namespace tessera::detail {
 
-/// The boxes of every mesh position, row-major; all ranks give as many, of as many dims. Collective
-/// over the mesh of `spec`. `failure` not empty on any rank: throws InvalidArgument with it, on
-/// every rank.
+/// Gathers the boxes that every rank gives, by mesh position (row-major). All ranks of the mesh of
+/// `spec` call it, with equally many boxes of equally many dims. Throws InvalidArgument on every rank
+/// where a rank gives a `failure`, with its text.
 std::vector<std::vector<Box>> gather_boxes(const ShardSpec& spec, const std::vector<Box>& mine,
                                            const std::string& failure = {});
 

@@ -24,7 +24,7 @@ struct Padding {
     const int n = input.dims();
     if (pads.size() % 2 != 0 || static_cast<int>(pads.size() / 2) > n)
       throw ShardingError(concat("pad of ", list(pads), " for a tensor of ", n,
-                                 " dims: give two numbers a dim, from the last dim on"));
+                                 " dims: give two numbers per dim, from the last dim on"));
     before.assign(n, 0);
     std::vector<std::int64_t> shape = input.shape();
     std::vector<std::pair<int, Partition>> parts;
@@ -90,6 +90,9 @@ Plan constant(const OpCall& call) {
 
 template <Edge edge>
 Plan continued(const OpCall& call) {
+  if (const auto type = call.find("self")->dtype; type == at::kBool)
+    throw InvalidArgument(
+        concat(call.name(), " of ", c10::toString(type), " values: convert them"));
   const Padding p(call.find("self")->spec, call.integers("padding"), edge);
   Plan plan;
   plan.inputs = {p.input};

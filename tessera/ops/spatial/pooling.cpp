@@ -25,14 +25,14 @@ struct Pooling {
     Shape kernel, stride, padding, dilation(inner, 1), sizes;
     bool ceil = false;
     if (!adaptive) {
-      kernel = per_dim(call.integers("kernel_size"), inner);
-      stride = per_dim(call.integers("stride"), inner);
-      if (stride.empty()) stride = kernel;
-      padding = per_dim(call.integers("padding"), inner);
-      if (call.has("dilation")) dilation = per_dim(call.integers("dilation"), inner);
+      kernel = per_dim(call.integers("kernel_size"), inner, "kernel_size");
+      stride = call.integers("stride");
+      stride = stride.empty() ? kernel : per_dim(stride, inner, "stride");
+      padding = per_dim(call.integers("padding"), inner, "padding");
+      if (call.has("dilation")) dilation = per_dim(call.integers("dilation"), inner, "dilation");
       ceil = call.boolean("ceil_mode");
     } else if (call.argument("output_size") >= 0) {
-      sizes = per_dim(call.integers("output_size"), inner);
+      sizes = per_dim(call.integers("output_size"), inner, "output_size");
     } else {  // of a backward: as its gradient is
       const Shape& g = call.find("grad_output")->spec.shape();
       sizes.assign(g.end() - inner, g.end());

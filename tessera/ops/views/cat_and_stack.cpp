@@ -2,6 +2,7 @@
 
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
 
 namespace tessera::detail::cat_and_stack_rules {
 
@@ -14,6 +15,10 @@ Plan cat(const OpCall& call) {
          call.tensor(first).spec.numel() == 0)
     ++first;
   const int n = call.tensor(first).spec.dims();
+  for (const TensorInfo& t : call.tensors()) {
+    if (t.spec.dims() == 0)
+      throw InvalidArgument("aten::cat: a tensor without dims cannot be concatenated; use stack");
+  }
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
   LabelProblem p(call);
   Labels labels = all_labels(n);

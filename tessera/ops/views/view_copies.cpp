@@ -58,6 +58,8 @@ at::Tensor select_scatter(const at::Tensor& self, const at::Tensor& source, std:
   return written(
       self,
       [&](const at::Tensor& t) {
+        TORCH_CHECK_INDEX(index >= -t.sym_size(dim) && index < t.sym_size(dim),
+                          "select_scatter: index ", index, " of a dim of size ", t.sym_size(dim));
         const c10::SymInt at = index < 0 ? index + t.sym_size(dim) : index;
         return t.slice_symint(dim, at, at + 1, 1);
       },

@@ -31,6 +31,11 @@ struct Source {
   }
 };
 
+void require_dims(const OpCall& call) {
+  if (call.tensor(0).spec.dims() == 0)
+    throw InvalidArgument(concat(call.name(), " of a tensor without dims"));
+}
+
 const std::vector<OutputInfo>& outputs_of(const OpCall& call) {
   const auto* out = call.outputs();
   if (!out) throw ShardingError(concat(call.name(), " has no meta kernel"));
@@ -155,6 +160,7 @@ Partition kept(const Partition& parts, std::int64_t start, std::int64_t step, st
 // A slice along a sharded dim keeps the dim, with other sizes, and shares memory.
 Plan slice(const OpCall& call) {
   const ShardSpec& in = call.tensor(0).spec;
+  require_dims(call);
   const int d = static_cast<int>(normal_dim(call.integer("dim"), in.dims()));
   if (!in.is_sharded(d)) return by_dims(call, identity(in.dims()));
   const std::int64_t step = call.integer("step"), extent = in.shape()[d];
@@ -175,6 +181,7 @@ Plan slice(const OpCall& call) {
 
 Plan split(const OpCall& call) {
   const ShardSpec& in = call.tensor(0).spec;
+  require_dims(call);
   const int d = static_cast<int>(normal_dim(call.integer("dim"), in.dims()));
   if (!in.is_sharded(d)) return by_dims(call, identity(in.dims()));
   Plan plan;
@@ -195,7 +202,7 @@ Plan split(const OpCall& call) {
 
 Plan select(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
-  if (n == 0) throw InvalidArgument(concat(call.name(), " of a tensor without dims"));
+  require_dims(call);
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
   auto from = identity(n);
   from.erase(from.begin() + d);
@@ -337,14 +344,22 @@ Plan view_dtype(const OpCall& call) {
   return same(call);
 }
 
-// Strides speak of the global memory, which nobody has: only what leaves the tensor as it is can be
-// told from them.
+// Strides speak of the global memory, which nobody has: only what leaves every element where it is
+// can be told from them. The stride of a dim of one element says nothing.
+bool same_elements(const OpCall& call) {
+  const TensorInfo& t = call.tensor(0);
+  const Shape size = call.integers("size"), stride = call.integers("stride");
+  if (size != t.spec.shape() || stride.size() != size.size()) return false;
+  if (call.has("storage_offset") && call.integer("storage_offset") != t.offset) return false;
+  for (std::size_t d = 0; d < size.size(); ++d) {
+    if (size[d] != 1 && stride[d] != t.strides[d] && t.spec.numel() > 0) return false;
+  }
+  return true;
+}
+
 Plan as_strided(const OpCall& call) {
   const TensorInfo& t = call.tensor(0);
-  const bool identity_view =
-      call.integers("size") == t.spec.shape() && call.integers("stride") == t.strides &&
-      (!call.has("storage_offset") || call.integer("storage_offset") == t.offset);
-  if (!identity_view) {
+  if (!same_elements(call)) {
     throw ShardingError(concat("as_strided of a sharded tensor ", t.spec, " with size ",
                                list(call.integers("size")), " and stride ",
                                list(call.integers("stride")),
