@@ -123,6 +123,7 @@ TEST(Hostile, LongChainsTakeNoLongTime) {
   EXPECT_EQ(config.size("n0"), 4);
   EXPECT_EQ(config.node_names().size(), 3000u);
   EXPECT_EQ(config.mesh(4).size(), 4);
+  EXPECT_GT(config.to_string().size(), 3000u);
   // A cycle at the end of a long chain, and too deep a one.
   nodes.back().second = "n5";
   EXPECT_THROW(ProcessGroupConfig::from_nodes(nodes), GroupCycle);

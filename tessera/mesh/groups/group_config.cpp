@@ -22,7 +22,7 @@ std::string options_text(const GroupOptions& options) {
   return text;
 }
 
-// Code that walks a tree calls itself once a level.
+// Deeper trees are a mistake, and their pictures take megabytes.
 constexpr int kDeepest = 4000;
 
 void check_name(const std::string& name, const char* what) {
@@ -198,38 +198,48 @@ std::vector<std::string> ProcessGroupConfig::leaf_groups(const std::string& belo
 
 std::vector<std::string> ProcessGroupConfig::near_to_far(int at,
                                                          const std::string& inherited) const {
-  const Item& item = nodes_[at];
-  if (item.children.empty()) return {item.node.name};
-  const std::string& own = item.node.order;
-  const bool direction = own == kFirst || own == kLast;
-  const std::string passed_on = direction ? own : inherited;
-  auto order = item.children;
-  if (!own.empty() && !direction) {
-    const auto named = split_order(own);
-    const auto same_names = [&](std::vector<std::string> all) {
-      auto sorted = named;
-      std::sort(sorted.begin(), sorted.end());
-      std::sort(all.begin(), all.end());
-      return sorted == all;
-    };
-    const auto leaves = leaf_groups(item.node.name);
-    if (same_names(children(item.node.name))) {
-      order.clear();
-      for (const auto& name : named) order.push_back(find(name));
-    } else if (same_names(leaves)) {
-      return named;
-    } else {
-      throw GroupConfigError(
-          concat("the order '", own, "' of group '", item.node.name,
-                 "' must be 'first-adjacent', 'last-adjacent', or name each of its children ",
-                 list(children(item.node.name)), " or each of its leaves ", list(leaves), " once"));
-    }
-  } else if (passed_on == kLast) {
-    std::reverse(order.begin(), order.end());
-  }
   std::vector<std::string> names;
-  for (int child : order)
-    for (auto& name : near_to_far(child, passed_on)) names.push_back(std::move(name));
+  // Nodes that are still to be visited, the next one last, with the direction for their children.
+  std::vector<std::pair<int, std::string>> open{{at, inherited}};
+  while (!open.empty()) {
+    const auto [node, direction_above] = std::move(open.back());
+    open.pop_back();
+    const Item& item = nodes_[node];
+    if (item.children.empty()) {
+      names.push_back(item.node.name);
+      continue;
+    }
+    const std::string& own = item.node.order;
+    const bool direction = own == kFirst || own == kLast;
+    const std::string passed_on = direction ? own : direction_above;
+    auto order = item.children;
+    if (!own.empty() && !direction) {
+      const auto named = split_order(own);
+      const auto same_names = [&](std::vector<std::string> all) {
+        auto sorted = named;
+        std::sort(sorted.begin(), sorted.end());
+        std::sort(all.begin(), all.end());
+        return sorted == all;
+      };
+      const auto leaves = leaf_groups(item.node.name);
+      if (same_names(children(item.node.name))) {
+        order.clear();
+        for (const auto& name : named) order.push_back(find(name));
+      } else if (same_names(leaves)) {
+        names.insert(names.end(), named.begin(), named.end());
+        continue;
+      } else {
+        throw GroupConfigError(concat(
+            "the order '", own, "' of group '", item.node.name,
+            "' must be 'first-adjacent', 'last-adjacent', or name each of its children ",
+            list(children(item.node.name)), " or each of its leaves ", list(leaves), " once"));
+      }
+    } else if (passed_on == kLast) {
+      std::reverse(order.begin(), order.end());
+    }
+    for (auto child = order.rbegin(); child != order.rend(); ++child)
+      open.emplace_back(*child, passed_on);
+  }
   return names;
 }
 
@@ -402,21 +412,37 @@ Mesh ProcessGroupConfig::mesh(std::vector<int> ranks) const {
   return Mesh(std::move(axes), std::move(ranks));
 }
 
-void ProcessGroupConfig::draw(int at, const std::string& indent, std::string& text) const {
-  const auto& children = nodes_[at].children;
-  for (std::size_t i = 0; i < children.size(); ++i) {
-    const auto& node = nodes_[children[i]].node;
-    const bool last = i + 1 == children.size();
-    const auto known = size(node.name);
-    text +=
-        concat(indent, last ? "`- " : "|- ", node.name, " ", known ? std::to_string(*known) : "?");
+std::string ProcessGroupConfig::drawn() const {
+  const auto sizes = all_sizes();
+  std::string text;
+  struct Open {
+    int node;
+    std::string indent;
+    bool last;
+  };
+  // Nodes that are still to be drawn, the next one last.
+  std::vector<Open> open;
+  const auto add_children = [&](int at, const std::string& indent) {
+    const auto& children = nodes_[at].children;
+    for (std::size_t i = children.size(); i-- > 0;)
+      open.push_back({children[i], indent, i + 1 == children.size()});
+  };
+  add_children(0, "");
+  while (!open.empty()) {
+    const Open next = std::move(open.back());
+    open.pop_back();
+    const auto& node = nodes_[next.node].node;
+    const auto& known = sizes[next.node];
+    text += concat(next.indent, next.last ? "`- " : "|- ", node.name, " ",
+                   known ? std::to_string(*known) : "?");
     if (!node.orthogonal_group.empty())
       text += concat(", orthogonal ", node.orthogonal_group, " in ",
                      scope_of({node.orthogonal_group, {node.name}, node.scope, {}}));
     if (!node.order.empty()) text += concat(", order ", node.order);
     text += options_text(node.options) + "\n";
-    draw(children[i], indent + (last ? "   " : "|  "), text);
+    add_children(next.node, next.indent + (next.last ? "   " : "|  "));
   }
+  return text;
 }
 
 std::string ProcessGroupConfig::to_string() const {
@@ -424,7 +450,7 @@ std::string ProcessGroupConfig::to_string() const {
   std::string text = concat(root().name, " ", known ? std::to_string(*known) : "?");
   if (!root().order.empty()) text += concat(", order ", root().order);
   text += options_text(root().options) + "\n";
-  draw(0, "", text);
+  text += drawn();
   for (const auto& group : orthogonal_)
     text += concat("orthogonal ", group.name, " of ", list(group.of), " in ", scope_of(group),
                    options_text(group.options), "\n");

@@ -140,7 +140,8 @@ class ProcessGroupConfig {
   std::vector<std::optional<int>> all_sizes() const;
   std::vector<std::string> near_to_far(int at, const std::string& inherited) const;
   void update_parent_sizes();
-  void draw(int at, const std::string& indent, std::string& text) const;
+  // Every node below the root on a line of its own.
+  std::string drawn() const;
 
   // Root first, children after their parents.
   std::vector<Item> nodes_;
