@@ -1,6 +1,8 @@
 // ParallelGroups, on ranks as threads.
 
 #include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include <random>
