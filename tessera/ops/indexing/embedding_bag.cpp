@@ -15,6 +15,7 @@
 #include <tuple>
 
 #include "tessera/ops/rules/decomposition.h"
+#include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/promote.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"

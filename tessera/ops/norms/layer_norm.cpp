@@ -72,8 +72,22 @@ at::Tensor given(const c10::IValue& v, at::ScalarType type) {
   return v.isTensor() && v.toTensor().defined() ? v.toTensor().to(type) : at::Tensor();
 }
 
+// What libtorch's kernel refuses, before any rank is in it.
+void require_dtypes(const OpCall& call, const TensorInfo& x) {
+  if (!at::isFloatingType(x.dtype))
+    throw InvalidArgument(concat(call.name(), " of ", x.dtype, ": give floating-point values"));
+  const bool half = x.dtype == at::kHalf || x.dtype == at::kBFloat16;
+  for (const char* name : {"weight", "bias"}) {
+    const TensorInfo* t = call.find(name);
+    if (t && t->dtype != x.dtype && !(half && t->dtype == at::kFloat))
+      throw InvalidArgument(concat(call.name(), ": ", name, " is of ", t->dtype,
+                                   " and the input of ", x.dtype, ": give both one dtype"));
+  }
+}
+
 Plan layer_norm(const OpCall& call) {
   const Rows r(call, call.tensor(0));
+  require_dtypes(call, r.x);
   LabelProblem p(call);
   const Labels rows = first_dims_free(r.n, r.free);
   label_arguments(p, {{"input", r.data}, {"weight", r.inner}, {"bias", r.inner}});

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <cmath>
+#include <numeric>
 #include <set>
 #include <vector>
 
@@ -38,7 +39,11 @@ struct Rearranging {
       const auto d = normal_dim(dims[i], n);
       if (n == 0) continue;
       if (rolls && shape[d] > 0) shift[d] = ((shift[d] + by[i]) % shape[d] + shape[d]) % shape[d];
-      if (!rolls) turned[d] = true;
+      if (rolls) continue;
+      if (turned[d])
+        throw InvalidArgument(
+            concat("aten::flip: dim ", d, " is a duplicate in dims ", list(dims)));
+      turned[d] = true;
     }
   }
 
@@ -71,7 +76,17 @@ Plan rearranged(const OpCall& call) {
   const ShardSpec field = without_partial(*plan.inputs[0]);
   bool moves = false;
   for (int d = 0; d < n; ++d) moves |= r.moves(field, d);
-  if (!moves) return plan;
+  if (!moves) {
+    // A shift by the whole extent of a sharded dim is none; by that many rows of the shard it is.
+    if (r.rolls && !r.flattened && n > 0) {
+      Shape every(n);
+      std::iota(every.begin(), every.end(), 0);
+      plan.local = [shift = r.shift, every](const c10::OperatorHandle&, torch::jit::Stack a) {
+        return torch::jit::Stack{a[0].toTensor().roll(shift, every)};
+      };
+    }
+    return plan;
+  }
   const Halo halo(field, std::vector<Edge>(n, Edge::circular),
                   [r, shape = field.shape(), to = field.sharding()](int position) {
                     Box box = to.box(position);
