@@ -86,7 +86,6 @@ TEST(Refused, WhereTheTargetDoesNotFit) {
       {"copy_", [](at::Tensor t, at::Tensor o) { t.copy_(o); }},
       {"lerp_", [](at::Tensor t, at::Tensor o) { t.lerp_(o, 0.5); }},
       {"addcmul_", [](at::Tensor t, at::Tensor o) { t.addcmul_(o, o); }},
-      {"masked_fill_", [](at::Tensor t, at::Tensor o) { t.masked_fill_(o.gt(0), 1); }},
       {"clamp_", [](at::Tensor t, at::Tensor o) { t.clamp_min_(o); }},
       {"gt_", [](at::Tensor t, at::Tensor o) { t.gt_(o); }},
   };
@@ -190,12 +189,13 @@ struct Base {
   std::vector<c10::IValue> arguments;
 };
 
+// None that looks values up: an index out of range is seen by the rank that has it, and ends the
+// groups.
 std::vector<Base> bases() {
   const at::Tensor m = at::arange(1, 25, at::kDouble).view({4, 6}),
                    v = at::arange(1, 7, at::kDouble),
                    square = at::arange(1, 17, at::kDouble).view({4, 4}),
-                   image = at::arange(1, 145, at::kDouble).view({2, 2, 6, 6}),
-                   i = at::arange(4, at::kLong);
+                   image = at::arange(1, 145, at::kDouble).view({2, 2, 6, 6});
   using L = std::vector<std::int64_t>;
   const c10::IValue none;
   return {
@@ -227,14 +227,11 @@ std::vector<Base> bases() {
       {"aten::slice", "Tensor", {m, 1, 1, 3, 1}},
       {"aten::select", "int", {m, 1, 2}},
       {"aten::flip", "", {m, L{1}}},
-      {"aten::index_select", "", {m, 1, i}},
-      {"aten::gather", "", {m, 1, at::zeros({4, 6}, at::kLong), false}},
       {"aten::native_layer_norm", "", {m, L{6}, v, v, 1e-5}},
       {"aten::convolution",
        "",
        {image, image.narrow(2, 0, 3).narrow(3, 0, 3).contiguous(), none, L{1, 1}, L{1, 1}, L{1, 1},
         false, L{0, 0}, 1}},
-      {"aten::embedding", "", {m, i, -1, false, false}},
       {"aten::relu", "", {m}},
       {"aten::tril", "", {square, 0}},
       {"aten::constant_pad_nd", "", {m, L{0, 1}, 0}},

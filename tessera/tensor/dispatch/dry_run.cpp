@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <functional>
 #include <string_view>
+#include <utility>
 
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
@@ -170,21 +171,23 @@ std::optional<std::vector<OutputInfo>> infer_outputs(const OpInfo& info,
 void require_dtypes(const OpInfo& info, const std::vector<c10::IValue>& arguments,
                     const std::vector<TensorInfo>& tensors, c10::Device device) {
   if (!device.is_cpu() || info.view || tensors.empty()) return;
-  const at::ScalarType first = tensors[0].dtype;
-  const bool usual = (first == at::kFloat || first == at::kDouble) &&
-                     std::all_of(tensors.begin(), tensors.end(),
-                                 [&](const TensorInfo& t) { return t.dtype == first; });
   // What draws from libtorch's generator would take numbers from the program, and what is told how
   // large its result is would make it.
-  if (usual || (info.random && !takes(info, {"generator"})) ||
+  if ((info.random && !takes(info, {"generator"})) ||
       takes(info, {"size", "output_size", "repeats", "pad"}))
     return;
   try {
     run_on_few(info, arguments, [](at::ScalarType t) { return t; });
   } catch (const std::exception&) {
+    // The dtypes are at fault if others would do.
+    bool leading = true;
     if (runs_on_few(info, arguments,
                     [](at::ScalarType t) { return is_number(t) ? at::kFloat : t; }) ||
-        runs_on_few(info, arguments, [](at::ScalarType) { return at::kFloat; }))
+        runs_on_few(info, arguments, [](at::ScalarType) { return at::kFloat; }) ||
+        runs_on_few(info, arguments, [](at::ScalarType) { return at::kLong; }) ||
+        runs_on_few(info, arguments, [&](at::ScalarType t) {
+          return std::exchange(leading, false) ? at::kBool : t;
+        }))
       throw;
   }
 }
