@@ -24,11 +24,7 @@ if(NOT TESSERA_NCCL STREQUAL "OFF")
   find_package(CUDAToolkit QUIET)
   # The header must be that of the NCCL that libtorch was built with: a structure of it is part of c10d's. The wheel's lies beside torch; libtessera_nccl.so
   # compares the sizes when it is loaded.
-  find_path(
-    TESSERA_NCCL_HEADER nccl.h
-    HINTS "${TESSERA_TORCH_PREFIX}/../nvidia/nccl/include"
-    NO_DEFAULT_PATH
-  )
+  find_path(TESSERA_NCCL_HEADER nccl.h HINTS "${TESSERA_TORCH_PREFIX}/../nvidia/nccl/include" NO_DEFAULT_PATH)
   find_path(TESSERA_NCCL_HEADER nccl.h HINTS ${CUDAToolkit_INCLUDE_DIRS} PATHS /usr/local/cuda/include)
   if(CUDAToolkit_FOUND AND TESSERA_NCCL_HEADER AND EXISTS "${TESSERA_TORCH_PREFIX}/lib/libtorch_cuda.so")
     set(TESSERA_HAS_NCCL ON)

@@ -60,7 +60,15 @@ function(tessera_mpi_test name)
   endif()
   set(judge "")
   if(TEST_PRINTS)
-    set(judge ${CMAKE_COMMAND} "-DPRINTS=${TEST_PRINTS}" -DCLEAN=${TEST_CLEAN} -P ${PROJECT_SOURCE_DIR}/cmake/judge_output.cmake --)
+    set(
+      judge
+      ${CMAKE_COMMAND}
+      "-DPRINTS=${TEST_PRINTS}"
+      -DCLEAN=${TEST_CLEAN}
+      -P
+      ${PROJECT_SOURCE_DIR}/cmake/judge_output.cmake
+      --
+    )
   endif()
   foreach(ranks IN LISTS TEST_RANKS)
     add_test(

@@ -33,8 +33,8 @@ int main() {
 
   torch::manual_seed(0);
   torch::nn::Sequential net(torch::nn::Linear(6, 12), torch::nn::ReLU(), torch::nn::Linear(12, 1));
-  tessera::distribute_module(*net, mesh);              // gradients: summed over the domain ...
-  tessera::DistributedDataParallel ddp(net, data);     // ... then averaged over the data groups
+  tessera::distribute_module(*net, mesh);           // gradients: summed over the domain ...
+  tessera::DistributedDataParallel ddp(net, data);  // ... then averaged over the data groups
   torch::optim::SGD optimizer(net->parameters(), 0.1);
 
   // The rows of one sample, 3 on the first rank of the domain and 5 on the second.

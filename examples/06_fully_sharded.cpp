@@ -12,8 +12,7 @@ int main() {
   using tessera::Shard, tessera::Replicate;
   auto manager = tessera::DistributedManager::initialize();
   const int domain = manager.world_size() % 2 == 0 ? 2 : 1;
-  const auto mesh =
-      manager.mesh({{"data", manager.world_size() / domain}, {"domain", domain}});
+  const auto mesh = manager.mesh({{"data", manager.world_size() / domain}, {"domain", domain}});
   torch::set_default_dtype(caffe2::TypeMeta::Make<double>());
   torch::manual_seed(0);
   const auto make = [] {

@@ -42,7 +42,7 @@ int main() {
   }
   const auto result = tessera::from_local(mine, mesh, placement, {{0, rows}});
   const double apart = (tessera::full_tensor(result) - whole).abs().max().item<double>();
-  std::printf("rank %d: %ld rows, apart by %.1e\n", manager.rank(),
-              static_cast<long>(mine.size(0)), apart);
+  std::printf("rank %d: %ld rows, apart by %.1e\n", manager.rank(), static_cast<long>(mine.size(0)),
+              apart);
   return apart < 1e-12 ? 0 : 1;
 }

@@ -20,8 +20,8 @@ int main() {
   auto dataset = std::make_shared<TensorDataset>(std::vector<at::Tensor>{values.contiguous()});
 
   // The order is a function of seed and step alone, so that it is the same on any number of ranks.
-  auto order = std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 20, .seed = 1},
-                                            BatchSchedule(5));
+  auto order =
+      std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 20, .seed = 1}, BatchSchedule(5));
   Loader loader({dataset}, order, batch_mapping(mesh.layout(), {"data"}), manager.rank());
 
   double seen = 0;

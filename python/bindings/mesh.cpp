@@ -169,7 +169,7 @@ TORCH_LIBRARY_FRAGMENT(tessera, library) {
   });
   // The seed and the stream of the next draw; nothing where this thread is no rank.
   library.def("random_state", []() -> std::vector<std::int64_t> {
-    if (!has_current_manager()) return {};
+    if (!current().has_value()) return {};
     const RandomState state = tessera::random_state(here());
     return {static_cast<std::int64_t>(state.seed), static_cast<std::int64_t>(state.stream)};
   });

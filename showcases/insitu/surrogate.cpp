@@ -30,8 +30,7 @@ at::Tensor SurrogateImpl::forward(const at::Tensor& state) {
 }
 
 SolverMesh::SolverMesh(const ShallowWater& solver)
-    : manager(tessera::DistributedManager::initialize(
-          {.mpi = tessera::mpi_world(solver.comm())})),
+    : manager(tessera::DistributedManager::initialize({.mpi = tessera::mpi_world(solver.comm())})),
       mesh(manager.mesh({{"down", solver.grid()[0]}, {"across", solver.grid()[1]}})) {
   std::int64_t rows = 0, columns = 0;
   for (const auto n : solver.block_rows()) rows += n;

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <sstream>
 
-#include "tessera/base/error.h"
 #include "tessera/base/colour.h"
+#include "tessera/base/error.h"
 #include "tessera/base/text.h"
 
 namespace tessera {

@@ -310,7 +310,8 @@ TEST(Checkpoint, GroupsOfSomeRanksSaveForThemselves) {
     const int half = manager.rank() / 2;
     Checkpointer checkpoints(manager, folder / concat("half", half), {}, {2 * half, 2 * half + 1});
     CheckpointState state;
-    state.add("t", at::full({1, 2}, manager.rank()), {{2, 2}, {manager.rank() % 2, 0}});
+    state.add("t", at::full({1, 2}, static_cast<double>(manager.rank()), at::kFloat),
+              {{2, 2}, {manager.rank() % 2, 0}});
     checkpoints.save("c", state);
     const CheckpointReader saved(manager.group({2 * half, 2 * half + 1}), checkpoints.folder(),
                                  "c");

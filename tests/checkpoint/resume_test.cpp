@@ -37,8 +37,8 @@ std::vector<std::pair<std::string, MakeOptimizer>> optimizers() {
        }}};
 }
 
-struct Run {
-  Run(DistributedManager& manager, const MakeOptimizer& make)
+struct Training {
+  Training(DistributedManager& manager, const MakeOptimizer& make)
       : mesh(manager.mesh({{"x", manager.world_size()}})),
         net(torch::nn::Linear(4, 5), torch::nn::Tanh(), torch::nn::Linear(5, 2)) {
     net->to(at::kDouble);
@@ -90,7 +90,7 @@ TEST(Resume, EveryOptimizerOnTheSameAndOnOtherRanks) {
     const Folder folder;
     std::vector<at::Tensor> straight;
     on_threads(3, [&, &make = make](DistributedManager& manager) {
-      Run run(manager, make);
+      Training run(manager, make);
       Checkpointer checkpoints(manager, folder.path());
       for (int i = 0; i < kSteps; ++i) {
         run.step(i);
@@ -108,7 +108,7 @@ TEST(Resume, EveryOptimizerOnTheSameAndOnOtherRanks) {
     });
     for (const int ranks : {3, 1, 2, 4}) {
       on_threads(ranks, [&, &make = make](DistributedManager& manager) {
-        Run run(manager, make);
+        Training run(manager, make);
         if (ranks == 2) run.step(99);  // a state that is there already is replaced
         const CheckpointReader saved(manager.world(), folder.path(), "c");
         CheckpointState net;
@@ -135,7 +135,7 @@ TEST(Resume, InterruptedAtEveryStepWhileTheNextSaveIsUnderWay) {
   const Folder folder;
   constexpr int kSteps = 4;
   on_threads(2, [&](DistributedManager& manager) {
-    Run run(manager, make);
+    Training run(manager, make);
     Checkpointer checkpoints(manager, folder.path());
     for (int i = 0; i < kSteps; ++i) {
       run.step(i);
@@ -146,7 +146,7 @@ TEST(Resume, InterruptedAtEveryStepWhileTheNextSaveIsUnderWay) {
   });
   for (int i = 0; i < kSteps; ++i) {
     on_threads(2, [&](DistributedManager& manager) {
-      Run run(manager, make);
+      Training run(manager, make);
       const CheckpointReader saved(manager.world(), folder.path(), concat("step", i));
       CheckpointState net;
       net.add("net.", *run.net);
@@ -162,7 +162,7 @@ TEST(Resume, InterruptedAtEveryStepWhileTheNextSaveIsUnderWay) {
 TEST(Resume, MistakesAreTold) {
   const Folder folder;
   on_threads(2, [&](DistributedManager& manager) {
-    Run adam(manager, optimizers()[0].second), sgd(manager, optimizers()[2].second);
+    Training adam(manager, optimizers()[0].second), sgd(manager, optimizers()[2].second);
     adam.step(0);
     Checkpointer(manager, folder.path()).save("c", adam.state());
     const CheckpointReader saved(manager.world(), folder.path(), "c");

@@ -74,8 +74,7 @@ void run(const MpiWorld& world, const std::string& fault) {
   std::vector<at::Tensor> t{at::ones({3})};
   if (fault == "started_aborted" || fault == "started_late") {
     // Calls of a manager's group: a started one tells why it ended, as a blocking one does.
-    const auto manager =
-        tessera::DistributedManager::initialize({.mpi = world});
+    const auto manager = tessera::DistributedManager::initialize({.mpi = world});
     auto all = manager.world();
     if (world.rank() == last) stay_away();
     auto request = all.start_all_reduce(t[0], tessera::ReduceOp::sum,
@@ -211,8 +210,7 @@ void run(const MpiWorld& world, const std::string& fault) {
     o.timeout = 5ms;
     expect_timeout(world, "all_reduce", [&] { group->allreduce(large, o)->wait(); });
   } else if (fault == "dtype") {
-    const auto all = tessera::DistributedManager::initialize(
-        {.timeout = 20s, .mpi = std::make_shared<MpiWorld>(world)});
+    const auto all = tessera::DistributedManager::initialize({.timeout = 20s, .mpi = world});
     const auto everybody = all.world();
     try {
       if (world.rank() == last) everybody.send(at::ones({1 << 20}, at::kInt), 0);

@@ -142,8 +142,7 @@ TEST(MpiInterop, BothEndsOfAMessageThatDoesNotFitAreTold) {
       {at::ones({4}), at::zeros({0}), "", "", {"[4]", "[0]"}},
       {at::ones({4}), at::zeros({4}), "rows", "columns", {"'rows'", "'columns'"}}};
   const auto manager = DistributedManager::initialize(
-      {.check_level = CheckLevel::collective,
-       .mpi = mpi_world(MPI_COMM_WORLD)});
+      {.check_level = CheckLevel::collective, .mpi = mpi_world(MPI_COMM_WORLD)});
   const int me = manager.rank(), last = manager.world_size() - 1;
   if (last == 0) return;
   // From the first rank to the last; the group goes on.
@@ -175,8 +174,7 @@ TEST(MpiInterop, BothEndsOfAMessageThatDoesNotFitAreTold) {
 // What a rank starts goes on while it waits for something else.
 TEST(MpiInterop, ComparedMessagesTravelInAnyOrderOfWaits) {
   const auto manager = DistributedManager::initialize(
-      {.check_level = CheckLevel::collective,
-       .mpi = mpi_world(MPI_COMM_WORLD)});
+      {.check_level = CheckLevel::collective, .mpi = mpi_world(MPI_COMM_WORLD)});
   const Group world = manager.world();
   const int n = world.size(), me = world.rank(), next = (me + 1) % n, before = (me + n - 1) % n;
   if (n == 1) return;
@@ -200,8 +198,7 @@ TEST(MpiInterop, ComparedMessagesTravelInAnyOrderOfWaits) {
 
 TEST(MpiInterop, ComparedMessagesTravelWhileOneIsOnlyAskedFor) {
   const auto manager = DistributedManager::initialize(
-      {.check_level = CheckLevel::collective,
-       .mpi = mpi_world(MPI_COMM_WORLD)});
+      {.check_level = CheckLevel::collective, .mpi = mpi_world(MPI_COMM_WORLD)});
   const Group world = manager.world();
   if (world.size() == 1 || world.rank() > 1) return;
   const at::Tensor given = at::full({5}, 3.0), got = at::zeros({5});

@@ -122,7 +122,7 @@ TEST(ClipGradients, EveryElementCountsOnceWhateverItsKind) {
                           put(at::zeros_like(rows), line, {Shard(0)}, {{0, uneven}}));
         const at::Tensor c = with_gradient(put(tile, plane, {Shard(0), Shard(1)}),
                                            put(at::zeros_like(tile), plane, {Shard(0), Shard(1)}));
-        const at::Tensor d = with_gradient(put(same, line, {Replicate()}),
+        const at::Tensor d = with_gradient(put(same.clone(), line, {Replicate()}),
                                            put(at::zeros_like(same), line, {Replicate()}));
         const at::Tensor mine = table.narrow(0, 2 * me, 2);
         const at::Tensor e = with_gradient(mine.clone(), at::zeros_like(mine));
