@@ -5,7 +5,7 @@
 //   const Deadline deadline = deadline_after(limit);           // instead of now() + limit
 //   changed.wait_until(lock, deadline, ready);                  // instead of wait_for(lock, limit)
 //   poll(&waiting, 1, poll_milliseconds(deadline));
-//   options.timeout = bounded_limit(limit);                     // for a library that adds it to now
+//   options.timeout = bounded_limit(limit);  // for a library that adds it to now
 //
 // Never add a limit that a caller gave to a point in time, and never hand one to wait_for(): both
 // overflow, and the wait ends at once or never.

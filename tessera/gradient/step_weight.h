@@ -2,7 +2,7 @@
 // StepWeight: the denominator of a whole optimizer step, over ranks and accumulated micro-batches.
 //
 //   StepWeight weight(manager.world());
-//   for (int k = 0; k < accumulate; ++k) {                  // ranks and micro-batches may be ragged
+//   for (int k = 0; k < accumulate; ++k) {  // ranks and micro-batches may be ragged
 //     const auto scope = k + 1 < accumulate ? std::optional(ddp.no_sync()) : std::nullopt;
 //     const auto loss = torch::mse_loss(ddp(batch[k].x), batch[k].y);     // the mean over its rows
 //     weight.weigh(loss, batch[k].rows).backward();

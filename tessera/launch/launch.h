@@ -56,7 +56,8 @@ struct Launch {
   int node_rank = 0;
   /// In node order, where the launcher says; else empty.
   std::vector<std::string> hosts;
-  /// Address of the rendezvous store; empty for a single process, and where require_rendezvous() throws.
+  /// Address of the rendezvous store; empty for a single process, and where require_rendezvous()
+  /// throws.
   std::string address;
   int port = 0;
   /// torchrun's agent already listens on address:port.

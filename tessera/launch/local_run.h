@@ -67,8 +67,8 @@ struct LocalRunResult {
 /// When a rank fails, the others get SIGTERM, and SIGKILL after `grace`; the report on `err` names
 /// the rank that failed first, how, and its last lines. SIGINT, SIGTERM, SIGHUP and SIGQUIT go to
 /// every rank, and after `grace` all are killed (a second such signal: at once); SIGUSR1 and
-/// SIGUSR2 are passed on and change nothing else. A signal that this process ignores (nohup, jobs of
-/// scripts) is left alone. The ranks' descendants end with their rank, and all of them with this
+/// SIGUSR2 are passed on and change nothing else. A signal that this process ignores (nohup, jobs
+/// of scripts) is left alone. The ranks' descendants end with their rank, and all of them with this
 /// process.
 ///
 /// For the time of the call it takes over the process' handling of these signals, of SIGCHLD and of

@@ -3,7 +3,8 @@
 //
 //   clip_gradients(net->parameters(), manager.world(), {.max_norm = 1.0});
 //   // a table whose rows this rank holds as a plain tensor, the rows of others being elsewhere:
-//   clip_gradients(net->parameters(), manager.world(), {.max_norm = 1.0}, {{table, manager.world()}});
+//   clip_gradients(net->parameters(), manager.world(), {.max_norm = 1.0},
+//                  {{table, manager.world()}});
 
 #include <ATen/core/Tensor.h>
 

@@ -8,9 +8,8 @@
 // strides, even kernels and corners are the same code path. (The idea of intersecting boxes with
 // all owners is that of block-structured AMR codes such as AMReX.)
 //
-//   7 rows in shards of {3, 0, 4}, kernel 3, padding 1, outputs owned likewise: rank 0 owns outputs [0, 3),
-//     needs inputs [-1, 4);
-//   row -1 is padding, row 3 comes from rank 2.
+//   7 rows in shards of {3, 0, 4}, kernel 3, padding 1, outputs owned likewise: rank 0 owns
+//   outputs [0, 3) and needs inputs [-1, 4); row -1 is padding, row 3 comes from rank 2.
 
 #include <cstdint>
 #include <functional>

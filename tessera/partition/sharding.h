@@ -2,8 +2,8 @@
 // Sharding: which box of an N-d array each rank of a mesh holds. Rectilinear: every dim has one
 // list of sizes.
 //
-//   A 7 x 8 array on a mesh (data 2, domain 3), dim 0 sharded over `domain` into {3, 0, 4}, replicated
-//     over `data`:
+//   A 7 x 8 array on a mesh (data 2, domain 3), dim 0 sharded over `domain` into {3, 0, 4},
+//   replicated over `data`:
 //   Sharding s({7, 8}, {2, 3}, {{{1}, Partition({3, 0, 4})}, {}});
 //   s.box(2) -> [3, 7) x [0, 8)        // mesh position 2 = data 0, domain 2
 //   s.box(5) -> the same               // data 1, domain 2
@@ -16,8 +16,8 @@
 namespace tessera {
 
 /// How one dim is sharded. `axes`: the mesh axes that shard it, first = outermost (slowest) in the
-/// flattened order of the shards; empty: not sharded. With axes of sizes a and b the partition has a * b
-/// parts, part = coordinate on the first * b + coordinate on the second.
+/// flattened order of the shards; empty: not sharded. With axes of sizes a and b the partition has
+/// a * b parts, part = coordinate on the first * b + coordinate on the second.
 struct DimSharding {
   std::vector<int> axes;
   Partition partition;

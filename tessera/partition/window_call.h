@@ -3,8 +3,8 @@
 // nothing of ranks is called on a part of its input so that it computes given outputs, or the
 // gradients of given inputs.
 //
-//   7 rows in shards of {3, 0, 4}, kernel 3, stride 2, padding 1 -> 4 outputs, whose windows are centred at
-//     rows 0, 2, 4, 6: owned {2, 0, 2}.
+//   7 rows in shards of {3, 0, 4}, kernel 3, stride 2, padding 1 -> 4 outputs, whose windows are
+//   centred at rows 0, 2, 4, 6: owned {2, 0, 2}.
 //   Rank 2's outputs [2, 4) read rows [3, 7) and one row of zeros: forward_call -> inputs [3, 8),
 //     no padding.
 //   Rank 2's rows [3, 7) are touched by outputs [1, 4), and the window on [3, 7) with padding 2

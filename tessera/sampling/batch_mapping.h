@@ -53,8 +53,8 @@ class BatchMapping {
   std::span<const int> held_by(int process) const;
 
   /// The general form, right for every mesh: what `process` reads of a global batch of `size`
-  /// samples, divided evenly over the coordinates (the first have one more where it does not divide).
-  /// Slices follow each other in the loaded batch, by ascending coordinate.
+  /// samples, divided evenly over the coordinates (the first have one more where it does not
+  /// divide). Slices follow each other in the loaded batch, by ascending coordinate.
   std::vector<BatchSlice> slices(int process, std::int64_t size) const;
 
   /// The two-function form: loader shards that are equal in size and either the same or disjoint.

@@ -19,8 +19,8 @@ namespace tessera {
 
 class KeyedPermutation {
  public:
-  /// A permutation of [0, size), size <= 2^63. `stream` separates permutations that share a seed (the epoch, a
-  /// dataset). Throws InvalidArgument above 2^63.
+  /// A permutation of [0, size), size <= 2^63. `stream` separates permutations that share a seed
+  /// (the epoch, a dataset). Throws InvalidArgument above 2^63.
   KeyedPermutation(std::uint64_t size, std::uint64_t seed, std::uint64_t stream = 0);
 
   std::uint64_t size() const { return size_; }

@@ -299,8 +299,8 @@ class Networks : public ::testing::TestWithParam<int> {};
 TEST_P(Networks, UNet) {
   compare("U-Net", [] { return UNet(); }, kLayouts[GetParam()]);
 }
-// In parts whose pooled halves are the halves of the parts nothing is redistributed: not by the norms
-// either, whose groups are cut.
+// In parts whose pooled halves are the halves of the parts nothing is redistributed: not by the
+// norms either, whose groups are cut.
 TEST_P(Networks, UNetWithoutRedistribution) {
   const std::vector<Layout> even = {
       {{{"domain", 3}}, {Shard(2)}, {{2, {6, 2, 8}}}},

@@ -34,7 +34,8 @@ class DeviceMesh {
   const DistributedManager& manager() const;
   /// Ranks outside the mesh may hold it, but have no coordinate and no groups.
   bool contains_me() const;
-  /// This rank's position along each axis. Throws InvalidArgument outside the mesh, as group() does.
+  /// This rank's position along each axis. Throws InvalidArgument outside the mesh, as group()
+  /// does.
   std::vector<int> coordinate() const;
   /// The group along one axis through this rank; its rank in the group is its coordinate on that
   /// axis. Made on first use.

@@ -23,8 +23,8 @@
 namespace tessera {
 namespace {
 
-/// The job's secret of rank 0, a new one if that has none. Collective; every rank calls it, whatever
-/// it was given itself.
+/// The job's secret of rank 0, a new one if that has none. Collective; every rank calls it,
+/// whatever it was given itself.
 std::string secret_through_mpi(const MpiWorld& mpi, const std::string& given,
                                std::chrono::milliseconds limit) {
   constexpr std::int64_t kRoom = 256;

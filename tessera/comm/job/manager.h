@@ -53,9 +53,9 @@ struct ManagerOptions {
   /// NotAvailable for a CUDA device where it cannot.
   std::optional<c10::Device> device;
   /// Groups over MPI. The world consists of these ranks: those of mpi_world() (mpi_interop.h) for a
-  /// communicator of the program. No store, no sockets, no launcher's environment; CPU tensors. With a `launch`
-  /// (rank, world size, address, port among them) a store too: other backends, news of ranks that
-  /// are lost:
+  /// communicator of the program. No store, no sockets, no launcher's environment; CPU tensors.
+  /// With a `launch` (rank, world size, address, port among them) a store too: other backends, news
+  /// of ranks that are lost:
   ///   options.launch = detect_launch({}, {.rank = mpi->rank(), .world_size = mpi->size(), .address
   ///     = host_of_rank_0, .port = port});
   std::optional<MpiWorld> mpi;

@@ -1,7 +1,7 @@
 #pragma once
 // Model, pipeline and data parallelism given by two numbers.
 //
-//   const ParallelGroups groups(manager, {.model = 2, .pipeline = 2});   // on 8 ranks; on every rank
+//   const ParallelGroups groups(manager, {.model = 2, .pipeline = 2});  // on 8 ranks, on all
 //   std::cout << groups.summary() << "\n";
 //   groups.mp.group.ranks()                          // rank 5: {4, 5};  .pp: {5, 7};  .dp: {1, 5}
 //   at::Tensor mine = groups.mp.split(weights, 0);   // this rank's rows

@@ -63,10 +63,10 @@ struct Rendezvous {
   /// Numeric; loopback if rank 0 is reached through loopback.
   std::string address;
 
-  /// Blocks until every rank of the launch is here. `limit` may be milliseconds::max(). Rank 0 listens on `launch.address` :
-  /// `launch.port` and on no other address (loopback if the address is empty); where torchrun's
-  /// agent already serves a store there, rank 0 takes a free port and tells the others through the
-  /// agent's store.
+  /// Blocks until every rank of the launch is here. `limit` may be milliseconds::max(). Rank 0
+  /// listens on `launch.address` : `launch.port` and on no other address (loopback if the address
+  /// is empty); where torchrun's agent already serves a store there, rank 0 takes a free port and
+  /// tells the others through the agent's store.
   static Rendezvous meet(const Launch& launch, std::chrono::milliseconds limit);
 };
 

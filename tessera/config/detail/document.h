@@ -11,8 +11,8 @@ namespace tessera::detail {
 using Json = nlohmann::ordered_json;
 
 /// Throws ConfigFileError ("source:line: ...") for a syntax error, a key that is duplicated in one
-/// object, more than 400 levels, and more than 4 million values (YAML's aliases are counted wherever
-/// they stand).
+/// object, more than 400 levels, and more than 4 million values (YAML's aliases are counted
+/// wherever they stand).
 Json parse_document(const std::string& text, FileFormat format, const std::string& source);
 std::string write_document(const Json& value, FileFormat format);
 

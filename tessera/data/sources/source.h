@@ -21,9 +21,9 @@
 
 namespace tessera {
 
-/// A regular box of an array, one number per dimension: indices start, start + stride, ... (count of
-/// them). A list that is shorter than the array's dimensions leaves the last ones whole; all lists
-/// that are given must be of one length, except `stride`, which may be empty (all ones).
+/// A regular box of an array, one number per dimension: indices start, start + stride, ... (count
+/// of them). A list that is shorter than the array's dimensions leaves the last ones whole; all
+/// lists that are given must be of one length, except `stride`, which may be empty (all ones).
 struct Hyperslab {
   std::vector<std::int64_t> start = {};
   /// 0 is legal: the result is empty.

@@ -15,9 +15,9 @@ namespace tessera::detail {
 /// "127.0.0.1", or "::1" on a host without IPv4. Throws Error where there is no loopback address.
 std::string loopback_address();
 
-/// A port of loopback_address(), reserved: bound with SO_REUSEADDR and never listening, so that nobody gets it
-/// by chance, while a listener that sets SO_REUSEADDR itself (the stores of libtorch do) can take
-/// it. Throws Error where there is none.
+/// A port of loopback_address(), reserved: bound with SO_REUSEADDR and never listening, so that
+/// nobody gets it by chance, while a listener that sets SO_REUSEADDR itself (the stores of libtorch
+/// do) can take it. Throws Error where there is none.
 class ReservedPort {
  public:
   ReservedPort();

@@ -1,5 +1,5 @@
-// Attention over whole sequences: samples and heads may be sharded. Sequences that are sharded go by
-// ring_attention.cpp.
+// Attention over whole sequences: samples and heads may be sharded. Sequences that are sharded go
+// by ring_attention.cpp.
 
 #include <ATen/OpMathType.h>
 

@@ -106,8 +106,8 @@ Plan linear_together(const OpCall& call) {
   return solve(p);
 }
 
-// A number that is infinite, NaN or, as a divisor, zero: then a term of zero gives NaN where the sum
-// would not, so the sum is made first and one rank of each axis keeps the result.
+// A number that is infinite, NaN or, as a divisor, zero: then a term of zero gives NaN where the
+// sum would not, so the sum is made first and one rank of each axis keeps the result.
 LocalFunction with_any_number(const Plan& plan, bool divides) {
   std::vector<int> axes;
   bool keeper = true;

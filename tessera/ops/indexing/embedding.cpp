@@ -1,5 +1,6 @@
-// Embeddings: rows of a table, looked up by index. Where the rows are sharded each rank looks up those
-// that it has; the result is Partial, or, where the indices are sharded by the same axes, as they are.
+// Embeddings: rows of a table, looked up by index. Where the rows are sharded each rank looks up
+// those that it has; the result is Partial, or, where the indices are sharded by the same axes, as
+// they are.
 
 #include <optional>
 #include <utility>

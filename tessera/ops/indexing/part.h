@@ -52,8 +52,8 @@ inline at::Tensor masked(const at::Tensor& picked, const at::Tensor& mine, std::
   return picked.masked_fill(mine.logical_not().view(shape), 0);
 }
 
-/// Dims in which the index is as large as the tensors are free; in the others positions of index and
-/// tensor would be cut apart.
+/// Dims in which the index is as large as the tensors are free; in the others positions of index
+/// and tensor would be cut apart.
 inline Labels aligned_labels(const OpCall& call, int d) {
   const TensorInfo& index = *call.find("index");
   Labels labels = all_labels(index.spec.dims());

@@ -1,5 +1,5 @@
-// Writing by index: each rank writes what falls into its part. Nothing but indices and what is written
-// moves.
+// Writing by index: each rank writes what falls into its part. Nothing but indices and what is
+// written moves.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>

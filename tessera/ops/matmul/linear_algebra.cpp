@@ -1,5 +1,5 @@
-// Linear algebra: factorisations, solvers and determinants of the matrices in the last dims, of which
-// the batches before them may be sharded; distances between rows; traces.
+// Linear algebra: factorisations, solvers and determinants of the matrices in the last dims, of
+// which the batches before them may be sharded; distances between rows; traces.
 
 #include <ATen/core/function_schema.h>
 #include <ATen/ops/sum.h>

@@ -1,6 +1,6 @@
-// Batch normalization over uneven parts: every rank's sums are added, then divided by the true count,
-// so that the result is what one process computes. Two passes (mean first), as libtorch's own
-// kernels are stable too.
+// Batch normalization over uneven parts: every rank's sums are added, then divided by the true
+// count, so that the result is what one process computes. Two passes (mean first), as libtorch's
+// own kernels are stable too.
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/rsqrt.h>

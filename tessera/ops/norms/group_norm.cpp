@@ -1,5 +1,5 @@
-// Group norm: any dims may be sharded. Where channels or space are, mean and variance of a group are
-// put together from those of its parts, by two all-reduces of one number per sample and group
+// Group norm: any dims may be sharded. Where channels or space are, mean and variance of a group
+// are put together from those of its parts, by two all-reduces of one number per sample and group
 // forward and one of two backward; the field stays as it is.
 
 #include <ATen/OpMathType.h>
@@ -59,7 +59,8 @@ struct Groups {
   Shape statistics;
 };
 
-// This rank's part: sums over its share of each group, and what is one per group as one per element.
+// This rank's part: sums over its share of each group, and what is one per group as one per
+// element.
 struct Part {
   Part(const ShardSpec& x, std::int64_t groups_, const OverRanks& total_)
       : total(total_), groups(groups_), local(x.local_shape()), first(x.local_offset()[1]) {

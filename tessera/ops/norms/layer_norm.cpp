@@ -1,6 +1,6 @@
-// Layer norm: any dims may be sharded. Where the normalized ones are, mean and variance of a row are
-// put together from those of its parts, by two all-reduces of one number per row forward and one of
-// two backward; the field stays as it is.
+// Layer norm: any dims may be sharded. Where the normalized ones are, mean and variance of a row
+// are put together from those of its parts, by two all-reduces of one number per row forward and
+// one of two backward; the field stays as it is.
 
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
@@ -142,8 +142,8 @@ Plan layer_norm(const OpCall& call) {
   return plan;
 }
 
-// With x^ the normalized input and g = dy w: dx = rstd (g - mean(g) - x^ mean(g x^)), dw = sum(dy x^)
-// and db = sum(dy) over rows.
+// With x^ the normalized input and g = dy w: dx = rstd (g - mean(g) - x^ mean(g x^)), dw = sum(dy
+// x^) and db = sum(dy) over rows.
 Plan layer_norm_backward(const OpCall& call) {
   const Rows r(call, *call.find("input"));
   const Labels rows = first_dims_free(r.n, r.free);

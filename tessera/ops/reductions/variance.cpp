@@ -1,5 +1,5 @@
-// Variance over uneven parts: every rank's sums are added, then divided by the true count, so that the
-// result is what one process computes.
+// Variance over uneven parts: every rank's sums are added, then divided by the true count, so that
+// the result is what one process computes.
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/real.h>

@@ -1,6 +1,6 @@
 #pragma once
-// Operators that libtorch implements in one kernel, or composes of others in a way that does not suit
-// shards, written as others that have rules; for sharded tensors alone.
+// Operators that libtorch implements in one kernel, or composes of others in a way that does not
+// suit shards, written as others that have rules; for sharded tensors alone.
 
 #include <torch/library.h>
 
@@ -12,8 +12,9 @@ torch::Library& decompositions_above_autograd();
 /// For inference mode, where nothing runs above.
 torch::Library& decompositions_below_autograd();
 
-/// `function` (or, for a boxed kernel, a factory that returns a torch::CppFunction) runs in place of
-/// aten::`name` on sharded tensors, above autograd, so that its gradient is that of what it calls.
+/// `function` (or, for a boxed kernel, a factory that returns a torch::CppFunction) runs in place
+/// of aten::`name` on sharded tensors, above autograd, so that its gradient is that of what it
+/// calls.
 template <class Function>
 void register_decomposition(const char* name, Function function) {
   for (torch::Library* library :

@@ -1,7 +1,7 @@
 #pragma once
-// FieldMap: a linear operator from one sharded field to another whose derivative is such an operator
-// too. For operators above autograd whose backward must know how the input was sharded, which
-// libtorch's own backward is not told. Derivatives of any order follow.
+// FieldMap: a linear operator from one sharded field to another whose derivative is such an
+// operator too. For operators above autograd whose backward must know how the input was sharded,
+// which libtorch's own backward is not told. Derivatives of any order follow.
 
 #include <ATen/core/Tensor.h>
 
@@ -15,16 +15,16 @@ namespace tessera::detail {
 
 class FieldMap {
  public:
-  /// `from`, `to`: specs of the input and of the result, without Partial axes. `strides`: those of the
-  /// result, as plain libtorch would show them.
+  /// `from`, `to`: specs of the input and of the result, without Partial axes. `strides`: those of
+  /// the result, as plain libtorch would show them.
   FieldMap(ShardSpec from, ShardSpec to, Dims strides)
       : from(std::move(from)), to(std::move(to)), strides(std::move(strides)) {}
   FieldMap(const FieldMap&) = delete;
   FieldMap& operator=(const FieldMap&) = delete;
   virtual ~FieldMap() = default;
 
-  /// Computes this rank's shard of the result, of to.local_shape(). Every rank of the mesh calls it;
-  /// it runs below autograd.
+  /// Computes this rank's shard of the result, of to.local_shape(). Every rank of the mesh calls
+  /// it; it runs below autograd.
   virtual at::Tensor run(const at::Tensor& local) const = 0;
   /// The operator that takes the gradient of the result to the gradient of the input.
   virtual std::shared_ptr<const FieldMap> derivative() const = 0;

@@ -3,7 +3,8 @@
 // outputs are the same: a product is "m k, k n -> m n".
 //
 //   // average over neighbours in the last dim; the dims before it may be sharded
-//   tessera::register_rule("mylib::blur", tessera::index_rule("... w! -> ... w!", {.linear = true}));
+//   tessera::register_rule("mylib::blur",
+//                          tessera::index_rule("... w! -> ... w!", {.linear = true}));
 //   // a bias that is stretched, and added once where the product is a partial sum
 //   tessera::register_rule("mylib::affine", tessera::index_rule("n?, m k, k n -> m n",
 //                                                               {.linear = true, .added = {0}}));

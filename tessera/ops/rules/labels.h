@@ -1,7 +1,7 @@
 #pragma once
-// Rules by labels, the machinery under index_rule(): dims with the same label are the same dim. mm is
-// "m k, k n -> m n": a label of the output may be sharded, one that is summed over may be too and
-// leaves a Partial result. solve() looks, axis by axis, for the placement that moves the least.
+// Rules by labels, the machinery under index_rule(): dims with the same label are the same dim. mm
+// is "m k, k n -> m n": a label of the output may be sharded, one that is summed over may be too
+// and leaves a Partial result. solve() looks, axis by axis, for the placement that moves the least.
 //
 //   LabelProblem p(call);
 //   p.inputs = {{M, K}, {K, N}};
@@ -43,8 +43,8 @@ struct LabelProblem {
   std::set<int> linear_in;
 };
 
-/// Specs of inputs and outputs. Throws InvalidArgument where an input has not as many dims as labels,
-/// ShardingError where an in-place operator would have to redistribute its target.
+/// Specs of inputs and outputs. Throws InvalidArgument where an input has not as many dims as
+/// labels, ShardingError where an in-place operator would have to redistribute its target.
 Plan solve(const LabelProblem& problem);
 
 /// 0, 1, ..., n - 1.
@@ -71,8 +71,8 @@ std::set<int> first_dims(int n);
 /// Only dim 0, the samples, may be sharded; all else is whole.
 Plan per_sample(const OpCall& call);
 
-/// All inputs are gathered, because each element of the results, or their shape, may depend on every
-/// element of them. Subject to Policies::redistribution.
+/// All inputs are gathered, because each element of the results, or their shape, may depend on
+/// every element of them. Subject to Policies::redistribution.
 Plan on_whole(const OpCall& call);
 
 /// Partial axes become Replicate.

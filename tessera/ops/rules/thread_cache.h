@@ -1,6 +1,7 @@
 #pragma once
 // ThreadCache: what is worked out once for each key. Per thread, as the plans of operators are, so
-// that finding something takes no lock and a rank on a thread has its own; a cache and nothing else.
+// that finding something takes no lock and a rank on a thread has its own; a cache and nothing
+// else.
 
 #include <unordered_map>
 #include <utility>

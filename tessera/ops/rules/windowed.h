@@ -86,8 +86,8 @@ inline std::vector<std::int64_t> channels_last(const std::vector<std::int64_t>& 
   return strides_in_order(shape, like);
 }
 
-/// One number per dim from a list of one number, which stands for all dims, or of one per dim. Throws
-/// InvalidArgument for a list of another length; `name` is the argument's.
+/// One number per dim from a list of one number, which stands for all dims, or of one per dim.
+/// Throws InvalidArgument for a list of another length; `name` is the argument's.
 inline std::vector<std::int64_t> per_dim(std::vector<std::int64_t> values, std::size_t dims,
                                          const char* name) {
   if (values.size() == 1) values.assign(dims, values[0]);

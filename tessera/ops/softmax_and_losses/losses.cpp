@@ -1,5 +1,5 @@
-// Elementwise losses with a reduction: the loss is Partial, and a mean is a sum over the global count.
-// Losses that look at all classes of a sample at once are computed on gathered inputs.
+// Elementwise losses with a reduction: the loss is Partial, and a mean is a sum over the global
+// count. Losses that look at all classes of a sample at once are computed on gathered inputs.
 
 #include <ATen/core/Reduction.h>
 

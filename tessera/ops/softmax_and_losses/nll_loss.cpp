@@ -1,5 +1,5 @@
-// Negative log-likelihood and cross-entropy where the classes are sharded: each rank gives the scores
-// of the targets that are among its classes.
+// Negative log-likelihood and cross-entropy where the classes are sharded: each rank gives the
+// scores of the targets that are among its classes.
 
 #include <ATen/OpMathType.h>
 #include <ATen/core/Reduction.h>

@@ -1,5 +1,5 @@
-// Softmax along a dim that may be sharded: the largest value and the sum of exponentials of each row
-// are reduced over the ranks; no rank ever holds all classes.
+// Softmax along a dim that may be sharded: the largest value and the sum of exponentials of each
+// row are reduced over the ranks; no rank ever holds all classes.
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/exp.h>

@@ -1,6 +1,6 @@
 #pragma once
-// ConvolutionHalo: one convolution of a field that is sharded in space, prepared for this rank. It runs
-// below autograd on local tensors.
+// ConvolutionHalo: one convolution of a field that is sharded in space, prepared for this rank. It
+// runs below autograd on local tensors.
 
 #include <ATen/core/Tensor.h>
 

@@ -1,7 +1,7 @@
 #pragma once
-// TapSum: the contribution of a few rows to a convolution or to its gradients, summed tap by tap. The
-// thin strips of a halo need a few thousand multiplications, less than the overhead of one call of
-// libtorch's convolution.
+// TapSum: the contribution of a few rows to a convolution or to its gradients, summed tap by tap.
+// The thin strips of a halo need a few thousand multiplications, less than the overhead of one call
+// of libtorch's convolution.
 //
 // A window relates an index o of one array, A (a convolution's output, a transposed one's input),
 // to those of another, B: i = o * stride - padding + k * dilation for each tap k. The weight is

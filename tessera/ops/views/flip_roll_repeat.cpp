@@ -57,8 +57,8 @@ struct Rearranging {
   std::vector<bool> turned;
 };
 
-// Along a sharded dim each rank receives what its part of the result is made of, from the ranks that
-// have it, and nothing else moves.
+// Along a sharded dim each rank receives what its part of the result is made of, from the ranks
+// that have it, and nothing else moves.
 Plan rearranged(const OpCall& call) {
   const TensorInfo& x = call.tensor(0);
   const int n = x.spec.dims();

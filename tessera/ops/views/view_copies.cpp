@@ -1,4 +1,5 @@
-// Copies of views (view_copy and its kin) and copies with a part written (slice_scatter and its kin).
+// Copies of views (view_copy and its kin) and copies with a part written (slice_scatter and its
+// kin).
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>

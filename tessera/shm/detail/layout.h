@@ -3,7 +3,7 @@
 // of ranks and the options, which were compared when they met; none is ever read from the memory.
 //
 //   page: Header | region of rank 0 | region of rank 1 | ...
-//   region of rank r: RankState | kSlots slots | channels r -> 0, r -> 1, ... | frames' data | arena
+//   rank r: RankState | kSlots slots | channels r -> 0, r -> 1, ... | frames' data | arena
 //
 // A word is written by one rank alone unless it says otherwise. Memory begins as zeros.
 

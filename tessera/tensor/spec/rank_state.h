@@ -13,9 +13,9 @@
 
 namespace tessera::detail {
 
-/// What ranks have found to agree on, as text. Belongs to the rank and not to the context of a mesh,
-/// which lives as long as this rank holds a tensor of it. Forgets everything once it holds much,
-/// all ranks at the same time, because they add the same.
+/// What ranks have found to agree on, as text. Belongs to the rank and not to the context of a
+/// mesh, which lives as long as this rank holds a tensor of it. Forgets everything once it holds
+/// much, all ranks at the same time, because they add the same.
 class Agreed {
  public:
   bool contains(const std::string& what) {

@@ -1,6 +1,7 @@
 #pragma once
 // StoreServer: the job's key-value store, served by one thread of rank 0. It also knows who is
-// there: a rank whose connection ends before it has deregistered is lost, and all others hear of it at once.
+// there: a rank whose connection ends before it has deregistered is lost, and all others hear of it
+// at once.
 //
 // Who connects is a stranger until it has proven that it knows the job's secret. Strangers cost
 // little and get nothing: some seconds, 4 KiB of memory each, some hundred at a time, one block of

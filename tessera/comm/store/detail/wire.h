@@ -3,10 +3,10 @@
 // rest (4 bytes), kind (1), call number (8), fields. Numbers are little-endian as all hosts of a
 // job are; a text is its length (4 bytes) and its bytes.
 //
-// The meeting: the store sends `challenge` to whoever connects. The rank answers with `hello`, which
-// ends with a proof that it knows the job's secret; the store answers with its own, in `welcome`,
-// and with `ready` when all ranks are there. Until a connection has proven itself, neither end keeps
-// more than `largest_stranger` bytes of it.
+// The meeting: the store sends `challenge` to whoever connects. The rank answers with `hello`,
+// which ends with a proof that it knows the job's secret; the store answers with its own, in
+// `welcome`, and with `ready` when all ranks are there. Until a connection has proven itself,
+// neither end keeps more than `largest_stranger` bytes of it.
 
 #include <cstdint>
 #include <cstring>
