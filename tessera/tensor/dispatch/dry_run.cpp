@@ -2,7 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/full.h>
 
 #include <algorithm>
 #include <functional>
@@ -95,15 +95,16 @@ const at::Generator& own_generator() {
   return generator;
 }
 
-// Of one element a dim: zero is a valid index and class, and shapes that fit each other still do.
+// Of one element a dim, so that shapes that fit each other still do. Zero is a valid index and
+// class, one a divisor.
 void run_on_few(const OpInfo& info, const std::vector<c10::IValue>& arguments,
-                const std::function<at::ScalarType(at::ScalarType)>& dtype) {
+                const std::function<at::ScalarType(at::ScalarType)>& dtype, double value = 0) {
   torch::jit::Stack stack = replaced(info, arguments, [&](const at::Tensor& t) {
     const auto* meta = meta_of(t);
     if (!meta) return t;
     std::vector<std::int64_t> sizes = meta->layout->sizes();
     for (auto& n : sizes) n = std::min<std::int64_t>(n, 1);
-    return at::zeros(sizes, dtype(meta->layout->dtype));
+    return at::full(sizes, value, dtype(meta->layout->dtype));
   });
   for (std::size_t i = 0; i < stack.size(); ++i) {
     if (info.op.schema().arguments()[i].name() == "generator") stack[i] = own_generator();
@@ -113,9 +114,9 @@ void run_on_few(const OpInfo& info, const std::vector<c10::IValue>& arguments,
 }
 
 bool runs_on_few(const OpInfo& info, const std::vector<c10::IValue>& arguments,
-                 const std::function<at::ScalarType(at::ScalarType)>& dtype) {
+                 const std::function<at::ScalarType(at::ScalarType)>& dtype, double value = 0) {
   try {
-    run_on_few(info, arguments, dtype);
+    run_on_few(info, arguments, dtype, value);
     return true;
   } catch (const std::exception&) {
     return false;
@@ -176,9 +177,11 @@ void require_dtypes(const OpInfo& info, const std::vector<c10::IValue>& argument
   if ((info.random && !takes(info, {"generator"})) ||
       takes(info, {"size", "output_size", "repeats", "pad"}))
     return;
+  const auto as_it_is = [](at::ScalarType t) { return t; };
   try {
-    run_on_few(info, arguments, [](at::ScalarType t) { return t; });
+    run_on_few(info, arguments, as_it_is);
   } catch (const std::exception&) {
+    if (runs_on_few(info, arguments, as_it_is, 1)) return;
     // The dtypes are at fault if others would do.
     bool leading = true;
     if (runs_on_few(info, arguments,
