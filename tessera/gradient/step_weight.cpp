@@ -23,15 +23,13 @@ at::Tensor StepWeight::weigh(const at::Tensor& loss, double weight) {
     weight = 0;
   }
   weight_ += weight;
-  // A product would keep the NaN of a mean over nothing; what was not chosen has no gradient.
-  const at::Tensor weighed = weight > 0 ? loss * weight
-                                        : at::where(at::zeros({}, loss.options().dtype(at::kBool)),
-                                                    loss, at::zeros({}, loss.options()));
+  // The same operators whatever the weight, since a sharded loss makes ranks call together. A product
+  // alone would keep the NaN of a mean over nothing.
+  const at::Tensor counts = at::full({}, weight > 0, loss.options().dtype(at::kBool));
+  const at::Tensor weighed = at::where(counts, loss, at::zeros({}, loss.options())) * weight;
   const at::NoGradGuard no_grad;
-  if (weight > 0) {
-    const at::Tensor value = weighed.detach().to(at::kDouble);
-    sum_ = sum_.defined() ? sum_ + value : value;
-  }
+  const at::Tensor value = weighed.detach().to(at::kDouble);
+  sum_ = sum_.defined() ? sum_ + value : value;
   return weighed;
 }
 

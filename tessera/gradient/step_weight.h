@@ -28,10 +28,12 @@ class StepWeight {
   enum class Reduced : unsigned char {
     /// Averaged over the group: what DistributedDataParallel makes.
     averaged,
-    /// Summed over the group, or of a loss that each rank computes as a whole.
+    /// Summed over the group, or not reduced over it at all where it has one rank.
     summed
   };
-  /// `group`: the ranks whose samples the step counts.
+  /// `group`: the ranks whose losses are of different samples. Ranks that share one loss (those of
+  /// the mesh on which it is sharded) are not in it together: they would count its samples once
+  /// each. For a loss that all ranks share, the group of this rank alone, and `summed`.
   explicit StepWeight(Group group, Reduced reduced = Reduced::averaged);
 
   /// `loss * weight`, to call backward on. `loss`: 0-dim, floating point, the mean over this

@@ -97,6 +97,12 @@ double clip_gradients(const std::vector<at::Tensor>& parameters, const Group& gr
       // After backward a gradient has its parameter's placements.
       const ShardSpec where = spec(p);
       const std::vector<int> axes = sharded_axes(where);
+      if (gradient.defined() && !(is_sharded(gradient) && spec(gradient) == where)) {
+        throw ShardingError(concat(
+            "clip_gradients: the gradient of a parameter that lies as ", where, " lies as ",
+            is_sharded(gradient) ? spec(gradient).to_string() : std::string("a plain tensor"),
+            ": clip after the backward that reduces it, outside no_sync()"));
+      }
       const double mine = gradient.defined() ? norm.of(to_local(gradient)) : 0;
       if (axes.empty()) {
         replicated = norm.add(replicated, mine);

@@ -91,6 +91,33 @@ TEST(StepWeight, AWrongWeightOfOneRankThrowsOnAllAndTheNextStepIsRight) {
   });
 }
 
+TEST(StepWeight, ALossThatAllRanksShareIsCountedOnce) {
+  for (int ranks = 1; ranks <= 4; ++ranks) {
+    run_threads(ranks, [&](DistributedManager& manager) {
+      const auto mesh = manager.mesh({{"data", ranks}});
+      seed(3);
+      const at::Tensor first = randn({5, 3}, at::kDouble), second = randn({2, 3}, at::kDouble);
+      auto alone = small();
+      at::cat({alone->forward(first), alone->forward(second)}).square().mean().backward();
+
+      auto net = small();
+      distribute_module(*net, mesh);
+      StepWeight weight(manager.group({manager.rank()}), StepWeight::Reduced::summed);
+      for (const at::Tensor& rows : {first, second}) {
+        const at::Tensor x = distribute_tensor(rows, mesh, {Shard(0)});
+        weight.weigh(net->forward(x).square().mean(), static_cast<double>(rows.size(0))).backward();
+      }
+      // an empty micro-batch that everybody has
+      const at::Tensor none = distribute_tensor(randn({0, 3}, at::kDouble), mesh, {Shard(0)});
+      weight.weigh(net->forward(none).square().mean(), 0).backward();
+      weight.finish(net->parameters());
+      for (std::size_t i = 0; i < net->parameters().size(); ++i) {
+        EXPECT_LT(difference(net->parameters()[i].grad(), alone->parameters()[i].grad()), 1e-12);
+      }
+    });
+  }
+}
+
 // A parameter whose gradient is given.
 at::Tensor with_gradient(const at::Tensor& gradient, at::Tensor value) {
   value.requires_grad_();
@@ -175,6 +202,23 @@ TEST(ClipGradients, AnUndeclaredPartIsAnErrorOnEveryRank) {
                       at::zeros({2}, at::kDouble));
     EXPECT_TRUE(std::isinf(clip_gradients({q}, manager.world(), {.max_norm = 0.1})));
     if (manager.rank() != 1) EXPECT_TRUE(q.grad().equal(at::ones({2}, at::kDouble)));
+  });
+}
+
+TEST(ClipGradients, APartialGradientIsRefusedOnEveryRank) {
+  run_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"data", 2}});
+    auto net = small();
+    distribute_module(*net, mesh);
+    const at::Tensor x = distribute_tensor(at::ones({4, 3}, at::kDouble), mesh, {Shard(0)});
+    {
+      const auto scope = no_sync(*net);
+      net->forward(x).sum().backward();
+    }
+    EXPECT_THROW(clip_gradients(net->parameters(), manager.world(), {.max_norm = 1}),
+                 ShardingError);
+    net->forward(x).sum().backward();  // reduces both
+    EXPECT_GT(clip_gradients(net->parameters(), manager.world(), {.max_norm = 1}), 1);
   });
 }
 
