@@ -4,8 +4,10 @@
 
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
+#include <unistd.h>
 
 #include <mutex>
+#include <stdexcept>
 
 #include "support.h"
 #include "tessera/nn/distribute_module.h"
@@ -672,6 +674,22 @@ TEST(Dispatcher, MixedMeshesAndSparseTensorsAreRefused) {
         distribute_tensor(torch::ones({2}).to_sparse(), manager.mesh({{"x", 2}}), {Replicate()}),
         ShardingError);
   });
+}
+
+// In a process of its own, for the first use is the point: kernels are registered by whichever
+// rank comes first, and the others must not go on with half of them.
+TEST(Rule19Threads, FirstUseByAllRanksAtOnceDeathTest) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto first_use = [] {
+    on_threads(4, [](DistributedManager& manager) {
+      const auto mesh = one_axis(manager);
+      const at::Tensor x = replicated(torch::ones({3, 3}, at::kDouble), mesh, true);
+      full_tensor((x.abs() * x.sinh()).sum()).backward();
+      if (!x.grad().defined()) throw std::runtime_error("no gradient");
+    });
+    ::_exit(0);
+  };
+  for (int i = 0; i < 3; ++i) EXPECT_EXIT(first_use(), ::testing::ExitedWithCode(0), "");
 }
 
 TEST(Rule19Threads, BackwardRunsOnEveryRanksOwnThread) {

@@ -100,13 +100,19 @@ class Registrar final : public c10::OpRegistrationListener {
     if (ready_.load(std::memory_order_acquire) && !pending_.load(std::memory_order_acquire)) return;
     const std::lock_guard lock(mutex_);
     if (!ready_) start();
-    std::deque<c10::OperatorName> fresh;
-    {
-      const std::lock_guard pending_lock(pending_mutex_);
-      fresh.swap(queue_);
-      pending_ = false;
+    // Pending until the last one is added: another thread must not go on with half of them.
+    for (;;) {
+      std::deque<c10::OperatorName> fresh;
+      {
+        const std::lock_guard pending_lock(pending_mutex_);
+        fresh.swap(queue_);
+        if (fresh.empty()) {
+          pending_.store(false, std::memory_order_release);
+          return;
+        }
+      }
+      for (const auto& name : fresh) add(name);
     }
-    for (const auto& name : fresh) add(name);
   }
 
   // The dispatcher's lock is held here: only note the name.
