@@ -1,19 +1,15 @@
 #pragma once
 // Checkpoints without ranks: what several ranks hold, written by one process, one after the other.
 
-#include <stdlib.h>
-#include <unistd.h>
-
+#include <algorithm>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "../support/folder.h"
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/storage/catalogue.h"
@@ -21,37 +17,6 @@
 #include "tessera/checkpoint/storage/shard_file.h"
 
 namespace tessera::testing {
-
-class Folder {
- public:
-  Folder() {
-    // In memory where there is such a folder: these tests sync thousands of times.
-    const std::filesystem::path parent =
-        ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : std::filesystem::temp_directory_path();
-    std::string name = (parent / "tessera_test_XXXXXX").string();
-    if (!::mkdtemp(name.data())) throw FileError("no temporary folder");
-    path_ = name;
-  }
-  ~Folder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  const std::string& path() const { return path_; }
-  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
-
- private:
-  std::string path_;
-};
-
-inline std::string contents(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
-}
-inline void put(const std::string& path, const std::string& bytes) {
-  std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
-}
 
 /// Cuts a shape into a grid of boxes with uneven and empty intervals.
 inline std::vector<Box> draw_boxes(std::mt19937& engine, const std::vector<std::int64_t>& shape) {

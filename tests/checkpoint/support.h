@@ -1,7 +1,6 @@
 #pragma once
 // What the tests of checkpoints share beside those of tensors.
 
-#include <functional>
 #include <string>
 
 #include "../tensor/support.h"
@@ -12,20 +11,7 @@
 
 namespace tessera::test {
 
-/// The message of an Expected that `call` throws; a failure for anything else.
-template <class Expected>
-std::string thrown(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Expected& e) {
-    return e.what();
-  } catch (const std::exception& e) {
-    ADD_FAILURE() << "another type was thrown: " << e.what();
-    return e.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
+using tessera::testing::thrown;
 
 inline bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;

@@ -5,7 +5,7 @@
 #include <random>
 #include <set>
 
-#include "support.h"
+#include "../support/folder.h"
 
 namespace tessera {
 namespace {

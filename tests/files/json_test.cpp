@@ -4,7 +4,7 @@
 
 #include <random>
 
-#include "support.h"
+#include "../support/folder.h"
 #include "tessera/base/json_text.h"
 
 namespace tessera {

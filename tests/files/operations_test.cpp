@@ -6,7 +6,7 @@
 
 #include <set>
 
-#include "support.h"
+#include "../support/folder.h"
 
 namespace tessera {
 namespace {

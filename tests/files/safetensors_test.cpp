@@ -5,7 +5,7 @@
 #include <sys/stat.h>
 #include <random>
 
-#include "support.h"
+#include "../support/folder.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
