@@ -40,7 +40,10 @@ function(tessera_test name)
     endforeach()
   else()
     add_test(NAME ${name} COMMAND ${TESSERA_RUN_TEST} $<TARGET_FILE:test_${name}>)
-    set_tests_properties(${name} PROPERTIES TIMEOUT ${TEST_TIMEOUT} SKIP_RETURN_CODE 77 LABELS "${TEST_LABELS}")
+    set_tests_properties(
+      ${name}
+      PROPERTIES TIMEOUT ${TEST_TIMEOUT} SKIP_RETURN_CODE 77 LABELS "${TEST_LABELS}"
+    )
   endif()
 endfunction()
 

@@ -114,7 +114,7 @@ at::Tensor move(const at::Tensor& local, const Source& source, const DeviceMesh&
     messages.push_back({Message::Kind::receive, buffer, peer(p.rank)});
   }
   Request request =
-      messages.empty() ? Request() : both.start_exchange(messages, {.name = "redistribute"});
+      messages.empty() ? Request() : both.start().exchange(messages, {.name = "redistribute"});
   for (const Box& box : plan.copies) slice(result, wanted, box).copy_(slice(local, held, box));
   request.wait();
   for (const auto& [part, buffer] : arrivals) part.copy_(buffer);

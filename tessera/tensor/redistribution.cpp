@@ -58,6 +58,25 @@ ShardSpec target_spec(const ShardSpec& from, const std::vector<Placement>& place
   return ShardSpec(from.mesh(), from.shape(), placements, all);
 }
 
+class Started final : public detail::Unfinished<at::Tensor> {
+ public:
+  Started(at::Tensor tensor, const ShardSpec& to) : tensor_(std::move(tensor)), to_(to) {
+    const ShardMeta& meta = detail::meta_or_throw(tensor_);
+    run_ = std::make_shared<detail::Redistribution>(meta.local, meta.spec(), to, false);
+  }
+  bool done() override { return run_->done(); }
+  at::Tensor finish() override {
+    return Redistribute::apply(tensor_, to_,
+                               detail::gradient_spec(detail::meta_or_throw(tensor_).spec()),
+                               std::move(run_));
+  }
+
+ private:
+  const at::Tensor tensor_;
+  const ShardSpec to_;
+  std::shared_ptr<detail::Redistribution> run_;
+};
+
 }  // namespace
 
 at::Tensor redistribute(const at::Tensor& t, const ShardSpec& to) {
@@ -74,34 +93,15 @@ at::Tensor redistribute(const at::Tensor& t, const std::vector<Placement>& place
              : Redistribute::apply(t, to, detail::gradient_spec(from, gradient), nullptr);
 }
 
-RedistributeRequest::RedistributeRequest(at::Tensor tensor, const ShardSpec& to)
-    : tensor_(std::move(tensor)), to_(to) {
-  const ShardMeta& meta = detail::meta_or_throw(tensor_);
-  if (!(meta.spec() == to))
-    run_ = std::make_shared<detail::Redistribution>(meta.local, meta.spec(), to, false);
+Pending<at::Tensor> start_redistribute(const at::Tensor& t, const ShardSpec& to) {
+  if (detail::meta_or_throw(t).spec() == to) return Pending<at::Tensor>(t);
+  return Pending<at::Tensor>(std::make_shared<Started>(t, to));
 }
 
-bool RedistributeRequest::done() const { return !run_ || run_->done(); }
-
-at::Tensor RedistributeRequest::wait() {
-  if (!tensor_.defined())
-    throw Error(
-        "a redistribution was waited for twice: keep the tensor that the first wait() returned");
-  const at::Tensor t = std::move(tensor_);
-  tensor_ = at::Tensor();
-  if (!run_) return t;
-  return Redistribute::apply(t, to_, detail::gradient_spec(detail::meta_or_throw(t).spec()),
-                             std::move(run_));
-}
-
-RedistributeRequest redistribute_async(const at::Tensor& t, const ShardSpec& to) {
-  return RedistributeRequest(t, to);
-}
-
-RedistributeRequest redistribute_async(const at::Tensor& t,
+Pending<at::Tensor> start_redistribute(const at::Tensor& t,
                                        const std::vector<Placement>& placements,
                                        const ShardSizes& sizes) {
-  return RedistributeRequest(t, target_spec(detail::meta_or_throw(t).spec(), placements, sizes));
+  return start_redistribute(t, target_spec(detail::meta_or_throw(t).spec(), placements, sizes));
 }
 
 std::vector<RedistributionCall> explain_redistribution(const ShardSpec& from, const ShardSpec& to) {

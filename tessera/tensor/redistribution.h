@@ -4,7 +4,7 @@
 // the fewest rounds; explain_redistribution() tells which.
 //
 //   at::Tensor columns = redistribute(rows, {Shard(1)});                       // all-to-all
-//   RedistributeRequest r = redistribute_async(rows, {Replicate()});  // all-gather, started
+//   Pending<at::Tensor> r = start_redistribute(rows, {Replicate()});   // all-gather, started
 //   ...work that does not write to rows...
 //   at::Tensor whole = r.wait();
 
@@ -15,13 +15,10 @@
 #include <string>
 #include <vector>
 
+#include "tessera/comm/group/pending.h"
 #include "tessera/tensor/spec/spec.h"
 
 namespace tessera {
-
-namespace detail {
-class Redistribution;
-}
 
 /// Returns the same value with `placements`. Shards have the sizes given; a dim without sizes keeps
 /// its own if the same axes shard it, and is cut evenly otherwise. The result has memory of its
@@ -33,28 +30,12 @@ at::Tensor redistribute(const at::Tensor& tensor, const std::vector<Placement>& 
                         const std::optional<std::vector<Placement>>& gradient = std::nullopt);
 at::Tensor redistribute(const at::Tensor& tensor, const ShardSpec& spec);
 
-/// A redistribution that has been started. Destroying a request that nobody waited for waits for
-/// its collective and drops the result.
-class RedistributeRequest {
- public:
-  RedistributeRequest(at::Tensor tensor, const ShardSpec& to);
-  /// True if wait() would not block.
-  bool done() const;
-  /// Returns the result, once. Differentiable like redistribute(); backward is not asynchronous.
-  /// All ranks must wait for their requests in the same order, because a redistribution that needs
-  /// a second collective (a reduction whose result lies elsewhere) makes it here. Throws Error if
-  /// called again.
-  at::Tensor wait();
-
- private:
-  at::Tensor tensor_;
-  ShardSpec to_;
-  std::shared_ptr<detail::Redistribution> run_;
-};
 /// Starts redistribute() and returns after its first collective has been started. `tensor` must not
-/// be written to before wait() has returned.
-RedistributeRequest redistribute_async(const at::Tensor& tensor, const ShardSpec& spec);
-RedistributeRequest redistribute_async(const at::Tensor& tensor,
+/// be written to before wait() has returned. Differentiable like redistribute(); backward blocks.
+/// All ranks must wait for their redistributions in the same order, because one that needs a second
+/// collective (a reduction whose result lies elsewhere) makes it in wait().
+Pending<at::Tensor> start_redistribute(const at::Tensor& tensor, const ShardSpec& spec);
+Pending<at::Tensor> start_redistribute(const at::Tensor& tensor,
                                        const std::vector<Placement>& placements,
                                        const ShardSizes& sizes = {});
 

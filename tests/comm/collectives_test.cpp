@@ -150,7 +150,7 @@ TEST_P(Collectives, ManyRequestsAtOnceWaitedForInAnyOrder) {
     for (int i = 0; i < 20; ++i) {
       tensors.push_back(torch::full({i + 1}, world.rank() + i, torch::kDouble));
       requests.push_back(
-          world.start_all_reduce(tensors.back(), i % 2 ? ReduceOp::max : ReduceOp::sum));
+          world.start().all_reduce(tensors.back(), i % 2 ? ReduceOp::max : ReduceOp::sum));
     }
     const int n = world.size();
     for (int i = 19; i >= 0; --i) {
@@ -170,7 +170,7 @@ TEST_P(Collectives, ARequestThatIsPolledBecomesDone) {
     auto t = torch::full({2}, world.rank() * 1.0), u = torch::zeros({2});
     const int next = (world.rank() + 1) % world.size(),
               before = (world.rank() + world.size() - 1) % world.size();
-    auto sent = world.start_send(t, next), received = world.start_receive(u, before);
+    auto sent = world.start().send(t, next), received = world.start().receive(u, before);
     while (!sent.done() || !received.done()) std::this_thread::yield();
     sent.wait();
     received.wait();

@@ -89,11 +89,11 @@ std::vector<Difference> differences() {
       {"started",
        [](const Group& g) {
          auto t = torch::ones({5000});
-         g.start_all_reduce(t).wait();
+         g.start().all_reduce(t).wait();
        },
        [](const Group& g) {
          auto t = torch::ones({50});
-         g.start_all_reduce(t).wait();
+         g.start().all_reduce(t).wait();
        }},
   };
 }

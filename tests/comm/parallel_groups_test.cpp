@@ -67,9 +67,9 @@ TEST(ParallelGroups, AnySizesThatDivideTheWorld) {
                            "sizes");
                    for (const GroupInfo* info : {&groups.mp, &groups.pp, &groups.dp}) {
                      const at::Tensor count = at::ones({1}, at::kLong);
-                     Request request = info->reduce(count, ReduceOp::sum, true);
+                     Request request = info->start_reduce(count);
                      request.wait();
-                     require(count.item<std::int64_t>() == info->world_size, "asynchronous reduce");
+                     require(count.item<std::int64_t>() == info->world_size, "a started reduce");
                    }
                  });
   }
@@ -170,9 +170,9 @@ TEST(ParallelGroups, GatherToOneRank) {
   run_parallel(3, 3, 1, [](DistributedManager&, const ParallelGroups& groups) {
     const std::vector<std::int64_t> sizes{0, 5, 2};
     for (int root = 0; root < 3; ++root) {
-      PendingTensor pending = groups.mp.gather_to(
-          root, at::full({2, sizes[groups.mp.rank]}, groups.mp.rank, at::kFloat), 1, root == 1);
-      const at::Tensor all = pending.wait();
+      const at::Tensor mine = at::full({2, sizes[groups.mp.rank]}, groups.mp.rank, at::kFloat);
+      const at::Tensor all = root == 1 ? groups.mp.start_gather_to(root, mine, 1).wait()
+                                       : groups.mp.gather_to(root, mine, 1);
       require(all.defined() == (groups.mp.rank == root), "defined on the root alone");
       if (all.defined())
         require(all.equal(at::tensor({1., 1., 1., 1., 1., 2., 2.}).to(at::kFloat).expand({2, 7})),
@@ -197,12 +197,12 @@ TEST(ParallelGroups, GatherIsTheInverseOfSplitForAnySize) {
           whole = whole.transpose(0, 1).contiguous().transpose(0, 1);
         const at::Tensor mine = groups.mp.split(whole, dim);
         require(mine.equal(whole.tensor_split(ranks, dim)[groups.mp.rank]), "split");
-        require(groups.mp.gather(mine, dim).wait().equal(whole),
+        require(groups.mp.gather(mine, dim).equal(whole),
                 concat("gather of ", list(shape), " along ", dim));
-        PendingTensor pending =
-            groups.mp.gather(mine, dim - static_cast<std::int64_t>(shape.size()), true);
-        require(pending.tensor.sizes() == whole.sizes(), "the shape of a pending tensor");
-        require(pending.wait().equal(whole), "asynchronous gather");
+        Pending<at::Tensor> pending =
+            groups.mp.start_gather(mine, dim - static_cast<std::int64_t>(shape.size()));
+        require(pending.wait().equal(whole), "a started gather");
+        require(pending.done() && pending.wait().equal(whole), "waited for again");
       }
       bool refused = false;
       try {
@@ -219,8 +219,7 @@ TEST(ParallelGroups, GatherTakesAnySizes) {
   run_parallel(3, 3, 1, [](DistributedManager&, const ParallelGroups& groups) {
     const std::vector<std::int64_t> sizes{0, 5, 2};
     const at::Tensor all =
-        groups.mp.gather(at::full({2, sizes[groups.mp.rank]}, groups.mp.rank, at::kFloat), 1)
-            .wait();
+        groups.mp.gather(at::full({2, sizes[groups.mp.rank]}, groups.mp.rank, at::kFloat), 1);
     require(all.equal(at::tensor({1., 1., 1., 1., 1., 2., 2.}).to(at::kFloat).expand({2, 7})),
             "uneven gather");
   });
@@ -235,7 +234,7 @@ TEST(ParallelGroups, SplitAndGatherAreDifferentiable) {
       const at::Tensor weights = at::arange(14, at::kDouble).view({7, 2}).sin();
       auto run = [&](bool parallel) {
         at::Tensor x = values.clone().requires_grad_();
-        at::Tensor y = parallel ? groups.mp.gather(groups.mp.split(x).pow(3)).wait() : x.pow(3);
+        at::Tensor y = parallel ? groups.mp.gather(groups.mp.split(x).pow(3)) : x.pow(3);
         at::Tensor loss = (y * weights).sum();
         loss.backward();
         return std::pair(loss.detach(), x.grad());
@@ -245,9 +244,9 @@ TEST(ParallelGroups, SplitAndGatherAreDifferentiable) {
       require(loss.equal(expected_loss), "loss");
       require(gradient.defined() && at::allclose(gradient, expected_gradient, 1e-14, 1e-14),
               "gradient");
-      // Along the other dim, and asynchronously.
+      // Along the other dim, and started.
       at::Tensor x = values.clone().requires_grad_();
-      PendingTensor pending = groups.mp.gather(groups.mp.split(x, 1).exp(), 1, true);
+      Pending<at::Tensor> pending = groups.mp.start_gather(groups.mp.split(x, 1).exp(), 1);
       (pending.wait() * weights).sum().backward();
       require(at::allclose(x.grad(), values.exp() * weights, 1e-14, 1e-14), "gradient along dim 1");
     });

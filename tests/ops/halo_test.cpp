@@ -152,8 +152,8 @@ void check(const DeviceMesh& mesh, Draw& draw, std::uint64_t number) {
   }
 
   // Any part of what is there can be asked for, and what is beyond is zero.
-  HaloRequest request = halo.start(to_local(x.detach()));
-  request.wait();
+  HaloValues values = halo.start_exchange(to_local(x.detach()));
+  values.arrival().wait();
   Box box = needed(me);
   for (Interval& i : box) {
     if (i.empty()) continue;
@@ -169,7 +169,7 @@ void check(const DeviceMesh& mesh, Draw& draw, std::uint64_t number) {
                          inside[d].size());
     part.copy_(sliced(value, inside, c.edges));
   }
-  EXPECT_LT(difference(request.assemble(box).clone(), wanted), 1e-300);
+  EXPECT_LT(difference(values.assemble(box).clone(), wanted), 1e-300);
 }
 
 class Halos : public ::testing::TestWithParam<int> {};
@@ -305,9 +305,9 @@ TEST(Halo, RequestsOverlapAndAreReused) {
     for (int n = 0; n < 3; ++n) {
       const at::Tensor a = randn({8, 3}, at::kDouble), b = randn({8, 3});
       const at::Tensor of_a = to_local(leaf(a, cut, false)), of_b = to_local(leaf(b, cut, false));
-      HaloRequest first = halo.start(of_a), second = halo.start(of_b);
-      second.wait();
-      first.wait();
+      HaloValues first = halo.start_exchange(of_a), second = halo.start_exchange(of_b);
+      second.arrival().wait();
+      first.arrival().wait();
       const std::vector<Edge> edges{Edge::circular, Edge::zero};
       EXPECT_LT(difference(first.assemble(halo.needed()), sliced(a, halo.needed(), edges)), 1e-300);
       EXPECT_LT(difference(second.assemble(halo.needed()).to(at::kDouble),

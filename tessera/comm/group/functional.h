@@ -8,21 +8,22 @@
 // x for what they get, <a, b> for the sum over ranks of the ranks' inner products. There are two
 // honest readings of the numbers that arrive in backward:
 //
-//   Cotangent::summed       The loss is L = L_0 + ... + L_{n-1}, each rank calls backward on its
-//                           own L_r, and a cotangent is what this rank's loss
-//   contributes.
-//                           Backward applies the adjoint A' with <A x, y> = <x, A' y>: all_reduce
-//                             -> all_reduce, all_gather -> reduce_scatter,
-//                           reduce_scatter -> all_gather, all_to_all -> all_to_all the other way,
-//                             broadcast -> reduce, reduce -> broadcast,
-//                           gather -> scatter, scatter -> gather, send -> receive.
-//   Cotangent::replicated   The output is the same on all ranks, all compute the same loss L from
-//                           it, and L counts once. Cotangents are then equal on
-//   all
-//                           ranks, and backward needs no communication: all_reduce -> the cotangent
-//                             itself, all_gather -> this rank's rows of it,
-//                           broadcast -> the cotangent on the root, zero elsewhere. Twice
-//                             differentiated, it communicates again.
+//   Cotangent::summed
+//       The loss is L = L_0 + ... + L_{n-1}, each rank calls backward on its own L_r, and a
+//       cotangent is what this rank's loss contributes. Backward applies the adjoint A' with
+//       <A x, y> = <x, A' y>:
+//         all_reduce     -> all_reduce           all_gather -> reduce_scatter
+//         reduce_scatter -> all_gather           all_to_all -> all_to_all the other way
+//         broadcast      -> reduce               reduce     -> broadcast
+//         gather         -> scatter              scatter    -> gather
+//         send           -> receive
+//   Cotangent::replicated
+//       The output is the same on all ranks, all compute the same loss L from it, and L counts
+//       once. Cotangents are then equal on all ranks, and backward needs no communication:
+//         all_reduce     -> the cotangent itself
+//         all_gather     -> this rank's rows of it
+//         broadcast      -> the cotangent on the root, zero elsewhere
+//       Twice differentiated, it communicates again.
 //
 // With one loss computed by all ranks, `summed` gives n times the gradient; with a loss per rank,
 // `replicated` misses the others' contributions. Example: two ranks, x_0 = 1, x_1 = 2, y =

@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <type_traits>
 #include <utility>
 
 #include "tessera/comm/group/detail/collectives.h"
@@ -15,21 +16,20 @@ namespace {
 using detail::GroupState;
 using detail::RequestState;
 
-template <class Launch>
-void block(const std::shared_ptr<GroupState>& group, const char* operation,
-           const CallOptions& options, Launch&& launch) {
-  RequestState call(*group, operation, options, true);
-  call.start(launch);
-  call.wait();
-}
-
-template <class Launch>
-Request start(const std::shared_ptr<GroupState>& group, const char* operation,
-              const CallOptions& options, Launch&& launch) {
-  auto call = std::make_shared<RequestState>(*group, operation, options, false);
-  call->keep_group(group);
-  call->start(launch);
-  return Request(std::move(call));
+// A blocking call keeps its state on the stack, and its backend is told that it blocks.
+template <class Result, class Launch>
+Result make(const std::shared_ptr<GroupState>& group, const char* operation,
+            const CallOptions& options, Launch&& launch) {
+  if constexpr (std::is_void_v<Result>) {
+    RequestState call(*group, operation, options, true);
+    call.start(launch);
+    call.wait();
+  } else {
+    auto call = std::make_shared<RequestState>(*group, operation, options, false);
+    call->keep_group(group);
+    call->start(launch);
+    return Request(std::move(call));
+  }
 }
 
 std::shared_ptr<GroupState> alone() {
@@ -44,24 +44,8 @@ std::shared_ptr<GroupState> alone() {
 
 }  // namespace
 
-// ---- request ----
-
-Request::Request() = default;
-Request::Request(std::shared_ptr<RequestState> state) : state_(std::move(state)) {}
-Request::Request(Request&&) noexcept = default;
-Request& Request::operator=(Request&&) noexcept = default;
-Request::~Request() = default;
-
-bool Request::done() const { return !state_ || state_->done(); }
-
-void Request::wait() {
-  if (state_) state_->wait();
-}
-
-// ---- group ----
-
-Group::Group() : state_(alone()) {}
-Group::Group(std::shared_ptr<GroupState> state) : state_(std::move(state)) {}
+Group::Group() : Collectives(alone()) {}
+Group::Group(std::shared_ptr<GroupState> state) : Collectives(std::move(state)) {}
 
 int Group::rank() const { return state_->rank(); }
 int Group::size() const { return state_->size(); }
@@ -82,130 +66,97 @@ c10::intrusive_ptr<c10d::ProcessGroup> Group::process_group() const {
   return state_->process_group();
 }
 
-void Group::broadcast(const at::Tensor& tensor, int root, const CallOptions& options) const {
-  block(state_, "broadcast", options,
-        [&](RequestState& call) { launch_broadcast(call, tensor, root); });
-}
-Request Group::start_broadcast(const at::Tensor& tensor, int root,
-                               const CallOptions& options) const {
-  return start(state_, "broadcast", options,
-               [&](RequestState& call) { launch_broadcast(call, tensor, root); });
+template <class Result>
+Result Collectives<Result>::broadcast(const at::Tensor& tensor, int root,
+                                      const CallOptions& options) const {
+  return make<Result>(state_, "broadcast", options,
+                      [&](RequestState& call) { launch_broadcast(call, tensor, root); });
 }
 
-void Group::all_reduce(const at::Tensor& tensor, ReduceOp op, const CallOptions& options) const {
-  block(state_, "all_reduce", options,
-        [&](RequestState& call) { launch_all_reduce(call, tensor, op); });
-}
-Request Group::start_all_reduce(const at::Tensor& tensor, ReduceOp op,
-                                const CallOptions& options) const {
-  return start(state_, "all_reduce", options,
-               [&](RequestState& call) { launch_all_reduce(call, tensor, op); });
+template <class Result>
+Result Collectives<Result>::all_reduce(const at::Tensor& tensor, ReduceOp op,
+                                       const CallOptions& options) const {
+  return make<Result>(state_, "all_reduce", options,
+                      [&](RequestState& call) { launch_all_reduce(call, tensor, op); });
 }
 
-void Group::reduce(const at::Tensor& tensor, int root, ReduceOp op,
-                   const CallOptions& options) const {
-  block(state_, "reduce", options,
-        [&](RequestState& call) { launch_reduce(call, tensor, root, op); });
-}
-Request Group::start_reduce(const at::Tensor& tensor, int root, ReduceOp op,
-                            const CallOptions& options) const {
-  return start(state_, "reduce", options,
-               [&](RequestState& call) { launch_reduce(call, tensor, root, op); });
+template <class Result>
+Result Collectives<Result>::reduce(const at::Tensor& tensor, int root, ReduceOp op,
+                                   const CallOptions& options) const {
+  return make<Result>(state_, "reduce", options,
+                      [&](RequestState& call) { launch_reduce(call, tensor, root, op); });
 }
 
-void Group::all_gather(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes,
-                       const CallOptions& options) const {
-  block(state_, "all_gather", options,
-        [&](RequestState& call) { launch_all_gather(call, output, input, sizes); });
-}
-Request Group::start_all_gather(const at::Tensor& output, const at::Tensor& input,
-                                const Sizes& sizes, const CallOptions& options) const {
-  return start(state_, "all_gather", options,
-               [&](RequestState& call) { launch_all_gather(call, output, input, sizes); });
+template <class Result>
+Result Collectives<Result>::all_gather(const at::Tensor& output, const at::Tensor& input,
+                                       const Sizes& sizes, const CallOptions& options) const {
+  return make<Result>(state_, "all_gather", options,
+                      [&](RequestState& call) { launch_all_gather(call, output, input, sizes); });
 }
 
-void Group::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
-                           const Sizes& sizes, const CallOptions& options) const {
-  block(state_, "reduce_scatter", options,
-        [&](RequestState& call) { launch_reduce_scatter(call, output, input, op, sizes); });
+template <class Result>
+Result Collectives<Result>::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                           ReduceOp op, const Sizes& sizes,
+                                           const CallOptions& options) const {
+  return make<Result>(state_, "reduce_scatter", options, [&](RequestState& call) {
+    launch_reduce_scatter(call, output, input, op, sizes);
+  });
 }
-Request Group::start_reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
+
+template <class Result>
+Result Collectives<Result>::all_to_all(const at::Tensor& output, const at::Tensor& input,
+                                       const Sizes& output_sizes, const Sizes& input_sizes,
+                                       const CallOptions& options) const {
+  return make<Result>(state_, "all_to_all", options, [&](RequestState& call) {
+    launch_all_to_all(call, output, input, output_sizes, input_sizes);
+  });
+}
+
+template <class Result>
+Result Collectives<Result>::gather(const at::Tensor& output, const at::Tensor& input, int root,
+                                   const Sizes& sizes, const CallOptions& options) const {
+  return make<Result>(state_, "gather", options,
+                      [&](RequestState& call) { launch_gather(call, output, input, root, sizes); });
+}
+
+template <class Result>
+Result Collectives<Result>::scatter(const at::Tensor& output, const at::Tensor& input, int root,
                                     const Sizes& sizes, const CallOptions& options) const {
-  return start(state_, "reduce_scatter", options,
-               [&](RequestState& call) { launch_reduce_scatter(call, output, input, op, sizes); });
-}
-
-void Group::all_to_all(const at::Tensor& output, const at::Tensor& input, const Sizes& output_sizes,
-                       const Sizes& input_sizes, const CallOptions& options) const {
-  block(state_, "all_to_all", options, [&](RequestState& call) {
-    launch_all_to_all(call, output, input, output_sizes, input_sizes);
-  });
-}
-Request Group::start_all_to_all(const at::Tensor& output, const at::Tensor& input,
-                                const Sizes& output_sizes, const Sizes& input_sizes,
-                                const CallOptions& options) const {
-  return start(state_, "all_to_all", options, [&](RequestState& call) {
-    launch_all_to_all(call, output, input, output_sizes, input_sizes);
+  return make<Result>(state_, "scatter", options, [&](RequestState& call) {
+    launch_scatter(call, output, input, root, sizes);
   });
 }
 
-void Group::gather(const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes,
-                   const CallOptions& options) const {
-  block(state_, "gather", options,
-        [&](RequestState& call) { launch_gather(call, output, input, root, sizes); });
-}
-Request Group::start_gather(const at::Tensor& output, const at::Tensor& input, int root,
-                            const Sizes& sizes, const CallOptions& options) const {
-  return start(state_, "gather", options,
-               [&](RequestState& call) { launch_gather(call, output, input, root, sizes); });
-}
-
-void Group::scatter(const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes,
-                    const CallOptions& options) const {
-  block(state_, "scatter", options,
-        [&](RequestState& call) { launch_scatter(call, output, input, root, sizes); });
-}
-Request Group::start_scatter(const at::Tensor& output, const at::Tensor& input, int root,
-                             const Sizes& sizes, const CallOptions& options) const {
-  return start(state_, "scatter", options,
-               [&](RequestState& call) { launch_scatter(call, output, input, root, sizes); });
-}
-
-void Group::send(const at::Tensor& tensor, int to, const CallOptions& options) const {
-  block(state_, "send", options,
-        [&](RequestState& call) { launch_exchange(call, {{Message::Kind::send, tensor, to}}); });
-}
-Request Group::start_send(const at::Tensor& tensor, int to, const CallOptions& options) const {
-  return start(state_, "send", options, [&](RequestState& call) {
+template <class Result>
+Result Collectives<Result>::send(const at::Tensor& tensor, int to,
+                                 const CallOptions& options) const {
+  return make<Result>(state_, "send", options, [&](RequestState& call) {
     launch_exchange(call, {{Message::Kind::send, tensor, to}});
   });
 }
 
-void Group::receive(const at::Tensor& tensor, int from, const CallOptions& options) const {
-  block(state_, "receive", options, [&](RequestState& call) {
-    launch_exchange(call, {{Message::Kind::receive, tensor, from}});
-  });
-}
-Request Group::start_receive(const at::Tensor& tensor, int from, const CallOptions& options) const {
-  return start(state_, "receive", options, [&](RequestState& call) {
+template <class Result>
+Result Collectives<Result>::receive(const at::Tensor& tensor, int from,
+                                    const CallOptions& options) const {
+  return make<Result>(state_, "receive", options, [&](RequestState& call) {
     launch_exchange(call, {{Message::Kind::receive, tensor, from}});
   });
 }
 
-void Group::exchange(const std::vector<Message>& messages, const CallOptions& options) const {
-  block(state_, "exchange", options, [&](RequestState& call) { launch_exchange(call, messages); });
-}
-Request Group::start_exchange(const std::vector<Message>& messages,
-                              const CallOptions& options) const {
-  return start(state_, "exchange", options,
-               [&](RequestState& call) { launch_exchange(call, messages); });
+template <class Result>
+Result Collectives<Result>::exchange(const std::vector<Message>& messages,
+                                     const CallOptions& options) const {
+  return make<Result>(state_, "exchange", options,
+                      [&](RequestState& call) { launch_exchange(call, messages); });
 }
 
-void Group::barrier(const CallOptions& options) const {
-  block(state_, "barrier", options, [&](RequestState& call) { launch_barrier(call); });
+template <class Result>
+Result Collectives<Result>::barrier(const CallOptions& options) const {
+  return make<Result>(state_, "barrier", options,
+                      [&](RequestState& call) { launch_barrier(call); });
 }
-Request Group::start_barrier(const CallOptions& options) const {
-  return start(state_, "barrier", options, [&](RequestState& call) { launch_barrier(call); });
-}
+
+template class Collectives<void>;
+template class Collectives<Request>;
 
 }  // namespace tessera

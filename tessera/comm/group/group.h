@@ -3,7 +3,7 @@
 //
 //   Group g = manager.world();                    // 4 ranks
 //   g.all_reduce(t, ReduceOp::sum);               // blocks until t is reduced
-//   Request r = g.start_all_reduce(t, ReduceOp::sum);
+//   Request r = g.start().all_reduce(t, ReduceOp::sum);
 //   ...computation that does not touch t...
 //   r.wait();
 //
@@ -25,6 +25,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/comm/group/pending.h"
 #include "tessera/comm/group/types.h"
 
 namespace c10d {
@@ -36,31 +37,9 @@ namespace tessera {
 
 namespace detail {
 class GroupState;
-class RequestState;
 }  // namespace detail
 
 using Sizes = std::vector<std::int64_t>;
-
-/// A call under way. Tensors given to the call must not be read or written before wait() returns.
-/// Destroying a request that was not waited for waits.
-class Request {
- public:
-  /// Already complete.
-  Request();
-  explicit Request(std::shared_ptr<detail::RequestState> state);
-  Request(Request&&) noexcept;
-  Request& operator=(Request&&) noexcept;
-  ~Request();
-
-  /// True once the result is there (or the call failed: then wait() throws).
-  bool done() const;
-  /// Blocks until done. Throws TimeoutError, PeerLostError, CommError. A second wait() returns at
-  /// once. For CUDA tensors: makes the current stream wait instead of the host.
-  void wait();
-
- private:
-  std::shared_ptr<detail::RequestState> state_;
-};
 
 /// One message of a batch: a send to or a receive from `peer` (group rank).
 struct Message {
@@ -70,7 +49,52 @@ struct Message {
   int peer;
 };
 
-class Group {
+/// The calls of a group, each declared once: Group is Collectives<void>, whose calls return when they
+/// are complete; group.start() is Collectives<Request>, whose calls return what is under way.
+template <class Result>
+class Collectives {
+ public:
+  Result broadcast(const at::Tensor& tensor, int root, const CallOptions& options = {}) const;
+  Result all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum,
+                    const CallOptions& options = {}) const;
+  /// The result is defined on `root` alone; the other ranks' tensors keep their values.
+  Result reduce(const at::Tensor& tensor, int root, ReduceOp op = ReduceOp::sum,
+                const CallOptions& options = {}) const;
+  Result all_gather(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes = {},
+                    const CallOptions& options = {}) const;
+  /// `input` holds the rows of all ranks, `output` this rank's rows of the reduced value.
+  Result reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                        ReduceOp op = ReduceOp::sum, const Sizes& sizes = {},
+                        const CallOptions& options = {}) const;
+  /// Rows [sum of input_sizes before r, ...) of `input` go to rank r; rows from rank r land
+  /// likewise in `output`. Sizes are this rank's own.
+  Result all_to_all(const at::Tensor& output, const at::Tensor& input,
+                    const Sizes& output_sizes = {}, const Sizes& input_sizes = {},
+                    const CallOptions& options = {}) const;
+  /// `output` is used on `root` alone and may be undefined elsewhere.
+  Result gather(const at::Tensor& output, const at::Tensor& input, int root,
+                const Sizes& sizes = {}, const CallOptions& options = {}) const;
+  /// `input` is used on `root` alone and may be undefined elsewhere.
+  Result scatter(const at::Tensor& output, const at::Tensor& input, int root,
+                 const Sizes& sizes = {}, const CallOptions& options = {}) const;
+  /// Not collective.
+  Result send(const at::Tensor& tensor, int to, const CallOptions& options = {}) const;
+  /// Not collective.
+  Result receive(const at::Tensor& tensor, int from, const CallOptions& options = {}) const;
+  /// All messages at once, deadlock-free in any order; messages between the same two ranks match in
+  /// list order. Not collective: only the peers named take part. Empty tensors are not sent.
+  Result exchange(const std::vector<Message>& messages, const CallOptions& options = {}) const;
+  Result barrier(const CallOptions& options = {}) const;
+
+ protected:
+  friend class Group;
+  explicit Collectives(std::shared_ptr<detail::GroupState> state) : state_(std::move(state)) {}
+  std::shared_ptr<detail::GroupState> state_;
+};
+extern template class Collectives<void>;
+extern template class Collectives<Request>;
+
+class Group : public Collectives<void> {
  public:
   /// The group of this process alone: size 1, every call is local.
   Group();
@@ -90,68 +114,8 @@ class Group {
   std::chrono::milliseconds timeout() const;
   void set_timeout(std::chrono::milliseconds limit);
 
-  // ---- collectives: blocking, and as a request ----
-  void broadcast(const at::Tensor& tensor, int root, const CallOptions& options = {}) const;
-  void all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum,
-                  const CallOptions& options = {}) const;
-  /// The result is defined on `root` alone; the other ranks' tensors keep their values.
-  void reduce(const at::Tensor& tensor, int root, ReduceOp op = ReduceOp::sum,
-              const CallOptions& options = {}) const;
-  void all_gather(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes = {},
-                  const CallOptions& options = {}) const;
-  /// `input` holds the rows of all ranks, `output` this rank's rows of the reduced value.
-  void reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                      ReduceOp op = ReduceOp::sum, const Sizes& sizes = {},
-                      const CallOptions& options = {}) const;
-  /// Rows [sum of input_sizes before r, ...) of `input` go to rank r; rows from rank r land
-  /// likewise in `output`. Sizes are this rank's own.
-  void all_to_all(const at::Tensor& output, const at::Tensor& input, const Sizes& output_sizes = {},
-                  const Sizes& input_sizes = {}, const CallOptions& options = {}) const;
-  /// `output` is used on `root` alone and may be undefined elsewhere.
-  void gather(const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes = {},
-              const CallOptions& options = {}) const;
-  /// `input` is used on `root` alone and may be undefined elsewhere.
-  void scatter(const at::Tensor& output, const at::Tensor& input, int root, const Sizes& sizes = {},
-               const CallOptions& options = {}) const;
-  /// Not collective.
-  void send(const at::Tensor& tensor, int to, const CallOptions& options = {}) const;
-  /// Not collective.
-  void receive(const at::Tensor& tensor, int from, const CallOptions& options = {}) const;
-  /// All messages at once, deadlock-free in any order; messages between the same two ranks match in
-  /// list order. Not collective: only the peers named take part. Empty tensors are not sent.
-  void exchange(const std::vector<Message>& messages, const CallOptions& options = {}) const;
-  void barrier(const CallOptions& options = {}) const;
-
-  [[nodiscard]] Request start_broadcast(const at::Tensor& tensor, int root,
-                                        const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum,
-                                         const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_reduce(const at::Tensor& tensor, int root,
-                                     ReduceOp op = ReduceOp::sum,
-                                     const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_all_gather(const at::Tensor& output, const at::Tensor& input,
-                                         const Sizes& sizes = {},
-                                         const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                             ReduceOp op = ReduceOp::sum, const Sizes& sizes = {},
-                                             const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_all_to_all(const at::Tensor& output, const at::Tensor& input,
-                                         const Sizes& output_sizes = {},
-                                         const Sizes& input_sizes = {},
-                                         const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_gather(const at::Tensor& output, const at::Tensor& input, int root,
-                                     const Sizes& sizes = {},
-                                     const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_scatter(const at::Tensor& output, const at::Tensor& input, int root,
-                                      const Sizes& sizes = {},
-                                      const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_send(const at::Tensor& tensor, int to,
-                                   const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_receive(const at::Tensor& tensor, int from,
-                                      const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_exchange(const std::vector<Message>& messages,
-                                       const CallOptions& options = {}) const;
-  [[nodiscard]] Request start_barrier(const CallOptions& options = {}) const;
+  /// The same calls, started: each returns at once with a Request to wait for.
+  Collectives<Request> start() const { return Collectives<Request>(state_); }
 
   // ---- small control messages ----
   std::vector<std::string> all_gather_bytes(const std::string& mine,
@@ -177,9 +141,6 @@ class Group {
 
   const std::shared_ptr<detail::GroupState>& state() const { return state_; }
   bool operator==(const Group& other) const { return state_ == other.state_; }
-
- private:
-  std::shared_ptr<detail::GroupState> state_;
 };
 
 }  // namespace tessera

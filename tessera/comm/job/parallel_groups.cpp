@@ -36,7 +36,7 @@ Sizes all_sizes(const Group& group, std::int64_t mine) {
   return {all.data_ptr<std::int64_t>(), all.data_ptr<std::int64_t>() + group.size()};
 }
 
-/// functional::all_gather with replicated cotangents, along any dim, and as a request.
+/// functional::all_gather with replicated cotangents, along any dim, and started.
 class Gather : public torch::autograd::Function<Gather> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& tensor,
@@ -49,7 +49,7 @@ class Gather : public torch::autograd::Function<Gather> {
     auto shape = rows.sizes().vec();
     shape[0] = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
     const at::Tensor all = at::empty(shape, rows.options());
-    *request = group.start_all_gather(all, rows, sizes, {.name = "gather"});
+    *request = group.start().all_gather(all, rows, sizes, {.name = "gather"});
     return all.movedim(0, dim);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
@@ -124,11 +124,14 @@ DeviceMesh mesh_of(const DistributedManager& manager, const ParallelOptions& opt
 
 }  // namespace
 
-Request GroupInfo::reduce(const at::Tensor& tensor, ReduceOp op, bool async) const {
+void GroupInfo::reduce(const at::Tensor& tensor, ReduceOp op) const {
   require_no_graph("reduce", tensor, "use functional::all_reduce, which is");
-  Request request = group.start_all_reduce(tensor, op, {.name = "reduce"});
-  if (!async) request.wait();
-  return request;
+  group.all_reduce(tensor, op, {.name = "reduce"});
+}
+
+Request GroupInfo::start_reduce(const at::Tensor& tensor, ReduceOp op) const {
+  require_no_graph("reduce", tensor, "use functional::all_reduce, which is");
+  return group.start().all_reduce(tensor, op, {.name = "reduce"});
 }
 
 at::Tensor GroupInfo::split(const at::Tensor& tensor, std::int64_t dim) const {
@@ -139,42 +142,41 @@ at::Tensor GroupInfo::split(const at::Tensor& tensor, std::int64_t dim) const {
       .movedim(0, dim);
 }
 
-PendingTensor GroupInfo::gather(const at::Tensor& tensor, std::int64_t dim, bool async) const {
-  dim = checked_dim("gather", tensor, dim);
-  PendingTensor result;
-  if (world_size == 1) {
-    result.tensor = tensor;
-    return result;
-  }
-  result.tensor = Gather::apply(tensor, group, dim, &result.request);
-  if (!async) result.request.wait();
-  return result;
+at::Tensor GroupInfo::gather(const at::Tensor& tensor, std::int64_t dim) const {
+  return start_gather(tensor, dim).wait();
 }
 
-PendingTensor GroupInfo::gather_to(int root, const at::Tensor& tensor, std::int64_t dim,
-                                   bool async) const {
+Pending<at::Tensor> GroupInfo::start_gather(const at::Tensor& tensor, std::int64_t dim) const {
+  dim = checked_dim("gather", tensor, dim);
+  if (world_size == 1) return Pending<at::Tensor>(tensor);
+  Request request;
+  const at::Tensor all = Gather::apply(tensor, group, dim, &request);
+  return when_done(std::move(request), all);
+}
+
+at::Tensor GroupInfo::gather_to(int root, const at::Tensor& tensor, std::int64_t dim) const {
+  return start_gather_to(root, tensor, dim).wait();
+}
+
+Pending<at::Tensor> GroupInfo::start_gather_to(int root, const at::Tensor& tensor,
+                                               std::int64_t dim) const {
   dim = checked_dim("gather_to", tensor, dim);
   require_no_graph("gather_to", tensor, "use gather, which is");
   if (root < 0 || root >= world_size)
     throw InvalidArgument(concat("gather_to rank ", root, " of a group of ", world_size,
                                  " ranks; give 0 to ", world_size - 1));
-  PendingTensor result;
-  if (world_size == 1) {
-    result.tensor = tensor;
-    return result;
-  }
+  if (world_size == 1) return Pending<at::Tensor>(tensor);
   const Sizes sizes = all_sizes(group, tensor.size(dim));
   const at::Tensor rows = tensor.movedim(dim, 0).contiguous();
-  at::Tensor all;
+  at::Tensor all, gathered;
   if (rank == root) {
     auto shape = rows.sizes().vec();
     shape[0] = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
     all = at::empty(shape, rows.options());
-    result.tensor = all.movedim(0, dim);
+    gathered = all.movedim(0, dim);
   }
-  result.request = group.start_gather(all, rows, root, sizes, {.name = "gather to one rank"});
-  if (!async) result.request.wait();
-  return result;
+  return when_done(group.start().gather(all, rows, root, sizes, {.name = "gather to one rank"}),
+                   gathered);
 }
 
 ParallelGroups::ParallelGroups(const DistributedManager& manager, const ParallelOptions& options)

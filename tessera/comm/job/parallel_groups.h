@@ -29,18 +29,6 @@ class ParallelismError : public ConfigurationError {
   ~ParallelismError() override;
 };
 
-/// A tensor whose values are there after wait(). Converts to the tensor, waiting.
-struct PendingTensor {
-  /// Shape, dtype and autograd history are right from the start.
-  at::Tensor tensor;
-  Request request;
-  at::Tensor wait() {
-    request.wait();
-    return tensor;
-  }
-  operator at::Tensor() { return wait(); }
-};
-
 /// One kind of parallelism, as this rank sees it.
 struct GroupInfo {
   Group group;
@@ -50,10 +38,10 @@ struct GroupInfo {
   int rank = 0;
   int world_size = 1;
 
-  /// All-reduce in place. With `async` the request is under way when this returns, else complete.
-  /// Not recorded by autograd, and therefore refused (InvalidArgument) for a tensor of a graph:
-  /// functional::all_reduce is recorded.
-  Request reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum, bool async = false) const;
+  /// All-reduce in place. Not recorded by autograd, and therefore refused (InvalidArgument) for a
+  /// tensor of a graph: functional::all_reduce is recorded.
+  void reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
+  Request start_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
   /// This rank's slice of a tensor that all ranks hold: the first n mod world_size ranks get one
   /// row more, none is lost; a copy. [7, 2] along dim 0 over 3 ranks: 3, 2, 2 rows. Its gradient is
   /// gathered: every rank's backward must run.
@@ -61,11 +49,13 @@ struct GroupInfo {
   /// The ranks' slices joined along `dim`, in group order, any sizes. Inverse of split, both ways;
   /// its gradient is split. All ranks use the result alike, and so hold the same gradient of it.
   /// Sizes are exchanged first (one small call, which blocks).
-  PendingTensor gather(const at::Tensor& tensor, std::int64_t dim = 0, bool async = false) const;
+  at::Tensor gather(const at::Tensor& tensor, std::int64_t dim = 0) const;
+  Pending<at::Tensor> start_gather(const at::Tensor& tensor, std::int64_t dim = 0) const;
   /// The same for one rank of the group alone; the others get an undefined tensor. Refused, as
   /// reduce() is, for a tensor of a graph.
-  PendingTensor gather_to(int root, const at::Tensor& tensor, std::int64_t dim = 0,
-                          bool async = false) const;
+  at::Tensor gather_to(int root, const at::Tensor& tensor, std::int64_t dim = 0) const;
+  Pending<at::Tensor> start_gather_to(int root, const at::Tensor& tensor,
+                                      std::int64_t dim = 0) const;
 };
 
 /// How many ranks share one model (mp) and how many stages it has (pp); what is left of the world

@@ -68,8 +68,8 @@ void Flight::pack_scattered() {
 
 void Flight::start() {
   request_ = scatters_
-                 ? scatter_.start_reduce_scatter(kept_, flat_, op_, rows_, {.name = "gradients"})
-                 : group_.start_all_reduce(flat_, op_, {.name = "gradients"});
+                 ? scatter_.start().reduce_scatter(kept_, flat_, op_, rows_, {.name = "gradients"})
+                 : group_.start().all_reduce(flat_, op_, {.name = "gradients"});
 }
 
 void Flight::next() {
@@ -78,7 +78,7 @@ void Flight::next() {
   flat_.reset();
   second_ = true;
   request_ =
-      group_.size() > 1 ? group_.start_all_reduce(kept_, op_, {.name = "gradients"}) : Request();
+      group_.size() > 1 ? group_.start().all_reduce(kept_, op_, {.name = "gradients"}) : Request();
 }
 
 void Flight::wait() {

@@ -158,10 +158,10 @@ struct OnField : torch::autograd::Function<OnField> {
   using Context = torch::autograd::AutogradContext;
   static at::Tensor forward(Context* ctx, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const c10::intrusive_ptr<Field>& field) {
-    HaloRequest of_keys = field->keys.start(k), of_values = field->values.start(v);
+    HaloValues of_keys = field->keys.start_exchange(k), of_values = field->values.start_exchange(v);
     if (field->wait_first || volume(field->interior) == 0) {
-      of_keys.wait();
-      of_values.wait();
+      of_keys.arrival().wait();
+      of_values.arrival().wait();
     }
     auto shape = q.sizes().vec();
     shape.back() = v.size(-1);
@@ -221,7 +221,8 @@ struct OnField : torch::autograd::Function<OnField> {
       detail::part(dk, field->keys.needed(), seen).add_(parts[1]);
       detail::part(dv, field->values.needed(), field->of_values(seen)).add_(parts[2]);
     }
-    HaloSum of_keys = field->keys.start_sum(dk), of_values = field->values.start_sum(dv);
+    Pending<at::Tensor> of_keys = field->keys.start_sum(dk),
+                        of_values = field->values.start_sum(dv);
     at::Tensor keys, values;
     const auto wait = [&] {
       keys = of_keys.wait();

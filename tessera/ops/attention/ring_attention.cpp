@@ -111,7 +111,7 @@ struct Round {
       messages.push_back({Message::Kind::send, t.contiguous(), (me + ranks - 1) % ranks});
       messages.push_back({Message::Kind::receive, next.back(), (me + 1) % ranks});
     }
-    return group.start_exchange(messages, {.name = "ring attention"});
+    return group.start().exchange(messages, {.name = "ring attention"});
   }
 
   bool nothing(const Interval& keys, std::int64_t rows) const {

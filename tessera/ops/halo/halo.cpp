@@ -170,14 +170,15 @@ std::vector<std::int64_t> shape_of(const Box& box) {
 Request launch(const HaloState& state, HaloBuffers& buffers, bool back) {
   if (!state.travels) return {};
   if (state.method == HaloMethod::all_to_all) {
-    return back ? state.group.start_all_to_all(buffers.sent, buffers.received, state.send_counts,
-                                               state.receive_counts, {.name = "halo_sum"})
-                : state.group.start_all_to_all(buffers.received, buffers.sent, state.receive_counts,
-                                               state.send_counts, {.name = "halo"});
+    return back ? state.group.start().all_to_all(buffers.sent, buffers.received, state.send_counts,
+                                                 state.receive_counts, {.name = "halo_sum"})
+                : state.group.start().all_to_all(buffers.received, buffers.sent,
+                                                 state.receive_counts, state.send_counts,
+                                                 {.name = "halo"});
   }
   const auto& messages = back ? buffers.back : buffers.messages;
   if (messages.empty()) return {};
-  return state.group.start_exchange(messages, {.name = back ? "halo_sum" : "halo"});
+  return state.group.start().exchange(messages, {.name = back ? "halo_sum" : "halo"});
 }
 
 void check_shape(const at::Tensor& t, const std::vector<std::int64_t>& shape, const char* what) {
@@ -284,73 +285,81 @@ bool Halo::travels() const { return state_->travels; }
 HaloMethod Halo::method() const { return state_->method; }
 const Group& Halo::group() const { return state_->group; }
 
-struct HaloRequest::Flight {
+namespace {
+
+// Buffers whose messages are under way.
+struct Travelling {
   std::shared_ptr<HaloState> state;
-  at::Tensor local;
   std::unique_ptr<HaloBuffers> buffers;
   Request request;
-  bool waited = false;
 
-  ~Flight() {
+  ~Travelling() {
     request = {};  // waits
     if (buffers) state->give(std::move(buffers));
   }
 };
 
-struct HaloSum::Flight {
-  std::shared_ptr<HaloState> state;
-  at::Tensor gradient;
-  std::unique_ptr<HaloBuffers> buffers;
-  Request request;
-
-  ~Flight() {
-    request = {};
-    if (buffers) state->give(std::move(buffers));
+class Sum final : public detail::Unfinished<at::Tensor> {
+ public:
+  Sum(std::shared_ptr<HaloState> state, const at::Tensor& gradient) : gradient_(gradient) {
+    HaloState& s = *state;
+    travelling_.state = std::move(state);
+    if (!s.travels) return;
+    HaloBuffers& buffers = *(travelling_.buffers = s.take(gradient));
+    for (std::size_t i = 0; i < s.plan.receives.size(); ++i)
+      buffers.receive_pieces[i].copy_(folded(gradient, s.plan.needed, s.plan.receives[i]));
+    travelling_.request = launch(s, buffers, true);
   }
+  bool done() override { return travelling_.request.done(); }
+  at::Tensor finish() override;
+
+ private:
+  const at::Tensor gradient_;
+  Travelling travelling_;
 };
 
-HaloRequest::HaloRequest() = default;
-HaloRequest::HaloRequest(HaloRequest&&) noexcept = default;
-HaloRequest& HaloRequest::operator=(HaloRequest&&) noexcept = default;
-HaloRequest::~HaloRequest() = default;
-HaloSum::HaloSum() = default;
-HaloSum::HaloSum(HaloSum&&) noexcept = default;
-HaloSum& HaloSum::operator=(HaloSum&&) noexcept = default;
-HaloSum::~HaloSum() = default;
+}  // namespace
 
-HaloRequest Halo::start(const at::Tensor& local) const {
+struct HaloValues::State {
+  at::Tensor local;
+  Travelling travelling;
+};
+
+HaloValues::HaloValues() = default;
+HaloValues::HaloValues(HaloValues&&) noexcept = default;
+HaloValues& HaloValues::operator=(HaloValues&&) noexcept = default;
+HaloValues::~HaloValues() = default;
+
+HaloValues Halo::start_exchange(const at::Tensor& local) const {
   const LocalCallGuard guard;
   check_shape(local, state_->field.local_shape(), "the part of a halo exchange");
-  HaloRequest request;
-  request.flight_ = std::make_unique<HaloRequest::Flight>();
-  auto& flight = *request.flight_;
-  flight.state = state_;
-  flight.local = local;
+  HaloValues values;
+  values.state_ = std::make_unique<HaloValues::State>();
+  values.state_->local = local;
+  auto& travelling = values.state_->travelling;
+  travelling.state = state_;
   if (state_->travels) {
-    flight.buffers = state_->take(local);
+    travelling.buffers = state_->take(local);
     for (std::size_t i = 0; i < state_->plan.sends.size(); ++i)
-      flight.buffers->send_pieces[i].copy_(
+      travelling.buffers->send_pieces[i].copy_(
           view_of(local, state_->owned, state_->plan.sends[i].source));
-    flight.request = launch(*state_, *flight.buffers, false);
+    travelling.request = launch(*state_, *travelling.buffers, false);
   }
-  return request;
+  return values;
 }
 
-bool HaloRequest::done() const { return !flight_ || flight_->waited || flight_->request.done(); }
-
-void HaloRequest::wait() {
-  if (!flight_ || flight_->waited) return;
-  flight_->request.wait();
-  flight_->waited = true;
+Request& HaloValues::arrival() {
+  if (!state_) throw InvalidArgument("a halo whose exchange was never started: start_exchange()");
+  return state_->travelling.request;
 }
 
-at::Tensor HaloRequest::assemble(const Box& box) {
-  if (!flight_) throw InvalidArgument("assemble() of a halo request that was never started");
+at::Tensor HaloValues::assemble(const Box& box) {
+  Request& request = arrival();
   const LocalCallGuard guard;
-  Flight& f = *flight_;
-  const HaloState& s = *f.state;
+  State& f = *state_;
+  const HaloState& s = *f.travelling.state;
   if (volume(box) > 0 && contains(s.owned, box)) return view_of(f.local, s.owned, box);
-  wait();
+  request.wait();
   struct Part {
     const HaloPiece* piece;
     const at::Tensor* from;
@@ -378,7 +387,7 @@ at::Tensor HaloRequest::assemble(const Box& box) {
     if (piece.target != piece.source) add(piece, f.local, s.owned);
   }
   for (std::size_t i = 0; i < s.plan.receives.size(); ++i)
-    add(s.plan.receives[i], f.buffers->receive_pieces[i], s.plan.receives[i].source);
+    add(s.plan.receives[i], f.travelling.buffers->receive_pieces[i], s.plan.receives[i].source);
 
   const auto values = [&](const Part& part) {
     return part.piece == &kOwn ? view_of(*part.from, *part.of, part.at)
@@ -403,9 +412,9 @@ at::Tensor HaloRequest::assemble(const Box& box) {
 }
 
 at::Tensor Halo::exchange(const at::Tensor& local) const {
-  HaloRequest request = start(local);
-  request.wait();
-  const at::Tensor all = request.assemble(needed());
+  HaloValues values = start_exchange(local);
+  values.arrival().wait();
+  const at::Tensor all = values.assemble(needed());
   const LocalCallGuard guard;
   // Assembled from one piece alone it is a view of memory that is somebody else's.
   return all.is_contiguous() && all.storage_offset() == 0 && all.storage().use_count() == 1
@@ -413,29 +422,15 @@ at::Tensor Halo::exchange(const at::Tensor& local) const {
              : all.clone(at::MemoryFormat::Contiguous);
 }
 
-HaloSum Halo::start_sum(const at::Tensor& gradient) const {
+Pending<at::Tensor> Halo::start_sum(const at::Tensor& gradient) const {
   const LocalCallGuard guard;
   check_shape(gradient, shape_of(needed()), "the gradient of a halo");
-  HaloSum sum;
-  sum.flight_ = std::make_unique<HaloSum::Flight>();
-  auto& flight = *sum.flight_;
-  flight.state = state_;
-  flight.gradient = gradient;
-  if (state_->travels) {
-    flight.buffers = state_->take(gradient);
-    for (std::size_t i = 0; i < state_->plan.receives.size(); ++i)
-      flight.buffers->receive_pieces[i].copy_(folded(gradient, needed(), state_->plan.receives[i]));
-    flight.request = launch(*state_, *flight.buffers, true);
-  }
-  return sum;
+  return Pending<at::Tensor>(std::make_shared<Sum>(state_, gradient));
 }
 
-at::Tensor HaloSum::wait() {
-  if (!flight_)
-    throw InvalidArgument("wait() of a halo sum that was never started, or was waited for");
+at::Tensor Sum::finish() {
   const LocalCallGuard guard;
-  Flight& f = *flight_;
-  const HaloState& s = *f.state;
+  const HaloState& s = *travelling_.state;
   const auto& copies = s.plan.copies;
   // One copy of everything that is owned is the usual beginning.
   const auto whole = std::find_if(copies.begin(), copies.end(), [&](const HaloPiece& p) {
@@ -443,19 +438,18 @@ at::Tensor HaloSum::wait() {
   });
   at::Tensor result;
   if (whole != copies.end()) {
-    result = view_of(f.gradient, s.plan.needed, s.owned).clone(at::MemoryFormat::Contiguous);
+    result = view_of(gradient_, s.plan.needed, s.owned).clone(at::MemoryFormat::Contiguous);
   } else {
     result =
-        at::empty(s.field.local_shape(), f.gradient.options().memory_format(std::nullopt)).zero_();
+        at::empty(s.field.local_shape(), gradient_.options().memory_format(std::nullopt)).zero_();
   }
   for (auto it = copies.begin(); it != copies.end(); ++it) {
     if (it != whole)
-      view_of(result, s.owned, it->source).add_(folded(f.gradient, s.plan.needed, *it));
+      view_of(result, s.owned, it->source).add_(folded(gradient_, s.plan.needed, *it));
   }
-  f.request.wait();
+  travelling_.request.wait();
   for (std::size_t i = 0; i < s.plan.sends.size(); ++i)
-    view_of(result, s.owned, s.plan.sends[i].source).add_(f.buffers->send_pieces[i]);
-  flight_.reset();
+    view_of(result, s.owned, s.plan.sends[i].source).add_(travelling_.buffers->send_pieces[i]);
   return result;
 }
 

@@ -13,11 +13,11 @@
 // For rules and other operators, below autograd:
 //   // made once, kept with the plan: arithmetic alone
 //   Halo halo(x_spec, edges, [&](int position) { return Box{...}; });
-//   HaloRequest request = halo.start(local);  // packed, one message per peer
+//   HaloValues values = halo.start_exchange(local);  // packed, one message per peer
 //   ...what needs no halo...
-//   request.wait();
+//   values.arrival().wait();
 //   // any part of the needed box; zeros where there is nothing
-//   at::Tensor strip = request.assemble(box);
+//   at::Tensor strip = values.assemble(box);
 //   at::Tensor gradient = halo.sum(gradient_of_needed);  // the adjoint: <H x, y> = <x, H' y>
 
 #include <ATen/core/Tensor.h>
@@ -49,8 +49,7 @@ struct HaloOptions {
 /// (row-major) needs; without elements: nothing. The same function on all ranks.
 using NeededBox = std::function<Box(int position)>;
 
-class HaloRequest;
-class HaloSum;
+class HaloValues;
 namespace detail {
 struct HaloState;
 struct HaloBuffers;
@@ -58,7 +57,7 @@ struct HaloBuffers;
 
 /// The exchange that gives each rank its needed box of a field, made ready: plan, group, buffers
 /// that are used again. A value; copies share one state. Calls on one Halo are made in the same
-/// order on all ranks of its group; several requests may be under way.
+/// order on all ranks of its group; several may be under way.
 class Halo {
  public:
   Halo() = default;
@@ -83,56 +82,40 @@ class Halo {
   const Group& group() const;
 
   /// `local`: this rank's part, of field().local_shape(), any strides; it must keep its values
-  /// until the request has been waited for.
-  [[nodiscard]] HaloRequest start(const at::Tensor& local) const;
+  /// until the messages have arrived.
+  [[nodiscard]] HaloValues start_exchange(const at::Tensor& local) const;
   /// The needed box, contiguous, zeros beyond zero edges: start, wait, assemble. Shares no memory
   /// with `local`.
   at::Tensor exchange(const at::Tensor& local) const;
 
   /// The adjoint: `gradient` of the needed box; each element is added to where its value came from.
   /// Returns a tensor of field().local_shape().
-  [[nodiscard]] HaloSum start_sum(const at::Tensor& gradient) const;
+  Pending<at::Tensor> start_sum(const at::Tensor& gradient) const;
   at::Tensor sum(const at::Tensor& gradient) const;
 
  private:
   std::shared_ptr<detail::HaloState> state_;
 };
 
-/// An exchange under way. Destroying it waits.
-class HaloRequest {
+/// This rank's part of a field and its halo, which may still be under way. Destroying it waits.
+class HaloValues {
  public:
-  HaloRequest();
-  HaloRequest(HaloRequest&&) noexcept;
-  HaloRequest& operator=(HaloRequest&&) noexcept;
-  ~HaloRequest();
-  bool done() const;
-  /// Throws what Request::wait throws. A second call returns at once.
-  void wait();
+  /// Holds nothing.
+  HaloValues();
+  HaloValues(HaloValues&&) noexcept;
+  HaloValues& operator=(HaloValues&&) noexcept;
+  ~HaloValues();
+  /// The messages under way. Throws InvalidArgument where nothing was started.
+  Request& arrival();
   /// The values of `box`, in the same indices as needed(): those that are owned or needed, zeros
   /// elsewhere. Waits if the box is not owned. Where one piece covers the box the result is a view
-  /// of the local or of a buffer that lives as long as the request.
+  /// of the local or of a buffer that lives as long as this object. Throws as arrival().
   at::Tensor assemble(const Box& box);
 
  private:
   friend class Halo;
-  struct Flight;
-  std::unique_ptr<Flight> flight_;
-};
-
-/// A sum under way. Destroying it waits.
-class HaloSum {
- public:
-  HaloSum();
-  HaloSum(HaloSum&&) noexcept;
-  HaloSum& operator=(HaloSum&&) noexcept;
-  ~HaloSum();
-  /// Once.
-  at::Tensor wait();
-
- private:
-  friend class Halo;
-  struct Flight;
-  std::unique_ptr<Flight> flight_;
+  struct State;
+  std::unique_ptr<State> state_;
 };
 
 /// Elements before and after a rank's part of one dim, and what stands beyond the array's own

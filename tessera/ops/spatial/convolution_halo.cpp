@@ -230,28 +230,28 @@ std::array<at::Tensor, 3> ConvolutionHalo::gradients(const Call& call, const at:
 }
 
 // Given outputs of this rank, when the halo is there.
-at::Tensor ConvolutionHalo::compute(HaloRequest& request, const Box& outputs, const Call& call,
+at::Tensor ConvolutionHalo::compute(HaloValues& values, const Box& outputs, const Call& call,
                                     const at::Tensor& weight,
                                     const std::optional<at::Tensor>& bias) const {
-  return part(convolve(call, request.assemble(call.in), weight, bias), call.out, outputs);
+  return part(convolve(call, values.assemble(call.in), weight, bias), call.out, outputs);
 }
 
 at::Tensor ConvolutionHalo::forward(const at::Tensor& x, const at::Tensor& weight,
                                     const std::optional<at::Tensor>& bias) {
   const HaloPolicy::Order order = policy().order;
-  HaloRequest request = inputs_.start(x);
+  HaloValues values = inputs_.start_exchange(x);
   if (volume(out_) == 0) return at::zeros(shape_of(out_), x.options());
   // Without a halo of its own to wait for, the call on the part alone is all there is to do.
   const bool complete = aligned_ && interior_ == out_;
   const bool taps = order != HaloPolicy::Order::assemble && by_taps(x, weight);
   if (!complete && !taps && !(aligned_ && volume(interior_) > 0 && interior_first(order)))
-    return compute(request, out_, forward_call(out_), weight, bias);
-  if (order == HaloPolicy::Order::wait_first) request.wait();
+    return compute(values, out_, forward_call(out_), weight, bias);
+  if (order == HaloPolicy::Order::wait_first) values.arrival().wait();
   at::Tensor y = convolve(*aligned_, x, weight, bias);
   if (complete) return y;
   if (taps) {
     for (const Strip& strip : halo_) {
-      const at::Tensor box = request.assemble(strip.box);
+      const at::Tensor box = values.assemble(strip.box);
       if (arguments_.transposed) {
         strip.taps.to_b(y, box, weight, arguments_.groups);
       } else {
@@ -261,7 +261,7 @@ at::Tensor ConvolutionHalo::forward(const at::Tensor& x, const at::Tensor& weigh
     return y;
   }
   for (const Strip& strip : outer_)
-    part(y, out_, strip.box).copy_(compute(request, strip.box, strip.call, weight, bias));
+    part(y, out_, strip.box).copy_(compute(values, strip.box, strip.call, weight, bias));
   return y;
 }
 
@@ -271,7 +271,7 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, 
   const HaloPolicy policy = this->policy();
   if (policy.backward == HaloPolicy::Backward::sum)
     return backward_by_sum(gradient, x, weight, mask);
-  HaloRequest request = gradients_.start(gradient);
+  HaloValues values = gradients_.start_exchange(gradient);
   if (volume(in_) == 0) {
     // x has no elements: zeros, but for the bias
     std::array<at::Tensor, 3> none = gradients(whole_dims(), gradient, x, weight, mask);
@@ -283,21 +283,21 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, 
   if (!complete && !taps && !(aligned_ && interior_first(policy.order))) {
     at::Tensor of_bias = mask[2] ? bias_gradient(gradient) : at::Tensor();
     const Call call = backward_call(in_);
-    auto result = gradients(call, request.assemble(call.out), x, weight, {mask[0], mask[1], false});
+    auto result = gradients(call, values.assemble(call.out), x, weight, {mask[0], mask[1], false});
     result[2] = of_bias;
     return result;
   }
-  if (policy.order == HaloPolicy::Order::wait_first) request.wait();
+  if (policy.order == HaloPolicy::Order::wait_first) values.arrival().wait();
   auto result = gradients(*aligned_, gradient, x, weight, mask);
   // The outputs of others add to what this rank's own gave: each strip of them to the inputs that
   // it touched.
   for (const Strip& strip : halo_) {
     if (taps) {
-      add_strip(strip, request.assemble(strip.box), result, x, weight, mask);
+      add_strip(strip, values.assemble(strip.box), result, x, weight, mask);
       continue;
     }
     const at::Tensor box = at::zeros(shape_of(strip.call.out), gradient.options());
-    part(box, strip.call.out, strip.inside).copy_(request.assemble(strip.inside));
+    part(box, strip.call.out, strip.inside).copy_(values.assemble(strip.inside));
     const auto more =
         gradients(strip.call, box, part(x, in_, strip.own), weight, {mask[0], mask[1], false});
     if (mask[0]) part(result[0], in_, strip.own).add_(more[0]);
@@ -326,7 +326,7 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward_by_sum(const at::Tensor& gra
   if (!inputs_) inputs_ = Halo(x_, std::vector<Edge>(x_.dims(), Edge::zero), needed_inputs());
   std::array<at::Tensor, 3> result;
   at::Tensor of_needed = at::zeros(shape_of(inputs_.needed()), x.options());
-  HaloRequest request = mask[1] ? inputs_.start(x) : HaloRequest();
+  HaloValues values = mask[1] ? inputs_.start_exchange(x) : HaloValues();
   if (volume(out_) == 0) {
     result = gradients(whole_dims(), gradient, x, weight, mask);
   } else {
@@ -339,7 +339,7 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward_by_sum(const at::Tensor& gra
       part(box, call.out, out_).copy_(gradient);
     }
     const at::Tensor inputs =
-        mask[1] ? request.assemble(call.in) : at::zeros(shape_of(call.in), x.options());
+        mask[1] ? values.assemble(call.in) : at::zeros(shape_of(call.in), x.options());
     result = gradients(call, box, inputs, weight, {mask[0], mask[1], false});
     if (mask[2]) result[2] = bias_gradient(gradient);
     const Box inside = intersect(call.in, inputs_.needed());

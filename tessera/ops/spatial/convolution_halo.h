@@ -79,7 +79,7 @@ class ConvolutionHalo {
   std::array<at::Tensor, 3> gradients(const Call& call, const at::Tensor& gradient,
                                       const at::Tensor& x, const at::Tensor& weight,
                                       std::array<bool, 3> mask) const;
-  at::Tensor compute(HaloRequest& request, const Box& outputs, const Call& call,
+  at::Tensor compute(HaloValues& values, const Box& outputs, const Call& call,
                      const at::Tensor& weight, const std::optional<at::Tensor>& bias) const;
   std::array<at::Tensor, 3> backward_by_sum(const at::Tensor& gradient, const at::Tensor& x,
                                             const at::Tensor& weight, std::array<bool, 3> mask);

@@ -339,18 +339,18 @@ at::Tensor InterpolationHalo::along(const at::Tensor& t, const Dense& m, std::si
 }
 
 at::Tensor InterpolationHalo::forward(const at::Tensor& x) const {
-  HaloRequest request = halo_.start(x);
-  request.wait();
+  HaloValues values = halo_.start_exchange(x);
+  values.arrival().wait();
   if (volume(out_) == 0) return at::empty(shape_of(out_), x.options());
   if (native_) {
     const at::Tensor y =
-        call(*call_.op, request.assemble(native_in_), spatial_shape(native_out_, lead()),
+        call(*call_.op, values.assemble(native_in_), spatial_shape(native_out_, lead()),
              std::nullopt, call_.align, call_.scales);
     return part(y, native_out_, out_);
   }
   const bool weighted =
       std::any_of(matrix_.begin(), matrix_.end(), [](const Dense& m) { return !m.weight.empty(); });
-  at::Tensor t = request.assemble(halo_.needed());
+  at::Tensor t = values.assemble(halo_.needed());
   if (weighted) t = t.to(computed_in(x.scalar_type()));
   for (std::size_t i = 0; i < matrix_.size(); ++i) t = along(t, matrix_[i], lead() + i);
   // Where every matrix is the identity it is still the field's memory, or a buffer's.

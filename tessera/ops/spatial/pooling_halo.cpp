@@ -111,13 +111,13 @@ PoolHalo::PoolHalo(ShardSpec x, ShardSpec y, std::vector<PoolDim> dims)
 }
 
 std::pair<at::Tensor, at::Tensor> PoolHalo::largest(const at::Tensor& x) const {
-  HaloRequest request = halo_.start(x);
-  request.wait();
+  HaloValues values = halo_.start_exchange(x);
+  values.arrival().wait();
   const auto shape = shape_of(out_);
   if (volume(out_) == 0)
     return {at::empty(shape, x.options()), at::empty(shape, x.options().dtype(at::kLong))};
   const Box& box = halo_.needed();
-  at::Tensor in = request.assemble(box);
+  at::Tensor in = values.assemble(box);
   Box array(box.size());
   for (std::size_t d = 0; d < box.size(); ++d) array[d] = {0, x_.shape()[d]};
   // beyond the array: then `in` is our own
@@ -208,12 +208,12 @@ at::Tensor membership(const PoolDim& d, const Interval& outputs, const Interval&
 // Sums over regular windows are libtorch's; over adaptive ones, which differ in size, one small
 // matrix a dim.
 at::Tensor PoolHalo::average(const at::Tensor& x, bool count_padding, std::int64_t divisor) const {
-  HaloRequest request = halo_.start(x);
-  request.wait();
+  HaloValues values = halo_.start_exchange(x);
+  values.arrival().wait();
   if (volume(out_) == 0) return at::empty(shape_of(out_), x.options());
   const Box& box = halo_.needed();
   // Windows are summed in float32 where the values are of half precision.
-  at::Tensor t = request.assemble(box).to(at::toOpMathType(x.scalar_type()));
+  at::Tensor t = values.assemble(box).to(at::toOpMathType(x.scalar_type()));
   if (!dims_[0].adaptive) {
     const Regular r(dims_);
     t = dims_.size() == 2 ? at::avg_pool2d(t, r.kernel, r.stride, r.none, false, true, 1)

@@ -20,17 +20,18 @@
 
 #include "tessera/comm/group/detail/call_card.h"
 #include "tessera/comm/group/detail/group_state.h"
+#include "tessera/comm/group/pending.h"
 #include "tessera/comm/group/types.h"
 
 namespace tessera::detail {
 
-class RequestState {
+class RequestState final : public Unfinished<void> {
  public:
   /// `operation` is a string literal. Throws PeerLostError if the group is poisoned.
   /// `blocking`: the caller waits at once, and backends are told so.
   RequestState(GroupState& group, const char* operation, const CallOptions& options, bool blocking);
   /// Waits if wait() was not called; errors are dropped.
-  ~RequestState();
+  ~RequestState() override;
   RequestState(const RequestState&) = delete;
   RequestState& operator=(const RequestState&) = delete;
 
@@ -113,8 +114,9 @@ class RequestState {
     }
   }
 
-  bool done();
+  bool done() override;
   void wait();
+  void finish() override { wait(); }
 
  private:
   struct Part {
