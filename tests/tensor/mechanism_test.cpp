@@ -6,8 +6,9 @@
 #include <torch/library.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <mutex>
-#include <stdexcept>
+#include <thread>
 
 #include "support.h"
 #include "tessera/nn/distribute_module.h"
@@ -676,20 +677,31 @@ TEST(Dispatcher, MixedMeshesAndSparseTensorsAreRefused) {
   });
 }
 
-// In a process of its own, for the first use is the point: kernels are registered by whichever
-// rank comes first, and the others must not go on with half of them.
+// In a process of its own, for the first use is the point: whichever rank comes first registers the
+// kernels, and those that come meanwhile must not go on with half of them.
 TEST(Rule19Threads, FirstUseByAllRanksAtOnceDeathTest) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto first_use = [] {
-    on_threads(4, [](DistributedManager& manager) {
-      const auto mesh = one_axis(manager);
-      const at::Tensor x = replicated(torch::ones({3, 3}, at::kDouble), mesh, true);
-      full_tensor((x.abs() * x.sinh()).sum()).backward();
-      if (!x.grad().defined()) throw std::runtime_error("no gradient");
-    });
-    ::_exit(0);
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 24; ++i) {
+      threads.emplace_back([i] {
+        on_threads(1, [i](DistributedManager& manager) {
+          const auto mesh = one_axis(manager);
+          const at::Tensor local = torch::ones({3, 3}, at::kDouble);
+          std::this_thread::sleep_for(std::chrono::milliseconds(2 * i));
+          const at::Tensor x = from_local(local, mesh, {Replicate()}).detach().requires_grad_();
+          const auto gradient = torch::autograd::grad({x.abs().sum()}, {x}, {}, true, true)[0];
+          EXPECT_EQ(to_local(gradient.detach()).sum().item<double>(), 9);
+          EXPECT_EQ(to_local(x.detach().abs()).sum().item<double>(), 9);
+          EXPECT_EQ(to_local(x.detach().logical_not()).sum().item<std::int64_t>(), 0);
+          EXPECT_EQ(full_tensor(x.detach().nan_to_num()).sum().item<double>(), 9);
+        });
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    ::_exit(::testing::Test::HasFailure() ? 1 : 0);
   };
-  for (int i = 0; i < 3; ++i) EXPECT_EXIT(first_use(), ::testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(first_use(), ::testing::ExitedWithCode(0), "");
 }
 
 TEST(Rule19Threads, BackwardRunsOnEveryRanksOwnThread) {
