@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/data/order.h"
+#include "tessera/data/orders.h"
 
 namespace winds {
 

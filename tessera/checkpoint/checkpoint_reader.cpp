@@ -10,7 +10,7 @@
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/local_shards.h"
 #include "tessera/checkpoint/detail/together.h"
-#include "tessera/checkpoint/safetensors.h"
+#include "tessera/checkpoint/torch_dtypes.h"
 #include "tessera/checkpoint/storage/saved_checkpoint.h"
 #include "tessera/tensor/shard_tensor.h"
 

@@ -12,7 +12,7 @@
 #include "tessera/base/json_text.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/together.h"
-#include "tessera/checkpoint/safetensors.h"
+#include "tessera/checkpoint/torch_dtypes.h"
 #include "tessera/files/operations.h"
 #include "tessera/files/read_file.h"
 #include "tessera/partition/transfer.h"

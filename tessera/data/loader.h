@@ -24,7 +24,7 @@
 
 #include "tessera/comm/group/group.h"
 #include "tessera/data/dataset.h"
-#include "tessera/data/order.h"
+#include "tessera/data/orders.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/sampling/batch_mapping.h"
 

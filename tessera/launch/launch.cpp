@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <functional>
 #include <numeric>
 
 #include "tessera/base/error.h"
@@ -14,48 +13,6 @@ extern char** environ;
 
 namespace tessera {
 namespace {
-
-struct Family {
-  const char* name;
-  std::function<bool(const Environment&)> present;
-  void (*read)(detail::LaunchReader&);
-};
-
-std::function<bool(const Environment&)> any_of(std::vector<const char*> names) {
-  return [names](const Environment& e) {
-    for (const char* name : names) {
-      if (e.has(name)) return true;
-    }
-    return false;
-  };
-}
-
-std::vector<Family> families() {
-  const auto pmi = any_of({"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
-                           "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"});
-  return {
-      {"tessera",
-       any_of({"TESSERA_RANK", "TESSERA_WORLD_SIZE", "TESSERA_LOCAL_RANK", "TESSERA_LOCAL_SIZE",
-               "TESSERA_NODE_RANK", "TESSERA_ADDRESS", "TESSERA_PORT"}),
-       detail::read_tessera},
-      {"torchrun",
-       any_of({"TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
-               "TORCHELASTIC_MAX_RESTARTS"}),
-       detail::read_torchrun},
-      {"open_mpi",
-       any_of({"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-               "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_NODE_RANK"}),
-       detail::read_open_mpi},
-      {"pmi", [pmi](const Environment& e) { return pmi(e) && !detail::pmi_belongs_to_slurm(e); },
-       detail::read_pmi},
-      {"jsm",
-       any_of({"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
-               "JSM_NAMESPACE_LOCAL_SIZE"}),
-       detail::read_jsm},
-      {"slurm", detail::is_slurm_step, detail::read_slurm},
-      {"plain", any_of({"RANK", "WORLD_SIZE"}), detail::read_plain},
-  };
-}
 
 /// The user's own comes first, then the key that the launcher gave this job alone.
 void read_secret(const Environment& environment, Launch& launch) {
@@ -77,7 +34,7 @@ Launch from_environment(const Environment& environment, const LaunchOverrides& o
     launch.launcher = "code";
     return launch;
   }
-  for (const Family& family : families()) {
+  for (const detail::LauncherFamily& family : detail::launcher_families()) {
     if (!family.present(environment)) continue;
     detail::LaunchReader reader(environment, overrides, family.name);
     family.read(reader);

@@ -7,7 +7,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/layout.h"
-#include "tessera/checkpoint/safetensors.h"
+#include "tessera/checkpoint/torch_dtypes.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail {

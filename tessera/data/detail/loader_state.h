@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "tessera/data/order.h"
+#include "tessera/data/orders.h"
 
 namespace tessera::detail {
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "tessera/base/text.h"
-#include "tessera/checkpoint/safetensors.h"
+#include "tessera/checkpoint/torch_dtypes.h"
 
 namespace tessera {
 

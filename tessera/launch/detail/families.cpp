@@ -1,8 +1,11 @@
-// One function a launcher family: which variables it sets, and what follows from them.
+// One function for each launcher family: which variables it sets, and what follows from them. Their
+// table, which says when a family is present, is at the end.
 
 #include <climits>
+#include <functional>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "tessera/base/error.h"
 #include "tessera/base/file.h"
@@ -16,6 +19,15 @@
 
 namespace tessera::detail {
 namespace {
+
+std::function<bool(const Environment&)> any_of(std::vector<const char*> names) {
+  return [names](const Environment& e) {
+    for (const char* name : names) {
+      if (e.has(name)) return true;
+    }
+    return false;
+  };
+}
 
 constexpr unsigned long long largest_id = 1ull << 62;
 
@@ -44,8 +56,6 @@ void mpi_rendezvous(LaunchReader& in) {
   }
   in.master();
 }
-
-}  // namespace
 
 void read_tessera(LaunchReader& in) {
   in.require({"TESSERA_RANK", "TESSERA_WORLD_SIZE", "TESSERA_LOCAL_RANK", "TESSERA_LOCAL_SIZE",
@@ -169,6 +179,8 @@ void read_jsm(LaunchReader& in) {
   in.master();
 }
 
+// Whether the environment is that of a step started by srun (a batch script or an interactive shell
+// is none).
 bool is_slurm_step(const Environment& environment) {
   for (const char* name : {"SLURM_STEP_ID", "SLURM_STEPID"}) {
     // Slurm's numbers for its own steps (batch script, interactive shell, external processes) begin
@@ -185,6 +197,7 @@ bool is_slurm_step(const Environment& environment) {
   return false;
 }
 
+// Whether PMI_RANK and PMI_SIZE are only what srun --mpi=pmi2 adds to its own variables.
 bool pmi_belongs_to_slurm(const Environment& environment) {
   for (const char* name :
        {"MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"}) {
@@ -271,6 +284,35 @@ void read_plain(LaunchReader& in) {
             "assumed: one rank a host, as LOCAL_RANK and LOCAL_WORLD_SIZE are not set");
   }
   if (in.has("NODE_RANK")) in.integer(&Launch::node_rank, "node_rank", "NODE_RANK");
+}
+
+}  // namespace
+
+// The first that is present is read.
+std::vector<LauncherFamily> launcher_families() {
+  const auto pmi = any_of({"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+                           "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"});
+  return {
+      {"tessera",
+       any_of({"TESSERA_RANK", "TESSERA_WORLD_SIZE", "TESSERA_LOCAL_RANK", "TESSERA_LOCAL_SIZE",
+               "TESSERA_NODE_RANK", "TESSERA_ADDRESS", "TESSERA_PORT"}),
+       read_tessera},
+      {"torchrun",
+       any_of({"TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
+               "TORCHELASTIC_MAX_RESTARTS"}),
+       read_torchrun},
+      {"open_mpi",
+       any_of({"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+               "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_NODE_RANK"}),
+       read_open_mpi},
+      {"pmi", [pmi](const Environment& e) { return pmi(e) && !pmi_belongs_to_slurm(e); }, read_pmi},
+      {"jsm",
+       any_of({"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
+               "JSM_NAMESPACE_LOCAL_SIZE"}),
+       read_jsm},
+      {"slurm", is_slurm_step, read_slurm},
+      {"plain", any_of({"RANK", "WORLD_SIZE"}), read_plain},
+  };
 }
 
 }  // namespace tessera::detail

@@ -1,6 +1,7 @@
 #pragma once
 // Reads the variables of one launcher family; every complaint names variables and values.
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -46,19 +47,13 @@ class LaunchReader {
 
 bool is_loopback(const std::string& address);
 
-/// One launcher family each; LaunchReader::launch() is complete afterwards, but not yet validated.
-void read_tessera(LaunchReader& reader);
-void read_torchrun(LaunchReader& reader);
-void read_open_mpi(LaunchReader& reader);
-void read_pmi(LaunchReader& reader);
-void read_jsm(LaunchReader& reader);
-void read_slurm(LaunchReader& reader);
-void read_plain(LaunchReader& reader);
-
-/// Whether the environment is that of a step started by srun (a batch script or an interactive
-/// shell is none).
-bool is_slurm_step(const Environment& environment);
-/// Whether PMI_RANK and PMI_SIZE are only what srun --mpi=pmi2 adds to its own variables.
-bool pmi_belongs_to_slurm(const Environment& environment);
+struct LauncherFamily {
+  const char* name;
+  std::function<bool(const Environment&)> present;
+  /// LaunchReader::launch() is complete afterwards, but not yet validated.
+  void (*read)(LaunchReader&);
+};
+/// In the order in which they are looked for.
+std::vector<LauncherFamily> launcher_families();
 
 }  // namespace tessera::detail

@@ -1,4 +1,4 @@
-#include "tessera/checkpoint/safetensors.h"
+#include "tessera/checkpoint/torch_dtypes.h"
 
 #include <array>
 #include <utility>
