@@ -35,11 +35,9 @@ at::Tensor StepWeight::weigh(const at::Tensor& loss, double weight) {
 
 double StepWeight::finish(const std::vector<at::Tensor>& parameters) {
   const at::NoGradGuard no_grad;
-  at::Tensor sums = at::empty({2}, at::kDouble);
-  sums[0] = valid_ ? weight_ : std::numeric_limits<double>::quiet_NaN();
-  sums[1] = sum_.defined() ? sum_.item<double>() : 0.0;
   const double mine = weight_;
-  reset();
+  const Sums own = take();
+  at::Tensor sums = at::tensor({own.weight, own.loss}, at::kDouble);
   at::Tensor travelling = sums;
   for (const at::Tensor& p : parameters) {
     if (p.defined() && p.is_cuda()) {
@@ -61,6 +59,14 @@ double StepWeight::finish(const std::vector<at::Tensor>& parameters) {
     if (p.defined() && p.grad().defined()) p.grad().mul_(factor);
   }
   return sums[1].item<double>() / total;
+}
+
+StepWeight::Sums StepWeight::take() {
+  const at::NoGradGuard no_grad;
+  const Sums sums{valid_ ? weight_ : std::numeric_limits<double>::quiet_NaN(),
+                  sum_.defined() ? sum_.item<double>() : 0.0};
+  reset();
+  return sums;
 }
 
 void StepWeight::reset() {

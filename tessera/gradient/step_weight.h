@@ -50,6 +50,17 @@ class StepWeight {
   /// are then, and the next step is started all the same.
   double finish(const std::vector<at::Tensor>& parameters);
 
+  /// What finish() adds up over the ranks.
+  struct Sums {
+    /// NaN if a weight was negative or not finite.
+    double weight = 0;
+    /// Of weight * loss.
+    double loss = 0;
+  };
+  /// In place of finish(), for a caller who adds up by other means than a group: this rank's sums.
+  /// Starts the next step. A sharded loss is summed over its mesh here.
+  Sums take();
+
   /// Forgets what was weighed since the last finish(): for a step that an exception ended.
   void reset();
 
