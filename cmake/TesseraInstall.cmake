@@ -7,7 +7,11 @@ configure_file("${PROJECT_SOURCE_DIR}/cmake/version.h.in" "${PROJECT_BINARY_DIR}
 file(CREATE_LINK "${PROJECT_SOURCE_DIR}/tessera/tessera.h" "${PROJECT_BINARY_DIR}/include/common/tessera/tessera.h" SYMBOLIC)
 
 set(libraries "")
-foreach(library IN ITEMS tessera_base_library tessera_library tessera_config_library tessera_data_library)
+foreach(
+  library
+  IN
+  ITEMS tessera_base_library tessera_library tessera_config_library tessera_data_library tessera_train_library
+)
   if(TARGET ${library})
     list(APPEND libraries ${library})
   endif()

@@ -3,6 +3,7 @@
 #   Tessera::config   files and machines into the structs of the torch-free rooms (JSON, YAML, Slurm, hwloc)
 #   Tessera::tessera  everything that needs libtorch and nothing else
 #   Tessera::data     sources of data: libtorch, and netCDF where it is found
+#   Tessera::train    strategies, the trainer, callbacks and loggers
 
 set(
   TESSERA_BASE_ROOMS
@@ -64,3 +65,10 @@ endif()
 tessera_library(tessera_data_library ROOMS data LINK tessera_library)
 set_target_properties(tessera_data_library PROPERTIES OUTPUT_NAME tessera_data EXPORT_NAME data)
 add_library(Tessera::data ALIAS tessera_data_library)
+
+if(NOT TARGET tessera_train)
+  return()
+endif()
+tessera_library(tessera_train_library ROOMS train LINK tessera_data_library)
+set_target_properties(tessera_train_library PROPERTIES OUTPUT_NAME tessera_train EXPORT_NAME train)
+add_library(Tessera::train ALIAS tessera_train_library)

@@ -1,0 +1,375 @@
+#include "tessera/train/callbacks.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <ostream>
+
+#include "tessera/base/text.h"
+
+namespace tessera {
+
+namespace {
+
+using SteadyClock = std::chrono::steady_clock;
+
+bool improves(double value, double best, Better better, double least) {
+  return better == Better::smaller ? value < best - least : value > best + least;
+}
+
+double monitored(const Trainer& trainer, const std::string& monitor, const char* who) {
+  const auto it = trainer.metrics().find(monitor);
+  if (it != trainer.metrics().end()) return it->second;
+  std::vector<std::string> known;
+  for (const auto& [name, value] : trainer.metrics()) known.push_back(name);
+  throw InvalidArgument(
+      concat(who, " looks at '", monitor, "', which was not logged; known are ", list(known)));
+}
+
+// Best value and how long it has stood, for two callbacks.
+bool waits(double value, const EarlyStoppingOptions& options, std::optional<double>& best,
+           std::int64_t& waited) {
+  if (!best || improves(value, *best, options.better, options.least)) {
+    best = value;
+    waited = 0;
+    return false;
+  }
+  return ++waited >= options.patience;
+}
+
+void check_patience(const EarlyStoppingOptions& options) {
+  if (options.patience < 1 || !(options.least >= 0))
+    throw InvalidArgument(concat("a patience of ", options.patience,
+                                 " validations and a least "
+                                 "improvement of ",
+                                 options.least, ": the first is at least 1, the other at least 0"));
+}
+
+void save_best(CheckpointState& state, const std::string& prefix, const std::optional<double>& best,
+               std::int64_t waited) {
+  state.set_integer(prefix + "has_best", best.has_value());
+  state.set_real(prefix + "best", best.value_or(0));
+  state.set_integer(prefix + "waited", waited);
+}
+
+void load_best(const CheckpointState& state, const std::string& prefix, std::optional<double>& best,
+               std::int64_t& waited) {
+  best.reset();
+  if (state.get_integer(prefix + "has_best") != 0) best = state.get_real(prefix + "best");
+  waited = state.get_integer(prefix + "waited");
+}
+
+}  // namespace
+
+// ---- checkpoints ----
+
+CheckpointCallback::CheckpointCallback(CheckpointCallbackOptions options)
+    : options_(std::move(options)) {
+  if (options_.every_steps < 0 || options_.every_epochs < 0 || options_.every.count() < 0 ||
+      options_.keep_last < 0 || options_.best < 1)
+    throw InvalidArgument(
+        "CheckpointCallbackOptions: periods and keep_last are at least 0, best at least 1");
+}
+
+void CheckpointCallback::on_setup(Trainer& trainer) {
+  if (trainer.options().checkpoint.folder.empty())
+    throw InvalidArgument("CheckpointCallback: TrainerOptions::checkpoint.folder is empty");
+  last_.clear();
+  best_.clear();
+  asked_ = false;
+  saved_at_ = SteadyClock::now();
+}
+
+void CheckpointCallback::on_step_end(Trainer& trainer, const StepResult& result) {
+  if (trainer.every(options_.every_steps)) periodic(trainer);
+  if (options_.every.count() == 0) return;
+  if (result.save) {
+    periodic(trainer);
+    saved_at_ = SteadyClock::now();
+    asked_ = false;
+  } else if (!asked_ && SteadyClock::now() - saved_at_ >= options_.every) {
+    trainer.request_save_of_all();
+    asked_ = true;
+  }
+}
+
+void CheckpointCallback::on_epoch_end(Trainer& trainer) {
+  if (options_.every_epochs > 0 && (trainer.epoch() + 1) % options_.every_epochs == 0)
+    periodic(trainer);
+}
+
+void CheckpointCallback::periodic(Trainer& trainer) {
+  const std::string name = concat("step-", trainer.step());
+  trainer.request_save(name);
+  if (std::find(last_.begin(), last_.end(), name) != last_.end()) return;
+  last_.push_back(name);
+  if (options_.keep_last == 0 || last_.size() <= static_cast<std::size_t>(options_.keep_last))
+    return;
+  const std::string old = last_.front();
+  last_.erase(last_.begin());
+  if (!needed(old)) trainer.request_remove(old);
+}
+
+bool CheckpointCallback::needed(const std::string& checkpoint) const {
+  return std::find(last_.begin(), last_.end(), checkpoint) != last_.end() ||
+         std::any_of(best_.begin(), best_.end(),
+                     [&](const auto& b) { return b.first == checkpoint; });
+}
+
+void CheckpointCallback::on_validation_end(Trainer& trainer, bool complete) {
+  if (!complete || options_.monitor.empty() || trainer.stage() != Stage::train) return;
+  const double value = monitored(trainer, options_.monitor, "CheckpointCallback");
+  if (std::isnan(value)) return;
+  const auto worse = std::find_if(best_.begin(), best_.end(), [&](const auto& b) {
+    return improves(value, b.second, options_.better, 0);
+  });
+  if (worse == best_.end() && best_.size() >= static_cast<std::size_t>(options_.best)) return;
+  const std::string name = concat("step-", trainer.step());
+  best_.insert(worse, {name, value});
+  trainer.request_save(name);
+  if (best_.size() <= static_cast<std::size_t>(options_.best)) return;
+  const std::string old = best_.back().first;
+  best_.pop_back();
+  if (!needed(old)) trainer.request_remove(old);
+}
+
+void CheckpointCallback::on_fit_end(Trainer& trainer) {
+  if (options_.at_end) periodic(trainer);
+}
+
+void CheckpointCallback::save(Trainer&, CheckpointState& state, const std::string& prefix) {
+  state.set_integer(prefix + "last", static_cast<std::int64_t>(last_.size()));
+  for (std::size_t i = 0; i < last_.size(); ++i) state.set(concat(prefix, "last.", i), last_[i]);
+  state.set_integer(prefix + "best", static_cast<std::int64_t>(best_.size()));
+  for (std::size_t i = 0; i < best_.size(); ++i) {
+    state.set(concat(prefix, "best.", i), best_[i].first);
+    state.set_real(concat(prefix, "best_value.", i), best_[i].second);
+  }
+}
+
+void CheckpointCallback::loaded(Trainer&, const CheckpointState& state, const std::string& prefix) {
+  last_.clear();
+  best_.clear();
+  for (std::int64_t i = 0; i < state.get_integer(prefix + "last"); ++i)
+    last_.push_back(state.get(concat(prefix, "last.", i)));
+  for (std::int64_t i = 0; i < state.get_integer(prefix + "best"); ++i)
+    best_.emplace_back(state.get(concat(prefix, "best.", i)),
+                       state.get_real(concat(prefix, "best_value.", i)));
+}
+
+// ---- metrics that stop or slow a run ----
+
+EarlyStopping::EarlyStopping(std::string monitor, EarlyStoppingOptions options)
+    : monitor_(std::move(monitor)), options_(options) {
+  check_patience(options_);
+}
+
+void EarlyStopping::on_validation_end(Trainer& trainer, bool complete) {
+  if (!complete || trainer.stage() != Stage::train) return;
+  const double value = monitored(trainer, monitor_, "EarlyStopping");
+  if (!std::isfinite(value)) {
+    trainer.request_stop(concat(monitor_, " is ", value));
+  } else if (waits(value, options_, best_, waited_)) {
+    trainer.request_stop(
+        concat(monitor_, " has not improved on ", *best_, " for ", waited_, " validations"));
+  }
+}
+
+void EarlyStopping::save(Trainer&, CheckpointState& state, const std::string& prefix) {
+  save_best(state, prefix, best_, waited_);
+}
+
+void EarlyStopping::loaded(Trainer&, const CheckpointState& state, const std::string& prefix) {
+  load_best(state, prefix, best_, waited_);
+}
+
+ReduceOnPlateau::ReduceOnPlateau(std::string monitor, double factor, EarlyStoppingOptions options)
+    : monitor_(std::move(monitor)), factor_(factor), options_(options) {
+  check_patience(options_);
+  if (!(factor > 0 && factor < 1))
+    throw InvalidArgument(
+        concat("ReduceOnPlateau: the factor is ", factor, ", not between 0 and 1"));
+}
+
+void ReduceOnPlateau::on_validation_end(Trainer& trainer, bool complete) {
+  if (!complete || trainer.stage() != Stage::train) return;
+  if (!waits(monitored(trainer, monitor_, "ReduceOnPlateau"), options_, best_, waited_)) return;
+  waited_ = 0;
+  trainer.scale_learning_rate(factor_);
+}
+
+void ReduceOnPlateau::save(Trainer&, CheckpointState& state, const std::string& prefix) {
+  save_best(state, prefix, best_, waited_);
+}
+
+void ReduceOnPlateau::loaded(Trainer&, const CheckpointState& state, const std::string& prefix) {
+  load_best(state, prefix, best_, waited_);
+}
+
+// ---- what a user looks at ----
+
+void LearningRateMonitor::on_step_end(Trainer& trainer, const StepResult&) {
+  if (!trainer.every(trainer.options().log_every_steps)) return;
+  std::map<std::string, double> rates;
+  const auto& optimizers = trainer.session().optimizers();
+  for (std::size_t i = 0; i < optimizers.size(); ++i) {
+    auto& groups = optimizers[i]->param_groups();
+    for (std::size_t g = 0; g < groups.size(); ++g)
+      rates[g == 0 ? concat("lr/", i) : concat("lr/", i, ".", g)] = groups[g].options().get_lr();
+  }
+  trainer.log(rates);
+}
+
+Progress::Progress(std::ostream& out, std::chrono::milliseconds interval,
+                   std::vector<std::string> metrics)
+    : out_(out), interval_(interval), metrics_(std::move(metrics)) {}
+
+void Progress::on_fit_start(Trainer& trainer) {
+  last_ = SteadyClock::now();
+  last_step_ = trainer.step();
+}
+
+void Progress::on_step_end(Trainer& trainer, const StepResult&) {
+  if (trainer.first_rank() && SteadyClock::now() - last_ >= interval_) print(trainer);
+}
+
+void Progress::on_fit_end(Trainer& trainer) {
+  if (trainer.first_rank()) print(trainer);
+}
+
+void Progress::print(Trainer& trainer) {
+  const auto now = SteadyClock::now();
+  const double seconds = std::chrono::duration<double>(now - last_).count();
+  TextStream line;
+  line.precision(4);
+  line << "epoch " << trainer.epoch() << ", step " << trainer.step();
+  if (const std::int64_t most = trainer.options().max_steps; most > 0)
+    line << " of " << most << " (" << 100 * trainer.step() / most << " %)";
+  if (seconds > 0 && trainer.step() > last_step_)
+    line << ", " << static_cast<double>(trainer.step() - last_step_) / seconds << " steps/s";
+  for (const std::string& name : metrics_) {
+    const auto it = trainer.metrics().find(name);
+    if (it != trainer.metrics().end()) line << ", " << name << " " << it->second;
+  }
+  out_ << line.str() + "\n" << std::flush;
+  last_ = now;
+  last_step_ = trainer.step();
+}
+
+void Throughput::on_fit_start(Trainer&) {
+  since_ = SteadyClock::now();
+  samples_ = bytes_ = 0;
+  steps_ = 0;
+}
+
+void Throughput::on_batch_start(Trainer&, const MicroBatch& batch) {
+  for (const at::Tensor& t : batch.tensors)
+    bytes_ += static_cast<double>(t.numel()) * static_cast<double>(t.element_size());
+}
+
+void Throughput::on_step_end(Trainer& trainer, const StepResult& result) {
+  samples_ += result.weight;
+  ++steps_;
+  if (!trainer.every(trainer.options().log_every_steps)) return;
+  const auto now = SteadyClock::now();
+  const double seconds = std::max(std::chrono::duration<double>(now - since_).count(), 1e-9);
+  std::map<std::string, double> rates{{"throughput/samples", samples_ / seconds},
+                                      {"throughput/steps", static_cast<double>(steps_) / seconds},
+                                      {"throughput/bytes", bytes_ / seconds}};
+  if (flop_per_sample_ > 0) rates["throughput/flop"] = samples_ * flop_per_sample_ / seconds;
+  trainer.log_here(rates);
+  on_fit_start(trainer);
+}
+
+void Timer::on_fit_start(Trainer&) { began_ = SteadyClock::now(); }
+
+std::chrono::milliseconds Timer::elapsed() const {
+  if (!began_) return before_;
+  return before_ +
+         std::chrono::duration_cast<std::chrono::milliseconds>(SteadyClock::now() - *began_);
+}
+
+void Timer::on_step_end(Trainer& trainer, const StepResult&) {
+  if (elapsed() >= limit_)
+    trainer.request_stop(concat("the limit of ", limit_.count(), " ms is over"));
+}
+
+void Timer::save(Trainer&, CheckpointState& state, const std::string& prefix) {
+  state.set_of_rank(prefix + "elapsed", integer_bytes(elapsed().count()));
+}
+
+void Timer::loaded(Trainer&, const CheckpointState& state, const std::string& prefix) {
+  before_ = std::chrono::milliseconds(
+      integer_from_bytes(state.get_of_rank(prefix + "elapsed"), prefix + "elapsed"));
+  began_.reset();
+}
+
+// ---- averages ----
+
+Ema::Ema(double decay, bool validate_with_average)
+    : decay_(decay), validate_(validate_with_average) {
+  if (!(decay >= 0 && decay < 1))
+    throw InvalidArgument(concat("Ema: the decay is ", decay, ", not in [0, 1)"));
+}
+
+void Ema::on_setup(Trainer& trainer) {
+  const at::NoGradGuard no_grad;
+  average_.clear();
+  parameters_.clear();
+  swapped_ = loaded_ = false;
+  for (const NamedModule& m : trainer.session().modules()) {
+    for (const auto& item : m.module->named_parameters()) {
+      const std::string name = m.name + "." + item.key();
+      parameters_[name] = item.value();
+      average_[name] = item.value().detach().clone();
+    }
+  }
+}
+
+void Ema::on_fit_start(Trainer&) {
+  if (loaded_) return;
+  const at::NoGradGuard no_grad;
+  for (auto& [name, average] : average_) average.copy_(parameters_.at(name));
+}
+
+void Ema::on_step_end(Trainer&, const StepResult& result) {
+  if (!result.stepped) return;
+  const at::NoGradGuard no_grad;
+  for (auto& [name, average] : average_)
+    average.mul_(decay_).add_(parameters_.at(name), 1 - decay_);
+}
+
+void Ema::on_validation_start(Trainer&) {
+  if (validate_ && !swapped_) swap();
+}
+
+void Ema::on_validation_end(Trainer&, bool) {
+  if (swapped_) swap();
+}
+
+void Ema::swap() {
+  const at::NoGradGuard no_grad;
+  for (auto& [name, average] : average_) {
+    const at::Tensor kept = average.clone();
+    average.copy_(parameters_.at(name));
+    at::Tensor parameter = parameters_.at(name).detach();
+    parameter.copy_(kept);
+  }
+  swapped_ = !swapped_;
+}
+
+void Ema::save(Trainer& trainer, CheckpointState& state, const std::string& prefix) {
+  const HandShards shards = trainer.strategy().hand_shards();
+  for (const auto& [name, average] : average_) {
+    const auto it = shards.find(name);
+    if (it == shards.end())
+      state.add(prefix + name, average);
+    else
+      state.add(prefix + name, average, it->second);
+  }
+}
+
+void Ema::loaded(Trainer&, const CheckpointState&, const std::string&) { loaded_ = true; }
+
+}  // namespace tessera

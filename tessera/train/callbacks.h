@@ -1,0 +1,194 @@
+#pragma once
+// The callbacks that come with the library. docs/trainer.md says what each promises.
+
+#include <chrono>
+#include <cstdint>
+#include <iosfwd>
+#include <limits>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tessera/train/callback.h"
+#include "tessera/train/trainer.h"
+
+namespace tessera {
+
+/// Whether a metric is better where it is smaller or larger.
+enum class Better : unsigned char { smaller, larger };
+
+struct CheckpointCallbackOptions {
+  /// After so many optimizer steps, epochs, and so much time by any rank's clock; 0: not.
+  std::int64_t every_steps = 0, every_epochs = 0;
+  std::chrono::milliseconds every{0};
+  /// Of these periodic ones the last so many are kept; 0: all.
+  int keep_last = 1;
+  /// Of each validation, if the metric ("val/loss") is among the `best` best ones, which are kept.
+  std::string monitor = {};
+  int best = 1;
+  Better better = Better::smaller;
+  /// At the end of the run.
+  bool at_end = true;
+};
+
+/// Saves checkpoints named "step-N".
+class CheckpointCallback : public Callback {
+ public:
+  /// Throws InvalidArgument for options out of range.
+  explicit CheckpointCallback(CheckpointCallbackOptions options);
+  std::string name() const override { return "checkpoint"; }
+  void on_setup(Trainer& trainer) override;
+  void on_step_end(Trainer& trainer, const StepResult& result) override;
+  void on_epoch_end(Trainer& trainer) override;
+  void on_validation_end(Trainer& trainer, bool complete) override;
+  void on_fit_end(Trainer& trainer) override;
+  void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
+  void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
+  /// Name and metric of the best so far, best first.
+  const std::vector<std::pair<std::string, double>>& best() const { return best_; }
+
+ private:
+  void periodic(Trainer& trainer);
+  bool needed(const std::string& checkpoint) const;
+  CheckpointCallbackOptions options_;
+  std::vector<std::string> last_;
+  std::vector<std::pair<std::string, double>> best_;
+  std::chrono::steady_clock::time_point saved_at_;
+  bool asked_ = false;
+};
+
+struct EarlyStoppingOptions {
+  /// Validations in a row without an improvement.
+  int patience = 3;
+  Better better = Better::smaller;
+  /// Less than this is no improvement.
+  double least = 0;
+};
+
+/// Stops when a metric of validations no longer improves, or is not finite.
+class EarlyStopping : public Callback {
+ public:
+  /// Throws InvalidArgument for options out of range.
+  explicit EarlyStopping(std::string monitor, EarlyStoppingOptions options = {});
+  std::string name() const override { return "early_stopping"; }
+  /// Throws InvalidArgument with the known names where there is no such metric.
+  void on_validation_end(Trainer& trainer, bool complete) override;
+  void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
+  void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
+
+ private:
+  std::string monitor_;
+  EarlyStoppingOptions options_;
+  std::optional<double> best_;
+  std::int64_t waited_ = 0;
+};
+
+/// Multiplies all learning rates by `factor` when a metric of validations has not improved for
+/// `patience` of them.
+class ReduceOnPlateau : public Callback {
+ public:
+  ReduceOnPlateau(std::string monitor, double factor, EarlyStoppingOptions options = {});
+  std::string name() const override { return "reduce_on_plateau"; }
+  void on_validation_end(Trainer& trainer, bool complete) override;
+  void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
+  void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
+
+ private:
+  std::string monitor_;
+  double factor_;
+  EarlyStoppingOptions options_;
+  std::optional<double> best_;
+  std::int64_t waited_ = 0;
+};
+
+/// Logs the learning rates, "lr/0" or "lr/0.1" for the second group of the first optimizer, as
+/// often as the trainer logs.
+class LearningRateMonitor : public Callback {
+ public:
+  std::string name() const override { return "learning_rate"; }
+  void on_step_end(Trainer& trainer, const StepResult& result) override;
+};
+
+/// A line on the first rank, at most so often: epoch, step, share of the steps, metrics.
+class Progress : public Callback {
+ public:
+  explicit Progress(std::ostream& out, std::chrono::milliseconds interval = std::chrono::seconds(1),
+                    std::vector<std::string> metrics = {"train/loss"});
+  std::string name() const override { return "progress"; }
+  void on_fit_start(Trainer& trainer) override;
+  void on_step_end(Trainer& trainer, const StepResult& result) override;
+  void on_fit_end(Trainer& trainer) override;
+
+ private:
+  void print(Trainer& trainer);
+  std::ostream& out_;
+  std::chrono::milliseconds interval_;
+  std::vector<std::string> metrics_;
+  std::chrono::steady_clock::time_point last_;
+  std::int64_t last_step_ = 0;
+};
+
+/// Logs, by the first rank's clock and as often as the trainer logs, "throughput/samples" (weight
+/// of all ranks a second), "throughput/steps", "throughput/bytes" (of the first rank's batches),
+/// and with `flop_per_sample` "throughput/flop". Validation counts as time.
+class Throughput : public Callback {
+ public:
+  explicit Throughput(double flop_per_sample = 0) : flop_per_sample_(flop_per_sample) {}
+  std::string name() const override { return "throughput"; }
+  void on_fit_start(Trainer& trainer) override;
+  void on_batch_start(Trainer& trainer, const MicroBatch& batch) override;
+  void on_step_end(Trainer& trainer, const StepResult& result) override;
+
+ private:
+  double flop_per_sample_;
+  std::chrono::steady_clock::time_point since_;
+  double samples_ = 0, bytes_ = 0;
+  std::int64_t steps_ = 0;
+};
+
+/// Stops the run after so much time by any rank's clock, that of the runs before it included.
+class Timer : public Callback {
+ public:
+  explicit Timer(std::chrono::milliseconds limit) : limit_(limit) {}
+  std::string name() const override { return "timer"; }
+  void on_fit_start(Trainer& trainer) override;
+  void on_step_end(Trainer& trainer, const StepResult& result) override;
+  void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
+  void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
+  /// Of this run and those before it.
+  std::chrono::milliseconds elapsed() const;
+
+ private:
+  std::chrono::milliseconds limit_, before_{0};
+  std::optional<std::chrono::steady_clock::time_point> began_;
+};
+
+/// An exponential moving average of the parameters: after each step, average = decay * average +
+/// (1 - decay) * parameter. Validations use the average. Sharded as the parameters are.
+class Ema : public Callback {
+ public:
+  /// Throws InvalidArgument for a decay outside [0, 1).
+  explicit Ema(double decay = 0.999, bool validate_with_average = true);
+  std::string name() const override { return "ema"; }
+  void on_setup(Trainer& trainer) override;
+  /// From the values the parameters have then, unless a checkpoint had an average.
+  void on_fit_start(Trainer& trainer) override;
+  void on_step_end(Trainer& trainer, const StepResult& result) override;
+  void on_validation_start(Trainer& trainer) override;
+  void on_validation_end(Trainer& trainer, bool complete) override;
+  void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
+  void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
+  /// By the parameters' names, the module's in front.
+  const std::map<std::string, at::Tensor>& average() const { return average_; }
+
+ private:
+  void swap();
+  double decay_;
+  bool validate_;
+  std::map<std::string, at::Tensor> average_, parameters_;
+  bool swapped_ = false, loaded_ = false;
+};
+
+}  // namespace tessera

@@ -1,0 +1,55 @@
+#include "tessera/train/detail/random_bytes.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+
+#include <cstring>
+#include <mutex>
+#include <vector>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+
+namespace tessera::detail {
+
+namespace {
+
+std::vector<at::Generator> generators_of(c10::Device device) {
+  std::vector<at::Generator> all{at::detail::getDefaultCPUGenerator()};
+  if (!device.is_cpu()) all.push_back(at::globalContext().defaultGenerator(device));
+  return all;
+}
+
+}  // namespace
+
+std::string random_bytes(c10::Device device) {
+  std::string bytes;
+  for (at::Generator& generator : generators_of(device)) {
+    const std::lock_guard lock(generator.mutex());
+    const at::Tensor state = generator.get_state();
+    const std::uint64_t length = state.nbytes();
+    bytes.append(reinterpret_cast<const char*>(&length), sizeof length);
+    bytes.append(static_cast<const char*>(state.const_data_ptr()), length);
+  }
+  return bytes;
+}
+
+void set_random_bytes(const std::string& bytes, c10::Device device) {
+  std::size_t at = 0;
+  for (at::Generator& generator : generators_of(device)) {
+    if (at == bytes.size() && at > 0) return;  // saved where there was no such device
+    std::uint64_t length = 0;
+    if (bytes.size() - at < sizeof length) throw ConfigurationError("a random state is cut short");
+    std::memcpy(&length, bytes.data() + at, sizeof length);
+    at += sizeof length;
+    if (bytes.size() - at < length) throw ConfigurationError("a random state is cut short");
+    const at::Tensor state = at::empty({static_cast<std::int64_t>(length)}, at::kByte);
+    std::memcpy(state.data_ptr(), bytes.data() + at, length);
+    at += length;
+    const std::lock_guard lock(generator.mutex());
+    generator.set_state(state);
+  }
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,240 @@
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+
+#include "tessera/base/error.h"
+#include "tessera/base/json_text.h"
+#include "tessera/base/number.h"
+#include "tessera/base/text.h"
+#include "tessera/files/operations.h"
+#include "tessera/train/event_file.h"
+#include "tessera/train/logger.h"
+
+namespace tessera {
+
+namespace {
+
+double wall_seconds() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+void make_folders(const std::string& folder) {
+  std::error_code problem;
+  std::filesystem::create_directories(folder, problem);
+  if (problem) throw FileError(concat(folder, ": cannot be made: ", problem.message()));
+}
+
+// A file that only grows, and where every flush() leaves whole lines.
+class GrowingFile {
+ public:
+  GrowingFile() = default;
+  ~GrowingFile() { close(); }
+  GrowingFile(const GrowingFile&) = delete;
+  GrowingFile& operator=(const GrowingFile&) = delete;
+  void open(const std::string& path) {
+    close();
+    path_ = path;
+    descriptor_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+    if (descriptor_ < 0)
+      throw FileError(concat(path, ": cannot be opened: ", std::strerror(errno)));
+  }
+  void add(const std::string& bytes) {
+    waiting_ += bytes;
+    if (waiting_.size() > (1 << 16)) write();
+  }
+  void write() {
+    std::size_t done = 0;
+    while (done < waiting_.size()) {
+      const ssize_t n = ::write(descriptor_, waiting_.data() + done, waiting_.size() - done);
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0) {
+        waiting_.erase(0, done);
+        throw FileError(concat(path_, ": cannot be written: ", std::strerror(errno)));
+      }
+      done += static_cast<std::size_t>(n);
+    }
+    waiting_.clear();
+  }
+
+ private:
+  void close() noexcept {
+    if (descriptor_ < 0) return;
+    try {
+      write();
+    } catch (...) {  // flush() is what tells
+    }
+    ::close(descriptor_);
+    descriptor_ = -1;
+  }
+  std::string path_, waiting_;
+  int descriptor_ = -1;
+};
+
+// Lines with a step in each. What an earlier run has of later steps, and a line that was cut short,
+// goes when a run goes on.
+class LineLogger : public Logger {
+ public:
+  explicit LineLogger(std::string path) : path_(std::move(path)) {
+    if (path_.empty()) throw InvalidArgument("a logger was given no file");
+  }
+  void start(std::int64_t step) override {
+    make_folders(folder_of(path_));
+    std::string kept;
+    bool changed = false;
+    {
+      std::ifstream in(path_, std::ios::binary);
+      std::string line;
+      while (std::getline(in, line)) {
+        const bool whole = !in.eof();
+        const auto at = step_of(line);
+        if (whole && (!at || *at <= step))
+          kept += line + "\n";
+        else
+          changed = true;
+      }
+    }
+    if (kept.empty()) {
+      kept = header();
+      changed = !kept.empty();
+    }
+    if (changed) {
+      AtomicFile file(path_);
+      file.write(kept);
+      file.commit();
+    }
+    file_.open(path_);
+    began_ = std::chrono::steady_clock::now();
+  }
+  void log(const std::map<std::string, double>& values, std::int64_t step,
+           std::int64_t epoch) override {
+    const std::chrono::duration<double> since = std::chrono::steady_clock::now() - began_;
+    file_.add(lines(values, step, epoch, since.count()));
+  }
+  void flush() override { file_.write(); }
+
+ protected:
+  virtual std::string header() const { return {}; }
+  /// Nothing: a line that has none, and stays.
+  virtual std::optional<std::int64_t> step_of(const std::string& line) const = 0;
+  virtual std::string lines(const std::map<std::string, double>& values, std::int64_t step,
+                            std::int64_t epoch, double seconds) const = 0;
+  static std::optional<std::int64_t> number_until(const std::string& line, std::size_t from) {
+    std::size_t end = from;
+    while (end < line.size() && line[end] >= '0' && line[end] <= '9') ++end;
+    const auto n = parse_number(std::string_view(line).substr(from, end - from));
+    return n ? std::optional<std::int64_t>(static_cast<std::int64_t>(*n)) : std::nullopt;
+  }
+  static std::string exact(double value) {
+    TextStream out;
+    out.precision(17);
+    out << value;
+    return out.str();
+  }
+
+ private:
+  std::string path_;
+  GrowingFile file_;
+  std::chrono::steady_clock::time_point began_;
+};
+
+class CsvLogger final : public LineLogger {
+ public:
+  using LineLogger::LineLogger;
+
+ protected:
+  std::string header() const override { return "step,epoch,seconds,name,value\n"; }
+  std::optional<std::int64_t> step_of(const std::string& line) const override {
+    return number_until(line, 0);
+  }
+  std::string lines(const std::map<std::string, double>& values, std::int64_t step,
+                    std::int64_t epoch, double seconds) const override {
+    std::string all;
+    for (const auto& [name, value] : values)
+      all += concat(step, ",", epoch, ",", seconds, ",", quoted(name), ",", exact(value), "\n");
+    return all;
+  }
+
+ private:
+  static std::string quoted(const std::string& name) {
+    if (name.find_first_of(",\"\n\r") == std::string::npos) return name;
+    std::string out = "\"";
+    for (const char c : name) {
+      if (c == '"') out += '"';
+      out += c == '\n' || c == '\r' ? ' ' : c;
+    }
+    return out + "\"";
+  }
+};
+
+class JsonLogger final : public LineLogger {
+ public:
+  using LineLogger::LineLogger;
+
+ protected:
+  std::optional<std::int64_t> step_of(const std::string& line) const override {
+    constexpr std::string_view start = "{\"step\": ";
+    return line.starts_with(start) ? number_until(line, start.size()) : std::nullopt;
+  }
+  std::string lines(const std::map<std::string, double>& values, std::int64_t step,
+                    std::int64_t epoch, double seconds) const override {
+    std::string line =
+        concat("{\"step\": ", step, ", \"epoch\": ", epoch, ", \"seconds\": ", seconds);
+    for (const auto& [name, value] : values)
+      line += concat(", ", json_text(name), ": ",
+                     std::isfinite(value) ? exact(value) : std::string("null"));
+    return line + "}\n";
+  }
+};
+
+class TensorboardLogger final : public Logger {
+ public:
+  explicit TensorboardLogger(std::string folder) : folder_(std::move(folder)) {
+    if (folder_.empty()) throw InvalidArgument("a logger was given no folder");
+  }
+  void start(std::int64_t step) override {
+    make_folders(folder_);
+    const double now = wall_seconds();
+    char host[256] = "host";
+    ::gethostname(host, sizeof host - 1);
+    TextStream seconds;
+    seconds.width(10);
+    seconds.fill('0');
+    seconds << static_cast<std::int64_t>(now);
+    file_.open(concat(folder_, "/events.out.tfevents.", seconds.str(), ".", host, ".", ::getpid(),
+                      ".", make_nonce()));
+    file_.add(version_event(now));
+    if (step > 0) file_.add(restart_event(now, step + 1));
+    file_.write();
+  }
+  void log(const std::map<std::string, double>& values, std::int64_t step, std::int64_t) override {
+    file_.add(scalars_event(wall_seconds(), step, values));
+  }
+  void flush() override { file_.write(); }
+
+ private:
+  std::string folder_;
+  GrowingFile file_;
+};
+
+}  // namespace
+
+std::shared_ptr<Logger> csv_logger(const std::string& file) {
+  return std::make_shared<CsvLogger>(file);
+}
+
+std::shared_ptr<Logger> json_logger(const std::string& file) {
+  return std::make_shared<JsonLogger>(file);
+}
+
+std::shared_ptr<Logger> tensorboard_logger(const std::string& folder) {
+  return std::make_shared<TensorboardLogger>(folder);
+}
+
+}  // namespace tessera

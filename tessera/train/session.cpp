@@ -1,0 +1,342 @@
+#include "tessera/train/session.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+#include <utility>
+
+#include "tessera/base/text.h"
+#include "tessera/checkpoint/optimizer_state.h"
+#include "tessera/tensor/policy.h"
+#include "tessera/tensor/shard_tensor.h"
+#include "tessera/train/detail/all_modules.h"
+#include "tessera/train/detail/random_bytes.h"
+
+namespace tessera {
+
+namespace {
+
+// Places in the numbers that the ranks add up each step.
+enum StepSum { kWeight, kLoss, kOverflow, kSave, kRequested, kUsr1, kTerminated, kStepSums };
+
+Stop stop_of(const double* votes) {
+  if (votes[kTerminated] > 0) return Stop::terminated;
+  if (votes[kUsr1] > 0) return Stop::usr1;
+  return votes[kRequested] > 0 ? Stop::requested : Stop::none;
+}
+
+void add_vote(Stop stop, double* votes) {
+  votes[kRequested] = stop == Stop::requested;
+  votes[kUsr1] = stop == Stop::usr1;
+  votes[kTerminated] = stop == Stop::terminated;
+}
+
+void add_up(Strategy& strategy, double* numbers, int count) {
+  if (strategy.size() == 1) return;
+  // Memory of its own: a call that an error ends may still write to it.
+  const at::Tensor host = at::empty({count}, at::kDouble);
+  auto* const values = host.data_ptr<double>();
+  std::copy(numbers, numbers + count, values);
+  if (strategy.root_device().is_cpu()) {
+    strategy.reduce(host, ReduceOp::sum);
+  } else {
+    const at::Tensor there = host.to(strategy.root_device());
+    strategy.reduce(there, ReduceOp::sum);
+    host.copy_(there);
+  }
+  std::copy(values, values + count, numbers);
+}
+
+at::Tensor local_gradient(const at::Tensor& gradient) {
+  return is_sharded(gradient) ? to_local(gradient) : gradient;
+}
+
+}  // namespace
+
+Session::Session(std::shared_ptr<Strategy> strategy, const NamedModules& modules,
+                 const SessionOptions& options)
+    : strategy_(std::move(strategy)),
+      modules_(modules),
+      options_(options),
+      weight_(Group(), StepWeight::Reduced::summed) {
+  if (!strategy_) throw InvalidArgument("a session without a strategy");
+  if (!(options_.clip_value > 0))
+    throw InvalidArgument(
+        concat("SessionOptions::clip_value is ", options_.clip_value, ", but must be above 0"));
+  if (!(options_.clip.max_norm > 0))
+    throw InvalidArgument(concat("SessionOptions::clip.max_norm is ", options_.clip.max_norm,
+                                 ", but must be above 0"));
+  all_ = std::make_shared<detail::AllModules>(modules_);
+  for (const NamedModule& m : modules_) {
+    if (m.name == "optimizer" || m.name == "train" || m.name == "loop" || m.name == "callback")
+      throw InvalidArgument(concat("a module named '", m.name, "': the checkpoint uses that name"));
+  }
+  if (options_.precision == Precision::float16_mixed)
+    scaler_ = std::make_unique<LossScaler>(options_.scaler);
+  listen(options_.signals);
+  convert();
+  strategy_->setup(modules_);
+}
+
+Session::~Session() {
+  try {
+    strategy_->teardown();
+  } catch (...) {  // the error that ends the session is told already
+  }
+}
+
+void Session::convert() const {
+  const bool single = options_.precision == Precision::float32;
+  if (!single && options_.precision != Precision::float64) return;
+  const at::ScalarType wanted = single ? at::kFloat : at::kDouble;
+  if (strategy_->abilities().moves_modules) {
+    all_->to(wanted);
+    return;
+  }
+  for (const auto& item : all_->named_parameters()) {
+    if (at::isFloatingType(item.value().scalar_type()) && item.value().scalar_type() != wanted)
+      throw InvalidArgument(concat("precision ", to_string(options_.precision), ", but '",
+                                   item.key(), "' is ", item.value().scalar_type(),
+                                   ", and the strategy leaves modules as the user made them"));
+  }
+}
+
+void Session::convert(MicroBatch& batch) const {
+  const bool single = options_.precision == Precision::float32;
+  if (!single && options_.precision != Precision::float64) return;
+  if (!strategy_->abilities().moves_modules) return;
+  for (at::Tensor& t : batch.tensors)
+    if (t.is_floating_point()) t = t.to(single ? at::kFloat : at::kDouble);
+}
+
+std::size_t Session::add(std::shared_ptr<torch::optim::Optimizer> optimizer) {
+  if (!optimizer) throw InvalidArgument("a session was given no optimizer");
+  std::vector<at::Tensor> own;
+  std::set<const c10::TensorImpl*> seen;
+  for (const auto& group : optimizer->param_groups()) {
+    for (const at::Tensor& p : group.params())
+      if (seen.insert(p.unsafeGetTensorImpl()).second) own.push_back(p);
+  }
+  optimizers_.push_back(std::move(optimizer));
+  optimized_.push_back(std::move(own));
+  parameters_.clear();
+  return optimizers_.size() - 1;
+}
+
+const std::vector<std::shared_ptr<torch::optim::Optimizer>>& Session::optimizers() const {
+  return optimizers_;
+}
+
+void Session::train(bool on) {
+  for (const NamedModule& m : modules_) m.module->train(on);
+}
+
+AutocastScope Session::autocast() const {
+  return AutocastScope(options_.precision, strategy_->root_device());
+}
+
+at::Tensor Session::micro_batch(const std::function<at::Tensor()>& forward, double weight,
+                                bool last) {
+  strategy_->before_forward(last);
+  at::Tensor loss;
+  {
+    const AutocastScope scope = autocast();
+    loss = forward();
+  }
+  backward(loss, weight, last);
+  return loss.detach();
+}
+
+void Session::backward(const at::Tensor& loss, double weight, bool last) {
+  at::Tensor weighed = weight_.weigh(loss, strategy_->loss_weight(weight));
+  if (scaler_) weighed = weighed * scaler_->scale();
+  if (strategy_->abilities().owns_accumulation || last) {
+    strategy_->backward(weighed);
+    owed_ = !last || strategy_->abilities().owns_accumulation;
+  } else {
+    const auto scope = strategy_->no_sync();
+    strategy_->backward(weighed);
+    owed_ = true;
+  }
+}
+
+std::vector<at::Tensor> Session::parameters_of(const std::vector<std::size_t>& which) const {
+  std::vector<at::Tensor> all;
+  std::set<const c10::TensorImpl*> seen;
+  const auto take = [&](std::size_t i) {
+    if (i >= optimized_.size())
+      throw InvalidArgument(concat("optimizer ", i, " of ", optimized_.size()));
+    for (const at::Tensor& p : optimized_[i])
+      if (seen.insert(p.unsafeGetTensorImpl()).second) all.push_back(p);
+  };
+  for (const std::size_t i : which) take(i);
+  return all;
+}
+
+// Of the modules, and what only an optimizer knows.
+void Session::find_parameters() {
+  std::vector<std::size_t> every(optimized_.size());
+  for (std::size_t i = 0; i < every.size(); ++i) every[i] = i;
+  all_optimized_ = parameters_of(every);
+  std::set<const c10::TensorImpl*> seen;
+  const auto take = [&](const at::Tensor& p) {
+    if (seen.insert(p.unsafeGetTensorImpl()).second) parameters_.push_back(p);
+  };
+  for (const at::Tensor& p : all_->parameters()) take(p);
+  for (const at::Tensor& p : all_optimized_) take(p);
+}
+
+bool Session::overflowed() const {
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& p : parameters_) {
+    if (!p.grad().defined()) continue;
+    const at::Tensor gradient = local_gradient(p.grad());
+    if (gradient.numel() > 0 && !at::isfinite(gradient).all().item<bool>()) return true;
+  }
+  return false;
+}
+
+void Session::scale_gradients(const std::vector<at::Tensor>& parameters, double factor) const {
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& p : parameters) {
+    if (!p.grad().defined()) continue;
+    at::Tensor gradient = local_gradient(p.grad());
+    if (factor != 1) gradient.mul_(factor);
+    if (std::isfinite(options_.clip_value))
+      gradient.clamp_(-options_.clip_value, options_.clip_value);
+  }
+}
+
+void Session::clear_gradients() {
+  for (const at::Tensor& p : parameters_) p.mutable_grad().reset();
+}
+
+StepResult Session::step(const std::vector<std::size_t>& which,
+                         const std::function<void(const StepResult&)>& before) {
+  if (optimizers_.empty()) throw InvalidArgument("a step of a session without optimizers");
+  if (parameters_.empty()) find_parameters();
+  const std::vector<at::Tensor> named = parameters_of(which);
+  const std::vector<at::Tensor>& own = which.empty() ? all_optimized_ : named;
+  if (owed_) strategy_->reduce_gradients();
+  owed_ = false;
+
+  const StepWeight::Sums mine = weight_.take();
+  double sums[kStepSums] = {mine.weight, mine.loss, scaler_ && overflowed() ? 1.0 : 0.0};
+  sums[kSave] = save_ ? 1.0 : 0.0;
+  save_ = false;
+  add_vote(wanted(), sums);
+  add_up(*strategy_, sums, kStepSums);
+
+  StepResult result;
+  result.stop = stop_of(sums);
+  result.save = sums[kSave] > 0;
+  agreed_save_ = agreed_save_ || result.save;
+  if (!(sums[kWeight] > 0)) {
+    clear_gradients();
+    throw InvalidArgument(concat(
+        "the weights of a step must be finite, not negative, and not all zero; their sum over "
+        "ranks and micro-batches is ",
+        sums[kWeight], ", this rank gave ", mine.weight));
+  }
+  result.loss = sums[kLoss] / sums[kWeight];
+  result.weight = sums[kWeight] / strategy_->loss_sharing();
+  result.stepped = sums[kOverflow] == 0;
+  ++steps_;
+  if (result.stepped) {
+    const bool averaged = strategy_->abilities().gradients == Abilities::Gradients::averaged;
+    const int losses = averaged ? strategy_->size() / strategy_->loss_sharing() : 1;
+    double factor = losses / result.weight;
+    if (scaler_) factor /= scaler_->scale();
+    scale_gradients(own, factor);
+    if (std::isfinite(options_.clip.max_norm) || options_.measure_norm)
+      result.norm = strategy_->clip(own, options_.clip);
+    if (before) before(result);
+    if (which.empty()) {
+      for (const auto& optimizer : optimizers_) optimizer->step();
+    } else {
+      for (const std::size_t i : which) optimizers_[i]->step();
+    }
+  }
+  if (scaler_) scaler_->update(!result.stepped);
+  clear_gradients();
+  return last_ = result;
+}
+
+void Session::listen(bool on) {
+  if (!on)
+    signals_.reset();
+  else if (!signals_)
+    signals_ = std::make_unique<StopSignals>();
+}
+
+void Session::request_stop(Stop stop) { requested_ = std::max(requested_, stop); }
+
+Stop Session::wanted() const {
+  return signals_ ? std::max(requested_, signals_->received()) : requested_;
+}
+
+Stop Session::vote() {
+  double votes[kStepSums] = {};
+  add_vote(wanted(), votes);
+  add_up(*strategy_, votes, kStepSums);
+  return stop_of(votes);
+}
+
+double Session::loss_scale() const { return scaler_ ? scaler_->scale() : 1; }
+
+CheckpointState Session::state() {
+  CheckpointState state;
+  const HandShards shards = strategy_->hand_shards();
+  state.add("", *all_, shards);
+  for (std::size_t i = 0; i < optimizers_.size(); ++i)
+    add_optimizer(state, concat("optimizer.", i, "."), *optimizers_[i], *all_, shards);
+  state.set_integer("train.steps", steps_);
+  if (scaler_) state.set("train.scaler", scaler_->state());
+  state.set_of_rank("train.random", detail::random_bytes(strategy_->root_device()));
+  if (const DistributedManager* manager = strategy_->manager()) {
+    const RandomState random = random_state(*manager);
+    state.set_integer("train.sharded_seed", static_cast<std::int64_t>(random.seed));
+    state.set_integer("train.sharded_stream", static_cast<std::int64_t>(random.stream));
+  }
+  return state;
+}
+
+void Session::load(const CheckpointReader& saved, CheckpointState* extra) {
+  const HandShards shards = strategy_->hand_shards();
+  CheckpointState state;
+  if (extra) state = *extra;
+  state.add("", *all_, shards);
+  saved.load(state, {.allow_extra = true});
+  for (std::size_t i = 0; i < optimizers_.size(); ++i)
+    load_optimizer(saved, concat("optimizer.", i, "."), *optimizers_[i], *all_, shards);
+  steps_ = state.get_integer("train.steps");
+  if (scaler_ && state.has("train.scaler")) scaler_->restore(state.get("train.scaler"));
+  if (state.has_of_rank("train.random"))
+    detail::set_random_bytes(state.get_of_rank("train.random"), strategy_->root_device());
+  const DistributedManager* manager = strategy_->manager();
+  if (manager && state.has("train.sharded_seed")) {
+    set_random_state(*manager,
+                     {static_cast<std::uint64_t>(state.get_integer("train.sharded_seed")),
+                      static_cast<std::uint64_t>(state.get_integer("train.sharded_stream"))});
+  }
+  if (extra) *extra = std::move(state);
+}
+
+void together(Strategy& strategy, const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const CommError& e) {  // another rank's news, or this rank's place in them
+    strategy.abort(e.what());
+    throw;
+  } catch (const std::exception& e) {
+    strategy.abort(concat("rank ", strategy.rank(), " threw: ", e.what()));
+    throw;
+  } catch (...) {
+    strategy.abort(concat("rank ", strategy.rank(), " threw something that is no std::exception"));
+    throw;
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,172 @@
+#pragma once
+// Session: the parts of a training step for a loop that the user writes. The Trainer is such a
+// loop.
+//
+//   Session session(strategy, {{"net", net.ptr()}}, {.clip = {.max_norm = 1.0}});
+//   session.add(std::make_shared<torch::optim::AdamW>(net->parameters(), 1e-3));
+//   for (std::int64_t step = 0; step < 1000; ++step) {
+//     for (int k = 0; k < 4; ++k) {                       // micro-batches, of any sizes
+//       const auto [x, y] = read();
+//       session.micro_batch([&] { return torch::mse_loss(net(x), y); }, x.size(0), k == 3);
+//     }
+//     const StepResult done = session.step();             // one small all-reduce
+//     if (done.stop != Stop::none) break;                 // SIGTERM on any rank, at the same step
+//   }
+//
+// The gradients of a step are those of the mean over all samples of all ranks and micro-batches.
+// One all-reduce a step carries the step's weight and loss, the overflow flag of float16, and the
+// votes to stop.
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tessera/checkpoint/checkpoint_reader.h"
+#include "tessera/checkpoint/state.h"
+#include "tessera/gradient/step_weight.h"
+#include "tessera/nn/clip.h"
+#include "tessera/train/precision.h"
+#include "tessera/train/stop.h"
+#include "tessera/train/strategy.h"
+
+namespace tessera {
+
+struct SessionOptions {
+  Precision precision = Precision::as_is;
+  LossScalerOptions scaler = {};
+  /// By norm. With the default no norm is taken.
+  ClipOptions clip = {};
+  /// Takes the norm of every step, even if nothing is clipped.
+  bool measure_norm = false;
+  /// Each element of a gradient to at most this magnitude, before the norm.
+  double clip_value = std::numeric_limits<double>::infinity();
+  /// Notes SIGTERM and SIGUSR1 while the session lives.
+  bool signals = true;
+};
+
+/// The same on every rank.
+struct StepResult {
+  /// Mean over the step's samples on all ranks and micro-batches.
+  double loss = 0;
+  /// Sum of the weights over all ranks that have other samples.
+  double weight = 0;
+  /// Before clipping; NaN where none was taken.
+  double norm = std::numeric_limits<double>::quiet_NaN();
+  /// False: a gradient overflowed on some rank (float16), and the step was left out.
+  bool stepped = true;
+  Stop stop = Stop::none;
+  /// Some rank has asked for a checkpoint (Session::request_save).
+  bool save = false;
+};
+
+class Session {
+ public:
+  /// Converts the modules and calls strategy.setup(). Throws InvalidArgument for parameters of
+  /// another dtype than the precision asks for where the strategy does not move modules; names
+  /// "optimizer" and "train" are taken.
+  Session(std::shared_ptr<Strategy> strategy, const NamedModules& modules,
+          const SessionOptions& options = {});
+  /// Calls strategy.teardown().
+  ~Session();
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  /// Adds an optimizer, made after the session (setup() may have replaced what parameters hold).
+  /// Returns its number.
+  std::size_t add(std::shared_ptr<torch::optim::Optimizer> optimizer);
+  const std::vector<std::shared_ptr<torch::optim::Optimizer>>& optimizers() const;
+  Strategy& strategy() const { return *strategy_; }
+  const NamedModules& modules() const { return modules_; }
+  const SessionOptions& options() const { return options_; }
+  /// Training or evaluation mode of all modules.
+  void train(bool on);
+
+  /// Forward and backward of one micro-batch. `forward` gives the mean loss over its samples,
+  /// 0-dim; `weight`: how many they are (or tokens, cells, area), 0 for a rank without any. `last`:
+  /// of the step, whose backward reduces the gradients; if no micro-batch was, step() does. Returns
+  /// the loss, detached. Throws what forward throws.
+  at::Tensor micro_batch(const std::function<at::Tensor()>& forward, double weight,
+                         bool last = true);
+  /// Floating-point tensors of a batch to float32 or float64, if the precision is one of them and
+  /// the strategy moves modules.
+  void convert(MicroBatch& batch) const;
+  /// The two halves of micro_batch(), for manual optimisation.
+  AutocastScope autocast() const;
+  void backward(const at::Tensor& loss, double weight, bool last = true);
+
+  /// Divides, unscales and clips the gradients, and steps these optimizers (none named: all). All
+  /// gradients are cleared then. `before`: called with the final gradients, before the optimizers,
+  /// unless the step is left out. Throws InvalidArgument on every rank for a weight that was
+  /// negative, not finite, or zero on all.
+  StepResult step(const std::vector<std::size_t>& which = {},
+                  const std::function<void(const StepResult&)>& before = {});
+
+  /// What the last step() came to; without one, that of no step.
+  const StepResult& last_step() const { return last_; }
+
+  /// This rank wants a checkpoint: the next step() tells all (StepResult::save).
+  void request_save() { save_ = true; }
+  /// True if any step() since the last call has told so.
+  bool take_save() { return std::exchange(agreed_save_, false); }
+  /// Begins or ends to note signals (SessionOptions::signals).
+  void listen(bool on);
+  /// This rank wants to stop: at the next step() all are told.
+  void request_stop(Stop stop);
+  /// What this rank wants, its signals included. Not agreed on.
+  Stop wanted() const;
+  /// A vote right now, where no step is near.
+  Stop vote();
+
+  // ---- state ----
+
+  /// Modules, optimizers, scaler, counters, and the random state of every rank: to be saved by a
+  /// Checkpointer after adding to it. Tensors are shared, not copied.
+  CheckpointState state();
+  /// What state() has, from a checkpoint of any number of ranks. `extra`: more to load, or nullptr.
+  /// Collective over the reader's group.
+  void load(const CheckpointReader& saved, CheckpointState* extra = nullptr);
+  /// Optimizer steps so far, those left out included.
+  std::int64_t steps() const { return steps_; }
+  double loss_scale() const;
+
+ private:
+  void convert() const;
+  void clear_gradients();
+  bool overflowed() const;
+  void scale_gradients(const std::vector<at::Tensor>& parameters, double factor) const;
+  std::vector<at::Tensor> parameters_of(const std::vector<std::size_t>& which) const;
+  void find_parameters();
+
+  std::shared_ptr<Strategy> strategy_;
+  NamedModules modules_;
+  SessionOptions options_;
+  std::shared_ptr<torch::nn::Module> all_;
+  std::vector<std::shared_ptr<torch::optim::Optimizer>> optimizers_;
+  /// Of all modules, those that get gradients.
+  std::vector<at::Tensor> parameters_;
+  /// Of each optimizer, and of all, each once.
+  std::vector<std::vector<at::Tensor>> optimized_;
+  std::vector<at::Tensor> all_optimized_;
+  StepWeight weight_;
+  std::unique_ptr<LossScaler> scaler_;
+  std::unique_ptr<StopSignals> signals_;
+  Stop requested_ = Stop::none;
+  bool save_ = false, agreed_save_ = false;
+  StepResult last_;
+  /// Gradients are owed since a backward inside no_sync().
+  bool owed_ = false;
+  std::int64_t steps_ = 0;
+};
+
+/// Runs a part of a job that ranks do together: an exception that leaves it on one rank ends the
+/// others' waits, with its message and rank first (Strategy::abort), and goes on here.
+void together(Strategy& strategy, const std::function<void()>& body);
+
+}  // namespace tessera

@@ -1,0 +1,204 @@
+#include "tessera/train/strategies.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+#include "tessera/base/text.h"
+#include "tessera/train/detail/all_modules.h"
+
+namespace tessera {
+
+namespace {
+
+DistributedManager one_rank(c10::Device device) {
+  ManagerOptions options;
+  options.launch = Launch{};
+  options.device = device;
+  return DistributedManager::initialize(options);
+}
+
+void move_modules(const NamedModules& modules, c10::Device device) {
+  for (const NamedModule& m : modules) m.module->to(device);
+}
+
+}  // namespace
+
+SingleDevice::SingleDevice(c10::Device device) : SingleDevice(one_rank(device)) {}
+
+SingleDevice::SingleDevice(DistributedManager manager) : ManagedStrategy(std::move(manager)) {
+  if (size() != 1)
+    throw InvalidArgument(concat("the strategy 'single' in a job of ", size(),
+                                 " ranks: each would train alone; choose ddp, mesh or manual"));
+}
+
+void SingleDevice::setup(const NamedModules& modules) {
+  Strategy::setup(modules);
+  move_modules(modules, root_device());
+}
+
+ManualStrategy::ManualStrategy(DistributedManager manager, ManualOptions options)
+    : ManagedStrategy(std::move(manager)), options_(std::move(options)) {
+  if (options_.sharing < 1 || size() % options_.sharing != 0)
+    throw InvalidArgument(concat("ManualOptions::sharing is ", options_.sharing, ", of ", size(),
+                                 " ranks: give a divisor"));
+}
+
+Abilities ManualStrategy::abilities() const {
+  Abilities can;
+  can.moves_modules = false;
+  can.saves_on_all_ranks = options_.saves_on_all_ranks;
+  can.gradients = options_.gradients;
+  can.owns_accumulation = static_cast<bool>(options_.reduce_gradients);
+  return can;
+}
+
+c10::Device ManualStrategy::root_device() const {
+  return options_.device ? *options_.device : ManagedStrategy::root_device();
+}
+
+void ManualStrategy::place(MicroBatch& batch) {
+  if (!options_.device) return;
+  for (at::Tensor& t : batch.tensors) t = t.to(*options_.device, /*non_blocking=*/true);
+  if (batch.mask.defined()) batch.mask = batch.mask.to(*options_.device, /*non_blocking=*/true);
+}
+
+double ManualStrategy::loss_weight(double mine) {
+  return options_.shared_loss ? summed_weight(mine) : mine;
+}
+
+void ManualStrategy::reduce_gradients() {
+  if (options_.reduce_gradients)
+    options_.reduce_gradients();
+  else
+    Strategy::reduce_gradients();
+}
+
+struct DDPStrategy::Wrapped {
+  Wrapped(const NamedModules& modules, const Group& group,
+          const DistributedDataParallelOptions& options)
+      : ddp(std::make_shared<detail::AllModules>(modules), group, options) {}
+  DistributedDataParallel<std::shared_ptr<detail::AllModules>> ddp;
+};
+
+DDPStrategy::DDPStrategy(DistributedManager manager, DistributedDataParallelOptions options)
+    : ManagedStrategy(std::move(manager)), options_(std::move(options)) {}
+
+DDPStrategy::~DDPStrategy() = default;
+
+void DDPStrategy::setup(const NamedModules& modules) {
+  Strategy::setup(modules);
+  move_modules(modules, root_device());
+  wrapped_ = std::make_unique<Wrapped>(modules, world(), options_);
+}
+
+void DDPStrategy::teardown() {
+  wrapped_.reset();
+  Strategy::teardown();
+}
+
+void DDPStrategy::before_forward(bool synchronised) {
+  if (synchronised) wrapped_->ddp();  // the first rank's buffers
+}
+
+std::shared_ptr<void> DDPStrategy::no_sync() {
+  // Sharded parameters have reducers of their own.
+  auto inner = Strategy::no_sync();
+  using Scope = decltype(wrapped_->ddp.no_sync());
+  const std::shared_ptr<Scope> scope(new Scope(wrapped_->ddp.no_sync()));
+  using Both = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
+  return std::make_shared<Both>(std::move(inner), scope);
+}
+
+void DDPStrategy::reduce_gradients() {
+  Strategy::reduce_gradients();
+  wrapped_->ddp.reduce();
+}
+
+MeshStrategy::MeshStrategy(const DeviceMesh& mesh, Parallelise parallelise,
+                           std::vector<Placement> batch)
+    : ManagedStrategy(mesh.manager()),
+      mesh_(mesh),
+      parallelise_(std::move(parallelise)),
+      batch_(std::move(batch)) {
+  const auto& axes = mesh_.layout().axes();
+  if (mesh_.layout().size() != size())
+    throw InvalidArgument(
+        concat("MeshStrategy: the mesh has ", mesh_.layout().size(), " ranks, the world ", size()));
+  if (batch_.size() != axes.size())
+    throw InvalidArgument(concat("MeshStrategy: ", batch_.size(), " placements of a batch for ",
+                                 axes.size(), " axes of the mesh"));
+  for (std::size_t a = 0; a < axes.size(); ++a) {
+    // The tensors of a batch differ in their numbers of dims.
+    if (batch_[a].is_partial() || (batch_[a].is_shard() && batch_[a].dim < 0))
+      throw InvalidArgument(concat("MeshStrategy: a batch that lies as ", batch_[a],
+                                   "; give Replicate or Shard of a dim counted from the first"));
+    if (!batch_[a].is_shard(0)) sharing_ *= axes[a].size;
+  }
+}
+
+MeshStrategy::MeshStrategy(const DeviceMesh& mesh, NamedPlacements patterns,
+                           std::vector<Placement> batch)
+    : MeshStrategy(mesh, Parallelise(), std::move(batch)) {
+  patterns_ = std::move(patterns);
+}
+
+void MeshStrategy::setup(const NamedModules& modules) {
+  Strategy::setup(modules);
+  move_modules(modules, root_device());
+  if (!parallelise_) {
+    const auto all = std::make_shared<detail::AllModules>(modules);
+    distribute_module(*all, mesh_, patterns_);
+    return;
+  }
+  for (const NamedModule& m : modules) parallelise_(m.name, *m.module, mesh_);
+}
+
+void MeshStrategy::place(MicroBatch& batch) {
+  const auto distribute = [&](at::Tensor& t) {
+    if (!t.defined() || is_sharded(t)) return;
+    std::vector<Placement> where;
+    for (const Placement& p : batch_)
+      where.push_back(p.is_shard() && p.dim >= t.dim() ? Placement(Replicate()) : p);
+    t = from_local(t.to(root_device(), /*non_blocking=*/true), mesh_, where);
+  };
+  for (at::Tensor& t : batch.tensors) distribute(t);
+  // A mask is there if any rank has one.
+  if (any(batch.mask.defined())) {
+    if (!batch.mask.defined()) batch.mask = at::ones({batch.rows}, at::kBool);
+    distribute(batch.mask);
+  }
+}
+
+double MeshStrategy::loss_weight(double mine) { return summed_weight(mine); }
+
+StrategyRegistry StrategyRegistry::builtin() {
+  StrategyRegistry all;
+  all.add("ddp", [](const DistributedManager& m) { return std::make_shared<DDPStrategy>(m); });
+  all.add("manual",
+          [](const DistributedManager& m) { return std::make_shared<ManualStrategy>(m); });
+  all.add("single", [](const DistributedManager& m) { return std::make_shared<SingleDevice>(m); });
+  return all;
+}
+
+void StrategyRegistry::add(const std::string& name, Make make) {
+  if (name.empty() || !make) throw InvalidArgument("a strategy needs a name and a function");
+  if (!makes_.emplace(name, std::move(make)).second)
+    throw InvalidArgument(concat("a strategy named '", name, "' is there already"));
+}
+
+std::shared_ptr<Strategy> StrategyRegistry::make(const std::string& name,
+                                                 const DistributedManager& manager) const {
+  const auto it = makes_.find(name);
+  if (it == makes_.end())
+    throw InvalidArgument(concat("no strategy is named '", name, "'; known are ", list(names())));
+  return it->second(manager);
+}
+
+std::vector<std::string> StrategyRegistry::names() const {
+  std::vector<std::string> all;
+  for (const auto& [name, make] : makes_) all.push_back(name);
+  return all;
+}
+
+}  // namespace tessera

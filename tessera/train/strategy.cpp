@@ -1,0 +1,176 @@
+#include "tessera/train/strategy.h"
+
+#include <ATen/ATen.h>
+
+#include <cstring>
+#include <set>
+#include <utility>
+
+#include "tessera/base/text.h"
+#include "tessera/nn/distribute_module.h"
+#include "tessera/tensor/shard_tensor.h"
+
+namespace tessera {
+
+namespace {
+
+// A tensor as bytes: dtype, number of dims, sizes, memory. Between ranks of one job alone.
+std::string tensor_bytes(const at::Tensor& tensor) {
+  const at::Tensor local = tensor.detach().to(at::kCPU).contiguous();
+  std::string out;
+  const auto number = [&](std::int64_t n) {
+    out.append(reinterpret_cast<const char*>(&n), sizeof n);
+  };
+  number(static_cast<std::int64_t>(local.scalar_type()));
+  number(local.dim());
+  for (const std::int64_t size : local.sizes()) number(size);
+  if (local.numel() > 0)
+    out.append(static_cast<const char*>(local.const_data_ptr()), local.nbytes());
+  return out;
+}
+
+at::Tensor tensor_from_bytes(const std::string& bytes) {
+  std::size_t at = 0;
+  const auto number = [&] {
+    std::int64_t n = 0;
+    if (bytes.size() - at < sizeof n) throw Error("all_gather: another rank's tensor is cut short");
+    std::memcpy(&n, bytes.data() + at, sizeof n);
+    at += sizeof n;
+    return n;
+  };
+  const auto type = static_cast<at::ScalarType>(number());
+  std::vector<std::int64_t> sizes(static_cast<std::size_t>(number()));
+  for (std::int64_t& size : sizes) size = number();
+  at::Tensor tensor = at::empty(sizes, type);
+  if (bytes.size() - at != tensor.nbytes())
+    throw Error("all_gather: another rank's tensor is not as long as it says");
+  if (tensor.numel() > 0) std::memcpy(tensor.data_ptr(), bytes.data() + at, tensor.nbytes());
+  return tensor;
+}
+
+}  // namespace
+
+Strategy::~Strategy() = default;
+
+std::string Strategy::name() const { return "of the user"; }
+
+void Strategy::setup(const NamedModules& modules) {
+  check_modules(modules);
+  modules_ = modules;
+}
+
+void Strategy::teardown() { modules_.clear(); }
+
+bool Strategy::any(bool mine) {
+  if (size() == 1) return mine;
+  const at::Tensor votes =
+      at::full({1}, mine ? 1 : 0, at::TensorOptions(at::kLong).device(root_device()));
+  reduce(votes, ReduceOp::max);
+  return votes.item<std::int64_t>() != 0;
+}
+
+bool Strategy::all(bool mine) { return !any(!mine); }
+
+std::vector<at::Tensor> Strategy::all_gather(const at::Tensor& mine) {
+  std::vector<at::Tensor> tensors;
+  for (const std::string& bytes : all_gather(tensor_bytes(mine)))
+    tensors.push_back(tensor_from_bytes(bytes));
+  return tensors;
+}
+
+void Strategy::place(MicroBatch& batch) {
+  if (!abilities().moves_modules) return;
+  const auto move = [&](at::Tensor& t) {
+    if (t.defined() && !is_sharded(t)) t = t.to(root_device(), /*non_blocking=*/true);
+  };
+  for (at::Tensor& t : batch.tensors) move(t);
+  move(batch.mask);
+}
+
+void Strategy::before_forward(bool) {}
+
+void Strategy::backward(const at::Tensor& loss) { loss.backward(); }
+
+std::shared_ptr<void> Strategy::no_sync() {
+  using Scope = decltype(tessera::no_sync(*modules_[0].module));
+  auto scopes = std::make_shared<std::vector<std::unique_ptr<Scope>>>();
+  for (const NamedModule& m : modules_)
+    scopes->push_back(std::unique_ptr<Scope>(new Scope(tessera::no_sync(*m.module))));
+  return scopes;
+}
+
+void Strategy::reduce_gradients() {
+  for (const NamedModule& m : modules_) tessera::reduce_gradients(*m.module);
+}
+
+double Strategy::clip(const std::vector<at::Tensor>& parameters, const ClipOptions& options) {
+  if (size() > 1 && manager() == nullptr) {
+    throw NotAvailable(
+        "this strategy has neither a manager, over whose ranks a norm is taken, nor a clip() of "
+        "its own: override one of them");
+  }
+  return clip_gradients(parameters, manager() ? manager()->world() : Group(), options, by_hand());
+}
+
+void Strategy::abort(const std::string& reason) noexcept {
+  const DistributedManager* ranks = manager();
+  if (ranks == nullptr || ranks->world_size() == 1) return;
+  try {
+    ranks->abort_groups_within(Mesh({{"all", ranks->world_size()}}), reason);
+  } catch (...) {  // the groups have ended already
+  }
+}
+
+ManagedStrategy::ManagedStrategy(DistributedManager manager)
+    : manager_(std::move(manager)), world_(manager_.world()) {}
+
+int ManagedStrategy::rank() const { return manager_.rank(); }
+
+int ManagedStrategy::size() const { return manager_.world_size(); }
+
+c10::Device ManagedStrategy::root_device() const { return manager_.device(); }
+
+void ManagedStrategy::barrier() { world_.barrier({.name = "strategy"}); }
+
+void ManagedStrategy::broadcast(const at::Tensor& tensor, int root) {
+  world_.broadcast(tensor, root, {.name = "strategy"});
+}
+
+std::string ManagedStrategy::broadcast(const std::string& bytes, int root) {
+  return world_.broadcast_bytes(bytes, root, {.name = "strategy"});
+}
+
+void ManagedStrategy::reduce(const at::Tensor& tensor, ReduceOp op,
+                             const std::optional<Group>& group) {
+  (group ? *group : world_).all_reduce(tensor, op, {.name = "strategy"});
+}
+
+std::vector<std::string> ManagedStrategy::all_gather(const std::string& mine) {
+  return world_.all_gather_bytes(mine, {.name = "strategy"});
+}
+
+double ManagedStrategy::clip(const std::vector<at::Tensor>& parameters,
+                             const ClipOptions& options) {
+  return clip_gradients(parameters, world_, options, by_hand());
+}
+
+double ManagedStrategy::summed_weight(double mine) {
+  if (size() == 1) return mine;
+  const at::Tensor sum = at::full({1}, mine, at::TensorOptions(at::kDouble).device(root_device()));
+  reduce(sum, ReduceOp::sum);
+  return sum.item<double>() / sharing();
+}
+
+void check_modules(const NamedModules& modules) {
+  std::set<std::string> names;
+  for (const NamedModule& m : modules) {
+    if (!m.module) throw InvalidArgument(concat("the module '", m.name, "' is null"));
+    if (m.name.empty() || m.name.find('.') != std::string::npos)
+      throw InvalidArgument(
+          concat("a module named '", m.name, "': a name is not empty and has no dot"));
+    if (!names.insert(m.name).second)
+      throw InvalidArgument(concat("two modules are named '", m.name, "'"));
+  }
+}
+
+}  // namespace tessera

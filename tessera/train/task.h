@@ -1,0 +1,119 @@
+#pragma once
+// Task: what is trained, how a loss comes about, and by which optimizers.
+//
+//   struct Winds : Task {
+//     UNet net;
+//     NamedModules modules() override { return {{"net", net.ptr()}}; }
+//     Optimizers optimizers() override {
+//       return {std::make_shared<torch::optim::AdamW>(net->parameters(), 1e-3)};
+//     }
+//     at::Tensor training_step(const MicroBatch& batch, Step&) override {
+//       return torch::mse_loss(net->forward(batch.tensors[0]), batch.tensors[1]);
+//     }
+//   };
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/state.h"
+#include "tessera/train/metrics.h"
+#include "tessera/train/micro_batch.h"
+#include "tessera/train/session.h"
+#include "tessera/train/strategy.h"
+
+namespace tessera {
+
+using Optimizers = std::vector<std::shared_ptr<torch::optim::Optimizer>>;
+
+/// The learning rate of an optimizer's groups as a factor of what they were made with. A function
+/// of counters alone, so that a resumed run goes on where it was.
+struct Schedule {
+  /// (optimizer steps so far, epoch) to factor.
+  std::function<double(std::int64_t step, std::int64_t epoch)> factor;
+  std::size_t optimizer = 0;
+};
+/// Linear from 0 to 1 over `warmup` steps, then a half cosine to `floor` at step `total`.
+std::function<double(std::int64_t, std::int64_t)> warmup_cosine(std::int64_t warmup,
+                                                                std::int64_t total,
+                                                                double floor = 0);
+/// `gamma` to the number of `every` epochs that are over.
+std::function<double(std::int64_t, std::int64_t)> step_decay(std::int64_t every, double gamma);
+
+enum class Stage : unsigned char { train, validate, test, predict };
+
+/// Where a call stands, and what it may report.
+class Step {
+ public:
+  Step(Session& session, Metrics& metrics, Stage stage, std::int64_t step, std::int64_t epoch,
+       double weight, bool last)
+      : session_(session),
+        metrics_(metrics),
+        stage_(stage),
+        step_(step),
+        epoch_(epoch),
+        weight_(weight),
+        last_(last) {}
+  Stage stage() const { return stage_; }
+  /// Optimizer steps so far.
+  std::int64_t step() const { return step_; }
+  std::int64_t epoch() const { return epoch_; }
+  /// The last micro-batch of its optimizer step.
+  bool last() const { return last_; }
+  Strategy& strategy() const { return session_.strategy(); }
+  /// For manual optimisation: autocast(), backward(), step().
+  Session& session() const { return session_; }
+  /// Reports a metric, by default the mean over this batch's samples. Not collective, unless
+  /// `value` is a sharded tensor.
+  void log(const std::string& name, double value, Metrics::Kind kind = Metrics::Kind::mean);
+  void log(const std::string& name, const at::Tensor& value,
+           Metrics::Kind kind = Metrics::Kind::mean);
+  /// With a weight of its own.
+  void log(const std::string& name, double value, double weight);
+
+ private:
+  Session& session_;
+  Metrics& metrics_;
+  Stage stage_;
+  std::int64_t step_, epoch_;
+  double weight_;
+  bool last_;
+};
+
+class Task {
+ public:
+  Task() = default;
+  virtual ~Task();
+  Task(const Task&) = delete;
+  Task& operator=(const Task&) = delete;
+
+  /// What the strategy prepares and checkpoints hold. The same at each call.
+  virtual NamedModules modules() = 0;
+  /// Called once, after the strategy has prepared the modules. All of them step together unless
+  /// automatic() is false.
+  virtual Optimizers optimizers() = 0;
+  virtual std::vector<Schedule> schedules() { return {}; }
+  /// The mean loss over the batch's samples, 0-dim. With automatic() false: does everything through
+  /// step.session(), and returns the loss for the log, or an undefined tensor.
+  virtual at::Tensor training_step(const MicroBatch& batch, Step& step) = 0;
+  /// Reports by step.log(). All ranks are called equally often, with empty batches at the end if
+  /// they have fewer.
+  virtual void validation_step(const MicroBatch& batch, Step& step);
+  /// The default calls validation_step().
+  virtual void test_step(const MicroBatch& batch, Step& step);
+  /// Throws NotAvailable unless overridden.
+  virtual std::vector<at::Tensor> predict_step(const MicroBatch& batch, Step& step);
+  /// How much a batch's mean counts: samples by default; tokens, cells, area.
+  virtual double weight(const MicroBatch& batch) const { return static_cast<double>(batch.real); }
+  virtual bool automatic() const { return true; }
+  /// More for the checkpoint: add() and set() here; what set() set is read back by loaded().
+  virtual void save(CheckpointState&) {}
+  virtual void loaded(const CheckpointState&) {}
+};
+
+}  // namespace tessera

@@ -1,0 +1,201 @@
+#pragma once
+// Trainer: the default loop over a Session. Short enough to be forked: trainer.cpp is all of it.
+//
+//   TrainerOptions options;
+//   options.strategy = std::make_shared<DDPStrategy>(manager);
+//   options.max_epochs = 10;
+//   options.callbacks = {std::make_shared<EarlyStopping>("val/loss")};
+//   options.checkpoint.folder = "runs/7";
+//   options.checkpoint.resume = true;
+//   Trainer trainer(options);
+//   const FitResult result = trainer.fit(task, batches_of(loader), batches_of(held_out));
+//
+// docs/trainer.md has the life of a step, and what is saved where.
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/checkpointer.h"
+#include "tessera/train/batch_source.h"
+#include "tessera/train/callback.h"
+#include "tessera/train/logger.h"
+#include "tessera/train/metrics.h"
+#include "tessera/train/session.h"
+#include "tessera/train/strategy.h"
+#include "tessera/train/task.h"
+
+namespace tessera {
+
+struct TrainerCheckpoints {
+  /// Empty: nothing is saved. On a file system that all ranks share.
+  std::string folder = {};
+  /// Goes on from the latest checkpoint in the folder, if there is one.
+  bool resume = false;
+  /// Goes on from this one, which must be there.
+  std::string from = {};
+  /// Saves run beside training (Checkpointer::start_save).
+  bool background = true;
+  CheckpointOptions options = {};
+};
+
+struct TrainerOptions {
+  /// Absent: one process (SingleDevice).
+  std::shared_ptr<Strategy> strategy = {};
+  /// The run ends at the first limit that is reached; below 0: no limit.
+  std::int64_t max_epochs = 1;
+  std::int64_t max_steps = -1;
+  /// Micro-batches of an optimizer step; the last step of an epoch may have fewer.
+  int accumulate = 1;
+  /// Validates after so many epochs, and after so many steps; 0: not.
+  std::int64_t validate_every_epochs = 1;
+  std::int64_t validate_every_steps = 0;
+  /// Batches of a validation or test; below 0: all.
+  std::int64_t validation_batches = -1;
+  /// Ranks with different numbers of batches, in training and in validation, test and prediction.
+  UnevenData uneven = UnevenData::error;
+  UnevenData uneven_validation = UnevenData::weight_zero;
+  /// Precision, scaler, clipping, signals.
+  SessionOptions session = {};
+  TrainerCheckpoints checkpoint = {};
+  std::vector<std::shared_ptr<Callback>> callbacks = {};
+  std::vector<std::shared_ptr<Logger>> loggers = {};
+  /// After SIGUSR1, when all is saved, the first rank asks Slurm to queue the job again
+  /// (requeue_slurm_job).
+  bool requeue = false;
+  /// Numbers of the training go to the log after so many steps.
+  std::int64_t log_every_steps = 50;
+};
+
+struct FitResult {
+  /// none: a limit was reached.
+  Stop stop = Stop::none;
+  /// Who asked to stop, if a callback of this rank did.
+  std::string reason;
+  std::int64_t steps = 0, epochs = 0;
+  std::map<std::string, double> metrics;
+  /// The last checkpoint that was saved; empty: none.
+  std::string checkpoint;
+};
+
+/// All calls are collective over the strategy's ranks. An exception of one rank ends the others'
+/// within the groups' time limits, with its message.
+class Trainer {
+ public:
+  /// Throws InvalidArgument for options out of range, and callbacks with one name.
+  explicit Trainer(TrainerOptions options);
+  ~Trainer();
+  Trainer(const Trainer&) = delete;
+  Trainer& operator=(const Trainer&) = delete;
+
+  FitResult fit(Task& task, std::shared_ptr<BatchSource> training,
+                std::shared_ptr<BatchSource> validation = nullptr);
+  /// Results by name ("val/..." and "test/..."), the same on every rank. After fit() with the same
+  /// task they use its session; otherwise they load the checkpoint that the options name.
+  std::map<std::string, double> validate(Task& task, std::shared_ptr<BatchSource> batches);
+  std::map<std::string, double> test(Task& task, std::shared_ptr<BatchSource> batches);
+  /// What predict_step() gave for this rank's batches, those of weight zero left out.
+  std::vector<std::vector<at::Tensor>> predict(Task& task, std::shared_ptr<BatchSource> batches);
+
+  // ---- for callbacks and programs ----
+
+  const TrainerOptions& options() const { return options_; }
+  Strategy& strategy() const { return *options_.strategy; }
+  bool first_rank() const { return strategy().rank() == 0; }
+  /// Of the task being run; throws Error where there is none.
+  Session& session() const;
+  Task& task() const { return *task_; }
+  Stage stage() const { return stage_; }
+  std::int64_t epoch() const { return epoch_; }
+  /// Optimizer steps so far.
+  std::int64_t step() const { return step_; }
+  /// The last step was the `n`-th, the 2 n-th and so on (or, where a task makes several at once,
+  /// one of them was).
+  bool every(std::int64_t n) const { return n > 0 && step_ / n != previous_step_ / n; }
+  /// The last value of everything that was reduced: "train/loss", "val/...". The same on every
+  /// rank.
+  const std::map<std::string, double>& metrics() const { return metrics_; }
+  /// Asks to stop; all ranks do after the step at which any of them asked.
+  void request_stop(const std::string& reason);
+  /// A checkpoint at the end of the step or epoch, when every callback has had its turn. All ranks
+  /// ask alike. By default the name is "step-N".
+  void request_save(const std::string& name = {});
+  /// The same, if one rank alone knows (its clock): all save after the next step at which any
+  /// asked.
+  void request_save_of_all() { session().request_save(); }
+  /// Removes a checkpoint of the folder, if it is there, when the one that is asked for next has
+  /// been written, or at the end of the run. All ranks alike.
+  void request_remove(const std::string& name);
+  /// Multiplies all learning rates from now on; kept in checkpoints.
+  void scale_learning_rate(double factor) { rate_scale_ *= factor; }
+  /// Gives numbers to metrics(), the loggers and the callbacks; the same on every rank.
+  void log(const std::map<std::string, double>& values);
+  /// Numbers of the first rank alone, such as times: to the loggers and its callbacks. Does nothing
+  /// elsewhere.
+  void log_here(const std::map<std::string, double>& values);
+
+ private:
+  void begin(Task& task);
+  void end_session();
+  void run();
+  void run_epoch();
+  bool run_step();
+  void train_micro_batch(MicroBatch& batch, bool last);
+  void set_learning_rates();
+  void after_step(const StepResult& result);
+  void end_epoch();
+  /// False: a signal ended it.
+  bool validate_now();
+  bool evaluate(AgreedBatches& batches, Stage stage, Metrics& metrics,
+                const std::function<void(const MicroBatch&, Step&)>& call);
+  std::map<std::string, double> evaluate_alone(Task& task, std::shared_ptr<BatchSource> batches,
+                                               Stage stage);
+  void prepare(Task& task);
+  void safe_point();
+  void remove_all(const std::vector<std::string>& names);
+  void remove_what_was_asked();
+  CheckpointState state();
+  void load(const std::string& name);
+  void load_position(const CheckpointReader& saved);
+  const DistributedManager& manager() const;
+  std::string latest();
+  void make_checkpointer();
+  bool limit_reached() const;
+  void tell(const std::exception& e) noexcept;
+  template <class Call>
+  void each(Call&& call) {
+    for (const auto& callback : options_.callbacks) call(*callback);
+  }
+
+  TrainerOptions options_;
+  Task* task_ = nullptr;
+  std::unique_ptr<Session> session_;
+  std::vector<std::vector<double>> base_rates_;
+  std::vector<Schedule> schedules_;
+  /// For the checkpoints of a strategy of one rank that has no manager.
+  std::shared_ptr<Strategy> alone_;
+  std::unique_ptr<Checkpointer> checkpointer_;
+  std::shared_ptr<AgreedBatches> training_, validation_;
+  Metrics window_metrics_, epoch_metrics_;
+  std::map<std::string, double> metrics_;
+  Stage stage_ = Stage::train;
+  std::int64_t epoch_ = 0, step_ = 0, previous_step_ = 0;
+  double rate_scale_ = 1;
+  /// A restored run goes on in the middle of an epoch.
+  bool in_epoch_ = false;
+  /// The epoch's end has been reported: a checkpoint goes on with the next one.
+  bool epoch_over_ = false;
+  /// A validation that the last step asked for has not ended.
+  bool validation_due_ = false;
+  /// The task logs a "loss" of its own.
+  bool own_loss_ = false;
+  Stop stop_ = Stop::none;
+  std::string reason_, saved_;
+  /// Removed after the next save, and after this one.
+  std::vector<std::string> to_save_, to_remove_, ready_to_remove_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,170 @@
+// What a trainer saves, and how it goes on from it.
+
+#include <algorithm>
+#include <utility>
+
+#include "tessera/base/text.h"
+#include "tessera/checkpoint/checkpoint_reader.h"
+#include "tessera/train/strategies.h"
+#include "tessera/train/trainer.h"
+
+namespace tessera {
+
+void Trainer::make_checkpointer() {
+  const TrainerCheckpoints& saves = options_.checkpoint;
+  if (saves.folder.empty()) return;
+  if (strategy().manager() == nullptr) {
+    if (strategy().size() > 1)
+      throw NotAvailable(concat("the strategy '", strategy().name(), "' has no manager, by which ",
+                                strategy().size(),
+                                " ranks could save: override Strategy::manager()"));
+    if (!alone_) alone_ = std::make_shared<SingleDevice>();
+  }
+  if (strategy().abilities().saves_on_all_ranks)
+    checkpointer_ = std::make_unique<Checkpointer>(manager(), saves.folder, saves.options);
+  else if (first_rank())
+    checkpointer_ =
+        std::make_unique<Checkpointer>(manager(), saves.folder, saves.options, std::vector<int>{0});
+}
+
+const DistributedManager& Trainer::manager() const {
+  return strategy().manager() ? *strategy().manager() : *alone_->manager();
+}
+
+std::string Trainer::latest() {
+  std::string name;
+  if (checkpointer_) name = checkpointer_->latest().value_or("");
+  return strategy().abilities().saves_on_all_ranks ? name : strategy().broadcast(name, 0);
+}
+
+CheckpointState Trainer::state() {
+  CheckpointState state = session_->state();
+  state.set_integer("loop.epoch", epoch_ + (epoch_over_ ? 1 : 0));
+  const bool in_epoch = in_epoch_ && !epoch_over_;
+  state.set_integer("loop.in_epoch", in_epoch);
+  state.set_integer("loop.validation_due", validation_due_);
+  state.set_real("loop.rate_scale", rate_scale_);
+  state.set_of_rank("loop.window_metrics", window_metrics_.state());
+  state.set_of_rank("loop.epoch_metrics", epoch_metrics_.state());
+  if (training_) {
+    state.set_integer("loop.batch", static_cast<std::int64_t>(training_->index()));
+    const std::string position = training_->source().state();
+    if (training_->source().shared_state())
+      state.set("loop.source", position);
+    else
+      state.set_of_rank("loop.source", position);
+  }
+  for (const auto& [name, value] : metrics_) state.set_real("loop.metric." + name, value);
+  task_->save(state);
+  for (const auto& callback : options_.callbacks)
+    callback->save(*this, state, "callback." + callback->name() + ".");
+  return state;
+}
+
+void Trainer::load(const std::string& name) {
+  const CheckpointReader saved(manager().world(), options_.checkpoint.folder, name);
+  CheckpointState extra;
+  task_->save(extra);
+  for (const auto& callback : options_.callbacks)
+    callback->save(*this, extra, "callback." + callback->name() + ".");
+  session_->load(saved, &extra);
+  step_ = session_->steps();
+  epoch_ = saved.integer("loop.epoch");
+  in_epoch_ = saved.integer("loop.in_epoch") != 0;
+  validation_due_ = saved.integer("loop.validation_due") != 0;
+  rate_scale_ = saved.real("loop.rate_scale");
+  // Ranks that are gone leave theirs to those that are there.
+  const auto share = [&](const std::string& key, Metrics& into) {
+    into.clear();
+    for (const auto& [rank, bytes] : saved.values_of_ranks(key)) {
+      if (rank % strategy().size() != strategy().rank()) continue;
+      Metrics one;
+      one.restore(bytes);
+      into.add(one);
+    }
+  };
+  share("loop.window_metrics", window_metrics_);
+  share("loop.epoch_metrics", epoch_metrics_);
+  const std::string metric = "loop.metric.";
+  for (const std::string& key : saved.value_names())
+    if (key.starts_with(metric)) metrics_[key.substr(metric.size())] = saved.real(key);
+  task_->loaded(extra);
+  for (const auto& callback : options_.callbacks)
+    callback->loaded(*this, extra, "callback." + callback->name() + ".");
+  if (training_) load_position(saved);
+}
+
+void Trainer::load_position(const CheckpointReader& saved) {
+  BatchSource& source = training_->source();
+  std::string position;
+  const auto names = saved.value_names();
+  if (std::find(names.begin(), names.end(), "loop.source") != names.end()) {
+    position = saved.value("loop.source");
+  } else {
+    const auto all = saved.values_of_ranks("loop.source");
+    if (static_cast<int>(all.size()) == strategy().size()) {
+      position = all.at(strategy().rank());
+    } else if (in_epoch_) {
+      throw ConfigurationError(
+          concat("the checkpoint was saved in the middle of an epoch by ", all.size(),
+                 " ranks with a position each, and there are ", strategy().size(),
+                 " now: go on with as many, from the end of an epoch, or read by a Loader"));
+    }
+  }
+  if (!position.empty()) source.restore(position);
+  if (in_epoch_)
+    training_->resume(static_cast<std::uint64_t>(epoch_),
+                      static_cast<std::uint64_t>(saved.integer("loop.batch")));
+}
+
+void Trainer::request_save(const std::string& name) {
+  const std::string wanted = name.empty() ? concat("step-", step_) : name;
+  if (std::find(to_save_.begin(), to_save_.end(), wanted) == to_save_.end())
+    to_save_.push_back(wanted);
+}
+
+// Between steps and epochs: nothing is half done, so that what is saved here can go on.
+void Trainer::safe_point() {
+  const bool ends = stop_ >= Stop::usr1;
+  const bool saves = !options_.checkpoint.folder.empty();
+  if (ends && saves) request_save();
+  std::vector<std::string> names;
+  names.swap(to_save_);
+  if (!names.empty() && !saves)
+    throw InvalidArgument(
+        "a checkpoint was asked for, but TrainerOptions::checkpoint.folder is empty");
+  if (names.empty()) return;
+  // What is to go has a successor on the disk when the save before this one is.
+  if (checkpointer_) checkpointer_->wait();
+  std::vector<std::string> removed;
+  removed.swap(ready_to_remove_);
+  ready_to_remove_.swap(to_remove_);
+  remove_all(removed);
+  for (const std::string& name : names) {
+    const CheckpointState all = state();
+    if (checkpointer_ && options_.checkpoint.background && !ends)
+      checkpointer_->start_save(name, all);
+    else if (checkpointer_)
+      checkpointer_->save(name, all);
+    saved_ = name;
+  }
+}
+
+void Trainer::request_remove(const std::string& name) { to_remove_.push_back(name); }
+
+void Trainer::remove_all(const std::vector<std::string>& names) {
+  if (!checkpointer_ || names.empty()) return;
+  const auto there = checkpointer_->names();
+  for (const std::string& name : names)
+    if (std::find(there.begin(), there.end(), name) != there.end()) checkpointer_->remove(name);
+}
+
+// At the end, when the last save is on the disk.
+void Trainer::remove_what_was_asked() {
+  remove_all(ready_to_remove_);
+  remove_all(to_remove_);
+  ready_to_remove_.clear();
+  to_remove_.clear();
+}
+
+}  // namespace tessera

@@ -1,0 +1,240 @@
+// What each callback promises.
+
+#include <cmath>
+#include <sstream>
+
+#include "support.h"
+
+namespace tessera::test {
+
+namespace {
+
+// A task whose validation loss is given.
+class Scripted : public Regression {
+ public:
+  explicit Scripted(std::vector<double> losses) : losses_(std::move(losses)) {}
+  void validation_step(const MicroBatch&, Step& step) override {
+    step.log("loss", losses_[std::min(next_++, losses_.size() - 1)], 1.0);
+  }
+
+ private:
+  std::vector<double> losses_;
+  std::size_t next_ = 0;
+};
+
+TrainerOptions validating(DistributedManager& manager, std::int64_t epochs) {
+  TrainerOptions options;
+  options.strategy = std::make_shared<DDPStrategy>(manager);
+  options.session.signals = false;
+  options.max_epochs = epochs;
+  return options;
+}
+
+std::vector<std::string> checkpoints_in(DistributedManager& manager, const std::string& folder) {
+  return Checkpointer(manager, folder).names();
+}
+
+}  // namespace
+
+TEST(Callbacks, EarlyStoppingStopsAllRanks) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto run = [&](std::vector<double> losses, EarlyStoppingOptions stopping) {
+      Scripted task(std::move(losses));
+      auto options = validating(manager, 9);
+      options.callbacks = {std::make_shared<EarlyStopping>("val/loss", stopping)};
+      return Trainer(options).fit(task, ragged_batches(manager.rank(), 2),
+                                  ragged_batches(manager.rank(), 1));
+    };
+    FitResult result = run({5, 4, 4.5, 3, 3.5, 3.5, 1}, {.patience = 2});
+    EXPECT_EQ(result.epochs, 6);
+    EXPECT_EQ(result.stop, Stop::requested);
+    EXPECT_NE(result.reason.find("has not improved on 3"), std::string::npos) << result.reason;
+    EXPECT_EQ(run({5, 4.9, 4.8}, {.patience = 1, .least = 0.5}).epochs, 2);
+    EXPECT_EQ(run({1, 2, 3, 2.5}, {.patience = 1, .better = Better::larger}).epochs, 4);
+    result = run({5, std::nan(""), 1}, {});
+    EXPECT_EQ(result.epochs, 2);
+    EXPECT_NE(result.reason.find("is nan"), std::string::npos) << result.reason;
+    EXPECT_EQ(run({9, 8, 7, 6, 5, 4, 3, 2, 1}, {}).stop, Stop::none);
+    EXPECT_THROW(EarlyStopping("x", {.patience = 0}), InvalidArgument);
+  });
+  EXPECT_THROW(
+      {
+        Scripted task({1});
+        TrainerOptions options;
+        options.callbacks = {std::make_shared<EarlyStopping>("val/other")};
+        Trainer(options).fit(task, ragged_batches(0, 1), ragged_batches(0, 1));
+      },
+      InvalidArgument);
+}
+
+TEST(Callbacks, CheckpointsKeepTheBestAndTheLast) {
+  for (const bool background : {false, true}) {
+    const Folder folder;
+    on_threads(2, [&](DistributedManager& manager) {
+      Scripted task({5, 3, 4, 6, 2, 9});
+      auto options = validating(manager, 6);  // two steps each
+      options.checkpoint.folder = folder.path();
+      options.checkpoint.background = background;
+      const auto best = std::make_shared<CheckpointCallback>(CheckpointCallbackOptions{
+          .every_epochs = 2, .keep_last = 1, .monitor = "val/loss", .best = 2, .at_end = false});
+      options.callbacks = {best};
+      Trainer(options).fit(task, ragged_batches(manager.rank(), 2),
+                           ragged_batches(manager.rank(), 1));
+      EXPECT_EQ(best->best(),
+                (std::vector<std::pair<std::string, double>>{{"step-10", 2}, {"step-4", 3}}));
+      auto names = checkpoints_in(manager, folder.path());
+      std::sort(names.begin(), names.end());
+      EXPECT_EQ(names, (std::vector<std::string>{"step-10", "step-12", "step-4"}));
+    });
+  }
+  EXPECT_THROW(CheckpointCallback({.best = 0}), InvalidArgument);
+  EXPECT_THROW(
+      {
+        Regression task;
+        TrainerOptions options;
+        options.callbacks = {std::make_shared<CheckpointCallback>(CheckpointCallbackOptions{})};
+        Trainer(options).fit(task, ragged_batches(0, 1));
+      },
+      InvalidArgument);
+}
+
+TEST(Callbacks, CheckpointsByStepsAndByTheClock) {
+  const Folder folder, timed;
+  on_threads(2, [&](DistributedManager& manager) {
+    Regression task;
+    auto options = validating(manager, 1);
+    options.checkpoint.folder = folder.path();
+    options.callbacks = {std::make_shared<CheckpointCallback>(
+        CheckpointCallbackOptions{.every_steps = 3, .keep_last = 0, .at_end = true})};
+    const FitResult result = Trainer(options).fit(task, ragged_batches(manager.rank(), 7));
+    EXPECT_EQ(result.checkpoint, "step-7");
+    auto names = checkpoints_in(manager, folder.path());
+    std::sort(names.begin(), names.end());
+    EXPECT_EQ(names, (std::vector<std::string>{"step-3", "step-6", "step-7"}));
+
+    // One rank's clock says so: both save, at the same step.
+    Regression other;
+    auto by_clock = validating(manager, 1);
+    by_clock.checkpoint.folder = timed.path();
+    by_clock.callbacks = {std::make_shared<CheckpointCallback>(CheckpointCallbackOptions{
+        .every = manager.rank() == 1 ? std::chrono::milliseconds(1) : std::chrono::hours(1),
+        .keep_last = 0,
+        .at_end = false})};
+    const auto slow = batches_of([&](std::uint64_t, std::uint64_t i) -> std::optional<MicroBatch> {
+      if (i >= 4) return std::nullopt;
+      std::this_thread::sleep_for(std::chrono::milliseconds(3));
+      return make_batch(ragged_data(manager.rank(), static_cast<std::int64_t>(i)));
+    });
+    Trainer(by_clock).fit(other, slow);
+    EXPECT_GE(checkpoints_in(manager, timed.path()).size(), 1u);
+  });
+}
+
+TEST(Callbacks, ReduceOnPlateauAndTheMonitor) {
+  on_threads(2, [](DistributedManager& manager) {
+    Scripted task({5, 6, 6, 4, 4});
+    auto options = validating(manager, 5);
+    options.log_every_steps = 1;
+    struct Seen : Callback {
+      std::string name() const override { return "seen"; }
+      void on_log(Trainer&, const std::map<std::string, double>& values) override {
+        if (values.contains("lr/0")) rates.push_back(values.at("lr/0"));
+      }
+      std::vector<double> rates;
+    };
+    const auto seen = std::make_shared<Seen>();
+    options.callbacks = {
+        std::make_shared<ReduceOnPlateau>("val/loss", 0.5, EarlyStoppingOptions{.patience = 2}),
+        std::make_shared<LearningRateMonitor>(), seen};
+    Trainer(options).fit(task, ragged_batches(manager.rank(), 1), ragged_batches(0, 1));
+    EXPECT_EQ(seen->rates, (std::vector<double>{0.05, 0.05, 0.05, 0.025, 0.025}));
+  });
+}
+
+TEST(Callbacks, EmaFollowsItsDefinitionAndValidationsUseIt) {
+  for (const bool sharded : {false, true}) {
+    on_threads(3, [&](DistributedManager& manager) {
+      struct Definition : Callback {
+        std::string name() const override { return "definition"; }
+        void on_fit_start(Trainer& trainer) override {
+          for (const auto& p : trainer.session().modules()[0].module->parameters())
+            average.push_back(whole(p).clone());
+        }
+        void on_step_end(Trainer& trainer, const StepResult&) override {
+          const auto now = trainer.session().modules()[0].module->parameters();
+          for (std::size_t i = 0; i < now.size(); ++i)
+            average[i] = 0.7 * average[i] + 0.3 * whole(now[i]);
+        }
+        void on_validation_start(Trainer& trainer) override {
+          const auto now = trainer.session().modules()[0].module->parameters();
+          for (std::size_t i = 0; i < now.size(); ++i)
+            EXPECT_LT(difference(whole(now[i]), average[i]), 1e-12);
+        }
+        std::vector<at::Tensor> average;
+      };
+      Regression task;
+      auto options = validating(manager, 2);
+      if (sharded)
+        options.strategy = std::make_shared<MeshStrategy>(
+            manager.mesh({{"data", 3}}), NamedPlacements{{"*.weight", {{Shard(0)}}}},
+            std::vector{Shard(0)});
+      const auto ema = std::make_shared<Ema>(0.7);
+      const auto definition = std::make_shared<Definition>();
+      options.callbacks = {ema, definition};
+      Trainer(options).fit(task, ragged_batches(manager.rank(), 4),
+                           ragged_batches(manager.rank(), 2));
+      // The parameters came back.
+      const auto now = task.values();
+      bool moved = false;
+      for (std::size_t i = 0; i < now.size(); ++i)
+        moved = moved || difference(now[i], definition->average[i]) > 1e-6;
+      EXPECT_TRUE(moved);
+      for (const auto& [name, average] : ema->average())
+        EXPECT_EQ(is_sharded(average), sharded) << name;
+    });
+  }
+  EXPECT_THROW(Ema(1.0), InvalidArgument);
+}
+
+TEST(Callbacks, TimerProgressAndThroughput) {
+  on_threads(2, [](DistributedManager& manager) {
+    std::ostringstream out;
+    Regression task;
+    auto options = validating(manager, 1);
+    options.max_steps = 100000;
+    options.log_every_steps = 1;
+    struct Seen : Callback {
+      std::string name() const override { return "seen"; }
+      void on_log(Trainer&, const std::map<std::string, double>& values) override {
+        for (const auto& [name, value] : values) last[name] = value;
+      }
+      std::map<std::string, double> last;
+    };
+    const auto seen = std::make_shared<Seen>();
+    // One rank's clock is enough.
+    const auto limit = manager.rank() == 1 ? std::chrono::milliseconds(60) : std::chrono::hours(1);
+    options.callbacks = {std::make_shared<Timer>(limit),
+                         std::make_shared<Progress>(out, std::chrono::milliseconds(10)),
+                         std::make_shared<Throughput>(1e6), seen};
+    const auto endless =
+        batches_of([&](std::uint64_t, std::uint64_t i) -> std::optional<MicroBatch> {
+          return make_batch(ragged_data(manager.rank(), static_cast<std::int64_t>(i % 7)));
+        });
+    const FitResult result = Trainer(options).fit(task, endless);
+    EXPECT_EQ(result.stop, Stop::requested);
+    EXPECT_LT(result.steps, 100000);
+    if (manager.rank() == 0) {
+      EXPECT_NE(out.str().find("train/loss"), std::string::npos) << out.str();
+      EXPECT_NE(out.str().find(" of 100000 ("), std::string::npos) << out.str();
+      EXPECT_GT(seen->last.at("throughput/samples"), 0);
+      EXPECT_NEAR(seen->last.at("throughput/flop"), 1e6 * seen->last.at("throughput/samples"),
+                  1e-3 * seen->last.at("throughput/flop"));
+      EXPECT_GT(seen->last.at("throughput/bytes"), 0);
+    } else {
+      EXPECT_TRUE(out.str().empty());
+      EXPECT_FALSE(seen->last.contains("throughput/samples"));
+    }
+  });
+}
+
+}  // namespace tessera::test

@@ -1,0 +1,242 @@
+// Ranks as processes over Gloo that get signals, are killed in every phase, or throw: all end in
+// bounded time, and a new job goes on from the last checkpoint to the values of one that was left
+// alone.
+
+#include <signal.h>
+#include <unistd.h>
+
+#include "../comm/fork_ranks.h"
+#include "cases.h"
+#include "tessera/base/hash.h"
+#include "tessera/train/local_ranks.h"
+
+namespace tessera::test {
+
+using ::tessera::testing::fork_ranks;
+using ::tessera::testing::RankEnd;
+
+namespace {
+
+constexpr int kRanks = 2;
+
+// What happens to rank `victim` at `step`, in `phase`.
+struct Trouble {
+  int victim = -1;
+  std::int64_t step = 0;
+  std::string phase;
+  // 0: throws.
+  int signal = 0;
+};
+
+class Maker : public Callback {
+ public:
+  explicit Maker(Trouble trouble) : trouble_(std::move(trouble)) {}
+  std::string name() const override { return "maker"; }
+  void on_fit_start(Trainer& t) override { at("load", t); }
+  void on_batch_start(Trainer& t, const MicroBatch&) override { at("forward", t); }
+  void on_before_backward(Trainer& t, const at::Tensor&) override { at("backward", t); }
+  void on_before_step(Trainer& t, const StepResult&) override { at("step", t); }
+  void on_step_end(Trainer& t, const StepResult&) override { at("after", t); }
+  void on_validation_start(Trainer& t) override { at("validation", t); }
+  void save(Trainer& t, CheckpointState&, const std::string&) override { at("save", t); }
+
+ private:
+  void at(const std::string& phase, Trainer& trainer) {
+    if (trainer.strategy().rank() != trouble_.victim || phase != trouble_.phase ||
+        trainer.step() != trouble_.step || done_)
+      return;
+    done_ = true;
+    if (trouble_.signal == 0) throw Error("trouble in " + phase);
+    ::kill(::getpid(), trouble_.signal);
+  }
+  Trouble trouble_;
+  bool done_ = false;
+};
+
+// Trains, or goes on from what is in the folder; "steps stop hash".
+std::string train(const Launch& launch, const std::string& folder, const Trouble& trouble) {
+  at::set_num_threads(1);
+  ManagerOptions how;
+  how.launch = launch;
+  how.timeout = std::chrono::seconds(10);
+  const auto manager = DistributedManager::initialize(how);
+  torch::manual_seed(3 + launch.rank);
+  torch::nn::Sequential net(torch::nn::Linear(3, 5), torch::nn::Dropout(0.2),
+                            torch::nn::Linear(5, 2));
+  net->to(at::kDouble);
+  fill(*net, 3);
+  Regression task(net);
+  TrainerOptions options;
+  options.strategy = std::make_shared<DDPStrategy>(manager);
+  options.max_epochs = 2;
+  options.accumulate = 2;
+  options.checkpoint.folder = folder;
+  options.checkpoint.resume = true;
+  options.checkpoint.options.timeout = std::chrono::seconds(10);
+  options.callbacks = {std::make_shared<CheckpointCallback>(
+                           CheckpointCallbackOptions{.every_steps = 2, .keep_last = 2}),
+                       std::make_shared<Maker>(trouble)};
+  const FitResult result = Trainer(options).fit(task, ragged_batches(launch.rank, 7),
+                                                ragged_batches(launch.rank + 3, 2));
+  Hash hash;
+  for (const at::Tensor& t : task.values()) hash.bytes(t.contiguous().data_ptr(), t.nbytes());
+  return concat(result.steps, " ", to_string(result.stop), " ", hash.value());
+}
+
+std::vector<RankEnd> job(const std::string& folder, const Trouble& trouble = {}) {
+  return fork_ranks(
+      kRanks, [&](const Launch& launch) { return train(launch, folder, trouble); },
+      std::chrono::seconds(40));
+}
+
+const std::string& undisturbed() {
+  static const std::string report = [] {
+    const Folder folder;
+    const auto ends = job(folder.path());
+    EXPECT_EQ(ends[0].report, ends[1].report);
+    return ends[0].report;
+  }();
+  return report;
+}
+
+void expect_goes_on(const std::string& folder, const std::string& what) {
+  for (const RankEnd& end : job(folder)) {
+    EXPECT_EQ(end.exit_code, 0) << what << ": " << end.report;
+    EXPECT_EQ(end.report, undisturbed()) << what;
+  }
+}
+
+}  // namespace
+
+TEST(TrainProcesses, SignalsSaveAndStopAllAtTheSameStep) {
+  EXPECT_EQ(undisturbed().substr(0, 7), "8 none ");
+  for (const int signal : {SIGTERM, SIGUSR1}) {
+    const std::vector<std::int64_t> steps{0, 3, 5}, two{2};
+    for (const std::int64_t step : signal == SIGTERM ? steps : two) {
+      const Folder folder;
+      const std::string what = concat("signal ", signal, " after step ", step);
+      const auto ends = job(folder.path(), {static_cast<int>(step) % kRanks, step,
+                                            step % 2 == 0 ? "forward" : "after", signal});
+      for (const RankEnd& end : ends) {
+        EXPECT_EQ(end.exit_code, 0) << what << ": " << end.report;
+        EXPECT_EQ(end.report, ends[0].report) << what;
+        EXPECT_NE(end.report.find(signal == SIGTERM ? " SIGTERM " : " SIGUSR1 "), std::string::npos)
+            << what << ": " << end.report;
+      }
+      EXPECT_EQ(ends[0].report.substr(0, 2), concat(step + 1, " ")) << what;
+      expect_goes_on(folder.path(), what);
+    }
+  }
+}
+
+TEST(TrainProcesses, SignalsInAValidationAreNoticed) {
+  const Folder folder;
+  const auto ends = job(folder.path(), {1, 4, "validation", SIGTERM});
+  for (const RankEnd& end : ends) EXPECT_EQ(end.report.substr(0, 10), "4 SIGTERM ") << end.report;
+  expect_goes_on(folder.path(), "in a validation");
+}
+
+TEST(TrainProcesses, ARankKilledInAnyPhaseEndsAllAndTheJobGoesOn) {
+  for (const std::string phase :
+       {"load", "forward", "backward", "step", "after", "save", "validation"}) {
+    const Folder folder;
+    const std::int64_t step = phase == "load" ? 0 : 4;
+    const int victim = phase == "backward" ? 0 : 1;
+    const auto began = std::chrono::steady_clock::now();
+    const auto ends = job(folder.path(), {victim, step, phase, SIGKILL});
+    EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(25)) << phase;
+    EXPECT_EQ(ends[victim].signal, SIGKILL) << phase;
+    EXPECT_TRUE(ends[1 - victim].ended) << phase << ": a hang";
+    EXPECT_EQ(ends[1 - victim].exit_code, 9) << phase << ": " << ends[1 - victim].report;
+    expect_goes_on(folder.path(), "killed in " + phase);
+  }
+}
+
+TEST(TrainProcesses, AnExceptionOnOneRankIsToldByAll) {
+  for (const std::string phase : {"load", "forward", "step", "save"}) {
+    const Folder folder;
+    const auto began = std::chrono::steady_clock::now();
+    const auto ends = job(folder.path(), {1, phase == "load" ? 0 : 2, phase, 0});
+    EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(20)) << phase;
+    for (const RankEnd& end : ends) {
+      EXPECT_EQ(end.exit_code, 9) << phase << ": " << end.report;
+      EXPECT_NE(end.report.find("trouble in " + phase), std::string::npos)
+          << phase << ": " << end.report;
+    }
+  }
+}
+
+TEST(TrainProcesses, EveryKindOfParallelismEqualsOneProcess) {
+  for (const int ranks : {2, 3}) {
+    const Folder folder;
+    const auto ends = fork_ranks(
+        ranks,
+        [&](const Launch& launch) -> std::string {
+          at::set_num_threads(1);
+          ManagerOptions how;
+          how.launch = launch;
+          how.timeout = std::chrono::seconds(20);
+          auto manager = DistributedManager::initialize(how);
+          each_strategy_case(manager);
+          mixed_case(manager);
+          table_case(manager, folder.path(), ranks, false);
+          table_case(manager, folder.path(), ranks, true);
+          return ::testing::Test::HasFailure() ? "wrong values" : "right";
+        },
+        std::chrono::seconds(60));
+    for (const RankEnd& end : ends) EXPECT_EQ(end.report, "right");
+  }
+}
+
+// What the ranks do that the test below starts.
+TEST(LocalRanks, DISABLED_OneOfThem) {
+  const auto manager = DistributedManager::initialize();
+  at::Tensor ranks = at::ones({1});
+  manager.world().all_reduce(ranks);
+  ::tessera::testing::put(concat(::getenv("TRAIN_TEST_FOLDER"), "/", manager.rank()),
+                          concat(ranks.item<float>()));
+}
+
+TEST(LocalRanks, AProgramStartsItselfWhereNoLauncherHas) {
+  const Folder folder;
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::setenv("TRAIN_TEST_FOLDER", folder.path().c_str(), 1);
+    std::vector<std::string> words{"program", "--gtest_filter=LocalRanks.DISABLED_OneOfThem",
+                                   "--gtest_also_run_disabled_tests"};
+    std::vector<char*> arguments;
+    for (std::string& word : words) arguments.push_back(word.data());
+    const auto status = start_local_ranks(3, 3, arguments.data(), Environment());
+    ::_exit(status ? *status : 77);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  for (int rank = 0; rank < 3; ++rank)
+    EXPECT_EQ(::tessera::testing::contents(folder / std::to_string(rank)), "3");
+  // Under a launcher it is one of its ranks already.
+  Environment launched;
+  launched.variables = {{"RANK", "0"}, {"WORLD_SIZE", "1"}};
+  EXPECT_FALSE(start_local_ranks(3, 0, nullptr, launched));
+  EXPECT_FALSE(start_local_ranks(1, 0, nullptr, Environment()));
+  EXPECT_THROW(start_local_ranks(0, 0, nullptr, Environment()), InvalidArgument);
+}
+
+TEST(TrainProcesses, SlurmIsAskedToQueueTheJobAgain) {
+  const Folder folder;
+  const std::string said = folder / "said";
+  ::tessera::testing::put(folder / "scontrol",
+                          "#!/bin/sh\necho \"$@\" > " + said + "\n[ \"$2\" != 7 ]\n");
+  std::filesystem::permissions(folder / "scontrol", std::filesystem::perms::owner_all);
+  const std::string path = ::getenv("PATH");
+  ::setenv("PATH", (folder.path() + ":" + path).c_str(), 1);
+  requeue_slurm_job("123_4");
+  EXPECT_EQ(::tessera::testing::contents(said), "requeue 123_4\n");
+  EXPECT_THROW(requeue_slurm_job("7"), Error);
+  EXPECT_THROW(requeue_slurm_job("7; rm"), InvalidArgument);
+  ::setenv("PATH", "/nowhere", 1);
+  EXPECT_THROW(requeue_slurm_job("8"), Error);
+  ::setenv("PATH", path.c_str(), 1);
+}
+
+}  // namespace tessera::test
