@@ -85,7 +85,7 @@ function(tessera_use_full_pch target)
 endfunction()
 
 # tessera_showcase(targets ...): the libraries and programs of a showcase that is built in this tree.
-function(tessera_example)
+function(tessera_showcase)
   foreach(target IN LISTS ARGN)
     get_target_property(type ${target} TYPE)
     if(type STREQUAL "STATIC_LIBRARY")
