@@ -10,8 +10,8 @@
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/local_shards.h"
 #include "tessera/checkpoint/detail/together.h"
-#include "tessera/checkpoint/torch_dtypes.h"
 #include "tessera/checkpoint/storage/saved_checkpoint.h"
+#include "tessera/checkpoint/torch_dtypes.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {

@@ -1,6 +1,7 @@
 #include "tessera/gradient/step_weight.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <cmath>
 #include <limits>
@@ -23,8 +24,8 @@ at::Tensor StepWeight::weigh(const at::Tensor& loss, double weight) {
     weight = 0;
   }
   weight_ += weight;
-  // The same operators whatever the weight, since a sharded loss makes ranks call together. A product
-  // alone would keep the NaN of a mean over nothing.
+  // The same operators whatever the weight, since a sharded loss makes ranks call together. A
+  // product alone would keep the NaN of a mean over nothing.
   const at::Tensor counts = at::full({}, weight > 0, loss.options().dtype(at::kBool));
   const at::Tensor weighed = at::where(counts, loss, at::zeros({}, loss.options())) * weight;
   const at::NoGradGuard no_grad;

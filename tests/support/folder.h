@@ -1,6 +1,6 @@
 #pragma once
-// What tests of files share: a folder of its own for each test, removed afterwards, whole files, and
-// what a call throws.
+// What tests of files share: a folder of its own for each test, removed afterwards, whole files,
+// and what a call throws.
 
 #include <gtest/gtest.h>
 #include <stdlib.h>

@@ -187,8 +187,8 @@ inline std::shared_ptr<BatchSource> lookups(int first, int last, std::int64_t ba
   });
 }
 
-// (a) A table cut by hand, the rest data-parallel. Trains and saves, or goes on and finds nothing to
-// do.
+// (a) A table cut by hand, the rest data-parallel. Trains and saves, or goes on and finds nothing
+// to do.
 inline void table_case(DistributedManager& manager, const std::string& folder, int trained_ranks,
                        bool resume) {
   at::Tensor expected_rows;

@@ -49,8 +49,8 @@ struct Message {
   int peer;
 };
 
-/// The calls of a group, each declared once: Group is Collectives<void>, whose calls return when they
-/// are complete; group.start() is Collectives<Request>, whose calls return what is under way.
+/// The calls of a group, each declared once: Group is Collectives<void>, whose calls return when
+/// they are complete; group.start() is Collectives<Request>, whose calls return what is under way.
 template <class Result>
 class Collectives {
  public:
