@@ -14,6 +14,7 @@
 #include "tessera/gradient/mean_loss.h"
 #include "tessera/gradient/reducer.h"
 #include "tessera/gradient/step_weight.h"
+#include "tessera/gradient/sync.h"
 #include "tessera/launch/launch.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/nn/clip.h"

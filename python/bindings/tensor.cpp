@@ -6,8 +6,8 @@
 #include "mesh.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/file.h"
+#include "tessera/gradient/sync.h"
 #include "tessera/nn/distribute_module.h"
-#include "tessera/nn/parameter_gradient.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::python {
@@ -23,17 +23,15 @@ struct PySpec : torch::CustomClassHolder {
 };
 using SpecPtr = c10::intrusive_ptr<PySpec>;
 
-// GradientNoSync, of a module that is not C++'s own.
+// Scopes nest: one is opened by each begin() and closed by each end().
 struct PyNoSync : torch::CustomClassHolder {
-  explicit PyNoSync(const std::vector<at::Tensor>& parameters)
-      : reducers(detail::reducers_of(parameters)) {}
-  void begin() {
-    for (const auto& reducer : reducers)
-      scopes.push_back(std::make_unique<GradientReducer::NoSync>(*reducer));
+  explicit PyNoSync(const std::vector<at::Tensor>& p) : parameters(p) {}
+  void begin() { scopes.emplace_back(parameters); }
+  void end() {
+    if (!scopes.empty()) scopes.pop_back();
   }
-  void end() { scopes.clear(); }
-  std::vector<std::shared_ptr<GradientReducer>> reducers;
-  std::vector<std::unique_ptr<GradientReducer::NoSync>> scopes;
+  std::vector<at::Tensor> parameters;
+  std::vector<NoSync> scopes;
 };
 
 NamedTensors named(const Texts& names, const std::vector<at::Tensor>& tensors) {
@@ -114,9 +112,8 @@ TORCH_LIBRARY_FRAGMENT(tessera, library) {
       .def(torch::init<std::vector<at::Tensor>>())
       .def("begin", [](const c10::intrusive_ptr<PyNoSync>& self) { self->begin(); })
       .def("end", [](const c10::intrusive_ptr<PyNoSync>& self) { self->end(); });
-  library.def("reduce_gradients", [](const std::vector<at::Tensor>& parameters) {
-    for (const auto& reducer : detail::reducers_of(parameters)) reducer->reduce();
-  });
+  library.def("reduce_gradients",
+              [](const std::vector<at::Tensor>& parameters) { reduce_gradients(parameters); });
   library.def("save",
               [](const Texts& names, const std::vector<at::Tensor>& tensors, const MeshPtr& mesh,
                  const std::string& path) { save(named(names, tensors), mesh->mesh, path); });

@@ -177,19 +177,26 @@ def distribute_module(module, mesh, rule=None):
     return module
 
 
-@contextlib.contextmanager
-def no_sync(module):
-    """Gradients of `distribute_module`'s parameters stay partial sums in this scope; the next backward outside reduces them. Alike on all ranks."""
-    scope = classes.NoSync(list(module.parameters()))
-    scope.begin()
-    try:
-        yield
-    finally:
-        scope.end()
+class no_sync(contextlib.ContextDecorator):
+    """Gradients of `module` accumulate locally in this scope, and nothing is sent; the next backward outside reduces them.
+
+    For all that reduce gradients of its parameters; those of `distribute_module` stay partial sums. Scopes nest, and one object may be
+    entered several times. An exception ends it as well. Alike on all ranks.
+    """
+
+    def __init__(self, module):
+        self._scopes = classes.NoSync(list(module.parameters()))
+
+    def __enter__(self):
+        self._scopes.begin()
+        return self
+
+    def __exit__(self, *exception):
+        self._scopes.end()
 
 
 def reduce_gradients(module):
-    """Reduces now what is partial, after `no_sync` scopes without a last backward. Collective."""
+    """Reduces now what has been accumulated and not been reduced, after `no_sync` scopes without a last backward. Collective."""
     ops.reduce_gradients(list(module.parameters()))
 
 

@@ -1,5 +1,5 @@
 #pragma once
-// Which gradients travel together. Arithmetic only.
+// Which gradients share a bucket. Arithmetic only.
 
 #include <cstddef>
 #include <cstdint>

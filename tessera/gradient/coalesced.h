@@ -10,9 +10,9 @@
 
 namespace tessera {
 
-/// Every rank's tensors get root's values. Tensors of one dtype and device travel together, at most
-/// `bytes` a message (a larger tensor has its own). Collective; the ranks' tensors agree in number,
-/// shape, dtype and order.
+/// Broadcasts tensors from `root` to the other ranks of the group, which overwrite theirs. Tensors
+/// of one dtype and device are sent together, at most `bytes` per message (a larger tensor has a
+/// message of its own). Collective; the ranks' tensors agree in number, shape, dtype and order.
 void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const Group& group, int root,
                          std::int64_t bytes = 25 << 20);
 

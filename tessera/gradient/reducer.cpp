@@ -4,6 +4,7 @@
 #include <c10/util/strides.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -11,13 +12,28 @@
 #include <mutex>
 #include <set>
 #include <tuple>
+#include <unordered_map>
+#include <utility>
 
 #include "tessera/base/text.h"
 #include "tessera/comm/group/agreement.h"
+#include "tessera/gradient/announce.h"
 #include "tessera/gradient/bucket.h"
-#include "tessera/gradient/detail/flight.h"
+#include "tessera/gradient/detail/bucket_message.h"
+#include "tessera/gradient/hooks.h"
 
 namespace tessera {
+
+std::optional<double> scale_of(ReduceOp op, int ranks) {
+  switch (op.kind) {
+    case ReduceOp::Kind::sum:
+      return 1.0;
+    case ReduceOp::Kind::avg:
+      return 1.0 / ranks;
+    default:
+      return std::nullopt;
+  }
+}
 
 GradientAccess::~GradientAccess() = default;
 
@@ -27,11 +43,15 @@ std::string GradientAccess::describe(const at::Tensor& parameter) const {
   return concat("shape ", parameter.sizes(), ", ", parameter.scalar_type());
 }
 
-OwedGradient GradientAccess::owed(const at::Tensor& parameter, const Group& group) const {
+UnreducedGradient GradientAccess::unreduced(const at::Tensor& parameter, const Group& group) const {
   return {parameter.grad(), group};
 }
 
-void GradientAccess::taken(const at::Tensor&) const {}
+void GradientAccess::packed(const at::Tensor&) const {}
+
+void GradientAccess::start_from_nothing(const at::Tensor& parameter) const {
+  parameter.mutable_grad().reset();
+}
 
 void GradientAccess::store(const at::Tensor& parameter, const at::Tensor& reduced,
                            bool keep) const {
@@ -46,12 +66,12 @@ void GradientAccess::store(const at::Tensor& parameter, const at::Tensor& reduce
 
 namespace {
 
-// One place of a parameter in its bucket's flat tensor.
+// The place of a parameter in its bucket's flat tensor.
 struct Slot {
   std::size_t parameter;
   std::int64_t offset;
   at::Tensor like;
-  at::Tensor part;  // its place, once there is a flat tensor
+  at::Tensor part;  // a tensor over that place, once there is a flat tensor
 };
 
 // A factor goes into the copy into the bucket, which saves a pass over it; half precision is scaled
@@ -59,20 +79,19 @@ struct Slot {
 double take_factor(ReduceOp& op, int ranks, c10::ScalarType dtype) {
   const auto real = c10::isComplexType(dtype) ? c10::toRealValueType(dtype) : dtype;
   if (real != c10::ScalarType::Float && real != c10::ScalarType::Double) return 1.0;
-  if (op.kind != ReduceOp::Kind::avg && op.kind != ReduceOp::Kind::premultiplied) return 1.0;
-  const double factor = op.kind == ReduceOp::Kind::avg ? 1.0 / ranks : op.factor;
+  if (op.kind != ReduceOp::Kind::avg) return 1.0;
   op = ReduceOp::sum;
-  return factor;
+  return 1.0 / ranks;
 }
 
 struct Bucket {
   Group group;
   ReduceOp op;
   double factor = 1.0;  // of what is copied into the flat tensor
-  // of parameters whose access says so: what is owed decides over which groups it travels
-  bool alike = false;
+  // GradientAccess::uniform() of its parameters, which then say what is reduced over which groups.
+  bool uniform = false;
   std::vector<Slot> slots;
-  std::vector<detail::Flight> flights;
+  std::vector<detail::BucketMessage> messages;
   std::int64_t numel = 0;   // without the flags
   at::Tensor flat;          // numel values, then one flag a slot: did this rank use it
   std::size_t missing = 0;  // slots whose gradient has not been accumulated in this backward
@@ -80,11 +99,26 @@ struct Bucket {
   Request request;
 };
 
+// What backward said of a parameter's gradient.
+struct Announcement {
+  GradientForm form;
+  std::vector<int> ranks;
+  int backward;
+};
+
 struct Entry {
   c10::weak_intrusive_ptr<c10::TensorImpl> parameter;
   std::string name;
   Group group;
+  ReduceOp op;
   std::shared_ptr<const GradientAccess> access;
+
+  /// What has been reduced is not to be reduced again: the group's first rank contributes it.
+  bool sums() const {
+    return (op.kind == ReduceOp::Kind::sum || op.kind == ReduceOp::Kind::premultiplied) &&
+           !(access && access->uniform());
+  }
+  bool first() const { return group.rank() == 0; }
 
   at::Tensor tensor() const {  // undefined once the parameter is gone
     auto impl = parameter.lock();
@@ -94,33 +128,61 @@ struct Entry {
 
 }  // namespace
 
-struct GradientReducer::State : std::enable_shared_from_this<State> {
+struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State> {
   std::vector<Entry> parameters;
+  std::unordered_map<const c10::TensorImpl*, std::size_t> index;
+  // Reducers that parameters had before: theirs is done first.
+  std::vector<std::weak_ptr<State>> earlier;
   ReducerOptions options;
   std::vector<std::vector<std::size_t>> layout;
   std::vector<Bucket> buckets;
   std::vector<std::size_t> bucket_of;
-  std::vector<bool> owed;   // accumulated since the last reduction
-  std::vector<bool> fired;  // accumulated in this backward
-  int no_sync_depth = 0;
-  bool late = false;  // something alike was accumulated after its bucket had started
+  std::vector<bool> pending;  // accumulated since the last reduction
+  std::vector<bool> fired;    // accumulated in this backward
+  std::vector<bool> reduced;  // what .grad() holds, but for what is pending
+  // Of parameters whose gradients are weighted by hand, since they were reduced.
+  std::map<std::size_t, std::vector<Announcement>> announced;
+  bool sync = true;
+  bool late = false;  // something uniform was accumulated after its bucket had started
   bool open = false;  // between the first hook of a backward and its end
-  // Of the backward that is open: who tells when it ends.
+  // Identifies the backward that is open.
   const void* backward = nullptr;
   std::size_t next = 0;  // the bucket that starts next
-  std::mutex mutex;      // engine threads of several devices fire hooks at the same time
+  // Engine threads of several devices fire hooks at the same time.
+  mutable std::mutex mutex;
 
+  bool syncing() const override {
+    const std::lock_guard lock(mutex);
+    return sync;
+  }
+  void set_syncing(bool on) override {
+    const std::lock_guard lock(mutex);
+    sync = on;
+  }
+  void reduce() override {
+    for (const auto& weak : earlier) {
+      if (const auto inner = weak.lock()) inner->reduce();
+    }
+    const std::lock_guard lock(mutex);
+    finish();
+  }
+  std::optional<double> scale(const at::Tensor& parameter) const override;
+  void receives(const at::Tensor& parameter, GradientForm form,
+                const std::vector<int>& ranks) override;
+
+  void find_earlier(const ReducedParameter& p);
   const GradientAccess& access(std::size_t i) const {
     static const GradientAccess plain;
     return parameters[i].access ? *parameters[i].access : plain;
   }
 
+  at::Tensor accumulating(std::size_t i, const at::Tensor& gradient);
   void accumulated(std::size_t i);
   void begin();
   void abandon();
   void start(Bucket& bucket);
-  void start_alike(Bucket& bucket);
-  void land(Bucket& bucket);
+  void start_uniform(Bucket& bucket);
+  void complete(Bucket& bucket);
   void finish();
   void write_back(Bucket& bucket);
   void reset();
@@ -128,29 +190,89 @@ struct GradientReducer::State : std::enable_shared_from_this<State> {
 
 namespace {
 
-// Fires after a leaf's gradient is accumulated; hooks that the user had set before stay in force,
-// before ours.
-struct AccumulatedHook : torch::autograd::PostAccumulateGradHook {
-  AccumulatedHook(std::function<void()> call, std::unique_ptr<PostAccumulateGradHook> before)
-      : call(std::move(call)), before(std::move(before)) {}
-  void operator()(const torch::autograd::Variable& tensor) override {
-    if (before) (*before)(tensor);
-    call();
+struct AccumulatedHook final : detail::ChainedHook {
+  AccumulatedHook(const std::weak_ptr<GradientSync>& of, std::function<void()> c)
+      : call(std::move(c)) {
+    sync = of;
   }
+  void accumulated(const at::Tensor&) override { call(); }
   std::function<void()> call;
-  std::unique_ptr<PostAccumulateGradHook> before;
 };
 
 }  // namespace
 
+std::optional<double> GradientReducer::State::scale(const at::Tensor& parameter) const {
+  const auto at = index.find(parameter.unsafeGetTensorImpl());
+  if (at == index.end()) return std::nullopt;
+  const Entry& entry = parameters[at->second];
+  return scale_of(entry.op, entry.group.size());
+}
+
+void GradientReducer::State::receives(const at::Tensor& parameter, GradientForm form,
+                                      const std::vector<int>& ranks) {
+  const std::lock_guard lock(mutex);
+  const auto at = index.find(parameter.unsafeGetTensorImpl());
+  if (at == index.end()) return;
+  const Entry& entry = parameters[at->second];
+  if (access(at->second).uniform()) return;  // sharded: it knows what its gradient is
+  const int shared = detail::shared_ranks(ranks, entry.group.ranks());
+  if (shared < 2) return;
+  const bool partial = form == GradientForm::partial;
+  const auto refuse = [&](std::string_view what) {
+    throw GradientError(concat("the gradient of parameter '", entry.name, "' ", what, " (", shared,
+                               " ranks of group '", entry.group.name(),
+                               "'). Give another ReducedParameter::op, or "
+                               "DistributedDataParallelOptions::reduction: ReduceOp::sum where "
+                               "sharded tensors are made of what ranks compute (from_local), "
+                               "ReduceOp::avg where they take replicated values, "
+                               "ReduceOp::premultiplied(w) to weight it by hand."));
+  };
+  if (partial && entry.op.kind == ReduceOp::Kind::avg)
+    refuse("is a part of a sum on each rank, and its mean would be too small by their number");
+  if (!partial && entry.op.kind == ReduceOp::Kind::sum)
+    refuse("is complete on each rank, and its sum would be too large by their number");
+  if (entry.op.kind != ReduceOp::Kind::premultiplied) return;
+  auto& known = announced[at->second];
+  const int backward_now = torch::autograd::get_current_graph_task_id();
+  // What a backward announced that failed before it accumulated anything is forgotten.
+  const bool accumulated = pending[at->second] && parameter.grad().defined();
+  std::erase_if(known, [&](const Announcement& a) {
+    return a.backward != backward_now && (!accumulated || (a.form == form && a.ranks == ranks));
+  });
+  for (const Announcement& a : known) {
+    if (a.form != form && detail::shared_ranks(a.ranks, ranks) > 1)
+      refuse("is partly a part of a sum and partly complete, which no one reduction joins");
+  }
+  known.push_back({form, ranks, backward_now});
+}
+
+at::Tensor GradientReducer::State::accumulating(std::size_t i, const at::Tensor& gradient) {
+  const std::lock_guard lock(mutex);
+  const Entry& entry = parameters[i];
+  const at::Tensor parameter = entry.tensor();
+  if (!parameter.defined() || !detail::accumulates_into(parameter)) return gradient;
+  const bool weighted = entry.op.kind == ReduceOp::Kind::premultiplied;
+  if (!weighted &&
+      detail::averaged_above(entry.group.ranks(),
+                             torch::autograd::impl::gradient_edge(parameter).function.get()))
+    throw GradientError(concat(
+        "the gradient of parameter '", entry.name, "' is summed over group '", entry.group.name(),
+        "', but comes from a mean_loss that is scaled for a mean over its ranks: it would "
+        "be too large by their number. Give mean_loss the operation ReduceOp::sum, or use "
+        "DistributedDataParallel::mean_loss, which does."));
+  if (reduced[i] && !pending[i] && !entry.first() && parameter.grad().defined())
+    access(i).start_from_nothing(parameter);
+  return weighted ? gradient * entry.op.factor : gradient;
+}
+
 void GradientReducer::State::accumulated(std::size_t i) {
   const std::lock_guard lock(mutex);
-  owed[i] = true;
-  if (no_sync_depth > 0) return;
+  pending[i] = true;
+  if (!sync) return;
   if (!open) begin();
   Bucket& bucket = buckets[bucket_of[i]];
   if (fired[i]) {
-    if (bucket.started && bucket.alike) {
+    if (bucket.started && bucket.uniform) {
       late = true;
       return;
     }
@@ -166,6 +288,26 @@ void GradientReducer::State::accumulated(std::size_t i) {
   --bucket.missing;
   if (!options.overlap) return;
   while (next < buckets.size() && buckets[next].missing == 0) start(buckets[next++]);
+}
+
+void GradientReducer::State::find_earlier(const ReducedParameter& p) {
+  for (const auto& sync : gradient_syncs({p.parameter})) {
+    const auto other = std::dynamic_pointer_cast<State>(sync);
+    if (!other) continue;
+    const std::size_t at = other->index.at(p.parameter.unsafeGetTensorImpl());
+    const Entry& entry = other->parameters[at];
+    const bool means = entry.op.kind == ReduceOp::Kind::avg && p.op.kind == ReduceOp::Kind::avg;
+    if (!means && !other->access(at).uniform() &&
+        detail::shared_ranks(entry.group.ranks(), p.group.ranks()) > 1)
+      throw GradientError(concat(
+          "the gradient of parameter '", p.name, "' is reduced over group '", entry.group.name(),
+          "' already, which shares ranks with group '", p.group.name(),
+          "': it would be counted several times. Reduce it once (list it in "
+          "DistributedDataParallelOptions::ignore), or over groups that share this rank alone."));
+    const bool known = std::any_of(earlier.begin(), earlier.end(),
+                                   [&](const auto& weak) { return weak.lock() == other; });
+    if (!known) earlier.push_back(other);
+  }
 }
 
 void GradientReducer::State::begin() {
@@ -196,8 +338,8 @@ void GradientReducer::State::begin() {
   torch::autograd::Engine::get_default_engine().queue_callback([end] { (*end)(); });
 }
 
-// What has been started is finished, as on the other ranks, so that the groups are in step and no
-// gradient is lost that had been given away. What has not been is left as backward left it.
+// Buckets that have started are completed, as on the other ranks, so that groups stay in step and
+// no packed gradient is lost. The others are left as backward left them.
 void GradientReducer::State::abandon() {
   if (!open) return;
   try {
@@ -212,61 +354,62 @@ void GradientReducer::State::abandon() {
   reset();
 }
 
-// One message a set of ranks: what the bucket's gradients are owed over is known only now.
-void GradientReducer::State::start_alike(Bucket& bucket) {
+// One message for each set of ranks, which is known only now.
+void GradientReducer::State::start_uniform(Bucket& bucket) {
   const at::NoGradGuard no_grad;
   bucket.started = true;
   for (const Slot& slot : bucket.slots) {
     const at::Tensor parameter = parameters[slot.parameter].tensor();
     if (!parameter.defined()) continue;
-    OwedGradient owed = access(slot.parameter).owed(parameter, parameters[slot.parameter].group);
-    if (!owed.value.defined()) continue;
-    auto flight = std::find_if(bucket.flights.begin(), bucket.flights.end(),
-                               [&](const detail::Flight& f) { return f.takes(owed); });
-    if (flight == bucket.flights.end())
-      flight = bucket.flights.emplace(bucket.flights.end(), owed, bucket.op);
-    flight->add(slot.parameter, std::move(owed));
+    UnreducedGradient gradient =
+        access(slot.parameter).unreduced(parameter, parameters[slot.parameter].group);
+    if (!gradient.value.defined()) continue;
+    auto message = std::find_if(bucket.messages.begin(), bucket.messages.end(),
+                                [&](const detail::BucketMessage& m) { return m.takes(gradient); });
+    if (message == bucket.messages.end())
+      message = bucket.messages.emplace(bucket.messages.end(), gradient, bucket.op);
+    message->add(slot.parameter, std::move(gradient));
   }
-  // What is scattered comes whole: few such buckets are under way at a time, so that backward does
-  // not hold all gradients whole.
-  constexpr int kWholeUnderWay = 2;
+  // Gradients that are reduce-scattered have the full shape: few such buckets are under way at a
+  // time, so that backward does not hold all of them.
+  constexpr int kUnderWay = 2;
   const auto scatters = [](const Bucket& b) {
-    return std::any_of(b.flights.begin(), b.flights.end(),
-                       [](const detail::Flight& f) { return f.scatters(); });
+    return std::any_of(b.messages.begin(), b.messages.end(),
+                       [](const detail::BucketMessage& m) { return m.scatters(); });
   };
   if (scatters(bucket)) {
-    int whole = 0;
+    int under_way = 0;
     for (std::size_t b = next; b-- > 0;) {
-      if (&buckets[b] != &bucket && scatters(buckets[b]) && ++whole >= kWholeUnderWay)
-        land(buckets[b]);
+      if (&buckets[b] != &bucket && scatters(buckets[b]) && ++under_way >= kUnderWay)
+        complete(buckets[b]);
     }
   }
-  for (detail::Flight& flight : bucket.flights) {
-    flight.pack();
-    for (const auto& item : flight.items()) {
+  for (detail::BucketMessage& message : bucket.messages) {
+    message.pack();
+    for (const auto& item : message.items()) {
       if (const at::Tensor parameter = parameters[item.parameter].tensor(); parameter.defined())
-        access(item.parameter).taken(parameter);
+        access(item.parameter).packed(parameter);
     }
-    flight.start();
+    message.start();
   }
 }
 
-void GradientReducer::State::land(Bucket& bucket) {
+void GradientReducer::State::complete(Bucket& bucket) {
   const at::NoGradGuard no_grad;
-  for (detail::Flight& flight : bucket.flights) flight.next();
-  for (detail::Flight& flight : bucket.flights) {
-    flight.wait();
-    for (const auto& item : flight.items()) {
+  for (detail::BucketMessage& message : bucket.messages) message.next();
+  for (detail::BucketMessage& message : bucket.messages) {
+    message.wait();
+    for (const auto& item : message.items()) {
       const at::Tensor parameter = parameters[item.parameter].tensor();
-      if (parameter.defined()) access(item.parameter).store(parameter, item.part, true);
-      owed[item.parameter] = false;
+      if (parameter.defined()) access(item.parameter).store(parameter, item.reduced, true);
+      pending[item.parameter] = false;
     }
   }
-  bucket.flights.clear();
+  bucket.messages.clear();
 }
 
 void GradientReducer::State::start(Bucket& bucket) {
-  if (bucket.alike) return start_alike(bucket);
+  if (bucket.uniform) return start_uniform(bucket);
   const at::NoGradGuard no_grad;
   const auto slots = static_cast<std::int64_t>(bucket.slots.size());
   if (!bucket.flat.defined()) {
@@ -283,23 +426,32 @@ void GradientReducer::State::start(Bucket& bucket) {
     const Slot& slot = bucket.slots[s];
     at::Tensor part = slot.part;
     const at::Tensor parameter = parameters[slot.parameter].tensor();
-    const at::Tensor mine = parameter.defined()
-                                ? access(slot.parameter).owed(parameter, bucket.group).value
+    // A sum that has been reduced already, and that nothing was added to, is contributed by one
+    // rank.
+    const bool counted = reduced[slot.parameter] && !pending[slot.parameter] &&
+                         parameters[slot.parameter].sums() && !parameters[slot.parameter].first();
+    const at::Tensor mine = parameter.defined() && !counted
+                                ? access(slot.parameter).unreduced(parameter, bucket.group).value
                                 : at::Tensor();
     if (mine.defined() && mine.layout() != at::kStrided)
       throw InvalidArgument(
           concat("the gradient of parameter '", parameters[slot.parameter].name, "' has layout ",
                  mine.layout(),
                  "; only dense gradients are reduced (make the embedding with sparse = false)"));
+    if (mine.defined() && mine.sizes() != slot.like.sizes())
+      throw GradientError(concat("the gradient of parameter '", parameters[slot.parameter].name,
+                                 "' has shape ", mine.sizes(), " here, and ", slot.like.sizes(),
+                                 " is what is reduced: it has not become the parameter's own yet, "
+                                 "or the parameter has changed since its reducer was made"));
     if (!mine.defined())
       part.zero_();
     else if (bucket.factor != 1.0)
       at::mul_out(part, mine, at::scalar_tensor(bucket.factor, mine.options().device(at::kCPU)));
     else if (mine.data_ptr() != part.data_ptr() || !mine.is_contiguous())
       part.copy_(mine);
-    // Nothing is owed of a gradient that has been let go since.
-    if (!mine.defined()) owed[slot.parameter] = false;
-    used[s] = owed[slot.parameter] ? 1.0f : 0.0f;
+    // A gradient that has been released since contributes nothing.
+    if (!mine.defined()) pending[slot.parameter] = false;
+    used[s] = pending[slot.parameter] ? 1.0f : 0.0f;
   }
   bucket.flat.narrow(0, bucket.numel, slots).copy_(at::tensor(used));
   bucket.started = true;
@@ -307,11 +459,11 @@ void GradientReducer::State::start(Bucket& bucket) {
 }
 
 void GradientReducer::State::write_back(Bucket& bucket) {
-  if (bucket.alike) return land(bucket);
+  if (bucket.uniform) return complete(bucket);
   const at::NoGradGuard no_grad;
   // The flags are read only where they matter: reading them makes the host wait for the device.
   const bool all_used_here = std::all_of(bucket.slots.begin(), bucket.slots.end(),
-                                         [&](const Slot& s) { return owed[s.parameter]; });
+                                         [&](const Slot& s) { return pending[s.parameter]; });
   at::Tensor flags;
   if (!all_used_here)
     flags = at::real(
@@ -324,12 +476,19 @@ void GradientReducer::State::write_back(Bucket& bucket) {
     const at::Tensor parameter = parameters[slot.parameter].tensor();
     if (parameter.defined())
       access(slot.parameter).store(parameter, slot.part, options.gradient_as_bucket_view);
-    owed[slot.parameter] = false;
+    pending[slot.parameter] = false;
+    reduced[slot.parameter] = true;
   }
 }
 
 void GradientReducer::State::finish() {
   try {
+    for (const auto& weak : earlier) {
+      const auto inner = weak.lock();
+      if (!inner) continue;
+      const std::lock_guard lock(inner->mutex);
+      if (inner->open) inner->finish();
+    }
     while (next < buckets.size()) start(buckets[next++]);
     for (Bucket& bucket : buckets) {
       bucket.request.wait();
@@ -338,9 +497,9 @@ void GradientReducer::State::finish() {
     if (late) {
       late = false;
       for (Bucket& bucket : buckets) {
-        if (!bucket.alike) continue;
+        if (!bucket.uniform) continue;
         start(bucket);
-        land(bucket);
+        complete(bucket);
       }
     }
   } catch (...) {
@@ -355,9 +514,10 @@ void GradientReducer::State::reset() {
     bucket.missing = bucket.slots.size();
     bucket.started = false;
     bucket.request = Request();
-    bucket.flights.clear();
+    bucket.messages.clear();
   }
   std::fill(fired.begin(), fired.end(), false);
+  announced.clear();
   next = 0;
   late = false;
   open = false;
@@ -384,15 +544,17 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
     if (!seen.insert(p.parameter.unsafeGetTensorImpl()).second)
       throw InvalidArgument(
           concat("parameter '", p.name, "' was given twice; list a shared parameter once"));
+    state.find_earlier(p);
+    state.index[p.parameter.unsafeGetTensorImpl()] = state.parameters.size();
     state.parameters.push_back(
         {c10::weak_intrusive_ptr<c10::TensorImpl>(p.parameter.getIntrusivePtr()), p.name, p.group,
-         p.access});
+         p.op, p.access});
     const GradientAccess& access = state.access(state.parameters.size() - 1);
     const at::Tensor like = access.like(p.parameter);
     const auto key = keys.try_emplace(
         {p.group.state().get(), static_cast<int>(p.op.kind), p.op.factor,
          static_cast<int>(like.scalar_type()), static_cast<int>(like.device().type()),
-         like.device().index(), access.alike()},
+         like.device().index(), access.uniform()},
         keys.size());
     items.push_back({static_cast<std::int64_t>(p.parameter.numel() * p.parameter.element_size()),
                      key.first->second});
@@ -409,25 +571,33 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
     require_agreement(agreed.at(group).first, "the parameters whose gradients are reduced",
                       agreed.at(group).second);
 
+  // What another one reduces first is complete only when backward ends.
+  if (!state.earlier.empty()) {
+    state.options.overlap = false;
+    state.options.gradient_as_bucket_view = false;
+  }
   state.layout = assign_buckets(items, options.first_bucket_bytes, options.bucket_bytes);
   state.bucket_of.resize(state.parameters.size());
-  state.owed.assign(state.parameters.size(), false);
+  state.pending.assign(state.parameters.size(), false);
   state.fired.assign(state.parameters.size(), false);
+  state.reduced.assign(state.parameters.size(), false);
   for (std::size_t b = 0; b < state.layout.size(); ++b) {
     Bucket bucket;
     const ReducedParameter& first = parameters[state.layout[b].front()];
     bucket.group = first.group;
     bucket.op = first.op;
-    bucket.alike = state.access(state.layout[b].front()).alike();
+    bucket.uniform = state.access(state.layout[b].front()).uniform();
     // A gradient that lies in the bucket is not copied: there is nothing to fold into, and it keeps
     // its value until the reduction has succeeded.
-    if (!bucket.alike && !options.gradient_as_bucket_view)
+    if (bucket.op.kind == ReduceOp::Kind::premultiplied && !bucket.uniform)
+      bucket.op = ReduceOp::sum;  // weighted before they are accumulated
+    if (!bucket.uniform && !state.options.gradient_as_bucket_view)
       bucket.factor =
           take_factor(bucket.op, bucket.group.size(),
                       state.access(state.layout[b].front()).like(first.parameter).scalar_type());
     for (std::size_t i : state.layout[b]) {
       at::Tensor like = state.access(i).like(parameters[i].parameter);
-      bucket.slots.push_back({i, bucket.numel, bucket.alike ? at::Tensor() : like, {}});
+      bucket.slots.push_back({i, bucket.numel, bucket.uniform ? at::Tensor() : like, {}});
       bucket.numel += like.numel();
       state.bucket_of[i] = b;
     }
@@ -437,43 +607,27 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
 
   for (std::size_t i = 0; i < state.parameters.size(); ++i) {
     const at::Tensor& parameter = parameters[i].parameter;
-    auto call = [weak = std::weak_ptr<State>(state_), i] {
-      if (auto reducer = weak.lock()) reducer->accumulated(i);
-    };
-    auto& before = torch::autograd::impl::post_acc_grad_hooks(parameter);
-    torch::autograd::impl::set_post_acc_grad_hooks(
-        parameter, std::make_unique<AccumulatedHook>(std::move(call), std::move(before)));
+    const std::weak_ptr<State> weak = state_;
+    if (state.parameters[i].sums()) {
+      detail::add_hook_before(parameter, [weak, i](const at::TensorBase& gradient) {
+        const auto reducer = gradient.defined() ? weak.lock() : nullptr;
+        return reducer ? at::TensorBase(reducer->accumulating(i, at::Tensor(gradient))) : gradient;
+      });
+    }
+    detail::add_hook_after(parameter, std::make_unique<AccumulatedHook>(weak, [weak, i] {
+                             if (auto reducer = weak.lock()) reducer->accumulated(i);
+                           }));
   }
 }
 
 GradientReducer::~GradientReducer() = default;
 
-void GradientReducer::reduce() {
-  const std::lock_guard lock(state_->mutex);
-  state_->finish();
-}
+void GradientReducer::reduce() { state_->reduce(); }
 
-bool GradientReducer::syncing() const {
-  const std::lock_guard lock(state_->mutex);
-  return state_->no_sync_depth == 0;
-}
+bool GradientReducer::syncing() const { return state_->syncing(); }
 
 const std::vector<std::vector<std::size_t>>& GradientReducer::buckets() const {
   return state_->layout;
 }
-
-GradientReducer::NoSync::NoSync(GradientReducer& reducer) {
-  std::shared_ptr<State> state = reducer.state_;
-  {
-    const std::lock_guard lock(state->mutex);
-    ++state->no_sync_depth;
-  }
-  scope_ = std::shared_ptr<void>(static_cast<void*>(nullptr), [state](void*) {
-    const std::lock_guard lock(state->mutex);
-    --state->no_sync_depth;
-  });
-}
-
-GradientReducer::NoSync::~NoSync() = default;
 
 }  // namespace tessera

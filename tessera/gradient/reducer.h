@@ -6,17 +6,21 @@
 //   loss.backward();                  // when it returns, every .grad() is the mean over the group
 //
 // How it works. A hook on each parameter fires once its gradient is accumulated. When all gradients
-// of a bucket are there they are copied into one flat tensor, and its all-reduce starts; buckets
-// start in a fixed order, never in order of arrival, so that ranks agree. The end of backward
-// starts what is left (parameters that were not used), waits, and writes the results back. Flags
-// that travel at the end of each bucket tell whether any rank used a parameter: one that no rank
-// used keeps the gradient that it has, as in one process.
+// of a bucket have been accumulated they are packed into one flat tensor, and its all-reduce
+// starts. Buckets start in a fixed order, never in order of arrival, so that ranks agree. At the
+// end of backward the remaining buckets start (parameters may be unused), the reducer waits for all
+// of them and writes the results back. Flags at the end of each bucket say whether any rank used a
+// parameter: one that no rank used keeps the gradient that it has, as in one process.
 //
-// Accumulation. Gradients that were accumulated in a no_sync() scope are reduced together with
-// those of the next synchronised backward. A second backward onto gradients that are already
-// reduced is right as well, because a mean over ranks leaves equal values as they are: mean(R +
-// g_r) = R + mean(g_r). (A parameter reduced with ReduceOp::sum must therefore say, through its
-// GradientAccess, which part of its gradient is still owed.)
+// Accumulation. Gradients that were accumulated in a NoSync scope are reduced together with those
+// of the next synchronised backward. A second backward onto gradients that are already reduced is
+// right as well: a mean over ranks leaves equal values as they are, mean(R + g_r) = R + mean(g_r),
+// and of a sum the group's first rank alone keeps what has been reduced, sum([R] + g_r) = R +
+// sum(g_r). What a program puts in the place of a reduced gradient counts as reduced, too.
+//
+// Several reducers of one parameter work one after the other, in the order in which they were
+// made: a mean over the ranks of a host and then over hosts, or a sharded parameter's own mesh and
+// then its replicas.
 
 #include <ATen/core/Tensor.h>
 
@@ -26,25 +30,32 @@
 #include <vector>
 
 #include "tessera/comm/group/group.h"
+#include "tessera/gradient/sync.h"
 
 namespace tessera {
 
-/// What this rank owes for one parameter: its term, and the ranks whose terms are reduced with it.
-struct OwedGradient {
-  /// Undefined: nothing.
+/// By what `op` multiplies the sum of `ranks` gradients: 1 / ranks for a mean. Nothing for
+/// operations that are no multiple of the sum, and for premultiplied, where each rank has a factor
+/// of its own.
+std::optional<double> scale_of(ReduceOp op, int ranks);
+
+/// What one rank contributes to the gradient of one parameter, and the ranks over which the
+/// contributions are reduced.
+struct UnreducedGradient {
+  /// Undefined: this rank contributes nothing.
   at::Tensor value;
-  /// Its ranks' values are reduced.
+  /// The ranks over which the values are all-reduced.
   Group group;
-  /// Where `scatter_dim` is a dim: before that, the values are reduced over `scatter`, and each of
-  /// its ranks keeps its rows of that dim alone.
+  /// At least 0: the values are first reduce-scattered over `scatter` along this dim, so that each
+  /// rank goes on with its own rows alone.
   int scatter_dim = -1;
   Group scatter = Group();
-  /// Of each rank of `scatter`.
+  /// How many rows each rank of `scatter` keeps.
   Sizes rows = {};
 };
 
 /// How the reducer sees the gradient of one kind of parameter. The default is a plain leaf: all of
-/// its .grad() is owed.
+/// its .grad() is to be reduced.
 class GradientAccess {
  public:
   virtual ~GradientAccess();
@@ -53,26 +64,31 @@ class GradientAccess {
   /// Shape, dtype and whatever else must be the same on all ranks, for the message when it is not.
   virtual std::string describe(const at::Tensor& parameter) const;
   /// This rank's contribution. `group`: as ReducedParameter says.
-  virtual OwedGradient owed(const at::Tensor& parameter, const Group& group) const;
-  /// All ranks run the same backward, so that either all owe a gradient or none does, and they owe
-  /// it over the same groups. Then no flags travel, only what is owed does, and what is accumulated
-  /// after it has started is reduced as well.
-  virtual bool alike() const { return false; }
-  /// The value of owed() is on its way, if alike(): the gradient's memory may be given up until
-  /// store().
-  virtual void taken(const at::Tensor& parameter) const;
-  /// Takes the reduced value, of the shape of like(). `reduced` is the caller's own: it may be kept
-  /// only if `keep` is true.
+  virtual UnreducedGradient unreduced(const at::Tensor& parameter, const Group& group) const;
+  /// True if all ranks run the same backward, so that either all of them have something to reduce
+  /// or none has, over the same groups. Then no flags are sent, parameters without a contribution
+  /// are left out, and what is accumulated after a bucket has started is reduced as well.
+  virtual bool uniform() const { return false; }
+  /// Called if uniform(), once the value of unreduced() has been packed: the gradient's memory may
+  /// be released until store() is called.
+  virtual void packed(const at::Tensor& parameter) const;
+  /// The gradient is reduced already, more is about to be accumulated onto it, and another rank
+  /// contributes what has been reduced to the sum: this one starts from nothing.
+  virtual void start_from_nothing(const at::Tensor& parameter) const;
+  /// Makes `reduced`, of the shape of like(), the gradient. Its memory belongs to the caller: it
+  /// may be kept only if `keep` is true.
   virtual void store(const at::Tensor& parameter, const at::Tensor& reduced, bool keep) const;
 };
 
 struct ReducedParameter {
   /// A leaf that requires grad.
   at::Tensor parameter;
-  /// For messages.
+  /// For error messages.
   std::string name;
-  /// Over which its gradient is reduced.
+  /// The ranks over which its gradient is reduced.
   Group group;
+  /// avg, sum, or premultiplied by this rank's weight, which may differ between ranks; others
+  /// reduce what stands in .grad(), whatever has been reduced before.
   ReduceOp op = ReduceOp::avg;
   /// nullptr: a plain leaf.
   std::shared_ptr<const GradientAccess> access = nullptr;
@@ -93,32 +109,23 @@ class GradientReducer {
  public:
   /// Collective over the groups named. Parameters are not kept alive: one that is gone is as one
   /// that was not used. Throws InvalidArgument for a parameter that is no leaf, does not require
-  /// grad, or stands twice; MismatchError on every rank if the ranks' parameters differ in number,
-  /// name, shape, dtype or operation.
+  /// grad, or is listed twice; MismatchError on every rank if the ranks' parameters differ in
+  /// number, name, shape, dtype or operation; GradientError if a parameter is reduced over some of
+  /// the same ranks already, unless both take the mean.
+  ///
+  /// backward() throws GradientError where a gradient does not fit the operation: a mean of what
+  /// sharded tensors leave as parts of a sum, a sum of what they leave complete, a sum of losses
+  /// that mean_loss() scaled for a mean; and where a gradient has another shape than expected.
   explicit GradientReducer(std::vector<ReducedParameter> parameters, ReducerOptions options = {});
   ~GradientReducer();
   GradientReducer(const GradientReducer&) = delete;
   GradientReducer& operator=(const GradientReducer&) = delete;
 
-  /// While it lives, backward accumulates locally and nothing is sent. Scopes nest. All ranks must
-  /// open and close them alike.
-  class NoSync {
-   public:
-    explicit NoSync(GradientReducer& reducer);
-    ~NoSync();
-    NoSync(const NoSync&) = delete;
-    NoSync& operator=(const NoSync&) = delete;
-
-   private:
-    std::shared_ptr<void> scope_;
-  };
-  [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
-
-  /// False inside a no_sync() scope.
+  /// False inside a NoSync scope.
   bool syncing() const;
 
-  /// Reduces now what is owed. For a rank whose backward touched no parameter at all while others'
-  /// did, and after no_sync() scopes without a last backward.
+  /// Reduces now what has been accumulated and not been reduced. For a rank whose backward touched
+  /// no parameter at all while others' did, and after NoSync scopes without a last backward.
   void reduce();
 
   /// Parameter indices of each bucket, in the order in which buckets start.

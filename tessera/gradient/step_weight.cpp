@@ -8,13 +8,38 @@
 #include <utility>
 
 #include "tessera/base/text.h"
+#include "tessera/gradient/sync.h"
 
 namespace tessera {
 
-StepWeight::StepWeight(Group group, Reduced reduced)
-    : group_(std::move(group)), reduced_(reduced) {}
+StepWeight::StepWeight(Group group, std::optional<Reduced> others)
+    : group_(std::move(group)), others_(others) {}
+
+// By what the sum of the ranks' gradients was multiplied. Several that reduce one parameter do it
+// one after the other.
+std::optional<double> StepWeight::scale(const at::Tensor& parameter) const {
+  double all = 1;
+  bool known = group_.size() == 1;
+  for (const auto& sync : gradient_syncs({parameter})) {
+    const auto one = sync->scale(parameter);
+    if (!one) return std::nullopt;
+    all *= *one;
+    known = true;
+  }
+  if (known) return all;
+  if (!others_) return std::nullopt;
+  return *others_ == Reduced::averaged ? 1.0 / group_.size() : 1.0;
+}
 
 at::Tensor StepWeight::weigh(const at::Tensor& loss, double weight) {
+  return weigh(loss, weight, true);
+}
+
+at::Tensor StepWeight::weigh_global(const at::Tensor& loss, double weight) {
+  return weigh(loss, weight, group_.rank() == 0);
+}
+
+at::Tensor StepWeight::weigh(const at::Tensor& loss, double weight, bool counts) {
   if (!loss.defined() || loss.dim() != 0 || !loss.is_floating_point()) {
     throw InvalidArgument(
         "StepWeight::weigh takes a 0-dim floating-point loss: the mean over the micro-batch");
@@ -23,13 +48,14 @@ at::Tensor StepWeight::weigh(const at::Tensor& loss, double weight) {
     valid_ = false;
     weight = 0;
   }
-  weight_ += weight;
+  if (counts) weight_ += weight;
   // The same operators whatever the weight, since a sharded loss makes ranks call together. A
   // product alone would keep the NaN of a mean over nothing.
-  const at::Tensor counts = at::full({}, weight > 0, loss.options().dtype(at::kBool));
-  const at::Tensor weighed = at::where(counts, loss, at::zeros({}, loss.options())) * weight;
+  const at::Tensor any = at::full({}, weight > 0, loss.options().dtype(at::kBool));
+  const at::Tensor weighed = at::where(any, loss, at::zeros({}, loss.options())) * weight;
   const at::NoGradGuard no_grad;
-  const at::Tensor value = weighed.detach().to(at::kDouble);
+  // All ranks ask for the value of a sharded loss, and one of them counts it.
+  const at::Tensor value = weighed.detach().to(at::kDouble) * (counts ? 1 : 0);
   sum_ = sum_.defined() ? sum_ + value : value;
   return weighed;
 }
@@ -55,9 +81,25 @@ double StepWeight::finish(const std::vector<at::Tensor>& parameters) {
                                  "all zero; their sum over ranks and micro-batches is ",
                                  total, ", this rank gave ", mine));
   }
-  const double factor = (reduced_ == Reduced::averaged ? group_.size() : 1) / total;
+  std::vector<double> factors;
   for (const at::Tensor& p : parameters) {
-    if (p.defined() && p.grad().defined()) p.grad().mul_(factor);
+    if (!p.defined() || !p.requires_grad()) {
+      factors.push_back(1);
+      continue;
+    }
+    const auto by = scale(p);
+    if (!by || *by == 0)
+      throw GradientError(concat(
+          "StepWeight over group '", group_.name(),
+          "': it is not known how the gradient of parameter ", factors.size(), " (shape ",
+          p.sizes(),
+          ") came together: nothing known reduces it, or it is weighted by hand already. For what "
+          "the program reduces itself, give StepWeight::Reduced"));
+    factors.push_back(1 / (*by * total));
+  }
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& p = parameters[i];
+    if (p.defined() && p.grad().defined()) p.grad().mul_(factors[i]);
   }
   return sums[1].item<double>() / total;
 }

@@ -3,7 +3,7 @@
 //
 //   StepWeight weight(manager.world());
 //   for (int k = 0; k < accumulate; ++k) {  // ranks and micro-batches may be ragged
-//     const auto scope = k + 1 < accumulate ? std::optional(ddp.no_sync()) : std::nullopt;
+//     const auto scope = k + 1 < accumulate ? std::optional(no_sync(*net)) : std::nullopt;
 //     const auto loss = torch::mse_loss(ddp(batch[k].x), batch[k].y);     // the mean over its rows
 //     weight.weigh(loss, batch[k].rows).backward();
 //   }
@@ -16,6 +16,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 #include "tessera/comm/group/group.h"
@@ -26,28 +27,36 @@ class StepWeight {
  public:
   /// How the gradients of the ranks come together before finish().
   enum class Reduced : unsigned char {
-    /// Averaged over the group: what DistributedDataParallel makes.
+    /// Averaged over the group.
     averaged,
-    /// Summed over the group, or not reduced over it at all where it has one rank.
+    /// Summed over the group, complete on every rank, or of a group of one rank.
     summed
   };
-  /// `group`: the ranks whose losses are of different samples. Ranks that share one loss (those of
-  /// the mesh on which it is sharded) are not in it together: they would count its samples once
-  /// each. For a loss that all ranks share, the group of this rank alone, and `summed`.
-  explicit StepWeight(Group group, Reduced reduced = Reduced::averaged);
+  /// `group`: the ranks whose samples the step counts. How the gradient of a parameter came
+  /// together is known where Tessera reduces it (DistributedDataParallel, distribute_module, a
+  /// GradientReducer), also where those are mixed. `others` says it for parameters that the program
+  /// reduces by hand.
+  explicit StepWeight(Group group, std::optional<Reduced> others = std::nullopt);
 
   /// `loss * weight`, to call backward on. `loss`: 0-dim, floating point, the mean over this
   /// micro-batch. `weight`: samples, tokens, cells or area, at least 0. With weight 0 the result
   /// and its gradient are zero, even if `loss` is NaN (the mean over no samples). No communication.
   /// Throws InvalidArgument for a loss of another shape or dtype; a weight that is negative or not
-  /// finite makes finish() throw on every rank instead, so that nobody waits.
+  /// finite makes finish() throw on every rank instead, so that nobody waits. Ranks that share one
+  /// loss would count its samples once each: that is what weigh_global() is for.
   at::Tensor weigh(const at::Tensor& loss, double weight);
+
+  /// The same for a loss that is the mean over `weight` samples of all ranks of the group together,
+  /// and the same on every rank: of a sharded tensor, or of what full_tensor() gave. Its weight
+  /// counts once. All ranks call it.
+  at::Tensor weigh_global(const at::Tensor& loss, double weight);
 
   /// Divides the gradients of `parameters` by the step's total weight, starts the next step, and
   /// returns the step's mean loss, the same on every rank. Parameters without a gradient are left
   /// out. Collective over the group: one all-reduce of two doubles. Throws InvalidArgument on every
-  /// rank if a weight was negative or not finite, or all were zero; the gradients are left as they
-  /// are then, and the next step is started all the same.
+  /// rank if a weight was negative or not finite, or all were zero, and GradientError if the group
+  /// has several ranks and it is not known how they came together to the gradient of a parameter;
+  /// the gradients are left as they are then, and the next step is started all the same.
   double finish(const std::vector<at::Tensor>& parameters);
 
   /// What finish() adds up over the ranks.
@@ -65,8 +74,11 @@ class StepWeight {
   void reset();
 
  private:
+  at::Tensor weigh(const at::Tensor& loss, double weight, bool counts);
+  std::optional<double> scale(const at::Tensor& parameter) const;
+
   Group group_;
-  Reduced reduced_;
+  std::optional<Reduced> others_;
   double weight_ = 0;
   bool valid_ = true;
   /// Sum of weight * loss, on the losses' device; undefined before the first weigh().

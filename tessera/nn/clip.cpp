@@ -15,7 +15,7 @@ namespace {
 
 constexpr double kRoundOff = 1e-5;
 
-/// What is summed over ranks and roots are taken of, or the largest magnitude.
+/// A norm by its order: a root of a sum of powers, or the largest magnitude.
 struct Norm {
   double type;
   bool largest() const { return std::isinf(type); }
@@ -39,8 +39,8 @@ struct Norm {
   }
 };
 
-/// Sums that are completed over one group.
-struct Part {
+/// A sum over this rank's elements, to be added over one group.
+struct GroupSum {
   Group group;
   double sum = 0;
 };
@@ -71,7 +71,8 @@ double clip_gradients(const std::vector<at::Tensor>& parameters, const Group& gr
                                    [&](const at::Tensor& p) { return p.is_same(owned.parameter); });
     if (!known || is_sharded(owned.parameter)) {
       throw InvalidArgument(
-          "clip_gradients: a parameter sharded by hand is a plain one of the parameters given");
+          "clip_gradients: a parameter sharded by hand is a plain tensor among the parameters "
+          "given");
     }
   }
   const at::NoGradGuard no_grad;
@@ -79,11 +80,11 @@ double clip_gradients(const std::vector<at::Tensor>& parameters, const Group& gr
   double replicated = 0;
   // In the order in which the parameters first name a group, which all ranks share. A parameter
   // takes part whether or not this rank has a gradient of it: the calls must be the same.
-  std::vector<Part> parts;
+  std::vector<GroupSum> sums;
   const auto add_to = [&](const Group& over, double sum) {
-    auto it = std::find_if(parts.begin(), parts.end(),
-                           [&](const Part& part) { return part.group == over; });
-    if (it == parts.end()) it = parts.insert(parts.end(), Part{over, 0});
+    auto it =
+        std::find_if(sums.begin(), sums.end(), [&](const GroupSum& s) { return s.group == over; });
+    if (it == sums.end()) it = sums.insert(sums.end(), GroupSum{over, 0});
     it->sum = norm.add(it->sum, sum);
   };
   for (const at::Tensor& p : parameters) {
@@ -120,7 +121,7 @@ double clip_gradients(const std::vector<at::Tensor>& parameters, const Group& gr
     ranks.all_reduce(value, op, {.name = "gradient norm"});
     return value.item<double>();
   };
-  for (const Part& part : parts) sum = norm.add(sum, over(part.group, part.sum, norm.op()));
+  for (const GroupSum& s : sums) sum = norm.add(sum, over(s.group, s.sum, norm.op()));
   if (options.disjoint) sum = over(*options.disjoint, sum, norm.op());
   const double mine = norm.root(sum);
 

@@ -15,7 +15,7 @@ namespace tessera {
 
 namespace {
 
-// "*" stands for any characters.
+// "*" matches any characters.
 bool matches(std::string_view name, std::string_view pattern) {
   std::size_t n = 0, p = 0, star = std::string_view::npos, after = 0;
   while (n < name.size()) {
@@ -36,7 +36,7 @@ bool matches(std::string_view name, std::string_view pattern) {
 }
 
 // Ranks that drew other initial values would train different models, and nobody would notice.
-void take_from_first(const std::vector<NamedTensor>& all, const DeviceMesh& mesh) {
+void broadcast_from_first(const std::vector<NamedTensor>& all, const DeviceMesh& mesh) {
   const Group ranks = mesh.all();
   if (ranks.size() == 1) return;
   std::string text;
@@ -73,6 +73,10 @@ void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMe
     if (is_sharded(t))
       throw ShardingError(
           concat("distribute_module: ", name, " is a ShardTensor already: ", spec(t)));
+    if (!gradient_syncs({t}).empty())
+      throw ShardingError(concat("distribute_module: the gradient of ", name,
+                                 " is reduced already (DistributedDataParallel, GradientReducer, "
+                                 "attach_gradient_sync): distribute first, and wrap then"));
     if (t.grad().defined() || t.grad_fn())
       throw ShardingError(concat("distribute_module: ", name,
                                  " has a gradient or a graph: call it before the first backward, "
@@ -88,9 +92,9 @@ void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMe
     all.push_back(entry);
   };
   for (const NamedTensor& entry : tensors) collect(entry);
-  take_from_first(all, mesh);
+  broadcast_from_first(all, mesh);
   const std::vector<Placement> replicated(mesh.layout().dims());
-  // All that can be refused is refused before anything is changed.
+  // Whatever is refused is refused before anything is changed.
   std::vector<std::pair<at::Tensor, at::Tensor>> changes;
   for (const NamedTensor& entry : all) {
     const auto given = rule ? rule(entry.name, entry.tensor) : std::nullopt;
@@ -105,7 +109,8 @@ void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMe
     if (spec(sharded).has_partial())
       throw InvalidArgument(concat("distribute_module: ", entry.name,
                                    " cannot be partial: ", list(where.placements)));
-    if (spec(sharded).has_shard()) sharded = sharded.clone();  // a slice would keep the whole alive
+    if (spec(sharded).has_shard())
+      sharded = sharded.clone();  // a slice would keep the full tensor alive
     if (spec(sharded).has_shard() && entry.parameter) {
       const detail::ShardMeta& meta = *detail::meta_of(sharded);
       detail::install(sharded, meta.local, detail::as_parameter(meta.layout));
@@ -146,14 +151,8 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
       options);
 }
 
-GradientNoSync::GradientNoSync(const torch::nn::Module& module)
-    : reducers_(detail::reducers_of(module)) {
-  for (const auto& reducer : reducers_)
-    scopes_.push_back(std::make_unique<GradientReducer::NoSync>(*reducer));
-}
+NoSync no_sync(const torch::nn::Module& module) { return NoSync(module.parameters()); }
 
-void reduce_gradients(const torch::nn::Module& module) {
-  for (const auto& reducer : detail::reducers_of(module)) reducer->reduce();
-}
+void reduce_gradients(const torch::nn::Module& module) { reduce_gradients(module.parameters()); }
 
 }  // namespace tessera

@@ -12,14 +12,14 @@
 //   });
 //
 // Gradients. Backward leaves the gradient of a parameter that was used with sharded data as a
-// partial sum: its value is that of one process already, its terms lie on the ranks. They are
-// reduced over exactly the axes on which they are partial, to the parameter's own placements: many
-// in one message (GradientReducer), while backward still runs. A gradient that is partial where its
-// parameter is sharded is reduce-scattered.
+// partial sum: added over the ranks it is the gradient of one process. It is reduced over exactly
+// the axes on which it is partial, to the parameter's own placements, many gradients in one message
+// (GradientReducer), while backward still runs. A gradient that is partial where its parameter is
+// sharded is reduce-scattered.
 //
 // Parameters that are sharded over an axis on which the data they meet is sharded too are gathered
 // where an operator uses them, in forward and in backward, and the copy is gone when the operator
-// is done (fully sharded data parallelism). Where the operator can work on the parts (rows or
+// is done (fully sharded data parallelism). Where the operator can work on the shards (rows or
 // columns of a product whose data is not sharded otherwise: tensor parallelism), it does.
 
 #include <torch/nn/module.h>
@@ -31,6 +31,7 @@
 #include <vector>
 
 #include "tessera/gradient/reducer.h"
+#include "tessera/gradient/sync.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
@@ -44,39 +45,32 @@ struct ParameterPlacement {
 using ModuleRule = std::function<std::optional<ParameterPlacement>(const std::string& name,
                                                                    const at::Tensor& tensor)>;
 
-/// A pattern of full names ("*" stands for any characters, dots included) and where what it matches
-/// lies. The first that matches counts.
+/// Patterns of full names ("*" matches any characters, dots included), each with the placements of
+/// the parameters and buffers that it matches. The first pattern that matches a name counts.
 using NamedPlacements = std::vector<std::pair<std::string, ParameterPlacement>>;
 
 /// Every rank holds the same module: names, shapes, dtypes and placements are compared, and the
-/// values of the mesh's first rank are broadcast to the others before they are cut.
-/// After backward each parameter's gradient has the parameter's placements. Collective over the
-/// mesh. Call it before the first forward pass and before the optimizer is made. `options`: how
-/// gradients are reduced (gradient_as_bucket_view has no meaning here). Throws ShardingError for a
-/// parameter that has a gradient or a graph, is sharded already, or shares its memory with another
-/// parameter that is not the same tensor; MismatchError on every rank if the ranks' modules differ.
+/// values of the mesh's first rank are broadcast to the others before they are sharded. After
+/// backward each parameter's gradient has the parameter's placements. Collective over the mesh.
+/// Call it before the first forward pass and before the optimizer is made. `options`: how gradients
+/// are reduced (gradient_as_bucket_view has no meaning here). Throws ShardingError for a parameter
+/// that has a gradient or a graph, is sharded or wrapped by DistributedDataParallel already, or
+/// shares its memory with another parameter that is not the same tensor; MismatchError on every
+/// rank if the ranks' modules differ.
 void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
                        const ModuleRule& rule = {}, const ReducerOptions& options = {});
 /// As above; throws InvalidArgument for a pattern that matches nothing.
 void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
                        const NamedPlacements& patterns, const ReducerOptions& options = {});
 
-/// While it lives, backward reduces no gradients of distribute_module()'s parameters: they stay
-/// partial sums, and are right all the same. The next backward outside reduces what has come
-/// together. Scopes nest. All ranks must open and close them alike.
-class GradientNoSync {
- public:
-  explicit GradientNoSync(const torch::nn::Module& module);
+/// While the result lives, backward accumulates locally and nothing is sent: see NoSync. Finds all
+/// that reduce the gradients of the module's parameters: distribute_module() (whose gradients stay
+/// partial sums, and are right all the same), DistributedDataParallel on it or a part of it, and
+/// whatever was attached by attach_gradient_sync().
+[[nodiscard]] NoSync no_sync(const torch::nn::Module& module);
 
- private:
-  std::vector<std::shared_ptr<GradientReducer>> reducers_;
-  std::vector<std::unique_ptr<GradientReducer::NoSync>> scopes_;
-};
-[[nodiscard]] inline GradientNoSync no_sync(const torch::nn::Module& module) {
-  return GradientNoSync(module);
-}
-
-/// Reduces now what is partial, after no_sync() scopes without a last backward. Collective.
+/// Reduces now what has been accumulated and not been reduced, after no_sync() scopes without a
+/// last backward, whoever reduces it. Collective.
 void reduce_gradients(const torch::nn::Module& module);
 
 struct NamedTensor {

@@ -7,6 +7,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/group/agreement.h"
+#include "tessera/gradient/announce.h"
 #include "tessera/gradient/coalesced.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -14,8 +15,8 @@ namespace tessera::detail {
 
 namespace {
 
-// A parameter that is sharded over other ranks than the group's: the group's ranks hold the same
-// part. What its own mesh does with the gradient comes first.
+// A parameter that is sharded over ranks outside the group, whose ranks hold the same shard. Its
+// own mesh reduces the gradient first.
 class LocalGradient final : public GradientAccess {
  public:
   at::Tensor like(const at::Tensor& parameter) const override {
@@ -24,9 +25,16 @@ class LocalGradient final : public GradientAccess {
   std::string describe(const at::Tensor& parameter) const override {
     return concat(spec(parameter), ", ", parameter.scalar_type());
   }
-  OwedGradient owed(const at::Tensor& parameter, const Group& group) const override {
+  UnreducedGradient unreduced(const at::Tensor& parameter, const Group& group) const override {
     const at::Tensor& grad = parameter.grad();
-    return {grad.defined() ? to_local(grad.detach()) : grad, group};
+    if (!grad.defined()) return {grad, group};
+    if (!(spec(grad) == spec(parameter)))
+      throw GradientError(
+          concat("the gradient of a sharded parameter is still ", spec(grad), " where it is to be ",
+                 spec(parameter),
+                 ": its own mesh has not reduced it. Use no_sync(module) and "
+                 "reduce_gradients(module), which reach all that reduce a parameter."));
+    return {to_local(grad.detach()), group};
   }
   void store(const at::Tensor& parameter, const at::Tensor& reduced, bool) const override {
     at::Tensor& grad = parameter.mutable_grad();
@@ -38,7 +46,7 @@ class LocalGradient final : public GradientAccess {
   }
 };
 
-at::Tensor local_part(const at::Tensor& t) { return is_sharded(t) ? to_local(t.detach()) : t; }
+at::Tensor local_of(const at::Tensor& t) { return is_sharded(t) ? to_local(t.detach()) : t; }
 
 std::string description(const at::Tensor& t) {
   return is_sharded(t) ? concat(spec(t), ", ", t.scalar_type())
@@ -53,30 +61,25 @@ DataParallelEngine::DataParallelEngine(std::shared_ptr<torch::nn::Module> module
   std::set<std::string> unknown(options_.ignore.begin(), options_.ignore.end());
   auto ignored = [&](const std::string& name) {
     unknown.erase(name);
-    return std::find(options_.ignore.begin(), options_.ignore.end(), name) != options_.ignore.end();
+    return !reduces(name);
   };
   std::vector<at::Tensor> state;
   std::vector<ReducedParameter> reduced;
-  std::set<const c10::TensorImpl*> seen;  // a tensor registered under two names travels once
+  std::set<const c10::TensorImpl*> seen;  // a tensor registered under two names is sent once
   std::string text;
   for (const auto& item : module_->named_parameters()) {
     const at::Tensor& parameter = item.value();
     if (ignored(item.key()) || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
-    state.push_back(local_part(parameter));
+    state.push_back(local_of(parameter));
     text += concat("parameter '", item.key(), "', ", description(parameter),
                    parameter.requires_grad() ? "" : ", frozen", "\n");
     if (!parameter.requires_grad()) continue;
-    reduced.push_back({parameter, item.key(), group_, ReduceOp::avg,
+    reduced.push_back({parameter, item.key(), group_, options_.reduction,
                        is_sharded(parameter) ? std::make_shared<LocalGradient>() : nullptr});
-    // Gradients are complete on their own mesh only when backward ends.
-    if (is_sharded(parameter)) {
-      options_.reducer.overlap = false;
-      options_.reducer.gradient_as_bucket_view = false;
-    }
   }
   for (const auto& item : module_->named_buffers()) {
     if (ignored(item.key()) || !seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
-    state.push_back(local_part(item.value()));
+    state.push_back(local_of(item.value()));
     text += concat("buffer '", item.key(), "', ", description(item.value()), "\n");
   }
   for (const std::string& name : unknown)
@@ -86,16 +89,49 @@ DataParallelEngine::DataParallelEngine(std::shared_ptr<torch::nn::Module> module
     throw InvalidArgument(
         concat("the module has no parameter or buffer named ", list(unknown),
                "; names to ignore are as in named_parameters() and named_buffers()"));
+  require_replicas();
   broadcast_coalesced(state, group_, 0);
   reducer_ = std::make_unique<GradientReducer>(std::move(reduced), options_.reducer);
+}
+
+// Decided from what all ranks share, so that all throw.
+void DataParallelEngine::require_replicas() const {
+  const ReduceOp::Kind kind = options_.reduction.kind;
+  if (kind != ReduceOp::Kind::avg && kind != ReduceOp::Kind::sum &&
+      kind != ReduceOp::Kind::premultiplied)
+    throw InvalidArgument(concat("DistributedDataParallelOptions::reduction is ", to_string(kind),
+                                 ", but must be avg, sum or premultiplied"));
+  const auto check = [&](const std::string& name, const at::Tensor& t) {
+    if (!is_sharded(t) || !reduces(name)) return;
+    const ShardSpec where = spec(t);
+    const Mesh& mesh = where.mesh().layout();
+    const int me = group_.ranks()[group_.rank()];
+    for (int axis = 0; axis < where.mesh_dims(); ++axis) {
+      const bool spread = !where.placements()[axis].is_replicate();
+      // A mean over ranks whose gradients are equal changes nothing, a sum does.
+      if (!spread && kind == ReduceOp::Kind::avg) continue;
+      const int shared = shared_ranks(mesh.group(std::vector<int>{axis}, me), group_.ranks());
+      if (shared > 1)
+        throw ShardingError(concat(
+            "DistributedDataParallel over group '", group_.name(), "': ", name, " is ", where,
+            ", and ", shared, " ranks of the group lie along axis ", axis, ", where ",
+            spread ? "they hold different shards" : "its gradient is complete on each of them",
+            ": its own mesh reduces its gradient. Give a group of ranks "
+            "that hold the same shards, or list it in ignore."));
+    }
+  };
+  for (const auto& item : module_->named_parameters()) check(item.key(), item.value());
+  for (const auto& item : module_->named_buffers()) check(item.key(), item.value());
+}
+
+bool DataParallelEngine::reduces(const std::string& name) const {
+  return std::find(options_.ignore.begin(), options_.ignore.end(), name) == options_.ignore.end();
 }
 
 std::vector<at::Tensor> DataParallelEngine::buffers() const {
   std::vector<at::Tensor> tensors;
   for (const auto& item : module_->named_buffers())
-    if (std::find(options_.ignore.begin(), options_.ignore.end(), item.key()) ==
-        options_.ignore.end())
-      tensors.push_back(local_part(item.value()));
+    if (reduces(item.key())) tensors.push_back(local_of(item.value()));
   return tensors;
 }
 

@@ -22,12 +22,19 @@
 
 #include "tessera/gradient/mean_loss.h"
 #include "tessera/gradient/reducer.h"
+#include "tessera/gradient/sync.h"
 
 namespace tessera {
 
 struct DistributedDataParallelOptions {
   ReducerOptions reducer;
-  /// Rank 0's buffers (running statistics) are everybody's before each forward in training.
+  /// How the ranks' gradients come together. avg: each rank's loss is a mean of its own, as of
+  /// ordinary data parallelism. sum: each rank's gradient is a part of that of one loss, as where
+  /// sharded tensors are made of the module's output (from_local), or its input is a sharded
+  /// tensor's local (to_local). premultiplied: weighted by hand, each rank by its own factor. A
+  /// denominator that is known only after a step is StepWeight's.
+  ReduceOp reduction = ReduceOp::avg;
+  /// Buffers (running statistics) are broadcast from rank 0 before each forward in training.
   bool broadcast_buffers = true;
   /// Names of parameters and buffers that the user takes care of: neither broadcast nor reduced.
   std::vector<std::string> ignore;
@@ -43,8 +50,12 @@ class DataParallelEngine {
   void before_forward();
   GradientReducer& reducer() { return *reducer_; }
   const Group& group() const { return group_; }
+  ReduceOp reduction() const { return options_.reduction; }
+  const torch::nn::Module& module() const { return *module_; }
 
  private:
+  bool reduces(const std::string& name) const;
+  void require_replicas() const;
   std::vector<at::Tensor> buffers() const;
 
   std::shared_ptr<torch::nn::Module> module_;
@@ -58,12 +69,15 @@ class DataParallelEngine {
 /// `Module`: a module holder (what TORCH_MODULE makes) or a shared_ptr to a module; its forward may
 /// take and return anything.
 ///
-/// Construction is collective: rank 0's parameters and buffers become everybody's, and ranks whose
+/// Construction is collective: parameters and buffers are broadcast from rank 0, and ranks whose
 /// modules differ all get a MismatchError. Parameters that distribute_module() sharded over a mesh
-/// of other ranks (the group's ranks hold the same parts) are averaged as well, after their own
-/// mesh has reduced them, at the end of backward. Every rank must run the same number of
-/// synchronised backwards. A rank whose batch is empty runs forward and backward all the same (with
-/// samples = 0), or calls reduce().
+/// of other ranks (the group's ranks hold the same shards) are reduced as well, after their own
+/// mesh has reduced them, at the end of backward; a parameter whose shards lie on ranks of the
+/// group is refused with a ShardingError. distribute_module() comes first, then the wrapper. Every
+/// rank must run the same number of synchronised backwards. A rank whose batch is empty runs
+/// forward and backward all the same (with samples = 0), or calls reduce(). backward() throws
+/// GradientError where the gradients that come do not fit DistributedDataParallelOptions::reduction
+/// (see GradientReducer).
 template <class Module>
 class DistributedDataParallel {
  public:
@@ -82,17 +96,18 @@ class DistributedDataParallel {
   }
 
   /// The mean loss over all ranks' samples, from this rank's mean over `samples` of its own; its
-  /// backward gives the gradient that one process with all samples would have. See
-  /// tessera::mean_loss. Without it every rank's loss has the same weight.
+  /// backward gives the gradient that one process with all samples would have, whether the ranks'
+  /// gradients are averaged or summed. See tessera::mean_loss. Without it every rank's loss has the
+  /// same weight. Throws InvalidArgument where the reduction is premultiplied.
   at::Tensor mean_loss(const at::Tensor& loss, double samples) const {
-    return tessera::mean_loss(loss, samples, engine_.group());
+    return tessera::mean_loss(loss, samples, engine_.group(), engine_.reduction());
   }
 
-  /// While the result lives, gradients accumulate locally; the next backward outside reduces their
-  /// sum.
-  [[nodiscard]] GradientReducer::NoSync no_sync() { return engine_.reducer().no_sync(); }
-  /// Reduces now what is owed, without a backward.
-  void reduce() { engine_.reducer().reduce(); }
+  /// While the result lives, gradients accumulate locally, and the next backward outside reduces
+  /// their sum: no_sync(*module()), which is for all that reduce a parameter of the module.
+  [[nodiscard]] NoSync no_sync() const { return NoSync(engine_.module().parameters()); }
+  /// Reduces now what has been accumulated and not been reduced, without a backward. Collective.
+  void reduce() { reduce_gradients(engine_.module().parameters()); }
 
   Module& module() { return module_; }
   GradientReducer& reducer() { return engine_.reducer(); }

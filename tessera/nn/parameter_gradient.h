@@ -1,10 +1,9 @@
 #pragma once
-// Gradients of sharded parameters: what backward leaves as partial sums is reduced in buckets,
+// Gradients of sharded parameters: the partial sums that backward leaves are reduced in buckets
 // while it runs.
 
-#include <torch/nn/module.h>
+#include <ATen/core/Tensor.h>
 
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,22 +13,20 @@
 
 namespace tessera::detail {
 
-/// How a gradient that lies as `have` becomes one that lies as `wanted` by reducing what is
-/// partial: over which groups, and what is scattered. The value is left undefined. False: it takes
-/// more than that.
-bool reduction_between(const ShardSpec& have, const ShardSpec& wanted, OwedGradient& reduction);
+/// Finds how a gradient with the spec `have` becomes one with the spec `wanted` by reducing its
+/// Partial axes alone: over which groups, and along which dim it is reduce-scattered. Leaves the
+/// value of `reduction` undefined. Returns false where reductions alone do not do it.
+bool reduction_between(const ShardSpec& have, const ShardSpec& wanted,
+                       UnreducedGradient& reduction);
 
-/// A value that lies as `have` as one rank's term of a sum that lies as `terms`, the other ranks'
-/// being zero: nothing is sent. False, and nothing is changed, where that is not possible.
-bool make_term(const at::Tensor& value, const ShardSpec& terms);
+/// Turns `value` in place into a partial sum with the spec `partial`: one rank keeps what it holds,
+/// the others hold zero, and nothing is sent. Returns false, and changes nothing, where that is not
+/// possible.
+bool make_partial(const at::Tensor& value, const ShardSpec& partial);
 
-/// Sets the hooks. Collective over the mesh.
+/// Makes the reducer of sharded parameters and sets its hooks; the parameters own it. Collective
+/// over the mesh.
 void reduce_parameters(const std::vector<std::pair<std::string, at::Tensor>>& parameters,
                        const DeviceMesh& mesh, const ReducerOptions& options);
-
-/// The reducers of the module's sharded parameters, each once.
-std::vector<std::shared_ptr<GradientReducer>> reducers_of(const torch::nn::Module& module);
-std::vector<std::shared_ptr<GradientReducer>> reducers_of(
-    const std::vector<at::Tensor>& parameters);
 
 }  // namespace tessera::detail

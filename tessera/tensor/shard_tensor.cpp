@@ -12,6 +12,7 @@
 #include <iostream>
 
 #include "tessera/base/text.h"
+#include "tessera/gradient/announce.h"
 #include "tessera/tensor/dispatch/carry.h"
 #include "tessera/tensor/dispatch/dispatch.h"
 #include "tessera/tensor/dispatch/layout.h"
@@ -87,6 +88,30 @@ void share_version(const at::Tensor& a, const at::Tensor& b) {
     a.unsafeGetTensorImpl()->set_version_counter(b.unsafeGetTensorImpl()->version_counter());
 }
 
+// The global ranks that differ from this one along the axes that are Replicate, or along the
+// others, and this one.
+std::vector<int> ranks_along(const ShardSpec& spec, bool replicated) {
+  const auto& context = detail::context_of(spec);
+  std::vector<int> axes;
+  for (int axis = 0; axis < spec.mesh_dims(); ++axis) {
+    if (spec.placements()[axis].is_replicate() == replicated && context->sizes[axis] > 1)
+      axes.push_back(axis);
+  }
+  const Mesh& layout = context->mesh.layout();
+  return axes.empty() ? std::vector<int>() : layout.group(axes, layout.ranks()[context->position]);
+}
+
+// Backward enters the sharded tensors, whose gradients are those of the sum of the ranks' losses.
+void require_sum(const ShardSpec& gradient, const char* name) {
+  if (detail::averaged_above(ranks_along(gradient, false)))
+    throw GradientError(concat(
+        name,
+        ": its gradient comes from a mean_loss that is scaled for a mean over ranks, but gradients "
+        "of sharded tensors are sums over ranks: they would be too large by their number. Give "
+        "mean_loss the operation ReduceOp::sum, and DistributedDataParallelOptions::reduction the "
+        "same."));
+}
+
 struct FromLocal : torch::autograd::Function<FromLocal> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& local, const ShardSpec& spec) {
     carry(ctx, gradient_spec(spec));
@@ -106,6 +131,13 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     if (!g[0].defined()) return {at::Tensor(), at::Tensor()};
     const ShardSpec spec = carried(ctx);
+    // What ranks made their locals of has several gradients: parts of a sum where the locals
+    // differ, the same one where they are replicated.
+    const ShardSpec locals = ctx->saved_data.count("terms") > 0 ? carried(ctx, "terms") : spec;
+    detail::announce_gradient(GradientForm::partial, ranks_along(locals, false),
+                              detail::from_sharded);
+    detail::announce_gradient(GradientForm::complete, ranks_along(locals, true),
+                              detail::from_sharded);
     at::Tensor gradient = to_local(redistribute(sharded_gradient(g[0], spec), spec));
     if (ctx->saved_data.count("terms") > 0) {
       const ShardSpec terms = carried(ctx, "terms");
@@ -176,6 +208,7 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     if (!g[0].defined()) return {at::Tensor(), at::Tensor()};
+    require_sum(carried(ctx), "to_local");
     return {detail::meta_of(g[0]) ? g[0] : from_local(g[0], carried(ctx)), at::Tensor()};
   }
 };
@@ -192,6 +225,7 @@ struct FullTensor : torch::autograd::Function<FullTensor> {
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     if (!g[0].defined()) return variable_list(3);
+    require_sum(carried(ctx), "full_tensor");
     variable_list gradients(3);
     gradients[0] = redistribute(detail::meta_of(g[0]) ? g[0] : from_local(g[0], carried(ctx)),
                                 carried(ctx, "own"));
@@ -313,6 +347,11 @@ ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh,
 }
 
 }  // namespace
+
+bool detail::from_sharded(const torch::autograd::Node& node) {
+  return dynamic_cast<const torch::autograd::CppNode<ToLocal>*>(&node) ||
+         dynamic_cast<const torch::autograd::CppNode<FullTensor>*>(&node) || is_demotion(node);
+}
 
 bool is_sharded(const at::Tensor& t) { return t.defined() && detail::meta_of(t); }
 ShardSpec spec(const at::Tensor& t) { return meta_or_throw(t).spec(); }

@@ -52,8 +52,7 @@ TEST(Reducer, AveragesOverRanksAndAccumulates) {
         expect_equal(a.grad(), torch::full_like(a, 4 * (2 * mean_r + 3)));
         expect_equal(b.grad(), torch::full_like(b, 3 * mean_r));
         {
-          const auto scope = reducer.no_sync();
-          const auto nested = reducer.no_sync();
+          const NoSync scope({a, b, c}), nested({b});
           loss(3).backward();
           EXPECT_FALSE(reducer.syncing());
           expect_equal(b.grad(), torch::full_like(b, 3 * mean_r + 3 * r));
@@ -62,7 +61,7 @@ TEST(Reducer, AveragesOverRanksAndAccumulates) {
         expect_equal(a.grad(), torch::full_like(a, 4 * (4 * mean_r + 10)));
         expect_equal(b.grad(), torch::full_like(b, 10 * mean_r));
         {
-          const auto scope = reducer.no_sync();
+          const NoSync scope({a, b, c});
           loss(1).backward();
         }
         reducer.reduce();

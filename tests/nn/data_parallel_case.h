@@ -63,7 +63,7 @@ inline Net one_process(bool shared) {
 
 inline void train_and_compare(const Group& group, const DistributedDataParallelOptions& options,
                               bool shared, const Net& reference) {
-  torch::manual_seed(1 + group.rank());  // rank 0's parameters become everybody's
+  torch::manual_seed(1 + group.rank());  // overwritten by rank 0's
   Net net(shared);
   DistributedDataParallel ddp(net, group, options);
   torch::optim::Adam optimizer(net->parameters(), 1e-2);

@@ -113,7 +113,7 @@ TEST(ShardedGradients, GoInOneMessageABucketOverTheAxesOfTheData) {
     const at::Tensor value = randn({5, 4}, at::kDouble);
     for (const bool small : {false, true}) {
       Net net = make(), expected = make();
-      // Four tensors of 6 numbers or fewer, and three matrices: with small buckets each stands
+      // Four tensors of 6 numbers or fewer, and three matrices: with small buckets each is
       // alone.
       distribute_module(
           *net, mesh, ModuleRule(),
@@ -170,7 +170,7 @@ TEST(ShardedGradients, StayWhereTheyAreInNoSync) {
     step();
     EXPECT_EQ(sent(*trace).size(), 1u);
     expect_gradients(*net, *expected, "after no_sync");
-    // Onto what is reduced already: one message again, and each term counted once.
+    // Onto what is reduced already: one message again, and nothing counted twice.
     trace->clear();
     step();
     EXPECT_EQ(trace->events().size(), 1u) << trace->table();
@@ -184,7 +184,7 @@ TEST(ShardedGradients, StayWhereTheyAreInNoSync) {
     EXPECT_EQ(trace->events().size(), 1u);
     expect_gradients(*net, *expected, "reduce_gradients");
     reduce_gradients(*net);
-    EXPECT_EQ(trace->events().size(), 1u) << "nothing is owed any more";
+    EXPECT_EQ(trace->events().size(), 1u) << "everything is reduced";
   });
 }
 

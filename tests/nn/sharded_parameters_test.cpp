@@ -1,5 +1,5 @@
-// Sharded parameters: gathered where they are used (fully sharded data parallelism), or worked on
-// part by part (tensor parallelism).
+// Sharded parameters: gathered where they are used (fully sharded data parallelism), or used shard
+// by shard (tensor parallelism).
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/CPUAllocator.h>
@@ -159,7 +159,7 @@ TEST(FullySharded, TrainsLikeOneProcessForAnyDimAndSizes) {
                                {{0, draw.sizes(6, ranks)}});
           for (int part = 0; part < 2; ++part) {
             expected->forward(x).square().mean().backward();
-            const std::optional<GradientNoSync> scope =
+            const std::optional<NoSync> scope =
                 part == 0 && step == 1 ? std::optional(no_sync(*net)) : std::nullopt;
             net->forward(leaf(x, lies)).square().mean().backward();
           }
@@ -274,7 +274,7 @@ TEST(FullySharded, UnderDistributedDataParallel) {
     const DeviceMesh own(mesh.layout().submesh({"shard"}, manager.rank()), manager);
     auto net = prepared(deep(2, 6), 7 + 100 * replica), expected = prepared(deep(2, 6));
     distribute_module(*net, own, {{"0.weight", {{Shard(0)}, {{0, {5, 1}}}}}});
-    // the first replica's parameters become everybody's
+    // parameters are broadcast from the first replica
     DistributedDataParallel ddp(net, mesh.group("replica"));
     torch::optim::AdamW opt(net->parameters(), 0.01), expected_opt(expected->parameters(), 0.01);
     for (int step = 0; step < 3; ++step) {

@@ -70,7 +70,7 @@ TEST(StepWeight, RaggedMicroBatchesGiveTheGradientOfOneBatch) {
 TEST(StepWeight, AWrongWeightOfOneRankThrowsOnAllAndTheNextStepIsRight) {
   run_threads(3, [](DistributedManager& manager) {
     const at::Tensor w = at::ones({2}, at::kDouble).requires_grad_();
-    StepWeight weight(manager.world());
+    StepWeight weight(manager.world(), StepWeight::Reduced::averaged);
     for (const double wrong : {-1.0, std::nan(""), HUGE_VAL}) {
       w.mutable_grad() = at::Tensor();
       weight.weigh(w.sum(), manager.rank() == 1 ? wrong : 2.0).backward();

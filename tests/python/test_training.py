@@ -45,6 +45,42 @@ def test_no_sync_sends_nothing_and_loses_nothing():
     on_ranks(3, body)
 
 
+def test_no_sync_nests_and_goes_back_to_what_was():
+    plain, nets = build(), [build() for _ in range(2)]
+    for seed in range(4):
+        plain(batch(seed)).square().sum().backward()
+
+    def body(rank):
+        mesh = ts.Mesh({"data": 2})
+        net = ts.distribute_module(nets[rank], mesh)
+        # hooks of the user's own beside ours
+        seen = []
+        for parameter in net.parameters():
+            parameter.register_hook(lambda g: seen.append(g.shape))
+
+        def step(seed):
+            net(ts.distribute_tensor(batch(seed), mesh, [ts.Shard(0)], {0: [4, 1]})).square().sum().backward()
+
+        scope = ts.no_sync(net)
+        with ts.CommTrace() as trace:
+            with scope, scope:
+                step(0)
+                with pytest.raises(ZeroDivisionError), ts.no_sync(net[0]):
+                    raise ZeroDivisionError
+                step(1)
+            with scope:
+                step(2)
+        assert trace.count == 0
+        with ts.CommTrace() as trace:
+            step(3)
+        assert trace.count == 1, trace.table()
+        assert len(seen) == 4 * 4
+        for mine, expected in zip(net.parameters(), plain.parameters()):
+            assert_same(mine.grad, expected.grad)
+
+    on_ranks(2, body)
+
+
 def test_reduce_gradients_after_the_last_backward():
     plain, nets = build(), [build() for _ in range(2)]
     plain(batch(0)).square().sum().backward()

@@ -10,6 +10,7 @@
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
+#include "tessera/gradient/announce.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/redistribute.h"
@@ -84,6 +85,9 @@ struct Promote : torch::autograd::Function<Promote> {
     return wrap_plain(plain, context);
   }
   static variable_list backward(AutogradContext*, const variable_list& gradients) {
+    if (const ShardMeta* meta = gradients[0].defined() ? meta_of(gradients[0]) : nullptr)
+      announce_gradient(GradientForm::complete, context_of(meta->spec())->mesh.layout().ranks(),
+                        from_sharded);
     return {gradients[0].defined() && meta_of(gradients[0]) ? demote(gradients[0]) : gradients[0],
             at::Tensor()};
   }
@@ -232,6 +236,10 @@ at::Tensor promote(const at::Tensor& plain, const std::shared_ptr<MeshContext>& 
   return promoted;
 }
 at::Tensor demote(const at::Tensor& sharded) { return Demote::apply(sharded); }
+
+bool is_demotion(const torch::autograd::Node& node) {
+  return dynamic_cast<const torch::autograd::CppNode<Demote>*>(&node);
+}
 
 void promote_arguments(const OpInfo& info, c10::IValue* arguments,
                        const std::shared_ptr<MeshContext>& context, bool above) {

@@ -10,6 +10,10 @@
 #include "tessera/tensor/dispatch/op_info.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
+namespace torch::autograd {
+struct Node;
+}
+
 namespace tessera::detail {
 
 /// Neither sharded nor undefined nor a number wrapped as a tensor.
@@ -20,6 +24,11 @@ at::Tensor promote(const at::Tensor& plain, const std::shared_ptr<MeshContext>& 
 /// The whole value as a plain tensor, the same on all ranks. Differentiable: the gradient is
 /// promote()d.
 at::Tensor demote(const at::Tensor& sharded);
+
+/// Whether a node of the graph is that of demote(), or makes a plain tensor of a sharded one in any
+/// way: to_local() and full_tensor() do it, too.
+bool is_demotion(const torch::autograd::Node& node);
+bool from_sharded(const torch::autograd::Node& node);
 
 /// Promotes every plain tensor among the arguments, lists and optionals included; targets that are
 /// written to, where they stand. `above`: autograd still has its turn, so that promotion must be

@@ -1,4 +1,4 @@
-#include "tessera/gradient/detail/flight.h"
+#include "tessera/gradient/detail/bucket_message.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/util/strides.h>
@@ -16,63 +16,64 @@ at::Tensor place(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef si
 
 }  // namespace
 
-void Flight::pack() {
+void BucketMessage::pack() {
   if (scatters_) {
     pack_scattered();
   } else {
-    pack_whole();
+    pack_full();
   }
-  for (Item& item : items_) item.owed.value.reset();
+  for (Item& item : items_) item.gradient.value.reset();
 }
 
-void Flight::pack_whole() {
+void BucketMessage::pack_full() {
   std::int64_t numel = 0;
-  for (const Item& item : items_) numel += item.owed.value.numel();
-  flat_ = at::empty({numel}, items_.front().owed.value.options());
+  for (const Item& item : items_) numel += item.gradient.value.numel();
+  flat_ = at::empty({numel}, items_.front().gradient.value.options());
   std::int64_t offset = 0;
   for (Item& item : items_) {
-    item.part = place(flat_, offset, item.owed.value.sizes());
-    item.part.copy_(item.owed.value);
-    offset += item.part.numel();
+    item.reduced = place(flat_, offset, item.gradient.value.sizes());
+    item.reduced.copy_(item.gradient.value);
+    offset += item.reduced.numel();
   }
 }
 
-// Rank by rank, and in each rank's stretch gradient by gradient.
-void Flight::pack_scattered() {
+// In the order of the ranks that keep the rows; the rows of one rank in the order of the gradients.
+void BucketMessage::pack_scattered() {
   const int ranks = scatter_.size(), me = scatter_.rank();
   std::int64_t numel = 0;
-  for (const Item& item : items_) numel += item.owed.value.numel();
-  flat_ = at::empty({numel}, items_.front().owed.value.options());
+  for (const Item& item : items_) numel += item.gradient.value.numel();
+  flat_ = at::empty({numel}, items_.front().gradient.value.options());
   std::vector<std::int64_t> row(items_.size(), 0);
   std::int64_t offset = 0, kept_at = 0;
   rows_.assign(ranks, 0);
   for (int r = 0; r < ranks; ++r) {
     const std::int64_t begin = offset;
     for (std::size_t i = 0; i < items_.size(); ++i) {
-      const OwedGradient& owed = items_[i].owed;
-      const at::Tensor piece = owed.value.narrow(owed.scatter_dim, row[i], owed.rows[r]);
+      const UnreducedGradient& gradient = items_[i].gradient;
+      const at::Tensor piece =
+          gradient.value.narrow(gradient.scatter_dim, row[i], gradient.rows[r]);
       place(flat_, offset, piece.sizes()).copy_(piece);
-      row[i] += owed.rows[r];
+      row[i] += gradient.rows[r];
       offset += piece.numel();
     }
     rows_[r] = offset - begin;
   }
   kept_ = at::empty({rows_[me]}, flat_.options());
   for (Item& item : items_) {
-    auto sizes = item.owed.value.sizes().vec();
-    sizes[item.owed.scatter_dim] = item.owed.rows[me];
-    item.part = place(kept_, kept_at, sizes);
-    kept_at += item.part.numel();
+    auto sizes = item.gradient.value.sizes().vec();
+    sizes[item.gradient.scatter_dim] = item.gradient.rows[me];
+    item.reduced = place(kept_, kept_at, sizes);
+    kept_at += item.reduced.numel();
   }
 }
 
-void Flight::start() {
+void BucketMessage::start() {
   request_ = scatters_
                  ? scatter_.start().reduce_scatter(kept_, flat_, op_, rows_, {.name = "gradients"})
                  : group_.start().all_reduce(flat_, op_, {.name = "gradients"});
 }
 
-void Flight::next() {
+void BucketMessage::next() {
   if (!scatters_ || second_) return;
   request_.wait();
   flat_.reset();
@@ -81,7 +82,7 @@ void Flight::next() {
       group_.size() > 1 ? group_.start().all_reduce(kept_, op_, {.name = "gradients"}) : Request();
 }
 
-void Flight::wait() {
+void BucketMessage::wait() {
   next();
   request_.wait();
 }

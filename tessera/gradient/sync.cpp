@@ -1,0 +1,259 @@
+#include "tessera/gradient/sync.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <iterator>
+#include <unordered_set>
+#include <utility>
+
+#include "tessera/gradient/announce.h"
+#include "tessera/gradient/hooks.h"
+
+namespace tessera {
+
+GradientError::~GradientError() = default;
+GradientSync::~GradientSync() = default;
+
+std::optional<double> GradientSync::scale(const at::Tensor&) const { return std::nullopt; }
+void GradientSync::receives(const at::Tensor&, GradientForm, const std::vector<int>&) {}
+
+void GradientSync::pause() {
+  const std::lock_guard lock(mutex_);
+  if (scopes_ == 0) {
+    before_ = syncing();
+    set_syncing(false);
+  }
+  ++scopes_;
+}
+
+void GradientSync::resume() {
+  const std::lock_guard lock(mutex_);
+  if (--scopes_ == 0) set_syncing(before_);
+}
+
+void attach_gradient_sync(const std::vector<at::Tensor>& parameters,
+                          const std::shared_ptr<GradientSync>& sync) {
+  if (!sync) throw InvalidArgument("attach_gradient_sync: nothing to attach");
+  for (const at::Tensor& p : parameters) {
+    if (!p.defined() || !p.is_leaf() || !p.requires_grad())
+      throw InvalidArgument(
+          "attach_gradient_sync takes leaves that require grad; only such have a gradient to "
+          "reduce");
+  }
+  for (const at::Tensor& p : parameters) {
+    auto hook = std::make_unique<detail::ChainedHook>();
+    hook->sync = sync;
+    detail::add_hook_after(p, std::move(hook));
+  }
+}
+
+namespace {
+
+using Syncs = std::vector<std::shared_ptr<GradientSync>>;
+
+// In the order in which they were attached.
+Syncs syncs_of(const at::Tensor& p) {
+  Syncs all;
+  if (!p.defined() || !torch::autograd::impl::get_autograd_meta(p)) return all;
+  const auto* hook =
+      dynamic_cast<const detail::ChainedHook*>(torch::autograd::impl::post_acc_grad_hooks(p).get());
+  for (; hook; hook = dynamic_cast<const detail::ChainedHook*>(hook->before.get())) {
+    if (auto sync = hook->sync.lock()) all.push_back(std::move(sync));
+  }
+  std::reverse(all.begin(), all.end());
+  return all;
+}
+
+}  // namespace
+
+std::vector<std::shared_ptr<GradientSync>> gradient_syncs(
+    const std::vector<at::Tensor>& parameters) {
+  std::vector<Syncs> lists;
+  for (const at::Tensor& p : parameters) {
+    Syncs list = syncs_of(p);
+    if (!list.empty() && std::find(lists.begin(), lists.end(), list) == lists.end())
+      lists.push_back(std::move(list));
+  }
+  // The first that stands behind no other one in any list comes next.
+  Syncs all;
+  const auto done = [&](const auto& sync) {
+    return std::find(all.begin(), all.end(), sync) != all.end();
+  };
+  const auto is_next = [&](const auto& sync) {
+    return std::all_of(lists.begin(), lists.end(), [&](const Syncs& list) {
+      const auto at = std::find(list.begin(), list.end(), sync);
+      return at == list.end() || std::all_of(list.begin(), at, done);
+    });
+  };
+  for (bool found = true; found;) {
+    found = false;
+    for (std::size_t l = 0; l < lists.size() && !found; ++l) {
+      for (const auto& sync : lists[l]) {
+        if (done(sync) || !is_next(sync)) continue;
+        all.push_back(sync);
+        found = true;
+        break;
+      }
+    }
+  }
+  return all;
+}
+
+void reduce_gradients(const std::vector<at::Tensor>& parameters) {
+  for (const auto& sync : gradient_syncs(parameters)) sync->reduce();
+}
+
+class NoSync::Pause {
+ public:
+  explicit Pause(std::shared_ptr<GradientSync> sync) : sync_(std::move(sync)) { sync_->pause(); }
+  ~Pause() {
+    try {
+      sync_->resume();
+    } catch (const std::exception& e) {  // of a user's own set_syncing()
+      TORCH_WARN("gradients could not be switched back to being reduced: ", e.what());
+    }
+  }
+  Pause(const Pause&) = delete;
+  Pause& operator=(const Pause&) = delete;
+
+ private:
+  std::shared_ptr<GradientSync> sync_;
+};
+
+NoSync::NoSync(const std::vector<at::Tensor>& parameters) {
+  for (auto& sync : gradient_syncs(parameters))
+    pauses_.push_back(std::make_unique<Pause>(std::move(sync)));
+}
+NoSync::NoSync(NoSync&&) noexcept = default;
+NoSync& NoSync::operator=(NoSync&&) noexcept = default;
+NoSync::~NoSync() = default;
+
+namespace detail {
+
+void add_hook_after(const at::Tensor& leaf, std::unique_ptr<ChainedHook> hook) {
+  hook->before = std::move(torch::autograd::impl::post_acc_grad_hooks(leaf));
+  torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::move(hook));
+}
+
+void add_hook_before(const at::Tensor& leaf,
+                     std::function<at::TensorBase(const at::TensorBase&)> hook) {
+  // libtorch makes its list of C++ hooks by dropping all others.
+  auto& hooks = torch::autograd::impl::hooks(leaf);
+  const auto* meta = torch::autograd::impl::get_autograd_meta(leaf);
+  if (meta && meta->cpp_hooks_list_) {
+    static_cast<const at::TensorBase&>(leaf).register_hook(std::move(hook));
+    return;
+  }
+  auto others = std::move(hooks);
+  hooks.clear();
+  static_cast<const at::TensorBase&>(leaf).register_hook(std::move(hook));
+  hooks.insert(hooks.begin(), std::make_move_iterator(others.begin()),
+               std::make_move_iterator(others.end()));
+}
+
+namespace {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::Node;
+using NodeSet = std::unordered_set<const Node*>;
+
+// What has been announced in the backward that runs on this thread.
+struct Announced {
+  struct Forms {
+    GradientForm form;
+    std::vector<int> ranks;
+    NodeSet seen;
+  };
+  struct Average {
+    const Node* from;
+    std::vector<int> ranks;
+    NodeSet reached;  // empty: not looked for yet
+  };
+  int task = -1;
+  std::vector<Forms> forms;
+  std::vector<Average> averages;
+
+  static Announced& now() {
+    static thread_local Announced announced;
+    const int task = torch::autograd::get_current_graph_task_id();
+    if (announced.task != task) announced = Announced{task, {}, {}};
+    return announced;
+  }
+};
+
+// All nodes behind `from`; `visit` says whether to go on behind one.
+template <class Visit>
+void walk(const Node& from, NodeSet& seen, const Visit& visit) {
+  std::vector<const Node*> open{&from};
+  while (!open.empty()) {
+    const Node* node = open.back();
+    open.pop_back();
+    for (const auto& edge : node->next_edges()) {
+      const Node* next = edge.function.get();
+      if (next && seen.insert(next).second && visit(*next)) open.push_back(next);
+    }
+  }
+}
+
+}  // namespace
+
+int shared_ranks(const std::vector<int>& a, const std::vector<int>& b) {
+  return static_cast<int>(std::count_if(a.begin(), a.end(), [&](int rank) {
+    return std::find(b.begin(), b.end(), rank) != b.end();
+  }));
+}
+
+bool accumulates_into(const at::Tensor& leaf) {
+  const auto* asked = torch::autograd::get_current_graph_task_exec_info();
+  if (!asked || asked->empty()) return true;
+  const auto it = asked->find(torch::autograd::impl::gradient_edge(leaf).function.get());
+  return it != asked->end() && it->second.needed_;
+}
+
+void announce_gradient(GradientForm form, const std::vector<int>& ranks,
+                       const std::function<bool(const Node&)>& stop) {
+  const auto node = torch::autograd::get_current_node();
+  if (ranks.size() < 2 || !node) return;
+  auto& forms = Announced::now().forms;
+  auto known = std::find_if(forms.begin(), forms.end(), [&](const Announced::Forms& f) {
+    return f.form == form && f.ranks == ranks;
+  });
+  if (known == forms.end()) known = forms.insert(forms.end(), {form, ranks, {}});
+  walk(*node, known->seen, [&](const Node& next) {
+    if (const auto* leaf = dynamic_cast<const AccumulateGrad*>(&next)) {
+      if (leaf->variable.defined() && accumulates_into(leaf->variable)) {
+        for (const auto& sync : gradient_syncs({leaf->variable}))
+          sync->receives(leaf->variable, form, ranks);
+      }
+      return false;
+    }
+    return !stop(next);
+  });
+}
+
+void announce_average(const std::vector<int>& ranks) {
+  if (const auto node = torch::autograd::get_current_node(); node && ranks.size() > 1)
+    Announced::now().averages.push_back({node.get(), ranks, {}});
+}
+
+bool averaged_above(const std::vector<int>& ranks, const Node* to) {
+  auto& averages = Announced::now().averages;
+  if (averages.empty()) return false;
+  const auto current = torch::autograd::get_current_node();
+  const Node* target = to ? to : current.get();
+  return std::any_of(averages.begin(), averages.end(), [&](Announced::Average& average) {
+    if (shared_ranks(average.ranks, ranks) < 2) return false;
+    if (average.reached.empty())
+      walk(*average.from, average.reached, [](const Node&) { return true; });
+    return average.reached.contains(target);
+  });
+}
+
+}  // namespace detail
+
+}  // namespace tessera

@@ -1,0 +1,115 @@
+#pragma once
+// What brings the gradients of several ranks together, whoever made it, and how to hold it back.
+//
+//   {
+//     const NoSync scope = no_sync(*net);  // DistributedDataParallel on a sub-module, sharded
+//     loss(batch[0]).backward();           // parameters, a wrapper of the user's own: all wait
+//   }
+//   loss(batch[1]).backward();             // the gradients of both batches are reduced
+//
+// A wrapper of the user's own takes part by an interface of three functions:
+//
+//   struct Mine : GradientSync {
+//     bool syncing() const override { return on; }
+//     void set_syncing(bool now) override { on = now; }
+//     void reduce() override { ... }       // what has been accumulated and not been reduced
+//     bool on = true;
+//   };
+//   auto mine = std::make_shared<Mine>();
+//   attach_gradient_sync(net->parameters(), mine);
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "tessera/base/error.h"
+
+namespace tessera {
+
+/// Gradients that would come together wrongly: a mean of what is to be summed, a sum of what is
+/// complete, a gradient of another shape than its parameter's. The message names the parameter and
+/// says how to reduce it.
+class GradientError : public Error {
+ public:
+  using Error::Error;
+  ~GradientError() override;
+};
+
+/// What a gradient that backward hands from a sharded tensor to a plain one is.
+enum class GradientForm : unsigned char {
+  /// Each rank has its own part of a sum: the derivative of the global loss by this rank's local.
+  partial,
+  /// The same value on every rank: the whole derivative.
+  complete
+};
+
+/// Reduces gradients of parameters over ranks. Found by the parameters that it is attached to.
+class GradientSync {
+ public:
+  GradientSync() = default;
+  GradientSync(const GradientSync&) = delete;
+  GradientSync& operator=(const GradientSync&) = delete;
+  virtual ~GradientSync();
+
+  /// Whether the next backward reduces what it accumulates.
+  virtual bool syncing() const = 0;
+  /// Switches that off, or back to what it was. Called at the outermost ends of nested scopes.
+  virtual void set_syncing(bool on) = 0;
+  /// Reduces now what has been accumulated and not been reduced. Collective.
+  virtual void reduce() = 0;
+
+  /// By what the sum over ranks of the gradients of `parameter` is multiplied: 1 for a sum, 1 / n
+  /// for a mean over n ranks. The same on every rank. Nothing: unknown.
+  virtual std::optional<double> scale(const at::Tensor& parameter) const;
+  /// Told during backward that `parameter` gets a gradient of this form, over these global ranks
+  /// (more than one). Throws GradientError if what this does with gradients does not fit.
+  virtual void receives(const at::Tensor& parameter, GradientForm form,
+                        const std::vector<int>& ranks);
+
+ private:
+  friend class NoSync;
+  void pause();
+  void resume();
+
+  std::mutex mutex_;
+  int scopes_ = 0;
+  bool before_ = true;
+};
+
+/// Makes `sync` known to what asks for all that reduce these parameters: no_sync(),
+/// reduce_gradients(), StepWeight, the checks of mixed reductions. Held weakly: whoever made it
+/// keeps it. Throws InvalidArgument for a parameter that is no leaf that requires grad.
+void attach_gradient_sync(const std::vector<at::Tensor>& parameters,
+                          const std::shared_ptr<GradientSync>& sync);
+
+/// All that reduce any of the parameters, each once: in the order in which they were attached to a
+/// parameter, and else in that of the parameters.
+std::vector<std::shared_ptr<GradientSync>> gradient_syncs(
+    const std::vector<at::Tensor>& parameters);
+
+/// Reduces now what has been accumulated and not been reduced, whoever reduces it: after no_sync()
+/// scopes without a last backward, and for a rank whose backward touched no parameter while those
+/// of others did. Collective.
+void reduce_gradients(const std::vector<at::Tensor>& parameters);
+
+/// While it lives, backward accumulates locally and nothing is sent, for all that reduce any of the
+/// parameters; the next backward outside reduces what has come together. When the last scope over
+/// something ends, by an exception too, it goes back to what it was before the first. All ranks
+/// must open and close scopes alike. Something that reduces other parameters as well waits with
+/// those, too.
+class NoSync {
+ public:
+  explicit NoSync(const std::vector<at::Tensor>& parameters);
+  NoSync(NoSync&&) noexcept;
+  NoSync& operator=(NoSync&&) noexcept;
+  ~NoSync();
+
+ private:
+  class Pause;
+  std::vector<std::unique_ptr<Pause>> pauses_;
+};
+
+}  // namespace tessera
