@@ -94,6 +94,7 @@ void report_libraries(Report& report) {
 
   report.section("Backends");
   report.line("gloo", "built (part of libtorch); TCP");
+  report.line("shm", "built; ranks of one host, through memory");
   report_mpi(report);
   report_nccl(report);
   report.line("threads", "built; ranks as threads of one process, for tests");

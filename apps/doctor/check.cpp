@@ -134,7 +134,7 @@ void report_check(Report& report) {
   const Launch launch = detect_launch(Environment::of_process());
   report.section("Check");
   if (launch.world_size > 1) {
-    std::vector<std::string> backends{"gloo"};
+    std::vector<std::string> backends{"gloo", "shm"};
     if (has_mpi() &&
         (launch.launcher == "open_mpi" || launch.launcher == "pmi" || launch.launcher == "slurm"))
       backends.push_back("mpi");
@@ -145,6 +145,9 @@ void report_check(Report& report) {
       try {
         all_reduce(group_over(manager, backend));
         report.line(backend, concat(what, "works"));
+      } catch (const NotAvailable& error) {
+        report.line(backend, concat(what, "not to be had here"));
+        report.advice(error.what());
       } catch (const std::exception& error) {
         report.line(backend, concat(what, "FAILS"));
         report.problem(error.what());
@@ -153,8 +156,9 @@ void report_check(Report& report) {
     manager.shutdown();
     return;
   }
-  run_ranks(report, "gloo", concat(check_ranks, " ranks of our launcher"), check_ranks,
-            {self(), "--check-rank", "gloo"});
+  for (const char* backend : {"gloo", "shm"})
+    run_ranks(report, backend, concat(check_ranks, " ranks of our launcher"), check_ranks,
+              {self(), "--check-rank", backend});
   check_mpi(report);
   check_threads(report);
 }

@@ -194,8 +194,8 @@ int main(int argc, char** argv) {
   std::string backend = "gloo", out, only;
   std::int64_t size = 512;
   int width = 12, pairs = 31;
-  app.add_option("--backend", backend, "gloo, or mpi under MPI's launcher")
-      ->check(CLI::IsMember({"mpi", "gloo"}));
+  app.add_option("--backend", backend, "gloo, shm, or mpi under MPI's launcher")
+      ->check(CLI::IsMember({"mpi", "gloo", "shm"}));
   app.add_option("--out", out, "JSON file");
   app.add_option(
       "--only", only,

@@ -99,7 +99,7 @@ int run(const Options& o) {
                      our_w = w.detach().clone().requires_grad_(true),
                      our_b = b.detach().clone().requires_grad_(true);
     const at::Tensor g = at::randn({1, 8, h / 2, h}), our_g = tessera::from_local(g, cut);
-    const double limit = o.backend == "mpi" ? limits.mpi : limits.gloo;
+    const double limit = o.backend == "gloo" ? limits.gloo : limits.mpi;
     for (const auto& [label, order] : orders) {
       tessera::set_halo_policy(manager, {order, HaloPolicy::Backward::exchange});
       const auto measure = [&](const std::string& what, const std::function<void()>& ours,
@@ -156,8 +156,8 @@ int run(const Options& o) {
 int main(int argc, char** argv) {
   CLI::App app("Sharded convolution beside plain convolution of the local part, on two ranks");
   Options o;
-  app.add_option("--backend", o.backend, "gloo, or mpi under MPI's launcher")
-      ->check(CLI::IsMember({"mpi", "gloo"}));
+  app.add_option("--backend", o.backend, "gloo, shm, or mpi under MPI's launcher")
+      ->check(CLI::IsMember({"mpi", "gloo", "shm"}));
   app.add_option("--out", o.out, "JSON file");
   app.add_option("--pairs", o.pairs, "samples a case at least; short cases take more")
       ->check(CLI::Range(31, 1001));

@@ -108,8 +108,8 @@ int run(const Options& o) {
 int main(int argc, char** argv) {
   CLI::App app("Neighbourhood attention on a cut field: orders of work, on two ranks");
   Options o;
-  app.add_option("--backend", o.backend, "gloo, or mpi under MPI's launcher")
-      ->check(CLI::IsMember({"mpi", "gloo"}));
+  app.add_option("--backend", o.backend, "gloo, shm, or mpi under MPI's launcher")
+      ->check(CLI::IsMember({"mpi", "gloo", "shm"}));
   app.add_option("--out", o.out, "JSON file");
   app.add_option("--pairs", o.pairs, "samples a case")->check(CLI::Range(31, 1001));
   app.add_option("--only", o.only,

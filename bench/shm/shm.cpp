@@ -1,8 +1,9 @@
 // Calls of ranks that share memory, beside what the hardware asks and beside Open MPI, in one run.
 //
-// The roof of a small call is the way of one flag from a core to another: each rank writes a line
-// and waits for the other's. The roof of a large one is the copy of as many bytes that another core
-// has just written. Data are written anew before each call, as a program does that computes them:
+// The roof of a call that fits into a line is the way of one flag from a core to another: each rank
+// writes a line and waits for the other's. That of some KiB is the same with as many bytes, which
+// each writes before the flag and copies after it: caches move lines one by one, and 4 KiB are 64.
+// The roof of a large one is the copy of as many bytes that another core has just written. Data are written anew before each call, as a program does that computes them:
 // what a benchmark only reads stays in the wrong cache.
 
 #include <fcntl.h>
@@ -85,6 +86,14 @@ void flag_turn(Bench& bench) {
   bench.roof.flags[bench.rank].value.store(turn, std::memory_order_release);
   while (bench.roof.flags[1 - bench.rank].value.load(std::memory_order_acquire) < turn) {
   }
+}
+
+/// The flag with data: four places in turn, as slots are.
+void data_turn(Bench& bench, std::size_t bytes) {
+  const std::size_t place = bench.roof.turn % 4 * kSmall;
+  std::memcpy(bench.roof.data[bench.rank] + place, bench.in, bytes);
+  flag_turn(bench);
+  std::memcpy(bench.out, bench.roof.data[1 - bench.rank] + place, bytes);
 }
 
 double copy_sample(Bench& bench, std::size_t bytes) {
@@ -180,15 +189,19 @@ void measure(Bench& bench) {
           tessera::concat(bench.ranks == 2 ? "" : tessera::concat(bench.ranks, " ranks "),
                           operation.name, " ", size.name);
       if (bench.ranks == 2 && operation.name == std::string("all_reduce")) {
-        const bool small = size.bytes <= kSmall;
+        const bool small = size.bytes <= kSmall, in_line = size.bytes <= 56;
         const std::string roof_name = name + " roof";
         if (bench.report.wants(roof_name)) {
           const auto roof = [&] {
-            return small ? sample(bench, bench.in, size.bytes, [&] { flag_turn(bench); })
-                         : copy_sample(bench, size.bytes);
+            if (!small) return copy_sample(bench, size.bytes);
+            return sample(bench, bench.in, size.bytes,
+                          [&] { in_line ? flag_turn(bench) : data_turn(bench, size.bytes); });
           };
           bench.report.time(roof_name, tessera::bench::alternate(pairs, ours, roof),
-                            small ? "one flag" : "copy from a core", small ? 3 : 1.5);
+                            in_line ? "one flag"
+                            : small ? "flag and data"
+                                    : "copy from a core",
+                            small ? 3 : 1.5);
         }
         const std::string arena_name = name + " arena";
         if (!small && bench.report.wants(arena_name)) {

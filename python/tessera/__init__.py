@@ -30,6 +30,9 @@ from tessera._api import (
 )
 from tessera._placement import Partial, Replicate, Shard
 from tessera import _tensor as _tensor  # makes torch.Tensor's methods know sharded tensors
+from tessera import _c10d
+
+_c10d.register()
 
 __all__ = [
     "CommTrace",

@@ -88,17 +88,27 @@ int Group::rank() const { return state_->core->rank(); }
 int Group::size() const { return state_->core->size(); }
 Arena& Group::arena() { return state_->arena; }
 void Group::abort(const std::string& reason) { state_->core->abort(reason); }
+void Group::interrupt(const std::string& reason) { state_->core->interrupt(reason); }
+bool Group::drive(milliseconds nap) { return state_->core->drive(nap); }
+bool Group::neglected() { return state_->core->neglected(); }
+void Group::nudge() { state_->core->nudge(); }
 
 // Each call is made once, as an object on the stack that runs or one on the heap that is started.
 namespace {
 
+void sign(Op& op, std::uint64_t with) {
+  if (with != 0) op.signature = detail::signature_of(op.signature, with);
+}
+
 struct Runs {
   Core& core;
   milliseconds limit;
+  std::uint64_t with;
   using Result = void;
   template <class T, class... Args>
   void operator()(Args&&... args) const {
     T op(std::forward<Args>(args)...);
+    sign(op, with);
     core.run(op, limit);
   }
 };
@@ -106,11 +116,13 @@ struct Runs {
 struct Starts {
   std::shared_ptr<Core> core;
   milliseconds limit;
+  std::uint64_t with;
   using Result = Request;
   template <class T, class... Args>
   Request operator()(Args&&... args) const {
     auto op = std::make_unique<T>(std::forward<Args>(args)...);
-    core->start(*op);
+    sign(*op, with);
+    core->start(*op, limit);
     return Request(core, std::move(op), limit);
   }
 };
@@ -122,9 +134,6 @@ typename How::Result reduce_any(const How& how, Core& core, const char* name,
   require_data(a.input, size, "the input");
   if (a.root < 0 || a.root == core.rank()) require_data(a.output, size, "the output");
   if (size <= ReduceOnce::limit(core)) return how.template operator()<ReduceOnce>(core, name, a);
-  // In arenas nothing is copied at all; that way is found out first.
-  if (core.single_copy() && core.layout().arena_bytes() == 0 && size >= detail::kPullReduceBytes)
-    return how.template operator()<detail::PullReduce>(core, name, a);
   return how.template operator()<ReducePieces>(core, name, a);
 }
 
@@ -146,7 +155,8 @@ typename How::Result deal_any(const How& how, Core& core, const char* name, Bloc
                               std::optional<Reducer> reducer, const Reduction& reduction) {
   if (source < 0 || source == core.rank()) require_data(input, blocks.total(), "the input");
   require_data(output, blocks.size(core.rank()), "the output");
-  if (core.single_copy() && blocks.largest() >= detail::kPullBytes)
+  if (core.single_copy() &&
+      blocks.largest() >= (reducer ? detail::kPullReduceBytes : detail::kPullBytes))
     return how.template operator()<detail::PullDeal>(core, name, std::move(blocks), bytes(input),
                                                      bytes(output), source, reducer, reduction);
   return how.template operator()<Deal>(core, name, std::move(blocks), bytes(input), bytes(output),
@@ -161,9 +171,9 @@ std::vector<std::size_t> in_bytes(std::vector<std::size_t> counts, Element eleme
 }  // namespace
 
 #define TESSERA_SHM_RUNS \
-  Runs { *state_->core, state_->limit(call) }
+  Runs { *state_->core, state_->limit(call), call.sign }
 #define TESSERA_SHM_STARTS \
-  Starts { state_->core, state_->limit(call) }
+  Starts { state_->core, state_->limit(call), call.sign }
 
 void Group::barrier(Call call) {
   TESSERA_SHM_RUNS.operator()<Spread>(*state_->core, "barrier", Blocks::equal(size(), 0), nullptr,
@@ -295,14 +305,16 @@ void fill(Batch& batch, const Core& core, const std::vector<Message>& messages) 
       throw InvalidArgument(concat("shm: a message ", m.kind == Message::Kind::send ? "to" : "from",
                                    " rank ", m.peer, " in a group of ", core.size(), " ranks"));
     require_data(m.data, m.bytes, "a message");
-    add(batch, m, m.tag);
+    add(batch, m, m.tag | std::uint64_t{m.type} << detail::kTypeAt);
   }
 }
 
 void fill_all_to_all(Batch& batch, const Core& core, const void* input,
                      const std::vector<std::size_t>& input_sizes, void* output,
-                     const std::vector<std::size_t>& output_sizes, std::uint64_t number) {
+                     const std::vector<std::size_t>& output_sizes, std::uint64_t number,
+                     std::uint64_t sign) {
   const int ranks = core.size(), me = core.rank();
+  number = (number & detail::kNumberMask) | (sign & 0xff) << detail::kTypeAt;
   require_data(input, total(input_sizes), "the input");
   require_data(output, total(output_sizes), "the output");
   const auto own = static_cast<std::size_t>(me);
@@ -333,7 +345,7 @@ void Group::all_to_all(const void* input, const std::vector<std::size_t>& input_
   state_->require_sizes(output_sizes);
   Batch batch("all_to_all");
   fill_all_to_all(batch, *state_->core, input, input_sizes, output, output_sizes,
-                  state_->all_to_alls++);
+                  state_->all_to_alls++, call.sign);
   state_->core->run(batch, state_->limit(call));
 }
 Request Group::start_all_to_all(const void* input, const std::vector<std::size_t>& input_sizes,
@@ -343,8 +355,8 @@ Request Group::start_all_to_all(const void* input, const std::vector<std::size_t
   state_->require_sizes(output_sizes);
   auto batch = std::make_unique<Batch>("all_to_all");
   fill_all_to_all(*batch, *state_->core, input, input_sizes, output, output_sizes,
-                  state_->all_to_alls++);
-  state_->core->start(*batch);
+                  state_->all_to_alls++, call.sign);
+  state_->core->start(*batch, state_->limit(call));
   return Request(state_->core, std::move(batch), state_->limit(call));
 }
 
@@ -356,7 +368,7 @@ void Group::send(const void* data, std::size_t n, int to, std::uint32_t tag, Cal
 Request Group::start_send(const void* data, std::size_t n, int to, std::uint32_t tag, Call call) {
   auto batch = std::make_unique<Batch>("send");
   fill(*batch, *state_->core, {{Message::Kind::send, const_cast<void*>(data), n, to, tag}});
-  state_->core->start(*batch);
+  state_->core->start(*batch, state_->limit(call));
   return Request(state_->core, std::move(batch), state_->limit(call));
 }
 
@@ -368,19 +380,19 @@ void Group::receive(void* data, std::size_t n, int from, std::uint32_t tag, Call
 Request Group::start_receive(void* data, std::size_t n, int from, std::uint32_t tag, Call call) {
   auto batch = std::make_unique<Batch>("receive");
   fill(*batch, *state_->core, {{Message::Kind::receive, data, n, from, tag}});
-  state_->core->start(*batch);
+  state_->core->start(*batch, state_->limit(call));
   return Request(state_->core, std::move(batch), state_->limit(call));
 }
 
-void Group::exchange(const std::vector<Message>& messages, Call call) {
-  Batch batch("exchange");
+void Group::exchange(const std::vector<Message>& messages, Call call, const char* name) {
+  Batch batch(name);
   fill(batch, *state_->core, messages);
   state_->core->run(batch, state_->limit(call));
 }
-Request Group::start_exchange(const std::vector<Message>& messages, Call call) {
-  auto batch = std::make_unique<Batch>("exchange");
+Request Group::start_exchange(const std::vector<Message>& messages, Call call, const char* name) {
+  auto batch = std::make_unique<Batch>(name);
   fill(*batch, *state_->core, messages);
-  state_->core->start(*batch);
+  state_->core->start(*batch, state_->limit(call));
   return Request(state_->core, std::move(batch), state_->limit(call));
 }
 

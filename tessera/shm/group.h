@@ -11,8 +11,8 @@
 // and with the same sizes. Results have the same bits on all ranks and in every run.
 //
 // Progress. There is no thread behind it: a started call moves on while this rank starts, tests or
-// waits for any call of the group. What fits into a slot is published when it is started, so that
-// the others need not wait for this rank's next call.
+// waits for any call of the group, or in drive(). What fits into a slot is published when it is
+// started, so that the others need not wait for this rank's next call.
 //
 // Errors. A call that fails ends the group: its other calls, and those of the other ranks, fail
 // too, and say why. Throws InvalidArgument before anything is done; TimeoutError, PeerLostError and
@@ -43,6 +43,9 @@ class Op;
 struct Call {
   /// 0: the group's own limit.
   std::chrono::milliseconds timeout{0};
+  /// Of a collective: what else must be the same on all ranks. A rank that gave another number gets
+  /// a MismatchError instead of data, but for one number in 65536.
+  std::uint64_t sign = 0;
 };
 
 /// A call under way. Its memory must not be touched before it is complete. Destroying a request
@@ -85,6 +88,8 @@ struct Message {
   /// A rank of the group, this one included; kAnySource for a receive from whoever sends.
   int peer = 0;
   std::uint32_t tag = 0;
+  /// What the bytes are; a message whose ends say different things is a MismatchError on both.
+  std::uint8_t type = 0;
 };
 
 class Group {
@@ -128,8 +133,10 @@ class Group {
                   const std::vector<std::size_t>& output_sizes, Call call = {});
   void send(const void* data, std::size_t bytes, int to, std::uint32_t tag = 0, Call call = {});
   void receive(void* data, std::size_t bytes, int from, std::uint32_t tag = 0, Call call = {});
-  /// All at once, in any order, without deadlock.
-  void exchange(const std::vector<Message>& messages, Call call = {});
+  /// All at once, in any order, without deadlock. A send, here and above, ends when its receiver
+  /// has taken the message. `name`, a string literal, is what errors call it.
+  void exchange(const std::vector<Message>& messages, Call call = {},
+                const char* name = "exchange");
 
   [[nodiscard]] Request start_barrier(Call call = {});
   [[nodiscard]] Request start_broadcast(void* data, std::size_t bytes, int root, Call call = {});
@@ -157,11 +164,23 @@ class Group {
                                    std::uint32_t tag = 0, Call call = {});
   [[nodiscard]] Request start_receive(void* data, std::size_t bytes, int from,
                                       std::uint32_t tag = 0, Call call = {});
-  [[nodiscard]] Request start_exchange(const std::vector<Message>& messages, Call call = {});
+  [[nodiscard]] Request start_exchange(const std::vector<Message>& messages, Call call = {},
+                                       const char* name = "exchange");
 
   /// Ends the work of the whole group: pending and later calls of all ranks throw PeerLostError
   /// with this reason. From any thread, also while another waits.
   void abort(const std::string& reason);
+  /// The same in this process alone: the other ranks are not told.
+  void interrupt(const std::string& reason);
+
+  /// For a thread that moves started calls on while nobody waits for them: goes on with what is
+  /// under way, or sleeps until there is something to do, `nap` at most. Also notices ranks that
+  /// are gone and limits that have passed. False once nothing is under way.
+  bool drive(std::chrono::milliseconds nap);
+  /// Whether a call is under way for which no thread waits.
+  bool neglected();
+  /// Ends a sleep of drive().
+  void nudge();
 
   /// This rank's arena: of no size unless Options gave one.
   Arena& arena();

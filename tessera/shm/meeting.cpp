@@ -19,7 +19,7 @@ namespace tessera::shm::detail {
 
 namespace {
 
-constexpr std::size_t kLeastSlot = 65536, kMostSlot = 524288, kSlotForEach = 16384;
+constexpr std::size_t kLeastSlot = 131072, kMostSlot = 524288, kSlotForEach = 16384;
 constexpr std::size_t kMessageBytes = std::size_t{4} << 20, kLeastFrame = 4096, kMostFrame = 65536;
 constexpr std::size_t kMostArena = std::size_t{1} << 40;
 

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "tessera/base/text.h"
+#include "tessera/shm/detail/stream.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -417,7 +418,7 @@ void Reducer::operator()(std::byte* out, std::byte* copy, const std::byte* const
     const std::size_t part = std::min(block, bytes - done);
     for (int r = 0; r < ranks; ++r) at[r] = sources[r] + done;
     block_(out + done, at, ranks, part / item_bytes_, factors);
-    if (copy != nullptr) std::memcpy(copy + done, out + done, part);
+    if (copy != nullptr) detail::stream_bytes(copy + done, out + done, part);
   }
 }
 

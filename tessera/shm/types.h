@@ -89,13 +89,16 @@ class SetupError : public Error {
 /// A wait ran into its limit. `missing` holds the ranks of the group that it waited for.
 class TimeoutError : public Error {
  public:
-  TimeoutError(const std::string& what, std::vector<int> missing)
-      : Error(what), missing_(std::move(missing)) {}
+  TimeoutError(const std::string& what, std::vector<int> missing, bool heard = false)
+      : Error(what), missing_(std::move(missing)), heard_(heard) {}
   ~TimeoutError() override;
   const std::vector<int>& missing() const { return missing_; }
+  /// The wait was another rank's, which ended the group for all.
+  bool heard() const { return heard_; }
 
  private:
   std::vector<int> missing_;
+  bool heard_;
 };
 
 /// A rank died, left, or aborted; `ranks` holds the ranks of the group known to be gone.

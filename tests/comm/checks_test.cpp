@@ -428,7 +428,7 @@ TEST_P(Checks, AbortTellsTheOthersWhy) {
       options_for(GetParam(), CheckLevel::local));
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, Checks, testing::Values("threads", "gloo"),
+INSTANTIATE_TEST_SUITE_P(Backends, Checks, testing::Values("threads", "gloo", "shm"),
                          [](const auto& info) { return info.param; });
 
 TEST(ThreadsAlone, ARankThatEndsEarlyDoesNotLetTheOthersWait) {

@@ -14,14 +14,20 @@ TEST(CollectivesOfProcesses, EqualTheReference) {
   ManagerOptions options;
   options.timeout = std::chrono::seconds(60);
   auto manager = DistributedManager::initialize(options);
-  testing_cases::check_everything(manager.world(), testing_cases::all_dtypes());
-  if (manager.world_size() < 2) return;
-  // A group of some ranks, in an order of its own.
-  std::vector<int> ranks;
-  for (int r = manager.world_size() - 1; r >= 0; r -= 2) ranks.push_back(r);
-  if (std::find(ranks.begin(), ranks.end(), manager.rank()) != ranks.end())
-    testing_cases::check_everything(manager.group(ranks), {torch::kFloat, torch::kLong});
-  manager.world().barrier();
+  for (const char* backend : {"gloo", "shm"}) {
+    GroupOptions over;
+    over.backend = backend;
+    const auto world = manager.group(manager.world().ranks(), over);
+    testing_cases::check_everything(world, testing_cases::all_dtypes());
+    if (manager.world_size() < 2) return;
+    EXPECT_EQ(world.backend(), backend);
+    // A group of some ranks, in an order of its own.
+    std::vector<int> ranks;
+    for (int r = manager.world_size() - 1; r >= 0; r -= 2) ranks.push_back(r);
+    if (std::find(ranks.begin(), ranks.end(), manager.rank()) != ranks.end())
+      testing_cases::check_everything(manager.group(ranks, over), {torch::kFloat, torch::kLong});
+    world.barrier();
+  }
 }
 
 }  // namespace

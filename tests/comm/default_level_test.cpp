@@ -290,7 +290,7 @@ TEST_P(DefaultLevel, TheLongestLimitIsNoLimit) {
       over(GetParam()));
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, DefaultLevel, testing::Values("threads", "gloo"),
+INSTANTIATE_TEST_SUITE_P(Backends, DefaultLevel, testing::Values("threads", "gloo", "shm"),
                          [](const auto& info) { return info.param; });
 
 // What a device has no CPU loop for.

@@ -256,7 +256,7 @@ std::string name_of(const testing::TestParamInfo<std::tuple<std::string, int>>& 
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, Functional,
-                         testing::Combine(testing::Values("threads", "gloo"),
+                         testing::Combine(testing::Values("threads", "gloo", "shm"),
                                           testing::Values(1, 2, 3, 4)),
                          name_of);
 

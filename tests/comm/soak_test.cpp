@@ -94,6 +94,7 @@ std::string live(const Launch& launch, milliseconds time) {
     manager.create_process_groups(
         GroupPlan::of_mesh(Mesh({{concat("axis ", n % 3), launch.world_size}})), true);
     if (n % 3 == 1) manager.group({0, 1, 2}, {"", 5s}).barrier();
+    manager.group({0, 1, 2}, {"shm", 5s}).start().all_reduce(x).wait();
     for (int i = 0; i < 3; ++i) knock(launch.port, stranger);
     world.barrier();
     manager.shutdown();

@@ -31,8 +31,9 @@ std::vector<double> drawn_values(int number, int rank, std::size_t count) {
 
 /// Sizes around the limits at which another way is taken, and between.
 std::size_t drawn_size(std::mt19937& draw) {
-  static constexpr std::size_t kEdges[] = {0,    1,     8,     48,    56,    57,     64,
-                                           4096, 16384, 16392, 65536, 65544, 200000, 600000};
+  static constexpr std::size_t kEdges[] = {0,     1,     8,      48,     56,     57,
+                                           64,    2040,  2048,   4096,   16384,  16392,
+                                           65536, 65544, 131072, 131080, 200000, 600000};
   const std::size_t edge = kEdges[draw() % std::size(kEdges)];
   return draw() % 2 == 0 ? edge : edge + draw() % 100;
 }
@@ -246,6 +247,22 @@ TEST(Collectives, SmallPiecesAndNoSingleCopy) {
   expect_good(fork_ranks(3, [&](int rank, const Directory& directory) {
     Group group = Group::meet(rank, 3, directory, options);
     return everything(group, 2);
+  }));
+}
+
+// So large that each rank takes its share out of the others' processes.
+TEST(Collectives, LargeReduceScatter) {
+  const std::vector<std::size_t> counts{(1 << 20) + 3, 5};
+  expect_good(fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
+    Group group = Group::meet(rank, 2, directory, brief("large"));
+    const std::vector<double> mine = drawn_values(1, rank, counts[0] + counts[1]),
+                              theirs = drawn_values(1, 1 - rank, mine.size());
+    std::vector<double> share(counts[static_cast<std::size_t>(rank)]);
+    group.reduce_scatter(mine.data(), share.data(), counts, Element::float64, {});
+    const std::size_t before = rank == 0 ? 0 : counts[0];
+    for (std::size_t i = 0; i < share.size(); ++i)
+      if (share[i] != mine[before + i] + theirs[before + i]) return concat("element ", i);
+    return "";
   }));
 }
 

@@ -106,7 +106,7 @@ class Group : public Collectives<void> {
   /// Global ranks in group order. Never sorted.
   const std::vector<int>& ranks() const;
   const std::string& name() const;
-  /// "gloo", "mpi", "nccl", "threads", "self".
+  /// "gloo", "shm", "mpi", "nccl", "threads", "self".
   const std::string& backend(c10::DeviceType device = c10::DeviceType::CPU) const;
   CheckLevel check_level() const;
   /// Collective: all ranks must set the same.

@@ -41,7 +41,7 @@ namespace tessera {
 class DeviceMesh;
 
 struct ManagerOptions {
-  /// CPU: "gloo" (default), "mpi"; CUDA tensors go to "nccl" where it is built and a GPU is there.
+  /// CPU: "gloo" (default), "shm", "mpi"; CUDA tensors go to "nccl" where it is built, with a GPU.
   std::string backend;
   /// Limit of every wait, unless a call gives its own; milliseconds::max() waits for ever.
   std::chrono::milliseconds timeout{std::chrono::minutes(5)};

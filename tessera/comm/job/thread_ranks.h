@@ -17,7 +17,7 @@ namespace tessera {
 
 class ThreadRanks {
  public:
-  /// As for run_threads(): backend "threads" (default) or "gloo". Throws InvalidArgument.
+  /// As for run_threads(): backend "threads" (default), "gloo" or "shm". Throws InvalidArgument.
   explicit ThreadRanks(int ranks, const ManagerOptions& options = {});
   int size() const;
   /// This rank's manager. Called once a rank, on the rank's thread; the ranks meet in their first

@@ -199,10 +199,11 @@ ThreadRanks::ThreadRanks(int ranks, const ManagerOptions& options) {
   if (ranks < 1)
     throw InvalidArgument(
         concat("run_threads was asked for ", ranks, " ranks; at least 1 is needed"));
-  if (!options.backend.empty() && options.backend != "threads" && options.backend != "gloo") {
+  if (!options.backend.empty() && options.backend != "threads" && options.backend != "gloo" &&
+      options.backend != "shm") {
     throw InvalidArgument(
         concat("run_threads with backend '", options.backend,
-               "': ranks that are threads of one process can use 'threads' or 'gloo'"));
+               "': ranks that are threads of one process can use 'threads', 'gloo' or 'shm'"));
   }
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
   // Its map of groups is written by every thread that calls Gloo, without a lock (mended in

@@ -8,7 +8,7 @@
 namespace tessera {
 
 /// Runs `body` on `ranks` threads (rank 0 on the caller's), each with a manager of its own over
-/// "threads" (or options.backend "gloo": loopback), and returns when all ended. A rank that throws,
+/// "threads" (options.backend "gloo", "shm": that), and returns when all ended. A rank that throws,
 /// or that returns while others wait for it, makes the others' pending and later calls throw
 /// PeerLostError; the first rank's exception (by time) is rethrown here, with the rank in its
 /// message where it is a tessera::Error. Throws Error, before any rank begins, where the system has

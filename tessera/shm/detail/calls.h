@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tessera/shm/detail/core.h"
+#include "tessera/shm/detail/stream.h"
 #include "tessera/shm/reduce.h"
 
 namespace tessera::shm::detail {

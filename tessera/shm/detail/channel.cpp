@@ -9,7 +9,7 @@ namespace tessera::shm::detail {
 namespace {
 
 /// From this size on a message is copied out of the sender's memory, where that is possible.
-constexpr std::size_t kSingleCopyBytes = 32768;
+constexpr std::size_t kSingleCopyBytes = 131072;
 /// No message is larger; a size above it is a damaged frame.
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 48;
 
@@ -37,6 +37,7 @@ std::vector<int> Batch::missing(const Core& core) const {
 Messages::Messages(Core& core)
     : core_(core),
       outgoing_(static_cast<std::size_t>(core.size())),
+      untaken_(static_cast<std::size_t>(core.size())),
       next_frame_(static_cast<std::size_t>(core.size()), 0),
       taken_(static_cast<std::size_t>(core.size()), 0),
       streams_(static_cast<std::size_t>(core.size())) {}
@@ -55,7 +56,8 @@ void Messages::fail(const std::exception_ptr& error) {
     if (!batch->error) batch->error = error;
   batches_.clear();
   posted_.clear();
-  for (auto& queue : outgoing_) queue.clear();
+  for (auto* queues : {&outgoing_, &untaken_})
+    for (auto& queue : *queues) queue.clear();
 }
 
 bool Messages::advance() {
@@ -64,7 +66,8 @@ bool Messages::advance() {
   for (bool moved = true; moved;) {
     moved = false;
     for (int r = 0; r < core_.size(); ++r) {
-      if (!outgoing_[static_cast<std::size_t>(r)].empty()) moved = send(r) || moved;
+      const auto to = static_cast<std::size_t>(r);
+      if (!outgoing_[to].empty() || !untaken_[to].empty()) moved = send(r) || moved;
       if (awaited(r)) moved = receive(r) || moved;
     }
     any = any || moved;
@@ -88,40 +91,49 @@ bool Messages::advance() {
 bool Messages::send(int to) {
   auto& queue = outgoing_[static_cast<std::size_t>(to)];
   std::uint64_t& next = next_frame_[static_cast<std::size_t>(to)];
+  // Looked at only where it matters: each look takes the line away from the receiver.
+  std::uint64_t& taken = taken_[static_cast<std::size_t>(to)];
   Channel& channel = core_.channel(core_.rank(), to);
   bool moved = false;
   while (!queue.empty()) {
     Outgoing& message = *queue.front();
-    // Looked at only where it matters: each look takes the line away from the receiver.
-    std::uint64_t& taken = taken_[static_cast<std::size_t>(to)];
-    if (taken < message.frame || next >= taken + kFrames)
-      taken = channel.taken.load(std::memory_order_acquire);
-    if (message.frame != 0) {  // The receiver copies it; nothing to do but wait.
-      if (taken < message.frame) return moved;
+    if (next >= taken + kFrames) taken = channel.taken.load(std::memory_order_acquire);
+    if (next >= taken + kFrames) break;
+    Frame& frame = channel.frames[next % kFrames];
+    frame.tag = message.tag;
+    frame.bytes = message.bytes;
+    frame.address = 0;
+    if (message.bytes >= kSingleCopyBytes && core_.single_copy() && to != core_.rank()) {
+      frame.address = reinterpret_cast<std::uint64_t>(message.data);
+      message.sent = message.bytes;
     } else {
-      if (next >= taken + kFrames) return moved;
-      Frame& frame = channel.frames[next % kFrames];
-      frame.tag = message.tag;
-      frame.bytes = message.bytes;
-      frame.address = 0;
-      if (message.bytes >= kSingleCopyBytes && core_.single_copy() && to != core_.rank()) {
-        frame.address = reinterpret_cast<std::uint64_t>(message.data);
-        message.frame = next + 1;
-      } else {
-        const std::size_t part =
-            std::min(message.bytes - message.sent, core_.layout().frame_bytes());
-        std::byte* place = message.bytes <= Frame::kPayload
-                               ? frame.payload
-                               : core_.frame_data(core_.rank(), to, next);
-        if (part != 0) std::memcpy(place, message.data + message.sent, part);
-        message.sent += part;
-      }
-      core_.write(frame.mark, ++next);
-      core_.ring();
-      moved = true;
-      if (message.frame != 0 || message.sent < message.bytes) continue;
+      const std::size_t part = std::min(message.bytes - message.sent, core_.layout().frame_bytes());
+      std::byte* place = message.bytes <= Frame::kPayload
+                             ? frame.payload
+                             : core_.frame_data(core_.rank(), to, next);
+      stream_bytes(place, message.data + message.sent, part);
+      message.sent += part;
     }
-    message.complete = true;
+    core_.write(frame.mark, ++next);
+    core_.ring();
+    moved = true;
+    if (message.sent < message.bytes) continue;
+    message.frame = next;
+    untaken_[static_cast<std::size_t>(to)].push_back(&message);
+    queue.pop_front();
+  }
+  return acknowledge(to) || moved;
+}
+
+bool Messages::acknowledge(int to) {
+  auto& queue = untaken_[static_cast<std::size_t>(to)];
+  std::uint64_t& taken = taken_[static_cast<std::size_t>(to)];
+  bool moved = false;
+  while (!queue.empty()) {
+    if (taken < queue.front()->frame)
+      taken = core_.channel(core_.rank(), to).taken.load(std::memory_order_acquire);
+    if (taken < queue.front()->frame) break;
+    queue.front()->complete = true;
     queue.pop_front();
     moved = true;
   }
@@ -136,17 +148,20 @@ bool Messages::awaited(int from) const {
                      [&](const Incoming* r) { return r->from == from || r->from == kAnySource; });
 }
 
-void Messages::check_size(const Incoming& receive, int from, std::uint64_t bytes) const {
-  if (bytes == receive.bytes) return;
+void Messages::check_fit(const Incoming& receive, int from, std::uint64_t tag,
+                         std::uint64_t bytes) const {
+  if (bytes == receive.bytes && ((tag ^ receive.tag) & kTypeMask) == 0) return;
   throw MismatchError(concat("shm group '", core_.options().name, "': rank ", from, " sends ",
                              bytes, " bytes to rank ", core_.rank(), ", which expects ",
-                             receive.bytes));
+                             receive.bytes,
+                             bytes == receive.bytes ? " of another element type" : ""));
 }
 
 Incoming* Messages::match(int from, std::uint64_t tag) {
   for (auto at = posted_.begin(); at != posted_.end(); ++at) {
     Incoming* receive = *at;
-    if ((receive->from != from && receive->from != kAnySource) || receive->tag != tag) continue;
+    if ((receive->from != from && receive->from != kAnySource) || !same(receive->tag, tag))
+      continue;
     posted_.erase(at);
     receive->from = from;
     receive->matched = true;
@@ -157,13 +172,13 @@ Incoming* Messages::match(int from, std::uint64_t tag) {
 
 bool Messages::take_kept(Incoming& receive) {
   for (auto at = kept_.begin(); at != kept_.end(); ++at) {
-    if ((receive.from != kAnySource && receive.from != at->from) || receive.tag != at->tag)
+    if ((receive.from != kAnySource && receive.from != at->from) || !same(receive.tag, at->tag))
       continue;
     // One that is still coming in is the next of its channel: it is received where it is, and
     // waited for.
     if (!at->whole) {
       Stream& stream = streams_[static_cast<std::size_t>(at->from)];
-      check_size(receive, at->from, at->bytes);
+      check_fit(receive, at->from, at->tag, at->bytes);
       if (!at->data.empty()) std::memcpy(receive.data, at->data.data(), at->data.size());
       receive.from = at->from;
       receive.matched = true;
@@ -172,7 +187,7 @@ bool Messages::take_kept(Incoming& receive) {
       kept_.erase(at);
       return true;
     }
-    check_size(receive, at->from, at->bytes);
+    check_fit(receive, at->from, at->tag, at->bytes);
     if (!at->data.empty()) std::memcpy(receive.data, at->data.data(), at->data.size());
     receive.from = at->from;
     receive.matched = receive.complete = true;
@@ -191,7 +206,7 @@ bool Messages::take(int from, Stream& stream, const Frame& frame) {
                                  "': the memory shared with rank ", from, " is damaged"));
     stream.target = match(from, frame.tag);
     if (stream.target != nullptr) {
-      check_size(*stream.target, from, stream.bytes);
+      check_fit(*stream.target, from, frame.tag, stream.bytes);
     } else {
       kept_.push_back({from, frame.tag, stream.bytes, {}, false});
       stream.kept = std::prev(kept_.end());

@@ -231,7 +231,8 @@ void Core::rethrow(const Op& op) {
   try {
     std::rethrow_exception(op.error ? op.error : broken_);
   } catch (const TimeoutError& error) {
-    throw TimeoutError(concat(where(op), ": the group ended: ", error.what()), error.missing());
+    throw TimeoutError(concat(where(op), ": the group ended: ", error.what()), error.missing(),
+                       error.heard());
   } catch (const PeerLostError& error) {
     throw PeerLostError(concat(where(op), ": the group ended: ", error.what()), error.ranks());
   } catch (const MismatchError& error) {
@@ -257,9 +258,11 @@ void Core::run(Op& op, milliseconds limit) {
   wait_locked(lock, op, limit);
 }
 
-void Core::start(Op& op) {
+void Core::start(Op& op, milliseconds limit) {
   const Lock lock(mutex_);
   require_usable(op);
+  op.limit = limit;
+  op.deadline = deadline_after(limit);
   enqueue(op);
   try {
     progress();
@@ -294,6 +297,7 @@ void Core::wait(Op& op, milliseconds limit) {
 }
 
 void Core::wait_locked(Lock& lock, Op& op, milliseconds limit) {
+  ++waiting_here_;
   try {
     for (int i = 0; i < kLooksPerClock; ++i) {
       progress();
@@ -319,26 +323,58 @@ void Core::wait_locked(Lock& lock, Op& op, milliseconds limit) {
           }
           continue;
         }
-        sleep(lock, op, std::min<nanoseconds>(time_left(deadline), kNap));
+        sleep(lock, &op, std::min<nanoseconds>(time_left(deadline), kNap));
         if (settled(op)) break;
         if (liveness_.look() || time_left(deadline).count() == 0) progress();
         if (settled(op)) break;
         check_peers(op);
-        if (time_left(deadline).count() == 0) {
-          const auto missing = op.missing(*this);
-          std::string states;
-          for (const int r : missing)
-            states += concat(states.empty() ? "" : ", ", who(r), " ", liveness_.state(r));
-          throw TimeoutError(concat(where(op), ": not complete after ", limit.count(),
-                                    " ms; waited for ranks ", list(missing), ": ", states),
-                             missing);
-        }
+        if (time_left(deadline).count() == 0) expire(op, limit);
       }
     }
   } catch (...) {
     fail(std::current_exception());
   }
+  --waiting_here_;
   if (op.error) std::rethrow_exception(op.error);
+}
+
+void Core::expire(const Op& op, milliseconds limit) {
+  const auto missing = op.missing(*this);
+  std::string states;
+  for (const int r : missing)
+    states += concat(states.empty() ? "" : ", ", who(r), " ", liveness_.state(r));
+  throw TimeoutError(concat(where(op), ": not complete after ", limit.count(),
+                            " ms; waited for ranks ", list(missing), ": ", states),
+                     missing);
+}
+
+bool Core::under_way() const { return !broken_ && (!queue_.empty() || messages_->waiting()); }
+
+bool Core::neglected() {
+  const Lock lock(mutex_);
+  return under_way() && waiting_here_ == 0;
+}
+
+void Core::nudge() { ring_bell(state(rank()).bell); }
+
+bool Core::drive(nanoseconds nap) {
+  Lock lock(mutex_);
+  if (!under_way()) return false;
+  try {
+    if (!progress()) {
+      sleep(lock, nullptr, nap);
+      liveness_.look();
+      std::vector<Op*> ops(messages_->batches().begin(), messages_->batches().end());
+      if (!queue_.empty()) ops.push_back(queue_.front());
+      for (Op* op : ops) {
+        if (!settled(*op)) check_peers(*op);
+        if (!settled(*op) && time_left(op->deadline).count() == 0) expire(*op, op->limit);
+      }
+    }
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  return under_way();
 }
 
 bool Core::progress() {
@@ -353,11 +389,11 @@ bool Core::progress() {
   return moved;
 }
 
-void Core::sleep(Lock& lock, const Op& op, nanoseconds limit) {
+void Core::sleep(Lock& lock, const Op* op, nanoseconds limit) {
   Bell& bell = state(rank()).bell;
-  const bool alone = sleeping_here_ == 0 && queue_.size() == 1 && queue_.front() == &op &&
-                     !messages_->waiting() && op.need.rank != rank();
-  const int rank_needed = op.need.rank;
+  const bool alone = op != nullptr && sleeping_here_ == 0 && queue_.size() == 1 &&
+                     queue_.front() == op && !messages_->waiting() && op->need.rank != rank();
+  const int rank_needed = op != nullptr ? op->need.rank : -1;
   const std::uint32_t waits_for =
       alone && rank_needed >= 0 ? static_cast<std::uint32_t>(rank_needed) + 1 : Bell::kAnybody;
   const std::uint32_t rings = bell.rings.load();
@@ -374,12 +410,12 @@ void Core::sleep(Lock& lock, const Op& op, nanoseconds limit) {
   bool stay = false;
   try {
     stay = !progress() && header_.failed.load() == 0 &&
-           (waits_for == Bell::kAnybody || op.need.rank == rank_needed);
+           (waits_for == Bell::kAnybody || op->need.rank == rank_needed);
   } catch (...) {
     wake_up();
     throw;
   }
-  if (stay && !settled(op)) {
+  if (stay && (op != nullptr ? !settled(*op) : under_way())) {
     lock.unlock();
     futex_wait(bell.rings, rings, limit);
     lock.lock();
@@ -395,6 +431,13 @@ void Core::check_peers(Op& op) {
     if (!settled(op)) std::rethrow_exception(heard());
     return;
   }
+  // Who is done with a step has published all it had in it.
+  if (op.need.kind == Need::Kind::line && op.need.rank != rank() &&
+      state(op.need.rank).done.load(std::memory_order_acquire) > op.need.step &&
+      !marked(op.need.rank, op.need.step))
+    throw MismatchError(concat(where(op), ": rank ", op.need.rank,
+                               " has made this call without what this rank waits for; calls must ",
+                               "be the same on all ranks"));
   for (const int r : op.missing(*this)) {
     const bool left = state(r).left.load() != 0;
     if (!left && !liveness_.gone(r)) continue;
@@ -419,7 +462,7 @@ std::exception_ptr Core::heard() const {
       static_cast<int>(std::min(words.culprit, static_cast<std::uint32_t>(size() - 1)));
   const std::string what =
       concat("shm group '", options_.name, "': rank ", speaker, " gave up: ", text);
-  if (kind == 3) return std::make_exception_ptr(TimeoutError(what, {culprit}));
+  if (kind == 3) return std::make_exception_ptr(TimeoutError(what, {culprit}, true));
   if (kind == 4) return std::make_exception_ptr(MismatchError(what));
   return std::make_exception_ptr(
       PeerLostError(what, {kind == 2 ? culprit : static_cast<int>(speaker)}));
@@ -456,10 +499,31 @@ void Core::fail(std::exception_ptr error) {
       say_last_words(1, rank(), e.what());
     }
   }
+  end_all();
+}
+
+void Core::end_all() {
   for (Op* op : queue_)
     if (!op->error) op->error = broken_;
   queue_.clear();
   messages_->fail(broken_);
+}
+
+void Core::interrupt(const std::string& reason) {
+  {
+    const Lock lock(mutex_);
+    // What all ranks have done their share of is not taken back.
+    try {
+      if (!broken_) progress();
+    } catch (...) {
+      fail(std::current_exception());
+    }
+    if (!broken_)
+      broken_ = std::make_exception_ptr(
+          PeerLostError(concat("shm group '", options_.name, "': ", reason), {}));
+    end_all();
+  }
+  nudge();
 }
 
 void Core::abort(const std::string& reason) {

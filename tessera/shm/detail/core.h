@@ -24,6 +24,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/deadline.h"
 #include "tessera/shm/detail/layout.h"
 #include "tessera/shm/detail/liveness.h"
 #include "tessera/shm/detail/segment.h"
@@ -69,6 +70,9 @@ class Op {
   bool complete = false;
   std::exception_ptr error;
   Need need;
+  /// Of a started call, for which perhaps nobody waits.
+  Deadline deadline = Deadline::max();
+  std::chrono::milliseconds limit{0};
 };
 
 struct CoreOptions {
@@ -102,12 +106,18 @@ class Core {
   /// Runs a call to its end. Throws what ends it before.
   void run(Op& op, std::chrono::milliseconds limit);
   /// Begins a call; `op` lives until it is complete.
-  void start(Op& op);
+  void start(Op& op, std::chrono::milliseconds limit);
   /// Moves all calls on once; true if `op` is complete. Throws what ended it.
   bool test(Op& op);
   void wait(Op& op, std::chrono::milliseconds limit);
   /// Ends the work of the whole group; from any thread.
   void abort(const std::string& reason);
+  /// Ends the work of this rank.
+  void interrupt(const std::string& reason);
+  /// See Group.
+  bool drive(std::chrono::nanoseconds nap);
+  bool neglected();
+  void nudge();
 
   // ---- the protocol, for calls; the lock is held ----
   RankState& state(int rank) const { return *reinterpret_cast<RankState*>(region(rank)); }
@@ -170,12 +180,16 @@ class Core {
   bool progress();
   void wait_locked(Lock& lock, Op& op, std::chrono::milliseconds limit);
   bool settled(const Op& op) const { return op.complete || op.error; }
-  void sleep(Lock& lock, const Op& op, std::chrono::nanoseconds limit);
+  /// `op` is waited for; null: whatever is under way.
+  void sleep(Lock& lock, const Op* op, std::chrono::nanoseconds limit);
+  bool under_way() const;
+  [[noreturn]] void expire(const Op& op, std::chrono::milliseconds limit);
   /// Throws if the group has failed, or a rank that `op` waits for is gone.
   void check_peers(Op& op);
   void rethrow(const Op& op);
   /// Ends all calls of this rank with this error, and tells the others.
   void fail(std::exception_ptr error);
+  void end_all();
   void say_last_words(std::uint32_t kind, int culprit, const std::string& text);
   std::exception_ptr heard() const;
   void ring_all();
@@ -195,7 +209,7 @@ class Core {
   std::uint64_t next_step_ = 0, next_number_ = 0;
   /// Each rank is done with steps below this, as far as is known here.
   std::vector<std::uint64_t> seen_done_;
-  int sleeping_here_ = 0;
+  int sleeping_here_ = 0, waiting_here_ = 0;
 };
 
 }  // namespace tessera::shm::detail

@@ -47,8 +47,8 @@ bool Deal::publish_pieces(Core& core) {
       } else {
         for (int other = 1; other < ranks_; ++other) {
           const int to = (rank_ + other) % ranks_;
-          copy_bytes(core.slot(rank_, step) + static_cast<std::size_t>(other - 1) * piece_,
-                     input_ + blocks_.start(to) + published_ * piece_, piece_of(to, published_));
+          stream_bytes(core.slot(rank_, step) + static_cast<std::size_t>(other - 1) * piece_,
+                       input_ + blocks_.start(to) + published_ * piece_, piece_of(to, published_));
         }
       }
       std::memcpy(line.payload + kFactorAt, &reduction_.factor, sizeof(double));

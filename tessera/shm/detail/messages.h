@@ -11,10 +11,16 @@
 #include <vector>
 
 #include "tessera/shm/detail/core.h"
+#include "tessera/shm/detail/stream.h"
 
 namespace tessera::shm::detail {
 
 inline constexpr int kAnySource = -1;
+/// A tag: 32 bits that both ends choose, then 8 that say what the bytes are; those do not choose
+/// among messages, but must be the same at both ends.
+inline constexpr int kTypeAt = 32;
+inline constexpr std::uint64_t kNumberMask = 0xffffffffU,
+                               kTypeMask = std::uint64_t{0xff} << kTypeAt;
 
 /// A message that came before somebody asked for it.
 struct Kept {
@@ -31,7 +37,7 @@ struct Outgoing {
   int to = 0;
   std::uint64_t tag = 0;
   std::size_t sent = 0;
-  /// Frame that holds its address, + 1; 0: none yet.
+  /// Its last frame + 1, once that is there; complete when the receiver has taken it.
   std::uint64_t frame = 0;
   bool complete = false;
 };
@@ -69,6 +75,7 @@ class Messages {
   bool advance();
   bool waiting() const { return !batches_.empty(); }
   void fail(const std::exception_ptr& error);
+  const std::vector<Batch*>& batches() const { return batches_; }
 
  private:
   /// What comes in on one channel.
@@ -81,16 +88,19 @@ class Messages {
   };
 
   bool send(int to);
+  bool acknowledge(int to);
   bool receive(int from);
   bool take(int from, Stream& stream, const Frame& frame);
   Incoming* match(int from, std::uint64_t tag);
+  static bool same(std::uint64_t a, std::uint64_t b) { return ((a ^ b) & ~kTypeMask) == 0; }
   bool take_kept(Incoming& receive);
   bool awaited(int from) const;
-  void check_size(const Incoming& receive, int from, std::uint64_t bytes) const;
+  void check_fit(const Incoming& receive, int from, std::uint64_t tag, std::uint64_t bytes) const;
 
   Core& core_;
   std::vector<Batch*> batches_;
-  std::vector<std::deque<Outgoing*>> outgoing_;
+  /// For each rank: not yet sent, and sent but not yet taken.
+  std::vector<std::deque<Outgoing*>> outgoing_, untaken_;
   std::vector<std::uint64_t> next_frame_;
   /// In the order in which they were posted.
   std::list<Incoming*> posted_;

@@ -10,10 +10,11 @@
 
 namespace tessera::shm::detail {
 
-/// From this many bytes of the largest block on.
-inline constexpr std::size_t kPullBytes = 32768;
-/// The same for all-reduce and reduce, of all bytes.
-inline constexpr std::size_t kPullReduceBytes = 65536;
+/// From this many bytes of the largest block on. Below, two copies through the slots are as quick:
+/// what is fetched out of a process still lies in its core's cache.
+inline constexpr std::size_t kPullBytes = 131072;
+/// The same where the ranks reduce, and read from many at once. An all-reduce never gains.
+inline constexpr std::size_t kPullReduceBytes = std::size_t{8} << 20;
 
 /// Where some bytes of a rank lie, as the others find them.
 struct Where {
@@ -129,35 +130,6 @@ class PullDeal final : public Pull {
   const int source_;
   const std::optional<Reducer> reducer_;
   const Reduction reduction_;
-};
-
-/// All-reduce and reduce: each rank reduces its share of everyone's data; then takes the others'
-/// shares of the result.
-class PullReduce final : public Pull {
- public:
-  PullReduce(Core& core, const char* name, const ReduceArguments& arguments);
-  bool advance(Core& core) override;
-  bool reads(int) const override { return true; }
-
- private:
-  bool gives() const override { return true; }
-  bool wants(int) const override { return true; }
-  std::pair<const std::byte*, std::size_t> data() const override {
-    return {arguments_.input, bytes_};
-  }
-  std::size_t given(int) const override { return bytes_; }
-  double factor() const override { return arguments_.reduction.factor; }
-  std::pair<std::size_t, std::size_t> share(int rank) const;
-  bool reduce_share(Core& core);
-
-  const ReduceArguments arguments_;
-  const Reducer reducer_;
-  const std::size_t bytes_;
-  Places results_;
-  /// The share of a rank that does not get the result.
-  std::vector<std::byte> aside_;
-  bool reduced_ = false;
-  int from_ = 1;
 };
 
 }  // namespace tessera::shm::detail

@@ -8,6 +8,8 @@ namespace tessera::shm::detail {
 
 namespace {
 constexpr std::size_t kOnceBytes = 16384;
+/// Of another rank's data, asked for before they are read: what the CPU has time for meanwhile.
+constexpr std::size_t kExpected = 4096;
 /// Data in arenas are asked for from this size on: it costs one more step to find out.
 constexpr std::size_t kInPlaceBytes = 65536;
 /// In arenas, one block is written to all ranks while it is still in the cache.
@@ -45,7 +47,7 @@ bool ReduceOnce::publish_all(Core& core) {
   if (!core.writable(*this, first)) return false;
   if (core.size() > 1) {
     Line& line = core.line(core.rank(), first);
-    copy_bytes(inline_ ? line.payload : core.slot(core.rank(), first), arguments_.input, bytes_);
+    stream_bytes(inline_ ? line.payload : core.slot(core.rank(), first), arguments_.input, bytes_);
     if (arguments_.reduction.kind == Reduction::Kind::premultiplied)
       std::memcpy(line.payload + kFactorAt, &arguments_.reduction.factor, sizeof(double));
     core.publish(*this, first);
@@ -77,6 +79,7 @@ bool ReduceOnce::advance(Core& core) {
       const Line& line = core.line(r, first);
       sources[r] = r == me ? arguments_.input : inline_ ? line.payload : core.slot(r, first);
       factors[r] = arguments_.reduction.factor;
+      if (r != me && !inline_) expect_bytes(sources[r], std::min(bytes_, kExpected));
       if (r != me && arguments_.reduction.kind == Reduction::Kind::premultiplied)
         std::memcpy(&factors[r], line.payload + kFactorAt, sizeof(double));
     }
@@ -203,8 +206,8 @@ bool ReducePieces::deal(Core& core) {
   for (int other = 1; other < ranks_; ++other) {
     const int to = (rank_ + other) % ranks_;
     const Piece p = piece(dealt_, to);
-    copy_bytes(core.slot(rank_, step) + place(to, rank_), arguments_.input + p.at * element_bytes_,
-               p.count * element_bytes_);
+    stream_bytes(core.slot(rank_, step) + place(to, rank_),
+                 arguments_.input + p.at * element_bytes_, p.count * element_bytes_);
   }
   std::memcpy(core.line(rank_, step).payload + kFactorAt, &arguments_.reduction.factor,
               sizeof(double));

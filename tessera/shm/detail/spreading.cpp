@@ -36,7 +36,7 @@ bool Spread::publish_pieces(Core& core) {
       if (ranks_ > 1) {
         std::byte* to =
             bytes <= Line::kPayload ? core.line(rank_, step).payload : core.slot(rank_, step);
-        copy_bytes(to, input_ + at, bytes);
+        stream_bytes(to, input_ + at, bytes);
         core.publish(*this, step);
       }
       if (reading_) copy_bytes(output_ + blocks_.start(rank_) + at, input_ + at, bytes);

@@ -9,6 +9,7 @@
 #include "tessera/base/deadline.h"
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/backends/arguments.h"
 #include "tessera/comm/backends/mpi/mpi_meet.h"
 #include "tessera/comm/group/detail/reduction.h"
 
@@ -21,54 +22,6 @@ using c10d::OpType;
 template <class Options>
 CallLimit limit_of(const Options& options) {
   return {options.timeout, !options.asyncOp};
-}
-
-void require_cpu(const char* name, const at::Tensor& tensor) {
-  if (!tensor.defined()) throw InvalidArgument(concat(name, ": a tensor is undefined"));
-  if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided)
-    throw InvalidArgument(
-        concat(name, ": MPI groups move dense CPU tensors, and this one is ", tensor.toString(),
-               "; copy it to the CPU, or give the group a backend for its device"));
-}
-
-const at::Tensor& only(const char* name, const std::vector<at::Tensor>& tensors) {
-  if (tensors.size() != 1)
-    throw InvalidArgument(concat(name, " takes one tensor a call, and got ", tensors.size()));
-  require_cpu(name, tensors.front());
-  return tensors.front();
-}
-
-void require_same_type(const char* name, const at::Tensor& a, const at::Tensor& b) {
-  if (a.scalar_type() != b.scalar_type())
-    throw InvalidArgument(concat(name, ": input is ", c10::toString(a.scalar_type()),
-                                 " and output ", c10::toString(b.scalar_type()),
-                                 "; they must be the same"));
-}
-
-void require_numel(const char* name, const char* which, const at::Tensor& tensor,
-                   std::int64_t expected) {
-  if (tensor.numel() != expected)
-    throw InvalidArgument(concat(name, ": the ", which, " holds ", tensor.numel(),
-                                 " elements, and ", expected, " are needed"));
-}
-
-/// Rows to elements: the elements of one row are those of `like` without its first dim.
-std::vector<std::int64_t> elements(const std::vector<std::int64_t>& rows, const at::Tensor& like) {
-  std::int64_t row = 1;
-  for (std::int64_t d = 1; d < like.dim(); ++d) row *= like.size(d);
-  std::vector<std::int64_t> result = rows;
-  for (auto& n : result) n *= row;
-  return result;
-}
-
-std::int64_t total(const std::vector<std::int64_t>& counts) {
-  return std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
-}
-
-std::vector<std::int64_t> numels(const std::vector<at::Tensor>& tensors) {
-  std::vector<std::int64_t> result;
-  for (const auto& t : tensors) result.push_back(t.numel());
-  return result;
 }
 
 /// What the ranks compare: `like` is a tensor that they have alike, or, with counts, of which they
@@ -96,25 +49,6 @@ CallCard mpi_card(const at::Tensor& like, const c10d::ReduceOp& op,
 /// Of several tensors: the elements of each.
 CallCard mpi_card(const std::vector<at::Tensor>& tensors) {
   return tensors.empty() ? CallCard{} : mpi_card(tensors.front(), numels(tensors));
-}
-
-/// One flat tensor with the elements of all, and views of it shaped like each.
-struct Flat {
-  at::Tensor whole;
-  std::vector<at::Tensor> parts;
-};
-
-Flat flat(const std::vector<at::Tensor>& tensors) {
-  Flat result;
-  const auto counts = numels(tensors);
-  result.whole = at::empty({total(counts)},
-                           tensors.front().options().memory_format(at::MemoryFormat::Contiguous));
-  std::int64_t start = 0;
-  for (const auto& t : tensors) {
-    result.parts.push_back(result.whole.narrow(0, start, t.numel()).view(t.sizes()));
-    start += t.numel();
-  }
-  return result;
 }
 
 /// A rank's part for itself. Same number of elements and dtype.
@@ -269,7 +203,7 @@ MpiBackend::WorkPtr MpiBackend::allgather(TensorLists& outputs, Tensors& inputs,
   require_numel("all_gather", "input", input, out[static_cast<std::size_t>(rank())].numel());
   return run("all_gather", OpType::ALLGATHER, limit_of(options), Kind::collective,
              mpi_card(input, numels(out)), [&](MpiCall& call) {
-               const Flat buffer = flat(out);
+               const Flat buffer = flattened(out);
                add_all_gather(call, buffer.whole, input, numels(out));
                call.finish.emplace_back([out, parts = buffer.parts] {
                  for (std::size_t r = 0; r < out.size(); ++r) out[r].copy_(parts[r]);
@@ -368,7 +302,7 @@ MpiBackend::WorkPtr MpiBackend::reduce_scatter(Tensors& outputs, TensorLists& in
   require_numel("reduce_scatter", "output", output, in[static_cast<std::size_t>(rank())].numel());
   return run("reduce_scatter", OpType::REDUCE_SCATTER, limit_of(options), Kind::collective,
              mpi_card(output, options.reduceOp, numels(in)), [&](MpiCall& call) {
-               const Flat buffer = flat(in);
+               const Flat buffer = flattened(in);
                for (std::size_t r = 0; r < in.size(); ++r) buffer.parts[r].copy_(in[r]);
                add_reduce_scatter(call, output, buffer.whole, numels(in), options.reduceOp);
                call.results = {output};
@@ -412,8 +346,8 @@ MpiBackend::WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& in
   const auto counts = [&](const at::Tensor& tensor, const Counts& splits, const char* which) {
     if (!splits.empty()) {
       require_sizes(splits, "all_to_all");
-      const Counts result = elements(splits, tensor);
-      require_numel("all_to_all", which, tensor, total(result));
+      const Counts result = elements_of(splits, tensor);
+      require_numel("all_to_all", which, tensor, total_of(result));
       return result;
     }
     if (tensor.numel() % ranks() != 0)
@@ -497,8 +431,8 @@ MpiBackend::WorkPtr MpiBackend::all_gather_v(const at::Tensor& output, const at:
   require_cpu("all_gather", input);
   require_same_type("all_gather", input, output);
   require_sizes(sizes, "all_gather");
-  const Counts counts = elements(sizes, output);
-  require_numel("all_gather", "output", output, total(counts));
+  const Counts counts = elements_of(sizes, output);
+  require_numel("all_gather", "output", output, total_of(counts));
   require_numel("all_gather", "input", input, counts[static_cast<std::size_t>(rank())]);
   return run("all_gather", OpType::ALLGATHER, limit, Kind::collective, mpi_card(output, counts),
              [&](MpiCall& call) {
@@ -514,8 +448,8 @@ MpiBackend::WorkPtr MpiBackend::reduce_scatter_v(const at::Tensor& output, const
   require_cpu("reduce_scatter", input);
   require_same_type("reduce_scatter", input, output);
   require_sizes(sizes, "reduce_scatter");
-  const Counts counts = elements(sizes, input);
-  require_numel("reduce_scatter", "input", input, total(counts));
+  const Counts counts = elements_of(sizes, input);
+  require_numel("reduce_scatter", "input", input, total_of(counts));
   require_numel("reduce_scatter", "output", output, counts[static_cast<std::size_t>(rank())]);
   return run("reduce_scatter", OpType::REDUCE_SCATTER, limit, Kind::collective,
              mpi_card(input, op, counts), [&](MpiCall& call) {
@@ -530,12 +464,12 @@ MpiBackend::WorkPtr MpiBackend::gather_v(const at::Tensor& output, const at::Ten
   require_cpu("gather", input);
   require_sizes(sizes, "gather");
   require_rank(root, "the root of gather");
-  const Counts counts = elements(sizes, input);
+  const Counts counts = elements_of(sizes, input);
   require_numel("gather", "input", input, counts[static_cast<std::size_t>(rank())]);
   if (rank() == root) {
     require_cpu("gather", output);
     require_same_type("gather", input, output);
-    require_numel("gather", "output", output, total(counts));
+    require_numel("gather", "output", output, total_of(counts));
   }
   return run("gather", OpType::GATHER, limit, Kind::collective, mpi_card(input, counts, root),
              [&](MpiCall& call) {
@@ -550,12 +484,12 @@ MpiBackend::WorkPtr MpiBackend::scatter_v(const at::Tensor& output, const at::Te
   require_cpu("scatter", output);
   require_sizes(sizes, "scatter");
   require_rank(root, "the root of scatter");
-  const Counts counts = elements(sizes, output);
+  const Counts counts = elements_of(sizes, output);
   require_numel("scatter", "output", output, counts[static_cast<std::size_t>(rank())]);
   if (rank() == root) {
     require_cpu("scatter", input);
     require_same_type("scatter", input, output);
-    require_numel("scatter", "input", input, total(counts));
+    require_numel("scatter", "input", input, total_of(counts));
   }
   return run("scatter", OpType::SCATTER, limit, Kind::collective, mpi_card(output, counts, root),
              [&](MpiCall& call) {

@@ -58,6 +58,13 @@ class FinalMismatch : public MismatchError {
   using MismatchError::MismatchError;
 };
 
+/// The same, found out by a backend that knows no more of the other ranks' calls: each rank says at
+/// the group's store what it called.
+class DifferentCalls : public FinalMismatch {
+ public:
+  using FinalMismatch::FinalMismatch;
+};
+
 /// A work whose wait() ends when its group is aborted, and whose limit ends the call: it is waited
 /// for in one piece, by the thread that made the call, since its library may allow no other.
 class AttentiveWork {

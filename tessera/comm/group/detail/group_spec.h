@@ -30,8 +30,8 @@ struct GroupSpec {
   std::vector<int> ranks;
   /// Position of this process in `ranks`.
   int rank = 0;
-  /// For CPU tensors: "gloo", "mpi", "threads", "self"; "store": none, the ranks only meet at the
-  /// store.
+  /// For CPU tensors: "gloo", "shm", "mpi", "threads", "self"; "store": none, the ranks only meet
+  /// at the store.
   std::string backend;
   /// CUDA: tensors of that device go to NCCL.
   c10::Device device{c10::DeviceType::CPU};

@@ -39,7 +39,7 @@ class RequestState;
 /// A backend of the group and what it can do.
 struct Endpoint {
   c10::intrusive_ptr<c10d::Backend> backend;
-  /// "gloo", "mpi", "nccl", "threads".
+  /// "gloo", "shm", "mpi", "nccl", "threads".
   std::string name;
   /// Null where the backend has no such collectives.
   UnevenBackend* uneven = nullptr;

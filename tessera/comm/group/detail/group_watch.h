@@ -105,6 +105,11 @@ class GroupWatch {
   void announce(const std::string& reason);
   /// Marks it here and tells the members.
   void spread(Poison poison);
+  /// Waits until the group is poisoned, for what is on its way from another rank; at most `limit`,
+  /// and not at all where no news can come. False: nothing came.
+  bool await_news(std::chrono::milliseconds limit) const {
+    return poison() || (channel_ && wait_for_poison(limit));
+  }
   /// A member has left the job on purpose. What it sent before still counts; a call that needs more
   /// of it fails, and then says so.
   void note_left(int rank, const std::string& text);

@@ -14,6 +14,8 @@ namespace {
 // A blocked wait looks up this often whether the group was given up by another thread, for backends
 // that cannot be woken.
 constexpr std::chrono::milliseconds kLook{200};
+// All ranks hear of a call that differs at once, and need this long to compare theirs.
+constexpr std::chrono::milliseconds kVerdict{1000};
 constexpr auto kNoLimit = std::chrono::milliseconds(0);  // c10d's word for waiting without a limit
 
 }  // namespace
@@ -222,19 +224,30 @@ void RequestState::wait_parts() {
   for (auto& part : parts_) wait_part(part);
 }
 
+void RequestState::end_by_mismatch(std::string reason) const {
+  Poison poison;
+  poison.reason = std::move(reason);
+  poison.mismatch = true;
+  group_.watch().spread(std::move(poison));
+}
+
 void RequestState::fail(const std::exception_ptr& cause) {
   finished_ = true;
   try {
     // What a backend of ours says by itself is repeated by the group's later calls.
     try {
       std::rethrow_exception(cause);
+    } catch (const DifferentCalls& e) {
+      // All ranks come here; those that differ from the first one say so.
+      if (collective_ && !group_.watch().poison())
+        group_.compare(concat("call ", sequence_), concat("calls in call ", sequence_, ": "),
+                       card_.text());
+      if (!group_.watch().await_news(kVerdict))
+        end_by_mismatch(concat("the ranks called different things: ", e.what()));
+      group_.watch().require_healthy(operation_, sequence_);
+      throw;
     } catch (const FinalMismatch& e) {
-      if (!group_.watch().poison()) {
-        Poison poison;
-        poison.reason = e.what();
-        poison.mismatch = true;
-        group_.watch().spread(std::move(poison));
-      }
+      if (!group_.watch().poison()) end_by_mismatch(e.what());
       group_.watch().require_healthy(operation_, sequence_);
       throw;
     } catch (const TimeoutError& e) {

@@ -139,6 +139,7 @@ class RequestState final : public Unfinished<void> {
   bool step();
   bool step_queue();
   [[noreturn]] void fail(const std::exception_ptr& cause);
+  void end_by_mismatch(std::string reason) const;
   [[noreturn]] void broken(const std::exception_ptr& cause);
   void poll();
 

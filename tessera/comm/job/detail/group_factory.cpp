@@ -4,6 +4,7 @@
 #include "tessera/comm/backends/gloo/gloo.h"
 #include "tessera/comm/backends/mpi/mpi.h"
 #include "tessera/comm/backends/nccl/nccl.h"
+#include "tessera/comm/backends/shm/shm.h"
 #include "tessera/comm/group/detail/group_spec.h"
 #include "tessera/comm/group/detail/group_state.h"
 
@@ -16,6 +17,18 @@ std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
   if (spec.backend == "gloo") {
     state->set_endpoint(c10::DeviceType::CPU, "gloo",
                         make_gloo_backend(spec.store, spec.rank, size, spec.timeout, spec.address));
+  } else if (spec.backend == "shm") {
+    if (!spec.store)
+      throw InvalidArgument(concat("group '", spec.name,
+                                   "' over shm: its ranks meet at a store, which a manager of MPI "
+                                   "ranks has with ManagerOptions::launch"));
+    ShmBackendOptions options;
+    options.name = spec.name;
+    options.timeout = spec.timeout;
+    options.ranks = spec.ranks;
+    options.watch = spec.watch;
+    state->set_endpoint(c10::DeviceType::CPU, "shm",
+                        make_shm_backend(spec.store, spec.rank, size, options));
   } else if (spec.backend == "mpi") {
     if (!spec.mpi)
       throw InvalidArgument(concat("group '", spec.name,
@@ -27,7 +40,7 @@ std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
                         make_mpi_backend(*spec.mpi, spec.ranks, options));
   } else {
     throw InvalidArgument(concat("group '", spec.name, "': there is no backend '", spec.backend,
-                                 "'; choose gloo or mpi"));
+                                 "'; choose gloo, shm or mpi"));
   }
   if (spec.device.is_cuda())
     state->set_endpoint(spec.device, "nccl",

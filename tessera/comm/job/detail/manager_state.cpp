@@ -172,7 +172,8 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks,
 std::shared_ptr<GroupState> ManagerState::meeting_place() {
   std::vector<int> everybody(static_cast<std::size_t>(base_.launch.world_size));
   std::iota(everybody.begin(), everybody.end(), 0);
-  return group(everybody, {}, base_.store && base_.backend == "gloo" ? kMeetingTag : "");
+  const bool at_store = base_.store && (base_.backend == "gloo" || base_.backend == "shm");
+  return group(everybody, {}, at_store ? kMeetingTag : "");
 }
 
 std::shared_ptr<GroupState> ManagerState::make(const Key& key,
@@ -205,7 +206,7 @@ std::shared_ptr<GroupState> ManagerState::make(const Key& key,
   try {
     if (base_.make_group) return base_.make_group(spec);
     // MPI wants its calls from one thread, and has its own limit.
-    if (spec.backend == "gloo" && ranks.size() > 1)
+    if ((spec.backend == "gloo" || spec.backend == "shm") && ranks.size() > 1)
       return make_group_in_time(spec, std::move(interrupt));
     watch->set_interrupt(std::move(interrupt), GroupWatch::Of::creation);
     return make_group_state(spec);

@@ -29,7 +29,7 @@ namespace tessera::detail {
 struct ManagerBase {
   Launch launch;
   ManagerOptions options;
-  /// "gloo", "mpi", "threads", "self".
+  /// "gloo", "shm", "mpi", "threads", "self".
   std::string backend;
   c10::Device device{c10::DeviceType::CPU};
   /// Of processes: gives store, address and faults.
@@ -71,9 +71,9 @@ class ManagerState {
   /// are different, even of the same ranks.
   std::shared_ptr<GroupState> group(const std::vector<int>& ranks, const GroupOptions& options = {},
                                     const std::string& tag = "");
-  /// Where all ranks meet to compare what must be the same everywhere: over Gloo the job's store
-  /// alone, at a cost for a rank that does not grow with the world (a group over the world would
-  /// connect each rank to every other); over other backends the world group.
+  /// Where all ranks meet to compare what must be the same everywhere: over Gloo and shm the job's
+  /// store alone, at a cost for a rank that does not grow with the world (a group over the world
+  /// would connect each rank to every other); over other backends the world group.
   std::shared_ptr<GroupState> meeting_place();
   /// Destroys all groups, newest first.
   void shutdown();

@@ -1,0 +1,248 @@
+#include "tessera/comm/backends/shm/shm_work.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <algorithm>
+
+#include "tessera/base/text.h"
+
+namespace tessera::detail {
+
+// ---- the link ----
+
+std::vector<int> ShmLink::global(const std::vector<int>& ranks) const {
+  std::vector<int> result;
+  for (const int r : ranks) {
+    const auto i = static_cast<std::size_t>(r);
+    result.push_back(i < ranks_.size() ? ranks_[i] : r);
+  }
+  return result;
+}
+
+void ShmLink::rethrow() const {
+  try {
+    throw;
+  } catch (const shm::TimeoutError& error) {
+    if (!watch_) throw TimeoutError(error.what(), global(error.missing()));
+    if (error.heard() && watch_->await_news(kVerdict)) throw PeerLostError(error.what(), {});
+    // Without names the group asks who is missing.
+    throw TimeoutError(error.what(), {});
+  } catch (const shm::PeerLostError& error) {
+    if (!watch_) throw PeerLostError(error.what(), global(error.ranks()));
+    if (!watch_->await_news(kWords)) watch_->set_poison({global(error.ranks()), error.what()});
+    throw PeerLostError(error.what(), {});
+  } catch (const shm::MismatchError& error) {
+    throw DifferentCalls(error.what());
+  }
+}
+
+void ShmLink::abort() {
+  if (!watch_) return group_.abort("it was told to abort");
+  const Poison* poison = watch_->poison();
+  group_.interrupt(poison ? poison->reason : "the group was aborted");
+}
+
+void ShmLink::follow(const c10::intrusive_ptr<ShmWork>& work) {
+  std::vector<c10::intrusive_ptr<ShmWork>> ended;
+  const std::lock_guard lock(mutex_);
+  for (auto& known : followed_)
+    if (known->over()) ended.push_back(std::move(known));
+  std::erase(followed_, nullptr);
+  followed_.push_back(work);
+  if (!thread_.joinable() && !stops_)
+    thread_ = std::thread([link = shared_from_this()] { link->move_on(); });
+  if (idle_) changed_.notify_one();
+}
+
+std::vector<c10::intrusive_ptr<ShmWork>> ShmLink::take_complete() {
+  std::vector<c10::intrusive_ptr<ShmWork>> all, complete;
+  {
+    const std::lock_guard lock(mutex_);
+    all = followed_;
+  }
+  for (const auto& work : all)
+    if (work->isCompleted()) complete.push_back(work);
+  const std::lock_guard lock(mutex_);
+  std::erase_if(followed_, [&](const auto& work) {
+    return std::find(complete.begin(), complete.end(), work) != complete.end();
+  });
+  return complete;
+}
+
+void ShmLink::move_on() {
+  std::unique_lock lock(mutex_);
+  while (!stops_) {
+    idle_ = true;
+    changed_.wait(lock, [this] { return stops_ || !followed_.empty(); });
+    idle_ = false;
+    changed_.wait_for(lock, kPatience, [this] { return stops_.load(); });
+    lock.unlock();
+    while (!stops_ && group_.neglected()) {
+      group_.drive(kNap);
+      take_complete();
+    }
+    take_complete();
+    lock.lock();
+  }
+}
+
+void ShmLink::close() {
+  std::vector<c10::intrusive_ptr<ShmWork>> rest;
+  std::thread thread;
+  {
+    const std::lock_guard lock(mutex_);
+    stops_ = true;
+    thread = std::move(thread_);
+  }
+  changed_.notify_all();
+  group_.nudge();
+  if (thread.joinable()) {
+    if (thread.get_id() == std::this_thread::get_id())
+      thread.detach();  // The last owner was something that a future called.
+    else
+      thread.join();
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    rest.swap(followed_);
+  }
+  for (const auto& work : rest) {
+    try {
+      work->wait();
+    } catch (const std::exception&) {  // Its future says so, if anybody asks.
+    }
+  }
+}
+
+// ---- the work ----
+
+ShmWork::ShmWork(std::shared_ptr<ShmLink> link, ShmCall call)
+    : c10d::Work(link->rank(), call.type), link_(std::move(link)), call_(std::move(call)) {
+  complete();
+}
+
+ShmWork::ShmWork(std::shared_ptr<ShmLink> link, ShmCall call, std::vector<shm::Request> requests)
+    : c10d::Work(link->rank(), call.type),
+      link_(std::move(link)),
+      call_(std::move(call)),
+      requests_(std::move(requests)) {}
+
+ShmWork::~ShmWork() { requests_.clear(); }
+
+bool ShmWork::over() const {
+  const std::lock_guard lock(mutex_);
+  return completed_ || exception_;
+}
+
+// With the turn.
+void ShmWork::complete() {
+  if (!requests_.empty()) source_ = requests_.front().source();
+  if (!call_.finish.empty()) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    for (const auto& step : call_.finish) step();
+  }
+  end(nullptr);
+}
+
+void ShmWork::end(std::exception_ptr error) {
+  requests_.clear();
+  call_.tensors.clear();
+  call_.finish.clear();
+  const std::lock_guard lock(mutex_);
+  exception_ = std::move(error);
+  completed_ = true;
+}
+
+bool ShmWork::isCompleted() {
+  if (over()) return true;
+  {
+    const std::unique_lock turn(turn_, std::try_to_lock);
+    if (!turn) return over();
+    if (over()) return true;
+    try {
+      for (auto& request : requests_)
+        if (!request.test()) return false;
+      complete();
+    } catch (const Error&) {
+      try {
+        link_->rethrow();
+      } catch (...) {
+        end(std::current_exception());
+      }
+    } catch (...) {
+      end(std::current_exception());
+    }
+  }
+  settle_future();
+  return true;
+}
+
+bool ShmWork::isSuccess() const {
+  const std::lock_guard lock(mutex_);
+  return completed_ && !exception_;
+}
+
+std::exception_ptr ShmWork::exception() const {
+  const std::lock_guard lock(mutex_);
+  return exception_;
+}
+
+bool ShmWork::wait(std::chrono::milliseconds timeout) {
+  {
+    const std::lock_guard turn(turn_);
+    if (!over()) {
+      try {
+        for (auto& request : requests_) request.wait(timeout.count() > 0 ? timeout : call_.timeout);
+        complete();
+      } catch (const Error&) {
+        try {
+          link_->rethrow();
+        } catch (...) {
+          end(std::current_exception());
+        }
+      } catch (...) {
+        end(std::current_exception());
+      }
+    }
+  }
+  settle_future();
+  if (const auto error = exception()) std::rethrow_exception(error);
+  return true;
+}
+
+std::vector<at::Tensor> ShmWork::result() {
+  wait();
+  return call_.results;
+}
+
+void ShmWork::settle_future() {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  std::exception_ptr error;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!future_ || settled_ || !completed_) return;
+    settled_ = true;
+    future = future_;
+    error = exception_;
+  }
+  // What is chained to it runs here: without a lock.
+  if (error)
+    future->setError(error);
+  else
+    future->markCompleted(c10::IValue(call_.results));
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!future_)
+      future_ =
+          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    future = future_;
+  }
+  settle_future();
+  return future;
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,100 @@
+"""Run by torchrun: Python's own DDP, FSDP2 and DTensor over "tessera", beside the same over Gloo. `import tessera` is all there is to do."""
+
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import tessera  # noqa: F401
+
+torch.set_num_threads(1)
+dist.init_process_group("tessera")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+groups = {"tessera": dist.group.WORLD, "gloo": dist.new_group(backend="gloo"), "again": dist.new_group(list(range(ranks)), backend="tessera")}
+meshes = {name: DeviceMesh.from_group(group, "cpu", mesh_dim_names=("all",)) for name, group in groups.items()}
+
+
+def network():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 5))
+
+
+def train(module, parameters, dtype=torch.float32):
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    torch.manual_seed(100 + rank)
+    losses = []
+    for _ in range(4):
+        x, y = torch.randn(16, 20, dtype=dtype), torch.randn(16, 5, dtype=dtype)
+        loss = nn.functional.mse_loss(module(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def ddp(name):
+    net = network()
+    model = DistributedDataParallel(net, process_group=groups[name], bucket_cap_mb=0.01)
+    return train(model, model.parameters()) + [p.detach().clone() for p in net.parameters()] + [b.clone() for b in net.buffers()]
+
+
+def fsdp(name):
+    net = network()
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=meshes[name])
+    fully_shard(net, mesh=meshes[name])
+    return train(net, net.parameters()) + [p.detach().full_tensor() for p in net.parameters()]
+
+
+def dtensor(name):
+    torch.manual_seed(5)
+    a, b = torch.randn(12, 10), torch.randn(10, 7)
+    left = distribute_tensor(a, meshes[name], [Shard(1)]).requires_grad_()
+    right = distribute_tensor(b, meshes[name], [Shard(0)]).requires_grad_()
+    product = (left @ right).redistribute(placements=[Shard(1)])
+    product.square().sum().backward()
+    full = product.redistribute(placements=[Replicate()]).to_local().detach()
+    return [full, left.grad.full_tensor(), right.grad.full_tensor()]
+
+
+def collectives(name):
+    group = groups[name]
+    t = torch.arange(10.0) * (rank + 1)
+    work = dist.all_reduce(t, group=group, async_op=True)
+    future = work.get_future().then(lambda f: f.value()[0] + 1)
+    objects = [None] * ranks
+    dist.all_gather_object(objects, {"rank": rank, "text": "ä" * rank}, group=group)
+    assert objects == [{"rank": r, "text": "ä" * r} for r in range(ranks)]
+    value = future.wait()
+    lists = [torch.zeros(3) for _ in range(ranks)]
+    dist.all_gather(lists, torch.full((3,), float(rank)), group=group)
+    peer = (rank + 1) % ranks
+    got = torch.zeros(4)
+    if ranks > 1:  # Gloo sends nothing to itself
+        messages = [dist.P2POp(dist.isend, torch.full((4,), float(rank)), peer, group), dist.P2POp(dist.irecv, got, (rank - 1) % ranks, group)]
+        for request in dist.batch_isend_irecv(messages):
+            request.wait()
+    dist.barrier(group=group)
+    return [value, *lists, got]
+
+
+for case in (ddp, fsdp, dtensor, collectives):
+    expected = case("gloo")
+    for name in ("tessera", "again"):
+        results = case(name)
+        assert len(results) == len(expected)
+        for i, (got, want) in enumerate(zip(results, expected)):
+            # Of two ranks there is one order in which values can be added.
+            same = torch.equal(got, want) if ranks <= 2 else torch.allclose(got, want, rtol=1e-5, atol=1e-6)
+            assert same, f"{case.__name__} over {name}, value {i}: off by {(got - want).abs().max()}"
+assert dist.get_backend() == "tessera"
+print(f"rank {rank} of {ranks}: equal", file=sys.stdout, flush=True)
+dist.destroy_process_group()

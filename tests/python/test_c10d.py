@@ -1,0 +1,14 @@
+"""`torch.distributed.init_process_group("tessera")`: the backend for Python's own distributed training."""
+
+import re
+
+import pytest
+
+from test_processes import torchrun
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_pythons_own_training_over_it_equals_gloo(ranks):
+    done = torchrun(ranks, "c10d_program.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(re.findall(r"rank (\d) of \d: equal", done.stdout)) == [str(r) for r in range(ranks)]
