@@ -10,6 +10,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/job/thread_ranks.h"
 #include "tessera/tensor/policy.h"
+#include "tessera/tensor/refusals.h"
 
 namespace tessera::python {
 
@@ -54,6 +55,11 @@ struct PyThreadRanks : torch::CustomClassHolder {
   ThreadRanks ranks;
 };
 
+struct PyRefusals : torch::CustomClassHolder {
+  void start() { scope.emplace(here()); }
+  std::optional<RefusalScope> scope;
+};
+
 struct PyTrace : torch::CustomClassHolder {
   PyTrace() : trace(std::make_shared<CommTrace>()) {}
   void start() { set_trace(here(), trace); }
@@ -81,6 +87,10 @@ void shutdown(bool failed) {
     throw std::runtime_error("the program ends by an exception");
   } catch (const std::runtime_error&) {  // the manager has seen it pass
   }
+}
+
+std::string text(Policy policy) {
+  return policy == Policy::allow ? "allow" : policy == Policy::warn ? "warn" : "error";
 }
 
 Policy policy(const std::string& name) {
@@ -129,7 +139,10 @@ TORCH_LIBRARY_FRAGMENT(tessera, library) {
            })
       .def("same",
            [](const MeshPtr& self, const MeshPtr& other) { return self->mesh == other->mesh; })
-      .def("barrier", [](const MeshPtr& self) { self->mesh.all().barrier(); });
+      .def("barrier", [](const MeshPtr& self) { self->mesh.all().barrier(); })
+      .def("fail", [](const MeshPtr& self, const std::string& reason) {
+        self->mesh.manager().fail_groups_within(self->mesh.layout(), reason);
+      });
   library.class_<PyThreadRanks>("ThreadRanks")
       .def(torch::init<std::int64_t, const std::string&, double>())
       .def("enter", [](const c10::intrusive_ptr<PyThreadRanks>& self,
@@ -138,6 +151,17 @@ TORCH_LIBRARY_FRAGMENT(tessera, library) {
                       const std::string& what) { self->fail(rank, what); })
       .def("leave", [](const c10::intrusive_ptr<PyThreadRanks>& self, std::int64_t rank) {
         self->leave(rank);
+      });
+  library.class_<PyRefusals>("Refusals")
+      .def(torch::init<>())
+      .def("start", [](const c10::intrusive_ptr<PyRefusals>& self) { self->start(); })
+      .def("stop", [](const c10::intrusive_ptr<PyRefusals>& self) { self->scope.reset(); })
+      .def("all", [](const c10::intrusive_ptr<PyRefusals>& self) {
+        std::vector<std::tuple<std::string, std::string>> all;
+        if (self->scope) {
+          for (const Refusal& r : self->scope->refusals()) all.emplace_back(r.op, r.why);
+        }
+        return all;
       });
   library.class_<PyTrace>("CommTrace")
       .def(torch::init<>())
@@ -176,6 +200,10 @@ TORCH_LIBRARY_FRAGMENT(tessera, library) {
   library.def("set_random_state", [](std::int64_t seed, std::int64_t stream) {
     tessera::set_random_state(
         here(), {static_cast<std::uint64_t>(seed), static_cast<std::uint64_t>(stream)});
+  });
+  library.def("policies", []() -> std::vector<std::string> {
+    const Policies now = tessera::policies(here());
+    return {text(now.redistribution), text(now.promotion)};
   });
   library.def("set_policies", [](const std::string& redistribution, const std::string& promotion) {
     tessera::set_policies(

@@ -28,6 +28,7 @@ from tessera._api import (
     to_local,
     world_size,
 )
+from tessera._check import Report, check
 from tessera._placement import Partial, Replicate, Shard
 from tessera import _tensor as _tensor  # makes torch.Tensor's methods know sharded tensors
 from tessera import _c10d
@@ -39,8 +40,10 @@ __all__ = [
     "Mesh",
     "Partial",
     "Replicate",
+    "Report",
     "Shard",
     "Spec",
+    "check",
     "distribute_module",
     "distribute_tensor",
     "from_local",

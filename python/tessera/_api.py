@@ -72,6 +72,10 @@ class Mesh:
     def barrier(self):
         self._handle.barrier()
 
+    def fail(self, reason):
+        """Tells the other ranks that this one met an error: the pending or next call of each raises, once, and where all catch it the mesh goes on."""
+        self._handle.fail(reason)
+
     def __eq__(self, other):
         return isinstance(other, Mesh) and self._handle.same(other._handle)
 

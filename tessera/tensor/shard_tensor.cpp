@@ -201,6 +201,7 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
     const ShardMeta& meta = meta_or_throw(t);
     carry(ctx, gradient);
     const LocalCallGuard guard;
+    if (meta.copy) return meta.local.clone();  // what is written to it could not reach the base
     at::Tensor local = meta.local.detach();
     // a mutation of the local is one of the tensor: saved variables must see it
     share_version(local, t);

@@ -295,8 +295,10 @@ TEST(OperatorPages, Views) {
         kNothing);
     p.moves_shards("an element of the sharded dim", {rows({5, 4})},
                    [](const auto& t) { return t[0].select(0, 1); });
-    p.moves_shards("joining along the sharded dim", {rows({5, 4}), rows({5, 4})},
-                   [](const auto& t) { return at::cat({t[0], t[1]}, 0); });
+    p.claim(
+        "joining what is replicated to both ends of the sharded dim",
+        {whole_on_all({1, 4}), rows({5, 4}), whole_on_all({2, 4})},
+        [](const auto& t) { return at::cat({t[0], t[1], t[2]}, 0); }, kNothing, std::nullopt);
     p.moves_shards("merging a later sharded dim", {along({5, 4}, 1)},
                    [](const auto& t) { return t[0].flatten(); });
     // Views share memory.

@@ -73,6 +73,45 @@ TEST(Placements, LayerNormOverSharedDims) {
   }
 }
 
+TEST(Placements, JoinsAlongShardedDims) {
+  for (const int ranks : {1, 2, 3, 4}) {
+    keeps_its_cut(
+        "cat", ranks, 60,
+        [](Draw& draw) -> std::pair<Function, std::vector<Shape>> {
+          const Shape shape{draw.between(1, 5), draw.between(1, 7), draw.between(1, 3)};
+          const int d = draw.below(3), joined = draw.between(1, 3), first = draw.below(joined + 1);
+          std::vector<Shape> shapes{shape};
+          for (int i = 0; i < joined; ++i) {
+            shapes.push_back(shape);
+            shapes.back()[d] = draw.below(4);
+          }
+          // The sharded one somewhere among those that are not, and once more at the end.
+          return {[d, first](const Values& v) {
+                    Values all(v.begin() + 1, v.end());
+                    all.insert(all.begin() + first, v[0]);
+                    all.push_back(v[0] * v[0]);
+                    return at::cat(all, d);
+                  },
+                  shapes};
+        },
+        false);
+  }
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    const at::Tensor value = randn({7, 4}, at::kDouble), token = randn({1, 4}, at::kDouble);
+    const at::Tensor x = distribute_tensor(value, mesh, {Shard(0)}, {{0, {4, 0, 3}}});
+    set_policies(manager, {.redistribution = Policy::error});
+    const CommTraceScope trace(manager);
+    const at::Tensor y = at::cat({token, x, token, token}, 0);
+    EXPECT_EQ(trace->events().size(), 0u) << "a class token moves nothing";
+    EXPECT_EQ(spec(y).sizes().at(0), (Sizes{5, 0, 5}));
+    const at::Tensor z = at::cat({x, x}, 0);
+    EXPECT_EQ(spec(z).sizes().at(0), (Sizes{8, 0, 6})) << "balanced as its inputs are";
+    EXPECT_EQ(difference(y, at::cat({token, value, token, token}, 0)), 0);
+    EXPECT_EQ(difference(z, at::cat({value, value}, 0)), 0);
+  });
+}
+
 TEST(Placements, GroupNormOverChannelsAndSpace) {
   for (const int ranks : {1, 2, 3, 4}) {
     keeps_its_cut("group_norm", ranks, 30,

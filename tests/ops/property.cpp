@@ -1,5 +1,8 @@
 #include "property.h"
 
+#include <c10/core/InferenceMode.h>
+
+#include <limits>
 #include <sstream>
 
 #include "hoard.h"
@@ -57,6 +60,144 @@ at::Tensor lay_out(const at::Tensor& t, Draw& draw) {
   }
 }
 
+// What a third of the cases are about besides shapes and placements.
+enum class Special : char {
+  none,
+  ties,
+  nan,
+  infinite,
+  large,
+  integers,
+  booleans,
+  /// An input is one row, expanded.
+  expanded,
+  /// An input is conjugated, its memory is not.
+  conjugated,
+  /// Two inputs are one tensor.
+  shared,
+  inference,
+  /// The same call was made before, with other values.
+  again,
+};
+
+const char* name_of(Special special) {
+  static constexpr const char* names[] = {"",
+                                          "ties",
+                                          "NaN",
+                                          "infinities",
+                                          "large",
+                                          "integers",
+                                          "booleans",
+                                          "an expanded input",
+                                          "conjugated",
+                                          "one tensor twice",
+                                          "inference mode",
+                                          "other values before"};
+  return names[static_cast<int>(special)];
+}
+
+Special draw_special(const OperatorCase& one, at::ScalarType type, Draw& draw) {
+  if (!draw.chance(35) || one.random) return Special::none;
+  switch (draw.below(11)) {
+    case 0:
+      return Special::ties;
+    case 1:
+      return Special::nan;
+    case 2:
+      return Special::infinite;
+    case 3:
+      return type == at::kDouble ? Special::large : Special::none;
+    case 4:
+      return one.any_type ? Special::integers : Special::none;
+    case 5:
+      return one.any_type ? Special::booleans : Special::none;
+    case 6:
+      return Special::expanded;
+    case 7:
+      return type == at::kComplexDouble ? Special::conjugated : Special::none;
+    case 8:
+      return Special::shared;
+    case 9:
+      return Special::inference;
+    default:
+      return Special::again;
+  }
+}
+
+// The values of one input that is of floating point.
+at::Tensor special_values(const at::Tensor& value, Special special, Draw& draw) {
+  const auto sprinkled = [&](double with) {
+    at::Tensor t = value.clone(at::MemoryFormat::Preserve);
+    for (std::int64_t n = t.numel(); n > 0; n -= 7) {
+      if (t.dim() == 0) return draw.chance(50) ? at::full_like(t, with) : t;
+      at::Tensor place = t;
+      while (place.dim() > 0) place = place.select(0, draw.below(static_cast<int>(place.size(0))));
+      place.fill_(draw.chance(50) ? with : -with);
+    }
+    return t;
+  };
+  switch (special) {
+    case Special::ties:
+      return at::round(value);
+    case Special::nan:
+      return sprinkled(std::numeric_limits<double>::quiet_NaN());
+    case Special::infinite:
+      return sprinkled(std::numeric_limits<double>::infinity());
+    case Special::large:
+      return value * 1e120;
+    case Special::integers:
+      return (value * 2).round().to(at::kLong);
+    case Special::booleans:
+      return value.gt(0);
+    default:
+      return value;
+  }
+}
+
+// The inputs seen by the function as the case has them.
+void make_special(Instance& instance, Special special, Draw& draw) {
+  Tensors& inputs = instance.inputs;
+  const auto f = instance.function;
+  if (special == Special::expanded) {
+    const auto i = static_cast<std::size_t>(draw.below(static_cast<int>(inputs.size())));
+    const at::Tensor t = inputs[i];
+    if (t.dim() == 0 || t.size(0) == 0 || !differentiable(t)) return;
+    inputs[i] = t.narrow(0, 0, 1).clone();
+    instance.function = [f, i, shape = t.sizes().vec()](const Tensors& given) {
+      Tensors all = given;
+      all[i] = all[i].expand(shape);
+      return f(all);
+    };
+  } else if (special == Special::conjugated) {
+    instance.function = [f](const Tensors& given) {
+      Tensors all = given;
+      all[0] = all[0].conj();
+      return f(all);
+    };
+  } else if (special == Special::shared && inputs.size() > 1 &&
+             inputs[0].sizes() == inputs[1].sizes() &&
+             inputs[0].scalar_type() == inputs[1].scalar_type()) {
+    instance.function = [f](const Tensors& given) {
+      Tensors all = given;
+      all[1] = all[0];
+      return f(all);
+    };
+  } else if (special == Special::again) {
+    instance.function = [f](const Tensors& given) {
+      Tensors others;
+      for (const at::Tensor& t : given) {
+        const at::NoGradGuard guard;
+        others.push_back(differentiable(t) ? t.detach() * 0.5 : t.detach().clone());
+      }
+      {
+        const at::NoGradGuard guard;
+        f(others);
+      }
+      return f(given);
+    };
+  }
+}
+
 struct Compared {
   Tensors values, gradients, second;
   std::string second_error;  // plain libtorch has no second derivative
@@ -81,8 +222,15 @@ at::Tensor weighted_sum(const Tensors& values) {
 }
 
 Compared differentiate(const Instance& instance, const Tensors& inputs, std::uint64_t number,
-                       bool second) {
+                       bool second, bool inference) {
   Compared c;
+  if (inference) {
+    const c10::InferenceMode mode;
+    Tensors own;  // what is written to must be made in inference mode
+    for (const at::Tensor& t : inputs) own.push_back(t.detach().clone(at::MemoryFormat::Preserve));
+    c.values = instance.function(own);
+    return c;
+  }
   c.values = instance.function(inputs);
   test::seed(number);
   const at::Tensor loss = weighted_sum(c.values);
@@ -167,21 +315,25 @@ struct Prepared {
   at::ScalarType type = at::kDouble;
   bool second = false;
   bool gaps = false;  // some input has gaps in memory, which no shard keeps
+  Special special = Special::none;
 };
 
 Prepared prepare(const OperatorCase& one, Draw& draw, const DeviceMesh& mesh,
-                 const DeviceMesh& alone) {
+                 const DeviceMesh& alone, std::uint64_t number) {
   Prepared p;
   p.instance = one.make(draw);
   p.type = draw_type(one, draw);
   p.second = draw.chance(20) && p.type == at::kDouble && one.second;
+  Draw other(number + 1);  // so that the other draws stay as they were
+  p.special = draw_special(one, p.type, other);
+  make_special(p.instance, p.special, other);
   const int keep_sharded = draw.below(static_cast<int>(p.instance.inputs.size()));
   for (std::size_t i = 0; i < p.instance.inputs.size(); ++i) {
     at::Tensor value = p.instance.inputs[i];
     if (differentiable(value)) {
       if (p.type == at::kComplexDouble)
         value = at::complex(value, value.flatten().flip(0).reshape(value.sizes()) * 0.5);
-      value = value.to(p.type);
+      value = special_values(value.to(p.type), p.special, other);
     }
     value = lay_out(value, draw);
     p.gaps |= !value.is_non_overlapping_and_dense();
@@ -222,20 +374,22 @@ Outcome run_alone(const OperatorCase& one, std::uint64_t number, DistributedMana
   Draw draw(number);
   const auto mesh = manager.mesh(draw.axes(manager.world_size()));
   const auto alone = manager.mesh(Mesh({{"alone", 1}}, {manager.rank()}));
-  const Prepared p = prepare(one, draw, mesh, alone);
+  const Prepared p = prepare(one, draw, mesh, alone, number);
   const auto say = [&](const std::string& what) {
-    return Outcome{Outcome::Kind::failed, concat(what, " with ", describe(p.sharded))};
+    return Outcome{Outcome::Kind::failed,
+                   concat(what, " with ", describe(p.sharded), " ", name_of(p.special))};
   };
   Compared expected;
   std::string plain_throws;
   bool second = p.second;
+  const bool inference = p.special == Special::inference;
   const auto start = [&] {
     test::seed(number + 1);
     manual_seed(manager, number);
   };
   try {
     start();
-    expected = differentiate(p.instance, p.plain, number, second);
+    expected = differentiate(p.instance, p.plain, number, second, inference);
   } catch (const std::exception& e) {
     plain_throws = short_text(e);
   }
@@ -243,7 +397,7 @@ Outcome run_alone(const OperatorCase& one, std::uint64_t number, DistributedMana
     second = false;
     try {
       start();
-      expected = differentiate(p.instance, p.plain, number, false);
+      expected = differentiate(p.instance, p.plain, number, false, inference);
       plain_throws.clear();
     } catch (const std::exception& e) {
     }
@@ -251,7 +405,7 @@ Outcome run_alone(const OperatorCase& one, std::uint64_t number, DistributedMana
   const Hoard hoard(manager.rank(), number);
   try {
     start();
-    const Compared got = differentiate(p.instance, p.sharded, number, second);
+    const Compared got = differentiate(p.instance, p.sharded, number, second, inference);
     if (!plain_throws.empty()) return say("plain libtorch throws, this does not: " + plain_throws);
     const double tolerance = bound(p.type);
     // What is zero but for rounding is measured by what it is made of: to a hundredth of the bound

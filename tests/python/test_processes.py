@@ -46,3 +46,10 @@ def test_a_rank_that_raises_ends_the_job():
     done = torchrun(2, "failing_program.py")
     assert done.returncode != 0 and "rank 1 has had enough" in done.stderr
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_error_of_one_rank_is_caught_by_all(ranks):
+    done = torchrun(ranks, "recovering_program.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("goes on") == ranks

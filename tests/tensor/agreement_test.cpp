@@ -110,6 +110,70 @@ TEST(Writes, ToListsCountVersionsUp) {
   });
 }
 
+// A row of a sharded dim is a copy: what is written to the tensor by another way is never missed.
+TEST(Views, ThatWereCopiedAreNeverStale) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    set_policies(manager, {.redistribution = Policy::allow});
+    const at::Tensor value = at::arange(12, at::kDouble).view({4, 3});
+    using Write = std::function<void(at::Tensor)>;
+    const std::vector<std::pair<const char*, Write>> writes = {
+        {"add_", [](at::Tensor x) { x.add_(100); }},
+        {"add_ of a view", [](at::Tensor x) { x.narrow(1, 0, 2).add_(100); }},
+        {"data", [](at::Tensor x) { x.variable_data().add_(100); }},
+        {"foreach", [](at::Tensor x) { at::_foreach_add_({x}, 100); }},
+        {"another copy", [](at::Tensor x) { x.select(0, 1).add_(100); }},
+        {"fill_", [](at::Tensor x) { x.fill_(7); }},
+    };
+    for (const bool inference : {false, true}) {
+      const c10::InferenceMode mode(inference);
+      for (const auto& [name, write] : writes) {
+        SCOPED_TRACE(concat(name, inference ? " in inference mode" : ""));
+        const at::Tensor x = cut(mesh, value, 0), v = x.select(0, 1);
+        write(x);
+        EXPECT_THROW(v.sum(), ShardingError);
+        EXPECT_THROW(v.add_(1), ShardingError) << "it would undo the other write";
+        at::Tensor expected = value.clone();
+        write(expected);
+        EXPECT_TRUE(whole(x.select(0, 1)).equal(expected.select(0, 1)));
+        EXPECT_TRUE(whole(x).equal(expected));
+      }
+      // Through the view itself, and a view of it.
+      const at::Tensor x = cut(mesh, value, 0), v = x.select(0, 1), part = v.narrow(0, 0, 2);
+      v.add_(1);
+      part.mul_(2);
+      at::Tensor expected = value.clone();
+      expected.select(0, 1).add_(1).narrow(0, 0, 2).mul_(2);
+      EXPECT_TRUE(whole(x).equal(expected));
+      EXPECT_TRUE(whole(v).equal(expected.select(0, 1)));
+      to_local(v).fill_(-1);  // a copy: neither changes
+      EXPECT_TRUE(whole(v).equal(expected.select(0, 1)));
+      EXPECT_TRUE(whole(x).equal(expected));
+    }
+  });
+}
+
+// What one rank alone holds refuses a write there: the others hear of it instead of waiting.
+TEST(Aliases, OfAPlainTargetOnOneRank) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor x = cut(mesh, at::ones({4, 3}, at::kDouble), 0);
+    const at::Tensor plain = at::zeros({4, 3}, at::kDouble);
+    const at::Tensor alias = manager.rank() == 0 ? plain.view({12}) : at::Tensor();
+    const auto write = [&] {
+      plain.add_(x);
+      mesh.all().barrier();
+    };
+    if (manager.rank() == 0) {
+      EXPECT_THROW(write(), ShardingError);
+    } else {
+      EXPECT_THROW(write(), PeerFailedError);
+    }
+    mesh.all().barrier();
+    EXPECT_DOUBLE_EQ(x.sum().item<double>(), 12);
+  });
+}
+
 TEST(Plans, KnowTheDefaultDtype) {
   on_threads(1, [](DistributedManager&) {});  // default dtypes are the process': not at once
   run_threads(2, [](DistributedManager& manager) {
@@ -194,6 +258,21 @@ TEST(RandomState, IsTakenAndSet) {
     set_random_state(manager, before);
     EXPECT_TRUE(whole(at::rand_like(x)).equal(first));
     EXPECT_TRUE(whole(at::rand_like(x)).equal(second));
+  });
+}
+
+TEST(RandomState, ThatHasComeApartIsTold) {
+  on_threads(2, [](DistributedManager& manager) {
+    manager.set_check_level(CheckLevel::collective);
+    const auto mesh = manager.mesh({{"x", 2}}),
+               mine = manager.mesh(Mesh({{"x", 1}}, {manager.rank()}));
+    const at::Tensor x = cut(mesh, at::ones({5, 3}, at::kDouble), 0);
+    EXPECT_NO_THROW(at::rand_like(x));
+    if (manager.rank() == 0)
+      at::rand_like(distribute_tensor(at::ones({3}, at::kDouble), mine, {Replicate()}));
+    EXPECT_THROW(at::rand_like(x), MismatchError);
+    set_random_state(manager, {3, 5});
+    EXPECT_NO_THROW(at::rand_like(x));
   });
 }
 

@@ -88,6 +88,7 @@ TEST(Refused, WhereTheTargetDoesNotFit) {
       {"addcmul_", [](at::Tensor t, at::Tensor o) { t.addcmul_(o, o); }},
       {"clamp_", [](at::Tensor t, at::Tensor o) { t.clamp_min_(o); }},
       {"gt_", [](at::Tensor t, at::Tensor o) { t.gt_(o); }},
+      {"masked_fill_", [](at::Tensor t, at::Tensor o) { t.masked_fill_(o.to(at::kBool), 2); }},
   };
   for (const auto& [name, write] : writes) {
     // half of it: what one rank has of the target
@@ -105,6 +106,24 @@ TEST(Refused, WhereTheTargetDoesNotFit) {
     at::Tensor out = put(ones({4, 4}, at::kFloat), 0);
     at::mm_out(out, put(ones({4, 4}), 0), put(ones({4, 4}), 0));
   });
+}
+
+TEST(Refused, WhereWhatIsReadIsWritten) {
+  const auto check = expect_refused_alike;
+  for (const int dim : {0, 1}) {
+    check("add_ of the rows before", [&](const Put& put) {
+      const at::Tensor x = put(ones({4, 3}), dim);
+      x.narrow(0, 1, 3).add_(x.narrow(0, 0, 3));
+    });
+    check("copy_ of the rows before", [&](const Put& put) {
+      const at::Tensor x = put(ones({4, 3}), dim);
+      x.narrow(0, 1, 3).copy_(x.narrow(0, 0, 3));
+    });
+    check("mul_ of the transposed", [&](const Put& put) {
+      const at::Tensor x = put(ones({4, 4}), dim);
+      x.mul_(x.t());
+    });
+  }
 }
 
 TEST(Refused, WhereDtypesDoNotFit) {
@@ -145,6 +164,14 @@ TEST(Taken, AsPlainLibtorchTakes) {
     });
     out([](at::Tensor& o, const at::Tensor& x, const at::Tensor&) { at::xlogy_out(o, 2.0, x); });
     out([](at::Tensor& o, const at::Tensor& x, const at::Tensor&) { at::xlogy_out(o, x, 2.0); });
+    // What is written does not overlap what is read, or is the same.
+    const auto writes = [](const at::Tensor& x) {
+      x.narrow(0, 0, 2).add_(x.narrow(0, 2, 2));
+      x.narrow(0, 3, 1).copy_(x.narrow(0, 0, 1));
+      x.narrow(0, 1, 2).mul_(x.narrow(0, 1, 2));
+      return x;
+    };
+    EXPECT_TRUE(whole(writes(put(a))).equal(writes(a.clone())));
     // sort(stable, out=)
     at::Tensor values = at::empty({4, 2}, at::kDouble), order = at::empty({4, 2}, at::kLong),
                cut_values = put(values), cut_order = put(order);

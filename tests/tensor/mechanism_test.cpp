@@ -339,9 +339,19 @@ TEST(Rule07Targets, ArePromotedWhereTheyStand) {
     EXPECT_EQ(difference(x.grad(), at::ones({3}, at::kDouble)), 0);
     at::Tensor leaf_target = torch::zeros({3}, at::kDouble).requires_grad_(true);
     EXPECT_THROW(leaf_target.data().view({3}).add_(x), ShardingError);
+    // Of a slice the whole becomes sharded, and the slice stays a view of it.
+    const at::Tensor z = replicated(randn({3}, at::kDouble), mesh, true);
     at::Tensor base = torch::zeros({2, 3}, at::kDouble);
     at::Tensor view = base[0];
-    EXPECT_THROW(view.add_(x), ShardingError);
+    view.add_(z);
+    EXPECT_TRUE(is_sharded(base) && is_sharded(view));
+    EXPECT_EQ(difference(base[0], z), 0);
+    base.mul_(2);
+    EXPECT_EQ(difference(view, z * 2), 0);
+    base.pow(2).sum().backward();
+    EXPECT_LT(difference(z.grad(), z.detach() * 8), 1e-14);
+    const at::Tensor held = torch::zeros({2, 3}, at::kDouble), kept = held[1];
+    EXPECT_THROW(held[0].add_(x), ShardingError);
   });
 }
 

@@ -5,6 +5,7 @@ namespace tessera {
 CommError::~CommError() = default;
 TimeoutError::~TimeoutError() = default;
 PeerLostError::~PeerLostError() = default;
+PeerFailedError::~PeerFailedError() = default;
 MismatchError::~MismatchError() = default;
 
 std::string to_string(ReduceOp::Kind kind) {

@@ -81,6 +81,24 @@ class PeerLostError : public CommError {
   std::vector<int> ranks_;
 };
 
+/// A rank of the group met an error that it saw alone (an index out of range in its shard), and is
+/// alive; `ranks()` names it. Every rank of the mesh on which that happened gets an error once, and
+/// its groups go on for those that catch it: what is asked of the mesh or of the manager next is
+/// made anew. Group values of before stay as they are, and throw this again. Ranks catch errors
+/// together where the block that they catch ends in a collective call and the handler holds one:
+///
+///   try {
+///     step();
+///     world().barrier();  // nobody leaves the block before all have come through it
+///   } catch (const std::exception& e) {
+///     world().barrier();  // everybody has caught it
+///   }
+class PeerFailedError : public PeerLostError {
+ public:
+  using PeerLostError::PeerLostError;
+  ~PeerFailedError() override;
+};
+
 /// Ranks called different things; thrown on every rank before data moves.
 class MismatchError : public CommError {
  public:

@@ -216,13 +216,8 @@ std::vector<std::string> DistributedManager::group_names() const { return state_
 
 void DistributedManager::set_check_level(CheckLevel level) const { state_->set_check_level(level); }
 
-void DistributedManager::abort_groups_within(const Mesh& mesh, const std::string& reason) const {
-  for (const auto& group : state_->groups()) {
-    const auto& ranks = group->ranks();
-    if (ranks.size() > 1 &&
-        std::all_of(ranks.begin(), ranks.end(), [&](int r) { return mesh.contains(r); }))
-      Group(group).abort(reason);
-  }
+void DistributedManager::fail_groups_within(const Mesh& mesh, const std::string& reason) const {
+  state_->fail_within(mesh.ranks(), reason);
 }
 
 void DistributedManager::shutdown() { state_->shutdown(); }

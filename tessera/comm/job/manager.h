@@ -136,9 +136,11 @@ class DistributedManager {
 
   /// For every group made here, now and later. All ranks must set the same.
   void set_check_level(CheckLevel level) const;
-  /// Aborts every group made here of more than one rank whose members all belong to `ranks`:
-  /// pending and later calls throw on every member, with `reason` in the message.
-  void abort_groups_within(const Mesh& ranks, const std::string& reason) const;
+  /// Tells the other ranks of `ranks` that this one met an error that they may not see: the pending
+  /// or next call of each, on any group whose members all belong to `ranks`, throws
+  /// PeerFailedError with `reason`, once. Those groups are made anew when they are asked for
+  /// again. Failures of several ranks at one time are one.
+  void fail_groups_within(const Mesh& ranks, const std::string& reason) const;
   /// Destroys every group made here, newest first. Collective. Later calls make them anew; Group
   /// values of before throw CommError.
   void shutdown();

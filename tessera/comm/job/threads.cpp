@@ -164,6 +164,8 @@ DistributedManager make_manager(const std::shared_ptr<Hub>& hub, int rank,
     std::rethrow_exception(error);
   } catch (const TimeoutError& e) {
     throw TimeoutError(where + e.what(), e.missing());
+  } catch (const PeerFailedError& e) {
+    throw PeerFailedError(where + e.what(), e.ranks());
   } catch (const PeerLostError& e) {
     throw PeerLostError(where + e.what(), e.ranks());
   } catch (const MismatchError& e) {

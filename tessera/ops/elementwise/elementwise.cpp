@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/op_info.h"
@@ -18,6 +20,18 @@
 namespace tessera::detail::elementwise_rules {
 
 namespace {
+
+// Some meta kernels do not ask (masked_fill_), and a shard of the target may fit by chance.
+void require_broadcast(const OpCall& call, const TensorInfo& t,
+                       const std::vector<std::int64_t>& shape) {
+  const auto& s = t.spec.shape();
+  bool fits = s.size() <= shape.size();
+  for (std::size_t d = 0; fits && d < s.size(); ++d)
+    fits = s[d] == 1 || s[d] == shape[shape.size() - s.size() + d];
+  if (!fits)
+    throw InvalidArgument(concat(call.name(), ": ", call.schema().arguments()[t.argument].name(),
+                                 " of shape ", list(s), " does not broadcast to ", list(shape)));
+}
 
 // Labels count the result's dims; an input's dims are aligned at the end, and those of size 1 that
 // are stretched have none.
@@ -43,6 +57,7 @@ LabelProblem broadcast(const OpCall& call) {
   }
   for (const TensorInfo& t : call.tensors()) {
     const auto& s = t.spec.shape();
+    require_broadcast(call, t, shape);
     Labels labels;
     for (std::size_t d = 0; d < s.size(); ++d) {
       const auto out = shape.size() - s.size() + d;

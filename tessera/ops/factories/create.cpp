@@ -1,5 +1,6 @@
 // Tensors like another one.
 
+#include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
@@ -45,6 +46,9 @@ const bool registered = [] {
                          "aten::new_empty_strided"})
     register_rule(op, sized);
   register_rule("aten::tril_indices", on_whole);
+  // The memory of a sharded tensor is its locals'.
+  register_decomposition("is_pinned",
+                         [](const at::Tensor&, std::optional<c10::Device>) { return false; });
   return true;
 }();
 

@@ -32,13 +32,15 @@ struct HaloState {
   Box owned;
   bool travels = false;
   HaloMethod method = HaloMethod::point_to_point;
-  Group group;
+  std::vector<int> axes;  // those that shard the dims that travel
   // of each mesh position that is in the group, else -1
   std::vector<int> group_rank;
   Sizes send_counts, receive_counts;               // elements, by rank of the group
   std::mutex mutex;                                // backward may run on another thread
   std::vector<std::unique_ptr<HaloBuffers>> idle;  // buffers that no request uses
 
+  // Asked for at each use: a plan that is kept must not keep a group that has ended.
+  Group group() const { return context->mesh.group(axes); }
   std::unique_ptr<HaloBuffers> take(const at::Tensor& like) {
     {
       const std::lock_guard lock(mutex);
@@ -170,15 +172,16 @@ std::vector<std::int64_t> shape_of(const Box& box) {
 Request launch(const HaloState& state, HaloBuffers& buffers, bool back) {
   if (!state.travels) return {};
   if (state.method == HaloMethod::all_to_all) {
-    return back ? state.group.start().all_to_all(buffers.sent, buffers.received, state.send_counts,
-                                                 state.receive_counts, {.name = "halo_sum"})
-                : state.group.start().all_to_all(buffers.received, buffers.sent,
-                                                 state.receive_counts, state.send_counts,
-                                                 {.name = "halo"});
+    return back
+               ? state.group().start().all_to_all(buffers.sent, buffers.received, state.send_counts,
+                                                  state.receive_counts, {.name = "halo_sum"})
+               : state.group().start().all_to_all(buffers.received, buffers.sent,
+                                                  state.receive_counts, state.send_counts,
+                                                  {.name = "halo"});
   }
   const auto& messages = back ? buffers.back : buffers.messages;
   if (messages.empty()) return {};
-  return state.group.start().exchange(messages, {.name = back ? "halo_sum" : "halo"});
+  return state.group().start().exchange(messages, {.name = back ? "halo_sum" : "halo"});
 }
 
 void check_shape(const at::Tensor& t, const std::vector<std::int64_t>& shape, const char* what) {
@@ -247,7 +250,8 @@ Halo::Halo(const ShardSpec& field, std::vector<Edge> edges, NeededBox needed, Ha
   s.travels = !axes.empty();
   s.plan = halo_plan(sharding, s.edges, needed, s.context->position);
   if (!s.travels) return;
-  s.group = s.context->mesh.group(std::vector<int>(axes.begin(), axes.end()));
+  s.axes.assign(axes.begin(), axes.end());
+  const int ranks = s.group().size();
   // A position's rank in the group: its coordinates on the group's axes, in mesh order.
   s.group_rank.assign(sharding.positions(), -1);
   for (int p = 0; p < sharding.positions(); ++p) {
@@ -258,12 +262,12 @@ Halo::Halo(const ShardSpec& field, std::vector<Edge> edges, NeededBox needed, Ha
   s.method = options.method;
   if (s.method == HaloMethod::automatic) {
     // Time of the plans of all positions is quadratic: only asked where there are few.
-    const bool dense = s.group.size() >= 4 && sharding.positions() <= 64 &&
-                       everyone_needs_everyone(sharding, s.edges, needed, s.group.size());
+    const bool dense = ranks >= 4 && sharding.positions() <= 64 &&
+                       everyone_needs_everyone(sharding, s.edges, needed, ranks);
     s.method = dense ? HaloMethod::all_to_all : HaloMethod::point_to_point;
   }
-  s.send_counts.assign(s.group.size(), 0);
-  s.receive_counts.assign(s.group.size(), 0);
+  s.send_counts.assign(ranks, 0);
+  s.receive_counts.assign(ranks, 0);
   // An all-to-all wants the peers in the group's order, which that of the positions is not where an
   // axis of the group shards no dim that travels.
   const auto by_group = [&](const HaloPiece& a, const HaloPiece& b) {
@@ -283,7 +287,7 @@ const Box& Halo::owned() const { return state_->owned; }
 const Box& Halo::needed() const { return state_->plan.needed; }
 bool Halo::travels() const { return state_->travels; }
 HaloMethod Halo::method() const { return state_->method; }
-const Group& Halo::group() const { return state_->group; }
+Group Halo::group() const { return state_->group(); }
 
 namespace {
 

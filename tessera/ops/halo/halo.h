@@ -79,7 +79,7 @@ class Halo {
   bool travels() const;
   /// As chosen; point_to_point where nothing travels.
   HaloMethod method() const;
-  const Group& group() const;
+  Group group() const;
 
   /// `local`: this rank's part, of field().local_shape(), any strides; it must keep its values
   /// until the messages have arrived.

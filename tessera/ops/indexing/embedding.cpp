@@ -114,7 +114,34 @@ Plan embedding_backward(const OpCall& call) {
   return solve(p);
 }
 
+// max_norm: the rows that are looked up are shortened where they stand.
+Plan renorm(const OpCall& call) {
+  const TensorInfo &weight = call.tensor(0), &indices = *call.find("indices");
+  Plan plan;
+  for (const TensorInfo& t : call.tensors())
+    plan.inputs.emplace_back(
+        t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
+  const ShardSpec table = without_partial(weight.spec);
+  if (table.is_sharded(1))
+    throw ShardingError(concat("aten::embedding_renorm_ of ", weight.spec,
+                               ", whose columns are sharded, has no rule: shard its rows"));
+  plan.inputs[0] = table;
+  plan.outputs = {{table}};
+  plan.inputs[call.index_of(indices)] =
+      indices.spec.with_placements(std::vector<Placement>(indices.spec.placements().size()));
+  if (!table.is_sharded(0)) return plan;
+  plan.local = [part = part_of(table, 0)](const c10::OperatorHandle& op, torch::jit::Stack a) {
+    const at::Tensor at = a[1].toTensor();
+    part.check(at, "embedding_renorm_", false);
+    a[1] = (at.masked_select(part.mine(at)) - part.begin).to(at.scalar_type());
+    op.callBoxed(a);
+    return a;
+  };
+  return plan;
+}
+
 const bool registered = [] {
+  register_rule("aten::embedding_renorm_", renorm);
   register_rule("aten::embedding", embedding);
   register_rule("aten::embedding_dense_backward", embedding_backward);
   return true;

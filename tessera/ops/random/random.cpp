@@ -25,6 +25,23 @@ namespace {
 using Shape = std::vector<std::int64_t>;
 using Words = std::array<std::uint32_t, 4>;
 
+// A draw that one rank alone has made shifts its numbers for ever. The collective level of checking
+// looks whether the ranks stand at one number.
+void require_in_step(const MeshContext& context, std::uint64_t seed, std::uint64_t stream) {
+  if (context.mesh.layout().size() < 2) return;
+  const Group all = context.mesh.all();
+  if (all.check_level() != CheckLevel::collective) return;
+  const auto stands = all.all_gather_bytes(concat("draw ", stream, " from seed ", seed),
+                                           {.name = "random numbers"});
+  for (std::size_t r = 1; r < stands.size(); ++r) {
+    if (stands[r] != stands[0])
+      throw MismatchError(
+          concat("the random numbers of sharded tensors have come apart: rank ", all.ranks()[0],
+                 " makes ", stands[0], ", rank ", all.ranks()[r], " ", stands[r],
+                 ". Draw on all ranks alike, or set_random_state() on all of them"));
+  }
+}
+
 // One draw: which numbers, for the elements of a spec.
 struct Source {
   ShardSpec spec;
@@ -39,6 +56,7 @@ struct Source {
       seed = state.seed;
       stream = state.stream++;
     }
+    require_in_step(*context_of(spec), seed, stream);
     const Shape &shape = spec.shape(), &local = spec.local_shape(), &offset = spec.local_offset();
     const std::int64_t n = spec.local_numel();
     Shape index(shape.size(), 0), stride = contiguous_strides(shape);

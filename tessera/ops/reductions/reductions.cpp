@@ -143,6 +143,8 @@ const bool registered = [] {
   for (const char* op : {"aten::prod", "aten::prod.dim_int"}) register_rule(op, product);
   for (const char* op : {"aten::any", "aten::any.dim", "aten::any.dims"}) register_rule(op, any);
   for (const char* op : {"aten::all", "aten::all.dim", "aten::all.dims"}) register_rule(op, all);
+  register_decomposition("_is_any_true", [](const at::Tensor& t) { return t.any(); });
+  register_decomposition("_is_all_true", [](const at::Tensor& t) { return t.all(); });
   register_decomposition("count_nonzero.dim_IntList", count_nonzero);
   register_decomposition("count_nonzero", count_nonzero_dim);
   register_decomposition("nansum", nansum);

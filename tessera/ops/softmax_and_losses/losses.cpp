@@ -41,12 +41,35 @@ Plan divided(Plan plan, const OpCall& call, double count) {
   return plan;
 }
 
+// Of the elements or of the positive ones: broadcast to the target.
+bool is_weight(const OpCall& call, const TensorInfo& t) {
+  const std::string& name = call.schema().arguments()[t.argument].name();
+  return name == "weight" || name == "pos_weight";
+}
+
+Labels broadcast_labels(const OpCall& call, const TensorInfo& t, const Shape& shape) {
+  const Shape& s = t.spec.shape();
+  Labels labels;
+  for (std::size_t d = 0; d < s.size(); ++d) {
+    const std::size_t out = shape.size() - s.size() + d;
+    if (s.size() > shape.size() || (s[d] != 1 && s[d] != shape[out]))
+      throw InvalidArgument(concat(call.name(), ": ", call.schema().arguments()[t.argument].name(),
+                                   " of shape ", list(s), " does not broadcast to ", list(shape)));
+    labels.push_back(s[d] == shape[out] ? static_cast<int>(out) : kWhole);
+  }
+  return labels;
+}
+
 Plan loss(const OpCall& call) {
   LabelProblem p(call);
   const Shape& shape = call.tensor(0).spec.shape();
   const int n = static_cast<int>(shape.size());
   const std::int64_t reduction = call.integer("reduction");
   for (const TensorInfo& t : call.tensors()) {
+    if (is_weight(call, t)) {
+      p.inputs.push_back(broadcast_labels(call, t, shape));
+      continue;
+    }
     if (t.spec.shape() != shape)
       throw ShardingError(
           concat(call.name(),

@@ -2,9 +2,13 @@
 // spatial dims: samples, input and output channels, groups of channels and spatial dims may be
 // sharded, together too; weights replicated or sharded.
 
+#include <ATen/ops/convolution.h>
+
 #include <algorithm>
+#include <optional>
 
 #include "tessera/base/text.h"
+#include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/windowed.h"
 #include "tessera/ops/spatial/convolution_halo.h"
@@ -244,8 +248,19 @@ Plan convolution_backward(const OpCall& call) {
   return plan;
 }
 
+// What a traced module calls: the last four choose among cuDNN's algorithms.
+at::Tensor traced_convolution(const at::Tensor& input, const at::Tensor& weight,
+                              const std::optional<at::Tensor>& bias, c10::SymIntArrayRef stride,
+                              c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
+                              bool transposed, c10::SymIntArrayRef output_padding,
+                              c10::SymInt groups, bool, bool, bool, bool) {
+  return at::convolution_symint(input, weight, bias, stride, padding, dilation, transposed,
+                                output_padding, std::move(groups));
+}
+
 const bool registered = [] {
   register_rule("aten::convolution", convolution);
+  register_decomposition("_convolution", traced_convolution);
   register_rule("aten::convolution_backward", convolution_backward);
   return true;
 }();

@@ -82,6 +82,10 @@ void run_sharded(const OpInfo& info, torch::jit::Stack* stack) {
       key.clear();
       make_key(info, arguments, true, key);
     }
+    if (plan.once) {
+      ShardedCall(info, plan, stack, scan).run();
+      return;
+    }
     cache.make_room();
     found = cache.of(info).plans.insert_or_assign(key, std::move(plan)).first;
     cache.added();

@@ -8,15 +8,11 @@
 
 namespace tessera::detail {
 
-namespace {
-
-void tell(const std::string& op, const MeshContext& context, const std::string& what) {
+void tell_ranks(const std::string& op, const MeshContext& context, const std::string& what) {
   const Mesh& mesh = context.mesh.layout();
   if (mesh.size() < 2) return;
-  context.mesh.manager().abort_groups_within(mesh, concat(op, " failed there: ", what));
+  context.mesh.manager().fail_groups_within(mesh, concat(op, ": ", what));
 }
-
-}  // namespace
 
 void rethrow_to_all(const std::string& op, const MeshContext& context) {
   try {
@@ -26,13 +22,13 @@ void rethrow_to_all(const std::string& op, const MeshContext& context) {
   } catch (const ImplicitRedistributionError&) {
     throw;  // decided from specs: the same on all ranks, before anything was sent
   } catch (const RuleError& e) {
-    tell(op, context, e.what());
+    tell_ranks(op, context, e.what());
     throw RuleError(concat(op, ": ", e.what()));
   } catch (const c10::Error& e) {
-    tell(op, context, e.what_without_backtrace());
+    tell_ranks(op, context, e.what_without_backtrace());
     throw;
   } catch (const std::exception& e) {
-    tell(op, context, e.what());
+    tell_ranks(op, context, e.what());
     throw;
   }
 }

@@ -18,6 +18,8 @@
 #include "tessera/tensor/dispatch/plan_cache.h"
 #include "tessera/tensor/dispatch/promote.h"
 #include "tessera/tensor/dispatch/view_replay.h"
+#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/rank_state.h"
 
 namespace tessera::detail {
 
@@ -192,6 +194,8 @@ struct Kernels<Op, Result(Arguments...)> {
     if constexpr (kInPlace) {
       at::Tensor local = local_of(first(arguments...));
       guarded(plan, builder, [&] { call_in_place(plan, local, arguments...); });
+      if (ViewCopies& copies = context_of(builder.first->spec())->state->copies; copies.any())
+        copies.wrote(local, nullptr);
       return first(arguments...);
     } else {
       at::Tensor local =

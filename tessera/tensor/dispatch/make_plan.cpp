@@ -9,6 +9,8 @@
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/rank_state.h"
 
 namespace tessera::detail {
 
@@ -174,10 +176,29 @@ void plan_by_rule(const OpInfo& info, const OpCall& call, const Rule& rule, cons
   if (!ready.local && !info.writes && !info.view && !info.random && !lists) skip_if_nothing(ready);
 }
 
-}  // namespace
+// Everything is gathered, in place of the rule.
+ReadyPlan gathered_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
+  ReadyPlan ready;
+  ready.inputs = layouts_of(info, arguments);
+  ready.once = true;
+  ready.view_copied = info.view;
+  const OpCall call(info, arguments);
+  Plan plan;
+  for (const TensorInfo& t : call.tensors())
+    plan.inputs.emplace_back(
+        t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
+  plan_moves(call, plan, ready);
+  return ready;
+}
 
-ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const Scan& scan,
-                    bool& asked_for_numbers) {
+std::shared_ptr<RefusalNotes> refusals_of(const Scan& scan) {
+  RankState& state = *context_of(scan.first->spec())->state;
+  const std::lock_guard lock(state.mutex);
+  return state.refusals;
+}
+
+ReadyPlan strict_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const Scan& scan,
+                      bool& asked_for_numbers) {
   ReadyPlan ready;
   ready.inputs = layouts_of(info, arguments);
   const OpCall call(info, arguments);
@@ -205,6 +226,20 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
   plan_by_rule(info, call, rule->rule, *scan.first->layout, ready);
   asked_for_numbers = call.asked_for_numbers();
   return ready;
+}
+
+}  // namespace
+
+ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const Scan& scan,
+                    bool& asked_for_numbers) {
+  try {
+    return strict_plan(info, arguments, scan, asked_for_numbers);
+  } catch (const ShardingError& refusal) {
+    const auto notes = refusals_of(scan);
+    if (!notes || info.writes || info.random) throw;
+    notes->add({info.name, refusal.what()});
+    return gathered_plan(info, arguments);
+  }
 }
 
 }  // namespace tessera::detail

@@ -97,6 +97,7 @@ struct ReadyPlan {
   LocalFunction local;
   std::vector<Output> outputs;
   bool view_copied = false;
+  bool once = false;  // of a refusal that a RefusalScope noted: not kept
 };
 
 /// What one look over the arguments finds.

@@ -11,8 +11,10 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/gradient/announce.h"
+#include "tessera/tensor/dispatch/failure.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
+#include "tessera/tensor/dispatch/promote_view.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/rank_state.h"
@@ -60,6 +62,8 @@ void require_equal(const at::Tensor& plain, const MeshContext& context) {
   }
 }
 
+}  // namespace
+
 at::Tensor wrap_plain(const at::Tensor& plain, const std::shared_ptr<MeshContext>& context) {
   if (plain.layout() != c10::kStrided || plain.is_quantized() || plain.is_nested()) {
     throw ShardingError(concat("a ", plain.toString(),
@@ -76,6 +80,8 @@ at::Tensor wrap_plain(const at::Tensor& plain, const std::shared_ptr<MeshContext
   auto layout = replicated_layout(context, local);
   return wrap(std::move(local), std::move(layout));
 }
+
+namespace {
 
 // Each is the other's derivative, so that second derivatives exist.
 struct Promote : torch::autograd::Function<Promote> {
@@ -178,26 +184,51 @@ struct Demote : torch::autograd::Function<Demote> {
 };
 
 // The caller's own tensor is converted, so that it gets the history of what is written to it.
+// `like`: what is written, if that is sharded.
 void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>& context,
-                    const OpInfo& info, bool above) {
-  const auto refuse = [&](const char* why) {
-    throw ShardingError(
-        concat(info.name, " writes a sharded value into a plain tensor ", why,
-               ". Make the target sharded (tessera::distribute_tensor, or distribute_module for "
-               "parameters and buffers) or write to the local part."));
+                    const OpInfo& info, bool above, const at::Tensor& like) {
+  const auto refusal = [&](const char* why) {
+    return concat(info.name, " writes a sharded value into a plain tensor ", why,
+                  ". Make the target sharded (tessera::distribute_tensor, or distribute_module for "
+                  "parameters and buffers) or write to the local part.");
+  };
+  const auto refuse = [&](const char* why) { throw ShardingError(refusal(why)); };
+  // Who else holds the memory is this rank's own affair: the others may have gone on.
+  const auto refuse_here = [&](const char* why) {
+    tell_ranks(info.name, *context, refusal(why));
+    refuse(why);
   };
   if (target.is_leaf() && target.requires_grad()) refuse("that is a leaf and requires grad");
-  if (target.is_view()) refuse("that is a view of another one");
+  if (target.is_view()) {
+    const at::Tensor base(target._base());
+    if (base.requires_grad() || meta_of(base))
+      refuse("that is a view of one with a history of its own");
+    if (base.is_view() || !target.has_storage() || target.storage().use_count() > 2)
+      refuse_here("that others are views of too");
+    if (!promote_view(target, base, like, context, above))
+      refuse("that is a view of another one, and more than a slice of it");
+    return;
+  }
   // Aliases that autograd knows share the version counter; the pieces of an unsafe_split do not.
   if (!target.is_inference() && !target.unsafeGetTensorImpl()->unique_version())
-    refuse("that others are views of, or that a graph has saved");
+    refuse_here("that others are views of, or that a graph has saved");
   // Memory that others see too, without autograd knowing: a kernel's own temporary and a view of
   // it.
   if (!above && target.has_storage() && target.storage().use_count() > 1)
-    refuse("whose memory others share");
+    refuse_here("whose memory others share");
   const at::Tensor promoted = promote(target, context);
   target.unsafeGetTensorImpl()->shallow_copy_from(promoted.getIntrusivePtr());
   if (promoted.grad_fn()) torch::autograd::impl::set_gradient_edge(target, {promoted.grad_fn(), 0});
+}
+
+// What an operator that writes to its first argument writes there.
+at::Tensor written_value(const OpInfo& info, const c10::IValue* arguments) {
+  for (std::size_t i = 1; i < info.kinds.size(); ++i) {
+    if (info.kinds[i] == OpInfo::Kind::tensor && arguments[i].isTensor() &&
+        arguments[i].toTensor().defined() && meta_of(arguments[i].toTensor()))
+      return arguments[i].toTensor();
+  }
+  return {};
 }
 
 void apply_policy(const OpInfo& info, const std::shared_ptr<MeshContext>& context,
@@ -247,7 +278,7 @@ void promote_arguments(const OpInfo& info, c10::IValue* arguments,
     if (!is_plain(t)) return t;
     apply_policy(info, context, t);
     if (written) {
-      promote_target(t, context, info, above);
+      promote_target(t, context, info, above, written_value(info, arguments));
       return t;
     }
     // Within a user's autograd::Function, for all that is known here.

@@ -29,6 +29,10 @@ at::Tensor demote(const at::Tensor& sharded);
 /// way: to_local() and full_tensor() do it, too.
 bool is_demotion(const torch::autograd::Node& node);
 bool from_sharded(const torch::autograd::Node& node);
+/// The replicated tensor over the same memory, without a history. Throws ShardingError for a tensor
+/// that cannot be one, and at the collective level of checking MismatchError where the ranks'
+/// values differ.
+at::Tensor wrap_plain(const at::Tensor& plain, const std::shared_ptr<MeshContext>& context);
 
 /// Promotes every plain tensor among the arguments, lists and optionals included; targets that are
 /// written to, where they stand. `above`: autograd still has its turn, so that promotion must be

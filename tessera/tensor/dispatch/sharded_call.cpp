@@ -72,10 +72,8 @@ std::shared_ptr<ViewCopy> make_view_copy(const at::Tensor& base, const ShardSpec
   const ShardMeta& meta = *meta_of(base);
   const auto layout = under(*meta.layout, to);
   whole = layout->dense ? aligned(std::move(whole), *layout) : whole.contiguous();
-  auto copy = std::make_shared<ViewCopy>(ViewCopy{whole, to, meta.local, meta.spec(), meta.copy,
-                                                  base.unsafeGetTensorImpl()->version_counter()});
-  if (copy->version.enabled()) copy->seen = copy->version.current_version();
-  return copy;
+  return std::make_shared<ViewCopy>(whole, to, meta.local, meta.spec(), meta.copy,
+                                    base.unsafeGetTensorImpl()->version_counter());
 }
 
 bool makes_view_of_normal(const OpInfo& info, const c10::IValue& base) {
@@ -83,9 +81,32 @@ bool makes_view_of_normal(const OpInfo& info, const c10::IValue& base) {
          !base.toTensor().is_inference();
 }
 
-void write_copy_back(const c10::IValue& v) {
+// Copies of views hear of a write to what they are copies of, and one that is written to itself
+// goes back there.
+void note_written(const c10::IValue& v, RankState& state) {
   const ShardMeta* meta = v.isTensor() && v.toTensor().defined() ? meta_of(v.toTensor()) : nullptr;
-  if (meta && meta->copy) meta->copy->write_back();
+  if (!meta) return;
+  if (state.copies.any()) state.copies.wrote(meta->local, nullptr);
+  if (meta->copy) meta->copy->write_back();
+}
+
+// Elements that both tensors show, at other places of the memory that they would have on one
+// process: as TensorIterator refuses it.
+bool overlap_in_part(const at::Tensor& a, const at::Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0 || !a.is_non_overlapping_and_dense() ||
+      !b.is_non_overlapping_and_dense())
+    return false;
+  const auto begin_a = a.storage_offset(), begin_b = b.storage_offset();
+  const auto end_a = begin_a + a.numel(), end_b = begin_b + b.numel();
+  if (begin_a == begin_b && end_a == end_b) return a.strides() != b.strides();
+  return begin_a < end_b && begin_b < end_a;
+}
+
+// The memory that a tensor is a view of in the end.
+const at::Tensor& memory_of(const ShardMeta& meta) {
+  const ViewCopy* copy = meta.copy.get();
+  while (copy && copy->parent) copy = copy->parent.get();
+  return copy ? copy->base : meta.local;
 }
 
 // Below autograd, but on sharded tensors: what a kernel calls on them must not be recorded again.
@@ -114,6 +135,7 @@ ShardedCall::ShardedCall(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack*
 
 void ShardedCall::run() {
   if (plan_.moves_shards) check_policy();
+  if (info_.writes && (info_.pointwise || info_.name == "aten::copy_")) refuse_overlap();
   redistribute_inputs();
   substitute_locals();
   if (plan_.mode == ReadyPlan::Mode::replicated) {
@@ -140,6 +162,23 @@ void ShardedCall::check_policy() const {
                      static_cast<std::int64_t>(argument(move).element_size())});
   }
   check_implicit_moves(info_.name, moves, context_);
+}
+
+// What is moved first, or was copied, no longer overlaps the target: plain libtorch refuses it.
+void ShardedCall::refuse_overlap() const {
+  const c10::IValue& written = stack_[first_];
+  const ShardMeta* target = written.isTensor() ? meta_of(written.toTensor()) : nullptr;
+  if (!target || (plan_.moves.empty() && !target->copy)) return;
+  for (std::size_t i = 1; i < count_; ++i) {
+    if (info_.kinds[i] != OpInfo::Kind::tensor || !stack_[first_ + i].isTensor()) continue;
+    const at::Tensor& t = stack_[first_ + i].toTensor();
+    const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;
+    if (meta && memory_of(*meta).is_alias_of(memory_of(*target)) &&
+        overlap_in_part(written.toTensor(), t))
+      throw InvalidArgument(concat(info_.name, ": elements of ",
+                                   info_.op.schema().arguments()[i].name(),
+                                   " are written to while they are read. Clone it first."));
+  }
 }
 
 void ShardedCall::redistribute_inputs() {
@@ -229,10 +268,10 @@ void ShardedCall::wrap_results() {
 
 void ShardedCall::write_back() const {
   for (const c10::IValue& target : targets_) {
-    write_copy_back(target);
+    note_written(target, *context_.state);
     if (!target.isTensorList()) continue;
     for (const c10::IValue& t : target.toListRef()) {
-      write_copy_back(t);
+      note_written(t, *context_.state);
       // libtorch's kernels of lists write to one tensor after the other, each of which counts. Of
       // sharded tensors they write to the locals, and nobody has counted.
       if (t.isTensor() && t.toTensor().defined() && !t.toTensor().is_inference())

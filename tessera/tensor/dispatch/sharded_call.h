@@ -46,6 +46,7 @@ class ShardedCall {
   };
 
   void check_policy() const;
+  void refuse_overlap() const;
   void redistribute_inputs();
   void substitute_locals();
   void run_local();

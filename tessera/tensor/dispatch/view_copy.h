@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -15,6 +16,12 @@
 namespace tessera::detail {
 
 struct ViewCopy {
+  ViewCopy(const at::Tensor& whole, ShardSpec whole_spec, const at::Tensor& base,
+           ShardSpec base_spec, std::shared_ptr<ViewCopy> parent, c10::VariableVersion version);
+  ~ViewCopy();
+  ViewCopy(const ViewCopy&) = delete;
+  ViewCopy& operator=(const ViewCopy&) = delete;
+
   /// Local of the gathered base: what the view, and views of it, share memory with.
   at::Tensor whole;
   ShardSpec whole_spec;
@@ -29,6 +36,8 @@ struct ViewCopy {
   std::uint32_t seen = 0;
   /// Writes through the copy since then: each counts the version up by at most one.
   std::uint32_t written = 0;
+  /// The base was written to by another way, as the rank's ViewCopies have noticed.
+  std::atomic<bool> stale = false;
 
   /// This rank's part of `whole` into `base`, and on to the parent. No communication: every rank
   /// that holds an element has written the same to it.

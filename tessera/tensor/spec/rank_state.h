@@ -3,13 +3,18 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
 #include <unordered_set>
+#include <vector>
+
+#include <ATen/core/TensorBase.h>
 
 #include "tessera/tensor/halo_policy.h"
 #include "tessera/tensor/policy.h"
+#include "tessera/tensor/refusals.h"
 
 namespace tessera::detail {
 
@@ -34,6 +39,43 @@ class Agreed {
   std::unordered_set<std::string> known_;
 };
 
+struct ViewCopy;
+
+/// The views that had to be copied and still live: what is written to their base by another way
+/// makes them stale. (Version counters do not tell: there are none in inference mode, and `.data`
+/// has one of its own.)
+class ViewCopies {
+ public:
+  void add(ViewCopy* copy);
+  void remove(ViewCopy* copy);
+  /// One load: whether wrote() has anything to do.
+  bool any() const { return count_.load(std::memory_order_relaxed) > 0; }
+  /// The memory of `local` was written to; by way of `own`, if that is not null.
+  void wrote(const at::TensorBase& local, const ViewCopy* own);
+
+ private:
+  std::atomic<int> count_ = 0;
+  std::mutex mutex_;
+  std::vector<ViewCopy*> live_;
+};
+
+/// What operators would have thrown while a RefusalScope lives.
+class RefusalNotes {
+ public:
+  void add(Refusal refusal) {
+    const std::lock_guard lock(mutex_);
+    all_.push_back(std::move(refusal));
+  }
+  std::vector<Refusal> all() const {
+    const std::lock_guard lock(mutex_);
+    return all_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<Refusal> all_;
+};
+
 struct RankState {
   std::mutex mutex;
   // The generator of sharded tensors: a seed and the stream of the next draw, alike on all ranks.
@@ -43,6 +85,8 @@ struct RankState {
   std::atomic<HaloPolicy> halo_policy = HaloPolicy{};
   Agreed agreed;                 // by from_local()
   std::set<std::string> warned;  // what was warned about once
+  ViewCopies copies;
+  std::shared_ptr<RefusalNotes> refusals;  // of the innermost RefusalScope
 };
 
 }  // namespace tessera::detail

@@ -36,7 +36,15 @@ bool says(const std::string& text, std::initializer_list<const char*> parts) {
                      [&](const char* part) { return text.find(part) != std::string::npos; });
 }
 
+int& unheard() {
+  static thread_local int depth = 0;
+  return depth;
+}
+
 }  // namespace
+
+GroupWatch::Unheard::Unheard() { ++unheard(); }
+GroupWatch::Unheard::~Unheard() { --unheard(); }
 
 GroupWatch::GroupWatch(std::string group, std::vector<int> members, int rank,
                        std::shared_ptr<FaultChannel> channel)
@@ -62,6 +70,10 @@ void GroupWatch::throw_poison(const std::string& call, std::uint64_t sequence,
                            ": ", poison.reason);
   if (poison.mismatch) throw MismatchError(text);
   if (poison.timed_out) throw TimeoutError(text, poison.ranks);
+  if (poison.told) {
+    if (unheard() == 0) poison.told();
+    throw PeerFailedError(text, poison.ranks);
+  }
   throw PeerLostError(text, poison.ranks);
 }
 

@@ -35,6 +35,8 @@ struct Poison {
   bool timed_out = false;
   /// Calls throw MismatchError.
   bool mismatch = false;
+  /// A rank failed alone and is alive: calls throw PeerFailedError, and say so here before.
+  std::function<void()> told = {};
 };
 
 /// Where a rank stands in a group: calls begun so far, and the newest one.
@@ -91,6 +93,15 @@ class GroupWatch {
     begun_.store(sequence + 1, std::memory_order_release);
   }
   Position position() const;
+
+  /// While it lives, nobody hears what this thread's calls throw: they do not count as told.
+  class Unheard {
+   public:
+    Unheard();
+    ~Unheard();
+    Unheard(const Unheard&) = delete;
+    Unheard& operator=(const Unheard&) = delete;
+  };
 
   /// What `interrupt` wakes: calls of the backend, or the making of the group.
   enum class Of : unsigned char { backend, creation };

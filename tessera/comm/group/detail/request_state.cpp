@@ -35,6 +35,7 @@ RequestState::RequestState(GroupState& group, const char* operation, const CallO
 RequestState::~RequestState() {
   if (begun_ && !finished_) {
     try {
+      const GroupWatch::Unheard quiet;
       wait();
     } catch (...) {  // the caller did not ask; the group is poisoned and says so at its next call
     }

@@ -81,7 +81,7 @@ ManagerState::~ManagerState() {
   base_.rendezvous->connection->leave();
 }
 
-std::string ManagerState::name_of(const Key& key, int round) const {
+std::string ManagerState::name_of(const Key& key, int round, std::uint64_t failures) const {
   const auto& [ranks, backend, limit, tag] = key;
   std::string name;
   bool whole = static_cast<int>(ranks.size()) == base_.launch.world_size;
@@ -100,6 +100,7 @@ std::string ManagerState::name_of(const Key& key, int round) const {
   if (limit != base_.options.timeout.count()) name += concat(" within ", limit, " ms");
   if (!tag.empty()) name += concat(" of ", tag);
   if (round > 0) name += concat(" ~", round);
+  if (failures > 0) name += concat(" after failure ", failures);
   return name;
 }
 
@@ -131,6 +132,9 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks,
   std::optional<Poison> known;
   {
     const std::lock_guard lock(mutex_);
+    if (const auto owed = failures_->take(ranks))
+      throw PeerFailedError(concat("the group of ranks ", list(ranks), ": ", owed->reason),
+                            owed->ranks);
     auto& found = made_[key];
     if (!found) {
       try {
@@ -141,8 +145,9 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks,
       }
       found = std::make_shared<Made>();
       found->key = key;
-      found->watch = std::make_shared<GroupWatch>(name_of(key, rounds_[key]++), ranks,
-                                                  base_.launch.rank, base_.faults);
+      found->watch =
+          std::make_shared<GroupWatch>(name_of(key, rounds_[key]++, failures_->count(ranks)), ranks,
+                                       base_.launch.rank, base_.faults);
       order_.push_back(found);
       if (const auto early = early_.find(found->watch->group()); early != early_.end())
         known = early->second;
@@ -234,7 +239,7 @@ void ManagerState::shutdown() {
   for (; !made.empty(); made.pop_back()) {
     Made& last = *made.back();
     const std::lock_guard making(last.making);
-    if (last.watch->poison()) {
+    if (const Poison* poison = last.watch->poison(); poison && !poison->told) {
       const std::lock_guard lock(mutex_);
       fault_ = true;
     }
@@ -295,7 +300,58 @@ void ManagerState::set_trace(std::shared_ptr<CommTrace> trace) {
   for (const auto& state : groups()) state->set_trace(trace);
 }
 
+std::vector<std::shared_ptr<GroupWatch>> ManagerState::retire_within(
+    const std::vector<int>& ranks) {
+  std::vector<std::shared_ptr<GroupWatch>> retired;
+  for (auto at = made_.begin(); at != made_.end();) {
+    const auto& members = std::get<0>(at->first);
+    if (members.size() < 2 || !is_within(members, ranks)) {
+      ++at;
+      continue;
+    }
+    retired.push_back(at->second->watch);
+    at = made_.erase(at);
+  }
+  // The count of failures is part of the next names, the same on all members.
+  std::erase_if(rounds_,
+                [&](const auto& round) { return is_within(std::get<0>(round.first), ranks); });
+  generation_.fetch_add(1, std::memory_order_acq_rel);
+  return retired;
+}
+
+void ManagerState::fail_within(std::vector<int> ranks, const std::string& reason) {
+  std::sort(ranks.begin(), ranks.end());
+  const int rank = base_.launch.rank;
+  Poison poison;
+  poison.ranks = {rank};
+  poison.reason = concat("rank ", rank, " failed: ", reason);
+  std::optional<Failure> failure;
+  std::vector<std::shared_ptr<GroupWatch>> retired;
+  {
+    const std::lock_guard lock(mutex_);
+    failure = failures_->begin(ranks);
+    if (!failure) return;
+    retired = retire_within(ranks);
+  }
+  if (base_.faults) base_.faults->announce(failure->name(), ranks, poison);
+  poison.told = [] {};  // this rank has an error of its own
+  for (const auto& watch : retired) watch->set_poison(poison);
+}
+
+void ManagerState::hear_failure(const Failure& failure, const Poison& poison) {
+  Poison told = poison;
+  told.told = [failures = failures_, failure] { failures->told(failure); };
+  std::vector<std::shared_ptr<GroupWatch>> retired;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!failures_->hear(failure, {poison.ranks, poison.reason})) return;
+    retired = retire_within(failure.ranks);
+  }
+  for (const auto& watch : retired) watch->set_poison(told);
+}
+
 void ManagerState::poison(const std::string& group, const Poison& poison) {
+  if (const auto failure = Failure::of_name(group)) return hear_failure(*failure, poison);
   std::vector<std::shared_ptr<GroupWatch>> concerned;
   {
     const std::lock_guard lock(mutex_);

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "tessera/comm/group/detail/group_spec.h"
+#include "tessera/comm/job/detail/failures.h"
 #include "tessera/comm/job/device_mesh.h"
 #include "tessera/comm/job/manager.h"
 #include "tessera/comm/store/store.h"
@@ -77,6 +78,10 @@ class ManagerState {
   std::shared_ptr<GroupState> meeting_place();
   /// Destroys all groups, newest first.
   void shutdown();
+  /// This rank failed alone: every group whose members all belong to `ranks` ends here and on the
+  /// others, whose pending or next call throws PeerFailedError, and is made anew when it is asked
+  /// for again.
+  void fail_within(std::vector<int> ranks, const std::string& reason);
   /// Grows whenever groups are destroyed.
   std::uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
   /// The watch of a group that was made here, or null.
@@ -109,12 +114,15 @@ class ManagerState {
     std::shared_ptr<GroupState> state;
     std::shared_ptr<GroupWatch> watch;
   };
-  std::string name_of(const Key& key, int round) const;
+  std::string name_of(const Key& key, int round, std::uint64_t failures) const;
   std::shared_ptr<const GroupPlan> plan_of(const std::string& family, bool or_mesh) const;
   void check_members(const std::vector<int>& ranks) const;
   std::shared_ptr<GroupState> make(const Key& key, const std::shared_ptr<GroupWatch>& watch);
   void forget_keys(const GroupWatch& watch) const;
   void poison(const std::string& group, const Poison& poison);
+  void hear_failure(const Failure& failure, const Poison& poison);
+  // With the lock held: the watches of those groups, which are no longer found by their ranks.
+  std::vector<std::shared_ptr<GroupWatch>> retire_within(const std::vector<int>& ranks);
   void lost(int rank, bool on_purpose, const std::string& text);
   std::optional<Position> position(const std::string& group) const;
 
@@ -128,6 +136,8 @@ class ManagerState {
   std::map<std::string, Poison> early_;               // of groups that this rank has not made
   std::map<int, std::pair<bool, std::string>> lost_;  // rank -> on purpose, how
   bool fault_ = false;
+  // shared with the watches, which may outlive the manager
+  const std::shared_ptr<Failures> failures_ = std::make_shared<Failures>();
   CheckLevel level_;
   std::shared_ptr<CommTrace> trace_;
   std::vector<std::pair<std::string, std::shared_ptr<const GroupPlan>>> families_;

@@ -1,0 +1,285 @@
+"""Is my model safe on this mesh? Runs it sharded beside the same model on one process."""
+
+import copy
+import os
+import traceback
+from dataclasses import dataclass, field
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from tessera import _api
+from tessera._library import classes, ops
+from tessera._placement import Replicate, Shard
+
+_TOLERANCES = {
+    torch.float64: 1e-10,
+    torch.complex128: 1e-10,
+    torch.float32: 1e-4,
+    torch.complex64: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 1.2e-1,
+}
+
+
+@dataclass
+class Compared:
+    """One output, or one gradient, beside that of one process."""
+
+    name: str
+    difference: float  # largest, relative to the largest value; inf where shapes, dtypes or NaNs differ
+    tolerance: float
+    placements: tuple  # where it lies; None for what is no sharded tensor
+
+    @property
+    def equal(self):
+        return self.difference <= self.tolerance
+
+
+@dataclass
+class Moved:
+    """What one operator of the model sent, on this rank."""
+
+    operator: str
+    calls: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Refused:
+    """An operator that refused these placements; the check went on with replicated values."""
+
+    operator: str
+    where: str  # in the model
+    why: str
+
+
+@dataclass
+class Report:
+    """What tessera.check() found. True where the model is safe: equal to one process, with no refusal."""
+
+    mesh: object
+    values: list = field(default_factory=list)
+    gradients: list = field(default_factory=list)
+    moved: list = field(default_factory=list)  # in forward, by operator
+    backward: Moved = field(default_factory=lambda: Moved("backward"))
+    refused: list = field(default_factory=list)
+    notes: list = field(default_factory=list)
+
+    @property
+    def wrong(self):
+        return [one for one in self.values + self.gradients if not one.equal]
+
+    def __bool__(self):
+        return not self.wrong and not self.refused
+
+    def __str__(self):
+        lines = [f"{'safe' if self else 'NOT SAFE'} on {self.mesh}: {_verdict(self)}"]
+        for one in self.wrong:
+            lines.append(f"  differs: {one.name} by {one.difference:.2g} (tolerance {one.tolerance:.0e})")
+        for one in self.refused:
+            lines.append(f"  refused: {one.operator} at {one.where}: {one.why}")
+        for one in self.values:
+            lines.append(f"  {one.name} lies as {_places(one)}, off by {one.difference:.2g}")
+        worst = max(self.gradients, key=lambda g: g.difference, default=None)
+        if worst:
+            lines.append(f"  {len(self.gradients)} gradients, the worst of {worst.name}: off by {worst.difference:.2g}")
+        total = sum(m.bytes for m in self.moved)
+        lines.append(f"  this rank sends {_size(total)} in forward, {_size(self.backward.bytes)} in backward")
+        for m in sorted(self.moved, key=lambda m: -m.bytes):
+            lines.append(f"    {m.operator}: {_size(m.bytes)} in {m.calls} calls")
+        return "\n".join(lines + [f"  note: {n}" for n in self.notes])
+
+
+def _verdict(report):
+    if report.refused or report.wrong:
+        return f"{len(report.wrong)} of {len(report.values) + len(report.gradients)} values and gradients differ, {len(report.refused)} operators are refused"
+    return f"{len(report.values)} values and {len(report.gradients)} gradients as on one process"
+
+
+def _places(one):
+    return "a plain tensor" if one.placements is None else list(one.placements)
+
+
+def _size(n):
+    for unit in ("bytes", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.4g} {unit}"
+        n /= 1024
+    return f"{n:.4g} GiB"
+
+
+def _tensors(tree):
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def _place_in_model():
+    """The line of the caller's code that called the operator."""
+    not_the_model = os.path.dirname(torch.__file__), os.path.dirname(__file__)
+    for frame in reversed(traceback.extract_stack()[:-2]):
+        if not frame.filename.startswith(not_the_model):
+            return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+    return "unknown place"
+
+
+class _Watch(TorchFunctionMode):
+    """Counts what each function of torch sends, and where the model calls what is refused."""
+
+    def __init__(self, report, trace, refusals):
+        super().__init__()
+        self._report, self._trace, self._refusals, self._by_name = report, trace, refusals, {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        events, refused = self._trace.count, len(self._report.refused)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            for operator, why in self._refusals.all()[refused:]:
+                self._report.refused.append(Refused(operator, _place_in_model(), why))
+            sent = self._trace.events[events:]
+            if sent:
+                self._add(getattr(func, "__name__", str(func)), sent)
+
+    def _add(self, name, sent):
+        moved = self._by_name.get(name)
+        if moved is None:
+            moved = self._by_name[name] = Moved(name)
+            self._report.moved.append(moved)
+        moved.calls += len(sent)
+        moved.bytes += sum(e[2] for e in sent)
+
+
+def _difference(got, expected):
+    got = _api.full_tensor(got.detach()) if _api.is_sharded(got) else got.detach()
+    expected = expected.detach()
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    if got.is_complex():
+        got, expected = torch.view_as_real(got.resolve_conj()), torch.view_as_real(expected.resolve_conj())
+    got, expected = got.to(torch.float64), expected.to(torch.float64)
+    if not torch.equal(got.isnan(), expected.isnan()):
+        return float("inf")
+    same = (got == expected) | expected.isnan()
+    finite = torch.where(expected.isfinite(), expected, torch.zeros_like(expected))
+    off = torch.where(same, torch.zeros_like(got), (got - expected).abs()).max().item()
+    return off / max(finite.abs().max().item(), 1e-30) if off else 0.0
+
+
+def _compare(name, got, expected, tolerance):
+    if (got is None) != (expected is None):
+        return Compared(name + (" (missing)" if got is None else " (not on one process)"), float("inf"), 0.0, None)
+    limit = _TOLERANCES.get(expected.dtype, 0.0) if tolerance is None else tolerance
+    return Compared(name, _difference(got, expected), limit, _api.spec(got).placements if _api.is_sharded(got) else None)
+
+
+def _loss(outputs):
+    """A number that every element of every output counts in, each with another weight."""
+    total = None
+    for t in outputs:
+        if not t.requires_grad:
+            continue
+        t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+        term = (t * t.detach().cos()).sum()
+        total = term if total is None else total + term
+    return total
+
+
+def _quiet_dropout(model, notes):
+    quiet = 0
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p and module.training:
+            module.eval()
+            quiet += 1
+        elif isinstance(module, (torch.nn.MultiheadAttention, torch.nn.RNNBase)) and module.dropout and module.training:
+            module.dropout = 0.0
+            quiet += 1
+    if quiet and notes is not None:
+        notes.append(f"{quiet} dropout layers were switched off: sharded tensors draw other random numbers than plain ones")
+    return model
+
+
+def check(model, inputs, mesh, placements=None, rule=None, call=None, gradients=True, tolerance=None):
+    """Runs a copy of `model` on `mesh` and another on this process alone, and says what differs, what moves and what is refused.
+
+    `inputs`: a tensor, or a list of arguments (tensors may be nested), the same on all ranks. `placements`: of every tensor among them, or one
+    entry a tensor; by default dim 0 over the mesh's first axis. `rule`: as for distribute_module. `call(model, *inputs)` runs the model, by default
+    `model(*inputs)`. `gradients`: those of the inputs and of every parameter too. `tolerance`: relative to the largest value, by default by dtype
+    (1e-10 in float64, 1e-4 in float32). The model itself stays as it is. Collective over the mesh. Returns a Report, which is true where the model
+    is safe and prints as text.
+    """
+    report = Report(mesh)
+    arguments = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    call = call or (lambda net, *given: net(*given))
+    alone = _quiet_dropout(copy.deepcopy(model), report.notes)
+    spread = _api.distribute_module(_quiet_dropout(copy.deepcopy(model), None), mesh, rule)
+    leaves, tree = pytree.tree_flatten(arguments)
+    where = _placements_of(leaves, mesh, placements)
+
+    def prepared(sharded):
+        made = []
+        for leaf, placed in zip(leaves, where):
+            if isinstance(leaf, torch.Tensor):
+                wanted = gradients and (leaf.is_floating_point() or leaf.is_complex())
+                leaf = _api.distribute_tensor(leaf.detach().clone(), mesh, placed).detach() if sharded else leaf.detach().clone()
+                leaf.requires_grad_(wanted)
+            made.append(leaf)
+        return made
+
+    plain, placed = prepared(False), prepared(True)
+    expected = _tensors(call(alone, *pytree.tree_unflatten(plain, tree)))
+    before, refusals = ops.policies(), classes.Refusals()
+    ops.set_policies("allow", before[1])
+    refusals.start()
+    try:
+        with _api.CommTrace() as trace, _Watch(report, trace, refusals):
+            got = _tensors(call(spread, *pytree.tree_unflatten(placed, tree)))
+        names = [f"output {i}" for i in range(len(expected))] if len(expected) > 1 else ["output"] * len(expected)
+        if len(got) != len(expected):
+            report.values.append(Compared(f"{len(got)} outputs instead of {len(expected)}", float("inf"), 0.0, None))
+        for name, a, b in zip(names, got, expected):
+            report.values.append(_compare(name, a, b, tolerance))
+        loss = _loss(expected) if gradients else None
+        if loss is not None:
+            _differentiate(report, loss, _loss(got), (alone, spread), (plain, placed), tolerance)
+        for operator, why in refusals.all()[len(report.refused) :]:
+            report.refused.append(Refused(operator, "backward", why))
+    finally:
+        refusals.stop()
+        ops.set_policies(*before)
+    return report
+
+
+def _differentiate(report, loss, sharded_loss, models, inputs, tolerance):
+    loss.backward()
+    if sharded_loss is not None:
+        with _api.CommTrace() as trace:
+            sharded_loss.backward()
+        report.backward.calls, report.backward.bytes = trace.count, trace.bytes
+    for i, (a, b) in enumerate(zip(*inputs)):
+        if isinstance(a, torch.Tensor) and a.requires_grad and (a.grad is not None or b.grad is not None):
+            report.gradients.append(_compare(f"gradient of input {i}", b.grad, a.grad, tolerance))
+    for (name, a), b in zip(models[0].named_parameters(), models[1].parameters()):
+        if a.grad is not None or b.grad is not None:
+            report.gradients.append(_compare(f"gradient of {name}", b.grad, a.grad, tolerance))
+
+
+def _placements_of(leaves, mesh, placements):
+    tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+    nested = placements is not None and len(placements) > 0 and isinstance(placements[0], (list, tuple))
+    if nested and len(placements) != len(tensors):
+        raise ValueError(f"check: {len(placements)} entries of placements for {len(tensors)} tensors among the inputs")
+    per_tensor, where = iter(placements if nested else ()), []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            where.append(None)
+        elif nested:
+            where.append(next(per_tensor))
+        elif placements is not None:
+            where.append(placements)
+        else:
+            first = Shard(0) if leaf.dim() else Replicate()
+            where.append([first] + [Replicate()] * (len(mesh.axes) - 1))
+    return where

@@ -1,0 +1,100 @@
+#include "tessera/comm/job/detail/failures.h"
+
+#include <algorithm>
+#include <charconv>
+#include <string_view>
+
+namespace tessera::detail {
+namespace {
+
+constexpr std::string_view kPrefix = "failure of ranks ";
+
+// The number at the front of `text`, which loses it.
+template <class Number>
+std::optional<Number> take_number(std::string_view& text) {
+  Number n{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), n);
+  if (error != std::errc()) return std::nullopt;
+  text.remove_prefix(static_cast<std::size_t>(end - text.data()));
+  return n;
+}
+
+}  // namespace
+
+std::string Failure::name() const {
+  std::string text(kPrefix);
+  for (const int rank : ranks) text += std::to_string(rank) + ",";
+  return text + ":" + std::to_string(number);
+}
+
+std::optional<Failure> Failure::of_name(const std::string& name) {
+  std::string_view text = name;
+  if (!text.starts_with(kPrefix)) return std::nullopt;
+  text.remove_prefix(kPrefix.size());
+  Failure failure;
+  while (!text.empty() && text.front() != ':') {
+    const auto rank = take_number<int>(text);
+    if (!rank || text.empty() || text.front() != ',') return std::nullopt;
+    text.remove_prefix(1);
+    failure.ranks.push_back(*rank);
+  }
+  if (text.empty()) return std::nullopt;
+  text.remove_prefix(1);
+  const auto number = take_number<std::uint64_t>(text);
+  if (!number || !text.empty()) return std::nullopt;
+  failure.number = *number;
+  return failure;
+}
+
+bool is_within(const std::vector<int>& members, const std::vector<int>& ranks) {
+  return std::all_of(members.begin(), members.end(), [&](int member) {
+    return std::binary_search(ranks.begin(), ranks.end(), member);
+  });
+}
+
+std::optional<Failure> Failures::begin(const std::vector<int>& ranks) {
+  const std::lock_guard lock(mutex_);
+  Counted& counted = counted_[ranks];
+  if (counted.owed) {
+    counted.owed.reset();
+    return std::nullopt;
+  }
+  return Failure{ranks, counted.number++};
+}
+
+bool Failures::hear(const Failure& failure, News news) {
+  const std::lock_guard lock(mutex_);
+  Counted& counted = counted_[failure.ranks];
+  if (counted.number > failure.number) return false;
+  counted.number = failure.number + 1;
+  counted.owed = std::move(news);
+  return true;
+}
+
+void Failures::told(const Failure& failure) {
+  const std::lock_guard lock(mutex_);
+  Counted& counted = counted_[failure.ranks];
+  if (counted.number == failure.number + 1) counted.owed.reset();
+}
+
+std::optional<Failures::News> Failures::take(const std::vector<int>& members) {
+  const std::lock_guard lock(mutex_);
+  if (members.size() < 2) return std::nullopt;
+  for (auto& [ranks, counted] : counted_) {
+    if (!counted.owed || !is_within(members, ranks)) continue;
+    std::optional<News> news = std::move(counted.owed);
+    counted.owed.reset();
+    return news;
+  }
+  return std::nullopt;
+}
+
+std::uint64_t Failures::count(const std::vector<int>& members) const {
+  const std::lock_guard lock(mutex_);
+  std::uint64_t all = 0;
+  for (const auto& [ranks, counted] : counted_)
+    if (members.size() > 1 && is_within(members, ranks)) all += counted.number;
+  return all;
+}
+
+}  // namespace tessera::detail

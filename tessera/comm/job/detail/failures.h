@@ -1,0 +1,57 @@
+#pragma once
+// Failures: errors that one rank of a mesh met alone, as the ranks of the mesh count them. All
+// members count alike, so that the groups that they make afterwards have the same names.
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace tessera::detail {
+
+/// The `number`-th failure (0, 1, ...) of the ranks of one mesh.
+struct Failure {
+  std::vector<int> ranks;  // global, sorted
+  std::uint64_t number = 0;
+
+  /// What fault channels carry in place of a group's name; no group has such a name.
+  std::string name() const;
+  /// Nothing for any other text.
+  static std::optional<Failure> of_name(const std::string& name);
+};
+
+/// `ranks` is sorted.
+bool is_within(const std::vector<int>& members, const std::vector<int>& ranks);
+
+class Failures {
+ public:
+  struct News {
+    std::vector<int> ranks;  // that failed
+    std::string reason;
+  };
+
+  /// This rank failed. Nothing where it had not been told yet of another one's failure: the two are
+  /// one, which all know of, and this rank has an error of its own.
+  std::optional<Failure> begin(const std::vector<int>& ranks);
+  /// Another rank failed. False where this rank knows already: it failed at the same time, or
+  /// another rank told it.
+  bool hear(const Failure& failure, News news);
+  /// A call of this rank has thrown it.
+  void told(const Failure& failure);
+  /// What this rank has not been told of, of meshes that hold all `members`; from now on it has.
+  std::optional<News> take(const std::vector<int>& members);
+  /// Failures of meshes that hold all `members`.
+  std::uint64_t count(const std::vector<int>& members) const;
+
+ private:
+  struct Counted {
+    std::uint64_t number = 0;
+    std::optional<News> owed;  // of the last one
+  };
+  mutable std::mutex mutex_;
+  std::map<std::vector<int>, Counted> counted_;
+};
+
+}  // namespace tessera::detail

@@ -1,0 +1,227 @@
+#include "tessera/nn/check_module.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/nn/modules/dropout.h>
+
+#include <algorithm>
+#include <limits>
+#include <locale>
+#include <sstream>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/group/trace.h"
+#include "tessera/comm/job/manager.h"
+#include "tessera/tensor/policy.h"
+
+namespace tessera {
+
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+double usual_tolerance(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble:
+    case at::kComplexDouble:
+      return 1e-10;
+    case at::kFloat:
+    case at::kComplexFloat:
+      return 1e-4;
+    case at::kHalf:
+      return 2e-2;
+    case at::kBFloat16:
+      return 1.2e-1;
+    default:
+      return 0;
+  }
+}
+
+at::Tensor whole_value(const at::Tensor& t) {
+  return is_sharded(t) ? full_tensor(t.detach()) : t.detach();
+}
+
+double relative_difference(const at::Tensor& got, const at::Tensor& expected) {
+  constexpr double kDiffers = std::numeric_limits<double>::infinity();
+  at::Tensor a = whole_value(got), b = whole_value(expected);
+  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return kDiffers;
+  if (a.numel() == 0) return 0;
+  if (a.is_complex()) {
+    a = at::view_as_real(a.resolve_conj());
+    b = at::view_as_real(b.resolve_conj());
+  }
+  a = a.to(at::kDouble);
+  b = b.to(at::kDouble);
+  if (!at::isnan(a).equal(at::isnan(b))) return kDiffers;
+  const at::Tensor same = a.eq(b).logical_or(at::isnan(b));
+  const double off = at::where(same, at::zeros_like(a), (a - b).abs()).max().item<double>();
+  if (off == 0) return 0;
+  const at::Tensor finite = at::where(at::isfinite(b), b, at::zeros_like(b));
+  return off / std::max(finite.abs().max().item<double>(), 1e-30);
+}
+
+CheckedValue compared(const std::string& name, const at::Tensor& got, const at::Tensor& expected,
+                      const CheckOptions& options) {
+  if (got.defined() != expected.defined())
+    return {concat(name, got.defined() ? " (not on one process)" : " (missing)"),
+            std::numeric_limits<double>::infinity(), 0, std::nullopt};
+  return {name, relative_difference(got, expected),
+          options.tolerance.value_or(usual_tolerance(expected.scalar_type())),
+          is_sharded(got) ? std::optional(placements(got)) : std::nullopt};
+}
+
+// A number that every element of every output counts in, each with another weight.
+at::Tensor weighted_loss(const Tensors& outputs) {
+  at::Tensor loss;
+  for (const at::Tensor& t : outputs) {
+    if (!t.defined() || !t.requires_grad()) continue;
+    const at::Tensor real = t.is_complex() ? at::view_as_real(t.resolve_conj()) : t;
+    const at::Tensor term = (real * real.detach().cos()).sum();
+    loss = loss.defined() ? loss + term : term;
+  }
+  return loss;
+}
+
+bool has_gradient(const at::Tensor& t) {
+  return at::isFloatingType(t.scalar_type()) || at::isComplexType(t.scalar_type());
+}
+
+void switch_dropout_off(torch::nn::Module& module) {
+  using namespace torch::nn;
+  for (const auto& m : module.modules()) {
+    if (m->as<Dropout>() || m->as<Dropout2d>() || m->as<Dropout3d>() || m->as<AlphaDropout>() ||
+        m->as<FeatureAlphaDropout>())
+      m->eval();
+  }
+}
+
+std::vector<Placement> placements_of(const at::Tensor& input, std::size_t i, const DeviceMesh& mesh,
+                                     const CheckOptions& options) {
+  if (!options.placements.empty())
+    return options.placements.size() == 1 ? options.placements[0] : options.placements[i];
+  std::vector<Placement> first(mesh.layout().axes().size());
+  if (input.dim() > 0) first[0] = Shard(0);
+  return first;
+}
+
+// The policy of moves is the program's own affair: here they are counted.
+class AllowMoves {
+ public:
+  explicit AllowMoves(const DistributedManager& manager)
+      : manager_(manager), before_(policies(manager)) {
+    Policies allow = before_;
+    allow.redistribution = Policy::allow;
+    set_policies(manager_, allow);
+  }
+  ~AllowMoves() { set_policies(manager_, before_); }
+  AllowMoves(const AllowMoves&) = delete;
+  AllowMoves& operator=(const AllowMoves&) = delete;
+
+ private:
+  const DistributedManager manager_;
+  const Policies before_;
+};
+
+std::int64_t bytes_of(const CommTraceScope& trace) {
+  std::int64_t sum = 0;
+  for (const CommEvent& e : trace->events()) sum += e.bytes;
+  return sum;
+}
+
+void compare_gradients(CheckReport& report, const Tensors& plain, const Tensors& sharded,
+                       const torch::nn::Module& alone, const torch::nn::Module& spread,
+                       const CheckOptions& options) {
+  const auto add = [&](const std::string& name, const at::Tensor& a, const at::Tensor& b) {
+    if (a.grad().defined() || b.grad().defined())
+      report.gradients.push_back(compared(name, b.grad(), a.grad(), options));
+  };
+  for (std::size_t i = 0; i < plain.size(); ++i)
+    add(concat("gradient of input ", i), plain[i], sharded[i]);
+  const auto expected = alone.named_parameters();
+  const auto got = spread.named_parameters();
+  for (const auto& p : expected) add(concat("gradient of ", p.key()), p.value(), got[p.key()]);
+}
+
+}  // namespace
+
+bool CheckReport::safe() const {
+  const auto equal = [](const CheckedValue& v) { return v.equal(); };
+  return refused.empty() && std::all_of(values.begin(), values.end(), equal) &&
+         std::all_of(gradients.begin(), gradients.end(), equal);
+}
+
+std::string CheckReport::to_string() const {
+  std::ostringstream text;
+  text.imbue(std::locale::classic());
+  text << (safe() ? "safe" : "NOT SAFE") << ": " << values.size() << " values and "
+       << gradients.size() << " gradients compared with one process\n";
+  for (const auto* list_of : {&values, &gradients}) {
+    for (const CheckedValue& v : *list_of) {
+      if (!v.equal())
+        text << "  differs: " << v.name << " by " << v.difference << " (tolerance " << v.tolerance
+             << ")\n";
+    }
+  }
+  for (const Refusal& r : refused) text << "  refused: " << r.why << "\n";
+  for (const CheckedValue& v : values)
+    text << "  " << v.name << " lies as " << (v.placements ? list(*v.placements) : "a plain tensor")
+         << "\n";
+  text << "  this rank sends " << forward_bytes << " bytes in forward, " << backward_bytes
+       << " in backward\n";
+  return text.str();
+}
+
+CheckReport check_module(const torch::nn::Module& module, const ModuleCall& call,
+                         const Tensors& inputs, const DeviceMesh& mesh, const ModuleRule& rule,
+                         const CheckOptions& options) {
+  if (options.placements.size() > 1 && options.placements.size() != inputs.size())
+    throw InvalidArgument(concat("check_module: ", options.placements.size(),
+                                 " entries of placements for ", inputs.size(), " inputs"));
+  const auto alone = module.clone(), spread = module.clone();
+  switch_dropout_off(*alone);
+  switch_dropout_off(*spread);
+  distribute_module(*spread, mesh, rule);
+  Tensors plain, sharded;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const bool gradient = options.gradients && has_gradient(inputs[i]);
+    const at::Tensor value = inputs[i].detach();
+    plain.push_back(value.clone().requires_grad_(gradient));
+    sharded.push_back(distribute_tensor(value.clone(), mesh, placements_of(value, i, mesh, options))
+                          .detach()
+                          .requires_grad_(gradient));
+  }
+  CheckReport report;
+  const Tensors expected = call(*alone, plain);
+  const DistributedManager& manager = mesh.manager();
+  const AllowMoves allow(manager);
+  const RefusalScope refusals(manager);
+  Tensors got;
+  {
+    const CommTraceScope trace(manager);
+    got = call(*spread, sharded);
+    report.forward_bytes = bytes_of(trace);
+  }
+  for (std::size_t i = 0; i < std::max(expected.size(), got.size()); ++i)
+    report.values.push_back(compared(expected.size() == 1 ? "output" : concat("output ", i),
+                                     i < got.size() ? got[i] : at::Tensor(),
+                                     i < expected.size() ? expected[i] : at::Tensor(), options));
+  const at::Tensor loss = options.gradients ? weighted_loss(expected) : at::Tensor();
+  if (loss.defined()) {
+    loss.backward();
+    const at::Tensor sharded_loss = weighted_loss(got);
+    if (sharded_loss.defined()) {
+      const CommTraceScope trace(manager);
+      sharded_loss.backward();
+      report.backward_bytes = bytes_of(trace);
+    }
+    compare_gradients(report, plain, sharded, *alone, *spread, options);
+  }
+  report.refused = refusals.refusals();
+  return report;
+}
+
+}  // namespace tessera

@@ -1,0 +1,17 @@
+#include "tessera/nn/distribute_script.h"
+
+#include <torch/csrc/jit/api/module.h>
+
+namespace tessera {
+
+void distribute_module(torch::jit::Module& module, const DeviceMesh& mesh, const ModuleRule& rule,
+                       const ReducerOptions& options) {
+  std::vector<NamedTensor> all;
+  for (const auto& p : module.named_parameters(/*recurse=*/true))
+    all.push_back({p.name, p.value, true});
+  for (const auto& b : module.named_buffers(/*recurse=*/true))
+    all.push_back({b.name, b.value, false});
+  distribute_in_place(all, mesh, rule, options);
+}
+
+}  // namespace tessera

@@ -1,0 +1,73 @@
+// Fused steps of optimizers, and what gradient scaling asks of gradients: lists of tensors, each
+// with its own placements.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <optional>
+#include <vector>
+
+#include "tessera/ops/rules/labels.h"
+#include "tessera/ops/rules/over_ranks.h"
+#include "tessera/tensor/dispatch/rule.h"
+
+namespace tessera::detail::optimizer_rules {
+
+namespace {
+
+// Element j of every list lies as parameter j does; steps, rates and scales are replicated.
+std::vector<std::optional<ShardSpec>> like_parameters(const OpCall& call) {
+  std::vector<const TensorInfo*> parameters;
+  for (const TensorInfo& t : call.tensors()) {
+    if (t.argument == 0) parameters.push_back(&t);
+  }
+  std::vector<std::optional<ShardSpec>> inputs;
+  for (const TensorInfo& t : call.tensors()) {
+    const bool alike = t.element >= 0 && t.element < static_cast<int>(parameters.size()) &&
+                       t.spec.shape() == parameters[t.element]->spec.shape();
+    inputs.emplace_back(
+        alike ? without_partial(parameters[t.element]->spec)
+              : t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
+  }
+  return inputs;
+}
+
+Plan fused(const OpCall& call) {
+  Plan plan;
+  plan.inputs = like_parameters(call);
+  return plan;
+}
+
+// Each rank looks at its shards; whether any value is not finite is known when all have.
+Plan non_finite_check_and_unscale(const OpCall& call) {
+  Plan plan;
+  plan.inputs = like_parameters(call);
+  std::vector<int> axes;
+  for (std::size_t a = 0; a < call.mesh().layout().axes().size(); ++a) {
+    for (const auto& spec : plan.inputs) {
+      if (!spec->placements()[a].is_shard()) continue;
+      axes.push_back(static_cast<int>(a));
+      break;
+    }
+  }
+  plan.local = [over = OverRanks{context_of(call.tensor(0).spec), axes, "found_inf"}](
+                   const c10::OperatorHandle& op, torch::jit::Stack a) {
+    const at::Tensor found = a[1].toTensor();
+    op.callBoxed(a);
+    if (!over.axes.empty()) found.copy_(over(found.clone(), ReduceOp::max));
+    return torch::jit::Stack{};
+  };
+  return plan;
+}
+
+const bool registered = [] {
+  for (const char* op :
+       {"aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_", "aten::_fused_adagrad_"})
+    register_rule(op, fused);
+  register_rule("aten::_amp_foreach_non_finite_check_and_unscale_", non_finite_check_and_unscale);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail::optimizer_rules

@@ -1,0 +1,26 @@
+// Weight norm: the direction of a weight and its length, apart (Salimans and Kingma, 2016).
+
+#include <ATen/ops/norm_except_dim.h>
+
+#include <tuple>
+
+#include "tessera/ops/rules/decomposition.h"
+
+namespace tessera::detail::weight_norm_rules {
+
+namespace {
+
+std::tuple<at::Tensor, at::Tensor> weight_norm(const at::Tensor& v, const at::Tensor& g,
+                                               std::int64_t dim) {
+  const at::Tensor norm = at::norm_except_dim(v, 2, dim);
+  return {v * (g / norm), norm};
+}
+
+const bool registered = [] {
+  register_decomposition("_weight_norm_interface", weight_norm);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::detail::weight_norm_rules

@@ -1,0 +1,147 @@
+// check_module: what it says of modules that are safe, that are refused, and that are wrong.
+
+#include <torch/library.h>
+#include <torch/script.h>
+
+#include <sstream>
+
+#include "support.h"
+#include "tessera/nn/check_module.h"
+#include "tessera/nn/distribute_script.h"
+
+namespace tessera::test {
+
+namespace {
+
+at::Tensor twice(const at::Tensor& t) { return t * 2; }
+
+TORCH_LIBRARY(tessera_check_tests, library) { library.def("twice(Tensor x) -> Tensor"); }
+TORCH_LIBRARY_IMPL(tessera_check_tests, CPU, library) { library.impl("twice", twice); }
+
+at::Tensor call_twice(const at::Tensor& t) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tessera_check_tests::twice", "")
+                             .typed<at::Tensor(const at::Tensor&)>();
+  return op.call(t);
+}
+
+struct FieldImpl : torch::nn::Cloneable<FieldImpl> {
+  FieldImpl() { reset(); }
+  void reset() override {
+    convolution = register_module("convolution",
+                                  torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 4, 3).padding(1)));
+    norm = register_module("norm", torch::nn::GroupNorm(2, 4));
+    drop = register_module("drop", torch::nn::Dropout(0.5));
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) { return drop(at::gelu(norm(convolution(x)))).mean({2, 3}); }
+  torch::nn::Conv2d convolution{nullptr};
+  torch::nn::GroupNorm norm{nullptr};
+  torch::nn::Dropout drop{nullptr};
+};
+TORCH_MODULE(Field);
+
+}  // namespace
+
+TEST(CheckModule, OfASafeOne) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    Field net;
+    fill(*net, 4);
+    const auto report = check_module(net, {randn({3, 2, 8, 6}, at::kDouble)}, mesh, {},
+                                     {.placements = {{Shard(2)}}});
+    EXPECT_TRUE(report.safe()) << report.to_string();
+    EXPECT_EQ(report.values.size(), 1u);
+    EXPECT_EQ(report.gradients.size(), 5u);  // the input's, and of four parameters
+    EXPECT_GT(report.forward_bytes, 0);
+    EXPECT_NE(report.to_string().find("safe: "), std::string::npos);
+    for (const auto& p : net->parameters()) {
+      EXPECT_FALSE(is_sharded(p));
+      EXPECT_FALSE(p.grad().defined());
+    }
+    EXPECT_TRUE(net->drop->is_training()) << "the module itself stays as it is";
+    EXPECT_THROW(check_module(net, {randn({1, 2, 4, 4}, at::kDouble)}, mesh, {},
+                              {.placements = {{Shard(2)}, {Shard(2)}}}),
+                 InvalidArgument);
+  });
+}
+
+TEST(CheckModule, NamesWhatIsRefusedAndWhatDiffers) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    torch::nn::Linear net(6, 4);
+    net->to(at::kDouble);
+    fill(*net, 4);
+    const at::Tensor x = randn({5, 6}, at::kDouble);
+    // Two refusals, with a use of what the first gave in between.
+    auto report = check_module(
+        *net,
+        [](torch::nn::Module& m, const std::vector<at::Tensor>& t) {
+          const at::Tensor y = m.as<torch::nn::Linear>()->forward(t[0]);
+          return std::vector<at::Tensor>{call_twice(call_twice(t[0]).narrow(1, 0, 4) + y.detach())};
+        },
+        {x}, mesh, {}, {.gradients = false});
+    EXPECT_FALSE(report.safe());
+    ASSERT_EQ(report.refused.size(), 2u) << "not the first one alone";
+    EXPECT_EQ(report.refused[0].op, "tessera_check_tests::twice");
+    EXPECT_TRUE(report.values[0].equal()) << report.to_string();
+    // Outside of a check it is refused as ever.
+    EXPECT_THROW(call_twice(distribute_tensor(x, mesh, {Shard(0)})), NoRuleError);
+    EXPECT_EQ(distribute_tensor(x, mesh, {Shard(0)}).sum().sizes().size(), 0u);
+    report = check_module(
+        *net,
+        [&](torch::nn::Module& m, const std::vector<at::Tensor>& t) {
+          const at::Tensor y = m.as<torch::nn::Linear>()->forward(t[0]);
+          return std::vector<at::Tensor>{is_sharded(y) ? y * 1.001 : y};
+        },
+        {x}, mesh);
+    EXPECT_FALSE(report.safe());
+    EXPECT_FALSE(report.values[0].equal());
+    EXPECT_NE(report.to_string().find("differs: output"), std::string::npos);
+  });
+}
+
+// As torch::jit::load() gives it: one rank and two train alike.
+TEST(ScriptModules, DistributeAndTrain) {
+  const auto make = [] {
+    test::seed(5);
+    torch::jit::Module net("net");
+    net.register_parameter("weight", randn({2, 2, 3, 3}, at::kDouble), false);
+    net.register_parameter("scale", randn({2, 1, 1}, at::kDouble), false);
+    net.register_buffer("shift", randn({2, 1, 1}, at::kDouble));
+    // the form that traces have
+    net.define(R"(
+def forward(self, x):
+    y = torch._convolution(x, self.weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, False, False, True, True)
+    return torch.relu(y) * self.scale + self.shift
+)");
+    for (auto p : net.parameters()) p.requires_grad_(true);
+    std::stringstream file;
+    net.save(file);
+    return torch::jit::load(file);
+  };
+  on_threads(2, [&](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    test::seed(1);
+    const at::Tensor field = randn({3, 2, 8, 6}, at::kDouble);
+    const auto trained = [](torch::jit::Module& net, const at::Tensor& x) {
+      at::Tensor y;
+      for (int step = 0; step < 3; ++step) {
+        for (auto p : net.parameters()) p.mutable_grad() = at::Tensor();
+        y = net.forward({x}).toTensor();
+        y.square().mean().backward();
+        const at::NoGradGuard guard;
+        for (auto p : net.parameters()) p.sub_(p.grad(), 0.1);
+      }
+      return y;
+    };
+    auto alone = make(), mine = make();
+    distribute_module(mine, mesh);
+    const at::Tensor expected = trained(alone, field),
+                     got = trained(mine, distribute_tensor(field, mesh, {Shard(2)}));
+    EXPECT_TRUE(spec(got).placements()[0].is_shard(2));
+    EXPECT_LT(difference(got, expected), 1e-12);
+  });
+}
+
+}  // namespace tessera::test

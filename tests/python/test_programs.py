@@ -1,0 +1,351 @@
+"""Ordinary programs around sharded tensors: what plain PyTorch takes is taken, and gives the same."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import tessera as ts
+from support import assert_same, on_ranks, whole
+
+F = torch.nn.functional
+
+
+def draw(*shape, seed=3):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rows(t, mesh):
+    return ts.distribute_tensor(t, mesh, [ts.Shard(0)])
+
+
+def distributed(make, mesh):
+    torch.manual_seed(1)
+    return ts.distribute_module(make().double(), mesh)
+
+
+def plain(make):
+    torch.manual_seed(1)
+    return make().double()
+
+
+def compare(make, x, call=lambda net, x: net(x), backward=True, rule=None):
+    """Value, gradients of the input and of every parameter, beside one process."""
+    net, x = plain(make), x.clone().requires_grad_(backward)
+    y = call(net, x)
+    if backward:
+        (y * y.detach().cos()).sum().backward()
+    nets = [plain(make) for _ in range(2)]
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        ts.set_policies("allow", "allow")
+        mine, t = ts.distribute_module(nets[rank], mesh, rule), rows(x.detach(), mesh).requires_grad_(backward)
+        out = call(mine, t)
+        assert_same(out, y, "output")
+        if not backward:
+            return
+        (out * out.detach().cos()).sum().backward()
+        assert_same(t.grad, x.grad, "input gradient")
+        for (name, p), q in zip(mine.named_parameters(), net.parameters()):
+            if q.grad is not None:
+                assert_same(p.grad, q.grad, name)
+
+    on_ranks(2, body)
+
+
+def layer(norm_first=False, activation="relu"):
+    return lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first, activation=activation)
+
+
+@pytest.mark.parametrize("make", [layer(), layer(True), layer(False, "gelu"), lambda: nn.TransformerEncoder(layer()(), 2)])
+@pytest.mark.parametrize("masked", [None, "keys", "causal"])
+def test_transformers_that_evaluate(make, masked):
+    """Without gradients libtorch runs fused layers."""
+    masks = {}
+    if masked == "keys":
+        masks = {"src_key_padding_mask": torch.tensor([[False, False, True, True], [False] * 4, [False, False, False, True]])}
+    elif masked == "causal":
+        masks = {"mask" if "Encoder(" in repr(make()) else "src_mask": nn.Transformer.generate_square_subsequent_mask(4, dtype=torch.float64)}
+
+    def call(net, x):
+        net.eval()
+        with torch.no_grad():
+            out = net(x, **masks)
+        # what padding attends to means nothing
+        return out.masked_fill(masks["src_key_padding_mask"][..., None], 0) if masked == "keys" else out
+
+    compare(make, draw(3, 4, 8), call, backward=False)
+
+
+def test_attention_that_evaluates():
+    def call(net, x):
+        net.eval()
+        with torch.no_grad():
+            out, weights = net(x, x, x)
+        return torch.cat([out, weights], -1)
+
+    compare(lambda: nn.MultiheadAttention(8, 2, batch_first=True), draw(3, 4, 8), call, backward=False)
+
+
+def test_anomaly_detection():
+    def call(net, x):
+        with torch.autograd.detect_anomaly(check_nan=True):
+            return net(x).square()
+
+    compare(lambda: nn.Linear(6, 4), draw(5, 6), call)
+
+
+def test_distributions_with_validation():
+    def call(_, x):
+        normal = torch.distributions.Normal(x, x.exp(), validate_args=True)
+        return normal.log_prob(x * 0.5) + torch.distributions.Categorical(logits=x, validate_args=True).entropy()[:, None]
+
+    compare(nn.Identity, draw(5, 6), call)
+
+
+@pytest.mark.parametrize("way", ["parametrization", "hook"])
+def test_weight_norm(way):
+    norm = nn.utils.parametrizations.weight_norm if way == "parametrization" else nn.utils.weight_norm
+    compare(lambda: norm(nn.Linear(6, 4)), draw(5, 6))
+
+
+def test_losses_with_weights():
+    for weights in ({"pos_weight": draw(4, seed=5).abs()}, {"weight": draw(4, seed=6).abs()}, {"pos_weight": draw(1, seed=7).abs()}):
+        target = draw(5, 4, seed=8).sigmoid()
+
+        def call(_, x):
+            return F.binary_cross_entropy_with_logits(x, rows_like(target, x), **weights)
+
+        compare(nn.Identity, draw(5, 4), call)
+
+
+def rows_like(t, x):
+    return ts.distribute_tensor(t, ts.spec(x).mesh, ts.spec(x).placements) if ts.is_sharded(x) else t
+
+
+def by_rows(name, p):
+    return [ts.Shard(0)]
+
+
+@pytest.mark.parametrize("rule", [None, by_rows])
+def test_embedding_with_max_norm(rule):
+    index = torch.tensor([[0, 3], [2, 2], [6, 1]])
+    compare(
+        lambda: nn.Embedding(7, 4, max_norm=0.7),
+        draw(3, 2, 4),
+        lambda net, x: net(rows_like(index, x)) * x,
+        rule=rule,
+    )
+
+
+def test_sequences_of_different_lengths():
+    lengths = torch.tensor([4, 2, 1])
+
+    def call(net, x):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        out, _ = nn.utils.rnn.pad_packed_sequence(net(packed)[0], batch_first=True)
+        return out
+
+    compare(lambda: nn.GRU(6, 5, batch_first=True), draw(3, 4, 6), call)
+    compare(nn.Identity, draw(3, 4), lambda _, x: nn.utils.rnn.pad_sequence([x[0], x[1, :2], x[2, :3]], batch_first=True))
+
+
+@pytest.mark.parametrize("q", [0.3, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)])
+def test_quantiles(q):
+    compare(nn.Identity, draw(7, 6), lambda _, x: x.quantile(q, dim=0))
+    compare(nn.Identity, draw(7, 6), lambda _, x: x.nanquantile(q, dim=1))
+    compare(nn.Identity, draw(7, 6), lambda _, x: x.quantile(q))
+
+
+class Spectral(nn.Module):
+    """As neural operators have it: products of few modes, written into zeros."""
+
+    def __init__(self, channels=2, modes=2):
+        super().__init__()
+        self.modes = modes
+        self.weight = nn.Parameter(torch.randn(2, channels, channels, modes, modes, dtype=torch.float64))
+
+    def forward(self, x):
+        m = self.modes
+        parts = torch.fft.rfft2(x)
+        weight = torch.complex(self.weight[0], self.weight[1])
+        out = torch.zeros(x.shape[0], x.shape[1], x.shape[-2], x.shape[-1] // 2 + 1, dtype=parts.dtype)
+        out[:, :, :m, :m] = torch.einsum("bixy,ioxy->boxy", parts[:, :, :m, :m], weight)
+        out[:, :, -m:, :m] = torch.einsum("bixy,ioxy->boxy", parts[:, :, -m:, :m], weight)
+        return torch.fft.irfft2(out, s=x.shape[-2:])
+
+
+def test_values_written_into_zeros_of_the_model():
+    compare(Spectral, draw(3, 2, 6, 8))
+
+    def writes(_, x):
+        out = torch.zeros(4, 3, 6, dtype=x.dtype)
+        out[0] = x * 2
+        out[1, :, ::2] = x[:, ::2]
+        out[3, 1:2] = x[1:2]
+        return out
+
+    compare(nn.Identity, draw(3, 6), writes)
+
+    def stays_sharded(rank):
+        mesh = ts.Mesh({"x": 2})
+        ts.set_policies("error", "allow")
+        x, out = rows(draw(5, 6), mesh), torch.zeros(5, 9, dtype=torch.float64)
+        out[:, 2:8] = x
+        assert ts.spec(out).placements == (ts.Shard(0),) and ts.spec(out).sizes == ts.spec(x).sizes
+        kept = torch.zeros(5, 6, dtype=torch.float64)
+        view = kept[1:]
+        with pytest.raises(RuntimeError, match="others are views of too"):
+            kept[:3] = x[:3]
+        assert view.sum() == 0
+
+    on_ranks(2, stays_sharded)
+
+
+def scripted(net):
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(net), buffer)
+    buffer.seek(0)
+    return torch.jit.load(buffer)
+
+
+def traced(net):
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.trace(net, draw(4, 2, 6, 6)), buffer)
+    buffer.seek(0)
+    return torch.jit.load(buffer)
+
+
+@pytest.mark.parametrize("load", [scripted, traced])
+def test_modules_from_torchscript_train(load):
+    def make():
+        return nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(3, 2, 2, stride=2), nn.BatchNorm2d(2))
+
+    def trained(net, x):
+        optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+        return net(x)
+
+    x = draw(5, 2, 6, 6)
+    expected = trained(load(plain(make)), x)
+    nets = [load(plain(make)) for _ in range(2)]
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        for dim in (0, 2):
+            net = ts.distribute_module(copy.deepcopy(nets[rank]) if dim == 0 else nets[rank], mesh)
+            assert_same(trained(net, ts.distribute_tensor(x, mesh, [ts.Shard(dim)])), expected, f"dim {dim}")
+
+    on_ranks(2, body)
+
+
+def test_scaled_losses():
+    """GradScaler: one rank's overflow skips the step of all."""
+
+    def trained(net, x, scaler, sharded):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = net(x * (float("inf") if step == 1 else 1)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale(), [whole(p) for p in net.parameters()]
+
+    x = draw(5, 6)
+    expected = trained(plain(lambda: nn.Linear(6, 4)), x, torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), False)
+    nets = [plain(lambda: nn.Linear(6, 4)) for _ in range(4)]
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        ts.set_policies("allow", "allow")
+        for k, rule in enumerate((None, by_rows)):
+            net = ts.distribute_module(nets[2 * k + rank], mesh, rule)
+            got = trained(net, rows(x, mesh), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), True)
+            assert got[0] == expected[0]
+            for a, b in zip(got[1], expected[1]):
+                assert_same(a, b)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_fused_optimizers(kind):
+    options = {"lr": 0.05, "fused": True} | ({"momentum": 0.9} if kind == "SGD" else {})
+
+    def trained(net, x):
+        optimizer = getattr(torch.optim, kind)(net.parameters(), **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+        return [whole(p) for p in net.parameters()]
+
+    x = draw(5, 6)
+    expected = trained(plain(lambda: nn.Linear(6, 4)), x)
+    nets = [plain(lambda: nn.Linear(6, 4)) for _ in range(4)]
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        ts.set_policies("allow", "allow")
+        for k, rule in enumerate((None, by_rows)):
+            for a, b in zip(trained(ts.distribute_module(nets[2 * k + rank], mesh, rule), rows(x, mesh)), expected):
+                assert_same(a, b)
+
+    on_ranks(2, body)
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return torch.ops.tessera_tests.twice(x) + 1
+
+
+torch.library.define("tessera_tests::twice", "(Tensor x) -> Tensor")
+torch.library.impl("tessera_tests::twice", "CPU", lambda x: x * 2)
+
+
+class Ranks(nn.Module):
+    """Wrong: what a rank computes depends on which one it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.inner(x) * (1 + 1e-3 * ts.rank() if ts.is_sharded(x) else 1)
+
+
+def test_check_says_whether_a_model_is_safe():
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.GELU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(1)).double()
+    models = [net, Twice(), Ranks().double(), nn.Linear(6, 4).double()]
+    before = [p.detach().clone() for p in net.parameters()]
+
+    def body(rank):
+        mesh = ts.Mesh({"data": 1, "domain": 2})
+        report = ts.check(models[0], draw(3, 2, 8, 6), mesh, [ts.Replicate(), ts.Shard(2)])
+        assert report and not report.refused and len(report.gradients) == 5
+        assert any(m.bytes > 0 for m in report.moved if m.operator == "conv2d") and report.backward.bytes > 0
+        assert "safe on" in str(report) and "dropout" in str(report)
+        assert report.values[0].placements == (ts.Replicate(), ts.Replicate()) or report.values[0].placements[1] == ts.Partial("sum")
+        # Refused operators are named, with their place, and what follows them is looked at too.
+        report = ts.check(models[1], draw(4, 6), mesh, [ts.Replicate(), ts.Shard(0)], gradients=False)
+        assert not report and not report.wrong and [r.operator for r in report.refused] == ["tessera_tests::twice"]
+        assert "test_programs.py" in report.refused[0].where and "no sharding rule" in report.refused[0].why
+        # A difference is named.
+        report = ts.check(models[2], draw(4, 6), mesh, [ts.Replicate(), ts.Shard(0)])
+        assert not report and report.wrong[0].name == "output" and "NOT SAFE" in str(report)
+        # A mistake of the model's own is raised as it is.
+        with pytest.raises(RuntimeError):
+            ts.check(models[3], draw(4, 7), mesh)
+        assert ts.check(models[3], draw(4, 6), mesh, rule=lambda name, p: [ts.Replicate(), ts.Shard(0)])
+
+    on_ranks(2, body)
+    for p, q in zip(net.parameters(), before):
+        assert torch.equal(p, q) and p.grad is None and not ts.is_sharded(p)
