@@ -31,7 +31,7 @@ namespace {
 
 using detail::Want;
 
-constexpr CallOptions kLoadCall{std::chrono::milliseconds(0), "checkpoint"};
+CallOptions call_within(std::chrono::milliseconds limit) { return {limit, "checkpoint"}; }
 
 Box full_box(const std::vector<std::int64_t>& shape) {
   Box box;
@@ -52,8 +52,8 @@ struct CheckpointReader::Impl {
     std::string text;
     detail::on_first_rank(
         group, "load", [&] { text = to_json(SavedCheckpoint(folder, name).manifest()); },
-        kLoadCall);
-    text = group.broadcast_bytes(text, 0, kLoadCall);
+        call_within(kReadLimit));
+    text = group.broadcast_bytes(text, 0, call_within(kReadLimit));
     saved = std::make_unique<SavedCheckpoint>(folder, name,
                                               parse_manifest(text, concat(folder, '/', name)));
   }
@@ -64,7 +64,7 @@ struct CheckpointReader::Impl {
           saved = std::make_unique<SavedCheckpoint>(file);
           for (const Entry& e : saved->manifest().entries) layout_of(e);
         },
-        kLoadCall);
+        call_within(kReadLimit));
   }
 
   TorchLayout layout_of(const Entry& e) const {
@@ -96,13 +96,13 @@ struct CheckpointReader::Impl {
             saved->read(*want.entry, want.box, staged.back().data_ptr(), options.max_over_read);
           }
         },
-        kLoadCall);
-    if (options.verify && saved->has_checksums()) verify_used(wants);
+        call_within(options.timeout));
+    if (options.verify && saved->has_checksums()) verify_used(wants, call_within(options.timeout));
     return staged;
   }
 
   // Records that are used only in parts have not been verified by who read them.
-  void verify_used(const std::vector<Want>& wants) {
+  void verify_used(const std::vector<Want>& wants, const CallOptions& call) {
     const auto& entries = saved->manifest().entries;
     std::vector<std::size_t> first(entries.size() + 1, 0);
     for (std::size_t e = 0; e < entries.size(); ++e)
@@ -117,13 +117,14 @@ struct CheckpointReader::Impl {
       }
     }
     std::string most = mine;
-    for (const std::string& other : group.all_gather_bytes(mine, kLoadCall))
+    for (const std::string& other : group.all_gather_bytes(mine, call))
       for (std::size_t i = 0; i < most.size(); ++i) most[i] = std::max(most[i], other[i]);
-    verify_records([&](std::size_t e, std::size_t r) { return most[first[e] + r] == 1; });
+    verify_records([&](std::size_t e, std::size_t r) { return most[first[e] + r] == 1; }, call);
   }
 
   // Each record that `chosen` says is verified by one rank, the bytes spread over all.
-  void verify_records(const std::function<bool(std::size_t, std::size_t)>& chosen) {
+  void verify_records(const std::function<bool(std::size_t, std::size_t)>& chosen,
+                      const CallOptions& call) {
     detail::together(
         group, "load",
         [&] {
@@ -137,7 +138,7 @@ struct CheckpointReader::Impl {
               if (least - loads.begin() == group.rank()) saved->verify(entries[e], r);
             }
         },
-        kLoadCall);
+        call);
   }
 
   std::string read_value(const Entry& e) const {
@@ -235,7 +236,7 @@ void CheckpointReader::load(CheckpointState& state, const LoadOptions& options) 
         if (!wrong.empty())
           throw InvalidArgument(concat("'", impl_->saved->path(), "' does not fit:", wrong));
       },
-      kLoadCall);
+      call_within(options.timeout));
   const std::vector<at::Tensor> staged = impl_->read_all(wants, options);
   std::map<std::string, std::string> values, mine;
   detail::together(
@@ -247,7 +248,7 @@ void CheckpointReader::load(CheckpointState& state, const LoadOptions& options) 
             mine[e.info.name] = impl_->read_value(e);
         }
       },
-      kLoadCall);
+      call_within(options.timeout));
   for (std::size_t i = 0; i < wants.size(); ++i)
     if (staged[i].numel() > 0) wants[i].into.copy_(staged[i]);
   for (const auto& [name, bytes] : values) state.set(name, bytes);
@@ -291,7 +292,8 @@ std::vector<std::pair<std::string, at::Tensor>> CheckpointReader::read_as_saved(
 std::string CheckpointReader::value(const std::string& name) const {
   const Entry& e = impl_->need(EntryKind::value, name, "value");
   std::string bytes;
-  detail::together(impl_->group, "load", [&] { bytes = impl_->read_value(e); }, kLoadCall);
+  detail::together(
+      impl_->group, "load", [&] { bytes = impl_->read_value(e); }, call_within(kReadLimit));
   return bytes;
 }
 std::int64_t CheckpointReader::integer(const std::string& name) const {
@@ -313,90 +315,102 @@ std::map<int, std::string> CheckpointReader::values_of_ranks(const std::string& 
           throw InvalidArgument(concat("'", impl_->saved->path(), "' has no value of ranks '", name,
                                        "'; it has ", list(rank_value_names())));
       },
-      kLoadCall);
+      call_within(kReadLimit));
   return all;
 }
 
-void CheckpointReader::verify() const {
+void CheckpointReader::verify(std::chrono::milliseconds timeout) const {
   if (impl_->saved->has_checksums())
-    impl_->verify_records([](std::size_t, std::size_t) { return true; });
+    impl_->verify_records([](std::size_t, std::size_t) { return true; }, call_within(timeout));
 }
 
-void CheckpointReader::export_file(const std::string& path,
-                                   std::shared_ptr<FileOperations> operations) const {
-  const auto& entries = impl_->saved->manifest().entries;
+namespace {
+
+// The file that export_file() writes: its header, and where each tensor comes from.
+struct Export {
   std::vector<SafetensorsTensor> tensors;
   std::vector<const Entry*> from;
-  std::string header, temporary;
-  detail::on_first_rank(
-      impl_->group, "export", [&] { temporary = concat(path, ".tmp-", make_nonce()); }, kLoadCall);
-  temporary = impl_->group.broadcast_bytes(temporary, 0, kLoadCall);
-  detail::together(
-      impl_->group, "export",
-      [&] {
-        for (const Entry& e : entries) {
-          if (e.info.kind != EntryKind::tensor) continue;
-          tensors.push_back(
-              safetensors_tensor(e.info.name, impl_->layout_of(e).dtype, e.info.shape));
-          from.push_back(&e);
-        }
-        header = write_safetensors_header(tensors);
-        if (impl_->group.rank() != 0) return;
-        auto file = operations->open(temporary);
-        std::uint64_t end = 0;
-        for (const auto& t : tensors) end = std::max(end, t.end);
-        operations->resize(file, header.size() + end);
-        operations->write(file, header.data(), header.size(), 0);
-        operations->close(file);
-      },
-      kLoadCall);
+  std::string header;
+
+  // What stands in the file before the ranks write their records.
+  void begin(const std::shared_ptr<FileOperations>& operations, const std::string& path) const {
+    OpenFile file(operations, path);
+    std::uint64_t end = 0;
+    for (const auto& t : tensors) end = std::max(end, t.end);
+    file.resize(header.size() + end);
+    file.write(header.data(), header.size(), 0);
+    file.close();
+  }
+
+  // One record of the i-th tensor: its runs in the full tensor, which is contiguous in the file.
+  void write(OpenFile& file, std::size_t i, const Record& record, const char* bytes) const {
+    const auto& shape = from[i]->info.shape;
+    std::size_t inner = shape.size();
+    std::uint64_t run = element_bytes(from[i]->info.dtype);
+    const std::uint64_t element = run;
+    while (inner > 0 && record.box[inner - 1].size() == shape[inner - 1])
+      run *= static_cast<std::uint64_t>(shape[--inner]);
+    if (inner > 0) run *= static_cast<std::uint64_t>(record.box[--inner].size());
+    std::vector<std::int64_t> index(inner, 0);
+    for (std::uint64_t at = 0; at < record.bytes; at += run) {
+      std::uint64_t place = 0;
+      for (std::size_t d = 0; d < shape.size(); ++d)
+        place = place * static_cast<std::uint64_t>(shape[d]) +
+                static_cast<std::uint64_t>(record.box[d].begin + (d < inner ? index[d] : 0));
+      file.write(bytes + at, run, header.size() + tensors[i].begin + place * element);
+      for (std::size_t d = inner; d > 0 && ++index[d - 1] == record.box[d - 1].size(); --d)
+        index[d - 1] = 0;
+    }
+  }
+};
+
+}  // namespace
+
+void CheckpointReader::export_file(const std::string& path,
+                                   const std::shared_ptr<FileOperations>& operations,
+                                   std::chrono::milliseconds timeout) const {
+  const CallOptions call = call_within(timeout);
+  const Group& group = impl_->group;
+  Export whole;
+  const std::string temporary = group.broadcast_bytes(concat(path, ".tmp-", make_nonce()), 0, call);
   const auto write_mine = [&] {
-    auto file = operations->open(temporary, true);
-    std::vector<std::uint64_t> loads(static_cast<std::size_t>(impl_->group.size()), 0);
+    OpenFile file(operations, temporary, true);
+    std::vector<std::uint64_t> loads(static_cast<std::size_t>(group.size()), 0);
     std::vector<char> bytes;
-    for (std::size_t i = 0; i < tensors.size(); ++i)
-      for (const Record& record : from[i]->records) {
+    for (std::size_t i = 0; i < whole.tensors.size(); ++i)
+      for (const Record& record : whole.from[i]->records) {
         const auto least = std::min_element(loads.begin(), loads.end());
         *least += record.bytes;
-        if (least - loads.begin() != impl_->group.rank() || record.bytes == 0) continue;
+        if (least - loads.begin() != group.rank() || record.bytes == 0) continue;
         bytes.resize(record.bytes);
-        impl_->saved->read(*from[i], record.box, bytes.data());
-        // Runs of the record in the full tensor, which is contiguous in the file.
-        const auto& shape = from[i]->info.shape;
-        std::size_t inner = shape.size();
-        std::uint64_t run = element_bytes(from[i]->info.dtype);
-        const std::uint64_t element = run;
-        while (inner > 0 && record.box[inner - 1].size() == shape[inner - 1])
-          run *= static_cast<std::uint64_t>(shape[--inner]);
-        if (inner > 0) run *= static_cast<std::uint64_t>(record.box[--inner].size());
-        std::vector<std::int64_t> index(inner, 0);
-        for (std::uint64_t at = 0; at < record.bytes; at += run) {
-          std::uint64_t place = 0;
-          for (std::size_t d = 0; d < shape.size(); ++d)
-            place = place * static_cast<std::uint64_t>(shape[d]) +
-                    static_cast<std::uint64_t>(record.box[d].begin + (d < inner ? index[d] : 0));
-          operations->write(file, bytes.data() + at, run,
-                            header.size() + tensors[i].begin + place * element);
-          for (std::size_t d = inner; d > 0 && ++index[d - 1] == record.box[d - 1].size(); --d)
-            index[d - 1] = 0;
-        }
+        impl_->saved->read(*whole.from[i], record.box, bytes.data());
+        whole.write(file, i, record, bytes.data());
       }
-    operations->sync(file);
-    operations->close(file);
+    file.sync();
+    file.close();
   };
   try {
-    detail::together(impl_->group, "export", write_mine, kLoadCall);
-    detail::on_first_rank(
-        impl_->group, "export",
+    detail::together(
+        group, "export",
         [&] {
-          operations->rename(temporary, path);
-          operations->sync_folder(folder_of(path));
+          for (const Entry& e : impl_->saved->manifest().entries) {
+            if (e.info.kind != EntryKind::tensor) continue;
+            whole.tensors.push_back(
+                safetensors_tensor(e.info.name, impl_->layout_of(e).dtype, e.info.shape));
+            whole.from.push_back(&e);
+          }
+          whole.header = write_safetensors_header(whole.tensors);
+          if (group.rank() == 0) whole.begin(operations, temporary);
         },
-        kLoadCall);
+        call);
+    detail::together(group, "export", write_mine, call);
+    detail::on_first_rank(
+        group, "export", [&] { move_into_place(*operations, temporary, path); }, call);
   } catch (...) {
     try {
-      if (impl_->group.rank() == 0) operations->remove(temporary);
+      if (group.rank() == 0) operations->remove(temporary);
     } catch (const FileError&) {
+      // What stays behind has a name that no reader trusts.
     }
     throw;
   }

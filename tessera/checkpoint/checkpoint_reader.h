@@ -13,6 +13,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -29,6 +30,10 @@
 
 namespace tessera {
 
+/// How long the ranks wait for the slowest one where a call is given no other limit: who has little
+/// to read waits for who has most.
+inline constexpr std::chrono::milliseconds kReadLimit = std::chrono::hours(1);
+
 struct LoadOptions {
   /// Compares the checksum of every piece of which something is used: pieces that a rank needs in
   /// full while it reads them, the others by one rank each, which reads them for that.
@@ -43,6 +48,8 @@ struct LoadOptions {
   /// Runs of bytes near each other are read at once if that reads at most so many times what is
   /// needed. Above 1, columns of a matrix load in fewer and larger reads.
   double max_over_read = 1;
+  /// How long the ranks wait for the slowest one to have read.
+  std::chrono::milliseconds timeout = kReadLimit;
 };
 
 /// What a checkpoint has under a name.
@@ -100,11 +107,12 @@ class CheckpointReader {
   std::map<int, std::string> values_of_ranks(const std::string& name) const;
 
   /// Compares every checksum; each rank reads its share of the bytes.
-  void verify() const;
+  void verify(std::chrono::milliseconds timeout = kReadLimit) const;
   /// All tensors into one safetensors file, by their names, written by all ranks; no rank holds
   /// more than one piece of a tensor. At its place complete or not at all.
   void export_file(const std::string& path,
-                   std::shared_ptr<FileOperations> operations = FileOperations::system()) const;
+                   const std::shared_ptr<FileOperations>& operations = FileOperations::system(),
+                   std::chrono::milliseconds timeout = kReadLimit) const;
 
   /// Bytes of tensors and values that this rank has read so far, checksums included. Not
   /// collective.

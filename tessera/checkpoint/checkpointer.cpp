@@ -9,9 +9,12 @@
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <optional>
+#include <system_error>
 #include <thread>
 #include <tuple>
 
+#include "tessera/base/deadline.h"
 #include "tessera/base/error.h"
 #include "tessera/base/hash.h"
 #include "tessera/base/json_text.h"
@@ -20,6 +23,8 @@
 #include "tessera/checkpoint/detail/together.h"
 #include "tessera/checkpoint/storage/catalogue.h"
 #include "tessera/checkpoint/storage/shard_file.h"
+#include "tessera/comm/group/agreement.h"
+#include "tessera/comm/job/tagged_group.h"
 #include "tessera/files/checksum.h"
 #include "tessera/files/json.h"
 
@@ -51,6 +56,19 @@ std::string greeting_text(const Greeting& g) {
 Greeting greeting_from(const std::string& text) {
   return {text.substr(49), text.substr(32, 16), from_hex(text.substr(0, 16)),
           from_hex(text.substr(16, 16)), text.at(48) == '1'};
+}
+
+// What the ranks must have in common, a line each.
+std::string options_text(const CheckpointOptions& options) {
+  return concat("keep_last ", options.keep_last, "\nbusy ",
+                options.busy == CheckpointOptions::Busy::wait ? "wait" : "refuse",
+                "\ncheck_replicas ", options.check_replicas, "\ntimeout ", options.timeout.count(),
+                " ms");
+}
+
+void check_given(const std::string& folder, const CheckpointOptions& options) {
+  if (folder.empty()) throw InvalidArgument("the folder of checkpoints has no name");
+  if (!options.operations) throw InvalidArgument("CheckpointOptions::operations is null");
 }
 
 // Makes a folder and those above it.
@@ -85,24 +103,29 @@ struct Checkpointer::Impl {
   Impl(const DistributedManager& manager, std::string path, const CheckpointOptions& given,
        std::vector<int> ranks)
       : folder(std::move(path)), options(given) {
-    if (folder.empty()) throw InvalidArgument("the folder of checkpoints has no name");
     while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
     if (ranks.empty()) {
       ranks.resize(static_cast<std::size_t>(manager.world_size()));
       std::iota(ranks.begin(), ranks.end(), 0);
     }
     group = manager.group(ranks);
-    // A group of its own, so that the writing threads never meet the program's calls, nor those of
-    // another Checkpointer: groups of one time limit are one group, hence the odd milliseconds.
-    const auto odd = static_cast<std::int64_t>(Hash().text(folder).value() % 10007);
-    writers = manager.group(ranks, {.timeout = options.timeout + std::chrono::milliseconds(odd)});
-    in_background = group.size() == 1 || writers.backend() != "mpi";
+    options.timeout = bounded_limit(options.timeout);
+    // They choose the calls of the saves, and the group of the writing threads.
+    require_agreement(group, "the options of a Checkpointer", options_text(options));
     call = {options.timeout, "checkpoint"};
+    detail::together(group, "checkpoints", [&] { check_given(folder, options); }, call);
+    // A group of its own, so that the writing threads never meet the program's calls, nor those of
+    // the Checkpointer of another folder. Ranks may spell a folder differently: the first decides.
+    const std::string tag = group.broadcast_bytes(
+        concat("checkpoints #", to_hex(Hash().text(folder).value())), 0, call);
+    writers = tagged_group(manager, ranks, {.timeout = options.timeout}, tag);
+    in_background = group.size() == 1 || writers.backend() != "mpi";
     detail::on_first_rank(
         group, "checkpoints",
         [&] {
           make_folders(folder, *options.operations);
-          if (options.remove_incomplete) tessera::remove_incomplete(folder, *options.operations);
+          if (options.remove_incomplete)
+            warn(tessera::remove_incomplete(folder, *options.operations));
         },
         call);
   }
@@ -308,45 +331,77 @@ struct Checkpointer::Impl {
         detail::throw_error(all[r].substr(1), all.size() > 1 ? concat("rank ", r, ": ") : "");
       outcomes.push_back(outcome_from(std::string_view(all[r]).substr(1)));
     }
-    const auto before = list_checkpoints(folder);
+    const std::uint64_t sequence = next_sequence();
     options.operations->sync_folder(folder);
-    const auto left = commit_checkpoint(path, before.empty() ? 1 : before.back().sequence + 1,
-                                        *job.plan, outcomes, job.nonce, options.operations);
-    const std::lock_guard lock(mutex);
-    warned.insert(warned.end(), left.begin(), left.end());
+    warn(commit_checkpoint(path, sequence, *job.plan, outcomes, job.nonce, options.operations));
   }
 
+  // Higher than that of any checkpoint in the folder: the latest is the one with the highest.
+  std::uint64_t next_sequence() {
+    std::vector<std::string> unread;
+    const std::uint64_t highest = highest_sequence(folder, unread);
+    // Since one job saves here at a time, those that were there before can all be outnumbered by
+    // what was known when all could be read.
+    if (!unread.empty() && !known_sequence)
+      throw FileError(concat("'", folder,
+                             "' may hold later checkpoints than those that can be read, and the "
+                             "new one must come after them: ",
+                             unread.front(), "; make it readable, or move it out of the folder"));
+    warn(unread);
+    known_sequence = std::max(highest, known_sequence.value_or(0)) + 1;
+    return *known_sequence;
+  }
+
+  // The new checkpoint stands: what fails here is no failure of its save.
   void retain() {
     if (options.keep_last <= 0) return;
-    const auto all = list_checkpoints(folder);
+    std::vector<CheckpointName> all;
+    try {
+      all = list_checkpoints(folder);
+    } catch (const FileError& e) {
+      warn({concat("no earlier checkpoint was removed: ", e.what())});
+    }
     for (std::size_t i = 0; i + static_cast<std::size_t>(options.keep_last) < all.size(); ++i) {
       try {
         remove_checkpoint(folder, all[i].name, *options.operations);
       } catch (const FileError& e) {
-        const std::lock_guard lock(mutex);
-        warned.push_back(concat("checkpoint '", all[i].name, "' was to be removed: ", e.what()));
+        warn({concat("checkpoint '", all[i].name, "' was to be removed: ", e.what())});
       }
     }
+  }
+
+  void warn(const std::vector<std::string>& what) {
+    const std::lock_guard lock(mutex);
+    warned.insert(warned.end(), what.begin(), what.end());
+  }
+
+  void run_job() {
+    try {
+      write(*job);
+      if (in_background) commit(*job, writers);
+    } catch (...) {
+      job->failure = std::current_exception();
+    }
+    writing = false;
   }
 
   void start(std::unique_ptr<Job> fresh) {
     job = std::move(fresh);
     writing = true;
-    thread = std::thread([this] {
-      try {
-        write(*job);
-        if (in_background) commit(*job, writers);
-      } catch (...) {
-        job->failure = std::current_exception();
-      }
-      writing = false;
-    });
+    try {
+      thread = std::thread([this] { run_job(); });
+    } catch (const std::system_error& e) {
+      // The other ranks' threads wait for this one's file, so it is written here.
+      warn({concat("checkpoint '", job->name,
+                   "' was not saved in the background: no thread could be started: ", e.what())});
+      run_job();
+    }
   }
 
   // The end of what start() began; throws what it has come to, once.
   void finish() {
     if (!job) return;
-    thread.join();
+    if (thread.joinable()) thread.join();
     const std::unique_ptr<Job> done = std::move(job);
     if (done->failure) std::rethrow_exception(done->failure);
     if (!done->committed) commit(*done, group);
@@ -366,6 +421,9 @@ struct Checkpointer::Impl {
   std::thread thread;
   std::atomic<bool> writing{false};
   std::atomic<std::uint64_t> written{0};
+  // First rank: the highest that was ever in the folder; absent until all could be read once. Used
+  // by one save at a time.
+  std::optional<std::uint64_t> known_sequence;
   mutable std::mutex mutex;
   std::vector<std::string> warned;
 };
@@ -393,25 +451,20 @@ void Checkpointer::wait() { impl_->finish(); }
 bool Checkpointer::saving() const { return impl_->saving(); }
 
 std::vector<std::string> Checkpointer::names(std::vector<std::string>* problems) const {
-  std::string text;
+  std::vector<std::string> found, wrong;
   detail::on_first_rank(
       impl_->group, "checkpoints",
       [&] {
-        std::vector<std::string> wrong;
         for (const CheckpointName& one : list_checkpoints(impl_->folder, &wrong))
-          text += (text.empty() ? "[[" : ",") + json_text(one.name);
-        text += text.empty() ? "[[],[" : "],[";
-        for (std::size_t i = 0; i < wrong.size(); ++i)
-          text += (i > 0 ? "," : "") + json_text(wrong[i]);
-        text += "]]";
+          found.push_back(one.name);
       },
       impl_->call);
-  const Json json = Json::parse(impl_->group.broadcast_bytes(text, 0, impl_->call));
-  std::vector<std::string> all;
-  for (const Json& name : json.items().at(0).items()) all.push_back(name.string());
+  // Paths may have any bytes.
+  const auto both = detail::unpacked(impl_->group.broadcast_bytes(
+      detail::packed({detail::packed(found), detail::packed(wrong)}), 0, impl_->call));
   if (problems)
-    for (const Json& what : json.items().at(1).items()) problems->push_back(what.string());
-  return all;
+    for (const std::string& what : detail::unpacked(both.at(1))) problems->push_back(what);
+  return detail::unpacked(both.at(0));
 }
 
 std::optional<std::string> Checkpointer::latest(std::vector<std::string>* problems) const {

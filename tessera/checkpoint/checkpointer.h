@@ -57,11 +57,13 @@ struct CheckpointOptions {
 /// All calls are collective over the ranks unless they say otherwise, and errors are thrown on all
 /// of them: FileError for what cannot be written, with the path; InvalidArgument for states that do
 /// not fit together. A save that throws leaves no checkpoint by its name, or the one that was there
-/// before.
+/// before. If only the last step fails, which syncs the folder after the manifest was moved there,
+/// the new one may stand, and the error says so.
 class Checkpointer {
  public:
   /// Over all ranks of the job, or over these (global ranks, of which this is one). Makes the
-  /// folder.
+  /// folder, as the first rank spells it; the other ranks may spell it otherwise. Throws
+  /// MismatchError if the ranks' options differ.
   Checkpointer(const DistributedManager& manager, const std::string& folder,
                const CheckpointOptions& options = {}, const std::vector<int>& ranks = {});
   /// Waits until this rank has written; an error that nobody has asked for is lost. Where ranks
@@ -79,7 +81,8 @@ class Checkpointer {
   /// Returns when this rank's share has been copied: the state may be changed from then on. The
   /// rest is done by a thread of its own, whose error the next call throws. While an earlier save
   /// is under way it waits for that one first, or throws CheckpointBusy on every rank, as the
-  /// options say. Where ranks talk over MPI, the thread writes and the next call commits.
+  /// options say. Where ranks talk over MPI, the thread writes and the next call commits. Where the
+  /// system starts no thread, it returns when the checkpoint is on the disk, and warns.
   void start_save(const std::string& name, const CheckpointState& state);
   /// Until no save is under way. Throws what it has come to.
   void wait();
@@ -94,7 +97,8 @@ class Checkpointer {
   void remove(const std::string& name);
 
   /// What went wrong beside the saves themselves, on the first rank: old checkpoints that could not
-  /// be removed. Not collective.
+  /// be removed, folders that could not be read; on any rank: threads that did not start. Not
+  /// collective.
   std::vector<std::string> warnings() const;
   /// Bytes of the file that this rank wrote in the last save that ended. Not collective.
   std::uint64_t bytes_written() const;

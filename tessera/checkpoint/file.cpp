@@ -1,9 +1,12 @@
 #include "tessera/checkpoint/file.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include <algorithm>
+#include <chrono>
 #include <exception>
 #include <map>
 #include <memory>
@@ -24,7 +27,10 @@ namespace tessera {
 
 namespace {
 
-constexpr CallOptions kCall{std::chrono::milliseconds(0), "file"};
+// One rank reads and writes for all: that lasts longer than what groups otherwise wait for.
+CallOptions call_on(const Group& all) {
+  return {std::max<std::chrono::milliseconds>(all.timeout(), std::chrono::hours(1)), "file"};
+}
 constexpr const char* kLayouts = "tessera.layouts";
 
 at::Tensor slice(const at::Tensor& t, const Box& held, const Box& box) {
@@ -64,14 +70,14 @@ void transfer(const Group& all, const at::Tensor& part, const Box& part_box,
     arrivals.emplace_back(to, buffer);
     messages.push_back({Message::Kind::receive, buffer, p.rank});
   }
-  if (!messages.empty()) all.exchange(messages, kCall);
+  if (!messages.empty()) all.exchange(messages, call_on(all));
   for (const Box& box : plan.copies)
     slice(target, target_box, box).copy_(slice(source, source_box, box));
   for (const auto& [to, buffer] : arrivals) to.copy_(buffer);
 }
 
 void on_first_rank(const Group& all, const char* call, const std::function<void()>& body) {
-  detail::on_first_rank(all, call, body, kCall);
+  detail::on_first_rank(all, call, body, call_on(all));
 }
 
 at::Tensor without_partial(const at::Tensor& t) {
@@ -105,7 +111,7 @@ struct Reading {
       file->read(json.data(), json.size(), 8);
       json = concat(header.data_bytes, ' ', json);
     });
-    json = all.broadcast_bytes(json, 0, kCall);
+    json = all.broadcast_bytes(json, 0, call_on(all));
     const auto space = json.find(' ');
     if (all.rank() != 0)
       header = parse_safetensors_header(std::string_view(json).substr(space + 1),
@@ -116,12 +122,17 @@ struct Reading {
   // This rank's shard, on the CPU.
   at::Tensor read(const Group& all, std::size_t i, const ShardSpec& to) {
     const TorchLayout& t = layouts[i];
-    const at::Tensor mine = at::empty(to.local_shape(), at::TensorOptions(t.dtype));
-    at::Tensor whole;
-    on_first_rank(all, "load", [&] {
-      whole = at::empty(t.shape, at::TensorOptions(t.dtype));
-      file->read(whole.data_ptr(), whole.nbytes(), header.data + header.tensors[i].begin);
-    });
+    at::Tensor mine, whole;
+    // Memory may run out on any rank, on the first one first.
+    detail::together(
+        all, "load",
+        [&] {
+          mine = at::empty(to.local_shape(), at::TensorOptions(t.dtype));
+          if (all.rank() != 0) return;
+          whole = at::empty(t.shape, at::TensorOptions(t.dtype));
+          file->read(whole.data_ptr(), whole.nbytes(), header.data + header.tensors[i].begin);
+        },
+        call_on(all));
     const int me = all.rank();
     transfer(all, mine, to.sharding().box(me), whole, whole_box(t.shape),
              transfer_plan(on_first(t.shape), to.sharding(), me), false);
@@ -172,7 +183,14 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
   if (!layouts.empty()) metadata[kLayouts] = concat('{', layouts, '}');
   const std::string header = write_safetensors_header(stored, metadata);
   std::unique_ptr<AtomicFile> file;
+  // For the largest sharded tensor, before the transfers: memory that runs out in the middle would
+  // strand the other ranks there.
+  at::Tensor memory;
   on_first_rank(all, "save", [&] {
+    std::int64_t most = 0;
+    for (const auto& [name, t] : tensors)
+      if (is_sharded(t)) most = std::max<std::int64_t>(most, t.numel() * t.element_size());
+    memory = at::empty({most}, at::kByte);
     file = std::make_unique<AtomicFile>(path);
     file->write(header);
   });
@@ -180,21 +198,21 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
   for (const std::size_t i : safetensors_data_order(stored)) {
     const at::Tensor& t = tensors[i].second;
     at::Tensor whole;
-    if (!is_sharded(t)) {
-      whole = t.detach().resolve_conj().resolve_neg().cpu().contiguous();
-    } else {
+    if (is_sharded(t)) {
       const at::Tensor value = without_partial(t.detach());
       const ShardSpec s = spec(value);
       const at::Tensor part = to_local(value).cpu();
-      if (all.rank() == 0) whole = at::empty(s.shape(), part.options().memory_format(c10::nullopt));
+      if (all.rank() == 0)
+        whole = at::from_blob(memory.mutable_data_ptr(), s.shape(), part.scalar_type());
       transfer(all, part, s.sharding().box(all.rank()), whole, whole_box(s.shape()),
                transfer_plan(s.sharding(), on_first(s.shape()), all.rank()), true);
     }
     // The others learn of it at the end: they are in the transfers until then.
     if (all.rank() == 0 && !failed) {
       try {
+        if (!is_sharded(t)) whole = t.detach().resolve_conj().resolve_neg().cpu().contiguous();
         file->write(whole.data_ptr(), whole.nbytes());
-      } catch (const FileError&) {
+      } catch (const std::exception&) {
         failed = std::current_exception();
       }
     }

@@ -11,7 +11,9 @@
 // ranks, see checkpoint.h.
 //
 // All calls are collective over the mesh. An error on the first rank is thrown on all: FileError
-// for a file that cannot be opened, read or written, is damaged, or holds what libtorch cannot.
+// for a file that cannot be opened, read or written, is damaged, or holds what libtorch cannot. The
+// other ranks wait for the first one for an hour, or for the time limit of the mesh's groups if it is
+// longer.
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>

@@ -125,11 +125,15 @@ std::vector<std::string> names_in(const std::string& folder) {
     if (errno == ENOENT) return names;
     refuse_operation(folder, "read as a folder");
   }
-  for (const dirent* entry; (entry = ::readdir(opened)) != nullptr;) {
+  errno = 0;
+  for (const dirent* entry; (entry = ::readdir(opened)) != nullptr; errno = 0) {
     const std::string name = entry->d_name;
     if (name != "." && name != "..") names.push_back(name);
   }
+  const int reason = errno;
   ::closedir(opened);
+  // Half a listing would pass for a folder that holds no more.
+  if (reason != 0) refuse_operation(folder, "read to its end as a folder", reason);
   std::sort(names.begin(), names.end());
   return names;
 }
@@ -146,32 +150,72 @@ std::string make_nonce() {
                     .value());
 }
 
-AtomicFile::AtomicFile(const std::string& path, std::shared_ptr<FileOperations> operations,
-                       const std::string& nonce)
-    : path_(path), operations_(std::move(operations)) {
-  file_ = operations_->open(concat(path, ".tmp-", nonce));
+OpenFile::OpenFile(std::shared_ptr<FileOperations> operations, const std::string& path,
+                   bool existing)
+    : operations_(std::move(operations)), file_(operations_->open(path, existing)) {}
+
+OpenFile::~OpenFile() {
+  try {
+    close();
+  } catch (const std::exception&) {
+    // Nobody waits for what it holds.
+  }
 }
 
-AtomicFile::~AtomicFile() {
+void OpenFile::close() {
+  if (file_.descriptor >= 0) operations_->close(file_);
+}
+
+namespace {
+
+void sync_moved(FileOperations& operations, const std::string& path) {
   try {
-    operations_->close(file_);
-    if (!moved_) operations_->remove(file_.path);
+    operations.sync_folder(folder_of(path));
+  } catch (const FileError& e) {
+    throw FileError(
+        concat(e.what(), "; '", path,
+               "' is complete and at its place, but a crash of the system may undo it"));
+  }
+}
+
+}  // namespace
+
+void move_into_place(FileOperations& operations, const std::string& from, const std::string& to) {
+  operations.rename(from, to);
+  sync_moved(operations, to);
+}
+
+AtomicFile::AtomicFile(const std::string& path, std::shared_ptr<FileOperations> operations,
+                       const std::string& nonce)
+    : path_(path),
+      operations_(std::move(operations)),
+      file_(operations_, concat(path, ".tmp-", nonce)) {}
+
+AtomicFile::~AtomicFile() {
+  if (moved_) return;
+  try {
+    file_.close();
+  } catch (const std::exception&) {
+    // It is to go anyhow.
+  }
+  try {
+    operations_->remove(file_.path());
   } catch (const std::exception&) {
     // What stays behind has a name that no reader trusts.
   }
 }
 
 void AtomicFile::write(const void* data, std::size_t bytes) {
-  operations_->write(file_, data, bytes, size_);
+  file_.write(data, bytes, size_);
   size_ += bytes;
 }
 
 void AtomicFile::commit() {
-  operations_->sync(file_);
-  operations_->close(file_);
-  operations_->rename(file_.path, path_);
+  file_.sync();
+  file_.close();
+  operations_->rename(file_.path(), path_);
   moved_ = true;
-  operations_->sync_folder(folder_of(path_));
+  sync_moved(*operations_, path_);
 }
 
 }  // namespace tessera

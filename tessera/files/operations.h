@@ -59,6 +59,34 @@ std::vector<std::string> names_in(const std::string& folder);
 /// Sixteen hexadecimal digits that no other call, thread or process is likely to get.
 std::string make_nonce();
 
+/// A file that is open for writing, closed with its holder.
+class OpenFile {
+ public:
+  /// As FileOperations::open().
+  OpenFile(std::shared_ptr<FileOperations> operations, const std::string& path,
+           bool existing = false);
+  /// Closes it, if close() has not; what that throws is lost.
+  ~OpenFile();
+  OpenFile(const OpenFile&) = delete;
+  OpenFile& operator=(const OpenFile&) = delete;
+
+  const std::string& path() const { return file_.path; }
+  void write(const void* data, std::size_t bytes, std::uint64_t offset) {
+    operations_->write(file_, data, bytes, offset);
+  }
+  void resize(std::uint64_t bytes) { operations_->resize(file_, bytes); }
+  void sync() { operations_->sync(file_); }
+  void close();
+
+ private:
+  std::shared_ptr<FileOperations> operations_;
+  FileOperations::File file_;
+};
+
+/// Moves a complete file to its place and syncs the folder. Throws FileError as
+/// AtomicFile::commit() does.
+void move_into_place(FileOperations& operations, const std::string& from, const std::string& to);
+
 /// A file that is written beside its place and moved there when it is complete.
 class AtomicFile {
  public:
@@ -72,18 +100,20 @@ class AtomicFile {
   AtomicFile& operator=(const AtomicFile&) = delete;
 
   const std::string& path() const { return path_; }
-  const std::string& temporary_path() const { return file_.path; }
+  const std::string& temporary_path() const { return file_.path(); }
   std::uint64_t size() const { return size_; }
   /// After what is there.
   void write(const void* data, std::size_t bytes);
   void write(std::string_view text) { write(text.data(), text.size()); }
-  /// Syncs the file, moves it to its place and syncs the folder. Throws FileError.
+  /// Syncs the file, moves it to its place and syncs the folder. Throws FileError; if only the last
+  /// of these failed, the file is at its place, and the error says that a crash of the system may
+  /// undo it.
   void commit();
 
  private:
   std::string path_;
   std::shared_ptr<FileOperations> operations_;
-  FileOperations::File file_;
+  OpenFile file_;
   std::uint64_t size_ = 0;
   bool moved_ = false;
 };

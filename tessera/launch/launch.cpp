@@ -32,6 +32,7 @@ Launch from_environment(const Environment& environment, const LaunchOverrides& o
   if (overrides.rank && overrides.world_size) {
     Launch launch;
     launch.launcher = "code";
+    read_secret(environment, launch);
     return launch;
   }
   for (const detail::LauncherFamily& family : detail::launcher_families()) {

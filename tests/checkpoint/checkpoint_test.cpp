@@ -1,13 +1,32 @@
 // What a checkpoint promises to the ranks that save and load it: values by name, errors on all
 // ranks, saves in the background, damage, retention.
 
+#include <dlfcn.h>
+#include <pthread.h>
 #include <sys/wait.h>
 
 #include <atomic>
+#include <cerrno>
 #include <condition_variable>
 #include <mutex>
 
 #include "support.h"
+#include "tessera/checkpoint/file.h"
+
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+namespace {
+thread_local bool no_thread_starts = false;
+}
+
+// As a system that has reached its limit of processes.
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
+                              void* (*start)(void*), void* argument) {
+  if (no_thread_starts) return EAGAIN;
+  using Function = int (*)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
+  static const auto real = reinterpret_cast<Function>(::dlsym(RTLD_NEXT, "pthread_create"));
+  return real(thread, attributes, start, argument);
+}
+#endif
 
 namespace tessera::test {
 
@@ -64,6 +83,37 @@ class Full : public FileOperations {
       throw FileError(concat("'", path, "' cannot be written to: No space left on device"));
   }
 };
+
+// On the rank that commits, once the manifest is at its place: its folder cannot be synced, or is
+// synced and then cannot be read.
+class Committed : public FileOperations {
+ public:
+  enum class Then : unsigned char { nothing, no_sync, no_folder };
+  std::atomic<Then> then{Then::nothing};
+  void rename(const std::string& from, const std::string& to) override {
+    FileOperations::rename(from, to);
+    moved_ = then != Then::nothing && to.ends_with(kManifestName);
+  }
+  void sync_folder(const std::string& path) override {
+    const bool now = moved_.exchange(false);
+    if (now && then == Then::no_sync)
+      throw FileError(concat("'", path, "' cannot be synced: Input/output error"));
+    FileOperations::sync_folder(path);
+    if (!now) return;
+    std::filesystem::rename(path, path + ".aside");
+    std::filesystem::create_symlink(path, path);  // to itself
+  }
+
+ private:
+  std::atomic<bool> moved_{false};
+};
+
+std::size_t open_files() {
+  std::size_t n = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
+    ++n;
+  return n;
+}
 
 CheckpointState rows_state(DistributedManager& manager, double value) {
   const auto mesh = manager.mesh({{"x", manager.world_size()}});
@@ -286,6 +336,165 @@ TEST(Checkpoint, DamageIsFoundByTheRankThatReadsItAndToldToAll) {
     EXPECT_EQ(loaded_value(manager, folder.path(), "c"), 1);
   });
 }
+
+TEST(Checkpoint, WhatFailsBehindTheManifestIsNoFailureOfTheSave) {
+  const Folder folder;
+  on_threads(2, [&](DistributedManager& manager) {
+    const auto disk = std::make_shared<Committed>();
+    Checkpointer checkpoints(manager, folder.path(), {.keep_last = 5, .operations = disk});
+    if (manager.rank() == 0) disk->then = Committed::Then::no_folder;
+    checkpoints.save("unread", rows_state(manager, 1));
+    if (manager.rank() == 0) {
+      EXPECT_FALSE(checkpoints.warnings().empty());
+      std::filesystem::remove(folder / "unread");
+      std::filesystem::rename(folder / "unread.aside", folder / "unread");
+      disk->then = Committed::Then::no_sync;
+    }
+    manager.world().all_gather_bytes("");
+    EXPECT_EQ(loaded_value(manager, folder.path(), "unread"), 1);
+    const std::string why =
+        thrown<FileError>([&] { checkpoints.save("unsynced", rows_state(manager, 2)); });
+    EXPECT_TRUE(contains(why, "may undo it")) << why;
+    EXPECT_EQ(checkpoints.latest(), "unsynced");
+    EXPECT_EQ(loaded_value(manager, folder.path(), "unsynced"), 2);
+  });
+}
+
+TEST(Checkpoint, ANewOneComesAfterThoseThatCannotBeRead) {
+  const Folder folder;
+  on_threads(2, [&](DistributedManager& manager) {
+    Checkpointer knows(manager, folder.path());
+    for (const char* name : {"one", "two"}) knows.save(name, rows_state(manager, 1));
+    const auto world = manager.world();
+    const std::string manifest = folder / "two/manifest.json";
+    if (manager.rank() == 0) {
+      std::filesystem::rename(manifest, folder / "kept");
+      std::filesystem::create_symlink(manifest, manifest);  // to itself
+    }
+    world.barrier();
+    Checkpointer fresh(manager, folder.path());
+    const std::string why = thrown<FileError>([&] { fresh.save("three", rows_state(manager, 3)); });
+    EXPECT_TRUE(contains(why, manifest)) << why;
+    EXPECT_FALSE(std::filesystem::exists(folder / "three"));
+    world.barrier();
+    knows.save("four", rows_state(manager, 4));
+    world.barrier();
+    if (manager.rank() == 0) {
+      std::filesystem::remove(manifest);
+      std::filesystem::rename(folder / "kept", manifest);
+    }
+    world.barrier();
+    EXPECT_EQ(knows.names(), (std::vector<std::string>{"one", "two", "four"}));
+  });
+}
+
+TEST(Checkpoint, FoldersOfAnyBytesAreListed) {
+  const Folder folder;
+  const std::string bytes = folder / "caf\xe9";
+  on_threads(2, [&](DistributedManager& manager) {
+    Checkpointer checkpoints(manager, bytes);
+    checkpoints.save("a b", rows_state(manager, 1));
+    EXPECT_THROW(checkpoints.save("caf\xe9", rows_state(manager, 1)), InvalidArgument);
+    manager.world().barrier();
+    if (manager.rank() == 0) std::filesystem::copy(bytes + "/a b", bytes + "/\xff");
+    manager.world().barrier();
+    std::vector<std::string> problems;
+    EXPECT_EQ(checkpoints.names(&problems), std::vector<std::string>{"a b"});
+    ASSERT_EQ(problems.size(), 1u);
+    EXPECT_TRUE(contains(problems[0], bytes + "/\xff")) << problems[0];
+  });
+}
+
+TEST(Checkpoint, TheFirstRanksSpellingOfTheFolderDecides) {
+  const Folder folder;
+  on_threads(3, [&](DistributedManager& manager) {
+    const std::string spelled = folder.path() + (manager.rank() == 1 ? "/." : "");
+    Checkpointer checkpoints(manager, spelled, {.timeout = std::chrono::seconds(20)});
+    checkpoints.start_save("one", rows_state(manager, 1));
+    checkpoints.wait();
+    EXPECT_EQ(loaded_value(manager, folder.path(), "one"), 1);
+    EXPECT_TRUE(contains(thrown<MismatchError>([&] {
+                           Checkpointer(manager, folder.path(), {.keep_last = manager.rank() / 2});
+                         }),
+                         "keep_last"));
+    EXPECT_TRUE(contains(thrown<InvalidArgument>([&] {
+                           Checkpointer(manager, manager.rank() == 2 ? "" : folder.path());
+                         }),
+                         "rank 2"));
+  });
+}
+
+TEST(Checkpoint, TheLongestLimitIsNoLimit) {
+  const Folder folder;
+  on_threads(2, [&](DistributedManager& manager) {
+    Checkpointer checkpoints(manager, folder.path(), {.timeout = std::chrono::milliseconds::max()});
+    checkpoints.start_save("one", rows_state(manager, 1));
+    checkpoints.wait();
+    EXPECT_EQ(loaded_value(manager, folder.path(), "one"), 1);
+  });
+}
+
+// Who has little to read waits for who has most, longer than groups wait otherwise.
+TEST(Checkpoint, LoadingHasALimitOfItsOwn) {
+  const Folder folder;
+  on_threads(2, [&](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    CheckpointState state = rows_state(manager, 1);
+    Checkpointer(manager, folder.path()).save("c", state);
+    const at::Tensor t = state.tensors()[0].value;
+    save(t, folder / "one.safetensors");
+    const CheckpointReader saved(manager.world(), folder.path(), "c");
+    manager.world().set_timeout(std::chrono::milliseconds(100));
+    const auto slow = [&] {
+      if (manager.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    };
+    slow();
+    saved.load(state);
+    slow();
+    saved.verify();
+    slow();
+    saved.export_file(folder / "two.safetensors");
+    slow();
+    load_into({{"t", t}}, mesh, folder / "two.safetensors");
+    manager.world().set_timeout(std::chrono::seconds(60));
+  });
+}
+
+TEST(Checkpoint, AnExportThatFailsLeavesNoFileAndNoDescriptor) {
+  const Folder folder;
+  on_threads(1, [&](DistributedManager& manager) {
+    Checkpointer(manager, folder / "many").save("c", rows_state(manager, 1));
+    const CheckpointReader saved(manager.world(), folder / "many", "c");
+    saved.verify();
+    const std::size_t before = open_files();
+    for (int at = 0; at < 4; ++at) {
+      const auto disk = std::make_shared<Full>();
+      disk->left = at;
+      EXPECT_THROW(saved.export_file(folder / "one", disk), FileError) << at;
+      EXPECT_EQ(open_files(), before) << at;
+      EXPECT_EQ(names_in(folder.path()), std::vector<std::string>{"many"}) << at;
+    }
+    saved.export_file(folder / "one");
+    EXPECT_EQ(open_files(), before);
+  });
+}
+
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+TEST(Checkpoint, WithoutAThreadItIsSavedInPlace) {
+  const Folder folder;
+  on_threads(2, [&](DistributedManager& manager) {
+    Checkpointer checkpoints(manager, folder.path());
+    for (const int victim : {1, 0}) {
+      no_thread_starts = manager.rank() == victim;
+      checkpoints.start_save(concat("of ", victim), rows_state(manager, victim));
+      no_thread_starts = false;
+      EXPECT_EQ(checkpoints.warnings().empty(), manager.rank() < victim);
+      checkpoints.wait();
+      EXPECT_EQ(loaded_value(manager, folder.path(), concat("of ", victim)), victim);
+    }
+  });
+}
+#endif
 
 TEST(Checkpoint, TheLatestAreKept) {
   const Folder folder;

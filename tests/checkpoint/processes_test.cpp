@@ -2,10 +2,14 @@
 // of it in bounded time, and what was saved before can be loaded by whoever comes next.
 
 #include <signal.h>
+#include <sys/resource.h>
 #include <unistd.h>
+
+#include <fstream>
 
 #include "../comm/fork_ranks.h"
 #include "support.h"
+#include "tessera/checkpoint/file.h"
 
 namespace tessera::test {
 
@@ -124,5 +128,43 @@ TEST(CheckpointProcesses, OneRankKilledAtEveryOperation) {
     }
   }
 }
+
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+// The first rank of a save to one file has no memory for the full tensor: the others must not wait.
+TEST(CheckpointProcesses, WithoutMemoryForTheFullTensorAllAreTold) {
+  const Folder folder;
+  const auto body = [&](const Launch& launch) -> std::string {
+    ManagerOptions options;
+    options.launch = launch;
+    options.timeout = std::chrono::seconds(20);
+    const auto manager = DistributedManager::initialize(options);
+    const auto mesh = manager.mesh({{"x", 2}});
+    const std::int64_t rows = 80'000'000;
+    const bool all = manager.rank() == 1;
+    const auto sharded = from_local(at::zeros({all ? rows : 0}),
+                                    ShardSpec(mesh, {rows}, {Shard(0)}, {{0, {0, rows}}}));
+    if (!all) {
+      std::ifstream status("/proc/self/statm");
+      rlim_t pages = 0;
+      status >> pages;
+      rlimit limit{};
+      ::getrlimit(RLIMIT_AS, &limit);
+      limit.rlim_cur = pages * static_cast<rlim_t>(::sysconf(_SC_PAGESIZE)) + (160 << 20);
+      ::setrlimit(RLIMIT_AS, &limit);
+    }
+    try {
+      save(sharded, folder / "one.safetensors");
+    } catch (const Error& e) {
+      return e.what();
+    }
+    return "saved";
+  };
+  for (const RankEnd& end : fork_ranks(2, body, std::chrono::seconds(60))) {
+    EXPECT_TRUE(end.ended);
+    EXPECT_TRUE(contains(end.report, "allocate memory")) << end.report;
+  }
+  EXPECT_TRUE(names_in(folder.path()).empty());
+}
+#endif
 
 }  // namespace tessera::test

@@ -1,6 +1,7 @@
 // Checkpoints on the disk: who writes what, the manifest, reading boxes, and what damage does.
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <map>
 #include <numeric>
@@ -159,6 +160,38 @@ TEST(SavedCheckpoint, AnyBoxOfAnyLayoutReadsOnlyItsBytes) {
   }
 }
 
+// More files than the process may have open at once.
+TEST(SavedCheckpoint, KeepsAFewOfItsFilesOpen) {
+  constexpr std::int64_t ranks = 70;
+  const Folder folder;
+  DrawnState state;
+  state.shapes = {{ranks}};
+  state.bases = {11};
+  const EntryInfo info{EntryKind::tensor, "t0", 0, "U32", {ranks}, {}};
+  for (std::int64_t r = 0; r < ranks; ++r) state.held.push_back({{info, {{r, r + 1}}}});
+  testing::save_drawn(state, folder.path(), "c", 1, FileOperations::system());
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit few = before;
+  few.rlim_cur = 50;
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+  EXPECT_EQ(SavedCheckpoint::most_open(), 12u);
+  std::string why;
+  std::uint64_t read = 0;
+  try {
+    testing::expect_drawn(state, folder.path(), "c");
+    const SavedCheckpoint saved(folder.path(), "c");
+    const Entry& entry = *saved.manifest().find(EntryKind::tensor, "t0");
+    for (std::size_t i = 0; i < entry.records.size(); ++i) saved.verify(entry, i);
+    read = saved.bytes_read();
+  } catch (const FileError& e) {
+    why = e.what();
+  }
+  ::setrlimit(RLIMIT_NOFILE, &before);
+  EXPECT_EQ(why, "");
+  EXPECT_EQ(read, 4u * ranks) << "also of those that were closed";
+}
+
 TEST(SavedCheckpoint, EveryBitFlipAndEveryTruncationIsFoundAndNamed) {
   std::mt19937 engine(4);
   const Folder folder;
@@ -240,6 +273,55 @@ TEST(Catalogue, LatestRemovalAndForeignFiles) {
   testing::save_drawn(other, folder.path(), "z7", 9, operations);
   testing::expect_drawn(other, folder.path(), "z7");
   EXPECT_EQ(names_in(folder / "z7").size(), read_manifest(folder.path(), "z7").files.size() + 1);
+}
+
+// The system finds something there and does not say what, as with a disk error or a stale handle.
+TEST(Catalogue, WhatCannotBeLookedAtIsNotAbsent) {
+  const Folder folder;
+  const auto operations = FileOperations::system();
+  DrawnState state;
+  state.shapes = {{6}};
+  state.bases = {3};
+  const EntryInfo info{EntryKind::tensor, "t0", 0, "U32", {6}, {}};
+  state.held = {{{info, {{0, 2}}}}, {{info, {{2, 6}}}}};
+  testing::save_drawn(state, folder.path(), "a", 4, operations);
+  testing::save_drawn(state, folder.path(), "b", 7, operations);
+  const std::string manifest = folder / "b/manifest.json";
+  std::filesystem::rename(manifest, folder / "kept");
+  std::filesystem::create_symlink("manifest.json", manifest);  // to itself
+  std::filesystem::create_symlink("loop", folder / "loop");
+  const auto files = names_in(folder / "b");
+  std::vector<std::string> problems, unread;
+  EXPECT_EQ(list_checkpoints(folder.path(), &problems).size(), 1u);
+  EXPECT_EQ(problems.size(), 2u) << "b and loop";
+  EXPECT_EQ(highest_sequence(folder.path(), unread), 4u);
+  EXPECT_EQ(unread.size(), 2u);
+  EXPECT_EQ(file_error([&] { read_manifest(folder.path(), "b"); }).find("never ended"),
+            std::string::npos);
+  EXPECT_EQ(remove_incomplete(folder.path(), *operations).size(), 2u);
+  EXPECT_EQ(names_in(folder / "b"), files);
+  const std::string nonce = files.back().substr(files.back().find('.') + 1, 16);
+  discard_save(folder / "b", nonce, *operations);
+  EXPECT_EQ(names_in(folder / "b"), files) << "the manifest may name them";
+  std::filesystem::remove(manifest);
+  std::filesystem::rename(folder / "kept", manifest);
+  testing::expect_drawn(state, folder.path(), "b");
+  EXPECT_EQ(latest_checkpoint(folder.path()), "b");
+}
+
+TEST(Catalogue, NamesAreUtf8) {
+  std::mt19937 engine(6);
+  const Folder folder;
+  const DrawnState state = testing::draw_state(engine, 2, 3);
+  for (const char* name : {"caf\xc3\xa9", "caf\xe9"})
+    testing::save_drawn(state, folder.path(), name, 1, FileOperations::system());
+  EXPECT_THROW(check_checkpoint_name("caf\xe9"), InvalidArgument);
+  std::vector<std::string> problems;
+  const auto all = list_checkpoints(folder.path(), &problems);
+  ASSERT_EQ(all.size(), 1u);
+  EXPECT_EQ(all[0].name, "caf\xc3\xa9");
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_NE(problems[0].find("UTF-8"), std::string::npos) << problems[0];
 }
 
 }  // namespace

@@ -135,6 +135,16 @@ TEST_P(Collectives, WhatMakesNoSenseIsRefused) {
                  InvalidArgument);
     EXPECT_THROW(world.all_gather(torch::ones({3}), torch::ones({1}), Sizes(world.size() + 1, 1)),
                  InvalidArgument);
+    if (world.size() == 4) {
+      // 2^64 + 4 rows are not four.
+      Sizes wrapped(4, std::int64_t{1} << 62);
+      for (auto& n : wrapped) n += 1;
+      const auto four = torch::ones({4});
+      EXPECT_THROW(world.all_to_all(torch::zeros({4}), four, wrapped, wrapped), InvalidArgument);
+      wrapped[world.rank()] = 1;
+      wrapped[(world.rank() + 1) % 4] += std::int64_t{1} << 62;
+      EXPECT_THROW(world.gather(torch::zeros({4}), torch::ones({1}), 0, wrapped), InvalidArgument);
+    }
     EXPECT_THROW(world.send(t, world.size()), InvalidArgument);
     EXPECT_THROW(world.all_reduce(torch::eye(2).to_sparse()), InvalidArgument);
     world.all_reduce(t);  // and the group is as sound as before
@@ -195,6 +205,16 @@ TEST_P(Collectives, BytesOfAnyLength) {
                 me == root ? words : std::vector<std::string>{});
       EXPECT_EQ(world.scatter_bytes(me == root ? words : std::vector<std::string>{}, root),
                 word(me));
+      // Refused on the root, and told to all: the group goes on.
+      const auto why = [&] {
+        try {
+          world.scatter_bytes({"one", "too", "many", "for", "four"}, root);
+        } catch (const InvalidArgument& e) {
+          return std::string(e.what());
+        }
+        return std::string("nothing was thrown");
+      }();
+      EXPECT_NE(why.find("5 parts"), std::string::npos) << why;
     }
   });
 }

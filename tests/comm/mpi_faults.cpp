@@ -12,6 +12,8 @@
 #include <string>
 #include <thread>
 
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
 #include "mpi_support.h"
 #include "tessera/base/hash.h"
 #include "tessera/comm/backends/mpi/mpi_meet.h"
@@ -219,6 +221,61 @@ void run(const MpiWorld& world, const std::string& fault) {
     } catch (const tessera::MismatchError& e) {
       say(world, std::string("MismatchError: ") + e.what());
     }
+  } else if (fault == "rooted") {
+    // Rooted calls and all-to-alls that do not belong together: what one rank sent for its call is
+    // never taken for the data of another.
+    const auto all = tessera::DistributedManager::initialize({.timeout = 20s, .mpi = world});
+    const auto everybody = all.world();
+    const bool odd = world.rank() == last;
+    const auto n = static_cast<std::int64_t>(world.size());
+    const auto meets = [&](const char* what, auto&& call) {
+      try {
+        call();
+        say(world, std::string(what) + ": no error");
+      } catch (const tessera::MismatchError& e) {
+        say(world, std::string(what) + ": MismatchError: " + e.what());
+      }
+    };
+    meets("gather or scatter", [&] {
+      const auto whole = at::zeros({2 * n}), part = at::ones({2});
+      odd ? everybody.gather(whole, part, 0) : everybody.scatter(part, whole, 0);
+    });
+    meets("dtype of a gather", [&] {
+      const auto dtype = odd ? at::kInt : at::kFloat;
+      everybody.gather(at::zeros({2 * n}, dtype), at::ones({2}, dtype), 0);
+    });
+    meets("all_to_all", [&] {
+      const auto dtype = odd ? at::kInt : at::kFloat;
+      everybody.all_to_all(at::zeros({2 * n}, dtype), at::ones({2 * n}, dtype));
+    });
+    meets("all_to_all with sizes", [&] {
+      const tessera::Sizes sizes(static_cast<std::size_t>(n), 1);
+      if (odd)
+        everybody.all_reduce(at::ones({n}));
+      else
+        everybody.all_to_all(at::zeros({n}), at::ones({n}), sizes, sizes);
+    });
+    // The same by c10d's own calls.
+    const auto backend = everybody.process_group()->getBackend(c10::DeviceType::CPU);
+    meets("c10d", [&] {
+      std::vector<at::Tensor> one{at::ones({2})};
+      std::vector<std::vector<at::Tensor>> each(
+          1, std::vector<at::Tensor>(static_cast<std::size_t>(n), at::zeros({2}))),
+          none;
+      c10d::GatherOptions gathers;
+      gathers.asyncOp = false;
+      c10d::ScatterOptions scatters;
+      scatters.asyncOp = false;
+      if (odd)
+        backend->gather(none, one, gathers);
+      else
+        backend->scatter(one, each, scatters);
+    });
+    const auto part = at::full({1}, world.rank() + 5.0);
+    const auto whole = world.rank() == 0 ? at::zeros({n}) : at::Tensor();
+    everybody.gather(whole, part, 0);
+    if (world.rank() != 0 || whole[n - 1].item<double>() == n + 4.0)
+      say(world, "the group still works");
   } else if (fault == "other_group") {
     // The hello of another list under the same tag.
     const auto comm = world.context()->comm();

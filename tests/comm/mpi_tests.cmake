@@ -33,5 +33,6 @@ mpi_fault(counts_started "rank .: counts: MismatchError: .*over the ranks 10 to 
 mpi_fault(mixed "rank .: right.*rank .: right" CLEAN)
 mpi_fault(short_limit "rank .: all_reduce: TimeoutError after the limit.*all_reduce did not complete within 5 ms")
 mpi_fault(dtype "rank 0: MismatchError: .*sent Int where this rank waits for Float")
+mpi_fault(rooted "gather or scatter: MismatchError.*dtype of a gather: MismatchError.*all_to_all: MismatchError.*all_to_all with sizes: MismatchError.*c10d: MismatchError.*the group still works" CLEAN)
 mpi_fault(other_group "rank 0: MismatchError: .*make another group at this point")
 mpi_fault(end "rank 0 on [^ ]+ leaves MPI without finalising it, because not all ranks came to the end within 1500 ms")

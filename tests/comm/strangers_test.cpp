@@ -7,6 +7,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -14,6 +15,7 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <optional>
 #include <thread>
 
 #include "meet.h"
@@ -176,6 +178,93 @@ TEST(Strangers, OfAnotherUserDoNotServeARank) {
   StoreServer server(detail::listen_on("127.0.0.1", 0), 2, "",
                      Secret::given("a guess of 16 letters"));
   EXPECT_TRUE(contains(come(server, 1, 2, kSecret), "secret"));
+  EXPECT_THROW(StoreServer(detail::listen_on("127.0.0.1", 0), 2, "", Secret{}), InvalidArgument);
+}
+
+// What a rank has that knows no secret yet: a store that asks for that could be anybody's.
+TEST(Strangers, WithASecretOfNoNameDoNotServeARank) {
+  const Socket listener = detail::listen_on("127.0.0.1", 0);
+  std::thread stranger([&] {
+    const Socket socket(::accept(listener.fd(), nullptr, nullptr));
+    const auto say = [&](const std::string& bytes) {
+      detail::send_all(socket, bytes.data(), bytes.size(), Clock::now() + 5s);
+    };
+    const std::string nonce(32, '7');
+    say(std::string(detail::store_magic) +
+        Writer(Frame::challenge).number(std::uint8_t{0}).text("").text(nonce).take());
+    std::string heard(detail::store_magic.size() + sizeof(std::uint32_t), '\0');
+    if (detail::receive_all(socket, heard.data(), heard.size(), Clock::now() + 5s) !=
+        detail::Transfer::done)
+      return;
+    std::uint32_t size = 0;
+    std::memcpy(&size, heard.data() + detail::store_magic.size(), sizeof size);
+    std::string frame(size, '\0');
+    detail::receive_all(socket, frame.data(), size, Clock::now() + 5s);
+    detail::Reader in(frame);
+    const auto rank = in.number<std::int32_t>(), world = in.number<std::int32_t>();
+    const auto limit = in.number<std::int64_t>();
+    const auto who = in.text(), job = in.text(), its = in.text();
+    const auto fields = detail::hello_fields(rank, world, limit, who, job, its);
+    say(Writer(Frame::welcome).text(detail::store_proof(Secret{}, nonce, fields)).take());
+    say(Writer(Frame::ready).take());
+    char byte;
+    while (::recv(socket.fd(), &byte, 1, 0) > 0) {
+    }
+  });
+  const Hello hello{1, 2, "", "here", Secret{}};
+  std::string why;
+  EXPECT_THROW(StoreConnection::meet(detail::connect_to("127.0.0.1", detail::local_port(listener),
+                                                        false, Clock::now() + 10s),
+                                     hello, Clock::now() + 5s, why),
+               RendezvousError);
+  stranger.join();
+}
+
+TEST(StoreServer, WithoutDescriptorsSaysSo) {
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  Socket listener = detail::listen_on("127.0.0.1", 0);
+  // The next descriptor but one is not to be had: one for epoll, none to wake its thread with.
+  const int probe = ::dup(listener.fd());
+  ::close(probe);
+  rlimit few = before;
+  few.rlim_cur = static_cast<rlim_t>(probe + 1);
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+  std::string why;
+  try {
+    const StoreServer server(std::move(listener), 2, "", kSecret);
+  } catch (const RendezvousError& error) {
+    why = error.what();
+  }
+  ::setrlimit(RLIMIT_NOFILE, &before);
+  EXPECT_TRUE(contains(why, "ulimit -n")) << why;
+}
+
+// A rank that leaves answers no question that it was not asked.
+TEST(StoreServer, CountsTheAnswersOfThoseWhoWereAsked) {
+  auto held = held_meeting(3);
+  std::atomic<bool> asked{false}, heard{false};
+  detail::StoreConnection::Listener asker, slow;
+  asker.lost = [&](int, bool, const std::string&) { heard = true; };
+  slow.lost = [](int, bool, const std::string&) {};
+  slow.position = [&](const std::string&) {
+    asked = true;
+    for (int i = 0; i < 10'000 && !heard; ++i) std::this_thread::sleep_for(1ms);
+    return std::optional(detail::Position{7, "all_reduce"});
+  };
+  held[0]->connection->listen(asker);
+  held[1]->connection->listen(slow);
+  std::thread leaves([&] {
+    for (int i = 0; i < 10'000 && !asked; ++i) std::this_thread::sleep_for(1ms);
+    held[2]->connection->leave();
+  });
+  const auto roll = held[0]->connection->roll_call("g", {1}, 20s);
+  leaves.join();
+  ASSERT_EQ(roll.size(), 1u);
+  EXPECT_EQ(roll[0].answer, detail::RollEntry::Answer::here);
+  EXPECT_EQ(roll[0].position.begun, 7u);
+  for (int rank = 0; rank < 2; ++rank) held[rank]->connection->listen({});
+  for (int rank = 2; rank >= 0; --rank) held[rank].reset();
 }
 
 TEST(Strangers, SilentOnesAreFewAndSoonClosed) {

@@ -290,6 +290,18 @@ TEST(LaunchOverrides, CodeReplacesTheEnvironment) {
   EXPECT_THROW(require_rendezvous(detect({}, code)), ConfigurationError);
 }
 
+TEST(LaunchOverrides, TheSecretOfTheEnvironmentHoldsForAPlaceGivenInCode) {
+  LaunchOverrides code;
+  code.rank = 1;
+  code.world_size = 2;
+  const Variables variables{{"TESSERA_SECRET", "0123456789abcdef"}, {"PMI_SHARED_SECRET", "x"}};
+  const Launch launch = detect(variables, code);
+  EXPECT_EQ(launch.secret, "0123456789abcdef");
+  EXPECT_EQ(launch.origin.at("secret"), "TESSERA_SECRET");
+  code.secret = "fedcba9876543210";
+  EXPECT_EQ(detect(variables, code).secret, "fedcba9876543210");
+}
+
 TEST(LaunchOverrides, SingleValuesGoOnTopOfTheLauncher) {
   LaunchOverrides code;
   code.port = 7777;

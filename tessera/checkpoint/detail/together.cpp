@@ -57,4 +57,20 @@ void on_first_rank(const Group& group, const char* call, const std::function<voi
   if (!told.empty()) throw_error(told, concat(call, ": "));
 }
 
+std::string packed(const std::vector<std::string>& texts) {
+  std::string all;
+  for (const std::string& text : texts) all += concat(text.size(), ' ') + text;
+  return all;
+}
+
+std::vector<std::string> unpacked(const std::string& text) {
+  std::vector<std::string> all;
+  for (std::size_t at = 0; at < text.size();) {
+    const std::size_t space = text.find(' ', at), size = std::stoull(text.substr(at, space - at));
+    all.push_back(text.substr(space + 1, size));
+    at = space + 1 + size;
+  }
+  return all;
+}
+
 }  // namespace tessera::detail

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "tessera/comm/group/group.h"
 
@@ -21,5 +22,9 @@ void together(const Group& group, const char* call, const std::function<void()>&
 /// Runs `body` on the group's first rank; what it throws is thrown on all. Collective.
 void on_first_rank(const Group& group, const char* call, const std::function<void()>& body,
                    const CallOptions& options);
+
+/// Several texts of any bytes as one, for a call that moves one, and back.
+std::string packed(const std::vector<std::string>& texts);
+std::vector<std::string> unpacked(const std::string& text);
 
 }  // namespace tessera::detail

@@ -5,6 +5,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
+#include "tessera/files/json.h"
 #include "tessera/files/read_file.h"
 
 namespace tessera {
@@ -25,40 +26,55 @@ void remove_ours(const std::string& path, FileOperations& operations) {
   if (!foreign) operations.remove(path);
 }
 
-bool is_folder(const std::string& path) {
+// What stands there, if anything. Only "no such file" says that it is absent: a stale handle, a
+// disk error or a refusal says nothing.
+std::filesystem::file_type type_of(const std::string& path) {
   std::error_code error;
-  return std::filesystem::is_directory(path, error);
+  const auto type = std::filesystem::status(path, error).type();
+  if (error && type != std::filesystem::file_type::not_found)
+    throw FileError(concat("'", path, "' cannot be looked at: ", error.message()));
+  return type;
+}
+
+bool is_folder(const std::string& path) {
+  return type_of(path) == std::filesystem::file_type::directory;
 }
 
 bool exists(const std::string& path) {
-  std::error_code error;
-  return std::filesystem::exists(path, error);
+  return type_of(path) != std::filesystem::file_type::not_found;
 }
 
-}  // namespace
+// Names that no checkpoint of ours has.
+bool is_foreign(const std::string& name) { return name[0] == '.' || name.size() > 200; }
 
-void check_checkpoint_name(const std::string& name) {
-  if (name.empty() || name.size() > 200 || name[0] == '.' ||
-      name.find_first_of(std::string("/\0", 2)) != std::string::npos)
-    throw InvalidArgument(concat("'", name,
-                                 "' cannot be the name of a checkpoint: it is the name "
-                                 "of a folder, of 1 to 200 bytes, without '/' and without a dot "
-                                 "in front"));
-}
-
-Manifest read_manifest(const std::string& folder, const std::string& name) {
-  check_checkpoint_name(name);
-  const std::string path = concat(folder, '/', name), file = concat(path, '/', kManifestName);
-  if (is_folder(path) && !exists(file))
-    throw FileError(concat("'", path, "' is not a checkpoint: it has no ", kManifestName,
-                           ", so that saving it has never ended"));
+std::string manifest_text(const std::string& file) {
   const ReadFile opened(file);
   if (opened.size() > kLongestManifest)
     throw FileError(concat("'", file, "' is not the manifest of a checkpoint: it has ",
                            opened.size(), " bytes"));
   std::string text(opened.size(), '\0');
   opened.read(text.data(), text.size(), 0);
-  Manifest manifest = parse_manifest(text, file);
+  return text;
+}
+
+}  // namespace
+
+void check_checkpoint_name(const std::string& name) {
+  if (name.empty() || name.size() > 200 || name[0] == '.' ||
+      name.find_first_of(std::string("/\0", 2)) != std::string::npos || !is_utf8(name))
+    throw InvalidArgument(concat("'", name,
+                                 "' cannot be the name of a checkpoint: it is the name "
+                                 "of a folder, of 1 to 200 bytes of UTF-8, without '/' and without "
+                                 "a dot in front"));
+}
+
+Manifest read_manifest(const std::string& folder, const std::string& name) {
+  check_checkpoint_name(name);
+  const std::string path = concat(folder, '/', name), file = concat(path, '/', kManifestName);
+  if (is_folder(path) && !has_manifest(folder, name))
+    throw FileError(concat("'", path, "' is not a checkpoint: it has no ", kManifestName,
+                           ", so that saving it has never ended"));
+  Manifest manifest = parse_manifest(manifest_text(file), file);
   for (const ManifestFile& f : manifest.files) {
     std::error_code error;
     const auto size = std::filesystem::file_size(concat(path, '/', f.name), error);
@@ -72,14 +88,43 @@ Manifest read_manifest(const std::string& folder, const std::string& name) {
   return manifest;
 }
 
+bool has_manifest(const std::string& folder, const std::string& name) {
+  const std::string path = concat(folder, '/', name);
+  return is_folder(path) && exists(concat(path, '/', kManifestName));
+}
+
+std::uint64_t highest_sequence(const std::string& folder, std::vector<std::string>& unread) {
+  std::uint64_t highest = 0;
+  for (const std::string& name : names_in(folder)) {
+    if (is_foreign(name)) continue;
+    const std::string file = concat(folder, '/', name, '/', kManifestName);
+    std::string text;
+    try {
+      if (!has_manifest(folder, name)) continue;
+      text = manifest_text(file);
+    } catch (const FileError& e) {
+      unread.push_back(e.what());
+      continue;
+    }
+    try {
+      highest = std::max(highest, parse_manifest(text, file).sequence);
+    } catch (const FileError&) {
+      // Damaged for good: no reader will ever ask for its place in the order.
+    }
+  }
+  return highest;
+}
+
 std::vector<CheckpointName> list_checkpoints(const std::string& folder,
                                              std::vector<std::string>* problems) {
   std::vector<CheckpointName> all;
   for (const std::string& name : names_in(folder)) {
-    if (name[0] == '.' || name.size() > 200 ||
-        !exists(concat(folder, '/', name, '/', kManifestName)))
-      continue;
+    if (is_foreign(name)) continue;
     try {
+      if (!has_manifest(folder, name)) continue;
+      if (!is_utf8(name))
+        throw FileError(concat("'", folder, '/', name,
+                               "' is passed over: the name of a checkpoint is UTF-8; rename it"));
       all.push_back({name, read_manifest(folder, name).sequence});
     } catch (const FileError& e) {
       if (problems) problems->push_back(e.what());
@@ -108,15 +153,22 @@ void remove_checkpoint(const std::string& folder, const std::string& name,
   operations.sync_folder(folder);
 }
 
-void remove_incomplete(const std::string& folder, FileOperations& operations) {
+std::vector<std::string> remove_incomplete(const std::string& folder, FileOperations& operations) {
+  std::vector<std::string> left;
   for (const std::string& name : names_in(folder)) {
     const std::string path = concat(folder, '/', name);
-    if (name[0] == '.' || !is_folder(path) || exists(concat(path, '/', kManifestName))) continue;
-    const auto files = names_in(path);
-    if (std::any_of(files.begin(), files.end(),
-                    [](const auto& f) { return is_checkpoint_file(f); }))
-      remove_ours(path, operations);
+    try {
+      if (name[0] == '.' || !is_folder(path) || has_manifest(folder, name)) continue;
+      const auto files = names_in(path);
+      if (std::find(files.begin(), files.end(), kManifestName) == files.end() &&
+          std::any_of(files.begin(), files.end(),
+                      [](const auto& f) { return is_checkpoint_file(f); }))
+        remove_ours(path, operations);
+    } catch (const FileError& e) {
+      left.push_back(e.what());
+    }
   }
+  return left;
 }
 
 }  // namespace tessera

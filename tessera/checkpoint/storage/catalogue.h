@@ -22,18 +22,27 @@ struct CheckpointName {
 };
 
 /// Throws InvalidArgument for a name that cannot be one folder: empty, with a slash, "." or "..",
-/// hidden, longer than 200 bytes.
+/// hidden, longer than 200 bytes, or not UTF-8.
 void check_checkpoint_name(const std::string& name);
 
 /// The manifest of a checkpoint, whose files are there with their sizes. Throws FileError with the
 /// file that is absent, of another size, or damaged.
 Manifest read_manifest(const std::string& folder, const std::string& name);
 
-/// Those whose manifests and file sizes are right, earliest first. What is wrong with the others
-/// is told in `problems`, a sentence each; a folder without a manifest is not a checkpoint and no
-/// problem.
+/// True if the checkpoint's folder is there and has a manifest, whatever that holds. Throws
+/// FileError where the system does not say: what cannot be looked at is not absent.
+bool has_manifest(const std::string& folder, const std::string& name);
+
+/// Those whose manifests and file sizes are right, earliest first. What is wrong with the others,
+/// and what cannot be looked at, is told in `problems`, a sentence each; a folder without a
+/// manifest is not a checkpoint and no problem. Throws FileError if the folder itself cannot be
+/// read.
 std::vector<CheckpointName> list_checkpoints(const std::string& folder,
                                              std::vector<std::string>* problems = nullptr);
+/// The highest sequence of a manifest in the folder, also of checkpoints whose files are damaged;
+/// 0: there is none. `unread` gets a sentence for each manifest that the system does not give, whose
+/// sequence may be higher. Throws FileError if the folder itself cannot be read.
+std::uint64_t highest_sequence(const std::string& folder, std::vector<std::string>& unread);
 std::optional<std::string> latest_checkpoint(const std::string& folder,
                                              std::vector<std::string>* problems = nullptr);
 
@@ -42,7 +51,8 @@ std::optional<std::string> latest_checkpoint(const std::string& folder,
 void remove_checkpoint(const std::string& folder, const std::string& name,
                        FileOperations& operations);
 /// Removes what interrupted saves left: shard files and temporary files in folders that have no
-/// manifest. Only for one who knows that nobody is saving there.
-void remove_incomplete(const std::string& folder, FileOperations& operations);
+/// manifest. Only for one who knows that nobody is saving there. Gives what could not be looked at
+/// or removed, a sentence each, and stays. Throws FileError if the folder itself cannot be read.
+std::vector<std::string> remove_incomplete(const std::string& folder, FileOperations& operations);
 
 }  // namespace tessera

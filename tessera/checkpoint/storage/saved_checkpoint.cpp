@@ -1,5 +1,7 @@
 #include "tessera/checkpoint/storage/saved_checkpoint.h"
 
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -12,6 +14,8 @@
 namespace tessera {
 
 namespace {
+
+constexpr std::size_t kFewestOpen = 8, kMostOpen = 4096;
 
 // `from` packed over `part`, into its place in `to` packed over `box`.
 void place(const char* from, const Box& part, char* to, const Box& box, std::size_t element) {
@@ -74,26 +78,40 @@ SavedCheckpoint::SavedCheckpoint(const std::string& file) : path_(file), has_che
     e.records.push_back({box, 0, header.data + t.begin, t.bytes(), 0});
     manifest_.entries.push_back(std::move(e));
   }
-  files_[0] = std::move(opened);
+  files_[0] = {std::move(opened), 0};
+}
+
+std::size_t SavedCheckpoint::most_open() {
+  rlimit allowed{};
+  if (::getrlimit(RLIMIT_NOFILE, &allowed) != 0) return kFewestOpen;
+  return std::clamp<std::size_t>(allowed.rlim_cur / 4, kFewestOpen, kMostOpen);
 }
 
 const ReadFile& SavedCheckpoint::file(int index) const {
-  auto& opened = files_[index];
-  if (!opened) {
-    const ManifestFile& known = manifest_.files.at(static_cast<std::size_t>(index));
-    auto fresh = std::make_unique<ReadFile>(concat(path_, '/', known.name));
-    if (fresh->size() != known.bytes)
-      throw FileError(concat("'", fresh->path(), "' has ", fresh->size(), " bytes, written were ",
-                             known.bytes));
-    opened = std::move(fresh);
+  if (const auto found = files_.find(index); found != files_.end()) {
+    found->second.used = ++uses_;
+    return *found->second.file;
   }
-  return *opened;
+  const ManifestFile& known = manifest_.files.at(static_cast<std::size_t>(index));
+  if (files_.size() >= most_open()) {
+    const auto oldest = std::min_element(
+        files_.begin(), files_.end(),
+        [](const auto& a, const auto& b) { return a.second.used < b.second.used; });
+    closed_bytes_ += oldest->second.file->bytes_read();
+    files_.erase(oldest);
+  }
+  auto fresh = std::make_unique<ReadFile>(concat(path_, '/', known.name));
+  if (fresh->size() != known.bytes)
+    throw FileError(
+        concat("'", fresh->path(), "' has ", fresh->size(), " bytes, written were ", known.bytes));
+  auto& opened = files_[index];
+  opened = {std::move(fresh), ++uses_};
+  return *opened.file;
 }
 
 std::uint64_t SavedCheckpoint::bytes_read() const {
-  std::uint64_t all = 0;
-  for (const auto& [index, opened] : files_)
-    if (opened) all += opened->bytes_read();
+  std::uint64_t all = closed_bytes_;
+  for (const auto& [index, opened] : files_) all += opened.file->bytes_read();
   return all - header_bytes_;
 }
 

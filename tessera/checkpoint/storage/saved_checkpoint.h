@@ -40,6 +40,8 @@ class SavedCheckpoint {
   void read(const Entry& entry, const Box& box, void* out, double max_over_read = 1) const;
   /// Reads a record and compares its checksum. Throws FileError with the file and the entry.
   void verify(const Entry& entry, std::size_t record) const;
+  /// How many files it keeps open at most; a quarter of what the process may have open.
+  static std::size_t most_open();
   /// Bytes that were asked of the system for the above, header and manifest not counted.
   std::uint64_t bytes_read() const;
 
@@ -50,7 +52,13 @@ class SavedCheckpoint {
   std::string path_;
   bool has_checksums_ = true;
   Manifest manifest_;
-  mutable std::map<int, std::unique_ptr<ReadFile>> files_;
+  // Those used last stay open. Valid until the next call of file().
+  struct Opened {
+    std::unique_ptr<ReadFile> file;
+    std::uint64_t used = 0;
+  };
+  mutable std::map<int, Opened> files_;
+  mutable std::uint64_t uses_ = 0, closed_bytes_ = 0;
   std::uint64_t header_bytes_ = 0;
 };
 

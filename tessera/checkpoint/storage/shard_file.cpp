@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <set>
 #include <thread>
 
@@ -13,6 +11,7 @@
 #include "tessera/base/text.h"
 #include "tessera/files/checksum.h"
 #include "tessera/files/json.h"
+#include "tessera/files/read_file.h"
 #include "tessera/files/safetensors.h"
 
 namespace tessera {
@@ -169,7 +168,13 @@ std::vector<std::string> commit_checkpoint(const std::string& folder, std::uint6
   std::set<std::string> keep{kManifestName};
   for (const ManifestFile& f : manifest.files) keep.insert(f.name);
   std::vector<std::string> warnings;
-  for (const std::string& name : names_in(folder)) {
+  std::vector<std::string> names;
+  try {
+    names = names_in(folder);
+  } catch (const FileError& e) {
+    warnings.push_back(e.what());
+  }
+  for (const std::string& name : names) {
     if (!is_checkpoint_file(name) || keep.contains(name)) continue;
     try {
       operations->remove(concat(folder, '/', name));
@@ -182,11 +187,15 @@ std::vector<std::string> commit_checkpoint(const std::string& folder, std::uint6
 
 void discard_save(const std::string& folder, const std::string& nonce, FileOperations& operations) {
   try {
-    std::error_code error;
     const std::string manifest = concat(folder, '/', kManifestName);
-    if (std::filesystem::exists(manifest, error)) {
-      std::ifstream in(manifest, std::ios::binary);
-      const std::string text{std::istreambuf_iterator<char>(in), {}};
+    std::error_code error;
+    const auto type = std::filesystem::status(manifest, error).type();
+    if (type != std::filesystem::file_type::not_found) {
+      // What cannot be read may name the files of this very save: then they stay.
+      if (error) return;
+      const ReadFile opened(manifest);
+      std::string text(opened.size(), '\0');
+      opened.read(text.data(), text.size(), 0);
       if (text.find(nonce) != std::string::npos) return;
     }
     for (const std::string& name : names_in(folder))

@@ -50,14 +50,15 @@ ShardOutcome write_shard(const ShardJob& job, const WritePlan& plan,
 /// Checks that the files are there with their sizes, writes the manifest of `outcomes` (one a rank)
 /// and moves it to its place, then removes what earlier saves left in the folder; gives what could
 /// not be removed, a sentence each. Throws FileError where a file cannot be seen from here: then
-/// the folder is not shared by the ranks.
+/// the folder is not shared by the ranks. Once the manifest is at its place nothing is thrown but
+/// that its folder could not be synced, and then the new checkpoint may stand.
 std::vector<std::string> commit_checkpoint(const std::string& folder, std::uint64_t sequence,
                                            const WritePlan& plan,
                                            const std::vector<ShardOutcome>& outcomes,
                                            const std::string& nonce,
                                            const std::shared_ptr<FileOperations>& operations);
 /// Removes the files of a save that failed, as far as that can be done. Not those that the manifest
-/// in the folder names.
+/// in the folder names, and none at all if there is a manifest that cannot be read.
 void discard_save(const std::string& folder, const std::string& nonce, FileOperations& operations);
 
 }  // namespace tessera

@@ -47,7 +47,12 @@ inline std::vector<std::int64_t> elements_of(const std::vector<std::int64_t>& ro
   std::int64_t row = 1;
   for (std::int64_t d = 1; d < like.dim(); ++d) row *= like.size(d);
   std::vector<std::int64_t> result = rows;
-  for (auto& n : result) n *= row;
+  std::int64_t sum = 0;
+  for (auto& n : result)
+    // Wrapped around, they would pass for those of a small tensor.
+    if (__builtin_mul_overflow(n, row, &n) || __builtin_add_overflow(sum, n, &sum))
+      throw InvalidArgument(concat("sizes ", list(rows), " of rows of ", row,
+                                   " elements are more than any tensor has"));
   return result;
 }
 

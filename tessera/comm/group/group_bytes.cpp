@@ -99,13 +99,13 @@ std::vector<std::string> Group::gather_bytes(const std::string& mine, int root,
 
 std::string Group::scatter_bytes(const std::vector<std::string>& parts, int root,
                                  const CallOptions& options) const {
-  if (rank() == root && static_cast<int>(parts.size()) != size())
-    throw InvalidArgument(concat("scatter_bytes in group '", name(), "': ", parts.size(),
-                                 " parts were given for ", size(), " ranks"));
   const auto device = device_of(*this);
   Sizes sizes(size(), 0);
   std::string joined;
-  if (rank() == root)
+  // The other ranks are in the broadcast of the lengths, and are told there.
+  const bool refused = rank() == root && static_cast<int>(parts.size()) != size();
+  if (refused) sizes[0] = -1 - static_cast<std::int64_t>(parts.size());
+  if (rank() == root && !refused)
     for (int r = 0; r < size(); ++r) {
       sizes[r] = static_cast<std::int64_t>(parts[r].size());
       joined += parts[r];
@@ -113,6 +113,9 @@ std::string Group::scatter_bytes(const std::vector<std::string>& parts, int root
   auto lengths = numbers(sizes, device);
   broadcast(lengths, root, options);
   sizes = values(lengths);
+  if (sizes[0] < 0)
+    throw InvalidArgument(concat("scatter_bytes in group '", name(), "': the root, rank ", root,
+                                 ", gave ", -1 - sizes[0], " parts for ", size(), " ranks"));
   auto mine = at::empty({sizes[rank()]}, at::TensorOptions(at::kByte).device(device));
   scatter(mine, rank() == root ? to_tensor(joined, device) : at::Tensor(), root, sizes, options);
   return to_string(mine);

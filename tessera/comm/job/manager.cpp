@@ -13,6 +13,7 @@
 #include "tessera/comm/group/agreement.h"
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/job/detail/manager_state.h"
+#include "tessera/comm/job/tagged_group.h"
 #include "tessera/comm/store/detail/store_server.h"
 #include "tessera/launch/secret.h"
 #include "tessera/mesh/errors.h"
@@ -140,6 +141,15 @@ Group DistributedManager::group(const std::vector<int>& ranks) const {
 
 Group DistributedManager::group(const std::vector<int>& ranks, const GroupOptions& options) const {
   return Group(state_->group(ranks, options));
+}
+
+Group tagged_group(const DistributedManager& manager, const std::vector<int>& ranks,
+                   const GroupOptions& options, const std::string& tag) {
+  if (tag.empty() || tag.find('/') != std::string::npos)
+    throw InvalidArgument(concat("a group was given the tag '", tag,
+                                 "'; tags have at least one character, and none is '/'"));
+  // In quotes, so that it is none of the library's own.
+  return Group(manager.state()->group(ranks, options, concat("'", tag, "'")));
 }
 
 DeviceMesh DistributedManager::mesh(const Mesh& mesh) const { return DeviceMesh(mesh, *this); }

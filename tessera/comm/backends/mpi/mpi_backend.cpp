@@ -46,6 +46,14 @@ CallCard mpi_card(const at::Tensor& like, const c10d::ReduceOp& op,
   return card;
 }
 
+/// Where each rank has sizes of its own: the data travel in messages, which would be taken for
+/// those of another call if the ranks did not compare at least this.
+CallCard own_card(const at::Tensor& like, int root = -1) {
+  CallCard card = mpi_card(like, {}, root);
+  card.elements = -1;
+  return card;
+}
+
 /// Of several tensors: the elements of each.
 CallCard mpi_card(const std::vector<at::Tensor>& tensors) {
   return tensors.empty() ? CallCard{} : mpi_card(tensors.front(), numels(tensors));
@@ -255,13 +263,15 @@ MpiBackend::WorkPtr MpiBackend::gather(TensorLists& outputs, Tensors& inputs,
     require_numel("gather", "input", input, out[static_cast<std::size_t>(root)].numel());
   }
   // Messages: the other ranks do not know the sizes of the root's outputs.
-  return run("gather", OpType::GATHER, limit_of(options), Kind::messages, {}, [&](MpiCall& call) {
-    if (rank() != root) return add_send(call, input, root, tag_limit_);
-    for (int r = 0; r < ranks(); ++r)
-      if (r != root) add_receive(call, out[static_cast<std::size_t>(r)], r, tag_limit_);
-    copy_here(out[static_cast<std::size_t>(root)], input);
-    call.results = out;
-  });
+  return run("gather", OpType::GATHER, limit_of(options), Kind::collective, own_card(input, root),
+             [&](MpiCall& call) {
+               ready(call);
+               if (rank() != root) return add_send(call, input, root, tag_limit_);
+               for (int r = 0; r < ranks(); ++r)
+                 if (r != root) add_receive(call, out[static_cast<std::size_t>(r)], r, tag_limit_);
+               copy_here(out[static_cast<std::size_t>(root)], input);
+               call.results = out;
+             });
 }
 
 MpiBackend::WorkPtr MpiBackend::scatter(Tensors& outputs, TensorLists& inputs,
@@ -280,13 +290,15 @@ MpiBackend::WorkPtr MpiBackend::scatter(Tensors& outputs, TensorLists& inputs,
     }
     require_numel("scatter", "output", output, in[static_cast<std::size_t>(root)].numel());
   }
-  return run("scatter", OpType::SCATTER, limit_of(options), Kind::messages, {}, [&](MpiCall& call) {
-    call.results = {output};
-    if (rank() != root) return add_receive(call, output, root, tag_limit_);
-    for (int r = 0; r < ranks(); ++r)
-      if (r != root) add_send(call, in[static_cast<std::size_t>(r)], r, tag_limit_);
-    copy_here(output, in[static_cast<std::size_t>(root)]);
-  });
+  return run("scatter", OpType::SCATTER, limit_of(options), Kind::collective,
+             own_card(output, root), [&](MpiCall& call) {
+               ready(call);
+               call.results = {output};
+               if (rank() != root) return add_receive(call, output, root, tag_limit_);
+               for (int r = 0; r < ranks(); ++r)
+                 if (r != root) add_send(call, in[static_cast<std::size_t>(r)], r, tag_limit_);
+               copy_here(output, in[static_cast<std::size_t>(root)]);
+             });
 }
 
 MpiBackend::WorkPtr MpiBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
@@ -357,8 +369,8 @@ MpiBackend::WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& in
   };
   const Counts out = counts(output, output_splits, "output"),
                in = counts(input, input_splits, "input");
-  return run("all_to_all", OpType::ALLTOALL_BASE, limit_of(options), Kind::messages, {},
-             [&](MpiCall& call) {
+  return run("all_to_all", OpType::ALLTOALL_BASE, limit_of(options), Kind::collective,
+             own_card(input), [&](MpiCall& call) {
                add_all_to_all(call, output, input, out, in);
                call.results = {output};
              });
@@ -373,8 +385,9 @@ MpiBackend::WorkPtr MpiBackend::alltoall(Tensors& outputs, Tensors& inputs,
     for (const auto& t : *tensors) require_cpu("all_to_all", t);
   const auto me = static_cast<std::size_t>(rank());
   require_numel("all_to_all", "input to this rank itself", inputs[me], outputs[me].numel());
-  return run("all_to_all", OpType::ALLTOALL, limit_of(options), Kind::messages, {},
-             [&](MpiCall& call) {
+  return run("all_to_all", OpType::ALLTOALL, limit_of(options), Kind::collective,
+             own_card(inputs[me]), [&](MpiCall& call) {
+               ready(call);
                for (int r = 0; r < ranks(); ++r)
                  if (r != rank())
                    add_receive(call, outputs[static_cast<std::size_t>(r)], r, tag_limit_);

@@ -372,6 +372,7 @@ void MpiBackend::add_all_to_all(MpiCall& call, const at::Tensor& output, const a
       shares_storage(out, input) ? readable(call, input.clone()) : readable(call, input);
   const MPI_Datatype type = mpi_bytes_type(out.element_size());
   const Counts out_starts = offsets(output_counts), in_starts = offsets(input_counts);
+  ready(call);
   for (int step = 1; step < ranks(); ++step) {
     const int from = (rank() - step + ranks()) % ranks();
     post_receive(call, at_element(out, out_starts[index(from)]), output_counts[index(from)], type,

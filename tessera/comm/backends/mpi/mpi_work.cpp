@@ -183,18 +183,17 @@ void MpiComm::meet(MpiCall& call) {
   call.has_met = true;
   const bool alike = call.met[0] == ~call.met[1], all_wait = call.met[4] == 1;
   if (!alike && all_wait) throw MismatchError(tell_difference(call));
-  if (!alike) throw FinalMismatch(difference(call));
+  if (!alike) throw FinalMismatch(difference(call, MismatchAt::under_way));
   if (call.met[5] == 1)
     call.phase.emplace(*slot_, call.name, call.timeout.count());
   else
     call.blocking = false;
 }
 
-std::string MpiComm::difference(const MpiCall& call) const {
+std::string MpiComm::difference(const MpiCall& call, MismatchAt at) const {
   const auto least = call.met[2], most = ~call.met[3];
-  return concat("the ranks called different things: rank ", ranks_[static_cast<std::size_t>(rank_)],
-                " called ", call.card.text(),
-                least < most ? concat(" (over the ranks ", least, " to ", most, ")") : "");
+  return mismatch_text({ranks_[static_cast<std::size_t>(rank_)], "called " + call.card.text()}, at,
+                       least < most ? concat(" (over the ranks ", least, " to ", most, ")") : "");
 }
 
 std::string MpiComm::tell_difference(const MpiCall& call) {
@@ -221,11 +220,10 @@ std::string MpiComm::tell_difference(const MpiCall& call) {
   for (std::size_t r = 0; r < ranks_.size(); ++r) {
     const std::string other(&texts[r * kText]);
     if (static_cast<int>(r) == rank_ || other == std::string(mine.data())) continue;
-    return concat("the ranks called different things: rank ",
-                  ranks_[static_cast<std::size_t>(rank_)], " called ", text, "; rank ", ranks_[r],
-                  " called ", other, ". No data was moved; make every rank call the same");
+    return mismatch_text({ranks_[static_cast<std::size_t>(rank_)], "called " + text},
+                         {ranks_[r], "called " + other}, MismatchAt::before_data);
   }
-  return concat(difference(call), ". No data was moved; make every rank call the same");
+  return difference(call, MismatchAt::before_data);
 }
 
 void MpiComm::look_for_others(const MpiCall& call) const {
@@ -250,7 +248,7 @@ bool MpiComm::test(MpiCall& call) {
   if (call.gate != MPI_REQUEST_NULL) {
     check_mpi(MPI_Test(&call.gate, &done, MPI_STATUS_IGNORE), call.name);
     if (!done) return false;
-    if (call.met[0] != ~call.met[1]) throw FinalMismatch(difference(call));
+    if (call.met[0] != ~call.met[1]) throw FinalMismatch(difference(call, MismatchAt::under_way));
     if (call.requests.empty()) return true;
   }
   if (call.receives.empty()) {

@@ -20,6 +20,7 @@
 #include "tessera/comm/backends/mpi/mpi_context.h"
 #include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/detail/call_card.h"
+#include "tessera/comm/group/detail/mismatch.h"
 
 namespace tessera::detail {
 
@@ -124,7 +125,7 @@ class MpiComm {
   /// Throws FinalMismatch if a peer has sent another dtype than the one that is waited for.
   void look_for_others(const MpiCall& call) const;
   /// What this rank called, and the range of the ranks' sizes.
-  std::string difference(const MpiCall& call) const;
+  std::string difference(const MpiCall& call, MismatchAt at) const;
   /// The same with the call of a rank that differs; all ranks come here, and wait at once.
   std::string tell_difference(const MpiCall& call);
   void sweep();

@@ -9,6 +9,7 @@
 #include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/detail/backend_calls.h"
+#include "tessera/comm/group/detail/mismatch.h"
 #include "tessera/comm/group/detail/reduction.h"
 #include "tessera/comm/group/types.h"
 
@@ -68,8 +69,9 @@ std::string describe(const ThreadsCall& call) {
 }
 
 [[noreturn]] void mismatch(const ThreadsSlot& slot, int a, int b) {
-  throw MismatchError(concat("ranks ", a, " and ", b, " called different things: rank ", a, ": ",
-                             describe(slot.calls[a]), "; rank ", b, ": ", describe(slot.calls[b])));
+  throw MismatchError(mismatch_text({a, "called " + describe(slot.calls[a])},
+                                    {b, "called " + describe(slot.calls[b])},
+                                    MismatchAt::before_data));
 }
 
 void require_same(const ThreadsSlot& slot, int a, const at::Tensor& x, int b, const at::Tensor& y) {

@@ -155,6 +155,9 @@ void all_gather_counts(RequestState& call, const at::Tensor& output, const at::T
 
 void gather_equal(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root) {
   const auto& endpoint = endpoint_of(call, input);
+  // One call that knows the counts of all ranks, and compares them.
+  if (endpoint.uneven)
+    return gather_counts(call, output, input, Sizes(call.group().size(), input.numel()), root);
   expect_device(call, input);
   std::vector<Tensors> outputs;
   if (call.group().rank() == root)
@@ -188,6 +191,8 @@ void gather_counts(RequestState& call, const at::Tensor& output, const at::Tenso
 void scatter_equal(RequestState& call, const at::Tensor& output, const at::Tensor& input,
                    int root) {
   const auto& endpoint = endpoint_of(call, output);
+  if (endpoint.uneven)
+    return scatter_counts(call, output, input, Sizes(call.group().size(), output.numel()), root);
   expect_device(call, output);
   std::vector<Tensors> inputs;
   if (call.group().rank() == root)

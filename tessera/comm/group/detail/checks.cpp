@@ -11,6 +11,7 @@
 #include "tessera/base/hash.h"
 #include "tessera/comm/group/detail/backend_calls.h"
 #include "tessera/comm/group/detail/memory.h"
+#include "tessera/comm/group/detail/mismatch.h"
 
 namespace tessera::detail {
 namespace {
@@ -27,6 +28,17 @@ void check_size_list(const RequestState& call, const char* role, const Sizes& si
            " numbers, but the group has ", call.group().size(), " ranks: give one a rank");
   for (const auto n : sizes)
     if (n < 0) refuse(call, role, " sizes ", list(sizes), " hold a negative number");
+}
+
+// Sums and products of sizes that wrap around would pass for those of small tensors.
+void check_counts(const RequestState& call, const char* role, const Sizes& sizes,
+                  const at::Tensor& like) {
+  std::int64_t rows = 0, bytes = 0;
+  bool fits = true;
+  for (const auto n : sizes) fits = fits && !__builtin_add_overflow(rows, n, &rows);
+  const auto row = trailing(like) * static_cast<std::int64_t>(like.element_size());
+  if (!fits || __builtin_mul_overflow(rows, row, &bytes))
+    refuse(call, role, " sizes ", list(sizes), " are more rows than any tensor has");
 }
 
 }  // namespace
@@ -84,6 +96,7 @@ void check_sizes(const RequestState& call, const at::Tensor& whole, const at::Te
     return;
   }
   check_size_list(call, "the", sizes);
+  if (part.defined()) check_counts(call, "the", sizes, part);
   if (whole.defined()) check_rows(call, "the whole tensor", whole, sizes);
   if (!part.defined()) return;
   const auto rows = sizes[call.group().rank()];
@@ -104,6 +117,7 @@ void check_rows(const RequestState& call, const char* role, const at::Tensor& te
     return;
   }
   check_size_list(call, role, sizes);
+  check_counts(call, role, sizes, tensor);
   const auto sum = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
   if (tensor.dim() < 1 || tensor.size(0) != sum)
     refuse(call, role, " is ", show(tensor), ", but sizes ", list(sizes), " add up to ", sum,
@@ -223,16 +237,16 @@ void begin(RequestState& call, c10::function_ref<void()> check,
   const auto* other = std::find_if(cards, cards + n, unlike);
   if (other == cards + n) return;
   auto say = [&](const Card& c) {
-    const auto& ranks = call.group().ranks();
-    return concat("rank ", ranks[&c - cards], c.problem ? " refused its arguments: " : ": ",
-                  static_cast<const char*>(c.text));
+    return RankCall{call.group().ranks()[&c - cards],
+                    concat(c.problem ? "refused its arguments: " : "called ",
+                           static_cast<const char*>(c.text))};
   };
   std::vector<int> like, rest;
   for (int r = 0; r < n; ++r) (unlike(cards[r]) ? rest : like).push_back(call.group().ranks()[r]);
-  throw MismatchError(
-      concat("group '", call.group().name(), "': the ranks called different things. ", say(own),
-             "; ", say(*other), ". Ranks like the former: ", list(like), ", others: ", list(rest),
-             ". No data was moved; make every rank call the same, in the same order"));
+  throw MismatchError(concat(
+      "group '", call.group().name(), "': ",
+      mismatch_text(say(own), say(*other), MismatchAt::before_data,
+                    concat(". Ranks like the former: ", list(like), ", others: ", list(rest)))));
 }
 
 void compare_pairs(RequestState& call, const Sizes& output_counts, const Sizes& input_counts) {

@@ -160,7 +160,9 @@ void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::T
                          concat(", out ", list(output_sizes), ", in ", list(input_sizes))};
       });
   const at::Tensor input = in_memory(given);
-  call.set_card(move_card(input, -1));
+  auto card = move_card(input, -1);
+  if (!input_sizes.empty()) card.elements = -1;  // each rank has its own
+  call.set_card(std::move(card));
   call.count_bytes(bytes_of(input));
   const int n = call.group().size();
   const Sizes out_rows =

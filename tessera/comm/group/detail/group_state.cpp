@@ -8,6 +8,7 @@
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/group/detail/mismatch.h"
 #include "tessera/comm/group/trace.h"
 #include "tessera/comm/store/detail/job_store.h"
 
@@ -93,13 +94,14 @@ void GroupState::close() {
   }
 }
 
-void GroupState::enlist(c10d::Work& work, const MessageCard* card) {
+void GroupState::enlist(c10d::Work& work, const MessageCard* card, const CallCard* call) {
   const std::lock_guard lock(waiting_mutex_);
   auto& entry = waiting_.emplace_back();
   entry.work = &work;
   if (watch_->poison()) work.abort();
   if (!card || !store_) return;
   entry.card = *card;
+  entry.call = card->of_call ? call : nullptr;
   entry.comparable = true;
   entry.since = std::chrono::steady_clock::now();
   wake_watcher();
@@ -118,16 +120,16 @@ void GroupState::wake_watcher() {
 }
 
 void GroupState::strike(c10d::Work& work) {
-  std::string place;
+  std::vector<std::string> places;
   {
     const std::lock_guard lock(waiting_mutex_);
     const auto entry = std::find_if(waiting_.begin(), waiting_.end(),
                                     [&](const Waiting& w) { return w.work == &work; });
     if (entry == waiting_.end()) return;
-    if (entry->first) place = place_of(entry->card);
+    places = std::move(entry->places);
     waiting_.erase(entry);
   }
-  if (!place.empty()) withdraw(place);
+  for (const auto& place : places) withdraw(place);
 }
 
 std::string GroupState::place_of(const MessageCard& card) const {
@@ -177,21 +179,32 @@ bool GroupState::look_at_waiting(std::unique_lock<std::mutex>& lock) {
   lasting->comparable = false;
   const auto* work = lasting->work;
   const auto card = lasting->card;
+  const auto call = lasting->call ? lasting->call->text() : std::string();
   lock.unlock();
+  std::vector<std::string> places;
   const auto place = place_of(card);
-  const bool first =
-      compare(place, concat(card.sends ? "sends " : "waits for ", place, ": "), card.text());
+  if (compare(place, concat(card.sends ? "sends " : "waits for ", place, ": "), card.text()))
+    places.push_back(place);
+  // A rank that called something else waits for the call, not for this message of it.
+  if (!call.empty() && compare_call(card.number, call)) places.push_back(call_place(card.number));
   lock.lock();
   const auto entry = std::find_if(waiting_.begin(), waiting_.end(),
                                   [&](const Waiting& w) { return w.work == work; });
   if (entry != waiting_.end()) {
-    entry->first = first;
-  } else if (first) {
+    entry->places = std::move(places);
+  } else {
     lock.unlock();
-    withdraw(place);
+    for (const auto& said : places) withdraw(said);
     lock.lock();
   }
   return true;
+}
+
+std::string GroupState::call_place(std::uint64_t sequence) { return concat("call ", sequence); }
+
+bool GroupState::compare_call(std::uint64_t sequence, const std::string& what) noexcept {
+  const auto place = call_place(sequence);
+  return compare(place, concat("waits in ", place, ": "), what);
 }
 
 bool GroupState::compare(const std::string& place, const std::string& how,
@@ -206,12 +219,8 @@ bool GroupState::compare(const std::string& place, const std::string& how,
     const auto other = found.substr(cut + 1, end - cut - 1);
     Poison poison;
     poison.mismatch = true;
-    poison.reason =
-        concat("the ranks called different things. Rank ", other, " ", found.substr(end + 1),
-               found.substr(0, cut), "; rank ", ranks_[rank_], " ", how, what,
-               ". A call under way cannot be taken back, so the group has ended. Make "
-               "the ranks agree (CheckLevel::collective tells before data moves, and "
-               "the group goes on)");
+    poison.reason = mismatch_text({std::stoi(other), found.substr(end + 1) + found.substr(0, cut)},
+                                  {ranks_[rank_], how + what}, MismatchAt::under_way);
     watch_->spread(std::move(poison));
   } catch (const std::exception&) {
     // The store is gone or slow: the call's own limit ends it.

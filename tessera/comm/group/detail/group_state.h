@@ -84,8 +84,9 @@ class GroupState {
 
   /// Works that only their own abort() can wake (Gloo's messages): aborted when the group is
   /// poisoned, at once if it is already. Where a `card` is given and the work lasts, the peer is
-  /// asked whether it waits for the same (compare()).
-  void enlist(c10d::Work& work, const MessageCard* card);
+  /// asked whether it waits for the same (compare()), and, for a message of a collective `call`,
+  /// whether all ranks are in that call. Both stay where they are until strike().
+  void enlist(c10d::Work& work, const MessageCard* card, const CallCard* call = nullptr);
   void strike(c10d::Work& work);
 
   /// A call that no thread waits for (its device's stream does), with its own limit.
@@ -108,6 +109,9 @@ class GroupState {
   /// the group by a MismatchError on all ranks. True if this rank was the first, and withdraw() is
   /// to follow. Never throws.
   bool compare(const std::string& place, const std::string& how, const std::string& what) noexcept;
+  /// The same for a collective call, at call_place(sequence).
+  bool compare_call(std::uint64_t sequence, const std::string& what) noexcept;
+  static std::string call_place(std::uint64_t sequence);
   void withdraw(const std::string& place) noexcept;
 
   std::chrono::milliseconds timeout() const {
@@ -141,8 +145,10 @@ class GroupState {
   struct Waiting {
     c10d::Work* work;
     MessageCard card;
+    const CallCard* call = nullptr;
     bool comparable = false;
-    bool first = false;
+    // where this rank was the first to say what it waits for
+    std::vector<std::string> places;
     std::chrono::steady_clock::time_point since;
   };
 

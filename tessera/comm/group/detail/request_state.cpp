@@ -87,11 +87,11 @@ void RequestState::wait_whole(Part& part) {
   struct Listed {
     GroupState& group;
     c10d::Work& work;
-    Listed(GroupState& g, Part& p) : group(g), work(*p.work) {
-      group.enlist(work, p.comparable ? &p.card : nullptr);
+    Listed(GroupState& g, Part& p, const CallCard& call) : group(g), work(*p.work) {
+      group.enlist(work, p.comparable ? &p.card : nullptr, &call);
     }
     ~Listed() { group.strike(work); }
-  } const listed(group_, part);
+  } const listed(group_, part, card_);
   if (part.work->wait(left())) return;
   group_.watch().require_healthy(operation_, sequence_);
   throw CommError(concat("group '", group_.name(), "': ", describe(), " was aborted"));
@@ -132,8 +132,14 @@ void RequestState::wait_part(Part& part) {
     if (now >= deadline_) group_.watch().expire(describe(), sequence_, limit_, collective_);
     if (compared || now - begin < GroupState::kLong) continue;
     compared = true;
-    const auto place = concat("call ", sequence_);
-    if (group_.compare(place, concat("waits in ", place, ": "), card_.text())) said.place = place;
+    // Cards are exchanged at a place of their own: who still waits for them has no other call than
+    // who waits for the data.
+    if (part_) {
+      const auto place = concat("cards of ", GroupState::call_place(sequence_));
+      if (group_.compare(place, concat("waits for ", place), card_.text())) said.place = place;
+    } else if (group_.compare_call(sequence_, card_.text())) {
+      said.place = GroupState::call_place(sequence_);
+    }
   }
 }
 

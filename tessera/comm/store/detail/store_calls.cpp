@@ -38,9 +38,11 @@ void StoreServer::tell_lost(int rank, const std::string& who) {
                   .text(text)
                   .take());
   // Whoever asked about its position need not wait for it.
-  for (const auto& [number, asker] : questions_)
-    if (const auto client = clients_.find(asker.first); client != clients_.end())
-      send(*client->second, gone_answer(asker.second, rank));
+  for (auto& [number, question] : questions_) {
+    if (question.open.erase(rank) == 0) continue;
+    if (const auto client = clients_.find(question.fd); client != clients_.end())
+      send(*client->second, gone_answer(question.call, rank));
+  }
   std::erase_if(forgetting_, [this](const auto& f) { return forgotten(f.first, f.second); });
 }
 
@@ -82,7 +84,7 @@ void StoreServer::stop_waiting(int fd, const std::uint64_t* call) {
                   [&](const auto& w) { return w->fd == fd && (!call || w->call == *call); });
   std::erase_if(waiting_, [](const auto& w) { return w.second.empty(); });
   std::erase_if(questions_, [&](const auto& q) {
-    return q.second.first == fd && (!call || q.second.second == *call);
+    return q.second.fd == fd && (!call || q.second.call == *call);
   });
 }
 
@@ -217,24 +219,26 @@ void StoreServer::serve(Client& client, Reader& in) {
     case Frame::ask: {
       const std::string group(in.text());
       const auto number = next_question_++;
-      questions_[number] = {client.socket.fd(), in.call};
+      auto& question = questions_[number] = {client.socket.fd(), in.call, {}};
       send(client, Writer(Frame::reply, in.call).take());
       const auto frame = Writer(Frame::question, number).text(group).take();
       for (const int member : in.numbers<std::vector<int>>()) {
-        if (Client* other = of_rank(member))
-          send(*other, frame);
-        else
+        Client* other = of_rank(member);
+        if (!other) {
           send(client, gone_answer(in.call, member));
+        } else if (question.open.insert(member).second) {
+          send(*other, frame);
+        }
       }
       return;
     }
     case Frame::position: {
       const auto at = questions_.find(in.call);
-      if (at == questions_.end()) return;
-      const auto asker = clients_.find(at->second.first);
+      if (at == questions_.end() || at->second.open.erase(client.rank) == 0) return;
+      const auto asker = clients_.find(at->second.fd);
       if (asker == clients_.end()) return;
       const auto begun = in.number<std::uint64_t>();
-      send(*asker->second, Writer(Frame::answer, at->second.second)
+      send(*asker->second, Writer(Frame::answer, at->second.call)
                                .number(std::int32_t{client.rank})
                                .number(std::uint8_t{1})
                                .number(begun)

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <system_error>
 
 #include "tessera/base/text.h"
 #include "tessera/comm/store/detail/secret_file.h"
@@ -49,7 +50,8 @@ constexpr auto kEnded = "it ended during the rendezvous; see what rank 0, which 
 
 /// The secret to prove, or nothing if its file is not there.
 std::optional<Secret> secret_for(const Hello& hello, std::string_view name) {
-  if (name == hello.secret.name) return hello.secret;
+  // A rank that has none yet holds one without a name: no store may ask for that.
+  if (!name.empty() && name == hello.secret.name) return hello.secret;
   const bool by_file = is_secret_file_name(name);
   if (by_file && hello.secret.name.empty()) {
     auto value = read_secret_file(std::string(name));
@@ -100,7 +102,8 @@ std::optional<Challenge> receive_challenge(const Socket& socket, const Hello& he
     challenge.complete = in.number<std::uint8_t>() != 0;
     challenge.name = in.text();
     challenge.nonce = in.text();
-    if (in.kind == Frame::challenge && challenge.nonce.size() == 32) return challenge;
+    if (in.kind == Frame::challenge && !challenge.name.empty() && challenge.nonce.size() == 32)
+      return challenge;
   } catch (const std::out_of_range&) {  // said below
   }
   throw_foreign(hello, "it speaks another version of the protocol");
@@ -187,7 +190,14 @@ std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hell
     break;
   }
   std::shared_ptr<StoreConnection> connection(new StoreConnection(std::move(socket), hello));
-  connection->reader_ = std::thread([raw = connection.get()] { raw->run(); });
+  try {
+    connection->reader_ = std::thread([raw = connection.get()] { raw->run(); });
+  } catch (const std::system_error& error) {
+    throw RendezvousError(
+        concat("rank ", hello.rank, ": the system starts no thread for the job's store: ",
+               error.what(), "; raise the limit of this host (ulimit -u)"),
+        {hello.rank});
+  }
   return connection;
 }
 

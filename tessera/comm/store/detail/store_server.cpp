@@ -10,9 +10,12 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
+#include <system_error>
 #include <utility>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/store/store.h"
 
 namespace tessera::detail {
 namespace {
@@ -27,6 +30,13 @@ constexpr std::size_t kSpareDescriptors = 256;
 constexpr int kAcceptsATurn = 64;
 constexpr std::chrono::milliseconds kRest{100};
 
+[[noreturn]] void throw_no_room(const char* what, int reason) {
+  throw RendezvousError(
+      concat("rank 0 cannot serve the job's store: the system ", what, ": ", std::strerror(reason),
+             "; raise the limits of its host (ulimit -n, ulimit -u), or use less there"),
+      {0});
+}
+
 }  // namespace
 
 StoreServer::StoreServer(Socket listener, int world_size, std::string job, Secret secret)
@@ -39,6 +49,9 @@ StoreServer::StoreServer(Socket listener, int world_size, std::string job, Secre
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       fd_of_rank_(static_cast<std::size_t>(world_size), -1),
       left_(static_cast<std::size_t>(world_size), false) {
+  if (secret_.name.empty())
+    throw InvalidArgument("the job's store was given a secret without a name");
+  if (!epoll_ || !wake_) throw_no_room("has no file descriptors for it", errno);
   broken_.reserve(4096);  // room to drop somebody when memory has run out
   const auto world = static_cast<std::size_t>(world_size), open = open_descriptors();
   const std::size_t limit = allow_descriptors(open + world + kMostStrangers + kSpareDescriptors);
@@ -53,9 +66,14 @@ StoreServer::StoreServer(Socket listener, int world_size, std::string job, Secre
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.fd = fd;
-    epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, fd, &event);
+    if (epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, fd, &event) != 0)
+      throw_no_room("cannot watch its sockets", errno);
   }
-  thread_ = std::thread([this] { run(); });
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (const std::system_error& error) {
+    throw_no_room("starts no thread for it", error.code().value());
+  }
 }
 
 StoreServer::~StoreServer() {

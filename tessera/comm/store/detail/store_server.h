@@ -27,7 +27,8 @@ namespace tessera::detail {
 class StoreServer {
  public:
   /// Serves on a listening socket until destroyed. Ranks of another `job` are turned away. Raises
-  /// the soft limit of descriptors where the world needs more of them.
+  /// the soft limit of descriptors where the world needs more of them. Throws InvalidArgument for a
+  /// secret without a name, RendezvousError where the system has no descriptors or threads left.
   StoreServer(Socket listener, int world_size, std::string job, Secret secret = Secret::none());
   /// Waits up to the linger for ranks that have not deregistered, then ends the thread.
   ~StoreServer();
@@ -57,6 +58,12 @@ class StoreServer {
     bool values;
     std::vector<std::string> keys;
     std::size_t known;  // keys[0, known) exist
+  };
+  /// Where the members of a group are, and who has not said it yet.
+  struct Question {
+    int fd;  // of who asked
+    std::uint64_t call;
+    std::set<int> open;
   };
   /// Who still needs the keys of a prefix, and who has said that it does not.
   struct Forgetting {
@@ -133,8 +140,7 @@ class StoreServer {
   // by the first key that is missing
   std::unordered_map<std::string, std::vector<std::shared_ptr<Waiter>>> waiting_;
   std::map<std::string, Forgetting> forgetting_;
-  // number -> who asked, its call
-  std::unordered_map<std::uint64_t, std::pair<int, std::uint64_t>> questions_;
+  std::unordered_map<std::uint64_t, Question> questions_;  // by number
   std::uint64_t next_question_ = 1;
 
   std::thread thread_;  // last: it uses all of the above
