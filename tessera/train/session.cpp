@@ -313,7 +313,8 @@ void Session::load(const CheckpointReader& saved, CheckpointState* extra) {
     load_optimizer(saved, concat("optimizer.", i, "."), *optimizers_[i], *all_, shards);
   steps_ = state.get_integer("train.steps");
   if (scaler_ && state.has("train.scaler")) scaler_->restore(state.get("train.scaler"));
-  if (state.has_of_rank("train.random"))
+  // Where the first rank alone saved, the others keep theirs.
+  if (state.has_of_rank("train.random") && strategy_->rank() < saved.saved_ranks())
     detail::set_random_bytes(state.get_of_rank("train.random"), strategy_->root_device());
   const DistributedManager* manager = strategy_->manager();
   if (manager && state.has("train.sharded_seed")) {

@@ -13,18 +13,19 @@ namespace tessera {
 void Trainer::make_checkpointer() {
   const TrainerCheckpoints& saves = options_.checkpoint;
   if (saves.folder.empty()) return;
+  const bool all = strategy().abilities().saves_on_all_ranks;
   if (strategy().manager() == nullptr) {
-    if (strategy().size() > 1)
+    if (strategy().size() > 1 && all)
       throw NotAvailable(concat("the strategy '", strategy().name(), "' has no manager, by which ",
                                 strategy().size(),
-                                " ranks could save: override Strategy::manager()"));
+                                " ranks could save: override Strategy::manager(), or declare that "
+                                "the first rank saves alone"));
     if (!alone_) alone_ = std::make_shared<SingleDevice>();
   }
-  if (strategy().abilities().saves_on_all_ranks)
-    checkpointer_ = std::make_unique<Checkpointer>(manager(), saves.folder, saves.options);
-  else if (first_rank())
-    checkpointer_ =
-        std::make_unique<Checkpointer>(manager(), saves.folder, saves.options, std::vector<int>{0});
+  if (!all && !first_rank()) return;
+  const bool within = !all && strategy().manager() != nullptr && strategy().size() > 1;
+  checkpointer_ = std::make_unique<Checkpointer>(manager(), saves.folder, saves.options,
+                                                 within ? std::vector<int>{0} : std::vector<int>{});
 }
 
 const DistributedManager& Trainer::manager() const {

@@ -4,6 +4,7 @@
 
 #include "support.h"
 #include "tessera/comm/group/functional.h"
+#include "tessera/train/process_group_strategy.h"
 
 namespace tessera::test {
 
@@ -90,6 +91,7 @@ inline void each_strategy_case(DistributedManager& manager) {
     const auto line = manager.mesh({{"data", ranks}});
     train("fully sharded",
           std::make_shared<MeshStrategy>(line, fully_sharded(), std::vector{Shard(0)}));
+    train("process group", std::make_shared<ProcessGroupStrategy>(manager.world().process_group()));
     if (ranks == 1) train("single", std::make_shared<SingleDevice>(manager));
     if (ranks != 4) continue;
     const auto plane = manager.mesh({{"data", 2}, {"model", 2}});

@@ -46,6 +46,78 @@ TEST(ByHand, TeardownLeavesWhatTheUserMade) {
   });
 }
 
+// The user's own loop: the session's parts are right without the trainer, and go on bit by bit.
+TEST(Session, ALoopOfOnesOwnEqualsOneProcess) {
+  constexpr std::int64_t kMicro = 7, kAccumulate = 3, kEpochs = 2, kSaved = 4;
+  for (int ranks = 1; ranks <= 3; ++ranks) {
+    const auto expected = alone(ranks, kMicro, kAccumulate, with(nullptr, 1));
+    const Folder folder;
+    on_threads(ranks, [&](DistributedManager& manager) {
+      const auto loop = [&](bool resume) {
+        Regression task;
+        Session session(std::make_shared<DDPStrategy>(manager), task.modules(),
+                        {.clip = {.max_norm = 0.5}, .signals = false});
+        session.add(task.optimizers()[0]);
+        Checkpointer checkpoints(manager, folder.path());
+        if (resume) session.load(CheckpointReader(manager.world(), folder.path(), "c"));
+        std::int64_t step = 0;
+        for (std::int64_t epoch = 0; epoch < kEpochs; ++epoch) {
+          for (std::int64_t k = 0; k < kMicro; k += kAccumulate, ++step) {
+            if (step < session.steps()) continue;
+            const std::int64_t end = std::min(k + kAccumulate, kMicro);
+            for (std::int64_t i = k; i < end; ++i) {
+              const auto data = ragged_data(manager.rank(), epoch * kMicro + i);
+              session.micro_batch(
+                  [&] { return torch::mse_loss(task.net->forward(data[0]), data[1]); },
+                  static_cast<double>(data[0].size(0)), i + 1 == end);
+            }
+            const StepResult done = session.step();
+            EXPECT_EQ(done.stop, Stop::none);
+            EXPECT_TRUE(std::isfinite(done.norm));
+            if (!resume && session.steps() == kSaved) checkpoints.start_save("c", session.state());
+          }
+        }
+        checkpoints.wait();
+        return task.values();
+      };
+      const auto straight = loop(false);
+      expect_near(straight, expected, concat("a loop on ", ranks, " ranks"));
+      expect_equal(loop(true), straight, "resumed");
+    });
+  }
+}
+
+// A c10d group of the program's own; the first rank saves, all go on.
+TEST(Strategies, AForeignProcessGroupTrainsSavesAndGoesOn) {
+  for (int ranks = 1; ranks <= 3; ++ranks) {
+    const auto expected = alone(ranks, 4, 1, with(nullptr, 1));
+    const Folder folder;
+    for (const std::int64_t epochs : {1, 2}) {
+      on_threads(ranks, [&](DistributedManager& manager) {
+        const auto strategy =
+            std::make_shared<ProcessGroupStrategy>(manager.world().process_group());
+        EXPECT_EQ(strategy->broadcast(std::string(manager.rank(), 'x'), ranks - 1),
+                  std::string(ranks - 1, 'x'));
+        const auto all = strategy->all_gather(std::string(manager.rank(), 'y'));
+        for (int r = 0; r < ranks; ++r) EXPECT_EQ(all[r], std::string(r, 'y'));
+        const at::Tensor mean = at::full({2, 3}, manager.rank(), at::kDouble).t();
+        strategy->reduce(mean, ReduceOp::avg);
+        EXPECT_EQ(mean[2][1].item<double>(), (ranks - 1) / 2.0);
+        Regression task(small_net(manager.rank() == 0 ? 11 : 12));  // the first rank's counts
+        auto options = with(strategy, 1);
+        options.max_epochs = epochs;
+        options.checkpoint.folder = folder.path();
+        options.checkpoint.resume = true;
+        options.callbacks = {std::make_shared<CheckpointCallback>(
+            CheckpointCallbackOptions{.every_epochs = 1, .at_end = false})};
+        const FitResult result = Trainer(options).fit(task, ragged_batches(manager.rank(), 4));
+        EXPECT_EQ(result.steps, 4 * epochs);
+        if (epochs == 2) expect_near(task.values(), expected, "a foreign group");
+      });
+    }
+  }
+}
+
 TEST(Strategies, MistakesAreTold) {
   on_threads(2, [](DistributedManager& manager) {
     EXPECT_THROW(SingleDevice strategy(manager), InvalidArgument);
