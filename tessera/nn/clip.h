@@ -43,20 +43,12 @@ struct OwnedShard {
 /// sharded axes, and one of two doubles that compares the ranks' norms.
 ///
 /// Throws InvalidArgument for a max_norm or norm_type outside their range, or a parameter of
-<<<<<<< HEAD
-/// `by_hand` that is not among `parameters` or is sharded; ShardingError for a gradient that does
-/// not lie as its parameter does (still a Partial sum, as within no_sync()); MismatchError on every
-/// rank of `group` if the norms differ between ranks by more than round-off (1e-5 relative): a part
-/// that was not declared, or replicas that have drifted apart. Nothing has been scaled then. Where
-/// a gradient is NaN or infinite on any rank, every rank gets infinity, and nothing is scaled.
-=======
 /// `by_hand` that is not among `parameters` or is sharded; ShardingError for a gradient whose
 /// placements are not its parameter's (still a Partial sum, as within no_sync()); MismatchError on
 /// every rank of `group` if the norms differ between ranks by more than round-off (1e-5 relative):
 /// a shard that was not declared, or replicas that have drifted apart. Nothing has been scaled
 /// then. Where a gradient is NaN or infinite on any rank, every rank gets infinity, and nothing is
 /// scaled.
->>>>>>> gradients
 double clip_gradients(const std::vector<at::Tensor>& parameters, const Group& group,
                       const ClipOptions& options = {}, const std::vector<OwnedShard>& by_hand = {});
 
