@@ -319,13 +319,13 @@ struct Prepared {
 };
 
 Prepared prepare(const OperatorCase& one, Draw& draw, const DeviceMesh& mesh,
-                 const DeviceMesh& alone, std::uint64_t number) {
+                 const DeviceMesh& alone, std::uint64_t number, bool special) {
   Prepared p;
   p.instance = one.make(draw);
   p.type = draw_type(one, draw);
   p.second = draw.chance(20) && p.type == at::kDouble && one.second;
   Draw other(number + 1);  // so that the other draws stay as they were
-  p.special = draw_special(one, p.type, other);
+  if (special) p.special = draw_special(one, p.type, other);
   make_special(p.instance, p.special, other);
   const int keep_sharded = draw.below(static_cast<int>(p.instance.inputs.size()));
   for (std::size_t i = 0; i < p.instance.inputs.size(); ++i) {
@@ -369,12 +369,13 @@ std::string short_text(const std::exception& e) {
   return text.substr(0, std::min<std::size_t>(at, 700));
 }
 
-Outcome run_alone(const OperatorCase& one, std::uint64_t number, DistributedManager& manager) {
+Outcome run_alone(const OperatorCase& one, std::uint64_t number, DistributedManager& manager,
+                  bool special) {
   test::seed(number);
   Draw draw(number);
   const auto mesh = manager.mesh(draw.axes(manager.world_size()));
   const auto alone = manager.mesh(Mesh({{"alone", 1}}, {manager.rank()}));
-  const Prepared p = prepare(one, draw, mesh, alone, number);
+  const Prepared p = prepare(one, draw, mesh, alone, number, special);
   const auto say = [&](const std::string& what) {
     return Outcome{Outcome::Kind::failed,
                    concat(what, " with ", describe(p.sharded), " ", name_of(p.special))};
@@ -446,8 +447,9 @@ std::uint64_t case_number(std::uint64_t seed, const std::string& name, int ranks
   return hash.value();
 }
 
-Outcome run_case(const OperatorCase& one, std::uint64_t number, DistributedManager& manager) {
-  Outcome mine = run_alone(one, number, manager);
+Outcome run_case(const OperatorCase& one, std::uint64_t number, DistributedManager& manager,
+                 bool special) {
+  Outcome mine = run_alone(one, number, manager, special);
   if (manager.world_size() == 1) return mine;
   // A rank that is alone with its outcome would have left the others waiting.
   std::vector<std::string> all;

@@ -5,6 +5,7 @@
 //   test_ops_property                                            ranks as threads: 1, 2, 3, 4
 //   test_ops_property --operator=softmax --ranks=3 --draw=5      one case, as a failure names it
 //   test_ops_property --draws=100 --seed=7                       more, and others
+//   test_ops_property --special                                  NaN, ties, whole numbers, ... too
 //   tessera run -n 2 -- test_ops_property --processes --draws=1  every rank a process;
 //     --backend=mpi under MPI's own launcher
 
@@ -23,6 +24,7 @@ struct Options {
   int draw = -1;           // this one alone
   int ranks = 0;           // these alone
   bool processes = false;  // every rank is one
+  bool special = false;    // draw values that are hard, too
   std::string only, backend;
 };
 Options options;
@@ -129,9 +131,10 @@ TEST_P(Operators, GiveWhatOneProcessGives) {
                   [&](DistributedManager& manager) {
                     prepare(manager);
                     for (std::size_t i = next; i < all.size(); ++i) {
-                      Outcome o = run_case(
-                          *all[i].one,
-                          case_number(options.seed, all[i].one->name, ranks, all[i].draw), manager);
+                      Outcome o =
+                          run_case(*all[i].one,
+                                   case_number(options.seed, all[i].one->name, ranks, all[i].draw),
+                                   manager, options.special);
                       if (manager.rank() == 0) outcomes.push_back(std::move(o));
                     }
                   },
@@ -162,9 +165,9 @@ int run_processes() {
   Report report;
   for (const Task& task : tasks()) {
     const int ranks = manager.world_size();
-    report.add(
-        *task.one, ranks, task.draw,
-        run_case(*task.one, case_number(options.seed, task.one->name, ranks, task.draw), manager));
+    report.add(*task.one, ranks, task.draw,
+               run_case(*task.one, case_number(options.seed, task.one->name, ranks, task.draw),
+                        manager, options.special));
   }
   if (manager.rank() == 0) {
     report.print(manager.world_size());
@@ -202,6 +205,8 @@ int run(int argc, char** argv) {
       options.draw = number<int>(value);
     } else if (argument == "--processes") {
       options.processes = true;
+    } else if (argument == "--special") {
+      options.special = true;
     } else if (take(argument, "ranks", value)) {
       options.ranks = number<int>(value);
     } else if (!take(argument, "operator", options.only) &&

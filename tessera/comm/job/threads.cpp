@@ -57,7 +57,13 @@ class Hub {
 
   void set_receiver(int rank, std::function<void(const std::string&, const Poison&)> receiver) {
     const std::lock_guard lock(mutex_);
-    members_[rank].receiver = std::move(receiver);
+    Member& member = members_[rank];
+    member.left = !receiver;
+    member.receiver = std::move(receiver);
+    if (!member.left) {
+      for (const auto& [group, poison] : std::exchange(member.news, {}))
+        member.receiver(group, poison);
+    }
     // a rank that enters late must not wait for one that has failed
     if (members_[rank].receiver && failed_ && *failed_->ranks.begin() != rank)
       members_[rank].receiver("", *failed_);
@@ -72,8 +78,15 @@ class Hub {
   void tell(int from, const std::string& group, const std::vector<int>& to, const Poison& poison) {
     const std::lock_guard lock(mutex_);
     if (group.empty() && !failed_) failed_ = poison;
-    for (const int rank : to)
-      if (rank != from && members_[rank].receiver) members_[rank].receiver(group, poison);
+    for (const int rank : to) {
+      Member& member = members_[rank];
+      if (rank == from || member.left) continue;
+      if (member.receiver) {
+        member.receiver(group, poison);
+      } else if (!group.empty()) {  // it has not entered yet
+        member.news.emplace_back(group, poison);
+      }
+    }
   }
   void leave(int rank) { set_receiver(rank, {}); }
 
@@ -100,6 +113,8 @@ class Hub {
   struct Member {
     std::map<std::string, int> rounds;
     std::function<void(const std::string&, const Poison&)> receiver;
+    bool left = false;
+    std::vector<std::pair<std::string, Poison>> news;  // of before it had a receiver
     std::weak_ptr<ManagerState> manager;
   };
   std::mutex mutex_;

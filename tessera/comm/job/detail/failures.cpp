@@ -56,6 +56,7 @@ std::optional<Failure> Failures::begin(const std::vector<int>& ranks) {
   const std::lock_guard lock(mutex_);
   Counted& counted = counted_[ranks];
   if (counted.owed) {
+    counted.number = counted.owed->first.number + 1;
     counted.owed.reset();
     return std::nullopt;
   }
@@ -65,27 +66,28 @@ std::optional<Failure> Failures::begin(const std::vector<int>& ranks) {
 bool Failures::hear(const Failure& failure, News news) {
   const std::lock_guard lock(mutex_);
   Counted& counted = counted_[failure.ranks];
-  if (counted.number > failure.number) return false;
-  counted.number = failure.number + 1;
-  counted.owed = std::move(news);
+  if (counted.number > failure.number ||
+      (counted.owed && counted.owed->first.number >= failure.number))
+    return false;
+  counted.owed.emplace(failure, std::move(news));
   return true;
 }
 
-void Failures::told(const Failure& failure) {
+bool Failures::told(const Failure& failure) {
   const std::lock_guard lock(mutex_);
   Counted& counted = counted_[failure.ranks];
-  if (counted.number == failure.number + 1) counted.owed.reset();
+  if (!counted.owed || counted.owed->first.number < failure.number) return false;
+  counted.number = counted.owed->first.number + 1;
+  counted.owed.reset();
+  return true;
 }
 
-std::optional<Failures::News> Failures::take(const std::vector<int>& members) {
+std::optional<std::pair<Failure, Failures::News>> Failures::owed(
+    const std::vector<int>& members) const {
   const std::lock_guard lock(mutex_);
   if (members.size() < 2) return std::nullopt;
-  for (auto& [ranks, counted] : counted_) {
-    if (!counted.owed || !is_within(members, ranks)) continue;
-    std::optional<News> news = std::move(counted.owed);
-    counted.owed.reset();
-    return news;
-  }
+  for (const auto& [ranks, counted] : counted_)
+    if (counted.owed && is_within(members, ranks)) return counted.owed;
   return std::nullopt;
 }
 

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace tessera::detail {
@@ -38,17 +39,17 @@ class Failures {
   /// Another rank failed. False where this rank knows already: it failed at the same time, or
   /// another rank told it.
   bool hear(const Failure& failure, News news);
-  /// A call of this rank has thrown it.
-  void told(const Failure& failure);
-  /// What this rank has not been told of, of meshes that hold all `members`; from now on it has.
-  std::optional<News> take(const std::vector<int>& members);
-  /// Failures of meshes that hold all `members`.
+  /// A call of this rank throws it. False where one has already.
+  bool told(const Failure& failure);
+  /// What this rank has heard and has not been told, of meshes that hold all `members`.
+  std::optional<std::pair<Failure, News>> owed(const std::vector<int>& members) const;
+  /// Failures of meshes that hold all `members` of which this rank has been told.
   std::uint64_t count(const std::vector<int>& members) const;
 
  private:
   struct Counted {
-    std::uint64_t number = 0;
-    std::optional<News> owed;  // of the last one
+    std::uint64_t number = 0;  // of the next one
+    std::optional<std::pair<Failure, News>> owed;
   };
   mutable std::mutex mutex_;
   std::map<std::vector<int>, Counted> counted_;

@@ -132,9 +132,6 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks,
   std::optional<Poison> known;
   {
     const std::lock_guard lock(mutex_);
-    if (const auto owed = failures_->take(ranks))
-      throw PeerFailedError(concat("the group of ranks ", list(ranks), ": ", owed->reason),
-                            owed->ranks);
     auto& found = made_[key];
     if (!found) {
       try {
@@ -158,6 +155,8 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks,
         else if (!known)
           known = Poison{{rank}, how.second, false};
       }
+      if (const auto owed = failures_->owed(ranks); owed && !known)
+        known = poison_of(owed->first, {owed->second.ranks, owed->second.reason});
     }
     slot = found;
   }
@@ -330,24 +329,37 @@ void ManagerState::fail_within(std::vector<int> ranks, const std::string& reason
   {
     const std::lock_guard lock(mutex_);
     failure = failures_->begin(ranks);
-    if (!failure) return;
     retired = retire_within(ranks);
   }
+  if (!failure) return;
   if (base_.faults) base_.faults->announce(failure->name(), ranks, poison);
   poison.told = [] {};  // this rank has an error of its own
   for (const auto& watch : retired) watch->set_poison(poison);
 }
 
+Poison ManagerState::poison_of(const Failure& failure, Poison news) {
+  // The watch may outlive the manager.
+  news.told = [self = weak_from_this(), failure] {
+    const auto manager = self.lock();
+    if (!manager) return;
+    const std::lock_guard lock(manager->mutex_);
+    if (manager->failures_->told(failure)) manager->retire_within(failure.ranks);
+  };
+  return news;
+}
+
+// The groups stay until a call throws: to ask for one is no call.
 void ManagerState::hear_failure(const Failure& failure, const Poison& poison) {
-  Poison told = poison;
-  told.told = [failures = failures_, failure] { failures->told(failure); };
-  std::vector<std::shared_ptr<GroupWatch>> retired;
+  std::vector<std::shared_ptr<GroupWatch>> concerned;
   {
     const std::lock_guard lock(mutex_);
     if (!failures_->hear(failure, {poison.ranks, poison.reason})) return;
-    retired = retire_within(failure.ranks);
+    for (const auto& [key, made] : made_) {
+      const auto& members = std::get<0>(key);
+      if (members.size() > 1 && is_within(members, failure.ranks)) concerned.push_back(made->watch);
+    }
   }
-  for (const auto& watch : retired) watch->set_poison(told);
+  for (const auto& watch : concerned) watch->set_poison(poison_of(failure, poison));
 }
 
 void ManagerState::poison(const std::string& group, const Poison& poison) {

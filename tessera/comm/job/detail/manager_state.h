@@ -60,7 +60,7 @@ c10::Device choose_device(const std::optional<c10::Device>& wanted, int local_ra
 /// The options that a plan's families give to groups along axes of a view.
 AxisGroupOptions axis_options(const GroupPlan& plan, int view);
 
-class ManagerState {
+class ManagerState : public std::enable_shared_from_this<ManagerState> {
  public:
   explicit ManagerState(ManagerBase base);
   ~ManagerState();
@@ -121,6 +121,8 @@ class ManagerState {
   void forget_keys(const GroupWatch& watch) const;
   void poison(const std::string& group, const Poison& poison);
   void hear_failure(const Failure& failure, const Poison& poison);
+  // `news`, whose first call to throw ends the groups here.
+  Poison poison_of(const Failure& failure, Poison news);
   // With the lock held: the watches of those groups, which are no longer found by their ranks.
   std::vector<std::shared_ptr<GroupWatch>> retire_within(const std::vector<int>& ranks);
   void lost(int rank, bool on_purpose, const std::string& text);
@@ -136,8 +138,7 @@ class ManagerState {
   std::map<std::string, Poison> early_;               // of groups that this rank has not made
   std::map<int, std::pair<bool, std::string>> lost_;  // rank -> on purpose, how
   bool fault_ = false;
-  // shared with the watches, which may outlive the manager
-  const std::shared_ptr<Failures> failures_ = std::make_shared<Failures>();
+  const std::unique_ptr<Failures> failures_ = std::make_unique<Failures>();
   CheckLevel level_;
   std::shared_ptr<CommTrace> trace_;
   std::vector<std::pair<std::string, std::shared_ptr<const GroupPlan>>> families_;
