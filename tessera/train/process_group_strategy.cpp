@@ -1,7 +1,6 @@
 #include "tessera/train/process_group_strategy.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
 #include <cstring>

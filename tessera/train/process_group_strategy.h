@@ -7,12 +7,9 @@
 //   options.strategy = std::make_shared<ProcessGroupStrategy>(group);
 
 #include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "tessera/train/strategy.h"
-
-namespace c10d {
-class ProcessGroup;
-}
 
 namespace tessera {
 
