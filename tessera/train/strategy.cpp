@@ -116,7 +116,7 @@ void Strategy::abort(const std::string& reason) noexcept {
   const DistributedManager* ranks = manager();
   if (ranks == nullptr || ranks->world_size() == 1) return;
   try {
-    ranks->abort_groups_within(Mesh({{"all", ranks->world_size()}}), reason);
+    ranks->fail_groups_within(Mesh({{"all", ranks->world_size()}}), reason);
   } catch (...) {  // the groups have ended already
   }
 }
