@@ -3,8 +3,9 @@
 // The roof of a call that fits into a line is the way of one flag from a core to another: each rank
 // writes a line and waits for the other's. That of some KiB is the same with as many bytes, which
 // each writes before the flag and copies after it: caches move lines one by one, and 4 KiB are 64.
-// The roof of a large one is the copy of as many bytes that another core has just written. Data are written anew before each call, as a program does that computes them:
-// what a benchmark only reads stays in the wrong cache.
+// The roof of a large one is the copy of as many bytes that another core has just written. Data are
+// written anew before each call, as a program does that computes them: what a benchmark only reads
+// stays in the wrong cache.
 
 #include <fcntl.h>
 #include <sched.h>

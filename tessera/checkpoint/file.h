@@ -12,8 +12,8 @@
 //
 // All calls are collective over the mesh. An error on the first rank is thrown on all: FileError
 // for a file that cannot be opened, read or written, is damaged, or holds what libtorch cannot. The
-// other ranks wait for the first one for an hour, or for the time limit of the mesh's groups if it is
-// longer.
+// other ranks wait for the first one for an hour, or for the time limit of the mesh's groups if
+// that is longer.
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>

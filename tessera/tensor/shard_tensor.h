@@ -65,8 +65,8 @@ at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh,
 
 /// Returns this rank's local, which shares its memory with the tensor; of a view that had to be
 /// gathered (one row of a sharded dim), whose base the memory is not, a copy. Differentiable: the
-/// ranks' gradients are taken as the locals of a gradient with the placements `gradient` (by default
-/// the tensor's own, with Replicate in place of Partial). Throws InvalidArgument for a plain tensor.
+/// ranks' gradients are the locals of a gradient with the placements `gradient` (by default the
+/// tensor's, with Replicate in place of Partial). Throws InvalidArgument for a plain tensor.
 at::Tensor to_local(const at::Tensor& tensor,
                     const std::optional<std::vector<Placement>>& gradient = std::nullopt);
 /// Returns the global value on every rank, as a plain tensor. Collective. Differentiable: with

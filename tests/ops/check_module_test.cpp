@@ -34,7 +34,9 @@ struct FieldImpl : torch::nn::Cloneable<FieldImpl> {
     drop = register_module("drop", torch::nn::Dropout(0.5));
     to(at::kDouble);
   }
-  at::Tensor forward(const at::Tensor& x) { return drop(at::gelu(norm(convolution(x)))).mean({2, 3}); }
+  at::Tensor forward(const at::Tensor& x) {
+    return drop(at::gelu(norm(convolution(x)))).mean({2, 3});
+  }
   torch::nn::Conv2d convolution{nullptr};
   torch::nn::GroupNorm norm{nullptr};
   torch::nn::Dropout drop{nullptr};
@@ -112,7 +114,8 @@ TEST(ScriptModules, DistributeAndTrain) {
     // the form that traces have
     net.define(R"(
 def forward(self, x):
-    y = torch._convolution(x, self.weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, False, False, True, True)
+    y = torch._convolution(x, self.weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1,
+                           False, False, True, True)
     return torch.relu(y) * self.scale + self.shift
 )");
     for (auto p : net.parameters()) p.requires_grad_(true);

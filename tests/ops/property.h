@@ -26,8 +26,8 @@ std::uint64_t case_number(std::uint64_t seed, const std::string& name, int ranks
 
 /// `special`: a third of the cases are about ties, NaN, infinities, large values, whole numbers,
 /// booleans, expanded or conjugated inputs, one tensor given twice, inference mode, or a call that
-/// was made before with other values. Collective over the manager's world. The same outcome on every rank. Throws CommError where the
-/// ranks no longer agree: the groups are unusable then.
+/// was made before with other values. Collective over the manager's world. The same outcome on
+/// every rank. Throws CommError where the ranks no longer agree: the groups are unusable then.
 Outcome run_case(const OperatorCase& one, std::uint64_t number, DistributedManager& manager,
                  bool special = false);
 

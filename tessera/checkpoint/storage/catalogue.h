@@ -40,8 +40,8 @@ bool has_manifest(const std::string& folder, const std::string& name);
 std::vector<CheckpointName> list_checkpoints(const std::string& folder,
                                              std::vector<std::string>* problems = nullptr);
 /// The highest sequence of a manifest in the folder, also of checkpoints whose files are damaged;
-/// 0: there is none. `unread` gets a sentence for each manifest that the system does not give, whose
-/// sequence may be higher. Throws FileError if the folder itself cannot be read.
+/// 0: there is none. `unread` gets a sentence for each manifest that the system does not give,
+/// whose sequence may be higher. Throws FileError if the folder itself cannot be read.
 std::uint64_t highest_sequence(const std::string& folder, std::vector<std::string>& unread);
 std::optional<std::string> latest_checkpoint(const std::string& folder,
                                              std::vector<std::string>* problems = nullptr);
