@@ -276,9 +276,6 @@ def run_threads(ranks, fn, backend="", timeout=300.0):
 
     The first exception is raised here; the other ranks' waits end. CPU tensors only.
     """
-    from tessera import _tensor
-
-    _tensor.release_lock_in_indexing()
     job = classes.ThreadRanks(ranks, backend, float(timeout))
     results, errors, lock = [None] * ranks, [], threading.Lock()
 

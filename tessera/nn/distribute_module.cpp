@@ -1,5 +1,6 @@
 #include "tessera/nn/distribute_module.h"
 
+#include <exception>
 #include <memory>
 #include <set>
 #include <string_view>
@@ -39,17 +40,47 @@ bool matches(std::string_view name, std::string_view pattern) {
 void broadcast_from_first(const std::vector<NamedTensor>& all, const DeviceMesh& mesh) {
   const Group ranks = mesh.all();
   if (ranks.size() == 1) return;
-  std::string text;
   std::vector<at::Tensor> state;
-  for (const NamedTensor& entry : all) {
-    text += concat(entry.parameter ? "parameter '" : "buffer '", entry.name, "', shape ",
-                   entry.tensor.sizes(), ", ", entry.tensor.scalar_type(),
-                   entry.tensor.requires_grad() ? ", requires grad" : "", "\n");
-    state.push_back(entry.tensor.detach());
-  }
-  require_agreement(ranks, "the module to distribute", text);
+  for (const NamedTensor& entry : all) state.push_back(entry.tensor.detach());
   const at::NoGradGuard no_grad;
   broadcast_coalesced(state, ranks, 0);
+}
+
+ShardSpec target_of(const NamedTensor& entry, const DeviceMesh& mesh, const ModuleRule& rule) {
+  const auto given = rule ? rule(entry.name, entry.tensor) : std::nullopt;
+  const ParameterPlacement where =
+      given ? *given : ParameterPlacement{std::vector<Placement>(mesh.layout().dims())};
+  try {
+    ShardSpec target(mesh, entry.tensor.sizes().vec(), where.placements, where.sizes);
+    if (!target.has_partial()) return target;
+  } catch (const InvalidArgument& e) {
+    throw InvalidArgument(concat("distribute_module: ", entry.name, ": ", e.what()));
+  }
+  throw InvalidArgument(
+      concat("distribute_module: ", entry.name, " cannot be partial: ", list(where.placements)));
+}
+
+// Where each tensor goes. What one rank refuses is refused on all, before anything has changed.
+std::vector<ShardSpec> agreed_targets(const std::vector<NamedTensor>& all, const DeviceMesh& mesh,
+                                      const ModuleRule& rule) {
+  std::vector<ShardSpec> targets;
+  std::exception_ptr refused;
+  std::string text;
+  try {
+    for (const NamedTensor& entry : all) {
+      targets.push_back(target_of(entry, mesh, rule));
+      text += concat(entry.parameter ? "parameter '" : "buffer '", entry.name, "', ",
+                     targets.back(), ", ", entry.tensor.scalar_type(),
+                     entry.tensor.requires_grad() ? ", requires grad" : "", "\n");
+    }
+  } catch (const std::exception& e) {
+    refused = std::current_exception();
+    text = e.what();
+  }
+  if (const Group ranks = mesh.all(); ranks.size() > 1)
+    require_agreement(ranks, "the module to distribute", text);
+  if (refused) std::rethrow_exception(refused);
+  return targets;
 }
 
 }  // namespace
@@ -92,23 +123,14 @@ void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMe
     all.push_back(entry);
   };
   for (const NamedTensor& entry : tensors) collect(entry);
-  broadcast_from_first(all, mesh);
-  const std::vector<Placement> replicated(mesh.layout().dims());
   // Whatever is refused is refused before anything is changed.
+  const std::vector<ShardSpec> targets = agreed_targets(all, mesh, rule);
+  broadcast_from_first(all, mesh);
   std::vector<std::pair<at::Tensor, at::Tensor>> changes;
-  for (const NamedTensor& entry : all) {
-    const auto given = rule ? rule(entry.name, entry.tensor) : std::nullopt;
-    const ParameterPlacement where = given ? *given : ParameterPlacement{replicated};
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const NamedTensor& entry = all[i];
     const at::NoGradGuard no_grad;
-    at::Tensor sharded;
-    try {
-      sharded = distribute_tensor(entry.tensor.detach(), mesh, where.placements, where.sizes);
-    } catch (const InvalidArgument& e) {
-      throw InvalidArgument(concat("distribute_module: ", entry.name, ": ", e.what()));
-    }
-    if (spec(sharded).has_partial())
-      throw InvalidArgument(concat("distribute_module: ", entry.name,
-                                   " cannot be partial: ", list(where.placements)));
+    at::Tensor sharded = distribute_tensor(entry.tensor.detach(), targets[i]);
     if (spec(sharded).has_shard())
       sharded = sharded.clone();  // a slice would keep the full tensor alive
     if (spec(sharded).has_shard() && entry.parameter) {

@@ -19,6 +19,8 @@
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/promote.h"
 #include "tessera/tensor/dispatch/redistribute.h"
+#include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/cut.h"
 #include "tessera/tensor/spec/mesh_context.h"
 #include "tessera/tensor/spec/rank_state.h"
 
@@ -264,6 +266,9 @@ std::optional<ShardSpec> spec_of_sizes(const at::Tensor& local, const DeviceMesh
   return ShardSpec(mesh, shape, placements, sizes);
 }
 
+// Begins what a rank sends whose own arguments are wrong.
+constexpr char kWrong[] = "!";
+
 // Every rank's local shape, by row-major mesh position. What must be the same on all ranks is
 // compared on the way, so that all of them throw.
 std::vector<std::vector<std::int64_t>> gather_shapes(const at::Tensor& local,
@@ -277,7 +282,13 @@ std::vector<std::vector<std::int64_t>> gather_shapes(const at::Tensor& local,
   for (const auto n : local.sizes()) mine += concat(n, ",");
   std::vector<std::vector<std::int64_t>> shapes;
   std::string first;
-  for (const std::string& text : mesh.all().all_gather_bytes(mine, {.name = "from_local"})) {
+  const auto all = mesh.all().all_gather_bytes(mine, {.name = "from_local"});
+  for (std::size_t position = 0; position < all.size(); ++position) {
+    if (all[position].starts_with(kWrong))
+      throw InvalidArgument(
+          concat("from_local: failed at mesh position ", position, ": ", all[position].substr(1)));
+  }
+  for (const std::string& text : all) {
     const auto end = text.find('|');
     if (shapes.empty()) first = text.substr(0, end);
     if (first != text.substr(0, end))
@@ -372,19 +383,29 @@ at::Tensor from_local(const at::Tensor& local, const ShardSpec& spec) {
 
 at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
                       const std::vector<Placement>& placements, const ShardSizes& sizes) {
-  if (is_sharded(local)) throw InvalidArgument("from_local: the local is itself a ShardTensor");
+  detail::ensure_registered();
   detail::Agreed& agreed = detail::MeshContext::of(mesh)->state->agreed;
-  const std::string kind =
-      concat(toString(local.scalar_type()),
-             local.requires_grad() && at::GradMode::is_enabled() ? ", requiring grad" : "");
-  const auto key = [&](const ShardSpec& spec) {
-    return concat(list(mesh.layout().ranks()), spec, ", ", kind);
-  };
+  const std::vector<int>& ranks = mesh.layout().ranks();
+  std::string kind;
+  const auto key = [&](const ShardSpec& spec) { return concat(spec, ", ", kind); };
+  std::optional<ShardSpec> known;
+  try {
+    detail::require_one_an_axis(mesh.layout(), placements);
+    if (!local.defined()) throw InvalidArgument("from_local: the local is undefined");
+    if (is_sharded(local)) throw InvalidArgument("from_local: the local is itself a ShardTensor");
+    check_dtype(local);
+    kind = concat(toString(local.scalar_type()),
+                  local.requires_grad() && at::GradMode::is_enabled() ? ", requiring grad" : "");
+    known = spec_of_sizes(local, mesh, placements, sizes);
+  } catch (const Error& e) {
+    // The others may be asking this rank what it has.
+    mesh.all().all_gather_bytes(concat(kWrong, e.what()), {.name = "from_local"});
+    throw;
+  }
   // Ranks that have agreed once need not ask each other again.
-  const std::optional<ShardSpec> known = spec_of_sizes(local, mesh, placements, sizes);
-  if (known && agreed.contains(key(*known))) return from_local(local, *known);
+  if (known && agreed.contains(ranks, key(*known))) return from_local(local, *known);
   const ShardSpec spec = gathered_spec(local, mesh, placements, sizes, kind);
-  agreed.add(key(spec));
+  agreed.add(ranks, key(spec));
   return from_local(local, spec);
 }
 

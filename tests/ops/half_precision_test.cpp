@@ -55,6 +55,67 @@ TEST(HalfPrecision, Norms) {
            [](const at::Tensor& t) { return at::linalg_vector_norm(t, 3); });
 }
 
+// A layer all of whose values are of half precision, forward and backward: the backward pass is
+// given the statistics in the dtype in which libtorch's kernels make them.
+TEST(HalfPrecision, NormsAreTrained) {
+  using Norm = std::function<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&)>;
+  const std::vector<std::pair<const char*, Norm>> norms = {
+      {"batch_norm",
+       [](const at::Tensor& x, const at::Tensor& w, const at::Tensor& b) {
+         return at::batch_norm(x, w, b, {}, {}, true, 0.1, 1e-5, false);
+       }},
+      {"group_norm", [](const at::Tensor& x, const at::Tensor& w,
+                        const at::Tensor& b) { return at::group_norm(x, 2, w, b); }},
+      {"layer_norm",
+       [](const at::Tensor& x, const at::Tensor& w, const at::Tensor& b) {
+         return at::layer_norm(x, {6, 6}, at::outer(w, b), at::outer(b, w));
+       }},
+  };
+  on_threads(2, [&](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    set_policies(manager, {.redistribution = Policy::allow, .promotion = Policy::allow});
+    test::seed(7);
+    const at::Tensor value = randn({4, 6, 6}), weight = rand({6}) + 1, bias = randn({6}),
+                     other = randn({4, 6, 6});
+    for (const auto type : {at::kBFloat16, at::kHalf}) {
+      for (const auto of_weight : {type, at::kFloat}) {
+        for (const auto& [name, norm] : norms) {
+          const auto run = [&](const at::Tensor& x, const at::Tensor& w, const at::Tensor& b,
+                               const at::Tensor& times) {
+            (norm(x, w, b) * times).sum().backward();
+            return std::vector<at::Tensor>{x.grad(), w.grad(), b.grad()};
+          };
+          const auto plain = [](const at::Tensor& t, at::ScalarType as) {
+            return t.to(as).clone().requires_grad_(true);
+          };
+          const auto expected = run(plain(value, type), plain(weight, of_weight),
+                                    plain(bias, of_weight), other.to(type));
+          for (const int dim : {0, 1, 2}) {
+            for (const int of_other : {0, 2}) {
+              const auto got =
+                  run(leaf(value.to(type), ShardSpec(mesh, {4, 6, 6}, {Shard(dim)})),
+                      leaf(weight.to(of_weight), ShardSpec::replicated(mesh, {6})),
+                      leaf(bias.to(of_weight), ShardSpec::replicated(mesh, {6})),
+                      leaf(other.to(type), ShardSpec(mesh, {4, 6, 6}, {Shard(of_other)}), false));
+              for (int i = 0; i < 3; ++i)
+                EXPECT_LT(difference(got[i], expected[i]), type == at::kHalf ? 1e-2 : 6e-2)
+                    << name << " cut in " << dim << " and " << of_other << ", gradient " << i;
+            }
+          }
+        }
+      }
+    }
+    // Plain libtorch refuses them, whatever the input's layout.
+    for (const int dim : {0, 1, 2}) {
+      const at::Tensor x =
+          leaf(value.to(at::kHalf), ShardSpec(mesh, {4, 6, 6}, {Shard(dim)}), false);
+      EXPECT_ANY_THROW(at::group_norm(x, 2, weight.to(at::kDouble), bias.to(at::kDouble)));
+      EXPECT_ANY_THROW(at::group_norm(x.to(at::kFloat), 2, weight.to(at::kDouble), bias));
+      EXPECT_TRUE(x.sum().isfinite().item<bool>());
+    }
+  });
+}
+
 TEST(HalfPrecision, Variance) {
   test::seed(5);
   const at::Tensor x = randn({200, 40}, at::kFloat);
@@ -106,9 +167,36 @@ TEST(Terms, OfPartialValues) {
     same(partial() * inf, value * inf, "times infinity");
     same(partial() / 0, value / 0, "divided by zero");
     same(partial() * 3, value * 3, "times three");
+    same(partial().mul_(inf), value * inf, "times infinity in place");
+    same(partial().div_(0.), value / 0, "divided by zero in place");
+    same(partial().mul_(3), value * 3, "times three in place");
+    const auto number = [&](double n) {
+      return distribute_tensor(at::scalar_tensor(n, at::kDouble), mesh, {Replicate()});
+    };
+    same(partial() * number(inf), value * inf, "times a tensor that is infinite");
+    same(number(inf) * partial(), value * inf, "an infinite tensor times it");
+    same(partial().mul_(number(inf)), value * inf, "times a tensor that is infinite, in place");
+    same(number(3) * partial(), value * 3, "three times");
+    {
+      const at::Tensor y = partial(), alias = y.detach(), rows = y.narrow(0, 0, 2);
+      y.mul_(inf);
+      same(alias, value * inf, "an alias of the target");
+      same(rows, (value * inf).narrow(0, 0, 2), "a view of the target");
+    }
     same(partial() /
              leaf(at::zeros({4, 1}, at::kDouble), ShardSpec::replicated(mesh, {4, 1}), false),
          value / at::zeros({4, 1}, at::kDouble), "divided by a tensor of zeros");
+    // A sum of booleans is "any".
+    const at::Tensor truth = at::tensor({1, 0, 1, 1, 1, 0}, at::kInt).view({2, 3}).to(at::kBool);
+    const auto any = [&] {
+      return from_local(truth[manager.rank()].clone(), mesh, {Partial(ReduceOp::Kind::sum)});
+    };
+    const at::Tensor together = whole(any()), numbers = at::ones({3}, at::kDouble);
+    const at::Tensor beside = distribute_tensor(numbers, mesh, {Replicate()});
+    same(at::cat({any(), beside}), at::cat({together, numbers}), "cat of booleans and floats");
+    same(at::stack({any(), beside}), at::stack({together, numbers}),
+         "stack of booleans and floats");
+    same(any().mean(at::kDouble), together.mean(at::kDouble), "mean of booleans");
     // a mean of 2 is made of terms of 1.25 and 0.75
     const at::Tensor y =
         leaf(at::tensor({2.5, 1.5}).to(at::kDouble), ShardSpec(mesh, {2}, {Shard(0)}), false);

@@ -1,8 +1,14 @@
 // What plain libtorch refuses is refused on every rank, also on those whose part has nothing to do,
 // before anything is sent: the next collective works.
 
+#include <ATen/record_function.h>
+#include <torch/library.h>
+
+#include <atomic>
+
 #include "support.h"
 #include "tessera/base/error.h"
+#include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::test {
 
@@ -48,6 +54,111 @@ TEST(Refusals, OfIndexing) {
   refused("masked_scatter by bytes", [&](auto placed) {
     placed(at::zeros({8})).masked_scatter_(placed(mask.to(at::kByte)), placed(at::ones({8})));
   });
+}
+
+// Where an argument speaks of sizes, and where a number is at fault.
+TEST(Refusals, OfDtypes) {
+  const at::Tensor image = at::ones({1, 4, 6, 6}), weight = at::ones({4, 2, 3, 3}, at::kDouble);
+  refused("grouped conv2d by doubles",
+          [&](auto placed) { at::conv2d(placed(image), placed(weight), {}, 1, 0, 1, 2); });
+  refused("grouped conv_transpose2d by doubles", [&](auto placed) {
+    at::conv_transpose2d(placed(image), placed(weight), {}, 1, 0, 0, 2);
+  });
+  refused("max_pool2d of booleans",
+          [&](auto placed) { at::max_pool2d(placed(image.to(at::kBool)), {2, 2}); });
+  refused("avg_pool2d of integers",
+          [&](auto placed) { at::avg_pool2d(placed(image.to(at::kInt)), {2, 2}); });
+  refused("adaptive_avg_pool2d of integers",
+          [&](auto placed) { at::adaptive_avg_pool2d(placed(image.to(at::kInt)), {2, 2}); });
+  refused("im2col of integers", [&](auto placed) {
+    at::im2col(placed(image.to(at::kInt)), {2, 2}, {1, 1}, {0, 0}, {1, 1});
+  });
+  const at::Tensor vector = at::ones({6});
+  refused("topk of complex numbers",
+          [&](auto placed) { at::topk(placed(vector.to(at::kComplexFloat)), 2); });
+  refused("topk of booleans", [&](auto placed) { at::topk(placed(vector.to(at::kBool)), 2); });
+  refused("kthvalue of complex numbers",
+          [&](auto placed) { at::kthvalue(placed(vector.to(at::kComplexFloat)), 2); });
+  refused("cross of floats and doubles", [&](auto placed) {
+    at::linalg_cross(placed(at::ones({6, 3})), placed(at::ones({6, 3}, at::kDouble)));
+  });
+  const at::Tensor whole_numbers = at::ones({6}, at::kLong);
+  refused("and with a fraction",
+          [&](auto placed) { at::bitwise_and(placed(whole_numbers), at::Scalar(2.5)); });
+  refused("greater than a complex number",
+          [&](auto placed) { at::gt(placed(vector), at::Scalar(c10::complex<double>(0, 1))); });
+  refused("division of whole numbers by zero",
+          [&](auto placed) { at::floor_divide(placed(whole_numbers), at::Scalar(0)); });
+}
+
+// Of the plain tensors that operators on this thread make, the most elements of one.
+class Largest {
+ public:
+  Largest()
+      : handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(&start, &end)
+                                               .needsOutputs(true)
+                                               .scopes({at::RecordScope::FUNCTION}))) {
+    elements() = 0;
+  }
+  ~Largest() { at::removeCallback(handle_); }
+  Largest(const Largest&) = delete;
+  Largest& operator=(const Largest&) = delete;
+  static std::int64_t& elements() {
+    static thread_local std::int64_t most = 0;
+    return most;
+  }
+
+ private:
+  static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction&) { return nullptr; }
+  static void end(const at::RecordFunction& function, at::ObserverContext*) {
+    for (const c10::IValue& v : function.outputs()) {
+      if (v.isTensor() && v.toTensor().defined() && !is_sharded(v.toTensor()) &&
+          !v.toTensor().is_meta())
+        elements() = std::max(elements(), v.toTensor().numel());
+    }
+  }
+  at::CallbackHandle handle_;
+};
+
+TEST(Refusals, TryNothingLarge) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor x = leaf(at::ones({4096, 64}), ShardSpec(mesh, {4096, 64}, {Shard(0)}));
+    for (const auto& f : std::vector<std::function<at::Tensor()>>{
+             [&] { return x.select(1, 3); }, [&] { return x.slice(1, 0, 5); },
+             [&] { return x.narrow(1, 1, 4).diagonal(0, 0, 1); },
+             [&] { return x.unfold(1, 4, 2); }}) {
+      const at::Tensor y = f().sum();
+      const Largest watched;
+      y.backward();
+      EXPECT_LE(Largest::elements(), 4096 * 64 / 2);
+    }
+  });
+}
+
+std::atomic<int> notes = 0;
+TORCH_LIBRARY(tessera_refusals_test, m) { m.def("note(Tensor x) -> Tensor"); }
+TORCH_LIBRARY_IMPL(tessera_refusals_test, CPU, m) {
+  m.impl("note", [](const at::Tensor& x) {
+    ++notes;
+    return x.clone();
+  });
+}
+
+TEST(Refusals, RunAUsersKernelOnce) {
+  register_rule("tessera_refusals_test::note", [](const OpCall& call) {
+    Plan plan;
+    plan.outputs = {{call.tensor(0).spec}};
+    return plan;
+  });
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const auto note = c10::Dispatcher::singleton()
+                          .findSchemaOrThrow("tessera_refusals_test::note", "")
+                          .typed<at::Tensor(const at::Tensor&)>();
+    note.call(distribute_tensor(at::ones({4}), mesh, {Shard(0)}));
+  });
+  EXPECT_EQ(notes, 2) << "once on each rank";
 }
 
 TEST(Refusals, OfNumbersOfDims) {

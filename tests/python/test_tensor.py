@@ -238,6 +238,33 @@ def test_indexing_by_integers_where_ranks_are_threads(name, dim):
     on_ranks(2, body)
 
 
+def test_numbers_of_sharded_tensors_in_plain_pytorch():
+    """Python reads a number with its lock held: the other ranks, which are threads, must go on."""
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        x = ts.distribute_tensor(X.clone(), mesh, [ts.Shard(0)]).detach()
+        flat, plain = x[:, 0], X.clone()
+        assert_same(x[flat.argmax()], X[X[:, 0].argmax()])
+        x[flat.argmin()] = 9.0
+        plain[X[:, 0].argmin()] = 9.0
+        assert_same(x, plain)
+        total = plain.sum()
+        assert torch.equal(torch.full((2,), x.sum()), torch.full((2,), total.item()))
+        assert torch.equal(torch.add(torch.ones(2), 1, alpha=x.sum()), torch.add(torch.ones(2), 1, alpha=total.item()))
+        assert torch.equal(torch.arange(x.sum() / x.sum() * 4), torch.arange(4.0))
+
+    on_ranks(2, body)
+
+
+def test_threads_leave_plain_pytorch_as_it_is():
+    on_ranks(2, lambda rank: None)
+    assert torch.equal(torch.tensor([torch.tensor(1.0), torch.tensor(2.0)]), torch.tensor([1.0, 2.0]))
+    assert torch.equal(torch.as_tensor([torch.tensor(1.0)]), torch.tensor([1.0]))
+    assert torch.equal(torch.zeros(1).new_tensor([torch.tensor(3)]), torch.tensor([3.0]))
+    assert "__getitem__" not in vars(torch.Tensor)
+
+
 def test_indexing_errors():
     def body(rank):
         x = ts.distribute_tensor(X, ts.Mesh({"x": 2}), [ts.Shard(0)])

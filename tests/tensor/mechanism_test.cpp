@@ -355,6 +355,20 @@ TEST(Rule07Targets, ArePromotedWhereTheyStand) {
   });
 }
 
+// What libtorch's own formulas make of numbers is nobody's plain tensor.
+TEST(Rule07Targets, NumbersOfFormulasAreNotReported) {
+  everywhere([](DistributedManager& manager, const DeviceMesh& mesh) {
+    const at::Tensor x = replicated(randn({3, 4}, at::kDouble), mesh, true);
+    set_policies(manager, {.promotion = Policy::error});
+    EXPECT_NO_THROW(x.clamp(-0.5, 0.5).sum().backward());
+    EXPECT_NO_THROW(torch::nn::functional::normalize(x).sum().backward());
+    EXPECT_NO_THROW(at::cosine_similarity(x, x * 2).sum().backward());
+    EXPECT_NO_THROW(at::where(x.gt(0), x, 0.).sum().backward());
+    EXPECT_THROW(x + at::ones({3, 4}, at::kDouble), ShardingError);
+    set_policies(manager, {.promotion = Policy::allow});
+  });
+}
+
 // ---- autograd ----
 
 // Promotion and demotion are each other's derivative.
@@ -530,6 +544,31 @@ TEST(Rule09SetData, RefusesWhatWouldGoWrongInSilence) {
     torch::nn::Linear twice(3, 3);
     distribute_module(*twice, mesh);
     EXPECT_THROW(distribute_module(*twice, mesh), ShardingError);
+  });
+}
+
+TEST(Rule09SetData, RefusesBeforeAnythingHasChanged) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    torch::nn::Linear net(3, 3);
+    const at::NoGradGuard no_grad;
+    const auto own = static_cast<float>(manager.rank() + 1);
+    net->weight.fill_(own);
+    const auto refused = [&](const std::vector<Placement>& weight) {
+      const auto rule = [&](const std::string& name, const at::Tensor&) {
+        return std::optional<ParameterPlacement>(
+            ParameterPlacement{name == "weight" ? weight : std::vector<Placement>{Replicate()}});
+      };
+      EXPECT_THROW(distribute_module(*net, mesh, rule), Error);
+      EXPECT_FALSE(is_sharded(net->weight));
+      EXPECT_TRUE(net->weight.eq(own).all().item<bool>()) << "the first rank's values";
+    };
+    refused({Shard(2)});
+    refused({Partial()});
+    refused({Shard(manager.rank() == 0 ? 2 : 0)});
+    refused({manager.rank() == 0 ? Shard(0) : Shard(1)});
+    distribute_module(*net, mesh);
+    EXPECT_TRUE(whole(net->weight).eq(1).all().item<bool>());
   });
 }
 

@@ -59,6 +59,57 @@ TEST(Spec, SaysWhatIsWrong) {
   });
 }
 
+TEST(Spec, ChecksPlacementsThatAreReplaced) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const ShardSpec rows(mesh, {4, 6}, {Shard(0)}, {{0, {3, 1}}});
+    EXPECT_EQ(rows.with_placement(0, Shard(-1)), ShardSpec(mesh, {4, 6}, {Shard(1)}));
+    EXPECT_EQ(rows.with_placements({Shard(-2)}), rows);
+    EXPECT_THROW(rows.with_placement(0, Shard(2)), InvalidArgument);
+    EXPECT_THROW(rows.with_placement(0, Shard(-3)), InvalidArgument);
+    EXPECT_THROW(rows.with_placements({}), InvalidArgument);
+    EXPECT_THROW(rows.with_placements({Shard(0), Replicate()}), InvalidArgument);
+    EXPECT_THROW(rows.with_placements({Partial(ReduceOp::Kind::premultiplied)}), InvalidArgument);
+  });
+}
+
+TEST(FromLocal, TellsEveryRankWhatIsWrongOnOne) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const bool wrong = manager.rank() == 1;
+    const auto refused = [&](const at::Tensor& local, const std::vector<Placement>& placements,
+                             const ShardSizes& sizes = {}) {
+      EXPECT_THROW(from_local(local, mesh, placements, sizes), Error);
+      EXPECT_EQ(from_local(at::ones({2}), mesh, {Shard(0)}).sum().item<float>(), 4);
+    };
+    const at::Tensor right = at::ones({2, 3});
+    const ShardSizes good{{0, {2, 2}}};
+    refused(right, {Shard(0)}, wrong ? ShardSizes{{0, {2, 2, 0}}} : good);
+    refused(wrong ? distribute_tensor(right, mesh, {Replicate()}) : right, {Shard(0)}, good);
+    refused(wrong ? right.to_sparse() : right, {Shard(0)});
+    refused(wrong ? at::Tensor() : right, {Shard(0)});
+    refused(right, wrong ? std::vector<Placement>{Shard(0), Shard(1)} : std::vector{Shard(0)});
+    refused(right, {Shard(0), Shard(1)}, {{0, {2, 2}}, {1, {3, 3}}});
+    refused(right, {});
+  });
+}
+
+// A rank that forgets what it has agreed on with some ranks knows what it has with others.
+TEST(FromLocal, AgreesWithEachMeshOnItsOwn) {
+  on_threads(3, [](DistributedManager& manager) {
+    const auto world = manager.mesh({{"x", 3}});
+    const at::Tensor one = at::ones({1});
+    const ShardSizes of_world{{0, {1, 1, 1}}};
+    from_local(one, world, {Shard(0)}, of_world);
+    if (manager.rank() < 2) {
+      const auto pair = manager.mesh(Mesh({{"x", 2}}, {0, 1}));
+      for (std::int64_t n = 1; n < 4200; ++n)
+        from_local(at::empty({manager.rank() == 0 ? n : 1}), pair, {Shard(0)}, {{0, {n, 1}}});
+    }
+    EXPECT_EQ(from_local(one, world, {Shard(0)}, of_world).sum().item<float>(), 3);
+  });
+}
+
 TEST(Redistribute, AnyPlacementToAnyOtherKeepsTheValue) {
   for (const int ranks : kRanks) {
     on_threads(ranks, [&](DistributedManager& manager) {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
@@ -121,45 +122,63 @@ Plan linear_together(const OpCall& call) {
   return solve(p);
 }
 
-// A number that is infinite, NaN or, as a divisor, zero: then a term of zero gives NaN where the
-// sum would not, so the sum is made first and one rank of each axis keeps the result.
-LocalFunction with_any_number(const Plan& plan, bool divides) {
-  std::vector<int> axes;
+// The two arguments of a product or a quotient, if one is Partial and the other a number, which may
+// stand in a tensor without dims.
+struct PartialAndNumber {
+  int partial, number;
+};
+std::optional<PartialAndNumber> partial_and_number(const OpCall& call, const Plan& plan) {
+  const auto& tensors = call.tensors();
+  for (std::size_t i = 0; i < tensors.size() && i < 2; ++i) {
+    if (!plan.inputs[i] || !plan.inputs[i]->has_partial() || tensors[i].argument > 1) continue;
+    const std::size_t other = 1 - i;
+    if (tensors.size() == 1 || (tensors[other].spec.dims() == 0 && plan.inputs[other] &&
+                                plan.inputs[other]->is_replicated()))
+      return PartialAndNumber{tensors[i].argument, 1 - tensors[i].argument};
+  }
+  return std::nullopt;
+}
+
+// 1 where it is not known without waiting for a device.
+double magnitude(const c10::IValue& v) {
+  if (v.isScalar()) {
+    const c10::Scalar s = v.toScalar();
+    return s.isComplex() ? std::abs(s.toComplexDouble()) : s.toDouble();
+  }
+  const at::Tensor& t = v.toTensor();
+  if (t.dim() > 0 || !t.is_cpu()) return 1;
+  return t.is_complex() ? std::abs(t.item<c10::complex<double>>()) : t.item<double>();
+}
+
+// With a number that is infinite, NaN or, as a divisor, zero, a term of zero gives NaN where the
+// sum would not: the sum is made first and one rank of each axis keeps the result.
+void with_any_number(const OpCall& call, Plan& plan, bool divides) {
+  const auto arguments = partial_and_number(call, plan);
+  if (!arguments) return;
   bool keeper = true;
-  const ShardSpec& in = *plan.inputs[0];
+  const int first = call.tensor(0).argument == arguments->partial ? 0 : 1;
+  const ShardSpec& in = *plan.inputs[first];
   for (std::size_t a = 0; a < in.placements().size(); ++a) {
     const Placement& p = in.placements()[a];
-    if (!p.is_partial()) continue;
-    axes.push_back(static_cast<int>(a));
-    keeper &=
-        p.is_partial(ReduceOp::Kind::avg) || context_of(in)->group(static_cast<int>(a)).rank() == 0;
+    if (p.is_partial())
+      keeper &= p.is_partial(ReduceOp::Kind::avg) ||
+                context_of(in)->group(static_cast<int>(a)).rank() == 0;
   }
-  if (axes.empty()) return {};
-  return [divides, axes, keeper, spec = in, to = without_partial(in)](const c10::OperatorHandle& op,
-                                                                      torch::jit::Stack a) {
-    double number = 1;
-    if (a[1].isScalar()) {
-      const c10::Scalar s = a[1].toScalar();
-      number = s.isComplex() ? std::abs(s.toComplexDouble()) : s.toDouble();
-    } else if (const at::Tensor& t = a[1].toTensor();
-               t.dim() == 0 && t.unsafeGetTensorImpl()->is_wrapped_number()) {
-      number = t.is_complex() ? std::abs(t.item<c10::complex<double>>()) : t.item<double>();
-    }
+  plan.local = [divides, keeper, at = *arguments, in_place = call.in_place(), spec = in,
+                to = without_partial(in)](const c10::OperatorHandle& op, torch::jit::Stack a) {
+    const double number = magnitude(a[at.number]);
     if (std::isfinite(number) && !(divides && number == 0)) {
       op.callBoxed(a);
       return a;
     }
-    a[0] = redistribute_local(a[0].toTensor(), spec, to);
+    const at::Tensor target = a[at.partial].toTensor();
+    // Of its own where it is written to: the target keeps its terms' memory.
+    a[at.partial] = redistribute_local(target, spec, to);
     op.callBoxed(a);
     if (!keeper) a[0] = at::zeros_like(a[0].toTensor());
+    if (in_place) a[0] = target.copy_(a[0].toTensor());
     return a;
   };
-}
-
-// Which input is the number of a call with one, if the other is Partial.
-bool partial_by_number(const OpCall& call, const Plan& plan) {
-  return call.tensors().size() == 1 && call.tensor(0).argument == 0 && !call.in_place() &&
-         plan.inputs[0] && plan.inputs[0]->has_partial();
 }
 
 Plan linear_in_each(const OpCall& call) {
@@ -169,7 +188,7 @@ Plan linear_in_each(const OpCall& call) {
     if (terms_keep_type(call, call.tensor(i))) p.linear_in.insert(static_cast<int>(i));
   }
   Plan plan = solve(p);
-  if (partial_by_number(call, plan)) plan.local = with_any_number(plan, false);
+  with_any_number(call, plan, false);
   return plan;
 }
 
@@ -183,7 +202,7 @@ Plan linear_by_numbers(const OpCall& call) {
     p.linear_in = {0};
   }
   Plan plan = solve(p);
-  if (partial_by_number(call, plan)) plan.local = with_any_number(plan, true);
+  with_any_number(call, plan, true);
   return plan;
 }
 

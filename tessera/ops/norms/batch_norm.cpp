@@ -5,11 +5,13 @@
 #include <ATen/OpMathType.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 
 #include <optional>
 #include <vector>
 
 #include "tessera/base/text.h"
+#include "tessera/ops/norms/dtypes.h"
 #include "tessera/ops/rules/empty_parts.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/over_ranks.h"
@@ -79,18 +81,33 @@ bool nothing_here(const Plan& plan, const OpCall& call) {
   }
   return false;
 }
-LocalFunction zeros_of(const Plan& plan) {
+at::Tensor optional_tensor(const c10::IValue& v) {
+  return v.isTensor() ? v.toTensor() : at::Tensor();
+}
+
+// Of the field, then two by channels, as a kernel would have made them. `of_channels` gives the
+// latter's dtype.
+LocalFunction zeros_of(const Plan& plan,
+                       at::ScalarType (*of_channels)(const torch::jit::Stack& arguments)) {
   std::vector<Shape> shapes;
   for (const Plan::Output& out : plan.outputs) shapes.push_back(out.spec.local_shape());
-  return [shapes](const c10::OperatorHandle&, torch::jit::Stack a) {
+  return [shapes, of_channels](const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::TensorOptions field = a[0].toTensor().options();
     torch::jit::Stack results;
-    for (const Shape& shape : shapes) results.emplace_back(a[0].toTensor().new_zeros(shape));
+    for (const Shape& shape : shapes)
+      results.emplace_back(at::zeros(shape, results.empty() ? field : field.dtype(of_channels(a))));
     return results;
   };
 }
-
-at::Tensor optional_tensor(const c10::IValue& v) {
-  return v.isTensor() ? v.toTensor() : at::Tensor();
+// Of the statistics that a forward pass returns.
+at::ScalarType of_statistics(const torch::jit::Stack& a) {
+  return wide_statistics_dtype(a[0].toTensor(), {optional_tensor(a[1]), optional_tensor(a[2]),
+                                                 optional_tensor(a[3]), optional_tensor(a[4])});
+}
+// Of the gradients of weight and bias.
+at::ScalarType of_gradients(const torch::jit::Stack& a) {
+  const at::Tensor weight = optional_tensor(a[2]);
+  return (weight.defined() ? weight : a[1].toTensor()).scalar_type();
 }
 
 // Running statistics are updated where they lie: what a step says of them, which lies like the
@@ -129,14 +146,14 @@ Plan batch_norm(const OpCall& call) {
     // Sample by sample; the statistics that are returned are empty, as libtorch's are.
     const ShardSpec none = mapped_spec(call.tensor(0).spec, {0}, {-1}, false);
     plan.outputs[1] = plan.outputs[2] = {none, Shape{1}};
-    if (nothing_here(plan, call)) plan.local = zeros_of(plan);
+    if (nothing_here(plan, call)) plan.local = zeros_of(plan, of_statistics);
     return plan;
   }
   const std::vector<int> axes = reduce_inside(plan.outputs[1]);
   reduce_inside(plan.outputs[2]);
   const Running running(call, plan);
   if (axes.empty() && running.in_place()) {
-    if (nothing_here(plan, call)) plan.local = zeros_of(plan);
+    if (nothing_here(plan, call)) plan.local = zeros_of(plan, of_statistics);
     return plan;
   }
   plan.local = [running, total = OverRanks{context_of(call.tensor(0).spec), axes, "statistics"},
@@ -156,7 +173,8 @@ Plan batch_norm(const OpCall& call) {
     at::Tensor y = centred * over_channels(invstd, x.dim());
     if (weight.defined()) y = y * over_channels(weight.to(type), x.dim());
     if (bias.defined()) y = y + over_channels(bias.to(type), x.dim());
-    return torch::jit::Stack{y.to(x.scalar_type()), mean, invstd};
+    const auto returned = of_statistics(a);
+    return torch::jit::Stack{y.to(x.scalar_type()), mean.to(returned), invstd.to(returned)};
   };
   return plan;
 }
@@ -182,7 +200,7 @@ Plan batch_norm_backward(const OpCall& call) {
   BatchNorm b(call);
   Plan plan = solve(b.problem);
   plan.outputs[0].strides = b.strides();
-  plan.local = nothing_here(plan, call) ? zeros_of(plan) : backward_in_order;
+  plan.local = nothing_here(plan, call) ? zeros_of(plan, of_gradients) : backward_in_order;
   if (!call.boolean("train")) return plan;  // sample by sample; the sums are partial
   const std::vector<int> axes = reduce_inside(plan.outputs[1]);
   reduce_inside(plan.outputs[2]);
@@ -202,7 +220,7 @@ Plan batch_norm_backward(const OpCall& call) {
                      normal * over_channels(weight_gradient.div(count), x.dim())) *
                     invstd;
     if (weight.defined()) dx = dx * over_channels(weight.to(type), x.dim());
-    const auto out = weight.defined() ? weight.scalar_type() : x.scalar_type();
+    const auto out = of_gradients(a);
     return torch::jit::Stack{dx.to(x.scalar_type()), weight_gradient.to(out),
                              bias_gradient.to(out)};
   };

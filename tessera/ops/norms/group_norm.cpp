@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
+#include "tessera/ops/norms/dtypes.h"
 #include "tessera/ops/rules/empty_parts.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/over_ranks.h"
@@ -106,8 +107,10 @@ struct Part {
   double elements, here = 1;
 };
 
+at::Tensor optional(const c10::IValue& v) { return v.isTensor() ? v.toTensor() : at::Tensor(); }
 at::Tensor given(const c10::IValue& v, at::ScalarType type) {
-  return v.isTensor() && v.toTensor().defined() ? v.toTensor().to(type) : at::Tensor();
+  const at::Tensor t = optional(v);
+  return t.defined() ? t.to(type) : t;
 }
 
 void take_local_counts(const OpCall& call, Plan& plan, const ShardSpec& x) {
@@ -116,6 +119,7 @@ void take_local_counts(const OpCall& call, Plan& plan, const ShardSpec& x) {
 
 Plan group_norm(const OpCall& call) {
   const Groups g(call, call.tensor(0));
+  require_norm_dtypes(call, g.x);
   LabelProblem p(call);
   label_arguments(p, {{"input", g.data}, {"weight", g.channels}, {"bias", g.channels}});
   const Labels samples = first_dims_free(2, 1);
@@ -156,7 +160,8 @@ Plan group_norm(const OpCall& call) {
     at::Tensor y = (wide - part.per_element(mean)) * part.per_element(rstd);
     if (const at::Tensor w = given(a[1], type); w.defined()) y = y * part.as_field(w);
     if (const at::Tensor b = given(a[2], type); b.defined()) y = y + part.as_field(b);
-    return torch::jit::Stack{y.to(x.scalar_type()), mean, rstd};
+    const auto returned = statistics_dtype(x, {optional(a[1]), optional(a[2])});
+    return torch::jit::Stack{y.to(x.scalar_type()), mean.to(returned), rstd.to(returned)};
   };
   return plan;
 }

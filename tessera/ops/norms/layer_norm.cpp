@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
+#include "tessera/ops/norms/dtypes.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/over_ranks.h"
 #include "tessera/tensor/dispatch/layout.h"
@@ -72,22 +73,11 @@ at::Tensor given(const c10::IValue& v, at::ScalarType type) {
   return v.isTensor() && v.toTensor().defined() ? v.toTensor().to(type) : at::Tensor();
 }
 
-// What libtorch's kernel refuses, before any rank is in it.
-void require_dtypes(const OpCall& call, const TensorInfo& x) {
-  if (!at::isFloatingType(x.dtype))
-    throw InvalidArgument(concat(call.name(), " of ", x.dtype, ": give floating-point values"));
-  const bool half = x.dtype == at::kHalf || x.dtype == at::kBFloat16;
-  for (const char* name : {"weight", "bias"}) {
-    const TensorInfo* t = call.find(name);
-    if (t && t->dtype != x.dtype && !(half && t->dtype == at::kFloat))
-      throw InvalidArgument(concat(call.name(), ": ", name, " is of ", t->dtype,
-                                   " and the input of ", x.dtype, ": give both one dtype"));
-  }
-}
+at::Tensor optional(const c10::IValue& v) { return v.isTensor() ? v.toTensor() : at::Tensor(); }
 
 Plan layer_norm(const OpCall& call) {
   const Rows r(call, call.tensor(0));
-  require_dtypes(call, r.x);
+  require_norm_dtypes(call, r.x);
   LabelProblem p(call);
   const Labels rows = first_dims_free(r.n, r.free);
   label_arguments(p, {{"input", r.data}, {"weight", r.inner}, {"bias", r.inner}});
@@ -110,8 +100,8 @@ Plan layer_norm(const OpCall& call) {
       plan.local = [local, b = plan.outputs[1].spec.local_shape()](const c10::OperatorHandle&,
                                                                    torch::jit::Stack a) {
         const at::Tensor& t = a[0].toTensor();
-        const auto type = at::toOpMathType(t.scalar_type());
-        const auto of_rows = t.options().dtype(t.is_cuda() ? type : t.scalar_type());
+        const auto of_rows =
+            t.options().dtype(wide_statistics_dtype(t, {optional(a[2]), optional(a[3])}));
         return torch::jit::Stack{t.new_empty(local), at::zeros(b, of_rows), at::zeros(b, of_rows)};
       };
     return plan;
@@ -137,7 +127,8 @@ Plan layer_norm(const OpCall& call) {
     at::Tensor y = (wide - mean) * rstd;
     if (const at::Tensor w = given(a[2], type); w.defined()) y = y * w;
     if (const at::Tensor b = given(a[3], type); b.defined()) y = y + b;
-    return torch::jit::Stack{y.to(x.scalar_type()), mean, rstd};
+    const auto returned = wide_statistics_dtype(x, {optional(a[2]), optional(a[3])});
+    return torch::jit::Stack{y.to(x.scalar_type()), mean.to(returned), rstd.to(returned)};
   };
   return plan;
 }

@@ -42,8 +42,10 @@ Plan mean(const OpCall& call) {
   const auto* out = call.outputs();
   if (!out || out->empty())
     throw ShardingError(concat(call.name(), " with out= has no rule: use the form that returns"));
-  p.linear = LabelProblem::Linear::one;
-  p.linear_in = {0};
+  if (terms_can_be_cast(call.tensor(0).dtype, (*out)[0].dtype)) {
+    p.linear = LabelProblem::Linear::one;
+    p.linear_in = {0};
+  }
   Plan plan = solve(p);
   double count = 1;
   for (const int d : p.contract) count *= static_cast<double>(call.tensor(0).spec.shape()[d]);

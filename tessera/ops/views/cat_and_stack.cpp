@@ -16,6 +16,16 @@ namespace tessera::detail::cat_and_stack_rules {
 
 namespace {
 
+// A joined value is made of the inputs' terms, each converted to the result's dtype.
+LabelProblem::Linear linear_if_terms_can_be_cast(const OpCall& call) {
+  const auto* out = call.outputs();
+  const auto to = out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype;
+  for (const TensorInfo& t : call.tensors()) {
+    if (!terms_can_be_cast(t.dtype, to)) return LabelProblem::Linear::no;
+  }
+  return LabelProblem::Linear::together;
+}
+
 using Shape = std::vector<std::int64_t>;
 
 // What a rank takes of one input: of one that is sharded along the joined dim by an exchange.
@@ -143,7 +153,7 @@ Plan cat(const OpCall& call) {
   for (const TensorInfo& t : call.tensors())
     p.inputs.push_back(t.spec.dims() == n ? labels : Labels(t.spec.dims(), kWhole));
   p.outputs = {labels};
-  p.linear = LabelProblem::Linear::together;
+  p.linear = linear_if_terms_can_be_cast(call);
   return solve(p);
 }
 
@@ -155,7 +165,7 @@ Plan stack(const OpCall& call) {
   Labels out = all_labels(n);
   out.insert(out.begin() + d, kWhole);
   p.outputs = {out};
-  p.linear = LabelProblem::Linear::together;
+  p.linear = linear_if_terms_can_be_cast(call);
   return solve(p);
 }
 

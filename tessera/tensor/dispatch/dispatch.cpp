@@ -47,7 +47,7 @@ struct Seen {
   }
 };
 
-void promote_above(const OpInfo& info, torch::jit::Stack* stack) {
+PromotedTargets promote_above(const OpInfo& info, torch::jit::Stack* stack) {
   c10::IValue* arguments = stack->data() + (stack->size() - info.kinds.size());
   Seen seen;
   for (std::size_t i = 0; i < info.kinds.size(); ++i) {
@@ -58,8 +58,8 @@ void promote_above(const OpInfo& info, torch::jit::Stack* stack) {
       for (const c10::IValue& v : arguments[i].toListRef()) seen.look(v);
     }
   }
-  if (seen.plain && seen.sharded)
-    promote_arguments(info, arguments, context_of(seen.sharded->spec()), true);
+  if (!seen.plain || !seen.sharded) return {};
+  return promote_arguments(info, arguments, context_of(seen.sharded->spec()), true);
 }
 
 // The generated autograd kernel stands under the alias Autograd, which our own entry hides; the
@@ -69,7 +69,11 @@ struct Above final : c10::OperatorKernel {
       : info(std::move(i)), autograd(has_autograd) {}
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
-    promote_above(*info, stack);
+    const PromotedTargets promoted = promote_above(*info, stack);
+    after_promotion(promoted, [&] { onward(op, keys, stack); });
+  }
+  void onward(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+              torch::jit::Stack* stack) const {
     if (!autograd) {
       op.redispatchBoxed((keys & c10::after_autograd_keyset).remove(c10::DispatchKey::ZeroTensor),
                          stack);
@@ -176,9 +180,11 @@ class Registrar final : public c10::OpRegistrationListener {
   }
   static void above_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                              torch::jit::Stack* stack) {
-    promote_above(*instance().info_of(op), stack);
-    op.redispatchBoxed((keys & c10::after_autograd_keyset).remove(c10::DispatchKey::ZeroTensor),
-                       stack);
+    const PromotedTargets promoted = promote_above(*instance().info_of(op), stack);
+    after_promotion(promoted, [&] {
+      op.redispatchBoxed((keys & c10::after_autograd_keyset).remove(c10::DispatchKey::ZeroTensor),
+                         stack);
+    });
   }
 
   void add(const c10::OperatorName& name) {

@@ -2,9 +2,11 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/ScalarOps.h>
 #include <ATen/ops/full.h>
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <string_view>
 #include <utility>
@@ -95,34 +97,6 @@ const at::Generator& own_generator() {
   return generator;
 }
 
-// Of one element a dim, so that shapes that fit each other still do. Zero is a valid index and
-// class, one a divisor.
-void run_on_few(const OpInfo& info, const std::vector<c10::IValue>& arguments,
-                const std::function<at::ScalarType(at::ScalarType)>& dtype, double value = 0) {
-  torch::jit::Stack stack = replaced(info, arguments, [&](const at::Tensor& t) {
-    const auto* meta = meta_of(t);
-    if (!meta) return t;
-    std::vector<std::int64_t> sizes = meta->layout->sizes();
-    for (auto& n : sizes) n = std::min<std::int64_t>(n, 1);
-    return at::full(sizes, value, dtype(meta->layout->dtype));
-  });
-  for (std::size_t i = 0; i < stack.size(); ++i) {
-    if (info.op.schema().arguments()[i].name() == "generator") stack[i] = own_generator();
-  }
-  const LocalCallGuard guard;
-  info.op.callBoxed(&stack);
-}
-
-bool runs_on_few(const OpInfo& info, const std::vector<c10::IValue>& arguments,
-                 const std::function<at::ScalarType(at::ScalarType)>& dtype, double value = 0) {
-  try {
-    run_on_few(info, arguments, dtype, value);
-    return true;
-  } catch (const std::exception&) {
-    return false;
-  }
-}
-
 bool is_number(at::ScalarType type) { return at::isFloatingType(type) || at::isComplexType(type); }
 
 bool takes(const OpInfo& info, std::initializer_list<std::string_view> names) {
@@ -130,6 +104,98 @@ bool takes(const OpInfo& info, std::initializer_list<std::string_view> names) {
   return std::any_of(arguments.begin(), arguments.end(), [&](const c10::Argument& a) {
     return std::find(names.begin(), names.end(), a.name()) != names.end();
   });
+}
+
+// An operator on stand-ins for its tensors.
+struct Trial {
+  using Dtype = std::function<at::ScalarType(at::ScalarType)>;
+  using Extent = std::int64_t (*)(std::int64_t n, std::size_t dim);
+
+  Extent extent;
+  Dtype dtype = [](at::ScalarType t) { return t; };
+  double value = 0;
+  // Every number among the arguments is one.
+  bool ones = false;
+};
+
+// The trial would take long, or much memory.
+struct TooLarge final : std::exception {};
+
+constexpr std::int64_t kFew = 1 << 16;
+
+// What the operator, told how large its result is, would make of these. Not known without a meta
+// kernel.
+void require_few_results(const OpInfo& info, torch::jit::Stack stack) {
+  for (c10::IValue& v : stack) {
+    const auto as_meta = [](const at::Tensor& t) -> at::Tensor {
+      if (!t.defined()) return t;
+      return at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type());
+    };
+    if (v.isTensor()) {
+      v = as_meta(v.toTensor());
+    } else if (v.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const c10::IValue& t : v.toListRef()) list.push_back(as_meta(t.toTensor()));
+      v = std::move(list);
+    }
+  }
+  if (!run_on_meta(info, {}, stack)) throw TooLarge();
+  std::int64_t elements = 0;
+  for (const c10::IValue& v : stack) {
+    if (v.isTensor() && v.toTensor().defined()) elements += v.toTensor().numel();
+  }
+  if (elements > kFew) throw TooLarge();
+}
+
+void run_trial(const OpInfo& info, const std::vector<c10::IValue>& arguments, const Trial& trial) {
+  std::int64_t elements = 0;
+  torch::jit::Stack stack = replaced(info, arguments, [&](const at::Tensor& t) {
+    const auto* meta = meta_of(t);
+    if (!meta) return trial.ones ? c10::scalar_to_tensor(1) : t;
+    std::vector<std::int64_t> sizes = meta->layout->sizes();
+    std::int64_t n = 1;
+    for (std::size_t d = 0; d < sizes.size(); ++d) {
+      sizes[d] = std::min(sizes[d], trial.extent(sizes[d], d));
+      n *= sizes[d];
+    }
+    elements += n;
+    if (elements > kFew) throw TooLarge();
+    return at::full(sizes, trial.value, trial.dtype(meta->layout->dtype));
+  });
+  for (std::size_t i = 0; i < stack.size(); ++i) {
+    const c10::Argument& argument = info.op.schema().arguments()[i];
+    if (argument.name() == "generator") stack[i] = own_generator();
+    if (trial.ones && argument.type()->kind() == c10::TypeKind::NumberType) stack[i] = 1;
+  }
+  // As input_sizes of what select_backward makes: these are no stand-ins.
+  if (takes(info, {"size", "output_size", "repeats", "pad", "input_sizes", "input_size"}))
+    require_few_results(info, stack);
+  const LocalCallGuard guard;
+  info.op.callBoxed(&stack);
+}
+
+bool trial_runs(const OpInfo& info, const std::vector<c10::IValue>& arguments, const Trial& trial) {
+  try {
+    run_trial(info, arguments, trial);
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+// Whether the operator takes other dtypes, or other numbers, in place of those given.
+bool would_take_others(const OpInfo& info, const std::vector<c10::IValue>& arguments,
+                       Trial::Extent extent) {
+  const auto with = [&](const Trial::Dtype& dtype) {
+    return trial_runs(info, arguments, {.extent = extent, .dtype = dtype});
+  };
+  bool leading = true;
+  return with([](at::ScalarType t) { return is_number(t) ? at::kFloat : t; }) ||
+         with([](at::ScalarType) { return at::kFloat; }) ||
+         with([](at::ScalarType) { return at::kLong; }) ||
+         with([&](at::ScalarType t) { return std::exchange(leading, false) ? at::kBool : t; }) ||
+         trial_runs(info, arguments, {.extent = extent, .ones = true}) ||
+         trial_runs(info, arguments, {.extent = extent, .value = 1, .ones = true});
 }
 
 }  // namespace
@@ -171,27 +237,28 @@ std::optional<std::vector<OutputInfo>> infer_outputs(const OpInfo& info,
 
 void require_dtypes(const OpInfo& info, const std::vector<c10::IValue>& arguments,
                     const std::vector<TensorInfo>& tensors, c10::Device device) {
-  if (!device.is_cpu() || info.view || tensors.empty()) return;
-  // What draws from libtorch's generator would take numbers from the program, and what is told how
-  // large its result is would make it.
-  if ((info.random && !takes(info, {"generator"})) ||
-      takes(info, {"size", "output_size", "repeats", "pad"}))
-    return;
-  const auto as_it_is = [](at::ScalarType t) { return t; };
-  try {
-    run_on_few(info, arguments, as_it_is);
-  } catch (const std::exception&) {
-    if (runs_on_few(info, arguments, as_it_is, 1)) return;
-    // The dtypes are at fault if others would do.
-    bool leading = true;
-    if (runs_on_few(info, arguments,
-                    [](at::ScalarType t) { return is_number(t) ? at::kFloat : t; }) ||
-        runs_on_few(info, arguments, [](at::ScalarType) { return at::kFloat; }) ||
-        runs_on_few(info, arguments, [](at::ScalarType) { return at::kLong; }) ||
-        runs_on_few(info, arguments, [&](at::ScalarType t) {
-          return std::exchange(leading, false) ? at::kBool : t;
-        }))
-      throw;
+  // A kernel of the program's own may do more than compute.
+  if (!device.is_cpu() || info.view || tensors.empty() || !info.name.starts_with("aten::")) return;
+  // What draws from libtorch's generator would take numbers from the program.
+  if (info.random && !takes(info, {"generator"})) return;
+  // Of one element a dim shapes that fit each other still do, unless an argument speaks of sizes,
+  // as the number of groups of a convolution or the size of a window: then as small as it may be.
+  // Zero is a valid index and class, one a divisor.
+  for (const Trial::Extent extent :
+       {Trial::Extent([](std::int64_t, std::size_t) -> std::int64_t { return 1; }),
+        Trial::Extent([](std::int64_t, std::size_t) -> std::int64_t { return 8; }),
+        Trial::Extent([](std::int64_t n, std::size_t d) { return d < 2 ? n : 8; }),
+        Trial::Extent([](std::int64_t n, std::size_t) { return n; })}) {
+    try {
+      run_trial(info, arguments, {.extent = extent});
+      return;
+    } catch (const TooLarge&) {
+      continue;
+    } catch (const std::exception&) {
+      if (trial_runs(info, arguments, {.extent = extent, .value = 1})) return;
+      // They are at fault if others would do; else the shapes were.
+      if (would_take_others(info, arguments, extent)) throw;
+    }
   }
 }
 

@@ -18,11 +18,10 @@ std::optional<std::vector<OutputInfo>> infer_outputs(const OpInfo& info,
                                                      const std::vector<c10::IValue>& arguments,
                                                      const std::vector<TensorInfo>& tensors);
 
-/// Throws what the operator throws for tensors of these dtypes, which meta kernels do not look at:
-/// it is run on tensors of one element, and an error counts if floating-point numbers of one dtype
-/// in their place make it go away (otherwise the shapes were to blame). Does nothing for devices
-/// but the CPU, where every tensor has one dtype that all operators take, and for random operators
-/// that take no generator.
+/// Throws what the operator throws for tensors and numbers of these dtypes, which meta kernels do
+/// not look at: it is run on small tensors, and an error counts if others in their place make it go
+/// away (otherwise the shapes were to blame). Does nothing for devices but the CPU, for random
+/// operators that take no generator, and for operators that are not libtorch's own.
 void require_dtypes(const OpInfo& info, const std::vector<c10::IValue>& arguments,
                     const std::vector<TensorInfo>& tensors, c10::Device device);
 

@@ -11,7 +11,20 @@
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/dispatch/sharded_call.h"
 #include "tessera/tensor/errors.h"
+#include "tessera/tensor/host_lock.h"
 #include "tessera/tensor/spec/rank_state.h"
+
+namespace tessera {
+
+std::atomic<const HostLock*>& detail::host_lock() {
+  // Process-wide, because an interpreter is.
+  static std::atomic<const HostLock*> lock = nullptr;
+  return lock;
+}
+
+void set_host_lock(const HostLock* lock) { detail::host_lock() = lock; }
+
+}  // namespace tessera
 
 namespace tessera::detail {
 
@@ -54,6 +67,8 @@ void check_implicit_moves(const std::string& op, const std::vector<ImplicitMove>
 
 void run_sharded(const OpInfo& info, torch::jit::Stack* stack) {
   const std::size_t n = info.kinds.size();
+  const WithoutHostLock let_go;
+  if (info.writes_many && run_one_by_one(info, stack)) return;
   c10::IValue* arguments = stack->data() + (stack->size() - n);
   PlanCache& cache = PlanCache::of_thread();
   struct Depth {
@@ -68,9 +83,10 @@ void run_sharded(const OpInfo& info, torch::jit::Stack* stack) {
   if (!scan.first)
     throw ShardingError(concat(info.name, " reached the kernel of sharded tensors without one"));
   if (scan.plain) {
-    promote_arguments(info, arguments, context_of(scan.first->spec()), false);
-    key.clear();
-    scan = make_key(info, arguments, numbers, key);
+    const PromotedTargets promoted =
+        promote_arguments(info, arguments, context_of(scan.first->spec()), false);
+    after_promotion(promoted, [&] { run_sharded(info, stack); });
+    return;
   }
   auto found = cache.of(info).plans.find(key);
   if (found == cache.of(info).plans.end()) {

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -274,9 +275,11 @@ struct Kernels<Op, Result(Arguments...)> {
     if (look.plain) {
       torch::jit::Stack stack;
       torch::jit::push(stack, arguments...);
-      if (promote_stack(stack)) {
-        return std::apply([&](auto&&... promoted) -> Result { return onward(keys, promoted...); },
-                          from_stack(stack, arguments...));
+      if (const auto targets = promote_stack(stack)) {
+        return after_promotion(*targets, [&]() -> Result {
+          return std::apply([&](auto&&... promoted) -> Result { return onward(keys, promoted...); },
+                            from_stack(stack, arguments...));
+        });
       }
     } else if (!look.tangents && straight_below(keys)) {
       // Where autograd would only pass the call on, its kernels are passed by.
@@ -304,15 +307,14 @@ struct Kernels<Op, Result(Arguments...)> {
     return onward(keys, arguments...);
   }
 
-  static bool promote_stack(torch::jit::Stack& stack) {
+  static std::optional<PromotedTargets> promote_stack(torch::jit::Stack& stack) {
     for (const c10::IValue& v : stack) {
       if (!v.isTensor() || !v.toTensor().defined()) continue;
       if (const ShardMeta* meta = meta_of(v.toTensor())) {
-        promote_arguments(*info, stack.data(), context_of(meta->spec()), true);
-        return true;
+        return promote_arguments(*info, stack.data(), context_of(meta->spec()), true);
       }
     }
-    return false;
+    return std::nullopt;
   }
 
   // Tensors from the stack, everything else as it was given.

@@ -1,5 +1,6 @@
 #include "tessera/tensor/dispatch/layout.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -291,11 +292,29 @@ ShardSpec reduced_like(const ShardSpec& spec, const ShardSpec& reduced) {
 
 namespace {
 
-// The view's place in its base's memory says where it lies in the reduced value's too. Decided from
-// what all ranks share; false for what shows the elements as another type.
-bool follows(const ShardMeta& view, const ShardMeta& base) {
-  return base.layout->dense && view.layout->dtype == base.layout->dtype &&
-         view.local.is_conj() == base.local.is_conj() && view.local.is_neg() == base.local.is_neg();
+// `view`, which lay in the memory of `old`, where it lies in that of `now`, whose elements lie alike.
+// It may show them as another type, conjugated or negated.
+at::Tensor moved_view(const at::Tensor& view, const at::Tensor& old, const at::Tensor& now) {
+  const LocalCallGuard guard;
+  const auto bytes = [](const at::Tensor& t) {
+    return t.storage_offset() * static_cast<std::int64_t>(t.element_size());
+  };
+  at::Tensor made;
+  if (view.numel() == 0) {
+    made = at::empty_strided(view.sizes(), view.strides(), view.options());
+  } else if (view.scalar_type() == now.scalar_type()) {
+    made = now.as_strided(view.sizes(), view.strides(),
+                          view.storage_offset() - old.storage_offset() + now.storage_offset());
+  } else {
+    made = at::empty({0}, view.options());
+    made.set_(
+        now.storage(),
+        (bytes(view) - bytes(old) + bytes(now)) / static_cast<std::int64_t>(view.element_size()),
+        view.sizes(), view.strides());
+  }
+  if (view.is_complex()) made._set_conj(view.is_conj() != (old.is_conj() != now.is_conj()));
+  made._set_neg(view.is_neg() != (old.is_neg() != now.is_neg()));
+  return made;
 }
 
 }  // namespace
@@ -305,17 +324,11 @@ ShardMeta* follow_reduced(c10::TensorImpl* impl, ShardMeta* meta) {
     c10::intrusive_ptr<ShardMeta> next;
     if (meta->reduced) {
       next = meta->reduced;
-    } else if (meta->base && meta->base->reduced && follows(*meta, *meta->base)) {
+    } else if (meta->base && meta->base->reduced && meta->base->layout->dense) {
       const ShardMeta &old = *meta->base, &now = *old.reduced;
-      const LocalCallGuard guard;
-      const at::Tensor& v = meta->local;
-      at::Tensor local =
-          v.numel() == 0 ? at::empty_strided(v.sizes(), v.strides(), now.local.options())
-                         : now.local.as_strided(v.sizes(), v.strides(),
-                                                v.storage_offset() - old.local.storage_offset() +
-                                                    now.local.storage_offset());
       next = c10::make_intrusive<ShardMeta>(
-          std::move(local), under(*meta->layout, reduced_like(meta->spec(), now.spec())));
+          moved_view(meta->local, old.local, now.local),
+          under(*meta->layout, reduced_like(meta->spec(), now.spec())));
       if (now.spec().has_partial()) next->base = old.reduced;
       // Other aliases of the view need not do it again.
       meta->reduced = next;

@@ -34,6 +34,7 @@ struct OpInfo {
   std::vector<bool> written;
   std::vector<Return> returns;
   bool writes = false;         // any argument
+  bool writes_many = false;    // lists, or several arguments
   bool out_variant = false;    // writes arguments named out, not self
   bool in_place_view = false;  // t_, squeeze_: changes the shape of its argument
   bool resizes = false;        // resize_, set_: may change shape or storage of its argument

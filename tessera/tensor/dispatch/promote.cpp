@@ -17,6 +17,7 @@
 #include "tessera/tensor/dispatch/promote_view.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/errors.h"
+#include "tessera/tensor/host_lock.h"
 #include "tessera/tensor/spec/rank_state.h"
 
 namespace tessera::detail {
@@ -49,6 +50,7 @@ void require_equal(const at::Tensor& plain, const MeshContext& context) {
   Hash hash;
   hash.number(static_cast<std::uint64_t>(plain.scalar_type()));
   for (const auto n : plain.sizes()) hash.number(static_cast<std::uint64_t>(n));
+  const WithoutHostLock let_go;
   const at::Tensor values = plain.cpu().contiguous();
   hash.bytes(values.const_data_ptr(), values.nbytes());
   const auto hashes = all.all_gather_bytes(std::to_string(hash.value()), {.name = "promotion"});
@@ -186,7 +188,8 @@ struct Demote : torch::autograd::Function<Demote> {
 // The caller's own tensor is converted, so that it gets the history of what is written to it.
 // `like`: what is written, if that is sharded.
 void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>& context,
-                    const OpInfo& info, bool above, const at::Tensor& like) {
+                    const OpInfo& info, bool above, const at::Tensor& like,
+                    PromotedTargets& targets) {
   const auto refusal = [&](const char* why) {
     return concat(info.name, " writes a sharded value into a plain tensor ", why,
                   ". Make the target sharded (tessera::distribute_tensor, or distribute_module for "
@@ -205,6 +208,8 @@ void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>
       refuse("that is a view of one with a history of its own");
     if (base.is_view() || !target.has_storage() || target.storage().use_count() > 2)
       refuse_here("that others are views of too");
+    targets.add(base);
+    targets.add(target);
     if (!promote_view(target, base, like, context, above))
       refuse("that is a view of another one, and more than a slice of it");
     return;
@@ -217,6 +222,7 @@ void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>
   if (!above && target.has_storage() && target.storage().use_count() > 1)
     refuse_here("whose memory others share");
   const at::Tensor promoted = promote(target, context);
+  targets.add(target);
   target.unsafeGetTensorImpl()->shallow_copy_from(promoted.getIntrusivePtr());
   if (promoted.grad_fn()) torch::autograd::impl::set_gradient_edge(target, {promoted.grad_fn(), 0});
 }
@@ -236,6 +242,8 @@ void apply_policy(const OpInfo& info, const std::shared_ptr<MeshContext>& contex
   RankState& state = *context->state;
   const std::lock_guard lock(state.mutex);
   if (state.policies.promotion == Policy::allow) return;
+  // libtorch's own formulas make them of numbers.
+  if (plain.dim() == 0 && plain.is_cpu() && !plain.requires_grad()) return;
   const std::string text = concat(
       info.name, ": a plain tensor of shape ", plain.sizes(),
       " meets sharded ones; it is taken as replicated, that is, equal on all ranks of the mesh");
@@ -272,35 +280,55 @@ bool is_demotion(const torch::autograd::Node& node) {
   return dynamic_cast<const torch::autograd::CppNode<Demote>*>(&node);
 }
 
-void promote_arguments(const OpInfo& info, c10::IValue* arguments,
-                       const std::shared_ptr<MeshContext>& context, bool above) {
+void PromotedTargets::add(const at::Tensor& target) {
+  const c10::TensorImpl& impl = *target.unsafeGetTensorImpl();
+  targets_.push_back({target,
+                      impl.shallow_copy_and_detach(impl.version_counter(), true),
+                      {target.grad_fn(), static_cast<std::uint32_t>(target.output_nr())}});
+}
+
+void PromotedTargets::restore() const {
+  for (const Target& t : targets_) {
+    c10::TensorImpl& impl = *t.tensor.unsafeGetTensorImpl();
+    impl.shallow_copy_from(t.before);
+    impl.set_backend_meta({});
+    if (t.tensor.grad_fn()) torch::autograd::impl::set_gradient_edge(t.tensor, t.history);
+  }
+}
+
+PromotedTargets promote_arguments(const OpInfo& info, c10::IValue* arguments,
+                                  const std::shared_ptr<MeshContext>& context, bool above) {
+  PromotedTargets targets;
   const auto promoted = [&](const at::Tensor& t, bool written) -> at::Tensor {
     if (!is_plain(t)) return t;
     apply_policy(info, context, t);
     if (written) {
-      promote_target(t, context, info, above, written_value(info, arguments));
+      promote_target(t, context, info, above, written_value(info, arguments), targets);
       return t;
     }
     // Within a user's autograd::Function, for all that is known here.
     if (above && t.requires_grad() && !at::GradMode::is_enabled()) keep_gradient_plain(t);
     return above ? promote(t, context) : wrap_plain(t, context);
   };
-  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
-    c10::IValue& v = arguments[i];
-    if (info.kinds[i] == OpInfo::Kind::tensor) {
-      if (v.isTensor() && is_plain(v.toTensor())) v = promoted(v.toTensor(), info.written[i]);
-    } else if (info.kinds[i] == OpInfo::Kind::tensor_list && v.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& t : v.toTensorVector()) list.push_back(promoted(t, info.written[i]));
-      v = list;
-    } else if (info.kinds[i] == OpInfo::Kind::optional_tensor_list && v.isList()) {
-      c10::List<std::optional<at::Tensor>> list;
-      for (const c10::IValue& t : v.toListRef())
-        list.push_back(t.isTensor() ? std::optional<at::Tensor>(promoted(t.toTensor(), false))
-                                    : std::nullopt);
-      v = list;
+  after_promotion(targets, [&] {
+    for (std::size_t i = 0; i < info.kinds.size(); ++i) {
+      c10::IValue& v = arguments[i];
+      if (info.kinds[i] == OpInfo::Kind::tensor) {
+        if (v.isTensor() && is_plain(v.toTensor())) v = promoted(v.toTensor(), info.written[i]);
+      } else if (info.kinds[i] == OpInfo::Kind::tensor_list && v.isTensorList()) {
+        c10::List<at::Tensor> list;
+        for (const at::Tensor& t : v.toTensorVector()) list.push_back(promoted(t, info.written[i]));
+        v = list;
+      } else if (info.kinds[i] == OpInfo::Kind::optional_tensor_list && v.isList()) {
+        c10::List<std::optional<at::Tensor>> list;
+        for (const c10::IValue& t : v.toListRef())
+          list.push_back(t.isTensor() ? std::optional<at::Tensor>(promoted(t.toTensor(), false))
+                                      : std::nullopt);
+        v = list;
+      }
     }
-  }
+  });
+  return targets;
 }
 
 }  // namespace tessera::detail

@@ -4,8 +4,10 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <memory>
+#include <vector>
 
 #include "tessera/tensor/dispatch/op_info.h"
 #include "tessera/tensor/spec/mesh_context.h"
@@ -33,11 +35,37 @@ bool from_sharded(const torch::autograd::Node& node);
 /// that cannot be one, and at the collective level of checking MismatchError where the ranks'
 /// values differ.
 at::Tensor wrap_plain(const at::Tensor& plain, const std::shared_ptr<MeshContext>& context);
+/// Plain targets that have been promoted where they stand, for an operator that may yet fail.
+class PromotedTargets {
+ public:
+  void add(const at::Tensor& target);
+  /// They are what they were.
+  void restore() const;
+
+ private:
+  struct Target {
+    at::Tensor tensor;
+    c10::intrusive_ptr<c10::TensorImpl> before;
+    torch::autograd::Edge history;
+  };
+  std::vector<Target> targets_;
+};
 
 /// Promotes every plain tensor among the arguments, lists and optionals included; targets that are
 /// written to, where they stand. `above`: autograd still has its turn, so that promotion must be
-/// differentiable.
-void promote_arguments(const OpInfo& info, c10::IValue* arguments,
-                       const std::shared_ptr<MeshContext>& context, bool above);
+/// differentiable. What it throws has changed nothing.
+PromotedTargets promote_arguments(const OpInfo& info, c10::IValue* arguments,
+                                  const std::shared_ptr<MeshContext>& context, bool above);
+
+/// Makes the call whose arguments have been promoted.
+template <class Call>
+decltype(auto) after_promotion(const PromotedTargets& promoted, Call call) {
+  try {
+    return call();
+  } catch (...) {
+    promoted.restore();
+    throw;
+  }
+}
 
 }  // namespace tessera::detail

@@ -115,6 +115,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle, int number)
   for (const auto& a : schema.arguments()) {
     kinds.push_back(kind_of(a.type()));
     written.push_back(is_write(a));
+    writes_many |= written.back() && (writes || kinds.back() == Kind::tensor_list);
     writes |= written.back();
     out_variant |= written.back() && a.kwarg_only() && a.is_out();
   }

@@ -43,10 +43,9 @@ void reduce_target(const OpInfo& info, const at::Tensor& target, const ShardSpec
   }
   const ShardMeta& base = *meta.base;
   const ShardSpec whole = reduced_like(base.spec(), to);
-  if (!base.layout->dense || base.layout->dtype != meta.layout->dtype || base.copy) {
+  if (!base.layout->dense || base.copy) {
     throw ShardingError(concat(info.name, " writes to a view of a partial tensor ", base.spec(),
-                               " that shows it as another type or has gaps. Redistribute it "
-                               "first."));
+                               " that has gaps or had to be copied. Redistribute it first."));
   }
   install_reduced(target, redistribute_local(base.local, base.spec(), whole), whole);
   if (!(meta_of(target)->spec() == to))
@@ -61,7 +60,8 @@ void keep_reduced(const at::Tensor& t, const ShardSpec& from, const ShardSpec& t
                   const at::Tensor& local) {
   if (!from.has_partial() || !(to == partial_reduced(from))) return;
   const ShardMeta& meta = *meta_of(t);
-  if (meta.base || !(meta.spec() == from) || (t.is_leaf() && t.requires_grad())) return;
+  if (meta.base || meta.copy || !(meta.spec() == from) || (t.is_leaf() && t.requires_grad()))
+    return;
   if (meta.intermediate || t.grad_fn()) install_reduced(t, local, to);
 }
 
@@ -72,8 +72,7 @@ std::shared_ptr<ViewCopy> make_view_copy(const at::Tensor& base, const ShardSpec
   const ShardMeta& meta = *meta_of(base);
   const auto layout = under(*meta.layout, to);
   whole = layout->dense ? aligned(std::move(whole), *layout) : whole.contiguous();
-  return std::make_shared<ViewCopy>(whole, to, meta.local, meta.spec(), meta.copy,
-                                    base.unsafeGetTensorImpl()->version_counter());
+  return std::make_shared<ViewCopy>(whole, to, base);
 }
 
 bool makes_view_of_normal(const OpInfo& info, const c10::IValue& base) {
@@ -104,9 +103,62 @@ bool overlap_in_part(const at::Tensor& a, const at::Tensor& b) {
 
 // The memory that a tensor is a view of in the end.
 const at::Tensor& memory_of(const ShardMeta& meta) {
-  const ViewCopy* copy = meta.copy.get();
-  while (copy && copy->parent) copy = copy->parent.get();
-  return copy ? copy->base : meta.local;
+  const ShardMeta* at = &meta;
+  while (at->copy) at = meta_of(at->copy->base);
+  return at->local;
+}
+
+using Copies = std::vector<std::shared_ptr<ViewCopy>>;
+
+// Of an operator that writes to several tensors: those targets, or all tensors, that are views in
+// memory of their own.
+Copies copies_among(const OpInfo& info, const c10::IValue* arguments, bool written_only) {
+  Copies copies;
+  const auto look = [&](const c10::IValue& v) {
+    if (!v.isTensor() || !v.toTensor().defined()) return;
+    if (const ShardMeta* meta = meta_of(v.toTensor()); meta && meta->copy)
+      copies.push_back(meta->copy);
+  };
+  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
+    if (written_only && !info.written[i]) continue;
+    look(arguments[i]);
+    if (arguments[i].isTensorList()) {
+      for (const c10::IValue& v : arguments[i].toListRef()) look(v);
+    }
+  }
+  return copies;
+}
+
+void refuse_two_of_one(const OpInfo& info, const Copies& copies) {
+  for (std::size_t i = 0; i < copies.size(); ++i) {
+    for (std::size_t j = 0; j < i; ++j) {
+      if (copies[i] != copies[j] && meta_of(copies[i]->base) == meta_of(copies[j]->base))
+        throw ShardingError(concat(info.name, " writes to two views of ",
+                                   meta_of(copies[i]->base)->spec(),
+                                   " that had to be copied. Write to one after the other."));
+    }
+  }
+}
+
+// What argument `i` of an operator on lists is for element `e` of them.
+c10::IValue of_element(const OpInfo& info, std::size_t i, const c10::IValue& v, std::size_t e) {
+  if (info.kinds[i] == OpInfo::Kind::tensor_list && v.isList()) {
+    c10::List<at::Tensor> one;
+    one.push_back(v.toListRef()[e].toTensor());
+    return one;
+  }
+  if (info.op.schema().arguments()[i].name() != "scalars") return v;
+  if (v.isTensor()) return v.toTensor().narrow(0, static_cast<std::int64_t>(e), 1);
+  c10::List<at::Scalar> one;
+  one.push_back(v.toListRef()[e].toScalar());
+  return one;
+}
+
+bool lists_of(std::size_t size, const OpInfo& info, const c10::IValue* arguments) {
+  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
+    if (arguments[i].isList() && arguments[i].toListRef().size() != size) return false;
+  }
+  return true;
 }
 
 // Below autograd, but on sharded tensors: what a kernel calls on them must not be recorded again.
@@ -184,13 +236,14 @@ void ShardedCall::refuse_overlap() const {
 void ShardedCall::redistribute_inputs() {
   for (const ReadyPlan::Move& move : plan_.moves) {
     const at::Tensor t = argument(move);
+    const bool as_planned = meta_of(t)->spec() == move.to;  // reduced as, or with, another target
     if (info_.written[move.argument]) {
-      reduce_target(info_, t, move.from, move.to);
+      if (!as_planned) reduce_target(info_, t, meta_of(t)->spec(), move.to);
       continue;
     }
     Moved moved{move.argument, move.element, {}};
-    if (const ShardMeta& meta = *meta_of(t); meta.spec() == move.to) {
-      moved.local = meta.local;  // written in another argument, and reduced for that
+    if (as_planned) {
+      moved.local = meta_of(t)->local;
     } else if (const Moved* before = moved_before(t, move.to)) {
       moved.local = before->local;
     } else {
@@ -300,8 +353,8 @@ at::Tensor ShardedCall::redistributed(const at::Tensor& t, const ReadyPlan::Move
   GatheredParameters* kept = plan_.view_copied ? nullptr : GatheredParameters::current();
   at::Tensor local = kept ? kept->find(t, move.to) : at::Tensor();
   if (!local.defined()) {
-    local =
-        aligned(redistribute_local(meta.local, move.from, move.to), *under(*meta.layout, move.to));
+    local = aligned(redistribute_local(meta.local, meta.spec(), move.to),
+                    *under(*meta.layout, move.to));
     if (kept) kept->add(t, move.to, local);
   }
   if (plan_.view_copied && info_.view && move.argument == 0)
@@ -399,6 +452,33 @@ at::Tensor ShardedCall::wrap_ruled(at::Tensor local, bool view, std::size_t posi
   return t;
 }
 
+bool run_one_by_one(const OpInfo& info, torch::jit::Stack* stack) {
+  const std::size_t n = info.kinds.size(), first = stack->size() - n;
+  const c10::IValue* arguments = stack->data() + first;
+  const Copies copies = copies_among(info, arguments, true);
+  if (copies.empty()) return false;
+  for (const auto& copy : copies) copy->require_fresh(info.name);
+  const bool on_lists = info.name.starts_with("aten::_foreach_") && arguments[0].isList();
+  const std::size_t elements = on_lists ? arguments[0].toListRef().size() : 0;
+  if (!on_lists || !lists_of(elements, info, arguments)) {
+    refuse_two_of_one(info, copies);
+    return false;
+  }
+  if (elements < 2) return false;
+  for (const auto& copy : copies_among(info, arguments, false)) copy->require_fresh(info.name);
+  const torch::jit::Stack given(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
+  stack->resize(first);
+  for (std::size_t e = 0; e < elements; ++e) {
+    torch::jit::Stack one;
+    for (std::size_t i = 0; i < n; ++i) one.push_back(of_element(info, i, given[i], e));
+    // Whether or not they have changed, so that all ranks do the same.
+    for (const auto& copy : e == 0 ? Copies() : copies_among(info, one.data(), false))
+      copy->refresh();
+    run_sharded(info, &one);
+  }
+  return true;
+}
+
 void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
   const std::size_t n = info.kinds.size(), first = stack->size() - n;
   std::vector<at::Tensor> targets;
@@ -424,6 +504,10 @@ void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
     } else {
       install(targets[i], made->local, made->layout, made->copy);
       meta_of(targets[i])->base = made->base;
+      // libtorch counts the change of shape as a write, and nothing has been written.
+      if (info.in_place_view && !targets[i].is_inference()) {
+        for (ViewCopy* copy = made->copy.get(); copy; copy = copy->parent()) ++copy->written;
+      }
     }
   }
   stack->resize(first);

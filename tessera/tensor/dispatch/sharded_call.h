@@ -84,6 +84,12 @@ class ShardedCall {
   at::Tensor view_base_;
 };
 
+/// Views in memory of their own among several targets: what is written to one of them must reach
+/// the others before they are written. An operator on lists (_foreach_...) is run on one element
+/// after the other, and true returned; of other operators two such views of one tensor are refused
+/// with a ShardingError. False: nothing of that kind, and nothing done.
+bool run_one_by_one(const OpInfo& info, torch::jit::Stack* stack);
+
 /// Runs the functional form on the sharded tensors: its results become the values of the arguments
 /// that are written. Throws ShardingError where `out` cannot take the result.
 void run_by_functional(const OpInfo& info, torch::jit::Stack* stack);

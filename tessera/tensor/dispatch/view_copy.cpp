@@ -1,6 +1,7 @@
 #include "tessera/tensor/dispatch/view_copy.h"
 
 #include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/errors.h"
@@ -12,6 +13,11 @@ namespace tessera::detail {
 namespace {
 
 RankState& state_of(const ShardSpec& spec) { return *context_of(spec)->state; }
+
+at::Tensor another_handle(const at::Tensor& t) {
+  const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
+  return at::Tensor(impl.shallow_copy_and_detach(impl.version_counter(), false));
+}
 
 }  // namespace
 
@@ -29,49 +35,50 @@ void ViewCopies::remove(ViewCopy* copy) {
 void ViewCopies::wrote(const at::TensorBase& local, const ViewCopy* own) {
   const std::lock_guard lock(mutex_);
   for (ViewCopy* copy : live_) {
-    if (copy != own && copy->base.is_alias_of(local)) copy->stale = true;
+    if (copy != own && copy->base_local().is_alias_of(local)) copy->stale = true;
   }
 }
 
-ViewCopy::ViewCopy(const at::Tensor& whole, ShardSpec whole_spec, const at::Tensor& base,
-                   ShardSpec base_spec, std::shared_ptr<ViewCopy> parent,
-                   c10::VariableVersion version)
+ViewCopy::ViewCopy(const at::Tensor& whole, ShardSpec whole_spec, const at::Tensor& base)
     : whole(whole),
       whole_spec(std::move(whole_spec)),
-      base(base),
-      base_spec(std::move(base_spec)),
-      parent(std::move(parent)),
-      version(std::move(version)) {
-  if (this->version.enabled()) seen = this->version.current_version();
-  state_of(this->base_spec).copies.add(this);
+      base(another_handle(base)),
+      version(base.unsafeGetTensorImpl()->version_counter()) {
+  if (version.enabled()) seen = version.current_version();
+  state_of(this->whole_spec).copies.add(this);
 }
 
-ViewCopy::~ViewCopy() { state_of(base_spec).copies.remove(this); }
+ViewCopy::~ViewCopy() { state_of(whole_spec).copies.remove(this); }
+
+const at::Tensor& ViewCopy::base_local() const { return meta_of(base)->local; }
+ViewCopy* ViewCopy::parent() const { return meta_of(base)->copy.get(); }
 
 void ViewCopy::write_back() {
   const LocalCallGuard guard;
-  at::Tensor part = whole;
-  if (base_spec.has_partial() && !whole_spec.has_partial()) {
-    part = redistribute_local(whole, whole_spec, base_spec);  // parts of the value again
-  } else {
-    for (int d = 0; d < base_spec.dims(); ++d) {
-      part = part.narrow(d, base_spec.local_offset()[d] - whole_spec.local_offset()[d],
-                         base_spec.local_shape()[d]);
-    }
-  }
-  base.copy_(part);
+  const ShardMeta& to = *meta_of(base);
+  to.local.copy_(redistribute_local(whole, whole_spec, to.spec()));
   ++written;
-  state_of(base_spec).copies.wrote(base, this);
-  if (parent) parent->write_back();
+  state_of(whole_spec).copies.wrote(to.local, this);
+  if (to.copy) to.copy->write_back();
 }
 
 void ViewCopy::require_fresh(const std::string& op) const {
   if (stale || (version.enabled() && version.current_version() - seen > written)) {
     throw ShardingError(
-        concat(op, " is given a view of ", base_spec,
+        concat(op, " is given a view of ", meta_of(base)->spec(),
                " that had to be copied, and the base has changed since. Take the view again."));
   }
-  if (parent) parent->require_fresh(op);
+  if (const ViewCopy* of_base = parent()) of_base->require_fresh(op);
+}
+
+void ViewCopy::refresh() {
+  if (ViewCopy* of_base = parent()) of_base->refresh();
+  const LocalCallGuard guard;
+  const ShardMeta& from = *meta_of(base);
+  whole.copy_(redistribute_local(from.local, from.spec(), whole_spec));
+  if (version.enabled()) seen = version.current_version();
+  written = 0;
+  stale = false;
 }
 
 }  // namespace tessera::detail

@@ -16,8 +16,8 @@
 namespace tessera::detail {
 
 struct ViewCopy {
-  ViewCopy(const at::Tensor& whole, ShardSpec whole_spec, const at::Tensor& base,
-           ShardSpec base_spec, std::shared_ptr<ViewCopy> parent, c10::VariableVersion version);
+  /// `base` is a sharded tensor, of which `whole` is the local under `whole_spec`.
+  ViewCopy(const at::Tensor& whole, ShardSpec whole_spec, const at::Tensor& base);
   ~ViewCopy();
   ViewCopy(const ViewCopy&) = delete;
   ViewCopy& operator=(const ViewCopy&) = delete;
@@ -25,11 +25,8 @@ struct ViewCopy {
   /// Local of the gathered base: what the view, and views of it, share memory with.
   at::Tensor whole;
   ShardSpec whole_spec;
-  /// Local of the base.
+  /// Another handle on the base: follows what becomes of it.
   at::Tensor base;
-  ShardSpec base_spec;
-  /// If the base is itself behind a copy.
-  std::shared_ptr<ViewCopy> parent;
   /// Of the base.
   c10::VariableVersion version;
   /// Its value when the copy was made.
@@ -39,11 +36,18 @@ struct ViewCopy {
   /// The base was written to by another way, as the rank's ViewCopies have noticed.
   std::atomic<bool> stale = false;
 
-  /// This rank's part of `whole` into `base`, and on to the parent. No communication: every rank
-  /// that holds an element has written the same to it.
+  /// Of the base.
+  const at::Tensor& base_local() const;
+  /// If the base is itself behind a copy; else nullptr.
+  ViewCopy* parent() const;
+  /// This rank's part of `whole` into the base, and on to the parent. Every rank that holds an
+  /// element has written the same to it, so that nothing is sent, but where a partial base has been
+  /// reduced since.
   void write_back();
   /// Throws ShardingError if the base has changed since.
   void require_fresh(const std::string& op) const;
+  /// Takes over what the base has become. Collective.
+  void refresh();
 };
 
 }  // namespace tessera::detail

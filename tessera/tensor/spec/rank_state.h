@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -18,25 +19,29 @@
 
 namespace tessera::detail {
 
-/// What ranks have found to agree on, as text. Belongs to the rank and not to the context of a
-/// mesh, which lives as long as this rank holds a tensor of it. Forgets everything once it holds
-/// much, all ranks at the same time, because they add the same.
+/// What the ranks of a mesh have found to agree on, as text. Belongs to the rank and not to the
+/// context of a mesh, which lives as long as this rank holds a tensor of it. Forgets what it knows
+/// of a mesh once that is much: all of its ranks at the same time, because they add the same, and
+/// whatever other meshes they are in.
 class Agreed {
  public:
-  bool contains(const std::string& what) {
+  static constexpr std::size_t kMost = 4096;
+
+  bool contains(const std::vector<int>& ranks, const std::string& what) {
     const std::lock_guard lock(mutex_);
-    return known_.contains(what);
+    const auto it = known_.find(ranks);
+    return it != known_.end() && it->second.contains(what);
   }
-  void add(std::string what) {
-    constexpr std::size_t kMost = 4096;
+  void add(const std::vector<int>& ranks, std::string what) {
     const std::lock_guard lock(mutex_);
-    if (known_.size() >= kMost) known_.clear();
-    known_.insert(std::move(what));
+    auto& known = known_[ranks];
+    if (known.size() >= kMost) known.clear();
+    known.insert(std::move(what));
   }
 
  private:
   std::mutex mutex_;
-  std::unordered_set<std::string> known_;
+  std::map<std::vector<int>, std::unordered_set<std::string>> known_;
 };
 
 struct ViewCopy;

@@ -166,16 +166,12 @@ ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std
 
 }  // namespace detail
 
-std::vector<DimSharding> detail::cut_dims(const Mesh& mesh, const std::vector<std::int64_t>& shape,
-                                          std::vector<Placement>& normal, const ShardSizes& sizes) {
+void detail::normalize(const Mesh& mesh, const std::vector<std::int64_t>& shape,
+                       std::vector<Placement>& placements) {
   const int rank_dims = static_cast<int>(shape.size());
-  const std::size_t axes = mesh.axes().size();
-  if (normal.size() != axes)
-    throw InvalidArgument(concat(normal.size(), " placements ", list(normal), " for a mesh of ",
-                                 axes, " axes: give one an axis"));
-  std::vector<DimSharding> dims(shape.size());
-  for (std::size_t axis = 0; axis < normal.size(); ++axis) {
-    Placement& p = normal[axis];
+  require_one_an_axis(mesh, placements);
+  for (std::size_t axis = 0; axis < placements.size(); ++axis) {
+    Placement& p = placements[axis];
     if (p.is_partial() && p.op == ReduceOp::Kind::premultiplied)
       throw InvalidArgument(
           "Partial(premultiplied) has no meaning: use sum, avg, product, min or max");
@@ -186,7 +182,22 @@ std::vector<DimSharding> detail::cut_dims(const Mesh& mesh, const std::vector<st
                                    rank_dims, " dims ", list(shape)));
     }
     p.dim = d;
-    dims[d].axes.push_back(static_cast<int>(axis));
+  }
+}
+
+void detail::require_one_an_axis(const Mesh& mesh, const std::vector<Placement>& placements) {
+  if (placements.size() != mesh.axes().size())
+    throw InvalidArgument(concat(placements.size(), " placements ", list(placements),
+                                 " for a mesh of ", mesh.axes().size(), " axes: give one an axis"));
+}
+
+std::vector<DimSharding> detail::cut_dims(const Mesh& mesh, const std::vector<std::int64_t>& shape,
+                                          std::vector<Placement>& normal, const ShardSizes& sizes) {
+  const int rank_dims = static_cast<int>(shape.size());
+  normalize(mesh, shape, normal);
+  std::vector<DimSharding> dims(shape.size());
+  for (std::size_t axis = 0; axis < normal.size(); ++axis) {
+    if (normal[axis].is_shard()) dims[normal[axis].dim].axes.push_back(static_cast<int>(axis));
   }
   std::map<int, const Sizes*> given;
   for (const auto& [dim, list_of_sizes] : sizes) {
@@ -255,9 +266,11 @@ ShardSizes ShardSpec::sizes() const {
 }
 
 ShardSpec ShardSpec::with_placements(const std::vector<Placement>& placements) const {
+  std::vector<Placement> normal = placements;
+  detail::normalize(mesh().layout(), shape(), normal);
   std::vector<const DimSharding*> parts;
   for (int d = 0; d < dims(); ++d) parts.push_back(&dim(d));
-  return detail::make_spec(data_->context, shape(), placements, parts);
+  return detail::make_spec(data_->context, shape(), std::move(normal), parts);
 }
 
 ShardSpec ShardSpec::with_placement(int axis, Placement placement) const {

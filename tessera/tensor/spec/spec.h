@@ -75,10 +75,11 @@ class ShardSpec {
   const Sharding& sharding() const;
 
   /// Returns the spec with other placements on the same mesh. Dims that stay sharded by the same
-  /// axes keep their sizes, others are cut evenly.
+  /// axes keep their sizes, others are cut evenly. Throws InvalidArgument if there is not one an
+  /// axis, or one shards a dim that the tensor does not have.
   ShardSpec with_placements(const std::vector<Placement>& placements) const;
   /// Returns the spec with the placement of one axis replaced. Throws InvalidArgument for an axis
-  /// that the mesh does not have.
+  /// that the mesh does not have, or a dim that the tensor does not have.
   ShardSpec with_placement(int axis, Placement placement) const;
 
   /// "[4, 7] data=Shard(0){3, 1} domain=Replicate".

@@ -1,0 +1,46 @@
+#pragma once
+// Which dtypes norms take, and the dtype of their statistics, which their backward is given again.
+
+#include <ATen/OpMathType.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
+
+namespace tessera::detail {
+
+/// What libtorch's CPU kernels return mean and inverse deviation in, and ask for in backward: the
+/// input's dtype, or float32 where a half-precision input meets parameters of another.
+inline at::ScalarType statistics_dtype(const at::Tensor& x,
+                                       std::initializer_list<at::Tensor> parameters) {
+  const auto own = x.scalar_type();
+  const bool mixed = std::any_of(parameters.begin(), parameters.end(), [&](const at::Tensor& p) {
+    return p.defined() && p.scalar_type() != own;
+  });
+  return mixed ? at::toOpMathType(own) : own;
+}
+
+/// The same where kernels for other devices return them in the type that they compute in.
+inline at::ScalarType wide_statistics_dtype(const at::Tensor& x,
+                                            std::initializer_list<at::Tensor> parameters) {
+  return x.is_cpu() ? statistics_dtype(x, parameters) : at::toOpMathType(x.scalar_type());
+}
+
+/// Throws InvalidArgument for what libtorch's kernels refuse, before any rank is in one.
+inline void require_norm_dtypes(const OpCall& call, const TensorInfo& x) {
+  if (!at::isFloatingType(x.dtype))
+    throw InvalidArgument(concat(call.name(), " of ", x.dtype, ": give floating-point values"));
+  const bool half = x.dtype == at::kHalf || x.dtype == at::kBFloat16;
+  for (const char* name : {"weight", "bias"}) {
+    const TensorInfo* t = call.find(name);
+    if (t && t->dtype != x.dtype && !(half && t->dtype == at::kFloat))
+      throw InvalidArgument(concat(call.name(), ": ", name, " is of ", t->dtype,
+                                   " and the input of ", x.dtype, ": give both one dtype"));
+  }
+}
+
+}  // namespace tessera::detail
