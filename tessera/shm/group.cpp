@@ -175,12 +175,12 @@ std::vector<std::size_t> in_bytes(std::vector<std::size_t> counts, Element eleme
 #define TESSERA_SHM_STARTS \
   Starts { state_->core, state_->limit(call), call.sign }
 
-void Group::barrier(Call call) {
-  TESSERA_SHM_RUNS.operator()<Spread>(*state_->core, "barrier", Blocks::equal(size(), 0), nullptr,
+void Group::barrier(Call call, const char* name) {
+  TESSERA_SHM_RUNS.operator()<Spread>(*state_->core, name, Blocks::equal(size(), 0), nullptr,
                                       nullptr, -1, true);
 }
-Request Group::start_barrier(Call call) {
-  return TESSERA_SHM_STARTS.operator()<Spread>(*state_->core, "barrier", Blocks::equal(size(), 0),
+Request Group::start_barrier(Call call, const char* name) {
+  return TESSERA_SHM_STARTS.operator()<Spread>(*state_->core, name, Blocks::equal(size(), 0),
                                                nullptr, nullptr, -1, true);
 }
 

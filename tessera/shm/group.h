@@ -103,7 +103,8 @@ class Group {
   int rank() const;
   int size() const;
 
-  void barrier(Call call = {});
+  /// `name`, a string literal, is what errors call it.
+  void barrier(Call call = {}, const char* name = "barrier");
   void broadcast(void* data, std::size_t bytes, int root, Call call = {});
   /// `output` may be `input`, and is disjoint from it otherwise.
   void all_reduce(const void* input, void* output, std::size_t count, Element element,
@@ -138,7 +139,7 @@ class Group {
   void exchange(const std::vector<Message>& messages, Call call = {},
                 const char* name = "exchange");
 
-  [[nodiscard]] Request start_barrier(Call call = {});
+  [[nodiscard]] Request start_barrier(Call call = {}, const char* name = "barrier");
   [[nodiscard]] Request start_broadcast(void* data, std::size_t bytes, int root, Call call = {});
   [[nodiscard]] Request start_all_reduce(const void* input, void* output, std::size_t count,
                                          Element element, Reduction reduction, Call call = {});

@@ -268,6 +268,17 @@ ShmBackend::WorkPtr ShmBackend::run_all(ShmCall call, CallLimit limit, std::uint
   return work;
 }
 
+template <class Start>
+ShmBackend::WorkPtr ShmBackend::run_messages(ShmCall call, CallLimit limit, std::uint64_t sign,
+                                             const Start& start) {
+  const char* name = call.name;
+  return run_all(std::move(call), limit, sign,
+                 [&](std::vector<shm::Request>& requests, shm::Call o) {
+                   requests.push_back(start(o));
+                   requests.push_back(group().start_barrier(o, name));
+                 });
+}
+
 // ---- collectives ----
 
 ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
@@ -590,11 +601,8 @@ ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& in
   auto call = call_of("all_to_all", OpType::ALLTOALL_BASE, {output});
   const void* from = readable(call, input);
   void* to = target_of(call, output);
-  signature_ = 0;  // The ranks' sizes may differ; the messages are compared.
-  return run(
-      std::move(call), shm_limit(options), type_of(input),
-      [&](shm::Call o) { group().all_to_all(from, in, to, out, o); },
-      [&](shm::Call o) { return group().start_all_to_all(from, in, to, out, o); });
+  return run_messages(std::move(call), shm_limit(options), signature(input.scalar_type()),
+                      [&](shm::Call o) { return group().start_all_to_all(from, in, to, out, o); });
 }
 
 ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
@@ -615,8 +623,9 @@ ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
     messages.push_back(message_of(call, true, inputs[static_cast<std::size_t>(to)], to, kListTag));
   }
   outputs[me].copy_(inputs[me].view(outputs[me].sizes()));
-  signature_ = 0;
-  return exchange_all(std::move(call), messages, shm_limit(options));
+  const char* name = call.name;
+  return run_messages(std::move(call), shm_limit(options), signature(c10::ScalarType::Undefined),
+                      [&](shm::Call o) { return group().start_exchange(messages, o, name); });
 }
 
 ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {

@@ -102,6 +102,10 @@ class ShmBackend final : public c10d::Backend,
   /// The same of several calls that are started together: `start` adds its requests to a list.
   template <class Start>
   WorkPtr run_all(ShmCall call, CallLimit limit, std::uint64_t sign, const Start& start);
+  /// A collective made of messages: with a barrier beside them, where it is compared with what the
+  /// others call.
+  template <class Start>
+  WorkPtr run_messages(ShmCall call, CallLimit limit, std::uint64_t sign, const Start& start);
   /// The limit, and what all ranks must have in common.
   shm::Call options(ShmCall& call, CallLimit limit, std::uint64_t sign);
   /// The group's signature of the next call, and the dtype.

@@ -6,6 +6,7 @@
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/group/detail/mismatch.h"
 #include "tessera/comm/group/detail/trace_event.h"
 
 namespace tessera::detail {
@@ -247,10 +248,11 @@ void RequestState::fail(const std::exception_ptr& cause) {
     } catch (const DifferentCalls& e) {
       // All ranks come here; those that differ from the first one say so.
       if (collective_ && !group_.watch().poison())
-        group_.compare(concat("call ", sequence_), concat("calls in call ", sequence_, ": "),
+        group_.compare(GroupState::call_place(sequence_), concat("calls in call ", sequence_, ": "),
                        card_.text());
       if (!group_.watch().await_news(kVerdict))
-        end_by_mismatch(concat("the ranks called different things: ", e.what()));
+        end_by_mismatch(mismatch_text({group_.ranks()[group_.rank()], "called " + describe()},
+                                      MismatchAt::under_way, concat(" (", e.what(), ")")));
       group_.watch().require_healthy(operation_, sequence_);
       throw;
     } catch (const FinalMismatch& e) {
