@@ -9,6 +9,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/optimizer_state.h"
+#include "tessera/gradient/sync.h"
 #include "tessera/tensor/policy.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/train/detail/all_modules.h"
@@ -180,6 +181,9 @@ void Session::find_parameters() {
   std::vector<std::size_t> every(optimized_.size());
   for (std::size_t i = 0; i < every.size(); ++i) every[i] = i;
   all_optimized_ = parameters_of(every);
+  multiples_.clear();
+  for (const at::Tensor& p : all_optimized_)
+    multiples_[p.unsafeGetTensorImpl()] = p.requires_grad() ? multiple_of(p) : 1;
   std::set<const c10::TensorImpl*> seen;
   const auto take = [&](const at::Tensor& p) {
     if (seen.insert(p.unsafeGetTensorImpl()).second) parameters_.push_back(p);
@@ -198,11 +202,31 @@ bool Session::overflowed() const {
   return false;
 }
 
-void Session::scale_gradients(const std::vector<at::Tensor>& parameters, double factor) const {
+// By what the sum of the ranks' gradients of a parameter was multiplied.
+double Session::multiple_of(const at::Tensor& parameter) const {
+  double all = 1;
+  bool known = false;
+  for (const auto& sync : gradient_syncs({parameter})) {
+    const auto one = sync->scale(parameter);
+    if (!one || *one == 0)
+      throw GradientError(
+          "a session was given a parameter of which it is not known how its gradients come "
+          "together: GradientSync::scale() of what reduces them says nothing, or zero");
+    all *= *one;
+    known = true;
+  }
+  if (known) return all;
+  return strategy_->abilities().gradients == Abilities::Gradients::averaged
+             ? static_cast<double>(strategy_->loss_sharing()) / strategy_->size()
+             : 1.0;
+}
+
+void Session::scale_gradients(const std::vector<at::Tensor>& parameters, double weight) const {
   const at::NoGradGuard no_grad;
   for (const at::Tensor& p : parameters) {
     if (!p.grad().defined()) continue;
     at::Tensor gradient = local_gradient(p.grad());
+    const double factor = 1 / (multiples_.at(p.unsafeGetTensorImpl()) * weight);
     if (factor != 1) gradient.mul_(factor);
     if (std::isfinite(options_.clip_value))
       gradient.clamp_(-options_.clip_value, options_.clip_value);
@@ -245,11 +269,7 @@ StepResult Session::step(const std::vector<std::size_t>& which,
   result.stepped = sums[kOverflow] == 0;
   ++steps_;
   if (result.stepped) {
-    const bool averaged = strategy_->abilities().gradients == Abilities::Gradients::averaged;
-    const int losses = averaged ? strategy_->size() / strategy_->loss_sharing() : 1;
-    double factor = losses / result.weight;
-    if (scaler_) factor /= scaler_->scale();
-    scale_gradients(own, factor);
+    scale_gradients(own, result.weight * (scaler_ ? scaler_->scale() : 1.0));
     if (std::isfinite(options_.clip.max_norm) || options_.measure_norm)
       result.norm = strategy_->clip(own, options_.clip);
     if (before) before(result);

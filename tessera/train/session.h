@@ -25,6 +25,7 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -104,7 +105,8 @@ class Session {
   /// Divides, unscales and clips the gradients, and steps these optimizers (none named: all). All
   /// gradients are cleared then. `before`: called with the final gradients, before the optimizers,
   /// unless the step is left out. Throws InvalidArgument on every rank for a weight that was
-  /// negative, not finite, or zero on all.
+  /// negative, not finite, or zero on all; GradientError where what reduces a parameter's
+  /// gradients does not say how.
   StepResult step(const std::vector<std::size_t>& which = {},
                   const std::function<void(const StepResult&)>& before = {});
 
@@ -140,7 +142,9 @@ class Session {
   void convert() const;
   void clear_gradients();
   bool overflowed() const;
-  void scale_gradients(const std::vector<at::Tensor>& parameters, double factor) const;
+  double multiple_of(const at::Tensor& parameter) const;
+  /// To the mean, and clips by value. `weight`: of the step, times the scale of the loss.
+  void scale_gradients(const std::vector<at::Tensor>& parameters, double weight) const;
   std::vector<at::Tensor> parameters_of(const std::vector<std::size_t>& which) const;
   void find_parameters();
 
@@ -154,6 +158,8 @@ class Session {
   /// Of each optimizer, and of all, each once.
   std::vector<std::vector<at::Tensor>> optimized_;
   std::vector<at::Tensor> all_optimized_;
+  /// Of the latter: by what the sum of the ranks' gradients was multiplied.
+  std::unordered_map<const c10::TensorImpl*, double> multiples_;
   StepWeight weight_;
   std::unique_ptr<LossScaler> scaler_;
   std::unique_ptr<StopSignals> signals_;

@@ -101,20 +101,6 @@ void DDPStrategy::before_forward(bool synchronised) {
   if (synchronised) wrapped_->ddp();  // the first rank's buffers
 }
 
-std::shared_ptr<void> DDPStrategy::no_sync() {
-  // Sharded parameters have reducers of their own.
-  auto inner = Strategy::no_sync();
-  using Scope = decltype(wrapped_->ddp.no_sync());
-  const std::shared_ptr<Scope> scope(new Scope(wrapped_->ddp.no_sync()));
-  using Both = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
-  return std::make_shared<Both>(std::move(inner), scope);
-}
-
-void DDPStrategy::reduce_gradients() {
-  Strategy::reduce_gradients();
-  wrapped_->ddp.reduce();
-}
-
 MeshStrategy::MeshStrategy(const DeviceMesh& mesh, Parallelise parallelise,
                            std::vector<Placement> batch)
     : ManagedStrategy(mesh.manager()),

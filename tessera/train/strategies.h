@@ -29,6 +29,7 @@ class SingleDevice : public ManagedStrategy {
 struct ManualOptions {
   /// Where batches go; absent: nothing is moved.
   std::optional<c10::Device> device = {};
+  /// Of parameters that nothing reduces of which the library knows.
   Abilities::Gradients gradients = Abilities::Gradients::averaged;
   /// Plain parameters of which each rank holds another part.
   std::vector<OwnedShard> by_hand = {};
@@ -77,8 +78,6 @@ class DDPStrategy : public ManagedStrategy {
   void setup(const NamedModules& modules) override;
   void teardown() override;
   void before_forward(bool synchronised) override;
-  std::shared_ptr<void> no_sync() override;
-  void reduce_gradients() override;
 
  private:
   struct Wrapped;

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "tessera/base/text.h"
-#include "tessera/nn/distribute_module.h"
+#include "tessera/gradient/sync.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
@@ -46,6 +46,15 @@ at::Tensor tensor_from_bytes(const std::string& bytes) {
     throw Error("all_gather: another rank's tensor is not as long as it says");
   if (tensor.numel() > 0) std::memcpy(tensor.data_ptr(), bytes.data() + at, tensor.nbytes());
   return tensor;
+}
+
+std::vector<at::Tensor> trained_parameters(const NamedModules& modules) {
+  std::vector<at::Tensor> all;
+  for (const NamedModule& m : modules) {
+    for (const at::Tensor& p : m.module->parameters())
+      if (p.requires_grad()) all.push_back(p);
+  }
+  return all;
 }
 
 }  // namespace
@@ -92,16 +101,10 @@ void Strategy::before_forward(bool) {}
 void Strategy::backward(const at::Tensor& loss) { loss.backward(); }
 
 std::shared_ptr<void> Strategy::no_sync() {
-  using Scope = decltype(tessera::no_sync(*modules_[0].module));
-  auto scopes = std::make_shared<std::vector<std::unique_ptr<Scope>>>();
-  for (const NamedModule& m : modules_)
-    scopes->push_back(std::unique_ptr<Scope>(new Scope(tessera::no_sync(*m.module))));
-  return scopes;
+  return std::make_shared<NoSync>(trained_parameters(modules_));
 }
 
-void Strategy::reduce_gradients() {
-  for (const NamedModule& m : modules_) tessera::reduce_gradients(*m.module);
-}
+void Strategy::reduce_gradients() { tessera::reduce_gradients(trained_parameters(modules_)); }
 
 double Strategy::clip(const std::vector<at::Tensor>& parameters, const ClipOptions& options) {
   if (size() > 1 && manager() == nullptr) {

@@ -9,11 +9,11 @@
 //   };
 //
 // The contract of gradients. After the last backward of a step, reduce_gradients() included, the
-// gradient of every parameter is the mean of the gradients of the ranks' losses, over the ranks
-// that compute different ones (Abilities::gradients says if it is their sum instead), on every rank
-// that holds the parameter. Ranks that share a loss, as those of a mesh over which it is sharded
-// do, count once (loss_sharing()). DistributedDataParallel and distribute_module() keep this by
-// themselves.
+// gradient of every parameter is the sum over ranks of the gradients of their losses, or a known
+// multiple of it, on every rank that holds the parameter. Where something reduces it of which the
+// library knows (DistributedDataParallel, distribute_module(), any GradientSync), that says by what
+// the sum is multiplied; for other parameters Abilities::gradients does. Ranks that share a loss,
+// as those of a mesh over which it is sharded do, count once (loss_sharing()).
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -51,7 +51,8 @@ struct Abilities {
   /// Micro-batches come together in the strategy: its backward() is called for each of them
   /// without no_sync() around it, and reduce_gradients() at the end of every step.
   bool owns_accumulation = false;
-  /// How gradients come together (see the head of this file).
+  /// How the gradients of parameters come together that nothing reduces of which the library knows
+  /// (see the head of this file): their mean over the ranks with different losses, or their sum.
   enum class Gradients : unsigned char { averaged, summed } gradients = Gradients::averaged;
 };
 

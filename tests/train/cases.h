@@ -246,9 +246,6 @@ class Mixed : public Task {
   at::Tensor training_step(const MicroBatch& batch, Step&) override {
     const at::Tensor x = from_local(batch.tensors[0], mesh_, {Shard(0)});
     const at::Tensor rows = to_local(body->forward(x));
-    // Each rank's own loss reaches the body as a term of a sum; the step wants the mean.
-    const int n = mesh_.layout().size();
-    rows.register_hook([n](const at::Tensor& gradient) { return gradient / n; });
     return torch::mse_loss(head->forward(rows), batch.tensors[1]);
   }
   std::vector<at::Tensor> values() {
@@ -264,35 +261,24 @@ class Mixed : public Task {
   DeviceMesh mesh_;
 };
 
-// (b) Data-parallel on one sub-module and fully sharded on another, one optimizer, one clip.
+// (b) Data-parallel on one sub-module and fully sharded on another, one optimizer, one clip. The
+// gradients of the one are means over ranks, or sums, those of the other are sums: the session
+// knows.
 inline void mixed_case(DistributedManager& manager) {
   const int ranks = manager.world_size();
   for (const int accumulate : {1, 3}) {
     const auto expected = alone(ranks, 7, accumulate, with(nullptr, 1));
-    Mixed task(manager);
-    DistributedDataParallel head(task.head, manager.world());
-    // Two kinds of reducers pause in an accumulation.
-    using Head = DistributedDataParallel<torch::nn::Linear>;
-    class Both : public ManualStrategy {
-     public:
-      Both(DistributedManager ranks, Head& head) : ManualStrategy(std::move(ranks)), head_(head) {}
-      std::shared_ptr<void> no_sync() override {
-        using Scope = decltype(head_.no_sync());
-        const std::shared_ptr<Scope> scope(new Scope(head_.no_sync()));
-        using Pair = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
-        return std::make_shared<Pair>(ManualStrategy::no_sync(), scope);
-      }
-      void reduce_gradients() override {
-        ManualStrategy::reduce_gradients();
-        head_.reduce();
-      }
-
-     private:
-      Head& head_;
-    };
-    Trainer(with(std::make_shared<Both>(manager, head), accumulate))
-        .fit(task, ragged_batches(manager.rank(), 7));
-    expect_near(task.values(), expected, concat(ranks, " ranks, accumulate ", accumulate));
+    for (const ReduceOp reduction : {ReduceOp::avg, ReduceOp::sum}) {
+      Mixed task(manager);
+      DistributedDataParallelOptions head_options;
+      head_options.reduction = reduction;
+      DistributedDataParallel head(task.head, manager.world(), head_options);
+      Trainer(with(std::make_shared<ManualStrategy>(manager), accumulate))
+          .fit(task, ragged_batches(manager.rank(), 7));
+      expect_near(
+          task.values(), expected,
+          concat(ranks, " ranks, accumulate ", accumulate, ", ", to_string(reduction.kind)));
+    }
   }
 }
 
