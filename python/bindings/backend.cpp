@@ -16,6 +16,7 @@
 #include <tuple>
 #include <vector>
 
+#include "library.h"
 #include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/shm/shm.h"
@@ -142,7 +143,7 @@ class BackendMeeting : public torch::CustomClassHolder {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(tessera, library) {
+void register_backend(torch::Library& library) {
   library.class_<BackendMeeting>("BackendMeeting")
       .def(torch::init<std::int64_t, std::int64_t, const std::string&,
                        const std::vector<std::int64_t>&, double>())

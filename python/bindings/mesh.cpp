@@ -1,4 +1,5 @@
 #include "mesh.h"
+#include "library.h"
 
 #include <torch/headeronly/version.h>
 #include <torch/library.h>
@@ -117,7 +118,7 @@ DistributedManager here() {
   return *current();
 }
 
-TORCH_LIBRARY_FRAGMENT(tessera, library) {
+void register_mesh(torch::Library& library) {
   library.class_<PyMesh>("Mesh")
       .def(torch::init<const std::vector<std::string>&, const std::vector<std::int64_t>&>())
       .def("coordinate",

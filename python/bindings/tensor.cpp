@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "convert.h"
+#include "library.h"
 #include "mesh.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/file.h"
@@ -95,7 +96,7 @@ void distribute_parameters(const Texts& names, const std::vector<at::Tensor>& te
 
 // Without a dispatch key each of these is taken as it is, below no autograd of the dispatcher's:
 // what is differentiable says so itself.
-TORCH_LIBRARY_FRAGMENT(tessera, library) {
+void register_tensor(torch::Library& library) {
   library.class_<PySpec>("Spec")
       .def("shape", [](const SpecPtr& self) { return self->spec.shape(); })
       .def("placements", [](const SpecPtr& self) { return texts(self->spec.placements()); })

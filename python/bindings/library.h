@@ -1,0 +1,12 @@
+#pragma once
+// What the files here add to the library `tessera` of operators and classes.
+
+#include <torch/library.h>
+
+namespace tessera::python {
+
+void register_backend(torch::Library& library);
+void register_mesh(torch::Library& library);
+void register_tensor(torch::Library& library);
+
+}  // namespace tessera::python
