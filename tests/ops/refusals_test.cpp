@@ -59,10 +59,11 @@ TEST(Refusals, OfIndexing) {
 // Where an argument speaks of sizes, and where a number is at fault.
 TEST(Refusals, OfDtypes) {
   const at::Tensor image = at::ones({1, 4, 6, 6}), weight = at::ones({4, 2, 3, 3}, at::kDouble);
+  const std::vector<std::int64_t> one = {1, 1}, none = {0, 0};
   refused("grouped conv2d by doubles",
-          [&](auto placed) { at::conv2d(placed(image), placed(weight), {}, 1, 0, 1, 2); });
+          [&](auto placed) { at::conv2d(placed(image), placed(weight), {}, one, none, one, 2); });
   refused("grouped conv_transpose2d by doubles", [&](auto placed) {
-    at::conv_transpose2d(placed(image), placed(weight), {}, 1, 0, 0, 2);
+    at::conv_transpose2d(placed(image), placed(weight), {}, one, none, none, 2);
   });
   refused("max_pool2d of booleans",
           [&](auto placed) { at::max_pool2d(placed(image.to(at::kBool)), {2, 2}); });
