@@ -6,8 +6,11 @@
 #include <ATen/ops/full.h>
 
 #include <algorithm>
+#include <array>
+#include <cstdlib>
 #include <exception>
 #include <functional>
+#include <initializer_list>
 #include <string_view>
 #include <utility>
 
@@ -118,14 +121,35 @@ struct Trial {
   bool ones = false;
 };
 
-// The trial would take long, or much memory.
-struct TooLarge final : std::exception {};
+// The trial would take long, or much memory, or its shapes do not fit each other.
+struct NotTried final : std::exception {};
 
 constexpr std::int64_t kFew = 1 << 16;
 
-// What the operator, told how large its result is, would make of these. Not known without a meta
-// kernel.
-void require_few_results(const OpInfo& info, torch::jit::Stack stack) {
+// Arguments that say how large the result is.
+constexpr std::array<std::string_view, 6> kSizes = {"size", "output_size", "repeats",
+                                                    "pad",  "input_sizes", "input_size"};
+
+bool is_told_sizes(const OpInfo& info) {
+  return std::any_of(kSizes.begin(), kSizes.end(),
+                     [&](std::string_view name) { return takes(info, {name}); });
+}
+
+std::int64_t product_of_sizes(const OpInfo& info, const torch::jit::Stack& stack) {
+  std::int64_t product = 1;
+  for (std::size_t i = 0; i < stack.size(); ++i) {
+    const std::string_view name = info.op.schema().arguments()[i].name();
+    if (std::find(kSizes.begin(), kSizes.end(), name) == kSizes.end() || !stack[i].isIntList())
+      continue;
+    for (const std::int64_t n : stack[i].toIntVector())
+      product = std::min(kFew + 1, product * std::clamp<std::int64_t>(std::abs(n), 1, kFew + 1));
+  }
+  return product;
+}
+
+// Of an operator that is told how large its result is: `elements` are those of the stand-ins.
+void require_few_results(const OpInfo& info, torch::jit::Stack stack, std::int64_t elements) {
+  const std::int64_t at_most = std::max<std::int64_t>(elements, 1) * product_of_sizes(info, stack);
   for (c10::IValue& v : stack) {
     const auto as_meta = [](const at::Tensor& t) -> at::Tensor {
       if (!t.defined()) return t;
@@ -139,12 +163,19 @@ void require_few_results(const OpInfo& info, torch::jit::Stack stack) {
       v = std::move(list);
     }
   }
-  if (!run_on_meta(info, {}, stack)) throw TooLarge();
-  std::int64_t elements = 0;
-  for (const c10::IValue& v : stack) {
-    if (v.isTensor() && v.toTensor().defined()) elements += v.toTensor().numel();
+  std::int64_t made = 0;
+  try {
+    if (!run_on_meta(info, {}, stack)) {
+      made = at_most;
+      stack.clear();
+    }
+  } catch (const std::exception&) {
+    throw NotTried();  // the tensors themselves have been on meta before: it is the shapes here
   }
-  if (elements > kFew) throw TooLarge();
+  for (const c10::IValue& v : stack) {
+    if (v.isTensor() && v.toTensor().defined()) made += v.toTensor().numel();
+  }
+  if (made > kFew) throw NotTried();
 }
 
 void run_trial(const OpInfo& info, const std::vector<c10::IValue>& arguments, const Trial& trial) {
@@ -159,7 +190,7 @@ void run_trial(const OpInfo& info, const std::vector<c10::IValue>& arguments, co
       n *= sizes[d];
     }
     elements += n;
-    if (elements > kFew) throw TooLarge();
+    if (elements > kFew) throw NotTried();
     return at::full(sizes, trial.value, trial.dtype(meta->layout->dtype));
   });
   for (std::size_t i = 0; i < stack.size(); ++i) {
@@ -167,9 +198,7 @@ void run_trial(const OpInfo& info, const std::vector<c10::IValue>& arguments, co
     if (argument.name() == "generator") stack[i] = own_generator();
     if (trial.ones && argument.type()->kind() == c10::TypeKind::NumberType) stack[i] = 1;
   }
-  // As input_sizes of what select_backward makes: these are no stand-ins.
-  if (takes(info, {"size", "output_size", "repeats", "pad", "input_sizes", "input_size"}))
-    require_few_results(info, stack);
+  if (is_told_sizes(info)) require_few_results(info, stack, elements);
   const LocalCallGuard guard;
   info.op.callBoxed(&stack);
 }
@@ -252,7 +281,7 @@ void require_dtypes(const OpInfo& info, const std::vector<c10::IValue>& argument
     try {
       run_trial(info, arguments, {.extent = extent});
       return;
-    } catch (const TooLarge&) {
+    } catch (const NotTried&) {
       continue;
     } catch (const std::exception&) {
       if (trial_runs(info, arguments, {.extent = extent, .value = 1})) return;
