@@ -10,12 +10,12 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 using Values = std::vector<at::Tensor>;
-using Function = std::function<at::Tensor(const Values&)>;
+using OfValues = std::function<at::Tensor(const Values&)>;
 
 /// A field cut in some dims at random, and others replicated: forward and backward of `f`, which
 /// takes and returns fields of one shape.
 void keeps_its_cut(const char* what, int ranks, int seeds,
-                   const std::function<std::pair<Function, std::vector<Shape>>(Draw&)>& make,
+                   const std::function<std::pair<OfValues, std::vector<Shape>>(Draw&)>& make,
                    bool same_shape = true) {
   on_threads(ranks, [&](DistributedManager& manager) {
     Draw draw(900 + ranks);
@@ -57,7 +57,7 @@ void keeps_its_cut(const char* what, int ranks, int seeds,
 TEST(Placements, LayerNormOverSharedDims) {
   for (const int ranks : {1, 2, 3, 4}) {
     keeps_its_cut("layer_norm", ranks, 30,
-                  [](Draw& draw) -> std::pair<Function, std::vector<Shape>> {
+                  [](Draw& draw) -> std::pair<OfValues, std::vector<Shape>> {
                     const Shape shape{draw.between(1, 3), draw.between(1, 5), draw.between(1, 7)};
                     const int normalized = draw.between(1, 3);
                     const Shape inner(shape.end() - normalized, shape.end());
@@ -77,7 +77,7 @@ TEST(Placements, JoinsAlongShardedDims) {
   for (const int ranks : {1, 2, 3, 4}) {
     keeps_its_cut(
         "cat", ranks, 60,
-        [](Draw& draw) -> std::pair<Function, std::vector<Shape>> {
+        [](Draw& draw) -> std::pair<OfValues, std::vector<Shape>> {
           const Shape shape{draw.between(1, 5), draw.between(1, 7), draw.between(1, 3)};
           const int d = draw.below(3), joined = draw.between(1, 3), first = draw.below(joined + 1);
           std::vector<Shape> shapes{shape};
@@ -115,7 +115,7 @@ TEST(Placements, JoinsAlongShardedDims) {
 TEST(Placements, GroupNormOverChannelsAndSpace) {
   for (const int ranks : {1, 2, 3, 4}) {
     keeps_its_cut("group_norm", ranks, 30,
-                  [](Draw& draw) -> std::pair<Function, std::vector<Shape>> {
+                  [](Draw& draw) -> std::pair<OfValues, std::vector<Shape>> {
                     const int groups = draw.between(1, 3);
                     const std::int64_t channels = groups * draw.between(1, 3);
                     Shape shape{draw.between(1, 3), channels};
@@ -137,7 +137,7 @@ TEST(Placements, GroupNormOverChannelsAndSpace) {
 TEST(Placements, RollAndFlip) {
   for (const int ranks : {1, 2, 3, 4}) {
     keeps_its_cut(
-        "roll or flip", ranks, 60, [](Draw& draw) -> std::pair<Function, std::vector<Shape>> {
+        "roll or flip", ranks, 60, [](Draw& draw) -> std::pair<OfValues, std::vector<Shape>> {
           const Shape shape{draw.between(1, 7), draw.between(1, 5), draw.between(1, 3)};
           const Shape dims = draw.chance(50) ? Shape{0, 1} : Shape{draw.below(3)};
           Shape by;
