@@ -271,12 +271,10 @@ void require_dtypes(const OpInfo& info, const std::vector<c10::IValue>& argument
   // What draws from libtorch's generator would take numbers from the program.
   if (info.random && !takes(info, {"generator"})) return;
   // Of one element a dim shapes that fit each other still do, unless an argument speaks of sizes,
-  // as the number of groups of a convolution or the size of a window: then as small as it may be.
-  // Zero is a valid index and class, one a divisor.
+  // as the number of groups of a convolution or the size of a window: then as they are, if these
+  // are few elements. Zero is a valid index and class, one a divisor.
   for (const Trial::Extent extent :
        {Trial::Extent([](std::int64_t, std::size_t) -> std::int64_t { return 1; }),
-        Trial::Extent([](std::int64_t, std::size_t) -> std::int64_t { return 8; }),
-        Trial::Extent([](std::int64_t n, std::size_t d) { return d < 2 ? n : 8; }),
         Trial::Extent([](std::int64_t n, std::size_t) { return n; })}) {
     try {
       run_trial(info, arguments, {.extent = extent});
