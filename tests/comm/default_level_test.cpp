@@ -87,10 +87,6 @@ std::vector<Difference> differences() {
        [](const Group& g) { g.reduce_scatter(torch::ones({7}), torch::ones({7 * g.size()})); }},
       {"sizes of all_to_all", exchange(2), exchange(9)},
       {"all_to_all with sizes", reduce(64), exchange(2)},
-      {"all_to_all without sizes", exchange(2),
-       [](const Group& g) {
-         g.all_to_all(torch::zeros({2 * g.size(), 5}), torch::ones({2 * g.size(), 5}));
-       }},
       {"started",
        [](const Group& g) {
          auto t = torch::ones({5000});
