@@ -142,7 +142,6 @@ TEST_P(Collectives, WhatMakesNoSenseIsRefused) {
       const auto four = torch::ones({4});
       EXPECT_THROW(world.all_to_all(torch::zeros({4}), four, wrapped, wrapped), InvalidArgument);
       wrapped[world.rank()] = 1;
-      wrapped[(world.rank() + 1) % 4] += std::int64_t{1} << 62;
       EXPECT_THROW(world.gather(torch::zeros({4}), torch::ones({1}), 0, wrapped), InvalidArgument);
     }
     EXPECT_THROW(world.send(t, world.size()), InvalidArgument);
