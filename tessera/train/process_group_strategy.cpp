@@ -46,9 +46,13 @@ int ProcessGroupStrategy::rank() const { return group_->getRank(); }
 
 int ProcessGroupStrategy::size() const { return group_->getSize(); }
 
-void ProcessGroupStrategy::barrier() { group_->barrier()->wait(); }
+// A group of one rank may be without a backend.
+void ProcessGroupStrategy::barrier() {
+  if (size() > 1) group_->barrier()->wait();
+}
 
 void ProcessGroupStrategy::broadcast(const at::Tensor& tensor, int root) {
+  if (size() == 1) return;
   // Backends take dense memory alone.
   std::vector<at::Tensor> sent{tensor.detach().contiguous()};
   c10d::BroadcastOptions options;
@@ -61,6 +65,7 @@ void ProcessGroupStrategy::broadcast(const at::Tensor& tensor, int root) {
 }
 
 std::string ProcessGroupStrategy::broadcast(const std::string& bytes, int root) {
+  if (size() == 1) return bytes;
   const at::Tensor length =
       at::full({1}, static_cast<std::int64_t>(bytes.size()), at::kLong).to(device_);
   broadcast(length, root);
@@ -83,12 +88,13 @@ void ProcessGroupStrategy::reduce(const at::Tensor& tensor, ReduceOp op,
                      : op.kind == ReduceOp::Kind::min   ? c10d::ReduceOp::MIN
                      : op.kind == ReduceOp::Kind::max   ? c10d::ReduceOp::MAX
                                                         : c10d::ReduceOp::SUM;
-  group_->allreduce(sent, options)->wait();
+  if (size() > 1) group_->allreduce(sent, options)->wait();
   if (op.kind == ReduceOp::Kind::avg) sent[0].div_(size());
   if (sent[0].const_data_ptr() != tensor.const_data_ptr()) tensor.detach().copy_(sent[0]);
 }
 
 std::vector<std::string> ProcessGroupStrategy::all_gather(const std::string& mine) {
+  if (size() == 1) return {mine};
   const auto count = static_cast<std::size_t>(size());
   const auto gathered = [&](const at::Tensor& own) {
     std::vector<std::vector<at::Tensor>> out(1);
