@@ -70,7 +70,16 @@ bool Failures::hear(const Failure& failure, News news) {
       (counted.owed && counted.owed->first.number >= failure.number))
     return false;
   counted.owed.emplace(failure, std::move(news));
+  counted.ripe = false;
   return true;
+}
+
+std::optional<Failures::News> Failures::ripen(const Failure& failure) {
+  const std::lock_guard lock(mutex_);
+  Counted& counted = counted_[failure.ranks];
+  if (!counted.owed || counted.owed->first.number != failure.number) return std::nullopt;
+  counted.ripe = true;
+  return counted.owed->second;
 }
 
 bool Failures::told(const Failure& failure) {
@@ -87,7 +96,7 @@ std::optional<std::pair<Failure, Failures::News>> Failures::owed(
   const std::lock_guard lock(mutex_);
   if (members.size() < 2) return std::nullopt;
   for (const auto& [ranks, counted] : counted_)
-    if (counted.owed && is_within(members, ranks)) return counted.owed;
+    if (counted.owed && counted.ripe && is_within(members, ranks)) return counted.owed;
   return std::nullopt;
 }
 

@@ -39,9 +39,12 @@ class Failures {
   /// Another rank failed. False where this rank knows already: it failed at the same time, or
   /// another rank told it.
   bool hear(const Failure& failure, News news);
+  /// Time has passed in which this rank might have met the same error: owed() gives it from now on.
+  /// Nothing where it is no longer owed.
+  std::optional<News> ripen(const Failure& failure);
   /// A call of this rank throws it. False where one has already.
   bool told(const Failure& failure);
-  /// What this rank has heard and has not been told, of meshes that hold all `members`.
+  /// What this rank has heard, has not been told and is ripe, of meshes that hold all `members`.
   std::optional<std::pair<Failure, News>> owed(const std::vector<int>& members) const;
   /// Failures of meshes that hold all `members` of which this rank has been told.
   std::uint64_t count(const std::vector<int>& members) const;
@@ -50,6 +53,7 @@ class Failures {
   struct Counted {
     std::uint64_t number = 0;  // of the next one
     std::optional<std::pair<Failure, News>> owed;
+    bool ripe = false;
   };
   mutable std::mutex mutex_;
   std::map<std::vector<int>, Counted> counted_;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <exception>
 #include <numeric>
+#include <utility>
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/hash.h"
@@ -73,6 +74,12 @@ ManagerState::~ManagerState() {
   }
   shutdown();
   if (base_.listen) base_.listen({});
+  {
+    const std::lock_guard lock(ripening_mutex_);
+    ripening_ended_ = true;
+    ripening_changed_.notify_all();
+  }
+  if (ripener_.joinable()) ripener_.join();
   if (!base_.rendezvous || !base_.rendezvous->connection) return;
   base_.rendezvous->connection->listen({});
   const std::chrono::milliseconds linger =
@@ -348,12 +355,58 @@ Poison ManagerState::poison_of(const Failure& failure, Poison news) {
   return news;
 }
 
-// The groups stay until a call throws: to ask for one is no call.
+// An error that all ranks meet is thrown by each at its own place, though the first is ahead: the
+// others are told only when they had time to get there.
 void ManagerState::hear_failure(const Failure& failure, const Poison& poison) {
-  std::vector<std::shared_ptr<GroupWatch>> concerned;
   {
     const std::lock_guard lock(mutex_);
     if (!failures_->hear(failure, {poison.ranks, poison.reason})) return;
+  }
+  const std::lock_guard lock(ripening_mutex_);
+  if (ripening_ended_) return;
+  ripening_.emplace_back(std::chrono::steady_clock::now() + std::chrono::milliseconds(300),
+                         failure);
+  if (!ripener_.joinable()) ripener_ = std::thread([this] { ripen_failures(); });
+  ripening_changed_.notify_all();
+}
+
+// Before a rank that failed is found to be gone, what it said about that.
+void ManagerState::tell_failures_now() {
+  decltype(ripening_) all;
+  {
+    const std::lock_guard lock(ripening_mutex_);
+    all.swap(ripening_);
+  }
+  for (const auto& [at, failure] : all) tell_failure(failure);
+}
+
+void ManagerState::ripen_failures() {
+  std::unique_lock lock(ripening_mutex_);
+  while (!ripening_ended_) {
+    if (ripening_.empty()) {
+      ripening_changed_.wait(lock);
+    } else if (ripening_.front().first > std::chrono::steady_clock::now()) {
+      ripening_changed_.wait_until(lock, ripening_.front().first);
+    } else {
+      const Failure failure = std::move(ripening_.front().second);
+      ripening_.pop_front();
+      lock.unlock();
+      tell_failure(failure);
+      lock.lock();
+    }
+  }
+}
+
+// The groups stay until a call throws: to ask for one is no call.
+void ManagerState::tell_failure(const Failure& failure) {
+  std::vector<std::shared_ptr<GroupWatch>> concerned;
+  Poison poison;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto news = failures_->ripen(failure);
+    if (!news) return;
+    poison.ranks = news->ranks;
+    poison.reason = news->reason;
     for (const auto& [key, made] : made_) {
       const auto& members = std::get<0>(key);
       if (members.size() > 1 && is_within(members, failure.ranks)) concerned.push_back(made->watch);
@@ -364,6 +417,7 @@ void ManagerState::hear_failure(const Failure& failure, const Poison& poison) {
 
 void ManagerState::poison(const std::string& group, const Poison& poison) {
   if (const auto failure = Failure::of_name(group)) return hear_failure(*failure, poison);
+  tell_failures_now();
   std::vector<std::shared_ptr<GroupWatch>> concerned;
   {
     const std::lock_guard lock(mutex_);
@@ -378,6 +432,7 @@ void ManagerState::poison(const std::string& group, const Poison& poison) {
 }
 
 void ManagerState::lost(int rank, bool on_purpose, const std::string& text) {
+  tell_failures_now();
   std::vector<std::shared_ptr<GroupWatch>> concerned;
   {
     const std::lock_guard lock(mutex_);

@@ -6,12 +6,16 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -121,6 +125,9 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   void forget_keys(const GroupWatch& watch) const;
   void poison(const std::string& group, const Poison& poison);
   void hear_failure(const Failure& failure, const Poison& poison);
+  void ripen_failures();
+  void tell_failures_now();
+  void tell_failure(const Failure& failure);
   // `news`, whose first call to throw ends the groups here.
   Poison poison_of(const Failure& failure, Poison news);
   // With the lock held: the watches of those groups, which are no longer found by their ranks.
@@ -139,6 +146,12 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   std::map<int, std::pair<bool, std::string>> lost_;  // rank -> on purpose, how
   bool fault_ = false;
   const std::unique_ptr<Failures> failures_ = std::make_unique<Failures>();
+  // failures that were heard, by when they are told, and the thread that tells them
+  std::mutex ripening_mutex_;
+  std::condition_variable ripening_changed_;
+  std::deque<std::pair<std::chrono::steady_clock::time_point, Failure>> ripening_;
+  bool ripening_ended_ = false;
+  std::thread ripener_;
   CheckLevel level_;
   std::shared_ptr<CommTrace> trace_;
   std::vector<std::pair<std::string, std::shared_ptr<const GroupPlan>>> families_;
