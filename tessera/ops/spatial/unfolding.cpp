@@ -110,9 +110,20 @@ void check_dims(const char* name, const at::Tensor& t, int least) {
                                  " dims, or ", least + 1, " with samples"));
 }
 
+// The kernels take some dtypes only: one pixel says which, on every rank, also where a rank has no
+// part.
+void check_dtype_of_image(const at::Tensor& t) {
+  if (t.is_cpu()) at::im2col(at::zeros({1, 1, 1}, t.scalar_type()), {1, 1}, {1, 1}, {0, 0}, {1, 1});
+}
+void check_dtype_of_columns(const at::Tensor& t) {
+  if (t.is_cpu())
+    at::col2im(at::zeros({1, 1}, t.scalar_type()), {1, 1}, {1, 1}, {1, 1}, {0, 0}, {1, 1});
+}
+
 at::Tensor im2col(const at::Tensor& self, at::IntArrayRef kernel, at::IntArrayRef dilation,
                   at::IntArrayRef padding, at::IntArrayRef stride) {
   check_dims("im2col", self, 3);
+  check_dtype_of_image(self);
   const Windows w("im2col", kernel, dilation, padding, stride, self.size(-2), self.size(-1));
   ShardSpec image = without_partial(spec(self));
   const int n = image.dims(), c = n - 3, h = n - 2;
@@ -142,6 +153,7 @@ at::Tensor im2col(const at::Tensor& self, at::IntArrayRef kernel, at::IntArrayRe
 at::Tensor col2im(const at::Tensor& self, c10::SymIntArrayRef output_size, at::IntArrayRef kernel,
                   at::IntArrayRef dilation, at::IntArrayRef padding, at::IntArrayRef stride) {
   check_dims("col2im", self, 2);
+  check_dtype_of_columns(self);
   if (output_size.size() != 2)
     throw InvalidArgument(concat("col2im to ", output_size.size(), " sizes: give two"));
   const std::int64_t height = output_size[0].expect_int(), width = output_size[1].expect_int();
