@@ -136,6 +136,19 @@ TEST_P(Failure, IsToldAtTheNextCallWhereNoneIsPending) {
   });
 }
 
+// Ranks that fail alike several times, without a call between, have failed as often.
+TEST_P(Failure, OfAllRanksSeveralTimes) {
+  on(3, GetParam(), [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    const at::Tensor values = distribute_tensor(at::ones({3, 3}), mesh, {Shard(0)}),
+                     index = distribute_tensor(at::full({3, 1}, 9, at::kLong), mesh, {Shard(0)});
+    for (int round = 0; round < 5; ++round) {
+      for (int i = 0; i <= round; ++i) EXPECT_THROW(at::gather(values, 1, index), c10::Error);
+      look_up(mesh, -1, 3);
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Over, Failure, ::testing::Values("threads", "gloo"));
 
 // What is kept between steps survives it: plans, halos, the reducer of gradients.

@@ -55,39 +55,38 @@ bool is_within(const std::vector<int>& members, const std::vector<int>& ranks) {
 std::optional<Failure> Failures::begin(const std::vector<int>& ranks) {
   const std::lock_guard lock(mutex_);
   Counted& counted = counted_[ranks];
-  if (counted.owed) {
-    counted.number = counted.owed->first.number + 1;
-    counted.owed.reset();
+  if (counted.heard > counted.number) {
+    ++counted.number;
     return std::nullopt;
   }
-  return Failure{ranks, counted.number++};
+  const Failure failure{ranks, counted.number};
+  counted.heard = ++counted.number;
+  return failure;
 }
 
 bool Failures::hear(const Failure& failure, News news) {
   const std::lock_guard lock(mutex_);
   Counted& counted = counted_[failure.ranks];
-  if (counted.number > failure.number ||
-      (counted.owed && counted.owed->first.number >= failure.number))
-    return false;
-  counted.owed.emplace(failure, std::move(news));
-  counted.ripe = false;
+  if (failure.number < counted.heard) return false;
+  if (counted.heard <= counted.number) counted.ripe = false;
+  counted.heard = failure.number + 1;
+  counted.news = std::move(news);
   return true;
 }
 
 std::optional<Failures::News> Failures::ripen(const Failure& failure) {
   const std::lock_guard lock(mutex_);
   Counted& counted = counted_[failure.ranks];
-  if (!counted.owed || counted.owed->first.number != failure.number) return std::nullopt;
+  if (counted.heard == counted.number || failure.number < counted.number) return std::nullopt;
   counted.ripe = true;
-  return counted.owed->second;
+  return counted.news;
 }
 
 bool Failures::told(const Failure& failure) {
   const std::lock_guard lock(mutex_);
   Counted& counted = counted_[failure.ranks];
-  if (!counted.owed || counted.owed->first.number < failure.number) return false;
-  counted.number = counted.owed->first.number + 1;
-  counted.owed.reset();
+  if (counted.heard == counted.number || failure.number < counted.number) return false;
+  counted.number = counted.heard;
   return true;
 }
 
@@ -96,7 +95,8 @@ std::optional<std::pair<Failure, Failures::News>> Failures::owed(
   const std::lock_guard lock(mutex_);
   if (members.size() < 2) return std::nullopt;
   for (const auto& [ranks, counted] : counted_)
-    if (counted.owed && counted.ripe && is_within(members, ranks)) return counted.owed;
+    if (counted.heard > counted.number && counted.ripe && is_within(members, ranks))
+      return std::pair(Failure{ranks, counted.heard - 1}, counted.news);
   return std::nullopt;
 }
 

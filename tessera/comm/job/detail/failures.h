@@ -33,8 +33,9 @@ class Failures {
     std::string reason;
   };
 
-  /// This rank failed. Nothing where it had not been told yet of another one's failure: the two are
-  /// one, which all know of, and this rank has an error of its own.
+  /// This rank failed. Nothing where it has heard of a failure that is not settled yet: the two are
+  /// one, which all know of, and this rank has an error of its own. Ranks that fail alike several
+  /// times settle one after the other.
   std::optional<Failure> begin(const std::vector<int>& ranks);
   /// Another rank failed. False where this rank knows already: it failed at the same time, or
   /// another rank told it.
@@ -51,8 +52,9 @@ class Failures {
 
  private:
   struct Counted {
-    std::uint64_t number = 0;  // of the next one
-    std::optional<std::pair<Failure, News>> owed;
+    std::uint64_t number = 0;  // settled: by an error of its own, or a call that threw
+    std::uint64_t heard = 0;   // at least that
+    News news;                 // of the last one heard
     bool ripe = false;
   };
   mutable std::mutex mutex_;

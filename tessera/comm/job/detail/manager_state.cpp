@@ -338,8 +338,7 @@ void ManagerState::fail_within(std::vector<int> ranks, const std::string& reason
     failure = failures_->begin(ranks);
     retired = retire_within(ranks);
   }
-  if (!failure) return;
-  if (base_.faults) base_.faults->announce(failure->name(), ranks, poison);
+  if (failure && base_.faults) base_.faults->announce(failure->name(), ranks, poison);
   poison.told = [] {};  // this rank has an error of its own
   for (const auto& watch : retired) watch->set_poison(poison);
 }
