@@ -292,8 +292,8 @@ ShardSpec reduced_like(const ShardSpec& spec, const ShardSpec& reduced) {
 
 namespace {
 
-// `view`, which lay in the memory of `old`, where it lies in that of `now`, whose elements lie alike.
-// It may show them as another type, conjugated or negated.
+// `view`, which lay in the memory of `old`, where it lies in that of `now`, whose elements lie
+// alike. It may show them as another type, conjugated or negated.
 at::Tensor moved_view(const at::Tensor& view, const at::Tensor& old, const at::Tensor& now) {
   const LocalCallGuard guard;
   const auto bytes = [](const at::Tensor& t) {
