@@ -137,11 +137,36 @@ TEST(Refused, WhereDtypesDoNotFit) {
         [&](const Put& put) { at::conv2d(put(ones({2, 2, 6, 6}), 0), ones({2, 2, 3, 3}, f)); });
   check("softmax of integers", [&](const Put& put) { put(ones({4, 6}, at::kInt), 0).softmax(1); });
   check("gelu of integers", [&](const Put& put) { at::gelu(put(ones({4, 6}, at::kInt), 0)); });
+  check("nll_loss of integers over sharded classes", [&](const Put& put) {
+    at::nll_loss(put(ones({4, 6}, at::kLong), 1), at::zeros({4}, at::kLong));
+  });
   check("bitwise", [&](const Put& put) { put(ones({4, 6}), 0).bitwise_and(put(ones({4, 6}), 0)); });
   check("sort of complex",
         [&](const Put& put) { put(ones({4, 6}, at::kComplexDouble), 0).sort(1); });
   check("max of complex", [&](const Put& put) {
     at::maximum(put(ones({4}, at::kComplexDouble), 0), put(ones({4}, at::kComplexDouble), 0));
+  });
+}
+
+// Of integers the number decides; one rank has none, and the same call was made with another.
+TEST(Refused, WhereTheNumberDoesNotFit) {
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    const at::Tensor x = distribute_tensor(at::arange(1, 5), mesh, {Shard(0)}, {{0, {3, 0, 1}}});
+    const auto next = [&] { EXPECT_EQ(x.sum().item<std::int64_t>(), 10); };
+    for (int again = 0; again < 2; ++again) {
+      EXPECT_EQ(x.pow(2).sum().item<std::int64_t>(), 30);
+      EXPECT_THROW(x.pow(-1), c10::Error);
+      next();
+      EXPECT_EQ(at::floor_divide(x, 2).sum().item<std::int64_t>(), 4);
+      EXPECT_THROW(at::floor_divide(x, 0), c10::Error);
+      next();
+      EXPECT_EQ(at::remainder(x, 2).sum().item<std::int64_t>(), 2);
+      EXPECT_THROW(at::remainder(x, 0), c10::Error);
+      EXPECT_THROW(at::fmod(x, 0), c10::Error);
+      EXPECT_THROW(x.clone().div_(0, "floor"), c10::Error);
+      next();
+    }
   });
 }
 

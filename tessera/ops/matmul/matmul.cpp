@@ -5,6 +5,8 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/mv.h>
 
+#include <utility>
+
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/index_rule.h"
 #include "tessera/tensor/dispatch/rule.h"
@@ -41,13 +43,31 @@ at::Tensor addmv(const at::Tensor& self, const at::Tensor& a, const at::Tensor& 
   return beta.equal(0) ? product : product + self * beta;
 }
 
+// Of integers the kernels cut beta and alpha to whole numbers, but where nothing is summed they
+// refuse fractions: a rank whose shard of the summed dim is empty would throw alone.
+Rule with_whole_factors(Rule rule) {
+  return [rule = std::move(rule)](const OpCall& call) {
+    Plan plan = rule(call);
+    const TensorInfo& x = call.tensor(1);
+    if (plan.local || !at::isIntegralType(x.dtype, true) || x.spec.shape().back() == 0) return plan;
+    plan.local = [](const c10::OperatorHandle& op, torch::jit::Stack a) {
+      for (c10::IValue& v : a) {
+        if (v.isDouble()) v = static_cast<std::int64_t>(v.toDouble());
+      }
+      op.callBoxed(a);
+      return a;
+    };
+    return plan;
+  };
+}
+
 const bool registered = [] {
   const auto product = [](const char* op, const char* notation) {
     register_rule(op, index_rule(notation, {.linear = true}));
   };
   // self is stretched to the product; where that is a partial sum, one rank adds it
   const auto product_and_sum = [](const char* op, const char* notation) {
-    register_rule(op, index_rule(notation, {.linear = true, .added = {0}}));
+    register_rule(op, with_whole_factors(index_rule(notation, {.linear = true, .added = {0}})));
   };
   product("aten::mm", "m k, k n -> m n");
   product("aten::bmm", "b m k, b k n -> b m n");

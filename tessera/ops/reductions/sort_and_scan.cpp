@@ -5,8 +5,12 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/gather.h>
+#include <ATen/ops/lerp.h>
 #include <ATen/ops/max.h>
 #include <ATen/ops/min.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/sort.h>
 #include <ATen/ops/topk.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
@@ -244,6 +248,79 @@ at::Tensor cummaxmin_backward(const at::Tensor& grad, const at::Tensor& input,
   return at::zeros_like(input).scatter_add(dim, indices, grad);
 }
 
+// What neighbouring values a quantile is made of.
+struct Between {
+  explicit Between(const char* name, c10::string_view how)
+      : nearest(how == "nearest"),
+        lower(how == "lower"),
+        higher(how == "higher"),
+        midpoint(how == "midpoint") {
+    TORCH_CHECK(nearest || lower || higher || midpoint || how == "linear", name,
+                ": no interpolation is called ", how,
+                "; there are linear, lower, higher, midpoint and nearest");
+  }
+  // x is sorted; `at` are places along its last dim.
+  at::Tensor pick(const at::Tensor& x, at::Tensor at) const {
+    if (nearest) at = at.round();
+    if (lower) at = at.floor();
+    if (higher) at = at.ceil();
+    const at::Tensor below = at.to(at::kLong), value = at::gather(x, -1, below);
+    if (nearest || lower || higher) return value;
+    const at::Tensor above = at::gather(x, -1, at.ceil().to(at::kLong));
+    return at::lerp(value, above, midpoint ? at::full_like(at, 0.5) : at - below.to(at));
+  }
+  bool nearest, lower, higher, midpoint;
+};
+
+void check_quantile(const char* name, const at::Tensor& x, const at::Tensor& q) {
+  const auto type = x.scalar_type();
+  TORCH_CHECK(x.numel() > 0, name, ": the input has no elements");
+  TORCH_CHECK(type == at::kFloat || type == at::kDouble, name, ": the input is ", type,
+              ", and must be Float or Double; convert it");
+  TORCH_CHECK(q.dim() <= 1, name, ": q has ", q.dim(), " dims, and may have 1");
+  TORCH_CHECK(q.scalar_type() == type, name, ": q is ", q.scalar_type(), ", the input is ", type,
+              "; convert one of them");
+  TORCH_CHECK(q.ge(0).logical_and(q.le(1)).all().item<bool>(), name,
+              ": values of q must be between 0 and 1");
+}
+
+// The value at the place q * (n - 1) of n sorted ones. NaN stands last: it is the result wherever
+// there is one, or is not counted (`skip_nan`).
+at::Tensor quantile_of(const char* name, const at::Tensor& self, const at::Tensor& q,
+                       std::optional<std::int64_t> dim, bool keepdim, c10::string_view how,
+                       bool skip_nan) {
+  const Between between(name, how);
+  check_quantile(name, self, q);
+  const bool one_dim = dim && self.dim() > 0;
+  const std::int64_t d = one_dim ? normal_dim(*dim, self.dim()) : 0;
+  const at::Tensor x = std::get<0>((one_dim ? self.movedim(d, -1) : self.flatten()).sort());
+  const at::Tensor unknown = x.isnan(), share = q.reshape({-1});
+  const double last = static_cast<double>(x.size(-1) - 1);
+  const at::Tensor place =
+      skip_nan ? (unknown.logical_not().sum(-1, true) - 1).clamp_min(0).to(x.scalar_type()) * share
+               : at::where(unknown.any(-1, true), last, share * last);
+  at::Tensor value = between.pick(x, place);
+  if (keepdim && one_dim) value = value.unsqueeze(d);
+  if (keepdim && !one_dim) {
+    std::vector<std::int64_t> shape(self.dim(), 1);
+    shape.push_back(value.size(-1));
+    value = value.view(shape);
+  }
+  return q.dim() == 0 ? value.squeeze(-1) : value.movedim(-1, 0);
+}
+
+template <bool skip_nan>
+at::Tensor quantile(const at::Tensor& self, const at::Tensor& q, std::optional<std::int64_t> dim,
+                    bool keepdim, c10::string_view how) {
+  return quantile_of(skip_nan ? "nanquantile" : "quantile", self, q, dim, keepdim, how, skip_nan);
+}
+
+template <bool skip_nan>
+at::Tensor quantile_scalar(const at::Tensor& self, double q, std::optional<std::int64_t> dim,
+                           bool keepdim, c10::string_view how) {
+  return quantile<skip_nan>(self, at::scalar_tensor(q, self.options()), dim, keepdim, how);
+}
+
 const bool registered = [] {
   for (const char* op :
        {"aten::median.dim", "aten::nanmedian.dim", "aten::mode", "aten::kthvalue"}) {
@@ -262,6 +339,10 @@ const bool registered = [] {
   }
   register_decomposition("value_selecting_reduction_backward", value_selecting_reduction_backward);
   register_decomposition("cummaxmin_backward", cummaxmin_backward);
+  register_decomposition("quantile", quantile<false>);
+  register_decomposition("quantile.scalar", quantile_scalar<false>);
+  register_decomposition("nanquantile", quantile<true>);
+  register_decomposition("nanquantile.scalar", quantile_scalar<true>);
   return true;
 }();
 

@@ -218,10 +218,11 @@ bool would_take_others(const OpInfo& info, const std::vector<c10::IValue>& argum
   const auto with = [&](const Trial::Dtype& dtype) {
     return trial_runs(info, arguments, {.extent = extent, .dtype = dtype});
   };
-  bool leading = true;
+  bool first = true, leading = true;
   return with([](at::ScalarType t) { return is_number(t) ? at::kFloat : t; }) ||
          with([](at::ScalarType) { return at::kFloat; }) ||
          with([](at::ScalarType) { return at::kLong; }) ||
+         with([&](at::ScalarType t) { return std::exchange(first, false) ? at::kFloat : t; }) ||
          with([&](at::ScalarType t) { return std::exchange(leading, false) ? at::kBool : t; }) ||
          trial_runs(info, arguments, {.extent = extent, .ones = true}) ||
          trial_runs(info, arguments, {.extent = extent, .value = 1, .ones = true});

@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <array>
+#include <string_view>
 
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/dry_run.h"
@@ -86,6 +88,17 @@ void require_possible(const OpInfo& info, const OpCall& call, c10::Device device
   if (info.op.schema().name().starts_with("aten::as_strided")) return;
   call.outputs();
   require_dtypes(info, call.arguments(), call.tensors(), device);
+}
+
+// Of integers there is no negative power and no quotient by zero: the number itself decides whether
+// the operator throws, which a rank without elements would not see.
+bool numbers_may_fail(const OpInfo& info, const OpCall& call) {
+  static constexpr std::array<std::string_view, 10> kOperators = {
+      "aten::pow",       "aten::pow_",       "aten::div",  "aten::div_",  "aten::floor_divide",
+      "aten::remainder", "aten::remainder_", "aten::fmod", "aten::fmod_", "aten::floor_divide_"};
+  const at::ScalarType type = call.tensor(0).dtype;
+  return !at::isFloatingType(type) && !at::isComplexType(type) &&
+         std::ranges::find(kOperators, info.op.schema().name()) != kOperators.end();
 }
 
 [[noreturn]] void throw_moves_target(const OpCall& call, const ShardSpec& from,
@@ -224,7 +237,7 @@ ReadyPlan strict_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, c
   }
   if (!rule) throw_no_rule(call);
   plan_by_rule(info, call, rule->rule, *scan.first->layout, ready);
-  asked_for_numbers = call.asked_for_numbers();
+  asked_for_numbers = call.asked_for_numbers() || numbers_may_fail(info, call);
   return ready;
 }
 

@@ -1,5 +1,7 @@
 #include "tessera/tensor/dispatch/plan_cache.h"
 
+#include <algorithm>
+
 #include "tessera/base/text.h"
 #include "tessera/tensor/errors.h"
 
@@ -64,6 +66,14 @@ void add_number(const c10::IValue& v, bool numbers, Key& key) {
   }
 }
 
+// The bits of a number wrapped as a tensor: a double, an integer, a bool or a complex one.
+void add_number_of(const at::Tensor& t, Key& key) {
+  if (!t.device().is_cpu()) return;
+  std::array<std::uint64_t, 2> bits = {};
+  std::memcpy(bits.data(), t.const_data_ptr(), std::min(sizeof bits, t.nbytes()));
+  key.append(bits.begin(), bits.end());
+}
+
 }  // namespace
 
 Scan make_key(const OpInfo& info, const c10::IValue* arguments, bool numbers, Key& key) {
@@ -83,6 +93,7 @@ Scan make_key(const OpInfo& info, const c10::IValue* arguments, bool numbers, Ke
       scan.plain |= !t.unsafeGetTensorImpl()->is_wrapped_number();
       key.push_back(kWrapped);
       key.push_back(static_cast<std::uint64_t>(t.scalar_type()));
+      if (numbers && t.unsafeGetTensorImpl()->is_wrapped_number()) add_number_of(t, key);
       return;
     }
     key.push_back(reinterpret_cast<std::uintptr_t>(meta->layout.get()));

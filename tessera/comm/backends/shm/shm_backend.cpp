@@ -398,7 +398,7 @@ ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(
   if (outputs.size() != inputs.size())
     throw InvalidArgument(
         concat("all_gather of ", inputs.size(), " inputs into ", outputs.size(), " outputs"));
-  auto call = call_of("all_gather", OpType::ALLGATHER_INTO_TENSOR_COALESCED, outputs);
+  auto call = call_of("all_gather", OpType::_ALLGATHER_BASE, outputs);
   std::vector<std::pair<const void*, void*>> parts;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     require_cpu("all_gather", inputs[i]);
@@ -469,7 +469,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(
   if (outputs.size() != inputs.size())
     throw InvalidArgument(
         concat("reduce_scatter of ", inputs.size(), " inputs into ", outputs.size(), " outputs"));
-  auto call = call_of("reduce_scatter", OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs);
+  auto call = call_of("reduce_scatter", OpType::_REDUCE_SCATTER_BASE, outputs);
   std::vector<std::pair<const void*, void*>> parts;
   std::vector<Reduces> how;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
