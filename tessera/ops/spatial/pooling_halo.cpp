@@ -1,19 +1,22 @@
 #include "tessera/ops/spatial/pooling_halo.h"
 
 #include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/avg_pool2d.h>
 #include <ATen/ops/avg_pool2d_backward.h>
 #include <ATen/ops/avg_pool3d.h>
 #include <ATen/ops/avg_pool3d_backward.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/matmul.h>
 #include <ATen/ops/max.h>
 #include <ATen/ops/max_pool2d_with_indices.h>
 #include <ATen/ops/max_pool3d_with_indices.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <limits>
+#include <vector>
 
 #include "tessera/ops/rules/windowed.h"
 #include "tessera/tensor/spec/mesh_context.h"
@@ -60,9 +63,31 @@ at::Tensor moved(at::Tensor flat, const Box& from, const Box& to) {
   return result;
 }
 
-// Applies a matrix [outputs, inputs] along a dim.
-at::Tensor along(const at::Tensor& t, const at::Tensor& matrix, std::int64_t dim) {
-  return t.movedim(dim, -1).matmul(matrix.t()).movedim(-1, dim);
+// Element k of the result's `dim` is the sum of t's elements in windows[k] there. What lies outside
+// a window does not touch it, NaN and infinities neither.
+at::Tensor windowed_sum(const at::Tensor& t, const std::vector<Interval>& windows,
+                        std::int64_t dim) {
+  const auto count = static_cast<std::int64_t>(windows.size());
+  std::int64_t most = 1;
+  for (const Interval& w : windows) most = std::max(most, w.size());
+  if (count == 0 || t.size(dim) == 0) {
+    auto shape = t.sizes().vec();
+    shape[dim] = count;
+    return at::zeros(shape, t.options());
+  }
+  std::vector<std::int64_t> from;
+  std::vector<std::uint8_t> outside;
+  for (const Interval& w : windows) {
+    for (std::int64_t k = 0; k < most; ++k) {
+      from.push_back(k < w.size() ? w.begin + k : 0);
+      outside.push_back(k >= w.size());
+    }
+  }
+  const at::Tensor picked = t.index_select(dim, at::tensor(from).to(t.device()));
+  std::vector<std::int64_t> shape(t.dim() - dim, 1);
+  shape[0] = count * most;
+  const at::Tensor mask = at::tensor(outside).to(at::kBool).view(shape).to(t.device());
+  return picked.masked_fill(mask, 0).unflatten(dim, {count, most}).sum(dim + 1);
 }
 
 // Windows as libtorch takes them; padding is in the box.
@@ -191,22 +216,36 @@ at::Tensor PoolHalo::divided(const at::Tensor& t, bool count_padding, std::int64
 
 namespace {
 
-// 1 where output o of a dim pools input i of the box.
-at::Tensor membership(const PoolDim& d, const Interval& outputs, const Interval& inputs,
-                      const at::TensorOptions& options) {
-  std::vector<double> rows(static_cast<std::size_t>(outputs.size() * inputs.size()), 0);
+// The inputs of the box that each output of a dim pools.
+std::vector<Interval> pooled_inputs(const PoolDim& d, const Interval& outputs,
+                                    const Interval& inputs) {
+  std::vector<Interval> windows;
   for (std::int64_t o = outputs.begin; o < outputs.end; ++o) {
     const Interval in = intersect(d.inside(o), inputs);
-    for (std::int64_t i = in.begin; i < in.end; ++i)
-      rows[static_cast<std::size_t>((o - outputs.begin) * inputs.size() + i - inputs.begin)] = 1;
+    windows.push_back({in.begin - inputs.begin, in.end - inputs.begin});
   }
-  return at::tensor(rows, at::kDouble).view({outputs.size(), inputs.size()}).to(options);
+  return windows;
+}
+
+// The outputs that pool each input of the box, which are neighbours of each other.
+std::vector<Interval> pooling_outputs(const PoolDim& d, const Interval& outputs,
+                                      const Interval& inputs) {
+  std::vector<Interval> windows(static_cast<std::size_t>(inputs.size()), {0, 0});
+  const auto pooled = pooled_inputs(d, outputs, inputs);
+  for (std::int64_t o = 0; o < outputs.size(); ++o) {
+    for (std::int64_t i = pooled[o].begin; i < pooled[o].end; ++i) {
+      Interval& w = windows[i];
+      if (w.size() == 0) w.begin = o;
+      w.end = o + 1;
+    }
+  }
+  return windows;
 }
 
 }  // namespace
 
-// Sums over regular windows are libtorch's; over adaptive ones, which differ in size, one small
-// matrix a dim.
+// Sums over regular windows are libtorch's; adaptive ones, which differ in size, are summed
+// dim by dim.
 at::Tensor PoolHalo::average(const at::Tensor& x, bool count_padding, std::int64_t divisor) const {
   HaloValues values = halo_.start_exchange(x);
   values.arrival().wait();
@@ -222,7 +261,7 @@ at::Tensor PoolHalo::average(const at::Tensor& x, bool count_padding, std::int64
   }
   for (std::size_t i = 0; i < dims_.size(); ++i) {
     const std::size_t d = lead() + i;
-    t = along(t, membership(dims_[i], out_[d], box[d], t.options()), static_cast<std::int64_t>(d));
+    t = windowed_sum(t, pooled_inputs(dims_[i], out_[d], box[d]), static_cast<std::int64_t>(d));
   }
   return divided(t, count_padding, divisor).contiguous().to(x.scalar_type());
 }
@@ -245,8 +284,7 @@ at::Tensor PoolHalo::average_backward(const at::Tensor& gradient, const at::Tens
     }
     for (std::size_t i = 0; i < dims_.size(); ++i) {
       const std::size_t d = lead() + i;
-      t = along(t, membership(dims_[i], out_[d], box[d], x.options()).t(),
-                static_cast<std::int64_t>(d));
+      t = windowed_sum(t, pooling_outputs(dims_[i], out_[d], box[d]), static_cast<std::int64_t>(d));
     }
   }
   return halo_.sum(t);
