@@ -45,6 +45,10 @@ struct OperatorCase {
   /// Second derivatives too.
   bool second = true;
 
+  /// Values that are hard too, where special ones are drawn.
+  bool special = true;
+
+  OperatorCase& ordinary() { return special = false, *this; }
   OperatorCase& first_only() { return second = false, *this; }
   OperatorCase& no_partial() { return partial = false, *this; }
   OperatorCase& any_strides() { return strides = false, *this; }

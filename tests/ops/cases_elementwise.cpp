@@ -47,7 +47,8 @@ void add_unary(Cases& c) {
   c.unary("elu", [](const auto& x) { return at::elu(x); }).real_only();
   c.unary("selu, celu", [](const auto& x) { return at::selu(x) + at::celu(x); }).real_only();
   c.unary("hardtanh", [](const auto& x) { return at::hardtanh(x); }).real_only();
-  c.unary("hardswish", [](const auto& x) { return at::hardswish(x); }).real_only();
+  // Libtorch's vectors and its last few elements give NaN different derivatives.
+  c.unary("hardswish", [](const auto& x) { return at::hardswish(x); }).real_only().ordinary();
   c.unary("hardsigmoid", [](const auto& x) { return at::hardsigmoid(x); }).real_only();
   c.unary("relu6", [](const auto& x) { return at::relu6(x); }).real_only();
   c.unary("logsigmoid", [](const auto& x) { return at::log_sigmoid(x); }).double_only();

@@ -99,7 +99,7 @@ const char* name_of(Special special) {
 
 Special draw_special(const OperatorCase& one, const Tensors& inputs, at::ScalarType type,
                      Draw& draw) {
-  if (!draw.chance(35) || one.random) return Special::none;
+  if (!draw.chance(35) || one.random || !one.special) return Special::none;
   const bool complex = type == at::kComplexDouble;
   // Of nothing, kernels take dtypes that they refuse of something.
   const bool numbers =
@@ -111,7 +111,7 @@ Special draw_special(const OperatorCase& one, const Tensors& inputs, at::ScalarT
     case 1:
       return Special::nan;
     case 2:
-      return Special::infinite;
+      return complex ? Special::none : Special::infinite;
     case 3:
       return type == at::kDouble ? Special::large : Special::none;
     case 4:
@@ -279,8 +279,15 @@ double largest(const Tensors& tensors) {
 }
 
 // What differs, or nothing.
+// Where a sum of products has an infinity, the order of its terms decides whether it is NaN or
+// infinite; what is finite is not touched by it.
+at::Tensor finite_where(const at::Tensor& value, const at::Tensor& finite) {
+  return at::where(finite.logical_and(value.isfinite()), value, at::zeros_like(value)) +
+         at::where(finite, at::zeros_like(value), value.isfinite().to(value));
+}
+
 std::string compare(const char* what, const Tensors& got, const Tensors& expected, double tolerance,
-                    double floor) {
+                    double floor, bool infinite) {
   if (got.size() != expected.size())
     return concat(got.size(), " ", what, "s instead of ", expected.size());
   for (std::size_t i = 0; i < got.size(); ++i) {
@@ -293,7 +300,15 @@ std::string compare(const char* what, const Tensors& got, const Tensors& expecte
     if (got[i].scalar_type() != expected[i].scalar_type())
       return concat(what, " ", i, " is ", toString(got[i].scalar_type()), " instead of ",
                     toString(expected[i].scalar_type()));
-    const double d = difference(got[i], expected[i], floor);
+    double d = 0;
+    if (infinite && at::isFloatingType(expected[i].scalar_type())) {
+      const at::Tensor value = whole(got[i]), want = whole(expected[i]), finite = want.isfinite();
+      if (!value.isfinite().logical_or(finite.logical_not()).all().item<bool>())
+        return concat(what, " ", i, " is not finite where it should be");
+      d = difference(finite_where(value, finite), finite_where(want, finite), floor);
+    } else {
+      d = difference(got[i], expected[i], floor);
+    }
     if (!(d <= tolerance)) {
       std::string values;
       if (expected[i].numel() <= 6) {
@@ -346,8 +361,9 @@ Prepared prepare(const OperatorCase& one, Draw& draw, const DeviceMesh& mesh,
     p.gaps |= !value.is_non_overlapping_and_dense();
     const bool gradient = differentiable(value) && !draw.chance(10);
     const bool stays_plain = draw.chance(12) && static_cast<int>(i) != keep_sharded;
-    const ShardSpec spec = draw.spec(mesh, value.sizes().vec(),
-                                     one.partial && differentiable(value), value.is_complex());
+    // Products of Partial tensors are linear in numbers alone: infinite shares give NaN.
+    const bool partial = one.partial && differentiable(value) && p.special != Special::infinite;
+    const ShardSpec spec = draw.spec(mesh, value.sizes().vec(), partial, value.is_complex());
     const auto as_leaf = [&](const at::Tensor& t) { return t.detach().requires_grad_(gradient); };
     // Each with memory of its own.
     const auto copy = [&] {
@@ -415,17 +431,24 @@ Outcome run_alone(const OperatorCase& one, std::uint64_t number, DistributedMana
     start();
     const Compared got = differentiate(p.instance, p.sharded, number, second, inference);
     if (!plain_throws.empty()) return say("plain libtorch throws, this does not: " + plain_throws);
-    const double tolerance = bound(p.type);
+    // Results of whole numbers have the default dtype.
+    double tolerance = bound(p.type);
+    for (const at::Tensor& value : expected.values)
+      if (value.scalar_type() == at::kFloat) tolerance = std::max(tolerance, bound(at::kFloat));
+    const bool infinite = p.special == Special::infinite;
     // What is zero but for rounding is measured by what it is made of: to a hundredth of the bound
     // of the largest of that.
     double floor = std::max(largest(p.plain), largest(expected.values));
-    std::string wrong = compare("value", got.values, expected.values, tolerance, 1e-2 * floor);
+    std::string wrong =
+        compare("value", got.values, expected.values, tolerance, 1e-2 * floor, infinite);
     floor = std::max(floor, largest(expected.gradients));
     if (wrong.empty())
-      wrong = compare("gradient", got.gradients, expected.gradients, tolerance, 1e-2 * floor);
+      wrong =
+          compare("gradient", got.gradients, expected.gradients, tolerance, 1e-2 * floor, infinite);
     floor = std::max(floor, largest(expected.second));
     if (wrong.empty())
-      wrong = compare("second derivative", got.second, expected.second, tolerance, 1e-2 * floor);
+      wrong = compare("second derivative", got.second, expected.second, tolerance, 1e-2 * floor,
+                      infinite);
     for (std::size_t i = 0; i < got.values.size() && wrong.empty() && one.strides; ++i) {
       if (is_sharded(got.values[i]) && !p.gaps && !same_strides(got.values[i], expected.values[i]))
         wrong = concat("value ", i, " has strides ", got.values[i].strides(), " instead of ",

@@ -1,5 +1,6 @@
 #include "tessera/ops/matmul/contract.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/einsum.h>
@@ -80,6 +81,8 @@ at::Tensor with_autograd(const at::Tensor& a, const at::Tensor& b, at::IntArrayR
 }
 
 Plan contract_rule(const OpCall& c) {
+  if (c.tensor(0).dtype == at::kBool)
+    throw InvalidArgument("a product of booleans: convert them to integers first");
   LabelProblem p(c);
   const auto labels = [&](const char* name) {
     Labels all;

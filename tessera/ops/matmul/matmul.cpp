@@ -24,14 +24,22 @@ void check_added(const char* name, const at::Tensor& self, const at::Tensor& a, 
               b.scalar_type(), "; convert them to one type");
 }
 
+// Of integers libtorch takes the whole part.
+at::Scalar factor(const at::Scalar& number, at::ScalarType type) {
+  return at::isIntegralType(type, true) && number.isFloatingPoint()
+             ? at::Scalar(static_cast<std::int64_t>(number.toDouble()))
+             : number;
+}
+
 at::Tensor addbmm(const at::Tensor& self, const at::Tensor& a, const at::Tensor& b,
                   const at::Scalar& beta, const at::Scalar& alpha) {
   TORCH_CHECK(a.dim() == 3 && b.dim() == 3, "addbmm: the factors have ", a.dim(), " and ", b.dim(),
               " dims, and need 3");
   check_added("addbmm", self, a, b, {a.size(1), b.size(2)});
   // first in the sum: the result lies in memory as it does
-  const at::Tensor product = at::bmm(a, b).sum(0) * alpha;
-  return beta.equal(0) ? product : product + self * beta;
+  const at::Tensor product = at::bmm(a, b).sum(0) * factor(alpha, a.scalar_type());
+  const at::Scalar share = factor(beta, a.scalar_type());
+  return share.equal(0) ? product : product + self * share;
 }
 
 at::Tensor addmv(const at::Tensor& self, const at::Tensor& a, const at::Tensor& b,
@@ -39,8 +47,9 @@ at::Tensor addmv(const at::Tensor& self, const at::Tensor& a, const at::Tensor& 
   TORCH_CHECK(a.dim() == 2 && b.dim() == 1, "addmv: the factors have ", a.dim(), " and ", b.dim(),
               " dims, and need 2 and 1");
   check_added("addmv", self, a, b, {a.size(0)});
-  const at::Tensor product = at::mv(a, b) * alpha;
-  return beta.equal(0) ? product : product + self * beta;
+  const at::Tensor product = at::mv(a, b) * factor(alpha, a.scalar_type());
+  const at::Scalar share = factor(beta, a.scalar_type());
+  return share.equal(0) ? product : product + self * share;
 }
 
 // Of integers the kernels cut beta and alpha to whole numbers, but where nothing is summed they
