@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
@@ -147,7 +148,10 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
   bool open = false;  // between the first hook of a backward and its end
   // Identifies the backward that is open.
   const void* backward = nullptr;
-  std::size_t next = 0;  // the bucket that starts next
+  std::size_t next = 0;              // the bucket that starts next, by its place in `order`
+  std::vector<std::size_t> order;    // in which buckets start
+  std::vector<std::size_t> arrival;  // in which they were complete in this backward
+  bool learnt = false;               // `order` is what it will stay
   // Engine threads of several devices fire hooks at the same time.
   mutable std::mutex mutex;
 
@@ -184,6 +188,7 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
   void start_uniform(Bucket& bucket);
   void complete(Bucket& bucket);
   void finish();
+  void learn();
   void write_back(Bucket& bucket);
   void reset();
 };
@@ -285,9 +290,9 @@ void GradientReducer::State::accumulated(std::size_t i) {
     return;
   }
   fired[i] = true;
-  --bucket.missing;
+  if (--bucket.missing == 0) arrival.push_back(bucket_of[i]);
   if (!options.overlap) return;
-  while (next < buckets.size() && buckets[next].missing == 0) start(buckets[next++]);
+  while (next < buckets.size() && buckets[order[next]].missing == 0) start(buckets[order[next++]]);
 }
 
 void GradientReducer::State::find_earlier(const ReducedParameter& p) {
@@ -380,8 +385,8 @@ void GradientReducer::State::start_uniform(Bucket& bucket) {
   if (scatters(bucket)) {
     int under_way = 0;
     for (std::size_t b = next; b-- > 0;) {
-      if (&buckets[b] != &bucket && scatters(buckets[b]) && ++under_way >= kUnderWay)
-        complete(buckets[b]);
+      Bucket& other = buckets[order[b]];
+      if (&other != &bucket && scatters(other) && ++under_way >= kUnderWay) complete(other);
     }
   }
   for (detail::BucketMessage& message : bucket.messages) {
@@ -489,11 +494,12 @@ void GradientReducer::State::finish() {
       const std::lock_guard lock(inner->mutex);
       if (inner->open) inner->finish();
     }
-    while (next < buckets.size()) start(buckets[next++]);
-    for (Bucket& bucket : buckets) {
-      bucket.request.wait();
-      write_back(bucket);
+    while (next < buckets.size()) start(buckets[order[next++]]);
+    for (const std::size_t b : order) {
+      buckets[b].request.wait();
+      write_back(buckets[b]);
     }
+    learn();
     if (late) {
       late = false;
       for (Bucket& bucket : buckets) {
@@ -509,7 +515,23 @@ void GradientReducer::State::finish() {
   reset();
 }
 
+// Once, after a backward that has reduced something: all ranks are here, or none is.
+void GradientReducer::State::learn() {
+  if (!options.learn_order || learnt || buckets.size() < 2) return;
+  if (buckets.front().uniform && arrival.empty()) return;
+  for (const std::size_t b : order) {
+    if (std::find(arrival.begin(), arrival.end(), b) == arrival.end()) arrival.push_back(b);
+  }
+  std::string bytes(reinterpret_cast<const char*>(arrival.data()),
+                    arrival.size() * sizeof(std::size_t));
+  bytes = buckets.front().group.broadcast_bytes(bytes, 0, {.name = "order of buckets"});
+  std::memcpy(arrival.data(), bytes.data(), bytes.size());
+  order = arrival;
+  learnt = true;
+}
+
 void GradientReducer::State::reset() {
+  arrival.clear();
   for (Bucket& bucket : buckets) {
     bucket.missing = bucket.slots.size();
     bucket.started = false;
@@ -534,7 +556,8 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
 
   std::set<const c10::TensorImpl*> seen;
   std::vector<BucketItem> items;
-  std::map<std::tuple<const void*, int, double, int, int, int, bool>, std::uint64_t> keys;
+  std::map<std::tuple<const void*, int, double, int, int, int, bool, std::size_t>, std::uint64_t>
+      keys;
   std::map<const detail::GroupState*, std::pair<Group, std::string>> agreed;
   for (const ReducedParameter& p : parameters) {
     if (!p.parameter.defined() || !p.parameter.is_leaf() || !p.parameter.requires_grad())
@@ -554,7 +577,7 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
     const auto key = keys.try_emplace(
         {p.group.state().get(), static_cast<int>(p.op.kind), p.op.factor,
          static_cast<int>(like.scalar_type()), static_cast<int>(like.device().type()),
-         like.device().index(), access.uniform()},
+         like.device().index(), access.uniform(), p.unit},
         keys.size());
     items.push_back({static_cast<std::int64_t>(p.parameter.numel() * p.parameter.element_size()),
                      key.first->second});
@@ -571,6 +594,9 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
     require_agreement(agreed.at(group).first, "the parameters whose gradients are reduced",
                       agreed.at(group).second);
 
+  if (options.learn_order && order.size() > 1)
+    throw InvalidArgument(concat("ReducerOptions::learn_order: the parameters are reduced over ",
+                                 order.size(), " groups; give one GradientReducer to each"));
   // What another one reduces first is complete only when backward ends.
   if (!state.earlier.empty()) {
     state.options.overlap = false;
@@ -603,6 +629,7 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
     }
     state.buckets.push_back(std::move(bucket));
   }
+  for (std::size_t b = 0; b < state.buckets.size(); ++b) state.order.push_back(b);
   state.reset();
 
   for (std::size_t i = 0; i < state.parameters.size(); ++i) {

@@ -92,6 +92,8 @@ struct ReducedParameter {
   ReduceOp op = ReduceOp::avg;
   /// nullptr: a plain leaf.
   std::shared_ptr<const GradientAccess> access = nullptr;
+  /// Parameters of different units never share a bucket.
+  std::size_t unit = 0;
 };
 
 struct ReducerOptions {
@@ -103,6 +105,9 @@ struct ReducerOptions {
   /// Gradients share the buckets' memory: one copy less, but a gradient that the caller kept is
   /// overwritten by the next backward.
   bool gradient_as_bucket_view = false;
+  /// Buckets start in the order in which the first backward completed them, which the group's first
+  /// rank broadcasts, instead of the last parameter's first. Needs one group for all parameters.
+  bool learn_order = false;
 };
 
 class GradientReducer {

@@ -14,10 +14,7 @@
 
 namespace tessera {
 
-namespace {
-
-// "*" matches any characters.
-bool matches(std::string_view name, std::string_view pattern) {
+bool detail::matches(std::string_view name, std::string_view pattern) {
   std::size_t n = 0, p = 0, star = std::string_view::npos, after = 0;
   while (n < name.size()) {
     if (p < pattern.size() && pattern[p] == '*') {
@@ -35,6 +32,10 @@ bool matches(std::string_view name, std::string_view pattern) {
   }
   return pattern.find_first_not_of('*', p) == std::string_view::npos;
 }
+
+namespace {
+
+using detail::matches;
 
 // Ranks that drew other initial values would train different models, and nobody would notice.
 void broadcast_from_first(const std::vector<NamedTensor>& all, const DeviceMesh& mesh) {
@@ -93,8 +94,8 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const 
   distribute_in_place(all, mesh, rule, options);
 }
 
-void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh,
-                         const ModuleRule& rule, const ReducerOptions& options) {
+std::vector<NamedTensor> detail::place(const std::vector<NamedTensor>& tensors,
+                                       const DeviceMesh& mesh, const ModuleRule& rule) {
   std::vector<NamedTensor> all;
   std::unordered_map<const void*, std::string> impls, memory;
   const auto collect = [&](const NamedTensor& entry) {
@@ -140,9 +141,14 @@ void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMe
     changes.emplace_back(entry.tensor, sharded);
   }
   for (auto& [tensor, sharded] : changes) tensor.set_data(sharded);
-  std::vector<std::pair<std::string, at::Tensor>> reduced;
-  for (const NamedTensor& entry : all) {
-    if (entry.tensor.requires_grad()) reduced.emplace_back(entry.name, entry.tensor);
+  return all;
+}
+
+void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh,
+                         const ModuleRule& rule, const ReducerOptions& options) {
+  std::vector<detail::UnitParameter> reduced;
+  for (const NamedTensor& entry : detail::place(tensors, mesh, rule)) {
+    if (entry.tensor.requires_grad()) reduced.push_back({entry.name, entry.tensor});
   }
   detail::reduce_parameters(reduced, mesh, options);
 }

@@ -27,6 +27,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -82,5 +83,14 @@ struct NamedTensor {
 /// distribute_module() for the parameters and buffers of a module that is not C++'s own.
 void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh,
                          const ModuleRule& rule = {}, const ReducerOptions& options = {});
+
+namespace detail {
+/// distribute_in_place() without the reduction of gradients. Returns what was placed: each tensor
+/// once, by its first name.
+std::vector<NamedTensor> place(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh,
+                               const ModuleRule& rule);
+/// "*" matches any characters.
+bool matches(std::string_view name, std::string_view pattern);
+}  // namespace detail
 
 }  // namespace tessera

@@ -163,15 +163,15 @@ struct Accumulated final : ChainedHook {
 
 }  // namespace
 
-void reduce_parameters(const std::vector<std::pair<std::string, at::Tensor>>& parameters,
-                       const DeviceMesh& mesh, const ReducerOptions& options) {
+void reduce_parameters(const std::vector<UnitParameter>& parameters, const DeviceMesh& mesh,
+                       const ReducerOptions& options) {
   if (parameters.empty()) return;
   const Group all = MeshContext::of(mesh)->mesh.all();
   const auto access = std::make_shared<ParameterAccess>();
   std::vector<ReducedParameter> reduced;
   std::vector<Accumulated*> hooks;
-  for (const auto& [name, parameter] : parameters) {
-    reduced.push_back({parameter, name, all, ReduceOp::sum, access});
+  for (const auto& [name, parameter, unit] : parameters) {
+    reduced.push_back({parameter, name, all, ReduceOp::sum, access, unit});
     add_hook_before(
         parameter,
         Accumulate{c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr())});

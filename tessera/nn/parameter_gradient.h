@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "tessera/gradient/reducer.h"
@@ -24,9 +23,16 @@ bool reduction_between(const ShardSpec& have, const ShardSpec& wanted,
 /// possible.
 bool make_partial(const at::Tensor& value, const ShardSpec& partial);
 
+struct UnitParameter {
+  std::string name;
+  at::Tensor tensor;
+  /// Gradients of different units never share a bucket.
+  std::size_t unit = 0;
+};
+
 /// Makes the reducer of sharded parameters and sets its hooks; the parameters own it. Collective
 /// over the mesh.
-void reduce_parameters(const std::vector<std::pair<std::string, at::Tensor>>& parameters,
-                       const DeviceMesh& mesh, const ReducerOptions& options);
+void reduce_parameters(const std::vector<UnitParameter>& parameters, const DeviceMesh& mesh,
+                       const ReducerOptions& options);
 
 }  // namespace tessera::detail

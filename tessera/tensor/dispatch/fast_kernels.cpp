@@ -195,8 +195,9 @@ struct Kernels<Op, Result(Arguments...)> {
     if constexpr (kInPlace) {
       at::Tensor local = local_of(first(arguments...));
       guarded(plan, builder, [&] { call_in_place(plan, local, arguments...); });
-      if (ViewCopies& copies = context_of(builder.first->spec())->state->copies; copies.any())
-        copies.wrote(local, nullptr);
+      RankState& state = *context_of(builder.first->spec())->state;
+      if (state.copies.any()) state.copies.wrote(local, nullptr);
+      if (state.sources.any()) state.sources.wrote(local);
       return first(arguments...);
     } else {
       at::Tensor local =

@@ -86,6 +86,7 @@ void note_written(const c10::IValue& v, RankState& state) {
   const ShardMeta* meta = v.isTensor() && v.toTensor().defined() ? meta_of(v.toTensor()) : nullptr;
   if (!meta) return;
   if (state.copies.any()) state.copies.wrote(meta->local, nullptr);
+  if (state.sources.any()) state.sources.wrote(meta->local);
   if (meta->copy) meta->copy->write_back();
 }
 
@@ -350,6 +351,12 @@ const ShardedCall::Moved* ShardedCall::moved_before(const at::Tensor& source,
 // strides.
 at::Tensor ShardedCall::redistributed(const at::Tensor& t, const ReadyPlan::Move& move) {
   const ShardMeta& meta = *meta_of(t);
+  if (meta.layout->parameter && !meta.copy && !plan_.view_copied) {
+    if (const auto [source, index] = context_.state->sources.find(meta.local); source) {
+      if (at::Tensor gathered = source->gathered(index, meta, move.to); gathered.defined())
+        return gathered;
+    }
+  }
   GatheredParameters* kept = plan_.view_copied ? nullptr : GatheredParameters::current();
   at::Tensor local = kept ? kept->find(t, move.to) : at::Tensor();
   if (!local.defined()) {

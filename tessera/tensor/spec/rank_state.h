@@ -13,6 +13,7 @@
 
 #include <ATen/core/TensorBase.h>
 
+#include "tessera/tensor/dispatch/parameter_source.h"
 #include "tessera/tensor/halo_policy.h"
 #include "tessera/tensor/policy.h"
 #include "tessera/tensor/refusals.h"
@@ -91,6 +92,7 @@ struct RankState {
   Agreed agreed;                 // by from_local()
   std::set<std::string> warned;  // what was warned about once
   ViewCopies copies;
+  ParameterSources sources;
   std::shared_ptr<RefusalNotes> refusals;  // of the innermost RefusalScope
 };
 

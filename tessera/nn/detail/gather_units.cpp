@@ -1,0 +1,257 @@
+#include "tessera/nn/detail/gather_units.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/no_dispatch.h"
+#include "tessera/tensor/spec/rank_state.h"
+
+namespace tessera::detail {
+
+GatherUnits::GatherUnits(std::shared_ptr<MeshContext> context, std::vector<int> axes,
+                         Options options)
+    : context_(std::move(context)), axes_(std::move(axes)), options_(options) {}
+
+GatherUnits::~GatherUnits() = default;
+
+std::size_t GatherUnits::add_unit(std::string name) {
+  Unit unit;
+  unit.label = concat("gather of unit '", name, "'");
+  unit.name = std::move(name);
+  units_.push_back(std::move(unit));
+  return units_.size() - 1;
+}
+
+std::size_t GatherUnits::add_buffer(std::size_t unit, at::Tensor shard, Sizes sizes) {
+  const std::int64_t numel = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
+  units_[unit].buffers.push_back({std::move(shard), std::move(sizes), numel, {}, {}});
+  return units_[unit].buffers.size() - 1;
+}
+
+void GatherUnits::add_parameter(std::size_t unit, std::size_t buffer, std::int64_t offset,
+                                const at::Tensor& local) {
+  places_.push_back({unit, buffer, offset});
+  context_->state->sources.add(local, shared_from_this(), places_.size() - 1);
+}
+
+at::Tensor GatherUnits::gathered(std::size_t index, const ShardMeta& meta, const ShardSpec& to) {
+  const Place& place = places_[index];
+  if (place.buffer == kNoBuffer) return {};
+  const Layout& layout = *meta.layout;
+  Buffer& buffer = units_[place.unit].buffers[place.buffer];
+  if (!to.is_replicated() || layout.dtype != buffer.shard.scalar_type() || meta.local.is_conj() ||
+      meta.local.is_neg())
+    return {};
+  const std::lock_guard lock(mutex_);
+  visit(index);
+  start(place.unit);
+  wait(units_[place.unit]);
+  const LocalCallGuard guard;
+  // A wrapper shows the strides and the offset that the whole tensor would have: views too.
+  at::Tensor view =
+      buffer.full.as_strided(layout.sizes(), layout.strides, place.offset + layout.offset);
+  used();
+  return view;
+}
+
+void GatherUnits::written(std::size_t index) {
+  const std::lock_guard lock(mutex_);
+  release(places_[index].unit);
+}
+
+void GatherUnits::hold(std::size_t unit) {
+  const std::lock_guard lock(mutex_);
+  units_[unit].held = true;
+  start(unit);
+}
+
+void GatherUnits::let_go(std::size_t unit) {
+  const std::lock_guard lock(mutex_);
+  units_[unit].held = false;
+  release(unit);
+}
+
+// ---- the order of use ----
+
+// Learns of the end of a backward, and, by being destroyed without a call, of one that an exception
+// ended.
+struct GatherUnits::EndOfBackward {
+  explicit EndOfBackward(std::weak_ptr<GatherUnits> u) : units(std::move(u)) {}
+  ~EndOfBackward() { finish(false); }
+  void finish(bool learn) {
+    const auto of = units.lock();
+    units.reset();
+    if (!of) return;
+    const std::lock_guard lock(of->mutex_);
+    if (of->end_ == this) of->end(learn);
+  }
+  std::weak_ptr<GatherUnits> units;
+};
+
+void GatherUnits::visit(std::size_t index) {
+  const std::size_t unit = places_[index].unit;
+  const bool backward = torch::autograd::get_current_graph_task_id() >= 0;
+  if (pass_ == Pass::none || backward != (pass_ == Pass::backward) ||
+      (!backward && starts_again(index))) {
+    begin(backward                     ? Pass::backward
+          : at::GradMode::is_enabled() ? Pass::forward
+                                       : Pass::evaluation,
+          index);
+  }
+  if (!seen_.empty() && seen_.back().unit == unit) {
+    ++seen_.back().uses;
+    return;
+  }
+  if (!seen_.empty()) left();
+  const std::size_t at = seen_.size();
+  seen_.push_back({unit, 1});
+  const auto& visits = order().visits;
+  following_ = following_ && at < visits.size() && visits[at].unit == unit;
+  start(unit);  // before those that come next
+  if (!following_) return;
+  for (std::size_t next = at + 1;
+       next < visits.size() && next <= at + static_cast<std::size_t>(options_.ahead); ++next)
+    start(visits[next].unit);
+}
+
+// Whether a forward begins with this use, though none has ended: nothing tells of its end where no
+// backward follows.
+bool GatherUnits::starts_again(std::size_t index) const {
+  if (seen_.empty() || places_[index].unit != seen_.front().unit) return false;
+  const std::size_t unit = places_[index].unit, at = seen_.size();
+  const bool grad = pass_ == Pass::forward;
+  if (at::GradMode::is_enabled() != grad && index == first_) return true;
+  const auto& visits = order().visits;
+  const bool same = seen_.back().unit == unit;
+  if (following_) {
+    if (at == visits.size()) return !same || seen_.back().uses >= visits.back().uses;
+    // what an exception has ended, unless the order says so
+    return !same && visits[at].unit != unit;
+  }
+  if (order().learnt || same || index != first_) return false;
+  std::vector<bool> all(units_.size(), false);
+  for (const Visit& v : seen_) all[v.unit] = true;
+  return std::find(all.begin(), all.end(), false) == all.end();
+}
+
+void GatherUnits::begin(Pass pass, std::size_t index) {
+  end(true);
+  pass_ = pass;
+  first_ = index;
+  if (pass == Pass::evaluation && !order().learnt)
+    order() = orders_[static_cast<int>(Pass::forward)];
+  following_ = order().learnt;
+  if (pass != Pass::backward) return;
+  auto last = std::make_shared<EndOfBackward>(weak_from_this());
+  end_ = last.get();
+  torch::autograd::Engine::get_default_engine().queue_callback([last] { last->finish(true); });
+}
+
+void GatherUnits::end(bool learn) {
+  if (learn && !seen_.empty() && !(following_ && seen_ == order().visits)) order() = {seen_, true};
+  // The backward that follows a forward goes on with what that has left.
+  const bool forward = pass_ == Pass::forward;
+  const bool backward = torch::autograd::get_current_graph_task_id() >= 0;
+  if (!(forward && backward)) {
+    for (std::size_t u = 0; u < units_.size(); ++u) {
+      if (!units_[u].held) release(u);
+    }
+  }
+  seen_.clear();
+  pass_ = Pass::none;
+  end_ = nullptr;
+}
+
+// Whether the unit that was visited last is needed again before it may be gathered anew.
+bool GatherUnits::comes_again() const {
+  const std::size_t unit = seen_.back().unit;
+  const bool reshard = options_.reshard_after_forward;
+  const auto& visits = order().visits;
+  const auto next =
+      visits.begin() + static_cast<std::ptrdiff_t>(following_ ? seen_.size() : visits.size());
+  const auto is_it = [&](const Visit& v) { return v.unit == unit; };
+  // It would be started again when the next unit is used.
+  if (std::any_of(next, next + std::min<std::ptrdiff_t>(visits.end() - next, options_.ahead + 1),
+                  is_it))
+    return true;
+  switch (pass_) {
+    case Pass::forward: {
+      if (!reshard) return true;
+      const Order& backward = orders_[static_cast<int>(Pass::backward)];
+      return following_ && next == visits.end() && backward.learnt &&
+             backward.visits.front().unit == unit;
+    }
+    case Pass::backward: {
+      if (reshard) return false;
+      return !following_ || std::any_of(next, visits.end(), is_it);
+    }
+    default:
+      return false;
+  }
+}
+
+// Another unit is used from now on.
+void GatherUnits::left() {
+  if (!units_[seen_.back().unit].held && !comes_again()) release(seen_.back().unit);
+}
+
+// What is learnt to be the last use takes the buffer with it.
+void GatherUnits::used() {
+  if (following_ && seen_.back().uses == order().visits[seen_.size() - 1].uses) left();
+}
+
+// ---- gathers ----
+
+void GatherUnits::start(std::size_t u) {
+  Unit& unit = units_[u];
+  if (unit.state != Unit::State::sharded) return;
+  const Group ranks = context_->mesh.group(axes_);
+  const LocalCallGuard guard;
+  const c10::InferenceMode normal(false);
+  unit.state = Unit::State::started;
+  try {
+    for (Buffer& buffer : unit.buffers) {
+      if (ranks.size() == 1) {
+        buffer.full = buffer.shard;
+        continue;
+      }
+      buffer.full = at::empty({buffer.numel}, buffer.shard.options());
+      buffer.request =
+          ranks.start().all_gather(buffer.full, buffer.shard, buffer.sizes, {.name = unit.label});
+    }
+  } catch (...) {
+    release(u);
+    throw;
+  }
+}
+
+void GatherUnits::wait(Unit& unit) {
+  if (unit.state != Unit::State::started) return;
+  try {
+    for (Buffer& buffer : unit.buffers) buffer.request.wait();
+  } catch (...) {
+    release(static_cast<std::size_t>(&unit - units_.data()));
+    throw;
+  }
+  unit.state = Unit::State::gathered;
+}
+
+void GatherUnits::release(std::size_t u) {
+  Unit& unit = units_[u];
+  if (unit.state == Unit::State::sharded) return;
+  for (Buffer& buffer : unit.buffers) {
+    buffer.request = Request();  // waits for what nobody has waited for
+    buffer.full.reset();
+  }
+  unit.state = Unit::State::sharded;
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,118 @@
+#pragma once
+// GatherUnits: gathers the parameters of fully_shard() unit by unit, ahead of their use.
+//
+// How it works. An operator that needs a parameter gathered asks for it (ParameterSource). The
+// first use of any parameter of a unit waits for the gather of the unit's flat buffer, of which
+// gathered parameters are views. What is saved for backward is the shard, so that the buffer lives
+// as long as this object and the operators at work hold it.
+//
+// The order in which units are used is recorded in each pass: a forward, or a backward. While a
+// pass goes as the last one of its kind did, the gather of the next unit is started when a unit is
+// first used, and a unit is released with its last use. Where it goes another way, units are
+// gathered when they are used and released when another one is, and the order is learnt anew. All
+// of that follows from the operators that the program calls on sharded tensors, which are the same
+// on all ranks, and from nothing else.
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/group/group.h"
+#include "tessera/tensor/dispatch/parameter_source.h"
+#include "tessera/tensor/spec/mesh_context.h"
+
+namespace tessera::detail {
+
+class GatherUnits final : public ParameterSource, public std::enable_shared_from_this<GatherUnits> {
+ public:
+  struct Options {
+    bool reshard_after_forward = true;
+    /// Units gathered ahead of their use.
+    int ahead = 1;
+  };
+  /// `axes`: over which parameters are sharded, in mesh order.
+  GatherUnits(std::shared_ptr<MeshContext> context, std::vector<int> axes, Options options);
+  ~GatherUnits() override;
+
+  std::size_t add_unit(std::string name);
+  /// A flat buffer of a unit: what this rank keeps of it, and how much every rank keeps.
+  std::size_t add_buffer(std::size_t unit, at::Tensor shard, Sizes sizes);
+  static constexpr std::size_t kNoBuffer = ~std::size_t{0};
+  /// A parameter that begins at `offset` of a buffer, as `local` on this rank; kNoBuffer: one that
+  /// belongs to the unit and is not gathered with it.
+  void add_parameter(std::size_t unit, std::size_t buffer, std::int64_t offset,
+                     const at::Tensor& local);
+
+  at::Tensor gathered(std::size_t index, const ShardMeta& meta, const ShardSpec& to) override;
+  void written(std::size_t index) override;
+
+  std::size_t unit_of(std::size_t index) const { return places_[index].unit; }
+  /// Starts the gather of a unit and keeps it until let_go(). Collective over the sharded axes.
+  void hold(std::size_t unit);
+  void let_go(std::size_t unit);
+
+ private:
+  struct Buffer {
+    at::Tensor shard;
+    Sizes sizes;
+    std::int64_t numel;
+    at::Tensor full;  // undefined: not gathered
+    Request request;
+  };
+  struct Unit {
+    std::string name, label;
+    std::vector<Buffer> buffers;
+    enum class State : unsigned char { sharded, started, gathered } state = State::sharded;
+    bool held = false;
+  };
+  struct Place {
+    std::size_t unit, buffer;
+    std::int64_t offset;
+  };
+  struct Visit {
+    std::size_t unit;
+    int uses;
+    bool operator==(const Visit&) const = default;
+  };
+  struct Order {
+    std::vector<Visit> visits;
+    bool learnt = false;
+  };
+  enum class Pass : unsigned char { none, forward, evaluation, backward };
+  struct EndOfBackward;
+
+  void use(std::size_t index);
+  void visit(std::size_t index);
+  bool starts_again(std::size_t index) const;
+  void begin(Pass pass, std::size_t index);
+  void end(bool learn);
+  void left();
+  void used();
+  bool comes_again() const;
+  void start(std::size_t unit);
+  void wait(Unit& unit);
+  void release(std::size_t unit);
+  Order& order() { return orders_[static_cast<int>(pass_)]; }
+  const Order& order() const { return orders_[static_cast<int>(pass_)]; }
+
+  const std::shared_ptr<MeshContext> context_;
+  const std::vector<int> axes_;
+  const Options options_;
+  std::vector<Unit> units_;
+  std::vector<Place> places_;
+
+  // Engine threads of several devices use parameters at the same time.
+  std::mutex mutex_;
+  Pass pass_ = Pass::none;
+  std::size_t first_ = 0;      // the parameter that the pass began with
+  std::vector<Visit> seen_;    // in this pass
+  bool following_ = false;     // seen_ is how the learnt order begins
+  const void* end_ = nullptr;  // of the backward that runs
+  Order orders_[4];
+};
+
+}  // namespace tessera::detail

@@ -1,0 +1,321 @@
+#include "tessera/nn/fully_shard.h"
+
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+#include <torch/nn/modules/container/moduledict.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/container/sequential.h>
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/group/agreement.h"
+#include "tessera/nn/detail/flat_plan.h"
+#include "tessera/nn/detail/gather_units.h"
+#include "tessera/nn/distribute_module.h"
+#include "tessera/nn/parameter_gradient.h"
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/rank_state.h"
+
+namespace tessera {
+
+namespace {
+
+using detail::FlatPlan;
+using detail::GatherUnits;
+
+detail::ParameterSources::Found source_of(const at::Tensor& t) {
+  const detail::ShardMeta* meta = t.defined() ? detail::meta_of(t) : nullptr;
+  if (!meta) return {};
+  return detail::context_of(meta->spec())->state->sources.find(meta->local);
+}
+
+bool any_matches(const std::string& name, const std::vector<std::string>& patterns) {
+  return std::any_of(patterns.begin(), patterns.end(),
+                     [&](const std::string& p) { return detail::matches(name, p); });
+}
+
+bool is_list(const torch::nn::Module& m) {
+  return m.as<torch::nn::ModuleListImpl>() || m.as<torch::nn::SequentialImpl>() ||
+         m.as<torch::nn::ModuleDictImpl>();
+}
+
+std::string joined(const std::string& prefix, const std::string& name) {
+  return prefix.empty() ? name : prefix + "." + name;
+}
+
+// The modules that are units, by name. The whole module, "", is none of them.
+class UnitNames {
+ public:
+  UnitNames(const torch::nn::Module& module, const std::vector<std::string>& patterns)
+      : patterns_(patterns), unused_(patterns.begin(), patterns.end()) {
+    const std::vector<bool> none(patterns.size(), false);
+    if (patterns.empty()) {
+      default_units(module, "");
+    } else {
+      matched_units(module, "", none);
+    }
+    if (!unused_.empty())
+      throw InvalidArgument(concat("fully_shard: no module has a name like ", list(unused_),
+                                   "; names are as in named_modules()"));
+  }
+
+  /// Of a parameter by its full name: the innermost.
+  std::string of(const std::string& parameter) const {
+    std::string name = parameter;
+    for (std::size_t dot; (dot = name.rfind('.')) != std::string::npos;) {
+      name.resize(dot);
+      if (names_.contains(name)) return name;
+    }
+    return "";
+  }
+
+ private:
+  void default_units(const torch::nn::Module& module, const std::string& prefix) {
+    for (const auto& child : module.named_children()) {
+      const std::string name = joined(prefix, child.key());
+      if (is_list(module)) {
+        names_.insert(name);
+      } else {
+        default_units(*child.value(), name);
+      }
+    }
+  }
+  void matched_units(const torch::nn::Module& module, const std::string& prefix,
+                     const std::vector<bool>& inside) {
+    for (const auto& child : module.named_children()) {
+      const std::string name = joined(prefix, child.key());
+      std::vector<bool> matched = inside;
+      for (std::size_t p = 0; p < patterns_.size(); ++p) {
+        if (inside[p] || !detail::matches(name, patterns_[p])) continue;
+        matched[p] = true;
+        unused_.erase(patterns_[p]);
+        names_.insert(name);
+      }
+      matched_units(*child.value(), name, matched);
+    }
+  }
+
+  const std::vector<std::string>& patterns_;
+  std::set<std::string> unused_, names_;
+};
+
+// Parameters of one unit, dtype and device, in one flat buffer.
+struct Flat {
+  std::size_t unit = 0;
+  std::vector<NamedTensor> parameters;
+  FlatPlan plan;
+};
+
+// What fully_shard() is going to do: the same on all ranks, nothing has changed yet.
+class FullyShardPlan {
+ public:
+  FullyShardPlan(const torch::nn::Module& module, const DeviceMesh& mesh,
+                 const FullyShardOptions& options)
+      : mesh_(mesh), options_(options) {
+    find_axes();
+    if (options.prefetch < 0)
+      throw InvalidArgument(
+          concat("fully_shard: prefetch is ", options.prefetch, " units, but must be at least 0"));
+    const UnitNames names(module, options.units);
+    std::set<std::string> unused(options.ignore.begin(), options.ignore.end());
+    const auto ignored = [&](const std::string& name) {
+      std::erase_if(unused, [&](const std::string& p) { return detail::matches(name, p); });
+      return any_matches(name, options.ignore);
+    };
+    for (const auto& p : module.named_parameters()) {
+      if (ignored(p.key()) || source_of(p.value()).first || !first_time(p.value())) continue;
+      all.push_back({p.key(), p.value(), true});
+      add(names.of(p.key()), all.back());
+    }
+    for (const auto& b : module.named_buffers()) {
+      if (!ignored(b.key()) && b.value().defined() && !is_sharded(b.value()))
+        all.push_back({b.key(), b.value(), false});
+    }
+    if (!unused.empty())
+      throw InvalidArgument(concat("fully_shard: no parameter or buffer has a name like ",
+                                   list(unused), ", which is to be ignored"));
+    cut();
+  }
+
+  ParameterPlacement placement(const std::string& name) const {
+    const auto at = rows_.find(name);
+    std::vector<Placement> placements(mesh_.layout().dims());
+    if (at != rows_.end()) {
+      for (const int axis : axes) placements[axis] = Shard(0);
+    }
+    if (at == rows_.end() || at->second.empty()) return {placements};
+    return {placements, {{0, at->second}}};
+  }
+  std::string describe() const {
+    return concat("units ", list(units), ", axes ", list(axes), ", reshard_after_forward ",
+                  options_.reshard_after_forward, ", prefetch ", options_.prefetch,
+                  ", bucket_bytes ", options_.reducer.bucket_bytes, ", overlap ",
+                  options_.reducer.overlap, "\n");
+  }
+
+  std::vector<NamedTensor> all;
+  std::vector<int> axes;
+  std::vector<std::string> units;
+  std::vector<Flat> flats;
+  std::unordered_map<const void*, std::size_t> unit_of;
+
+ private:
+  void find_axes() {
+    const Mesh& layout = mesh_.layout();
+    for (const std::string& name : options_.axes) {
+      const auto& known = layout.axes();
+      if (std::none_of(known.begin(), known.end(), [&](const Axis& a) { return a.name == name; }))
+        throw InvalidArgument(concat("fully_shard: the mesh ", layout.to_string(), " has no axis '",
+                                     name, "' to shard over"));
+      axes.push_back(layout.index(name));
+    }
+    std::sort(axes.begin(), axes.end());
+    axes.erase(std::unique(axes.begin(), axes.end()), axes.end());
+    for (int a = 0; options_.axes.empty() && a < layout.dims(); ++a) axes.push_back(a);
+  }
+  // One tensor under two names is one tensor.
+  bool first_time(const at::Tensor& t) {
+    return t.defined() && seen_.insert(t.unsafeGetTensorImpl()).second;
+  }
+  void add(const std::string& unit, const NamedTensor& p) {
+    const auto [at, fresh] = unit_index_.try_emplace(unit, units.size());
+    if (fresh) units.push_back(unit);
+    unit_of.emplace(p.tensor.unsafeGetTensorImpl(), at->second);
+    if (is_sharded(p.tensor) || p.tensor.dim() == 0 || p.tensor.numel() == 0) return;
+    if (!p.tensor.is_contiguous()) {
+      rows_.emplace(p.name, Sizes());
+      return;
+    }
+    auto flat = std::find_if(flats.begin(), flats.end(), [&](const Flat& f) {
+      const at::Tensor& like = f.parameters.front().tensor;
+      return f.unit == at->second && like.scalar_type() == p.tensor.scalar_type() &&
+             like.device() == p.tensor.device();
+    });
+    if (flat == flats.end()) flat = flats.insert(flats.end(), Flat{at->second, {}, {}});
+    flat->parameters.push_back(p);
+  }
+  void cut() {
+    int ranks = 1;
+    for (const int axis : axes) ranks *= mesh_.layout().axes()[axis].size;
+    for (Flat& flat : flats) {
+      std::vector<detail::FlatRows> rows;
+      for (const NamedTensor& p : flat.parameters)
+        rows.push_back({p.tensor.size(0), p.tensor.numel() / p.tensor.size(0)});
+      flat.plan = detail::plan_flat(rows, ranks);
+      for (std::size_t i = 0; i < rows.size(); ++i)
+        rows_.emplace(flat.parameters[i].name, flat.plan.rows[i]);
+    }
+  }
+
+  const DeviceMesh& mesh_;
+  const FullyShardOptions& options_;
+  std::unordered_set<const void*> seen_;
+  std::map<std::string, std::size_t> unit_index_;
+  // By name of a parameter that is sharded: rows of each rank, or none for even ones.
+  std::map<std::string, Sizes> rows_;
+};
+
+FullyShardPlan agreed_plan(const torch::nn::Module& module, const DeviceMesh& mesh,
+                           const FullyShardOptions& options) {
+  std::optional<FullyShardPlan> plan;
+  std::exception_ptr refused;
+  std::string text;
+  try {
+    plan.emplace(module, mesh, options);
+    text = plan->describe();
+  } catch (const std::exception& e) {
+    refused = std::current_exception();
+    text = e.what();
+  }
+  if (const Group ranks = mesh.all(); ranks.size() > 1)
+    require_agreement(ranks, "the module to shard fully", text);
+  if (refused) std::rethrow_exception(refused);
+  return std::move(*plan);
+}
+
+// The locals of a unit's parameters move into the flat buffer of which this rank keeps an interval.
+void make_flat(const Flat& flat, int rank, const std::shared_ptr<GatherUnits>& units) {
+  const at::NoGradGuard no_grad;
+  const Sizes sizes = flat.plan.sizes();
+  const at::TensorOptions options =
+      to_local(flat.parameters.front().tensor.detach()).options().requires_grad(false);
+  const at::Tensor memory = at::zeros({std::max<std::int64_t>(sizes[rank], 1)}, options);
+  const std::size_t buffer = units->add_buffer(flat.unit, memory.narrow(0, 0, sizes[rank]), sizes);
+  const std::int64_t width = memory.element_size(), begin = flat.plan.cuts[rank];
+  for (std::size_t i = 0; i < flat.parameters.size(); ++i) {
+    const at::Tensor& parameter = flat.parameters[i].tensor;
+    const at::Tensor local = to_local(parameter.detach());
+    const std::int64_t at =
+        local.numel() > 0 ? std::max<std::int64_t>(flat.plan.offset[i] - begin, 0) : 0;
+    // A storage of its own, by which the parameter and its views are known; it keeps the units.
+    const at::Tensor place = at::from_blob(
+        static_cast<char*>(memory.data_ptr()) + at * width, local.sizes(),
+        [memory, units](void*) {}, options);
+    place.copy_(local);
+    detail::install(parameter, place,
+                    detail::as_parameter(detail::make_layout(
+                        spec(parameter), parameter.scalar_type(), memory.device())));
+    units->add_parameter(flat.unit, buffer, flat.plan.offset[i], place);
+  }
+}
+
+template <class Call>
+void of_units(const torch::nn::Module& module, std::string_view name, const Call& call) {
+  // In the order of the parameters, which all ranks share.
+  std::vector<std::pair<std::shared_ptr<GatherUnits>, std::size_t>> all;
+  for (const at::Tensor& p : module.parameters()) {
+    const auto [source, index] = source_of(p);
+    const auto units = std::dynamic_pointer_cast<GatherUnits>(source);
+    if (!units) continue;
+    const std::pair unit(units, units->unit_of(index));
+    if (std::find(all.begin(), all.end(), unit) == all.end()) all.push_back(unit);
+  }
+  if (all.empty())
+    throw InvalidArgument(
+        concat(name, ": no parameter of the module has been sharded by fully_shard()"));
+  for (const auto& [units, unit] : all) call(*units, unit);
+}
+
+}  // namespace
+
+void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
+                 const FullyShardOptions& options) {
+  const FullyShardPlan plan = agreed_plan(module, mesh, options);
+  const std::vector<NamedTensor> placed = detail::place(
+      plan.all, mesh,
+      [&](const std::string& name, const at::Tensor&) { return plan.placement(name); });
+  const auto units = std::make_shared<GatherUnits>(
+      detail::MeshContext::of(mesh), plan.axes,
+      GatherUnits::Options{options.reshard_after_forward, options.prefetch});
+  for (const std::string& name : plan.units) units->add_unit(name);
+  const int rank = mesh.group(plan.axes).rank();
+  for (const Flat& flat : plan.flats) make_flat(flat, rank, units);
+  std::vector<detail::UnitParameter> reduced;
+  for (const NamedTensor& entry : placed) {
+    if (!entry.parameter) continue;
+    const std::size_t unit = plan.unit_of.at(entry.tensor.unsafeGetTensorImpl());
+    if (!source_of(entry.tensor).first)
+      units->add_parameter(unit, GatherUnits::kNoBuffer, 0, to_local(entry.tensor.detach()));
+    if (entry.tensor.requires_grad()) reduced.push_back({entry.name, entry.tensor, unit});
+  }
+  detail::reduce_parameters(reduced, mesh, options.reducer);
+}
+
+void gather_parameters(const torch::nn::Module& module) {
+  of_units(module, "gather_parameters",
+           [](GatherUnits& units, std::size_t unit) { units.hold(unit); });
+}
+
+void release_parameters(const torch::nn::Module& module) {
+  of_units(module, "release_parameters",
+           [](GatherUnits& units, std::size_t unit) { units.let_go(unit); });
+}
+
+}  // namespace tessera

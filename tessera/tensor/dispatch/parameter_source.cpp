@@ -1,0 +1,28 @@
+#include "tessera/tensor/dispatch/parameter_source.h"
+
+namespace tessera::detail {
+
+void ParameterSources::add(const at::Tensor& local, const std::shared_ptr<ParameterSource>& source,
+                           std::size_t index) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(entries_, [](const auto& entry) {
+    return entry.second.source.expired() || entry.second.storage.expired();
+  });
+  entries_.insert_or_assign(local.storage().unsafeGetStorageImpl(),
+                            Entry{source, index, local.storage().getWeakStorageImpl()});
+  count_ = entries_.size();
+}
+
+ParameterSources::Found ParameterSources::find(const at::TensorBase& local) {
+  if (!any() || !local.has_storage()) return {};
+  const std::lock_guard lock(mutex_);
+  const auto at = entries_.find(local.storage().unsafeGetStorageImpl());
+  if (at == entries_.end()) return {};
+  return {at->second.source.lock(), at->second.index};
+}
+
+void ParameterSources::wrote(const at::TensorBase& local) {
+  if (const auto [source, index] = find(local); source) source->written(index);
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,58 @@
+#pragma once
+// ParameterSource: what gathers sharded parameters in another way than one by one where an operator
+// uses them: many in one message, ahead of their use (fully_shard).
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+namespace tessera {
+class ShardSpec;
+}  // namespace tessera
+
+namespace tessera::detail {
+
+struct ShardMeta;
+
+class ParameterSource {
+ public:
+  virtual ~ParameterSource() = default;
+  /// The local under `to` of parameter `index`, or of a view of it, both by `meta`; undefined: this
+  /// one is gathered by itself. Called by all ranks for the same uses in the same order.
+  virtual at::Tensor gathered(std::size_t index, const ShardMeta& meta, const ShardSpec& to) = 0;
+  /// An operator has written to parameter `index`.
+  virtual void written(std::size_t index) = 0;
+};
+
+/// Finds the source of a parameter by the storage of its local, which the views of it share.
+class ParameterSources {
+ public:
+  using Found = std::pair<std::shared_ptr<ParameterSource>, std::size_t>;
+
+  void add(const at::Tensor& local, const std::shared_ptr<ParameterSource>& source,
+           std::size_t index);
+  /// One load: whether any parameter has a source.
+  bool any() const { return count_.load(std::memory_order_relaxed) > 0; }
+  /// Null: the local is no parameter's that has a source.
+  Found find(const at::TensorBase& local);
+  /// The memory of `local` was written to.
+  void wrote(const at::TensorBase& local);
+
+ private:
+  struct Entry {
+    std::weak_ptr<ParameterSource> source;
+    std::size_t index;
+    // keeps the address from becoming another storage's
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  };
+  std::atomic<std::size_t> count_ = 0;
+  std::mutex mutex_;
+  std::unordered_map<const void*, Entry> entries_;
+};
+
+}  // namespace tessera::detail
