@@ -1,5 +1,5 @@
 // Tensor parallelism with heads that do not divide: five heads of attention over any number of
-// ranks. The parameters' placements are all that is said; the module is ordinary.
+// ranks. Which layers are sharded is all that is said; the module is ordinary.
 //
 //   tessera run -n 3 -- example_05_tensor_parallel
 #include <torch/torch.h>
@@ -38,22 +38,20 @@ int main() {
   const auto tokens = torch::randn({2, 7, kWidth});
   const auto expected = net->forward(tokens).detach();
 
-  // Whole heads on each rank: rows of the projections, columns of the output.
-  const auto heads = tessera::Partition::even(kHeads, manager.world_size()).sizes();
-  std::vector<std::int64_t> features;
-  for (const auto n : heads) features.push_back(n * kSize);
-  using tessera::Shard;
+  // Whole heads on each rank: output features of the projections, input features of the output.
+  using tessera::column, tessera::row;
   tessera::set_policies(manager, {.redistribution = tessera::Policy::error});
-  tessera::distribute_module(*net, mesh,
-                             {{"out.weight", {{Shard(1)}, {{1, features}}}},
-                              {"out.bias", {{tessera::Replicate()}}},
-                              {"*", {{Shard(0)}, {{0, features}}}}});
+  const auto plan = tensor_parallel(*net, mesh,
+                                    {{"query", column(kHeads)},
+                                     {"key", column(kHeads)},
+                                     {"value", column(kHeads)},
+                                     {"out", row(kHeads)}});
+  if (manager.rank() == 0) std::printf("%s", plan.to_string().c_str());
 
   // Nothing moves but the sum at the end: the output is Partial until somebody needs its value.
   const auto x = tessera::distribute_tensor(tokens, mesh, {tessera::Replicate()});
   const auto y = net->forward(x);
   const double apart = (tessera::full_tensor(y) - expected).abs().max().item<double>();
-  std::printf("rank %d: %ld heads, apart by %.1e\n", manager.rank(),
-              static_cast<long>(heads[manager.rank()]), apart);
+  std::printf("rank %d: apart by %.1e\n", manager.rank(), apart);
   return apart < 1e-12 ? 0 : 1;
 }

@@ -47,13 +47,29 @@ void broadcast_from_first(const std::vector<NamedTensor>& all, const DeviceMesh&
   broadcast_coalesced(state, ranks, 0);
 }
 
-ShardSpec target_of(const NamedTensor& entry, const DeviceMesh& mesh, const ModuleRule& rule) {
+struct Target {
+  ShardSpec spec;
+  SequenceSharding sequence;
+};
+
+void require_sequence(const NamedTensor& entry, const Target& target) {
+  const auto& [axis, dim] = target.sequence;
+  if (axis < 0) return;
+  if (axis >= target.spec.mesh_dims() || dim < 0 || !target.spec.placements()[axis].is_shard())
+    throw InvalidArgument(concat("distribute_module: ", entry.name, " is ", target.spec,
+                                 ", and its data shall be sharded along dim ", dim, " over axis ",
+                                 axis, ": give an axis that shards it, and a dim from 0 on"));
+}
+
+Target target_of(const NamedTensor& entry, const DeviceMesh& mesh, const ModuleRule& rule) {
   const auto given = rule ? rule(entry.name, entry.tensor) : std::nullopt;
   const ParameterPlacement where =
       given ? *given : ParameterPlacement{std::vector<Placement>(mesh.layout().dims())};
   try {
-    ShardSpec target(mesh, entry.tensor.sizes().vec(), where.placements, where.sizes);
-    if (!target.has_partial()) return target;
+    Target target{ShardSpec(mesh, entry.tensor.sizes().vec(), where.placements, where.sizes),
+                  where.sequence};
+    require_sequence(entry, target);
+    if (!target.spec.has_partial()) return target;
   } catch (const InvalidArgument& e) {
     throw InvalidArgument(concat("distribute_module: ", entry.name, ": ", e.what()));
   }
@@ -62,17 +78,20 @@ ShardSpec target_of(const NamedTensor& entry, const DeviceMesh& mesh, const Modu
 }
 
 // Where each tensor goes. What one rank refuses is refused on all, before anything has changed.
-std::vector<ShardSpec> agreed_targets(const std::vector<NamedTensor>& all, const DeviceMesh& mesh,
-                                      const ModuleRule& rule) {
-  std::vector<ShardSpec> targets;
+std::vector<Target> agreed_targets(const std::vector<NamedTensor>& all, const DeviceMesh& mesh,
+                                   const ModuleRule& rule) {
+  std::vector<Target> targets;
   std::exception_ptr refused;
   std::string text;
   try {
     for (const NamedTensor& entry : all) {
       targets.push_back(target_of(entry, mesh, rule));
       text += concat(entry.parameter ? "parameter '" : "buffer '", entry.name, "', ",
-                     targets.back(), ", ", entry.tensor.scalar_type(),
-                     entry.tensor.requires_grad() ? ", requires grad" : "", "\n");
+                     targets.back().spec, ", ", entry.tensor.scalar_type(),
+                     entry.tensor.requires_grad() ? ", requires grad" : "");
+      if (const auto& [axis, dim] = targets.back().sequence; axis >= 0)
+        text += concat(", data sharded along dim ", dim, " over axis ", axis);
+      text += "\n";
     }
   } catch (const std::exception& e) {
     refused = std::current_exception();
@@ -125,18 +144,18 @@ std::vector<NamedTensor> detail::place(const std::vector<NamedTensor>& tensors,
   };
   for (const NamedTensor& entry : tensors) collect(entry);
   // Whatever is refused is refused before anything is changed.
-  const std::vector<ShardSpec> targets = agreed_targets(all, mesh, rule);
+  const std::vector<Target> targets = agreed_targets(all, mesh, rule);
   broadcast_from_first(all, mesh);
   std::vector<std::pair<at::Tensor, at::Tensor>> changes;
   for (std::size_t i = 0; i < all.size(); ++i) {
     const NamedTensor& entry = all[i];
     const at::NoGradGuard no_grad;
-    at::Tensor sharded = distribute_tensor(entry.tensor.detach(), targets[i]);
+    at::Tensor sharded = distribute_tensor(entry.tensor.detach(), targets[i].spec);
     if (spec(sharded).has_shard())
       sharded = sharded.clone();  // a slice would keep the full tensor alive
     if (spec(sharded).has_shard() && entry.parameter) {
       const detail::ShardMeta& meta = *detail::meta_of(sharded);
-      detail::install(sharded, meta.local, detail::as_parameter(meta.layout));
+      detail::install(sharded, meta.local, detail::as_parameter(meta.layout, targets[i].sequence));
     }
     changes.emplace_back(entry.tensor, sharded);
   }

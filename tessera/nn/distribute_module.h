@@ -34,12 +34,15 @@
 #include "tessera/gradient/reducer.h"
 #include "tessera/gradient/sync.h"
 #include "tessera/tensor/shard_tensor.h"
+#include "tessera/tensor/spec/sequence_sharding.h"
 
 namespace tessera {
 
 struct ParameterPlacement {
   std::vector<Placement> placements;
   ShardSizes sizes = {};
+  /// Of the weight of a linear layer or an embedding whose data are sharded along their sequence.
+  SequenceSharding sequence = {};
 };
 
 /// For a parameter or buffer by its full name; nullopt: replicated.

@@ -9,6 +9,7 @@
 #include "tessera/base/text.h"
 #include "tessera/ops/indexing/part.h"
 #include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
@@ -74,6 +75,17 @@ std::optional<Plan> exchanged(const OpCall& call, const TensorInfo& weight,
   return plan;
 }
 
+// The result of a table whose data are sharded along their sequence: reduce-scattered at once.
+ShardSpec along_sequence(const OpCall& call, const TensorInfo& weight, const ShardSpec& terms) {
+  const ShardMeta* table = meta_of(call.arguments()[weight.argument].toTensor());
+  const SequenceSharding where = table->layout->sequence;
+  if (!where || where.dim + 1 >= terms.dims() || !terms.placements()[where.axis].is_partial())
+    return terms;
+  auto placements = terms.placements();
+  placements[where.axis] = Shard(where.dim);
+  return terms.with_placements(placements);
+}
+
 Plan embedding(const OpCall& call) {
   const TensorInfo &weight = *call.find("weight"), &indices = *call.find("indices");
   if (weight.spec.dims() != 2)
@@ -92,9 +104,13 @@ Plan embedding(const OpCall& call) {
   p.linear_in = {0};
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(0)) return plan;
-  plan.local = [part = part_of(*plan.inputs[0], 0)](const c10::OperatorHandle&,
-                                                    torch::jit::Stack a) {
-    return torch::jit::Stack{rows_here(a[0].toTensor(), a[1].toTensor(), part)};
+  const ShardSpec terms = plan.outputs[0].spec;
+  const ShardSpec out = along_sequence(call, weight, terms);
+  plan.outputs[0].spec = out;
+  plan.local = [terms, out, part = part_of(*plan.inputs[0], 0)](const c10::OperatorHandle&,
+                                                                torch::jit::Stack a) {
+    const at::Tensor rows = rows_here(a[0].toTensor(), a[1].toTensor(), part);
+    return torch::jit::Stack{terms == out ? rows : redistribute_local(rows, terms, out)};
   };
   return plan;
 }

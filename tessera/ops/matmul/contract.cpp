@@ -13,6 +13,7 @@
 #include <string>
 
 #include "tessera/base/text.h"
+#include "tessera/ops/matmul/sequence_linear.h"
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/layout.h"
@@ -125,6 +126,14 @@ bool tears(const at::Tensor& t, std::int64_t end) {
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias) {
+  if (const auto y = sequence_linear(x, w, bias)) return *y;
+  return linear_of_shards(x, w, bias);
+}
+
+}  // namespace
+
+at::Tensor linear_of_shards(const at::Tensor& x, const at::Tensor& w,
+                            const std::optional<at::Tensor>& bias) {
   if (x.dim() < 3 || w.dim() != 2 || !tears(x, x.dim() - 1)) return at::native::linear(x, w, bias);
   const std::int64_t n = x.dim();
   Indices lx(n), lo(n);
@@ -133,6 +142,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const std::optional<
   const at::Tensor y = contract(x, w, lx, {n, n - 1}, lo);
   return bias && bias->defined() ? y + *bias : y;
 }
+
+namespace {
 
 at::Tensor matmul(const at::Tensor& a, const at::Tensor& b) {
   const bool torn = a.dim() >= 2 && b.dim() >= 2 && (a.dim() > 2 || b.dim() > 2) &&

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace tessera::detail {
@@ -16,5 +17,9 @@ namespace tessera::detail {
 at::Tensor contract(const at::Tensor& a, const at::Tensor& b, const std::vector<std::int64_t>& of_a,
                     const std::vector<std::int64_t>& of_b,
                     const std::vector<std::int64_t>& of_result);
+
+/// linear() that folds no leading dims where that would tear a shard.
+at::Tensor linear_of_shards(const at::Tensor& x, const at::Tensor& w,
+                            const std::optional<at::Tensor>& bias);
 
 }  // namespace tessera::detail

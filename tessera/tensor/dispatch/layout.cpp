@@ -186,7 +186,9 @@ LayoutPtr interned(std::shared_ptr<Layout> layout) {
       .number(static_cast<std::uint64_t>(layout->dtype))
       .number(static_cast<std::uint64_t>(layout->device.type()) << 8 |
               static_cast<std::uint8_t>(layout->device.index()))
-      .number(layout->parameter);
+      .number(layout->parameter)
+      .number(static_cast<std::uint64_t>(layout->sequence.axis + 1) << 32 |
+              static_cast<std::uint32_t>(layout->sequence.dim));
   InternTable<Layout>& table = context_of(layout->spec)->layouts;
   return table.intern(hash.value(), std::move(layout));
 }
@@ -205,10 +207,11 @@ LayoutPtr make_layout(const ShardSpec& spec, at::IntArrayRef strides, std::int64
   return interned(std::move(layout));
 }
 
-LayoutPtr as_parameter(const LayoutPtr& layout) {
-  if (layout->parameter) return layout;
+LayoutPtr as_parameter(const LayoutPtr& layout, SequenceSharding sequence) {
+  if (layout->parameter && layout->sequence == sequence) return layout;
   auto own = std::make_shared<Layout>(*layout);
   own->parameter = true;
+  own->sequence = sequence;
   return interned(std::move(own));
 }
 

@@ -14,6 +14,7 @@
 
 #include "tessera/tensor/dispatch/view_copy.h"
 #include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/sequence_sharding.h"
 #include "tessera/tensor/spec/spec.h"
 
 namespace tessera::detail {
@@ -32,6 +33,8 @@ struct Layout {
   c10::Device device = c10::Device(c10::kCPU);
   // a sharded parameter or a view of it: gathered where it is used, rather than the data moved
   bool parameter = false;
+  // of a weight: what its layer does with data that are sharded along their sequence
+  SequenceSharding sequence = {};
 
   // Derived by make_layout:
   // non-overlapping and dense, so that local_strides says how a fresh local must lie
@@ -43,7 +46,7 @@ struct Layout {
   const Dims& sizes() const { return spec.shape(); }
   bool same(const Layout& o) const {
     return spec == o.spec && strides == o.strides && offset == o.offset && dtype == o.dtype &&
-           device == o.device && parameter == o.parameter;
+           device == o.device && parameter == o.parameter && sequence == o.sequence;
   }
 };
 using LayoutPtr = std::shared_ptr<const Layout>;
@@ -51,7 +54,7 @@ using LayoutPtr = std::shared_ptr<const Layout>;
 LayoutPtr make_layout(const ShardSpec& spec, at::IntArrayRef strides, std::int64_t offset,
                       at::ScalarType dtype, c10::Device device);
 /// The same layout, of a parameter.
-LayoutPtr as_parameter(const LayoutPtr& layout);
+LayoutPtr as_parameter(const LayoutPtr& layout, SequenceSharding sequence = {});
 /// Row-major.
 LayoutPtr make_layout(const ShardSpec& spec, at::ScalarType dtype, c10::Device device);
 

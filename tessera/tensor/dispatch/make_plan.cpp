@@ -155,7 +155,9 @@ void plan_outputs(const OpInfo& info, const OpCall& call, const Layout& like, Pl
       }
       o.layout = make_layout(out.spec, o.strides ? *o.strides : is.strides, is.offset, is.dtype,
                              like.device);
-      if (stays_parameter) o.layout = as_parameter(o.layout);
+      // a cast weight is still that of its layer, a view of it is not
+      if (stays_parameter)
+        o.layout = as_parameter(o.layout, info.view ? SequenceSharding() : like.sequence);
     }
     ready.outputs.push_back(std::move(o));
   }

@@ -1,0 +1,230 @@
+#include "tessera/nn/tensor_parallel.h"
+
+#include <algorithm>
+#include <exception>
+#include <functional>
+#include <map>
+#include <set>
+#include <unordered_map>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/group/agreement.h"
+#include "tessera/partition/partition.h"
+
+namespace tessera {
+
+namespace {
+
+using Kind = LayerSharding::Kind;
+
+std::string described(const LayerSharding& s) {
+  const std::string of = s.units > 0 ? concat(" of ", s.units, " units") : "";
+  switch (s.kind) {
+    case Kind::column:
+      return "column" + of;
+    case Kind::row:
+      return "row" + of;
+    case Kind::vocabulary:
+      return "vocabulary" + of;
+    case Kind::replicated:
+      return "replicated";
+    case Kind::sharded:
+      return concat("sharded along dim ", s.dim, of);
+  }
+  return "";
+}
+
+// Where the parameters of a module go, one after the other.
+struct Planner {
+  const int axis, axes, ranks;
+  const std::optional<int> sequence_dim;
+
+  ParameterPlacement whole() const { return {std::vector<Placement>(axes)}; }
+
+  ParameterPlacement along(const std::string& name, const at::Tensor& t, int dim,
+                           std::int64_t units) const {
+    if (dim < 0 || dim >= t.dim())
+      throw InvalidArgument(concat("tensor_parallel: ", name, " of shape ", t.sizes(),
+                                   " has no dim ", dim, " to shard"));
+    const std::int64_t extent = t.size(dim), blocks = units > 0 ? units : extent;
+    if (units < 0 || (blocks > 0 && extent % blocks != 0))
+      throw InvalidArgument(concat("tensor_parallel: the ", extent, " features of ", name, " (dim ",
+                                   dim, " of ", t.sizes(), ") do not divide into ", units,
+                                   " units of one size"));
+    Sizes sizes = Partition::even(blocks, ranks).sizes();
+    for (std::int64_t& n : sizes) n *= blocks > 0 ? extent / blocks : 0;
+    ParameterPlacement where = whole();
+    where.placements[axis] = Shard(dim);
+    where.sizes = {{dim, std::move(sizes)}};
+    return where;
+  }
+
+  // `name` is that of the parameter, `own` its name within its layer.
+  ParameterPlacement of_layer(const std::string& name, const std::string& own, const at::Tensor& t,
+                              const LayerSharding& s) const {
+    if (s.kind == Kind::replicated) return whole();
+    if (s.kind == Kind::sharded)
+      throw InvalidArgument(
+          concat("tensor_parallel: sharded() names a parameter itself, and the "
+                 "pattern matches the layer of ",
+                 name));
+    const bool weight = own == "weight" && t.dim() == 2, bias = own == "bias" && t.dim() == 1;
+    if (!weight && !bias)
+      throw InvalidArgument(concat("tensor_parallel: ", described(s), " of a layer with ", name,
+                                   " of shape ", t.sizes(),
+                                   ": it knows layers of a weight [out, in] and a bias [out]; "
+                                   "name the parameter itself and say sharded(dim)"));
+    if (bias && s.kind == Kind::row) return whole();
+    ParameterPlacement where = along(name, t, s.kind == Kind::row ? 1 : 0, s.units);
+    if (weight && sequence_dim) where.sequence = {axis, *sequence_dim};
+    return where;
+  }
+};
+
+std::string within(const std::string& layer, const std::string& name) {
+  return layer.empty() ? name : concat(layer, ".", name);
+}
+
+std::int64_t elements_on(const TensorParallelPlan::Parameter& p, int rank) {
+  std::int64_t n = 1;
+  for (std::size_t d = 0; d < p.shape.size(); ++d) {
+    const auto cut = p.placement.sizes.find(static_cast<int>(d));
+    n *= cut == p.placement.sizes.end() ? p.shape[d] : cut->second[rank];
+  }
+  return n;
+}
+
+}  // namespace
+
+LayerSharding column(std::int64_t units) { return {Kind::column, units}; }
+LayerSharding row(std::int64_t units) { return {Kind::row, units}; }
+LayerSharding vocabulary() { return {Kind::vocabulary}; }
+LayerSharding replicated() { return {}; }
+LayerSharding sharded(int dim, std::int64_t units) { return {Kind::sharded, units, dim}; }
+
+TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const DeviceMesh& mesh,
+                                       const LayerShardings& layers,
+                                       const TensorParallelOptions& options)
+    : axis_(options.axis), sequence_dim_(options.sequence_dim) {
+  const Mesh& layout = mesh.layout();
+  if (sequence_dim_ && *sequence_dim_ < 0)
+    throw InvalidArgument(concat("tensor_parallel: sequence_dim is ", *sequence_dim_,
+                                 "; count from the first dim of the data"));
+  const int axis = layout.index(axis_);
+  const Planner planner{axis, layout.dims(), layout.size(axis), sequence_dim_};
+  std::set<std::string> unused;
+  for (const auto& [pattern, sharding] : layers) unused.insert(pattern);
+  // The first pattern that matches counts; a later one that does as well is not unused.
+  const auto find = [&](const std::string& name) -> const LayerSharding* {
+    const LayerSharding* found = nullptr;
+    for (const auto& [pattern, sharding] : layers) {
+      if (!detail::matches(name, pattern)) continue;
+      unused.erase(pattern);
+      if (!found) found = &sharding;
+    }
+    return found;
+  };
+  // One tensor may be a parameter of two layers, and lies in one way.
+  std::unordered_map<const void*, std::size_t> known;
+  const auto add = [&](Parameter p, const at::Tensor& t) {
+    const auto [at, fresh] = known.emplace(t.unsafeGetTensorImpl(), parameters_.size());
+    Parameter* before = fresh ? nullptr : &parameters_[at->second];
+    if (before && !(before->placement.placements == p.placement.placements &&
+                    before->placement.sizes == p.placement.sizes))
+      throw InvalidArgument(concat("tensor_parallel: ", p.name, " and ", before->name,
+                                   " are one tensor, and lie in two ways: ", p.how, " and ",
+                                   before->how));
+    for (int r = 0; r < planner.ranks; ++r) p.elements.push_back(elements_on(p, r));
+    if (before) {
+      // it is held once, and what either layer asks for holds
+      std::fill(p.elements.begin(), p.elements.end(), 0);
+      if (!p.placement.sequence) p.placement.sequence = before->placement.sequence;
+      before->placement.sequence = p.placement.sequence;
+    }
+    parameters_.push_back(std::move(p));
+  };
+  const std::function<void(const std::string&, const torch::nn::Module&)> visit =
+      [&](const std::string& layer, const torch::nn::Module& m) {
+        const auto own_parameters = m.named_parameters(/*recurse=*/false);
+        const LayerSharding* of_layer = own_parameters.is_empty() ? nullptr : find(layer);
+        for (const auto& item : own_parameters) {
+          const at::Tensor& t = item.value();
+          const std::string name = within(layer, item.key());
+          const LayerSharding* of_itself = find(name);
+          Parameter p{name, "", t.sizes().vec(), planner.whole(), {}};
+          if (of_itself && of_itself->kind == Kind::sharded) {
+            p.placement = planner.along(name, t, of_itself->dim, of_itself->units);
+          } else if (of_itself && of_itself->kind != Kind::replicated) {
+            p.placement = planner.of_layer(name, item.key(), t, *of_itself);
+          } else if (of_layer && !of_itself) {
+            p.placement = planner.of_layer(name, item.key(), t, *of_layer);
+          }
+          const LayerSharding* by = of_itself ? of_itself : of_layer;
+          if (by) p.how = described(*by);
+          add(std::move(p), t);
+        }
+        for (const auto& child : m.named_children())
+          visit(within(layer, child.key()), *child.value());
+      };
+  visit("", module);
+  if (!unused.empty())
+    throw InvalidArgument(
+        concat("tensor_parallel: no layer with parameters, and no parameter, has "
+               "a name like ",
+               list(unused), "; names are as in named_modules() and named_parameters()"));
+}
+
+ModuleRule TensorParallelPlan::rule() const {
+  std::map<std::string, ParameterPlacement> by_name;
+  for (const Parameter& p : parameters_) by_name.emplace(p.name, p.placement);
+  return [by_name = std::move(by_name)](const std::string& name,
+                                        const at::Tensor&) -> std::optional<ParameterPlacement> {
+    const auto it = by_name.find(name);
+    return it == by_name.end() ? std::nullopt : std::optional(it->second);
+  };
+}
+
+std::string TensorParallelPlan::to_string() const {
+  TextStream out;
+  out << "tensor parallel over " << axis_;
+  if (sequence_dim_) out << ", data sharded along dim " << *sequence_dim_ << " between layers";
+  out << '\n';
+  std::vector<std::int64_t> elements;
+  std::int64_t others = 0;
+  for (const Parameter& p : parameters_) {
+    elements.resize(p.elements.size());
+    for (std::size_t r = 0; r < p.elements.size(); ++r) elements[r] += p.elements[r];
+    if (p.placement.sizes.empty()) {
+      ++others;
+      continue;
+    }
+    const auto& [dim, sizes] = *p.placement.sizes.begin();
+    out << "  " << p.name << ' ' << list(p.shape) << ": " << p.how << ", Shard(" << dim << ") "
+        << list(sizes) << '\n';
+  }
+  out << "  replicated: " << others << " parameters\n  elements on each rank: " << list(elements)
+      << '\n';
+  return std::move(out).str();
+}
+
+TensorParallelPlan tensor_parallel(torch::nn::Module& module, const DeviceMesh& mesh,
+                                   const LayerShardings& layers,
+                                   const TensorParallelOptions& options) {
+  std::optional<TensorParallelPlan> plan;
+  std::exception_ptr refused;
+  std::string text;
+  try {
+    plan.emplace(module, mesh, layers, options);
+    text = plan->to_string();
+  } catch (const std::exception& e) {
+    refused = std::current_exception();
+    text = e.what();
+  }
+  if (const Group ranks = mesh.all(); ranks.size() > 1)
+    require_agreement(ranks, "the tensor-parallel plan", text);
+  if (refused) std::rethrow_exception(refused);
+  distribute_module(module, mesh, plan->rule(), options.reducer);
+  return std::move(*plan);
+}
+
+}  // namespace tessera

@@ -1,0 +1,436 @@
+// Tensor-parallel plans: transformers of drawn shapes beside one process, and what they move.
+
+#include <map>
+#include <optional>
+
+#include "support.h"
+#include "tessera/comm/group/trace.h"
+#include "tessera/nn/check_module.h"
+#include "tessera/nn/tensor_parallel.h"
+
+namespace tessera::test {
+
+namespace {
+
+struct Shape {
+  std::int64_t width = 6, heads = 4, groups = 4, size = 2, hidden = 13, vocabulary = 11;
+  std::int64_t length = 5, blocks = 2;
+  bool fused = false, gated = false, bias = true, tied = false;
+  double dropout = 0;
+};
+
+using torch::nn::Linear;
+using torch::nn::LinearOptions;
+
+Linear linear(std::int64_t in, std::int64_t out, bool bias) {
+  return Linear(LinearOptions(in, out).bias(bias));
+}
+
+// `groups` heads of keys and values, each for heads / groups heads of queries.
+struct AttentionImpl : torch::nn::Module {
+  explicit AttentionImpl(const Shape& s) : shape(s) {
+    const std::int64_t own = s.groups * s.size;
+    if (s.fused) {
+      qkv = register_module("qkv", linear(s.width, s.heads * s.size + 2 * own, s.bias));
+    } else {
+      query = register_module("query", linear(s.width, s.heads * s.size, s.bias));
+      key = register_module("key", linear(s.width, own, s.bias));
+      value = register_module("value", linear(s.width, own, s.bias));
+    }
+    out = register_module("out", linear(s.heads * s.size, s.width, s.bias));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const std::int64_t b = x.size(0), t = x.size(1), each = shape.heads / shape.groups * shape.size;
+    at::Tensor q, k, v;
+    if (shape.fused) {
+      // of a group: its queries, its key, its value
+      const at::Tensor all = qkv(x).unflatten(-1, {shape.groups, each + 2 * shape.size});
+      q = all.narrow(-1, 0, each).reshape({b, t, shape.heads, shape.size});
+      k = all.narrow(-1, each, shape.size);
+      v = all.narrow(-1, each + shape.size, shape.size);
+    } else {
+      q = query(x).view({b, t, shape.heads, shape.size});
+      k = key(x).view({b, t, shape.groups, shape.size});
+      v = value(x).view({b, t, shape.groups, shape.size});
+    }
+    const at::Tensor y = at::scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {}, 0.0, /*is_causal=*/true, {},
+        /*enable_gqa=*/shape.heads != shape.groups);
+    return out(y.transpose(1, 2).flatten(2));
+  }
+  Shape shape;
+  Linear qkv = nullptr, query = nullptr, key = nullptr, value = nullptr, out = nullptr;
+};
+TORCH_MODULE(Attention);
+
+struct BlockImpl : torch::nn::Module {
+  explicit BlockImpl(const Shape& s) : dropout(s.dropout) {
+    const torch::nn::LayerNormOptions norm({s.width});
+    first = register_module("first", torch::nn::LayerNorm(norm));
+    second = register_module("second", torch::nn::LayerNorm(norm));
+    attention = register_module("attention", Attention(s));
+    if (s.gated) gate = register_module("gate", linear(s.width, s.hidden, s.bias));
+    up = register_module("up", linear(s.width, s.hidden, s.bias));
+    down = register_module("down", linear(s.hidden, s.width, s.bias));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor y = x + at::dropout(attention(first(x)), dropout, is_training());
+    const at::Tensor normal = second(y);
+    const at::Tensor inner = gate ? at::silu(gate(normal)) * up(normal) : at::gelu(up(normal));
+    return y + at::dropout(down(inner), dropout, is_training());
+  }
+  double dropout;
+  torch::nn::LayerNorm first = nullptr, second = nullptr;
+  Attention attention = nullptr;
+  Linear gate = nullptr, up = nullptr, down = nullptr;
+};
+TORCH_MODULE(Block);
+
+struct TransformerImpl : torch::nn::Module {
+  explicit TransformerImpl(const Shape& s) : shape(s) {
+    embedding = register_module("embedding", torch::nn::Embedding(s.vocabulary, s.width));
+    position = register_module("position", torch::nn::Embedding(s.length, s.width));
+    blocks = register_module("blocks", torch::nn::ModuleList());
+    for (std::int64_t i = 0; i < s.blocks; ++i) blocks->push_back(Block(s));
+    norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({s.width})));
+    if (!s.tied) head = register_module("head", linear(s.width, s.vocabulary, false));
+  }
+  at::Tensor forward(const at::Tensor& tokens) {
+    at::Tensor x = embedding(tokens) + position(at::arange(tokens.size(1)));
+    x = at::dropout(x, shape.dropout, is_training());
+    for (const auto& block : *blocks) x = block->as<BlockImpl>()->forward(x);
+    return head ? head(norm(x)) : at::linear(norm(x), embedding->weight);
+  }
+  at::Tensor loss(const at::Tensor& tokens, const at::Tensor& next) {
+    return at::cross_entropy_loss(forward(tokens).flatten(0, 1), next.flatten());
+  }
+  Shape shape;
+  torch::nn::Embedding embedding = nullptr, position = nullptr;
+  torch::nn::ModuleList blocks = nullptr;
+  torch::nn::LayerNorm norm = nullptr;
+  Linear head = nullptr;
+};
+TORCH_MODULE(Transformer);
+
+LayerShardings layers_of(const Shape& s) {
+  LayerShardings all{{"*.attention.out", row(s.groups)},
+                     {"*.up", column()},
+                     {"*.down", row()},
+                     {"embedding", vocabulary()}};
+  if (!s.tied) all.emplace_back("head", vocabulary());
+  if (s.gated) all.emplace_back("*.gate", column());
+  if (s.fused) {
+    all.emplace_back("*.qkv", column(s.groups));
+  } else {
+    for (const char* name : {"*.query", "*.key", "*.value"})
+      all.emplace_back(name, column(s.groups));
+  }
+  return all;
+}
+
+Transformer made(const Shape& s) {
+  Transformer net(s);
+  net->to(at::kDouble);
+  fill(*net, 5);
+  return net;
+}
+
+struct Batch {
+  at::Tensor tokens, next;
+};
+Batch batch_of(const Shape& s, std::int64_t rows = 4) {
+  seed(9);
+  return {randint(s.vocabulary, {rows, s.length}), randint(s.vocabulary, {rows, s.length})};
+}
+
+Batch on_mesh(const Batch& b, const DeviceMesh& mesh) {
+  std::vector<Placement> lies;
+  for (const Axis& axis : mesh.layout().axes())
+    lies.push_back(axis.name == "data" ? Shard(0) : Replicate());
+  return {distribute_tensor(b.tokens, mesh, lies), distribute_tensor(b.next, mesh, lies)};
+}
+
+std::map<std::string, int> calls(const CommTrace& trace) {
+  std::map<std::string, int> all;
+  for (const CommSummary& s : trace.summary()) all[s.operation] += static_cast<int>(s.count);
+  return all;
+}
+
+std::string name_of(const Shape& s) {
+  return concat("heads ", s.heads, '/', s.groups, " hidden ", s.hidden, " vocabulary ",
+                s.vocabulary, " length ", s.length, s.fused ? " fused" : "",
+                s.gated ? " gated" : "", s.bias ? " bias" : "", s.tied ? " tied" : "");
+}
+
+void expect_as_one_process(DistributedManager& manager, const std::vector<Axis>& axes,
+                           const Shape& s, std::optional<int> sequence) {
+  const std::string where =
+      concat(name_of(s), " on ", Mesh(axes).to_string(), sequence ? " along the sequence" : "");
+  // Nothing is gathered but what the plan says.
+  set_policies(manager, {.redistribution = Policy::error});
+  const auto mesh = manager.mesh(axes);
+  const Batch plain = batch_of(s), batch = on_mesh(plain, mesh);
+  auto expected = made(s), net = made(s);
+  const at::Tensor scores = expected->forward(plain.tokens);
+  const at::Tensor alone = expected->loss(plain.tokens, plain.next);
+  alone.backward();
+  tensor_parallel(*net, mesh, layers_of(s), {.sequence_dim = sequence});
+  for (int step = 0; step < 2; ++step) {
+    for (auto& p : net->parameters()) p.mutable_grad().reset();
+    const at::Tensor loss = net->loss(batch.tokens, batch.next);
+    EXPECT_LT(difference(loss, alone), 1e-12) << where;
+    loss.backward();
+  }
+  EXPECT_LT(difference(net->forward(batch.tokens), scores), 1e-12) << where;
+  const auto got = net->named_parameters(), all = expected->named_parameters();
+  for (const auto& item : all) {
+    const at::Tensor grad = got[item.key()].grad();
+    ASSERT_TRUE(grad.defined()) << where << ' ' << item.key();
+    EXPECT_LT(difference(grad, item.value().grad(), 1e-3), 1e-11) << where << ' ' << item.key();
+    EXPECT_TRUE(spec(grad) == spec(got[item.key()])) << where << ' ' << item.key();
+  }
+}
+
+}  // namespace
+
+TEST(TensorParallel, TrainsAsOneProcessWithUnevenHeadsFeaturesAndEmptyShards) {
+  const std::vector<std::vector<Axis>> meshes{{{"tensor", 1}},
+                                              {{"tensor", 2}},
+                                              {{"tensor", 3}},
+                                              {{"tensor", 4}},
+                                              {{"data", 2}, {"tensor", 2}},
+                                              {{"tensor", 2}, {"data", 2}}};
+  for (const auto& axes : meshes) {
+    on_threads(Mesh(axes).size(), [&](DistributedManager& manager) {
+      Draw draw(17);
+      for (int round = 0; round < 6; ++round) {
+        Shape s;
+        s.groups = draw.between(1, 5);
+        s.heads = s.groups * draw.between(1, 2);
+        s.hidden = draw.of<std::int64_t>({2, 7, 13});
+        s.vocabulary = draw.of<std::int64_t>({3, 11});
+        s.length = draw.of<std::int64_t>({2, 5});
+        s.fused = round % 2 == 0;
+        s.gated = draw.chance(50);
+        s.bias = draw.chance(60);
+        s.tied = draw.chance(50);
+        expect_as_one_process(manager, axes, s, {});
+        expect_as_one_process(manager, axes, s, 1);
+      }
+    });
+  }
+}
+
+TEST(TensorParallel, CallsNoMoreCollectivesThanMegatron) {
+  on_threads(2, [](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::error});
+    const auto mesh = manager.mesh({{"tensor", 2}});
+    for (const bool fused : {true, false}) {
+      for (const bool sequence : {false, true}) {
+        Shape s;
+        s.fused = fused;
+        s.gated = !fused;
+        s.length = 6;
+        auto net = made(s);
+        tensor_parallel(*net, mesh, layers_of(s),
+                        {.sequence_dim = sequence ? std::optional(1) : std::nullopt});
+        const Batch batch = on_mesh(batch_of(s), mesh);
+        const int n = static_cast<int>(s.blocks);
+        CommTraceScope trace(manager);
+        const at::Tensor scores = net->forward(batch.tokens);
+        const auto forward = calls(*trace);
+        trace->clear();
+        const at::Tensor loss = at::cross_entropy_loss(scores.flatten(0, 1), batch.next.flatten());
+        const auto of_loss = calls(*trace);
+        trace->clear();
+        loss.backward();
+        const auto backward = calls(*trace);
+        using Calls = std::map<std::string, int>;
+        // The largest score, the sum of exponentials, and the count of the mean.
+        EXPECT_EQ(of_loss, (Calls{{"all_reduce", 3}}));
+        if (!sequence) {
+          // two for a block, and one for the embedding
+          EXPECT_EQ(forward, (Calls{{"all_reduce", 2 * n + 1}})) << trace->table();
+          // two for a block, one for the head, and one number a row for the loss
+          EXPECT_EQ(backward, (Calls{{"all_reduce", 2 * n + 1 + 1}})) << trace->table();
+        } else {
+          EXPECT_EQ(forward, (Calls{{"all_gather", 2 * n + 1}, {"reduce_scatter", 2 * n + 1}}))
+              << trace->table();
+          // Of a block: the inputs of its two pairs and the gradients of their results gathered,
+          // the gradients of the inputs scattered. Beside the head's: one message for gradients of
+          // what is replicated, one for the table's, one number a row for the loss.
+          EXPECT_EQ(backward, (Calls{{"all_gather", 4 * n + 1},
+                                     {"reduce_scatter", 2 * n + 1 + 1},
+                                     {"all_reduce", 1 + 1}}))
+              << trace->table();
+        }
+      }
+    }
+  });
+}
+
+// Dropout draws by global index: the same elements go, however the data lie.
+TEST(TensorParallel, DropsTheSameElementsAlongTheSequence) {
+  on_threads(3, [](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::error});
+    const auto mesh = manager.mesh({{"tensor", 3}});
+    Shape s;
+    s.dropout = 0.3;
+    s.gated = true;
+    const Batch batch = on_mesh(batch_of(s), mesh);
+    std::vector<Transformer> nets;
+    std::vector<at::Tensor> losses;
+    for (const auto& sequence : {std::optional<int>(), std::optional<int>(1)}) {
+      auto net = made(s);
+      tensor_parallel(*net, mesh, layers_of(s), {.sequence_dim = sequence});
+      manual_seed(manager, 4);
+      losses.push_back(net->loss(batch.tokens, batch.next));
+      losses.back().backward();
+      nets.push_back(net);
+    }
+    EXPECT_LT(difference(losses[1], losses[0]), 1e-12);
+    const auto got = nets[1]->named_parameters(), expected = nets[0]->named_parameters();
+    for (const auto& item : expected)
+      EXPECT_LT(difference(got[item.key()].grad(), item.value().grad(), 1e-3), 1e-11) << item.key();
+  });
+}
+
+TEST(TensorParallel, SharesAGatheredInputOnlyWhileItIsTheSameValue) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"tensor", 2}});
+    auto first = linear(3, 4, true), second = linear(3, 5, true), twin = linear(3, 4, true),
+         other = linear(3, 5, true);
+    for (auto* l : {&first, &second, &twin, &other}) {
+      (*l)->to(at::kDouble);
+      fill(**l, 3);
+      if (l == &first || l == &second)
+        tensor_parallel(**l, mesh, {{"", column()}}, {.sequence_dim = 0});
+    }
+    const at::Tensor value = randn({5, 3}, at::kDouble);
+    const auto both = [](Linear& a, Linear& b, const at::Tensor& x) {
+      const at::Tensor early = a(x), same = b(x), twice = x * 2;
+      const at::Tensor loss =
+          early.square().sum() + same.sin().sum() + b(twice).mul(0.1).exp().sum();
+      const at::NoGradGuard no_grad;
+      at::Tensor values = x.detach().clone();
+      const at::Tensor before = a(values).clone();
+      values.mul_(3);
+      const at::Tensor after = a(values);
+      (void)b(x);  // of no graph: not handed to one that has a graph
+      const at::AutoGradMode graphs(true);
+      return loss + (before - after).square().sum() + b(x).square().sum();
+    };
+    at::Tensor x = leaf(value, ShardSpec(mesh, {5, 3}, {Shard(0)}));
+    at::Tensor plain = value.clone().requires_grad_();
+    const at::Tensor loss = both(first, second, x * 1), expected = both(twin, other, plain * 1);
+    EXPECT_LT(difference(loss, expected), 1e-12);
+    loss.backward();
+    expected.backward();
+    EXPECT_LT(difference(x.grad(), plain.grad()), 1e-11);
+    EXPECT_LT(difference(first->weight.grad(), twin->weight.grad()), 1e-11);
+    EXPECT_LT(difference(second->weight.grad(), other->weight.grad()), 1e-11);
+    EXPECT_LT(difference(second->bias.grad(), other->bias.grad()), 1e-11);
+
+    // twice through one graph, and a second derivative
+    x.mutable_grad().reset();
+    plain.mutable_grad().reset();
+    const auto twice = [](Linear& a, const at::Tensor& x) {
+      const at::Tensor y = a(x).pow(3).sum();
+      y.backward({}, /*keep_graph=*/true);
+      const at::Tensor g =
+          torch::autograd::grad({y}, {x, a->weight}, {}, true, /*create_graph=*/true)[0];
+      g.square().sum().backward();
+    };
+    twice(first, x);
+    twice(twin, plain);
+    EXPECT_LT(difference(x.grad(), plain.grad()), 1e-11);
+    EXPECT_LT(difference(first->weight.grad(), twin->weight.grad()), 1e-11);
+  });
+}
+
+TEST(TensorParallelPlan, SaysWhatItDoes) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"tensor", 2}});
+    Shape s;
+    s.blocks = 1;
+    s.fused = true;
+    s.heads = s.groups = 3;
+    auto net = made(s);
+    const auto plan = tensor_parallel(*net, mesh, layers_of(s), {.sequence_dim = 1});
+    const std::string text = plan.to_string();
+    EXPECT_NE(text.find("tensor parallel over tensor, data sharded along dim 1 between layers"),
+              std::string::npos)
+        << text;
+    EXPECT_NE(text.find("blocks.0.attention.qkv.weight [18, 6]: column of 3 units, Shard(0) "
+                        "[12, 6]"),
+              std::string::npos)
+        << text;
+    EXPECT_NE(text.find("blocks.0.attention.out.weight [6, 6]: row of 3 units, Shard(1) [4, 2]"),
+              std::string::npos)
+        << text;
+    std::int64_t mine = 0;
+    for (const auto& p : plan.parameters()) mine += p.elements[manager.rank()];
+    std::int64_t held = 0;
+    for (const auto& p : net->parameters()) held += to_local(p.detach()).numel();
+    EXPECT_EQ(mine, held);
+    // The rule of a plan serves a check of a module too.
+    torch::nn::Sequential mlp(linear(6, 9, true), torch::nn::GELU(), linear(9, 6, true));
+    mlp->to(at::kDouble);
+    fill(*mlp, 2);
+    const TensorParallelPlan of_mlp(*mlp, mesh, {{"0", column()}, {"2", row()}});
+    const auto report = check_module(
+        *mlp,
+        [](torch::nn::Module& m, const std::vector<at::Tensor>& t) {
+          return std::vector<at::Tensor>{dynamic_cast<torch::nn::SequentialImpl&>(m).forward(t[0])};
+        },
+        {randn({4, 6}, at::kDouble)}, mesh, of_mlp.rule(), {.placements = {{Replicate()}}});
+    EXPECT_TRUE(report.safe()) << report.to_string();
+  });
+}
+
+TEST(TensorParallelPlan, RefusesWhatDoesNotFitOnEveryRank) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"tensor", 2}});
+    const auto message = [&](const LayerShardings& layers,
+                             const TensorParallelOptions& options = {}) -> std::string {
+      Shape s;
+      s.fused = true;
+      auto net = made(s);
+      net->register_parameter("scores", net->embedding->weight);
+      try {
+        tensor_parallel(*net, mesh, layers, options);
+      } catch (const InvalidArgument& e) {
+        EXPECT_FALSE(is_sharded(net->norm->weight)) << "nothing has changed";
+        return e.what();
+      }
+      return "";
+    };
+    const auto expect = [](const std::string& text, const char* what) {
+      EXPECT_NE(text.find(what), std::string::npos) << text;
+    };
+    expect(message({{"*.attentoin.*", column()}}), "has a name like [*.attentoin.*]");
+    expect(message({{"*.qkv", column(7)}}), "do not divide into 7 units");
+    expect(message({{"*.qkv", column(-1)}}), "do not divide");
+    expect(message({{"norm", column()}}), "it knows layers of a weight [out, in]");
+    expect(message({{"norm", sharded(0)}}), "names a parameter itself");
+    expect(message({{"norm.weight", sharded(1)}}), "has no dim 1");
+    expect(message({{"*.up", column()}}, {.axis = "model"}), "model");
+    expect(message({{"*.up", column()}}, {.sequence_dim = -2}), "sequence_dim is -2");
+    expect(message({{"embedding", vocabulary()}}), "are one tensor, and lie in two ways");
+    expect(message({{"embedding", vocabulary()}, {"scores", sharded(1)}}), "lie in two ways");
+    EXPECT_EQ(message({{"norm.weight", sharded(0)},
+                       {"*.qkv", column(4)},
+                       {"*.qkv", row()},
+                       {"embedding", vocabulary()},
+                       {"scores", sharded(0)}}),
+              "");
+    // What one rank asks for differs.
+    Shape s;
+    s.fused = true;
+    auto net = made(s);
+    EXPECT_THROW(tensor_parallel(*net, mesh, {{"*.qkv", column(manager.rank() == 0 ? 4 : 5)}}),
+                 Error);
+  });
+}
+
+}  // namespace tessera::test
