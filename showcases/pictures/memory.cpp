@@ -6,7 +6,7 @@
 #include <fstream>
 #include <string>
 
-namespace relief {
+namespace pictures {
 
 namespace {
 
@@ -35,4 +35,4 @@ std::int64_t peak_resident_bytes() {
   return 0;
 }
 
-}  // namespace relief
+}  // namespace pictures

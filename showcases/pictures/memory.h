@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <functional>
 
-namespace relief {
+namespace pictures {
 
 /// The most bytes that libtorch's allocator had out at once, of what this thread asked for during
 /// `call`.
@@ -14,4 +14,4 @@ std::int64_t peak_tensor_bytes(const std::function<void()>& call);
 /// say.
 std::int64_t peak_resident_bytes();
 
-}  // namespace relief
+}  // namespace pictures

@@ -87,7 +87,7 @@ void run(const Settings& settings) {
   std::int64_t own_rows = 0, read = 0, rows = 0, columns = 0;
   // Everything that a rank needs lives inside the count: its rows, weights, the optimizer's state,
   // activations, halos.
-  const std::int64_t tensors = peak_tensor_bytes([&] {
+  const std::int64_t tensors = pictures::peak_tensor_bytes([&] {
     const Field field(source, "ROSE", mesh, settings.float64 ? at::kDouble : at::kFloat);
     const auto start = std::chrono::steady_clock::now();
     ReliefNet network = train(field, settings.training, [&](std::int64_t step, double loss) {
@@ -114,7 +114,7 @@ void run(const Settings& settings) {
   record.rows = gathered(world, own_rows);
   record.values_read = gathered(world, read);
   record.tensor_bytes = gathered(world, tensors);
-  record.resident_bytes = gathered(world, peak_resident_bytes());
+  record.resident_bytes = gathered(world, pictures::peak_resident_bytes());
   if (!first) return;
 
   std::printf(

@@ -132,7 +132,7 @@ TEST(ReliefRanks, TheFirstLossIsThatOfPlainTensors) {
 TEST(ReliefRanks, MemoryOfARankFallsWithTheRanks) {
   const Hills hills(321, 384);
   const auto peak = [&](const tessera::DeviceMesh& mesh) {
-    return peak_tensor_bytes([&] {
+    return pictures::peak_tensor_bytes([&] {
       train(Field(hills, "ROSE", mesh, at::kFloat), {.steps = 2}, [](std::int64_t, double) {});
     });
   };

@@ -1,0 +1,143 @@
+// gpt: a small language model of bytes, trained on the book of Genesis on data x tensor ranks.
+//
+//   gpt --data 2 --tensor 2 --report gpt.html     starts its four ranks itself
+//   tessera run -n 4 -- gpt --data 2 --tensor 2 --checkpoint run    stop it at any time, and go on
+//   tessera run -n 3 -- gpt --tensor 3 --checkpoint run             with other ranks
+#include <torch/torch.h>
+
+#include <CLI/CLI.hpp>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <iostream>
+
+#include "report.h"
+#include "tessera/base/text.h"
+#include "tessera/comm/job/manager.h"
+#include "tessera/train/local_ranks.h"
+#include "training.h"
+
+namespace {
+
+struct Settings {
+  gpt::Options training;
+  int data = 1, tensor = 1;
+  std::string report;
+};
+
+Settings read_settings(int argc, char** argv) {
+  Settings settings;
+  gpt::Options& o = settings.training;
+  o.text = GPT_TEXT;
+  CLI::App app{"Trains a small GPT on the bytes of a text"};
+  app.add_option("--data", settings.data, "Ranks that share the samples of a step")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--tensor", settings.tensor, "Ranks that share heads, features and vocabulary")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_flag("--sequence", o.sequence,
+               "Shard norms and what lies between the layers along the sequence, over the ranks of "
+               "--tensor");
+  app.add_option("--report", settings.report, "Write a report in HTML to this file");
+  app.add_option("--checkpoint", o.checkpoint, "Save here, and go on from here");
+  app.add_option("--save-every", o.save_every, "Steps between checkpoints")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--text", o.text, "ASCII text, one byte a token")->capture_default_str();
+  app.add_option("--steps", o.steps, "To be done in all")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--batch", o.batch, "Samples of a step, over all ranks")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--length", o.network.length, "Bytes that are looked back on")
+      ->check(CLI::Range(2, 65536))
+      ->capture_default_str();
+  app.add_option("--width", o.network.width, "Of the network")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--heads", o.network.heads, "Of attention; they need not divide by --tensor")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--layers", o.network.layers, "Transformer blocks")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--dropout", o.network.dropout, "Of what each layer adds")
+      ->check(CLI::Range(0.0, 0.9))
+      ->capture_default_str();
+  app.add_option("--learning-rate", o.learning_rate, "Of AdamW, at its highest")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--validate-every", o.validate_every,
+                 "Steps between looks at the text held out, each with a sample of text")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--seed", o.seed, "Of the weights, the order of samples and dropout")
+      ->capture_default_str();
+  app.add_flag("--double", o.float64,
+               "Train in float64: the loss curve is then the same, to round-off, on every mesh");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    std::exit(app.exit(error));
+  }
+  return settings;
+}
+
+void run(const Settings& settings) {
+  auto manager = tessera::DistributedManager::initialize();
+  if (settings.data * settings.tensor != manager.world_size())
+    throw tessera::InvalidArgument(tessera::concat(
+        "--data ", settings.data, " --tensor ", settings.tensor, " need ",
+        settings.data * settings.tensor, " ranks; there are ", manager.world_size()));
+  const auto mesh = manager.mesh({{"data", settings.data}, {"tensor", settings.tensor}});
+  const bool first = manager.rank() == 0;
+  const gpt::Options& o = settings.training;
+  const gpt::Result result = gpt::train(mesh, o, [&](std::int64_t step, double loss) {
+    if (first && (step % 50 == 0 || step == 1 || step == o.steps)) {
+      std::printf("step %lld: %.3f bits a byte\n", static_cast<long long>(step),
+                  loss / std::log(2.0));
+      std::fflush(stdout);
+    }
+  });
+  if (!first) return;
+  std::cout << result.plan;
+  if (!result.samples.empty()) std::cout << "\nAnd God said" << result.samples.back().text << '\n';
+  if (settings.report.empty()) return;
+  std::int64_t weights = 0;
+  for (const auto& p : result.network->parameters()) weights += p.numel();
+  const std::size_t steps = result.losses.size();
+  gpt::write_report(
+      result,
+      {{"ranks", tessera::concat(manager.world_size(), ", started by ", manager.launch().launcher,
+                                 ", ", at::get_num_threads(), " thread(s) each")},
+       {"mesh", tessera::concat("data ", settings.data, " × tensor ", settings.tensor,
+                                o.sequence ? ", sharded along the sequence" : "")},
+       {"backend", tessera::concat(manager.world().backend(), " on ", manager.device().str())},
+       {"libtorch", TORCH_VERSION},
+       {"network",
+        tessera::concat(o.network.layers, " layers, width ", o.network.width, ", ", o.network.heads,
+                        " heads, ", weights, " weights, ", o.float64 ? "float64" : "float32")},
+       {"training", tessera::concat(steps, " steps of ", o.batch, " × ", o.network.length,
+                                    " bytes, AdamW, seed ", o.seed)},
+       {"time", tessera::concat(std::lround(result.seconds), " s, samples of text included")},
+       {"text", "Genesis, King James Version, public domain"}},
+      settings.report);
+  std::cout << "report: " << settings.report << '\n';
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    const Settings settings = read_settings(argc, argv);
+    if (const auto status = tessera::start_local_ranks(settings.data * settings.tensor, argc, argv))
+      return *status;
+    run(settings);
+  } catch (const std::exception& error) {
+    std::cerr << "gpt: " << error.what() << '\n';
+    return 1;
+  }
+}

@@ -1,0 +1,175 @@
+// The GPT on several ranks against the same on one: the loss curve in float64 on every mesh of data
+// x tensor ranks, stopped, and gone on with on another mesh.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <optional>
+
+#include "report.h"
+#include "tessera/base/text.h"
+#include "tessera/comm/job/manager.h"
+#include "training.h"
+
+namespace gpt {
+namespace {
+
+std::optional<tessera::DistributedManager> manager;
+
+// Five heads and 4 x 15 features divide by no number of ranks but 5; a batch of 5 gives ranks
+// different numbers of samples, and the last one of an epoch, of 3, leaves a fourth without any.
+Options small() {
+  Options o;
+  o.text = GPT_TEXT;
+  o.network = {.width = 15, .heads = 5, .layers = 2, .length = 7};
+  o.batch = 5;
+  o.steps = 9;
+  o.learning_rate = 1e-2;
+  o.validate_every = 5;
+  o.sample = 3;
+  o.float64 = true;
+  return o;
+}
+
+std::vector<double> losses(const Result& result) {
+  std::vector<double> all;
+  for (const auto& [step, loss] : result.losses) all.push_back(loss);
+  return all;
+}
+
+void expect_close(const std::vector<double>& got, const std::vector<double>& expected,
+                  std::size_t from, const std::string& where) {
+  ASSERT_EQ(got.size() + from, expected.size()) << where;
+  for (std::size_t i = 0; i < got.size(); ++i)
+    EXPECT_NEAR(got[i], expected[i + from], 1e-10 * expected[i + from])
+        << where << ", step " << i + from + 1;
+}
+
+std::vector<std::pair<int, int>> meshes() {
+  std::vector<std::pair<int, int>> all;
+  const int n = manager->world_size();
+  for (int data = 1; data <= n; ++data)
+    if (n % data == 0) all.emplace_back(data, n / data);
+  return all;
+}
+
+tessera::DeviceMesh mesh_of(const std::pair<int, int>& sizes) {
+  return manager->mesh({{"data", sizes.first}, {"tensor", sizes.second}});
+}
+
+// One folder for all ranks of a run, with the beginning of the text: 43 rows to train on, so that
+// nine steps end an epoch.
+class GptRanks : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    const tessera::Group world = manager->world();
+    folder = world.broadcast_bytes(
+        world.rank() == 0 ? tessera::concat(::testing::TempDir(), "tessera_gpt_", ::getpid())
+                          : std::string(),
+        0);
+    if (world.rank() == 0) {
+      std::filesystem::create_directories(folder);
+      std::string text(7 * 47 + 1, ' ');
+      std::ifstream(GPT_TEXT).read(text.data(), static_cast<std::streamsize>(text.size()));
+      std::ofstream(folder / "text") << text;
+    }
+    world.barrier();
+    options = small();
+    options.text = (folder / "text").string();
+  }
+  void TearDown() override {
+    manager->world().barrier();
+    if (manager->rank() == 0) std::filesystem::remove_all(folder);
+    manager->world().barrier();
+  }
+  std::filesystem::path folder;
+  Options options;
+};
+
+TEST_F(GptRanks, SameLossCurveAndTextOnEveryMesh) {
+  const Result alone = train(std::nullopt, options);
+  ASSERT_EQ(alone.losses.size(), 9u);
+  for (const auto& sizes : meshes()) {
+    for (const bool sequence : {false, true}) {
+      if (sequence && sizes.second == 1) continue;
+      options.sequence = sequence;
+      const Result result = train(mesh_of(sizes), options);
+      const std::string where = tessera::concat("data ", sizes.first, " tensor ", sizes.second,
+                                                sequence ? " sequence" : "");
+      expect_close(losses(result), losses(alone), 0, where);
+      ASSERT_EQ(result.samples.size(), alone.samples.size());
+      EXPECT_NEAR(result.samples[0].loss, alone.samples[0].loss, 1e-10) << where;
+      EXPECT_EQ(result.samples[0].text, alone.samples[0].text) << where;
+      // Sharded over the axis "tensor": what all ranks of it hold together is little more.
+      std::int64_t held = 0;
+      for (int r = 0; r < sizes.second; ++r)
+        held += result.memory[static_cast<std::size_t>(r)].parameters;
+      EXPECT_LT(held, 1.5 * static_cast<double>(alone.memory[0].parameters)) << where;
+    }
+  }
+}
+
+TEST_F(GptRanks, GoesOnOnAnotherMesh) {
+  const std::vector<double> alone = losses(train(std::nullopt, options));
+  const auto all = meshes();
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const auto &from = all[i], &to = all[(i + 1) % all.size()];
+    const std::string where = tessera::concat("from data ", from.first, " tensor ", from.second,
+                                              " to data ", to.first, " tensor ", to.second);
+    Options stopped = options;
+    stopped.checkpoint = (folder / tessera::concat("run", i)).string();
+    stopped.stop_at = 4;
+    train(mesh_of(from), stopped);
+    stopped.stop_at = -1;
+    stopped.sequence = to.second > 1;
+    expect_close(losses(train(mesh_of(to), stopped)), alone, 4, where);
+  }
+  // By one process, and back.
+  Options stopped = options;
+  stopped.checkpoint = (folder / "alone").string();
+  stopped.stop_at = 3;
+  if (manager->rank() == 0) train(std::nullopt, stopped);
+  manager->world().barrier();
+  stopped.stop_at = -1;
+  expect_close(losses(train(mesh_of(all.front()), stopped)), alone, 3, "from one process");
+}
+
+TEST_F(GptRanks, WritesAReport) {
+  options.steps = 5;
+  const Result result = train(mesh_of(meshes().front()), options);
+  if (manager->rank() != 0) return;
+  const std::string path = (folder / "report.html").string();
+  write_report(result, {{"mesh", "one"}}, path);
+  std::stringstream text;
+  text << std::ifstream(path).rdbuf();
+  for (const char* part : {"And God said", "Memory of each rank", "text held out", "column of 5"})
+    EXPECT_NE(text.str().find(part), std::string::npos) << part;
+}
+
+TEST_F(GptRanks, RefusesWhatItCannotTrainOn) {
+  Options latin = options;
+  latin.text = (folder / tessera::concat("latin", manager->rank())).string();
+  std::ofstream(latin.text) << std::string(500, '\xe9');
+  EXPECT_THROW(train(std::nullopt, latin), tessera::InvalidArgument);
+  std::ofstream(latin.text) << "short";
+  EXPECT_THROW(train(std::nullopt, latin), tessera::InvalidArgument);
+  latin.text = (folder / "absent").string();
+  EXPECT_THROW(train(std::nullopt, latin), tessera::InvalidArgument);
+  options.network.heads = 4;
+  EXPECT_THROW(train(std::nullopt, options), tessera::InvalidArgument);
+}
+
+}  // namespace
+}  // namespace gpt
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  at::set_num_threads(1);
+  gpt::manager = tessera::DistributedManager::initialize();
+  const int failed = RUN_ALL_TESTS();
+  gpt::manager.reset();
+  return failed;
+}
