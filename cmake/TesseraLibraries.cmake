@@ -23,6 +23,7 @@ set(
   tensor
   ops
   nn
+  pipeline
   checkpoint
 )
 

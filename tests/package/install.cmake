@@ -29,7 +29,7 @@ foreach(file IN LISTS package)
   file(
     STRINGS "${file}"
     leaks
-    REGEX "tessera_(base|launch|mesh|partition|sampling|schedule|shm|comm|gradient|tensor|ops|nn|checkpoint|flags|pch)[^_a-z]|${BUILD}/"
+    REGEX "tessera_(base|launch|mesh|partition|sampling|schedule|shm|comm|gradient|tensor|ops|nn|pipeline|checkpoint|flags|pch)[^_a-z]|${BUILD}/"
   )
   list(FILTER leaks EXCLUDE REGEX "libtessera_base|-ltessera_base")
   if(leaks)

@@ -1,0 +1,472 @@
+#include "tessera/pipeline/detail/step_run.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+
+#include <mutex>
+#include <string>
+
+#include "tessera/base/hash.h"
+#include "tessera/base/text.h"
+
+namespace tessera::detail {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Gradients under way from this rank before it waits for the oldest. Schedules run with sends that
+// wait for their receivers, so that no number can make the ranks wait for each other.
+constexpr std::size_t kSending = 4;
+
+bool kept(const PipelinePlan& plan, const StepFacts& facts) {
+  return plan.last() && (!facts.training || plan.options.keep_outputs);
+}
+
+}  // namespace
+
+StepRun::StepRun(PipelinePlan& plan, const PipelineBatch& batch, const StepFacts& facts)
+    : plan_(plan),
+      batch_(batch),
+      facts_(facts),
+      schedule_(facts.training ? plan.training : plan.evaluation),
+      group_(plan.group()),
+      device_(plan.device()) {
+  if (kept(plan, facts)) outputs_.resize(static_cast<std::size_t>(facts.micro_batches));
+  if (facts.training) {
+    for (int s = 0; s < plan.count(); ++s) {
+      if (plan.stages[s]) held_back_.emplace(s, NoSync(plan.stages[s]->parameters()));
+    }
+  }
+  if (plan.options.seed) {
+    generator_ = at::globalContext().defaultGenerator(device_);
+    const std::lock_guard lock(generator_->mutex());
+    generator_state_ = generator_->get_state();
+  }
+}
+
+StepRun::~StepRun() {
+  if (!generator_) return;
+  const std::lock_guard lock(generator_->mutex());
+  generator_->set_state(generator_state_);
+}
+
+void StepRun::run() {
+  const auto& row = schedule_.actions[static_cast<std::size_t>(plan_.rank)];
+  spans_.assign(row.size(), std::nullopt);
+  const auto began = Clock::now();
+  const auto since = [&](Clock::time_point t) {
+    return std::chrono::duration<double>(t - began).count();
+  };
+  for (std::size_t i = 0; i < row.size(); ++i) {
+    const PipelineAction& action = row[i];
+    if (has_micro_batch(action.kind) && action.micro_batch >= facts_.micro_batches) continue;
+    mark_ = Clock::now();
+    try {
+      act(action);
+    } catch (...) {
+      fail(action);
+    }
+    spans_[i] = ActionSpan{since(mark_), since(Clock::now())};
+  }
+  try {
+    while (!held_back_.empty()) reduce(held_back_.begin()->first);
+    for (Request& request : sending_) request.wait();
+    for (auto& [at, flight] : flights_) flight.sent.wait();
+  } catch (...) {
+    fail(row.empty() ? PipelineAction{} : row.back());
+  }
+  flights_.clear();
+}
+
+void StepRun::act(const PipelineAction& action) {
+  const int s = action.stage, k = action.micro_batch;
+  switch (action.kind) {
+    case ActionKind::forward:
+      return forward(s, k);
+    case ActionKind::backward:
+      return backward(s, k, false);
+    case ActionKind::input_gradient:
+      return backward(s, k, true);
+    case ActionKind::weight_gradient:
+      return weight_gradient(s, k);
+    case ActionKind::send_activation:
+      return send_activation(s, k);
+    case ActionKind::receive_activation:
+      return receive_activation(s, k);
+    case ActionKind::send_gradient:
+      return send_gradient(s, k);
+    case ActionKind::receive_gradient:
+      return receive_gradient(s, k);
+    case ActionKind::gather:
+      return plan_.stages[s]->gather();
+    case ActionKind::release:
+      return plan_.stages[s]->release();
+    case ActionKind::reduce_gradient:
+      return reduce(s);
+  }
+}
+
+int StepRun::skips_after(int stage) const {
+  int n = 0;
+  for (const PipelineSkip& skip : plan_.options.skips) n += plan_.travels(skip, stage) ? 1 : 0;
+  return n;
+}
+
+// ---- computing ----
+
+// What the stage gives from flight.inputs; with `graph`, its history is kept.
+std::vector<at::Tensor> StepRun::compute(int s, int k, Flight& flight, bool graph) {
+  const at::AutoGradMode mode(graph);
+  std::vector<at::Tensor> outputs = plan_.stages[s]->forward(
+      graph ? flight.graph.enter(flight.inputs, flight.wants) : flight.inputs);
+  if (s + 1 < plan_.count()) {
+    if (graph) flight.graph.leave(outputs);
+    return outputs;
+  }
+  const bool again = graph && plan_.stages[s]->recomputes();
+  if (kept(plan_, facts_) && !again) {
+    for (const at::Tensor& output : outputs)
+      outputs_[static_cast<std::size_t>(k)].push_back(output.detach());
+  }
+  if (!facts_.targets) return outputs;
+  const at::Tensor loss = scaled_loss(k, outputs, !again);
+  if (graph) {
+    flight.graph.leave({loss});
+    flight.gradients = {at::ones_like(loss.detach())};
+  }
+  return outputs;
+}
+
+at::Tensor StepRun::scaled_loss(int k, const std::vector<at::Tensor>& outputs, bool count) {
+  const auto at = static_cast<std::size_t>(k);
+  const at::Tensor loss = plan_.loss(outputs, batch_.targets[at]);
+  if (!loss.defined() || loss.dim() != 0 || !loss.is_floating_point())
+    throw InvalidArgument(concat("the loss must be 0-dim and floating-point: the mean over the ",
+                                 "micro-batch",
+                                 loss.defined() ? concat("; it has shape ", loss.sizes()) : ""));
+  const double weight = facts_.weights[at];
+  // A product alone would keep the NaN of a mean over nothing.
+  const at::Tensor sound = weight > 0 ? loss : at::where(at::zeros_like(loss, at::kBool), loss, 0);
+  if (count) {
+    const at::NoGradGuard no_grad;
+    const at::Tensor value = sound.detach().to(at::kDouble) * weight;
+    loss_sum_ = loss_sum_.defined() ? loss_sum_ + value : value;
+  }
+  return sound * (weight * facts_.scale);
+}
+
+double StepRun::loss_sum() const { return loss_sum_.defined() ? loss_sum_.item<double>() : 0.0; }
+
+void StepRun::forward(int s, int k) {
+  Flight& f = flight(s, k);
+  f.arriving.wait();
+  mark_ = Clock::now();
+  const bool recomputes = facts_.training && plan_.stages[s]->recomputes();
+  // The stage's own part of what came, and the skips that end here.
+  if (s == 0) {
+    f.inputs = batch_.inputs[static_cast<std::size_t>(k)];
+    f.wants.assign(f.inputs.size(), false);
+  } else {
+    const std::size_t own = f.incoming.size() - static_cast<std::size_t>(skips_after(s - 1));
+    for (std::size_t i = 0; i < own; ++i) {
+      f.inputs.push_back(f.incoming[i].value);
+      f.wants.push_back(f.incoming[i].wants);
+    }
+  }
+  std::size_t travelling = f.incoming.size() - static_cast<std::size_t>(s ? skips_after(s - 1) : 0);
+  List passing;
+  for (std::size_t i = 0; i < plan_.options.skips.size(); ++i) {
+    const PipelineSkip& skip = plan_.options.skips[i];
+    const bool comes = s > 0 && plan_.travels(skip, s - 1);
+    const Carried* carried = comes ? &f.incoming[travelling++] : nullptr;
+    if (skip.to == s) {
+      if (!comes) carried = &homes_.at({static_cast<int>(i), k}).value;
+      f.inputs.push_back(carried->value);
+      f.wants.push_back(carried->wants);
+      if (!comes) homes_.at({static_cast<int>(i), k}).value.value.reset();
+    } else if (comes) {
+      passing.push_back(*carried);
+    }
+  }
+  if (!facts_.training) f.wants.assign(f.wants.size(), false);
+
+  if (generator_) {
+    Hash seed;
+    seed.number(*plan_.options.seed).number(facts_.step);
+    seed.number(static_cast<std::uint64_t>(s)).number(static_cast<std::uint64_t>(k));
+    const std::lock_guard lock(generator_->mutex());
+    generator_->set_current_seed(seed.value());
+  }
+  bool gradient = false;
+  if (recomputes) {
+    auto generator = at::globalContext().defaultGenerator(device_);
+    const std::lock_guard lock(generator.mutex());
+    f.random = generator.get_state();
+    gradient = !plan_.stages[s]->parameters().empty();
+    for (const bool wants : f.wants) gradient = gradient || wants;
+  }
+  std::vector<at::Tensor> outputs = compute(s, k, f, facts_.training && !recomputes);
+  if (!recomputes) {
+    f.inputs.clear();
+    f.incoming.clear();
+  }
+  if (s + 1 == plan_.count()) return;
+
+  std::size_t leaving = 0;
+  for (const PipelineSkip& skip : plan_.options.skips) leaving += skip.from == s ? 1 : 0;
+  if (outputs.size() < leaving)
+    throw InvalidArgument(concat("the stage gave ", outputs.size(), " tensors, and ", leaving,
+                                 " skip connections begin here, for each of which the last ones "
+                                 "are"));
+  const auto carry = [&](const at::Tensor& t) {
+    if (!t.defined()) throw InvalidArgument("the stage gave an undefined tensor");
+    const bool wants = recomputes ? gradient && t.is_floating_point() : t.requires_grad();
+    return Carried{t.detach(), facts_.training && wants};
+  };
+  const std::size_t own = outputs.size() - leaving;
+  for (std::size_t i = 0; i < own; ++i) f.outgoing.push_back(carry(outputs[i]));
+  std::size_t begins = own, passes = 0;
+  for (std::size_t i = 0; i < plan_.options.skips.size(); ++i) {
+    const PipelineSkip& skip = plan_.options.skips[i];
+    if (skip.from == s && plan_.stays(skip))
+      homes_[{static_cast<int>(i), k}].value = carry(outputs[begins++]);
+    else if (skip.from == s)
+      f.outgoing.push_back(carry(outputs[begins++]));
+    else if (plan_.travels(skip, s))
+      f.outgoing.push_back(std::move(passing[passes++]));
+  }
+  f.outgoing_spec = spec_of(f.outgoing);
+  if (plan_.holds(s + 1)) {
+    Flight& next = flight(s + 1, k);
+    next.incoming = std::move(f.outgoing);
+    next.incoming_spec = f.outgoing_spec;
+    f.outgoing.clear();
+  }
+}
+
+void StepRun::backward(int s, int k, bool split) {
+  Flight& f = flight(s, k);
+  f.arriving_gradient.wait();
+  f.sent.wait();  // long ago: the gradient is the answer
+  mark_ = Clock::now();
+  const PipelineStage& stage = *plan_.stages[s];
+  if (stage.recomputes()) {
+    std::vector<at::Tensor> before;
+    for (const at::Tensor& b : stage.buffers()) before.push_back(b.detach().clone());
+    {
+      auto generator = at::globalContext().defaultGenerator(device_);
+      at::Tensor state;
+      const auto swap = [&](const at::Tensor& to) {
+        const std::lock_guard lock(generator.mutex());
+        at::Tensor old = generator.get_state();
+        generator.set_state(to);
+        return old;
+      };
+      state = swap(f.random);
+      compute(s, k, f, true);
+      swap(state);
+    }
+    const at::NoGradGuard no_grad;
+    const auto buffers = stage.buffers();
+    for (std::size_t i = 0; i < before.size(); ++i) buffers[i].copy_(before[i]);
+    f.inputs.clear();
+    f.incoming.clear();
+  }
+
+  // Of the stage's own outputs: those for the next one, and the skips that begin here.
+  std::vector<at::Tensor> given, passing;
+  if (s + 1 == plan_.count()) {
+    given = f.gradients;
+  } else {
+    const std::size_t own = f.outgoing_spec.size() - static_cast<std::size_t>(skips_after(s));
+    f.gradients.resize(f.outgoing_spec.size());
+    given.assign(f.gradients.begin(), f.gradients.begin() + static_cast<std::ptrdiff_t>(own));
+    std::size_t travelling = own;
+    for (std::size_t i = 0; i < plan_.options.skips.size(); ++i) {
+      const PipelineSkip& skip = plan_.options.skips[i];
+      if (skip.from == s && plan_.stays(skip)) {
+        given.push_back(homes_.at({static_cast<int>(i), k}).gradient);
+        homes_.erase({static_cast<int>(i), k});
+      } else if (skip.from == s) {
+        given.push_back(f.gradients[travelling++]);
+      } else if (plan_.travels(skip, s)) {
+        passing.push_back(f.gradients[travelling++]);
+      }
+    }
+  }
+  f.gradients.clear();
+  std::vector<at::Tensor> got =
+      split && !stage.recomputes() ? f.graph.input_gradients(given) : f.graph.backward(given);
+  if (s == 0) return;
+
+  std::size_t ends = f.incoming_spec.size() - static_cast<std::size_t>(skips_after(s - 1));
+  std::vector<at::Tensor> back(got.begin(), got.begin() + static_cast<std::ptrdiff_t>(ends));
+  std::size_t passes = 0;
+  for (std::size_t i = 0; i < plan_.options.skips.size(); ++i) {
+    const PipelineSkip& skip = plan_.options.skips[i];
+    if (skip.to == s) {
+      if (plan_.travels(skip, s - 1))
+        back.push_back(got[ends]);
+      else
+        homes_.at({static_cast<int>(i), k}).gradient = got[ends];
+      ++ends;
+    } else if (plan_.travels(skip, s - 1)) {
+      back.push_back(passing[passes++]);
+    }
+  }
+  if (plan_.holds(s - 1))
+    flight(s - 1, k).gradients = std::move(back);
+  else
+    f.incoming_gradients = std::move(back);
+}
+
+void StepRun::weight_gradient(int s, int k) { flight(s, k).graph.weight_gradients(); }
+
+void StepRun::reduce(int s) {
+  held_back_.erase(s);
+  if (facts_.reduces) plan_.stages[s]->reduce();
+}
+
+// ---- messages ----
+
+void StepRun::send_activation(int s, int k) {
+  Flight& f = flight(s, k);
+  const std::uint64_t signature = facts_.signatures[static_cast<std::size_t>(k)];
+  auto& known = plan_.known[s];
+  const auto at = known.find(signature);
+  const bool told = at != known.end() && !plan_.options.dynamic_shapes;
+  if (told && at->second != f.outgoing_spec)
+    throw InvalidArgument(concat("stage ", s, " gives ", to_string(f.outgoing_spec),
+                                 ", where it gave ", to_string(at->second),
+                                 " before for inputs of the same shapes; the next stage waits for "
+                                 "that. If shapes depend on values: "
+                                 "PipelineOptions::dynamic_shapes"));
+  const int to = peer(s + 1);
+  if (!told) {
+    const std::vector<std::int64_t> numbers = encode(f.outgoing_spec);
+    const at::Tensor length = at::tensor({static_cast<std::int64_t>(numbers.size())}, at::kLong);
+    keep_sending(group_.start().send(length, to, {.name = "pipeline shapes"}));
+    keep_sending(
+        group_.start().send(at::tensor(numbers, at::kLong), to, {.name = "pipeline shapes"}));
+    known[signature] = f.outgoing_spec;
+  }
+  std::vector<Message> messages;
+  for (std::size_t i = 0; i < f.outgoing.size(); ++i)
+    messages.push_back({Message::Kind::send, to_wire(f.outgoing[i].value, f.outgoing_spec[i]), to});
+  f.outgoing.clear();
+  if (messages.empty()) return;
+  Request request = group_.start().exchange(messages, {.name = "pipeline activations"});
+  if (facts_.training)
+    f.sent = std::move(request);
+  else
+    keep_sending(std::move(request));
+}
+
+void StepRun::receive_activation(int s, int k) {
+  Flight& f = flight(s, k);
+  const std::uint64_t signature = facts_.signatures[static_cast<std::size_t>(k)];
+  auto& known = plan_.known[s - 1];
+  const int from = peer(s - 1);
+  if (!known.contains(signature) || plan_.options.dynamic_shapes) {
+    const at::Tensor length = at::empty({1}, at::kLong);
+    group_.receive(length, from, {.name = "pipeline shapes"});
+    constexpr std::int64_t kMost = 1 << 24;
+    const std::int64_t count = length.item<std::int64_t>();
+    if (count < 1 || count > kMost)
+      throw InvalidArgument(concat("a description of ", count, " numbers; at most ", kMost));
+    const at::Tensor body = at::empty({count}, at::kLong);
+    group_.receive(body, from, {.name = "pipeline shapes"});
+    const auto* data = body.const_data_ptr<std::int64_t>();
+    known[signature] = decode({data, data + count});
+  }
+  f.incoming_spec = known.at(signature);
+  std::vector<Message> messages;
+  for (const TensorSpec& spec : f.incoming_spec) {
+    at::Tensor wire;
+    f.incoming.push_back({empty_for(spec, device_, wire), spec.wants});
+    messages.push_back({Message::Kind::receive, wire, from});
+  }
+  if (!messages.empty())
+    f.arriving = group_.start().exchange(messages, {.name = "pipeline activations"});
+}
+
+void StepRun::send_gradient(int s, int k) {
+  Flight& f = flight(s, k);
+  std::vector<Message> messages;
+  for (std::size_t i = 0; i < f.incoming_spec.size(); ++i) {
+    const TensorSpec& spec = f.incoming_spec[i];
+    if (!spec.wants) continue;
+    at::Tensor wire;
+    if (f.incoming_gradients[i].defined())
+      wire = to_wire(f.incoming_gradients[i], spec);
+    else
+      empty_for(spec, device_, wire).zero_();
+    messages.push_back({Message::Kind::send, wire, peer(s - 1)});
+  }
+  f.incoming_gradients.clear();
+  if (!messages.empty())
+    keep_sending(group_.start().exchange(messages, {.name = "pipeline gradients"}));
+}
+
+void StepRun::receive_gradient(int s, int k) {
+  Flight& f = flight(s, k);
+  std::vector<Message> messages;
+  for (const TensorSpec& spec : f.outgoing_spec) {
+    f.gradients.emplace_back();
+    if (!spec.wants) continue;
+    at::Tensor wire;
+    f.gradients.back() = empty_for(spec, device_, wire);
+    messages.push_back({Message::Kind::receive, wire, peer(s + 1)});
+  }
+  if (!messages.empty())
+    f.arriving_gradient = group_.start().exchange(messages, {.name = "pipeline gradients"});
+}
+
+void StepRun::keep_sending(Request request) {
+  sending_.push_back(std::move(request));
+  while (sending_.size() > kSending) {
+    sending_.front().wait();
+    sending_.pop_front();
+  }
+}
+
+// ---- faults ----
+
+// The present exception, with the action in its message. The other ranks hear of it before this
+// rank's messages under way are given up.
+void StepRun::fail(const PipelineAction& action) {
+  const std::string place = concat(
+      "pipeline ", schedule_.name, ", step ", facts_.step, ", ", action, " (stage ", action.stage,
+      action.micro_batch < 0 ? std::string() : concat(", micro-batch ", action.micro_batch),
+      ") on rank ", plan_.mesh.manager().rank(), ": ");
+  const auto tell = [&](const std::string& what) {
+    if (plan_.mesh.layout().size() > 1)
+      plan_.mesh.manager().fail_groups_within(plan_.mesh.layout(), what);
+  };
+  try {
+    throw;
+  } catch (const PeerFailedError& e) {
+    throw PeerFailedError(place + e.what(), e.ranks());
+  } catch (const PeerLostError& e) {
+    tell(place + e.what());
+    throw PeerLostError(place + e.what(), e.ranks());
+  } catch (const TimeoutError& e) {
+    tell(place + e.what());
+    throw TimeoutError(place + e.what(), e.missing());
+  } catch (const MismatchError& e) {
+    tell(place + e.what());
+    throw MismatchError(place + e.what());
+  } catch (const c10::Error& e) {
+    tell(place + e.what_without_backtrace());
+    std::throw_with_nested(PipelineError(place + e.what_without_backtrace(), action));
+  } catch (const std::exception& e) {
+    tell(place + e.what());
+    std::throw_with_nested(PipelineError(place + e.what(), action));
+  } catch (...) {
+    tell(place + "an exception of another type");
+    std::throw_with_nested(PipelineError(place + "an exception of another type", action));
+  }
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,103 @@
+#pragma once
+// One step of a pipeline on one rank: its row of the schedule, action by action.
+
+#include <ATen/core/Generator.h>
+
+#include <chrono>
+#include <deque>
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "tessera/gradient/sync.h"
+#include "tessera/pipeline/detail/plan.h"
+#include "tessera/pipeline/detail/stage_graph.h"
+
+namespace tessera::detail {
+
+class StepRun {
+ public:
+  StepRun(PipelinePlan& plan, const PipelineBatch& batch, const StepFacts& facts);
+  ~StepRun();
+  StepRun(const StepRun&) = delete;
+  StepRun& operator=(const StepRun&) = delete;
+
+  /// All actions, and reductions that the row does not have. What they throw has been told to the
+  /// other ranks.
+  void run();
+  /// Of weight * loss, on the rank of the last stage.
+  double loss_sum() const;
+  /// outputs[k], on the rank of the last stage, where they are kept.
+  std::vector<std::vector<at::Tensor>>& outputs() { return outputs_; }
+  /// Seconds since the run began, of each action of the row, without what it waited for; none of
+  /// those that were left out.
+  const std::vector<std::optional<ActionSpan>>& spans() const { return spans_; }
+
+ private:
+  using List = std::vector<Carried>;
+
+  /// One micro-batch in one stage, from its forward to the end of its backward.
+  struct Flight {
+    Request arriving, arriving_gradient;
+    /// From the stage before, and for the next one.
+    List incoming, outgoing;
+    /// Of `incoming` and `outgoing`.
+    ListSpec incoming_spec, outgoing_spec;
+    StageGraph graph;
+    /// Of the tensors of `outgoing`, and of `incoming`.
+    std::vector<at::Tensor> gradients, incoming_gradients;
+    Request sent;
+    /// For a stage that recomputes.
+    std::vector<at::Tensor> inputs;
+    std::vector<bool> wants;
+    at::Tensor random;
+  };
+  /// A skip that stays on this rank.
+  struct Home {
+    Carried value;
+    at::Tensor gradient;
+  };
+
+  void act(const PipelineAction& action);
+  void forward(int s, int k);
+  void backward(int s, int k, bool split);
+  void weight_gradient(int s, int k);
+  void send_activation(int s, int k);
+  void receive_activation(int s, int k);
+  void send_gradient(int s, int k);
+  void receive_gradient(int s, int k);
+  void reduce(int s);
+
+  std::vector<at::Tensor> compute(int s, int k, Flight& flight, bool graph);
+  at::Tensor scaled_loss(int k, const std::vector<at::Tensor>& outputs, bool count);
+  void keep_sending(Request request);
+  Group group() const { return group_; }
+  Flight& flight(int s, int k) { return flights_[{s, k}]; }
+  int peer(int stage) const { return plan_.training.placement[stage]; }
+  int skips_after(int stage) const;
+  [[noreturn]] void fail(const PipelineAction& action);
+
+  PipelinePlan& plan_;
+  const PipelineBatch& batch_;
+  const StepFacts& facts_;
+  const PipelineSchedule& schedule_;
+  const Group group_;
+  const c10::Device device_;
+  std::map<std::pair<int, int>, Flight> flights_;
+  /// By skip and micro-batch.
+  std::map<std::pair<int, int>, Home> homes_;
+  /// Gradients under way, the oldest first.
+  std::deque<Request> sending_;
+  /// By stage, until its gradients are reduced.
+  std::map<int, NoSync> held_back_;
+  std::vector<std::vector<at::Tensor>> outputs_;
+  at::Tensor loss_sum_;
+  std::optional<at::Generator> generator_;
+  at::Tensor generator_state_;
+  std::vector<std::optional<ActionSpan>> spans_;
+  /// When the present action had what it needs.
+  std::chrono::steady_clock::time_point mark_;
+};
+
+}  // namespace tessera::detail

@@ -1,0 +1,114 @@
+#include "tessera/pipeline/detail/tensor_list.h"
+
+#include <ATen/ATen.h>
+
+#include <limits>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+
+namespace tessera::detail {
+namespace {
+
+// Of one list; more is no list that a stage makes.
+constexpr std::int64_t kMostTensors = 1 << 16, kMostDims = 64;
+
+std::vector<std::int64_t> contiguous(const std::vector<std::int64_t>& sizes) {
+  std::vector<std::int64_t> strides(sizes.size());
+  std::int64_t next = 1;
+  for (std::size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = next;
+    next *= std::max<std::int64_t>(sizes[d], 1);
+  }
+  return strides;
+}
+
+at::Tensor flat(const at::Tensor& dense) {
+  return dense.as_strided({dense.numel()}, {1}, dense.storage_offset());
+}
+
+}  // namespace
+
+std::int64_t TensorSpec::numel() const {
+  std::int64_t n = 1;
+  for (const std::int64_t size : sizes) n *= size;
+  return n;
+}
+
+TensorSpec spec_of(const at::Tensor& tensor, bool wants) {
+  if (!tensor.defined()) throw InvalidArgument("a tensor that a stage passes on is undefined");
+  if (tensor.layout() != at::kStrided || !tensor.has_storage())
+    throw InvalidArgument(concat("a tensor that a stage passes on (", tensor.sizes(),
+                                 ") has no dense memory of its own; of a sharded tensor pass on "
+                                 "the local one (to_local), of a sparse one a dense one"));
+  TensorSpec spec{tensor.scalar_type(), tensor.sizes().vec(), tensor.strides().vec(), wants};
+  if (tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense())
+    spec.strides = contiguous(spec.sizes);
+  return spec;
+}
+
+ListSpec spec_of(const std::vector<Carried>& list) {
+  ListSpec spec;
+  for (const Carried& one : list) spec.push_back(spec_of(one.value, one.wants));
+  return spec;
+}
+
+std::string to_string(const ListSpec& list) {
+  std::string text;
+  for (const TensorSpec& spec : list)
+    text += concat(text.empty() ? "" : ", ", spec.dtype, " ", tessera::list(spec.sizes));
+  return text.empty() ? "nothing" : text;
+}
+
+std::vector<std::int64_t> encode(const ListSpec& list) {
+  std::vector<std::int64_t> numbers{static_cast<std::int64_t>(list.size())};
+  for (const TensorSpec& spec : list) {
+    numbers.push_back(static_cast<std::int64_t>(spec.dtype));
+    numbers.push_back(spec.wants ? 1 : 0);
+    numbers.push_back(static_cast<std::int64_t>(spec.sizes.size()));
+    numbers.insert(numbers.end(), spec.sizes.begin(), spec.sizes.end());
+    numbers.insert(numbers.end(), spec.strides.begin(), spec.strides.end());
+  }
+  return numbers;
+}
+
+ListSpec decode(const std::vector<std::int64_t>& numbers) {
+  std::size_t at = 0;
+  const auto next = [&](std::int64_t most) {
+    if (at >= numbers.size() || numbers[at] < 0 || numbers[at] > most)
+      throw InvalidArgument("the other rank's description of what it sends cannot be read");
+    return numbers[at++];
+  };
+  ListSpec list(static_cast<std::size_t>(next(kMostTensors)));
+  for (TensorSpec& spec : list) {
+    spec.dtype = static_cast<c10::ScalarType>(
+        next(static_cast<std::int64_t>(c10::ScalarType::NumOptions) - 1));
+    spec.wants = next(1) != 0;
+    spec.sizes.resize(static_cast<std::size_t>(next(kMostDims)));
+    spec.strides.resize(spec.sizes.size());
+    for (auto* values : {&spec.sizes, &spec.strides}) {
+      for (std::int64_t& value : *values) value = next(std::numeric_limits<std::int64_t>::max());
+    }
+  }
+  if (at != numbers.size())
+    throw InvalidArgument("the other rank's description of what it sends is too long");
+  return list;
+}
+
+at::Tensor to_wire(const at::Tensor& tensor, const TensorSpec& spec) {
+  const at::Tensor value = tensor.detach();
+  if (value.strides() == at::IntArrayRef(spec.strides) && value.numel() > 0) return flat(value);
+  at::Tensor wire;
+  const at::Tensor copy = empty_for(spec, value.device(), wire);
+  copy.copy_(value);
+  return wire;
+}
+
+at::Tensor empty_for(const TensorSpec& spec, c10::Device device, at::Tensor& wire) {
+  at::Tensor tensor =
+      at::empty_strided(spec.sizes, spec.strides, at::TensorOptions(spec.dtype).device(device));
+  wire = flat(tensor);
+  return tensor;
+}
+
+}  // namespace tessera::detail

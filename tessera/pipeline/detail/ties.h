@@ -1,0 +1,37 @@
+#pragma once
+// Parameters that stages of several ranks share.
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tessera/pipeline/detail/plan.h"
+
+namespace tessera::detail {
+
+class TiedParameters {
+ public:
+  TiedParameters() = default;
+  /// Collective over the pipeline's group: finds who shares what, and makes the values those of the
+  /// first position that holds one. Throws InvalidArgument on every rank where shapes differ.
+  explicit TiedParameters(const PipelinePlan& plan);
+  /// Before a step: gradients of earlier steps count once, on the first position.
+  void begin() const;
+  /// After the step's backwards, on all positions that hold one: the sum becomes the gradient of
+  /// each.
+  void sum(const PipelinePlan& plan) const;
+
+ private:
+  struct Tie {
+    std::string name;
+    std::vector<at::Tensor> mine;
+    /// Global ranks.
+    std::vector<int> ranks;
+    bool first = false;
+  };
+  std::vector<Tie> ties_;
+};
+
+}  // namespace tessera::detail

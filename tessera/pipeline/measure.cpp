@@ -1,0 +1,195 @@
+// What a pipeline's actions cost, and when they ran.
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "tessera/base/text.h"
+#include "tessera/pipeline/detail/pipeline_state.h"
+#include "tessera/schedule/generators.h"
+#include "tessera/schedule/passes.h"
+#include "tessera/schedule/validate.h"
+
+namespace tessera {
+namespace {
+
+std::string bytes_of(const std::vector<double>& values) {
+  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(double)};
+}
+
+std::vector<double> doubles_of(const std::string& bytes) {
+  std::vector<double> values(bytes.size() / sizeof(double));
+  if (!values.empty()) std::memcpy(values.data(), bytes.data(), values.size() * sizeof(double));
+  return values;
+}
+
+double middle(std::vector<double> values) {
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+// Each B as an I and its W.
+PipelineSchedule split_backward(PipelineSchedule schedule) {
+  for (auto& row : schedule.actions) {
+    std::vector<PipelineAction> split;
+    for (const PipelineAction& a : row) {
+      if (a.kind == ActionKind::backward) {
+        split.push_back({ActionKind::input_gradient, a.stage, a.micro_batch});
+        split.push_back({ActionKind::weight_gradient, a.stage, a.micro_batch});
+      } else {
+        split.push_back(a);
+      }
+    }
+    row = std::move(split);
+  }
+  return schedule;
+}
+
+}  // namespace
+
+std::vector<std::pair<PipelineAction, double>> Pipeline::State::time(
+    const PipelineSchedule& schedule, const PipelineBatch& batch) {
+  const PipelineSchedule before = std::exchange(plan.training, schedule);
+  std::vector<std::pair<PipelineAction, double>> times;
+  try {
+    detail::StepFacts facts = detail::agree_on_step(plan, batch, true, steps);
+    facts.reduces = false;
+    detail::StepRun step(plan, batch, facts);
+    step.run();
+    plan.settled.insert(facts.signatures.begin(), facts.signatures.end());
+    const auto& row = schedule.actions[plan.rank];
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      if (is_compute(row[i].kind) && step.spans()[i])
+        times.emplace_back(row[i], step.spans()[i]->end - step.spans()[i]->start);
+    }
+  } catch (...) {
+    plan.training = before;
+    plan.forget_shapes();
+    throw;
+  }
+  plan.training = before;
+  return times;
+}
+
+double Pipeline::State::time_message(int s, int repeats) const {
+  const int from = plan.training.placement[s], to = plan.training.placement[s + 1];
+  if (from == to || (plan.rank != from && plan.rank != to)) return 0;
+  std::int64_t bytes = 1;
+  for (const auto& [signature, list] : plan.known[s]) {
+    std::int64_t sum = 0;
+    for (const detail::TensorSpec& spec : list)
+      sum += spec.numel() * static_cast<std::int64_t>(c10::elementSize(spec.dtype));
+    bytes = std::max(bytes, sum);
+  }
+  const Group group = plan.group();
+  const at::Tensor there = at::zeros({bytes}, at::TensorOptions(at::kByte).device(plan.device()));
+  const at::Tensor back = at::zeros_like(there);
+  std::vector<double> times;
+  for (int i = 0; i < repeats + 1; ++i) {
+    const auto began = std::chrono::steady_clock::now();
+    if (plan.rank == from) {
+      group.send(there, to, {.name = "pipeline measure"});
+      group.receive(back, to, {.name = "pipeline measure"});
+    } else {
+      group.receive(back, from, {.name = "pipeline measure"});
+      group.send(there, from, {.name = "pipeline measure"});
+    }
+    const auto took = std::chrono::steady_clock::now() - began;
+    if (i > 0) times.push_back(std::chrono::duration<double>(took).count() / 2);
+  }
+  return plan.rank == from ? middle(times) : 0;
+}
+
+PipelineCosts Pipeline::measure(const PipelineBatch& batch, int repeats) {
+  if (repeats < 1) throw InvalidArgument(concat("measure with ", repeats, " repeats; at least 1"));
+  State& state = *state_;
+  const int stages = state.plan.count();
+  const PipelineSchedule plain =
+      schedule_gpipe(state.plan.training.placement, state.plan.training.micro_batches);
+  const PipelineSchedule whole = insert_messages(plain),
+                         split = insert_messages(split_backward(plain));
+  // By stage: forward, input gradient, weight gradient, backward.
+  std::vector<std::array<std::vector<double>, 4>> seen(static_cast<std::size_t>(stages));
+  for (int i = 0; i < repeats + 1; ++i) {
+    for (const PipelineSchedule* schedule : {&whole, &split}) {
+      const auto times = state.time(*schedule, batch);
+      for (const auto& [action, seconds] : times) {
+        if (i > 0) seen[action.stage][static_cast<std::size_t>(action.kind)].push_back(seconds);
+      }
+    }
+  }
+  std::vector<double> mine(static_cast<std::size_t>(stages) * 7, 0.0);
+  for (int s = 0; s < stages; ++s) {
+    double* row = &mine[static_cast<std::size_t>(s) * 7];
+    if (state.plan.stages[s]) {
+      for (const at::Tensor& p : state.plan.stages[s]->parameters()) p.mutable_grad().reset();
+      for (std::size_t i = 0; i < 4; ++i) row[i] = middle(seen[s][i]);
+      row[4] = 1;
+      row[5] = state.plan.stages[s]->recomputes() ? 1 : 0;
+    }
+    if (s + 1 < stages) row[6] = state.time_message(s, 2 * repeats + 1);
+  }
+  // The mean over pipelines beside this one.
+  std::vector<double> sum(mine.size(), 0.0);
+  for (const std::string& bytes : state.plan.mesh.all().all_gather_bytes(bytes_of(mine))) {
+    const std::vector<double> values = doubles_of(bytes);
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += values[i];
+  }
+  PipelineCosts costs;
+  for (int s = 0; s < stages; ++s) {
+    const double* row = &sum[static_cast<std::size_t>(s) * 7];
+    const double count = row[4];
+    StageCosts one;
+    one.forward = row[0] / count;
+    one.recompute = row[5] > 0;
+    one.backward = row[3] / count;
+    one.input_gradient = row[1] / count;
+    one.weight_gradient = row[2] / count;
+    if (one.recompute) {
+      // Not split: the halves are a guess that no schedule uses.
+      one.input_gradient = one.weight_gradient = std::max(0.0, *one.backward - one.forward) / 2;
+    }
+    costs.stages.push_back(one);
+    if (s + 1 < stages) costs.communication.push_back(row[6] / count);
+  }
+  return costs;
+}
+
+Timeline Pipeline::timeline() const {
+  const PipelineSchedule& schedule = state_->plan.training;
+  const auto& row = schedule.actions[state_->plan.rank];
+  if (state_->spans.size() != row.size())
+    throw InvalidArgument("Pipeline::timeline: there has been no step yet");
+  std::vector<double> mine;
+  double last = 0;
+  for (const auto& span : state_->spans) {
+    mine.push_back(span ? span->start : last);
+    mine.push_back(span ? span->end : last);
+    last = mine.back();
+  }
+  const auto uniform = PipelineCosts::uniform(schedule.stages());
+  Timeline result;
+  result.order = simulate(schedule, uniform).order;
+  result.peak = peak_memory(schedule, uniform);
+  const auto all = state_->plan.group().all_gather_bytes(bytes_of(mine));
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    const std::vector<double> values = doubles_of(all[r]);
+    auto& spans = result.spans.emplace_back();
+    double busy = 0;
+    for (std::size_t i = 0; i + 1 < values.size(); i += 2) {
+      spans.push_back({values[i], values[i + 1]});
+      result.makespan = std::max(result.makespan, values[i + 1]);
+      if (is_compute(schedule.actions[r][i / 2].kind)) busy += values[i + 1] - values[i];
+    }
+    result.busy.push_back(busy);
+  }
+  return result;
+}
+
+}  // namespace tessera

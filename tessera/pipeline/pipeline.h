@@ -1,0 +1,173 @@
+#pragma once
+// Pipeline: stages of a model on several ranks, run by a schedule.
+//
+//   const auto mesh = manager.mesh({{"pipe", 2}});
+//   auto parts = split_sequential(net, 2);                       // or stages of one's own
+//   Pipeline pipeline(mesh, "pipe", schedule_1f1b(2, 8), {make_stage(parts[manager.rank()])},
+//                     [](const auto& outputs, const auto& targets) {
+//                       return torch::mse_loss(outputs[0], targets[0]);    // a mean
+//                     });
+//   for (auto& batch : loader) {
+//     optimizer.zero_grad();
+//     const double loss = pipeline.step(split_batch({batch.x}, {batch.y}, 8)).loss;
+//     optimizer.step();                                           // of this rank's parameters
+//   }
+//
+// Loss and gradients are those of one process that has the whole batch: the mean over all samples
+// of all micro-batches (and of all pipelines beside this one, on the mesh's other axes).
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/base/error.h"
+#include "tessera/comm/job/device_mesh.h"
+#include "tessera/pipeline/stage.h"
+#include "tessera/schedule/action.h"
+#include "tessera/schedule/costs.h"
+#include "tessera/schedule/schedule.h"
+#include "tessera/schedule/simulate.h"
+
+namespace tessera {
+
+/// What went wrong in an action of a pipeline on this rank, in the user's stage or loss: the
+/// message names rank, stage, micro-batch and action; the exception itself is nested
+/// (std::rethrow_if_nested). The other ranks get a PeerFailedError with the same message.
+class PipelineError : public Error {
+ public:
+  PipelineError(const std::string& what, const PipelineAction& action)
+      : Error(what), action_(action) {}
+  ~PipelineError() override;
+  const PipelineAction& action() const { return action_; }
+
+ private:
+  PipelineAction action_;
+};
+
+/// The mean loss over a micro-batch, 0-dim, from the outputs of the last stage.
+using PipelineLoss = std::function<at::Tensor(const std::vector<at::Tensor>& outputs,
+                                              const std::vector<at::Tensor>& targets)>;
+
+/// The micro-batches of a step. Each rank gives what it uses, and may give the rest too.
+struct PipelineBatch {
+  /// inputs[k]: of the first stage, for micro-batch k. At least 1 and at most as many as the
+  /// schedule has; the actions of those that are not there are left out. Sizes may differ, and may
+  /// be 0.
+  std::vector<std::vector<at::Tensor>> inputs;
+  /// targets[k]: what the loss takes, on the rank of the last stage.
+  std::vector<std::vector<at::Tensor>> targets;
+  /// How many samples the mean of micro-batch k is over (tokens, cells, area), at least 0; on the
+  /// rank of the last stage. Empty: the rows (dim 0) of targets[k][0].
+  std::vector<double> weights;
+};
+
+/// The rows of each tensor in `micro_batches` parts whose sizes differ by at most 1, the larger
+/// ones first; parts may be empty. Throws InvalidArgument where tensors have other numbers of rows.
+PipelineBatch split_batch(const std::vector<at::Tensor>& inputs,
+                          const std::vector<at::Tensor>& targets, int micro_batches);
+
+/// A tensor that stage `to` takes from stage `from`, past the stages between them. It travels with
+/// the activations from stage to stage, and its gradient back; where both stages are on one rank
+/// (a V), it stays there.
+struct PipelineSkip {
+  int from = 0, to = 0;
+  bool operator==(const PipelineSkip&) const = default;
+};
+
+struct PipelineOptions {
+  std::vector<PipelineSkip> skips = {};
+  /// Parameters that several stages share, by a name: those that this rank holds. Their values are
+  /// made those of the first rank that has one, once; in each step their gradients are summed over
+  /// all of them, so that they stay equal. Same shape and dtype; the same optimizer for all.
+  std::map<std::string, std::vector<at::Tensor>> tied = {};
+  /// The mesh's axes along which ranks have different samples. Unset: all but the pipeline's. Along
+  /// the others (tensor, domain) ranks share the samples and the loss.
+  std::optional<std::vector<std::string>> sample_axes = std::nullopt;
+  /// Of stages whose parameters are fully sharded, how many a rank has gathered at a time; 0: all.
+  int gathered_at_once = 0;
+  /// The outputs of the last stage are kept in training, too.
+  bool keep_outputs = false;
+  /// Every rank gets the loss, and no rank leaves a step that failed on another one. False: only
+  /// the last stage's ranks get it, one small message less; what failed late on another rank is
+  /// then told in the next step.
+  bool loss_everywhere = true;
+  /// Random numbers (dropout): each stage draws from the device's default generator, seeded from
+  /// this, the number of the step, stage and micro-batch, so that they do not depend on schedule,
+  /// placement and ranks. The generator is afterwards as it was before. Unset: it is left alone.
+  /// Ranks that are threads share one generator for the CPU: there nothing is promised.
+  std::optional<std::uint64_t> seed = std::nullopt;
+  /// The shapes that stages pass on may differ between micro-batches with inputs of equal shapes:
+  /// each message says its shapes. False: they are told once for each combination of input shapes,
+  /// and a stage that then gives others is an error on every rank.
+  bool dynamic_shapes = false;
+};
+
+struct PipelineResult {
+  /// The mean over all samples; NaN on ranks that do not get it, and where there are no targets.
+  double loss = 0;
+  /// The sum of all weights.
+  double weight = 0;
+  /// On the rank of the last stage, where they are kept: its outputs, joined along dim 0.
+  std::vector<at::Tensor> outputs = {};
+};
+
+class Pipeline {
+ public:
+  /// Collective over the mesh. Position r along `axis` does actions[r] of the schedule, and gives
+  /// the stages that are placed there, in ascending order. A schedule of compute alone is lowered
+  /// (messages, gathers, reductions); stages that recompute get whole backwards. All ranks compare
+  /// schedule, options and tied parameters first. Throws ScheduleError for a schedule that is not
+  /// valid, InvalidArgument where stages, skips or options do not fit it (on every rank, wherever
+  /// it was seen), MismatchError where ranks differ.
+  Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule schedule,
+           std::vector<std::shared_ptr<PipelineStage>> stages, PipelineLoss loss,
+           PipelineOptions options = {});
+  ~Pipeline();
+  Pipeline(Pipeline&&) noexcept;
+  Pipeline& operator=(Pipeline&&) noexcept;
+
+  /// Collective over the mesh: one forward and backward of all micro-batches. Gradients are added
+  /// to what the parameters have. A stage that throws ends the step on all ranks: there it is a
+  /// PipelineError, elsewhere a PeerFailedError, and those that all catch it may go on with the
+  /// next step, with gradients set to zero. Time limits and lost ranks are errors as of any call of
+  /// a group, with the action in the message. Throws InvalidArgument on every rank for a batch that
+  /// does not fit, GradientError where it is not known how gradients come together over the mesh's
+  /// other axes.
+  PipelineResult step(const PipelineBatch& batch);
+  /// The forwards alone, without gradients; outputs are kept, and the loss is computed where there
+  /// are targets. Collective, errors as of step().
+  PipelineResult evaluate(const PipelineBatch& batch);
+
+  /// Seconds of each stage's forward, input gradient, weight gradient and whole backward, medians
+  /// over the micro-batches of `repeats` steps after one that is not counted, and of a message on
+  /// each edge (half of the way there and back of an activation): what list_schedule() takes.
+  /// Memory stays in units of one micro-batch's activations of a stage. Collective over the mesh;
+  /// every rank gets the same. It runs steps of its own, with whole and with split backwards, and
+  /// reduces nothing. Call it where gradients are zero or undefined; they are so afterwards.
+  /// Running statistics and random numbers go on. Throws as step().
+  PipelineCosts measure(const PipelineBatch& batch, int repeats = 3);
+  /// When each action of the last step ran on each rank, in seconds since the ranks began it, for
+  /// visualize_schedule(). What a rank waited for is no part of its actions; those of micro-batches
+  /// that were not there have no length. Collective over the pipeline's axis; every rank gets the
+  /// same. Throws InvalidArgument before the first step.
+  Timeline timeline() const;
+
+  /// What this rank runs, lowered.
+  const PipelineSchedule& schedule() const;
+  /// Steps made so far, which is part of what random numbers are seeded from; to set after a
+  /// resume.
+  std::uint64_t steps() const;
+  void set_steps(std::uint64_t steps);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,57 @@
+#include "tessera/pipeline/stage.h"
+
+#include "tessera/base/error.h"
+#include "tessera/gradient/sync.h"
+
+namespace tessera {
+
+PipelineStage::~PipelineStage() = default;
+std::vector<at::Tensor> PipelineStage::buffers() const { return {}; }
+bool PipelineStage::recomputes() const { return false; }
+bool PipelineStage::sharded() const { return false; }
+void PipelineStage::gather() {}
+void PipelineStage::release() {}
+
+void PipelineStage::reduce() {
+  for (const auto& sync : gradient_syncs(parameters())) {
+    if (sync->syncing()) sync->reduce();
+  }
+}
+
+namespace {
+
+class ModuleStage final : public PipelineStage {
+ public:
+  ModuleStage(std::shared_ptr<torch::nn::Module> module, StageFunction forward,
+              const StageOptions& options)
+      : module_(std::move(module)), forward_(std::move(forward)), options_(options) {
+    if (!module_ || !forward_)
+      throw InvalidArgument("make_stage: a stage needs a module and what computes its forward");
+  }
+  std::vector<at::Tensor> forward(const std::vector<at::Tensor>& inputs) override {
+    return forward_(inputs);
+  }
+  std::vector<at::Tensor> parameters() const override {
+    std::vector<at::Tensor> trained;
+    for (const at::Tensor& p : module_->parameters()) {
+      if (p.requires_grad()) trained.push_back(p);
+    }
+    return trained;
+  }
+  std::vector<at::Tensor> buffers() const override { return module_->buffers(); }
+  bool recomputes() const override { return options_.recompute; }
+
+ private:
+  std::shared_ptr<torch::nn::Module> module_;
+  StageFunction forward_;
+  StageOptions options_;
+};
+
+}  // namespace
+
+std::shared_ptr<PipelineStage> make_stage(std::shared_ptr<torch::nn::Module> module,
+                                          StageFunction forward, const StageOptions& options) {
+  return std::make_shared<ModuleStage>(std::move(module), std::move(forward), options);
+}
+
+}  // namespace tessera

@@ -1,0 +1,92 @@
+#pragma once
+// A stage of a pipeline: what one rank computes of a micro-batch between two messages.
+//
+//   auto first = make_stage(torch::nn::Sequential(Linear(8, 16), Tanh()));    // one tensor to one
+//   auto tail = make_stage(decoder, [decoder](const std::vector<at::Tensor>& x) mutable {
+//     return std::vector<at::Tensor>{decoder->forward(x[0], x[1])};           // lists of tensors
+//   });
+//
+// or a class of one's own that derives from PipelineStage.
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace tessera {
+
+class PipelineStage {
+ public:
+  PipelineStage() = default;
+  PipelineStage(const PipelineStage&) = delete;
+  PipelineStage& operator=(const PipelineStage&) = delete;
+  virtual ~PipelineStage();
+
+  /// Outputs of one micro-batch from its inputs: those of the stage before (of the batch, on the
+  /// first stage), then one tensor for each skip connection that ends here. The outputs are those
+  /// for the next stage, then one for each skip connection that begins here. Inputs and outputs are
+  /// dense tensors; those that require grad carry gradients back. Called once a micro-batch, twice
+  /// where the stage recomputes.
+  virtual std::vector<at::Tensor> forward(const std::vector<at::Tensor>& inputs) = 0;
+  /// The leaves that the stage trains.
+  virtual std::vector<at::Tensor> parameters() const = 0;
+  /// What a second forward of the same micro-batch must leave as it is (running statistics).
+  virtual std::vector<at::Tensor> buffers() const;
+  /// True: nothing but the inputs is kept between forward and backward, which runs the forward
+  /// again, with the same random numbers. Such a stage's backward is never split.
+  virtual bool recomputes() const;
+
+  /// True: the stage's parameters are fully sharded. The pipeline then calls gather() before the
+  /// first computation of a step, release() after the last one (or more often, where
+  /// PipelineOptions::gathered_at_once says so), and nothing else is to gather meanwhile.
+  virtual bool sharded() const;
+  virtual void gather();
+  virtual void release();
+  /// Reduces the step's gradients over the ranks that share the parameters, once a step, after the
+  /// stage's last backward. The default: all that is known to reduce one of parameters()
+  /// (DistributedDataParallel, distribute_module, any GradientSync) and is not held back by a
+  /// NoSync scope of the caller.
+  virtual void reduce();
+};
+
+struct StageOptions {
+  /// PipelineStage::recomputes().
+  bool recompute = false;
+};
+
+using StageFunction = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
+
+/// `module` owns the parameters and buffers, `forward` computes.
+std::shared_ptr<PipelineStage> make_stage(std::shared_ptr<torch::nn::Module> module,
+                                          StageFunction forward, const StageOptions& options = {});
+
+/// The module's own forward, of one tensor or of a list, returning one tensor or a list. `Module`:
+/// a module holder (what TORCH_MODULE makes) or a shared_ptr to a module.
+template <class Module>
+std::shared_ptr<PipelineStage> make_stage(Module module, const StageOptions& options = {}) {
+  std::shared_ptr<torch::nn::Module> owner;
+  if constexpr (requires { module.ptr(); })
+    owner = module.ptr();
+  else
+    owner = module;
+  const auto listed = [](auto result) -> std::vector<at::Tensor> {
+    if constexpr (std::is_convertible_v<decltype(result), at::Tensor>)
+      return {std::move(result)};
+    else
+      return result;
+  };
+  return make_stage(
+      std::move(owner),
+      [module, listed](const std::vector<at::Tensor>& inputs) mutable -> std::vector<at::Tensor> {
+        if constexpr (requires { module->forward(inputs[0]); })
+          return listed(module->forward(inputs.at(0)));
+        else
+          return listed(module->forward(inputs));
+      },
+      options);
+}
+
+}  // namespace tessera
