@@ -44,6 +44,8 @@ struct DrawnStage : torch::nn::Module {
       mark = *at;
       inputs.erase(at);
     }
+    // Written to, as an in-place activation at the beginning of a stage does.
+    if (inputs.size() == 1) inputs[0].mul_(1.5);
     at::Tensor h = mix(torch::cat(inputs, 1));
     h = twice(torch::relu_(h).exp());
     h = norm(torch::tanh(twice(h)));

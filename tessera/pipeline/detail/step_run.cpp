@@ -118,13 +118,18 @@ int StepRun::skips_after(int stage) const {
 // What the stage gives from flight.inputs; with `graph`, its history is kept.
 std::vector<at::Tensor> StepRun::compute(int s, int k, Flight& flight, bool graph) {
   const at::AutoGradMode mode(graph);
-  std::vector<at::Tensor> outputs = plan_.stages[s]->forward(
-      graph ? flight.graph.enter(flight.inputs, flight.wants) : flight.inputs);
+  const bool again = graph && plan_.stages[s]->recomputes();
+  std::vector<at::Tensor> given =
+      graph ? flight.graph.enter(flight.inputs, flight.wants) : flight.inputs;
+  if (!graph && facts_.training) {
+    // A stage may write to its inputs, of which it needs the values again.
+    for (at::Tensor& input : given) input = input.clone();
+  }
+  std::vector<at::Tensor> outputs = plan_.stages[s]->forward(given);
   if (s + 1 < plan_.count()) {
     if (graph) flight.graph.leave(outputs);
     return outputs;
   }
-  const bool again = graph && plan_.stages[s]->recomputes();
   if (kept(plan_, facts_) && !again) {
     for (const at::Tensor& output : outputs)
       outputs_[static_cast<std::size_t>(k)].push_back(output.detach());
