@@ -51,30 +51,38 @@ Box whole_box(const std::vector<std::int64_t>& shape) {
   return box;
 }
 
-// Parts between the mesh's ranks and its first one, which has the whole; ranks are mesh positions.
-void transfer(const Group& all, const at::Tensor& part, const Box& part_box,
-              const at::Tensor& whole, const Box& whole_box, const TransferPlan& plan,
-              bool to_first) {
-  const at::Tensor &source = to_first ? part : whole, &target = to_first ? whole : part;
-  const Box &source_box = to_first ? part_box : whole_box,
-            &target_box = to_first ? whole_box : part_box;
-  const detail::LocalCallGuard guard;
-  std::vector<Message> messages;
-  std::vector<std::pair<at::Tensor, at::Tensor>> arrivals;
-  for (const Piece& p : plan.sends)
-    messages.push_back(
-        {Message::Kind::send, slice(source, source_box, p.box).contiguous(), p.rank});
-  for (const Piece& p : plan.receives) {
-    const at::Tensor to = slice(target, target_box, p.box),
-                     buffer = at::empty(to.sizes(), to.options());
-    arrivals.emplace_back(to, buffer);
-    messages.push_back({Message::Kind::receive, buffer, p.rank});
+// Shards between the mesh's ranks and its first one, which has the full tensor; ranks are mesh
+// positions. In two halves: what can fail on one rank alone (memory above all) is done, and agreed
+// on, before anything is sent; a rank that failed in between would leave the others waiting.
+class Transfer {
+ public:
+  void prepare(const at::Tensor& part, const Box& part_box, const at::Tensor& whole,
+               const Box& whole_box, const TransferPlan& plan, bool to_first) {
+    const at::Tensor &source = to_first ? part : whole, &target = to_first ? whole : part;
+    const Box &source_box = to_first ? part_box : whole_box,
+              &target_box = to_first ? whole_box : part_box;
+    const detail::LocalCallGuard guard;
+    for (const Piece& p : plan.sends)
+      messages_.push_back(
+          {Message::Kind::send, slice(source, source_box, p.box).contiguous(), p.rank});
+    for (const Piece& p : plan.receives) {
+      const at::Tensor to = slice(target, target_box, p.box);
+      arrivals_.emplace_back(to, at::empty(to.sizes(), to.options()));
+      messages_.push_back({Message::Kind::receive, arrivals_.back().second, p.rank});
+    }
+    for (const Box& box : plan.copies)
+      slice(target, target_box, box).copy_(slice(source, source_box, box));
   }
-  if (!messages.empty()) all.exchange(messages, call_on(all));
-  for (const Box& box : plan.copies)
-    slice(target, target_box, box).copy_(slice(source, source_box, box));
-  for (const auto& [to, buffer] : arrivals) to.copy_(buffer);
-}
+  void run(const Group& all) {
+    const detail::LocalCallGuard guard;
+    if (!messages_.empty()) all.exchange(messages_, call_on(all));
+    for (const auto& [to, buffer] : arrivals_) to.copy_(buffer);
+  }
+
+ private:
+  std::vector<Message> messages_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> arrivals_;
+};
 
 void on_first_rank(const Group& all, const char* call, const std::function<void()>& body) {
   detail::on_first_rank(all, call, body, call_on(all));
@@ -123,19 +131,22 @@ struct Reading {
   at::Tensor read(const Group& all, std::size_t i, const ShardSpec& to) {
     const TorchLayout& t = layouts[i];
     at::Tensor mine, whole;
+    Transfer transfer;
+    const int me = all.rank();
     // Memory may run out on any rank, on the first one first.
     detail::together(
         all, "load",
         [&] {
           mine = at::empty(to.local_shape(), at::TensorOptions(t.dtype));
-          if (all.rank() != 0) return;
-          whole = at::empty(t.shape, at::TensorOptions(t.dtype));
-          file->read(whole.data_ptr(), whole.nbytes(), header.data + header.tensors[i].begin);
+          if (me == 0) {
+            whole = at::empty(t.shape, at::TensorOptions(t.dtype));
+            file->read(whole.data_ptr(), whole.nbytes(), header.data + header.tensors[i].begin);
+          }
+          transfer.prepare(mine, to.sharding().box(me), whole, whole_box(t.shape),
+                           transfer_plan(on_first(t.shape), to.sharding(), me), false);
         },
         call_on(all));
-    const int me = all.rank();
-    transfer(all, mine, to.sharding().box(me), whole, whole_box(t.shape),
-             transfer_plan(on_first(t.shape), to.sharding(), me), false);
+    transfer.run(all);
     return mine;
   }
 
@@ -183,8 +194,7 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
   if (!layouts.empty()) metadata[kLayouts] = concat('{', layouts, '}');
   const std::string header = write_safetensors_header(stored, metadata);
   std::unique_ptr<AtomicFile> file;
-  // For the largest sharded tensor, before the transfers: memory that runs out in the middle would
-  // strand the other ranks there.
+  // For the largest sharded tensor, once.
   at::Tensor memory;
   on_first_rank(all, "save", [&] {
     std::int64_t most = 0;
@@ -201,11 +211,18 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
     if (is_sharded(t)) {
       const at::Tensor value = without_partial(t.detach());
       const ShardSpec s = spec(value);
-      const at::Tensor part = to_local(value).cpu();
-      if (all.rank() == 0)
-        whole = at::from_blob(memory.mutable_data_ptr(), s.shape(), part.scalar_type());
-      transfer(all, part, s.sharding().box(all.rank()), whole, whole_box(s.shape()),
-               transfer_plan(s.sharding(), on_first(s.shape()), all.rank()), true);
+      Transfer transfer;
+      detail::together(
+          all, "save",
+          [&] {
+            const at::Tensor part = to_local(value).cpu();
+            if (all.rank() == 0)
+              whole = at::from_blob(memory.mutable_data_ptr(), s.shape(), part.scalar_type());
+            transfer.prepare(part, s.sharding().box(all.rank()), whole, whole_box(s.shape()),
+                             transfer_plan(s.sharding(), on_first(s.shape()), all.rank()), true);
+          },
+          call_on(all));
+      transfer.run(all);
     }
     // The others learn of it at the end: they are in the transfers until then.
     if (all.rank() == 0 && !failed) {

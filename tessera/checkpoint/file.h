@@ -8,7 +8,7 @@
 // need not be on a shared file system and no rank holds more than its shards and one full tensor.
 // It is written beside its place, synced to the disk and moved there when it is complete. Files of
 // other programs in this format load as well; nothing in them is executed. For checkpoints of many
-// ranks, see checkpoint.h.
+// ranks, see checkpointer.h.
 //
 // All calls are collective over the mesh. An error on the first rank is thrown on all: FileError
 // for a file that cannot be opened, read or written, is damaged, or holds what libtorch cannot. The

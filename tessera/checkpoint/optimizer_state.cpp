@@ -1,13 +1,16 @@
 #include "tessera/checkpoint/optimizer_state.h"
 
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
@@ -16,6 +19,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
+#include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
 
@@ -203,9 +207,8 @@ OptimizerKind kind_of(const torch::optim::Optimizer& optimizer) {
   if (dynamic_cast<const optim::RMSprop*>(&optimizer)) return rmsprop_kind();
   if (dynamic_cast<const optim::Adagrad*>(&optimizer)) return adagrad_kind();
   throw NotAvailable(
-      "the state of this optimizer is not known: Adam, AdamW, SGD, RMSprop and Adagrad are; add "
-      "its "
-      "tensors to the CheckpointState yourself");
+      "the state of this optimizer is not known: Adam, AdamW, SGD, RMSprop, Adagrad and LBFGS are; "
+      "add its tensors to the CheckpointState yourself");
 }
 
 // The optimizer's parameters with their names in the module, group by group.
@@ -242,11 +245,133 @@ void add_tensor(CheckpointState& state, const std::string& name, const at::Tenso
     state.add(name, t, shard->second);
 }
 
+// ---- LBFGS, whose state is one for all parameters ----
+
+using torch::optim::LBFGSOptions, torch::optim::LBFGSParamState;
+
+const torch::optim::LBFGS* as_lbfgs(const torch::optim::Optimizer& optimizer) {
+  return dynamic_cast<const torch::optim::LBFGS*>(&optimizer);
+}
+
+// Over shards its vectors would be in the order of this mesh's ranks, or each rank's own.
+void refuse_shards(const std::vector<Named>& parameters, const HandShards& shards) {
+  for (const Named& one : parameters)
+    if (is_sharded(one.parameter) || shards.contains(one.name))
+      throw NotAvailable(concat("the state of LBFGS over '", one.name,
+                                "', which is sharded: it is kept for replicated parameters alone"));
+}
+
+std::map<std::string, double> lbfgs_options(const LBFGSOptions& options) {
+  return {{"lr", options.lr()},
+          {"max_iter", static_cast<double>(options.max_iter())},
+          {"max_eval", static_cast<double>(options.max_eval().value_or(-1))},
+          {"tolerance_grad", options.tolerance_grad()},
+          {"tolerance_change", options.tolerance_change()},
+          {"history_size", static_cast<double>(options.history_size())}};
+}
+
+void add_lbfgs(CheckpointState& state, const std::string& prefix,
+               torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
+               const HandShards& shards) {
+  const std::vector<Named> parameters = named_parameters_of(optimizer, module);
+  refuse_shards(parameters, shards);
+  state.set(prefix + "kind", "LBFGS");
+  state.set_integer(prefix + "groups", 1);
+  const auto& group = static_cast<const LBFGSOptions&>(optimizer.param_groups()[0].options());
+  for (const auto& [name, value] : lbfgs_options(group))
+    state.set_real(prefix + "group0." + name, value);
+  state.set(prefix + "group0.line_search", group.line_search_fn().value_or(""));
+  const auto found = optimizer.state().find(parameters.at(0).parameter.unsafeGetTensorImpl());
+  state.set_integer(prefix + "begun", found != optimizer.state().end());
+  if (found == optimizer.state().end()) return;
+  const auto& kept = static_cast<const LBFGSParamState&>(*found->second);
+  state.set_integer(prefix + "func_evals", kept.func_evals());
+  state.set_integer(prefix + "n_iter", kept.n_iter());
+  state.set_real(prefix + "t", kept.t());
+  state.set_real(prefix + "prev_loss", kept.prev_loss());
+  const auto add = [&](const std::string& name, const at::Tensor& t) {
+    if (t.defined()) state.add(prefix + name, t);
+  };
+  add("d", kept.d());
+  add("H_diag", kept.H_diag());
+  add("prev_flat_grad", kept.prev_flat_grad());
+  state.set_integer(prefix + "history", static_cast<std::int64_t>(kept.ro().size()));
+  for (std::size_t i = 0; i < kept.ro().size(); ++i) {
+    add(concat("old_dirs.", i), kept.old_dirs()[i]);
+    add(concat("old_stps.", i), kept.old_stps()[i]);
+    add(concat("ro.", i), kept.ro()[i]);
+  }
+}
+
+std::function<void()> read_lbfgs(const CheckpointReader& saved, const std::string& prefix,
+                                 torch::optim::Optimizer& optimizer,
+                                 const torch::nn::Module& module, const HandShards& shards,
+                                 const LoadOptions& options) {
+  const std::vector<Named> parameters = named_parameters_of(optimizer, module);
+  refuse_shards(parameters, shards);
+  std::int64_t elements = 0;
+  for (const Named& one : parameters) elements += one.parameter.numel();
+  CheckpointState state;
+  std::map<std::string, at::Tensor> fresh;
+  for (const SavedTensor& t : saved.tensors()) {
+    if (!t.name.starts_with(prefix)) continue;
+    const std::string field = t.name.substr(prefix.size());
+    if (!t.shape.empty() && t.shape != std::vector<std::int64_t>{elements})
+      throw InvalidArgument(concat("'", t.name, "' of the checkpoint has shape ", list(t.shape),
+                                   ", but the optimizer has ", elements, " elements"));
+    fresh[field] = at::zeros(
+        t.shape, parameters.at(0).parameter.options().dtype(t.dtype).requires_grad(false));
+    state.add(t.name, fresh[field]);
+  }
+  LoadOptions lenient = options;
+  lenient.allow_extra = true;
+  saved.load(state, lenient);
+  auto values = lbfgs_options(LBFGSOptions());
+  for (auto& [name, value] : values) value = state.get_real(prefix + "group0." + name);
+  const std::string search = state.get(prefix + "group0.line_search");
+  std::shared_ptr<LBFGSParamState> kept;
+  if (state.get_integer(prefix + "begun") != 0) {
+    kept = std::make_shared<LBFGSParamState>();
+    kept->func_evals(state.get_integer(prefix + "func_evals"));
+    kept->n_iter(state.get_integer(prefix + "n_iter"));
+    kept->t(state.get_real(prefix + "t"));
+    kept->prev_loss(state.get_real(prefix + "prev_loss"));
+    const auto take = [&](const std::string& name) {
+      const auto found = fresh.find(name);
+      return found == fresh.end() ? at::Tensor() : found->second;
+    };
+    kept->d(take("d"));
+    kept->H_diag(take("H_diag"));
+    kept->prev_flat_grad(take("prev_flat_grad"));
+    const std::int64_t history = state.get_integer(prefix + "history");
+    for (std::int64_t i = 0; i < history; ++i) {
+      kept->old_dirs().push_back(take(concat("old_dirs.", i)));
+      kept->old_stps().push_back(take(concat("old_stps.", i)));
+      kept->ro().push_back(take(concat("ro.", i)));
+    }
+  }
+  void* const key = parameters.at(0).parameter.unsafeGetTensorImpl();
+  return [&optimizer, values, search, kept, key] {
+    auto& group = static_cast<LBFGSOptions&>(optimizer.param_groups()[0].options());
+    group.lr(values.at("lr"));
+    group.max_iter(static_cast<std::int64_t>(values.at("max_iter")));
+    if (values.at("max_eval") >= 0)
+      group.max_eval(static_cast<std::int64_t>(values.at("max_eval")));
+    group.tolerance_grad(values.at("tolerance_grad"));
+    group.tolerance_change(values.at("tolerance_change"));
+    group.history_size(static_cast<std::int64_t>(values.at("history_size")));
+    if (!search.empty()) group.line_search_fn(search);
+    optimizer.state().clear();
+    if (kept) optimizer.state()[key] = std::make_unique<LBFGSParamState>(*kept);
+  };
+}
+
 }  // namespace
 
 void add_optimizer(CheckpointState& state, const std::string& prefix,
                    torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
                    const HandShards& shards) {
+  if (as_lbfgs(optimizer)) return add_lbfgs(state, prefix, optimizer, module, shards);
   const OptimizerKind kind = kind_of(optimizer);
   state.set(prefix + "kind", kind.name);
   const auto& kept = optimizer.state();
@@ -267,7 +392,22 @@ void add_optimizer(CheckpointState& state, const std::string& prefix,
 void load_optimizer(const CheckpointReader& saved, const std::string& prefix,
                     torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
                     const HandShards& shards, const LoadOptions& options) {
+  read_optimizer(saved, prefix, optimizer, module, shards, options)();
+}
+
+std::function<void()> read_optimizer(const CheckpointReader& saved, const std::string& prefix,
+                                     torch::optim::Optimizer& optimizer,
+                                     const torch::nn::Module& module, const HandShards& shards,
+                                     const LoadOptions& options) {
   const at::NoGradGuard no_grad;
+  const std::string name = as_lbfgs(optimizer) ? "LBFGS" : kind_of(optimizer).name;
+  const auto known = saved.value_names();
+  if (std::find(known.begin(), known.end(), prefix + "kind") == known.end())
+    throw InvalidArgument(concat("the checkpoint has no optimizer '", prefix, "'"));
+  if (const std::string there = saved.value(prefix + "kind"); there != name)
+    throw InvalidArgument(concat("the optimizer '", prefix, "' of the checkpoint is ", there,
+                                 ", this one is ", name));
+  if (as_lbfgs(optimizer)) return read_lbfgs(saved, prefix, optimizer, module, shards, options);
   const OptimizerKind kind = kind_of(optimizer);
   const std::vector<Named> parameters = named_parameters_of(optimizer, module);
   CheckpointState state;
@@ -285,14 +425,15 @@ void load_optimizer(const CheckpointReader& saved, const std::string& prefix,
   // The model's tensors are in the same checkpoint.
   lenient.allow_extra = true;
   saved.load(state, lenient);
-  if (!state.has(prefix + "kind"))
-    throw InvalidArgument(concat("the checkpoint has no optimizer '", prefix, "'"));
-  if (state.get(prefix + "kind") != kind.name)
-    throw InvalidArgument(concat("the optimizer '", prefix, "' of the checkpoint is ",
-                                 state.get(prefix + "kind"), ", this one is ", kind.name));
   const auto groups = static_cast<std::int64_t>(optimizer.param_groups().size());
+  const bool same_groups = state.get_integer(prefix + "groups") == groups;
+  if (!same_groups && !options.allow_missing)
+    throw InvalidArgument(concat("the optimizer '", prefix, "' of the checkpoint has ",
+                                 state.get_integer(prefix + "groups"),
+                                 " parameter groups, this one has ", groups,
+                                 " (LoadOptions::allow_missing leaves their options as they are)"));
   std::vector<std::map<std::string, double>> group_options;
-  if (state.get_integer(prefix + "groups") == groups)
+  if (same_groups)
     for (std::size_t g = 0; g < optimizer.param_groups().size(); ++g) {
       auto values = kind.options(optimizer.param_groups()[g].options());
       for (auto& [name, value] : values)
@@ -307,17 +448,20 @@ void load_optimizer(const CheckpointReader& saved, const std::string& prefix,
         there ? kind.make(fresh[i], kind.has_step && state.has(step) ? state.get_integer(step) : 0)
               : nullptr);
   }
-  // Nothing below throws.
-  for (std::size_t g = 0; g < group_options.size(); ++g)
-    kind.set_options(optimizer.param_groups()[g].options(), group_options[g]);
-  auto& kept = optimizer.state();
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    void* key = parameters[i].parameter.unsafeGetTensorImpl();
-    if (states[i])
-      kept[key] = std::move(states[i]);
-    else
-      kept.erase(key);
-  }
+  // Copied and moved by std::function, though called once.
+  const auto ready = std::make_shared<std::vector<StatePointer>>(std::move(states));
+  return [&optimizer, kind, parameters, group_options, ready] {
+    for (std::size_t g = 0; g < group_options.size(); ++g)
+      kind.set_options(optimizer.param_groups()[g].options(), group_options[g]);
+    auto& kept = optimizer.state();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      void* key = parameters[i].parameter.unsafeGetTensorImpl();
+      if ((*ready)[i])
+        kept[key] = std::move((*ready)[i]);
+      else
+        kept.erase(key);
+    }
+  };
 }
 
 }  // namespace tessera

@@ -9,11 +9,13 @@
 //   ...
 //   load_optimizer(saved, "adam.", adam, *net);   // a fresh one, before or after its first step
 //
-// For Adam, AdamW, SGD, RMSprop and Adagrad. Names: "adam.net.0.weight.exp_avg" and so on.
+// For Adam, AdamW, SGD, RMSprop, Adagrad and LBFGS. Names: "adam.net.0.weight.exp_avg" and so on;
+// what LBFGS keeps is about all parameters at once, plain and the same on every rank.
 
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <string>
 
 #include "tessera/checkpoint/checkpoint_reader.h"
@@ -23,17 +25,26 @@ namespace tessera {
 
 /// Adds the state of every parameter of the optimizer; parameters without one, as before the first
 /// step, add nothing. `shards` are those of the module's parameters that are cut by hand. Throws
-/// InvalidArgument for a parameter that is not the module's, NotAvailable for another optimizer.
+/// InvalidArgument for a parameter that is not the module's; NotAvailable for another optimizer, and
+/// for LBFGS over parameters that are sharded.
 void add_optimizer(CheckpointState& state, const std::string& prefix,
                    torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
                    const HandShards& shards = {});
 
 /// Makes the optimizer's state that of the checkpoint, on any mesh: parameters that have no state
-/// there lose theirs. Options of the groups (learning rate and so on) too, if the checkpoint has
-/// groups of the same number. Nothing is changed if anything throws. Collective over the reader's
-/// group.
+/// there lose theirs; options of the groups (learning rate and so on) too. Throws InvalidArgument
+/// for an optimizer of another kind, and for another number of groups, whose options are left as
+/// they are where LoadOptions::allow_missing says so. Nothing is changed if anything throws.
+/// Collective over the reader's group.
 void load_optimizer(const CheckpointReader& saved, const std::string& prefix,
                     torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
                     const HandShards& shards = {}, const LoadOptions& options = {});
+
+/// The same in two halves: reads and checks, and returns what makes it the optimizer's, which does
+/// not throw. So that several things are loaded together or not at all.
+std::function<void()> read_optimizer(const CheckpointReader& saved, const std::string& prefix,
+                                     torch::optim::Optimizer& optimizer,
+                                     const torch::nn::Module& module, const HandShards& shards = {},
+                                     const LoadOptions& options = {});
 
 }  // namespace tessera

@@ -74,12 +74,15 @@ std::vector<HeldShard> describe(const CheckpointState& state, int rank) {
 
 std::vector<at::Tensor> local_bytes(const CheckpointState& state) {
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> all;
+  std::vector<at::Tensor> locals, all;
+  // Reductions first, which ranks do together: what comes after may fail on one of them alone.
   for (const auto& t : state.tensors()) {
     at::Tensor local = t.value.detach();
     if (is_sharded(local)) local = to_local(spec(local).has_partial() ? reduced(local) : local);
-    all.push_back(local.detach().resolve_conj().resolve_neg().cpu().contiguous());
+    locals.push_back(local);
   }
+  for (const at::Tensor& local : locals)
+    all.push_back(local.detach().resolve_conj().resolve_neg().cpu().contiguous());
   for (const auto& [name, value] : state.values()) all.push_back(bytes_of_value(value));
   for (const auto& [name, value] : state.rank_values()) all.push_back(bytes_of_value(value));
   return all;

@@ -19,6 +19,8 @@ std::string caught_error() {
     return concat('I', e.what());
   } catch (const std::exception& e) {
     return concat('E', e.what());
+  } catch (...) {
+    return "Esomething was thrown that is no std::exception";
   }
 }
 
