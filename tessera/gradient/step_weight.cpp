@@ -32,14 +32,18 @@ std::optional<double> StepWeight::scale(const at::Tensor& parameter) const {
 }
 
 at::Tensor StepWeight::weigh(const at::Tensor& loss, double weight) {
-  return weigh(loss, weight, true);
+  return weigh(loss, weight, 1, true);
+}
+
+at::Tensor StepWeight::weigh_in(const at::Tensor& loss, double weight, double unit) {
+  return weigh(loss, weight, unit, true);
 }
 
 at::Tensor StepWeight::weigh_global(const at::Tensor& loss, double weight) {
-  return weigh(loss, weight, group_.rank() == 0);
+  return weigh(loss, weight, 1, group_.rank() == 0);
 }
 
-at::Tensor StepWeight::weigh(const at::Tensor& loss, double weight, bool counts) {
+at::Tensor StepWeight::weigh(const at::Tensor& loss, double weight, double unit, bool counts) {
   if (!loss.defined() || loss.dim() != 0 || !loss.is_floating_point()) {
     throw InvalidArgument(
         "StepWeight::weigh takes a 0-dim floating-point loss: the mean over the micro-batch");
@@ -49,13 +53,20 @@ at::Tensor StepWeight::weigh(const at::Tensor& loss, double weight, bool counts)
     weight = 0;
   }
   if (counts) weight_ += weight;
+  // A plain tensor in the host's memory: its value costs nothing, and nobody else has to know.
+  const bool plain = loss.key_set().has(c10::DispatchKey::CPU);
+  if (plain && weight > 0) {
+    if (counts) host_sum_ += loss.item<double>() * weight;
+    return weight == unit ? loss : loss * (weight / unit);
+  }
   // The same operators whatever the weight, since a sharded loss makes ranks call together. A
   // product alone would keep the NaN of a mean over nothing.
   const at::Tensor any = at::full({}, weight > 0, loss.options().dtype(at::kBool));
-  const at::Tensor weighed = at::where(any, loss, at::zeros({}, loss.options())) * weight;
+  const at::Tensor kept = at::where(any, loss, at::zeros({}, loss.options()));
+  const at::Tensor weighed = kept * (weight / unit);
   const at::NoGradGuard no_grad;
   // All ranks ask for the value of a sharded loss, and one of them counts it.
-  const at::Tensor value = weighed.detach().to(at::kDouble) * (counts ? 1 : 0);
+  const at::Tensor value = kept.detach().to(at::kDouble) * (counts ? weight : 0.0);
   sum_ = sum_.defined() ? sum_ + value : value;
   return weighed;
 }
@@ -107,7 +118,7 @@ double StepWeight::finish(const std::vector<at::Tensor>& parameters) {
 StepWeight::Sums StepWeight::take() {
   const at::NoGradGuard no_grad;
   const Sums sums{valid_ ? weight_ : std::numeric_limits<double>::quiet_NaN(),
-                  sum_.defined() ? sum_.item<double>() : 0.0};
+                  host_sum_ + (sum_.defined() ? sum_.item<double>() : 0.0)};
   reset();
   return sums;
 }
@@ -115,6 +126,7 @@ StepWeight::Sums StepWeight::take() {
 void StepWeight::reset() {
   weight_ = 0;
   valid_ = true;
+  host_sum_ = 0;
   sum_ = at::Tensor();
 }
 

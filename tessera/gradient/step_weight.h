@@ -45,6 +45,11 @@ class StepWeight {
   /// finite makes finish() throw on every rank instead, so that nobody waits. Ranks that share one
   /// loss would count its samples once each: that is what weigh_global() is for.
   at::Tensor weigh(const at::Tensor& loss, double weight);
+  /// The same, and the result is `loss * weight / unit`: where a step's total is about as large as
+  /// the last one's, gradients need no division then, and stay in the range of their dtype. The
+  /// unit is the caller's, who multiplies the gradients by it; the same on every rank. For take(),
+  /// not for finish().
+  at::Tensor weigh_in(const at::Tensor& loss, double weight, double unit);
 
   /// The same for a loss that is the mean over `weight` samples of all ranks of the group together,
   /// and the same on every rank: of a sharded tensor, or of what full_tensor() gave. Its weight
@@ -74,14 +79,16 @@ class StepWeight {
   void reset();
 
  private:
-  at::Tensor weigh(const at::Tensor& loss, double weight, bool counts);
+  at::Tensor weigh(const at::Tensor& loss, double weight, double unit, bool counts);
   std::optional<double> scale(const at::Tensor& parameter) const;
 
   Group group_;
   std::optional<Reduced> others_;
   double weight_ = 0;
   bool valid_ = true;
-  /// Sum of weight * loss, on the losses' device; undefined before the first weigh().
+  /// Sum of weight * loss: of plain losses in the host's memory, and of others on their device
+  /// (undefined before the first).
+  double host_sum_ = 0;
   at::Tensor sum_;
 };
 

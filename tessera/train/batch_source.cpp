@@ -22,10 +22,13 @@ std::uint64_t number_in(const std::string& text, const std::string& what) {
 
 class LoaderBatches final : public BatchSource {
  public:
-  explicit LoaderBatches(Loader& loader) : loader_(loader), epoch_(loader.next_epoch()) {}
+  using Make = std::function<MicroBatch(LoadedBatch)>;
+  LoaderBatches(Loader& loader, Make make)
+      : loader_(loader), make_(std::move(make)), epoch_(loader.next_epoch()) {}
   std::optional<MicroBatch> next() override {
     if (loader_.next_epoch() != epoch_) return std::nullopt;
     LoadedBatch loaded = loader_.next();
+    if (make_) return make_(std::move(loaded));
     MicroBatch batch;
     batch.tensors = std::move(loaded.tensors);
     batch.rows = loaded.rows;
@@ -48,11 +51,12 @@ class LoaderBatches final : public BatchSource {
   bool shared_state() const override { return true; }
   void check(Strategy& strategy) override {
     if (const DistributedManager* manager = strategy.manager())
-      loader_.require_agreement(manager->world());
+      loader_.require_agreement(manager->group(strategy.global_ranks()));
   }
 
  private:
   Loader& loader_;
+  Make make_;
   std::uint64_t epoch_;
 };
 
@@ -144,8 +148,9 @@ at::Tensor without_rows(const at::Tensor& t) {
 
 BatchSource::~BatchSource() = default;
 
-std::shared_ptr<BatchSource> batches_of(Loader& loader) {
-  return std::make_shared<LoaderBatches>(loader);
+std::shared_ptr<BatchSource> batches_of(Loader& loader,
+                                        std::function<MicroBatch(LoadedBatch)> make) {
+  return std::make_shared<LoaderBatches>(loader, std::move(make));
 }
 
 std::shared_ptr<BatchSource> batches_of(StreamLoader& loader, bool replay) {

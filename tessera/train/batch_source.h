@@ -47,8 +47,9 @@ class BatchSource {
 };
 
 /// Batches of a Loader; an epoch is the loader's. Ranks whose loaders differ are told so (over the
-/// strategy's manager).
-std::shared_ptr<BatchSource> batches_of(Loader& loader);
+/// strategy's manager). `make`: what becomes of a loaded batch; absent: its tensors as they are.
+std::shared_ptr<BatchSource> batches_of(Loader& loader,
+                                        std::function<MicroBatch(LoadedBatch)> make = {});
 /// Batches of a StreamLoader, in which the ranks agree already. There is one epoch: a stream has
 /// one end. `replay`: see StreamLoader::restore.
 std::shared_ptr<BatchSource> batches_of(StreamLoader& loader, bool replay = false);

@@ -46,6 +46,11 @@ void check_patience(const EarlyStoppingOptions& options) {
                                  options.least, ": the first is at least 1, the other at least 0"));
 }
 
+void check_decay(double decay) {
+  if (!(decay >= 0 && decay < 1))
+    throw InvalidArgument(concat("Ema: the decay is ", decay, ", not in [0, 1)"));
+}
+
 void save_best(CheckpointState& state, const std::string& prefix, const std::optional<double>& best,
                std::int64_t waited) {
   state.set_integer(prefix + "has_best", best.has_value());
@@ -75,6 +80,7 @@ CheckpointCallback::CheckpointCallback(CheckpointCallbackOptions options)
 void CheckpointCallback::on_setup(Trainer& trainer) {
   if (trainer.options().checkpoint.folder.empty())
     throw InvalidArgument("CheckpointCallback: TrainerOptions::checkpoint.folder is empty");
+  if (options_.on_exception) trainer.save_on_exception();
   last_.clear();
   best_.clear();
   asked_ = false;
@@ -148,7 +154,8 @@ void CheckpointCallback::save(Trainer&, CheckpointState& state, const std::strin
   }
 }
 
-void CheckpointCallback::loaded(Trainer&, const CheckpointState& state, const std::string& prefix) {
+void CheckpointCallback::loaded(Trainer& trainer, const CheckpointState& state,
+                                const std::string& prefix) {
   last_.clear();
   best_.clear();
   for (std::int64_t i = 0; i < state.get_integer(prefix + "last"); ++i)
@@ -156,6 +163,9 @@ void CheckpointCallback::loaded(Trainer&, const CheckpointState& state, const st
   for (std::int64_t i = 0; i < state.get_integer(prefix + "best"); ++i)
     best_.emplace_back(state.get(concat(prefix, "best.", i)),
                        state.get_real(concat(prefix, "best_value.", i)));
+  // One that an exception left is not among those that were asked for; it goes when its turn comes.
+  const std::string here = concat("step-", trainer.step());
+  if (options_.on_exception && trainer.step() > 0 && !needed(here)) last_.push_back(here);
 }
 
 // ---- metrics that stop or slow a run ----
@@ -222,8 +232,8 @@ void LearningRateMonitor::on_step_end(Trainer& trainer, const StepResult&) {
 }
 
 Progress::Progress(std::ostream& out, std::chrono::milliseconds interval,
-                   std::vector<std::string> metrics)
-    : out_(out), interval_(interval), metrics_(std::move(metrics)) {}
+                   std::vector<std::string> metrics, bool terminal)
+    : out_(out), interval_(interval), metrics_(std::move(metrics)), terminal_(terminal) {}
 
 void Progress::on_fit_start(Trainer& trainer) {
   last_ = SteadyClock::now();
@@ -235,7 +245,9 @@ void Progress::on_step_end(Trainer& trainer, const StepResult&) {
 }
 
 void Progress::on_fit_end(Trainer& trainer) {
-  if (trainer.first_rank()) print(trainer);
+  if (!trainer.first_rank()) return;
+  print(trainer);
+  if (terminal_) out_ << '\n' << std::flush;
 }
 
 void Progress::print(Trainer& trainer) {
@@ -244,15 +256,29 @@ void Progress::print(Trainer& trainer) {
   TextStream line;
   line.precision(4);
   line << "epoch " << trainer.epoch() << ", step " << trainer.step();
-  if (const std::int64_t most = trainer.options().max_steps; most > 0)
-    line << " of " << most << " (" << 100 * trainer.step() / most << " %)";
-  if (seconds > 0 && trainer.step() > last_step_)
-    line << ", " << static_cast<double>(trainer.step() - last_step_) / seconds << " steps/s";
+  const std::int64_t most = trainer.options().max_steps;
+  if (most > 0) {
+    constexpr std::int64_t kWidth = 20;
+    const std::int64_t done = std::min(kWidth, kWidth * trainer.step() / most);
+    line << " of " << most << " (" << 100 * trainer.step() / most << " %) ["
+         << std::string(static_cast<std::size_t>(done), '#')
+         << std::string(static_cast<std::size_t>(kWidth - done), '.') << "]";
+  }
+  if (seconds > 0 && trainer.step() > last_step_) {
+    const double pace = static_cast<double>(trainer.step() - last_step_) / seconds;
+    line << ", " << pace << " steps/s";
+    if (most > trainer.step())
+      line << ", " << static_cast<double>(most - trainer.step()) / pace << " s left";
+  }
   for (const std::string& name : metrics_) {
     const auto it = trainer.metrics().find(name);
     if (it != trainer.metrics().end()) line << ", " << name << " " << it->second;
   }
-  out_ << line.str() + "\n" << std::flush;
+  const std::string text = line.str();
+  // On a terminal what a longer line before it has left is written over.
+  const std::size_t rest = length_ > text.size() ? length_ - text.size() : 0;
+  out_ << (terminal_ ? "\r" + text + std::string(rest, ' ') : text + "\n") << std::flush;
+  length_ = text.size();
   last_ = now;
   last_step_ = trainer.step();
 }
@@ -308,9 +334,13 @@ void Timer::loaded(Trainer&, const CheckpointState& state, const std::string& pr
 // ---- averages ----
 
 Ema::Ema(double decay, bool validate_with_average)
-    : decay_(decay), validate_(validate_with_average) {
-  if (!(decay >= 0 && decay < 1))
-    throw InvalidArgument(concat("Ema: the decay is ", decay, ", not in [0, 1)"));
+    : decay_([decay](std::int64_t) { return decay; }), validate_(validate_with_average) {
+  check_decay(decay);
+}
+
+Ema::Ema(std::function<double(std::int64_t)> decay, bool validate_with_average)
+    : decay_(std::move(decay)), validate_(validate_with_average) {
+  if (!decay_) throw InvalidArgument("Ema: the function of the decay is empty");
 }
 
 void Ema::on_setup(Trainer& trainer) {
@@ -333,11 +363,12 @@ void Ema::on_fit_start(Trainer&) {
   for (auto& [name, average] : average_) average.copy_(parameters_.at(name));
 }
 
-void Ema::on_step_end(Trainer&, const StepResult& result) {
+void Ema::on_step_end(Trainer& trainer, const StepResult& result) {
   if (!result.stepped) return;
+  const double decay = decay_(trainer.step());
+  check_decay(decay);
   const at::NoGradGuard no_grad;
-  for (auto& [name, average] : average_)
-    average.mul_(decay_).add_(parameters_.at(name), 1 - decay_);
+  for (auto& [name, average] : average_) average.mul_(decay).add_(parameters_.at(name), 1 - decay);
 }
 
 void Ema::on_validation_start(Trainer&) {
@@ -345,6 +376,10 @@ void Ema::on_validation_start(Trainer&) {
 }
 
 void Ema::on_validation_end(Trainer&, bool) {
+  if (swapped_) swap();
+}
+
+void Ema::on_exception(Trainer&, const std::exception&) {
   if (swapped_) swap();
 }
 

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <iosfwd>
 #include <limits>
 #include <map>
@@ -31,6 +32,8 @@ struct CheckpointCallbackOptions {
   Better better = Better::smaller;
   /// At the end of the run.
   bool at_end = true;
+  /// After an exception, of the last state that was whole (Trainer::save_on_exception).
+  bool on_exception = false;
 };
 
 /// Saves checkpoints named "step-N".
@@ -111,11 +114,14 @@ class LearningRateMonitor : public Callback {
   void on_step_end(Trainer& trainer, const StepResult& result) override;
 };
 
-/// A line on the first rank, at most so often: epoch, step, share of the steps, metrics.
+/// A line on the first rank, at most so often: epoch, step, a bar with the share of the steps and the
+/// time that is left (where TrainerOptions::max_steps says how many there are), metrics. On a
+/// terminal the line is written over the one before.
 class Progress : public Callback {
  public:
+  /// `terminal`: `out` is one.
   explicit Progress(std::ostream& out, std::chrono::milliseconds interval = std::chrono::seconds(1),
-                    std::vector<std::string> metrics = {"train/loss"});
+                    std::vector<std::string> metrics = {"train/loss"}, bool terminal = false);
   std::string name() const override { return "progress"; }
   void on_fit_start(Trainer& trainer) override;
   void on_step_end(Trainer& trainer, const StepResult& result) override;
@@ -126,8 +132,10 @@ class Progress : public Callback {
   std::ostream& out_;
   std::chrono::milliseconds interval_;
   std::vector<std::string> metrics_;
+  bool terminal_;
   std::chrono::steady_clock::time_point last_;
   std::int64_t last_step_ = 0;
+  std::size_t length_ = 0;
 };
 
 /// Logs, by the first rank's clock and as often as the trainer logs, "throughput/samples" (weight
@@ -171,6 +179,9 @@ class Ema : public Callback {
  public:
   /// Throws InvalidArgument for a decay outside [0, 1).
   explicit Ema(double decay = 0.999, bool validate_with_average = true);
+  /// A decay that changes: of the step that has just been made, counted from 1. At a value outside
+  /// [0, 1) the step throws InvalidArgument.
+  explicit Ema(std::function<double(std::int64_t step)> decay, bool validate_with_average = true);
   std::string name() const override { return "ema"; }
   void on_setup(Trainer& trainer) override;
   /// From the values the parameters have then, unless a checkpoint had an average.
@@ -178,6 +189,8 @@ class Ema : public Callback {
   void on_step_end(Trainer& trainer, const StepResult& result) override;
   void on_validation_start(Trainer& trainer) override;
   void on_validation_end(Trainer& trainer, bool complete) override;
+  /// The parameters come back from a validation that an exception ended.
+  void on_exception(Trainer& trainer, const std::exception& e) override;
   void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
   void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
   /// By the parameters' names, the module's in front.
@@ -185,7 +198,7 @@ class Ema : public Callback {
 
  private:
   void swap();
-  double decay_;
+  std::function<double(std::int64_t)> decay_;
   bool validate_;
   std::map<std::string, at::Tensor> average_, parameters_;
   bool swapped_ = false, loaded_ = false;

@@ -161,6 +161,14 @@ void ProcessGroupStrategy::reduce_gradients() {
   }
 }
 
+void ProcessGroupStrategy::abort(const std::string&) noexcept {
+  if (size() == 1) return;
+  try {
+    group_->abort();
+  } catch (...) {  // it has ended already
+  }
+}
+
 double ProcessGroupStrategy::clip(const std::vector<at::Tensor>& parameters,
                                   const ClipOptions& options) {
   return clip_gradients(parameters, Group(), options);

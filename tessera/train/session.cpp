@@ -1,6 +1,7 @@
 #include "tessera/train/session.h"
 
 #include <ATen/ATen.h>
+#include <torch/optim/lbfgs.h>
 
 #include <algorithm>
 #include <cmath>
@@ -54,10 +55,41 @@ at::Tensor local_gradient(const at::Tensor& gradient) {
   return is_sharded(gradient) ? to_local(gradient) : gradient;
 }
 
+// What a checkpoint has under the modules' names is theirs, to the last tensor: a network that has
+// become smaller since does not go on with what is left of it.
+void refuse_other_modules(const CheckpointReader& saved, const NamedModules& modules,
+                          const torch::nn::Module& all) {
+  std::set<std::string> known;
+  for (const auto& item : all.named_parameters()) known.insert(item.key());
+  for (const auto& item : all.named_buffers()) known.insert(item.key());
+  std::string left;
+  for (const SavedTensor& t : saved.tensors()) {
+    const std::string module = t.name.substr(0, t.name.find('.'));
+    const bool ours = std::any_of(modules.begin(), modules.end(),
+                                  [&](const NamedModule& m) { return m.name == module; });
+    if (ours && !known.contains(t.name)) left += concat(left.empty() ? "'" : ", '", t.name, "'");
+  }
+  if (!left.empty())
+    throw InvalidArgument(
+        concat("the checkpoint is that of another model: it has ", left, ", which is not here"));
+}
+
+void refuse_other_optimizers(const CheckpointReader& saved, std::size_t here) {
+  const std::vector<std::string> names = saved.value_names();
+  std::size_t there = 0;
+  while (std::find(names.begin(), names.end(), concat("optimizer.", there, ".kind")) != names.end())
+    ++there;
+  if (there != here)
+    throw InvalidArgument(
+        concat("the checkpoint has ", there, " optimizers, and there are ", here, " here"));
+}
+
 }  // namespace
 
+NonFiniteGradient::~NonFiniteGradient() = default;
+
 Session::Session(std::shared_ptr<Strategy> strategy, const NamedModules& modules,
-                 const SessionOptions& options)
+                 const SessionOptions& options, const CheckpointReader* from)
     : strategy_(std::move(strategy)),
       modules_(modules),
       options_(options),
@@ -78,12 +110,23 @@ Session::Session(std::shared_ptr<Strategy> strategy, const NamedModules& modules
     scaler_ = std::make_unique<LossScaler>(options_.scaler);
   listen(options_.signals);
   convert();
+  if (from && !strategy_->abilities().restores_after_setup) {
+    refuse_other_modules(*from, modules_, *all_);
+    CheckpointState state;
+    state.add("", *all_, strategy_->hand_shards());
+    from->load(state, {.allow_extra = true});
+    restored_ = true;
+  }
   strategy_->setup(modules_);
+  strategy_->session_ = this;
 }
 
 Session::~Session() {
   try {
-    strategy_->teardown();
+    if (strategy_->session_ == this) {
+      strategy_->session_ = nullptr;
+      strategy_->teardown();
+    }
   } catch (...) {  // the error that ends the session is told already
   }
 }
@@ -151,7 +194,7 @@ at::Tensor Session::micro_batch(const std::function<at::Tensor()>& forward, doub
 }
 
 void Session::backward(const at::Tensor& loss, double weight, bool last) {
-  at::Tensor weighed = weight_.weigh(loss, strategy_->loss_weight(weight));
+  at::Tensor weighed = weight_.weigh_in(loss, strategy_->loss_weight(weight), unit_);
   if (scaler_) weighed = weighed * scaler_->scale();
   if (strategy_->abilities().owns_accumulation || last) {
     strategy_->backward(weighed);
@@ -226,7 +269,7 @@ void Session::scale_gradients(const std::vector<at::Tensor>& parameters, double 
   for (const at::Tensor& p : parameters) {
     if (!p.grad().defined()) continue;
     at::Tensor gradient = local_gradient(p.grad());
-    const double factor = 1 / (multiples_.at(p.unsafeGetTensorImpl()) * weight);
+    const double factor = unit_ / (multiples_.at(p.unsafeGetTensorImpl()) * weight);
     if (factor != 1) gradient.mul_(factor);
     if (std::isfinite(options_.clip_value))
       gradient.clamp_(-options_.clip_value, options_.clip_value);
@@ -242,7 +285,64 @@ StepResult Session::step(const std::vector<std::size_t>& which,
   if (optimizers_.empty()) throw InvalidArgument("a step of a session without optimizers");
   if (parameters_.empty()) find_parameters();
   const std::vector<at::Tensor> named = parameters_of(which);
-  const std::vector<at::Tensor>& own = which.empty() ? all_optimized_ : named;
+  const auto refuse = [](const torch::optim::Optimizer& optimizer) {
+    if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer))
+      throw NotAvailable(
+          "LBFGS calls the loss again: step it by Session::step_again(), in a task whose "
+          "automatic() is false");
+  };
+  if (which.empty())
+    for (const auto& optimizer : optimizers_) refuse(*optimizer);
+  for (const std::size_t i : which) refuse(*optimizers_[i]);
+  StepResult result = finish_gradients(which.empty() ? all_optimized_ : named);
+  ++steps_;
+  if (result.stepped) {
+    if (before) before(result);
+    if (which.empty()) {
+      for (const auto& optimizer : optimizers_) optimizer->step();
+    } else {
+      for (const std::size_t i : which) optimizers_[i]->step();
+    }
+  }
+  clear_gradients();
+  return last_ = result;
+}
+
+StepResult Session::step_again(const std::function<void()>& evaluate, std::size_t optimizer) {
+  if (!evaluate) throw InvalidArgument("step_again: there is no function");
+  if (optimizer >= optimizers_.size())
+    throw InvalidArgument(concat("optimizer ", optimizer, " of ", optimizers_.size()));
+  if (scaler_)
+    throw NotAvailable(
+        "step_again() with float16: a search along the loss cannot leave out an overflow; choose "
+        "bfloat16 or float32");
+  if (!strategy_->by_hand().empty())
+    throw NotAvailable(
+        "step_again() with parameters that are sharded by hand: the optimizer would take its "
+        "products over each rank's shard alone");
+  if (parameters_.empty()) find_parameters();
+  StepResult first;
+  bool evaluated = false;
+  ++steps_;
+  optimizers_[optimizer]->step([&] {
+    const at::AutoGradMode with_grad(true);
+    clear_gradients();
+    evaluate();
+    const StepResult one = finish_gradients(optimized_[optimizer]);
+    if (!evaluated) first = one;
+    first.stop = std::max(first.stop, one.stop);
+    first.save = first.save || one.save;
+    evaluated = true;
+    if (!one.stepped)
+      throw NonFiniteGradient(concat("gradients are not finite in an evaluation of step ", steps_,
+                                     ", which cannot be left out alone"));
+    return at::scalar_tensor(one.loss, at::kDouble);
+  });
+  clear_gradients();
+  return last_ = first;
+}
+
+StepResult Session::finish_gradients(const std::vector<at::Tensor>& own) {
   if (owed_) strategy_->reduce_gradients();
   owed_ = false;
 
@@ -267,21 +367,25 @@ StepResult Session::step(const std::vector<std::size_t>& which,
   result.loss = sums[kLoss] / sums[kWeight];
   result.weight = sums[kWeight] / strategy_->loss_sharing();
   result.stepped = sums[kOverflow] == 0;
-  ++steps_;
   if (result.stepped) {
     scale_gradients(own, result.weight * (scaler_ ? scaler_->scale() : 1.0));
     if (std::isfinite(options_.clip.max_norm) || options_.measure_norm)
       result.norm = strategy_->clip(own, options_.clip);
-    if (before) before(result);
-    if (which.empty()) {
-      for (const auto& optimizer : optimizers_) optimizer->step();
-    } else {
-      for (const std::size_t i : which) optimizers_[i]->step();
-    }
   }
+  if (!own.empty()) unit_ = multiples_.at(own.front().unsafeGetTensorImpl()) * result.weight;
   if (scaler_) scaler_->update(!result.stepped);
-  clear_gradients();
-  return last_ = result;
+  const bool measured = std::isfinite(options_.clip.max_norm) || options_.measure_norm;
+  if (result.stepped && measured && !std::isfinite(result.norm)) {
+    if (options_.non_finite == NonFinite::error) {
+      clear_gradients();
+      throw NonFiniteGradient(concat("the gradients after step ", steps_,
+                                     " are not finite (the loss is ", result.loss,
+                                     "): look for what diverges, or leave such steps out by "
+                                     "SessionOptions::non_finite = NonFinite::skip"));
+    }
+    result.stepped = options_.non_finite == NonFinite::step;
+  }
+  return result;
 }
 
 void Session::listen(bool on) {
@@ -313,6 +417,7 @@ CheckpointState Session::state() {
   for (std::size_t i = 0; i < optimizers_.size(); ++i)
     add_optimizer(state, concat("optimizer.", i, "."), *optimizers_[i], *all_, shards);
   state.set_integer("train.steps", steps_);
+  state.set_real("train.unit", unit_);
   if (scaler_) state.set("train.scaler", scaler_->state());
   state.set_of_rank("train.random", detail::random_bytes(strategy_->root_device()));
   if (const DistributedManager* manager = strategy_->manager()) {
@@ -325,13 +430,25 @@ CheckpointState Session::state() {
 
 void Session::load(const CheckpointReader& saved, CheckpointState* extra) {
   const HandShards shards = strategy_->hand_shards();
+  if (!strategy_->abilities().restores_after_setup && !restored_)
+    throw InvalidArgument(concat(
+        "the strategy '", strategy_->name(),
+        "' restores before setup() alone: give the checkpoint to the session's constructor"));
+  // What does not fit is found before anything is changed.
+  refuse_other_modules(saved, modules_, *all_);
+  refuse_other_optimizers(saved, optimizers_.size());
+  std::vector<std::function<void()>> commits;
+  for (std::size_t i = 0; i < optimizers_.size(); ++i)
+    commits.push_back(
+        read_optimizer(saved, concat("optimizer.", i, "."), *optimizers_[i], *all_, shards));
   CheckpointState state;
   if (extra) state = *extra;
-  state.add("", *all_, shards);
+  if (!restored_) state.add("", *all_, shards);
   saved.load(state, {.allow_extra = true});
-  for (std::size_t i = 0; i < optimizers_.size(); ++i)
-    load_optimizer(saved, concat("optimizer.", i, "."), *optimizers_[i], *all_, shards);
+  restored_ = false;
+  for (const auto& commit : commits) commit();
   steps_ = state.get_integer("train.steps");
+  if (state.has("train.unit")) unit_ = state.get_real("train.unit");
   if (scaler_ && state.has("train.scaler")) scaler_->restore(state.get("train.scaler"));
   // Where the first rank alone saved, the others keep theirs.
   if (state.has_of_rank("train.random") && strategy_->rank() < saved.saved_ranks())

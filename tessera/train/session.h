@@ -39,6 +39,24 @@
 
 namespace tessera {
 
+/// What a step does with gradients whose norm is infinite or NaN on any rank, where a norm is taken
+/// (SessionOptions::clip, measure_norm). An overflow of float16 is left out and never comes here.
+enum class NonFinite : unsigned char {
+  /// Throws NonFiniteGradient on every rank; no optimizer has stepped.
+  error,
+  /// Leaves the step out (StepResult::stepped).
+  skip,
+  /// Steps with them, not clipped.
+  step
+};
+
+/// Gradients of a step are infinite or NaN (SessionOptions::non_finite).
+class NonFiniteGradient : public Error {
+ public:
+  using Error::Error;
+  ~NonFiniteGradient() override;
+};
+
 struct SessionOptions {
   Precision precision = Precision::as_is;
   LossScalerOptions scaler = {};
@@ -46,6 +64,7 @@ struct SessionOptions {
   ClipOptions clip = {};
   /// Takes the norm of every step, even if nothing is clipped.
   bool measure_norm = false;
+  NonFinite non_finite = NonFinite::error;
   /// Each element of a gradient to at most this magnitude, before the norm.
   double clip_value = std::numeric_limits<double>::infinity();
   /// Notes SIGTERM and SIGUSR1 while the session lives.
@@ -60,7 +79,8 @@ struct StepResult {
   double weight = 0;
   /// Before clipping; NaN where none was taken.
   double norm = std::numeric_limits<double>::quiet_NaN();
-  /// False: a gradient overflowed on some rank (float16), and the step was left out.
+  /// False: a gradient overflowed on some rank (float16), or was not finite and
+  /// SessionOptions::non_finite says to skip, and the step was left out.
   bool stepped = true;
   Stop stop = Stop::none;
   /// Some rank has asked for a checkpoint (Session::request_save).
@@ -71,10 +91,11 @@ class Session {
  public:
   /// Converts the modules and calls strategy.setup(). Throws InvalidArgument for parameters of
   /// another dtype than the precision asks for where the strategy does not move modules; names
-  /// "optimizer" and "train" are taken.
+  /// "optimizer" and "train" are taken. `from`: the checkpoint that load() will be given; needed
+  /// where Abilities::restores_after_setup is false, and then collective over the reader's group.
   Session(std::shared_ptr<Strategy> strategy, const NamedModules& modules,
-          const SessionOptions& options = {});
-  /// Calls strategy.teardown().
+          const SessionOptions& options = {}, const CheckpointReader* from = nullptr);
+  /// Calls strategy.teardown(), unless another session has set the strategy up since.
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -107,8 +128,18 @@ class Session {
   /// unless the step is left out. Throws InvalidArgument on every rank for a weight that was
   /// negative, not finite, or zero on all; GradientError where what reduces a parameter's
   /// gradients does not say how.
+  /// NonFiniteGradient as the options say; NotAvailable for an optimizer that calls the loss again
+  /// (LBFGS).
   StepResult step(const std::vector<std::size_t>& which = {},
                   const std::function<void(const StepResult&)>& before = {});
+  /// One step of an optimizer that calls the loss again (LBFGS): `evaluate` makes the micro-batches
+  /// of the step, by micro_batch() or backward(), always the same ones, and is called as often as
+  /// the optimizer asks, with gradients cleared. Each time the gradients are brought to the mean and
+  /// clipped, by one all-reduce, so that all ranks see the same loss and search alike. The result is
+  /// that of the first evaluation. Throws NotAvailable for float16, and where ranks hold other plain
+  /// parameters (Strategy::by_hand), of which the optimizer would take its products on each rank
+  /// alone.
+  StepResult step_again(const std::function<void()>& evaluate, std::size_t optimizer = 0);
 
   /// What the last step() came to; without one, that of no step.
   const StepResult& last_step() const { return last_; }
@@ -132,13 +163,17 @@ class Session {
   /// Checkpointer after adding to it. Tensors are shared, not copied.
   CheckpointState state();
   /// What state() has, from a checkpoint of any number of ranks. `extra`: more to load, or nullptr.
-  /// Collective over the reader's group.
+  /// Collective over the reader's group. Throws InvalidArgument on every rank, before anything is
+  /// changed, for a checkpoint of other modules (tensors under their names that they do not have,
+  /// or the other way round) or of other optimizers (number, kinds, parameter groups).
   void load(const CheckpointReader& saved, CheckpointState* extra = nullptr);
   /// Optimizer steps so far, those left out included.
   std::int64_t steps() const { return steps_; }
   double loss_scale() const;
 
  private:
+  /// Reduces what is owed, adds up over the ranks, and brings these gradients to the mean.
+  StepResult finish_gradients(const std::vector<at::Tensor>& own);
   void convert() const;
   void clear_gradients();
   bool overflowed() const;
@@ -152,6 +187,8 @@ class Session {
   NamedModules modules_;
   SessionOptions options_;
   std::shared_ptr<torch::nn::Module> all_;
+  /// The modules have a checkpoint's values since before setup().
+  bool restored_ = false;
   std::vector<std::shared_ptr<torch::optim::Optimizer>> optimizers_;
   /// Of all modules, those that get gradients.
   std::vector<at::Tensor> parameters_;
@@ -161,6 +198,9 @@ class Session {
   /// Of the latter: by what the sum of the ranks' gradients was multiplied.
   std::unordered_map<const c10::TensorImpl*, double> multiples_;
   StepWeight weight_;
+  /// Losses are divided by it, and gradients multiplied: about the weight of a step, so that hardly
+  /// anything is left to multiply. That of the last step; the same on every rank.
+  double unit_ = 1;
   std::unique_ptr<LossScaler> scaler_;
   std::unique_ptr<StopSignals> signals_;
   Stop requested_ = Stop::none;

@@ -103,14 +103,11 @@ void DDPStrategy::before_forward(bool synchronised) {
 
 MeshStrategy::MeshStrategy(const DeviceMesh& mesh, Parallelise parallelise,
                            std::vector<Placement> batch)
-    : ManagedStrategy(mesh.manager()),
+    : ManagedStrategy(mesh.manager(), mesh.all()),
       mesh_(mesh),
       parallelise_(std::move(parallelise)),
       batch_(std::move(batch)) {
   const auto& axes = mesh_.layout().axes();
-  if (mesh_.layout().size() != size())
-    throw InvalidArgument(
-        concat("MeshStrategy: the mesh has ", mesh_.layout().size(), " ranks, the world ", size()));
   if (batch_.size() != axes.size())
     throw InvalidArgument(concat("MeshStrategy: ", batch_.size(), " placements of a batch for ",
                                  axes.size(), " axes of the mesh"));

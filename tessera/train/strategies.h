@@ -96,8 +96,9 @@ class MeshStrategy : public ManagedStrategy {
   /// one placement an axis. Each rank gives the rows, or the part of the field, that are its own
   /// (from_local); tensors with too few dims for a Shard are replicated on that axis. The loss of
   /// such tensors is that of all ranks' samples; its weight is the sum of what the ranks with other
-  /// samples give (one small all-reduce a micro-batch). Throws InvalidArgument if the mesh does not
-  /// cover the world, or for placements that do not fit its axes or are Partial.
+  /// samples give (one small all-reduce a micro-batch). The mesh may be of some ranks of the job,
+  /// which then train by themselves. Throws InvalidArgument for placements that do not fit the mesh's
+  /// axes or are Partial.
   MeshStrategy(const DeviceMesh& mesh, Parallelise parallelise, std::vector<Placement> batch);
   /// A table of patterns (distribute_module), matched with the module's name in front.
   MeshStrategy(const DeviceMesh& mesh, NamedPlacements patterns, std::vector<Placement> batch);

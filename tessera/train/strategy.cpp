@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <cstring>
+#include <numeric>
 #include <set>
 #include <utility>
 
@@ -90,7 +91,8 @@ std::vector<at::Tensor> Strategy::all_gather(const at::Tensor& mine) {
 void Strategy::place(MicroBatch& batch) {
   if (!abilities().moves_modules) return;
   const auto move = [&](at::Tensor& t) {
-    if (t.defined() && !is_sharded(t)) t = t.to(root_device(), /*non_blocking=*/true);
+    if (t.defined() && !is_sharded(t) && t.device() != root_device())
+      t = t.to(root_device(), /*non_blocking=*/true);
   };
   for (at::Tensor& t : batch.tensors) move(t);
   move(batch.mask);
@@ -112,14 +114,22 @@ double Strategy::clip(const std::vector<at::Tensor>& parameters, const ClipOptio
         "this strategy has neither a manager, over whose ranks a norm is taken, nor a clip() of "
         "its own: override one of them");
   }
-  return clip_gradients(parameters, manager() ? manager()->world() : Group(), options, by_hand());
+  return clip_gradients(parameters, manager() ? manager()->group(global_ranks()) : Group(), options,
+                        by_hand());
+}
+
+std::vector<int> Strategy::global_ranks() const {
+  std::vector<int> all(static_cast<std::size_t>(manager() ? manager()->world_size() : size()));
+  std::iota(all.begin(), all.end(), 0);
+  return all;
 }
 
 void Strategy::abort(const std::string& reason) noexcept {
   const DistributedManager* ranks = manager();
   if (ranks == nullptr || ranks->world_size() == 1) return;
   try {
-    ranks->fail_groups_within(Mesh({{"all", ranks->world_size()}}), reason);
+    const std::vector<int> those = global_ranks();
+    ranks->fail_groups_within(Mesh({{"all", static_cast<int>(those.size())}}, those), reason);
   } catch (...) {  // the groups have ended already
   }
 }
@@ -127,9 +137,12 @@ void Strategy::abort(const std::string& reason) noexcept {
 ManagedStrategy::ManagedStrategy(DistributedManager manager)
     : manager_(std::move(manager)), world_(manager_.world()) {}
 
-int ManagedStrategy::rank() const { return manager_.rank(); }
+ManagedStrategy::ManagedStrategy(DistributedManager manager, Group ranks)
+    : manager_(std::move(manager)), world_(std::move(ranks)) {}
 
-int ManagedStrategy::size() const { return manager_.world_size(); }
+int ManagedStrategy::rank() const { return world_.rank(); }
+
+int ManagedStrategy::size() const { return world_.size(); }
 
 c10::Device ManagedStrategy::root_device() const { return manager_.device(); }
 

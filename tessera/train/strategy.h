@@ -51,6 +51,10 @@ struct Abilities {
   /// Micro-batches come together in the strategy: its backward() is called for each of them
   /// without no_sync() around it, and reduce_gradients() at the end of every step.
   bool owns_accumulation = false;
+  /// A checkpoint's values can be written into the modules after setup(). False: setup() leaves
+  /// something behind that takes none (quantized, packed, moved out of reach), and the modules get
+  /// them before.
+  bool restores_after_setup = true;
   /// How the gradients of parameters come together that nothing reduces of which the library knows
   /// (see the head of this file): their mean over the ranks with different losses, or their sum.
   enum class Gradients : unsigned char { averaged, summed } gradients = Gradients::averaged;
@@ -123,6 +127,8 @@ class Strategy {
   /// What checkpoints are written by; nullptr: this strategy has none, and a run of several ranks
   /// cannot save.
   virtual const DistributedManager* manager() const { return nullptr; }
+  /// The ranks of that manager that train together, by rank of this strategy. The default: all.
+  virtual std::vector<int> global_ranks() const;
   /// Tells the other ranks that this one cannot go on: their pending and later calls throw, with
   /// the reason. Called when an exception leaves a step. The default aborts the manager's groups,
   /// and does nothing without a manager.
@@ -133,13 +139,18 @@ class Strategy {
   const NamedModules& modules() const { return modules_; }
 
  private:
+  friend class Session;
   NamedModules modules_;
+  /// Whose setup() was the last: another session's end is no teardown().
+  const void* session_ = nullptr;
 };
 
-/// Over the ranks of a manager: all that Strategy asks for, by its world group.
+/// Over the ranks of a manager: all that Strategy asks for, by its world group or another one.
 class ManagedStrategy : public Strategy {
  public:
   explicit ManagedStrategy(DistributedManager manager);
+  /// Over these ranks of it alone.
+  ManagedStrategy(DistributedManager manager, Group ranks);
 
   int rank() const override;
   int size() const override;
@@ -153,6 +164,7 @@ class ManagedStrategy : public Strategy {
   std::vector<std::string> all_gather(const std::string& mine) override;
   double clip(const std::vector<at::Tensor>& parameters, const ClipOptions& options) override;
   const DistributedManager* manager() const override { return &manager_; }
+  std::vector<int> global_ranks() const override { return world_.ranks(); }
 
  protected:
   const Group& world() const { return world_; }

@@ -76,24 +76,26 @@ FitResult Trainer::fit(Task& task, std::shared_ptr<BatchSource> training,
   end_session();
   try {
     together(strategy(), [&] {
-      begin(task);
+      make_checkpointer();
+      const auto saved = resumed_from();
+      begin(task, saved.get());
       training_ = std::make_shared<AgreedBatches>(training, strategy(), options_.uneven);
       if (validation)
         validation_ =
             std::make_shared<AgreedBatches>(validation, strategy(), options_.uneven_validation);
-      make_checkpointer();
-      const std::string from = options_.checkpoint.from.empty() && options_.checkpoint.resume
-                                   ? latest()
-                                   : options_.checkpoint.from;
-      if (!from.empty()) load(from);
+      if (saved) load(*saved);
       if (first_rank())
         for (const auto& logger : options_.loggers) logger->start(step_);
       each([&](Callback& c) { c.on_fit_start(*this); });
+      keep_whole_state();
       run();
+      // A signal after the last vote is not lost.
+      stop_ = std::max(stop_, session_->vote());
       each([&](Callback& c) { c.on_fit_end(*this); });
       safe_point();
       if (checkpointer_) checkpointer_->wait();
       remove_what_was_asked();
+      stop_ = std::max(stop_, session_->vote());
       if (first_rank())
         for (const auto& logger : options_.loggers) logger->flush();
       if (stop_ == Stop::usr1 && options_.requeue && first_rank())
@@ -101,16 +103,21 @@ FitResult Trainer::fit(Task& task, std::shared_ptr<BatchSource> training,
     });
   } catch (const std::exception& e) {
     tell(e);
+    save_whole_state(e);
+    end_session();
+    throw;
+  } catch (...) {
     end_session();
     throw;
   }
+  whole_.reset();
   session_->listen(false);
   training_.reset();
   validation_.reset();
   return {stop_, reason_, step_, epoch_, metrics_, saved_};
 }
 
-void Trainer::begin(Task& task) {
+void Trainer::begin(Task& task, const CheckpointReader* from) {
   task_ = &task;
   stage_ = Stage::train;
   epoch_ = step_ = previous_step_ = 0;
@@ -125,7 +132,9 @@ void Trainer::begin(Task& task) {
   metrics_.clear();
   window_metrics_.clear();
   epoch_metrics_.clear();
-  session_ = std::make_unique<Session>(options_.strategy, task.modules(), options_.session);
+  saves_on_exception_ = false;
+  whole_.reset();
+  session_ = std::make_unique<Session>(options_.strategy, task.modules(), options_.session, from);
   base_rates_.clear();
   for (const auto& optimizer : task.optimizers()) {
     session_->add(optimizer);
@@ -146,6 +155,7 @@ void Trainer::end_session() {
   training_.reset();
   validation_.reset();
   checkpointer_.reset();
+  whole_.reset();
   session_.reset();
   task_ = nullptr;
 }
@@ -177,7 +187,8 @@ void Trainer::run() {
 }
 
 void Trainer::run_epoch() {
-  if (!in_epoch_) {
+  const bool fresh = !in_epoch_;
+  if (fresh) {
     training_->start_epoch(static_cast<std::uint64_t>(epoch_));
     in_epoch_ = true;
     each([&](Callback& c) { c.on_epoch_start(*this); });
@@ -186,6 +197,12 @@ void Trainer::run_epoch() {
     if (stop_ != Stop::none) return;
     if (options_.max_steps >= 0 && step_ >= options_.max_steps) return;
   }
+  if (fresh && training_->index() == 0)
+    throw InvalidArgument(
+        concat("epoch ", epoch_, " has no batch",
+               options_.uneven == UnevenData::drop
+                   ? " on some rank, where the others' are dropped: give each rank at least one"
+                   : " on any rank: look at the data that the trainer was given"));
   end_epoch();
 }
 
@@ -273,12 +290,14 @@ void Trainer::after_step(const StepResult& result) {
   }
   if (validation_ && every(options_.validate_every_steps)) {
     validation_due_ = true;  // by the next run, if this one ends here
+    keep_whole_state();
     if (stop_ == Stop::none && !validate_now()) return safe_point();
   }
   safe_point();
 }
 
 void Trainer::end_epoch() {
+  keep_whole_state();
   if (validation_ && options_.validate_every_epochs > 0 &&
       (epoch_ + 1) % options_.validate_every_epochs == 0 && !validate_now())
     return safe_point();
@@ -413,12 +432,10 @@ std::vector<std::vector<at::Tensor>> Trainer::predict(Task& task,
 void Trainer::prepare(Task& task) {
   if (session_ && task_ == &task) return;
   end_session();
-  begin(task);
   make_checkpointer();
-  const std::string from = options_.checkpoint.from.empty() && options_.checkpoint.resume
-                               ? latest()
-                               : options_.checkpoint.from;
-  if (!from.empty()) load(from);
+  const auto saved = resumed_from();
+  begin(task, saved.get());
+  if (saved) load(*saved);
   if (first_rank())
     for (const auto& logger : options_.loggers) logger->start(step_);
 }

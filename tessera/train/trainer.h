@@ -13,12 +13,15 @@
 // docs/trainer.md has the life of a step, and what is saved where.
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "tessera/checkpoint/checkpoint_reader.h"
 #include "tessera/checkpoint/checkpointer.h"
 #include "tessera/train/batch_source.h"
 #include "tessera/train/callback.h"
@@ -126,6 +129,11 @@ class Trainer {
   /// The same, if one rank alone knows (its clock): all save after the next step at which any
   /// asked.
   void request_save_of_all() { session().request_save(); }
+  /// From now on an exception that ends the run leaves a checkpoint of the last state that was
+  /// whole, "step-N": written when the callbacks have been told, over groups made anew, if all ranks
+  /// are there and were between the same two optimizer steps. Costs a list of the state, and a copy
+  /// of buffers, at every step.
+  void save_on_exception() { saves_on_exception_ = true; }
   /// Removes a checkpoint of the folder, if it is there, when the one that is asked for next has
   /// been written, or at the end of the run. All ranks alike.
   void request_remove(const std::string& name);
@@ -138,7 +146,7 @@ class Trainer {
   void log_here(const std::map<std::string, double>& values);
 
  private:
-  void begin(Task& task);
+  void begin(Task& task, const CheckpointReader* from);
   void end_session();
   void run();
   void run_epoch();
@@ -157,12 +165,18 @@ class Trainer {
   void safe_point();
   void remove_all(const std::vector<std::string>& names);
   void remove_what_was_asked();
+  void keep_whole_state();
+  void save_whole_state(const std::exception& e) noexcept;
   CheckpointState state();
-  void load(const std::string& name);
+  void load(const CheckpointReader& saved);
   void load_position(const CheckpointReader& saved);
   const DistributedManager& manager() const;
+  std::vector<int> ranks() const;
   std::string latest();
+  /// Of the checkpoint to go on from; nullptr: there is none.
+  std::unique_ptr<CheckpointReader> resumed_from();
   void make_checkpointer();
+  bool saves_on_all_ranks() const;
   bool limit_reached() const;
   void tell(const std::exception& e) noexcept;
   template <class Call>
@@ -196,6 +210,15 @@ class Trainer {
   std::string reason_, saved_;
   /// Removed after the next save, and after this one.
   std::vector<std::string> to_save_, to_remove_, ready_to_remove_;
+  bool saves_on_exception_ = false;
+  /// What save_on_exception() goes back to: the state between two steps, with the contents of
+  /// buffers, which forward writes to.
+  struct WholeState {
+    std::int64_t step = 0;
+    CheckpointState state;
+    std::vector<std::pair<at::Tensor, at::Tensor>> buffers;
+  };
+  std::unique_ptr<WholeState> whole_;
 };
 
 }  // namespace tessera

@@ -1,5 +1,7 @@
 // What a trainer saves, and how it goes on from it.
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -13,7 +15,7 @@ namespace tessera {
 void Trainer::make_checkpointer() {
   const TrainerCheckpoints& saves = options_.checkpoint;
   if (saves.folder.empty()) return;
-  const bool all = strategy().abilities().saves_on_all_ranks;
+  const bool all = saves_on_all_ranks();
   if (strategy().manager() == nullptr) {
     if (strategy().size() > 1 && all)
       throw NotAvailable(concat("the strategy '", strategy().name(), "' has no manager, by which ",
@@ -24,18 +26,24 @@ void Trainer::make_checkpointer() {
   }
   if (!all && !first_rank()) return;
   const bool within = !all && strategy().manager() != nullptr && strategy().size() > 1;
-  checkpointer_ = std::make_unique<Checkpointer>(manager(), saves.folder, saves.options,
-                                                 within ? std::vector<int>{0} : std::vector<int>{});
+  checkpointer_ = std::make_unique<Checkpointer>(
+      manager(), saves.folder, saves.options, within ? std::vector<int>{ranks().front()} : ranks());
 }
+
+bool Trainer::saves_on_all_ranks() const { return strategy().abilities().saves_on_all_ranks; }
 
 const DistributedManager& Trainer::manager() const {
   return strategy().manager() ? *strategy().manager() : *alone_->manager();
 }
 
+std::vector<int> Trainer::ranks() const {
+  return strategy().manager() ? strategy().global_ranks() : std::vector<int>{0};
+}
+
 std::string Trainer::latest() {
   std::string name;
   if (checkpointer_) name = checkpointer_->latest().value_or("");
-  return strategy().abilities().saves_on_all_ranks ? name : strategy().broadcast(name, 0);
+  return saves_on_all_ranks() ? name : strategy().broadcast(name, 0);
 }
 
 CheckpointState Trainer::state() {
@@ -62,8 +70,16 @@ CheckpointState Trainer::state() {
   return state;
 }
 
-void Trainer::load(const std::string& name) {
-  const CheckpointReader saved(manager().world(), options_.checkpoint.folder, name);
+std::unique_ptr<CheckpointReader> Trainer::resumed_from() {
+  const std::string from = options_.checkpoint.from.empty() && options_.checkpoint.resume
+                               ? latest()
+                               : options_.checkpoint.from;
+  if (from.empty()) return nullptr;
+  return std::make_unique<CheckpointReader>(manager().group(ranks()), options_.checkpoint.folder,
+                                            from);
+}
+
+void Trainer::load(const CheckpointReader& saved) {
   CheckpointState extra;
   task_->save(extra);
   for (const auto& callback : options_.callbacks)
@@ -134,7 +150,7 @@ void Trainer::safe_point() {
   if (!names.empty() && !saves)
     throw InvalidArgument(
         "a checkpoint was asked for, but TrainerOptions::checkpoint.folder is empty");
-  if (names.empty()) return;
+  if (names.empty()) return keep_whole_state();
   // What is to go has a successor on the disk when the save before this one is.
   if (checkpointer_) checkpointer_->wait();
   std::vector<std::string> removed;
@@ -148,6 +164,46 @@ void Trainer::safe_point() {
     else if (checkpointer_)
       checkpointer_->save(name, all);
     saved_ = name;
+  }
+  keep_whole_state();
+}
+
+// ---- after an exception ----
+
+void Trainer::keep_whole_state() {
+  if (!saves_on_exception_) return;
+  const at::NoGradGuard no_grad;
+  whole_ = std::make_unique<WholeState>();
+  whole_->step = step_;
+  whole_->state = state();
+  for (const NamedModule& m : session_->modules())
+    for (const at::Tensor& buffer : m.module->buffers())
+      whole_->buffers.emplace_back(buffer.detach(), buffer.detach().clone());
+}
+
+// Parameters and optimizers are those of the kept state until the next step begins: nothing has to
+// be copied back but buffers.
+void Trainer::save_whole_state(const std::exception& e) noexcept {
+  if (!saves_on_exception_ || !session_) return;
+  // Ranks that are gone, or that nobody has heard of for as long as groups wait, save nothing.
+  if (dynamic_cast<const PeerLostError*>(&e) && !dynamic_cast<const PeerFailedError*>(&e)) return;
+  if (dynamic_cast<const TimeoutError*>(&e)) return;
+  if (!saves_on_all_ranks() && !first_rank()) return;
+  try {
+    checkpointer_.reset();  // what it was writing has ended with the groups
+    make_checkpointer();
+    const bool whole = whole_ && whole_->step > 0 && session_->steps() == whole_->step;
+    const std::string mine = whole ? concat("step-", whole_->step) : std::string();
+    if (saves_on_all_ranks() && strategy().size() > 1) {
+      for (const std::string& other : manager().group(ranks()).all_gather_bytes(mine))
+        if (other != mine) return;
+    }
+    if (!whole || checkpointer_->latest() == mine) return;
+    const at::NoGradGuard no_grad;
+    for (const auto& [buffer, kept] : whole_->buffers) at::Tensor(buffer).copy_(kept);
+    checkpointer_->save(mine, whole_->state);
+    saved_ = mine;
+  } catch (...) {  // the exception that ended the run is the one that counts
   }
 }
 

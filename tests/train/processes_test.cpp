@@ -129,6 +129,31 @@ TEST(TrainProcesses, SignalsSaveAndStopAllAtTheSameStep) {
   }
 }
 
+// Again and again at random steps, phases and ranks: nothing is lost, and the end is the same.
+TEST(TrainProcesses, FiftySignalsAtRandomSteps) {
+  Draw draw(50);
+  const std::vector<std::string> phases{"forward", "backward", "step", "after", "save"};
+  for (int signals = 0; signals < 50;) {
+    const Folder folder;
+    std::int64_t done = 0;
+    while (signals < 50) {
+      const std::int64_t step = done + draw.below(static_cast<int>(8 - done));
+      const std::string phase = draw.of(phases);
+      const Trouble trouble{draw.below(kRanks), step, phase, SIGTERM};
+      const auto ends = job(folder.path(), trouble);
+      ++signals;
+      const std::string what = concat(phase, " at ", step, ", from ", done);
+      ASSERT_EQ(ends[0].exit_code, 0) << what << ": " << ends[0].report;
+      EXPECT_EQ(ends[0].report, ends[1].report) << what;
+      const std::int64_t steps = std::stoll(ends[0].report);
+      EXPECT_GE(steps, step) << what;
+      done = steps;
+      if (steps == 8) break;
+    }
+    expect_goes_on(folder.path(), "many signals");
+  }
+}
+
 TEST(TrainProcesses, SignalsInAValidationAreNoticed) {
   const Folder folder;
   const auto ends = job(folder.path(), {1, 4, "validation", SIGTERM});

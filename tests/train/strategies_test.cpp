@@ -124,6 +124,12 @@ TEST(Strategies, MistakesAreTold) {
     EXPECT_THROW(ManualStrategy(manager, {.sharing = 3}), InvalidArgument);
     const auto mesh = manager.mesh({{"data", 2}});
     EXPECT_THROW(MeshStrategy(mesh, NamedPlacements{}, {}), InvalidArgument);
+    // A mesh of some ranks: they train by themselves.
+    const auto own = manager.mesh(Mesh({{"data", 1}}, {manager.rank()}));
+    Regression one;
+    Trainer(with(std::make_shared<MeshStrategy>(own, NamedPlacements{}, std::vector{Shard(0)}), 1))
+        .fit(one, ragged_batches(0, 3));
+    expect_near(one.values(), alone(1, 3, 1, with(nullptr, 1)), "alone");
     EXPECT_THROW(MeshStrategy(mesh, NamedPlacements{}, {Partial()}), InvalidArgument);
     auto registry = StrategyRegistry::builtin();
     EXPECT_THROW(registry.make("fsdp9", manager), InvalidArgument);
