@@ -1,5 +1,11 @@
 #include "surrogate.h"
 
+#include <optional>
+
+#include "tessera/base/text.h"
+#include "tessera/checkpoint/checkpoint_reader.h"
+#include "tessera/checkpoint/checkpointer.h"
+#include "tessera/checkpoint/optimizer_state.h"
 #include "tessera/comm/job/mpi_interop.h"
 #include "tessera/nn/distribute_module.h"
 #include "tessera/tensor/shard_tensor.h"
@@ -59,7 +65,27 @@ Score train_online(ShallowWater& solver, const SolverMesh& on, const Training& t
   const auto advance = [&] {
     for (std::int64_t i = 0; i < training.steps_a_window; ++i) solver.step();
   };
-  for (std::int64_t w = 0; w < training.windows; ++w) {
+  // The loop is the solver's; checkpoints are the library's.
+  std::optional<tessera::Checkpointer> checkpoints;
+  std::int64_t begin = 0;
+  const auto everything = [&] {
+    tessera::CheckpointState all;
+    all.add("network.", *network).add("solver", state);
+    return all;
+  };
+  if (!training.checkpoint.empty()) {
+    checkpoints.emplace(on.manager, training.checkpoint,
+                        tessera::CheckpointOptions{.keep_last = 2});
+    if (const auto latest = checkpoints->latest()) {
+      const tessera::CheckpointReader saved(on.manager.world(), training.checkpoint, *latest);
+      auto all = everything();
+      saved.load(all, {.allow_extra = true});  // into the solver's own memory
+      tessera::load_optimizer(saved, "adam.", optimizer, *network);
+      begin = all.get_integer("windows");
+      score.mass_before = solver.mass();
+    }
+  }
+  for (std::int64_t w = begin; w < training.windows; ++w) {
     const at::Tensor before = state.clone();  // the solver is about to overwrite it
     advance();
     double loss_of_window = 0;
@@ -74,7 +100,14 @@ Score train_online(ShallowWater& solver, const SolverMesh& on, const Training& t
       score.losses.push_back(loss_of_window);
     }
     if (watch) watch(w, loss_of_window);
+    if (checkpoints && ((w + 1) % training.save_every == 0 || w + 1 == training.windows)) {
+      auto all = everything();
+      all.set_integer("windows", w + 1);
+      tessera::add_optimizer(all, "adam.", optimizer, *network);
+      checkpoints->start_save(tessera::concat("window-", w + 1), all);
+    }
   }
+  if (checkpoints) checkpoints->wait();
 
   const torch::NoGradGuard no_grad;
   const auto error = [](const at::Tensor& a, const at::Tensor& b) {

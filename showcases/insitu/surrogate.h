@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "shallow_water.h"
@@ -47,6 +48,11 @@ struct Training {
   /// Of the weights, for each pair.
   std::int64_t updates = 4;
   double learning_rate = 4e-3;
+  /// The folder to save in, and to go on from, on any number of ranks: the solver's state, the
+  /// network and its optimizer; empty: neither.
+  std::string checkpoint = {};
+  /// Windows between checkpoints.
+  std::int64_t save_every = 20;
 };
 
 /// After training, over windows that were not trained on: root mean square errors of h against the

@@ -1,6 +1,6 @@
 // tokens: a small language model of bytes, trained data-parallel on the book of Genesis.
 //
-//   tessera run -n 2 -- tokens --checkpoint tokens.pt      stop it at any time, and start it again
+//   tessera run -n 2 -- tokens --checkpoint runs/tokens      stop it at any time, and start it again
 //     with another -n
 
 #include <CLI/CLI.hpp>
@@ -11,6 +11,7 @@
 #include <iostream>
 
 #include "tessera/comm/job/manager.h"
+#include "tessera/train/strategies.h"
 #include "training.h"
 
 namespace {
@@ -21,7 +22,8 @@ tokens::Options read_options(int argc, char** argv) {
   CLI::App app{"Trains a small language model on the bytes of a text"};
   app.add_option("--text", options.text, "ASCII text; it is mapped into memory, one byte a token")
       ->capture_default_str();
-  app.add_option("--checkpoint", options.checkpoint, "Save here, and go on from here if it exists");
+  app.add_option("--checkpoint", options.checkpoint,
+                 "Save in this folder, and go on from what is there; SIGTERM saves and ends");
   app.add_option("--steps", options.steps, "To be done in all")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
@@ -59,7 +61,8 @@ tokens::Options read_options(int argc, char** argv) {
 void run(const tokens::Options& options) {
   auto manager = tessera::DistributedManager::initialize();
   const bool first = manager.rank() == 0;
-  auto model = tokens::train(manager.world(), options, [&](const tokens::Step& step) {
+  const auto strategy = std::make_shared<tessera::DDPStrategy>(manager);
+  auto model = tokens::train(strategy, options, [&](const tokens::Step& step) {
     const auto done = step.number + 1;
     if (first && (done % 50 == 0 || done == 1 || done == static_cast<std::uint64_t>(options.steps)))
       std::printf("step %llu, epoch %llu: %.3f bits a byte\n",

@@ -1,40 +1,53 @@
 #include "training.h"
 
 #include <algorithm>
-#include <filesystem>
+#include <utility>
 
 #include "tessera/base/text.h"
-#include "tessera/nn/distributed_data_parallel.h"
 #include "tessera/sampling/permutation.h"
+#include "tessera/train/callbacks.h"
+#include "tessera/train/trainer.h"
 
 namespace tokens {
 namespace {
 
-void save(const std::string& path, Model& model, torch::optim::Optimizer& optimizer,
-          const tessera::Loader& loader) {
-  torch::serialize::OutputArchive archive, weights, moments;
-  model->save(weights);
-  optimizer.save(moments);
-  archive.write("model", weights);
-  archive.write("optimizer", moments);
-  archive.write("loader", c10::IValue(loader.state()));
-  archive.save_to(path + ".new");
-  // whole or not at all, also when this process is killed
-  std::filesystem::rename(path + ".new", path);
-}
+class Language : public tessera::Task {
+ public:
+  Language(Model model, const Options& options) : model_(std::move(model)), options_(options) {}
+  tessera::NamedModules modules() override { return {{"model", model_.ptr()}}; }
+  tessera::Optimizers optimizers() override {
+    return {std::make_shared<torch::optim::Adam>(
+        model_->parameters(), torch::optim::AdamOptions(options_.learning_rate))};
+  }
+  at::Tensor training_step(const tessera::MicroBatch& batch, tessera::Step&) override {
+    const at::Tensor bytes = batch.tensors[0].to(at::kLong);
+    if (bytes.numel() > 0 && bytes.max().item<std::int64_t>() >= vocabulary)
+      throw tessera::InvalidArgument(tessera::concat("'", options_.text,
+                                                     "' is not ASCII: it holds the byte ",
+                                                     bytes.max().item<std::int64_t>()));
+    // A rank without samples runs one that does not count, since a GRU takes no empty batch.
+    if (batch.rows == 0) return 0 * model_(at::zeros({1, options_.row}, at::kLong)).sum();
+    const at::Tensor logits = model_(bytes.narrow(1, 0, options_.row));
+    return at::cross_entropy_loss(logits.flatten(0, 1), bytes.narrow(1, 1, options_.row).flatten());
+  }
 
-void restore(const std::string& path, Model& model, torch::optim::Optimizer& optimizer,
-             tessera::Loader& loader) {
-  torch::serialize::InputArchive archive, weights, moments;
-  archive.load_from(path);
-  archive.read("model", weights);
-  archive.read("optimizer", moments);
-  model->load(weights);
-  optimizer.load(moments);
-  c10::IValue state;
-  archive.read("loader", state);
-  loader.restore(state.toStringRef());
-}
+ private:
+  Model model_;
+  const Options& options_;
+};
+
+class Watch : public tessera::Callback {
+ public:
+  explicit Watch(const std::function<void(const Step&)>& watch) : watch_(watch) {}
+  std::string name() const override { return "watch"; }
+  void on_step_end(tessera::Trainer& trainer, const tessera::StepResult& result) override {
+    watch_({static_cast<std::uint64_t>(trainer.step() - 1),
+            static_cast<std::uint64_t>(trainer.epoch()), result.loss});
+  }
+
+ private:
+  const std::function<void(const Step&)>& watch_;
+};
 
 }  // namespace
 
@@ -54,52 +67,33 @@ std::shared_ptr<const tessera::Dataset> samples(const Options& options) {
   return std::make_shared<tessera::TokenFileDataset>(options.text, at::kByte, row + 1, row);
 }
 
-Model train(const tessera::Group& group, const Options& options,
+Model train(const std::shared_ptr<tessera::Strategy>& strategy, const Options& options,
             const std::function<void(const Step&)>& watch) {
   torch::manual_seed(options.seed);
   Model model(options.hidden);
   if (options.float64) model->to(at::kDouble);
-  torch::optim::Adam optimizer(model->parameters(),
-                               torch::optim::AdamOptions(options.learning_rate));
 
   const auto data = samples(options);
   auto order = std::make_shared<tessera::FixedOrder>(
       tessera::SampleOrderOptions{.samples = data->size(), .seed = options.seed},
       tessera::BatchSchedule(static_cast<std::uint64_t>(options.batch)));
-  const tessera::Mesh mesh({{"data", group.size()}});
-  tessera::Loader loader({data}, order, tessera::batch_mapping(mesh, {"data"}), group.rank(),
+  const tessera::Mesh mesh({{"data", strategy->size()}});
+  tessera::Loader loader({data}, order, tessera::batch_mapping(mesh, {"data"}), strategy->rank(),
                          {.workers = options.workers});
-  if (!options.checkpoint.empty() && std::filesystem::exists(options.checkpoint))
-    restore(options.checkpoint, model, optimizer, loader);
-  loader.require_agreement(group);
 
-  tessera::DistributedDataParallel parallel(model, group);
-  for (;;) {
-    const tessera::LoadedBatch batch = loader.next();
-    if (batch.step >= static_cast<std::uint64_t>(options.steps)) break;
-    const at::Tensor bytes = batch.tensors[0].to(at::kLong);
-    if (bytes.numel() > 0 && bytes.max().item<std::int64_t>() >= vocabulary)
-      throw tessera::InvalidArgument(tessera::concat("'", options.text,
-                                                     "' is not ASCII: it holds the byte ",
-                                                     bytes.max().item<std::int64_t>()));
-    const at::Tensor input = bytes.narrow(1, 0, options.row),
-                     target = bytes.narrow(1, 1, options.row);
-    optimizer.zero_grad();
-    // A rank without samples runs one that does not count, since a GRU takes no empty batch.
-    const at::Tensor logits =
-        parallel(batch.rows > 0 ? input : at::zeros({1, options.row}, at::kLong));
-    const at::Tensor own = batch.rows > 0
-                               ? at::cross_entropy_loss(logits.flatten(0, 1), target.flatten())
-                               : 0 * logits.sum();
-    const at::Tensor loss = parallel.mean_loss(own, static_cast<double>(batch.real));
-    loss.backward();
-    optimizer.step();
-    watch({batch.step, batch.epoch, loss.item<double>()});
-    const auto done = static_cast<std::int64_t>(batch.step) + 1;
-    if (!options.checkpoint.empty() && group.rank() == 0 &&
-        (done % options.save_every == 0 || done == options.steps))
-      save(options.checkpoint, model, optimizer, loader);
+  tessera::TrainerOptions how;
+  how.strategy = strategy;
+  how.max_epochs = -1;
+  how.max_steps = options.steps;
+  how.callbacks = {std::make_shared<Watch>(watch)};
+  how.checkpoint.folder = options.checkpoint;
+  if (!options.checkpoint.empty()) {
+    how.checkpoint.resume = true;
+    how.callbacks.push_back(std::make_shared<tessera::CheckpointCallback>(
+        tessera::CheckpointCallbackOptions{.every_steps = options.save_every}));
   }
+  Language task(model, options);
+  tessera::Trainer(how).fit(task, tessera::batches_of(loader));
   return model;
 }
 

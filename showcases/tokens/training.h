@@ -6,10 +6,11 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 
-#include "tessera/comm/group/group.h"
 #include "tessera/data/loader.h"
+#include "tessera/train/strategy.h"
 
 namespace tokens {
 
@@ -19,7 +20,7 @@ inline constexpr std::int64_t vocabulary = 128;
 struct Options {
   /// The file, one byte a token.
   std::string text;
-  /// Where to save, and to go on from if it exists; empty: neither.
+  /// The folder to save in, and to go on from if there is something to go on from; empty: neither.
   std::string checkpoint;
   /// Bytes that a sample predicts, each from those before it in the sample.
   std::int64_t row = 64;
@@ -57,8 +58,9 @@ struct Step {
   double loss;
 };
 
-/// Trains up to options.steps; `watch` is called after each step. Collective over `group`.
-Model train(const tessera::Group& group, const Options& options,
+/// Trains up to options.steps; `watch` is called after each step. Collective over the strategy's
+/// ranks.
+Model train(const std::shared_ptr<tessera::Strategy>& strategy, const Options& options,
             const std::function<void(const Step&)>& watch);
 
 /// `length` bytes that the model puts behind `start`, drawn by its probabilities.

@@ -54,6 +54,9 @@ Settings read_settings(int argc, char** argv) {
                  "and 1 that divides the number of ranks")
       ->delimiter(',');
   app.add_option("--report", settings.report, "Write a report in HTML to this file");
+  app.add_option(
+      "--checkpoint", settings.training.checkpoint,
+      "Save in this folder after every epoch, and go on from what is there, on any mesh");
   app.add_option("--epochs", settings.training.epochs, "Passes over the training samples")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
@@ -147,7 +150,7 @@ void run(const Settings& settings) {
   std::vector<double> losses;
   Progress progress(first ? terminal_columns() : 0);
   const auto training_start = std::chrono::steady_clock::now();
-  WindNet network = train(data, settings.training, [&](const Step& step, WindNet&) {
+  WindNet network = train(data, settings.training, [&](const Step& step) {
     losses.push_back(step.loss);
     char note[64];
     std::snprintf(note, sizeof note, "epoch %lld of %lld, RMS error %.3f m/s",

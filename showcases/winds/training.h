@@ -1,10 +1,12 @@
 #pragma once
-// The training loop: an ordinary one. What it works on is sharded, over samples and over latitudes.
+// The training: the library's trainer on a mesh. What it works on is sharded, over samples and over
+// latitudes.
 
 #include <torch/torch.h>
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "network.h"
@@ -17,6 +19,8 @@ struct TrainingOptions {
   std::int64_t epochs = 10;
   double learning_rate = 2e-3;
   double weight_decay = 1e-2;
+  /// The folder to save in after every epoch, and to go on from; empty: neither.
+  std::string checkpoint;
   NetworkOptions network;
 };
 
@@ -37,7 +41,7 @@ struct Step {
 /// called after each step. AdamW, its rate falling as a cosine; the result is the exponential
 /// average of the weights over the steps, which forgets the noise of single batches.
 WindNet train(const WindsData& data, const TrainingOptions& options,
-              const std::function<void(const Step&, WindNet& average)>& watch);
+              const std::function<void(const Step&)>& watch);
 
 /// The network's forecast of `months` after the training, in m/s, of them this rank's own: [own
 /// months, 2, own lat, lon]. Collective.

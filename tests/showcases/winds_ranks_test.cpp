@@ -69,7 +69,7 @@ Curve curve(const WindsData& data, std::int64_t epochs) {
   TrainingOptions options = kTraining;
   options.epochs = epochs;
   WindNet network =
-      train(data, options, [&](const Step& step, WindNet&) { result.losses.push_back(step.loss); });
+      train(data, options, [&](const Step& step) { result.losses.push_back(step.loss); });
   for (const auto& p : network->parameters())
     result.weights.push_back(tessera::full_tensor(p.detach()));
   const Months test{36, 41};
