@@ -1,7 +1,8 @@
-// Checkpoints: writing and reading beside plain files of the same size on the same disk, and the
-// pause of a save in the background beside one memcpy.
+// Checkpoints: writing and reading beside plain files of the same size on the same disk, the pause
+// of a save in the background beside one memcpy, and all three beside Python's distributed
+// checkpoint of the same tensors (dcp.py, in a process of its own).
 //
-//   bench_checkpoint [--out FILE] [--folder FOLDER] [--megabytes N]
+//   bench_checkpoint [--out FILE] [--folder FOLDER] [--megabytes N] [--python PYTHON --script FILE]
 #include <fcntl.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "harness.h"
+#include "process.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/checkpoint_reader.h"
 #include "tessera/checkpoint/checkpointer.h"
@@ -66,12 +68,15 @@ int main(int count, char** arguments) {
   app.add_option("--out", out);
   app.add_option("--folder", folder, "on the disk that is measured");
   app.add_option("--megabytes", megabytes);
-  std::string only;
+  std::string only, python, script;
   app.add_option("--only", only);
+  app.add_option("--python", python);
+  app.add_option("--script", script);
   CLI11_PARSE(app, count, arguments);
   folder += concat("/tessera_bench_checkpoint_", ::getpid());
   std::filesystem::create_directories(folder);
   bench::Report report("checkpoint", out);
+  report.only(only);
   run_threads(1, [&](DistributedManager& manager) {
     at::set_num_threads(1);
     std::vector<at::Tensor> tensors, targets;
@@ -85,23 +90,31 @@ int main(int count, char** arguments) {
     Checkpointer checkpoints(manager, folder + "/saves", {.keep_last = 1});
     const std::string plain = folder + "/plain";
     int n = 0;
-    report.time(
-        concat("write ", megabytes, " MB"),
-        bench::alternate(
-            31, [&] { return timed([&] { checkpoints.save(concat("s", n++ % 2), state); }); },
-            [&] { return timed([&] { write_plain(plain, tensors); }); }),
-        "a plain file, synced", 1.25);
-    const std::string name = *checkpoints.latest();
-    const auto read_ours = [&](bool verify) {
-      return [&, verify] {
-        return timed([&] {
-          CheckpointReader(manager.world(), folder + "/saves", name).load(into, {.verify = verify});
-        });
-      };
+    const auto measure = [&](const std::string& what, const std::function<double()>& ours,
+                             const std::function<double()>& theirs, const char* reference,
+                             double limit) {
+      if (report.wants(what))
+        report.time(what, bench::alternate(31, ours, theirs), reference, limit);
     };
+    const auto save = [&] { return timed([&] { checkpoints.save(concat("s", n++ % 2), state); }); };
+    const auto pause = [&] {
+      const double seconds = timed([&] { checkpoints.start_save(concat("s", n++ % 2), state); });
+      checkpoints.wait();
+      return seconds;
+    };
+    save();
+    const std::string size = concat(megabytes, " MB");
+    measure(
+        "write " + size, save, [&] { return timed([&] { write_plain(plain, tensors); }); },
+        "a plain file, synced", 1.25);
+    const auto read_ours = [&] {
+      const std::string name = *checkpoints.latest();
+      return timed([&] { CheckpointReader(manager.world(), folder + "/saves", name).load(into); });
+    };
+    write_plain(plain, tensors);
     const auto read_theirs = [&] { return timed([&] { read_plain(plain, targets); }); };
-    report.time(concat("read ", megabytes, " MB from the page cache, verified"),
-                bench::alternate(31, read_ours(true), read_theirs), "a plain file", 3);
+    measure("read " + size + " from the page cache, verified", read_ours, read_theirs,
+            "a plain file", 3);
     // From the disk: what is in the page cache is dropped first.
     const auto dropped = [&](const std::function<double()>& read) {
       return [&, read] {
@@ -114,30 +127,36 @@ int main(int count, char** arguments) {
         return read();
       };
     };
-    report.time(concat("read ", megabytes, " MB from the disk, verified"),
-                bench::alternate(31, dropped(read_ours(true)), dropped(read_theirs)),
-                "a plain file", 1.25);
+    measure("read " + size + " from the disk, verified", dropped(read_ours), dropped(read_theirs),
+            "a plain file", 1.25);
     const at::Tensor copy =
         at::zeros({static_cast<std::int64_t>(megabytes) * 1024 * 1024}, at::kByte);
-    report.time(concat("pause of start_save, ", megabytes, " MB"),
-                bench::alternate(
-                    31,
-                    [&] {
-                      const double pause =
-                          timed([&] { checkpoints.start_save(concat("s", n++ % 2), state); });
-                      checkpoints.wait();
-                      return pause;
-                    },
-                    [&] {
-                      return timed([&] {
-                        char* at = static_cast<char*>(copy.mutable_data_ptr());
-                        for (const at::Tensor& t : tensors) {
-                          std::memcpy(at, t.const_data_ptr(), t.nbytes());
-                          at += t.nbytes();
-                        }
-                      });
-                    }),
-                "one memcpy", 1.1);
+    const auto one_copy = [&] {
+      return timed([&] {
+        char* at = static_cast<char*>(copy.mutable_data_ptr());
+        for (const at::Tensor& t : tensors) {
+          std::memcpy(at, t.const_data_ptr(), t.nbytes());
+          at += t.nbytes();
+        }
+      });
+    };
+    measure("pause of start_save, " + size, pause, one_copy, "one memcpy", 1.1);
+    if (python.empty()) return;
+    std::vector<std::string> environment{"OMP_NUM_THREADS=1"};
+    for (char** entry = environ; *entry; ++entry) environment.emplace_back(*entry);
+    bench::Process dcp({python, script, folder + "/dcp", concat(megabytes)}, environment);
+    dcp.line();  // ready
+    const auto ask = [&](const char* what) {
+      return [&dcp, what] {
+        dcp.tell(what);
+        return std::stod(dcp.line());
+      };
+    };
+    const char* reference = "torch.distributed.checkpoint";
+    measure("write " + size + ", beside Python", save, ask("save"), reference, 1.0);
+    measure("read " + size + " from the page cache, beside Python", read_ours, ask("load"),
+            reference, 1.0);
+    measure("pause, " + size + ", beside Python", pause, ask("async"), reference, 1.0);
   });
   std::filesystem::remove_all(folder);
   return report.finish();
