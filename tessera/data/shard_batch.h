@@ -1,0 +1,69 @@
+#pragma once
+// From what a loader reads to sharded tensors, in one call.
+//
+//   // data 2 x domain 2; each rank reads its rows of the batch, and its rows of every field
+//   for (auto& batch : loader.epoch()) {
+//     auto [inputs, targets] = ...shard_batch(batch, mesh, {"data"}, {{.dims = {{"domain", 2}}}});
+//
+//   // one rank of each domain group reads whole samples, the others get their shards of them
+//   auto batch = scatter_batch(reads ? std::optional(loader->next()) : std::nullopt, mesh,
+//                              {"data"}, {{.dims = {{"domain", 2}}}});
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/job/device_mesh.h"
+#include "tessera/data/loader.h"
+#include "tessera/tensor/spec/spec.h"
+
+namespace tessera {
+
+/// How one tensor of a batch lies along the axes that do not shard the batch: replicated, unless
+/// `dims` names a dim. Dims count with the batch, which is dim 0.
+struct FieldSharding {
+  std::map<std::string, int> dims = {};
+  /// Of the dims that are sharded. Of shard_batch(): the sizes that the ranks have read, gathered
+  /// where they are not given. Of scatter_batch() and of what has been read whole: even where they
+  /// are not given.
+  ShardSizes sizes = {};
+  /// Every rank has read the tensor whole in those dims, and keeps its shard.
+  bool whole = false;
+};
+
+/// A global batch as sharded tensors.
+struct ShardedBatch {
+  std::uint64_t step = 0;
+  std::uint64_t epoch = 0;
+  /// Dim 0 is the global batch.
+  std::vector<at::Tensor> tensors;
+  /// Bool [rows], sharded likewise, true where a row is real; undefined if all are, on all ranks.
+  at::Tensor mask;
+  /// Of the global batch.
+  std::int64_t rows = 0, real = 0;
+};
+
+/// The batch with dim 0 sharded over `batch_axes` and the tensors' other dims as `fields` say: one
+/// entry for each tensor, or one for all, or none. `batch_axes` are those of the loader's mapping.
+/// Communicates where sizes are gathered, and as from_local() does. Throws InvalidArgument for axes
+/// that the mesh lacks or that stand in another order than its own, for a batch that was loaded for
+/// other axes or for several devices, and where numbers or dims do not fit.
+ShardedBatch shard_batch(const LoadedBatch& batch, const DeviceMesh& mesh,
+                         const std::vector<std::string>& batch_axes,
+                         const std::vector<FieldSharding>& fields = {});
+
+/// The same where one rank alone has read for all that share its batch coordinate: the one at
+/// coordinate 0 of the other axes, which gives the batch; the others give nothing, and need no
+/// loader. Collective over those ranks. Throws as shard_batch(), on all of them.
+ShardedBatch scatter_batch(const std::optional<LoadedBatch>& batch, const DeviceMesh& mesh,
+                           const std::vector<std::string>& batch_axes,
+                           const std::vector<FieldSharding>& fields = {});
+
+/// Whether this rank is one that reads for scatter_batch().
+bool reads_for_others(const DeviceMesh& mesh, const std::vector<std::string>& batch_axes);
+
+}  // namespace tessera
