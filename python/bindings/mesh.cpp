@@ -1,7 +1,6 @@
 #include "mesh.h"
 #include "library.h"
 
-#include <torch/headeronly/version.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -28,17 +27,6 @@ ManagerOptions manager_options(const std::string& backend, double timeout) {
   options.backend = backend;
   if (timeout > 0) options.timeout = bounded_limit(std::chrono::duration<double>(timeout));
   return options;
-}
-
-std::vector<Axis> axes(const std::vector<std::string>& names,
-                       const std::vector<std::int64_t>& sizes) {
-  if (names.size() != sizes.size())
-    throw InvalidArgument(
-        concat("a mesh with ", names.size(), " names and ", sizes.size(), " sizes"));
-  std::vector<Axis> all;
-  for (std::size_t i = 0; i < names.size(); ++i)
-    all.push_back({names[i], static_cast<int>(sizes[i])});
-  return all;
 }
 
 /// Ranks that are Python's own threads.
@@ -106,8 +94,19 @@ using TracePtr = c10::intrusive_ptr<PyTrace>;
 
 }  // namespace
 
+std::vector<Axis> mesh_axes(const std::vector<std::string>& names,
+                            const std::vector<std::int64_t>& sizes) {
+  if (names.size() != sizes.size())
+    throw InvalidArgument(
+        concat("a mesh with ", names.size(), " names and ", sizes.size(), " sizes"));
+  std::vector<Axis> all;
+  for (std::size_t i = 0; i < names.size(); ++i)
+    all.push_back({names[i], static_cast<int>(sizes[i])});
+  return all;
+}
+
 PyMesh::PyMesh(const std::vector<std::string>& names, const std::vector<std::int64_t>& sizes)
-    : mesh(here().mesh(axes(names, sizes))) {}
+    : mesh(here().mesh(mesh_axes(names, sizes))) {}
 
 DistributedManager here() {
   if (!current()) {
@@ -180,9 +179,6 @@ void register_mesh(torch::Library& library) {
         self->trace->write_timeline(path, here().rank());
       });
 
-  library.def("built_with", []() -> std::string {
-    return concat(TORCH_VERSION_MAJOR, ".", TORCH_VERSION_MINOR, ".", TORCH_VERSION_PATCH);
-  });
   library.def("init", &init);
   library.def("shutdown", &shutdown);
   library.def("initialized", [] { return current().has_value(); });

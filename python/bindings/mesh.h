@@ -20,6 +20,10 @@ struct PyMesh : torch::CustomClassHolder {
   DeviceMesh mesh;
 };
 
+/// Outermost first. Throws InvalidArgument where names and sizes differ in number.
+std::vector<Axis> mesh_axes(const std::vector<std::string>& names,
+                            const std::vector<std::int64_t>& sizes);
+
 /// The current manager; throws ConfigurationError where there is none.
 DistributedManager here();
 

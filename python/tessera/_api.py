@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tessera._groups import Group
 from tessera._library import classes, ops
 from tessera._placement import from_text, to_text
 
@@ -22,19 +23,22 @@ def init(backend="", timeout=300.0):
 
 
 def shutdown():
-    """Says goodbye to the other ranks. Called at the end of the program by itself; collective."""
+    """Deregisters from the job. Called at the end of the program by itself; collective."""
     ops.shutdown(getattr(sys, "last_value", None) is not None)
 
 
 def rank():
+    """This process' global rank; in `run_threads` this thread's."""
     return ops.rank()
 
 
 def world_size():
+    """How many ranks the job has."""
     return ops.world_size()
 
 
 def local_rank():
+    """This rank's number on its host."""
     return ops.local_rank()
 
 
@@ -49,10 +53,21 @@ def set_policies(redistribution="warn", promotion="allow"):
 
 
 class Mesh:
-    """Named axes over all ranks, outermost first: `Mesh({'data': 2, 'domain': 3})` of 6 ranks."""
+    """Named axes over ranks, outermost first: what tensors are placed on, and the groups along its axes.
 
-    def __init__(self, axes):
-        self._handle = classes.Mesh(list(axes.keys()), [int(n) for n in axes.values()])
+    >>> mesh = ts.Mesh({"data": 2, "domain": 3})     # ranks 0..5, row-major: the last axis has adjacent ranks
+    >>> mesh.coordinate                              # rank 4: (1, 1)
+    >>> mesh.group("domain").ranks                   # rank 4: [3, 4, 5]
+    >>> ts.Mesh({"x": 3}, ranks=[4, 0, 2])           # any ranks, in any order
+    >>> ts.Mesh.of("data_parallel")                  # of `create_process_groups`, or of `add_mesh`
+
+    Without `ranks` the product of the sizes is the world. Made on all ranks that it names, and not collective; groups are made on first use, and two meshes
+    share the groups that they have in common. Raises for sizes that do not make the world, and for ranks that are not in it or named twice.
+    """
+
+    def __init__(self, axes, ranks=None):
+        names, sizes = list(axes.keys()), [int(n) for n in axes.values()]
+        self._handle = classes.Mesh(names, sizes) if ranks is None else ops.mesh_over(names, sizes, [int(r) for r in ranks])
 
     @classmethod
     def _of(cls, handle):
@@ -60,16 +75,62 @@ class Mesh:
         mesh._handle = handle
         return mesh
 
+    @classmethod
+    def of(cls, name):
+        """By name: one that `add_mesh` named, or the ranks of a family of `create_process_groups` that this rank belongs to, with one axis per leaf
+        below it. So a module asks for "domain" and needs no mesh from its caller. Raises with the known names."""
+        return cls._of(ops.mesh_named(name))
+
     @property
     def axes(self):
+        """Names and sizes, outermost first."""
         return dict(zip(self._handle.names(), self._handle.sizes()))
 
     @property
+    def ranks(self):
+        """The rank table, row-major over the axes."""
+        return list(ops.mesh_ranks(self._handle))
+
+    @property
+    def contains_me(self):
+        """Ranks outside the mesh may hold it, but have no coordinate and no groups."""
+        return ops.mesh_contains_me(self._handle)
+
+    @property
     def coordinate(self):
-        """This rank's place, one number an axis."""
+        """This rank's place, one number per axis."""
         return tuple(self._handle.coordinate())
 
+    def rank_at(self, coordinate):
+        """The global rank at a coordinate."""
+        return ops.mesh_rank_at(self._handle, [int(c) for c in coordinate])
+
+    def group(self, *axes):
+        """The group along these axes through this rank, in mesh order; without axes over all of them. Its rank is the coordinate along one axis."""
+        return Group(ops.mesh_group(self._handle, list(axes) or list(self.axes)))
+
+    def groups(self, *axes):
+        """The ranks of every group along these axes; they partition the mesh. Makes none of them."""
+        return [list(ranks) for ranks in ops.mesh_groups(self._handle, list(axes))]
+
+    def slice(self, axis, begin, end=None):
+        """The ranks with coordinate `begin` on `axis`, which is gone; or with [begin, end), and the axis stays, shorter."""
+        return Mesh._of(ops.mesh_slice(self._handle, axis, begin, end))
+
+    def submesh(self, *axes):
+        """The mesh over these axes alone that runs through this rank."""
+        return Mesh._of(ops.mesh_submesh(self._handle, list(axes)))
+
+    def flatten(self, axes, name):
+        """The axes become one, at the place of the outermost of them: `mesh.flatten(["data", "domain"], "all").group("all")`."""
+        return Mesh._of(ops.mesh_flatten(self._handle, list(axes), name))
+
+    def view(self, axes):
+        """The same table under other axes with the same product: data=2 x tensor=4 as data=2 x expert=2 x tensor=2."""
+        return Mesh._of(ops.mesh_view(self._handle, list(axes), [int(n) for n in axes.values()]))
+
     def barrier(self):
+        """Returns when all ranks of the mesh have come."""
         self._handle.barrier()
 
     def fail(self, reason):
@@ -83,7 +144,12 @@ class Mesh:
         return hash(tuple(self.axes.items()))
 
     def __repr__(self):
-        return f"Mesh({self.axes})"
+        return f"Mesh({ops.mesh_text(self._handle)})"
+
+
+def add_mesh(name, mesh):
+    """Gives a mesh a name, for `Mesh.of(name)`. Not collective, but all ranks that use the name name the same mesh."""
+    ops.add_mesh(name, mesh._handle)
 
 
 @dataclass(frozen=True)
@@ -137,10 +203,12 @@ def to_local(tensor, gradient=None):
 
 
 def is_sharded(tensor):
+    """False for plain tensors."""
     return ops.is_sharded(tensor)
 
 
 def spec(tensor):
+    """Where the elements of a sharded tensor lie; communicates nothing. Raises for a plain tensor."""
     handle = ops.spec(tensor)
     return Spec(
         Mesh._of(handle.mesh()),
@@ -258,16 +326,20 @@ class CommTrace:
 
     @property
     def count(self):
+        """Calls."""
         return len(self.events)
 
     @property
     def bytes(self):
+        """What this rank gave to them."""
         return sum(e[2] for e in self.events)
 
     def table(self):
+        """One line per operation and group, most time first."""
         return self._handle.table()
 
     def write_timeline(self, path):
+        """For chrome://tracing or ui.perfetto.dev; files of several ranks load together."""
         self._handle.write_timeline(path)
 
 

@@ -69,6 +69,7 @@ class Report:
 
     @property
     def wrong(self):
+        """Values and gradients that are not those of one process."""
         return [one for one in self.values + self.gradients if not one.equal]
 
     def __bool__(self):

@@ -4,20 +4,20 @@ import pathlib
 
 import torch
 
-_FOLDER = pathlib.Path(__file__).parent / "lib"
-_LIBRARY = _FOLDER / "libtessera_python.so"
+HERE = pathlib.Path(__file__).parent
 
 
 def _load():
-    if not _LIBRARY.exists():
-        raise ImportError(
-            f"{_LIBRARY} is missing: build the project (`make`) and use build/release/python, or `pip install ./python` after the build"
-        )
-    torch.ops.load_library(str(_LIBRARY))
-    built_with = torch.ops.tessera.built_with()
-    running = torch.__version__.split("+")[0]
-    if built_with != running:
-        raise ImportError(f"{_LIBRARY} was built with libtorch {built_with}, and this is torch {running}: build it with this one")
+    library = next(HERE.glob("lib*/libtessera_python.so"), None)
+    version = HERE / "torch_version.txt"
+    if library is None or not version.exists():
+        raise ImportError(f"{HERE} has no library: build the project (`make`) and use build/release/python, or install what `pip wheel ./python` makes")
+    built_with, running = version.read_text().strip(), torch.__version__.split("+")[0]
+    # Before the library is opened: of another version it would name symbols that are not there.
+    if built_with.split(".")[:2] != running.split(".")[:2]:
+        minor = ".".join(built_with.split(".")[:2])
+        raise ImportError(f"tessera was built with torch {built_with} and this is torch {running}: pip install 'torch=={minor}.*', or build the wheel again with this one")
+    torch.ops.load_library(str(library))
 
 
 _load()

@@ -1,0 +1,432 @@
+// Data: sources, datasets (Python's own among them), orders, the loader and streams.
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <memory>
+#include <optional>
+#include <span>
+#include <tuple>
+#include <utility>
+
+#include "handles.h"
+#include "library.h"
+#include "mesh.h"
+#include "tessera/base/deadline.h"
+#include "tessera/base/text.h"
+#include "tessera/data/loader.h"
+#include "tessera/data/orders.h"
+#include "tessera/data/shard_batch.h"
+#include "tessera/data/sources/hdf5_source.h"
+#include "tessera/data/sources/netcdf_source.h"
+#include "tessera/data/sources/safetensors_source.h"
+#include "tessera/data/sources/source_dataset.h"
+#include "tessera/data/stream_loader.h"
+
+namespace tessera::python {
+
+namespace {
+
+using MeshPtr = c10::intrusive_ptr<PyMesh>;
+using Names = std::vector<std::string>;
+using Numbers = std::vector<std::int64_t>;
+
+// What a function of Python's hands over while it runs on this thread: it is called by address,
+// which takes numbers alone, and calls the operators deliver() and refuse() before it returns.
+struct Delivery {
+  std::vector<at::Tensor> tensors;
+  std::string problem;
+};
+Delivery*& delivery() {
+  thread_local Delivery* here = nullptr;
+  return here;
+}
+
+/// A function of Python's. It returns 1 if it has delivered, 0 at the end of a stream, and -1 after
+/// an exception, whose text it has handed over. `indices`, `count`: the samples that are wanted.
+using PythonReader = int (*)(const std::uint64_t* indices, std::uint64_t count);
+
+std::optional<std::vector<at::Tensor>> ask(PythonReader reader,
+                                           std::span<const std::uint64_t> indices) {
+  Delivery mine;
+  Delivery* const before = std::exchange(delivery(), &mine);
+  const int answer = reader(indices.data(), indices.size());
+  delivery() = before;
+  if (answer < 0) throw Error(mine.problem);
+  if (answer == 0) return std::nullopt;
+  return std::move(mine.tensors);
+}
+
+class PythonDataset final : public Dataset {
+ public:
+  PythonDataset(std::uint64_t size, PythonReader batch) : size_(size), batch_(batch) {}
+  std::uint64_t size() const override { return size_; }
+  Sample get(std::uint64_t index) const override {
+    Sample one = get_batch({&index, 1});
+    for (at::Tensor& t : one) {
+      if (t.dim() == 0 || t.size(0) != 1)
+        throw InvalidArgument(
+            concat("a batch of one sample has a tensor of shape ", t.sizes(), "; its dim 0 is 1"));
+      t = t.squeeze(0);
+    }
+    return one;
+  }
+  std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const override {
+    return ask(batch_, indices).value_or(std::vector<at::Tensor>{});
+  }
+
+ private:
+  std::uint64_t size_;
+  PythonReader batch_;
+};
+
+class PythonStream final : public IterableDataset {
+ public:
+  explicit PythonStream(PythonReader next) : next_(next) {}
+  std::optional<Sample> next() override { return ask(next_, {}); }
+
+ private:
+  PythonReader next_;
+};
+
+struct PySource : torch::CustomClassHolder {
+  explicit PySource(std::shared_ptr<const Source> s) : source(std::move(s)) {}
+  std::shared_ptr<const Source> source;
+};
+using SourcePtr = c10::intrusive_ptr<PySource>;
+
+struct PyDataset : torch::CustomClassHolder {
+  explicit PyDataset(std::shared_ptr<const Dataset> d) : dataset(std::move(d)) {}
+  std::shared_ptr<const Dataset> dataset;
+};
+using DatasetPtr = c10::intrusive_ptr<PyDataset>;
+
+struct PyOrder : torch::CustomClassHolder {
+  explicit PyOrder(std::shared_ptr<const Order> o) : order(std::move(o)) {}
+  std::shared_ptr<const Order> order;
+};
+using OrderPtr = c10::intrusive_ptr<PyOrder>;
+
+/// (from step, batch size) each.
+using ScheduleEntries = std::vector<std::tuple<std::int64_t, std::int64_t>>;
+BatchSchedule schedule_of(const ScheduleEntries& entries) {
+  std::vector<BatchSchedule::Entry> all;
+  for (const auto& [from, size] : entries) {
+    if (from < 0 || size < 0)
+      throw InvalidArgument(concat("a batch size of ", size, " from step ", from, " on"));
+    all.push_back({static_cast<std::uint64_t>(from), static_cast<std::uint64_t>(size)});
+  }
+  return BatchSchedule(std::move(all));
+}
+
+std::uint64_t natural(std::int64_t number, const char* what) {
+  if (number < 0) throw InvalidArgument(concat(what, " is ", number, ", below 0"));
+  return static_cast<std::uint64_t>(number);
+}
+std::vector<std::uint64_t> naturals(const Numbers& numbers, const char* what) {
+  std::vector<std::uint64_t> all;
+  for (const auto n : numbers) all.push_back(natural(n, what));
+  return all;
+}
+
+OrderPtr order_of_kind(std::shared_ptr<const Order> order) {
+  return c10::make_intrusive<PyOrder>(std::move(order));
+}
+
+LastBatch last_batch(const std::string& name) {
+  if (name == "keep") return LastBatch::keep;
+  if (name == "pad") return LastBatch::pad;
+  if (name == "drop") return LastBatch::drop;
+  throw InvalidArgument(concat("the last batch is 'keep', 'pad' or 'drop', not '", name, "'"));
+}
+
+UnevenData uneven_data(const std::string& name) {
+  if (name == "error") return UnevenData::error;
+  if (name == "drop") return UnevenData::drop;
+  if (name == "pad") return UnevenData::pad;
+  if (name == "weight_zero") return UnevenData::weight_zero;
+  throw InvalidArgument(
+      concat("uneven data is 'error', 'drop', 'pad' or 'weight_zero', not '", name, "'"));
+}
+
+std::optional<at::Tensor> if_defined(const at::Tensor& t) {
+  return t.defined() ? std::optional(t) : std::nullopt;
+}
+
+/// step, epoch, rows, real, global rows, global real; tensors; mask; (dataset, index) of the
+/// samples, flat; (coordinate, begin, end, slot) of the slices, flat.
+using BatchValues =
+    std::tuple<Numbers, std::vector<at::Tensor>, std::optional<at::Tensor>, Numbers, Numbers>;
+BatchValues batch_values(const LoadedBatch& b) {
+  Numbers samples, slices;
+  for (const SampleRef& s : b.samples) {
+    samples.push_back(s.dataset);
+    samples.push_back(static_cast<std::int64_t>(s.index));
+  }
+  for (const BatchSlice& s : b.slices) {
+    for (const std::int64_t n :
+         {static_cast<std::int64_t>(s.coordinate), s.samples.begin, s.samples.end, s.slot})
+      slices.push_back(n);
+  }
+  return {{static_cast<std::int64_t>(b.step), static_cast<std::int64_t>(b.epoch), b.rows, b.real,
+           b.global_rows, b.global_real},
+          b.tensors,
+          if_defined(b.mask),
+          samples,
+          slices};
+}
+
+LoadedBatch batch_from(const Numbers& numbers, const std::vector<at::Tensor>& tensors,
+                       const std::optional<at::Tensor>& mask, const Numbers& slices) {
+  LoadedBatch b;
+  b.step = natural(numbers.at(0), "step");
+  b.epoch = natural(numbers.at(1), "epoch");
+  b.rows = numbers.at(2);
+  b.real = numbers.at(3);
+  b.global_rows = numbers.at(4);
+  b.global_real = numbers.at(5);
+  b.tensors = tensors;
+  b.mask = mask.value_or(at::Tensor());
+  for (std::size_t i = 0; i + 3 < slices.size(); i += 4)
+    b.slices.push_back(
+        {static_cast<int>(slices[i]), {slices[i + 1], slices[i + 2]}, slices[i + 3]});
+  return b;
+}
+
+/// Axes and the dims that they shard; dims and the sizes of their shards; whether each rank has
+/// read the whole.
+using FieldShardings = std::vector<std::tuple<Names, Numbers, Numbers, std::vector<Numbers>, bool>>;
+std::vector<FieldSharding> field_shardings(const FieldShardings& fields) {
+  std::vector<FieldSharding> all;
+  for (const auto& [axes, dims, sized, sizes, whole] : fields) {
+    FieldSharding field{.whole = whole};
+    for (std::size_t i = 0; i < axes.size(); ++i)
+      field.dims[axes[i]] = static_cast<int>(dims.at(i));
+    for (std::size_t i = 0; i < sized.size(); ++i)
+      field.sizes[static_cast<int>(sized[i])] = sizes.at(i);
+    all.push_back(std::move(field));
+  }
+  return all;
+}
+
+/// step, epoch, rows, real; tensors; mask.
+using ShardedValues = std::tuple<Numbers, std::vector<at::Tensor>, std::optional<at::Tensor>>;
+ShardedValues sharded_values(const ShardedBatch& b) {
+  return {{static_cast<std::int64_t>(b.step), static_cast<std::int64_t>(b.epoch), b.rows, b.real},
+          b.tensors,
+          if_defined(b.mask)};
+}
+
+struct PyLoader : torch::CustomClassHolder {
+  PyLoader(const std::vector<DatasetPtr>& datasets, const OrderPtr& order, const MeshPtr& on,
+           const Names& batch_axes, std::int64_t workers, std::int64_t prefetch, double stall_limit,
+           bool pin_memory, const std::string& device) {
+    std::vector<std::shared_ptr<const Dataset>> all;
+    for (const auto& d : datasets) all.push_back(d->dataset);
+    LoaderOptions options;
+    options.workers = static_cast<int>(workers);
+    options.prefetch = static_cast<int>(prefetch);
+    options.stall_limit = bounded_limit(std::chrono::duration<double>(stall_limit));
+    options.pin_memory = pin_memory;
+    if (!device.empty()) options.device = c10::Device(device);
+    loader.emplace(std::move(all), order->order, batch_mapping(on->mesh.layout(), batch_axes),
+                   on->mesh.manager().rank(), std::move(options));
+  }
+  Loader& open() {
+    if (!loader) throw InvalidArgument("the loader is closed");
+    return *loader;
+  }
+  std::optional<Loader> loader;
+};
+using LoaderPtr = c10::intrusive_ptr<PyLoader>;
+
+struct PyStreamLoader : torch::CustomClassHolder {
+  PyStreamLoader(std::int64_t stream, std::int64_t rows, const GroupPtr& group,
+                 const std::string& uneven, const std::vector<at::Tensor>& example,
+                 std::int64_t workers, std::int64_t prefetch, double stall_limit) {
+    StreamOptions options;
+    options.uneven = uneven_data(uneven);
+    options.example = example;
+    options.workers = static_cast<int>(workers);
+    options.prefetch = static_cast<int>(prefetch);
+    options.stall_limit = bounded_limit(std::chrono::duration<double>(stall_limit));
+    loader.emplace(std::make_shared<PythonStream>(reinterpret_cast<PythonReader>(stream)), rows,
+                   group->group, std::move(options));
+  }
+  StreamLoader& open() {
+    if (!loader) throw InvalidArgument("the loader is closed");
+    return *loader;
+  }
+  std::optional<StreamLoader> loader;
+};
+using StreamPtr = c10::intrusive_ptr<PyStreamLoader>;
+
+SourcePtr open_source(const std::string& kind, const std::string& path) {
+  if (kind == "netcdf") return c10::make_intrusive<PySource>(std::make_shared<NetcdfSource>(path));
+  if (kind == "hdf5") return c10::make_intrusive<PySource>(std::make_shared<Hdf5Source>(path));
+  if (kind == "safetensors")
+    return c10::make_intrusive<PySource>(std::make_shared<SafetensorsSource>(path));
+  throw InvalidArgument(concat("no kind of source '", kind, "': netcdf, hdf5, safetensors"));
+}
+
+/// (variable, start, count, stride, decode) each.
+using FieldTexts = std::vector<std::tuple<std::string, Numbers, Numbers, Numbers, bool>>;
+
+void register_datasets(torch::Library& library) {
+  library.class_<PySource>("Source")
+      .def("name", [](const SourcePtr& self) { return self->source->name(); })
+      .def("variables", [](const SourcePtr& self) { return self->source->variables(); })
+      .def("dims",
+           [](const SourcePtr& self, const std::string& v) { return self->source->info(v).dims; })
+      .def("shape",
+           [](const SourcePtr& self, const std::string& v) { return self->source->info(v).shape; })
+      .def("read", [](const SourcePtr& self, const std::string& variable, const Numbers& start,
+                      const Numbers& count, const Numbers& stride, at::ScalarType dtype,
+                      bool decode, double missing) {
+        return self->source->read(variable, {start, count, stride}, {dtype, decode, missing});
+      });
+  library.class_<PyDataset>("Dataset")
+      .def("size",
+           [](const DatasetPtr& self) { return static_cast<std::int64_t>(self->dataset->size()); })
+      .def("get", [](const DatasetPtr& self, std::int64_t index) {
+        return self->dataset->get(natural(index, "the index of a sample"));
+      });
+  library.def("deliver", [](const std::vector<at::Tensor>& tensors) {
+    if (delivery()) delivery()->tensors = tensors;
+  });
+  library.def("refuse", [](const std::string& why) {
+    if (delivery()) delivery()->problem = why;
+  });
+  library.def("source", &open_source);
+  library.def("tensor_dataset", [](const std::vector<at::Tensor>& tensors) {
+    return c10::make_intrusive<PyDataset>(std::make_shared<TensorDataset>(tensors));
+  });
+  library.def("token_file_dataset", [](const std::string& path, at::ScalarType dtype,
+                                       std::int64_t row, std::int64_t stride) {
+    return c10::make_intrusive<PyDataset>(std::make_shared<TokenFileDataset>(
+        path, dtype, natural(row, "row"), natural(stride, "stride")));
+  });
+  library.def("source_dataset", [](const SourcePtr& source, const FieldTexts& fields) {
+    std::vector<SourceField> all;
+    for (const auto& [variable, start, count, stride, decode] : fields) {
+      SourceField field{variable, {start, count, stride}};
+      field.read.decode = decode;
+      all.push_back(std::move(field));
+    }
+    return c10::make_intrusive<PyDataset>(
+        std::make_shared<SourceDataset>(source->source, std::move(all)));
+  });
+  library.def("python_dataset", [](std::int64_t size, std::int64_t reader) {
+    return c10::make_intrusive<PyDataset>(std::make_shared<PythonDataset>(
+        natural(size, "len() of the dataset"), reinterpret_cast<PythonReader>(reader)));
+  });
+}
+
+void register_orders(torch::Library& library) {
+  library.class_<PyOrder>("Order").def(
+      "describe", [](const OrderPtr& self) { return self->order->describe(); });
+  library.def("fixed_order", [](std::int64_t samples, std::int64_t seed, bool shuffle,
+                                const std::string& last, const ScheduleEntries& schedule) {
+    const SampleOrderOptions options{natural(samples, "samples"), static_cast<std::uint64_t>(seed),
+                                     shuffle, last_batch(last)};
+    return order_of_kind(std::make_shared<FixedOrder>(options, schedule_of(schedule)));
+  });
+  library.def("weighted_order", [](const std::vector<double>& weights, std::int64_t seed,
+                                   const ScheduleEntries& schedule, std::int64_t per_epoch) {
+    return order_of_kind(std::make_shared<WeightedOrder>(weights, static_cast<std::uint64_t>(seed),
+                                                         schedule_of(schedule),
+                                                         natural(per_epoch, "samples_per_epoch")));
+  });
+  library.def(
+      "mixture_order", [](const Names& names, const Numbers& samples,
+                          const std::vector<std::tuple<std::int64_t, std::vector<double>>>& stages,
+                          std::int64_t seed, bool shuffle, const ScheduleEntries& schedule) {
+        std::vector<Mixture::Dataset> datasets;
+        for (std::size_t i = 0; i < names.size(); ++i)
+          datasets.push_back({names[i], natural(samples.at(i), "samples")});
+        std::vector<Mixture::Stage> all;
+        for (const auto& [from, weights] : stages)
+          all.push_back({natural(from, "the first draw of a stage"), weights});
+        return order_of_kind(std::make_shared<MixtureOrder>(
+            Mixture(std::move(datasets), std::move(all), static_cast<std::uint64_t>(seed), shuffle),
+            schedule_of(schedule)));
+      });
+  library.def("token_budget_order", [](const Numbers& lengths, std::int64_t tokens,
+                                       std::int64_t max_samples, bool padded, std::int64_t seed,
+                                       bool shuffle) {
+    const TokenBudget budget{natural(tokens, "tokens"), natural(max_samples, "max_samples"),
+                             padded};
+    return order_of_kind(std::make_shared<TokenBudgetOrder>(
+        naturals(lengths, "a length"), budget, static_cast<std::uint64_t>(seed), shuffle));
+  });
+  library.def("packed_order", [](const Numbers& lengths, std::int64_t rows, std::int64_t capacity,
+                                 std::int64_t seed, bool shuffle) {
+    return order_of_kind(std::make_shared<PackedOrder>(
+        naturals(lengths, "a length"), natural(rows, "rows"), natural(capacity, "capacity"),
+        static_cast<std::uint64_t>(seed), shuffle));
+  });
+}
+
+}  // namespace
+
+void register_data(torch::Library& library) {
+  register_datasets(library);
+  register_orders(library);
+  library.class_<PyLoader>("Loader")
+      .def(
+          torch::init<const std::vector<DatasetPtr>&, const OrderPtr&, const MeshPtr&, const Names&,
+                      std::int64_t, std::int64_t, double, bool, const std::string&>())
+      .def("next", [](const LoaderPtr& self) { return batch_values(self->open().next()); })
+      .def("next_epoch",
+           [](const LoaderPtr& self) {
+             return static_cast<std::int64_t>(self->open().next_epoch());
+           })
+      .def("state", [](const LoaderPtr& self) { return self->open().state(); })
+      .def("restore",
+           [](const LoaderPtr& self, const std::string& state) { self->open().restore(state); })
+      .def("seek", [](const LoaderPtr& self,
+                      std::int64_t step) { self->open().seek(natural(step, "step")); })
+      .def("require_agreement",
+           [](const LoaderPtr& self, const GroupPtr& group) {
+             self->open().require_agreement(group->group);
+           })
+      .def("close", [](const LoaderPtr& self) { self->loader.reset(); });
+  library.def("shard_batch",
+              [](const Numbers& numbers, const std::vector<at::Tensor>& tensors,
+                 const std::optional<at::Tensor>& mask, const Numbers& slices, const MeshPtr& mesh,
+                 const Names& axes, const FieldShardings& fields) {
+                return sharded_values(shard_batch(batch_from(numbers, tensors, mask, slices),
+                                                  mesh->mesh, axes, field_shardings(fields)));
+              });
+  // Without numbers: this rank gives none.
+  library.def("scatter_batch", [](const Numbers& numbers, const std::vector<at::Tensor>& tensors,
+                                  const std::optional<at::Tensor>& mask, const Numbers& slices,
+                                  const MeshPtr& mesh, const Names& axes,
+                                  const FieldShardings& fields) {
+    return sharded_values(scatter_batch(
+        numbers.empty() ? std::nullopt : std::optional(batch_from(numbers, tensors, mask, slices)),
+        mesh->mesh, axes, field_shardings(fields)));
+  });
+  library.def("reads_for_others", [](const MeshPtr& mesh, const Names& axes) {
+    return reads_for_others(mesh->mesh, axes);
+  });
+  library.class_<PyStreamLoader>("StreamLoader")
+      .def(torch::init<std::int64_t, std::int64_t, const GroupPtr&, const std::string&,
+                       const std::vector<at::Tensor>&, std::int64_t, std::int64_t, double>())
+      .def("next",
+           [](const StreamPtr& self) {
+             // step, rows, real, global real; none of them at the end
+             std::tuple<Numbers, std::vector<at::Tensor>, std::optional<at::Tensor>> values;
+             if (auto b = self->open().next())
+               values = {{static_cast<std::int64_t>(b->step), b->rows, b->real, b->global_real},
+                         b->tensors,
+                         if_defined(b->mask)};
+             return values;
+           })
+      .def("state", [](const StreamPtr& self) { return self->open().state(); })
+      .def("restore", [](const StreamPtr& self, const std::string& state,
+                         bool replay) { self->open().restore(state, replay); })
+      .def("close", [](const StreamPtr& self) { self->loader.reset(); });
+}
+
+}  // namespace tessera::python

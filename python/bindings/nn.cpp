@@ -1,0 +1,228 @@
+// Data parallelism and losses over ranks, and operators on fields: halos, neighbourhood attention.
+
+#include <torch/library.h>
+#include <torch/nn/module.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <optional>
+
+#include "convert.h"
+#include "handles.h"
+#include "library.h"
+#include "mesh.h"
+#include "tessera/base/text.h"
+#include "tessera/checkpoint/file.h"
+#include "tessera/gradient/step_weight.h"
+#include "tessera/nn/clip.h"
+#include "tessera/nn/distributed_data_parallel.h"
+#include "tessera/ops/halo/halo.h"
+#include "tessera/tensor/redistribution.h"
+#include "tessera/tensor/shard_tensor.h"
+#include "tessera/tensor/spec/visualize.h"
+
+namespace tessera::python {
+
+namespace {
+
+using MeshPtr = c10::intrusive_ptr<PyMesh>;
+using Names = std::vector<std::string>;
+using Numbers = std::vector<std::int64_t>;
+
+/// A module of Python's as one of C++: the same tensors under the same names, "0.weight" in a child
+/// "0".
+class MirroredModule : public torch::nn::Module {
+ public:
+  /// The first `parameters` of the tensors are parameters, the others buffers.
+  MirroredModule(const Names& names, const std::vector<at::Tensor>& tensors,
+                 std::int64_t parameters) {
+    if (names.size() != tensors.size())
+      throw InvalidArgument(concat(names.size(), " names and ", tensors.size(), " tensors"));
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      const auto dot = names[i].rfind('.');
+      MirroredModule& owner = dot == std::string::npos ? *this : child(names[i].substr(0, dot));
+      const std::string own = dot == std::string::npos ? names[i] : names[i].substr(dot + 1);
+      if (static_cast<std::int64_t>(i) < parameters) {
+        owner.register_parameter(own, tensors[i], tensors[i].requires_grad());
+      } else {
+        owner.register_buffer(own, tensors[i]);
+      }
+    }
+  }
+
+ private:
+  MirroredModule() = default;
+  MirroredModule& child(const std::string& path) {
+    MirroredModule* at = this;
+    for (std::size_t begin = 0; begin <= path.size();) {
+      const std::size_t end = std::min(path.find('.', begin), path.size());
+      auto& next = at->below_[path.substr(begin, end - begin)];
+      if (!next) {
+        next.reset(new MirroredModule);
+        at->register_module(path.substr(begin, end - begin), next);
+      }
+      at = next.get();
+      begin = end + 1;
+    }
+    return *at;
+  }
+  std::map<std::string, std::shared_ptr<MirroredModule>> below_;
+};
+
+/// The engine of DistributedDataParallel around a module of Python's.
+struct PyDataParallel : torch::CustomClassHolder {
+  PyDataParallel(const Names& names, const std::vector<at::Tensor>& tensors,
+                 std::int64_t parameters, const GroupPtr& group, const std::string& reduction,
+                 double factor, bool broadcast_buffers, const Names& ignore,
+                 std::int64_t first_bucket, std::int64_t bucket, bool overlap, bool view)
+      : module(std::make_shared<MirroredModule>(names, tensors, parameters)),
+        engine(module, group->group,
+               {{first_bucket, bucket, overlap, view},
+                reduce_op(reduction, factor),
+                broadcast_buffers,
+                ignore}) {}
+  void before_forward(bool training) {
+    module->train(training);
+    engine.before_forward();
+  }
+  std::vector<Numbers> buckets() {
+    std::vector<Numbers> all;
+    for (const auto& bucket : engine.reducer().buckets())
+      all.emplace_back(bucket.begin(), bucket.end());
+    return all;
+  }
+  std::shared_ptr<MirroredModule> module;
+  detail::DataParallelEngine engine;
+};
+using DataParallelPtr = c10::intrusive_ptr<PyDataParallel>;
+
+struct PyStepWeight : torch::CustomClassHolder {
+  PyStepWeight(const GroupPtr& group, const std::string& others)
+      : weight(group->group, others == "averaged" ? std::optional(StepWeight::Reduced::averaged)
+                             : others == "summed" ? std::optional(StepWeight::Reduced::summed)
+                                                  : std::nullopt) {}
+  StepWeight weight;
+};
+using StepWeightPtr = c10::intrusive_ptr<PyStepWeight>;
+
+Edge edge_of(const std::string& name) {
+  if (name == "zero") return Edge::zero;
+  if (name == "circular") return Edge::circular;
+  if (name == "reflect") return Edge::reflect;
+  if (name == "replicate") return Edge::replicate;
+  throw InvalidArgument(
+      concat("'", name, "' is no edge: 'zero', 'circular', 'reflect', 'replicate'"));
+}
+
+HaloMethod halo_method(const std::string& name) {
+  if (name == "automatic") return HaloMethod::automatic;
+  if (name == "point_to_point") return HaloMethod::point_to_point;
+  if (name == "all_to_all") return HaloMethod::all_to_all;
+  throw InvalidArgument(
+      concat("'", name, "' is no method: 'automatic', 'point_to_point', 'all_to_all'"));
+}
+
+/// (dim, before, after, edge) each.
+using WidthTexts = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t, std::string>>;
+at::Tensor halo(const at::Tensor& tensor, const WidthTexts& widths, const std::string& method) {
+  HaloWidths all;
+  for (const auto& [dim, before, after, edge] : widths)
+    all[static_cast<int>(dim)] = {before, after, edge_of(edge)};
+  return halo_exchange(tensor, all, {halo_method(method)});
+}
+
+struct PyRedistribution : torch::CustomClassHolder {
+  explicit PyRedistribution(Pending<at::Tensor> p) : pending(std::move(p)) {}
+  Pending<at::Tensor> pending;
+};
+using RedistributionPtr = c10::intrusive_ptr<PyRedistribution>;
+
+at::Tensor made(const std::string& how, const Numbers& shape, const MeshPtr& mesh,
+                const Names& where, const SizesDict& parts, double value,
+                std::optional<at::ScalarType> dtype) {
+  const ShardSpec spec(mesh->mesh, shape, placements(where), sizes(parts));
+  const auto options = dtype ? at::TensorOptions().dtype(*dtype) : at::TensorOptions();
+  if (how == "empty") return empty(spec, options);
+  if (how == "zeros") return zeros(spec, options);
+  if (how == "ones") return ones(spec, options);
+  if (how == "full") return full(spec, value, options);
+  if (how == "rand") return rand(spec, options);
+  if (how == "randn") return randn(spec, options);
+  throw InvalidArgument(concat("no tensor is made by '", how, "'"));
+}
+
+double clip(const std::vector<at::Tensor>& parameters, const GroupPtr& group, double max_norm,
+            double norm_type, const std::optional<GroupPtr>& disjoint,
+            const std::vector<at::Tensor>& by_hand, const std::vector<GroupPtr>& owners) {
+  ClipOptions options{max_norm, norm_type};
+  if (disjoint) options.disjoint = (*disjoint)->group;
+  std::vector<OwnedShard> shards;
+  for (std::size_t i = 0; i < by_hand.size(); ++i)
+    shards.push_back({by_hand[i], owners.at(i)->group});
+  return clip_gradients(parameters, group->group, options, shards);
+}
+
+}  // namespace
+
+void register_nn(torch::Library& library) {
+  library.class_<PyDataParallel>("DistributedDataParallel")
+      .def(torch::init<const Names&, const std::vector<at::Tensor>&, std::int64_t, const GroupPtr&,
+                       const std::string&, double, bool, const Names&, std::int64_t, std::int64_t,
+                       bool, bool>())
+      .def("before_forward",
+           [](const DataParallelPtr& self, bool training) { self->before_forward(training); })
+      .def("syncing", [](const DataParallelPtr& self) { return self->engine.reducer().syncing(); })
+      .def("buckets", [](const DataParallelPtr& self) { return self->buckets(); });
+  library.class_<PyStepWeight>("StepWeight")
+      .def(torch::init<const GroupPtr&, const std::string&>())
+      .def("weigh", [](const StepWeightPtr& self, const at::Tensor& loss,
+                       double weight) { return self->weight.weigh(loss, weight); })
+      .def("weigh_global", [](const StepWeightPtr& self, const at::Tensor& loss,
+                              double weight) { return self->weight.weigh_global(loss, weight); })
+      .def("finish",
+           [](const StepWeightPtr& self, const std::vector<at::Tensor>& parameters) {
+             return self->weight.finish(parameters);
+           })
+      .def("reset", [](const StepWeightPtr& self) { self->weight.reset(); });
+  library.class_<PyRedistribution>("Redistribution")
+      .def("done", [](const RedistributionPtr& self) { return self->pending.done(); })
+      .def("wait", [](const RedistributionPtr& self) { return self->pending.wait(); });
+
+  library.def("mean_loss", [](const at::Tensor& loss, double samples, const GroupPtr& group,
+                              const std::string& reduction) {
+    return mean_loss(loss, samples, group->group, reduce_op(reduction));
+  });
+  library.def("clip_gradients", &clip);
+  library.def("halo_exchange", &halo);
+  library.def("made", &made);
+  library.def("start_redistribute",
+              [](const at::Tensor& t, const Names& where, const SizesDict& parts) {
+                return c10::make_intrusive<PyRedistribution>(
+                    start_redistribute(t, placements(where), sizes(parts)));
+              });
+  library.def("explain_redistribution", [](const at::Tensor& t, const Names& where,
+                                           const SizesDict& parts) {
+    const ShardSpec from = spec(t);
+    std::vector<std::tuple<std::string, Names, std::int64_t>> all;
+    for (const auto& c : explain_redistribution(
+             from, ShardSpec(from.mesh(), from.shape(), placements(where), sizes(parts))))
+      all.emplace_back(c.operation, c.axes, c.received);
+    return all;
+  });
+  library.def("visualize_sharding", [](const at::Tensor& t, bool svg) {
+    return svg ? visualize_sharding_svg(spec(t)) : visualize_sharding(spec(t));
+  });
+  // Names, tensors, and what did not fit, a sentence each.
+  library.def("load_as_saved", [](const MeshPtr& mesh, const std::string& path, bool misfits) {
+    std::tuple<Names, std::vector<at::Tensor>, Names> loaded;
+    auto& [names, tensors, words] = loaded;
+    for (auto& [name, tensor] : load_as_saved(mesh->mesh, path, misfits ? &words : nullptr)) {
+      names.push_back(name);
+      tensors.push_back(tensor);
+    }
+    return loaded;
+  });
+}
+
+}  // namespace tessera::python

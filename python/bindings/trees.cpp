@@ -1,0 +1,231 @@
+// Configuration trees of groups, topologies, and the mapping of ranks to slots.
+
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+
+#include "handles.h"
+#include "library.h"
+#include "mesh.h"
+#include "tessera/base/text.h"
+#include "tessera/mesh/mapping/rank_mapping.h"
+#include "tessera/mesh/order.h"
+
+#ifdef TESSERA_PYTHON_HAS_CONFIG
+#include "tessera/config/group_config_file.h"
+#include "tessera/config/rank_file.h"
+#include "tessera/config/topology_file.h"
+#endif
+
+namespace tessera::python {
+
+namespace {
+
+using Names = std::vector<std::string>;
+using Numbers = std::vector<std::int64_t>;
+
+struct PyGroupConfig : torch::CustomClassHolder {
+  explicit PyGroupConfig(ProcessGroupConfig c) : config(std::move(c)) {}
+  ProcessGroupConfig config;
+};
+using ConfigPtr = c10::intrusive_ptr<PyGroupConfig>;
+
+struct PyTopology : torch::CustomClassHolder {
+  explicit PyTopology(Topology t) : topology(std::move(t)) {}
+  Topology topology;
+};
+using TopologyPtr = c10::intrusive_ptr<PyTopology>;
+
+std::optional<int> maybe(std::optional<std::int64_t> number) {
+  return number ? std::optional(static_cast<int>(*number)) : std::nullopt;
+}
+std::optional<std::int64_t> maybe(std::optional<int> number) {
+  return number ? std::optional<std::int64_t>(*number) : std::nullopt;
+}
+
+/// Names and sizes of the axes, and the table of ranks.
+using Table = std::tuple<Names, Numbers, Numbers>;
+Table table(const Mesh& mesh) {
+  Numbers sizes;
+  for (const Axis& axis : mesh.axes()) sizes.push_back(axis.size);
+  return {mesh.names(), sizes, from_ints(mesh.ranks())};
+}
+
+/// (axes, joined by dashes; collective; bytes; calls) each.
+using TrafficTexts = std::vector<std::tuple<std::string, std::string, double, double>>;
+std::vector<Traffic> traffic_of(const TrafficTexts& texts) {
+  std::vector<Traffic> all;
+  for (const auto& [axes, collective, bytes, calls] : texts)
+    all.push_back({split_order(axes), collective_from(collective), bytes, calls});
+  return all;
+}
+
+/// As RankMapping.
+using MappingValues = std::tuple<Numbers, double, double, double, bool, std::string>;
+MappingValues values(const RankMapping& m) {
+  return {from_ints(m.slot_of), m.seconds, m.naive_seconds, m.lower_bound, m.exact, m.method};
+}
+
+MappingValues map_ranks(const TopologyPtr& topology, const Names& names, const Numbers& sizes,
+                        const TrafficTexts& traffic, std::int64_t exact_limit, double effort,
+                        std::int64_t seed, const std::optional<Numbers>& given) {
+  const CostModel model(topology->topology, mesh_axes(names, sizes), traffic_of(traffic));
+  if (given) return values(given_mapping(model, to_ints(*given)));
+  MappingOptions options;
+  options.exact_limit = exact_limit;
+  options.effort = effort;
+  options.seed = static_cast<std::uint32_t>(seed);
+  return values(optimise_mapping(model, options));
+}
+
+#ifdef TESSERA_PYTHON_HAS_CONFIG
+FileFormat format_of(const std::string& name) {
+  if (name == "yaml") return FileFormat::yaml;
+  if (name == "json") return FileFormat::json;
+  throw InvalidArgument(concat("a format is 'yaml' or 'json', not '", name, "'"));
+}
+#endif
+
+[[maybe_unused]] [[noreturn]] void without_config(const char* what) {
+  throw NotAvailable(concat(what,
+                            " needs Tessera::config, which this build lacks: build it where "
+                            "nlohmann-json, yaml-cpp and hwloc are installed"));
+}
+
+ConfigPtr config_from(const std::string& text, const std::string& format, bool file) {
+#ifdef TESSERA_PYTHON_HAS_CONFIG
+  return c10::make_intrusive<PyGroupConfig>(file ? read_group_config(text)
+                                                 : parse_group_config(text, format_of(format)));
+#else
+  static_cast<void>(text), static_cast<void>(format), static_cast<void>(file);
+  without_config("reading a group configuration");
+#endif
+}
+
+std::string config_text(const ConfigPtr& config, const std::string& format) {
+#ifdef TESSERA_PYTHON_HAS_CONFIG
+  return format_group_config(config->config, format_of(format));
+#else
+  static_cast<void>(config), static_cast<void>(format);
+  without_config("writing a group configuration");
+#endif
+}
+
+TopologyPtr topology_from(const std::string& text, const std::string& format) {
+#ifdef TESSERA_PYTHON_HAS_CONFIG
+  return c10::make_intrusive<PyTopology>(format == "file" ? read_topology(text)
+                                         : format == "hosts"
+                                             ? parse_hosts(text)
+                                             : parse_topology(text, format_of(format)));
+#else
+  static_cast<void>(text), static_cast<void>(format);
+  without_config("reading a topology");
+#endif
+}
+
+std::string launcher_file(const std::string& kind, const TopologyPtr& topology,
+                          const Numbers& slot_of) {
+#ifdef TESSERA_PYTHON_HAS_CONFIG
+  return kind == "open_mpi" ? open_mpi_rank_file(topology->topology, to_ints(slot_of))
+                            : slurm_host_file(topology->topology, to_ints(slot_of));
+#else
+  static_cast<void>(kind), static_cast<void>(topology), static_cast<void>(slot_of);
+  without_config("a launcher's rank file");
+#endif
+}
+
+void register_config(torch::Library& library) {
+  library.class_<PyGroupConfig>("ProcessGroupConfig")
+      .def(torch::init([](const std::string& root) {
+        return c10::make_intrusive<PyGroupConfig>(ProcessGroupConfig({.name = root}));
+      }))
+      .def("add_node",
+           [](const ConfigPtr& self, const std::string& name, const std::string& parent,
+              std::optional<std::int64_t> size, const std::string& orthogonal_group,
+              const std::string& scope, const std::string& order, const std::string& backend,
+              double timeout) {
+             self->config.add_node({name, maybe(size), orthogonal_group, scope, order,
+                                    group_options(backend, timeout)},
+                                   parent);
+           })
+      .def("add_orthogonal",
+           [](const ConfigPtr& self, const std::string& name, const Names& of,
+              const std::string& scope, const std::string& backend, double timeout) {
+             self->config.add_orthogonal({name, of, scope, group_options(backend, timeout)});
+           })
+      .def("set_leaf_group_sizes",
+           [](const ConfigPtr& self, const Names& names, const Numbers& sizes, bool parents) {
+             std::map<std::string, int> all;
+             for (const Axis& leaf : mesh_axes(names, sizes)) all[leaf.name] = leaf.size;
+             self->config.set_leaf_group_sizes(all, parents);
+           })
+      .def("set_order", [](const ConfigPtr& self, const std::string& name,
+                           const std::string& order) { self->config.set_order(name, order); })
+      .def("node_names", [](const ConfigPtr& self) { return self->config.node_names(); })
+      .def("leaf_groups",
+           [](const ConfigPtr& self, const std::string& below) {
+             return below.empty() ? self->config.leaf_groups() : self->config.leaf_groups(below);
+           })
+      .def("parent",
+           [](const ConfigPtr& self, const std::string& name) { return self->config.parent(name); })
+      .def("children", [](const ConfigPtr& self,
+                          const std::string& name) { return self->config.children(name); })
+      .def("closeness", [](const ConfigPtr& self) { return self->config.closeness(); })
+      .def("size", [](const ConfigPtr& self,
+                      const std::string& name) { return maybe(self->config.size(name)); })
+      .def("resolve",
+           [](const ConfigPtr& self, std::int64_t world) {
+             return c10::make_intrusive<PyGroupConfig>(
+                 self->config.resolve(static_cast<int>(world)));
+           })
+      .def("table", [](const ConfigPtr& self,
+                       const Numbers& ranks) { return table(self->config.mesh(to_ints(ranks))); })
+      .def("text", [](const ConfigPtr& self) { return self->config.to_string(); })
+      .def("same", [](const ConfigPtr& self, const ConfigPtr& other) {
+        return self->config == other->config;
+      });
+  library.def("group_config", &config_from);
+  library.def("format_group_config", &config_text);
+}
+
+}  // namespace
+
+void register_trees(torch::Library& library) {
+  library.class_<PyTopology>("Topology")
+      .def(torch::init([](const Numbers& devices) {
+        return c10::make_intrusive<PyTopology>(Topology::of_counts(to_ints(devices)));
+      }))
+      .def("slots", [](const TopologyPtr& self) -> std::int64_t { return self->topology.slots(); })
+      .def("hosts", [](const TopologyPtr& self) {
+        std::vector<std::tuple<std::string, std::int64_t>> all;
+        for (const Host& host : self->topology.hosts) all.emplace_back(host.name, host.devices);
+        return all;
+      });
+  register_config(library);
+  library.def("topology", &topology_from);
+  library.def("launcher_file", &launcher_file);
+  library.def("map_ranks", &map_ranks);
+  // The table of a mesh whose ranks sit as a mapping says.
+  library.def("mapped_mesh", [](const Names& names, const Numbers& sizes, const Numbers& slot_of) {
+    RankMapping mapping;
+    mapping.slot_of = to_ints(slot_of);
+    return from_ints(mapped_mesh(mesh_axes(names, sizes), mapping).ranks());
+  });
+  library.def("create_groups",
+              [](const ConfigPtr& config, const std::optional<Numbers>& ranks, bool eager) {
+                if (ranks) {
+                  here().create_process_groups(config->config, to_ints(*ranks), eager);
+                } else {
+                  here().create_process_groups(config->config, eager);
+                }
+              });
+  library.def("create_groups_on", [](const ConfigPtr& config, const TopologyPtr& topology,
+                                     const TrafficTexts& traffic, bool eager) {
+    return values(here().create_process_groups(config->config, topology->topology,
+                                               traffic_of(traffic), eager));
+  });
+}
+
+}  // namespace tessera::python

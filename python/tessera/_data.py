@@ -1,0 +1,438 @@
+"""Data: who reads which samples, in an order that depends neither on ranks nor on workers."""
+
+import ctypes
+import os
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from tessera._groups import world
+from tessera._library import classes, ops
+
+_READER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64)
+
+
+def _tensors(sample):
+    values = sample if isinstance(sample, (tuple, list)) else (sample,)
+    return [torch.as_tensor(value) for value in values]
+
+
+def _stack(samples):
+    return [torch.stack(column) for column in zip(*(_tensors(sample) for sample in samples), strict=True)]
+
+
+class _Errors:
+    """What Python's functions raised while the library called them, so that it can be the cause of what the library raises."""
+
+    def __init__(self):
+        self.last = None
+
+    def calling(self, function):
+        def call(indices, count):
+            try:
+                given = function([indices[i] for i in range(count)])
+                if given is None:
+                    return 0
+                ops.deliver(given)
+                return 1
+            except BaseException as error:  # no exception passes through the library
+                self.last = error
+                ops.refuse(f"{type(error).__name__}: {error}")
+                return -1
+
+        return _READER(call)
+
+    def around(self, call, *arguments):
+        try:
+            return call(*arguments)
+        except RuntimeError as error:
+            cause, self.last = self.last, None
+            raise error from cause
+
+
+class Dataset:
+    """Samples by index: what `Loader` reads. Made by `TensorDataset`, `TokenFileDataset`, `SourceDataset`, or of any object with `len()` and `[index]`.
+
+    A sample is a tensor, a number, or a tuple of them. An object of Python's is called from the loader's threads.
+    """
+
+    def __init__(self, handle, errors=None, keep=None):
+        self._handle, self._errors, self._keep = handle, errors, keep
+
+    def __len__(self):
+        return self._handle.size()
+
+    def __getitem__(self, index):
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return tuple(self._handle.get(index))
+
+    @staticmethod
+    def of(samples, collate=None):
+        """A dataset of `len(samples)` samples, `samples[index]` each.
+
+        `collate`: makes of a list of samples the batch's tensors, with the samples in dim 0 of each; default: stacks them.
+        """
+        if isinstance(samples, Dataset):
+            return samples
+        errors = _Errors()
+
+        def batch(indices):
+            got = [samples[i] for i in indices or range(min(1, len(samples)))]
+            made = _tensors(collate(got)) if collate else _stack(got)
+            return made if indices else [t[:0] for t in made]
+
+        reader = errors.calling(batch)
+        handle = ops.python_dataset(len(samples), ctypes.cast(reader, ctypes.c_void_p).value)
+        return Dataset(handle, errors, reader)
+
+
+def TensorDataset(*tensors):
+    """Tensors in memory that agree in dim 0; sample i is row i of each."""
+    return Dataset(ops.tensor_dataset(list(tensors)))
+
+
+def TokenFileDataset(path, dtype, row, stride=0):
+    """A file of tokens of `dtype`: rows of `row` tokens, starting every `stride` tokens (0: every `row`)."""
+    return Dataset(ops.token_file_dataset(os.fspath(path), dtype, row, stride))
+
+
+class Source:
+    """Named arrays in a file, read by hyperslab, so that a rank reads its own shard and nothing else. `kind`: "netcdf", "hdf5" or "safetensors".
+
+    >>> winds = ts.NetcdfSource("winds.nc")
+    >>> winds.read("UWND", start=[5], count=[1])        # month 5, all of the other dims
+    """
+
+    def __init__(self, kind, path):
+        self._handle = ops.source(kind, os.fspath(path))
+
+    @property
+    def variables(self):
+        """Names, in the file's order."""
+        return list(self._handle.variables())
+
+    def dims(self, variable):
+        """Names of the dims, outermost first."""
+        return tuple(self._handle.dims(variable))
+
+    def shape(self, variable):
+        return tuple(self._handle.shape(variable))
+
+    def read(self, variable, start=(), count=(), stride=(), *, dtype=torch.float32, decode=True, missing=float("nan")):
+        """Indices start, start + stride, ... (count of them) per dim; dims that are left out at the end are read whole.
+
+        `decode`: scale, offset and missing values as the file's conventions say; `missing`: what a missing value becomes.
+        """
+        return self._handle.read(variable, list(start), list(count), list(stride), dtype, decode, float(missing))
+
+    def __repr__(self):
+        return f"Source({self._handle.name()}: {', '.join(self.variables)})"
+
+
+def NetcdfSource(path):
+    """The numeric variables of a netCDF file."""
+    return Source("netcdf", path)
+
+
+def Hdf5Source(path):
+    """The numeric datasets of an HDF5 file."""
+    return Source("hdf5", path)
+
+
+def SafetensorsSource(path):
+    """The tensors of a safetensors file."""
+    return Source("safetensors", path)
+
+
+@dataclass(frozen=True)
+class SourceField:
+    """One tensor of a sample: a variable, or a box of it. Dim 0 is the samples'."""
+
+    variable: str
+    start: tuple = ()
+    count: tuple = ()
+    stride: tuple = ()
+    decode: bool = True
+
+
+def SourceDataset(source, fields):
+    """Samples out of a source, each a hyperslab; `fields`: names of variables, or `SourceField`s."""
+    fields = [SourceField(f) if isinstance(f, str) else f for f in fields]
+    return Dataset(ops.source_dataset(source._handle, [(f.variable, list(f.start), list(f.count), list(f.stride), f.decode) for f in fields]), keep=source)
+
+
+class Order:
+    """The global order of samples: which of them make up step s, whatever the number of ranks or workers. `describe()` says what it depends on."""
+
+    def __init__(self, handle):
+        self._handle = handle
+
+    def describe(self):
+        return self._handle.describe()
+
+    def __repr__(self):
+        return f"Order({self.describe()})"
+
+
+def _schedule(batch):
+    return [(0, int(batch))] if isinstance(batch, int) else [(int(step), int(size)) for step, size in sorted(batch.items())]
+
+
+def FixedOrder(samples, batch, *, seed=0, shuffle=True, last="keep"):
+    """One shuffled pass over `samples` samples per epoch, in batches of `batch`, or of a schedule `{step: size}` from step 0 on.
+
+    `last`: what becomes of samples at the end of an epoch that fill no batch: "keep" (a smaller one), "pad" (repeats some, marked), "drop".
+    """
+    return Order(ops.fixed_order(samples, seed, shuffle, last, _schedule(batch)))
+
+
+def WeightedOrder(weights, batch, samples_per_epoch, *, seed=0):
+    """Draws with replacement, in proportion to one weight per sample."""
+    return Order(ops.weighted_order([float(w) for w in weights], seed, _schedule(batch), samples_per_epoch))
+
+
+def MixtureOrder(datasets, weights, batch, *, seed=0, shuffle=True):
+    """A mixture of datasets `{name: samples}`: at every point each one's share is as close to its weight as whole numbers allow.
+
+    `weights`: one per dataset, or `{draw: weights}` from draw 0 on. It has no epochs: count the steps.
+    """
+    stages = sorted(weights.items()) if isinstance(weights, dict) else [(0, weights)]
+    stages = [(int(draw), [float(w) for w in values]) for draw, values in stages]
+    return Order(ops.mixture_order(list(datasets), [int(n) for n in datasets.values()], stages, seed, shuffle, _schedule(batch)))
+
+
+def TokenBudgetOrder(lengths, tokens, *, max_samples=0, padded=False, seed=0, shuffle=True):
+    """Batches of as many samples as `tokens` tokens take. `lengths`: tokens per sample. `padded`: a batch costs count x longest."""
+    return Order(ops.token_budget_order([int(n) for n in lengths], tokens, max_samples, padded, seed, shuffle))
+
+
+def PackedOrder(lengths, rows, capacity, *, seed=0, shuffle=True):
+    """Batches of `rows` rows of `capacity` tokens, packed with whole samples."""
+    return Order(ops.packed_order([int(n) for n in lengths], rows, capacity, seed, shuffle))
+
+
+@dataclass(frozen=True)
+class LoadedBatch:
+    """This process' shard of a global batch."""
+
+    step: int
+    epoch: int
+    tensors: tuple
+    """Batch dim in front."""
+    samples: tuple
+    """(dataset, index) of each row."""
+    slices: tuple
+    """(batch coordinate, first and one past the last position in the global batch, first row here)."""
+    rows: int
+    real: int
+    """Rows that are not padding: the weight of this process' mean."""
+    global_rows: int
+    global_real: int
+    mask: torch.Tensor | None
+    """Bool [rows], true where a row is real; None if all are."""
+
+
+def _fours(numbers):
+    return tuple(tuple(numbers[i : i + 4]) for i in range(0, len(numbers), 4))
+
+
+class Loader:
+    """Each process reads its shard of every global batch, ahead of time.
+
+    >>> order = ts.FixedOrder(len(data), 256, seed=1)
+    >>> loader = ts.Loader(data, order, mesh, ["data"], workers=2)
+    >>> for batch in loader.epoch():
+    ...     x, y = batch.tensors                       # batch.real of batch.rows rows count
+    >>> state = loader.state()                         # a short text; restore(state) goes on there, on any number of ranks
+
+    `datasets`: one, or those that a mixture names, in its order; a `Dataset`, or anything with `len()` and `[index]`. `batch_axes`: the axes of the mesh
+    that shard the batch, outermost first; ranks along the others get the same samples. `workers`: threads that read ahead, `prefetch` batches beyond the
+    next; 0: `next()` reads. `collate`: for objects of Python's, see `Dataset.of`. What a dataset raises, `next()` raises, with the sample's index. `close()`
+    ends the threads; the end of the program does too.
+    """
+
+    def __init__(self, datasets, order, mesh, batch_axes, *, workers=0, prefetch=2, stall_limit=300.0, pin_memory=False, device="", collate=None):
+        datasets = list(datasets) if isinstance(datasets, (list, tuple)) else [datasets]
+        if collate and any(isinstance(d, Dataset) for d in datasets):
+            raise ValueError("collate is for objects of Python's: give it to Dataset.of, or leave it out")
+        self._datasets = [Dataset.of(d, collate) for d in datasets]
+        handles = [d._handle for d in self._datasets]
+        options = (workers, prefetch, float(stall_limit), pin_memory, str(device))
+        self._handle = classes.Loader(handles, order._handle, mesh._handle, list(batch_axes), *options)
+        self._mesh, self._axes = mesh, list(batch_axes)
+        # Not in the destructor of the handle, which holds the interpreter's lock that the threads may wait for.
+        self.close = weakref.finalize(self, _close, self._handle, self._datasets)
+
+    def _around(self, call, *arguments):
+        for dataset in self._datasets:
+            if dataset._errors:
+                return dataset._errors.around(call, *arguments)
+        return call(*arguments)
+
+    def next(self):
+        """The next batch. After an exception the loader still stands before that batch."""
+        (step, epoch, rows, real, global_rows, global_real), tensors, mask, samples, slices = self._around(self._handle.next)
+        pairs = tuple(zip(samples[::2], samples[1::2]))
+        return LoadedBatch(step, epoch, tuple(tensors), pairs, _fours(slices), rows, real, global_rows, global_real, mask)
+
+    def epoch(self):
+        """Batches until the epoch ends; in the middle of one, until its end."""
+        now = self.next_epoch()
+        while True:
+            yield self.next()
+            if self.next_epoch() != now:
+                return
+
+    def next_epoch(self):
+        """The epoch of the batch that `next()` will give."""
+        return self._handle.next_epoch()
+
+    def state(self):
+        """Where `next()` stands; the same text on every process."""
+        return self._handle.state()
+
+    def restore(self, state):
+        """Goes on from a state. Raises if another order saved it."""
+        self._handle.restore(state)
+
+    def seek(self, step):
+        """Goes on at a step, for orders whose batches have sizes that are known beforehand."""
+        self._handle.seek(step)
+
+    def require_agreement(self, group=None):
+        """Raises on every rank unless all have the same order, position, sizes of datasets and mapping. Collective."""
+        self._handle.require_agreement((world() if group is None else group)._handle)
+
+
+@dataclass(frozen=True)
+class FieldSharding:
+    """How one tensor of a batch lies along the axes that do not shard the batch: `FieldSharding({"domain": 2})`.
+
+    `dims`: axes and the dims that they shard, dim 0 being the batch. `sizes`: of their shards; without them those that the ranks have read are gathered.
+    `whole`: every rank has read the tensor whole in those dims, and keeps its shard.
+    """
+
+    dims: dict
+    sizes: dict | None = None
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class ShardedBatch:
+    """A global batch as sharded tensors."""
+
+    step: int
+    epoch: int
+    tensors: tuple
+    """Dim 0 is the global batch."""
+    mask: torch.Tensor | None
+    """Sharded likewise, true where a row is real; None if all are, on all ranks."""
+    rows: int
+    real: int
+    """Of the global batch."""
+
+
+def _fields(fields):
+    given = [FieldSharding({}) if f is None else f if isinstance(f, FieldSharding) else FieldSharding(f) for f in fields]
+    sizes = [{int(d): [int(n) for n in parts] for d, parts in (f.sizes or {}).items()} for f in given]
+    return [(list(f.dims), [int(d) for d in f.dims.values()], list(s), list(s.values()), f.whole) for f, s in zip(given, sizes)]
+
+
+def _loaded(batch):
+    if batch is None:
+        return [], [], None, []
+    numbers = [batch.step, batch.epoch, batch.rows, batch.real, batch.global_rows, batch.global_real]
+    return numbers, list(batch.tensors), batch.mask, [number for one in batch.slices for number in one]
+
+
+def _sharded(values):
+    (step, epoch, rows, real), tensors, mask = values
+    return ShardedBatch(step, epoch, tuple(tensors), mask, rows, real)
+
+
+def shard_batch(batch, mesh, batch_axes, fields=()):
+    """What a `Loader` has read as sharded tensors: dim 0 over `batch_axes`, those of the loader, and other dims as `fields` say.
+
+    `fields`: one entry per tensor, or one for all: a `FieldSharding`, or its `dims` alone; None or nothing: replicated along the other axes.
+
+    >>> x, y = ts.shard_batch(loader.next(), mesh, ["data"], [{"domain": 2}, None]).tensors
+    """
+    return _sharded(ops.shard_batch(*_loaded(batch), mesh._handle, list(batch_axes), _fields(fields)))
+
+
+def scatter_batch(batch, mesh, batch_axes, fields=()):
+    """The same where one rank has read for all that share its rows: the one for which `reads_for_others` is true; the others give None.
+
+    Collective over those ranks. What the reading rank finds wrong raises on all of them.
+    """
+    return _sharded(ops.scatter_batch(*_loaded(batch), mesh._handle, list(batch_axes), _fields(fields)))
+
+
+def reads_for_others(mesh, batch_axes):
+    """Whether this rank is at coordinate 0 of the axes that do not shard the batch."""
+    return ops.reads_for_others(mesh._handle, list(batch_axes))
+
+
+@dataclass(frozen=True)
+class StreamBatch:
+    """A batch of this rank's stream; rows from `real` on are padding."""
+
+    step: int
+    tensors: tuple
+    rows: int
+    real: int
+    global_real: int
+    mask: torch.Tensor | None
+
+
+class StreamLoader:
+    """Batches from iterables, one stream per rank, whose lengths may differ: the ranks agree before every step, so that none waits for one that has ended.
+
+    >>> for batch in ts.StreamLoader(samples, rows=32, uneven="pad", example=(torch.zeros(8),)):
+    ...     x, = batch.tensors
+
+    `uneven`: at a step for which some ranks have a full batch and others do not: "error" (default), "drop", "pad", "weight_zero". `example`: a sample,
+    from which a rank whose stream is empty knows the shapes. `transform`: applied to each sample, in the threads.
+    """
+
+    def __init__(self, stream, rows, group=None, *, uneven="error", example=(), workers=0, prefetch=2, stall_limit=120.0, transform=None):
+        iterator, self._errors = iter(stream), _Errors()
+
+        def following(_):
+            try:
+                sample = next(iterator)
+            except StopIteration:
+                return None
+            return _tensors(transform(sample) if transform else sample)
+
+        self._reader = self._errors.calling(following)
+        address = ctypes.cast(self._reader, ctypes.c_void_p).value
+        on = (world() if group is None else group)._handle
+        self._handle = classes.StreamLoader(address, rows, on, uneven, _tensors(example), workers, prefetch, float(stall_limit))
+        self.close = weakref.finalize(self, _close, self._handle, self._reader)
+
+    def next(self):
+        """The next batch, or None once the ranks have agreed that the data has ended. Collective."""
+        numbers, tensors, mask = self._errors.around(self._handle.next)
+        if not numbers:
+            return None
+        step, rows, real, global_real = numbers
+        return StreamBatch(step, tuple(tensors), rows, real, global_real, mask)
+
+    def __iter__(self):
+        while (batch := self.next()) is not None:
+            yield batch
+
+    def state(self):
+        """Steps and samples so far, as text."""
+        return self._handle.state()
+
+    def restore(self, state, replay=False):
+        """A stream without positions cannot be resumed: raises, or with `replay` reads and throws away as many samples."""
+        self._handle.restore(state, replay)
+
+
+def _close(handle, _keep):
+    handle.close()

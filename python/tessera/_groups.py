@@ -1,0 +1,358 @@
+"""Groups of ranks: the world, the groups of a mesh or a tree, and any other; what they send, and its gradients."""
+
+from tessera._library import classes, ops
+
+
+class Request:
+    """A call that is under way. What was given to it must not be read or written before `wait()` has returned."""
+
+    def __init__(self, handle, result=None):
+        self._handle, self._result = handle, result
+
+    def done(self):
+        """True once `wait()` would not block."""
+        return self._handle.done()
+
+    def wait(self):
+        """Blocks until the call is complete and returns its result: the tensor that it fills, or what it gathers."""
+        arrived = self._handle.wait()
+        return self._result if arrived is None else arrived
+
+
+class Group:
+    """Some ranks, in order, that communicate: `ts.world()`, `ts.group([0, 3])`, `ts.group("data_parallel")`, `mesh.group("domain")`.
+
+    Every call is collective over the group unless it says otherwise, and has a time limit: `timeout=` seconds, or the group's own. Tensors may be
+    non-contiguous; what a call fills, it fills in place and returns. `sizes` are rows along dim 0, one number per rank in group order, zeros included;
+    without them all ranks have the same number. With `start=True` a call returns a `Request` at once.
+
+    >>> total = ts.world().all_reduce(torch.ones(3))            # of 4 ranks: 4, 4, 4
+    >>> rows = ts.world().all_gather(mine, sizes=[3, 0, 2, 1])  # 6 rows, on every rank
+
+    Autograd does not see these calls; those of `ts.functional` it does.
+    """
+
+    def __init__(self, handle):
+        self._handle = handle
+
+    @property
+    def rank(self):
+        """This process' position in `ranks`."""
+        return self._handle.rank()
+
+    @property
+    def size(self):
+        """How many ranks."""
+        return self._handle.size()
+
+    @property
+    def ranks(self):
+        """Global ranks in group order, never sorted."""
+        return list(self._handle.ranks())
+
+    @property
+    def name(self):
+        """What errors and traces call it."""
+        return self._handle.name()
+
+    @property
+    def backend(self):
+        """"gloo", "shm", "mpi", "nccl", "threads", or "self" for a group of one."""
+        return self._handle.backend()
+
+    @property
+    def timeout(self):
+        """Limit of every wait, in seconds."""
+        return self._handle.timeout()
+
+    @timeout.setter
+    def timeout(self, seconds):
+        self._handle.set_timeout(float(seconds))
+
+    def _call(self, name, tensor, output, rank, op, factor, sizes, input_sizes, timeout, start):
+        arguments = (name, tensor, output, rank, op, float(factor), list(sizes or []), list(input_sizes or []), float(timeout))
+        result = tensor if output is None else output
+        if start:
+            return Request(self._handle.start(*arguments), result)
+        self._handle.call(*arguments)
+        return result
+
+    def broadcast(self, tensor, root, *, timeout=0, start=False):
+        """Every rank's `tensor` gets the values of that on `root` (a rank of the group)."""
+        return self._call("broadcast", tensor, None, root, "sum", 1, None, None, timeout, start)
+
+    def all_reduce(self, tensor, op="sum", *, factor=1, timeout=0, start=False):
+        """`op`: sum, avg, product, min, max, or premultiplied: the sum over ranks of each rank's `factor` times its tensor."""
+        return self._call("all_reduce", tensor, None, 0, op, factor, None, None, timeout, start)
+
+    def reduce(self, tensor, root, op="sum", *, factor=1, timeout=0, start=False):
+        """As `all_reduce`, on `root` alone; the other ranks' tensors keep their values."""
+        return self._call("reduce", tensor, None, root, op, factor, None, None, timeout, start)
+
+    def _rows(self, tensor, sizes):
+        return tensor.new_empty([sum(sizes) if sizes else self.size * tensor.shape[0], *tensor.shape[1:]])
+
+    def all_gather(self, tensor, output=None, *, sizes=None, timeout=0, start=False):
+        """The rows of all ranks below each other, in group order. `output`: where they go; made where it is not given."""
+        output = self._rows(tensor, sizes) if output is None else output
+        return self._call("all_gather", tensor, output, 0, "sum", 1, sizes, None, timeout, start)
+
+    def reduce_scatter(self, tensor, output=None, op="sum", *, factor=1, sizes=None, timeout=0, start=False):
+        """`tensor` holds the rows of all ranks; the result is this rank's rows of the reduced value."""
+        if output is None:
+            mine = sizes[self.rank] if sizes else tensor.shape[0] // self.size
+            output = tensor.new_empty([mine, *tensor.shape[1:]])
+        return self._call("reduce_scatter", tensor, output, 0, op, factor, sizes, None, timeout, start)
+
+    def all_to_all(self, tensor, output=None, *, output_sizes=None, input_sizes=None, timeout=0, start=False):
+        """Rows of `tensor` go to the ranks, `input_sizes[r]` of them to rank r; those that arrive lie likewise. Sizes are this rank's own."""
+        if output is None:
+            output = tensor.new_empty([sum(output_sizes) if output_sizes else tensor.shape[0], *tensor.shape[1:]])
+        return self._call("all_to_all", tensor, output, 0, "sum", 1, output_sizes, input_sizes, timeout, start)
+
+    def gather(self, tensor, root, output=None, *, sizes=None, timeout=0, start=False):
+        """As `all_gather`, on `root` alone; the other ranks get None."""
+        mine = self.rank == root
+        if mine and output is None:
+            output = self._rows(tensor, sizes)
+        result = self._call("gather", tensor, output if mine else None, root, "sum", 1, sizes, None, timeout, start)
+        if start:
+            return result if mine else Request(result._handle)
+        return result if mine else None
+
+    def scatter(self, output, root, tensor=None, *, sizes=None, timeout=0, start=False):
+        """`root` holds the rows of all ranks in `tensor`; each rank's `output` gets its own."""
+        return self._call("scatter", tensor if self.rank == root else None, output, root, "sum", 1, sizes, None, timeout, start)
+
+    def send(self, tensor, to, *, timeout=0, start=False):
+        """To a rank of the group, which calls `receive`. Not collective."""
+        return self._call("send", tensor, None, to, "sum", 1, None, None, timeout, start)
+
+    def receive(self, tensor, source, *, timeout=0, start=False):
+        """Fills `tensor` from a rank of the group, which calls `send`. Not collective."""
+        return self._call("receive", tensor, None, source, "sum", 1, None, None, timeout, start)
+
+    def barrier(self, *, timeout=0, start=False):
+        """Returns when all ranks have come."""
+        return self._call("barrier", None, None, 0, "sum", 1, None, None, timeout, start)
+
+    def all_gather_bytes(self, mine):
+        """A small message of each rank, on all ranks, in group order."""
+        return [bytes.fromhex(text) for text in self._handle.all_gather_text(bytes(mine).hex())]
+
+    def broadcast_bytes(self, message, root):
+        """A small message of `root`, on all ranks."""
+        return bytes.fromhex(self._handle.broadcast_text(bytes(message or b"").hex(), root))
+
+    def abort(self, reason):
+        """Tells the other ranks that this one cannot go on: their pending and later calls raise with `reason`."""
+        self._handle.abort(reason)
+
+    def process_group(self):
+        """The `torch.distributed.ProcessGroup` of these ranks, for code written against PyTorch's own."""
+        import torch.distributed as dist
+
+        return dist.ProcessGroup.unbox(self._handle.process_group())
+
+    def __eq__(self, other):
+        return isinstance(other, Group) and self._handle.same(other._handle)
+
+    def __hash__(self):
+        return hash(tuple(self.ranks))
+
+    def __repr__(self):
+        return f"Group({self.name}: ranks {self.ranks}, {self.backend})"
+
+
+def world():
+    """The group of all ranks."""
+    return Group(ops.world())
+
+
+def group(which, backend="", timeout=0):
+    """A family by name ("data_parallel", see `create_process_groups`), or the group of exactly these global ranks, in this order.
+
+    Called by its members alone; made on first use, then reused. With a `backend` or a `timeout` (seconds) of its own it is another group than the one
+    without. Raises where this rank is not a member, and for a name that is unknown, with the known ones.
+    """
+    if isinstance(which, str):
+        return Group(ops.group_named(which))
+    return Group(ops.group_of([int(rank) for rank in which], backend, float(timeout)))
+
+
+def group_names():
+    """The families that `create_process_groups` made, in their order."""
+    return list(ops.group_names())
+
+
+def group_size(family):
+    """Of a family's group, without making it."""
+    return ops.group_size(family)
+
+
+def group_rank(family):
+    """This rank's place in its group of a family, without making it."""
+    return ops.group_rank(family)
+
+
+def set_check_level(level):
+    """'off', 'local' (default) or 'collective': all ranks of a group compare what they call before data moves. The same on all ranks."""
+    ops.set_check_level(level)
+
+
+class GroupInfo:
+    """One kind of parallelism, as this rank sees it: `groups.mp.group`, `.ranks`, `.rank`, `.size`."""
+
+    def __init__(self, handle):
+        self._handle, self.group = handle, Group(handle.group())
+
+    @property
+    def ranks(self):
+        """Global ranks in group order."""
+        return self.group.ranks
+
+    @property
+    def rank(self):
+        """This rank's place in it."""
+        return self.group.rank
+
+    @property
+    def size(self):
+        return self.group.size
+
+    def reduce(self, tensor, op="sum", *, factor=1, start=False):
+        """All-reduce in place. Refused for a tensor of a graph: `ts.functional.all_reduce` is recorded."""
+        if start:
+            return Request(self._handle.start_reduce(tensor, op, float(factor)), tensor)
+        self._handle.reduce(tensor, op, float(factor))
+        return tensor
+
+    def split(self, tensor, dim=0):
+        """This rank's slice of a tensor that all ranks hold; the first ranks get one row more where it does not divide. Its gradient is gathered."""
+        return self._handle.split(tensor, dim)
+
+    def gather(self, tensor, dim=0, *, start=False):
+        """The ranks' slices joined along `dim`, any sizes. Inverse of `split`, both ways: its gradient is split."""
+        if start:
+            return Request(self._handle.start_gather(tensor, dim))
+        return self._handle.gather(tensor, dim)
+
+    def gather_to(self, root, tensor, dim=0, *, start=False):
+        """The same for one rank of the group alone; the others get None. Refused for a tensor of a graph."""
+        if start:
+            return Request(self._handle.start_gather_to(root, tensor, dim))
+        return self._handle.gather_to(root, tensor, dim)
+
+    def __repr__(self):
+        return f"GroupInfo(rank {self.rank} of {self.ranks})"
+
+
+class ParallelGroups:
+    """Model, pipeline and data parallelism given by two numbers; what is left of the world are replicas.
+
+    >>> groups = ts.ParallelGroups(model=2, pipeline=2)   # on 8 ranks, on all
+    >>> groups.mp.ranks, groups.pp.ranks, groups.dp.ranks # rank 5: [4, 5], [5, 7], [1, 5]
+    >>> groups.mesh                                       # axes dp, pp, mp, with the same groups
+    >>> print(groups.summary())                           # one line for the log
+
+    `backends` and `timeouts` give a kind ("mp", "pp", "dp") its own. Collective over the world; raises on every rank where sizes do not divide the world
+    or ranks give different ones.
+    """
+
+    def __init__(self, model=1, pipeline=1, backends=None, timeouts=None):
+        from tessera._api import Mesh
+
+        kinds = ("mp", "pp", "dp")
+        for what in (backends, timeouts):
+            unknown = sorted(set(what or {}) - set(kinds))
+            if unknown:
+                raise ValueError(f"{unknown[0]!r} is no kind of parallelism: {', '.join(kinds)}")
+        chosen = [(backends or {}).get(kind, "") for kind in kinds], [float((timeouts or {}).get(kind, 0)) for kind in kinds]
+        self._handle = classes.ParallelGroups(model, pipeline, *chosen)
+        self.mesh = Mesh._of(self._handle.mesh())
+        self.mp, self.pp, self.dp, self.world = (GroupInfo(self._handle.info(kind)) for kind in (*kinds, "world"))
+
+    def summary(self):
+        """The sizes, and this rank's place, in one line."""
+        return self._handle.summary()
+
+    def __repr__(self):
+        return f"ParallelGroups({self.summary()})"
+
+
+class functional:
+    """Collectives that autograd sees: they return new tensors, and backward sends the gradients the other way.
+
+    `cotangent="summed"`: each rank has a loss of its own, and their sum is differentiated. `"replicated"`: all ranks compute the same loss from the
+    result, and it counts once. Backward is collective: each rank's graph holds the same calls, and their results reach its loss. Sizes are rows along
+    dim 0, one number per rank.
+
+    >>> y = ts.functional.all_gather(group, x, [3, 0, 2])
+    """
+
+    @staticmethod
+    def _call(name, group, x, rank=0, op="sum", factor=1.0, sizes=None, input_sizes=None, cotangent="summed"):
+        if cotangent not in ("summed", "replicated"):
+            raise ValueError(f"a cotangent is 'summed' or 'replicated', not {cotangent!r}")
+        sizes, input_sizes = list(sizes or []), list(input_sizes or [])
+        return ops.functional(name, group._handle, x, rank, op, float(factor), sizes, input_sizes, cotangent == "replicated")
+
+    @staticmethod
+    def all_reduce(group, x, op="sum", *, factor=1.0, cotangent="summed"):
+        """`op`: sum, avg or premultiplied; others are not linear and raise."""
+        return functional._call("all_reduce", group, x, op=op, factor=factor, cotangent=cotangent)
+
+    @staticmethod
+    def all_gather(group, x, sizes=None, *, cotangent="summed"):
+        """The ranks' rows below each other."""
+        return functional._call("all_gather", group, x, sizes=sizes, cotangent=cotangent)
+
+    @staticmethod
+    def reduce_scatter(group, x, sizes=None, op="sum", *, factor=1.0):
+        """This rank's rows of the sum."""
+        return functional._call("reduce_scatter", group, x, op=op, factor=factor, sizes=sizes)
+
+    @staticmethod
+    def all_to_all(group, x, output_sizes=None, input_sizes=None):
+        """Rows of `x` go to the ranks, `input_sizes[r]` of them to rank r."""
+        return functional._call("all_to_all", group, x, sizes=output_sizes, input_sizes=input_sizes)
+
+    @staticmethod
+    def broadcast(group, x, root, *, cotangent="summed"):
+        """The values of `root`; `x` has the same shape on all ranks, and elsewhere its gradient is zero."""
+        return functional._call("broadcast", group, x, rank=root, cotangent=cotangent)
+
+    @staticmethod
+    def reduce(group, x, root, op="sum", *, factor=1.0):
+        """The result on `root`, zeros elsewhere."""
+        return functional._call("reduce", group, x, rank=root, op=op, factor=factor)
+
+    @staticmethod
+    def gather(group, x, root, sizes=None):
+        """All rows on `root`, no rows elsewhere."""
+        return functional._call("gather", group, x, rank=root, sizes=sizes)
+
+    @staticmethod
+    def scatter(group, x, root, sizes):
+        """This rank's rows of the root's `x`; elsewhere `x` gives dtype, device and the dims after the first."""
+        return functional._call("scatter", group, x, rank=root, sizes=sizes)
+
+    @staticmethod
+    def send(group, x, to):
+        """Not collective. Returns a token without elements, through which the gradient comes back: add its sum to the loss."""
+        return functional._call("send", group, x, rank=to)
+
+    @staticmethod
+    def receive(group, like, source):
+        """Not collective. A tensor of the shape of `like`, which must require a gradient where the sender's tensor does."""
+        return functional._call("receive", group, like, rank=source)
+
+    @staticmethod
+    def replicate(group, x):
+        """A value that all ranks hold alike, entering computation that differs by rank: the gradients of all ranks are summed."""
+        return functional._call("replicate", group, x)
+
+    @staticmethod
+    def own_rows(group, x, sizes):
+        """This rank's rows of a value that all ranks hold alike; backward gathers."""
+        return functional._call("own_rows", group, x, sizes=sizes)

@@ -1,0 +1,242 @@
+"""Data parallelism, losses over ranks, and operators on fields."""
+
+import torch
+
+from tessera._groups import world
+from tessera._library import classes, ops
+from tessera._placement import to_text
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """A module whose gradients are the mean over the ranks of a group. Ranks may hold different numbers of samples, or none.
+
+    >>> ddp = ts.DistributedDataParallel(net)                # parameters and buffers are broadcast from rank 0
+    >>> loss = ddp.mean_loss(criterion(ddp(x), y), len(x))   # the mean over all ranks' samples
+    >>> loss.backward()                                      # gradients are reduced in buckets while it runs
+
+    `group`: default the world. `reduction`: avg; sum, where each rank's gradient is a part of that of one loss; premultiplied, each rank by its `factor`.
+    `broadcast_buffers`: before each forward in training. `ignore`: names of parameters and buffers that the user takes care of. Construction is
+    collective; ranks whose modules differ all raise. `distribute_module` comes first, then the wrapper.
+    """
+
+    def __init__(
+        self,
+        module,
+        group=None,
+        *,
+        reduction="avg",
+        factor=1.0,
+        broadcast_buffers=True,
+        ignore=(),
+        first_bucket_bytes=1 << 20,
+        bucket_bytes=25 << 20,
+        overlap=True,
+        gradient_as_bucket_view=False,
+    ):
+        super().__init__()
+        self.module = module
+        self.group = world() if group is None else group
+        self._reduction = reduction
+        parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
+        names, tensors = [n for n, _ in parameters + buffers], [t for _, t in parameters + buffers]
+        options = (reduction, float(factor), broadcast_buffers, list(ignore), first_bucket_bytes, bucket_bytes, overlap, gradient_as_bucket_view)
+        self._engine = classes.DistributedDataParallel(names, tensors, len(parameters), self.group._handle, *options)
+
+    def forward(self, *args, **kwargs):
+        """Of the module; in training its buffers are broadcast first."""
+        self._engine.before_forward(self.module.training)
+        return self.module(*args, **kwargs)
+
+    def mean_loss(self, loss, samples):
+        """The mean loss over all ranks' samples, from this rank's mean over `samples` of its own; see `mean_loss`."""
+        return mean_loss(loss, samples, self.group, self._reduction)
+
+    def no_sync(self):
+        """`with ddp.no_sync():` gradients accumulate locally; the next backward outside reduces their sum."""
+        from tessera._api import no_sync
+
+        return no_sync(self.module)
+
+    def reduce(self):
+        """Reduces now what has been accumulated and not been reduced, without a backward. Collective."""
+        ops.reduce_gradients(list(self.module.parameters()))
+
+    def buckets(self):
+        """Indices of the parameters that require grad, bucket by bucket, in the order in which buckets are reduced."""
+        return [list(bucket) for bucket in self._engine.buckets()]
+
+
+def mean_loss(loss, samples, group=None, reduction="avg"):
+    """The mean over all ranks' samples, sum_r n_r loss_r / sum_r n_r, on every rank; its gradient is scaled for how gradients are reduced.
+
+    `loss`: this rank's mean over `samples` of its own, without dims; 0 samples count nothing, even if the loss is NaN. `reduction`: "avg" under
+    DistributedDataParallel, "sum" where the loss reaches parameters through sharded tensors. Collective.
+    """
+    return ops.mean_loss(loss, float(samples), (world() if group is None else group)._handle, reduction)
+
+
+class StepWeight:
+    """The denominator of a whole optimizer step, over ranks and accumulated micro-batches, which may be ragged.
+
+    >>> weight = ts.StepWeight()
+    >>> for k, (x, y) in enumerate(micro_batches):
+    ...     with ts.no_sync(net) if k + 1 < len(micro_batches) else contextlib.nullcontext():
+    ...         weight.weigh(criterion(ddp(x), y), len(x)).backward()
+    >>> mean = weight.finish(net.parameters())      # divides the gradients, and gives the step's mean loss
+    >>> optimizer.step()
+
+    `others`: how the gradients of parameters come together that the program reduces by hand, "averaged" or "summed".
+    """
+
+    def __init__(self, group=None, others=""):
+        if others not in ("", "averaged", "summed"):
+            raise ValueError(f"others is 'averaged' or 'summed', not {others!r}")
+        self._handle = classes.StepWeight((world() if group is None else group)._handle, others)
+
+    def weigh(self, loss, weight):
+        """`loss * weight`, to call backward on. `loss`: the mean over this micro-batch; `weight`: its samples, at least 0."""
+        return self._handle.weigh(loss, float(weight))
+
+    def weigh_global(self, loss, weight):
+        """The same for a loss over `weight` samples of all ranks together, the same on every rank (of a sharded tensor): it counts once."""
+        return self._handle.weigh_global(loss, float(weight))
+
+    def finish(self, parameters):
+        """Divides the gradients by the step's total weight, starts the next step, and returns the step's mean loss. Collective."""
+        return self._handle.finish(list(parameters))
+
+    def reset(self):
+        """Forgets what was weighed: for a step that an exception ended."""
+        self._handle.reset()
+
+
+def clip_gradients(parameters, max_norm=float("inf"), norm_type=2.0, group=None, *, disjoint=None, by_hand=()):
+    """Scales gradients to a norm of at most `max_norm` and returns the norm before that, the same number on every rank.
+
+    Plain parameters count once (they are replicated), sharded ones each element once, on whatever mesh. `by_hand`: pairs (parameter, group) of plain
+    parameters of which each rank of the group holds another shard. `disjoint`: the ranks that hold other parameters of the same model (the stages of a
+    pipeline). Collective over `group`, default the world. Where a gradient is NaN or infinite every rank gets infinity and nothing is scaled.
+    """
+    shards, owners = [p for p, _ in by_hand], [g._handle for _, g in by_hand]
+    on = (world() if group is None else group)._handle
+    return ops.clip_gradients(list(parameters), on, float(max_norm), float(norm_type), disjoint and disjoint._handle, shards, owners)
+
+
+def halo_exchange(tensor, widths, method="automatic"):
+    """This rank's shard of a sharded tensor with its halo, a plain tensor; differentiable.
+
+    `widths`: by dim, `{0: 1}` (one element before and after), `{0: (1, 2)}`, or `{0: (1, 1, "circular")}`; beyond the array's own edges "zero" (default),
+    "circular", "reflect" or "replicate". Any widths, larger than the shards too; corners included. Collective over the mesh, and so is its backward: the
+    result must reach the loss on every rank.
+
+    >>> h = ts.halo_exchange(u, {0: 1})                             # rows -1 ... n of this rank's n rows
+    >>> du = ts.from_local(h[2:] - h[:-2], mesh, [ts.Shard(0)])     # a centred difference
+    """
+    all_widths = []
+    for dim, width in widths.items():
+        before, after, edge = (width, width, "zero") if isinstance(width, int) else (*width, "zero")[:3]
+        all_widths.append((int(dim), int(before), int(after), edge))
+    return ops.halo_exchange(tensor, all_widths, method)
+
+
+def neighborhood_attention(q, k, v, kernel, dilation=(), causal=(), scale=None):
+    """softmax(q k' scale) v over each query's neighbourhood, in one to three spatial dims; on plain tensors and on sharded fields.
+
+    q, k: batch x spatial dims x heads x channels, v with any channels. `kernel`, `dilation`, `causal`: one number per spatial dim; default dilation 1,
+    not causal. At the edges the window is shifted, not shortened. `scale`: default 1 / sqrt(channels). Batch, spatial dims and heads may be sharded.
+    Differentiable once.
+    """
+    return ops.neighborhood_attention(q, k, v, list(kernel), list(dilation), list(causal), scale)
+
+
+def neighborhood_attention_1d(q, k, v, kernel, dilation=(), causal=(), scale=None):
+    """`neighborhood_attention` of batch x n x heads x channels."""
+    return _of_dims(1, q, k, v, kernel, dilation, causal, scale)
+
+
+def neighborhood_attention_2d(q, k, v, kernel, dilation=(), causal=(), scale=None):
+    """`neighborhood_attention` of batch x height x width x heads x channels."""
+    return _of_dims(2, q, k, v, kernel, dilation, causal, scale)
+
+
+def neighborhood_attention_3d(q, k, v, kernel, dilation=(), causal=(), scale=None):
+    """`neighborhood_attention` of batch x depth x height x width x heads x channels."""
+    return _of_dims(3, q, k, v, kernel, dilation, causal, scale)
+
+
+def _of_dims(dims, q, k, v, kernel, dilation, causal, scale):
+    if len(kernel) != dims:
+        raise ValueError(f"neighborhood_attention_{dims}d: a kernel of {len(kernel)} dims: {tuple(kernel)}")
+    return neighborhood_attention(q, k, v, kernel, dilation, causal, scale)
+
+
+def _made(how, shape, mesh, placements, sizes, dtype, value=0.0):
+    from tessera._api import _sizes
+
+    return ops.made(how, [int(n) for n in shape], mesh._handle, to_text(placements), _sizes(sizes), float(value), dtype)
+
+
+def empty(shape, mesh, placements, sizes=None, dtype=None):
+    """A sharded tensor of a global `shape`, with whatever is in memory. No communication, as for all that follow."""
+    return _made("empty", shape, mesh, placements, sizes, dtype)
+
+
+def zeros(shape, mesh, placements, sizes=None, dtype=None):
+    """Zeros of a global `shape`."""
+    return _made("zeros", shape, mesh, placements, sizes, dtype)
+
+
+def ones(shape, mesh, placements, sizes=None, dtype=None):
+    """Ones of a global `shape`."""
+    return _made("ones", shape, mesh, placements, sizes, dtype)
+
+
+def full(shape, value, mesh, placements, sizes=None, dtype=None):
+    """`value` everywhere in a global `shape`."""
+    return _made("full", shape, mesh, placements, sizes, dtype, value)
+
+
+def rand(shape, mesh, placements, sizes=None, dtype=None):
+    """Uniform in [0, 1). The numbers depend on the global index alone, so that they are the same for any placement; `manual_seed` restarts them."""
+    return _made("rand", shape, mesh, placements, sizes, dtype)
+
+
+def randn(shape, mesh, placements, sizes=None, dtype=None):
+    """Standard normal; as `rand`."""
+    return _made("randn", shape, mesh, placements, sizes, dtype)
+
+
+def start_redistribute(tensor, placements, sizes=None):
+    """Starts `redistribute`; `.wait()` gives the tensor, `.done()` says whether it would block. All ranks wait for theirs in the same order."""
+    from tessera._api import _sizes
+
+    return ops.start_redistribute(tensor, to_text(placements), _sizes(sizes))
+
+
+def explain_redistribution(tensor, placements, sizes=None):
+    """The collectives that `redistribute` would make: (operation, axes, elements that arrive here) each. Communicates nothing."""
+    from tessera._api import _sizes
+
+    return [(name, tuple(axes), count) for name, axes, count in ops.explain_redistribution(tensor, to_text(placements), _sizes(sizes))]
+
+
+def visualize_sharding(tensor):
+    """Draws as text which rank holds which shard. Communicates nothing."""
+    return ops.visualize_sharding(tensor, False)
+
+
+def visualize_sharding_svg(tensor):
+    """The same as an SVG picture, with the shards to scale: in a notebook, `IPython.display.SVG(...)`."""
+    return ops.visualize_sharding(tensor, True)
+
+
+def load_as_saved(path, mesh, misfits=None):
+    """All tensors of a file that `save` wrote, laid out as they were saved, as far as they fit this mesh; by name. Collective.
+
+    Axes are found by name: an axis that the saved mesh did not have replicates. What does not fit raises, or is told in the list `misfits`, a sentence
+    each, and lies otherwise.
+    """
+    names, tensors, words = ops.load_as_saved(mesh._handle, str(path), misfits is not None)
+    if misfits is not None:
+        misfits.extend(words)
+    return dict(zip(names, tensors))

@@ -1,0 +1,247 @@
+"""Configuration trees of groups, machines, and which rank sits where."""
+
+import json
+import os
+from dataclasses import dataclass
+
+from tessera._library import classes, ops
+
+
+class ProcessGroupConfig:
+    """A tree of process groups: sizes stand on the leaves, a parent is the product of its children, and every leaf is an axis of a mesh.
+
+    >>> tree = ts.ProcessGroupConfig()                       # its root is "world"
+    >>> tree.add_node("model_parallel", "world", size=2)
+    >>> tree.add_node("data_parallel", "world")              # open: follows from the world
+    >>> ts.create_process_groups(tree)                       # collective
+    >>> ts.group("data_parallel").all_reduce(t)
+    >>> ts.Mesh.of("data_parallel")                          # the same groups, for sharded tensors
+
+    The first leaf has adjacent ranks, the last is farthest; `order` says otherwise.
+    """
+
+    def __init__(self, root="world"):
+        self._handle = classes.ProcessGroupConfig(root)
+
+    @classmethod
+    def _of(cls, handle):
+        tree = cls.__new__(cls)
+        tree._handle = handle
+        return tree
+
+    def add_node(self, name, parent, size=None, *, orthogonal_group="", scope="", order="", backend="", timeout=0):
+        """Appends a node as the last child of `parent`, and returns the tree.
+
+        `size`: of a leaf; None: follows from the world, for one leaf. `orthogonal_group`: the name of the groups orthogonal to this node's, within
+        `scope` ("parent", "world", or an ancestor). `order`: which of the leaves below have adjacent ranks, "first-adjacent", "last-adjacent", or names
+        joined by dashes, nearest first. `backend`, `timeout` (seconds): of its groups. Raises for a name that is there, a parent that is not, a size
+        below 1.
+        """
+        self._handle.add_node(name, parent, size, orthogonal_group, scope, order, backend, float(timeout))
+        return self
+
+    def add_orthogonal(self, name, of, scope="", *, backend="", timeout=0):
+        """Groups orthogonal to one node or several, none inside another."""
+        self._handle.add_orthogonal(name, [of] if isinstance(of, str) else list(of), scope, backend, float(timeout))
+        return self
+
+    def set_leaf_group_sizes(self, sizes, update_parents=True):
+        """`{"model_parallel": 4}`. All or nothing: an unknown leaf, an inner node or a size below 1 raises and changes nothing."""
+        self._handle.set_leaf_group_sizes(list(sizes), [int(n) for n in sizes.values()], update_parents)
+
+    def set_order(self, name, order):
+        """As `order` of `add_node`."""
+        self._handle.set_order(name, order)
+
+    def node_names(self):
+        """Parents before children, in tree order."""
+        return list(self._handle.node_names())
+
+    def leaf_groups(self, below=""):
+        """In tree order; below one node, or all."""
+        return list(self._handle.leaf_groups(below))
+
+    def parent(self, name):
+        """Empty for the root."""
+        return self._handle.parent(name)
+
+    def children(self, name):
+        """In the order in which they were added."""
+        return list(self._handle.children(name))
+
+    def closeness(self):
+        """All leaves, nearest (adjacent ranks) first."""
+        return list(self._handle.closeness())
+
+    def size(self, name):
+        """The product of the leaves below; None while one of them is open."""
+        return self._handle.size(name)
+
+    def resolve(self, world_size):
+        """The same tree with the open leaf set. Raises, with the sizes, where they do not make the world."""
+        return ProcessGroupConfig._of(self._handle.resolve(world_size))
+
+    def mesh(self, ranks):
+        """Axes, outermost first, and the rank table of this tree: over a number of ranks, or over these, in this order. Arithmetic alone.
+
+        >>> axes, table = tree.mesh(8)
+        """
+        names, sizes, table = self._handle.table(list(range(ranks)) if isinstance(ranks, int) else [int(r) for r in ranks])
+        return dict(zip(names, sizes)), list(table)
+
+    def __str__(self):
+        return self._handle.text()
+
+    def __repr__(self):
+        return f"ProcessGroupConfig\n{self}"
+
+    def __eq__(self, other):
+        return isinstance(other, ProcessGroupConfig) and self._handle.same(other._handle)
+
+    __hash__ = None
+
+
+def read_group_config(path):
+    """A tree from a .json, .yaml or .yml file; the fields are those of `add_node`, nested under `children`."""
+    return ProcessGroupConfig._of(ops.group_config(os.fspath(path), "", True))
+
+
+def parse_group_config(text, format="yaml"):
+    """The same from a text; `format`: "yaml" or "json"."""
+    return ProcessGroupConfig._of(ops.group_config(text, format, False))
+
+
+def format_group_config(config, format="yaml"):
+    """The tree as text; reading it back gives an equal one."""
+    return ops.format_group_config(config._handle, format)
+
+
+class Topology:
+    """The machines: hosts with devices, one rank each, numbered host by host.
+
+    >>> ts.Topology([8, 8, 4])                        # three hosts
+    >>> ts.parse_topology("hosts: 16x8")              # YAML, with links, rails and switches where they are known
+    """
+
+    def __init__(self, devices):
+        self._handle = devices if not isinstance(devices, (list, tuple)) else classes.Topology([int(n) for n in devices])
+
+    @staticmethod
+    def uniform(hosts, devices):
+        """`hosts` hosts with `devices` devices each, on one switch."""
+        return Topology([devices] * hosts)
+
+    @property
+    def slots(self):
+        """Places for ranks."""
+        return self._handle.slots()
+
+    @property
+    def hosts(self):
+        """Names and numbers of devices."""
+        return {name: devices for name, devices in self._handle.hosts()}
+
+    def __repr__(self):
+        return f"Topology({self.hosts})"
+
+
+def read_topology(path):
+    """From a .json, .yaml or .yml file."""
+    return Topology(ops.topology(os.fspath(path), "file"))
+
+
+def parse_topology(text, format="yaml"):
+    """From a text; `format`: "yaml" or "json"."""
+    return Topology(ops.topology(text if isinstance(text, str) else json.dumps(text), format))
+
+
+def parse_hosts(text):
+    """"16x8" or "8,8,4"."""
+    return Topology(ops.topology(text, "hosts"))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one group family sends in a step: `Traffic("tensor", "all_reduce", 64e6, calls=96)`.
+
+    `axes`: an axis, or several joined by dashes. `collective`: all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all or send. `bytes`: of
+    the buffer that a call works on.
+    """
+
+    axes: str
+    collective: str = "all_reduce"
+    bytes: float = 0.0
+    calls: float = 1.0
+
+
+@dataclass(frozen=True)
+class RankMapping:
+    """Which rank sits on which slot of a topology, and what that costs."""
+
+    slot_of: tuple
+    """By row-major position of the mesh."""
+    seconds: float
+    """Of the stated traffic, per step."""
+    naive_seconds: float
+    """Position p on slot p."""
+    lower_bound: float
+    """No mapping costs less."""
+    exact: bool
+    """All mappings were tried."""
+    method: str
+
+
+def _traffic(traffic):
+    return [(t.axes, t.collective, float(t.bytes), float(t.calls)) for t in traffic]
+
+
+def _mapping(values):
+    slot_of, *others = values
+    return RankMapping(tuple(slot_of), *others)
+
+
+def optimise_mapping(axes, topology, traffic, *, exact_limit=50000, effort=1.0, seed=1):
+    """The best mapping of a mesh that was found for this traffic; it never costs more than the naive one. Arithmetic alone, the same on all ranks.
+
+    `axes`: as of `Mesh`, outermost first. Up to `exact_limit` mappings all are tried.
+    """
+    return _mapping(ops.map_ranks(topology._handle, list(axes), list(axes.values()), _traffic(traffic), exact_limit, float(effort), seed, None))
+
+
+def given_mapping(axes, topology, traffic, slot_of):
+    """A mapping of the user's own, and what it costs. Raises for slots out of range or taken twice."""
+    return _mapping(ops.map_ranks(topology._handle, list(axes), list(axes.values()), _traffic(traffic), 0, 1.0, 1, [int(s) for s in slot_of]))
+
+
+def mapped_mesh(axes, mapping):
+    """The mesh to run where the launcher starts rank r on slot r: each coordinate has the rank whose slot the mapping gives it."""
+    from tessera._api import Mesh
+
+    return Mesh(axes, ops.mapped_mesh(list(axes), list(axes.values()), list(mapping.slot_of)))
+
+
+def open_mpi_rank_file(topology, slot_of):
+    """The text of a file for `mpirun --rankfile`."""
+    return ops.launcher_file("open_mpi", topology._handle, list(slot_of))
+
+
+def slurm_host_file(topology, slot_of):
+    """The text of a file for SLURM_HOSTFILE and `srun --distribution=arbitrary`."""
+    return ops.launcher_file("slurm", topology._handle, list(slot_of))
+
+
+def create_process_groups(config, *, ranks=None, topology=None, traffic=(), eager=False):
+    """Makes the families of a tree known by name: `group(name)` is this rank's group, `Mesh.of(name)` the same ranks as a mesh.
+
+    `ranks`: who sits on the i-th coordinate of the tree's mesh. `topology`, with the `traffic` of a step: chosen for these machines; returns the
+    `RankMapping`, else None. Groups are made on first use, or now if `eager`. Collective over the world: where ranks bring different trees every rank
+    raises, with the first line that differs.
+    """
+    if topology is None:
+        if traffic:
+            raise ValueError("create_process_groups: traffic without the topology that it is to be mapped to")
+        ops.create_groups(config._handle, None if ranks is None else [int(r) for r in ranks], eager)
+        return None
+    if ranks is not None:
+        raise ValueError("create_process_groups: either ranks, or a topology that chooses them")
+    return _mapping(ops.create_groups_on(config._handle, topology._handle, _traffic(traffic), eager))

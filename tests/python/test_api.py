@@ -1,0 +1,107 @@
+"""What the package says of itself: names, docstrings, stubs, and a notebook."""
+
+import ast
+import contextlib
+import inspect
+import io
+import pathlib
+
+import tessera as ts
+
+FOLDER = pathlib.Path(ts.__file__).parent
+
+
+def public(thing):
+    """Methods and properties of a class that a user may call."""
+    return {name: member for name, member in vars(thing).items() if not name.startswith("_")}
+
+
+def documented(member):
+    member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+    return inspect.getdoc(member)
+
+
+def test_everything_has_a_docstring():
+    obvious = {"size", "describe", "shape"}  # its name says it
+    for name in ts.__all__:
+        thing = getattr(ts, name)
+        assert inspect.getdoc(thing) and not inspect.getdoc(thing).startswith(f"{name}("), name
+        if inspect.isclass(thing) and thing.__module__.startswith("tessera"):
+            for member, value in public(thing).items():
+                if callable(value) or isinstance(value, (property, classmethod, staticmethod)):
+                    assert documented(value) or member in obvious, f"{name}.{member}"
+
+
+def test_help_of_a_mesh_is_enough_to_use_it():
+    text = inspect.getdoc(ts.Mesh)
+    for example in ('ts.Mesh({"data": 2, "domain": 3})', "mesh.coordinate", 'mesh.group("domain").ranks', "ranks=[4, 0, 2]"):
+        assert example in text
+    # What it says is so.
+    def body(rank):
+        mesh = ts.Mesh({"data": 2, "domain": 3})
+        return mesh.coordinate, mesh.group("domain").ranks
+
+    assert ts.run_threads(6, body)[4] == ((1, 1), [3, 4, 5])
+
+
+def parameters_of(node):
+    a = node.args
+    names = [x.arg for x in a.posonlyargs + a.args + a.kwonlyargs] + [x.arg for x in (a.vararg, a.kwarg) if x]
+    return [n for n in names if n not in ("self", "cls")]
+
+
+def actual_parameters(function):
+    function = getattr(function, "__func__", function)
+    kinds = inspect.Parameter
+    found = inspect.signature(function).parameters.values()
+    plain = [p.name for p in found if p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
+    return [n for n in plain + [p.name for p in found if p.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)] if n not in ("self", "cls")]
+
+
+def test_stubs_are_those_of_the_code():
+    assert (FOLDER / "py.typed").exists()
+    tree = ast.parse((FOLDER / "__init__.pyi").read_text())
+    stubs = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    assert sorted(stubs) == sorted(ts.__all__)
+    for name, node in stubs.items():
+        thing = getattr(ts, name)
+        assert isinstance(node, ast.ClassDef) == inspect.isclass(thing), name
+        if isinstance(node, ast.FunctionDef):
+            assert parameters_of(node) == actual_parameters(thing), name
+            continue
+        methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
+        fields = {m.target.id for m in node.body if isinstance(m, ast.AnnAssign)}
+        if "__init__" in methods:
+            assert parameters_of(methods["__init__"]) == actual_parameters(thing.__init__), name
+        for member, value in public(thing).items():
+            assert member in methods or member in fields, f"{name}.{member} is not in the stub"
+            if member in methods and not isinstance(value, property):
+                assert parameters_of(methods[member]) == actual_parameters(value), f"{name}.{member}"
+        for member in methods:
+            assert hasattr(thing, member), f"{name}.{member} is in the stub alone"
+
+
+NOTEBOOK = [
+    "import torch, tessera as ts",
+    "def cell(rank):\n    mesh = ts.Mesh({'x': 2})\n    t = ts.from_local(torch.full((rank + 1,), float(rank)), mesh, [ts.Shard(0)])\n    print(f'rank {rank}: {t}')\n    return t.sum().item()",
+    "totals = ts.run_threads(2, cell)",
+    "def wrong(rank):\n    mesh = ts.Mesh({'x': 2})\n    if rank == 1:\n        raise ValueError('in one cell')\n    mesh.barrier()\n\ntry:\n    ts.run_threads(2, wrong)\nexcept ValueError as error:\n    said = str(error)",
+    "again = ts.run_threads(2, cell)",
+]
+
+
+def test_a_notebook_of_ranks_as_threads():
+    """As a kernel runs cells: one namespace, an event loop that is running, stdout replaced, a failed cell between good ones."""
+    import asyncio
+
+    namespace = {"__name__": "__main__"}
+
+    async def kernel():
+        for cell in NOTEBOOK:
+            exec(compile(cell, "<cell>", "exec"), namespace)
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        asyncio.run(kernel())
+    assert namespace["totals"] == namespace["again"] == [2.0, 2.0] and namespace["said"] == "in one cell"
+    assert printed.getvalue().count("rank 1: <ShardTensor") == 2

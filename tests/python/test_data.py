@@ -1,0 +1,189 @@
+"""The loader, orders, sources and streams from Python: the batches of one process, on any mesh."""
+
+import gc
+
+import pytest
+import torch
+
+import tessera as ts
+from support import on_ranks
+
+FIELD, LABEL = torch.arange(7 * 5, dtype=torch.float64).reshape(7, 5), torch.arange(100, 107)
+
+
+class Samples:
+    """Python's own: a field and a number."""
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        return FIELD[index], int(LABEL[index])
+
+
+def alone(order, steps=5, **options):
+    def body(rank):
+        loader = ts.Loader(ts.TensorDataset(FIELD, LABEL), order, ts.Mesh({"x": 1}), ["x"], **options)
+        return [loader.next() for _ in range(steps)]
+
+    return on_ranks(1, body)[0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["tensors", "python"])
+def test_batches_are_those_of_one_process(kind, workers):
+    order = ts.FixedOrder(7, {0: 3, 2: 5}, seed=3, last="pad")
+    expected = alone(order)
+    samples = ts.TensorDataset(FIELD, LABEL) if kind == "tensors" else Samples()
+
+    def body(rank):
+        mesh = ts.Mesh({"data": 2, "domain": 2})
+        with_threads = ts.Loader(samples, order, mesh, ["data"], workers=workers)
+        with_threads.require_agreement()
+        got = [with_threads.next() for _ in range(3)]
+        state = with_threads.state()
+        with_threads.close()
+        resumed = ts.Loader(samples, order, mesh, ["data"], workers=workers)
+        resumed.restore(state)
+        return got + [resumed.next() for _ in range(2)]
+
+    ranks = on_ranks(4, body)
+    for step, whole in enumerate(expected):
+        mine = [ranks[rank][step] for rank in (0, 2)]
+        for i in range(2):
+            assert torch.equal(torch.cat([b.tensors[i] for b in mine]), whole.tensors[i])
+            assert torch.equal(ranks[1][step].tensors[i], mine[0].tensors[i])  # the same domain group, the same samples
+        assert sum(b.real for b in mine) == whole.real == mine[0].global_real and mine[0].step == step
+        assert mine[0].samples + mine[1].samples == whole.samples and mine[0].slices[0][:3] == (0, 0, mine[0].rows)
+
+
+def test_epochs_and_orders():
+    def body(rank):
+        mesh = ts.Mesh({"x": 1})
+        loader = ts.Loader(Samples(), ts.FixedOrder(7, 3, seed=1), mesh, ["x"])
+        for _ in range(2):
+            labels = torch.cat([b.tensors[1] for b in loader.epoch()])
+            assert sorted(labels.tolist()) == LABEL.tolist()
+        loader.seek(1)
+        assert len(list(loader.epoch())) == 2 and loader.next_epoch() == 1
+        weighted = ts.Loader(Samples(), ts.WeightedOrder([0, 1, 0, 0, 0, 0, 0], 4, 8), mesh, ["x"])
+        assert weighted.next().tensors[1].tolist() == [101] * 4
+        mixed = ts.Loader([Samples(), ts.TensorDataset(-FIELD, -LABEL)], ts.MixtureOrder({"a": 7, "b": 7}, [0.75, 0.25], 8), mesh, ["x"])
+        labels = mixed.next().tensors[1]
+        assert (labels < 0).sum() == 2 and (labels > 0).sum() == 6
+        lengths = [1, 2, 3, 1, 2, 3, 2]
+        tokens = [torch.arange(n) + 10 * i for i, n in enumerate(lengths)]
+        packed = ts.Loader(ts.Dataset.of(tokens), ts.PackedOrder(lengths, 2, 5, shuffle=False), mesh, ["x"]).next()
+        assert packed.tensors[0].shape == (2, 5) and packed.tensors[1].max() >= 2
+        padded = ts.Dataset.of(tokens, collate=lambda got: [torch.nn.utils.rnn.pad_sequence(got, batch_first=True)])
+        budget = ts.Loader(padded, ts.TokenBudgetOrder(lengths, 6, shuffle=False), mesh, ["x"])
+        assert budget.next().tensors[0].shape == (3, 3)
+        assert "seed 1" in ts.FixedOrder(7, 3, seed=1).describe()
+        with pytest.raises(RuntimeError, match="'keep', 'pad' or 'drop'"):
+            ts.FixedOrder(7, 3, last="repeat")
+        with pytest.raises(RuntimeError, match="10"):
+            ts.Loader(Samples(), ts.FixedOrder(10, 3), mesh, ["x"]).next()
+
+    on_ranks(1, body)
+
+
+class Damaged(Samples):
+    def __getitem__(self, index):
+        if index == 4:
+            raise OSError("a bad sector")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_dataset_raises_is_the_cause(workers):
+    def body(rank):
+        loader = ts.Loader(Damaged(), ts.FixedOrder(7, 2, shuffle=False), ts.Mesh({"x": 1}), ["x"], workers=workers)
+        assert loader.next().rows == 2 and loader.next().rows == 2
+        for _ in range(2):  # it still stands there
+            with pytest.raises(RuntimeError, match="sample 4: OSError: a bad sector") as error:
+                loader.next()
+            assert isinstance(error.value.__cause__, OSError) or workers
+
+    on_ranks(1, body)
+
+
+def test_a_loader_that_goes_waits_for_threads_that_wait_for_the_interpreter():
+    def body(rank):
+        for _ in range(3):
+            loader = ts.Loader(Samples(), ts.FixedOrder(7, 2), ts.Mesh({"x": 1}), ["x"], workers=2, prefetch=4)
+            loader.next()
+            del loader
+            gc.collect()
+        return True
+
+    assert on_ranks(1, body) == [True]
+
+
+@pytest.mark.parametrize("axes,batch_axes", [({"data": 2, "domain": 2}, ["data"]), ({"domain": 2, "data": 2}, ["data"]), ({"data": 2, "fsdp": 2}, ["data", "fsdp"])])
+def test_a_batch_as_sharded_tensors_in_one_call(axes, batch_axes):
+    order = ts.FixedOrder(7, 3, seed=3, last="pad")
+    expected = alone(order, 4)
+    fields = [{"domain": 1}, None] if "domain" in axes else []
+
+    def body(rank):
+        mesh = ts.Mesh(axes)
+        place = mesh.coordinate[list(axes).index("domain")] if fields else 0
+        mine = FIELD[:, [slice(0, 3), slice(3, 5)][place]] if fields else FIELD
+        loader = ts.Loader(ts.TensorDataset(mine, LABEL), order, mesh, batch_axes)
+        reader = ts.Loader(ts.TensorDataset(FIELD, LABEL), order, mesh, batch_axes) if ts.reads_for_others(mesh, batch_axes) else None
+        for whole in expected:
+            for got in (
+                ts.shard_batch(loader.next(), mesh, batch_axes, fields),
+                ts.scatter_batch(reader.next() if reader else None, mesh, batch_axes, fields),
+            ):
+                assert got.rows == 3 and got.real == whole.global_real and (got.mask is None) == (whole.mask is None)
+                for t, u in zip(got.tensors, whole.tensors):
+                    assert torch.equal(ts.full_tensor(t), u)
+                if fields:
+                    assert ts.spec(got.tensors[0]).sizes[1] == [3, 2] and ts.spec(got.tensors[1]).placements.count(ts.Replicate()) == 1
+        wrong = ([{"domain": 0}], "dim 0 is the batch") if fields else ([{"data": 1}], "shards the batch")
+        with pytest.raises(RuntimeError, match=wrong[1]):
+            ts.shard_batch(loader.next(), mesh, batch_axes, wrong[0])
+
+    on_ranks(4, body)
+
+
+def test_sources(tmp_path):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "x.safetensors"
+    save_file({"u": FIELD}, path)
+    source = ts.SafetensorsSource(path)
+    assert source.variables == ["u"] and source.shape("u") == (7, 5)
+    assert torch.equal(source.read("u", start=[1, 0], count=[3, 2], stride=[2, 1], dtype=torch.float64), FIELD[1:7:2, :2])
+    data = ts.SourceDataset(source, [ts.SourceField("u", (0, 1), (7, 3))])
+    assert len(data) == 7 and torch.equal(data[4][0].double(), FIELD[4, 1:4])
+    with pytest.raises(RuntimeError, match="u"):
+        source.read("v")
+    tokens = tmp_path / "tokens"
+    tokens.write_bytes(torch.arange(10, dtype=torch.int32).numpy().tobytes())
+    assert ts.TokenFileDataset(tokens, torch.int32, 4)[1][0].tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streams_of_different_lengths(workers):
+    lengths = [5, 0, 2]
+
+    def batches(rank, uneven, **options):
+        stream = ((torch.tensor([rank, i]),) for i in range(lengths[rank]))
+        return list(ts.StreamLoader(stream, 2, uneven=uneven, workers=workers, **options))
+
+    def body(rank):
+        got = batches(rank, "weight_zero", example=(torch.zeros(2, dtype=torch.int64),))
+        assert [b.real for b in got] == {0: [2, 2, 1], 1: [0, 0, 0], 2: [2, 0, 0]}[rank]
+        assert [b.global_real for b in got] == [4, 2, 1]
+        kept = torch.cat([b.tensors[0][: b.real] for b in got])
+        assert kept.tolist() == [[rank, i] for i in range(lengths[rank])]
+        doubled = batches(rank, "weight_zero", example=(torch.zeros(2, dtype=torch.int64),), transform=lambda s: s[0] * 2)
+        assert torch.equal(torch.cat([b.tensors[0][: b.real] for b in doubled]), kept * 2)
+        with pytest.raises(RuntimeError, match="rank"):
+            batches(rank, "error", example=(torch.zeros(2, dtype=torch.int64),))
+        ts.world().barrier()
+        return True
+
+    assert on_ranks(3, body) == [True] * 3

@@ -1,0 +1,335 @@
+"""Groups, rank tables, trees, mappings, data parallelism and fields from Python, under the names that C++ has."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import tessera as ts
+from support import assert_same, on_ranks, whole
+
+ROWS = [3, 0, 2]
+TREE = "{name: world, children: [{name: mp, size: 2, orthogonal_group: rest, scope: world}, {name: dp}]}"
+
+
+def draw(*shape, seed=3):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_collectives_with_uneven_rows():
+    parts = [draw(n, 2, seed=i) for i, n in enumerate(ROWS)]
+    rows = torch.cat(parts)
+
+    def body(rank):
+        g, mine = ts.world(), parts[rank].clone()
+        assert (g.rank, g.size, g.ranks, g.backend) == (rank, 3, [0, 1, 2], "threads")
+        assert torch.equal(g.all_gather(mine, sizes=ROWS), rows)
+        total = g.all_reduce(torch.full((2,), rank + 1.0))
+        assert total.tolist() == [6, 6] and g.all_reduce(torch.tensor([rank]), "max").item() == 2
+        assert g.all_reduce(torch.ones(1), "premultiplied", factor=rank).item() == 3
+        assert torch.equal(g.reduce_scatter(rows.clone(), sizes=ROWS), parts[rank] * 3)
+        assert torch.equal(g.broadcast(torch.full((2,), float(rank)), 1), torch.ones(2))
+        on_root = g.gather(mine, 2, sizes=ROWS)
+        assert torch.equal(on_root, rows) if rank == 2 else on_root is None
+        out = torch.empty(ROWS[rank], 2, dtype=torch.float64)
+        assert torch.equal(g.scatter(out, 0, rows if rank == 0 else None, sizes=ROWS), parts[rank])
+        reduced = g.reduce(torch.ones(1), 1)
+        assert reduced.item() == (3 if rank == 1 else 1)
+        # rank r sends r + 1 rows to each
+        arrived = g.all_to_all(torch.full((3 * (rank + 1), 1), float(rank)), output_sizes=[1, 2, 3], input_sizes=[rank + 1] * 3)
+        assert arrived.flatten().tolist() == [0, 1, 1, 2, 2, 2]
+        started = g.all_reduce(torch.ones(1), start=True)
+        assert started.wait().item() == 3 and started.done()
+        later = g.gather(mine, 0, sizes=ROWS, start=True).wait()
+        assert torch.equal(later, rows) if rank == 0 else later is None
+        if rank == 0:
+            g.send(torch.ones(2), 2)
+        elif rank == 2:
+            assert g.receive(torch.empty(2), 0).tolist() == [1, 1]
+        g.barrier(timeout=10)
+        assert g.all_gather_bytes(bytes([rank, 0, 255])) == [bytes([r, 0, 255]) for r in range(3)]
+        assert g.broadcast_bytes(b"from 1" if rank == 1 else b"", 1) == b"from 1"
+        assert g.process_group().size() == 3 and g.process_group().rank() == rank
+        g.timeout = 7
+        assert g.timeout == 7
+        if rank != 1:
+            pair = ts.group([2, 0])
+            assert pair.ranks == [2, 0] and pair.all_reduce(torch.ones(1)).item() == 2 and pair == ts.group([2, 0])
+            assert ts.group([2, 0], timeout=5).timeout == 5
+        with pytest.raises(RuntimeError, match="no reduce operation"):
+            g.all_reduce(torch.ones(1), "median")
+
+    on_ranks(3, body)
+
+
+def test_functional_collectives_are_differentiable():
+    def body(rank):
+        g, x = ts.world(), draw(ROWS[rank], 2, seed=rank).requires_grad_(True)
+        weight = draw(5, 2, seed=9)
+        (ts.functional.all_gather(g, x, ROWS) * weight).sum().backward()
+        begin = sum(ROWS[:rank])
+        assert_same(x.grad, 3 * weight[begin : begin + ROWS[rank]])  # three losses are summed
+        y = torch.full((2,), rank + 1.0, dtype=torch.float64, requires_grad=True)
+        ts.functional.all_reduce(g, y, cotangent="replicated").square().sum().backward()
+        assert y.grad.tolist() == [12, 12]
+        with pytest.raises(ValueError, match="cotangent"):
+            ts.functional.all_reduce(g, y, cotangent="twice")
+
+    on_ranks(3, body)
+
+
+def test_rank_tables_and_meshes_by_name():
+    def body(rank):
+        mesh = ts.Mesh({"data": 2, "model": 2}, ranks=[3, 0, 2, 1])
+        assert mesh.ranks == [3, 0, 2, 1] and mesh.coordinate == {3: (0, 0), 0: (0, 1), 2: (1, 0), 1: (1, 1)}[rank]
+        assert mesh.groups("model") == [[3, 0], [2, 1]] and mesh.groups("data") == [[3, 2], [0, 1]]
+        assert mesh.group("model").ranks == ([3, 0] if rank in (3, 0) else [2, 1]) and mesh.group().size == 4
+        assert mesh.rank_at((1, 0)) == 2 and mesh.slice("data", 0).ranks == [3, 0] and mesh.slice("data", 1).contains_me == (rank in (2, 1))
+        assert mesh.submesh("data").axes == {"data": 2} and mesh.flatten(["data", "model"], "all").axes == {"all": 4}
+        assert mesh.view({"a": 4}).group("a").ranks == [3, 0, 2, 1]
+        ts.add_mesh("grid", mesh)
+        assert ts.Mesh.of("grid") == mesh
+        t = ts.from_local(torch.full((1,), float(rank)), ts.Mesh.of("grid"), [ts.Shard(0), ts.Shard(0)])
+        assert ts.full_tensor(t).tolist() == [3, 0, 2, 1]
+        with pytest.raises(RuntimeError, match="grid"):
+            ts.Mesh.of("nothing")
+
+    on_ranks(4, body)
+
+
+def test_a_tree_gives_groups_and_meshes():
+    tree = ts.parse_group_config(TREE)
+    built = ts.ProcessGroupConfig().add_node("mp", "world", 2, orthogonal_group="rest", scope="world").add_node("dp", "world")
+    assert tree == built and tree.leaf_groups() == ["mp", "dp"] and tree.size("dp") is None and tree.resolve(4).size("dp") == 2
+    assert tree.mesh(4) == ({"dp": 2, "mp": 2}, [0, 1, 2, 3]) and ts.parse_group_config(ts.format_group_config(tree, "json"), "json") == tree
+    with pytest.raises(RuntimeError, match="mp"):
+        built.add_node("mp", "world")
+
+    def body(rank):
+        assert ts.create_process_groups(tree) is None
+        assert {"mp", "dp", "rest"} <= set(ts.group_names()) and ts.group_size("mp") == 2 and ts.group_rank("dp") == rank // 2
+        assert ts.group("mp").ranks == [rank // 2 * 2, rank // 2 * 2 + 1] and ts.group("dp").ranks == [rank % 2, rank % 2 + 2]
+        assert ts.group("rest").ranks == ts.group("dp").ranks
+        # Data parallelism on one leaf, a sharded tensor over the other: the same groups, made once.
+        mesh = ts.Mesh.of("mp")
+        assert mesh.group("mp") == ts.group("mp") and ts.Mesh.of("world").axes == {"dp": 2, "mp": 2}
+        t = ts.distribute_tensor(draw(5, 2), mesh, [ts.Shard(0)])
+        assert_same(t.exp().sum(), draw(5, 2).exp().sum())
+        net = ts.DistributedDataParallel(nn.Linear(2, 1).double(), ts.group("dp"))
+        net(draw(3, 2, seed=rank // 2)).sum().backward()
+        assert_same(net.module.weight.grad, (draw(3, 2, seed=0).sum(0) + draw(3, 2, seed=1).sum(0))[None] / 2)
+        with pytest.raises(RuntimeError, match="mp"):
+            ts.group("tensor")
+
+    on_ranks(4, body)
+
+
+def test_a_placement_is_handed_to_the_mesh():
+    hosts = ts.parse_hosts("2x2")
+    traffic = [ts.Traffic("outer", "all_reduce", 1e9)]
+    mapping = ts.optimise_mapping({"outer": 2, "inner": 2}, hosts, traffic)
+    assert mapping.seconds < mapping.naive_seconds and mapping.exact and mapping.lower_bound <= mapping.seconds
+    assert ts.given_mapping({"outer": 2, "inner": 2}, hosts, traffic, [0, 1, 2, 3]).seconds == mapping.naive_seconds
+    assert "rank 0=" in ts.open_mpi_rank_file(hosts, mapping.slot_of) and len(ts.slurm_host_file(hosts, mapping.slot_of).split()) == 4
+    assert ts.Topology.uniform(2, 2).hosts == hosts.hosts and hosts.slots == 4
+    tree = ts.ProcessGroupConfig().add_node("inner", "world", 2).add_node("outer", "world", 2)
+
+    def body(rank):
+        chosen = ts.create_process_groups(tree, topology=hosts, traffic=traffic)
+        assert chosen.seconds == mapping.seconds
+        mesh = ts.mapped_mesh({"outer": 2, "inner": 2}, chosen)
+        assert ts.Mesh.of("world").ranks == mesh.ranks and sorted(mesh.groups("outer")[0]) in ([0, 1], [2, 3])  # inside a host
+        t = ts.distribute_tensor(draw(4, 4), mesh, [ts.Shard(0), ts.Shard(1)])
+        assert_same(t, draw(4, 4))
+
+    on_ranks(4, body)
+
+    def by_hand(rank):
+        assert ts.create_process_groups(tree, ranks=[0, 2, 1, 3]) is None
+        return ts.Mesh.of("world").ranks
+
+    assert on_ranks(4, by_hand) == [[0, 2, 1, 3]] * 4
+
+
+def test_parallel_groups():
+    def body(rank):
+        groups = ts.ParallelGroups(model=2, timeouts={"mp": 9})
+        assert groups.mesh.axes == {"dp": 2, "pp": 1, "mp": 2} and groups.mesh.group("mp").ranks == groups.mp.ranks
+        assert groups.mp.group.timeout == 9 and "model 2" in groups.summary() and groups.world.size == 4
+        full = draw(7, 2)
+        mine = groups.mp.split(full)
+        assert len(mine) == [4, 3][rank % 2] and torch.equal(groups.mp.gather(mine), full)
+        there = groups.mp.gather_to(1, mine)
+        assert torch.equal(there, full) if groups.mp.rank == 1 else there is None
+        assert groups.dp.reduce(torch.ones(1)).item() == 2 and groups.dp.reduce(torch.ones(1), start=True).wait().item() == 2
+        with pytest.raises(RuntimeError, match="functional::all_reduce"):
+            groups.dp.reduce(torch.ones(1, requires_grad=True) * 1)
+        with pytest.raises(ValueError, match="no kind"):
+            ts.ParallelGroups(backends={"tp": "gloo"})
+
+    on_ranks(4, body)
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
+
+
+def test_data_parallel_with_uneven_batches():
+    x, y, sizes = draw(7, 4), draw(7, 1, seed=4), [4, 0, 3]
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    nets = [copy.deepcopy(plain) for _ in range(3)]
+    for net in nets[1:]:
+        for p in net.parameters():
+            p.data.add_(1)  # the construction broadcasts rank 0's
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(plain(x), y)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+        optimizer.step()
+
+    def body(rank):
+        begin = sum(sizes[:rank])
+        mine, target = x[begin : begin + sizes[rank]], y[begin : begin + sizes[rank]]
+        ddp = ts.DistributedDataParallel(nets[rank])
+        assert sorted(i for bucket in ddp.buckets() for i in bucket) == [0, 1, 2, 3] and len(list(ddp.parameters())) == 4
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 1:  # two micro-batches and one weight
+                weight = ts.StepWeight()
+                with ddp.no_sync():
+                    weight.weigh(nn.functional.mse_loss(ddp(mine[:1]), target[:1]), len(mine[:1])).backward()
+                weight.weigh(nn.functional.mse_loss(ddp(mine[1:]), target[1:]), len(mine[1:])).backward()
+                weight.finish(ddp.parameters())
+            else:
+                mean = ddp.mean_loss(nn.functional.mse_loss(ddp(mine), target), len(mine))
+                mean.backward()
+            last = ts.clip_gradients(ddp.parameters(), 1e9)
+            optimizer.step()
+        assert mean.item() == pytest.approx(loss.item(), rel=1e-10) and last == pytest.approx(norm.item(), rel=1e-10)
+        for p, q in zip(ddp.parameters(), plain.parameters()):
+            assert_same(p, q)
+        assert ts.clip_gradients(ddp.parameters(), last / 2) == pytest.approx(last) and ts.clip_gradients(ddp.parameters()) == pytest.approx(last / 2)
+        with pytest.raises(RuntimeError, match="no parameter or buffer named"):
+            ts.DistributedDataParallel(nets[rank], ignore=["0.wieght"])
+
+    on_ranks(3, body)
+
+
+def test_buffers_follow_rank_0():
+    nets = [network() for _ in range(2)]
+
+    def body(rank):
+        ddp = ts.DistributedDataParallel(nets[rank])
+        for step in range(2):
+            ddp(draw(4 + rank, 4, seed=rank + step)).sum().backward()
+        before, x = ddp.module[1].running_mean.clone(), draw(4, 4, seed=7 + rank)
+        ddp(x)
+        return before, ddp.module[1].running_mean.clone(), ddp.module[0](x).mean(0).detach()
+
+    (first, _, _), (other, after, mean) = on_ranks(2, body)
+    assert not torch.equal(first, other)  # each rank adds its own batch to what rank 0 had
+    assert_same(after, 0.9 * first + 0.1 * mean)
+    assert on_ranks(1, lambda rank: ts.DistributedDataParallel(network()).eval()(draw(2, 4)).shape) == [(2, 1)]
+
+
+@pytest.mark.parametrize("edge", ["zero", "circular", "reflect", "replicate"])
+def test_halo_exchange(edge):
+    sizes, u = [4, 0, 3], draw(7, 2)
+    pads = {"zero": ("constant", 0), "circular": ("circular", 1), "reflect": ("reflect", 1), "replicate": ("replicate", 1)}
+    columns = u.t()[None]
+    padded = nn.functional.pad(columns, (2, 1), mode=pads[edge][0])[0].t()
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 3})
+        t = ts.distribute_tensor(u, mesh, [ts.Shard(0)], {0: sizes}).detach().requires_grad_(True)
+        h = ts.halo_exchange(t, {0: (2, 1, edge)})
+        begin = sum(sizes[:rank])
+        assert torch.equal(h, padded[begin : begin + sizes[rank] + 3])
+        plain = ts.halo_exchange(t, {0: 1})
+        assert plain.shape == (sizes[rank] + 2, 2)
+        weight = draw(10, 2, seed=8)
+        (h * weight[begin : begin + len(h)]).sum().backward()
+        assert t.grad.shape == t.shape
+        return whole(t.grad)
+
+    grads = on_ranks(3, body)
+    x = u.clone().requires_grad_(True)
+    again = nn.functional.pad(x.t()[None], (2, 1), mode=pads[edge][0])[0].t()
+    total, begin = 0, 0
+    for n in sizes:
+        part = again[begin : begin + n + 3]
+        total, begin = total + (part * draw(10, 2, seed=8)[begin : begin + len(part)]).sum(), begin + n
+    total.backward()
+    for grad in grads:
+        assert_same(grad, x.grad)
+
+
+def test_neighborhood_attention_on_a_sharded_field():
+    q, k, v = (draw(2, 7, 5, 2, 4, seed=i) for i in range(3))
+    expected = ts.neighborhood_attention_2d(q, k, v, [3, 3])
+    causal = ts.neighborhood_attention_1d(q[:, :, 0], k[:, :, 0], v[:, :, 0], [4], [1], [True])
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 3})
+        cut = [ts.distribute_tensor(t, mesh, [ts.Shard(1)], {1: [4, 1, 2]}) for t in (q, k, v)]
+        out = ts.neighborhood_attention_2d(*cut, [3, 3])
+        assert_same(out, expected)
+        assert ts.spec(out).placements == (ts.Shard(1),)
+        rows = [ts.distribute_tensor(t[:, :, 0].contiguous(), mesh, [ts.Shard(1)]) for t in (q, k, v)]
+        assert_same(ts.neighborhood_attention(*rows, [4], causal=[True]), causal)
+        with pytest.raises(ValueError, match="3d"):
+            ts.neighborhood_attention_3d(*cut, [3, 3])
+
+    on_ranks(3, body)
+
+
+def test_sharded_tensors_from_nothing_and_where_they_go():
+    def body(rank):
+        mesh = ts.Mesh({"x": 3})
+        where, sizes = [ts.Shard(0)], {0: [4, 0, 3]}
+        assert_same(ts.zeros([7, 2], mesh, where, sizes), torch.zeros(7, 2))
+        assert_same(ts.full([7, 2], 2.5, mesh, where, sizes, torch.float64), torch.full((7, 2), 2.5, dtype=torch.float64))
+        assert_same(ts.ones([7], mesh, where), torch.ones(7))
+        assert ts.empty([7, 2], mesh, where, dtype=torch.int32).dtype is torch.int32
+        ts.manual_seed(4)
+        drawn = [ts.full_tensor(make([7, 2], mesh, where, sizes)) for make in (ts.rand, ts.randn)]
+        ts.manual_seed(4)
+        again = [ts.full_tensor(make([7, 2], mesh, [ts.Replicate()])) for make in (ts.rand, ts.randn)]
+        assert all(torch.equal(a, b) for a, b in zip(drawn, again))
+        t = ts.rand([7, 6], mesh, where, sizes)
+        ((name, axes, arrived),) = ts.explain_redistribution(t, [ts.Shard(1)])
+        assert name == "all_to_all" and axes == ("x",) and arrived == 2 * (7 - sizes[0][rank])
+        assert_same(ts.start_redistribute(t, [ts.Shard(1)]).wait(), t)
+        assert "0" in ts.visualize_sharding(t) and "<svg" in ts.visualize_sharding_svg(t)
+
+    on_ranks(3, body)
+
+
+def test_files_restore_placements_on_wish(tmp_path):
+    x, path = draw(7, 4), tmp_path / "x.safetensors"
+
+    def save(rank):
+        mesh = ts.Mesh({"data": 2, "domain": 2})
+        ts.save({"x": ts.distribute_tensor(x, mesh, [ts.Shard(0), ts.Shard(1)], {0: [5, 2], 1: [3, 1]}), "y": x}, mesh, path)
+
+    on_ranks(4, save)
+
+    def load(rank, axes):
+        mesh, misfits = ts.Mesh(axes), []
+        found = ts.load_as_saved(path, mesh, misfits)
+        assert_same(found["x"], x)
+        assert_same(found["y"], x)
+        return ts.spec(found["x"]).placements, ts.spec(found["x"]).sizes, misfits
+
+    assert on_ranks(4, load, {"data": 2, "domain": 2})[0] == ((ts.Shard(0), ts.Shard(1)), {0: [5, 2], 1: [3, 1]}, [])
+    placements, sizes, misfits = on_ranks(2, load, {"domain": 2})[0]
+    assert placements == (ts.Shard(1),) and sizes == {1: [3, 1]} and len(misfits) == 1 and "'data'" in misfits[0]
+    placements, sizes, _ = on_ranks(3, load, {"data": 3})[0]
+    assert placements == (ts.Shard(0),) and sizes == {0: [3, 2, 2]}  # another size: even
+    with pytest.raises(RuntimeError, match="'data'"):
+        on_ranks(2, lambda rank: ts.load_as_saved(path, ts.Mesh({"domain": 2})))
