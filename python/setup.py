@@ -1,30 +1,17 @@
-"""Puts the built libraries beside the modules: those of build/release of this tree."""
-
-import pathlib
-import shutil
+"""What pyproject.toml cannot say: the wheel holds libraries of this platform, and needs no version of Python."""
 
 from setuptools import Distribution, setup
-from setuptools.command.build_py import build_py
-
-BUILD = pathlib.Path(__file__).resolve().parent.parent / "build" / "release"
-LIBRARIES = ["python/tessera/lib/libtessera_python.so", "lib/libtessera.so.0", "lib/libtessera_base.so.0"]
+from setuptools.command.bdist_wheel import bdist_wheel
 
 
-class WithLibraries(build_py):
-    def run(self):
-        super().run()
-        missing = [name for name in LIBRARIES if not (BUILD / name).exists()]
-        if missing:
-            raise SystemExit(f"{BUILD} has no {', '.join(missing)}: run `make` first")
-        to = pathlib.Path(self.build_lib) / "tessera" / "lib"
-        to.mkdir(parents=True, exist_ok=True)
-        for name in LIBRARIES:
-            shutil.copy(BUILD / name, to)  # what links point to
+class OfThisPlatform(bdist_wheel):
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
 
 
 class Binary(Distribution):
     def has_ext_modules(self):
-        return True  # the wheel is of this platform
+        return True
 
 
-setup(cmdclass={"build_py": WithLibraries}, distclass=Binary)
+setup(cmdclass={"bdist_wheel": OfThisPlatform}, distclass=Binary)

@@ -1,0 +1,161 @@
+"""Builds the wheel: CMake makes the library, setuptools packs it.
+
+    pip wheel ./python                                  # compiles into build/wheel, then packs
+    pip wheel ./python -C build=build/release           # packs what was built there, compiles nothing
+
+Options (-C name=value):
+    build       an existing build folder, relative to the checkout; it is installed as it is
+    torch       the folder of libtorch (include/ and lib/); default: the torch of this environment
+    cmake-args  more arguments of CMake, as in a shell: "-DTESSERA_MPI=OFF -DTESSERA_NCCL=OFF"
+    jobs        files compiled at a time, about 1.5 GB each; default: CMAKE_BUILD_PARALLEL_LEVEL, or 2
+
+The wheel holds the modules, and what `cmake --install` installs but programs: libraries, headers, and
+the CMake package. Nothing in it names a folder of this machine, and it needs no version of Python.
+"""
+
+import importlib.util
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent
+OPTIONS = ("build", "torch", "cmake-args", "jobs")
+
+
+def _options(settings):
+    settings = settings or {}
+    unknown = sorted(set(settings) - set(OPTIONS))
+    if unknown:
+        raise SystemExit(f"tessera: no option {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
+    return settings
+
+
+def _torch_folder(options):
+    """The torch to build with. pip hides the environment's packages from a build that it isolates, but not where they lie."""
+    if "torch" in options:
+        return pathlib.Path(options["torch"]).resolve()
+    spec = importlib.util.find_spec("torch")
+    places = [spec.origin and pathlib.Path(spec.origin).parent] if spec else []
+    places += [pathlib.Path(sysconfig.get_path(name)) / "torch" for name in ("platlib", "purelib")]
+    return next((place for place in places if place and (place / "lib" / "libtorch_cpu.so").exists()), None)
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    options = _options(config_settings)
+    needs = [] if shutil.which("cmake") else ["cmake>=3.25"]
+    if "build" not in options:
+        needs += [] if shutil.which("ninja") or shutil.which("make") else ["ninja"]
+        needs += [] if _torch_folder(options) else ["torch>=2.11"]
+    return needs
+
+
+def _run(*command):
+    command = [str(part) for part in command]
+    if subprocess.run(command).returncode:
+        raise SystemExit(f"tessera: failed: {shlex.join(command)}")
+
+
+def _built(options):
+    """The folder of a complete build."""
+    if "build" in options:
+        build = (ROOT / options["build"]).resolve()
+        if not (build / "TesseraConfig.cmake").exists():
+            raise SystemExit(f"tessera: {build} is no build folder of Tessera: configure and build it first, or leave out -C build")
+        return build
+    if not (ROOT / "CMakeLists.txt").exists():
+        raise SystemExit(f"tessera: {ROOT} has no sources: build the wheel from a checkout, or give -C build=FOLDER")
+    torch = _torch_folder(options)
+    if torch is None:
+        raise SystemExit("tessera: no torch in this environment: install the one that the wheel is for, or give -C torch=FOLDER")
+    build = ROOT / "build" / "wheel"
+    left_out = [f"-DTESSERA_{part}=OFF" for part in ("TESTS", "EXAMPLES", "BENCH", "APPS")]
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    arguments = shlex.split(options.get("cmake-args", ""))
+    _run("cmake", "-S", ROOT, "-B", build, *generator, "-DCMAKE_BUILD_TYPE=Release", f"-DTESSERA_TORCH={torch}", *left_out, *arguments)
+    _run("cmake", "--build", build, "--parallel", options.get("jobs") or os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", "2"))
+    return build
+
+
+def _without(rpath, torch):
+    """The search path of a library less the folders of torch, which is loaded first or linked beside it."""
+    kept = [entry for entry in rpath.split(b":") if entry and not entry.startswith(torch)]
+    return b":".join(dict.fromkeys([b"$ORIGIN", *kept]))
+
+
+def _forget_torch(library, torch):
+    """Takes the folder of torch out of the library's search path, in place: the rest is shorter."""
+    data = bytearray(library.read_bytes())
+    at = data.find(torch + b"/lib")
+    while at >= 0:
+        begin, end = data.rfind(b"\0", 0, at) + 1, data.find(b"\0", at)
+        old = bytes(data[begin:end])
+        if all(entry in (b"", b"$ORIGIN") or entry.startswith(b"/") for entry in old.split(b":")):
+            data[begin:end] = _without(old, torch).ljust(len(old), b"\0")
+        at = data.find(torch + b"/lib", end)
+    library.write_bytes(data)
+
+
+def _stage(build, package):
+    """Installs the build into the package's folder; returns the version of libtorch that it was built with."""
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = pathlib.Path(folder)
+        _run("cmake", "--install", build, "--prefix", prefix, "--component", "tessera")
+        libraries = next(prefix.glob("lib*/libtessera_python.so"), None)
+        if libraries is None:
+            raise SystemExit(f"tessera: {build} has no libtessera_python.so: configure it with -DTESSERA_PYTHON=ON")
+        libraries = libraries.parent
+        cmake = libraries / "cmake" / "Tessera"
+        config = cmake / "TesseraConfig.cmake"
+        text = config.read_text()
+        version = re.search(r'set\(Tessera_TORCH_VERSION "([^"]+)"\)', text)[1]
+        torch = re.search(r'^set\(_tessera_torch "([^"]*)"\)', text, re.MULTILINE)[1]
+        config.write_text(text.replace(f'set(_tessera_torch "{torch}")', 'set(_tessera_torch "")'))
+        # A wheel has no links: each library once, under the name by which it is loaded.
+        for library in libraries.glob("*.so*"):
+            if library.is_symlink() and not re.search(r"\.so\.\d+$", library.name):
+                library.unlink()
+        for link in [path for path in libraries.glob("*.so.*") if path.is_symlink()]:
+            real = link.resolve()
+            link.unlink()
+            real.rename(link)
+            for targets in cmake.glob("TesseraTargets*.cmake"):
+                targets.write_text(targets.read_text().replace(f"/{real.name}", f"/{link.name}"))
+        for library in libraries.glob("*.so*"):
+            _forget_torch(library, torch.encode())
+        shutil.rmtree(libraries / "pkgconfig", ignore_errors=True)
+        shutil.copytree(libraries, package / libraries.name)
+        shutil.copytree(prefix / "include", package / "include")
+    return version
+
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    from setuptools import build_meta
+
+    build = _built(_options(config_settings))
+    wheel_directory, before = pathlib.Path(wheel_directory).resolve(), pathlib.Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        tree = pathlib.Path(folder)
+        for name in ("pyproject.toml", "setup.py"):
+            shutil.copy(HERE / name, tree)
+        if (ROOT / "LICENSE").exists():
+            shutil.copy(ROOT / "LICENSE", tree)
+        shutil.copytree(HERE / "tessera", tree / "tessera", ignore=shutil.ignore_patterns("__pycache__"))
+        version = _stage(build, tree / "tessera")
+        minor = ".".join(version.split(".")[:2])
+        (tree / "torch.txt").write_text(f"torch=={minor}.*\n")
+        (tree / "tessera" / "torch_version.txt").write_text(version + "\n")
+        os.chdir(tree)
+        try:
+            return build_meta.build_wheel(str(wheel_directory))
+        finally:
+            os.chdir(before)
+
+
+def build_sdist(sdist_directory, config_settings=None):
+    raise SystemExit("tessera: there is no source distribution of the Python package: the library's sources lie above it; build a wheel from a checkout")

@@ -1,0 +1,139 @@
+"""The wheel: what a user installs, in an environment of its own, from Python and from C++, on 2 ranks. Offline; the torch is this environment's."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+PIP = ["-m", "pip", "--disable-pip-version-check"]
+
+PYTHON = """
+import torch, tessera, sys
+assert tessera.__file__.startswith(sys.prefix), tessera.__file__
+mapped = [line.split()[-1] for line in open("/proc/self/maps") if "libtessera" in line]
+assert mapped and all(path.startswith(sys.prefix) for path in mapped), set(mapped)
+tessera.init(timeout=60)
+mesh = tessera.Mesh({"x": tessera.world_size()})
+t = tessera.from_local(torch.ones(tessera.rank() + 1), mesh, [tessera.Shard(0)])
+assert t.sum().item() == 3.0
+print(f"python rank {tessera.rank()} of {tessera.world_size()}", flush=True)
+"""
+CMAKE = """
+cmake_minimum_required(VERSION 3.25)
+project(consumer LANGUAGES CXX)
+find_package(Tessera 0.1 CONFIG REQUIRED)
+add_executable(consumer main.cpp)
+target_link_libraries(consumer PRIVATE Tessera::tessera)
+"""
+MAIN = """
+#include <tessera/comm/job/manager.h>
+#include <tessera/tensor/shard_tensor.h>
+
+#include <ATen/ops/ones.h>
+#include <cstdio>
+
+int main() {
+  const auto manager = tessera::DistributedManager::initialize();
+  const auto mesh = manager.mesh({{"x", manager.world_size()}});
+  const auto t = tessera::from_local(at::ones({manager.rank() + 1}), mesh, {tessera::Shard(0)});
+  if (t.sum().item<float>() != 3.0f) return 1;
+  std::printf("c++ rank %d of %d\\n", manager.rank(), manager.world_size());
+}
+"""
+
+
+def run(*command, limit=60, **options):
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=limit, **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def build_of(request):
+    return pathlib.Path(request.config.getoption("--launcher")).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(request, tmp_path_factory):
+    """Of the build folder: nothing is compiled."""
+    to = tmp_path_factory.mktemp("wheel")
+    options = ["--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", to]
+    run(sys.executable, *PIP, "wheel", "--quiet", *options, "-C", f"build={build_of(request)}", ROOT / "python")
+    (made,) = to.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    """A fresh environment that sees this one's packages, with the wheel installed into it."""
+    folder = tmp_path_factory.mktemp("fresh")
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    fresh = folder / "bin" / "python"
+    site = pathlib.Path(run(fresh, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (site / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # The wheel's own demand for a torch holds, and is satisfied by the one that is there.
+    run(fresh, *PIP, "install", "--quiet", "--no-index", wheel)
+    return fresh
+
+
+def test_what_the_wheel_holds(wheel, request):
+    import torch
+
+    assert re.fullmatch(r"tessera_sharding-0\.1\.0-py3-none-linux_\w+\.whl", wheel.name), wheel.name
+    with zipfile.ZipFile(wheel) as file:
+        names = file.namelist()
+        metadata = file.read(next(n for n in names if n.endswith("METADATA"))).decode()
+        texts = {n: file.read(n) for n in names if n.endswith((".cmake", ".py", ".txt")) or ".so" in n}
+    minor = ".".join(torch.__version__.split(".")[:2])
+    assert f"Requires-Dist: torch=={minor}.*" in metadata
+    for needed in ("include/tessera/tessera.h", "lib/libtessera.so.0", "lib/libtessera_python.so", "lib/cmake/Tessera/TesseraConfig.cmake", "py.typed"):
+        assert f"tessera/{needed}" in names, (needed, names)
+    assert not [n for n in names if n.endswith((".so.0.1.0", ".pc"))]  # each library once
+    # No folder of this machine: neither of the build nor of torch, in CMake files or search paths of libraries.
+    for name, data in texts.items():
+        for folder in (str(build_of(request)), str(pathlib.Path(torch.__file__).parent)):
+            assert f"{folder}/lib".encode() not in data, (name, folder)
+
+
+def test_two_ranks_from_python_and_from_cpp(python, tmp_path):
+    (tmp_path / "program.py").write_text(PYTHON)
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    printed = run(*torchrun, tmp_path / "program.py", cwd=tmp_path)
+    assert sorted(re.findall(r"python rank \d of \d", printed)) == ["python rank 0 of 2", "python rank 1 of 2"]
+
+    (tmp_path / "CMakeLists.txt").write_text(CMAKE)
+    (tmp_path / "main.cpp").write_text(MAIN)
+    where = {name: run(python, "-m", "tessera", f"--{name}-dir", cwd=tmp_path).strip() for name in ("cmake", "torch")}
+    assert where["cmake"].startswith(str(python.parent.parent))
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    folders = [f"-DTessera_DIR={where['cmake']}", f"-DTESSERA_TORCH={where['torch']}"]
+    run("cmake", "-S", tmp_path, "-B", tmp_path / "build", *generator, *folders)
+    run("cmake", "--build", tmp_path / "build", limit=100)
+    printed = run(*torchrun, "--no-python", tmp_path / "build" / "consumer", cwd=tmp_path)
+    assert sorted(re.findall(r"c\+\+ rank \d of \d", printed)) == ["c++ rank 0 of 2", "c++ rank 1 of 2"]
+
+
+def test_another_torch_gets_one_line(python, tmp_path):
+    other = tmp_path / "torch"
+    other.mkdir()
+    (other / "__init__.py").write_text('__version__ = "2.99.1+cpu"\n')
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([python, "-c", "import tessera"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode and re.match(r"ImportError: tessera was built with torch \S+ and this is torch 2\.99\.1: pip install 'torch==\d+\.\d+\.\*'", last), done.stderr
+
+
+@pytest.mark.parametrize(
+    "option,answer",
+    [("build=nowhere", "is no build folder of Tessera"), ("biuld=x", "no option biuld; there are build, torch, cmake-args, jobs")],
+)
+def test_options_that_cannot_be(tmp_path, option, answer):
+    pip = [sys.executable, *PIP, "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path]
+    done = subprocess.run([*pip, "-C", option, ROOT / "python"], capture_output=True, text=True, timeout=60)
+    assert done.returncode and answer in done.stdout + done.stderr, done.stdout + done.stderr
