@@ -1,0 +1,24 @@
+"""The programs of examples/python, on real processes; each compares itself with one process."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples" / "python"
+
+
+@pytest.mark.parametrize("program,ranks,says", [("groups", 4, "{'data': 2, 'domain': 2}"), ("groups", 2, "{'data': 1, 'domain': 2}"), ("field", 3, "rows [9, 2, 2]")])
+def test_example(request, program, ranks, says):
+    launcher = pathlib.Path(request.config.getoption("--launcher"))
+    command = [launcher, "run", "-n", ranks, "--timeout", 80, "--", sys.executable, EXAMPLES / f"{program}.py"]
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{program}: " in done.stdout and says in done.stdout and "as on one process" in done.stdout
+
+
+def test_every_example_is_run_and_short():
+    programs = sorted(EXAMPLES.glob("*.py"))
+    assert [p.stem for p in programs] == ["field", "groups"]
+    assert all(len(p.read_text().splitlines()) < 90 for p in programs)
