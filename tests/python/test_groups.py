@@ -1,6 +1,11 @@
 """Groups, rank tables, trees, mappings, data parallelism and fields from Python, under the names that C++ has."""
 
 import copy
+import os
+import shutil
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -150,6 +155,23 @@ def test_a_placement_is_handed_to_the_mesh():
         return ts.Mesh.of("world").ranks
 
     assert on_ranks(4, by_hand) == [[0, 2, 1, 3]] * 4
+
+
+def test_mpirun_places_ranks_as_the_rank_file_says(tmp_path):
+    mpirun = shutil.which("mpirun")
+    if not mpirun or "Open MPI" not in subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout:
+        pytest.skip("no Open MPI here")
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core here: there is no second slot")
+    here = ts.parse_topology({"hosts": [{"name": socket.gethostname(), "devices": 2}]}, "json")
+    (tmp_path / "ranks").write_text(ts.open_mpi_rank_file(here, [1, 0]))
+    program = "import os; print(os.environ['OMPI_COMM_WORLD_RANK'], min(os.sched_getaffinity(0)), flush=True)"
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [mpirun, "--rankfile", tmp_path / "ranks", "-n", "2", sys.executable, "-c", program]
+    done = subprocess.run(command, env={**os.environ, **root}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    core = {rank: int(first) for rank, first in (line.split() for line in done.stdout.splitlines())}
+    assert core["0"] > core["1"]  # rank 0 on slot 1
 
 
 def test_parallel_groups():
