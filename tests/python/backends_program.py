@@ -1,0 +1,28 @@
+"""Run by `tessera run` on 4 ranks: each node of a tree has the backend and the time limit that it names, on real processes."""
+
+import torch
+
+import tessera as ts
+
+TREE = """
+name: world
+children:
+  - {name: inner, size: 2, backend: shm, timeout: 40s}
+  - {name: outer, timeout: 50s}
+"""
+
+torch.set_num_threads(1)
+ts.init(timeout=60)
+ts.create_process_groups(ts.parse_group_config(TREE))
+asked = {"inner": ("shm", 40.0), "outer": ("gloo", 50.0), "world": ("gloo", 60.0)}
+for name, (backend, timeout) in asked.items():
+    group = ts.group(name)
+    assert (group.backend, group.timeout) == (backend, timeout), (name, group.backend, group.timeout)
+    total = group.all_reduce(torch.tensor([float(ts.rank())])).item()
+    assert total == sum(group.ranks), (name, total)
+mesh = ts.Mesh.of("world")
+assert mesh.group("inner") == ts.group("inner") and mesh.axes == {"outer": 2, "inner": 2}
+table = ts.Mesh({"x": 4}, ranks=[2, 3, 1, 0])
+t = ts.from_local(torch.tensor([float(ts.rank())]), table, [ts.Shard(0)])
+assert ts.full_tensor(t).tolist() == [2, 3, 1, 0]
+print(f"rank {ts.rank()}: {ts.group('inner').backend} and {ts.group('outer').backend}", flush=True)
