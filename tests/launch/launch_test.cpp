@@ -205,6 +205,60 @@ TEST(Launch, SlurmCyclicDistributionIsTakenAsGiven) {
   expect_place(detect(v), "slurm", {3, 4, 1, 2, 1});
 }
 
+// srun --distribution=arbitrary, as Slurm 22.05 sets it: the nodes stay sorted, and rank 0 is where
+// the host file begins.
+TEST(Launch, SlurmHostFileSaysWhereRankZeroIs) {
+  Variables v = test::slurm;
+  v["SLURM_DISTRIBUTION"] = "arbitrary";
+  v["SLURM_STEP_TASKS_PER_NODE"] = "1,2";
+  v["SLURM_NTASKS"] = "3";
+  const auto at = [&](int rank, int node, int local, const std::string& text) {
+    const RankFile file(text);
+    v["SLURM_HOSTFILE"] = file.path();
+    v["SLURM_PROCID"] = std::to_string(rank);
+    v["SLURM_NODEID"] = std::to_string(node);
+    v["SLURM_LOCALID"] = std::to_string(local);
+    return detect(v);
+  };
+  for (const char* text : {"n2\nn1\nn2\n", "# where\n\n n2 # the first\nn1\nn2", "n2,n1\nn2\n",
+                           "n[2,1]\nn2\n", "n2\r\nn1\r\nn2\r\n", "n2*2\nn1\n"}) {
+    expect_place(at(0, 1, 0, text), "slurm", {0, 3, 0, 2, 1});
+    expect_place(at(1, 0, 0, text), "slurm", {1, 3, 0, 1, 0});
+    EXPECT_EQ(at(0, 1, 0, text).address, "n2") << text;
+    EXPECT_EQ(at(1, 0, 0, text).address, "n2") << text;
+    EXPECT_EQ(at(2, 1, 1, text).address, "n2") << text;
+  }
+  const auto refused = [&](const Variables& variables, const std::string& says) {
+    try {
+      detect(variables);
+      ADD_FAILURE() << "accepted where this was expected: " << says;
+    } catch (const ConfigurationError& error) {
+      EXPECT_NE(std::string(error.what()).find(says), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find("MASTER_ADDR"), std::string::npos) << error.what();
+    }
+  };
+  EXPECT_THROW(at(1, 0, 0, "# nothing\n\n"), ConfigurationError);
+  at(1, 0, 0, "n2\n");
+  refused(v, "cannot be read");  // the file has gone, as where the hosts do not share it
+  Variables master = v;
+  master["MASTER_ADDR"] = "n2-ib0";
+  EXPECT_EQ(detect(master).address, "n2-ib0");
+  LaunchOverrides code;
+  code.address = "10.0.0.2";
+  EXPECT_EQ(detect(v, code).address, "10.0.0.2");
+  // --nodelist without a file: nobody can know, but rank 0 sees that it is not where it is sought.
+  Variables list = test::slurm;
+  list["SLURM_DISTRIBUTION"] = "arbitrary";
+  list["SLURM_PROCID"] = "0";
+  refused(list, "rank 0 runs on 'n2' and the others look for it on 'n1'");
+  list["SLURM_NODEID"] = "0";
+  EXPECT_EQ(detect(list).address, "n1");
+  // A file that stands in the environment while srun distributes by itself.
+  list["SLURM_DISTRIBUTION"] = "block";
+  list["SLURM_HOSTFILE"] = "/nowhere";
+  EXPECT_EQ(detect(list).address, "n1");
+}
+
 TEST(Launch, SlurmUsersOwnMasterWins) {
   Variables v = test::slurm;
   v["MASTER_PORT"] = "4242";

@@ -211,6 +211,51 @@ bool pmi_belongs_to_slurm(const Environment& environment) {
          (same("PMI_SIZE", "SLURM_STEP_NUM_TASKS") || same("PMI_SIZE", "SLURM_NTASKS"));
 }
 
+// The first host of SLURM_HOSTFILE, which is that of rank 0: names as in a node list, "name*4" for
+// four ranks, and comments.
+std::string first_of_host_file(LaunchReader& in) {
+  const std::string path = in.text("SLURM_HOSTFILE");
+  std::string text;
+  try {
+    text = read_whole_file(path);
+  } catch (const FileError& error) {
+    in.fail(concat(in.shown("SLURM_HOSTFILE"), ", whose first host is that of rank 0, cannot be ",
+                   "read here: ", error.what(), "; put it where all hosts see it, or set ",
+                   "MASTER_ADDR to that host"));
+  }
+  TextReader lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    line = line.substr(0, line.find('#'));
+    const auto begin = line.find_first_not_of(" \t\r");
+    if (begin == std::string::npos) continue;
+    line = line.substr(begin, line.find_first_of("*\r", begin) - begin);
+    return expand_node_list(line).front();
+  }
+  in.fail(concat(in.shown("SLURM_HOSTFILE"), ": the file names no host"));
+}
+
+// Where rank 0 runs. The nodes of a step are sorted by name, and every distribution of Slurm's
+// starts rank 0 on the first one, but for one: "arbitrary" starts it where the user says.
+void slurm_address(LaunchReader& in, const std::string& nodes) {
+  Launch& launch = in.launch();
+  const auto distribution = in.environment().get("SLURM_DISTRIBUTION");
+  const bool arbitrary = distribution && distribution->rfind("arbitrary", 0) == 0;
+  const bool given = in.has("MASTER_ADDR") || in.overrides().address;
+  launch.address = launch.hosts.front();
+  in.note("address", concat("first host of SLURM_STEP_NODELIST=", nodes));
+  if (given || launch.hosts.size() == 1) return;
+  if (arbitrary && in.has("SLURM_HOSTFILE")) {
+    launch.address = first_of_host_file(in);
+    in.note("address",
+            concat("first host of SLURM_HOSTFILE=", *in.environment().get("SLURM_HOSTFILE")));
+  }
+  const auto node = static_cast<std::size_t>(launch.node_rank);
+  if (launch.rank == 0 && node < launch.hosts.size() && launch.hosts[node] != launch.address)
+    in.fail(concat("rank 0 runs on '", launch.hosts[node], "' and the others look for it on '",
+                   launch.address, "', the ", launch.origin.at("address"),
+                   "; set MASTER_ADDR to rank 0's host"));
+}
+
 void read_slurm(LaunchReader& in) {
   Launch& launch = in.launch();
   const std::string tasks = in.first_set({"SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"});
@@ -255,8 +300,7 @@ void read_slurm(LaunchReader& in) {
   const unsigned long long job_number = in.number(job, largest_id);
   const unsigned long long step_number = in.has(step) ? in.number(step, largest_id) : 0;
   launch.job_id = *in.environment().get(job);
-  launch.address = launch.hosts.front();
-  in.note("address", concat("first host of SLURM_STEP_NODELIST=", nodes));
+  slurm_address(in, nodes);
   launch.port = derived_port(job_number, step_number);
   in.note("port", concat("derived from ", job, "=", launch.job_id, " and step ", step_number));
   in.master();
