@@ -34,7 +34,7 @@ std::optional<Topology> machines(const Flags& flags) {
   std::optional<Topology> topology;
   if (!flags.hosts.empty()) topology = parse_hosts(flags.hosts);
   if (!flags.topology.empty()) topology = read_topology(flags.topology);
-  if (flags.launcher) topology = topology_of(detect_launch(Environment::of_process()));
+  if (flags.launcher) topology = topology_of(Environment::of_process());
   if (!flags.hwloc.empty()) {
     const auto device = host_device_from(flags.device);
     Topology one = flags.hwloc == "live" ? live_hwloc_topology(device, "host0")
@@ -220,7 +220,8 @@ Command add_plan(CLI::App& program) {
   parser->add_option("--topology", flags->topology,
                      "Hosts, links, rails and switches (.json, .yaml)");
   parser->add_flag("--from-launcher", flags->launcher,
-                   "Hosts and ranks per host from the launcher's environment");
+                   "Hosts and ranks per host from the launcher's environment, or from the batch "
+                   "script's (Slurm)");
   parser->add_option("--slurm-topology", flags->slurm_topology,
                      "Slurm's topology.conf: the switches above the hosts");
   parser->add_option("--hwloc", flags->hwloc,

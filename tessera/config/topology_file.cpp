@@ -9,6 +9,7 @@
 #include "tessera/config/detail/document.h"
 #include "tessera/config/detail/fields.h"
 #include "tessera/config/errors.h"
+#include "tessera/launch/node_list.h"
 #include "tessera/mesh/mesh.h"
 
 namespace tessera {
@@ -203,6 +204,18 @@ std::string format_topology(const Topology& topology, FileFormat format) {
 
 void write_topology(const Topology& topology, const std::string& path) {
   detail::write_text(path, format_topology(topology, detail::format_of(path)));
+}
+
+Topology topology_of(const Environment& environment) {
+  Launch launch = detect_launch(environment);
+  const auto nodes = environment.get("SLURM_JOB_NODELIST");
+  const auto tasks = environment.get("SLURM_TASKS_PER_NODE");
+  if (launch.launcher == "single" && nodes && tasks) {
+    launch.launcher = "slurm";
+    launch.hosts = expand_node_list(*nodes);
+    launch.ranks_per_host = expand_task_counts(*tasks);
+  }
+  return topology_of(launch);
 }
 
 Topology topology_of(const Launch& launch) {

@@ -46,6 +46,10 @@ Topology with_slurm_switches(Topology topology, const std::string& conf, double 
                              const std::string& source = "topology.conf");
 Topology read_slurm_topology(const std::string& path, Topology hosts);
 
+/// The job's hosts and ranks per host: those of detect_launch(), or in a batch script of Slurm,
+/// which is no step itself, those of its allocation (SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE).
+/// Throws ConfigurationError as the function below does.
+Topology topology_of(const Environment& environment);
 /// Hosts and ranks per host as the launcher says. Throws ConfigurationError where it does not say
 /// how many ranks each host has.
 Topology topology_of(const Launch& launch);

@@ -157,6 +157,32 @@ TEST(LaunchTopology, AsTheLauncherSays) {
               "1 hosts [a], but ranks for 2");
 }
 
+TEST(Topology, OfABatchScriptIsItsAllocation) {
+  // sbatch -N2 -n3, as Slurm 22.05 sets it.
+  const Environment script{{{"SLURM_JOB_ID", "7"},
+                            {"SLURM_NTASKS", "3"},
+                            {"SLURM_PROCID", "0"},
+                            {"SLURM_LOCALID", "0"},
+                            {"SLURM_NODEID", "0"},
+                            {"SLURM_NNODES", "2"},
+                            {"SLURM_JOB_NODELIST", "node[08-09]"},
+                            {"SLURM_TASKS_PER_NODE", "2,1"}},
+                           "node08"};
+  const auto topology = topology_of(script);
+  ASSERT_EQ(topology.hosts.size(), 2u);
+  EXPECT_EQ(topology.hosts[0].name, "node08");
+  EXPECT_EQ(topology.hosts[0].devices, 2);
+  EXPECT_EQ(topology.hosts[1].devices, 1);
+  // A step inside it is what it is.
+  Environment step = script;
+  step.variables["SLURM_STEP_NODELIST"] = "node09";
+  step.variables["SLURM_STEP_TASKS_PER_NODE"] = "3";
+  EXPECT_EQ(topology_of(step).hosts.front().name, "node09");
+  Environment strange = script;
+  strange.variables["SLURM_TASKS_PER_NODE"] = "2,1,1";
+  EXPECT_THROW(topology_of(strange), ConfigurationError);
+}
+
 TEST(RankFile, RoundTrips) {
   std::mt19937 random(41);
   for (int n = 0; n < 300; ++n) {
