@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "tessera/base/text.h"
+#include "tessera/launch/launch.h"
 #include "tessera/train/strategies.h"
 
 namespace tessera {
@@ -99,7 +100,8 @@ FitResult Trainer::fit(Task& task, std::shared_ptr<BatchSource> training,
       if (first_rank())
         for (const auto& logger : options_.loggers) logger->flush();
       if (stop_ == Stop::usr1 && options_.requeue && first_rank())
-        requeue_slurm_job(strategy().manager() ? strategy().manager()->launch().job_id : "");
+        // Not the launch's job_id: under torchrun that is torchrun's own.
+        requeue_slurm_job(Environment::of_process().get("SLURM_JOB_ID").value_or(""));
     });
   } catch (const std::exception& e) {
     tell(e);

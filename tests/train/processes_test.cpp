@@ -73,6 +73,7 @@ std::string train(const Launch& launch, const std::string& folder, const Trouble
   options.checkpoint.folder = folder;
   options.checkpoint.resume = true;
   options.checkpoint.options.timeout = std::chrono::seconds(10);
+  options.requeue = ::getenv("SLURM_JOB_ID") != nullptr;
   options.callbacks = {std::make_shared<CheckpointCallback>(
                            CheckpointCallbackOptions{.every_steps = 2, .keep_last = 2}),
                        std::make_shared<Maker>(trouble)};
@@ -259,6 +260,16 @@ TEST(TrainProcesses, SlurmIsAskedToQueueTheJobAgain) {
   EXPECT_EQ(::tessera::testing::contents(said), "requeue 123_4\n");
   EXPECT_THROW(requeue_slurm_job("7"), Error);
   EXPECT_THROW(requeue_slurm_job("7; rm"), InvalidArgument);
+  // The trainer asks once, for Slurm's job: the launch's own job_id may be torchrun's.
+  ::setenv("SLURM_JOB_ID", "55", 1);
+  const Folder runs;
+  for (const RankEnd& end : job(runs.path(), {1, 3, "after", SIGUSR1}))
+    EXPECT_EQ(end.report.substr(0, 10), "4 SIGUSR1 ") << end.report;
+  EXPECT_EQ(::tessera::testing::contents(said), "requeue 55\n");
+  std::filesystem::remove(said);
+  for (const RankEnd& end : job(runs.path())) EXPECT_EQ(end.report, undisturbed());
+  EXPECT_FALSE(std::filesystem::exists(said));
+  ::unsetenv("SLURM_JOB_ID");
   ::setenv("PATH", "/nowhere", 1);
   EXPECT_THROW(requeue_slurm_job("8"), Error);
   ::setenv("PATH", path.c_str(), 1);
