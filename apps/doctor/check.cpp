@@ -1,6 +1,7 @@
 #include <ATen/Functions.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <filesystem>
 #include <optional>
 #include <sstream>
@@ -135,9 +136,18 @@ void report_check(Report& report) {
   report.section("Check");
   if (launch.world_size > 1) {
     std::vector<std::string> backends{"gloo", "shm"};
-    if (has_mpi() &&
-        (launch.launcher == "open_mpi" || launch.launcher == "pmi" || launch.launcher == "slurm"))
+    // Open MPI ends a process that asks it for ranks that Slurm has not told it of.
+    const bool told = launch.launcher == "open_mpi" || launch.launcher == "pmi" ||
+                      std::getenv("PMIX_NAMESPACE") || std::getenv("PMI_RANK");
+    if (has_mpi() && told) {
       backends.push_back("mpi");
+    } else if (has_mpi() && launch.launcher == "slurm") {
+      report.line("mpi", "not checked: this step tells MPI nothing of its ranks");
+      report.advice(
+          "to use MPI under srun, start the step with the interface that the MPI library was built "
+          "for: srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH (srun --mpi=list has those of "
+          "this Slurm)");
+    }
     DistributedManager manager = DistributedManager::initialize(check_options(backends.back()));
     for (const auto& backend : backends) {
       const std::string what =
