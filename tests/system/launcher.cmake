@@ -26,10 +26,12 @@ find_program(
   DOC "torchrun of a Python environment that has torch with its dependencies"
 )
 set(other_launchers)
+set(rank_file_test)
 if(TESSERA_MPIRUN)
   execute_process(COMMAND "${TESSERA_MPIRUN}" --version OUTPUT_VARIABLE version ERROR_QUIET)
   if(version MATCHES "Open MPI")
     list(APPEND other_launchers TESSERA_MPIRUN="${TESSERA_MPIRUN}")
+    set(rank_file_test rank_file_test.cpp)
   endif()
 endif()
 if(TESSERA_TORCHRUN)
@@ -45,7 +47,7 @@ if(TESSERA_TORCHRUN)
   endif()
 endif()
 if(other_launchers)
-  tessera_test(other_launchers SOURCES other_launchers_test.cpp LINK test_process TIMEOUT 300 LABELS system)
+  tessera_test(other_launchers SOURCES other_launchers_test.cpp ${rank_file_test} LINK test_process TIMEOUT 300 LABELS system)
   target_compile_definitions(
     test_other_launchers
     PRIVATE TESSERA_PROGRAM="$<TARGET_FILE:tessera_cli>" TESSERA_HELPER="$<TARGET_FILE:launcher_helper>" ${other_launchers}
