@@ -10,7 +10,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "../comm/fork_ranks.h"
+#include "../comm/soak.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/manager.h"
 #include "tessera/comm/store/store.h"
@@ -187,6 +187,46 @@ TEST(TwoHosts, AnAddressThatNobodyAnswersEndsInTime) {
       },
       30s);
   expect_ok(ends);
+}
+
+// Four ranks of two hosts make and close groups while strangers knock, and beside them job after
+// job ends by the death of a rank: nothing is left of either. `make soak` runs it for hours.
+TEST(Soak, AJobLivesWhileOthersDieOnTwoHosts) {
+  if (const auto why = obstacle(); !why.empty()) GTEST_SKIP() << why;
+  TwoHosts hosts;
+  ASSERT_TRUE(hosts.ok());
+  const auto time = testing::soak_time(8);
+  const testing::SoakPlace place{{0, 0, 1, 1}, [&](Launch& launch) {
+                                   launch.hosts = {"alpha", "beta"};
+                                   launch.ranks_per_host = {2, 2};
+                                   launch.node_rank = launch.rank / 2;
+                                   launch.local_rank = launch.rank % 2;
+                                   launch.local_size = 2;
+                                   launch.address = TwoHosts::address(0);
+                                   launch.secret = "a soak on two hosts";
+                                   hosts.enter(launch.node_rank);
+                                 }};
+  const int descriptors = testing::entries("/proc/self/fd");
+  std::fflush(nullptr);
+  const pid_t dying = ::fork();
+  if (dying == 0) {
+    const int jobs = testing::die(place, time);
+    std::printf("%d jobs whose rank died\n", jobs);
+    std::fflush(stdout);
+    ::_exit(::testing::Test::HasFailure() || jobs == 0 ? 1 : 0);
+  }
+  const auto ends = testing::fork_ranks(
+      4, [&](const Launch& launch) { return testing::live(place, launch, time); }, time + 60s);
+  int status = 0;
+  ASSERT_EQ(::waitpid(dying, &status, 0), dying);
+  EXPECT_EQ(status, 0) << "of the jobs that die";
+  for (std::size_t rank = 0; rank < ends.size(); ++rank) {
+    EXPECT_TRUE(ends[rank].ended) << "rank " << rank << " hung";
+    EXPECT_EQ(ends[rank].report.rfind("ok after", 0), 0u)
+        << ends[rank].report << " signal " << ends[rank].signal;
+    std::printf("rank %zu: %s\n", rank, ends[rank].report.c_str());
+  }
+  EXPECT_EQ(testing::entries("/proc/self/fd"), descriptors);
 }
 
 }  // namespace
