@@ -412,6 +412,26 @@ TEST(LoaderAbuse, RanksThatWereConfiguredDifferentlyAllGetTheError) {
       });
 }
 
+TEST(LoaderAbuse, PinnedBatchesReachTheDevice) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  const auto data = std::make_shared<TensorDataset>(
+      std::vector<at::Tensor>{torch::arange(24, torch::kDouble).view({12, 2})});
+  for (const int workers : {0, 2}) {
+    Loader plain({data}, in_order(12, 4), kAlone, 0, {.workers = workers});
+    Loader pinned({data}, in_order(12, 4), kAlone, 0, {.workers = workers, .pin_memory = true});
+    Loader device({data}, in_order(12, 4), kAlone, 0,
+                  {.workers = workers,
+                   .pin_memory = true,
+                   .device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(0))});
+    for (int step = 0; step < 5; ++step) {  // into the next epoch
+      const at::Tensor expected = plain.next().tensors[0], here = pinned.next().tensors[0],
+                       there = device.next().tensors[0];
+      EXPECT_TRUE(here.is_pinned() && here.equal(expected)) << "step " << step;
+      EXPECT_TRUE(there.is_cuda() && there.cpu().equal(expected)) << "step " << step;
+    }
+  }
+}
+
 TEST(LoaderAbuse, DevicesAndPinnedMemoryThatAreNotThereAreRefused) {
   if (torch::cuda::is_available()) GTEST_SKIP() << "there is a GPU";
   EXPECT_THROW(

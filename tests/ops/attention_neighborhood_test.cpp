@@ -4,6 +4,7 @@
 #include "tessera/ops/attention/neighborhood.h"
 
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/cuda.h>
 
 #include "fields.h"
 
@@ -152,6 +153,25 @@ TEST(Neighborhood, OtherTypesAndStrides) {
     const at::Tensor got = neighborhood_attention(values[0], values[1], values[2], c.dims, c.scale);
     EXPECT_EQ(got.scalar_type(), type);
     EXPECT_LT(difference(got.to(at::kDouble), expected), tolerance);
+  }
+}
+
+TEST(Neighborhood, OnCudaAsOnTheCpu) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  Draw draw(7);
+  for (int n = 0; n < 30; ++n) {
+    const Case c(draw, 1 + n % 3);
+    seed(static_cast<std::uint64_t>(n));
+    std::vector<at::Tensor> values{randn(c.shape, at::kDouble), randn(c.shape, at::kDouble),
+                                   randn(c.value_shape(), at::kDouble)};
+    const at::Tensor g = randn(c.value_shape(), at::kDouble);
+    const Result expected = run(c, leaves(values), g, false);
+    for (auto& v : values) v = v.cuda();
+    Result got = run(c, leaves(values), g.cuda(), false);
+    EXPECT_TRUE(got.value.is_cuda());
+    got.value = got.value.cpu();
+    for (auto& t : got.gradients) t = t.cpu();
+    expect_same(got, expected, c.text());
   }
 }
 
