@@ -8,6 +8,8 @@
 #   make test-2.11   build and test with the oldest libtorch that is supported
 #   make test-mpich  the MPI part with MPICH; make test-stubs: without MPI and NCCL
 #   make test-gpu    what has a way for CUDA, on this machine's GPU, with any libtorch (TORCH=folder); results in build/gpu.json
+#   make test-slurm  srun, sbatch, torchrun and mpirun inside, host files and requeueing on a real Slurm of two nodes (needs root; CASES="places plan")
+#   make soak        4 ranks of 2 hosts for HOURS=2: groups made and closed, ranks that die, strangers; nothing may grow (needs root)
 #   make tsan        ThreadSanitizer on the rooms up to comm and ranks that are threads, without Gloo, MPI and NCCL
 #   make asan        AddressSanitizer and UndefinedBehaviorSanitizer on all rooms, without MPI, Python, examples and benchmarks
 #   make format, make lint, make docs, make clean
@@ -17,12 +19,14 @@ JOBS ?= 2
 NAME ?=
 ARGS ?=
 RANKS ?= 2
+HOURS ?= 2
+CASES ?=
 BUILD := build/$(PRESET)
 RUN := scripts/env
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export CTEST_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: all bootstrap python configure build demo relief test ctest bench sweep format lint docs test-2.11 test-mpich test-stubs test-gpu tsan asan clean help
+.PHONY: all bootstrap python configure build demo relief test ctest bench sweep format lint docs test-2.11 test-mpich test-stubs test-gpu test-slurm soak tsan asan clean help
 all: build
 
 help:
@@ -100,6 +104,15 @@ test-stubs: bootstrap
 # No network, nothing fetched: for a machine with a GPU.
 test-gpu:
 	@scripts/test_gpu --jobs $(JOBS) $(if $(TORCH),--torch $(TORCH))
+
+# Slurm comes unpacked into .env-slurm; its daemons run in namespaces of their own and end with the command.
+test-slurm: build
+	@scripts/bootstrap --slurm
+	@$(RUN) scripts/test_slurm --build $(BUILD) $(CASES)
+
+soak: configure
+	@$(RUN) cmake --build --preset $(PRESET) --target test_netns
+	@$(RUN) scripts/soak $(BUILD) $(HOURS)
 
 tsan asan:
 	@$(MAKE) --no-print-directory PRESET=$@ build ctest
