@@ -3,9 +3,12 @@
 //
 //   slurm_job FOLDER          trains 12 steps, or what is left of them
 //   slurm_job FOLDER STEP     where nothing was saved yet, waits after that step for a signal
+//   slurm_job FOLDER STEP R   rank R kills itself after that step
 //
 // Each rank says "rank R: from step A to B, stopped by WHAT, values HASH" at its end, and the first
 // one "waiting after step N".
+
+#include <signal.h>
 
 #include <chrono>
 #include <cstdio>
@@ -21,11 +24,13 @@ namespace {
 
 class Wait : public Callback {
  public:
-  explicit Wait(std::int64_t step) : step_(step) {}
+  Wait(std::int64_t step, int victim) : step_(step), victim_(victim) {}
   std::string name() const override { return "wait"; }
   void on_fit_start(Trainer& t) override { begun_ = t.step(); }
   void on_step_end(Trainer& t, const StepResult&) override {
     if (begun_ > 0 || t.step() != step_) return;
+    if (t.strategy().rank() == victim_) ::raise(SIGKILL);
+    if (victim_ >= 0) return;
     if (t.first_rank()) {
       std::printf("waiting after step %ld\n", static_cast<long>(step_));
       std::fflush(stdout);
@@ -39,9 +44,10 @@ class Wait : public Callback {
 
  private:
   std::int64_t step_, begun_ = 0;
+  int victim_;
 };
 
-int run(const char* folder, std::int64_t wait_after) {
+int run(const char* folder, std::int64_t step, int victim) {
   at::set_num_threads(1);
   const auto manager = DistributedManager::initialize();
   Regression task;
@@ -52,7 +58,7 @@ int run(const char* folder, std::int64_t wait_after) {
   options.checkpoint.folder = folder;
   options.checkpoint.resume = true;
   options.requeue = true;
-  const auto wait = std::make_shared<Wait>(wait_after);
+  const auto wait = std::make_shared<Wait>(step, victim);
   options.callbacks = {
       std::make_shared<CheckpointCallback>(CheckpointCallbackOptions{.keep_last = 2}), wait};
   const FitResult result = Trainer(options).fit(task, ragged_batches(manager.rank(), 8));
@@ -69,9 +75,10 @@ int run(const char* folder, std::int64_t wait_after) {
 }  // namespace tessera::test
 
 int main(int argc, char** argv) {
-  if (argc < 2 || argc > 3) {
-    std::fprintf(stderr, "usage: %s FOLDER [STEP]\n", argv[0]);
+  if (argc < 2 || argc > 4) {
+    std::fprintf(stderr, "usage: %s FOLDER [STEP [RANK]]\n", argv[0]);
     return 2;
   }
-  return tessera::test::run(argv[1], argc > 2 ? std::atol(argv[2]) : 0);
+  return tessera::test::run(argv[1], argc > 2 ? std::atol(argv[2]) : 0,
+                            argc > 3 ? std::atoi(argv[3]) : -1);
 }
