@@ -1,7 +1,7 @@
 #pragma once
-// How the ranks of one host find each other: one of them makes the memory, and hands its descriptor
-// to the others over a local socket. That they can meet there is the proof that they share a host;
-// names of hosts and environment variables are not asked.
+// How the ranks of one host meet: one of them makes the memory, and passes its descriptor to the
+// others over a local socket. That they can meet there proves that they share a host; names of
+// hosts and environment variables are not consulted.
 
 #include <chrono>
 #include <functional>
@@ -12,26 +12,26 @@
 
 namespace tessera::shm {
 
-/// Where ranks leave each other short messages before they share memory: any key-value store that
-/// all of them reach. Keys are used once.
+/// A place where ranks leave each other short messages before they share memory: any key-value
+/// store that all of them reach. Each key is used once.
 struct Directory {
   std::function<void(const std::string& key, const std::string& bytes)> put;
-  /// Waits until the key is there. Throws once the limit has passed.
+  /// Waits until the key exists. Throws once the limit has passed.
   std::function<std::string(const std::string& key, std::chrono::milliseconds limit)> get;
 };
 
 struct Options {
-  /// Of the group, for messages.
+  /// Name of the group, for messages.
   std::string name = "shm";
-  /// Of calls that give none, and of making the group.
+  /// Time limit of calls that give none, and of making the group.
   std::chrono::milliseconds timeout{std::chrono::minutes(5)};
-  /// Shared memory of each rank from which it allocates what collectives work on where it lies.
+  /// Size of each rank's arena, from which it allocates memory that collectives use in place.
   std::size_t arena_bytes = 0;
-  /// Largest piece of a pipelined collective; 0: chosen by the number of ranks.
+  /// Largest piece of a pipelined collective in bytes; 0: chosen by the number of ranks.
   std::size_t slot_bytes = 0;
-  /// Largest piece of a message; 0: chosen by the number of ranks.
+  /// Largest piece of a message in bytes; 0: chosen by the number of ranks.
   std::size_t frame_bytes = 0;
-  /// Large messages are copied out of the sender's memory where the kernel allows it.
+  /// Copy large messages out of the sender's memory where the kernel allows it.
   bool single_copy = true;
 };
 

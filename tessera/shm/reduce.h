@@ -1,6 +1,6 @@
 #pragma once
-// Sums and other reductions of several ranks' values, in rank order, with the vector unit that this
-// CPU has. Elements are independent of each other, so vectors of any width give the same bits.
+// Sums and other reductions of several ranks' values, in rank order, with the vector unit of this
+// CPU. Elements are independent of each other, so vectors of any width give the same bits.
 
 #include <cstddef>
 
@@ -8,22 +8,22 @@
 
 namespace tessera::shm {
 
-/// A reduction, looked up once for a call.
+/// A reduction, looked up once per call.
 class Reducer {
  public:
-  /// `vectors`: with the best unit of this CPU, otherwise with the code that runs on any.
-  /// Throws InvalidArgument where reduces(element, kind) is false.
+  /// `vectors`: use the best vector unit of this CPU, otherwise the code that runs on any. Throws
+  /// InvalidArgument where reduces(element, kind) is false.
   Reducer(Element element, Reduction::Kind kind, bool vectors = true);
 
-  /// out[i] = the reduction of sources[0][i], ..., sources[ranks - 1][i], for `count` elements; the
-  /// same bytes are written to `copy` too unless it is null. `out` and `copy` may be one of the
-  /// sources (the same address), and are disjoint from them otherwise. `factors` holds one number a
-  /// rank for premultiplied reductions and is ignored by others.
+  /// Computes out[i] = the reduction of sources[0][i], ..., sources[ranks - 1][i] for `count`
+  /// elements; the same bytes are written to `copy` too unless it is null. `out` and `copy` may be
+  /// one of the sources (the same address), and are disjoint from them otherwise. `factors` holds
+  /// one number per rank for premultiplied reductions and is ignored by others.
   void operator()(std::byte* out, std::byte* copy, const std::byte* const* sources, int ranks,
                   std::size_t count, const double* factors) const;
 
   Element element() const { return element_; }
-  /// "avx2" or "baseline": which code was chosen for this CPU.
+  /// The code that was chosen for this CPU: "avx2" or "baseline".
   static const char* unit();
 
   using Block = void (*)(std::byte* out, const std::byte* const* sources, int ranks,
@@ -33,7 +33,7 @@ class Reducer {
   Element element_;
   Block block_;
   bool factored_;
-  /// Of what the block counts: complex sums are sums of twice as many numbers.
+  /// Of the items that the block counts: a complex sum is a sum of twice as many numbers.
   std::size_t item_bytes_, items_per_element_;
 };
 

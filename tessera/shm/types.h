@@ -1,6 +1,6 @@
 #pragma once
-// What calls between ranks that share memory are made of: element types, reductions, time limits
-// and errors. No libtorch.
+// Types of calls between ranks that share memory: element types, reductions, time limits and
+// errors. No libtorch.
 
 #include <cstddef>
 #include <cstdint>
@@ -32,10 +32,10 @@ enum class Element : unsigned char {
 std::size_t size_of(Element element);
 const char* to_string(Element element);
 
-/// How values of several ranks become one, always in rank order, so that results are bitwise equal
-/// on all ranks and from run to run. half and bfloat16 are reduced in float32 and rounded once, at
-/// the end. NaN of any rank propagates through all of them. Integers wrap around.
-/// boolean: sum and max are "or", product and min are "and".
+/// How values of several ranks are reduced to one, always in rank order, so that results are
+/// bitwise equal on all ranks and from run to run. half and bfloat16 are reduced in float32 and
+/// rounded once, at the end. NaN of any rank propagates through all of them. Integers wrap around.
+/// For booleans sum and max are "or", product and min are "and".
 struct Reduction {
   enum class Kind : unsigned char {
     sum,
@@ -54,16 +54,18 @@ struct Reduction {
 };
 const char* to_string(Reduction::Kind kind);
 
-/// Whether values of this type can be reduced so: min and max have no meaning for complex numbers,
-/// average and premultiplied none for integers and booleans, bit operations only for those two.
+/// True if values of this type can be reduced by this operation: min and max have no meaning for
+/// complex numbers, average and premultiplied none for integers and booleans, and bit operations
+/// have one only for those two.
 bool reduces(Element element, Reduction::Kind kind);
 
-/// Why ranks cannot share memory.
+/// The reason why ranks cannot share memory.
 enum class Cause : unsigned char {
   /// Another kernel, or a network namespace of its own: the ranks' sockets do not meet.
   other_host,
   other_user,
-  /// The memory could not be had: the message says how much was asked for, and what refused it.
+  /// The memory could not be allocated: the message says how much was requested, and what refused
+  /// it.
   no_memory,
   /// The kernel, a seccomp filter or a limit of the process forbids a call that is needed.
   not_permitted,
@@ -75,7 +77,7 @@ enum class Cause : unsigned char {
 };
 const char* to_string(Cause cause);
 
-/// The group could not be made; thrown on every rank that came.
+/// Thrown, on every rank that came, if the group could not be made.
 class SetupError : public Error {
  public:
   SetupError(Cause cause, const std::string& what) : Error(what), cause_(cause) {}
@@ -93,7 +95,7 @@ class TimeoutError : public Error {
       : Error(what), missing_(std::move(missing)), heard_(heard) {}
   ~TimeoutError() override;
   const std::vector<int>& missing() const { return missing_; }
-  /// The wait was another rank's, which ended the group for all.
+  /// True if another rank's wait ran into its limit and ended the group for all.
   bool heard() const { return heard_; }
 
  private:
@@ -113,7 +115,7 @@ class PeerLostError : public Error {
   std::vector<int> ranks_;
 };
 
-/// Ranks called different things, or the same with different sizes.
+/// Ranks called different things, or the same thing with different sizes.
 class MismatchError : public Error {
  public:
   using Error::Error;

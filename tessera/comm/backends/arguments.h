@@ -1,5 +1,6 @@
 #pragma once
-// What backends of ours ask of the tensors that c10d hands them, and lists of tensors as one.
+// Checks of the tensors that c10d passes to Tessera's own backends, and lists of tensors packed
+// into one.
 
 #include <ATen/ATen.h>
 
@@ -41,7 +42,8 @@ inline void require_numel(const char* name, const char* which, const at::Tensor&
                                  " elements, and ", expected, " are needed"));
 }
 
-/// Rows to elements: the elements of one row are those of `like` without its first dim.
+/// Converts rows to elements; a row of `like` has the elements of its dims after the first. Throws
+/// InvalidArgument if the sums overflow.
 inline std::vector<std::int64_t> elements_of(const std::vector<std::int64_t>& rows,
                                              const at::Tensor& like) {
   std::int64_t row = 1;
@@ -49,7 +51,7 @@ inline std::vector<std::int64_t> elements_of(const std::vector<std::int64_t>& ro
   std::vector<std::int64_t> result = rows;
   std::int64_t sum = 0;
   for (auto& n : result)
-    // Wrapped around, they would pass for those of a small tensor.
+    // A product that wrapped around would pass for the size of a small tensor.
     if (__builtin_mul_overflow(n, row, &n) || __builtin_add_overflow(sum, n, &sum))
       throw InvalidArgument(concat("sizes ", list(rows), " of rows of ", row,
                                    " elements are more than any tensor has"));
@@ -66,7 +68,7 @@ inline std::vector<std::int64_t> numels(const std::vector<at::Tensor>& tensors) 
   return result;
 }
 
-/// One flat tensor with the elements of all, and views of it shaped like each.
+/// One flat tensor (`whole`) with the elements of several, and views of it shaped like each.
 struct Flat {
   at::Tensor whole;
   std::vector<at::Tensor> parts;

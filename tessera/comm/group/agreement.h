@@ -1,5 +1,5 @@
 #pragma once
-// Ranks that were configured differently get an error, not a hang.
+// require_agreement: ranks that were configured differently get an error, not a hang.
 
 #include <string>
 
@@ -7,10 +7,12 @@
 
 namespace tessera {
 
-/// Collective. Throws MismatchError on every rank of the group unless all ranks gave the same text;
-/// the message shows the first line that differs, with the ranks on either side. Costs one exchange
-/// of 8 bytes a rank when the texts agree. `subject` says what is compared ("the plan of the
-/// process groups", "the parameters of the module").
+/// Compares `text` across the ranks of `group` (collective). `subject` names what is compared in
+/// the message ("the plan of the process groups", "the parameters of the module"). Costs one
+/// exchange of 8 bytes per rank when the texts agree.
+///
+/// Throws MismatchError on every rank unless all ranks gave the same text; the message shows the
+/// first line that differs, with the ranks on either side.
 void require_agreement(const Group& group, const std::string& subject, const std::string& text);
 
 }  // namespace tessera

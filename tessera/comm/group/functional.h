@@ -1,12 +1,12 @@
 #pragma once
-// Differentiable collectives: they return new tensors, and backward() sends the gradients the other
-// way. Everything may be uneven along dim 0, zeros included, and can be differentiated twice.
+// Differentiable collectives: they return new tensors, and backward() sends the gradients back.
+// Sizes may be uneven along dim 0, zeros included, and all can be differentiated twice.
 //
 //   Tensor y = functional::all_gather(group, x, {3, 0, 2});      // y: the rows of all ranks
 //
-// What a gradient means across ranks. Write x = (x_0 ... x_{n-1}) for what the ranks put in, y = A
-// x for what they get, <a, b> for the sum over ranks of the ranks' inner products. There are two
-// honest readings of the numbers that arrive in backward:
+// What a gradient means across ranks. Let x = (x_0 ... x_{n-1}) be the inputs of the ranks, y = A x
+// their outputs, and <a, b> the sum over ranks of the ranks' inner products. The numbers that
+// arrive in backward can be read in two ways:
 //
 //   Cotangent::summed
 //       The loss is L = L_0 + ... + L_{n-1}, each rank calls backward on its own L_r, and a
@@ -33,7 +33,7 @@
 // Backward is collective: each rank's graph must hold the same calls. So all ranks of a call must
 // agree on whether its input requires a gradient (compared with CheckLevel::collective), and what a
 // call returns must reach the loss on every rank, also where it is empty or zero (add
-// `token.sum()`, which is 0). Nothing is sent in forward mode AD.
+// `token.sum()`, which is 0). Forward mode AD is not supported: its tangents are not sent.
 
 #include <ATen/core/Tensor.h>
 
@@ -43,14 +43,15 @@ namespace tessera::functional {
 
 enum class Cotangent : unsigned char { summed, replicated };
 
-/// `op`: sum, avg or premultiplied; others are not linear and throw InvalidArgument (all_reduce
-/// with max has no gradient on ties).
+/// Reduces `x` over the ranks. `op` is sum, avg or premultiplied; others are not linear and throw
+/// InvalidArgument (all_reduce with max has no gradient on ties).
 at::Tensor all_reduce(const Group& group, const at::Tensor& x, ReduceOp op = ReduceOp::sum,
                       Cotangent cotangent = Cotangent::summed);
-/// The ranks' rows below each other. Without sizes all ranks have the same number.
+/// Concatenates the ranks' rows along dim 0. Without `sizes` all ranks have the same number of
+/// rows.
 at::Tensor all_gather(const Group& group, const at::Tensor& x, const Sizes& sizes = {},
                       Cotangent cotangent = Cotangent::summed);
-/// This rank's rows of the sum.
+/// Reduces `x` over the ranks and returns this rank's rows of the result.
 at::Tensor reduce_scatter(const Group& group, const at::Tensor& x, const Sizes& sizes = {},
                           ReduceOp op = ReduceOp::sum);
 at::Tensor all_to_all(const Group& group, const at::Tensor& x, const Sizes& output_sizes = {},
@@ -59,23 +60,25 @@ at::Tensor all_to_all(const Group& group, const at::Tensor& x, const Sizes& outp
 /// is zero.
 at::Tensor broadcast(const Group& group, const at::Tensor& x, int root,
                      Cotangent cotangent = Cotangent::summed);
-/// The result on the root, zeros elsewhere.
+/// The reduced value on the root, zeros elsewhere.
 at::Tensor reduce(const Group& group, const at::Tensor& x, int root, ReduceOp op = ReduceOp::sum);
-/// All rows on the root, no rows elsewhere.
+/// The rows of all ranks on the root, no rows elsewhere.
 at::Tensor gather(const Group& group, const at::Tensor& x, int root, const Sizes& sizes = {});
-/// This rank's rows of the root's `x`. Elsewhere `x` gives dtype, device and dims after the first
-/// (at::empty({0, 8}) will do). `sizes` is required.
+/// This rank's rows of the root's `x`. On other ranks `x` gives the dtype, the device and the dims
+/// after the first (at::empty({0, 8}) will do). `sizes` is required.
 at::Tensor scatter(const Group& group, const at::Tensor& x, int root, const Sizes& sizes);
-/// Not collective. Returns a token without elements, through which the gradient comes back.
+/// Sends `x` to a rank (not collective). Returns a token without elements through which the
+/// gradient comes back.
 at::Tensor send(const Group& group, const at::Tensor& x, int to);
-/// Not collective. A tensor of the shape of `like`, whose gradient is zero; `like` must require a
-/// gradient where the sender's tensor does.
+/// Receives a tensor of the shape of `like` (not collective). The gradient of `like` is zero; it
+/// must require a gradient if the sender's tensor does.
 at::Tensor receive(const Group& group, const at::Tensor& like, int from);
 
-/// A value that all ranks hold alike, entering computation that differs by rank: y = x; the
-/// gradients of all ranks are summed. (The adjoint of all_reduce with Cotangent::replicated.)
+/// Enters a value that is the same on all ranks into computation that differs by rank: y = x, and
+/// backward sums the gradients of all ranks. (The adjoint of all_reduce with
+/// Cotangent::replicated.)
 at::Tensor replicate(const Group& group, const at::Tensor& x);
-/// This rank's rows of a value that all ranks hold alike; backward gathers. (The adjoint of
+/// This rank's rows of a value that is the same on all ranks; backward gathers. (The adjoint of
 /// all_gather with Cotangent::replicated.)
 at::Tensor own_rows(const Group& group, const at::Tensor& x, const Sizes& sizes);
 

@@ -1,5 +1,5 @@
 #pragma once
-// Group: some ranks, in order, that communicate. A small value; copies share one state.
+// Group: an ordered set of ranks that communicate. A small value; copies share one state.
 //
 //   Group g = manager.world();                    // 4 ranks
 //   g.all_reduce(t, ReduceOp::sum);               // blocks until t is reduced
@@ -7,14 +7,17 @@
 //   ...computation that does not touch t...
 //   r.wait();
 //
-// Uneven sizes: ranks 0, 1, 2 hold 3, 0 and 2 rows of 8.
+// Uneven sizes: ranks 0, 1, 2 hold 3, 0 and 2 rows of 8 columns.
 //   at::Tensor all = at::empty({5, 8});
 //   g.all_gather(all, mine, {3, 0, 2});
 //
 // Every call below is collective over the group unless it says otherwise, has a time limit, and
-// accepts non-contiguous tensors. Sizes are rows along dim 0, one number a rank in group order, the
-// same on every rank; empty means that all ranks have the same size. A CPU tensor travels over the
-// group's CPU backend, a CUDA tensor over its CUDA backend.
+// accepts non-contiguous tensors. Sizes are rows along dim 0, one number per rank in group order,
+// the same on every rank; empty means that all ranks have the same size. A CPU tensor travels over
+// the group's CPU backend, a CUDA tensor over its CUDA backend.
+//
+// Every call throws InvalidArgument (this rank's arguments; nothing was sent), MismatchError (ranks
+// called different things), TimeoutError, PeerLostError, or CommError (types.h).
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
@@ -50,40 +53,49 @@ struct Message {
 };
 
 /// The calls of a group, each declared once: Group is Collectives<void>, whose calls return when
-/// they are complete; group.start() is Collectives<Request>, whose calls return what is under way.
+/// they are complete; group.start() is Collectives<Request>, whose calls return a Request at once.
 template <class Result>
 class Collectives {
  public:
+  /// Copies `tensor` of `root` into `tensor` of the other ranks.
   Result broadcast(const at::Tensor& tensor, int root, const CallOptions& options = {}) const;
+  /// Reduces `tensor` over the ranks, in place: every rank gets the same result.
   Result all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum,
                     const CallOptions& options = {}) const;
-  /// The result is defined on `root` alone; the other ranks' tensors keep their values.
+  /// Reduces `tensor` over the ranks. The result is on `root` alone; the other ranks' tensors keep
+  /// their values.
   Result reduce(const at::Tensor& tensor, int root, ReduceOp op = ReduceOp::sum,
                 const CallOptions& options = {}) const;
+  /// Concatenates the ranks' `input` along dim 0 into `output` on every rank.
   Result all_gather(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes = {},
                     const CallOptions& options = {}) const;
-  /// `input` holds the rows of all ranks, `output` this rank's rows of the reduced value.
+  /// Reduces `input`, which holds the rows of all ranks; `output` gets this rank's rows of the
+  /// result.
   Result reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                         ReduceOp op = ReduceOp::sum, const Sizes& sizes = {},
                         const CallOptions& options = {}) const;
-  /// Rows [sum of input_sizes before r, ...) of `input` go to rank r; rows from rank r land
-  /// likewise in `output`. Sizes are this rank's own.
+  /// Sends rows [sum of input_sizes before r, ...) of `input` to rank r; rows from rank r arrive
+  /// likewise in `output`. The sizes are this rank's own.
   Result all_to_all(const at::Tensor& output, const at::Tensor& input,
                     const Sizes& output_sizes = {}, const Sizes& input_sizes = {},
                     const CallOptions& options = {}) const;
-  /// `output` is used on `root` alone and may be undefined elsewhere.
+  /// Concatenates the ranks' `input` along dim 0 into `output` of `root`, which may be undefined
+  /// elsewhere.
   Result gather(const at::Tensor& output, const at::Tensor& input, int root,
                 const Sizes& sizes = {}, const CallOptions& options = {}) const;
-  /// `input` is used on `root` alone and may be undefined elsewhere.
+  /// Distributes the rows of `root`'s `input`: `output` gets this rank's. `input` may be undefined
+  /// elsewhere.
   Result scatter(const at::Tensor& output, const at::Tensor& input, int root,
                  const Sizes& sizes = {}, const CallOptions& options = {}) const;
-  /// Not collective.
+  /// Sends `tensor` to group rank `to`. Not collective.
   Result send(const at::Tensor& tensor, int to, const CallOptions& options = {}) const;
-  /// Not collective.
+  /// Receives into `tensor` from group rank `from`. Not collective.
   Result receive(const at::Tensor& tensor, int from, const CallOptions& options = {}) const;
-  /// All messages at once, deadlock-free in any order; messages between the same two ranks match in
-  /// list order. Not collective: only the peers named take part. Empty tensors are not sent.
+  /// Sends and receives all messages at once, deadlock-free in any order; messages between the same
+  /// two ranks match in list order. Not collective: only the peers named take part. Empty tensors
+  /// are not sent.
   Result exchange(const std::vector<Message>& messages, const CallOptions& options = {}) const;
+  /// Returns when all ranks have called it.
   Result barrier(const CallOptions& options = {}) const;
 
  protected:
@@ -106,10 +118,10 @@ class Group : public Collectives<void> {
   /// Global ranks in group order. Never sorted.
   const std::vector<int>& ranks() const;
   const std::string& name() const;
-  /// "gloo", "shm", "mpi", "nccl", "threads", "self".
+  /// Name of the backend for a device type: "gloo", "shm", "mpi", "nccl", "threads", "self".
   const std::string& backend(c10::DeviceType device = c10::DeviceType::CPU) const;
   CheckLevel check_level() const;
-  /// Collective: all ranks must set the same.
+  /// Sets how much is checked before data moves. Collective: all ranks must set the same level.
   void set_check_level(CheckLevel level);
   std::chrono::milliseconds timeout() const;
   void set_timeout(std::chrono::milliseconds limit);
@@ -122,7 +134,7 @@ class Group : public Collectives<void> {
                                             const CallOptions& options = {}) const;
   std::string broadcast_bytes(const std::string& bytes, int root,
                               const CallOptions& options = {}) const;
-  /// Empty off root.
+  /// The texts of all ranks on `root`, empty elsewhere.
   std::vector<std::string> gather_bytes(const std::string& mine, int root,
                                         const CallOptions& options = {}) const;
   std::string scatter_bytes(const std::vector<std::string>& parts, int root,
@@ -131,8 +143,8 @@ class Group : public Collectives<void> {
   /// Tells the other ranks that this one cannot go on: their pending and later calls throw
   /// PeerLostError with `reason`. The process stays able to exit.
   void abort(const std::string& reason) const;
-  /// Collective calls made so far (the number of the next one). Messages are not counted: not all
-  /// ranks make them.
+  /// Number of collective calls made so far (the number of the next one). Messages are not counted:
+  /// not all ranks make them.
   std::uint64_t sequence() const;
 
   /// The c10d view of this group, for code written against libtorch (torch's own DDP, c10d

@@ -1,6 +1,6 @@
 #pragma once
-// Pending: what was started and is not finished, whoever started it. A group's collectives, a
-// redistribution, the sum of a halo's gradients: all return one.
+// Pending: the result of an operation that was started and may not have finished. A group's
+// collectives, redistributions and the sums of halo gradients return one.
 //
 //   Pending<at::Tensor> columns = start_redistribute(rows, {Shard(1)});
 //   ...work that does not write to rows...
@@ -14,20 +14,21 @@
 namespace tessera {
 
 namespace detail {
-/// The other side of a Pending. Its destructor waits if nobody did, and drops errors.
+/// The operation behind a Pending. Its destructor waits if finish() was not called, and drops
+/// errors.
 template <class T>
 class Unfinished {
  public:
   virtual ~Unfinished() = default;
   virtual bool done() = 0;
-  /// Called until it returned or threw once.
+  /// Waits and returns the value. Called until it has returned or thrown once.
   virtual T finish() = 0;
 };
 }  // namespace detail
 
-/// A value that arrives. What was given to the call that started it must not be read or written
-/// before wait() has returned. Destroying a Pending that nobody waited for waits, and drops the
-/// value and errors.
+/// A value that will be available later. What was given to the call that started it must not be
+/// read or written before wait() has returned. Destroying a Pending without wait() waits, and drops
+/// the value and errors.
 template <class T>
 class [[nodiscard]] Pending {
   struct Nothing {};
@@ -45,11 +46,11 @@ class [[nodiscard]] Pending {
   Pending(Pending&&) noexcept = default;
   Pending& operator=(Pending&&) noexcept = default;
 
-  /// True once wait() would not block (or what was started failed: then wait() throws).
+  /// True once wait() would not block (also if the operation failed: then wait() throws).
   bool done() const { return !unfinished_ || unfinished_->done(); }
-  /// Blocks until the value has arrived and returns it; later calls return it again, or throw
-  /// again, at once. Throws what the call throws that started it: TimeoutError, PeerLostError,
-  /// CommError, ... For CUDA tensors: makes the current stream wait instead of the host.
+  /// Blocks until the value is available and returns it; later calls return it again, or throw
+  /// again, at once. Throws what the operation throws: TimeoutError, PeerLostError, CommError, ...
+  /// For CUDA tensors: makes the current stream wait instead of the host.
   T wait() {
     if (error_) std::rethrow_exception(error_);
     if (unfinished_) {
@@ -74,10 +75,10 @@ class [[nodiscard]] Pending {
   [[no_unique_address]] Value value_{};
 };
 
-/// A call under way that has no value of its own.
+/// An operation in progress that has no value of its own.
 using Request = Pending<void>;
 
-/// `value`, which is complete when `request` is.
+/// A Pending of `value`, complete when `request` is.
 template <class T>
 Pending<T> when_done(Request request, T value) {
   struct WhenDone final : detail::Unfinished<T> {

@@ -1,13 +1,14 @@
 #pragma once
-// CommTrace: what the calls of a manager's groups cost: how often, how many bytes, how long, by
-// operation and group; and when, as a timeline.
+// CommTrace: what the calls of a manager's groups cost: how often, how many bytes and how long, by
+// operation and group, and when, as a timeline.
 //
 //   CommTraceScope trace(manager);  // from here on every call of the manager's groups is recorded
 //   ...training...
 //   std::cout << trace->table();
 //   trace->write_timeline("comm.json", manager.rank());  // for chrome://tracing or ui.perfetto.dev
 //
-// Off, a call pays one test of a pointer. On, about a tenth of a microsecond and 100 bytes.
+// When off, a call pays one test of a pointer; when on, about a tenth of a microsecond and 100
+// bytes.
 
 #include <chrono>
 #include <cstdint>
@@ -29,21 +30,22 @@ struct CommEvent {
   std::string group;
   /// CallOptions::name; may be empty.
   std::string name;
-  /// Of the group; for messages the number of collective calls before it.
+  /// Sequence number of the call in its group; for messages the number of collective calls before
+  /// it.
   std::uint64_t sequence = 0;
   /// Payload that this rank gave to the call (received, for a receive).
   std::int64_t bytes = 0;
-  /// The call, or its start_... half.
+  /// When the call was made (or started).
   double begin = 0;
-  /// The result was there, and its wait() returned.
+  /// When the result was there and its wait() returned.
   double end = 0;
 };
 
-/// All calls of one operation in one group.
+/// The sum of all calls of one operation in one group.
 struct CommSummary {
   std::string operation, group;
   std::int64_t count = 0, bytes = 0;
-  /// Sum of end - begin.
+  /// Sum of end - begin over the calls.
   double microseconds = 0;
 };
 
@@ -59,16 +61,16 @@ class CommTrace {
   void add(CommEvent event);
   void clear();
 
-  /// In order of completion.
+  /// All events in order of completion.
   std::vector<CommEvent> events() const;
-  /// Most time first.
+  /// One entry per operation and group, the one with most time first.
   std::vector<CommSummary> summary() const;
-  /// The summary as text, one line an operation and group.
+  /// The summary as text, one line per operation and group.
   std::string table() const;
-  /// Trace Event Format (JSON): one process with the number `rank`, one lane a group, so that files
-  /// of several ranks can be loaded together.
+  /// The events in Trace Event Format (JSON): one process with the number `rank` and one lane per
+  /// group, so that files of several ranks can be loaded together.
   std::string timeline(int rank = 0) const;
-  /// Throws Error if the file cannot be written.
+  /// Writes timeline() to a file. Throws Error if it cannot be written.
   void write_timeline(const std::string& path, int rank = 0) const;
 
  private:
@@ -77,13 +79,13 @@ class CommTrace {
   std::vector<CommEvent> events_;
 };
 
-/// Records every group of the manager, those made later too; null ends it. Between calls, not
-/// during one.
+/// Records every group of the manager, also those made later; null ends it. Call it between calls,
+/// not during one.
 void set_trace(const DistributedManager& manager, std::shared_ptr<CommTrace> trace);
-/// Records one group. A group has one trace: the newest counts.
+/// Records one group. A group has one trace: the newest replaces the one before.
 void set_trace(const Group& group, std::shared_ptr<CommTrace> trace);
 
-/// A trace that records while the scope lives.
+/// Records into a trace while the scope lives.
 class CommTraceScope {
  public:
   explicit CommTraceScope(const DistributedManager& manager);

@@ -11,8 +11,8 @@
 
 namespace tessera {
 
-/// How values of several ranks become one. NaN of any rank propagates through sum, avg, product,
-/// min and max.
+/// How values of several ranks are reduced to one. NaN of any rank propagates through sum, avg,
+/// product, min and max.
 struct ReduceOp {
   enum class Kind : unsigned char { sum, avg, product, min, max, premultiplied };
   Kind kind = Kind::sum;
@@ -20,7 +20,7 @@ struct ReduceOp {
   double factor = 1.0;
 
   static const ReduceOp sum, avg, product, min, max;
-  /// sum over ranks of factor_r * x_r; every rank gives its own factor (a weighted mean is
+  /// The sum over ranks of factor_r * x_r; every rank gives its own factor (a weighted mean is
   /// premultiplied(n_r / N)).
   static ReduceOp premultiplied(double factor) { return {Kind::premultiplied, factor}; }
   bool operator==(const ReduceOp& other) const {
@@ -36,19 +36,19 @@ inline const ReduceOp ReduceOp::max{ReduceOp::Kind::max, 1.0};
 std::string to_string(ReduceOp::Kind kind);
 
 /// How much a group verifies before it moves data. `local`: arguments of this rank alone.
-/// `collective`: all ranks of the group agree on which call this is, operation, name, shape, dtype,
-/// root and reduce operation (one small exchange more a call).
+/// `collective`: all ranks of the group agree on the call: operation, name, shape, dtype, root and
+/// reduce operation (one more small exchange per call).
 enum class CheckLevel : unsigned char { off, local, collective };
 
 /// Options of a single call.
 struct CallOptions {
-  /// 0: the group's own limit.
+  /// Time limit of this call; 0: the group's own.
   std::chrono::milliseconds timeout{0};
   /// Shown in errors and traces, and compared across ranks by CheckLevel::collective.
   std::string_view name;
 };
 
-/// Something went wrong between ranks; `what()` names group, operation and sequence number.
+/// A failure between ranks; `what()` names the group, the operation and the sequence number.
 class CommError : public Error {
  public:
   using Error::Error;
@@ -81,17 +81,17 @@ class PeerLostError : public CommError {
   std::vector<int> ranks_;
 };
 
-/// A rank of the group met an error that it saw alone (an index out of range in its shard), and is
-/// alive; `ranks()` names it. Every rank of the mesh on which that happened gets an error once, and
-/// its groups go on for those that catch it: what is asked of the mesh or of the manager next is
-/// made anew. Group values of before stay as they are, and throw this again. Ranks catch errors
-/// together where the block that they catch ends in a collective call and the handler holds one:
+/// A rank of the group met an error that it alone saw (an index out of range in its shard), and is
+/// alive; `ranks()` names it. Every rank of the mesh on which that happened gets one such error.
+/// Ranks that catch it can go on: groups that are asked of the mesh or of the manager afterwards
+/// are made anew, while Group values from before keep throwing this error. Ranks catch errors
+/// together if the block that they catch ends in a collective call and the handler holds one:
 ///
 ///   try {
 ///     step();
-///     world().barrier();  // nobody leaves the block before all have come through it
+///     world().barrier();  // no rank leaves the block before all have come through it
 ///   } catch (const std::exception& e) {
-///     world().barrier();  // everybody has caught it
+///     world().barrier();  // all ranks have caught it
 ///   }
 class PeerFailedError : public PeerLostError {
  public:
@@ -99,7 +99,7 @@ class PeerFailedError : public PeerLostError {
   ~PeerFailedError() override;
 };
 
-/// Ranks called different things; thrown on every rank before data moves.
+/// Ranks called different things; thrown on every rank, before data moves if it is noticed in time.
 class MismatchError : public CommError {
  public:
   using CommError::CommError;

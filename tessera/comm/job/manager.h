@@ -1,20 +1,20 @@
 #pragma once
-// DistributedManager: who am I, the world group, and every other group of this process, each made
-// once. A value with shared state; several may live in one process (ranks as threads).
+// DistributedManager: this process' rank, the world group, and every other group of this process,
+// each made once. A value with shared state; several may exist in one process (ranks as threads).
 //
 //   auto manager = DistributedManager::initialize();
 //   Group world = manager.world();
 //   Group pair = manager.group({0, 3});              // called by ranks 0 and 3 alone
 //   auto mesh = manager.mesh({{"data", 2}, {"model", 2}});
 //   Group model = mesh.group("model");
-//   manager.create_process_groups(tree);             // a configuration tree's
+//   manager.create_process_groups(tree);             // all groups of a configuration tree
 //   auto domain = manager.mesh("domain");            // the node "domain" of the tree, as a mesh
 //
-// Groups are made on first use, by their members alone: what that costs a rank depends on the
-// group's size, not on the world's.
+// Groups are made on first use, by their members alone: the cost for a rank depends on the group's
+// size, not on the world's.
 //
-// The end. The destructor of the last copy destroys the groups and deregisters this rank from the
-// job. Rank 0, which serves the job's store, waits there until the others have deregistered (at
+// Destruction. The destructor of the last copy destroys the groups and deregisters this rank from
+// the job. Rank 0, which serves the job's store, waits there until the others have deregistered (at
 // most ManagerOptions::timeout; 3 seconds once a fault is known). If it runs because an exception
 // unwinds the stack, the other ranks' pending and later calls throw PeerLostError.
 
@@ -41,21 +41,22 @@ namespace tessera {
 class DeviceMesh;
 
 struct ManagerOptions {
-  /// CPU: "gloo" (default), "shm", "mpi"; CUDA tensors go to "nccl" where it is built, with a GPU.
+  /// The backend for CPU tensors: "gloo" (default), "shm", "mpi"; CUDA tensors go to "nccl" where
+  /// it is built and a GPU is present.
   std::string backend;
-  /// Limit of every wait, unless a call gives its own; milliseconds::max() waits for ever.
+  /// Time limit of every wait, unless a call gives its own; milliseconds::max() waits for ever.
   std::chrono::milliseconds timeout{std::chrono::minutes(5)};
   std::chrono::milliseconds rendezvous_timeout{std::chrono::minutes(2)};
   CheckLevel check_level = CheckLevel::local;
-  /// Instead of what the environment says.
+  /// Replaces what the environment says.
   std::optional<Launch> launch;
-  /// Instead of cuda:(local rank % devices) where the NCCL part can run, and the CPU elsewhere.
-  /// NotAvailable for a CUDA device where it cannot.
+  /// The device of this rank. Default: cuda:(local rank % devices) where the NCCL part can run,
+  /// else the CPU. A CUDA device where NCCL cannot run throws NotAvailable.
   std::optional<c10::Device> device;
-  /// Groups over MPI. The world consists of these ranks: those of mpi_world() (mpi_interop.h) for a
-  /// communicator of the program. No store, no sockets, no launcher's environment; CPU tensors.
-  /// With a `launch` (rank, world size, address, port among them) a store too: other backends, news
-  /// of ranks that are lost:
+  /// Groups over MPI for CPU tensors. The world consists of these ranks, for a communicator of the
+  /// program those of mpi_world() (mpi_interop.h); no store, no sockets and no launcher's
+  /// environment are used. With a `launch` as well (rank, world size, address, port among others)
+  /// the ranks also share a store, which other backends and news of lost ranks need:
   ///   options.launch = detect_launch({}, {.rank = mpi->rank(), .world_size = mpi->size(), .address
   ///     = host_of_rank_0, .port = port});
   std::optional<MpiWorld> mpi;
@@ -75,28 +76,28 @@ class DistributedManager {
   int rank() const;
   int world_size() const;
   int local_rank() const;
-  /// The device of this rank: ManagerOptions::device, or its default.
+  /// The device of this rank: ManagerOptions::device or its default.
   c10::Device device() const;
   const Launch& launch() const;
 
   Group world() const;
   /// The group of exactly these global ranks, in this order. Called by its members alone; made on
-  /// first use, then reused. Throws InvalidArgument if this rank is not a member, or if a rank is a
-  /// duplicate or not in the world.
+  /// first use, then reused. Throws InvalidArgument if this rank is not a member, if a rank is
+  /// listed twice, or if one is not in the world.
   Group group(const std::vector<int>& ranks) const;
-  /// With a backend or a time limit of its own: another group than the one without, even of the
-  /// same ranks.
+  /// As above, with a backend or a time limit of its own: a group different from the one without
+  /// options, even over the same ranks.
   Group group(const std::vector<int>& ranks, const GroupOptions& options) const;
   DeviceMesh mesh(const Mesh& mesh) const;
-  /// Outermost first, over the whole world, row-major.
+  /// A mesh over the whole world, row-major; the outermost axis comes first.
   DeviceMesh mesh(const std::vector<Axis>& axes) const;
   /// The mesh of a plan (its first view), with the options of the plan's families.
   DeviceMesh mesh(const GroupPlan& plan) const;
-  /// A mesh by name: one that add_mesh() named, or the ranks of a family of
-  /// create_process_groups() that this rank belongs to, with the family's axes. Of a configuration
-  /// tree: any node, with one axis a leaf below it; its groups are those of the tree's nodes. So a
-  /// module asks for "domain" and needs no mesh from its caller. Throws UnknownName with the known
-  /// names, and InvalidArgument if this rank is not in the family's mesh.
+  /// A mesh by name: one that add_mesh() named, or the ranks of a family of create_process_groups()
+  /// that this rank belongs to, with the family's axes. For a configuration tree it may be any
+  /// node; it has one axis per leaf below the node, and its groups are those of the tree's nodes.
+  /// So a module asks for "domain" and needs no mesh from its caller. Throws UnknownName with the
+  /// known names, and InvalidArgument if this rank is not in the family's mesh.
   template <std::convertible_to<std::string> Name>
   auto mesh(const Name& name) const {  // a DeviceMesh, which is complete below
     return named_mesh(name);
@@ -105,21 +106,21 @@ class DistributedManager {
   /// Throws RepeatedName if another mesh or a family has the name, InvalidArgument as mesh() does.
   void add_mesh(const std::string& name, const Mesh& mesh) const;
 
-  /// Collective over the world. All ranks compare their plans first: if they differ, every rank
-  /// throws MismatchError with the first differing line, and no name is added. The families become
-  /// known by name; their groups are made on first use, or now if `eager`. Adding a name again is
-  /// an error unless the family is the same.
+  /// Registers the families of a plan by name (collective over the world). All ranks compare their
+  /// plans first: if they differ, every rank throws MismatchError with the first line that differs,
+  /// and no name is added. Groups are made on first use, or now if `eager`. Throws RepeatedName for
+  /// a name that is taken, unless the family is the same.
   void create_process_groups(const GroupPlan& plan, bool eager = false) const;
-  /// The plan of a configuration tree over the whole world: one family a node, one an orthogonal
-  /// group.
+  /// Registers the plan of a configuration tree over the whole world: one family per node, and one
+  /// per orthogonal group.
   void create_process_groups(const ProcessGroupConfig& config, bool eager = false) const;
-  /// The same with a placement: `ranks[i]` sits on the i-th coordinate of config.mesh(world_size).
+  /// As above with a mapping: `ranks[i]` is at the i-th coordinate of config.mesh(world_size).
   void create_process_groups(const ProcessGroupConfig& config, const std::vector<int>& ranks,
                              bool eager = false) const;
-  /// The same, placed on the machines for the stated traffic (axes are the leaves' names): see
-  /// optimise_mapping(). Rank r runs on slot r of the topology, as launchers fill hosts one after
-  /// the other; without traffic the order of the ranks stays. Returns the mapping that it chose.
-  /// Throws MappingError if slots and ranks differ in number.
+  /// As above, with ranks mapped to the machines for the given traffic (axes are the leaves'
+  /// names); see optimise_mapping(). Rank r runs on slot r of the topology, as launchers fill hosts
+  /// one after the other; without traffic the order of the ranks is kept. Returns the mapping that
+  /// it chose. Throws MappingError if slots and ranks differ in number.
   RankMapping create_process_groups(const ProcessGroupConfig& config, const Topology& topology,
                                     const std::vector<Traffic>& traffic = {},
                                     bool eager = false) const;
@@ -128,21 +129,21 @@ class DistributedManager {
   Group group(const Name& family) const {
     return named_group(family);
   }
-  /// Without making the group.
+  /// Size of this rank's group of a family, without making the group.
   int group_size(const std::string& family) const;
   int group_rank(const std::string& family) const;
-  /// In the order in which they were created.
+  /// The names of families in the order in which they were created.
   std::vector<std::string> group_names() const;
 
-  /// For every group made here, now and later. All ranks must set the same.
+  /// Sets the check level of every group made here, now and later. All ranks must set the same.
   void set_check_level(CheckLevel level) const;
   /// Tells the other ranks of `ranks` that this one met an error that they may not see: the pending
-  /// or next call of each, on any group whose members all belong to `ranks`, throws
-  /// PeerFailedError with `reason`, once. Those groups are made anew when they are asked for
-  /// again. Failures of several ranks at one time are one.
+  /// or next call of each, on any group whose members all belong to `ranks`, throws PeerFailedError
+  /// with `reason`, once. Those groups are made anew when they are asked for again. Failures of
+  /// several ranks at one time count as one.
   void fail_groups_within(const Mesh& ranks, const std::string& reason) const;
   /// Destroys every group made here, newest first. Collective. Later calls make them anew; Group
-  /// values of before throw CommError.
+  /// values from before throw CommError.
   void shutdown();
 
   const std::shared_ptr<detail::ManagerState>& state() const { return state_; }

@@ -1,9 +1,9 @@
 #pragma once
-// For programs that use MPI themselves: groups on a communicator of their own.
+// For programs that use MPI themselves: groups over a communicator of the program.
 //
 //   MPI_Comm_split(MPI_COMM_WORLD, is_solver, 0, &solver);        // the program's own MPI
-//   auto mpi = tessera::mpi_world(solver);  // duplicated: our messages never meet the program's
-//   // its world are the ranks of `solver`
+//   auto mpi = tessera::mpi_world(solver);  // duplicated: its messages never meet the program's
+//   // its world is the ranks of `solver`
 //   auto manager = DistributedManager::initialize({.mpi = mpi});
 
 #include <mpi.h>

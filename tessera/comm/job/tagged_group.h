@@ -1,5 +1,5 @@
 #pragma once
-// Groups of their own: for calls that must never meet those of the rest of the program.
+// tagged_group(): a group whose calls never meet those of the rest of the program.
 //
 //   Group g = tagged_group(manager, ranks, {}, "writers");  // not manager.group(ranks)
 
@@ -10,9 +10,9 @@
 
 namespace tessera {
 
-/// As DistributedManager::group(), but another group than that of any other tag or of none, even of
-/// the same ranks and options. All members give the same tag. Throws InvalidArgument for one that
-/// is empty or has a '/'.
+/// As DistributedManager::group(), but a group different from that of any other tag or of none,
+/// even over the same ranks and options. All members give the same tag. Throws InvalidArgument for
+/// a tag that is empty or contains a '/'.
 Group tagged_group(const DistributedManager& manager, const std::vector<int>& ranks,
                    const GroupOptions& options, const std::string& tag);
 

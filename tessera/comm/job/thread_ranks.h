@@ -1,6 +1,6 @@
 #pragma once
-// ThreadRanks: the ranks of run_threads() one by one, for threads that somebody else makes (an
-// interpreter's, a solver's).
+// ThreadRanks: the ranks of run_threads() one by one, for threads that another program makes (an
+// interpreter, a solver).
 //
 //   ThreadRanks ranks(2);
 //   // on a thread of its own for each rank:
@@ -17,17 +17,17 @@ namespace tessera {
 
 class ThreadRanks {
  public:
-  /// As for run_threads(): backend "threads" (default), "gloo" or "shm". Throws InvalidArgument.
+  /// Backends as for run_threads(): "threads" (default), "gloo" or "shm". Throws InvalidArgument.
   explicit ThreadRanks(int ranks, const ManagerOptions& options = {});
   int size() const;
-  /// This rank's manager. Called once a rank, on the rank's thread; the ranks meet in their first
-  /// collective call. Until leave(), autocast on this thread keeps no casts: libtorch's cache of
-  /// them is one for all threads.
+  /// This rank's manager. Called once per rank, on the rank's thread; the ranks meet in their first
+  /// collective call. Until leave(), autocast on this thread caches no casts: libtorch has one such
+  /// cache for all threads.
   DistributedManager enter(int rank) const;
-  /// The other ranks' pending and later calls throw PeerLostError with these words.
+  /// Makes the other ranks' pending and later calls throw PeerLostError with `what`.
   void fail(int rank, const std::string& what) const;
-  /// The rank is told of no fault any more. Call it on the rank's thread, before its last handle of
-  /// the manager goes.
+  /// Ends the rank: it receives no fault notifications afterwards. Call it on the rank's thread,
+  /// before its last handle of the manager is destroyed.
   void leave(int rank) const;
 
  private:

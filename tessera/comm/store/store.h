@@ -1,15 +1,15 @@
 #pragma once
-// Rendezvous: the ranks of a job meet and share a small key-value store. Rank 0 serves it, on one
-// address alone; every rank holds one connection.
+// Rendezvous: the ranks of a job meet and share a small key-value store. Rank 0 serves it, on a
+// single address; every rank holds one connection.
 //
 //   auto meeting = Rendezvous::meet(launch, std::chrono::seconds(120));
 //   meeting.store->set("key", "value");  // c10d::Store: what process groups are made from
-//   // the address that listeners of this rank bind, for example "10.0.0.3": that of this host on
-//   // the way to rank 0
+//   // the numeric address of this host on the way to rank 0, which listeners of this rank bind:
+//   // "10.0.0.3"
 //   meeting.address
 //
-// What goes wrong here ends within the limit (plus about a second) on every rank that runs, as a
-// RendezvousError that names the cause: a missing rank, two processes with the same rank, ranks
+// Whatever goes wrong here ends within the limit (plus about a second) on every rank that runs, as
+// a RendezvousError that names the cause: a missing rank, two processes with the same rank, ranks
 // that disagree about the world size, a port in use, something else that listens there, an address
 // that cannot be reached, a name that is not resolved in time.
 //
@@ -56,17 +56,17 @@ struct Rendezvous {
   Rendezvous& operator=(Rendezvous&&) noexcept;
   ~Rendezvous();
 
-  /// On rank 0 alone.
+  /// The store's server, on rank 0 alone; null elsewhere.
   std::unique_ptr<detail::StoreServer> server;
   std::shared_ptr<detail::StoreConnection> connection;
   c10::intrusive_ptr<c10d::Store> store;
-  /// Numeric; loopback if rank 0 is reached through loopback.
+  /// Numeric address of this host; loopback if rank 0 is reached through loopback.
   std::string address;
 
-  /// Blocks until every rank of the launch is here. `limit` may be milliseconds::max(). Rank 0
+  /// Blocks until every rank of the launch has come. `limit` may be milliseconds::max(). Rank 0
   /// listens on `launch.address` : `launch.port` and on no other address (loopback if the address
-  /// is empty); where torchrun's agent already serves a store there, rank 0 takes a free port and
-  /// tells the others through the agent's store.
+  /// is empty); where torchrun's agent already serves a store there, rank 0 uses a free port and
+  /// publishes it in the agent's store. Throws RendezvousError.
   static Rendezvous meet(const Launch& launch, std::chrono::milliseconds limit);
 };
 

@@ -1,6 +1,7 @@
 #pragma once
-// The collectives as state machines over the steps of core.h. Sizes are bytes or elements as said;
-// offsets follow from sizes that all ranks share, so that nothing read from the memory is a length.
+// The collectives as state machines over the steps of core.h. Sizes are bytes or elements as noted;
+// offsets follow from sizes that all ranks share, so that no length is ever read from the shared
+// memory.
 
 #include <array>
 #include <cstring>
@@ -14,11 +15,11 @@
 
 namespace tessera::shm::detail {
 
-/// Pieces that are written before the first of them is waited for.
+/// Number of pieces that are published before the first of them is waited for.
 inline constexpr std::uint64_t kAhead = 2;
-/// Where a rank's factor lies in its line, after the data.
+/// Where a rank's factor is in its line, after the data.
 inline constexpr std::size_t kFactorAt = Line::kPayload - sizeof(double);
-/// No piece of a pipelined call is smaller, unless slots are.
+/// Smallest piece of a pipelined call, unless slots are smaller.
 inline constexpr std::size_t kLeastPiece = 8192;
 
 /// 16 bits that are likely to differ between calls that differ.
@@ -41,14 +42,14 @@ inline void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) 
   if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
 }
 
-/// Bytes of each rank, and where they begin: the same for all, or one number a rank.
+/// Bytes of each rank's block, and where it begins: the same for all, or one number per rank.
 class Blocks {
  public:
   static Blocks equal(int ranks, std::size_t each) { return Blocks(ranks, each, {}); }
   static Blocks of(std::vector<std::size_t> sizes) {
     return Blocks(static_cast<int>(sizes.size()), 0, std::move(sizes));
   }
-  /// All of it is one rank's.
+  /// A block on one rank alone.
   static Blocks only(int ranks, int rank, std::size_t bytes) {
     Blocks blocks(ranks, bytes, {});
     blocks.only_ = rank;
@@ -69,7 +70,7 @@ class Blocks {
            : sizes_.empty() ? each_ * static_cast<std::size_t>(ranks_)
                             : starts_.back() + sizes_.back();
   }
-  /// For signatures.
+  /// A hash of all sizes, for signatures.
   std::uint64_t digest() const {
     std::uint64_t h = each_ + static_cast<std::uint64_t>(only_ + 1) * 0x51ed27ULL;
     for (const std::size_t n : sizes_) h = signature_of(h, n) + (h << 5);
@@ -92,11 +93,11 @@ class Blocks {
   int only_ = -1;
 };
 
-/// Barrier, broadcast, all-gather, gather: each rank that has something publishes it, in pieces of
-/// a slot; the readers copy all pieces to where they belong.
+/// Barrier, broadcast, all-gather, gather: each rank that has data publishes it in pieces of at
+/// most a slot; the readers copy all pieces to their places.
 class Spread final : public Op {
  public:
-  /// `input`: size(rank) bytes. `output`: all blocks; unused where this rank is no reader.
+  /// `input`: size(rank) bytes. `output`: all blocks; unused where this rank does not read.
   /// `reader`: the only rank that reads, or -1 for all.
   Spread(Core& core, const char* name, Blocks blocks, const std::byte* input, std::byte* output,
          int reader, bool barrier = false);
@@ -120,12 +121,12 @@ class Spread final : public Op {
   int from_ = 1;
 };
 
-/// Reduce-scatter and scatter: a source publishes what belongs to the others, in rounds of one
-/// piece for each; a rank reduces, or copies, the pieces that are its own.
+/// Reduce-scatter and scatter: a source publishes the blocks of the other ranks, in rounds of one
+/// piece for each; a rank reduces, or copies, the pieces of its own block.
 class Deal final : public Op {
  public:
   /// `input`: all blocks, unused where this rank is no source; `output`: size(rank) bytes.
-  /// `source`: the only rank that has something, or -1 for all; then `reducer` says how they meet.
+  /// `source`: the only rank that has data, or -1 for all; then `reducer` combines them.
   Deal(Core& core, const char* name, Blocks blocks, const std::byte* input, std::byte* output,
        int source, std::optional<Reducer> reducer, const Reduction& reduction);
   bool advance(Core& core) override;
@@ -160,14 +161,15 @@ struct ReduceArguments {
   int root = -1;
 };
 
-/// All-reduce and reduce of a little: everyone publishes all, who gets the result reduces all.
+/// All-reduce and reduce of little data: every rank publishes all of it, and each rank that gets
+/// the result reduces everything.
 class ReduceOnce final : public Op {
  public:
   ReduceOnce(Core& core, const char* name, const ReduceArguments& arguments);
   bool advance(Core& core) override;
   void early(Core& core) override { publish_all(core); }
 
-  /// The most bytes for which this one is made.
+  /// Largest number of bytes for which this class is used.
   static std::size_t limit(const Core& core);
 
  private:
@@ -181,10 +183,10 @@ class ReduceOnce final : public Op {
   int next_ = 0;
 };
 
-/// All-reduce and reduce of much. Rounds of one piece a rank: a rank publishes the others' pieces,
-/// reduces its own, publishes the result, copies the others' results. The next round's pieces are
-/// published before the wait for this one's. If all ranks' data lie in their arenas, every rank
-/// reduces its share of them where they are, and writes the result to all.
+/// All-reduce and reduce of much data, in rounds of one piece per rank: a rank publishes the other
+/// ranks' pieces, reduces its own, publishes the result, and copies the others' results. The next
+/// round's pieces are published before the wait for this round's. If all ranks' data is in their
+/// arenas, every rank reduces its share in place and writes the result to all.
 class ReducePieces final : public Op {
  public:
   ReducePieces(Core& core, const char* name, const ReduceArguments& arguments);
@@ -195,7 +197,7 @@ class ReducePieces final : public Op {
   struct Piece {
     std::size_t at, count;
   };
-  /// Elements of round `round` that rank `rank` reduces.
+  /// The elements that rank `rank` reduces in round `round`.
   Piece piece(std::uint64_t round, int rank) const;
   std::uint64_t deal_step(std::uint64_t round) const {
     return base_ + (round == 0 ? 0 : 2 * round - 1);
@@ -203,7 +205,7 @@ class ReducePieces final : public Op {
   std::uint64_t result_step(std::uint64_t round) const {
     return base_ + (round + 1 < rounds_ ? 2 * round + 2 : 2 * rounds_ - 1);
   }
-  /// Where the piece for `rank` lies in the slot of `source`.
+  /// Where the piece for `rank` is in the slot of `source`.
   std::size_t place(int rank, int source) const {
     return static_cast<std::size_t>((rank - source - 1 + ranks_) % ranks_) * piece_bytes_;
   }
@@ -222,7 +224,8 @@ class ReducePieces final : public Op {
   std::uint64_t rounds_ = 0, base_ = 0;
   enum class Path : unsigned char { unknown, slots, in_place } path_ = Path::unknown;
   bool asks_, announced_ = false, reduced_ = false;
-  /// Rounds whose pieces were dealt out, own piece reduced, results collected.
+  /// Number of rounds whose pieces were published, whose own piece was reduced, whose results were
+  /// collected.
   std::uint64_t dealt_ = 0, reduced_rounds_ = 0, collected_ = 0;
   int from_ = 1;
   std::vector<std::uint64_t> arena_at_;

@@ -1,18 +1,19 @@
 #pragma once
-// One rank's end of the shared memory: steps, waiting, and what is under way.
+// Core: one rank's end of the shared memory: steps, waiting, and calls in progress.
 //
 // The protocol. All collectives of a group are numbered steps, the same on all ranks. In step t a
-// rank may publish: it writes its slot t mod kSlots, then its line's mark. Others read after they
-// saw the mark. A rank that has finished with step t says so in `done`; a slot is written again
-// when all ranks are done with what it held. Every word has one writer, so nothing is ever
-// contended.
+// rank may publish: it writes its slot t mod kSlots, then its line's mark. Other ranks read after
+// they have seen the mark. A rank that has finished with step t records that in `done`; a slot is
+// written again when all ranks are done with what it held. Every word has one writer, so no two
+// ranks contend for it.
 //
-// Sleeping. A rank that gives up spinning first says so (waits_for, sleepers), then looks once
+// Sleeping. A rank that gives up spinning first announces it (waits_for, sleepers), then looks once
 // more, then sleeps on its bell. A rank that has published looks for sleepers afterwards. One of
-// the two must see the other, so a barrier has to stand between the two halves on both sides. Who
-// publishes would pay for it in every call; so who falls asleep makes the kernel put one into all
-// ranks at once (membarrier), and only where that cannot be had a publication is an exchange, which
-// is one itself. tests/shm/model_test.cpp tries all interleavings of both.
+// the two must see the other, so both sides need a memory barrier between their two halves. On the
+// publishing side it would cost time in every call; so the rank that falls asleep makes the kernel
+// execute a barrier on all ranks (membarrier), and only where that is not available is a
+// publication an atomic exchange, which includes one. tests/shm/model_test.cpp tries all
+// interleavings of both.
 
 #include <chrono>
 #include <cstddef>
@@ -35,16 +36,16 @@ namespace tessera::shm::detail {
 class Core;
 class Messages;
 
-/// What a call cannot go on without.
+/// What a call is waiting for.
 struct Need {
   enum class Kind : unsigned char { nothing, line, done, message };
   Kind kind = Kind::nothing;
-  /// The first rank that is behind.
+  /// The first rank that has not got there.
   int rank = -1;
   std::uint64_t step = 0;
 };
 
-/// One call under way: a state machine that is moved on by whoever waits.
+/// One call in progress: a state machine that is advanced by the thread that waits.
 class Op {
  public:
   explicit Op(const char* name) : name(name) {}
@@ -52,25 +53,25 @@ class Op {
   Op(const Op&) = delete;
   Op& operator=(const Op&) = delete;
 
-  /// Goes on as far as it can without waiting; true once complete.
+  /// Advances as far as possible without waiting; true once complete.
   virtual bool advance(Core& core) = 0;
   /// Does what can be done before earlier calls are complete: only publishing.
   virtual void early(Core&) {}
-  /// Whether this rank waits for lines of `rank`.
+  /// True if this rank waits for lines of `rank`.
   virtual bool reads(int) const { return true; }
-  /// The ranks that it waits for, for errors.
+  /// The ranks that the call waits for, for errors.
   virtual std::vector<int> missing(const Core& core) const;
 
   const char* name;
   std::uint64_t number = 0;
-  /// Steps [first, first + steps) are this call's.
+  /// Steps [first, first + steps) belong to this call.
   std::uint64_t first = 0, steps = 0;
   std::uint64_t signature = 0;
   bool collective = true;
   bool complete = false;
   std::exception_ptr error;
   Need need;
-  /// Of a started call, for which perhaps nobody waits.
+  /// For a started call, which no thread may be waiting for.
   Deadline deadline = Deadline::max();
   std::chrono::milliseconds limit{0};
 };
@@ -79,13 +80,13 @@ struct CoreOptions {
   std::string name;
   int rank = 0, size = 1;
   Layout layout;
-  /// Ranks do not have a core each: waits give theirs away soon.
+  /// There are fewer cores than ranks: a wait yields its core soon.
   bool crowded = false;
-  /// All ranks' processes take part in membarrier.
+  /// The processes of all ranks take part in membarrier.
   bool remote_barriers = false;
 };
 
-/// Whether this process can take part in remote barriers; registers it for them.
+/// Registers this process for remote barriers; returns whether it can take part in them.
 bool register_for_barriers();
 
 class Core {
@@ -103,23 +104,23 @@ class Core {
   Messages& messages() { return *messages_; }
 
   // ---- calls ----
-  /// Runs a call to its end. Throws what ends it before.
+  /// Runs a call to its end. Throws what ended it before.
   void run(Op& op, std::chrono::milliseconds limit);
   /// Begins a call; `op` lives until it is complete.
   void start(Op& op, std::chrono::milliseconds limit);
-  /// Moves all calls on once; true if `op` is complete. Throws what ended it.
+  /// Advances all calls once; true if `op` is complete. Throws what ended it.
   bool test(Op& op);
   void wait(Op& op, std::chrono::milliseconds limit);
-  /// Ends the work of the whole group; from any thread.
+  /// Ends the calls of the whole group; from any thread.
   void abort(const std::string& reason);
-  /// Ends the work of this rank.
+  /// Ends the calls of this rank.
   void interrupt(const std::string& reason);
-  /// See Group.
+  /// The three below: see Group.
   bool drive(std::chrono::nanoseconds nap);
   bool neglected();
   void nudge();
 
-  // ---- the protocol, for calls; the lock is held ----
+  // ---- the protocol, used by calls; the lock is held ----
   RankState& state(int rank) const { return *reinterpret_cast<RankState*>(region(rank)); }
   std::byte* slot(int rank, std::uint64_t step) const {
     return region(rank) + layout().slots_at() + (step % kSlots) * layout().slot_bytes();
@@ -135,33 +136,33 @@ class Core {
            (static_cast<std::size_t>(to) * kFrames + frame % kFrames) * layout().frame_bytes();
   }
 
-  /// Whether this rank may write its slot of this step.
+  /// True if this rank may write its slot of this step.
   bool writable(Op& op, std::uint64_t step);
-  /// This rank's line of the step is there for all to read.
+  /// Makes this rank's line of the step visible to all ranks.
   void publish(const Op& op, std::uint64_t step);
-  /// Whether `rank` has published the step. Throws MismatchError if it called something else.
+  /// True if `rank` has published the step. Throws MismatchError if it called something else.
   bool ready(Op& op, int rank, std::uint64_t step);
-  /// This rank is done with all steps up to this one.
+  /// Records that this rank is done with all steps up to this one.
   void finish(std::uint64_t step);
   /// Writes a word that other ranks may wait for.
   template <class T>
   void write(std::atomic<T>& word, T value) const {
     if (options_.remote_barriers) {
       word.store(value, std::memory_order_release);
-      // The compiler keeps the order; the CPU is made to by who falls asleep.
+      // This orders the compiler; the CPU is ordered by the rank that falls asleep.
       std::atomic_signal_fence(std::memory_order_seq_cst);
     } else {
       word.exchange(value);
     }
   }
-  /// Wakes who sleeps until this rank has done something. After write().
+  /// Wakes ranks that sleep until this rank has done something. Call it after write().
   void ring();
-  /// Reads the memory of another rank's process. Throws PeerLostError where that fails.
+  /// Reads the memory of another rank's process. Throws PeerLostError if that fails.
   void copy_from(int rank, std::byte* to, std::uint64_t address, std::size_t bytes) const;
-  /// False, and errno, where that fails.
+  /// As copy_from(); returns false and sets errno if that fails.
   bool try_copy_from(int rank, std::byte* to, std::uint64_t address,
                      std::size_t bytes) const noexcept;
-  /// Whether ranks copy out of each other's memory; the same on all.
+  /// True if ranks copy out of each other's memory; the same on all.
   bool single_copy() const { return single_copy_; }
   void allow_single_copy(bool allowed) { single_copy_ = allowed; }
 
@@ -180,14 +181,14 @@ class Core {
   bool progress();
   void wait_locked(Lock& lock, Op& op, std::chrono::milliseconds limit);
   bool settled(const Op& op) const { return op.complete || op.error; }
-  /// `op` is waited for; null: whatever is under way.
+  /// Sleeps until `op` can advance; null: any call in progress.
   void sleep(Lock& lock, const Op* op, std::chrono::nanoseconds limit);
   bool under_way() const;
   [[noreturn]] void expire(const Op& op, std::chrono::milliseconds limit);
   /// Throws if the group has failed, or a rank that `op` waits for is gone.
   void check_peers(Op& op);
   void rethrow(const Op& op);
-  /// Ends all calls of this rank with this error, and tells the others.
+  /// Ends all calls of this rank with this error, and tells the other ranks.
   void fail(std::exception_ptr error);
   void end_all();
   void say_last_words(std::uint32_t kind, int culprit, const std::string& text);
@@ -199,7 +200,7 @@ class Core {
   Header& header_;
   Liveness liveness_;
   std::unique_ptr<Messages> messages_;
-  /// A byte that the kernel sets to 0 in a forked child, which must not take part.
+  /// A byte that the kernel sets to 0 in a forked child, which must not take part in calls.
   std::byte* const unforked_;
 
   std::mutex mutex_;
@@ -207,7 +208,7 @@ class Core {
   std::exception_ptr broken_;
   bool single_copy_ = false;
   std::uint64_t next_step_ = 0, next_number_ = 0;
-  /// Each rank is done with steps below this, as far as is known here.
+  /// For each rank: it is done with the steps below this number, as far as is known here.
   std::vector<std::uint64_t> seen_done_;
   int sleeping_here_ = 0, waiting_here_ = 0;
 };

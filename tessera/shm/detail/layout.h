@@ -1,6 +1,6 @@
 #pragma once
-// What lies where in the memory that the ranks share. Every rank computes offsets from the number
-// of ranks and the options, which were compared when they met; none is ever read from the memory.
+// The layout of the memory that the ranks share. Every rank computes offsets from the number of
+// ranks and the options, which were compared when they met; no offset is ever read from the memory.
 //
 //   page: Header | region of rank 0 | region of rank 1 | ...
 //   rank r: RankState | kSlots slots | channels r -> 0, r -> 1, ... | frames' data | arena
@@ -15,9 +15,9 @@ namespace tessera::shm::detail {
 
 inline constexpr std::size_t kLineBytes = 64;
 inline constexpr std::size_t kPageBytes = 4096;
-/// Steps that a rank may be ahead of the slowest one.
+/// Number of steps that a rank may be ahead of the slowest one.
 inline constexpr std::uint64_t kSlots = 4;
-/// Frames under way from one rank to another.
+/// Number of frames in transit from one rank to another.
 inline constexpr std::uint64_t kFrames = 4;
 inline constexpr int kMaxRanks = 250;
 
@@ -25,28 +25,29 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free &&
                   std::atomic<std::uint32_t>::is_always_lock_free,
               "atomics with locks do not work between processes");
 
-/// One step of one rank: that it has come, and up to 56 bytes.
+/// One step of one rank: a mark that it is there, and up to 56 bytes.
 struct alignas(kLineBytes) Line {
   static constexpr std::size_t kPayload = kLineBytes - sizeof(std::uint64_t);
-  /// Step + 1 (40 bits), steps that the rank is not yet done with (8), the call's signature (16).
+  /// Step + 1 (40 bits), number of steps that the rank is not yet done with (8), the call's
+  /// signature (16).
   std::atomic<std::uint64_t> mark;
   std::byte payload[kPayload];
 };
 static_assert(sizeof(Line) == kLineBytes);
 
-/// What a rank sleeps on, and for whom.
+/// What a rank sleeps on, and which rank it waits for.
 struct alignas(kLineBytes) Bell {
   static constexpr std::uint32_t kNobody = 0, kAnybody = 0xffffffffU;
-  /// The futex word; whoever rings adds one.
+  /// The futex word; a rank that rings adds one.
   std::atomic<std::uint32_t> rings;
   /// kNobody: awake. r + 1: asleep until rank r has done something. kAnybody: until any has.
   std::atomic<std::uint32_t> waits_for;
 };
 
-/// Why a rank ended the group's work for all.
+/// Why a rank ended the calls of the whole group.
 struct alignas(kLineBytes) LastWords {
   static constexpr std::size_t kText = 448;
-  /// 0: nothing was said. 1: this rank gave up. 2: rank `culprit` is gone.
+  /// 0: no message. 1: this rank gave up. 2: rank `culprit` is gone.
   std::atomic<std::uint32_t> kind;
   std::uint32_t culprit;
   std::uint32_t length;
@@ -55,10 +56,10 @@ struct alignas(kLineBytes) LastWords {
 
 struct alignas(kLineBytes) RankState {
   Line lines[kSlots];
-  /// Steps that this rank has finished with: their slots may be written again.
+  /// Number of steps that this rank has finished with: their slots may be written again.
   alignas(kLineBytes) std::atomic<std::uint64_t> done;
   Bell bell;
-  /// 1 once the rank has left in good order.
+  /// 1 once the rank has left regularly.
   alignas(kLineBytes) std::atomic<std::uint32_t> left;
   LastWords last_words;
 };
@@ -69,15 +70,15 @@ struct alignas(kLineBytes) Frame {
   /// Number of the frame + 1.
   std::atomic<std::uint64_t> mark;
   std::uint64_t tag;
-  /// Of the whole message.
+  /// Size of the whole message.
   std::uint64_t bytes;
-  /// Of a message that the receiver copies out of the sender's memory: its address, else 0.
+  /// For a message that the receiver copies out of the sender's memory: its address there, else 0.
   std::uint64_t address;
   std::byte payload[kPayload];
 };
 static_assert(sizeof(Frame) == kLineBytes);
 
-/// The way from one rank to another.
+/// The frames from one rank to another.
 struct alignas(kLineBytes) Channel {
   Frame frames[kFrames];
   /// Written by the receiver: frames that it has finished with.
@@ -87,9 +88,10 @@ struct alignas(kLineBytes) Channel {
 struct alignas(kLineBytes) Header {
   static constexpr std::uint64_t kMagic = 0x746573736d656d31;  // "tessmem1"
   std::uint64_t magic;
-  /// Of this meeting; a rank compares it with what it was told before.
+  /// Identifies this meeting; a rank compares it with what it received over the socket.
   std::uint64_t nonce[2];
-  /// Ranks asleep. Read by all after each step, written by who falls asleep or wakes up.
+  /// Number of ranks asleep. Read by all after each step, written by ranks that fall asleep or wake
+  /// up.
   alignas(kLineBytes) std::atomic<std::uint32_t> sleepers;
   /// r + 1 for the first rank r that left last words.
   std::atomic<std::uint32_t> failed;

@@ -1,7 +1,7 @@
 #pragma once
-// Which ranks' processes are still there. A pidfd tells of the process itself: children that it
-// forked and that hold its descriptors do not matter, nor does a number that the system gave to
-// another.
+// Which ranks' processes are still running. A pidfd refers to the process itself: neither children
+// that it forked and that hold its descriptors matter, nor a process number that the system has
+// reused.
 
 #include <sys/types.h>
 #include <unistd.h>
@@ -15,19 +15,19 @@ namespace tessera::shm::detail {
 class Liveness {
  public:
   Liveness() = default;
-  /// One pidfd a rank; an empty one for ranks of this process.
+  /// One pidfd per rank; an empty one for ranks of this process.
   explicit Liveness(std::vector<Descriptor> processes);
 
-  /// True once the rank's process has ended. Never true again false.
+  /// True once the rank's process has ended; it stays true.
   bool gone(int rank) const { return !gone_.empty() && gone_[static_cast<std::size_t>(rank)]; }
-  /// Asks the kernel about all; true if any has ended since.
+  /// Asks the kernel about all ranks; true if any has ended since the last time.
   bool look();
-  /// The process' number as this process sees it; 0 where it does not, this process' own where the
+  /// The process number as this process sees it; 0 if it does not see it, this process' own if the
   /// rank is one of its threads.
   pid_t process(int rank) const {
     return numbers_.empty() ? own_ : numbers_[static_cast<std::size_t>(rank)];
   }
-  /// Whether the rank is a thread of this process, or this rank itself.
+  /// True if the rank is a thread of this process, or this rank itself.
   bool own(int rank) const {
     return processes_.empty() || numbers_[static_cast<std::size_t>(rank)] == own_;
   }
@@ -41,8 +41,7 @@ class Liveness {
   pid_t own_ = ::getpid();
 };
 
-/// The number of the process that a pidfd refers to, in this process' namespace; 0 where it has
-/// none.
+/// The number, in this process' namespace, of the process that a pidfd refers to; 0 if it has none.
 pid_t process_of(int pidfd);
 
 }  // namespace tessera::shm::detail

@@ -2,14 +2,14 @@
 // The meeting of meeting.h, step by step:
 //
 //   rank 0 listens, and puts the socket's name and a secret into the directory
-//   the others connect, and put "met" or why not
-//   rank 0 accepts who knows the secret and is the same user; gathers what each says of itself
+//   the other ranks connect, and put "met" or the reason why not
+//   rank 0 accepts ranks that know the secret and are of the same user; gathers what each reports
 //   rank 0 makes the memory, and sends its descriptor and one for each rank's process
-//   each rank claims its region of the memory, and says so
-//   rank 0 says what holds for all, or why there is no group
-//   they look at each other's memory
+//   each rank claims its region of the memory, and reports that
+//   rank 0 sends what holds for all, or why there is no group
+//   they test whether they can read each other's memory
 //
-// What one rank throws, all throw.
+// If one rank throws, all throw.
 
 #include <memory>
 
@@ -24,7 +24,7 @@ std::shared_ptr<Core> meet(int rank, int size, const Directory& directory, const
 /// One end for each of `size` ranks that are threads of this process.
 std::vector<std::shared_ptr<Core>> meet_threads(int size, const Options& options);
 
-/// Whether each rank can have a CPU of its own, given those that each may use.
+/// True if each rank can have a CPU of its own, given the CPUs that each may use.
 bool each_has_a_core(const std::vector<std::vector<int>>& cpus);
 
 }  // namespace tessera::shm::detail

@@ -1,8 +1,8 @@
 #pragma once
 // Messages between two ranks. Each ordered pair has a channel: a ring of frames, in order. A
 // message is one frame or more; a large one may be a single frame with its address, and the
-// receiver copies it out of the sender's memory. Messages with the same tag match in order. One
-// that nobody asked for, while the receiver waits for another, is kept aside.
+// receiver copies it out of the sender's memory. Messages with the same tag match in order. A
+// message that arrives before its receive was posted is stored.
 
 #include <cstddef>
 #include <cstdint>
@@ -16,13 +16,13 @@
 namespace tessera::shm::detail {
 
 inline constexpr int kAnySource = -1;
-/// A tag: 32 bits that both ends choose, then 8 that say what the bytes are; those do not choose
-/// among messages, but must be the same at both ends.
+/// A tag: 32 bits that both ends choose, then 8 bits for the type of the bytes; these do not select
+/// a message, but must be the same at both ends.
 inline constexpr int kTypeAt = 32;
 inline constexpr std::uint64_t kNumberMask = 0xffffffffU,
                                kTypeMask = std::uint64_t{0xff} << kTypeAt;
 
-/// A message that came before somebody asked for it.
+/// A message that arrived before its receive was posted.
 struct Kept {
   int from = 0;
   std::uint64_t tag = 0;
@@ -37,7 +37,8 @@ struct Outgoing {
   int to = 0;
   std::uint64_t tag = 0;
   std::size_t sent = 0;
-  /// Its last frame + 1, once that is there; complete when the receiver has taken it.
+  /// Its last frame + 1, once that is published; the send is complete when the receiver has taken
+  /// it.
   std::uint64_t frame = 0;
   bool complete = false;
 };
@@ -45,13 +46,13 @@ struct Outgoing {
 struct Incoming {
   std::byte* data = nullptr;
   std::size_t bytes = 0;
-  /// A rank, or kAnySource; then the rank it came from.
+  /// A rank, or kAnySource; in the end the rank it came from.
   int from = 0;
   std::uint64_t tag = 0;
   bool matched = false, complete = false;
 };
 
-/// Some sends and receives as one call, in any order without deadlock.
+/// Several sends and receives as one call, in any order without deadlock.
 class Batch final : public Op {
  public:
   explicit Batch(const char* name) : Op(name) { collective = false; }
@@ -59,7 +60,7 @@ class Batch final : public Op {
   bool advance(Core&) override { return complete; }
   std::vector<int> missing(const Core& core) const override;
 
-  // Lists, so that addresses stay.
+  // Lists, so that addresses stay valid.
   std::list<Outgoing> sends;
   std::list<Incoming> receives;
 };
@@ -69,16 +70,16 @@ class Messages {
   explicit Messages(Core& core);
   ~Messages();
 
-  /// Takes a batch up; it lives until it is complete or failed.
+  /// Begins a batch, which must live until it is complete or has failed.
   void post(Batch& batch);
-  /// Moves all messages on; true if any moved.
+  /// Advances all messages; true if any advanced.
   bool advance();
   bool waiting() const { return !batches_.empty(); }
   void fail(const std::exception_ptr& error);
   const std::vector<Batch*>& batches() const { return batches_; }
 
  private:
-  /// What comes in on one channel.
+  /// The message that is arriving on one channel.
   struct Stream {
     std::uint64_t next = 0;
     Incoming* target = nullptr;
@@ -99,12 +100,12 @@ class Messages {
 
   Core& core_;
   std::vector<Batch*> batches_;
-  /// For each rank: not yet sent, and sent but not yet taken.
+  /// For each rank: messages not yet sent, and sent but not yet taken.
   std::vector<std::deque<Outgoing*>> outgoing_, untaken_;
   std::vector<std::uint64_t> next_frame_;
-  /// In the order in which they were posted.
+  /// Receives in the order in which they were posted.
   std::list<Incoming*> posted_;
-  /// Frames that each receiver has taken, as far as is known here.
+  /// Number of frames that each receiver has taken, as far as is known here.
   std::vector<std::uint64_t> taken_;
   std::vector<Stream> streams_;
   std::list<Kept> kept_;

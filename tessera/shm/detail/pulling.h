@@ -1,7 +1,8 @@
 #pragma once
-// Large collectives without the slots: a rank says where its data lie, and the others take what
-// they need from there, out of its arena or out of its process' memory. One copy instead of two;
-// the call ends for a rank when all others have taken theirs. Only where Core::single_copy() holds.
+// Large collectives without the slots: a rank publishes where its data is, and the others copy what
+// they need from there, out of its arena or out of its process' memory. That is one copy instead of
+// two; the call ends for a rank when all others have taken theirs. Used only where
+// Core::single_copy() holds.
 
 #include <optional>
 #include <vector>
@@ -10,30 +11,30 @@
 
 namespace tessera::shm::detail {
 
-/// From this many bytes of the largest block on. Below, two copies through the slots are as quick:
-/// what is fetched out of a process still lies in its core's cache.
+/// Used if the largest block has at least this many bytes. Below, two copies through the slots are
+/// as quick: what is fetched out of a process is still in its core's cache.
 inline constexpr std::size_t kPullBytes = 131072;
-/// The same where the ranks reduce, and read from many at once. An all-reduce never gains.
+/// The threshold for reductions, which read from many ranks at once. An all-reduce never gains.
 inline constexpr std::size_t kPullReduceBytes = std::size_t{8} << 20;
 
-/// Where some bytes of a rank lie, as the others find them.
+/// Where some bytes of a rank are, as the other ranks find them.
 struct Where {
   /// Offset in its arena + 1, or 0.
   std::uint64_t arena = 0;
-  /// In its process.
+  /// Address in its process.
   std::uint64_t address = 0;
 };
 
-/// Bytes of the ranks, as they published them in their lines of one step.
+/// Where the bytes of each rank are, as they published it in their lines of one step.
 class Places {
  public:
   explicit Places(int ranks) : where_(static_cast<std::size_t>(ranks)) {}
 
-  /// Writes where `data` lie into this rank's line. To be published by the caller.
+  /// Writes where `data` is into this rank's line. The caller publishes it.
   static void say(Core& core, std::uint64_t step, const std::byte* data, std::size_t bytes);
-  /// Takes note of what `rank` published. Throws MismatchError where that is not in its arena.
+  /// Records what `rank` published. Throws MismatchError if that is not within its arena.
   void note(Core& core, int rank, std::uint64_t step, std::size_t bytes);
-  /// In this process, if they lie in an arena; else null.
+  /// The bytes as this process sees them, if they are in an arena; else null.
   const std::byte* here(Core& core, int rank) const;
   void copy(Core& core, int rank, std::size_t at, std::byte* to, std::size_t bytes) const;
 
@@ -41,7 +42,7 @@ class Places {
   std::vector<Where> where_;
 };
 
-/// What the calls below share: publish, take, say that one is done, wait for the others.
+/// Base of the calls below: publish, take, report done, wait for the others.
 class Pull : public Op {
  public:
   Pull(Core& core, const char* name, std::uint64_t step_count, std::uint64_t signature);
@@ -49,16 +50,16 @@ class Pull : public Op {
   bool reads(int rank) const override { return wants(rank); }
 
  protected:
-  /// Whether this rank has something for others, and where.
+  /// True if this rank has data for others.
   virtual bool gives() const = 0;
   virtual bool wants(int rank) const = 0;
   virtual std::pair<const std::byte*, std::size_t> data() const = 0;
-  /// The bytes that `rank` gives.
+  /// Number of bytes that `rank` gives.
   virtual std::size_t given(int rank) const = 0;
   virtual double factor() const { return 1; }
 
   bool announce(Core& core);
-  /// Waits for the lines of all that this rank wants something of.
+  /// True once the lines of all ranks that this one wants data from have been recorded.
   bool noted(Core& core);
   bool others_are_done(Core& core);
 
@@ -91,12 +92,12 @@ class PullSpread final : public Pull {
   int from_ = 0;
 };
 
-/// Reduces some bytes of all ranks, a block that stays in the cache at a time.
+/// Reduces some bytes of all ranks, in blocks that stay in the cache.
 class PulledReduction {
  public:
   PulledReduction(const Reducer& reducer, int ranks)
       : reducer_(reducer), sources_(static_cast<std::size_t>(ranks)) {}
-  /// `own`: this rank's data. `at`: where the bytes begin in everyone's.
+  /// `own`: this rank's data. `at`: offset of the bytes in every rank's data.
   void operator()(Core& core, const Places& places, const std::byte* own, std::size_t at,
                   std::byte* output, std::size_t bytes, const std::vector<double>& factors);
 

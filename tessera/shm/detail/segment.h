@@ -1,8 +1,8 @@
 #pragma once
-// Memory that processes share: an anonymous file (memfd) whose size is sealed, so that nobody can
-// cut it off under another rank, and whose pages are claimed before they are touched, so that a
-// lack of memory is an error and no SIGBUS. It has no name: it is gone with the last process that
-// maps it, however that one ends, and the size and the rights of /dev/shm do not matter.
+// Memory that processes share: an anonymous file (memfd) whose size is sealed, so that no process
+// can truncate it under another rank, and whose pages are claimed before they are touched, so that
+// a lack of memory is an error and not a SIGBUS. It has no name: it is freed with the last process
+// that maps it, however that one ends, and the size and the permissions of /dev/shm do not matter.
 
 #include <cstddef>
 #include <memory>
@@ -10,7 +10,7 @@
 
 namespace tessera::shm::detail {
 
-/// A file descriptor, closed at the end.
+/// A file descriptor that is closed on destruction.
 class Descriptor {
  public:
   Descriptor() = default;
@@ -28,12 +28,12 @@ class Descriptor {
   int fd_ = -1;
 };
 
-/// A new anonymous file of this size, sealed against growing and shrinking, mode 0600, closed on
-/// exec. Throws SetupError: not_permitted where memfd is refused, no_memory where the size is.
+/// Makes a new anonymous file of this size, sealed against growing and shrinking, mode 0600, closed
+/// on exec. Throws SetupError: not_permitted if memfd is refused, no_memory if the size is.
 Descriptor make_memory(std::size_t bytes);
 
-/// The file in the address space of this process. Throws SetupError (disagreement) where it is not
-/// sealed or has another size, (no_memory) where there is no room for it.
+/// The file mapped into this process. Throws SetupError: disagreement if it is not sealed or has
+/// another size, no_memory if there is no room for it.
 class Mapping {
  public:
   Mapping(const Descriptor& file, std::size_t bytes);
@@ -48,7 +48,7 @@ class Mapping {
   std::size_t bytes_;
 };
 
-/// Claims the pages of this range of the file, on the NUMA node of the calling thread. Throws
+/// Allocates the pages of this range of the file, on the NUMA node of the calling thread. Throws
 /// SetupError (no_memory).
 void claim(const Descriptor& file, std::size_t offset, std::size_t bytes);
 

@@ -1,10 +1,10 @@
 #pragma once
-// Copies to memory that another core reads next.
+// Copies to memory that another core will read next.
 //
-// A core that reads what another one has just written takes each line out of that one's cache,
-// which takes several times as long as from the memory on processors whose caches are joined by a
-// mesh or lie on several dies (AMD EPYC: 37 ns a line against 10). Stores that go past the cache
-// (non-temporal ones) leave nothing there to be fetched. Below some KiB the way to the memory costs
+// A core that reads what another one has just written takes each line out of that core's cache,
+// which takes several times as long as from memory on processors whose caches are joined by a mesh
+// or lie on several dies (AMD EPYC: 37 ns per line against 10). Stores that bypass the cache
+// (non-temporal ones) leave nothing there to be fetched. Below some KiB the way to memory costs
 // more than it saves.
 
 #include <cstddef>
@@ -17,10 +17,10 @@
 
 namespace tessera::shm::detail {
 
-/// From this size on copies go past the cache.
+/// From this size on copies bypass the cache.
 inline constexpr std::size_t kStreamBytes = 2048;
 
-/// memcpy, whose bytes are in place before anything that this thread writes later.
+/// As memcpy; the bytes are in place before anything that this thread writes later.
 inline void stream_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
   if (bytes == 0) return;
 #if defined(__SSE2__)
@@ -39,7 +39,7 @@ inline void stream_bytes(std::byte* to, const std::byte* from, std::size_t bytes
       _mm_stream_si128(target + 2, c);
       _mm_stream_si128(target + 3, d);
     }
-    // A release store does not wait for these by itself.
+    // A release store alone does not wait for non-temporal stores.
     _mm_sfence();
     std::memcpy(to + at, from + at, bytes - at);
     return;
@@ -48,7 +48,7 @@ inline void stream_bytes(std::byte* to, const std::byte* from, std::size_t bytes
   std::memcpy(to, from, bytes);
 }
 
-/// Asks for lines that are read soon.
+/// Prefetches lines that are read soon.
 inline void expect_bytes(const std::byte* data, std::size_t bytes) {
   for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(data + at);
 }

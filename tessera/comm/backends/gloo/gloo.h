@@ -1,5 +1,5 @@
 #pragma once
-// Gloo as a backend of groups: the one inside libtorch, over TCP.
+// The Gloo inside libtorch as a backend of groups, over TCP.
 
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -15,7 +15,7 @@ namespace tessera {
 
 /// Meets the other ranks through `store`, which belongs to this group alone, and connects to each
 /// of them. `address` is a numeric address of this host: the backend listens on it and on no other.
-/// Costs about 1 ms, 5 descriptors and 3 threads, and one descriptor a peer. `timeout` limits the
+/// Costs about 1 ms, 5 descriptors and 3 threads, and one descriptor per peer. `timeout` limits the
 /// meeting. Throws what the store throws, or CommError.
 ///
 /// abort() of the result closes its connections: calls that are blocked in it, here and on its

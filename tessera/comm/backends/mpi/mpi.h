@@ -1,18 +1,18 @@
 #pragma once
-// MPI as a backend of groups: any MPI 3 library that CMake found. Needs no <mpi.h>; programs that
-// hold a communicator of their own include mpi_interop.h.
+// MPI as a backend of groups: any MPI 3 library that CMake found. This header needs no <mpi.h>;
+// programs that have a communicator of their own include mpi_interop.h.
 //
-//   auto mpi = MpiWorld::initialize();  // under mpirun or srun; initialises MPI unless somebody
-//     has
+//   // under mpirun or srun; initialises MPI unless the program has
+//   auto mpi = MpiWorld::initialize();
 //   auto backend = make_mpi_backend(mpi, {0, 2, 3});  // called by ranks 0, 2 and 3 alone
 //
-// What waits, and how long: a call that is started (asyncOp = true) is nonblocking MPI, progressed
-// inside MPI calls of this process, and its wait() has a deadline. A blocking call (asyncOp =
-// false) first meets the other ranks with a deadline, and then makes MPI's blocking call, which is
-// up to twice as fast. If a rank dies or stops inside that short second part, MPI cannot be
-// interrupted: a watchdog says so after the time limit, names the rank it runs on, and ends the
-// job. After a TimeoutError the backend refuses further calls, and MPI is not finalised: the
-// launcher then ends what is left of the job.
+// Waits and their limits: a call that is started (asyncOp = true) is nonblocking MPI, which
+// progresses inside MPI calls of this process, and its wait() has a deadline. A blocking call
+// (asyncOp = false) first meets the other ranks with a deadline, and then makes MPI's blocking
+// call, which is up to twice as fast. If a rank dies or stops inside that short second part, MPI
+// cannot be interrupted: a watchdog reports it after the time limit, names the rank it runs on, and
+// ends the job. After a TimeoutError the backend refuses further calls, and MPI is not finalised:
+// the launcher then ends the rest of the job.
 
 #include <c10/util/intrusive_ptr.h>
 
@@ -35,27 +35,27 @@ namespace detail {
 class MpiContext;
 }
 
-/// What MPI lets the threads of a process do. At `single` and `funneled`, calls on MPI groups come
-/// from the thread that initialised MPI; at `serialized` from any thread, and the program keeps its
-/// own MPI calls apart from ours; at `multiple` from any thread at any time.
+/// Which threads of a process may call MPI. At `single` and `funneled`, calls on MPI groups come
+/// from the thread that initialised MPI; at `serialized` from any thread, and the program must not
+/// make MPI calls of its own at the same time; at `multiple` from any thread at any time.
 enum class MpiThreadLevel : unsigned char { single, funneled, serialized, multiple };
 const char* to_string(MpiThreadLevel level);
 
 /// True if this build contains the MPI part. Without it, every call below throws NotAvailable.
 bool has_mpi();
 
-/// The ranks from which groups are made, and the life of MPI in this process. A value; copies share
-/// one state. Whoever calls MPI_Init calls MPI_Finalize: the last copy of a world that initialised
-/// MPI finalises it, unless an exception is in flight or a call timed out (then other ranks may
-/// wait for this one for ever; not finalising makes the launcher end the job). MPI cannot be
-/// initialised twice, so the last copy belongs at the end of main().
+/// The ranks from which groups are made, and the lifetime of MPI in this process. A value; copies
+/// share one state. Whoever calls MPI_Init calls MPI_Finalize: the last copy of a world that
+/// initialised MPI finalises it, unless an exception is being thrown or a call timed out (other
+/// ranks may then wait for this one for ever; without finalising, the launcher ends the job). MPI
+/// cannot be initialised twice, so keep the last copy until the end of main().
 class MpiWorld {
  public:
-  /// All ranks of MPI_COMM_WORLD. Calls MPI_Init_thread if nobody did. If somebody else has
-  /// initialised MPI, its level stands, and MPI_COMM_WORLD is duplicated, so that all its ranks
-  /// must come here; for fewer ranks use mpi_world() of mpi_interop.h. Throws CommError if the
-  /// library grants less than `wanted` to an initialisation of ours and `wanted` is above funneled,
-  /// or MPI is finalised already.
+  /// All ranks of MPI_COMM_WORLD. Calls MPI_Init_thread unless MPI is initialised. If the program
+  /// has initialised it, its thread level is kept, and MPI_COMM_WORLD is duplicated, so that all
+  /// its ranks must make this call; for fewer ranks use mpi_world() of mpi_interop.h. Throws
+  /// CommError if MPI is finalised already, or if the library grants less than `wanted` when
+  /// initialised here and `wanted` is above funneled.
   static MpiWorld initialize(MpiThreadLevel wanted = MpiThreadLevel::funneled);
   explicit MpiWorld(std::shared_ptr<detail::MpiContext> context);
 
@@ -64,13 +64,14 @@ class MpiWorld {
   MpiThreadLevel thread_level() const;
   /// First line of MPI_Get_library_version: "Open MPI v4.1.4, ...".
   std::string library() const;
-  /// MPI_Get_processor_name.
+  /// What MPI_Get_processor_name returns.
   std::string host() const;
-  /// Who this process is among these ranks, as MPI knows it. Collective over them.
+  /// This process' rank, world size, local rank and host as MPI knows them. Collective over the
+  /// world.
   Launch launch() const;
 
-  /// Ends the whole job: prints rank, host and reason to standard error, then MPI_Abort with exit
-  /// status 1.
+  /// Ends the whole job: prints rank, host and reason to standard error, then calls MPI_Abort with
+  /// exit status 1.
   [[noreturn]] void fatal(const std::string& reason) const;
 
   const std::shared_ptr<detail::MpiContext>& context() const { return context_; }
@@ -80,23 +81,23 @@ class MpiWorld {
 };
 
 struct MpiBackendOptions {
-  /// Of the group, for messages.
+  /// Name of the group, for messages.
   std::string name = "mpi";
-  /// Of calls that give none, and of making the backend.
+  /// Time limit of calls that give none, and of making the backend.
   std::chrono::milliseconds timeout{std::chrono::minutes(5)};
-  /// Elements of one MPI message at most; more travel in pieces. MPI 3 counts with `int`; tests set
-  /// less.
+  /// Largest number of elements in one MPI message; more travel in several. MPI 3 counts with
+  /// `int`; tests set less.
   std::int64_t max_count = std::numeric_limits<int>::max();
 };
 
-/// The backend of the group of these ranks of `world`, in this order. Called by its members alone,
-/// all with the same list; each group made once at a time. Throws InvalidArgument for a bad list,
-/// TimeoutError naming the ranks of `world` that did not come.
+/// Makes the backend of a group of these ranks of `world`, in this order. Called by its members
+/// alone, all with the same list, one group after the other. Throws InvalidArgument for a bad list,
+/// and TimeoutError naming the ranks of `world` that did not come.
 ///
-/// The result is also a detail::UnevenBackend and a detail::ReducingBackend. CPU tensors of any
-/// dtype move; sum, product, min, max of all numeric dtypes and bool (or, and, and, or), band, bor,
-/// bxor of integers and bool, avg and premultiplied of floating and complex ones reduce. half and
-/// bfloat16 are summed in float32.
+/// The result is also a detail::UnevenBackend and a detail::ReducingBackend. It moves CPU tensors
+/// of any dtype. It reduces by sum, product, min and max all numeric dtypes and bool (as or, and,
+/// and, or), by band, bor and bxor integers and bool, and by avg and premultiplied floating and
+/// complex ones. half and bfloat16 are summed in float32.
 c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const MpiWorld& world,
                                                    const std::vector<int>& ranks,
                                                    const MpiBackendOptions& options = {});

@@ -1,6 +1,6 @@
 #pragma once
-// MpiBackend: a group's collectives as MPI calls. How each is done is in mpi_collectives.cpp; what
-// c10d calls them, in mpi_backend.cpp.
+// MpiBackend: a group's collectives as MPI calls. mpi_collectives.cpp makes the MPI calls;
+// mpi_backend.cpp implements c10d's interface with them.
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -21,7 +21,7 @@
 
 namespace tessera::detail {
 
-/// Plain row-major memory: MPI works on it as it is.
+/// True for plain row-major memory, on which MPI can work directly.
 inline bool in_order(const at::Tensor& t) {
   return t.is_contiguous() && !t.is_conj() && !t.is_neg();
 }
@@ -43,13 +43,14 @@ class MpiBackend final : public c10d::Backend,
   std::uint64_t getSequenceNumberForGroup() override { return sequence_; }
   // Virtual in newer releases of c10d alone. NOLINTNEXTLINE(modernize-use-override)
   void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
-  // Also where the library's level would allow other threads: progress is made by who waits.
+  // Steps are kept even if the library's thread level allows other threads: the waiting thread
+  // makes the progress.
   bool step_in_waits(const std::weak_ptr<const std::function<bool()>>& step) override {
     comm_->library().step_in_waits(step);
     return true;
   }
-  /// Ends this process' pending and later calls with PeerLostError. Callable from any thread; sends
-  /// nothing.
+  /// Makes this process' pending and later calls throw PeerLostError. May be called from any
+  /// thread; sends nothing to other ranks.
   void abort() override { comm_->abort(); }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
@@ -100,17 +101,18 @@ class MpiBackend final : public c10d::Backend,
   void sign(std::uint64_t call) override { signature_ = call; }
 
  private:
-  /// Elements, one number a rank.
+  /// Elements, one number per rank.
   using Counts = std::vector<std::int64_t>;
 
-  /// Messages do not meet first: only the peers named take part.
+  /// Only the ranks of a collective meet first: of messages only the named peers take part.
   enum class Kind { collective, messages };
-  /// One call from its beginning to its work: `add` adds collectives or messages to it.
-  /// The ranks of a collective compare their `card`.
+  /// Makes one call, from its beginning to its work: `add` adds collectives or messages to it. The
+  /// ranks of a collective compare their `card`.
   WorkPtr run(const char* name, c10d::OpType type, CallLimit limit, Kind kind, CallCard card,
               const std::function<void(MpiCall&)>& add);
 
-  // Each adds one collective to a call: posts requests, or does it at once in a blocking call.
+  // Each adds one collective to a call: posts requests, or, in a blocking call, completes it at
+  // once.
   void add_all_reduce(MpiCall& call, const at::Tensor& tensor, const c10d::ReduceOp& op);
   void add_broadcast(MpiCall& call, const at::Tensor& tensor, int root);
   void add_reduce(MpiCall& call, const at::Tensor& tensor, int root, const c10d::ReduceOp& op);
@@ -131,18 +133,18 @@ class MpiBackend final : public c10d::Backend,
   void post_receive(MpiCall& call, void* data, std::int64_t count, MPI_Datatype type, int from,
                     int tag);
 
-  /// Before the first of MPI's calls of a collective: where the caller waits at once, the ranks
-  /// meet, compare the call, and agree whether MPI's blocking calls are used. What can be done
-  /// without the others is done before.
+  /// Called before the first MPI call of a collective: where the caller waits at once, the ranks
+  /// meet, compare the call, and agree whether MPI's blocking calls are used. Do what needs no
+  /// other rank before it.
   void ready(MpiCall& call) const {
     if (call.has_met) return;
     if (call.blocking) return comm_->meet(call);
     comm_->begin_meeting(call, false);
     call.has_met = true;
   }
-  /// A tensor that MPI may read: the tensor itself if its bytes lie in order, else a copy.
+  /// A tensor that MPI may read: `tensor` itself if its bytes are in row-major order, else a copy.
   at::Tensor readable(MpiCall& call, const at::Tensor& tensor) const;
-  /// A tensor that MPI may write; if it is not the tensor itself, it is copied there at the end.
+  /// A tensor that MPI may write; if it is not `tensor` itself, it is copied there at the end.
   at::Tensor writable(MpiCall& call, const at::Tensor& tensor) const;
   void require_rank(int rank, const char* what) const;
   void require_sizes(const Counts& sizes, const char* name) const;
@@ -155,10 +157,10 @@ class MpiBackend final : public c10d::Backend,
   MpiReductions reductions_;
   std::chrono::milliseconds timeout_;
   const std::int64_t max_count_;
-  /// MPI_TAG_UB; the largest is ours, for collectives that are made of messages.
+  /// MPI_TAG_UB; the largest tag is reserved for collectives that are made of messages.
   int tag_limit_ = 32767;
   std::atomic<std::uint64_t> sequence_{0};
-  /// Of the next collective, as the group describes it.
+  /// The signature of the next collective, as the group announced it.
   std::uint64_t signature_ = 0;
 };
 

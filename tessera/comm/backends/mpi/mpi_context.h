@@ -1,6 +1,6 @@
 #pragma once
-// MPI in this process: who initialised it, its thread level, the communicator that groups come
-// from, the watchdog of blocking calls.
+// MPI in this process: who initialised it, its thread level, the communicator that groups are made
+// from, and the watchdog of blocking calls.
 
 #include <mpi.h>
 
@@ -19,7 +19,8 @@
 
 namespace tessera::detail {
 
-/// Throws CommError with MPI's own text if `code` is not MPI_SUCCESS.
+/// Checks the return code of an MPI function. Throws CommError with MPI's text if it is not
+/// MPI_SUCCESS.
 void check_mpi(int code, const char* function);
 std::string mpi_error_text(int code);
 
@@ -31,13 +32,13 @@ struct BlockingSlot {
   std::atomic<const char*> operation{""};
   /// "rank 3 in group 'world'"
   std::string who;
-  /// The watchdog's own: the phase it saw last,
+  /// Used by the watchdog alone: the phase it saw last,
   std::uint64_t seen_phase = 0;
   /// and when it first saw it.
   std::chrono::steady_clock::time_point seen_since;
 };
 
-/// Marks a blocking MPI call for the watchdog. Two stores; the watchdog itself looks at the clock.
+/// Marks a blocking MPI call for the watchdog. Costs two stores; the watchdog reads the clock.
 class BlockingPhase {
  public:
   BlockingPhase(BlockingSlot& slot, const char* operation, std::int64_t limit_ms) : slot_(slot) {
@@ -53,7 +54,7 @@ class BlockingPhase {
   BlockingSlot& slot_;
 };
 
-/// Ends the job when a backend stays in one blocking phase for longer than its limit: nothing else
+/// Ends the job if a backend stays in one blocking phase for longer than its limit: nothing else
 /// can end such a wait.
 class BlockingWatchdog {
  public:
@@ -73,12 +74,12 @@ class BlockingWatchdog {
   std::thread thread_;
 };
 
-/// Initialises MPI at most once and finalises it at its own end, if it was the one to initialise.
+/// Initialises MPI at most once, and finalises it on destruction if it was initialised here.
 class MpiLibrary {
  public:
-  /// The one of this process; made on first use.
+  /// The instance of this process; made on first use.
   static std::shared_ptr<MpiLibrary> open(MpiThreadLevel wanted);
-  /// For an MPI that somebody else has initialised.
+  /// An instance for an MPI that the program has initialised.
   static std::shared_ptr<MpiLibrary> attach();
   ~MpiLibrary();
   MpiLibrary(const MpiLibrary&) = delete;
@@ -91,18 +92,18 @@ class MpiLibrary {
   void require_thread() const;
   /// Held around MPI calls at level `serialized`; an empty lock at the other levels.
   std::unique_lock<std::mutex> serialize();
-  /// Some operation will never complete: MPI must not be finalised.
+  /// Records that some operation will never complete: MPI must not be finalised.
   void set_broken() { broken_.store(true, std::memory_order_release); }
   bool broken() const { return broken_.load(std::memory_order_acquire); }
   BlockingWatchdog& watchdog() { return *watchdog_; }
-  /// How long the end waits for the other ranks before it leaves without them: the longest limit
+  /// Sets how long the destructor waits for the other ranks before it gives up: the longest limit
   /// that a group had.
   void set_end_limit(std::chrono::milliseconds limit);
-  /// A duplicate of MPI_COMM_WORLD whose errors are returned, where MPI was initialised here.
+  /// A duplicate of MPI_COMM_WORLD with MPI_ERRORS_RETURN, if MPI was initialised here.
   MPI_Comm world() const { return world_; }
-  /// Called by drive() from this thread until it returns true or is gone.
+  /// Makes drive() call `step` on this thread until it returns true or has expired.
   void step_in_waits(const std::weak_ptr<const std::function<bool()>>& step);
-  /// Goes on with what this thread has begun and does not wait for at present.
+  /// Continues what this thread has started and does not wait for at present.
   void drive() {
     if (has_steps_.load(std::memory_order_relaxed)) run_steps();
   }
@@ -128,8 +129,8 @@ class MpiLibrary {
   std::unique_ptr<BlockingWatchdog> watchdog_;
 };
 
-/// A duplicate of the communicator, whose errors are returned. Collective over it. Throws
-/// TimeoutError if not all ranks have come within the limit; MPI must not be finalised then.
+/// A duplicate of the communicator with MPI_ERRORS_RETURN. Collective over it. Throws TimeoutError
+/// if not all ranks have come within the limit; MPI must not be finalised then.
 MPI_Comm duplicate(MPI_Comm comm, std::chrono::milliseconds limit);
 /// True once all ranks of the communicator have come, false after `limit`.
 bool all_come(MPI_Comm comm, std::chrono::milliseconds limit);

@@ -1,5 +1,5 @@
 #pragma once
-// How the members of a new group find each other.
+// How the members of a new MPI group meet.
 
 #include <memory>
 #include <vector>
@@ -8,10 +8,10 @@
 
 namespace tessera::detail {
 
-/// The communicator of `ranks` of the context, in this order; called by its members alone.
+/// Makes the communicator of `ranks` of the context, in this order; called by its members alone.
 /// MPI_Comm_create_group has no time limit, so the members first report to the group's first rank
-/// by messages, which have one. Throws InvalidArgument, TimeoutError naming the ranks that did not
-/// come.
+/// by messages, which have one. Throws InvalidArgument, and TimeoutError naming the ranks that did
+/// not come.
 std::shared_ptr<MpiComm> make_mpi_comm(const std::shared_ptr<MpiContext>& context,
                                        const std::vector<int>& ranks,
                                        const MpiBackendOptions& options);

@@ -1,5 +1,5 @@
 #pragma once
-// Which MPI datatype and operation a tensor and a c10d reduce operation become.
+// Which MPI datatype and operation a dtype and a c10d reduce operation correspond to.
 
 #include <ATen/core/Tensor.h>
 #include <mpi.h>
@@ -14,14 +14,14 @@
 
 namespace tessera::detail {
 
-/// How one reduction is carried out: `scale` each rank's values, convert them to `wire`, reduce
-/// them by `op` over `per_element` items of `type` an element, divide by the number of ranks if
-/// `average`, convert back.
+/// How one reduction is carried out: multiply each rank's values by `scale`, convert them to
+/// `wire`, reduce them by `op` over `per_element` items of `type` for each element, divide by the
+/// number of ranks if `average`, and convert back.
 struct MpiReduction {
   c10::ScalarType wire = c10::ScalarType::Float;
   MPI_Datatype type = MPI_DATATYPE_NULL;
   MPI_Op op = MPI_OP_NULL;
-  /// 2 where a complex sum is a sum of twice as many reals.
+  /// 2 where a complex sum is the sum of twice as many reals.
   int per_element = 1;
   bool average = false;
   /// A tensor of one element.
@@ -29,7 +29,7 @@ struct MpiReduction {
 };
 
 /// The operations that MPI lacks (NaN-propagating min and max, 16-bit floats, complex products),
-/// made on first use, freed with the object.
+/// made on first use and freed with the object.
 class MpiReductions {
  public:
   MpiReductions() = default;
@@ -38,8 +38,8 @@ class MpiReductions {
   MpiReductions& operator=(const MpiReductions&) = delete;
 
   static bool supports(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op);
-  /// Throws InvalidArgument if the pair makes no sense (an average of integers, a maximum of
-  /// complex numbers).
+  /// How values of `dtype` are reduced by `op`. Throws InvalidArgument if the pair makes no sense
+  /// (an average of integers, a maximum of complex numbers).
   MpiReduction plan(c10::ScalarType dtype, const c10d::ReduceOp& op);
 
  private:
@@ -49,7 +49,7 @@ class MpiReductions {
   std::map<MPI_User_function*, MPI_Op> made_;
 };
 
-/// The type of one element whose bytes are moved and not looked at.
+/// An MPI type for one element whose bytes are moved unread.
 MPI_Datatype mpi_bytes_type(std::size_t element_size);
 
 }  // namespace tessera::detail

@@ -1,7 +1,7 @@
 #pragma once
-// NCCL as a backend of groups: the one inside libtorch_cuda.so, for CUDA tensors. It lives in a
-// library of its own, libtessera_nccl.so, loaded when it is first asked for, so that the rest needs
-// no CUDA.
+// NCCL as a backend of groups, for CUDA tensors: the one inside libtorch_cuda.so. The code that
+// uses it is in a library of its own, libtessera_nccl.so, loaded on first use, so that the rest
+// needs no CUDA.
 
 #include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
@@ -20,19 +20,19 @@ namespace tessera {
 /// libtorch_cuda.so, and does not start CUDA in this process beyond cuInit.
 int cuda_device_count();
 
-/// Why make_nccl_backend() cannot work here: no such part in this build, libtessera_nccl.so or a
-/// library that it needs is not found, no device. Empty: it can. Loads the libraries on the first
-/// call. libtorch looks once for CUDA: a program that has used a random generator before this call
-/// may not see it, so programs for GPUs link libtorch_cuda.so themselves, or make their manager
-/// first.
+/// Says why make_nccl_backend() cannot work here (this build lacks the part, libtessera_nccl.so or
+/// a library that it needs is not found, no device); empty if it can. Loads the libraries on the
+/// first call. libtorch looks for CUDA only once: a program that has used a random generator before
+/// this call may not see it, so programs for GPUs link libtorch_cuda.so themselves, or make their
+/// manager first.
 std::string nccl_unavailable();
 
-/// What is there of NCCL, whatever devices there are.
+/// Which part of NCCL is present, whatever devices there are.
 struct NcclPart {
   /// libtessera_nccl.so was found.
   bool built = false;
   /// Why it cannot be used: absent, a library that it needs is not found, or it was built for
-  /// another NCCL than libtorch's; empty: it can.
+  /// another NCCL than libtorch's; empty if it can.
   std::string problem;
 };
 NcclPart nccl_part();
@@ -41,15 +41,15 @@ NcclPart nccl_part();
 std::string nccl_version();
 
 /// Meets the other ranks through `store`, which belongs to this group alone, and connects to them
-/// on `device`: at once if the device has an index (which becomes this thread's current device),
-/// else at the first call. `timeout` limits that. Throws NotAvailable with nccl_unavailable(),
+/// on `device`: at once if the device has an index (it becomes this thread's current device), else
+/// in the first call. `timeout` limits that. Throws NotAvailable with nccl_unavailable(), and
 /// TimeoutError if not all ranks come.
 ///
 /// The result is also a detail::UnevenBackend: uneven all-gather pads where that costs little,
-/// broadcasts where one rank holds most, and else sends and receives in one NCCL group. And a
-/// detail::ReducingBackend: float and double sums, products, averages, premultiplied sums, and
-/// integer reductions go to NCCL; the rest (NaN-propagating min and max, half and bfloat16
-/// accumulated in float32) is composed from these by the group.
+/// broadcasts where one rank holds most, and otherwise sends and receives in one NCCL group. And it
+/// is a detail::ReducingBackend: sums, products, averages and premultiplied sums of float and
+/// double, and integer reductions, are NCCL's; the group composes the rest from these
+/// (NaN-propagating min and max, half and bfloat16 accumulated in float32).
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int size,
                                                     std::chrono::milliseconds timeout,

@@ -15,7 +15,7 @@ using NcclMake = c10::intrusive_ptr<c10d::Backend> (*)(const c10::intrusive_ptr<
                                                        std::chrono::milliseconds timeout,
                                                        c10::Device device);
 using NcclVersion = std::string (*)();
-/// Why the part does not fit the libraries that it was loaded with; empty: it does.
+/// Says why the part does not fit the libraries that it was loaded with; empty if it does.
 using NcclProblem = std::string (*)();
 
 inline constexpr const char* kNcclMake = "tessera_nccl_make";

@@ -36,12 +36,12 @@ class ShmBackend final : public c10d::Backend,
   // Virtual in newer releases of c10d alone. NOLINTNEXTLINE(modernize-use-override)
   void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
   void abort() override { link_->abort(); }
-  /// Waits for what is under way; later calls fail. The other ranks go on without this one.
+  /// Waits for calls in progress; later calls fail. The other ranks continue without this one.
   void shutdown() override {
     link_->close();
     link_->group().interrupt("it was shut down");
   }
-  /// How calls travel, and why: for reports.
+  /// How calls travel, and why, for reports.
   std::string describe() const { return shm::to_string(link_->group().describe()); }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
@@ -92,23 +92,23 @@ class ShmBackend final : public c10d::Backend,
   void sign(std::uint64_t call) override { signature_ = call; }
 
  private:
-  /// Elements, one number a rank.
+  /// Elements, one number per rank.
   using Counts = std::vector<std::int64_t>;
 
   /// Makes one call. `block` runs it to its end, `start` begins it; both get its options.
   template <class Block, class Start>
   WorkPtr run(ShmCall call, CallLimit limit, std::uint64_t sign, const Block& block,
               const Start& start);
-  /// The same of several calls that are started together: `start` adds its requests to a list.
+  /// As run(), for several calls that are started together: `start` adds its requests to a list.
   template <class Start>
   WorkPtr run_all(ShmCall call, CallLimit limit, std::uint64_t sign, const Start& start);
-  /// A collective made of messages: with a barrier beside them, where it is compared with what the
-  /// others call.
+  /// Makes a collective from messages, with a barrier beside them in which it is compared with what
+  /// the other ranks call.
   template <class Start>
   WorkPtr run_messages(ShmCall call, CallLimit limit, std::uint64_t sign, const Start& start);
-  /// The limit, and what all ranks must have in common.
+  /// The options of a call: its time limit, and what all ranks must have in common.
   shm::Call options(ShmCall& call, CallLimit limit, std::uint64_t sign);
-  /// The group's signature of the next call, and the dtype.
+  /// A signature of the next call: the group's, combined with the dtype.
   std::uint64_t signature(c10::ScalarType dtype);
 
   WorkPtr all_gather_counts(const at::Tensor& output, const at::Tensor& input, const Counts& counts,
@@ -131,7 +131,7 @@ class ShmBackend final : public c10d::Backend,
   const std::shared_ptr<ShmLink> link_;
   std::chrono::milliseconds timeout_;
   std::atomic<std::uint64_t> sequence_{0};
-  /// Of the next collective, as the group describes it.
+  /// The signature of the next collective, as the group announced it.
   std::uint64_t signature_ = 0;
 };
 

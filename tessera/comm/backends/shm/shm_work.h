@@ -1,5 +1,5 @@
 #pragma once
-// One call over shared memory while it is under way, and the c10d::Work that waits for it.
+// One call in progress over shared memory, and the c10d::Work that waits for it.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -23,11 +23,11 @@ namespace tessera::detail {
 
 class ShmWork;
 
-/// The end of one group in this process: shared by the backend and its works.
+/// This process' end of one group: shared by the backend and its works.
 ///
-/// Who waits for a call moves all calls of the group on. For calls that were started and that
-/// nobody waits for there is a thread: it looks once a millisecond whether there are any, and if so
-/// takes part until somebody waits again.
+/// A thread that waits for a call continues all calls of the group. For calls that were started and
+/// are not waited for there is a background thread: it looks once per millisecond whether there are
+/// any, and continues them until some thread waits again.
 class ShmLink : public std::enable_shared_from_this<ShmLink> {
  public:
   ShmLink(shm::Group group, std::vector<int> ranks, std::shared_ptr<GroupWatch> watch)
@@ -37,27 +37,27 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
   int rank() const { return group_.rank(); }
   int size() const { return group_.size(); }
 
-  /// Throws the present exception, one of tessera/shm, as those of groups are. With a watch, that
-  /// is told who is gone, and news that are on their way are waited for: what another rank said
-  /// when it aborted, for example.
+  /// Rethrows the current exception, one of tessera/shm, as the corresponding error of groups. With
+  /// a watch, the watch is told which rank is gone, and news on the way is waited for: the reason
+  /// that another rank gave when it aborted, for example.
   [[noreturn]] void rethrow() const;
-  /// Moves the work on from now on, and keeps it until it is complete.
+  /// Keeps the work until it is complete, and continues it in the background.
   void follow(const c10::intrusive_ptr<ShmWork>& work);
-  /// Ends this process' calls; those of the others too where no watch does it.
+  /// Ends this process' calls, and, without a watch, also those of the other ranks.
   void abort();
-  /// Waits for the calls that are under way, and ends the thread.
+  /// Waits for calls in progress and ends the thread.
   void close();
 
  private:
-  // What another rank said is on its way to this one for milliseconds, as a rule. A rank that ran
-  // into a limit asks the others first, before it says so.
+  // What another rank has announced usually arrives within milliseconds. A rank that ran into a
+  // limit asks the others before it announces anything.
   static constexpr std::chrono::milliseconds kWords{1000}, kVerdict{2000};
-  // Computation that is shorter is left alone by the thread.
+  // The thread leaves computation that is shorter than this alone.
   static constexpr std::chrono::milliseconds kPatience{1};
   static constexpr std::chrono::milliseconds kNap{100};
 
   void move_on();
-  /// Takes those that are complete out of the list; they are destroyed without the lock.
+  /// Removes complete works from the list and returns them, to be destroyed without the lock.
   std::vector<c10::intrusive_ptr<ShmWork>> take_complete();
   std::vector<int> global(const std::vector<int>& ranks) const;
 
@@ -73,22 +73,22 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
   std::atomic<bool> stops_{false};
 };
 
-/// What a call keeps alive, and what is left to do when its data are there.
+/// What a call keeps alive, and what is left to do when its data has arrived.
 struct ShmCall {
   const char* name = "";
   c10d::OpType type = c10d::OpType::UNKNOWN;
-  /// Read or written meanwhile.
+  /// Tensors read or written during the call.
   std::vector<at::Tensor> tensors;
-  /// Work::result().
+  /// The result of Work::result().
   std::vector<at::Tensor> results;
   std::vector<std::function<void()>> finish;
   std::chrono::milliseconds timeout{0};
 };
 
-/// Any thread may wait.
+/// A call as a c10d::Work, for which any thread may wait.
 class ShmWork : public c10d::Work, public AttentiveWork {
  public:
-  /// Of a call that is complete but for its `finish`.
+  /// For a call that is complete but for its `finish`.
   ShmWork(std::shared_ptr<ShmLink> link, ShmCall call);
   ShmWork(std::shared_ptr<ShmLink> link, ShmCall call, std::vector<shm::Request> requests);
   ~ShmWork() override;
@@ -96,17 +96,17 @@ class ShmWork : public c10d::Work, public AttentiveWork {
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
-  /// Throws TimeoutError, PeerLostError, MismatchError. `timeout` <= 0: the call's own limit; one
-  /// that runs out ends the group.
+  /// Throws TimeoutError, PeerLostError, MismatchError. `timeout` <= 0: the call's own limit; a
+  /// limit that runs out ends the group.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(); }
   void abort() override { link_->abort(); }
   int sourceRank() const override { return source_; }
   std::vector<at::Tensor> result() override;
-  /// Completed by whoever sees the end of the call first, at the latest by the group's thread.
+  /// Completed by the first thread that sees the end of the call, at the latest by the group's.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
-  /// Without looking whether it could be.
+  /// Whether the call is known to be complete, without testing it.
   bool over() const;
 
  private:
@@ -115,7 +115,7 @@ class ShmWork : public c10d::Work, public AttentiveWork {
   void settle_future();
 
   const std::shared_ptr<ShmLink> link_;
-  /// Held by who tests or waits; mutex_ of the base guards what the end leaves.
+  /// Held while testing or waiting; mutex_ of the base class guards what the end leaves.
   std::mutex turn_;
   ShmCall call_;
   std::vector<shm::Request> requests_;

@@ -1,9 +1,9 @@
 #pragma once
 // The backend of ranks that are threads of one process. The ranks of a group share a ThreadsRoom. A
 // collective is a slot: each rank puts its tensors into it, and the rank that completes the slot
-// does the whole operation for all, in rank order; so results are exact, deterministic, and
-// independent of who is late. Nothing is copied before all ranks have arrived, and ranks that put
-// different things into a slot all get a MismatchError.
+// performs the whole operation for all, in rank order, so that results are exact, deterministic,
+// and independent of which rank is late. Nothing is copied before all ranks have arrived, and ranks
+// that put different calls into a slot all get a MismatchError.
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -25,8 +25,8 @@
 
 namespace tessera::detail {
 
-/// What one rank puts into a slot. Pieces are views: one for each rank where an operation has them,
-/// else one.
+/// What one rank puts into a slot. Tensors are views: one for each rank where an operation has
+/// several, else one.
 struct ThreadsCall {
   const char* operation = "";
   int root = -1;
@@ -48,7 +48,7 @@ struct ThreadsMessage {
   std::exception_ptr error;
 };
 
-/// What the ranks of one group share.
+/// The state that the ranks of one group share.
 class ThreadsRoom {
  public:
   ThreadsRoom(std::string name, std::vector<int> ranks);
@@ -56,9 +56,9 @@ class ThreadsRoom {
   std::shared_ptr<ThreadsSlot> enter(std::uint64_t sequence, int rank, ThreadsCall call);
   std::shared_ptr<ThreadsMessage> send(int from, int to, int tag, const at::Tensor& tensor);
   std::shared_ptr<ThreadsMessage> receive(int from, int to, int tag, const at::Tensor& tensor);
-  /// This rank makes no more calls: whoever waits for it fails.
+  /// Records that this rank makes no more calls: ranks that wait for it fail.
   void leave(int rank);
-  /// Waiters look at their watch again.
+  /// Makes waiting ranks look at their watch again.
   void wake();
 
   std::mutex& mutex() { return mutex_; }

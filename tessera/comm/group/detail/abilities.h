@@ -1,7 +1,7 @@
 #pragma once
-// What a backend says about the reductions it does by itself, and about its works. A backend of
-// ours derives from this beside c10d::Backend; the group asks by dynamic_cast once, when it is
-// made.
+// Interfaces that a backend of Tessera's own may implement beside c10d::Backend: the reductions it
+// does by itself, the dtypes it moves, how it tells calls apart. The group asks for them by
+// dynamic_cast once, when it is made.
 
 #include <c10/core/ScalarType.h>
 
@@ -11,8 +11,8 @@
 
 namespace tessera::detail {
 
-/// Types that every library moves as they are; the others travel as bytes where a backend does not
-/// say that it knows them.
+/// True for the dtypes that every communication library moves as they are; tensors of other dtypes
+/// travel as bytes unless the backend says that it moves them.
 inline bool every_library_moves(c10::ScalarType dtype) {
   switch (dtype) {
     case c10::ScalarType::Float:
@@ -28,45 +28,47 @@ inline bool every_library_moves(c10::ScalarType dtype) {
   }
 }
 
-/// Its reduce() leaves the tensors of the ranks that are not the root as they are.
+/// A backend that says which reductions it does by itself. Its reduce() leaves the tensors of the
+/// ranks other than the root unchanged.
 class ReducingBackend {
  public:
   virtual ~ReducingBackend() = default;
-  /// True if all-reduce, reduce and reduce-scatter of this dtype and operation are done by the
-  /// backend exactly as types.h promises (NaN of any rank propagates, bool is and / or for min /
-  /// max, half and bfloat16 are accumulated in float32). Where it is false the group composes the
-  /// result itself.
+  /// True if the backend does all-reduce, reduce and reduce-scatter of this dtype and operation
+  /// exactly as types.h promises (NaN of any rank propagates, min / max of bool are and / or, half
+  /// and bfloat16 are accumulated in float32). Otherwise the group composes the result itself.
   virtual bool reduces(c10::ScalarType dtype, ReduceOp::Kind op) const = 0;
-  /// True if data of this dtype can be given to the backend as it is; else the group passes its
+  /// True if the backend takes tensors of this dtype as they are; otherwise the group passes their
   /// bytes as uint8.
   virtual bool moves(c10::ScalarType dtype) const = 0;
 };
 
-/// A backend that keeps apart calls that do not belong together: ranks that announce different
-/// numbers for one call do not touch each other's memory.
+/// A backend that tells calls apart: ranks that announce different numbers for one call do not
+/// touch each other's memory.
 class SigningBackend {
  public:
   virtual ~SigningBackend() = default;
-  /// Announces the next collective. 0: nothing is known of it.
+  /// Announces the next collective by a number that stands for its operation and arguments
+  /// (CallCard::hash()). 0: nothing is known of it.
   virtual void sign(std::uint64_t call) = 0;
 };
 
-/// A mismatch that the other ranks may not see by themselves, or after which the backend cannot go
-/// on: the group ends.
+/// A mismatch that the other ranks may not detect by themselves, or after which the backend cannot
+/// continue: the group ends.
 class FinalMismatch : public MismatchError {
  public:
   using MismatchError::MismatchError;
 };
 
-/// The same, found out by a backend that knows no more of the other ranks' calls: each rank says at
-/// the group's store what it called.
+/// A FinalMismatch found by a backend that does not know what the other ranks called: each rank
+/// publishes its call in the group's store.
 class DifferentCalls : public FinalMismatch {
  public:
   using FinalMismatch::FinalMismatch;
 };
 
-/// A work whose wait() ends when its group is aborted, and whose limit ends the call: it is waited
-/// for in one piece, by the thread that made the call, since its library may allow no other.
+/// A work whose wait() returns when its group is aborted, and whose time limit ends the call. It is
+/// waited for without interruption by the thread that made the call, since its library may allow no
+/// other thread.
 class AttentiveWork {
  public:
   virtual ~AttentiveWork() = default;

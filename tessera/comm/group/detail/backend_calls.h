@@ -1,15 +1,16 @@
 #pragma once
-// Data movement on any c10d backend, in flat tensors: what c10d::Backend and UnevenBackend have is
-// used, the rest is composed from it.
+// Data movement on any c10d backend, in flat tensors. Uses what c10d::Backend and UnevenBackend
+// offer and composes the rest from it.
 //
-// Composed where a backend has no uneven collectives (Gloo); n ranks, S elements in all, M the
-// largest part:
-//   all-gather-v         Each part broadcast by its rank, if ceil(log2 n) S < (n - 1) M, else one
-//                        all-to-all in which every rank sends its part n times: the busiest sender
-//                        bounds the latter, the number of tree levels the former (one rank holds
-//                        all: 2 S against 3 S on 4 ranks).
+// What is composed where a backend has no uneven collectives (Gloo), for n ranks, S elements in
+// total, and M elements in the largest shard:
+//   all-gather-v         Each shard is broadcast by its rank if ceil(log2 n) S < (n - 1) M, else
+//   one
+//                        all-to-all in which every rank sends its shard n times: the busiest sender
+//                        bounds the latter, the number of tree levels the former (if one rank holds
+//                        everything: 2 S against 3 S on 4 ranks).
 //   gather-v, scatter-v  One all-to-all with zero counts but for the root's.
-//   reduce-scatter       One all-to-all, then the parts are reduced here in rank order:
+//   reduce-scatter       One all-to-all, then the shards are reduced here in rank order:
 //                        (n - 1) / n S sent by each rank, half of what an all-reduce sends,
 //                        S elements of scratch, any sizes, dtypes and operations.
 //   exchange             A send or receive for each message.
@@ -21,27 +22,28 @@
 
 namespace tessera::detail {
 
-/// The tensor as the backend reads it: contiguous, conjugation and negation resolved, one dim,
-/// bytes where the backend does not know the dtype.
+/// `tensor` as the backend reads it: contiguous, conjugation and negation resolved,
+/// one-dimensional, as bytes if the backend does not know the dtype.
 at::Tensor wire_input(RequestState& call, const at::Tensor& tensor);
-/// The same for what the backend writes: the tensor's own memory if it can be, else scratch that is
-/// copied back when the call ends.
+/// The flat tensor that the backend writes for `tensor`: its own memory where possible, else
+/// scratch that is copied back when the call ends.
 at::Tensor wire_output(RequestState& call, const at::Tensor& tensor);
-/// Elements of a wire tensor per element of `tensor`: its item size if bytes travel, else 1.
+/// Elements of the wire tensor per element of `tensor`: its item size if it travels as bytes, else
+/// 1.
 std::int64_t wire_width(RequestState& call, const at::Tensor& tensor);
 
 /// True for memory in plain row-major order without pending conjugation or negation.
 bool is_plain(const at::Tensor& tensor);
 
-// All tensors below are flat and contiguous; counts are elements, one a rank.
+// All tensors below are flat and contiguous; counts are elements, one number per rank.
 void broadcast_flat(RequestState& call, const at::Tensor& tensor, int root);
 void all_gather_equal(RequestState& call, at::Tensor output, at::Tensor input);
 void all_gather_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
                        const Sizes& counts);
 void all_to_all_counts(RequestState& call, at::Tensor output, at::Tensor input, Sizes output_counts,
                        Sizes input_counts);
-/// The same of a user's call, whose counts no rank knows of the others: a message for each pair
-/// with data, which is not delivered where its two ends differ.
+/// All-to-all with counts that each rank knows for itself alone, as users give them: one message
+/// for each pair of ranks with data, which is not delivered where its two ends differ.
 void all_to_all_pairs(RequestState& call, const at::Tensor& output, const at::Tensor& input,
                       const Sizes& output_counts, const Sizes& input_counts);
 void gather_equal(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root);
@@ -50,20 +52,20 @@ void gather_counts(RequestState& call, const at::Tensor& output, const at::Tenso
 void scatter_equal(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root);
 void scatter_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
                     const Sizes& counts, int root);
-/// No message to this rank itself, none empty.
+/// Sends and receives `messages`, none of which is empty or from this rank to itself.
 void exchange_flat(RequestState& call, const std::vector<Message>& messages);
-/// By c10d's own send or receive. What the backend throws is thrown.
-/// With a `card`, the message is not delivered to a receive with another card.
+/// Sends or receives one message by c10d's own call and throws what the backend throws. With a
+/// `card`, the message is not delivered to a receive with another card.
 void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& message, int tag,
                   const MessageCard* card);
 
-/// Tells the backend which call comes next, so that ranks that make different ones do not read each
-/// other's data.
+/// Tells the backend which call comes next, so that ranks that make different calls do not read
+/// each other's data.
 void sign(RequestState& call, const Endpoint& endpoint);
 
-/// The limit to give to a backend.
+/// The time limit to pass to the backend of `endpoint`.
 std::chrono::milliseconds backend_limit(const RequestState& call, const Endpoint& endpoint);
-/// The pieces of a flat tensor: views of `counts` elements.
+/// Views of consecutive stretches of a flat tensor, of `counts` elements each.
 std::vector<at::Tensor> split_flat(const at::Tensor& tensor, const Sizes& counts);
 
 }  // namespace tessera::detail

@@ -1,5 +1,5 @@
 #pragma once
-// What the ranks of a group must have in common for one call, in numbers: cheap enough to be made
+// What the ranks of a group must have in common for one call, as numbers: cheap enough to be made
 // for every call, at every CheckLevel.
 
 #include <c10/core/DeviceType.h>
@@ -11,19 +11,19 @@
 
 namespace tessera::detail {
 
-/// A collective. Two ranks whose cards differ cannot complete the call together.
+/// Describes a collective call. Two ranks whose cards differ cannot complete the call together.
 struct CallCard {
-  /// A string literal; empty: not described.
+  /// A string literal; empty if the call is not described.
   const char* operation = "";
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   c10::DeviceType device = c10::DeviceType::CPU;
-  /// -1: none.
+  /// -1: the operation has no root.
   int root = -1;
-  /// A ReduceOp::Kind; -1: none.
+  /// A ReduceOp::Kind; -1: the operation does not reduce.
   int op = -1;
-  /// Of this rank's tensor, or with `sizes` of one row; -1: may differ between ranks.
+  /// Elements of this rank's tensor, or, with `sizes`, of one row; -1: may differ between ranks.
   std::int64_t elements = -1;
-  /// Rows of each rank; empty: all alike.
+  /// Rows of each rank; empty: the same number on all.
   std::vector<std::int64_t> sizes;
 
   std::uint64_t hash() const;
@@ -31,14 +31,14 @@ struct CallCard {
   std::string text() const;
 };
 
-/// One message between two ranks; both ends fill it in alike.
+/// Describes one message between two ranks; both ends fill it in alike.
 struct MessageCard {
   /// Number of the message between these two ranks in this direction, or of the call.
   std::uint64_t number = 0;
-  /// The other end, in the group.
+  /// Group rank of the other end.
   int peer = 0;
   bool sends = false;
-  /// A part of a collective call: `number` is its sequence number.
+  /// The message belongs to a collective call, and `number` is that call's sequence number.
   bool of_call = false;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   std::int64_t elements = 0;

@@ -1,6 +1,6 @@
 #pragma once
-// The calls of a group, launched into a RequestState: check, prepare, hand to the backend, and say
-// what is left to do when the data is there.
+// The calls of a group, each launched into a RequestState: check the arguments, prepare the
+// tensors, hand them to the backend, and register what is left to do when the data has arrived.
 
 #include <vector>
 

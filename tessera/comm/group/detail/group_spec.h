@@ -24,33 +24,33 @@ namespace tessera::detail {
 class GroupState;
 
 struct GroupSpec {
-  /// Of this member list, unique in the job.
+  /// Name of this list of members, unique in the job.
   std::string name;
-  /// Global, in group order.
+  /// Global ranks in group order.
   std::vector<int> ranks;
   /// Position of this process in `ranks`.
   int rank = 0;
-  /// For CPU tensors: "gloo", "shm", "mpi", "threads", "self"; "store": none, the ranks only meet
-  /// at the store.
+  /// The backend for CPU tensors: "gloo", "shm", "mpi", "threads", "self"; "store": none, the ranks
+  /// only meet at the store.
   std::string backend;
-  /// CUDA: tensors of that device go to NCCL.
+  /// CUDA: tensors on that device go to NCCL.
   c10::Device device{c10::DeviceType::CPU};
-  /// Numeric address of this host that listeners must bind, and no other.
+  /// Numeric address of this host that listeners bind, and no other.
   std::string address;
-  /// Of this group alone. Null for backends that need none.
+  /// A store for this group alone. Null for backends that need none.
   c10::intrusive_ptr<c10d::Store> store;
   std::chrono::milliseconds timeout{0};
   CheckLevel check_level = CheckLevel::local;
   /// Never null.
   std::shared_ptr<GroupWatch> watch;
-  /// Null: off.
+  /// Null: calls are not traced.
   std::shared_ptr<CommTrace> trace;
-  /// Of "mpi" alone: its ranks are the global ranks.
+  /// For "mpi" alone: its ranks are the global ranks.
   std::optional<MpiWorld> mpi;
 };
 
-/// Makes the group in this process; the other members do the same. Throws CommError if the members
-/// do not meet within the time limit.
+/// Makes the group in this process; the other members call it as well. Throws CommError if the
+/// members do not meet within the time limit.
 std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec);
 
 }  // namespace tessera::detail

@@ -1,6 +1,6 @@
 #pragma once
-// GroupState: what the copies of a Group share. make_group_state() makes it, one endpoint for each
-// device type.
+// GroupState: the state that copies of a Group share, with one endpoint for each device type.
+// make_group_state() makes it.
 
 #include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
@@ -36,18 +36,18 @@ namespace tessera::detail {
 
 class RequestState;
 
-/// A backend of the group and what it can do.
+/// A backend of the group and the interfaces it implements.
 struct Endpoint {
   c10::intrusive_ptr<c10d::Backend> backend;
   /// "gloo", "shm", "mpi", "nccl", "threads".
   std::string name;
-  /// Null where the backend has no such collectives.
+  /// Null where the backend has no uneven collectives.
   UnevenBackend* uneven = nullptr;
-  /// Null: treated as Gloo.
+  /// Null where the backend says nothing about reductions: it is treated like Gloo.
   ReducingBackend* reducing = nullptr;
-  /// Null where calls that differ are not kept apart.
+  /// Null where the backend does not tell different calls apart.
   SigningBackend* signing = nullptr;
-  /// With an index: the only device whose tensors it takes.
+  /// With an index: the only device whose tensors this endpoint takes.
   c10::Device device{c10::DeviceType::CPU};
 };
 
@@ -59,37 +59,38 @@ class GroupState {
   GroupState& operator=(const GroupState&) = delete;
 
   const std::string& name() const { return name_; }
-  /// Global, in group order.
+  /// Global ranks in group order.
   const std::vector<int>& ranks() const { return ranks_; }
-  /// In the group.
+  /// This process' position in ranks().
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
   GroupWatch& watch() const { return *watch_; }
 
-  /// Before the first call only.
+  /// Sets the backend for tensors of a device type. Only before the first call.
   void set_endpoint(c10::Device device, std::string name,
                     c10::intrusive_ptr<c10d::Backend> backend);
   bool has_endpoint(c10::DeviceType device) const;
   /// Throws NotAvailable if the group has no backend for that device type.
   const Endpoint& endpoint(c10::DeviceType device) const;
-  /// Of this group alone; null where the backend needs none.
+  /// The store of this group alone; null where the backend needs none.
   const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
-  /// A group that only meets at its store (GroupSpec::backend "store"). Throws CommError if it was
-  /// closed.
+  /// True for a group that only meets at its store (GroupSpec::backend "store"). Throws CommError
+  /// if it was closed.
   bool meets_at_store() const;
   /// Destroys the backends; later calls fail with CommError. The Gloo backend of a poisoned group
   /// is not destroyed: its threads may be in a call that nothing but Gloo's own limit ends, and its
   /// destructor would wait for them.
   void close();
 
-  /// Works that only their own abort() can wake (Gloo's messages): aborted when the group is
-  /// poisoned, at once if it is already. Where a `card` is given and the work lasts, the peer is
-  /// asked whether it waits for the same (compare()), and, for a message of a collective `call`,
-  /// whether all ranks are in that call. Both stay where they are until strike().
+  /// Registers a work that only its own abort() can wake (Gloo's messages): it is aborted when the
+  /// group is poisoned, or at once if it is already. With a `card`, if the wait lasts long, the
+  /// peer is asked whether it waits for the same message (compare()), and, for a message of a
+  /// collective `call`, whether all ranks are in that call. `card` and `call` must stay valid until
+  /// strike().
   void enlist(c10d::Work& work, const MessageCard* card, const CallCard* call = nullptr);
   void strike(c10d::Work& work);
 
-  /// A call that no thread waits for (its device's stream does), with its own limit.
+  /// A call that no host thread waits for (a stream of its device does), with its own time limit.
   struct Guarded {
     c10::intrusive_ptr<c10d::Work> work;
     Deadline deadline;
@@ -98,18 +99,18 @@ class GroupState {
     std::chrono::milliseconds limit{0};
     bool collective = true;
   };
-  /// Watches the call until it is complete; if its limit runs out before, ends the group as a wait
-  /// would.
+  /// Watches the call until it is complete; if its time limit runs out first, ends the group as a
+  /// wait would.
   void guard(Guarded call);
 
-  /// A wait longer than this is looked into: the others may have called something else.
+  /// A wait longer than this is investigated: the other ranks may have called something else.
   static constexpr std::chrono::milliseconds kLong{1000};
-  /// Says at the store that this rank has long waited at `place` ("call 7") for `what`, which is
-  /// compared, and `how` it is to be shown. If another rank waits there for something else, ends
-  /// the group by a MismatchError on all ranks. True if this rank was the first, and withdraw() is
-  /// to follow. Never throws.
+  /// Publishes in the store that this rank has waited for long at `place` ("call 7"). `what` is
+  /// compared with what other ranks publish there, and `how` is shown in errors. If another rank
+  /// waits there for something else, ends the group with a MismatchError on all ranks. Returns true
+  /// if this rank was the first to publish; withdraw() must follow then. Never throws.
   bool compare(const std::string& place, const std::string& how, const std::string& what) noexcept;
-  /// The same for a collective call, at call_place(sequence).
+  /// compare() for a collective call, at call_place(sequence).
   bool compare_call(std::uint64_t sequence, const std::string& what) noexcept;
   static std::string call_place(std::uint64_t sequence);
   void withdraw(const std::string& place) noexcept;
@@ -121,22 +122,22 @@ class GroupState {
   CheckLevel check_level() const { return level_.load(std::memory_order_relaxed); }
   void set_check_level(CheckLevel level) { level_.store(level, std::memory_order_relaxed); }
 
-  /// Number of collective calls begun. Sends, receives and exchanges are not counted: not all ranks
-  /// make them.
+  /// Number of collective calls begun so far. Sends, receives and exchanges are not counted: not
+  /// all ranks make them.
   std::uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
   std::uint64_t next_sequence() { return sequence_.fetch_add(1, std::memory_order_relaxed); }
 
   /// The number of the next message between this rank and `peer`, in one direction.
   std::uint64_t next_message(int peer, bool to_peer);
 
-  /// Calls that wait for their turn (RequestState::queue()), the first one first. All are made by
-  /// one thread.
+  /// Calls that wait for their turn (RequestState::queue()), the oldest first. All are made by one
+  /// thread.
   std::deque<RequestState*>& queued() { return queued_; }
 
-  /// Null while nothing is traced.
+  /// The trace that records this group's calls; null while nothing is traced.
   CommTrace* trace() const { return trace_raw_.load(std::memory_order_acquire); }
-  /// Null ends it. A trace that was attached stays alive as long as the group, since calls under
-  /// way may still write to it.
+  /// Attaches a trace; null detaches it. A trace that was attached stays alive as long as the
+  /// group, since calls in progress may still write to it.
   void set_trace(std::shared_ptr<CommTrace> trace);
 
   c10::intrusive_ptr<c10d::ProcessGroup> process_group();
@@ -147,7 +148,7 @@ class GroupState {
     MessageCard card;
     const CallCard* call = nullptr;
     bool comparable = false;
-    // where this rank was the first to say what it waits for
+    // the places in the store where this rank was the first to say what it waits for
     std::vector<std::string> places;
     std::chrono::steady_clock::time_point since;
   };
@@ -169,13 +170,13 @@ class GroupState {
   bool closed_ = false;
   bool store_alone_;
   std::mutex messages_mutex_;
-  // for each peer: received, sent
+  // numbers of messages per peer: received, sent
   std::vector<std::array<std::uint64_t, 2>> messages_;
   std::deque<RequestState*> queued_;
   std::mutex waiting_mutex_;
   std::vector<Waiting> waiting_;
   std::vector<Guarded> guarded_;
-  // of the thread that looks into long waits; it starts with the first of these
+  // of the thread that investigates long waits; it starts with the first of them
   std::condition_variable waiting_changed_;
   bool watcher_sleeps_ = false, watcher_stops_ = false;
   std::thread watcher_;

@@ -1,7 +1,7 @@
 #pragma once
-// GroupWatch: what one group of this process knows about faults of its members. The group writes
-// its position into it and asks it before each call; the manager's watcher thread writes losses
-// into it.
+// GroupWatch: what one group of this process knows about faults of its members. The group records
+// its position in it and asks it before each call; the manager's watcher thread records lost ranks
+// in it.
 //
 //   // one atomic load; throws PeerLostError
 //   GroupState, starting a call:     watch.require_healthy(operation, sequence);
@@ -26,8 +26,8 @@
 
 namespace tessera::detail {
 
-/// Why a group cannot go on: the global ranks that are known to be gone (or that aborted, or for
-/// which a wait ran out), and a sentence that says how.
+/// Why a group cannot continue: the global ranks that are known to be gone (or that aborted, or for
+/// which a wait ran out), and a sentence that explains it.
 struct Poison {
   std::vector<int> ranks;
   std::string reason;
@@ -35,36 +35,37 @@ struct Poison {
   bool timed_out = false;
   /// Calls throw MismatchError.
   bool mismatch = false;
-  /// A rank failed alone and is alive: calls throw PeerFailedError, and say so here before.
+  /// A rank failed alone and is alive: calls throw PeerFailedError, and call this function first.
   std::function<void()> told = {};
 };
 
-/// Where a rank stands in a group: calls begun so far, and the newest one.
+/// How far a rank is in a group: the number of calls begun, and the newest one.
 struct Position {
   std::uint64_t begun = 0;
   std::string operation;
 };
 
-/// What one rank answered to a roll call.
+/// The answer of one rank to a roll call.
 struct RollEntry {
-  /// silent: alive as far as is known, but does not answer (stopped, cut off).
+  /// silent: alive as far as is known, but not answering (stopped, or its network is cut).
   enum class Answer : unsigned char { unknown, silent, gone, here };
   /// Global.
   int rank = 0;
   Answer answer = Answer::unknown;
-  /// Where it stands, if it is here.
+  /// How far the rank is, if it answered.
   Position position;
 };
 
-/// The way to the other ranks that does not go through the group itself. Implementations: the job's
-/// store (processes), the hub of run_threads (threads).
+/// A way to reach the other ranks that does not go through the group itself. Implemented by the
+/// job's store (processes) and by the hub of run_threads (threads).
 class FaultChannel {
  public:
   virtual ~FaultChannel() = default;
   /// Tells the other ranks that this group is aborted. Never throws, never blocks for long.
   virtual void announce(const std::string& group, const std::vector<int>& members,
                         const Poison& poison) noexcept = 0;
-  /// Asks the members where they stand in the group; returns when all answered or after `limit`.
+  /// Asks the members how far they are in the group; returns when all have answered or after
+  /// `limit`.
   virtual std::vector<RollEntry> roll_call(const std::string& group,
                                            const std::vector<int>& members,
                                            std::chrono::milliseconds limit) noexcept = 0;
@@ -72,7 +73,8 @@ class FaultChannel {
 
 class GroupWatch {
  public:
-  /// As a call number: the making of the group itself. All who have begun that have arrived.
+  /// A call number that stands for the making of the group itself: every rank that has begun it has
+  /// arrived.
   static constexpr std::uint64_t creation = ~std::uint64_t{0};
 
   /// `rank` is this process' global rank, `members` the global ranks in group order. Without a
@@ -83,7 +85,7 @@ class GroupWatch {
   const std::string& group() const { return group_; }
   const std::vector<int>& members() const { return members_; }
 
-  /// Null while the group is sound. The object lives as long as the watch.
+  /// Why the group is poisoned, or null while it is sound. The object lives as long as the watch.
   const Poison* poison() const { return poison_.load(std::memory_order_acquire); }
   /// Throws PeerLostError if the group is poisoned.
   void require_healthy(const char* operation, std::uint64_t sequence) const;
@@ -94,7 +96,8 @@ class GroupWatch {
   }
   Position position() const;
 
-  /// While it lives, nobody hears what this thread's calls throw: they do not count as told.
+  /// While an object of this class lives, errors that this thread's calls throw do not count as
+  /// reported to the user (Poison::told is not called).
   class Unheard {
    public:
     Unheard();
@@ -103,36 +106,37 @@ class GroupWatch {
     Unheard& operator=(const Unheard&) = delete;
   };
 
-  /// What `interrupt` wakes: calls of the backend, or the making of the group.
+  /// What an interrupt wakes: calls of the backend, or the making of the group.
   enum class Of : unsigned char { backend, creation };
-  /// Called once, from any thread, when the group becomes poisoned: makes this process' pending
-  /// calls on the group return. Set before the first call; cleared (empty function) before the
-  /// backend is destroyed. Runs at once if the group is poisoned already.
+  /// Sets the function that makes this process' pending calls on the group return. It is called
+  /// once, from any thread, when the group becomes poisoned, or at once if it is already. Set it
+  /// before the first call, and clear it (empty function) before the backend is destroyed.
   void set_interrupt(std::function<void()> interrupt, Of of = Of::backend);
 
-  /// Marks the group as unable to go on, in this process only. The first reason stays.
+  /// Poisons the group in this process only. The first reason stays.
   void set_poison(Poison poison);
-  /// spread() with "rank R aborted: reason".
+  /// Poisons the group on all members with "rank R aborted: reason".
   void announce(const std::string& reason);
-  /// Marks it here and tells the members.
+  /// Poisons the group here and tells the other members.
   void spread(Poison poison);
-  /// Waits until the group is poisoned, for what is on its way from another rank; at most `limit`,
-  /// and not at all where no news can come. False: nothing came.
+  /// Waits at most `limit` until the group is poisoned by news on the way from another rank;
+  /// returns at once where no news can come. Returns false if nothing came.
   bool await_news(std::chrono::milliseconds limit) const {
     return poison() || (channel_ && wait_for_poison(limit));
   }
-  /// A member has left the job on purpose. What it sent before still counts; a call that needs more
-  /// of it fails, and then says so.
+  /// Records that a member has left the job on purpose. What it sent before still counts; a call
+  /// that needs more from it fails with `text`.
   void note_left(int rank, const std::string& text);
 
-  /// Turns the failure of a call into TimeoutError, PeerLostError or CommError, after asking who is
-  /// gone or missing; poisons the group on all members. `call` names operation and tensor as errors
-  /// show it. `limit` is the limit that the call had. Of a message (send, receive, exchange) it
-  /// cannot be known who "arrived": give collective = false. Never returns.
+  /// Turns the failure of a call into TimeoutError, PeerLostError or CommError after asking which
+  /// ranks are gone or missing, and poisons the group on all members. `call` names the operation
+  /// and the tensor as errors show them; `limit` is the time limit that the call had. Give
+  /// collective = false for a message (send, receive, exchange), for which it cannot be known who
+  /// arrived. Never returns.
   [[noreturn]] void fail(const std::string& call, std::uint64_t sequence,
                          const std::exception_ptr& cause, std::chrono::milliseconds limit,
                          bool collective = true);
-  /// The same for a wait that ran into its limit without the backend saying so.
+  /// As fail(), for a wait that ran into its time limit without an error of the backend.
   [[noreturn]] void expire(const std::string& call, std::uint64_t sequence,
                            std::chrono::milliseconds limit, bool collective = true);
 

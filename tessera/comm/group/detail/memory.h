@@ -1,5 +1,5 @@
 #pragma once
-// What a tensor's memory must be like before a backend may read or write it.
+// Checks of a tensor's memory before a backend reads or writes it.
 
 #include <ATen/core/Tensor.h>
 
@@ -7,14 +7,14 @@
 
 namespace tessera::detail {
 
-/// Why no backend can read this tensor, and what to do instead; empty if one can. Refused are
-/// undefined, sparse, nested and quantized tensors, wrappers without memory of their own (a
+/// Says why no backend can read this tensor and what to do instead; empty if one can. Undefined,
+/// sparse, nested and quantized tensors are refused, wrappers without memory of their own (a
 /// ShardTensor), and tensors whose storage is smaller than they are. Never throws.
 std::string why_unreadable(const at::Tensor& tensor);
-/// The same for writing: refuses an immutable tensor of zeros as well.
+/// As why_unreadable(), for a tensor that is written: refuses an immutable tensor of zeros as well.
 std::string why_unwritable(const at::Tensor& tensor);
 
-/// The tensor itself, or, of an immutable tensor of zeros (which has no memory), one in memory.
+/// The tensor itself, or, for an immutable tensor of zeros (which has no memory), a copy in memory.
 at::Tensor in_memory(const at::Tensor& tensor);
 
 /// True if two elements of the tensor share memory, which must be readable. Exact for all strides.

@@ -1,5 +1,5 @@
 #pragma once
-// What a MismatchError says: the calls of two ranks, and what has become of the group.
+// The text of a MismatchError: the calls of two ranks, and what has become of the group.
 
 #include <string>
 
@@ -11,14 +11,14 @@ struct RankCall {
   std::string what;
 };
 
-/// Before data moved: the group goes on. Under way: it has ended.
+/// before_data: no data has moved and the group goes on; under_way: the group has ended.
 enum class MismatchAt : unsigned char { before_data, under_way };
 
 /// "the ranks called different things: rank 0 called ...; rank 1 called .... ", and what to do.
-/// `more` comes after the calls: other ranks, ranges.
+/// `more` (other ranks, ranges) is shown after the calls.
 std::string mismatch_text(const RankCall& one, const RankCall& other, MismatchAt at,
                           const std::string& more = {});
-/// The same where the other rank's call is not known.
+/// As above, where the other rank's call is not known.
 std::string mismatch_text(const RankCall& one, MismatchAt at, const std::string& more = {});
 
 }  // namespace tessera::detail

@@ -1,5 +1,5 @@
 #pragma once
-// Reductions done here rather than by a backend, and what a backend needs done around its own.
+// Reductions computed here rather than by a backend, and conversions around a backend's own.
 
 #include <ATen/core/Tensor.h>
 
@@ -13,21 +13,21 @@ struct ReduceOp;
 
 namespace tessera::detail {
 
-/// As c10d calls it; `factor` counts for `premultiplied` alone.
+/// The c10d equivalent of `op`; `factor` is used for `premultiplied` alone.
 c10d::ReduceOp to_c10d(ReduceOp::Kind op, double factor = 1);
 
-/// Throws InvalidArgument for what makes no sense: min and max of complex, a mean or weight of
-/// integers, a sum of bool, any reduction of types without arithmetic in libtorch (float8, unsigned
-/// 16 to 64 bits, quantised).
+/// Checks that the values of a dtype can be reduced by an operation. Throws InvalidArgument for min
+/// and max of complex, a mean or weight of integers, a sum of bool, and any reduction of dtypes
+/// without arithmetic in libtorch (float8, unsigned 16 to 64 bits, quantised).
 void check_reducible(const char* operation, c10::ScalarType dtype, ReduceOp::Kind op);
 
 /// The dtype in which sums and products are accumulated: float32 for half and bfloat16, complex64
 /// for complex32, else the dtype itself.
 c10::ScalarType accumulation_type(c10::ScalarType dtype);
 
-/// output = parts[0] op parts[1] op ... in that order, accumulated in accumulation_type and rounded
-/// once; NaN propagates. Same shapes and dtypes. `op` is sum, avg, product, min or max. `output`
-/// may be one of the parts.
+/// Computes output = parts[0] op parts[1] op ... in that order, accumulated in accumulation_type
+/// and rounded once; NaN propagates. All tensors have the same shape and dtype; `op` is sum, avg,
+/// product, min or max. `output` may be one of `parts`.
 void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& parts,
                      ReduceOp::Kind op);
 
@@ -37,7 +37,8 @@ void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& pa
 /// is its own inverse but for NaN: bits ^ (sign ? 0x7fff... : 0).
 at::Tensor order_keys(const at::Tensor& values, ReduceOp::Kind op);
 void from_order_keys(const at::Tensor& output, const at::Tensor& keys, ReduceOp::Kind op);
-/// The same by operators of libtorch, for tensors that are not on the CPU.
+/// As order_keys() and from_order_keys(), by operators of libtorch, for tensors that are not on the
+/// CPU.
 at::Tensor order_keys_by_operators(const at::Tensor& values, ReduceOp::Kind op);
 void from_order_keys_by_operators(const at::Tensor& output, const at::Tensor& keys,
                                   ReduceOp::Kind op);

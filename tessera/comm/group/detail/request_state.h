@@ -27,8 +27,8 @@ namespace tessera::detail {
 
 class RequestState final : public Unfinished<void> {
  public:
-  /// `operation` is a string literal. Throws PeerLostError if the group is poisoned.
-  /// `blocking`: the caller waits at once, and backends are told so.
+  /// `operation` is a string literal. `blocking`: the caller waits at once, and the backend is told
+  /// so. Throws PeerLostError if the group is poisoned.
   RequestState(GroupState& group, const char* operation, const CallOptions& options, bool blocking);
   /// Waits if wait() was not called; errors are dropped.
   ~RequestState() override;
@@ -41,57 +41,58 @@ class RequestState final : public Unfinished<void> {
   const std::string& name() const { return name_; }
   bool blocking() const { return blocking_; }
   std::chrono::milliseconds limit() const { return limit_; }
-  /// Until the limit, at least 1 ms.
+  /// Time left until the limit, at least 1 ms.
   std::chrono::milliseconds left() const;
   /// "all_reduce 'loss'".
   std::string describe() const;
 
-  /// The arguments are sound: takes the sequence number of a collective call, and tells the group's
-  /// watch.
+  /// To be called when the arguments are known to be sound: takes the sequence number of a
+  /// collective call and tells the group's watch.
   void begin_collective();
   void begin_message();
-  /// A part of another call: same number, not traced.
+  /// Makes this request a step of another call: it has that call's number and is not traced.
   void begin_within(const RequestState& call);
 
-  /// `whole`: the work must be waited for in one piece (a wait that runs out breaks Gloo's
-  /// messages), and only tells by wait() that it is done. With a `card`, both ends of the message
-  /// are compared if the wait lasts.
+  /// Adds a work of the backend to the call. `whole`: the work must be waited for in a single wait
+  /// (a wait that runs out breaks Gloo's messages), and says only by wait() that it is done. With a
+  /// `card`, both ends of the message are compared if the wait lasts long.
   void add(c10::intrusive_ptr<c10d::Work> work, bool whole = false,
            const MessageCard* card = nullptr);
-  /// What the ranks must have in common for this call.
+  /// Sets what the ranks must have in common for this call.
   void set_card(CallCard card) {
     card_ = std::move(card);
     card_.operation = operation_;
   }
   const CallCard& card() const { return card_; }
-  /// The backend keeps this call apart from another rank's different one, so that a long wait may
-  /// mean that there is one.
+  /// Records that the backend tells this call apart from another rank's different one, so that a
+  /// long wait may mean that there is one.
   void set_signed() { signed_ = true; }
-  /// Alive until the end of the call.
+  /// Keeps a tensor alive until the end of the call.
   void keep(const at::Tensor& tensor) { kept_.push_back(tensor); }
   void keep_group(std::shared_ptr<GroupState> group) { owner_ = std::move(group); }
-  /// Payload that this rank gives, for traces.
+  /// Adds to the payload in bytes that this rank gives, for traces.
   void count_bytes(std::int64_t bytes) { bytes_ += bytes; }
-  /// Local part, run by wait() when all data is there.
+  /// Sets the local work that wait() runs when all data has arrived.
   void then(std::function<void()> finish) { finish_ = std::move(finish); }
-  /// When all data is there (and the local part ran): target = source.
+  /// Registers target = source, done when all data has arrived and the local work has run.
   void copy_back(const at::Tensor& target, const at::Tensor& source) {
     copies_.push_back({target, source});
   }
-  /// `cards` is waited for before this call's own work, and then `agreed` runs, which may throw or
+  /// Makes the call wait for `cards` before its own work; then `agreed` runs, which may throw or
   /// add work.
   void agree_first(std::shared_ptr<RequestState> cards, std::function<void()> agreed);
-  /// A request goes on from now on, since another rank may wait for what follows the agreement
-  /// before this one waits: in a thread of its own, or, where the backend knows no other thread, in
-  /// the waits of this one.
+  /// Lets a started request continue before it is waited for, since another rank may need what
+  /// follows the agreement: in a thread of its own, or, where the backend allows no other thread,
+  /// inside this thread's waits.
   void go_on(const Endpoint& endpoint);
-  /// The backend pairs the calls of two ranks by their order alone: what was queued first is agreed
-  /// on and handed over first, whoever waits first.
+  /// Puts the call into the group's queue, for a backend that pairs the calls of two ranks by their
+  /// order alone: the call queued first is agreed on and handed over first, in whatever order they
+  /// are waited for.
   void queue();
-  /// Work of a device whose stream, not the host, waits.
+  /// Records that the device's stream waits for this call, not the host.
   void on_stream() { on_stream_ = true; }
 
-  /// Runs `body`, which hands work to a backend, and turns what the backend throws into the typed
+  /// Runs `body`, which hands work to a backend, and turns what the backend throws into typed
   /// errors.
   template <class F>
   void launch(F&& body) {
@@ -102,9 +103,9 @@ class RequestState final : public Unfinished<void> {
     }
   }
 
-  /// Makes the call: `body` is one of launch.h. Whatever it throws ends the call; what is not about
-  /// arguments ends the group as well, since the other ranks are in a call that this one could not
-  /// make.
+  /// Makes the call: `body` runs one of the functions of collectives.h. Whatever it throws ends the
+  /// call; an error that is not about arguments ends the group as well, since the other ranks are
+  /// in a call that this rank could not make.
   template <class F>
   void start(F&& body) {
     try {
@@ -127,8 +128,8 @@ class RequestState final : public Unfinished<void> {
   };
   void wait_part(Part& part);
   void wait_whole(Part& part);
-  // Held by whoever lets a request go on: the thread that waits for it, or the one that started it,
-  // in another wait.
+  // Held by the thread that continues a request: the one that waits for it, or, in another wait,
+  // the one that started it.
   struct Turn {
     std::recursive_mutex mutex;
     bool over = false;  // the request is gone

@@ -1,5 +1,5 @@
 #pragma once
-// How a finished call reaches a trace.
+// Hands a finished call to a trace.
 
 #include <chrono>
 #include <cstdint>

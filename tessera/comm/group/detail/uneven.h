@@ -1,5 +1,5 @@
 #pragma once
-// What a backend may offer beyond c10d::Backend: collectives with a size of its own for every rank,
+// Interfaces that a backend may implement beyond c10d::Backend: collectives with a size per rank,
 // and a batch of messages as one call. The group asks `dynamic_cast<UnevenBackend*>(backend.get())`
 // once, when it is made; where the answer is null it composes these from what c10d has.
 
@@ -22,23 +22,25 @@ struct ReduceOp;
 namespace tessera::detail {
 
 /// The time limit of one call (<= 0: the backend's own), and whether its caller waits at once: then
-/// the backend may finish the call before it returns the work, and throw from the call itself. The
-/// options of c10d say the same by `timeout` and `asyncOp = false`.
+/// the backend may finish the call before it returns the work, and throw from the call itself. In
+/// c10d's options these are `timeout` and `asyncOp = false`.
 struct CallLimit {
   std::chrono::milliseconds timeout{0};
   bool blocking = false;
 };
 
-/// `sizes` are rows along dim 0, one number a rank in group order, the same on every rank, zeros
-/// allowed; all tensors share the dims after the first, and the dtype. Tensors are contiguous and
-/// on the backend's device, and are kept alive by the work. `root` is a rank of the group. Ranks 0,
-/// 1, 2 hold 3, 0 and 2 rows of 8: sizes {3, 0, 2}, whole tensors of shape [5, 8].
+/// Collectives with a number of rows per rank. `sizes` are rows along dim 0, one number per rank in
+/// group order, the same on every rank, zeros allowed; all tensors share the dims after the first,
+/// and the dtype. Tensors are contiguous and on the backend's device, and are kept alive by the
+/// work. `root` is a group rank. If ranks 0, 1, 2 hold 3, 0 and 2 rows of 8 columns, sizes are {3,
+/// 0, 2} and gathered tensors have shape [5, 8].
 class UnevenBackend {
  public:
   virtual ~UnevenBackend() = default;
 
-  /// Where only the thread that made a call may go on with it: calls `step` inside all waits of
-  /// this thread, until it returns true or is gone. False: any thread may, and nothing is kept.
+  /// For a backend that lets only the thread that made a call continue it: calls `step` inside all
+  /// waits of this thread until it returns true or has expired. Returns false, and keeps nothing,
+  /// if any thread may continue a call.
   virtual bool step_in_waits(const std::weak_ptr<const std::function<bool()>>&) { return false; }
 
   /// `output` [sum(sizes), ...], `input` [sizes[rank], ...].

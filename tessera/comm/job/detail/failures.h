@@ -1,6 +1,6 @@
 #pragma once
-// Failures: errors that one rank of a mesh met alone, as the ranks of the mesh count them. All
-// members count alike, so that the groups that they make afterwards have the same names.
+// Failures: counts the errors that one rank of a mesh met alone. All members count alike, so that
+// the groups that they make afterwards have the same names.
 
 #include <cstdint>
 #include <map>
@@ -17,37 +17,38 @@ struct Failure {
   std::vector<int> ranks;  // global, sorted
   std::uint64_t number = 0;
 
-  /// What fault channels carry in place of a group's name; no group has such a name.
+  /// The text that fault channels carry in place of a group's name; no group has such a name.
   std::string name() const;
-  /// Nothing for any other text.
+  /// The failure that a text of name() stands for; nullopt for any other text.
   static std::optional<Failure> of_name(const std::string& name);
 };
 
-/// `ranks` is sorted.
+/// True if all `members` belong to `ranks`, which is sorted.
 bool is_within(const std::vector<int>& members, const std::vector<int>& ranks);
 
 class Failures {
  public:
   struct News {
-    std::vector<int> ranks;  // that failed
+    std::vector<int> ranks;  // those that failed
     std::string reason;
   };
 
-  /// This rank failed. Nothing where it has heard of a failure that is not settled yet: the two are
-  /// one, which all know of, and this rank has an error of its own. Ranks that fail alike several
-  /// times settle one after the other.
+  /// Records that this rank failed. Returns nullopt if it has heard of a failure that is not
+  /// settled yet: the two count as one, of which all ranks know, and this rank has an error of its
+  /// own. Ranks that fail alike several times settle one failure after the other.
   std::optional<Failure> begin(const std::vector<int>& ranks);
-  /// Another rank failed. False where this rank knows already: it failed at the same time, or
-  /// another rank told it.
+  /// Records that another rank failed. Returns false if this rank knows of it: it failed at the
+  /// same time, or another rank has reported it.
   bool hear(const Failure& failure, News news);
-  /// Time has passed in which this rank might have met the same error: owed() gives it from now on.
-  /// Nothing where it is no longer owed.
+  /// To be called when the time has passed in which this rank might have met the same error: owed()
+  /// returns the failure from now on. Returns nullopt if it need not be reported any more.
   std::optional<News> ripen(const Failure& failure);
-  /// A call of this rank throws it. False where one has already.
+  /// Records that a call of this rank throws the failure. Returns false if one has already.
   bool told(const Failure& failure);
-  /// What this rank has heard, has not been told and is ripe, of meshes that hold all `members`.
+  /// The failure of a mesh that holds all `members` which this rank has heard of, which is due, and
+  /// which no call has thrown yet.
   std::optional<std::pair<Failure, News>> owed(const std::vector<int>& members) const;
-  /// Failures of meshes that hold all `members` of which this rank has been told.
+  /// Number of failures of meshes that hold all `members` which calls of this rank have thrown.
   std::uint64_t count(const std::vector<int>& members) const;
 
  private:

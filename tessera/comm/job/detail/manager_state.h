@@ -1,5 +1,5 @@
 #pragma once
-// What all copies of a DistributedManager share.
+// ManagerState: the state that copies of a DistributedManager share.
 
 #include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
@@ -29,7 +29,7 @@
 
 namespace tessera::detail {
 
-/// What a manager stands on: the processes' store and fault channel, or the hub of ranks as
+/// What a manager is built from: the processes' store and fault channel, or the hub of ranks as
 /// threads.
 struct ManagerBase {
   Launch launch;
@@ -37,27 +37,27 @@ struct ManagerBase {
   /// "gloo", "shm", "mpi", "threads", "self".
   std::string backend;
   c10::Device device{c10::DeviceType::CPU};
-  /// Of processes: gives store, address and faults.
+  /// Where ranks are processes: the source of store, address and faults.
   std::optional<Rendezvous> rendezvous;
   /// Null where the backend needs none.
   c10::intrusive_ptr<c10d::Store> store;
-  /// GroupSpec::address.
+  /// Numeric address of this host that listeners bind (GroupSpec::address).
   std::string address;
   /// May be null.
   std::shared_ptr<FaultChannel> faults;
   /// May be null.
   std::shared_ptr<CommTrace> trace;
-  /// Nothing without MPI; ends after the groups, and MPI with it if it was begun here.
+  /// nullopt without MPI. Destroyed after the groups; ends MPI too if MPI was begun here.
   std::optional<MpiWorld> mpi;
-  /// Makes a group; empty: make_group_state. run_threads gives one that captures its hub.
+  /// Makes a group; empty: make_group_state. run_threads passes a function that captures its hub.
   std::function<std::shared_ptr<GroupState>(const GroupSpec&)> make_group;
-  /// Tells the manager's watches what the fault channel hears; called once with the receiver (group
-  /// name or "" for all; poison).
+  /// Connects the fault channel to the manager's watches; called once with the receiver (group
+  /// name, or "" for all groups; poison).
   std::function<void(std::function<void(const std::string& group, const Poison& poison)>)> listen;
 };
 
-/// The device of a rank: `wanted`, or the one of the local rank among `devices` where NCCL has no
-/// `problem`, or the CPU.
+/// The device of a rank: `wanted`; else, where NCCL can run (`problem` is empty), the one of the
+/// local rank among `devices`; else the CPU.
 c10::Device choose_device(const std::optional<c10::Device>& wanted, int local_rank, int devices,
                           const std::string& problem);
 
@@ -73,40 +73,40 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
 
   const ManagerBase& base() const { return base_; }
   /// The group of these global ranks; made on first use by its members. Groups of different tags
-  /// are different, even of the same ranks.
+  /// are different, even over the same ranks.
   std::shared_ptr<GroupState> group(const std::vector<int>& ranks, const GroupOptions& options = {},
                                     const std::string& tag = "");
-  /// Where all ranks meet to compare what must be the same everywhere: over Gloo and shm the job's
-  /// store alone, at a cost for a rank that does not grow with the world (a group over the world
-  /// would connect each rank to every other); over other backends the world group.
+  /// The group in which all ranks compare what must be the same everywhere. Over Gloo and shm it
+  /// uses the job's store alone, at a cost per rank that does not grow with the world (a group over
+  /// the world would connect each rank to every other); over other backends it is the world group.
   std::shared_ptr<GroupState> meeting_place();
   /// Destroys all groups, newest first.
   void shutdown();
-  /// This rank failed alone: every group whose members all belong to `ranks` ends here and on the
-  /// others, whose pending or next call throws PeerFailedError, and is made anew when it is asked
-  /// for again.
+  /// Reports that this rank failed alone: every group whose members all belong to `ranks` ends,
+  /// here and on the other ranks, whose pending or next call throws PeerFailedError. The groups are
+  /// made anew when they are asked for again.
   void fail_within(std::vector<int> ranks, const std::string& reason);
-  /// Grows whenever groups are destroyed.
+  /// A number that grows whenever groups are destroyed.
   std::uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
   /// The watch of a group that was made here, or null.
   std::shared_ptr<GroupWatch> watch(const std::string& group) const;
-  /// The groups that are made.
+  /// The groups made so far.
   std::vector<std::shared_ptr<GroupState>> groups() const;
 
   void set_check_level(CheckLevel level);
-  /// Of every group, now and later; null: off.
+  /// Traces the calls of every group, present and future; null: none.
   void set_trace(std::shared_ptr<CommTrace> trace);
 
   // ---- families by name ----
-  /// Throws RepeatedName.
+  /// Registers the families of a plan by name. Throws RepeatedName.
   void add_families(const GroupPlan& plan);
   /// This rank's group of the family. Throws UnknownName, and InvalidArgument if this rank is not
   /// in the family's mesh.
   Membership membership(const std::string& family) const;
   std::vector<std::string> family_names() const;
-  /// Throws RepeatedName.
+  /// Gives a mesh a name. Throws RepeatedName.
   void add_mesh(const std::string& name, const Mesh& mesh);
-  /// What add_mesh() named, or the mesh of a family through this rank. Throws as membership().
+  /// The mesh that add_mesh() named, or that of a family through this rank. Throws as membership().
   std::pair<Mesh, AxisGroupOptions> named_mesh(const std::string& name) const;
 
  private:
@@ -128,25 +128,26 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   void ripen_failures();
   void tell_failures_now();
   void tell_failure(const Failure& failure);
-  // `news`, whose first call to throw ends the groups here.
+  // The poison of a failure: as `news`, and the first call that throws it ends the groups here.
   Poison poison_of(const Failure& failure, Poison news);
-  // With the lock held: the watches of those groups, which are no longer found by their ranks.
+  // With the lock held: removes the groups within `ranks` from the table and returns their watches.
   std::vector<std::shared_ptr<GroupWatch>> retire_within(const std::vector<int>& ranks);
   void lost(int rank, bool on_purpose, const std::string& text);
   std::optional<Position> position(const std::string& group) const;
 
   ManagerBase base_;
-  // guards all below; never held while a group is made or a watch is told
+  // guards all below; never held while a group is made or a watch is notified
   mutable std::mutex mutex_;
   std::map<Key, std::shared_ptr<Made>> made_;
-  std::vector<std::shared_ptr<Made>> order_;  // as made, so that shutdown goes backwards
-  // how often a group was made: a part of its name, for what an earlier one left in the store
+  std::vector<std::shared_ptr<Made>> order_;  // as made, so that shutdown can go backwards
+  // how often a group was made: a part of its name, since an earlier one may have left keys in the
+  // store
   std::map<Key, int> rounds_;
-  std::map<std::string, Poison> early_;               // of groups that this rank has not made
+  std::map<std::string, Poison> early_;               // for groups that this rank has not made yet
   std::map<int, std::pair<bool, std::string>> lost_;  // rank -> on purpose, how
   bool fault_ = false;
   const std::unique_ptr<Failures> failures_ = std::make_unique<Failures>();
-  // failures that were heard, by when they are told, and the thread that tells them
+  // failures of other ranks by the time when they are due, and the thread that reports them
   std::mutex ripening_mutex_;
   std::condition_variable ripening_changed_;
   std::deque<std::pair<std::chrono::steady_clock::time_point, Failure>> ripening_;

@@ -1,6 +1,6 @@
 #pragma once
-// torchrun's agent serves a c10d store before its workers start. We ask it for one thing: where
-// rank 0's own store listens.
+// torchrun's agent serves a c10d store before its workers start. It is used for one thing: to find
+// where rank 0's own store listens.
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -11,7 +11,7 @@
 namespace tessera::detail {
 
 /// Connects to the agent's store. Throws RendezvousError if something else answers there, or
-/// nothing by the deadline.
+/// nothing does by the deadline.
 c10::intrusive_ptr<c10d::Store> agent_store(const std::string& host, int port, Deadline deadline);
 
 }  // namespace tessera::detail

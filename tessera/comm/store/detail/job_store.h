@@ -1,5 +1,5 @@
 #pragma once
-// JobStore: the job's store as c10d sees it.
+// JobStore: the job's store as a c10d::Store.
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -11,8 +11,8 @@
 
 namespace tessera::detail {
 
-/// Calls block up to getTimeout() and throw c10::DistStoreError then. Copies made by clone() share
-/// the connection and have a limit of their own.
+/// Calls block up to getTimeout() and then throw c10::DistStoreError. Copies made by clone() share
+/// the connection and have a time limit of their own.
 class JobStore : public c10d::Store {
  public:
   JobStore(std::shared_ptr<StoreConnection> connection, std::chrono::milliseconds limit)
@@ -38,7 +38,7 @@ class JobStore : public c10d::Store {
                 const std::vector<std::vector<std::uint8_t>>& values) override;
   bool hasExtendedApi() const override { return true; }
 
-  /// Makes this store's pending and later calls throw; its clones are not concerned.
+  /// Makes this store's pending and later calls throw; its clones are not affected.
   void interrupt();
 
  private:

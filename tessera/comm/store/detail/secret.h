@@ -1,5 +1,6 @@
 #pragma once
-// The job's secret as one end of a connection to the store knows it, and what the two ends prove.
+// The job's secret as one end of a connection to the store knows it, and the proofs of the two
+// ends.
 
 #include <cstdint>
 #include <string>
@@ -20,7 +21,7 @@ struct Secret {
   static Secret given(std::string value) { return {"given", std::move(value)}; }
 };
 
-/// What a rank says of itself, as the proof covers it.
+/// The fields by which a rank introduces itself, as its proof covers them.
 inline std::string hello_fields(std::int32_t rank, std::int32_t world, std::int64_t limit,
                                 std::string_view who, std::string_view job,
                                 std::string_view nonce) {
@@ -34,12 +35,12 @@ inline std::string hello_fields(std::int32_t rank, std::int32_t world, std::int6
       .take();
 }
 
-/// The rank's proof, over its hello and the store's nonce, so that it is of no use a second time.
+/// The rank's proof, over its hello and the store's nonce, so that it cannot be used a second time.
 inline std::string rank_proof(const Secret& secret, std::string_view store_nonce,
                               std::string_view fields) {
   return hmac_sha256(secret.value, std::string("tessera rank ").append(store_nonce).append(fields));
 }
-/// The store's proof, to that rank.
+/// The store's proof, made for that rank.
 inline std::string store_proof(const Secret& secret, std::string_view store_nonce,
                                std::string_view fields) {
   return hmac_sha256(secret.value,

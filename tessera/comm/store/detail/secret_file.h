@@ -1,7 +1,7 @@
 #pragma once
 // The job's secret in a file that only its user can read: how it reaches the other ranks where the
-// launcher hands over nothing. The store tells whoever connects the name of the file, which gives
-// nothing away; a process of another user cannot open it.
+// launcher passes nothing on. The store tells every process that connects the name of the file,
+// which reveals nothing; a process of another user cannot open it.
 //
 //   SecretFile file = SecretFile::create(other_hosts);    // rank 0, until all ranks are in
 //   std::optional<std::string> secret = read_secret_file(name);   // the others
@@ -12,13 +12,13 @@
 
 namespace tessera::detail {
 
-/// Removes the file when it ends.
+/// A secret in a file, which the destructor removes.
 class SecretFile {
  public:
   SecretFile() = default;
-  /// A new secret in a new file of mode 0600: in /tmp/tessera-<user id>, or with `other_hosts` in
-  /// the home folder, $HOME/.tessera, which the hosts of a cluster share. Takes the other folder
-  /// where the first cannot be used. Throws RendezvousError if neither can.
+  /// Makes a new secret in a new file of mode 0600: in /tmp/tessera-<user id>, or, with
+  /// `other_hosts`, in the home folder, $HOME/.tessera, which the hosts of a cluster share. Uses
+  /// the other folder if the first cannot be used. Throws RendezvousError if neither can.
   static SecretFile create(bool other_hosts);
   SecretFile(SecretFile&& other) noexcept;
   SecretFile& operator=(SecretFile&& other) noexcept;
@@ -33,10 +33,10 @@ class SecretFile {
 };
 
 bool is_secret_file_name(std::string_view name);
-/// What the file of this name holds, if a file of this user is there. Symbolic links, files of
-/// others and files that others can read are passed over.
+/// The content of the file of this name, if one of this user exists. Symbolic links, files of
+/// others and files that others can read are ignored.
 std::optional<std::string> read_secret_file(const std::string& name);
-/// The folders that are looked into, for messages.
+/// The folders that are searched, for messages.
 std::string secret_folders();
 
 }  // namespace tessera::detail

@@ -1,7 +1,7 @@
 #pragma once
 // StoreConnection: a rank's one connection to the job's store. Calls of several threads share it;
-// one thread of its own reads what comes, so that news of lost ranks arrives while the others
-// block, and a call never waits longer than its limit, whatever happened to rank 0.
+// one thread of its own reads what arrives, so that news of lost ranks comes through while other
+// threads block, and no call waits longer than its limit, whatever happened to rank 0.
 
 #include <atomic>
 #include <chrono>
@@ -23,24 +23,24 @@
 
 namespace tessera::detail {
 
-/// What a rank says of itself at the meeting.
+/// How a rank introduces itself at the meeting.
 struct Hello {
   int rank = 0;
   int world_size = 1;
   std::string job;
   /// "10.0.0.1:29500", for messages.
   std::string where;
-  /// Without a name: that of the file that the store names.
+  /// A secret without a name: that of the file that the store names.
   Secret secret = Secret::none();
 };
 
 class StoreConnection : public FaultChannel {
  public:
   /// Speaks to the server behind `socket` and blocks until all ranks are there. Each end proves to
-  /// the other that it knows the job's secret. Throws RendezvousError. Returns null, and says why,
-  /// where it may help to try again: a store of an earlier meeting is about to end, or did so just
-  /// now; or the secret file that the store names is not there (`no_secret`), which may be so on a
-  /// file system of several hosts for a while.
+  /// the other that it knows the job's secret. Throws RendezvousError. Returns null, with the
+  /// reason in `why`, if another try may help: a store of an earlier meeting is about to end or has
+  /// just ended, or the secret file that the store names does not exist (`no_secret`), which may be
+  /// so for a while on a file system that several hosts share.
   static std::shared_ptr<StoreConnection> meet(Socket socket, const Hello& hello, Deadline deadline,
                                                std::string& why, bool* no_secret = nullptr);
   ~StoreConnection() override;
@@ -51,27 +51,27 @@ class StoreConnection : public FaultChannel {
                    std::chrono::milliseconds limit, const std::atomic<bool>* stop = nullptr);
   void wake();
 
-  /// This rank needs the keys that begin with `prefix` no more; when all `size` ranks that use them
-  /// have said so, or have ended, the store removes them. `members` are those ranks; it is enough
-  /// that one of them names them.
+  /// Says that this rank does not need the keys that begin with `prefix` any more; when all `size`
+  /// ranks that use them have said so, or have ended, the store removes them. `members` are those
+  /// ranks; it is enough if one of them names them.
   void forget(const std::string& prefix, std::size_t size,
               const std::vector<int>& members) noexcept;
 
   /// Deregisters this rank: its end is not a loss. Later calls throw.
   void leave() noexcept;
-  /// Ends the connection as the death of the process would. For tests.
+  /// Closes the connection as the death of the process would. For tests.
   void cut() noexcept;
 
-  /// What the reading thread calls. `poisoned` (group, poison): a group was given up by another
-  /// rank. `lost` (rank, on purpose, text): a rank has ended; rank 0 also when the store is gone.
-  /// `position`: where this rank stands in a group.
+  /// What the reading thread calls. `poisoned` (group, poison): another rank has given up a group.
+  /// `lost` (rank, on purpose, text): a rank has ended; rank 0 also when the store is gone.
+  /// `position`: how far this rank is in a group.
   struct Listener {
     std::function<void(const std::string& group, const Poison& poison)> poisoned;
     std::function<void(int rank, bool on_purpose, const std::string& text)> lost;
     std::function<std::optional<Position>(const std::string& group)> position;
   };
-  /// What came before is told at once. An empty listener ends it: no call of the old one is under
-  /// way when this returns.
+  /// Sets the listener. News that came before is delivered at once. An empty listener ends it: no
+  /// call of the old one is running when this returns.
   void listen(Listener listener);
 
   void announce(const std::string& group, const std::vector<int>& members,
@@ -99,7 +99,7 @@ class StoreConnection : public FaultChannel {
   Hello hello_;
   std::mutex send_mutex_;
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the five below
   std::condition_variable changed_;
   std::unordered_map<std::uint64_t, std::shared_ptr<Pending>> pending_;
   std::uint64_t next_call_ = 1;
@@ -108,7 +108,7 @@ class StoreConnection : public FaultChannel {
   std::mutex listener_mutex_;  // guards listener_ and news_; held while the listener runs
   Listener listener_;
   bool listening_ = false;
-  std::vector<std::function<void(const Listener&)>> news_;  // what came before anybody listened
+  std::vector<std::function<void(const Listener&)>> news_;  // what came before there was a listener
 
   std::atomic<bool> left_{false};
   std::thread reader_;

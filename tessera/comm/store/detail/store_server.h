@@ -1,11 +1,11 @@
 #pragma once
-// StoreServer: the job's key-value store, served by one thread of rank 0. It also knows who is
-// there: a rank whose connection ends before it has deregistered is lost, and all others hear of it
-// at once.
+// StoreServer: the job's key-value store, served by one thread of rank 0. It also knows which ranks
+// are present: a rank whose connection ends before it has deregistered is lost, and all others are
+// told at once.
 //
-// Who connects is a stranger until it has proven that it knows the job's secret. Strangers cost
-// little and get nothing: some seconds, 4 KiB of memory each, some hundred at a time, one block of
-// bytes a turn. What they do never ends the meeting of the others.
+// A connection is a stranger until it has proven that it knows the job's secret. Strangers get
+// little: some seconds, 4 KiB of memory each, some hundred at a time, one block of bytes per turn.
+// Nothing that they do ends the meeting of the others.
 
 #include <atomic>
 #include <chrono>
@@ -28,7 +28,7 @@ class StoreServer {
  public:
   /// Serves on a listening socket until destroyed. Ranks of another `job` are turned away. Raises
   /// the soft limit of descriptors where the world needs more of them. Throws InvalidArgument for a
-  /// secret without a name, RendezvousError where the system has no descriptors or threads left.
+  /// secret without a name, and RendezvousError if the system has no descriptors or threads left.
   StoreServer(Socket listener, int world_size, std::string job, Secret secret = Secret::none());
   /// Waits up to the linger for ranks that have not deregistered, then ends the thread.
   ~StoreServer();
@@ -36,7 +36,7 @@ class StoreServer {
   StoreServer& operator=(const StoreServer&) = delete;
 
   int port() const { return port_; }
-  /// How long the destructor waits. Zero by default: a rank 0 that fails must not wait for the
+  /// Sets how long the destructor waits. Zero by default: a rank 0 that fails must not wait for the
   /// others.
   void set_linger(std::chrono::milliseconds linger) { linger_ = linger; }
 
@@ -48,7 +48,7 @@ class StoreServer {
     bool closing = false;  // close when `out` is sent
     int rank = -1;         // once it is in the meeting
     std::string who;
-    std::uint64_t number = 0;  // of the connection, in the order of their coming
+    std::uint64_t number = 0;  // of the connection, in the order of arrival
     std::string nonce;         // of its challenge
     Deadline since;
   };
@@ -59,13 +59,13 @@ class StoreServer {
     std::vector<std::string> keys;
     std::size_t known;  // keys[0, known) exist
   };
-  /// Where the members of a group are, and who has not said it yet.
+  /// A roll call in progress: who asked, and which members have not answered yet.
   struct Question {
-    int fd;  // of who asked
+    int fd;  // of the rank that asked
     std::uint64_t call;
     std::set<int> open;
   };
-  /// Who still needs the keys of a prefix, and who has said that it does not.
+  /// Which ranks use the keys of a prefix, and which have said that they need them no more.
   struct Forgetting {
     std::size_t size = 0;
     std::set<int> done;
@@ -87,7 +87,7 @@ class StoreServer {
   void send_to_all(const std::string& frame, int except_rank = -1);
   Client* of_rank(int rank);
 
-  // store_meeting.cpp: who is let in
+  // store_meeting.cpp: which connections are admitted
   void greet(Client& client, Reader& in);
   void let_in(Client& client, int rank, std::chrono::milliseconds limit);
   void refuse(Client& client, const std::string& text, const std::vector<int>& ranks = {});
@@ -122,12 +122,12 @@ class StoreServer {
   std::uint64_t connections_ = 0;
   bool listening_ = true, resting_ = false;
   Deadline listen_again_ = Deadline::max();
-  bool no_descriptors_ = false;  // accept() failed for want of them
-  int turned_away_ = 0;          // connections that could not prove themselves
+  bool no_descriptors_ = false;  // accept() failed for lack of them
+  int turned_away_ = 0;          // connections that could not prove that they know the secret
   std::string last_stranger_;
   int handled_ = -1;             // whose event is being handled
   std::vector<int> broken_;      // to be dropped when the current event is done
-  std::vector<int> fd_of_rank_;  // -1: not here
+  std::vector<int> fd_of_rank_;  // -1: not connected
   std::vector<bool> left_;       // deregistered
   int here_ = 0, gone_ = 0;
   bool complete_ = false;
@@ -135,9 +135,9 @@ class StoreServer {
   std::vector<int> failure_ranks_;
   Deadline deadline_ = Deadline::max();  // of the meeting: the earliest that any rank asked for
   std::chrono::milliseconds shortest_{0};
-  // in order, so that the keys of a prefix stand together
+  // ordered, so that the keys of a prefix are adjacent
   std::map<std::string, std::string, std::less<>> values_;
-  // by the first key that is missing
+  // keyed by the first key that is missing
   std::unordered_map<std::string, std::vector<std::shared_ptr<Waiter>>> waiting_;
   std::map<std::string, Forgetting> forgetting_;
   std::unordered_map<std::uint64_t, Question> questions_;  // by number

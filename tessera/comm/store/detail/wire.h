@@ -16,7 +16,7 @@
 
 namespace tessera::detail {
 
-/// Bytes; a longer message is no message of ours.
+/// In bytes; a longer message does not come from this protocol.
 inline constexpr std::size_t largest_frame = std::size_t{1} << 30;
 
 /// The blank line makes a web server that listens on the port answer at once instead of waiting for
@@ -24,7 +24,7 @@ inline constexpr std::size_t largest_frame = std::size_t{1} << 30;
 inline constexpr std::string_view store_magic = "TESSERA/2\r\n\r\n";
 
 inline constexpr std::size_t largest_stranger = 4096;
-/// Longer names of processes and jobs are cut.
+/// Longer names of processes and jobs are truncated.
 inline constexpr std::size_t longest_name = 512;
 
 enum class Frame : std::uint8_t {
@@ -40,9 +40,9 @@ enum class Frame : std::uint8_t {
   count,     //                                           -> reply: number of keys
   append,    // key, value                                -> reply
   cancel,    // gives up the call of this number
-  bye,       // this rank leaves on purpose
+  bye,       // this rank deregisters
   poison,    // group, n, n x member, n, n x lost rank, timed out, reason
-  ask,       // group, n, n x member                      -> reply, then an answer a member
+  ask,       // group, n, n x member                      -> reply, then an answer per member
   position,  // answers a question: begun, operation
   forget,    // prefix, n, members or none: once n ranks have said it, its keys are removed
   // from the server

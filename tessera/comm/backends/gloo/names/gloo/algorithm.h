@@ -1,7 +1,7 @@
 #pragma once
-// The wheel's libtorch contains Gloo but not its headers. These name the types that
-// ProcessGroupGloo.hpp mentions, and no more: no object of Gloo is laid out by them, they are only
-// pointed at, and calls go to functions that libtorch exports.
+// The wheel's libtorch contains Gloo but not its headers. These files declare the types that
+// ProcessGroupGloo.hpp mentions, and no more: they define the layout of no Gloo object, objects are
+// only pointed at, and calls go to functions that libtorch exports.
 
 #include <chrono>
 #include <cstdint>

@@ -1,6 +1,6 @@
 #pragma once
-// GlooStore in ProcessGroupGloo.hpp derives from this class. Nothing of ours makes or calls one, so
-// the order of its functions does not matter.
+// GlooStore in ProcessGroupGloo.hpp derives from this class. Nothing in Tessera makes or calls one,
+// so the order of its functions does not matter.
 #include <gloo/algorithm.h>
 
 namespace gloo::rendezvous {
