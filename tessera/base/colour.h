@@ -1,5 +1,5 @@
 #pragma once
-// Colours of pictures that are told apart: numbered_colour(0, 55, 60) -> "hsl(205,55%,60%)".
+// Distinguishable colours for pictures: numbered_colour(0, 55, 60) -> "hsl(205,55%,60%)".
 
 #include <cmath>
 #include <string>
@@ -9,8 +9,8 @@
 
 namespace tessera {
 
-/// The colour of a number, saturation and lightness in percent. Numbers that are near differ much:
-/// the hue goes round by the golden angle.
+/// The colour of a number, with saturation and lightness in percent. Neighbouring numbers get very
+/// different colours: the hue advances by the golden angle.
 inline std::string numbered_colour(int number, int saturation, int lightness) {
   const double hue = std::fmod(205.0 + number * 137.50776, 360.0);
   return concat("hsl(", fixed(hue, 0), ",", saturation, "%,", lightness, "%)");

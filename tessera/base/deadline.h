@@ -33,8 +33,8 @@ constexpr std::chrono::milliseconds bounded_limit(std::chrono::duration<Rep, Per
   return std::chrono::ceil<std::chrono::milliseconds>(limit);
 }
 
-/// The point in time that lies `limit` after `begin`; at once for a limit of zero or less, ten
-/// years away for any that is longer.
+/// The point in time `limit` after `begin`: `begin` itself for a limit of zero or less, ten years
+/// after it for any longer limit.
 template <class Rep, class Period>
 Deadline deadline_after(std::chrono::duration<Rep, Period> limit,
                         Deadline begin = std::chrono::steady_clock::now()) {
@@ -49,8 +49,8 @@ inline std::chrono::milliseconds time_left(Deadline deadline) {
   return std::chrono::ceil<std::chrono::milliseconds>(deadline - now);
 }
 
-/// The same as poll() and epoll_wait() take it: at most some 24 days, after which the caller looks
-/// at the clock again.
+/// time_left() in the form that poll() and epoll_wait() take: at most some 24 days, after which the
+/// caller looks at the clock again.
 inline int poll_milliseconds(Deadline deadline) {
   return static_cast<int>(
       std::min<std::int64_t>(time_left(deadline).count(), std::numeric_limits<int>::max()));

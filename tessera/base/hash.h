@@ -12,7 +12,7 @@ namespace tessera {
 class Hash {
  public:
   Hash& bytes(const void* data, std::size_t size);
-  /// Length first, so that ("ab", "c") differs from ("a", "bc").
+  /// Adds the length first, so that ("ab", "c") differs from ("a", "bc").
   Hash& text(std::string_view s);
   /// Eight bytes, least significant first.
   Hash& number(std::uint64_t value);

@@ -1,13 +1,12 @@
 #pragma once
-// JSON where no library is: json_text("a\"b") -> "\"a\\\"b\"".
+// JSON strings without a JSON library: json_text("a\"b") -> "\"a\\\"b\"".
 
 #include <cstdio>
 #include <string>
 
 namespace tessera {
 
-/// The text as a JSON string, quotes included. Bytes above 0x7f stay as they are: UTF-8 in, UTF-8
-/// out.
+/// The text as a JSON string, quotes included. Bytes above 0x7f are unchanged: UTF-8 in, UTF-8 out.
 inline std::string json_text(const std::string& text) {
   std::string out = "\"";
   for (const char c : text) {

@@ -5,8 +5,8 @@
 
 namespace tessera {
 
-/// The text without what would be markup, for contents and attributes; control characters are left
-/// out. UTF-8 in, UTF-8 out.
+/// The text with markup characters escaped, for contents and attributes; control characters are
+/// dropped. UTF-8 in, UTF-8 out.
 inline std::string markup_text(const std::string& text) {
   std::string out;
   for (const char c : text) {

@@ -1,5 +1,5 @@
 #pragma once
-// Names that go into files of a line each, and text of others that goes to a terminal.
+// Checks of names that are written to line-based files, and text that is safe to print.
 
 #include <optional>
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace tessera {
 
-/// `text` with every control character as \xNN, cut after `limit` bytes with "...".
+/// `text` with every control character as \xNN, truncated after `limit` bytes with "...".
 inline std::string printable(std::string_view text, std::size_t limit = 200) {
   static constexpr char digits[] = "0123456789abcdef";
   std::string shown;
@@ -24,10 +24,10 @@ inline std::string printable(std::string_view text, std::size_t limit = 200) {
   return shown;
 }
 
-/// Why this is no name that can stand in a file or a message: it is empty, longer than 1024 bytes,
-/// or holds a blank or a control character, with which it would write words or lines of its own.
-/// `spaces`: plain spaces are taken, for names that stand in messages alone. Bytes above 0x7f
-/// (UTF-8) are fine.
+/// Says why a name cannot be used in a file or a message; nullopt if it can. Names that are empty,
+/// longer than 1024 bytes, or hold a blank or a control character are refused: they would write
+/// words or lines of their own. `spaces`: plain spaces are allowed, for names that are used in
+/// messages alone. Bytes above 0x7f (UTF-8) are fine.
 inline std::optional<std::string> name_fault(std::string_view name, bool spaces = false) {
   if (name.empty()) return "is empty";
   if (name.size() > 1024) return concat("has ", name.size(), " bytes; at most 1024 are taken");

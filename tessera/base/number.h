@@ -1,7 +1,7 @@
 #pragma once
-// Numbers as text and back, the same whatever locale the process has set. What is read is read to
-// the very end: parse_number("0042") -> 42, parse_real("1.5e3") -> 1500, parse_real("1.5x") ->
-// nothing, fixed(2.25, 1) -> "2.2".
+// Numbers as text and back, the same whatever locale the process has set. Text must be a number to
+// its very end: parse_number("0042") -> 42, parse_real("1.5e3") -> 1500, parse_real("1.5x") ->
+// nullopt, fixed(2.25, 1) -> "2.2".
 
 #include <charconv>
 #include <cmath>
@@ -13,8 +13,8 @@
 
 namespace tessera {
 
-/// Decimal digits only: no sign, no blanks, leading zeros allowed. Nothing for other text and for
-/// numbers above 2^64 - 1.
+/// A whole number of decimal digits only: no sign, no blanks, leading zeros allowed. Returns
+/// nullopt for other text and for numbers above 2^64 - 1.
 inline std::optional<std::uint64_t> parse_number(std::string_view text) {
   if (text.empty()) return std::nullopt;
   std::uint64_t value = 0;
@@ -27,8 +27,8 @@ inline std::optional<std::uint64_t> parse_number(std::string_view text) {
   return value;
 }
 
-/// A finite decimal number with an optional sign in front: "3", "-.5", "2.", "1e-3". Nothing for
-/// other text, blanks, "inf" and "nan", and for numbers that a double cannot hold.
+/// A finite decimal number with an optional sign in front: "3", "-.5", "2.", "1e-3". Returns
+/// nullopt for other text, blanks, "inf" and "nan", and for numbers that a double cannot hold.
 inline std::optional<double> parse_real(std::string_view text) {
   if (!text.empty() && text.front() == '+') {
     text.remove_prefix(1);
@@ -42,14 +42,14 @@ inline std::optional<double> parse_real(std::string_view text) {
   return value;
 }
 
-/// The exact form of a double in a state: sign, hexadecimal digits, binary exponent, as
-/// std::hexfloat writes it ("-0x1.8p+1"). Nothing for other text.
+/// A double in its exact form, as saved states have it: sign, hexadecimal digits, binary exponent,
+/// as std::hexfloat writes it ("-0x1.8p+1"). Returns nullopt for other text.
 inline std::optional<double> parse_hex_real(std::string_view text) {
   const bool negative = !text.empty() && text.front() == '-';
   if (negative) text.remove_prefix(1);
   if (text.substr(0, 2) != "0x") return std::nullopt;
   text.remove_prefix(2);
-  // Without its exponent it was cut off.
+  // Without its exponent it was truncated.
   if (text.empty() || text.front() == '-' || text.find('p') == text.npos) return std::nullopt;
   double value = 0;
   const auto [end, error] =
@@ -75,7 +75,7 @@ inline std::string significant(double value, int digits) {
   return {text, end.ptr};
 }
 
-/// Of ASCII alone.
+/// The three functions below know ASCII alone.
 inline bool is_digit(char c) { return c >= '0' && c <= '9'; }
 inline bool is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 inline char to_lower(char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }

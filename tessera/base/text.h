@@ -23,7 +23,7 @@ class TextReader : public std::istringstream {
   }
 };
 
-/// The arguments, streamed one after the other.
+/// The arguments streamed one after the other, as text.
 template <class... Args>
 std::string concat(const Args&... args) {
   TextStream out;

@@ -5,7 +5,7 @@
 
 namespace tessera {
 
-/// A file, or a text given in its place, that cannot be read as what it should be. The message
+/// Thrown for a file, or a text given in its place, that does not hold what it should. The message
 /// begins with the source and, where known, the line or the path inside the document ("job.yaml:
 /// children[1].size: ...").
 class ConfigFileError : public ConfigurationError {

@@ -2,7 +2,7 @@
 
 namespace tessera {
 
-/// How a document is written down. Both hold the same fields.
+/// The format of a document. Both formats hold the same fields.
 enum class FileFormat { json, yaml };
 
 }  // namespace tessera

@@ -25,13 +25,13 @@
 
 namespace tessera {
 
-/// By the ending .json, .yaml or .yml. Throws ConfigFileError (syntax, unknown or mistyped fields)
-/// and what ProcessGroupConfig throws.
+/// Reads a tree of process groups; the format follows from the ending .json, .yaml or .yml. Throws
+/// ConfigFileError (syntax, unknown or mistyped fields) and what ProcessGroupConfig throws.
 ProcessGroupConfig read_group_config(const std::string& path);
 ProcessGroupConfig parse_group_config(const std::string& text, FileFormat format,
                                       const std::string& source = "group configuration");
 
-/// Nested form; reading it back gives an equal configuration.
+/// Writes the nested form; reading it back gives an equal configuration.
 std::string format_group_config(const ProcessGroupConfig& config, FileFormat format);
 void write_group_config(const ProcessGroupConfig& config, const std::string& path);
 

@@ -9,23 +9,23 @@
 
 namespace tessera {
 
-/// What carries one rank.
+/// The kind of device that runs one rank.
 enum class HostDevice { gpu, package, numa, core };
-/// "gpu", "package", "numa", "core"; throws ConfigFileError with the known names.
+/// Reads "gpu", "package", "numa" or "core". Throws ConfigFileError with the known names.
 HostDevice host_device_from(const std::string& name);
 
-/// A topology of one host. Devices below one package (or NUMA node, where the host has one package)
+/// A topology of one host. Devices below one package (or NUMA node, if the host has one package)
 /// are linked by class "near", the others by "far"; a device's rail is the adapter (InfiniBand,
-/// else Ethernet) with the nearest common ancestor, adapters equally near are given out in turn.
-/// Latencies and bandwidths are the defaults of the two classes: hwloc does not know them. Throws
-/// NotAvailable if there is no such device.
+/// else Ethernet) with the nearest common ancestor; adapters that are equally near are assigned in
+/// turn. Latencies and bandwidths are the defaults of the two classes: hwloc does not know them.
+/// Throws NotAvailable if there is no such device.
 Topology parse_hwloc_topology(const std::string& xml, HostDevice device, const std::string& name,
                               const std::string& source = "hwloc XML");
 Topology read_hwloc_topology(const std::string& path, HostDevice device, const std::string& name);
-/// The topology of the machine that this runs on, as far as the process may see it.
+/// The topology of the machine that this process runs on, as far as it may see it.
 Topology live_hwloc_topology(HostDevice device, const std::string& name);
 
-/// As many copies of a one-host topology as there are names.
+/// A topology with one copy of a one-host topology per name.
 Topology replicate_host(const Topology& one, const std::vector<std::string>& names);
 
 }  // namespace tessera

@@ -19,7 +19,7 @@
 
 namespace tessera {
 
-/// Bytes that a group family moves in a step. `family` is an axis, several joined by dashes, a node
+/// Bytes that a group family moves per step. `family` is an axis, several joined by dashes, a node
 /// of the tree or an orthogonal group.
 struct FamilyTraffic {
   std::string family;
@@ -29,11 +29,11 @@ struct FamilyTraffic {
 };
 
 struct PlanRequest {
-  /// 0: follows from the mesh, or from the hosts.
+  /// Number of ranks; 0: follows from the mesh, or from the hosts.
   int world = 0;
-  /// Outermost first.
+  /// Axes of the mesh, outermost first.
   std::vector<Axis> mesh;
-  /// First = adjacent ranks; with `sizes`.
+  /// Names of axes, those with adjacent ranks first; used with `sizes`.
   std::string order;
   std::map<std::string, int> sizes;
   std::optional<ProcessGroupConfig> tree;
@@ -43,30 +43,30 @@ struct PlanRequest {
   std::vector<int> ranks;
   /// Families to list; empty: all.
   std::vector<std::string> groups;
-  /// Families to split into inside x between hosts.
+  /// Families to split into groups inside hosts and groups between hosts.
   std::vector<std::string> hierarchical;
   std::optional<Topology> topology;
   std::vector<FamilyTraffic> traffic;
-  /// rank -> slot, the user's own.
+  /// The user's own mapping: slot of each rank.
   std::optional<std::vector<int>> mapping;
   bool optimise = true;
 };
 
-/// "data=8,model=4". Throws ConfigFileError, with `what` in front.
+/// Reads axes: "data=8,model=4". Throws ConfigFileError that begins with `what`.
 std::vector<Axis> parse_axes(const std::string& text, const std::string& what);
-/// "model=all_reduce:512MB,data=all_gather:1GB*2" (twice a step).
+/// Reads traffic: "model=all_reduce:512MB,data=all_gather:1GB*2" (`*2`: two calls per step).
 std::vector<FamilyTraffic> parse_traffic(const std::string& text,
                                          const std::string& what = "traffic");
-/// "a,b" -> {"a", "b"}; throws for an empty item.
+/// Reads names: "a,b" -> {"a", "b"}. Throws ConfigFileError for an empty item.
 std::vector<std::string> parse_names(const std::string& text, const std::string& what);
 
-/// "5,0,3,1". Throws ConfigFileError.
+/// Reads ranks: "5,0,3,1". Throws ConfigFileError.
 std::vector<int> parse_ranks(const std::string& text, const std::string& what);
 
-/// Fields: world, mesh, order, sizes, tree (a path, or the tree itself), views, ranks, groups,
-/// hierarchical, hosts, topology (a path, or the topology itself), slurm_topology (a path),
-/// traffic, mapping (a path to a rank file, or a list of slots), optimise. Paths are relative to
-/// the file's folder.
+/// Reads a request from a file with these fields: world, mesh, order, sizes, tree (a path, or the
+/// tree itself), views, ranks, groups, hierarchical, hosts, topology (a path, or the topology
+/// itself), slurm_topology (a path), traffic, mapping (a path to a rank file, or a list of slots),
+/// optimise. Paths are relative to the file's folder. Throws ConfigFileError.
 PlanRequest read_plan_request(const std::string& path);
 
 }  // namespace tessera

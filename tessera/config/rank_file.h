@@ -1,5 +1,5 @@
 #pragma once
-// Placements as the launchers' own files.
+// Mappings of ranks to slots in the launchers' own file formats.
 
 #include <string>
 #include <vector>
@@ -8,20 +8,20 @@
 
 namespace tessera {
 
-/// Open MPI (mpirun --rankfile): "rank 3=host1 slot=2", rank by rank. slot_of[r]: the slot of rank
-/// r; slot N of a host is its N-th device.
+/// Open MPI's rank file (mpirun --rankfile), one line per rank: "rank 3=host1 slot=2". slot_of[r]
+/// is the slot of rank r; slot N of a host is its N-th device.
 std::string open_mpi_rank_file(const Topology& topology, const std::vector<int>& slot_of);
 
-/// Slurm (SLURM_HOSTFILE and srun --distribution=arbitrary): one host a line, that of rank 0 first.
-/// Slurm numbers the ranks of a host in their order, so a placement that has them on the devices in
-/// another order cannot be said: see keeps_device_order().
+/// Slurm's host file (SLURM_HOSTFILE and srun --distribution=arbitrary): one host per line, that of
+/// rank 0 first. Slurm numbers the ranks of a host in their order, so a mapping that puts them on
+/// the devices in another order cannot be expressed: see keeps_device_order().
 std::string slurm_host_file(const Topology& topology, const std::vector<int>& slot_of);
 
-/// On every host, higher ranks sit on higher devices.
+/// True if on every host higher ranks are on higher devices.
 bool keeps_device_order(const Topology& topology, const std::vector<int>& slot_of);
 
-/// Reads either file back, for a mapping of the user's own: rank -> slot. In the second form, the
-/// next free device of the host. Throws ConfigFileError with the line.
+/// Reads either format back, as a mapping of the user's own: slot of each rank. In the second
+/// format, a rank gets the next free device of the host. Throws ConfigFileError with the line.
 std::vector<int> parse_rank_file(const std::string& text, const Topology& topology,
                                  const std::string& source = "rank file");
 std::vector<int> read_rank_file(const std::string& path, const Topology& topology);

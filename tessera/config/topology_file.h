@@ -1,5 +1,5 @@
 #pragma once
-// Topologies from JSON or YAML, from Slurm's topology.conf, and from what a launcher says.
+// Topologies from JSON or YAML, from Slurm's topology.conf, and from what a launcher reports.
 //
 //   hosts:                                  # or "16x8": 16 hosts with 8 devices, host0 ... host15;
 //     or "4,4,2"
@@ -24,23 +24,23 @@
 
 namespace tessera {
 
-/// By the ending .json, .yaml or .yml. Throws ConfigFileError (syntax, fields, unknown names) and
-/// MappingError (what does not hang together).
+/// Reads a topology; the format follows from the ending .json, .yaml or .yml. Throws
+/// ConfigFileError (syntax, fields, unknown names) and MappingError (as Topology::check()).
 Topology read_topology(const std::string& path);
 Topology parse_topology(const std::string& text, FileFormat format,
                         const std::string& source = "topology");
-/// Reading it back gives an equal topology.
+/// Writes a topology; reading it back gives an equal one.
 std::string format_topology(const Topology& topology, FileFormat format);
 void write_topology(const Topology& topology, const std::string& path);
 
-/// "16x8" or "8,8,4". Throws ConfigFileError.
+/// Reads device counts: "16x8" (16 hosts of 8) or "8,8,4". Throws ConfigFileError.
 Topology parse_hosts(const std::string& text);
 
-/// The hosts of `topology` below the switches of a Slurm topology.conf (tree plugin: SwitchName,
-/// Switches, Nodes; Slurm calls the units of LinkSpeed arbitrary, so they say nothing about
-/// bandwidth here). Switches that lead to none of the hosts are left out. Each uplink gets
-/// `latency` and `uplink_bandwidth`. Throws ConfigFileError for a line that cannot be read, a host
-/// that is below no switch or below two, a switch with two parents, and hosts in unconnected trees.
+/// Adds to `topology` the switches of a Slurm topology.conf (tree plugin: SwitchName, Switches,
+/// Nodes; Slurm calls the units of LinkSpeed arbitrary, so they say nothing about bandwidth here).
+/// Switches that lead to none of the hosts are left out. Each uplink gets `latency` and
+/// `uplink_bandwidth`. Throws ConfigFileError for a line that cannot be read, a host that is below
+/// no switch or below two, a switch with two parents, and hosts in unconnected trees.
 Topology with_slurm_switches(Topology topology, const std::string& conf, double latency = 1e-6,
                              double uplink_bandwidth = 0,
                              const std::string& source = "topology.conf");
@@ -50,8 +50,8 @@ Topology read_slurm_topology(const std::string& path, Topology hosts);
 /// which is no step itself, those of its allocation (SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE).
 /// Throws ConfigurationError as the function below does.
 Topology topology_of(const Environment& environment);
-/// Hosts and ranks per host as the launcher says. Throws ConfigurationError where it does not say
-/// how many ranks each host has.
+/// The hosts and the number of ranks on each, as the launcher reports them. Throws
+/// ConfigurationError if it does not say how many ranks each host has.
 Topology topology_of(const Launch& launch);
 
 }  // namespace tessera

@@ -1,5 +1,5 @@
 #pragma once
-// Checksum: 64 bits over a stream of bytes, fast enough to stand beside a memory copy.
+// Checksum: 64 bits over a stream of bytes, fast enough to be computed beside a memory copy.
 //
 //   Checksum sum;
 //   sum.add(data, 100);
@@ -7,8 +7,8 @@
 //   sum.value();
 //
 // It is XXH64 with seed 0 (Y. Collet, https://github.com/Cyan4973/xxHash, "XXH64 algorithm
-// description"), written from that description: other programs can check the files. It finds
-// accidents, not forgeries.
+// description"), written from that description, so that other programs can check the files. It
+// detects accidents, not forgeries.
 
 #include <array>
 #include <cstddef>
@@ -23,7 +23,7 @@ class Checksum {
   Checksum();
   Checksum& add(const void* data, std::size_t bytes);
   Checksum& add(std::string_view text) { return add(text.data(), text.size()); }
-  /// Of everything added so far; more may be added afterwards.
+  /// The checksum of everything added so far; more may be added afterwards.
   std::uint64_t value() const;
 
  private:
@@ -32,7 +32,8 @@ class Checksum {
   std::uint64_t total_ = 0;
 };
 
-/// Sixteen hexadecimal digits, and back. from_hex throws InvalidArgument for any other text.
+/// A checksum as sixteen hexadecimal digits, and back. from_hex throws InvalidArgument for any
+/// other text.
 std::string to_hex(std::uint64_t value);
 std::uint64_t from_hex(std::string_view text);
 

@@ -1,12 +1,12 @@
 #pragma once
-// Json: the values of a JSON text (RFC 8259), for file headers that may come from anywhere.
+// Json: the values of a JSON text (RFC 8259), for file headers from any source.
 //
 //   const Json header = Json::parse(R"({"shape": [2, 3], "dtype": "F32"})");
 //   header.at("shape").items()[1].number() -> 3
 //
-// Strict: UTF-8 must be valid, escaped surrogates come in pairs, no name occurs twice in one
-// object, nothing follows the value but white space, and nesting is limited. Numbers are kept as
-// they are written; number() takes whole numbers from 0 to 2^64 - 1 alone.
+// Strict: UTF-8 must be valid, escaped surrogates come in pairs, names in one object are unique,
+// nothing follows the value but white space, and nesting is limited. Numbers are kept as they are
+// written; number() accepts whole numbers from 0 to 2^64 - 1 alone.
 
 #include <cstddef>
 #include <cstdint>
@@ -21,15 +21,15 @@ class Json {
  public:
   enum class Kind : unsigned char { null, boolean, number, string, array, object };
 
-  /// Throws InvalidArgument with the byte at which the text is broken, for texts nested deeper than
-  /// `depth`, and for names that occur twice in one object.
+  /// Parses a text. Throws InvalidArgument with the byte at which the text is broken, for texts
+  /// nested deeper than `depth`, and for duplicate names in one object.
   static Json parse(std::string_view text, int depth = 32);
 
   Kind kind() const { return kind_; }
   bool is(Kind kind) const { return kind_ == kind; }
 
-  /// Each throws InvalidArgument for a value of another kind; number() also for fractions, signs,
-  /// exponents and what 64 bits do not hold; at() for a name that is not there.
+  /// The following throw InvalidArgument for a value of another kind; number() also for fractions,
+  /// signs, exponents and what 64 bits do not hold; at() for a name that is absent.
   bool boolean() const;
   std::uint64_t number() const;
   /// As number(), below 2^63.
@@ -38,7 +38,7 @@ class Json {
   const std::vector<Json>& items() const;
   const std::vector<std::pair<std::string, Json>>& members() const;
   const Json& at(std::string_view name) const;
-  /// nullptr if the object has no such name.
+  /// The member of this name, or nullptr.
   const Json* find(std::string_view name) const;
 
  private:
@@ -46,7 +46,7 @@ class Json {
   void need(Kind kind) const;
 
   Kind kind_ = Kind::null;
-  /// Of a string its value; of a number or a boolean what is written.
+  /// A string's value; a number or a boolean as it is written.
   std::string text_;
   std::vector<Json> items_;
   std::vector<std::pair<std::string, Json>> members_;

@@ -1,5 +1,5 @@
 #pragma once
-// ReadFile: a regular file, read at any place by any number of threads.
+// ReadFile: a regular file that any number of threads read at any offset.
 //
 //   const ReadFile file("net.safetensors");
 //   file.read(buffer, 16, 8);            // bytes 8 to 23
@@ -23,19 +23,20 @@ class ReadFile {
   explicit ReadFile(const std::string& path) : file_(path) {}
 
   const std::string& path() const { return file_.path(); }
-  /// Bytes, when it was opened.
+  /// Size in bytes when it was opened.
   std::uint64_t size() const { return file_.size(); }
-  /// Bytes that were asked of the system so far.
+  /// Number of bytes requested from the system so far.
   std::uint64_t bytes_read() const { return read_; }
 
-  /// Throws FileError where the file ends before, as one does that was cut short meanwhile.
+  /// Reads `bytes` bytes from `offset` on. Throws FileError if the file ends before, as one does
+  /// that was truncated while it was open.
   void read(void* out, std::size_t bytes, std::uint64_t offset) const;
 
-  /// An array of `shape`, row-major, that begins at byte `offset`: the elements of each dim from
-  /// `begin`, `count` of them, `stride` apart, packed row-major into `out`. The lists are as long
-  /// as the shape and inside it (the caller has checked). Runs of bytes that lie near each other
-  /// are read at once where that reads at most `max_over_read` times the bytes that are needed
-  /// (1: not one byte more).
+  /// Reads a box of an array of `shape`, row-major, that begins at byte `offset`: of each dim
+  /// `count` elements from `begin`, `stride` apart, packed row-major into `out`. `element` is the
+  /// size of one element in bytes. `box` has one range per dim, inside the shape (the caller has
+  /// checked). Runs of bytes that are near each other are read at once if that reads at most
+  /// `max_over_read` times the bytes that are needed (1: not one byte more).
   struct Range {
     std::int64_t begin = 0, count = 0, stride = 1;
   };

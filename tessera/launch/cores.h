@@ -5,16 +5,16 @@
 
 namespace tessera {
 
-/// What the operating system lets this process use.
+/// The CPUs that the operating system lets this process use.
 struct CpuBudget {
   /// CPU numbers of the affinity mask, neighbours first: by package, core, number (hardware threads
   /// of a core are adjacent).
   std::vector<int> cpus;
-  /// CPUs' worth of time that the control group allows; 0: no such limit.
+  /// CPU time per time that the control group allows, in CPUs; 0: no such limit.
   double quota = 0;
 
-  /// Ranks of one thread that can run at the same time: cpus.size(), or the quota rounded up where
-  /// that is less; at least 1.
+  /// Number of single-threaded ranks that can run at the same time: cpus.size(), or the quota
+  /// rounded up if that is less; at least 1.
   int usable() const;
 };
 
@@ -26,9 +26,9 @@ CpuBudget cpu_budget();
 int threads_per_rank(int usable, int ranks);
 
 /// The CPUs of each rank. With at least as many CPUs as ranks: consecutive blocks whose sizes
-/// differ by at most one ({0,1,2,3,4} over 2 ranks: {0,1}, {2,3,4}). With fewer: one CPU a rank,
-/// rank r on CPU r mod n, so CPUs are shared. Throws InvalidArgument for ranks < 1 or no CPU at
-/// all.
+/// differ by at most one ({0,1,2,3,4} over 2 ranks: {0,1}, {2,3,4}). With fewer: one CPU per rank,
+/// rank r on CPU r mod n, so that CPUs are shared. Throws InvalidArgument for ranks < 1 or an empty
+/// list.
 std::vector<std::vector<int>> share_cpus(const std::vector<int>& cpus, int ranks);
 
 }  // namespace tessera

@@ -1,5 +1,5 @@
 #pragma once
-// Launch: who this process is, as its launcher says.
+// Launch: rank, world and rendezvous of this process, as its launcher reports them.
 //
 // detect_launch() knows, in this order of precedence (launchers nest: torchrun or mpirun inside
 // sbatch is normal):
@@ -52,9 +52,9 @@ struct Launch {
   int world_size = 1;
   int local_rank = 0;
   int local_size = 1;
-  /// -1 where the launcher does not say (open_mpi, pmi, jsm, plain over several hosts).
+  /// -1 if the launcher does not say (open_mpi, pmi, jsm, plain over several hosts).
   int node_rank = 0;
-  /// In node order, where the launcher says; else empty.
+  /// Names of the hosts in node order, if the launcher says; else empty.
   std::vector<std::string> hosts;
   /// Address of the rendezvous store; empty for a single process, and where require_rendezvous()
   /// throws.
@@ -66,33 +66,34 @@ struct Launch {
   /// What a process must know to join the job (secret.h): TESSERA_SECRET, which `tessera run` sets
   /// and which may be set by hand, the same on every rank; else the key that Open MPI
   /// (OMPI_MCA_orte_precondition_transports) or PALS (PMI_SHARED_SECRET) gives each of its jobs.
-  /// Empty: rank 0 makes a secret and hands it to the others by a file that only their user can
+  /// Empty: rank 0 makes a secret and passes it to the others by a file that only their user can
   /// read, or through the store of torchrun's agent. "none": there is no secret. Never printed.
   std::string secret;
 
-  /// In node order, where the launcher says; else empty. Sums to world_size.
+  /// Number of ranks on each host in node order, if the launcher says; else empty. Sums to
+  /// world_size.
   std::vector<int> ranks_per_host;
-  /// Identifier of the batch job or of the torchrun job; empty where there is none.
+  /// Identifier of the batch job or of the torchrun job; empty if there is none.
   std::string job_id;
-  /// Where each value above came from: {"rank": "SLURM_PROCID=2", "address": "first host of
+  /// The source of each value above: {"rank": "SLURM_PROCID=2", "address": "first host of
   /// SLURM_STEP_NODELIST=n[1-2]"}.
   std::map<std::string, std::string> origin;
 };
 
-/// Environment variables as a value, so that a launch can be recognised without being launched.
+/// Environment variables as a value, so that detect_launch() can be tested without a launcher.
 struct Environment {
   std::map<std::string, std::string> variables;
   /// Name of this host; empty: unknown.
   std::string hostname;
 
-  /// This process' own.
+  /// The environment of this process.
   static Environment of_process();
   std::optional<std::string> get(const std::string& name) const;
   bool has(const std::string& name) const { return variables.count(name) != 0; }
 };
 
-/// Values given in code. With rank and world_size together the environment is not read at all;
-/// fewer are put on top of what it says.
+/// Values given in code. With rank and world_size the environment is not read at all; otherwise the
+/// values given replace those of the environment.
 struct LaunchOverrides {
   std::optional<int> rank;
   std::optional<int> world_size;
@@ -106,23 +107,23 @@ struct LaunchOverrides {
   std::optional<std::string> secret;
 };
 
-/// Who this process is. Reads no file but LSB_DJOB_RANKFILE (jsm). Throws ConfigurationError as
-/// said above.
+/// Reads rank, world and rendezvous of this process. Reads no file but LSB_DJOB_RANKFILE (jsm).
+/// Throws ConfigurationError as described above.
 Launch detect_launch(const Environment& environment, const LaunchOverrides& overrides = {});
 
-/// Throws ConfigurationError where the values cannot be true together: rank >= world_size,
+/// Throws ConfigurationError if the values contradict each other: rank >= world_size,
 /// ranks_per_host that does not sum to world_size, ...
 void validate(const Launch& launch);
 
-/// Throws ConfigurationError, with what to set for this launcher, where several ranks have no
-/// address and port to meet at.
+/// Throws ConfigurationError, with what to set for this launcher, if several ranks have no address
+/// and port to meet at.
 void require_rendezvous(const Launch& launch);
 
-/// 61440 + (job id + 977 * step id) mod 4096: above the ports that Linux gives out by itself
-/// (32768-60999). Job 1234, step 0: 62674.
+/// A port for the rendezvous of a batch job: 61440 + (job id + 977 * step id) mod 4096, above the
+/// ports that Linux assigns by itself (32768-60999). Job 1234, step 0: 62674.
 int derived_port(unsigned long long job_id, unsigned long long step_id);
 
-/// One "name  value  (origin)" a line.
+/// The launch as text, one "name  value  (origin)" per line.
 std::string to_text(const Launch& launch);
 
 }  // namespace tessera

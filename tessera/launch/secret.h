@@ -1,17 +1,17 @@
 #pragma once
-// The secret of a job: what its processes know and other users of the same hosts and network do
-// not. A rank must prove that it knows the secret before the job's store listens to it.
+// The secret of a job: its processes know it, and other users of the same hosts and network do not.
+// A rank must prove that it knows the secret before the job's store serves it.
 
 #include <string>
 #include <string_view>
 
 namespace tessera {
 
-/// In the place of a secret: nobody is asked for one, and every process that reaches the port of
-/// the store may join the job.
+/// In place of a secret: none is asked for, and every process that reaches the port of the store
+/// may join the job.
 inline constexpr std::string_view kNoSecret = "none";
 
-/// 128 random bits from the system, as 32 hexadecimal digits. Throws Error where the system gives
+/// 128 random bits from the system, as 32 hexadecimal digits. Throws Error if the system gives
 /// none.
 std::string new_secret();
 

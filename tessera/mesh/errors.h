@@ -1,5 +1,5 @@
 #pragma once
-// The typed errors of the mesh room. Each message carries the numbers; the fields carry them for
+// The errors of the mesh room. Each message contains the numbers; the fields hold them for
 // programs.
 
 #include <string>
@@ -10,7 +10,7 @@
 
 namespace tessera {
 
-/// A configuration of groups (tree, views, named order) that cannot be carried out.
+/// A configuration of groups (tree, views, named order) that is impossible.
 class GroupConfigError : public ConfigurationError {
  public:
   using ConfigurationError::ConfigurationError;
@@ -59,7 +59,8 @@ class GroupCycle : public GroupConfigError {
   ~GroupCycle() override;
 };
 
-/// The rule of orthogonality does not hold; `ranks()` are the ranks that break it.
+/// The rule of orthogonality (groups/orthogonal.h) does not hold; `ranks()` are the ranks that
+/// break it.
 class OrthogonalityError : public GroupConfigError {
  public:
   OrthogonalityError(const std::string& what, std::vector<int> ranks)
@@ -78,7 +79,7 @@ class ViewMismatch : public OrthogonalityError {
   ~ViewMismatch() override;
 };
 
-/// A mapping of ranks to devices that the machines cannot hold, or that is none.
+/// A mapping of ranks to devices that is invalid or does not fit the machines.
 class MappingError : public ConfigurationError {
  public:
   using ConfigurationError::ConfigurationError;

@@ -24,7 +24,8 @@
 
 namespace tessera {
 
-/// Ranks of a mesh and devices of a topology, at most: four times the million that are promised.
+/// Largest number of ranks of a mesh and of devices of a topology: four times the million that is
+/// promised.
 inline constexpr int kMostRanks = 1 << 22;
 
 /// A named dimension of a mesh.
@@ -51,23 +52,23 @@ class Mesh {
   int size(int axis) const;
   int size(const std::string& axis) const;
   bool has_axis(const std::string& axis) const;
-  /// Throws InvalidArgument with the known names.
+  /// Index of an axis. Throws InvalidArgument with the known names.
   int index(const std::string& axis) const;
   std::vector<int> indices(std::span<const std::string> axes) const;
   std::vector<std::string> names() const;
-  /// The table, row-major.
+  /// The rank table, row-major.
   const std::vector<int>& ranks() const;
-  /// The table is 0, 1, 2, ... size - 1.
+  /// True if the table is 0, 1, 2, ... size - 1.
   bool row_major() const;
   bool contains(int rank) const { return find(rank).has_value(); }
-  /// Position in the table. O(1), or O(log size) for a table with wide gaps.
+  /// Position of a rank in the table. O(1), or O(log size) for a table with wide gaps.
   std::optional<int> find(int rank) const;
-  /// Throws if the rank is not in the mesh.
+  /// As find(). Throws InvalidArgument if the rank is not in the mesh.
   int position(int rank) const;
   /// Throws if the rank is not in the mesh.
   std::vector<int> coordinate(int rank) const;
   int rank_at(std::span<const int> coordinate) const;
-  /// In positions of the table.
+  /// Distance of neighbours along an axis, in positions of the table.
   int stride(int axis) const;
 
   /// The ranks that share `rank`'s coordinates on every other axis, in mesh order over `axes`,
@@ -75,30 +76,31 @@ class Mesh {
   std::vector<int> group(std::span<const int> axes, int rank) const;
   std::vector<int> group(const std::vector<std::string>& axes, int rank) const;
   std::vector<int> group(const std::string& axis, int rank) const;
-  /// `rank`'s place in that group.
+  /// `rank`'s position in that group.
   int group_rank(std::span<const int> axes, int rank) const;
   int group_size(std::span<const int> axes) const;
-  /// Every group of the axes; they partition the mesh. No axes: groups of one rank each.
+  /// All groups of the axes; they partition the mesh. No axes: groups of one rank each.
   GroupTable groups(std::span<const int> axes) const;
   GroupTable groups(const std::vector<std::string>& axes) const;
   GroupTable groups(const std::string& axis) const;
   /// The axes of `scope` that are not in `axes`, in mesh order. The groups of `axes` and of the
-  /// complement partition each group of `scope`, and each of the one meets each of the other in
-  /// exactly one rank. Throws OrthogonalityError, with ranks, if `axes` is not inside `scope`.
+  /// complement partition each group of `scope`, and each group of one meets each group of the
+  /// other in exactly one rank. Throws OrthogonalityError, with ranks, if `axes` is not inside
+  /// `scope`.
   std::vector<int> complement(std::span<const int> axes, std::span<const int> scope) const;
   /// The axes of the whole mesh that are not in `axes`.
   std::vector<int> complement(std::span<const int> axes) const;
 
-  /// The ranks with coordinate `at` on `axis`; the axis is gone.
+  /// The ranks with coordinate `at` on `axis`, as a mesh without that axis.
   Mesh slice(const std::string& axis, int at) const;
-  /// The ranks with coordinates [begin, end) on `axis`; the axis stays, shorter.
+  /// The ranks with coordinates [begin, end) on `axis`, as a mesh in which the axis is shorter.
   Mesh slice(const std::string& axis, int begin, int end) const;
   /// The mesh over `axes` alone that runs through `rank`, axes in this mesh's order.
   Mesh submesh(const std::vector<std::string>& axes, int rank) const;
-  /// The axes become one, in mesh order, at the place of the outermost of them: group(name) of the
-  /// result = group(axes) of this.
+  /// Joins axes into one, in mesh order, at the place of the outermost of them: group(name) of the
+  /// result = group(axes) of this mesh.
   Mesh flatten(const std::vector<std::string>& axes, const std::string& name) const;
-  /// One axis becomes several, outermost first; the product of their sizes is its size.
+  /// Splits an axis into several, outermost first; the product of their sizes is its size.
   Mesh unflatten(const std::string& axis, const std::vector<Axis>& into) const;
   /// The same coordinates with the axes in another order (all of them named): no group along an
   /// axis changes.
@@ -108,8 +110,8 @@ class Mesh {
   /// x tensor=2.
   Mesh view(std::vector<Axis> axes) const;
 
-  /// "tensor=2 ..." outermost first, and where adjacent ranks are: "data=2 x tensor=4 (outermost
-  /// first; adjacent ranks along tensor), ranks 0..7".
+  /// The axes, outermost first, and where adjacent ranks are: "data=2 x tensor=4 (outermost first;
+  /// adjacent ranks along tensor), ranks 0..7".
   std::string to_string() const;
 
   bool operator==(const Mesh& other) const;

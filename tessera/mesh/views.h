@@ -20,17 +20,17 @@ namespace tessera {
 class MeshViews {
  public:
   MeshViews(std::string name, Mesh mesh);
-  /// The same ranks under other axes, row-major over the first view's table.
+  /// Adds the same ranks under other axes, row-major over the first view's table.
   void add(const std::string& name, std::vector<Axis> axes);
-  /// Any mesh of the same ranks. Throws ViewMismatch, with ranks, if it holds other ranks, or if an
-  /// axis that another view names has other groups here (members or their order); RepeatedName if
-  /// the view's name is taken. A view that was refused is not added.
+  /// Adds any mesh of the same ranks. Throws ViewMismatch, with ranks, if it holds other ranks, or
+  /// if an axis that another view names has other groups here (members or their order);
+  /// RepeatedName if the view's name is taken. A view that was refused is not added.
   void add(const std::string& name, Mesh mesh);
 
   const std::vector<std::pair<std::string, Mesh>>& all() const { return views_; }
-  /// Throws UnknownName.
+  /// The view of this name. Throws UnknownName.
   const Mesh& view(const std::string& name) const;
-  /// The first view that names it; throws UnknownName.
+  /// The first view that has this axis. Throws UnknownName.
   const Mesh& view_of_axis(const std::string& axis) const;
   std::vector<int> group(const std::string& axis, int rank) const;
   /// Axes that more than one view names.

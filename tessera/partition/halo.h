@@ -1,12 +1,12 @@
 #pragma once
-// Halo plans from output ownership: what a rank must receive so that it can compute the outputs it
-// owns.
+// Halo plans from output ownership: what a rank must receive so that it can compute the outputs
+// that it owns.
 //
-// Nothing here knows about neighbours. The outputs that a rank owns need an interval of inputs
+// Neighbours have no special role here. The outputs that a rank owns need an interval of inputs
 // (exact arithmetic in kernel, stride, padding and dilation); that interval, resolved at the
-// array's edges, is intersected with all owners. Shards thinner than the halo, empty shards,
-// strides, even kernels and corners are the same code path. (The idea of intersecting boxes with
-// all owners is that of block-structured AMR codes such as AMReX.)
+// array's edges, is intersected with the shards of all owners. Shards thinner than the halo, empty
+// shards, strides, even kernels and corners are the same code path. (Intersecting boxes with all
+// owners is the method of block-structured AMR codes such as AMReX.)
 //
 //   7 rows in shards of {3, 0, 4}, kernel 3, padding 1, outputs owned likewise: rank 0 owns
 //   outputs [0, 3) and needs inputs [-1, 4); row -1 is padding, row 3 comes from rank 2.
@@ -24,30 +24,30 @@ namespace tessera {
 struct Window {
   std::int64_t kernel = 1;
   std::int64_t stride = 1;
-  /// Before the first input. What lies behind the last follows from the number of outputs.
+  /// Padding before the first input. The padding after the last follows from the number of outputs.
   std::int64_t padding = 0;
   std::int64_t dilation = 1;
   bool operator==(const Window&) const = default;
 
   /// Throws InvalidArgument for kernel, stride or dilation below 1.
   void check() const;
-  /// The inputs that `outputs` read, as the smallest interval that holds them; it may reach below 0
-  /// and beyond the extent. Empty for no outputs.
+  /// The inputs that `outputs` read, as the smallest interval that contains them; it may reach
+  /// below 0 and beyond the extent. Empty for no outputs.
   Interval inputs(Interval outputs) const;
-  /// The transpose: inputs i that contribute to an output of `outputs` in o = i * stride - padding
-  /// + k * dilation. May be empty where the stride exceeds the kernel.
+  /// The transpose of inputs(): inputs i that contribute to an output of `outputs` in o = i *
+  /// stride - padding + k * dilation. May be empty where the stride exceeds the kernel.
   Interval transposed_inputs(Interval outputs) const;
   /// Number of outputs of `extent` inputs with `padding_after` behind the last: floor((extent +
-  /// padding + padding_after - dilation * (kernel - 1) - 1) / stride) + 1, or 0 where the window
-  /// does not fit.
+  /// padding + padding_after - dilation * (kernel - 1) - 1) / stride) + 1, or 0 if the window does
+  /// not fit.
   std::int64_t outputs(std::int64_t extent, std::int64_t padding_after) const;
 };
 
-/// What stands beyond the edges of an array.
+/// The values beyond the edges of an array.
 enum class Edge : unsigned char {
-  /// Nothing: the operator pads.
+  /// None: the operator pads.
   zero,
-  /// The array again.
+  /// The array repeated.
   circular,
   /// Mirrored at the first and last element, which are not repeated.
   reflect,
@@ -55,8 +55,8 @@ enum class Edge : unsigned char {
   replicate,
 };
 
-/// A run of virtual indices and where their values are: virtual target.begin + j has the value of
-/// source + j * step (step 1, -1, or 0).
+/// A run of virtual indices and where their values are: virtual index target.begin + j has the
+/// value of index source + j * step (step 1, -1, or 0).
 struct Segment {
   Interval target;
   std::int64_t source;
@@ -70,11 +70,11 @@ struct Segment {
 /// and reflect repeat).
 std::vector<Segment> resolve(Interval needed, std::int64_t extent, Edge edge);
 
-/// A box of values that travels. `target` is in the receiver's virtual indices; in dim d, target
+/// A box of values that is copied. `target` is in the receiver's virtual indices; in dim d, target
 /// index t takes source index source[d].begin + (t - target[d].begin) for step 1, source[d].end - 1
 /// - (t - target[d].begin) for step -1, source[d].begin for step 0.
 struct HaloPiece {
-  /// The peer; for a copy, this rank.
+  /// The peer; for a local copy, this rank.
   int rank;
   Box source;
   Box target;
@@ -82,12 +82,13 @@ struct HaloPiece {
   bool operator==(const HaloPiece&) const = default;
 };
 
-/// What one rank does. Pieces of one peer stand in the same order on both sides.
+/// What one rank sends, receives and copies. Pieces of one peer are in the same order on both
+/// sides.
 struct HaloPlan {
-  /// Virtual box that this rank assembles.
+  /// The virtual box that this rank assembles.
   Box needed;
   std::vector<HaloPiece> sends, receives, copies;
-  /// Elements: volumes of the source boxes.
+  /// Number of elements sent, and received: volumes of the source boxes.
   std::int64_t sent() const;
   std::int64_t received() const;
 };
@@ -95,7 +96,7 @@ struct HaloPlan {
 /// The plan of the rank at `position`. `needed(position)` is the virtual box that each position of
 /// the mesh needs (empty boxes need nothing); it must be the same function on all ranks. Where
 /// several ranks hold the same box, the one of the receiver's own replica sends. Time grows with
-/// the positions, not with elements.
+/// the number of positions, not of elements.
 HaloPlan halo_plan(const Sharding& input, const std::vector<Edge>& edges,
                    const std::function<Box(int)>& needed, int position);
 

@@ -47,7 +47,7 @@ inline std::int64_t volume(const Box& box) {
   return n;
 }
 
-/// Both boxes have the same number of dims.
+/// The intersection of two boxes with the same number of dims.
 inline Box intersect(const Box& a, const Box& b) {
   Box both(a.size());
   for (std::size_t d = 0; d < a.size(); ++d) both[d] = intersect(a[d], b[d]);

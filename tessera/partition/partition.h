@@ -1,8 +1,8 @@
 #pragma once
-// Partition: one dim in consecutive parts of any sizes, zeros included.
+// Partition: one dim divided into consecutive shards of any sizes, zeros included.
 //
 //   Partition p({4, 0, 3});      // extent 7
-//   p.interval(2) -> [4, 7)      p.owner(4) -> 2 (never the empty part 1)
+//   p.interval(2) -> [4, 7)      p.owner(4) -> 2 (never the empty shard 1)
 
 #include <cstdint>
 #include <span>
@@ -20,13 +20,14 @@ class Partition {
   explicit Partition(std::initializer_list<std::int64_t> sizes)
       : Partition(std::span(sizes.begin(), sizes.size())) {}
 
-  /// The first extent % parts parts have one more: even(7, 3) -> {3, 2, 2}.
+  /// Divides evenly; the first extent % parts shards have one more: even(7, 3) -> {3, 2, 2}.
   static Partition even(std::int64_t extent, int parts);
-  /// Every part but the last non-empty ones has ceil(extent / parts), as torch.chunk cuts:
-  /// chunked(5, 4) -> {2, 2, 1, 0}.
+  /// Divides as torch.chunk does: every shard but the last non-empty ones has ceil(extent / parts)
+  /// indices: chunked(5, 4) -> {2, 2, 1, 0}.
   static Partition chunked(std::int64_t extent, int parts);
-  /// In proportion to the weights, by largest remainder (ties: lower part first): weighted(10, {1,
-  /// 3}) -> {3, 7}; weights >= 0, finite, not all zero.
+  /// Divides in proportion to the weights, by largest remainder (ties: lower shard first):
+  /// weighted(10, {1, 3}) -> {3, 7}; weights >= 0, finite, not all zero. Throws InvalidArgument for
+  /// other weights.
   static Partition weighted(std::int64_t extent, std::span<const double> weights);
 
   int parts() const { return static_cast<int>(offsets_.size()) - 1; }
@@ -36,10 +37,10 @@ class Partition {
   Interval interval(int part) const { return {offsets_[part], offsets_[part + 1]}; }
   std::vector<std::int64_t> sizes() const;
 
-  /// The part that holds index i. O(log parts). Throws InvalidArgument outside [0, extent).
+  /// The shard that holds index i. O(log parts). Throws InvalidArgument outside [0, extent).
   int owner(std::int64_t i) const;
-  /// The parts that meet `range` in at least one index, as first and one past last; empty parts in
-  /// between are inside. {0, 0} if none does.
+  /// The shards that meet `range` in at least one index, as first and one past last; empty shards
+  /// in between are included. {0, 0} if none does.
   Interval overlapping(Interval range) const;
 
   bool operator==(const Partition&) const = default;

@@ -17,7 +17,7 @@ namespace tessera {
 
 /// How one dim is sharded. `axes`: the mesh axes that shard it, first = outermost (slowest) in the
 /// flattened order of the shards; empty: not sharded. With axes of sizes a and b the partition has
-/// a * b parts, part = coordinate on the first * b + coordinate on the second.
+/// a * b shards, shard = coordinate on the first * b + coordinate on the second.
 struct DimSharding {
   std::vector<int> axes;
   Partition partition;
@@ -28,7 +28,7 @@ class Sharding {
  public:
   /// `mesh`: size of each axis. `dims`: one per dim of `shape`; for a dim that is not sharded the
   /// partition may be left empty. `ranks`: rank of each mesh position, row-major; empty: 0, 1, 2,
-  /// ... Throws InvalidArgument where counts do not match, or an axis shards two dims.
+  /// ... Throws InvalidArgument if counts do not match, or an axis shards two dims.
   Sharding(std::vector<std::int64_t> shape, std::vector<int> mesh, std::vector<DimSharding> dims,
            std::vector<int> ranks = {});
 
@@ -47,8 +47,8 @@ class Sharding {
   /// Axes that shard no dim: positions that differ on those alone hold the same box.
   const std::vector<int>& free_axes() const { return free_axes_; }
 
-  /// Calls visit(position, box) for every mesh position whose box meets `region`; `box` is the part
-  /// inside. Positions that hold the same box are all visited.
+  /// Calls visit(position, box) for every mesh position whose box meets `region`; `box` is the
+  /// intersection. Positions that hold the same box are all visited.
   template <class Visit>
   void for_each_overlapping(const Box& region, Visit visit) const {
     visit_dims(region, 0, 0, Box(shape_.size()), visit);

@@ -1,6 +1,6 @@
 #pragma once
-// Transfer plan: what one rank sends and receives so that an array laid out by one sharding becomes
-// laid out by another.
+// Transfer plan: what one rank sends and receives when an array is redistributed from one sharding
+// to another.
 
 #include <cstdint>
 #include <vector>
@@ -9,7 +9,7 @@
 
 namespace tessera {
 
-/// A box that travels between this rank and `rank`, in global indices.
+/// A box that is sent from this rank to `rank` or received from it, in global indices.
 struct Piece {
   int rank;
   Box box;
@@ -21,7 +21,7 @@ struct Piece {
 struct TransferPlan {
   std::vector<Piece> sends, receives;
   std::vector<Box> copies;
-  /// Elements.
+  /// Number of elements sent, and received.
   std::int64_t sent() const;
   std::int64_t received() const;
   bool local() const { return sends.empty() && receives.empty(); }

@@ -1,12 +1,12 @@
 #pragma once
-// Who reads what: from a mesh of devices, the axes that shard the batch, and the process of each
-// device, the slices of the global batch that each process reads.
+// BatchMapping: which process reads what: from a mesh of devices, the axes that shard the batch,
+// and the process of each device, the slices of the global batch that each process reads.
 //
 // A device's batch coordinate is its position on the batch axes, row-major in the order given
 // (batch index = data index * fsdp size + fsdp index). Devices with the same coordinate get the
 // same samples, devices with different coordinates different ones. A process reads the union of its
-// devices' slices, each once; which processes share follows from equal slices, never from where a
-// process sits.
+// devices' slices, each once; which processes share slices follows from the coordinates, never from
+// where a process runs.
 //
 //   data axis 4, second axis 4, processes {{0,0,1,1},{2,2,3,3},{0,0,1,1},{2,2,3,3}}, batch axes
 //     {0}:
@@ -46,24 +46,25 @@ class BatchMapping {
   int coordinates() const { return coordinates_; }
   /// Batch coordinate of a device, by its row-major position.
   int coordinate(int device) const;
-  /// Those that hold a device, ascending.
+  /// The processes that hold a device, ascending.
   const std::vector<int>& processes() const { return processes_; }
-  /// Batch coordinates, ascending; valid as long as this object. Throws InvalidArgument for an
-  /// unknown process.
+  /// Batch coordinates that a process holds, ascending; valid as long as this object. Throws
+  /// InvalidArgument for an unknown process.
   std::span<const int> held_by(int process) const;
 
-  /// The general form, right for every mesh: what `process` reads of a global batch of `size`
-  /// samples, divided evenly over the coordinates (the first have one more where it does not
-  /// divide). Slices follow each other in the loaded batch, by ascending coordinate.
+  /// The slices that `process` reads of a global batch of `size` samples, which is divided evenly
+  /// over the coordinates (the first ones have one more if it does not divide). Valid for every
+  /// mesh. Slices follow each other in the loaded batch, by ascending coordinate.
   std::vector<BatchSlice> slices(int process, std::int64_t size) const;
 
-  /// The two-function form: loader shards that are equal in size and either the same or disjoint.
-  /// Throws InvalidArgument, naming two processes, where the mesh has no such form (some of their
-  /// coordinates are shared and others are not, or their numbers differ); slices() serves those.
-  /// Process -> id of its loader shard, numbered in ascending order of the processes.
+  /// The form as two functions, for loaders whose shards are equal in size and either the same or
+  /// disjoint. Returns, for each process, the id of its loader shard, numbered in ascending order
+  /// of the processes. Throws InvalidArgument, naming two processes, if the mesh has no such form
+  /// (some of their coordinates are shared and others are not, or their numbers differ); use
+  /// slices() then.
   std::map<int, int> process_mesh_mapping() const;
-  /// Batch coordinate held by this process -> its slot (counted in slices) in the process' loaded
-  /// batch.
+  /// For each batch coordinate held by this process: its slot (counted in slices) in the process'
+  /// loaded batch.
   std::map<int, int> local_device_mapping(int process) const;
 
  private:

@@ -1,5 +1,5 @@
 #pragma once
-// KeyedPermutation: a shuffle without a list. Any index is computed alone, and back.
+// KeyedPermutation: a shuffle without a list. Any index is computed by itself, and inverted.
 //
 //   KeyedPermutation p(1'000'000, seed, epoch);
 //   // every number below a million once, in an order that differs by seed and epoch
@@ -24,15 +24,15 @@ class KeyedPermutation {
   KeyedPermutation(std::uint64_t size, std::uint64_t seed, std::uint64_t stream = 0);
 
   std::uint64_t size() const { return size_; }
-  /// Where i goes, i < size (not checked: this is the inner loop).
+  /// The image of i, i < size (not checked: this is the inner loop).
   std::uint64_t operator()(std::uint64_t i) const {
     do i = forward(i);
     while (i >= size_);
     return i;
   }
-  /// out[k] = (*this)(first + k), all below size: several networks are evaluated side by side, so
-  /// that an index costs a fraction of a single call (benchmark `loader`). Throws InvalidArgument
-  /// beyond the size.
+  /// Sets out[k] = (*this)(first + k), all below size. Several networks are evaluated side by side,
+  /// so that an index costs a fraction of a single call (benchmark `loader`). Throws
+  /// InvalidArgument beyond the size.
   void fill(std::uint64_t first, std::span<std::uint64_t> out) const;
   std::uint64_t inverse(std::uint64_t i) const {
     do i = backward(i);
@@ -79,7 +79,7 @@ class KeyedRandom {
  public:
   explicit KeyedRandom(std::uint64_t seed, std::uint64_t stream = 0);
   std::uint64_t operator()(std::uint64_t counter) const;
-  /// The same as a number in [0, 1), a multiple of 2^-53.
+  /// As a number in [0, 1), a multiple of 2^-53.
   double uniform(std::uint64_t counter) const {
     return static_cast<double>((*this)(counter) >> 11) * 0x1p-53;
   }
@@ -88,7 +88,7 @@ class KeyedRandom {
   std::uint64_t key_;
 };
 
-/// One number of KeyedRandom.
+/// One number of KeyedRandom(seed, stream).
 std::uint64_t keyed_random(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter);
 double keyed_uniform(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter);
 

@@ -1,6 +1,6 @@
 #pragma once
-// The global order of samples: which samples make up step s, whatever the number of ranks, hosts,
-// workers or devices.
+// SampleOrder: the global order of samples: which samples make up step s, whatever the number of
+// ranks, hosts, workers or devices.
 //
 //   SampleOrder order({.samples = 10, .seed = 1, .last = LastBatch::keep}, BatchSchedule({{0,
 //     4}}));
@@ -16,7 +16,7 @@
 
 namespace tessera {
 
-/// Global batch size as a function of the step: from step `from` on, `size` samples, until the next
+/// Global batch size as a function of the step: `size` samples from step `from` on, until the next
 /// entry.
 class BatchSchedule {
  public:
@@ -25,7 +25,8 @@ class BatchSchedule {
     std::uint64_t size;
     bool operator==(const Entry&) const = default;
   };
-  /// Ascending in `from`, the first 0, sizes at least 1; else InvalidArgument.
+  /// Entries ascend in `from`, the first at 0, with sizes of at least 1. Throws InvalidArgument
+  /// otherwise.
   explicit BatchSchedule(std::vector<Entry> entries);
   explicit BatchSchedule(std::uint64_t size) : BatchSchedule({{0, size}}) {}
   std::uint64_t size(std::uint64_t step) const;
@@ -35,14 +36,14 @@ class BatchSchedule {
   std::vector<Entry> entries_;
 };
 
-/// What becomes of the samples at the end of an epoch that do not fill a batch.
+/// What happens to the samples at the end of an epoch that do not fill a batch.
 enum class LastBatch : unsigned char {
-  /// A smaller batch; weights by its true size.
+  /// They form a smaller batch; weight it by its true size.
   keep,
-  /// A full batch whose tail repeats samples from the start of the epoch's order, marked as
-  /// padding.
+  /// They form a full batch whose tail repeats samples from the start of the epoch's order, marked
+  /// as padding.
   pad,
-  /// Left out in this epoch (others in the next, since the order changes).
+  /// They are left out in this epoch (other samples in the next, since the order changes).
   drop,
 };
 
@@ -50,7 +51,7 @@ struct SampleOrderOptions {
   /// Number of samples of one epoch, at most 2^63.
   std::uint64_t samples = 0;
   std::uint64_t seed = 0;
-  /// false: 0, 1, 2, ... in each epoch.
+  /// false: the order is 0, 1, 2, ... in each epoch.
   bool shuffle = true;
   LastBatch last = LastBatch::keep;
 };
@@ -60,9 +61,9 @@ struct Batch {
   std::uint64_t epoch = 0;
   /// Position of the first sample in the epoch's order.
   std::uint64_t offset = 0;
-  /// Positions, padding included.
+  /// Number of positions, padding included.
   std::uint64_t size = 0;
-  /// Without padding: positions real, ..., size - 1 of the batch are padding.
+  /// Number of positions without padding: positions real, ..., size - 1 of the batch are padding.
   std::uint64_t real = 0;
   bool operator==(const Batch&) const = default;
 };
@@ -73,17 +74,17 @@ class SampleOrder {
   /// number of samples (no batch would ever be full).
   SampleOrder(SampleOrderOptions options, BatchSchedule schedule);
 
-  /// Step s, computed alone in O(entries of the schedule): this is what resuming costs.
+  /// Step s, computed by itself in O(entries of the schedule): this is the cost of resuming.
   Batch step(std::uint64_t s) const;
-  /// The step after the one that `batch` is, given its number s.
+  /// The step that follows `batch`, whose number is s.
   Batch after(const Batch& batch, std::uint64_t s) const;
-  /// Steps that begin in epochs before `epoch`.
+  /// Number of steps that begin in epochs before `epoch`.
   std::uint64_t first_step(std::uint64_t epoch) const;
 
   /// Index of the i-th sample of a batch, i < batch.size.
   std::uint64_t sample(const Batch& batch, std::uint64_t i) const;
-  /// The samples first, first + 1, ... of a batch, one for each place of `out`: a few nanoseconds
-  /// each, where sample() makes the permutation anew. Throws InvalidArgument beyond the batch.
+  /// The samples first, first + 1, ... of a batch, one for each element of `out`: a few nanoseconds
+  /// each, whereas sample() makes the permutation anew. Throws InvalidArgument beyond the batch.
   void samples(const Batch& batch, std::uint64_t first, std::span<std::uint64_t> out) const;
   /// The order of one epoch.
   KeyedPermutation permutation(std::uint64_t epoch) const {
@@ -99,7 +100,7 @@ class SampleOrder {
   };
   Batch batch_at(std::uint64_t epoch, std::uint64_t offset, std::uint64_t size) const;
   std::uint64_t steps_left(std::uint64_t offset, std::uint64_t size) const;
-  // Moves on by whole runs of steps of one size, until either limit is reached.
+  // Advances by whole runs of steps of one size, until either limit is reached.
   void walk(Cursor& at, std::uint64_t until_step, std::uint64_t until_epoch) const;
 
   SampleOrderOptions options_;

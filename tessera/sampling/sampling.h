@@ -12,11 +12,11 @@
 namespace tessera {
 
 /// Draws with replacement, index i with probability weight_i / sum. Draw k depends on (seed, k)
-/// alone: any draw is computed alone, in O(1). Alias method (Walker 1977, in the form of Vose
+/// alone: any draw is computed by itself, in O(1). Alias method (Walker 1977, in the form of Vose
 /// 1991).
 class WeightedDraws {
  public:
-  /// Weights: finite, at least 0, not all zero; else InvalidArgument.
+  /// Weights are finite, at least 0, and not all zero. Throws InvalidArgument otherwise.
   WeightedDraws(const std::vector<double>& weights, std::uint64_t seed);
   std::uint64_t operator()(std::uint64_t draw) const;
   std::uint64_t size() const { return threshold_.size(); }
@@ -27,8 +27,8 @@ class WeightedDraws {
   std::vector<std::uint64_t> alias_;
 };
 
-/// One weight a sample, such that each class that occurs is drawn equally often: 1 / (number of
-/// samples of its class). Classes: any numbers.
+/// One weight per sample, such that each class that occurs is drawn equally often: 1 / (number of
+/// samples of its class). Classes are any numbers.
 std::vector<double> class_balanced_weights(const std::vector<std::int64_t>& classes);
 
 /// A mixture of datasets: at every point of the sequence each dataset's share is as close to its
@@ -44,7 +44,7 @@ class Mixture {
     std::string name;
     std::uint64_t samples;
   };
-  /// From draw `from` on, these weights (>= 0, one per dataset).
+  /// Weights (>= 0, one per dataset) that hold from draw `from` on.
   struct Stage {
     std::uint64_t from;
     std::vector<double> weights;
@@ -54,27 +54,28 @@ class Mixture {
     std::uint64_t sample;
     bool operator==(const Draw&) const = default;
   };
-  /// What must be saved to go on: a few numbers.
+  /// The state to save for resuming: a few numbers.
   struct Cursor {
-    /// In all.
+    /// Number of draws so far.
     std::uint64_t drawn = 0;
-    /// From each dataset since the start.
+    /// Number of samples taken from each dataset since the start.
     std::vector<std::uint64_t> taken;
-    /// What each dataset is owed, in samples.
+    /// How many samples each dataset is behind its weight.
     std::vector<double> credit;
     bool operator==(const Cursor&) const = default;
   };
 
   /// Throws InvalidArgument for no dataset, an empty one that has a weight, weights that are not
-  /// finite, negative or all zero, stages that do not ascend from 0.
+  /// finite, negative or all zero, and stages that do not ascend from 0.
   Mixture(std::vector<Dataset> datasets, std::vector<Stage> stages, std::uint64_t seed,
           bool shuffle = true);
   Cursor start() const;
-  /// The next draw; moves the cursor on. Throws InvalidArgument for a cursor of another mixture.
+  /// Returns the next draw and advances the cursor. Throws InvalidArgument for a cursor of another
+  /// mixture.
   Draw next(Cursor& cursor) const;
-  /// The next out.size() draws: the same, faster.
+  /// The next out.size() draws; faster than one by one.
   void next(Cursor& cursor, std::span<Draw> out) const;
-  /// All that the draws depend on, as text: names, sizes, stages with exact weights, seed.
+  /// Everything that the draws depend on, as text: names, sizes, stages with exact weights, seed.
   std::string describe() const;
   const std::vector<Dataset>& datasets() const { return datasets_; }
 

@@ -10,17 +10,19 @@ namespace tessera::detail {
 
 using Json = nlohmann::ordered_json;
 
-/// Throws ConfigFileError ("source:line: ...") for a syntax error, a key that is duplicated in one
-/// object, more than 400 levels, and more than 4 million values (YAML's aliases are counted
-/// wherever they stand).
+/// Parses a document. Throws ConfigFileError ("source:line: ...") for a syntax error, a duplicate
+/// key in one object, more than 400 levels, and more than 4 million values (YAML's aliases are
+/// counted wherever they are used).
 Json parse_document(const std::string& text, FileFormat format, const std::string& source);
 std::string write_document(const Json& value, FileFormat format);
 
-/// ".json" -> json; ".yaml", ".yml" -> yaml; anything else: ConfigFileError.
+/// The format of a file by its ending: ".json" -> json; ".yaml", ".yml" -> yaml. Throws
+/// ConfigFileError for anything else.
 FileFormat format_of(const std::string& path);
-/// Throws ConfigFileError for a file that cannot be read, is empty or has more than 64 MiB.
+/// The contents of a file. Throws ConfigFileError if it cannot be read, is empty or has more than
+/// 64 MiB.
 std::string read_text(const std::string& path);
-/// A value for a message: on one line, and cut where it is long.
+/// A value for a message: on one line, and truncated if it is long.
 std::string shown(const Json& value);
 void write_text(const std::string& path, const std::string& text);
 

@@ -1,5 +1,5 @@
 #pragma once
-// Fields: an object of a document, read strictly: a field of the wrong type, and one that nobody
+// Fields: an object of a document, read strictly: a field of the wrong type, and one that was not
 // asked for, are errors that name their place.
 
 #include <chrono>
@@ -24,7 +24,8 @@ class Fields {
   }
   bool has(const std::string& field) const { return value_.contains(field); }
 
-  /// Absent, or null: nullopt.
+  /// This and the following return nullopt for a field that is absent or null. They throw
+  /// ConfigFileError for one of another type, and integer() for one outside [low, high].
   std::optional<std::string> text(const std::string& field);
   std::optional<std::int64_t> integer(const std::string& field, std::int64_t low,
                                       std::int64_t high);
@@ -32,7 +33,7 @@ class Fields {
   std::optional<bool> boolean(const std::string& field);
   std::optional<std::vector<std::string>> texts(const std::string& field);
   std::optional<std::vector<int>> integers(const std::string& field);
-  /// "500ms", "30s", "5min", "1h", or a number of milliseconds.
+  /// A time span: "500ms", "30s", "5min", "1h", or a number of milliseconds.
   std::optional<std::chrono::milliseconds> duration(const std::string& field);
   /// The value itself, marked as read; nullptr if absent.
   const Json* raw(const std::string& field);
@@ -48,10 +49,10 @@ class Fields {
   std::set<std::string> read_;
 };
 
-/// "512MB", "4KiB", "1e9", "25GB/s": bytes, powers of ten for kB MB GB TB and of two for KiB MiB
-/// GiB TiB. Throws ConfigFileError.
+/// Reads a number of bytes: "512MB", "4KiB", "1e9", "25GB/s"; powers of ten for kB MB GB TB, of two
+/// for KiB MiB GiB TiB. Throws ConfigFileError.
 double parse_bytes(const std::string& text, const std::string& where);
-/// "5us", "0.2ms", "1s". A bare number is seconds. Throws ConfigFileError.
+/// Reads seconds: "5us", "0.2ms", "1s", or a bare number of seconds. Throws ConfigFileError.
 double parse_seconds(const std::string& text, const std::string& where);
 
 }  // namespace tessera::detail

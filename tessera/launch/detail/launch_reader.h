@@ -1,5 +1,5 @@
 #pragma once
-// Reads the variables of one launcher family; every complaint names variables and values.
+// LaunchReader: reads the variables of one launcher family; its errors name variables and values.
 
 #include <functional>
 #include <string>
@@ -19,23 +19,23 @@ class LaunchReader {
   Launch& launch() { return launch_; }
 
   bool has(const std::string& name) const { return environment_.has(name); }
-  /// Throws where one of `names` is not set, and lists which are.
+  /// Throws ConfigurationError unless all `names` are set, and lists which are.
   void require(const std::vector<std::string>& names) const;
-  /// The first of `names` that is set; the first where none is.
+  /// The first of `names` that is set; the first one if none is.
   std::string first_set(const std::vector<std::string>& names) const;
-  /// Set and not empty.
+  /// The value of a variable. Throws ConfigurationError unless it is set and not empty.
   std::string text(const std::string& name) const;
   unsigned long long number(const std::string& name, unsigned long long limit) const;
-  /// Sets a field from a variable and notes the origin.
+  /// Sets a field from a variable and records the variable as its origin.
   void integer(int Launch::* field, const char* field_name, const std::string& name);
   void note(const char* field_name, const std::string& origin) {
     launch_.origin[field_name] = origin;
   }
   /// "NAME='value'" or "NAME is not set".
   std::string shown(const std::string& name) const;
-  /// MASTER_ADDR and MASTER_PORT, each where it is set.
+  /// Sets address and port from MASTER_ADDR and MASTER_PORT, each if it is set.
   void master();
-  /// The same, both required if there are several ranks.
+  /// As master(), but both are required if there are several ranks.
   void master_required();
   [[noreturn]] void fail(const std::string& why) const;
 
@@ -53,7 +53,7 @@ struct LauncherFamily {
   /// LaunchReader::launch() is complete afterwards, but not yet validated.
   void (*read)(LaunchReader&);
 };
-/// In the order in which they are looked for.
+/// All families in the order in which they are tried.
 std::vector<LauncherFamily> launcher_families();
 
 }  // namespace tessera::detail

@@ -1,6 +1,6 @@
 #pragma once
-// What the ranks of a run write: read from their pipes, kept in log files, brought into the order
-// that was asked for, and passed on to the launcher's own two streams.
+// RankOutputs: what the ranks of a run write: read from their pipes, copied to log files, put into
+// the requested order, and passed on to the launcher's own two streams.
 
 #include <poll.h>
 
@@ -22,45 +22,48 @@ class RankOutputs {
   RankOutputs(const RankOutputs&) = delete;
   RankOutputs& operator=(const RankOutputs&) = delete;
 
-  /// The next rank, whose pipes follow by attach(). Opens its log files; throws Error where that
-  /// cannot be done.
+  /// Adds the next rank, whose pipes follow by attach(). Opens its log files. Throws Error if that
+  /// fails.
   void add_rank();
-  /// Of the rank that was added last: the reading ends of its pipes, which are closed here.
+  /// Takes the reading ends of the pipes of the rank that was added last; they are closed here.
   void attach(int out, int err);
-  /// Every descriptor that a new process must not keep.
+  /// Appends every descriptor that a new process must not inherit.
   void append_descriptors(std::vector<int>& fds) const;
 
-  /// What poll() should wait for.
+  /// Appends what poll() should wait for.
   void watch(std::vector<pollfd>& fds) const;
-  /// Reads what a rank has written. `gone`: it and all its descendants have ended, so that nothing
-  /// more will come than the pipe holds now.
+  /// Reads what a rank has written. `gone`: the rank and all its descendants have ended, so that no
+  /// more than the pipe holds now will come.
   void read(int rank, bool gone);
-  /// Passes on what has its turn, as far as the readers take it. True where they took something.
+  /// Passes on the lines whose turn it is, as far as the readers take them. Returns true if they
+  /// took any.
   bool pass_on();
-  /// Lines wait that could go out without any of the events that watch() names.
+  /// True if lines are waiting that could be written without any of the events that watch() names.
   bool ready_to_pass_on() const;
-  /// Reads nothing more of a rank.
+  /// Stops reading from a rank.
   void close_rank(int rank);
-  /// Forgets everything that waits for a reader, and reads nothing more.
+  /// Discards everything that waits for a reader, and stops reading.
   void give_up();
 
   bool drained(int rank) const;
-  /// Everything has been read and is with the two streams.
+  /// True if everything has been read and passed to the two streams.
   bool all_read() const;
   bool pending() const { return out_.pending() || err_.pending(); }
-  /// The reader of the standard output has gone.
+  /// True if the reader of the standard output has gone.
   bool reader_gone() const { return out_.broken(); }
-  /// Bytes of both streams that could not be written, and why.
+  /// Number of bytes of both streams that could not be written; failure() is the errno of the last
+  /// failure.
   std::uint64_t lost() const;
   int failure() const { return out_.lost() > 0 ? out_.failure() : err_.failure(); }
 
-  /// A line of the launcher's own, on the standard error.
+  /// Writes a line of the launcher's own to the standard error.
   void say(const std::string& text) { sink(1).put("tessera: ", text); }
-  /// The last lines of a rank, at most `count` of each stream, as lines of the launcher's own.
+  /// Writes the last lines of a rank, at most `count` of each stream, as lines of the launcher's
+  /// own.
   void say_last_lines(int rank, std::size_t count);
   bool error_is_terminal() const { return err_.is_terminal(); }
 
-  /// So many last lines of a rank's stream are kept.
+  /// Number of last lines that are kept of each stream of a rank.
   static constexpr std::size_t last_lines_kept = 12;
 
  private:
@@ -94,12 +97,12 @@ class RankOutputs {
   OutputStream out_;
   OutputStream err_;
   bool shared_sink_ = false;
-  // Output::by_rank, as long as the order can be kept.
+  // Output::by_rank, while the order can be kept.
   bool ordered_ = false;
   std::deque<Rank> ranks_;
-  // The rank whose lines go out at once, where the order is kept.
+  // The rank whose lines are written at once, if the order is kept.
   int turn_ = 0;
-  // Kept lines wait for the reader of the output.
+  // Kept lines are waiting for the reader of the output.
   bool spools_stopped_ = false;
 };
 

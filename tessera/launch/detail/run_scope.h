@@ -1,6 +1,6 @@
 #pragma once
-// What the local launcher holds for the time of a run: a port, the process' signals, and the
-// environment of its ranks.
+// What the local launcher holds during a run: a port, the process' signals, and the environment of
+// its ranks.
 
 #include <signal.h>
 #include <sys/resource.h>
@@ -12,12 +12,12 @@
 
 namespace tessera::detail {
 
-/// "127.0.0.1", or "::1" on a host without IPv4. Throws Error where there is no loopback address.
+/// "127.0.0.1", or "::1" on a host without IPv4. Throws Error if there is no loopback address.
 std::string loopback_address();
 
-/// A port of loopback_address(), reserved: bound with SO_REUSEADDR and never listening, so that
-/// nobody gets it by chance, while a listener that sets SO_REUSEADDR itself (the stores of libtorch
-/// do) can take it. Throws Error where there is none.
+/// A reserved port of loopback_address(): bound with SO_REUSEADDR and never listening, so that no
+/// process gets it by chance, while a listener that sets SO_REUSEADDR itself (the stores of
+/// libtorch do) can take it. The constructor throws Error if there is none.
 class ReservedPort {
  public:
   ReservedPort();
@@ -34,9 +34,9 @@ class ReservedPort {
   int port_ = 0;
 };
 
-/// Signals come through a descriptor, SIGPIPE is ignored and orphans are this process' children;
-/// the settings from before come back at the end. Signals that were ignored stay ignored: while
-/// they are blocked, the system would queue them all the same.
+/// While it lives, signals are read from a descriptor, SIGPIPE is ignored and orphans become this
+/// process' children; the earlier settings are restored at the end. Signals that were ignored stay
+/// ignored: while they are blocked, the system would queue them all the same.
 class SignalScope {
  public:
   SignalScope();
@@ -45,7 +45,7 @@ class SignalScope {
   SignalScope& operator=(const SignalScope&) = delete;
   /// A signalfd, non-blocking.
   int fd() const { return fd_; }
-  /// From before.
+  /// The settings from before.
   const sigset_t& mask() const { return mask_; }
   const struct sigaction& pipe_action() const { return pipe_action_; }
 
@@ -57,7 +57,8 @@ class SignalScope {
   struct sigaction child_action_{};
 };
 
-/// The soft limit of descriptors is the hard one; a rank takes four of them, or six with log files.
+/// While it lives, the soft limit of descriptors is the hard one: a rank takes four of them, or six
+/// with log files.
 class DescriptorScope {
  public:
   DescriptorScope();
@@ -70,9 +71,10 @@ class DescriptorScope {
   rlimit before_{};
 };
 
-/// "NAME=value" of everything that the ranks of a run share: this process' environment without the
-/// variables by which an outer launcher numbers its own processes, and the variables of
-/// docs/launching.md. `columns`: of the terminal that the ranks' standard error ends on; 0: none.
+/// The variables that all ranks of a run share, as "NAME=value": this process' environment without
+/// the variables by which an outer launcher numbers its own processes, and the variables of
+/// docs/launching.md. `columns`: width of the terminal that the ranks' standard error ends on; 0:
+/// none.
 std::vector<std::string> shared_environment(const LocalRun& run, int usable_cores,
                                             const ReservedPort& port, int columns);
 

@@ -1,6 +1,6 @@
 #pragma once
-// ProcessGroupConfig: a tree of process groups. Sizes stand on the leaves, a parent is the product
-// of its children, and every leaf is an axis of a mesh.
+// ProcessGroupConfig: a tree of process groups. Leaves have sizes, a parent's size is the product
+// of its children's, and every leaf is an axis of a mesh.
 //
 //   world
 //   |- mp 2
@@ -9,8 +9,8 @@
 //      `- replicate 2
 //
 // Closeness: by default the first leaf has adjacent ranks (mp: 0,1), the next one strides over it
-// (shard: 0,2,4,6), the last is farthest (replicate: 0,8). A mesh is written the other way round,
-// outermost first: replicate=2 x shard=4 x mp=2.
+// (shard: 0,2,4,6), and the last is farthest (replicate: 0,8). A mesh is written the other way
+// round, outermost first: replicate=2 x shard=4 x mp=2.
 
 #include <chrono>
 #include <map>
@@ -35,16 +35,17 @@ struct GroupOptions {
 /// A node of the tree.
 struct ProcessGroupNode {
   std::string name = {};
-  /// On a leaf; absent: open (one leaf may be, and follows from the world). On an inner node:
-  /// checked against the product.
+  /// On a leaf: its size; absent: open (one leaf may be; its size follows from the world). On an
+  /// inner node: compared with the product of the leaves below.
   std::optional<int> size = {};
-  /// Name of the groups orthogonal to this node's (made with its options); empty: none.
+  /// Name of the groups orthogonal to this node's (they have its options); empty: none.
   std::string orthogonal_group = {};
-  /// Of the orthogonal groups: "parent" (also when empty), "world", or the name of an ancestor.
+  /// The scope of the orthogonal groups: "parent" (also when empty), "world", or the name of an
+  /// ancestor.
   std::string scope = {};
   /// Which of the leaves below have adjacent ranks: "first-adjacent" (default), "last-adjacent", or
   /// a list, nearest first, joined by dashes, of all children ("shard-replicate") or of all leaves
-  /// below. Empty: as the parent says.
+  /// below. Empty: as for the parent.
   std::string order = {};
   GroupOptions options = {};
   bool operator==(const ProcessGroupNode&) const = default;
@@ -53,7 +54,7 @@ struct ProcessGroupNode {
 /// Groups orthogonal to a leaf, an inner node, or a set of nodes.
 struct OrthogonalGroup {
   std::string name = {};
-  /// Nodes; none inside another.
+  /// Names of nodes, none of which is inside another.
   std::vector<std::string> of = {};
   /// As in ProcessGroupNode; the parent of several nodes is their nearest common ancestor.
   std::string scope = {};
@@ -64,44 +65,44 @@ struct OrthogonalGroup {
 class ProcessGroupConfig {
  public:
   explicit ProcessGroupConfig(ProcessGroupNode root = {.name = "world"});
-  /// Nodes with their parents' names, in any order; exactly one has no parent. Throws RepeatedName,
-  /// UnknownName, GroupCycle, with the names.
+  /// Builds a tree from nodes with their parents' names, in any order; exactly one has no parent.
+  /// Throws RepeatedName, UnknownName, GroupCycle, with the names.
   static ProcessGroupConfig from_nodes(
       const std::vector<std::pair<ProcessGroupNode, std::string>>& nodes);
 
-  /// Appends a node as the last child. Throws RepeatedName, UnknownName (parent), GroupConfigError
-  /// (size below 1, reserved name).
+  /// Appends a node as the last child of `parent`. Throws RepeatedName, UnknownName (parent),
+  /// GroupConfigError (size below 1, reserved name).
   void add_node(ProcessGroupNode node, const std::string& parent);
   void add_orthogonal(OrthogonalGroup group);
 
   const ProcessGroupNode& root() const { return nodes_.front().node; }
-  /// Throws UnknownName with the known names.
+  /// The node of this name. Throws UnknownName with the known names.
   const ProcessGroupNode& node(const std::string& name) const;
   bool contains(const std::string& name) const;
   bool is_leaf(const std::string& name) const;
-  /// Empty for the root.
+  /// Name of the parent; empty for the root.
   std::string parent(const std::string& name) const;
-  /// In the order in which they were added.
+  /// Names of the children in the order in which they were added.
   std::vector<std::string> children(const std::string& name) const;
-  /// Parent first, root last.
+  /// Names of the ancestors, parent first, root last.
   std::vector<std::string> ancestors(const std::string& name) const;
-  /// Parents before children, in tree order.
+  /// Names of all nodes in tree order, parents before children.
   std::vector<std::string> node_names() const;
-  /// In tree order.
+  /// Names of all leaves in tree order.
   std::vector<std::string> leaf_groups() const;
   std::vector<std::string> leaf_groups(const std::string& below) const;
-  /// All leaves, nearest (adjacent ranks) first, as the nodes' `order` says.
+  /// All leaves, nearest (adjacent ranks) first, as the nodes' `order` determines.
   std::vector<std::string> closeness() const;
-  /// Both those that nodes name and those added by add_orthogonal().
+  /// The orthogonal groups that nodes name and those added by add_orthogonal().
   std::vector<OrthogonalGroup> orthogonal_groups() const;
   const std::vector<OrthogonalGroup>& added_orthogonal() const { return orthogonal_; }
   /// The scope of an orthogonal group as a node's name. Throws UnknownName or OrthogonalityError
   /// (without ranks, for sizes may be open here).
   std::string scope_of(const OrthogonalGroup& group) const;
 
-  /// Sets sizes of leaves; with `update_parents` every inner node becomes the product of its
-  /// children where those are known, else open. All or nothing: an unknown leaf, an inner node or a
-  /// size below 1 is an error and changes nothing.
+  /// Sets sizes of leaves; with `update_parents` the size of every inner node becomes the product
+  /// of its children's if those are known, else open. All or nothing: throws for an unknown leaf,
+  /// an inner node or a size below 1, and then changes nothing.
   void set_leaf_group_sizes(const std::map<std::string, int>& sizes, bool update_parents = true);
   void set_options(const std::string& name, GroupOptions options);
   void set_order(const std::string& name, std::string order);
@@ -110,17 +111,17 @@ class ProcessGroupConfig {
 
   /// The product of the leaves below; absent while one of them is open.
   std::optional<int> size(const std::string& name) const;
-  /// The same tree with the open leaf, if any, inferred, and every inner node set. Throws UnsetSize
-  /// (two or more open), WorldSizeMismatch (the product does not divide, or is not, the world, or
-  /// an inner node's stated size is not its product).
+  /// The tree with the size of the open leaf, if any, inferred, and the size of every inner node
+  /// set. Throws UnsetSize (two or more open), WorldSizeMismatch (the product does not divide, or
+  /// is not, the world, or an inner node's stated size is not its product).
   ProcessGroupConfig resolve(int world_size) const;
 
-  /// The resolved tree's mesh: one axis a leaf, outermost first, over ranks 0 .. world - 1.
+  /// The resolved tree's mesh: one axis per leaf, outermost first, over ranks 0 .. world - 1.
   Mesh mesh(int world_size) const;
-  /// The same over any ranks, in this order.
+  /// As above, over any ranks, in this order.
   Mesh mesh(std::vector<int> ranks) const;
 
-  /// The tree as drawn above, with options, and the leaf order in words.
+  /// The tree as drawn above, with options, and the order of the leaves as text.
   std::string to_string() const;
   bool operator==(const ProcessGroupConfig& other) const;
 
@@ -129,12 +130,12 @@ class ProcessGroupConfig {
     ProcessGroupNode node;
     int parent = -1;
     std::vector<int> children;
-    // Levels from the root, which is 1.
+    // Level in the tree; the root has 1.
     int depth = 1;
     bool operator==(const Item&) const = default;
   };
   int find(const std::string& name) const;
-  // A node and all below it, each before its children.
+  // A node and all nodes below it, each before its children.
   std::vector<int> below(int at) const;
   // The product of the leaves below each node, where all of them are known.
   std::vector<std::optional<int>> all_sizes() const;

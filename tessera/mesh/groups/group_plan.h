@@ -1,7 +1,7 @@
 #pragma once
-// GroupPlan: every group family of a job by name, as layouts over rank tables. Nothing in it grows
-// with the world but the tables themselves, so that each rank can hold the whole plan, compare it
-// with the others' by a hash, and list just the groups that it belongs to.
+// GroupPlan: every group family of a job by name, as layouts over rank tables. Apart from the
+// tables its size does not depend on the world, so that each rank can hold the whole plan, compare
+// it with the others' by a hash, and list just the groups that it belongs to.
 
 #include <cstdint>
 #include <optional>
@@ -21,19 +21,19 @@ struct GroupFamily {
   std::string name = {};
   Kind kind = Kind::axes;
   int view = 0;
-  /// Indices of axes of that view's mesh.
+  /// Indices of axes in that view's mesh.
   std::vector<int> axes = {};
   GroupOptions options = {};
-  /// Of an orthogonal family: what it is orthogonal to ...
+  /// For an orthogonal family: the families that it is orthogonal to ...
   std::vector<std::string> of = {};
-  /// ... and within which family.
+  /// ... and the family within which it is.
   std::string scope = {};
 };
 
 /// One group that a rank belongs to.
 struct Membership {
   std::string family = {};
-  /// In group order.
+  /// Ranks in group order.
   std::vector<int> ranks = {};
   int group_rank = 0;
   GroupOptions options = {};
@@ -42,27 +42,27 @@ struct Membership {
 class GroupPlan {
  public:
   explicit GroupPlan(Mesh mesh, std::string view = "mesh");
-  /// One family for each axis of each view, shared axes once.
+  /// One family per axis of each view; axes that views share count once.
   explicit GroupPlan(const MeshViews& views);
-  /// One family for each axis of the mesh.
+  /// One family per axis of the mesh.
   static GroupPlan of_mesh(Mesh mesh);
-  /// One family a node and one an orthogonal group. Throws what ProcessGroupConfig::resolve()
+  /// One family per node and one per orthogonal group. Throws what ProcessGroupConfig::resolve()
   /// throws, RepeatedName, and OrthogonalityError, with the offending ranks, for an orthogonal
-  /// group that breaks the rule: of the root, of overlapping nodes, in a scope that does not hold
-  /// it, or in a scope that it fills, where nothing is left to be orthogonal to.
+  /// group that breaks the rule: that of the root, of overlapping nodes, in a scope that does not
+  /// contain it, or in a scope that it fills, where nothing is left to be orthogonal to.
   static GroupPlan of_config(const ProcessGroupConfig& config, int world_size);
   static GroupPlan of_config(const ProcessGroupConfig& config, std::vector<int> ranks);
 
-  /// Throws RepeatedName, InvalidArgument (axis or view out of range).
+  /// Adds a family. Throws RepeatedName, InvalidArgument (axis or view out of range).
   void add(GroupFamily family);
-  /// "tp-pp": the family over those axes of the first view. "tp": as is, if the axis already is a
-  /// family.
+  /// Adds the family over axes of the first view: "tp-pp". A single axis that already is a family
+  /// is left as it is.
   void add_axes(const std::string& names);
 
   const std::vector<GroupFamily>& families() const { return families_; }
-  /// Throws UnknownName with the known names.
+  /// The family of this name. Throws UnknownName with the known names.
   const GroupFamily& family(const std::string& name) const;
-  /// The first view.
+  /// The mesh of the first view.
   const Mesh& mesh() const { return views_.front().second; }
   const Mesh& mesh(const GroupFamily& family) const { return views_[family.view].second; }
   int size() const { return mesh().size(); }
@@ -73,8 +73,8 @@ class GroupPlan {
   /// All groups of one rank, in the order of the families.
   std::vector<Membership> memberships(int rank) const;
 
-  /// One line a view (its axes and ranks) and one a family (its layout and options); equal texts
-  /// mean equal groups for every rank.
+  /// The plan as text: one line per view (its axes and ranks) and one per family (its layout and
+  /// options); equal texts mean equal groups for every rank.
   std::string canonical() const;
   /// Hash of canonical().
   std::uint64_t hash() const;
@@ -84,11 +84,11 @@ class GroupPlan {
   std::vector<GroupFamily> families_;
 };
 
-/// Where two canonical texts part.
+/// The first line in which two canonical texts differ.
 struct PlanDifference {
-  /// From 1.
+  /// Number of the line, from 1.
   int line = 0;
-  /// Empty: the text has ended.
+  /// The lines; empty where a text has ended.
   std::string mine, theirs;
 };
 std::optional<PlanDifference> first_difference(const std::string& mine, const std::string& theirs);

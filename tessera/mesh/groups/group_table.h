@@ -1,5 +1,6 @@
 #pragma once
-// GroupTable: all groups of one family, flat. In a mesh the groups of a set of axes have one size.
+// GroupTable: all groups of one family in a flat list. In a mesh the groups of a set of axes all
+// have the same size.
 
 #include <cstddef>
 #include <span>
@@ -7,11 +8,11 @@
 
 namespace tessera {
 
-/// Groups of equal size, one after the other. Position in a group is the group rank and binds; the
-/// order of the groups among themselves does not.
+/// Groups of equal size, one after the other. The position in a group is the group rank; the order
+/// of the groups has no meaning.
 struct GroupTable {
   int group_size = 1;
-  /// count() * group_size ranks.
+  /// The ranks of all groups: count() * group_size of them.
   std::vector<int> members;
 
   int count() const { return static_cast<int>(members.size()) / group_size; }

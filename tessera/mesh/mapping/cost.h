@@ -1,5 +1,5 @@
 #pragma once
-// CostModel: seconds per training step that stated traffic takes for a placement of ranks.
+// CostModel: seconds per training step that given traffic takes for a mapping of ranks to slots.
 //
 // One message of n bytes costs latency + n / bandwidth. A collective is a sequence of rounds; in a
 // round every group of an axis sends at once, and the round lasts as long as its slowest message or
@@ -42,7 +42,7 @@ enum class Collective {
   send
 };
 const char* to_string(Collective collective);
-/// Throws GroupConfigError with the known names.
+/// The collective of this name. Throws GroupConfigError with the known names.
 Collective collective_from(const std::string& name);
 
 /// Traffic of one group family per step. Several entries may name the same axes; they run one after
@@ -51,43 +51,43 @@ struct Traffic {
   /// One axis, or several for a group over them.
   std::vector<std::string> axes;
   Collective collective = Collective::all_reduce;
-  /// Per call: the size of the buffer that the collective works on.
+  /// Bytes per call: the size of the buffer that the collective works on.
   double bytes = 0;
-  /// Per step.
+  /// Number of calls per step.
   double calls = 1;
   bool operator==(const Traffic&) const = default;
 };
 
 struct AxisCost {
-  /// "tensor", "data-tensor"
+  /// Names of the axes: "tensor", "data-tensor".
   std::string axes;
   Collective collective = Collective::all_reduce;
-  /// Per step, all calls.
+  /// Seconds per step for all calls.
   double seconds = 0;
-  /// The cheapest.
+  /// The cheapest algorithm.
   std::string algorithm;
 };
 
 struct PlacementCost {
   double seconds = 0;
-  /// One a Traffic entry, in their order.
+  /// One per Traffic entry, in their order.
   std::vector<AxisCost> axes;
 };
 
-/// A mesh (of positions 0 .. n-1, row-major; its own ranks do not matter here) on a topology with
-/// at least n slots.
+/// The cost of a mesh (of positions 0 .. n-1, row-major; its own ranks do not matter here) on a
+/// topology with at least n slots.
 class CostModel {
  public:
   /// Throws MappingError (more ranks than slots, a topology that check() refuses), UnknownName
   /// (axes), GroupConfigError (negative or infinite numbers).
   CostModel(const Topology& topology, std::vector<Axis> axes, std::vector<Traffic> traffic);
 
-  /// slot_of[p]: where the rank at row-major position p sits; no slot twice (not checked here: see
-  /// Placement).
+  /// The cost of a mapping: slot_of[p] is the slot of the rank at row-major position p. No slot may
+  /// occur twice, which is not checked here (given_mapping() does).
   PlacementCost cost(const std::vector<int>& slot_of) const;
   double seconds(const std::vector<int>& slot_of) const;
-  /// No placement of these axes on this topology is cheaper in this model. See lower_bound.cpp for
-  /// the argument.
+  /// A bound below the cost of every mapping of these axes to this topology, in this model. See
+  /// lower_bound.cpp for the argument.
   double lower_bound() const;
 
   const Topology& topology() const { return topology_; }
@@ -109,7 +109,7 @@ class CostModel {
   Topology topology_;
   Mesh mesh_;
   std::vector<Traffic> traffic_;
-  std::vector<GroupTable> groups_;         // of positions, one a traffic entry
+  std::vector<GroupTable> groups_;         // of positions, one per traffic entry
   std::vector<int> host_, device_, rail_;  // of slots
   std::vector<int> place_;                 // of slots, in the order of the switch tree
   int rails_ = 1;

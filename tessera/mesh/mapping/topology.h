@@ -1,5 +1,5 @@
 #pragma once
-// Topology: the machines as plain data. Hosts with devices (one rank each), links between devices,
+// Topology: the machines as plain data: hosts with devices (one rank each), links between devices,
 // rails, and switches as a tree.
 //
 // A slot is a place for one rank. Slots are numbered host by host, device by device: with hosts of
@@ -11,15 +11,15 @@
 
 namespace tessera {
 
-/// What a message over a link costs: latency + bytes / bandwidth.
+/// The cost of a message over a link: latency + bytes / bandwidth.
 struct LinkClass {
   std::string name;
   /// Seconds.
   double latency = 0;
   /// Bytes per second, in one direction.
   double bandwidth = 1;
-  /// All links of this class inside one host share the bandwidth (a bus); else each pair has it
-  /// alone (point to point).
+  /// True: all links of this class inside one host share the bandwidth (a bus); false: each pair
+  /// has it to itself (point to point).
   bool shared = false;
   bool operator==(const LinkClass&) const = default;
 };
@@ -34,27 +34,29 @@ struct DeviceLink {
 
 struct Host {
   std::string name;
-  /// Ranks that it runs; may differ from host to host.
+  /// Number of devices, that is, of ranks that it runs; may differ from host to host.
   int devices = 1;
-  /// Between two devices unless `links` says otherwise. Index into Topology::device_links.
+  /// Link class between two devices unless `links` says otherwise. Index into
+  /// Topology::device_links.
   int link_class = 0;
   std::vector<DeviceLink> links = {};
   /// Network adapter of each device; empty: all devices share adapter 0.
   std::vector<int> rail = {};
-  /// The switch that it hangs on; -1: the only, unnamed one.
+  /// The switch that it is connected to; -1: the only, unnamed one.
   int network = -1;
   bool operator==(const Host&) const = default;
 };
 
-/// A switch (rack, leaf, spine). Traffic between two hosts climbs to the nearest switch above both
-/// and loads every uplink on the way.
+/// A switch (rack, leaf, spine). Traffic between two hosts goes up to the nearest switch above both
+/// and uses every uplink on the way.
 struct Switch {
   std::string name;
-  /// -1: the root. Parents stand before their children or after; the tree has one root.
+  /// Index of the parent; -1: this is the root. Parents may come before or after their children;
+  /// the tree has one root.
   int parent = -1;
-  /// Added once for each uplink that a message passes.
+  /// Seconds, added for each uplink that a message passes.
   double latency = 0;
-  /// Bytes per second of the link to the parent, each way; 0: never the narrowest place.
+  /// Bytes per second of the link to the parent, each way; 0: unlimited.
   double uplink_bandwidth = 0;
   bool operator==(const Switch&) const = default;
 };
@@ -70,19 +72,19 @@ struct Topology {
 
   /// `hosts` hosts with `devices` devices each, all on one switch.
   static Topology uniform(int hosts, int devices);
-  /// One host a number, named host0, host1, ...
+  /// One host per number of devices, named host0, host1, ...
   static Topology of_counts(const std::vector<int>& devices);
 
   int slots() const;
-  /// Throws MappingError out of range.
+  /// The host of a slot. Throws MappingError if it is out of range.
   int host_of(int slot) const;
-  /// For every slot.
+  /// The host of every slot.
   std::vector<int> hosts_of_slots() const;
   int first_slot(int host) const;
   int rail_of(int host, int device) const;
-  /// Throws MappingError for anything that does not hang together: no hosts, devices below 1,
-  /// repeated names, links or rails out of range, switches that form a cycle or several trees,
-  /// bandwidths that are not positive, latencies below 0.
+  /// Throws MappingError for an inconsistent topology: no hosts, devices below 1, duplicate names,
+  /// links or rails out of range, switches that form a cycle or several trees, bandwidths that are
+  /// not positive, latencies below 0.
   void check() const;
 
   bool operator==(const Topology&) const = default;
