@@ -1,5 +1,5 @@
 #pragma once
-// Errors of sharded tensors.
+// The errors of sharded tensors.
 
 #include "tessera/base/error.h"
 

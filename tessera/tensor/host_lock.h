@@ -1,19 +1,19 @@
 #pragma once
-// HostLock: the lock of a language that the program is written in. An operator on sharded tensors
-// waits for other ranks. Where these are threads of one process and the caller holds an
-// interpreter's lock, they could not run: it is let go in the meantime.
+// HostLock: the lock of an interpreter that the program runs in. An operator on sharded tensors
+// waits for other ranks. If these are threads of one process and the caller holds the interpreter's
+// lock, they could not run: the lock is released during the call.
 
 #include <atomic>
 
 namespace tessera {
 
 struct HostLock {
-  /// Lets the lock go if this thread holds it; returns what take() needs, nullptr if it did not.
+  /// Releases the lock if this thread holds it; returns what take() needs, nullptr if it did not.
   void* (*let_go)();
   void (*take)(void*);
 };
 
-/// For the whole process, as the interpreter is, and for good: `lock` must outlive every use of
+/// Sets the lock of the whole process, which is its interpreter's. `lock` must outlive every use of
 /// sharded tensors.
 void set_host_lock(const HostLock* lock);
 
@@ -21,7 +21,7 @@ namespace detail {
 
 std::atomic<const HostLock*>& host_lock();
 
-/// While it lives this thread does not hold the lock.
+/// Releases the lock while it lives, if this thread holds it.
 class WithoutHostLock {
  public:
   WithoutHostLock()

@@ -1,5 +1,5 @@
 #pragma once
-// Policies: what happens where an operator would do more than its user wrote.
+// Policies: what happens if an operator would do more than its user wrote.
 
 #include <cstdint>
 
@@ -28,12 +28,12 @@ Policies policies(const DistributedManager& manager);
 /// same on all ranks.
 void manual_seed(const DistributedManager& manager, std::uint64_t seed);
 
-/// Where the random numbers of sharded tensors stand: equal states draw equal numbers. To draw the
-/// same again (recomputing a forward, resuming a run) take the state before and set it after; all
-/// ranks must do so alike.
+/// The state of the random numbers of sharded tensors: equal states draw equal numbers. To draw the
+/// same again (recomputing a forward, resuming a run) read the state before and set it after; all
+/// ranks must do the same.
 struct RandomState {
   std::uint64_t seed = 0;
-  /// Of the next draw.
+  /// Number of the next draw.
   std::uint64_t stream = 0;
   bool operator==(const RandomState&) const = default;
 };

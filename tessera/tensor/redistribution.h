@@ -1,7 +1,7 @@
 #pragma once
 // Redistribution gives a tensor other placements, other sizes of its shards, or another mesh; its
 // value stays. It moves the fewest elements that the two specs allow, by the collective that needs
-// the fewest rounds; explain_redistribution() tells which.
+// the fewest rounds; explain_redistribution() lists the collectives.
 //
 //   at::Tensor columns = redistribute(rows, {Shard(1)});                       // all-to-all
 //   Pending<at::Tensor> r = start_redistribute(rows, {Replicate()});   // all-gather, started
@@ -21,7 +21,7 @@
 namespace tessera {
 
 /// Returns the same value with `placements`. Shards have the sizes given; a dim without sizes keeps
-/// its own if the same axes shard it, and is cut evenly otherwise. The result has memory of its
+/// its own if the same axes shard it, and is sharded evenly otherwise. The result has memory of its
 /// own. Collective over the axes whose placement changes. Differentiable: the input's gradient has
 /// the placements `gradient`, by default those of the input with Replicate in place of Partial.
 /// Throws InvalidArgument for a plain tensor and for placements or sizes that do not fit.
@@ -33,7 +33,7 @@ at::Tensor redistribute(const at::Tensor& tensor, const ShardSpec& spec);
 /// Starts redistribute() and returns after its first collective has been started. `tensor` must not
 /// be written to before wait() has returned. Differentiable like redistribute(); backward blocks.
 /// All ranks must wait for their redistributions in the same order, because one that needs a second
-/// collective (a reduction whose result lies elsewhere) makes it in wait().
+/// collective (a reduction whose result is needed on other ranks) makes it in wait().
 Pending<at::Tensor> start_redistribute(const at::Tensor& tensor, const ShardSpec& spec);
 Pending<at::Tensor> start_redistribute(const at::Tensor& tensor,
                                        const std::vector<Placement>& placements,
@@ -43,18 +43,18 @@ Pending<at::Tensor> start_redistribute(const at::Tensor& tensor,
 /// every rank of either mesh: ranks outside `from` give an undefined tensor, ranks outside `to` get
 /// one. A Partial value is reduced first; `placements` may not be Partial. Differentiable if both
 /// meshes have the same ranks; otherwise a tensor that requires grad is refused on all ranks with
-/// ShardingError. Throws InvalidArgument on all ranks if the tensors given do not lie on `from`
-/// alike.
+/// ShardingError. Throws InvalidArgument on all ranks if the ranks' tensors differ in placement,
+/// shape or dtype, or are not on `from`.
 at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& from, const DeviceMesh& to,
                         const std::vector<Placement>& placements, const ShardSizes& sizes = {});
 
 /// One collective of a redistribution, as seen by this rank.
 struct RedistributionCall {
-  /// For example "reduce_scatter".
+  /// Name of the collective, for example "reduce_scatter".
   std::string operation;
   /// The mesh axes whose ranks form the group.
   std::vector<std::string> axes;
-  /// Elements that arrive from other ranks; an all-reduce counts as a reduce-scatter and an
+  /// Number of elements received from other ranks; an all-reduce counts as a reduce-scatter and an
   /// all-gather.
   std::int64_t received = 0;
 };

@@ -1,6 +1,6 @@
 #pragma once
-// RefusalScope: finds every operator of a program that refuses its placements, not the first one
-// alone.
+// RefusalScope: finds every operator of a program that refuses its placements, not only the first
+// one.
 //
 //   tessera::RefusalScope scope(manager);
 //   net->forward(x);
@@ -15,9 +15,9 @@
 namespace tessera {
 
 struct Refusal {
-  /// "aten::some_operator".
+  /// Name of the operator: "aten::some_operator".
   std::string op;
-  /// What it would have thrown.
+  /// The text of the error that it would have thrown.
   std::string why;
 };
 
@@ -26,10 +26,10 @@ struct RankState;
 class RefusalNotes;
 }  // namespace detail
 
-/// While it lives, an operator of this manager's sharded tensors that has no rule for what it is
-/// given is noted, and runs on gathered values. What writes to its arguments, and what draws random
-/// numbers, throws as ever. All ranks must open and close scopes alike. For looking at programs,
-/// not for running them: nothing that is refused is remembered, and each call gathers again.
+/// While it lives, an operator on this manager's sharded tensors that has no rule for its arguments
+/// is recorded and runs on gathered values. Operators that write to their arguments or draw random
+/// numbers throw as usual. All ranks must open and close scopes alike. For examining programs, not
+/// for running them: plans of refused operators are not kept, and each call gathers again.
 class RefusalScope {
  public:
   explicit RefusalScope(const DistributedManager& manager);
@@ -37,7 +37,7 @@ class RefusalScope {
   RefusalScope(const RefusalScope&) = delete;
   RefusalScope& operator=(const RefusalScope&) = delete;
 
-  /// So far, in order; backward's too.
+  /// The refusals so far, in order, those of backward included.
   std::vector<Refusal> refusals() const;
 
  private:

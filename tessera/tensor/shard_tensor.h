@@ -27,56 +27,58 @@ namespace tessera {
 
 /// False for plain and undefined tensors.
 bool is_sharded(const at::Tensor& tensor);
-/// Where the elements of a sharded tensor lie. Throws InvalidArgument for a plain tensor.
+/// The spec of a sharded tensor: where its elements are. Throws InvalidArgument for a plain tensor.
 ShardSpec spec(const at::Tensor& tensor);
 /// spec(tensor).placements(). Throws InvalidArgument for a plain tensor.
 const std::vector<Placement>& placements(const at::Tensor& tensor);
 
 /// Makes the sharded tensor whose shards are the ranks' `local`s. Shares the local's memory if that
-/// is contiguous. Sizes of sharded dims that are not given are gathered over the mesh. Where all
-/// are given, the first call with these placements, sizes, dtype and requires_grad compares the
-/// ranks' locals (a rank that believed otherwise would later call other collectives than its
-/// peers), and later ones do not communicate. Differentiable: a local that is a term of a mean over
-/// n ranks gets the gradient divided by n, of a product that times the others' terms, of an
-/// extremum its share of it. Throws InvalidArgument on every rank if the ranks disagree.
+/// is contiguous. Sizes of sharded dims that are not given are gathered over the mesh. If all are
+/// given, the first call with these placements, sizes, dtype and requires_grad compares the ranks'
+/// locals (a rank that differed would later call other collectives than its peers), and later calls
+/// do not communicate. Differentiable: with Partial, the local's gradient is that of the total for
+/// a sum, divided by n for a mean over n ranks, multiplied by the other ranks' factors for a
+/// product, and its share for an extremum. Throws InvalidArgument on every rank if the ranks
+/// disagree.
 at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
                       const std::vector<Placement>& placements, const ShardSizes& sizes = {});
-/// The same without any communication: the spec says it all, and the caller answers for the dtypes
-/// and requires_grad being the same on all ranks.
+/// As above, without any communication: the spec is complete, and the caller guarantees that dtype
+/// and requires_grad are the same on all ranks.
 at::Tensor from_local(const at::Tensor& local, const ShardSpec& spec);
-/// Makes a sharded tensor over the caller's memory, in which the local lies row-major with the
-/// shape spec.local_shape(). `deleter` is called once, when no tensor needs the memory any more.
+/// Makes a sharded tensor over the caller's memory, which holds the local row-major with the shape
+/// spec.local_shape(). `deleter` is called once, when no tensor needs the memory any more.
 at::Tensor from_blob(void* data, const ShardSpec& spec, const at::TensorOptions& options,
                      std::function<void(void*)> deleter = {});
 
 /// Makes a sharded tensor of `full`, which must be the same on all ranks: each rank takes its shard
-/// of it, and nothing is sent. Differentiable: `full` gets the whole gradient. Throws
+/// of it, and nothing is sent. Differentiable: `full` gets the full gradient. Throws
 /// InvalidArgument if placements or sizes do not fit the shape.
 at::Tensor distribute_tensor(const at::Tensor& full, const DeviceMesh& mesh,
                              const std::vector<Placement>& placements,
                              const ShardSizes& sizes = {});
 at::Tensor distribute_tensor(const at::Tensor& full, const ShardSpec& spec);
-/// Makes a sharded tensor of `full`, which the rank at mesh position `root` alone holds (others may
+/// Makes a sharded tensor of `full`, which only the rank at mesh position `root` holds (others may
 /// give an undefined tensor): it sends every rank its shard. Collective. Throws InvalidArgument for
 /// a root that the mesh does not have, and for placements or sizes that do not fit.
 at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh,
                    const std::vector<Placement>& placements, const ShardSizes& sizes = {},
                    int root = 0);
 
-/// Returns this rank's local, which shares its memory with the tensor; of a view that had to be
-/// gathered (one row of a sharded dim), whose base the memory is not, a copy. Differentiable: the
+/// Returns this rank's local, which shares its memory with the tensor; for a view that had to be
+/// gathered (one row of a sharded dim), and so has memory of its own, a copy. Differentiable: the
 /// ranks' gradients are the locals of a gradient with the placements `gradient` (by default the
 /// tensor's, with Replicate in place of Partial). Throws InvalidArgument for a plain tensor.
 at::Tensor to_local(const at::Tensor& tensor,
                     const std::optional<std::vector<Placement>>& gradient = std::nullopt);
 /// Returns the global value on every rank, as a plain tensor. Collective. Differentiable: with
 /// `gradient` Replicate (the default) every rank computes the same from the value, and its gradient
-/// counts once; with Partial each rank's loss is a term of the total, and gradients are summed.
+/// counts once; with Partial the total loss is the sum of the ranks' losses, and gradients are
+/// summed.
 at::Tensor full_tensor(const at::Tensor& tensor,
                        const std::optional<std::vector<Placement>>& gradient = std::nullopt);
 
-/// New tensors of a spec. No communication. Throws InvalidArgument where the spec is Partial, but
-/// for empty() and zeros().
+/// Makes a new tensor of a spec. No communication. Throws InvalidArgument if the spec is Partial,
+/// except for empty() and zeros().
 at::Tensor empty(const ShardSpec& spec, const at::TensorOptions& options = {});
 at::Tensor zeros(const ShardSpec& spec, const at::TensorOptions& options = {});
 at::Tensor ones(const ShardSpec& spec, const at::TensorOptions& options = {});

@@ -1,5 +1,5 @@
 #pragma once
-// Neighbourhood attention of a box of queries whose keys are a box too: what one rank computes.
+// Neighbourhood attention of a box of queries and a box of keys: what one rank computes.
 
 #include <ATen/core/Tensor.h>
 
@@ -13,33 +13,33 @@ namespace tessera::detail {
 
 struct LocalNeighborhood {
   std::vector<Neighborhood> dims;
-  /// Of the whole field, a number a spatial dim.
+  /// Extents of the whole field, one per spatial dim.
   std::vector<std::int64_t> extents;
-  /// What `q`, and `k` and `v`, hold of it; a spatial dim each. Every key that a query sees is
-  /// held.
+  /// The boxes of it that `q`, and `k` and `v`, hold, one interval per spatial dim. They contain
+  /// every key that a query sees.
   Box queries, keys;
   double scale = 1;
 };
 
-/// The keys that some query of the interval sees, as the smallest interval that holds them.
+/// The smallest interval that contains the keys that some query of `queries` sees.
 Interval seen_keys(const Neighborhood& dim, Interval queries, std::int64_t extent);
 
-/// Differentiable once. Plain tensors.
+/// Neighbourhood attention of plain tensors. Differentiable once.
 at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                   const LocalNeighborhood& where);
 
-/// In backward: throws NotAvailable where a graph of it is asked for.
+/// To be called in backward: throws NotAvailable if a graph of it is requested.
 void refuse_second_derivative();
 
-/// The same in two halves, below autograd.
+/// Forward and backward of attend(), below autograd.
 class Attention {
  public:
   explicit Attention(LocalNeighborhood where);
   const LocalNeighborhood& where() const { return where_; }
 
   struct Result {
-    /// logs: of each query's sum of exponentials, which backward needs; undefined where it does
-    /// not.
+    /// logs: the logarithm of each query's sum of exponentials, which backward needs; undefined if
+    /// it does not.
     at::Tensor value, logs;
   };
   Result forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;

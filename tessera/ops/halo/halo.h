@@ -1,5 +1,5 @@
 #pragma once
-// Halos: each rank gets, beside its own part of a field, what it needs of the other ranks' parts;
+// Halos: each rank gets, beside its own shard of a field, what it needs of the other ranks' shards;
 // and the adjoint, which sums back.
 //
 // For users:
@@ -16,7 +16,7 @@
 //   HaloValues values = halo.start_exchange(local);  // packed, one message per peer
 //   ...what needs no halo...
 //   values.arrival().wait();
-//   // any part of the needed box; zeros where there is nothing
+//   // any box within the needed one; zeros where there is nothing
 //   at::Tensor strip = values.assemble(box);
 //   at::Tensor gradient = halo.sum(gradient_of_needed);  // the adjoint: <H x, y> = <x, H' y>
 
@@ -35,18 +35,19 @@
 
 namespace tessera {
 
-/// How boxes travel: a batch of sends and receives between those that have something for each
-/// other, or one all-to-all of the group. `automatic` takes the all-to-all where every rank of the
-/// group has something for every other and they are at least four, else point-to-point.
+/// How boxes are sent: by a batch of sends and receives between ranks that need something of each
+/// other, or by one all-to-all of the group. `automatic` uses the all-to-all if every rank of the
+/// group has something for every other and there are at least four, else point-to-point.
 enum class HaloMethod : unsigned char { automatic, point_to_point, all_to_all };
 
 struct HaloOptions {
-  /// The same on all ranks.
+  /// Must be the same on all ranks.
   HaloMethod method = HaloMethod::automatic;
 };
 
-/// The box of a field, in global and possibly outlying indices, that the rank at each mesh position
-/// (row-major) needs; without elements: nothing. The same function on all ranks.
+/// The box of a field, in global indices that may be outside the array, that the rank at each mesh
+/// position (row-major) needs; a box without elements: nothing. Must be the same function on all
+/// ranks.
 using NeededBox = std::function<Box(int position)>;
 
 class HaloValues;
@@ -55,41 +56,41 @@ struct HaloState;
 struct HaloBuffers;
 }  // namespace detail
 
-/// The exchange that gives each rank its needed box of a field, made ready: plan, group, buffers
-/// that are used again. A value; copies share one state. Calls on one Halo are made in the same
-/// order on all ranks of its group; several may be under way.
+/// The exchange that gives each rank its needed box of a field, prepared once: plan, group, and
+/// buffers that are reused. A value; copies share one state. Calls on one Halo must be made in the
+/// same order on all ranks of its group; several may be in progress.
 class Halo {
  public:
   Halo() = default;
   /// `field` has no partial axis; `edges`: one per dim. Makes the group along the axes over which
-  /// something travels (all ranks of the mesh call it). Throws InvalidArgument where `field` is
-  /// partial or numbers of dims differ. Time grows with the positions of the mesh, not with
-  /// elements.
+  /// something is sent (all ranks of the mesh call it). Throws InvalidArgument if `field` is
+  /// partial or the numbers of dims differ. Time grows with the number of positions of the mesh,
+  /// not of elements.
   Halo(const ShardSpec& field, std::vector<Edge> edges, NeededBox needed, HaloOptions options = {});
 
   explicit operator bool() const { return state_ != nullptr; }
   const ShardSpec& field() const;
   const HaloPlan& plan() const;
-  /// This rank's part of the field.
+  /// This rank's shard of the field.
   const Box& owned() const;
-  /// What it needs.
+  /// The box that this rank needs.
   const Box& needed() const;
-  /// Whether any rank of the mesh sends; the same on all ranks. Without, nothing below
+  /// True if any rank of the mesh sends; the same on all ranks. If false, nothing below
   /// communicates.
   bool travels() const;
-  /// As chosen; point_to_point where nothing travels.
+  /// The method in use; point_to_point if nothing is sent.
   HaloMethod method() const;
   Group group() const;
 
-  /// `local`: this rank's part, of field().local_shape(), any strides; it must keep its values
-  /// until the messages have arrived.
+  /// Starts the exchange. `local`: this rank's shard, of field().local_shape(), with any strides;
+  /// it must keep its values until the messages have arrived.
   [[nodiscard]] HaloValues start_exchange(const at::Tensor& local) const;
-  /// The needed box, contiguous, zeros beyond zero edges: start, wait, assemble. Shares no memory
-  /// with `local`.
+  /// The needed box, contiguous, with zeros beyond zero edges: start, wait, assemble. Shares no
+  /// memory with `local`.
   at::Tensor exchange(const at::Tensor& local) const;
 
-  /// The adjoint: `gradient` of the needed box; each element is added to where its value came from.
-  /// Returns a tensor of field().local_shape().
+  /// The adjoint: each element of `gradient`, of the needed box, is added to where its value came
+  /// from. The result is a tensor of field().local_shape().
   Pending<at::Tensor> start_sum(const at::Tensor& gradient) const;
   at::Tensor sum(const at::Tensor& gradient) const;
 
@@ -97,19 +98,19 @@ class Halo {
   std::shared_ptr<detail::HaloState> state_;
 };
 
-/// This rank's part of a field and its halo, which may still be under way. Destroying it waits.
+/// This rank's shard of a field and its halo, which may still be on the way. Destroying it waits.
 class HaloValues {
  public:
-  /// Holds nothing.
+  /// Holds no values.
   HaloValues();
   HaloValues(HaloValues&&) noexcept;
   HaloValues& operator=(HaloValues&&) noexcept;
   ~HaloValues();
-  /// The messages under way. Throws InvalidArgument where nothing was started.
+  /// The request for the messages. Throws InvalidArgument if nothing was started.
   Request& arrival();
   /// The values of `box`, in the same indices as needed(): those that are owned or needed, zeros
-  /// elsewhere. Waits if the box is not owned. Where one piece covers the box the result is a view
-  /// of the local or of a buffer that lives as long as this object. Throws as arrival().
+  /// elsewhere. Waits if the box is not owned. If one piece covers the box the result is a view of
+  /// the local or of a buffer that lives as long as this object. Throws as arrival().
   at::Tensor assemble(const Box& box);
 
  private:
@@ -118,35 +119,35 @@ class HaloValues {
   std::unique_ptr<State> state_;
 };
 
-/// Elements before and after a rank's part of one dim, and what stands beyond the array's own
-/// edges.
+/// Number of elements before and after a rank's shard of one dim, and the values beyond the array's
+/// own edges.
 struct HaloWidth {
   std::int64_t before = 0, after = 0;
   Edge edge = Edge::zero;
 };
-/// By dim; a negative one counts from the end. Dims that are not named have no halo; dims that are
-/// not sharded get the edge's values.
+/// Widths by dim; a negative dim counts from the end. Dims that are not named have no halo; dims
+/// that are not sharded get the edge's values.
 using HaloWidths = std::map<int, HaloWidth>;
 
-/// This rank's part of a ShardTensor with its halo: a plain tensor whose extent in each dim is the
-/// part's own plus before and after, also where the part has no elements, so that a stencil needs
-/// no special case. Any widths, larger than the parts too; corners included. Partial axes are
+/// This rank's shard of a ShardTensor with its halo: a plain tensor whose extent in each dim is the
+/// shard's plus before and after, also if the shard has no elements, so that a stencil needs no
+/// special case. Widths may be larger than the shards; corners are included. Partial axes are
 /// reduced first. Differentiable: the ranks' gradients are summed back to where the values came
-/// from; as with to_local, ranks along axes that do not shard the tensor are taken to compute the
+/// from; as with to_local, ranks along axes that do not shard the tensor are assumed to compute the
 /// same from it. Collective over the mesh, and so is its backward: the result must reach the loss
 /// on every rank that takes part. Throws InvalidArgument for a plain tensor, a negative width, or a
 /// dim out of range.
 at::Tensor halo_exchange(const at::Tensor& tensor, const HaloWidths& widths,
                          const HaloOptions& options = {});
 
-/// The general form: the box that `halo.needed()` says, as a plain tensor. `tensor` has the spec
-/// halo.field() (redistributed if not). Differentiable; `gradient`: how the ranks' gradients of
-/// their parts lie, as in to_local (Partial where ranks that hold the same make different things of
-/// it).
+/// The general form: the box halo.needed(), as a plain tensor. `tensor` has the spec halo.field()
+/// (it is redistributed if not). Differentiable; `gradient`: placements of the ranks' gradients, as
+/// in to_local (Partial if ranks that hold the same shard compute different things from it).
 at::Tensor halo_exchange(const at::Tensor& tensor, const Halo& halo,
                          const std::optional<std::vector<Placement>>& gradient = std::nullopt);
 
-/// The Halo of halo_exchange(tensor of this spec, widths), from the cache: to look at its plan.
+/// The Halo that halo_exchange() uses for a tensor of this spec and these widths, from the cache:
+/// for looking at its plan.
 Halo halo_of(const ShardSpec& field, const HaloWidths& widths, const HaloOptions& options = {});
 
 }  // namespace tessera

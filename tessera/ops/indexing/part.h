@@ -1,5 +1,6 @@
 #pragma once
-// What rules of operators that pick and write by index share. Indices speak of the global tensor.
+// Helpers shared by rules of operators that read and write by index. Indices refer to the global
+// tensor.
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/where.h>
@@ -12,21 +13,22 @@
 
 namespace tessera::detail {
 
-/// Labels of the index' own dims: kIndex, kIndex + 1, ...
+/// Labels of the index tensor's own dims: kIndex, kIndex + 1, ...
 inline constexpr int kIndex = 100;
 
-/// This rank's part of a dim of the global tensor.
+/// This rank's shard of a dim of the global tensor.
 struct Part {
   std::int64_t begin, size, extent;
 
-  /// `from_end`: the operator takes negative indices, which count from the end.
+  /// Throws IndexError for an index out of range. `from_end`: the operator takes negative indices,
+  /// which count from the end.
   void check(const at::Tensor& index, const char* op, bool from_end) const {
     if (index.numel() == 0) return;
     const bool ok =
         index.ge(from_end ? -extent : 0).logical_and(index.lt(extent)).all().item<bool>();
     TORCH_CHECK_INDEX(ok, op, ": an index is out of range for a dim of size ", extent);
   }
-  // Negative ones count from the end.
+  // Makes negative indices, which count from the end, non-negative.
   at::Tensor global(const at::Tensor& index) const {
     return at::where(index.lt(0), index + extent, index);
   }
@@ -45,15 +47,16 @@ inline Labels except(int n, int d, int label) {
   return labels;
 }
 
-/// `picked` where `mine` (the index' shape, at dim `at` of the result), zero elsewhere.
+/// `picked` where `mine` is true (it has the shape of the index, at dim `at` of the result), zero
+/// elsewhere.
 inline at::Tensor masked(const at::Tensor& picked, const at::Tensor& mine, std::int64_t at) {
   std::vector<std::int64_t> shape(picked.dim(), 1);
   for (std::int64_t i = 0; i < mine.dim(); ++i) shape[at + i] = mine.size(i);
   return picked.masked_fill(mine.logical_not().view(shape), 0);
 }
 
-/// Dims in which the index is as large as the tensors are free; in the others positions of index
-/// and tensor would be cut apart.
+/// Labels of the index' dims: dims in which the index is as large as the tensors may be sharded; in
+/// the others, positions of index and tensor would be on different ranks.
 inline Labels aligned_labels(const OpCall& call, int d) {
   const TensorInfo& index = *call.find("index");
   Labels labels = all_labels(index.spec.dims());

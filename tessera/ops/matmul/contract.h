@@ -1,7 +1,7 @@
 #pragma once
-// contract: products of two tensors in index notation, whatever dims are sharded. Libtorch folds
-// the leading dims of linear and matmul into one, which tears a sharded dim that is not the first;
-// this operator keeps them apart, and is closed under differentiation.
+// contract: products of two tensors in index notation, whatever dims are sharded. Libtorch flattens
+// the leading dims of linear and matmul into one, which a sharded dim other than the first does not
+// survive; this operator keeps them apart, and is closed under differentiation.
 
 #include <ATen/core/Tensor.h>
 
@@ -12,7 +12,7 @@
 namespace tessera::detail {
 
 /// result[of_result] = sum over labels that are not in the result of a[of_a] * b[of_b]. Every label
-/// stands in at least two of the three, once in each. contract(x, w, {0, 1, 2}, {3, 2}, {0, 1, 3})
+/// occurs in at least two of the three, once in each. contract(x, w, {0, 1, 2}, {3, 2}, {0, 1, 3})
 /// is linear without bias for x [B, T, C] and w [N, C].
 at::Tensor contract(const at::Tensor& a, const at::Tensor& b, const std::vector<std::int64_t>& of_a,
                     const std::vector<std::int64_t>& of_b,

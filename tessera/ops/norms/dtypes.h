@@ -1,5 +1,5 @@
 #pragma once
-// Which dtypes norms take, and the dtype of their statistics, which their backward is given again.
+// Which dtypes norms take, and the dtype of their statistics, which are passed to their backward.
 
 #include <ATen/OpMathType.h>
 #include <ATen/core/Tensor.h>
@@ -13,8 +13,9 @@
 
 namespace tessera::detail {
 
-/// What libtorch's CPU kernels return mean and inverse deviation in, and ask for in backward: the
-/// input's dtype, or float32 where a half-precision input meets parameters of another.
+/// The dtype in which libtorch's CPU kernels return mean and inverse deviation, and expect them in
+/// backward: the input's dtype, or float32 if a half-precision input is combined with parameters of
+/// another dtype.
 inline at::ScalarType statistics_dtype(const at::Tensor& x,
                                        std::initializer_list<at::Tensor> parameters) {
   const auto own = x.scalar_type();
@@ -24,13 +25,13 @@ inline at::ScalarType statistics_dtype(const at::Tensor& x,
   return mixed ? at::toOpMathType(own) : own;
 }
 
-/// The same where kernels for other devices return them in the type that they compute in.
+/// As statistics_dtype(), where kernels for other devices return the dtype that they compute in.
 inline at::ScalarType wide_statistics_dtype(const at::Tensor& x,
                                             std::initializer_list<at::Tensor> parameters) {
   return x.is_cpu() ? statistics_dtype(x, parameters) : at::toOpMathType(x.scalar_type());
 }
 
-/// Throws InvalidArgument for what libtorch's kernels refuse, before any rank is in one.
+/// Throws InvalidArgument for dtypes that libtorch's kernels refuse, before any rank is in one.
 inline void require_norm_dtypes(const OpCall& call, const TensorInfo& x) {
   if (!at::isFloatingType(x.dtype))
     throw InvalidArgument(concat(call.name(), " of ", x.dtype, ": give floating-point values"));

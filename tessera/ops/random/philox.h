@@ -1,6 +1,7 @@
 #pragma once
 // Philox 4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC
-// 2011): a function of a counter and a key, so that any rank can compute the number of any element.
+// 2011): a function of a counter and a key, so that any rank can compute the random number of any
+// element.
 
 #include <array>
 #include <cstdint>

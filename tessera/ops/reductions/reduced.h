@@ -1,5 +1,5 @@
 #pragma once
-// What rules of reductions share: which dims an operator reduces, and what remains.
+// Helpers shared by rules of reductions: which dims an operator reduces, and which remain.
 
 #include <set>
 #include <vector>

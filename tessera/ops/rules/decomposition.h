@@ -1,6 +1,6 @@
 #pragma once
-// Operators that libtorch implements in one kernel, or composes of others in a way that does not
-// suit shards, written as others that have rules; for sharded tensors alone.
+// Decompositions: operators that libtorch implements in one kernel, or composes of others in a way
+// that does not suit shards, written with operators that have rules; for sharded tensors alone.
 
 #include <torch/library.h>
 
@@ -9,12 +9,12 @@
 namespace tessera::detail {
 
 torch::Library& decompositions_above_autograd();
-/// For inference mode, where nothing runs above.
+/// For inference mode, in which no kernels above autograd run.
 torch::Library& decompositions_below_autograd();
 
-/// `function` (or, for a boxed kernel, a factory that returns a torch::CppFunction) runs in place
-/// of aten::`name` on sharded tensors, above autograd, so that its gradient is that of what it
-/// calls.
+/// Registers `function` (or, for a boxed kernel, a factory that returns a torch::CppFunction) to
+/// run in place of aten::`name` on sharded tensors, above autograd, so that its gradient is that of
+/// what it calls.
 template <class Function>
 void register_decomposition(const char* name, Function function) {
   for (torch::Library* library :

@@ -1,7 +1,8 @@
 #pragma once
-// Rules by labels, the machinery under index_rule(): dims with the same label are the same dim. mm
-// is "m k, k n -> m n": a label of the output may be sharded, one that is summed over may be too
-// and leaves a Partial result. solve() looks, axis by axis, for the placement that moves the least.
+// Rules by labels, on which index_rule() is built: dims with the same label are the same dim. mm is
+// "m k, k n -> m n": a label of the output may be sharded; one that is summed over may be sharded
+// too, and leaves a Partial result. solve() searches, axis by axis, the placement that moves the
+// least.
 //
 //   LabelProblem p(call);
 //   p.inputs = {{M, K}, {K, N}};
@@ -24,11 +25,11 @@ struct LabelProblem {
   explicit LabelProblem(const OpCall& c) : call(c) {}
 
   const OpCall& call;
-  /// One for each of call.tensors().
+  /// Labels of each of call.tensors().
   std::vector<Labels> inputs;
-  /// One for each tensor returned.
+  /// Labels of each tensor returned.
   std::vector<Labels> outputs;
-  /// Empty: as call.outputs() says.
+  /// Shapes of the outputs; empty: those of call.outputs().
   std::vector<std::vector<std::int64_t>> output_shapes;
   /// Labels that an output may lack; it is Partial where they are sharded.
   std::set<int> contract;
@@ -37,53 +38,54 @@ struct LabelProblem {
   /// Inputs that are added to what is reduced (a bias): one rank adds them where it is Partial.
   std::set<int> additive;
 
-  /// What a partial input (sum or avg) may do. `together`: the operator is linear in all its tensor
+  /// How a partial input (sum or avg) is used. `together`: the operator is linear in all its tensor
   /// inputs at once (add). `one`: in each of `linear_in`, the others fixed (mul, mm).
   enum class Linear : unsigned char { no, together, one } linear = Linear::no;
   std::set<int> linear_in;
 };
 
-/// Specs of inputs and outputs. Throws InvalidArgument where an input has not as many dims as
-/// labels, ShardingError where an in-place operator would have to redistribute its target.
+/// The plan with specs of inputs and outputs. Throws InvalidArgument if an input does not have as
+/// many dims as labels, ShardingError if an in-place operator would have to redistribute its
+/// target.
 Plan solve(const LabelProblem& problem);
 
-/// 0, 1, ..., n - 1.
+/// The labels 0, 1, ..., n - 1.
 Labels all_labels(std::int64_t n);
 std::int64_t normal_dim(std::int64_t dim, std::int64_t dims);
 
-/// The first `free` of n dims have labels, 0, 1, ...; those after them are whole.
+/// Labels 0, 1, ... for the first `free` of n dims; those after them must not be sharded.
 Labels first_dims_free(int n, int free);
-/// The last `whole` of n dims are whole; those before them have labels, 0, 1, ...
+/// Labels 0, 1, ... for the dims before the last `whole` of n, which must not be sharded.
 Labels last_dims_whole(int n, int whole);
-/// No dim has a label.
+/// Labels of a tensor of which no dim may be sharded.
 Labels whole_labels(const TensorInfo& tensor);
-/// Gives labels to the inputs of these arguments, where they have as many dims; all others are
-/// whole.
+/// Gives labels to the inputs of these arguments, if they have as many dims; no dim of other inputs
+/// may be sharded.
 void label_arguments(LabelProblem& problem,
                      const std::vector<std::pair<const char*, Labels>>& labels);
-/// Whether the terms of a Partial value of type `from` may be converted to `to` one by one: not
-/// floating-point ones to whole numbers (each would be rounded), nor booleans (their sum is "any"),
-/// nor narrow whole numbers to wider ones (their sum may wrap).
+/// True if the ranks' values of a Partial tensor of dtype `from` may be converted to `to`
+/// separately: not floating-point ones to integers (each would be rounded), nor booleans (their sum
+/// is "any"), nor narrow integers to wider ones (their sum may wrap).
 bool terms_can_be_cast(at::ScalarType from, at::ScalarType to);
 /// {0, 1, ..., n - 1}.
 std::set<int> first_dims(int n);
 
-/// Only dim 0, the samples, may be sharded; all else is whole.
+/// A plan in which only dim 0, the samples, may be sharded.
 Plan per_sample(const OpCall& call);
 
-/// All inputs are gathered, because each element of the results, or their shape, may depend on
-/// every element of them. Subject to Policies::redistribution.
+/// A plan in which all inputs are gathered, because each element of the results, or their shape,
+/// may depend on every element of them. Subject to Policies::redistribution.
 Plan on_whole(const OpCall& call);
 
-/// Partial axes become Replicate.
+/// The spec with Replicate in place of Partial.
 ShardSpec without_partial(const ShardSpec& spec);
-/// A spec of another shape on the same mesh: dim d of it is cut like dim from[d] of `like` (-1: not
-/// cut), whose extent it must have, unless `parts` gives other parts for it; Partial axes stay
-/// partial if `partial`.
+/// A spec of another shape on the same mesh: its dim d is sharded like dim from[d] of `like` (-1:
+/// not sharded), whose extent it must have unless `parts` gives another partition for it; Partial
+/// axes stay partial if `partial`.
 ShardSpec mapped_spec(const ShardSpec& like, const std::vector<std::int64_t>& shape,
                       const std::vector<int>& from, bool partial,
                       const std::vector<std::pair<int, Partition>>& parts = {});
-/// Replicate on every axis that shards one of `dims`.
+/// The spec with Replicate on every axis that shards one of `dims`.
 ShardSpec with_whole_dims(const ShardSpec& spec, const std::set<int>& dims);
 
 }  // namespace tessera::detail

@@ -16,8 +16,8 @@ inline std::vector<int> axes_that_shard(const ShardSpec& spec, int dim) {
   return spec.dims() > 0 ? spec.dim(dim).axes : std::vector<int>();
 }
 
-/// The axes on which `out` would be Partial; it becomes replicated there, because the local
-/// function reduces over them itself.
+/// Returns the axes on which `out` would be Partial, and makes it replicated there, because the
+/// local function reduces over them itself.
 inline std::vector<int> reduce_inside(Plan::Output& out) {
   std::vector<int> axes;
   auto placements = out.spec.placements();
@@ -31,11 +31,11 @@ inline std::vector<int> reduce_inside(Plan::Output& out) {
 }
 
 /// Reduces a tensor over the ranks of some mesh axes; every rank gets the result, in a tensor of
-/// its own or, where there are no axes, the one given.
+/// its own or, if there are no axes, the one given.
 struct OverRanks {
   std::shared_ptr<MeshContext> context;
   std::vector<int> axes;
-  /// Of the calls, as traces and errors show it.
+  /// Name of the calls in traces and errors.
   const char* name;
 
   at::Tensor operator()(const at::Tensor& t, ReduceOp op = ReduceOp::sum) const {

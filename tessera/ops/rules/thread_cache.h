@@ -1,7 +1,6 @@
 #pragma once
-// ThreadCache: what is worked out once for each key. Per thread, as the plans of operators are, so
-// that finding something takes no lock and a rank on a thread has its own; a cache and nothing
-// else.
+// ThreadCache: values that are computed once for each key. Per thread, as the plans of operators
+// are, so that a look-up takes no lock and a rank on a thread has its own; nothing but a cache.
 
 #include <unordered_map>
 #include <utility>
@@ -14,8 +13,8 @@ namespace tessera::detail {
 template <class Value, class Tag>
 class ThreadCache {
  public:
-  /// The value of `key`, from `make()` the first time. Pointers in a key must be kept alive by the
-  /// value. When 1024 values are held all are dropped.
+  /// The value of `key`, made by `make()` the first time. Pointers in a key must be kept alive by
+  /// the value. When 1024 values are held all are dropped.
   template <class Make>
   static Value find_or_make(Key key, const Make& make) {
     static thread_local std::unordered_map<Key, Value, KeyHash, KeyEqual> all;

@@ -15,14 +15,14 @@
 
 namespace tessera::detail {
 
-/// The same placements with other parts in some dims.
+/// The spec with other partitions in some dims.
 inline ShardSpec with_parts(const ShardSpec& spec,
                             const std::vector<std::pair<int, Partition>>& parts) {
   if (!spec || parts.empty()) return spec;
   return mapped_spec(spec, spec.shape(), all_labels(spec.dims()), true, parts);
 }
 
-/// Whether a dim is spread over more than one rank.
+/// True if a dim is sharded over more than one rank.
 inline bool is_cut(const ShardSpec& spec, int d) {
   return spec.is_sharded(d) && spec.dim(d).partition.parts() > 1;
 }
@@ -33,15 +33,15 @@ inline bool any_cut(const ShardSpec& spec, int first_dim) {
   return false;
 }
 
-/// Every part `by` times as large.
+/// The partition with every shard `by` times as large.
 inline Partition scaled(const Partition& parts, std::int64_t by) {
   std::vector<std::int64_t> sizes = parts.sizes();
   for (auto& n : sizes) n *= by;
   return Partition(sizes);
 }
 
-/// The parts in units of `by`, which divides the extent: each cut goes to the nearest whole unit.
-/// in_units({5, 1, 6}, 4) -> {1, 1, 1}.
+/// The partition in units of `by`, which divides the extent: each boundary is moved to the nearest
+/// whole unit. in_units({5, 1, 6}, 4) -> {1, 1, 1}.
 inline Partition in_units(const Partition& parts, std::int64_t by) {
   std::vector<std::int64_t> sizes;
   std::int64_t last = 0;
@@ -59,7 +59,7 @@ inline std::vector<std::int64_t> shape_of(const Box& box) {
   return shape;
 }
 
-/// The part `box` of a tensor whose first element has the indices of `of`. A view.
+/// The box `box` of a tensor whose own box is `of`. A view.
 inline at::Tensor part(at::Tensor t, const Box& of, const Box& box) {
   for (std::size_t d = 0; d < box.size(); ++d) {
     if (!(of[d] == box[d]))
@@ -68,8 +68,8 @@ inline at::Tensor part(at::Tensor t, const Box& of, const Box& box) {
   return t;
 }
 
-/// Whether libtorch takes it for channels_last. What has one spatial dim is computed as images of
-/// one row.
+/// True if libtorch treats the tensor as channels_last. One with one spatial dim is computed as
+/// images of one row.
 inline bool is_channels_last(std::vector<std::int64_t> shape, std::vector<std::int64_t> strides) {
   if (shape.size() == 3) {
     strides.insert(strides.begin() + 2, shape[2] * strides[2]);
@@ -78,7 +78,7 @@ inline bool is_channels_last(std::vector<std::int64_t> shape, std::vector<std::i
   return (shape.size() == 4 && c10::is_channels_last_strides_2d(shape, strides)) ||
          (shape.size() == 5 && c10::is_channels_last_strides_3d(shape, strides));
 }
-/// Strides with channels as the fastest dim, then the last ones to the first.
+/// Strides with channels as the fastest dim, then the spatial dims from the last to the first.
 inline std::vector<std::int64_t> channels_last(const std::vector<std::int64_t>& shape) {
   std::vector<std::int64_t> like(shape.size(), 0);
   for (std::size_t d = 0; d < shape.size(); ++d)

@@ -27,15 +27,15 @@ struct ConvolutionArguments {
 
 class ConvolutionHalo {
  public:
-  /// x: N x Cin x spatial, y: N x Cout x spatial; samples and channels of either may be cut too,
-  /// spatial dims over the same axes in both. `backward`: prepares for backward() instead of
+  /// x: N x Cin x spatial, y: N x Cout x spatial; samples and channels of either may be sharded
+  /// too, spatial dims over the same axes in both. `backward`: prepares for backward() instead of
   /// forward(). Collective over the mesh.
   ConvolutionHalo(ConvolutionArguments arguments, ShardSpec x, ShardSpec y, bool backward);
 
   at::Tensor forward(const at::Tensor& x, const at::Tensor& weight,
                      const std::optional<at::Tensor>& bias);
-  /// The gradients in the mask of input, weight and bias; those of weight and bias are this rank's
-  /// terms of a Partial sum.
+  /// The gradients in the mask of input, weight and bias; those of weight and bias are Partial
+  /// sums, of which this is the local tensor.
   std::array<at::Tensor, 3> backward(const at::Tensor& gradient, const at::Tensor& x,
                                      const at::Tensor& weight, std::array<bool, 3> mask);
 
@@ -46,20 +46,20 @@ class ConvolutionHalo {
     std::int64_t in_extent, out_extent;
     Interval in, out;  // this rank's
   };
-  /// An operator's call: a box of inputs, a box of outputs, padding per dim.
+  /// One call of the operator: a box of inputs, a box of outputs, padding per dim.
   struct Call {
     Box in, out;
     std::vector<std::int64_t> padding, output_padding;
   };
 
-  /// What other ranks hold, a box of it that lies outside of this rank's, and how it is added to
-  /// what this rank's own gave.
+  /// A box that other ranks hold and this rank receives, and how its contribution is added to that
+  /// of this rank's own values.
   struct Strip {
     Box box;
     TapSum taps;
-    // By calls of the operator, where the taps are too many. Forward: the outputs that need halo
-    // here, computed anew. Backward: the inputs that the box touched, none if it touched none, and
-    // what of the box the call takes.
+    // If there are too many taps, by calls of the operator. Forward: the outputs that need the box,
+    // computed anew. Backward: the inputs that the box contributes to, none if there are none, and
+    // the box that the call takes.
     Box own, inside;
     Call call;
   };
@@ -90,11 +90,11 @@ class ConvolutionHalo {
   ShardSpec x_, y_;
   std::vector<Dim> dims_;
   std::vector<std::int64_t> stride_, dilation_;
-  Box in_, out_;                 // this rank's, all dims
+  Box in_, out_;                 // this rank's boxes, all dims
   std::optional<Call> aligned_;  // the operator on this rank's inputs alone, computing its outputs
-  Box interior_;                 // outputs that the aligned call gets right
+  Box interior_;                 // outputs that the aligned call computes correctly
   std::vector<Strip> halo_;      // of inputs_ or gradients_
-  std::vector<Strip> outer_;     // forward: outputs outside of the interior; box and call alone
+  std::vector<Strip> outer_;     // forward: outputs outside the interior; uses box and call alone
   std::int64_t tap_work_ = 0;    // multiplications of all taps of halo_
   Halo inputs_, gradients_;      // inputs_ in backward: made when first asked for
 };

@@ -1,7 +1,8 @@
 #pragma once
-// One change of resolution of a field that is cut in space (upsample_*: nearest, linear, cubic,
-// with and without antialiasing), made ready to run on this rank: below autograd, on locals. All
-// these operators are products of one-dimensional ones, each a sparse matrix.
+// InterpolationHalo: one change of resolution of a field that is sharded in space (upsample_*:
+// nearest, linear, cubic, with and without antialiasing), prepared for this rank. It runs below
+// autograd on local tensors. All these operators are products of one-dimensional ones, each a
+// sparse matrix.
 
 #include <ATen/core/Tensor.h>
 
@@ -16,14 +17,14 @@
 
 namespace tessera::detail {
 
-/// One of libtorch's operators.
+/// One of libtorch's interpolation operators.
 struct Interpolation {
-  /// "upsample_bilinear2d"
+  /// Name of the operator: "upsample_bilinear2d".
   std::string name;
-  /// Spatial dims.
+  /// Number of spatial dims.
   int inner;
-  /// Inputs on either side of an output's centre that it may read; with antialiasing, in outputs
-  /// where those are coarser.
+  /// How many inputs on either side of an output's centre it may read; with antialiasing, in units
+  /// of outputs if those are coarser.
   double reach;
   bool align_argument = true, nearest = false, antialias = false;
 };
@@ -39,24 +40,25 @@ struct Taps {
 
 struct InterpolationCall {
   const Interpolation* op;
-  /// Sizes.
+  /// Spatial sizes of the output.
   std::vector<std::int64_t> outputs;
   bool align = false;
   std::vector<std::optional<double>> scales;
-  /// Of the input.
+  /// Options of the input tensor.
   at::TensorOptions options;
   bool channels_last = false;
 };
 
-/// The matrix of each spatial dim, from `inputs` sizes. `of_backward`: whose transpose libtorch's
-/// backward is, which for nearest neighbours rounds otherwise than its forward.
+/// The matrix of each spatial dim for inputs of sizes `inputs`. `of_backward`: the one whose
+/// transpose libtorch's backward applies, which for nearest neighbours rounds differently than its
+/// forward.
 std::vector<Taps> interpolation_matrices(const InterpolationCall& call,
                                          const std::vector<std::int64_t>& inputs, bool of_backward);
 
 class InterpolationHalo {
  public:
-  /// `x`, `y`: without partial axes, spatial dims (the last ones) cut over the same axes. `plain`:
-  /// the matrices are those of libtorch's operator. Collective over the mesh.
+  /// `x`, `y`: specs without partial axes, spatial dims (the last ones) sharded over the same axes.
+  /// `plain`: the matrices are those of libtorch's operator. Collective over the mesh.
   InterpolationHalo(InterpolationCall call, ShardSpec x, ShardSpec y, std::vector<Taps> matrices,
                     bool plain);
 
@@ -64,7 +66,7 @@ class InterpolationHalo {
   at::Tensor adjoint(const at::Tensor& gradient) const;
 
  private:
-  /// A matrix as `taps` pairs of an index and a weight for each row.
+  /// A matrix with `taps` pairs of an index and a weight in each row.
   struct Dense {
     std::int64_t rows = 0, taps = 0;
     bool identity = false;
@@ -77,13 +79,13 @@ class InterpolationHalo {
 
   InterpolationCall call_;
   ShardSpec x_, y_;
-  std::vector<Taps> whole_;              // of each spatial dim
+  std::vector<Taps> whole_;              // of each spatial dim of the global field
   std::vector<Dense> matrix_, adjoint_;  // from the needed box to this rank's outputs, and back
-  Box out_;                              // this rank's
+  Box out_;                              // this rank's box
   Halo halo_;
-  // libtorch's own operator is called, on a box of inputs; each rank's own affair
+  // libtorch's own operator is called, on a box of inputs; may differ between ranks
   bool native_ = false;
-  Box native_in_, native_out_;  // what libtorch's operator is called on, and what it gives
+  Box native_in_, native_out_;  // the inputs and the outputs of libtorch's operator
 };
 
 }  // namespace tessera::detail

@@ -1,5 +1,5 @@
 #pragma once
-// gather_boxes(): for operators whose values decide what each rank needs of the others.
+// gather_boxes(): for operators whose values determine what each rank needs from the others.
 
 #include <vector>
 
@@ -10,7 +10,7 @@ namespace tessera::detail {
 
 /// Gathers the boxes that every rank gives, by mesh position (row-major). All ranks of the mesh of
 /// `spec` call it, with equally many boxes of equally many dims. Throws InvalidArgument on every
-/// rank where a rank gives a `failure`, with its text.
+/// rank if a rank gives a `failure`, with its text.
 std::vector<std::vector<Box>> gather_boxes(const ShardSpec& spec, const std::vector<Box>& mine,
                                            const std::string& failure = {});
 

@@ -12,8 +12,8 @@
 
 namespace tessera::detail {
 
-/// The inputs that each output of one dim pools: [begin, end) of the array and, for averages that
-/// count padding, how many there would be with it.
+/// The window of one dim: inputs [begin, end) of the array that each output pools and, for averages
+/// that count padding, their number with padding.
 struct PoolDim {
   std::int64_t extent, outputs;
   Window window;  // regular pooling
@@ -21,7 +21,8 @@ struct PoolDim {
   bool adaptive = false;
   Interval inputs(Interval out) const;
   Interval inside(std::int64_t o) const;
-  /// Regular, without dilation: inputs and padding, but not beyond the padding.
+  /// For regular pooling without dilation: number of inputs and padding elements in a window, but
+  /// not beyond the padding.
   std::int64_t padded_count(std::int64_t o) const;
 };
 
@@ -31,8 +32,8 @@ class PoolHalo {
   /// sharded by the same axes. Every rank of the mesh calls it.
   PoolHalo(ShardSpec x, ShardSpec y, std::vector<PoolDim> dims);
 
-  /// The largest value in each window and where it lies in the whole array, row-major over the
-  /// spatial dims.
+  /// The largest value in each window and its index in the global array, row-major over the spatial
+  /// dims.
   std::pair<at::Tensor, at::Tensor> largest(const at::Tensor& x) const;
   at::Tensor largest_backward(const at::Tensor& gradient, const at::Tensor& indices,
                               const at::Tensor& x) const;

@@ -4,8 +4,8 @@
 // of libtorch's convolution.
 //
 // A window relates an index o of one array, A (a convolution's output, a transposed one's input),
-// to those of another, B: i = o * stride - padding + k * dilation for each tap k. The weight is
-// [channels of A, channels of B a group, taps].
+// to indices of another, B: i = o * stride - padding + k * dilation for each tap k. The weight is
+// [channels of A, channels of B per group, taps].
 
 #include <ATen/core/Tensor.h>
 
@@ -20,11 +20,11 @@ namespace tessera::detail {
 class TapSum {
  public:
   TapSum() = default;
-  /// All pairs of an o in `a` and an i in `b`, boxes of one to three spatial dims.
+  /// Finds all pairs of an o in `a` and an i in `b`, boxes of one to three spatial dims.
   TapSum(const std::vector<Window>& windows, const Box& a, const Box& b);
 
   std::int64_t pairs() const { return pairs_; }
-  /// Whether the functions below can be used with such tensors: plain memory of the CPU, float or
+  /// True if the functions below can be used with such tensors: plain memory of the CPU, float or
   /// double.
   static bool takes(const at::Tensor& t) {
     return t.device().is_cpu() && (t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble);

@@ -1,5 +1,5 @@
 #pragma once
-// What rules of views and of their gradients share.
+// Helpers shared by rules of views and of their gradients.
 
 #include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
@@ -21,7 +21,7 @@ inline std::vector<int> identity(int n) {
   return from;
 }
 
-/// This rank's slice of its local: where it begins and how much of it there is.
+/// A slice of this rank's local: where it begins, and its length.
 struct LocalSlice {
   std::int64_t start, length;
 };

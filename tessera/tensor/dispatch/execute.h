@@ -1,6 +1,6 @@
 #pragma once
-// What the kernel below autograd does: find or make the plan of a call, redistribute what must
-// move, run the local call, wrap the results.
+// The kernel below autograd: finds or makes the plan of a call, redistributes what must move, runs
+// the local call, and wraps the results.
 
 #include <ATen/core/stack.h>
 
@@ -15,14 +15,14 @@ struct MeshContext;
 
 void run_sharded(const OpInfo& info, torch::jit::Stack* stack);
 
-/// What an operator would redistribute by itself.
+/// A redistribution that an operator makes by itself.
 struct ImplicitMove {
-  /// Of the argument.
+  /// Name of the argument.
   std::string name;
   ShardSpec from, to;
   std::int64_t element_size;
 };
-/// Applies Policies::redistribution to those that move shards: throws ImplicitRedistributionError,
+/// Applies Policies::redistribution to the moves between ranks: throws ImplicitRedistributionError,
 /// or warns once for each place in the program that calls the operator, with the operator, its
 /// arguments, their placements, and the bytes that this rank receives.
 void check_implicit_moves(const std::string& op, const std::vector<ImplicitMove>& moves,

@@ -1,6 +1,6 @@
 #pragma once
-// What fails on one rank alone, in the middle of an operator, would leave the others waiting for
-// that rank in their next collective: they are told.
+// A failure on one rank alone, in the middle of an operator, would leave the other ranks waiting
+// for it in their next collective; the functions below tell them.
 
 #include <string>
 
@@ -8,14 +8,14 @@ namespace tessera::detail {
 
 struct MeshContext;
 
-/// This rank is about to throw what the other ranks may not: `op` cannot go on here, for the reason
-/// `what`, which depends on what this rank alone holds. They are told as by rethrow_to_all().
+/// Tells the other ranks that `op` cannot continue on this rank, for the reason `what`, before this
+/// rank throws an error that they may not see because it depends on what this rank alone holds.
+/// They get the error that rethrow_to_all() describes.
 void tell_ranks(const std::string& op, const MeshContext& context, const std::string& what);
 
 /// In a catch block: rethrows the exception, with the operator's name if it is a RuleError. Unless
 /// it comes from communication itself, the other ranks of this mesh are told first: the pending or
-/// next call of each throws PeerFailedError with the reason, and the groups of those that catch it
-/// go on.
+/// next call of each throws PeerFailedError with the reason, and ranks that catch it can go on.
 [[noreturn]] void rethrow_to_all(const std::string& op, const MeshContext& context);
 
 }  // namespace tessera::detail

@@ -1,6 +1,6 @@
 #pragma once
-// Unboxed kernels for the operators that training calls most: the same plans, found without
-// building a stack of boxed values.
+// Unboxed kernels for the operators that training calls most: they use the same plans, found
+// without building a stack of boxed values.
 
 #include <memory>
 
@@ -13,8 +13,8 @@ class CppFunction;
 
 namespace tessera::detail {
 
-/// Registers the unboxed kernels of `name` ("aten::add.Tensor"), if it has some, and says so.
-/// `info` outlives the registration.
+/// Registers the unboxed kernels of `name` ("aten::add.Tensor"). Returns false if it has none.
+/// `info` must outlive the registration.
 bool register_fast_kernels(const std::string& name, const std::shared_ptr<const OpInfo>& info,
                            torch::Library& below, torch::Library& above);
 

@@ -1,6 +1,6 @@
 #pragma once
-// GatheredParameters: the sharded parameters of a layer whose operators use them again and again (a
-// recurrent one, in every step), gathered once and kept while the layer is at work.
+// GatheredParameters: the sharded parameters of a layer whose operators use them repeatedly (a
+// recurrent layer, in every step), gathered once and kept while the layer runs.
 
 #include <ATen/core/Tensor.h>
 
@@ -13,25 +13,25 @@ namespace tessera::detail {
 
 class GatheredParameters {
  public:
-  /// Of `parameters` alone, those that are sharded; at most `most` of them at a time, the ones used
+  /// Keeps those of `parameters` that are sharded; at most `most` of them at a time, the ones used
   /// last.
   GatheredParameters(at::TensorList parameters, std::size_t most);
 
-  /// Of what is at work on this thread; nullptr: nothing is kept.
+  /// The object of the layer that runs on this thread; nullptr: nothing is kept.
   static GatheredParameters* current();
-  /// What was at work before keeps nothing any more. Null ends it.
+  /// Replaces the current object, which keeps nothing any more. Null ends it.
   static void set_current(std::shared_ptr<GatheredParameters> kept);
 
   bool empty() const { return storages_.empty(); }
-  /// What `parameter`, or a view of it, was laid out as `to`, unless it has been written to since;
-  /// undefined if it is not kept.
+  /// `parameter`, or a view of it, as it was redistributed to `to`, unless it has been written to
+  /// since; undefined if it is not kept.
   at::Tensor find(const at::Tensor& parameter, const ShardSpec& to);
   void add(const at::Tensor& parameter, const ShardSpec& to, const at::Tensor& local);
   void clear() { entries_.clear(); }
 
  private:
   struct Entry {
-    at::Tensor part;  // keeps its address from becoming another one's
+    at::Tensor part;  // held so that its address is not reused
     LayoutPtr layout;
     ShardSpec to;
     std::uint32_t version;

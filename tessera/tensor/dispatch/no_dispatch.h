@@ -1,6 +1,6 @@
 #pragma once
-// LocalCallGuard: what runs on locals goes straight to the device's own kernels. Autograd and
-// autocast have had their turn on the sharded tensor.
+// LocalCallGuard: calls on locals go straight to the device's own kernels. Autograd and autocast
+// have already run on the sharded tensor.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>

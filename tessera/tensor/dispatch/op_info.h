@@ -1,5 +1,5 @@
 #pragma once
-// OpInfo: what is known of an operator once and for all, so that a call scans no schema.
+// OpInfo: what is known of an operator, determined once, so that a call reads no schema.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -23,7 +23,7 @@ struct OpInfo {
   enum class Kind : unsigned char { tensor, tensor_list, optional_tensor_list, floating, other };
   struct Return {
     bool tensor = false, list = false;
-    int argument = -1;  // the argument that it is, for operators that write
+    int argument = -1;  // the argument that is returned, for operators that write
     bool view = false;  // shares memory with an input
   };
 
@@ -42,14 +42,14 @@ struct OpInfo {
   bool random = false;
   bool pointwise = false;
   /// The form that returns new tensors, for in-place and out variants; its arguments are the first
-  /// ones of this one.
+  /// ones of this operator.
   std::optional<c10::OperatorHandle> functional;
 
-  // own, of the functional form, or of the pointwise family; nullptr if there is none
+  // its own rule, that of the functional form, or that of the pointwise family; nullptr: none
   std::shared_ptr<const RegisteredRule> rule() const;
 };
 
-/// The rule that pointwise operators without one of their own follow.
+/// Sets the rule of pointwise operators that have none of their own.
 void set_pointwise_rule(Rule rule);
 
 }  // namespace tessera::detail

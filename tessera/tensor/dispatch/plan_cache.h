@@ -1,6 +1,6 @@
 #pragma once
-// Plans made ready to run, and the key under which they are found: the layouts of the tensors and
-// whatever else of the arguments decides the result's shape.
+// Plans that are ready to run, and the key under which they are found: the layouts of the tensors
+// and every other argument that decides the result's shape.
 
 #include <c10/core/DefaultDtype.h>
 #include <c10/util/SmallVector.h>
@@ -18,7 +18,7 @@
 
 namespace tessera::detail {
 
-// What stands in a key beside pointers and numbers: small words that no pointer equals.
+// What a key contains beside pointers and numbers: small values that no pointer equals.
 enum Mark : std::uint64_t {
   kNone = 1,
   kUndefined,
@@ -80,7 +80,7 @@ struct ReadyPlan {
   struct Move {
     int argument, element;
     ShardSpec from, to;
-    bool announced = true;  // counts for Policies::redistribution
+    bool announced = true;  // subject to Policies::redistribution
   };
   struct Output {
     LayoutPtr layout;  // nullptr: not known before the first run
@@ -93,21 +93,21 @@ struct ReadyPlan {
   std::vector<Move> moves;
   bool moves_shards = false;
   std::vector<std::pair<int, c10::IValue>> arguments;
-  std::optional<Dims> local_sizes;  // the one argument replaced, where it is a list of sizes
+  std::optional<Dims> local_sizes;  // the only argument replaced, if it is a list of sizes
   LocalFunction local;
   std::vector<Output> outputs;
   bool view_copied = false;
-  bool once = false;  // of a refusal that a RefusalScope noted: not kept
+  bool once = false;  // not kept: the operator was refused within a RefusalScope
 };
 
-/// What one look over the arguments finds.
+/// What one pass over the arguments finds.
 struct Scan {
   const ShardMeta* first = nullptr;  // nullptr: no sharded tensor
   bool plain = false;                // a plain tensor that must be promoted
   bool replicated = true;            // all sharded tensors are
 };
 
-/// `numbers`: floating-point arguments are part of the key.
+/// Builds the key of a call. `numbers`: floating-point arguments are part of it.
 Scan make_key(const OpInfo& info, const c10::IValue* arguments, bool numbers, Key& key);
 
 struct OpPlans {
@@ -115,8 +115,7 @@ struct OpPlans {
   bool numbers = false;
 };
 
-/// This thread's plans. Per thread, so that finding one takes no lock; they are a cache and nothing
-/// else.
+/// This thread's plans. Per thread, so that finding one takes no lock; nothing but a cache.
 class PlanCache {
  public:
   static PlanCache& of_thread();
@@ -124,13 +123,13 @@ class PlanCache {
     if (static_cast<std::size_t>(info.id) >= ops_.size()) ops_.resize(info.id + 64);
     return ops_[info.id];
   }
-  /// Called before a plan is added, while no plan is in use by this thread (`depth` 1).
+  /// Must be called before a plan is added, while no plan is in use by this thread (`depth` 1).
   void make_room();
   void added() { ++size_; }
   int depth = 0;  // of run_sharded() on this thread
 
-  /// The plans that unboxed kernels found last, a few for each of them: an entry of `plans`, or
-  /// nothing.
+  /// The plans that unboxed kernels found last, a few for each kernel: entries of `plans`, or
+  /// empty.
   struct Recent {
     const Key* key = nullptr;
     ReadyPlan* plan = nullptr;

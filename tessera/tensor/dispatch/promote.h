@@ -1,6 +1,6 @@
 #pragma once
-// Promotion: a plain tensor that meets sharded ones becomes a replicated one, and its gradient
-// comes back plain and reduced.
+// Promotion: a plain tensor that is used together with sharded ones becomes a replicated one; its
+// gradient is plain and reduced.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -18,28 +18,27 @@ struct Node;
 
 namespace tessera::detail {
 
-/// Neither sharded nor undefined nor a number wrapped as a tensor.
+/// True for a tensor that is neither sharded nor undefined nor a number wrapped as a tensor.
 bool is_plain(const at::TensorBase& t);
 
-/// Differentiable: the gradient is demote()d.
+/// The plain tensor as a replicated one. Differentiable: its gradient is demote()d.
 at::Tensor promote(const at::Tensor& plain, const std::shared_ptr<MeshContext>& context);
-/// The whole value as a plain tensor, the same on all ranks. Differentiable: the gradient is
+/// The global value as a plain tensor, the same on all ranks. Differentiable: its gradient is
 /// promote()d.
 at::Tensor demote(const at::Tensor& sharded);
 
-/// Whether a node of the graph is that of demote(), or makes a plain tensor of a sharded one in any
-/// way: to_local() and full_tensor() do it, too.
+/// True if a node of the graph is that of demote(); from_sharded(): if it makes a plain tensor of a
+/// sharded one in any way, as to_local() and full_tensor() do.
 bool is_demotion(const torch::autograd::Node& node);
 bool from_sharded(const torch::autograd::Node& node);
 /// The replicated tensor over the same memory, without a history. Throws ShardingError for a tensor
-/// that cannot be one, and at the collective level of checking MismatchError where the ranks'
-/// values differ.
+/// that cannot be one, and, with CheckLevel::collective, MismatchError if the ranks' values differ.
 at::Tensor wrap_plain(const at::Tensor& plain, const std::shared_ptr<MeshContext>& context);
-/// Plain targets that have been promoted where they stand, for an operator that may yet fail.
+/// Plain targets that have been promoted in place, for an operator that may still fail.
 class PromotedTargets {
  public:
   void add(const at::Tensor& target);
-  /// They are what they were.
+  /// Undoes the promotion of all targets.
   void restore() const;
 
  private:
@@ -52,12 +51,12 @@ class PromotedTargets {
 };
 
 /// Promotes every plain tensor among the arguments, lists and optionals included; targets that are
-/// written to, where they stand. `above`: autograd still has its turn, so that promotion must be
-/// differentiable. What it throws has changed nothing.
+/// written to are promoted in place. `above`: autograd has not run yet, so that promotion must be
+/// differentiable. If it throws, nothing has changed.
 PromotedTargets promote_arguments(const OpInfo& info, c10::IValue* arguments,
                                   const std::shared_ptr<MeshContext>& context, bool above);
 
-/// Makes the call whose arguments have been promoted.
+/// Makes the call whose arguments have been promoted; undoes the promotion if it throws.
 template <class Call>
 decltype(auto) after_promotion(const PromotedTargets& promoted, Call call) {
   try {

@@ -13,8 +13,8 @@ namespace tessera::detail {
 
 struct RedistributionPlan;
 
-/// A redistribution under way on this rank: its first call is made when it is constructed, the
-/// others by finish().
+/// A redistribution in progress on this rank: its first collective is started by the constructor,
+/// the others by finish().
 class Redistribution {
  public:
   /// `blocking`: finish() follows at once, and backends are told so. Throws InvalidArgument if mesh
@@ -23,9 +23,9 @@ class Redistribution {
                  bool blocking);
   Redistribution(const Redistribution&) = delete;
   Redistribution& operator=(const Redistribution&) = delete;
-  /// finish() would not wait.
+  /// True if finish() would not wait.
   bool done() const;
-  /// The local under `to`; may share memory with the one given. Once.
+  /// The local under `to`; may share memory with the one given. Call it once.
   at::Tensor finish();
 
  private:
@@ -38,21 +38,22 @@ class Redistribution {
   std::shared_ptr<const RedistributionPlan> plan_;
   const bool blocking_;
   at::Tensor local_;
-  bool own_ = false;       // local_ is in nobody else's hands
+  bool own_ = false;       // no other tensor uses the memory of local_
   std::size_t stage_ = 0;  // a reduction, or, after them, the move
   Request request_;
-  std::function<at::Tensor()> complete_;  // of the call in flight
+  std::function<at::Tensor()> complete_;  // of the call in progress
 };
 
 /// This rank's local under `to`, made from its local under `from`. Collective over the axes that
 /// change. The result may share memory with `local`.
 at::Tensor redistribute_local(const at::Tensor& local, const ShardSpec& from, const ShardSpec& to);
 
-/// Elements of other ranks' shards that this rank receives (a partial value that is reduced does
+/// Number of elements of other ranks' shards that this rank receives (reducing a partial value does
 /// not count).
 std::int64_t elements_moved(const ShardSpec& from, const ShardSpec& to);
 
-/// Whether shards travel (a partial value that is reduced does not count). The same on all ranks.
+/// True if shards move between ranks (reducing a partial value does not count). The same on all
+/// ranks.
 bool moves_shards(const ShardSpec& from, const ShardSpec& to);
 
 }  // namespace tessera::detail

@@ -1,7 +1,7 @@
 #pragma once
 // Rules: how an operator works on sharded tensors. A rule looks at the specs and arguments of one
-// call and answers with a plan: the spec that each input must have, the local call, and the specs
-// of the outputs. Plans are cached; a rule runs once for each new combination.
+// call and returns a plan: the spec that each input must have, the local call, and the specs of the
+// outputs. Plans are cached; a rule runs once for each new combination.
 //
 //   // mylib::scale(Tensor x, float by) -> Tensor: any placement, one at a time; linear, so that a
 //   // partial sum stays one.
@@ -36,20 +36,20 @@ struct OpInfo;
 struct Layout;
 }  // namespace detail
 
-/// One tensor input of a call, as the global tensor that it stands for.
+/// One tensor input of a call, described as the global tensor.
 struct TensorInfo {
   /// Its position in the schema.
   int argument;
-  /// Its position in a list, -1 if the argument is no list.
+  /// Its position in a list, -1 if the argument is not a list.
   int element;
-  /// The operator writes to it.
+  /// True if the operator writes to it.
   bool written;
   ShardSpec spec;
   std::vector<std::int64_t> strides;
   std::int64_t offset;
   at::ScalarType dtype;
-  /// A sharded parameter or a view of it: to be gathered where it is used, rather than moving the
-  /// data that it meets.
+  /// True for a sharded parameter or a view of it: it should be gathered where it is used, rather
+  /// than moving the data that it is combined with.
   bool parameter = false;
 };
 
@@ -72,15 +72,15 @@ class OpCall {
   std::string name() const;
   const c10::FunctionSchema& schema() const;
   const DeviceMesh& mesh() const;
-  /// Writes to its first argument.
+  /// True if the operator writes to its first argument.
   bool in_place() const;
 
-  /// The tensors given, lists flattened, in order. Undefined tensors and numbers wrapped as tensors
+  /// The tensor inputs in order, lists flattened. Undefined tensors and numbers wrapped as tensors
   /// are left out.
   const std::vector<TensorInfo>& tensors() const { return tensors_; }
-  /// Throws InvalidArgument if there are not as many.
+  /// The i-th of tensors(). Throws InvalidArgument if there are not as many.
   const TensorInfo& tensor(std::size_t i) const;
-  /// The input of this argument, nullptr where it is undefined, a wrapped number, or not an
+  /// The tensor input of this argument, or nullptr if it is undefined, a wrapped number, or not an
   /// argument.
   const TensorInfo* find(std::string_view argument) const;
   int index_of(const TensorInfo& tensor) const {
@@ -89,25 +89,25 @@ class OpCall {
 
   /// Position in the schema, -1 if there is none.
   int argument(std::string_view name) const;
-  /// There is such an argument and it is not None.
+  /// True if there is such an argument and it is not None.
   bool has(std::string_view name) const;
-  /// Throws if there is none.
+  /// The value of an argument. Throws InvalidArgument if there is none.
   const c10::IValue& value(std::string_view name) const;
   std::int64_t integer(std::string_view name) const;
   bool boolean(std::string_view name) const;
   std::vector<std::int64_t> integers(std::string_view name) const;
-  /// Floating-point values are not part of the key under which a plan is cached unless the rule
-  /// asks for one here.
+  /// A floating-point argument. Such values are part of the key under which the plan is cached only
+  /// if the rule asks for one here.
   double number(std::string_view name) const;
   const std::vector<c10::IValue>& arguments() const { return arguments_; }
 
   /// Shapes and strides of the tensors returned, lists flattened, from the operator's meta kernel
-  /// on the global inputs; of in-place and out variants those of what is written. Throws what the
-  /// operator throws for bad arguments. nullptr if it has no meta kernel: then the rule must know.
-  /// A rule is asked after this has been, so that it sees no arguments that the operator refuses.
+  /// on the global inputs; for in-place and out variants those of what is written. Throws what the
+  /// operator throws for bad arguments. nullptr if it has no meta kernel: then the rule must know
+  /// them. Called before the rule, which therefore sees no arguments that the operator refuses.
   const std::vector<OutputInfo>* outputs() const;
 
-  /// A rule has called number().
+  /// True if the rule has called number().
   bool asked_for_numbers() const { return asked_for_numbers_; }
 
  private:
@@ -119,51 +119,52 @@ class OpCall {
 };
 
 /// Runs on locals in place of the operator: takes its arguments with every tensor replaced by the
-/// local, returns its results.
+/// local tensor, and returns its results.
 using LocalFunction =
     std::function<torch::jit::Stack(const c10::OperatorHandle& op, torch::jit::Stack arguments)>;
 
 struct Plan {
   struct Output {
-    /// Empty: undefined, or not a tensor.
+    /// Empty: the output is undefined, or not a tensor.
     ShardSpec spec;
-    /// Global; default: as OpCall::outputs() says, else row-major.
+    /// Global strides; default: those of OpCall::outputs(), else row-major.
     std::optional<std::vector<std::int64_t>> strides = {};
   };
-  /// One for each of call.tensors(); missing or empty: as it is.
+  /// The spec that each of call.tensors() must have; missing or empty: as it is.
   std::vector<std::optional<ShardSpec>> inputs;
   /// One for each tensor returned that is not an argument; lists flattened.
   std::vector<Output> outputs;
-  /// Replaced in the local call, by position in the schema.
+  /// Arguments that the local call gets in place of the given ones, by position in the schema.
   std::vector<std::pair<int, c10::IValue>> arguments;
-  /// Default: the operator itself.
+  /// The local call; default: the operator itself.
   LocalFunction local;
-  /// A view operator of the first tensor, which is gathered first: writes to the result are written
-  /// back to the base. `local` must give a view.
+  /// For a view operator whose first tensor is gathered first: writes to the result are written
+  /// back to the base. `local` must return a view.
   bool view_copied = false;
-  /// Every input is planned Replicate on every axis: the results are what the operator makes of the
-  /// whole values, alike on all ranks, of any shape.
+  /// Every input is planned Replicate on every axis: the results are those of the operator on the
+  /// global values, the same on all ranks, of any shape.
   bool whole = false;
 };
 
 using Rule = std::function<Plan(const OpCall&)>;
 
 struct RuleOptions {
-  /// Ask the rule also where all inputs are replicated (random numbers); default: the operator runs
-  /// on the locals as it is.
+  /// Ask the rule also if all inputs are replicated (random numbers); default: the operator then
+  /// runs on the locals as it is.
   bool for_replicated = false;
-  /// Takes the place of the rule that is registered under the same name; there must be one.
+  /// Replaces the rule that is registered under the same name; there must be one.
   bool replaces = false;
 };
 
-/// `op`: "mylib::scale" for all overloads, "aten::add.Tensor" for one. An in-place operator without
-/// a rule of its own follows the one of its functional form. Process-wide, like the operators
-/// themselves; call it before the first use of the operator. Throws RuleError where the name has a
-/// rule already, unless `options.replaces`: of two rules, the order in which libraries are loaded
-/// would decide. A rule for an overload goes before the one for all of them, whichever came first.
+/// Registers a rule. `op`: "mylib::scale" for all overloads, "aten::add.Tensor" for one. An
+/// in-place operator without a rule of its own uses that of its functional form. Process-wide, like
+/// the operators themselves; call it before the first use of the operator. Throws RuleError if the
+/// name has a rule already, unless `options.replaces`: otherwise the order in which libraries are
+/// loaded would choose between the two. A rule for an overload takes precedence over the one for
+/// all overloads, whichever came first.
 void register_rule(const std::string& op, Rule rule, RuleOptions options = {});
 
-/// Of the operators that a rule covers: names as registered, sorted.
+/// The names under which rules are registered, sorted.
 std::vector<std::string> registered_rules();
 
 }  // namespace tessera

@@ -1,15 +1,14 @@
 #pragma once
-// ShardedCall: one call of an operator on sharded tensors whose plan is ready. It goes through five
-// steps, in this order:
+// ShardedCall: one call of an operator on sharded tensors whose plan is ready, in five steps:
 //
-//   redistribute_inputs   what the plan wants laid out in another way is moved between ranks
+//   redistribute_inputs   inputs whose spec is not the plan's are redistributed
 //   substitute_locals     every tensor on the stack is replaced by this rank's local
-//   run_local             the operator, or the rule's function in its place, on the locals
-//   wrap_results          what came out is given its spec again
-//   write_back            what was written to a copy of a view reaches the view's base
+//   run_local             the operator, or the rule's function in its place, runs on the locals
+//   wrap_results          the results get their specs
+//   write_back            what was written to a copy of a view is written to the view's base
 //
-// What the specs alone decide has been decided before the third step, and has thrown on every rank
-// or on none. What fails from there on may fail on one rank only, and the others are told.
+// Errors that follow from the specs alone are thrown before the third step, on every rank or on
+// none. A failure from there on may happen on one rank only, and the others are told.
 
 #include <ATen/core/stack.h>
 #include <c10/util/SmallVector.h>
@@ -31,15 +30,15 @@ class ShardedCall {
   ShardedCall(const ShardedCall&) = delete;
   ShardedCall& operator=(const ShardedCall&) = delete;
 
-  /// Once. Leaves the results on the stack in place of the arguments.
+  /// Runs the call. Leaves the results on the stack in place of the arguments. Call it once.
   void run();
 
  private:
-  // An argument's local as the plan wants it.
+  // An argument's local under the plan's spec.
   struct Moved {
     int argument, element;
     at::Tensor local;
-    // Of what this call has redistributed: the tensor and its move. One that stands in two
+    // If this call has redistributed it: the tensor and its move. A tensor that is given as two
     // arguments is moved once.
     at::Tensor source = {};
     const ReadyPlan::Move* move = nullptr;
@@ -59,7 +58,7 @@ class ShardedCall {
   at::Tensor local_of(const at::Tensor& t, int argument, int element) const;
   void run_local_function();
   void run_on_aliases();
-  // `position`: of the result among those that are no arguments.
+  // `position`: index of the result among those that are not arguments.
   at::Tensor wrap(at::Tensor local, bool view, std::size_t position);
   at::Tensor wrap_replicated(at::Tensor local, bool view, std::size_t position);
   at::Tensor wrap_ruled(at::Tensor local, bool view, std::size_t position);
@@ -71,27 +70,27 @@ class ShardedCall {
   // The arguments leave the stack: this keeps the context alive.
   const LayoutPtr like_;
   MeshContext& context_;
-  // Views of normal tensors are normal ones in inference mode too: autograd keeps a record of them.
+  // Views of normal tensors are normal in inference mode too: autograd keeps a record of them.
   const bool view_of_normal_;
-  // Targets that may change shape are written to through a fresh alias: the local of the old meta
-  // is shared by whoever copied the tensor.
+  // Targets that may change shape are written to through a fresh alias: copies of the tensor share
+  // the local of the old meta.
   const bool alias_targets_;
   std::vector<Moved> moved_;
-  // The arguments that are written, by position.
+  // The arguments that are written to, by position.
   c10::SmallVector<c10::IValue, 2> targets_;
-  // Behind the views that are made: a copy of what they are views of, and the tensor itself.
+  // For views of a copy: the copy, and the tensor that it was made of.
   std::shared_ptr<ViewCopy> view_copy_;
   at::Tensor view_base_;
 };
 
-/// Views in memory of their own among several targets: what is written to one of them must reach
-/// the others before they are written. An operator on lists (_foreach_...) is run on one element
-/// after the other, and true returned; of other operators two such views of one tensor are refused
-/// with a ShardingError. False: nothing of that kind, and nothing done.
+/// For several targets that are views in memory of their own: what is written to one of them must
+/// reach the others before they are written. An operator on lists (_foreach_...) is run element by
+/// element, and true returned; for other operators two such views of one tensor are refused with a
+/// ShardingError. Returns false, with nothing done, if there are no such targets.
 bool run_one_by_one(const OpInfo& info, torch::jit::Stack* stack);
 
 /// Runs the functional form on the sharded tensors: its results become the values of the arguments
-/// that are written. Throws ShardingError where `out` cannot take the result.
+/// that are written. Throws ShardingError if `out` cannot take the result.
 void run_by_functional(const OpInfo& info, torch::jit::Stack* stack);
 
 }  // namespace tessera::detail

@@ -1,7 +1,7 @@
 #pragma once
-// ViewCopy: behind a view whose base had to be gathered first. Such a view has memory of its own;
-// what is written to it is written back to the base, and once the base has changed in another way
-// it is not read any more.
+// ViewCopy: the memory of a view whose base had to be gathered first. What is written to such a
+// view is written back to the base; once the base has changed in another way the view can no longer
+// be read.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
@@ -16,37 +16,37 @@
 namespace tessera::detail {
 
 struct ViewCopy {
-  /// `base` is a sharded tensor, of which `whole` is the local under `whole_spec`.
+  /// `base` is a sharded tensor; `whole` is its local under `whole_spec`.
   ViewCopy(const at::Tensor& whole, ShardSpec whole_spec, const at::Tensor& base);
   ~ViewCopy();
   ViewCopy(const ViewCopy&) = delete;
   ViewCopy& operator=(const ViewCopy&) = delete;
 
-  /// Local of the gathered base: what the view, and views of it, share memory with.
+  /// Local of the gathered base; the view, and views of it, share its memory.
   at::Tensor whole;
   ShardSpec whole_spec;
-  /// Another handle on the base: follows what becomes of it.
+  /// Another handle of the base: it follows when the base is reduced.
   at::Tensor base;
-  /// Of the base.
+  /// Version counter of the base.
   c10::VariableVersion version;
   /// Its value when the copy was made.
   std::uint32_t seen = 0;
-  /// Writes through the copy since then: each counts the version up by at most one.
+  /// Number of writes through the copy since then: each counts the version up by at most one.
   std::uint32_t written = 0;
-  /// The base was written to by another way, as the rank's ViewCopies have noticed.
+  /// True if the base was written to in another way, as the rank's ViewCopies have noticed.
   std::atomic<bool> stale = false;
 
-  /// Of the base.
+  /// The local of the base.
   const at::Tensor& base_local() const;
-  /// If the base is itself behind a copy; else nullptr.
+  /// The ViewCopy of the base, if the base is itself a view of a copy; else nullptr.
   ViewCopy* parent() const;
-  /// This rank's part of `whole` into the base, and on to the parent. Every rank that holds an
-  /// element has written the same to it, so that nothing is sent, but where a partial base has been
+  /// Writes this rank's shard of `whole` to the base, and on to the parent. Every rank that holds
+  /// an element has written the same to it, so that nothing is sent unless a partial base has been
   /// reduced since.
   void write_back();
   /// Throws ShardingError if the base has changed since.
   void require_fresh(const std::string& op) const;
-  /// Takes over what the base has become. Collective.
+  /// Gathers the base again. Collective.
   void refresh();
 };
 

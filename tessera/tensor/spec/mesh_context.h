@@ -17,12 +17,12 @@ struct Layout;
 struct RankState;
 class RedistributionPlans;
 
-/// Values by hash, held weakly: an entry lives as long as somebody uses it.
+/// Values by hash, held weakly: an entry lives as long as it is used.
 template <class T>
 class InternTable {
  public:
-  /// The entry equal to `candidate`, which becomes one itself if there is none. `hash` of equal
-  /// candidates is equal.
+  /// Returns the entry equal to `candidate`, which becomes an entry itself if there is none. Equal
+  /// candidates have equal `hash`.
   std::shared_ptr<const T> intern(std::uint64_t hash, std::shared_ptr<const T> candidate) {
     const std::lock_guard lock(mutex_);
     auto [it, end] = entries_.equal_range(hash);
@@ -51,7 +51,7 @@ class InternTable {
 struct SpecData {
   std::shared_ptr<MeshContext> context;
   std::vector<Placement> placements;
-  Sharding sharding;  // shape, axes and parts of each dim
+  Sharding sharding;  // shape, axes and partition of each dim
   std::vector<std::int64_t> local_shape, local_offset;
   std::int64_t numel = 1, local_numel = 1;
   bool replicated = true, partial = false, shard = false;
@@ -65,8 +65,7 @@ struct SpecData {
 
 struct MeshContext {
   explicit MeshContext(const DeviceMesh& mesh);
-  /// The context of this rank's view of the mesh: one for each (manager, layout) while anything
-  /// uses it.
+  /// The context of this rank's view of the mesh: one for each (manager, layout) while it is used.
   static std::shared_ptr<MeshContext> of(const DeviceMesh& mesh);
 
   const DeviceMesh mesh;
@@ -82,15 +81,15 @@ struct MeshContext {
   InternTable<Layout> layouts;
 };
 
-/// The state of a manager's rank: made on first use.
+/// The state of a rank of a manager, made on first use.
 std::shared_ptr<RankState> rank_state(const DistributedManager& manager);
 
-/// The unique spec with these values. `shape` and `dims` are consistent (checked by the callers
-/// that take them from users).
+/// The unique spec with these values. `shape` and `dims` must be consistent (callers that take them
+/// from users check that).
 ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std::int64_t> shape,
                     std::vector<Placement> placements, std::vector<DimSharding> dims);
-/// As above, dims cut evenly where `parts` does not say; `parts[d]` is used if its extent and
-/// number of parts fit.
+/// As above, with dims sharded evenly unless `parts` has a partition for them; `parts[d]` is used
+/// if its extent and number of shards fit.
 ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std::int64_t> shape,
                     std::vector<Placement> placements,
                     const std::vector<const DimSharding*>& parts);

@@ -30,11 +30,12 @@ struct Placement {
   }
 };
 
+/// Every rank of the axis holds the same.
 inline Placement Replicate() { return {}; }
-/// A negative `dim` counts from the last one.
+/// The ranks of the axis hold shards of `dim`; a negative `dim` counts from the last one.
 inline Placement Shard(int dim) { return {Placement::Kind::shard, dim, ReduceOp::Kind::sum}; }
-/// `op` is sum, avg (the unweighted mean over ranks, which no operator makes by itself), product,
-/// min or max.
+/// The value is the reduction `op` over the ranks of the axis: sum, avg (the unweighted mean over
+/// ranks, which no operator makes by itself), product, min or max.
 inline Placement Partial(ReduceOp::Kind op = ReduceOp::Kind::sum) {
   return {Placement::Kind::partial, 0, op};
 }

@@ -1,5 +1,5 @@
 #pragma once
-// RankState: what belongs to a rank rather than to a mesh, shared by all meshes of one manager.
+// RankState: what belongs to a rank rather than to a mesh; all meshes of one manager share it.
 
 #include <atomic>
 #include <cstdint>
@@ -20,10 +20,10 @@
 
 namespace tessera::detail {
 
-/// What the ranks of a mesh have found to agree on, as text. Belongs to the rank and not to the
-/// context of a mesh, which lives as long as this rank holds a tensor of it. Forgets what it knows
-/// of a mesh once that is much: all of its ranks at the same time, because they add the same, and
-/// whatever other meshes they are in.
+/// Texts on which the ranks of a mesh are known to agree. Belongs to the rank and not to the
+/// context of a mesh, which lives only as long as this rank holds a tensor of it. Forgets the texts
+/// of a mesh once there are many: all of its ranks at the same time, because they add the same
+/// ones, whatever other meshes they are in.
 class Agreed {
  public:
   static constexpr std::size_t kMost = 4096;
@@ -47,16 +47,16 @@ class Agreed {
 
 struct ViewCopy;
 
-/// The views that had to be copied and still live: what is written to their base by another way
-/// makes them stale. (Version counters do not tell: there are none in inference mode, and `.data`
-/// has one of its own.)
+/// The views in memory of their own that are still in use: when their base is written to in another
+/// way, they become stale. (Version counters do not suffice: there are none in inference mode, and
+/// `.data` has one of its own.)
 class ViewCopies {
  public:
   void add(ViewCopy* copy);
   void remove(ViewCopy* copy);
-  /// One load: whether wrote() has anything to do.
+  /// True if wrote() has anything to do; costs one load.
   bool any() const { return count_.load(std::memory_order_relaxed) > 0; }
-  /// The memory of `local` was written to; by way of `own`, if that is not null.
+  /// To be called when the memory of `local` was written to; through `own`, if that is not null.
   void wrote(const at::TensorBase& local, const ViewCopy* own);
 
  private:
@@ -65,7 +65,7 @@ class ViewCopies {
   std::vector<ViewCopy*> live_;
 };
 
-/// What operators would have thrown while a RefusalScope lives.
+/// The refusals recorded while a RefusalScope lives.
 class RefusalNotes {
  public:
   void add(Refusal refusal) {
@@ -90,7 +90,7 @@ struct RankState {
   Policies policies;
   std::atomic<HaloPolicy> halo_policy = HaloPolicy{};
   Agreed agreed;                 // by from_local()
-  std::set<std::string> warned;  // what was warned about once
+  std::set<std::string> warned;  // warnings that were given once
   ViewCopies copies;
   ParameterSources sources;
   std::shared_ptr<RefusalNotes> refusals;  // of the innermost RefusalScope

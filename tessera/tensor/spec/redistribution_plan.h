@@ -1,18 +1,16 @@
 #pragma once
 // RedistributionPlan: how a tensor gets from one spec of a mesh to another, as boxes of global
-// indices; no tensors, no communication here.
+// indices; no tensors and no communication here.
 //
 // A plan has at most three stages, and moves the fewest elements that the specs allow:
-//   reduce   Partial axes that end, by one all-reduce where all ranks of the axes need the same,
-//            else by one reduce-scatter over all of them to the
-//            pieces that the target wants (or, where the target lies elsewhere, to even pieces
-//              which then move once).
-//   move     one call over the axes whose cuts change: all-gather (a broadcast where one rank holds
-//            everything), all-to-all, or messages.
+//   reduce   Partial axes that end: one all-reduce if all ranks of the axes need the same, else one
+//            reduce-scatter over all of them to the boxes that the target needs (or, if the target
+//            needs them on other ranks, to even boxes, which then move once).
+//   move     One call over the axes whose sharding changes: all-gather (a broadcast if one rank
+//            holds everything), all-to-all, or messages.
 //   finish   Axes that become Partial: what a rank does not hold is the reduction's identity. No
-//            communication: a shard becomes a term of a sum by
-//            padding it with zeros.
-// Among calls that move the same, the one with the fewest rounds is taken (all-gather: log2 p;
+//            communication: a shard becomes its rank's summand by padding it with zeros.
+// Among calls that move the same, the one with the fewest rounds is used (all-gather: log2 p;
 // all-to-all: p - 1; messages: as many as a rank has peers). Everything that all ranks must agree
 // on follows from the specs alone.
 
@@ -29,8 +27,8 @@
 namespace tessera::detail {
 
 struct RedistributionPlan {
-  /// The value in `whole` is reduced over a group. No pieces: every rank gets all of it; else rank
-  /// r of the group gets pieces[r].
+  /// The value in `whole` is reduced over a group. Without `pieces` every rank gets all of it;
+  /// otherwise rank r of the group gets pieces[r].
   struct Reduction {
     std::vector<int> axes;
     ReduceOp::Kind op;
@@ -42,29 +40,29 @@ struct RedistributionPlan {
     enum class Kind : unsigned char { none, all_gather, broadcast, all_to_all, exchange };
     Kind kind = Kind::none;
     std::vector<int> axes;    // of the group
-    Box after;                // what this rank holds then
+    Box after;                // what this rank holds after the move
     std::vector<Box> pieces;  // all_gather, broadcast: of each rank of the group
     int rank = 0;             // of this rank in the group
     int root = -1;            // broadcast
     TransferPlan transfer;    // all_to_all, exchange: ranks are those of the group
   };
 
-  Box before;  // this rank's part under the source
+  Box before;  // this rank's box under the source
   std::vector<Reduction> reductions;
   Move move;
-  Box target;  // this rank's part under the target
-  // `move.after` becomes a part of `target`, the rest is the identity
+  Box target;  // this rank's box under the target
+  // `move.after` is a part of `target`; the rest is filled with the identity
   bool pad = false;
-  // on this rank the whole of it is the identity: another rank of the axis holds the value
+  // all of this rank's box is the identity: another rank of the axis holds the value
   bool clear = false;
-  ReduceOp::Kind identity = ReduceOp::Kind::sum;  // of which reduction
-  std::int64_t scale = 1;                         // a term of a mean counts for the ranks that pad
+  ReduceOp::Kind identity = ReduceOp::Kind::sum;  // of this reduction
+  std::int64_t scale = 1;  // for a mean: the number of ranks, since all but one hold zeros
 
-  /// Elements that this rank receives; a reduction counted as a reduce-scatter, an all-reduce as
-  /// that and an all-gather.
+  /// Number of elements that this rank receives; a reduction counts as a reduce-scatter, an
+  /// all-reduce as a reduce-scatter and an all-gather.
   std::int64_t received() const;
   static std::int64_t received(const Reduction& reduction);
-  /// Without the reductions.
+  /// As received(), without the reductions.
   std::int64_t moved() const;
 };
 

@@ -1,6 +1,5 @@
 #pragma once
-// ShardSpec: where every element of a tensor lies on a mesh. Arithmetic only; knowing it needs no
-// communication.
+// ShardSpec: where every element of a tensor is on a mesh. Arithmetic only, no communication.
 //
 //   Mesh (data 2, domain 3); a 4 x 7 tensor, dim 0 over `data` as {3, 1}, dim 1 over `domain` as
 //     {4, 0, 3}:
@@ -9,7 +8,7 @@
 //
 // A dim may be sharded by several axes: its sizes are over their ranks flattened, the outermost
 // mesh axis slowest. With Shard(0) on both axes above, {0, {2, 1, 0, 0, 1, 0}} gives data 0 rows
-// 0..2 and data 1 row 3; nested cuts may differ.
+// 0..2 and data 1 row 3; the shards within them may differ.
 //
 // Specs are immutable and interned: two equal specs of one mesh are one object, so that comparing
 // them compares pointers.
@@ -38,7 +37,7 @@ using ShardSizes = std::map<int, Sizes>;
 class ShardSpec {
  public:
   ShardSpec() = default;
-  /// `placements` has one entry per mesh axis. Sharded dims without sizes are cut evenly
+  /// `placements` has one entry per mesh axis. Sharded dims without sizes are sharded evenly
   /// (Partition::even). Throws InvalidArgument if counts, dims or sums do not match, if sizes are
   /// given for a dim that is not sharded, or if this rank is not in the mesh.
   ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape,
@@ -53,8 +52,8 @@ class ShardSpec {
   const std::vector<Placement>& placements() const;
   int dims() const { return static_cast<int>(shape().size()); }
   int mesh_dims() const { return static_cast<int>(placements().size()); }
-  /// Mesh axes that shard a dim, outermost first, and its parts over their flattened ranks; no
-  /// axes: not sharded. Throws InvalidArgument for a dim that the tensor does not have.
+  /// The mesh axes that shard a dim, outermost first, and its partition over their flattened ranks;
+  /// no axes: not sharded. Throws InvalidArgument for a dim that the tensor does not have.
   const DimSharding& dim(int d) const;
   bool is_sharded(int d) const { return !dim(d).axes.empty(); }
   /// Sizes of all shards of the sharded dims.
@@ -75,8 +74,8 @@ class ShardSpec {
   const Sharding& sharding() const;
 
   /// Returns the spec with other placements on the same mesh. Dims that stay sharded by the same
-  /// axes keep their sizes, others are cut evenly. Throws InvalidArgument if there is not one an
-  /// axis, or one shards a dim that the tensor does not have.
+  /// axes keep their sizes, others are sharded evenly. Throws InvalidArgument unless there is one
+  /// placement per axis, and for one that shards a dim that the tensor does not have.
   ShardSpec with_placements(const std::vector<Placement>& placements) const;
   /// Returns the spec with the placement of one axis replaced. Throws InvalidArgument for an axis
   /// that the mesh does not have, or a dim that the tensor does not have.
