@@ -1,5 +1,5 @@
 #pragma once
-// Datasets: where samples come from. A sample is a list of tensors (input, target, ...), the same
+// Datasets: the sources of samples. A sample is a list of tensors (input, target, ...), the same
 // number for every sample of a dataset.
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@ class BufferPool;
 
 using Sample = std::vector<at::Tensor>;
 
-/// Random access. Members are called from several worker threads at once: an implementation must
+/// Samples by index. Members are called from several worker threads at once: an implementation must
 /// allow that.
 class Dataset {
  public:
@@ -32,24 +32,24 @@ class Dataset {
   virtual std::uint64_t size() const = 0;
   virtual Sample get(std::uint64_t index) const = 0;
   /// The tensors of several samples, with a batch dim of length indices.size() in front. The
-  /// default stacks what get() returns, and reports which index failed. For no index: tensors
-  /// without rows, or nothing where the shapes are not known without reading (as by default). Where
-  /// an implementation throws something else than SampleError, the loader finds the index by
+  /// default stacks what get() returns, and reports which index failed. Without indices: tensors
+  /// without rows, or an empty list if the shapes are not known without reading (as by default). If
+  /// an implementation throws something other than SampleError, the loader finds the index by
   /// reading one by one.
   virtual std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const;
 };
 
-/// Samples one after the other, without positions: a stream, a generator, a socket. Called from one
-/// thread at a time.
+/// Samples in sequence, without positions: a stream, a generator, a socket. Called from one thread
+/// at a time.
 class IterableDataset {
  public:
   virtual ~IterableDataset();
-  /// The next sample; nothing at the end.
+  /// The next sample; nullopt at the end.
   virtual std::optional<Sample> next() = 0;
 };
 
-/// A worker's exception, with the index of the sample that it was reading (or the position, for a
-/// stream). What the dataset threw is nested (std::rethrow_if_nested).
+/// Thrown for a worker's exception, with the index of the sample that it was reading (or the
+/// position, for a stream). What the dataset threw is nested (std::rethrow_if_nested).
 class SampleError : public Error {
  public:
   SampleError(const std::string& what, std::uint64_t index) : Error(what), index_(index) {}
@@ -60,8 +60,8 @@ class SampleError : public Error {
   std::uint64_t index_;
 };
 
-/// Tensors in memory that agree in dim 0; sample i is row i of each. Throws InvalidArgument for
-/// none, 0-dim ones, or ones that differ in dim 0.
+/// Tensors in memory that agree in dim 0; sample i is row i of each. The constructor throws
+/// InvalidArgument for an empty list, 0-dim tensors, or ones that differ in dim 0.
 class TensorDataset : public Dataset {
  public:
   explicit TensorDataset(std::vector<at::Tensor> tensors);
@@ -73,7 +73,7 @@ class TensorDataset : public Dataset {
   std::vector<at::Tensor> tensors_;
 };
 
-/// A size and a function.
+/// A dataset from a size and a function.
 class FunctionDataset : public Dataset {
  public:
   FunctionDataset(std::uint64_t size, std::function<Sample(std::uint64_t)> get)
@@ -87,21 +87,20 @@ class FunctionDataset : public Dataset {
 };
 
 /// A file of tokens: rows of `row` tokens, starting every `stride` tokens (0: every `row`, without
-/// overlap). A sample is one 1-d tensor of length `row` and the file's dtype. What does not fill a
-/// row at the end of the file is left out. Throws FileError if the file cannot be opened, is no
-/// regular file, or its size is no multiple of the dtype's, and while reading if it was cut since;
-/// InvalidArgument for row < 1 or a file shorter than one row.
+/// overlap). A sample is one 1-d tensor of length `row` and the file's dtype. Tokens at the end
+/// that do not fill a row are left out. Throws FileError if the file cannot be opened, is no
+/// regular file, or its size is no multiple of the dtype's, and while reading if it was truncated
+/// since; InvalidArgument for row < 1 or a file shorter than one row.
 class TokenFileDataset : public Dataset {
  public:
   TokenFileDataset(const std::string& path, at::ScalarType dtype, std::uint64_t row,
                    std::uint64_t stride = 0);
   ~TokenFileDataset() override;
   std::uint64_t size() const override;
-  /// Tokens of the whole file.
+  /// Number of tokens in the file.
   std::uint64_t tokens() const;
   Sample get(std::uint64_t index) const override;
-  /// One tensor [indices.size(), row], filled by one read for each run of rows that follow each
-  /// other.
+  /// One tensor [indices.size(), row], filled by one read for each run of consecutive rows.
   std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const override;
 
  private:
@@ -111,8 +110,7 @@ class TokenFileDataset : public Dataset {
   std::uint64_t row_, stride_, rows_;
 };
 
-/// Several datasets behind one another, as a mixture names them: sample references are (dataset,
-/// index).
+/// A sample of one of several datasets: the number of the dataset and the index in it.
 struct SampleRef {
   int dataset = 0;
   std::uint64_t index = 0;

@@ -1,14 +1,14 @@
 #pragma once
-// Loader: each process reads its part of every global batch, ahead of time, in an order that does
+// Loader: each process reads its shard of every global batch, ahead of time, in an order that does
 // not depend on ranks, workers or devices.
 //
-//   auto order = std::make_shared<FixedOrder>(SampleOrderOptions{.samples = data->size(), .seed =
-//     1}, BatchSchedule(256));
-//   Loader loader({data}, order, batch_mapping(mesh.layout(), {"data"}), manager.rank(), {.workers
-//     = 2});
+//   auto order = std::make_shared<FixedOrder>(
+//       SampleOrderOptions{.samples = data->size(), .seed = 1}, BatchSchedule(256));
+//   Loader loader({data}, order, batch_mapping(mesh.layout(), {"data"}), manager.rank(),
+//                 {.workers = 2});
 //   // rows of this process; batch.real of them count
 //   for (auto& batch : loader.epoch()) { ... batch.tensors[0] ... }
-//   // a few numbers; Loader::restore goes on there, on any number of ranks
+//   // a short text, from which Loader::restore continues, on any number of ranks
 //   std::string state = loader.state();
 
 #include <ATen/core/Tensor.h>
@@ -30,56 +30,57 @@
 
 namespace tessera {
 
-/// The source did not deliver a batch within the limit; calling next() again goes on waiting.
+/// Thrown if the source did not deliver a batch within the limit; calling next() again waits again.
 class StalledError : public Error {
  public:
   using Error::Error;
   ~StalledError() override;
 };
 
-/// Who reads what when every rank of the mesh is a process with one device. Throws InvalidArgument
-/// for an unknown axis.
+/// The batch mapping of a mesh in which every rank is a process with one device. Throws
+/// InvalidArgument for an unknown axis.
 BatchMapping batch_mapping(const Mesh& mesh, const std::vector<std::string>& batch_axes);
 
 struct LoaderOptions {
   /// Threads that read ahead; 0: next() reads in the caller's thread.
   int workers = 0;
-  /// Batches read ahead beyond the one that is waited for; more are not begun (back-pressure). They
-  /// are planned as workers take them, so that a large number costs nothing by itself.
+  /// Number of batches read ahead of the one that is waited for; no more are begun (back-pressure).
+  /// They are planned as workers take them, so that a large number costs nothing by itself.
   int prefetch = 2;
-  /// After this long without a batch next() throws StalledError, and the destructor leaves a worker
-  /// behind that still reads: the datasets must own what they use.
+  /// After this long without a batch next() throws StalledError, and the destructor abandons a
+  /// worker that still reads: the datasets must own what they use.
   std::chrono::milliseconds stall_limit{std::chrono::minutes(5)};
-  /// Page-locked host memory, for a device that copies from it. NotAvailable without one.
+  /// Read into page-locked host memory, for a device that copies from it. Throws NotAvailable
+  /// without one.
   bool pin_memory = false;
-  /// Copy there, ahead, on a side stream. NotAvailable for a kind that libtorch or the machine
-  /// lacks.
+  /// Copy batches to this device, ahead, on a side stream. Throws NotAvailable for a kind of device
+  /// that libtorch or the machine lacks.
   std::optional<c10::Device> device = {};
-  /// Makes a batch of samples, for those that Dataset::get_batch cannot stack (other shapes).
-  /// Called by workers at the same time, with at least one sample; each tensor it returns has the
-  /// samples in dim 0. Not with a PackedOrder.
+  /// Makes a batch of samples that Dataset::get_batch cannot stack (other shapes). Called by
+  /// workers at the same time, with at least one sample; each tensor it returns has the samples in
+  /// dim 0. Not possible with a PackedOrder.
   std::function<std::vector<at::Tensor>(const std::vector<Sample>&)> collate = {};
 };
 
-/// Collation of samples whose tensors differ in length along dim 0: each is filled up to the
-/// longest with `fill`, and one tensor of lengths (int64, [rows]) is added at the end.
+/// Collates samples whose tensors differ in length along dim 0: each is filled up to the longest
+/// with `fill`, and a tensor of lengths (int64, [rows]) is appended.
 std::vector<at::Tensor> pad_collate(const std::vector<Sample>& samples, double fill = 0);
 
-/// This process' part of a global batch.
+/// This process' shard of a global batch.
 struct LoadedBatch {
   std::uint64_t step = 0;
   std::uint64_t epoch = 0;
-  /// Batch dim in front. Of a PackedOrder: each tensor of the samples as [rows, capacity, ...],
-  /// filled up with zeros, and at the end the number of the sample in its row that a token belongs
-  /// to, from 1, 0 where nothing is (int64, [rows, capacity]).
+  /// Tensors with the batch dim in front. With a PackedOrder: each tensor of the samples as [rows,
+  /// capacity, ...], filled up with zeros, and at the end a tensor with the number, from 1, of the
+  /// sample in its row that a token belongs to, 0 where there is none (int64, [rows, capacity]).
   std::vector<at::Tensor> tensors;
   /// The sample of each row; with a PackedOrder, each sample that this process reads.
   std::vector<SampleRef> samples;
   /// Which rows belong to which batch coordinate.
   std::vector<BatchSlice> slices;
-  /// Rows of this process.
+  /// Number of rows of this process.
   std::int64_t rows = 0;
-  /// Rows of this process that are not padding: the weight of its mean.
+  /// Number of rows of this process that are not padding: the weight of its mean.
   std::int64_t real = 0;
   std::int64_t global_rows = 0, global_real = 0;
   /// Bool [rows], true where a row is real; undefined if all are.
@@ -97,28 +98,28 @@ class Loader {
   Loader(const Loader&) = delete;
   Loader& operator=(const Loader&) = delete;
 
-  /// The next batch. Throws SampleError (what a dataset threw, with the sample's index) or
-  /// StalledError; the loader then still stands before that batch.
+  /// Returns the next batch. Throws SampleError (what a dataset threw, with the sample's index) or
+  /// StalledError; the position does not change then, and the next call tries the same batch.
   LoadedBatch next();
-  /// Batches until the epoch ends: a range for one loop. Starting in the middle of an epoch (after
-  /// restore) it goes on to that epoch's end.
+  /// The batches until the end of the epoch, as a range for one loop. In the middle of an epoch
+  /// (after restore) it continues to that epoch's end.
   class EpochRange;
   EpochRange epoch();
   /// The epoch of the batch that next() will deliver.
   std::uint64_t next_epoch();
 
-  /// Where next() stands, whatever is being read ahead. The same text on every process; valid for
-  /// any mapping of the same order.
+  /// The position of next() as text, whatever has been read ahead. The same text on every process;
+  /// valid for any mapping of the same order.
   std::string state() const;
-  /// Goes on from a state. Throws ConfigurationError if it was saved by an order of another
+  /// Continues from a state. Throws ConfigurationError if it was saved by an order of another
   /// description.
   void restore(const std::string& state);
   /// Collective: throws MismatchError on every rank unless all have the same order, position, sizes
-  /// of datasets and mapping. A rank with another one (a shorter file on its host, another seed)
-  /// would train on other data, or wait for ever at the end of an epoch.
+  /// of datasets and mapping. A rank that differs (a shorter file on its host, another seed) would
+  /// train on other data, or wait for ever at the end of an epoch.
   void require_agreement(const Group& group) const;
-  /// Goes on at a step, for orders whose batches have a size that is known beforehand; else
-  /// InvalidArgument: those need a saved state.
+  /// Continues at a step. Throws InvalidArgument for orders whose batch sizes are not known
+  /// beforehand: those need a saved state.
   void seek(std::uint64_t step);
 
  private:

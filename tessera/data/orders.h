@@ -1,5 +1,5 @@
 #pragma once
-// Every order of samples that the loader knows.
+// All orders of samples.
 
 #include "tessera/data/orders/fixed_order.h"
 #include "tessera/data/orders/length_orders.h"

@@ -1,6 +1,6 @@
 #pragma once
-// StreamLoader: batches from iterable datasets, one stream a rank, whose lengths may differ. The
-// ranks agree before every step, so that none waits for another that has ended.
+// StreamLoader: batches from iterable datasets, one stream per rank, whose lengths may differ. The
+// ranks agree before every step, so that none waits for another whose stream has ended.
 //
 //   StreamLoader loader(socket, 32, manager.world(), {.uneven = UnevenData::pad, .workers = 2,
 //     .transform = decode});
@@ -19,18 +19,18 @@ namespace tessera {
 
 /// What happens at a step for which some ranks have a full batch and others do not.
 enum class UnevenData : unsigned char {
-  /// UnevenDataError on every rank, naming the ranks that have ended.
+  /// UnevenDataError is thrown on every rank, naming the ranks whose streams have ended.
   error,
-  /// The stream ends for all; what some ranks had read for that step is left out.
+  /// The stream ends on all ranks; what some had read for that step is dropped.
   drop,
-  /// Ranks that lack rows repeat their last ones, marked in the mask, until all ranks have ended.
+  /// Ranks that lack rows repeat their last ones, marked in the mask, until all streams have ended.
   pad,
-  /// Ranks take part with the rows they have, none at all included (real = 0, the weight of their
-  /// mean), until all have ended.
+  /// Ranks take part with the rows they have, also with none (real = 0, the weight of their mean),
+  /// until all streams have ended.
   weight_zero,
 };
 
-/// Thrown on every rank of the group.
+/// Thrown on every rank of the group if streams end at different steps (UnevenData::error).
 class UnevenDataError : public Error {
  public:
   using Error::Error;
@@ -39,11 +39,11 @@ class UnevenDataError : public Error {
 
 struct StreamBatch {
   std::uint64_t step = 0;
-  /// [rows, ...]
+  /// Tensors [rows, ...].
   std::vector<at::Tensor> tensors;
-  /// Here; rows from `real` on are padding.
+  /// Number of rows on this rank; rows from `real` on are padding.
   std::int64_t rows = 0, real = 0;
-  /// Over the group.
+  /// Sum of `real` over the group.
   std::int64_t global_real = 0;
   /// Bool [rows]; undefined if all rows are real.
   at::Tensor mask;
@@ -52,17 +52,17 @@ struct StreamBatch {
 struct StreamOptions {
   UnevenData uneven = UnevenData::error;
   /// With pad and weight_zero a rank whose stream is empty from the start needs a sample (as
-  /// `transform` returns it) to know the shapes; without one that is an error on every rank.
+  /// `transform` returns it) to know the shapes; without one, an error is thrown on every rank.
   Sample example = {};
   /// Threads that read ahead; 0: next() reads in the caller's thread. The stream itself is read by
-  /// one at a time, from next() on; what runs beside is `transform` and the stacking of batches.
-  /// The order of samples and batches is the same for any number.
+  /// one thread at a time, from the first next() on; `transform` and the stacking of batches run in
+  /// parallel. The order of samples and batches is the same for any number.
   int workers = 0;
-  /// Batches read ahead beyond the one that is waited for; more are not begun (back-pressure).
+  /// Number of batches read ahead of the one that is waited for; no more are begun (back-pressure).
   int prefetch = 2;
   /// After this long without a batch of this rank's worker next() throws StalledError on every
-  /// rank; calling it again goes on waiting. Less than the group's time limit, or the others run
-  /// into that. The destructor leaves a worker behind that still reads.
+  /// rank; calling it again waits again. Must be less than the group's time limit, or the other
+  /// ranks run into that. The destructor abandons a worker that still reads.
   std::chrono::milliseconds stall_limit{std::chrono::minutes(2)};
   /// Applied to each sample (decode, augment); called by workers at the same time.
   std::function<Sample(Sample)> transform = {};
@@ -70,7 +70,7 @@ struct StreamOptions {
 
 class StreamLoader {
  public:
-  /// `rows`: of this rank's batch, at least 1. `group`: the ranks that step together. Throws
+  /// `rows`: size of this rank's batch, at least 1. `group`: the ranks that step together. Throws
   /// InvalidArgument for options out of range.
   StreamLoader(std::shared_ptr<IterableDataset> dataset, std::int64_t rows, Group group,
                StreamOptions options = {});
@@ -78,18 +78,19 @@ class StreamLoader {
   StreamLoader(const StreamLoader&) = delete;
   StreamLoader& operator=(const StreamLoader&) = delete;
 
-  /// The next batch, or nothing once the ranks have agreed that the data has ended. Collective: one
+  /// The next batch, or nullopt once the ranks have agreed that the data has ended. Collective: one
   /// small all-gather. Throws on every rank SampleError (a stream or transform failed, with the
-  /// sample's position on the rank where it did; that step's samples are gone), StalledError,
+  /// sample's position on the rank where it did; that step's samples are lost), StalledError,
   /// UnevenDataError.
   std::optional<StreamBatch> next();
 
-  /// Steps and samples so far, as text: those that next() delivered, whatever is being read ahead.
+  /// Number of steps and samples so far, as text: those that next() delivered, whatever has been
+  /// read ahead.
   std::string state() const;
-  /// A stream without positions cannot be resumed. `replay` = false: throws NotAvailable. true:
-  /// reads and throws away as many samples as the state says, with a warning that names their
-  /// number; right only for a stream that begins anew and repeats itself. What was read ahead is
-  /// dropped.
+  /// Restores a state by reading again: a stream without positions cannot be resumed otherwise.
+  /// With `replay` false it throws NotAvailable. With true it reads and discards as many samples as
+  /// the state says, with a warning that names their number; that is correct only for a stream that
+  /// starts again from the beginning and repeats itself. What was read ahead is dropped.
   void restore(const std::string& state, bool replay);
 
  private:

@@ -31,8 +31,7 @@ inline Sample sample_of(const torch::data::Example<at::Tensor, torch::data::exam
   return {e.data};
 }
 
-/// One sample of a batch that was asked for as a batch of one: a list of examples, or what a
-/// collation (Stack) made of them.
+/// The sample in a batch of one: a list of examples, or what a collation (Stack) made of them.
 template <class Batch>
 Sample only_sample(Batch&& batch) {
   if constexpr (requires { batch.front(); }) {
@@ -46,9 +45,9 @@ Sample only_sample(Batch&& batch) {
 
 }  // namespace detail
 
-/// A dataset of torch::data with random access, its transforms (`map`) included, stacking ones too.
-/// Examples of tensors, with or without a target. torch::data does not promise that a dataset can
-/// be called from several threads at once, so calls follow one another.
+/// A dataset of torch::data with random access, including its transforms (`map`), also those that
+/// stack. Its examples are tensors, with or without a target. torch::data does not promise that a
+/// dataset can be called from several threads at once, so calls are serialised.
 template <class D>
 class TorchDataset : public Dataset {
  public:
@@ -74,7 +73,7 @@ class TorchDataset : public Dataset {
   std::uint64_t size_ = 0;
 };
 
-/// A dataset of torch::data that gives its samples one after the other
+/// A dataset of torch::data that delivers its samples in sequence
 /// (torch::data::datasets::StreamDataset), for a StreamLoader.
 template <class D>
 class TorchStream : public IterableDataset {

@@ -1,6 +1,6 @@
 #pragma once
-// BufferPool: memory of batches, used again. A fresh large block is paged in by the system piece by
-// piece, which costs as much as copying a batch into it.
+// BufferPool: memory of batches, reused. The system pages in a fresh large block bit by bit, which
+// costs as much as copying a batch into it.
 
 #include <ATen/core/Tensor.h>
 
@@ -10,13 +10,13 @@
 
 namespace tessera::detail {
 
-/// A tensor's memory comes back when its last handle is gone, from any thread, also after the pool
-/// itself. At most `kept` blocks wait for use.
+/// A tensor's memory returns to the pool when its last handle is gone, from any thread, also after
+/// the pool itself is destroyed. At most `kept` free blocks are held.
 class BufferPool {
  public:
   explicit BufferPool(std::size_t kept = 16);
-  /// An uninitialised CPU tensor, aligned to 64 bytes; of 2 MiB and more on huge pages where the
-  /// system gives them.
+  /// An uninitialised CPU tensor, aligned to 64 bytes; from 2 MiB on, on huge pages if the system
+  /// provides them.
   at::Tensor empty(std::span<const std::int64_t> shape, at::ScalarType dtype);
 
  private:

@@ -1,6 +1,6 @@
 #pragma once
-// The text that Loader::state() gives: a header, what the order is, the cursor in exact numbers,
-// and a checksum.
+// The text that Loader::state() returns: a header, the description of the order, the cursor in
+// exact numbers, and a checksum.
 
 #include <string>
 #include <string_view>
@@ -14,8 +14,8 @@ namespace tessera::detail {
 std::vector<std::string_view> words_of(std::string_view text);
 
 std::string write_state(const Order& order, const OrderCursor& cursor);
-/// Throws ConfigurationError for another text, a damaged one, or a state of an order with another
-/// description.
+/// The cursor in a text of write_state(). Throws ConfigurationError for another text, a damaged
+/// one, or a state of an order with another description.
 OrderCursor read_state(const Order& order, const std::string& state);
 
 }  // namespace tessera::detail

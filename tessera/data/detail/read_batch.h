@@ -1,6 +1,6 @@
 #pragma once
-// This process' part of a global batch, read from the datasets. On the host, in the caller's
-// thread.
+// BatchReader: reads this process' shard of a global batch from the datasets, into host memory, in
+// the caller's thread.
 
 #include "tessera/data/loader.h"
 
@@ -14,7 +14,7 @@ struct BatchReader {
   std::function<std::vector<at::Tensor>(const std::vector<Sample>&)> collate;
 
   /// Throws SampleError with the index of the sample that could not be read; InvalidArgument for
-  /// samples that make no batch.
+  /// samples that cannot be stacked to a batch.
   LoadedBatch read(const OrderBatch& batch) const;
 
  private:

@@ -1,9 +1,9 @@
 #pragma once
 // Worker threads of an engine that they share with its owner: one that hangs in a read is left
-// behind, and finds everything in place.
+// behind, and what it uses stays alive.
 //
-// An engine has mutex, work, rested (told when a worker ends), stop, running, options.stall_limit,
-// and run(), in which a worker stays until `stop`.
+// An engine has mutex, work, rested (notified when a worker ends), stop, running,
+// options.stall_limit, and run(), in which a worker stays until `stop`.
 
 #include <c10/util/Exception.h>
 

@@ -1,13 +1,13 @@
 #pragma once
-// Orders whose batches have sizes that are known beforehand: any step is computed alone.
+// Orders whose batch sizes are known beforehand: any step is computed by itself.
 
 #include "tessera/data/orders/order.h"
 #include "tessera/sampling/sampling.h"
 
 namespace tessera {
 
-/// Batches of a fixed size, or of a schedule over steps, of one dataset: any step is computed
-/// alone.
+/// Batches of one dataset, of a fixed size or of a schedule over steps. Any step is computed by
+/// itself.
 class FixedOrder : public Order {
  public:
   FixedOrder(SampleOrderOptions options, BatchSchedule schedule);
@@ -23,7 +23,7 @@ class FixedOrder : public Order {
 };
 
 /// Draws with replacement by weight: the first `samples_per_epoch` draws are epoch 0, and so on.
-/// Any step is computed alone.
+/// Any step is computed by itself.
 class WeightedOrder : public Order {
  public:
   WeightedOrder(std::vector<double> weights, std::uint64_t seed, BatchSchedule schedule,

@@ -1,13 +1,13 @@
 #pragma once
-// Orders by the lengths of samples: batches of a number of tokens.
+// Orders by the lengths of samples: batches with a given number of tokens.
 
 #include "tessera/data/orders/order.h"
 #include "tessera/sampling/permutation.h"
 
 namespace tessera {
 
-/// What they share: one dataset whose samples have known lengths, in a new order each epoch. The
-/// cursor is {epoch, samples taken of it}.
+/// Base of the orders below: one dataset whose samples have known lengths, in a new order each
+/// epoch. The cursor is {epoch, samples taken of it}.
 class LengthOrder : public Order {
  public:
   OrderCursor start() const override;
@@ -15,7 +15,7 @@ class LengthOrder : public Order {
   void check(const OrderCursor& cursor) const override;
 
  protected:
-  /// Throws InvalidArgument where there is no sample.
+  /// Throws InvalidArgument if there is no sample.
   LengthOrder(std::vector<std::uint64_t> lengths, std::uint64_t seed, bool shuffle);
   std::uint64_t samples() const { return lengths_.size(); }
   std::uint64_t longest() const;
@@ -32,7 +32,7 @@ class LengthOrder : public Order {
   };
   /// An empty batch at the cursor.
   OrderBatch begin_batch(const OrderCursor& cursor) const;
-  /// Moves the cursor behind a batch of `taken` samples.
+  /// Advances the cursor by a batch of `taken` samples.
   void end_batch(OrderCursor& cursor, std::uint64_t taken) const;
   /// "70 lengths 123...", for describe().
   std::string describe_lengths() const;
@@ -45,8 +45,8 @@ class LengthOrder : public Order {
   bool shuffle_;
 };
 
-/// As many samples as a token budget takes. `lengths[i]`: tokens of sample i, known on every rank.
-/// Throws InvalidArgument for a sample that no batch could hold.
+/// As many samples per batch as a token budget allows. `lengths[i]`: tokens of sample i, known on
+/// every rank. Throws InvalidArgument for a sample that no batch could hold.
 class TokenBudgetOrder : public LengthOrder {
  public:
   TokenBudgetOrder(std::vector<std::uint64_t> lengths, TokenBudget budget, std::uint64_t seed,
@@ -58,8 +58,8 @@ class TokenBudgetOrder : public LengthOrder {
   TokenBudget budget_;
 };
 
-/// Batches of `rows` rows of `capacity` tokens, packed with whole samples. Throws InvalidArgument
-/// for a sample that is longer than a row.
+/// Batches of `rows` rows of `capacity` tokens, packed with complete samples. Throws
+/// InvalidArgument for a sample that is longer than a row.
 class PackedOrder : public LengthOrder {
  public:
   PackedOrder(std::vector<std::uint64_t> lengths, std::uint64_t rows, std::uint64_t capacity,

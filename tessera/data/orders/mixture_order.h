@@ -6,8 +6,8 @@
 
 namespace tessera {
 
-/// A mixture of datasets in batches of a schedule. It has no epochs (always 0), so that a loop over
-/// Loader::epoch() does not end: count the steps.
+/// A mixture of datasets in batches of a schedule. It has no epochs (the epoch is always 0), so
+/// that a loop over Loader::epoch() does not end: count the steps.
 class MixtureOrder : public Order {
  public:
   MixtureOrder(Mixture mixture, BatchSchedule schedule);

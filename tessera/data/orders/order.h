@@ -1,6 +1,6 @@
 #pragma once
 // Orders: the sequence of global batches that every rank computes alike, and the few numbers from
-// which it goes on. Derive from Order for one of your own.
+// which it continues. Derive from Order for one of your own.
 
 #include <cstdint>
 #include <span>
@@ -13,13 +13,13 @@
 
 namespace tessera {
 
-/// Where an order stands: small numbers whose meaning belongs to the order. Saved as text by
+/// The position of an order: a few numbers whose meaning belongs to the order. Saved as text by
 /// Loader::state().
 struct OrderCursor {
   std::uint64_t step = 0;
-  /// Empty for orders whose step number says everything.
+  /// Empty for orders whose position follows from the step number.
   std::vector<std::uint64_t> position;
-  /// Credits of a mixture's datasets.
+  /// For a mixture: how many samples each dataset is behind its weight.
   std::vector<double> credit;
   bool operator==(const OrderCursor&) const = default;
 };
@@ -30,13 +30,13 @@ struct OrderBatch {
   std::uint64_t epoch = 0;
   std::uint64_t size = 0;
   std::uint64_t real = 0;
-  /// With a FixedOrder: its rows are computed where they are needed.
+  /// With a FixedOrder: its rows are computed when they are needed.
   Batch fixed;
   /// With other orders: the sample of every row of the global batch.
   std::vector<SampleRef> rows;
   /// With a PackedOrder: the contents of each row; Packed::position is an index of `rows`.
   std::vector<std::vector<Packed>> packed;
-  /// With a PackedOrder: tokens of a row.
+  /// With a PackedOrder: number of tokens per row.
   std::uint64_t capacity = 0;
 };
 
@@ -44,19 +44,19 @@ class Order {
  public:
   virtual ~Order();
   virtual OrderCursor start() const = 0;
-  /// The batch at the cursor; moves the cursor behind it.
+  /// The batch at the cursor, which is advanced.
   virtual OrderBatch next(OrderCursor& cursor) const = 0;
-  /// The samples in the rows first, first + 1, ... of a batch of this order, one for each place of
-  /// `out`. Called by several threads at once.
+  /// The samples in the rows first, first + 1, ... of a batch of this order, one for each element
+  /// of `out`. Called by several threads at once.
   virtual void rows(const OrderBatch& batch, std::uint64_t first, std::span<SampleRef> out) const;
-  /// Describes everything that the sequence depends on, for comparison across ranks and with a
+  /// Text with everything that the sequence depends on, for comparison across ranks and with a
   /// saved state.
   virtual std::string describe() const = 0;
   /// How many samples each dataset must have for this order's references to exist; empty: not known
   /// beforehand.
   virtual std::vector<std::uint64_t> samples_needed() const { return {}; }
   /// Throws ConfigurationError for a cursor that this order cannot have reached. The default
-  /// compares the numbers of numbers.
+  /// compares how many numbers it has.
   virtual void check(const OrderCursor& cursor) const;
 };
 

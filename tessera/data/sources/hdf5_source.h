@@ -8,17 +8,17 @@
 namespace tessera {
 
 /// An HDF5 file, opened for reading. A variable is a dataset of integers or floating-point numbers,
-/// named by its path ("group/u"); its dims are named dim0, dim1, ... Others (text, compounds,
-/// enumerations) are listed in no result. 16-bit floats are read as float32; unsigned integers as
+/// named by its path ("group/u"); its dims are named dim0, dim1, ... Other datasets (text,
+/// compounds, enumerations) are not listed. 16-bit floats are read as float32; unsigned integers as
 /// the next wider signed type, and unsigned 64-bit values above 2^63 - 1 throw FileError.
 ///
 /// HDF5 has no conventions for missing values or scales, so that ReadOptions::decode and missing
-/// have nothing to do (NetcdfSource reads netCDF-4 files, which are HDF5 files that have them).
+/// have no effect (NetcdfSource reads netCDF-4 files, which are HDF5 files that have them).
 ///
 /// Threads: one mutex of the process guards every call into the HDF5 library, NetcdfSource's
-/// included; reads of several threads follow one another.
+/// included; reads of several threads are serialised.
 ///
-/// Where Tessera was built without HDF5 the constructor throws NotAvailable.
+/// If Tessera was built without HDF5 the constructor throws NotAvailable.
 class Hdf5Source : public Source {
  public:
   /// Throws FileError if the file cannot be opened or is no HDF5 file.
@@ -26,7 +26,7 @@ class Hdf5Source : public Source {
   ~Hdf5Source() override;
 
   std::string name() const override;
-  /// By path.
+  /// Paths of the datasets, sorted.
   std::vector<std::string> variables() const override;
   const VariableInfo& info(const std::string& variable) const override;
 

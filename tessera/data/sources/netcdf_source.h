@@ -12,20 +12,20 @@ namespace detail {
 class NetcdfFile;
 }
 
-/// A netCDF file, opened for reading. Variables of the root group; text and user-defined types are
-/// listed in no result and cannot be read.
+/// A netCDF file, opened for reading. Its variables are those of the root group; text and
+/// user-defined types are not listed and cannot be read.
 ///
-/// Decoding follows the CF conventions: a stored value that equals _FillValue (or, where the file
-/// has none, the library's default fill, for types wider than a byte) or missing_value, or lies
-/// outside valid_range / valid_min / valid_max, is missing; the rest is stored * scale_factor +
+/// Decoding follows the CF conventions: a stored value that equals _FillValue (or, if the file has
+/// none, the library's default fill, for types wider than a byte) or missing_value, or is outside
+/// valid_range / valid_min / valid_max, is missing; other values are stored * scale_factor +
 /// add_offset, computed in float64. Decoding a variable marked `_Unsigned = "true"` is refused.
 /// Unsigned 64-bit values above 2^63 - 1 throw FileError.
 ///
 /// Threads: the netCDF library is not thread safe, also not between two files, so one mutex of the
-/// process guards every call into it; reads of several threads follow one another. Code that calls
-/// the library beside Tessera from other threads must not do so at the same time.
+/// process guards every call into it; reads of several threads are serialised. Code that calls the
+/// library beside Tessera from other threads must not do so at the same time.
 ///
-/// Where Tessera was built without netCDF the constructor throws NotAvailable.
+/// If Tessera was built without netCDF the constructor throws NotAvailable.
 class NetcdfSource : public Source {
  public:
   /// Throws FileError if the file cannot be opened or is no netCDF file.
@@ -35,7 +35,7 @@ class NetcdfSource : public Source {
   std::string name() const override;
   std::vector<std::string> variables() const override;
   const VariableInfo& info(const std::string& variable) const override;
-  /// The file's own attributes.
+  /// The global attributes of the file.
   const std::map<std::string, Attribute>& attributes() const;
 
  protected:

@@ -10,9 +10,9 @@
 
 namespace tessera {
 
-/// Every tensor is a variable; its dims are named dim0, dim1, ... The file has no conventions for
-/// missing values or scales, so that ReadOptions::decode and missing have nothing to do. Only what
-/// a hyperslab needs is read, or little more; reads of several threads overlap.
+/// Every tensor is a variable; its dims are named dim0, dim1, ... The format has no conventions for
+/// missing values or scales, so that ReadOptions::decode and missing have no effect. Only what a
+/// hyperslab needs is read, or little more; reads of several threads overlap.
 class SafetensorsSource : public Source {
  public:
   /// Throws FileError for a path that is not a regular file or cannot be opened, and for what
@@ -21,15 +21,15 @@ class SafetensorsSource : public Source {
   ~SafetensorsSource() override;
 
   std::string name() const override;
-  /// In the order of their bytes. Without those of dtypes that libtorch does not have (F6_E2M3,
-  /// F6_E3M2): info() and read() say so when they are asked for.
+  /// Names of the tensors in the order of their bytes. Those of dtypes that libtorch does not have
+  /// (F6_E2M3, F6_E3M2) are left out: info() and read() throw an error that says so.
   std::vector<std::string> variables() const override;
   const VariableInfo& info(const std::string& variable) const override;
-  /// The header's "__metadata__".
+  /// The entry "__metadata__" of the header.
   const std::map<std::string, std::string>& metadata() const;
 
  protected:
-  /// Throws FileError where the file has been cut short since it was opened.
+  /// Throws FileError if the file has been truncated since it was opened.
   at::Tensor read_box(const VariableInfo& variable, const Hyperslab& slab,
                       const ReadOptions& options) const override;
 

@@ -1,12 +1,13 @@
 #pragma once
-// Source: named arrays somewhere (a file, memory), read by hyperslab, so that a rank reads its own
-// part and nothing else.
+// Source: named arrays in a file or in memory, read by hyperslab, so that a rank reads its own
+// shard and nothing else.
 //
 //   NetcdfSource source("winds.nc");  // UWND(TIME=132, FNOCY=73, FNOCX=144)
-//   at::Tensor one = source.read("UWND", {.start = {5}, .count = {1}}); // month 5, all latitudes
-//     and longitudes: [1, 73, 144]
-//   at::Tensor rows = source.read("UWND", {.start = {0, 10}, .count = {132, 20}, .stride = {1,
-//     2}});   // rows 10, 12, ... 48: [132, 20, 144]
+//   // month 5, all latitudes and longitudes: [1, 73, 144]
+//   at::Tensor one = source.read("UWND", {.start = {5}, .count = {1}});
+//   // rows 10, 12, ... 48: [132, 20, 144]
+//   at::Tensor rows =
+//       source.read("UWND", {.start = {0, 10}, .count = {132, 20}, .stride = {1, 2}});
 
 #include <ATen/core/Tensor.h>
 
@@ -22,13 +23,13 @@
 namespace tessera {
 
 /// A regular box of an array, one number per dimension: indices start, start + stride, ... (count
-/// of them). A list that is shorter than the array's dimensions leaves the last ones whole; all
+/// of them). Lists that are shorter than the array's dimensions take the last ones completely; all
 /// lists that are given must be of one length, except `stride`, which may be empty (all ones).
 struct Hyperslab {
   std::vector<std::int64_t> start = {};
   /// 0 is legal: the result is empty.
   std::vector<std::int64_t> count = {};
-  /// >= 1.
+  /// At least 1.
   std::vector<std::int64_t> stride = {};
 };
 
@@ -37,26 +38,26 @@ using Attribute = std::variant<std::string, std::vector<double>>;
 
 struct VariableInfo {
   std::string name;
-  /// Names, outermost first.
+  /// Names of the dims, outermost first.
   std::vector<std::string> dims;
   std::vector<std::int64_t> shape;
-  /// How values lie in the source, before scale and offset.
+  /// Dtype of the values in the source, before scale and offset.
   at::ScalarType stored;
   std::map<std::string, Attribute> attributes;
 };
 
 struct ReadOptions {
   at::ScalarType dtype = at::kFloat;
-  /// Value = stored * scale_factor + add_offset, and missing values recognised, as the source's
-  /// conventions say; false: the stored numbers as they are.
+  /// True: value = stored * scale_factor + add_offset, and missing values are recognised, by the
+  /// source's conventions; false: the stored numbers.
   bool decode = true;
-  /// What a missing value becomes. An integer dtype cannot hold NaN: reading a missing value into
-  /// one throws, unless this is a number that it can hold.
+  /// The value read for a missing one. An integer dtype cannot hold NaN: reading a missing value
+  /// into one throws, unless this is a number that it can hold.
   double missing = std::numeric_limits<double>::quiet_NaN();
 };
 
-/// Random access to named arrays. A source may be shared by threads: every member may be called
-/// from several at once (whether the reads overlap in time is the source's affair, and said there).
+/// Named arrays that are read by hyperslab. A source may be shared by threads: every member may be
+/// called from several at once (each source says whether the reads overlap in time).
 class Source {
  public:
   virtual ~Source();
@@ -64,16 +65,16 @@ class Source {
   Source(const Source&) = delete;
   Source& operator=(const Source&) = delete;
 
-  /// For messages: a path.
+  /// Name for messages: a path.
   virtual std::string name() const = 0;
-  /// In the source's order.
+  /// Names of the variables, in the source's order.
   virtual std::vector<std::string> variables() const = 0;
-  /// Throws VariableError with the known names.
+  /// Describes a variable. Throws VariableError with the known names.
   virtual const VariableInfo& info(const std::string& variable) const = 0;
 
-  /// The box as a new contiguous CPU tensor of shape `count` (followed by the dimensions left
-  /// whole). Throws VariableError, RangeError, FileError; InvalidArgument for lists of different
-  /// lengths.
+  /// Reads a box as a new contiguous CPU tensor of shape `count` (followed by the dimensions taken
+  /// completely). Throws VariableError, RangeError, FileError; InvalidArgument for lists of
+  /// different lengths.
   at::Tensor read(const std::string& variable, const Hyperslab& slab = {},
                   const ReadOptions& options = {}) const;
 
@@ -83,12 +84,13 @@ class Source {
   std::string text(const std::string& variable, const std::string& attribute) const;
 
  protected:
-  /// `slab` is checked and complete: three lists as long as the variable's shape, nothing empty.
+  /// Reads a non-empty slab that is checked and complete: three lists as long as the variable's
+  /// shape.
   virtual at::Tensor read_box(const VariableInfo& variable, const Hyperslab& slab,
                               const ReadOptions& options) const = 0;
 };
 
-/// The slab with every list as long as `shape`, and checked against it. `variable` is for messages.
+/// The slab with every list as long as `shape`, checked against it. `variable` is for messages.
 ///
 ///   complete_slab({{2}, {3}, {}}, {10, 4}, {"t", "x"}, "u") -> start {2, 0}, count {3, 4}, stride
 ///     {1, 1}

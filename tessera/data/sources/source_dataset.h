@@ -1,13 +1,13 @@
 #pragma once
-// SourceDataset: samples out of a source (netCDF, HDF5, safetensors, ...), each a hyperslab, so
-// that a rank that holds a part of every sample reads that part and nothing else.
+// SourceDataset: samples from a source (netCDF, HDF5, safetensors, ...), each a hyperslab, so that
+// a rank that holds a shard of every sample reads that shard and nothing else.
 //
 //   auto file = std::make_shared<NetcdfSource>("winds.nc");  // UWND(TIME=132, FNOCY=73, FNOCX=144)
 //   // this rank's rows of every map
 //   auto rows = Partition::even(73, domain_size).interval(domain_rank);
-//   SourceDataset months(file, {{"UWND", {.start = {0, rows.begin}, .count = {132, rows.size()}}},
-//                               {"VWND", {.start = {0, rows.begin}, .count = {132,
-//                                 rows.size()}}}});
+//   const std::int64_t n = rows.size();
+//   SourceDataset months(file, {{"UWND", {.start = {0, rows.begin}, .count = {132, n}}},
+//                               {"VWND", {.start = {0, rows.begin}, .count = {132, n}}}});
 //   months.get(5)  -> two tensors [rows, 144] of month 5
 
 #include <memory>
@@ -17,23 +17,23 @@
 
 namespace tessera {
 
-/// One tensor of a sample. Dim 0 of the slab is the samples': sample i is index start[0] + i *
-/// stride[0] of the variable, the other dims are what is read of each.
+/// One tensor of a sample. Dim 0 of the slab counts the samples: sample i is index start[0] + i *
+/// stride[0] of the variable; the other dims are read for each sample.
 struct SourceField {
   std::string variable;
-  /// Empty: all of the variable.
+  /// What is read; empty: all of the variable.
   Hyperslab slab = {};
   ReadOptions read = {};
 };
 
 class SourceDataset : public Dataset {
  public:
-  /// Throws VariableError, RangeError (see Source::read), and InvalidArgument for no field, a
-  /// variable without dims, or fields that differ in count[0].
+  /// Throws VariableError, RangeError (see Source::read), and InvalidArgument for an empty list of
+  /// fields, a variable without dims, or fields that differ in count[0].
   SourceDataset(std::shared_ptr<const Source> source, std::vector<SourceField> fields);
   std::uint64_t size() const override { return size_; }
   Sample get(std::uint64_t index) const override;
-  /// Runs of indices that follow each other are read at once.
+  /// Runs of consecutive indices are read at once.
   std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const override;
 
  private:

@@ -1,5 +1,5 @@
 #pragma once
-// What descriptions and refusals of orders share.
+// Helpers shared by descriptions and errors of orders.
 
 #include <string>
 #include <vector>

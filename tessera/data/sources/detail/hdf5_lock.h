@@ -1,6 +1,6 @@
 #pragma once
-// The HDF5 library, and netCDF above it, keep process-wide state without a lock, so the lock must
-// be as wide.
+// The lock of the HDF5 library, and of netCDF above it: they keep process-wide state without a
+// lock, so one lock guards the whole process.
 
 #include <mutex>
 

@@ -8,8 +8,8 @@ namespace tessera::detail {
 
 class MappedFile {
  public:
-  /// Throws FileError if it is no regular file or cannot be opened or mapped. An empty file has no
-  /// data.
+  /// Throws FileError if it is no regular file or cannot be opened or mapped. An empty file has
+  /// null data.
   explicit MappedFile(const std::string& path);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;

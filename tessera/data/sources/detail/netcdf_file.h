@@ -1,6 +1,6 @@
 #pragma once
-// An open netCDF file: what the library says about it, and raw reads. All calls into the library
-// are here, under one lock.
+// NetcdfFile: an open netCDF file: its structure, and raw reads. All calls into the library are
+// here, under one lock.
 
 #include <c10/core/Scalar.h>
 
@@ -16,8 +16,8 @@ namespace tessera::detail {
 struct NetcdfVariable {
   VariableInfo info;
   int id = -1;
-  /// The mark of an element without a value: _FillValue, else the library's own, if it has one for
-  /// the type.
+  /// The stored value of an element without a value: _FillValue, else the library's own, if it has
+  /// one for the type.
   std::optional<at::Scalar> fill;
 };
 
@@ -32,7 +32,7 @@ class NetcdfFile {
   const std::vector<NetcdfVariable>& variables() const { return variables_; }
   const std::map<std::string, Attribute>& attributes() const { return attributes_; }
   const NetcdfVariable& variable(const std::string& name) const;
-  /// The stored values of a complete, non-empty slab, in the variable's `stored` type.
+  /// The stored values of a complete, non-empty slab, in the variable's `stored` dtype.
   at::Tensor read(const NetcdfVariable& variable, const Hyperslab& slab) const;
 
  private:
