@@ -23,7 +23,7 @@ std::byte* Arena::try_allocate(std::size_t bytes) {
   const std::size_t wanted =
       std::max(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
   const std::lock_guard lock(mutex_);
-  // The tightest fit leaves the large pieces whole.
+  // The tightest fit leaves the large blocks for large requests.
   auto best = free_.end();
   for (auto at = free_.begin(); at != free_.end(); ++at)
     if (at->second >= wanted && (best == free_.end() || at->second < best->second)) best = at;

@@ -57,7 +57,7 @@ struct Group::State {
           concat("shm: ", sizes.size(), " sizes for a group of ", core->size(), " ranks"));
   }
 
-  /// Either runs the op to its end, or starts it.
+  /// Runs the op to its end, or starts it.
   template <class MakeOp>
   void run(Call call, const MakeOp& make) {
     auto op = make();
@@ -93,7 +93,7 @@ bool Group::drive(milliseconds nap) { return state_->core->drive(nap); }
 bool Group::neglected() { return state_->core->neglected(); }
 void Group::nudge() { state_->core->nudge(); }
 
-// Each call is made once, as an object on the stack that runs or one on the heap that is started.
+// Each call is an object: on the stack if it runs at once, on the heap if it is started.
 namespace {
 
 void sign(Op& op, std::uint64_t with) {
@@ -324,7 +324,7 @@ void fill_all_to_all(Batch& batch, const Core& core, const void* input,
   const auto start = [](const std::vector<std::size_t>& sizes, int rank) {
     return std::accumulate(sizes.begin(), sizes.begin() + rank, std::size_t{0});
   };
-  // Everyone begins with another rank.
+  // Every rank begins with another one.
   for (int step = 1; step < ranks; ++step) {
     const int from = (me - step + ranks) % ranks, to = (me + step) % ranks;
     batch.receives.push_back({bytes(output) + start(output_sizes, from),
@@ -416,7 +416,7 @@ Request::~Request() {
   if (!op_) return;
   try {
     wait();
-  } catch (const std::exception&) {  // It failed, and no longer touches anybody's memory.
+  } catch (const std::exception&) {  // It failed, and no longer uses any memory.
   }
 }
 
@@ -454,13 +454,13 @@ Group::Description Group::describe() const {
 
 std::string to_string(const Group::Description& d) {
   return concat("ranks: ", d.ranks, "\nshared memory: ", d.shared_bytes, " bytes, of which arenas ",
-                d.arena_bytes, " a rank\npieces: ", d.slot_bytes, " bytes of a collective, ",
+                d.arena_bytes, " per rank\npieces: ", d.slot_bytes, " bytes of a collective, ",
                 d.frame_bytes, " of a message\nall-reduce in one step: up to ", d.once_bytes,
                 " bytes\nlarge messages: ",
                 d.single_copy ? "copied once, out of the sender's memory"
                               : "copied twice, through the shared memory",
                 "\nwaiting: ",
-                d.crowded ? "fewer cores than ranks, waits give theirs away"
+                d.crowded ? "fewer cores than ranks, waits yield theirs soon"
                           : "a core for each rank, waits keep it at first",
                 "\nreductions: ", d.vector_unit, "\n");
 }

@@ -36,7 +36,7 @@ void require_arguments(int rank, int size, const Options& options) {
 Layout layout_of(int size, const Options& options) {
   if (size > kMaxRanks)
     throw SetupError(Cause::too_many_ranks,
-                     concat("shm: ", size, " ranks are to share one memory, ", kMaxRanks,
+                     concat("shm: ", size, " ranks are to share one memory, at most ", kMaxRanks,
                             " can: make groups of groups"));
   const auto n = static_cast<std::size_t>(size);
   const std::size_t slot = options.slot_bytes != 0
@@ -48,7 +48,7 @@ Layout layout_of(int size, const Options& options) {
   return Layout(size, slot, frame, options.arena_bytes);
 }
 
-/// Words separated by spaces, as ranks tell each other during the meeting.
+/// The words, separated by spaces, with which a rank introduces itself during the meeting.
 std::string own_account(int rank, const Layout& layout, const std::uint64_t& probe) {
   TextStream out;
   out << rank << ' ' << layout.slot_bytes() << ' ' << layout.frame_bytes() << ' '
@@ -63,11 +63,11 @@ std::string own_account(int rank, const Layout& layout, const std::uint64_t& pro
 struct Account {
   int rank = -1;
   std::size_t slot = 0, frame = 0, arena = 0;
-  /// A number in the rank's memory: where it is, and what it is. Who reads it there may read the
-  /// rest.
+  /// A number in the rank's memory: its address and its value. A rank that can read it there can
+  /// read the rest.
   std::pair<std::uint64_t, std::uint64_t> probe;
   int barriers = 0;
-  /// Ranks that the control group gives time to at once.
+  /// Number of ranks that the control group gives time to at once.
   int quota = 1;
   std::vector<int> cpus;
 };
@@ -88,7 +88,7 @@ std::string failure_text(const SetupError& error) {
   return concat("no ", static_cast<int>(error.cause()), ' ', error.what());
 }
 
-/// Throws what another rank said in failure_text().
+/// Throws the error that another rank described by failure_text().
 void rethrow_failure(const std::string& text) {
   if (text.rfind("no ", 0) != 0) return;
   TextReader in(text.substr(3));
@@ -160,7 +160,7 @@ class Meeting {
             failure = SetupError(error.cause(), concat(error.what(), " (rank ", r, ")"));
         }
       }
-      // Those who are there learn of the failure too.
+      // The ranks that came learn of the failure too.
       accept_all(listener, guests, static_cast<int>(std::count(met.begin(), met.end(), true)));
       if (failure) throw SetupError(*failure);
       hand_out(guests);
@@ -175,7 +175,7 @@ class Meeting {
         if (!guest.socket) continue;
         try {
           send_text(guest.socket, failure_text(error), {}, deadline_after(std::chrono::seconds(1)));
-        } catch (const SetupError&) {  // It is gone itself.
+        } catch (const SetupError&) {  // That rank is gone itself.
         }
       }
       throw;
@@ -194,7 +194,7 @@ class Meeting {
         if (hello.substr(0, secret_.size()) != secret_) continue;
         account = read_account(hello.substr(secret_.size()));
       } catch (const SetupError&) {
-        continue;  // A stranger who found the socket.
+        continue;  // Another program found the socket.
       }
       if (account.rank < 1 || account.rank >= size_ ||
           guests[static_cast<std::size_t>(account.rank)].socket)
@@ -249,7 +249,7 @@ class Meeting {
     for (auto& guest : guests) processes_.push_back(std::move(guest.process));
   }
 
-  // ---- the others ----
+  // ---- the other ranks ----
 
   void follow() {
     Descriptor socket;
@@ -281,7 +281,7 @@ class Meeting {
 
   void take_over(const Descriptor& socket) {
     std::vector<Descriptor> descriptors;
-    told_ = true;  // Until the memory has come, a failure is rank 0's.
+    told_ = true;  // Until the memory has arrived, a failure is rank 0's.
     const std::string text = receive_text(socket, &descriptors, deadline_);
     rethrow_failure(text);
     told_ = false;
@@ -305,7 +305,7 @@ class Meeting {
     claim(file_, layout_.region(rank_), layout_.region_bytes());
   }
 
-  // ---- all ----
+  // ---- all ranks ----
 
   std::shared_ptr<Core> finish();
 
@@ -328,7 +328,7 @@ std::shared_ptr<Core> Meeting::finish() {
   auto core =
       std::make_shared<Core>(CoreOptions{options_.name, rank_, size_, layout_, crowded_, barriers_},
                              memory_, Liveness(std::move(processes_)));
-  // Everyone tries all others, and all agree; this is also the first call of the group.
+  // Every rank tries all others, and all agree; this is also the first call of the group.
   auto readable = std::uint8_t{options_.single_copy};
   for (int r = 0; r < size_ && readable != 0; ++r) {
     std::uint64_t value = 0;
@@ -345,7 +345,7 @@ std::shared_ptr<Core> Meeting::finish() {
   arguments.reduction.kind = Reduction::Kind::min;
   ReduceOnce agreement(*core, "the first call", arguments);
   core->run(agreement, time_left(deadline_));
-  // Nobody looks at the probe any more.
+  // No rank reads the probe any more.
   ReduceOnce end(*core, "the first call", arguments);
   core->run(end, time_left(deadline_));
   core->allow_single_copy(readable != 0);

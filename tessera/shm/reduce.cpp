@@ -22,7 +22,7 @@ namespace {
 
 using Kind = Reduction::Kind;
 
-// What one block brings together: small enough that it stays in the first cache from the first
+// Bytes that one block combines: small enough to stay in the first-level cache from the first
 // source to the last.
 constexpr std::size_t kBlockBytes = 4096;
 
@@ -81,7 +81,7 @@ TESSERA_SHM_INLINE Bfloat16 narrow_bfloat16(float value) {
   return {static_cast<std::uint16_t>((bits & 0x7fffffffU) > 0x7f800000U ? quiet : rounded)};
 }
 
-// ---- how values of one type meet ----
+// ---- how values of one type are combined ----
 
 template <class T, Kind kind>
 TESSERA_SHM_INLINE T meet(T a, T b) {
@@ -179,7 +179,7 @@ TESSERA_SHM_INLINE void store(Half* to, const float* from, std::size_t count) {
 }
 
 #if defined(__x86_64__)
-// Not inlined where they are called from: only functions of the same target may contain these.
+// Not inlined into their callers: only functions of the same target may contain these.
 TESSERA_SHM_AVX2 __attribute__((noinline)) void load_avx2(float* to, const Half* from,
                                                           std::size_t count) {
   std::size_t i = 0;

@@ -25,8 +25,8 @@ std::string hash_bytes(std::uint64_t value) {
   return bytes;
 }
 
-/// The ranks' texts, or nothing where all are equal. Through the store where the group has no other
-/// way (ManagerState::meeting_place()), else by the group's own calls.
+/// The ranks' texts, or an empty list if all are equal. Goes through the store if the group has no
+/// other connection (ManagerState::meeting_place()), else through the group's own calls.
 std::vector<std::string> texts_that_differ(const Group& group, const std::string& text) {
   constexpr auto kCall = "agreement";
   const std::uint64_t value = Hash().text(text).value();

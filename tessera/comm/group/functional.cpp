@@ -15,7 +15,7 @@ namespace {
 using at::Tensor;
 
 // A linear map over the ranks and its adjoint. The adjoint is made of the functions of this file,
-// so it can be differentiated again.
+// so that it can be differentiated again.
 struct LinearMap : torch::CustomClassHolder {
   std::function<Tensor(const Tensor&)> map, adjoint;
 };
@@ -43,8 +43,8 @@ Tensor apply(const Tensor& x, Map map, Adjoint adjoint) {
   return LinearFunction::apply(x, linear);
 }
 
-// Ranks that disagree about needing a gradient would wait for each other in backward; as the call's
-// name it is compared by CheckLevel::collective.
+// Ranks that disagree about needing a gradient would wait for each other in backward; this name of
+// the call is compared by CheckLevel::collective.
 CallOptions options_for(const Tensor& x) {
   CallOptions options;
   if (at::GradMode::is_enabled() && x.requires_grad()) options.name = "with gradient";
@@ -83,12 +83,12 @@ std::int64_t rows_of(const Tensor& x) { return x.dim() == 0 ? 1 : x.size(0); }
 std::int64_t equal_rows(const Group& group, const Tensor& x, const char* call) {
   if (rows_of(x) % group.size() != 0)
     throw InvalidArgument(concat("functional::", call, " in group '", group.name(),
-                                 "': ", rows_of(x), " rows cannot be cut into ", group.size(),
-                                 " equal parts; give sizes"));
+                                 "': ", rows_of(x), " rows cannot be divided evenly among ",
+                                 group.size(), " ranks; give sizes"));
   return rows_of(x) / group.size();
 }
 
-// The value on the root, zeros elsewhere: of a value that all ranks hold alike.
+// The value on the root and zeros elsewhere, for a value that is the same on all ranks.
 Tensor at_root(const Group& group, const Tensor& x, int root) {
   return apply(
       x,
@@ -145,7 +145,7 @@ Tensor all_gather(const Group& group, const Tensor& x, const Sizes& sizes, Cotan
 Tensor own_rows(const Group& group, const Tensor& x, const Sizes& sizes) {
   if (static_cast<int>(sizes.size()) != group.size() || total(sizes) != rows_of(x))
     throw InvalidArgument(concat("functional::own_rows in group '", group.name(), "' of ",
-                                 group.size(), " ranks: sizes ", list(sizes), " do not cut ",
+                                 group.size(), " ranks: sizes ", list(sizes), " are not one per rank for ",
                                  rows_of(x), " rows"));
   const auto begin = std::accumulate(sizes.begin(), sizes.begin() + group.rank(), std::int64_t{0});
   return apply(
@@ -231,7 +231,7 @@ Tensor scatter(const Group& group, const Tensor& x, int root, const Sizes& sizes
   if (static_cast<int>(sizes.size()) != group.size())
     throw InvalidArgument(concat("functional::scatter in group '", group.name(),
                                  "': ", sizes.size(), " sizes for ", group.size(), " ranks"));
-  // What a rank off the root gave as `x` has a gradient of its own shape: zeros.
+  // The gradient of `x` on a rank other than the root has the shape given there: zeros.
   const auto shape = x.sizes().vec();
   return apply(
       x,

@@ -12,7 +12,7 @@
 namespace tessera {
 namespace {
 
-// Where control messages travel: the CPU backend if there is one.
+// The device for control messages: the CPU if the group has a backend for it.
 c10::Device device_of(const Group& group) {
   const auto& state = *group.state();
   return state.size() > 1 && !state.has_endpoint(c10::DeviceType::CPU)
@@ -102,7 +102,7 @@ std::string Group::scatter_bytes(const std::vector<std::string>& parts, int root
   const auto device = device_of(*this);
   Sizes sizes(size(), 0);
   std::string joined;
-  // The other ranks are in the broadcast of the lengths, and are told there.
+  // The other ranks are in the broadcast of the lengths, which tells them.
   const bool refused = rank() == root && static_cast<int>(parts.size()) != size();
   if (refused) sizes[0] = -1 - static_cast<std::int64_t>(parts.size());
   if (rank() == root && !refused)
@@ -115,7 +115,7 @@ std::string Group::scatter_bytes(const std::vector<std::string>& parts, int root
   sizes = values(lengths);
   if (sizes[0] < 0)
     throw InvalidArgument(concat("scatter_bytes in group '", name(), "': the root, rank ", root,
-                                 ", gave ", -1 - sizes[0], " parts for ", size(), " ranks"));
+                                 ", gave ", -1 - sizes[0], " texts for ", size(), " ranks"));
   auto mine = at::empty({sizes[rank()]}, at::TensorOptions(at::kByte).device(device));
   scatter(mine, rank() == root ? to_tensor(joined, device) : at::Tensor(), root, sizes, options);
   return to_string(mine);

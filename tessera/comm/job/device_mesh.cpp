@@ -14,7 +14,7 @@ struct DeviceMesh::State {
   DistributedManager manager;
   AxisGroupOptions options;
   std::mutex mutex;                          // guards the two below
-  std::map<std::vector<int>, Group> groups;  // by sorted axes: asking again costs a look-up
+  std::map<std::vector<int>, Group> groups;  // by sorted axes: asking again costs one look-up
   std::uint64_t generation = 0;              // of the manager's groups when these were made
 };
 

@@ -24,8 +24,8 @@
 namespace tessera {
 namespace {
 
-/// The job's secret of rank 0, a new one if that has none. Collective; every rank calls it,
-/// whatever it was given itself.
+/// The job's secret of rank 0, a new one if it has none. Collective; every rank calls it, whatever
+/// secret it was given.
 std::string secret_through_mpi(const MpiWorld& mpi, const std::string& given,
                                std::chrono::milliseconds limit) {
   constexpr std::int64_t kRoom = 256;
@@ -84,7 +84,7 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
   base.backend = !options.backend.empty() ? options.backend : options.mpi ? "mpi" : "gloo";
   const bool meets = options.launch || !options.mpi;
   if (meets) require_rendezvous(base.launch);
-  // A job on the CPU leaves CUDA alone: children of a process that started it cannot use it.
+  // A job on the CPU does not start CUDA: children of a process that started it cannot use it.
   if (!options.device || !options.device->is_cpu())
     base.device = detail::choose_device(options.device, base.launch.local_rank, cuda_device_count(),
                                         nccl_unavailable());
@@ -148,7 +148,7 @@ Group tagged_group(const DistributedManager& manager, const std::vector<int>& ra
   if (tag.empty() || tag.find('/') != std::string::npos)
     throw InvalidArgument(concat("a group was given the tag '", tag,
                                  "'; tags have at least one character, and none is '/'"));
-  // In quotes, so that it is none of the library's own.
+  // In quotes, so that it differs from the library's own tags.
   return Group(manager.state()->group(ranks, options, concat("'", tag, "'")));
 }
 
@@ -202,7 +202,7 @@ RankMapping DistributedManager::create_process_groups(const ProcessGroupConfig& 
   if (topology.slots() != world_size())
     throw MappingError(
         concat("the topology has ", topology.slots(), " slots and the world ", world_size(),
-               " ranks; describe the machines that the ranks run on, one slot a rank"));
+               " ranks; describe the machines that the ranks run on, one slot per rank"));
   const CostModel model(topology, config.mesh(world_size()).axes(), traffic);
   RankMapping mapping = traffic.empty() ? naive_mapping(model) : optimise_mapping(model);
   create_process_groups(GroupPlan::of_config(config, mapping.slot_of), eager);

@@ -22,7 +22,7 @@ ParallelismError::~ParallelismError() = default;
 
 namespace {
 
-/// The rows of each part of n: the first n mod parts have one more.
+/// Number of rows of each of `parts` slices of n rows: the first n mod parts have one more.
 Sizes even_sizes(std::int64_t n, int parts) {
   Sizes sizes;
   for (int part = 0; part < parts; ++part) sizes.push_back(n / parts + (part < n % parts));
@@ -36,7 +36,7 @@ Sizes all_sizes(const Group& group, std::int64_t mine) {
   return {all.data_ptr<std::int64_t>(), all.data_ptr<std::int64_t>() + group.size()};
 }
 
-/// functional::all_gather with replicated cotangents, along any dim, and started.
+/// functional::all_gather with replicated cotangents, along any dim, started.
 class Gather : public torch::autograd::Function<Gather> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& tensor,

@@ -35,8 +35,8 @@ using detail::Poison;
 using detail::RollEntry;
 using detail::ThreadsRoom;
 
-// What the ranks of one run share: the rooms of their groups, and their managers, through which
-// faults are told.
+// What the ranks of one run share: the rooms of their groups, and their managers, which report
+// faults to each other.
 class Hub {
  public:
   explicit Hub(int ranks) : members_(ranks), store_(c10::make_intrusive<c10d::HashStore>()) {}
@@ -44,7 +44,7 @@ class Hub {
   int size() const { return static_cast<int>(members_.size()); }
   const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
 
-  // The room of the group that this rank makes now. A group made again (after shutdown) is a new
+  // The room of the group that this rank is making. A group made again (after shutdown) is a new
   // room, so each rank's count is part of the key.
   std::shared_ptr<ThreadsRoom> room(const std::string& name, const std::vector<int>& ranks,
                                     int rank) {
@@ -114,11 +114,11 @@ class Hub {
     std::map<std::string, int> rounds;
     std::function<void(const std::string&, const Poison&)> receiver;
     bool left = false;
-    std::vector<std::pair<std::string, Poison>> news;  // of before it had a receiver
+    std::vector<std::pair<std::string, Poison>> news;  // from before it had a receiver
     std::weak_ptr<ManagerState> manager;
   };
   std::mutex mutex_;
-  std::optional<Poison> failed_;  // of every group: the first rank that failed
+  std::optional<Poison> failed_;  // for every group: the first rank that failed
   std::vector<Member> members_;
   std::map<std::pair<std::string, int>, std::shared_ptr<ThreadsRoom>> rooms_;
   c10::intrusive_ptr<c10d::Store> store_;
@@ -172,7 +172,7 @@ DistributedManager make_manager(const std::shared_ptr<Hub>& hub, int rank,
   return DistributedManager(std::move(state));
 }
 
-// Rethrows with the rank in the message, as the same type where it is one of ours.
+// Rethrows with the rank in the message, as the same type if it is a tessera::Error.
 [[noreturn]] void rethrow_with_rank(const std::exception_ptr& error, int rank) {
   const std::string where = concat("rank ", rank, ": ");
   try {
@@ -207,7 +207,7 @@ struct ThreadRanks::State {
         cast_cache_before(static_cast<std::size_t>(ranks)) {}
   std::shared_ptr<Hub> hub;
   ManagerOptions options;
-  // Of each rank that is inside: whether its thread had autocast's cache on. Each rank touches its
+  // For each rank that has entered: whether its thread had autocast's cache on. Each rank uses its
   // own entry only.
   std::vector<std::optional<bool>> cast_cache_before;
 };
@@ -223,8 +223,8 @@ ThreadRanks::ThreadRanks(int ranks, const ManagerOptions& options) {
                "': ranks that are threads of one process can use 'threads', 'gloo' or 'shm'"));
   }
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
-  // Its map of groups is written by every thread that calls Gloo, without a lock (mended in
-  // libtorch 2.15).
+  // Its map of groups is written by every thread that calls Gloo, without a lock (fixed in libtorch
+  // 2.15).
   if (options.backend == "gloo") c10d::FlightRecorder<c10::Event>::get()->enabled_ = false;
 #endif
   state_ = std::make_shared<State>(ranks, options);
@@ -236,9 +236,9 @@ DistributedManager ThreadRanks::enter(int rank) const {
   if (rank < 0 || rank >= size())
     throw InvalidArgument(concat("rank ", rank, " of ", size(), " ranks as threads"));
   auto manager = make_manager(state_->hub, rank, state_->options);
-  // libtorch's cache of autocast's results is one for the process: the rank that leaves its region
-  // first would clear it under the others, which then differ in what they reduce. Whether it is
-  // used is each thread's own.
+  // libtorch has one cache of autocast's results per process: the rank that leaves its region first
+  // would clear it under the others, which would then differ in what they reduce. Whether it is
+  // used is set per thread.
   auto& before = state_->cast_cache_before[static_cast<std::size_t>(rank)];
   if (!before) before = at::autocast::is_autocast_cache_enabled();
   at::autocast::set_autocast_cache_enabled(false);
@@ -283,7 +283,7 @@ void run_threads(int ranks, const std::function<void(DistributedManager&)>& body
           throw;
         } catch (const std::exception& e) {
           what = e.what();
-        } catch (...) {  // keeps the words above
+        } catch (...) {  // keeps the text above
         }
         all.fail(rank, what);
       }

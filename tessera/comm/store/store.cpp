@@ -43,8 +43,8 @@ bool has_other_hosts(const Launch& launch) {
 
 void pause() { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }
 
-/// Rank 0 says who it is to whatever holds the port. Throws if that knows of another rank 0; false
-/// if it is an earlier store of ours that is about to end.
+/// Rank 0 introduces itself to whatever uses the port. Throws if that knows of another rank 0;
+/// false if it is an earlier store of Tessera that is about to end.
 bool port_is_foreign(const std::string& address, int port, const Hello& hello) {
   const Deadline soon = deadline_after(std::chrono::milliseconds(300));
   std::string why;
@@ -62,8 +62,7 @@ bool port_is_foreign(const std::string& address, int port, const Hello& hello) {
 Socket listen(const Launch& launch, const Hello& hello, int port, Deadline deadline) {
   const bool other_hosts = has_other_hosts(launch);
   std::string address = "127.0.0.1";
-  // With an agent the port is ours to choose, so on one host nobody needs to reach more than
-  // loopback.
+  // With an agent the port is free to choose, so that on one host loopback suffices.
   if (!launch.address.empty() && (other_hosts || !launch.agent_serves_store)) {
     std::string reason;
     const auto addresses = detail::targets(launch.address, other_hosts, deadline, reason);
@@ -93,7 +92,7 @@ struct Published {
   int port = 0;
 };
 
-/// In the place of the secret: it is in a file.
+/// Published in place of the secret: it is in a file.
 constexpr auto kByFile = "-";
 
 std::string to_text(const Published& where) {
@@ -117,12 +116,12 @@ Published read_published(c10d::Store& agent) {
   return where;
 }
 
-// A larger number is a mistake (an overflow, a variable of something else), and what is kept for
-// every rank would not fit.
+// A larger number is a mistake (an overflow, a variable that means something else), and the state
+// kept for every rank would not fit into memory.
 constexpr int kMostRanks = 1 << 23;
 
-// How long a rank waits for a secret file to appear: file systems of several hosts show each other
-// new files late.
+// How long a rank waits for a secret file to appear: file systems that several hosts share show new
+// files late.
 constexpr std::chrono::seconds kFileDelay{20};
 
 void check(const Launch& launch, std::chrono::milliseconds limit) {
@@ -157,7 +156,7 @@ void serve(Rendezvous& meeting, const Launch& launch, Hello hello, c10d::Store* 
   const bool other_hosts = has_other_hosts(launch);
   Socket listener;
   if (hello.secret.name.empty() && agent && other_hosts) hello.secret = {"agent", new_secret()};
-  // The name stays empty until the port is ours: what holds it may be this user's store, which
+  // The name stays empty until the port is bound: what uses it may be this user's store, which
   // names a file of its own.
   listener = listen(launch, hello, agent ? 0 : launch.port, deadline);
   if (hello.secret.name.empty()) {
@@ -209,7 +208,7 @@ void join(Rendezvous& meeting, const Launch& launch, Hello hello, c10d::Store* a
     }
     bool no_secret = false;
     try {
-      // What the agent's store holds may be of an earlier attempt, whose store is gone: look
+      // The agent's store may hold the address of an earlier attempt, whose store is gone: look
       // again soon.
       Socket socket = detail::connect_to(
           host, port, !agent && other_hosts,

@@ -8,9 +8,9 @@ namespace tessera::shm::detail {
 
 namespace {
 
-/// From this size on a message is copied out of the sender's memory, where that is possible.
+/// From this size on a message is copied out of the sender's memory, if that is possible.
 constexpr std::size_t kSingleCopyBytes = 131072;
-/// No message is larger; a size above it is a damaged frame.
+/// No message is larger; a size above it means a damaged frame.
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 48;
 
 }  // namespace
@@ -91,7 +91,7 @@ bool Messages::advance() {
 bool Messages::send(int to) {
   auto& queue = outgoing_[static_cast<std::size_t>(to)];
   std::uint64_t& next = next_frame_[static_cast<std::size_t>(to)];
-  // Looked at only where it matters: each look takes the line away from the receiver.
+  // Read only when it matters: each read takes the line away from the receiver.
   std::uint64_t& taken = taken_[static_cast<std::size_t>(to)];
   Channel& channel = core_.channel(core_.rank(), to);
   bool moved = false;
@@ -174,8 +174,8 @@ bool Messages::take_kept(Incoming& receive) {
   for (auto at = kept_.begin(); at != kept_.end(); ++at) {
     if ((receive.from != kAnySource && receive.from != at->from) || !same(receive.tag, at->tag))
       continue;
-    // One that is still coming in is the next of its channel: it is received where it is, and
-    // waited for.
+    // One that is still arriving is the next of its channel: it is received into its own memory,
+    // and waited for.
     if (!at->whole) {
       Stream& stream = streams_[static_cast<std::size_t>(at->from)];
       check_fit(receive, at->from, at->tag, at->bytes);

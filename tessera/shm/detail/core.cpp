@@ -29,9 +29,9 @@ using std::chrono::nanoseconds;
 // A mark: step + 1, steps that the rank is not done with, signature of the call.
 constexpr int kStepBits = 40, kSignatureAt = 48;
 constexpr std::uint64_t kStepMask = (std::uint64_t{1} << kStepBits) - 1, kMostLag = 255;
-/// Sleeps are cut into pieces of this, so that a rank that died is seen soon.
+/// Sleeps are divided into intervals of this length, so that a rank that died is noticed soon.
 constexpr nanoseconds kNap = milliseconds(100);
-/// How long a wait keeps its core: with a core for each rank, and with fewer.
+/// How long a wait spins on its core: with a core for each rank, and with fewer.
 constexpr nanoseconds kSpin = milliseconds(2), kCrowdedSpin = microseconds(50);
 constexpr int kLooksPerClock = 64;
 
@@ -136,7 +136,7 @@ bool Core::writable(Op& op, std::uint64_t step) {
 }
 
 void Core::publish(const Op& op, std::uint64_t step) {
-  // With what this rank is done with: so the others need not look at the word of its own.
+  // The mark includes what this rank is done with: so the others need not read that word.
   const std::uint64_t lag =
       std::min<std::uint64_t>(step - seen_done_[static_cast<std::size_t>(rank())], kMostLag);
   write(line(rank(), step).mark,
@@ -313,7 +313,7 @@ void Core::wait_locked(Lock& lock, Op& op, milliseconds limit) {
         const auto spent = std::chrono::steady_clock::now() - begin;
         if (header_.failed.load() != 0) check_peers(op);
         if (spent < keep) {
-          // Others may have work for this core, among them the rank that is waited for.
+          // Other threads may have work for this core, among them the rank that is waited for.
           lock.unlock();
           if (options_.crowded || spent > microseconds(20)) ::sched_yield();
           lock.lock();
@@ -431,7 +431,7 @@ void Core::check_peers(Op& op) {
     if (!settled(op)) std::rethrow_exception(heard());
     return;
   }
-  // Who is done with a step has published all it had in it.
+  // A rank that is done with a step has published everything that it had in it.
   if (op.need.kind == Need::Kind::line && op.need.rank != rank() &&
       state(op.need.rank).done.load(std::memory_order_acquire) > op.need.step &&
       !marked(op.need.rank, op.need.step))
@@ -441,7 +441,7 @@ void Core::check_peers(Op& op) {
   for (const int r : op.missing(*this)) {
     const bool left = state(r).left.load() != 0;
     if (!left && !liveness_.gone(r)) continue;
-    progress();  // It may have done its share before it went.
+    progress();  // It may have published its data before it ended.
     if (settled(op)) return;
     const auto still = op.missing(*this);
     if (std::find(still.begin(), still.end(), r) == still.end()) continue;
@@ -471,7 +471,7 @@ std::exception_ptr Core::heard() const {
 void Core::say_last_words(std::uint32_t kind, int culprit, const std::string& text) {
   LastWords& words = state(rank()).last_words;
   std::uint32_t silent = 0;
-  // 5: being written; two threads may abort at once.
+  // 5: being written; two threads may abort at the same time.
   if (!words.kind.compare_exchange_strong(silent, 5)) return;
   words.culprit = static_cast<std::uint32_t>(std::max(culprit, 0));
   words.length = static_cast<std::uint32_t>(std::min(text.size(), LastWords::kText));
@@ -512,7 +512,7 @@ void Core::end_all() {
 void Core::interrupt(const std::string& reason) {
   {
     const Lock lock(mutex_);
-    // What all ranks have done their share of is not taken back.
+    // Calls to which all ranks have contributed still complete.
     try {
       if (!broken_) progress();
     } catch (...) {

@@ -15,7 +15,7 @@ namespace tessera::shm::detail {
 
 namespace {
 
-/// The beginning of a small file of /proc; empty where it cannot be read.
+/// The beginning of a small file of /proc; empty if it cannot be read.
 std::string contents(const std::string& path) {
   const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   char text[2048];

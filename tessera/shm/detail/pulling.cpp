@@ -10,7 +10,7 @@ namespace {
 constexpr std::size_t kPulledBlock = 32768;
 }  // namespace
 
-// ---- where data lie ----
+// ---- where data is ----
 
 void Places::say(Core& core, std::uint64_t step, const std::byte* data, std::size_t bytes) {
   const std::size_t arena = core.layout().arena_bytes();
@@ -45,7 +45,7 @@ void Places::copy(Core& core, int rank, std::size_t at, std::byte* to, std::size
   }
 }
 
-// ---- what all have in common ----
+// ---- what all calls share ----
 
 Pull::Pull(Core& core, const char* name, std::uint64_t step_count, std::uint64_t call_signature)
     : Op(name),
@@ -89,7 +89,7 @@ bool Pull::others_are_done(Core& core) {
   const std::uint64_t last = first + steps - 1;
   if (!taken_) core.finish(last);
   taken_ = true;
-  // A slot that may be written again is one that all are done with.
+  // A slot that may be written again is one that all ranks are done with.
   return !gives() || core.writable(*this, last + kSlots);
 }
 
@@ -106,7 +106,7 @@ PullSpread::PullSpread(Core& core, const char* name, Blocks blocks, const std::b
 bool PullSpread::advance(Core& core) {
   if (!taken_) {
     if (!announce(core)) return false;
-    // Taken one after the other, as they come; everyone begins with another.
+    // Taken in the order of arrival; every rank begins with another one.
     for (; reading_ && from_ < ranks_; ++from_) {
       const int r = (rank_ + from_) % ranks_;
       const std::size_t bytes = blocks_.size(r);

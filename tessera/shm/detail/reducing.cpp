@@ -8,9 +8,9 @@ namespace tessera::shm::detail {
 
 namespace {
 constexpr std::size_t kOnceBytes = 16384;
-/// Of another rank's data, asked for before they are read: what the CPU has time for meanwhile.
+/// Number of bytes of another rank's data that are prefetched: what the CPU has time for meanwhile.
 constexpr std::size_t kExpected = 4096;
-/// Data in arenas are asked for from this size on: it costs one more step to find out.
+/// From this size on ranks ask whether all data is in arenas: finding out costs one more step.
 constexpr std::size_t kInPlaceBytes = 65536;
 /// In arenas, one block is written to all ranks while it is still in the cache.
 constexpr std::size_t kInPlaceBlock = 32768;
@@ -23,7 +23,7 @@ std::uint64_t signature_of(std::uint64_t call, const ReduceArguments& a) {
 }
 }  // namespace
 
-// ---- a little ----
+// ---- little data ----
 
 std::size_t ReduceOnce::limit(const Core& core) {
   return std::min(kOnceBytes, core.layout().slot_bytes());
@@ -89,7 +89,7 @@ bool ReduceOnce::advance(Core& core) {
   return true;
 }
 
-// ---- much ----
+// ---- much data ----
 
 ReducePieces::ReducePieces(Core& core, const char* name, const ReduceArguments& arguments)
     : Op(name),
@@ -107,7 +107,7 @@ ReducePieces::ReducePieces(Core& core, const char* name, const ReduceArguments& 
   piece_count_ = piece_bytes_ / element_bytes_;
   rounds_ = blocks_of(arguments.count, n * piece_count_);
   asks_ = core.layout().arena_bytes() > 0 && bytes >= kInPlaceBytes;
-  // The two steps of the arena come first; where the data are not in arenas, the others follow.
+  // The two steps for arenas come first; if the data is not in arenas, the others follow.
   steps = 2 * rounds_ + (asks_ ? 2 : 0);
   signature = signature_of(4, arguments);
   factors_.assign(n, arguments.reduction.factor);
@@ -118,7 +118,7 @@ ReducePieces::Piece ReducePieces::piece(std::uint64_t round, int rank) const {
   const auto n = static_cast<std::size_t>(ranks_);
   const std::size_t begin = round * n * piece_count_;
   const std::size_t count = std::min(n * piece_count_, arguments_.count - begin);
-  // The last round is shared out anew; pieces end where lines of the cache do.
+  // The last round is divided anew; pieces end where cache lines do.
   const std::size_t line = kLineBytes / element_bytes_;
   const std::size_t each = blocks_of(blocks_of(count, n), line) * line;
   const std::size_t from = std::min(count, each * static_cast<std::size_t>(rank));
@@ -161,7 +161,7 @@ bool ReducePieces::decide(Core& core) {
       all = false;
     arena_at_.push_back(at);
   }
-  // All ranks have read the same words, so all go the same way.
+  // All ranks have read the same words, so all choose the same path.
   path_ = all && arguments_.root < 0 ? Path::in_place : Path::slots;
   base_ = first + 2;
   if (path_ == Path::slots) core.finish(first + 1);
@@ -284,7 +284,7 @@ bool ReducePieces::advance(Core& core) {
       if (dealt_ <= reduced_rounds_ + 1 && dealt_ < rounds_ && !deal(core)) return false;
       if (!reduce_own(core)) return false;
     }
-    // One round behind, so that the results have had time to come.
+    // One round behind, so that the results have had time to arrive.
     if (reduced_rounds_ < rounds_ && reduced_rounds_ < collected_ + 2) {
       if (dealt_ <= reduced_rounds_ + 1 && dealt_ < rounds_ && !deal(core)) return false;
       if (!reduce_own(core)) return false;

@@ -23,8 +23,7 @@ namespace {
 
 constexpr int kSeals = F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL;
 
-/// The number after `key` in a file of "key number" lines, or the first number where the key is
-/// empty.
+/// The number after `key` in a file of "key number" lines, or the first number if the key is empty.
 std::optional<std::uint64_t> number_in(const std::string& path, const std::string& key) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
@@ -37,7 +36,7 @@ std::optional<std::uint64_t> number_in(const std::string& path, const std::strin
   return std::nullopt;
 }
 
-/// What a control group leaves, its file cache counted as free.
+/// Lowers `available` to what a control group has left, its file cache counted as free.
 void lower_to_group(std::uint64_t& available, const std::string& folder, const char* limit_file,
                     const char* usage_file, const char* cache) {
   const auto limit = number_in(folder + limit_file, ""), usage = number_in(folder + usage_file, "");
@@ -48,7 +47,7 @@ void lower_to_group(std::uint64_t& available, const std::string& folder, const c
   available = std::min(available, *limit - std::min(*limit, used));
 }
 
-/// Bytes that could be claimed now without the kernel ending some process for it.
+/// Bytes that could be allocated now without the kernel ending some process for it.
 std::uint64_t available_memory() {
   const auto kilobytes = number_in("/proc/meminfo", "MemAvailable:");
   std::uint64_t available = kilobytes ? *kilobytes * 1024 : ~std::uint64_t{0};
@@ -92,7 +91,7 @@ Descriptor make_memory(std::size_t bytes) {
         concat("shm: ", bytes, " bytes of shared memory are asked for, and ", available,
                " are available on this host or to this control group: ask for less (Options: "
                "arena_bytes)"));
-  // The kernel answers a file beyond this limit with a signal that ends the process.
+  // If a file grows beyond this limit the kernel ends the process by a signal.
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
       limit.rlim_cur < bytes)
@@ -123,8 +122,10 @@ Mapping::Mapping(const Descriptor& file, std::size_t bytes) : bytes_(bytes) {
                ": the ranks were given different options, or come from different builds"));
   const int seals = ::fcntl(file.get(), F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals)
-    throw SetupError(Cause::disagreement,
-                     "shm: the shared memory is not sealed: whoever made it could cut it off");
+    throw SetupError(
+        Cause::disagreement,
+        "shm: the shared memory is not sealed: the process that made it could truncate "
+        "it");
   void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
   if (address == MAP_FAILED)
     refuse_memory(Cause::no_memory, "mmap", bytes,

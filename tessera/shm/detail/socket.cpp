@@ -29,7 +29,7 @@ namespace {
 std::pair<sockaddr_un, socklen_t> address_of(const std::string& name) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  // A name that begins with 0 is no file.
+  // A name that begins with 0 is not a file.
   const std::size_t length = std::min(name.size(), sizeof address.sun_path - 1);
   std::memcpy(address.sun_path + 1, name.data(), length);
   return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length)};
@@ -46,7 +46,7 @@ void wait_for(const Descriptor& socket, short events, Deadline deadline, const c
   }
 }
 
-/// All of it or an error.
+/// Writes all bytes, or throws.
 void write_all(const Descriptor& socket, const char* data, std::size_t bytes, Deadline deadline) {
   while (bytes > 0) {
     wait_for(socket, POLLOUT, deadline, "another rank did not read");
@@ -130,7 +130,7 @@ Peer peer_of(const Descriptor& socket) {
     refuse_socket(Cause::not_permitted, "SO_PEERCRED");
   int pidfd = -1;
   length = sizeof pidfd;
-  // Newer kernels hand out the process itself; before, its number was as good as it was fresh.
+  // Newer kernels return the process itself; older ones its number, which may have been reused.
   if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERPIDFD, &pidfd, &length) != 0)
     pidfd = static_cast<int>(::syscall(SYS_pidfd_open, who.pid, 0));
   if (pidfd < 0) refuse_socket(Cause::not_permitted, "pidfd_open (Linux 5.3 or newer is needed)");
@@ -162,7 +162,7 @@ void send_text(const Descriptor& socket, const std::string& text,
     n = ::sendmsg(socket.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
   } while (n < 0 && (errno == EINTR || errno == EAGAIN));
   if (n < 0) refuse_socket(Cause::absent, "another rank went away while the group was made");
-  // Descriptors travel with the first byte.
+  // Descriptors are sent with the first byte.
   const auto sent = static_cast<std::size_t>(n);
   write_all(socket, reinterpret_cast<const char*>(head) + sent, sizeof head - sent, deadline);
   write_all(socket, text.data(), text.size(), deadline);

@@ -24,8 +24,8 @@ namespace {
 
 // Gloo writes to its sockets without MSG_NOSIGNAL: a peer that is gone would end this process by
 // SIGPIPE (Python ignores it, a C++ program does not). The signal goes to the thread that writes,
-// so it is held back in this one while it calls Gloo, and in those that Gloo starts meanwhile: they
-// inherit the mask.
+// so it is blocked in this thread while it calls Gloo, and in those that Gloo starts meanwhile:
+// they inherit the mask.
 class HoldBrokenPipe {
  public:
   HoldBrokenPipe() {
@@ -34,7 +34,7 @@ class HoldBrokenPipe {
     pthread_sigmask(SIG_BLOCK, &pipe_, &before_);
   }
   ~HoldBrokenPipe() {
-    if (sigismember(&before_, SIGPIPE)) return;  // the caller's business
+    if (sigismember(&before_, SIGPIPE)) return;  // the caller blocks it
     sigset_t pending;
     sigpending(&pending);
     const timespec now{0, 0};
@@ -48,11 +48,11 @@ class HoldBrokenPipe {
   sigset_t pipe_, before_;
 };
 
-// Gloo's event loop retries at once while another thread holds a connection's lock. Where it shares
-// a core with that thread, which is the case for a rank on one core, a loop that preempts a thread
-// inside send() keeps the core until the scheduler's next tick, milliseconds later. As a batch
-// thread it preempts nobody when it is woken, and gets its share of the core as before. A policy
-// that the caller chose is left alone.
+// Gloo's event loop retries at once while another thread holds a connection's lock. If it shares a
+// core with that thread, as on a rank with one core, a loop that preempts a thread inside send()
+// keeps the core until the scheduler's next tick, milliseconds later. As a batch thread it preempts
+// no thread when it is woken, and gets its share of the core as before. A policy that the caller
+// chose is kept.
 std::shared_ptr<gloo::transport::Device> make_device(const std::string& address) {
   const auto make = [&] {
     const sched_param none{};
@@ -63,11 +63,11 @@ std::shared_ptr<gloo::transport::Device> make_device(const std::string& address)
   return std::async(std::launch::async, make).get();
 }
 
-// Gloo matches what ranks send by tags, and ends the process when a rank gets more than it
-// expects. A tag that tells the calls apart leaves those that differ unmatched: nobody's memory is
-// touched, and they wait until somebody finds out. c10d counts the calls by a number of 32 bits, of
-// which 8 are enough: a pair of ranks has few calls under way at a time, and those of one tag match
-// in order. The others hold 24 bits of what the call is.
+// Gloo matches what ranks send by tags, and ends the process when a rank gets more than it expects.
+// A tag that tells the calls apart leaves those that differ unmatched: no rank's memory is touched,
+// and they wait until the difference is found. c10d counts the calls by a number of 32 bits, of
+// which 8 are enough: a pair of ranks has few calls in progress at a time, and those of one tag
+// match in order. The remaining 24 bits are a hash of the call.
 class GlooBackend : public c10d::ProcessGroupGloo, public detail::SigningBackend {
  public:
   using c10d::ProcessGroupGloo::ProcessGroupGloo;
@@ -133,9 +133,10 @@ class GlooBackend : public c10d::ProcessGroupGloo, public detail::SigningBackend
   }
 
   void abort() override {
-    // Closing connections wakes the peers' calls, but none that is blocked here. A receive that
-    // runs out does: Gloo then signals an error to every pair of the context. One on a connection
-    // that is broken already fails at once and signals nothing, so the next peer is tried.
+    // Closing connections wakes the peers' calls, but none that is blocked here. A receive whose
+    // time limit runs out does: Gloo then signals an error to every pair of the context. A receive
+    // on a connection that is broken already fails at once and signals nothing, so the next peer is
+    // tried.
     for (int peer = 0; peer < getSize(); ++peer) {
       if (peer == getRank()) continue;
       std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
@@ -149,7 +150,7 @@ class GlooBackend : public c10d::ProcessGroupGloo, public detail::SigningBackend
   }
 
  private:
-  // Of no message: the group's own tags are smaller, or have bit 30 (backend_calls.cpp).
+  // The tag of no message: the group's own tags are smaller, or have bit 30 (backend_calls.cpp).
   static constexpr int kAbortTag = 0x7e55;
 
   void tag(const char* operation, const Tensors& tensors, std::int64_t detail) {

@@ -24,8 +24,8 @@ CallLimit limit_of(const Options& options) {
   return {options.timeout, !options.asyncOp};
 }
 
-/// What the ranks compare: `like` is a tensor that they have alike, or, with counts, of which they
-/// have those elements.
+/// What the ranks compare: `like` is a tensor that all ranks have alike, or, with counts, in which
+/// they have those elements.
 CallCard mpi_card(const at::Tensor& like, const std::vector<std::int64_t>& counts = {},
                   int root = -1) {
   CallCard card;
@@ -46,20 +46,20 @@ CallCard mpi_card(const at::Tensor& like, const c10d::ReduceOp& op,
   return card;
 }
 
-/// Where each rank has sizes of its own: the data travel in messages, which would be taken for
-/// those of another call if the ranks did not compare at least this.
+/// The card of a call in which each rank has sizes of its own: the data is sent in messages, which
+/// would be taken for those of another call if the ranks did not compare at least this.
 CallCard own_card(const at::Tensor& like, int root = -1) {
   CallCard card = mpi_card(like, {}, root);
   card.elements = -1;
   return card;
 }
 
-/// Of several tensors: the elements of each.
+/// The card of a call on several tensors: the elements of each.
 CallCard mpi_card(const std::vector<at::Tensor>& tensors) {
   return tensors.empty() ? CallCard{} : mpi_card(tensors.front(), numels(tensors));
 }
 
-/// A rank's part for itself. Same number of elements and dtype.
+/// Copies what a rank sends to itself. Same number of elements and dtype.
 void copy_here(const at::Tensor& output, const at::Tensor& input) {
   if (in_order(output) && in_order(input) && output.numel() > 0)
     std::memcpy(output.data_ptr(), input.data_ptr(), input.nbytes());
@@ -110,11 +110,11 @@ MpiBackend::WorkPtr MpiBackend::run(const char* name, OpType type, CallLimit lim
     call->hash = Hash().number(signature_).number(card.hash()).value();
     call->card = std::move(card);
   }
-  // of this call alone
+  // the signature belongs to this call alone
   signature_ = 0;
   try {
-    // At level `serialized` a blocking call would keep the lock from the thread that the other
-    // ranks wait for.
+    // At level `serialized` a blocking call would hold the lock that the thread needs for which the
+    // other ranks wait.
     if (kind == Kind::collective && limit.blocking &&
         comm_->library().level() != MpiThreadLevel::serialized) {
       call->blocking = true;
@@ -364,7 +364,8 @@ MpiBackend::WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& in
     }
     if (tensor.numel() % ranks() != 0)
       throw InvalidArgument(concat("all_to_all: the ", which, " of ", tensor.numel(),
-                                   " elements cannot be cut for ", ranks(), " ranks; give sizes"));
+                                   " elements cannot be divided among ", ranks(),
+                                   " ranks; give sizes"));
     return Counts(static_cast<std::size_t>(ranks()), tensor.numel() / ranks());
   };
   const Counts out = counts(output, output_splits, "output"),
@@ -432,7 +433,7 @@ MpiBackend::WorkPtr MpiBackend::recvAnysource(Tensors& tensors, int tag) {
 }
 
 MpiBackend::WorkPtr MpiBackend::barrier(const c10d::BarrierOptions& options) {
-  // The meeting alone.
+  // A barrier is the meeting alone.
   return run("barrier", OpType::BARRIER, limit_of(options), Kind::collective, {},
              [&](MpiCall& call) { ready(call); });
 }

@@ -1,5 +1,5 @@
-// How each collective becomes MPI calls. Counts are elements; what exceeds the count that one MPI
-// message may have travels in pieces.
+// How each collective becomes MPI calls. Counts are elements; what exceeds the count of one MPI
+// message is sent in several.
 
 #include <algorithm>
 #include <cstring>
@@ -17,7 +17,7 @@ namespace {
 constexpr std::int64_t kPieceBytes = 1 << 20;
 constexpr std::int64_t kMaxPieces = 64;
 
-// MPI wants an address that is not null and not MPI_IN_PLACE, also where there is nothing to move.
+// MPI wants an address that is neither null nor MPI_IN_PLACE, also if there is nothing to move.
 char nothing[16];
 
 void* address(const at::Tensor& tensor) {
@@ -60,8 +60,8 @@ void copy_bytes(const void* from, void* to, std::int64_t bytes) {
 
 void check(int code, const MpiCall& call) { check_mpi(code, call.name); }
 
-/// The values of `tensor` as the reduction wants them: scaled, in its wire type. The tensor itself
-/// where nothing has to change.
+/// The values of `tensor` as the reduction needs them: scaled, in its wire type. The tensor itself
+/// if nothing has to change.
 at::Tensor staged(const at::Tensor& tensor, const MpiReduction& plan) {
   at::Tensor t = tensor;
   if (plan.wire != t.scalar_type()) t = t.to(plan.wire);
@@ -204,8 +204,8 @@ void MpiBackend::add_all_gather(MpiCall& call, const at::Tensor& output, const a
     }
     return;
   }
-  // Not copied here and then sent from there: the peers would read memory that this core has just
-  // written, at half the speed.
+  // Not copied to the output and sent from there: the peers would read memory that this core has
+  // just written, at half the speed.
   const void* from = in_place ? MPI_IN_PLACE : address(in);
   const int mine = static_cast<int>(counts[index(rank())]);
   ready(call);
@@ -359,7 +359,7 @@ void MpiBackend::add_scatter(MpiCall& call, const at::Tensor& output, const at::
         call);
 }
 
-// Made of messages: each rank knows its own counts alone, so no rank could tell whether all counts
+// Made of messages: each rank knows its own counts alone, so no rank can tell whether all counts
 // are equal, or fit, as MPI's collectives demand.
 void MpiBackend::add_all_to_all(MpiCall& call, const at::Tensor& output, const at::Tensor& input,
                                 const Counts& output_counts, const Counts& input_counts) {

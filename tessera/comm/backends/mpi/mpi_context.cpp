@@ -52,7 +52,7 @@ bool mpi_flag(int (*query)(int*)) {
   return flag != 0;
 }
 
-// Of what belongs to no group.
+// For calls that belong to no group.
 constexpr std::chrono::minutes kWorldLimit{5};
 
 bool complete_within(MPI_Request& request, std::chrono::milliseconds limit, const char* function) {
@@ -100,7 +100,7 @@ void mpi_fatal(const std::string& who, const std::string& reason, bool may_call_
   std::fprintf(stderr, "tessera: %s: %s. Ending the MPI job.\n", who.c_str(), reason.c_str());
   std::fflush(stderr);
   if (may_call_mpi) MPI_Abort(MPI_COMM_WORLD, 1);
-  std::_Exit(1);  // The launcher ends a job of which a process leaves without MPI_Finalize.
+  std::_Exit(1);  // The launcher ends a job if one of its processes leaves without MPI_Finalize.
 }
 
 BlockingWatchdog::~BlockingWatchdog() {
@@ -172,8 +172,7 @@ MpiLibrary::MpiLibrary(bool owner, int provided)
       watchdog_(std::make_unique<BlockingWatchdog>(provided == MPI_THREAD_MULTIPLE)) {}
 
 std::shared_ptr<MpiLibrary> MpiLibrary::open(MpiThreadLevel wanted) {
-  // MPI itself is one for the process: it can be initialised once and finalised once, so its owner
-  // has to be found again.
+  // MPI can be initialised and finalised once per process, so its owner has to be found again.
   static std::mutex mutex;
   static std::weak_ptr<MpiLibrary> current;
   std::lock_guard<std::mutex> lock(mutex);
@@ -212,7 +211,7 @@ MpiLibrary::~MpiLibrary() {
   if (!owner_ || mpi_flag(MPI_Finalized)) return;
   std::string why;
   if (std::uncaught_exceptions() > 0) {
-    why = "an exception is in flight";
+    why = "an exception is being thrown";
   } else if (broken()) {
     why = "a call did not complete";
   } else {
@@ -272,7 +271,7 @@ void MpiLibrary::step_in_waits(const std::weak_ptr<const std::function<bool()>>&
 }
 
 void MpiLibrary::run_steps() {
-  // Taken out while they run: a step may begin calls of its own.
+  // Taken out while they run: a step may make calls of its own.
   std::vector<Step> mine;
   {
     const std::lock_guard lock(steps_mutex_);
@@ -329,7 +328,7 @@ MpiWorld MpiWorld::initialize(MpiThreadLevel wanted) {
   const auto library = detail::MpiLibrary::open(wanted);
   if (library->owner())
     return MpiWorld(std::make_shared<detail::MpiContext>(library, library->world(), false));
-  // Somebody else's MPI, and perhaps messages: ours need a communicator of their own.
+  // MPI belongs to the program, which may have messages of its own: use another communicator.
   return mpi_world(MPI_COMM_WORLD);
 }
 

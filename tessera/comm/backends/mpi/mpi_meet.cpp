@@ -20,7 +20,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Tests until all requests are done or the deadline has passed; gives which are done.
+/// Tests until all requests are complete or the deadline has passed; returns which are complete.
 std::vector<bool> test_until(std::vector<MPI_Request>& requests, MpiLibrary& library,
                              Deadline deadline) {
   std::vector<bool> done(requests.size(), false);
@@ -53,14 +53,14 @@ std::uint64_t hash_of(const std::vector<int>& ranks) {
 }
 
 /// Returns once every member has come with the same list. The first member collects a message from
-/// each and answers; both sides know in time who is missing.
+/// each and answers; both sides know in time which ranks are missing.
 void meet(MpiContext& context, const std::vector<int>& ranks, int tag,
           const MpiBackendOptions& options) {
   const auto deadline = deadline_after(options.timeout);
   const int root = ranks.front();
   const bool is_root = context.rank() == root;
   const auto mine = hash_of(ranks);
-  // MPI may still use these when a wait ran out: shared with nobody, and left alive in that case.
+  // MPI may still use these when a wait ran out: they are then left alive.
   auto inbox = std::make_unique<std::vector<std::uint64_t>>(ranks.size(), kRefused);
   auto outbox = std::make_unique<std::vector<std::uint64_t>>(1, mine);
   std::vector<MPI_Request> requests;
@@ -143,7 +143,7 @@ std::shared_ptr<MpiComm> make_mpi_comm(const std::shared_ptr<MpiContext>& contex
       throw InvalidArgument(concat("MPI group of ranks ", list(ranks), ": there is no rank ", r,
                                    " among ", context->size()));
   if (std::set<int>(ranks.begin(), ranks.end()).size() != ranks.size())
-    throw InvalidArgument(concat("MPI group of ranks ", list(ranks), ": a rank comes twice"));
+    throw InvalidArgument(concat("MPI group of ranks ", list(ranks), ": a rank is listed twice"));
   if (std::find(ranks.begin(), ranks.end(), context->rank()) == ranks.end())
     throw InvalidArgument(concat("MPI group of ranks ", list(ranks), " was made on rank ",
                                  context->rank(), ", which is no member"));
@@ -155,7 +155,7 @@ std::shared_ptr<MpiComm> make_mpi_comm(const std::shared_ptr<MpiContext>& contex
   check_mpi(MPI_Group_incl(everybody, static_cast<int>(ranks.size()), ranks.data(), &members),
             "MPI_Group_incl");
   MPI_Comm comm = MPI_COMM_NULL;
-  // All members are here, and MPI_Comm_create_group cannot be called back.
+  // All members are here; MPI_Comm_create_group cannot be interrupted.
   const auto slot = std::make_shared<BlockingSlot>();
   slot->who = concat("rank ", context->rank(), " in group '", options.name, "'");
   context->library()->watchdog().add(slot);

@@ -40,11 +40,11 @@ void multiply(void* in, void* inout, int* count, MPI_Datatype*) {
 
 struct Native {
   MPI_Datatype type;
-  MPI_User_function* max;  // Null: MPI_MAX does it.
+  MPI_User_function* max;  // null: MPI_MAX is used
   MPI_User_function* min;
 };
 
-/// Numbers that MPI knows; a null type for what it does not.
+/// MPI's type for a dtype; null if MPI has none.
 Native native(c10::ScalarType dtype) {
   switch (dtype) {
     case c10::ScalarType::Float:

@@ -18,12 +18,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Where ranks share cores.
+// Number of spins if ranks share cores.
 constexpr int kSpinsShared = 4;
-// A receive that lasts longer is looked into: the peer may have sent something else.
+// A receive that lasts longer is investigated: the peer may have sent something else.
 constexpr std::chrono::milliseconds kLookAfter{1000};
 
-// What a sound transfer of that size does not exceed, even over a slow network.
+// The time that a regular transfer of that size does not exceed, even over a slow network.
 std::chrono::milliseconds patience_for(std::int64_t bytes) {
   return std::chrono::milliseconds(2000 + bytes / 100000);
 }
@@ -123,12 +123,12 @@ void MpiComm::poll(const MpiCall& call, std::chrono::milliseconds limit, Test&& 
     pause_core();
   }
   const auto start = Clock::now();
-  // A sleeping rank moves no data, so sleep only when even a slow network would be done: 2 s, and 1
-  // s more for each 100 MB.
+  // A sleeping rank moves no data, so it sleeps only when even a slow network would be done: after
+  // 2 s, and 1 s more for each 100 MB.
   const auto patience = patience_for(call.bytes);
   bool looked = call.expected.empty();
-  // A large message comes in pieces, each in a test: where this rank has its core to itself, not
-  // every piece waits for the system to yield.
+  // A large message arrives in several steps, one per test: if this rank has its core to itself,
+  // not every step waits for the system to yield.
   const int burst = spins_ > kSpinsShared ? 16 : 1;
   for (int i = 0;; ++i) {
     for (int n = 0; n < burst; ++n)
@@ -141,7 +141,7 @@ void MpiComm::poll(const MpiCall& call, std::chrono::milliseconds limit, Test&& 
         throw PeerLostError(concat(call.name, ": the group was aborted while the call waited"), {});
       }
       if (waited > limit) {
-        if (limit >= call.timeout) set_stuck();  // A shorter look leaves the call under way.
+        if (limit >= call.timeout) set_stuck();  // A shorter wait leaves the call in progress.
         throw TimeoutError(
             concat(call.name, " did not complete within ", limit.count(), " ms",
                    call.peers.empty() ? std::string()
@@ -342,7 +342,7 @@ void MpiWork::complete() {
 }
 
 bool MpiWork::isCompleted() {
-  comm_->library().drive();  // who only asks must let other calls go on too
+  comm_->library().drive();  // a caller that only tests must let other calls continue too
   std::lock_guard<std::mutex> lock(mutex_);
   if (completed_ || exception_) return true;
   try {

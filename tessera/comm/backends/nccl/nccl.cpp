@@ -20,7 +20,7 @@ namespace tessera {
 
 namespace {
 
-/// The entry points of libtessera_nccl.so, or why there are none.
+/// The entry points of libtessera_nccl.so, or the reason why there are none.
 struct Part {
   detail::NcclMake make = nullptr;
   detail::NcclVersion version = nullptr;
@@ -65,7 +65,7 @@ Part load() {
 }
 
 const Part& part() {
-  // Libraries are loaded for the whole process, and once.
+  // Libraries are loaded once, for the whole process.
   static const Part loaded = load();
   return loaded;
 }
@@ -108,7 +108,7 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10
 
 void connect_within(const c10::intrusive_ptr<c10d::Backend>& backend, c10::Device device,
                     std::chrono::milliseconds timeout) {
-  // The thread may outlive this call, with all that it needs.
+  // The thread may outlive this call, and keeps all that it needs.
   auto connected = std::make_shared<std::promise<void>>();
   auto result = connected->get_future();
   std::thread([connected, backend, device] {

@@ -25,13 +25,13 @@ namespace {
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Sizes = std::vector<std::int64_t>;
 
-/// Padding to the largest block is one kernel; it is worth it while it moves at most this much more
+/// Padding to the largest block is one kernel; it is used while it moves at most this much more
 /// than needed,
 constexpr double kPaddingFactor = 1.25;
 /// or while all of it is small.
 constexpr std::int64_t kSmallBytes = 64 << 10;
 
-/// A call that had nothing to do.
+/// The work of a call that had nothing to do.
 class DoneWork : public c10d::Work {
  public:
   DoneWork() : c10d::Work(-1, c10d::OpType::UNKNOWN) { finish(); }
@@ -41,8 +41,8 @@ class DoneWork : public c10d::Work {
 
 WorkPtr done() { return c10::make_intrusive<DoneWork>(); }
 
-/// NCCL's work and what was done on the current stream behind or beside it, such as copies: a wait
-/// is for both, also on another stream.
+/// NCCL's work together with what was done on the current stream after or beside it, such as
+/// copies: a wait is for both, also on another stream.
 class WorkAndCopies : public c10d::Work {
  public:
   explicit WorkAndCopies(WorkPtr work)
@@ -66,7 +66,7 @@ class WorkAndCopies : public c10d::Work {
 };
 
 /// Calls between the constructor and end() become one. A batch that is left by an exception is
-/// closed: else every later NCCL call of this thread, of any group, would join it and wait.
+/// closed: otherwise every later NCCL call of this thread, of any group, would join it and wait.
 class Batch {
  public:
   explicit Batch(c10d::Backend& backend) : backend_(backend) { backend_.startCoalescing(); }
@@ -74,7 +74,7 @@ class Batch {
     if (ended_) return;
     try {
       backend_.endCoalescing();
-    } catch (...) {  // the first error is on its way
+    } catch (...) {  // the first error is being thrown
     }
   }
   Batch(const Batch&) = delete;
@@ -101,7 +101,7 @@ class NcclBackend final : public c10d::ProcessGroupNCCL,
   NcclBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
               c10::intrusive_ptr<Options> options)
       : c10d::ProcessGroupNCCL(store, rank, size, std::move(options)) {
-    // Limits are the group's own: c10d's would end the process.
+    // Limits are the group's: c10d's would end the process.
     asyncErrorHandling_ = c10d::NoHandling;
   }
 
@@ -143,10 +143,10 @@ class NcclBackend final : public c10d::ProcessGroupNCCL,
     at::Tensor out = output, in = input;
     if (std::equal(sizes.begin() + 1, sizes.end(), sizes.begin()))
       return _reduce_scatter_base(out, in, options);
-    // A reduction to each rank that gets rows.
+    // One reduction to each rank that gets rows.
     const auto blocks = rows(input, sizes);
-    // NCCL reduces in place on the root: its part goes to the output first, so that the input keeps
-    // its values.
+    // NCCL reduces in place on the root: its rows are copied to the output first, so that the input
+    // keeps its values.
     out.copy_(blocks[static_cast<std::size_t>(getRank())], /*non_blocking=*/true);
     if (input.numel() == 0) return done();
     Batch batch(*this);
@@ -273,7 +273,7 @@ class NcclBackend final : public c10d::ProcessGroupNCCL,
 
 }  // namespace tessera::detail
 
-// Both sides are C++ of one build; the names alone are C's.
+// Both sides are C++ of one build; only the names are C's.
 
 extern "C" std::string tessera_nccl_version() {
   int version = 0;
@@ -290,13 +290,13 @@ extern "C" c10::intrusive_ptr<c10d::Backend> tessera_nccl_make(
   return c10::make_intrusive<tessera::detail::NcclBackend>(store, rank, size, options);
 }
 
-// The options hold a structure of NCCL's, whose size differs between its versions. libtorch_cuda's
-// own constructor is not inline: it writes the structure as large as it knows it, with its size in
-// front. Here it writes into a place with room to spare.
+// The options contain a structure of NCCL's, whose size differs between its versions. The
+// constructor in libtorch_cuda is not inline: it writes the structure at its own size, with that
+// size in front. Here it writes into memory with room to spare.
 extern "C" std::string tessera_nccl_problem() {
   using Options = c10d::ProcessGroupNCCL::Options;
   constexpr std::size_t kRoom = 8 * sizeof(Options);
-  // Never destroyed: its destructor is inline, and knows the size of this build.
+  // Never destroyed: its destructor is inline and assumes the size of this build.
   static auto* const place = static_cast<std::byte*>(::operator new(kRoom));
   std::fill_n(place, kRoom, std::byte{0});
   const auto* options = new (place) Options(false);

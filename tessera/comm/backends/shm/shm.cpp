@@ -22,7 +22,7 @@ c10::intrusive_ptr<c10d::Backend> make_shm_backend(const c10::intrusive_ptr<c10d
     store->set(key, std::vector<std::uint8_t>(bytes.begin(), bytes.end()));
   };
   directory.get = [store](const std::string& key, std::chrono::milliseconds limit) {
-    // For some stores a limit of zero is none.
+    // For some stores a limit of zero means no limit.
     store->wait({key}, std::max(limit, std::chrono::milliseconds(1)));
     const auto bytes = store->get(key);
     return std::string(bytes.begin(), bytes.end());
@@ -46,7 +46,7 @@ c10::intrusive_ptr<c10d::Backend> make_shm_backend(const shm::Directory& directo
                                                   std::move(ranks), options.watch);
     return c10::make_intrusive<detail::ShmBackend>(std::move(link), meeting.timeout);
   } catch (const shm::SetupError& error) {
-    // What the group's watch makes of it: who is missing, or gone.
+    // The group's watch derives from the text which rank is missing or gone.
     if (error.cause() == shm::Cause::absent)
       throw std::runtime_error(concat(
           time_left(deadline).count() == 0 ? "timed out: " : "connection closed: ", error.what()));

@@ -112,7 +112,7 @@ shm::Reduction reduction_of(const c10d::ReduceOp& op) {
   }
 }
 
-/// What a reduction works on. Throws InvalidArgument where there is no such reduction.
+/// What a reduction works on. Throws InvalidArgument if there is no such reduction.
 struct Reduces {
   shm::Element element;
   shm::Reduction reduction;
@@ -128,7 +128,7 @@ Reduces reduces_of(const char* name, const at::Tensor& tensor, const c10d::Reduc
   return {*element, reduction};
 }
 
-/// Memory that the others may read: the tensor's own if it is in order, else a copy's.
+/// Memory that the other ranks may read: the tensor's own if it is in row-major order, else a copy.
 const void* readable(ShmCall& call, const at::Tensor& tensor) {
   const at::Tensor plain =
       is_plain(tensor) ? tensor : tensor.resolve_conj().resolve_neg().contiguous();
@@ -136,7 +136,7 @@ const void* readable(ShmCall& call, const at::Tensor& tensor) {
   return plain.const_data_ptr();
 }
 
-/// Memory for a result: the tensor's own, or some that is copied there at the end. `filled`: with
+/// Memory for a result: the tensor's own, or some that is copied to it at the end. `filled`: with
 /// the tensor's values.
 void* target_of(ShmCall& call, const at::Tensor& tensor, bool filled = false) {
   if (is_plain(tensor)) {
@@ -199,7 +199,7 @@ c10::intrusive_ptr<c10d::Backend::Options> ShmBackend::getBackendOptions() {
 }
 
 bool ShmBackend::reduces(c10::ScalarType dtype, ReduceOp::Kind op) const {
-  // A complex number divided by a real one has other bits in libtorch.
+  // libtorch divides a complex number by a real one with other rounding.
   if (op == ReduceOp::Kind::avg && c10::isComplexType(dtype)) return false;
   const auto element = element_of(dtype);
   return element && shm::reduces(*element, kind_of(op));
@@ -593,7 +593,8 @@ ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& in
     }
     if (tensor.numel() % ranks() != 0)
       throw InvalidArgument(concat("all_to_all: the ", which, " of ", tensor.numel(),
-                                   " elements cannot be cut for ", ranks(), " ranks; give sizes"));
+                                   " elements cannot be divided among ", ranks(),
+                                   " ranks; give sizes"));
     return sizes_in(tensor.element_size(), alike(ranks(), tensor.numel() / ranks()));
   };
   const auto out = counts(output, output_splits, "output"),

@@ -25,7 +25,7 @@ void ShmLink::rethrow() const {
   } catch (const shm::TimeoutError& error) {
     if (!watch_) throw TimeoutError(error.what(), global(error.missing()));
     if (error.heard() && watch_->await_news(kVerdict)) throw PeerLostError(error.what(), {});
-    // Without names the group asks who is missing.
+    // Without ranks the group asks which are missing.
     throw TimeoutError(error.what(), {});
   } catch (const shm::PeerLostError& error) {
     if (!watch_) throw PeerLostError(error.what(), global(error.ranks()));
@@ -98,7 +98,7 @@ void ShmLink::close() {
   group_.nudge();
   if (thread.joinable()) {
     if (thread.get_id() == std::this_thread::get_id())
-      thread.detach();  // The last owner was something that a future called.
+      thread.detach();  // The last owner was a callback of a future.
     else
       thread.join();
   }
@@ -109,7 +109,7 @@ void ShmLink::close() {
   for (const auto& work : rest) {
     try {
       work->wait();
-    } catch (const std::exception&) {  // Its future says so, if anybody asks.
+    } catch (const std::exception&) {  // Its future reports it, if it is asked for.
     }
   }
 }
@@ -134,7 +134,7 @@ bool ShmWork::over() const {
   return completed_ || exception_;
 }
 
-// With the turn.
+// To be called with the turn held.
 void ShmWork::complete() {
   if (!requests_.empty()) source_ = requests_.front().source();
   if (!call_.finish.empty()) {
@@ -225,7 +225,7 @@ void ShmWork::settle_future() {
     future = future_;
     error = exception_;
   }
-  // What is chained to it runs here: without a lock.
+  // Callbacks of the future run here: without a lock.
   if (error)
     future->setError(error);
   else

@@ -24,7 +24,7 @@ Tensors pieces(const at::Tensor& tensor, const std::vector<std::int64_t>& counts
 
 Tensors equal_pieces(const at::Tensor& tensor, int parts) {
   TORCH_CHECK(tensor.numel() % parts == 0, "threads: a tensor of ", tensor.numel(),
-              " elements cannot be cut into ", parts, " equal parts");
+              " elements cannot be divided evenly among ", parts, " ranks");
   return pieces(tensor, std::vector<std::int64_t>(parts, tensor.numel() / parts));
 }
 
@@ -84,8 +84,8 @@ void move(const ThreadsSlot& slot, int from, const at::Tensor& source, int to,
   if (source.data_ptr() != target.data_ptr()) target.view({-1}).copy_(source.view({-1}));
 }
 
-// The whole operation, for all ranks. First all checks, so that nobody's data is touched by a call
-// that fails.
+// Performs the whole operation, for all ranks. First all checks, so that a call that fails touches
+// no rank's data.
 void execute(const ThreadsSlot& slot) {
   const int n = static_cast<int>(slot.calls.size());
   const auto& first = slot.calls.front();
@@ -152,8 +152,8 @@ void execute(const ThreadsSlot& slot) {
   }
 }
 
-// Work on a slot or on messages. Waiting looks at the watch, so that a poisoned group wakes
-// everybody.
+// Work on a slot or on messages. Waiting looks at the watch, so that a poisoned group wakes all
+// ranks.
 class ThreadsWork : public c10d::Work {
  public:
   ThreadsWork(std::shared_ptr<ThreadsRoom> room, std::shared_ptr<GroupWatch> watch, int rank,
@@ -178,7 +178,7 @@ class ThreadsWork : public c10d::Work {
     return failed_ ? failed_ : error();
   }
 
-  // False: the time is over, the work goes on.
+  // False: the time is over, and the work continues.
   bool wait(std::chrono::milliseconds timeout) override {
     std::unique_lock lock(room_->mutex());
     const auto limit = timeout == kNoTimeout ? limit_ : timeout;
@@ -208,7 +208,7 @@ class ThreadsWork : public c10d::Work {
     std::rethrow_exception(failed_);
   }
 
-  // Complete as soon as somebody asks: c10d's own users of futures chain to them at once, so the
+  // Complete as soon as it is asked for: c10d's own users of futures chain to them at once, so the
   // work is waited for here.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     auto future =
@@ -274,7 +274,7 @@ std::shared_ptr<ThreadsSlot> ThreadsRoom::enter(std::uint64_t sequence, int rank
   slot->arrived[rank] = true;
   if (++slot->count < static_cast<int>(ranks_.size())) return slot;
   slots_.erase(sequence);
-  lock.unlock();  // all ranks are in: nobody else touches the slot until it is done
+  lock.unlock();  // all ranks have arrived: no other thread touches the slot until it is done
   std::exception_ptr error;
   try {
     execute(*slot);

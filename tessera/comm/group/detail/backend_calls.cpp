@@ -27,15 +27,15 @@ at::Tensor flat(const at::Tensor& plain, bool as_bytes) {
   return as_bytes ? out.view(at::kByte) : out;
 }
 
-// Gloo's own limit starts when one of its threads takes the call up; ours is the one that counts,
-// so that the error can say who is missing.
+// Gloo's own limit starts when one of its threads takes up the call; ours is the one that counts,
+// so that the error can name the missing ranks.
 constexpr std::chrono::milliseconds kGlooSlack{2000};
 
 CallLimit limit_of(const RequestState& call, const Endpoint& endpoint) {
   return {backend_limit(call, endpoint), call.blocking()};
 }
 
-// What the call gives to the backend; the backend is told at the same time which call comes.
+// The options of a call for the backend, which is told at the same time which call comes.
 template <class Options>
 Options options_of(RequestState& call, const Endpoint& endpoint) {
   sign(call, endpoint);
@@ -225,8 +225,9 @@ void scatter_counts(RequestState& call, const at::Tensor& output, const at::Tens
 
 namespace {
 
-// Tags of messages that only meet an end like their own: above those of users, of the cards and of
-// compared messages (checks.cpp). 8 bits of the message's number, 21 of what it is.
+// Tags of messages that are delivered only to an end with the same description: above those of
+// users, of the cards and of compared messages (checks.cpp). 8 bits of the message's number, 21 of
+// its hash.
 int tag_of(const MessageCard& card) {
   constexpr int kOurs = 1 << 30, kOfCall = 1 << 29;
   return kOurs | (card.of_call ? kOfCall : 0) | static_cast<int>((card.number & 0xff) << 21) |

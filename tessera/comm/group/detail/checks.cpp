@@ -25,7 +25,7 @@ std::int64_t trailing(const at::Tensor& t) {
 void check_size_list(const RequestState& call, const char* role, const Sizes& sizes) {
   if (static_cast<int>(sizes.size()) != call.group().size())
     refuse(call, role, " sizes ", list(sizes), " are ", sizes.size(),
-           " numbers, but the group has ", call.group().size(), " ranks: give one a rank");
+           " numbers, but the group has ", call.group().size(), " ranks: give one per rank");
   for (const auto n : sizes)
     if (n < 0) refuse(call, role, " sizes ", list(sizes), " hold a negative number");
 }
@@ -87,24 +87,24 @@ void check_sizes(const RequestState& call, const at::Tensor& whole, const at::Te
                  const Sizes& sizes) {
   if (sizes.empty()) {
     if (whole.defined() && part.defined() && whole.numel() != part.numel() * call.group().size())
-      refuse(call, "the whole tensor ", show(whole), " must have ", call.group().size(),
-             " times the elements of the part ", show(part),
-             "; give sizes if the ranks' parts differ");
+      refuse(call, "the gathered tensor ", show(whole), " must have ", call.group().size(),
+             " times the elements of this rank's ", show(part),
+             "; give sizes if the ranks' sizes differ");
     if (whole.defined() && !part.defined() && whole.numel() % call.group().size() != 0)
-      refuse(call, show(whole), " cannot be cut into ", call.group().size(),
-             " equal parts; give sizes");
+      refuse(call, show(whole), " cannot be divided evenly among ", call.group().size(),
+             " ranks; give sizes");
     return;
   }
   check_size_list(call, "the", sizes);
   if (part.defined()) check_counts(call, "the", sizes, part);
-  if (whole.defined()) check_rows(call, "the whole tensor", whole, sizes);
+  if (whole.defined()) check_rows(call, "the gathered tensor", whole, sizes);
   if (!part.defined()) return;
   const auto rows = sizes[call.group().rank()];
   if (part.dim() < 1 || part.size(0) != rows)
-    refuse(call, "this rank's part is ", show(part), ", but sizes ", list(sizes), " give it ", rows,
-           " rows");
+    refuse(call, "this rank's tensor is ", show(part), ", but sizes ", list(sizes), " give it ",
+           rows, " rows");
   if (whole.defined() && trailing(whole) != trailing(part))
-    refuse(call, "the whole tensor ", show(whole), " and the part ", show(part),
+    refuse(call, "the gathered tensor ", show(whole), " and this rank's ", show(part),
            " have rows of different size");
 }
 
@@ -112,8 +112,8 @@ void check_rows(const RequestState& call, const char* role, const at::Tensor& te
                 const Sizes& sizes) {
   if (sizes.empty()) {
     if (tensor.numel() % call.group().size() != 0)
-      refuse(call, role, " ", show(tensor), " cannot be cut into ", call.group().size(),
-             " equal parts; give sizes");
+      refuse(call, role, " ", show(tensor), " cannot be divided evenly among ", call.group().size(),
+             " ranks; give sizes");
     return;
   }
   check_size_list(call, role, sizes);
@@ -154,7 +154,7 @@ namespace {
 
 constexpr std::int64_t kCardBytes = 256;
 
-// What a rank sends to the others before a call: a hash of what is compared, then as much of the
+// What a rank sends to the others before a call: a hash of what is compared, and as much of the
 // text as fits.
 struct Card {
   std::uint64_t same = 0;     // hash of the text that must agree
@@ -230,8 +230,8 @@ void begin(RequestState& call, c10::function_ref<void()> check,
   const bool all_refuse =
       std::all_of(cards, cards + n, [](const Card& c) { return c.problem != 0; });
   if (all_refuse) std::rethrow_exception(refused);
-  // Two ranks that differ: this one and the first unlike it, so that each rank sees its own call; a
-  // rank like the majority sees an odd one.
+  // Two ranks that differ: this one and the first one unlike it, so that each rank sees its own
+  // call; a rank of the majority sees one that is not.
   const Card& own = cards[call.group().rank()];
   auto unlike = [&](const Card& c) { return c.problem != own.problem || c.same != own.same; };
   const auto* other = std::find_if(cards, cards + n, unlike);
@@ -271,7 +271,7 @@ void compare_pairs(RequestState& call, const Sizes& output_counts, const Sizes& 
 
 namespace {
 
-// Tags of cards, and from kData on of data: all below 32767, more than which MPI does not promise.
+// Tags of cards, and, from kData on, of data: all at most 32767, which is all that MPI promises.
 constexpr int kSendersCard = 0x7e56, kReceiversCard = 0x7e57, kData = 1 << 14;
 constexpr std::uint64_t kDataTags = 1 << 13;
 

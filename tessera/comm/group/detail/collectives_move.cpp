@@ -37,8 +37,8 @@ bool even(const Sizes& sizes) {
   return true;
 }
 
-// Elements on the wire of each rank's part. `whole` may be undefined where a rank has none: then
-// `part` tells the row size.
+// Elements on the wire of each rank's tensor. `whole` may be undefined on a rank that has none:
+// then `part` determines the size of a row.
 Sizes wire_counts(RequestState& call, const at::Tensor& like, const Sizes& sizes) {
   return scaled(sizes, width_of(like) * wire_width(call, like));
 }
@@ -48,16 +48,16 @@ std::string kind_of(const at::Tensor& t) {
                 c10::DeviceTypeName(t.device().type()));
 }
 
-// What ranks must agree on when parts are uneven: the size of a row, and the sizes; else the part's
-// own shape.
+// What ranks must agree on: with sizes, the size of a row and the sizes; without, the shape of this
+// rank's tensor.
 std::string parts_text(const at::Tensor& part, const Sizes& sizes) {
-  if (sizes.empty()) return concat(kind_of(part), ", part ", part.sizes());
+  if (sizes.empty()) return concat(kind_of(part), ", shape ", part.sizes());
   const auto dims = part.sizes();
   return concat(kind_of(part), ", rows ", dims.slice(std::min<std::size_t>(1, dims.size())),
                 ", sizes ", list(sizes, 1 << 20));
 }
 
-// Of a collective whose tensors are alike on all ranks, or, with sizes, have rows alike.
+// The card of a collective whose tensors are alike on all ranks, or, with sizes, have rows alike.
 CallCard move_card(const at::Tensor& t, int root, const Sizes& sizes = {}) {
   CallCard card;
   card.dtype = t.scalar_type();
@@ -145,7 +145,7 @@ void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::T
                  " have rows of different size");
         if (output_sizes.empty() && output.numel() != given.numel())
           refuse(call, "the output ", show(output), " and the input ", show(given),
-                 " must have the same number of elements; give sizes if parts differ");
+                 " must have the same number of elements; give sizes if the ranks' sizes differ");
         const auto me = static_cast<std::size_t>(call.group().rank());
         if (!output_sizes.empty() && output_sizes[me] != input_sizes[me])
           refuse(call, "this rank sends ", input_sizes[me], " rows to itself, but waits for ",
@@ -181,7 +181,7 @@ void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::T
     all_to_all_pairs(call, out, in, scaled(out_rows, width), scaled(in_rows, width));
 }
 
-// Gather (`whole` on the root is written) and scatter (it is read): every rank has a `part`.
+// Gather (`whole` on the root is written) and scatter (it is read); every rank has a `part`.
 template <class Equal, class Counts>
 void launch_rooted(RequestState& call, const at::Tensor& whole_given, const at::Tensor& part_given,
                    int root, const Sizes& sizes, bool gathers, const Equal& equal,
@@ -269,25 +269,26 @@ std::vector<Message> to_others(const RequestState& call, const std::vector<Messa
   return others;
 }
 
-// The peers wait for this rank's card: it says why there is no message.
+// Sends this rank's cards all the same, since the peers wait for them: they say why there is no
+// message.
 void tell_refusal(RequestState& call, const std::vector<Message>& messages,
                   const std::string& problem) {
   const auto others = to_others(call, messages);
   if (others.empty()) return;
   try {
     MessageCards(call, others, problem).request()->wait();
-  } catch (const CommError&) {  // the refusal itself is what the caller is to see
+  } catch (const CommError&) {  // the caller is to see the refusal itself
   }
 }
 
-// `travelling` are the messages as they travel. With CheckLevel::collective: the ends of each
-// message first agree, and then the data goes, with a tag of its own, since calls that agree later
-// may go earlier. What is on a device has no tags: it goes in the order in which the calls were
-// made, when one of them is waited for.
+// `travelling` holds the messages as they are sent. With CheckLevel::collective the ends of each
+// message first agree, and then the data is sent, with a tag of its own, since calls that agree
+// later may be sent earlier. Messages of devices have no tags: they are sent in the order in which
+// the calls were made, when one of them is waited for.
 void exchange_compared(RequestState& call, const std::vector<Message>& messages,
                        std::vector<Message> travelling) {
   const auto device = travelling.front().tensor.device();
-  // a copy: the call may outlive what the group has
+  // a copy: the call may outlive the group's endpoints
   const auto endpoint = call.group().endpoint(device.type());
   const auto cards = std::make_shared<MessageCards>(call, messages);
   std::optional<c10::Stream> stream;
@@ -332,7 +333,7 @@ void launch_exchange(RequestState& call, const std::vector<Message>& messages) {
   for (const auto& m : messages) {
     const bool sends = m.kind == Message::Kind::send;
     if (m.peer == me) (sends ? sent : received).push_back(&m.tensor);
-    // both sides know that there is nothing to move
+    // both ends know that there is nothing to move
     if (m.peer == me || (m.tensor.numel() == 0 && !compared)) continue;
     call.count_bytes(bytes_of(m.tensor));
     travelling.push_back(

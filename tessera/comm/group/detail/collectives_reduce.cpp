@@ -1,12 +1,13 @@
-// Collectives that reduce. What a backend does exactly by itself it is given as it is; otherwise,
-// in this order:
+// Collectives that reduce. What a backend reduces exactly by itself is passed on unchanged;
+// otherwise, in this order:
 //   premultiplied      the tensor times its factor first, then a sum
 //   avg                a sum, then divided by the number of ranks
 //   half, bfloat16     travel and accumulate as float32, rounded once at the end
 //   int16              as int32; bool min, max, product: as uint8
 //   complex sum        as pairs of real numbers
-//   float min, max     as integers that order alike, so that NaN propagates (order_keys); the cost
-//                      is two passes over the local data
+//   float min, max     as integers in the same order, so that NaN propagates (order_keys); costs
+//   two
+//                      passes over the local data
 //   complex product    an all-gather (for reduce a gather), then a product in rank order here: n
 //                      times the memory
 // reduce_scatter on such a backend: see backend_calls.h.
@@ -30,18 +31,18 @@ using Kind = ReduceOp::Kind;
 // How one reduction is done on one backend.
 struct Recipe {
   Kind op;               // given to the backend
-  c10::ScalarType wide;  // dtype of the data before the two views below
+  c10::ScalarType wide;  // dtype of the data before the two conversions below
   bool scale = false;    // times factor before
   bool divide = false;   // by n after
   bool real = false;     // complex as pairs
   bool keys = false;     // order keys
   bool bytes = false;    // bool as uint8
   bool compose = false;  // gather and reduce here
-  // The backend works on the caller's own memory.
+  // True if the backend works on the caller's own memory.
   bool direct(c10::ScalarType dtype) const { return wide == dtype && !keys && !compose; }
 };
 
-// What Gloo does with these: exact arithmetic in the dtype; min and max drop NaN.
+// What Gloo reduces exactly: it computes in the dtype itself, and its min and max drop NaN.
 bool gloo_reduces(c10::ScalarType dtype, Kind op) {
   switch (dtype) {
     case c10::ScalarType::Float:
@@ -136,9 +137,9 @@ void reduce_flat(RequestState& call, const at::Tensor& tensor, Kind op, double f
   });
 }
 
-// Gloo reduces in place on every rank, but a rank that is not the root keeps its values. Of two
-// ranks the other sends them, and they are added here: as many bytes as Gloo's reduce, and no copy.
-// With more ranks a copy costs less than what the root would receive.
+// Gloo reduces in place on every rank, but only the root's tensor may change. With two ranks the
+// other rank sends its values, and they are added here: as many bytes as in Gloo's reduce, and no
+// copy. With more ranks a copy costs less than what the root would receive.
 void reduce_pair(RequestState& call, const at::Tensor& work, const Recipe& recipe, int root) {
   const bool is_root = call.group().rank() == root;
   const std::int64_t count = work.numel() * wire_width(call, work);
@@ -168,7 +169,7 @@ void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, in
   const int n = call.group().size();
   if (writes && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 
-  // `work` holds the data that is reduced; where it is not the caller's memory it is copied back at
+  // `work` holds the data that is reduced; if it is not the caller's memory it is copied back at
   // the end, which also rounds to the caller's dtype.
   const bool own = recipe.direct(dtype) && is_plain(tensor) && writes;
   const bool pair = root >= 0 && n == 2 && !endpoint.reducing && recipe.direct(dtype);
@@ -320,7 +321,7 @@ void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const a
     return;
   }
 
-  // Every rank gets its part of every rank, and reduces the parts in rank order.
+  // Every rank gets its rows from every rank, and reduces them in rank order.
   auto source = input;
   if (op.kind == Kind::premultiplied) source = input.to(accumulation_type(dtype)).mul(op.factor);
   const auto in = wire_input(call, source);

@@ -22,8 +22,8 @@ c10d::ProcessGroup::BackendType backend_type(const std::string& name) {
   return c10d::ProcessGroup::BackendType::CUSTOM;
 }
 
-// What fails while a group ends is dropped: nothing more can be done to wake its callers, and their
-// own limits end them.
+// Errors while a group ends are dropped: nothing more can be done to wake its callers, whose own
+// limits end them.
 template <class F>
 void quietly(F&& body) {
   try {
@@ -32,8 +32,8 @@ void quietly(F&& body) {
   }
 }
 
-// The store, with a short limit where a call may wait for a server: who waits for a collective has
-// a limit of its own to keep.
+// The store, with a short limit if a call may wait for a server: a rank that waits for a collective
+// has a time limit of its own to keep.
 c10::intrusive_ptr<c10d::Store> at_once(const c10::intrusive_ptr<c10d::Store>& store) {
   constexpr std::chrono::milliseconds kAtOnce{1000};
   auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
@@ -59,7 +59,7 @@ GroupState::GroupState(const GroupSpec& spec)
   watch_->set_interrupt([this] {
     for (Endpoint* endpoint : {&cpu_, &cuda_}) {
       if (!endpoint->backend) continue;
-      // NCCL's may last for minutes, and this is the thread that answers for the rank.
+      // NCCL's abort may take minutes, and this thread answers for the rank.
       if (endpoint->name == "nccl")
         std::thread([backend = endpoint->backend] { quietly([&] { backend->abort(); }); }).detach();
       else
@@ -113,7 +113,7 @@ void GroupState::guard(Guarded call) {
   wake_watcher();
 }
 
-// With the lock held.
+// To be called with the lock held.
 void GroupState::wake_watcher() {
   if (!watcher_.joinable() && !watcher_stops_) watcher_ = std::thread([this] { watch_waiting(); });
   if (watcher_sleeps_) waiting_changed_.notify_one();
@@ -154,7 +154,7 @@ void GroupState::watch_waiting() {
   }
 }
 
-// True if there was something to do, for which the lock was given up.
+// True if there was something to do, for which the lock was released.
 bool GroupState::look_at_guarded(std::unique_lock<std::mutex>& lock) {
   std::erase_if(guarded_, [](const Guarded& call) { return call.work->isCompleted(); });
   const auto late = std::find_if(guarded_.begin(), guarded_.end(), [](const Guarded& call) {
@@ -223,7 +223,7 @@ bool GroupState::compare(const std::string& place, const std::string& how,
                                   {ranks_[rank_], how + what}, MismatchAt::under_way);
     watch_->spread(std::move(poison));
   } catch (const std::exception&) {
-    // The store is gone or slow: the call's own limit ends it.
+    // The store is gone or slow: the call's own limit ends the wait.
   }
   return false;
 }
@@ -232,7 +232,7 @@ void GroupState::withdraw(const std::string& place) noexcept {
   try {
     at_once(store_)->deleteKey(concat("waits/", place));
   } catch (const std::exception&) {
-    // one key more in a store that ends with the job
+    // one more key in a store that ends with the job
   }
 }
 

@@ -14,7 +14,7 @@ std::string numbered(const std::string& call, std::uint64_t sequence) {
   return sequence == GroupWatch::creation ? call : concat(call, " (call ", sequence, ")");
 }
 
-// A broken connection is seen before the news who broke it, by milliseconds.
+// A broken connection is noticed milliseconds before the news which rank broke it.
 constexpr std::chrono::milliseconds kNews{1000};
 // Ranks that are alive answer within milliseconds; the others cost this much once.
 constexpr std::chrono::milliseconds kRollCall{500};
@@ -129,7 +129,8 @@ void GroupWatch::fail(const std::string& call, std::uint64_t sequence,
   if (says(text, {"imed out", "imeout"})) expire(call, sequence, limit, collective);
   if (!says(text, {"onnection closed", "onnection reset", "roken pipe", "onnection refused",
                    "ocket closed", "pair", "remote"})) {
-    // Not about a peer: the others must not wait for a call that this rank could not make.
+    // The failure is not a peer's: the others must not wait for a call that this rank could not
+    // make.
     const auto reason = concat(numbered(call, sequence), " failed there: ", text);
     announce(reason);
     throw CommError(

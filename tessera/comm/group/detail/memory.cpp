@@ -12,7 +12,7 @@
 namespace tessera::detail {
 namespace {
 
-// One dim of more than one element: its stride and size.
+// Stride and size of each dim of more than one element.
 using Dims = std::vector<std::pair<std::int64_t, std::int64_t>>;
 
 Dims dims_by_stride(const at::Tensor& t) {
@@ -23,14 +23,14 @@ Dims dims_by_stride(const at::Tensor& t) {
   return dims;
 }
 
-// Elements between the first and behind the last one.
+// Distance from the first to the last element.
 std::int64_t span(const Dims& dims) {
   std::int64_t last = 0;
   for (const auto& [stride, size] : dims) last += stride * (size - 1);
   return last + 1;
 }
 
-// Every stride is longer than all that the smaller ones reach.
+// True if every stride is longer than everything that the smaller ones reach.
 bool nested(const Dims& dims) {
   std::int64_t reach = 0;
   for (const auto& [stride, size] : dims) {
@@ -47,7 +47,7 @@ void each_offset(const Dims& dims, std::size_t d, std::int64_t offset, const Vis
     each_offset(dims, d - 1, offset + i * dims[d - 1].first, visit);
 }
 
-// True if a byte of an element is marked already. Marks them all if `marks`.
+// True if a byte of an element is marked already. Marks all bytes if `marks`.
 bool seen_before(std::vector<bool>& bytes, const Dims& dims, std::int64_t begin, std::int64_t item,
                  bool marks) {
   bool found = false;
@@ -124,7 +124,7 @@ bool share_elements(const at::Tensor& a, const at::Tensor& b) {
   if (end_a <= begin_b || end_b <= begin_a) return false;
   if (a.is_contiguous() && b.is_contiguous()) return true;
   const auto begin = std::min(begin_a, begin_b);
-  // Boxes of one array: apart if they are apart along one dim of it.
+  // Boxes of one array are disjoint if they are disjoint along one dim of it.
   if (item_a == item_b && a.dim() == b.dim() && a.strides() == b.strides() &&
       a.storage().data() == b.storage().data()) {
     auto strides = a.strides().vec();
@@ -144,7 +144,7 @@ bool share_elements(const at::Tensor& a, const at::Tensor& b) {
       const auto at_a = left_a / stride, at_b = left_b / stride;
       left_a %= stride;
       left_b %= stride;
-      // Along a dim the box must stay inside what the next longer stride leaves.
+      // Along a dim the box must stay within the next longer stride.
       if (i > 0) {
         const auto extent = strides[order[i - 1]] / stride;
         fits = fits && strides[order[i - 1]] % stride == 0 && at_a + a.size(d) <= extent &&

@@ -131,7 +131,7 @@ c10::ScalarType accumulation_type(c10::ScalarType dtype) {
 void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& parts,
                      ReduceOp::Kind op) {
   const auto wide = accumulation_type(output.scalar_type());
-  // In the output itself, unless it is narrower or holds values that are still needed.
+  // Computed in the output itself, unless it is narrower or holds values that are still needed.
   const bool in_place =
       wide == output.scalar_type() &&
       std::none_of(parts.begin() + std::min<std::size_t>(2, parts.size()), parts.end(),
@@ -149,7 +149,7 @@ void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& pa
 
 namespace {
 
-// The same on any device, by operators of libtorch.
+// The order keys on any device, by operators of libtorch.
 template <class Int>
 at::Tensor keys_by_operators(const at::Tensor& values, ReduceOp::Kind op) {
   const auto bits = values.view(c10::CppTypeToScalarType<Int>::value);

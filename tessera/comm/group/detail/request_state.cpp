@@ -12,12 +12,12 @@
 namespace tessera::detail {
 namespace {
 
-// A blocked wait looks up this often whether the group was given up by another thread, for backends
-// that cannot be woken.
+// A blocked wait checks this often whether another thread has given up the group, for backends that
+// cannot be woken.
 constexpr std::chrono::milliseconds kLook{200};
-// All ranks hear of a call that differs at once, and need this long to compare theirs.
+// All ranks are told of a call that differs at once, and need this long to compare theirs.
 constexpr std::chrono::milliseconds kVerdict{1000};
-constexpr auto kNoLimit = std::chrono::milliseconds(0);  // c10d's word for waiting without a limit
+constexpr auto kNoLimit = std::chrono::milliseconds(0);  // c10d's value for waiting without a limit
 
 }  // namespace
 
@@ -38,7 +38,7 @@ RequestState::~RequestState() {
     try {
       const GroupWatch::Unheard quiet;
       wait();
-    } catch (...) {  // the caller did not ask; the group is poisoned and says so at its next call
+    } catch (...) {  // the caller did not wait; the group is poisoned and its next call says so
     }
   }
   if (poller_.joinable()) poller_.join();
@@ -101,7 +101,7 @@ void RequestState::wait_whole(Part& part) {
 void RequestState::wait_part(Part& part) {
   if (on_stream_) {
     part.work->wait(kNoLimit);
-    // The stream waits for what an abort may have cut short: nobody is to go on with that.
+    // The stream waits for what an abort may have cut short: the caller must not use that.
     group_.watch().require_healthy(operation_, sequence_);
     return;
   }
@@ -110,7 +110,7 @@ void RequestState::wait_part(Part& part) {
     part.work->wait(left());
     return;
   }
-  // Where this rank said at the store that it waits for long.
+  // The place in the store where this rank has published that it has waited for long.
   struct Said {
     GroupState& group;
     std::string place;
@@ -124,8 +124,8 @@ void RequestState::wait_part(Part& part) {
     try {
       if (part.work->wait(std::min(left(), kLook))) return;
     } catch (...) {
-      // Some backends throw when the slice is over, though the work goes on, or ends just then:
-      // what is over says itself how it ended.
+      // Some backends throw when the time slice is over, though the work continues, or ends at that
+      // moment: a work that has ended says itself how.
       if (part.work->isCompleted() && part.work->wait(left())) return;
     }
     if (group_.watch().poison()) group_.watch().require_healthy(operation_, sequence_);
@@ -133,8 +133,8 @@ void RequestState::wait_part(Part& part) {
     if (now >= deadline_) group_.watch().expire(describe(), sequence_, limit_, collective_);
     if (compared || now - begin < GroupState::kLong) continue;
     compared = true;
-    // Cards are exchanged at a place of their own: who still waits for them has no other call than
-    // who waits for the data.
+    // Cards are compared at a place of their own: a rank that still waits for them is in the same
+    // call as one that waits for the data.
     if (part_) {
       const auto place = concat("cards of ", GroupState::call_place(sequence_));
       if (group_.compare(place, concat("waits for ", place), card_.text())) said.place = place;
@@ -193,7 +193,7 @@ void RequestState::agree() {
   agreed();
 }
 
-// True if this call is the next to be agreed on.
+// True if this call is the next one to be agreed on.
 bool RequestState::step_queue() {
   while (queued_ && group_.queued().front() != this)
     if (!group_.queued().front()->step()) return false;
@@ -203,8 +203,7 @@ bool RequestState::step_queue() {
 // True once the agreement is reached, or failed.
 bool RequestState::step() {
   if (!cards_) return true;
-  // whether the cards are there is being asked, and that lets other calls go on, this one among
-  // them
+  // testing whether the cards are there lets other calls continue, this one among them
   if (stepping_) return false;
   stepping_ = true;
   const bool met = step_queue() && cards_->done();
@@ -242,11 +241,11 @@ void RequestState::end_by_mismatch(std::string reason) const {
 void RequestState::fail(const std::exception_ptr& cause) {
   finished_ = true;
   try {
-    // What a backend of ours says by itself is repeated by the group's later calls.
+    // An error that a backend of ours raises by itself is repeated by the group's later calls.
     try {
       std::rethrow_exception(cause);
     } catch (const DifferentCalls& e) {
-      // All ranks come here; those that differ from the first one say so.
+      // All ranks get here; those that differ from the first one report their call.
       if (collective_ && !group_.watch().poison())
         group_.compare(GroupState::call_place(sequence_), concat("calls in call ", sequence_, ": "),
                        card_.text());
@@ -264,7 +263,7 @@ void RequestState::fail(const std::exception_ptr& cause) {
       if (!group_.watch().poison()) group_.watch().spread({e.missing(), e.what(), true});
       throw;
     } catch (const PeerLostError& e) {
-      // the watch knows who ended the group, and why
+      // the watch knows which rank ended the group, and why
       if (e.ranks().empty()) group_.watch().require_healthy(operation_, sequence_);
       group_.watch().set_poison({e.ranks(), e.what()});
       throw;
@@ -280,7 +279,7 @@ void RequestState::fail(const std::exception_ptr& cause) {
 }
 
 void RequestState::broken(const std::exception_ptr& cause) {
-  if (finished_) std::rethrow_exception(cause);  // from a backend: fail() has seen it
+  if (finished_) std::rethrow_exception(cause);  // raised by a backend: fail() has handled it
   try {
     std::rethrow_exception(cause);
   } catch (const Error&) {  // arguments, or ranks that disagree: nothing was handed to the backend

@@ -14,8 +14,8 @@ bool agree_at_store(c10d::Store& store, const std::string& key, int size, std::u
               std::vector<std::uint8_t>{static_cast<std::uint8_t>(store.add(mine, 0) == size)});
   store.wait({verdict}, limit);
   const bool agreed = store.get(verdict).at(0) == 1;
-  // The last one that read it leaves nothing behind. Where they differ, the texts come next, and
-  // all goes with the group.
+  // The last rank that read the verdict removes the keys. If the values differ, the texts follow,
+  // and all keys are removed with the group.
   if (agreed && store.add(key + "/read", 1) == size)
     for (const auto& left : {mine, key + "/here", verdict, key + "/read"}) store.deleteKey(left);
   return agreed;

@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::string_view kPrefix = "failure of ranks ";
 
-// The number at the front of `text`, which loses it.
+// Reads the number at the front of `text` and removes it.
 template <class Number>
 std::optional<Number> take_number(std::string_view& text) {
   Number n{};

@@ -13,7 +13,7 @@
 namespace tessera::detail {
 namespace {
 
-// What was woken ends by itself within this, as a rule.
+// What was woken usually ends within this time.
 constexpr std::chrono::milliseconds kToEnd{300};
 
 struct Making {

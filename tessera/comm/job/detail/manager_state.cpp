@@ -19,7 +19,8 @@
 namespace tessera::detail {
 namespace {
 
-// After a fault, the others may still ask who is missing, through the store that rank 0 serves.
+// After a fault, the other ranks may still ask who is missing, through the store that rank 0
+// serves.
 constexpr std::chrono::seconds kLingerAfterFault{3};
 
 constexpr auto kMeetingTag = "plans";
@@ -62,7 +63,7 @@ ManagerState::ManagerState(ManagerBase base)
 }
 
 ManagerState::~ManagerState() {
-  // While an exception unwinds the stack, the others must not wait for this rank.
+  // While an exception unwinds the stack, the other ranks must not wait for this one.
   const bool unwinding = std::uncaught_exceptions() > 0;
   if (unwinding) {
     std::vector<std::shared_ptr<Made>> made;
@@ -167,13 +168,13 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks,
     }
     slot = found;
   }
-  // The watch may act at once, so without the lock.
+  // Without the lock, since the watch may act at once.
   for (const auto& [rank, text] : left) slot->watch->note_left(rank, text);
   if (known) slot->watch->set_poison(*known);
   const std::lock_guard making(slot->making);
   if (!slot->state) {
-    // After a failure there is no second try under the same name: what the first left in the store
-    // would mislead it.
+    // After a failure the same name is not tried again: what the first try left in the store would
+    // mislead it.
     slot->watch->require_healthy("its creation", GroupWatch::creation);
     slot->state = make(key, slot->watch);
   }
@@ -216,7 +217,7 @@ std::shared_ptr<GroupState> ManagerState::make(const Key& key,
   }
   try {
     if (base_.make_group) return base_.make_group(spec);
-    // MPI wants its calls from one thread, and has its own limit.
+    // MPI needs its calls on one thread, and has a time limit of its own.
     if ((spec.backend == "gloo" || spec.backend == "shm") && ranks.size() > 1)
       return make_group_in_time(spec, std::move(interrupt));
     watch->set_interrupt(std::move(interrupt), GroupWatch::Of::creation);
@@ -256,12 +257,13 @@ void ManagerState::shutdown() {
   }
 }
 
-// What the members left in the job's store to find each other.
+// Removes the keys by which the members of a group found each other in the job's store.
 void ManagerState::forget_keys(const GroupWatch& watch) const {
   if (!base_.rendezvous || !base_.rendezvous->connection) return;
   const auto& members = watch.members();
   if (members.size() < 2) return;
-  // Two members of a large group name all: that all do would cost bytes in the square of the size.
+  // Two members of a large group name all of them: if all did, the bytes would grow with the square
+  // of the size.
   constexpr std::size_t kSmall = 64;
   const int rank = base_.launch.rank;
   const bool names = members.size() <= kSmall || rank == members[0] || rank == members[1];
@@ -318,7 +320,7 @@ std::vector<std::shared_ptr<GroupWatch>> ManagerState::retire_within(
     retired.push_back(at->second->watch);
     at = made_.erase(at);
   }
-  // The count of failures is part of the next names, the same on all members.
+  // The count of failures is part of the new names, and the same on all members.
   std::erase_if(rounds_,
                 [&](const auto& round) { return is_within(std::get<0>(round.first), ranks); });
   generation_.fetch_add(1, std::memory_order_acq_rel);
@@ -354,8 +356,8 @@ Poison ManagerState::poison_of(const Failure& failure, Poison news) {
   return news;
 }
 
-// An error that all ranks meet is thrown by each at its own place, though the first is ahead: the
-// others are told only when they had time to get there.
+// An error that all ranks meet is thrown by each where it meets it, though the first rank is ahead:
+// the others are told only when they had time to get there.
 void ManagerState::hear_failure(const Failure& failure, const Poison& poison) {
   {
     const std::lock_guard lock(mutex_);
@@ -369,7 +371,7 @@ void ManagerState::hear_failure(const Failure& failure, const Poison& poison) {
   ripening_changed_.notify_all();
 }
 
-// Before a rank that failed is found to be gone, what it said about that.
+// Before a rank that failed is found to be gone, reports what it said about that.
 void ManagerState::tell_failures_now() {
   decltype(ripening_) all;
   {
@@ -396,7 +398,7 @@ void ManagerState::ripen_failures() {
   }
 }
 
-// The groups stay until a call throws: to ask for one is no call.
+// The groups stay until a call throws: asking for a group is not a call.
 void ManagerState::tell_failure(const Failure& failure) {
   std::vector<std::shared_ptr<GroupWatch>> concerned;
   Poison poison;

@@ -12,12 +12,13 @@
 namespace tessera::detail {
 namespace {
 
-// c10d's own greeting (TCPStoreBackend.hpp: query numbers and magic), spoken here first because
-// c10d waits for its answer without a limit.
+// c10d's own greeting (TCPStoreBackend.hpp: query numbers and magic), sent here first because c10d
+// waits for the answer without a limit.
 constexpr std::uint8_t kValidate = 0, kPing = 13;
 constexpr std::uint32_t kMagic = 0x3C85F7CE;
 
-/// Returns the numeric address where it answers: c10d looks names up without a limit, too.
+/// Returns the numeric address at which the store answers: c10d looks up names without a limit,
+/// too.
 std::string probe(const std::string& host, int port, Deadline deadline) {
   const Socket socket = connect_to(host, port, false, deadline);
   const std::uint32_t nonce = 0x7e55e7a;

@@ -22,7 +22,7 @@
 namespace tessera::detail {
 namespace {
 
-// What a rank 0 that was killed left behind is removed by a later one, after this long.
+// Files that a killed rank 0 left behind are removed by a later one, after this long.
 constexpr std::time_t kForgotten = 24 * 60 * 60;
 
 std::string home() {
@@ -42,7 +42,7 @@ std::vector<std::string> folders(bool other_hosts) {
   return all;
 }
 
-/// The folder, if it is this user's and nobody else may change it.
+/// The folder, if it belongs to this user and no other user may change it.
 Socket open_folder(const std::string& path, std::string& reason) {
   Socket folder(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
   if (!folder) {

@@ -38,8 +38,8 @@ std::string numeric(const sockaddr* address, socklen_t size) {
   return text;
 }
 
-// Which descriptors a forked child must not keep. One for the process, as the table of descriptors
-// and the handlers of fork() are.
+// Which descriptors a forked child must not keep. One object per process, as the table of
+// descriptors and the handlers of fork() are.
 class KeptFromChildren {
  public:
   static KeptFromChildren& get() {
@@ -60,10 +60,10 @@ class KeptFromChildren {
   KeptFromChildren() { pthread_atfork(before, after_in_parent, after_in_child); }
   static void before() { get().mutex_.lock(); }
   static void after_in_parent() { get().mutex_.unlock(); }
-  // Calls nothing but what a child of several threads may call.
+  // Calls only functions that a child of a process with several threads may call.
   static void after_in_child() {
     auto& all = get();
-    // The number stays taken: an object of the parent that ends in the child must not close or
+    // The number stays in use: an object of the parent that ends in the child must not close or
     // write to a file that the child opened.
     const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
     for (const int fd : all.descriptors_) {
@@ -90,7 +90,7 @@ struct Addresses {
   }
 };
 
-/// Asks the name service, if `host` is no numeric address. Empty text on success.
+/// Asks the name service unless `host` is a numeric address. Returns an empty text on success.
 std::string look_up(const std::string& host, int port, int flags, Addresses& out) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
@@ -108,8 +108,8 @@ bool is_numeric(const std::string& host) {
   return inet_aton(host.c_str(), &old_spelling) != 0;
 }
 
-/// The same with a limit, which getaddrinfo() has none of: it runs in a thread that is left behind
-/// where the name service does not answer in time.
+/// As look_up(), with a limit, which getaddrinfo() does not have: it runs in a thread that is left
+/// behind if the name service does not answer in time.
 std::string look_up_within(const std::string& host, Deadline deadline,
                            std::vector<std::string>& addresses) {
   struct Question {
@@ -182,7 +182,7 @@ int connect_once(const addrinfo& address, Deadline deadline, Socket& out) {
   const int on = 1;
   setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   keep_alive(socket);
-  // A rank that connects to a free local port of its own can meet itself (simultaneous open).
+  // A rank that connects to a free local port may connect to itself (simultaneous open).
   sockaddr_storage here{}, there{};
   socklen_t here_size = sizeof here, there_size = sizeof there;
   getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&here), &here_size);
@@ -368,7 +368,7 @@ std::string peer_name(const Socket& socket) {
 
 Socket connect_to(const std::string& host, int port, bool other_hosts, Deadline deadline) {
   const auto begin = Clock::now();
-  std::string reason = "the time limit was over at once";
+  std::string reason = "the time limit had passed at the start";
   auto pause = std::chrono::milliseconds(5);
   do {
     const auto addresses = targets(host, other_hosts, deadline, reason);
@@ -376,7 +376,7 @@ Socket connect_to(const std::string& host, int port, bool other_hosts, Deadline 
       Addresses found;
       if (!look_up(addresses[i], port, AI_NUMERICHOST, found).empty()) continue;
       Socket socket;
-      // An address that swallows packets must not use up the time of the next one.
+      // An address that drops packets must not use up the time of the next one.
       const Deadline share =
           i + 1 < addresses.size() ? deadline_after(time_left(deadline) / 2) : deadline;
       const int failed = connect_once(*found.first, share, socket);

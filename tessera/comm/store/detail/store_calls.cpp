@@ -37,7 +37,7 @@ void StoreServer::tell_lost(int rank, const std::string& who) {
                   .number(static_cast<std::uint8_t>(left_[rank]))
                   .text(text)
                   .take());
-  // Whoever asked about its position need not wait for it.
+  // A rank that asked for its position need not wait for it.
   for (auto& [number, question] : questions_) {
     if (question.open.erase(rank) == 0) continue;
     if (const auto client = clients_.find(question.fd); client != clients_.end())
@@ -112,7 +112,7 @@ bool StoreServer::forgotten(const std::string& prefix, const Forgetting& entry) 
   return true;
 }
 
-/// False if the frame is about something else than keys.
+/// Handles frames about keys; false for any other frame.
 bool StoreServer::serve_keys(Client& client, Reader& in) {
   Writer reply(Frame::reply, in.call);
   switch (in.kind) {

@@ -15,7 +15,7 @@
 namespace tessera::detail {
 namespace {
 
-// The server answers for all; this much later a rank speaks for itself.
+// The server answers for all ranks; this much later a rank gives up by itself.
 constexpr std::chrono::milliseconds server_grace{700};
 
 std::string me() {
@@ -24,7 +24,7 @@ std::string me() {
   return concat("process ", getpid(), " on ", host);
 }
 
-/// Empty on anything but a whole frame of at most `largest` bytes.
+/// Receives a frame of at most `largest` bytes; empty on anything else.
 std::string receive_frame(const Socket& socket, Deadline deadline, std::size_t largest,
                           Transfer& how) {
   std::uint32_t size = 0;
@@ -48,9 +48,9 @@ std::string receive_frame(const Socket& socket, Deadline deadline, std::size_t l
 constexpr auto kEarlier = "it is of an earlier meeting, whose last ranks have not left";
 constexpr auto kEnded = "it ended during the rendezvous; see what rank 0, which serves it, says";
 
-/// The secret to prove, or nothing if its file is not there.
+/// The secret to prove; nullopt if its file does not exist.
 std::optional<Secret> secret_for(const Hello& hello, std::string_view name) {
-  // A rank that has none yet holds one without a name: no store may ask for that.
+  // A rank that has no secret yet holds one without a name: no store may ask for that.
   if (!name.empty() && name == hello.secret.name) return hello.secret;
   const bool by_file = is_secret_file_name(name);
   if (by_file && hello.secret.name.empty()) {
@@ -71,17 +71,17 @@ std::optional<Secret> secret_for(const Hello& hello, std::string_view name) {
       "; set TESSERA_SECRET to the same text on every rank, or on none"));
 }
 
-/// What both ends say before they know each other.
+/// What both ends send before they know each other.
 struct Challenge {
   bool complete = false;
   std::string name, nonce;
 };
 
-/// Nothing if the store ended, which `why` says.
+/// The store's challenge; nullopt if the store ended, with the reason in `why`.
 std::optional<Challenge> receive_challenge(const Socket& socket, const Hello& hello,
                                            Deadline deadline, std::int64_t limit,
                                            std::string& why) {
-  // The server greets at once, whoever else is still missing.
+  // The server greets at once, whichever ranks are missing.
   char magic[store_magic.size()];
   std::size_t got = 0;
   Transfer how = receive_all(socket, magic, sizeof magic, deadline, &got);
@@ -104,7 +104,7 @@ std::optional<Challenge> receive_challenge(const Socket& socket, const Hello& he
     challenge.nonce = in.text();
     if (in.kind == Frame::challenge && !challenge.name.empty() && challenge.nonce.size() == 32)
       return challenge;
-  } catch (const std::out_of_range&) {  // said below
+  } catch (const std::out_of_range&) {  // reported below
   }
   throw_foreign(hello, "it speaks another version of the protocol");
 }
@@ -149,7 +149,7 @@ std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hell
                                .take();
   send_all(socket, mine.data(), mine.size(), deadline);
 
-  // First the store's proof, then, when all ranks are there, its word.
+  // First the store's proof, then, when all ranks are there, its answer.
   for (bool proven = false;;) {
     Transfer how;
     const std::string frame = receive_frame(socket, deadline + server_grace,
@@ -203,8 +203,8 @@ std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hell
 
 StoreConnection::~StoreConnection() {
   leave();
-  // The server closes once it has read that this rank leaves. Closing first, with news
-  // unread, would reset the connection, and that word could be lost with it.
+  // The server closes once it has read that this rank leaves. Closing first, with news unread,
+  // would reset the connection, and that frame could be lost with it.
   ::shutdown(socket_.fd(), SHUT_WR);
   {
     std::unique_lock lock(mutex_);
@@ -242,12 +242,12 @@ void StoreConnection::send(const std::string& frame, Deadline deadline) {
   const std::lock_guard lock(send_mutex_);
   const Transfer how = send_all(socket_, frame.data(), frame.size(), deadline);
   if (how == Transfer::done) return;
-  // Half a frame may be out: the connection is of no use any more.
+  // Half a frame may have been sent: the connection cannot be used any more.
   if (how == Transfer::late) ::shutdown(socket_.fd(), SHUT_RDWR);
   C10_THROW_ERROR(
       DistStoreError,
       concat("rank ", hello_.rank, ": the job's store on ", hello_.where,
-             " takes no calls any more (rank 0, which serves it, has ended or is stopped)"));
+             " accepts no calls any more (rank 0, which serves it, has ended or is stopped)"));
 }
 
 std::string StoreConnection::call(Frame kind, const std::function<void(Writer&)>& fields,
@@ -296,7 +296,7 @@ std::string StoreConnection::call(Frame kind, const std::function<void(Writer&)>
 void StoreConnection::wake() {
   {
     const std::lock_guard lock(mutex_);
-  }  // a call that looked at its stop flag already waits now
+  }  // a call that has looked at its stop flag is waiting now
   changed_.notify_all();
 }
 
@@ -307,7 +307,7 @@ void StoreConnection::run() {
       const std::string frame = receive_frame(socket_, Deadline::max(), largest_frame, how);
       if (how != Transfer::done) break;
       take(frame);
-    } catch (const std::exception&) {  // nonsense, or no memory for it
+    } catch (const std::exception&) {  // an invalid frame, or no memory for it
       break;
     }
   }
@@ -356,7 +356,7 @@ void StoreConnection::take(const std::string& frame) {
         const std::lock_guard lock(listener_mutex_);
         if (listener_.position) position = listener_.position(group);
       }
-      // A rank that does not have the group yet has begun nothing there.
+      // A rank that has not made the group has begun no call there.
       const Position answer = position.value_or(Position{});
       try {
         send(Writer(Frame::position, in.call).number(answer.begun).text(answer.operation).take(),
@@ -419,7 +419,7 @@ void StoreConnection::announce(const std::string& group, const std::vector<int>&
              .text(poison.reason)
              .take(),
          Clock::now() + std::chrono::milliseconds(200));
-  } catch (...) {  // the store is gone, and the others know that
+  } catch (...) {  // the store is gone, and the other ranks know that
   }
 }
 
@@ -445,7 +445,7 @@ std::vector<RollEntry> StoreConnection::roll_call(const std::string& group,
                       [&] { return pending->answers.size() >= members.size() || !gone_.empty(); });
   pending_.erase(number);
   for (auto& entry : roll) {
-    // The server forwards questions: while it is silent, nothing is known but that rank 0, whose
+    // The server forwards questions: if it is silent, nothing is known except that rank 0, whose
     // thread it is, does not run.
     if (pending->replied)
       entry.answer = RollEntry::Answer::silent;

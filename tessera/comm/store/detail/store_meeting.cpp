@@ -1,4 +1,4 @@
-// StoreServer: who is let into the meeting of the ranks.
+// StoreServer: which connections are admitted to the meeting of the ranks.
 
 #include "tessera/base/text.h"
 #include "tessera/comm/store/detail/store_server.h"
@@ -69,9 +69,9 @@ void StoreServer::greet(Client& client, Reader& in) {
   }
   if (rank < 0 || rank >= world_size_)
     return refuse(client, concat("rank ", rank, " is not in a world of ", world_size_), {rank});
-  // that it left may stand in a queue of its own
+  // the frame that it leaves may still be in its queue
   if (Client* before = complete_ ? of_rank(rank) : nullptr) read(*before);
-  // a later meeting of the same job, and this store is about to end
+  // the rank belongs to a later meeting of the same job, and this store is about to end
   if (complete_ && left_[rank]) {
     client.closing = true;
     return send(client, Writer(Frame::retry).take());

@@ -20,9 +20,9 @@
 namespace tessera::detail {
 namespace {
 
-// A rank answers the challenge at once. One on a starved host may need longer: it comes again.
+// A rank answers the challenge at once. One on a busy host may need longer: it tries again.
 constexpr std::chrono::seconds kStrangerLimit{5};
-// With too many of them, those go first that have had this long.
+// If there are too many of them, those go first that have had this long.
 constexpr std::chrono::seconds kYoung{1};
 constexpr std::size_t kMostStrangers = 256, kFewestStrangers = 16;
 // Rank 0 needs descriptors of its own: groups, files of its loader.
@@ -52,7 +52,7 @@ StoreServer::StoreServer(Socket listener, int world_size, std::string job, Secre
   if (secret_.name.empty())
     throw InvalidArgument("the job's store was given a secret without a name");
   if (!epoll_ || !wake_) throw_no_room("has no file descriptors for it", errno);
-  broken_.reserve(4096);  // room to drop somebody when memory has run out
+  broken_.reserve(4096);  // so that a connection can be dropped when memory has run out
   const auto world = static_cast<std::size_t>(world_size), open = open_descriptors();
   const std::size_t limit = allow_descriptors(open + world + kMostStrangers + kSpareDescriptors);
   most_strangers_ = std::clamp(limit / 8, kFewestStrangers, kMostStrangers);
@@ -60,7 +60,7 @@ StoreServer::StoreServer(Socket listener, int world_size, std::string job, Secre
     failure_ = concat("rank 0 serves ", world, " ranks and needs a file descriptor for each, but ",
                       open, " are open and the limit is ", limit,
                       "; raise it on the host of rank 0 (ulimit -n, or LimitNOFILE of a service)");
-  // accept_some() ends when nobody waits
+  // accept_some() must end when no connection is waiting
   ::fcntl(listener_.fd(), F_SETFL, ::fcntl(listener_.fd(), F_GETFL, 0) | O_NONBLOCK);
   for (const int fd : {listener_.fd(), wake_.fd()}) {
     epoll_event event{};
@@ -88,7 +88,8 @@ void StoreServer::run() {
     try {
       if (!turn()) return;
     } catch (const std::exception&) {
-      // Memory ran out, or a frame was not one: whose event it was goes, the store stays.
+      // Memory ran out, or a frame was invalid: the connection whose event it was is dropped, the
+      // store stays.
       if (handled_ >= 0) broken_.push_back(std::exchange(handled_, -1));
     }
   }
@@ -199,13 +200,13 @@ void StoreServer::watch_strangers() {
     broken_.push_back(fd);
     if (age < kStrangerLimit) break;  // one place is enough
   }
-  // As soon as half of them are in, or gone; without descriptors after a rest.
+  // As soon as half of them have been admitted or dropped; without descriptors after a pause.
   const bool room = !resting_ && strangers_.size() <= most_strangers_ / 2;
   if (!listening_ && (room || now >= listen_again_)) listen_for_more(true);
 }
 
 void StoreServer::read(Client& client) {
-  // One block a turn, so that who sends much does not keep the others from their turn.
+  // One block per turn, so that a connection that sends much does not delay the others.
   char part[65536];
   const bool stranger = client.rank < 0;
   const std::size_t room = stranger ? largest_stranger : sizeof part;
@@ -218,7 +219,7 @@ void StoreServer::read(Client& client) {
   client.in.append(part, static_cast<std::size_t>(n));
   if (!client.greeted) {
     const auto size = std::min(client.in.size(), store_magic.size());
-    // not one of ours: a browser, a port scan
+    // not this protocol: a browser, a port scan
     if (std::string_view(client.in).substr(0, size) != store_magic.substr(0, size))
       return broken_.push_back(client.socket.fd());
     if (size < store_magic.size()) return;
@@ -287,7 +288,7 @@ void StoreServer::drop(int fd) {
   const int rank = at->second->rank;
   const std::string who = at->second->who;
   strangers_.erase(at->second->number);
-  clients_.erase(at);  // closes the socket, which also takes it out of the epoll set
+  clients_.erase(at);  // closes the socket, which also removes it from the epoll set
   stop_waiting(fd, nullptr);
   if (rank < 0 || fd_of_rank_[rank] != fd) return;
   fd_of_rank_[rank] = -1;
