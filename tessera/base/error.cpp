@@ -2,7 +2,7 @@
 
 namespace tessera {
 
-// Out of line, so that each type has one home and can be caught across shared libraries.
+// Out of line, so that each type is defined once and can be caught across shared libraries.
 Error::Error(const std::string& what) : std::runtime_error(what) {}
 Error::~Error() = default;
 InvalidArgument::~InvalidArgument() = default;

@@ -18,7 +18,7 @@ constexpr int kPipeLimitMs = 60'000;
 
 class Descriptor {
  public:
-  // Non-blocking, for opening a named pipe waits for its other end.
+  // Non-blocking, since opening a named pipe waits for its other end.
   explicit Descriptor(const std::string& path)
       : number(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)) {
     if (number < 0)
@@ -61,7 +61,7 @@ void RandomAccessFile::read(std::uint64_t offset, void* out, std::size_t bytes) 
           concat("'", path_, "' cannot be read at byte ", offset, ": ", std::strerror(errno)));
     if (size == 0)
       throw FileError(concat("'", path_, "' had ", size_, " bytes when it was opened and ends at ",
-                             offset, " now: it was cut or replaced while it was being read"));
+                             offset, " now: it was truncated or replaced while it was being read"));
     at += size;
     offset += static_cast<std::uint64_t>(size);
     bytes -= static_cast<std::size_t>(size);

@@ -58,7 +58,7 @@ std::vector<hwloc_obj_t> os_devices(hwloc_topology_t machine, hwloc_obj_osdev_ty
 std::vector<hwloc_obj_t> devices_of(hwloc_topology_t machine, HostDevice device) {
   std::vector<hwloc_obj_t> found;
   if (device == HostDevice::gpu) {
-    // Those that compute; a display adapter is one only where nothing else is there.
+    // Devices that compute; a display adapter counts only if there is nothing else.
     found = os_devices(machine, HWLOC_OBJ_OSDEV_COPROC, true);
     if (found.empty()) found = os_devices(machine, HWLOC_OBJ_OSDEV_GPU, true);
     return found;
@@ -77,8 +77,8 @@ std::vector<hwloc_obj_t> way_up(hwloc_obj_t object) {
   return way;
 }
 
-/// How many ancestors two objects have in common: more is nearer. (hwloc's own common ancestor is
-/// not for I/O objects.)
+/// How many ancestors two objects have in common: the more, the nearer. (hwloc's own common
+/// ancestor does not work for I/O objects.)
 int nearness(hwloc_obj_t a, hwloc_obj_t b) {
   const auto up_a = way_up(a), up_b = way_up(b);
   int common = 0;

@@ -19,7 +19,7 @@ struct RankLine {
   int slot = 0;
 };
 
-// "rank 3=host1 slot=2", with blanks around the words; nothing for another line.
+// "rank 3=host1 slot=2", with blanks around the words; nullopt for another line.
 std::optional<RankLine> parse_rank_line(std::string_view line) {
   const auto skip_blanks = [&] {
     const auto skipped = std::min(line.find_first_not_of(" \t"), line.size());

@@ -20,8 +20,8 @@ struct ConfSwitch {
   int line = 0;
 };
 
-/// Lines "Key=value Key=value", keys in any case, '#' to the end of the line, a backslash at the
-/// end continues.
+/// Parses lines "Key=value Key=value", with keys in any case, '#' as comment to the end of the
+/// line, and a backslash at the end that continues it.
 std::vector<ConfSwitch> parse_conf(const std::string& conf, const std::string& source) {
   std::vector<ConfSwitch> found;
   TextReader in(conf);
@@ -94,27 +94,27 @@ Topology with_slurm_switches(Topology topology, const std::string& conf, double 
             concat(source, ":", found[s].line, ": switch '", child, "' is not defined"));
       if (!parent.emplace(child, s).second)
         throw ConfigFileError(concat(source, ":", found[s].line, ": switch '", child,
-                                     "' hangs on both '", found[parent[child]].name, "' and '",
-                                     found[s].name, "'; switches form a tree here"));
+                                     "' is connected to both '", found[parent[child]].name,
+                                     "' and '", found[s].name, "'; switches form a tree here"));
     }
     for (const auto& node : found[s].nodes)
       if (!leaf_of.emplace(node, s).second)
         throw ConfigFileError(concat(source, ":", found[s].line, ": node '", node,
-                                     "' hangs on both '", found[leaf_of[node]].name, "' and '",
-                                     found[s].name, "'"));
+                                     "' is connected to both '", found[leaf_of[node]].name,
+                                     "' and '", found[s].name, "'"));
   }
   const auto above = [&](int s) {
     const auto at = parent.find(found[s].name);
     return at == parent.end() ? -1 : at->second;
   };
-  // Only what the hosts need, and nothing above the lowest switch that holds them all.
+  // Only the switches that the hosts need, and none above the lowest one that connects them all.
   std::map<int, int> hosts_below;
   std::vector<int> leaf;
   for (const Host& host : topology.hosts) {
     const auto at = leaf_of.find(host.name);
     if (at == leaf_of.end())
       throw ConfigFileError(concat(source, ": host '", host.name,
-                                   "' hangs on no switch; add it to the Nodes of one"));
+                                   "' is connected to no switch; add it to the Nodes of one"));
     leaf.push_back(at->second);
     std::size_t steps = 0;
     for (int s = at->second; s >= 0; s = above(s)) {
@@ -129,9 +129,9 @@ Topology with_slurm_switches(Topology topology, const std::string& conf, double 
   for (int s = leaf.front(); s >= 0 && !root; s = above(s))
     if (hosts_below[s] == all) root = s;
   if (!root)
-    throw ConfigFileError(concat(
-        source,
-        ": the hosts hang on trees of switches that no switch connects; add one above them"));
+    throw ConfigFileError(concat(source,
+                                 ": the hosts are connected to trees of switches that no switch "
+                                 "connects; add one above them"));
   std::map<int, int> kept;
   topology.switches.clear();
   const std::function<void(int, int)> keep = [&](int s, int to) {

@@ -37,7 +37,7 @@ LinkClass read_link(Fields& fields, const LinkClass& otherwise) {
   return link;
 }
 
-/// The places of names in a list that does not change any more.
+/// The positions of names in a list that does not change any more.
 class Names {
  public:
   template <class Items>
@@ -58,7 +58,7 @@ class Names {
   std::map<std::string, int> places_;
 };
 
-/// Calls read(Fields&) for each entry of a list, and checks that it asked for every field.
+/// Calls read(Fields&) for each entry of a list, and checks that it read every field.
 template <class Read>
 void each(Fields& fields, const std::string& field, Read&& read) {
   const Json* entries = fields.raw(field);

@@ -112,7 +112,7 @@ std::vector<at::Tensor> TokenFileDataset::get_batch(std::span<const std::uint64_
   for (std::size_t i = 0; i < indices.size();) {
     if (indices[i] >= rows_)
       throw SampleError(concat("row ", indices[i], " of a token file with ", rows_), indices[i]);
-    // Rows that follow each other in the file are read at once.
+    // Consecutive rows of the file are read at once.
     std::size_t n = 1;
     while (stride_ == row_ && i + n < indices.size() && indices[i + n] == indices[i] + n &&
            indices[i + n] < rows_)

@@ -54,11 +54,11 @@ std::vector<at::Tensor> pad_collate(const std::vector<Sample>& samples, double f
 }
 
 // What the loader and its workers share. The workers hold it too: one that hangs in a read is left
-// behind, and must find everything in place.
+// behind, and what it uses must stay alive.
 struct Loader::Engine {
-  // One batch under way.
+  // One batch in progress.
   struct Slot {
-    OrderCursor before;  // where the order stood
+    OrderCursor before;  // position of the order before it
     OrderBatch batch;
     LoadedBatch loaded;
     std::exception_ptr failure;
@@ -74,10 +74,10 @@ struct Loader::Engine {
   std::mutex mutex;
   std::condition_variable work, ready, rested;
   std::deque<std::shared_ptr<Slot>> slots;  // in order of steps; the front is delivered next
-  OrderCursor head;                         // behind the last slot
-  // So many batches the workers plan, each when it has a hand free; 0: none.
+  OrderCursor head;                         // position after the last slot
+  // Number of batches that the workers plan, each when it is free; 0: none.
   std::size_t wanted = 0;
-  // The order threw; asked for that batch, it may throw again.
+  // The order threw; when that batch is asked for, it may throw again.
   bool order_failed = false;
   bool stop = false;
   int running = 0;  // workers that have not ended
@@ -87,7 +87,7 @@ struct Loader::Engine {
     head = this->reader.order->start();
   }
 
-  // Plans the next batch; the mutex is held. An order that throws leaves everything as it was.
+  // Plans the next batch; the mutex is held. If the order throws, nothing has changed.
   void plan() {
     auto slot = std::make_shared<Slot>();
     slot->before = head;
@@ -101,8 +101,8 @@ struct Loader::Engine {
 
   bool may_plan() const { return slots.size() < wanted && !order_failed; }
 
-  // The same in a worker: what the order throws belongs to the batch that it could not make, and
-  // comes again when that one is asked for.
+  // As plan(), in a worker: what the order throws belongs to the batch that it could not make, and
+  // is thrown again when that one is asked for.
   void plan_ahead() {
     try {
       plan();
@@ -154,7 +154,7 @@ struct Loader::Engine {
 
   void reset(OrderCursor cursor) {
     const std::lock_guard lock(mutex);
-    slots.clear();  // a worker that still reads one of them finishes for nobody
+    slots.clear();  // a worker that still reads one of them drops its result
     head = std::move(cursor);
     wanted = 0;
     order_failed = false;
@@ -219,7 +219,7 @@ Loader::Loader(std::vector<std::shared_ptr<const Dataset>> datasets,
     if (guard.deviceCount() == 0)
       throw NotAvailable(concat("LoaderOptions::device ", w.options.device->str(),
                                 ": there is none on this machine"));
-    // A device without a number is the caller's current one, not the workers'.
+    // A device without an index is the caller's current one, not the workers'.
     if (!w.options.device->has_index()) w.options.device = guard.getDevice();
     w.side = guard.getStreamFromGlobalPool(*w.options.device);
   }
@@ -252,10 +252,10 @@ LoadedBatch Loader::next() {
     throw StalledError(
         concat("step ", slot->batch.step, " has not been delivered within ",
                w.options.stall_limit.count(), " ms: it ", what, " (", w.options.workers,
-               " workers). The source is too slow or hangs; call next() again to go on waiting"));
+               " workers). The source is too slow or hangs; call next() again to wait longer"));
   }
   if (slot->failure) {
-    // The batch stays in front, to be read again if the caller tries again.
+    // The batch stays in front, and is read again if the caller tries again.
     auto again = std::make_shared<Engine::Slot>();
     again->before = slot->before;
     again->batch = slot->batch;
@@ -320,7 +320,7 @@ std::uint64_t Loader::next_epoch() {
 
 Loader::EpochRange::Iterator& Loader::EpochRange::Iterator::operator++() {
   done_ = loader_.next_epoch() != batch_.epoch;
-  batch_ = {};  // its memory serves the next one
+  batch_ = {};  // its memory is reused for the next one
   if (!done_) batch_ = loader_.next();
   return *this;
 }

@@ -21,7 +21,7 @@ namespace tessera {
 UnevenDataError::~UnevenDataError() = default;
 
 // What the loader and its workers share. The workers hold it too: one that hangs in a read is left
-// behind, and must find everything in place.
+// behind, and what it uses must stay alive.
 struct StreamLoader::Engine {
   // The samples of one step.
   struct Slot {
@@ -43,14 +43,14 @@ struct StreamLoader::Engine {
   std::condition_variable work, ready, rested;
   // in the order of the stream; the front is delivered next
   std::deque<std::shared_ptr<Slot>> slots;
-  std::uint64_t taken = 0;  // from the stream, by whoever reads
-  bool reading = false;     // a worker is at the stream
+  std::uint64_t taken = 0;  // from the stream, by the thread that reads
+  bool reading = false;     // a worker is reading from the stream
   // nothing is read before the first next(): restore() may come first
   bool begun = false;
   bool ended = false, stop = false;
   int running = 0;  // workers that have not ended
 
-  // From the stream. One thread at a time.
+  // Reads the slot's samples from the stream. One thread at a time.
   void take(Slot& slot) const {
     slot.failure = told([&] {
       while (slot.taken < static_cast<std::uint64_t>(rows)) {
@@ -64,8 +64,8 @@ struct StreamLoader::Engine {
     });
   }
 
-  // Of what was taken: a batch, before the ranks agree, so that samples that make none are an error
-  // on all of them.
+  // Makes a batch of the slot's samples before the ranks agree, so that samples that cannot be
+  // stacked are an error on all of them.
   void make(Slot& slot) const {
     if (!slot.failure.empty()) return;
     slot.failure = told([&] {
@@ -117,7 +117,7 @@ struct StreamLoader::Engine {
     }
   }
 
-  // The next step's samples; null if they do not come within the limit.
+  // The next step's samples; null if they do not arrive within the limit.
   std::shared_ptr<Slot> next() {
     std::unique_lock lock(mutex);
     if (options.workers == 0 && slots.empty() && !ended) {
@@ -138,7 +138,7 @@ struct StreamLoader::Engine {
     return slots.empty() ? std::make_shared<Slot>() : slots.front();
   }
 
-  // The front has been delivered.
+  // Removes the front, which has been delivered.
   void pop() {
     const std::lock_guard lock(mutex);
     if (slots.empty()) return;
@@ -146,7 +146,7 @@ struct StreamLoader::Engine {
     work.notify_one();
   }
 
-  // Nobody reads; what was read ahead is dropped.
+  // To be called while no thread reads; what was read ahead is dropped.
   void go_back(std::uint64_t samples) {
     std::unique_lock lock(mutex);
     begun = false;
@@ -220,12 +220,12 @@ std::optional<StreamBatch> StreamLoader::next() {
     if (of[2] == 1) failed.push_back(group_.ranks()[r]);
     if (of[2] == 2) stalled.push_back(group_.ranks()[r]);
   }
-  // Who has its samples keeps them for when the others have theirs.
+  // A rank that has its samples keeps them until the others have theirs.
   if (!stalled.empty())
     throw StalledError(
         concat("step ", step_, ": the streams of ranks ", list(stalled),
                " have not delivered within ", engine_->options.stall_limit.count(),
-               " ms (this rank's limit); call next() again on every rank to go on waiting"));
+               " ms (this rank's limit); call next() again on every rank to wait longer"));
   engine_->pop();
   taken_ += slot->taken;
   ended_ = ended_ || slot->ended;
@@ -283,7 +283,7 @@ void StreamLoader::restore(const std::string& state, bool replay) {
     taken_read = parse_number(words[2]);
   }
   if (!step_read || !taken_read)
-    throw ConfigurationError("this is no state of a stream loader, or it was cut off or changed");
+    throw ConfigurationError("this is no state of a stream loader, or it was truncated or changed");
   const std::uint64_t step = *step_read, taken = *taken_read;
   if (!replay)
     throw NotAvailable(concat("a stream without positions cannot be resumed after ", taken,

@@ -15,7 +15,7 @@ constexpr std::uint64_t kPrime1 = 0x9E3779B185EBCA87ull, kPrime2 = 0xC2B2AE3D27D
                         kPrime3 = 0x165667B19E3779F9ull, kPrime4 = 0x85EBCA77C2B2AE63ull,
                         kPrime5 = 0x27D4EB2F165667C5ull;
 
-// Little-endian whatever the machine.
+// Little-endian on every machine.
 template <class T>
 std::uint64_t little(const unsigned char* at) {
   if constexpr (std::endian::native == std::endian::little) {

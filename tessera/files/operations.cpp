@@ -158,7 +158,7 @@ OpenFile::~OpenFile() {
   try {
     close();
   } catch (const std::exception&) {
-    // Nobody waits for what it holds.
+    // The contents are not needed.
   }
 }
 
@@ -196,12 +196,12 @@ AtomicFile::~AtomicFile() {
   try {
     file_.close();
   } catch (const std::exception&) {
-    // It is to go anyhow.
+    // It is to be removed anyhow.
   }
   try {
     operations_->remove(file_.path());
   } catch (const std::exception&) {
-    // What stays behind has a name that no reader trusts.
+    // A file that stays behind has a name that no reader trusts.
   }
 }
 

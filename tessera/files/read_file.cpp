@@ -73,7 +73,7 @@ void ReadFile::read_box(void* out, std::size_t element, std::uint64_t offset,
                         double max_over_read) const {
   for (const Range& range : box)
     if (range.count == 0) return;
-  // The innermost dims that are taken whole are one run with the next dim.
+  // The innermost dims that are taken completely form one run with the next dim.
   std::size_t outer = shape.size();
   std::uint64_t run = element;
   while (outer > 0 && box[outer - 1].begin == 0 && box[outer - 1].count == shape[outer - 1] &&

@@ -62,7 +62,7 @@ std::uint64_t safetensors_bytes(const SafetensorsTensor& tensor) {
   if (!dtype)
     throw InvalidArgument(
         concat("the dtype ", tensor.dtype, ", which the safetensors format does not have"));
-  // Without the zeros first: a product that overflows is refused even where it ends in zero.
+  // Zeros come last: a product that overflows is refused even if it ends in zero.
   std::uint64_t bits = static_cast<std::uint64_t>(dtype->bits);
   bool empty = false;
   for (const std::int64_t n : tensor.shape) {
@@ -119,7 +119,7 @@ SafetensorsHeader parse_safetensors_header(std::string_view json, std::uint64_t 
       if (t.begin > t.end || t.end > data_bytes)
         throw InvalidArgument(concat("it lies in bytes ", t.begin, " to ", t.end,
                                      " of the data, of which the file holds ", data_bytes,
-                                     ": the file is cut short or damaged"));
+                                     ": the file is truncated or damaged"));
       if (t.bytes() != bytes)
         throw InvalidArgument(concat("its shape ", list(t.shape), " of ", t.dtype, " takes ", bytes,
                                      " bytes, its data_offsets hold ", t.bytes()));

@@ -44,8 +44,8 @@ double quota_of(double quota, double period) {
   return quota > 0 && period > 0 ? quota / period : 0;
 }
 
-// The least quota on the way from this process' control group to the root; a container often sees
-// its own group as the root.
+// The smallest quota on the way from this process' control group to the root; a container often
+// sees its own group as the root.
 double control_group_quota() {
   std::ifstream in("/proc/self/cgroup");
   double least = 0;

@@ -14,7 +14,7 @@ extern char** environ;
 namespace tessera {
 namespace {
 
-/// The user's own comes first, then the key that the launcher gave this job alone.
+/// The user's own secret comes first, then the key that the launcher gave this job alone.
 void read_secret(const Environment& environment, Launch& launch) {
   std::vector<const char*> names{"TESSERA_SECRET"};
   if (launch.launcher == "open_mpi") names.push_back("OMPI_MCA_orte_precondition_transports");
@@ -66,7 +66,7 @@ void apply(const LaunchOverrides& given, Launch& launch) {
     launch.node_rank = local ? 0 : -1;
     launch.origin["local_rank"] =
         local ? "all ranks are on this host"
-              : "assumed: one rank a host, as local_rank and local_size are not given";
+              : "assumed: one rank per host, as local_rank and local_size are not given";
   }
   put(given.local_rank, launch.local_rank, "local_rank");
   put(given.local_size, launch.local_size, "local_size");

@@ -27,9 +27,9 @@ namespace tessera {
 namespace detail {
 namespace {
 
-// A process that survives SIGKILL so long hangs inside the system.
+// A process that survives SIGKILL for so long hangs inside the system.
 constexpr std::int64_t give_up_after_ns = 10'000'000'000;
-// The least time that a reader of the output gets once the ranks are gone.
+// The least time that a reader of the output gets once the ranks have ended.
 constexpr double least_reader_seconds = 1;
 
 std::string describe(int status) {
@@ -44,9 +44,9 @@ int exit_code(int status) {
 
 struct Rank {
   SupervisedRank process;
-  // The rank itself.
+  // The rank itself has ended.
   bool ended = false;
-  // Its supervisor too, and so everything below it.
+  // Its supervisor has ended too, and so everything below it.
   bool gone = false;
   // The supervisor died before it could say how the rank ended.
   bool lost = false;
@@ -73,7 +73,7 @@ class Runner {
   ~Runner() {
     for (Rank& rank : ranks_) {
       if (rank.process.control >= 0) close(rank.process.control);
-      // The closed socket ends it and all below it.
+      // Closing the socket ends it and everything below it.
       if (!rank.gone && rank.process.supervisor > 0) waitpid(rank.process.supervisor, nullptr, 0);
     }
   }
@@ -182,7 +182,7 @@ class Runner {
   }
 
   // Until when the reader of the output is waited for; 0: as long as it takes, as any program does.
-  // A run that has to end waits for a reader that takes something; one whose time is up, or that
+  // A run that has to end waits for a reader that still takes output; one whose time is up, or that
   // was asked to end, waits the grace and no longer.
   std::int64_t reader_ns() const {
     if (gone_ns_ == 0 || !ending_) return 0;
@@ -192,7 +192,7 @@ class Runner {
     return begin + nanoseconds(std::max(seconds, least_reader_seconds));
   }
 
-  // True once nobody is to be waited for any more.
+  // True once the reader need not be waited for any more.
   bool leave_reader() {
     if (reader_ns() == 0 || monotonic_ns() < reader_ns()) return false;
     outputs_.give_up();
@@ -231,8 +231,8 @@ class Runner {
     }
   }
 
-  // Begins the end of every rank: SIGTERM now or after `linger`, but not beyond the time limit, and
-  // SIGKILL `grace` later. The first cause decides the exit status.
+  // Starts to end every rank: SIGTERM now or after `linger`, but not beyond the time limit, and
+  // SIGKILL `grace` later. The first cause determines the exit status.
   void end_ranks(int status, double linger = 0) {
     if (ending_) return;
     terminate_ns_ = monotonic_ns() + nanoseconds(linger);
@@ -308,8 +308,8 @@ class Runner {
   void note_end(int r) {
     Rank& rank = ranks_[r];
     if (rank.status == 0 && !rank.lost) return;
-    // After a time limit, a closed output or a program that cannot be started, the ranks end
-    // because of us.
+    // After a time limit, a closed output or a program that cannot be started, this process has
+    // ended the ranks.
     if (result_.first_failed >= 0 || (ending_ && !forwarded_)) return;
     result_.first_failed = r;
     result_.exit_status = rank.lost ? 128 + SIGKILL : exit_code(rank.status);
@@ -327,7 +327,7 @@ class Runner {
     for (std::size_t r = 0; r < ranks_.size(); ++r) {
       Rank& rank = ranks_[r];
       if (rank.gone || waitpid(rank.process.supervisor, nullptr, WNOHANG) == 0) continue;
-      read_reports();  // Its last words came before its end.
+      read_reports();  // Its last reports came before its end.
       rank.gone = true;
       close(rank.process.control);
       rank.process.control = -1;
@@ -339,7 +339,7 @@ class Runner {
     }
   }
 
-  // The children of a supervisor that was killed are ours now.
+  // The children of a supervisor that was killed belong to this process now.
   void end_orphans() {
     for (int round = 0; round < 500; ++round) {
       bool found = false;
@@ -418,7 +418,7 @@ class Runner {
   int forwarded_ = 0;
   bool ending_ = false;
   bool killed_ = false;
-  // A second signal came.
+  // A second signal arrived.
   bool at_once_ = false;
   bool reader_gone_noted_ = false;
   std::int64_t begin_ns_ = 0;

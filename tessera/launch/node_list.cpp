@@ -17,7 +17,7 @@ constexpr std::size_t max_name = 1024;
 // A number wider than this is no host's.
 constexpr std::size_t max_digits = 20;
 
-// One list under the reader's finger; `fail` says where it stands.
+// The position in a list that is being read; `fail` reports it.
 class Reader {
  public:
   Reader(std::string_view text, const char* what) : text_(text), what_(what) {}
@@ -93,7 +93,7 @@ std::vector<std::string> expand_node_list(std::string_view text) {
   for (in.skip_blanks(); !in.at_end(); in.skip_blanks()) {
     std::vector<std::string> names{""};
     const auto ends_name = [&](char c) { return c == ',' || is_blank(c); };
-    // Room for so many names, each longer by so many bytes.
+    // Requires room for `count` more names, each longer by `longer` bytes.
     const auto require_room = [&](std::size_t count, std::size_t longer) {
       if (hosts.size() + count > max_hosts) in.fail(concat("more than ", max_hosts, " hosts"));
       if (names.front().size() + longer > max_name)

@@ -211,15 +211,16 @@ std::vector<int> Mesh::sorted_axes(std::span<const int> axes) const {
   return sorted;
 }
 
-/// Positions of a group's members, from that of its first, in mesh order. `axes` as sorted_axes()
-/// gives them.
+/// Positions of a group's members in mesh order, given that of its first. `axes` as from
+/// sorted_axes().
 std::vector<int> Mesh::offsets(std::span<const int> axes, int first) const {
   std::size_t total = 1;
   for (int axis : axes) total *= axes_[axis].size;
   std::vector<int> offsets(total);
   offsets[0] = first;
   std::size_t filled = 1;
-  // From the innermost axis outwards, each coordinate above 0 is a shifted copy of what is there.
+  // From the innermost axis outwards, each coordinate above 0 adds a shifted copy of the positions
+  // so far.
   for (std::size_t k = axes.size(); k-- > 0;) {
     const Axis& axis = axes_[axes[k]];
     for (int c = 1; c < axis.size; ++c) {
@@ -380,7 +381,7 @@ Mesh Mesh::unflatten(const std::string& axis, const std::vector<Axis>& into) con
   const std::int64_t n = product(into);
   if (n != axes_[i].size || into.empty())
     throw InvalidArgument(concat("axis '", axis, "' of size ", axes_[i].size,
-                                 " cannot become axes with product ", n));
+                                 " cannot be split into axes with product ", n));
   auto axes = axes_;
   axes.erase(axes.begin() + i);
   axes.insert(axes.begin() + i, into.begin(), into.end());

@@ -56,9 +56,10 @@ std::string order_of(const Mesh& mesh) {
   std::string order;
   for (auto axis = mesh.axes().rbegin(); axis != mesh.axes().rend(); ++axis) {
     if (axis->name.empty() || axis->name.find('-') != std::string::npos)
-      throw GroupConfigError(concat("axis '", axis->name,
-                                    "' cannot stand in a named order: a name must not be empty or "
-                                    "hold a dash; rename the axis"));
+      throw GroupConfigError(
+          concat("axis '", axis->name,
+                 "' cannot be used in a named order: a name must not be empty or "
+                 "hold a dash; rename the axis"));
     if (!order.empty()) order += '-';
     order += axis->name;
   }

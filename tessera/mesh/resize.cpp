@@ -20,7 +20,7 @@ MeshResize resize_mesh(const Mesh& old_mesh, const std::string& axis,
   const int world = static_cast<int>(old_rank_of.size());
   if (world < slice || world % slice != 0)
     throw WorldSizeMismatch(
-        concat("a world of ", world, " ranks cannot carry the mesh ", old_mesh, " with axis '",
+        concat("a world of ", world, " ranks does not fit the mesh ", old_mesh, " with axis '",
                axis, "' resized: the other axes multiply to ", slice, "; use ",
                world / slice * slice > 0 ? concat(world / slice * slice, " or ") : "",
                (world / slice + 1) * slice, " ranks"),
@@ -69,7 +69,7 @@ MeshResize resize_mesh(const Mesh& old_mesh, const std::string& axis,
       taken[free] = true;
     }
 
-  // `stride` is that of the new mesh as well: what stands to the right of the axis is unchanged.
+  // `stride` is that of the new mesh as well: the axes to the right are unchanged.
   const auto moved_to = [&](int position, int index) {
     return position / (stride * old_size) * stride * new_size + index * stride + position % stride;
   };

@@ -25,7 +25,7 @@ void require_same_axis(const Mesh& a, const std::string& a_name, const Mesh& b,
     throw ViewMismatch(concat("axis '", axis, "' differs between two views: rank ", mine.front(),
                               " has the group ", list(mine), " in '", a_name, "' and ",
                               list(theirs), " in '", b_name, "'; offending ranks ", list(ranks),
-                              "; give the axis another name or lay the views out alike"),
+                              "; give the axis another name or give both views the same groups"),
                        ranks);
   }
 }

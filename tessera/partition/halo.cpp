@@ -14,7 +14,7 @@ std::int64_t elements(const std::vector<HaloPiece>& pieces) {
   return n;
 }
 
-// The part of `segment` whose values lie in `held`.
+// The part of `segment` whose values are in `held`.
 Segment restricted(const Segment& segment, Interval held) {
   const Interval sources = intersect(segment.sources(), held);
   if (sources.empty())
@@ -35,7 +35,7 @@ Segment restricted(const Segment& segment, Interval held) {
   }
 }
 
-// Calls visit(product) for every combination of one segment a dim, in row-major order.
+// Calls visit(product) for every combination of one segment per dim, in row-major order.
 template <class Visit>
 void for_each_product(const std::vector<std::vector<Segment>>& segments,
                       std::vector<Segment>& chosen, std::size_t dim, const Visit& visit) {
@@ -68,7 +68,7 @@ HaloPiece piece_of(int rank, const std::vector<Segment>& segments) {
   return piece;
 }
 
-// The part of a product of segments whose values lie in `held`; false if there is none.
+// The part of a product of segments whose values are in `held`; false if there is none.
 bool restrict_to(const Box& held, std::vector<Segment>& segments) {
   for (std::size_t d = 0; d < segments.size(); ++d) {
     segments[d] = restricted(segments[d], held[d]);
@@ -128,7 +128,7 @@ std::vector<Segment> resolve(Interval needed, std::int64_t extent, Edge edge) {
     return segments;
   }
   if (edge == Edge::reflect && extent == 1) return {{needed, 0, 0}};
-  // Reflect: a period goes up over all elements, and down over all but the two ends.
+  // Reflect: one period goes up over all elements, and down over all but the two ends.
   const std::int64_t period = edge == Edge::circular ? extent : 2 * (extent - 1);
   for (std::int64_t at = needed.begin; at < needed.end;) {
     const std::int64_t phase = at - floor_div(at, period) * period;

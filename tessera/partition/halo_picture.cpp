@@ -87,7 +87,7 @@ std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges
   const auto along = [&](const Box& box, int d) { return d < 0 ? Interval{0, 1} : box[d]; };
   const int shown = std::min(input.positions(), panels), wide = std::min(shown, 4),
             high = (shown + wide - 1) / std::max(wide, 1);
-  // All panels show the same range: the array and whatever anybody needs beyond it.
+  // All panels show the same range: the array and everything that any position needs beyond it.
   Interval all_rows{0, input.shape()[rows]},
       all_columns{0, columns < 0 ? 1 : input.shape()[columns]};
   for (int p = 0; p < shown; ++p) {

@@ -16,7 +16,7 @@ void check(std::int64_t extent, std::int64_t parts) {
     throw InvalidArgument(
         concat("a partition of ", extent, " indices; give an extent of at least 0"));
   if (parts < 1 || parts > std::numeric_limits<int>::max())
-    throw InvalidArgument(concat("a partition into ", parts, " parts; give at least 1"));
+    throw InvalidArgument(concat("a partition into ", parts, " shards; give at least 1"));
 }
 
 }  // namespace
@@ -27,7 +27,7 @@ Partition::Partition(std::span<const std::int64_t> sizes) {
   for (std::int64_t size : sizes) {
     if (size < 0)
       throw InvalidArgument(
-          concat("a part of ", size, " indices in ", list(sizes), "; sizes are at least 0"));
+          concat("a shard of ", size, " indices in ", list(sizes), "; sizes are at least 0"));
     if (size > std::numeric_limits<std::int64_t>::max() - offsets_.back())
       throw InvalidArgument(concat("the sizes ", list(sizes), " add up to more than 2^63 - 1"));
     offsets_.push_back(offsets_.back() + size);
@@ -69,7 +69,7 @@ Partition Partition::weighted(std::int64_t extent, std::span<const double> weigh
   std::int64_t given = 0;
   for (std::size_t i = 0; i < weights.size(); ++i) {
     const double share = static_cast<double>(extent) * (weights[i] / total);
-    // rounding may exceed the extent when it is above 2^53
+    // rounding may exceed the extent if it is above 2^53
     sizes[i] = std::min(static_cast<std::int64_t>(share), extent - given);
     remainder[i] = share - static_cast<double>(sizes[i]);
     given += sizes[i];
@@ -78,8 +78,8 @@ Partition Partition::weighted(std::int64_t extent, std::span<const double> weigh
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
                    [&](std::size_t a, std::size_t b) { return remainder[a] > remainder[b]; });
-  // The rest is below the number of positive parts, except for extents above 2^53: then the largest
-  // part takes what is left.
+  // The rest is below the number of positive shards, except for extents above 2^53: then the
+  // largest shard takes what is left.
   for (std::size_t i = 0; i < order.size() && given < extent; ++i)
     if (weights[order[i]] > 0) ++sizes[order[i]], ++given;
   if (given < extent)

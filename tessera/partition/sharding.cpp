@@ -36,16 +36,16 @@ Sharding::Sharding(std::vector<std::int64_t> shape, std::vector<int> mesh,
     int parts = 1;
     for (int axis : dims_[d].axes) {
       if (axis < 0 || axis >= static_cast<int>(mesh_.size()))
-        throw InvalidArgument(concat("dim ", d, " is cut over axis ", axis, " of a mesh with ",
+        throw InvalidArgument(concat("dim ", d, " is sharded over axis ", axis, " of a mesh with ",
                                      mesh_.size(), " axes"));
       if (dim_of[axis] >= 0)
-        throw InvalidArgument(concat("mesh axis ", axis, " cuts dim ", dim_of[axis], " and dim ", d,
-                                     "; an axis cuts one dim, once"));
+        throw InvalidArgument(concat("mesh axis ", axis, " shards dim ", dim_of[axis], " and dim ",
+                                     d, "; an axis shards one dim, once"));
       dim_of[axis] = static_cast<int>(d);
       parts *= mesh_[axis];
     }
     if (dims_[d].partition.parts() != parts)
-      throw InvalidArgument(concat("dim ", d, " is cut over ", parts, " ranks, but ",
+      throw InvalidArgument(concat("dim ", d, " is sharded over ", parts, " ranks, but ",
                                    dims_[d].partition.parts(),
                                    " sizes were given: ", list(dims_[d].partition.sizes())));
     if (dims_[d].partition.extent() != shape_[d])

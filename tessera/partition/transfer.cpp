@@ -8,7 +8,7 @@
 namespace tessera {
 namespace {
 
-// Of the positions that hold the same box as `any` in `from`, the one that serves position
+// Among the positions that hold the same box as `any` in `from`, the one that serves position
 // `receiver` of `to`.
 int source_for(const Sharding& from, const Sharding& to, int any, int receiver) {
   const int own = from.position(to.rank(receiver));
@@ -48,8 +48,8 @@ TransferPlan transfer_plan(const Sharding& from, const Sharding& to, int rank) {
   TransferPlan plan;
   const int source = from.position(rank), target = to.position(rank);
 
-  // The receiver's own box is cut along the source's boundaries; each cut comes from one holder.
-  // Both sides enumerate the cuts of one receiver in the same order, that of the source's
+  // The receiver's own box is divided along the source's boundaries; each piece comes from one
+  // holder. Both sides enumerate the pieces of one receiver in the same order, that of the source's
   // positions.
   auto held_by = [&](int position, const Box& box) {
     if (position < 0) return false;
@@ -61,7 +61,7 @@ TransferPlan transfer_plan(const Sharding& from, const Sharding& to, int rank) {
   if (target >= 0) {
     from.for_each_overlapping(to.box(target), [&](int position, const Box& box) {
       for (int axis : from.free_axes())
-        if (from.coordinate(position, axis) != 0) return;  // one visit a box, not one a holder
+        if (from.coordinate(position, axis) != 0) return;  // one visit per box, not per holder
       if (held_by(source, box))
         plan.copies.push_back(box);
       else

@@ -7,8 +7,8 @@ namespace {
 
 std::int64_t reach_of(const Window& w) { return (w.kernel - 1) * w.dilation; }
 
-// Outputs before a cut of the inputs, for the cuts of a partition; `before(e)` for a cut inside the
-// array.
+// Number of outputs before a boundary of the shards of the inputs, for all boundaries of a
+// partition; `before(e)` gives it for a boundary inside the array.
 template <class Before>
 Partition cut_like(const Partition& inputs, std::int64_t outputs, Before before) {
   std::vector<std::int64_t> sizes;
@@ -25,7 +25,7 @@ Partition cut_like(const Partition& inputs, std::int64_t outputs, Before before)
   return Partition(sizes);
 }
 
-// Outputs that a call on n inputs computes.
+// Number of outputs that a call on n inputs computes.
 std::int64_t count(const Window& w, std::int64_t n, std::int64_t padding, bool transposed) {
   if (transposed) return n < 1 ? 0 : (n - 1) * w.stride - 2 * padding + reach_of(w) + 1;
   const std::int64_t room = n + 2 * padding - reach_of(w) - 1;
@@ -48,7 +48,7 @@ Partition transposed_output_partition(const Partition& inputs, const Window& w,
 
 Partition resampled_partition(const Partition& inputs, std::int64_t outputs) {
   const std::int64_t extent = inputs.extent();
-  // The outputs whose centre lies before `end`: (2 o + 1) * extent < 2 * outputs * end.
+  // The outputs whose centre is before `end`: (2 o + 1) * extent < 2 * outputs * end.
   return cut_like(inputs, outputs, [&](std::int64_t end) {
     return ceil_div(ceil_div(2 * outputs * end, extent) - 1, 2);
   });
@@ -56,7 +56,7 @@ Partition resampled_partition(const Partition& inputs, std::int64_t outputs) {
 
 BoxCall forward_call(const Window& w, Interval outputs, bool transposed) {
   if (!transposed) return {w.inputs(outputs), 0, outputs};
-  // Without padding the call on [a, b) computes from a * stride - padding on.
+  // Without padding the call on [a, b) computes outputs from a * stride - padding on.
   Interval in = w.transposed_inputs(outputs);
   in.begin = std::min(in.begin, floor_div(outputs.begin + w.padding, w.stride));
   in.end = std::max(in.end, ceil_div(outputs.end + w.padding - reach_of(w) - 1, w.stride) + 1);
@@ -73,7 +73,7 @@ BoxCall backward_call(const Window& w, Interval inputs, bool transposed) {
   const Interval touched = w.transposed_inputs(inputs);
   std::int64_t first = std::min(touched.begin, floor_div(inputs.begin + w.padding, w.stride));
   for (;; --first) {
-    // One output more in front is a stride more of padding, on both sides.
+    // One output more in front takes padding of one stride more, on both sides.
     const std::int64_t padding = w.padding + inputs.begin - first * w.stride;
     const std::int64_t n = count(w, inputs.size(), padding, false);
     if (n > 0 && first + n >= touched.end) return {inputs, padding, {first, first + n}};
@@ -87,7 +87,7 @@ std::optional<BoxCall> aligned_call(const Window& w, Interval inputs, Interval o
     const std::int64_t padding = w.padding + outputs.begin - inputs.begin * w.stride;
     if (padding < 0) return std::nullopt;
     const std::int64_t extra = outputs.size() - count(w, inputs.size(), padding, true);
-    // What libtorch allows as output padding.
+    // The output padding that libtorch allows.
     if (extra < 0 || extra >= std::max(w.stride, w.dilation)) return std::nullopt;
     return BoxCall{inputs, padding, outputs, extra};
   }

@@ -76,7 +76,7 @@ std::vector<BatchSlice> BatchMapping::slices(int process, std::int64_t size) con
     throw InvalidArgument(concat("a global batch of ", size, " samples; give at least 0"));
   const auto coordinates = held_by(process);
   const std::int64_t each = size / coordinates_, longer = size % coordinates_;
-  // as Partition::even cuts, without its list
+  // as Partition::even divides, without its list
   auto begin = [&](std::int64_t c) { return c * each + std::min(c, longer); };
   std::vector<BatchSlice> slices;
   slices.reserve(coordinates.size());

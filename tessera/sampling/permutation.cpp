@@ -35,13 +35,14 @@ KeyedPermutation::KeyedPermutation(std::uint64_t size, std::uint64_t seed, std::
     : size_(size) {
   if (size > 1ull << 63)
     throw InvalidArgument(concat("a permutation of ", size, " numbers; at most 2^63"));
-  // smaller networks have too few round functions to reach all orders; walking past 2^8 is cheap
+  // smaller networks have too few round functions to reach all orders; cycle walking above 2^8 is
+  // cheap
   int bits = 8;
   while (bits < 63 && (1ull << bits) < size) ++bits;
   low_bits_ = bits / 2;
   low_mask_ = (1ull << low_bits_) - 1;
   high_mask_ = (1ull << (bits - low_bits_)) - 1;
-  // narrow halves mix little a round; 6 already pass the tests at every width
+  // narrow halves mix little per round; 6 rounds already pass the tests at every width
   rounds_ = bits <= 16 ? kMaxRounds : bits <= 32 ? 8 : 6;
   keys_.fill(0);
   const KeyedRandom random(seed, stream);
@@ -53,9 +54,9 @@ void KeyedPermutation::fill(std::uint64_t first, std::span<std::uint64_t> out) c
   if (first >= size_ || out.size() > size_ - first)
     throw InvalidArgument(
         concat(out.size(), " indices from ", first, " on of a permutation of ", size_, " numbers"));
-  // Each lane walks its own cycle and takes the next index when it has arrived: a network alone
-  // would wait for its multiplications. Without branches on the values, which nothing predicts: a
-  // place is written at each turn of its lane, the last time with what belongs there.
+  // Each lane walks its own cycle and takes the next index when it has arrived: a single network
+  // would wait for its multiplications. There are no branches on the values, which cannot be
+  // predicted: each turn of a lane writes its element, the last time with the final value.
   constexpr std::size_t kLanes = 4;
   std::size_t next = 0;
   if (out.size() >= 2 * kLanes) {
@@ -84,7 +85,7 @@ void KeyedPermutation::fill(std::uint64_t first, std::span<std::uint64_t> out) c
         next += arrived;
       }
     }
-    for (const std::size_t k : slot) out[k] = (*this)(first + k);  // those under way
+    for (const std::size_t k : slot) out[k] = (*this)(first + k);  // those still in progress
   }
   for (; next < out.size(); ++next) out[next] = (*this)(first + next);
 }

@@ -61,8 +61,8 @@ void SampleOrder::walk(Cursor& at, std::uint64_t until_step, std::uint64_t until
         ++at.epoch;
         at.offset = 0;
       } else if (at.offset == 0 && end - at.step > left) {
-        // Whole epochs at once; the last is walked, since what remains of it may suit the next
-        // entry's size.
+        // Complete epochs at once; the last one is walked, since what remains of it may suit the
+        // next entry's size.
         const std::uint64_t epochs = std::min((end - at.step - 1) / left, until_epoch - at.epoch);
         at.step += epochs * left;
         at.epoch += epochs;
@@ -128,7 +128,7 @@ void SampleOrder::samples(const Batch& batch, std::uint64_t first,
   const std::uint64_t real =
       first < batch.real ? std::min<std::uint64_t>(batch.real - first, out.size()) : 0;
   put(batch.offset + first, out.first(real));
-  for (std::uint64_t i = real; i < out.size();) {  // padding: rounds through the epoch's order
+  for (std::uint64_t i = real; i < out.size();) {  // padding: repeats the epoch's order
     const std::uint64_t position = (first + i - batch.real) % options_.samples;
     const std::uint64_t count =
         std::min<std::uint64_t>(out.size() - i, options_.samples - position);

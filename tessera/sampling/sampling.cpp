@@ -12,7 +12,7 @@
 namespace tessera {
 namespace {
 
-// Streams of one seed that must not meet: draws, and each dataset's epochs.
+// Streams of one seed that must not overlap: draws, and each dataset's epochs.
 constexpr std::uint64_t kDraws = 0x77656967'68746564ull;
 constexpr std::uint64_t kDatasets = 0x6d697874'75726573ull;
 
@@ -49,7 +49,8 @@ WeightedDraws::WeightedDraws(const std::vector<double>& weights, std::uint64_t s
       small.push_back(l);
     }
   }
-  // What rounding leaves is full, except that an index of weight zero must never be drawn.
+  // Buckets that rounding leaves over are full, except that an index of weight zero must never be
+  // drawn.
   const auto heaviest = static_cast<std::uint64_t>(
       std::max_element(weights.begin(), weights.end()) - weights.begin());
   for (auto i : large) threshold_[i] = 1;
@@ -105,9 +106,9 @@ Mixture::Cursor Mixture::start() const {
           std::vector<double>(datasets_.size(), 0)};
 }
 
-// Which dataset gives the next sample.
+// Chooses the dataset that gives the next sample.
 int Mixture::choose(Cursor& cursor, const std::vector<double>& weights) const {
-  // The dataset that is owed most; ties go to the first.
+  // The dataset that is furthest behind its weight; ties go to the first.
   int chosen = -1;
   for (std::size_t d = 0; d < datasets_.size(); ++d) {
     cursor.credit[d] += weights[d];
@@ -141,7 +142,7 @@ void Mixture::next(Cursor& cursor, std::span<Draw> out) const {
     out[i].dataset = choose(cursor, std::prev(after)->weights);
     places[static_cast<std::size_t>(out[i].dataset)].push_back(i);
   }
-  // Of each dataset consecutive positions of its order, epoch by epoch.
+  // For each dataset consecutive positions of its order, epoch by epoch.
   std::vector<std::uint64_t> samples;
   for (std::size_t d = 0; d < datasets_.size(); ++d)
     for (std::size_t i = 0; i < places[d].size(); i += samples.size()) {

@@ -144,8 +144,9 @@ TEST(File, AFileThatShrinksIsAnErrorAndNoSignal) {
   file.read(99'990, bytes.data(), bytes.size());
   EXPECT_EQ(bytes, "xxxxxxxxxx");
   ASSERT_EQ(truncate(path.c_str(), 50'000), 0);
-  EXPECT_NE(message_of([&] { file.read(99'990, bytes.data(), 10); }).find("was cut or replaced"),
-            std::string::npos);
+  EXPECT_NE(
+      message_of([&] { file.read(99'990, bytes.data(), 10); }).find("was truncated or replaced"),
+      std::string::npos);
   file.read(49'990, bytes.data(), 10);
   unlink(path.c_str());
 }

@@ -122,9 +122,9 @@ TEST(SlurmTopology, BadLines) {
   const auto says = [&](const std::string& conf) {
     return refused<ConfigFileError>([&] { with_slurm_switches(hosts, conf); });
   };
-  EXPECT_SAYS(says("SwitchName=a Nodes=host0"), "host 'host1' hangs on no switch");
+  EXPECT_SAYS(says("SwitchName=a Nodes=host0"), "host 'host1' is connected to no switch");
   EXPECT_SAYS(says("SwitchName=a Nodes=host0\nSwitchName=b Nodes=host[0-1]"),
-              "topology.conf:2: node 'host0' hangs on both 'a' and 'b'");
+              "topology.conf:2: node 'host0' is connected to both 'a' and 'b'");
   EXPECT_SAYS(says("SwitchName=a Nodes=host0\nSwitchName=b Nodes=host1"), "no switch connects");
   EXPECT_SAYS(says("SwitchName=a Switches=b"), "switch 'b' is not defined");
   EXPECT_SAYS(says("SwitchName=a Nodes=host0\nSwitchName=a Nodes=host1"), "defined twice");

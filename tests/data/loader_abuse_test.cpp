@@ -363,7 +363,7 @@ TEST(LoaderAbuse, ATokenFileThatShrinksIsAnError) {
     loader.next();
     ADD_FAILURE() << "no error";
   } catch (const SampleError& error) {
-    EXPECT_NE(std::string(error.what()).find("was cut or replaced"), std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("was truncated or replaced"), std::string::npos)
         << error.what();
   }
   unlink(path.c_str());

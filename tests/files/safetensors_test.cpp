@@ -221,7 +221,7 @@ TEST(ReadFile, RefusesWhatIsNoFileAtOnceAndSeesThatItShrank) {
   std::filesystem::resize_file(folder / "x", 1000);
   std::string out(4000, '\0');
   file.read(out.data(), 1000, 0);
-  EXPECT_NE(thrown<FileError>([&] { file.read(out.data(), 4000, 0); }).find("was cut"),
+  EXPECT_NE(thrown<FileError>([&] { file.read(out.data(), 4000, 0); }).find("was truncated"),
             std::string::npos);
 }
 

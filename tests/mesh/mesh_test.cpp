@@ -79,7 +79,7 @@ TEST(Mesh, BadInputIsRefusedWithTheNumbers) {
   EXPECT_SAYS(refused<InvalidArgument>([&] { m.slice("b", 3); }), "slice 3 of axis 'b' of size 3");
   EXPECT_SAYS(refused<InvalidArgument>([&] { m.slice("b", 2, 2); }), "[2, 2)");
   EXPECT_SAYS(refused<InvalidArgument>([&] { m.unflatten("b", {{"x", 2}, {"y", 2}}); }),
-              "size 3 cannot become axes with product 4");
+              "size 3 cannot be split into axes with product 4");
   EXPECT_SAYS(refused<InvalidArgument>([&] { m.permute({"a", "a"}); }), "must name each");
   EXPECT_SAYS(refused<InvalidArgument>([&] { m.flatten({}, "x"); }), "names no axes");
   EXPECT_SAYS(refused<InvalidArgument>([&] { m.view({{"x", 5}}); }),

@@ -16,19 +16,19 @@
 namespace tessera::detail {
 namespace {
 
-// Of a document; code that walks one calls itself once a level.
+// Levels of a document; code that walks one calls itself once per level.
 constexpr int kDeepest = 400;
-// Values of a document, each alias of YAML counted as often as it stands there.
+// Values of a document; each alias of YAML counts as often as it is used.
 constexpr std::size_t kMostValues = 4'000'000;
 
-// Of one object: finding a key takes as long as there are keys.
+// Keys of one object: finding one takes time proportional to their number.
 constexpr std::size_t kMostKeys = 20'000;
 
 // Counts the values of one document.
 class Limits {
  public:
   explicit Limits(const std::string& source) : source_(source) {}
-  // `line`: 0 where it is not known.
+  // `line`: 0 if it is not known.
   void value(int depth, int line) {
     if (depth > kDeepest)
       fail(line, concat("nested deeper than ", kDeepest, " levels; an alias may contain itself"));
@@ -192,7 +192,7 @@ std::string read_text(const std::string& path) {
 
 std::string shown(const Json& value) {
   constexpr std::size_t most = 200;
-  // Of a large value, only what kind it is.
+  // Of a large value, only its kind.
   if (value.is_structured() && value.size() > most)
     return concat("a", value.is_array() ? " list" : "n object", " of ", value.size(), " items");
   return printable(value.dump(-1, ' ', false, Json::error_handler_t::replace), most);

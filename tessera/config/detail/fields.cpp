@@ -13,7 +13,7 @@
 namespace tessera::detail {
 namespace {
 
-/// A number and what stands behind it. The number must be finite and not negative.
+/// A number and the text after it. The number must be finite and not negative.
 std::pair<double, std::string> split_unit(const std::string& text, const std::string& where) {
   std::size_t begin = text.find_first_not_of(' ');
   if (begin == std::string::npos) begin = 0;

@@ -27,7 +27,7 @@ using Block = std::unique_ptr<void, Free>;
 Block allocate(std::size_t bytes) {
   Block block(::operator new(std::max<std::size_t>(bytes, 1), alignment_of(bytes)), Free{bytes});
 #ifdef MADV_HUGEPAGE
-  // Advice: where the system does not follow it, the block is as good as any.
+  // Only advice: if the system does not follow it, the block works all the same.
   if (bytes >= kHugePage) ::madvise(block.get(), bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
 #endif
   return block;
@@ -43,7 +43,7 @@ struct BufferPool::Blocks {
 
   Block take(std::size_t bytes) {
     const std::lock_guard lock(mutex);
-    // The last one that came back is the warmest.
+    // The last one that was returned is most likely still in the cache.
     const auto found =
         std::find_if(free.rbegin(), free.rend(), [&](const auto& f) { return f.first == bytes; });
     if (found == free.rend()) return nullptr;
@@ -72,7 +72,7 @@ at::Tensor BufferPool::empty(std::span<const std::int64_t> shape, at::ScalarType
   };
   at::Tensor tensor = at::from_blob(data, c10::IntArrayRef(shape.data(), shape.size()),
                                     std::move(release), at::TensorOptions(dtype));
-  block.release();  // the tensor's from here on
+  block.release();  // the tensor owns it from here on
   return tensor;
 }
 

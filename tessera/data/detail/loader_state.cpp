@@ -16,7 +16,7 @@ std::uint64_t fingerprint(const Order& order) { return Hash().text(order.describ
 std::uint64_t checksum(const std::string& text) { return Hash().text(text).value() & 0xffffffffu; }
 
 [[noreturn]] void refuse() {
-  throw ConfigurationError("this is no state of a loader, or it was cut off or changed");
+  throw ConfigurationError("this is no state of a loader, or it was truncated or changed");
 }
 
 }  // namespace
@@ -44,7 +44,7 @@ std::string write_state(const Order& order, const OrderCursor& cursor) {
 }
 
 OrderCursor read_state(const Order& order, const std::string& state) {
-  const auto end = state.find_last_not_of(" \t\r\n");  // files like to end in a line end
+  const auto end = state.find_last_not_of(" \t\r\n");  // files often end with a line end
   const auto last = end == std::string::npos ? end : state.rfind(' ', end);
   if (last == std::string::npos ||
       state.substr(last + 1, end - last) != std::to_string(checksum(state.substr(0, last))))

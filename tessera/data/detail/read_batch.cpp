@@ -84,10 +84,10 @@ std::vector<at::Tensor> BatchReader::get_batch(int dataset,
   } catch (const SampleError&) {
     throw;
   } catch (...) {
-    // Which one? Alone, it fails again.
+    // To find the sample that failed, each is read by itself, and fails again.
     for (const std::uint64_t index : indices)
       of_sample(index, [&] { return from.get_batch({&index, 1}); });
-    // None: a failure that passed, or one of all together.
+    // None fails: the failure was temporary, or one of all together.
     of_sample(indices.front(), [&]() -> int { throw; });
   }
   for (const at::Tensor& t : batch)
@@ -98,13 +98,13 @@ std::vector<at::Tensor> BatchReader::get_batch(int dataset,
   return batch;
 }
 
-// Tensors without rows, if the dataset knows them without reading; else nothing.
+// Tensors without rows, if the dataset knows the shapes without reading; else an empty list.
 std::vector<at::Tensor> BatchReader::known_shapes(int dataset) const {
   std::vector<at::Tensor> none;
   try {
     none = datasets[static_cast<std::size_t>(dataset)]->get_batch({});
   } catch (const std::exception&) {
-    return {};  // a get_batch that was not written for this: read one
+    return {};  // a get_batch that does not support this: read one sample
   }
   for (const at::Tensor& t : none)
     if (t.dim() == 0 || t.size(0) != 0) return {};
@@ -159,7 +159,8 @@ std::vector<at::Tensor> BatchReader::collated(const std::vector<SampleRef>& refs
 void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
   if (collate)
     throw InvalidArgument(
-        "LoaderOptions::collate with a PackedOrder, which lays its samples into rows itself; leave "
+        "LoaderOptions::collate with a PackedOrder, which arranges its samples in rows itself; "
+        "leave "
         "one of them out");
   const auto capacity = static_cast<std::int64_t>(batch.capacity);
   auto allocate = [&](const Sample& like) {
@@ -200,7 +201,8 @@ void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
         at += n;
       }
     }
-  // Nothing here: tensors of the right shape all the same, since every rank runs the same step.
+  // This process reads no sample: tensors of the right shape all the same, since every rank runs
+  // the same step.
   if (out.tensors.empty()) allocate(get(batch.rows.front()));
 }
 
@@ -236,8 +238,8 @@ LoadedBatch BatchReader::read(const OrderBatch& batch) const {
   if (!out.samples.empty()) {
     out.tensors = collate ? collated(out.samples) : rows(out.samples);
   } else {
-    // A process without rows still has tensors of the right shape, with no row: every rank runs the
-    // same step.
+    // A process without rows still gets tensors of the right shape, with no row: every rank runs
+    // the same step.
     std::vector<SampleRef> any(1);
     order->rows(batch, 0, any);
     check(any);

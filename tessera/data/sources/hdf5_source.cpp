@@ -15,7 +15,7 @@
 namespace tessera {
 namespace {
 
-// Holds the library, silences its own printing, and knows why a call failed.
+// Holds the library's lock, silences its own printing, and knows why a call failed.
 class Library {
  public:
   Library() : lock_(detail::hdf5_library()) {
@@ -45,7 +45,7 @@ class Library {
   void* data_ = nullptr;
 };
 
-// An identifier of the library that closes itself; the library is held at that time.
+// An identifier of the library that closes itself; the lock is held at that time.
 class Id {
  public:
   Id(hid_t id, herr_t (*close)(hid_t)) : id_(id), close_(close) {}
@@ -136,7 +136,7 @@ struct Hdf5Source::File {
     }
   }
 
-  // Numbers and text; others are left out.
+  // Attributes that are numbers or text; others are left out.
   void read_attributes(const Library& library, hid_t set, VariableInfo& info) const {
     H5O_info_t about;
     library.check(H5Oget_info(set, &about), concat("the attributes of ", info.name));

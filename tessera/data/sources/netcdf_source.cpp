@@ -103,7 +103,7 @@ at::Tensor NetcdfSource::read_box(const VariableInfo& about, const Hyperslab& sl
   if (some_missing && (std::isnan(options.missing) ? !at::isFloatingType(options.dtype)
                                                    : !holds(options.dtype, options.missing)))
     throw VariableError(
-        concat(about.name, " in ", name(), " has missing values in the part asked for, and ",
+        concat(about.name, " in ", name(), " has missing values in the box asked for, and ",
                c10::toString(options.dtype), " cannot hold ", options.missing,
                ": give ReadOptions::missing a value that it can hold, or read a floating type"));
   const double scale = number_or(about, "scale_factor", 1.0),

@@ -11,7 +11,7 @@ namespace tessera {
 
 namespace {
 
-// Bytes read for one that is needed, where a column of an array is asked for.
+// Limit of bytes read per byte needed, if a column of an array is asked for.
 constexpr double kMostOverRead = 16;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// One function for each launcher family: which variables it sets, and what follows from them. Their
+// One function per launcher family: which variables it sets, and what follows from them. Their
 // table, which says when a family is present, is at the end.
 
 #include <climits>
@@ -36,7 +36,7 @@ void mpi_rendezvous(LaunchReader& in) {
   Launch& launch = in.launch();
   const bool one_host = launch.local_size == launch.world_size;
   launch.node_rank = one_host ? 0 : -1;
-  in.note("node_rank", one_host ? "all ranks are on one host" : "not said by this launcher");
+  in.note("node_rank", one_host ? "all ranks are on one host" : "not given by this launcher");
   if (one_host && launch.world_size > 1) {
     launch.address = loopback_address();
     in.note("address", "all ranks are on one host");
@@ -94,8 +94,8 @@ void read_torchrun(LaunchReader& in) {
 }
 
 void read_open_mpi(LaunchReader& in) {
-  // OMPI_COMM_WORLD_NODE_RANK is no node's number: it counts the processes of all jobs on this
-  // node.
+  // OMPI_COMM_WORLD_NODE_RANK is not the number of a node: it counts the processes of all jobs on
+  // this node.
   in.require({"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
               "OMPI_COMM_WORLD_LOCAL_SIZE"});
   in.integer(&Launch::rank, "rank", "OMPI_COMM_WORLD_RANK");
@@ -128,7 +128,7 @@ void read_jsm(LaunchReader& in) {
   const unsigned long long job = in.number("LSB_JOBID", largest_id);
   launch.job_id = *in.environment().get("LSB_JOBID");
 
-  // The launch node first, then one line a slot.
+  // The launch node first, then one line per slot.
   const std::string path = in.text("LSB_DJOB_RANKFILE");
   std::string text;
   try {
@@ -160,7 +160,7 @@ void read_jsm(LaunchReader& in) {
                    " hosts of LSB_DJOB_RANKFILE, as JSM_NAMESPACE_LOCAL_SIZE is not set"));
   } else if (!in.overrides().local_size) {
     in.fail(concat("JSM_NAMESPACE_LOCAL_SIZE is not set, and ", in.shown("JSM_NAMESPACE_SIZE"),
-                   " ranks do not divide over the ", hosts, " hosts of ",
+                   " ranks cannot be divided evenly over the ", hosts, " hosts of ",
                    in.shown("LSB_DJOB_RANKFILE"), "; give local_size in code"));
   }
   launch.node_rank = -1;
@@ -179,7 +179,7 @@ void read_jsm(LaunchReader& in) {
   in.master();
 }
 
-// Whether the environment is that of a step started by srun (a batch script or an interactive shell
+// True if the environment is that of a step started by srun (a batch script or an interactive shell
 // is none).
 bool is_slurm_step(const Environment& environment) {
   for (const char* name : {"SLURM_STEP_ID", "SLURM_STEPID"}) {
@@ -197,7 +197,7 @@ bool is_slurm_step(const Environment& environment) {
   return false;
 }
 
-// Whether PMI_RANK and PMI_SIZE are only what srun --mpi=pmi2 adds to its own variables.
+// True if PMI_RANK and PMI_SIZE are only what srun --mpi=pmi2 adds to its own variables.
 bool pmi_belongs_to_slurm(const Environment& environment) {
   for (const char* name :
        {"MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"}) {
@@ -325,14 +325,14 @@ void read_plain(LaunchReader& in) {
   } else {
     launch.node_rank = launch.rank;
     in.note("local_rank",
-            "assumed: one rank a host, as LOCAL_RANK and LOCAL_WORLD_SIZE are not set");
+            "assumed: one rank per host, as LOCAL_RANK and LOCAL_WORLD_SIZE are not set");
   }
   if (in.has("NODE_RANK")) in.integer(&Launch::node_rank, "node_rank", "NODE_RANK");
 }
 
 }  // namespace
 
-// The first that is present is read.
+// The first family that is present is read.
 std::vector<LauncherFamily> launcher_families() {
   const auto pmi = any_of({"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
                            "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"});

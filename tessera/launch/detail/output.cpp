@@ -33,7 +33,7 @@ std::vector<LineSplitter::Line> LineSplitter::add(std::string_view bytes) {
     partial_.append(bytes.substr(0, end));
     const char mark = bytes[end];
     bytes.remove_prefix(end + 1);
-    // An empty piece is the "\n" of "\r\n", or a bar that starts with "\r".
+    // An empty line is the "\n" of "\r\n", or a progress bar that starts with "\r".
     if (carriage_returns_ && partial_.empty() && mark == '\r') continue;
     lines.push_back({std::move(partial_), mark});
     partial_.clear();
@@ -69,7 +69,7 @@ void OutputStream::put(std::string_view prefix, std::string_view text, char end)
       lost_ += size;
       return;
     }
-    // On a line of its own: what was written last may have been cut anywhere.
+    // On a line of its own: what was written last may end anywhere.
     queue_ += concat("\ntessera: ", lost_ - told_,
                      " bytes of output are missing here: ", std::strerror(failure_), "\n");
     told_ = lost_;
@@ -82,7 +82,7 @@ void OutputStream::put(std::string_view prefix, std::string_view text, char end)
 bool OutputStream::flush() {
   // A pipe that polls writable takes this much without blocking.
   constexpr std::size_t safe_size = 4096;
-  // What was sent is forgotten in pieces of this size: a queue that is never empty stays small.
+  // What was sent is removed in pieces of this size: a queue that is never empty stays small.
   constexpr std::size_t forget_at = 1 << 20;
   constexpr std::int64_t retry_after_ns = 1'000'000'000;
   bool progress = false;
@@ -149,7 +149,7 @@ bool LineSpool::get(Item* item) {
   read_at_ += static_cast<long>(sizeof header + header[1]);
   if (empty()) {
     read_at_ = write_at_ = 0;
-    if (ftruncate(fileno(file_.get()), 0) != 0) return true;  // Its space is used again at least.
+    if (ftruncate(fileno(file_.get()), 0) != 0) return true;  // At least its space is used again.
   }
   return true;
 }

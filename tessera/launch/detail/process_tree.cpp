@@ -16,7 +16,7 @@
 namespace tessera::detail {
 namespace {
 
-// Parent -> children of every process that /proc shows.
+// The children of every process that /proc shows.
 std::multimap<pid_t, pid_t> process_table() {
   std::multimap<pid_t, pid_t> table;
   DIR* dir = opendir("/proc");

@@ -14,7 +14,7 @@
 namespace tessera::detail {
 namespace {
 
-// Above this the ranks wait for the launcher's reader.
+// With a longer queue the ranks wait for the launcher's reader.
 constexpr std::size_t max_backlog = 1 << 20;
 constexpr std::size_t last_line_width = 400;
 
@@ -63,7 +63,7 @@ void RankOutputs::attach(int out, int err) {
 
 int RankOutputs::open_log(int rank, const char* ending) const {
   const std::string path = concat(run_.log_folder, "/rank-", rank, ending);
-  // Non-blocking: a named pipe of that name without a reader would hold everything up.
+  // Non-blocking: a named pipe of that name without a reader would block the launcher.
   const int fd =
       open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0666);
   if (fd < 0) throw Error(concat("cannot write the log file '", path, "': ", std::strerror(errno)));
@@ -86,7 +86,7 @@ bool RankOutputs::full() const {
 void RankOutputs::watch(std::vector<pollfd>& fds) const {
   const bool reading = !full();
   for (const Rank& rank : ranks_) {
-    // Where the order was given up, a rank's kept lines come before its next ones.
+    // If the order was given up, a rank's kept lines come before its next ones.
     if (!ordered_ && !rank.spool.empty()) continue;
     for (const Stream& s : rank.streams) {
       if (s.fd >= 0 && reading) fds.push_back({s.fd, POLLIN, 0});
@@ -109,7 +109,8 @@ void RankOutputs::read(int r, bool gone) {
       if (s.log >= 0) write_log(r, s, buffer, static_cast<std::size_t>(size));
       emit(r, channel, s.splitter.add({buffer, static_cast<std::size_t>(size)}));
     } else if (size == 0 || (errno != EAGAIN && errno != EINTR) || gone) {
-      // Whoever still holds the pipe after the rank and its descendants are gone is none of ours.
+      // A process that still holds the pipe after the rank and its descendants are gone does not
+      // belong to the run.
       emit(r, channel, s.splitter.finish());
       close_stream(s);
     }
@@ -146,7 +147,7 @@ void RankOutputs::emit(int r, int channel, std::vector<LineSplitter::Line> lines
   }
 }
 
-// False where the line goes out at once after all.
+// Keeps a line for later; false if it must be written at once.
 bool RankOutputs::keep(Rank& rank, int channel, const std::string& text) {
   if (rank.spool.put(channel, text)) {
     std::int64_t kept = 0;

@@ -20,7 +20,7 @@ extern char** environ;
 namespace tessera::detail {
 namespace {
 
-// Inherited, they would tell every rank that it is that one process of the outer launcher.
+// If inherited, they would tell every rank that it is one process of the outer launcher.
 bool belongs_to_outer_launcher(const std::string& variable) {
   for (const char* prefix : {"TESSERA_RANK=",
                              "TESSERA_WORLD_SIZE=",
@@ -109,7 +109,7 @@ SignalScope::SignalScope() {
   }
   sigaddset(&watched, SIGCHLD);
   sigset_t blocked = watched;
-  // A limit on the size of files is a failed write, not this process' end.
+  // A limit on the size of files makes a write fail, and does not end this process.
   sigaddset(&blocked, SIGXFSZ);
   struct sigaction ignore{};
   ignore.sa_handler = SIG_IGN;
@@ -135,7 +135,7 @@ DescriptorScope::DescriptorScope() {
   if (getrlimit(RLIMIT_NOFILE, &before_) != 0) return;
   rlimit raised = before_;
   raised.rlim_cur = raised.rlim_max;
-  setrlimit(RLIMIT_NOFILE, &raised);  // Where it is refused, the limit stays as it is.
+  setrlimit(RLIMIT_NOFILE, &raised);  // If it is refused, the limit stays as it is.
 }
 
 DescriptorScope::~DescriptorScope() {

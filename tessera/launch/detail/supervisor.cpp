@@ -43,7 +43,7 @@ struct RankPipes {
 int become_rank(const RankCommand& command, const RankPipes& pipes, pid_t supervisor,
                 const sigset_t& mask, const struct sigaction& pipe_action) {
   if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) return errno;
-  if (getppid() != supervisor) _exit(1);  // It died between fork and prctl.
+  if (getppid() != supervisor) _exit(1);  // The supervisor died between fork and prctl.
   if (setpgid(0, 0) != 0) return errno;
   const int null = open("/dev/null", O_RDONLY);
   if (null < 0 || dup2(null, 0) < 0 || dup2(pipes.out, 1) < 0 || dup2(pipes.err, 2) < 0)
@@ -66,7 +66,7 @@ int become_rank(const RankCommand& command, const RankPipes& pipes, pid_t superv
   return errno;
 }
 
-// Forks the rank; 0 and its errno in `failure` where it could not start.
+// Forks the rank; 0 and the errno in `failure` if it could not start.
 pid_t start_rank(const RankCommand& command, const RankPipes& pipes, const sigset_t& mask,
                  const struct sigaction& pipe_action, int* failure) {
   int verdict[2];  // Closed by exec; otherwise carries errno.
@@ -84,7 +84,7 @@ pid_t start_rank(const RankCommand& command, const RankPipes& pipes, const sigse
   *failure = pid < 0 ? errno : 0;
   close(verdict[1]);
   if (pid > 0) {
-    setpgid(pid, pid);  // Both sides do it, so that the group exists for whoever comes first.
+    setpgid(pid, pid);  // Both sides do it, so that the group exists whichever comes first.
     int error = 0;
     ssize_t size;
     while ((size = read(verdict[0], &error, sizeof error)) < 0 && errno == EINTR) {
@@ -114,7 +114,7 @@ class Supervisor {
   }
 
  private:
-  // False where descendants are left that cannot be seen (no /proc), so that waiting for their end
+  // False if descendants are left that cannot be seen (no /proc), so that waiting for their end
   // could last for ever.
   bool kill_all() {
     if (signal_descendants(getpid(), SIGKILL) > 0) {
@@ -127,7 +127,7 @@ class Supervisor {
     return now - unseen_since_ns_ < unseen_limit_ns;
   }
 
-  // A stopped process takes a signal once it continues.
+  // A stopped process receives a signal once it continues.
   static bool ends(int signal) {
     return signal == SIGTERM || signal == SIGINT || signal == SIGHUP || signal == SIGQUIT;
   }
@@ -155,7 +155,7 @@ class Supervisor {
       if (pid == rank_) {
         rank_ = 0;
         send_report(control_, SupervisorReport::ended, status);
-        // What outlives its rank is ended too.
+        // Processes that outlive their rank are ended too.
         signal_descendants(getpid(), SIGTERM);
         signal_descendants(getpid(), SIGCONT);
         if (!deadline_ns_) deadline_ns_ = monotonic_ns() + grace_ms_ * 1000000;
@@ -186,7 +186,7 @@ class Supervisor {
     }
   }
 
-  // So long descendants are waited for that /proc does not show.
+  // How long descendants are waited for that /proc does not show.
   static constexpr std::int64_t unseen_limit_ns = 3'000'000'000;
 
   int control_;

@@ -22,7 +22,7 @@ std::string options_text(const GroupOptions& options) {
   return text;
 }
 
-// Deeper trees are a mistake, and their pictures take megabytes.
+// Deeper trees are a mistake, and their drawings take megabytes.
 constexpr int kDeepest = 4000;
 
 void check_name(const std::string& name, const char* what) {
@@ -73,7 +73,7 @@ ProcessGroupConfig ProcessGroupConfig::from_nodes(
     parent[i] = at->second;
     children[at->second].push_back(i);
   }
-  // Each node is walked over once. A walk that meets itself goes around a cycle.
+  // Each node is visited once. A walk that meets itself goes around a cycle.
   std::vector<int> walk_of(n, -1);
   for (int i = 0; i < n; ++i) {
     int at = i;
@@ -199,7 +199,7 @@ std::vector<std::string> ProcessGroupConfig::leaf_groups(const std::string& belo
 std::vector<std::string> ProcessGroupConfig::near_to_far(int at,
                                                          const std::string& inherited) const {
   std::vector<std::string> names;
-  // Nodes that are still to be visited, the next one last, with the direction for their children.
+  // Nodes still to be visited, the next one last, with the order for their children.
   std::vector<std::pair<int, std::string>> open{{at, inherited}};
   while (!open.empty()) {
     const auto [node, direction_above] = std::move(open.back());
@@ -299,7 +299,7 @@ void ProcessGroupConfig::update_parent_sizes() {
 
 std::vector<std::optional<int>> ProcessGroupConfig::all_sizes() const {
   std::vector<std::optional<int>> sizes(nodes_.size());
-  // Children come after their parents, so that going backwards meets them first.
+  // Children come after their parents, so that going backwards visits them first.
   for (std::size_t i = nodes_.size(); i-- > 0;) {
     const Item& item = nodes_[i];
     if (item.children.empty()) {
@@ -420,7 +420,7 @@ std::string ProcessGroupConfig::drawn() const {
     std::string indent;
     bool last;
   };
-  // Nodes that are still to be drawn, the next one last.
+  // Nodes still to be drawn, the next one last.
   std::vector<Open> open;
   const auto add_children = [&](int at, const std::string& indent) {
     const auto& children = nodes_[at].children;

@@ -25,7 +25,7 @@ const char* kind_name(GroupFamily::Kind kind) {
   return "?";
 }
 
-/// The offending ranks as those of rank `first`'s groups.
+/// The ranks that two groups of rank `first` have in common.
 std::vector<int> common(const std::vector<int>& a, const std::vector<int>& b) {
   std::vector<int> both;
   for (int rank : a)
@@ -73,12 +73,12 @@ GroupFamily orthogonal_family(const ProcessGroupConfig& config, const Mesh& mesh
     std::vector<int> outside;
     for (int rank : mine)
       if (std::find(around.begin(), around.end(), rank) == around.end()) outside.push_back(rank);
-    // axes of size 1: nothing reaches out, but the scope is still no ancestor
+    // axes of size 1: no rank is outside, but the scope is still no ancestor
     if (outside.empty()) outside = mine;
     throw OrthogonalityError(
         concat("'", group.name, "' is to be orthogonal to ", list(group.of), " in the scope '",
                family.scope, "', which does not hold it: the group ", list(mine), " of rank ",
-               first, " reaches out of the scope's ", list(around), " with ranks ", list(outside),
+               first, " is not within the scope's ", list(around), ": it has ranks ", list(outside),
                "; choose an ancestor of ", list(group.of), " or 'world'"),
         outside);
   }

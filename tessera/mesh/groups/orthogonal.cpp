@@ -10,7 +10,7 @@
 namespace tessera {
 namespace {
 
-/// rank -> index of its group; complains about ranks in two groups.
+/// For each rank the index of its group. Throws OrthogonalityError for ranks in two groups.
 std::unordered_map<int, int> owners(const RankLists& groups, const std::string& what) {
   std::unordered_map<int, int> owner;
   std::vector<int> twice;
@@ -55,7 +55,7 @@ void require_orthogonal(const RankLists& a, const std::string& a_name, const Ran
   require_partition(a, scope, concat("'", a_name, "' in scope '", scope_name, "'"));
   require_partition(b, scope, concat("'", b_name, "' in scope '", scope_name, "'"));
   const auto owner_b = owners(b, b_name);
-  // group of a that last met this group of b, and the rank where
+  // the group of a that last met each group of b, and the rank in which
   std::vector<int> met(b.size(), -1);
   std::vector<int> where(b.size(), -1);
   for (int i = 0; i < static_cast<int>(a.size()); ++i) {
@@ -124,7 +124,7 @@ MeshValidation validate(const Mesh& mesh) {
                                  " axes has too many sets of axes to check; the limit is 20 axes"));
   const int n = mesh.size();
   if (n == 0) return result;
-  // Arrays by rank where the table is dense, by position (a lookup more) where it has wide gaps.
+  // Arrays by rank if the table is dense, by position (one look-up more) if it has wide gaps.
   const int highest = *std::max_element(mesh.ranks().begin(), mesh.ranks().end());
   const bool dense = highest < 4LL * n + 64;
   const auto index = [&](int rank) { return dense ? rank : mesh.position(rank); };
@@ -153,7 +153,7 @@ MeshValidation validate(const Mesh& mesh) {
           concat("the groups of axes ", name(axes), " hold ", a.members.size(), " and those of ",
                  name(rest), " ", b.members.size(), " of the ", n, " ranks of ", mesh),
           {});
-    // Partition: as many members as ranks, none twice.
+    // A partition has as many members as ranks, none twice.
     std::fill(group_of.begin(), group_of.end(), -1);
     for (int i = 0; i < a.count(); ++i)
       for (int rank : a[i]) {
@@ -164,7 +164,7 @@ MeshValidation validate(const Mesh& mesh) {
               {rank});
         owner = i;
       }
-    // The same for the complement; and a group of it never sees one group of a twice. With the
+    // The same for the complement; and a group of it must not meet one group of a twice. With the
     // sizes above that makes it exactly once.
     const int pass = static_cast<int>(set);
     for (int j = 0; j < b.count(); ++j, ++stamp)

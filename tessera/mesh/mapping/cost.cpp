@@ -76,7 +76,7 @@ Collective collective_from(const std::string& name) {
       concat("there is no collective '", name, "' in the cost model; it knows ", list(names)));
 }
 
-/// Loads of one round, and which of them to clear after it.
+/// Loads of one round, and which of them must be cleared after it.
 struct CostModel::Scratch {
   struct Loads {
     std::vector<double> of;
@@ -319,7 +319,7 @@ double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot
   int power = 1;
   while (power * 2 <= p) power *= 2;
   const int extra = p - power;
-  // The `extra` first odd members stand for their left neighbours in the recursive algorithms.
+  // In the recursive algorithms the first `extra` odd members stand for their left neighbours.
   const auto member_of = [&](int i) { return i < extra ? 2 * i + 1 : i + extra; };
   const auto index_of = [&](int m) { return m < 2 * extra ? (m % 2 ? m / 2 : -1) : m - extra; };
   const auto fold = [&](double bytes) {
@@ -327,8 +327,8 @@ double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot
     fill([&](int i) { return i < 2 * extra && i % 2 == 0 ? i + 1 : -1; });
     return round_seconds(flows, bytes, scratch);
   };
-  // Nearest partners exchange the largest part: n/2 at distance 1, n/4 at distance 2 ... or n each
-  // time.
+  // Nearest partners exchange the largest messages: n/2 at distance 1, n/4 at distance 2 ...; or n
+  // each time.
   const auto exchange = [&](bool halves) {
     double seconds = 0;
     for (int distance = 1, k = 1; distance < power; distance *= 2, ++k) {
@@ -340,7 +340,7 @@ double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot
     }
     return seconds;
   };
-  // Farthest first, so that few messages leave a host; in a scatter a message holds what the
+  // Farthest first, so that few messages leave a host; in a scatter a message contains what the
   // receiver will pass on.
   const auto tree = [&](bool scatter) {
     double seconds = 0;
@@ -378,7 +378,7 @@ double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot
 
 PlacementCost CostModel::evaluate(const std::vector<int>& slot_of, bool explain) const {
   if (static_cast<int>(slot_of.size()) != mesh_.size())
-    throw MappingError(concat("a placement of ", slot_of.size(), " positions for a mesh of ",
+    throw MappingError(concat("a mapping of ", slot_of.size(), " positions for a mesh of ",
                               mesh_.size(), " ranks"));
   Scratch scratch;
   const auto hosts = topology_.hosts.size();

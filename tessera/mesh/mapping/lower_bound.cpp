@@ -1,19 +1,18 @@
-// CostModel::lower_bound. Look at the ranks S on one host, h of them. For a single axis i of size
-// p_i let g_i be the number of its groups that touch S. Then
+// CostModel::lower_bound. Consider the set S of ranks on one host, h of them. For a single axis i
+// of size p_i let g_i be the number of its groups that have a rank in S. Then
 //
 //   product of g_i  >=  h^(d-1)       over the d axes larger than 1 (L. H. Loomis and H. Whitney,
-//                   "An inequality related to the isoperimetric
-//   inequality",
+//                                     "An inequality related to the isoperimetric inequality",
 //                                     Bull. AMS 55, 1949: g_i is the size of S's projection along
-//                                       axis i),
+//                                     axis i),
 //
 // so the axes cannot all have few groups on the host. A group with m of its p ranks on the host, 0
 // < m < p, must move at least f n (1 - m/p) bytes through the host's adapters in one direction;
 // summed over the groups that is f n (g_i - h/p_i). The factor f: 2 for all_reduce by ring, or by a
 // recursive algorithm on a power of two (its exchanges are symmetric), else 1; 1 for all_gather
-// (incoming), reduce_scatter (outgoing) and all_to_all; 1/2 for broadcast, reduce and send, where
-// all that is known is that n bytes cross in one direction or the other. Minimise over all g_i that
-// the inequality allows. The bound leaves out switches, buses and that the best g_i of several
+// (incoming), reduce_scatter (outgoing) and all_to_all; 1/2 for broadcast, reduce and send, for
+// which it is only known that n bytes cross in one direction or the other. Minimise over all g_i
+// that the inequality allows. The bound ignores switches, buses, and that the best g_i of several
 // hosts may exclude each other.
 
 #include <algorithm>
@@ -26,14 +25,14 @@
 namespace tessera {
 namespace {
 
-// tuples of g_i; beyond, the inequality is left out, which only lowers the bound
+// number of tuples of g_i; for more of them the inequality is left out, which only lowers the bound
 constexpr double kMany = 2e6;
 
 struct Machine {
   double least_latency, network_latency, best_bandwidth, network_bandwidth, host_bandwidth;
 };
 
-/// The least time of one entry whose groups of p ranks touch a host's h ranks g times.
+/// The least time of one entry if g of its groups of p ranks have ranks among the h of a host.
 double entry_bound(const Traffic& traffic, int p, int h, int g, const Machine& m) {
   if (p == 1) return 0;
   const double n = traffic.bytes, groups_off = g - static_cast<double>(h) / p;
@@ -78,7 +77,7 @@ double entry_bound(const Traffic& traffic, int p, int h, int g, const Machine& m
       break;
     }
     case Collective::all_to_all: {
-      // Of Sum m (1 - m/p) over the groups, two bounds: m >= 1, and no m above what g groups leave.
+      // Two bounds of Sum m (1 - m/p) over the groups: m >= 1, and no m above what g groups leave.
       // What a rank sends goes partly over the host's links and partly over its adapter at the same
       // time: half of it is on one of them.
       const int most = std::min(p, h - g + 1);
@@ -96,7 +95,7 @@ double entry_bound(const Traffic& traffic, int p, int h, int g, const Machine& m
 
 }  // namespace
 
-/// The bound that a host with `ranks` of the mesh's ranks gives.
+/// The bound that follows from a host with `ranks` of the mesh's ranks.
 double CostModel::host_bound(int ranks, double host_bandwidth) const {
   Machine m{topology_.network.latency, topology_.network.latency, topology_.network.bandwidth,
             topology_.network.bandwidth, host_bandwidth};
@@ -118,7 +117,7 @@ double CostModel::host_bound(int ranks, double host_bandwidth) const {
         if (t.axes.size() == 1 && t.axes.front() == axis.name)
           by_groups[g] += entry_bound(t, axis.size, ranks, g, m);
     }
-    // More groups never help: what counts is the least cost with at least g of them.
+    // More groups never cost less: what counts is the least cost with at least g of them.
     for (int g = ranks; g-- > 0;) by_groups[g] = std::min(by_groups[g], by_groups[g + 1]);
     cost.push_back(std::move(by_groups));
     tuples *= ranks;
@@ -153,7 +152,7 @@ double CostModel::lower_bound() const {
     const std::set<int> rails(host.rail.begin(), host.rail.end());
     return topology_.network.bandwidth * std::max<std::size_t>(1, rails.size());
   };
-  if (n == topology_.slots()) {  // every host is full: each gives a bound, the best counts
+  if (n == topology_.slots()) {  // every host is full: the largest of their bounds counts
     double best = 0;
     std::set<std::pair<int, double>> seen;
     for (const Host& host : topology_.hosts)
@@ -161,7 +160,7 @@ double CostModel::lower_bound() const {
         best = std::max(best, host_bound(host.devices, bandwidth(host)));
     return best;
   }
-  // Spare slots: some host holds at least the average, but which and how many is open.
+  // Spare slots: some host holds at least the average, but which and how many is not known.
   int most = 0;
   double widest = 0, least = std::numeric_limits<double>::infinity();
   for (const Host& host : topology_.hosts) {

@@ -20,13 +20,13 @@ double median(std::vector<double> values) {
   return n % 2 ? values[n / 2] : 0.5 * (values[n / 2 - 1] + values[n / 2]);
 }
 
-/// Samples that are alike, by index.
+/// Samples that are similar, by index.
 struct Class {
   std::vector<int> samples;
   double latency = 0, bandwidth = 0;  // medians
 };
 
-/// Cuts the samples where the sorted values jump by more than the gap.
+/// Divides the samples where the sorted values jump by more than the gap.
 std::vector<std::vector<int>> cut(std::vector<int> samples, const std::vector<LinkSample>& all,
                                   double LinkSample::* value, double gap) {
   std::stable_sort(samples.begin(), samples.end(),
@@ -121,8 +121,8 @@ void fit_inside(const Probe& probe, const std::vector<int>& host_of, const std::
     topology.device_links[c].shared = median(shares) < kSharedBelow;
 }
 
-/// The sets of hosts that near links connect, or nothing if near and far do not divide the hosts
-/// into sets.
+/// The sets of hosts that near links connect; none if near and far do not divide the hosts into
+/// sets.
 std::vector<std::vector<int>> racks_of(int hosts, const std::set<std::pair<int, int>>& near) {
   std::vector<int> rack(hosts, -1);
   std::vector<std::vector<int>> racks;
@@ -173,7 +173,7 @@ void fit_between(const Probe& probe, const std::vector<int>& host_of,
     why = concat("only ", measured.size(), " of ", hosts * (hosts - 1) / 2,
                  " pairs of hosts were measured");
   } else {
-    // Near is what answers sooner; where that is alike, what carries more.
+    // Near is the class with less latency; if they are equal, the one with more bandwidth.
     const bool first = classes[0].latency <= classes[1].latency;
     const Class &close = classes[first ? 0 : 1], &far = classes[first ? 1 : 0];
     for (const int s : close.samples)

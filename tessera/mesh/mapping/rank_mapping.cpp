@@ -24,8 +24,8 @@ bool devices_alike(const Host& host) {
                                            [&](int r) { return r == host.rail.front(); });
 }
 
-/// Tries all placements, up to devices of one host that are alike (one rail, one class of link:
-/// then only the host matters to the model).
+/// Tries all mappings, except for exchanging devices of one host that are alike (one rail, one
+/// class of link: then only the host matters to the model).
 class Exhaustive {
  public:
   Exhaustive(const CostModel& model, long long limit)
@@ -42,7 +42,7 @@ class Exhaustive {
     used_.assign(classes_.size(), 0);
   }
 
-  /// Nothing if there are more than the limit.
+  /// nullopt if there are more mappings than the limit.
   std::optional<std::pair<double, std::vector<int>>> run() {
     counting_ = true;
     place(0);
@@ -83,8 +83,8 @@ class Exhaustive {
   double best_ = 0;
 };
 
-/// Where the devices of a host are alike to the model, its ranks stand in the order of their
-/// positions: easier to read, and what launchers do by themselves.
+/// Orders the ranks of a host by their positions if its devices are alike to the model: easier to
+/// read, and what launchers do by themselves.
 void tidy(const Topology& topology, std::vector<int>& slot_of) {
   const auto host_of = topology.hosts_of_slots();
   std::vector<std::vector<int>> positions(topology.hosts.size()), slots(topology.hosts.size());
@@ -103,11 +103,11 @@ void tidy(const Topology& topology, std::vector<int>& slot_of) {
 struct Digit {
   int axis = 0;
   int size = 1;
-  /// Of the row-major position.
+  /// Stride in row-major positions.
   int stride = 1;
 };
 
-/// Slots given out in the order of the digits, the first the fastest.
+/// Assigns slots in the order of the digits, the first the fastest.
 std::vector<int> counted(const std::vector<Digit>& digits, int n) {
   std::vector<int> slot_of(n), counter(digits.size(), 0);
   int position = 0;
@@ -142,7 +142,7 @@ class Search {
   }
 
  private:
-  /// Axes larger than 1, those that move the most bytes first.
+  /// Axes larger than 1, ordered by the bytes that they move, most first.
   std::vector<int> by_traffic() const {
     std::vector<double> bytes(mesh_.dims(), 0);
     for (const Traffic& t : model_.traffic())
@@ -173,7 +173,7 @@ class Search {
     return text;
   }
 
-  /// Whole axes, in every order: which one has adjacent slots.
+  /// Tries complete axes in every order: which one has adjacent slots.
   void orders() {
     auto order = identity(static_cast<int>(axes_.size()));
     const long long reserve = tries_ / 2;
@@ -185,7 +185,7 @@ class Search {
     } while (tries_ > reserve && std::next_permutation(order.begin(), order.end()));
   }
 
-  /// All ways to take a factor of each axis (of size `sizes`) so that the factors multiply to
+  /// All ways to choose a factor of each axis (of size `sizes`) so that the factors multiply to
   /// `target`.
   static void factor(const std::vector<int>& sizes, int target, std::vector<int>& chosen,
                      std::vector<std::vector<int>>& all, std::size_t limit) {
@@ -202,8 +202,8 @@ class Search {
     }
   }
 
-  /// Hosts of one size hold a block with a factor of each axis; the hosts below one switch likewise
-  /// a block of blocks.
+  /// Tries blocks: each host of one size holds a block with a factor of each axis; the hosts below
+  /// one switch likewise hold a block of blocks.
   void blocks() {
     const Topology& topology = model_.topology();
     const int per_host = topology.hosts.front().devices;
@@ -218,8 +218,8 @@ class Search {
     for (int axis : axes_) sizes.push_back(mesh_.size(axis));
     std::vector<std::vector<int>> inner;
     factor(sizes, per_host, chosen, inner, 2000);
-    // The best few blocks with the rest in the order of traffic, then those with every block of
-    // blocks and every order of the rest.
+    // The best few blocks with the other digits in the order of traffic, then those with every
+    // block of blocks and every order of the rest.
     std::vector<std::pair<double, std::size_t>> ranked;
     const long long reserve = tries_ / 2;
     for (std::size_t i = 0; i < inner.size() && tries_ > reserve; ++i)
@@ -257,8 +257,8 @@ class Search {
     return consider(counted(digits, model_.size()), "blocks " + names(digits));
   }
 
-  /// Exchanges two ranks on different hosts, or moves one to a spare slot. At first what is a
-  /// little dearer is accepted too (simulated annealing), so that several exchanges that pay only
+  /// Exchanges two ranks on different hosts, or moves one to a spare slot. At first a slightly
+  /// higher cost is accepted too (simulated annealing), so that several exchanges that gain only
   /// together are found.
   void swaps() {
     std::mt19937 random(options_.seed);
@@ -347,7 +347,7 @@ HierarchicalGroups hierarchical_groups(const GroupTable& groups, const std::vect
                    " cannot be split into inside x between hosts: ranks ", list(by_host.front()),
                    " are on one host and ", list(members), " on another, which are ",
                    by_host.front().size(), " and ", members.size(),
-                   "; choose a placement with equal numbers"),
+                   "; choose a mapping with equal numbers"),
             members);
     for (std::size_t i = 0; i < by_host.front().size(); ++i) {
       std::vector<int> between;
@@ -391,7 +391,7 @@ RankMapping given_mapping(const CostModel& model, std::vector<int> slot_of) {
   const int slots = model.topology().slots();
   if (static_cast<int>(slot_of.size()) != model.size())
     throw MappingError(concat("the mapping has ", slot_of.size(), " entries, but the mesh has ",
-                              model.size(), " ranks; give one slot a rank"));
+                              model.size(), " ranks; give one slot per rank"));
   std::vector<int> taken(slots, -1);
   for (int p = 0; p < model.size(); ++p) {
     if (slot_of[p] < 0 || slot_of[p] >= slots)

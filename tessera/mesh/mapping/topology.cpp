@@ -25,13 +25,13 @@ void check_name(const char* what, const std::string& name) {
   if (const auto fault = name_fault(name))
     throw MappingError(concat("the name of ", what, " '", printable(name), "' ", *fault,
                               "; it goes into rank files and host files"));
-  // There a number sign begins a comment, and the equals sign ends a rank's number.
+  // A number sign begins a comment there, and an equals sign ends a rank's number.
   if (name.find_first_of("#=,") != std::string::npos)
     throw MappingError(concat("the name of ", what, " '", name,
                               "' holds '#', '=' or ',', which end a name in rank files"));
 }
 
-// Each switch is walked over once: chains may be long.
+// Each switch is visited once: chains may be long.
 void check_tree(const std::vector<Switch>& switches) {
   std::vector<int> walk_of(switches.size(), -1);
   for (int s = 0; s < static_cast<int>(switches.size()); ++s) {
@@ -120,14 +120,14 @@ void Topology::check() const {
                                   " link classes"));
     if (!host.rail.empty() && static_cast<int>(host.rail.size()) != host.devices)
       throw MappingError(concat("host '", host.name, "' has ", host.devices, " devices, but ",
-                                host.rail.size(), " rails are given; give one a device"));
+                                host.rail.size(), " rails are given; give one per device"));
     for (int rail : host.rail)
       if (rail < 0 || rail > 4095)
         throw MappingError(concat("host '", host.name, "' has a device on rail ", rail,
                                   "; rails are numbered 0 to 4095"));
     if (host.network < -1 || host.network >= static_cast<int>(switches.size()) ||
         (host.network < 0 && !switches.empty()))
-      throw MappingError(concat("host '", host.name, "' hangs on switch ", host.network,
+      throw MappingError(concat("host '", host.name, "' is connected to switch ", host.network,
                                 ", but there are ", switches.size(), " switches"));
   }
   if (slots > kMostRanks)
@@ -145,7 +145,7 @@ void Topology::check() const {
     if (!switch_names.insert(sw.name).second)
       throw MappingError(concat("switch '", sw.name, "' is listed twice"));
     if (sw.parent < -1 || sw.parent >= static_cast<int>(switches.size()))
-      throw MappingError(concat("switch '", sw.name, "' hangs on switch ", sw.parent,
+      throw MappingError(concat("switch '", sw.name, "' is connected to switch ", sw.parent,
                                 ", but there are ", switches.size()));
     if (!(sw.latency >= 0) || !(sw.uplink_bandwidth >= 0))
       throw MappingError(concat("switch '", sw.name, "' has latency ", sw.latency,

@@ -1,4 +1,4 @@
-// Hdf5Source in a build without HDF5: it can be named, and says how to get it.
+// Hdf5Source in a build without HDF5: its constructor says how to get it.
 #include "tessera/data/sources/hdf5_source.h"
 
 namespace tessera {

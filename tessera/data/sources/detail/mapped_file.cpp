@@ -14,7 +14,7 @@
 namespace tessera::detail {
 
 MappedFile::MappedFile(const std::string& path) : path_(path) {
-  // Non-blocking, for opening a named pipe waits for its other end.
+  // Non-blocking, since opening a named pipe waits for its other end.
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) throw FileError(concat("'", path, "' cannot be opened: ", std::strerror(errno)));
   struct stat status{};

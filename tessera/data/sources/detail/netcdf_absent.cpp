@@ -1,4 +1,4 @@
-// NetcdfSource in a build without netCDF: it can be named, and says how to get it.
+// NetcdfSource in a build without netCDF: its constructor says how to get it.
 #include "tessera/data/sources/detail/netcdf_file.h"
 #include "tessera/data/sources/netcdf_source.h"
 

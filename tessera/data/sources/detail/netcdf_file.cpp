@@ -15,7 +15,7 @@ namespace {
 
 std::mutex& library() { return hdf5_library(); }
 
-// The type that holds every value of a netCDF type; nothing for text and user-defined types.
+// The dtype that holds every value of a netCDF type; nullopt for text and user-defined types.
 std::optional<at::ScalarType> tensor_type(nc_type type) {
   switch (type) {
     case NC_BYTE:
@@ -71,7 +71,7 @@ std::optional<at::Scalar> fill_of(int file, int variable, nc_type type, bool sta
     case NC_DOUBLE:
       return ask(double{});
     default:
-      return std::nullopt;  // The library's mark for unsigned 64-bit is beyond what can be read.
+      return std::nullopt;  // The library's fill value for unsigned 64-bit is too large to be read.
   }
 }
 
@@ -166,8 +166,8 @@ at::Tensor NetcdfFile::read(const NetcdfVariable& variable, const Hyperslab& sla
       count(slab.count.begin(), slab.count.end());
   const std::vector<std::ptrdiff_t> stride(slab.stride.begin(), slab.stride.end());
   const std::lock_guard lock(library());
-  // The call names the type in memory; for an unsigned one stored in a wider tensor the library
-  // converts.
+  // The call names the type in memory; an unsigned type stored in a wider tensor is converted by
+  // the library.
   const int status = [&] {
     switch (variable.info.stored) {
       case at::kChar:
