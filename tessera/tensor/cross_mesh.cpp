@@ -1,5 +1,5 @@
 // From one mesh to another. The ranks of both meet in one group; those that do not hold the tensor
-// are told what it is.
+// are told its shape and dtype.
 
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -79,8 +79,8 @@ at::Tensor slice(const at::Tensor& t, const Box& held, const Box& box) {
   return part;
 }
 
-// This rank's local on the target mesh, from its local on the source mesh; undefined where it is in
-// only one of them.
+// This rank's local on the target mesh, from its local on the source mesh; undefined on a rank that
+// is in only one of them.
 at::Tensor move(const at::Tensor& local, const Source& source, const DeviceMesh& from,
                 const DeviceMesh& to, std::vector<DimSharding> dims, const Group& both) {
   const int me = from.manager().rank();
@@ -135,7 +135,7 @@ std::vector<int> all_ranks(const DeviceMesh& from, const DeviceMesh& to) {
   return ranks;
 }
 
-// Both meshes have this rank.
+// For meshes that both contain this rank.
 struct ToMesh : torch::autograd::Function<ToMesh> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, const ShardSpec& to) {
     const ShardSpec from = spec(t);
@@ -155,8 +155,8 @@ struct ToMesh : torch::autograd::Function<ToMesh> {
   }
 };
 
-// A value without partial axes, each of which becomes a shard where a dim is free for it: then it
-// is reduced with the fewest bytes.
+// A value without partial axes: each of them becomes a shard if a dim is free for it, so that the
+// reduction moves the fewest bytes.
 at::Tensor reduced(const at::Tensor& t) {
   const ShardSpec s = spec(t);
   if (!s.has_partial()) return t;
@@ -186,13 +186,13 @@ at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& from, const 
   const bool same_ranks =
       ranks.size() == from.layout().ranks().size() && ranks.size() == to.layout().ranks().size();
   const Group both = from.manager().group(ranks);
-  // A rank that finds a mistake says so before anybody waits for its data.
+  // A rank that finds a mistake reports it before any rank waits for its data.
   std::string mine;
   at::Tensor t = tensor;
   try {
     if (from.contains_me()) {
       if (!is_sharded(t) || !(spec(t).mesh() == from))
-        throw InvalidArgument(concat("rank ", me, " does not give a tensor that lies on `from`"));
+        throw InvalidArgument(concat("rank ", me, " does not give a tensor on `from`"));
       t = reduced(t);
       mine = write(describe(t));
     } else if (t.defined()) {

@@ -29,8 +29,8 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
     at::Tensor local =
         run ? run->finish() : detail::redistribute_local(meta.local, meta.spec(), to);
     const LocalCallGuard guard;
-    // A slice of the input is copied: a write to the result is not one to the input, and the
-    // input's memory can go.
+    // A slice of the input is copied: a write to the result must not be one to the input, and the
+    // input's memory can be freed.
     if (local.is_alias_of(meta.local)) local = local.clone(at::MemoryFormat::Contiguous);
     if (layout->dense) return detail::wrap_fresh(std::move(local), layout);
     return detail::wrap_fresh(local.contiguous(),
@@ -48,7 +48,7 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
 ShardSpec target_spec(const ShardSpec& from, const std::vector<Placement>& placements,
                       const ShardSizes& sizes) {
   ShardSizes all = sizes;
-  // Checks the placements, and gives negative dims their place.
+  // Checks the placements, and makes negative dims non-negative.
   const ShardSpec target(from.mesh(), from.shape(), placements, sizes);
   for (int d = 0; d < from.dims(); ++d) {
     if (!sizes.contains(d) && !sizes.contains(d - from.dims()) && target.is_sharded(d) &&

@@ -91,7 +91,7 @@ void share_version(const at::Tensor& a, const at::Tensor& b) {
 }
 
 // The global ranks that differ from this one along the axes that are Replicate, or along the
-// others, and this one.
+// others, and this one itself.
 std::vector<int> ranks_along(const ShardSpec& spec, bool replicated) {
   const auto& context = detail::context_of(spec);
   std::vector<int> axes;
@@ -103,7 +103,7 @@ std::vector<int> ranks_along(const ShardSpec& spec, bool replicated) {
   return axes.empty() ? std::vector<int>() : layout.group(axes, layout.ranks()[context->position]);
 }
 
-// Backward enters the sharded tensors, whose gradients are those of the sum of the ranks' losses.
+// Checks that backward enters the sharded tensors with gradients of the sum of the ranks' losses.
 void require_sum(const ShardSpec& gradient, const char* name) {
   if (detail::averaged_above(ranks_along(gradient, false)))
     throw GradientError(concat(
@@ -133,8 +133,8 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     if (!g[0].defined()) return {at::Tensor(), at::Tensor()};
     const ShardSpec spec = carried(ctx);
-    // What ranks made their locals of has several gradients: parts of a sum where the locals
-    // differ, the same one where they are replicated.
+    // The uses that ranks make of their locals have several gradients: summands if the locals
+    // differ, the same one if they are replicated.
     const ShardSpec locals = ctx->saved_data.count("terms") > 0 ? carried(ctx, "terms") : spec;
     detail::announce_gradient(GradientForm::partial, ranks_along(locals, false),
                               detail::from_sharded);
@@ -157,9 +157,9 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
     });
   }
 
-  // The derivative of the value with respect to this rank's term. Of a sum it is 1, of a mean over
-  // n ranks 1/n, of a product that of the others' terms; an extremum has the gradient of those
-  // terms that attain it, in equal parts, as amax has.
+  // The derivative of the value with respect to this rank's local. For a sum it is 1, for a mean
+  // over n ranks 1/n, for a product that of the other locals; for an extremum the gradient is
+  // divided equally among the locals that attain it, as in amax.
   static at::Tensor of_term(at::Tensor gradient, const at::Tensor& local, const ShardSpec& terms) {
     const auto& context = detail::context_of(terms);
     for (int axis = 0; axis < terms.mesh_dims(); ++axis) {
@@ -203,9 +203,9 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
     const ShardMeta& meta = meta_or_throw(t);
     carry(ctx, gradient);
     const LocalCallGuard guard;
-    if (meta.copy) return meta.local.clone();  // what is written to it could not reach the base
+    if (meta.copy) return meta.local.clone();  // a write to it could not reach the base
     at::Tensor local = meta.local.detach();
-    // a mutation of the local is one of the tensor: saved variables must see it
+    // a mutation of the local is one of the tensor: saved variables must notice it
     share_version(local, t);
     return local;
   }
@@ -244,7 +244,7 @@ void check_dtype(const at::Tensor& t) {
   }
 }
 
-// What a local and the sizes of every sharded dim say. Nothing if they do not say it all.
+// The spec that a local and the sizes of every sharded dim determine; nullopt if they do not.
 std::optional<ShardSpec> spec_of_sizes(const at::Tensor& local, const DeviceMesh& mesh,
                                        const std::vector<Placement>& placements,
                                        const ShardSizes& sizes) {
@@ -266,18 +266,18 @@ std::optional<ShardSpec> spec_of_sizes(const at::Tensor& local, const DeviceMesh
   return ShardSpec(mesh, shape, placements, sizes);
 }
 
-// Begins what a rank sends whose own arguments are wrong.
+// The first character of the text that a rank sends if its own arguments are wrong.
 constexpr char kWrong[] = "!";
 
 // Every rank's local shape, by row-major mesh position. What must be the same on all ranks is
-// compared on the way, so that all of them throw.
+// compared at the same time, so that all of them throw.
 std::vector<std::vector<std::int64_t>> gather_shapes(const at::Tensor& local,
                                                      const DeviceMesh& mesh,
                                                      const std::vector<Placement>& placements,
                                                      const ShardSizes& given,
                                                      const std::string& kind) {
   std::string alike = concat(kind, ", placements ", list(placements));
-  for (const auto& [dim, sizes] : given) alike += concat(", dim ", dim, " cut into ", list(sizes));
+  for (const auto& [dim, sizes] : given) alike += concat(", dim ", dim, " sizes ", list(sizes));
   std::string mine = alike + "|";
   for (const auto n : local.sizes()) mine += concat(n, ",");
   std::vector<std::vector<std::int64_t>> shapes;
@@ -344,7 +344,7 @@ ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh,
       }
       for (const int a : axes) part = part * context->sizes[a] + coordinate[a];
       if (of_part[part] >= 0 && of_part[part] != shapes[position][d])
-        throw say("ranks that should hold the same part disagree", static_cast<int>(d));
+        throw say("ranks that should hold the same shard disagree", static_cast<int>(d));
       of_part[part] = shapes[position][d];
     }
     for (const auto n : of_part) shape[d] += n;
@@ -398,11 +398,11 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
                   local.requires_grad() && at::GradMode::is_enabled() ? ", requiring grad" : "");
     known = spec_of_sizes(local, mesh, placements, sizes);
   } catch (const Error& e) {
-    // The others may be asking this rank what it has.
+    // The other ranks may be asking this one for its shape.
     mesh.all().all_gather_bytes(concat(kWrong, e.what()), {.name = "from_local"});
     throw;
   }
-  // Ranks that have agreed once need not ask each other again.
+  // Ranks that have agreed once need not communicate again.
   if (known && agreed.contains(ranks, key(*known))) return from_local(local, *known);
   const ShardSpec spec = gathered_spec(local, mesh, placements, sizes, kind);
   agreed.add(ranks, key(spec));
@@ -499,7 +499,7 @@ at::Tensor full_tensor(const at::Tensor& t, const std::optional<std::vector<Plac
     for (const Placement& p : *gradient) {
       if (p.is_shard())
         throw InvalidArgument(
-            concat("full_tensor: every rank's gradient is whole, it cannot be placed as ",
+            concat("full_tensor: every rank's gradient is complete, it cannot be placed as ",
                    list(*gradient)));
     }
   }
@@ -552,7 +552,7 @@ at::Tensor arange(const ShardSpec& spec, const at::Scalar& start, const at::Scal
                      : integral          ? at::kLong
                                          : at::kFloat;
   return made(spec, options.dtype(dtype), [&](const at::TensorOptions& o) {
-    // As libtorch computes an element: start + i * step, in the type that the numbers need.
+    // As libtorch computes an element: start + i * step, in the dtype that the numbers need.
     return at::arange(begin, begin + spec.local_shape()[0],
                       o.dtype(integral ? at::kLong : at::kDouble))
         .mul(step)

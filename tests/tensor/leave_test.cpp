@@ -372,7 +372,7 @@ TEST(Pictures, TextAndSvg) {
               "[4] data=Partial(sum) domain=Shard(0)[4, 0]\n"
               "dim 0 |\n"
               "0..3  | 0,2\n"
-              "ranks along data hold terms: Partial(sum). Nothing on rank 1,3.\n");
+              "ranks along data hold values to reduce: Partial(sum). Nothing on rank 1,3.\n");
     const std::string svg = visualize_sharding_svg(
         ShardSpec(mesh, {4, 7}, {Shard(0), Shard(1)}, {{0, {3, 1}}, {1, {5, 2}}}));
     EXPECT_EQ(svg.find("<svg "), 0u);

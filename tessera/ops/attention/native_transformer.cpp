@@ -1,4 +1,4 @@
-// The fused layers that Python's nn.MultiheadAttention and nn.TransformerEncoderLayer run where no
+// The fused layers that Python's nn.MultiheadAttention and nn.TransformerEncoderLayer run if no
 // gradient is needed, written as the operators that they fuse.
 
 #include <ATen/ops/gelu.h>
@@ -24,9 +24,9 @@ namespace {
 
 using Mask = std::optional<at::Tensor>;
 
-// What may not be attended to, as [samples, heads, queries, keys] or what broadcasts to it. As the
-// fused kernels take it: `type` 0 is a mask of queries and keys, 1 one of the keys of each sample,
-// 2 one of everything; numbers count as true where they are not zero.
+// Which keys are masked, as [samples, heads, queries, keys] or a shape that broadcasts to it. Like
+// the fused kernels: `type` 0 is a mask of queries and keys, 1 one of the keys of each sample, 2
+// one of everything; numbers count as true unless they are zero.
 at::Tensor forbidden(const at::Tensor& mask, std::optional<std::int64_t> type) {
   const at::Tensor m = mask.to(at::kBool);
   switch (type.value_or(2)) {
@@ -113,7 +113,7 @@ at::Tensor encoder_layer(const at::Tensor& src, std::int64_t embed_dim, std::int
 const bool registered = [] {
   register_decomposition("_native_multi_head_attention", multi_head_attention);
   register_decomposition("_transformer_encoder_layer_fwd", encoder_layer);
-  // No: nn.TransformerEncoder goes on with the mask, and not with nested tensors.
+  // No: nn.TransformerEncoder continues with the mask instead of nested tensors.
   register_decomposition("_nested_tensor_from_mask_left_aligned",
                          [](const at::Tensor&, const at::Tensor&) { return false; });
   return true;

@@ -24,8 +24,9 @@
 namespace tessera {
 namespace {
 
-// Elements of a rank's queries from which on automatic computes the interior first: on two cores of
-// one host over MPI the split costs 7 % at 4096 and nothing from here on (bench/neighborhood).
+// Number of elements of a rank's queries from which on `automatic` computes the interior first: on
+// two cores of one host over MPI the split costs 7 % at 4096 and nothing from here on
+// (bench/neighborhood).
 constexpr std::int64_t kSplitFromQueryElements = 65536;
 
 void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -93,7 +94,7 @@ Halo halo_of_keys(const ShardSpec& field, const std::vector<Neighborhood>& dims)
 
 Box spatial(const Box& box) { return {box.begin() + 1, box.end() - 2}; }
 
-/// The queries whose keys this rank owns: of each dim the longest run of them.
+/// The queries all of whose keys this rank owns: the longest run of them in each dim.
 Box interior_of(const std::vector<Neighborhood>& dims, const Box& owned,
                 const std::vector<std::int64_t>& shape) {
   Box inner = owned;
@@ -113,10 +114,10 @@ Box interior_of(const std::vector<Neighborhood>& dims, const Box& owned,
   return inner;
 }
 
-/// One field of queries with its keys and values: what a node of the graph keeps.
+/// The queries of one call with the exchange of their keys and values: kept by a node of the graph.
 struct Field : torch::CustomClassHolder {
   Halo keys, values;
-  Box interior;  // queries that wait for nothing; without elements: all wait
+  Box interior;  // queries that need no halo; without elements: there are none
   bool wait_first = false;
   std::vector<Neighborhood> dims;
   std::vector<std::int64_t> extents;
@@ -147,7 +148,7 @@ struct Field : torch::CustomClassHolder {
            detail::Attention({dims, extents, spatial(queries), spatial(seen), scale})});
     }
   }
-  /// The same box of the values, which may have other channels.
+  /// The box for the values, which may have another number of channels.
   Box of_values(Box box) const {
     box.back() = values.owned().back();
     return box;
@@ -166,8 +167,8 @@ struct OnField : torch::autograd::Function<OnField> {
     auto shape = q.sizes().vec();
     shape.back() = v.size(-1);
     at::Tensor out = at::empty(shape, q.options());
-    // Of the interior the keys and values are a view of what was given, which is kept as itself, on
-    // every rank: whoever writes to it meanwhile is told, and all are.
+    // For the interior, keys and values are views of the arguments, which are saved as they are, on
+    // every rank: a write to them in the meantime is then noticed, and on all ranks.
     const bool split = volume(field->interior) > 0;
     torch::autograd::variable_list saved{q, k, v};
     for (const auto& piece : field->pieces) {
@@ -176,7 +177,7 @@ struct OnField : torch::autograd::Function<OnField> {
       const auto result = piece.attention.forward(
           detail::part(q, field->keys.owned(), piece.queries), near_keys, near_values);
       detail::part(out, field->keys.owned(), piece.queries).copy_(result.value);
-      // What was assembled may be a view of a buffer that is used again.
+      // An assembled tensor may be a view of a buffer that is reused.
       const bool own = split && &piece == field->pieces.data();
       for (const at::Tensor& t : {near_keys, near_values})
         saved.push_back(own ? at::Tensor() : t.clone());
@@ -213,7 +214,7 @@ struct OnField : torch::autograd::Function<OnField> {
       detail::part(dq, all, piece.queries).copy_(parts[0]);
       return parts;
     };
-    // What goes back to other ranks first; while it travels, what stays.
+    // Gradients for other ranks first; while they are sent, this rank's own.
     for (std::size_t i = split ? 1 : 0; i < field->pieces.size(); ++i) {
       const auto parts = compute(i);
       const Box& seen = field->pieces[i].keys;
@@ -283,7 +284,7 @@ at::Tensor by_lists(std::size_t n, const at::Tensor& q, const at::Tensor& k, con
       (!causal.empty() && causal.size() != n))
     throw InvalidArgument(concat("neighborhood_attention over ", n, " spatial dims was given ",
                                  kernel.size(), " kernels, ", dilation.size(), " dilations and ",
-                                 causal.size(), " causal; give one a dim"));
+                                 causal.size(), " causal; give one per dim"));
   std::vector<Neighborhood> dims;
   for (std::size_t d = 0; d < n; ++d)
     dims.push_back({kernel[d], dilation.empty() ? 1 : dilation[d], !causal.empty() && causal[d]});

@@ -45,8 +45,8 @@ namespace {
 
 using Rows = std::vector<std::vector<std::int64_t>>;
 
-/// For every query of the box, row-major: where its keys stand in the box of keys, row-major,
-/// flattened. Lists of one row differ in length where a window is cut.
+/// For every query of the box, row-major: the flattened row-major positions of its keys in the box
+/// of keys. The lists differ in length where a window is truncated.
 Rows key_rows(const LocalNeighborhood& w) {
   Rows rows(static_cast<std::size_t>(volume(w.queries)));
   std::vector<std::int64_t> at;
@@ -71,7 +71,7 @@ Rows key_rows(const LocalNeighborhood& w) {
   return rows;
 }
 
-/// Batch x positions x heads x channels.
+/// Sizes of batch x positions x heads x channels.
 struct Sizes4 {
   std::int64_t batch, queries, keys, heads, channels, values;
 };
@@ -94,7 +94,7 @@ void add_scaled(T* to, T factor, const T* from, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) to[i] += factor * from[i];
 }
 
-/// Fills out and the logarithm of each query's sum of exponentials.
+/// Fills `out` and the logarithm of each query's sum of exponentials.
 template <class T>
 void forward(const Sizes4& n, const Rows& rows, T scale, const T* q, const T* k, const T* v, T* out,
              T* logs) {
@@ -128,7 +128,7 @@ void forward(const Sizes4& n, const Rows& rows, T scale, const T* q, const T* k,
 template <class T>
 void backward(const Sizes4& n, const Rows& rows, T scale, const T* g, const T* q, const T* k,
               const T* v, const T* out, const T* logs, T* dq, T* dk, T* dv) {
-  // Sample and head by sample and head: what they add to the keys lies apart.
+  // In parallel over samples and heads, whose contributions to the keys do not overlap.
   at::parallel_for(0, n.batch * n.heads, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t bh = begin; bh < end; ++bh) {
       const std::int64_t batch = bh / n.heads, h = bh % n.heads;
@@ -185,7 +185,7 @@ struct Carried : torch::CustomClassHolder {
   double scale;
 };
 
-/// On CPU: float or double, batch x positions x heads x channels, contiguous.
+/// On the CPU: float or double, batch x positions x heads x channels, contiguous.
 struct Attend : torch::autograd::Function<Attend> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& q,
                             const at::Tensor& k, const at::Tensor& v,
@@ -207,7 +207,7 @@ struct Attend : torch::autograd::Function<Attend> {
   }
 };
 
-/// Elsewhere: every query's keys and values are gathered.
+/// On other devices: every query's keys and values are gathered.
 at::Tensor composed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Rows& rows,
                     double scale) {
   std::size_t most = 0;
@@ -250,7 +250,7 @@ struct Prepared {
   at::Tensor q, k, v;
 };
 
-// Batch x positions x heads x channels, contiguous; half types as float.
+// The tensors as batch x positions x heads x channels, contiguous; half types as float.
 Prepared prepared(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                   const LocalNeighborhood& where) {
   const auto one = [&](const at::Tensor& t, const Box& box) {

@@ -1,10 +1,10 @@
-// Attention over a sequence that is spread over ranks. Keys and values go round a ring, one part at
+// Attention over a sequence that is sharded. Keys and values are passed round a ring, one shard at
 // a time, while each rank keeps its queries: with n ranks after n - 1 messages every query has met
-// every key, and nobody ever holds the whole sequence. Parts may have any sizes. The softmax is
-// taken part by part with a running maximum and sum, after M. Milakov, N. Gimelshein, "Online
-// normalizer calculation for softmax" (2018); the ring is that of H. Liu, M. Zaharia, P. Abbeel,
-// "Ring Attention with Blockwise Transformers" (2023). In backward the gradients of keys and values
-// travel with them.
+// every key, and no rank ever holds the complete sequence. Shards may have any sizes. The softmax
+// is computed shard by shard with a running maximum and sum, after M. Milakov, N. Gimelshein,
+// "Online normalizer calculation for softmax" (2018); the ring is that of H. Liu, M. Zaharia, P.
+// Abbeel, "Ring Attention with Blockwise Transformers" (2023). In backward the gradients of keys
+// and values travel with them.
 
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
@@ -42,15 +42,15 @@ using Shape = std::vector<std::int64_t>;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Where everything lies; the same for forward and backward.
+// The layout of a call; the same for forward and backward.
 struct Ring : torch::CustomClassHolder {
   std::shared_ptr<MeshContext> context;
-  std::vector<int> axes;  // round which keys and values go
+  std::vector<int> axes;  // along which keys and values are passed
   ShardSpec query, key, value, mask, out;
   ShardSpec key_gradient, value_gradient, mask_gradient;
   bool causal = false;
   double scale = 1;
-  std::int64_t repeat = 1;  // queries' heads to a head of keys
+  std::int64_t repeat = 1;  // heads of queries per head of keys
 
   int dims() const { return query.dims(); }
   int sequence() const { return dims() - 2; }
@@ -81,7 +81,7 @@ struct Round {
   const Ring& ring;
   const Group group;
   const int ranks, me;
-  const Partition* parts;  // of the keys, one a rank of the ring
+  const Partition* parts;  // of the keys, one shard per rank of the ring
   const std::int64_t row_begin;
   at::ScalarType type;
 
@@ -99,7 +99,7 @@ struct Round {
     return parts ? parts->interval(rank) : Interval{0, ring.key.shape()[ring.sequence()]};
   }
 
-  // Hands `mine` on, and takes what the next rank has, of `columns` rows.
+  // Passes `mine` on, and receives what the next rank has, of `columns` rows.
   Request pass(const std::vector<at::Tensor>& mine, std::vector<at::Tensor>& next,
                std::int64_t rows) const {
     std::vector<Message> messages;
@@ -118,7 +118,7 @@ struct Round {
     return keys.empty() || rows == 0 || (ring.causal && keys.begin > row_begin + rows - 1);
   }
 
-  // Scores of this rank's (scaled) queries with a part of the keys.
+  // Scores of this rank's (scaled) queries with one shard of the keys.
   at::Tensor scores(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
                     const Interval& keys) const {
     at::Tensor s = at::matmul(q, repeated(k.to(type), ring.repeat).transpose(-2, -1));
@@ -140,7 +140,7 @@ struct Round {
 
 // Second derivatives would need a ring of their own.
 struct NoSecondDerivative : torch::autograd::Function<NoSecondDerivative> {
-  // The others: what the gradient was computed from, each of which may be asked for.
+  // The other arguments: what the gradient was computed from, each of which may require a gradient.
   static at::Tensor forward(AutogradContext*, const at::Tensor& t, const at::Tensor&,
                             const at::Tensor&, const at::Tensor&, const at::Tensor&,
                             const std::optional<at::Tensor>&) {
@@ -188,7 +188,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
       passing.wait();
       if (step + 1 < round.ranks) held.swap(next);
     }
-    // A query that may look at nothing gives zeros.
+    // A query whose keys are all masked gives zeros.
     const at::Tensor none = sum.eq(0), divisor = at::where(none, at::ones_like(sum), sum);
     out = (out / divisor).to(q.scalar_type());
     const at::Tensor level = at::where(none, at::full_like(sum, kInfinity), top + divisor.log());
@@ -246,8 +246,8 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
         }
         passing.wait();
         if (step + 1 < round.ranks) held.swap(next);
-        // What was added to belongs to the rank before the one that computes with it next; after
-        // the last step it is home.
+        // The gradients belong to the rank before the one that computes with them next; after the
+        // last step they are back.
         if (round.ranks > 1) {
           round.pass(sums, arriving, following).wait();
           sums.swap(arriving);
@@ -282,7 +282,7 @@ bool shards_sequence(const at::Tensor& t) {
   return false;
 }
 
-// The ring's layout; nullptr where the case is one for libtorch's own composite.
+// The ring's layout; nullptr if libtorch's own composite is to be used.
 c10::intrusive_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const ShardSpec& v,
                                    const ShardSpec& mask, bool causal, double scale, bool grouped) {
   const int n = q.dims(), sequence = n - 2;
@@ -300,7 +300,7 @@ c10::intrusive_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const
   if (grouped && n >= 3) ring->repeat = q.shape()[n - 3] / k.shape()[n - 3];
   const int axes = q.mesh_dims();
   std::vector<Placement> of_query(axes), of_key(axes);
-  std::vector<bool> whole_keys(axes, false);  // queries are cut there, keys are not
+  std::vector<bool> whole_keys(axes, false);  // axes that shard queries, but not keys
   for (int a = 0; a < axes; ++a) {
     if (k.placements()[a].is_shard(sequence) || v.placements()[a].is_shard(sequence)) {
       of_query[a] = of_key[a] = Shard(sequence);
@@ -368,7 +368,7 @@ c10::intrusive_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const
       const std::int64_t extent = mask.shape()[d];
       if (extent != 1 && extent != q.shape()[d + n - m]) return {};
       mask_parts[d] = &ring->query.dim(d + n - m);
-      // The axes are the same in both, the dims are not.
+      // The axes are the same in both, but the dims are not.
     }
     ring->mask = placed(context, mask.shape(), of_mask, mask_parts);
     ring->mask_gradient = placed(context, mask.shape(), of_gradient, mask_parts);

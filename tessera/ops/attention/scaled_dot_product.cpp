@@ -1,5 +1,5 @@
-// Attention over whole sequences: samples and heads may be sharded. Sequences that are sharded go
-// by ring_attention.cpp.
+// Attention over complete sequences: samples and heads may be sharded. Sequences that are sharded
+// are handled by ring_attention.cpp.
 
 #include <ATen/OpMathType.h>
 
@@ -25,7 +25,8 @@ Plan attention(const OpCall& call) {
   const Labels heads{kBatch, kHead, kWhole, kWhole};
   LabelProblem p(call);
   const auto& k = *call.find("key");
-  // Groups of queries that share a head of keys may not be torn apart: then only samples are free.
+  // Groups of queries that share a head of keys must stay together: then only samples may be
+  // sharded.
   const Labels one =
       k.spec.shape()[1] == q.spec.shape()[1] ? heads : Labels{kBatch, kWhole, kWhole, kWhole};
   label_arguments(p, {{"query", one},
@@ -68,7 +69,7 @@ Plan attention(const OpCall& call) {
   return plan;
 }
 
-// Which kernel computes attention is decided alike on all ranks, from global shapes alone: 1 is
+// Which kernel computes attention is chosen alike on all ranks, from global shapes alone: 1 is
 // flash, 0 the composite of products and softmax.
 Plan attention_choice(const OpCall& call) {
   const TensorInfo& q = *call.find("query");

@@ -1,5 +1,5 @@
-// Pointwise operators, with broadcasting: every dim may be sharded. Partial values pass through
-// what is linear.
+// Pointwise operators, with broadcasting: every dim may be sharded. Partial values stay Partial in
+// operators that are linear.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorIterator.h>
@@ -22,7 +22,7 @@ namespace tessera::detail::elementwise_rules {
 
 namespace {
 
-// Some meta kernels do not ask (masked_fill_), and a shard of the target may fit by chance.
+// Some meta kernels do not check this (masked_fill_), and a shard of the target may fit by chance.
 void require_broadcast(const OpCall& call, const TensorInfo& t,
                        const std::vector<std::int64_t>& shape) {
   const auto& s = t.spec.shape();
@@ -34,13 +34,13 @@ void require_broadcast(const OpCall& call, const TensorInfo& t,
                                  " of shape ", list(s), " does not broadcast to ", list(shape)));
 }
 
-// Labels count the result's dims; an input's dims are aligned at the end, and those of size 1 that
-// are stretched have none.
+// Labels count the result's dims; an input's dims are aligned at the end, and its broadcast dims of
+// size 1 have no label.
 LabelProblem broadcast(const OpCall& call) {
   LabelProblem p(call);
   std::vector<std::int64_t> shape;
   const auto* inferred = call.in_place() ? nullptr : call.outputs();
-  // what is written says nothing of new results
+  // outputs that are written in place say nothing about new results
   if (inferred && inferred->empty()) inferred = nullptr;
   if (inferred) {
     shape = (*inferred)[0].shape;
@@ -91,7 +91,7 @@ Plan pointwise(const OpCall& call) {
   return plan;
 }
 
-// Row-major whatever the input is.
+// Its result is row-major whatever the input is.
 Plan log_sigmoid(const OpCall& call) {
   Plan plan = pointwise(call);
   for (Plan::Output& out : plan.outputs) {
@@ -100,15 +100,15 @@ Plan log_sigmoid(const OpCall& call) {
   return plan;
 }
 
-// All of its tensor arguments are sharded tensors, none a wrapped number: then a sum of terms can
-// be split over ranks.
+// True if all its tensor arguments are sharded tensors, none a wrapped number: then a sum of
+// summands can be split over ranks.
 bool tensors_only(const OpCall& call) {
   std::size_t given = 0;
   for (const c10::IValue& v : call.arguments()) given += v.isTensor() && v.toTensor().defined();
   return given == call.tensors().size();
 }
 
-// Whether the terms of a Partial input may be computed with one by one.
+// True if the ranks' values of a Partial input may be computed with separately.
 bool terms_keep_type(const OpCall& call, const TensorInfo& t) {
   const auto* out = call.outputs();
   return terms_can_be_cast(t.dtype, out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype);
@@ -123,7 +123,7 @@ Plan linear_together(const OpCall& call) {
 }
 
 // The two arguments of a product or a quotient, if one is Partial and the other a number, which may
-// stand in a tensor without dims.
+// be a tensor without dims.
 struct PartialAndNumber {
   int partial, number;
 };
@@ -139,7 +139,7 @@ std::optional<PartialAndNumber> partial_and_number(const OpCall& call, const Pla
   return std::nullopt;
 }
 
-// 1 where it is not known without waiting for a device.
+// 1 if it is not known without waiting for a device.
 double magnitude(const c10::IValue& v) {
   if (v.isScalar()) {
     const c10::Scalar s = v.toScalar();
@@ -150,8 +150,8 @@ double magnitude(const c10::IValue& v) {
   return t.is_complex() ? std::abs(t.item<c10::complex<double>>()) : t.item<double>();
 }
 
-// With a number that is infinite, NaN or, as a divisor, zero, a term of zero gives NaN where the
-// sum would not: the sum is made first and one rank of each axis keeps the result.
+// With a number that is infinite, NaN or, as a divisor, zero, a summand of zero gives NaN although
+// the sum would not: the sum is computed first and one rank of each axis keeps the result.
 void with_any_number(const OpCall& call, Plan& plan, bool divides) {
   const auto arguments = partial_and_number(call, plan);
   if (!arguments) return;
@@ -172,7 +172,7 @@ void with_any_number(const OpCall& call, Plan& plan, bool divides) {
       return a;
     }
     const at::Tensor target = a[at.partial].toTensor();
-    // Of its own where it is written to: the target keeps its terms' memory.
+    // In memory of its own if it is written to: the target keeps the memory of its summands.
     a[at.partial] = redistribute_local(target, spec, to);
     op.callBoxed(a);
     if (!keeper) a[0] = at::zeros_like(a[0].toTensor());
@@ -192,8 +192,8 @@ Plan linear_in_each(const OpCall& call) {
   return plan;
 }
 
-// Division by a number is linear; by a tensor, which may hold zeros, it is not: a term divided by
-// zero is no term of the quotient.
+// Division by a number is linear; by a tensor, which may contain zeros, it is not: a summand
+// divided by zero is not a summand of the quotient.
 Plan linear_by_numbers(const OpCall& call) {
   LabelProblem p = broadcast(call);
   if (call.tensors().size() == 1 && call.tensor(0).argument == 0 &&
@@ -216,8 +216,8 @@ Plan copy(const OpCall& call) {
   return solve(p);
 }
 
-// Any placement of the target is good for a value that is the same everywhere; zero is zero in
-// every term of a sum.
+// The target may have any placement if the value is the same everywhere; zero is zero in every
+// summand.
 Plan fill(const OpCall& call) {
   Plan plan;
   plan.outputs = {{call.tensor(0).spec}};
@@ -236,8 +236,8 @@ Plan zero(const OpCall& call) {
   return plan;
 }
 
-// A list of tensors, each with its own placements: element j of every list is laid out like element
-// j of the first.
+// Lists of tensors, each with its own placements: element j of every list is redistributed like
+// element j of the first.
 Plan foreach (const OpCall& call) {
   Plan plan;
   std::vector<const TensorInfo*> first;

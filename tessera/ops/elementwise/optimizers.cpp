@@ -1,5 +1,5 @@
-// Fused steps of optimizers, and what gradient scaling asks of gradients: lists of tensors, each
-// with its own placements.
+// Fused steps of optimizers, and the check that gradient scaling makes on gradients: lists of
+// tensors, each with its own placements.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -15,7 +15,7 @@ namespace tessera::detail::optimizer_rules {
 
 namespace {
 
-// Element j of every list lies as parameter j does; steps, rates and scales are replicated.
+// Element j of every list has the spec of parameter j; steps, rates and scales are replicated.
 std::vector<std::optional<ShardSpec>> like_parameters(const OpCall& call) {
   std::vector<const TensorInfo*> parameters;
   for (const TensorInfo& t : call.tensors()) {
@@ -38,7 +38,7 @@ Plan fused(const OpCall& call) {
   return plan;
 }
 
-// Each rank looks at its shards; whether any value is not finite is known when all have.
+// Each rank checks its shards; whether any value is not finite is known when all ranks have.
 Plan non_finite_check_and_unscale(const OpCall& call) {
   Plan plan;
   plan.inputs = like_parameters(call);

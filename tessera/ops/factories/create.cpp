@@ -11,14 +11,14 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-// Laid out like the input; what was partial is not.
+// The result has the input's placements, with Replicate in place of Partial.
 Plan like(const OpCall& call) {
   Plan plan;
   plan.outputs = {{without_partial(call.tensor(0).spec)}};
   return plan;
 }
 
-// new_zeros(size): cut like the input where the shape is the same, else whole on every rank.
+// new_zeros(size): sharded like the input if the shape is the same, else replicated.
 Plan sized(const OpCall& call) {
   const ShardSpec& in = call.tensor(0).spec;
   const Shape size = call.integers("size");
@@ -46,7 +46,7 @@ const bool registered = [] {
                          "aten::new_empty_strided"})
     register_rule(op, sized);
   register_rule("aten::tril_indices", on_whole);
-  // The memory of a sharded tensor is its locals'.
+  // The memory of a sharded tensor is that of its locals.
   register_decomposition("is_pinned",
                          [](const at::Tensor&, std::optional<c10::Device>) { return false; });
   return true;

@@ -1,8 +1,8 @@
-// Fourier transforms. A dim that is whole on every rank is transformed where it lies. One that is
-// sharded first gets whole by an all-to-all, in which another dim takes over the cut ("pencils"):
-// so the data moves once a sharded dim, and no rank ever holds more than its share. The result
-// stays as the last all-to-all left it; the inverse transform, which goes the other way, brings it
-// back.
+// Fourier transforms. A dim that is not sharded is transformed where it is. One that is sharded is
+// first gathered by an all-to-all, in which another dim is sharded instead ("pencils"): so the data
+// moves once per sharded dim, and no rank ever holds more than its share. The result stays as the
+// last all-to-all left it; the inverse transform, which takes the dims in the opposite order,
+// brings it back.
 
 #include <ATen/ops/_fft_c2c.h>
 #include <ATen/ops/_fft_c2r.h>
@@ -36,7 +36,7 @@ class Stages {
  public:
   Stages(const ShardSpec& start, Shape dims) : now_(start), left_(std::move(dims)) {}
 
-  // Every dim but `later`, in as few moves as there are sharded ones among them.
+  // Transforms every dim but `later`, in as few moves as there are sharded ones among them.
   void complex(std::int64_t later) {
     const auto remaining = [&] {
       Shape some;
@@ -76,8 +76,8 @@ class Stages {
   std::vector<Step> steps;
 
  private:
-  // Another dim takes over the cut: one that is not to be transformed any more, if there is one,
-  // not sharded yet, and long.
+  // Another dim is sharded instead: one that will not be transformed any more, if there is one,
+  // that is not sharded yet, and long.
   void make_whole(int dim) {
     int best = -1;
     double most = -1;
@@ -145,7 +145,7 @@ Plan transform(const OpCall& call, Kind kind) {
       if (s.what == Step::What::move) {
         t = redistribute_local(t, s.from, s.to);
       } else if (s.to.local_numel() == 0) {
-        // The kernels want at least one signal.
+        // The kernels need at least one signal.
         const auto dtype = s.what == Step::What::to_real ? c10::toRealValueType(t.scalar_type())
                                                          : c10::toComplexType(t.scalar_type());
         t = t.new_empty(s.to.local_shape(), dtype);

@@ -15,11 +15,11 @@ namespace tessera {
 
 namespace detail {
 
-// One message a peer, out of and into flat memory. The same memory serves the adjoint, in which
-// what is received is sent back.
+// One message per peer, sent from and received into flat memory. The same memory serves the
+// adjoint, in which what is received is sent back.
 struct HaloBuffers {
   at::Tensor sent, received;  // flat, by peer
-  // views of them, one a piece of the plan, of the source box's shape
+  // views of them, one per piece of the plan, with the source box's shape
   std::vector<at::Tensor> send_pieces, receive_pieces;
   std::vector<Message> messages, back;
 };
@@ -32,14 +32,14 @@ struct HaloState {
   Box owned;
   bool travels = false;
   HaloMethod method = HaloMethod::point_to_point;
-  std::vector<int> axes;  // those that shard the dims that travel
-  // of each mesh position that is in the group, else -1
+  std::vector<int> axes;  // those that shard the dims along which values are sent
+  // for each mesh position its rank in the group, or -1
   std::vector<int> group_rank;
   Sizes send_counts, receive_counts;               // elements, by rank of the group
   std::mutex mutex;                                // backward may run on another thread
   std::vector<std::unique_ptr<HaloBuffers>> idle;  // buffers that no request uses
 
-  // Asked for at each use: a plan that is kept must not keep a group that has ended.
+  // Looked up at each use: a plan that is kept must not keep a group that has ended.
   Group group() const { return context->mesh.group(axes); }
   std::unique_ptr<HaloBuffers> take(const at::Tensor& like) {
     {
@@ -62,7 +62,7 @@ struct HaloState {
 
  private:
   std::unique_ptr<HaloBuffers> make(const at::Tensor& like) const {
-    // the buffers outlive this call and are written again outside of it
+    // the buffers outlive this call and are written again in other modes
     const c10::InferenceMode off(false);
     auto buffers = std::make_unique<HaloBuffers>();
     const auto options = like.options().requires_grad(false).memory_format(std::nullopt);
@@ -91,7 +91,7 @@ struct HaloState {
     };
     lay_out(plan.sends, buffers->sent, buffers->send_pieces, Message::Kind::send);
     lay_out(plan.receives, buffers->received, buffers->receive_pieces, Message::Kind::receive);
-    // A message that finds its receiver ready needs no memory in between, and with Gloo one journey
+    // A message whose receiver is ready needs no intermediate memory, and with Gloo one transfer
     // less.
     for (auto* all : {&buffers->messages, &buffers->back})
       std::stable_partition(all->begin(), all->end(),
@@ -108,7 +108,7 @@ using detail::HaloBuffers;
 using detail::HaloState;
 using detail::LocalCallGuard;
 
-// The part `box` of a tensor whose first element has the indices of `of`.
+// The box `box` of a tensor whose own box is `of`.
 at::Tensor view_of(const at::Tensor& t, const Box& of, const Box& box) {
   c10::SmallVector<std::int64_t, 5> sizes;
   std::int64_t offset = t.storage_offset();
@@ -119,8 +119,7 @@ at::Tensor view_of(const at::Tensor& t, const Box& of, const Box& box) {
   return t.as_strided(sizes, t.strides(), offset);
 }
 
-// The values that `piece` has at the target indices `box`, out of a tensor whose first element has
-// the indices of `of`.
+// The values that `piece` has at the target indices `box`, from a tensor whose own box is `of`.
 at::Tensor values_at(const at::Tensor& t, const Box& of, const HaloPiece& piece, const Box& box) {
   Box source(box.size());
   std::vector<std::int64_t> flips;
@@ -149,7 +148,7 @@ at::Tensor values_at(const at::Tensor& t, const Box& of, const HaloPiece& piece,
   return v;
 }
 
-// The adjoint of values_at over the whole piece: a gradient of the target, as one of the source.
+// The adjoint of values_at over the complete piece: a gradient of the target as one of the source.
 at::Tensor folded(const at::Tensor& gradient, const Box& of, const HaloPiece& piece) {
   at::Tensor v = view_of(gradient, of, piece.target);
   std::vector<std::int64_t> flips, sums;
@@ -186,8 +185,7 @@ Request launch(const HaloState& state, HaloBuffers& buffers, bool back) {
 
 void check_shape(const at::Tensor& t, const std::vector<std::int64_t>& shape, const char* what) {
   if (t.sizes() != at::IntArrayRef(shape))
-    throw InvalidArgument(
-        concat(what, " has shape ", t.sizes(), " where ", list(shape), " is meant"));
+    throw InvalidArgument(concat(what, " has shape ", t.sizes(), "; it must be ", list(shape)));
 }
 
 bool contains(const Box& outer, const Box& inner) {
@@ -197,7 +195,7 @@ bool contains(const Box& outer, const Box& inner) {
   return true;
 }
 
-// The axes along which some position needs what it does not own. Alike on all ranks.
+// The axes along which some position needs what it does not own. The same on all ranks.
 std::set<int> travelled_axes(const Sharding& sharding, const std::vector<Edge>& edges,
                              const NeededBox& needed) {
   std::set<int> axes;
@@ -220,7 +218,7 @@ std::set<int> travelled_axes(const Sharding& sharding, const std::vector<Edge>& 
   return axes;
 }
 
-// Whether every rank of the group has something for every other, in the group of every rank alike.
+// True if every rank of the group has something for every other, in all groups.
 bool everyone_needs_everyone(const Sharding& sharding, const std::vector<Edge>& edges,
                              const NeededBox& needed, int group_size) {
   for (int p = 0; p < sharding.positions(); ++p) {
@@ -261,15 +259,15 @@ Halo::Halo(const ShardSpec& field, std::vector<Edge> edges, NeededBox needed, Ha
   }
   s.method = options.method;
   if (s.method == HaloMethod::automatic) {
-    // Time of the plans of all positions is quadratic: only asked where there are few.
+    // The plans of all positions take quadratic time: only computed if there are few.
     const bool dense = ranks >= 4 && sharding.positions() <= 64 &&
                        everyone_needs_everyone(sharding, s.edges, needed, ranks);
     s.method = dense ? HaloMethod::all_to_all : HaloMethod::point_to_point;
   }
   s.send_counts.assign(ranks, 0);
   s.receive_counts.assign(ranks, 0);
-  // An all-to-all wants the peers in the group's order, which that of the positions is not where an
-  // axis of the group shards no dim that travels.
+  // An all-to-all needs the peers in the group's order, from which that of the positions differs if
+  // an axis of the group shards no dim along which values are sent.
   const auto by_group = [&](const HaloPiece& a, const HaloPiece& b) {
     return s.group_rank[a.rank] < s.group_rank[b.rank];
   };
@@ -291,7 +289,7 @@ Group Halo::group() const { return state_->group(); }
 
 namespace {
 
-// Buffers whose messages are under way.
+// Buffers whose messages are on the way.
 struct Travelling {
   std::shared_ptr<HaloState> state;
   std::unique_ptr<HaloBuffers> buffers;
@@ -336,7 +334,7 @@ HaloValues::~HaloValues() = default;
 
 HaloValues Halo::start_exchange(const at::Tensor& local) const {
   const LocalCallGuard guard;
-  check_shape(local, state_->field.local_shape(), "the part of a halo exchange");
+  check_shape(local, state_->field.local_shape(), "the shard of a halo exchange");
   HaloValues values;
   values.state_ = std::make_unique<HaloValues::State>();
   values.state_->local = local;
@@ -375,11 +373,11 @@ at::Tensor HaloValues::assemble(const Box& box) {
   const auto add = [&](const HaloPiece& piece, const at::Tensor& from, const Box& of) {
     Box at = intersect(piece.target, box);
     if (volume(at) == 0) return;
-    // a single element that is reflected stands for itself too
+    // a single element that is reflected is its own mirror image
     covered += volume(at) - volume(intersect(at, s.owned));
     parts.push_back({&piece, &from, &of, std::move(at)});
   };
-  // What is owned comes from the local wherever it is asked for, needed or not.
+  // What is owned is read from the local wherever it is asked for, needed or not.
   static const HaloPiece kOwn{};
   const Box own = intersect(s.owned, box);
   const bool any_owned = volume(own) > 0;
@@ -400,7 +398,7 @@ at::Tensor HaloValues::assemble(const Box& box) {
   if (parts.size() == 1 && covered == volume(box)) return values(parts[0]);
   at::Tensor result = at::empty(shape_of(box), f.local.options().memory_format(std::nullopt));
   if (covered != volume(box)) {
-    // Usually what is missing lies beyond zero edges.
+    // What is missing is usually beyond zero edges.
     Box inside = box;
     for (std::size_t d = 0; d < box.size(); ++d) {
       if (s.edges[d] == Edge::zero) inside[d] = intersect(inside[d], {0, s.field.shape()[d]});
@@ -420,7 +418,7 @@ at::Tensor Halo::exchange(const at::Tensor& local) const {
   values.arrival().wait();
   const at::Tensor all = values.assemble(needed());
   const LocalCallGuard guard;
-  // Assembled from one piece alone it is a view of memory that is somebody else's.
+  // If it was assembled from one piece alone it is a view of other memory.
   return all.is_contiguous() && all.storage_offset() == 0 && all.storage().use_count() == 1
              ? all
              : all.clone(at::MemoryFormat::Contiguous);
@@ -436,7 +434,7 @@ at::Tensor Sum::finish() {
   const LocalCallGuard guard;
   const HaloState& s = *travelling_.state;
   const auto& copies = s.plan.copies;
-  // One copy of everything that is owned is the usual beginning.
+  // Usually one copy of everything that is owned comes first.
   const auto whole = std::find_if(copies.begin(), copies.end(), [&](const HaloPiece& p) {
     return p.source == s.owned && p.target == s.owned;
   });

@@ -19,7 +19,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// A node of the graph keeps the exchange itself: nothing is looked up in backward.
+// Keeps the exchange in a node of the graph, so that backward need not look it up.
 struct CarriedHalo : torch::CustomClassHolder {
   explicit CarriedHalo(Halo h) : halo(std::move(h)) {}
   Halo halo;
@@ -34,14 +34,14 @@ Halo carried(AutogradContext* ctx) {
 at::Tensor gather(const at::Tensor& local, const Halo& halo);
 at::Tensor sum_back(const at::Tensor& gradient, const Halo& halo);
 
-// Local tensors in, local tensors out; each is the other's derivative.
+// From local tensors to local tensors; Gather and its adjoint are each other's derivative.
 struct Gather : torch::autograd::Function<Gather> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& local, const Halo& halo) {
     ctx->saved_data["halo"] = capsule(halo);
     return halo.exchange(local);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    // Every rank takes part in the sum, also where its own result was not used.
+    // Every rank takes part in the sum, also if its own result was not used.
     const Halo halo = carried(ctx);
     return {sum_back(g[0], halo), at::Tensor()};
   }
@@ -62,7 +62,7 @@ at::Tensor sum_back(const at::Tensor& gradient, const Halo& halo) {
   return SumBack::apply(gradient, halo);
 }
 
-// By field and widths.
+// Keyed by field and widths.
 using HaloCache = detail::ThreadCache<Halo, struct ByWidths>;
 
 }  // namespace

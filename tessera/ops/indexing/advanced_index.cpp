@@ -18,13 +18,14 @@ using Shape = std::vector<std::int64_t>;
 
 bool is_mask(const TensorInfo& t) { return t.dtype == at::kBool || t.dtype == at::kByte; }
 
-// Which dims of self a list of index tensors covers, and the shape and place of what they make.
+// Which dims of self a list of index tensors covers, and the shape and position of the dims that
+// they make.
 struct Advanced {
   std::vector<const TensorInfo*> indices;
-  std::vector<int> dims;  // of self, one for each index
+  std::vector<int> dims;  // of self, one per index
   bool masks = false;
   Shape broadcast;
-  int at = 0;  // where the broadcast dims stand in the result
+  int at = 0;  // position of the broadcast dims in the result
   Shape result;
   Labels result_labels;  // dims of self, and kIndex + i
 
@@ -121,7 +122,7 @@ Plan index_put(const OpCall& call) {
   p.outputs = {all_labels(n)};
   p.output_shapes = {x.spec.shape()};
   if (a.masks) {
-    // One value where the mask says: the mask is cut as the dims that it covers.
+    // One value where the mask is true: the mask is sharded like the dims that it covers.
     const bool one = a.indices.size() == 1 && values.spec.numel() == 1;
     if (!one && !call.in_place()) return on_whole(call);
     p.inputs = {one ? all_labels(n) : Labels(n, kWhole)};
@@ -177,7 +178,7 @@ Plan index_put(const OpCall& call) {
                                       : std::optional<at::Tensor>(
                                             given[i].index_select(0, positions) - parts[i].begin));
     }
-    // The dims of the index become one.
+    // The dims of the index are flattened.
     at::Tensor v = stack[2].toTensor().expand(local);
     v = count == 0 ? v.unsqueeze(at) : v.flatten(at, at + static_cast<std::int64_t>(count) - 1);
     stack[1] = list;

@@ -1,6 +1,6 @@
-// Embeddings: rows of a table, looked up by index. Where the rows are sharded each rank looks up
-// those that it has; the result is Partial, or, where the indices are sharded by the same axes, as
-// they are.
+// Embeddings: rows of a table, looked up by index. If the rows are sharded each rank looks up those
+// that it has; the result is Partial, or, if the indices are sharded by the same axes, sharded like
+// them.
 
 #include <optional>
 #include <utility>
@@ -33,9 +33,9 @@ at::Tensor rows_here(const at::Tensor& table, const at::Tensor& at, const Part& 
   return masked(rows, part.mine(at), 0);
 }
 
-// Rows of the table and indices are sharded by the same axes: the indices are gathered, each rank
-// looks up what it has, and the rows go to the ranks that asked for them. Nothing, where gathering
-// the table moves less.
+// If rows of the table and indices are sharded by the same axes: the indices are gathered, each
+// rank looks up the rows that it has, and the rows are sent to the ranks that asked for them.
+// nullopt if gathering the table moves less.
 std::optional<Plan> exchanged(const OpCall& call, const TensorInfo& weight,
                               const TensorInfo& indices) {
   if (indices.spec.numel() >= weight.spec.shape()[0]) return std::nullopt;
@@ -124,13 +124,13 @@ Plan embedding_backward(const OpCall& call) {
   p.outputs = {{kWhole, n}};
   p.output_shapes = {{call.integer("num_weights"), g.spec.shape()[n]}};
   p.contract = first_dims(n);
-  // the frequency is that of the whole batch
+  // the frequency is that of the global batch
   if (call.argument("scale_grad_by_freq") >= 0 && call.boolean("scale_grad_by_freq"))
     p.contract.clear();
   return solve(p);
 }
 
-// max_norm: the rows that are looked up are shortened where they stand.
+// max_norm: the rows that are looked up are scaled in place.
 Plan renorm(const OpCall& call) {
   const TensorInfo &weight = call.tensor(0), &indices = *call.find("indices");
   Plan plan;

@@ -40,7 +40,7 @@ std::optional<std::int64_t> wrapped(std::optional<std::int64_t> padding, std::in
   return *padding < 0 ? *padding + rows : *padding;
 }
 
-// How many of the indices are in bags: those behind an offset that ends the last bag are in none.
+// Number of indices that are in bags: those behind an offset that ends the last bag are in none.
 std::int64_t used(const at::Tensor& offsets, std::int64_t count, bool include_last) {
   if (offsets.numel() == 0) return 0;
   const at::Tensor on_host = offsets.to(c10::kCPU, at::kLong).contiguous();
@@ -54,7 +54,7 @@ std::int64_t used(const at::Tensor& offsets, std::int64_t count, bool include_la
   return include_last ? at[n - 1] : count;
 }
 
-// The greatest element of each bag; of several that are equal the first has the gradient, as with
+// The largest element of each bag; of several that are equal the first gets the gradient, as with
 // libtorch's kernel.
 at::Tensor greatest(at::Tensor rows, const at::Tensor& bag, const at::Tensor& size,
                     const at::Tensor& none, const at::Tensor& skipped) {
@@ -99,7 +99,7 @@ Four embedding_bag_padded(const at::Tensor& weight, const at::Tensor& given,
   const std::int64_t bags = offsets.size(0) - (include_last ? 1 : 0);
   TORCH_CHECK(bags >= 0, "embedding_bag: include_last_offset without offsets");
   const std::int64_t count = used(offsets, given.size(0), include_last);
-  // Where each index belongs; those of empty bags are nowhere.
+  // The bag of each index; there is none for empty bags.
   const at::Tensor bag_of =
       at::bucketize(at::arange(count, offsets.options()), offsets.narrow(0, 0, bags), false, true) -
       1;
@@ -112,7 +112,7 @@ Four embedding_bag_padded(const at::Tensor& weight, const at::Tensor& given,
   if (weighted) rows = rows * sharded(*weights).narrow(0, 0, count).unsqueeze(1);
   const at::Tensor size =
       sharded(at::zeros({bags}, offsets.options().dtype(at::kLong))).index_add(0, bag, counts);
-  // Sums of half precision are made in float32.
+  // Sums of half precision are computed in float32.
   const auto type = rows.scalar_type(), wide = at::toOpMathType(type);
   const at::Tensor none = sharded(
       at::zeros({bags, weight.size(1)}, offsets.options().dtype(mode == kMax ? type : wide)));

@@ -1,5 +1,5 @@
-// Picking along one dim: where it is sharded each rank picks from its part and gives zeros for the
-// rest, so that the result is Partial. Nothing but indices and what is picked moves.
+// Selecting along one dim: if it is sharded each rank selects from its shard and gives zeros for
+// the rest, so that the result is Partial. Only indices and what is selected move.
 
 #include <ATen/ops/zeros_like.h>
 
@@ -74,8 +74,8 @@ Plan gather(const OpCall& call) {
   return plan;
 }
 
-// Zeros of `sizes` that are cut as `like`, whose dims are the same but for `dim`, along which they
-// are whole.
+// Zeros of `sizes` that are sharded as `like`, whose dims are the same except for `dim`, which is
+// not sharded.
 at::Tensor zeros_along(const at::Tensor& like, std::int64_t dim, c10::SymIntArrayRef sizes) {
   const at::Tensor slice =
       like.size(dim) == 0 ? like.new_zeros({}).reshape(std::vector<std::int64_t>(like.dim(), 1))
@@ -89,8 +89,8 @@ at::Tensor index_select_backward(const at::Tensor& grad, c10::SymIntArrayRef siz
   return zeros_along(grad, dim, sizes).index_add(dim, index, grad);
 }
 
-// libtorch's own begins with zeros that lie like the gradient, which may be whole where the indices
-// are cut.
+// libtorch's own starts with zeros placed like the gradient, which may be replicated where the
+// indices are sharded.
 at::Tensor gather_backward(const at::Tensor& grad, const at::Tensor& self, std::int64_t dim,
                            const at::Tensor& index, bool sparse) {
   TORCH_CHECK(

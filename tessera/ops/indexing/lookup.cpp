@@ -1,5 +1,5 @@
-// Values looked up in a tensor that is whole, and picks whose number depends on the data, which are
-// gathered.
+// Values looked up in a tensor that is replicated, and selections whose number depends on the data,
+// which are gathered.
 
 #include <vector>
 

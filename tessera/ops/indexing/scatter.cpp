@@ -1,5 +1,5 @@
-// Writing by index: each rank writes what falls into its part. Nothing but indices and what is
-// written moves.
+// Writing by index: each rank writes what belongs to its shard. Only indices and what is written
+// move.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
@@ -22,7 +22,7 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-// index_add, index_copy, index_fill, index_reduce: whole slices along a dim.
+// index_add, index_copy, index_fill, index_reduce: complete slices along a dim.
 Plan slices(const OpCall& call, bool adds) {
   const TensorInfo &x = *call.find("self"), &index = *call.find("index");
   const TensorInfo* source = call.find("source");
@@ -74,8 +74,8 @@ Plan slices(const OpCall& call, bool adds) {
   return plan;
 }
 
-// Elements along a dim. Those of other ranks go into a slice behind the local one, which is cut
-// off.
+// Single elements along a dim. Those of other ranks are written to an extra slice behind the local
+// one, which is dropped.
 Plan scatter(const OpCall& call, bool adds) {
   const TensorInfo &x = *call.find("self"), &index = *call.find("index");
   const TensorInfo* src = call.find("src");
@@ -119,14 +119,14 @@ Plan scatter(const OpCall& call, bool adds) {
   return plan;
 }
 
-// This rank's part of what has the global shape.
+// This rank's box of a tensor of the global shape.
 at::Tensor part_of_box(at::Tensor t, const Shape& offset, const Shape& local) {
   for (std::size_t d = 0; d < local.size(); ++d)
     t = t.narrow(static_cast<std::int64_t>(d), offset[d], local[d]);
   return t;
 }
 
-// The first input is written to, wherever it is cut; all others are whole.
+// The first input is written to, however it is sharded; all others are replicated.
 Plan written_part(const OpCall& call) {
   LabelProblem p(call);
   for (const TensorInfo& t : call.tensors())
@@ -138,15 +138,15 @@ Plan written_part(const OpCall& call) {
 
 const TensorInfo& given(const OpCall& call, const char* name) { return *call.find(name); }
 
-// What libtorch refuses, before any rank begins.
+// Checks what libtorch refuses, before any rank begins.
 void require_type(const OpCall& call, const char* name, at::ScalarType type) {
   if (const auto got = given(call, name).dtype; got != type)
     throw InvalidArgument(concat(call.name(), ": ", name, " is ", c10::toString(got),
                                  ", and must be ", c10::toString(type), "; convert it"));
 }
 
-// The elements of the source in their order, where the mask says: how many a rank's part is beyond,
-// the whole mask tells.
+// The elements of the source are taken in order where the mask is true: the global mask determines
+// how many come before a rank's shard.
 Plan masked_scatter(const OpCall& call) {
   const TensorInfo* x = call.find("self");
   const auto* out = call.in_place() ? nullptr : call.outputs();
@@ -228,7 +228,8 @@ Plan diagonal_scatter(const OpCall& call) {
   return solve(p);
 }
 
-// The first elements of the source were taken, the others have no gradient.
+// The elements of the source that were taken, the first ones, have a gradient; the others have
+// none.
 at::Tensor masked_scatter_backward(const at::Tensor& grad, const at::Tensor& mask,
                                    c10::SymIntArrayRef sizes) {
   c10::SymInt count = 1;

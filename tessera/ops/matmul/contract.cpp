@@ -115,7 +115,7 @@ Plan contract_rule(const OpCall& c) {
   return solve(p);
 }
 
-// Whether folding dims 0 .. end - 1 into one would tear a sharded dim.
+// True if flattening dims 0 .. end - 1 would break up a sharded dim.
 bool tears(const at::Tensor& t, std::int64_t end) {
   const ShardMeta* meta = meta_of(t);
   if (!meta) return false;
@@ -149,8 +149,7 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b) {
   const bool torn = a.dim() >= 2 && b.dim() >= 2 && (a.dim() > 2 || b.dim() > 2) &&
                     (tears(a, a.dim() - 1) || tears(b, b.dim() - 1));
   if (!torn) return at::native::matmul(a, b);
-  // Batch dims are aligned at the end; those of size 1 that the other stretches are taken out
-  // first.
+  // Batch dims are aligned at the end; those of size 1 that are broadcast are removed first.
   const std::int64_t batches = std::max(a.dim(), b.dim()) - 2;
   const auto prepare = [&](const at::Tensor& t, const at::Tensor& other, Indices& labels) {
     at::Tensor s = t;
@@ -168,7 +167,7 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b) {
   };
   Indices la, lb, lo;
   const at::Tensor x = prepare(a, b, la), y = prepare(b, a, lb);
-  // A batch dim of size 1 on one side alone, which the other has not, stands in the result; so does
+  // A batch dim of size 1 on one side alone, which the other does not have, is in the result; so is
   // every other one.
   for (std::int64_t l = 0; l < batches; ++l) lo.push_back(l);
   for (const auto l : {batches, batches + 1}) la.push_back(l);

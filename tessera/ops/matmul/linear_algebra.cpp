@@ -1,5 +1,5 @@
-// Linear algebra: factorisations, solvers and determinants of the matrices in the last dims, of
-// which the batches before them may be sharded; distances between rows; traces.
+// Linear algebra: factorisations, solvers and determinants of the matrices in the last dims, whose
+// batch dims may be sharded; distances between rows; traces.
 
 #include <ATen/core/function_schema.h>
 #include <ATen/ops/sum.h>
@@ -26,11 +26,11 @@ using Shape = std::vector<std::int64_t>;
 
 // ---- batches of matrices ----
 
-/// Dims at the end of each argument that belong to one problem; all others are batches, aligned at
-/// the end.
+/// Number of dims at the end of each argument that belong to one problem; all others are batch
+/// dims, aligned at the end.
 using Trailing = std::map<std::string, int>;
 
-// The right-hand side of a system may be a vector a matrix.
+// The right-hand side of a system may be one vector per matrix.
 bool is_vector_of(const OpCall& call, const TensorInfo& b, const TensorInfo& a) {
   if (b.spec.dims() == 1) return true;
   const Shape& m = a.spec.shape();
@@ -73,7 +73,8 @@ Plan batched(const OpCall& call, const Trailing& trailing) {
       if (out.shape[d] == extent[d]) labels[d] = d;
     }
     p.outputs.push_back(std::move(labels));
-    // A result without some batch dim would be wrong on every rank but one: then all is whole.
+    // A result without some batch dim would be wrong on every rank but one: then nothing is
+    // sharded.
     for (int d = 0; d < batches; ++d) {
       if (out.defined && out.shape != Shape{0} &&
           (d >= static_cast<int>(out.shape.size()) || out.shape[d] != extent[d]))
@@ -110,7 +111,7 @@ Plan distances(const OpCall& call) {
   return solve(p);
 }
 
-// Of the ranks' parts: whether any is wrong is for each rank to say.
+// For checks of each rank's shard: a rank reports an error by itself.
 Plan checked(const OpCall&) { return {}; }
 
 // Each rank sums the diagonal's elements that it holds. libtorch's own derivative writes into a

@@ -1,4 +1,4 @@
-// Products: rows and columns may be sharded; where the summed dim is, the result is a partial sum.
+// Products: rows and columns may be sharded; if the summed dim is, the result is a partial sum.
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
@@ -74,7 +74,7 @@ const bool registered = [] {
   const auto product = [](const char* op, const char* notation) {
     register_rule(op, index_rule(notation, {.linear = true}));
   };
-  // self is stretched to the product; where that is a partial sum, one rank adds it
+  // self is broadcast to the product; if that is a partial sum, one rank adds it
   const auto product_and_sum = [](const char* op, const char* notation) {
     register_rule(op, with_whole_factors(index_rule(notation, {.linear = true, .added = {0}})));
   };

@@ -1,6 +1,6 @@
-// Batch normalization over uneven parts: every rank's sums are added, then divided by the true
-// count, so that the result is what one process computes. Two passes (mean first), as libtorch's
-// own kernels are stable too.
+// Batch normalization over uneven shards: every rank's sums are added, then divided by the global
+// count, so that the result is what one process computes. Two passes (mean first), numerically
+// stable like libtorch's own kernels.
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/rsqrt.h>
@@ -40,7 +40,7 @@ struct BatchNorm {
       throw InvalidArgument(concat(call.name(), " of an input of shape ", list(x.spec.shape()),
                                    ": it needs samples and channels"));
     const Labels data = all_labels(dims);
-    // The statistics that a forward without training has saved are empty.
+    // A forward without training saves empty statistics.
     for (const TensorInfo& t : call.tensors())
       problem.inputs.push_back(
           t.spec.dims() > 1
@@ -56,7 +56,7 @@ struct BatchNorm {
     }
   }
 
-  // Of the result, which libtorch makes row-major or channels_last.
+  // Strides of the result, which libtorch makes row-major or channels_last.
   Shape strides() const {
     const Shape& shape = x.spec.shape();
     return dims > 3 && is_channels_last(shape, x.strides) ? channels_last(shape)
@@ -71,7 +71,7 @@ at::Tensor over_channels(const at::Tensor& t, std::int64_t dims) {
   return t.reshape(shape);
 }
 
-// libtorch's kernels divide by the number of channels or samples. Where a rank has none there is
+// libtorch's kernels divide by the number of channels or samples. If a rank has none there is
 // nothing to compute.
 bool nothing_here(const Plan& plan, const OpCall& call) {
   for (const TensorInfo& t : call.tensors()) {
@@ -85,8 +85,8 @@ at::Tensor optional_tensor(const c10::IValue& v) {
   return v.isTensor() ? v.toTensor() : at::Tensor();
 }
 
-// Of the field, then two by channels, as a kernel would have made them. `of_channels` gives the
-// latter's dtype.
+// Zeros for the field, then for two tensors by channels, as a kernel would have made them.
+// `of_channels` returns the latter's dtype.
 LocalFunction zeros_of(const Plan& plan,
                        at::ScalarType (*of_channels)(const torch::jit::Stack& arguments)) {
   std::vector<Shape> shapes;
@@ -99,21 +99,21 @@ LocalFunction zeros_of(const Plan& plan,
     return results;
   };
 }
-// Of the statistics that a forward pass returns.
+// The dtype of the statistics that a forward pass returns.
 at::ScalarType of_statistics(const torch::jit::Stack& a) {
   return wide_statistics_dtype(a[0].toTensor(), {optional_tensor(a[1]), optional_tensor(a[2]),
                                                  optional_tensor(a[3]), optional_tensor(a[4])});
 }
-// Of the gradients of weight and bias.
+// The dtype of the gradients of weight and bias.
 at::ScalarType of_gradients(const torch::jit::Stack& a) {
   const at::Tensor weight = optional_tensor(a[2]);
   return (weight.defined() ? weight : a[1].toTensor()).scalar_type();
 }
 
-// Running statistics are updated where they lie: what a step says of them, which lies like the
-// channels, goes there.
+// Updates running statistics in place: the statistics of a step, which are sharded like the
+// channels, are redistributed to them.
 struct Running {
-  ShardSpec step;  // of what is computed
+  ShardSpec step;  // of the statistics computed in a step
   std::optional<ShardSpec> mean, var;
 
   Running(const OpCall& call, Plan& plan) : step(plan.outputs[1].spec) {
@@ -143,7 +143,7 @@ Plan batch_norm(const OpCall& call) {
   Plan plan = solve(b.problem);
   plan.outputs[0].strides = b.strides();
   if (!call.boolean("training")) {
-    // Sample by sample; the statistics that are returned are empty, as libtorch's are.
+    // Sample by sample; the statistics that are returned are empty, like libtorch's.
     const ShardSpec none = mapped_spec(call.tensor(0).spec, {0}, {-1}, false);
     plan.outputs[1] = plan.outputs[2] = {none, Shape{1}};
     if (nothing_here(plan, call)) plan.local = zeros_of(plan, of_statistics);
@@ -179,8 +179,8 @@ Plan batch_norm(const OpCall& call) {
   return plan;
 }
 
-// libtorch's kernel takes a part for channels_last whatever the strides of its dims of one element
-// say, and reads the gradient by the input's.
+// libtorch's kernel may treat a shard as channels_last whatever the strides of its dims of one
+// element are, and reads the gradient by the input's.
 torch::jit::Stack backward_in_order(const c10::OperatorHandle& op, torch::jit::Stack a) {
   for (int i = 0; i < 3; ++i) {
     if (!a[i].isTensor() || !a[i].toTensor().defined()) continue;

@@ -1,6 +1,6 @@
-// Group norm: any dims may be sharded. Where channels or space are, mean and variance of a group
-// are put together from those of its parts, by two all-reduces of one number per sample and group
-// forward and one of two backward; the field stays as it is.
+// Group norm: any dims may be sharded. If channels or space are, mean and variance of a group are
+// combined from those of its shards, by two all-reduces of one number per sample and group in
+// forward and one of two in backward; the field is not moved.
 
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
@@ -29,7 +29,7 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-// One call: samples x channels x space, and how the labels of its tensors are.
+// One call: samples x channels x space, and the labels of its tensors.
 struct Groups {
   Groups(const OpCall& call, const TensorInfo& input)
       : x(input), n(x.spec.dims()), count(call.integer("group")) {
@@ -42,7 +42,7 @@ struct Groups {
     statistics = {x.spec.shape()[0], count};
   }
 
-  /// The axes that take groups apart, when the input lies as planned.
+  /// The axes that divide groups among ranks, for the planned spec of the input.
   static std::vector<int> axes_within(const ShardSpec& x) {
     std::vector<int> axes;
     for (std::size_t a = 0; a < x.placements().size(); ++a) {
@@ -103,7 +103,7 @@ struct Part {
   std::int64_t groups;
   Shape local, space;
   std::int64_t first, each;
-  /// Of a group; of one channel on this rank.
+  /// Number of elements of a group; and of one channel on this rank.
   double elements, here = 1;
 };
 
@@ -142,7 +142,7 @@ Plan group_norm(const OpCall& call) {
     const at::Tensor x = a[0].toTensor();
     const auto type = at::toOpMathType(x.scalar_type());
     const at::Tensor wide = x.to(type);
-    // Of each channel on this rank: count, mean and squares around it, put together by groups.
+    // For each channel on this rank count, mean and squares around it, combined by groups.
     at::Tensor mean_here = at::zeros({part.local[0], part.local[1]}, wide.options()),
                squares_here = mean_here;
     if (part.space.empty()) {
@@ -200,7 +200,7 @@ Plan group_norm_backward(const OpCall& call) {
                      normal = (x.to(type) - part.per_element(a[2].toTensor().to(type))) * rstd;
     const at::Tensor bias = part.over_space(dy), weight = part.over_space(dy * normal);
     const at::Tensor w = given(a[4], type);
-    // One all-reduce for both sums: they stand side by side as samples.
+    // One all-reduce for both sums: they are concatenated along samples.
     const at::Tensor both =
         at::stack({bias, weight}) * (w.defined() ? w : at::ones({1}, dy.options()));
     const at::Tensor flat = both.flatten(0, 1);
@@ -220,7 +220,8 @@ Plan group_norm_backward(const OpCall& call) {
   return plan;
 }
 
-// Kernels that refuse nothing are not called on an empty part; statistics over ranks are for all.
+// Kernels that refuse empty shards are not called on one; statistics over ranks are computed on all
+// ranks.
 Rule guarded_where_local(Rule rule) {
   return [rule, guard = guarded(rule)](const OpCall& call) {
     Plan plan = rule(call);

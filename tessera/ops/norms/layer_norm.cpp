@@ -1,6 +1,6 @@
-// Layer norm: any dims may be sharded. Where the normalized ones are, mean and variance of a row
-// are put together from those of its parts, by two all-reduces of one number per row forward and
-// one of two backward; the field stays as it is.
+// Layer norm: any dims may be sharded. If the normalized ones are, mean and variance of a row are
+// combined from those of its shards, by two all-reduces of one number per row in forward and one of
+// two in backward; the field is not moved.
 
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
@@ -27,7 +27,7 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-// Which dims are normalized, how many elements a row has, and how parts of rows lie.
+// Which dims are normalized, how many elements a row has, and how rows are sharded.
 struct Rows {
   Rows(const OpCall& call, const TensorInfo& input)
       : x(input), normalized(call.integers("normalized_shape")) {
@@ -43,7 +43,8 @@ struct Rows {
       inner.push_back(d);
       count *= static_cast<double>(x.spec.shape()[d]);
     }
-    // Where no row is taken apart, a weight that is sharded is gathered rather than the rows cut.
+    // If no row is divided among ranks, a weight that is sharded is gathered rather than dividing
+    // the rows.
     for (int d = free; d < n; ++d) cut |= x.spec.is_sharded(d);
     data = cut ? all_labels(n) : first_dims_free(n, free);
     if (!cut) inner.assign(inner.size(), kWhole);
@@ -53,13 +54,13 @@ struct Rows {
 
   const TensorInfo& x;
   Shape normalized, statistics, dims;
-  Labels data, inner;  // of what has the input's shape; of weight and bias
+  Labels data, inner;  // of tensors with the input's shape; of weight and bias
   int n, free;
   bool cut = false;
   double count = 1;
 };
 
-// The axes that take rows apart.
+// The axes that divide rows among ranks.
 std::vector<int> axes_within(const ShardSpec& x, int free) {
   std::vector<int> axes;
   for (std::size_t a = 0; a < x.placements().size(); ++a) {
@@ -85,7 +86,7 @@ Plan layer_norm(const OpCall& call) {
   p.output_shapes = {r.x.spec.shape(), r.statistics, r.statistics};
   if (r.cut) p.contract.insert(r.inner.begin(), r.inner.end());
   Plan plan = solve(p);
-  // as the kernel makes it
+  // in the dtype that the kernel returns
   if (const auto* known = call.outputs(); known && known->size() == 3) {
     for (std::size_t o = 0; o < 3; ++o) plan.outputs[o].strides = (*known)[o].strides;
   }
@@ -95,7 +96,7 @@ Plan layer_norm(const OpCall& call) {
   const Shape local = plan.inputs[0]->local_shape();
   const bool empty = plan.inputs[0]->local_numel() == 0;
   if (axes.empty()) {
-    // Kernels disagree on the shape of the statistics of nothing.
+    // Kernels disagree on the shape of the statistics of an empty input.
     if (empty)
       plan.local = [local, b = plan.outputs[1].spec.local_shape()](const c10::OperatorHandle&,
                                                                    torch::jit::Stack a) {

@@ -1,5 +1,5 @@
 // Random numbers: element i of a draw is a function of seed, draw and i's global index. So they are
-// the same whatever the placement and the number of ranks. Plain tensors keep libtorch's generator.
+// the same for any placement and number of ranks. Plain tensors use libtorch's generator.
 
 #include <ATen/ops/empty.h>
 
@@ -25,8 +25,8 @@ namespace {
 using Shape = std::vector<std::int64_t>;
 using Words = std::array<std::uint32_t, 4>;
 
-// A draw that one rank alone has made shifts its numbers for ever. The collective level of checking
-// looks whether the ranks stand at one number.
+// A draw that one rank alone has made shifts its numbers for ever. With CheckLevel::collective the
+// ranks' positions are compared.
 void require_in_step(const MeshContext& context, std::uint64_t seed, std::uint64_t stream) {
   if (context.mesh.layout().size() < 2) return;
   const Group all = context.mesh.all();
@@ -42,7 +42,7 @@ void require_in_step(const MeshContext& context, std::uint64_t seed, std::uint64
   }
 }
 
-// One draw: which numbers, for the elements of a spec.
+// One draw: the numbers for the elements of a spec.
 struct Source {
   ShardSpec spec;
 
@@ -83,7 +83,7 @@ struct Source {
   }
 };
 
-// Rounded down to the type's own grid, so that 1 is never reached.
+// Rounded down to the dtype's own grid, so that 1 is never reached.
 double unit(const Words& w, at::ScalarType type) {
   switch (type) {
     case at::kDouble:
@@ -97,7 +97,7 @@ double unit(const Words& w, at::ScalarType type) {
   }
 }
 
-// Box and Muller (1958).
+// The Box-Muller transform (1958).
 double normal(const Words& w) {
   const double u = 1.0 - unit_double(w[0], w[1]), v = unit_double(w[2], w[3]);
   return std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * std::numbers::pi * v);
@@ -111,13 +111,13 @@ void refuse_generator(const OpCall& call) {
   }
 }
 
-// What plain libtorch refuses, told on every rank before anything is drawn.
+// Checks what plain libtorch refuses, on every rank before anything is drawn.
 using Check = std::function<void(const OpCall&)>;
 
 [[noreturn]] void refuse(const OpCall& call, const std::string& what) {
   throw InvalidArgument(concat(call.name(), what));
 }
-// Of the type of what is drawn.
+// Checks the dtype of what is drawn.
 void require_floating(const OpCall& call) {
   const auto* out = call.outputs();
   const at::ScalarType type = out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype;
@@ -168,7 +168,7 @@ void check_probabilities_type(const OpCall& call) {
 
 using Draw = std::function<at::Tensor(const Source&, const torch::jit::Stack&, at::ScalarType)>;
 
-// The first input as `spec`, the others whole on every rank.
+// The first input as `spec`, the others replicated.
 std::vector<std::optional<ShardSpec>> inputs_of(const OpCall& call, const ShardSpec& spec) {
   std::vector<std::optional<ShardSpec>> inputs{spec};
   for (std::size_t i = 1; i < call.tensors().size(); ++i) {
@@ -194,7 +194,7 @@ Plan in_place(const OpCall& call, const Draw& draw) {
   return plan;
 }
 
-// rand_like(x), bernoulli(x): a new tensor laid out like the input.
+// rand_like(x), bernoulli(x): a new tensor with the input's placements.
 Plan functional(const OpCall& call, const Draw& draw) {
   refuse_generator(call);
   const ShardSpec spec = without_partial(call.tensor(0).spec);
@@ -226,7 +226,7 @@ at::Tensor bernoulli_p(const Source& s, const torch::jit::Stack& a, at::ScalarTy
   return s.doubles([&](const Words& w) { return unit_double(w[0], w[1]) < p ? 1.0 : 0.0; });
 }
 
-// This rank's part of a tensor that is expanded to the global shape.
+// This rank's box of a tensor that is expanded to the global shape.
 at::Tensor part_of_expanded(const Source& s, const at::Tensor& t) {
   at::Tensor part = t.expand(s.spec.shape());
   for (std::size_t d = 0; d < s.spec.shape().size(); ++d)
@@ -239,7 +239,7 @@ at::Tensor below(const Source& s, const at::Tensor& probabilities) {
   const at::Tensor p = probabilities.to(at::kDouble);
   const at::Tensor u =
       s.doubles([](const Words& w) { return unit_double(w[0], w[1]); }).to(p.device());
-  // elsewhere it would make the host wait
+  // on other devices the host would have to wait
   if (p.is_cpu() && p.numel() > 0)
     TORCH_CHECK(p.ge(0).logical_and(p.le(1)).all().item<bool>(),
                 "bernoulli: probabilities must be 0 to 1");
@@ -248,7 +248,7 @@ at::Tensor below(const Source& s, const at::Tensor& probabilities) {
 at::Tensor bernoulli_each(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
   return below(s, a[0].toTensor());
 }
-// Of probabilities that are given whole on every rank.
+// For probabilities that are replicated.
 at::Tensor bernoulli_tensor(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
   return below(s, part_of_expanded(s, a[1].toTensor()));
 }
@@ -270,7 +270,7 @@ at::Tensor cauchy(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
   });
 }
 
-// Trials up to the first success.
+// Number of trials up to the first success.
 at::Tensor geometric(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
   const double p = a[1].toDouble();
   return s.doubles([&](const Words& w) {
@@ -279,7 +279,7 @@ at::Tensor geometric(const Source& s, const torch::jit::Stack& a, at::ScalarType
   });
 }
 
-// Whole numbers in [low, high), by scaling: the bias is below 2^-53 times their number.
+// Integers in [low, high), by scaling: the bias is below 2^-53 times their number.
 at::Tensor integers(const Source& s, double low, double high) {
   return s.doubles(
       [=](const Words& w) { return low + std::floor(unit_double(w[0], w[1]) * (high - low)); });

@@ -20,8 +20,8 @@ namespace tessera::detail::packed_sequence_rules {
 
 namespace {
 
-// Where each packed step comes from follows from the lengths alone, which are plain and the same on
-// all ranks, as are the sizes of the batches that come back: the program reads them.
+// The source of each packed step follows from the lengths alone, which are plain and the same on
+// all ranks, as are the sizes of the batches that are returned: the program reads them.
 std::tuple<at::Tensor, at::Tensor> pack(const at::Tensor& input, const at::Tensor& lengths,
                                         bool batch_first) {
   if (input.dim() < 2)
@@ -34,7 +34,7 @@ std::tuple<at::Tensor, at::Tensor> pack(const at::Tensor& input, const at::Tenso
   return {input.flatten(0, 1).index_select(0, from.to(input.device())), sizes};
 }
 
-// Back: zero is the padding, a step that was packed counts from one.
+// The inverse: index zero is the padding, packed steps count from one.
 std::tuple<at::Tensor, at::Tensor> unpack(const at::Tensor& data, const at::Tensor& batch_sizes,
                                           bool batch_first, const at::Scalar& padding,
                                           std::int64_t total_length) {

@@ -1,6 +1,5 @@
 // Recurrent layers. Their weights are used in every step: a sharded one is gathered once in forward
-// and once in backward, and kept as long as its layer is at work. Everything else is libtorch's own
-// composite.
+// and once in backward, and kept while its layer runs. Everything else is libtorch's own composite.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gru_native.h>
@@ -27,7 +26,7 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// One call of a layer, as its backward knows it: nodes' hooks share it.
+// One call of a layer, for its backward: hooks of nodes share it.
 struct Call {
   std::vector<at::Tensor> parameters;
   std::size_t at_a_time;
@@ -47,7 +46,7 @@ struct Call {
   }
 };
 
-// Before a node of the graph runs: the layer's last one begins its backward, the one that made its
+// Runs before a node of the graph: the layer's last one begins its backward, the one that made its
 // input ends it.
 struct AtNode final : torch::autograd::FunctionPreHook {
   AtNode(std::shared_ptr<Call> c, bool b) : call(std::move(c)), begins(b) {}
@@ -63,7 +62,7 @@ struct AtNode final : torch::autograd::FunctionPreHook {
   bool begins;
 };
 
-// While a layer computes.
+// Lives while a layer computes.
 struct AtWork {
   explicit AtWork(const Call& call) {
     GatheredParameters::set_current(
@@ -100,8 +99,8 @@ auto gathered_once(const at::Tensor& input, at::TensorList parameters, std::int6
   return results;
 }
 
-// A state that is the same on all ranks (zeros, if none was given) begins cut as the samples are:
-// else the first step would move data.
+// A state that is the same on all ranks (zeros, if none was given) is sharded like the samples:
+// otherwise the first step would move data.
 at::Tensor cut_as_samples(const at::Tensor& state, const at::Tensor& input, int batch) {
   const ShardMeta* meta = meta_of(input);
   if (!meta || input.dim() != 3 || state.dim() != 3 || !meta->spec().is_sharded(batch) ||
@@ -162,8 +161,8 @@ Two recurrent_packed(const at::Tensor& x, const at::Tensor& sizes, const at::Ten
                        [&] { return native(x, sizes, hx, w, biases, layers, p, train, both); });
 }
 
-// One direction of one layer of an LSTM. The gates of all steps are computed at once, as far as
-// they come from the input.
+// One direction of one layer of an LSTM. The contributions of the input to the gates of all steps
+// are computed at once.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> mkldnn_rnn_layer(
     const at::Tensor& input, const at::Tensor& weight_input, const at::Tensor& weight_hidden,
     const at::Tensor& bias_input, const at::Tensor& bias_hidden, const at::Tensor& hx,

@@ -1,5 +1,5 @@
-// Results whose shape or values depend on all elements at once: the inputs are gathered. Values
-// that leave to the host are among them.
+// Results whose shape or values depend on all elements at once: the inputs are gathered. So are
+// values that are read by the host.
 
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/rule.h"

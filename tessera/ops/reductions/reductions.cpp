@@ -1,5 +1,5 @@
-// Reductions: over a sharded dim each rank reduces its part and the result is Partial; means are
-// divided by the global count, so that uneven parts give what one process gives.
+// Reductions: over a sharded dim each rank reduces its shard and the result is Partial; means are
+// divided by the global count, so that uneven shards give what one process gives.
 
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
@@ -50,8 +50,8 @@ Plan mean(const OpCall& call) {
   double count = 1;
   for (const int d : p.contract) count *= static_cast<double>(call.tensor(0).spec.shape()[d]);
   const Shape dims(p.contract.begin(), p.contract.end());
-  // Summed in float32 where the result is of half precision: the sum of many may be beyond its
-  // range though the mean is not.
+  // Summed in float32 if the result is of half precision: the sum of many may exceed its range
+  // though the mean does not.
   plan.local = [count, dims, keep = keeps(call), dtype = (*out)[0].dtype,
                 scalar = call.tensor(0).spec.dims() == 0](const c10::OperatorHandle&,
                                                           torch::jit::Stack arguments) {
@@ -82,10 +82,10 @@ at::Scalar highest(at::ScalarType t) {
                            : at::Scalar(std::numeric_limits<std::int64_t>::max());
 }
 
-// Sums of what is not linear in the input.
+// Sums of a function that is not linear in the input.
 Plan count(const OpCall& call) { return solve(reduction(call, ReduceOp::Kind::sum)); }
 
-// An empty part has no maximum: it contributes the value that every other one beats.
+// An empty shard has no maximum: it contributes the neutral value.
 Plan extremum(const OpCall& call, bool max) {
   LabelProblem p = reduction(call, max ? ReduceOp::Kind::max : ReduceOp::Kind::min);
   Plan plan = solve(p);

@@ -1,5 +1,5 @@
-// Sorts, scans and picks along one dim. Extremes, their places and logsumexp are put together from
-// those of the parts where the dim is sharded; for the others it must be whole.
+// Sorts, scans and selections along one dim. Extremes, their indices and logsumexp are combined
+// from those of the shards if the dim is sharded; for the others the dim must not be sharded.
 
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
@@ -32,8 +32,8 @@ namespace tessera::detail::sort_and_scan_rules {
 
 namespace {
 
-// Results with and without the reduced dim, all of one shape, and the dim whole: max.dim, argmax,
-// median...
+// Results with and without the reduced dim, all of one shape, and the dim not sharded: max.dim,
+// argmax, median...
 Plan along_reduced(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   const auto dims = reduced_dims(call);
@@ -48,8 +48,9 @@ Plan along_reduced(const OpCall& call) {
   return solve(p);
 }
 
-// The largest (or smallest) along one sharded dim and where it stands: of the ranks' extremes the
-// extreme, and of the places where it stands the first, as plain libtorch says. NaN is beyond all.
+// The largest (or smallest) value along one sharded dim and its index: the extreme of the ranks'
+// extremes, and the first of the indices where it occurs, as in plain libtorch. NaN counts as more
+// extreme than all.
 Plan extreme_along(const OpCall& call, bool largest, bool with_values) {
   const TensorInfo& x = call.tensor(0);
   const int n = x.spec.dims();
@@ -71,7 +72,7 @@ Plan extreme_along(const OpCall& call, bool largest, bool with_values) {
                 extent = x.spec.shape()[d]](const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor t = a[0].toTensor();
     const bool floating = at::isFloatingType(t.scalar_type());
-    // Collectives of all back ends take these types.
+    // Collectives of all backends support these dtypes.
     const auto type =
         floating ? (t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat) : at::kLong;
     auto shape = t.sizes().vec();
@@ -90,7 +91,7 @@ Plan extreme_along(const OpCall& call, bool largest, bool with_values) {
       place = i + begin;
     }
     const at::Tensor unknown = value.isnan();
-    // 1 where some rank has a NaN, which is then what counts
+    // 1 if some rank has a NaN, which then is the result
     const at::Tensor any_unknown =
         floating ? over(unknown.to(at::kFloat), ReduceOp::max).to(at::kBool) : unknown;
     const at::Tensor best = over(at::where(unknown, at::full_like(value, worst), value), how);
@@ -107,7 +108,7 @@ Plan extreme_along(const OpCall& call, bool largest, bool with_values) {
   return plan;
 }
 
-// log(sum(exp(x))) of the ranks' parts.
+// log(sum(exp(x))) from the ranks' shards.
 Plan logsumexp(const OpCall& call) {
   const TensorInfo& x = call.tensor(0);
   const int n = x.spec.dims();
@@ -137,14 +138,14 @@ Plan logsumexp(const OpCall& call) {
       part = a[0].toTensor();
     }
     const at::Tensor top = over(part.clone(), ReduceOp::max);
-    // infinite ones are no distance from themselves
+    // infinite values have no distance from themselves
     const at::Tensor from = at::where(top.isinf(), at::zeros_like(top), top);
     return torch::jit::Stack{(over((part - from).exp()).log() + from).to(type)};
   };
   return plan;
 }
 
-// Same number of dims in and out, `dim` whole, the others free: softmax, cumsum, sort, topk,
+// Same number of dims in and out, `dim` not sharded, the others free: softmax, cumsum, sort, topk,
 // flip...
 Plan along(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
@@ -175,14 +176,14 @@ Plan along(const OpCall& call) {
     }
   }
   p.outputs.assign(call.schema().returns().size(), labels);
-  // of a backward the result is shaped as what was differentiated
+  // the result of a backward has the shape of what was differentiated
   const TensorInfo* self = call.find("self");
   if (!call.outputs())
     p.output_shapes.assign(p.outputs.size(), (self ? *self : call.tensor(0)).spec.shape());
   return solve(p);
 }
 
-// Along a sharded dim each rank sends its own k best; of these the k best are taken by all.
+// Along a sharded dim each rank sends its own k largest; every rank takes the k largest of these.
 Plan topk(const OpCall& call) {
   const TensorInfo& x = call.tensor(0);
   const int n = x.spec.dims();
@@ -222,8 +223,8 @@ Plan topk(const OpCall& call) {
   return plan;
 }
 
-// Zeros of `sizes` that are cut as `like`, whose dims are the same but for `dim`, along which they
-// are whole.
+// Zeros of `sizes` that are sharded as `like`, whose dims are the same except for `dim`, which is
+// not sharded.
 at::Tensor zeros_along(const at::Tensor& like, std::int64_t dim, c10::SymIntArrayRef sizes) {
   const at::Tensor slice =
       like.size(dim) == 0 ? like.new_zeros({}).reshape(std::vector<std::int64_t>(like.dim(), 1))
@@ -231,7 +232,7 @@ at::Tensor zeros_along(const at::Tensor& like, std::int64_t dim, c10::SymIntArra
   return at::zeros_like(slice.expand_symint(sizes));
 }
 
-// Of max.dim, sort, topk, kthvalue, mode...: the gradient goes where the values came from.
+// Backward of max.dim, sort, topk, kthvalue, mode...: the gradient goes where the values came from.
 at::Tensor value_selecting_reduction_backward(const at::Tensor& grad, std::int64_t dim,
                                               const at::Tensor& indices, c10::SymIntArrayRef sizes,
                                               bool keepdim) {

@@ -1,5 +1,5 @@
-// Variance over uneven parts: every rank's sums are added, then divided by the true count, so that
-// the result is what one process computes.
+// Variance over uneven shards: every rank's sums are added, then divided by the global count, so
+// that the result is what one process computes.
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/real.h>
@@ -55,7 +55,7 @@ Plan variance(const OpCall& call, bool root, bool with_mean) {
   const std::vector<int> axes = reduce_inside(plan.outputs[0]);
   if (axes.empty()) return plan;
   if (with_mean) reduce_inside(plan.outputs[1]);
-  // Each rank's count, mean and sum of squares around it are put together (Chan, Golub and LeVeque:
+  // Each rank's count, mean and sum of squares around it are combined (Chan, Golub and LeVeque:
   // "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
   const at::ScalarType type = x.dtype;
   double here = 1;

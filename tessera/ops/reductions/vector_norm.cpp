@@ -25,8 +25,8 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-// Norms of parts are raised to the order, added and rooted in a type wide enough for it: squares of
-// half-precision norms soon leave its range.
+// Norms of shards are raised to the order, added and rooted in a dtype wide enough for it: squares
+// of half-precision norms soon exceed its range.
 at::ScalarType wide_type(at::ScalarType t) {
   return t == at::kHalf || t == at::kBFloat16 ? at::kFloat : at::kDouble;
 }
@@ -51,14 +51,15 @@ Plan norm(const OpCall& call) {
     const bool infinite = std::isinf(order);
     const at::ScalarType wide = wide_type(type);
     at::Tensor part;
-    // Kernels refuse some orders of nothing; a negative one of nothing is infinite, so that nothing
+    // Kernels refuse some orders for empty tensors; a negative one gives infinity, so that nothing
     // is added.
     if (empty) {
       part = at::full(shape, order >= 0 ? 0.0 : std::numeric_limits<double>::infinity(),
                       x.options().dtype(order == 0 ? type : wide));
     } else {
       if (wide == at::kFloat) a[0] = x.to(x.is_complex() ? at::kComplexFloat : at::kFloat);
-      // the type of the result may be an argument, by which a half-precision part would be rounded
+      // the dtype of the result may be an argument, to which a half-precision value would be
+      // rounded
       if (wide == at::kFloat && a.size() > 4 && a[4].isInt()) a[4] = at::kFloat;
       op.callBoxed(a);
       part = order == 0 ? a[0].toTensor() : a[0].toTensor().to(wide);
@@ -71,7 +72,7 @@ Plan norm(const OpCall& call) {
   return plan;
 }
 
-// Each slice along `dim` has a norm over all the others, which are whole.
+// Each slice along `dim` has a norm over all other dims, which are not sharded.
 Plan renorm(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   if (n < 2)
@@ -90,7 +91,7 @@ at::Tensor dist(const at::Tensor& self, const at::Tensor& other, const at::Scala
   return at::norm(self - other, p);
 }
 
-// The tensors of a list may lie anywhere: each has a norm of its own (clip_grad_norm_).
+// The tensors of a list may have any placements: each has a norm of its own (clip_grad_norm_).
 std::vector<at::Tensor> foreach_norm(at::TensorList tensors, const at::Scalar& order,
                                      std::optional<at::ScalarType> dtype) {
   std::vector<at::Tensor> norms;

@@ -36,7 +36,7 @@ Rule guarded(Rule rule) {
         made.push_back({{}, std::nullopt, false});
         continue;
       }
-      // it has a value here: the kernel must say which
+      // the rank has a value here: the kernel must compute it
       if (spec.local_numel() > 0 && !spec.has_partial()) return plan;
       made.push_back({spec.local_shape(),
                       known && o < known->size() ? std::optional((*known)[o].dtype) : std::nullopt,

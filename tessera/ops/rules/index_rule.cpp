@@ -83,7 +83,7 @@ struct Notation {
             return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
                    c == '_';
           }))
-        fail(concat("'", word, "' is no name"));
+        fail(concat("'", word, "' is not a name"));
       const int label = labels.emplace(word, static_cast<int>(labels.size())).first->second;
       for (const NamedDim& d : all) {
         if (d.label == label) fail(concat("a tensor has the dim '", word, "' twice"));
@@ -94,7 +94,7 @@ struct Notation {
   }
 };
 
-// The labels of one tensor's dims, with dims stretched or left out.
+// The labels of one tensor's dims, with its broadcast and ellipsis dims resolved.
 NamedDims expanded(const NamedDims& dims, std::size_t of_ellipsis) {
   NamedDims all;
   for (const NamedDim& d : dims) {
@@ -116,7 +116,7 @@ std::string argument_of(const OpCall& call, const TensorInfo& t) {
   return call.schema().arguments()[t.argument].name();
 }
 
-// The place in the notation of each tensor given: tensor arguments of the schema count.
+// The position in the notation of each tensor given: tensor arguments of the schema count.
 std::vector<std::size_t> places(const OpCall& call, const Notation& n) {
   std::map<int, std::size_t> place_of;
   const auto& arguments = call.schema().arguments();

@@ -12,11 +12,11 @@ namespace tessera::detail {
 
 namespace {
 
-// What one mesh axis does.
+// What one mesh axis does: how it may be used in a plan.
 struct Choice {
   enum class Kind : unsigned char { label, partial, replicate } kind = Kind::replicate;
   int label = kWhole;
-  int input = -1;  // of a partial one; -1: all
+  int input = -1;  // of the partial input; -1: all
   ReduceOp::Kind op = ReduceOp::Kind::sum;
 };
 
@@ -27,7 +27,7 @@ int dim_of(const Labels& labels, int label) {
   return static_cast<int>(std::find(labels.begin(), labels.end(), label) - labels.begin());
 }
 
-// Some output lacks the label and so becomes partial.
+// True if some output lacks the label and so becomes partial.
 bool leaves_partial(const LabelProblem& p, int label) {
   for (const Labels& out : p.outputs) {
     if (!has(out, label)) return true;
@@ -65,8 +65,7 @@ double cost(const Placement& from, const Placement& to, double numel, int ranks)
   return to.is_shard() ? numel * rest / ranks : numel * rest;
 }
 
-// Parameters are gathered rather than data moved, but not where the operator can work on their
-// parts.
+// Parameters are gathered rather than moving data, unless the operator can work on their shards.
 constexpr double kGatherParameter = 1e-4;
 
 std::vector<Choice> choices(const LabelProblem& p, int axis) {
@@ -106,14 +105,14 @@ Choice best(const LabelProblem& p, int axis, int ranks) {
       if (tensors[i].written && !(from == to) && !(from.is_partial() && to.is_replicate()))
         // a partial target can be reduced first
         possible = false;
-      // the result lies where the target does
+      // the result must have the target's placement
       if (i == 0 && p.call.in_place() && !p.outputs.empty() && !(placed(p, c, 0) == to))
         possible = false;
       const double gather = cost(from, to, static_cast<double>(tensors[i].spec.numel()), ranks);
       moved += tensors[i].parameter ? std::min(gather, kGatherParameter) : gather;
     }
     if (!possible) continue;
-    // Among equals: sharded before partial before replicated.
+    // Among equal costs: sharded before partial before replicated.
     if (c.kind == Choice::Kind::partial ||
         (c.kind == Choice::Kind::label && leaves_partial(p, c.label)))
       moved += 1e-6;
@@ -157,8 +156,8 @@ Plan solve(const LabelProblem& p) {
     chosen.push_back(best(p, axis, context->sizes[axis]));
     if (chosen.back().kind == Choice::Kind::label) axes_of[chosen.back().label].push_back(axis);
   }
-  // The parts of a label: those of what is written to, else of the largest input that is cut over
-  // the same axes.
+  // The partition of a label: that of the tensor that is written to, else of the largest input that
+  // is sharded over the same axes.
   std::map<int, DimSharding> parts;
   for (const auto& [label, of] : axes_of) {
     double largest = -1;

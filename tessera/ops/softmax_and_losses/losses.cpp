@@ -1,5 +1,6 @@
-// Elementwise losses with a reduction: the loss is Partial, and a mean is a sum over the global
-// count. Losses that look at all classes of a sample at once are computed on gathered inputs.
+// Elementwise losses with a reduction: the loss is Partial, and a mean is a sum divided by the
+// global count. Losses that depend on all classes of a sample at once are computed on gathered
+// inputs.
 
 #include <ATen/core/Reduction.h>
 
@@ -18,8 +19,8 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-// A mean: the sum, divided by the global count. In float32 where the inputs are of half precision:
-// the sum may be beyond its range though the mean is not.
+// A mean: the sum, divided by the global count. In float32 if the inputs are of half precision: the
+// sum may exceed its range though the mean does not.
 Plan divided(Plan plan, const OpCall& call, double count) {
   plan.arguments = {{call.argument("reduction"), static_cast<std::int64_t>(at::Reduction::Sum)}};
   plan.local = [count](const c10::OperatorHandle& op, torch::jit::Stack arguments) {
@@ -41,7 +42,7 @@ Plan divided(Plan plan, const OpCall& call, double count) {
   return plan;
 }
 
-// Of the elements or of the positive ones: broadcast to the target.
+// True for weights of the elements or of the positive ones: they are broadcast to the target.
 bool is_weight(const OpCall& call, const TensorInfo& t) {
   const std::string& name = call.schema().arguments()[t.argument].name();
   return name == "weight" || name == "pos_weight";

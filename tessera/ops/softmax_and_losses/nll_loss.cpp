@@ -1,5 +1,5 @@
-// Negative log-likelihood and cross-entropy where the classes are sharded: each rank gives the
-// scores of the targets that are among its classes.
+// Negative log-likelihood and cross-entropy with sharded classes: each rank contributes the scores
+// of the targets that are among its classes.
 
 #include <ATen/OpMathType.h>
 #include <ATen/core/Reduction.h>
@@ -65,11 +65,11 @@ struct Classes {
   }
 };
 
-// Where this rank's classes lie, and what is picked of them.
+// The range of this rank's classes, and which scores are picked from them.
 struct Picked {
   std::int64_t begin, size, all, ignored;
   at::Tensor here;   // targets that are among this rank's classes
-  at::Tensor index;  // their place there, 0 elsewhere
+  at::Tensor index;  // their index there, 0 elsewhere
   Picked(const at::Tensor& target, std::int64_t b, std::int64_t s, std::int64_t total,
          std::int64_t ignore)
       : begin(b), size(s), all(total), ignored(ignore) {
@@ -140,7 +140,7 @@ Plan nll(const OpCall& call) {
                         zero);
     if (reduction == at::Reduction::None)
       return torch::jit::Stack{each, at::zeros({}, scores.options())};
-    // Summed in float32 where the scores are of half precision: the mean may be within its range
+    // Summed in float32 if the scores are of half precision: the mean may be within its range
     // though the sum is not.
     const auto type = scores.scalar_type(), wide = at::toOpMathType(type);
     const at::Tensor total = over(weight.sum(wide), ReduceOp::sum), sum = each.sum(wide);

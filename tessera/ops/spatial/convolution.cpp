@@ -79,7 +79,8 @@ struct Convolution {
     }
   }
 
-  // The parts of the channels where the axes of `spec` cut groups: whole groups each.
+  // The partition of the channels if the axes of `spec` would divide groups: complete groups on
+  // each rank.
   std::optional<Partition> group_parts(const OpCall& call, const std::vector<int>& axes) const {
     if (axes.empty()) return std::nullopt;
     int parts = 1;
@@ -110,8 +111,8 @@ struct Convolution {
   Shape output_padding, out_shape;
 };
 
-// Parts of spatial dims for an input's and an output's spec whose placements were chosen: the given
-// ones of `own` where they are cut over those axes, else from the other's by the windows.
+// Partitions of spatial dims for the chosen placements of an input's and an output's spec: those of
+// `own` if they are over the same axes, else derived from the other's by the windows.
 struct Parts {
   std::vector<std::pair<int, Partition>> in, out;
 };
@@ -136,7 +137,7 @@ Parts spatial_parts(const Convolution& c, const ShardSpec& in, const TensorInfo*
   return parts;
 }
 
-// Puts whole groups on each rank; returns the number that this rank has.
+// Puts complete groups on each rank; returns the number that this rank has.
 std::int64_t place_groups(const Convolution& c, const OpCall& call, Plan& plan,
                           const std::vector<std::pair<ShardSpec*, int>>& specs) {
   if (c.groups == 1) return 1;
@@ -182,7 +183,7 @@ Plan convolution(const OpCall& call) {
   const Parts parts = spatial_parts(c, x, nullptr, c.out_shape);
   x = with_parts(x, parts.in);
   y = with_parts(y, parts.out);
-  // Of one spatial dim libtorch copies the input first, so that the weight alone decides.
+  // With one spatial dim libtorch copies the input first, so that the weight alone decides.
   const bool last = is_channels_last(c.w.spec.shape(), c.w.strides) ||
                     (c.windows.size() > 1 && is_channels_last(c.x.spec.shape(), c.x.strides));
   plan.outputs[0].strides = last ? channels_last(c.out_shape) : contiguous_strides(c.out_shape);
@@ -204,9 +205,9 @@ Plan convolution_backward(const OpCall& call) {
   describe(c, p);
   p.outputs = {c.input, c.weight, {c.output[1]}};
   p.output_shapes = {c.x.spec.shape(), c.w.spec.shape(), {g.spec.shape()[1]}};
-  // grad_input sums over output channels, grad_weight over samples and space, grad_bias over both;
-  // what one of them lacks it is partial in, but for grad_bias and input channels, of which every
-  // rank computes all.
+  // grad_input sums over output channels, grad_weight over samples and space, grad_bias over both.
+  // Each gradient is Partial over the labels that it does not have, except for grad_bias over input
+  // channels, which every rank computes completely.
   p.contract = {kSample, kIn, kOut};
   for (std::size_t i = 0; i < c.windows.size(); ++i)
     p.contract.insert(kSpatial + static_cast<int>(i));
@@ -248,7 +249,7 @@ Plan convolution_backward(const OpCall& call) {
   return plan;
 }
 
-// What a traced module calls: the last four choose among cuDNN's algorithms.
+// The operator that a traced module calls: the last four arguments choose among cuDNN's algorithms.
 at::Tensor traced_convolution(const at::Tensor& input, const at::Tensor& weight,
                               const std::optional<at::Tensor>& bias, c10::SymIntArrayRef stride,
                               c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,

@@ -91,7 +91,7 @@ void ConvolutionHalo::find_strips(bool backward) {
     outer_.push_back({box, {}, {}, {}, forward_call(box)});
 }
 
-// A few multiplications are done before an operator's call has found out what to do; from some on
+// A few multiplications take less time than the setup of an operator's call; from some number on
 // its kernels are faster.
 bool ConvolutionHalo::by_taps(const at::Tensor& x, const at::Tensor& weight) const {
   constexpr std::int64_t kMost = 1 << 18;
@@ -99,7 +99,7 @@ bool ConvolutionHalo::by_taps(const at::Tensor& x, const at::Tensor& weight) con
          weight.scalar_type() == x.scalar_type() && x.numel() > 0 && weight.numel() > 0;
 }
 
-// What a position's outputs read.
+// The inputs that a position's outputs read.
 NeededBox ConvolutionHalo::needed_inputs() const {
   return [x = x_.sharding(), y = y_.sharding(), dims = dims_,
           transposed = arguments_.transposed](int position) {
@@ -115,7 +115,7 @@ NeededBox ConvolutionHalo::needed_inputs() const {
   };
 }
 
-// The outputs that a position's inputs touched.
+// The outputs to which a position's inputs contribute.
 NeededBox ConvolutionHalo::needed_gradients() const {
   return [x = x_.sharding(), y = y_.sharding(), dims = dims_,
           transposed = arguments_.transposed](int position) {
@@ -203,7 +203,7 @@ at::Tensor ConvolutionHalo::convolve(const Call& call, const at::Tensor& x,
     return at::convolution(x, weight, bias, stride_, call.padding, dilation_, arguments_.transposed,
                            call.output_padding, arguments_.groups);
   }
-  // No samples, or channels that other ranks have.
+  // No samples, or channels that are on other ranks.
   const at::Tensor y = at::zeros(shape_of(call.out), x.options());
   if (!bias || !bias->defined()) return y;
   std::vector<std::int64_t> channels(y.dim(), 1);
@@ -229,7 +229,7 @@ std::array<at::Tensor, 3> ConvolutionHalo::gradients(const Call& call, const at:
   return result;
 }
 
-// Given outputs of this rank, when the halo is there.
+// Given outputs of this rank, once the halo is there.
 at::Tensor ConvolutionHalo::compute(HaloValues& values, const Box& outputs, const Call& call,
                                     const at::Tensor& weight,
                                     const std::optional<at::Tensor>& bias) const {
@@ -241,7 +241,7 @@ at::Tensor ConvolutionHalo::forward(const at::Tensor& x, const at::Tensor& weigh
   const HaloPolicy::Order order = policy().order;
   HaloValues values = inputs_.start_exchange(x);
   if (volume(out_) == 0) return at::zeros(shape_of(out_), x.options());
-  // Without a halo of its own to wait for, the call on the part alone is all there is to do.
+  // Without a halo to wait for, the call on the shard alone computes everything.
   const bool complete = aligned_ && interior_ == out_;
   const bool taps = order != HaloPolicy::Order::assemble && by_taps(x, weight);
   if (!complete && !taps && !(aligned_ && volume(interior_) > 0 && interior_first(order)))
@@ -273,7 +273,7 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, 
     return backward_by_sum(gradient, x, weight, mask);
   HaloValues values = gradients_.start_exchange(gradient);
   if (volume(in_) == 0) {
-    // x has no elements: zeros, but for the bias
+    // x has no elements: zeros, except for the bias
     std::array<at::Tensor, 3> none = gradients(whole_dims(), gradient, x, weight, mask);
     return none;
   }
@@ -289,8 +289,8 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, 
   }
   if (policy.order == HaloPolicy::Order::wait_first) values.arrival().wait();
   auto result = gradients(*aligned_, gradient, x, weight, mask);
-  // The outputs of others add to what this rank's own gave: each strip of them to the inputs that
-  // it touched.
+  // The outputs of other ranks add to what this rank's own gave: each strip of them to the inputs
+  // that contribute to it.
   for (const Strip& strip : halo_) {
     if (taps) {
       add_strip(strip, values.assemble(strip.box), result, x, weight, mask);
@@ -330,8 +330,8 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward_by_sum(const at::Tensor& gra
   if (volume(out_) == 0) {
     result = gradients(whole_dims(), gradient, x, weight, mask);
   } else {
-    // The gradients of given outputs' own box of inputs; what the call computes beyond them has
-    // none.
+    // The gradients of the box of inputs of given outputs; outputs that the call computes beyond
+    // them have none.
     const Call call = forward_call(out_);
     at::Tensor box = gradient;
     if (!(call.out == out_)) {

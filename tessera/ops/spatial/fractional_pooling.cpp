@@ -1,4 +1,4 @@
-// Fractional pooling: the windows of a sample are drawn for it alone, so samples may be sharded.
+// Fractional pooling: the windows of each sample are drawn separately, so samples may be sharded.
 
 #include "tessera/ops/rules/empty_parts.h"
 #include "tessera/ops/rules/labels.h"

@@ -1,6 +1,6 @@
-// grid_sample of fields and grids that are cut in any dims: every rank computes the outputs that
-// its part of the grid asks for. Which inputs those need only the grid's values say: each rank
-// tells its box, and the boxes come as halos.
+// grid_sample of fields and grids that are sharded in any dims: every rank computes the outputs of
+// its shard of the grid. The inputs that they need depend on the grid's values: each rank publishes
+// its box, and the boxes are exchanged as halos.
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
@@ -35,13 +35,13 @@ struct Sampling {
   at::native::GridSamplerInterpolation mode;
   at::native::GridSamplerPadding padding;
   bool align;
-  // as libtorch's kernel for two dims, (x + 1) * (size / 2) - 1 / 2, or the one for three, ((x + 1)
-  // * size - 1) / 2
+  // True: (x + 1) * (size / 2) - 1 / 2, as in libtorch's kernel for two dims; false: ((x + 1) *
+  // size - 1) / 2, as in that for three
   bool by_halves;
 };
 
-// One input that a sample reads along one dim: where it is, how much of it, and whether it is in
-// the array.
+// One input that a sample reads along one dim: its index, its weight, and whether it is inside the
+// array.
 struct Tap {
   at::Tensor index, weight, inside;  // weight: differentiable in the grid; undefined: 1
 };
@@ -54,8 +54,8 @@ at::Tensor with_slope(const at::Tensor& value, const at::Tensor& slope,
   return value + change * slope;
 }
 
-// Multiplied and added with one rounding, as libtorch's vectorised kernels are compiled: on which
-// side of a pixel a point falls is a matter of the last bit, and identity grids have all their
+// Multiplication and addition with one rounding, as libtorch's vectorised kernels are compiled: on
+// which side of a pixel a point is depends on the last bit, and identity grids have all their
 // points there.
 at::Tensor fused(const at::Tensor& a, double factor, double term) {
   const at::Tensor from = a.contiguous();
@@ -81,7 +81,7 @@ at::Tensor unnormalized(const at::Tensor& x, std::int64_t size, const Sampling& 
 }
 
 struct Moved {
-  at::Tensor at, slope;  // slope: of `at` by what it was made from
+  at::Tensor at, slope;  // slope: derivative of `at` by what it was made from
 };
 
 Moved clipped(const at::Tensor& at, std::int64_t size) {
@@ -129,7 +129,7 @@ std::vector<Tap> taps_of(const at::Tensor& x, std::int64_t size, const Sampling&
   if (s.mode == at::native::GridSamplerInterpolation::Bicubic) {
     const Moved known =
         padded(fixed, size, {s.mode, at::native::GridSamplerPadding::Zeros, s.align, s.by_halves});
-    // Taps are continued one by one.
+    // Padding is applied to each tap separately.
     const at::Tensor whole = s.padding == at::native::GridSamplerPadding::Zeros
                                  ? known.at.floor()
                                  : fixed.nan_to_num(0).floor();
@@ -154,7 +154,7 @@ std::vector<Tap> taps_of(const at::Tensor& x, std::int64_t size, const Sampling&
   return {tap(low, size, 1 - part), tap(low + 1, size, part)};
 }
 
-// Of a box of inputs, N x C x box, at the taps of each dim, N x outputs.
+// Samples of a box of inputs, N x C x box, at the taps of each dim, N x outputs.
 at::Tensor sampled(const at::Tensor& box, const Box& of, const std::vector<std::vector<Tap>>& taps,
                    const at::Tensor& grid) {
   const std::int64_t samples = box.size(0), channels = box.size(1);
@@ -187,13 +187,14 @@ at::Tensor sampled(const at::Tensor& box, const Box& of, const std::vector<std::
   return sum;
 }
 
-// 0, which depends on `t` whatever it holds.
+// 0 that depends on `t`, whatever its values.
 at::Tensor zeroed(const at::Tensor& t) {
   return t.masked_fill(at::ones_like(t, at::kBool), 0).sum();
 }
 
-// The placements of field and grid on each axis: samples are cut alike, a field cut in channels or
-// space meets a grid that is cut in its own space, or whole; the grid's last dim is whole.
+// The placements of field and grid on each axis: samples are sharded alike; if the field is sharded
+// in channels or space, the grid is sharded in its own space, or replicated; the grid's last dim is
+// not sharded.
 struct Placed {
   ShardSpec field, grid, out;
 };
@@ -218,7 +219,7 @@ Placed place(const ShardSpec& field, const ShardSpec& grid) {
   }
   Placed placed{field.with_placements(of_field), grid.with_placements(of_grid), {}};
   if (!placed.field.dim(0).axes.empty()) {
-    // The parts of the one that was cut in samples.
+    // The partition of the one that was sharded in samples.
     const bool of_given_grid = grid.dim(0).axes == placed.field.dim(0).axes &&
                                !(field.dim(0).axes == placed.field.dim(0).axes);
     const Partition parts = of_given_grid ? grid.dim(0).partition : placed.field.dim(0).partition;
@@ -236,7 +237,8 @@ Placed place(const ShardSpec& field, const ShardSpec& grid) {
   return placed;
 }
 
-// Where ranks of an axis hold the same and make different outputs of it, their gradients are terms.
+// If ranks of an axis hold the same values and make different outputs from them, their gradients
+// are Partial.
 std::vector<Placement> gradient_of(const ShardSpec& spec, const ShardSpec& out) {
   auto placements = spec.placements();
   for (std::size_t a = 0; a < placements.size(); ++a) {
@@ -268,8 +270,8 @@ at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::i
   const at::Tensor field = redistribute(x, to.field);
   const at::Tensor grid = to_local(redistribute(g, to.grid), gradient_of(to.grid, to.out));
   const auto of_field = gradient_of(to.field, to.out);
-  // What every rank takes part in, though it makes nothing, in the second derivative too: the same
-  // operators on one zero.
+  // What every rank takes part in, although it computes nothing, also in the second derivative: the
+  // same operators on one zero.
   const auto one_zero = [&](const at::Tensor& t, std::int64_t last) {
     Shape shape(n, 1);
     shape.back() = last;
@@ -299,7 +301,7 @@ at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::i
       need = {std::min(need.begin, read.min().item<std::int64_t>()),
               std::max(need.end, read.max().item<std::int64_t>() + 1)};
     }
-    // Nothing inside: any one, of which nothing is taken.
+    // Nothing inside: any box, of which nothing is used.
     box[d] = need.empty() && grid.numel() > 0 ? Interval{0, 1} : need;
   }
   const auto boxes = gather_boxes(to.field, {box});
@@ -311,7 +313,7 @@ at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::i
   });
   const at::Tensor near = halo_exchange(field, halo, of_field);
   // Nearest neighbours do not change with the grid: its gradient is zero, and so are the second
-  // derivatives, but they are there.
+  // derivatives, but they exist.
   const at::Tensor still =
       mode == 1 ? zeroed(grid) + zeroed(near) * zeroed(grid).square() : at::Tensor();
   at::Tensor y;

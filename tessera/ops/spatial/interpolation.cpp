@@ -1,6 +1,6 @@
-// Interpolation (upsample_*, what torch::nn::functional::interpolate and torch::nn::Upsample call)
-// of fields whose dims are all cut as one likes. A backward of libtorch is told sizes but no parts,
-// so these stand above autograd.
+// Interpolation (upsample_*, which torch::nn::functional::interpolate and torch::nn::Upsample call)
+// of fields whose dims may all be sharded. libtorch's backward gets sizes but no sharding, so these
+// functions run above autograd.
 
 #include <cstring>
 
@@ -20,7 +20,7 @@ namespace {
 
 using HaloPtr = std::shared_ptr<const InterpolationHalo>;
 
-/// `back`: the operator's gradient, whose matrices are its own for nearest neighbours.
+/// `back`: the operator's gradient, which has matrices of its own for nearest neighbours.
 struct Resampling {
   HaloPtr there, back;
   ShardSpec x, y;
@@ -149,7 +149,7 @@ struct Kernel final : c10::OperatorKernel {
                                    " values: libtorch resamples floating-point and uint8 ones"));
     if (!at::isFloatingType(x.scalar_type()) && !op.nearest && any_cut(spec(x), 2))
       throw ShardingError(concat(op.name, " of ", c10::toString(x.scalar_type()),
-                                 " values cut in space, ", spec(x),
+                                 " values sharded in space, ", spec(x),
                                  ": what libtorch rounds differs from kernel to kernel. Convert to "
                                  "a floating-point type, or redistribute."));
   }

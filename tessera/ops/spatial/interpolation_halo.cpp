@@ -28,7 +28,7 @@ namespace {
 using Shape = std::vector<std::int64_t>;
 using Scales = std::vector<std::optional<double>>;
 
-// The operator, or with `input_size` its backward.
+// Calls the operator, or with `input_size` its backward.
 at::Tensor call(const Interpolation& op, const at::Tensor& t, const Shape& outputs,
                 const std::optional<Shape>& input_size, bool align, const Scales& scales) {
   const LocalCallGuard guard;
@@ -42,9 +42,9 @@ at::Tensor call(const Interpolation& op, const at::Tensor& t, const Shape& outpu
   return stack[0].toTensor();
 }
 
-// What one dim does is asked of libtorch itself, so that it is what its kernel for this type and
-// device does, to the last rounding: combs of ones, further apart than a window reaches, come out
-// as the weights of one input each.
+// The weights of one dim are obtained from libtorch itself, so that they are those of its kernel
+// for this dtype and device, to the last rounding: combs of ones, further apart than a window
+// reaches, give the weights of one input each.
 struct Probe {
   const Interpolation& op;
   at::TensorOptions options;
@@ -118,7 +118,8 @@ struct Probe {
     return taps;
   }
 
-  // Of nearest neighbours: each input's gradient of ones counts its outputs, and neighbours ascend.
+  // For nearest neighbours: each input's gradient of ones counts its outputs, and neighbours
+  // ascend.
   Taps backward(std::int64_t inputs, std::int64_t outputs,
                 const std::optional<double>& scale) const {
     const LocalCallGuard guard;
@@ -239,9 +240,9 @@ InterpolationHalo::InterpolationHalo(InterpolationCall call, ShardSpec x, ShardS
   }
 }
 
-// Where inputs and outputs are in a simple ratio, the operator itself, called on a box that begins
-// and ends where both grids do, computes this rank's outputs; what it computes at the box's own
-// edges is left out.
+// If inputs and outputs are in a simple ratio, the operator itself, called on a box that begins and
+// ends where both grids do, computes this rank's outputs; what it computes at the box's own edges
+// is dropped.
 void InterpolationHalo::find_native() {
   if (volume(out_) == 0) return;
   const at::ScalarType type = computed_in(c10::typeMetaToScalarType(call_.options.dtype()));
@@ -272,14 +273,14 @@ void InterpolationHalo::find_native() {
     if (is_cut(x_, static_cast<int>(d)) &&
         !close(part_of(probe.forward(n, m, call_.scales[i]), mine, 0), wanted, tolerance))
       return;
-    // Backward is called likewise.
+    // Backward is called in the same way.
     if (call_.op->nearest &&
         !close(part_of(probe.backward(n, m, call_.scales[i]), mine, 0), wanted, 0))
       return;
   }
-  // libtorch's antialiased kernels take a row-major result of width 1 for channels_last, and are
-  // wrong where its height changes (2.15): what they would make of this rank's part is not what
-  // they make of the whole.
+  // libtorch's antialiased kernels treat a row-major result of width 1 as channels_last, and are
+  // wrong if its height changes (2.15): what they would make of this rank's shard differs from what
+  // they make of the global field.
   if (call_.op->antialias && native_out_.back().size() == 1 &&
       any_cut(x_, static_cast<int>(lead())))
     return;
@@ -353,7 +354,7 @@ at::Tensor InterpolationHalo::forward(const at::Tensor& x) const {
   at::Tensor t = values.assemble(halo_.needed());
   if (weighted) t = t.to(computed_in(x.scalar_type()));
   for (std::size_t i = 0; i < matrix_.size(); ++i) t = along(t, matrix_[i], lead() + i);
-  // Where every matrix is the identity it is still the field's memory, or a buffer's.
+  // If every matrix is the identity it is still the field's memory, or a buffer's.
   const bool same =
       std::all_of(matrix_.begin(), matrix_.end(), [](const Dense& m) { return m.identity; });
   return same ? t.to(x.scalar_type()).clone() : t.to(x.scalar_type());

@@ -1,5 +1,5 @@
-// pad in every mode: padding is a halo that exists at the array's edges alone. Each part keeps what
-// it has; the first and the last get the edges. One exchange serves constant (also with negative
+// pad in every mode: padding is a halo that exists at the array's edges alone. Each shard keeps its
+// elements; the first and the last get the edges. One exchange serves constant (also with negative
 // widths, which crop), reflect, replicate and circular; the gradient is its adjoint.
 
 #include <algorithm>
@@ -61,7 +61,7 @@ struct Padding {
   ShardSpec input, output;
   Edge edge;
   std::vector<std::int64_t> before;
-  bool padded = false;  // in a dim that is cut
+  bool padded = false;  // in a dim that is sharded
 };
 
 Plan constant(const OpCall& call) {
@@ -121,13 +121,13 @@ Plan continued_backward(const OpCall& call) {
   return plan;
 }
 
-// A composite of slices that are written to, elsewhere; here a halo around the whole, put together
+// For plain tensors libtorch writes to slices; here it is a halo around the global field, wrapped
 // again.
 at::Tensor circular(const at::Tensor& self, c10::SymIntArrayRef pad) {
   std::vector<std::int64_t> pads;
   for (const auto& n : pad) pads.push_back(n.expect_int());
   at::Tensor x = self;
-  // What a negative width cuts off does not come back around: the rest is what continues.
+  // What a negative width crops does not come back around: the rest is continued.
   for (std::size_t i = 0; i + 1 < pads.size(); i += 2) {
     const std::int64_t dim = self.dim() - 1 - static_cast<std::int64_t>(i / 2),
                        before = std::max<std::int64_t>(-pads[i], 0),

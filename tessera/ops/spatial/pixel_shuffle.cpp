@@ -13,8 +13,8 @@ namespace tessera::detail::pixel_shuffle_rules {
 
 namespace {
 
-// `factor` divides the dim, which is about to be split: cuts inside of what stays together go to
-// its nearest end, which moves less than gathering the dim does.
+// `factor` divides the dim, which is about to be split: boundaries inside of a block that stays
+// together move to its nearest end, which moves less than gathering the dim.
 at::Tensor cut_at_multiples(const char* name, const at::Tensor& t, std::int64_t dim,
                             std::int64_t factor) {
   const ShardSpec own = spec(t);

@@ -1,5 +1,5 @@
 // Pooling: max, average, adaptive (and Lp, which libtorch composes of average), any kernel, stride,
-// padding and ceil mode; all dims may be sharded. Indices are those of the whole array.
+// padding and ceil mode; all dims may be sharded. Indices are those of the global array.
 
 #include "tessera/base/text.h"
 #include "tessera/ops/rules/windowed.h"
@@ -14,7 +14,7 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-// One call: where input and output lie, and the windows.
+// One call: the specs of input and output, and the windows.
 struct Pooling {
   Pooling(const OpCall& call, const ShardSpec& given, int inner) : x(without_partial(given)) {
     const int n = x.dims(), lead = n - inner;
@@ -33,7 +33,7 @@ struct Pooling {
       ceil = call.boolean("ceil_mode");
     } else if (call.argument("output_size") >= 0) {
       sizes = per_dim(call.integers("output_size"), inner, "output_size");
-    } else {  // of a backward: as its gradient is
+    } else {  // a backward: as for its gradient
       const Shape& g = call.find("grad_output")->spec.shape();
       sizes.assign(g.end() - inner, g.end());
     }
@@ -45,7 +45,7 @@ struct Pooling {
       } else {
         dim.window = {kernel[i], stride[i], padding[i], dilation[i]};
         dim.window.check();
-        // The last window of ceil mode starts inside the array or its padding in front.
+        // The last window of ceil mode must start inside the array or its padding in front.
         const std::int64_t room = dim.extent + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1 +
                                   (ceil ? stride[i] - 1 : 0);
         dim.outputs = room < 0 ? 0 : room / stride[i] + 1;
@@ -98,8 +98,7 @@ Plan largest(const OpCall& call) {
   return plan;
 }
 
-// Inputs of a backward: everything of the output's shape lies as the output did, the input as it
-// did.
+// Inputs of a backward: tensors of the output's shape have the output's spec, the input its own.
 Plan backward_plan(const OpCall& call, const Pooling& p) {
   Plan plan;
   for (const TensorInfo& t : call.tensors())

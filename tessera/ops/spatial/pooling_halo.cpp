@@ -45,8 +45,8 @@ c10::Scalar lowest(at::ScalarType type) {
   }
 }
 
-// Row-major positions in `from`, as positions in `to`; both boxes of global indices. What lies
-// outside of `to` goes to its nearest edge.
+// Row-major positions in `from`, as positions in `to`; both boxes of global indices. What is
+// outside of `to` is moved to its nearest edge.
 at::Tensor moved(at::Tensor flat, const Box& from, const Box& to) {
   if (from == to) return flat;
   at::Tensor result;
@@ -90,7 +90,7 @@ at::Tensor windowed_sum(const at::Tensor& t, const std::vector<Interval>& window
   return picked.masked_fill(mask, 0).unflatten(dim, {count, most}).sum(dim + 1);
 }
 
-// Windows as libtorch takes them; padding is in the box.
+// Windows as libtorch computes them; padding is in the box.
 struct Regular {
   explicit Regular(const std::vector<PoolDim>& dims) : none(dims.size(), 0) {
     for (const PoolDim& d : dims) {
@@ -145,7 +145,7 @@ std::pair<at::Tensor, at::Tensor> PoolHalo::largest(const at::Tensor& x) const {
   at::Tensor in = values.assemble(box);
   Box array(box.size());
   for (std::size_t d = 0; d < box.size(); ++d) array[d] = {0, x_.shape()[d]};
-  // beyond the array: then `in` is our own
+  // beyond the array: `in` is then memory of our own
   for (const Box& strip : difference(box, array))
     part(in, box, strip).fill_(lowest(x.scalar_type()));
   const Box of_box = spatial(box, lead()), of_array = spatial(array, lead());
@@ -251,7 +251,7 @@ at::Tensor PoolHalo::average(const at::Tensor& x, bool count_padding, std::int64
   values.arrival().wait();
   if (volume(out_) == 0) return at::empty(shape_of(out_), x.options());
   const Box& box = halo_.needed();
-  // Windows are summed in float32 where the values are of half precision.
+  // Windows are summed in float32 if the values are of half precision.
   at::Tensor t = values.assemble(box).to(at::toOpMathType(x.scalar_type()));
   if (!dims_[0].adaptive) {
     const Regular r(dims_);

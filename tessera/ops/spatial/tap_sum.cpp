@@ -28,8 +28,8 @@ TapSum::TapSum(const std::vector<Window>& windows, const Box& a, const Box& b) {
     of_dim.push_back(std::move(runs));
     sizes.push_back(pairs);
   }
-  // The innermost loop goes along the dim with the longest runs; of equal ones along the last,
-  // whose elements are neighbours.
+  // The innermost loop runs along the dim with the longest runs; among equal ones along the last,
+  // whose elements are adjacent.
   std::vector<std::size_t> order(windows.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::stable_sort(order.begin(), order.end(),
@@ -48,7 +48,7 @@ TapSum::TapSum(const std::vector<Window>& windows, const Box& a, const Box& b) {
 
 namespace {
 
-// A tensor as the loops walk it.
+// A tensor as the loops traverse it.
 template <class T>
 struct Side {
   T* data;
@@ -70,8 +70,8 @@ Side<T> side_of(const at::Tensor& t, const std::array<int, 3>& dims,
 
 constexpr std::array<std::int64_t, 3> kOne{1, 1, 1};
 
-// The innermost loops, compiled for the processor at hand as well as for any: built for any, they
-// take several times as long.
+// The innermost loops, compiled for this processor as well as for any: built for any, they take
+// several times as long.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define TESSERA_WIDE_LOOPS 1
 #define TESSERA_WIDE __attribute__((target("avx2,fma")))
@@ -104,7 +104,7 @@ void add1(T* __restrict y, std::int64_t ys, const T* x, std::int64_t xs, T w, st
   for (std::int64_t j = 0; j < count; ++j) y[j * ys] += w * x[j * xs];
 }
 
-// Sums side by side, so that additions do not wait for each other.
+// Several sums in parallel, so that additions do not wait for each other.
 template <class T>
 [[gnu::always_inline]] inline T product_any(const T* x, std::int64_t xs, const T* y,
                                             std::int64_t ys, std::int64_t count) {
@@ -151,11 +151,11 @@ T product(const T* x, std::int64_t xs, const T* y, std::int64_t ys, std::int64_t
   return product_any(x, xs, y, ys, count);
 }
 
-// Both tensors as sides: A, B, and the weight, whose taps are walked along.
+// Both tensors as sides: A, B, and the weight, whose taps are traversed.
 template <class T>
 struct Sides {
   Side<T> a, b, w;
-  std::int64_t samples, groups, of_a, of_b;  // channels a group
+  std::int64_t samples, groups, of_a, of_b;  // channels per group
 };
 
 template <class T>
@@ -192,7 +192,7 @@ void each_run(const Runs& runs, const Sides<T>& s, const F& f) {
   }
 }
 
-// Adds to one side, `d`, what the other, `o`, gives it; wd and wo: how the weight goes with a
+// Adds to one side, `d`, the contribution of the other, `o`; wd and wo: strides of the weight for a
 // channel of either, within its group.
 template <bool kToA, class Runs, class T>
 void add(const Runs& runs, const Sides<T>& s) {

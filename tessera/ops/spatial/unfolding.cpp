@@ -1,6 +1,6 @@
-// unfold and fold (im2col, col2im) of fields cut in samples, channels and rows. Windows stand in
-// one flat dim, row by row of the windows' grid, which can be cut between rows alone: what is cut
-// in columns is first cut in rows over the same axes.
+// unfold and fold (im2col, col2im) of fields sharded in samples, channels and rows. Windows are in
+// one flat dim, row by row of the windows' grid, which can be divided between rows alone: a field
+// sharded in columns is first redistributed to rows over the same axes.
 
 #include <ATen/ops/col2im.h>
 #include <ATen/ops/empty.h>
@@ -110,8 +110,8 @@ void check_dims(const char* name, const at::Tensor& t, int least) {
                                  " dims, or ", least + 1, " with samples"));
 }
 
-// The kernels take some dtypes only: one pixel says which, on every rank, also where a rank has no
-// part.
+// The kernels accept some dtypes only: a call on one pixel checks that on every rank, also if a
+// rank has no shard.
 void check_dtype_of_image(const at::Tensor& t) {
   if (t.is_cpu()) at::im2col(at::zeros({1, 1, 1}, t.scalar_type()), {1, 1}, {1, 1}, {0, 0}, {1, 1});
 }

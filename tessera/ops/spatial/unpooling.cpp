@@ -1,6 +1,7 @@
-// max_unpool: every value goes where its index says in the whole result, row-major over the spatial
-// dims. Who owns the result's parts needs the values whose indices lie in them: each rank finds out
-// which boxes of its values go to whom, all ranks are told, and the boxes travel as halos do.
+// max_unpool: every value goes to its index in the global result, row-major over the spatial dims.
+// The owner of a shard of the result needs the values whose indices are in it: each rank finds out
+// which boxes of its values go to which rank, all ranks are told, and the boxes are exchanged as
+// halos.
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
@@ -29,7 +30,7 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-// Positions in a flat array of the shape `sizes` as one coordinate a dim.
+// Positions in a flat array of the shape `sizes` as one coordinate per dim.
 std::vector<at::Tensor> coordinates(at::Tensor flat, const Shape& sizes) {
   std::vector<at::Tensor> all(sizes.size());
   for (std::size_t d = sizes.size(); d-- > 0;) {
@@ -39,7 +40,7 @@ std::vector<at::Tensor> coordinates(at::Tensor flat, const Shape& sizes) {
   return all;
 }
 
-// True where the coordinates lie in the last dims of `box`.
+// True where the coordinates are within the last dims of `box`.
 at::Tensor inside(const std::vector<at::Tensor>& at, const Box& box) {
   at::Tensor all;
   for (std::size_t d = 0; d < at.size(); ++d) {
@@ -104,8 +105,8 @@ struct Unpooling {
       }
       return any && volume(box) > 0 ? box : Box(box.size());
     });
-    // Where the values of the needed box go in this rank's part; the last of two that go to one
-    // place stays.
+    // Where the values of the needed box go in this rank's shard; the last of two for one position
+    // stays.
     const Box part = of_y.box(position);
     for (std::size_t d = lead; d < part.size(); ++d) places *= part[d].size();
     const auto at = coordinates(halo.exchange(indices), sizes);
@@ -126,13 +127,13 @@ struct Unpooling {
   static bool same_lead(const Box& a, const Box& b, std::size_t lead) {
     return std::equal(a.begin(), a.begin() + static_cast<std::ptrdiff_t>(lead), b.begin());
   }
-  // Samples and channels x positions.
+  // A tensor as [samples and channels, positions].
   at::Tensor rows(const at::Tensor& t) const {
     std::int64_t n = 1;
     for (std::size_t d = 0; d < lead; ++d) n *= t.size(static_cast<std::int64_t>(d));
     return t.reshape({n, n == 0 ? 0 : t.numel() / n});
   }
-  // What is not for here, or is replaced, goes to one place more.
+  // Values that are not for this rank, or are replaced, go to one extra position.
   at::Tensor put(const at::Tensor& local) const {
     const at::Tensor values = rows(halo.exchange(local));
     const Shape& shape = y.local_shape();
@@ -164,9 +165,9 @@ struct Unpooling {
   const ShardSpec x, y;
   const Dims x_strides, y_strides;
   const std::size_t lead;
-  std::int64_t places = 1;  // positions in this rank's part, a sample and channel
+  std::int64_t places = 1;  // positions in this rank's shard, per sample and channel
   Halo halo;
-  // of each position of the needed box, which row of places it goes to, whether to one here, and
+  // for each position of the needed box: its row of positions, whether it is for this rank, and
   // whether it stays
   at::Tensor target, valid, wins;
 };
@@ -212,7 +213,7 @@ at::Tensor unpool(const char* name, const at::Tensor& self, const at::Tensor& in
   if (given.scalar_type() != at::kLong || given.sizes() != field.sizes())
     throw InvalidArgument(concat(name, " with indices of ", c10::toString(given.scalar_type()),
                                  " and shape ", given.sizes(), " for values of shape ",
-                                 field.sizes(), ": they are int64, one a value"));
+                                 field.sizes(), ": they are int64, one per value"));
   ShardSpec x = without_partial(spec(field));
   Shape shape = x.shape();
   std::vector<std::pair<int, Partition>> parts;

@@ -1,5 +1,5 @@
-// Gradients of interpolation that are called by themselves, of images [samples, channels, ...] or
-// [channels, ...]; what interpolates above autograd (interpolation.cpp) has gradients of its own.
+// Gradients of interpolation that are called directly, of images [samples, channels, ...] or
+// [channels, ...]; interpolation above autograd (interpolation.cpp) has gradients of its own.
 
 #include <vector>
 

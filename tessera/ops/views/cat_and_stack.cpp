@@ -1,5 +1,5 @@
-// Joins: along any dim the inputs may be sharded. Where the joined dim is, each rank receives what
-// its shard of the result is made of, and nothing else moves.
+// Joins: along any dim the inputs may be sharded. If the joined dim is, each rank receives what its
+// shard of the result consists of, and nothing else moves.
 
 #include <ATen/ops/cat.h>
 
@@ -16,7 +16,8 @@ namespace tessera::detail::cat_and_stack_rules {
 
 namespace {
 
-// A joined value is made of the inputs' terms, each converted to the result's dtype.
+// The values of a joined Partial result are made of the inputs' values, each converted to the
+// result's dtype.
 LabelProblem::Linear linear_if_terms_can_be_cast(const OpCall& call) {
   const auto* out = call.outputs();
   const auto to = out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype;
@@ -28,13 +29,13 @@ LabelProblem::Linear linear_if_terms_can_be_cast(const OpCall& call) {
 
 using Shape = std::vector<std::int64_t>;
 
-// What a rank takes of one input: of one that is sharded along the joined dim by an exchange.
+// What a rank takes of one input: if that is sharded along the joined dim, by an exchange.
 struct Piece {
   Halo halo;
   Interval slice;  // of the joined dim
 };
 
-// The largest input that is sharded along the joined dim; the others are laid out like it.
+// The largest input that is sharded along the joined dim; the others are redistributed like it.
 const TensorInfo* largest_cut(const OpCall& call, int n, int d) {
   const TensorInfo* found = nullptr;
   for (const TensorInfo& t : call.tensors()) {

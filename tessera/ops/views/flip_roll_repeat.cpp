@@ -1,4 +1,4 @@
-// Elements that change places: turned, rolled, repeated, put on diagonals or left out beside them.
+// Rearrangements of elements: flipped, rolled, repeated, put on diagonals or dropped beside them.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -23,7 +23,7 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-// Where each dim's elements come from: roll shifts them around, flip turns them.
+// The source of each dim's elements: roll shifts them around, flip reverses them.
 struct Rearranging {
   explicit Rearranging(const OpCall& call) : rolls(call.argument("shifts") >= 0) {
     const Shape& shape = call.tensor(0).spec.shape();
@@ -47,7 +47,7 @@ struct Rearranging {
     }
   }
 
-  /// Elements of dim d leave the part of the rank that has them.
+  /// True if elements of dim d leave the shard of the rank that has them.
   bool moves(const ShardSpec& spec, int d) const {
     return is_cut(spec, d) && (turned[d] || shift[d] != 0);
   }
@@ -57,7 +57,7 @@ struct Rearranging {
   std::vector<bool> turned;
 };
 
-// Along a sharded dim each rank receives what its part of the result is made of, from the ranks
+// Along a sharded dim each rank receives what its shard of the result consists of, from the ranks
 // that have it, and nothing else moves.
 Plan rearranged(const OpCall& call) {
   const TensorInfo& x = call.tensor(0);
@@ -70,14 +70,15 @@ Plan rearranged(const OpCall& call) {
   p.linear = LabelProblem::Linear::one;
   p.linear_in = {0};
   Plan plan = solve(p);
-  // flip keeps a dense memory order, roll makes row-major.
+  // flip keeps a dense memory order, roll returns row-major.
   if (!r.rolls && is_dense(x.spec.shape(), x.strides))
     plan.outputs[0].strides = strides_in_order(x.spec.shape(), x.strides);
   const ShardSpec field = without_partial(*plan.inputs[0]);
   bool moves = false;
   for (int d = 0; d < n; ++d) moves |= r.moves(field, d);
   if (!moves) {
-    // A shift by the whole extent of a sharded dim is none; by that many rows of the shard it is.
+    // A shift by the global extent of a sharded dim does nothing; one by as many rows as the shard
+    // has does.
     if (r.rolls && !r.flattened && n > 0) {
       Shape every(n);
       std::iota(every.begin(), every.end(), 0);
@@ -109,7 +110,7 @@ Plan rearranged(const OpCall& call) {
   return plan;
 }
 
-// Repeated dims are whole.
+// Repeated dims must not be sharded.
 Plan repeat(const OpCall& call) {
   const Shape times = call.integers("repeats"), &shape = call.tensor(0).spec.shape();
   if (times.size() < shape.size())
@@ -129,7 +130,7 @@ Plan repeat(const OpCall& call) {
   return solve(p);
 }
 
-// tril, triu: where a rank's rows and columns begin moves its diagonal.
+// tril, triu: the start of a rank's rows and columns shifts its diagonal.
 Plan triangle(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   LabelProblem p(call);
@@ -146,7 +147,7 @@ Plan triangle(const OpCall& call) {
   return plan;
 }
 
-// The last dim becomes a diagonal of two.
+// The last dim becomes the diagonal of two.
 Plan diag_embed(const OpCall& call) {
   const TensorInfo& x = call.tensor(0);
   if (x.spec.dims() == 0) throw InvalidArgument("aten::diag_embed of a tensor without dims");

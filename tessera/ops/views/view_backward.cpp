@@ -1,4 +1,4 @@
-// What autograd makes of the gradients of views.
+// Operators that autograd uses for the gradients of views.
 
 #include <algorithm>
 #include <set>
@@ -15,7 +15,7 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-// The gradient's parts along the sliced dim, with what lies between them given to the part before.
+// The gradient's shards along the sliced dim; the elements between them belong to the shard before.
 Plan slice_backward(const OpCall& call) {
   const ShardSpec& g = call.tensor(0).spec;
   const Shape sizes = call.integers("input_sizes");

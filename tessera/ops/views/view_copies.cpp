@@ -1,5 +1,5 @@
-// Copies of views (view_copy and its kin) and copies with a part written (slice_scatter and its
-// kin).
+// Copies of views (view_copy and the like) and copies with a slice written (slice_scatter and the
+// like).
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -14,7 +14,7 @@ namespace tessera::detail::view_copies_rules {
 
 namespace {
 
-// view_copy and its kin: the view, copied.
+// view_copy and the like: the view, copied.
 struct CopyOfView final : c10::OperatorKernel {
   explicit CopyOfView(c10::OperatorHandle v) : view(std::move(v)) {}
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {

@@ -1,4 +1,4 @@
-// Views: every rank takes the view of its local. Where the result's dims cannot be cut as the
+// Views: every rank takes the view of its local. If the result's dims cannot be sharded as the
 // input's are, the input is gathered first, and the result is a copy (a write to it is refused).
 
 #include <ATen/core/function_schema.h>
@@ -19,7 +19,7 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-// The first input as it must be, and how it stands then.
+// The first input as it must be, and how it is sharded then.
 struct Source {
   Plan plan;
   ShardSpec spec;
@@ -42,7 +42,7 @@ const std::vector<OutputInfo>& outputs_of(const OpCall& call) {
   return *out;
 }
 
-// Dims of the result that are dims of the input, by position; the others come from nowhere.
+// Dims of the result that are dims of the input, by position; the others come from none.
 Plan by_dims(const OpCall& call, const std::vector<int>& from, const std::set<int>& whole = {}) {
   Source source(call, whole);
   for (const OutputInfo& out : outputs_of(call))
@@ -52,9 +52,9 @@ Plan by_dims(const OpCall& call, const std::vector<int>& from, const std::set<in
 
 Plan same(const OpCall& call) { return by_dims(call, identity(call.tensor(0).spec.dims())); }
 
-// Views of other values than the tensor's: of a sum they are the sum of the parts' views. The real
-// part of a product is not the product of the real parts, and the least of all negatives not the
-// negative of the least: these are reduced first.
+// Views of other values than the tensor's: for a sum they are the sum of the ranks' views. The real
+// part of a product is not the product of the real parts, and the minimum of all negatives not the
+// negative of the minimum: these are reduced first.
 Plan linear_view(const OpCall& call, const std::vector<int>& from,
                  const std::set<int>& whole = {}) {
   Source source(call, whole);
@@ -97,7 +97,8 @@ Plan unsqueeze(const OpCall& call) {
   return by_dims(call, from);
 }
 
-// Which dims go is decided by the global sizes; a dim of size 1 that is sharded is gathered first.
+// Which dims are removed is decided by the global sizes; a dim of size 1 that is sharded is
+// gathered first.
 Plan squeeze(const OpCall& call) {
   const auto& shape = call.tensor(0).spec.shape();
   const int n = static_cast<int>(shape.size());
@@ -113,8 +114,8 @@ Plan squeeze(const OpCall& call) {
     if (!gone.contains(d)) from.push_back(d);
   }
   Plan plan = by_dims(call, from, gone);
-  // The local may have dims of size 1 that the global has not: name the dims. squeeze, squeeze.dim
-  // and squeeze.dims are one.
+  // The local may have dims of size 1 that the global tensor does not have: name the dims. squeeze,
+  // squeeze.dim and squeeze.dims become one.
   plan.local = [dims = Shape(gone.begin(), gone.end())](const c10::OperatorHandle&,
                                                         torch::jit::Stack arguments) {
     return torch::jit::Stack{arguments[0].toTensor().squeeze(dims)};
@@ -140,11 +141,11 @@ Plan expand(const OpCall& call) {
   return plan;
 }
 
-// Part sizes along a dim of which only indices start, start + step, ... (count of them) are kept,
-// and each part's first local index.
+// Sizes of the shards of a dim of which only indices start, start + step, ... (count of them) are
+// kept, and each shard's first local index.
 Partition kept(const Partition& parts, std::int64_t start, std::int64_t step, std::int64_t count) {
   Shape sizes;
-  // kept indices < end
+  // number of kept indices < end
   const auto below = [&](std::int64_t end) {
     return std::clamp<std::int64_t>((end - start + step - 1) / step, 0, count);
   };
@@ -231,8 +232,8 @@ Plan unfold(const OpCall& call) {
   return by_dims(call, from, {d});
 }
 
-// view: groups of dims with the same number of elements on both sides. The first dim of a group
-// carries its cut to the first dim of the other side, if the cuts fall between rows of it.
+// view: groups of dims with the same number of elements on both sides. The sharding of a group's
+// first dim passes to the first dim of the other side, if its boundaries are between rows of that.
 struct Group {
   std::vector<int> in, out;
 };
@@ -256,7 +257,7 @@ std::vector<Group> groups(const Shape& in, const Shape& out) {
         break;
       }
     }
-    // Trailing dims of size 1 belong to nobody.
+    // Trailing dims of size 1 belong to no group.
     if (i == in.size()) {
       while (o < out.size() && out[o] == 1) take_out();
     }
@@ -282,7 +283,7 @@ Plan reshape_to(const OpCall& call, const Shape& target) {
   std::set<int> whole;
   std::vector<std::pair<int, Partition>> parts;
   if (in.numel() == 0) {
-    // No elements: only dims that stay as they are keep their cut.
+    // No elements: only dims that stay as they are keep their sharding.
     for (int d = 0; d < in.dims(); ++d) {
       if (d < static_cast<int>(target.size()) && target[d] == shape[d] &&
           std::equal(shape.begin(), shape.begin() + d, target.begin())) {
@@ -323,7 +324,7 @@ Plan reshape_to(const OpCall& call, const Shape& target) {
     source.plan.arguments = {{1, int_list(out.local_shape())}};
     return std::move(source.plan);
   }
-  // What was gathered for an operator that makes no view may lie in any order.
+  // What was gathered for an operator that returns no view may be in any memory order.
   const bool alias = call.schema().returns()[0].alias_info() != nullptr;
   source.plan.local = [shape_of_local = out.local_shape(), alias](const c10::OperatorHandle&,
                                                                   torch::jit::Stack arguments) {
@@ -344,8 +345,8 @@ Plan view_dtype(const OpCall& call) {
   return same(call);
 }
 
-// Strides speak of the global memory, which nobody has: only what leaves every element where it is
-// can be told from them. The stride of a dim of one element says nothing.
+// Strides describe the global memory, which no rank has: the only thing that follows from them is
+// that every element stays where it is. The stride of a dim of one element has no meaning.
 bool same_elements(const OpCall& call) {
   const TensorInfo& t = call.tensor(0);
   const Shape size = call.integers("size"), stride = call.integers("stride");

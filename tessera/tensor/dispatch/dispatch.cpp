@@ -62,8 +62,8 @@ PromotedTargets promote_above(const OpInfo& info, torch::jit::Stack* stack) {
   return promote_arguments(info, arguments, context_of(seen.sharded->spec()), true);
 }
 
-// The generated autograd kernel stands under the alias Autograd, which our own entry hides; the
-// AutogradOther slot holds the very same kernel.
+// The generated autograd kernel is registered for the alias Autograd, which our own entry hides;
+// the AutogradOther slot holds the same kernel.
 struct Above final : c10::OperatorKernel {
   Above(std::shared_ptr<const OpInfo> i, bool has_autograd)
       : info(std::move(i)), autograd(has_autograd) {}
@@ -79,8 +79,8 @@ struct Above final : c10::OperatorKernel {
                          stack);
       return;
     }
-    // A plain zero without memory has been promoted to one with: its kernels would answer with a
-    // plain tensor.
+    // A plain zero without memory has been promoted to one with: its kernels would return a plain
+    // tensor.
     const auto rest = keys.remove(c10::DispatchKey::AutogradFunctionality)
                           .remove(c10::DispatchKey::ZeroTensor)
                           .add(c10::DispatchKey::AutogradOther);
@@ -91,7 +91,7 @@ struct Above final : c10::OperatorKernel {
   bool autograd;
 };
 
-// The kernels are the process', like the dispatcher's table that they stand in.
+// The kernels belong to the process, like the dispatcher's table that contains them.
 class Registrar final : public c10::OpRegistrationListener {
  public:
   static Registrar& instance() {
@@ -104,7 +104,7 @@ class Registrar final : public c10::OpRegistrationListener {
     if (ready_.load(std::memory_order_acquire) && !pending_.load(std::memory_order_acquire)) return;
     const std::lock_guard lock(mutex_);
     if (!ready_) start();
-    // Pending until the last one is added: another thread must not go on with half of them.
+    // Pending until the last one is added: another thread must not continue with half of them.
     for (;;) {
       std::deque<c10::OperatorName> fresh;
       {
@@ -130,7 +130,7 @@ class Registrar final : public c10::OpRegistrationListener {
     std::erase(queue_, op.operator_name());
   }
 
-  // For operators that are in no library of ours yet.
+  // For operators that are in none of our libraries yet.
   std::shared_ptr<const OpInfo> info_of(const c10::OperatorHandle& op) {
     const std::lock_guard lock(fallback_mutex_);
     auto& info = by_name_[op.operator_name()];
@@ -169,7 +169,7 @@ class Registrar final : public c10::OpRegistrationListener {
       fallback_above_->fallback(
           torch::CppFunction::makeFromBoxedFunction<&Registrar::above_fallback>());
     }
-    // The listener reports every operator that there is, then those to come.
+    // The listener reports every operator that exists, then those to come.
     listening_ = dispatcher.addRegistrationListener(std::make_unique<Forward>());
     ready_.store(true, std::memory_order_release);
   }
@@ -191,7 +191,7 @@ class Registrar final : public c10::OpRegistrationListener {
     const auto op = c10::Dispatcher::singleton().findSchema(name);
     if (!op) return;
     const std::string space(op->schema().getNamespace().value_or(""));
-    // Not tensors' operators, or made for other kinds of tensors.
+    // Not operators on tensors, or made for other kinds of tensors.
     static const std::set<std::string> skipped = {"prim",
                                                   "profiler",
                                                   "quantized",
@@ -231,7 +231,7 @@ class Registrar final : public c10::OpRegistrationListener {
     }
     const std::string full = space + "::" + local;
     if (register_fast_kernels(full, info, *libraries.below, *libraries.above)) return;
-    // What decomposes does so below autograd too.
+    // Operators that decompose do so below autograd too.
     if (!implicit && !op->hasKernelForDispatchKey(kShardKey))
       libraries.below->impl(
           local.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Below>(info)));

@@ -21,7 +21,7 @@ namespace tessera::detail {
 
 namespace {
 
-// The arguments with every tensor replaced by what `stand_in` gives for it.
+// The arguments with every tensor replaced by what `stand_in` returns for it.
 torch::jit::Stack replaced(const OpInfo& info, const std::vector<c10::IValue>& arguments,
                            const std::function<at::Tensor(const at::Tensor&)>& stand_in) {
   const auto tensor = [&](const c10::IValue& v) {
@@ -48,7 +48,8 @@ torch::jit::Stack replaced(const OpInfo& info, const std::vector<c10::IValue>& a
   return stack;
 }
 
-// A meta tensor as the global one is shown; numbers wrapped as tensors are given as they are.
+// A meta tensor with the shape and strides of the global one; numbers wrapped as tensors are
+// returned unchanged.
 at::Tensor on_meta(const OpInfo& info, const at::Tensor& t) {
   const auto* meta = meta_of(t);
   if (!meta) return t;
@@ -64,7 +65,7 @@ at::Tensor on_meta(const OpInfo& info, const at::Tensor& t) {
   return base;
 }
 
-// False where the operator has no meta kernel for these.
+// Runs the operator on meta tensors; false if it has no meta kernel for them.
 bool run_on_meta(const OpInfo& info, const std::vector<TensorInfo>& tensors,
                  torch::jit::Stack& stack) {
   try {
@@ -79,8 +80,8 @@ bool run_on_meta(const OpInfo& info, const std::vector<TensorInfo>& tensors,
       throw;
     return false;
   } catch (const c10::Error& e) {
-    // Some meta kernels want other strides than those of the CPU do; a view that cannot be is the
-    // caller's mistake.
+    // Some meta kernels require other strides than those of the CPU do; a view that is impossible
+    // is the caller's mistake.
     if (!info.view &&
         std::string_view(e.what_without_backtrace()).starts_with("view size is not compatible"))
       return false;
@@ -121,12 +122,12 @@ struct Trial {
   bool ones = false;
 };
 
-// The trial would take long, or much memory, or its shapes do not fit each other.
+// Thrown if the trial would take long, or much memory, or its shapes do not fit each other.
 struct NotTried final : std::exception {};
 
 constexpr std::int64_t kFew = 1 << 16;
 
-// Arguments that say how large the result is.
+// Names of arguments that determine how large the result is.
 constexpr std::array<std::string_view, 6> kSizes = {"size", "output_size", "repeats",
                                                     "pad",  "input_sizes", "input_size"};
 
@@ -147,7 +148,7 @@ std::int64_t product_of_sizes(const OpInfo& info, const torch::jit::Stack& stack
   return product;
 }
 
-// Of an operator that is told how large its result is: `elements` are those of the stand-ins.
+// For an operator that is told how large its result is: `elements` are those of the stand-ins.
 void require_few_results(const OpInfo& info, torch::jit::Stack stack, std::int64_t elements) {
   const std::int64_t at_most = std::max<std::int64_t>(elements, 1) * product_of_sizes(info, stack);
   for (c10::IValue& v : stack) {
@@ -170,7 +171,7 @@ void require_few_results(const OpInfo& info, torch::jit::Stack stack, std::int64
       stack.clear();
     }
   } catch (const std::exception&) {
-    throw NotTried();  // the tensors themselves have been on meta before: it is the shapes here
+    throw NotTried();  // the tensors themselves have passed on meta before: the shapes are at fault
   }
   for (const c10::IValue& v : stack) {
     if (v.isTensor() && v.toTensor().defined()) made += v.toTensor().numel();
@@ -212,7 +213,7 @@ bool trial_runs(const OpInfo& info, const std::vector<c10::IValue>& arguments, c
   }
 }
 
-// Whether the operator takes other dtypes, or other numbers, in place of those given.
+// True if the operator accepts other dtypes, or other numbers, in place of those given.
 bool would_take_others(const OpInfo& info, const std::vector<c10::IValue>& arguments,
                        Trial::Extent extent) {
   const auto with = [&](const Trial::Dtype& dtype) {
@@ -236,7 +237,7 @@ std::optional<std::vector<OutputInfo>> infer_outputs(const OpInfo& info,
   std::vector<OutputInfo> all;
   if (std::none_of(info.returns.begin(), info.returns.end(),
                    [](const auto& r) { return r.tensor || r.list; }))
-    return all;  // item(): the meta kernel has nothing to say, and some throw
+    return all;  // item(): the meta kernel checks nothing, and some throw
   torch::jit::Stack stack =
       replaced(info, arguments, [&](const at::Tensor& t) { return on_meta(info, t); });
   for (c10::IValue& v : stack) {
@@ -269,11 +270,11 @@ void require_dtypes(const OpInfo& info, const std::vector<c10::IValue>& argument
                     const std::vector<TensorInfo>& tensors, c10::Device device) {
   // A kernel of the program's own may do more than compute.
   if (!device.is_cpu() || info.view || tensors.empty() || !info.name.starts_with("aten::")) return;
-  // What draws from libtorch's generator would take numbers from the program.
+  // Operators that draw from libtorch's generator would consume the program's random numbers.
   if (info.random && !takes(info, {"generator"})) return;
-  // Of one element a dim shapes that fit each other still do, unless an argument speaks of sizes,
-  // as the number of groups of a convolution or the size of a window: then as they are, if these
-  // are few elements. Zero is a valid index and class, one a divisor.
+  // Shapes that fit each other still do with one element per dim, unless an argument depends on
+  // sizes, as the number of groups of a convolution or the size of a window: then they are kept, if
+  // these are few elements. Zero is a valid index and class, one a divisor.
   for (const Trial::Extent extent :
        {Trial::Extent([](std::int64_t, std::size_t) -> std::int64_t { return 1; }),
         Trial::Extent([](std::int64_t n, std::size_t) { return n; })}) {
@@ -284,7 +285,7 @@ void require_dtypes(const OpInfo& info, const std::vector<c10::IValue>& argument
       continue;
     } catch (const std::exception&) {
       if (trial_runs(info, arguments, {.extent = extent, .value = 1})) return;
-      // They are at fault if others would do; else the shapes were.
+      // They are at fault if others would be accepted; else the shapes are.
       if (would_take_others(info, arguments, extent)) throw;
     }
   }

@@ -30,8 +30,8 @@ namespace tessera::detail {
 
 namespace {
 
-// The way that led here, as a number: the same for every call from one place of the program,
-// another one for other places.
+// The call stack as a number: the same for every call from one place of the program, another one
+// for other places.
 std::uint64_t call_site() {
   void* frames[48];
   const int n = ::backtrace(frames, 48);
@@ -106,7 +106,7 @@ void run_sharded(const OpInfo& info, torch::jit::Stack* stack) {
     found = cache.of(info).plans.insert_or_assign(key, std::move(plan)).first;
     cache.added();
   }
-  // Entries of the map stay where they are while others are added.
+  // Entries of the map keep their addresses while others are added.
   ReadyPlan& plan = found->second;
   if (plan.mode == ReadyPlan::Mode::by_functional) {
     run_by_functional(info, stack);

@@ -20,7 +20,7 @@ void rethrow_to_all(const std::string& op, const MeshContext& context) {
   } catch (const CommError&) {
     throw;
   } catch (const ImplicitRedistributionError&) {
-    throw;  // decided from specs: the same on all ranks, before anything was sent
+    throw;  // follows from specs: the same on all ranks, before anything was sent
   } catch (const RuleError& e) {
     tell_ranks(op, context, e.what());
     throw RuleError(concat(op, ": ", e.what()));

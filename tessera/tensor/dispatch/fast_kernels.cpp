@@ -26,13 +26,13 @@ namespace tessera::detail {
 
 namespace {
 
-// What make_key() adds for each argument, without boxing it.
+// Builds what make_key() adds for each argument, without boxing it.
 struct KeyBuilder {
   static constexpr std::size_t kWords = 24;
   std::uint64_t words[kWords];
   std::size_t size = 0;
   const ShardMeta* first = nullptr;
-  bool usable = true;  // false: something that only the boxed way deals with
+  bool usable = true;  // false: an argument that only the boxed path handles
 
   template <class... Arguments>
   explicit KeyBuilder(const Arguments&... arguments) {
@@ -67,7 +67,7 @@ struct KeyBuilder {
     }
     if (!first) first = meta;
     usable &= !meta->copy;
-    // of one mesh: no plan is found for others
+    // tensors of one mesh: no plan is found for others
     push(reinterpret_cast<std::uintptr_t>(meta->layout.get()));
   }
   void add(const at::Scalar& s) {
@@ -99,7 +99,7 @@ const at::Tensor& local_of(const at::Tensor& t) {
   return meta ? meta->local : t;
 }
 const at::Tensor& local_of(const at::Tensor& t, const ReadyPlan&) { return local_of(t); }
-// Of a view: the local sizes.
+// For a view: the local sizes.
 c10::SymIntArrayRef local_of(const c10::SymIntArrayRef& sizes, const ReadyPlan& plan) {
   return plan.local_sizes ? c10::fromIntArrayRefSlow(*plan.local_sizes) : sizes;
 }
@@ -108,7 +108,7 @@ const T& local_of(const T& value, const ReadyPlan&) {
   return value;
 }
 
-// What the kernel above autograd must know of the tensors before it goes on.
+// What the kernel above autograd must know of the tensors before it continues.
 struct Look {
   bool plain = false;           // something must be promoted
   bool differentiable = false;  // autograd has something to do
@@ -132,19 +132,19 @@ struct Look {
   void see(const T&) {}
 };
 
-// Whether only our own kernel is left below autograd: no mode, no functionalization, no lazy bits.
+// True if only our own kernel is left below autograd: no mode, no functionalization, no lazy bits.
 bool straight_below(c10::DispatchKeySet keys) {
   return (keys & c10::after_ADInplaceOrView_keyset).highestFunctionalityKey() ==
          c10::DispatchKey::Dense;
 }
 
-// Only plans that need nothing but the operator itself on the locals.
+// True for plans that need nothing but the operator itself on the locals.
 bool is_simple(const ReadyPlan& plan) {
   return plan.moves.empty() && (plan.arguments.empty() || plan.local_sizes) && !plan.local &&
          !plan.view_copied && plan.mode != ReadyPlan::Mode::by_functional;
 }
 
-// nullptr: left to the general way.
+// The plan of a call, if it is simple; nullptr: the general path handles the call.
 ReadyPlan* find_simple(const OpInfo& info, int number, const KeyBuilder& builder) {
   if (!builder.usable) return nullptr;
   PlanCache& cache = PlanCache::of_thread();
@@ -163,7 +163,7 @@ template <class Op, class Schema>
 struct Kernels;
 
 // One instance for each operator of libtorch's own table. The info is set when the kernels are
-// registered, and never again.
+// registered, and never changed.
 template <class Op, class Result, class... Arguments>
 struct Kernels<Op, Result(Arguments...)> {
   static inline const OpInfo* info = nullptr;
@@ -189,8 +189,8 @@ struct Kernels<Op, Result(Arguments...)> {
     return f;
   }
 
-  // The operator on the locals. Undefined: the result is not as planned (an operator's
-  // data-dependent choice), and left to the general way.
+  // Runs the operator on the locals. Undefined: the result is not as planned (an operator's
+  // data-dependent choice), and the general path handles the call.
   static Result run(const ReadyPlan& plan, const KeyBuilder& builder, Arguments... arguments) {
     if constexpr (kInPlace) {
       at::Tensor local = local_of(first(arguments...));
@@ -248,7 +248,7 @@ struct Kernels<Op, Result(Arguments...)> {
     return boxed(arguments...);
   }
 
-  // Of replicated tensors a failure is the same on all ranks.
+  // For replicated tensors a failure is the same on all ranks.
   template <class Call>
   static auto guarded(const ReadyPlan& plan, const KeyBuilder& builder, Call call) {
     const LocalCallGuard guard;
@@ -265,7 +265,7 @@ struct Kernels<Op, Result(Arguments...)> {
     Op::call(local, local_of(rest, plan)...);
   }
 
-  // What detach() gives: the meta is immutable, so that two tensors may share it.
+  // The result of detach(): the meta is immutable, so that two tensors may share it.
   static at::Tensor another(const at::Tensor& t, bool metadata_may_change) {
     const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
     return at::Tensor(impl.shallow_copy_and_detach(impl.version_counter(), metadata_may_change));
@@ -283,7 +283,7 @@ struct Kernels<Op, Result(Arguments...)> {
         });
       }
     } else if (!look.tangents && straight_below(keys)) {
-      // Where autograd would only pass the call on, its kernels are passed by.
+      // If autograd would only pass the call on, its kernels are skipped.
       if constexpr (kDetach) return another(arguments..., false);
       if (!look.differentiable) {
         if constexpr (kView) {
@@ -318,13 +318,13 @@ struct Kernels<Op, Result(Arguments...)> {
     return std::nullopt;
   }
 
-  // Tensors from the stack, everything else as it was given.
+  // Takes tensors from the stack, and everything else as it was given.
   template <class T>
   static T pick(const c10::IValue&, T given) {
     return given;
   }
   static at::Tensor pick(const c10::IValue& v, const at::Tensor&) { return v.toTensor(); }
-  // promoted where it stands
+  // promoted in place
   static at::Tensor& pick(const c10::IValue&, at::Tensor& given) { return given; }
 
   static auto from_stack(const torch::jit::Stack& stack, Arguments... arguments) {

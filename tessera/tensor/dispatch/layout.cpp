@@ -18,14 +18,14 @@ namespace tessera::detail {
 
 namespace {
 
-// What is said to those who read memory directly.
+// The message for code that reads memory directly.
 constexpr char kNoMemory[] =
-    "a ShardTensor's memory is spread over ranks: use tessera::to_local() for this rank's part, "
-    "tessera::full_tensor() for the whole, "
+    "a ShardTensor's memory is spread over ranks: use tessera::to_local() for this rank's shard, "
+    "tessera::full_tensor() for the global value, "
     "tessera::print() or tessera::save() to print or save it";
 
-// Extra metadata is three allocations, the longest of them the message: what a tensor leaves behind
-// is used by the next one of this thread.
+// Extra metadata takes three allocations, the longest of them the message: what a tensor leaves
+// behind is reused by the next one of this thread.
 class SpareMeta {
  public:
   static std::unique_ptr<c10::ExtraMeta> take() {
@@ -37,7 +37,7 @@ class SpareMeta {
   }
   static void give(std::unique_ptr<c10::ExtraMeta> meta) {
     if (!meta || gone_) return;
-    meta->backend_meta_.reset();  // may end the local, and with it others
+    meta->backend_meta_.reset();  // may destroy the local, and other tensors with it
     SpareMeta& spare = of_thread();
     if (gone_ || spare.size_ == spare.kept_.size() || meta->symbolic_shape_meta_ ||
         !meta->custom_data_ptr_error_msg_)
@@ -58,11 +58,11 @@ class SpareMeta {
 
 // Has no members of its own: it exists to reach protected ones.
 struct ShardImpl final : c10::TensorImpl {
-  // What a layout shows.
+  // With the sizes and strides of a layout.
   ShardImpl(c10::DispatchKeySet keys, caffe2::TypeMeta dtype, c10::Device device)
       : TensorImpl(keys, dtype, device) {}
 
-  // Shown as `like`.
+  // With the sizes and strides of `like`.
   ShardImpl(const ShardImpl& like, c10::DispatchKeySet keys,
             c10::intrusive_ptr<c10::BackendMeta> meta)
       : TensorImpl(keys, like.data_type_, like.device_opt_) {
@@ -81,7 +81,7 @@ struct ShardImpl final : c10::TensorImpl {
   }
   ~ShardImpl() override { SpareMeta::give(std::move(extra_meta_)); }
 
-  // The base's copies the message too.
+  // The base class' version copies the message too.
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version,
                                                          bool metadata_may_change) const override {
     if (!copied_as_it_is())
@@ -104,7 +104,7 @@ struct ShardImpl final : c10::TensorImpl {
   }
 
  private:
-  // No mode of Python's wants to see the copy, and nothing hangs on the tensor that a wrapper does
+  // No Python mode wants to see the copy, and the tensor has nothing attached that a wrapper does
   // not have.
   bool copied_as_it_is() const {
     return c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
@@ -123,7 +123,7 @@ struct ShardImpl final : c10::TensorImpl {
 
 c10::DispatchKeySet keys_for(c10::Device device) {
   // The inner backend's key stays in the set: set_data() swaps between dense tensors only, and
-  // autocast looks at it. PrivateUse2 has the higher priority.
+  // autocast reads it. PrivateUse2 has the higher priority.
   const auto backend = device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
   const auto autocast =
       device.is_cuda() ? c10::DispatchKey::AutocastCUDA : c10::DispatchKey::AutocastCPU;
@@ -230,7 +230,7 @@ at::Tensor wrap(at::Tensor local, LayoutPtr layout) {
                          local.device());
   const bool conj = local.is_conj(), neg = local.is_neg();
   at::Tensor t = wrap_checked(std::move(local), layout);
-  // libtorch asks the wrapper who has to resolve it
+  // libtorch asks the wrapper whether conjugation has to be resolved
   if (conj) t.unsafeGetTensorImpl()->_set_conj(true);
   if (neg) t.unsafeGetTensorImpl()->_set_neg(true);
   return t;
@@ -295,8 +295,8 @@ ShardSpec reduced_like(const ShardSpec& spec, const ShardSpec& reduced) {
 
 namespace {
 
-// `view`, which lay in the memory of `old`, where it lies in that of `now`, whose elements lie
-// alike. It may show them as another type, conjugated or negated.
+// `view`, which was a view of the memory of `old`, as a view of that of `now`, whose elements are
+// in the same order. It may show them as another dtype, conjugated or negated.
 at::Tensor moved_view(const at::Tensor& view, const at::Tensor& old, const at::Tensor& now) {
   const LocalCallGuard guard;
   const auto bytes = [](const at::Tensor& t) {
@@ -348,7 +348,7 @@ void install_reduced(const at::Tensor& target, const at::Tensor& local, const Sh
   ShardMeta& meta = *meta_of(target);
   ShardMeta& owner = meta.base ? *meta.base : meta;
   LayoutPtr layout = under(*owner.layout, to);
-  // In the very memory order of the old local, so that views find their place.
+  // In exactly the memory order of the old local, so that views keep their positions.
   at::Tensor own = aligned(local, *layout);
   auto now = c10::make_intrusive<ShardMeta>(std::move(own), std::move(layout));
   now->copy = owner.copy;

@@ -34,7 +34,7 @@ std::string describe_inputs(const OpCall& call) {
              "register a rule (tessera::register_rule)."));
 }
 
-// `to` is `from` with some of its partial axes reduced.
+// True if `to` is `from` with some of its partial axes reduced.
 bool only_reduces(const ShardSpec& from, const ShardSpec& to) {
   auto placements = from.placements();
   for (std::size_t a = 0; a < placements.size(); ++a) {
@@ -49,8 +49,8 @@ void add_layout(const c10::IValue& v, std::vector<LayoutPtr>& all) {
   if (const auto* meta = meta_of(v.toTensor())) all.push_back(meta->layout);
 }
 
-// Where this rank's part of every result is empty the operator has nothing to compute, and some
-// kernels refuse to.
+// If this rank's shard of every result is empty the operator has nothing to compute, and some
+// kernels refuse that.
 void skip_if_nothing(ReadyPlan& ready) {
   std::vector<LayoutPtr> results;
   for (const ReadyPlan::Output& o : ready.outputs) {
@@ -68,7 +68,7 @@ void skip_if_nothing(ReadyPlan& ready) {
   };
 }
 
-// Layouts whose addresses are in the key, which a plan keeps alive.
+// The layouts whose addresses are in the key; a plan keeps them alive.
 std::vector<LayoutPtr> layouts_of(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
   std::vector<LayoutPtr> all;
   for (std::size_t i = 0; i < arguments.size(); ++i) {
@@ -82,9 +82,10 @@ std::vector<LayoutPtr> layouts_of(const OpInfo& info, at::ArrayRef<c10::IValue> 
   return all;
 }
 
-// The operator answers before a rule looks at anything: what it refuses no rule has to think of.
+// Lets the operator check its arguments before a rule looks at them: a rule need not handle what
+// the operator refuses.
 void require_possible(const OpInfo& info, const OpCall& call, c10::Device device) {
-  // What it may reach beyond the tensor is not known to a stand-in for it.
+  // The memory that it may reach beyond the tensor is not known to a stand-in.
   if (info.op.schema().name().starts_with("aten::as_strided")) return;
   call.outputs();
   require_dtypes(info, call.arguments(), call.tensors(), device);
@@ -123,8 +124,8 @@ void plan_moves(const OpCall& call, const Plan& plan, ReadyPlan& ready) {
   }
 }
 
-// A rule of the functional form says where the result lies; written in place it must lie where the
-// target does.
+// A rule of the functional form determines the placement of the result; an operator in place
+// requires that of the target.
 void require_target_stays(const OpCall& call, const Plan& plan) {
   const ShardSpec target =
       !plan.inputs.empty() && plan.inputs[0] ? *plan.inputs[0] : call.tensor(0).spec;
@@ -132,7 +133,7 @@ void require_target_stays(const OpCall& call, const Plan& plan) {
     throw_moves_target(call, call.tensor(0).spec, plan.outputs[0].spec);
 }
 
-// Of the results that are no arguments; nullptr: not known.
+// The results that are not arguments; nullptr: not known.
 const std::vector<OutputInfo>* inferred_results(const OpInfo& info, const OpCall& call) {
   const bool written = std::any_of(info.returns.begin(), info.returns.end(),
                                    [](const auto& r) { return r.argument >= 0; });
@@ -148,7 +149,7 @@ void plan_outputs(const OpInfo& info, const OpCall& call, const Layout& like, Pl
     ReadyPlan::Output o{nullptr, out.spec, std::move(out.strides)};
     if (out.spec && inferred && k < inferred->size() && (*inferred)[k].defined) {
       const OutputInfo& is = (*inferred)[k];
-      // a rule that gives strides as well knows better
+      // a rule that gives strides as well knows the shape better
       if (is.shape != out.spec.shape() && !o.strides) {
         throw RuleError(concat("the rule of ", info.name, " says that the result has shape ",
                                list(out.spec.shape()), ", the operator makes ", list(is.shape)));
@@ -191,7 +192,7 @@ void plan_by_rule(const OpInfo& info, const OpCall& call, const Rule& rule, cons
   if (!ready.local && !info.writes && !info.view && !info.random && !lists) skip_if_nothing(ready);
 }
 
-// Everything is gathered, in place of the rule.
+// The plan that gathers everything, in place of the rule.
 ReadyPlan gathered_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
   ReadyPlan ready;
   ready.inputs = layouts_of(info, arguments);
@@ -223,8 +224,7 @@ ReadyPlan strict_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, c
     ready.mode = ReadyPlan::Mode::by_functional;
     return ready;
   }
-  // Each rank's own generator would give each rank other numbers: the rule knows whether any are
-  // drawn.
+  // Each rank's own generator would draw other numbers: the rule knows whether any are drawn.
   const bool draws = info.random && context_of(scan.first->spec())->mesh.layout().size() > 1;
   const auto rule = info.rule();
   if (scan.replicated && !(rule && (rule->options.for_replicated || draws))) {

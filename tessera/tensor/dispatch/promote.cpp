@@ -27,7 +27,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Backward runs wherever the engine likes, so that nodes carry their mesh.
+// Backward runs on any thread of the engine, so nodes carry their mesh.
 struct Carried : torch::CustomClassHolder {
   explicit Carried(std::shared_ptr<MeshContext> c) : context(std::move(c)) {}
   std::shared_ptr<MeshContext> context;
@@ -41,8 +41,8 @@ std::shared_ptr<MeshContext> carried(AutogradContext* ctx) {
   return c10::static_intrusive_pointer_cast<Carried>(ctx->saved_data["mesh"].toCapsule())->context;
 }
 
-// A plain tensor stands for the same value on every rank. The collective level of checking looks
-// whether it is.
+// A plain tensor stands for the same value on every rank. With CheckLevel::collective this is
+// compared.
 void require_equal(const at::Tensor& plain, const MeshContext& context) {
   if (context.mesh.layout().size() < 2) return;
   const Group all = context.mesh.all();
@@ -73,8 +73,7 @@ at::Tensor wrap_plain(const at::Tensor& plain, const std::shared_ptr<MeshContext
                                "and nested tensors are not supported"));
   }
   const LocalCallGuard guard;
-  // Backward formulas make zeros without memory, which libtorch's kernels treat by rules of their
-  // own.
+  // Backward formulas make zeros without memory, which libtorch's kernels treat in a special way.
   at::Tensor local =
       plain._is_zerotensor() ? at::zeros(plain.sizes(), plain.options()) : plain.detach();
   if (local.is_conj() || local.is_neg()) local = local.resolve_conj().resolve_neg();
@@ -89,7 +88,7 @@ namespace {
 struct Promote : torch::autograd::Function<Promote> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& plain,
                             const std::shared_ptr<MeshContext>& context) {
-    ctx->set_materialize_grads(false);  // what has no gradient gets none, as without promotion
+    ctx->set_materialize_grads(false);  // no gradient stays no gradient, as without promotion
     return wrap_plain(plain, context);
   }
   static variable_list backward(AutogradContext*, const variable_list& gradients) {
@@ -101,7 +100,7 @@ struct Promote : torch::autograd::Function<Promote> {
   }
 };
 
-// libtorch counts nodes' references in one of two ways, by version.
+// libtorch counts references to nodes in one of two ways, depending on its version.
 using NodePtr = decltype(torch::autograd::Edge::function);
 template <class T>
 std::weak_ptr<T> weak(const std::shared_ptr<T>& p) {
@@ -113,8 +112,8 @@ c10::weak_intrusive_ptr<T> weak(const c10::intrusive_ptr<T>& p) {
 }
 using WeakNode = decltype(weak(std::declval<NodePtr>()));
 
-// The nodes that promote, by what they lead to: a tensor that is used several times is promoted by
-// one node, so that its gradients are summed before they are reduced, once.
+// The nodes that promote, keyed by the node that they lead to: a tensor that is used several times
+// is promoted by one node, so that its gradients are summed before they are reduced, once.
 class PromotingNodes {
  public:
   static PromotingNodes& of_thread() {
@@ -125,7 +124,7 @@ class PromotingNodes {
   NodePtr find(const torch::autograd::Edge& to, const std::shared_ptr<MeshContext>& context) const {
     const auto [begin, end] = nodes_.equal_range(to.function.get());
     for (auto it = begin; it != end; ++it) {
-      // keeps what it leads to alive, so that the address is not another one's
+      // keeps the node that it leads to alive, so that its address is not reused
       auto node = it->second.node.lock();
       if (node && node->next_edge(0) == to && it->second.context.lock() == context) return node;
     }
@@ -149,8 +148,8 @@ class PromotingNodes {
   std::size_t sweep_at_ = 64;
 };
 
-// Hook of a plain tensor that a user's autograd::Function takes together with sharded ones: what
-// its backward returns may be sharded.
+// Hook of a plain tensor that a user's autograd::Function takes together with sharded ones: the
+// gradient that its backward returns may be sharded.
 struct PlainGradient {
   at::TensorBase operator()(const at::TensorBase& gradient) const {
     return gradient.defined() && meta_of(gradient) ? at::TensorBase(demote(at::Tensor(gradient)))
@@ -185,18 +184,18 @@ struct Demote : torch::autograd::Function<Demote> {
   }
 };
 
-// The caller's own tensor is converted, so that it gets the history of what is written to it.
-// `like`: what is written, if that is sharded.
+// Converts the caller's own tensor, so that it gets the history of what is written to it. `like`:
+// the value that is written, if it is sharded.
 void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>& context,
                     const OpInfo& info, bool above, const at::Tensor& like,
                     PromotedTargets& targets) {
   const auto refusal = [&](const char* why) {
     return concat(info.name, " writes a sharded value into a plain tensor ", why,
                   ". Make the target sharded (tessera::distribute_tensor, or distribute_module for "
-                  "parameters and buffers) or write to the local part.");
+                  "parameters and buffers) or write to the local tensor.");
   };
   const auto refuse = [&](const char* why) { throw ShardingError(refusal(why)); };
-  // Who else holds the memory is this rank's own affair: the others may have gone on.
+  // Which other tensors use the memory may differ between ranks: the others may have continued.
   const auto refuse_here = [&](const char* why) {
     tell_ranks(info.name, *context, refusal(why));
     refuse(why);
@@ -214,10 +213,10 @@ void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>
       refuse("that is a view of another one, and more than a slice of it");
     return;
   }
-  // Aliases that autograd knows share the version counter; the pieces of an unsafe_split do not.
+  // Aliases that autograd knows share the version counter; the outputs of an unsafe_split do not.
   if (!target.is_inference() && !target.unsafeGetTensorImpl()->unique_version())
     refuse_here("that others are views of, or that a graph has saved");
-  // Memory that others see too, without autograd knowing: a kernel's own temporary and a view of
+  // Memory that other tensors use without autograd knowing: a kernel's own temporary and a view of
   // it.
   if (!above && target.has_storage() && target.storage().use_count() > 1)
     refuse_here("whose memory others share");
@@ -227,7 +226,7 @@ void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>
   if (promoted.grad_fn()) torch::autograd::impl::set_gradient_edge(target, {promoted.grad_fn(), 0});
 }
 
-// What an operator that writes to its first argument writes there.
+// The value that an operator writes to its first argument.
 at::Tensor written_value(const OpInfo& info, const c10::IValue* arguments) {
   for (std::size_t i = 1; i < info.kinds.size(); ++i) {
     if (info.kinds[i] == OpInfo::Kind::tensor && arguments[i].isTensor() &&
@@ -242,7 +241,7 @@ void apply_policy(const OpInfo& info, const std::shared_ptr<MeshContext>& contex
   RankState& state = *context->state;
   const std::lock_guard lock(state.mutex);
   if (state.policies.promotion == Policy::allow) return;
-  // libtorch's own formulas make them of numbers.
+  // libtorch's own formulas make such tensors from numbers.
   if (plain.dim() == 0 && plain.is_cpu() && !plain.requires_grad()) return;
   const std::string text = concat(
       info.name, ": a plain tensor of shape ", plain.sizes(),
@@ -268,8 +267,8 @@ at::Tensor promote(const at::Tensor& plain, const std::shared_ptr<MeshContext>& 
     return promoted;
   }
   at::Tensor promoted = Promote::apply(plain, context);
-  // Ready means next, whatever its age: a rank that keeps an old graph finds an old node where
-  // others make one, and all must reduce in one order.
+  // Runs next once it is ready, whatever its age: a rank that keeps an old graph finds an old node
+  // where other ranks make a new one, and all must reduce in one order.
   promoted.grad_fn()->set_sequence_nr(UINT64_MAX);
   nodes.add(edge, context, promoted.grad_fn());
   return promoted;
@@ -306,7 +305,7 @@ PromotedTargets promote_arguments(const OpInfo& info, c10::IValue* arguments,
       promote_target(t, context, info, above, written_value(info, arguments), targets);
       return t;
     }
-    // Within a user's autograd::Function, for all that is known here.
+    // This may be within a user's autograd::Function.
     if (above && t.requires_grad() && !at::GradMode::is_enabled()) keep_gradient_plain(t);
     return above ? promote(t, context) : wrap_plain(t, context);
   };

@@ -18,7 +18,7 @@ namespace tessera::detail {
 
 namespace {
 
-// What a view takes of one dim of its base.
+// The slice that a view takes of one dim of its base.
 struct Taken {
   std::int64_t start = 0, size = 1, step = 1;
   bool selected = false;  // the view lacks the dim
@@ -50,7 +50,7 @@ bool same_view(const at::Tensor& a, const at::Tensor& b) {
   return a.storage_offset() == b.storage_offset();
 }
 
-// The slices and selects, dim by dim in the base's order, that give `view`.
+// The slices and selects, by dim of the base, that make `view`; nullopt if there are none.
 std::optional<std::vector<Taken>> taken_by(const at::Tensor& view, const at::Tensor& base) {
   const std::int64_t dims = base.dim();
   if (view.dim() > dims || base.numel() == 0 || !base.is_non_overlapping_and_dense())
@@ -58,7 +58,7 @@ std::optional<std::vector<Taken>> taken_by(const at::Tensor& view, const at::Ten
   std::vector<Taken> taken(dims);
   std::int64_t of_view = 0;
   for (std::int64_t d = 0; d < dims; ++d) {
-    const bool more = dims - d > view.dim() - of_view;  // dims than the view still has
+    const bool more = dims - d > view.dim() - of_view;  // more dims than the view still has
     const bool fits = of_view < view.dim() && view.size(of_view) <= base.size(d) &&
                       (view.size(of_view) <= 1 || view.stride(of_view) % base.stride(d) == 0) &&
                       (!more || view.stride(of_view) == base.stride(d));
@@ -72,7 +72,7 @@ std::optional<std::vector<Taken>> taken_by(const at::Tensor& view, const at::Ten
     if (one.size > 1) one.step = view.stride(of_view) / base.stride(d);
     ++of_view;
   }
-  // Where it starts: the largest strides first.
+  // The start of each slice: the largest strides first.
   std::vector<std::int64_t> order(dims);
   for (std::int64_t d = 0; d < dims; ++d) order[d] = d;
   std::stable_sort(order.begin(), order.end(),
@@ -90,7 +90,8 @@ std::optional<std::vector<Taken>> taken_by(const at::Tensor& view, const at::Ten
   return taken;
 }
 
-// Sharded as `like` is where the view takes the whole dim and is written by a dim of that size.
+// The spec of the base: sharded as `like` in the dims that the view takes completely and to which a
+// dim of that size is written.
 ShardSpec spec_of_base(const at::Tensor& target, const at::Tensor& base,
                        const std::vector<Taken>& taken, const at::Tensor& like,
                        const std::shared_ptr<MeshContext>& context) {

@@ -24,7 +24,7 @@ std::vector<std::int64_t> shape_of(const Box& box) {
   return shape;
 }
 
-// The part of `t`, which holds `held`, that is `box`.
+// The box `box` of `t`, which holds the box `held`.
 at::Tensor slice(const at::Tensor& t, const Box& held, const Box& box) {
   at::Tensor part = t;
   for (std::size_t d = 0; d < box.size(); ++d) {
@@ -46,7 +46,7 @@ Box hull(const std::vector<Box>& boxes) {
   return all.empty() && !boxes.empty() ? boxes[0] : all;
 }
 
-// The boxes one after the other are `whole` in row-major order: nothing needs to be packed.
+// True if the boxes one after the other are `whole` in row-major order: nothing needs to be packed.
 bool in_memory_order(const std::vector<Box>& boxes, const Box& whole) {
   std::size_t cut = 0;
   while (cut < whole.size() && whole[cut].size() == 1) ++cut;
@@ -73,7 +73,7 @@ Sizes volumes(const std::vector<Box>& boxes) {
   return sizes;
 }
 
-// The boxes of `t` one after the other.
+// Copies the boxes of `t` into flat memory, one after the other.
 at::Tensor pack(const at::Tensor& t, const Box& held, const std::vector<Box>& boxes) {
   const Box all = hull(boxes);
   if (in_memory_order(boxes, all)) return slice(t, held, all).contiguous().view({-1});
@@ -99,7 +99,7 @@ void unpack(const at::Tensor& t, const at::Tensor& flat, const std::vector<Box>&
   }
 }
 
-// Of truth values a sum is any, a product all; they travel as bytes.
+// For booleans a sum is "any", a product "all"; they are sent as bytes.
 ReduceOp op_for(ReduceOp::Kind kind, at::ScalarType dtype) {
   if (dtype == at::kBool && kind == ReduceOp::Kind::sum) return ReduceOp::max;
   if (dtype == at::kBool && kind == ReduceOp::Kind::product) return ReduceOp::min;
@@ -175,7 +175,7 @@ void Redistribution::launch() {
 
 void Redistribution::launch_reduction() {
   const auto& r = plan_->reductions[stage_];
-  // What the stage before left: the source's part, or a piece of it.
+  // What the stage before left: the source's box, or a part of it.
   const auto* before = stage_ > 0 ? &plan_->reductions[stage_ - 1] : nullptr;
   const Box& held = !before                  ? plan_->before
                     : before->pieces.empty() ? before->whole
@@ -260,7 +260,8 @@ void Redistribution::launch_move() {
       std::vector<Box> parts = in;
       parts[move.rank] = own;
       const bool in_place = in_memory_order(parts, move.after);
-      // This rank's own part is copied once, past the call, unless it lies between what arrives.
+      // This rank's own box is copied once, outside the call, unless it is between boxes that
+      // arrive.
       const auto nothing = [](const Box& box) { return volume(box) == 0; };
       const bool first = std::all_of(in.begin(), in.begin() + move.rank, nothing),
                  last = std::all_of(in.begin() + move.rank, in.end(), nothing);
@@ -287,7 +288,7 @@ void Redistribution::launch_move() {
     case Kind::exchange: {
       const at::Tensor result = at::empty(shape_of(move.after), local_.options());
       std::vector<Message> messages;
-      std::vector<std::pair<at::Tensor, at::Tensor>> arrivals;  // where to, what arrived
+      std::vector<std::pair<at::Tensor, at::Tensor>> arrivals;  // destination, received
       for (const Piece& p : move.transfer.sends)
         messages.push_back({Message::Kind::send, slice(local_, held, p.box).contiguous(), p.rank});
       for (const Piece& p : move.transfer.receives) {
@@ -333,7 +334,7 @@ at::Tensor Redistribution::finish() {
 
 at::Tensor redistribute_local(const at::Tensor& local, const ShardSpec& from, const ShardSpec& to) {
   if (from == to) return local;
-  // Messages carry values, and what arrives is wrapped anew.
+  // Messages carry values, and what is received is wrapped anew.
   return Redistribution(local.resolve_conj().resolve_neg(), from, to, true).finish();
 }
 
@@ -345,7 +346,7 @@ bool moves_shards(const ShardSpec& from, const ShardSpec& to) {
   if (from == to) return false;
   const auto plan = context_of(from)->redistributions->of(from, to);
   if (plan->move.kind == RedistributionPlan::Move::Kind::none) return false;
-  // What a reduction left in pieces and gathers again is a part of the reduction.
+  // A reduction that is scattered and gathered again counts as one reduction.
   for (int axis = 0; axis < from.mesh_dims(); ++axis) {
     const Placement a = from.placements()[axis], b = to.placements()[axis];
     if (!a.is_shard()) continue;

@@ -18,7 +18,7 @@ namespace detail {
 
 namespace {
 
-// Process-wide, because operators are: rules are registered beside them, by static objects of the
+// Process-wide, because operators are: rules are registered with them, by static objects of the
 // libraries that define them.
 struct Rules {
   std::mutex mutex;
@@ -57,8 +57,8 @@ OpInfo::Kind kind_of(const c10::TypePtr& type) {
 
 bool is_write(const c10::Argument& a) { return a.alias_info() && a.alias_info()->isWrite(); }
 
-// Of an operator, sorted, so that all ranks come to the same one. Operators may be defined later:
-// what is not known is looked for again.
+// The overloads of an operator, sorted, so that all ranks choose the same one. Operators may be
+// defined later: what is not known is looked up again.
 std::vector<std::string> overloads_of(const std::string& base) {
   static std::mutex mutex;
   static std::map<std::string, std::set<std::string>> all;
@@ -95,7 +95,7 @@ std::optional<c10::OperatorHandle> functional_form(const c10::FunctionSchema& sc
   };
   std::string overload = schema.overload_name();
   if (auto op = matches(overload)) return op;
-  // "Scalar_out" -> "Scalar": what is named alike goes first.
+  // "Scalar_out" -> "Scalar": the overload of the same name comes first.
   if (out_variant && overload.size() > 4 && overload.ends_with("_out")) {
     if (auto op = matches(overload.substr(0, overload.size() - 4))) return op;
   }

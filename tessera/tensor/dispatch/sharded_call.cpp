@@ -20,7 +20,7 @@ namespace tessera::detail {
 
 namespace {
 
-// The same value without partial axes.
+// The spec without partial axes.
 ShardSpec partial_reduced(const ShardSpec& spec) {
   auto placements = spec.placements();
   for (Placement& p : placements) {
@@ -29,8 +29,8 @@ ShardSpec partial_reduced(const ShardSpec& spec) {
   return spec.with_placements(placements);
 }
 
-// What is written to is reduced in place: with its aliases and the views of its memory, which see
-// the write.
+// Reduces a tensor that is written to in place, together with its aliases and the views of its
+// memory, which see the write.
 void reduce_target(const OpInfo& info, const at::Tensor& target, const ShardSpec& from,
                    const ShardSpec& to) {
   const ShardMeta& meta = *meta_of(target);
@@ -53,9 +53,9 @@ void reduce_target(const OpInfo& info, const at::Tensor& target, const ShardSpec
                                " that cannot be reduced with it. Redistribute it first."));
 }
 
-// An intermediate result that had to be reduced is so from now on: what backward saved of it, and
-// its next use, need not reduce it again. Ranks agree: the condition looks at what the program has
-// done to the tensor, not at who else holds it.
+// An intermediate result that had to be reduced stays reduced: what backward saved of it, and its
+// next use, need not reduce it again. Ranks agree: the condition depends on what the program has
+// done to the tensor, not on which other tensors refer to it.
 void keep_reduced(const at::Tensor& t, const ShardSpec& from, const ShardSpec& to,
                   const at::Tensor& local) {
   if (!from.has_partial() || !(to == partial_reduced(from))) return;
@@ -65,8 +65,8 @@ void keep_reduced(const at::Tensor& t, const ShardSpec& from, const ShardSpec& t
   if (meta.intermediate || t.grad_fn()) install_reduced(t, local, to);
 }
 
-// What a view that had to gather its base first stands on. `whole` gets the memory order of the
-// base, so that views of it have the strides expected.
+// The copy that belongs to a view whose base had to be gathered first. `whole` gets the memory
+// order of the base, so that views of it have the strides expected.
 std::shared_ptr<ViewCopy> make_view_copy(const at::Tensor& base, const ShardSpec& to,
                                          at::Tensor& whole) {
   const ShardMeta& meta = *meta_of(base);
@@ -80,8 +80,7 @@ bool makes_view_of_normal(const OpInfo& info, const c10::IValue& base) {
          !base.toTensor().is_inference();
 }
 
-// Copies of views hear of a write to what they are copies of, and one that is written to itself
-// goes back there.
+// Tells copies of views about a write to their base, and writes back what was written to a copy.
 void note_written(const c10::IValue& v, RankState& state) {
   const ShardMeta* meta = v.isTensor() && v.toTensor().defined() ? meta_of(v.toTensor()) : nullptr;
   if (!meta) return;
@@ -90,8 +89,8 @@ void note_written(const c10::IValue& v, RankState& state) {
   if (meta->copy) meta->copy->write_back();
 }
 
-// Elements that both tensors show, at other places of the memory that they would have on one
-// process: as TensorIterator refuses it.
+// True if both tensors contain the same element at different positions, as TensorIterator refuses
+// it on one process.
 bool overlap_in_part(const at::Tensor& a, const at::Tensor& b) {
   if (a.numel() == 0 || b.numel() == 0 || !a.is_non_overlapping_and_dense() ||
       !b.is_non_overlapping_and_dense())
@@ -102,7 +101,7 @@ bool overlap_in_part(const at::Tensor& a, const at::Tensor& b) {
   return begin_a < end_b && begin_b < end_a;
 }
 
-// The memory that a tensor is a view of in the end.
+// The tensor whose memory a view uses in the end.
 const at::Tensor& memory_of(const ShardMeta& meta) {
   const ShardMeta* at = &meta;
   while (at->copy) at = meta_of(at->copy->base);
@@ -111,7 +110,7 @@ const at::Tensor& memory_of(const ShardMeta& meta) {
 
 using Copies = std::vector<std::shared_ptr<ViewCopy>>;
 
-// Of an operator that writes to several tensors: those targets, or all tensors, that are views in
+// For an operator that writes to several tensors: those targets, or all tensors, that are views in
 // memory of their own.
 Copies copies_among(const OpInfo& info, const c10::IValue* arguments, bool written_only) {
   Copies copies;
@@ -141,7 +140,7 @@ void refuse_two_of_one(const OpInfo& info, const Copies& copies) {
   }
 }
 
-// What argument `i` of an operator on lists is for element `e` of them.
+// Argument `i` of an operator on lists, for element `e` of the lists.
 c10::IValue of_element(const OpInfo& info, std::size_t i, const c10::IValue& v, std::size_t e) {
   if (info.kinds[i] == OpInfo::Kind::tensor_list && v.isList()) {
     c10::List<at::Tensor> one;
@@ -192,7 +191,7 @@ void ShardedCall::run() {
   redistribute_inputs();
   substitute_locals();
   if (plan_.mode == ReadyPlan::Mode::replicated) {
-    // the same on all ranks, also where it fails
+    // the same on all ranks, also if it fails
     run_local();
     wrap_results();
   } else {
@@ -217,7 +216,8 @@ void ShardedCall::check_policy() const {
   check_implicit_moves(info_.name, moves, context_);
 }
 
-// What is moved first, or was copied, no longer overlaps the target: plain libtorch refuses it.
+// An input that is redistributed, or was copied, no longer overlaps the target: plain libtorch
+// refuses the overlap.
 void ShardedCall::refuse_overlap() const {
   const c10::IValue& written = stack_[first_];
   const ShardMeta* target = written.isTensor() ? meta_of(written.toTensor()) : nullptr;
@@ -237,7 +237,7 @@ void ShardedCall::refuse_overlap() const {
 void ShardedCall::redistribute_inputs() {
   for (const ReadyPlan::Move& move : plan_.moves) {
     const at::Tensor t = argument(move);
-    const bool as_planned = meta_of(t)->spec() == move.to;  // reduced as, or with, another target
+    const bool as_planned = meta_of(t)->spec() == move.to;  // reduced with another target
     if (info_.written[move.argument]) {
       if (!as_planned) reduce_target(info_, t, meta_of(t)->spec(), move.to);
       continue;
@@ -282,8 +282,7 @@ void ShardedCall::substitute_locals() {
       v = std::move(list);
     }
   }
-  // Not before: an operator may need a tensor reduced in one argument and take it as it is in
-  // another.
+  // Not earlier: an operator may need a tensor reduced in one argument and unchanged in another.
   for (const Moved& m : moved_) {
     if (m.move) keep_reduced(m.source, m.move->from, m.move->to, m.local);
   }
@@ -326,8 +325,8 @@ void ShardedCall::write_back() const {
     if (!target.isTensorList()) continue;
     for (const c10::IValue& t : target.toListRef()) {
       note_written(t, *context_.state);
-      // libtorch's kernels of lists write to one tensor after the other, each of which counts. Of
-      // sharded tensors they write to the locals, and nobody has counted.
+      // libtorch's kernels of lists write to one tensor after the other, and count each write. For
+      // sharded tensors they write to the locals, and nothing has been counted.
       if (t.isTensor() && t.toTensor().defined() && !t.toTensor().is_inference())
         t.toTensor().unsafeGetTensorImpl()->bump_version();
     }
@@ -347,8 +346,7 @@ const ShardedCall::Moved* ShardedCall::moved_before(const at::Tensor& source,
   return found == moved_.end() ? nullptr : &*found;
 }
 
-// Laid out in memory as the global tensor is, like every local: kernels and views decide by
-// strides.
+// In the memory order of the global tensor, like every local: kernels and views decide by strides.
 at::Tensor ShardedCall::redistributed(const at::Tensor& t, const ReadyPlan::Move& move) {
   const ShardMeta& meta = *meta_of(t);
   if (meta.layout->parameter && !meta.copy && !plan_.view_copied) {
@@ -392,7 +390,7 @@ void ShardedCall::run_local_function() {
   }
 }
 
-// The targets take over what the call has made of their aliases.
+// The targets adopt what the call has made of their aliases.
 void ShardedCall::run_on_aliases() {
   std::vector<std::pair<at::Tensor, at::Tensor>> aliases;
   for (std::size_t i = 0; i < count_; ++i) {
@@ -403,7 +401,7 @@ void ShardedCall::run_on_aliases() {
   for (const auto& [target, alias] : aliases) {
     const ShardMeta* meta = meta_of(target);
     if (!meta) continue;
-    // What still lies where it lay is still a view of its base.
+    // A local that was not replaced is still a view of its base.
     auto copy = alias.is_alias_of(meta->local) ? meta->copy : nullptr;
     install(target, alias, replicated_layout(context_of(like_->spec), alias), std::move(copy));
   }
@@ -511,7 +509,7 @@ void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
     } else {
       install(targets[i], made->local, made->layout, made->copy);
       meta_of(targets[i])->base = made->base;
-      // libtorch counts the change of shape as a write, and nothing has been written.
+      // libtorch counts the change of shape as a write, but nothing has been written.
       if (info.in_place_view && !targets[i].is_inference()) {
         for (ViewCopy* copy = made->copy.get(); copy; copy = copy->parent()) ++copy->written;
       }

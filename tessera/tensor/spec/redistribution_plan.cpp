@@ -55,7 +55,7 @@ Axes sorted_union(const Axes& a, const Axes& b) {
   return all;
 }
 
-// A layout while it is made: how each dim is cut, axes in any order.
+// A layout during planning: how each dim is sharded, axes in any order.
 struct Cuts {
   const std::vector<std::int64_t>& shape;
   const std::vector<int>& mesh;
@@ -75,7 +75,7 @@ struct Cuts {
     return -1;
   }
   Sharding sharding() const { return Sharding(shape, mesh, dims); }
-  // The dim with the longest parts, on which a further cut is most even; -1 for a scalar.
+  // The dim with the longest shards, which can be sharded further most evenly; -1 for a scalar.
   int longest() const {
     int best = -1;
     double longest = -1;
@@ -91,8 +91,8 @@ struct Cuts {
   }
 };
 
-// `base` cut further by `extra`, innermost: along the borders of `like` where those follow from the
-// coordinates, else evenly.
+// `base` sharded further by `extra`, innermost: along the borders of `like` if those follow from
+// the coordinates, else evenly.
 DimSharding refine(const std::vector<int>& mesh, const DimSharding& base, std::int64_t extent,
                    const Axes& extra, const DimSharding& like) {
   if (extra.empty()) return base;
@@ -127,7 +127,7 @@ DimSharding refine(const std::vector<int>& mesh, const DimSharding& base, std::i
   return fine;
 }
 
-// Every rank's part of `inner` lies in its part of `outer`.
+// True if every rank's box of `inner` is within its box of `outer`.
 bool contained(const Cuts& inner, const Cuts& outer) {
   for (std::size_t d = 0; d < inner.shape.size(); ++d) {
     bool in = true;
@@ -142,8 +142,8 @@ bool contained(const Cuts& inner, const Cuts& outer) {
   return true;
 }
 
-// The parts of `from`, over the axes that `to` drops, tile every rank's part of `to`: which is then
-// an all-gather over those axes.
+// True if the shards of `from`, over the axes that `to` drops, tile every rank's shard of `to`:
+// then the move is an all-gather over those axes.
 bool gathers(const Cuts& from, const Cuts& to, Axes& over) {
   over.clear();
   for (std::size_t d = 0; d < from.shape.size(); ++d) {
@@ -183,7 +183,7 @@ std::vector<Box> boxes_over(const Cuts& cuts, const Axes& axes, const std::vecto
   return all;
 }
 
-// Size of the group over `axes`, and this rank's place in it.
+// Size of the group over `axes`, and this rank's position in it.
 std::pair<int, int> place(const MeshContext& context, const Axes& axes) {
   int size = 1, rank = 0;
   for (const int a : axes) {
@@ -199,8 +199,8 @@ RedistributionPlan::Reduction reduction(const MeshContext& context, Axes axes, R
   return {std::move(axes), op, std::move(whole), std::move(pieces), size, rank};
 }
 
-// With how many ranks any rank deals at most, by dims: parts of the one that meet a part of the
-// other.
+// The largest number of ranks that any rank exchanges with, by dims: shards of one layout that meet
+// a shard of the other.
 double most_peers(const Cuts& from, const Cuts& to) {
   double peers = 1;
   for (std::size_t d = 0; d < from.shape.size(); ++d) {
@@ -227,7 +227,7 @@ RedistributionPlan::Move plan_move(const Cuts& from, const Cuts& to, const MeshC
   RedistributionPlan::Move move;
   move.after = to.box(context.coordinate);
   if (contained(to, from)) return move;
-  // What a rank holds on an axis that is not cut yet it cuts first, by itself.
+  // On an axis that does not shard a dim yet, a rank first slices what it holds, by itself.
   Cuts sliced = from;
   for (std::size_t d = 0; d < from.shape.size(); ++d) {
     Axes fresh;
@@ -277,8 +277,8 @@ RedistributionPlan::Move plan_move(const Cuts& from, const Cuts& to, const MeshC
   return move;
 }
 
-// Sums and means of different axes can be taken in any order, others not: then all are reduced,
-// axis by axis.
+// Sums and means of different axes can be taken in any order, other reductions cannot: then all are
+// reduced, axis by axis.
 bool one_op(const ShardSpec& spec) {
   const Placement* first = nullptr;
   for (const Placement& p : spec.placements()) {
@@ -301,7 +301,7 @@ RedistributionPlan make_redistribution_plan(const ShardSpec& from, const ShardSp
   plan.before = now.box(me);
   plan.target = target.box(me);
 
-  Axes ended, made;  // axes that are partial before, or after, and not alike
+  Axes ended, made;  // axes that are partial only before, or only after
   ReduceOp::Kind op = ReduceOp::Kind::sum;
   const bool mixed = !one_op(from);
   for (int a = 0; a < from.mesh_dims(); ++a) {
@@ -319,12 +319,12 @@ RedistributionPlan make_redistribution_plan(const ShardSpec& from, const ShardSp
     ended.clear();
   }
 
-  // A shard, or a piece of what is reduced, that becomes a term stays where it is: `target` is cut
-  // further for the time being.
+  // A shard, or a part of what is reduced, that becomes a summand stays where it is: `target` is
+  // sharded further in the meantime.
   Axes whole = made;  // become partial by clearing all but the first rank
   if (one_op(to)) {
     std::vector<Axes> extra(target.dims.size());
-    // then ranks that would clear what they get rather get a part each
+    // then ranks that would clear what they receive get a shard each instead
     const bool moves = !contained(target, now);
     for (const int a : made) {
       const int d = now.cut_by(a) ? now.dim_of(a) : moves || has(ended, a) ? target.longest() : -1;

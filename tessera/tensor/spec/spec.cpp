@@ -41,7 +41,7 @@ namespace {
 
 // The contexts of this process, by manager and layout; and the ranks' states, which outlive the
 // meshes of their manager. Process-wide, because a DeviceMesh is a value that many callers make
-// anew, and all of them must meet the same interned specs.
+// anew, and all of them must find the same interned specs.
 struct Contexts {
   std::mutex mutex;
   std::vector<std::weak_ptr<MeshContext>> contexts;
@@ -188,7 +188,8 @@ void detail::normalize(const Mesh& mesh, const std::vector<std::int64_t>& shape,
 void detail::require_one_an_axis(const Mesh& mesh, const std::vector<Placement>& placements) {
   if (placements.size() != mesh.axes().size())
     throw InvalidArgument(concat(placements.size(), " placements ", list(placements),
-                                 " for a mesh of ", mesh.axes().size(), " axes: give one an axis"));
+                                 " for a mesh of ", mesh.axes().size(),
+                                 " axes: give one per axis"));
 }
 
 std::vector<DimSharding> detail::cut_dims(const Mesh& mesh, const std::vector<std::int64_t>& shape,
@@ -219,9 +220,9 @@ std::vector<DimSharding> detail::cut_dims(const Mesh& mesh, const std::vector<st
     dims[d].partition = Partition(std::span<const std::int64_t>(*it->second));
     if (dims[d].partition.parts() != parts || dims[d].partition.extent() != shape[d]) {
       throw InvalidArgument(concat("sizes ", list(*it->second), " of dim ", d, " have ",
-                                   dims[d].partition.parts(), " parts and sum ",
+                                   dims[d].partition.parts(), " shards and sum ",
                                    dims[d].partition.extent(), ": the mesh needs ", parts,
-                                   " parts and the shape ", list(shape), " the sum ", shape[d]));
+                                   " shards and the shape ", list(shape), " the sum ", shape[d]));
     }
   }
   return dims;

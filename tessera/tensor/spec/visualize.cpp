@@ -17,7 +17,7 @@ struct Picture {
   std::vector<Interval> row_parts, column_parts;     // without empty ones
   std::vector<std::vector<std::vector<int>>> ranks;  // [row][column]
   std::vector<int> empty;                            // ranks that hold nothing
-  std::string others;                                // dims not shown that are cut
+  std::string others;                                // dims not shown that are sharded
 };
 
 std::vector<Interval> parts_of(const ShardSpec& spec, int dim) {
@@ -83,11 +83,12 @@ std::string notes(const ShardSpec& spec, const Picture& p) {
   const auto& axes = spec.mesh().layout().axes();
   for (int a = 0; a < spec.mesh_dims(); ++a) {
     if (spec.placements()[a].is_partial())
-      text += concat("ranks along ", axes[a].name, " hold terms: ", spec.placements()[a], ". ");
+      text += concat("ranks along ", axes[a].name, " hold values to reduce: ", spec.placements()[a],
+                     ". ");
   }
   if (!p.others.empty())
     text += concat("Dims ", p.others,
-                   " are cut as well: ranks of one cell hold different parts of them. ");
+                   " are sharded as well: ranks of one cell hold different shards of them. ");
   if (!p.empty.empty()) text += concat("Nothing on rank ", ranks_text(p.empty), ". ");
   return text;
 }
@@ -128,7 +129,7 @@ std::string visualize_sharding(const ShardSpec& spec) {
 std::string visualize_sharding_svg(const ShardSpec& spec) {
   const Picture p = picture(spec);
   constexpr double kLong = 480, kLeft = 80, kTop = 64, kLeast = 34;
-  // To scale, but each part large enough for its ranks.
+  // To scale, but each shard large enough for its ranks.
   const auto lengths = [&](const std::vector<Interval>& parts, double all, double least) {
     std::vector<double> lengths;
     double extent = 0;
