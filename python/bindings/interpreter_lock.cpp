@@ -32,10 +32,10 @@ const Interpreter& interpreter() {
   return found;
 }
 
-void* let_go() { return interpreter().holds() ? interpreter().save() : nullptr; }
-void take(void* thread) { interpreter().restore(thread); }
+void* release() { return interpreter().holds() ? interpreter().save() : nullptr; }
+void acquire(void* thread) { interpreter().restore(thread); }
 
-constexpr HostLock kLock = {let_go, take};
+constexpr HostLock kLock = {release, acquire};
 
 const bool registered = [] {
   const Interpreter& found = interpreter();

@@ -10,7 +10,7 @@ std::int64_t reach_of(const Window& w) { return (w.kernel - 1) * w.dilation; }
 // Number of outputs before a boundary of the shards of the inputs, for all boundaries of a
 // partition; `before(e)` gives it for a boundary inside the array.
 template <class Before>
-Partition cut_like(const Partition& inputs, std::int64_t outputs, Before before) {
+Partition shard_like(const Partition& inputs, std::int64_t outputs, Before before) {
   std::vector<std::int64_t> sizes;
   std::int64_t last = 0;
   for (int part = 0; part < inputs.parts(); ++part) {
@@ -35,21 +35,21 @@ std::int64_t count(const Window& w, std::int64_t n, std::int64_t padding, bool t
 }  // namespace
 
 Partition output_partition(const Partition& inputs, const Window& w, std::int64_t outputs) {
-  return cut_like(inputs, outputs, [&](std::int64_t end) {
+  return shard_like(inputs, outputs, [&](std::int64_t end) {
     return ceil_div(end + w.padding - reach_of(w) / 2, w.stride);
   });
 }
 
 Partition transposed_output_partition(const Partition& inputs, const Window& w,
                                       std::int64_t outputs) {
-  return cut_like(inputs, outputs,
-                  [&](std::int64_t end) { return end * w.stride - w.padding + reach_of(w) / 2; });
+  return shard_like(inputs, outputs,
+                    [&](std::int64_t end) { return end * w.stride - w.padding + reach_of(w) / 2; });
 }
 
 Partition resampled_partition(const Partition& inputs, std::int64_t outputs) {
   const std::int64_t extent = inputs.extent();
   // The outputs whose centre is before `end`: (2 o + 1) * extent < 2 * outputs * end.
-  return cut_like(inputs, outputs, [&](std::int64_t end) {
+  return shard_like(inputs, outputs, [&](std::int64_t end) {
     return ceil_div(ceil_div(2 * outputs * end, extent) - 1, 2);
   });
 }

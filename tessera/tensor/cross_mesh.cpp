@@ -14,7 +14,7 @@
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/cut.h"
+#include "tessera/tensor/spec/shard_dims.h"
 
 namespace tessera {
 
@@ -225,7 +225,7 @@ at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& from, const 
   }
   if (same_ranks) return ToMesh::apply(t, ShardSpec(to, source.shape, placements, sizes));
   auto normal = placements;
-  const auto dims = detail::cut_dims(to.layout(), source.shape, normal, sizes);
+  const auto dims = detail::shard_dims(to.layout(), source.shape, normal, sizes);
   const at::Tensor local = move(t.defined() ? detail::meta_or_throw(t).local : at::Tensor(), source,
                                 from, to, dims, both);
   if (!to.contains_me()) return {};

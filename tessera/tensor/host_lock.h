@@ -8,9 +8,10 @@
 namespace tessera {
 
 struct HostLock {
-  /// Releases the lock if this thread holds it; returns what take() needs, nullptr if it did not.
-  void* (*let_go)();
-  void (*take)(void*);
+  /// Releases the lock if this thread holds it; returns what acquire() needs, or nullptr if it did
+  /// not.
+  void* (*release)();
+  void (*acquire)(void*);
 };
 
 /// Sets the lock of the whole process, which is its interpreter's. `lock` must outlive every use of
@@ -26,9 +27,9 @@ class WithoutHostLock {
  public:
   WithoutHostLock()
       : lock_(host_lock().load(std::memory_order_acquire)),
-        held_(lock_ ? lock_->let_go() : nullptr) {}
+        held_(lock_ ? lock_->release() : nullptr) {}
   ~WithoutHostLock() {
-    if (held_) lock_->take(held_);
+    if (held_) lock_->acquire(held_);
   }
   WithoutHostLock(const WithoutHostLock&) = delete;
   WithoutHostLock& operator=(const WithoutHostLock&) = delete;

@@ -20,9 +20,9 @@
 #include "tessera/tensor/dispatch/promote.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/cut.h"
 #include "tessera/tensor/spec/mesh_context.h"
 #include "tessera/tensor/spec/rank_state.h"
+#include "tessera/tensor/spec/shard_dims.h"
 
 namespace tessera {
 
@@ -390,7 +390,7 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
   const auto key = [&](const ShardSpec& spec) { return concat(spec, ", ", kind); };
   std::optional<ShardSpec> known;
   try {
-    detail::require_one_an_axis(mesh.layout(), placements);
+    detail::require_one_per_axis(mesh.layout(), placements);
     if (!local.defined()) throw InvalidArgument("from_local: the local is undefined");
     if (is_sharded(local)) throw InvalidArgument("from_local: the local is itself a ShardTensor");
     check_dtype(local);

@@ -340,7 +340,7 @@ TEST(StoreConnection, TellsWhoIsLostAndWhoLeft) {
     if (victim == 0)
       held[0]->server.reset();
     else
-      held[victim]->connection->cut();
+      held[victim]->connection->disconnect();
     for (int rank = 0; rank < 3; ++rank) {
       if (rank == victim) continue;
       EXPECT_TRUE(news[rank].wait_for(concat("lost ", victim))) << "rank " << rank;

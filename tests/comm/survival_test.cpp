@@ -201,7 +201,7 @@ TEST(Survival, AForkedChildMayEndAsItLikes) {
           const pid_t child = ::fork();
           if (child == 0) {
             meeting.connection->leave();
-            meeting.connection->cut();
+            meeting.connection->disconnect();
             ::_exit(0);
           }
           ::waitpid(child, nullptr, 0);

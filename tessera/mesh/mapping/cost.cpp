@@ -376,7 +376,7 @@ double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot
   }
 }
 
-PlacementCost CostModel::evaluate(const std::vector<int>& slot_of, bool explain) const {
+MappingCost CostModel::evaluate(const std::vector<int>& slot_of, bool explain) const {
   if (static_cast<int>(slot_of.size()) != mesh_.size())
     throw MappingError(concat("a mapping of ", slot_of.size(), " positions for a mesh of ",
                               mesh_.size(), " ranks"));
@@ -387,7 +387,7 @@ PlacementCost CostModel::evaluate(const std::vector<int>& slot_of, bool explain)
   scratch.bus.of.assign(hosts * topology_.device_links.size(), 0);
   scratch.up.of.assign(topology_.switches.size(), 0);
   scratch.down.of.assign(topology_.switches.size(), 0);
-  PlacementCost total;
+  MappingCost total;
   for (std::size_t t = 0; t < traffic_.size(); ++t) {
     AxisCost one;
     one.seconds = family_seconds(t, slot_of, scratch, explain ? &one.algorithm : nullptr);
@@ -400,7 +400,7 @@ PlacementCost CostModel::evaluate(const std::vector<int>& slot_of, bool explain)
   return total;
 }
 
-PlacementCost CostModel::cost(const std::vector<int>& slot_of) const {
+MappingCost CostModel::cost(const std::vector<int>& slot_of) const {
   return evaluate(slot_of, true);
 }
 double CostModel::seconds(const std::vector<int>& slot_of) const {

@@ -68,7 +68,7 @@ struct AxisCost {
   std::string algorithm;
 };
 
-struct PlacementCost {
+struct MappingCost {
   double seconds = 0;
   /// One per Traffic entry, in their order.
   std::vector<AxisCost> axes;
@@ -84,7 +84,7 @@ class CostModel {
 
   /// The cost of a mapping: slot_of[p] is the slot of the rank at row-major position p. No slot may
   /// occur twice, which is not checked here (given_mapping() does).
-  PlacementCost cost(const std::vector<int>& slot_of) const;
+  MappingCost cost(const std::vector<int>& slot_of) const;
   double seconds(const std::vector<int>& slot_of) const;
   /// A bound below the cost of every mapping of these axes to this topology, in this model. See
   /// lower_bound.cpp for the argument.
@@ -97,7 +97,7 @@ class CostModel {
 
  private:
   struct Scratch;
-  PlacementCost evaluate(const std::vector<int>& slot_of, bool explain) const;
+  MappingCost evaluate(const std::vector<int>& slot_of, bool explain) const;
   double family_seconds(std::size_t entry, const std::vector<int>& slot_of, Scratch& scratch,
                         std::string* algorithm) const;
   double round_seconds(const std::vector<std::pair<int, int>>& flows, double bytes,

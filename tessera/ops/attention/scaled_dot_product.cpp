@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/rules/empty_parts.h"
+#include "tessera/ops/rules/empty_shards.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
@@ -22,19 +22,20 @@ enum : int { kBatch, kHead };
 Plan attention(const OpCall& call) {
   const TensorInfo& q = *call.find("query");
   if (q.spec.dims() != 4) throw ShardingError(concat(call.name(), " of ", q.spec, " has no rule"));
-  const Labels heads{kBatch, kHead, kWhole, kWhole};
+  const Labels heads{kBatch, kHead, kUnsharded, kUnsharded};
   LabelProblem p(call);
   const auto& k = *call.find("key");
   // Groups of queries that share a head of keys must stay together: then only samples may be
   // sharded.
-  const Labels one =
-      k.spec.shape()[1] == q.spec.shape()[1] ? heads : Labels{kBatch, kWhole, kWhole, kWhole};
+  const Labels one = k.spec.shape()[1] == q.spec.shape()[1]
+                         ? heads
+                         : Labels{kBatch, kUnsharded, kUnsharded, kUnsharded};
   label_arguments(p, {{"query", one},
                       {"key", one},
                       {"value", one},
                       {"grad_out", one},
                       {"out", one},
-                      {"logsumexp", {one[0], one[1], kWhole}}});
+                      {"logsumexp", {one[0], one[1], kUnsharded}}});
   if (const TensorInfo* mask = call.find("attn_mask"); mask && mask->spec.dims() == 4) {
     Labels& labels = p.inputs[call.index_of(*mask)];
     if (mask->spec.shape()[0] == q.spec.shape()[0] && q.spec.shape()[0] > 1) labels[0] = kBatch;
@@ -47,7 +48,7 @@ Plan attention(const OpCall& call) {
     p.outputs = {one, one, one};
     p.output_shapes = {q.spec.shape(), k.spec.shape(), v.spec.shape()};
   } else {
-    p.outputs = {one, {one[0], one[1], kWhole}};
+    p.outputs = {one, {one[0], one[1], kUnsharded}};
     p.output_shapes = {out, {out[0], out[1], out[2]}};
   }
   Plan plan = solve(p);

@@ -62,7 +62,7 @@ LabelProblem broadcast(const OpCall& call) {
     Labels labels;
     for (std::size_t d = 0; d < s.size(); ++d) {
       const auto out = shape.size() - s.size() + d;
-      labels.push_back(s[d] == shape[out] ? static_cast<int>(out) : kWhole);
+      labels.push_back(s[d] == shape[out] ? static_cast<int>(out) : kUnsharded);
     }
     p.inputs.push_back(std::move(labels));
   }
@@ -109,15 +109,16 @@ bool tensors_only(const OpCall& call) {
 }
 
 // True if the ranks' values of a Partial input may be computed with separately.
-bool terms_keep_type(const OpCall& call, const TensorInfo& t) {
+bool summands_keep_type(const OpCall& call, const TensorInfo& t) {
   const auto* out = call.outputs();
-  return terms_can_be_cast(t.dtype, out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype);
+  return summands_can_be_cast(t.dtype,
+                              out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype);
 }
 
 Plan linear_together(const OpCall& call) {
   LabelProblem p = broadcast(call);
   const bool linear = std::ranges::all_of(
-      call.tensors(), [&](const TensorInfo& t) { return terms_keep_type(call, t); });
+      call.tensors(), [&](const TensorInfo& t) { return summands_keep_type(call, t); });
   if (linear && tensors_only(call)) p.linear = LabelProblem::Linear::together;
   return solve(p);
 }
@@ -185,7 +186,7 @@ Plan linear_in_each(const OpCall& call) {
   LabelProblem p = broadcast(call);
   p.linear = LabelProblem::Linear::one;
   for (std::size_t i = 0; i < call.tensors().size(); ++i) {
-    if (terms_keep_type(call, call.tensor(i))) p.linear_in.insert(static_cast<int>(i));
+    if (summands_keep_type(call, call.tensor(i))) p.linear_in.insert(static_cast<int>(i));
   }
   Plan plan = solve(p);
   with_any_number(call, plan, false);
@@ -197,7 +198,7 @@ Plan linear_in_each(const OpCall& call) {
 Plan linear_by_numbers(const OpCall& call) {
   LabelProblem p = broadcast(call);
   if (call.tensors().size() == 1 && call.tensor(0).argument == 0 &&
-      terms_keep_type(call, call.tensor(0))) {
+      summands_keep_type(call, call.tensor(0))) {
     p.linear = LabelProblem::Linear::one;
     p.linear_in = {0};
   }

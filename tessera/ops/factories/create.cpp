@@ -45,7 +45,7 @@ const bool registered = [] {
   for (const char* op : {"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full",
                          "aten::new_empty_strided"})
     register_rule(op, sized);
-  register_rule("aten::tril_indices", on_whole);
+  register_rule("aten::tril_indices", on_gathered);
   // The memory of a sharded tensor is that of its locals.
   register_decomposition("is_pinned",
                          [](const at::Tensor&, std::optional<c10::Device>) { return false; });

@@ -51,7 +51,7 @@ class Stages {
         if (!now_.is_sharded(static_cast<int>(d))) ready.push_back(d);
       }
       if (ready.empty()) {
-        make_whole(static_cast<int>(remaining()[0]));
+        gather_dim(static_cast<int>(remaining()[0]));
         continue;
       }
       steps.push_back({Step::What::complex, ready, now_, now_});
@@ -61,7 +61,7 @@ class Stages {
   }
 
   void last(std::int64_t dim, Step::What what, std::int64_t extent) {
-    if (now_.is_sharded(static_cast<int>(dim))) make_whole(static_cast<int>(dim));
+    if (now_.is_sharded(static_cast<int>(dim))) gather_dim(static_cast<int>(dim));
     Shape shape = now_.shape();
     shape[dim] = extent;
     std::vector<int> from;
@@ -78,7 +78,7 @@ class Stages {
  private:
   // Another dim is sharded instead: one that will not be transformed any more, if there is one,
   // that is not sharded yet, and long.
-  void make_whole(int dim) {
+  void gather_dim(int dim) {
     int best = -1;
     double most = -1;
     for (int d = 0; d < now_.dims(); ++d) {

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "tessera/ops/indexing/part.h"
+#include "tessera/ops/indexing/dim_shard.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
 
@@ -73,12 +73,12 @@ struct Advanced {
 Plan index(const OpCall& call) {
   const TensorInfo& x = *call.find("self");
   const Advanced a(call);
-  if (a.masks || a.indices.empty() || x.argument != 0) return on_whole(call);
+  if (a.masks || a.indices.empty() || x.argument != 0) return on_gathered(call);
   const int n = x.spec.dims();
   LabelProblem p(call);
   Labels self = all_labels(n);
   if (a.dims.size() > 1) {
-    for (const int d : a.dims) self[d] = kWhole;
+    for (const int d : a.dims) self[d] = kUnsharded;
   } else {
     p.contract = {a.dims[0]};
   }
@@ -88,7 +88,7 @@ Plan index(const OpCall& call) {
     Labels labels;
     for (std::size_t i = 0; i < s.size(); ++i) {
       const std::size_t b = a.broadcast.size() - s.size() + i;
-      labels.push_back(s[i] == a.broadcast[b] ? kIndex + static_cast<int>(b) : kWhole);
+      labels.push_back(s[i] == a.broadcast[b] ? kIndex + static_cast<int>(b) : kUnsharded);
     }
     p.inputs.push_back(std::move(labels));
   }
@@ -101,8 +101,9 @@ Plan index(const OpCall& call) {
     plan.outputs[0].strides = (*out)[0].strides;
   const int d = a.dims[0];
   if (a.dims.size() > 1 || !plan.inputs[0]->is_sharded(d)) return plan;
-  plan.local = [d, part = part_of(*plan.inputs[0], d), local = plan.outputs[0].spec.local_shape()](
-                   const c10::OperatorHandle&, torch::jit::Stack s) {
+  plan.local = [d, part = dim_shard_of(*plan.inputs[0], d),
+                local = plan.outputs[0].spec.local_shape()](const c10::OperatorHandle&,
+                                                            torch::jit::Stack s) {
     const at::Tensor t = s[0].toTensor(), given = s[1].toListRef()[d].toTensor();
     part.check(given, "index", true);
     if (part.size == 0) return torch::jit::Stack{t.new_zeros(local)};
@@ -124,26 +125,26 @@ Plan index_put(const OpCall& call) {
   if (a.masks) {
     // One value where the mask is true: the mask is sharded like the dims that it covers.
     const bool one = a.indices.size() == 1 && values.spec.numel() == 1;
-    if (!one && !call.in_place()) return on_whole(call);
-    p.inputs = {one ? all_labels(n) : Labels(n, kWhole)};
+    if (!one && !call.in_place()) return on_gathered(call);
+    p.inputs = {one ? all_labels(n) : Labels(n, kUnsharded)};
     for (const TensorInfo* t : a.indices) {
-      Labels labels(t->spec.dims(), kWhole);
+      Labels labels(t->spec.dims(), kUnsharded);
       for (int i = 0; one && i < t->spec.dims(); ++i) labels[i] = a.dims[0] + i;
       p.inputs.push_back(std::move(labels));
     }
-    p.inputs.push_back(Labels(values.spec.dims(), kWhole));
-    if (!one) p.outputs = {Labels(n, kWhole)};
+    p.inputs.push_back(Labels(values.spec.dims(), kUnsharded));
+    if (!one) p.outputs = {Labels(n, kUnsharded)};
     return solve(p);
   }
   p.inputs = {all_labels(n)};
-  for (const TensorInfo* t : a.indices) p.inputs.push_back(Labels(t->spec.dims(), kWhole));
+  for (const TensorInfo* t : a.indices) p.inputs.push_back(Labels(t->spec.dims(), kUnsharded));
   Labels of_values;
   const Shape& s = values.spec.shape();
   for (std::size_t i = 0; i < s.size(); ++i) {
     const std::size_t r = a.result.size() - s.size() + i;
     const bool free =
         s.size() <= a.result.size() && s[i] == a.result[r] && a.result_labels[r] < kIndex;
-    of_values.push_back(free ? a.result_labels[r] : kWhole);
+    of_values.push_back(free ? a.result_labels[r] : kUnsharded);
   }
   p.inputs.push_back(of_values);
   Plan plan = solve(p);
@@ -155,8 +156,8 @@ Plan index_put(const OpCall& call) {
   for (std::size_t i = 0; i < local.size(); ++i) {
     if (a.result_labels[i] < kIndex) local[i] = spec.local_shape()[a.result_labels[i]];
   }
-  std::vector<Part> parts;
-  for (const int d : a.dims) parts.push_back(part_of(spec, d));
+  std::vector<DimShard> parts;
+  for (const int d : a.dims) parts.push_back(dim_shard_of(spec, d));
   plan.local = [dims = a.dims, parts, local, at = a.at, count = a.broadcast.size()](
                    const c10::OperatorHandle& op, torch::jit::Stack stack) {
     std::vector<at::Tensor> given;

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/indexing/part.h"
+#include "tessera/ops/indexing/dim_shard.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/redistribute.h"
@@ -22,7 +22,7 @@ namespace {
 using Shape = std::vector<std::int64_t>;
 
 // The rows of the table that this rank has at these indices, zeros for the others.
-at::Tensor rows_here(const at::Tensor& table, const at::Tensor& at, const Part& part) {
+at::Tensor rows_here(const at::Tensor& table, const at::Tensor& at, const DimShard& part) {
   TORCH_CHECK_INDEX(at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),
                     "embedding: an index is out of range");
   Shape shape = at.sizes().vec();
@@ -67,8 +67,8 @@ std::optional<Plan> exchanged(const OpCall& call, const TensorInfo& weight,
   plan.inputs[call.index_of(weight)] = table;
   plan.inputs[call.index_of(indices)] = asked;
   plan.outputs = {{out}};
-  plan.local = [asked, gathered, terms, out, part = part_of(table, 0)](const c10::OperatorHandle&,
-                                                                       torch::jit::Stack a) {
+  plan.local = [asked, gathered, terms, out, part = dim_shard_of(table, 0)](
+                   const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor at = redistribute_local(a[1].toTensor(), asked, gathered);
     return torch::jit::Stack{redistribute_local(rows_here(a[0].toTensor(), at, part), terms, out)};
   };
@@ -121,7 +121,7 @@ Plan embedding_backward(const OpCall& call) {
   const int n = indices.spec.dims();
   LabelProblem p(call);
   label_arguments(p, {{"grad_output", all_labels(n + 1)}, {"indices", all_labels(n)}});
-  p.outputs = {{kWhole, n}};
+  p.outputs = {{kUnsharded, n}};
   p.output_shapes = {{call.integer("num_weights"), g.spec.shape()[n]}};
   p.contract = first_dims(n);
   // the frequency is that of the global batch
@@ -146,7 +146,7 @@ Plan renorm(const OpCall& call) {
   plan.inputs[call.index_of(indices)] =
       indices.spec.with_placements(std::vector<Placement>(indices.spec.placements().size()));
   if (!table.is_sharded(0)) return plan;
-  plan.local = [part = part_of(table, 0)](const c10::OperatorHandle& op, torch::jit::Stack a) {
+  plan.local = [part = dim_shard_of(table, 0)](const c10::OperatorHandle& op, torch::jit::Stack a) {
     const at::Tensor at = a[1].toTensor();
     part.check(at, "embedding_renorm_", false);
     a[1] = (at.masked_select(part.mine(at)) - part.begin).to(at.scalar_type());

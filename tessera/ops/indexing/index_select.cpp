@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "tessera/ops/indexing/part.h"
+#include "tessera/ops/indexing/dim_shard.h"
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
@@ -19,7 +19,7 @@ using Shape = std::vector<std::int64_t>;
 Plan index_select(const OpCall& call) {
   const TensorInfo &x = *call.find("self"), &index = *call.find("index");
   const int n = x.spec.dims();
-  if (n == 0 || index.spec.dims() == 0) return on_whole(call);
+  if (n == 0 || index.spec.dims() == 0) return on_gathered(call);
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
   LabelProblem p(call);
   p.inputs = {all_labels(n), {kIndex}};
@@ -32,8 +32,9 @@ Plan index_select(const OpCall& call) {
   p.linear_in = {0};
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(d)) return plan;
-  plan.local = [d, part = part_of(*plan.inputs[0], d), local = plan.outputs[0].spec.local_shape()](
-                   const c10::OperatorHandle&, torch::jit::Stack a) {
+  plan.local = [d, part = dim_shard_of(*plan.inputs[0], d),
+                local = plan.outputs[0].spec.local_shape()](const c10::OperatorHandle&,
+                                                            torch::jit::Stack a) {
     const at::Tensor &t = a[0].toTensor(), &given = a[2].toTensor();
     part.check(given, "index_select", false);
     if (part.size == 0) return torch::jit::Stack{t.new_zeros(local)};
@@ -47,7 +48,7 @@ Plan index_select(const OpCall& call) {
 Plan gather(const OpCall& call) {
   const TensorInfo &x = *call.find("self"), &index = *call.find("index");
   const int n = x.spec.dims();
-  if (n == 0 || index.spec.dims() != n) return on_whole(call);
+  if (n == 0 || index.spec.dims() != n) return on_gathered(call);
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
   const Labels labels = aligned_labels(call, d);
   LabelProblem p(call);
@@ -61,8 +62,8 @@ Plan gather(const OpCall& call) {
   p.linear_in = {0};
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(d)) return plan;
-  plan.local = [d, part = part_of(*plan.inputs[0], d)](const c10::OperatorHandle&,
-                                                       torch::jit::Stack a) {
+  plan.local = [d, part = dim_shard_of(*plan.inputs[0], d)](const c10::OperatorHandle&,
+                                                            torch::jit::Stack a) {
     const at::Tensor &t = a[0].toTensor(), &at = a[2].toTensor();
     TORCH_CHECK_INDEX(
         at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),

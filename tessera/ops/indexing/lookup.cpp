@@ -18,7 +18,7 @@ Plan looked_up(const OpCall& call) {
   const int n = static_cast<int>(shape.size());
   LabelProblem p(call);
   for (const TensorInfo& t : call.tensors())
-    p.inputs.push_back(&t == &call.tensor(0) ? all_labels(n) : Labels(t.spec.dims(), kWhole));
+    p.inputs.push_back(&t == &call.tensor(0) ? all_labels(n) : Labels(t.spec.dims(), kUnsharded));
   p.outputs = {all_labels(n)};
   if (!outputs) p.output_shapes = {shape};
   return solve(p);
@@ -31,7 +31,7 @@ const bool registered = [] {
   for (const char* op : {"aten::isin.Scalar_Tensor", "aten::bucketize.Scalar", "aten::searchsorted",
                          "aten::masked_select", "aten::take", "aten::nonzero",
                          "aten::nonzero_static", "aten::repeat_interleave.Tensor"})
-    register_rule(op, on_whole);
+    register_rule(op, on_gathered);
   return true;
 }();
 

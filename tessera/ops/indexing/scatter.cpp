@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/indexing/part.h"
+#include "tessera/ops/indexing/dim_shard.h"
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
@@ -27,7 +27,7 @@ Plan slices(const OpCall& call, bool adds) {
   const TensorInfo &x = *call.find("self"), &index = *call.find("index");
   const TensorInfo* source = call.find("source");
   const int n = x.spec.dims();
-  if (n == 0) return on_whole(call);
+  if (n == 0) return on_gathered(call);
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
   if (index.spec.dims() > 1)
     throw InvalidArgument(
@@ -41,9 +41,9 @@ Plan slices(const OpCall& call, bool adds) {
     if (&t == &x) {
       p.inputs.push_back(all_labels(n));
     } else if (&t == source && t.spec.dims() == n) {
-      p.inputs.push_back(except(n, d, sums ? kIndex : kWhole));
+      p.inputs.push_back(except(n, d, sums ? kIndex : kUnsharded));
     } else {
-      p.inputs.push_back(Labels(t.spec.dims(), &t == &index && sums ? kIndex : kWhole));
+      p.inputs.push_back(Labels(t.spec.dims(), &t == &index && sums ? kIndex : kUnsharded));
     }
   }
   p.outputs = {all_labels(n)};
@@ -53,7 +53,7 @@ Plan slices(const OpCall& call, bool adds) {
     p.additive = {0};
   }
   Plan plan = solve(p);
-  plan.local = [d, part = part_of(*plan.inputs[0], d), cut = plan.inputs[0]->is_sharded(d),
+  plan.local = [d, part = dim_shard_of(*plan.inputs[0], d), cut = plan.inputs[0]->is_sharded(d),
                 has_source = source != nullptr, name = call.name(),
                 fills = call.find("source") == nullptr && call.argument("source") < 0,
                 in_place = call.in_place()](const c10::OperatorHandle& op, torch::jit::Stack a) {
@@ -83,14 +83,14 @@ Plan scatter(const OpCall& call, bool adds) {
   bool same_dims = n > 0;
   for (const TensorInfo& t : call.tensors())
     same_dims &= t.spec.dims() == n || (&t != &x && &t != &index && &t != src);
-  if (!same_dims) return on_whole(call);
+  if (!same_dims) return on_gathered(call);
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
   const Labels labels = aligned_labels(call, d);
   const bool sums = adds && src && src->spec.shape()[d] == index.spec.shape()[d];
   LabelProblem p(call);
   for (const TensorInfo& t : call.tensors()) {
-    Labels own = &t == &x || &t == &index || &t == src ? labels : Labels(t.spec.dims(), kWhole);
-    if (&t == &index || &t == src) own[d] = sums ? kIndex : kWhole;
+    Labels own = &t == &x || &t == &index || &t == src ? labels : Labels(t.spec.dims(), kUnsharded);
+    if (&t == &index || &t == src) own[d] = sums ? kIndex : kUnsharded;
     p.inputs.push_back(std::move(own));
   }
   p.outputs = {labels};
@@ -101,7 +101,7 @@ Plan scatter(const OpCall& call, bool adds) {
   }
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(d)) return plan;
-  plan.local = [d, part = part_of(*plan.inputs[0], d), in_place = call.in_place()](
+  plan.local = [d, part = dim_shard_of(*plan.inputs[0], d), in_place = call.in_place()](
                    const c10::OperatorHandle& op, torch::jit::Stack a) {
     const at::Tensor t = a[0].toTensor(), at = a[2].toTensor();
     TORCH_CHECK_INDEX(
@@ -130,7 +130,8 @@ at::Tensor part_of_box(at::Tensor t, const Shape& offset, const Shape& local) {
 Plan written_part(const OpCall& call) {
   LabelProblem p(call);
   for (const TensorInfo& t : call.tensors())
-    p.inputs.push_back(t.argument == 0 ? all_labels(t.spec.dims()) : Labels(t.spec.dims(), kWhole));
+    p.inputs.push_back(t.argument == 0 ? all_labels(t.spec.dims())
+                                       : Labels(t.spec.dims(), kUnsharded));
   p.outputs = {p.inputs[0]};
   p.output_shapes = {call.tensor(0).spec.shape()};
   return solve(p);
@@ -152,7 +153,7 @@ Plan masked_scatter(const OpCall& call) {
   const auto* out = call.in_place() ? nullptr : call.outputs();
   if (!x || !call.find("mask") || !call.find("source") ||
       (out && (*out)[0].shape != x->spec.shape()))
-    return on_whole(call);
+    return on_gathered(call);
   require_type(call, "mask", at::kBool);
   require_type(call, "source", x->dtype);
   Plan plan = written_part(call);
@@ -176,7 +177,7 @@ Plan masked_scatter(const OpCall& call) {
 
 // By the index into the flattened tensor.
 Plan put(const OpCall& call) {
-  if (call.tensors().size() != 3) return on_whole(call);
+  if (call.tensors().size() != 3) return on_gathered(call);
   require_type(call, "index", at::kLong);
   require_type(call, "source", given(call, "self").dtype);
   if (const auto n = given(call, "index").spec.numel(), values = given(call, "source").spec.numel();
@@ -189,7 +190,7 @@ Plan put(const OpCall& call) {
                 extent = spec.numel(),
                 in_place = call.in_place()](const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor t = in_place ? a[0].toTensor() : a[0].toTensor().clone();
-    const Part all{0, extent, extent};
+    const DimShard all{0, extent, extent};
     at::Tensor rest = a[1].toTensor().reshape(-1);
     all.check(rest, "put", true);
     rest = all.global(rest);
@@ -217,11 +218,11 @@ Plan diagonal_scatter(const OpCall& call) {
   const auto a = normal_dim(call.integer("dim1"), n), b = normal_dim(call.integer("dim2"), n);
   LabelProblem p(call);
   Labels self = all_labels(n), src;
-  self[a] = self[b] = kWhole;
+  self[a] = self[b] = kUnsharded;
   for (int d = 0; d < n; ++d) {
     if (d != a && d != b) src.push_back(d);
   }
-  src.push_back(kWhole);
+  src.push_back(kUnsharded);
   p.inputs = {self, src};
   p.outputs = {self};
   p.output_shapes = {x.spec.shape()};

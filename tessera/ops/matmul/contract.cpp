@@ -116,7 +116,7 @@ Plan contract_rule(const OpCall& c) {
 }
 
 // True if flattening dims 0 .. end - 1 would break up a sharded dim.
-bool tears(const at::Tensor& t, std::int64_t end) {
+bool breaks_sharded_dim(const at::Tensor& t, std::int64_t end) {
   const ShardMeta* meta = meta_of(t);
   if (!meta) return false;
   for (std::int64_t d = 1; d < end; ++d) {
@@ -147,7 +147,7 @@ namespace {
 
 at::Tensor matmul(const at::Tensor& a, const at::Tensor& b) {
   const bool torn = a.dim() >= 2 && b.dim() >= 2 && (a.dim() > 2 || b.dim() > 2) &&
-                    (tears(a, a.dim() - 1) || tears(b, b.dim() - 1));
+                    (breaks_sharded_dim(a, a.dim() - 1) || breaks_sharded_dim(b, b.dim() - 1));
   if (!torn) return at::native::matmul(a, b);
   // Batch dims are aligned at the end; those of size 1 that are broadcast are removed first.
   const std::int64_t batches = std::max(a.dim(), b.dim()) - 2;

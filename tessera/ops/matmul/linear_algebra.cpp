@@ -14,7 +14,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/empty_parts.h"
+#include "tessera/ops/rules/empty_shards.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
 
@@ -42,7 +42,7 @@ bool is_vector_of(const OpCall& call, const TensorInfo& b, const TensorInfo& a) 
 
 Plan batched(const OpCall& call, const Trailing& trailing) {
   const auto* outputs = call.outputs();
-  if (!outputs) return on_whole(call);
+  if (!outputs) return on_gathered(call);
   const auto own = [&](const TensorInfo& t) {
     const std::string& name = call.schema().arguments()[t.argument].name();
     const auto it = trailing.find(name);
@@ -60,7 +60,7 @@ Plan batched(const OpCall& call, const Trailing& trailing) {
   }
   LabelProblem p(call);
   for (const TensorInfo& t : call.tensors()) {
-    Labels labels(t.spec.dims(), kWhole);
+    Labels labels(t.spec.dims(), kUnsharded);
     const int lead = t.spec.dims() - own(t);
     for (int d = 0; d < lead; ++d) {
       if (t.spec.shape()[d] == extent[batches - lead + d]) labels[d] = batches - lead + d;
@@ -68,7 +68,7 @@ Plan batched(const OpCall& call, const Trailing& trailing) {
     p.inputs.push_back(std::move(labels));
   }
   for (const OutputInfo& out : *outputs) {
-    Labels labels(out.shape.size(), kWhole);
+    Labels labels(out.shape.size(), kUnsharded);
     for (int d = 0; d < batches && d < static_cast<int>(out.shape.size()) && out.defined; ++d) {
       if (out.shape[d] == extent[d]) labels[d] = d;
     }
@@ -78,9 +78,9 @@ Plan batched(const OpCall& call, const Trailing& trailing) {
     for (int d = 0; d < batches; ++d) {
       if (out.defined && out.shape != Shape{0} &&
           (d >= static_cast<int>(out.shape.size()) || out.shape[d] != extent[d]))
-        return on_whole(call);
+        return on_gathered(call);
     }
-    if (out.defined && out.shape == Shape{0} && batches > 0) return on_whole(call);
+    if (out.defined && out.shape == Shape{0} && batches > 0) return on_gathered(call);
   }
   return solve(p);
 }
@@ -95,8 +95,8 @@ Plan distances(const OpCall& call) {
   const int n = a.spec.dims();
   if (n != b.spec.dims() ||
       !std::equal(a.spec.shape().begin(), a.spec.shape().end() - 2, b.spec.shape().begin()))
-    return on_whole(call);
-  Labels x1 = last_dims_whole(n, 2), x2 = x1, out = x1;
+    return on_gathered(call);
+  Labels x1 = last_dims_unsharded(n, 2), x2 = x1, out = x1;
   x1[n - 2] = out[n - 2] = kRows;
   x2[n - 2] = out[n - 1] = kOthers;
   LabelProblem p(call);
@@ -168,7 +168,7 @@ const bool registered = [] {
     register_rule(concat("aten::", op), guarded(distances));
   for (const char* op : {"aten::_pdist_forward", "aten::_pdist_backward", "aten::_trilinear",
                          "aten::_cholesky_solve_helper", "aten::_compute_linear_combination"})
-    register_rule(op, on_whole);
+    register_rule(op, on_gathered);
   register_decomposition("trace", trace);
   return true;
 }();

@@ -12,7 +12,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/ops/norms/dtypes.h"
-#include "tessera/ops/rules/empty_parts.h"
+#include "tessera/ops/rules/empty_shards.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/over_ranks.h"
 #include "tessera/ops/rules/windowed.h"
@@ -45,7 +45,7 @@ struct BatchNorm {
       problem.inputs.push_back(
           t.spec.dims() > 1
               ? data
-              : Labels(t.spec.dims(), t.spec.numel() == x.spec.shape()[1] ? 1 : kWhole));
+              : Labels(t.spec.dims(), t.spec.numel() == x.spec.shape()[1] ? 1 : kUnsharded));
     problem.outputs = {data, {1}, {1}};
     const Shape of_channels{x.spec.shape()[1]};
     problem.output_shapes = {x.spec.shape(), of_channels, of_channels};

@@ -16,7 +16,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/ops/norms/dtypes.h"
-#include "tessera/ops/rules/empty_parts.h"
+#include "tessera/ops/rules/empty_shards.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/over_ranks.h"
 #include "tessera/tensor/dispatch/layout.h"
@@ -38,7 +38,7 @@ struct Groups {
                                    " in ", count, " groups: the channels do not divide into them"));
     for (int d = 1; d < n; ++d) cut |= x.spec.is_sharded(d);
     data = cut ? all_labels(n) : first_dims_free(n, 1);
-    channels = {cut ? 1 : kWhole};
+    channels = {cut ? 1 : kUnsharded};
     statistics = {x.spec.shape()[0], count};
   }
 

@@ -47,7 +47,7 @@ struct Rows {
     // the rows.
     for (int d = free; d < n; ++d) cut |= x.spec.is_sharded(d);
     data = cut ? all_labels(n) : first_dims_free(n, free);
-    if (!cut) inner.assign(inner.size(), kWhole);
+    if (!cut) inner.assign(inner.size(), kUnsharded);
     statistics = x.spec.shape();
     std::fill(statistics.begin() + free, statistics.end(), 1);
   }

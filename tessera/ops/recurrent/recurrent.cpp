@@ -101,7 +101,7 @@ auto gathered_once(const at::Tensor& input, at::TensorList parameters, std::int6
 
 // A state that is the same on all ranks (zeros, if none was given) is sharded like the samples:
 // otherwise the first step would move data.
-at::Tensor cut_as_samples(const at::Tensor& state, const at::Tensor& input, int batch) {
+at::Tensor sharded_as_samples(const at::Tensor& state, const at::Tensor& input, int batch) {
   const ShardMeta* meta = meta_of(input);
   if (!meta || input.dim() != 3 || state.dim() != 3 || !meta->spec().is_sharded(batch) ||
       state.size(1) != input.size(batch) || state.requires_grad())
@@ -129,7 +129,7 @@ Three lstm(const at::Tensor& x, List hx, List w, bool biases, std::int64_t layer
            bool train, bool both, bool batch_first) {
   std::vector<at::Tensor> states;
   for (const at::Tensor& state : hx)
-    states.push_back(cut_as_samples(state, x, batch_first ? 0 : 1));
+    states.push_back(sharded_as_samples(state, x, batch_first ? 0 : 1));
   return gathered_once(x, w, cells(layers, both), [&] {
     return at::native::lstm(x, states, w, biases, layers, p, train, both, batch_first);
   });
@@ -149,7 +149,7 @@ using PackedSteps = Two (*)(const at::Tensor&, const at::Tensor&, const at::Tens
 template <Steps native>
 Two recurrent(const at::Tensor& x, const at::Tensor& hx, List w, bool biases, std::int64_t layers,
               double p, bool train, bool both, bool batch_first) {
-  const at::Tensor state = cut_as_samples(hx, x, batch_first ? 0 : 1);
+  const at::Tensor state = sharded_as_samples(hx, x, batch_first ? 0 : 1);
   return gathered_once(x, w, cells(layers, both), [&] {
     return native(x, state, w, biases, layers, p, train, both, batch_first);
   });

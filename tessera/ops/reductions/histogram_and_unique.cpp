@@ -16,7 +16,7 @@ const bool registered = [] {
         "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
         "aten::unique_dim_consecutive", "aten::segment_reduce", "aten::_segment_reduce_backward",
         "aten::hash_tensor"})
-    register_rule(op, on_whole);
+    register_rule(op, on_gathered);
   return true;
 }();
 

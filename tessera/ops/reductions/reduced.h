@@ -32,7 +32,7 @@ inline Labels remaining(int n, const std::set<int>& dims, bool keep) {
     if (!dims.contains(d)) {
       out.push_back(d);
     } else if (keep) {
-      out.push_back(kWhole);
+      out.push_back(kUnsharded);
     }
   }
   return out;

@@ -30,7 +30,7 @@ using Shape = std::vector<std::int64_t>;
 Plan sum(const OpCall& call) {
   LabelProblem p = reduction(call, ReduceOp::Kind::sum);
   const auto* out = call.outputs();
-  if (out && !out->empty() && terms_can_be_cast(call.tensor(0).dtype, (*out)[0].dtype)) {
+  if (out && !out->empty() && summands_can_be_cast(call.tensor(0).dtype, (*out)[0].dtype)) {
     p.linear = LabelProblem::Linear::one;
     p.linear_in = {0};
   }
@@ -42,7 +42,7 @@ Plan mean(const OpCall& call) {
   const auto* out = call.outputs();
   if (!out || out->empty())
     throw ShardingError(concat(call.name(), " with out= has no rule: use the form that returns"));
-  if (terms_can_be_cast(call.tensor(0).dtype, (*out)[0].dtype)) {
+  if (summands_can_be_cast(call.tensor(0).dtype, (*out)[0].dtype)) {
     p.linear = LabelProblem::Linear::one;
     p.linear_in = {0};
   }

@@ -39,7 +39,7 @@ Plan along_reduced(const OpCall& call) {
   const auto dims = reduced_dims(call);
   LabelProblem p(call);
   Labels in = all_labels(n);
-  for (const int d : dims) in[d] = kWhole;
+  for (const int d : dims) in[d] = kUnsharded;
   p.inputs = {in};
   p.outputs.assign(call.schema().returns().size(), remaining(n, dims, keeps(call)));
   if (!call.outputs())
@@ -160,19 +160,19 @@ Plan along(const OpCall& call) {
   LabelProblem p(call);
   Labels labels = all_labels(n);
   for (const int d : whole) {
-    if (d < n) labels[d] = kWhole;
+    if (d < n) labels[d] = kUnsharded;
   }
   for (const TensorInfo& t : call.tensors()) {
-    Labels own = t.spec.dims() == n ? labels : Labels(t.spec.dims(), kWhole);
+    Labels own = t.spec.dims() == n ? labels : Labels(t.spec.dims(), kUnsharded);
     for (int d = 0; d < t.spec.dims() && t.spec.dims() == n; ++d) {
       if (t.spec.shape()[d] == call.tensor(0).spec.shape()[d]) continue;
-      own[d] = labels[d] = kWhole;  // gather with a smaller index
+      own[d] = labels[d] = kUnsharded;  // gather with a smaller index
     }
     p.inputs.push_back(own);
   }
   for (Labels& own : p.inputs) {
     for (std::size_t d = 0; d < own.size() && own.size() == labels.size(); ++d) {
-      if (labels[d] == kWhole) own[d] = kWhole;
+      if (labels[d] == kUnsharded) own[d] = kUnsharded;
     }
   }
   p.outputs.assign(call.schema().returns().size(), labels);
@@ -190,11 +190,11 @@ Plan topk(const OpCall& call) {
   if (n == 0 || call.in_place()) return along(call);
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
   const std::int64_t k = call.integer("k");
-  if (!is_cut(x.spec, d) || k < 0 || k > x.spec.shape()[d]) return along(call);
+  if (!is_distributed(x.spec, d) || k < 0 || k > x.spec.shape()[d]) return along(call);
   LabelProblem p(call);
   p.inputs = {all_labels(n)};
   Labels out = all_labels(n);
-  out[d] = kWhole;
+  out[d] = kUnsharded;
   p.outputs.assign(2, out);
   auto shape = x.spec.shape();
   shape[d] = k;
@@ -210,7 +210,7 @@ Plan topk(const OpCall& call) {
   const Partition parts(candidates);
   shape[d] = parts.extent();
   const ShardSpec from = mapped_spec(in, shape, all_labels(n), false, {{d, parts}});
-  plan.local = [from, to = with_whole_dims(from, {d}), d, k, begin = in.local_offset()[d]](
+  plan.local = [from, to = with_unsharded_dims(from, {d}), d, k, begin = in.local_offset()[d]](
                    const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor t = a[0].toTensor();
     const bool largest = a[3].toBool(), sorted = a[4].toBool();

@@ -40,7 +40,7 @@ Plan variance(const OpCall& call, bool root, bool with_mean) {
   Shape shape;
   for (int d = 0; d < n; ++d) {
     if (dims.contains(d) && !keep) continue;
-    out.push_back(dims.contains(d) ? kWhole : d);
+    out.push_back(dims.contains(d) ? kUnsharded : d);
     shape.push_back(dims.contains(d) ? 1 : x.spec.shape()[d]);
   }
   LabelProblem p(call);

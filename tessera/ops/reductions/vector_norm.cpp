@@ -80,7 +80,7 @@ Plan renorm(const OpCall& call) {
         concat("aten::renorm: the tensor has ", n, " dims, and needs at least 2"));
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
   LabelProblem p(call);
-  p.inputs = {Labels(n, kWhole)};
+  p.inputs = {Labels(n, kUnsharded)};
   p.inputs[0][d] = d;
   p.outputs = p.inputs;
   if (!call.outputs()) p.output_shapes = {call.tensor(0).spec.shape()};

@@ -188,7 +188,7 @@ Plan planned(const OpCall& call, const Notation& n, const IndexRuleOptions& opti
         throw InvalidArgument(concat(
             call.name(), ": dim ", d, " of ", argument_of(call, tensors[i]), " has size ", shape[d],
             ", and the same dim of another argument has ", size, " ('", n.text, "')"));
-      labels.push_back(dim.whole || stretched ? detail::kWhole : dim.label);
+      labels.push_back(dim.whole || stretched ? detail::kUnsharded : dim.label);
     }
     p.inputs.push_back(std::move(labels));
   }
@@ -197,7 +197,7 @@ Plan planned(const OpCall& call, const Notation& n, const IndexRuleOptions& opti
     detail::Labels labels;
     std::vector<std::int64_t> shape;
     for (const NamedDim& dim : expanded(out, of_ellipsis.value_or(0))) {
-      labels.push_back(dim.whole ? detail::kWhole : dim.label);
+      labels.push_back(dim.whole ? detail::kUnsharded : dim.label);
       const auto known = extent.find(dim.label);
       if (known == extent.end() && !inferred)
         throw ShardingError(concat("the rule of ", call.name(), " ('", n.text,

@@ -15,7 +15,7 @@ namespace {
 // What one mesh axis does: how it may be used in a plan.
 struct Choice {
   enum class Kind : unsigned char { label, partial, replicate } kind = Kind::replicate;
-  int label = kWhole;
+  int label = kUnsharded;
   int input = -1;  // of the partial input; -1: all
   ReduceOp::Kind op = ReduceOp::Kind::sum;
 };
@@ -76,15 +76,15 @@ std::vector<Choice> choices(const LabelProblem& p, int axis) {
     const Placement placement = tensors[i].spec.placements()[axis];
     if (placement.is_shard()) {
       const int label = p.inputs[i][placement.dim];
-      if (label == kWhole || !seen.insert(label).second) continue;
+      if (label == kUnsharded || !seen.insert(label).second) continue;
       if (leaves_partial(p, label) && !p.contract.contains(label)) continue;
       all.push_back({Choice::Kind::label, label, -1, p.reduce});
     } else if (placement.is_partial(ReduceOp::Kind::sum) ||
                placement.is_partial(ReduceOp::Kind::avg)) {
       if (p.linear == LabelProblem::Linear::together)
-        all.push_back({Choice::Kind::partial, kWhole, -1, placement.op});
+        all.push_back({Choice::Kind::partial, kUnsharded, -1, placement.op});
       if (p.linear == LabelProblem::Linear::one && p.linear_in.contains(static_cast<int>(i))) {
-        all.push_back({Choice::Kind::partial, kWhole, static_cast<int>(i), placement.op});
+        all.push_back({Choice::Kind::partial, kUnsharded, static_cast<int>(i), placement.op});
       }
     }
   }
@@ -230,16 +230,16 @@ std::int64_t normal_dim(std::int64_t dim, std::int64_t dims) {
 
 Labels first_dims_free(int n, int free) {
   Labels labels = all_labels(n);
-  for (int d = std::max(free, 0); d < n; ++d) labels[d] = kWhole;
+  for (int d = std::max(free, 0); d < n; ++d) labels[d] = kUnsharded;
   return labels;
 }
-Labels last_dims_whole(int n, int whole) { return first_dims_free(n, n - whole); }
-Labels whole_labels(const TensorInfo& tensor) { return Labels(tensor.spec.dims(), kWhole); }
+Labels last_dims_unsharded(int n, int whole) { return first_dims_free(n, n - whole); }
+Labels unsharded_labels(const TensorInfo& tensor) { return Labels(tensor.spec.dims(), kUnsharded); }
 
 void label_arguments(LabelProblem& problem,
                      const std::vector<std::pair<const char*, Labels>>& labels) {
   for (const TensorInfo& t : problem.call.tensors()) {
-    Labels own = whole_labels(t);
+    Labels own = unsharded_labels(t);
     for (const auto& [name, given] : labels) {
       if (problem.call.find(name) == &t && static_cast<int>(given.size()) == t.spec.dims())
         own = given;
@@ -248,7 +248,7 @@ void label_arguments(LabelProblem& problem,
   }
 }
 
-bool terms_can_be_cast(at::ScalarType from, at::ScalarType to) {
+bool summands_can_be_cast(at::ScalarType from, at::ScalarType to) {
   if (from == at::kBool) return false;
   const auto whole_number = [](at::ScalarType t) { return at::isIntegralType(t, true); };
   return from == to || from == at::kLong || (!whole_number(from) && !whole_number(to));
@@ -262,21 +262,21 @@ std::set<int> first_dims(int n) {
 
 Plan per_sample(const OpCall& call) {
   const auto* outputs = call.outputs();
-  if (!outputs) return on_whole(call);
+  if (!outputs) return on_gathered(call);
   const std::int64_t count = call.tensor(0).spec.dims() > 0 ? call.tensor(0).spec.shape()[0] : 0;
   LabelProblem p(call);
   for (const TensorInfo& t : call.tensors()) {
     p.inputs.push_back(first_dims_free(t.spec.dims(), 1));
-    if (t.spec.dims() == 0 || t.spec.shape()[0] != count) return on_whole(call);
+    if (t.spec.dims() == 0 || t.spec.shape()[0] != count) return on_gathered(call);
   }
   for (const OutputInfo& out : *outputs) {
-    if (out.defined && (out.shape.empty() || out.shape[0] != count)) return on_whole(call);
+    if (out.defined && (out.shape.empty() || out.shape[0] != count)) return on_gathered(call);
     p.outputs.push_back(first_dims_free(static_cast<int>(out.shape.size()), 1));
   }
   return solve(p);
 }
 
-Plan on_whole(const OpCall&) {
+Plan on_gathered(const OpCall&) {
   Plan plan;
   plan.whole = true;
   return plan;
@@ -308,7 +308,7 @@ ShardSpec mapped_spec(const ShardSpec& like, const std::vector<std::int64_t>& sh
   return make_spec(context_of(like), shape, std::move(placements), std::move(dims));
 }
 
-ShardSpec with_whole_dims(const ShardSpec& spec, const std::set<int>& dims) {
+ShardSpec with_unsharded_dims(const ShardSpec& spec, const std::set<int>& dims) {
   auto placements = spec.placements();
   for (Placement& p : placements) {
     if (p.is_shard() && dims.contains(p.dim)) p = Replicate();

@@ -18,7 +18,7 @@
 namespace tessera::detail {
 
 /// The label of a dim that must not be sharded.
-inline constexpr int kWhole = -1;
+inline constexpr int kUnsharded = -1;
 using Labels = std::vector<int>;
 
 struct LabelProblem {
@@ -56,9 +56,9 @@ std::int64_t normal_dim(std::int64_t dim, std::int64_t dims);
 /// Labels 0, 1, ... for the first `free` of n dims; those after them must not be sharded.
 Labels first_dims_free(int n, int free);
 /// Labels 0, 1, ... for the dims before the last `whole` of n, which must not be sharded.
-Labels last_dims_whole(int n, int whole);
+Labels last_dims_unsharded(int n, int whole);
 /// Labels of a tensor of which no dim may be sharded.
-Labels whole_labels(const TensorInfo& tensor);
+Labels unsharded_labels(const TensorInfo& tensor);
 /// Gives labels to the inputs of these arguments, if they have as many dims; no dim of other inputs
 /// may be sharded.
 void label_arguments(LabelProblem& problem,
@@ -66,7 +66,7 @@ void label_arguments(LabelProblem& problem,
 /// True if the ranks' values of a Partial tensor of dtype `from` may be converted to `to`
 /// separately: not floating-point ones to integers (each would be rounded), nor booleans (their sum
 /// is "any"), nor narrow integers to wider ones (their sum may wrap).
-bool terms_can_be_cast(at::ScalarType from, at::ScalarType to);
+bool summands_can_be_cast(at::ScalarType from, at::ScalarType to);
 /// {0, 1, ..., n - 1}.
 std::set<int> first_dims(int n);
 
@@ -75,7 +75,7 @@ Plan per_sample(const OpCall& call);
 
 /// A plan in which all inputs are gathered, because each element of the results, or their shape,
 /// may depend on every element of them. Subject to Policies::redistribution.
-Plan on_whole(const OpCall& call);
+Plan on_gathered(const OpCall& call);
 
 /// The spec with Replicate in place of Partial.
 ShardSpec without_partial(const ShardSpec& spec);
@@ -86,6 +86,6 @@ ShardSpec mapped_spec(const ShardSpec& like, const std::vector<std::int64_t>& sh
                       const std::vector<int>& from, bool partial,
                       const std::vector<std::pair<int, Partition>>& parts = {});
 /// The spec with Replicate on every axis that shards one of `dims`.
-ShardSpec with_whole_dims(const ShardSpec& spec, const std::set<int>& dims);
+ShardSpec with_unsharded_dims(const ShardSpec& spec, const std::set<int>& dims);
 
 }  // namespace tessera::detail

@@ -23,12 +23,12 @@ inline ShardSpec with_parts(const ShardSpec& spec,
 }
 
 /// True if a dim is sharded over more than one rank.
-inline bool is_cut(const ShardSpec& spec, int d) {
+inline bool is_distributed(const ShardSpec& spec, int d) {
   return spec.is_sharded(d) && spec.dim(d).partition.parts() > 1;
 }
-inline bool any_cut(const ShardSpec& spec, int first_dim) {
+inline bool any_distributed(const ShardSpec& spec, int first_dim) {
   for (int d = first_dim; d < spec.dims(); ++d) {
-    if (is_cut(spec, d)) return true;
+    if (is_distributed(spec, d)) return true;
   }
   return false;
 }

@@ -56,7 +56,7 @@ Labels broadcast_labels(const OpCall& call, const TensorInfo& t, const Shape& sh
     if (s.size() > shape.size() || (s[d] != 1 && s[d] != shape[out]))
       throw InvalidArgument(concat(call.name(), ": ", call.schema().arguments()[t.argument].name(),
                                    " of shape ", list(s), " does not broadcast to ", list(shape)));
-    labels.push_back(s[d] == shape[out] ? static_cast<int>(out) : kWhole);
+    labels.push_back(s[d] == shape[out] ? static_cast<int>(out) : kUnsharded);
   }
   return labels;
 }
@@ -92,7 +92,7 @@ Plan loss_backward(const OpCall& call) {
   const int n = x.spec.dims();
   const std::int64_t reduction = call.integer("reduction");
   for (const TensorInfo& t : call.tensors()) {
-    p.inputs.push_back(t.spec.shape() == x.spec.shape() ? all_labels(n) : whole_labels(t));
+    p.inputs.push_back(t.spec.shape() == x.spec.shape() ? all_labels(n) : unsharded_labels(t));
   }
   p.outputs = {all_labels(n)};
   p.output_shapes = {x.spec.shape()};
@@ -113,7 +113,7 @@ const bool registered = [] {
   for (const char* op : {"aten::_ctc_loss", "aten::_ctc_loss_backward", "aten::multi_margin_loss",
                          "aten::multi_margin_loss_backward", "aten::multilabel_margin_loss_forward",
                          "aten::multilabel_margin_loss_backward"})
-    register_rule(op, on_whole);
+    register_rule(op, on_gathered);
   return true;
 }();
 

@@ -54,7 +54,7 @@ struct Classes {
                                    ", and must be Long or Byte; convert it"));
     const bool each = reduction == at::Reduction::None;
     for (const TensorInfo& t : call.tensors()) {
-      Labels labels(t.spec.dims(), kWhole);
+      Labels labels(t.spec.dims(), kUnsharded);
       if (&t == &x) labels = scores;
       if (&t == call.find("target") && t.spec.dims() == static_cast<int>(targets.size()))
         labels = targets;

@@ -49,7 +49,7 @@ struct Convolution {
                 dilation = per_dim(call.integers("dilation"), spatial, "dilation"),
                 extra = per_dim(call.integers("output_padding"), spatial, "output_padding");
     const bool grouped = groups > 1;
-    input = output = weight = Labels(n, kWhole);
+    input = output = weight = Labels(n, kUnsharded);
     input[0] = output[0] = kSample;
     input[1] = grouped ? kGroup : kIn;
     output[1] = grouped ? kGroup : kOut;
@@ -161,7 +161,7 @@ void describe(const Convolution& c, LabelProblem& p) {
                        : &t == &c.w ? c.weight
                        : output     ? c.output
                        : bias       ? Labels{c.output[1]}
-                                    : Labels(t.spec.dims(), kWhole));
+                                    : Labels(t.spec.dims(), kUnsharded));
   }
 }
 
@@ -187,7 +187,7 @@ Plan convolution(const OpCall& call) {
   const bool last = is_channels_last(c.w.spec.shape(), c.w.strides) ||
                     (c.windows.size() > 1 && is_channels_last(c.x.spec.shape(), c.x.strides));
   plan.outputs[0].strides = last ? channels_last(c.out_shape) : contiguous_strides(c.out_shape);
-  if (any_cut(x, 2) || groups != c.groups || x.local_numel() == 0 || w.local_numel() == 0) {
+  if (any_distributed(x, 2) || groups != c.groups || x.local_numel() == 0 || w.local_numel() == 0) {
     auto halo = std::make_shared<ConvolutionHalo>(
         ConvolutionArguments{c.windows, c.output_padding, c.transposed, groups}, x, y, false);
     plan.local = [halo](const c10::OperatorHandle&, torch::jit::Stack arguments) {
@@ -231,7 +231,7 @@ Plan convolution_backward(const OpCall& call) {
   y = with_parts(y, parts.out);
   plan.outputs[0].strides = c.x.strides;
   plan.outputs[1].strides = c.w.strides;
-  if (any_cut(x, 2) || groups != c.groups || x.local_numel() == 0 || w.local_numel() == 0 ||
+  if (any_distributed(x, 2) || groups != c.groups || x.local_numel() == 0 || w.local_numel() == 0 ||
       y.local_numel() == 0) {
     auto halo = std::make_shared<ConvolutionHalo>(
         ConvolutionArguments{c.windows, c.output_padding, c.transposed, groups}, x, y, true);

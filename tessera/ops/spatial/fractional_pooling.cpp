@@ -1,6 +1,6 @@
 // Fractional pooling: the windows of each sample are drawn separately, so samples may be sharded.
 
-#include "tessera/ops/rules/empty_parts.h"
+#include "tessera/ops/rules/empty_shards.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
 

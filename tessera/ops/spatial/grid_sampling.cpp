@@ -13,7 +13,7 @@
 #include "tessera/base/text.h"
 #include "tessera/ops/halo/halo.h"
 #include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/empty_parts.h"
+#include "tessera/ops/rules/empty_shards.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/windowed.h"
 #include "tessera/ops/spatial/needed_boxes.h"
@@ -280,7 +280,7 @@ at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::i
   const auto nothing = [&](const at::Tensor& made) {
     return from_local(at::empty(to.out.local_shape(), made.options()) + made.sum(), to.out);
   };
-  if (!any_cut(to.field, 2)) {
+  if (!any_distributed(to.field, 2)) {
     const at::Tensor local = to_local(field, of_field);
     if (to.out.local_numel() == 0)
       return nothing(

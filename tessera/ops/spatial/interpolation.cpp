@@ -147,7 +147,7 @@ struct Kernel final : c10::OperatorKernel {
     if (!at::isFloatingType(x.scalar_type()) && x.scalar_type() != at::kByte)
       throw InvalidArgument(concat(op.name, " of ", c10::toString(x.scalar_type()),
                                    " values: libtorch resamples floating-point and uint8 ones"));
-    if (!at::isFloatingType(x.scalar_type()) && !op.nearest && any_cut(spec(x), 2))
+    if (!at::isFloatingType(x.scalar_type()) && !op.nearest && any_distributed(spec(x), 2))
       throw ShardingError(concat(op.name, " of ", c10::toString(x.scalar_type()),
                                  " values sharded in space, ", spec(x),
                                  ": what libtorch rounds differs from kernel to kernel. Convert to "

@@ -254,7 +254,7 @@ void InterpolationHalo::find_native() {
   for (std::size_t i = 0; i < call_.outputs.size(); ++i) {
     const std::size_t d = lead() + i;
     const std::int64_t inputs = x_.shape()[d], outputs = call_.outputs[i];
-    if (!is_cut(x_, static_cast<int>(d))) {
+    if (!is_distributed(x_, static_cast<int>(d))) {
       native_in_[d] = {0, inputs};
       native_out_[d] = {0, outputs};
     } else {
@@ -270,7 +270,7 @@ void InterpolationHalo::find_native() {
     const std::int64_t n = native_in_[d].size(), m = native_out_[d].size();
     const Interval mine = out_[d].shifted(-native_out_[d].begin);
     const Taps wanted = part_of(whole_[i], out_[d], native_in_[d].begin);
-    if (is_cut(x_, static_cast<int>(d)) &&
+    if (is_distributed(x_, static_cast<int>(d)) &&
         !close(part_of(probe.forward(n, m, call_.scales[i]), mine, 0), wanted, tolerance))
       return;
     // Backward is called in the same way.
@@ -282,7 +282,7 @@ void InterpolationHalo::find_native() {
   // wrong if its height changes (2.15): what they would make of this rank's shard differs from what
   // they make of the global field.
   if (call_.op->antialias && native_out_.back().size() == 1 &&
-      any_cut(x_, static_cast<int>(lead())))
+      any_distributed(x_, static_cast<int>(lead())))
     return;
   native_ = true;
 }

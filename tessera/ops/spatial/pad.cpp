@@ -42,7 +42,7 @@ struct Padding {
                                : ": it reaches beyond what there is to take values from"));
       before[d] = first;
       shape[d] = size + first + last;
-      padded |= (first != 0 || last != 0) && is_cut(input, d);
+      padded |= (first != 0 || last != 0) && is_distributed(input, d);
       if (input.is_sharded(d))
         parts.emplace_back(d, output_partition(input.dim(d).partition, {1, 1, first, 1}, shape[d]));
     }

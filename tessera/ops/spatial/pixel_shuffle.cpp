@@ -15,11 +15,11 @@ namespace {
 
 // `factor` divides the dim, which is about to be split: boundaries inside of a block that stays
 // together move to its nearest end, which moves less than gathering the dim.
-at::Tensor cut_at_multiples(const char* name, const at::Tensor& t, std::int64_t dim,
-                            std::int64_t factor) {
+at::Tensor sharded_at_multiples(const char* name, const at::Tensor& t, std::int64_t dim,
+                                std::int64_t factor) {
   const ShardSpec own = spec(t);
   const auto d = static_cast<int>(dim + t.dim());
-  if (!is_cut(own, d)) return t;
+  if (!is_distributed(own, d)) return t;
   return laid_out(name, "self", t,
                   with_parts(own, {{d, scaled(in_units(own.dim(d).partition, factor), factor)}}));
 }
@@ -37,7 +37,7 @@ at::Tensor pixel_shuffle(const at::Tensor& self, std::int64_t r) {
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::int64_t>(i);
   const auto n = static_cast<std::int64_t>(lead.size());
   for (const auto d : {0, 3, 1, 4, 2}) order.push_back(n + d);
-  return cut_at_multiples("pixel_shuffle", self, -3, r * r)
+  return sharded_at_multiples("pixel_shuffle", self, -3, r * r)
       .reshape(split)
       .permute(order)
       .reshape(joined);
@@ -54,8 +54,8 @@ at::Tensor pixel_unshuffle(const at::Tensor& self, std::int64_t r) {
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::int64_t>(i);
   const auto n = static_cast<std::int64_t>(lead.size());
   for (const auto d : {0, 2, 4, 1, 3}) order.push_back(n + d);
-  const at::Tensor rows = cut_at_multiples("pixel_unshuffle", self, -2, r);
-  return cut_at_multiples("pixel_unshuffle", rows, -1, r)
+  const at::Tensor rows = sharded_at_multiples("pixel_unshuffle", self, -2, r);
+  return sharded_at_multiples("pixel_unshuffle", rows, -1, r)
       .reshape(split)
       .permute(order)
       .reshape(joined);

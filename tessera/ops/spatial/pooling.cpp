@@ -62,7 +62,7 @@ struct Pooling {
       dims.push_back(dim);
     }
     y = mapped_spec(x, shape, all_labels(n), false, parts);
-    cut = any_cut(x, lead) || x.local_numel() == 0;
+    cut = any_distributed(x, lead) || x.local_numel() == 0;
   }
 
   static Partition outputs_of(const Partition& inputs, const PoolDim& dim) {

@@ -127,7 +127,7 @@ at::Tensor im2col(const at::Tensor& self, at::IntArrayRef kernel, at::IntArrayRe
   const Windows w("im2col", kernel, dilation, padding, stride, self.size(-2), self.size(-1));
   ShardSpec image = without_partial(spec(self));
   const int n = image.dims(), c = n - 3, h = n - 2;
-  if (is_cut(image, n - 1)) {
+  if (is_distributed(image, n - 1)) {
     auto placements = image.placements();
     for (Placement& p : placements) {
       if (p.is_shard(n - 1)) p = Shard(h);

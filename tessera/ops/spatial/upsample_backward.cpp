@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/rules/empty_parts.h"
+#include "tessera/ops/rules/empty_shards.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
 
@@ -20,7 +20,7 @@ Plan upsample_backward(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   Shape size = call.integers("input_size");
   LabelProblem p(call);
-  p.inputs = {last_dims_whole(n, inner)};
+  p.inputs = {last_dims_unsharded(n, inner)};
   p.outputs = p.inputs;
   p.output_shapes = {size};
   Plan plan = solve(p);

@@ -18,11 +18,11 @@ namespace {
 
 // The values of a joined Partial result are made of the inputs' values, each converted to the
 // result's dtype.
-LabelProblem::Linear linear_if_terms_can_be_cast(const OpCall& call) {
+LabelProblem::Linear linear_if_summands_can_be_cast(const OpCall& call) {
   const auto* out = call.outputs();
   const auto to = out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype;
   for (const TensorInfo& t : call.tensors()) {
-    if (!terms_can_be_cast(t.dtype, to)) return LabelProblem::Linear::no;
+    if (!summands_can_be_cast(t.dtype, to)) return LabelProblem::Linear::no;
   }
   return LabelProblem::Linear::together;
 }
@@ -36,11 +36,11 @@ struct Piece {
 };
 
 // The largest input that is sharded along the joined dim; the others are redistributed like it.
-const TensorInfo* largest_cut(const OpCall& call, int n, int d) {
+const TensorInfo* largest_sharded(const OpCall& call, int n, int d) {
   const TensorInfo* found = nullptr;
   for (const TensorInfo& t : call.tensors()) {
     if (t.spec.dims() != n) return nullptr;
-    if (is_cut(t.spec, d) && (!found || t.spec.numel() > found->spec.numel())) found = &t;
+    if (is_distributed(t.spec, d) && (!found || t.spec.numel() > found->spec.numel())) found = &t;
   }
   return found;
 }
@@ -68,7 +68,7 @@ Interval common(const Interval& a, const Interval& b) {
 }
 
 std::optional<Plan> across_ranks(const OpCall& call, int n, int d) {
-  const TensorInfo* like = largest_cut(call, n, d);
+  const TensorInfo* like = largest_sharded(call, n, d);
   if (!like) return std::nullopt;
   const ShardSpec base = without_partial(like->spec);
   const DimSharding& along = base.dim(d);
@@ -150,11 +150,11 @@ Plan cat(const OpCall& call) {
   if (auto plan = across_ranks(call, n, d)) return *plan;
   LabelProblem p(call);
   Labels labels = all_labels(n);
-  labels[d] = kWhole;
+  labels[d] = kUnsharded;
   for (const TensorInfo& t : call.tensors())
-    p.inputs.push_back(t.spec.dims() == n ? labels : Labels(t.spec.dims(), kWhole));
+    p.inputs.push_back(t.spec.dims() == n ? labels : Labels(t.spec.dims(), kUnsharded));
   p.outputs = {labels};
-  p.linear = linear_if_terms_can_be_cast(call);
+  p.linear = linear_if_summands_can_be_cast(call);
   return solve(p);
 }
 
@@ -164,16 +164,16 @@ Plan stack(const OpCall& call) {
   LabelProblem p(call);
   p.inputs.assign(call.tensors().size(), all_labels(n));
   Labels out = all_labels(n);
-  out.insert(out.begin() + d, kWhole);
+  out.insert(out.begin() + d, kUnsharded);
   p.outputs = {out};
-  p.linear = linear_if_terms_can_be_cast(call);
+  p.linear = linear_if_summands_can_be_cast(call);
   return solve(p);
 }
 
 const bool registered = [] {
   register_rule("aten::cat", cat);
   register_rule("aten::stack", stack);
-  for (const char* op : {"aten::block_diag", "aten::_chunk_cat"}) register_rule(op, on_whole);
+  for (const char* op : {"aten::block_diag", "aten::_chunk_cat"}) register_rule(op, on_gathered);
   return true;
 }();
 

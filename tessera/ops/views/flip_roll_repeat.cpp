@@ -49,7 +49,7 @@ struct Rearranging {
 
   /// True if elements of dim d leave the shard of the rank that has them.
   bool moves(const ShardSpec& spec, int d) const {
-    return is_cut(spec, d) && (turned[d] || shift[d] != 0);
+    return is_distributed(spec, d) && (turned[d] || shift[d] != 0);
   }
 
   bool rolls, flattened;
@@ -64,7 +64,7 @@ Plan rearranged(const OpCall& call) {
   const int n = x.spec.dims();
   const Rearranging r(call);
   LabelProblem p(call);
-  p.inputs = {r.flattened ? whole_labels(x) : all_labels(n)};
+  p.inputs = {r.flattened ? unsharded_labels(x) : all_labels(n)};
   p.outputs = p.inputs;
   p.output_shapes = {x.spec.shape()};
   p.linear = LabelProblem::Linear::one;
@@ -118,7 +118,7 @@ Plan repeat(const OpCall& call) {
                                  times.size(), " numbers of repeats: give one per dim or more"));
   const std::size_t lead = times.size() - shape.size();
   LabelProblem p(call);
-  Labels in(shape.size(), kWhole), out(times.size(), kWhole);
+  Labels in(shape.size(), kUnsharded), out(times.size(), kUnsharded);
   Shape result = times;
   for (std::size_t d = 0; d < shape.size(); ++d) {
     result[lead + d] *= shape[d];
@@ -156,12 +156,12 @@ Plan diag_embed(const OpCall& call) {
   const std::int64_t length = x.spec.shape().back() + std::abs(call.integer("offset"));
   LabelProblem p(call);
   Labels in = all_labels(n - 1), out;
-  in.back() = kWhole;
+  in.back() = kUnsharded;
   Shape shape;
   for (int d = 0, next = 0; d < n; ++d) {
     const bool diagonal = d == a || d == b;
     shape.push_back(diagonal ? length : x.spec.shape()[next]);
-    out.push_back(diagonal ? kWhole : next++);
+    out.push_back(diagonal ? kUnsharded : next++);
   }
   p.inputs = {in};
   p.outputs = {out};

@@ -62,7 +62,7 @@ Plan with_input_sizes(const OpCall& call, const std::vector<int>& from,
                       const std::set<int>& whole) {
   const Shape sizes = call.integers("input_sizes");
   Plan plan;
-  const ShardSpec g = with_whole_dims(call.tensor(0).spec, whole);
+  const ShardSpec g = with_unsharded_dims(call.tensor(0).spec, whole);
   const ShardSpec out = mapped_spec(g, sizes, from, true);
   plan.inputs = {g};
   plan.outputs = {{out, contiguous_strides(sizes)}};

@@ -25,7 +25,7 @@ struct Source {
   ShardSpec spec;
 
   Source(const OpCall& call, const std::set<int>& whole)
-      : spec(with_whole_dims(call.tensor(0).spec, whole)) {
+      : spec(with_unsharded_dims(call.tensor(0).spec, whole)) {
     plan.inputs = {spec};
     plan.view_copied = !(spec == call.tensor(0).spec);
   }

@@ -67,7 +67,7 @@ void check_implicit_moves(const std::string& op, const std::vector<ImplicitMove>
 
 void run_sharded(const OpInfo& info, torch::jit::Stack* stack) {
   const std::size_t n = info.kinds.size();
-  const WithoutHostLock let_go;
+  const WithoutHostLock released;
   if (info.writes_many && run_one_by_one(info, stack)) return;
   c10::IValue* arguments = stack->data() + (stack->size() - n);
   PlanCache& cache = PlanCache::of_thread();

@@ -50,7 +50,7 @@ void require_equal(const at::Tensor& plain, const MeshContext& context) {
   Hash hash;
   hash.number(static_cast<std::uint64_t>(plain.scalar_type()));
   for (const auto n : plain.sizes()) hash.number(static_cast<std::uint64_t>(n));
-  const WithoutHostLock let_go;
+  const WithoutHostLock released;
   const at::Tensor values = plain.cpu().contiguous();
   hash.bytes(values.const_data_ptr(), values.nbytes());
   const auto hashes = all.all_gather_bytes(std::to_string(hash.value()), {.name = "promotion"});

@@ -6,10 +6,10 @@
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/cut.h"
 #include "tessera/tensor/spec/mesh_context.h"
 #include "tessera/tensor/spec/rank_state.h"
 #include "tessera/tensor/spec/redistribution_plan.h"
+#include "tessera/tensor/spec/shard_dims.h"
 
 namespace tessera {
 
@@ -169,7 +169,7 @@ ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std
 void detail::normalize(const Mesh& mesh, const std::vector<std::int64_t>& shape,
                        std::vector<Placement>& placements) {
   const int rank_dims = static_cast<int>(shape.size());
-  require_one_an_axis(mesh, placements);
+  require_one_per_axis(mesh, placements);
   for (std::size_t axis = 0; axis < placements.size(); ++axis) {
     Placement& p = placements[axis];
     if (p.is_partial() && p.op == ReduceOp::Kind::premultiplied)
@@ -185,15 +185,17 @@ void detail::normalize(const Mesh& mesh, const std::vector<std::int64_t>& shape,
   }
 }
 
-void detail::require_one_an_axis(const Mesh& mesh, const std::vector<Placement>& placements) {
+void detail::require_one_per_axis(const Mesh& mesh, const std::vector<Placement>& placements) {
   if (placements.size() != mesh.axes().size())
     throw InvalidArgument(concat(placements.size(), " placements ", list(placements),
                                  " for a mesh of ", mesh.axes().size(),
                                  " axes: give one per axis"));
 }
 
-std::vector<DimSharding> detail::cut_dims(const Mesh& mesh, const std::vector<std::int64_t>& shape,
-                                          std::vector<Placement>& normal, const ShardSizes& sizes) {
+std::vector<DimSharding> detail::shard_dims(const Mesh& mesh,
+                                            const std::vector<std::int64_t>& shape,
+                                            std::vector<Placement>& normal,
+                                            const ShardSizes& sizes) {
   const int rank_dims = static_cast<int>(shape.size());
   normalize(mesh, shape, normal);
   std::vector<DimSharding> dims(shape.size());
@@ -232,7 +234,7 @@ ShardSpec::ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& sh
                      const std::vector<Placement>& placements, const ShardSizes& sizes) {
   const auto context = detail::MeshContext::of(mesh);
   std::vector<Placement> normal = placements;
-  auto dims = detail::cut_dims(mesh.layout(), shape, normal, sizes);
+  auto dims = detail::shard_dims(mesh.layout(), shape, normal, sizes);
   data_ = detail::make_spec(context, shape, std::move(normal), std::move(dims)).data_;
 }
 

@@ -151,7 +151,7 @@ class MpiComm {
 
 /// A call as a c10d::Work. Progress is made inside isCompleted() and wait(), and in other MPI calls
 /// of this process.
-class MpiWork : public c10d::Work, public AttentiveWork {
+class MpiWork : public c10d::Work, public InterruptibleWork {
  public:
   MpiWork(std::shared_ptr<MpiComm> comm, std::unique_ptr<MpiCall> call);
   ~MpiWork() override;

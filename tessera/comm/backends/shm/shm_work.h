@@ -86,7 +86,7 @@ struct ShmCall {
 };
 
 /// A call as a c10d::Work, for which any thread may wait.
-class ShmWork : public c10d::Work, public AttentiveWork {
+class ShmWork : public c10d::Work, public InterruptibleWork {
  public:
   /// For a call that is complete but for its `finish`.
   ShmWork(std::shared_ptr<ShmLink> link, ShmCall call);

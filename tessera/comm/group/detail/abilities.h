@@ -69,9 +69,9 @@ class DifferentCalls : public FinalMismatch {
 /// A work whose wait() returns when its group is aborted, and whose time limit ends the call. It is
 /// waited for without interruption by the thread that made the call, since its library may allow no
 /// other thread.
-class AttentiveWork {
+class InterruptibleWork {
  public:
-  virtual ~AttentiveWork() = default;
+  virtual ~InterruptibleWork() = default;
 };
 
 }  // namespace tessera::detail

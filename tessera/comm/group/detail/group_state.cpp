@@ -94,7 +94,7 @@ void GroupState::close() {
   }
 }
 
-void GroupState::enlist(c10d::Work& work, const MessageCard* card, const CallCard* call) {
+void GroupState::register_work(c10d::Work& work, const MessageCard* card, const CallCard* call) {
   const std::lock_guard lock(waiting_mutex_);
   auto& entry = waiting_.emplace_back();
   entry.work = &work;
@@ -119,7 +119,7 @@ void GroupState::wake_watcher() {
   if (watcher_sleeps_) waiting_changed_.notify_one();
 }
 
-void GroupState::strike(c10d::Work& work) {
+void GroupState::deregister_work(c10d::Work& work) {
   std::vector<std::string> places;
   {
     const std::lock_guard lock(waiting_mutex_);

@@ -86,9 +86,9 @@ class GroupState {
   /// group is poisoned, or at once if it is already. With a `card`, if the wait lasts long, the
   /// peer is asked whether it waits for the same message (compare()), and, for a message of a
   /// collective `call`, whether all ranks are in that call. `card` and `call` must stay valid until
-  /// strike().
-  void enlist(c10d::Work& work, const MessageCard* card, const CallCard* call = nullptr);
-  void strike(c10d::Work& work);
+  /// deregister_work().
+  void register_work(c10d::Work& work, const MessageCard* card, const CallCard* call = nullptr);
+  void deregister_work(c10d::Work& work);
 
   /// A call that no host thread waits for (a stream of its device does), with its own time limit.
   struct Guarded {

@@ -36,15 +36,15 @@ bool says(const std::string& text, std::initializer_list<const char*> parts) {
                      [&](const char* part) { return text.find(part) != std::string::npos; });
 }
 
-int& unheard() {
+int& unreported() {
   static thread_local int depth = 0;
   return depth;
 }
 
 }  // namespace
 
-GroupWatch::Unheard::Unheard() { ++unheard(); }
-GroupWatch::Unheard::~Unheard() { --unheard(); }
+GroupWatch::Unreported::Unreported() { ++unreported(); }
+GroupWatch::Unreported::~Unreported() { --unreported(); }
 
 GroupWatch::GroupWatch(std::string group, std::vector<int> members, int rank,
                        std::shared_ptr<FaultChannel> channel)
@@ -70,8 +70,8 @@ void GroupWatch::throw_poison(const std::string& call, std::uint64_t sequence,
                            ": ", poison.reason);
   if (poison.mismatch) throw MismatchError(text);
   if (poison.timed_out) throw TimeoutError(text, poison.ranks);
-  if (poison.told) {
-    if (unheard() == 0) poison.told();
+  if (poison.on_throw) {
+    if (unreported() == 0) poison.on_throw();
     throw PeerFailedError(text, poison.ranks);
   }
   throw PeerLostError(text, poison.ranks);

@@ -36,7 +36,7 @@ struct Poison {
   /// Calls throw MismatchError.
   bool mismatch = false;
   /// A rank failed alone and is alive: calls throw PeerFailedError, and call this function first.
-  std::function<void()> told = {};
+  std::function<void()> on_throw = {};
 };
 
 /// How far a rank is in a group: the number of calls begun, and the newest one.
@@ -97,13 +97,13 @@ class GroupWatch {
   Position position() const;
 
   /// While an object of this class lives, errors that this thread's calls throw do not count as
-  /// reported to the user (Poison::told is not called).
-  class Unheard {
+  /// reported to the user (Poison::on_throw is not called).
+  class Unreported {
    public:
-    Unheard();
-    ~Unheard();
-    Unheard(const Unheard&) = delete;
-    Unheard& operator=(const Unheard&) = delete;
+    Unreported();
+    ~Unreported();
+    Unreported(const Unreported&) = delete;
+    Unreported& operator=(const Unreported&) = delete;
   };
 
   /// What an interrupt wakes: calls of the backend, or the making of the group.

@@ -36,7 +36,7 @@ RequestState::RequestState(GroupState& group, const char* operation, const CallO
 RequestState::~RequestState() {
   if (begun_ && !finished_) {
     try {
-      const GroupWatch::Unheard quiet;
+      const GroupWatch::Unreported quiet;
       wait();
     } catch (...) {  // the caller did not wait; the group is poisoned and its next call says so
     }
@@ -66,48 +66,49 @@ void RequestState::begin_message() {
 
 void RequestState::begin_within(const RequestState& call) {
   sequence_ = call.sequence();
-  begun_ = part_ = true;
+  begun_ = within_call_ = true;
   collective_ = call.collective_;
 }
 
-void RequestState::add(c10::intrusive_ptr<c10d::Work> work, bool whole, const MessageCard* card) {
+void RequestState::add(c10::intrusive_ptr<c10d::Work> work, bool in_one_wait,
+                       const MessageCard* card) {
   if (!work) return;
   if (on_stream_) group_.guard({work, deadline_, describe(), sequence_, limit_, collective_});
-  auto& part = parts_.emplace_back();
-  part.work = std::move(work);
-  part.whole = whole;
-  part.comparable = card != nullptr;
-  if (card) part.card = *card;
+  auto& pending = works_.emplace_back();
+  pending.work = std::move(work);
+  pending.in_one_wait = in_one_wait;
+  pending.comparable = card != nullptr;
+  if (card) pending.card = *card;
 }
 
 std::chrono::milliseconds RequestState::left() const {
   return std::max(time_left(deadline_), std::chrono::milliseconds(1));
 }
 
-void RequestState::wait_whole(Part& part) {
+void RequestState::wait_once(PendingWork& pending) {
   struct Listed {
     GroupState& group;
     c10d::Work& work;
-    Listed(GroupState& g, Part& p, const CallCard& call) : group(g), work(*p.work) {
-      group.enlist(work, p.comparable ? &p.card : nullptr, &call);
+    Listed(GroupState& g, PendingWork& p, const CallCard& call) : group(g), work(*p.work) {
+      group.register_work(work, p.comparable ? &p.card : nullptr, &call);
     }
-    ~Listed() { group.strike(work); }
-  } const listed(group_, part, card_);
-  if (part.work->wait(left())) return;
+    ~Listed() { group.deregister_work(work); }
+  } const listed(group_, pending, card_);
+  if (pending.work->wait(left())) return;
   group_.watch().require_healthy(operation_, sequence_);
   throw CommError(concat("group '", group_.name(), "': ", describe(), " was aborted"));
 }
 
-void RequestState::wait_part(Part& part) {
+void RequestState::wait_for_work(PendingWork& pending) {
   if (on_stream_) {
-    part.work->wait(kNoLimit);
+    pending.work->wait(kNoLimit);
     // The stream waits for what an abort may have cut short: the caller must not use that.
     group_.watch().require_healthy(operation_, sequence_);
     return;
   }
-  if (part.whole) return wait_whole(part);
-  if (dynamic_cast<AttentiveWork*>(part.work.get())) {
-    part.work->wait(left());
+  if (pending.in_one_wait) return wait_once(pending);
+  if (dynamic_cast<InterruptibleWork*>(pending.work.get())) {
+    pending.work->wait(left());
     return;
   }
   // The place in the store where this rank has published that it has waited for long.
@@ -122,11 +123,11 @@ void RequestState::wait_part(Part& part) {
   bool compared = !collective_ || !signed_;
   for (;;) {
     try {
-      if (part.work->wait(std::min(left(), kLook))) return;
+      if (pending.work->wait(std::min(left(), kLook))) return;
     } catch (...) {
       // Some backends throw when the time slice is over, though the work continues, or ends at that
       // moment: a work that has ended says itself how.
-      if (part.work->isCompleted() && part.work->wait(left())) return;
+      if (pending.work->isCompleted() && pending.work->wait(left())) return;
     }
     if (group_.watch().poison()) group_.watch().require_healthy(operation_, sequence_);
     const auto now = std::chrono::steady_clock::now();
@@ -135,7 +136,7 @@ void RequestState::wait_part(Part& part) {
     compared = true;
     // Cards are compared at a place of their own: a rank that still waits for them is in the same
     // call as one that waits for the data.
-    if (part_) {
+    if (within_call_) {
       const auto place = concat("cards of ", GroupState::call_place(sequence_));
       if (group_.compare(place, concat("waits for ", place), card_.text())) said.place = place;
     } else if (group_.compare_call(sequence_, card_.text())) {
@@ -217,7 +218,7 @@ bool RequestState::step() {
   return true;
 }
 
-void RequestState::wait_parts() {
+void RequestState::wait_for_works() {
   if (poller_.joinable()) {
     poller_.join();
     if (poll_error_) std::rethrow_exception(poll_error_);
@@ -228,7 +229,7 @@ void RequestState::wait_parts() {
     if (poll_error_) std::rethrow_exception(poll_error_);
     agree();
   }
-  for (auto& part : parts_) wait_part(part);
+  for (auto& pending : works_) wait_for_work(pending);
 }
 
 void RequestState::end_by_mismatch(std::string reason) const {
@@ -296,7 +297,7 @@ void RequestState::wait() {
     return;
   }
   try {
-    wait_parts();
+    wait_for_works();
     if (finish_ || !copies_.empty()) {
       const at::AutoDispatchBelowADInplaceOrView guard;
       if (finish_) finish_();
@@ -306,8 +307,9 @@ void RequestState::wait() {
     fail(std::current_exception());
   }
   finished_ = true;
-  if (CommTrace* trace = group_.trace(); trace && !part_) record(*trace, *this, begin_, bytes_);
-  parts_.clear();
+  if (CommTrace* trace = group_.trace(); trace && !within_call_)
+    record(*trace, *this, begin_, bytes_);
+  works_.clear();
   kept_.clear();
   copies_.clear();
   finish_ = nullptr;
@@ -316,7 +318,7 @@ void RequestState::wait() {
 void RequestState::poll() {
   try {
     agree();
-    for (auto& part : parts_) wait_part(part);
+    for (auto& pending : works_) wait_for_work(pending);
   } catch (...) {
     poll_error_ = std::current_exception();
   }
@@ -329,9 +331,10 @@ bool RequestState::done() {
   const auto turn = take_turn();
   if (!step()) return false;
   if (poll_error_) return true;
-  if (std::none_of(parts_.begin(), parts_.end(), [](const Part& p) { return p.whole; })) {
-    return std::all_of(parts_.begin(), parts_.end(),
-                       [](const Part& p) { return p.work->isCompleted(); });
+  if (std::none_of(works_.begin(), works_.end(),
+                   [](const PendingWork& p) { return p.in_one_wait; })) {
+    return std::all_of(works_.begin(), works_.end(),
+                       [](const PendingWork& p) { return p.work->isCompleted(); });
   }
   poller_ = std::thread([this] { poll(); });
   return polled_.load(std::memory_order_acquire);

@@ -53,10 +53,10 @@ class RequestState final : public Unfinished<void> {
   /// Makes this request a step of another call: it has that call's number and is not traced.
   void begin_within(const RequestState& call);
 
-  /// Adds a work of the backend to the call. `whole`: the work must be waited for in a single wait
-  /// (a wait that runs out breaks Gloo's messages), and says only by wait() that it is done. With a
-  /// `card`, both ends of the message are compared if the wait lasts long.
-  void add(c10::intrusive_ptr<c10d::Work> work, bool whole = false,
+  /// Adds a work of the backend to the call. `in_one_wait`: the work must be waited for in a single
+  /// wait (one that runs out breaks Gloo's messages), and says only by wait() that it is done. With
+  /// a `card`, both ends of the message are compared if the wait lasts long.
+  void add(c10::intrusive_ptr<c10d::Work> work, bool in_one_wait = false,
            const MessageCard* card = nullptr);
   /// Sets what the ranks must have in common for this call.
   void set_card(CallCard card) {
@@ -120,14 +120,14 @@ class RequestState final : public Unfinished<void> {
   void finish() override { wait(); }
 
  private:
-  struct Part {
+  struct PendingWork {
     c10::intrusive_ptr<c10d::Work> work;
-    bool whole = false;
+    bool in_one_wait = false;
     bool comparable = false;
     MessageCard card;
   };
-  void wait_part(Part& part);
-  void wait_whole(Part& part);
+  void wait_for_work(PendingWork& pending);
+  void wait_once(PendingWork& pending);
   // Held by the thread that continues a request: the one that waits for it, or, in another wait,
   // the one that started it.
   struct Turn {
@@ -135,7 +135,7 @@ class RequestState final : public Unfinished<void> {
     bool over = false;  // the request is gone
   };
   std::unique_lock<std::recursive_mutex> take_turn();
-  void wait_parts();
+  void wait_for_works();
   void agree();
   bool step();
   bool step_queue();
@@ -152,12 +152,12 @@ class RequestState final : public Unfinished<void> {
   bool begun_ = false;
   bool collective_ = false;
   bool blocking_;
-  bool part_ = false;
+  bool within_call_ = false;
   bool signed_ = false;
   CallCard card_;
   std::chrono::milliseconds limit_;
   std::chrono::steady_clock::time_point begin_, deadline_;
-  c10::SmallVector<Part, 1> parts_;
+  c10::SmallVector<PendingWork, 1> works_;
   c10::SmallVector<at::Tensor, 4> kept_;
   c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 1> copies_;
   std::function<void()> finish_, agreed_;
@@ -170,7 +170,7 @@ class RequestState final : public Unfinished<void> {
   bool on_stream_ = false;
   bool finished_ = false;
   std::exception_ptr error_;
-  // only after done() was asked of a call with `whole` parts, or go_on()
+  // only after done() was asked of a call with works for one wait, or go_on()
   std::thread poller_;
   std::atomic<bool> polled_{false};
   std::exception_ptr poll_error_;

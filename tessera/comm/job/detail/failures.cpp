@@ -68,21 +68,21 @@ bool Failures::hear(const Failure& failure, News news) {
   const std::lock_guard lock(mutex_);
   Counted& counted = counted_[failure.ranks];
   if (failure.number < counted.heard) return false;
-  if (counted.heard <= counted.number) counted.ripe = false;
+  if (counted.heard <= counted.number) counted.due = false;
   counted.heard = failure.number + 1;
   counted.news = std::move(news);
   return true;
 }
 
-std::optional<Failures::News> Failures::ripen(const Failure& failure) {
+std::optional<Failures::News> Failures::make_due(const Failure& failure) {
   const std::lock_guard lock(mutex_);
   Counted& counted = counted_[failure.ranks];
   if (counted.heard == counted.number || failure.number < counted.number) return std::nullopt;
-  counted.ripe = true;
+  counted.due = true;
   return counted.news;
 }
 
-bool Failures::told(const Failure& failure) {
+bool Failures::mark_thrown(const Failure& failure) {
   const std::lock_guard lock(mutex_);
   Counted& counted = counted_[failure.ranks];
   if (counted.heard == counted.number || failure.number < counted.number) return false;
@@ -90,12 +90,12 @@ bool Failures::told(const Failure& failure) {
   return true;
 }
 
-std::optional<std::pair<Failure, Failures::News>> Failures::owed(
+std::optional<std::pair<Failure, Failures::News>> Failures::due_failure(
     const std::vector<int>& members) const {
   const std::lock_guard lock(mutex_);
   if (members.size() < 2) return std::nullopt;
   for (const auto& [ranks, counted] : counted_)
-    if (counted.heard > counted.number && counted.ripe && is_within(members, ranks))
+    if (counted.heard > counted.number && counted.due && is_within(members, ranks))
       return std::pair(Failure{ranks, counted.heard - 1}, counted.news);
   return std::nullopt;
 }

@@ -40,14 +40,15 @@ class Failures {
   /// Records that another rank failed. Returns false if this rank knows of it: it failed at the
   /// same time, or another rank has reported it.
   bool hear(const Failure& failure, News news);
-  /// To be called when the time has passed in which this rank might have met the same error: owed()
-  /// returns the failure from now on. Returns nullopt if it need not be reported any more.
-  std::optional<News> ripen(const Failure& failure);
+  /// To be called when the time has passed in which this rank might have met the same error:
+  /// due_failure() returns the failure from now on. Returns nullopt if it need not be reported any
+  /// more.
+  std::optional<News> make_due(const Failure& failure);
   /// Records that a call of this rank throws the failure. Returns false if one has already.
-  bool told(const Failure& failure);
+  bool mark_thrown(const Failure& failure);
   /// The failure of a mesh that holds all `members` which this rank has heard of, which is due, and
   /// which no call has thrown yet.
-  std::optional<std::pair<Failure, News>> owed(const std::vector<int>& members) const;
+  std::optional<std::pair<Failure, News>> due_failure(const std::vector<int>& members) const;
   /// Number of failures of meshes that hold all `members` which calls of this rank have thrown.
   std::uint64_t count(const std::vector<int>& members) const;
 
@@ -56,7 +57,7 @@ class Failures {
     std::uint64_t number = 0;  // settled: by an error of its own, or a call that threw
     std::uint64_t heard = 0;   // at least that
     News news;                 // of the last one heard
-    bool ripe = false;
+    bool due = false;
   };
   mutable std::mutex mutex_;
   std::map<std::vector<int>, Counted> counted_;

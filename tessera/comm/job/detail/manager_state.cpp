@@ -76,11 +76,11 @@ ManagerState::~ManagerState() {
   shutdown();
   if (base_.listen) base_.listen({});
   {
-    const std::lock_guard lock(ripening_mutex_);
-    ripening_ended_ = true;
-    ripening_changed_.notify_all();
+    const std::lock_guard lock(delayed_mutex_);
+    reporter_stops_ = true;
+    delayed_changed_.notify_all();
   }
-  if (ripener_.joinable()) ripener_.join();
+  if (reporter_.joinable()) reporter_.join();
   if (!base_.rendezvous || !base_.rendezvous->connection) return;
   base_.rendezvous->connection->listen({});
   const std::chrono::milliseconds linger =
@@ -163,8 +163,8 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks,
         else if (!known)
           known = Poison{{rank}, how.second, false};
       }
-      if (const auto owed = failures_->owed(ranks); owed && !known)
-        known = poison_of(owed->first, {owed->second.ranks, owed->second.reason});
+      if (const auto due = failures_->due_failure(ranks); due && !known)
+        known = poison_of(due->first, {due->second.ranks, due->second.reason});
     }
     slot = found;
   }
@@ -246,7 +246,7 @@ void ManagerState::shutdown() {
   for (; !made.empty(); made.pop_back()) {
     Made& last = *made.back();
     const std::lock_guard making(last.making);
-    if (const Poison* poison = last.watch->poison(); poison && !poison->told) {
+    if (const Poison* poison = last.watch->poison(); poison && !poison->on_throw) {
       const std::lock_guard lock(mutex_);
       fault_ = true;
     }
@@ -341,17 +341,17 @@ void ManagerState::fail_within(std::vector<int> ranks, const std::string& reason
     retired = retire_within(ranks);
   }
   if (failure && base_.faults) base_.faults->announce(failure->name(), ranks, poison);
-  poison.told = [] {};  // this rank has an error of its own
+  poison.on_throw = [] {};  // this rank has an error of its own
   for (const auto& watch : retired) watch->set_poison(poison);
 }
 
 Poison ManagerState::poison_of(const Failure& failure, Poison news) {
   // The watch may outlive the manager.
-  news.told = [self = weak_from_this(), failure] {
+  news.on_throw = [self = weak_from_this(), failure] {
     const auto manager = self.lock();
     if (!manager) return;
     const std::lock_guard lock(manager->mutex_);
-    if (manager->failures_->told(failure)) manager->retire_within(failure.ranks);
+    if (manager->failures_->mark_thrown(failure)) manager->retire_within(failure.ranks);
   };
   return news;
 }
@@ -363,34 +363,33 @@ void ManagerState::hear_failure(const Failure& failure, const Poison& poison) {
     const std::lock_guard lock(mutex_);
     if (!failures_->hear(failure, {poison.ranks, poison.reason})) return;
   }
-  const std::lock_guard lock(ripening_mutex_);
-  if (ripening_ended_) return;
-  ripening_.emplace_back(std::chrono::steady_clock::now() + std::chrono::milliseconds(300),
-                         failure);
-  if (!ripener_.joinable()) ripener_ = std::thread([this] { ripen_failures(); });
-  ripening_changed_.notify_all();
+  const std::lock_guard lock(delayed_mutex_);
+  if (reporter_stops_) return;
+  delayed_.emplace_back(std::chrono::steady_clock::now() + std::chrono::milliseconds(300), failure);
+  if (!reporter_.joinable()) reporter_ = std::thread([this] { report_due_failures(); });
+  delayed_changed_.notify_all();
 }
 
 // Before a rank that failed is found to be gone, reports what it said about that.
 void ManagerState::tell_failures_now() {
-  decltype(ripening_) all;
+  decltype(delayed_) all;
   {
-    const std::lock_guard lock(ripening_mutex_);
-    all.swap(ripening_);
+    const std::lock_guard lock(delayed_mutex_);
+    all.swap(delayed_);
   }
   for (const auto& [at, failure] : all) tell_failure(failure);
 }
 
-void ManagerState::ripen_failures() {
-  std::unique_lock lock(ripening_mutex_);
-  while (!ripening_ended_) {
-    if (ripening_.empty()) {
-      ripening_changed_.wait(lock);
-    } else if (ripening_.front().first > std::chrono::steady_clock::now()) {
-      ripening_changed_.wait_until(lock, ripening_.front().first);
+void ManagerState::report_due_failures() {
+  std::unique_lock lock(delayed_mutex_);
+  while (!reporter_stops_) {
+    if (delayed_.empty()) {
+      delayed_changed_.wait(lock);
+    } else if (delayed_.front().first > std::chrono::steady_clock::now()) {
+      delayed_changed_.wait_until(lock, delayed_.front().first);
     } else {
-      const Failure failure = std::move(ripening_.front().second);
-      ripening_.pop_front();
+      const Failure failure = std::move(delayed_.front().second);
+      delayed_.pop_front();
       lock.unlock();
       tell_failure(failure);
       lock.lock();
@@ -404,7 +403,7 @@ void ManagerState::tell_failure(const Failure& failure) {
   Poison poison;
   {
     const std::lock_guard lock(mutex_);
-    const auto news = failures_->ripen(failure);
+    const auto news = failures_->make_due(failure);
     if (!news) return;
     poison.ranks = news->ranks;
     poison.reason = news->reason;

@@ -125,7 +125,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   void forget_keys(const GroupWatch& watch) const;
   void poison(const std::string& group, const Poison& poison);
   void hear_failure(const Failure& failure, const Poison& poison);
-  void ripen_failures();
+  void report_due_failures();
   void tell_failures_now();
   void tell_failure(const Failure& failure);
   // The poison of a failure: as `news`, and the first call that throws it ends the groups here.
@@ -148,11 +148,11 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   bool fault_ = false;
   const std::unique_ptr<Failures> failures_ = std::make_unique<Failures>();
   // failures of other ranks by the time when they are due, and the thread that reports them
-  std::mutex ripening_mutex_;
-  std::condition_variable ripening_changed_;
-  std::deque<std::pair<std::chrono::steady_clock::time_point, Failure>> ripening_;
-  bool ripening_ended_ = false;
-  std::thread ripener_;
+  std::mutex delayed_mutex_;
+  std::condition_variable delayed_changed_;
+  std::deque<std::pair<std::chrono::steady_clock::time_point, Failure>> delayed_;
+  bool reporter_stops_ = false;
+  std::thread reporter_;
   CheckLevel level_;
   std::shared_ptr<CommTrace> trace_;
   std::vector<std::pair<std::string, std::shared_ptr<const GroupPlan>>> families_;

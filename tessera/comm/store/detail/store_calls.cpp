@@ -197,7 +197,7 @@ void StoreServer::serve(Client& client, Reader& in) {
       return stop_waiting(client.socket.fd(), &in.call);
     case Frame::forget:
       return forget(client, in);
-    case Frame::bye:
+    case Frame::leave:
       left_[client.rank] = true;
       broken_.push_back(client.socket.fd());
       return;

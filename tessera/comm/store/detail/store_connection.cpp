@@ -231,12 +231,12 @@ void StoreConnection::forget(const std::string& prefix, std::size_t size,
 void StoreConnection::leave() noexcept {
   if (left_.exchange(true)) return;
   try {
-    send(Writer(Frame::bye).take(), Clock::now() + std::chrono::seconds(1));
+    send(Writer(Frame::leave).take(), Clock::now() + std::chrono::seconds(1));
   } catch (...) {  // the store is gone already
   }
 }
 
-void StoreConnection::cut() noexcept { ::shutdown(socket_.fd(), SHUT_RDWR); }
+void StoreConnection::disconnect() noexcept { ::shutdown(socket_.fd(), SHUT_RDWR); }
 
 void StoreConnection::send(const std::string& frame, Deadline deadline) {
   const std::lock_guard lock(send_mutex_);

@@ -60,7 +60,7 @@ class StoreConnection : public FaultChannel {
   /// Deregisters this rank: its end is not a loss. Later calls throw.
   void leave() noexcept;
   /// Closes the connection as the death of the process would. For tests.
-  void cut() noexcept;
+  void disconnect() noexcept;
 
   /// What the reading thread calls. `poisoned` (group, poison): another rank has given up a group.
   /// `lost` (rank, on purpose, text): a rank has ended; rank 0 also when the store is gone.

@@ -40,7 +40,7 @@ enum class Frame : std::uint8_t {
   count,     //                                           -> reply: number of keys
   append,    // key, value                                -> reply
   cancel,    // gives up the call of this number
-  bye,       // this rank deregisters
+  leave,     // this rank deregisters
   poison,    // group, n, n x member, n, n x lost rank, timed out, reason
   ask,       // group, n, n x member                      -> reply, then an answer per member
   position,  // answers a question: begun, operation

@@ -1,4 +1,4 @@
-#include "tessera/ops/rules/empty_parts.h"
+#include "tessera/ops/rules/empty_shards.h"
 
 #include <ATen/ops/zeros.h>
 

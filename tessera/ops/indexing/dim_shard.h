@@ -17,7 +17,7 @@ namespace tessera::detail {
 inline constexpr int kIndex = 100;
 
 /// This rank's shard of a dim of the global tensor.
-struct Part {
+struct DimShard {
   std::int64_t begin, size, extent;
 
   /// Throws IndexError for an index out of range. `from_end`: the operator takes negative indices,
@@ -37,7 +37,7 @@ struct Part {
   }
 };
 
-inline Part part_of(const ShardSpec& spec, int d) {
+inline DimShard dim_shard_of(const ShardSpec& spec, int d) {
   return {spec.local_offset()[d], spec.local_shape()[d], spec.shape()[d]};
 }
 
@@ -62,7 +62,7 @@ inline Labels aligned_labels(const OpCall& call, int d) {
   Labels labels = all_labels(index.spec.dims());
   for (int i = 0; i < index.spec.dims(); ++i) {
     for (const TensorInfo& t : call.tensors()) {
-      if (i != d && t.spec.shape()[i] != index.spec.shape()[i]) labels[i] = kWhole;
+      if (i != d && t.spec.shape()[i] != index.spec.shape()[i]) labels[i] = kUnsharded;
     }
   }
   return labels;

@@ -10,7 +10,7 @@
 namespace tessera::detail {
 
 /// Throws InvalidArgument if there are fewer or more placements than axes.
-void require_one_an_axis(const Mesh& mesh, const std::vector<Placement>& placements);
+void require_one_per_axis(const Mesh& mesh, const std::vector<Placement>& placements);
 
 /// Makes negative dims of `placements` non-negative. Throws InvalidArgument unless there is one
 /// placement per axis, and for one that a tensor of this shape cannot have.
@@ -19,7 +19,7 @@ void normalize(const Mesh& mesh, const std::vector<std::int64_t>& shape,
 
 /// As normalize(), and returns the partitions of the dims. Throws what ShardSpec's constructor
 /// does.
-std::vector<DimSharding> cut_dims(const Mesh& mesh, const std::vector<std::int64_t>& shape,
-                                  std::vector<Placement>& placements, const ShardSizes& sizes);
+std::vector<DimSharding> shard_dims(const Mesh& mesh, const std::vector<std::int64_t>& shape,
+                                    std::vector<Placement>& placements, const ShardSizes& sizes);
 
 }  // namespace tessera::detail
