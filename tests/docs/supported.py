@@ -1,4 +1,4 @@
-"""supported.py [--write] PAGE PROGRAM...: the table of operators on cut fields in PAGE says what the tests draw and compare.
+"""supported.py [--write] PAGE PROGRAM...: the table of operators on sharded fields in PAGE says what the tests draw and compare.
 
 Each PROGRAM is run with --table=FILE, which draws its cases and notes them instead of computing them; the rows stand between the page's two markers.
 Without --write: fails, with the difference, where the page says something else.
@@ -11,7 +11,7 @@ import sys
 import tempfile
 
 BEGIN, END = "<!-- supported: by the tests -->\n", "<!-- /supported -->\n"
-HEAD = "| operator | what was cut | derivatives | compared, by |\n| --- | --- | --- | --- |\n"
+HEAD = "| operator | what was sharded | derivatives | compared, by |\n| --- | --- | --- | --- |\n"
 
 
 def rows(program):

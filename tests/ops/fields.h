@@ -66,7 +66,7 @@ class Coverage {
       }
       for (const int n : row.ranks) ranks += concat(ranks.empty() ? "" : ", ", n);
       out << concat("| ", op, " | ", cut, row.together ? ", together" : "",
-                    row.over_axes ? "; a dim over two axes" : "", row.empty ? "; empty parts" : "",
+                    row.over_axes ? "; a dim over two axes" : "", row.empty ? "; empty shards" : "",
                     " | ", row.twice ? "first, second" : "first", " | ", row.cases, " on ", ranks,
                     " ranks |\n");
     }
