@@ -145,8 +145,8 @@ Tensor all_gather(const Group& group, const Tensor& x, const Sizes& sizes, Cotan
 Tensor own_rows(const Group& group, const Tensor& x, const Sizes& sizes) {
   if (static_cast<int>(sizes.size()) != group.size() || total(sizes) != rows_of(x))
     throw InvalidArgument(concat("functional::own_rows in group '", group.name(), "' of ",
-                                 group.size(), " ranks: sizes ", list(sizes), " are not one per rank for ",
-                                 rows_of(x), " rows"));
+                                 group.size(), " ranks: sizes ", list(sizes),
+                                 " are not one per rank for ", rows_of(x), " rows"));
   const auto begin = std::accumulate(sizes.begin(), sizes.begin() + group.rank(), std::int64_t{0});
   return apply(
       x, [=](const Tensor& t) { return t.narrow(0, begin, sizes[group.rank()]).clone(); },
