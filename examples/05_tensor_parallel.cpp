@@ -48,7 +48,7 @@ int main() {
                                      {"out", row(kHeads)}});
   if (manager.rank() == 0) std::printf("%s", plan.to_string().c_str());
 
-  // Nothing moves but the sum at the end: the output is Partial until somebody needs its value.
+  // Nothing moves but the sum at the end: the output is Partial until its value is needed.
   const auto x = tessera::distribute_tensor(tokens, mesh, {tessera::Replicate()});
   const auto y = net->forward(x);
   const double apart = (tessera::full_tensor(y) - expected).abs().max().item<double>();

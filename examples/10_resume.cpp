@@ -25,7 +25,7 @@ int main(int argc, char** argv) {
   tessera::distribute_module(*net, mesh, {{"0.weight", {{tessera::Shard(0)}}}});
 
   const bool resumed = std::filesystem::exists(path);
-  manager.world().barrier();  // nobody saves before all have looked
+  manager.world().barrier();  // no rank saves before all have looked
   const auto x = tessera::distribute_tensor(torch::ones({6, 5}), mesh, {tessera::Shard(0)});
   const auto loss = [&] { return net->forward(x).square().mean(); };
   if (resumed) {

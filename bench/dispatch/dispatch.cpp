@@ -117,7 +117,7 @@ std::shared_ptr<torch::optim::Adam> adam(
   return std::make_shared<torch::optim::Adam>(parameters);
 }
 
-// Shapes that nobody has seen.
+// Shapes that have no plan yet.
 struct Fresh {
   std::vector<at::Tensor> plain, sharded;
   std::size_t next_plain = 0, next_sharded = 0;

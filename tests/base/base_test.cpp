@@ -155,7 +155,7 @@ TEST(File, WhatIsNoRegularFileHoldsNobodyUp) {
   const std::string pipe = testing::TempDir() + concat("tessera_pipe_", getpid());
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
   EXPECT_NE(message_of([&] { RandomAccessFile{pipe}; }).find("no regular file"), std::string::npos);
-  EXPECT_EQ(read_whole_file(pipe), "") << "nobody writes";
+  EXPECT_EQ(read_whole_file(pipe), "") << "no process writes";
   std::thread writer([&] { std::ofstream(pipe) << "text"; });
   // Until the writer is there, a pipe reads as empty.
   std::string text;

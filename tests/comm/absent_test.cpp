@@ -1,4 +1,4 @@
-// What is asked of a part that was not built. Where MPI is, this is linked with the stub, whose
+// Calls of a backend that was not built. Where MPI is, this is linked with the stub, whose
 // definitions stand before those of the library.
 
 #include <gtest/gtest.h>

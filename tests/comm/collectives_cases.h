@@ -104,7 +104,7 @@ inline void expect_equal(const Tensor& got, const Tensor& want, const std::strin
 
 struct Case {
   c10::ScalarType dtype = torch::kFloat;
-  Sizes sizes;  // one number a rank; empty: 2 rows each, and calls without sizes
+  Sizes sizes;  // one number per rank; empty: 2 rows each, and calls without sizes
   bool strided = false;
   bool requests = false;
   std::uint64_t seed = 1;
@@ -143,7 +143,7 @@ class Checker {
   }
 
   void all_reduce() {
-    const auto inputs = everybody({4, 3});
+    const auto inputs = of_all_ranks({4, 3});
     for (const auto kind : kinds()) {
       const auto want = reference(inputs, kind);
       auto t = lay(inputs[me_]);
@@ -169,7 +169,7 @@ class Checker {
   }
 
   void reduce_scatter() {
-    const auto inputs = everybody({total_, 3});
+    const auto inputs = of_all_ranks({total_, 3});
     const auto begin = std::accumulate(rows_.begin(), rows_.begin() + me_, std::int64_t{0});
     for (const auto kind : kinds()) {
       auto out = lay(torch::zeros({rows_[me_], 3}, c_.dtype));
@@ -228,7 +228,7 @@ class Checker {
     }
   }
 
-  // A ring of sends and receives; then a batch with messages to everybody, this rank too, twice.
+  // A ring of sends and receives; then a batch with messages to every rank, this one too, twice.
   void messages() {
     if (n_ > 1) {
       const int next = (me_ + 1) % n_, before = (me_ + n_ - 1) % n_;
@@ -280,7 +280,7 @@ class Checker {
     request.wait();
     EXPECT_TRUE(request.done());
   }
-  std::vector<Tensor> everybody(const std::vector<std::int64_t>& shape) const {
+  std::vector<Tensor> of_all_ranks(const std::vector<std::int64_t>& shape) const {
     std::vector<Tensor> out;
     for (int r = 0; r < n_; ++r) out.push_back(input_of(r, shape, c_.dtype, c_.seed));
     return out;

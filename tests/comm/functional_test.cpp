@@ -79,7 +79,7 @@ std::vector<Named> maps() {
        [](const Group& g) { return std::vector<std::int64_t>{g.size() * g.rank(), 3}; },
        [](const Group& g, const Tensor& x) {
          Sizes from(g.size());
-         std::iota(from.begin(), from.end(), 0);  // rank r sends r rows to everybody
+         std::iota(from.begin(), from.end(), 0);  // rank r sends r rows to every rank
          return functional::all_to_all(g, x, from, Sizes(g.size(), g.rank()));
        }},
       {"transposed input", fixed,

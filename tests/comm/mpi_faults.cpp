@@ -70,7 +70,7 @@ void run(const MpiWorld& world, const std::string& fault) {
     o.name = "all";
     o.timeout = 500ms;
     expect_timeout(world, "group",
-                   [&] { tessera::make_mpi_backend(world, test::everybody(world), o); });
+                   [&] { tessera::make_mpi_backend(world, test::all_ranks(world), o); });
     return;
   }
   std::vector<at::Tensor> t{at::ones({3})};
@@ -97,8 +97,8 @@ void run(const MpiWorld& world, const std::string& fault) {
   MpiBackendOptions short_end;
   short_end.timeout = 1500ms;
   const auto group = fault == "end"
-                         ? tessera::make_mpi_backend(world, test::everybody(world), short_end)
-                         : test::backend(world, test::everybody(world));
+                         ? tessera::make_mpi_backend(world, test::all_ranks(world), short_end)
+                         : test::backend(world, test::all_ranks(world));
   if (fault == "fatal") {
     if (world.rank() == last) world.fatal("the mesh has 3 holes");
     group->allreduce(t, c10d::AllreduceOptions())->wait();
@@ -128,7 +128,7 @@ void run(const MpiWorld& world, const std::string& fault) {
     auto long_enough = options(true);
     long_enough.timeout = 2500ms;
     MpiBackendOptions o;
-    const auto comm = detail::make_mpi_comm(world.context(), test::everybody(world), o);
+    const auto comm = detail::make_mpi_comm(world.context(), test::all_ranks(world), o);
     detail::MpiBackend inner(comm, o);
     if (world.rank() == last) {
       detail::MpiCall call;
@@ -213,10 +213,10 @@ void run(const MpiWorld& world, const std::string& fault) {
     expect_timeout(world, "all_reduce", [&] { group->allreduce(large, o)->wait(); });
   } else if (fault == "dtype") {
     const auto all = tessera::DistributedManager::initialize({.timeout = 20s, .mpi = world});
-    const auto everybody = all.world();
+    const auto world_group = all.world();
     try {
-      if (world.rank() == last) everybody.send(at::ones({1 << 20}, at::kInt), 0);
-      if (world.rank() == 0) everybody.receive(at::ones({1 << 20}), last);
+      if (world.rank() == last) world_group.send(at::ones({1 << 20}, at::kInt), 0);
+      if (world.rank() == 0) world_group.receive(at::ones({1 << 20}), last);
       say(world, "no error");
     } catch (const tessera::MismatchError& e) {
       say(world, std::string("MismatchError: ") + e.what());
@@ -225,7 +225,7 @@ void run(const MpiWorld& world, const std::string& fault) {
     // Rooted calls and all-to-alls that do not belong together: what one rank sent for its call is
     // never taken for the data of another.
     const auto all = tessera::DistributedManager::initialize({.timeout = 20s, .mpi = world});
-    const auto everybody = all.world();
+    const auto world_group = all.world();
     const bool odd = world.rank() == last;
     const auto n = static_cast<std::int64_t>(world.size());
     const auto meets = [&](const char* what, auto&& call) {
@@ -238,25 +238,25 @@ void run(const MpiWorld& world, const std::string& fault) {
     };
     meets("gather or scatter", [&] {
       const auto whole = at::zeros({2 * n}), part = at::ones({2});
-      odd ? everybody.gather(whole, part, 0) : everybody.scatter(part, whole, 0);
+      odd ? world_group.gather(whole, part, 0) : world_group.scatter(part, whole, 0);
     });
     meets("dtype of a gather", [&] {
       const auto dtype = odd ? at::kInt : at::kFloat;
-      everybody.gather(at::zeros({2 * n}, dtype), at::ones({2}, dtype), 0);
+      world_group.gather(at::zeros({2 * n}, dtype), at::ones({2}, dtype), 0);
     });
     meets("all_to_all", [&] {
       const auto dtype = odd ? at::kInt : at::kFloat;
-      everybody.all_to_all(at::zeros({2 * n}, dtype), at::ones({2 * n}, dtype));
+      world_group.all_to_all(at::zeros({2 * n}, dtype), at::ones({2 * n}, dtype));
     });
     meets("all_to_all with sizes", [&] {
       const tessera::Sizes sizes(static_cast<std::size_t>(n), 1);
       if (odd)
-        everybody.all_reduce(at::ones({n}));
+        world_group.all_reduce(at::ones({n}));
       else
-        everybody.all_to_all(at::zeros({n}), at::ones({n}), sizes, sizes);
+        world_group.all_to_all(at::zeros({n}), at::ones({n}), sizes, sizes);
     });
     // The same by c10d's own calls.
-    const auto backend = everybody.process_group()->getBackend(c10::DeviceType::CPU);
+    const auto backend = world_group.process_group()->getBackend(c10::DeviceType::CPU);
     meets("c10d", [&] {
       std::vector<at::Tensor> one{at::ones({2})};
       std::vector<std::vector<at::Tensor>> each(
@@ -273,13 +273,13 @@ void run(const MpiWorld& world, const std::string& fault) {
     });
     const auto part = at::full({1}, world.rank() + 5.0);
     const auto whole = world.rank() == 0 ? at::zeros({n}) : at::Tensor();
-    everybody.gather(whole, part, 0);
+    world_group.gather(whole, part, 0);
     if (world.rank() != 0 || whole[n - 1].item<double>() == n + 4.0)
       say(world, "the group still works");
   } else if (fault == "other_group") {
     // The hello of another list under the same tag.
     const auto comm = world.context()->comm();
-    const std::vector<int> ranks = test::everybody(world);
+    const std::vector<int> ranks = test::all_ranks(world);
     if (world.rank() == last) {
       tessera::Hash hash;
       for (const int r : ranks) hash.number(static_cast<std::uint64_t>(r));

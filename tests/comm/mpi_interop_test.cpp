@@ -253,7 +253,7 @@ TEST(MpiInterop, InitializeDoesNotInitialiseTwiceNorFinalise) {
                                                       : provided == MPI_THREAD_SERIALIZED ? 2
                                                       : provided == MPI_THREAD_FUNNELED   ? 1
                                                                                           : 0);
-    const auto group = backend(world, everybody(world));
+    const auto group = backend(world, all_ranks(world));
     group->barrier(c10d::BarrierOptions())->wait();
     EXPECT_FALSE(world.library().empty());
     EXPECT_FALSE(world.host().empty());

@@ -56,7 +56,7 @@ inline BackendPtr backend(const MpiWorld& world, const std::vector<int>& ranks,
   return make_mpi_backend(world, ranks, options);
 }
 
-inline std::vector<int> everybody(const MpiWorld& world) {
+inline std::vector<int> all_ranks(const MpiWorld& world) {
   std::vector<int> ranks;
   for (int r = 0; r < world.size(); ++r) ranks.push_back(r);
   return ranks;

@@ -94,7 +94,7 @@ struct Way {
 };
 
 std::vector<Way> ways() {
-  std::vector<int> all = everybody(*world), backwards = all;
+  std::vector<int> all = all_ranks(*world), backwards = all;
   std::reverse(backwards.begin(), backwards.end());
   std::vector<Way> result;
   for (const bool reversed : {false, true}) {
@@ -189,7 +189,7 @@ TEST(Mpi, PremultipliedSum) {
 }
 
 TEST(Mpi, BitwiseReductions) {
-  const auto group = backend(*world, everybody(*world));
+  const auto group = backend(*world, all_ranks(*world));
   for (const auto op : {ReduceOp::BAND, ReduceOp::BOR, ReduceOp::BXOR}) {
     std::int64_t expected = op == ReduceOp::BAND ? -1 : 0;
     for (int r = 0; r < world->size(); ++r) {
@@ -207,7 +207,7 @@ TEST(Mpi, BitwiseReductions) {
 }
 
 TEST(Mpi, NanOfAnyRankPropagates) {
-  const auto group = backend(*world, everybody(*world));
+  const auto group = backend(*world, all_ranks(*world));
   for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16})
     for (const auto op : kOps)
       for (int from = 0; from < world->size(); ++from)
@@ -229,7 +229,7 @@ TEST(Mpi, NanOfAnyRankPropagates) {
 // float32 gives it.
 TEST(Mpi, SixteenBitSumsAreMadeInFloat32) {
   if (world->size() < 3) GTEST_SKIP() << "needs 3 ranks";
-  const auto group = backend(*world, everybody(*world));
+  const auto group = backend(*world, all_ranks(*world));
   const double mine = world->rank() == 0   ? 256.0
                       : world->rank() == 1 ? 1.0
                       : world->rank() == 2 ? 1.0
@@ -451,7 +451,7 @@ TEST(Mpi, SingleTensorForms) {
 }
 
 TEST(Mpi, LargeReductionsTravelInPieces) {
-  const auto group = backend(*world, everybody(*world));
+  const auto group = backend(*world, all_ranks(*world));
   const std::int64_t n = (9 << 18) + 77;
   for (const bool blocking : {false, true}) {
     std::vector<at::Tensor> t{at::arange(n, at::kFloat).fmod(1000).add(world->rank())};
@@ -485,7 +485,7 @@ TEST(Mpi, SendAndReceive) {
 }
 
 TEST(Mpi, ReceiveFromAnyRankNamesTheSender) {
-  const auto group = backend(*world, everybody(*world));
+  const auto group = backend(*world, all_ranks(*world));
   std::vector<at::Tensor> mine{at::full({3}, world->rank(), at::kLong)};
   if (world->rank() > 0) {
     group->send(mine, 0, 7)->wait();
@@ -545,7 +545,7 @@ TEST(Mpi, BarrierAndManyUnderWay) {
 }
 
 TEST(Mpi, WorkThatNobodyWaitsForStillCompletes) {
-  const auto group = backend(*world, everybody(*world));
+  const auto group = backend(*world, all_ranks(*world));
   at::Tensor t = at::ones({1000});
   {
     std::vector<at::Tensor> list{t};
@@ -559,7 +559,7 @@ TEST(Mpi, WorkThatNobodyWaitsForStillCompletes) {
 }
 
 TEST(Mpi, FutureAndResult) {
-  const auto group = backend(*world, everybody(*world));
+  const auto group = backend(*world, all_ranks(*world));
   std::vector<at::Tensor> t{at::ones({2})};
   const auto work = group->allreduce(t, c10d::AllreduceOptions());
   const auto future = work->getFuture();
@@ -569,7 +569,7 @@ TEST(Mpi, FutureAndResult) {
 }
 
 TEST(Mpi, LeafThatRequiresGradIsReducedInPlace) {
-  const auto group = backend(*world, everybody(*world));
+  const auto group = backend(*world, all_ranks(*world));
   at::Tensor leaf = at::ones({2, 2}).requires_grad_();
   at::Tensor transposed = at::ones({2, 3}).t().requires_grad_();
   for (auto& t : {leaf, transposed}) {
@@ -598,7 +598,7 @@ TEST(Mpi, GroupsOfSomeRanks) {
 }
 
 TEST(Mpi, WrongArgumentsAreRefusedBeforeAnythingMoves) {
-  const auto group = backend(*world, everybody(*world));
+  const auto group = backend(*world, all_ranks(*world));
   EXPECT_THROW(backend(*world, {}), InvalidArgument);
   EXPECT_THROW(backend(*world, {world->rank(), world->size()}), InvalidArgument);
   EXPECT_THROW(backend(*world, {world->rank(), world->rank()}), InvalidArgument);
@@ -625,7 +625,7 @@ TEST(Mpi, WrongArgumentsAreRefusedBeforeAnythingMoves) {
 }
 
 TEST(Mpi, OtherThreadsFollowTheLevel) {
-  const auto group = backend(*world, everybody(*world));
+  const auto group = backend(*world, all_ranks(*world));
   std::string error;
   std::vector<at::Tensor> t{at::ones({2})};
   std::thread([&] {
@@ -647,7 +647,7 @@ TEST(Mpi, OtherThreadsFollowTheLevel) {
 
 TEST(Mpi, ThreadsAtOnceOnGroupsOfTheirOwn) {
   if (world->thread_level() < MpiThreadLevel::multiple) GTEST_SKIP() << "needs MPI_THREAD_MULTIPLE";
-  const auto one = backend(*world, everybody(*world)), two = backend(*world, everybody(*world));
+  const auto one = backend(*world, all_ranks(*world)), two = backend(*world, all_ranks(*world));
   const auto work = [&](const BackendPtr& group, double value) {
     for (int i = 0; i < 50; ++i) {
       std::vector<at::Tensor> t{at::full({100}, value)};

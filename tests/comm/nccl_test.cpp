@@ -236,7 +236,8 @@ int rank_main(int rank, int size, const std::string& path) {
       expect(on_gpu, at::full({1000}, static_cast<float>(size)), "CUDA beside CPU");
       expect(on_cpu, at::full({1000}, static_cast<float>(size)), "CPU beside CUDA");
     }
-    // Messages that are compared keep the order in which they were started, whoever waits first.
+    // Messages that are compared keep the order in which they were started, whichever is waited
+    // for first.
     if (size == 2) {
       const auto options = at::TensorOptions(device);
       const bool sends = rank == 0;

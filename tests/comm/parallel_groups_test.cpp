@@ -121,7 +121,7 @@ TEST(ParallelGroups, AreTheManagersGroupsAndItsMesh) {
                   "of [5, 7], model 1 of [4, 5]",
               line);
     }
-    groups.world.group.barrier();  // nobody shuts down while others compare
+    groups.world.group.barrier();  // no rank shuts down while others compare
     manager.shutdown();
     bool dead = false;
     try {

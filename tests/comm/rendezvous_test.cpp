@@ -150,7 +150,7 @@ TEST(Rendezvous, SaysThatNobodyListens) {
 
 TEST(Rendezvous, SaysThatTheAddressIsNotRankZeros) {
   auto launch = launch_of(0, 2, free_port());
-  launch.address = "192.0.2.1";  // reserved for documentation: nobody has it
+  launch.address = "192.0.2.1";  // reserved for documentation: no host has it
   const auto outcomes = meet({launch}, 400ms);
   EXPECT_TRUE(contains(outcomes[0].error, "192.0.2.1")) << outcomes[0].error;
   EXPECT_TRUE(contains(outcomes[0].error, "this host's addresses")) << outcomes[0].error;

@@ -1,6 +1,6 @@
-// What only ranks that share memory have to show: that they say why they cannot, that calls nobody
-// waits for go on, and that results have the same bits everywhere. Values and faults: the tests of
-// all backends.
+// What only ranks that share memory must show: that errors say why they cannot, that calls that no
+// thread waits for continue, and that results have the same bits everywhere. Values and faults: the
+// tests of all backends.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

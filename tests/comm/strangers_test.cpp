@@ -181,7 +181,7 @@ TEST(Strangers, OfAnotherUserDoNotServeARank) {
   EXPECT_THROW(StoreServer(detail::listen_on("127.0.0.1", 0), 2, "", Secret{}), InvalidArgument);
 }
 
-// What a rank has that knows no secret yet: a store that asks for that could be anybody's.
+// The secret of a rank that knows none yet: a store that asks for it could belong to any user.
 TEST(Strangers, WithASecretOfNoNameDoNotServeARank) {
   const Socket listener = detail::listen_on("127.0.0.1", 0);
   std::thread stranger([&] {

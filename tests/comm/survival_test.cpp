@@ -191,7 +191,7 @@ TEST(Survival, AForkedChildDoesNotKeepADeadRankAlive) {
 }
 
 TEST(Survival, AForkedChildMayEndAsItLikes) {
-  // Its copies of our objects must not say goodbye for the rank.
+  // Its copies of our objects must not deregister the rank.
   const auto ends = fork_ranks(
       2,
       [&](const Launch& launch) -> std::string {

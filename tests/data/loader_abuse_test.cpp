@@ -1,4 +1,4 @@
-// The loader in the hands of somebody who gives it what it does not expect.
+// The loader with arguments, datasets and orders that it does not expect.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -1,5 +1,5 @@
 #pragma once
-// Random hyperslabs against plain indexing of the whole variable.
+// Random hyperslabs against plain indexing of the complete variable.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -52,7 +52,7 @@ TEST(MeshProperty, GroupsOfEveryAxisSet) {
       const auto lists = mesh.groups(axes).lists();
       ASSERT_EQ(std::set<std::vector<int>>(lists.begin(), lists.end()), wanted) << mesh;
       ASSERT_EQ(lists.size(), wanted.size());
-      // Every rank computes the list that everybody else computes, and stands in it at its group
+      // Every rank computes the list that all others compute, and is in it at its group
       // rank.
       for (const auto& members : lists) {
         for (std::size_t i = 0; i < members.size(); ++i) {

@@ -74,7 +74,7 @@ TEST(Resize, Properties) {
       if (move.kind == Kind::joined) continue;
       ASSERT_EQ(old_rank_of[r], move.old_rank);
       ASSERT_EQ(old.rank_at(move.from), move.old_rank);
-      // Whoever moves, moves from a slice that is gone or renumbered: nobody leaves a coordinate
+      // A rank moves only from a slice that is gone or renumbered: none leaves a coordinate
       // that another survivor then takes, unless the slice is gone.
       if (new_size >= old.size(along)) {
         ASSERT_EQ(move.kind, Kind::kept);

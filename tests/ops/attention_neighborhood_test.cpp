@@ -1,5 +1,5 @@
 // Neighbourhood attention against its definition, written down once more with libtorch's operators;
-// on plain tensors and on fields cut over ranks.
+// on plain tensors and on fields sharded over ranks.
 
 #include "tessera/ops/attention/neighborhood.h"
 
@@ -219,7 +219,8 @@ TEST_P(ShardedNeighborhoods, GivesWhatOneProcessGives) {
                                            randn(c.value_shape(), at::kDouble)};
       const at::Tensor g = randn(c.value_shape(), at::kDouble);
       const Result expected = run(c, leaves(values), g, true);
-      // q over batch, space and heads in any parts; k and v alike, or laid out otherwise.
+      // q sharded over batch, space and heads in any sizes; k and v alike, or with other
+      // placements.
       ShardSpec field = draw.spec(mesh, Shape(c.shape.begin(), c.shape.end() - 1), draw.chance(20));
       std::vector<ShardSpec> specs;
       for (const auto& v : values) {
@@ -287,7 +288,8 @@ TEST(ShardedNeighborhood, ALargeFieldIsThatOfOneProcess) {
   });
 }
 
-// As of plain tensors; also on the rank whose part has no interior, of which nothing is read again.
+// As for plain tensors; also on the rank whose shard has no interior, of which nothing is read
+// again.
 TEST(ShardedNeighborhood, WhatWasWrittenToMeanwhileIsNotUsedInBackward) {
   on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"domain", 2}});

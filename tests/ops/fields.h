@@ -1,6 +1,6 @@
 #pragma once
-// What the tests of operators on cut fields share: cases and placements drawn at random, compared
-// with plain libtorch; on ranks that are threads, and, as
+// What the tests of operators on sharded fields share: cases and placements drawn at random,
+// compared with plain libtorch; on ranks that are threads, and, as
 //   tessera run -n 3 -- test_ops_fields --processes [--backend=mpi]
 // on ranks that are processes, a sample of the cases.
 

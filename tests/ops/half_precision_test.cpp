@@ -9,7 +9,7 @@ namespace {
 
 using Function = std::function<at::Tensor(const at::Tensor&)>;
 
-// On two ranks, cut in dim 0: finite where plain libtorch is, and equal to the type's rounding.
+// On two ranks, sharded in dim 0: finite where plain libtorch is, and equal to the type's rounding.
 void as_plain(const char* what, const at::Tensor& value, const Function& f,
               double tolerance = 4e-3) {
   const at::Tensor expected = f(value);
@@ -153,7 +153,7 @@ TEST(Terms, OfPartialValues) {
     const auto mesh = manager.mesh({{"x", 2}});
     set_policies(manager, {.redistribution = Policy::allow, .promotion = Policy::allow});
     const double inf = std::numeric_limits<double>::infinity();
-    // terms of zero among them: rank 1 has nothing of row 0
+    // summands of zero among them: rank 1 has nothing of row 0
     const at::Tensor value = at::tensor({1.0, -2.0, 0.0, 4.0}).view({4, 1}).to(at::kDouble);
     const at::Tensor x = leaf(value, ShardSpec(mesh, {4, 1}, {Shard(0)}), false);
     const at::Tensor index = at::arange(4, at::kLong);
@@ -197,7 +197,7 @@ TEST(Terms, OfPartialValues) {
     same(at::stack({any(), beside}), at::stack({together, numbers}),
          "stack of booleans and floats");
     same(any().mean(at::kDouble), together.mean(at::kDouble), "mean of booleans");
-    // a mean of 2 is made of terms of 1.25 and 0.75
+    // a mean of 2 is the sum of 1.25 and 0.75
     const at::Tensor y =
         leaf(at::tensor({2.5, 1.5}).to(at::kDouble), ShardSpec(mesh, {2}, {Shard(0)}), false);
     EXPECT_EQ(whole(y.mean().sum(at::kLong)).item<std::int64_t>(), 2);

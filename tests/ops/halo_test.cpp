@@ -1,4 +1,4 @@
-// The halo engine: what each rank gets is a slice of the whole field continued beyond its edges,
+// The halo engine: what each rank gets is a slice of the global field continued beyond its edges,
 // and the way back is the adjoint.
 
 #include "tessera/ops/halo/halo.h"
@@ -141,7 +141,7 @@ void check(const DeviceMesh& mesh, Draw& draw, std::uint64_t number) {
   EXPECT_LT(difference(x.grad(), plain.grad()), 1e-12) << field << "\n" << to_string(halo.plan());
   EXPECT_TRUE(spec(x.grad()) == field);
   if (twice) {
-    // Every rank's energy is a term of the whole one.
+    // Every rank's energy is a summand of the total.
     const auto second = [](const at::Tensor& of, const at::Tensor& by) {
       const at::Tensor first = torch::autograd::grad({of}, {by}, {}, true, true)[0];
       return torch::autograd::grad({first.square().sum()}, {by})[0];
@@ -151,7 +151,7 @@ void check(const DeviceMesh& mesh, Draw& draw, std::uint64_t number) {
         << "second derivatives on " << field;
   }
 
-  // Any part of what is there can be asked for, and what is beyond is zero.
+  // Any box of what is there can be asked for, and what is beyond is zero.
   HaloValues values = halo.start_exchange(to_local(x.detach()));
   values.arrival().wait();
   Box box = needed(me);

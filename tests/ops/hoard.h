@@ -15,7 +15,7 @@ namespace tessera::test {
 class Hoard {
  public:
   /// Rank 0 keeps everything until the end, rank 1 keeps some and lets go of it at random, the
-  /// others keep nothing. Every second `number` nobody does.
+  /// others keep nothing. For every second `number` no rank does.
   Hoard(int rank, std::uint64_t number) : engine_(number) {
     if (number % 2 != 0 || rank > 1) return;
     forgets_ = rank == 1;

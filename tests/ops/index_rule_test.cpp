@@ -101,7 +101,7 @@ TEST(IndexRule, ReducesAndAddsOnce) {
                          z = leaf(bias, draw.spec(mesh, bias.sizes().vec()), false);
         ASSERT_LT(difference(call_affine(x, y, z), a.mm(b) + bias, 1), 1e-13) << i;
         ASSERT_LT(difference(call_affine(x, y, std::nullopt), a.mm(b), 1), 1e-13) << i;
-        // an empty part has no maximum: only of even ones
+        // an empty shard has no maximum: even ones only
         if (k % ranks == 0) {
           const at::Tensor even =
               leaf(a,

@@ -1,5 +1,5 @@
 // Modules x {plain, replicated, fully sharded parameters} x memory orders x {float64, autocast}, on
-// samples cut unevenly over three ranks, one of which has none: outputs and gradients of one
+// samples sharded unevenly over three ranks, one of which has none: outputs and gradients of one
 // process, over several backwards and through double backward; and every optimizer's steps.
 
 #include <ATen/autocast_mode.h>
@@ -177,7 +177,7 @@ at::Tensor laid_out(const at::Tensor& x, Memory memory) {
 void distribute(torch::nn::Module& module, const DeviceMesh& mesh, Parameters parameters) {
   if (parameters == Parameters::plain) return;
   if (parameters == Parameters::replicated) return distribute_module(module, mesh);
-  // Uneven, with an empty part.
+  // Uneven, with an empty shard.
   distribute_module(
       module, mesh,
       [](const std::string&, const at::Tensor& t) -> std::optional<ParameterPlacement> {

@@ -1,5 +1,5 @@
-// Whole networks on fields cut in space: losses, every parameter's gradient and running statistics
-// are those of one process.
+// Complete networks on fields sharded in space: losses, every parameter's gradient and running
+// statistics are those of one process.
 
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -194,7 +194,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
 };
 
 struct How {
-  /// error: nothing may be redistributed on the way, and the output is cut as the input is.
+  /// error: nothing may be redistributed on the way, and the output is sharded as the input is.
   Policy moves = Policy::allow;
   bool checkpointed = false, accumulated = false, autocast = false;
   HaloPolicy halos = {};
@@ -299,8 +299,8 @@ class Networks : public ::testing::TestWithParam<int> {};
 TEST_P(Networks, UNet) {
   compare("U-Net", [] { return UNet(); }, kLayouts[GetParam()]);
 }
-// In parts whose pooled halves are the halves of the parts nothing is redistributed: not by the
-// norms either, whose groups are cut.
+// For shards whose pooled halves are the halves of the shards nothing is redistributed: not by the
+// norms either, whose groups are divided among ranks.
 TEST_P(Networks, UNetWithoutRedistribution) {
   const std::vector<Layout> even = {
       {{{"domain", 3}}, {Shard(2)}, {{2, {6, 2, 8}}}},
@@ -327,8 +327,8 @@ TEST_P(Networks, Decoder) {
       kLayouts[GetParam()]);
 }
 
-// Every parameter cut unevenly over the first axis, be it one of the field or of the data: gathered
-// where it is used.
+// Every parameter sharded unevenly over the first axis, be it one of the field or of the data:
+// gathered where it is used.
 ModuleRule fully_sharded(const DeviceMesh& mesh) {
   const int parts = mesh.layout().axes()[0].size;
   return [axes = mesh.layout().axes().size(), parts](
@@ -404,7 +404,7 @@ TEST(ReplicatedDomains, TrainLikeOneProcessUnderDistributedDataParallel) {
   });
 }
 
-// Trained on one mesh with parameters cut, saved whole, loaded on meshes of other axes and cuts,
+// Trained on one mesh with sharded parameters, saved, loaded on meshes of other axes and shards,
 // and trained on: the steps of one process.
 TEST(TrainedDomains, MoveToOtherMeshesByAFile) {
   const auto path = std::filesystem::path(::testing::TempDir()) /

@@ -402,7 +402,7 @@ TEST(OperatorPages, Attention) {
             kNothing);
     p.claim("heads", {along({2, 4, 3, 2}, 1), along({2, 4, 3, 2}, 1), along({2, 4, 3, 2}, 1)},
             attend, kNothing);
-    // Over a sequence keys and values go round once, and nobody holds all of them.
+    // Over a sequence keys and values go round once, and no rank holds all of them.
     std::vector<at::Tensor> plain, x;
     for (int i = 0; i < 3; ++i) {
       plain.push_back(randn({1, 2, 9, 4}, at::kDouble).requires_grad_(true));
@@ -457,7 +457,7 @@ TEST(OperatorPages, FactoriesAndCopies) {
     const at::Tensor x = tessera::zeros(s) + tessera::ones(s) + tessera::full(s, 2.0);
     EXPECT_TRUE(placements(x)[0].is_shard());
     EXPECT_TRUE(trace->events().empty()) << trace->table();
-    // Another value for the whole: as the target lies.
+    // Another value everywhere: with the target's placements.
     x.copy_(distribute_tensor(at::ones({5, 4}), p.mesh(), {Replicate()}));
     EXPECT_TRUE(trace->events().empty()) << trace->table();
     EXPECT_EQ(whole(x).sum().item<float>(), 20);
@@ -500,7 +500,7 @@ TEST(OperatorPages, ConvolutionAndPooling) {
           return at::avg_pool2d(t[0], 2) + at::adaptive_avg_pool2d(t[0], {2, 2});
         },
         kNothing);
-    // In space halos move, a row or two of each part, and nothing else.
+    // In space only halos move, a row or two of each shard.
     const at::Tensor value = randn({1, 2, 9, 6}, at::kDouble),
                      weight = randn({3, 2, 3, 3}, at::kDouble);
     const at::Tensor x =

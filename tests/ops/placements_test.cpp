@@ -1,4 +1,4 @@
-// Operators that keep a field as it is cut: values and gradients of one process, nothing
+// Operators that keep a field as it is sharded: values and gradients of one process, nothing
 // redistributed (the policy is `error`), and the output's placement is that of the input.
 
 #include "support.h"
@@ -12,8 +12,8 @@ using Shape = std::vector<std::int64_t>;
 using Values = std::vector<at::Tensor>;
 using OfValues = std::function<at::Tensor(const Values&)>;
 
-/// A field cut in some dims at random, and others replicated: forward and backward of `f`, which
-/// takes and returns fields of one shape.
+/// A field sharded in some dims at random, and others replicated: forward and backward of `f`,
+/// which takes and returns fields of one shape.
 void keeps_its_cut(const char* what, int ranks, int seeds,
                    const std::function<std::pair<OfValues, std::vector<Shape>>(Draw&)>& make,
                    bool same_shape = true) {

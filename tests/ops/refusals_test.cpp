@@ -1,5 +1,5 @@
-// What plain libtorch refuses is refused on every rank, also on those whose part has nothing to do,
-// before anything is sent: the next collective works.
+// What plain libtorch refuses is refused on every rank, also on those whose shard has nothing to
+// do, before anything is sent: the next collective works.
 
 #include <ATen/record_function.h>
 #include <torch/library.h>

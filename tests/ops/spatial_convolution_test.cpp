@@ -124,7 +124,7 @@ void compare(const DeviceMesh& mesh, DistributedManager& manager, Draw& draw, st
   for (int i = 1; i < 3; ++i)
     specs.push_back(draw.chance(60) ? ShardSpec::replicated(mesh, values[i].sizes().vec())
                                     : draw.spec(mesh, values[i].sizes().vec()));
-  // Where only samples and space are cut, halos are all that moves.
+  // If only samples and space are sharded, only halos move.
   const auto is_local = [](const Placement& p) {
     return p.is_replicate() || (p.is_shard() && p.dim != 1);
   };

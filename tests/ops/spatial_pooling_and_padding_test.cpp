@@ -1,4 +1,4 @@
-// Pooling and padding of fields cut in any dims give the values, indices and gradients of plain
+// Pooling and padding of fields sharded in any dims give the values, indices and gradients of plain
 // libtorch.
 
 #include "fields.h"

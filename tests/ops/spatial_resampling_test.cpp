@@ -1,5 +1,5 @@
-// Interpolation, unfolding, unpooling, shuffles and sampling by a grid of fields cut in any dims
-// give the values and derivatives of plain libtorch.
+// Interpolation, unfolding, unpooling, shuffles and sampling by a grid of fields sharded in any
+// dims give the values and derivatives of plain libtorch.
 
 #include "fields.h"
 #include "tessera/comm/group/trace.h"
@@ -127,7 +127,7 @@ Case unfolding(Draw& draw) {
            return Values{at::im2col(in[0], w.kernel, w.dilation, w.padding, w.stride)};
          }};
   c.linear = true;
-  c.moves = true;  // from cuts in columns to cuts in rows
+  c.moves = true;  // from shards of columns to shards of rows
   c.twice = draw.chance(25);
   return c;
 }
@@ -142,7 +142,7 @@ Case folding(Draw& draw) {
            return Values{at::col2im(in[0], w.image, w.kernel, w.dilation, w.padding, w.stride)};
          }};
   c.linear = true;
-  c.moves = true;  // to whole windows of a row
+  c.moves = true;  // to complete windows of a row
   c.twice = draw.chance(25);
   return c;
 }
@@ -169,7 +169,7 @@ Case shuffling(Draw& draw) {
            return Values{at::channel_shuffle(in[0], r)};
          }};
   }
-  c.moves = true;  // cuts inside of what is put together
+  c.moves = true;  // boundaries inside of a joined block
   c.linear = true;
   return c;
 }
@@ -344,7 +344,7 @@ TEST(Sampling, TiesGoWhereLibtorchPutsThem) {
   });
 }
 
-// What travels is the halo: a row a rank for a doubling, and no more for any other factor than the
+// Only the halo is sent: one row per rank for a doubling, and no more for any other factor than the
 // rows that its outputs read.
 TEST(Interpolation, NoRankReceivesMoreThanItsOutputsRead) {
   on_ranks(2, [](DistributedManager& manager) {

@@ -64,7 +64,7 @@ TEST(KeyedPermutation, GivesTheSameNumbersOnEveryPlatform) {
   std::vector<std::uint64_t> first;
   const KeyedPermutation small(10, 42, 0), large(1ull << 63, 42, 1);
   for (std::uint64_t i = 0; i < 10; ++i) first.push_back(small(i));
-  // Recorded once: a change of these numbers changes everybody's data order, and is a breaking
+  // Recorded once: a change of these numbers changes the data order of every run, and is a breaking
   // change.
   EXPECT_EQ(first, (std::vector<std::uint64_t>{6, 4, 7, 5, 2, 8, 0, 1, 3, 9}));
   EXPECT_EQ(large(0), 1104342360850349357ull);

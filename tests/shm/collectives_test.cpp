@@ -148,8 +148,8 @@ std::string all_calls(Group& group, int number) {
 std::string messages(Group& group, int number) {
   const int ranks = group.size(), me = group.rank();
   std::mt19937 draw(static_cast<unsigned>(number));
-  // Everyone sends everyone, itself included, three messages of drawn sizes; received in another
-  // order, by tag.
+  // Every rank sends every rank, itself included, three messages of drawn sizes; received in
+  // another order, by tag.
   std::vector<std::vector<Bytes>> in(static_cast<std::size_t>(ranks)),
       out(static_cast<std::size_t>(ranks));
   std::vector<Message> batch;

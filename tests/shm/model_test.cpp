@@ -2,7 +2,7 @@
 // tried. What is modelled: numbered steps with slots that are written again; marks and `done`;
 // going to sleep, looking once more, being rung. Stores wait in each rank's buffer, first in first
 // out, until they reach memory at any later time (the order of x86); an exchange empties the buffer
-// first. Sleeps have no time limit here, so a lost wake-up is a state in which nobody can go on.
+// first. Sleeps have no limit here, so a lost wake-up is a state in which no rank can continue.
 
 #include <gtest/gtest.h>
 
@@ -33,7 +33,7 @@ enum class Fault {
   slot_too_soon,
   /// The mark is set before the data are there.
   mark_before_data,
-  /// `done` rings nobody.
+  /// `done` rings no rank.
   done_is_silent,
 };
 
@@ -117,7 +117,7 @@ class Model {
           moved = true;
         }
       }
-      if (!moved && !ended) wrong_ = "nobody can go on";
+      if (!moved && !ended) wrong_ = "no rank can continue";
     }
     return wrong_;
   }
@@ -368,11 +368,13 @@ TEST(Model, BarriersMadeByTheSleeper) {
 }
 
 TEST(Model, FindsWhatIsWrong) {
-  EXPECT_EQ(explore(Call::first, Wait::sleep, 2, 1, 3, Fault::no_fence), "nobody can go on");
+  EXPECT_EQ(explore(Call::first, Wait::sleep, 2, 1, 3, Fault::no_fence), "no rank can continue");
   EXPECT_EQ(explore(Call::everyone, Wait::sleep, 2, 1, 2, Fault::no_second_look),
-            "nobody can go on");
-  EXPECT_EQ(explore(Call::first, Wait::sleep, 2, 1, 2, Fault::rings_read_late), "nobody can go on");
-  EXPECT_EQ(explore(Call::first, Wait::sleep, 2, 1, 3, Fault::done_is_silent), "nobody can go on");
+            "no rank can continue");
+  EXPECT_EQ(explore(Call::first, Wait::sleep, 2, 1, 2, Fault::rings_read_late),
+            "no rank can continue");
+  EXPECT_EQ(explore(Call::first, Wait::sleep, 2, 1, 3, Fault::done_is_silent),
+            "no rank can continue");
   // Here a mark may be gone before it was seen, or the data before they were read.
   EXPECT_NE(explore(Call::everyone, Wait::spin, 3, 1, 3, Fault::slot_too_soon), "");
   EXPECT_EQ(explore(Call::everyone, Wait::spin, 2, 1, 1, Fault::mark_before_data),

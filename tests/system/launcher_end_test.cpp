@@ -229,7 +229,7 @@ TEST(LauncherDeath, AReaderThatStandsStillDoesNotStopTheTimeLimit) {
   EXPECT_TRUE(run.all_gone());
 }
 
-// Rank 0 writes more than anybody keeps, rank 1 fails with 40 on SIGUSR1.
+// Rank 0 writes more than is kept, rank 1 fails with 40 on SIGUSR1.
 const Words kStandStill{"@0:ignore=10", "@1:catch=10", "@1:error=ready", "@1:pause",
                         "lines=100000000"};
 

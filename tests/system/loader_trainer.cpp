@@ -4,7 +4,7 @@
 //   loader_trainer FOLDER KIND WORKERS STEPS
 //
 // Goes on from FOLDER/checkpoint if that exists, up to step STEPS. Each rank adds to
-// FOLDER/read.PID, a line a step: step, then for each slice "begin end sample ...". Standard
+// FOLDER/read.PID, one line per step: step, then for each slice "begin end sample ...". Standard
 // output: "rank R pid P", then "step S" by rank 0 after each step.
 
 #include <torch/torch.h>

@@ -171,7 +171,7 @@ TEST(TwoHosts, AnAddressThatNobodyAnswersEndsInTime) {
         launch.rank = 1;
         launch.world_size = 2;
         launch.hosts = {"alpha", "beta"};
-        // nobody on the cable; no route
+        // no host on the cable; no route
         launch.address = from_test.rank == 0 ? "10.213.77.99" : "10.99.99.99";
         launch.port = from_test.port;
         const auto begin = std::chrono::steady_clock::now();
@@ -183,7 +183,7 @@ TEST(TwoHosts, AnAddressThatNobodyAnswersEndsInTime) {
           require(std::chrono::steady_clock::now() - begin < 5s, "it took too long");
           return std::string("ok");
         }
-        return std::string("it met somebody");
+        return std::string("it met another rank");
       },
       30s);
   expect_ok(ends);

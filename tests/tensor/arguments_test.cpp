@@ -15,7 +15,7 @@ at::Tensor ones(at::IntArrayRef shape, at::ScalarType type = at::kDouble) {
   return at::ones(shape, type);
 }
 
-// Of plain libtorch's tensors, and of sharded ones where dims are cut over two ranks.
+// For plain libtorch's tensors, and for ones whose dims are sharded over two ranks.
 void expect_refused_alike(const char* what, const Call& call) {
   SCOPED_TRACE(what);
   const Put plain = [](const at::Tensor& t, int) { return t.clone(); };

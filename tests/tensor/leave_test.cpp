@@ -51,7 +51,7 @@ TEST(Gradient, PlacementsAreInferredOrChosen) {
       EXPECT_EQ(difference(x.grad(), weight), 0);
     }
     {
-      // Each rank's loss is a term: the gradient is their sum.
+      // Each rank's loss is a summand: the gradient is that of their sum.
       const at::Tensor x = leaf(value, rows);
       (full_tensor(x, std::vector<Placement>{Partial()}) * weight * (manager.rank() + 1))
           .sum()
@@ -385,7 +385,7 @@ TEST(Pictures, TextAndSvg) {
   });
 }
 
-// What reads memory, resizes, or writes where a rank has no part: the right thing, or a refusal
+// What reads memory, resizes, or writes where a rank has no shard: the right thing, or a refusal
 // that says what to do.
 TEST(Refuse, OrDoTheRightThing) {
   on_threads(2, [](DistributedManager& manager) {

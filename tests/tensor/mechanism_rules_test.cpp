@@ -111,7 +111,7 @@ TEST(Rule02RankInvariant, LocalsOfOneKernelLieAlike) {
   on_three([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor value = randn({5, 4}, at::kDouble), slope = randn({5, 4}, at::kDouble);
     const auto step = [&](const std::function<at::Tensor(const at::Tensor&)>& place) {
-      // All lie transposed in memory; the kernel asks nobody.
+      // All are transposed in memory; the kernel needs no other rank.
       const at::Tensor p = place(value.t().contiguous().t()), g = place(slope.t().contiguous().t()),
                        momentum = at::zeros_like(p);
       at::_fused_sgd_({p}, {g}, {momentum}, 0.1, 0.9, 0.5, 0, true, false, true);
@@ -252,7 +252,7 @@ struct Scaled : torch::autograd::Function<Scaled> {
   }
 };
 
-// One whose gradient of a sharded tensor is plain: the whole of it, on every rank.
+// One whose gradient of a sharded tensor is plain: the global gradient, on every rank.
 struct WithPlainGradient : torch::autograd::Function<WithPlainGradient> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x) {
     ctx->save_for_backward({x});
@@ -297,7 +297,7 @@ TEST(Rule13KindsOfGradients, AShardedParameterTakesAPlainOne) {
     const at::Tensor value = randn({3, 4}, at::kDouble);
     for (int i = 0; i < 2; ++i) {
       for (int part = 0; part < 2; ++part) {
-        // The one term is plain, the other sharded.
+        // One summand is plain, the other sharded.
         (WithPlainGradient::apply(net->weight).sum() +
          net(distribute_tensor(value, mesh, {Replicate()})).square().sum())
             .backward();
@@ -414,7 +414,7 @@ TEST(Rule15EndOfBackward, OfANestedOneFlushesNothingTwice) {
               1e-13);
     const CommTraceScope trace(manager);
     reduce_gradients(*net);
-    EXPECT_TRUE(trace->events().empty()) << "nothing is owed";
+    EXPECT_TRUE(trace->events().empty()) << "nothing is left to reduce";
     EXPECT_EQ(difference(net->weight.grad(), before), 0);
   });
 }

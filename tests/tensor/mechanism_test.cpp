@@ -339,7 +339,7 @@ TEST(Rule07Targets, ArePromotedWhereTheyStand) {
     EXPECT_EQ(difference(x.grad(), at::ones({3}, at::kDouble)), 0);
     at::Tensor leaf_target = torch::zeros({3}, at::kDouble).requires_grad_(true);
     EXPECT_THROW(leaf_target.data().view({3}).add_(x), ShardingError);
-    // Of a slice the whole becomes sharded, and the slice stays a view of it.
+    // The base of a slice becomes sharded, and the slice stays a view of it.
     const at::Tensor z = replicated(randn({3}, at::kDouble), mesh, true);
     at::Tensor base = torch::zeros({2, 3}, at::kDouble);
     at::Tensor view = base[0];
@@ -355,7 +355,7 @@ TEST(Rule07Targets, ArePromotedWhereTheyStand) {
   });
 }
 
-// What libtorch's own formulas make of numbers is nobody's plain tensor.
+// Tensors that libtorch's own formulas make of numbers are not plain tensors of the program.
 TEST(Rule07Targets, NumbersOfFormulasAreNotReported) {
   everywhere([](DistributedManager& manager, const DeviceMesh& mesh) {
     const at::Tensor x = replicated(randn({3, 4}, at::kDouble), mesh, true);

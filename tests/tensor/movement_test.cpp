@@ -26,9 +26,9 @@ std::vector<Axis> axes(Draw& draw, int ranks) {
 }
 
 // How often any way must move an element between two ranks, summed over elements. An element whose
-// value is over H ranks (a term on each; H is 1 where nothing is partial) needs H - 1 messages
+// value is over H ranks (a summand on each; H is 1 if nothing is partial) needs H - 1 messages
 // before any rank can know it, and one more for each further rank that wants it: Partial targets
-// want it on one rank of those that share the term.
+// want it on one rank of those that share the summand.
 std::int64_t fewest(const ShardSpec& from, const ShardSpec& to) {
   const Sharding &a = from.sharding(), &b = to.sharding();
   const int ranks = a.positions(), axes = from.mesh_dims();
@@ -92,7 +92,7 @@ std::int64_t fewest(const ShardSpec& from, const ShardSpec& to) {
 }
 
 // What the calls in a trace moved, summed over all ranks by the caller. In halves, because a
-// message is counted by both sides. A rank's own part of an all-to-all may go through the call or
+// message is counted by both sides. A rank's own shard in an all-to-all may go through the call or
 // past it.
 double moved(const CommTrace& trace, const std::map<std::string, int>& sizes, double sent,
              double own) {
@@ -143,9 +143,9 @@ bool of_two_kinds(const ShardSpec& spec) {
   return kinds.size() > 1;
 }
 
-// Partial axes of two kinds do not commute: the terms of a rank are of no use before all others of
-// its axis have been added. Each axis is reduced for itself, on the whole of what a rank holds;
-// then the rest is as of a tensor that has no terms.
+// Partial axes of two kinds do not commute: the summands of a rank are of no use before all others
+// of its axis have been added. Each axis is reduced by itself, on everything that a rank holds;
+// then the rest is as for a tensor without partial axes.
 double fewest_of_two_kinds(const ShardSpec& from, const ShardSpec& to) {
   const Sharding& a = from.sharding();
   ShardSpec reduced = from;
@@ -207,7 +207,7 @@ ShardSpec aim(const ShardSpec& from, const ShardSpec& to) {
   return whole;
 }
 
-// Whatever the terms are combined by, a message carries one term or one result, so that the bound
+// However the summands are reduced, a message carries one summand or one result, so that the bound
 // is one for all kinds. Terms of one kind may meet in any order and attain it; those of two kinds
 // must be combined axis by axis: how much more that moves is known, and not more does.
 TEST(Movement, NoPairMovesMoreThanItMust) {

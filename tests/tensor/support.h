@@ -40,7 +40,7 @@ inline void fill(torch::nn::Module& module, std::uint64_t with) {
   for (const auto& p : module.parameters()) p.copy_(randn(p.sizes(), at::kDouble).mul_(0.4));
 }
 
-/// The whole value, wherever it lies.
+/// The global value, whatever its placements.
 inline at::Tensor whole(const at::Tensor& t) {
   return is_sharded(t) ? full_tensor(t.detach()) : t.detach();
 }
