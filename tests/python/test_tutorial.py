@@ -1,9 +1,9 @@
-"""The code of docs/tutorials/04_python.md, as it stands there."""
+"""The code of docs/tutorials/02_python.md, as it stands there."""
 
 import pathlib
 import re
 
-PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "tutorials" / "04_python.md"
+PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "tutorials" / "02_python.md"
 
 
 def test_the_code_of_the_page(capsys):
