@@ -159,7 +159,7 @@ class Spec:
     mesh: Mesh
     shape: tuple
     placements: tuple
-    sizes: dict  # sharded dim -> sizes of its parts
+    sizes: dict  # sharded dim -> sizes of its shards
     local_shape: tuple
     local_offset: tuple
     text: str
@@ -173,17 +173,17 @@ def _sizes(sizes):
 
 
 def from_local(local, mesh, placements, sizes=None):
-    """The tensor whose parts are the ranks' `local`s; sizes of sharded dims that are not given are gathered. Differentiable."""
+    """The tensor whose shards are the ranks' `local`s; sizes of sharded dims that are not given are gathered. Differentiable."""
     return ops.from_local(local, mesh._handle, to_text(placements), _sizes(sizes))
 
 
 def distribute_tensor(full, mesh, placements, sizes=None):
-    """Each rank cuts its part of `full`, which is the same on all ranks. Differentiable; no communication."""
+    """Each rank takes its shard of `full`, which is the same on all ranks. Differentiable; no communication."""
     return ops.distribute_tensor(full, mesh._handle, to_text(placements), _sizes(sizes))
 
 
 def scatter(full, mesh, placements, sizes=None, root=0):
-    """The rank at mesh position `root` holds `full` (others may give None); every rank gets its part."""
+    """The rank at mesh position `root` holds `full` (others may give None); every rank gets its shard."""
     return ops.scatter(full, mesh._handle, to_text(placements), _sizes(sizes), root)
 
 
@@ -193,12 +193,12 @@ def redistribute(tensor, placements, sizes=None):
 
 
 def full_tensor(tensor):
-    """The whole value on every rank, as a plain tensor. Differentiable."""
+    """The global value on every rank, as a plain tensor. Differentiable."""
     return ops.full_tensor(tensor)
 
 
 def to_local(tensor, gradient=None):
-    """This rank's part; shares its memory. `gradient`: placements of the gradient that comes back; default the tensor's own."""
+    """This rank's shard; shares its memory. `gradient`: placements of the gradient that comes back; default the tensor's own."""
     return ops.to_local(tensor, None if gradient is None else to_text(gradient))
 
 
@@ -222,7 +222,7 @@ def spec(tensor):
 
 
 def summary(tensor):
-    """One line: dtype, shape, placements, and this rank's part. No communication."""
+    """One line: dtype, shape, placements, and this rank's shard. No communication."""
     return ops.summary(tensor)
 
 

@@ -16,7 +16,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """The ranks of the axis hold consecutive parts of `dim`."""
+    """The ranks of the axis hold consecutive shards of `dim`."""
 
     dim: int
 

@@ -28,7 +28,7 @@ def _instead(name, answer):
 
 def _refuse(what, way_out):
     def answer(tensor, *_, **__):
-        raise RuntimeError(f"{what} a ShardTensor: its parts lie on several ranks. {way_out} ({_api.summary(tensor)})")
+        raise RuntimeError(f"{what} a ShardTensor: its shards are on several ranks. {way_out} ({_api.summary(tensor)})")
 
     return answer
 
@@ -76,7 +76,7 @@ def _restore_with_generator():
         module.get_rng_state, module.set_rng_state = get_rng_state, set_rng_state
 
 
-_WHOLE = "tessera.full_tensor(t) gives the whole value on every rank (collective), tessera.to_local(t) this rank's part"
+_WHOLE = "tessera.full_tensor(t) gives the global value on every rank (collective), tessera.to_local(t) this rank's shard"
 
 _instead("__repr__", lambda t, **_: f"<{_api.summary(t)}>")
 _instead("__format__", _format)
