@@ -15,12 +15,12 @@ Partition shard_like(const Partition& inputs, std::int64_t outputs, Before befor
   std::int64_t last = 0;
   for (int part = 0; part < inputs.parts(); ++part) {
     const std::int64_t end = inputs.interval(part).end;
-    std::int64_t cut = end >= inputs.extent() ? outputs
-                       : end <= 0             ? 0
-                                              : std::clamp<std::int64_t>(before(end), 0, outputs);
-    cut = std::max(cut, last);
-    sizes.push_back(cut - last);
-    last = cut;
+    std::int64_t boundary = end >= inputs.extent() ? outputs
+                            : end <= 0 ? 0
+                                       : std::clamp<std::int64_t>(before(end), 0, outputs);
+    boundary = std::max(boundary, last);
+    sizes.push_back(boundary - last);
+    last = boundary;
   }
   return Partition(sizes);
 }

@@ -119,7 +119,7 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
     carry(ctx, gradient_spec(spec));
     ctx->set_materialize_grads(false);  // without a gradient there is nothing to move
     if (spec.has_partial()) {
-      carry(ctx, spec, "terms");
+      carry(ctx, spec, "summands");
       if (of_values(spec)) ctx->save_for_backward({local});
     }
     const LocalCallGuard guard;
@@ -135,16 +135,17 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
     const ShardSpec spec = carried(ctx);
     // The uses that ranks make of their locals have several gradients: summands if the locals
     // differ, the same one if they are replicated.
-    const ShardSpec locals = ctx->saved_data.count("terms") > 0 ? carried(ctx, "terms") : spec;
+    const ShardSpec locals =
+        ctx->saved_data.count("summands") > 0 ? carried(ctx, "summands") : spec;
     detail::announce_gradient(GradientForm::partial, ranks_along(locals, false),
                               detail::from_sharded);
     detail::announce_gradient(GradientForm::complete, ranks_along(locals, true),
                               detail::from_sharded);
     at::Tensor gradient = to_local(redistribute(sharded_gradient(g[0], spec), spec));
-    if (ctx->saved_data.count("terms") > 0) {
-      const ShardSpec terms = carried(ctx, "terms");
+    if (ctx->saved_data.count("summands") > 0) {
+      const ShardSpec summands = carried(ctx, "summands");
       const auto saved = ctx->get_saved_variables();
-      gradient = of_term(std::move(gradient), saved.empty() ? at::Tensor() : saved[0], terms);
+      gradient = of_summand(std::move(gradient), saved.empty() ? at::Tensor() : saved[0], summands);
     }
     return {gradient, at::Tensor()};
   }
@@ -160,22 +161,24 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
   // The derivative of the value with respect to this rank's local. For a sum it is 1, for a mean
   // over n ranks 1/n, for a product that of the other locals; for an extremum the gradient is
   // divided equally among the locals that attain it, as in amax.
-  static at::Tensor of_term(at::Tensor gradient, const at::Tensor& local, const ShardSpec& terms) {
-    const auto& context = detail::context_of(terms);
-    for (int axis = 0; axis < terms.mesh_dims(); ++axis) {
-      const Placement& p = terms.placements()[axis];
+  static at::Tensor of_summand(at::Tensor gradient, const at::Tensor& local,
+                               const ShardSpec& summands) {
+    const auto& context = detail::context_of(summands);
+    for (int axis = 0; axis < summands.mesh_dims(); ++axis) {
+      const Placement& p = summands.placements()[axis];
       const int ranks = context->sizes[axis];
       if (!p.is_partial() || ranks == 1 || p.is_partial(ReduceOp::Kind::sum)) continue;
       if (p.is_partial(ReduceOp::Kind::avg)) {
         gradient = gradient / ranks;
         continue;
       }
-      if (std::count_if(terms.placements().begin(), terms.placements().end(),
+      if (std::count_if(summands.placements().begin(), summands.placements().end(),
                         [](const Placement& q) { return q.is_partial(); }) > 1)
-        throw ShardingError(concat("from_local: the gradient of the terms of ", terms,
+        throw ShardingError(concat("from_local: the gradient of the summands of ", summands,
                                    " is not defined here: make one axis Partial at a time"));
       if (at::GradMode::is_enabled())
-        throw ShardingError(concat("from_local: the terms of a ", p, " have no second derivative"));
+        throw ShardingError(
+            concat("from_local: the summands of a ", p, " have no second derivative"));
       const at::Tensor own = local.detach();
       const Group group = context->group(axis);
       at::Tensor gathered = at::empty({ranks * own.numel()}, own.options());

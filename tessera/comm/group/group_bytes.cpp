@@ -31,7 +31,7 @@ std::string to_string(const at::Tensor& tensor) {
   return {static_cast<const char*>(host.const_data_ptr()), static_cast<std::size_t>(host.numel())};
 }
 
-std::vector<std::string> cut(const at::Tensor& tensor, const Sizes& sizes) {
+std::vector<std::string> split(const at::Tensor& tensor, const Sizes& sizes) {
   const auto host = tensor.cpu();
   const auto* data = static_cast<const char*>(host.const_data_ptr());
   std::vector<std::string> parts;
@@ -72,7 +72,7 @@ std::vector<std::string> Group::all_gather_bytes(const std::string& mine,
   const Sizes sizes = all_lengths(*this, mine, device, options);
   auto all = at::empty({total(sizes)}, at::TensorOptions(at::kByte).device(device));
   all_gather(all, to_tensor(mine, device), sizes, options);
-  return cut(all, sizes);
+  return split(all, sizes);
 }
 
 std::string Group::broadcast_bytes(const std::string& bytes, int root,
@@ -94,7 +94,7 @@ std::vector<std::string> Group::gather_bytes(const std::string& mine, int root,
   at::Tensor all;
   if (rank() == root) all = at::empty({total(sizes)}, at::TensorOptions(at::kByte).device(device));
   gather(all, to_tensor(mine, device), root, sizes, options);
-  return rank() == root ? cut(all, sizes) : std::vector<std::string>{};
+  return rank() == root ? split(all, sizes) : std::vector<std::string>{};
 }
 
 std::string Group::scatter_bytes(const std::vector<std::string>& parts, int root,

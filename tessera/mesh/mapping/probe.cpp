@@ -27,8 +27,8 @@ struct Class {
 };
 
 /// Divides the samples where the sorted values jump by more than the gap.
-std::vector<std::vector<int>> cut(std::vector<int> samples, const std::vector<LinkSample>& all,
-                                  double LinkSample::* value, double gap) {
+std::vector<std::vector<int>> divided(std::vector<int> samples, const std::vector<LinkSample>& all,
+                                      double LinkSample::* value, double gap) {
   std::stable_sort(samples.begin(), samples.end(),
                    [&](int a, int b) { return all[a].*value < all[b].*value; });
   std::vector<std::vector<int>> parts;
@@ -43,8 +43,8 @@ std::vector<std::vector<int>> cut(std::vector<int> samples, const std::vector<Li
 /// Fastest first.
 std::vector<Class> classes_of(const std::vector<int>& samples, const std::vector<LinkSample>& all) {
   std::vector<Class> classes;
-  for (const auto& alike : cut(samples, all, &LinkSample::bandwidth, kBandwidthGap))
-    for (const auto& part : cut(alike, all, &LinkSample::latency, kLatencyGap)) {
+  for (const auto& alike : divided(samples, all, &LinkSample::bandwidth, kBandwidthGap))
+    for (const auto& part : divided(alike, all, &LinkSample::latency, kLatencyGap)) {
       std::vector<double> latencies, bandwidths;
       for (const int s : part) {
         latencies.push_back(all[s].latency);

@@ -130,7 +130,7 @@ struct Field : torch::CustomClassHolder {
   };
   std::vector<Piece> pieces;  // the interior first, if there is one
 
-  void cut() {
+  void make_pieces() {
     const Box& all = keys.owned();
     std::vector<Box> boxes;
     if (volume(interior) > 0) {
@@ -271,7 +271,7 @@ at::Tensor on_shards(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   field->interior = split && field->keys.travels()
                         ? interior_of(dims, field->keys.owned(), wanted.shape())
                         : Box(wanted.dims());
-  field->cut();
+  field->make_pieces();
   return from_local(OnField::apply(to_local(queries), to_local(keys), to_local(values), field),
                     spec(values));
 }

@@ -360,9 +360,9 @@ c10::intrusive_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const
     for (int a = 0; a < axes; ++a) {
       if (!of_query[a].is_shard()) continue;
       const int d = of_query[a].dim - (n - m);
-      const bool cut = d >= 0 && mask.shape()[d] != 1;
-      of_mask[a] = cut ? Shard(d) : Replicate();
-      of_gradient[a] = cut ? Shard(d) : Partial();
+      const bool sharded = d >= 0 && mask.shape()[d] != 1;
+      of_mask[a] = sharded ? Shard(d) : Replicate();
+      of_gradient[a] = sharded ? Shard(d) : Partial();
     }
     for (int d = 0; d < m - 1; ++d) {
       const std::int64_t extent = mask.shape()[d];

@@ -61,16 +61,17 @@ std::optional<Plan> exchanged(const OpCall& call, const TensorInfo& weight,
     dims.push_back(&table.dim(1));
     return make_spec(context_of(table), shape, std::move(placements), dims);
   };
-  const ShardSpec terms = result(gathered, of_terms), out = result(asked, of_result);
+  const ShardSpec summands = result(gathered, of_terms), out = result(asked, of_result);
   Plan plan;
   plan.inputs.resize(call.tensors().size());
   plan.inputs[call.index_of(weight)] = table;
   plan.inputs[call.index_of(indices)] = asked;
   plan.outputs = {{out}};
-  plan.local = [asked, gathered, terms, out, part = dim_shard_of(table, 0)](
+  plan.local = [asked, gathered, summands, out, part = dim_shard_of(table, 0)](
                    const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor at = redistribute_local(a[1].toTensor(), asked, gathered);
-    return torch::jit::Stack{redistribute_local(rows_here(a[0].toTensor(), at, part), terms, out)};
+    return torch::jit::Stack{
+        redistribute_local(rows_here(a[0].toTensor(), at, part), summands, out)};
   };
   return plan;
 }

@@ -53,11 +53,11 @@ Plan slices(const OpCall& call, bool adds) {
     p.additive = {0};
   }
   Plan plan = solve(p);
-  plan.local = [d, part = dim_shard_of(*plan.inputs[0], d), cut = plan.inputs[0]->is_sharded(d),
+  plan.local = [d, part = dim_shard_of(*plan.inputs[0], d), sharded = plan.inputs[0]->is_sharded(d),
                 has_source = source != nullptr, name = call.name(),
                 fills = call.find("source") == nullptr && call.argument("source") < 0,
                 in_place = call.in_place()](const c10::OperatorHandle& op, torch::jit::Stack a) {
-    if (cut) {
+    if (sharded) {
       const at::Tensor given = a[2].toTensor().reshape(-1);
       part.check(given, name.c_str(), fills);
       const at::Tensor at = part.global(given), positions = part.mine(at).nonzero().view(-1);

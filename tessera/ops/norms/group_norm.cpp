@@ -36,9 +36,9 @@ struct Groups {
     if (n < 2 || count < 1 || x.spec.shape()[1] % count != 0)
       throw InvalidArgument(concat(call.name(), " of an input of shape ", list(x.spec.shape()),
                                    " in ", count, " groups: the channels do not divide into them"));
-    for (int d = 1; d < n; ++d) cut |= x.spec.is_sharded(d);
-    data = cut ? all_labels(n) : first_dims_free(n, 1);
-    channels = {cut ? 1 : kUnsharded};
+    for (int d = 1; d < n; ++d) sharded |= x.spec.is_sharded(d);
+    data = sharded ? all_labels(n) : first_dims_free(n, 1);
+    channels = {sharded ? 1 : kUnsharded};
     statistics = {x.spec.shape()[0], count};
   }
 
@@ -55,7 +55,7 @@ struct Groups {
   const TensorInfo& x;
   int n;
   std::int64_t count;
-  bool cut = false;
+  bool sharded = false;
   Labels data, channels;
   Shape statistics;
 };
@@ -125,7 +125,7 @@ Plan group_norm(const OpCall& call) {
   const Labels samples = first_dims_free(2, 1);
   p.outputs = {g.data, samples, samples};
   p.output_shapes = {g.x.spec.shape(), g.statistics, g.statistics};
-  if (g.cut) {
+  if (g.sharded) {
     for (int d = 1; d < g.n; ++d) p.contract.insert(d);
   }
   Plan plan = solve(p);
@@ -181,7 +181,7 @@ Plan group_norm_backward(const OpCall& call) {
   p.outputs = {g.data, g.channels, g.channels};
   p.output_shapes = {g.x.spec.shape(), of_channels, of_channels};
   p.contract = {0};
-  if (g.cut) {
+  if (g.sharded) {
     for (int d = 2; d < g.n; ++d) p.contract.insert(d);
   }
   Plan plan = solve(p);

@@ -45,9 +45,9 @@ struct Rows {
     }
     // If no row is divided among ranks, a weight that is sharded is gathered rather than dividing
     // the rows.
-    for (int d = free; d < n; ++d) cut |= x.spec.is_sharded(d);
-    data = cut ? all_labels(n) : first_dims_free(n, free);
-    if (!cut) inner.assign(inner.size(), kUnsharded);
+    for (int d = free; d < n; ++d) sharded |= x.spec.is_sharded(d);
+    data = sharded ? all_labels(n) : first_dims_free(n, free);
+    if (!sharded) inner.assign(inner.size(), kUnsharded);
     statistics = x.spec.shape();
     std::fill(statistics.begin() + free, statistics.end(), 1);
   }
@@ -56,7 +56,7 @@ struct Rows {
   Shape normalized, statistics, dims;
   Labels data, inner;  // of tensors with the input's shape; of weight and bias
   int n, free;
-  bool cut = false;
+  bool sharded = false;
   double count = 1;
 };
 
@@ -84,7 +84,7 @@ Plan layer_norm(const OpCall& call) {
   label_arguments(p, {{"input", r.data}, {"weight", r.inner}, {"bias", r.inner}});
   p.outputs = {r.data, rows, rows};
   p.output_shapes = {r.x.spec.shape(), r.statistics, r.statistics};
-  if (r.cut) p.contract.insert(r.inner.begin(), r.inner.end());
+  if (r.sharded) p.contract.insert(r.inner.begin(), r.inner.end());
   Plan plan = solve(p);
   // in the dtype that the kernel returns
   if (const auto* known = call.outputs(); known && known->size() == 3) {

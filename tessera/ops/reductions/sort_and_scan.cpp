@@ -113,9 +113,9 @@ Plan logsumexp(const OpCall& call) {
   const TensorInfo& x = call.tensor(0);
   const int n = x.spec.dims();
   const auto dims = reduced_dims(call);
-  bool cut = false;
-  for (const int d : dims) cut |= x.spec.is_sharded(d);
-  if (!cut || !at::isFloatingType(x.dtype)) return along_reduced(call);
+  bool sharded = false;
+  for (const int d : dims) sharded |= x.spec.is_sharded(d);
+  if (!sharded || !at::isFloatingType(x.dtype)) return along_reduced(call);
   LabelProblem p(call);
   p.inputs = {all_labels(n)};
   p.outputs = {remaining(n, dims, keeps(call))};
@@ -201,9 +201,9 @@ Plan topk(const OpCall& call) {
   p.output_shapes.assign(2, shape);
   p.contract = {d};
   Plan plan = solve(p);
-  const bool cut = !reduce_inside(plan.outputs[0]).empty();
+  const bool sharded = !reduce_inside(plan.outputs[0]).empty();
   reduce_inside(plan.outputs[1]);
-  if (!cut) return plan;
+  if (!sharded) return plan;
   const ShardSpec& in = *plan.inputs[0];
   std::vector<std::int64_t> candidates;
   for (const auto size : in.dim(d).partition.sizes()) candidates.push_back(std::min(size, k));

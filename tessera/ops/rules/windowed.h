@@ -46,9 +46,9 @@ inline Partition in_units(const Partition& parts, std::int64_t by) {
   std::vector<std::int64_t> sizes;
   std::int64_t last = 0;
   for (int i = 0; i < parts.parts(); ++i) {
-    const std::int64_t cut = std::max(last, (parts.interval(i).end + by / 2) / by);
-    sizes.push_back(cut - last);
-    last = cut;
+    const std::int64_t boundary = std::max(last, (parts.interval(i).end + by / 2) / by);
+    sizes.push_back(boundary - last);
+    last = boundary;
   }
   return Partition(sizes);
 }

@@ -40,7 +40,7 @@ ConvolutionHalo::ConvolutionHalo(ConvolutionArguments arguments, ShardSpec x, Sh
   interior_ = out_;
   for (std::size_t i = 0; i < dims_.size(); ++i) {
     const Dim& d = dims_[i];
-    if (d.cut)
+    if (d.distributed)
       interior_[i + 2] = interior(d.window, d.in, d.out, d.in_extent, arguments_.transposed);
   }
   const std::vector<Edge> edges(x_.dims(), Edge::zero);
@@ -74,7 +74,7 @@ void ConvolutionHalo::find_strips(bool backward) {
       strip.own = in_;
       for (std::size_t i = 0; i < dims_.size(); ++i) {
         const Window& w = dims_[i].window;
-        if (dims_[i].cut)
+        if (dims_[i].distributed)
           strip.own[i + 2] =
               intersect(in_[i + 2], arguments_.transposed ? w.transposed_inputs(box[i + 2])
                                                           : w.inputs(box[i + 2]));
@@ -107,7 +107,7 @@ NeededBox ConvolutionHalo::needed_inputs() const {
     Box box = owned;
     if (volume(outputs) == 0) return Box(box.size());
     for (std::size_t i = 0; i < dims.size(); ++i) {
-      if (dims[i].cut)
+      if (dims[i].distributed)
         box[i + 2] = transposed ? dims[i].window.transposed_inputs(outputs[i + 2])
                                 : dims[i].window.inputs(outputs[i + 2]);
     }
@@ -123,7 +123,7 @@ NeededBox ConvolutionHalo::needed_gradients() const {
     Box box = y.box(position);
     if (volume(inputs) == 0) return Box(box.size());
     for (std::size_t i = 0; i < dims.size(); ++i) {
-      if (!dims[i].cut) continue;
+      if (!dims[i].distributed) continue;
       const Interval touched = transposed ? dims[i].window.inputs(inputs[i + 2])
                                           : dims[i].window.transposed_inputs(inputs[i + 2]);
       box[i + 2] = intersect(touched, {0, dims[i].out_extent});
@@ -157,7 +157,7 @@ ConvolutionHalo::Call ConvolutionHalo::whole_dims() const {
 ConvolutionHalo::Call ConvolutionHalo::forward_call(const Box& outputs) const {
   Call call = whole_dims();
   for (std::size_t i = 0; i < dims_.size(); ++i) {
-    if (!dims_[i].cut) continue;
+    if (!dims_[i].distributed) continue;
     const BoxCall one =
         tessera::forward_call(dims_[i].window, outputs[i + 2], arguments_.transposed);
     call.in[i + 2] = one.inputs;
@@ -171,7 +171,7 @@ ConvolutionHalo::Call ConvolutionHalo::forward_call(const Box& outputs) const {
 ConvolutionHalo::Call ConvolutionHalo::backward_call(const Box& inputs) const {
   Call call = whole_dims();
   for (std::size_t i = 0; i < dims_.size(); ++i) {
-    if (!dims_[i].cut) continue;
+    if (!dims_[i].distributed) continue;
     const BoxCall one =
         tessera::backward_call(dims_[i].window, inputs[i + 2], arguments_.transposed);
     call.in[i + 2] = one.inputs;
@@ -187,7 +187,7 @@ std::optional<ConvolutionHalo::Call> ConvolutionHalo::aligned() const {
   Call call = whole_dims();
   for (std::size_t i = 0; i < dims_.size(); ++i) {
     const Dim& d = dims_[i];
-    if (!d.cut) continue;
+    if (!d.distributed) continue;
     const auto one = aligned_call(d.window, d.in, d.out, arguments_.transposed);
     if (!one) return std::nullopt;
     call.padding[i] = one->padding;

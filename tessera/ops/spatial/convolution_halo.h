@@ -42,7 +42,7 @@ class ConvolutionHalo {
  private:
   struct Dim {
     Window window;
-    bool cut;
+    bool distributed;
     std::int64_t in_extent, out_extent;
     Interval in, out;  // this rank's
   };

@@ -62,7 +62,7 @@ struct Pooling {
       dims.push_back(dim);
     }
     y = mapped_spec(x, shape, all_labels(n), false, parts);
-    cut = any_distributed(x, lead) || x.local_numel() == 0;
+    sharded = any_distributed(x, lead) || x.local_numel() == 0;
   }
 
   static Partition outputs_of(const Partition& inputs, const PoolDim& dim) {
@@ -79,7 +79,7 @@ struct Pooling {
 
   ShardSpec x, y;
   std::vector<PoolDim> dims;
-  bool cut;
+  bool sharded;
 };
 
 const ShardSpec& input_of(const OpCall& call) { return call.find("self")->spec; }
@@ -90,7 +90,7 @@ Plan largest(const OpCall& call) {
   Plan plan;
   plan.inputs = {p.x};
   plan.outputs = {{p.y}, {p.y}};
-  if (p.cut)
+  if (p.sharded)
     plan.local = [halo = p.halo()](const c10::OperatorHandle&, torch::jit::Stack arguments) {
       auto [y, indices] = halo->largest(arguments[0].toTensor());
       return torch::jit::Stack{y, indices};
@@ -111,7 +111,7 @@ template <int inner>
 Plan largest_backward(const OpCall& call) {
   const Pooling p(call, input_of(call), inner);
   Plan plan = backward_plan(call, p);
-  if (p.cut)
+  if (p.sharded)
     plan.local = [halo = p.halo(), indices = call.argument("indices")](
                      const c10::OperatorHandle&, torch::jit::Stack arguments) {
       return torch::jit::Stack{halo->largest_backward(
@@ -137,7 +137,7 @@ Plan average(const OpCall& call) {
   Plan plan;
   plan.inputs = {p.x};
   plan.outputs = {{p.y}};
-  if (p.cut)
+  if (p.sharded)
     plan.local = [halo = p.halo(), by](const c10::OperatorHandle&, torch::jit::Stack arguments) {
       return torch::jit::Stack{halo->average(arguments[0].toTensor(), by.count_padding, by.fixed)};
     };
@@ -149,7 +149,7 @@ Plan average_backward(const OpCall& call) {
   const Pooling p(call, input_of(call), inner);
   const Divisor by(call);
   Plan plan = backward_plan(call, p);
-  if (p.cut)
+  if (p.sharded)
     plan.local = [halo = p.halo(), by](const c10::OperatorHandle&, torch::jit::Stack arguments) {
       return torch::jit::Stack{halo->average_backward(
           arguments[0].toTensor(), arguments[1].toTensor(), by.count_padding, by.fixed)};

@@ -48,23 +48,23 @@ Box hull(const std::vector<Box>& boxes) {
 
 // True if the boxes one after the other are `whole` in row-major order: nothing needs to be packed.
 bool in_memory_order(const std::vector<Box>& boxes, const Box& whole) {
-  std::size_t cut = 0;
-  while (cut < whole.size() && whole[cut].size() == 1) ++cut;
-  if (cut == whole.size()) {
+  std::size_t split = 0;
+  while (split < whole.size() && whole[split].size() == 1) ++split;
+  if (split == whole.size()) {
     std::int64_t n = 0;
     for (const Box& b : boxes) n += volume(b);
     return n == volume(whole);
   }
-  std::int64_t at = whole[cut].begin;
+  std::int64_t at = whole[split].begin;
   for (const Box& b : boxes) {
     if (volume(b) == 0) continue;
     for (std::size_t d = 0; d < whole.size(); ++d) {
-      if (d != cut && !(b[d] == whole[d])) return false;
+      if (d != split && !(b[d] == whole[d])) return false;
     }
-    if (b[cut].begin != at) return false;
-    at = b[cut].end;
+    if (b[split].begin != at) return false;
+    at = b[split].end;
   }
-  return at == whole[cut].end || volume(whole) == 0;
+  return at == whole[split].end || volume(whole) == 0;
 }
 
 Sizes volumes(const std::vector<Box>& boxes) {

@@ -56,7 +56,7 @@ Axes sorted_union(const Axes& a, const Axes& b) {
 }
 
 // A layout during planning: how each dim is sharded, axes in any order.
-struct Cuts {
+struct ShardedDims {
   const std::vector<std::int64_t>& shape;
   const std::vector<int>& mesh;
   std::vector<DimSharding> dims;
@@ -67,7 +67,7 @@ struct Cuts {
       b[d] = interval_of(mesh, dims[d], shape[d], coordinate);
     return b;
   }
-  bool cut_by(int axis) const { return dim_of(axis) >= 0; }
+  bool sharded_by(int axis) const { return dim_of(axis) >= 0; }
   int dim_of(int axis) const {
     for (std::size_t d = 0; d < dims.size(); ++d) {
       if (has(dims[d].axes, axis)) return static_cast<int>(d);
@@ -128,7 +128,7 @@ DimSharding refine(const std::vector<int>& mesh, const DimSharding& base, std::i
 }
 
 // True if every rank's box of `inner` is within its box of `outer`.
-bool contained(const Cuts& inner, const Cuts& outer) {
+bool contained(const ShardedDims& inner, const ShardedDims& outer) {
   for (std::size_t d = 0; d < inner.shape.size(); ++d) {
     bool in = true;
     for_each_coordinate(
@@ -144,7 +144,7 @@ bool contained(const Cuts& inner, const Cuts& outer) {
 
 // True if the shards of `from`, over the axes that `to` drops, tile every rank's shard of `to`:
 // then the move is an all-gather over those axes.
-bool gathers(const Cuts& from, const Cuts& to, Axes& over) {
+bool gathers(const ShardedDims& from, const ShardedDims& to, Axes& over) {
   over.clear();
   for (std::size_t d = 0; d < from.shape.size(); ++d) {
     Axes dropped;
@@ -176,10 +176,11 @@ bool gathers(const Cuts& from, const Cuts& to, Axes& over) {
   return !over.empty();
 }
 
-std::vector<Box> boxes_over(const Cuts& cuts, const Axes& axes, const std::vector<int>& own) {
+std::vector<Box> boxes_over(const ShardedDims& layout, const Axes& axes,
+                            const std::vector<int>& own) {
   std::vector<Box> all;
-  for_each_coordinate(cuts.mesh, axes, own,
-                      [&](const std::vector<int>& c) { all.push_back(cuts.box(c)); });
+  for_each_coordinate(layout.mesh, axes, own,
+                      [&](const std::vector<int>& c) { all.push_back(layout.box(c)); });
   return all;
 }
 
@@ -201,7 +202,7 @@ RedistributionPlan::Reduction reduction(const MeshContext& context, Axes axes, R
 
 // The largest number of ranks that any rank exchanges with, by dims: shards of one layout that meet
 // a shard of the other.
-double most_peers(const Cuts& from, const Cuts& to) {
+double most_peers(const ShardedDims& from, const ShardedDims& to) {
   double peers = 1;
   for (std::size_t d = 0; d < from.shape.size(); ++d) {
     std::int64_t most = 1;
@@ -222,17 +223,18 @@ double most_peers(const Cuts& from, const Cuts& to) {
   return peers;
 }
 
-RedistributionPlan::Move plan_move(const Cuts& from, const Cuts& to, const MeshContext& context) {
+RedistributionPlan::Move plan_move(const ShardedDims& from, const ShardedDims& to,
+                                   const MeshContext& context) {
   using Kind = RedistributionPlan::Move::Kind;
   RedistributionPlan::Move move;
   move.after = to.box(context.coordinate);
   if (contained(to, from)) return move;
   // On an axis that does not shard a dim yet, a rank first slices what it holds, by itself.
-  Cuts sliced = from;
+  ShardedDims sliced = from;
   for (std::size_t d = 0; d < from.shape.size(); ++d) {
     Axes fresh;
     for (const int a : to.dims[d].axes) {
-      if (!from.cut_by(a)) fresh.push_back(a);
+      if (!from.sharded_by(a)) fresh.push_back(a);
     }
     sliced.dims[d] = refine(from.mesh, from.dims[d], from.shape[d], fresh, to.dims[d]);
   }
@@ -296,8 +298,8 @@ RedistributionPlan make_redistribution_plan(const ShardSpec& from, const ShardSp
   const auto& mesh = context.sizes;
   const auto& me = context.coordinate;
   RedistributionPlan plan;
-  Cuts now{from.shape(), mesh, from.sharding().dims()};
-  Cuts target{from.shape(), mesh, to.sharding().dims()};
+  ShardedDims now{from.shape(), mesh, from.sharding().dims()};
+  ShardedDims target{from.shape(), mesh, to.sharding().dims()};
   plan.before = now.box(me);
   plan.target = target.box(me);
 
@@ -327,7 +329,9 @@ RedistributionPlan make_redistribution_plan(const ShardSpec& from, const ShardSp
     // then ranks that would clear what they receive get a shard each instead
     const bool moves = !contained(target, now);
     for (const int a : made) {
-      const int d = now.cut_by(a) ? now.dim_of(a) : moves || has(ended, a) ? target.longest() : -1;
+      const int d = now.sharded_by(a)        ? now.dim_of(a)
+                    : moves || has(ended, a) ? target.longest()
+                                             : -1;
       if (d < 0) continue;
       extra[d].push_back(a);
       std::erase(whole, a);
@@ -350,7 +354,7 @@ RedistributionPlan make_redistribution_plan(const ShardSpec& from, const ShardSp
   if (!ended.empty()) {
     if (contained(target, now)) {
       Axes scattered, alike;
-      for (const int a : ended) (target.cut_by(a) ? scattered : alike).push_back(a);
+      for (const int a : ended) (target.sharded_by(a) ? scattered : alike).push_back(a);
       if (!scattered.empty())
         plan.reductions.push_back(
             reduction(context, scattered, op, plan.before, boxes_over(target, scattered, me)));
@@ -362,7 +366,7 @@ RedistributionPlan make_redistribution_plan(const ShardSpec& from, const ShardSp
         const int d = target.dim_of(a);
         if (has(ended, a)) {
           pieces[d >= 0 ? d : now.longest()].push_back(a);
-        } else if (d >= 0 && !now.cut_by(a)) {
+        } else if (d >= 0 && !now.sharded_by(a)) {
           slices[d].push_back(a);
         }
       }
