@@ -101,9 +101,8 @@ Plan index(const OpCall& call) {
     plan.outputs[0].strides = (*out)[0].strides;
   const int d = a.dims[0];
   if (a.dims.size() > 1 || !plan.inputs[0]->is_sharded(d)) return plan;
-  plan.local = [d, part = dim_shard_of(*plan.inputs[0], d),
-                local = plan.outputs[0].spec.local_shape()](const c10::OperatorHandle&,
-                                                            torch::jit::Stack s) {
+  plan.local = [d, part = part_of(*plan.inputs[0], d), local = plan.outputs[0].spec.local_shape()](
+                   const c10::OperatorHandle&, torch::jit::Stack s) {
     const at::Tensor t = s[0].toTensor(), given = s[1].toListRef()[d].toTensor();
     part.check(given, "index", true);
     if (part.size == 0) return torch::jit::Stack{t.new_zeros(local)};
@@ -157,7 +156,7 @@ Plan index_put(const OpCall& call) {
     if (a.result_labels[i] < kIndex) local[i] = spec.local_shape()[a.result_labels[i]];
   }
   std::vector<DimShard> parts;
-  for (const int d : a.dims) parts.push_back(dim_shard_of(spec, d));
+  for (const int d : a.dims) parts.push_back(part_of(spec, d));
   plan.local = [dims = a.dims, parts, local, at = a.at, count = a.broadcast.size()](
                    const c10::OperatorHandle& op, torch::jit::Stack stack) {
     std::vector<at::Tensor> given;

@@ -37,7 +37,7 @@ struct DimShard {
   }
 };
 
-inline DimShard dim_shard_of(const ShardSpec& spec, int d) {
+inline DimShard part_of(const ShardSpec& spec, int d) {
   return {spec.local_offset()[d], spec.local_shape()[d], spec.shape()[d]};
 }
 

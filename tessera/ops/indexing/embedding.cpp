@@ -67,7 +67,7 @@ std::optional<Plan> exchanged(const OpCall& call, const TensorInfo& weight,
   plan.inputs[call.index_of(weight)] = table;
   plan.inputs[call.index_of(indices)] = asked;
   plan.outputs = {{out}};
-  plan.local = [asked, gathered, summands, out, part = dim_shard_of(table, 0)](
+  plan.local = [asked, gathered, summands, out, part = part_of(table, 0)](
                    const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor at = redistribute_local(a[1].toTensor(), asked, gathered);
     return torch::jit::Stack{
@@ -147,7 +147,7 @@ Plan renorm(const OpCall& call) {
   plan.inputs[call.index_of(indices)] =
       indices.spec.with_placements(std::vector<Placement>(indices.spec.placements().size()));
   if (!table.is_sharded(0)) return plan;
-  plan.local = [part = dim_shard_of(table, 0)](const c10::OperatorHandle& op, torch::jit::Stack a) {
+  plan.local = [part = part_of(table, 0)](const c10::OperatorHandle& op, torch::jit::Stack a) {
     const at::Tensor at = a[1].toTensor();
     part.check(at, "embedding_renorm_", false);
     a[1] = (at.masked_select(part.mine(at)) - part.begin).to(at.scalar_type());

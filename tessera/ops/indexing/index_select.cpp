@@ -32,9 +32,8 @@ Plan index_select(const OpCall& call) {
   p.linear_in = {0};
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(d)) return plan;
-  plan.local = [d, part = dim_shard_of(*plan.inputs[0], d),
-                local = plan.outputs[0].spec.local_shape()](const c10::OperatorHandle&,
-                                                            torch::jit::Stack a) {
+  plan.local = [d, part = part_of(*plan.inputs[0], d), local = plan.outputs[0].spec.local_shape()](
+                   const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor &t = a[0].toTensor(), &given = a[2].toTensor();
     part.check(given, "index_select", false);
     if (part.size == 0) return torch::jit::Stack{t.new_zeros(local)};
@@ -62,8 +61,8 @@ Plan gather(const OpCall& call) {
   p.linear_in = {0};
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(d)) return plan;
-  plan.local = [d, part = dim_shard_of(*plan.inputs[0], d)](const c10::OperatorHandle&,
-                                                            torch::jit::Stack a) {
+  plan.local = [d, part = part_of(*plan.inputs[0], d)](const c10::OperatorHandle&,
+                                                       torch::jit::Stack a) {
     const at::Tensor &t = a[0].toTensor(), &at = a[2].toTensor();
     TORCH_CHECK_INDEX(
         at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),

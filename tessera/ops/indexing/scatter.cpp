@@ -53,7 +53,7 @@ Plan slices(const OpCall& call, bool adds) {
     p.additive = {0};
   }
   Plan plan = solve(p);
-  plan.local = [d, part = dim_shard_of(*plan.inputs[0], d), sharded = plan.inputs[0]->is_sharded(d),
+  plan.local = [d, part = part_of(*plan.inputs[0], d), sharded = plan.inputs[0]->is_sharded(d),
                 has_source = source != nullptr, name = call.name(),
                 fills = call.find("source") == nullptr && call.argument("source") < 0,
                 in_place = call.in_place()](const c10::OperatorHandle& op, torch::jit::Stack a) {
@@ -101,7 +101,7 @@ Plan scatter(const OpCall& call, bool adds) {
   }
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(d)) return plan;
-  plan.local = [d, part = dim_shard_of(*plan.inputs[0], d), in_place = call.in_place()](
+  plan.local = [d, part = part_of(*plan.inputs[0], d), in_place = call.in_place()](
                    const c10::OperatorHandle& op, torch::jit::Stack a) {
     const at::Tensor t = a[0].toTensor(), at = a[2].toTensor();
     TORCH_CHECK_INDEX(

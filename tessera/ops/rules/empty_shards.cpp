@@ -22,7 +22,7 @@ bool empty_here(const OpCall& call, const Plan& plan) {
 Rule guarded(Rule rule) {
   return [rule = std::move(rule)](const OpCall& call) {
     Plan plan = rule(call);
-    if (plan.whole || call.in_place() || !empty_here(call, plan)) return plan;
+    if (plan.gathered || call.in_place() || !empty_here(call, plan)) return plan;
     struct Made {
       std::vector<std::int64_t> shape;
       std::optional<at::ScalarType> dtype;

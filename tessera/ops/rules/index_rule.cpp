@@ -23,7 +23,7 @@ constexpr int kOfEllipsis = 1000;
 
 struct NamedDim {
   int label;
-  bool whole, stretched;
+  bool unsharded, stretched;
 };
 using NamedDims = std::vector<NamedDim>;
 
@@ -41,7 +41,7 @@ struct Notation {
     outputs = tensors(text.substr(arrow + 2));
     for (const NamedDims& in : inputs) {
       for (const NamedDim& dim : in) {
-        if (dim.whole || dim.label == kEllipsis) continue;
+        if (dim.unsharded || dim.label == kEllipsis) continue;
         const bool everywhere = std::ranges::all_of(outputs, [&](const NamedDims& out) {
           return std::ranges::any_of(out, [&](const NamedDim& d) { return d.label == dim.label; });
         });
@@ -77,8 +77,8 @@ struct Notation {
         all.push_back({kEllipsis, false, false});
         continue;
       }
-      const bool whole = word.back() == '!', stretched = word.back() == '?';
-      if (whole || stretched) word.pop_back();
+      const bool unsharded = word.back() == '!', stretched = word.back() == '?';
+      if (unsharded || stretched) word.pop_back();
       if (word.empty() || !std::ranges::all_of(word, [](unsigned char c) {
             return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
                    c == '_';
@@ -88,7 +88,7 @@ struct Notation {
       for (const NamedDim& d : all) {
         if (d.label == label) fail(concat("a tensor has the dim '", word, "' twice"));
       }
-      all.push_back({label, whole, stretched});
+      all.push_back({label, unsharded, stretched});
     }
     return all;
   }
@@ -188,7 +188,7 @@ Plan planned(const OpCall& call, const Notation& n, const IndexRuleOptions& opti
         throw InvalidArgument(concat(
             call.name(), ": dim ", d, " of ", argument_of(call, tensors[i]), " has size ", shape[d],
             ", and the same dim of another argument has ", size, " ('", n.text, "')"));
-      labels.push_back(dim.whole || stretched ? detail::kUnsharded : dim.label);
+      labels.push_back(dim.unsharded || stretched ? detail::kUnsharded : dim.label);
     }
     p.inputs.push_back(std::move(labels));
   }
@@ -197,7 +197,7 @@ Plan planned(const OpCall& call, const Notation& n, const IndexRuleOptions& opti
     detail::Labels labels;
     std::vector<std::int64_t> shape;
     for (const NamedDim& dim : expanded(out, of_ellipsis.value_or(0))) {
-      labels.push_back(dim.whole ? detail::kUnsharded : dim.label);
+      labels.push_back(dim.unsharded ? detail::kUnsharded : dim.label);
       const auto known = extent.find(dim.label);
       if (known == extent.end() && !inferred)
         throw ShardingError(concat("the rule of ", call.name(), " ('", n.text,

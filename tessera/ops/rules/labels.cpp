@@ -278,7 +278,7 @@ Plan per_sample(const OpCall& call) {
 
 Plan on_gathered(const OpCall&) {
   Plan plan;
-  plan.whole = true;
+  plan.gathered = true;
   return plan;
 }
 

@@ -168,20 +168,20 @@ void plan_by_rule(const OpInfo& info, const OpCall& call, const Rule& rule, cons
                   ReadyPlan& ready) {
   require_possible(info, call, like.device);
   Plan plan = rule(call);
-  if (plan.whole) {
+  if (plan.gathered) {
     plan.inputs.clear();
     for (const TensorInfo& t : call.tensors())
       plan.inputs.push_back(
           t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
   }
-  ready.mode = plan.whole ? ReadyPlan::Mode::replicated : ReadyPlan::Mode::ruled;
+  ready.mode = plan.gathered ? ReadyPlan::Mode::replicated : ReadyPlan::Mode::ruled;
   ready.arguments = std::move(plan.arguments);
   if (ready.arguments.size() == 1 && ready.arguments[0].second.isIntList())
     ready.local_sizes = ready.arguments[0].second.toIntVector();
   ready.local = std::move(plan.local);
   ready.view_copied = plan.view_copied;
   plan_moves(call, plan, ready);
-  if (plan.whole) return;
+  if (plan.gathered) return;
   if (call.in_place()) {
     require_target_stays(call, plan);
     return;

@@ -143,7 +143,7 @@ struct Plan {
   bool view_copied = false;
   /// Every input is planned Replicate on every axis: the results are those of the operator on the
   /// global values, the same on all ranks, of any shape.
-  bool whole = false;
+  bool gathered = false;
 };
 
 using Rule = std::function<Plan(const OpCall&)>;
