@@ -108,6 +108,7 @@ class LoadedBatch:
     step: int
     epoch: int
     tensors: tuple[Any, ...]
+    fields: Any
     samples: tuple[Any, ...]
     slices: tuple[Any, ...]
     rows: int
@@ -115,7 +116,7 @@ class LoadedBatch:
     global_rows: int
     global_real: int
     mask: Tensor | None
-    def __init__(self, step: int, epoch: Any, tensors: Any, samples: float, slices: Any, rows: int, real: Any, global_rows: Any, global_real: Any, mask: Any) -> None: ...
+    def __init__(self, step: int, epoch: Any, tensors: Any, fields: Any, samples: Any, slices: Any, rows: int, real: Any, global_rows: Any, global_real: Any, mask: Any) -> None: ...
 
 class Loader:
     def __init__(self, datasets: Any, order: Order, mesh: Mesh, batch_axes: Sequence[str], *, workers: int = 0, prefetch: int = 2, stall_limit: float = 300.0, pin_memory: bool = False, device: str | torch.device = '', collate: Callable[[list[Any]], Any] | None = None) -> None: ...
@@ -230,7 +231,7 @@ class ShardedBatch:
     mask: Tensor | None
     rows: int
     real: int
-    def __init__(self, step: int, epoch: Any, tensors: Any, mask: Any, rows: int, real: Any) -> None: ...
+    def __init__(self, step: int, epoch: int, tensors: Any, mask: Any, rows: int, real: int) -> None: ...
 
 class Source:
     def __init__(self, kind: str, path: PathLike) -> None: ...

@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+from torch.utils import _pytree as pytree
 
 from tessera._groups import world
 from tessera._library import classes, ops
@@ -14,12 +15,16 @@ _READER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64), ctypes
 
 
 def _tensors(sample):
-    values = sample if isinstance(sample, (tuple, list)) else (sample,)
-    return [torch.as_tensor(value) for value in values]
+    """The tensors of a sample, however it is nested."""
+    return [torch.as_tensor(value) for value in pytree.tree_leaves(sample)]
 
 
 def _stack(samples):
-    return [torch.stack(column) for column in zip(*(_tensors(sample) for sample in samples), strict=True)]
+    """The batch of samples that are nested alike, and how they are nested."""
+    specs = [pytree.tree_structure(sample) for sample in samples]
+    if any(spec != specs[0] for spec in specs):
+        raise ValueError(f"samples of one dataset are nested alike; these are {specs[0]} and {next(spec for spec in specs if spec != specs[0])}")
+    return [torch.stack(column) for column in zip(*map(_tensors, samples))], specs[0]
 
 
 class _Errors:
@@ -54,11 +59,11 @@ class _Errors:
 class Dataset:
     """Samples by index: what `Loader` reads. Made by `TensorDataset`, `TokenFileDataset`, `SourceDataset`, or of any object with `len()` and `[index]`.
 
-    A sample is a tensor, a number, or a tuple of them. An object of Python's is called from the loader's threads.
+    A sample is a tensor, a number, or tuples, lists and dictionaries of them, nested in any way. An object of Python's is called from the loader's threads.
     """
 
     def __init__(self, handle, errors=None, keep=None):
-        self._handle, self._errors, self._keep = handle, errors, keep
+        self._handle, self._errors, self._keep, self._nesting = handle, errors, keep, None
 
     def __len__(self):
         return self._handle.size()
@@ -76,16 +81,27 @@ class Dataset:
         """
         if isinstance(samples, Dataset):
             return samples
-        errors = _Errors()
+        errors, known = _Errors(), []
 
         def batch(indices):
             got = [samples[i] for i in indices or range(min(1, len(samples)))]
-            made = _tensors(collate(got)) if collate else _stack(got)
+            if collate:
+                whole = collate(got)
+                made, nesting = _tensors(whole), pytree.tree_structure(whole)
+            else:
+                made, nesting = _stack(got)
+            known[:] = [nesting]
             return made if indices else [t[:0] for t in made]
 
         reader = errors.calling(batch)
-        handle = ops.python_dataset(len(samples), ctypes.cast(reader, ctypes.c_void_p).value)
-        return Dataset(handle, errors, reader)
+        dataset = Dataset(ops.python_dataset(len(samples), ctypes.cast(reader, ctypes.c_void_p).value), errors, reader)
+        dataset._nesting = known
+        return dataset
+
+    def _nested(self, tensors):
+        if self._nesting and self._nesting[0].num_leaves == len(tensors):
+            return pytree.tree_unflatten(list(tensors), self._nesting[0])
+        return tuple(tensors)
 
 
 def TensorDataset(*tensors):
@@ -220,7 +236,9 @@ class LoadedBatch:
     step: int
     epoch: int
     tensors: tuple
-    """Batch dim in front."""
+    """Batch dim in front, flat."""
+    fields: object
+    """The same, nested as the samples of an object of Python's are: `batch.fields["image"]`."""
     samples: tuple
     """(dataset, index) of each row."""
     slices: tuple
@@ -275,7 +293,8 @@ class Loader:
         """The next batch. After an exception the loader still stands before that batch."""
         (step, epoch, rows, real, global_rows, global_real), tensors, mask, samples, slices = self._around(self._handle.next)
         pairs = tuple(zip(samples[::2], samples[1::2]))
-        return LoadedBatch(step, epoch, tuple(tensors), pairs, _fours(slices), rows, real, global_rows, global_real, mask)
+        nested = self._datasets[0]._nested(tensors)
+        return LoadedBatch(step, epoch, tuple(tensors), nested, pairs, _fours(slices), rows, real, global_rows, global_real, mask)
 
     def epoch(self):
         """Batches until the epoch ends; in the middle of one, until its end."""

@@ -87,6 +87,31 @@ def test_epochs_and_orders():
     on_ranks(1, body)
 
 
+class Nested(Samples):
+    def __getitem__(self, index):
+        field, label = super().__getitem__(index)
+        return {"image": field, "about": {"label": label, "place": [index, 2.0 * index]}}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fields_are_nested_as_samples_are(workers):
+    expected = alone(ts.FixedOrder(7, 3, seed=3))[0]
+
+    def body(rank):
+        mesh = ts.Mesh({"data": 4})  # the last ranks have no rows
+        batch = ts.Loader(Nested(), ts.FixedOrder(7, 3, seed=3), mesh, ["data"], workers=workers).next()
+        place, twice = batch.fields["about"]["place"]
+        assert len(batch.tensors) == 4 and twice.tolist() == (2 * place).tolist() and batch.fields["image"].shape == (batch.rows, 5)
+        sharded = ts.shard_batch(batch, mesh, ["data"])
+        for t, u in zip((sharded.tensors[0], sharded.tensors[1]), expected.tensors):
+            assert torch.equal(ts.full_tensor(t), u)
+
+    on_ranks(4, body)
+    mixed = ts.Dataset.of([{"a": 1}, {"b": 2}])
+    with pytest.raises(RuntimeError, match="nested alike"):
+        on_ranks(1, lambda rank: ts.Loader(mixed, ts.FixedOrder(2, 2), ts.Mesh({"x": 1}), ["x"]).next())
+
+
 class Damaged(Samples):
     def __getitem__(self, index):
         if index == 4:
