@@ -267,6 +267,69 @@ TEST(StoreServer, CountsTheAnswersOfThoseWhoWereAsked) {
   for (int rank = 2; rank >= 0; --rank) held[rank].reset();
 }
 
+/// The kind of the next frame, and of a challenge its nonce.
+std::pair<Frame, std::string> next_frame(const Socket& socket) {
+  std::uint32_t size = 0;
+  std::string frame;
+  const auto take = [&](void* to, std::size_t bytes) {
+    if (detail::receive_all(socket, static_cast<char*>(to), bytes, Clock::now() + 10s) !=
+        detail::Transfer::done)
+      throw std::runtime_error("the store said nothing more");
+  };
+  take(&size, sizeof size);
+  frame.resize(size);
+  take(frame.data(), size);
+  detail::Reader in(frame);
+  if (in.kind != Frame::challenge) return {in.kind, {}};
+  in.number<std::uint8_t>();
+  in.text();
+  return {in.kind, std::string(in.text())};
+}
+
+// All ranks of a large job are killed at once: each is lost to all others, of whom none reads it.
+TEST(StoreServer, ManyDeathsAtOnceCostLittleMemory) {
+  constexpr int kRanks = 2000;
+  constexpr std::size_t kDescriptors = 2 * kRanks + 200;
+  if (detail::allow_descriptors(kDescriptors) < kDescriptors)
+    GTEST_SKIP() << "needs " << kDescriptors << " descriptors (ulimit -Hn)";
+  const auto most_kib = [] {
+    rusage used{};
+    ::getrusage(RUSAGE_SELF, &used);
+    return used.ru_maxrss;
+  };
+  long before = 0;
+  {
+    StoreServer server(detail::listen_on("127.0.0.1", 0), kRanks, "", kSecret);
+    server.set_linger(30s);
+    std::vector<Socket> ranks;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      const Socket& socket = ranks.emplace_back(connect(server));
+      std::string magic(detail::store_magic.size(), '\0');
+      ASSERT_EQ(detail::receive_all(socket, magic.data(), magic.size(), Clock::now() + 10s),
+                detail::Transfer::done);
+      const auto [kind, nonce] = next_frame(socket);
+      ASSERT_EQ(kind, Frame::challenge);
+      const auto fields = detail::hello_fields(rank, kRanks, 60'000, "me", "", "n");
+      const std::string bytes =
+          std::string(detail::store_magic) + Writer(Frame::hello)
+                                                 .number(std::int32_t{rank})
+                                                 .number(std::int32_t{kRanks})
+                                                 .number(std::int64_t{60'000})
+                                                 .text("me")
+                                                 .text("")
+                                                 .text("n")
+                                                 .text(detail::rank_proof(kSecret, nonce, fields))
+                                                 .take();
+      detail::send_all(socket, bytes.data(), bytes.size(), Clock::now() + 10s);
+      ASSERT_EQ(next_frame(socket).first, Frame::welcome);
+    }
+    for (const Socket& socket : ranks) ASSERT_EQ(next_frame(socket).first, Frame::ready);
+    before = most_kib();
+    ranks.clear();
+  }  // it ends when it has seen all of them go
+  EXPECT_LT(most_kib() - before, 32 * 1024) << "KiB";
+}
+
 TEST(Strangers, SilentOnesAreFewAndSoonClosed) {
   StoreServer server(detail::listen_on("127.0.0.1", 0), 2, "", kSecret);
   std::vector<Socket> silent;

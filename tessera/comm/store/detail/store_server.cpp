@@ -141,6 +141,14 @@ void StoreServer::drop_broken() {
   }
 }
 
+// Where many ranks die at once, each is lost to all others: what nobody will read is not kept, or a
+// job of ten thousand that is killed costs rank 0 gigabytes.
+void StoreServer::give_up(Client& client) {
+  client.broken = true;
+  std::string().swap(client.out);
+  broken_.push_back(client.socket.fd());
+}
+
 void StoreServer::accept_some() {
   for (int i = 0; i < kAcceptsATurn; ++i) {
     if (strangers_.size() >= most_strangers_) {
@@ -215,13 +223,13 @@ void StoreServer::read(Client& client) {
   while (n < 0 && errno == EINTR);
   if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
   if (n <= 0 || (stranger && client.in.size() + static_cast<std::size_t>(n) > largest_stranger))
-    return broken_.push_back(client.socket.fd());
+    return give_up(client);
   client.in.append(part, static_cast<std::size_t>(n));
   if (!client.greeted) {
     const auto size = std::min(client.in.size(), store_magic.size());
     // not this protocol: a browser, a port scan
     if (std::string_view(client.in).substr(0, size) != store_magic.substr(0, size))
-      return broken_.push_back(client.socket.fd());
+      return give_up(client);
     if (size < store_magic.size()) return;
     client.in.erase(0, size);
     client.greeted = true;
@@ -231,8 +239,7 @@ void StoreServer::read(Client& client) {
     std::uint32_t size;
     if (client.in.size() - used < sizeof size) break;
     std::memcpy(&size, client.in.data() + used, sizeof size);
-    if (size > (client.rank < 0 ? largest_stranger : largest_frame))
-      return broken_.push_back(client.socket.fd());
+    if (size > (client.rank < 0 ? largest_stranger : largest_frame)) return give_up(client);
     if (client.in.size() - used - sizeof size < size) break;
     Reader in(std::string_view(client.in).substr(used + sizeof size, size));
     serve(client, in);
@@ -255,10 +262,7 @@ void StoreServer::write(Client& client) {
     }
   }
   client.out.erase(0, sent);
-  if (failed || (client.closing && client.out.empty())) {
-    broken_.push_back(client.socket.fd());
-    return;
-  }
+  if (failed || (client.closing && client.out.empty())) return give_up(client);
   epoll_event event{};
   event.events = client.out.empty() ? EPOLLIN : EPOLLIN | EPOLLOUT;
   event.data.fd = client.socket.fd();
@@ -266,6 +270,7 @@ void StoreServer::write(Client& client) {
 }
 
 void StoreServer::send(Client& client, std::string frame) {
+  if (client.broken) return;
   const bool idle = client.out.empty();
   client.out += frame;
   if (idle) write(client);

@@ -46,6 +46,7 @@ class StoreServer {
     std::string in, out;
     bool greeted = false;  // its magic was right
     bool closing = false;  // close when `out` is sent
+    bool broken = false;   // to be dropped, and told nothing more
     int rank = -1;         // once it is in the meeting
     std::string who;
     std::uint64_t number = 0;  // of the connection, in the order of arrival
@@ -77,6 +78,7 @@ class StoreServer {
   bool turn();
   void handle(int fd, std::uint32_t events);
   void drop_broken();
+  void give_up(Client& client);
   void accept_some();
   void listen_for_more(bool on);
   void watch_strangers();
