@@ -2,8 +2,10 @@
 // From what a loader reads to sharded tensors, in one call.
 //
 //   // data 2 x domain 2; each rank reads its rows of the batch, and its rows of every field
-//   for (auto& batch : loader.epoch()) {
-//     auto [inputs, targets] = ...shard_batch(batch, mesh, {"data"}, {{.dims = {{"domain", 2}}}});
+//   for (auto& loaded : loader.epoch()) {
+//     const auto batch = shard_batch(loaded, mesh, {"data"}, {{.dims = {{"domain", 2}}}, {}});
+//     torch::mse_loss(net(batch.tensors[0]), batch.tensors[1]).backward();
+//   }
 //
 //   // one rank of each domain group reads whole samples, the others get their shards of them
 //   auto batch = scatter_batch(reads ? std::optional(loader->next()) : std::nullopt, mesh,
