@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "tessera/base/text.h"
@@ -128,13 +129,21 @@ MeshStrategy::MeshStrategy(const DeviceMesh& mesh, NamedPlacements patterns,
 
 void MeshStrategy::setup(const NamedModules& modules) {
   Strategy::setup(modules);
-  move_modules(modules, root_device());
-  if (!parallelise_) {
-    const auto all = std::make_shared<detail::AllModules>(modules);
+  // A second run over modules that lie on the mesh since the first one.
+  NamedModules fresh;
+  for (const NamedModule& m : modules)
+    if (std::none_of(prepared_.begin(), prepared_.end(),
+                     [&](const auto& one) { return one.lock() == m.module; }))
+      fresh.push_back(m);
+  if (fresh.empty()) return;
+  move_modules(fresh, root_device());
+  if (parallelise_) {
+    for (const NamedModule& m : fresh) parallelise_(m.name, *m.module, mesh_);
+  } else {
+    const auto all = std::make_shared<detail::AllModules>(fresh);
     distribute_module(*all, mesh_, patterns_);
-    return;
   }
-  for (const NamedModule& m : modules) parallelise_(m.name, *m.module, mesh_);
+  for (const NamedModule& m : fresh) prepared_.emplace_back(m.module);
 }
 
 void MeshStrategy::place(MicroBatch& batch) {

@@ -116,6 +116,8 @@ class MeshStrategy : public ManagedStrategy {
   NamedPlacements patterns_;
   std::vector<Placement> batch_;
   int sharing_ = 1;
+  /// What setup() has made parallel: it stays so, for another run.
+  std::vector<std::weak_ptr<torch::nn::Module>> prepared_;
 };
 
 /// Strategies by name, as a value: a program that takes a name from its command line adds its own.

@@ -77,9 +77,7 @@ FitResult Trainer::fit(Task& task, std::shared_ptr<BatchSource> training,
   end_session();
   try {
     together(strategy(), [&] {
-      make_checkpointer();
-      const auto saved = resumed_from();
-      begin(task, saved.get());
+      const auto saved = begin_or_resume(task);
       training_ = std::make_shared<AgreedBatches>(training, strategy(), options_.uneven);
       if (validation)
         validation_ =
@@ -117,6 +115,20 @@ FitResult Trainer::fit(Task& task, std::shared_ptr<BatchSource> training,
   training_.reset();
   validation_.reset();
   return {stop_, reason_, step_, epoch_, metrics_, saved_};
+}
+
+// The strategy is set up before its ranks are asked for anything, unless it wants the values first.
+std::unique_ptr<CheckpointReader> Trainer::begin_or_resume(Task& task) {
+  const bool first = !strategy().abilities().restores_after_setup;
+  std::unique_ptr<CheckpointReader> saved;
+  const auto look = [&] {
+    make_checkpointer();
+    saved = resumed_from();
+  };
+  if (first) look();
+  begin(task, saved.get());
+  if (!first) look();
+  return saved;
 }
 
 void Trainer::begin(Task& task, const CheckpointReader* from) {
@@ -434,10 +446,7 @@ std::vector<std::vector<at::Tensor>> Trainer::predict(Task& task,
 void Trainer::prepare(Task& task) {
   if (session_ && task_ == &task) return;
   end_session();
-  make_checkpointer();
-  const auto saved = resumed_from();
-  begin(task, saved.get());
-  if (saved) load(*saved);
+  if (const auto saved = begin_or_resume(task)) load(*saved);
   if (first_rank())
     for (const auto& logger : options_.loggers) logger->start(step_);
 }

@@ -146,6 +146,8 @@ class Trainer {
   void log_here(const std::map<std::string, double>& values);
 
  private:
+  /// The checkpoint to go on from, still to be loaded; nullptr: there is none.
+  std::unique_ptr<CheckpointReader> begin_or_resume(Task& task);
   void begin(Task& task, const CheckpointReader* from);
   void end_session();
   void run();
