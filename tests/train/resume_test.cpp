@@ -3,6 +3,7 @@
 // ranks.
 
 #include "support.h"
+#include "tessera/train/generators.h"
 
 namespace tessera::test {
 
@@ -138,6 +139,50 @@ TEST(ResumedTraining, DropoutDrawsTheSameNumbers) {
       expect_same(run(manager, Kind::ddp, folder.path(), 0, true), expected,
                   concat("dropout, interrupted at ", at + 1));
     }
+  });
+}
+
+// A region with numbers of its own disturbs nobody, whether it ends by itself or by an exception.
+TEST(Generators, AreKeptSetAndForked) {
+  on_threads(1, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 1}});
+    const ManualStrategy strategy(manager);
+    const auto draw = [&] {
+      return std::vector{
+          at::rand({4}),
+          full_tensor(at::rand_like(distribute_tensor(at::zeros({4}), mesh, {Shard(0)})))};
+    };
+    torch::manual_seed(4);
+    manual_seed(manager, 4);
+    const GeneratorState before = generator_state(strategy);
+    const auto expected = draw();
+    set_generator_state(strategy, before);
+    std::vector<at::Tensor> first, again, forked;
+    {
+      const ForkedGenerators own(strategy, 9);
+      first = draw();
+    }
+    EXPECT_EQ(generator_state(strategy), before);
+    try {
+      const ForkedGenerators own(strategy, 9);
+      again = draw();
+      throw Error("out of the region");
+    } catch (const Error&) {
+    }
+    {
+      const ForkedGenerators own(strategy);
+      forked = draw();
+    }
+    const auto after = draw();
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(after[i].equal(expected[i]));
+      EXPECT_TRUE(forked[i].equal(expected[i]));
+      EXPECT_TRUE(first[i].equal(again[i]));
+      EXPECT_FALSE(first[i].equal(expected[i]));
+    }
+    GeneratorState cut = before;
+    cut.local.resize(7);
+    EXPECT_THROW(set_generator_state(strategy, cut), ConfigurationError);
   });
 }
 

@@ -52,4 +52,11 @@ void set_random_bytes(const std::string& bytes, c10::Device device) {
   }
 }
 
+void seed_generators(std::uint64_t seed, c10::Device device) {
+  for (at::Generator& generator : generators_of(device)) {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_current_seed(seed);
+  }
+}
+
 }  // namespace tessera::detail

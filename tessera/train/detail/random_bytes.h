@@ -3,6 +3,7 @@
 
 #include <c10/core/Device.h>
 
+#include <cstdint>
 #include <string>
 
 namespace tessera::detail {
@@ -12,5 +13,7 @@ std::string random_bytes(c10::Device device);
 /// Throws ConfigurationError for other bytes. A device's part is left out where there is no such
 /// device now.
 void set_random_bytes(const std::string& bytes, c10::Device device);
+/// The same generators from `seed` on.
+void seed_generators(std::uint64_t seed, c10::Device device);
 
 }  // namespace tessera::detail
