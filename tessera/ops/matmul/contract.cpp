@@ -134,7 +134,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const std::optional<
 
 at::Tensor linear_of_shards(const at::Tensor& x, const at::Tensor& w,
                             const std::optional<at::Tensor>& bias) {
-  if (x.dim() < 3 || w.dim() != 2 || !tears(x, x.dim() - 1)) return at::native::linear(x, w, bias);
+  if (x.dim() < 3 || w.dim() != 2 || !breaks_sharded_dim(x, x.dim() - 1))
+    return at::native::linear(x, w, bias);
   const std::int64_t n = x.dim();
   Indices lx(n), lo(n);
   for (std::int64_t i = 0; i < n; ++i) lx[i] = lo[i] = i;
