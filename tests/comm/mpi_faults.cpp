@@ -106,8 +106,16 @@ void run(const MpiWorld& world, const std::string& fault) {
     if (world.rank() == last) throw std::runtime_error("no more fuel");
     group->allreduce(t, c10d::AllreduceOptions())->wait();
   } else if (fault == "killed") {
-    if (world.rank() == last) raise(SIGKILL);
+    // It dies when the other is about to wait for it: mpirun's words alone would come anyhow.
+    std::vector<at::Tensor> word{at::ones({1})};
+    if (world.rank() == last) {
+      group->recv(word, 0, 0)->wait();
+      raise(SIGKILL);
+    }
+    say(world, "waits for a rank that dies");
+    group->send(word, last, 0)->wait();
     group->allreduce(t, c10d::AllreduceOptions())->wait();
+    std::abort();  // the call went on without that rank
   } else if (fault == "late_blocking" || fault == "late_started") {
     if (world.rank() == last) stay_away();
     expect_timeout(world, "all_reduce",
