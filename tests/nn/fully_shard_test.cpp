@@ -97,7 +97,7 @@ void expect_same(torch::nn::Module& got, torch::nn::Module& expected, const std:
 
 at::Tensor loss_of(const at::Tensor& y) { return y.square().mean() + y.sin().mean(); }
 
-std::map<std::string, std::pair<int, std::int64_t>> counts(const CommTrace& trace) {
+std::map<std::string, std::pair<int, std::int64_t>> calls_of(const CommTrace& trace) {
   std::map<std::string, std::pair<int, std::int64_t>> all;
   for (const CommSummary& s : trace.summary()) {
     all[s.operation].first += static_cast<int>(s.count);
@@ -235,7 +235,7 @@ TEST(FullyShard, GathersEachUnitOnceAndNothingElse) {
     for (int step = 0; step < 2; ++step) {
       const CommTraceScope trace(manager);
       loss_of(net->forward(x)).backward();
-      auto moved = counts(*trace);
+      auto moved = calls_of(*trace);
       // Forward: the root's, the blocks', the root's again; backward goes on with it, and needs the
       // root's first layer no more: no input asks for a gradient.
       EXPECT_EQ(moved["all_gather"].first, kBlocks + 2 + kBlocks) << trace->table();
@@ -657,7 +657,7 @@ TEST(FullyShard, GathersByHand) {
         loss_of(expected->forward(x)).backward();
       }
       release_parameters(*net);
-      EXPECT_EQ(counts(*trace)["all_gather"].first, 4) << trace->table();
+      EXPECT_EQ(calls_of(*trace)["all_gather"].first, 4) << trace->table();
       expect_same(*net, *expected, concat("step ", step));
       const at::NoGradGuard no_grad;
       for (const auto& p : net->parameters()) p.mul_(1.1);
