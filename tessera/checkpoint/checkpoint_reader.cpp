@@ -12,6 +12,7 @@
 #include "tessera/checkpoint/detail/together.h"
 #include "tessera/checkpoint/storage/saved_checkpoint.h"
 #include "tessera/checkpoint/torch_dtypes.h"
+#include "tessera/tensor/dispatch/parameter_source.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
@@ -251,6 +252,7 @@ void CheckpointReader::load(CheckpointState& state, const LoadOptions& options) 
       call_within(options.timeout));
   for (std::size_t i = 0; i < wants.size(); ++i)
     if (staged[i].numel() > 0) wants[i].into.copy_(staged[i]);
+  for (const auto& t : state.tensors()) detail::wrote_shard(t.value);
   for (const auto& [name, bytes] : values) state.set(name, bytes);
   for (const auto& [name, bytes] : mine) state.set_of_rank(name, bytes);
 }

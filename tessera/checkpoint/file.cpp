@@ -21,6 +21,7 @@
 #include "tessera/partition/transfer.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
+#include "tessera/tensor/dispatch/parameter_source.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
@@ -344,6 +345,7 @@ void load_into(const NamedTensors& state, const DeviceMesh& mesh, const std::str
   for (std::size_t i = 0; i < state.size(); ++i) {
     const at::Tensor& t = state[i].second;
     (is_sharded(t) ? to_local(t) : t.detach()).copy_(locals[i]);
+    detail::wrote_shard(t);
   }
 }
 

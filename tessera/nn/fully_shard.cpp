@@ -15,6 +15,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/group/agreement.h"
+#include "tessera/gradient/hooks.h"
 #include "tessera/nn/detail/flat_plan.h"
 #include "tessera/nn/detail/gather_units.h"
 #include "tessera/nn/distribute_module.h"
@@ -266,6 +267,14 @@ void make_flat(const Flat& flat, int rank, const std::shared_ptr<GatherUnits>& u
   }
 }
 
+struct AccumulatedInUnit final : detail::ChainedHook {
+  explicit AccumulatedInUnit(const std::shared_ptr<GatherUnits>& u) : units(u) {}
+  void accumulated(const at::Tensor&) override {
+    if (const auto of = units.lock()) of->accumulated();
+  }
+  std::weak_ptr<GatherUnits> units;
+};
+
 template <class Call>
 void of_units(const torch::nn::Module& module, std::string_view name, const Call& call) {
   // In the order of the parameters, which all ranks share.
@@ -303,7 +312,9 @@ void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
     const std::size_t unit = plan.unit_of.at(entry.tensor.unsafeGetTensorImpl());
     if (!source_of(entry.tensor).first)
       units->add_parameter(unit, GatherUnits::kNoBuffer, 0, to_local(entry.tensor.detach()));
-    if (entry.tensor.requires_grad()) reduced.push_back({entry.name, entry.tensor, unit});
+    if (!entry.tensor.requires_grad()) continue;
+    reduced.push_back({entry.name, entry.tensor, unit});
+    detail::add_hook_after(entry.tensor, std::make_unique<AccumulatedInUnit>(units));
   }
   detail::reduce_parameters(reduced, mesh, options.reducer);
 }

@@ -67,6 +67,11 @@ void GatherUnits::written(std::size_t index) {
   release(places_[index].unit);
 }
 
+void GatherUnits::accumulated() {
+  const std::lock_guard lock(mutex_);
+  if (pass_ != Pass::backward) begin(Pass::backward);
+}
+
 void GatherUnits::hold(std::size_t unit) {
   const std::lock_guard lock(mutex_);
   units_[unit].held = true;
@@ -103,8 +108,8 @@ void GatherUnits::visit(std::size_t index) {
       (!backward && starts_again(index))) {
     begin(backward                     ? Pass::backward
           : at::GradMode::is_enabled() ? Pass::forward
-                                       : Pass::evaluation,
-          index);
+                                       : Pass::evaluation);
+    first_ = index;
   }
   if (!seen_.empty() && seen_.back().unit == unit) {
     ++seen_.back().uses;
@@ -142,10 +147,9 @@ bool GatherUnits::starts_again(std::size_t index) const {
   return std::find(all.begin(), all.end(), false) == all.end();
 }
 
-void GatherUnits::begin(Pass pass, std::size_t index) {
+void GatherUnits::begin(Pass pass) {
   end(true);
   pass_ = pass;
-  first_ = index;
   if (pass == Pass::evaluation && !order().learnt)
     order() = orders_[static_cast<int>(Pass::forward)];
   following_ = order().learnt;

@@ -49,6 +49,8 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
 
   at::Tensor gathered(std::size_t index, const ShardMeta& meta, const ShardSpec& to) override;
   void written(std::size_t index) override;
+  /// A gradient of one of the parameters was accumulated: a backward runs, though it may use none.
+  void accumulated();
 
   std::size_t unit_of(std::size_t index) const { return places_[index].unit; }
   /// Starts the gather of a unit and keeps it until let_go(). Collective over the sharded axes.
@@ -88,7 +90,7 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   void use(std::size_t index);
   void visit(std::size_t index);
   bool starts_again(std::size_t index) const;
-  void begin(Pass pass, std::size_t index);
+  void begin(Pass pass);
   void end(bool learn);
   void left();
   void used();

@@ -1,5 +1,9 @@
 #include "tessera/tensor/dispatch/parameter_source.h"
 
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/rank_state.h"
+
 namespace tessera::detail {
 
 void ParameterSources::add(const at::Tensor& local, const std::shared_ptr<ParameterSource>& source,
@@ -23,6 +27,11 @@ ParameterSources::Found ParameterSources::find(const at::TensorBase& local) {
 
 void ParameterSources::wrote(const at::TensorBase& local) {
   if (const auto [source, index] = find(local); source) source->written(index);
+}
+
+void wrote_shard(const at::Tensor& tensor) {
+  if (const ShardMeta* meta = tensor.defined() ? meta_of(tensor) : nullptr)
+    context_of(meta->spec())->state->sources.wrote(meta->local);
 }
 
 }  // namespace tessera::detail

@@ -55,4 +55,9 @@ class ParameterSources {
   std::unordered_map<const void*, Entry> entries_;
 };
 
+/// The memory of a tensor's local was written to by other means than an operator on the tensor:
+/// what was gathered of it is no longer its value. Does nothing for plain tensors. All ranks of its
+/// mesh call it alike.
+void wrote_shard(const at::Tensor& tensor);
+
 }  // namespace tessera::detail
