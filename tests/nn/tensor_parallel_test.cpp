@@ -331,6 +331,18 @@ TEST(TensorParallel, SharesAGatheredInputOnlyWhileItIsTheSameValue) {
     EXPECT_LT(difference(second->weight.grad(), other->weight.grad()), 1e-11);
     EXPECT_LT(difference(second->bias.grad(), other->bias.grad()), 1e-11);
 
+    {
+      const c10::InferenceMode inference;
+      const auto written = [](Linear& a, Linear& b, at::Tensor x) {
+        const at::Tensor before = a(x).sum();
+        x.mul_(2);
+        return before + b(x).square().sum();
+      };
+      EXPECT_LT(difference(written(first, second, distribute_tensor(value, mesh, {Shard(0)})),
+                           written(twin, other, value.clone())),
+                1e-12);
+    }
+
     // twice through one graph, and a second derivative
     x.mutable_grad().reset();
     plain.mutable_grad().reset();

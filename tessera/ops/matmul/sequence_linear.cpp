@@ -67,8 +67,6 @@ struct LastGathered {
   static void clear() { of_thread() = {}; }
 };
 
-std::uint32_t version_of(const at::Tensor& t) { return t.is_inference() ? 0 : t._version(); }
-
 LayoutPtr layout_of(const at::Tensor& x, const ShardSpec& to) {
   const Layout& layout = *meta_of(x)->layout;
   return make_layout(to, layout.dtype, layout.device);
@@ -79,7 +77,7 @@ std::optional<at::Tensor> gathered_before(const at::Tensor& x, const ShardSpec& 
   const LastGathered& last = LastGathered::of_thread();
   if (!last.local.defined()) return std::nullopt;
   const auto of = last.of->lock();
-  if (of.get() != x.unsafeGetTensorImpl() || last.version != version_of(x) ||
+  if (of.get() != x.unsafeGetTensorImpl() || last.version != x._version() ||
       last.node.has_value() != (at::GradMode::is_enabled() && x.requires_grad()) ||
       last.local.sizes() != at::IntArrayRef(to.local_shape()))
     return std::nullopt;
@@ -91,13 +89,18 @@ std::optional<at::Tensor> gathered_before(const at::Tensor& x, const ShardSpec& 
 }
 
 at::Tensor gather(const at::Tensor& x, const ShardSpec& to) {
-  if (auto before = gathered_before(x, to)) return *before;
   LastGathered& last = LastGathered::of_thread();
+  if (x.is_inference()) {  // nobody counts the writes to it
+    last = {};
+    last.shared = std::make_shared<SharedInput>();
+    return redistribute(x, to);
+  }
+  if (auto before = gathered_before(x, to)) return *before;
   last = {};
   // in row-major order, whatever that of x
   const at::Tensor whole = redistribute(x, to).contiguous();
   last.of.emplace(x.getIntrusivePtr());
-  last.version = version_of(x);
+  last.version = x._version();
   last.local = meta_of(whole)->local;
   if (const NodePointer node = whole.grad_fn()) last.node.emplace(weak(node));
   last.shared = std::make_shared<SharedInput>();
