@@ -1,4 +1,5 @@
-// gpt: a small language model of bytes, trained on the book of Genesis on data x tensor ranks.
+// gpt: a small language model of bytes, trained on the book of Genesis on data x sharded x tensor
+// ranks.
 //
 //   gpt --data 2 --tensor 2 --report gpt.html     starts its four ranks itself
 //   tessera run -n 4 -- gpt --data 2 --tensor 2 --checkpoint run    stop it at any time, and go on
@@ -22,7 +23,8 @@ namespace {
 
 struct Settings {
   gpt::Options training;
-  int data = 1, tensor = 1;
+  int data = 1, sharded = 1, tensor = 1;
+  int ranks() const { return data * sharded * tensor; }
   std::string report;
 };
 
@@ -32,6 +34,10 @@ Settings read_settings(int argc, char** argv) {
   o.text = GPT_TEXT;
   CLI::App app{"Trains a small GPT on the bytes of a text"};
   app.add_option("--data", settings.data, "Ranks that share the samples of a step")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--sharded", settings.sharded,
+                 "Ranks that share samples, parameters and Adam's moments")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   app.add_option("--tensor", settings.tensor, "Ranks that share heads, features and vocabulary")
@@ -88,11 +94,12 @@ Settings read_settings(int argc, char** argv) {
 
 void run(const Settings& settings) {
   auto manager = tessera::DistributedManager::initialize();
-  if (settings.data * settings.tensor != manager.world_size())
+  if (settings.ranks() != manager.world_size())
     throw tessera::InvalidArgument(tessera::concat(
-        "--data ", settings.data, " --tensor ", settings.tensor, " need ",
-        settings.data * settings.tensor, " ranks; there are ", manager.world_size()));
-  const auto mesh = manager.mesh({{"data", settings.data}, {"tensor", settings.tensor}});
+        "--data ", settings.data, " --sharded ", settings.sharded, " --tensor ", settings.tensor,
+        " need ", settings.ranks(), " ranks; there are ", manager.world_size()));
+  const auto mesh = manager.mesh(
+      {{"data", settings.data}, {"sharded", settings.sharded}, {"tensor", settings.tensor}});
   const bool first = manager.rank() == 0;
   const gpt::Options& o = settings.training;
   const gpt::Result result = gpt::train(mesh, o, [&](std::int64_t step, double loss) {
@@ -113,8 +120,9 @@ void run(const Settings& settings) {
       result,
       {{"ranks", tessera::concat(manager.world_size(), ", started by ", manager.launch().launcher,
                                  ", ", at::get_num_threads(), " thread(s) each")},
-       {"mesh", tessera::concat("data ", settings.data, " × tensor ", settings.tensor,
-                                o.sequence ? ", sharded along the sequence" : "")},
+       {"mesh",
+        tessera::concat("data ", settings.data, " × sharded ", settings.sharded, " × tensor ",
+                        settings.tensor, o.sequence ? ", sharded along the sequence" : "")},
        {"backend", tessera::concat(manager.world().backend(), " on ", manager.device().str())},
        {"libtorch", TORCH_VERSION},
        {"network",
@@ -133,7 +141,7 @@ void run(const Settings& settings) {
 int main(int argc, char** argv) {
   try {
     const Settings settings = read_settings(argc, argv);
-    if (const auto status = tessera::start_local_ranks(settings.data * settings.tensor, argc, argv))
+    if (const auto status = tessera::start_local_ranks(settings.ranks(), argc, argv))
       return *status;
     run(settings);
   } catch (const std::exception& error) {

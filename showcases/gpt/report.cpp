@@ -86,8 +86,9 @@ void write_report(const Result& result,
                   const std::string& path) {
   std::ostringstream out;
   out << "<h1>A small GPT, byte by byte</h1><p class=sub>Trained with Tessera on the book of "
-         "Genesis: samples are sharded over the mesh’s axis data, heads, features and the "
-         "vocabulary over its axis tensor.</p><h2>Training</h2><div class=two><div "
+         "Genesis: samples are sharded over the mesh’s axes data and sharded, parameters over "
+         "sharded, heads, features and the vocabulary over tensor.</p><h2>Training</h2><div "
+         "class=two><div "
          "class=card><h3>Loss</h3>"
       << loss_chart(result) << "</div><div class=card><h3>Facts</h3><table class=facts>";
   for (const auto& [name, value] : facts)

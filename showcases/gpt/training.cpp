@@ -147,12 +147,14 @@ Result train(const std::optional<tessera::DeviceMesh>& mesh, const Options& opti
     const auto parallelise = [&](const std::string&, torch::nn::Module& module,
                                  const tessera::DeviceMesh& on) {
       tessera::TensorParallelOptions how;
+      if (on.layout().size("sharded") > 1) how.sharded_axis = "sharded";
       if (options.sequence) how.sequence_dim = 1;
       result.plan = tensor_parallel(module, on, layers_of(options.network), how).to_string();
     };
     trainer.strategy = std::make_shared<tessera::MeshStrategy>(
         *mesh, parallelise,
-        std::vector<tessera::Placement>{tessera::Shard(0), tessera::Replicate()});
+        std::vector<tessera::Placement>{tessera::Shard(0), tessera::Shard(0),
+                                        tessera::Replicate()});
   }
   trainer.max_epochs = -1;
   trainer.max_steps = options.stop_at < 0 ? options.steps : options.stop_at;
@@ -168,8 +170,9 @@ Result train(const std::optional<tessera::DeviceMesh>& mesh, const Options& opti
         tessera::CheckpointCallbackOptions{.every_steps = options.save_every}));
   }
 
-  // Ranks with one position on the axis "data" read the same samples.
-  const tessera::Mesh layout = mesh ? mesh->layout() : tessera::Mesh({{"data", 1}, {"tensor", 1}});
+  // Ranks with one position on the axes "data" and "sharded" read the same samples.
+  const tessera::Mesh layout =
+      mesh ? mesh->layout() : tessera::Mesh({{"data", 1}, {"sharded", 1}, {"tensor", 1}});
   const int rank = mesh ? mesh->manager().rank() : 0;
   const auto loader = [&](const std::shared_ptr<tessera::TensorDataset>& data) {
     auto order = std::make_shared<tessera::FixedOrder>(
@@ -177,7 +180,8 @@ Result train(const std::optional<tessera::DeviceMesh>& mesh, const Options& opti
         tessera::BatchSchedule(static_cast<std::uint64_t>(options.batch)));
     return std::make_unique<tessera::Loader>(
         std::vector<std::shared_ptr<const tessera::Dataset>>{data}, order,
-        tessera::batch_mapping(layout, {"data"}), rank, tessera::LoaderOptions{.workers = 0});
+        tessera::batch_mapping(layout, {"data", "sharded"}), rank,
+        tessera::LoaderOptions{.workers = 0});
   };
   const auto training = loader(text.training), held_out = loader(text.held_out);
 

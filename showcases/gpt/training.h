@@ -1,5 +1,5 @@
 #pragma once
-// Trains the GPT on a text, on any mesh of data x tensor ranks, through the trainer.
+// Trains the GPT on a text, on any mesh of data x sharded x tensor ranks, through the trainer.
 
 #include <cstdint>
 #include <functional>
@@ -70,8 +70,8 @@ struct Result {
   double seconds = 0;
 };
 
-/// Collective over the mesh, which has the axes "data" and "tensor" and covers the world; without
-/// one this process trains alone. `watch` is called after each step with its number and loss.
+/// Collective over the mesh, which has the axes "data", "sharded" (samples and parameters) and
+/// "tensor" and covers the world; without one this process trains alone. `watch` is called after each step with its number and loss.
 /// Throws tessera::InvalidArgument for a text that is not ASCII or too short.
 Result train(const std::optional<tessera::DeviceMesh>& mesh, const Options& options,
              const std::function<void(std::int64_t step, double loss)>& watch = {});

@@ -85,13 +85,30 @@ std::string within(const std::string& layer, const std::string& name) {
   return layer.empty() ? name : concat(layer, ".", name);
 }
 
-std::int64_t elements_on(const TensorParallelPlan::Parameter& p, int rank) {
+std::int64_t elements_on(const TensorParallelPlan::Parameter& p, int axis, int rank) {
   std::int64_t n = 1;
-  for (std::size_t d = 0; d < p.shape.size(); ++d) {
-    const auto cut = p.placement.sizes.find(static_cast<int>(d));
-    n *= cut == p.placement.sizes.end() ? p.shape[d] : cut->second[rank];
+  for (const std::int64_t extent : p.shape) n *= extent;
+  for (std::size_t a = 0; a < p.placement.placements.size() && n > 0; ++a) {
+    const Placement& where = p.placement.placements[a];
+    if (!where.is_shard()) continue;
+    const Sizes& sizes = p.placement.sizes.at(where.dim);
+    n = n / p.shape[where.dim] *
+        (static_cast<int>(a) == axis ? sizes[rank] : *std::max_element(sizes.begin(), sizes.end()));
   }
   return n;
+}
+
+// Along the largest dim that is not sharded yet.
+void shard_further(ParameterPlacement& where, const std::vector<std::int64_t>& shape, int axis,
+                   int ranks) {
+  int largest = -1;
+  for (std::size_t d = 0; d < shape.size(); ++d) {
+    if (where.sizes.contains(static_cast<int>(d))) continue;
+    if (largest < 0 || shape[d] > shape[largest]) largest = static_cast<int>(d);
+  }
+  if (largest < 0) return;
+  where.placements[axis] = Shard(largest);
+  where.sizes[largest] = Partition::even(shape[largest], ranks).sizes();
 }
 
 }  // namespace
@@ -105,12 +122,16 @@ LayerSharding sharded(int dim, std::int64_t units) { return {Kind::sharded, unit
 TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const DeviceMesh& mesh,
                                        const LayerShardings& layers,
                                        const TensorParallelOptions& options)
-    : axis_(options.axis), sequence_dim_(options.sequence_dim) {
+    : axes_(mesh.layout().names()), sequence_dim_(options.sequence_dim) {
   const Mesh& layout = mesh.layout();
   if (sequence_dim_ && *sequence_dim_ < 0)
     throw InvalidArgument(concat("tensor_parallel: sequence_dim is ", *sequence_dim_,
                                  "; count from the first dim of the data"));
-  const int axis = layout.index(axis_);
+  const int axis = axis_ = layout.index(options.axis);
+  const int further = options.sharded_axis.empty() ? -1 : layout.index(options.sharded_axis);
+  if (further == axis)
+    throw InvalidArgument(concat("tensor_parallel: ", options.axis,
+                                 " is the axis of the plan and its sharded_axis: give two axes"));
   const Planner planner{axis, layout.dims(), layout.size(axis), sequence_dim_};
   std::set<std::string> unused;
   for (const auto& [pattern, sharding] : layers) unused.insert(pattern);
@@ -134,7 +155,7 @@ TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const De
       throw InvalidArgument(concat("tensor_parallel: ", p.name, " and ", before->name,
                                    " are one tensor, and lie in two ways: ", p.how, " and ",
                                    before->how));
-    for (int r = 0; r < planner.ranks; ++r) p.elements.push_back(elements_on(p, r));
+    for (int r = 0; r < planner.ranks; ++r) p.elements.push_back(elements_on(p, axis, r));
     if (before) {
       // it is held once, and what either layer asks for holds
       std::fill(p.elements.begin(), p.elements.end(), 0);
@@ -160,6 +181,7 @@ TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const De
             p.placement = planner.of_layer(name, item.key(), t, *of_layer);
           }
           const LayerSharding* by = of_itself ? of_itself : of_layer;
+          if (further >= 0) shard_further(p.placement, p.shape, further, layout.size(further));
           if (by) p.how = described(*by);
           add(std::move(p), t);
         }
@@ -186,7 +208,7 @@ ModuleRule TensorParallelPlan::rule() const {
 
 std::string TensorParallelPlan::to_string() const {
   TextStream out;
-  out << "tensor parallel over " << axis_;
+  out << "tensor parallel over " << axes_[axis_];
   if (sequence_dim_) out << ", data sharded along dim " << *sequence_dim_ << " between layers";
   out << '\n';
   std::vector<std::int64_t> elements;
@@ -198,9 +220,14 @@ std::string TensorParallelPlan::to_string() const {
       ++others;
       continue;
     }
-    const auto& [dim, sizes] = *p.placement.sizes.begin();
-    out << "  " << p.name << ' ' << list(p.shape) << ": " << p.how << ", Shard(" << dim << ") "
-        << list(sizes) << '\n';
+    out << "  " << p.name << ' ' << list(p.shape) << ": " << (p.how.empty() ? "replicated" : p.how);
+    for (std::size_t a = 0; a < axes_.size(); ++a) {
+      const Placement& where = p.placement.placements[a];
+      if (!where.is_shard()) continue;
+      out << ", " << where << ' ' << list(p.placement.sizes.at(where.dim));
+      if (static_cast<int>(a) != axis_) out << " over " << axes_[a];
+    }
+    out << '\n';
   }
   out << "  replicated: " << others << " parameters\n  elements on each rank: " << list(elements)
       << '\n';

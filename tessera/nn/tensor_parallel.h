@@ -64,6 +64,10 @@ using LayerShardings = std::vector<std::pair<std::string, LayerSharding>>;
 struct TensorParallelOptions {
   /// Of the mesh. On its other axes parameters are replicated.
   std::string axis = "tensor";
+  /// But for this one, if it is not empty, over which samples are sharded: every parameter is
+  /// sharded over it as well, along a dim that `axis` leaves whole, and gathered where an operator
+  /// uses it (distribute_module()); one without such a dim is replicated.
+  std::string sharded_axis = {};
   /// Dim of the data between the sharded layers that is sharded over the same axis: 1 for data
   /// [batch, sequence, features].
   std::optional<int> sequence_dim = {};
@@ -79,7 +83,7 @@ class TensorParallelPlan {
     std::string how;
     std::vector<std::int64_t> shape;
     ParameterPlacement placement;
-    /// Elements on each rank of the axis.
+    /// Elements on each rank of the axis; where `sharded_axis` shards them further, at most.
     std::vector<std::int64_t> elements;
   };
 
@@ -96,7 +100,8 @@ class TensorParallelPlan {
   std::string to_string() const;
 
  private:
-  std::string axis_;
+  std::vector<std::string> axes_;
+  int axis_ = 0;
   std::optional<int> sequence_dim_;
   std::vector<Parameter> parameters_;
 };

@@ -146,7 +146,7 @@ Batch batch_of(const Shape& s, std::int64_t rows = 4) {
 Batch on_mesh(const Batch& b, const DeviceMesh& mesh) {
   std::vector<Placement> lies;
   for (const Axis& axis : mesh.layout().axes())
-    lies.push_back(axis.name == "data" ? Shard(0) : Replicate());
+    lies.push_back(axis.name == "tensor" ? Replicate() : Shard(0));
   return {distribute_tensor(b.tokens, mesh, lies), distribute_tensor(b.next, mesh, lies)};
 }
 
@@ -174,7 +174,10 @@ void expect_as_one_process(DistributedManager& manager, const std::vector<Axis>&
   const at::Tensor scores = expected->forward(plain.tokens);
   const at::Tensor alone = expected->loss(plain.tokens, plain.next);
   alone.backward();
-  tensor_parallel(*net, mesh, layers_of(s), {.sequence_dim = sequence});
+  TensorParallelOptions options;
+  options.sequence_dim = sequence;
+  if (mesh.layout().has_axis("sharded")) options.sharded_axis = "sharded";
+  tensor_parallel(*net, mesh, layers_of(s), options);
   for (int step = 0; step < 2; ++step) {
     for (auto& p : net->parameters()) p.mutable_grad().reset();
     const at::Tensor loss = net->loss(batch.tokens, batch.next);
@@ -199,7 +202,9 @@ TEST(TensorParallel, TrainsAsOneProcessWithUnevenHeadsFeaturesAndEmptyShards) {
                                               {{"tensor", 3}},
                                               {{"tensor", 4}},
                                               {{"data", 2}, {"tensor", 2}},
-                                              {{"tensor", 2}, {"data", 2}}};
+                                              {{"tensor", 2}, {"data", 2}},
+                                              {{"sharded", 2}, {"tensor", 2}},
+                                              {{"sharded", 3}, {"tensor", 1}}};
   for (const auto& axes : meshes) {
     on_threads(Mesh(axes).size(), [&](DistributedManager& manager) {
       Draw draw(17);
@@ -428,6 +433,7 @@ TEST(TensorParallelPlan, RefusesWhatDoesNotFitOnEveryRank) {
     expect(message({{"norm.weight", sharded(1)}}), "has no dim 1");
     expect(message({{"*.up", column()}}, {.axis = "model"}), "model");
     expect(message({{"*.up", column()}}, {.sequence_dim = -2}), "sequence_dim is -2");
+    expect(message({{"*.up", column()}}, {.sharded_axis = "tensor"}), "give two axes");
     expect(message({{"embedding", vocabulary()}}), "are one tensor, and lie in two ways");
     expect(message({{"embedding", vocabulary()}, {"scores", sharded(1)}}), "lie in two ways");
     EXPECT_EQ(message({{"norm.weight", sharded(0)},

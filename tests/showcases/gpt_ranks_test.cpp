@@ -1,5 +1,5 @@
 // The GPT on several ranks against the same on one: the loss curve in float64 on every mesh of data
-// x tensor ranks, stopped, and gone on with on another mesh.
+// x sharded x tensor ranks, stopped, and gone on with on another mesh.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -48,16 +48,25 @@ void expect_close(const std::vector<double>& got, const std::vector<double>& exp
         << where << ", step " << i + from + 1;
 }
 
-std::vector<std::pair<int, int>> meshes() {
-  std::vector<std::pair<int, int>> all;
+struct Sizes {
+  int data, sharded, tensor;
+  std::string name() const {
+    return tessera::concat("data ", data, " sharded ", sharded, " tensor ", tensor);
+  }
+};
+
+std::vector<Sizes> meshes() {
+  std::vector<Sizes> all;
   const int n = manager->world_size();
-  for (int data = 1; data <= n; ++data)
-    if (n % data == 0) all.emplace_back(data, n / data);
+  for (int data = 1; data <= n; ++data) {
+    for (int sharded = 1; data * sharded <= n; ++sharded)
+      if (n % (data * sharded) == 0) all.push_back({data, sharded, n / data / sharded});
+  }
   return all;
 }
 
-tessera::DeviceMesh mesh_of(const std::pair<int, int>& sizes) {
-  return manager->mesh({{"data", sizes.first}, {"tensor", sizes.second}});
+tessera::DeviceMesh mesh_of(const Sizes& s) {
+  return manager->mesh({{"data", s.data}, {"sharded", s.sharded}, {"tensor", s.tensor}});
 }
 
 // One folder for all ranks of a run, with the beginning of the text: 43 rows to train on, so that
@@ -94,18 +103,17 @@ TEST_F(GptRanks, SameLossCurveAndTextOnEveryMesh) {
   ASSERT_EQ(alone.losses.size(), 9u);
   for (const auto& sizes : meshes()) {
     for (const bool sequence : {false, true}) {
-      if (sequence && sizes.second == 1) continue;
+      if (sequence && sizes.tensor == 1) continue;
       options.sequence = sequence;
       const Result result = train(mesh_of(sizes), options);
-      const std::string where = tessera::concat("data ", sizes.first, " tensor ", sizes.second,
-                                                sequence ? " sequence" : "");
+      const std::string where = sizes.name() + (sequence ? " along the sequence" : "");
       expect_close(losses(result), losses(alone), 0, where);
       ASSERT_EQ(result.samples.size(), alone.samples.size());
       EXPECT_NEAR(result.samples[0].loss, alone.samples[0].loss, 1e-10) << where;
       EXPECT_EQ(result.samples[0].text, alone.samples[0].text) << where;
-      // Sharded over the axis "tensor": what all ranks of it hold together is little more.
+      // What the ranks that share parameters hold together is little more than one process.
       std::int64_t held = 0;
-      for (int r = 0; r < sizes.second; ++r)
+      for (int r = 0; r < sizes.sharded * sizes.tensor; ++r)
         held += result.memory[static_cast<std::size_t>(r)].parameters;
       EXPECT_LT(held, 1.5 * static_cast<double>(alone.memory[0].parameters)) << where;
     }
@@ -117,14 +125,13 @@ TEST_F(GptRanks, GoesOnOnAnotherMesh) {
   const auto all = meshes();
   for (std::size_t i = 0; i < all.size(); ++i) {
     const auto &from = all[i], &to = all[(i + 1) % all.size()];
-    const std::string where = tessera::concat("from data ", from.first, " tensor ", from.second,
-                                              " to data ", to.first, " tensor ", to.second);
+    const std::string where = "from " + from.name() + " to " + to.name();
     Options stopped = options;
     stopped.checkpoint = (folder / tessera::concat("run", i)).string();
     stopped.stop_at = 4;
     train(mesh_of(from), stopped);
     stopped.stop_at = -1;
-    stopped.sequence = to.second > 1;
+    stopped.sequence = to.tensor > 1;
     expect_close(losses(train(mesh_of(to), stopped)), alone, 4, where);
   }
   // By one process, and back.
