@@ -78,6 +78,7 @@ FitResult Trainer::fit(Task& task, std::shared_ptr<BatchSource> training,
   try {
     together(strategy(), [&] {
       const auto saved = begin_or_resume(task);
+      agree_on_options(validation != nullptr);
       training_ = std::make_shared<AgreedBatches>(training, strategy(), options_.uneven);
       if (validation)
         validation_ =
@@ -163,6 +164,39 @@ void Trainer::begin(Task& task, const CheckpointReader* from) {
                                    base_rates_.size(), ", or without a function"));
   }
   each([&](Callback& c) { c.on_setup(*this); });
+}
+
+void Trainer::agree_on_options(bool validates) const {
+  if (strategy().size() == 1) return;
+  const TrainerOptions& o = options_;
+  const SessionOptions& s = o.session;
+  const std::string mine = concat(
+      "max_epochs ", o.max_epochs, "\nmax_steps ", o.max_steps, "\naccumulate ", o.accumulate,
+      "\nvalidate_every_epochs ", o.validate_every_epochs, "\nvalidate_every_steps ",
+      o.validate_every_steps, "\nvalidation_batches ", o.validation_batches, "\nlog_every_steps ",
+      o.log_every_steps, "\nuneven ", static_cast<int>(o.uneven), "\nuneven_validation ",
+      static_cast<int>(o.uneven_validation), "\nprecision ", to_string(s.precision),
+      "\nscaler.initial ", s.scaler.initial, "\nscaler.interval ", s.scaler.interval,
+      "\nclip.max_norm ", s.clip.max_norm, "\nclip.norm_type ", s.clip.norm_type, "\nclip_value ",
+      s.clip_value, "\nmeasure_norm ", s.measure_norm, "\nnon_finite ",
+      static_cast<int>(s.non_finite), "\ncheckpoint.folder ",
+      o.checkpoint.folder.empty() ? "none" : "some", "\ncheckpoint.resume ", o.checkpoint.resume,
+      "\ncheckpoint.background ", o.checkpoint.background, "\na validation source ", validates,
+      "\nTask::automatic ", task_->automatic(), "\noptimizers ", base_rates_.size());
+  const std::vector<std::string> all = strategy().all_gather(mine);
+  for (std::size_t r = 1; r < all.size(); ++r) {
+    if (all[r] == all[0]) continue;
+    const auto first = std::mismatch(all[0].begin(), all[0].end(), all[r].begin(), all[r].end());
+    const auto line = [&](const std::string& text, std::string::const_iterator at) {
+      const auto where = static_cast<std::size_t>(at - text.begin());
+      const std::size_t before = where == 0 ? std::string::npos : text.rfind('\n', where - 1);
+      const std::size_t begin = before == std::string::npos ? 0 : before + 1;
+      return text.substr(begin, text.find('\n', begin) - begin);
+    };
+    throw MismatchError(concat("the ranks train with other options: rank 0 has '",
+                               line(all[0], first.first), "', rank ", r, " has '",
+                               line(all[r], first.second), "'"));
+  }
 }
 
 void Trainer::end_session() {

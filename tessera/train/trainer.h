@@ -84,7 +84,9 @@ struct FitResult {
   std::string checkpoint;
 };
 
-/// All calls are collective over the strategy's ranks. An exception of one rank ends the others'
+/// All calls are collective over the strategy's ranks, with the same options and data of the same
+/// kind: limits, intervals, policies and precision that differ throw MismatchError on every rank. An
+/// exception of one rank ends the others'
 /// within the groups' time limits, with its message.
 class Trainer {
  public:
@@ -149,6 +151,8 @@ class Trainer {
   /// The checkpoint to go on from, still to be loaded; nullptr: there is none.
   std::unique_ptr<CheckpointReader> begin_or_resume(Task& task);
   void begin(Task& task, const CheckpointReader* from);
+  /// What decides how often ranks call each other is the same on all of them, or MismatchError.
+  void agree_on_options(bool validates) const;
   void end_session();
   void run();
   void run_epoch();

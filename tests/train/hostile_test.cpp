@@ -343,6 +343,28 @@ TEST(Hostile, AnotherAccumulationOnResumeUsesEachBatchOnce) {
   });
 }
 
+// Ranks that would call each other a different number of times are told so, not left to wait.
+TEST(Hostile, OptionsThatDifferBetweenRanksAreTold) {
+  const auto fit = [](const std::function<void(TrainerOptions&, int rank)>& change,
+                      bool validates) {
+    return on_ranks(3, [&](DistributedManager& manager) {
+      Regression task;
+      auto options = with(std::make_shared<DDPStrategy>(manager), 2);
+      change(options, manager.rank());
+      Trainer(options).fit(
+          task, ragged_batches(manager.rank(), 5),
+          validates && manager.rank() == 1 ? ragged_batches(manager.rank(), 2) : nullptr);
+    });
+  };
+  const auto none = [](TrainerOptions&, int) {};
+  expect_all_told(fit([](TrainerOptions& o, int rank) { o.max_steps = rank == 2 ? 30 : 3; }, false),
+                  "rank 0 has 'max_steps 3', rank 2 has 'max_steps 30'");
+  expect_all_told(fit([](TrainerOptions& o, int rank) { o.accumulate = 1 + rank / 2; }, false),
+                  "rank 0 has 'accumulate 1', rank 2 has 'accumulate 2'");
+  expect_all_told(fit(none, true), "a validation source");
+  for (const std::string& said : fit(none, false).said) EXPECT_EQ(said, "");
+}
+
 // ---- data that are not there ----
 
 TEST(Hostile, WithoutBatchesAnEpochIsAnErrorNotALoop) {
