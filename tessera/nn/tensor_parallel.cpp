@@ -135,13 +135,19 @@ TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const De
   const Planner planner{axis, layout.dims(), layout.size(axis), sequence_dim_};
   std::set<std::string> unused;
   for (const auto& [pattern, sharding] : layers) unused.insert(pattern);
-  // The first pattern that matches counts; a later one that does as well is not unused.
-  const auto find = [&](const std::string& name) -> const LayerSharding* {
-    const LayerSharding* found = nullptr;
+  // The first pattern that matches the parameter or its layer counts; a later one that does as well
+  // is not unused.
+  struct Found {
+    const LayerSharding* sharding = nullptr;
+    bool itself = false;
+  };
+  const auto find = [&](const std::string& layer, const std::string& name) {
+    Found found;
     for (const auto& [pattern, sharding] : layers) {
-      if (!detail::matches(name, pattern)) continue;
+      const bool itself = detail::matches(name, pattern);
+      if (!itself && !detail::matches(layer, pattern)) continue;
       unused.erase(pattern);
-      if (!found) found = &sharding;
+      if (!found.sharding) found = {&sharding, itself};
     }
     return found;
   };
@@ -167,22 +173,18 @@ TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const De
   const std::function<void(const std::string&, const torch::nn::Module&)> visit =
       [&](const std::string& layer, const torch::nn::Module& m) {
         const auto own_parameters = m.named_parameters(/*recurse=*/false);
-        const LayerSharding* of_layer = own_parameters.is_empty() ? nullptr : find(layer);
         for (const auto& item : own_parameters) {
           const at::Tensor& t = item.value();
           const std::string name = within(layer, item.key());
-          const LayerSharding* of_itself = find(name);
+          const auto [sharding, itself] = find(layer, name);
           Parameter p{name, "", t.sizes().vec(), planner.whole(), {}};
-          if (of_itself && of_itself->kind == Kind::sharded) {
-            p.placement = planner.along(name, t, of_itself->dim, of_itself->units);
-          } else if (of_itself && of_itself->kind != Kind::replicated) {
-            p.placement = planner.of_layer(name, item.key(), t, *of_itself);
-          } else if (of_layer && !of_itself) {
-            p.placement = planner.of_layer(name, item.key(), t, *of_layer);
+          if (sharding) {
+            p.placement = itself && sharding->kind == Kind::sharded
+                              ? planner.along(name, t, sharding->dim, sharding->units)
+                              : planner.of_layer(name, item.key(), t, *sharding);
+            p.how = described(*sharding);
           }
-          const LayerSharding* by = of_itself ? of_itself : of_layer;
           if (further >= 0) shard_further(p.placement, p.shape, further, layout.size(further));
-          if (by) p.how = described(*by);
           add(std::move(p), t);
         }
         for (const auto& child : m.named_children())

@@ -58,7 +58,7 @@ LayerSharding replicated();
 LayerSharding sharded(int dim, std::int64_t units = 0);
 
 /// Patterns of names of layers ("*" stands for any characters, dots included), or of single
-/// parameters. The first pattern that matches a name counts.
+/// parameters. The first pattern that matches a parameter's layer or its own name counts.
 using LayerShardings = std::vector<std::pair<std::string, LayerSharding>>;
 
 struct TensorParallelOptions {
@@ -107,7 +107,8 @@ class TensorParallelPlan {
 };
 
 /// Makes the plan and distributes the module by it: see distribute_module(), which says what else
-/// is thrown. What the plan throws on one rank is thrown on all. Collective over the mesh.
+/// is thrown. Throws on every rank: what the plan throws, if it does on all; MismatchError if the
+/// ranks' plans differ, or one rank alone refuses its own. Collective over the mesh.
 TensorParallelPlan tensor_parallel(torch::nn::Module& module, const DeviceMesh& mesh,
                                    const LayerShardings& layers,
                                    const TensorParallelOptions& options = {});

@@ -309,9 +309,9 @@ TEST(TensorParallel, SharesAGatheredInputOnlyWhileItIsTheSameValue) {
       (*l)->to(at::kDouble);
       fill(**l, 3);
       if (l == &first || l == &second)
-        tensor_parallel(**l, mesh, {{"", column()}}, {.sequence_dim = 0});
+        tensor_parallel(**l, mesh, {{"", column()}}, {.sequence_dim = 1});
     }
-    const at::Tensor value = randn({5, 3}, at::kDouble);
+    const at::Tensor value = randn({2, 5, 3}, at::kDouble);
     const auto both = [](Linear& a, Linear& b, const at::Tensor& x) {
       const at::Tensor early = a(x), same = b(x), twice = x * 2;
       const at::Tensor loss =
@@ -325,7 +325,7 @@ TEST(TensorParallel, SharesAGatheredInputOnlyWhileItIsTheSameValue) {
       const at::AutoGradMode graphs(true);
       return loss + (before - after).square().sum() + b(x).square().sum();
     };
-    at::Tensor x = leaf(value, ShardSpec(mesh, {5, 3}, {Shard(0)}));
+    at::Tensor x = leaf(value, ShardSpec(mesh, {2, 5, 3}, {Shard(1)}));
     at::Tensor plain = value.clone().requires_grad_();
     const at::Tensor loss = both(first, second, x * 1), expected = both(twin, other, plain * 1);
     EXPECT_LT(difference(loss, expected), 1e-12);
@@ -343,7 +343,7 @@ TEST(TensorParallel, SharesAGatheredInputOnlyWhileItIsTheSameValue) {
         x.mul_(2);
         return before + b(x).square().sum();
       };
-      EXPECT_LT(difference(written(first, second, distribute_tensor(value, mesh, {Shard(0)})),
+      EXPECT_LT(difference(written(first, second, distribute_tensor(value, mesh, {Shard(1)})),
                            written(twin, other, value.clone())),
                 1e-12);
     }
@@ -402,6 +402,24 @@ TEST(TensorParallelPlan, SaysWhatItDoes) {
         },
         {randn({4, 6}, at::kDouble)}, mesh, of_mlp.rule(), {.placements = {{Replicate()}}});
     EXPECT_TRUE(report.safe()) << report.to_string();
+  });
+}
+
+TEST(TensorParallelPlan, TheFirstPatternThatMatchesALayerOrItsParameterCounts) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"tensor", 2}});
+    torch::nn::Sequential mlp(linear(6, 4, true), linear(4, 6, true));
+    const auto placed = [&](const LayerShardings& layers) {
+      std::vector<Placement> all;
+      for (const auto& p : TensorParallelPlan(*mlp, mesh, layers).parameters())
+        all.push_back(p.placement.placements[0]);
+      return all;
+    };
+    const std::vector<Placement> pair{Shard(0), Shard(0), Shard(1), Replicate()},
+        columns{Shard(0), Shard(0), Shard(0), Shard(0)};
+    EXPECT_EQ(placed({{"1", row()}, {"*", column()}}), pair);
+    EXPECT_EQ(placed({{"*", column()}, {"1", row()}}), columns);
+    EXPECT_EQ(placed({{"1.weight", sharded(1)}, {"1.bias", replicated()}, {"0", column()}}), pair);
   });
 }
 

@@ -3,6 +3,8 @@
 
 #include <ATen/OpMathType.h>
 
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "tessera/base/text.h"
@@ -19,7 +21,45 @@ using Shape = std::vector<std::int64_t>;
 
 enum : int { kBatch, kHead };
 
-Plan attention(const OpCall& call) {
+// Queries in groups that share a head of keys, where each rank has whole groups: dim 1 of queries
+// is sharded as that of keys, in as many times the heads. Nothing, where they are sharded otherwise.
+std::optional<Plan> grouped(const OpCall& call, const ShardSpec& q, const ShardSpec& k,
+                            const ShardSpec& v) {
+  const std::int64_t each = k.shape()[1] > 0 ? q.shape()[1] / k.shape()[1] : 0;
+  if (each < 2 || call.find("attn_mask") || q.dim(1).axes.empty()) return std::nullopt;
+  for (const ShardSpec* other : {&k, &v}) {
+    if (!(other->placements() == q.placements()) || !(other->dim(0) == q.dim(0)) ||
+        !(other->dim(1) == k.dim(1)))
+      return std::nullopt;
+  }
+  for (const Placement& p : q.placements()) {
+    if (p.is_partial() || (p.is_shard() && p.dim > 1)) return std::nullopt;
+  }
+  for (int r = 0; r < k.dim(1).partition.parts(); ++r) {
+    if (q.dim(1).partition.size(r) != each * k.dim(1).partition.size(r)) return std::nullopt;
+  }
+  const auto like = [](const ShardSpec& lies, const Shape& shape) {
+    std::vector<int> from(shape.size(), -1);
+    from[0] = 0;
+    from[1] = 1;
+    return mapped_spec(lies, shape, from, false);
+  };
+  Plan plan;
+  for (const TensorInfo& t : call.tensors()) {
+    const bool keys = &t == call.find("key") || &t == call.find("value");
+    plan.inputs.emplace_back(like(keys ? k : q, t.spec.shape()));
+  }
+  Shape out = q.shape();
+  out[3] = v.shape()[3];
+  if (call.find("grad_out")) {
+    plan.outputs = {{like(q, q.shape())}, {like(k, k.shape())}, {like(k, v.shape())}};
+  } else {
+    plan.outputs = {{like(q, out)}, {like(q, {out[0], out[1], out[2]})}};
+  }
+  return plan;
+}
+
+Plan solved(const OpCall& call) {
   const TensorInfo& q = *call.find("query");
   if (q.spec.dims() != 4) throw ShardingError(concat(call.name(), " of ", q.spec, " has no rule"));
   const Labels heads{kBatch, kHead, kUnsharded, kUnsharded};
@@ -51,7 +91,15 @@ Plan attention(const OpCall& call) {
     p.outputs = {one, {one[0], one[1], kUnsharded}};
     p.output_shapes = {out, {out[0], out[1], out[2]}};
   }
-  Plan plan = solve(p);
+  return solve(p);
+}
+
+Plan attention(const OpCall& call) {
+  const auto spec_of = [&](const char* name) { return call.find(name)->spec; };
+  std::optional<Plan> of_groups;
+  if (spec_of("query").dims() == 4 && spec_of("key").dims() == 4 && spec_of("value").dims() == 4)
+    of_groups = grouped(call, spec_of("query"), spec_of("key"), spec_of("value"));
+  Plan plan = of_groups ? std::move(*of_groups) : solved(call);
   if (plan.outputs[0].spec.local_numel() == 0) {
     // Kernels divide by the number of heads.
     std::vector<Shape> shapes;

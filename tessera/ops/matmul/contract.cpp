@@ -144,9 +144,7 @@ at::Tensor linear_of_shards(const at::Tensor& x, const at::Tensor& w,
   return bias && bias->defined() ? y + *bias : y;
 }
 
-namespace {
-
-at::Tensor matmul(const at::Tensor& a, const at::Tensor& b) {
+at::Tensor matmul_of_shards(const at::Tensor& a, const at::Tensor& b) {
   const bool torn = a.dim() >= 2 && b.dim() >= 2 && (a.dim() > 2 || b.dim() > 2) &&
                     (breaks_sharded_dim(a, a.dim() - 1) || breaks_sharded_dim(b, b.dim() - 1));
   if (!torn) return at::native::matmul(a, b);
@@ -175,6 +173,13 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b) {
   for (const auto l : {batches + 1, batches + 2}) lb.push_back(l);
   for (const auto l : {batches, batches + 2}) lo.push_back(l);
   return contract(x, y, la, lb, lo);
+}
+
+namespace {
+
+at::Tensor matmul(const at::Tensor& a, const at::Tensor& b) {
+  if (const auto y = sequence_matmul(a, b)) return *y;
+  return matmul_of_shards(a, b);
 }
 
 const bool contract_registered = [] {

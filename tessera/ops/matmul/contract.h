@@ -21,5 +21,7 @@ at::Tensor contract(const at::Tensor& a, const at::Tensor& b, const std::vector<
 /// linear() that folds no leading dims where that would tear a shard.
 at::Tensor linear_of_shards(const at::Tensor& x, const at::Tensor& w,
                             const std::optional<at::Tensor>& bias);
+/// matmul(), likewise.
+at::Tensor matmul_of_shards(const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace tessera::detail

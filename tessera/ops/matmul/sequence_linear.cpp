@@ -1,7 +1,6 @@
 #include "tessera/ops/matmul/sequence_linear.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
@@ -31,11 +30,14 @@ ShardSpec with_axis(const ShardSpec& spec, int axis, Placement placement) {
   return spec.with_placements(placements);
 }
 
-// The input that several layers share: gathered by the first of them that runs backward, kept for
-// the others.
+// The input that several layers share: one gathered copy of it. The graph of the layers owns it, so
+// that nothing outlives them.
 struct SharedInput {
   int layers = 0, done = 0;
-  at::Tensor gathered;
+  /// For the layers that run forward one after the other, until something else is gathered.
+  at::Tensor forward;
+  /// Gathered by the first of them that runs backward, kept for the others.
+  at::Tensor backward;
 };
 
 // A node of a graph is counted by one kind of pointer or another, as libtorch's version has it.
@@ -51,20 +53,23 @@ template <class Pointer>
 using Weak = decltype(weak(std::declval<const Pointer&>()));
 using NodePointer = std::remove_cvref_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
 
-// What was gathered last on this thread, until a layer is given something else. The value alone is
-// kept: a graph would live on with it.
+// What was gathered last on this thread. Nothing is kept alive by it: without a graph no copy is
+// shared.
 struct LastGathered {
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> of;
   std::uint32_t version = 0;
-  at::Tensor local;
   std::optional<Weak<NodePointer>> node;
-  std::shared_ptr<SharedInput> shared;
+  std::weak_ptr<SharedInput> shared;
 
   static LastGathered& of_thread() {
     static thread_local LastGathered last;
     return last;
   }
-  static void clear() { of_thread() = {}; }
+  static void clear() {
+    LastGathered& last = of_thread();
+    if (const auto shared = last.shared.lock()) shared->forward.reset();
+    last = {};
+  }
 };
 
 LayoutPtr layout_of(const at::Tensor& x, const ShardSpec& to) {
@@ -72,49 +77,54 @@ LayoutPtr layout_of(const at::Tensor& x, const ShardSpec& to) {
   return make_layout(to, layout.dtype, layout.device);
 }
 
+struct Gathered {
+  at::Tensor value;
+  std::shared_ptr<SharedInput> shared;
+};
+
 // The gathered copy of x that the layer before this one used, as a tensor of the same graph.
-std::optional<at::Tensor> gathered_before(const at::Tensor& x, const ShardSpec& to) {
+std::optional<Gathered> gathered_before(const at::Tensor& x, const ShardSpec& to) {
   const LastGathered& last = LastGathered::of_thread();
-  if (!last.local.defined()) return std::nullopt;
-  const auto of = last.of->lock();
-  if (of.get() != x.unsafeGetTensorImpl() || last.version != x._version() ||
-      last.node.has_value() != (at::GradMode::is_enabled() && x.requires_grad()) ||
-      last.local.sizes() != at::IntArrayRef(to.local_shape()))
+  const auto shared = last.shared.lock();
+  if (!shared || !shared->forward.defined() || !last.node || x.is_inference() ||
+      !at::GradMode::is_enabled())
     return std::nullopt;
-  const NodePointer node = last.node ? last.node->lock() : NodePointer();
-  if (last.node && !node) return std::nullopt;
-  at::Tensor again = wrap(last.local, layout_of(x, to));
-  if (node) torch::autograd::impl::set_gradient_edge(again, torch::autograd::Edge(node, 0));
-  return again;
+  const auto of = last.of->lock();
+  const NodePointer node = last.node->lock();
+  if (!node || of.get() != x.unsafeGetTensorImpl() || last.version != x._version() ||
+      shared->forward.sizes() != at::IntArrayRef(to.local_shape()))
+    return std::nullopt;
+  at::Tensor again = wrap(shared->forward, layout_of(x, to));
+  torch::autograd::impl::set_gradient_edge(again, torch::autograd::Edge(node, 0));
+  return Gathered{std::move(again), shared};
 }
 
-at::Tensor gather(const at::Tensor& x, const ShardSpec& to) {
-  LastGathered& last = LastGathered::of_thread();
-  if (x.is_inference()) {  // nobody counts the writes to it
-    last = {};
-    last.shared = std::make_shared<SharedInput>();
-    return redistribute(x, to);
-  }
+Gathered gather(const at::Tensor& x, const ShardSpec& to) {
   if (auto before = gathered_before(x, to)) return *before;
-  last = {};
+  LastGathered::clear();
   // in row-major order, whatever that of x
-  const at::Tensor whole = redistribute(x, to).contiguous();
-  last.of.emplace(x.getIntrusivePtr());
-  last.version = x._version();
-  last.local = meta_of(whole)->local;
-  if (const NodePointer node = whole.grad_fn()) last.node.emplace(weak(node));
-  last.shared = std::make_shared<SharedInput>();
-  return whole;
+  const Gathered made{redistribute(x, to).contiguous(), std::make_shared<SharedInput>()};
+  if (const NodePointer node = made.value.grad_fn()) {
+    LastGathered& last = LastGathered::of_thread();
+    last.of.emplace(x.getIntrusivePtr());
+    last.version = x._version();
+    last.node.emplace(weak(node));
+    last.shared = made.shared;
+    made.shared->forward = meta_of(made.value)->local;
+  }
+  return made;
 }
 
-at::Tensor gradient_of_weight(const at::Tensor& gy, const at::Tensor& x) {
+// Of a weight [out, in], or [in, out] if it is transposed.
+at::Tensor gradient_of_weight(const at::Tensor& gy, const at::Tensor& x, bool transposed) {
   const std::int64_t n = x.dim();
-  if (n == 2) return at::mm(gy.t(), x);
+  if (n == 2) return transposed ? at::mm(x.t(), gy) : at::mm(gy.t(), x);
   std::vector<std::int64_t> of_g, of_x;
   for (std::int64_t d = 0; d + 1 < n; ++d) of_g.push_back(d), of_x.push_back(d);
   of_g.push_back(n);
   of_x.push_back(n - 1);
-  return contract(gy, x, of_g, of_x, {n, n - 1});
+  return transposed ? contract(x, gy, of_x, of_g, {n - 1, n})
+                    : contract(gy, x, of_g, of_x, {n, n - 1});
 }
 
 at::Tensor gradient_of_bias(const at::Tensor& gy) {
@@ -123,48 +133,59 @@ at::Tensor gradient_of_bias(const at::Tensor& gy) {
   return gy.sum(rows);
 }
 
-// linear() of a gathered input that saves the shard in place of it.
+// A weight [out, in] as linear() takes it, or, transposed, [in, out] as matmul() does.
+at::Tensor product(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
+                   bool transposed) {
+  return transposed ? matmul_of_shards(x, w) : linear_of_shards(x, w, bias);
+}
+
+// The layer on a gathered input, that saves the shard in place of it.
 struct LinearOfGathered : torch::autograd::Function<LinearOfGathered> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gathered, const at::Tensor& x,
                             const at::Tensor& w, const std::optional<at::Tensor>& bias,
-                            const std::shared_ptr<SharedInput>& shared) {
+                            bool transposed, const std::shared_ptr<SharedInput>& shared) {
     ctx->save_for_backward({x, w});
     ctx->set_materialize_grads(false);
     carry(ctx, spec(gathered), "gathered");
     ctx->saved_data["shared"] = c10::IValue::make_capsule(c10::make_intrusive<Held>(shared));
     ctx->saved_data["bias"] = bias && bias->defined();
+    ctx->saved_data["transposed"] = transposed;
     ++shared->layers;
-    const at::Tensor y = linear_of_shards(gathered, w, bias);
+    const at::Tensor y = product(gathered, w, bias, transposed);
     carry(ctx, gradient_spec(spec(y)));
     return y;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     LastGathered::clear();
-    variable_list result(5);
-    if (!g[0].defined()) return result;
-    const auto saved = ctx->get_saved_variables();
-    const at::Tensor &x = saved[0], &w = saved[1];
-    const ShardSpec to = carried(ctx, "gathered"), of_result = carried(ctx);
+    variable_list result(6);
     const auto shared =
         c10::static_intrusive_pointer_cast<Held>(ctx->saved_data["shared"].toCapsule())->shared;
-    const bool keeps = !at::GradMode::is_enabled(), for_weight = ctx->needs_input_grad(2);
-    // under way while the input's gradient is computed
-    Pending<at::Tensor> arriving;
-    if (for_weight && !(keeps && shared->gathered.defined()))
-      arriving = keeps ? start_redistribute(x, to) : Pending<at::Tensor>(redistribute(x, to));
-    const at::Tensor gy = redistribute(sharded_gradient(g[0], of_result), of_result);
-    if (ctx->needs_input_grad(0)) result[0] = at::matmul(gy, w.conj());
-    if (for_weight) {
-      at::Tensor whole = keeps ? shared->gathered : at::Tensor();
-      if (!whole.defined()) whole = arriving.wait();
-      result[2] = gradient_of_weight(gy, whole.conj());
-      if (keeps) shared->gathered = std::move(whole);
+    const bool keeps = !at::GradMode::is_enabled();
+    if (g[0].defined()) {
+      const bool transposed = ctx->saved_data["transposed"].toBool(),
+                 for_weight = ctx->needs_input_grad(2);
+      const auto saved = ctx->get_saved_variables();
+      const at::Tensor &x = saved[0], &w = saved[1];
+      const ShardSpec to = carried(ctx, "gathered"), of_result = carried(ctx);
+      // under way while the input's gradient is computed
+      Pending<at::Tensor> arriving;
+      if (for_weight && !(keeps && shared->backward.defined()))
+        arriving = keeps ? start_redistribute(x, to) : Pending<at::Tensor>(redistribute(x, to));
+      const at::Tensor gy = redistribute(sharded_gradient(g[0], of_result), of_result);
+      if (ctx->needs_input_grad(0))
+        result[0] = matmul_of_shards(gy, transposed ? w.conj().t() : w.conj());
+      if (for_weight) {
+        at::Tensor whole = keeps ? shared->backward : at::Tensor();
+        if (!whole.defined()) whole = arriving.wait();
+        result[2] = gradient_of_weight(gy, whole.conj(), transposed);
+        if (keeps) shared->backward = std::move(whole);
+      }
+      if (ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(3))
+        result[3] = gradient_of_bias(gy);
     }
-    if (ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(3))
-      result[3] = gradient_of_bias(gy);
     if (keeps && ++shared->done >= shared->layers) {
-      shared->gathered.reset();
+      shared->backward.reset();
       shared->done = 0;
     }
     return result;
@@ -176,10 +197,8 @@ struct LinearOfGathered : torch::autograd::Function<LinearOfGathered> {
   };
 };
 
-}  // namespace
-
-std::optional<at::Tensor> sequence_linear(const at::Tensor& x, const at::Tensor& w,
-                                          const std::optional<at::Tensor>& bias) {
+std::optional<at::Tensor> along_sequence(const at::Tensor& x, const at::Tensor& w,
+                                         const std::optional<at::Tensor>& bias, bool transposed) {
   const ShardMeta* weight = meta_of(w);
   if (!weight || !weight->layout->sequence || w.dim() != 2) return std::nullopt;
   const SequenceSharding where = weight->layout->sequence;
@@ -188,19 +207,30 @@ std::optional<at::Tensor> sequence_linear(const at::Tensor& x, const at::Tensor&
     return std::nullopt;
   const Placement of_weight = weight->spec().placements()[where.axis],
                   of_data = data->spec().placements()[where.axis];
-  if (of_weight.is_shard(0) && of_data.is_shard(where.dim)) {
-    const ShardSpec to = with_axis(data->spec(), where.axis, Replicate());
-    const at::Tensor whole = gather(x, to);
-    return LinearOfGathered::apply(whole, x, w, bias, LastGathered::of_thread().shared);
+  const int out = transposed ? 1 : 0;
+  if (of_weight.is_shard(out) && of_data.is_shard(where.dim)) {
+    const Gathered in = gather(x, with_axis(data->spec(), where.axis, Replicate()));
+    return LinearOfGathered::apply(in.value, x, w, bias, transposed, in.shared);
   }
   LastGathered::clear();
-  if (of_weight.is_shard(1) && of_data.is_shard(static_cast<int>(x.dim()) - 1)) {
-    const at::Tensor y = linear_of_shards(x, w, bias);
+  if (of_weight.is_shard(1 - out) && of_data.is_shard(static_cast<int>(x.dim()) - 1)) {
+    const at::Tensor y = product(x, w, bias, transposed);
     const ShardSpec made = spec(y);
     if (!made.placements()[where.axis].is_partial()) return y;
     return redistribute(y, with_axis(made, where.axis, Shard(where.dim)));
   }
   return std::nullopt;
+}
+
+}  // namespace
+
+std::optional<at::Tensor> sequence_linear(const at::Tensor& x, const at::Tensor& w,
+                                          const std::optional<at::Tensor>& bias) {
+  return along_sequence(x, w, bias, false);
+}
+
+std::optional<at::Tensor> sequence_matmul(const at::Tensor& x, const at::Tensor& transposed) {
+  return along_sequence(x, transposed, std::nullopt, true);
 }
 
 }  // namespace tessera::detail

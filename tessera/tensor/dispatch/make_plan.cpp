@@ -109,6 +109,17 @@ bool numbers_may_fail(const OpInfo& info, const OpCall& call) {
                              ". Redistribute it first."));
 }
 
+// Sharded parameters are, but not over the axis along which their layer's data are sharded: it is
+// the data that the layer gathers there.
+bool gathered_silently(const OpCall& call, const TensorInfo& t, const ShardSpec& to) {
+  if (!t.parameter) return false;
+  const c10::IValue& v = call.arguments()[t.argument];
+  const ShardMeta* meta = t.element < 0 && v.isTensor() ? meta_of(v.toTensor()) : nullptr;
+  if (!meta || !meta->layout->sequence) return true;
+  const int axis = meta->layout->sequence.axis;
+  return to.placements()[axis] == t.spec.placements()[axis];
+}
+
 void plan_moves(const OpCall& call, const Plan& plan, ReadyPlan& ready) {
   if (plan.inputs.size() > call.tensors().size())
     throw RuleError(concat("the rule of ", call.name(), " plans ", plan.inputs.size(),
@@ -118,7 +129,8 @@ void plan_moves(const OpCall& call, const Plan& plan, ReadyPlan& ready) {
     if (!plan.inputs[i] || *plan.inputs[i] == t.spec) continue;
     if (t.written && !only_reduces(t.spec, *plan.inputs[i]))
       throw_moves_target(call, t.spec, *plan.inputs[i]);
-    const bool announced = !t.parameter && moves_shards(t.spec, *plan.inputs[i]);
+    const bool announced =
+        !gathered_silently(call, t, *plan.inputs[i]) && moves_shards(t.spec, *plan.inputs[i]);
     ready.moves.push_back({t.argument, t.element, t.spec, *plan.inputs[i], announced});
     ready.moves_shards |= announced;
   }
@@ -156,9 +168,10 @@ void plan_outputs(const OpInfo& info, const OpCall& call, const Layout& like, Pl
       }
       o.layout = make_layout(out.spec, o.strides ? *o.strides : is.strides, is.offset, is.dtype,
                              like.device);
-      // a cast weight is still that of its layer, a view of it is not
+      // a weight that is cast or transposed is still that of its layer, another view of it is not
+      const bool whole = !info.view || info.name == "aten::t" || info.name == "aten::transpose.int";
       if (stays_parameter)
-        o.layout = as_parameter(o.layout, info.view ? SequenceSharding() : like.sequence);
+        o.layout = as_parameter(o.layout, whole ? like.sequence : SequenceSharding());
     }
     ready.outputs.push_back(std::move(o));
   }
