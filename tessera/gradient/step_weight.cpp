@@ -53,8 +53,9 @@ at::Tensor StepWeight::weigh(const at::Tensor& loss, double weight, double unit,
     weight = 0;
   }
   if (counts) weight_ += weight;
-  // A plain tensor in the host's memory: its value costs nothing, and nobody else has to know.
-  const bool plain = loss.key_set().has(c10::DispatchKey::CPU);
+  // A plain tensor in the host's memory: its value costs nothing, and nobody else has to know. A
+  // sharded one shows a device too, but has no storage.
+  const bool plain = loss.device().is_cpu() && loss.has_storage();
   if (plain && weight > 0) {
     if (counts) host_sum_ += loss.item<double>() * weight;
     return weight == unit ? loss : loss * (weight / unit);
