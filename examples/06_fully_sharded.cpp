@@ -1,5 +1,5 @@
-// Fully sharded parameters on a mesh of data x domain: each rank keeps its rows of every weight,
-// gathered where an operator uses them; samples are sharded over `data`, rows over `domain`.
+// Fully sharded parameters on a mesh of data x domain: each rank keeps its rows of every parameter,
+// gathered unit by unit ahead of use; samples are sharded over `data`, rows over `domain`.
 //
 //   tessera run -n 4 -- example_06_fully_sharded
 #include <torch/torch.h>
@@ -9,7 +9,7 @@
 #include "tessera/tessera.h"
 
 int main() {
-  using tessera::Shard, tessera::Replicate;
+  using tessera::Shard;
   auto manager = tessera::DistributedManager::initialize();
   const int domain = manager.world_size() % 2 == 0 ? 2 : 1;
   const auto mesh = manager.mesh({{"data", manager.world_size() / domain}, {"domain", domain}});
@@ -23,8 +23,7 @@ int main() {
   auto net = make(), alone = make();
   const auto samples = torch::randn({5, 8, 6});  // samples x rows x features
 
-  // Weights are sharded over `data` (20 rows do not divide evenly over three), biases replicated.
-  tessera::distribute_module(*net, mesh, {{"*.weight", {{Shard(0), Replicate()}}}});
+  tessera::fully_shard(*net, mesh);  // over both axes: 20 rows need not divide evenly
   const auto x = tessera::distribute_tensor(samples, mesh, {Shard(0), Shard(1)});
 
   torch::optim::AdamW optimizer(net->parameters(), 1e-2), plain(alone->parameters(), 1e-2);
