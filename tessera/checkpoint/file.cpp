@@ -155,7 +155,8 @@ struct Reading {
     std::map<std::string, SavedLayout> all;
     const auto found = header.metadata.find(kLayouts);
     if (found == header.metadata.end()) return all;
-    for (const auto& [name, layout] : Json::parse(found->second).members())
+    const Json json = Json::parse(found->second);  // what members() refers to
+    for (const auto& [name, layout] : json.members())
       all[name] = layout_from_json(layout);
     return all;
   }
