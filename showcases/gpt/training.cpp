@@ -83,8 +83,9 @@ struct Training : tessera::Task {
 
 class Recorder : public tessera::Callback {
  public:
-  Recorder(Training& training, Result& result, std::function<void(std::int64_t, double)> watch)
-      : training_(training), result_(result), watch_(std::move(watch)) {}
+  Recorder(Training& training, const std::optional<tessera::DeviceMesh>& mesh, Result& result,
+           std::function<void(std::int64_t, double)> watch)
+      : training_(training), mesh_(mesh), result_(result), watch_(std::move(watch)) {}
   std::string name() const override { return "recorder"; }
   void on_step_end(Trainer& trainer, const tessera::StepResult& step) override {
     result_.losses.emplace_back(trainer.step(), step.loss);
@@ -93,12 +94,19 @@ class Recorder : public tessera::Callback {
   void on_validation_end(Trainer& trainer, bool complete) override {
     if (!complete) return;
     const Options& o = training_.options;
+    // One text on all ranks: what is sharded over ranks that share samples moves as it has to.
+    const auto policy = [&](tessera::Policy p) {
+      if (mesh_) tessera::set_policies(mesh_->manager(), {.redistribution = p});
+    };
+    policy(tessera::Policy::allow);
     result_.samples.push_back({trainer.step(), trainer.metrics().at("val/loss"),
                                continue_text(training_.network, "And God said", o.sample, o.seed)});
+    policy(tessera::Policy::error);
   }
 
  private:
   Training& training_;
+  const std::optional<tessera::DeviceMesh>& mesh_;
   Result& result_;
   const std::function<void(std::int64_t, double)> watch_;
 };
@@ -162,7 +170,7 @@ Result train(const std::optional<tessera::DeviceMesh>& mesh, const Options& opti
   trainer.validate_every_steps = options.validate_every;
   trainer.session.clip.max_norm = 1;
   if (options.float64) trainer.session.precision = tessera::Precision::float64;
-  trainer.callbacks = {std::make_shared<Recorder>(task, result, watch)};
+  trainer.callbacks = {std::make_shared<Recorder>(task, mesh, result, watch)};
   if (!options.checkpoint.empty()) {
     trainer.checkpoint.folder = options.checkpoint;
     trainer.checkpoint.resume = true;

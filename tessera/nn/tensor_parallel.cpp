@@ -184,7 +184,8 @@ TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const De
                               : planner.of_layer(name, item.key(), t, *sharding);
             p.how = described(*sharding);
           }
-          if (further >= 0) shard_further(p.placement, p.shape, further, layout.size(further));
+          if (further >= 0 && !p.placement.sizes.empty())
+            shard_further(p.placement, p.shape, further, layout.size(further));
           add(std::move(p), t);
         }
         for (const auto& child : m.named_children())

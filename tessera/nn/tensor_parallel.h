@@ -64,9 +64,9 @@ using LayerShardings = std::vector<std::pair<std::string, LayerSharding>>;
 struct TensorParallelOptions {
   /// Of the mesh. On its other axes parameters are replicated.
   std::string axis = "tensor";
-  /// But for this one, if it is not empty, over which samples are sharded: every parameter is
+  /// But for this one, if it is not empty, over which samples are sharded: what the plan shards is
   /// sharded over it as well, along a dim that `axis` leaves whole, and gathered where an operator
-  /// uses it (distribute_module()); one without such a dim is replicated.
+  /// uses it (distribute_module()); a parameter without such a dim is replicated.
   std::string sharded_axis = {};
   /// Dim of the data between the sharded layers that is sharded over the same axis: 1 for data
   /// [batch, sequence, features].
