@@ -173,6 +173,7 @@ class Trainer {
   void remove_what_was_asked();
   void keep_whole_state();
   void save_whole_state(const std::exception& e) noexcept;
+  void write_whole_state();
   CheckpointState state();
   void load(const CheckpointReader& saved);
   void load_position(const CheckpointReader& saved);

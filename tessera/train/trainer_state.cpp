@@ -189,22 +189,32 @@ void Trainer::save_whole_state(const std::exception& e) noexcept {
   if (dynamic_cast<const PeerLostError*>(&e) && !dynamic_cast<const PeerFailedError*>(&e)) return;
   if (dynamic_cast<const TimeoutError*>(&e)) return;
   if (!saves_on_all_ranks() && !first_rank()) return;
-  try {
-    checkpointer_.reset();  // what it was writing has ended with the groups
-    make_checkpointer();
-    const bool whole = whole_ && whole_->step > 0 && session_->steps() == whole_->step;
-    const std::string mine = whole ? concat("step-", whole_->step) : std::string();
-    if (saves_on_all_ranks() && strategy().size() > 1) {
-      for (const std::string& other : manager().group(ranks()).all_gather_bytes(mine))
-        if (other != mine) return;
+  // Each rank that hears of the exception passes it on, which ends once more the groups that others
+  // have made since: at most as many times as there are ranks.
+  for (int round = 0; round <= strategy().size(); ++round) {
+    try {
+      return write_whole_state();
+    } catch (const PeerFailedError&) {
+    } catch (...) {  // the exception that ended the run is the one that counts
+      return;
     }
-    if (!whole || checkpointer_->latest() == mine) return;
-    const at::NoGradGuard no_grad;
-    for (const auto& [buffer, kept] : whole_->buffers) at::Tensor(buffer).copy_(kept);
-    checkpointer_->save(mine, whole_->state);
-    saved_ = mine;
-  } catch (...) {  // the exception that ended the run is the one that counts
   }
+}
+
+void Trainer::write_whole_state() {
+  checkpointer_.reset();  // what it was writing has ended with the groups
+  make_checkpointer();
+  const bool whole = whole_ && whole_->step > 0 && session_->steps() == whole_->step;
+  const std::string mine = whole ? concat("step-", whole_->step) : std::string();
+  if (saves_on_all_ranks() && strategy().size() > 1) {
+    for (const std::string& other : manager().group(ranks()).all_gather_bytes(mine))
+      if (other != mine) return;
+  }
+  if (!whole || checkpointer_->latest() == mine) return;
+  const at::NoGradGuard no_grad;
+  for (const auto& [buffer, kept] : whole_->buffers) at::Tensor(buffer).copy_(kept);
+  checkpointer_->save(mine, whole_->state);
+  saved_ = mine;
 }
 
 void Trainer::request_remove(const std::string& name) { to_remove_.push_back(name); }

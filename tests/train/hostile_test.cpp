@@ -285,6 +285,7 @@ TEST(Hostile, ACheckpointOfSomethingElseIsRefusedBeforeAnythingChanges) {
     net->push_back(std::dynamic_pointer_cast<torch::nn::LinearImpl>(full->ptr(0)));
     net->push_back(torch::nn::Linear(torch::nn::LinearOptions(5, 2).bias(false)));
     net->to(at::kDouble);
+    fill(*net, 11);
     return net;
   };
   const auto refused = [&](const std::function<std::shared_ptr<Custom>()>& make,
@@ -312,6 +313,7 @@ TEST(Hostile, ACheckpointOfSomethingElseIsRefusedBeforeAnythingChanges) {
         auto net = small_net();
         net->push_back(torch::nn::Linear(2, 2));
         net->to(at::kDouble);
+        fill(*net, 11);
         return std::make_shared<Custom>(net, 1, 2);
       },
       "is not in the checkpoint");
