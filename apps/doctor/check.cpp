@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <numeric>
 #include <optional>
 #include <sstream>
 
@@ -42,7 +43,9 @@ ManagerOptions check_options(const std::string& backend) {
 Group group_over(const DistributedManager& manager, const std::string& backend) {
   GroupOptions options;
   options.backend = backend;
-  return manager.group(manager.world().ranks(), options);
+  std::vector<int> all(static_cast<std::size_t>(manager.world_size()));
+  std::iota(all.begin(), all.end(), 0);
+  return manager.group(all, options);  // the world may be over a backend that is not to be had
 }
 
 std::optional<std::filesystem::path> in_path(const std::string& program) {
@@ -148,7 +151,8 @@ void report_check(Report& report) {
           "for: srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH (srun --mpi=list has those of "
           "this Slurm)");
     }
-    DistributedManager manager = DistributedManager::initialize(check_options(backends.back()));
+    DistributedManager manager =
+        DistributedManager::initialize(check_options(has_mpi() && told ? "mpi" : "gloo"));
     for (const auto& backend : backends) {
       const std::string what =
           concat("all-reduce on the ", launch.world_size, " ranks of this launch: ");

@@ -36,7 +36,7 @@ class Wait : public Callback {
       std::fflush(stdout);
     }
     const StopSignals signals;
-    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(150);
     while (signals.received() == Stop::none && std::chrono::steady_clock::now() < end)
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
