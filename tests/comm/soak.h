@@ -195,6 +195,9 @@ inline int die(const SoakPlace& place, std::chrono::milliseconds time) {
           ManagerOptions options;
           options.launch = launch;
           options.timeout = 30s;
+          // Rank 0 may die before the others have heard that all are in: over several hosts they
+          // then look for a store that may yet come, for so long.
+          options.rendezvous_timeout = 10s;
           try {
             auto manager = DistributedManager::initialize(options);
             if (launch.rank == victim && way == 0) ::raise(SIGKILL);
@@ -204,7 +207,7 @@ inline int die(const SoakPlace& place, std::chrono::milliseconds time) {
             for (;;) world.barrier();
           } catch (const PeerLostError&) {
             return "lost";
-          } catch (const RendezvousError&) {  // rank 0 died before the others heard that all are in
+          } catch (const RendezvousError&) {
             return "lost";
           }
         },
