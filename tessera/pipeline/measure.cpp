@@ -112,8 +112,22 @@ PipelineCosts Pipeline::measure(const PipelineBatch& batch, int repeats) {
   const int stages = state.plan.count();
   const PipelineSchedule plain =
       schedule_gpipe(state.plan.training.placement, state.plan.training.micro_batches);
-  const PipelineSchedule whole = insert_messages(plain),
-                         split = insert_messages(split_backward(plain));
+  LowerOptions lower_options;
+  lower_options.sharded = state.plan.sharded;
+  lower_options.gathered_at_once = state.plan.options.gathered_at_once;
+  const PipelineSchedule whole = lower(plain, lower_options),
+                         split = lower(split_backward(plain), lower_options);
+  // Afterwards, by an exception too.
+  struct NoGradients {
+    ~NoGradients() {
+      for (const auto& stage : stages) {
+        if (!stage) continue;
+        for (const at::Tensor& p : stage->parameters()) p.mutable_grad().reset();
+      }
+    }
+    const std::vector<std::shared_ptr<PipelineStage>>& stages;
+  };
+  const NoGradients no_gradients{state.plan.stages};
   // By stage: forward, input gradient, weight gradient, backward.
   std::vector<std::array<std::vector<double>, 4>> seen(static_cast<std::size_t>(stages));
   for (int i = 0; i < repeats + 1; ++i) {
@@ -128,7 +142,6 @@ PipelineCosts Pipeline::measure(const PipelineBatch& batch, int repeats) {
   for (int s = 0; s < stages; ++s) {
     double* row = &mine[static_cast<std::size_t>(s) * 7];
     if (state.plan.stages[s]) {
-      for (const at::Tensor& p : state.plan.stages[s]->parameters()) p.mutable_grad().reset();
       for (std::size_t i = 0; i < 4; ++i) row[i] = middle(seen[s][i]);
       row[4] = 1;
       row[5] = state.plan.stages[s]->recomputes() ? 1 : 0;

@@ -1,6 +1,7 @@
 #include "tessera/pipeline/pipeline.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <exception>
@@ -139,8 +140,14 @@ Pipeline::Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule sc
 
   const std::vector<int> mine = schedule.stages_of(plan.rank);
   std::vector<bool> recompute(plan.count()), sharded(plan.count());
-  for (const std::string& text : group.all_gather_bytes(traits(mine, stages))) {
-    TextReader lines(text);
+  // Pipelines beside each other hold stages that are alike.
+  const std::string own_traits = traits(mine, stages);
+  std::string alike = own_traits;
+  for (const auto& [name, tensors] : plan.options.tied) alike += concat("tied ", name, "\n");
+  const Group others = mesh.group(plan.other_axes());
+  if (others.size() > 1) require_agreement(others, "the stages of a pipeline", alike);
+  for (const std::string& one : group.all_gather_bytes(own_traits)) {
+    TextReader lines(one);
     std::string flags;
     for (int s = 0; lines >> s >> flags;) {
       recompute[s] = flags[0] == 'r';
@@ -151,6 +158,7 @@ Pipeline::Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule sc
   for (std::size_t i = 0; i < mine.size(); ++i) plan.stages[mine[i]] = std::move(stages[i]);
   plan.known.resize(static_cast<std::size_t>(plan.count()));
 
+  plan.sharded = sharded;
   const bool lowered = has_any(schedule, [](ActionKind kind) { return !is_compute(kind); });
   PipelineSchedule forwards = schedule;
   for (auto& row : forwards.actions)
@@ -173,14 +181,25 @@ Pipeline& Pipeline::operator=(Pipeline&&) noexcept = default;
 PipelineResult Pipeline::State::run(const PipelineBatch& batch, bool training) {
   try {
     const detail::StepFacts facts = detail::agree_on_step(plan, batch, training, steps);
-    if (training) ties.begin();
     detail::StepRun step(plan, batch, facts);
+    if (training) ties.begin();
     step.run();
-    if (training) ties.sum(plan);
-    PipelineResult result = finish(step, facts);
+    PipelineResult result;
+    try {
+      if (training) ties.sum(plan);
+      result = finish(step, facts);
+    } catch (const PeerFailedError&) {
+      throw;
+    } catch (const c10::Error& e) {
+      detail::tell_failure(plan, e.what_without_backtrace());
+      throw;
+    } catch (const std::exception& e) {
+      detail::tell_failure(plan, e.what());
+      throw;
+    }
     if (training) spans = step.spans();
     plan.settled.insert(facts.signatures.begin(), facts.signatures.end());
-    if (training) ++steps;
+    if (training) steps = facts.step + 1;
     return result;
   } catch (...) {
     // Ranks may have come to different points of telling each other shapes.
@@ -189,10 +208,38 @@ PipelineResult Pipeline::State::run(const PipelineBatch& batch, bool training) {
   }
 }
 
+namespace {
+
+// The tensors joined along dim 0; undefined where their shapes do not allow it.
+at::Tensor joined(const std::vector<at::Tensor>& parts) {
+  const at::Tensor& first = parts.front();
+  for (const at::Tensor& t : parts) {
+    if (t.dim() != first.dim() || t.scalar_type() != first.scalar_type()) return {};
+    for (std::int64_t d = 1; d < t.dim(); ++d) {
+      if (t.size(d) != first.size(d)) return {};
+    }
+  }
+  return first.dim() > 0 ? at::cat(parts) : at::stack(parts);
+}
+
+}  // namespace
+
 PipelineResult Pipeline::State::finish(detail::StepRun& step, const detail::StepFacts& facts) {
   PipelineResult result;
   result.weight = facts.total_weight;
-  const at::Tensor sum = at::full({1}, plan.counts() ? step.loss_sum() : 0.0, at::kDouble);
+  result.micro_batches = std::move(step.outputs());
+  for (std::size_t i = 0; !result.micro_batches.empty(); ++i) {
+    std::vector<at::Tensor> parts;
+    for (const auto& outputs : result.micro_batches) {
+      if (i < outputs.size()) parts.push_back(outputs[i]);
+    }
+    if (parts.empty()) break;
+    result.outputs.push_back(parts.size() == result.micro_batches.size() ? joined(parts)
+                                                                         : at::Tensor());
+  }
+  // All ranks that share samples ask for the value of a sharded loss, and one of them counts it.
+  const double own = step.loss_sum();
+  const at::Tensor sum = at::full({1}, plan.counts() ? own : 0.0, at::kDouble);
   const bool everywhere = plan.options.loss_everywhere;
   if (everywhere)
     plan.mesh.all().all_reduce(sum, ReduceOp::sum, {.name = "pipeline loss"});
@@ -201,16 +248,6 @@ PipelineResult Pipeline::State::finish(detail::StepRun& step, const detail::Step
   result.loss = facts.targets && (everywhere || plan.last())
                     ? sum.item<double>() / facts.total_weight
                     : std::numeric_limits<double>::quiet_NaN();
-  std::vector<std::vector<at::Tensor>> joined;
-  for (const auto& outputs : step.outputs()) {
-    joined.resize(std::max(joined.size(), outputs.size()));
-    for (std::size_t i = 0; i < outputs.size(); ++i) joined[i].push_back(outputs[i]);
-  }
-  for (const auto& list : joined) {
-    const bool rows =
-        std::all_of(list.begin(), list.end(), [](const at::Tensor& t) { return t.dim() > 0; });
-    result.outputs.push_back(rows ? at::cat(list) : at::stack(list));
-  }
   return result;
 }
 

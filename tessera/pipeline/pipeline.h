@@ -99,7 +99,7 @@ struct PipelineOptions {
   bool loss_everywhere = true;
   /// Random numbers (dropout): each stage draws from the device's default generator, seeded from
   /// this, the number of the step, stage and micro-batch, so that they do not depend on schedule,
-  /// placement and ranks. The generator is afterwards as it was before. Unset: it is left alone.
+  /// placement and ranks; pipelines with other samples draw others. The generator is afterwards as it was before. Unset: it is left alone.
   /// Ranks that are threads share one generator for the CPU: there nothing is promised.
   std::optional<std::uint64_t> seed = std::nullopt;
   /// The shapes that stages pass on may differ between micro-batches with inputs of equal shapes:
@@ -113,8 +113,11 @@ struct PipelineResult {
   double loss = 0;
   /// The sum of all weights.
   double weight = 0;
-  /// On the rank of the last stage, where they are kept: its outputs, joined along dim 0.
+  /// On the rank of the last stage, where they are kept: its outputs, joined along dim 0; undefined
+  /// where the micro-batches' shapes do not allow it.
   std::vector<at::Tensor> outputs = {};
+  /// The same of each micro-batch.
+  std::vector<std::vector<at::Tensor>> micro_batches = {};
 };
 
 class Pipeline {

@@ -27,6 +27,8 @@ class ModuleStage final : public PipelineStage {
       : module_(std::move(module)), forward_(std::move(forward)), options_(options) {
     if (!module_ || !forward_)
       throw InvalidArgument("make_stage: a stage needs a module and what computes its forward");
+    if (!options_.gather != !options_.release)
+      throw InvalidArgument("make_stage: give both gather and release, or none");
   }
   std::vector<at::Tensor> forward(const std::vector<at::Tensor>& inputs) override {
     return forward_(inputs);
@@ -40,6 +42,9 @@ class ModuleStage final : public PipelineStage {
   }
   std::vector<at::Tensor> buffers() const override { return module_->buffers(); }
   bool recomputes() const override { return options_.recompute; }
+  bool sharded() const override { return static_cast<bool>(options_.gather); }
+  void gather() override { options_.gather(*module_); }
+  void release() override { options_.release(*module_); }
 
  private:
   std::shared_ptr<torch::nn::Module> module_;

@@ -55,6 +55,10 @@ class PipelineStage {
 struct StageOptions {
   /// PipelineStage::recomputes().
   bool recompute = false;
+  /// PipelineStage::gather() and release(), for a module that fully_shard() has sharded:
+  ///   make_stage(net, {.gather = gather_parameters, .release = release_parameters})
+  /// Both or none.
+  std::function<void(const torch::nn::Module&)> gather = nullptr, release = nullptr;
 };
 
 using StageFunction = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;

@@ -230,6 +230,7 @@ TEST(PipelineFaults, ALossThatIsNoScalarNamesTheAction) {
                 std::string::npos)
           << e.what();
     }
+    manager.world().barrier();  // nobody is gone before all have heard
   });
 }
 

@@ -20,6 +20,7 @@ namespace {
 enum Place : std::int64_t {
   kProblem,
   kMode,
+  kStep,
   kInputs,
   kTargets,
   kTrained,
@@ -47,8 +48,9 @@ std::uint64_t signature_of(const std::vector<at::Tensor>& inputs) {
 // By what the sums of gradients over the other axes are multiplied: one number for all parameters
 // of this rank; nothing where it has none.
 std::optional<double> gradient_scale(const PipelinePlan& plan, std::string& problem) {
-  bool alone = true;
-  for (const int a : plan.sample_axes()) alone = alone && plan.mesh.layout().size(a) == 1;
+  int samples = 1;
+  for (const int a : plan.sample_axes()) samples *= plan.mesh.layout().size(a);
+  const bool alone = samples == 1;
   std::optional<double> common;
   for (int s = 0; s < plan.count(); ++s) {
     if (!plan.stages[s]) continue;
@@ -65,6 +67,15 @@ std::optional<double> gradient_scale(const PipelinePlan& plan, std::string& prob
         problem = concat(kGradientProblem, "a parameter of stage ", s, " (shape ", p.sizes(),
                          ") is not known to be reduced over the mesh's other axes: wrap the stage "
                          "with DistributedDataParallel, or distribute it (distribute_module)");
+        return std::nullopt;
+      }
+      // A mean over other ranks than those that have other samples.
+      if (scale != 1 && std::abs(scale * samples - 1) > 1e-9) {
+        problem = concat(kGradientProblem, "the gradient of a parameter of stage ", s, " (shape ",
+                         p.sizes(), ") becomes the mean over ", std::lround(1 / scale),
+                         " ranks, and ", samples,
+                         " have different samples (PipelineOptions::sample_axes); reduce it over "
+                         "those, or as a sum");
         return std::nullopt;
       }
       if (common && *common != scale) {
@@ -152,6 +163,11 @@ c10::Device PipelinePlan::device() const {
   return mesh.manager().device();
 }
 
+void tell_failure(const PipelinePlan& plan, const std::string& what) {
+  const Mesh& ranks = plan.mesh.layout();
+  if (ranks.size() > 1) plan.mesh.manager().fail_groups_within(ranks, what);
+}
+
 void throw_together(const Group& group, const std::string& problem) {
   const auto all = group.all_gather_bytes(problem, {.name = "pipeline problems"});
   for (std::size_t r = 0; r < all.size(); ++r) {
@@ -172,17 +188,22 @@ StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool tra
   if (plan.last()) facts.weights = weights_of(batch);
   std::string problem = batch_problem(plan, batch, training, facts.weights);
   std::optional<double> by;
-  if (training && problem.empty()) by = gradient_scale(plan, problem);
+  Hash trained;
+  try {
+    if (training && problem.empty()) by = gradient_scale(plan, problem);
+    for (const auto& stage : plan.stages) {
+      if (stage) trained.number(stage->parameters().size());
+    }
+  } catch (const std::exception& e) {  // of the user's own stage
+    problem = e.what();
+  }
 
   const std::int64_t most = plan.training.micro_batches;
   std::vector<std::int64_t> mine(static_cast<std::size_t>(kPlaces + most), 0);
   mine[kMode] = training ? 1 : 0;
   mine[kInputs] = plan.first() ? static_cast<std::int64_t>(batch.inputs.size()) : -1;
   mine[kTargets] = plan.last() ? static_cast<std::int64_t>(batch.targets.size()) : -1;
-  Hash trained;
-  for (const auto& stage : plan.stages) {
-    if (stage) trained.number(stage->parameters().size());
-  }
+  mine[kStep] = static_cast<std::int64_t>(step);
   mine[kTrained] = static_cast<std::int64_t>(trained.value());
   Hash settled;
   for (const std::uint64_t one : plan.settled) settled.number(one);
@@ -199,7 +220,7 @@ StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool tra
     try {
       for (std::size_t k = 0; k < batch.inputs.size(); ++k)
         mine[kPlaces + k] = static_cast<std::int64_t>(signature_of(batch.inputs[k]));
-    } catch (const Error& e) {
+    } catch (const std::exception& e) {
       problem = e.what();
     }
   }
@@ -215,8 +236,9 @@ StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool tra
   facts.micro_batches = static_cast<int>(rows[first][kInputs]);
   const std::int64_t targets = rows[last][kTargets];
   facts.targets = targets > 0;
-  // Weight, problems, and by what gradients are multiplied.
-  std::vector<double> sums(5, 0.0);
+  // Weight, problems, by what gradients are multiplied; then pipelines, and those that train and
+  // that have targets.
+  std::vector<double> sums{0, 0, 0, 0, 0, 1, training ? 1.0 : 0.0, facts.targets ? 1.0 : 0.0};
   Hash modes;
   bool differ = false;
   for (int r = 0; r < group.size(); ++r) {
@@ -227,6 +249,8 @@ StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool tra
     sums[4] += real(rows[r][kScaleSquares]);
     modes.number(static_cast<std::uint64_t>(rows[r][kTrained]));
     differ = differ || rows[r][kSettled] != mine[kSettled];
+    // A rank that failed late in a step that others ended is behind.
+    facts.step = std::max(facts.step, static_cast<std::uint64_t>(rows[r][kStep]));
     if (rows[r][kMode] != mine[kMode] && problem.empty())
       problem = concat("some ranks train and others evaluate; rank ", group.ranks()[r], " ",
                        rows[r][kMode] ? "trains" : "evaluates");
@@ -243,6 +267,12 @@ StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool tra
     sums.assign(got, got + sums.size());
   }
   if (sums[1] > 0) throw_together(plan.mesh.all(), problem);
+  for (const double some : {sums[6], sums[7]}) {
+    if (some != 0 && some != sums[5])
+      throw InvalidArgument(
+          concat("pipeline: ", some, " of ", sums[5], " pipelines beside each other ",
+                 some == sums[6] ? "train" : "have targets", ", and the others do not"));
+  }
   facts.total_weight = sums[0];
   if (training && !(facts.total_weight > 0))
     throw InvalidArgument(

@@ -20,6 +20,8 @@ struct PipelinePlan {
   /// Position along the axis.
   int rank = 0;
   PipelineSchedule training, evaluation;
+  /// By stage: whether its parameters are gathered and released.
+  std::vector<bool> sharded = {};
   /// By stage; null for those of other ranks.
   std::vector<std::shared_ptr<PipelineStage>> stages;
   PipelineLoss loss;
@@ -75,6 +77,9 @@ struct StepFacts {
 /// Collective over the mesh. Throws on every rank if one cannot make the step.
 StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool training,
                         std::uint64_t step);
+
+/// Tells all ranks of the mesh that this one failed, so that none waits for it.
+void tell_failure(const PipelinePlan& plan, const std::string& what);
 
 /// Collective over the group: throws on every rank if `problem` is not empty on one of them,
 /// InvalidArgument, or GradientError where the text begins with kGradientProblem.

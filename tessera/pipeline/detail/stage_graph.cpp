@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 namespace tessera::detail {
@@ -184,6 +185,11 @@ std::vector<at::Tensor> StageGraph::input_gradients(const std::vector<at::Tensor
     if (!got[i].defined()) continue;
     later_.push_back(std::move(captured[i]));
     later_gradients_.push_back(std::move(got[i]));
+  }
+  // What is saved of an input holds the nodes before it, so that these do not go with the edges.
+  const std::unordered_set<Node*> both(shared.begin(), shared.end());
+  for (const auto& [node, in_first_half] : reaches.nodes()) {
+    if (in_first_half && !both.contains(node)) node->release_variables();
   }
   // Collected first: what an edge leads to is freed with it.
   std::vector<std::pair<Node*, std::size_t>> inside;

@@ -12,12 +12,12 @@ namespace tessera::detail {
 /// How the halves are kept apart. Let A be the nodes from which the inputs are reached. The first
 /// half runs A alone, captures the gradients of the inputs and, at each node of A that also leads
 /// to something else (a parameter, in the end), the gradient that arrives there; such a node
-/// computes only what goes on inside A, since the engine asks it for nothing else. Then the edges
-/// inside A are taken out of those nodes, so that all other nodes of A, and what they saved, are
-/// freed. The second half starts at those nodes with the captured gradients: without the edges they
-/// compute only what was left out. Each product is computed once, and parameters may be used
-/// several times. (torch.distributed.pipelining groups parameters by the nodes where their paths
-/// meet those of the inputs, and runs the second half for each group.)
+/// computes only what goes on inside A, since the engine asks it for nothing else. Then all other
+/// nodes of A let go what they saved, and the edges inside A are taken out of those nodes. The
+/// second half starts at those nodes with the captured gradients: without the edges they compute
+/// only what was left out. Each product is computed once, and parameters may be used several times.
+/// (torch.distributed.pipelining groups parameters by the nodes where their paths meet those of the
+/// inputs, and runs the second half for each group.)
 ///
 /// A node that runs in both halves must be able to compute one without the other, which the
 /// generated ones are: where it is of a user's own Function, or has hooks, the first half runs the

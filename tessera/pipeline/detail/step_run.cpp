@@ -19,6 +19,54 @@ using Clock = std::chrono::steady_clock;
 // wait for their receivers, so that no number can make the ranks wait for each other.
 constexpr std::size_t kSending = 4;
 
+// Random numbers from another state, until its end.
+class RandomState {
+ public:
+  RandomState(c10::Device device, const at::Tensor& state)
+      : generator_(at::globalContext().defaultGenerator(device)) {
+    const std::lock_guard lock(generator_.mutex());
+    before_ = generator_.get_state();
+    generator_.set_state(state);
+  }
+  ~RandomState() {
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_state(before_);
+  }
+  RandomState(const RandomState&) = delete;
+  RandomState& operator=(const RandomState&) = delete;
+
+ private:
+  at::Generator generator_;
+  at::Tensor before_;
+};
+
+// Buffers that a second forward writes to are afterwards as they were. Not before the backward,
+// which may have saved them.
+class KeptBuffers {
+ public:
+  explicit KeptBuffers(const std::vector<at::Tensor>& buffers) {
+    for (const at::Tensor& b : buffers) {
+      if (b.defined()) kept_.emplace_back(b.detach(), b.detach().clone());
+    }
+  }
+  ~KeptBuffers() {
+    const at::NoGradGuard no_grad;
+    for (const auto& [now, before] : kept_) {
+      try {
+        // Writing ends what other graphs have saved of it.
+        if (!now.equal(before)) now.copy_(before);
+      } catch (const std::exception& e) {
+        TORCH_WARN("a buffer of a stage that recomputes could not be restored: ", e.what());
+      }
+    }
+  }
+  KeptBuffers(const KeptBuffers&) = delete;
+  KeptBuffers& operator=(const KeptBuffers&) = delete;
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
+};
+
 bool kept(const PipelinePlan& plan, const StepFacts& facts) {
   return plan.last() && (!facts.training || plan.options.keep_outputs);
 }
@@ -136,7 +184,15 @@ std::vector<at::Tensor> StepRun::compute(int s, int k, Flight& flight, bool grap
   }
   if (!facts_.targets) return outputs;
   const at::Tensor loss = scaled_loss(k, outputs, !again);
-  if (graph) {
+  if (graph && facts_.weights[static_cast<std::size_t>(k)] == 0) {
+    // Zeros go back from the outputs: a loss over nothing may have no derivative at all, while
+    // what a stage does in backward together with other ranks is to be done all the same.
+    flight.graph.leave(outputs);
+    for (const at::Tensor& output : outputs)
+      flight.gradients.push_back(output.defined() && output.requires_grad()
+                                     ? at::zeros_like(output.detach())
+                                     : at::Tensor());
+  } else if (graph) {
     flight.graph.leave({loss});
     flight.gradients = {at::ones_like(loss.detach())};
   }
@@ -200,6 +256,9 @@ void StepRun::forward(int s, int k) {
     Hash seed;
     seed.number(*plan_.options.seed).number(facts_.step);
     seed.number(static_cast<std::uint64_t>(s)).number(static_cast<std::uint64_t>(k));
+    // Pipelines with other samples draw other numbers.
+    const std::vector<int> here = plan_.mesh.coordinate();
+    for (const int a : plan_.sample_axes()) seed.number(static_cast<std::uint64_t>(here[a]));
     const std::lock_guard lock(generator_->mutex());
     generator_->set_current_seed(seed.value());
   }
@@ -226,7 +285,8 @@ void StepRun::forward(int s, int k) {
                                  "are"));
   const auto carry = [&](const at::Tensor& t) {
     if (!t.defined()) throw InvalidArgument("the stage gave an undefined tensor");
-    const bool wants = recomputes ? gradient && t.is_floating_point() : t.requires_grad();
+    const bool wants =
+        recomputes ? gradient && (t.is_floating_point() || t.is_complex()) : t.requires_grad();
     return Carried{t.detach(), facts_.training && wants};
   };
   const std::size_t own = outputs.size() - leaving;
@@ -256,25 +316,11 @@ void StepRun::backward(int s, int k, bool split) {
   f.sent.wait();  // long ago: the gradient is the answer
   mark_ = Clock::now();
   const PipelineStage& stage = *plan_.stages[s];
+  std::optional<KeptBuffers> buffers;
   if (stage.recomputes()) {
-    std::vector<at::Tensor> before;
-    for (const at::Tensor& b : stage.buffers()) before.push_back(b.detach().clone());
-    {
-      auto generator = at::globalContext().defaultGenerator(device_);
-      at::Tensor state;
-      const auto swap = [&](const at::Tensor& to) {
-        const std::lock_guard lock(generator.mutex());
-        at::Tensor old = generator.get_state();
-        generator.set_state(to);
-        return old;
-      };
-      state = swap(f.random);
-      compute(s, k, f, true);
-      swap(state);
-    }
-    const at::NoGradGuard no_grad;
-    const auto buffers = stage.buffers();
-    for (std::size_t i = 0; i < before.size(); ++i) buffers[i].copy_(before[i]);
+    buffers.emplace(stage.buffers());
+    const RandomState random(device_, f.random);
+    compute(s, k, f, true);
     f.inputs.clear();
     f.incoming.clear();
   }
@@ -445,10 +491,7 @@ void StepRun::fail(const PipelineAction& action) {
       "pipeline ", schedule_.name, ", step ", facts_.step, ", ", action, " (stage ", action.stage,
       action.micro_batch < 0 ? std::string() : concat(", micro-batch ", action.micro_batch),
       ") on rank ", plan_.mesh.manager().rank(), ": ");
-  const auto tell = [&](const std::string& what) {
-    if (plan_.mesh.layout().size() > 1)
-      plan_.mesh.manager().fail_groups_within(plan_.mesh.layout(), what);
-  };
+  const auto tell = [&](const std::string& what) { tell_failure(plan_, what); };
   try {
     throw;
   } catch (const PeerFailedError& e) {

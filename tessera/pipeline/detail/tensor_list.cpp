@@ -96,7 +96,8 @@ ListSpec decode(const std::vector<std::int64_t>& numbers) {
 }
 
 at::Tensor to_wire(const at::Tensor& tensor, const TensorSpec& spec) {
-  const at::Tensor value = tensor.detach();
+  // Lazy conjugation and negation are done: what travels is memory.
+  const at::Tensor value = tensor.detach().resolve_conj().resolve_neg();
   if (value.strides() == at::IntArrayRef(spec.strides) && value.numel() > 0) return flat(value);
   at::Tensor wire;
   const at::Tensor copy = empty_for(spec, value.device(), wire);

@@ -50,7 +50,7 @@ TiedParameters::TiedParameters(const PipelinePlan& plan) {
       tie.second.push_back(static_cast<int>(r));
     }
   }
-  throw_together(group, problem);
+  throw_together(plan.mesh.all(), problem);
   const at::NoGradGuard no_grad;
   for (const auto& [name, tie] : found) {
     const auto given = plan.options.tied.find(name);
@@ -86,7 +86,7 @@ void TiedParameters::sum(const PipelinePlan& plan) const {
       bool again = false;
       for (std::size_t j = 0; j < i; ++j) again = again || one.is_same(tie.mine[j]);
       if (again || !one.grad().defined()) continue;
-      values.add_(one.grad());
+      values.add_(one.grad().layout() == at::kStrided ? one.grad() : one.grad().to_dense());
       flag.fill_(1);
     }
     if (tie.ranks.size() > 1)
@@ -94,7 +94,7 @@ void TiedParameters::sum(const PipelinePlan& plan) const {
                                                       {.name = "tied gradients"});
     if (flag.item<double>() == 0) continue;
     for (const at::Tensor& one : tie.mine) {
-      if (one.grad().defined())
+      if (one.grad().defined() && one.grad().layout() == at::kStrided)
         one.mutable_grad().copy_(values);
       else
         one.mutable_grad() = values.clone();
