@@ -87,13 +87,17 @@ Model train(const std::shared_ptr<tessera::Strategy>& strategy, const Options& o
   how.max_steps = options.steps;
   how.callbacks = {std::make_shared<Watch>(watch)};
   how.checkpoint.folder = options.checkpoint;
+  how.session.signals = !options.checkpoint.empty();  // to save; without a folder they end it
   if (!options.checkpoint.empty()) {
     how.checkpoint.resume = true;
     how.callbacks.push_back(std::make_shared<tessera::CheckpointCallback>(
         tessera::CheckpointCallbackOptions{.every_steps = options.save_every}));
   }
   Language task(model, options);
-  tessera::Trainer(how).fit(task, tessera::batches_of(loader));
+  const auto done = tessera::Trainer(how).fit(task, tessera::batches_of(loader));
+  if (done.stop != tessera::Stop::none)
+    throw tessera::Error(tessera::concat("stopped by ", tessera::to_string(done.stop), " after ",
+                                         done.steps, " steps; start it again to go on"));
   return model;
 }
 

@@ -5,6 +5,7 @@
 #include <numbers>
 #include <utility>
 
+#include "tessera/base/text.h"
 #include "tessera/nn/distribute_module.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/train/callbacks.h"
@@ -101,12 +102,16 @@ WindNet train(const WindsData& data, const TrainingOptions& options,
   how.max_epochs = options.epochs;
   how.callbacks = {mean, std::make_shared<Watch>(task.steps(), watch)};
   how.checkpoint.folder = options.checkpoint;
+  how.session.signals = !options.checkpoint.empty();  // to save; without a folder they end it
   if (!options.checkpoint.empty()) {
     how.checkpoint.resume = true;
     how.callbacks.push_back(std::make_shared<tessera::CheckpointCallback>(
         tessera::CheckpointCallbackOptions{.every_epochs = 1}));
   }
-  tessera::Trainer(how).fit(task, batches);
+  const auto done = tessera::Trainer(how).fit(task, batches);
+  if (done.stop != tessera::Stop::none)
+    throw tessera::Error(tessera::concat("stopped by ", tessera::to_string(done.stop), " after ",
+                                         done.steps, " steps; start it again to go on"));
 
   const torch::NoGradGuard no_grad;
   for (const auto& item : average->named_parameters())

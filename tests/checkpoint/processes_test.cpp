@@ -168,8 +168,8 @@ TEST(CheckpointProcesses, WithoutMemoryForTheFullTensorAllAreTold) {
   EXPECT_TRUE(names_in(folder.path()).empty());
 }
 
-// A rank that is not the first has no memory for what it sends.
-TEST(CheckpointProcesses, WithoutMemoryToSendAllAreTold) {
+// A rank that is not the first has memory for its shard, but not for what arrives.
+TEST(CheckpointProcesses, WithoutMemoryToReceiveAllAreTold) {
   const Folder folder;
   const auto body = [&](const Launch& launch) -> std::string {
     ManagerOptions options;
@@ -177,34 +177,33 @@ TEST(CheckpointProcesses, WithoutMemoryToSendAllAreTold) {
     options.timeout = std::chrono::seconds(20);
     const auto manager = DistributedManager::initialize(options);
     const auto mesh = manager.mesh({{"x", 2}});
-    const std::int64_t rows = 20'000'000;
-    const bool all = manager.rank() == 1;
-    // Transposed in memory: a copy is sent.
-    const auto sharded = from_local(at::zeros({4, all ? rows : 0}).t(),
-                                    ShardSpec(mesh, {rows, 4}, {Shard(0)}, {{0, {0, rows}}}));
-    manager.world().barrier();
-    if (all) {
+    const std::int64_t rows = 24'000'000;  // 96 MB
+    const bool second = manager.rank() == 1;
+    const std::string path = folder / "one.safetensors";
+    save(from_local(at::zeros({second ? 0 : rows}),
+                    ShardSpec(mesh, {rows}, {Shard(0)}, {{0, {rows, 0}}})),
+         path);
+    if (second) {
       std::ifstream status("/proc/self/statm");
       rlim_t pages = 0;
       status >> pages;
       rlimit limit{};
       ::getrlimit(RLIMIT_AS, &limit);
-      limit.rlim_cur = pages * static_cast<rlim_t>(::sysconf(_SC_PAGESIZE)) + (160 << 20);
+      limit.rlim_cur = pages * static_cast<rlim_t>(::sysconf(_SC_PAGESIZE)) + (150 << 20);
       ::setrlimit(RLIMIT_AS, &limit);
     }
     try {
-      save(sharded, folder / "one.safetensors");
+      load(path, ShardSpec(mesh, {rows}, {Shard(0)}, {{0, {0, rows}}}));
     } catch (const Error& e) {
       return e.what();
     }
-    return "saved";
+    return "loaded";
   };
   for (const RankEnd& end : fork_ranks(2, body, std::chrono::seconds(60))) {
     EXPECT_TRUE(end.ended);
     EXPECT_TRUE(contains(end.report, "rank 1")) << end.report;
     EXPECT_TRUE(contains(end.report, "allocate memory")) << end.report;
   }
-  EXPECT_TRUE(names_in(folder.path()).empty());
 }
 #endif
 
