@@ -50,7 +50,9 @@ int main() {
 
 
 def run(*command, limit=60, **options):
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=limit, **options)
+    """Without the path on which ctest offers the package of the build folder."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([str(c) for c in command], env=environment, capture_output=True, text=True, timeout=limit, **options)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 
