@@ -5,6 +5,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <map>
@@ -336,6 +337,35 @@ TEST(FullyShard, HoldsTwoGatheredUnitsWhateverTheDepth) {
     }
   }
   c10::SetCPUAllocator(before, 255);
+}
+
+TEST(FullyShard, LearnsFromEvaluationAlone) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    for (const bool tied : {false, true}) {
+      Net net = net_of({.tied = tied}), expected = net_of({.tied = tied});
+      fully_shard(*net, mesh);
+      const at::NoGradGuard no_grad;
+      const at::Tensor x = randn({5, 5}, at::kDouble);
+      const at::Tensor mine = distribute_tensor(x, mesh, {Shard(0)}), y = expected->forward(x);
+      for (int pass = 0; pass < 6; ++pass) EXPECT_LT(difference(net->forward(mine), y), 1e-11);
+      const CommTraceScope trace(manager);
+      net->forward(mine);
+      std::vector<CommEvent> gathers;
+      for (const CommEvent& e : trace->events()) {
+        if (e.operation == "all_gather") gathers.push_back(e);
+      }
+      std::sort(gathers.begin(), gathers.end(),
+                [](const auto& a, const auto& b) { return a.begin < b.begin; });
+      // The root's first and last layers are one use where one forward goes into the next.
+      ASSERT_GE(gathers.size(), 4u) << trace->table();
+      EXPECT_LE(gathers.size(), 5u) << trace->table();
+      int ahead = 0;
+      for (std::size_t i = 1; i < gathers.size(); ++i)
+        ahead += gathers[i].begin < gathers[i - 1].end;
+      EXPECT_GE(ahead, 3) << "each starts before the one before it has been waited for";
+    }
+  });
 }
 
 TEST(FullyShard, TiedWeightsAreOneParameter) {

@@ -104,14 +104,16 @@ struct GatherUnits::EndOfBackward {
 void GatherUnits::visit(std::size_t index) {
   const std::size_t unit = places_[index].unit;
   const bool backward = torch::autograd::get_current_graph_task_id() >= 0;
+  const std::size_t segments = starts_.size();
   if (pass_ == Pass::none || backward != (pass_ == Pass::backward) ||
-      (!backward && starts_again(index))) {
+      (!backward && (starts_again(index) || repeats(index)))) {
     begin(backward                     ? Pass::backward
           : at::GradMode::is_enabled() ? Pass::forward
                                        : Pass::evaluation);
     first_ = index;
   }
-  if (!seen_.empty() && seen_.back().unit == unit) {
+  const bool merges = starts_.size() <= std::max<std::size_t>(segments, 1);
+  if (!seen_.empty() && seen_.back().unit == unit && merges) {
     ++seen_.back().uses;
     return;
   }
@@ -131,20 +133,41 @@ void GatherUnits::visit(std::size_t index) {
 // backward follows.
 bool GatherUnits::starts_again(std::size_t index) const {
   if (seen_.empty() || places_[index].unit != seen_.front().unit) return false;
-  const std::size_t unit = places_[index].unit, at = seen_.size();
   const bool grad = pass_ == Pass::forward;
   if (at::GradMode::is_enabled() != grad && index == first_) return true;
+  if (!following_) return false;
+  const std::size_t at = seen_.size();
   const auto& visits = order().visits;
-  const bool same = seen_.back().unit == unit;
-  if (following_) {
-    if (at == visits.size()) return !same || seen_.back().uses >= visits.back().uses;
-    // what an exception has ended, unless the order says so
-    return !same && visits[at].unit != unit;
+  const bool same = seen_.back().unit == seen_.front().unit;
+  if (at == visits.size()) return !same || seen_.back().uses >= visits.back().uses;
+  // what an exception has ended, unless the order says so
+  return !same && visits[at].unit != seen_.front().unit;
+}
+
+// Forwards without a backward that go no learnt way: the order is what has come twice between uses
+// of the parameter that was used first. Two of them belong to one forward where the first and the
+// last layer are tied.
+bool GatherUnits::repeats(std::size_t index) {
+  constexpr std::size_t kMostSeen = 4096;
+  if (following_ || pass_ == Pass::backward) return false;
+  if (seen_.size() >= kMostSeen) {  // nothing comes again
+    end(false);
+    return true;
   }
-  if (order().learnt || same || index != first_) return false;
-  std::vector<bool> all(units_.size(), false);
-  for (const Visit& v : seen_) all[v.unit] = true;
-  return std::find(all.begin(), all.end(), false) == all.end();
+  if (index != first_ || seen_.size() < starts_.back() + 2) return false;
+  starts_.push_back(seen_.size());
+  const std::size_t last = starts_.size() - 1;
+  const auto at = [&](std::size_t segment) {
+    return seen_.begin() + static_cast<std::ptrdiff_t>(starts_[segment]);
+  };
+  for (std::size_t period = 1; period <= 2 && 2 * period <= last; ++period) {
+    if (!std::equal(at(last - 2 * period), at(last - period), at(last - period), at(last)))
+      continue;
+    order() = {{at(last - period), at(last)}, true};
+    end(false);
+    return true;
+  }
+  return false;
 }
 
 void GatherUnits::begin(Pass pass) {
@@ -152,6 +175,7 @@ void GatherUnits::begin(Pass pass) {
   pass_ = pass;
   if (pass == Pass::evaluation && !order().learnt)
     order() = orders_[static_cast<int>(Pass::forward)];
+  starts_.assign(1, 0);
   following_ = order().learnt;
   if (pass != Pass::backward) return;
   auto last = std::make_shared<EndOfBackward>(weak_from_this());

@@ -90,6 +90,7 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   void use(std::size_t index);
   void visit(std::size_t index);
   bool starts_again(std::size_t index) const;
+  bool repeats(std::size_t index);
   void begin(Pass pass);
   void end(bool learn);
   void left();
@@ -110,8 +111,11 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   // Engine threads of several devices use parameters at the same time.
   std::mutex mutex_;
   Pass pass_ = Pass::none;
-  std::size_t first_ = 0;      // the parameter that the pass began with
-  std::vector<Visit> seen_;    // in this pass
+  // The parameter that the pass began with, what was seen in it, and where that parameter was used
+  // again after others, while the pass goes no learnt way.
+  std::size_t first_ = 0;
+  std::vector<Visit> seen_;
+  std::vector<std::size_t> starts_;
   bool following_ = false;     // seen_ is how the learnt order begins
   const void* end_ = nullptr;  // of the backward that runs
   Order orders_[4];
