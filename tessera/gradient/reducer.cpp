@@ -515,18 +515,22 @@ void GradientReducer::State::finish() {
   reset();
 }
 
-// Once, after a backward that has reduced something: all ranks are here, or none is.
+// After a reduction, until one has followed a backward on the first rank: all ranks are here, and
+// all see the same bytes.
 void GradientReducer::State::learn() {
   if (!options.learn_order || learnt || buckets.size() < 2) return;
   if (buckets.front().uniform && arrival.empty()) return;
-  for (const std::size_t b : order) {
-    if (std::find(arrival.begin(), arrival.end(), b) == arrival.end()) arrival.push_back(b);
+  std::string bytes;
+  if (!arrival.empty()) {
+    for (const std::size_t b : order) {
+      if (std::find(arrival.begin(), arrival.end(), b) == arrival.end()) arrival.push_back(b);
+    }
+    bytes.assign(reinterpret_cast<const char*>(arrival.data()),
+                 arrival.size() * sizeof(std::size_t));
   }
-  std::string bytes(reinterpret_cast<const char*>(arrival.data()),
-                    arrival.size() * sizeof(std::size_t));
   bytes = buckets.front().group.broadcast_bytes(bytes, 0, {.name = "order of buckets"});
-  std::memcpy(arrival.data(), bytes.data(), bytes.size());
-  order = arrival;
+  if (bytes.size() != order.size() * sizeof(std::size_t)) return;
+  std::memcpy(order.data(), bytes.data(), bytes.size());
   learnt = true;
 }
 

@@ -157,8 +157,9 @@ class FullyShardPlan {
   std::string describe() const {
     return concat("units ", list(units), ", axes ", list(axes), ", reshard_after_forward ",
                   options_.reshard_after_forward, ", prefetch ", options_.prefetch,
-                  ", bucket_bytes ", options_.reducer.bucket_bytes, ", overlap ",
-                  options_.reducer.overlap, "\n");
+                  ", bucket_bytes ", options_.reducer.bucket_bytes, ", first_bucket_bytes ",
+                  options_.reducer.first_bucket_bytes, ", learn_order ",
+                  options_.reducer.learn_order, ", overlap ", options_.reducer.overlap, "\n");
   }
 
   std::vector<NamedTensor> all;

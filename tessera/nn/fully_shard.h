@@ -27,6 +27,9 @@
 // another way is right all the same, is not overlapped, and is learnt for the next one. All ranks
 // run the same operators, as everywhere with sharded tensors.
 //
+// Autocast. What it casts is no longer the parameter: it is gathered by itself where it is used, in
+// the lower precision, not with its unit and not ahead. Values are right.
+//
 // Memory of parameters on each rank: its shards, and `prefetch` + 1 gathered units while a pass is
 // overlapped. Gradients: those of the unit at work, complete, and two units' being reduced.
 
@@ -77,8 +80,9 @@ void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
 void gather_parameters(const torch::nn::Module& module);
 
 /// Releases what is gathered of the units that hold a parameter of `module`; the next use gathers
-/// it again. Also after memory of a shard was written to by other means than operators on the
-/// parameter, in the middle of an evaluation: on all ranks alike. Throws as gather_parameters().
+/// it again. Needed where the memory of a shard was written to by other means than operators on the
+/// parameter or load(), after a forward without a backward: on all ranks alike. Throws as
+/// gather_parameters().
 void release_parameters(const torch::nn::Module& module);
 
 }  // namespace tessera

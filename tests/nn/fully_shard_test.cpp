@@ -733,6 +733,9 @@ TEST(FullyShard, RefusesWhatCannotBe) {
     EXPECT_THROW(fully_shard(*net, mesh, {.prefetch = -1}), InvalidArgument);
     // Ranks that ask for different things are told, all of them.
     EXPECT_THROW(fully_shard(*net, mesh, {.prefetch = manager.rank()}), MismatchError);
+    FullyShardOptions differs;
+    differs.reducer.learn_order = manager.rank() == 0;
+    EXPECT_THROW(fully_shard(*net, mesh, differs), MismatchError);
     EXPECT_FALSE(is_sharded(net->last)) << "nothing has changed";
     net->forward(randn({2, 5}, at::kDouble)).sum().backward();
     EXPECT_THROW(fully_shard(*net, mesh), ShardingError);

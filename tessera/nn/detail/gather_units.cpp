@@ -74,8 +74,8 @@ void GatherUnits::accumulated() {
 
 void GatherUnits::hold(std::size_t unit) {
   const std::lock_guard lock(mutex_);
-  units_[unit].held = true;
   start(unit);
+  units_[unit].held = true;
 }
 
 void GatherUnits::let_go(std::size_t unit) {
