@@ -53,9 +53,12 @@ at::Tensor StepWeight::weigh(const at::Tensor& loss, double weight, double unit,
     weight = 0;
   }
   if (counts) weight_ += weight;
-  // A plain tensor in the host's memory: its value costs nothing, and nobody else has to know. A
-  // sharded one shows a device too, but has no storage.
-  const bool plain = loss.device().is_cpu() && loss.has_storage();
+  // A plain tensor in the host's memory: its value costs nothing, and nobody else has to know.
+  // (Sharded ones show a CPU device, too.)
+  const c10::DispatchKeySet keys = loss.key_set();
+  const bool plain = loss.is_cpu() && !keys.has_backend(c10::BackendComponent::PrivateUse1Bit) &&
+                     !keys.has_backend(c10::BackendComponent::PrivateUse2Bit) &&
+                     !keys.has_backend(c10::BackendComponent::PrivateUse3Bit);
   if (plain && weight > 0) {
     if (counts) host_sum_ += loss.item<double>() * weight;
     return weight == unit ? loss : loss * (weight / unit);

@@ -321,24 +321,42 @@ StepResult Session::step_again(const std::function<void()>& evaluate, std::size_
         "step_again() with parameters that are sharded by hand: the optimizer would take its "
         "products over each rank's shard alone");
   if (parameters_.empty()) find_parameters();
+  struct LeftOut {};
   StepResult first;
   bool evaluated = false;
-  ++steps_;
-  optimizers_[optimizer]->step([&] {
+  const std::vector<at::Tensor>& own = optimized_[optimizer];
+  std::vector<at::Tensor> before;
+  for (const at::Tensor& p : own) before.push_back(p.detach().clone());
+  // Back from the point that the search was trying; its history is that of another place.
+  const auto undo = [&] {
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < own.size(); ++i) own[i].detach().copy_(before[i]);
+    optimizers_[optimizer]->state().clear();
+    clear_gradients();
+  };
+  const auto closure = [&] {
     const at::AutoGradMode with_grad(true);
     clear_gradients();
     evaluate();
-    const StepResult one = finish_gradients(optimized_[optimizer]);
+    const StepResult one = finish_gradients(own);
     if (!evaluated) first = one;
     first.stop = std::max(first.stop, one.stop);
     first.save = first.save || one.save;
     evaluated = true;
-    if (!one.stepped)
-      throw NonFiniteGradient(concat("gradients are not finite in an evaluation of step ", steps_,
-                                     ", which cannot be left out alone"));
+    if (!one.stepped) throw LeftOut();
     return at::scalar_tensor(one.loss, at::kDouble);
-  });
-  clear_gradients();
+  };
+  try {
+    optimizers_[optimizer]->step(closure);
+    clear_gradients();
+  } catch (const LeftOut&) {
+    undo();
+    first.stepped = false;
+  } catch (...) {
+    undo();
+    throw;
+  }
+  ++steps_;
   return last_ = first;
 }
 
@@ -372,7 +390,8 @@ StepResult Session::finish_gradients(const std::vector<at::Tensor>& own) {
     if (std::isfinite(options_.clip.max_norm) || options_.measure_norm)
       result.norm = strategy_->clip(own, options_.clip);
   }
-  if (!own.empty()) unit_ = multiples_.at(own.front().unsafeGetTensorImpl()) * result.weight;
+  // Of what the ranks have added up alone: they may have other parameters.
+  unit_ = result.weight;
   if (scaler_) scaler_->update(!result.stepped);
   const bool measured = std::isfinite(options_.clip.max_norm) || options_.measure_norm;
   if (result.stepped && measured && !std::isfinite(result.norm)) {
@@ -435,7 +454,7 @@ void Session::load(const CheckpointReader& saved, CheckpointState* extra) {
         "the strategy '", strategy_->name(),
         "' restores before setup() alone: give the checkpoint to the session's constructor"));
   // What does not fit is found before anything is changed.
-  refuse_other_modules(saved, modules_, *all_);
+  if (!restored_) refuse_other_modules(saved, modules_, *all_);
   refuse_other_optimizers(saved, optimizers_.size());
   std::vector<std::function<void()>> commits;
   for (std::size_t i = 0; i < optimizers_.size(); ++i)

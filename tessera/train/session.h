@@ -134,11 +134,12 @@ class Session {
                   const std::function<void(const StepResult&)>& before = {});
   /// One step of an optimizer that calls the loss again (LBFGS): `evaluate` makes the micro-batches
   /// of the step, by micro_batch() or backward(), always the same ones, and is called as often as
-  /// the optimizer asks, with gradients cleared. Each time the gradients are brought to the mean and
-  /// clipped, by one all-reduce, so that all ranks see the same loss and search alike. The result is
-  /// that of the first evaluation. Throws NotAvailable for float16, and where ranks hold other plain
-  /// parameters (Strategy::by_hand), of which the optimizer would take its products on each rank
-  /// alone.
+  /// the optimizer asks, with gradients cleared. Each time the gradients are brought to the mean
+  /// and clipped, by one all-reduce, so that all ranks see the same loss and search alike. The
+  /// result is that of the first evaluation. Where an evaluation throws, or is not finite and the
+  /// options say to skip, the parameters are what they were before, and the optimizer's history
+  /// begins anew. Throws NotAvailable for float16, and where ranks hold other plain parameters
+  /// (Strategy::by_hand), of which the optimizer would take its products on each rank alone.
   StepResult step_again(const std::function<void()>& evaluate, std::size_t optimizer = 0);
 
   /// What the last step() came to; without one, that of no step.

@@ -51,9 +51,10 @@ struct Abilities {
   /// Micro-batches come together in the strategy: its backward() is called for each of them
   /// without no_sync() around it, and reduce_gradients() at the end of every step.
   bool owns_accumulation = false;
-  /// A checkpoint's values can be written into the modules after setup(). False: setup() leaves
-  /// something behind that takes none (quantized, packed, moved out of reach), and the modules get
-  /// them before.
+  /// A checkpoint's values can be written into the modules after setup(). False: what setup()
+  /// leaves behind takes none (its memory is out of reach, or something is derived from it), and
+  /// the modules get them before. Checkpoints are written after setup() all the same: the names,
+  /// shapes and dtypes that they have there must fit the modules before it.
   bool restores_after_setup = true;
   /// How the gradients of parameters come together that nothing reduces of which the library knows
   /// (see the head of this file): their mean over the ranks with different losses, or their sum.

@@ -77,8 +77,7 @@ FitResult Trainer::fit(Task& task, std::shared_ptr<BatchSource> training,
   end_session();
   try {
     together(strategy(), [&] {
-      const auto saved = begin_or_resume(task);
-      agree_on_options(validation != nullptr);
+      const auto saved = begin_or_resume(task, validation != nullptr);
       training_ = std::make_shared<AgreedBatches>(training, strategy(), options_.uneven);
       if (validation)
         validation_ =
@@ -108,6 +107,9 @@ FitResult Trainer::fit(Task& task, std::shared_ptr<BatchSource> training,
     end_session();
     throw;
   } catch (...) {
+    const Error unknown("something was thrown that is no std::exception");
+    tell(unknown);
+    save_whole_state(unknown);
     end_session();
     throw;
   }
@@ -119,16 +121,22 @@ FitResult Trainer::fit(Task& task, std::shared_ptr<BatchSource> training,
 }
 
 // The strategy is set up before its ranks are asked for anything, unless it wants the values first.
-std::unique_ptr<CheckpointReader> Trainer::begin_or_resume(Task& task) {
+std::unique_ptr<CheckpointReader> Trainer::begin_or_resume(Task& task, bool validates) {
   const bool first = !strategy().abilities().restores_after_setup;
   std::unique_ptr<CheckpointReader> saved;
   const auto look = [&] {
     make_checkpointer();
     saved = resumed_from();
   };
-  if (first) look();
+  if (first) {
+    agree_on_options(task, validates);
+    look();
+  }
   begin(task, saved.get());
-  if (!first) look();
+  if (!first) {
+    agree_on_options(task, validates);
+    look();
+  }
   return saved;
 }
 
@@ -166,7 +174,7 @@ void Trainer::begin(Task& task, const CheckpointReader* from) {
   each([&](Callback& c) { c.on_setup(*this); });
 }
 
-void Trainer::agree_on_options(bool validates) const {
+void Trainer::agree_on_options(const Task& task, bool validates) const {
   if (strategy().size() == 1) return;
   const TrainerOptions& o = options_;
   const SessionOptions& s = o.session;
@@ -182,7 +190,7 @@ void Trainer::agree_on_options(bool validates) const {
       static_cast<int>(s.non_finite), "\ncheckpoint.folder ",
       o.checkpoint.folder.empty() ? "none" : "some", "\ncheckpoint.resume ", o.checkpoint.resume,
       "\ncheckpoint.background ", o.checkpoint.background, "\na validation source ", validates,
-      "\nTask::automatic ", task_->automatic(), "\noptimizers ", base_rates_.size());
+      "\nTask::automatic ", task.automatic(), "\ncheckpoint.from ", o.checkpoint.from);
   const std::vector<std::string> all = strategy().all_gather(mine);
   for (std::size_t r = 1; r < all.size(); ++r) {
     if (all[r] == all[0]) continue;
@@ -480,7 +488,7 @@ std::vector<std::vector<at::Tensor>> Trainer::predict(Task& task,
 void Trainer::prepare(Task& task) {
   if (session_ && task_ == &task) return;
   end_session();
-  if (const auto saved = begin_or_resume(task)) load(*saved);
+  if (const auto saved = begin_or_resume(task, false)) load(*saved);
   if (first_rank())
     for (const auto& logger : options_.loggers) logger->start(step_);
 }

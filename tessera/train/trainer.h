@@ -133,8 +133,8 @@ class Trainer {
   void request_save_of_all() { session().request_save(); }
   /// From now on an exception that ends the run leaves a checkpoint of the last state that was
   /// whole, "step-N": written when the callbacks have been told, over groups made anew, if all ranks
-  /// are there and were between the same two optimizer steps. Costs a list of the state, and a copy
-  /// of buffers, at every step.
+  /// come there within a minute and were between the same two optimizer steps. Costs a list of the
+  /// state, and a copy of buffers and of what the task and the callbacks save, at every step.
   void save_on_exception() { saves_on_exception_ = true; }
   /// Removes a checkpoint of the folder, if it is there, when the one that is asked for next has
   /// been written, or at the end of the run. All ranks alike.
@@ -149,10 +149,10 @@ class Trainer {
 
  private:
   /// The checkpoint to go on from, still to be loaded; nullptr: there is none.
-  std::unique_ptr<CheckpointReader> begin_or_resume(Task& task);
+  std::unique_ptr<CheckpointReader> begin_or_resume(Task& task, bool validates);
   void begin(Task& task, const CheckpointReader* from);
   /// What decides how often ranks call each other is the same on all of them, or MismatchError.
-  void agree_on_options(bool validates) const;
+  void agree_on_options(const Task& task, bool validates) const;
   void end_session();
   void run();
   void run_epoch();
@@ -174,7 +174,8 @@ class Trainer {
   void keep_whole_state();
   void save_whole_state(const std::exception& e) noexcept;
   void write_whole_state();
-  CheckpointState state();
+  /// `copies`: of the tensors that the task and the callbacks gave.
+  CheckpointState state(bool copies = false);
   void load(const CheckpointReader& saved);
   void load_position(const CheckpointReader& saved);
   const DistributedManager& manager() const;

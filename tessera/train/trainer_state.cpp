@@ -7,6 +7,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/checkpoint_reader.h"
+#include "tessera/comm/job/tagged_group.h"
 #include "tessera/train/strategies.h"
 #include "tessera/train/trainer.h"
 
@@ -46,8 +47,9 @@ std::string Trainer::latest() {
   return saves_on_all_ranks() ? name : strategy().broadcast(name, 0);
 }
 
-CheckpointState Trainer::state() {
+CheckpointState Trainer::state(bool copies) {
   CheckpointState state = session_->state();
+  const std::size_t of_session = state.tensors().size();
   state.set_integer("loop.epoch", epoch_ + (epoch_over_ ? 1 : 0));
   const bool in_epoch = in_epoch_ && !epoch_over_;
   state.set_integer("loop.in_epoch", in_epoch);
@@ -67,7 +69,19 @@ CheckpointState Trainer::state() {
   task_->save(state);
   for (const auto& callback : options_.callbacks)
     callback->save(*this, state, "callback." + callback->name() + ".");
-  return state;
+  if (!copies || state.tensors().size() == of_session) return state;
+  CheckpointState own;
+  for (std::size_t i = 0; i < state.tensors().size(); ++i) {
+    const auto& t = state.tensors()[i];
+    const at::Tensor value = i < of_session ? t.value : t.value.detach().clone();
+    if (t.shard)
+      own.add(t.name, value, *t.shard);
+    else
+      own.add(t.name, value);
+  }
+  for (const auto& [name, bytes] : state.values()) own.set(name, bytes);
+  for (const auto& [name, bytes] : state.rank_values()) own.set_of_rank(name, bytes);
+  return own;
 }
 
 std::unique_ptr<CheckpointReader> Trainer::resumed_from() {
@@ -175,7 +189,7 @@ void Trainer::keep_whole_state() {
   const at::NoGradGuard no_grad;
   whole_ = std::make_unique<WholeState>();
   whole_->step = step_;
-  whole_->state = state();
+  whole_->state = state(/*copies=*/true);
   for (const NamedModule& m : session_->modules())
     for (const at::Tensor& buffer : m.module->buffers())
       whole_->buffers.emplace_back(buffer.detach(), buffer.detach().clone());
@@ -203,14 +217,18 @@ void Trainer::save_whole_state(const std::exception& e) noexcept {
 
 void Trainer::write_whole_state() {
   checkpointer_.reset();  // what it was writing has ended with the groups
-  make_checkpointer();
   const bool whole = whole_ && whole_->step > 0 && session_->steps() == whole_->step;
   const std::string mine = whole ? concat("step-", whole_->step) : std::string();
   if (saves_on_all_ranks() && strategy().size() > 1) {
-    for (const std::string& other : manager().group(ranks()).all_gather_bytes(mine))
+    // Who does not come within a short time does not come: it has lost others, or is gone.
+    const Group meeting = tagged_group(manager(), ranks(), {.timeout = std::chrono::minutes(1)},
+                                       "after an exception");
+    for (const std::string& other : meeting.all_gather_bytes(mine))
       if (other != mine) return;
   }
-  if (!whole || checkpointer_->latest() == mine) return;
+  if (!whole) return;
+  make_checkpointer();
+  if (checkpointer_->latest() == mine) return;
   const at::NoGradGuard no_grad;
   for (const auto& [buffer, kept] : whole_->buffers) at::Tensor(buffer).copy_(kept);
   checkpointer_->save(mine, whole_->state);
