@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <unordered_set>
 #include <utility>
 
 #include "tessera/base/text.h"
@@ -57,7 +58,7 @@ std::vector<int> sharded_axes(const ShardSpec& spec) {
 
 }  // namespace
 
-double clip_gradients(const std::vector<at::Tensor>& parameters, const Group& group,
+double clip_gradients(const std::vector<at::Tensor>& given, const Group& group,
                       const ClipOptions& options, const std::vector<OwnedShard>& by_hand) {
   if (!(options.max_norm > 0)) {
     throw InvalidArgument(
@@ -66,6 +67,12 @@ double clip_gradients(const std::vector<at::Tensor>& parameters, const Group& gr
   if (!(options.norm_type >= 1)) {
     throw InvalidArgument(
         concat("clip_gradients: norm_type is ", options.norm_type, ", but must be at least 1"));
+  }
+  // A tied parameter is given under each of its names.
+  std::vector<at::Tensor> parameters;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& p : given) {
+    if (seen.insert(p.unsafeGetTensorImpl()).second) parameters.push_back(p);
   }
   for (const OwnedShard& owned : by_hand) {
     const bool known = std::any_of(parameters.begin(), parameters.end(),

@@ -181,6 +181,8 @@ class FullyShardPlan {
     std::sort(axes.begin(), axes.end());
     axes.erase(std::unique(axes.begin(), axes.end()), axes.end());
     for (int a = 0; options_.axes.empty() && a < layout.dims(); ++a) axes.push_back(a);
+    // Nothing is sharded over one rank, where an operator might still choose to move its data.
+    std::erase_if(axes, [&](int a) { return layout.axes()[a].size == 1; });
   }
   // One tensor under two names is one tensor.
   bool first_time(const at::Tensor& t) {
@@ -206,6 +208,7 @@ class FullyShardPlan {
   void cut() {
     int ranks = 1;
     for (const int axis : axes) ranks *= mesh_.layout().axes()[axis].size;
+    if (ranks == 1) flats.clear();
     for (Flat& flat : flats) {
       std::vector<detail::FlatRows> rows;
       for (const NamedTensor& p : flat.parameters)
