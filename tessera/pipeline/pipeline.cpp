@@ -160,6 +160,16 @@ Pipeline::Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule sc
 
   plan.sharded = sharded;
   const bool lowered = has_any(schedule, [](ActionKind kind) { return !is_compute(kind); });
+  std::string refused;
+  if (lowered && plan.options.gathered_at_once != 0)
+    refused = "gathered_at_once is for schedules of compute alone, and this one has messages";
+  for (int s = 0; lowered && s < plan.count(); ++s) {
+    const auto& row = schedule.actions[schedule.placement[s]];
+    const PipelineAction gather{ActionKind::gather, s, -1};
+    if (sharded[s] && std::find(row.begin(), row.end(), gather) == row.end())
+      refused = concat("stage ", s, " is fully sharded, and the schedule never gathers it");
+  }
+  if (!refused.empty()) throw InvalidArgument("pipeline: " + refused);
   PipelineSchedule forwards = schedule;
   for (auto& row : forwards.actions)
     std::erase_if(row, [](const PipelineAction& a) { return !is_compute(a.kind); });
@@ -199,6 +209,9 @@ PipelineResult Pipeline::State::run(const PipelineBatch& batch, bool training) {
     }
     if (training) spans = step.spans();
     plan.settled.insert(facts.signatures.begin(), facts.signatures.end());
+    // Every rank counts alike.
+    constexpr std::size_t kMostSignatures = 1024;
+    if (plan.options.dynamic_shapes || plan.settled.size() > kMostSignatures) plan.forget_shapes();
     if (training) steps = facts.step + 1;
     return result;
   } catch (...) {

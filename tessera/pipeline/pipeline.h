@@ -138,7 +138,8 @@ class Pipeline {
   /// Collective over the mesh: one forward and backward of all micro-batches. Gradients are added
   /// to what the parameters have. A stage that throws ends the step on all ranks: there it is a
   /// PipelineError, elsewhere a PeerFailedError, and those that all catch it may go on with the
-  /// next step, with gradients set to zero. Time limits and lost ranks are errors as of any call of
+  /// next step, with gradients set to zero; the groups of the mesh have ended then, so that what
+  /// holds one of them (DistributedDataParallel) is made again first. Time limits and lost ranks are errors as of any call of
   /// a group, with the action in the message. Throws InvalidArgument on every rank for a batch that
   /// does not fit, GradientError where it is not known how gradients come together over the mesh's
   /// other axes.

@@ -1,6 +1,7 @@
 #include "tessera/pipeline/stage.h"
 
 #include "tessera/base/error.h"
+#include "tessera/base/text.h"
 #include "tessera/gradient/sync.h"
 
 namespace tessera {
@@ -53,6 +54,13 @@ class ModuleStage final : public PipelineStage {
 };
 
 }  // namespace
+
+void detail::require_one(std::size_t inputs) {
+  if (inputs != 1)
+    throw InvalidArgument(concat("the stage's module takes one tensor and is given ", inputs,
+                                 "; give make_stage a function of the list, or the module a "
+                                 "forward that takes one"));
+}
 
 std::shared_ptr<PipelineStage> make_stage(std::shared_ptr<torch::nn::Module> module,
                                           StageFunction forward, const StageOptions& options) {

@@ -11,8 +11,10 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <cstddef>
 #include <functional>
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -67,8 +69,14 @@ using StageFunction = std::function<std::vector<at::Tensor>(const std::vector<at
 std::shared_ptr<PipelineStage> make_stage(std::shared_ptr<torch::nn::Module> module,
                                           StageFunction forward, const StageOptions& options = {});
 
+namespace detail {
+/// Throws InvalidArgument unless a module that takes one tensor is given one.
+void require_one(std::size_t inputs);
+}  // namespace detail
+
 /// The module's own forward, of one tensor or of a list, returning one tensor or a list. `Module`:
-/// a module holder (what TORCH_MODULE makes) or a shared_ptr to a module.
+/// a module holder (what TORCH_MODULE makes) or a shared_ptr to a module. A module that takes one
+/// tensor refuses several (a skip that ends at the stage, say) with InvalidArgument.
 template <class Module>
 std::shared_ptr<PipelineStage> make_stage(Module module, const StageOptions& options = {}) {
   std::shared_ptr<torch::nn::Module> owner;
@@ -85,10 +93,12 @@ std::shared_ptr<PipelineStage> make_stage(Module module, const StageOptions& opt
   return make_stage(
       std::move(owner),
       [module, listed](const std::vector<at::Tensor>& inputs) mutable -> std::vector<at::Tensor> {
-        if constexpr (requires { module->forward(inputs[0]); })
-          return listed(module->forward(inputs.at(0)));
-        else
+        if constexpr (requires { module->forward(inputs[0]); }) {
+          detail::require_one(inputs.size());
+          return listed(module->forward(inputs[0]));
+        } else {
           return listed(module->forward(inputs));
+        }
       },
       options);
 }

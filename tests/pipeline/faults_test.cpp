@@ -234,6 +234,30 @@ TEST(PipelineFaults, ALossThatIsNoScalarNamesTheAction) {
   });
 }
 
+// A module that takes one tensor does not lose the skip that ends there.
+TEST(PipelineFaults, ASkipIntoAModuleOfOneTensorIsRefused) {
+  test::on_threads(3, [&](DistributedManager& manager) {
+    torch::nn::Linear net(4, 4);
+    const auto two = make_stage(net.ptr(), [&](const std::vector<at::Tensor>& x) {
+      const at::Tensor y = net(x[0]);
+      return std::vector<at::Tensor>{y, y.clone()};
+    });
+    Pipeline pipeline(manager.mesh({{"pipe", 3}}), "pipe", schedule_1f1b(3, 2),
+                      {manager.rank() == 0 ? two : make_stage(net)},
+                      [](const auto& y, const auto& t) { return torch::mse_loss(y[0], t[0]); },
+                      {.skips = {{0, 2}}});
+    const at::Tensor x = at::ones({4, 4});
+    try {
+      pipeline.step(split_batch({x}, {x}, 2));
+      ADD_FAILURE();
+    } catch (const Error& e) {
+      EXPECT_NE(std::string(e.what()).find("takes one tensor and is given 2"), std::string::npos)
+          << e.what();
+    }
+    manager.world().barrier();
+  });
+}
+
 // A schedule that somebody else lowered, without reductions, runs too.
 TEST(PipelineFaults, RunsAScheduleFromText) {
   const Case c = chain(schedule_1f1b(2, 2));

@@ -109,8 +109,8 @@ std::string batch_problem(const PipelinePlan& plan, const PipelineBatch& batch, 
                   "; give 1 to ", most);
   if (!plan.last()) return "";
   if (training && batch.targets.empty()) return "a step needs targets[k] for each micro-batch";
-  if (training && !plan.loss) return "a step needs a loss, which the pipeline was not given";
   if (batch.targets.empty()) return "";
+  if (!plan.loss) return "there are targets, and the pipeline was given no loss";
   if (batch.targets.size() > most)
     return concat(batch.targets.size(), " micro-batches of targets, where the schedule has ", most);
   if (weights.size() != batch.targets.size())

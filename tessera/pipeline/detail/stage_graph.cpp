@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <string>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -40,6 +41,11 @@ struct EnterStage : torch::autograd::Function<EnterStage> {
 };
 
 bool splits(Node& node) {
+  // Fused recurrent layers compute all gradients at once, whatever is asked for.
+  const std::string name = node.name();
+  for (const char* fused : {"Rnn", "Lstm", "Gru"}) {
+    if (name.find(fused) != std::string::npos) return false;
+  }
   return node.is_traceable() && node.pre_hooks().empty() && node.post_hooks().empty() &&
          node.tensor_pre_hooks().empty() && node.retains_grad_hooks().empty();
 }

@@ -20,8 +20,8 @@ namespace tessera::detail {
 /// inputs, and runs the second half for each group.)
 ///
 /// A node that runs in both halves must be able to compute one without the other, which the
-/// generated ones are: where it is of a user's own Function, or has hooks, the first half runs the
-/// whole backward, and the second has nothing to do.
+/// generated ones are: where it is of a user's own Function, a fused recurrent layer, or has hooks,
+/// the first half runs the whole backward, and the second has nothing to do.
 class StageGraph {
  public:
   /// The values as the stage is to see them: where wants[i] is true, their history begins here.
