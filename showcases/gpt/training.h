@@ -71,8 +71,9 @@ struct Result {
 };
 
 /// Collective over the mesh, which has the axes "data", "sharded" (samples and parameters) and
-/// "tensor" and covers the world; without one this process trains alone. `watch` is called after each step with its number and loss.
-/// Throws tessera::InvalidArgument for a text that is not ASCII or too short.
+/// "tensor" and covers the world; without one this process trains alone. `watch` is called after
+/// each step with its number and loss. Throws tessera::InvalidArgument for a text that is not ASCII
+/// or too short.
 Result train(const std::optional<tessera::DeviceMesh>& mesh, const Options& options,
              const std::function<void(std::int64_t step, double loss)>& watch = {});
 

@@ -1,6 +1,6 @@
 // tokens: a small language model of bytes, trained data-parallel on the book of Genesis.
 //
-//   tessera run -n 2 -- tokens --checkpoint runs/tokens      stop it at any time, and start it again
+//   tessera run -n 2 -- tokens --checkpoint runs/tokens    stop it at any time, and start it again
 //     with another -n
 
 #include <CLI/CLI.hpp>
@@ -63,11 +63,11 @@ void run(const tokens::Options& options) {
   const bool first = manager.rank() == 0;
   const auto strategy = std::make_shared<tessera::DDPStrategy>(manager);
   auto model = tokens::train(strategy, options, [&](const tokens::Step& step) {
-    const auto done = step.number + 1;
+    const auto done = step.number + 1, epoch = step.epoch + 1;
     if (first && (done % 50 == 0 || done == 1 || done == static_cast<std::uint64_t>(options.steps)))
       std::printf("step %llu, epoch %llu: %.3f bits a byte\n",
-                  static_cast<unsigned long long>(done),
-                  static_cast<unsigned long long>(step.epoch + 1), step.loss / std::log(2.0));
+                  static_cast<unsigned long long>(done), static_cast<unsigned long long>(epoch),
+                  step.loss / std::log(2.0));
     std::fflush(stdout);
   });
   if (first)

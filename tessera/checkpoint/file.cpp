@@ -156,8 +156,7 @@ struct Reading {
     const auto found = header.metadata.find(kLayouts);
     if (found == header.metadata.end()) return all;
     const Json json = Json::parse(found->second);  // what members() refers to
-    for (const auto& [name, layout] : json.members())
-      all[name] = layout_from_json(layout);
+    for (const auto& [name, layout] : json.members()) all[name] = layout_from_json(layout);
     return all;
   }
 };

@@ -25,8 +25,8 @@ namespace tessera {
 
 /// Adds the state of every parameter of the optimizer; parameters without one, as before the first
 /// step, add nothing. `shards` are those of the module's parameters that are cut by hand. Throws
-/// InvalidArgument for a parameter that is not the module's; NotAvailable for another optimizer, and
-/// for LBFGS over parameters that are sharded.
+/// InvalidArgument for a parameter that is not the module's; NotAvailable for another optimizer,
+/// and for LBFGS over parameters that are sharded.
 void add_optimizer(CheckpointState& state, const std::string& prefix,
                    torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
                    const HandShards& shards = {});

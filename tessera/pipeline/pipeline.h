@@ -99,8 +99,9 @@ struct PipelineOptions {
   bool loss_everywhere = true;
   /// Random numbers (dropout): each stage draws from the device's default generator, seeded from
   /// this, the number of the step, stage and micro-batch, so that they do not depend on schedule,
-  /// placement and ranks; pipelines with other samples draw others. The generator is afterwards as it was before. Unset: it is left alone.
-  /// Ranks that are threads share one generator for the CPU: there nothing is promised.
+  /// placement and ranks; pipelines with other samples draw others. The generator is afterwards as
+  /// it was before. Unset: it is left alone. Ranks that are threads share one generator for the
+  /// CPU: there nothing is promised.
   std::optional<std::uint64_t> seed = std::nullopt;
   /// The shapes that stages pass on may differ between micro-batches with inputs of equal shapes:
   /// each message says its shapes. False: they are told once for each combination of input shapes,
@@ -139,10 +140,10 @@ class Pipeline {
   /// to what the parameters have. A stage that throws ends the step on all ranks: there it is a
   /// PipelineError, elsewhere a PeerFailedError, and those that all catch it may go on with the
   /// next step, with gradients set to zero; the groups of the mesh have ended then, so that what
-  /// holds one of them (DistributedDataParallel) is made again first. Time limits and lost ranks are errors as of any call of
-  /// a group, with the action in the message. Throws InvalidArgument on every rank for a batch that
-  /// does not fit, GradientError where it is not known how gradients come together over the mesh's
-  /// other axes.
+  /// holds one of them (DistributedDataParallel) is made again first. Time limits and lost ranks
+  /// are errors as of any call of a group, with the action in the message. Throws InvalidArgument
+  /// on every rank for a batch that does not fit, GradientError where it is not known how gradients
+  /// come together over the mesh's other axes.
   PipelineResult step(const PipelineBatch& batch);
   /// The forwards alone, without gradients; outputs are kept, and the loss is computed where there
   /// are targets. Collective, errors as of step().

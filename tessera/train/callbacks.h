@@ -114,8 +114,8 @@ class LearningRateMonitor : public Callback {
   void on_step_end(Trainer& trainer, const StepResult& result) override;
 };
 
-/// A line on the first rank, at most so often: epoch, step, a bar with the share of the steps and the
-/// time that is left (where TrainerOptions::max_steps says how many there are), metrics. On a
+/// A line on the first rank, at most so often: epoch, step, a bar with the share of the steps and
+/// the time that is left (where TrainerOptions::max_steps says how many there are), metrics. On a
 /// terminal the line is written over the one before.
 class Progress : public Callback {
  public:

@@ -97,8 +97,8 @@ class MeshStrategy : public ManagedStrategy {
   /// (from_local); tensors with too few dims for a Shard are replicated on that axis. The loss of
   /// such tensors is that of all ranks' samples; its weight is the sum of what the ranks with other
   /// samples give (one small all-reduce a micro-batch). The mesh may be of some ranks of the job,
-  /// which then train by themselves. Throws InvalidArgument for placements that do not fit the mesh's
-  /// axes or are Partial.
+  /// which then train by themselves. Throws InvalidArgument for placements that do not fit the
+  /// mesh's axes or are Partial.
   MeshStrategy(const DeviceMesh& mesh, Parallelise parallelise, std::vector<Placement> batch);
   /// A table of patterns (distribute_module), matched with the module's name in front.
   MeshStrategy(const DeviceMesh& mesh, NamedPlacements patterns, std::vector<Placement> batch);

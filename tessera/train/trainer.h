@@ -85,9 +85,8 @@ struct FitResult {
 };
 
 /// All calls are collective over the strategy's ranks, with the same options and data of the same
-/// kind: limits, intervals, policies and precision that differ throw MismatchError on every rank. An
-/// exception of one rank ends the others'
-/// within the groups' time limits, with its message.
+/// kind: limits, intervals, policies and precision that differ throw MismatchError on every rank.
+/// An exception of one rank ends the others' within the groups' time limits, with its message.
 class Trainer {
  public:
   /// Throws InvalidArgument for options out of range, and callbacks with one name.
@@ -132,9 +131,10 @@ class Trainer {
   /// asked.
   void request_save_of_all() { session().request_save(); }
   /// From now on an exception that ends the run leaves a checkpoint of the last state that was
-  /// whole, "step-N": written when the callbacks have been told, over groups made anew, if all ranks
-  /// come there within a minute and were between the same two optimizer steps. Costs a list of the
-  /// state, and a copy of buffers and of what the task and the callbacks save, at every step.
+  /// whole, "step-N": written when the callbacks have been told, over groups made anew, if all
+  /// ranks come there within a minute and were between the same two optimizer steps. Costs a list
+  /// of the state, and a copy of buffers and of what the task and the callbacks save, at every
+  /// step.
   void save_on_exception() { saves_on_exception_ = true; }
   /// Removes a checkpoint of the folder, if it is there, when the one that is asked for next has
   /// been written, or at the end of the run. All ranks alike.

@@ -1,6 +1,6 @@
 // What a run of weeks meets: exceptions in the middle, checkpoints of other models, data that are
-// not there, gradients that are not finite, a full disk, two runs in one process. All ranks are told
-// the same, and the next run goes on.
+// not there, gradients that are not finite, a full disk, two runs in one process. All ranks are
+// told the same, and the next run goes on.
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -123,7 +123,8 @@ TEST(OnException, TheLastWholeStateIsSavedAndTheRunGoesOn) {
                       "a grenade in " + where);
       on_threads(ranks, [&](DistributedManager& manager) {
         const auto names = Checkpointer(manager, folder.path()).names();
-        // After the step, the averages of some ranks are those of the step before: nothing is whole.
+        // After the step, the averages of some ranks are those of the step before: nothing is
+        // whole.
         std::vector<std::string> kept;
         if (where == "validation") kept = {"step-3"};
         if (where == "forward" || where == "backward") kept = {"step-4"};

@@ -22,7 +22,8 @@ using Shape = std::vector<std::int64_t>;
 enum : int { kBatch, kHead };
 
 // Queries in groups that share a head of keys, where each rank has whole groups: dim 1 of queries
-// is sharded as that of keys, in as many times the heads. Nothing, where they are sharded otherwise.
+// is sharded as that of keys, in as many times the heads. Nothing, where they are sharded
+// otherwise.
 std::optional<Plan> grouped(const OpCall& call, const ShardSpec& q, const ShardSpec& k,
                             const ShardSpec& v) {
   const std::int64_t each = k.shape()[1] > 0 ? q.shape()[1] / k.shape()[1] : 0;
