@@ -58,7 +58,7 @@ int run(const std::string& model) {
   auto manager = tessera::DistributedManager::initialize();
   tessera::set_policies(manager, {.redistribution = tessera::Policy::error});
   const bool sequence = model.ends_with("sequence"), small = model.starts_with("small");
-  const std::int64_t width = small ? 64 : 512, length = small ? 32 : 128;
+  const std::int64_t width = small ? 64 : 256, length = small ? 32 : 128;
   torch::nn::Sequential net;
   for (int i = 0; i < (small ? 4 : 2); ++i) net->push_back(Block(width));
   {

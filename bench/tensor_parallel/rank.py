@@ -59,7 +59,7 @@ def main():
     dist.init_process_group("gloo")
     model = sys.argv[1]
     sequence = model.endswith("sequence")
-    width, blocks, length = (64, 4, 32) if model.startswith("small") else (512, 2, 128)
+    width, blocks, length = (64, 4, 32) if model.startswith("small") else (256, 2, 128)
     net = torch.nn.Sequential(*(Block(width) for _ in range(blocks)))
     with torch.no_grad():
         for i, p in enumerate(net.parameters()):
