@@ -33,7 +33,11 @@ def _options(settings):
     unknown = sorted(set(settings) - set(OPTIONS))
     if unknown:
         raise SystemExit(f"tessera: no option {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
-    return settings
+    # pip gives a list where an option is named more than once.
+    several = sorted(name for name, value in settings.items() if isinstance(value, list) and name != "cmake-args")
+    if several:
+        raise SystemExit(f"tessera: option {several[0]} is given {len(settings[several[0]])} times")
+    return {name: " ".join(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 def _torch_folder(options):
@@ -84,7 +88,7 @@ def _built(options):
 
 def _without(rpath, torch):
     """The search path of a library less the folders of torch, which is loaded first or linked beside it."""
-    kept = [entry for entry in rpath.split(b":") if entry and not entry.startswith(torch)]
+    kept = [entry for entry in rpath.split(b":") if entry and entry != torch + b"/lib"]
     return b":".join(dict.fromkeys([b"$ORIGIN", *kept]))
 
 
@@ -95,7 +99,7 @@ def _forget_torch(library, torch):
     while at >= 0:
         begin, end = data.rfind(b"\0", 0, at) + 1, data.find(b"\0", at)
         old = bytes(data[begin:end])
-        if all(entry in (b"", b"$ORIGIN") or entry.startswith(b"/") for entry in old.split(b":")):
+        if torch + b"/lib" in old.split(b":") and all(entry in (b"", b"$ORIGIN") or entry.startswith(b"/") for entry in old.split(b":")):
             data[begin:end] = _without(old, torch).ljust(len(old), b"\0")
         at = data.find(torch + b"/lib", end)
     library.write_bytes(data)
@@ -115,6 +119,8 @@ def _stage(build, package):
         text = config.read_text()
         version = re.search(r'set\(Tessera_TORCH_VERSION "([^"]+)"\)', text)[1]
         torch = re.search(r'^set\(_tessera_torch "([^"]*)"\)', text, re.MULTILINE)[1]
+        if not torch.startswith("/"):
+            raise SystemExit(f"tessera: {build} does not say which libtorch it was built with: is it a wheel's?")
         config.write_text(text.replace(f'set(_tessera_torch "{torch}")', 'set(_tessera_torch "")'))
         # A wheel has no links: each library once, under the name by which it is loaded.
         for library in libraries.glob("*.so*"):

@@ -12,6 +12,8 @@ from tessera._groups import world
 from tessera._library import classes, ops
 
 _READER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64)
+# Never freed: a worker that hangs in a sample is left behind when its loader goes, and returns through the reader one day.
+_READERS = []
 
 
 def _tensors(sample):
@@ -31,7 +33,7 @@ class _Errors:
     """What Python's functions raised while the library called them, so that it can be the cause of what the library raises."""
 
     def __init__(self):
-        self.last = None
+        self.by_text = {}
 
     def calling(self, function):
         def call(indices, count):
@@ -42,18 +44,31 @@ class _Errors:
                 ops.deliver(given)
                 return 1
             except BaseException as error:  # no exception passes through the library
-                self.last = error
-                ops.refuse(f"{type(error).__name__}: {error}")
+                text = f"{type(error).__name__}: {error}"
+                if len(self.by_text) >= 8:
+                    self.by_text.clear()
+                self.by_text[text] = error
+                ops.refuse(text)
                 return -1
 
-        return _READER(call)
+        reader = _READER(call)
+        _READERS.append(reader)
+        return reader
 
-    def around(self, call, *arguments):
-        try:
-            return call(*arguments)
-        except RuntimeError as error:
-            cause, self.last = self.last, None
-            raise error from cause
+
+def _with_cause(all_errors, call, *arguments):
+    """Calls the library. What it raises has the exception of Python's as its cause whose words it carries; an interruption is raised as it is."""
+    try:
+        return call(*arguments)
+    except RuntimeError as error:
+        for errors in all_errors:
+            found = next((text for text in errors.by_text if text in str(error)), None)
+            if found is not None:
+                cause = errors.by_text[found]
+                if not isinstance(cause, Exception):
+                    raise cause
+                raise error from cause
+        raise
 
 
 class Dataset:
@@ -63,7 +78,7 @@ class Dataset:
     """
 
     def __init__(self, handle, errors=None, keep=None):
-        self._handle, self._errors, self._keep, self._nesting = handle, errors, keep, None
+        self._handle, self._errors, self._keep, self._nesting, self._probe = handle, errors, keep, None, None
 
     def __len__(self):
         return self._handle.size()
@@ -81,6 +96,8 @@ class Dataset:
         """
         if isinstance(samples, Dataset):
             return samples
+        if isinstance(samples, torch.Tensor):
+            raise TypeError("a tensor is no dataset: TensorDataset(t) has its rows; a list of samples is Dataset.of(list)")
         errors, known = _Errors(), []
 
         def batch(indices):
@@ -95,10 +112,12 @@ class Dataset:
 
         reader = errors.calling(batch)
         dataset = Dataset(ops.python_dataset(len(samples), ctypes.cast(reader, ctypes.c_void_p).value), errors, reader)
-        dataset._nesting = known
+        dataset._nesting, dataset._probe = known, batch
         return dataset
 
     def _nested(self, tensors):
+        if self._probe and not self._nesting:
+            self._probe([])  # this rank has drawn nothing from it yet, and others may have
         if self._nesting and self._nesting[0].num_leaves == len(tensors):
             return pytree.tree_unflatten(list(tensors), self._nesting[0])
         return tuple(tensors)
@@ -238,7 +257,7 @@ class LoadedBatch:
     tensors: tuple
     """Batch dim in front, flat."""
     fields: object
-    """The same, nested as the samples of an object of Python's are: `batch.fields["image"]`."""
+    """The same, nested as the samples of the first dataset are where that is an object of Python's: `batch.fields["image"]`."""
     samples: tuple
     """(dataset, index) of each row."""
     slices: tuple
@@ -265,7 +284,8 @@ class Loader:
     ...     x, y = batch.tensors                       # batch.real of batch.rows rows count
     >>> state = loader.state()                         # a short text; restore(state) goes on there, on any number of ranks
 
-    `datasets`: one, or those that a mixture names, in its order; a `Dataset`, or anything with `len()` and `[index]`. `batch_axes`: the axes of the mesh
+    `datasets`: one, or a list of those that a mixture names, in its order; a `Dataset`, or anything with `len()` and `[index]` (a list of samples:
+    `Dataset.of(list)`). `batch_axes`: the axes of the mesh
     that shard the batch, outermost first; ranks along the others get the same samples. `workers`: threads that read ahead, `prefetch` batches beyond the
     next; 0: `next()` reads. `collate`: for objects of Python's, see `Dataset.of`. What a dataset raises, `next()` raises, with the sample's index. `close()`
     ends the threads; the end of the program does too.
@@ -283,11 +303,8 @@ class Loader:
         # Not in the destructor of the handle, which holds the interpreter's lock that the threads may wait for.
         self.close = weakref.finalize(self, _close, self._handle, self._datasets)
 
-    def _around(self, call, *arguments):
-        for dataset in self._datasets:
-            if dataset._errors:
-                return dataset._errors.around(call, *arguments)
-        return call(*arguments)
+    def _around(self, call):
+        return _with_cause([d._errors for d in self._datasets if d._errors], call)
 
     def next(self):
         """The next batch. After an exception the loader still stands before that batch."""
@@ -434,7 +451,7 @@ class StreamLoader:
 
     def next(self):
         """The next batch, or None once the ranks have agreed that the data has ended. Collective."""
-        numbers, tensors, mask = self._errors.around(self._handle.next)
+        numbers, tensors, mask = _with_cause([self._errors], self._handle.next)
         if not numbers:
             return None
         step, rows, real, global_real = numbers

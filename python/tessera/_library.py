@@ -17,7 +17,10 @@ def _load():
     if built_with.split(".")[:2] != running.split(".")[:2]:
         minor = ".".join(built_with.split(".")[:2])
         raise ImportError(f"tessera was built with torch {built_with} and this is torch {running}: pip install 'torch=={minor}.*', or build the wheel again with this one")
-    torch.ops.load_library(str(library))
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:  # MPI, netCDF, HDF5, YAML, hwloc: those of the machine on which it was built
+        raise ImportError(f"tessera's library needs what is not here: {error}; install it, or build the wheel on this machine (pip wheel ./python)") from error
 
 
 _load()

@@ -113,8 +113,10 @@ ShardSizes with_rows(ShardSizes sizes, std::int64_t rows, const BatchAxes& axes)
 }
 
 at::Tensor whole_mask(const LoadedBatch& batch) {
-  return batch.mask.defined() ? batch.mask
-                              : at::ones({batch.rows}, at::TensorOptions().dtype(at::kBool));
+  if (batch.mask.defined()) return batch.mask;
+  // Where the other ranks' masks are.
+  const auto device = batch.tensors.empty() ? at::Device(at::kCPU) : batch.tensors[0].device();
+  return at::ones({batch.rows}, at::TensorOptions().dtype(at::kBool).device(device));
 }
 
 void require_mine(const LoadedBatch& batch, int coordinate, const BatchAxes& axes) {
@@ -205,6 +207,10 @@ ShardedBatch scatter_batch(const std::optional<LoadedBatch>& batch, const Device
             "scatter_batch: this rank reads for others (reads_for_others()), and gave no batch");
       require_fields(fields, batch->tensors.size(), layout, axes);
       require_mine(*batch, my_coordinate(mesh, axes), axes);
+      for (const at::Tensor& t : batch->tensors) {
+        if (!t.defined() || t.layout() != at::kStrided || t.is_quantized() || t.is_nested())
+          throw InvalidArgument("scatter_batch: a tensor of the batch is undefined or not dense");
+      }
       header = header_of(*batch);
     } catch (const std::exception& e) {
       error = std::current_exception();
@@ -213,7 +219,7 @@ ShardedBatch scatter_batch(const std::optional<LoadedBatch>& batch, const Device
   }
   const std::string said = group.broadcast_bytes(error ? "!" + problem : header, 0);
   if (error) std::rethrow_exception(error);
-  if (said.starts_with("!"))
+  if (said.starts_with('!'))
     throw InvalidArgument(concat("the rank that reads for this one: ", said.substr(1)));
   const auto numbers = header_numbers(said);
   ShardedBatch sharded{.step = numbers[0],

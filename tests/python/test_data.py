@@ -127,7 +127,27 @@ def test_what_a_dataset_raises_is_the_cause(workers):
         for _ in range(2):  # it still stands there
             with pytest.raises(RuntimeError, match="sample 4: OSError: a bad sector") as error:
                 loader.next()
-            assert isinstance(error.value.__cause__, OSError) or workers
+            assert isinstance(error.value.__cause__, OSError)
+
+    on_ranks(1, body)
+
+
+class Interrupted(Samples):
+    def __getitem__(self, index):
+        raise KeyboardInterrupt
+
+
+def test_an_interruption_is_no_error_of_data():
+    def body(rank):
+        with pytest.raises(KeyboardInterrupt):
+            ts.Loader(Interrupted(), ts.FixedOrder(7, 2), ts.Mesh({"x": 1}), ["x"]).next()
+        # The second dataset's exceptions are causes too, and an order over one dataset takes no list of samples.
+        mixed = ts.Loader([ts.TensorDataset(FIELD, LABEL), Damaged()], ts.MixtureOrder({"a": 7, "b": 7}, [0, 1], 7), ts.Mesh({"x": 1}), ["x"])
+        with pytest.raises(RuntimeError, match="a bad sector") as error:
+            mixed.next()
+        assert isinstance(error.value.__cause__, OSError)
+        with pytest.raises(TypeError, match="Dataset.of"):
+            ts.Loader([FIELD[0], FIELD[1]], ts.FixedOrder(2, 2), ts.Mesh({"x": 1}), ["x"])
 
     on_ranks(1, body)
 

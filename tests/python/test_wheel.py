@@ -133,7 +133,10 @@ def test_another_torch_gets_one_line(python, tmp_path):
 
 @pytest.mark.parametrize(
     "option,answer",
-    [("build=nowhere", "is no build folder of Tessera"), ("biuld=x", "no option biuld; there are build, torch, cmake-args, jobs")],
+    [
+        ("build=nowhere", "is no build folder of Tessera"),
+        ("biuld=x", "no option biuld; there are build, torch, cmake-args, jobs"),
+    ],
 )
 def test_options_that_cannot_be(tmp_path, option, answer):
     pip = [sys.executable, *PIP, "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path]
