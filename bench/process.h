@@ -63,7 +63,7 @@ class Process {
   std::string line() {
     char text[256];
     if (!std::fgets(text, sizeof text, from_))
-      throw Error(concat("the process ", what_, " ended; see above"));
+      throw Error(concat("a process of ", what_, " ended; see above"));
     return text;
   }
 

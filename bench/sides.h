@@ -5,12 +5,8 @@
 // for each line "N" on its input "SECONDS LOSS", N steps later.
 
 #include <arpa/inet.h>
-#include <fcntl.h>
 #include <netinet/in.h>
-#include <signal.h>
-#include <spawn.h>
 #include <sys/socket.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,6 +19,7 @@
 #include <vector>
 
 #include "harness.h"
+#include "process.h"
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 
@@ -45,61 +42,6 @@ inline int free_port() {
   close(s);
   return ntohs(address.sin_port);
 }
-
-class Process {
- public:
-  Process(const std::vector<std::string>& command, const std::vector<std::string>& environment) {
-    int in[2], out[2];
-    if (pipe2(in, O_CLOEXEC) != 0 || pipe2(out, O_CLOEXEC) != 0) throw Error("pipe failed");
-    posix_spawn_file_actions_t actions;
-    posix_spawn_file_actions_init(&actions);
-    posix_spawn_file_actions_adddup2(&actions, in[0], STDIN_FILENO);
-    posix_spawn_file_actions_adddup2(&actions, out[1], STDOUT_FILENO);
-    const auto pointers = [](const std::vector<std::string>& list) {
-      std::vector<char*> result;
-      for (const auto& text : list) result.push_back(const_cast<char*>(text.c_str()));
-      result.push_back(nullptr);
-      return result;
-    };
-    const int code = posix_spawnp(&pid_, command.front().c_str(), &actions, nullptr,
-                                  pointers(command).data(), pointers(environment).data());
-    posix_spawn_file_actions_destroy(&actions);
-    close(in[0]);
-    close(out[1]);
-    to_ = fdopen(in[1], "w");
-    from_ = fdopen(out[0], "r");
-    if (code != 0) throw Error(concat("cannot start ", command.front()));
-    what_ = command.back();
-  }
-  ~Process() {
-    std::fclose(to_);  // The end of its input: it leaves.
-    std::fclose(from_);
-    for (int i = 0; i < 100; ++i) {
-      if (waitpid(pid_, nullptr, WNOHANG) != 0) return;
-      usleep(50000);  // it leaves by itself in a moment; nothing is timed here any more
-    }
-    kill(pid_, SIGKILL);
-    waitpid(pid_, nullptr, 0);
-  }
-  Process(const Process&) = delete;
-  Process& operator=(const Process&) = delete;
-
-  void tell(int steps) {
-    std::fprintf(to_, "%d\n", steps);
-    std::fflush(to_);
-  }
-  std::string line() {
-    char text[256];
-    if (!std::fgets(text, sizeof text, from_))
-      throw Error(concat("a rank of ", what_, " ended; see above"));
-    return text;
-  }
-
- private:
-  pid_t pid_ = -1;
-  std::FILE *to_ = nullptr, *from_ = nullptr;
-  std::string what_;
-};
 
 /// The ranks of one way to train.
 class Side {
