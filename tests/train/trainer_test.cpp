@@ -131,7 +131,7 @@ class Halves : public Task {
   at::Tensor training_step(const MicroBatch& batch, Step& step) override {
     const at::Tensor made = net->forward(batch.tensors[0]);
     dtypes.push_back(made.scalar_type());
-    at::Tensor loss = torch::mse_loss(made.to(at::kFloat), batch.tensors[1]);
+    at::Tensor loss = torch::mse_loss(made.to(batch.tensors[1].scalar_type()), batch.tensors[1]);
     if (rank_ == overflows_on_ && step.step() == 2) loss = loss * INFINITY;
     return loss;
   }

@@ -1,12 +1,8 @@
 #include "tessera/comm/job/threads.h"
 
 #include <ATen/autocast_mode.h>
-#include <torch/version.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
-#include <torch/csrc/distributed/c10d/FlightRecorder.hpp>
-#endif
 
 #include <algorithm>
 #include <exception>
@@ -222,11 +218,6 @@ ThreadRanks::ThreadRanks(int ranks, const ManagerOptions& options) {
         concat("run_threads with backend '", options.backend,
                "': ranks that are threads of one process can use 'threads', 'gloo' or 'shm'"));
   }
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
-  // Its map of groups is written by every thread that calls Gloo, without a lock (fixed in libtorch
-  // 2.15).
-  if (options.backend == "gloo") c10d::FlightRecorder<c10::Event>::get()->enabled_ = false;
-#endif
   state_ = std::make_shared<State>(ranks, options);
 }
 

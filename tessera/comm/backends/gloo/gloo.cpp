@@ -1,6 +1,7 @@
 #include "tessera/comm/backends/gloo/gloo.h"
 
 #include <ATen/ops/empty.h>
+#include <torch/version.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <pthread.h>
@@ -12,6 +13,7 @@
 #include <exception>
 #include <future>
 #include <memory>
+#include <mutex>
 #include <string_view>
 #include <vector>
 
@@ -63,6 +65,18 @@ std::shared_ptr<gloo::transport::Device> make_device(const std::string& address)
   return std::async(std::launch::async, make).get();
 }
 
+// libtorch before 2.15 records each collective in a map that all groups of the process share, without
+// a lock (c10d::FlightRecorder). Ranks that are threads start theirs one after the other; to start
+// one takes microseconds.
+std::unique_lock<std::recursive_mutex> start_alone() {
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
+  static std::recursive_mutex recorder;
+  return std::unique_lock(recorder);
+#else
+  return {};
+#endif
+}
+
 // Gloo matches what ranks send by tags, and ends the process when a rank gets more than it expects.
 // A tag that tells the calls apart leaves those that differ unmatched: no rank's memory is touched,
 // and they wait until the difference is found. c10d counts the calls by a number of 32 bits, of
@@ -79,34 +93,41 @@ class GlooBackend : public c10d::ProcessGroupGloo, public detail::SigningBackend
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     tag("broadcast", tensors, options.rootRank);
+    const auto alone = start_alone();
     return c10d::ProcessGroupGloo::broadcast(tensors, options);
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     tag("all_reduce", tensors, options.reduceOp.op_);
+    const auto alone = start_alone();
     return c10d::ProcessGroupGloo::allreduce(tensors, options);
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     tag("reduce", tensors, options.rootRank * 256 + options.reduceOp.op_);
+    const auto alone = start_alone();
     return c10d::ProcessGroupGloo::reduce(tensors, options);
   }
   WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions& options) override {
     tag("all_gather", inputs, 0);
+    const auto alone = start_alone();
     return c10d::ProcessGroupGloo::allgather(outputs, inputs, options);
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& options) override {
     tag("all_gather", {input}, 0);
+    const auto alone = start_alone();
     return c10d::ProcessGroupGloo::_allgather_base(output, input, options);
   }
   WorkPtr gather(TensorLists& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override {
     tag("gather", inputs, options.rootRank);
+    const auto alone = start_alone();
     return c10d::ProcessGroupGloo::gather(outputs, inputs, options);
   }
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
                   const c10d::ScatterOptions& options) override {
     tag("scatter", outputs, options.rootRank);
+    const auto alone = start_alone();
     return c10d::ProcessGroupGloo::scatter(outputs, inputs, options);
   }
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& to,
@@ -114,10 +135,12 @@ class GlooBackend : public c10d::ProcessGroupGloo, public detail::SigningBackend
                         const c10d::AllToAllOptions& options) override {
     // With sizes, ranks may rightly hold different numbers of elements.
     tag("all_to_all", to.empty() ? Tensors{input} : Tensors{}, 0);
+    const auto alone = start_alone();
     return c10d::ProcessGroupGloo::alltoall_base(output, input, to, from, options);
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     tag("barrier", {}, 0);
+    const auto alone = start_alone();
     return c10d::ProcessGroupGloo::barrier(options);
   }
 
