@@ -163,6 +163,17 @@ void register_config(torch::Library& library) {
            })
       .def("set_order", [](const ConfigPtr& self, const std::string& name,
                            const std::string& order) { self->config.set_order(name, order); })
+      .def("set_orthogonal",
+           [](const ConfigPtr& self, const std::string& name, const std::string& orthogonal_group,
+              const std::string& scope) {
+             self->config.set_orthogonal(name, orthogonal_group, scope);
+           })
+      .def("copy",
+           [](const ConfigPtr& self) { return c10::make_intrusive<PyGroupConfig>(self->config); })
+      .def("inside_world",
+           [](const ConfigPtr& self, const std::string& replicas) {
+             return c10::make_intrusive<PyGroupConfig>(self->config.inside_world(replicas));
+           })
       .def("node_names", [](const ConfigPtr& self) { return self->config.node_names(); })
       .def("leaf_groups",
            [](const ConfigPtr& self, const std::string& below) {

@@ -18,10 +18,20 @@ class ProcessGroupConfig:
     >>> ts.Mesh.of("data_parallel")                          # the same groups, for sharded tensors
 
     The first leaf has adjacent ranks, the last is farthest; `order` says otherwise.
+
+    `orthogonal_group`: of a root that is a model inside a larger world, the name of the groups that hold the model's replicas. As many replicas are made as
+    the world has room for:
+
+    >>> tree = ts.ProcessGroupConfig("unet", orthogonal_group="data")
+    >>> tree.add_node("domain", "unet", size=4)
     """
 
-    def __init__(self, root="world"):
+    def __init__(self, root="world", *, orthogonal_group="", scope=""):
         self._handle = classes.ProcessGroupConfig(root)
+        if orthogonal_group:
+            self._handle.set_orthogonal(root, orthogonal_group, scope)
+        elif scope:
+            raise ValueError("ProcessGroupConfig: scope is of an orthogonal group, but orthogonal_group is not given")
 
     @classmethod
     def _of(cls, handle):
@@ -48,6 +58,18 @@ class ProcessGroupConfig:
     def set_leaf_group_sizes(self, sizes, update_parents=True):
         """`{"model_parallel": 4}`. All or nothing: an unknown leaf, an inner node or a size below 1 raises and changes nothing."""
         self._handle.set_leaf_group_sizes(list(sizes), [int(n) for n in sizes.values()], update_parents)
+
+    def set_orthogonal(self, name, orthogonal_group, scope=""):
+        """As `orthogonal_group` and `scope` of `add_node`; an empty name takes them away."""
+        self._handle.set_orthogonal(name, orthogonal_group, scope)
+
+    def inside_world(self, replicas="data_parallel"):
+        """The tree of a model inside a larger world: a root "world", below it this tree, and beside that an open leaf that counts the model's replicas.
+
+        The leaf has the name of the groups that are orthogonal to the root, or `replicas` if there are none. `resolve`, `mesh` and `create_process_groups` do
+        this by themselves for a root that names orthogonal groups. Raises for a root named "world", and for a leaf whose name a node has.
+        """
+        return ProcessGroupConfig._of(self._handle.inside_world(replicas))
 
     def set_order(self, name, order):
         """As `order` of `add_node`."""
@@ -230,13 +252,46 @@ def slurm_host_file(topology, slot_of):
     return ops.launcher_file("slurm", topology._handle, list(slot_of))
 
 
-def create_process_groups(config, *, ranks=None, topology=None, traffic=(), eager=False):
+def process_groups_of(model, *arguments, sizes=None):
+    """The tree of groups that a model says it needs: what its static method `process_groups(*arguments)` returns, with these `sizes` of its leaves.
+
+    >>> class UNet(nn.Module):
+    ...     @staticmethod
+    ...     def process_groups():
+    ...         return ts.ProcessGroupConfig("unet", orthogonal_group="data").add_node("domain", "unet")
+    ...
+    ...     def forward(self, x):
+    ...         x = ts.distribute_tensor(x, ts.Mesh.of("domain"), [ts.Shard(2)])
+    >>> ts.create_process_groups(UNet, sizes={"domain": 4})
+
+    `model`: the class, or a module of it. Raises TypeError for a model that says nothing, and for one that returns something else.
+    """
+    says = getattr(model, "process_groups", None)
+    what = getattr(model, "__name__", type(model).__name__)
+    if not callable(says):
+        raise TypeError(f"{what} does not say which process groups it needs: give it a static method process_groups() that returns a ProcessGroupConfig")
+    config = says(*arguments)
+    if not isinstance(config, ProcessGroupConfig):
+        raise TypeError(f"{what}.process_groups() returned a {type(config).__name__}; it is to return a ProcessGroupConfig")
+    return _with_sizes(config, sizes)
+
+
+def _with_sizes(config, sizes):
+    if not sizes:
+        return config
+    config = ProcessGroupConfig._of(config._handle.copy())
+    config.set_leaf_group_sizes(sizes)
+    return config
+
+
+def create_process_groups(config, *, sizes=None, ranks=None, topology=None, traffic=(), eager=False):
     """Makes the families of a tree known by name: `group(name)` is this rank's group, `Mesh.of(name)` the same ranks as a mesh.
 
-    `ranks`: who sits on the i-th coordinate of the tree's mesh. `topology`, with the `traffic` of a step: chosen for these machines; returns the
+    `config`: a tree, or a model that says which it needs (`process_groups_of`). `sizes`: of its leaves, in place of those that it has. `ranks`: who sits on the i-th coordinate of the tree's mesh. `topology`, with the `traffic` of a step: chosen for these machines; returns the
     `RankMapping`, else None. Groups are made on first use, or now if `eager`. Collective over the world: where ranks bring different trees every rank
     raises, with the first line that differs.
     """
+    config = _with_sizes(config, sizes) if isinstance(config, ProcessGroupConfig) else process_groups_of(config, sizes=sizes)
     if topology is None:
         if traffic:
             raise ValueError("create_process_groups: traffic without the topology that it is to be mapped to")

@@ -375,6 +375,59 @@ TEST(ThreadManager, MeshesByName) {
   });
 }
 
+namespace {
+
+// Two models of one job, each of which says what it needs.
+struct Encoder {
+  static ProcessGroupConfig process_groups() {
+    ProcessGroupConfig tree({.name = "encoder", .orthogonal_group = "encoders"});
+    tree.add_node({.name = "rows", .size = 2}, "encoder");
+    tree.add_node({.name = "columns"}, "encoder");
+    return tree;
+  }
+};
+struct Decoder {
+  static ProcessGroupConfig process_groups() {
+    ProcessGroupConfig tree({.name = "decoder", .orthogonal_group = "decoders"});
+    tree.add_node({.name = "tensor", .size = 4}, "decoder");
+    return tree;
+  }
+};
+
+}  // namespace
+
+TEST(ThreadManager, ModelsSayWhatGroupsTheyNeed) {
+  run_threads(8, [](DistributedManager& manager) {
+    manager.create_process_groups<Encoder>({{"columns", 1}});
+    manager.create_process_groups<Decoder>();
+    const DeviceMesh encoder = manager.mesh("encoder");
+    require(encoder.layout().names() == std::vector<std::string>{"columns", "rows"}, "two leaves");
+    require(encoder.layout().size() == 2 && manager.group_size("encoders") == 4, "its replicas");
+    require(manager.group_size("tensor") == 4 && manager.group_size("decoders") == 2, "the other");
+    require_group(manager, manager.group("encoders"),
+                  {manager.rank() % 2, manager.rank() % 2 + 2, manager.rank() % 2 + 4,
+                   manager.rank() % 2 + 6});
+    require_group(manager, manager.group("decoders"), {manager.rank() % 4, manager.rank() % 4 + 4});
+    // Both trees have a root "world" over the same ranks: it is one group, made once.
+    require(manager.group("world").state() == manager.world().state(), "the world, once");
+    // Another size on one rank: all hear of it.
+    bool differs = false;
+    try {
+      manager.create_process_groups<Encoder>({{"columns", manager.rank() == 3 ? 2 : 1}});
+    } catch (const MismatchError&) {
+      differs = true;
+    }
+    require(differs, "different sizes were taken");
+    bool unknown = false;
+    try {
+      manager.create_process_groups<Decoder>({{"rows", 2}});
+    } catch (const UnknownName&) {
+      unknown = true;
+    }
+    require(unknown, "a leaf that the tree lacks was taken");
+  });
+}
+
 TEST(ThreadManager, ARankThatComesLateHearsOfTheFailure) {
   // As rank 0 fails before rank 1 has its manager.
   const ThreadRanks ranks(2);

@@ -2,12 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <numeric>
 #include <set>
 
 #include "random_mesh.h"
 #include "refused.h"
 #include "tessera/mesh/errors.h"
 #include "tessera/mesh/groups/group_plan.h"
+#include "tessera/mesh/groups/model_groups.h"
 #include "tessera/mesh/groups/orthogonal.h"
 #include "tessera/mesh/parallelism.h"
 
@@ -212,6 +214,130 @@ TEST(GroupConfig, OrthogonalGroupsThatBreakTheRule) {
   auto root = example();
   root.set_orthogonal("world", "outside");
   EXPECT_SAYS(refused<OrthogonalityError>([&] { GroupPlan::of_config(root, 16); }), "root");
+}
+
+namespace {
+
+/// model_parallel -> {spatial -> {h 2, w 2}, matmul 2}, orthogonal to data_parallel
+ProcessGroupConfig model_as_root(const std::string& orthogonal_group) {
+  ProcessGroupConfig config({.name = "model_parallel", .orthogonal_group = orthogonal_group});
+  config.add_node({.name = "spatial"}, "model_parallel");
+  config.add_node({.name = "h", .size = 2}, "spatial");
+  config.add_node({.name = "w", .size = 2}, "spatial");
+  config.add_node({.name = "matmul", .size = 2}, "model_parallel");
+  return config;
+}
+
+}  // namespace
+
+TEST(GroupConfig, AModelAsTheRootInsideALargerWorld) {
+  // The tree that the model's means, written out.
+  ProcessGroupConfig written;
+  written.add_node({.name = "model_parallel"}, "world");
+  written.add_node({.name = "spatial"}, "model_parallel");
+  written.add_node({.name = "h", .size = 2}, "spatial");
+  written.add_node({.name = "w", .size = 2}, "spatial");
+  written.add_node({.name = "matmul", .size = 2}, "model_parallel");
+  written.add_node({.name = "data_parallel"}, "world");
+  const auto config = model_as_root("data_parallel");
+  for (const int replicas : {1, 2, 3, 5}) {
+    const int world = 8 * replicas;
+    const auto plan = GroupPlan::of_config(config, world);
+    EXPECT_EQ(plan.canonical(), GroupPlan::of_config(written, world).canonical());
+    EXPECT_EQ(config.resolve(world), written.resolve(world));
+    EXPECT_EQ(plan.group("model_parallel", 3), (Ranks{0, 1, 2, 3, 4, 5, 6, 7}));
+    EXPECT_EQ(plan.group_size("data_parallel"), replicas);
+    EXPECT_NO_THROW(require_orthogonal(
+        plan.groups("model_parallel").lists(), "model", plan.groups("data_parallel").lists(),
+        "data", plan.mesh().ranks(), "world"));
+  }
+  EXPECT_EQ(GroupPlan::of_config(config, 16).group("data_parallel", 5), (Ranks{5, 13}));
+  EXPECT_SAYS(config.to_string(), "model_parallel 8, orthogonal data_parallel in world\n");
+  // Over ranks of one's own, in their order.
+  Ranks back(16);
+  std::iota(back.rbegin(), back.rend(), 0);
+  EXPECT_EQ(GroupPlan::of_config(config, back).group("data_parallel", 15), (Ranks{15, 7}));
+  // The groups outside the root named apart from it, with options, and a second name for them.
+  auto apart = model_as_root("");
+  apart.add_orthogonal({"replicas", {"model_parallel"}, "world", {"mpi", {}}});
+  apart.add_orthogonal({"again", {"model_parallel"}, "", {}});
+  EXPECT_TRUE(apart.inside_a_world());
+  EXPECT_SAYS(apart.to_string(), "orthogonal replicas of [model_parallel] in world");
+  const auto plan = GroupPlan::of_config(apart, 24);
+  EXPECT_EQ(plan.group("replicas", 0), (Ranks{0, 8, 16}));
+  EXPECT_EQ(plan.group("again", 0), (Ranks{0, 8, 16}));
+  EXPECT_EQ(plan.family("replicas").options.backend, "mpi");
+  // A root that is a leaf.
+  ProcessGroupConfig leaf({.name = "tensor", .size = 2, .orthogonal_group = "data"});
+  EXPECT_EQ(GroupPlan::of_config(leaf, 6).group("data", 1), (Ranks{1, 3, 5}));
+}
+
+TEST(GroupConfig, AModelAsTheRootThatDoesNotFit) {
+  const auto named = model_as_root("data_parallel");
+  EXPECT_SAYS(refused<WorldSizeMismatch>([&] { GroupPlan::of_config(named, 12); }),
+              "12 ranks do not divide by the product 8");
+  auto open = named;
+  open.add_node({.name = "more"}, "model_parallel");
+  EXPECT_SAYS(refused<UnsetSize>([&] { open.resolve(16); }), "[more, data_parallel]");
+  // Without the name of what is outside: the answer is the tree to write.
+  const auto unnamed = model_as_root("");
+  EXPECT_FALSE(unnamed.inside_a_world());
+  const auto answer = refused<WorldSizeMismatch>([&] { GroupPlan::of_config(unnamed, 16); });
+  EXPECT_SAYS(answer, "multiply to 8, but the world has 16 ranks");
+  EXPECT_SAYS(answer, "`orthogonal_group: data_parallel`");
+  EXPECT_SAYS(answer,
+              "world 16\n"
+              "|- model_parallel 8\n"
+              "|  |- spatial 4\n"
+              "|  |  |- h 2\n"
+              "|  |  `- w 2\n"
+              "|  `- matmul 2\n"
+              "`- data_parallel 2\n");
+  auto taken = model_as_root("");
+  taken.set_orthogonal("matmul", "data_parallel");
+  EXPECT_SAYS(refused<WorldSizeMismatch>([&] { taken.resolve(16); }), "give its root an");
+  ProcessGroupConfig world;
+  world.add_node({.name = "mp", .size = 4}, "world");
+  EXPECT_SAYS(refused<WorldSizeMismatch>([&] { world.resolve(8); }), "add an open leaf");
+  EXPECT_SAYS(refused<GroupConfigError>([&] { world.inside_world(); }), "nothing is outside");
+  auto scoped = model_as_root("");
+  scoped.set_orthogonal("model_parallel", "data", "spatial");
+  EXPECT_SAYS(refused<OrthogonalityError>([&] { scoped.resolve(16); }), "does not hold it");
+  auto twice = model_as_root("matmul");
+  EXPECT_SAYS(refused<RepeatedName>([&] { twice.resolve(16); }), "'matmul'");
+}
+
+namespace {
+
+struct SaysGroups {
+  static ProcessGroupConfig process_groups() { return model_as_root("data"); }
+};
+struct SaysByWidth {
+  static ProcessGroupConfig process_groups(int width) {
+    ProcessGroupConfig config({.name = "layer", .orthogonal_group = "data"});
+    config.add_node({.name = "tensor", .size = width > 100 ? 4 : 2}, "layer");
+    return config;
+  }
+};
+struct Holder {
+  using Impl = SaysByWidth;
+};
+struct SaysNothing {};
+
+static_assert(SaysProcessGroups<SaysGroups> && !SaysProcessGroups<SaysGroups, int>);
+static_assert(SaysProcessGroups<Holder, int> && !SaysProcessGroups<Holder>);
+static_assert(!SaysProcessGroups<SaysNothing>);
+
+}  // namespace
+
+TEST(GroupConfig, AModelSaysWhatItNeeds) {
+  EXPECT_EQ(process_groups_of<SaysGroups>(), model_as_root("data"));
+  EXPECT_EQ(process_groups_of<Holder>(200).size("tensor"), 4);
+  EXPECT_EQ(process_groups_of<SaysByWidth>(7).size("tensor"), 2);
+  EXPECT_EQ(process_groups_of<SaysByWidth>({{"tensor", 3}}, 7).size("layer"), 3);
+  const auto wide = process_groups_of<SaysGroups>({{"h", 3}});
+  EXPECT_EQ(GroupPlan::of_config(wide, 24).group("data", 1), (Ranks{1, 13}));
+  EXPECT_SAYS(refused<UnknownName>([] { process_groups_of<SaysGroups>({{"g", 3}}); }), "'g'");
 }
 
 TEST(GroupConfig, RandomTreesObeyTheRule) {

@@ -130,6 +130,57 @@ def test_a_tree_gives_groups_and_meshes():
     on_ranks(4, body)
 
 
+class Field(nn.Module):
+    """Half of the ranks or fewer share a field; the others are replicas of the model."""
+
+    @staticmethod
+    def process_groups(tensor=1):
+        tree = ts.ProcessGroupConfig("field", orthogonal_group="replicas").add_node("domain", "field")
+        return tree.add_node("tensor", "field", tensor) if tensor > 1 else tree
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(1, 1, 3, padding=1).double()
+        with torch.no_grad():  # ranks that are threads share torch's generator
+            self.layer.weight.copy_(draw(1, 1, 3, 3))
+            self.layer.bias.zero_()
+        ts.distribute_module(self, ts.Mesh.of("domain"))
+
+    def forward(self, x):
+        return self.layer(ts.distribute_tensor(x, ts.Mesh.of("domain"), [ts.Shard(2)]))
+
+
+def test_a_model_says_which_groups_it_needs():
+    tree = ts.process_groups_of(Field, sizes={"domain": 2})
+    assert tree.size("domain") == 2 and Field.process_groups().size("domain") is None
+    assert ts.process_groups_of(Field, 4).leaf_groups() == ["domain", "tensor"]
+    # As a root inside a larger world, and written out.
+    written = ts.ProcessGroupConfig().add_node("field", "world").add_node("domain", "field", 2).add_node("replicas", "world")
+    assert tree.mesh(6) == written.mesh(6) == ({"replicas": 3, "domain": 2}, [0, 1, 2, 3, 4, 5]) and tree.resolve(6) == written.resolve(6)
+    unnamed = ts.ProcessGroupConfig("field").add_node("domain", "field", 2)
+    assert unnamed.inside_world("replicas").resolve(6) == tree.inside_world().resolve(6)
+    with pytest.raises(RuntimeError, match="(?s)orthogonal_group: data_parallel.*- domain 2"):
+        unnamed.resolve(4)
+    with pytest.raises(TypeError, match="Linear does not say"):
+        ts.create_process_groups(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="returned a dict"):
+        ts.process_groups_of(type("Wrong", (), {"process_groups": staticmethod(dict)}))
+    with pytest.raises(ValueError, match="orthogonal_group is not given"):
+        ts.ProcessGroupConfig("field", scope="world")
+
+    def body(rank):
+        ts.create_process_groups(Field, sizes={"domain": 2})
+        assert ts.group("replicas").ranks == [rank % 2, rank % 2 + 2] and ts.Mesh.of("field").axes == {"domain": 2}
+        net = ts.DistributedDataParallel(Field(), ts.group("replicas"))
+        y = net(draw(1, 1, 5, 3, seed=rank // 2))
+        y.square().mean().backward()
+        assert ts.spec(y).sizes == {2: [3, 2]}
+        grad = ts.full_tensor(net.module.layer.weight.grad)
+        assert torch.equal(ts.group("replicas").all_reduce(grad.clone(), "avg"), grad)
+
+    on_ranks(4, body)
+
+
 def test_a_placement_is_handed_to_the_mesh():
     hosts = ts.parse_hosts("2x2")
     traffic = [ts.Traffic("outer", "all_reduce", 1e9)]

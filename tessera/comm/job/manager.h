@@ -8,6 +8,7 @@
 //   auto mesh = manager.mesh({{"data", 2}, {"model", 2}});
 //   Group model = mesh.group("model");
 //   manager.create_process_groups(tree);             // all groups of a configuration tree
+//   manager.create_process_groups<UNet>({{"domain", 2}});  // those that a model says it needs
 //   auto domain = manager.mesh("domain");            // the node "domain" of the tree, as a mesh
 //
 // Groups are made on first use, by their members alone: the cost for a rank depends on the group's
@@ -22,6 +23,7 @@
 
 #include <chrono>
 #include <concepts>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -31,6 +33,7 @@
 #include "tessera/comm/group/group.h"
 #include "tessera/launch/launch.h"
 #include "tessera/mesh/groups/group_plan.h"
+#include "tessera/mesh/groups/model_groups.h"
 #include "tessera/mesh/mapping/cost.h"
 #include "tessera/mesh/mapping/rank_mapping.h"
 #include "tessera/mesh/mapping/topology.h"
@@ -112,8 +115,16 @@ class DistributedManager {
   /// a name that is taken, unless the family is the same.
   void create_process_groups(const GroupPlan& plan, bool eager = false) const;
   /// Registers the plan of a configuration tree over the whole world: one family per node, and one
-  /// per orthogonal group.
+  /// per orthogonal group. Two trees may have roots of one name over the same ranks: they are one
+  /// family, and mesh() of that name has the axes of the tree that came first.
   void create_process_groups(const ProcessGroupConfig& config, bool eager = false) const;
+  /// Registers what a model says it needs (see model_groups.h), with these sizes of its leaves.
+  /// Throws UnknownName for a leaf that its tree lacks.
+  template <SaysProcessGroups Model>
+  void create_process_groups(const std::map<std::string, int>& sizes = {},
+                             bool eager = false) const {
+    create_process_groups(process_groups_of<Model>(sizes), eager);
+  }
   /// As above with a mapping: `ranks[i]` is at the i-th coordinate of config.mesh(world_size).
   void create_process_groups(const ProcessGroupConfig& config, const std::vector<int>& ranks,
                              bool eager = false) const;

@@ -22,6 +22,8 @@ std::string options_text(const GroupOptions& options) {
   return text;
 }
 
+// Trees of more nodes are not drawn in a message.
+constexpr std::size_t kDrawn = 40;
 // Deeper trees are a mistake, and their drawings take megabytes.
 constexpr int kDeepest = 4000;
 
@@ -257,6 +259,8 @@ std::vector<OrthogonalGroup> ProcessGroupConfig::orthogonal_groups() const {
 }
 
 std::string ProcessGroupConfig::scope_of(const OrthogonalGroup& group) const {
+  // The root of resolve(), which is above this one.
+  if (inside_a_world() && group.of == std::vector{root().name}) return "world";
   for (const auto& name : group.of)
     if (parent(name).empty())
       throw OrthogonalityError(
@@ -349,9 +353,73 @@ std::optional<int> ProcessGroupConfig::size(const std::string& name) const {
   return static_cast<int>(product);
 }
 
+bool ProcessGroupConfig::inside_a_world() const {
+  if (root().name == "world") return false;
+  if (!root().orthogonal_group.empty()) return true;
+  return std::any_of(orthogonal_.begin(), orthogonal_.end(), [&](const OrthogonalGroup& group) {
+    return group.of == std::vector{root().name};
+  });
+}
+
+ProcessGroupConfig ProcessGroupConfig::inside_world(const std::string& replicas) const {
+  if (root().name == "world")
+    throw GroupConfigError(
+        "the root is named 'world', so nothing is outside it; give the root the model's name");
+  ProcessGroupConfig larger;
+  OrthogonalGroup outside{root().orthogonal_group, {root().name}, root().scope, root().options};
+  std::vector<OrthogonalGroup> others = orthogonal_;
+  if (outside.name.empty()) {
+    const auto first =
+        std::find_if(others.begin(), others.end(), [&](const OrthogonalGroup& group) {
+          return group.of == std::vector{root().name};
+        });
+    if (first == others.end()) {
+      outside.name = replicas;
+    } else {
+      outside = *first;
+      others.erase(first);
+    }
+  }
+  if (!outside.scope.empty() && outside.scope != "parent" && outside.scope != "world")
+    throw OrthogonalityError(
+        concat("'", outside.name, "' is to be orthogonal to the root '", root().name,
+               "' in the scope '", outside.scope,
+               "', which does not hold it; the scope of a root inside a larger world is 'world'"),
+        {});
+  ProcessGroupNode model = root();
+  model.orthogonal_group.clear();
+  model.scope.clear();
+  larger.add_node(std::move(model), "world");
+  for (std::size_t i = 1; i < nodes_.size(); ++i)
+    larger.add_node(nodes_[i].node, nodes_[nodes_[i].parent].node.name);
+  larger.add_node({.name = outside.name, .options = outside.options}, "world");
+  for (OrthogonalGroup& group : others) larger.add_orthogonal(std::move(group));
+  return larger;
+}
+
+std::string ProcessGroupConfig::advice(int world_size, long long product) const {
+  if (product >= world_size || world_size % product != 0) return "";
+  const long long replicas = world_size / product;
+  if (root().name == "world")
+    return concat("; if these are ", replicas,
+                  " replicas, add an open leaf for them, such as {name: data} below 'world'");
+  const std::string start = concat("; if '", root().name, "' is a model of which the world holds ",
+                                   replicas, " replicas, ");
+  const auto groups = orthogonal_groups();
+  const bool taken = contains("data_parallel") ||
+                     std::any_of(groups.begin(), groups.end(), [](const OrthogonalGroup& group) {
+                       return group.name == "data_parallel";
+                     });
+  if (taken || nodes_.size() > kDrawn)
+    return start + "give its root an orthogonal_group, whose groups hold the replicas";
+  return concat(start, "give its root `orthogonal_group: data_parallel`, which stands for\n",
+                inside_world().resolve(world_size).to_string());
+}
+
 ProcessGroupConfig ProcessGroupConfig::resolve(int world_size) const {
   if (world_size < 1)
     throw GroupConfigError(concat("a world of ", world_size, " ranks; it has at least 1"));
+  if (inside_a_world()) return inside_world().resolve(world_size);
   std::vector<std::string> open, given;
   long long product = 1;
   for (const auto& leaf : leaf_groups()) {
@@ -381,7 +449,8 @@ ProcessGroupConfig ProcessGroupConfig::resolve(int world_size) const {
     resolved.nodes_[find(open.front())].node.size = static_cast<int>(world_size / product);
   } else if (product != world_size) {
     throw WorldSizeMismatch(concat("the leaf sizes ", list(given), " multiply to ", product,
-                                   ", but the world has ", world_size, " ranks"),
+                                   ", but the world has ", world_size, " ranks",
+                                   advice(world_size, product)),
                             world_size, product);
   }
   const auto sizes = resolved.all_sizes();
@@ -448,6 +517,8 @@ std::string ProcessGroupConfig::drawn() const {
 std::string ProcessGroupConfig::to_string() const {
   const auto known = size(root().name);
   std::string text = concat(root().name, " ", known ? std::to_string(*known) : "?");
+  if (inside_a_world() && !root().orthogonal_group.empty())
+    text += concat(", orthogonal ", root().orthogonal_group, " in world");
   if (!root().order.empty()) text += concat(", order ", root().order);
   text += options_text(root().options) + "\n";
   text += drawn();

@@ -96,8 +96,8 @@ class ProcessGroupConfig {
   /// The orthogonal groups that nodes name and those added by add_orthogonal().
   std::vector<OrthogonalGroup> orthogonal_groups() const;
   const std::vector<OrthogonalGroup>& added_orthogonal() const { return orthogonal_; }
-  /// The scope of an orthogonal group as a node's name. Throws UnknownName or OrthogonalityError
-  /// (without ranks, for sizes may be open here).
+  /// The scope of an orthogonal group as a node's name; that of a root inside a larger world is
+  /// "world". Throws UnknownName or OrthogonalityError (without ranks, for sizes may be open here).
   std::string scope_of(const OrthogonalGroup& group) const;
 
   /// Sets sizes of leaves; with `update_parents` the size of every inner node becomes the product
@@ -111,9 +111,20 @@ class ProcessGroupConfig {
 
   /// The product of the leaves below; absent while one of them is open.
   std::optional<int> size(const std::string& name) const;
+  /// True if the root is a model inside a larger world: it is not named "world" and names groups
+  /// that are orthogonal to it.
+  bool inside_a_world() const;
+  /// The tree of a model inside a larger world: a root "world", below it this tree, and beside that
+  /// an open leaf that counts the model's replicas. The leaf has the name (and the options) of the
+  /// groups that are orthogonal to the root, or `replicas` if there are none. Throws
+  /// GroupConfigError for a root named "world", RepeatedName for a leaf whose name a node has.
+  ProcessGroupConfig inside_world(const std::string& replicas = "data_parallel") const;
   /// The tree with the size of the open leaf, if any, inferred, and the size of every inner node
-  /// set. Throws UnsetSize (two or more open), WorldSizeMismatch (the product does not divide, or
-  /// is not, the world, or an inner node's stated size is not its product).
+  /// set; a tree whose root is a model inside a larger world (inside_a_world()) is first put below
+  /// a world, so that its replicas are as many as the world has room for. Throws UnsetSize (two or
+  /// more open), WorldSizeMismatch (the product does not divide, or is not, the world, or an inner
+  /// node's stated size is not its product); where a tree inside a larger world would fit, the
+  /// message draws it.
   ProcessGroupConfig resolve(int world_size) const;
 
   /// The resolved tree's mesh: one axis per leaf, outermost first, over ranks 0 .. world - 1.
@@ -141,6 +152,8 @@ class ProcessGroupConfig {
   std::vector<std::optional<int>> all_sizes() const;
   std::vector<std::string> near_to_far(int at, const std::string& inherited) const;
   void update_parent_sizes();
+  // What to write where the leaves multiply to `product`, fewer ranks than the world has.
+  std::string advice(int world_size, long long product) const;
   // Every node below the root on a line of its own.
   std::string drawn() const;
 

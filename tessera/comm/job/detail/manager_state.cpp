@@ -457,6 +457,23 @@ std::optional<Position> ManagerState::position(const std::string& group) const {
   return watch ? std::optional(watch->position()) : std::nullopt;
 }
 
+namespace {
+
+// The same groups: one plan, or the roots of two trees over the same ranks.
+bool same_family(const std::string& name, const GroupPlan& known, const GroupPlan& added) {
+  if (known.canonical() == added.canonical()) return true;
+  const auto root_of = [&](const GroupPlan& plan) {
+    const GroupFamily& family = plan.family(name);
+    return family.kind != GroupFamily::Kind::orthogonal &&
+           plan.group_size(name) == plan.mesh(family).size();
+  };
+  return root_of(known) && root_of(added) &&
+         known.family(name).options == added.family(name).options &&
+         known.mesh(known.family(name)).ranks() == added.mesh(added.family(name)).ranks();
+}
+
+}  // namespace
+
 void ManagerState::add_families(const GroupPlan& plan) {
   const auto shared = std::make_shared<const GroupPlan>(plan);
   const std::lock_guard lock(mutex_);
@@ -466,7 +483,7 @@ void ManagerState::add_families(const GroupPlan& plan) {
           concat("a mesh '", family.name, "' exists already; give the group family another name"));
     const auto same = std::find_if(families_.begin(), families_.end(),
                                    [&](const auto& known) { return known.first == family.name; });
-    if (same != families_.end() && same->second->canonical() != plan.canonical())
+    if (same != families_.end() && !same_family(family.name, *same->second, plan))
       throw RepeatedName(
           concat("a group family '", family.name,
                  "' exists already, from another plan; give the new one another name"));
