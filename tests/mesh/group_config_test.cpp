@@ -247,9 +247,9 @@ TEST(GroupConfig, AModelAsTheRootInsideALargerWorld) {
     EXPECT_EQ(config.resolve(world), written.resolve(world));
     EXPECT_EQ(plan.group("model_parallel", 3), (Ranks{0, 1, 2, 3, 4, 5, 6, 7}));
     EXPECT_EQ(plan.group_size("data_parallel"), replicas);
-    EXPECT_NO_THROW(require_orthogonal(
-        plan.groups("model_parallel").lists(), "model", plan.groups("data_parallel").lists(),
-        "data", plan.mesh().ranks(), "world"));
+    EXPECT_NO_THROW(require_orthogonal(plan.groups("model_parallel").lists(), "model",
+                                       plan.groups("data_parallel").lists(), "data",
+                                       plan.mesh().ranks(), "world"));
   }
   EXPECT_EQ(GroupPlan::of_config(config, 16).group("data_parallel", 5), (Ranks{5, 13}));
   EXPECT_SAYS(config.to_string(), "model_parallel 8, orthogonal data_parallel in world\n");

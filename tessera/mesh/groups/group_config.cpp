@@ -369,10 +369,9 @@ ProcessGroupConfig ProcessGroupConfig::inside_world(const std::string& replicas)
   OrthogonalGroup outside{root().orthogonal_group, {root().name}, root().scope, root().options};
   std::vector<OrthogonalGroup> others = orthogonal_;
   if (outside.name.empty()) {
-    const auto first =
-        std::find_if(others.begin(), others.end(), [&](const OrthogonalGroup& group) {
-          return group.of == std::vector{root().name};
-        });
+    const auto first = std::find_if(
+        others.begin(), others.end(),
+        [&](const OrthogonalGroup& group) { return group.of == std::vector{root().name}; });
     if (first == others.end()) {
       outside.name = replicas;
     } else {
@@ -448,10 +447,10 @@ ProcessGroupConfig ProcessGroupConfig::resolve(int world_size) const {
           world_size, product);
     resolved.nodes_[find(open.front())].node.size = static_cast<int>(world_size / product);
   } else if (product != world_size) {
-    throw WorldSizeMismatch(concat("the leaf sizes ", list(given), " multiply to ", product,
-                                   ", but the world has ", world_size, " ranks",
-                                   advice(world_size, product)),
-                            world_size, product);
+    throw WorldSizeMismatch(
+        concat("the leaf sizes ", list(given), " multiply to ", product, ", but the world has ",
+               world_size, " ranks", advice(world_size, product)),
+        world_size, product);
   }
   const auto sizes = resolved.all_sizes();
   for (std::size_t i = 0; i < nodes_.size(); ++i) {
