@@ -4,6 +4,7 @@
 #include "support.h"
 #include "tessera/comm/group/trace.h"
 #include "tessera/nn/distribute_module.h"
+#include "tessera/tensor/policy.h"
 
 namespace tessera::test {
 
@@ -104,10 +105,169 @@ TEST(RingAttention, NobodyHoldsTheWholeSequence) {
     mesh.all().all_reduce(total);
     EXPECT_EQ(total.item<std::int64_t>(), 2 * 3 * 2 * 2 * 64 * 8 * 4)
         << "both sides count: each key and value goes to three other ranks";
+    // Second derivatives pass keys and values too, and third ones are refused, not zero.
     const auto y = at::scaled_dot_product_attention(q, k, v);
-    const auto g = torch::autograd::grad({y.sum()}, {q}, {}, true, true)[0];
-    EXPECT_THROW(torch::autograd::grad({(g * g).sum()}, {q}), ShardingError) << "no silent zero";
+    const auto g = torch::autograd::grad({y.square().sum()}, {q}, {}, true, true)[0];
+    const CommTraceScope trace(manager);
+    const auto second = torch::autograd::grad({(g * g).sum()}, {q}, {}, true, true)[0];
+    EXPECT_EQ(spec(second), lies);
+    for (const auto& e : trace->events()) EXPECT_TRUE(e.operation != "all_gather") << e.operation;
+    EXPECT_THROW(torch::autograd::grad({(second * second).sum()}, {q}), ShardingError);
   });
+}
+
+namespace {
+
+struct RingCase {
+  int mask = 0;  // none, causal, additive, boolean
+  bool grouped = false;
+  double dropout = 0;
+};
+
+// libtorch's fused kernels have no second derivative: the definition.
+at::Tensor attention_by_definition(const std::vector<at::Tensor>& t, const RingCase& c) {
+  const auto heads = [&](const at::Tensor& x) {
+    return c.grouped ? x.repeat_interleave(t[0].size(1) / x.size(1), 1) : x;
+  };
+  const double nothing = -std::numeric_limits<double>::infinity();
+  at::Tensor s = at::matmul(t[0], heads(t[1]).transpose(-2, -1)) /
+                 std::sqrt(static_cast<double>(t[0].size(-1)));
+  if (c.mask == 1)
+    s = s.masked_fill(at::ones({s.size(-2), s.size(-1)}, at::kBool).tril().logical_not(), nothing);
+  if (c.mask == 2) s = s + t[3];
+  if (c.mask == 3) s = s.masked_fill(t[3].logical_not(), nothing);
+  return at::matmul(s.softmax(-1), heads(t[2]));
+}
+
+at::Tensor test_draw(const DeviceMesh& mesh) {
+  return tessera::rand(ShardSpec::replicated(mesh, {5}), at::kDouble);
+}
+
+at::Tensor attention_of(const std::vector<at::Tensor>& t, const RingCase& c) {
+  return at::scaled_dot_product_attention(
+      t[0], t[1], t[2], c.mask > 1 ? std::optional<at::Tensor>(t[3]) : std::nullopt, c.dropout,
+      c.mask == 1, std::nullopt, c.grouped);
+}
+
+// The value, its gradients along `along`, and the gradients of the sum of their squares, by all
+// inputs and by `along`.
+std::vector<at::Tensor> twice(const at::Tensor& y, std::vector<at::Tensor> inputs,
+                              const at::Tensor& along) {
+  std::erase_if(inputs, [](const at::Tensor& t) { return !t.requires_grad(); });
+  std::vector<at::Tensor> all = torch::autograd::grad({y}, inputs, {along}, true, true);
+  at::Tensor sum = all[0].square().sum();
+  for (std::size_t i = 1; i < all.size(); ++i) sum = sum + all[i].square().sum();
+  inputs.push_back(along);
+  for (const at::Tensor& t : torch::autograd::grad({sum}, inputs)) all.push_back(t);
+  all.push_back(y);
+  return all;
+}
+
+}  // namespace
+
+TEST(RingAttention, SecondDerivativesEqualOneProcess) {
+  for (const int ranks : {2, 3, 4}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      set_policies(manager, {.redistribution = Policy::allow});
+      Draw draw(70 + ranks);
+      for (int i = 0; i < 24; ++i) {
+        const RingCase c{i % 4, draw.chance(30)};
+        const bool two_axes = ranks == 4 && draw.chance(50);
+        const auto mesh = manager.mesh(two_axes ? std::vector<Axis>{{"a", 2}, {"b", 2}}
+                                                : std::vector<Axis>{{"a", ranks}});
+        const std::int64_t batch = draw.between(1, 2), groups = draw.between(1, 2),
+                           rows = draw.between(2, 9), columns = draw.between(2, 9);
+        const Shape qs = {batch, groups * (c.grouped ? 2 : 1), rows, 3},
+                    ks = {batch, groups, columns, 3}, vs = {batch, groups, columns, 2},
+                    os = {qs[0], qs[1], rows, 2};
+        test::seed(i);
+        std::vector<at::Tensor> values = {randn(qs, at::kDouble), randn(ks, at::kDouble),
+                                          randn(vs, at::kDouble)};
+        if (c.mask == 2) values.push_back(randn({batch, 1, rows, columns}, at::kDouble));
+        if (c.mask == 3) {
+          values.push_back(test::rand({rows, columns}, at::kDouble).gt(0.3));
+          values.back().select(1, 0).fill_(true);  // each query sees a key
+        }
+        const at::Tensor along = randn(os, at::kDouble);
+        // Keys along the sequence, or replicated while the queries are sharded.
+        const bool keys_too = draw.chance(75);
+        const auto lies = [&](const Shape& shape, bool sharded, const Sizes& sizes) {
+          std::vector<Placement> placements(two_axes ? 2 : 1, Replicate());
+          if (two_axes) placements[0] = Shard(0);
+          if (sharded) placements.back() = Shard(2);
+          return ShardSpec(mesh, shape, placements,
+                           sharded ? ShardSizes{{2, sizes}} : ShardSizes{});
+        };
+        const int parts = two_axes ? 2 : ranks;
+        const Sizes of_rows = draw.sizes(rows, parts), of_keys = draw.sizes(columns, parts);
+        std::vector<at::Tensor> plain, x;
+        for (std::size_t j = 0; j < values.size(); ++j) {
+          plain.push_back(values[j].clone());
+          if (at::isFloatingType(values[j].scalar_type())) plain.back().requires_grad_(true);
+          const Shape shape = values[j].sizes().vec();
+          x.push_back(j == 0  ? leaf(values[j], lies(shape, true, of_rows))
+                      : j < 3 ? leaf(values[j], lies(shape, keys_too, of_keys))
+                              : leaf(values[j], ShardSpec::replicated(mesh, shape)));
+        }
+        const auto expected =
+            twice(attention_by_definition(plain, c), plain, along.clone().requires_grad_(true));
+        const auto got = twice(attention_of(x, c), x, leaf(along, lies(os, true, of_rows)));
+        ASSERT_EQ(got.size(), expected.size());
+        for (std::size_t j = 0; j < got.size(); ++j)
+          ASSERT_LT(difference(got[j], expected[j], 1e-3), 1e-10)
+              << "result " << j << " mask " << c.mask << " grouped " << c.grouped << " "
+              << spec(x[0]) << " " << spec(x[1]);
+      }
+    });
+  }
+}
+
+// Numbers by global index: what is dropped does not depend on the ranks. Replicated tensors go
+// libtorch's own way, which materialises all scores.
+TEST(RingAttention, DropoutIsThatOfReplicatedTensors) {
+  for (const int ranks : {2, 3, 4}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      set_policies(manager, {.redistribution = Policy::allow});
+      Draw draw(90 + ranks);
+      const auto mesh = manager.mesh({{"x", ranks}});
+      for (int i = 0; i < 12; ++i) {
+        const RingCase c{i % 3, draw.chance(30), 0.4};
+        const std::int64_t groups = draw.between(1, 2), rows = draw.between(2, 9);
+        const Shape ks = {2, groups, rows, 3}, qs = {2, groups * (c.grouped ? 2 : 1), rows, 3};
+        test::seed(i);
+        std::vector<at::Tensor> values = {randn(qs, at::kDouble), randn(ks, at::kDouble),
+                                          randn(ks, at::kDouble)};
+        if (c.mask == 2) values.push_back(randn({rows, rows}, at::kDouble));
+        const at::Tensor along = randn(qs, at::kDouble);
+        const Sizes sizes = draw.sizes(rows, ranks);
+        const auto run = [&](bool sharded) {
+          const auto lies = [&](const Shape& shape, bool it) {
+            return it ? ShardSpec(mesh, shape, {Shard(2)}, {{2, sizes}})
+                      : ShardSpec::replicated(mesh, shape);
+          };
+          std::vector<at::Tensor> x;
+          for (std::size_t j = 0; j < values.size(); ++j)
+            x.push_back(leaf(values[j], lies(values[j].sizes().vec(), sharded && j < 3)));
+          manual_seed(manager, 17 + static_cast<std::uint64_t>(i));
+          const at::Tensor y = attention_of(x, c);
+          EXPECT_EQ(spec(y), lies(qs, sharded));
+          auto all = twice(y, x, leaf(along, lies(qs, sharded)));
+          all.push_back(test_draw(mesh));  // the next draw: both have taken one
+          return all;
+        };
+        const auto expected = run(false), got = run(true);
+        for (std::size_t j = 0; j < got.size(); ++j)
+          ASSERT_LT(difference(got[j], expected[j], 1e-3), 1e-10)
+              << "result " << j << " dropout " << c.dropout << " mask " << c.mask << " grouped "
+              << c.grouped << " " << list(sizes);
+      }
+      const at::Tensor q = leaf(randn({1, 1, 5, 2}), ShardSpec(mesh, {1, 1, 5, 2}, {Shard(2)}));
+      const at::Tensor none = at::scaled_dot_product_attention(q, q, q, std::nullopt, 1.0);
+      none.sum().backward();
+      EXPECT_EQ(whole(none).abs().max().item<double>(), 0);
+      EXPECT_EQ(whole(q.grad()).abs().max().item<double>(), 0);
+    });
+  }
 }
 
 TEST(RingAttention, BatchAndHeadsAreLocal) {

@@ -4,7 +4,9 @@
 // is computed shard by shard with a running maximum and sum, after M. Milakov, N. Gimelshein,
 // "Online normalizer calculation for softmax" (2018); the ring is that of H. Liu, M. Zaharia, P.
 // Abbeel, "Ring Attention with Blockwise Transformers" (2023). In backward the gradients of keys
-// and values travel with them.
+// and values travel with them. The derivative of backward goes round twice: first for sums over
+// the keys of each query, then for the gradients. Dropout draws by global index, so that it is the
+// same for any number of ranks.
 
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
@@ -18,10 +20,12 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "tessera/base/text.h"
+#include "tessera/ops/random/draws.h"
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/tensor/dispatch/carry.h"
 #include "tessera/tensor/dispatch/execute.h"
@@ -51,6 +55,8 @@ struct Ring : torch::CustomClassHolder {
   bool causal = false;
   double scale = 1;
   std::int64_t repeat = 1;  // heads of queries per head of keys
+  double dropout = 0;
+  DrawPosition draw;  // of the dropout
 
   int dims() const { return query.dims(); }
   int sequence() const { return dims() - 2; }
@@ -74,6 +80,21 @@ at::Tensor summed(const at::Tensor& t, std::int64_t times) {
   shape[head] /= times;
   shape.insert(shape.begin() + static_cast<std::ptrdiff_t>(head) + 1, times);
   return t.reshape(shape).sum(static_cast<std::int64_t>(head) + 1);
+}
+
+// `t` where nothing is dropped.
+at::Tensor times(const at::Tensor& t, const at::Tensor& kept) {
+  return kept.defined() ? t * kept : t;
+}
+
+// The columns of a mask, or of its gradient, that belong to these keys.
+at::Tensor of_columns(const at::Tensor& mask, const Interval& keys) {
+  return mask.size(-1) == 1 ? mask : mask.narrow(-1, keys.begin, keys.size());
+}
+
+void add_to_columns(const at::Tensor& mask, const at::Tensor& scores, const Interval& keys) {
+  const at::Tensor part = of_columns(mask, keys);
+  part.add_(scores.sum_to_size(part.sizes()));
 }
 
 // One rank's way round the ring.
@@ -123,7 +144,7 @@ struct Round {
                     const Interval& keys) const {
     at::Tensor s = at::matmul(q, repeated(k.to(type), ring.repeat).transpose(-2, -1));
     if (mask.defined()) {
-      const at::Tensor part = mask.size(-1) == 1 ? mask : mask.narrow(-1, keys.begin, keys.size());
+      const at::Tensor part = of_columns(mask, keys);
       s = part.scalar_type() == at::kBool ? s.masked_fill(part.logical_not(), -kInfinity)
                                           : s + part.to(type);
     }
@@ -136,22 +157,224 @@ struct Round {
     }
     return s;
   }
+
+  // For weights like `p`: 1 / (1 - dropout) where they are kept, else 0; undefined without dropout.
+  at::Tensor kept(const at::Tensor& p, const Interval& keys) const {
+    if (ring.dropout == 0) return {};
+    if (ring.dropout == 1) return at::zeros_like(p);
+    Shape global = ring.query.shape(), offset = ring.query.local_offset();
+    global.back() = ring.key.shape()[ring.sequence()];
+    offset.back() = keys.begin;
+    return dropout_mask(ring.draw, global, offset, p.sizes().vec(), ring.dropout)
+        .to(p.options())
+        .div(1 - ring.dropout);
+  }
 };
 
-// Second derivatives would need a ring of their own.
-struct NoSecondDerivative : torch::autograd::Function<NoSecondDerivative> {
+// Third derivatives would need a ring of their own.
+struct NoThirdDerivative : torch::autograd::Function<NoThirdDerivative> {
+  using Maybe = std::optional<at::Tensor>;
   // The other arguments: what the gradient was computed from, each of which may require a gradient.
   static at::Tensor forward(AutogradContext*, const at::Tensor& t, const at::Tensor&,
-                            const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                            const std::optional<at::Tensor>&) {
+                            const at::Tensor&, const at::Tensor&, const at::Tensor&, const Maybe&,
+                            const Maybe&, const Maybe&, const Maybe&, const Maybe&) {
     const ShardMeta& meta = *meta_of(t);
     return wrap(meta.local, meta.layout);
   }
   static variable_list backward(AutogradContext*, const variable_list&) {
     throw ShardingError(
-        "scaled_dot_product_attention over a sharded sequence has no second derivative. "
+        "scaled_dot_product_attention over a sharded sequence has no third derivative. "
         "Redistribute query, key and value so that the sequence is "
         "whole.");
+  }
+};
+
+at::Tensor local_of(const at::Tensor& t) { return meta_of(t)->local; }
+
+at::Tensor given(const at::Tensor& t, const ShardSpec& spec, at::ScalarType dtype) {
+  const at::Tensor local = t.to(dtype);
+  return wrap_fresh(local, make_layout(spec, dtype, local.device()));
+}
+
+std::optional<at::Tensor> if_defined(const at::Tensor& t) {
+  return t.defined() ? std::optional(t) : std::nullopt;
+}
+
+// The gradients of query, key, value and mask, as a function of these and of the result's gradient.
+// With P the softmax, M what dropout keeps (over the probability that it does), g the result's
+// gradient:  dP = M (g v^T),  dS = P (dP - mean),  mean = the sum of P dP over the keys.
+struct RingGradient : torch::autograd::Function<RingGradient> {
+  // `mean`, `level`: plain, of this rank's queries; not differentiated through, for they follow
+  // from the others.
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& query, const at::Tensor& key,
+                               const at::Tensor& value, const at::Tensor& gradient,
+                               const std::optional<at::Tensor>& mask, const at::Tensor& mean,
+                               const at::Tensor& level, bool wants_mask,
+                               const c10::intrusive_ptr<Ring>& ring) {
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["ring"] = c10::IValue::make_capsule(ring);
+    ctx->saved_data["mask gradient"] = wants_mask;
+    ctx->save_for_backward({query, key, value, gradient, mask.value_or(at::Tensor()), mean, level});
+    const LocalCallGuard guard;
+    const at::Tensor q = local_of(query), k = local_of(key), v = local_of(value),
+                     bias = mask ? local_of(*mask) : at::Tensor();
+    const Round round(*ring, at::toOpMathType(q.scalar_type()));
+    const auto type = round.type;
+    const at::Tensor scaled = q.to(type).mul(ring->scale), g = local_of(gradient).to(type);
+    std::vector<at::Tensor> held = {k, v}, next,
+                            sums = {at::zeros(k.sizes(), k.options().dtype(type)),
+                                    at::zeros(v.sizes(), v.options().dtype(type))},
+                            arriving;
+    at::Tensor dq = at::zeros(q.sizes(), scaled.options()), db;
+    if (wants_mask) db = at::zeros(bias.sizes(), scaled.options());
+    for (int step = 0; step < round.ranks; ++step) {
+      const std::int64_t following = round.columns(round.owner(step + 1)).size();
+      Request passing;
+      if (step + 1 < round.ranks) passing = round.pass(held, next, following);
+      const Interval keys = round.columns(round.owner(step));
+      if (!round.nothing(keys, q.size(-2))) {
+        const at::Tensor p = (round.scores(scaled, held[0], bias, keys) - level).exp(),
+                         kept = round.kept(p, keys);
+        sums[1] += summed(at::matmul(times(p, kept).transpose(-2, -1), g), ring->repeat);
+        const at::Tensor dp =
+            times(at::matmul(g, repeated(held[1].to(type), ring->repeat).transpose(-2, -1)), kept);
+        const at::Tensor ds = p * (dp - mean);
+        dq += at::matmul(ds, repeated(held[0].to(type), ring->repeat)) * ring->scale;
+        sums[0] += summed(at::matmul(ds.transpose(-2, -1), scaled), ring->repeat);
+        if (wants_mask) add_to_columns(db, ds, keys);
+      }
+      passing.wait();
+      if (step + 1 < round.ranks) held.swap(next);
+      // The gradients belong to the rank before the one that computes with them next; after the
+      // last step they are back.
+      if (round.ranks > 1) {
+        round.pass(sums, arriving, following).wait();
+        sums.swap(arriving);
+      }
+    }
+    variable_list result = {given(dq, ring->query, q.scalar_type()),
+                            given(sums[0], ring->key_gradient, k.scalar_type()),
+                            given(sums[1], ring->value_gradient, v.scalar_type())};
+    if (wants_mask) result.push_back(given(db, ring->mask_gradient, bias.scalar_type()));
+    return result;
+  }
+
+  // With a, b, c, e the gradients of dq, dk, dv and of the mask's:  x = scale (a k^T + q b^T) + e
+  // is that of dS, y = M (g c^T) that of P by dv. Then, summing over the keys of each query,
+  //   w = x dP - x mean - dP sum(P x) + y   is that of P in all,
+  //   z = P (w - sum(P w))                  that of the scores,
+  //   u = M P (x - sum(P x))                that of g v^T.
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    const auto ring = c10::static_intrusive_pointer_cast<Ring>(ctx->saved_data["ring"].toCapsule());
+    const auto saved = ctx->get_saved_variables();
+    const bool wants_mask = ctx->saved_data["mask gradient"].toBool();
+    const auto placed = [&](std::size_t i, const ShardSpec& spec) {
+      return i < gradients.size() && gradients[i].defined()
+                 ? redistribute(sharded_gradient(gradients[i], spec), spec)
+                 : at::Tensor();
+    };
+    const at::Tensor of_dq = placed(0, ring->query), of_dk = placed(1, ring->key),
+                     of_dv = placed(2, ring->value),
+                     of_db = wants_mask ? placed(3, ring->mask) : at::Tensor();
+    variable_list result(9);
+    {
+      const at::NoGradGuard no_grad;
+      const LocalCallGuard guard;
+      const at::Tensor q = local_of(saved[0]),
+                       bias = saved[4].defined() ? local_of(saved[4]) : at::Tensor();
+      const at::Tensor &mean = saved[5], &level = saved[6];
+      const Round round(*ring, at::toOpMathType(q.scalar_type()));
+      const auto type = round.type;
+      const auto repeat = ring->repeat;
+      const at::Tensor k = local_of(saved[1]).to(type), v = local_of(saved[2]).to(type),
+                       g = local_of(saved[3]).to(type);
+      const auto or_zeros = [&](const at::Tensor& t, const at::Tensor& like) {
+        return t.defined() ? local_of(t).to(type) : at::zeros(like.sizes(), like.options());
+      };
+      const at::Tensor scaled = q.to(type).mul(ring->scale),
+                       a = or_zeros(of_dq, scaled).mul(ring->scale), b = or_zeros(of_dk, k),
+                       c = or_zeros(of_dv, v),
+                       e = of_db.defined() ? local_of(of_db).to(type) : at::Tensor();
+      // One shard of the keys, with what both ways round compute of it.
+      struct Block {
+        at::Tensor k, v, b, c, p, kept, dp, x, y;
+      };
+      const auto block = [&](const std::vector<at::Tensor>& held, const Interval& keys) {
+        Block s;
+        s.k = repeated(held[0], repeat);
+        s.v = repeated(held[1], repeat);
+        s.b = repeated(held[2], repeat);
+        s.c = repeated(held[3], repeat);
+        s.p = (round.scores(scaled, held[0], bias, keys) - level).exp();
+        s.kept = round.kept(s.p, keys);
+        s.dp = times(at::matmul(g, s.v.transpose(-2, -1)), s.kept);
+        s.x = at::matmul(a, s.k.transpose(-2, -1)) + at::matmul(scaled, s.b.transpose(-2, -1));
+        if (e.defined()) s.x = s.x + of_columns(e, keys);
+        s.y = times(at::matmul(g, s.c.transpose(-2, -1)), s.kept);
+        return s;
+      };
+      const std::vector<at::Tensor> own = {k, v, b, c};
+      std::vector<at::Tensor> held = own, next;
+      // Sums over all keys of P x, P x dP and P y.
+      at::Tensor px = at::zeros_like(mean), pxd = at::zeros_like(mean), py = at::zeros_like(mean);
+      for (int step = 0; step < round.ranks; ++step) {
+        Request passing;
+        if (step + 1 < round.ranks)
+          passing = round.pass(held, next, round.columns(round.owner(step + 1)).size());
+        const Interval keys = round.columns(round.owner(step));
+        if (!round.nothing(keys, q.size(-2))) {
+          const Block s = block(held, keys);
+          px += (s.p * s.x).sum({-1}, true);
+          pxd += (s.p * s.x * s.dp).sum({-1}, true);
+          py += (s.p * s.y).sum({-1}, true);
+        }
+        passing.wait();
+        if (step + 1 < round.ranks) held.swap(next);
+      }
+      const at::Tensor pw = pxd - px * mean * 2 + py;
+      held = own;
+      std::vector<at::Tensor> sums = {at::zeros_like(k), at::zeros_like(v)}, arriving;
+      at::Tensor gq = at::zeros_like(scaled), gg = at::zeros_like(g), gb;
+      const bool masked = bias.defined() && ctx->needs_input_grad(4);
+      if (masked) gb = at::zeros(bias.sizes(), scaled.options());
+      for (int step = 0; step < round.ranks; ++step) {
+        const std::int64_t following = round.columns(round.owner(step + 1)).size();
+        Request passing;
+        if (step + 1 < round.ranks) passing = round.pass(held, next, following);
+        const Interval keys = round.columns(round.owner(step));
+        if (!round.nothing(keys, q.size(-2))) {
+          const Block s = block(held, keys);
+          const at::Tensor z = s.p * (s.x * s.dp - s.x * mean - s.dp * px + s.y - pw);
+          const at::Tensor ds = s.p * (s.dp - mean), u = times(s.p * (s.x - px), s.kept);
+          gq += (at::matmul(z, s.k) + at::matmul(ds, s.b)) * ring->scale;
+          gg += at::matmul(u, s.v) + at::matmul(times(s.p, s.kept), s.c);
+          sums[0] +=
+              summed(at::matmul(z.transpose(-2, -1), scaled) + at::matmul(ds.transpose(-2, -1), a),
+                     repeat);
+          sums[1] += summed(at::matmul(u.transpose(-2, -1), g), repeat);
+          if (masked) add_to_columns(gb, z, keys);
+        }
+        passing.wait();
+        if (step + 1 < round.ranks) held.swap(next);
+        if (round.ranks > 1) {
+          round.pass(sums, arriving, following).wait();
+          sums.swap(arriving);
+        }
+      }
+      result[0] = given(gq, ring->query, q.scalar_type());
+      result[1] = given(sums[0], ring->key_gradient, saved[1].scalar_type());
+      result[2] = given(sums[1], ring->value_gradient, saved[2].scalar_type());
+      result[3] = given(gg, ring->out, saved[3].scalar_type());
+      if (masked) result[4] = given(gb, ring->mask_gradient, bias.scalar_type());
+    }
+    if (!at::GradMode::is_enabled()) return result;
+    for (at::Tensor& t : result) {
+      if (t.defined())
+        t = NoThirdDerivative::apply(t, saved[0], saved[1], saved[2], saved[3],
+                                     if_defined(saved[4]), if_defined(of_dq), if_defined(of_dk),
+                                     if_defined(of_dv), if_defined(of_db));
+    }
+    return result;
   }
 };
 
@@ -182,7 +405,8 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
         const at::Tensor finite = at::where(higher.eq(-kInfinity), at::zeros_like(higher), higher);
         const at::Tensor e = (s - finite).exp(), before = (top - finite).exp();
         sum = sum * before + e.sum({-1}, true);
-        out = out * before + at::matmul(e, repeated(held[1].to(round.type), ring->repeat));
+        out = out * before + at::matmul(times(e, round.kept(e, keys)),
+                                        repeated(held[1].to(round.type), ring->repeat));
         top = higher;
       }
       passing.wait();
@@ -202,73 +426,22 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    if (!gradients[0].defined()) return variable_list(5);
+    variable_list result(5);
+    if (!gradients[0].defined()) return result;
     const auto ring = c10::static_intrusive_pointer_cast<Ring>(ctx->saved_data["ring"].toCapsule());
     const auto saved = ctx->get_saved_variables();
     const at::Tensor placed = redistribute(sharded_gradient(gradients[0], ring->out), ring->out);
-    variable_list result(5);
+    at::Tensor mean;
     {
       const at::NoGradGuard no_grad;
       const LocalCallGuard guard;
-      const at::Tensor q = meta_of(saved[0])->local, k = meta_of(saved[1])->local,
-                       v = meta_of(saved[2])->local,
-                       bias = saved[3].defined() ? meta_of(saved[3])->local : at::Tensor(),
-                       level = saved[5];
-      const Round round(*ring, at::toOpMathType(q.scalar_type()));
-      const auto type = round.type;
-      const at::Tensor scaled = q.to(type).mul(ring->scale), g = meta_of(placed)->local.to(type),
-                       o = meta_of(saved[4])->local.to(type);
-      const at::Tensor mean = (g * o).sum({-1}, true);
-      std::vector<at::Tensor> held = {k, v}, next,
-                              sums = {at::zeros(k.sizes(), k.options().dtype(type)),
-                                      at::zeros(v.sizes(), v.options().dtype(type))},
-                              arriving;
-      at::Tensor dq = at::zeros(q.sizes(), scaled.options()), db;
-      const bool wants_mask = ctx->saved_data["mask gradient"].toBool();
-      if (wants_mask) db = at::zeros(bias.sizes(), scaled.options());
-      for (int step = 0; step < round.ranks; ++step) {
-        const std::int64_t following = round.columns(round.owner(step + 1)).size();
-        Request passing;
-        if (step + 1 < round.ranks) passing = round.pass(held, next, following);
-        const Interval keys = round.columns(round.owner(step));
-        if (!round.nothing(keys, q.size(-2))) {
-          const at::Tensor p = (round.scores(scaled, held[0], bias, keys) - level).exp();
-          sums[1] += summed(at::matmul(p.transpose(-2, -1), g), ring->repeat);
-          const at::Tensor ds =
-              p *
-              (at::matmul(g, repeated(held[1].to(type), ring->repeat).transpose(-2, -1)) - mean);
-          dq += at::matmul(ds, repeated(held[0].to(type), ring->repeat)) * ring->scale;
-          sums[0] += summed(at::matmul(ds.transpose(-2, -1), scaled), ring->repeat);
-          if (wants_mask) {
-            const at::Tensor part = db.size(-1) == 1 ? db : db.narrow(-1, keys.begin, keys.size());
-            part.add_(ds.sum_to_size(part.sizes()));
-          }
-        }
-        passing.wait();
-        if (step + 1 < round.ranks) held.swap(next);
-        // The gradients belong to the rank before the one that computes with them next; after the
-        // last step they are back.
-        if (round.ranks > 1) {
-          round.pass(sums, arriving, following).wait();
-          sums.swap(arriving);
-        }
-      }
-      const auto give = [](at::Tensor t, const ShardSpec& spec, at::ScalarType dtype) {
-        t = t.to(dtype);
-        return wrap_fresh(t, make_layout(spec, dtype, t.device()));
-      };
-      result[0] = give(dq, ring->query, q.scalar_type());
-      result[1] = give(sums[0], ring->key_gradient, k.scalar_type());
-      result[2] = give(sums[1], ring->value_gradient, v.scalar_type());
-      if (wants_mask) result[3] = give(db, ring->mask_gradient, bias.scalar_type());
+      const auto type = at::toOpMathType(saved[0].scalar_type());
+      mean = (local_of(placed).to(type) * local_of(saved[4]).to(type)).sum({-1}, true);
     }
-    if (!at::GradMode::is_enabled()) return result;
-    const std::optional<at::Tensor> mask =
-        saved[3].defined() ? std::optional<at::Tensor>(saved[3]) : std::nullopt;
-    for (at::Tensor& t : result) {
-      if (t.defined())
-        t = NoSecondDerivative::apply(t, gradients[0], saved[0], saved[1], saved[2], mask);
-    }
+    const variable_list all =
+        RingGradient::apply(saved[0], saved[1], saved[2], placed, if_defined(saved[3]), mean,
+                            saved[5], ctx->saved_data["mask gradient"].toBool(), ring);
+    std::copy(all.begin(), all.end(), result.begin());
     return result;
   }
 };
@@ -385,7 +558,8 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
                                                     is_causal, scale, enable_gqa);
   };
   const bool spread = shards_sequence(query) || shards_sequence(key) || shards_sequence(value);
-  if (!spread || dropout_p > 0 || (has_mask && is_causal) ||
+  // Plain libtorch says what is wrong with a probability.
+  if (!spread || !(dropout_p >= 0 && dropout_p <= 1) || (has_mask && is_causal) ||
       !at::isFloatingType(query.scalar_type()))
     return plain();
   std::shared_ptr<MeshContext> context;
@@ -404,6 +578,9 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
                                      {"value", spec(v), ring->value, v.element_size()}};
   if (has_mask) moves.push_back({"attn_mask", spec(mask), ring->mask, mask.element_size()});
   check_implicit_moves("aten::scaled_dot_product_attention", moves, *context);
+  ring->dropout = dropout_p;
+  // Where all is dropped libtorch draws nothing.
+  if (dropout_p > 0 && dropout_p < 1) ring->draw = next_draw(*context);
   return RingAttention::apply(
       redistribute(q, ring->query), redistribute(k, ring->key), redistribute(v, ring->value),
       has_mask ? std::optional<at::Tensor>(redistribute(mask, ring->mask)) : std::nullopt, ring);

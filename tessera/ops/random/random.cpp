@@ -2,6 +2,8 @@
 // the same for any placement and number of ranks. Plain tensors use libtorch's generator.
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <cmath>
 #include <functional>
@@ -10,7 +12,7 @@
 #include <optional>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/random/philox.h"
+#include "tessera/ops/random/draws.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
@@ -18,11 +20,12 @@
 #include "tessera/tensor/spec/mesh_context.h"
 #include "tessera/tensor/spec/rank_state.h"
 
-namespace tessera::detail::random_rules {
+namespace tessera::detail {
+
+namespace random_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
 using Words = std::array<std::uint32_t, 4>;
 
 // A draw that one rank alone has made shifts its numbers for ever. With CheckLevel::collective the
@@ -42,6 +45,35 @@ void require_in_step(const MeshContext& context, std::uint64_t seed, std::uint64
   }
 }
 
+}  // namespace
+
+}  // namespace random_rules
+
+DrawPosition next_draw(const MeshContext& context) {
+  DrawPosition draw;
+  {
+    const std::lock_guard lock(context.state->mutex);
+    draw = {context.state->seed, context.state->stream++};
+  }
+  random_rules::require_in_step(context, draw.seed, draw.stream);
+  return draw;
+}
+
+at::Tensor dropout_mask(const DrawPosition& draw, const std::vector<std::int64_t>& global,
+                        const std::vector<std::int64_t>& offset,
+                        const std::vector<std::int64_t>& local, double p) {
+  at::Tensor mask = at::empty(local, at::kBool);
+  bool* data = mask.mutable_data_ptr<bool>();
+  each_element(draw, global, offset, local, [&](std::int64_t i, const random_rules::Words& w) {
+    data[i] = unit_double(w[0], w[1]) < 1 - p;
+  });
+  return mask;
+}
+
+namespace random_rules {
+
+namespace {
+
 // One draw: the numbers for the elements of a spec.
 struct Source {
   ShardSpec spec;
@@ -49,28 +81,8 @@ struct Source {
   // Calls visit(local position, words) for every local element in row-major order.
   template <class Visit>
   void each(Visit visit) const {
-    RankState& state = *context_of(spec)->state;
-    std::uint64_t seed, stream;
-    {
-      const std::lock_guard lock(state.mutex);
-      seed = state.seed;
-      stream = state.stream++;
-    }
-    require_in_step(*context_of(spec), seed, stream);
-    const Shape &shape = spec.shape(), &local = spec.local_shape(), &offset = spec.local_offset();
-    const std::int64_t n = spec.local_numel();
-    Shape index(shape.size(), 0), stride = contiguous_strides(shape);
-    std::int64_t global = 0;
-    for (std::size_t d = 0; d < shape.size(); ++d) global += offset[d] * stride[d];
-    for (std::int64_t i = 0; i < n; ++i) {
-      visit(i, element_words(seed, stream, static_cast<std::uint64_t>(global)));
-      for (std::size_t d = shape.size(); d-- > 0;) {
-        global += stride[d];
-        if (++index[d] < local[d]) break;
-        global -= local[d] * stride[d];
-        index[d] = 0;
-      }
-    }
+    each_element(next_draw(*context_of(spec)), spec.shape(), spec.local_offset(),
+                 spec.local_shape(), visit);
   }
 
   // A row-major double tensor of value(words), on the CPU.
@@ -295,10 +307,10 @@ Plan dropout(const OpCall& call) {
     const double p = a[1].toDouble();
     if (!(a[2].isNone() || a[2].toBool()) || p == 0)
       return torch::jit::Stack{x.clone(), at::ones_like(x, at::kBool)};
-    const at::Tensor mask =
-        source.doubles([&](const Words& w) { return unit_double(w[0], w[1]) < 1 - p ? 1.0 : 0.0; })
-            .to(x.device())
-            .to(at::kBool);
+    const ShardSpec& drawn = source.spec;
+    const at::Tensor mask = dropout_mask(next_draw(*context_of(drawn)), drawn.shape(),
+                                         drawn.local_offset(), drawn.local_shape(), p)
+                                .to(x.device());
     return torch::jit::Stack{p == 1 ? at::zeros_like(x) : x.mul(mask).div(1 - p), mask};
   };
   return plan;
@@ -364,4 +376,5 @@ const bool registered = [] {
 
 }  // namespace
 
-}  // namespace tessera::detail::random_rules
+}  // namespace random_rules
+}  // namespace tessera::detail
