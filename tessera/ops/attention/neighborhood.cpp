@@ -155,6 +155,54 @@ struct Field : torch::CustomClassHolder {
   }
 };
 
+// The box of keys that this rank needs, of its shard, and the adjoint: each is the other's
+// derivative, so that both have derivatives of any order. Collective.
+struct Bring : torch::autograd::Function<Bring> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& local,
+                            const c10::intrusive_ptr<Field>& field, bool values);
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& gradients);
+};
+struct Return : torch::autograd::Function<Return> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& box,
+                            const c10::intrusive_ptr<Field>& field, bool values);
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& gradients);
+};
+
+void keep_field(torch::autograd::AutogradContext* ctx, const c10::intrusive_ptr<Field>& field,
+                bool values) {
+  ctx->saved_data["field"] = c10::IValue::make_capsule(field);
+  ctx->saved_data["values"] = values;
+}
+c10::intrusive_ptr<Field> kept_field(torch::autograd::AutogradContext* ctx) {
+  return c10::static_intrusive_pointer_cast<Field>(ctx->saved_data["field"].toCapsule());
+}
+const Halo& halo_of_field(const Field& field, bool values) {
+  return values ? field.values : field.keys;
+}
+
+at::Tensor Bring::forward(torch::autograd::AutogradContext* ctx, const at::Tensor& local,
+                          const c10::intrusive_ptr<Field>& field, bool values) {
+  keep_field(ctx, field, values);
+  return halo_of_field(*field, values).exchange(local);
+}
+torch::autograd::variable_list Bring::backward(torch::autograd::AutogradContext* ctx,
+                                               const torch::autograd::variable_list& gradients) {
+  return {Return::apply(gradients[0], kept_field(ctx), ctx->saved_data["values"].toBool()),
+          at::Tensor(), at::Tensor()};
+}
+at::Tensor Return::forward(torch::autograd::AutogradContext* ctx, const at::Tensor& box,
+                           const c10::intrusive_ptr<Field>& field, bool values) {
+  keep_field(ctx, field, values);
+  return halo_of_field(*field, values).sum(box.contiguous());
+}
+torch::autograd::variable_list Return::backward(torch::autograd::AutogradContext* ctx,
+                                                const torch::autograd::variable_list& gradients) {
+  return {Bring::apply(gradients[0], kept_field(ctx), ctx->saved_data["values"].toBool()),
+          at::Tensor(), at::Tensor()};
+}
+
 struct OnField : torch::autograd::Function<OnField> {
   using Context = torch::autograd::AutogradContext;
   static at::Tensor forward(Context* ctx, const at::Tensor& q, const at::Tensor& k,
@@ -189,13 +237,24 @@ struct OnField : torch::autograd::Function<OnField> {
     return out;
   }
 
+  // The gradients as a function of all four that has derivatives: keys and values travel again.
+  static torch::autograd::variable_list with_graph(const at::Tensor& g, const at::Tensor& q,
+                                                   const at::Tensor& k, const at::Tensor& v,
+                                                   const c10::intrusive_ptr<Field>& field) {
+    const detail::LocalNeighborhood where{field->dims, field->extents, spatial(field->keys.owned()),
+                                          spatial(field->keys.needed()), field->scale};
+    const auto all = detail::differentiable_gradients(g, q, Bring::apply(k, field, false),
+                                                      Bring::apply(v, field, true), where);
+    return {all[0], Return::apply(all[1], field, false), Return::apply(all[2], field, true),
+            at::Tensor()};
+  }
+
   static torch::autograd::variable_list backward(Context* ctx,
                                                  const torch::autograd::variable_list& gradients) {
-    detail::refuse_second_derivative();
     const auto saved = ctx->get_saved_variables();
-    const auto field =
-        c10::static_intrusive_pointer_cast<Field>(ctx->saved_data["field"].toCapsule());
+    const auto field = kept_field(ctx);
     const at::Tensor &q = saved[0], &g = gradients[0];
+    if (at::GradMode::is_enabled()) return with_graph(g, q, saved[1], saved[2], field);
     const bool split = volume(field->interior) > 0;
     at::Tensor dq = at::empty_like(q);
     at::Tensor dk = at::zeros(detail::shape_of(field->keys.needed()), q.options()),

@@ -5,15 +5,15 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
-
-#include "tessera/base/error.h"
 
 namespace tessera {
 
@@ -185,6 +185,58 @@ struct Carried : torch::CustomClassHolder {
   double scale;
 };
 
+// The keys of every query as one list of `most` each: lists that are shorter repeat their first
+// key, whose bias then makes its weight zero.
+struct Picked {
+  at::Tensor index, bias;
+  std::int64_t most = 0;
+};
+
+Picked picked_of(const Rows& rows, const at::TensorOptions& options) {
+  std::size_t most = 0;
+  for (const auto& row : rows) most = std::max(most, row.size());
+  std::vector<std::int64_t> index;
+  std::vector<double> bias;
+  for (const auto& row : rows)
+    for (std::size_t j = 0; j < most; ++j) {
+      index.push_back(j < row.size() ? row[j] : row[0]);
+      bias.push_back(j < row.size() ? 0 : -std::numeric_limits<double>::infinity());
+    }
+  const auto count = static_cast<std::int64_t>(most);
+  return {at::tensor(index, at::kLong).to(options.device()),
+          at::tensor(bias, at::kDouble)
+              .to(options)
+              .view({1, static_cast<std::int64_t>(rows.size()), count, 1}),
+          count};
+}
+
+/// batch x queries x keys x heads x channels: what each query sees of `t`.
+at::Tensor around(const at::Tensor& t, const Picked& picked, std::int64_t queries) {
+  return t.index_select(1, picked.index)
+      .view({t.size(0), queries, picked.most, t.size(2), t.size(3)});
+}
+
+// The gradients of q, k and v, composed so that they have derivatives of their own.
+std::array<at::Tensor, 3> composed_gradients(const at::Tensor& g, const at::Tensor& q,
+                                             const at::Tensor& k, const at::Tensor& v,
+                                             const Rows& rows, double scale) {
+  const Picked picked = picked_of(rows, q.options());
+  const std::int64_t queries = q.size(1);
+  const at::Tensor near = around(k, picked, queries), values = around(v, picked, queries);
+  // batch x queries x keys x heads
+  const at::Tensor p = ((q.unsqueeze(2) * near).sum(-1) * scale + picked.bias).softmax(2);
+  const at::Tensor dp = (g.unsqueeze(2) * values).sum(-1);
+  const at::Tensor ds = (p * (dp - (p * dp).sum({2}, true)) * scale).unsqueeze(-1);
+  const auto back = [&](const at::Tensor& each, const at::Tensor& like) {
+    const at::Tensor none = at::zeros(like.sizes(), like.options());
+    return none.index_add(
+        1, picked.index,
+        each.reshape({each.size(0), queries * picked.most, each.size(3), each.size(4)}));
+  };
+  return {(ds * near).sum(2), back(ds * q.unsqueeze(2), k),
+          back(p.unsqueeze(-1) * g.unsqueeze(2), v)};
+}
+
 /// On the CPU: float or double, batch x positions x heads x channels, contiguous.
 struct Attend : torch::autograd::Function<Attend> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& q,
@@ -197,10 +249,14 @@ struct Attend : torch::autograd::Function<Attend> {
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list& gradients) {
-    refuse_second_derivative();
     const auto saved = ctx->get_saved_variables();
     const auto carried =
         c10::static_intrusive_pointer_cast<Carried>(ctx->saved_data["carried"].toCapsule());
+    if (at::GradMode::is_enabled()) {
+      const auto graph = composed_gradients(gradients[0], saved[0], saved[1], saved[2],
+                                            carried->rows, carried->scale);
+      return {graph[0], graph[1], graph[2], at::Tensor()};
+    }
     const auto all = attend_backward(gradients[0], saved[0], saved[1], saved[2],
                                      {saved[3], saved[4]}, carried->rows, carried->scale);
     return {all[0], all[1], all[2], at::Tensor()};
@@ -210,41 +266,17 @@ struct Attend : torch::autograd::Function<Attend> {
 /// On other devices: every query's keys and values are gathered.
 at::Tensor composed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Rows& rows,
                     double scale) {
-  std::size_t most = 0;
-  for (const auto& row : rows) most = std::max(most, row.size());
-  std::vector<std::int64_t> index;
-  std::vector<double> bias;
-  for (const auto& row : rows)
-    for (std::size_t j = 0; j < most; ++j) {
-      index.push_back(j < row.size() ? row[j] : row[0]);
-      bias.push_back(j < row.size() ? 0 : -std::numeric_limits<double>::infinity());
-    }
-  const Sizes4 n = sizes_of(q, k, v);
-  const auto count = static_cast<std::int64_t>(most);
-  const at::Tensor picked = at::tensor(index, at::kLong).to(q.device());
-  const auto around = [&](const at::Tensor& t) {
-    return t.index_select(1, picked).view({n.batch, n.queries, count, n.heads, t.size(3)});
-  };
+  const Picked picked = picked_of(rows, q.options());
+  const std::int64_t queries = q.size(1);
   // batch x queries x keys x heads
-  at::Tensor scores = (q.unsqueeze(2) * around(k)).sum(-1) * scale;
-  scores = scores + at::tensor(bias, at::kDouble).to(q.options()).view({1, n.queries, count, 1});
-  return (scores.softmax(2).unsqueeze(-1) * around(v)).sum(2);
+  const at::Tensor scores =
+      (q.unsqueeze(2) * around(k, picked, queries)).sum(-1) * scale + picked.bias;
+  return (scores.softmax(2).unsqueeze(-1) * around(v, picked, queries)).sum(2);
 }
 
 at::Tensor flattened(const at::Tensor& t, std::int64_t positions) {
   return t.reshape({t.size(0), positions, t.size(-2), t.size(-1)});
 }
-
-}  // namespace
-
-void refuse_second_derivative() {
-  if (at::GradMode::is_enabled())
-    throw NotAvailable(
-        "neighborhood_attention is differentiable once: its gradient was asked for with a graph of "
-        "its own (create_graph)");
-}
-
-namespace {
 
 struct Prepared {
   at::Tensor q, k, v;
@@ -283,6 +315,18 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
           ? Attend::apply(p.q, p.k, p.v, c10::make_intrusive<Carried>(std::move(rows), where.scale))
           : composed_of(p, rows, where.scale);
   return out.to(q.scalar_type()).view(shape_of_value(q, v));
+}
+
+std::array<at::Tensor, 3> differentiable_gradients(const at::Tensor& gradient, const at::Tensor& q,
+                                                   const at::Tensor& k, const at::Tensor& v,
+                                                   const LocalNeighborhood& where) {
+  const Prepared p = prepared(q, k, v, where);
+  const at::Tensor g = flattened(gradient, volume(where.queries)).to(p.q.scalar_type());
+  auto all = composed_gradients(g, p.q, p.k, p.v, key_rows(where), where.scale);
+  all[0] = all[0].to(q.scalar_type()).view(q.sizes());
+  all[1] = all[1].to(k.scalar_type()).view(k.sizes());
+  all[2] = all[2].to(v.scalar_type()).view(v.sizes());
+  return all;
 }
 
 Attention::Attention(LocalNeighborhood where) : where_(std::move(where)), rows_(key_rows(where_)) {}

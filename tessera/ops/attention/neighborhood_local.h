@@ -24,12 +24,15 @@ struct LocalNeighborhood {
 /// The smallest interval that contains the keys that some query of `queries` sees.
 Interval seen_keys(const Neighborhood& dim, Interval queries, std::int64_t extent);
 
-/// Neighbourhood attention of plain tensors. Differentiable once.
+/// Neighbourhood attention of plain tensors. Differentiable any number of times.
 at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                   const LocalNeighborhood& where);
 
-/// To be called in backward: throws NotAvailable if a graph of it is requested.
-void refuse_second_derivative();
+/// The gradients of q, k and v in attend(), composed of libtorch's operators: differentiable in all
+/// four tensors any number of times. It gathers the keys and values of every query.
+std::array<at::Tensor, 3> differentiable_gradients(const at::Tensor& gradient, const at::Tensor& q,
+                                                   const at::Tensor& k, const at::Tensor& v,
+                                                   const LocalNeighborhood& where);
 
 /// Forward and backward of attend(), below autograd.
 class Attention {
