@@ -341,3 +341,50 @@ def test_check_says_whether_a_model_is_safe():
     on_ranks(2, body)
     for p, q in zip(net.parameters(), before):
         assert torch.equal(p, q) and p.grad is None and not ts.is_sharded(p)
+
+
+def test_which_operators_of_a_vision_transformer_stay_sharded():
+    """Tokens and windows of a field whose rows are sharded: each operator, what its result is like, and what it sends."""
+    calls = []
+
+    def body(rank):
+        ts.set_policies("error")  # one that would gather raises
+        mesh = ts.Mesh({"domain": 2})
+        image = ts.distribute_tensor(draw(2, 3, 24, 16), mesh, [ts.Shard(2)], {2: [16, 8]})
+        net = nn.Module()
+        net.patches, net.norm, net.linear = nn.Conv2d(3, 8, 4, stride=4).double(), nn.LayerNorm(8).double(), nn.Linear(8, 8).double()
+        net.token, net.positions = nn.Parameter(torch.zeros(1, 1, 8, dtype=torch.float64)), nn.Parameter(torch.zeros(1, 25, 8, dtype=torch.float64))
+        ts.distribute_module(net, mesh, lambda name, t: ([ts.Shard(1)], {1: [17, 8]}) if name == "positions" else None)
+
+        def stays(f, dim, sizes, operations=()):
+            with ts.CommTrace() as trace:
+                y = f()
+            s, sent = ts.spec(y), tuple(sorted({e[0] for e in trace.events}))
+            assert s.placements == ((ts.Partial(),) if dim is None else (ts.Shard(dim),)) and s.sizes == sizes and sent == operations, (ts.summary(y), sent)
+            calls.append(rank)
+            return y
+
+        x = stays(lambda: net.patches(image), 2, {2: [4, 2]})
+        x = stays(lambda: x.flatten(2), 2, {2: [16, 8]})
+        x = stays(lambda: x.transpose(1, 2), 1, {1: [16, 8]})
+        x = stays(lambda: torch.cat([net.token.expand(2, -1, -1), x], 1), 1, {1: [17, 8]})
+        x = stays(lambda: x + net.positions, 1, {1: [17, 8]})
+        x = stays(lambda: net.linear(net.norm(x)), 1, {1: [17, 8]})
+        heads = stays(lambda: x.unflatten(-1, (2, 4)).transpose(1, 2), 2, {2: [17, 8]})
+        heads = stays(lambda: nn.functional.scaled_dot_product_attention(heads, heads, heads), 2, {2: [17, 8]}, ("exchange",))
+        x = stays(lambda: heads.transpose(1, 2).flatten(2), 1, {1: [17, 8]})
+        token = stays(lambda: x[:, :1], 1, {1: [1, 0]})
+        stays(lambda: token.sum(1), None, {})
+        stays(lambda: x.mean(1), None, {})
+        x = stays(lambda: x[:, 1:], 1, {1: [16, 8]})
+        x = stays(lambda: x.unflatten(1, (6, 4)), 1, {1: [4, 2]})
+        x = stays(lambda: torch.roll(x, (-1, -1), (1, 2)), 1, {1: [4, 2]}, ("exchange",))
+        w = stays(lambda: x.unflatten(2, (2, 2)).unflatten(1, (3, 2)), 1, {1: [2, 1]})
+        w = stays(lambda: w.permute(1, 0, 3, 2, 4, 5), 0, {0: [2, 1]})
+        w = stays(lambda: w.flatten(0, 2).flatten(1, 2), 0, {0: [8, 4]})
+        w = stays(lambda: nn.functional.scaled_dot_product_attention(w, w, w), 0, {0: [8, 4]})
+        w = stays(lambda: w.unflatten(1, (2, 2)).unflatten(0, (3, 2, 2)).permute(1, 0, 3, 2, 4, 5), 1, {1: [2, 1]})
+        stays(lambda: w.flatten(3, 4).flatten(1, 2), 1, {1: [4, 2]})
+
+    on_ranks(2, body)
+    assert calls.count(0) == calls.count(1) == 21
