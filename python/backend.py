@@ -1,6 +1,6 @@
 """Builds the wheel: CMake makes the library, setuptools packs it.
 
-    pip wheel ./python                                  # compiles into build/wheel, then packs
+    pip wheel ./python                                  # brings build/release up to date, or compiles into build/wheel; then packs
     pip wheel ./python -C build=build/release           # packs what was built there, compiles nothing
 
 Options (-C name=value):
@@ -65,6 +65,30 @@ def _run(*command):
         raise SystemExit(f"tessera: failed: {shlex.join(command)}")
 
 
+def _cache(build):
+    """What CMake knows of a build folder; nothing where it was not configured."""
+    cache = build / "CMakeCache.txt"
+    lines = cache.read_text().splitlines() if cache.exists() else []
+    return {line.split(":", 1)[0]: line.split("=", 1)[1] for line in lines if re.match(r"\w+:\w+=", line)}
+
+
+def _is_like_a_wheels(build, torch):
+    """A folder that `make` has configured for this checkout, optimised, with this torch and the Python package."""
+    known, config = _cache(build), build / "TesseraConfig.cmake"
+    wanted = {"CMAKE_HOME_DIRECTORY": str(ROOT), "CMAKE_BUILD_TYPE": "Release", "TESSERA_PYTHON": "ON", "TESSERA_SANITIZE": "", "TESSERA_UP_TO": ""}
+    if any(known.get(name) != value for name, value in wanted.items()) or not config.exists():
+        return False
+    with_torch = re.search(r'^set\(_tessera_torch "([^"]*)"\)', config.read_text(), re.MULTILINE)
+    return bool(with_torch) and pathlib.Path(with_torch[1]).resolve() == pathlib.Path(torch).resolve()
+
+
+def _libraries(build):
+    """The targets of CMake that the wheel installs."""
+    names = re.findall(r"add_library\(Tessera::(\w+) SHARED", (build / "TesseraTargets.cmake").read_text())
+    targets = ["tessera_library" if name == "tessera" else f"tessera_{name}_library" for name in names]
+    return ["tessera_python", *targets] + (["tessera_nccl"] if next(build.rglob("libtessera_nccl.so"), None) else [])
+
+
 def _built(options):
     """The folder of a complete build."""
     if "build" in options:
@@ -77,12 +101,30 @@ def _built(options):
     torch = _torch_folder(options)
     if torch is None:
         raise SystemExit("tessera: no torch in this environment: install the one that the wheel is for, or give -C torch=FOLDER")
+    jobs = options.get("jobs") or os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", "2")
+    release = ROOT / "build" / "release"
+    if "cmake-args" not in options and _is_like_a_wheels(release, torch):
+        # Of the developer's build the libraries alone: what is up to date is not compiled again.
+        _run("cmake", "--build", release, "--parallel", jobs, "--target", *_libraries(release))
+        return release
     build = ROOT / "build" / "wheel"
     left_out = [f"-DTESSERA_{part}=OFF" for part in ("TESTS", "EXAMPLES", "BENCH", "APPS")]
-    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    generator, program = ("Ninja", shutil.which("ninja")) if shutil.which("ninja") else ("Unix Makefiles", shutil.which("make"))
     arguments = shlex.split(options.get("cmake-args", ""))
-    _run("cmake", "-S", ROOT, "-B", build, *generator, "-DCMAKE_BUILD_TYPE=Release", f"-DTESSERA_TORCH={torch}", *left_out, *arguments)
-    _run("cmake", "--build", build, "--parallel", options.get("jobs") or os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", "2"))
+    known = _cache(build)
+    # A build of another generator or of a checkout that has moved is begun anew.
+    fresh = known and (known.get("CMAKE_GENERATOR") != generator or known.get("CMAKE_HOME_DIRECTORY") != str(ROOT))
+    _run(
+        "cmake",
+        *(["--fresh"] if fresh else []),
+        *("-S", ROOT, "-B", build, "-G", generator),
+        # pip may bring a ninja of its own for each build, in another folder each time.
+        *([f"-DCMAKE_MAKE_PROGRAM={program}"] if program else []),
+        *("-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_INSTALL_LIBDIR=lib", f"-DTESSERA_TORCH={torch}"),
+        *left_out,
+        *arguments,
+    )
+    _run("cmake", "--build", build, "--parallel", jobs)
     return build
 
 

@@ -131,6 +131,65 @@ def test_another_torch_gets_one_line(python, tmp_path):
     assert done.returncode and re.match(r"ImportError: tessera was built with torch \S+ and this is torch 2\.99\.1: pip install 'torch==\d+\.\d+\.\*'", last), done.stderr
 
 
+@pytest.fixture
+def backend(monkeypatch, tmp_path):
+    """The backend, of a checkout without a build, whose commands are recorded instead of run."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("wheel_backend", ROOT / "python" / "backend.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "CMakeLists.txt").touch()
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    module.commands = []
+    monkeypatch.setattr(module, "_run", lambda *command: module.commands.append([str(part) for part in command]))
+    return module
+
+
+def configured(folder, root, torch, **changed):
+    """What a build folder says of itself."""
+    folder.mkdir(parents=True, exist_ok=True)
+    known = {"CMAKE_HOME_DIRECTORY": root, "CMAKE_BUILD_TYPE": "Release", "CMAKE_GENERATOR": "Ninja", "TESSERA_PYTHON": "ON", "TESSERA_SANITIZE": "", "TESSERA_UP_TO": ""}
+    (folder / "CMakeCache.txt").write_text("# a comment\n" + "".join(f"{name}:STRING={value}\n" for name, value in {**known, **changed}.items()))
+    (folder / "TesseraConfig.cmake").write_text(f'set(_tessera_torch "{torch}")\n')
+    (folder / "TesseraTargets.cmake").write_text("".join(f"add_library(Tessera::{name} SHARED IMPORTED)\n" for name in ("base", "tessera", "data")))
+
+
+def test_the_default_path_compiles_the_libraries_alone(backend, tmp_path):
+    import torch
+
+    folder = pathlib.Path(torch.__file__).parent
+    assert backend._built({}) == tmp_path / "build" / "wheel"
+    configure, build = backend.commands
+    assert {"-DTESSERA_TESTS=OFF", "-DTESSERA_EXAMPLES=OFF", "-DTESSERA_BENCH=OFF", "-DTESSERA_APPS=OFF", f"-DTESSERA_TORCH={folder}"} <= set(configure)
+    assert "--fresh" not in configure and build[:2] == ["cmake", "--build"] and "--target" not in build
+    # Once more: what was configured with another generator, or before the checkout moved, is begun anew.
+    generator = configure[configure.index("-G") + 1]
+    for changed, fresh in [({}, False), ({"CMAKE_GENERATOR": "Other"}, True), ({"CMAKE_HOME_DIRECTORY": "/elsewhere"}, True)]:
+        backend.commands.clear()
+        configured(tmp_path / "build" / "wheel", tmp_path, folder, **{"CMAKE_GENERATOR": generator, **changed})
+        backend._built({})
+        assert ("--fresh" in backend.commands[0]) == fresh, changed
+
+
+def test_the_default_path_takes_the_build_of_make(backend, tmp_path):
+    import torch
+
+    folder, release = pathlib.Path(torch.__file__).parent, tmp_path / "build" / "release"
+    configured(release, tmp_path, folder)
+    assert backend._built({"jobs": "3"}) == release
+    (build,) = backend.commands
+    assert build == ["cmake", "--build", str(release), "--parallel", "3", "--target", "tessera_python", "tessera_base_library", "tessera_library", "tessera_data_library"]
+    # But not another kind of build, another torch, or where options are given.
+    for changed in ({"CMAKE_BUILD_TYPE": "Debug"}, {"TESSERA_SANITIZE": "thread"}, {"TESSERA_PYTHON": "OFF"}, {"TESSERA_UP_TO": "comm"}, {"CMAKE_HOME_DIRECTORY": "/elsewhere"}):
+        configured(release, tmp_path, folder, **changed)
+        assert backend._built({}) == tmp_path / "build" / "wheel", changed
+    configured(release, tmp_path, "/opt/libtorch")
+    assert backend._built({}) == tmp_path / "build" / "wheel"
+    configured(release, tmp_path, folder)
+    assert backend._built({"cmake-args": "-DTESSERA_MPI=OFF"}) == tmp_path / "build" / "wheel" and "-DTESSERA_MPI=OFF" in backend.commands[-2]
+
+
 @pytest.mark.parametrize(
     "option,answer",
     [
