@@ -120,10 +120,11 @@ class Draw {
     return ShardSpec(mesh, shape, placements, all);
   }
 
-  /// The meshes of `ranks` ranks, with one to three axes.
+  /// A mesh of `ranks` ranks, with one to three axes; of eight mostly with three of two.
   std::vector<Axis> axes(int ranks) {
     std::vector<int> sizes{ranks};
     if (ranks == 4 && chance(50)) sizes = {2, 2};
+    if (ranks == 8) sizes = chance(70) ? std::vector{2, 2, 2} : std::vector{2, 4};
     while (sizes.size() < 3 && chance(25))
       sizes.insert(sizes.begin() + below(static_cast<int>(sizes.size()) + 1), 1);
     std::vector<Axis> all;
