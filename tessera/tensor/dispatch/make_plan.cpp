@@ -8,6 +8,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/dry_run.h"
+#include "tessera/tensor/dispatch/finite_factors.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/errors.h"
@@ -50,14 +51,14 @@ void add_layout(const c10::IValue& v, std::vector<LayoutPtr>& all) {
 }
 
 // If this rank's shard of every result is empty the operator has nothing to compute, and some
-// kernels refuse that.
-void skip_if_nothing(ReadyPlan& ready) {
+// kernels refuse that. Returns whether it is.
+bool skip_if_nothing(ReadyPlan& ready) {
   std::vector<LayoutPtr> results;
   for (const ReadyPlan::Output& o : ready.outputs) {
-    if (!o.layout || o.layout->spec.local_numel() > 0) return;
+    if (!o.layout || o.layout->spec.local_numel() > 0) return false;
     results.push_back(o.layout);
   }
-  if (results.empty()) return;
+  if (results.empty()) return false;
   ready.local = [results = std::move(results)](const c10::OperatorHandle&,
                                                const torch::jit::Stack&) {
     torch::jit::Stack made;
@@ -66,6 +67,7 @@ void skip_if_nothing(ReadyPlan& ready) {
           at::empty(l->spec.local_shape(), at::TensorOptions(l->dtype).device(l->device)));
     return made;
   };
+  return true;
 }
 
 // The layouts whose addresses are in the key; a plan keeps them alive.
@@ -197,12 +199,16 @@ void plan_by_rule(const OpInfo& info, const OpCall& call, const Rule& rule, cons
   if (plan.gathered) return;
   if (call.in_place()) {
     require_target_stays(call, plan);
+    ready.local = with_finite_factors(call, plan, std::move(ready.local));
     return;
   }
   plan_outputs(info, call, like, plan, ready);
   const bool lists =
       std::any_of(info.returns.begin(), info.returns.end(), [](const auto& r) { return r.list; });
-  if (!ready.local && !info.writes && !info.view && !info.random && !lists) skip_if_nothing(ready);
+  if (!ready.local && !info.writes && !info.view && !info.random && !lists &&
+      skip_if_nothing(ready))
+    return;
+  ready.local = with_finite_factors(call, plan, std::move(ready.local));
 }
 
 // The plan that gathers everything, in place of the rule.
