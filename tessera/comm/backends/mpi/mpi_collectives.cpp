@@ -7,6 +7,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/mpi/mpi_backend.h"
+#include "tessera/comm/group/detail/reduction.h"
 
 namespace tessera::detail {
 
@@ -129,7 +130,7 @@ void MpiBackend::add_all_reduce(MpiCall& call, const at::Tensor& tensor, const c
   const bool same = t.is_same(tensor);
   if (same && !plan.average) return;
   call.finish.emplace_back([tensor, t, same, average = plan.average, n = ranks()] {
-    if (average) t.div_(n);
+    if (average) divide_sum(t, n);
     if (!same) tensor.copy_(t);
   });
 }
@@ -175,7 +176,7 @@ void MpiBackend::add_reduce(MpiCall& call, const at::Tensor& tensor, int root,
   const bool same = t.is_same(tensor);
   if (!is_root || (same && !plan.average)) return;
   call.finish.emplace_back([tensor, t, same, average = plan.average, n = ranks()] {
-    if (average) t.div_(n);
+    if (average) divide_sum(t, n);
     if (!same) tensor.copy_(t);
   });
 }
@@ -271,7 +272,7 @@ void MpiBackend::add_reduce_scatter(MpiCall& call, const at::Tensor& output,
   }
   if (direct && !plan.average) return;
   call.finish.emplace_back([output, out, direct, average = plan.average, n = ranks()] {
-    if (average) out.div_(n);
+    if (average) divide_sum(out, n);
     if (!direct) output.copy_(out);
   });
 }
