@@ -1,6 +1,8 @@
 // Operators that keep a field as it is sharded: values and gradients of one process, nothing
 // redistributed (the policy is `error`), and the output's placement is that of the input.
 
+#include <limits>
+
 #include "support.h"
 #include "tessera/comm/group/trace.h"
 
@@ -308,6 +310,180 @@ TEST(Placements, AChannelsLastPoolingEndsInAView) {
           << "cut in dim " << cut;
     }
   });
+}
+
+// x [samples, height, width, channels] -> windows of `w` x `w`, shifted by half a window, and back.
+// As window attention does it, with a function of each window in between.
+at::Tensor through_windows(const at::Tensor& x, std::int64_t w) {
+  const auto n = x.size(0), h = x.size(1), width = x.size(2), c = x.size(3);
+  at::Tensor y = x.roll({-w / 2, -w / 2}, {1, 2});
+  y = y.view({n, h / w, w, width / w, w, c}).permute({0, 1, 3, 2, 4, 5}).reshape({-1, w * w, c});
+  y = y.matmul(y.transpose(1, 2)).softmax(-1).matmul(y);
+  y = y.view({n, h / w, width / w, w, w, c}).permute({0, 1, 3, 2, 4, 5}).reshape({n, h, width, c});
+  return y.roll({w / 2, w / 2}, {1, 2});
+}
+
+TEST(Placements, WindowsThatAreShiftedStaySharded) {
+  struct Case {
+    const char* what;
+    std::int64_t samples, height;
+    Sizes rows;
+    int dim;  // of the result, which must be sharded
+  };
+  for (const Case& one : {Case{"one sample, windows within shards", 1, 12, {4, 8, 0}, 1},
+                          Case{"one sample, windows across shards", 1, 12, {5, 5, 2}, 1},
+                          Case{"several samples", 4, 12, {4, 4, 4}, 0}}) {
+    on_threads(3, [&](DistributedManager& manager) {
+      const auto mesh = manager.mesh({{"x", 3}});
+      set_policies(manager, {.redistribution = Policy::allow});
+      test::seed(3);
+      const at::Tensor value = randn({one.samples, one.height, 8, 2}, at::kDouble);
+      const ShardSpec lies(mesh, value.sizes().vec(), {Shard(1)}, {{1, one.rows}});
+      const at::Tensor plain = value.clone().requires_grad_(true), x = leaf(value, lies);
+      const at::Tensor expected = through_windows(plain, 4);
+      at::Tensor got;
+      {
+        const CommTraceScope trace(manager);
+        got = through_windows(x, 4);
+        for (const CommSummary& s : trace->summary())
+          EXPECT_NE(s.operation, "all_gather") << one.what << "\n" << trace->table();
+      }
+      EXPECT_EQ(spec(got).placements()[0], Shard(one.dim)) << one.what;
+      EXPECT_LT(difference(got, expected), 1e-12) << one.what;
+      const at::Tensor along = randn(value.sizes(), at::kDouble);
+      (expected * along).sum().backward();
+      (got * distribute_tensor(along, spec(got))).sum().backward();
+      EXPECT_LT(difference(x.grad(), plain.grad()), 1e-11) << one.what;
+    });
+  }
+  // Nothing but the shift moves anything.
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    set_policies(manager, {.redistribution = Policy::error});
+    const at::Tensor x =
+        distribute_tensor(randn({1, 12, 8, 2}, at::kDouble), mesh, {Shard(1)}, {{1, {4, 8, 0}}});
+    const CommTraceScope trace(manager);
+    const at::Tensor y = x.view({1, 3, 4, 2, 4, 2}).permute({0, 1, 3, 2, 4, 5}).reshape({6, 16, 2});
+    EXPECT_EQ(spec(y).sizes().at(0), (Sizes{2, 4, 0}));
+    EXPECT_TRUE(trace->events().empty()) << trace->table();
+  });
+}
+
+TEST(Placements, WritesToViewsThatWereMovedReachTheirBase) {
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    set_policies(manager, {.redistribution = Policy::allow});
+    const at::Tensor plain = at::arange(24, at::kDouble).view({6, 4});
+    // Boundaries within rows of the result, and a later dim of those that are merged.
+    for (const auto& [dim, sizes] :
+         std::vector<std::pair<int, Sizes>>{{0, {1, 4, 1}}, {1, {2, 0, 2}}}) {
+      const at::Tensor x = distribute_tensor(plain.clone(), mesh, {Shard(dim)}, {{dim, sizes}});
+      const at::Tensor expected = plain.clone();
+      x.view({3, 8}).mul_(2);
+      expected.view({3, 8}).mul_(2);
+      x.view({24}).narrow(0, 3, 9).add_(1);
+      expected.view({24}).narrow(0, 3, 9).add_(1);
+      EXPECT_EQ(difference(x, expected), 0) << "dim " << dim;
+    }
+  });
+}
+
+TEST(Placements, SortsAndScansAlongAShardedDimShardAnother) {
+  const std::vector<std::pair<const char*, std::function<at::Tensor(const at::Tensor&)>>> all{
+      {"sort", [](const at::Tensor& x) { return std::get<0>(x.sort(0)); }},
+      {"argsort",
+       [](const at::Tensor& x) { return x.argsort(std::int64_t{0}, true).to(at::kDouble); }},
+      {"stable sort",
+       [](const at::Tensor& x) { return std::get<1>(at::sort(x, true, 0, true)).to(at::kDouble); }},
+      {"median", [](const at::Tensor& x) { return std::get<0>(x.median(0)); }},
+      {"place of the median",
+       [](const at::Tensor& x) { return std::get<1>(x.median(0)).to(at::kDouble); }},
+      {"mode", [](const at::Tensor& x) { return std::get<0>(x.mode(0, true)); }},
+      {"kthvalue", [](const at::Tensor& x) { return std::get<0>(x.kthvalue(2, 0)); }},
+      {"cumsum", [](const at::Tensor& x) { return x.cumsum(0); }},
+      {"cumprod", [](const at::Tensor& x) { return x.cumprod(-3); }},
+      {"cummax", [](const at::Tensor& x) { return std::get<0>(x.cummax(0)); }},
+  };
+  for (const int ranks : {2, 3}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      const auto mesh = manager.mesh({{"x", ranks}});
+      set_policies(manager, {.redistribution = Policy::allow});
+      const Sizes rows = ranks == 2 ? Sizes{1, 4} : Sizes{0, 2, 3};
+      for (const auto& [name, f] : all) {
+        test::seed(7);
+        const at::Tensor value = at::round(randn({5, 2, 4}, at::kDouble) * 2);  // with ties
+        const at::Tensor plain = value.clone().requires_grad_(true),
+                         x = leaf(value, ShardSpec(mesh, {5, 2, 4}, {Shard(0)}, {{0, rows}}));
+        const CommTraceScope trace(manager);
+        const at::Tensor expected = f(plain), got = f(x);
+        for (const CommSummary& s : trace->summary())
+          EXPECT_NE(s.operation, "all_gather") << name << "\n" << trace->table();
+        EXPECT_TRUE(spec(got).is_sharded(spec(got).dims() - 1)) << name;
+        EXPECT_LT(difference(got, expected), 1e-12) << name;
+        if (!expected.requires_grad()) continue;
+        test::seed(8);
+        const at::Tensor along = randn(expected.sizes(), at::kDouble);
+        (expected * along).sum().backward();
+        (got * distribute_tensor(along, spec(got))).sum().backward();
+        EXPECT_LT(difference(x.grad(), plain.grad()), 1e-11) << name;
+      }
+      // Nothing else to shard: gathered, as before.
+      const at::Tensor line = randn({5}, at::kDouble);
+      EXPECT_EQ(difference(std::get<0>(distribute_tensor(line, mesh, {Shard(0)}).sort()),
+                           std::get<0>(line.sort())),
+                0);
+    });
+  }
+}
+
+// A summand of zero times infinity is NaN, the sum times infinity is not.
+TEST(Placements, PartialTensorsTimesInfinities) {
+  constexpr double inf = std::numeric_limits<double>::infinity(),
+                   nan = std::numeric_limits<double>::quiet_NaN();
+  const at::Tensor value = at::tensor({1.0, -2.0, 0.0, 3.0, 4.0, -5.0}, at::kDouble).view({2, 3}),
+                   factor = at::tensor({inf, 2.0, inf, -inf, nan, 0.5}, at::kDouble).view({2, 3}),
+                   square = at::tensor({inf, 0.0, 1.0, 2.0, -inf, 1.0, 1.0, 1.0, 1.0}, at::kDouble)
+                                .view({3, 3}),
+                   bias = at::tensor({1.0, 2.0, 3.0}, at::kDouble);
+  using Two =
+      std::function<at::Tensor(const at::Tensor&, const std::function<at::Tensor(at::Tensor)>&)>;
+  const std::vector<std::pair<const char*, Two>> all{
+      {"mul", [&](const at::Tensor& x, const auto& put) { return x * put(factor); }},
+      {"mul, the other way round",
+       [&](const at::Tensor& x, const auto& put) { return put(factor) * x; }},
+      {"mul_",
+       [&](const at::Tensor& x, const auto& put) {
+         const at::Tensor y = x + x;
+         y.mul_(put(factor));
+         return y;
+       }},
+      {"mm", [&](const at::Tensor& x, const auto& put) { return x.mm(put(square)); }},
+      {"linear",
+       [&](const at::Tensor& x, const auto& put) { return at::linear(x, put(square), put(bias)); }},
+      {"finite ones", [&](const at::Tensor& x, const auto& put) { return x * put(value); }},
+  };
+  for (const int ranks : {2, 3}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      const auto mesh = manager.mesh({{"x", ranks}});
+      for (const ReduceOp::Kind op : {ReduceOp::Kind::sum, ReduceOp::Kind::avg}) {
+        for (const auto& [name, f] : all) {
+          // The shares of the last rank: all of it for a sum; each rank holds another.
+          at::Tensor share =
+              value / ranks + (manager.rank() == 0 ? 1.0 : 0.0) - (manager.rank() == 1 ? 1.0 : 0.0);
+          if (op == ReduceOp::Kind::avg) share = share * ranks;
+          const at::Tensor x = from_local(share, mesh, {Partial(op)}).detach();
+          const auto put = [&](const at::Tensor& t) {
+            return distribute_tensor(t.clone(), mesh, {Replicate()});
+          };
+          const at::Tensor got = f(x, put), again = f(x, put),
+                           expected = f(value, [](const at::Tensor& t) { return t; });
+          EXPECT_LT(difference(got, expected), 1e-12) << name << " " << Partial(op);
+          EXPECT_LT(difference(again, expected), 1e-12) << name << ", once more";
+          EXPECT_LT(difference(x, value, 1), 1e-12) << name << " leaves its input";
+        }
+      }
+    });
+  }
 }
 
 }  // namespace tessera::test

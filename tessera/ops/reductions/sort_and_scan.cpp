@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <set>
 #include <vector>
 
@@ -32,11 +33,42 @@ namespace tessera::detail::sort_and_scan_rules {
 
 namespace {
 
+using Shape = std::vector<std::int64_t>;
+
+// For an operator of one tensor that needs complete lines along `dims`, which are sharded: the axes
+// that shard them shard another dim, which is one all-to-all, and so do the results. `from`: the
+// input's dim that each dim of the results is. nullopt if an axis finds no other dim: then the
+// tensor is gathered along it.
+std::optional<Plan> on_other_dims(const OpCall& call, const std::set<int>& dims,
+                                  const std::vector<int>& from, const Shape& result) {
+  const TensorInfo& x = call.tensor(0);
+  if (call.in_place() || call.tensors().size() != 1 || x.spec.has_partial()) return std::nullopt;
+  const bool distributed =
+      std::ranges::any_of(dims, [&](int d) { return is_distributed(x.spec, d); });
+  if (!distributed) return std::nullopt;
+  const ShardSpec in = with_other_dims_sharded(x.spec, dims);
+  for (std::size_t a = 0; a < in.placements().size(); ++a) {
+    if (context_of(in)->sizes[a] > 1 && x.spec.placements()[a].is_shard() &&
+        in.placements()[a].is_replicate())
+      return std::nullopt;
+  }
+  Plan plan;
+  plan.inputs = {in};
+  const ShardSpec out = mapped_spec(in, result, from, false);
+  for (std::size_t i = 0; i < call.schema().returns().size(); ++i) plan.outputs.push_back({out});
+  return plan;
+}
+
 // Results with and without the reduced dim, all of one shape, and the dim not sharded: max.dim,
 // argmax, median...
 Plan along_reduced(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   const auto dims = reduced_dims(call);
+  if (n > 0 && call.outputs()) {
+    if (auto plan =
+            on_other_dims(call, dims, remaining(n, dims, keeps(call)), (*call.outputs())[0].shape))
+      return *std::move(plan);
+  }
   LabelProblem p(call);
   Labels in = all_labels(n);
   for (const int d : dims) in[d] = kUnsharded;
@@ -156,6 +188,11 @@ Plan along(const OpCall& call) {
   }
   if (whole.empty()) {
     for (int d = 0; d < n; ++d) whole.insert(d);
+  }
+  const auto* made = call.outputs();
+  if (n > 0 && made && !made->empty() && (*made)[0].shape == call.tensor(0).spec.shape()) {
+    if (auto plan = on_other_dims(call, whole, all_labels(n), (*made)[0].shape))
+      return *std::move(plan);
   }
   LabelProblem p(call);
   Labels labels = all_labels(n);

@@ -1,13 +1,17 @@
 // Views: every rank takes the view of its local. If the result's dims cannot be sharded as the
-// input's are, the input is gathered first, and the result is a copy (a write to it is refused).
+// input's are, the input is redistributed first, and the result is a copy, from which writes reach
+// the input.
 
 #include <ATen/core/function_schema.h>
 
 #include <algorithm>
+#include <numeric>
+#include <optional>
 #include <vector>
 
 #include "tessera/base/text.h"
 #include "tessera/ops/rules/labels.h"
+#include "tessera/ops/rules/windowed.h"
 #include "tessera/ops/views/view_parts.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
@@ -25,7 +29,9 @@ struct Source {
   ShardSpec spec;
 
   Source(const OpCall& call, const std::set<int>& whole)
-      : spec(with_unsharded_dims(call.tensor(0).spec, whole)) {
+      : Source(call, call.tensor(0).spec, whole) {}
+  Source(const OpCall& call, const ShardSpec& as, const std::set<int>& whole)
+      : spec(with_unsharded_dims(as, whole)) {
     plan.inputs = {spec};
     plan.view_copied = !(spec == call.tensor(0).spec);
   }
@@ -276,9 +282,42 @@ int first_wide(const std::vector<int>& dims, const Shape& shape) {
   return dims.empty() ? -1 : dims.front();
 }
 
+// The boundaries moved to the nearest rows that the result can be sharded between: `rows` of them
+// make a row of the result. nullopt if all of it would be on one rank.
+std::optional<Partition> between_rows(const Partition& parts, std::int64_t rows) {
+  const Partition moved = in_units(parts, rows);
+  const Shape sizes = moved.sizes();
+  if (std::ranges::count_if(sizes, [](std::int64_t n) { return n > 0; }) < 2) return std::nullopt;
+  return scaled(moved, rows);
+}
+
+// How the input of a view is to be sharded: where its shards do not pass to dims of the result they
+// are moved between ranks, if another sharding does, rather than gathered.
+struct Reshaping {
+  /// Dim `a`, the first of its group, with boundaries between `rows` of its rows.
+  void move_boundaries(int a, std::int64_t rows) {
+    const auto moved = between_rows(spec.dim(a).partition, rows);
+    spec = moved ? with_parts(spec, {{a, *moved}}) : with_unsharded_dims(spec, {a});
+  }
+  /// Dim `d`, merged behind dim `a`: its axis shards `a`, if there is enough of it.
+  void shard_instead(int d, int a) {
+    const std::vector<int> axes = spec.dim(d).axes;
+    const bool room =
+        axes.size() == 1 && !spec.is_sharded(a) && spec.shape()[a] >= spec.dim(d).partition.parts();
+    spec = with_unsharded_dims(spec, {d});
+    if (!room) return;
+    auto placements = spec.placements();
+    placements[axes[0]] = Shard(a);
+    spec = spec.with_placements(placements);
+  }
+
+  ShardSpec spec;
+};
+
 Plan reshape_to(const OpCall& call, const Shape& target) {
-  const ShardSpec& in = call.tensor(0).spec;
-  const Shape& shape = in.shape();
+  Reshaping as{call.tensor(0).spec};
+  const ShardSpec& in = as.spec;
+  const Shape& shape = call.tensor(0).spec.shape();
   std::vector<int> from(target.size(), -1);
   std::set<int> whole;
   std::vector<std::pair<int, Partition>> parts;
@@ -296,27 +335,27 @@ Plan reshape_to(const OpCall& call, const Shape& target) {
     for (const Group& g : groups(shape, target)) {
       const int a = first_wide(g.in, shape), b = first_wide(g.out, target);
       for (const int d : g.in) {
-        if (d != a && in.is_sharded(d)) whole.insert(d);
+        if (d != a && in.is_sharded(d)) as.shard_instead(d, a);
       }
       if (a < 0 || !in.is_sharded(a)) continue;
-      std::int64_t inner_in = 1, inner_out = 1;
-      for (const int d : g.in) inner_in *= d == a ? 1 : shape[d];
-      for (const int d : g.out) inner_out *= d == b ? 1 : target[d];
-      Shape sizes;
-      bool fits = b >= 0;
-      for (const auto n : in.dim(a).partition.sizes()) {
-        fits = fits && n * inner_in % inner_out == 0;
-        sizes.push_back(n * inner_in / inner_out);
-      }
-      if (!fits) {
+      if (b < 0) {
         whole.insert(a);
         continue;
       }
+      std::int64_t inner_in = 1, inner_out = 1;
+      for (const int d : g.in) inner_in *= d == a ? 1 : shape[d];
+      for (const int d : g.out) inner_out *= d == b ? 1 : target[d];
+      const auto fits = [&](std::int64_t n) { return n * inner_in % inner_out == 0; };
+      if (!std::ranges::all_of(in.dim(a).partition.sizes(), fits))
+        as.move_boundaries(a, inner_out / std::gcd(inner_in, inner_out));
+      if (!in.is_sharded(a)) continue;
+      Shape sizes;
+      for (const auto n : in.dim(a).partition.sizes()) sizes.push_back(n * inner_in / inner_out);
       from[b] = a;
       parts.emplace_back(b, Partition(std::span<const std::int64_t>(sizes)));
     }
   }
-  Source source(call, whole);
+  Source source(call, as.spec, whole);
   const ShardSpec out = mapped_spec(source.spec, target, from, true, parts);
   source.plan.outputs = {{out}};
   if (!source.plan.view_copied &&

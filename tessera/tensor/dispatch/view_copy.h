@@ -1,7 +1,7 @@
 #pragma once
-// ViewCopy: the memory of a view whose base had to be gathered first. What is written to such a
-// view is written back to the base; once the base has changed in another way the view can no longer
-// be read.
+// ViewCopy: the memory of a view whose base had to be redistributed first. What is written to such
+// a view is written back to the base; once the base has changed in another way the view can no
+// longer be read.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
@@ -22,7 +22,7 @@ struct ViewCopy {
   ViewCopy(const ViewCopy&) = delete;
   ViewCopy& operator=(const ViewCopy&) = delete;
 
-  /// Local of the gathered base; the view, and views of it, share its memory.
+  /// Local of the redistributed base; the view, and views of it, share its memory.
   at::Tensor whole;
   ShardSpec whole_spec;
   /// Another handle of the base: it follows when the base is reduced.
@@ -40,13 +40,13 @@ struct ViewCopy {
   const at::Tensor& base_local() const;
   /// The ViewCopy of the base, if the base is itself a view of a copy; else nullptr.
   ViewCopy* parent() const;
-  /// Writes this rank's shard of `whole` to the base, and on to the parent. Every rank that holds
-  /// an element has written the same to it, so that nothing is sent unless a partial base has been
-  /// reduced since.
+  /// Writes `whole` to the base, and on to the parent. Where the base was gathered every rank has
+  /// what belongs to its shard, and nothing is sent unless a partial base has been reduced since;
+  /// where shards were moved they are moved back. Collective.
   void write_back();
   /// Throws ShardingError if the base has changed since.
   void require_fresh(const std::string& op) const;
-  /// Gathers the base again. Collective.
+  /// Redistributes the base again. Collective.
   void refresh();
 };
 
