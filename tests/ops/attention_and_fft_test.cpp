@@ -1,6 +1,9 @@
 // Attention over a sharded sequence, Fourier transforms over sharded dims, and the policy on what
 // moves by itself.
 
+#include <cmath>
+#include <limits>
+
 #include "support.h"
 #include "tessera/comm/group/trace.h"
 #include "tessera/nn/distribute_module.h"
@@ -76,6 +79,42 @@ TEST(RingAttention, EqualsOneProcess) {
           ASSERT_LT((whole(x[j].grad()) - plain[j].grad()).abs().max().item<double>(), 1e-10)
               << where << " gradient " << j;
         }
+      }
+    });
+  }
+}
+
+// Beside its definition: libtorch's fused kernel gives zeros for some scores that are NaN.
+TEST(RingAttention, NanAndInfinitiesAreThoseOfItsDefinition) {
+  for (const int ranks : {2, 3}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      set_policies(manager, {.redistribution = Policy::allow});
+      const auto mesh = manager.mesh({{"x", ranks}});
+      Draw draw(50 + ranks);
+      for (int i = 0; i < 60; ++i) {
+        const std::int64_t rows = draw.between(1, 5), columns = draw.between(2, 7);
+        test::seed(i);
+        std::vector<at::Tensor> values = {randn({1, 2, rows, 3}, at::kDouble),
+                                          randn({1, 2, columns, 3}, at::kDouble),
+                                          randn({1, 2, columns, 3}, at::kDouble)};
+        constexpr double inf = std::numeric_limits<double>::infinity();
+        for (int n = draw.between(1, 4); n > 0; --n) {
+          at::Tensor place = values[draw.below(3)].view({-1});
+          place = place[draw.below(static_cast<int>(place.numel()))];
+          place.fill_(draw.chance(30)   ? std::numeric_limits<double>::quiet_NaN()
+                      : draw.chance(50) ? inf
+                                        : -inf);
+        }
+        const at::Tensor scores =
+            values[0].mul(1.0 / std::sqrt(3.0)).matmul(values[1].transpose(-2, -1));
+        const at::Tensor expected = at::_safe_softmax(scores, -1).matmul(values[2]);
+        std::vector<at::Tensor> x;
+        for (const at::Tensor& t : values)
+          x.push_back(leaf(
+              t, ShardSpec(mesh, t.sizes().vec(), {Shard(2)}, {{2, draw.sizes(t.size(2), ranks)}}),
+              false));
+        const at::Tensor got = at::scaled_dot_product_attention(x[0], x[1], x[2]);
+        ASSERT_LT(difference(got, expected), 1e-12) << i << ": " << whole(got) << expected;
       }
     });
   }

@@ -47,8 +47,15 @@ struct OperatorCase {
 
   /// Values that are hard too, where special ones are drawn.
   bool special = true;
+  /// NaN and infinities among them. Not for what libtorch's own kernels do in several ways.
+  bool not_finite = true;
+  /// Equal values among them. Not where the gradient goes to any one of them.
+  bool ties = true;
 
   OperatorCase& ordinary() { return special = false, *this; }
+  OperatorCase& finite() { return not_finite = false, *this; }
+  /// Infinities and NaN are equal to each other too.
+  OperatorCase& no_ties() { return ties = not_finite = false, *this; }
   OperatorCase& first_only() { return second = false, *this; }
   OperatorCase& no_partial() { return partial = false, *this; }
   OperatorCase& any_strides() { return strides = false, *this; }

@@ -120,26 +120,31 @@ void add_reductions(Cases& c) {
    }).double_only();
   c.along("argmax", [](const auto& x, auto dim) { return x.argmax(dim); }).double_only();
   c.along("argmin", [](const auto& x, auto dim) { return x.argmin(dim, true); }).double_only();
-  c.along("quantile", [](const auto& x, auto dim) {
-     return at::quantile(x, 0.3, dim);
-   }).double_only();
-  c.custom("quantiles", [](Draw& d) {
-     static constexpr const char* kinds[] = {"linear", "lower", "higher", "midpoint", "nearest"};
-     const Shape s = shape(d, 0, 3, 1);
-     const std::string how = kinds[d.below(5)];
-     const std::optional<std::int64_t> dim =
-         s.empty() || d.chance(30)
-             ? std::nullopt
-             : std::optional<std::int64_t>(d.below(static_cast<int>(s.size())));
-     const bool keep = d.chance(50), skip = d.chance(50), gap = d.chance(50);
-     return Instance{{random(s), at::tensor({0.0, 0.37, 1.0}, at::kDouble)}, [=](const Tensors& t) {
-                       const at::Tensor x =
-                           gap ? at::where(t[0] < 0, at::full_like(t[0], NAN), t[0]) : t[0];
-                       const at::Tensor q = t[1].detach();
-                       return Tensors{skip ? at::nanquantile(x, q, dim, keep, how)
-                                           : at::quantile(x, q, dim, keep, how)};
-                     }};
-   }).double_only();
+  c.along("quantile", [](const auto& x, auto dim) { return at::quantile(x, 0.3, dim); })
+      .double_only()
+      .no_ties();
+  c.custom("quantiles",
+           [](Draw& d) {
+             static constexpr const char* kinds[] = {"linear", "lower", "higher", "midpoint",
+                                                     "nearest"};
+             const Shape s = shape(d, 0, 3, 1);
+             const std::string how = kinds[d.below(5)];
+             const std::optional<std::int64_t> dim =
+                 s.empty() || d.chance(30)
+                     ? std::nullopt
+                     : std::optional<std::int64_t>(d.below(static_cast<int>(s.size())));
+             const bool keep = d.chance(50), skip = d.chance(50), gap = d.chance(50);
+             return Instance{{random(s), at::tensor({0.0, 0.37, 1.0}, at::kDouble)},
+                             [=](const Tensors& t) {
+                               const at::Tensor x =
+                                   gap ? at::where(t[0] < 0, at::full_like(t[0], NAN), t[0]) : t[0];
+                               const at::Tensor q = t[1].detach();
+                               return Tensors{skip ? at::nanquantile(x, q, dim, keep, how)
+                                                   : at::quantile(x, q, dim, keep, how)};
+                             }};
+           })
+      .double_only()
+      .no_ties();
   c.along_all("aminmax.dim", [](const auto& x, auto dim) {
      const auto [low, high] = at::aminmax(for_aminmax(x), dim, true);
      return Tensors{low, high};

@@ -24,11 +24,19 @@ struct Outcome {
 /// A number of its own for each case: what is drawn depends on nothing else.
 std::uint64_t case_number(std::uint64_t seed, const std::string& name, int ranks, int draw);
 
-/// `special`: a third of the cases are about ties, NaN, infinities, large values, whole numbers,
-/// booleans, expanded or conjugated inputs, one tensor given twice, inference mode, or a call that
-/// was made before with other values. Collective over the manager's world. The same outcome on
-/// every rank. Throws CommError where the ranks no longer agree: the groups are unusable then.
+/// What a case may be about besides shapes and placements.
+enum class Hard : char {
+  nothing,
+  /// A third of the cases: ties, NaN, infinities, large values, whole numbers, booleans, expanded or
+  /// conjugated inputs, one tensor given twice, inference mode, a call that was made before with
+  /// other values, inputs that overlap, of several dtypes, that require a gradient on one rank
+  /// alone, or results written to tensors that are given (`out=`).
+  things,
+};
+
+/// Collective over the manager's world. The same outcome on every rank. Throws CommError where the
+/// ranks no longer agree: the groups are unusable then.
 Outcome run_case(const OperatorCase& one, std::uint64_t number, DistributedManager& manager,
-                 bool special = false);
+                 Hard hard = Hard::nothing);
 
 }  // namespace tessera::test

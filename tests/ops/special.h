@@ -1,0 +1,54 @@
+#pragma once
+// What the property test draws besides shapes, placements and dtypes.
+
+#include "cases.h"
+
+namespace tessera::test {
+
+inline bool differentiable(const at::Tensor& t) {
+  return at::isFloatingType(t.scalar_type()) || at::isComplexType(t.scalar_type());
+}
+
+// What a third of the cases are about besides shapes and placements.
+enum class Special : char {
+  none,
+  ties,
+  nan,
+  infinite,
+  large,
+  integers,
+  booleans,
+  /// An input is one row, expanded.
+  expanded,
+  /// An input is conjugated, its memory is not.
+  conjugated,
+  /// Two inputs are one tensor.
+  shared,
+  inference,
+  /// The same call was made before, with other values.
+  again,
+  /// Two inputs are views of one tensor that overlap.
+  overlapping,
+  /// One input is float32.
+  mixed,
+  /// Inputs require a gradient on rank 0 alone.
+  one_rank,
+  /// The last operator that has an `out=` form writes to tensors that are given.
+  out,
+};
+
+/// As failures name it.
+const char* name_of(Special special);
+
+/// For a third of the cases something that fits the operator and its inputs, else none. `type`:
+/// that which the inputs will have.
+Special draw_special(const OperatorCase& one, const Tensors& inputs, at::ScalarType type,
+                     Draw& draw);
+
+/// The values of one floating-point input.
+at::Tensor special_values(const at::Tensor& value, Special special, Draw& draw);
+
+/// Changes inputs and function of a case that is about how inputs are given.
+void make_special(Instance& instance, Special special, Draw& draw);
+
+}  // namespace tessera::test
