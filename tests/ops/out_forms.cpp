@@ -63,7 +63,7 @@ std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
   const auto inputs = function.inputs();
   const std::size_t given = op->schema().arguments().size();
   if (inputs.size() != given) return nullptr;
-  r->last.emplace(OutCall{*op, *form, {inputs.begin(), inputs.end()}});
+  r->last.emplace(OutCall{*op, *form, torch::jit::Stack(inputs.begin(), inputs.end())});
   return nullptr;
 }
 void end(const at::RecordFunction&, at::ObserverContext*) {

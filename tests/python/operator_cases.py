@@ -1,8 +1,9 @@
 """One operator of PyTorch's operator database on sharded inputs, beside plain libtorch: value, gradients, second derivatives.
 
-A case is a sample of the operator's inputs, the tensors of it that are sharded, the dim, and the sizes of the parts on a mesh of one axis. The ranks are
-threads. What is asked of every case: the outcome is `equal`, or a `refused` whose message speaks of placements. Everything else is a fault: `wrong`,
-`error` (an error that does not say that sharding is the matter), `hung` (ranks waited for each other in vain).
+A case is a condition (conditions.py), a sample of the operator's inputs, the tensors of it that are sharded, and the dim. The ranks are threads. What is
+asked of every case: the outcome is `equal`, `extra` (equal, but shards moved because the operator needed it), or a `refused` whose message speaks of
+placements. Everything else is a fault: `wrong`, `error` (an error that does not say that sharding is the matter), `hung` (ranks waited for each other in
+vain). `skipped`: a sample that plain libtorch refuses under the condition, or that the operator does not have.
 """
 
 import itertools
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import tessera as ts
+from conditions import CONDITIONS, Case, autocast, called, dtype_for, lay_out, needs_several
 
 TOLERANCE = 1e-10
 WAIT = 15.0  # seconds that ranks wait for each other
@@ -26,16 +28,8 @@ SPEAKS_OF_SHARDING = re.compile(r"Shard\(|Partial\(|Replicate|ShardTensor|[Ss]ha
 
 @dataclass
 class Outcome:
-    kind: str  # equal, refused, wrong, error, hung
+    kind: str  # equal, extra, refused, wrong, error, hung
     text: str = ""
-    moves: bool = False  # shards travelled because an operator needed it
-
-
-def dtype_of(op):
-    for dtype in (torch.float64, torch.complex128, torch.int64, torch.float32, torch.bool):
-        if dtype in op.supported_dtypes("cpu"):
-            return dtype
-    return None
 
 
 class _Seeded(TorchDispatchMode):
@@ -88,10 +82,10 @@ def like(value, tensor):
     return ts.distribute_tensor(value, spec.mesh, placements, spec.sizes)
 
 
-def evaluate(op, leaves, tree, gradients, second):
+def evaluate(function, leaves, tree, gradients, second):
     """Results, gradients and second derivatives, by name. None stands for an undefined gradient."""
     sample, args, kwargs = tree_unflatten(leaves, tree)
-    out = op(sample, *args, **kwargs)
+    out = function(sample, *args, **kwargs)
     named = {f"result {i}": x for i, x in enumerate(tree_flatten(out)[0])}
     if not gradients:
         return named
@@ -153,32 +147,26 @@ def difference(got, expected, values, floor=0.0, tolerance=TOLERANCE):
     return "" if off <= tolerance else f"off by {off:.1e} of the largest value"
 
 
-def samples_of(op, limit):
-    """Samples of strided tensors, spread over the operator's list."""
-    dtype = dtype_of(op)
+def samples_of(op, condition, limit):
+    """Samples of strided tensors, spread over the operator's list; and how many were left out because they are of another kind."""
+    dtype = dtype_for(op, condition)
     if dtype is None:
-        return []
+        return [], 0
     gradients = op.supports_autograd and dtype in (op.backward_dtypes or ()) and dtype.is_floating_point | dtype.is_complex
+    gradients &= condition not in ("out=", "integers")
     all_samples = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=gradients), 400))
     kept = []
     for sample in all_samples:
         tensors = _tensors((sample.input, sample.args, sample.kwargs))
         if any(t.layout != torch.strided or t.is_quantized for t in tensors) or not any(t.dim() > 0 for t in tensors):
             continue
+        if condition == "in place" and (not isinstance(sample.input, torch.Tensor) or sample.broadcasts_input):
+            continue
         kept.append((sample.input, tuple(sample.args), dict(sample.kwargs)))
+    left_out = len(all_samples) - len(kept)
     if len(kept) <= limit:
-        return kept
-    return [kept[(i * (len(kept) - 1)) // (limit - 1)] for i in range(limit)]
-
-
-def parts(length, ranks, turn):
-    """Uneven sizes; with empty parts at some turns."""
-    if turn % 3 == 2:
-        return [0] * (ranks - 1) + [length] if turn % 2 else [length] + [0] * (ranks - 1)
-    cut = [0] * ranks
-    for i in range(length):
-        cut[(i * i + turn) % ranks if turn % 3 == 1 else min(i * ranks // max(length, 1), ranks - 1)] += 1
-    return cut
+        return kept, left_out
+    return [kept[(i * (len(kept) - 1)) // max(limit - 1, 1)] for i in range(limit)], left_out
 
 
 def cases_of(leaves):
@@ -206,53 +194,63 @@ def _of_rank(draw):
     return drawn
 
 
-def run_case(op, leaves, tree, which, dim, ranks, turn, policy, gradients, second, random):
-    """What rank 0 saw; raises what the ranks raised."""
+def run_case(op, case, policy, gradients, second, random, expected, alone=False):
+    """What each rank saw; raises what the ranks raised. `alone`: on a mesh of one rank, all tensors replicated."""
 
     def body(rank):
         ts.set_policies(policy, "allow")
         ts.manual_seed(3)
-        mesh = ts.Mesh({"x": ranks})
+        mesh = ts.Mesh({"x": 1} if alone else case.axes)
         mine = []
-        for i, x in enumerate(leaves):
+        for i, x in enumerate(case.leaves):
             if not isinstance(x, torch.Tensor):
                 mine.append(x)
                 continue
             copy = leaf(x)
-            if i in which:
-                copy = ts.distribute_tensor(copy.detach(), mesh, [ts.Shard(dim)], {dim: parts(x.shape[dim], ranks, turn)}).detach()
-                copy.requires_grad_(x.requires_grad)
-            elif random:  # what is drawn from plain tensors is each rank's own
-                copy = ts.distribute_tensor(copy.detach(), mesh, [ts.Replicate()]).detach().requires_grad_(x.requires_grad)
+            placed = case.places.get(i)
+            if alone or (random and not placed):  # what is drawn from plain tensors is each rank's own
+                placed = ([ts.Replicate()] * len(mesh.axes), {})
+            if placed:
+                copy = ts.distribute_tensor(copy.detach(), mesh, *placed).detach().requires_grad_(x.requires_grad)
             mine.append(copy)
-        return {name: whole(x) for name, x in evaluate(op, mine, tree, gradients, second).items()}
+        with autocast(case.condition):
+            found = evaluate(called(op, case.condition, expected, mesh), mine, case.tree, gradients, second)
+        return {name: whole(x) for name, x in found.items()}
 
     torch.randn, torch.rand = _of_rank(_randn), _of_rank(_rand)
     try:
-        return ts.run_threads(ranks, body, timeout=WAIT)
+        return ts.run_threads(1 if alone else case.ranks, body, timeout=WAIT)
     finally:
         torch.randn, torch.rand = _randn, _rand
 
 
-def judge(op, leaves, tree, which, dim, ranks, turn, expected, random, second):
-    gradients = any(name.startswith("gradient") for name in expected)
+def tolerance_of(case, values):
+    """By the coarsest floating-point dtype that takes part."""
+    dtypes = {x.dtype for x in values if isinstance(x, torch.Tensor)}
+    if case.condition == "autocast" or torch.bfloat16 in dtypes:
+        return 1.2e-1  # partial sums are rounded to 8 bits before they are added
+    return 1e-5 if dtypes & {torch.float32, torch.complex64} else TOLERANCE
 
-    def attempt(policy, on):
+
+def judge(op, case, expected, random, second):
+    gradients = any(name.startswith("gradient") for name in expected)
+    moves = False
+
+    def attempt(policy, alone=False):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return run_case(op, leaves, tree, which, dim, on, turn, policy, gradients, second, random)
+            return run_case(op, case, policy, gradients, second, random, expected, alone)
 
-    moves = False
     try:
         try:
-            got = attempt("error", ranks)
+            got = attempt("error")
         except Exception as error:
             if "Redistribute explicitly before the call" not in str(error):
                 raise
             moves = True
-            got = attempt("allow", ranks)
+            got = attempt("allow")
         if random:
-            expected = attempt("allow", 1)[0]
+            expected = attempt("allow", alone=True)[0]
     except Exception as error:
         text = " ".join(str(error).split())
         if re.search(r"time limit|timed out|did not arrive|waited", text):
@@ -260,71 +258,98 @@ def judge(op, leaves, tree, which, dim, ranks, turn, expected, random, second):
         if SPEAKS_OF_SHARDING.search(text) and not RULE_FAILED.search(text):
             return Outcome("refused", text[:300])
         return Outcome("error", f"{type(error).__name__}: {text[:300]}")
-    floor = 1e-4 * magnitude([*leaves, *expected.values()])
-    single = any(isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.complex64) for x in [*leaves, *expected.values()])
+    floor = 1e-4 * magnitude([*case.leaves, *expected.values()])
+    tolerance = tolerance_of(case, [*case.leaves, *expected.values()])
     for rank, values in enumerate(got):
         if values.keys() != expected.keys():
             return Outcome("wrong", f"results {sorted(values)} instead of {sorted(expected)}")
         for name, value in values.items():
-            why = difference(value, expected[name], op.name not in UNDEFINED, floor, 1e-5 if single else TOLERANCE)
-            if why and not (why.startswith("off by") and not random and ill_conditioned(op, leaves, tree, second, name, value, expected[name])):
+            why = difference(value, expected[name], op.name not in UNDEFINED, floor, tolerance)
+            if why and not (why.startswith("off by") and not random and ill_conditioned(op, case, second, name, value, expected[name])):
                 return Outcome("wrong", f"{name} on rank {rank}: {why}")
-    return Outcome("equal", moves=moves)
+    return Outcome("extra" if moves else "equal")
 
 
-def ill_conditioned(op, leaves, tree, second, name, value, expected):
+def ill_conditioned(op, case, second, name, value, expected):
     """Whether plain libtorch itself changes as much when its inputs change in the last digit."""
     change = 0.0
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         moved = []
-        for x in leaves:
+        for x in case.leaves:
             if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()):
-                grown = x.detach() * (1 + 2e-16 * torch.randint(-2, 3, x.shape, generator=generator))
+                digit = torch.finfo(x.dtype).eps
+                grown = x.detach() * (1 + digit * torch.randint(-2, 3, x.shape, generator=generator)).to(x.dtype)
                 x = grown.requires_grad_(x.requires_grad)
             moved.append(leaf(x) if isinstance(x, torch.Tensor) else x)
-        other = whole(evaluate(op, moved, tree, True, second).get(name))
+        try:
+            other = whole(plain_results(op, case, moved, True, second).get(name))
+        except Exception:
+            return False
         if isinstance(other, torch.Tensor) and other.shape == expected.shape:
             change = max(change, (other - expected).abs().nan_to_num().max().item())
     return (value - expected).abs().nan_to_num().max().item() <= 10 * change
 
 
-def describe(leaves, which, dim, ranks, turn):
-    shapes = [list(leaves[i].shape) for i in which]
-    return f"input {list(which)} {shapes} dim {dim} as {parts(leaves[which[0]].shape[dim], ranks, turn)}"
+def plain_results(op, case, leaves, gradients, second, expected=None):
+    with warnings.catch_warnings(), autocast(case.condition):
+        warnings.simplefilter("ignore")
+        return evaluate(called(op, case.condition, expected, None), leaves, case.tree, gradients, second)
 
 
-def sweep_operator(op, samples=5, limit=60):
-    """{outcome: count}, number of cases in which shards moved, and the first text of each outcome other than equal."""
-    counts, texts, moves, turn, dim_cases = {}, {}, 0, 0, []
-    for sample in samples_of(op, samples):
-        leaves, tree = tree_flatten(sample)
-        for which, dim in cases_of(leaves):
-            dim_cases.append((leaves, tree, which, dim))
-    if len(dim_cases) > limit:
-        dim_cases = [dim_cases[(i * (len(dim_cases) - 1)) // (limit - 1)] for i in range(limit)]
-    plain = {}
-    for number, (leaves, tree, which, dim) in enumerate(dim_cases):
-        second = bool(op.supports_gradgrad) and number % 3 == 0
-        if (id(leaves), second) not in plain:
-            try:
-                mode = _Seeded()
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    with mode:
-                        evaluate(op, [leaf(x) if isinstance(x, torch.Tensor) else x for x in leaves], tree, False, False)
-                    named = evaluate(op, [leaf(x) if isinstance(x, torch.Tensor) else x for x in leaves], tree, True, second)
-                plain[id(leaves), second] = ({n: whole(x) for n, x in named.items()}, mode.random)
-            except Exception:
-                plain[id(leaves), second] = None
-        if plain[id(leaves), second] is None:
-            continue
-        expected, random = plain[id(leaves), second]
-        ranks = 2 + number % 2
-        turn += 1
-        outcome = judge(op, leaves, tree, which, dim, ranks, turn, expected, random, second)
-        counts[outcome.kind] = counts.get(outcome.kind, 0) + 1
-        moves += outcome.moves
-        if outcome.kind != "equal":
-            texts.setdefault(outcome.kind, f"{outcome.text} ({describe(leaves, which, dim, ranks, turn)})")
-    return counts, moves, texts
+def plain_of(op, case, second):
+    """What plain libtorch gives and whether it draws random numbers; None if it throws."""
+    copies = [leaf(x) if isinstance(x, torch.Tensor) else x for x in case.leaves]
+    try:
+        mode, expected = _Seeded(), None
+        with mode:
+            named = plain_results(op, case, copies, False, False)
+        if case.condition == "out=":
+            expected = {n: whole(x) for n, x in named.items()}
+        copies = [leaf(x) if isinstance(x, torch.Tensor) else x for x in case.leaves]
+        named = plain_results(op, case, copies, True, second, expected)
+        return {n: whole(x) for n, x in named.items()}, mode.random
+    except Exception:
+        return None
+
+
+def sweep_operator(op, samples=5, limit=60, conditions=CONDITIONS):
+    """By condition {outcome: count}, and the first text of each outcome other than equal. `limit`: of cases, per condition."""
+    counts, texts, turn = {}, {}, 0
+    for condition in conditions:
+        mine = counts[condition] = {}
+        dim_cases, left_out = [], 0
+        try:
+            drawn, left_out = samples_of(op, condition, samples)
+        except Exception as error:  # the sample generator's own
+            drawn = []
+            texts.setdefault("none", f"{type(error).__name__}: {error}"[:200])
+        for sample in drawn:
+            leaves, tree = tree_flatten(sample)
+            for which, dim in cases_of(leaves):
+                if not needs_several(condition) or len(which) == 1:
+                    dim_cases.append((leaves, tree, which, dim))
+        if len(dim_cases) > limit:
+            dim_cases = [dim_cases[(i * (len(dim_cases) - 1)) // max(limit - 1, 1)] for i in range(limit)]
+        if left_out:
+            mine["skipped"] = left_out
+        for number, (leaves, tree, which, dim) in enumerate(dim_cases):
+            turn += 1
+            second = bool(op.supports_gradgrad) and condition not in ("autocast", "bfloat16")
+            second &= condition == "double backward" or number % 3 == 0
+            if condition == "double backward" and not second:
+                plain = None
+            else:
+                case = Case(condition, lay_out(condition, leaves, number), tree, which, dim, turn)
+                plain = plain_of(op, case, second) if case.places else None
+                if plain is None and second and condition != "double backward":
+                    second = False  # some samples of an operator have none
+                    plain = plain_of(op, case, False)
+            if plain is None:
+                mine["skipped"] = mine.get("skipped", 0) + 1
+                continue
+            outcome = judge(op, case, *plain, second)
+            mine[outcome.kind] = mine.get(outcome.kind, 0) + 1
+            if outcome.kind not in ("equal", "extra"):
+                texts.setdefault(outcome.kind, f"{outcome.text} ({condition}: {case})")
+    return counts, texts

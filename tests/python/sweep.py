@@ -1,9 +1,10 @@
 """Sweeps PyTorch's operator database over sharded inputs, and writes the table of outcomes.
 
-    sweep.py [--table docs/operator_table.md] [--only REGEX] [--every N] [--list FILE] [--json FILE] [--jobs 2]
+    sweep.py [--table docs/operator_table.md] [--only REGEX] [--every N] [--conditions A,B] [--list FILE] [--json FILE] [--jobs 2]
 
-Each operator is tried in a process that can be lost: a crash or a hang is an outcome. Exit status 1 if any operator is wrong, crashes, hangs, or fails
-with an error that does not speak of sharding; with --list also if one of the operators named there is not equal.
+Each operator is tried under every condition of conditions.py, in a process that can be lost: a crash or a hang is an outcome. Exit status 1 if any
+operator is wrong, crashes, hangs, or fails with an error that does not speak of sharding; with --list also if one of the operators named there is not
+equal.
 """
 
 import argparse
@@ -16,7 +17,12 @@ import re
 import sys
 import time
 
+from conditions import CONDITIONS
+from families import FAMILIES, family_of
+
 FAULTS = ("wrong", "crashed", "hung", "error")
+# The counts of a cell. A crash or an error without a word of sharding is as bad as a wrong value.
+COUNTS = {"equal": ("equal",), "extra": ("extra",), "refused": ("refused",), "wrong": ("wrong", "error", "crashed"), "hung": ("hung",)}
 
 
 def full_name(op):
@@ -34,7 +40,7 @@ def database():
     return all_ops
 
 
-def worker(todo, done, samples, limit):
+def worker(todo, done, samples, limit, conditions):
     import torch
 
     torch.set_num_threads(1)
@@ -44,10 +50,10 @@ def worker(todo, done, samples, limit):
     done.put(("ready", None))
     while (name := todo.get()) is not None:
         try:
-            counts, moves, texts = sweep_operator(ops[name], samples, limit)
-            done.put((name, {"counts": counts, "moves": moves, "texts": texts}))
-        except Exception as error:  # the sample generator's own, for one
-            done.put((name, {"counts": {}, "moves": 0, "texts": {"none": f"{type(error).__name__}: {error}"[:200]}}))
+            counts, texts = sweep_operator(ops[name], samples, limit, conditions)
+            done.put((name, {"counts": counts, "texts": texts}))
+        except Exception as error:
+            done.put((name, {"counts": {}, "texts": {"none": f"{type(error).__name__}: {error}"[:200]}}))
 
 
 class Lane:
@@ -60,7 +66,8 @@ class Lane:
     def start(self):
         context = multiprocessing.get_context("spawn")
         self.todo, self.done = context.Queue(), context.Queue()
-        self.process = context.Process(target=worker, args=(self.todo, self.done, self.arguments.samples, self.arguments.cases), daemon=True)
+        given = (self.todo, self.done, self.arguments.samples, self.arguments.cases, self.arguments.conditions)
+        self.process = context.Process(target=worker, args=given, daemon=True)
         self.process.start()
         self.name, self.since, self.ready = None, time.monotonic(), False
 
@@ -88,7 +95,7 @@ class Lane:
         self.process.kill()
         self.process.join()
         self.start()
-        return (name, {"counts": {kind: 1}, "moves": 0, "texts": {kind: text}}) if name else None
+        return (name, {"counts": {"unknown": {kind: 1}}, "texts": {kind: text}}) if name else None
 
     def end(self):
         self.process.kill()
@@ -106,7 +113,7 @@ def sweep(names, arguments):
                 results[got[0]], idle = got[1], False
                 status = state(got[1])
                 if arguments.verbose or status in FAULTS:
-                    print(f"{status:8} {got[0]}: {got[1]['counts']} {got[1]['texts'].get(status, '')}", flush=True)
+                    print(f"{status:8} {got[0]}: {dict(total(got[1]))} {got[1]['texts'].get(status, '')}", flush=True)
         if idle:
             time.sleep(0.01)
     for lane in lanes:
@@ -114,16 +121,22 @@ def sweep(names, arguments):
     return {name: results[name] for name in names}
 
 
+def total(result):
+    """The outcomes of all conditions together."""
+    counts = collections.Counter()
+    for of_condition in result["counts"].values():
+        counts.update(of_condition)
+    return counts
+
+
 def state(result):
-    counts = result["counts"]
+    counts = total(result)
     for fault in FAULTS:
         if counts.get(fault):
             return fault
-    if not counts:
-        return "no case"
-    if counts.get("equal"):
+    if counts.get("equal") or counts.get("extra"):
         return "partly" if counts.get("refused") else "equal"
-    return "refused"
+    return "refused" if counts.get("refused") else "no case"
 
 
 WORDS = {
@@ -137,38 +150,77 @@ WORDS = {
     "crashed": "crashed: the process ended",
 }
 
+ABOUT = """\
+Written by `make sweep`: do not edit. PyTorch's operator database of {version}, {operators} variants, each tensor input sharded along every dim (and with all
+those of its shape), float64 unless the condition says otherwise; value and gradients, second derivatives in every third case; beside plain libtorch, to 1e-10
+of the largest value in float64, 1e-5 in float32, 0.12 in bfloat16 (random numbers beside a mesh of one rank). At most {cases} cases per operator and condition.
 
-def table(results):
+A cell counts **equal / equal with extra bytes / refused / wrong / hung**. *Extra bytes*: the operator had to move shards by itself, which the policy `error`
+forbids. *Refused*: with a message that speaks of placements. *Wrong*: another value, another error, or a crash. *Skipped*: samples that plain libtorch
+refuses under the condition too, that have no strided tensor of one dim or more, or that have no second derivative; a dash: the operators have no such form.
+"""
+
+
+def counted(counts):
+    return [sum(counts.get(kind, 0) for kind in kinds) for kinds in COUNTS.values()]
+
+
+def by_family(results, conditions):
+    ops = dict(database())
+    cells = {family: {c: collections.Counter() for c in conditions} for family in FAMILIES}
+    for name, result in results.items():
+        for condition, counts in result["counts"].items():
+            cells[family_of(ops[name])].setdefault(condition, collections.Counter()).update(counts)
+    columns = [*conditions, *(["unknown"] if any("unknown" in of for of in cells.values()) else [])]
+    lines = [f"| family | {' | '.join(columns)} | skipped |", "| --- |" + " :---: |" * len(columns) + " ---: |"]
+    for family, of in cells.items():
+        if not any(sum(c.values()) for c in of.values()):
+            continue
+        texts = ["/".join(map(str, counted(of[c]))) if sum(counted(of.get(c, {}))) else "-" for c in columns]
+        lines.append(f"| {family} | {' | '.join(texts)} | {sum(c['skipped'] for c in of.values())} |")
+    return lines
+
+
+def table(results, arguments):
     import torch
 
     totals = collections.Counter(state(r) for r in results.values())
     cases = collections.Counter()
     for r in results.values():
-        cases.update(r["counts"])
+        cases.update(total(r))
     version = torch.__version__.split("+")[0]
+    ops = dict(database())
     lines = [
         "# Operators on sharded tensors: the table of outcomes",
         "",
-        f"Written by `make sweep`: do not edit. PyTorch's operator database of {version}, {len(results)} variants, every tensor input sharded along",
-        "every dim over 2 or 3 ranks, uneven and empty parts among them; float64; value and gradients, second derivatives in every third case; beside",
-        "plain libtorch, to 1e-10 of the largest value (random numbers beside a mesh of one rank). `moves`: cases in which the operator had to move",
-        "shards between ranks by itself, which the policy `error` forbids.",
+        *ABOUT.format(version=version, operators=len(results), cases=arguments.cases).splitlines(),
+        "",
+        f"Cases: {sum(n for k, n in cases.items() if k != 'skipped')}; " + ", ".join(f"{k} {n}" for k, n in sorted(cases.items())) + ".",
+        "",
+        *by_family(results, arguments.conditions),
         "",
         "| outcome | operators |",
         "| --- | ---: |",
         *(f"| {WORDS[s]} | {totals[s]} |" for s in WORDS),
         "",
-        f"Cases: {sum(cases.values())}; " + ", ".join(f"{k} {n}" for k, n in sorted(cases.items())) + ".",
-        "",
-        "| operator | outcome | equal | refused | moves | why refused (first) |",
-        "| --- | --- | ---: | ---: | ---: | --- |",
+        "| operator | family | outcome | equal | extra bytes | refused | wrong | hung | skipped | why not equal (first) |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for name, r in sorted(results.items()):
         why = next((r["texts"][k] for k in (*FAULTS, "refused", "none") if k in r["texts"]), "")
         why = re.sub(r"\. Either redistribute.*", "", why)[:140].replace("|", "\\|").replace("<", "&lt;")
-        c = r["counts"]
-        lines.append(f"| {name} | {state(r)} | {c.get('equal', 0)} | {c.get('refused', 0)} | {r['moves']} | {why} |")
+        c = total(r)
+        numbers = " | ".join(map(str, [*counted(c), c["skipped"]]))
+        lines.append(f"| {name} | {family_of(ops[name])} | {state(r)} | {numbers} | {why} |")
     return "\n".join(lines) + "\n", totals
+
+
+def conditions(text):
+    wanted = tuple(c.strip() for c in text.split(","))
+    unknown = set(wanted) - set(CONDITIONS)
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no condition is called {sorted(unknown)}; there are {', '.join(CONDITIONS)}")
+    return wanted
 
 
 def main():
@@ -178,8 +230,9 @@ def main():
     parser.add_argument("--only", default="")
     parser.add_argument("--every", type=int, default=1, help="every N-th operator")
     parser.add_argument("--list", type=pathlib.Path, help="a file of operators that must be equal, and with `: local` move nothing; only these")
-    parser.add_argument("--samples", type=int, default=5)
-    parser.add_argument("--cases", type=int, default=40, help="at most, an operator")
+    parser.add_argument("--conditions", type=conditions, default=CONDITIONS, help="separated by commas; default: all")
+    parser.add_argument("--samples", type=int, default=4, help="of each operator, at most")
+    parser.add_argument("--cases", type=int, default=8, help="per operator and condition, at most")
     parser.add_argument("--seconds", type=int, default=240, help="limit of an operator")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--verbose", action="store_true")
@@ -197,16 +250,16 @@ def main():
         names = [n for n in names if n in required]
     began = time.monotonic()
     results = sweep(names, arguments)
-    text, totals = table(results)
+    text, totals = table(results, arguments)
     if arguments.table:
         arguments.table.write_text(text)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
     print(f"{len(names)} operators in {time.monotonic() - began:.0f} s: " + ", ".join(f"{k} {n}" for k, n in totals.most_common()))
     failed = [n for n in names if state(results[n]) in FAULTS]
-    failed += [n for n, local in required.items() if n not in failed and (state(results[n]) != "equal" or (local and results[n]["moves"]))]
+    failed += [n for n, local in required.items() if n not in failed and (state(results[n]) != "equal" or (local and total(results[n])["extra"]))]
     for name in failed:
-        print(f"FAILED {name}: {state(results[name])}, {results[name]['moves']} cases move shards: {results[name]['texts']}")
+        print(f"FAILED {name}: {state(results[name])}, {dict(total(results[name]))}: {results[name]['texts']}")
     sys.exit(1 if failed else 0)
 
 
