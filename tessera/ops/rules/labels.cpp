@@ -1,5 +1,7 @@
 #include "tessera/ops/rules/labels.h"
 
+#include <ATen/core/function_schema.h>
+
 #include <algorithm>
 #include <limits>
 #include <map>
