@@ -200,11 +200,13 @@ void register_mesh(torch::Library& library) {
   });
   library.def("policies", []() -> std::vector<std::string> {
     const Policies now = tessera::policies(here());
-    return {text(now.redistribution), text(now.promotion)};
+    return {text(now.redistribution), text(now.promotion), text(now.plain_values)};
   });
-  library.def("set_policies", [](const std::string& redistribution, const std::string& promotion) {
-    tessera::set_policies(
-        here(), {.redistribution = policy(redistribution), .promotion = policy(promotion)});
+  library.def("set_policies", [](const std::string& redistribution, const std::string& promotion,
+                                 const std::string& plain_values) {
+    tessera::set_policies(here(), {.redistribution = policy(redistribution),
+                                   .promotion = policy(promotion),
+                                   .plain_values = policy(plain_values)});
   });
 }
 

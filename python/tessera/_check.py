@@ -232,7 +232,7 @@ def check(model, inputs, mesh, placements=None, rule=None, call=None, gradients=
     plain, placed = prepared(False), prepared(True)
     expected = _tensors(call(alone, *pytree.tree_unflatten(plain, tree)))
     before, refusals = ops.policies(), classes.Refusals()
-    ops.set_policies("allow", before[1])
+    ops.set_policies("allow", before[1], "error")
     refusals.start()
     try:
         with _api.CommTrace() as trace, _Watch(report, trace, refusals):

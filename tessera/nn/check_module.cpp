@@ -108,13 +108,15 @@ std::vector<Placement> placements_of(const at::Tensor& input, std::size_t i, con
   return first;
 }
 
-// The policy of moves is the program's own affair: here they are counted.
+// The policy of moves is the program's own affair: here they are counted. A plain tensor that
+// differs by rank is a fault of any program.
 class AllowMoves {
  public:
   explicit AllowMoves(const DistributedManager& manager)
       : manager_(manager), before_(policies(manager)) {
     Policies allow = before_;
     allow.redistribution = Policy::allow;
+    allow.plain_values = Policy::error;
     set_policies(manager_, allow);
   }
   ~AllowMoves() { set_policies(manager_, before_); }

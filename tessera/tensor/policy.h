@@ -18,6 +18,11 @@ struct Policies {
   /// Applies to plain tensors that are given to an operator together with sharded ones: they are
   /// taken as replicated, that is, equal on all ranks.
   Policy promotion = Policy::allow;
+  /// Applies to such plain tensors whose values differ by rank. Unless it is `allow`, the first one
+  /// of each shape and dtype that an operator is given is compared over the ranks of the mesh, by one
+  /// small call; CheckLevel::collective compares every one. `error` throws MismatchError on all
+  /// ranks.
+  Policy plain_values = Policy::allow;
 };
 
 /// Sets the policies of this manager's sharded tensors. All ranks must set the same.

@@ -1,6 +1,7 @@
 // Ranks decide alike: what one rank alone holds, keeps or believes changes no collective.
 
 #include "support.h"
+#include "tessera/comm/group/trace.h"
 #include "tessera/tensor/policy.h"
 
 namespace tessera::test {
@@ -22,6 +23,29 @@ const std::vector<std::pair<const char*, Hold>>& holds() {
       {"itself", [](const at::Tensor& t) { return t; }},
   };
   return all;
+}
+
+TEST(PlainTensors, ThatDifferByRankAreToldOnce) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor x = cut(mesh, at::arange(12, at::kDouble).view({4, 3}), 0);
+    const at::Tensor same = at::full({4, 3}, 2.0, at::kDouble),
+                     own = at::full({3}, 1.0 + manager.rank(), at::kDouble);
+    set_policies(manager, {.plain_values = Policy::error});
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_THROW(x * own, MismatchError) << "not taken for equal after the first time";
+      EXPECT_EQ(difference(x * same, at::arange(12, at::kDouble).view({4, 3}) * 2), 0);
+    }
+    {
+      const CommTraceScope trace(manager);
+      x* at::full({4, 3}, 3.0, at::kDouble);
+      EXPECT_TRUE(trace->events().empty()) << "compared once: " << trace->table();
+      x + at::full({4, 3}, 3.0, at::kDouble);
+      EXPECT_FALSE(trace->events().empty()) << "another operator";
+    }
+    set_policies(manager, {});
+    EXPECT_NO_THROW(x * own);
+  });
 }
 
 TEST(Aliases, OnOneRankChangeNoCollective) {

@@ -68,6 +68,15 @@ Plan slices(const OpCall& call, bool adds) {
     // some kernels expect a slice
     if (a[2].toTensor().numel() == 0 || self.numel() == 0)
       return torch::jit::Stack{in_place ? self : self.clone()};
+    // libtorch's kernel for products of half precision refuses slices of one element.
+    const auto type = self.scalar_type();
+    if (has_source && at::isReducedFloatingType(type) && self.numel() == self.size(d)) {
+      a[0] = self.to(at::kFloat);
+      a[3] = a[3].toTensor().to(at::kFloat);
+      op.callBoxed(a);
+      const at::Tensor result = a[0].toTensor();
+      return torch::jit::Stack{in_place ? self.copy_(result) : result.to(type)};
+    }
     op.callBoxed(a);
     return a;
   };

@@ -6,6 +6,8 @@
 #include <torch/custom_class.h>
 
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <unordered_map>
 
 #include "tessera/base/hash.h"
@@ -41,12 +43,9 @@ std::shared_ptr<MeshContext> carried(AutogradContext* ctx) {
   return c10::static_intrusive_pointer_cast<Carried>(ctx->saved_data["mesh"].toCapsule())->context;
 }
 
-// A plain tensor stands for the same value on every rank. With CheckLevel::collective this is
-// compared.
-void require_equal(const at::Tensor& plain, const MeshContext& context) {
-  if (context.mesh.layout().size() < 2) return;
-  const Group all = context.mesh.all();
-  if (all.check_level() != CheckLevel::collective) return;
+// Compares a plain tensor over the ranks of a mesh; says what is wrong if their values differ.
+// Collective.
+std::optional<std::string> differs_by_rank(const at::Tensor& plain, const Group& all) {
   Hash hash;
   hash.number(static_cast<std::uint64_t>(plain.scalar_type()));
   for (const auto n : plain.sizes()) hash.number(static_cast<std::uint64_t>(n));
@@ -56,12 +55,43 @@ void require_equal(const at::Tensor& plain, const MeshContext& context) {
   const auto hashes = all.all_gather_bytes(std::to_string(hash.value()), {.name = "promotion"});
   for (std::size_t r = 1; r < hashes.size(); ++r) {
     if (hashes[r] == hashes[0]) continue;
-    throw MismatchError(concat("a plain tensor of shape ", plain.sizes(),
-                               " meets sharded ones, but ranks ", all.ranks()[0], " and ",
-                               all.ranks()[r],
-                               " hold different values: it stands for one replicated value. "
-                               "Distribute it (tessera::from_local) or make it the same."));
+    return concat("a plain tensor of shape ", plain.sizes(), " meets sharded ones, but ranks ",
+                  all.ranks()[0], " and ", all.ranks()[r],
+                  " hold different values: it stands for one replicated value. "
+                  "Distribute it (tessera::from_local) or make it the same.");
   }
+  return std::nullopt;
+}
+
+// A plain tensor stands for the same value on every rank. With CheckLevel::collective this is
+// compared.
+void require_equal(const at::Tensor& plain, const MeshContext& context) {
+  if (context.mesh.layout().size() < 2) return;
+  const Group all = context.mesh.all();
+  if (all.check_level() != CheckLevel::collective) return;
+  if (const auto differs = differs_by_rank(plain, all)) throw MismatchError(*differs);
+}
+
+// Policies::plain_values. The ranks agree on what has been compared: it follows from their calls.
+void compare_once(const OpInfo& info, const at::Tensor& plain, const MeshContext& context) {
+  RankState& state = *context.state;
+  Policy policy;
+  {
+    const std::lock_guard lock(state.mutex);
+    policy = state.policies.plain_values;
+  }
+  if (policy == Policy::allow || context.mesh.layout().size() < 2) return;
+  const Group all = context.mesh.all();
+  if (all.check_level() == CheckLevel::collective) return;  // every one is compared
+  if (plain.layout() != c10::kStrided || plain.is_quantized() || plain.is_nested()) return;
+  const std::string what =
+      concat("plain ", info.name, " ", toString(plain.scalar_type()), " ", plain.sizes());
+  if (state.agreed.contains(all.ranks(), what)) return;
+  const LocalCallGuard guard;
+  const auto differs = differs_by_rank(plain.detach().resolve_conj().resolve_neg(), all);
+  if (differs && policy == Policy::error) throw MismatchError(concat(info.name, ": ", *differs));
+  state.agreed.add(all.ranks(), what);
+  if (differs) TORCH_WARN(info.name, ": ", *differs);
 }
 
 }  // namespace
@@ -301,6 +331,7 @@ PromotedTargets promote_arguments(const OpInfo& info, c10::IValue* arguments,
   const auto promoted = [&](const at::Tensor& t, bool written) -> at::Tensor {
     if (!is_plain(t)) return t;
     apply_policy(info, context, t);
+    compare_once(info, t, *context);
     if (written) {
       promote_target(t, context, info, above, written_value(info, arguments), targets);
       return t;

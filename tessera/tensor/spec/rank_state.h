@@ -89,7 +89,7 @@ struct RankState {
   std::uint64_t stream = 0;
   Policies policies;
   std::atomic<HaloPolicy> halo_policy = HaloPolicy{};
-  Agreed agreed;                 // by from_local()
+  Agreed agreed;                 // by from_local() and Policies::plain_values
   std::set<std::string> warned;  // warnings that were given once
   ViewCopies copies;
   ParameterSources sources;
