@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/local_shards.h"
+#include "tessera/checkpoint/detail/spread.h"
 #include "tessera/checkpoint/detail/together.h"
 #include "tessera/checkpoint/storage/saved_checkpoint.h"
 #include "tessera/checkpoint/torch_dtypes.h"
@@ -44,6 +46,14 @@ at::Tensor staging_for(const Want& want, at::ScalarType dtype) {
   std::vector<std::int64_t> sizes;
   for (const Interval& i : want.box) sizes.push_back(i.size());
   return at::empty(sizes, dtype);
+}
+
+// True if the target's memory takes the bytes of the file as they are.
+bool takes_bytes(const Want& want, at::ScalarType dtype) {
+  const at::Tensor& t = want.into;
+  return t.defined() && t.numel() == volume(want.box) && t.device().is_cpu() &&
+         t.layout() == at::kStrided && t.is_contiguous() && t.scalar_type() == dtype &&
+         !t.is_conj() && !t.is_neg() && !t.is_inference();
 }
 
 }  // namespace
@@ -85,25 +95,97 @@ struct CheckpointReader::Impl {
         concat("load: '", saved->path(), "' has no ", what, " '", name, "'; it has ", list(known)));
   }
 
+  bool verifies(const LoadOptions& options) const {
+    return options.verify && saved->has_checksums();
+  }
+
+  // Where nothing is to change before all is verified, pieces that are verified by being read once
+  // are read again into their targets, and need no memory beside them. The same on all ranks.
+  bool may_read_straight(const LoadOptions& options) const {
+    return !options.all_or_nothing || verifies(options);
+  }
+
+  // Of each want, whether it is read straight into its target.
+  std::vector<bool> straight(const std::vector<Want>& wants, const LoadOptions& options) const {
+    std::vector<bool> all(wants.size(), false);
+    if (!may_read_straight(options)) return all;
+    std::vector<std::pair<const char*, const char*>> taken;
+    for (std::size_t i = 0; i < wants.size(); ++i) {
+      const Want& want = wants[i];
+      if (!takes_bytes(want, layout_of(*want.entry).dtype)) continue;
+      const auto uses = SavedCheckpoint::uses(*want.entry, want.box);
+      if (options.all_or_nothing &&
+          std::any_of(uses.begin(), uses.end(), [](const auto& use) { return !use.whole; }))
+        continue;
+      all[i] = true;
+      const auto* begin = static_cast<const char*>(want.into.const_data_ptr());
+      taken.emplace_back(begin, begin + want.into.nbytes());
+    }
+    // Tensors that share memory are written one after the other.
+    std::sort(taken.begin(), taken.end());
+    for (std::size_t i = 0; i + 1 < taken.size(); ++i)
+      if (taken[i].second > taken[i + 1].first) return std::vector<bool>(wants.size(), false);
+    return all;
+  }
+
   // Reads what this rank wants, verifies what any rank uses; errors are thrown on all. The wants of
-  // the ranks differ.
+  // the ranks differ. Undefined for those that are read straight into their targets.
   std::vector<at::Tensor> read_all(const std::vector<Want>& wants, const LoadOptions& options) {
-    std::vector<at::Tensor> staged;
+    std::vector<at::Tensor> staged(wants.size());
     detail::together(
         group, "load",
         [&] {
-          for (const Want& want : wants) {
-            staged.push_back(staging_for(want, layout_of(*want.entry).dtype));
-            saved->read(*want.entry, want.box, staged.back().data_ptr(), options.max_over_read);
-          }
+          const int threads = detail::threads_of_rank(options.threads, group.size());
+          const std::vector<bool> later = straight(wants, options);
+          for (std::size_t i = 0; i < wants.size(); ++i)
+            if (!later[i]) staged[i] = staging_for(wants[i], layout_of(*wants[i].entry).dtype);
+          std::vector<std::vector<char>> scratch(static_cast<std::size_t>(threads));
+          detail::spread(threads, wants.size(), [&](std::size_t i, std::size_t worker) {
+            const Want& want = wants[i];
+            if (staged[i].defined())
+              saved->read(*want.entry, want.box, staged[i].data_ptr(), options.max_over_read);
+            else if (options.all_or_nothing)
+              for (const auto& use : SavedCheckpoint::uses(*want.entry, want.box))
+                saved->verify(*want.entry, use.record, scratch[worker]);
+          });
         },
         call_within(options.timeout));
-    if (options.verify && saved->has_checksums()) verify_used(wants, call_within(options.timeout));
+    if (verifies(options)) verify_used(wants, options.threads, call_within(options.timeout));
     return staged;
   }
 
+  // What read_all() has left.
+  void read_straight(const std::vector<Want>& wants, const std::vector<at::Tensor>& staged,
+                     const LoadOptions& options) {
+    if (!may_read_straight(options)) return;
+    detail::together(
+        group, "load",
+        [&] {
+          std::vector<std::pair<const Want*, void*>> left;
+          for (std::size_t i = 0; i < wants.size(); ++i) {
+            if (staged[i].defined()) continue;
+            left.emplace_back(&wants[i], wants[i].into.mutable_data_ptr());
+            // As an operator that writes would.
+            wants[i].into.unsafeGetTensorImpl()->bump_version();
+          }
+          const int threads = detail::threads_of_rank(options.threads, group.size());
+          try {
+            detail::spread(threads, left.size(), [&](std::size_t i, std::size_t) {
+              const auto& [want, memory] = left[i];
+              saved->read(*want->entry, want->box, memory, options.max_over_read,
+                          !options.all_or_nothing);
+            });
+          } catch (const FileError& e) {
+            throw FileError(concat(e.what(),
+                                   "; some tensors hold values of the checkpoint now and "
+                                   "others do not: load again before going on"));
+          }
+        },
+        call_within(options.timeout));
+  }
+
   // Records that are used only in parts have not been verified by who read them.
-  void verify_used(const std::vector<Want>& wants, const CallOptions& call) {
+  void verify_used(const std::vector<Want>& wants, int threads, const CallOptions& call) {
     const auto& entries = saved->manifest().entries;
     std::vector<std::size_t> first(entries.size() + 1, 0);
     for (std::size_t e = 0; e < entries.size(); ++e)
@@ -120,24 +202,31 @@ struct CheckpointReader::Impl {
     std::string most = mine;
     for (const std::string& other : group.all_gather_bytes(mine, call))
       for (std::size_t i = 0; i < most.size(); ++i) most[i] = std::max(most[i], other[i]);
-    verify_records([&](std::size_t e, std::size_t r) { return most[first[e] + r] == 1; }, call);
+    verify_records([&](std::size_t e, std::size_t r) { return most[first[e] + r] == 1; }, threads,
+                   call);
   }
 
   // Each record that `chosen` says is verified by one rank, the bytes spread over all.
-  void verify_records(const std::function<bool(std::size_t, std::size_t)>& chosen,
+  void verify_records(const std::function<bool(std::size_t, std::size_t)>& chosen, int asked,
                       const CallOptions& call) {
     detail::together(
         group, "load",
         [&] {
           const auto& entries = saved->manifest().entries;
           std::vector<std::uint64_t> loads(static_cast<std::size_t>(group.size()), 0);
+          std::vector<std::pair<std::size_t, std::size_t>> mine;
           for (std::size_t e = 0; e < entries.size(); ++e)
             for (std::size_t r = 0; r < entries[e].records.size(); ++r) {
               if (!chosen(e, r)) continue;
               const auto least = std::min_element(loads.begin(), loads.end());
               *least += entries[e].records[r].bytes;
-              if (least - loads.begin() == group.rank()) saved->verify(entries[e], r);
+              if (least - loads.begin() == group.rank()) mine.emplace_back(e, r);
             }
+          const int threads = detail::threads_of_rank(asked, group.size());
+          std::vector<std::vector<char>> scratch(static_cast<std::size_t>(threads));
+          detail::spread(threads, mine.size(), [&](std::size_t i, std::size_t worker) {
+            saved->verify(entries[mine[i].first], mine[i].second, scratch[worker]);
+          });
         },
         call);
   }
@@ -250,8 +339,9 @@ void CheckpointReader::load(CheckpointState& state, const LoadOptions& options) 
         }
       },
       call_within(options.timeout));
+  impl_->read_straight(wants, staged, options);
   for (std::size_t i = 0; i < wants.size(); ++i)
-    if (staged[i].numel() > 0) wants[i].into.copy_(staged[i]);
+    if (staged[i].defined() && staged[i].numel() > 0) wants[i].into.copy_(staged[i]);
   for (const auto& t : state.tensors()) detail::wrote_shard(t.value);
   for (const auto& [name, bytes] : values) state.set(name, bytes);
   for (const auto& [name, bytes] : mine) state.set_of_rank(name, bytes);
@@ -323,7 +413,7 @@ std::map<int, std::string> CheckpointReader::values_of_ranks(const std::string& 
 
 void CheckpointReader::verify(std::chrono::milliseconds timeout) const {
   if (impl_->saved->has_checksums())
-    impl_->verify_records([](std::size_t, std::size_t) { return true; }, call_within(timeout));
+    impl_->verify_records([](std::size_t, std::size_t) { return true; }, 0, call_within(timeout));
 }
 
 namespace {

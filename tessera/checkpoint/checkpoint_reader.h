@@ -36,8 +36,16 @@ inline constexpr std::chrono::milliseconds kReadLimit = std::chrono::hours(1);
 
 struct LoadOptions {
   /// Compares the checksum of every piece of which something is used: pieces that a rank needs in
-  /// full while it reads them, the others by one rank each, which reads them for that.
+  /// full by that rank, the others by one rank each, which reads them for that.
   bool verify = true;
+  /// No tensor changes, on any rank, before everything has been read and verified: what goes
+  /// straight into a tensor's memory is read twice, the second time as a rule from the page cache;
+  /// anything else waits in memory of its own. False: everything is read once, for checkpoints that
+  /// are larger than the memory of the host; after an error tensors hold what had been read so far.
+  bool all_or_nothing = true;
+  /// Threads that read and verify on each rank, a tensor at a time; 0: the rank's share of the
+  /// cores of its host, if that had all ranks, at most 4.
+  int threads = 0;
   /// Tensors of the checkpoint that the state does not have are no error.
   bool allow_extra = false;
   /// Tensors of the state that the checkpoint does not have are no error, and stay as they are.
@@ -87,8 +95,8 @@ class CheckpointReader {
 
   /// Every tensor of the state, into its memory. Values that all ranks share become the state's; of
   /// a rank's own values those of the rank of the same number, if there was one. Nothing is
-  /// changed, on any rank, before everything has been read and verified. Throws InvalidArgument
-  /// with all names that are missing, left over, or of another shape or dtype.
+  /// changed, on any rank, before everything has been read and verified (all_or_nothing). Throws
+  /// InvalidArgument with all names that are missing, left over, or of another shape or dtype.
   void load(CheckpointState& state, const LoadOptions& options = {}) const;
   /// One tensor, laid out by `spec`, on the manager's device. Throws InvalidArgument for another
   /// shape, an unknown name, or a partial spec.

@@ -494,6 +494,25 @@ TEST(Checkpoint, WithoutAThreadItIsSavedInPlace) {
     }
   });
 }
+
+TEST(Checkpoint, WithoutThreadsTheCallerReads) {
+  const Folder folder;
+  on_threads(1, [&](DistributedManager& manager) {
+    const auto five = [](double value) {
+      CheckpointState state;
+      for (int i = 0; i < 5; ++i) state.add(concat("t", i), at::full({4}, value + i));
+      return state;
+    };
+    Checkpointer(manager, folder.path()).save("c", five(3));
+    CheckpointState state = five(0);
+    const CheckpointReader saved(manager.world(), folder.path(), "c");
+    no_thread_starts = true;
+    saved.load(state, {.threads = 3});
+    no_thread_starts = false;
+    for (int i = 0; i < 5; ++i)
+      EXPECT_TRUE(state.tensors()[i].value.equal(at::full({4}, 3.0 + i))) << i;
+  });
+}
 #endif
 
 TEST(Checkpoint, TheLatestAreKept) {

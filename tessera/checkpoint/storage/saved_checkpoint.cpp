@@ -16,6 +16,8 @@ namespace tessera {
 namespace {
 
 constexpr std::size_t kFewestOpen = 8, kMostOpen = 4096;
+// What is read at once where a checksum is computed: the checksum finds the bytes in a cache.
+constexpr std::size_t kPiece = std::size_t{1} << 20;
 
 // `from` packed over `part`, into its place in `to` packed over `box`.
 void place(const char* from, const Box& part, char* to, const Box& box, std::size_t element) {
@@ -65,7 +67,7 @@ SavedCheckpoint::SavedCheckpoint(const std::string& folder, const std::string& n
     : path_(concat(folder, '/', name)), manifest_(std::move(manifest)) {}
 
 SavedCheckpoint::SavedCheckpoint(const std::string& file) : path_(file), has_checksums_(false) {
-  auto opened = std::make_unique<ReadFile>(file);
+  auto opened = std::make_shared<const ReadFile>(file);
   const SafetensorsHeader header = read_safetensors_header(*opened);
   header_bytes_ = opened->bytes_read();
   manifest_.ranks = 1;
@@ -87,29 +89,35 @@ std::size_t SavedCheckpoint::most_open() {
   return std::clamp<std::size_t>(allowed.rlim_cur / 4, kFewestOpen, kMostOpen);
 }
 
-const ReadFile& SavedCheckpoint::file(int index) const {
+std::shared_ptr<const ReadFile> SavedCheckpoint::file(int index) const {
+  const std::lock_guard lock(mutex_);
   if (const auto found = files_.find(index); found != files_.end()) {
     found->second.used = ++uses_;
-    return *found->second.file;
+    return found->second.file;
   }
   const ManifestFile& known = manifest_.files.at(static_cast<std::size_t>(index));
   if (files_.size() >= most_open()) {
-    const auto oldest = std::min_element(
-        files_.begin(), files_.end(),
-        [](const auto& a, const auto& b) { return a.second.used < b.second.used; });
-    closed_bytes_ += oldest->second.file->bytes_read();
-    files_.erase(oldest);
+    // Not one that another thread reads, whose bytes are still being counted.
+    auto oldest = files_.end();
+    for (auto it = files_.begin(); it != files_.end(); ++it)
+      if (it->second.file.use_count() == 1 &&
+          (oldest == files_.end() || it->second.used < oldest->second.used))
+        oldest = it;
+    if (oldest != files_.end()) {
+      closed_bytes_ += oldest->second.file->bytes_read();
+      files_.erase(oldest);
+    }
   }
-  auto fresh = std::make_unique<ReadFile>(concat(path_, '/', known.name));
+  auto fresh = std::make_shared<const ReadFile>(concat(path_, '/', known.name));
   if (fresh->size() != known.bytes)
     throw FileError(
         concat("'", fresh->path(), "' has ", fresh->size(), " bytes, written were ", known.bytes));
-  auto& opened = files_[index];
-  opened = {std::move(fresh), ++uses_};
-  return *opened.file;
+  files_[index] = {fresh, ++uses_};
+  return fresh;
 }
 
 std::uint64_t SavedCheckpoint::bytes_read() const {
+  const std::lock_guard lock(mutex_);
   std::uint64_t all = closed_bytes_;
   for (const auto& [index, opened] : files_) all += opened.file->bytes_read();
   return all - header_bytes_;
@@ -128,13 +136,13 @@ std::vector<SavedCheckpoint::Use> SavedCheckpoint::uses(const Entry& entry, cons
 void SavedCheckpoint::need_checksum(const Entry& entry, const Record& record,
                                     std::uint64_t sum) const {
   if (has_checksums_ && sum != record.checksum)
-    throw FileError(concat("'", file(record.file).path(), "': the bytes of '", entry.info.name,
+    throw FileError(concat("'", file(record.file)->path(), "': the bytes of '", entry.info.name,
                            "' ", list(record.box), " (", record.bytes, " from ", record.begin,
                            ") are not those that were written: the file is damaged"));
 }
 
-void SavedCheckpoint::read(const Entry& entry, const Box& box, void* out,
-                           double max_over_read) const {
+void SavedCheckpoint::read(const Entry& entry, const Box& box, void* out, double max_over_read,
+                           bool compare) const {
   const std::size_t element = element_bytes(entry.info.dtype);
   std::vector<char> scratch;
   for (const Use& use : uses(entry, box)) {
@@ -152,33 +160,38 @@ void SavedCheckpoint::read(const Entry& entry, const Box& box, void* out,
       shape.push_back(record.box[d].size());
       ranges.push_back({part[d].begin - record.box[d].begin, part[d].size(), 1});
     }
-    const ReadFile& from = file(record.file);
-    if (use.whole && has_checksums_) {
-      // A piece at a time, so that the checksum finds the bytes in a cache.
+    const auto from = file(record.file);
+    if (use.whole && has_checksums_ && compare) {
       Checksum sum;
-      constexpr std::size_t piece = std::size_t{1} << 20;
-      for (std::size_t at = 0; at < bytes; at += piece) {
-        const std::size_t n = std::min(piece, bytes - at);
-        from.read(to + at, n, record.begin + at);
+      for (std::size_t at = 0; at < bytes; at += kPiece) {
+        const std::size_t n = std::min(kPiece, bytes - at);
+        from->read(to + at, n, record.begin + at);
         sum.add(to + at, n);
       }
       need_checksum(entry, record, sum.value());
     } else {
-      from.read_box(to, element, record.begin, shape, ranges, max_over_read);
+      from->read_box(to, element, record.begin, shape, ranges, max_over_read);
     }
     if (!direct) place(scratch.data(), part, static_cast<char*>(out), box, element);
   }
 }
 
 void SavedCheckpoint::verify(const Entry& entry, std::size_t index) const {
+  std::vector<char> scratch;
+  verify(entry, index, scratch);
+}
+
+void SavedCheckpoint::verify(const Entry& entry, std::size_t index,
+                             std::vector<char>& scratch) const {
   const Record& record = entry.records.at(index);
-  const ReadFile& from = file(record.file);
-  std::vector<char> piece(std::min<std::uint64_t>(record.bytes, std::uint64_t{1} << 20));
+  const auto from = file(record.file);
+  const std::size_t piece = std::min<std::uint64_t>(record.bytes, kPiece);
+  if (scratch.size() < piece) scratch.resize(piece);
   Checksum sum;
-  for (std::uint64_t at = 0; at < record.bytes; at += piece.size()) {
-    const std::size_t n = std::min<std::uint64_t>(piece.size(), record.bytes - at);
-    from.read(piece.data(), n, record.begin + at);
-    sum.add(piece.data(), n);
+  for (std::uint64_t at = 0; at < record.bytes; at += piece) {
+    const std::size_t n = std::min<std::uint64_t>(piece, record.bytes - at);
+    from->read(scratch.data(), n, record.begin + at);
+    sum.add(scratch.data(), n);
   }
   need_checksum(entry, record, sum.value());
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 
 namespace tessera {
 
+/// Its const members may be called from several threads.
 class SavedCheckpoint {
  public:
   /// Reads the manifest. Throws FileError as read_manifest() does.
@@ -36,27 +38,33 @@ class SavedCheckpoint {
 
   /// The elements of `box`, packed row-major, into `out`. No other bytes are read, unless
   /// `max_over_read` allows it (ReadFile::read_box). The checksums of records that are read whole
-  /// are compared. Throws FileError with the file and the entry.
-  void read(const Entry& entry, const Box& box, void* out, double max_over_read = 1) const;
-  /// Reads a record and compares its checksum. Throws FileError with the file and the entry.
+  /// are compared, unless `compare` is false. Throws FileError with the file and the entry.
+  void read(const Entry& entry, const Box& box, void* out, double max_over_read = 1,
+            bool compare = true) const;
+  /// Reads a record and compares its checksum, through `scratch`, which is kept for the next call.
+  /// Throws FileError with the file and the entry.
+  void verify(const Entry& entry, std::size_t record, std::vector<char>& scratch) const;
   void verify(const Entry& entry, std::size_t record) const;
-  /// How many files it keeps open at most; a quarter of what the process may have open.
+  /// How many files it keeps open at most, beside those that are being read; a quarter of what the
+  /// process may have open.
   static std::size_t most_open();
   /// Bytes that were asked of the system for the above, header and manifest not counted.
   std::uint64_t bytes_read() const;
 
  private:
-  const ReadFile& file(int index) const;
+  /// Stays open while it is held.
+  std::shared_ptr<const ReadFile> file(int index) const;
   void need_checksum(const Entry& entry, const Record& record, std::uint64_t sum) const;
 
   std::string path_;
   bool has_checksums_ = true;
   Manifest manifest_;
-  // Those used last stay open. Valid until the next call of file().
+  // Those used last stay open. Guarded by the mutex.
   struct Opened {
-    std::unique_ptr<ReadFile> file;
+    std::shared_ptr<const ReadFile> file;
     std::uint64_t used = 0;
   };
+  mutable std::mutex mutex_;
   mutable std::map<int, Opened> files_;
   mutable std::uint64_t uses_ = 0, closed_bytes_ = 0;
   std::uint64_t header_bytes_ = 0;
