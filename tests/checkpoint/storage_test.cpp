@@ -8,6 +8,7 @@
 #include <set>
 
 #include "storage_support.h"
+#include "tessera/files/checksum.h"
 
 namespace tessera {
 namespace {
@@ -122,6 +123,35 @@ TEST(Manifest, ComesBackAndAnyChangeIsSeen) {
     changed[n] = static_cast<char>(changed[n] ^ 1 << n % 7);
     file_error([&] { parse_manifest(changed, "x"); });
   }
+}
+
+// As it was written before manifests named their digest; and one of a digest that is not known.
+TEST(Manifest, EarlierOnesAreReadAndUnknownDigestsRefused) {
+  const std::string body =
+      R"({"format":"tessera-checkpoint","version":1,"sequence":3,"ranks":1,"files":)"
+      R"([["shard-00000-of-00001.0123456789abcdef.safetensors",96]],"entries":[)"
+      "\n"
+      R"({"kind":"tensor","name":"w","rank":0,"dtype":"F32","shape":[2,2],"records":)"
+      R"([[0,80,16,"00000000000000ff",[0,2,0,2]]]})"
+      "\n]}";
+  const std::string old = R"({"checksum":"1a9ce82747a32cf7","body":)" + body + "}\n";
+  const Manifest manifest = parse_manifest(old, "x");
+  EXPECT_EQ(manifest.sequence, 3u);
+  ASSERT_EQ(manifest.entries.size(), 1u);
+  EXPECT_EQ(manifest.entries[0].records, (std::vector<Record>{{{{0, 2}, {0, 2}}, 0, 80, 16, 255}}));
+  const std::string now = to_json(manifest);
+  EXPECT_EQ(parse_manifest(now, "x"), manifest);
+  std::string other = now.substr(now.find(R"("body":)") + 7);
+  other.resize(other.size() - 2);
+  const auto digest = other.find("xxh64");
+  ASSERT_NE(digest, std::string::npos);
+  other.replace(digest, 5, "xxh99");
+  EXPECT_NE(file_error([&] {
+              parse_manifest(concat(R"({"checksum":")", to_hex(Checksum().add(other).value()),
+                                    R"(","body":)", other, "}\n"),
+                             "the path");
+            }).find("xxh99"),
+            std::string::npos);
 }
 
 TEST(Manifest, NamesOfFiles) {

@@ -19,6 +19,8 @@ namespace {
 constexpr std::array<const char*, 3> kEntryKinds = {"tensor", "value", "rank_value"};
 constexpr std::string_view kManifestHead = "{\"checksum\":\"", kManifestBody = "\",\"body\":";
 constexpr std::uint64_t kManifestVersion = 1;
+// Of every checksum in it. Earlier manifests do not say so.
+constexpr std::string_view kDigest = "xxh64";
 
 template <class Range, class Text>
 std::string joined(const Range& range, Text text) {
@@ -175,9 +177,9 @@ void check_boxes(const std::vector<Box>& boxes, const EntryInfo& info, const std
 }
 
 std::string to_json(const Manifest& manifest) {
-  std::string body =
-      concat("{\"format\":\"tessera-checkpoint\",\"version\":", kManifestVersion,
-             ",\"sequence\":", manifest.sequence, ",\"ranks\":", manifest.ranks, ",\"files\":");
+  std::string body = concat("{\"format\":\"tessera-checkpoint\",\"version\":", kManifestVersion,
+                            ",\"digest\":\"", kDigest, "\",\"sequence\":", manifest.sequence,
+                            ",\"ranks\":", manifest.ranks, ",\"files\":");
   body += joined(manifest.files, [](const ManifestFile& f) {
     return concat("[", json_text(f.name), ',', f.bytes, ']');
   });
@@ -209,6 +211,9 @@ Manifest parse_manifest(std::string_view text, const std::string& path) {
       throw InvalidArgument(concat("version ", json.at("version").number(),
                                    ", this library reads up to ", kManifestVersion,
                                    ": use a later one"));
+    if (const Json* digest = json.find("digest"); digest && digest->string() != kDigest)
+      throw InvalidArgument(concat("its checksums are ", digest->string(), ", this library knows ",
+                                   kDigest, ": use a later one"));
     manifest.sequence = json.at("sequence").number();
     manifest.ranks = static_cast<int>(std::min<std::uint64_t>(json.at("ranks").number(), 1u << 30));
     for (const Json& f : json.at("files").items()) {

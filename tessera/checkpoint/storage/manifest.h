@@ -83,10 +83,11 @@ std::string shard_name(int rank, int ranks, const std::string& nonce);
 /// a checkpoint ever puts into its folder.
 bool is_checkpoint_file(std::string_view name);
 
-/// A checksum of the rest comes first in the text.
+/// A checksum of the rest comes first in the text, which names the digest of its checksums.
 std::string to_json(const Manifest& manifest);
-/// Throws FileError, with `path`, for a text that is cut short, changed, of another format or of a
-/// later version, and for records that overlap, leave holes, or lie outside their files.
+/// Throws FileError, with `path`, for a text that is truncated, changed, of another format, of a
+/// later version or with checksums of another digest than XXH64, and for records that overlap,
+/// leave holes, or lie outside their files.
 Manifest parse_manifest(std::string_view text, const std::string& path);
 
 /// Throws FileError with the tensor where boxes leave the shape, overlap or leave holes. `where` is
