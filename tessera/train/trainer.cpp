@@ -101,16 +101,8 @@ FitResult Trainer::fit(Task& task, std::shared_ptr<BatchSource> training,
         // Not the launch's job_id: under torchrun that is torchrun's own.
         requeue_slurm_job(Environment::of_process().get("SLURM_JOB_ID").value_or(""));
     });
-  } catch (const std::exception& e) {
-    tell(e);
-    save_whole_state(e);
-    end_session();
-    throw;
   } catch (...) {
-    const Error unknown("something was thrown that is no std::exception");
-    tell(unknown);
-    save_whole_state(unknown);
-    end_session();
+    end_by_exception(/*saves=*/true);
     throw;
   }
   whole_.reset();
@@ -214,6 +206,21 @@ void Trainer::end_session() {
   whole_.reset();
   session_.reset();
   task_ = nullptr;
+}
+
+void Trainer::end_by_exception(bool saves) noexcept {
+  const auto end = [&](const std::exception& e) {
+    tell(e);
+    if (saves) save_whole_state(e);
+    end_session();
+  };
+  try {
+    throw;
+  } catch (const std::exception& e) {
+    end(e);
+  } catch (...) {
+    end(Error("something was thrown that is no std::exception"));
+  }
 }
 
 void Trainer::tell(const std::exception& e) noexcept {
@@ -450,9 +457,8 @@ std::map<std::string, double> Trainer::evaluate_alone(Task& task,
       stage_ = Stage::train;
       session_->listen(false);
     });
-  } catch (const std::exception& e) {
-    tell(e);
-    end_session();
+  } catch (...) {
+    end_by_exception(/*saves=*/false);
     throw;
   }
   return values;
@@ -476,9 +482,8 @@ std::vector<std::vector<at::Tensor>> Trainer::predict(Task& task,
       stage_ = Stage::train;
       session_->listen(false);
     });
-  } catch (const std::exception& e) {
-    tell(e);
-    end_session();
+  } catch (...) {
+    end_by_exception(/*saves=*/false);
     throw;
   }
   return all;

@@ -1,0 +1,283 @@
+// Exceptions and full disks in the middle of a run, on one rank: all ranks are told the same, and
+// the next run goes on from what stands.
+
+#include "trouble.h"
+
+namespace tessera::test {
+
+TEST(OnException, TheLastWholeStateIsSavedAndTheRunGoesOn) {
+  for (const int ranks : {1, 3}) {
+    std::vector<std::vector<at::Tensor>> expected(static_cast<std::size_t>(ranks));
+    const auto run = [&](DistributedManager& manager, const std::string& folder,
+                         const std::string& where) {
+      auto options = saving(std::make_shared<DDPStrategy>(manager), folder);
+      options.callbacks = {std::make_shared<CheckpointCallback>(
+          CheckpointCallbackOptions{.at_end = false, .on_exception = true})};
+      // An epoch has three steps.
+      return run_with(manager, options, where, where == "validation" ? 3 : 4);
+    };
+    const Folder none;
+    on_threads(ranks,
+               [&](DistributedManager& m) { expected[m.rank()] = run(m, none / "full", ""); });
+    for (const std::string where : {"forward", "backward", "validation", "after"}) {
+      const Folder folder;
+      expect_all_told(on_ranks(ranks, [&](DistributedManager& m) { run(m, folder.path(), where); }),
+                      "a grenade in " + where);
+      on_threads(ranks, [&](DistributedManager& manager) {
+        const auto names = Checkpointer(manager, folder.path()).names();
+        // After the step, the averages of some ranks are those of the step before: nothing is
+        // whole.
+        std::vector<std::string> kept;
+        if (where == "validation") kept = {"step-3"};
+        if (where == "forward" || where == "backward") kept = {"step-4"};
+        EXPECT_EQ(names, kept) << where;
+        expect_equal(run(manager, folder.path(), ""), expected[manager.rank()], where);
+      });
+    }
+  }
+}
+
+TEST(Hostile, ThrowingInSaveOrLoadOnOneRankIsToldAndTheCheckpointBeforeStays) {
+  const Folder folder, none;
+  std::vector<std::vector<at::Tensor>> expected(2);
+  const auto run = [&](DistributedManager& manager, const std::string& path,
+                       const std::string& where, std::int64_t step) {
+    auto options = saving(std::make_shared<DDPStrategy>(manager), path);
+    options.callbacks = {std::make_shared<CheckpointCallback>(
+        CheckpointCallbackOptions{.every_steps = 1, .keep_last = 2})};
+    return run_with(manager, options, where, step);
+  };
+  on_threads(2, [&](DistributedManager& m) { expected[m.rank()] = run(m, none / "full", "", 0); });
+  // While the save of the step before may still be in flight.
+  expect_all_told(on_ranks(2, [&](DistributedManager& m) { run(m, folder.path(), "save", 4); }),
+                  "a grenade in save");
+  std::int64_t at = 0;
+  on_threads(1, [&](DistributedManager& manager) {
+    const auto latest = Checkpointer(manager, folder.path()).latest();
+    ASSERT_TRUE(latest);
+    at = std::stoll(latest->substr(5));
+  });
+  EXPECT_GE(at, 2);
+  expect_all_told(on_ranks(2, [&](DistributedManager& m) { run(m, folder.path(), "load", at); }),
+                  "a grenade in load");
+  on_threads(2, [&](DistributedManager& m) {
+    expect_equal(run(m, folder.path(), "", 0), expected[m.rank()], "gone on");
+  });
+}
+
+// With a save of every step in the background: whichever of them stands, the run goes on from it.
+TEST(Hostile, InterruptedAnywhereWithSavesInFlight) {
+  std::vector<std::vector<at::Tensor>> expected(2);
+  const auto run = [&](DistributedManager& manager, const std::string& folder,
+                       const std::string& where, std::int64_t step) {
+    auto options = saving(std::make_shared<DDPStrategy>(manager), folder);
+    options.checkpoint.options.background_rate = 400'000;  // slower than a step
+    options.callbacks = {std::make_shared<CheckpointCallback>(
+        CheckpointCallbackOptions{.every_steps = 1, .at_end = false})};
+    return run_with(manager, options, where, step);
+  };
+  const Folder none;
+  on_threads(2, [&](DistributedManager& m) { expected[m.rank()] = run(m, none / "full", "", 0); });
+  for (std::int64_t step = 1; step <= 5; ++step) {
+    for (const std::string where : {"forward", "after"}) {
+      const Folder folder;
+      expect_all_told(
+          on_ranks(2, [&](DistributedManager& m) { run(m, folder.path(), where, step); }),
+          "a grenade in " + where);
+      on_threads(2, [&](DistributedManager& m) {
+        // Never more is lost than what was saved by the save before the one in flight.
+        const auto latest = Checkpointer(m, folder.path()).latest();
+        const std::int64_t saved = where == "forward" ? step : step - 1;
+        EXPECT_GE(latest ? std::stoll(latest->substr(5)) : 0, saved - 1) << where << step;
+        expect_equal(run(m, folder.path(), "", 0), expected[m.rank()], concat(where, " ", step));
+      });
+    }
+  }
+}
+
+TEST(Hostile, AFullDiskInTheBackgroundIsTheNextCallsErrorAndNothingIsLost) {
+  class FullFrom : public FileOperations {
+   public:
+    explicit FullFrom(std::string name) : name_(std::move(name)) {}
+    void sync(const File& file) override {
+      if (file.path.find(name_) != std::string::npos)
+        throw FileError(concat("'", file.path, "': No space left on device"));
+      FileOperations::sync(file);
+    }
+
+   private:
+    std::string name_;
+  };
+  const Folder folder, none;
+  std::vector<std::vector<at::Tensor>> expected(2);
+  const auto run = [&](DistributedManager& manager, const std::string& path, bool full) {
+    auto options = saving(std::make_shared<DDPStrategy>(manager), path);
+    if (full && manager.rank() == 1)
+      options.checkpoint.options.operations = std::make_shared<FullFrom>("/step-3/");
+    options.callbacks = {
+        std::make_shared<CheckpointCallback>(CheckpointCallbackOptions{.every_steps = 1})};
+    return run_with(manager, options, "", 0);
+  };
+  on_threads(2, [&](DistributedManager& m) { expected[m.rank()] = run(m, none / "full", false); });
+  expect_all_told(on_ranks(2, [&](DistributedManager& m) { run(m, folder.path(), true); }),
+                  "No space left on device");
+  on_threads(2, [&](DistributedManager& m) {
+    EXPECT_EQ(Checkpointer(m, folder.path()).latest(), "step-2");
+    expect_equal(run(m, folder.path(), false), expected[m.rank()], "gone on");
+  });
+}
+
+TEST(Hostile, AReductionThatThrowsOnOneRankEndsAll) {
+  class Breaks : public DDPStrategy {
+   public:
+    using DDPStrategy::DDPStrategy;
+    void reduce(const at::Tensor& t, ReduceOp op, const std::optional<Group>& group) override {
+      if (rank() == 1 && ++calls_ == 3) throw Error("the wire is cut");
+      DDPStrategy::reduce(t, op, group);
+    }
+
+   private:
+    int calls_ = 0;
+  };
+  expect_all_told(on_ranks(3,
+                           [](DistributedManager& manager) {
+                             Regression task;
+                             Trainer(with(std::make_shared<Breaks>(manager), 1))
+                                 .fit(task, ragged_batches(manager.rank(), 5));
+                           }),
+                  "the wire is cut");
+}
+
+// What a callback gives to a checkpoint is that of the last whole state, though the callback has
+// gone on writing to the same memory since.
+TEST(OnException, WhatCallbacksSaveIsCopied) {
+  class Counting : public Callback {
+   public:
+    std::string name() const override { return "counting"; }
+    void on_batch_start(Trainer&, const MicroBatch&) override { batches.add_(1); }
+    void save(Trainer&, CheckpointState& state, const std::string& prefix) override {
+      state.add(prefix + "batches", batches);
+    }
+    at::Tensor batches = at::zeros({2}, at::kDouble);
+  };
+  for (const int ranks : {1, 2}) {
+    const Folder folder;
+    const auto run = [&](DistributedManager& manager, const std::string& where) {
+      auto options = saving(std::make_shared<DDPStrategy>(manager), folder.path());
+      const auto counting = std::make_shared<Counting>();
+      options.callbacks = {counting, std::make_shared<CheckpointCallback>(CheckpointCallbackOptions{
+                                         .at_end = false, .on_exception = true})};
+      run_with(manager, options, where, 4);
+      return counting->batches;
+    };
+    expect_all_told(on_ranks(ranks, [&](DistributedManager& m) { run(m, "backward"); }),
+                    "a grenade in backward");
+    on_threads(ranks, [&](DistributedManager& manager) {
+      EXPECT_EQ(Checkpointer(manager, folder.path()).latest(), "step-4");
+      EXPECT_TRUE(run(manager, "").equal(at::full({2}, 10, at::kDouble)))
+          << "each of the ten micro-batches once";
+    });
+  }
+}
+
+// Told, saved and gone on from as any other.
+TEST(OnException, WhatIsThrownNeedsNotBeAStdException) {
+  class Throws : public Callback {
+   public:
+    Throws(std::int64_t step, bool armed) : step_(step), armed_(armed) {}
+    std::string name() const override { return "throws"; }
+    void on_batch_start(Trainer& trainer, const MicroBatch&) override {
+      if (armed_ && trainer.step() == step_) throw 7;  // NOLINT: on purpose
+    }
+    void on_exception(Trainer&, const std::exception& e) override { heard = e.what(); }
+    std::string heard;
+
+   private:
+    std::int64_t step_;
+    bool armed_;
+  };
+  for (const int ranks : {1, 3}) {
+    std::vector<std::vector<at::Tensor>> expected(static_cast<std::size_t>(ranks));
+    std::vector<std::string> heard(static_cast<std::size_t>(ranks));
+    const auto run = [&](DistributedManager& manager, const std::string& folder, bool armed) {
+      auto options = saving(std::make_shared<DDPStrategy>(manager), folder);
+      const bool mine = armed && manager.rank() == manager.world_size() - 1;
+      const auto throws = std::make_shared<Throws>(4, mine);
+      options.callbacks = {std::make_shared<CheckpointCallback>(
+                               CheckpointCallbackOptions{.at_end = false, .on_exception = true}),
+                           throws};
+      try {
+        return run_with(manager, options, "", 0);
+      } catch (...) {
+        heard[static_cast<std::size_t>(manager.rank())] = throws->heard;
+        throw;
+      }
+    };
+    const Folder none, folder;
+    on_threads(ranks,
+               [&](DistributedManager& m) { expected[m.rank()] = run(m, none / "full", false); });
+    expect_all_told(on_ranks(ranks, [&](DistributedManager& m) { run(m, folder.path(), true); }),
+                    "no std::exception");
+    for (const std::string& what : heard)
+      EXPECT_NE(what.find("no std::exception"), std::string::npos) << what;
+    on_threads(ranks, [&](DistributedManager& manager) {
+      EXPECT_EQ(Checkpointer(manager, folder.path()).latest(), "step-4");
+      expect_equal(run(manager, folder.path(), false), expected[manager.rank()], "gone on");
+    });
+  }
+}
+
+// The same out of a validation, a test and a prediction.
+TEST(OnException, EvaluationsReportWhateverIsThrown) {
+  class Throws : public Regression {
+   public:
+    explicit Throws(bool armed) : armed_(armed) {}
+    void validation_step(const MicroBatch& batch, Step& step) override {
+      if (armed_) throw 7;  // NOLINT: on purpose
+      Regression::validation_step(batch, step);
+    }
+    std::vector<at::Tensor> predict_step(const MicroBatch& batch, Step& step) override {
+      if (armed_) throw 7;  // NOLINT: on purpose
+      return Regression::predict_step(batch, step);
+    }
+
+   private:
+    bool armed_;
+  };
+  struct Heard : Callback {
+    std::string name() const override { return "heard"; }
+    void on_exception(Trainer&, const std::exception& e) override { what = e.what(); }
+    std::string what;
+  };
+  for (const std::string stage : {"validate", "test", "predict"}) {
+    std::vector<std::string> heard(2);
+    const auto evaluate = [&](DistributedManager& manager) {
+      Throws task(manager.rank() == 1);
+      const auto callback = std::make_shared<Heard>();
+      auto options = with(std::make_shared<DDPStrategy>(manager), 1);
+      options.callbacks = {callback};
+      Trainer trainer(options);
+      const auto source = ragged_batches(manager.rank(), 2);
+      try {
+        if (stage == "validate")
+          trainer.validate(task, source);
+        else if (stage == "test")
+          trainer.test(task, source);
+        else
+          trainer.predict(task, source);
+        // The others hear of it at their next call.
+        manager.world().barrier();
+      } catch (...) {
+        heard[static_cast<std::size_t>(manager.rank())] = callback->what;
+        if (manager.rank() == 1) EXPECT_THROW(trainer.session(), Error) << "the session has ended";
+        throw;
+      }
+    };
+    const Outcomes all = on_ranks(2, evaluate);
+    EXPECT_EQ(all.said[1], "no std::exception") << stage;
+    EXPECT_NE(all.said[0].find("no std::exception"), std::string::npos) << stage << all.said[0];
+    EXPECT_NE(heard[1].find("no std::exception"), std::string::npos) << stage << heard[1];
+  }
+}
+
+}  // namespace tessera::test
