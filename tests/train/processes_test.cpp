@@ -7,6 +7,7 @@
 
 #include "../comm/fork_ranks.h"
 #include "cases.h"
+#include "elsewhere.h"
 #include "tessera/base/hash.h"
 #include "tessera/train/local_ranks.h"
 
@@ -35,6 +36,7 @@ class Maker : public Callback {
   void on_fit_start(Trainer& t) override { at("load", t); }
   void on_batch_start(Trainer& t, const MicroBatch&) override { at("forward", t); }
   void on_before_backward(Trainer& t, const at::Tensor&) override { at("backward", t); }
+  void on_after_backward(Trainer& t) override { at("accumulated", t); }
   void on_before_step(Trainer& t, const StepResult&) override { at("step", t); }
   void on_step_end(Trainer& t, const StepResult&) override { at("after", t); }
   void on_validation_start(Trainer& t) override { at("validation", t); }
@@ -175,6 +177,40 @@ TEST(TrainProcesses, ARankKilledInAnyPhaseEndsAllAndTheJobGoesOn) {
     EXPECT_TRUE(ends[1 - victim].ended) << phase << ": a hang";
     EXPECT_EQ(ends[1 - victim].exit_code, 9) << phase << ": " << ends[1 - victim].report;
     expect_goes_on(folder.path(), "killed in " + phase);
+  }
+}
+
+// In the middle of an accumulation, with a save in progress; the next job has other ranks and another
+// strategy.
+TEST(TrainProcesses, KilledAndResumedByOtherRanksAndStrategies) {
+  const auto run = [](const Place& place, const std::string& folder, const Trouble& trouble) {
+    return fork_ranks(
+        place.ranks,
+        [&](const Launch& launch) -> std::string {
+          at::set_num_threads(1);
+          ManagerOptions how;
+          how.launch = launch;
+          how.timeout = std::chrono::seconds(10);
+          auto manager = DistributedManager::initialize(how);
+          ReadLog log;
+          const FieldRun got =
+              train_fields(strategy_of(manager, place.layout), readers_of(place), launch.rank,
+                           folder, log, {std::make_shared<Maker>(trouble)});
+          expect_near(got.values, fields_alone(log).values, to_string(place));
+          return ::testing::Test::HasFailure() ? "wrong values" : "right";
+        },
+        std::chrono::seconds(40));
+  };
+  const std::vector<Place> places{{Layout::ddp, 2}, {Layout::domain, 3}, {Layout::sharded, 2}};
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    const Folder folder;
+    const auto killed = run(places[i], folder.path(),
+                            {1, static_cast<std::int64_t>(2 + i), "accumulated", SIGKILL});
+    EXPECT_EQ(killed[1].signal, SIGKILL);
+    EXPECT_EQ(killed[0].exit_code, 9) << killed[0].report;
+    const Place& other = places[(i + 1) % places.size()];
+    for (const RankEnd& end : run(other, folder.path(), {}))
+      EXPECT_EQ(end.report, "right") << to_string(other) << " after " << to_string(places[i]);
   }
 }
 
