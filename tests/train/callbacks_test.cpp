@@ -237,4 +237,35 @@ TEST(Callbacks, TimerProgressAndThroughput) {
   });
 }
 
+// Of equal values the earlier checkpoints stay; NaN is never among the best; a checkpoint that is
+// both the last and one of the best goes when it is neither.
+TEST(Callbacks, TiesKeepTheEarlierCheckpoint) {
+  const Folder folder;
+  on_threads(2, [&](DistributedManager& manager) {
+    Scripted task({3, 3, 3, std::nan(""), 2, 2});
+    auto options = validating(manager, 6);
+    options.checkpoint.folder = folder.path();
+    const auto best = std::make_shared<CheckpointCallback>(CheckpointCallbackOptions{
+        .every_epochs = 1, .keep_last = 1, .monitor = "val/loss", .best = 2, .at_end = false});
+    options.callbacks = {best};
+    Trainer(options).fit(task, ragged_batches(manager.rank(), 1), ragged_batches(0, 1));
+    EXPECT_EQ(best->best(),
+              (std::vector<std::pair<std::string, double>>{{"step-5", 2}, {"step-6", 2}}));
+    auto names = checkpoints_in(manager, folder.path());
+    std::sort(names.begin(), names.end());
+    EXPECT_EQ(names, (std::vector<std::string>{"step-5", "step-6"}));
+  });
+  const Folder larger;
+  on_threads(1, [&](DistributedManager& manager) {
+    Scripted task({1, 1, 1});
+    auto options = validating(manager, 3);
+    options.checkpoint.folder = larger.path();
+    const auto best = std::make_shared<CheckpointCallback>(CheckpointCallbackOptions{
+        .monitor = "val/loss", .better = Better::larger, .at_end = false});
+    options.callbacks = {best};
+    Trainer(options).fit(task, ragged_batches(0, 1), ragged_batches(0, 1));
+    EXPECT_EQ(checkpoints_in(manager, larger.path()), std::vector<std::string>{"step-1"});
+  });
+}
+
 }  // namespace tessera::test

@@ -55,8 +55,8 @@ TEST(ResumedElsewhere, InterruptedInEveryStepOverRanksAndStrategies) {
     } else {
       EXPECT_GE(first + got.size(), static_cast<std::size_t>(micro_of_step(step))) << what;
     }
-    ASSERT_LE(first + got.size(), order.size()) << what;
-    for (std::size_t i = 0; i < got.size(); ++i)
+    EXPECT_LE(first + got.size(), order.size()) << what;
+    for (std::size_t i = 0; i < got.size() && first + i < order.size(); ++i)
       EXPECT_EQ(got[i], order[first + i]) << what << ", micro-batch " << first + i;
     return from;
   };
@@ -67,7 +67,9 @@ TEST(ResumedElsewhere, InterruptedInEveryStepOverRanksAndStrategies) {
     for (std::int64_t step = first; step < kFieldSteps; step += 2) {
       const std::int64_t from = run(places[next++ % places.size()], folder.path(), step);
       // What is lost is at most the save that was in progress.
-      if (step > first) EXPECT_GE(from, step - 3) << "before step " << step;
+      if (step > first) {
+        EXPECT_GE(from, step - 3) << "before step " << step;
+      }
     }
     const std::int64_t from = run(places[next % places.size()], folder.path(), -1);
     const std::int64_t last = first + (kFieldSteps - 1 - first) / 2 * 2;

@@ -156,4 +156,32 @@ TEST(Strategies, MistakesAreTold) {
   });
 }
 
+// Where batches go, and what is moved: by hand nothing but, if a device is named, the batches.
+TEST(Strategies, TheRootDeviceSaysWhereBatchesGo) {
+  const auto meta = c10::Device(c10::DeviceType::Meta);
+  on_threads(1, [&](DistributedManager& manager) {
+    const auto batch = [] {
+      MicroBatch one = make_batch({at::ones({2, 3}), at::ones({2, 2})});
+      one.mask = at::ones({2}, at::kBool);
+      return one;
+    };
+    const auto expect_on = [](const MicroBatch& placed, c10::DeviceType type) {
+      for (const at::Tensor& t : placed.tensors) EXPECT_EQ(t.device().type(), type);
+      EXPECT_EQ(placed.mask.device().type(), type);
+    };
+    auto net = small_net();
+    MicroBatch placed = batch();
+    ManualStrategy left(manager);
+    left.setup({{"net", net.ptr()}});
+    left.place(placed);
+    expect_on(placed, c10::DeviceType::CPU);
+    ManualStrategy named(manager, {.device = meta});
+    named.setup({{"net", net.ptr()}});
+    EXPECT_EQ(named.root_device(), meta);
+    named.place(placed);
+    expect_on(placed, c10::DeviceType::Meta);
+    EXPECT_TRUE(net->parameters()[0].device().is_cpu()) << "modules stay where the user put them";
+  });
+}
+
 }  // namespace tessera::test
