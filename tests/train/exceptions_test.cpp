@@ -269,7 +269,9 @@ TEST(OnException, EvaluationsReportWhateverIsThrown) {
         manager.world().barrier();
       } catch (...) {
         heard[static_cast<std::size_t>(manager.rank())] = callback->what;
-        if (manager.rank() == 1) EXPECT_THROW(trainer.session(), Error) << "the session has ended";
+        if (manager.rank() == 1) {
+          EXPECT_THROW(trainer.session(), Error) << "the session has ended";
+        }
         throw;
       }
     };
