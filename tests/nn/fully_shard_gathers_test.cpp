@@ -1,0 +1,255 @@
+// fully_shard: what is gathered when, and how much of it lives at a time.
+
+#include <c10/core/CPUAllocator.h>
+
+#include <atomic>
+#include <functional>
+
+#include "fully_shard_case.h"
+#include "tessera/nn/detail/flat_plan.h"
+
+namespace tessera::test {
+
+TEST(FullyShard, GathersEachUnitOnceAndNothingElse) {
+  on_threads(3, [](DistributedManager& manager) {
+    constexpr int kBlocks = 4;
+    const auto mesh = manager.mesh({{"x", 3}});
+    Net net = net_of({.blocks = kBlocks});
+    fully_shard(*net, mesh, {.units = {"blocks.*"}});
+    const at::Tensor x = distribute_tensor(randn({6, 5}, at::kDouble), mesh, {Shard(0)});
+    loss_of(net->forward(x)).backward();
+    for (int step = 0; step < 2; ++step) {
+      const CommTraceScope trace(manager);
+      loss_of(net->forward(x)).backward();
+      auto moved = calls_of(*trace);
+      // Forward: the root's, the blocks', the root's again; backward goes on with it, and needs the
+      // root's first layer no more: no input asks for a gradient.
+      EXPECT_EQ(moved["all_gather"].first, kBlocks + 2 + kBlocks) << trace->table();
+      EXPECT_EQ(moved["reduce_scatter"].first, kBlocks + 1) << trace->table();
+    }
+  });
+}
+
+namespace {
+
+// Blocks of one size that live at a time, in the whole process.
+class SizeCounter final : public at::Allocator {
+ public:
+  explicit SizeCounter(at::Allocator* under) : under_(under) {}
+  at::DataPtr allocate(std::size_t n) override {
+    at::DataPtr from = under_->allocate(n);
+    if (n != watched) return from;
+    const int now = ++live;
+    int seen = most;
+    while (now > seen && !most.compare_exchange_weak(seen, now)) {
+    }
+    void* data = from.get();
+    return {data, new Held{std::move(from), this}, &release, at::kCPU};
+  }
+  void copy_data(void* to, const void* from, std::size_t n) const override {
+    default_copy_data(to, from, n);
+  }
+  std::atomic<std::size_t> watched = ~std::size_t{0};
+  std::atomic<int> live = 0, most = 0;
+
+ private:
+  struct Held {
+    at::DataPtr data;
+    SizeCounter* of;
+  };
+  static void release(void* held) {
+    auto* h = static_cast<Held*>(held);
+    --h->of->live;
+    delete h;
+  }
+  at::Allocator* under_;
+};
+
+}  // namespace
+
+TEST(FullyShard, HoldsTwoGatheredUnitsWhateverTheDepth) {
+  // Ranks share the process, so that what lives of all of them is counted.
+  constexpr int kRanks = 2;
+  constexpr std::int64_t kWidth = 64;
+  SizeCounter allocator(c10::GetCPUAllocator());
+  at::Allocator* before = c10::GetCPUAllocator();
+  c10::SetCPUAllocator(&allocator, 255);
+  for (const bool reshard : {true, false}) {
+    for (const int layers : {4, 7}) {
+      on_threads(kRanks, [&](DistributedManager& manager) {
+        const auto mesh = manager.mesh({{"x", kRanks}});
+        Sequential net;
+        for (int i = 0; i < layers; ++i) {
+          net->push_back(Linear(kWidth, kWidth));
+          net->push_back(torch::nn::Tanh());
+        }
+        net->to(at::kDouble);
+        fully_shard(*net, mesh, {.reshard_after_forward = reshard});
+        const at::Tensor x = leaf(randn({5, kWidth}, at::kDouble),
+                                  ShardSpec(mesh, {5, kWidth}, {Shard(0)}, {{0, {3, 2}}}));
+        const auto together = [&](const std::function<void()>& f) {
+          mesh.all().barrier();
+          if (manager.rank() == 0) f();
+          mesh.all().barrier();
+        };
+        for (int step = 0; step < 3; ++step) {
+          // The buffer of a weight and its bias, with its padding: nothing else has its size.
+          together([&] {
+            allocator.watched =
+                detail::plan_flat({{kWidth, kWidth}, {kWidth, 1}}, kRanks).numel() * sizeof(double);
+            allocator.most = 0;
+          });
+          const at::Tensor loss = net->forward(x).square().mean();
+          const int kept = reshard ? 1 : layers;
+          together([&] {
+            EXPECT_EQ(allocator.live, kept * kRanks) << step;
+            if (step > 0) {
+              EXPECT_EQ(allocator.most, (reshard ? 2 : layers) * kRanks) << step;
+            }
+            allocator.most = 0;
+          });
+          loss.backward();
+          together([&] {
+            EXPECT_EQ(allocator.live, 0) << step;
+            if (step > 0) {
+              EXPECT_LE(allocator.most, (reshard ? 2 : 0) * kRanks) << step;
+            }
+            allocator.watched = ~std::size_t{0};
+          });
+          net->zero_grad();
+        }
+      });
+    }
+  }
+  c10::SetCPUAllocator(before, 255);
+}
+
+TEST(FullyShard, LearnsFromEvaluationAlone) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    for (const bool tied : {false, true}) {
+      Net net = net_of({.tied = tied}), expected = net_of({.tied = tied});
+      fully_shard(*net, mesh);
+      const at::NoGradGuard no_grad;
+      const at::Tensor x = randn({5, 5}, at::kDouble);
+      const at::Tensor mine = distribute_tensor(x, mesh, {Shard(0)}), y = expected->forward(x);
+      for (int pass = 0; pass < 6; ++pass) EXPECT_LT(difference(net->forward(mine), y), 1e-11);
+      const CommTraceScope trace(manager);
+      net->forward(mine);
+      std::vector<CommEvent> gathers;
+      for (const CommEvent& e : trace->events()) {
+        if (e.operation == "all_gather") gathers.push_back(e);
+      }
+      std::sort(gathers.begin(), gathers.end(),
+                [](const auto& a, const auto& b) { return a.begin < b.begin; });
+      // The root's first and last layers are one use where one forward goes into the next.
+      ASSERT_GE(gathers.size(), 4u) << trace->table();
+      EXPECT_LE(gathers.size(), 5u) << trace->table();
+      int ahead = 0;
+      for (std::size_t i = 1; i < gathers.size(); ++i)
+        ahead += gathers[i].begin < gathers[i - 1].end;
+      EXPECT_GE(ahead, 3) << "each starts before the one before it has been waited for";
+    }
+  });
+}
+
+TEST(FullyShard, GathersByHand) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    Net net = net_of({}), expected = net_of({});
+    EXPECT_THROW(gather_parameters(*net), InvalidArgument);
+    fully_shard(*net, mesh);
+    for (int step = 0; step < 2; ++step) {
+      net->zero_grad();
+      expected->zero_grad();
+      const CommTraceScope trace(manager);
+      gather_parameters(*net);
+      std::vector<at::Tensor> losses;
+      // Several micro-batches, forward and backward in turn.
+      for (int part = 0; part < 3; ++part) {
+        const at::Tensor x = randn({4, 5}, at::kDouble);
+        const std::optional<NoSync> scope = part < 2 ? std::optional(no_sync(*net)) : std::nullopt;
+        loss_of(net->forward(distribute_tensor(x, mesh, {Shard(0)}))).backward();
+        loss_of(expected->forward(x)).backward();
+      }
+      release_parameters(*net);
+      EXPECT_EQ(calls_of(*trace)["all_gather"].first, 4) << trace->table();
+      expect_same(*net, *expected, concat("step ", step));
+      const at::NoGradGuard no_grad;
+      for (const auto& p : net->parameters()) p.mul_(1.1);
+      for (const auto& p : expected->parameters()) p.mul_(1.1);
+    }
+  });
+}
+
+TEST(FullyShard, SeesWhatIsWrittenToParameters) {
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    for (const bool reshard : {true, false}) {
+      Net net = net_of({.blocks = 1}), expected = net_of({.blocks = 1});
+      fully_shard(*net, mesh, {.units = {"first"}, .reshard_after_forward = reshard});
+      const at::Tensor x = randn({5, 5}, at::kDouble);
+      const at::Tensor mine = distribute_tensor(x, mesh, {Shard(0)});
+      const auto compare = [&](const std::string& what) {
+        EXPECT_LT(difference(net->forward(mine), expected->forward(x)), 1e-11) << what;
+      };
+      for (int step = 0; step < 2; ++step) {
+        {
+          const at::NoGradGuard no_grad;
+          compare("at first");
+          for (const auto& p : net->parameters()) p.add_(0.1);
+          for (const auto& p : expected->parameters()) p.add_(0.1);
+          compare("in place");
+          for (auto& p : net->parameters()) p.data().mul_(0.9);
+          for (auto& p : expected->parameters()) p.data().mul_(0.9);
+          compare("through .data");
+        }
+        // Forwards without a backward, as of a validation that forgot no_grad.
+        compare("with gradients");
+        const at::NoGradGuard no_grad;
+        for (const auto& p : net->parameters()) to_local(p.detach()).mul_(0.5);
+        for (const auto& p : expected->parameters()) p.mul_(0.5);
+        release_parameters(*net);
+        compare("through locals");
+        const at::AutoGradMode grad(true);
+        loss_of(net->forward(mine)).backward();
+      }
+    }
+  });
+}
+
+TEST(FullyShard, OneUnitSeesWhatIsWritten) {
+  // What is used last is what is used first, and nothing tells where one forward ends.
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    Linear net(4, 3), expected(4, 3);
+    net->to(at::kDouble);
+    expected->to(at::kDouble);
+    fill(*net, 3);
+    fill(*expected, 3);
+    fully_shard(*net, mesh);
+    const at::Tensor x = randn({5, 4}, at::kDouble);
+    const at::Tensor mine = distribute_tensor(x, mesh, {Shard(0)});
+    const auto halve = [](torch::nn::Module& m, bool locals) {
+      const at::NoGradGuard no_grad;
+      for (const auto& p : m.parameters()) (locals ? to_local(p.detach()) : p).mul_(0.5);
+    };
+    for (int step = 0; step < 6; ++step) {
+      const bool trained = step >= 2;
+      const at::Tensor wanted = expected->forward(x), got = net->forward(mine);
+      EXPECT_LT(difference(got, wanted), 1e-11) << step;
+      if (trained && step % 2 == 0) {
+        net->zero_grad();
+        expected->zero_grad();
+        wanted.square().mean().backward();
+        got.square().mean().backward();
+        expect_same(*net, *expected, concat("step ", step));
+      }
+      // Past the operators, as an optimizer of the user's own may: after a backward.
+      halve(*net, trained && step % 2 == 0);
+      halve(*expected, false);
+    }
+  });
+}
+
+}  // namespace tessera::test
