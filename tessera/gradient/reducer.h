@@ -26,6 +26,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -52,6 +53,8 @@ struct UnreducedGradient {
   Group scatter = Group();
   /// How many rows each rank of `scatter` keeps.
   Sizes rows = {};
+  /// In which dtype they travel and are added up, if GradientAccess::uniform(); none: their own.
+  std::optional<at::ScalarType> message = {};
 };
 
 /// How the reducer sees the gradient of one kind of parameter. The default is a plain leaf: all of

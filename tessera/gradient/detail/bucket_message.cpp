@@ -22,13 +22,22 @@ void BucketMessage::pack() {
   } else {
     pack_full();
   }
-  for (Item& item : items_) item.gradient.value.reset();
+  for (Item& item : items_) {
+    item.dtype = item.gradient.value.scalar_type();
+    item.gradient.value.reset();
+  }
+}
+
+// For all gradients.
+at::Tensor BucketMessage::flat() const {
+  std::int64_t numel = 0;
+  for (const Item& item : items_) numel += item.gradient.value.numel();
+  const at::TensorOptions options = items_.front().gradient.value.options();
+  return at::empty({numel}, dtype_ ? options.dtype(*dtype_) : options);
 }
 
 void BucketMessage::pack_full() {
-  std::int64_t numel = 0;
-  for (const Item& item : items_) numel += item.gradient.value.numel();
-  flat_ = at::empty({numel}, items_.front().gradient.value.options());
+  flat_ = flat();
   std::int64_t offset = 0;
   for (Item& item : items_) {
     item.reduced = place(flat_, offset, item.gradient.value.sizes());
@@ -40,9 +49,7 @@ void BucketMessage::pack_full() {
 // In the order of the ranks that keep the rows; the rows of one rank in the order of the gradients.
 void BucketMessage::pack_scattered() {
   const int ranks = scatter_.size(), me = scatter_.rank();
-  std::int64_t numel = 0;
-  for (const Item& item : items_) numel += item.gradient.value.numel();
-  flat_ = at::empty({numel}, items_.front().gradient.value.options());
+  flat_ = flat();
   std::vector<std::int64_t> row(items_.size(), 0);
   std::int64_t offset = 0, kept_at = 0;
   rows_.assign(ranks, 0);
@@ -85,6 +92,9 @@ void BucketMessage::next() {
 void BucketMessage::wait() {
   next();
   request_.wait();
+  for (Item& item : items_) {
+    if (item.reduced.scalar_type() != item.dtype) item.reduced = item.reduced.to(item.dtype);
+  }
 }
 
 }  // namespace tessera::detail

@@ -3,6 +3,7 @@
 // that is all-reduced over one group, or reduce-scattered over one and then all-reduced over
 // another.
 
+#include <optional>
 #include <vector>
 
 #include "tessera/gradient/reducer.h"
@@ -16,17 +17,23 @@ class BucketMessage {
     UnreducedGradient gradient;
     /// Its place in the flat tensor; after wait() the reduced value.
     at::Tensor reduced = {};
+    /// Of the gradient.
+    at::ScalarType dtype = at::kFloat;
   };
 
   BucketMessage(const UnreducedGradient& like, ReduceOp op)
-      : group_(like.group), scatter_(like.scatter), scatters_(like.scatter_dim >= 0), op_(op) {}
+      : group_(like.group),
+        scatter_(like.scatter),
+        scatters_(like.scatter_dim >= 0),
+        op_(op),
+        dtype_(like.message) {}
 
   bool scatters() const { return scatters_; }
   const std::vector<Item>& items() const { return items_; }
   /// Whether `gradient` is reduced over the same groups.
   bool takes(const UnreducedGradient& gradient) const {
-    return gradient.group == group_ && (gradient.scatter_dim >= 0) == scatters_ &&
-           (!scatters_ || gradient.scatter == scatter_);
+    return gradient.group == group_ && gradient.message == dtype_ &&
+           (gradient.scatter_dim >= 0) == scatters_ && (!scatters_ || gradient.scatter == scatter_);
   }
   void add(std::size_t parameter, UnreducedGradient gradient) {
     items_.push_back({parameter, std::move(gradient)});
@@ -37,16 +44,18 @@ class BucketMessage {
   void start();
   /// Waits for a reduce-scatter and starts the all-reduce that follows it; nothing otherwise.
   void next();
-  /// Waits for the reduced values.
+  /// Waits for the reduced values, in the dtypes of the gradients.
   void wait();
 
  private:
+  at::Tensor flat() const;
   void pack_full();
   void pack_scattered();
 
   Group group_, scatter_;
   bool scatters_ = false;
   ReduceOp op_;
+  std::optional<at::ScalarType> dtype_;
   std::vector<Item> items_;
   /// What is sent, and what this rank keeps of a reduce-scatter.
   at::Tensor flat_, kept_;
