@@ -107,6 +107,74 @@ class UnitNames {
   std::set<std::string> unused_, names_;
 };
 
+bool is_floating(at::ScalarType t) {
+  return t == at::kHalf || t == at::kBFloat16 || t == at::kFloat || t == at::kDouble;
+}
+
+// Of the units by name.
+class UnitPrecisions {
+ public:
+  explicit UnitPrecisions(const FullyShardOptions& options) : options_(options) {
+    check("", options.precision);
+    for (const auto& [pattern, precision] : options.unit_precision) {
+      check(concat(" of '", pattern, "'"), precision);
+      unused_.insert(pattern);
+    }
+  }
+
+  const UnitPrecision& of(const std::string& unit) {
+    for (const auto& [pattern, precision] : options_.unit_precision) {
+      if (!detail::matches(unit, pattern)) continue;
+      unused_.erase(pattern);
+      return precision;
+    }
+    return options_.precision;
+  }
+  void check_parameter(const std::string& unit, const NamedTensor& p) {
+    const UnitPrecision& precision = of(unit);
+    const at::ScalarType dtype = p.tensor.scalar_type();
+    if ((precision.parameters || precision.reduce) && !is_floating(dtype))
+      throw InvalidArgument(concat(
+          "fully_shard: ", p.name, " is ", toString(dtype), ", and its unit '", unit,
+          "' has a precision, which is for real floating-point parameters alone: give the unit "
+          "another one by unit_precision, or leave the parameter out by ignore"));
+    if (precision.output && precision.parameters == dtype)
+      throw InvalidArgument(concat("fully_shard: ", p.name, " of unit '", unit, "' is ",
+                                   toString(dtype), " already, so that nothing is cast and no ",
+                                   "output dtype can be given"));
+  }
+  void check_used() const {
+    if (!unused_.empty())
+      throw InvalidArgument(concat("fully_shard: no unit has a name like ", list(unused_),
+                                   ", which unit_precision names"));
+  }
+
+ private:
+  static void check(const std::string& where, const UnitPrecision& precision) {
+    for (const auto& dtype : {precision.parameters, precision.reduce, precision.output}) {
+      if (dtype && !is_floating(*dtype))
+        throw InvalidArgument(concat("fully_shard: the precision", where, " names ",
+                                     toString(*dtype),
+                                     "; give float16, bfloat16, float32 or float64"));
+    }
+    if (precision.output && !precision.parameters)
+      throw InvalidArgument(concat("fully_shard: the precision", where,
+                                   " has an output dtype and none to compute in: give "
+                                   "`parameters` too"));
+  }
+
+  const FullyShardOptions& options_;
+  std::set<std::string> unused_;
+};
+
+std::string described(const UnitPrecision& precision) {
+  const auto name = [](const std::optional<at::ScalarType>& t) {
+    return t ? toString(*t) : "its own";
+  };
+  return concat(name(precision.parameters), "/", name(precision.reduce), "/",
+                name(precision.output));
+}
+
 // Parameters of one unit, dtype and device, in one flat buffer.
 struct Flat {
   std::size_t unit = 0;
@@ -120,6 +188,7 @@ class FullyShardPlan {
   FullyShardPlan(const torch::nn::Module& module, const DeviceMesh& mesh,
                  const FullyShardOptions& options)
       : mesh_(mesh), options_(options) {
+    UnitPrecisions precision(options);
     find_axes();
     if (options.prefetch < 0)
       throw InvalidArgument(
@@ -133,8 +202,11 @@ class FullyShardPlan {
     for (const auto& p : module.named_parameters()) {
       if (ignored(p.key()) || source_of(p.value()).first || !first_time(p.value())) continue;
       all.push_back({p.key(), p.value(), true});
-      add(names.of(p.key()), all.back());
+      const std::string unit = names.of(p.key());
+      precision.check_parameter(unit, all.back());
+      add(unit, all.back());
     }
+    for (const std::string& unit : units) precisions.push_back(precision.of(unit));
     for (const auto& b : module.named_buffers()) {
       if (!ignored(b.key()) && b.value().defined() && !is_sharded(b.value()))
         all.push_back({b.key(), b.value(), false});
@@ -142,6 +214,7 @@ class FullyShardPlan {
     if (!unused.empty())
       throw InvalidArgument(concat("fully_shard: no parameter or buffer has a name like ",
                                    list(unused), ", which is to be ignored"));
+    precision.check_used();
     cut();
   }
 
@@ -159,16 +232,23 @@ class FullyShardPlan {
                   options_.reshard_after_forward, ", prefetch ", options_.prefetch,
                   ", bucket_bytes ", options_.reducer.bucket_bytes, ", first_bucket_bytes ",
                   options_.reducer.first_bucket_bytes, ", learn_order ",
-                  options_.reducer.learn_order, ", overlap ", options_.reducer.overlap, "\n");
+                  options_.reducer.learn_order, ", overlap ", options_.reducer.overlap,
+                  ", precisions ", list(described_precisions()), "\n");
   }
 
   std::vector<NamedTensor> all;
   std::vector<int> axes;
   std::vector<std::string> units;
+  std::vector<UnitPrecision> precisions;
   std::vector<Flat> flats;
   std::unordered_map<const void*, std::size_t> unit_of;
 
  private:
+  std::vector<std::string> described_precisions() const {
+    std::vector<std::string> all;
+    for (const UnitPrecision& p : precisions) all.push_back(described(p));
+    return all;
+  }
   void find_axes() {
     const Mesh& layout = mesh_.layout();
     for (const std::string& name : options_.axes) {
@@ -307,7 +387,8 @@ void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
   const auto units = std::make_shared<GatherUnits>(
       detail::MeshContext::of(mesh), plan.axes,
       GatherUnits::Options{options.reshard_after_forward, options.prefetch});
-  for (const std::string& name : plan.units) units->add_unit(name);
+  for (std::size_t u = 0; u < plan.units.size(); ++u)
+    units->add_unit(plan.units[u], {plan.precisions[u].parameters, plan.precisions[u].output});
   const int rank = mesh.group(plan.axes).rank();
   for (const Flat& flat : plan.flats) make_flat(flat, rank, units);
   std::vector<detail::UnitParameter> reduced;
@@ -317,7 +398,7 @@ void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
     if (!source_of(entry.tensor).first)
       units->add_parameter(unit, GatherUnits::kNoBuffer, 0, to_local(entry.tensor.detach()));
     if (!entry.tensor.requires_grad()) continue;
-    reduced.push_back({entry.name, entry.tensor, unit});
+    reduced.push_back({entry.name, entry.tensor, unit, plan.precisions[unit].reduce});
     detail::add_hook_after(entry.tensor, std::make_unique<AccumulatedInUnit>(units));
   }
   detail::reduce_parameters(reduced, mesh, options.reducer);

@@ -27,6 +27,18 @@
 // another way is right all the same, is not overlapped, and is learnt for the next one. All ranks
 // run the same operators, as everywhere with sharded tensors.
 //
+// Mixed precision. `precision` says in which dtype a unit is gathered, in which its operators
+// compute, and in which its gradients are reduced. Parameters, gradients and optimizer states keep
+// the dtype that the module was made in. An operator that takes one of the unit's parameters
+// together with data casts both to the dtype to compute in; what it makes has that dtype, or
+// `output`. What is computed of parameters alone, and element by element with tensors of their
+// shape and dtype (an optimizer, a penalty), is left alone, and so is batch norm.
+//
+//   fully_shard(*net, mesh, {.precision = {.parameters = at::kBFloat16}});
+//   // the last layer's scores in float32
+//   fully_shard(*net, mesh, {.precision = {.parameters = at::kBFloat16},
+//                            .unit_precision = {{"head", {at::kBFloat16, {}, at::kFloat}}}});
+//
 // Autocast. What it casts is no longer the parameter: it is gathered by itself where it is used, in
 // the lower precision, not with its unit and not ahead. Values are right.
 //
@@ -35,13 +47,27 @@
 
 #include <torch/nn/module.h>
 
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/gradient/reducer.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
+
+/// The dtypes of a unit: float16, bfloat16, float32 or float64.
+struct UnitPrecision {
+  /// In which parameters are gathered and operators that take them compute; none: each parameter's
+  /// own.
+  std::optional<at::ScalarType> parameters = {};
+  /// In which gradients are reduced; none: that of the parameter as the module was made.
+  std::optional<at::ScalarType> reduce = {};
+  /// Of the results of operators that take the unit's parameters; none: as they make them. Needs
+  /// `parameters`.
+  std::optional<at::ScalarType> output = {};
+};
 
 struct FullyShardOptions {
   /// Patterns of module names ("*" matches any characters, dots included); a module that matches is
@@ -64,13 +90,21 @@ struct FullyShardOptions {
   ReducerOptions reducer = {.first_bucket_bytes = std::int64_t{1} << 30,
                             .bucket_bytes = std::int64_t{1} << 30,
                             .learn_order = true};
+  /// Of all units that `unit_precision` does not name.
+  UnitPrecision precision = {};
+  /// Patterns of units' names, each with the precision of the units that it matches. The first
+  /// pattern that matches counts; the unit of what lies in no other one has the name "".
+  std::vector<std::pair<std::string, UnitPrecision>> unit_precision = {};
 };
 
 /// Shards the parameters of `module` over `mesh`, in place, and replicates its buffers; values are
 /// those of the mesh's first rank. Collective over the mesh. Call it before the first forward and
 /// before the optimizer is made. Modules that fully_shard() has sharded already, on this mesh or
 /// another one, are left as they are. Throws as distribute_module() does; InvalidArgument for an
-/// axis that the mesh does not have, a pattern that matches nothing, a negative prefetch.
+/// axis that the mesh does not have, a pattern that matches nothing, a negative prefetch, and for a
+/// precision that does not fit: a dtype that is not floating-point, a complex or integer parameter
+/// in a unit with one (give the unit another, or leave the parameter out by `ignore`), an output
+/// dtype without one to compute in, or where a parameter already has that one.
 void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
                  const FullyShardOptions& options = {});
 

@@ -7,6 +7,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <map>
+#include <memory>
 
 #include "tessera/base/text.h"
 #include "tessera/gradient/announce.h"
@@ -90,6 +92,7 @@ namespace {
 
 class ParameterAccess final : public GradientAccess {
  public:
+  explicit ParameterAccess(std::optional<at::ScalarType> message) : message_(message) {}
   at::Tensor like(const at::Tensor& parameter) const override { return meta_of(parameter)->local; }
   std::string describe(const at::Tensor& parameter) const override {
     return concat(spec(parameter), ", ", parameter.scalar_type());
@@ -103,6 +106,7 @@ class ParameterAccess final : public GradientAccess {
     if (meta && !(meta->spec() == spec(parameter)) &&
         reduction_between(meta->spec(), spec(parameter), result))
       result.value = meta->local;
+    result.message = message_;
     return result;
   }
 
@@ -121,6 +125,9 @@ class ParameterAccess final : public GradientAccess {
     if (meta_of(grad)) make_partial(value, spec(grad));
     grad = grad + value;
   }
+
+ private:
+  const std::optional<at::ScalarType> message_;
 };
 
 // Before a partial gradient is added to one that has been reduced, that one becomes partial itself:
@@ -167,11 +174,13 @@ void reduce_parameters(const std::vector<UnitParameter>& parameters, const Devic
                        const ReducerOptions& options) {
   if (parameters.empty()) return;
   const Group all = MeshContext::of(mesh)->mesh.all();
-  const auto access = std::make_shared<ParameterAccess>();
+  std::map<std::optional<at::ScalarType>, std::shared_ptr<ParameterAccess>> access;
   std::vector<ReducedParameter> reduced;
   std::vector<Accumulated*> hooks;
-  for (const auto& [name, parameter, unit] : parameters) {
-    reduced.push_back({parameter, name, all, ReduceOp::sum, access, unit});
+  for (const auto& [name, parameter, unit, message] : parameters) {
+    auto& of = access[message];
+    if (!of) of = std::make_shared<ParameterAccess>(message);
+    reduced.push_back({parameter, name, all, ReduceOp::sum, of, unit});
     add_hook_before(
         parameter,
         Accumulate{c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr())});

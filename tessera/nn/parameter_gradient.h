@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,8 @@ struct UnitParameter {
   at::Tensor tensor;
   /// Gradients of different units never share a bucket.
   std::size_t unit = 0;
+  /// In which it is reduced; none: its own.
+  std::optional<at::ScalarType> message = {};
 };
 
 /// Makes the reducer of sharded parameters and sets its hooks; the parameters own it. Collective

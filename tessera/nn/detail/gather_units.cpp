@@ -2,6 +2,9 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -22,8 +25,9 @@ GatherUnits::GatherUnits(std::shared_ptr<MeshContext> context, std::vector<int> 
 
 GatherUnits::~GatherUnits() = default;
 
-std::size_t GatherUnits::add_unit(std::string name) {
+std::size_t GatherUnits::add_unit(std::string name, ParameterPrecision precision) {
   Unit unit;
+  unit.precision = precision;
   unit.label = concat("gather of unit '", name, "'");
   unit.name = std::move(name);
   units_.push_back(std::move(unit));
@@ -32,14 +36,72 @@ std::size_t GatherUnits::add_unit(std::string name) {
 
 std::size_t GatherUnits::add_buffer(std::size_t unit, at::Tensor shard, Sizes sizes) {
   const std::int64_t numel = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
-  units_[unit].buffers.push_back({std::move(shard), std::move(sizes), numel, {}, {}});
+  const auto compute = units_[unit].precision.compute;
+  at::Tensor low, memory;
+  if (compute && *compute != shard.scalar_type()) {
+    memory = at::zeros({std::max<std::int64_t>(shard.numel(), 1)}, shard.options().dtype(*compute));
+    low = memory.narrow(0, 0, shard.numel());
+  }
+  units_[unit].buffers.push_back(
+      {std::move(shard), std::move(low), std::move(memory), std::move(sizes), numel, {}, {}});
   return units_[unit].buffers.size() - 1;
 }
 
 void GatherUnits::add_parameter(std::size_t unit, std::size_t buffer, std::int64_t offset,
                                 const at::Tensor& local) {
+  const std::size_t index = places_.size();
   places_.push_back({unit, buffer, offset});
-  context_->state->sources.add(local, shared_from_this(), places_.size() - 1);
+  if (const auto compute = units_[unit].precision.compute;
+      compute && *compute != local.scalar_type())
+    add_low(index, local);
+  context_->state->sources.add(local, shared_from_this(), index);
+}
+
+// The local in the dtype to compute in: a place in the unit's buffer of that dtype, or memory of
+// its own. A storage of its own, by which it is known.
+void GatherUnits::add_low(std::size_t index, const at::Tensor& local) {
+  const Place at = places_[index];
+  const Unit& unit = units_[at.unit];
+  const at::TensorOptions options = local.options().dtype(*unit.precision.compute);
+  at::Tensor made;
+  if (at.buffer == kNoBuffer) {
+    made = at::empty_strided(local.sizes(), local.strides(), options);
+  } else {
+    const Buffer& buffer = unit.buffers[at.buffer];
+    const auto bytes = static_cast<const char*>(local.const_data_ptr()) -
+                       static_cast<const char*>(buffer.shard.const_data_ptr());
+    const std::int64_t first =
+        local.numel() > 0 ? bytes / static_cast<std::int64_t>(local.element_size()) : 0;
+    char* place = static_cast<char*>(buffer.memory.data_ptr()) +
+                  first * static_cast<std::int64_t>(buffer.memory.element_size());
+    made = at::from_blob(place, local.sizes(), [memory = buffer.memory](void*) {}, options);
+  }
+  places_.push_back({at.unit, at.buffer, at.offset, true});
+  places_[index].computed = made;
+  places_[index].begin = local.storage_offset();
+  context_->state->sources.add(made, shared_from_this(), places_.size() - 1);
+}
+
+ParameterPrecision GatherUnits::precision(std::size_t index) const {
+  const Place& place = places_[index];
+  return place.computed.defined() ? units_[place.unit].precision : ParameterPrecision();
+}
+
+at::Tensor GatherUnits::computed(std::size_t index, const ShardMeta& meta) {
+  const Place& place = places_[index];
+  if (!place.computed.defined() || meta.local.scalar_type() != meta.layout->dtype ||
+      meta.local.is_conj() || meta.local.is_neg())
+    return {};
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  const LocalCallGuard guard;
+  const c10::InferenceMode normal(false);
+  at::Tensor view = place.computed.as_strided(meta.local.sizes(), meta.local.strides(),
+                                              meta.local.storage_offset() - place.begin);
+  // What is being gathered has been copied, and what has been written since was released.
+  if (place.buffer == kNoBuffer || units_[place.unit].state == Unit::State::sharded)
+    view.copy_(meta.local);
+  return view;
 }
 
 at::Tensor GatherUnits::gathered(std::size_t index, const ShardMeta& meta, const ShardSpec& to) {
@@ -47,8 +109,9 @@ at::Tensor GatherUnits::gathered(std::size_t index, const ShardMeta& meta, const
   if (place.buffer == kNoBuffer) return {};
   const Layout& layout = *meta.layout;
   Buffer& buffer = units_[place.unit].buffers[place.buffer];
-  if (!to.is_replicated() || layout.dtype != buffer.shard.scalar_type() || meta.local.is_conj() ||
-      meta.local.is_neg())
+  const at::Tensor& sent = buffer.low.defined() ? buffer.low : buffer.shard;
+  if (place.low != buffer.low.defined() || !to.is_replicated() ||
+      layout.dtype != sent.scalar_type() || meta.local.is_conj() || meta.local.is_neg())
     return {};
   const std::lock_guard lock(mutex_);
   visit(index);
@@ -247,13 +310,15 @@ void GatherUnits::start(std::size_t u) {
   unit.state = Unit::State::started;
   try {
     for (Buffer& buffer : unit.buffers) {
+      if (buffer.low.defined()) at::Tensor(buffer.low).copy_(buffer.shard);
+      const at::Tensor& sent = buffer.low.defined() ? buffer.low : buffer.shard;
       if (ranks.size() == 1) {
-        buffer.full = buffer.shard;
+        buffer.full = sent;
         continue;
       }
-      buffer.full = at::empty({buffer.numel}, buffer.shard.options());
+      buffer.full = at::empty({buffer.numel}, sent.options());
       buffer.request =
-          ranks.start().all_gather(buffer.full, buffer.shard, buffer.sizes, {.name = unit.label});
+          ranks.start().all_gather(buffer.full, sent, buffer.sizes, {.name = unit.label});
     }
   } catch (...) {
     release(u);

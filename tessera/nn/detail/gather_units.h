@@ -12,12 +12,17 @@
 // gathered when they are used and released when another one is, and the order is learnt anew. All
 // of that follows from the operators that the program calls on sharded tensors, which are the same
 // on all ranks, and from nothing else.
+//
+// Mixed precision. A unit with a dtype to compute in keeps its shards in that dtype too, in a
+// buffer of its own that is copied anew from the parameters whenever it is gathered; operators get
+// tensors over that memory in place of the parameters, and it is that memory which is gathered.
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,7 +43,7 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   GatherUnits(std::shared_ptr<MeshContext> context, std::vector<int> axes, Options options);
   ~GatherUnits() override;
 
-  std::size_t add_unit(std::string name);
+  std::size_t add_unit(std::string name, ParameterPrecision precision = {});
   /// A flat buffer of a unit: what this rank keeps of it, and how much every rank keeps.
   std::size_t add_buffer(std::size_t unit, at::Tensor shard, Sizes sizes);
   static constexpr std::size_t kNoBuffer = ~std::size_t{0};
@@ -49,6 +54,8 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
 
   at::Tensor gathered(std::size_t index, const ShardMeta& meta, const ShardSpec& to) override;
   void written(std::size_t index) override;
+  ParameterPrecision precision(std::size_t index) const override;
+  at::Tensor computed(std::size_t index, const ShardMeta& meta) override;
   /// A gradient of one of the parameters was accumulated: a backward runs, though it may use none.
   void accumulated();
 
@@ -60,6 +67,10 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
  private:
   struct Buffer {
     at::Tensor shard;
+    // The shard in the dtype to compute in; undefined: that is its own.
+    at::Tensor low;
+    // That of `low`, at least one element.
+    at::Tensor memory;
     Sizes sizes;
     std::int64_t numel;
     at::Tensor full;  // undefined: not gathered
@@ -67,6 +78,7 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   };
   struct Unit {
     std::string name, label;
+    ParameterPrecision precision;
     std::vector<Buffer> buffers;
     enum class State : unsigned char { sharded, started, gathered } state = State::sharded;
     bool held = false;
@@ -74,6 +86,11 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   struct Place {
     std::size_t unit, buffer;
     std::int64_t offset;
+    // Whether it is that of a parameter in the dtype to compute in.
+    bool low = false;
+    // Of a parameter: its local in that dtype, if there is one, and where its own begins.
+    at::Tensor computed = {};
+    std::int64_t begin = 0;
   };
   struct Visit {
     std::size_t unit;
@@ -87,7 +104,6 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   enum class Pass : unsigned char { none, forward, evaluation, backward };
   struct EndOfBackward;
 
-  void use(std::size_t index);
   void visit(std::size_t index);
   bool starts_again(std::size_t index) const;
   bool repeats(std::size_t index);
@@ -96,6 +112,7 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   void left();
   void used();
   bool comes_again() const;
+  void add_low(std::size_t index, const at::Tensor& local);
   void start(std::size_t unit);
   void wait(Unit& unit);
   void release(std::size_t unit);

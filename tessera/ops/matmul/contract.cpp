@@ -16,6 +16,7 @@
 #include "tessera/ops/matmul/sequence_linear.h"
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/cast_parameters.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
@@ -125,9 +126,15 @@ bool breaks_sharded_dim(const at::Tensor& t, std::int64_t end) {
   return false;
 }
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias) {
-  if (const auto y = sequence_linear(x, w, bias)) return *y;
-  return linear_of_shards(x, w, bias);
+at::Tensor linear(const at::Tensor& given_x, const at::Tensor& given_w,
+                  const std::optional<at::Tensor>& given_bias) {
+  at::Tensor x = given_x, w = given_w, b = given_bias.value_or(at::Tensor());
+  ParameterCasts casts;
+  if (const ShardMeta* meta = meta_of(w); meta && casts_parameters(*meta))
+    casts = cast_tensors({&x, &w, &b});
+  const std::optional<at::Tensor> bias = b.defined() ? std::optional(b) : std::nullopt;
+  const auto y = sequence_linear(x, w, bias);
+  return cast_result(y ? *y : linear_of_shards(x, w, bias), casts);
 }
 
 }  // namespace
@@ -177,9 +184,13 @@ at::Tensor matmul_of_shards(const at::Tensor& a, const at::Tensor& b) {
 
 namespace {
 
-at::Tensor matmul(const at::Tensor& a, const at::Tensor& b) {
-  if (const auto y = sequence_matmul(a, b)) return *y;
-  return matmul_of_shards(a, b);
+at::Tensor matmul(const at::Tensor& given_a, const at::Tensor& given_b) {
+  at::Tensor a = given_a, b = given_b;
+  ParameterCasts casts;
+  const ShardMeta* meta = meta_of(a) ? meta_of(a) : meta_of(b);
+  if (meta && casts_parameters(*meta)) casts = cast_tensors({&a, &b});
+  const auto y = sequence_matmul(a, b);
+  return cast_result(y ? *y : matmul_of_shards(a, b), casts);
 }
 
 const bool contract_registered = [] {

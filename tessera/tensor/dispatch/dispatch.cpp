@@ -11,6 +11,7 @@
 #include <set>
 
 #include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/cast_parameters.h"
 #include "tessera/tensor/dispatch/execute.h"
 #include "tessera/tensor/dispatch/fast_kernels.h"
 #include "tessera/tensor/dispatch/layout.h"
@@ -47,8 +48,7 @@ struct Seen {
   }
 };
 
-PromotedTargets promote_above(const OpInfo& info, torch::jit::Stack* stack) {
-  c10::IValue* arguments = stack->data() + (stack->size() - info.kinds.size());
+Seen look_at(const OpInfo& info, const c10::IValue* arguments) {
   Seen seen;
   for (std::size_t i = 0; i < info.kinds.size(); ++i) {
     if (info.kinds[i] == OpInfo::Kind::tensor) {
@@ -57,6 +57,17 @@ PromotedTargets promote_above(const OpInfo& info, torch::jit::Stack* stack) {
                arguments[i].isList()) {
       for (const c10::IValue& v : arguments[i].toListRef()) seen.look(v);
     }
+  }
+  return seen;
+}
+
+// Casts and promotes the arguments.
+PromotedTargets prepare_above(const OpInfo& info, torch::jit::Stack* stack, ParameterCasts& casts) {
+  c10::IValue* arguments = stack->data() + (stack->size() - info.kinds.size());
+  Seen seen = look_at(info, arguments);
+  if (seen.sharded && casts_parameters(*seen.sharded)) {
+    casts = cast_arguments(info, arguments);
+    if (casts.any) seen = look_at(info, arguments);
   }
   if (!seen.plain || !seen.sharded) return {};
   return promote_arguments(info, arguments, context_of(seen.sharded->spec()), true);
@@ -69,8 +80,10 @@ struct Above final : c10::OperatorKernel {
       : info(std::move(i)), autograd(has_autograd) {}
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
-    const PromotedTargets promoted = promote_above(*info, stack);
+    ParameterCasts casts;
+    const PromotedTargets promoted = prepare_above(*info, stack, casts);
     after_promotion(promoted, [&] { onward(op, keys, stack); });
+    cast_result(*info, stack, casts);
   }
   void onward(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
               torch::jit::Stack* stack) const {
@@ -180,11 +193,14 @@ class Registrar final : public c10::OpRegistrationListener {
   }
   static void above_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                              torch::jit::Stack* stack) {
-    const PromotedTargets promoted = promote_above(*instance().info_of(op), stack);
+    ParameterCasts casts;
+    const auto info = instance().info_of(op);
+    const PromotedTargets promoted = prepare_above(*info, stack, casts);
     after_promotion(promoted, [&] {
       op.redispatchBoxed((keys & c10::after_autograd_keyset).remove(c10::DispatchKey::ZeroTensor),
                          stack);
     });
+    cast_result(*info, stack, casts);
   }
 
   void add(const c10::OperatorName& name) {

@@ -1,9 +1,11 @@
 #include "tessera/tensor/dispatch/execute.h"
 
+#include <c10/core/InferenceMode.h>
 #include <execinfo.h>
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/cast_parameters.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/make_plan.h"
 #include "tessera/tensor/dispatch/plan_cache.h"
@@ -87,6 +89,14 @@ void run_sharded(const OpInfo& info, torch::jit::Stack* stack) {
         promote_arguments(info, arguments, context_of(scan.first->spec()), false);
     after_promotion(promoted, [&] { run_sharded(info, stack); });
     return;
+  }
+  // In inference mode nothing has run above.
+  if (c10::InferenceMode::is_enabled() && casts_parameters(*scan.first)) {
+    if (const ParameterCasts casts = cast_arguments(info, arguments); casts.any) {
+      run_sharded(info, stack);
+      cast_result(info, stack, casts);
+      return;
+    }
   }
   auto found = cache.of(info).plans.find(key);
   if (found == cache.of(info).plans.end()) {

@@ -3,6 +3,7 @@
 #include <ATen/Operators.h>
 #include <ATen/core/boxing/impl/boxing.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
 #include <map>
@@ -12,6 +13,7 @@
 #include <tuple>
 #include <utility>
 
+#include "tessera/tensor/dispatch/cast_parameters.h"
 #include "tessera/tensor/dispatch/execute.h"
 #include "tessera/tensor/dispatch/failure.h"
 #include "tessera/tensor/dispatch/layout.h"
@@ -110,6 +112,7 @@ const T& local_of(const T& value, const ReadyPlan&) {
 
 // What the kernel above autograd must know of the tensors before it continues.
 struct Look {
+  const ShardMeta* sharded = nullptr;
   bool plain = false;           // something must be promoted
   bool differentiable = false;  // autograd has something to do
   bool tangents = false;        // so has forward-mode autograd
@@ -123,7 +126,9 @@ struct Look {
   void see(const at::Tensor& t) {
     if (!t.defined()) return;
     const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
-    plain |= !meta_of(t) && !impl.is_wrapped_number();
+    const ShardMeta* meta = meta_of(t);
+    if (meta && !sharded) sharded = meta;
+    plain |= !meta && !impl.is_wrapped_number();
     if (!impl.autograd_meta()) return;
     tangents |= t._fw_grad(0).defined();
     differentiable |= impl.requires_grad() && at::GradMode::is_enabled();
@@ -172,6 +177,8 @@ struct Kernels<Op, Result(Arguments...)> {
   static constexpr bool kView =
       std::string_view(Op::schema_str).find("(a)") != std::string_view::npos;
   static constexpr bool kDetach = std::is_same_v<Op, at::_ops::detach>;
+  // An operator on one tensor never casts a parameter.
+  static constexpr bool kCasts = (std::is_same_v<std::decay_t<Arguments>, at::Tensor> + ...) > 1;
 
   static Result boxed(Arguments... arguments) {
     torch::jit::Stack stack;
@@ -232,6 +239,11 @@ struct Kernels<Op, Result(Arguments...)> {
       if (meta_of(arguments...)) return another(arguments..., true);
     }
     const KeyBuilder builder(arguments...);
+    if constexpr (kCasts) {
+      // In inference mode nothing has run above.
+      if (c10::InferenceMode::is_enabled() && builder.first && casts_parameters(*builder.first))
+        return boxed(arguments...);
+    }
     if (const ReadyPlan* plan = find_simple(*info, number, builder)) {
       if constexpr (kInPlace) {
         return run(*plan, builder, arguments...);
@@ -273,6 +285,23 @@ struct Kernels<Op, Result(Arguments...)> {
 
   static Result above(c10::DispatchKeySet keys, Arguments... arguments) {
     const Look look(arguments...);
+    if constexpr (kCasts) {
+      if (look.sharded && casts_parameters(*look.sharded)) {
+        torch::jit::Stack stack;
+        torch::jit::push(stack, arguments...);
+        if (const ParameterCasts casts = cast_arguments(*info, stack.data()); casts.any) {
+          return std::apply(
+              [&](auto&&... cast) -> Result {
+                if constexpr (kInPlace) {
+                  return above(keys, cast...);
+                } else {
+                  return cast_result(above(keys, cast...), casts);
+                }
+              },
+              from_stack(stack, arguments...));
+        }
+      }
+    }
     if (look.plain) {
       torch::jit::Stack stack;
       torch::jit::push(stack, arguments...);

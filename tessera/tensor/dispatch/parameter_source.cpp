@@ -15,6 +15,7 @@ void ParameterSources::add(const at::Tensor& local, const std::shared_ptr<Parame
   entries_.insert_or_assign(local.storage().unsafeGetStorageImpl(),
                             Entry{source, index, local.storage().getWeakStorageImpl()});
   count_ = entries_.size();
+  if (source->precision(index).compute) casts_ = true;
 }
 
 ParameterSources::Found ParameterSources::find(const at::TensorBase& local) {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 
@@ -19,9 +20,23 @@ namespace tessera::detail {
 
 struct ShardMeta;
 
+/// In which dtypes operators work that take a parameter.
+struct ParameterPrecision {
+  /// Of the parameter, as the operator sees it, and of what it is combined with; none: its own.
+  std::optional<at::ScalarType> compute = {};
+  /// Of the operator's result; none: as the operator makes it.
+  std::optional<at::ScalarType> output = {};
+};
+
 class ParameterSource {
  public:
   virtual ~ParameterSource() = default;
+  /// Of parameter `index`; empty for what computed() has made.
+  virtual ParameterPrecision precision(std::size_t index) const = 0;
+  /// The local of parameter `index`, or of a view of it, both by `meta`, in the dtype that operators
+  /// compute in: memory that belongs to the source, and that the source finds again. Undefined:
+  /// there is none of this view.
+  virtual at::Tensor computed(std::size_t index, const ShardMeta& meta) = 0;
   /// The local under `to` of parameter `index`, or of a view of it, both by `meta`; undefined: this
   /// one is gathered by itself. Called by all ranks for the same uses in the same order.
   virtual at::Tensor gathered(std::size_t index, const ShardMeta& meta, const ShardSpec& to) = 0;
@@ -38,6 +53,8 @@ class ParameterSources {
            std::size_t index);
   /// One load: whether any parameter has a source.
   bool any() const { return count_.load(std::memory_order_relaxed) > 0; }
+  /// One load: whether operators may compute with any parameter in another dtype than its own.
+  bool casts() const { return casts_.load(std::memory_order_relaxed); }
   /// Null: the local is no parameter's that has a source.
   Found find(const at::TensorBase& local);
   /// The memory of `local` was written to.
@@ -51,6 +68,7 @@ class ParameterSources {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   };
   std::atomic<std::size_t> count_ = 0;
+  std::atomic<bool> casts_ = false;
   std::mutex mutex_;
   std::unordered_map<const void*, Entry> entries_;
 };
