@@ -50,7 +50,21 @@ void broadcast_from_first(const std::vector<NamedTensor>& all, const DeviceMesh&
 struct Target {
   ShardSpec spec;
   SequenceSharding sequence;
+  bool stays = false;
 };
+
+void require_rows(const NamedTensor& entry, const Target& target) {
+  if (!target.stays || !target.spec.has_shard()) return;
+  for (const Placement& p : target.spec.placements()) {
+    if (p.is_shard() && !p.is_shard(0))
+      throw InvalidArgument(concat("distribute_module: ", entry.name, " is ", target.spec,
+                                   ", and shall stay: shard its rows (dim 0) alone"));
+  }
+  if (target.sequence)
+    throw InvalidArgument(concat("distribute_module: ", entry.name,
+                                 " shall stay, and is of a layer whose data are sharded along "
+                                 "their sequence: give one of the two"));
+}
 
 void require_sequence(const NamedTensor& entry, const Target& target) {
   const auto& [axis, dim] = target.sequence;
@@ -67,8 +81,9 @@ Target target_of(const NamedTensor& entry, const DeviceMesh& mesh, const ModuleR
       given ? *given : ParameterPlacement{std::vector<Placement>(mesh.layout().dims())};
   try {
     Target target{ShardSpec(mesh, entry.tensor.sizes().vec(), where.placements, where.sizes),
-                  where.sequence};
+                  where.sequence, where.stays};
     require_sequence(entry, target);
+    require_rows(entry, target);
     if (!target.spec.has_partial()) return target;
   } catch (const InvalidArgument& e) {
     throw InvalidArgument(concat("distribute_module: ", entry.name, ": ", e.what()));
@@ -91,6 +106,7 @@ std::vector<Target> agreed_targets(const std::vector<NamedTensor>& all, const De
                      entry.tensor.requires_grad() ? ", requires grad" : "");
       if (const auto& [axis, dim] = targets.back().sequence; axis >= 0)
         text += concat(", data sharded along dim ", dim, " over axis ", axis);
+      if (targets.back().stays) text += ", stays";
       text += "\n";
     }
   } catch (const std::exception& e) {
@@ -155,7 +171,9 @@ std::vector<NamedTensor> detail::place(const std::vector<NamedTensor>& tensors,
       sharded = sharded.clone();  // a slice would keep the full tensor alive
     if (spec(sharded).has_shard() && entry.parameter) {
       const detail::ShardMeta& meta = *detail::meta_of(sharded);
-      detail::install(sharded, meta.local, detail::as_parameter(meta.layout, targets[i].sequence));
+      detail::install(sharded, meta.local,
+                      targets[i].stays ? detail::as_staying(meta.layout)
+                                       : detail::as_parameter(meta.layout, targets[i].sequence));
     }
     changes.emplace_back(entry.tensor, sharded);
   }

@@ -43,6 +43,10 @@ struct ParameterPlacement {
   ShardSizes sizes = {};
   /// Of the weight of a linear layer or an embedding whose data are sharded along their sequence.
   SequenceSharding sequence = {};
+  /// Of a parameter whose rows (dim 0) are sharded: it is not gathered where it is used. An
+  /// embedding sends indices and rows between the ranks, and its gradient stays with the rows;
+  /// other operators treat it as data, and move what costs least.
+  bool stays = false;
 };
 
 /// For a parameter or buffer by its full name; nullopt: replicated.

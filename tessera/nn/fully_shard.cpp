@@ -199,9 +199,18 @@ class FullyShardPlan {
       std::erase_if(unused, [&](const std::string& p) { return detail::matches(name, p); });
       return any_matches(name, options.ignore);
     };
+    std::set<std::string> unmatched(options.stay.begin(), options.stay.end());
+    // Under any of its names.
+    std::unordered_set<const void*> staying;
+    for (const auto& p : module.named_parameters()) {
+      if (!any_matches(p.key(), options.stay)) continue;
+      std::erase_if(unmatched, [&](const auto& s) { return detail::matches(p.key(), s); });
+      staying.insert(p.value().unsafeGetTensorImpl());
+    }
     for (const auto& p : module.named_parameters()) {
       if (ignored(p.key()) || source_of(p.value()).first || !first_time(p.value())) continue;
       all.push_back({p.key(), p.value(), true});
+      if (staying.contains(p.value().unsafeGetTensorImpl())) keep(all.back());
       const std::string unit = names.of(p.key());
       precision.check_parameter(unit, all.back());
       add(unit, all.back());
@@ -214,6 +223,9 @@ class FullyShardPlan {
     if (!unused.empty())
       throw InvalidArgument(concat("fully_shard: no parameter or buffer has a name like ",
                                    list(unused), ", which is to be ignored"));
+    if (!unmatched.empty())
+      throw InvalidArgument(concat("fully_shard: no parameter has a name like ", list(unmatched),
+                                   ", which is to stay"));
     precision.check_used();
     cut();
   }
@@ -224,7 +236,8 @@ class FullyShardPlan {
     if (at != rows_.end()) {
       for (const int axis : axes) placements[axis] = Shard(0);
     }
-    if (at == rows_.end() || at->second.empty()) return {placements};
+    const bool stays = staying_.contains(name);
+    if (at == rows_.end() || at->second.empty()) return {.placements = placements, .stays = stays};
     return {placements, {{0, at->second}}};
   }
   std::string describe() const {
@@ -268,12 +281,18 @@ class FullyShardPlan {
   bool first_time(const at::Tensor& t) {
     return t.defined() && seen_.insert(t.unsafeGetTensorImpl()).second;
   }
+  void keep(const NamedTensor& p) {
+    if (p.tensor.dim() == 0 || p.tensor.numel() == 0 || is_sharded(p.tensor))
+      throw InvalidArgument(concat("fully_shard: ", p.name, " of shape ", p.tensor.sizes(),
+                                   " shall stay, and has no rows to shard, or is sharded already"));
+    staying_.insert(p.name);
+  }
   void add(const std::string& unit, const NamedTensor& p) {
     const auto [at, fresh] = unit_index_.try_emplace(unit, units.size());
     if (fresh) units.push_back(unit);
     unit_of.emplace(p.tensor.unsafeGetTensorImpl(), at->second);
     if (is_sharded(p.tensor) || p.tensor.dim() == 0 || p.tensor.numel() == 0) return;
-    if (!p.tensor.is_contiguous()) {
+    if (!p.tensor.is_contiguous() || staying_.contains(p.name)) {
       rows_.emplace(p.name, Sizes());
       return;
     }
@@ -305,6 +324,7 @@ class FullyShardPlan {
   std::map<std::string, std::size_t> unit_index_;
   // By name of a parameter that is sharded: rows of each rank, or none for even ones.
   std::map<std::string, Sizes> rows_;
+  std::set<std::string> staying_;
 };
 
 FullyShardPlan agreed_plan(const torch::nn::Module& module, const DeviceMesh& mesh,

@@ -80,6 +80,11 @@ struct FullyShardOptions {
   std::vector<std::string> axes = {};
   /// Patterns of parameters and buffers that are left as they are, plain or sharded already.
   std::vector<std::string> ignore = {};
+  /// Patterns of parameters that are not gathered: tables of embeddings, weights of experts. Their
+  /// rows (dim 0) are sharded evenly over the axes, outside the units' buffers. An embedding sends
+  /// indices and rows between the ranks, and its gradient stays with the rows; other operators treat
+  /// such a parameter as data, and move what costs least. On one rank an axis shards nothing.
+  std::vector<std::string> stay = {};
   /// false: parameters that forward gathers stay so until backward has used them, which saves a
   /// third of the traffic.
   bool reshard_after_forward = true;
@@ -101,7 +106,8 @@ struct FullyShardOptions {
 /// those of the mesh's first rank. Collective over the mesh. Call it before the first forward and
 /// before the optimizer is made. Modules that fully_shard() has sharded already, on this mesh or
 /// another one, are left as they are. Throws as distribute_module() does; InvalidArgument for an
-/// axis that the mesh does not have, a pattern that matches nothing, a negative prefetch, and for a
+/// axis that the mesh does not have, a pattern that matches nothing, a negative prefetch, a
+/// parameter without rows that shall stay, and for a
 /// precision that does not fit: a dtype that is not floating-point, a complex or integer parameter
 /// in a unit with one (give the unit another, or leave the parameter out by `ignore`), an output
 /// dtype without one to compute in, or where a parameter already has that one.

@@ -1,8 +1,5 @@
 // fully_shard: what is gathered when, and how much of it lives at a time.
 
-#include <c10/core/CPUAllocator.h>
-
-#include <atomic>
 #include <functional>
 
 #include "fully_shard_case.h"
@@ -29,43 +26,6 @@ TEST(FullyShard, GathersEachUnitOnceAndNothingElse) {
     }
   });
 }
-
-namespace {
-
-// Blocks of one size that live at a time, in the whole process.
-class SizeCounter final : public at::Allocator {
- public:
-  explicit SizeCounter(at::Allocator* under) : under_(under) {}
-  at::DataPtr allocate(std::size_t n) override {
-    at::DataPtr from = under_->allocate(n);
-    if (n != watched) return from;
-    const int now = ++live;
-    int seen = most;
-    while (now > seen && !most.compare_exchange_weak(seen, now)) {
-    }
-    void* data = from.get();
-    return {data, new Held{std::move(from), this}, &release, at::kCPU};
-  }
-  void copy_data(void* to, const void* from, std::size_t n) const override {
-    default_copy_data(to, from, n);
-  }
-  std::atomic<std::size_t> watched = ~std::size_t{0};
-  std::atomic<int> live = 0, most = 0;
-
- private:
-  struct Held {
-    at::DataPtr data;
-    SizeCounter* of;
-  };
-  static void release(void* held) {
-    auto* h = static_cast<Held*>(held);
-    --h->of->live;
-    delete h;
-  }
-  at::Allocator* under_;
-};
-
-}  // namespace
 
 TEST(FullyShard, HoldsTwoGatheredUnitsWhateverTheDepth) {
   // Ranks share the process, so that what lives of all of them is counted.

@@ -35,10 +35,10 @@ at::Tensor rows_here(const at::Tensor& table, const at::Tensor& at, const DimSha
 
 // If rows of the table and indices are sharded by the same axes: the indices are gathered, each
 // rank looks up the rows that it has, and the rows are sent to the ranks that asked for them.
-// nullopt if gathering the table moves less.
+// nullopt if gathering the table moves less, unless it stays.
 std::optional<Plan> exchanged(const OpCall& call, const TensorInfo& weight,
                               const TensorInfo& indices) {
-  if (indices.spec.numel() >= weight.spec.shape()[0]) return std::nullopt;
+  if (!weight.stays && indices.spec.numel() >= weight.spec.shape()[0]) return std::nullopt;
   const ShardSpec table = without_partial(weight.spec), asked = without_partial(indices.spec);
   const int n = indices.spec.dims();
   std::vector<Placement> all_asked = asked.placements(), of_terms, of_result;

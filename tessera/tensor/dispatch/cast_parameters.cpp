@@ -28,6 +28,7 @@ at::Tensor alias_in(const at::Tensor& parameter, at::Tensor local) {
   LayoutPtr own =
       make_layout(layout.spec, layout.strides, layout.offset, local.scalar_type(), layout.device);
   if (layout.parameter) own = as_parameter(own, layout.sequence);
+  if (layout.stays) own = as_staying(own);
   at::Tensor made = wrap(std::move(local), std::move(own));
   if (!made.is_inference() && !parameter.is_inference())
     made.unsafeGetTensorImpl()->set_version_counter(

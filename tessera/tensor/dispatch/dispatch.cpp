@@ -73,16 +73,26 @@ PromotedTargets prepare_above(const OpInfo& info, torch::jit::Stack* stack, Para
   return promote_arguments(info, arguments, context_of(seen.sharded->spec()), true);
 }
 
+std::map<std::string, AboveFunction>& above_functions() {
+  static std::map<std::string, AboveFunction> all;
+  return all;
+}
+
 // The generated autograd kernel is registered for the alias Autograd, which our own entry hides;
 // the AutogradOther slot holds the same kernel.
 struct Above final : c10::OperatorKernel {
   Above(std::shared_ptr<const OpInfo> i, bool has_autograd)
-      : info(std::move(i)), autograd(has_autograd) {}
+      : info(std::move(i)), autograd(has_autograd) {
+    if (const auto at = above_functions().find(info->name); at != above_functions().end())
+      instead = at->second;
+  }
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
     ParameterCasts casts;
     const PromotedTargets promoted = prepare_above(*info, stack, casts);
-    after_promotion(promoted, [&] { onward(op, keys, stack); });
+    after_promotion(promoted, [&] {
+      if (!instead || !instead(stack)) onward(op, keys, stack);
+    });
     cast_result(*info, stack, casts);
   }
   void onward(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
@@ -102,6 +112,7 @@ struct Above final : c10::OperatorKernel {
   }
   std::shared_ptr<const OpInfo> info;
   bool autograd;
+  AboveFunction instead = nullptr;
 };
 
 // The kernels belong to the process, like the dispatcher's table that contains them.
@@ -272,6 +283,10 @@ class Registrar final : public c10::OpRegistrationListener {
 };
 
 }  // namespace
+
+void register_above(const std::string& name, AboveFunction function) {
+  above_functions()[name] = function;
+}
 
 void ensure_registered() { Registrar::instance().ensure(); }
 

@@ -186,7 +186,7 @@ LayoutPtr interned(std::shared_ptr<Layout> layout) {
       .number(static_cast<std::uint64_t>(layout->dtype))
       .number(static_cast<std::uint64_t>(layout->device.type()) << 8 |
               static_cast<std::uint8_t>(layout->device.index()))
-      .number(layout->parameter)
+      .number(static_cast<std::uint64_t>(layout->parameter) << 1 | layout->stays)
       .number(static_cast<std::uint64_t>(layout->sequence.axis + 1) << 32 |
               static_cast<std::uint32_t>(layout->sequence.dim));
   InternTable<Layout>& table = context_of(layout->spec)->layouts;
@@ -212,6 +212,13 @@ LayoutPtr as_parameter(const LayoutPtr& layout, SequenceSharding sequence) {
   auto own = std::make_shared<Layout>(*layout);
   own->parameter = true;
   own->sequence = sequence;
+  return interned(std::move(own));
+}
+
+LayoutPtr as_staying(const LayoutPtr& layout) {
+  if (layout->stays) return layout;
+  auto own = std::make_shared<Layout>(*layout);
+  own->stays = true;
   return interned(std::move(own));
 }
 

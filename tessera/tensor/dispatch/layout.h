@@ -33,6 +33,8 @@ struct Layout {
   c10::Device device = c10::Device(c10::kCPU);
   // a sharded parameter or a view of it: gathered where it is used, rather than moving the data
   bool parameter = false;
+  // a sharded parameter that is not: what is needed of it moves
+  bool stays = false;
   // of a weight: what its layer does with data that are sharded along their sequence
   SequenceSharding sequence = {};
 
@@ -46,7 +48,8 @@ struct Layout {
   const Dims& sizes() const { return spec.shape(); }
   bool same(const Layout& o) const {
     return spec == o.spec && strides == o.strides && offset == o.offset && dtype == o.dtype &&
-           device == o.device && parameter == o.parameter && sequence == o.sequence;
+           device == o.device && parameter == o.parameter && stays == o.stays &&
+           sequence == o.sequence;
   }
 };
 using LayoutPtr = std::shared_ptr<const Layout>;
@@ -55,6 +58,8 @@ LayoutPtr make_layout(const ShardSpec& spec, at::IntArrayRef strides, std::int64
                       at::ScalarType dtype, c10::Device device);
 /// The layout marked as that of a parameter.
 LayoutPtr as_parameter(const LayoutPtr& layout, SequenceSharding sequence = {});
+/// The layout marked as that of a parameter that stays where it is.
+LayoutPtr as_staying(const LayoutPtr& layout);
 /// A row-major layout.
 LayoutPtr make_layout(const ShardSpec& spec, at::ScalarType dtype, c10::Device device);
 

@@ -203,7 +203,8 @@ OpCall::OpCall(const detail::OpInfo& info, at::ArrayRef<c10::IValue> arguments)
       if (!meta) return;
       const auto& layout = *meta->layout;
       tensors_.push_back({static_cast<int>(i), element, info_.written[i], layout.spec,
-                          layout.strides, layout.offset, layout.dtype, layout.parameter});
+                          layout.strides, layout.offset, layout.dtype, layout.parameter,
+                          layout.stays});
     };
     if (arguments_[i].isTensor()) add(arguments_[i], -1);
     if (arguments_[i].isList() && (info_.kinds[i] == detail::OpInfo::Kind::tensor_list ||

@@ -51,6 +51,8 @@ struct TensorInfo {
   /// True for a sharded parameter or a view of it: it should be gathered where it is used, rather
   /// than moving the data that it is combined with.
   bool parameter = false;
+  /// True for a sharded parameter that is not to be gathered.
+  bool stays = false;
 };
 
 /// One tensor output, as plain libtorch would make it from the global inputs.
