@@ -96,6 +96,9 @@ double clip_gradients(const std::vector<at::Tensor>& given, const Group& group,
     it->sum = norm.add(it->sum, sum);
   };
   for (const at::Tensor& p : parameters) {
+    if (std::any_of(options.elsewhere.begin(), options.elsewhere.end(),
+                    [&](const at::Tensor& other) { return p.is_same(other); }))
+      continue;
     const at::Tensor& gradient = p.grad();
     const auto hand = std::find_if(by_hand.begin(), by_hand.end(), [&](const OwnedShard& owned) {
       return p.is_same(owned.parameter);

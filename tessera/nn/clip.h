@@ -24,6 +24,9 @@ struct ClipOptions {
   /// The ranks that hold other parameters of the same model (the stages of a pipeline): their norms
   /// are added. All its ranks call.
   std::optional<Group> disjoint = {};
+  /// Of the parameters, those that are scaled and not counted: another rank of `disjoint` holds and
+  /// counts the same ones (Pipeline::repeated_parameters).
+  std::vector<at::Tensor> elsewhere = {};
 };
 
 /// A plain parameter of which each rank of `group` holds another shard.

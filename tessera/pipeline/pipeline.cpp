@@ -14,10 +14,44 @@
 #include "tessera/schedule/csv.h"
 #include "tessera/schedule/passes.h"
 #include "tessera/schedule/validate.h"
+#include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
 
 PipelineError::~PipelineError() = default;
+
+DeviceMesh stage_mesh(const DeviceMesh& mesh, const std::string& axis) {
+  const Mesh& all = mesh.layout();
+  const int at = all.index(axis);
+  std::vector<std::string> names = all.names();
+  names.erase(names.begin() + at);
+  if (names.empty())
+    throw InvalidArgument(concat("stage_mesh: the mesh has no axis but '", axis,
+                                 "', so that each stage is on one rank; give it another axis, of "
+                                 "size 1 if need be"));
+  return mesh.manager().mesh(all.submesh(names, mesh.manager().rank()));
+}
+
+PipelineBatch shard_batch(PipelineBatch batch, const DeviceMesh& stage,
+                          const std::vector<Placement>& placements, bool first, bool last) {
+  if (static_cast<int>(placements.size()) != stage.layout().dims())
+    throw InvalidArgument(concat("shard_batch: ", placements.size(), " placements for ",
+                                 stage.layout().dims(), " axes of the stage's mesh"));
+  const auto distribute = [&](std::vector<std::vector<at::Tensor>>& lists, bool used) {
+    for (auto& list : lists) {
+      for (at::Tensor& t : list) {
+        if (!used || is_sharded(t)) continue;
+        std::vector<Placement> where;
+        for (const Placement& p : placements)
+          where.push_back(p.is_shard() && p.dim >= t.dim() ? Placement(Replicate()) : p);
+        t = from_local(t, stage, where);
+      }
+    }
+  };
+  distribute(batch.inputs, first);
+  distribute(batch.targets, last);
+  return batch;
+}
 
 PipelineBatch split_batch(const std::vector<at::Tensor>& inputs,
                           const std::vector<at::Tensor>& targets, int micro_batches) {
@@ -28,6 +62,10 @@ PipelineBatch split_batch(const std::vector<at::Tensor>& inputs,
     for (const at::Tensor& t : *list) {
       if (!t.defined() || t.dim() < 1)
         throw InvalidArgument("split_batch: a tensor is undefined or has no rows (dim 0)");
+      if (is_sharded(t))
+        throw InvalidArgument(
+            "split_batch: a tensor is sharded, and its rows are other ranks' too; split what each "
+            "rank has, and make sharded tensors of the parts (shard_batch())");
       if (rows < 0) rows = t.size(0);
       if (t.size(0) != rows)
         throw InvalidArgument(concat("split_batch: tensors with ", rows, " and ", t.size(0),
@@ -188,9 +226,10 @@ Pipeline::~Pipeline() = default;
 Pipeline::Pipeline(Pipeline&&) noexcept = default;
 Pipeline& Pipeline::operator=(Pipeline&&) noexcept = default;
 
-PipelineResult Pipeline::State::run(const PipelineBatch& batch, bool training) {
+PipelineResult Pipeline::State::run(const PipelineBatch& batch, bool training,
+                                    std::optional<double> divisor) {
   try {
-    const detail::StepFacts facts = detail::agree_on_step(plan, batch, training, steps);
+    const detail::StepFacts facts = detail::agree_on_step(plan, batch, training, steps, divisor);
     detail::StepRun step(plan, batch, facts);
     if (training) ties.begin();
     step.run();
@@ -227,6 +266,7 @@ namespace {
 at::Tensor joined(const std::vector<at::Tensor>& parts) {
   const at::Tensor& first = parts.front();
   for (const at::Tensor& t : parts) {
+    if (is_sharded(t)) return {};
     if (t.dim() != first.dim() || t.scalar_type() != first.scalar_type()) return {};
     for (std::int64_t d = 1; d < t.dim(); ++d) {
       if (t.size(d) != first.size(d)) return {};
@@ -264,8 +304,13 @@ PipelineResult Pipeline::State::finish(detail::StepRun& step, const detail::Step
   return result;
 }
 
-PipelineResult Pipeline::step(const PipelineBatch& batch) { return state_->run(batch, true); }
-PipelineResult Pipeline::evaluate(const PipelineBatch& batch) { return state_->run(batch, false); }
+PipelineResult Pipeline::step(const PipelineBatch& batch, std::optional<double> divisor) {
+  return state_->run(batch, true, divisor);
+}
+PipelineResult Pipeline::evaluate(const PipelineBatch& batch) {
+  return state_->run(batch, false, std::nullopt);
+}
+std::vector<at::Tensor> Pipeline::repeated_parameters() const { return state_->ties.repeated(); }
 
 const PipelineSchedule& Pipeline::schedule() const { return state_->plan.training; }
 std::uint64_t Pipeline::steps() const { return state_->steps; }

@@ -33,6 +33,7 @@
 #include "tessera/schedule/costs.h"
 #include "tessera/schedule/schedule.h"
 #include "tessera/schedule/simulate.h"
+#include "tessera/tensor/spec/placement.h"
 
 namespace tessera {
 
@@ -54,6 +55,12 @@ class PipelineError : public Error {
 using PipelineLoss = std::function<at::Tensor(const std::vector<at::Tensor>& outputs,
                                               const std::vector<at::Tensor>& targets)>;
 
+/// The mesh of the ranks at this rank's position along `axis`: `mesh` without that axis. What the
+/// stages of this rank shard lies on it (tensor-parallel and fully sharded parameters, sharded
+/// inputs and targets). Throws InvalidArgument for an axis that the mesh does not have, and where
+/// it has no other one.
+DeviceMesh stage_mesh(const DeviceMesh& mesh, const std::string& axis);
+
 /// The micro-batches of a step. Each rank gives what it uses, and may give the rest too.
 struct PipelineBatch {
   /// inputs[k]: of the first stage, for micro-batch k. At least 1 and at most as many as the
@@ -68,9 +75,19 @@ struct PipelineBatch {
 };
 
 /// The rows of each tensor in `micro_batches` parts whose sizes differ by at most 1, the larger
-/// ones first; parts may be empty. Throws InvalidArgument where tensors have other numbers of rows.
+/// ones first; parts may be empty. Throws InvalidArgument where tensors have other numbers of rows,
+/// and for sharded ones: split what each rank has, and make sharded tensors of the parts
+/// (shard_batch()).
 PipelineBatch split_batch(const std::vector<at::Tensor>& inputs,
                           const std::vector<at::Tensor>& targets, int micro_batches);
+
+/// The micro-batches as sharded tensors of the stage's mesh, one placement an axis: each rank gives
+/// its rows, any number of them. The inputs on the ranks of the first stage, the targets on those
+/// of the last one, since only these use them. The loss is then one of all ranks of the mesh
+/// together: leave its axes out of PipelineOptions::sample_axes. Collective over `stage`, the
+/// stage's mesh, on which tensors with too few dims for a Shard are replicated.
+PipelineBatch shard_batch(PipelineBatch batch, const DeviceMesh& stage,
+                          const std::vector<Placement>& placements, bool first, bool last);
 
 /// A tensor that stage `to` takes from stage `from`, past the stages between them. It travels with
 /// the activations from stage to stage, and its gradient back; where both stages are on one rank
@@ -84,10 +101,12 @@ struct PipelineOptions {
   std::vector<PipelineSkip> skips = {};
   /// Parameters that several stages share, by a name: those that this rank holds. Their values are
   /// made those of the first rank that has one, once; in each step their gradients are summed over
-  /// all of them, so that they stay equal. Same shape and dtype; the same optimizer for all.
+  /// all of them, so that they stay equal. Same shape and dtype, sharded alike on the stages'
+  /// meshes; the same optimizer for all.
   std::map<std::string, std::vector<at::Tensor>> tied = {};
   /// The mesh's axes along which ranks have different samples. Unset: all but the pipeline's. Along
-  /// the others (tensor, domain) ranks share the samples and the loss.
+  /// the others (tensor, domain) ranks share the samples and the loss. Axes over which inputs and
+  /// targets are sharded tensors are such others: the loss is one of all their ranks.
   std::optional<std::vector<std::string>> sample_axes = std::nullopt;
   /// Of stages whose parameters are fully sharded, how many a rank has gathered at a time; 0: all.
   int gathered_at_once = 0;
@@ -99,9 +118,10 @@ struct PipelineOptions {
   bool loss_everywhere = true;
   /// Random numbers (dropout): each stage draws from the device's default generator, seeded from
   /// this, the number of the step, stage and micro-batch, so that they do not depend on schedule,
-  /// placement and ranks; pipelines with other samples draw others. The generator is afterwards as
-  /// it was before. Unset: it is left alone. Ranks that are threads share one generator for the
-  /// CPU: there nothing is promised.
+  /// placement and ranks; pipelines with other samples draw others. The same holds for the random
+  /// numbers of sharded tensors. The generators are afterwards as they were before. Unset: they are
+  /// left alone. Ranks that are threads share one generator for the CPU: there nothing is promised
+  /// of plain tensors.
   std::optional<std::uint64_t> seed = std::nullopt;
   /// The shapes that stages pass on may differ between micro-batches with inputs of equal shapes:
   /// each message says its shapes. False: they are told once for each combination of input shapes,
@@ -115,7 +135,7 @@ struct PipelineResult {
   /// The sum of all weights.
   double weight = 0;
   /// On the rank of the last stage, where they are kept: its outputs, joined along dim 0; undefined
-  /// where the micro-batches' shapes do not allow it.
+  /// where the micro-batches' shapes do not allow it, and for sharded tensors.
   std::vector<at::Tensor> outputs = {};
   /// The same of each micro-batch.
   std::vector<std::vector<at::Tensor>> micro_batches = {};
@@ -144,7 +164,12 @@ class Pipeline {
   /// are errors as of any call of a group, with the action in the message. Throws InvalidArgument
   /// on every rank for a batch that does not fit, GradientError where it is not known how gradients
   /// come together over the mesh's other axes.
-  PipelineResult step(const PipelineBatch& batch);
+  ///
+  /// `divisor`: gradients are those of the sum of weight * loss divided by it, instead of those of
+  /// the mean, which is the sum divided by the sum of weights: for several steps that make one
+  /// gradient (Session::add_gradients). All weights may then be zero. Above 0, the same on all
+  /// ranks.
+  PipelineResult step(const PipelineBatch& batch, std::optional<double> divisor = std::nullopt);
   /// The forwards alone, without gradients; outputs are kept, and the loss is computed where there
   /// are targets. Collective, errors as of step().
   PipelineResult evaluate(const PipelineBatch& batch);
@@ -162,6 +187,10 @@ class Pipeline {
   /// that were not there have no length. Collective over the pipeline's axis; every rank gets the
   /// same. Throws InvalidArgument before the first step.
   Timeline timeline() const;
+
+  /// Tied parameters of this rank that stand for one that an earlier rank holds, or the same rank
+  /// under another tensor: a norm over all stages counts them there (ClipOptions::elsewhere).
+  std::vector<at::Tensor> repeated_parameters() const;
 
   /// What this rank runs, lowered.
   const PipelineSchedule& schedule() const;

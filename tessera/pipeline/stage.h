@@ -29,9 +29,11 @@ class PipelineStage {
 
   /// Outputs of one micro-batch from its inputs: those of the stage before (of the batch, on the
   /// first stage), then one tensor for each skip connection that ends here. The outputs are those
-  /// for the next stage, then one for each skip connection that begins here. Inputs and outputs are
-  /// dense tensors; those that require grad carry gradients back. Called once a micro-batch, twice
-  /// where the stage recomputes.
+  /// for the next stage, then one for each skip connection that begins here. Those that require
+  /// grad carry gradients back. They are dense tensors, plain ones or sharded ones of the stage's
+  /// mesh (stage_mesh()): of those each rank sends its local to the rank at the same place of the
+  /// next stage, where they arrive as sharded tensors that lie alike. Called once a micro-batch,
+  /// twice where the stage recomputes.
   virtual std::vector<at::Tensor> forward(const std::vector<at::Tensor>& inputs) = 0;
   /// The leaves that the stage trains.
   virtual std::vector<at::Tensor> parameters() const = 0;

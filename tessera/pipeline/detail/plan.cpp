@@ -11,6 +11,7 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/gradient/sync.h"
+#include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail {
 namespace {
@@ -39,8 +40,11 @@ std::uint64_t signature_of(const std::vector<at::Tensor>& inputs) {
   Hash hash;
   hash.number(inputs.size());
   for (const at::Tensor& t : inputs) {
-    const TensorSpec spec = spec_of(t, t.requires_grad());
-    for (const std::int64_t n : encode({spec})) hash.number(static_cast<std::uint64_t>(n));
+    const bool sharded = is_sharded(t);
+    const TensorSpec own = spec_of(sharded ? to_local(t.detach()) : t, t.requires_grad());
+    for (const std::int64_t n : encode({own})) hash.number(static_cast<std::uint64_t>(n));
+    // Ranks with locals of equal shapes may hold shards of unequal tensors.
+    if (sharded) hash.text(spec(t).to_string());
   }
   return hash.value();
 }
@@ -181,12 +185,14 @@ void throw_together(const Group& group, const std::string& problem) {
 }
 
 StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool training,
-                        std::uint64_t step) {
+                        std::uint64_t step, std::optional<double> divisor) {
   StepFacts facts;
   facts.training = training;
   facts.step = step;
   if (plan.last()) facts.weights = weights_of(batch);
   std::string problem = batch_problem(plan, batch, training, facts.weights);
+  if (divisor && !(std::isfinite(*divisor) && *divisor > 0) && problem.empty())
+    problem = concat("gradients divided by ", *divisor, "; it must be finite and above 0");
   std::optional<double> by;
   Hash trained;
   try {
@@ -274,7 +280,7 @@ StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool tra
                  some == sums[6] ? "train" : "have targets", ", and the others do not"));
   }
   facts.total_weight = sums[0];
-  if (training && !(facts.total_weight > 0))
+  if (training && !divisor && !(facts.total_weight > 0))
     throw InvalidArgument(
         concat("pipeline: the weights of a step must not all be zero; their sum "
                "over all micro-batches is ",
@@ -285,7 +291,7 @@ StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool tra
       throw GradientError(
           "pipeline: the gradients of some stages come together as a mean over ranks and those of "
           "others as a sum; give all stages the same reduction");
-    facts.scale = 1 / (facts.total_weight * mean);
+    facts.scale = 1 / (divisor.value_or(facts.total_weight) * mean);
   }
   modes.number(training ? 1 : 0);
   for (int k = 0; k < facts.micro_batches; ++k) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -74,9 +75,10 @@ struct StepFacts {
   bool reduces = true;
 };
 
-/// Collective over the mesh. Throws on every rank if one cannot make the step.
+/// Collective over the mesh. Throws on every rank if one cannot make the step. `divisor`: see
+/// Pipeline::step().
 StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool training,
-                        std::uint64_t step);
+                        std::uint64_t step, std::optional<double> divisor = std::nullopt);
 
 /// Tells all ranks of the mesh that this one failed, so that none waits for it.
 void tell_failure(const PipelinePlan& plan, const std::string& what);

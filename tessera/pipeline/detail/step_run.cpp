@@ -9,6 +9,7 @@
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
+#include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail {
 namespace {
@@ -19,25 +20,32 @@ using Clock = std::chrono::steady_clock;
 // wait for their receivers, so that no number can make the ranks wait for each other.
 constexpr std::size_t kSending = 4;
 
-// Random numbers from another state, until its end.
-class RandomState {
+// Random numbers from other states, until its end.
+class RandomFrom {
  public:
-  RandomState(c10::Device device, const at::Tensor& state)
-      : generator_(at::globalContext().defaultGenerator(device)) {
+  RandomFrom(c10::Device device, const at::Tensor& state, const DistributedManager& manager,
+             const RandomState& sharded)
+      : generator_(at::globalContext().defaultGenerator(device)),
+        manager_(manager),
+        sharded_before_(random_state(manager)) {
     const std::lock_guard lock(generator_.mutex());
     before_ = generator_.get_state();
     generator_.set_state(state);
+    set_random_state(manager_, sharded);
   }
-  ~RandomState() {
+  ~RandomFrom() {
     const std::lock_guard lock(generator_.mutex());
     generator_.set_state(before_);
+    set_random_state(manager_, sharded_before_);
   }
-  RandomState(const RandomState&) = delete;
-  RandomState& operator=(const RandomState&) = delete;
+  RandomFrom(const RandomFrom&) = delete;
+  RandomFrom& operator=(const RandomFrom&) = delete;
 
  private:
   at::Generator generator_;
+  const DistributedManager& manager_;
   at::Tensor before_;
+  const RandomState sharded_before_;
 };
 
 // Buffers that a second forward writes to are afterwards as they were. Not before the backward,
@@ -90,6 +98,7 @@ StepRun::StepRun(PipelinePlan& plan, const PipelineBatch& batch, const StepFacts
     generator_ = at::globalContext().defaultGenerator(device_);
     const std::lock_guard lock(generator_->mutex());
     generator_state_ = generator_->get_state();
+    sharded_random_ = random_state(plan.mesh.manager());
   }
 }
 
@@ -97,6 +106,7 @@ StepRun::~StepRun() {
   if (!generator_) return;
   const std::lock_guard lock(generator_->mutex());
   generator_->set_state(generator_state_);
+  set_random_state(plan_.mesh.manager(), sharded_random_);
 }
 
 void StepRun::run() {
@@ -164,7 +174,7 @@ int StepRun::skips_after(int stage) const {
 // ---- computing ----
 
 // What the stage gives from flight.inputs; with `graph`, its history is kept.
-std::vector<at::Tensor> StepRun::compute(int s, int k, Flight& flight, bool graph) {
+StepRun::Made StepRun::compute(int s, int k, Flight& flight, bool graph) {
   const at::AutoGradMode mode(graph);
   const bool again = graph && plan_.stages[s]->recomputes();
   std::vector<at::Tensor> given =
@@ -173,16 +183,26 @@ std::vector<at::Tensor> StepRun::compute(int s, int k, Flight& flight, bool grap
     // A stage may write to its inputs, of which it needs the values again.
     for (at::Tensor& input : given) input = input.clone();
   }
-  std::vector<at::Tensor> outputs = plan_.stages[s]->forward(given);
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    if (flight.shards[i]) given[i] = from_local(given[i], flight.shards[i]);
+  }
+  Made made{plan_.stages[s]->forward(given), {}};
+  std::vector<at::Tensor>& outputs = made.values;
   if (s + 1 < plan_.count()) {
+    // The graph and the messages see locals alone, forward and backward; a gradient comes back with
+    // the placements of its value.
+    for (at::Tensor& output : outputs) {
+      made.shards.push_back(is_sharded(output) ? spec(output) : ShardSpec());
+      if (made.shards.back()) output = to_local(output);
+    }
     if (graph) flight.graph.leave(outputs);
-    return outputs;
+    return made;
   }
   if (kept(plan_, facts_) && !again) {
     for (const at::Tensor& output : outputs)
       outputs_[static_cast<std::size_t>(k)].push_back(output.detach());
   }
-  if (!facts_.targets) return outputs;
+  if (!facts_.targets) return made;
   const at::Tensor loss = scaled_loss(k, outputs, !again);
   if (graph && facts_.weights[static_cast<std::size_t>(k)] == 0) {
     // Zeros go back from the outputs: a loss over nothing may have no derivative at all, while
@@ -196,7 +216,7 @@ std::vector<at::Tensor> StepRun::compute(int s, int k, Flight& flight, bool grap
     flight.graph.leave({loss});
     flight.gradients = {at::ones_like(loss.detach())};
   }
-  return outputs;
+  return made;
 }
 
 at::Tensor StepRun::scaled_loss(int k, const std::vector<at::Tensor>& outputs, bool count) {
@@ -208,7 +228,10 @@ at::Tensor StepRun::scaled_loss(int k, const std::vector<at::Tensor>& outputs, b
                                  loss.defined() ? concat("; it has shape ", loss.sizes()) : ""));
   const double weight = facts_.weights[at];
   // A product alone would keep the NaN of a mean over nothing.
-  const at::Tensor sound = weight > 0 ? loss : at::where(at::zeros_like(loss, at::kBool), loss, 0);
+  const at::Tensor sound =
+      weight > 0 ? loss
+                 : at::where(at::zeros({}, loss.options().dtype(at::kBool).requires_grad(false)),
+                             loss, at::zeros({}, loss.options().requires_grad(false)));
   if (count) {
     const at::NoGradGuard no_grad;
     const at::Tensor value = sound.detach().to(at::kDouble) * weight;
@@ -228,11 +251,13 @@ void StepRun::forward(int s, int k) {
   if (s == 0) {
     f.inputs = batch_.inputs[static_cast<std::size_t>(k)];
     f.wants.assign(f.inputs.size(), false);
+    f.shards.resize(f.inputs.size());
   } else {
     const std::size_t own = f.incoming.size() - static_cast<std::size_t>(skips_after(s - 1));
     for (std::size_t i = 0; i < own; ++i) {
       f.inputs.push_back(f.incoming[i].value);
       f.wants.push_back(f.incoming[i].wants);
+      f.shards.push_back(f.incoming[i].shards);
     }
   }
   std::size_t travelling = f.incoming.size() - static_cast<std::size_t>(s ? skips_after(s - 1) : 0);
@@ -245,6 +270,7 @@ void StepRun::forward(int s, int k) {
       if (!comes) carried = &homes_.at({static_cast<int>(i), k}).value;
       f.inputs.push_back(carried->value);
       f.wants.push_back(carried->wants);
+      f.shards.push_back(carried->shards);
       if (!comes) homes_.at({static_cast<int>(i), k}).value.value.reset();
     } else if (comes) {
       passing.push_back(*carried);
@@ -261,16 +287,19 @@ void StepRun::forward(int s, int k) {
     for (const int a : plan_.sample_axes()) seed.number(static_cast<std::uint64_t>(here[a]));
     const std::lock_guard lock(generator_->mutex());
     generator_->set_current_seed(seed.value());
+    set_random_state(plan_.mesh.manager(), {seed.value(), 0});
   }
   bool gradient = false;
   if (recomputes) {
     auto generator = at::globalContext().defaultGenerator(device_);
     const std::lock_guard lock(generator.mutex());
     f.random = generator.get_state();
+    f.sharded_random = random_state(plan_.mesh.manager());
     gradient = !plan_.stages[s]->parameters().empty();
     for (const bool wants : f.wants) gradient = gradient || wants;
   }
-  std::vector<at::Tensor> outputs = compute(s, k, f, facts_.training && !recomputes);
+  const Made made = compute(s, k, f, facts_.training && !recomputes);
+  const std::vector<at::Tensor>& outputs = made.values;
   if (!recomputes) {
     f.inputs.clear();
     f.incoming.clear();
@@ -283,25 +312,26 @@ void StepRun::forward(int s, int k) {
     throw InvalidArgument(concat("the stage gave ", outputs.size(), " tensors, and ", leaving,
                                  " skip connections begin here, for each of which the last ones "
                                  "are"));
-  const auto carry = [&](const at::Tensor& t) {
+  const auto carry = [&](std::size_t i) {
+    const at::Tensor& t = outputs[i];
     if (!t.defined()) throw InvalidArgument("the stage gave an undefined tensor");
     const bool wants =
         recomputes ? gradient && (t.is_floating_point() || t.is_complex()) : t.requires_grad();
-    return Carried{t.detach(), facts_.training && wants};
+    return Carried{t.detach(), facts_.training && wants, made.shards[i]};
   };
   const std::size_t own = outputs.size() - leaving;
-  for (std::size_t i = 0; i < own; ++i) f.outgoing.push_back(carry(outputs[i]));
+  for (std::size_t i = 0; i < own; ++i) f.outgoing.push_back(carry(i));
   std::size_t begins = own, passes = 0;
   for (std::size_t i = 0; i < plan_.options.skips.size(); ++i) {
     const PipelineSkip& skip = plan_.options.skips[i];
     if (skip.from == s && plan_.stays(skip))
-      homes_[{static_cast<int>(i), k}].value = carry(outputs[begins++]);
+      homes_[{static_cast<int>(i), k}].value = carry(begins++);
     else if (skip.from == s)
-      f.outgoing.push_back(carry(outputs[begins++]));
+      f.outgoing.push_back(carry(begins++));
     else if (plan_.travels(skip, s))
       f.outgoing.push_back(std::move(passing[passes++]));
   }
-  f.outgoing_spec = spec_of(f.outgoing);
+  f.outgoing_spec = spec_of(f.outgoing, plan_.mesh, plan_.axis);
   if (plan_.holds(s + 1)) {
     Flight& next = flight(s + 1, k);
     next.incoming = std::move(f.outgoing);
@@ -319,7 +349,7 @@ void StepRun::backward(int s, int k, bool split) {
   std::optional<KeptBuffers> buffers;
   if (stage.recomputes()) {
     buffers.emplace(stage.buffers());
-    const RandomState random(device_, f.random);
+    const RandomFrom random(device_, f.random, plan_.mesh.manager(), f.sharded_random);
     compute(s, k, f, true);
     f.inputs.clear();
     f.incoming.clear();
@@ -435,7 +465,8 @@ void StepRun::receive_activation(int s, int k) {
   std::vector<Message> messages;
   for (const TensorSpec& spec : f.incoming_spec) {
     at::Tensor wire;
-    f.incoming.push_back({empty_for(spec, device_, wire), spec.wants});
+    f.incoming.push_back({empty_for(spec, device_, wire), spec.wants,
+                          spec.shards ? spec_of(*spec.shards, plan_.mesh) : ShardSpec()});
     messages.push_back({Message::Kind::receive, wire, from});
   }
   if (!messages.empty())

@@ -13,6 +13,7 @@
 #include "tessera/gradient/sync.h"
 #include "tessera/pipeline/detail/plan.h"
 #include "tessera/pipeline/detail/stage_graph.h"
+#include "tessera/tensor/policy.h"
 
 namespace tessera::detail {
 
@@ -48,10 +49,13 @@ class StepRun {
     /// Of the tensors of `outgoing`, and of `incoming`.
     std::vector<at::Tensor> gradients, incoming_gradients;
     Request sent;
-    /// For a stage that recomputes.
+    /// Of the stage, as locals; where one is of a sharded tensor, its spec.
     std::vector<at::Tensor> inputs;
     std::vector<bool> wants;
+    std::vector<ShardSpec> shards;
+    /// For a stage that recomputes: of plain and of sharded tensors.
     at::Tensor random;
+    RandomState sharded_random;
   };
   /// A skip that stays on this rank.
   struct Home {
@@ -69,7 +73,13 @@ class StepRun {
   void receive_gradient(int s, int k);
   void reduce(int s);
 
-  std::vector<at::Tensor> compute(int s, int k, Flight& flight, bool graph);
+  /// What a stage made: locals of sharded tensors, with their specs, for the stages behind it; what
+  /// the last one made, as it is.
+  struct Made {
+    std::vector<at::Tensor> values;
+    std::vector<ShardSpec> shards;
+  };
+  Made compute(int s, int k, Flight& flight, bool graph);
   at::Tensor scaled_loss(int k, const std::vector<at::Tensor>& outputs, bool count);
   void keep_sending(Request request);
   Group group() const { return group_; }
@@ -95,6 +105,7 @@ class StepRun {
   at::Tensor loss_sum_;
   std::optional<at::Generator> generator_;
   at::Tensor generator_state_;
+  RandomState sharded_random_;
   std::vector<std::optional<ActionSpan>> spans_;
   /// When the present action had what it needs.
   std::chrono::steady_clock::time_point mark_;

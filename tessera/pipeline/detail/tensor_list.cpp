@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "tessera/base/error.h"
@@ -11,7 +12,7 @@ namespace tessera::detail {
 namespace {
 
 // Of one list; more is no list that a stage makes.
-constexpr std::int64_t kMostTensors = 1 << 16, kMostDims = 64;
+constexpr std::int64_t kMostTensors = 1 << 16, kMostDims = 64, kMostNumbers = 1 << 24;
 
 std::vector<std::int64_t> contiguous(const std::vector<std::int64_t>& sizes) {
   std::vector<std::int64_t> strides(sizes.size());
@@ -39,24 +40,59 @@ TensorSpec spec_of(const at::Tensor& tensor, bool wants) {
   if (!tensor.defined()) throw InvalidArgument("a tensor that a stage passes on is undefined");
   if (tensor.layout() != at::kStrided || !tensor.has_storage())
     throw InvalidArgument(concat("a tensor that a stage passes on (", tensor.sizes(),
-                                 ") has no dense memory of its own; of a sharded tensor pass on "
-                                 "the local one (to_local), of a sparse one a dense one"));
+                                 ") has no dense memory of its own; pass on a dense one"));
   TensorSpec spec{tensor.scalar_type(), tensor.sizes().vec(), tensor.strides().vec(), wants};
   if (tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense())
     spec.strides = contiguous(spec.sizes);
   return spec;
 }
 
-ListSpec spec_of(const std::vector<Carried>& list) {
+ListSpec spec_of(const std::vector<Carried>& list, const DeviceMesh& mesh,
+                 const std::string& axis) {
   ListSpec spec;
-  for (const Carried& one : list) spec.push_back(spec_of(one.value, one.wants));
+  for (const Carried& one : list) {
+    spec.push_back(spec_of(one.value, one.wants));
+    if (one.shards) spec.back().shards = layout_of(one.shards, mesh, axis);
+  }
   return spec;
+}
+
+ShardLayout layout_of(const ShardSpec& spec, const DeviceMesh& mesh, const std::string& axis) {
+  const Mesh& own = spec.mesh().layout();
+  const Mesh& all = mesh.layout();
+  const std::vector<std::string> names = own.names();
+  const bool known = std::all_of(names.begin(), names.end(), [&](const std::string& name) {
+    return name != axis && all.has_axis(name);
+  });
+  if (!known || !(own == all.submesh(names, mesh.manager().rank())))
+    throw InvalidArgument(
+        concat("a stage passes on a sharded tensor (", spec, ") that lies on the mesh ", own,
+               "; the next stage can hold its shards only if that mesh is the pipeline's (", all,
+               ") through this rank without its axis '", axis,
+               "': make sharded tensors on stage_mesh(mesh, \"", axis,
+               "\"), or pass on the local one (to_local)"));
+  return {all.indices(names), spec.placements(), spec.shape(), spec.sizes()};
+}
+
+ShardSpec spec_of(const ShardLayout& layout, const DeviceMesh& mesh) {
+  std::vector<std::string> names;
+  for (const int a : layout.axes) names.push_back(mesh.layout().axes().at(a).name);
+  const DistributedManager& manager = mesh.manager();
+  return {manager.mesh(mesh.layout().submesh(names, manager.rank())), layout.shape,
+          layout.placements, layout.sizes};
 }
 
 std::string to_string(const ListSpec& list) {
   std::string text;
-  for (const TensorSpec& spec : list)
+  for (const TensorSpec& spec : list) {
     text += concat(text.empty() ? "" : ", ", spec.dtype, " ", tessera::list(spec.sizes));
+    if (!spec.shards) continue;
+    text += concat(" of ", tessera::list(spec.shards->shape), " as ");
+    for (std::size_t i = 0; i < spec.shards->placements.size(); ++i)
+      text += concat(i ? " x " : "", spec.shards->placements[i]);
+    for (const auto& [dim, sizes] : spec.shards->sizes)
+      text += concat(", dim ", dim, " ", tessera::list(sizes));
+  }
   return text.empty() ? "nothing" : text;
 }
 
@@ -68,6 +104,23 @@ std::vector<std::int64_t> encode(const ListSpec& list) {
     numbers.push_back(static_cast<std::int64_t>(spec.sizes.size()));
     numbers.insert(numbers.end(), spec.sizes.begin(), spec.sizes.end());
     numbers.insert(numbers.end(), spec.strides.begin(), spec.strides.end());
+    numbers.push_back(spec.shards ? 1 : 0);
+    if (!spec.shards) continue;
+    const auto add = [&](const auto& values) {
+      numbers.push_back(static_cast<std::int64_t>(values.size()));
+      for (const auto value : values) numbers.push_back(static_cast<std::int64_t>(value));
+    };
+    add(spec.shards->axes);
+    for (const Placement& p : spec.shards->placements) {
+      numbers.push_back(static_cast<std::int64_t>(p.kind));
+      numbers.push_back(p.is_shard() ? p.dim : static_cast<std::int64_t>(p.op));
+    }
+    add(spec.shards->shape);
+    numbers.push_back(static_cast<std::int64_t>(spec.shards->sizes.size()));
+    for (const auto& [dim, sizes] : spec.shards->sizes) {
+      numbers.push_back(dim);
+      add(sizes);
+    }
   }
   return numbers;
 }
@@ -86,8 +139,30 @@ ListSpec decode(const std::vector<std::int64_t>& numbers) {
     spec.wants = next(1) != 0;
     spec.sizes.resize(static_cast<std::size_t>(next(kMostDims)));
     spec.strides.resize(spec.sizes.size());
+    constexpr std::int64_t any = std::numeric_limits<std::int64_t>::max();
     for (auto* values : {&spec.sizes, &spec.strides}) {
-      for (std::int64_t& value : *values) value = next(std::numeric_limits<std::int64_t>::max());
+      for (std::int64_t& value : *values) value = next(any);
+    }
+    if (next(1) == 0) continue;
+    ShardLayout& shards = spec.shards.emplace();
+    shards.axes.resize(static_cast<std::size_t>(next(kMostDims)));
+    for (int& axis : shards.axes) axis = static_cast<int>(next(kMostDims));
+    for (std::size_t i = 0; i < shards.axes.size(); ++i) {
+      const auto kind = static_cast<Placement::Kind>(next(2));
+      const std::int64_t value = next(kMostDims);
+      if (kind == Placement::Kind::shard)
+        shards.placements.push_back(Shard(static_cast<int>(value)));
+      else if (kind == Placement::Kind::partial)
+        shards.placements.push_back(Partial(static_cast<ReduceOp::Kind>(value)));
+      else
+        shards.placements.push_back(Replicate());
+    }
+    shards.shape.resize(static_cast<std::size_t>(next(kMostDims)));
+    for (std::int64_t& size : shards.shape) size = next(any);
+    for (std::int64_t left = next(kMostDims); left > 0; --left) {
+      Sizes& sizes = shards.sizes[static_cast<int>(next(kMostDims))];
+      sizes.resize(static_cast<std::size_t>(next(kMostNumbers)));
+      for (std::int64_t& size : sizes) size = next(any);
     }
   }
   if (at != numbers.size())

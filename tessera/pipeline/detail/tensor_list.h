@@ -5,8 +5,12 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
+
+#include "tessera/comm/job/device_mesh.h"
+#include "tessera/tensor/spec/spec.h"
 
 namespace tessera::detail {
 
@@ -15,12 +19,33 @@ struct Carried {
   at::Tensor value;
   /// Whether a gradient comes back.
   bool wants = false;
+  /// Of a sharded tensor, whose local `value` is; none: a plain one.
+  ShardSpec shards = {};
 };
+
+/// A ShardSpec in words that the ranks of all stages share.
+struct ShardLayout {
+  /// Of the pipeline's mesh.
+  std::vector<int> axes;
+  std::vector<Placement> placements;
+  /// The global shape.
+  std::vector<std::int64_t> shape;
+  ShardSizes sizes;
+  bool operator==(const ShardLayout&) const = default;
+};
+
+/// Throws InvalidArgument for a spec whose mesh is not that of this rank's stages, or some of its
+/// axes: other ranks would hold other parts of it than those of the next stage.
+ShardLayout layout_of(const ShardSpec& spec, const DeviceMesh& mesh, const std::string& axis);
+/// The same on the mesh of this rank's stages.
+ShardSpec spec_of(const ShardLayout& layout, const DeviceMesh& mesh);
 
 struct TensorSpec {
   c10::ScalarType dtype = c10::ScalarType::Undefined;
+  /// Of what travels: of a sharded tensor, its local.
   std::vector<std::int64_t> sizes, strides;
   bool wants = false;
+  std::optional<ShardLayout> shards = {};
   bool operator==(const TensorSpec&) const = default;
 
   std::int64_t numel() const;
@@ -31,8 +56,9 @@ using ListSpec = std::vector<TensorSpec>;
 /// Throws InvalidArgument for a tensor that is undefined or has no memory of its own (sharded,
 /// sparse).
 TensorSpec spec_of(const at::Tensor& tensor, bool wants);
-ListSpec spec_of(const std::vector<Carried>& list);
-/// "float64 [3, 8], int64 [3]".
+/// `mesh`, `axis`: of the pipeline. Throws InvalidArgument as layout_of(), too.
+ListSpec spec_of(const std::vector<Carried>& list, const DeviceMesh& mesh, const std::string& axis);
+/// "float64 [3, 8], int64 [3]"; of sharded tensors the local shapes and how they lie.
 std::string to_string(const ListSpec& list);
 
 std::vector<std::int64_t> encode(const ListSpec& list);

@@ -6,9 +6,34 @@
 #include <map>
 
 #include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/parameter_source.h"
+#include "tessera/tensor/redistribution.h"
+#include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail {
 namespace {
+
+// This rank's part, sharing memory.
+at::Tensor local_of(const at::Tensor& t) {
+  return is_sharded(t) ? to_local(t.detach()) : t.detach();
+}
+
+// What all that hold the parameter must have in common.
+std::string description(const at::Tensor& t) {
+  return is_sharded(t) ? concat(t.scalar_type(), ' ', spec(t))
+                       : concat(t.scalar_type(), ' ', t.sizes());
+}
+
+// The gradient as the parameter lies: within no_sync() it may be a sum that is still to be reduced.
+at::Tensor gradient_of(const at::Tensor& parameter) {
+  at::Tensor grad = parameter.grad();
+  if (!grad.defined()) return grad;
+  if (is_sharded(parameter)) {
+    if (!(spec(grad) == spec(parameter))) grad = redistribute(grad, spec(parameter));
+    return local_of(grad);
+  }
+  return grad.layout() == at::kStrided ? grad : grad.to_dense();
+}
 
 std::string problem_of(const std::string& name, const std::vector<at::Tensor>& tensors) {
   if (name.find('\n') != std::string::npos || name.find('\t') != std::string::npos)
@@ -16,11 +41,11 @@ std::string problem_of(const std::string& name, const std::vector<at::Tensor>& t
   if (tensors.empty()) return concat("tied parameter '", name, "': no tensor is given");
   for (const at::Tensor& t : tensors) {
     if (!t.defined() || !t.is_leaf() || !t.requires_grad() || t.layout() != at::kStrided ||
-        !t.has_storage())
+        (!is_sharded(t) && !t.has_storage()))
       return concat("tied parameter '", name, "' is no dense leaf that requires grad");
-    if (t.sizes() != tensors[0].sizes() || t.scalar_type() != tensors[0].scalar_type())
-      return concat("tied parameter '", name, "' has tensors of shapes ", tensors[0].sizes(),
-                    " and ", t.sizes(), ", or of different dtypes");
+    if (description(t) != description(tensors[0]))
+      return concat("tied parameter '", name, "' is ", description(tensors[0]), " and ",
+                    description(t));
   }
   return "";
 }
@@ -32,8 +57,7 @@ TiedParameters::TiedParameters(const PipelinePlan& plan) {
   std::string mine, problem;
   for (const auto& [name, tensors] : plan.options.tied) {
     if (problem.empty()) problem = problem_of(name, tensors);
-    if (problem.empty())
-      mine += concat(name, '\t', tensors[0].scalar_type(), ' ', tensors[0].sizes(), '\n');
+    if (problem.empty()) mine += concat(name, '\t', description(tensors[0]), '\n');
   }
   const auto all = group.all_gather_bytes(mine, {.name = "tied parameters"});
   // By name: what it is, and the positions that hold one.
@@ -46,7 +70,9 @@ TiedParameters::TiedParameters(const PipelinePlan& plan) {
       auto& tie = found.try_emplace(name, what, std::vector<int>()).first->second;
       if (tie.first != what && problem.empty())
         problem = concat("tied parameter '", name, "' is ", tie.first, " on one rank and ", what,
-                         " on rank ", group.ranks()[r]);
+                         " on rank ", group.ranks()[r],
+                         ": all must have one shape and dtype, and be sharded alike (give it a "
+                         "unit of its own, or shard it evenly)");
       tie.second.push_back(static_cast<int>(r));
     }
   }
@@ -58,9 +84,11 @@ TiedParameters::TiedParameters(const PipelinePlan& plan) {
     Tie one{name, given->second, {}, tie.second.front() == plan.rank};
     for (const int position : tie.second) one.ranks.push_back(group.ranks()[position]);
     if (one.ranks.size() > 1)
-      plan.mesh.manager().group(one.ranks).broadcast(one.mine[0].detach(), 0,
+      plan.mesh.manager().group(one.ranks).broadcast(local_of(one.mine[0]), 0,
                                                      {.name = "tied parameters"});
-    for (std::size_t i = 1; i < one.mine.size(); ++i) one.mine[i].copy_(one.mine[0]);
+    for (std::size_t i = 1; i < one.mine.size(); ++i)
+      local_of(one.mine[i]).copy_(local_of(one.mine[0]));
+    for (const at::Tensor& t : one.mine) wrote_shard(t);
     ties_.push_back(std::move(one));
   }
 }
@@ -77,7 +105,7 @@ void TiedParameters::sum(const PipelinePlan& plan) const {
   const at::NoGradGuard no_grad;
   for (const Tie& tie : ties_) {
     // The values, and whether there are any.
-    const at::Tensor& p = tie.mine[0];
+    const at::Tensor p = local_of(tie.mine[0]);
     const at::Tensor flat = at::zeros({p.numel() + 1}, p.options());
     const at::Tensor values = flat.narrow(0, 0, p.numel()).view(p.sizes());
     const at::Tensor flag = flat.narrow(0, p.numel(), 1);
@@ -86,7 +114,7 @@ void TiedParameters::sum(const PipelinePlan& plan) const {
       bool again = false;
       for (std::size_t j = 0; j < i; ++j) again = again || one.is_same(tie.mine[j]);
       if (again || !one.grad().defined()) continue;
-      values.add_(one.grad().layout() == at::kStrided ? one.grad() : one.grad().to_dense());
+      values.add_(gradient_of(one));
       flag.fill_(1);
     }
     if (tie.ranks.size() > 1)
@@ -94,12 +122,25 @@ void TiedParameters::sum(const PipelinePlan& plan) const {
                                                       {.name = "tied gradients"});
     if (flag.item<double>() == 0) continue;
     for (const at::Tensor& one : tie.mine) {
-      if (one.grad().defined() && one.grad().layout() == at::kStrided)
+      if (is_sharded(one))
+        one.mutable_grad() = from_local(values.clone(), spec(one));
+      else if (one.grad().defined() && one.grad().layout() == at::kStrided)
         one.mutable_grad().copy_(values);
       else
         one.mutable_grad() = values.clone();
     }
   }
+}
+
+std::vector<at::Tensor> TiedParameters::repeated() const {
+  std::vector<at::Tensor> all;
+  for (const Tie& tie : ties_) {
+    for (std::size_t i = 0; i < tie.mine.size(); ++i) {
+      const bool counted = tie.first && tie.mine[i].is_same(tie.mine[0]);
+      if (!counted) all.push_back(tie.mine[i]);
+    }
+  }
+  return all;
 }
 
 }  // namespace tessera::detail
