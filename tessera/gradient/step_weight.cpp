@@ -75,6 +75,15 @@ at::Tensor StepWeight::weigh(const at::Tensor& loss, double weight, double unit,
   return weighed;
 }
 
+void StepWeight::count(double loss, double weight) {
+  if (!std::isfinite(weight) || weight < 0) {
+    valid_ = false;
+  } else if (weight > 0) {
+    weight_ += weight;
+    host_sum_ += loss * weight;
+  }
+}
+
 double StepWeight::finish(const std::vector<at::Tensor>& parameters) {
   const at::NoGradGuard no_grad;
   const double mine = weight_;

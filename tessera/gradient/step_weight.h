@@ -56,6 +56,10 @@ class StepWeight {
   /// counts once. All ranks call it.
   at::Tensor weigh_global(const at::Tensor& loss, double weight);
 
+  /// Counts a mean loss over `weight` samples whose gradients something else has made. No
+  /// communication. A weight that is negative or not finite is one of weigh().
+  void count(double loss, double weight);
+
   /// Divides the gradients of `parameters` by the step's total weight, starts the next step, and
   /// returns the step's mean loss, the same on every rank. Parameters without a gradient are left
   /// out. Collective over the group: one all-reduce of two doubles. Throws InvalidArgument on every

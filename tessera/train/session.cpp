@@ -51,22 +51,42 @@ void add_up(Strategy& strategy, double* numbers, int count) {
   std::copy(values, values + count, numbers);
 }
 
+constexpr const char* kMixed =
+    "a step has micro-batches by backward() and by add_gradients(): use one of them";
+
 at::Tensor local_gradient(const at::Tensor& gradient) {
   return is_sharded(gradient) ? to_local(gradient) : gradient;
 }
 
 // What a checkpoint has under the modules' names is theirs, to the last tensor: a network that has
-// become smaller since does not go on with what is left of it.
+// become smaller since does not go on with what is left of it. Where ranks have different modules,
+// it is that of one of them.
 void refuse_other_modules(const CheckpointReader& saved, const NamedModules& modules,
-                          const torch::nn::Module& all) {
-  std::set<std::string> known;
+                          const torch::nn::Module& all, Strategy& strategy) {
+  std::set<std::string> known, names;
   for (const auto& item : all.named_parameters()) known.insert(item.key());
   for (const auto& item : all.named_buffers()) known.insert(item.key());
+  for (const NamedModule& m : modules) names.insert(m.name);
+  if (strategy.abilities().modules_differ) {
+    std::string mine;
+    for (const std::string& name : names) mine += name + '\n';
+    mine += '\n';
+    for (const std::string& name : known) mine += name + '\n';
+    for (const std::string& text : strategy.all_gather(mine)) {
+      bool modules_over = false;
+      for (std::size_t at = 0; at < text.size();) {
+        const std::size_t end = text.find('\n', at);
+        if (end == at)
+          modules_over = true;
+        else
+          (modules_over ? known : names).insert(text.substr(at, end - at));
+        at = end + 1;
+      }
+    }
+  }
   std::string left;
   for (const SavedTensor& t : saved.tensors()) {
-    const std::string module = t.name.substr(0, t.name.find('.'));
-    const bool ours = std::any_of(modules.begin(), modules.end(),
-                                  [&](const NamedModule& m) { return m.name == module; });
+    const bool ours = names.contains(t.name.substr(0, t.name.find('.')));
     if (ours && !known.contains(t.name)) left += concat(left.empty() ? "'" : ", '", t.name, "'");
   }
   if (!left.empty())
@@ -111,7 +131,7 @@ Session::Session(std::shared_ptr<Strategy> strategy, const NamedModules& modules
   listen(options_.signals);
   convert();
   if (from && !strategy_->abilities().restores_after_setup) {
-    refuse_other_modules(*from, modules_, *all_);
+    refuse_other_modules(*from, modules_, *all_, *strategy_);
     CheckpointState state;
     state.add("", *all_, strategy_->hand_shards());
     from->load(state, {.allow_extra = true});
@@ -194,6 +214,8 @@ at::Tensor Session::micro_batch(const std::function<at::Tensor()>& forward, doub
 }
 
 void Session::backward(const at::Tensor& loss, double weight, bool last) {
+  if (made_ == Made::added) throw InvalidArgument(kMixed);
+  made_ = Made::backward;
   at::Tensor weighed = weight_.weigh_in(loss, strategy_->loss_weight(weight), unit_);
   if (scaler_) weighed = weighed * scaler_->scale();
   if (strategy_->abilities().owns_accumulation || last) {
@@ -204,6 +226,25 @@ void Session::backward(const at::Tensor& loss, double weight, bool last) {
     strategy_->backward(weighed);
     owed_ = true;
   }
+}
+
+TotalLoss Session::add_gradients(const std::function<TotalLoss(double)>& run, bool last) {
+  if (!run) throw InvalidArgument("add_gradients: there is no function");
+  if (made_ == Made::backward) throw InvalidArgument(kMixed);
+  if (options_.precision == Precision::bfloat16_mixed ||
+      options_.precision == Precision::float16_mixed)
+    throw NotAvailable(concat("precision ", to_string(options_.precision),
+                              " in a step whose forward and backward something else runs: convert "
+                              "the modules (float32, float64), or cast in the stages themselves"));
+  made_ = Made::added;
+  const bool reduces = last || strategy_->abilities().owns_accumulation;
+  const auto scope = reduces ? nullptr : strategy_->no_sync();
+  const TotalLoss total = run(unit_);
+  owed_ = !last || strategy_->abilities().owns_accumulation;
+  // Every rank knows the sum, and those that share a loss count once.
+  weight_.count(total.loss, total.weight * strategy_->loss_sharing() / strategy_->size());
+  ++additions_;
+  return total;
 }
 
 std::vector<at::Tensor> Session::parameters_of(const std::vector<std::size_t>& which) const {
@@ -264,12 +305,14 @@ double Session::multiple_of(const at::Tensor& parameter) const {
              : 1.0;
 }
 
-void Session::scale_gradients(const std::vector<at::Tensor>& parameters, double weight) const {
+void Session::scale_gradients(const std::vector<at::Tensor>& parameters, double weight,
+                              bool added) const {
   const at::NoGradGuard no_grad;
   for (const at::Tensor& p : parameters) {
     if (!p.grad().defined()) continue;
     at::Tensor gradient = local_gradient(p.grad());
-    const double factor = unit_ / (multiples_.at(p.unsafeGetTensorImpl()) * weight);
+    const double multiple = added ? 1.0 : multiples_.at(p.unsafeGetTensorImpl());
+    const double factor = unit_ / (multiple * weight);
     if (factor != 1) gradient.mul_(factor);
     if (std::isfinite(options_.clip_value))
       gradient.clamp_(-options_.clip_value, options_.clip_value);
@@ -363,6 +406,7 @@ StepResult Session::step_again(const std::function<void()>& evaluate, std::size_
 StepResult Session::finish_gradients(const std::vector<at::Tensor>& own) {
   if (owed_) strategy_->reduce_gradients();
   owed_ = false;
+  const bool added = std::exchange(made_, Made::nothing) == Made::added;
 
   const StepWeight::Sums mine = weight_.take();
   double sums[kStepSums] = {mine.weight, mine.loss, scaler_ && overflowed() ? 1.0 : 0.0};
@@ -386,7 +430,7 @@ StepResult Session::finish_gradients(const std::vector<at::Tensor>& own) {
   result.weight = sums[kWeight] / strategy_->loss_sharing();
   result.stepped = sums[kOverflow] == 0;
   if (result.stepped) {
-    scale_gradients(own, result.weight * (scaler_ ? scaler_->scale() : 1.0));
+    scale_gradients(own, result.weight * (scaler_ ? scaler_->scale() : 1.0), added);
     if (std::isfinite(options_.clip.max_norm) || options_.measure_norm)
       result.norm = strategy_->clip(own, options_.clip);
   }
@@ -454,7 +498,7 @@ void Session::load(const CheckpointReader& saved, CheckpointState* extra) {
         "the strategy '", strategy_->name(),
         "' restores before setup() alone: give the checkpoint to the session's constructor"));
   // What does not fit is found before anything is changed.
-  if (!restored_) refuse_other_modules(saved, modules_, *all_);
+  if (!restored_) refuse_other_modules(saved, modules_, *all_, *strategy_);
   refuse_other_optimizers(saved, optimizers_.size());
   std::vector<std::function<void()>> commits;
   for (std::size_t i = 0; i < optimizers_.size(); ++i)

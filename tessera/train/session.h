@@ -87,6 +87,12 @@ struct StepResult {
   bool save = false;
 };
 
+/// Mean over `weight` samples of all ranks together.
+struct TotalLoss {
+  double loss = 0;
+  double weight = 0;
+};
+
 class Session {
  public:
   /// Converts the modules and calls strategy.setup(). Throws InvalidArgument for parameters of
@@ -122,6 +128,21 @@ class Session {
   /// The two halves of micro_batch(), for manual optimisation.
   AutocastScope autocast() const;
   void backward(const at::Tensor& loss, double weight, bool last = true);
+  /// In place of them where something else runs forward and backward (a Pipeline): `run` is given a
+  /// divisor, adds the gradients of the sum of weight * loss over all samples of all ranks, divided
+  /// by it, to the parameters, and returns the mean loss and the sum of weights, the same on every
+  /// rank. What reduces gradients does so in `run`, but within no_sync() where more is to come.
+  ///
+  ///   session.add_gradients([&](double divisor) {
+  ///     const auto done = pipeline.step(batch, divisor);
+  ///     return TotalLoss{done.loss, done.weight};
+  ///   });
+  ///
+  /// Throws InvalidArgument in a step that has micro-batches of the other kind, NotAvailable for a
+  /// precision that casts (autocast), which `run` would have to do itself.
+  TotalLoss add_gradients(const std::function<TotalLoss(double divisor)>& run, bool last = true);
+  /// How often add_gradients() has been called.
+  std::int64_t added_gradients() const { return additions_; }
 
   /// Divides, unscales and clips the gradients, and steps these optimizers (none named: all). All
   /// gradients are cleared then. `before`: called with the final gradients, before the optimizers,
@@ -180,7 +201,7 @@ class Session {
   bool overflowed() const;
   double multiple_of(const at::Tensor& parameter) const;
   /// To the mean, and clips by value. `weight`: of the step, times the scale of the loss.
-  void scale_gradients(const std::vector<at::Tensor>& parameters, double weight) const;
+  void scale_gradients(const std::vector<at::Tensor>& parameters, double weight, bool added) const;
   std::vector<at::Tensor> parameters_of(const std::vector<std::size_t>& which) const;
   void find_parameters();
 
@@ -209,6 +230,9 @@ class Session {
   StepResult last_;
   /// Gradients are owed since a backward inside no_sync().
   bool owed_ = false;
+  /// What has made this step's gradients.
+  enum class Made : unsigned char { nothing, backward, added } made_ = Made::nothing;
+  std::int64_t additions_ = 0;
   std::int64_t steps_ = 0;
 };
 

@@ -59,6 +59,9 @@ struct Abilities {
   /// How the gradients of parameters come together that nothing reduces of which the library knows
   /// (see the head of this file): their mean over the ranks with different losses, or their sum.
   enum class Gradients : unsigned char { averaged, summed } gradients = Gradients::averaged;
+  /// Ranks hold different modules, or other parts of them (the stages of a pipeline), under names
+  /// that are theirs in the complete model. Checkpoints hold what all ranks have together.
+  bool modules_differ = false;
 };
 
 class Strategy {

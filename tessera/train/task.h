@@ -98,8 +98,10 @@ class Task {
   /// automatic() is false.
   virtual Optimizers optimizers() = 0;
   virtual std::vector<Schedule> schedules() { return {}; }
-  /// The mean loss over the batch's samples, 0-dim. With automatic() false: does everything through
-  /// step.session(), and returns the loss for the log, or an undefined tensor.
+  /// The mean loss over the batch's samples, 0-dim. Or an undefined tensor, after
+  /// step.session().add_gradients() has made the gradients (a pipeline: run_pipeline()). With
+  /// automatic() false: does everything through step.session(), and returns the loss for the log,
+  /// or an undefined tensor.
   virtual at::Tensor training_step(const MicroBatch& batch, Step& step) = 0;
   /// Reports by step.log(). All ranks are called equally often, with empty batches at the end if
   /// they have fewer.

@@ -300,12 +300,15 @@ void Trainer::train_micro_batch(MicroBatch& batch, bool last) {
   if (task_->automatic()) {
     strategy().before_forward(last);
     at::Tensor loss;
+    const std::int64_t added = session_->added_gradients();
     {
       const AutocastScope scope = session_->autocast();
       loss = task_->training_step(batch, step);
     }
-    each([&](Callback& c) { c.on_before_backward(*this, loss); });
-    session_->backward(loss, weight, last);
+    if (loss.defined() || session_->added_gradients() == added) {
+      each([&](Callback& c) { c.on_before_backward(*this, loss); });
+      session_->backward(loss, weight, last);
+    }
     each([&](Callback& c) { c.on_after_backward(*this); });
   } else {
     task_->training_step(batch, step);

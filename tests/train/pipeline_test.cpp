@@ -1,0 +1,172 @@
+// A pipeline through the trainer: gradients of several batches, clipping over stages, metrics, and
+// checkpoints that other pipelines and one process go on from.
+
+#include "cases.h"
+#include "tessera/pipeline/cuts.h"
+#include "tessera/schedule/generators.h"
+#include "tessera/train/pipeline_strategy.h"
+
+namespace tessera::test {
+
+namespace {
+
+// The regression's network in two stages, of which this rank has one.
+struct Part : Task {
+  Part(std::shared_ptr<PipelineStrategy> s, int stage)
+      : strategy(std::move(s)),
+        part(split_sequential(small_net(), std::vector<int>{2})[static_cast<std::size_t>(stage)]) {}
+  NamedModules modules() override { return {{"net", part.ptr()}}; }
+  Optimizers optimizers() override {
+    pipeline = strategy->make_pipeline(
+        schedule_1f1b(2, 3), {make_stage(part)},
+        [](const auto& out, const auto& target) { return torch::mse_loss(out[0], target[0]); });
+    return {
+        std::make_shared<torch::optim::Adam>(part->parameters(), torch::optim::AdamOptions(0.05))};
+  }
+  at::Tensor training_step(const MicroBatch& batch, Step& step) override {
+    return run_pipeline(*pipeline, strategy->split(batch, 1, 3), step);
+  }
+  void validation_step(const MicroBatch& batch, Step& step) override {
+    evaluate_pipeline(*pipeline, strategy->split(batch, 1, 3), step);
+    step.log("rows", static_cast<double>(batch.real), Metrics::Kind::sum);
+  }
+  std::vector<at::Tensor> values() const {
+    std::vector<at::Tensor> all;
+    for (const auto& p : part->parameters()) all.push_back(whole(p).clone());
+    return all;
+  }
+  std::shared_ptr<PipelineStrategy> strategy;
+  torch::nn::Sequential part;
+  std::shared_ptr<Pipeline> pipeline;
+};
+
+struct SaveEachEpoch : Callback {
+  std::string name() const override { return "save"; }
+  void on_epoch_end(Trainer& trainer) override { trainer.request_save(); }
+};
+
+constexpr std::int64_t kMicro = 5;
+
+struct Ends {
+  std::vector<at::Tensor> values;
+  std::map<std::string, double> metrics;
+};
+
+// Two stages x `data` ranks.
+Ends run_part(DistributedManager& manager, int data, TrainerOptions options) {
+  std::vector<Axis> axes{{"pipe", 2}};
+  if (data > 0) axes.push_back({"data", data});
+  const auto mesh = manager.mesh(Mesh(axes));
+  const auto strategy = data > 0 ? std::make_shared<PipelineStrategy>(mesh, "pipe", Parallelise(),
+                                                                      std::vector{Shard(0)})
+                                 : std::make_shared<PipelineStrategy>(mesh, "pipe");
+  Part task(strategy, mesh.coordinate()[0]);
+  const int reader = data > 0 ? mesh.coordinate()[1] : 0;
+  options.strategy = strategy;
+  const FitResult result =
+      Trainer(options).fit(task, ragged_batches(reader, kMicro), ragged_batches(reader, 3));
+  return {task.values(), result.metrics};
+}
+
+Ends run_alone(int data, int accumulate, TrainerOptions options) {
+  Regression task;
+  options.strategy = nullptr;
+  options.accumulate = 1;
+  const FitResult result = Trainer(options).fit(task, joined_batches(data, kMicro, accumulate),
+                                                joined_batches(data, 3, 1));
+  return {task.values(), result.metrics};
+}
+
+// Those of this rank's stage.
+void expect_part(const Ends& got, const Ends& expected, int stage, const std::string& what) {
+  const auto begin = expected.values.begin() + 2 * stage;
+  expect_near(got.values, {begin, begin + 2}, what);
+  for (const char* name : {"val/loss", "val/rows", "train/loss"})
+    EXPECT_NEAR(got.metrics.at(name), expected.metrics.at(name), 1e-10) << what << ", " << name;
+}
+
+}  // namespace
+
+TEST(TrainedPipeline, TrainsAsOneProcessDoes) {
+  for (const int data : {0, 1, 2}) {
+    for (const int accumulate : {1, 3}) {
+      const Ends expected = run_alone(std::max(data, 1), accumulate, with(nullptr, 1));
+      on_threads(2 * std::max(data, 1), [&](DistributedManager& manager) {
+        const Ends got = run_part(manager, data, with(nullptr, accumulate));
+        expect_part(got, expected, manager.rank() / std::max(data, 1),
+                    concat("data ", data, ", accumulate ", accumulate));
+      });
+    }
+  }
+}
+
+TEST(TrainedPipeline, GoesOnOnOtherRanksAndOnOne) {
+  const Ends expected = run_alone(2, 1, with(nullptr, 1));
+  const auto options = [&](const std::string& folder, int epochs) {
+    TrainerOptions o = with(nullptr, 1);
+    o.max_epochs = epochs;
+    o.checkpoint.folder = folder;
+    o.checkpoint.resume = true;
+    o.callbacks = {std::make_shared<SaveEachEpoch>()};
+    return o;
+  };
+  // From a pipeline to one process.
+  const Folder there;
+  on_threads(4, [&](DistributedManager& m) { run_part(m, 2, options(there.path(), 1)); });
+  const Ends alone = run_alone(2, 1, options(there.path(), 2));
+  expect_near(alone.values, expected.values, "from a pipeline to one process");
+  // And back.
+  const Folder back;
+  run_alone(2, 1, options(back.path(), 1));
+  on_threads(4, [&](DistributedManager& m) {
+    expect_part(run_part(m, 2, options(back.path(), 2)), expected, m.rank() / 2,
+                "from one process to a pipeline");
+  });
+  // A checkpoint of another model is refused by all, though each has a part of it.
+  on_threads(2, [&](DistributedManager& m) {
+    const auto mesh = m.mesh({{"pipe", 2}});
+    const auto strategy = std::make_shared<PipelineStrategy>(mesh, "pipe");
+    Part task(strategy, 0);  // nobody has the second stage
+    TrainerOptions o = options(back.path(), 3);
+    o.strategy = strategy;
+    EXPECT_THROW(Trainer(o).fit(task, ragged_batches(0, kMicro)), InvalidArgument);
+  });
+}
+
+TEST(TrainedPipeline, RefusesStepsOfTwoKinds) {
+  auto strategy = std::make_shared<SingleDevice>();
+  auto net = small_net();
+  Session session(strategy, {{"net", net.ptr()}}, {.signals = false});
+  session.add(std::make_shared<torch::optim::SGD>(net->parameters(), 0.1));
+  const auto loss = [&] { return net->forward(at::ones({2, 3}, at::kDouble)).mean(); };
+  const auto added = [&](double divisor) {
+    (loss() * (2 / divisor)).backward();
+    return TotalLoss{loss().item<double>(), 2};
+  };
+  session.micro_batch(loss, 2);
+  EXPECT_THROW(session.add_gradients(added), InvalidArgument);
+  session.step();
+  // Two halves make one whole.
+  auto other = small_net();
+  {
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < 4; ++i) other->parameters()[i].copy_(net->parameters()[i]);
+  }
+  session.add_gradients(added, false);
+  EXPECT_THROW(session.micro_batch(loss, 2), InvalidArgument);
+  session.add_gradients(added);
+  const double before = loss().item<double>();
+  const StepResult done = session.step();
+  EXPECT_NEAR(done.loss, before, 1e-14);
+  EXPECT_EQ(done.weight, 4);
+  other->forward(at::ones({2, 3}, at::kDouble)).mean().backward();
+  for (std::size_t i = 0; i < 4; ++i)
+    EXPECT_LT(difference(net->parameters()[i],
+                         other->parameters()[i].detach() - 0.1 * other->parameters()[i].grad()),
+              1e-13);
+  Session casts(strategy, {{"net", net.ptr()}},
+                {.precision = Precision::bfloat16_mixed, .signals = false});
+  EXPECT_THROW(casts.add_gradients(added), NotAvailable);
+}
+
+}  // namespace tessera::test
