@@ -1,30 +1,36 @@
-// gpt: a small language model of bytes, trained on the book of Genesis on data x sharded x tensor
-// ranks.
+// gpt: a small language model of bytes, trained on the book of Genesis on data x sharded x tensor x
+// pipeline ranks.
 //
+//   gpt --data 2 --pipeline 2 --report gpt.html
 //   gpt --data 2 --tensor 2 --report gpt.html     starts its four ranks itself
 //   tessera run -n 4 -- gpt --data 2 --tensor 2 --checkpoint run    stop it at any time, and go on
 //   tessera run -n 3 -- gpt --tensor 3 --checkpoint run             with other ranks
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <filesystem>
 #include <iostream>
+#include <string>
+#include <vector>
 
 #include "report.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/manager.h"
 #include "tessera/train/local_ranks.h"
+#include "tessera/train/stop.h"
 #include "training.h"
 
 namespace {
 
 struct Settings {
   gpt::Options training;
-  int data = 1, sharded = 1, tensor = 1;
-  int ranks() const { return data * sharded * tensor; }
+  int data = 1, sharded = 1, tensor = 1, pipeline = 1;
+  int ranks() const { return data * sharded * tensor * pipeline; }
   std::string report;
 };
 
@@ -43,6 +49,16 @@ Settings read_settings(int argc, char** argv) {
   app.add_option("--tensor", settings.tensor, "Ranks that share heads, features and vocabulary")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  app.add_option("--pipeline", settings.pipeline, "Ranks that share the layers, one after another")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--schedule", o.schedule,
+                 "Of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-v or list")
+      ->capture_default_str();
+  app.add_option("--micro-batches", o.micro_batches,
+                 "Of the pipeline: parts of the samples that a rank of --data has of a step")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_flag("--sequence", o.sequence,
                "Shard norms and what lies between the layers along the sequence, over the ranks of "
                "--tensor");
@@ -52,6 +68,14 @@ Settings read_settings(int argc, char** argv) {
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   app.add_option("--text", o.text, "ASCII text, one byte a token")->capture_default_str();
+  app.add_option("--prompt", o.prompt, "ASCII text that samples go on from")
+      ->check([](const std::string& text) {
+        const bool ascii = std::all_of(text.begin(), text.end(), [](char c) {
+          return static_cast<unsigned char>(c) < gpt::vocabulary;
+        });
+        return !text.empty() && ascii ? "" : "is empty or not ASCII";
+      })
+      ->capture_default_str();
   app.add_option("--steps", o.steps, "To be done in all")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
@@ -95,11 +119,16 @@ Settings read_settings(int argc, char** argv) {
 void run(const Settings& settings) {
   auto manager = tessera::DistributedManager::initialize();
   if (settings.ranks() != manager.world_size())
-    throw tessera::InvalidArgument(tessera::concat(
-        "--data ", settings.data, " --sharded ", settings.sharded, " --tensor ", settings.tensor,
-        " need ", settings.ranks(), " ranks; there are ", manager.world_size()));
-  const auto mesh = manager.mesh(
-      {{"data", settings.data}, {"sharded", settings.sharded}, {"tensor", settings.tensor}});
+    throw tessera::InvalidArgument(
+        tessera::concat("--data ", settings.data, " --sharded ", settings.sharded, " --tensor ",
+                        settings.tensor, " --pipeline ", settings.pipeline, " need ",
+                        settings.ranks(), " ranks; there are ", manager.world_size()));
+  std::vector<tessera::Axis> axes{
+      {"data", settings.data}, {"sharded", settings.sharded}, {"tensor", settings.tensor}};
+  if (settings.pipeline > 1) axes.insert(axes.begin(), {"pipe", settings.pipeline});
+  const auto mesh = manager.mesh(tessera::Mesh(axes));
+  // A signal that comes while the report is written does not end it.
+  const tessera::StopSignals signals;
   const bool first = manager.rank() == 0;
   const gpt::Options& o = settings.training;
   const gpt::Result result = gpt::train(mesh, o, [&](std::int64_t step, double loss) {
@@ -111,27 +140,32 @@ void run(const Settings& settings) {
   });
   if (!first) return;
   std::cout << result.plan;
-  if (!result.samples.empty()) std::cout << "\nAnd God said" << result.samples.back().text << '\n';
+  if (!result.samples.empty()) std::cout << '\n' << o.prompt << result.samples.back().text << '\n';
   if (settings.report.empty()) return;
-  std::int64_t weights = 0;
-  for (const auto& p : result.network->parameters()) weights += p.numel();
+  const bool genesis = o.text == GPT_TEXT;
+  const std::string text = std::filesystem::path(o.text).filename().string();
   const std::size_t steps = result.losses.size();
   gpt::write_report(
       result,
       {{"ranks", tessera::concat(manager.world_size(), ", started by ", manager.launch().launcher,
                                  ", ", at::get_num_threads(), " thread(s) each")},
        {"mesh",
-        tessera::concat("data ", settings.data, " × sharded ", settings.sharded, " × tensor ",
-                        settings.tensor, o.sequence ? ", sharded along the sequence" : "")},
+        tessera::concat(
+            "data ", settings.data, " × sharded ", settings.sharded, " × tensor ", settings.tensor,
+            " × pipeline ", settings.pipeline, o.sequence ? ", sharded along the sequence" : "",
+            settings.pipeline > 1
+                ? tessera::concat(", ", o.schedule, ", ", o.micro_batches, " micro-batches")
+                : std::string())},
        {"backend", tessera::concat(manager.world().backend(), " on ", manager.device().str())},
        {"libtorch", TORCH_VERSION},
-       {"network",
-        tessera::concat(o.network.layers, " layers, width ", o.network.width, ", ", o.network.heads,
-                        " heads, ", weights, " weights, ", o.float64 ? "float64" : "float32")},
+       {"network", tessera::concat(o.network.layers, " layers, width ", o.network.width, ", ",
+                                   o.network.heads, " heads, ", result.weights, " weights, ",
+                                   o.float64 ? "float64" : "float32")},
        {"training", tessera::concat(steps, " steps of ", o.batch, " × ", o.network.length,
                                     " bytes, AdamW, seed ", o.seed)},
        {"time", tessera::concat(std::lround(result.seconds), " s, samples of text included")},
-       {"text", "Genesis, King James Version, public domain"}},
+       {"text", genesis ? "Genesis, King James Version, public domain" : text}},
+      genesis ? "the book of Genesis" : tessera::concat("the text ", text), o.prompt,
       settings.report);
   std::cout << "report: " << settings.report << '\n';
 }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
+#include "tessera/pipeline/cuts.h"
 #include "tessera/sampling/permutation.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -47,56 +48,102 @@ at::Tensor BlockImpl::forward(const at::Tensor& x) {
   return y + dropout(down(at::gelu(up(mlp_norm(y)))));
 }
 
-NetworkImpl::NetworkImpl(const NetworkOptions& given) : options(given) {
+std::vector<Part> cut_network(const NetworkOptions& options, int parts) {
+  // The embedding is a look-up; the scores cost about as much as half a block of a small network.
+  std::vector<double> costs(static_cast<std::size_t>(options.layers) + 2, 1.0);
+  costs.front() = 0.1;
+  costs.back() = 0.5;
+  std::vector<int> ends = tessera::balanced_cuts(costs, parts);
+  ends.push_back(static_cast<int>(costs.size()));
+  std::vector<Part> all;
+  int begin = 0;
+  for (const int end : ends) {
+    all.push_back({std::max(begin - 1, 0), std::min<std::int64_t>(end - 1, options.layers),
+                   begin == 0, end == ends.back()});
+    begin = end;
+  }
+  return all;
+}
+
+NetworkImpl::NetworkImpl(const NetworkOptions& given)
+    : NetworkImpl(given, std::vector<Part>{{0, given.layers, true, true}}) {}
+
+NetworkImpl::NetworkImpl(const NetworkOptions& given, const std::vector<Part>& parts)
+    : options(given) {
   if (options.heads < 1 || options.width % options.heads != 0)
     throw tessera::InvalidArgument(tessera::concat(
         "a width of ", options.width, " does not divide into ", options.heads, " heads"));
-  embedding = register_module("embedding", torch::nn::Embedding(vocabulary, options.width));
-  position = register_module("position", torch::nn::Embedding(options.length, options.width));
-  blocks = register_module("blocks", torch::nn::ModuleList());
-  for (std::int64_t i = 0; i < options.layers; ++i) blocks->push_back(Block(options));
-  norm = register_module("norm", norm_of(options.width));
+  const auto any = [&](const auto& wanted) {
+    return std::any_of(parts.begin(), parts.end(), wanted);
+  };
+  const bool embeds = any([](const Part& p) { return p.embeds; }),
+             scores = any([](const Part& p) { return p.scores; });
   const at::NoGradGuard no_grad;
-  embedding->weight.mul_(0.1);
-  position->weight.mul_(0.1);
+  // All are drawn, so that what stays has the same values whatever the parts.
+  torch::nn::Embedding tokens(vocabulary, options.width), places(options.length, options.width);
+  tokens->weight.mul_(0.1);
+  places->weight.mul_(0.1);
+  if (embeds || scores) embedding = register_module("embedding", tokens);
+  if (embeds) position = register_module("position", places);
+  const auto list = register_module("blocks", std::make_shared<torch::nn::Module>("blocks"));
   // Two terms for each layer: their sum does not grow with the number of layers.
   const double scale = 1 / std::sqrt(2.0 * static_cast<double>(options.layers));
-  for (const auto& block : *blocks) {
-    block->as<Block>()->attention->out->weight.mul_(scale);
-    block->as<Block>()->down->weight.mul_(scale);
+  for (std::int64_t i = 0; i < options.layers; ++i) {
+    Block block(options);
+    block->attention->out->weight.mul_(scale);
+    block->down->weight.mul_(scale);
+    if (any([&](const Part& p) { return p.begin <= i && i < p.end; }))
+      blocks.emplace(i, list->register_module(std::to_string(i), block));
   }
+  if (scores) norm = register_module("norm", norm_of(options.width));
 }
 
 at::Tensor NetworkImpl::forward(const at::Tensor& tokens) {
-  const auto places = at::arange(tokens.size(1), at::TensorOptions(at::kLong));
-  at::Tensor x = embedding(tokens) + position(places);
-  for (const auto& block : *blocks) x = block->as<Block>()->forward(x);
-  return at::linear(norm(x), embedding->weight);
+  return forward({0, options.layers, true, true}, tokens);
 }
 
-std::string continue_text(Network& network, const std::string& start, int count,
-                          std::uint64_t seed) {
+at::Tensor NetworkImpl::forward(const Part& part, const at::Tensor& given) {
+  at::Tensor x = given;
+  if (part.embeds) x = embedding(x) + position(at::arange(x.size(1), at::TensorOptions(at::kLong)));
+  for (std::int64_t i = part.begin; i < part.end; ++i) x = blocks.at(i)->forward(x);
+  return part.scores ? at::linear(norm(x), embedding->weight) : x;
+}
+
+std::shared_ptr<torch::nn::Module> NetworkImpl::layers_of(const Part& part) const {
+  const auto layers = std::make_shared<torch::nn::Module>("layers");
+  if (part.embeds || part.scores) layers->register_module("embedding", embedding);
+  if (part.embeds) layers->register_module("position", position);
+  for (std::int64_t i = part.begin; i < part.end; ++i)
+    layers->register_module(tessera::concat("block", i), blocks.at(i));
+  if (part.scores) layers->register_module("norm", norm);
+  return layers;
+}
+
+std::string continue_text(const NextScores& next, std::int64_t looked_back,
+                          const std::string& start, int count, std::uint64_t seed,
+                          const std::function<bool()>& stop) {
   const torch::NoGradGuard no_grad;
-  const bool training = network->is_training();
-  network->eval();
   const tessera::KeyedRandom random(seed);
-  const auto length = static_cast<std::size_t>(network->options.length);
+  const auto length = static_cast<std::size_t>(looked_back);
   std::string text = start;
   for (int i = 0; i < count; ++i) {
+    if (stop && stop()) break;
     std::vector<std::int64_t> tokens;
     for (std::size_t b = text.size() < length ? 0 : text.size() - length; b < text.size(); ++b)
       tokens.push_back(static_cast<unsigned char>(text[b]) % vocabulary);
-    at::Tensor scores = network->forward(at::tensor(tokens, at::kLong).unsqueeze(0));
-    if (tessera::is_sharded(scores)) scores = tessera::full_tensor(scores);
-    const at::Tensor sums =
-        at::softmax(scores[0][-1].to(at::kDouble) / 0.8, 0).cumsum(0).contiguous();
+    const at::Tensor scores = next(at::tensor(tokens, at::kLong).unsqueeze(0));
+    const at::Tensor sums = at::softmax(scores.to(at::kDouble) / 0.8, 0).cumsum(0).contiguous();
     const auto* sum = sums.const_data_ptr<double>();
     const double drawn = random.uniform(static_cast<std::uint64_t>(i)) * sum[vocabulary - 1];
     text += static_cast<char>(std::min<std::ptrdiff_t>(
         std::upper_bound(sum, sum + vocabulary, drawn) - sum, vocabulary - 1));
   }
-  network->train(training);
   return text.substr(start.size());
+}
+
+at::Tensor next_scores(Network& network, const at::Tensor& tokens) {
+  const at::Tensor scores = network->forward(tokens);
+  return (tessera::is_sharded(scores) ? tessera::full_tensor(scores) : scores)[0][-1];
 }
 
 }  // namespace gpt

@@ -4,7 +4,11 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
 #include <string>
+#include <vector>
 
 namespace gpt {
 
@@ -40,22 +44,49 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
+/// Some consecutive layers.
+struct Part {
+  /// Blocks begin .. end - 1.
+  std::int64_t begin = 0, end = 0;
+  /// The embedding in front of them; the scores behind them.
+  bool embeds = false, scores = false;
+};
+
+/// The network in so many parts of about equal work. Throws tessera::InvalidArgument where there
+/// are fewer layers (the embedding, the blocks, the scores) than parts.
+std::vector<Part> cut_network(const NetworkOptions& options, int parts);
+
 /// Tokens [n, length] -> scores of the token after each [n, length, vocabulary]. The embedding
 /// scores them too.
 struct NetworkImpl : torch::nn::Module {
   /// Throws tessera::InvalidArgument for a width that the heads do not divide.
   explicit NetworkImpl(const NetworkOptions& options);
+  /// What these parts need alone, under the names and with the values that it has in the complete
+  /// network.
+  NetworkImpl(const NetworkOptions& options, const std::vector<Part>& parts);
   at::Tensor forward(const at::Tensor& tokens);
+  /// Of one part: tokens or what the part before gives, to what the next one takes or scores.
+  at::Tensor forward(const Part& part, const at::Tensor& x);
+  /// A module of what one part computes with, shared with this one.
+  std::shared_ptr<torch::nn::Module> layers_of(const Part& part) const;
+
   NetworkOptions options;
   torch::nn::Embedding embedding = nullptr, position = nullptr;
-  torch::nn::ModuleList blocks = nullptr;
+  /// By number.
+  std::map<std::int64_t, Block> blocks;
   torch::nn::LayerNorm norm = nullptr;
 };
 TORCH_MODULE(Network);
 
-/// `count` bytes that the network puts behind `start`, drawn by its probabilities. Collective where
-/// its parameters are sharded.
-std::string continue_text(Network& network, const std::string& start, int count,
-                          std::uint64_t seed);
+/// Scores of the byte behind some bytes [1, n], as a plain tensor [vocabulary].
+using NextScores = std::function<at::Tensor(const at::Tensor& tokens)>;
+
+/// `count` bytes put behind `start`, drawn by the probabilities that the scores of at most `length`
+/// bytes before them give; fewer where `stop` says so before one of them. Collective if the scores
+/// are, with the same result on all ranks.
+std::string continue_text(const NextScores& scores, std::int64_t length, const std::string& start,
+                          int count, std::uint64_t seed, const std::function<bool()>& stop = {});
+/// The scores of a complete network, sharded or not.
+at::Tensor next_scores(Network& network, const at::Tensor& tokens);
 
 }  // namespace gpt

@@ -83,26 +83,32 @@ void memory(std::ostream& out, const Result& result) {
 
 void write_report(const Result& result,
                   const std::vector<std::pair<std::string, std::string>>& facts,
-                  const std::string& path) {
+                  const std::string& text, const std::string& prompt, const std::string& path) {
   std::ostringstream out;
-  out << "<h1>A small GPT, byte by byte</h1><p class=sub>Trained with Tessera on the book of "
-         "Genesis: samples are sharded over the mesh’s axes data and sharded, parameters over "
-         "sharded, heads, features and the vocabulary over tensor.</p><h2>Training</h2><div "
-         "class=two><div "
-         "class=card><h3>Loss</h3>"
+  out << "<h1>A small GPT, byte by byte</h1><p class=sub>Trained with Tessera on "
+      << tessera::markup_text(text)
+      << ": samples are sharded over the mesh’s axes data and sharded, parameters over sharded, "
+         "heads, features and the vocabulary over tensor, layers over pipe.</p><h2>Training</h2>"
+         "<div class=two><div class=card><h3>Loss</h3>"
       << loss_chart(result) << "</div><div class=card><h3>Facts</h3><table class=facts>";
   for (const auto& [name, value] : facts)
-    out << "<tr><td>" << name << "</td><td>" << value << "</td></tr>";
+    out << "<tr><td>" << name << "</td><td>" << tessera::markup_text(value) << "</td></tr>";
   out << "</table></div></div>";
   memory(out, result);
-  out << "<h2>What it writes</h2><p>Behind “And God said”, as the training goes on.</p>";
+  if (!result.timeline.empty())
+    out << "<h2>The pipeline</h2><div class=card><h3>The last step: ranks waited for "
+        << fixed(100 * result.waited, 0) << " % of it</h3>" << result.timeline << "</div>";
+  if (!result.samples.empty())
+    out << "<h2>What it writes</h2><p>Behind “" << tessera::markup_text(prompt)
+        << "”, as the training goes on.</p>";
   for (const Sample& s : result.samples) {
     out << "<div class=card><h3>After " << s.step << " steps, " << fixed(bits(s.loss), 2)
-        << " bits a byte of the text held out</h3><pre>And God said" << lines_of(s.text)
+        << " bits a byte of the text held out</h3><pre>" << lines_of(prompt + s.text)
         << "</pre></div>";
   }
   if (!result.plan.empty())
-    out << "<h2>The plan</h2><div class=card><pre>" << lines_of(result.plan) << "</pre></div>";
+    out << "<h2>The plan" << (result.timeline.empty() ? "" : " of the first rank’s stages")
+        << "</h2><div class=card><pre>" << lines_of(result.plan) << "</pre></div>";
   pictures::write_page({.title = "A small GPT", .style = style, .body = out.str()}, path);
 }
 

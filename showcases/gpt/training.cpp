@@ -10,9 +10,14 @@
 #include "memory.h"
 #include "tessera/base/text.h"
 #include "tessera/data/loader.h"
+#include "tessera/schedule/generators.h"
+#include "tessera/schedule/list_schedule.h"
+#include "tessera/schedule/picture.h"
 #include "tessera/tensor/policy.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/train/callbacks.h"
+#include "tessera/train/pipeline_strategy.h"
+#include "tessera/train/stop.h"
 #include "tessera/train/strategies.h"
 #include "tessera/train/trainer.h"
 
@@ -55,8 +60,14 @@ Text read_text(const Options& options) {
   return {dataset(0, trained), dataset(trained, held)};
 }
 
+at::Tensor loss_of(const at::Tensor& scores, const at::Tensor& following) {
+  return at::cross_entropy_loss(scores.flatten(0, 1), following.flatten());
+}
+
 struct Training : tessera::Task {
   explicit Training(const Options& o) : options(o), network(o.network) {}
+  Training(const Options& o, const std::vector<Part>& parts)
+      : options(o), network(o.network, parts) {}
   tessera::NamedModules modules() override { return {{"network", network.ptr()}}; }
   tessera::Optimizers optimizers() override {
     return {std::make_shared<torch::optim::AdamW>(
@@ -67,18 +78,93 @@ struct Training : tessera::Task {
     return {{tessera::warmup_cosine(std::min<std::int64_t>(20, options.steps / 10 + 1),
                                     options.steps, 0.1)}};
   }
-  at::Tensor loss(const MicroBatch& batch) {
+  // Bytes, and those that follow them.
+  std::vector<at::Tensor> pairs(const MicroBatch& batch) const {
     const at::Tensor bytes = batch.tensors[0].to(at::kLong);
     const std::int64_t n = options.network.length;
-    const at::Tensor scores = network->forward(bytes.narrow(1, 0, n));
-    return at::cross_entropy_loss(scores.flatten(0, 1), bytes.narrow(1, 1, n).flatten());
+    return {bytes.narrow(1, 0, n), bytes.narrow(1, 1, n)};
+  }
+  at::Tensor loss(const MicroBatch& batch) {
+    const auto given = pairs(batch);
+    return loss_of(network->forward(given[0]), given[1]);
   }
   at::Tensor training_step(const MicroBatch& batch, Step&) override { return loss(batch); }
   void validation_step(const MicroBatch& batch, Step& step) override {
     step.log("loss", loss(batch));
   }
+  // Scores of the next byte; the same on every rank.
+  virtual at::Tensor scores(const at::Tensor& tokens) { return next_scores(network, tokens); }
   const Options options;
   Network network;
+};
+
+// The parts of the network that are this rank's stages.
+struct StagedTraining : Training {
+  StagedTraining(const Options& o, std::shared_ptr<tessera::PipelineStrategy> s,
+                 tessera::PipelineSchedule how, const std::vector<Part>& all,
+                 const std::vector<Part>& mine)
+      : Training(o, mine), strategy(std::move(s)), schedule(std::move(how)), parts(all) {}
+
+  tessera::Optimizers optimizers() override {
+    std::vector<std::shared_ptr<tessera::PipelineStage>> stages;
+    for (const int s : schedule.stages_of(strategy->mesh().group(strategy->axis()).rank())) {
+      const Part part = parts[static_cast<std::size_t>(s)];
+      stages.push_back(
+          tessera::make_stage(network->layers_of(part),
+                              [net = network, part](const std::vector<at::Tensor>& x) mutable {
+                                return std::vector<at::Tensor>{net->forward(part, x[0])};
+                              }));
+    }
+    tessera::PipelineOptions how;
+    if (!network->embedding.is_empty()) how.tied["embedding"] = {network->embedding->weight};
+    if (options.network.dropout > 0) how.seed = options.seed;
+    pipeline = strategy->make_pipeline(
+        schedule, std::move(stages),
+        [](const auto& scores, const auto& following) { return loss_of(scores[0], following[0]); },
+        how);
+    return Training::optimizers();
+  }
+  tessera::PipelineBatch split(const MicroBatch& batch) const {
+    MicroBatch two = batch;
+    two.tensors = pairs(batch);
+    return strategy->split(two, 1, options.micro_batches);
+  }
+  at::Tensor training_step(const MicroBatch& batch, Step& step) override {
+    return tessera::run_pipeline(*pipeline, split(batch), step);
+  }
+  void validation_step(const MicroBatch& batch, Step& step) override {
+    tessera::evaluate_pipeline(*pipeline, split(batch), step);
+  }
+  // The last stage's ranks have the scores, and tell the others.
+  at::Tensor scores(const at::Tensor& tokens) override {
+    const tessera::Group along = strategy->mesh().group(strategy->axis());
+    const int first = schedule.placement.front(), last = schedule.placement.back();
+    tessera::PipelineBatch one;
+    one.inputs = {{tokens}};
+    const std::vector<tessera::Placement> everywhere(
+        static_cast<std::size_t>(strategy->stages()->layout().dims()), tessera::Replicate());
+    one = tessera::shard_batch(std::move(one), *strategy->stages(), everywhere,
+                               along.rank() == first, false);
+    const auto seen = pipeline->evaluate(one);
+    const at::Tensor next = at::zeros({vocabulary}, at::kDouble);
+    if (along.rank() == last)
+      next.copy_(tessera::full_tensor(seen.micro_batches[0][0])[0][-1].to(at::kDouble));
+    along.broadcast(next, last, {.name = "scores"});
+    return next;
+  }
+  // What dropout draws depends on it.
+  void save(tessera::CheckpointState& state) override {
+    state.set_integer("pipeline.steps", static_cast<std::int64_t>(pipeline->steps()));
+  }
+  void loaded(const tessera::CheckpointState& state) override {
+    if (state.has("pipeline.steps"))
+      pipeline->set_steps(static_cast<std::uint64_t>(state.get_integer("pipeline.steps")));
+  }
+
+  std::shared_ptr<tessera::PipelineStrategy> strategy;
+  const tessera::PipelineSchedule schedule;
+  const std::vector<Part> parts;
+  std::shared_ptr<tessera::Pipeline> pipeline;
 };
 
 class Recorder : public tessera::Callback {
@@ -94,14 +180,22 @@ class Recorder : public tessera::Callback {
   void on_validation_end(Trainer& trainer, bool complete) override {
     if (!complete) return;
     const Options& o = training_.options;
+    // Not longer than it takes to be told to stop.
+    tessera::PeriodicVote vote(trainer.session().strategy());
+    const auto stop = [&] { return vote.poll(trainer.session().wanted() >= tessera::Stop::usr1); };
+    const bool was_training = training_.network->is_training();
+    training_.network->eval();
     // One text on all ranks: what is sharded over ranks that share samples moves as it has to.
     const auto policy = [&](tessera::Policy p) {
       if (mesh_) tessera::set_policies(mesh_->manager(), {.redistribution = p});
     };
     policy(tessera::Policy::allow);
-    result_.samples.push_back({trainer.step(), trainer.metrics().at("val/loss"),
-                               continue_text(training_.network, "And God said", o.sample, o.seed)});
+    const auto scores = [&](const at::Tensor& tokens) { return training_.scores(tokens); };
+    result_.samples.push_back(
+        {trainer.step(), trainer.metrics().at("val/loss"),
+         continue_text(scores, o.network.length, o.prompt, o.sample, o.seed, stop)});
     policy(tessera::Policy::error);
+    training_.network->train(was_training);
   }
 
  private:
@@ -131,21 +225,43 @@ std::vector<Memory> memory_of_all(const std::optional<tessera::DeviceMesh>& mesh
 
 }  // namespace
 
-tessera::LayerShardings layers_of(const NetworkOptions& options) {
-  using tessera::column, tessera::row, tessera::vocabulary;
-  return {{"*.attention.qkv", column(options.heads)},
-          {"*.attention.out", row(options.heads)},
-          {"*.up", column()},
-          {"*.down", row()},
-          {"embedding", vocabulary()}};
+tessera::LayerShardings layers_of(const Network& network) {
+  using tessera::column, tessera::row;
+  const std::int64_t heads = network->options.heads;
+  tessera::LayerShardings layers;
+  if (!network->blocks.empty())
+    layers = {{"*.attention.qkv", column(heads)},
+              {"*.attention.out", row(heads)},
+              {"*.up", column()},
+              {"*.down", row()}};
+  if (!network->embedding.is_empty()) layers.emplace_back("embedding", tessera::vocabulary());
+  return layers;
+}
+
+tessera::PipelineSchedule schedule_named(const std::string& name, int ranks, int micro_batches) {
+  if (name == "gpipe") return tessera::schedule_gpipe(ranks, micro_batches);
+  if (name == "1f1b") return tessera::schedule_1f1b(ranks, micro_batches);
+  if (name == "interleaved") return tessera::schedule_interleaved(ranks, 2, micro_batches);
+  if (name == "zb-h1") return tessera::schedule_zero_bubble_h1(ranks, micro_batches);
+  if (name == "zb-v") return tessera::schedule_zero_bubble_v(ranks, micro_batches);
+  if (name == "list")
+    return tessera::list_schedule(tessera::v_placement(ranks), micro_batches,
+                                  tessera::PipelineCosts::uniform(2 * ranks));
+  throw tessera::InvalidArgument(tessera::concat(
+      "no schedule is named '", name, "'; there are gpipe, 1f1b, interleaved, zb-h1, zb-v, list"));
 }
 
 Result train(const std::optional<tessera::DeviceMesh>& mesh, const Options& options,
              const std::function<void(std::int64_t, double)>& watch) {
   const Text text = read_text(options);
-  torch::manual_seed(options.seed);
-  Training task(options);
   Result result;
+  {
+    const Network complete(options.network);
+    for (const at::Tensor& p : complete->parameters()) result.weights += p.numel();
+  }
+  torch::manual_seed(options.seed);
+  std::unique_ptr<Training> owned;
+  const bool staged = mesh && mesh->layout().has_axis("pipe");
 
   tessera::TrainerOptions trainer;
   if (mesh) {
@@ -157,13 +273,27 @@ Result train(const std::optional<tessera::DeviceMesh>& mesh, const Options& opti
       tessera::TensorParallelOptions how;
       if (on.layout().size("sharded") > 1) how.sharded_axis = "sharded";
       if (options.sequence) how.sequence_dim = 1;
-      result.plan = tensor_parallel(module, on, layers_of(options.network), how).to_string();
+      result.plan = tensor_parallel(module, on, layers_of(owned->network), how).to_string();
     };
-    trainer.strategy = std::make_shared<tessera::MeshStrategy>(
-        *mesh, parallelise,
-        std::vector<tessera::Placement>{tessera::Shard(0), tessera::Shard(0),
-                                        tessera::Replicate()});
+    const std::vector<tessera::Placement> rows{tessera::Shard(0), tessera::Shard(0),
+                                               tessera::Replicate()};
+    if (staged) {
+      const auto strategy =
+          std::make_shared<tessera::PipelineStrategy>(*mesh, "pipe", parallelise, rows);
+      const tessera::Group along = mesh->group("pipe");
+      const auto schedule = schedule_named(options.schedule, along.size(), options.micro_batches);
+      const std::vector<Part> parts = cut_network(options.network, schedule.stages());
+      std::vector<Part> mine;
+      for (const int s : schedule.stages_of(along.rank()))
+        mine.push_back(parts[static_cast<std::size_t>(s)]);
+      owned = std::make_unique<StagedTraining>(options, strategy, schedule, parts, mine);
+      trainer.strategy = strategy;
+    } else {
+      trainer.strategy = std::make_shared<tessera::MeshStrategy>(*mesh, parallelise, rows);
+    }
   }
+  if (!owned) owned = std::make_unique<Training>(options);
+  Training& task = *owned;
   trainer.max_epochs = -1;
   trainer.max_steps = options.stop_at < 0 ? options.steps : options.stop_at;
   trainer.validate_every_epochs = 0;
@@ -200,6 +330,12 @@ Result train(const std::optional<tessera::DeviceMesh>& mesh, const Options& opti
     mine.tensors = pictures::peak_tensor_bytes(
         [&] { run.fit(task, tessera::batches_of(*training), tessera::batches_of(*held_out)); });
     for (const at::Tensor& p : task.network->parameters()) mine.parameters += bytes_of(p);
+    if (staged && !result.losses.empty()) {
+      const auto& pipeline = *static_cast<StagedTraining&>(task).pipeline;
+      const tessera::Timeline ran = pipeline.timeline();
+      result.timeline = tessera::visualize_schedule(pipeline.schedule(), ran);
+      result.waited = ran.bubble();
+    }
   }
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   mine.moments = 2 * mine.parameters;

@@ -1,8 +1,9 @@
 // The GPT on several ranks against the same on one: the loss curve in float64 on every mesh of data
-// x sharded x tensor ranks, stopped, and gone on with on another mesh.
+// x sharded x tensor ranks and on pipelines, stopped, and gone on with on another mesh.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <signal.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -144,16 +145,133 @@ TEST_F(GptRanks, GoesOnOnAnotherMesh) {
   expect_close(losses(train(mesh_of(all.front()), stopped)), alone, 3, "from one process");
 }
 
+// ---- pipelines ----
+
+struct Staged {
+  int pipeline, data, sharded, tensor;
+  std::string schedule;
+  int micro_batches;
+  bool sequence = false;
+  std::string name() const {
+    return tessera::concat(schedule, ", pipeline ", pipeline, " data ", data, " sharded ", sharded,
+                           " tensor ", tensor, sequence ? " along the sequence" : "");
+  }
+  tessera::DeviceMesh mesh() const {
+    return manager->mesh(
+        {{"pipe", pipeline}, {"data", data}, {"sharded", sharded}, {"tensor", tensor}});
+  }
+  Options of(Options o) const {
+    o.schedule = schedule;
+    o.micro_batches = micro_batches;
+    o.sequence = sequence;
+    return o;
+  }
+};
+
+// Two blocks in four stages: the embedding and the scores have stages of their own. Micro-batches
+// in which a rank has no sample, too.
+std::vector<Staged> pipelines() {
+  switch (manager->world_size()) {
+    case 1:
+      return {{1, 1, 1, 1, "1f1b", 3}};
+    case 2:
+      return {{2, 1, 1, 1, "zb-h1", 3}, {2, 1, 1, 1, "zb-v", 3}};
+    case 4:
+      return {
+          {2, 2, 1, 1, "1f1b", 2}, {2, 1, 1, 2, "zb-h1", 3, true}, {2, 1, 2, 1, "interleaved", 2}};
+    default:
+      return {};
+  }
+}
+
+TEST_F(GptRanks, PipelinesHaveTheLossCurveAndTextOfOneProcess) {
+  if (pipelines().empty()) GTEST_SKIP() << "no pipeline of three ranks";
+  const Result alone = train(std::nullopt, options);
+  for (const Staged& staged : pipelines()) {
+    const Result result = train(staged.mesh(), staged.of(options));
+    expect_close(losses(result), losses(alone), 0, staged.name());
+    ASSERT_EQ(result.samples.size(), alone.samples.size()) << staged.name();
+    EXPECT_NEAR(result.samples[0].loss, alone.samples[0].loss, 1e-10) << staged.name();
+    EXPECT_EQ(result.samples[0].text, alone.samples[0].text) << staged.name();
+    EXPECT_NE(result.timeline.find("<svg"), std::string::npos) << staged.name();
+    EXPECT_EQ(result.weights, alone.weights);
+  }
+}
+
+TEST_F(GptRanks, PipelinesGoOnWithoutOneAndBack) {
+  if (pipelines().empty()) GTEST_SKIP() << "no pipeline of three ranks";
+  const std::vector<double> alone = losses(train(std::nullopt, options));
+  const Staged staged = pipelines().front(), other = pipelines().back();
+  Options stopped = staged.of(options);
+  stopped.checkpoint = (folder / "staged").string();
+  // In the middle of an epoch: a pipeline, a mesh without one, another pipeline.
+  stopped.stop_at = 3;
+  expect_close(losses(train(staged.mesh(), stopped)), {alone.begin(), alone.begin() + 3}, 0,
+               staged.name());
+  stopped.stop_at = 6;
+  expect_close(losses(train(mesh_of(meshes().back()), stopped)), {alone.begin(), alone.begin() + 6},
+               3, "from " + staged.name());
+  stopped = other.of(stopped);
+  stopped.stop_at = -1;
+  expect_close(losses(train(other.mesh(), stopped)), alone, 6, "to " + other.name());
+}
+
+TEST_F(GptRanks, RefusesPipelinesThatItCannotMake) {
+  if (manager->world_size() != 2) GTEST_SKIP() << "on two ranks";
+  Options wrong = options;
+  wrong.schedule = "fast";
+  const Staged two{2, 1, 1, 1, "1f1b", 2};
+  EXPECT_THROW(train(two.mesh(), wrong), tessera::InvalidArgument);
+  wrong.schedule = "zb-v";
+  wrong.network.layers = 1;  // three layers in four stages
+  EXPECT_THROW(train(two.mesh(), wrong), tessera::InvalidArgument);
+}
+
+// ---- the report ----
+
+std::string text_of(const std::string& path) {
+  std::stringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
 TEST_F(GptRanks, WritesAReport) {
   options.steps = 5;
+  options.prompt = "In <the>";
   const Result result = train(mesh_of(meshes().front()), options);
   if (manager->rank() != 0) return;
   const std::string path = (folder / "report.html").string();
-  write_report(result, {{"mesh", "one"}}, path);
-  std::stringstream text;
-  text << std::ifstream(path).rdbuf();
-  for (const char* part : {"And God said", "Memory of each rank", "text held out", "column of 5"})
-    EXPECT_NE(text.str().find(part), std::string::npos) << part;
+  write_report(result, {{"mesh", "one"}}, "the text tale<1>.txt", options.prompt, path);
+  const std::string text = text_of(path);
+  for (const char* part : {"In &lt;the&gt;", "on the text tale&lt;1&gt;.txt", "Memory of each rank",
+                           "text held out", "column of 5"})
+    EXPECT_NE(text.find(part), std::string::npos) << part;
+  for (const char* part : {"Genesis", "God", "The pipeline"})
+    EXPECT_EQ(text.find(part), std::string::npos) << part;
+}
+
+// SIGTERM on one rank ends the run on all, and what there is by then is reported.
+TEST_F(GptRanks, AStoppedRunHasItsReport) {
+  options.checkpoint = (folder / "stopped").string();
+  const Result result = train(mesh_of(meshes().back()), options, [&](std::int64_t step, double) {
+    if (step == 3 && manager->rank() == 0) ::raise(SIGTERM);
+  });
+  EXPECT_GE(result.losses.size(), 3u);
+  EXPECT_LT(result.losses.size(), 5u);
+  EXPECT_TRUE(result.samples.empty());
+  EXPECT_EQ(result.memory.size(), static_cast<std::size_t>(manager->world_size()));
+  if (manager->rank() == 0) {
+    const std::string path = (folder / "stopped.html").string();
+    write_report(result, {{"mesh", "one"}}, "the book of Genesis", options.prompt, path);
+    EXPECT_NE(text_of(path).find("book of Genesis"), std::string::npos);
+  }
+}
+
+TEST(GptText, ASampleEndsWhereItIsToldTo) {
+  int asked = 0;
+  const auto flat = [](const at::Tensor&) { return at::zeros({vocabulary}); };
+  EXPECT_EQ(continue_text(flat, 4, "a", 9, 1, [&] { return ++asked > 3; }).size(), 3u);
+  EXPECT_EQ(continue_text(flat, 4, "a", 9, 1).size(), 9u);
 }
 
 TEST_F(GptRanks, RefusesWhatItCannotTrainOn) {
