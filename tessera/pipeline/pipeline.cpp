@@ -234,11 +234,20 @@ PipelineResult Pipeline::State::run(const PipelineBatch& batch, bool training,
     if (training) ties.begin();
     step.run();
     PipelineResult result;
+    const std::string place =
+        concat("pipeline ", plan.training.name, ", step ", facts.step,
+               ", after the last action on rank ", plan.mesh.manager().rank(), ": ");
     try {
       if (training) ties.sum(plan);
       result = finish(step, facts);
-    } catch (const PeerFailedError&) {
-      throw;
+    } catch (const PeerFailedError& e) {
+      throw PeerFailedError(place + e.what(), e.ranks());
+    } catch (const PeerLostError& e) {
+      detail::tell_failure(plan, place + e.what());
+      throw PeerLostError(place + e.what(), e.ranks());
+    } catch (const TimeoutError& e) {
+      detail::tell_failure(plan, place + e.what());
+      throw TimeoutError(place + e.what(), e.missing());
     } catch (const c10::Error& e) {
       detail::tell_failure(plan, e.what_without_backtrace());
       throw;

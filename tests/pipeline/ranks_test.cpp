@@ -1,5 +1,6 @@
 // Pipelines on ranks that are processes, over Gloo or MPI (`--backend=mpi`): samples of what
-// step_test.cpp draws, random numbers, measured costs; and a rank that is killed (`--killed`).
+// step_test.cpp draws, random numbers, measured costs; a rank that throws (`--faults`), and one that
+// is killed (`--killed`).
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -125,6 +126,152 @@ TEST(PipelineProcesses, StepsEqualOneProcess) {
   manager.shutdown();
 }
 
+// Throws in its backward.
+struct Refuses : torch::autograd::Function<Refuses> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) {
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list) {
+    throw std::runtime_error("no gradient today");
+  }
+};
+
+// In each phase of a step: that rank and the others name the action, and the next step is right.
+TEST(PipelineFaulty, ARankThatThrowsEndsTheStepOnAllAndTheNextOneWorks) {
+  auto manager = start();
+  const int ranks = manager.world_size(), rank = manager.rank();
+  const auto mesh = manager.mesh({{"pipe", ranks}});
+  Case c;
+  c.schedule = schedule_1f1b(ranks, 4);
+  c.plain.assign(static_cast<std::size_t>(ranks), 1);
+  c.marks.assign(static_cast<std::size_t>(ranks), false);
+  c.recompute = c.marks;
+  c.rows = {2, 1, 3, 2};
+  c.seed = 4;
+  const auto expected = test::one_process(c);
+  enum Phase { kForward, kBackward, kLoss, kReduce };
+  for (const Phase phase : {kForward, kBackward, kLoss, kReduce}) {
+    SCOPED_TRACE(static_cast<int>(phase));
+    const int bad = phase == kLoss ? ranks - 1 : ranks / 2;
+    OwnStages own(c, rank);
+    const auto module = own.by_number.at(rank);
+    bool armed = false;
+    struct Stage : PipelineStage {
+      std::vector<at::Tensor> forward(const std::vector<at::Tensor>& x) override {
+        auto y = module->forward(x);
+        if (*armed && ++calls == 2 && phase == kForward)
+          throw std::runtime_error("the disk is full");
+        if (*armed && phase == kBackward) y[0] = Refuses::apply(y[0]);
+        return y;
+      }
+      std::vector<at::Tensor> parameters() const override { return module->parameters(); }
+      void reduce() override {
+        if (*armed && phase == kReduce) throw std::runtime_error("no reduction today");
+      }
+      std::shared_ptr<test::DrawnStage> module;
+      bool* armed = nullptr;
+      Phase phase = kForward;
+      int calls = 0;
+    };
+    const auto stage = std::make_shared<Stage>();
+    stage->module = module;
+    stage->armed = &armed;
+    stage->phase = phase;
+    Pipeline pipeline(mesh, "pipe", c.schedule, {stage}, [&](const auto& y, const auto& t) {
+      if (armed && phase == kLoss) throw std::runtime_error("no loss today");
+      return test::mean_of(y, t);
+    });
+    pipeline.step(c.batch());
+    armed = rank == bad;
+    const auto began = std::chrono::steady_clock::now();
+    try {
+      pipeline.step(c.batch());
+      ADD_FAILURE() << "noticed nothing";
+    } catch (const PipelineError& e) {
+      EXPECT_EQ(rank, bad) << e.what();
+      EXPECT_NE(std::string(e.what()).find("pipeline 1F1B, step 1"), std::string::npos) << e.what();
+      EXPECT_NE(std::string(e.what()).find(concat("(stage ", bad)), std::string::npos) << e.what();
+    } catch (const PeerFailedError& e) {
+      EXPECT_NE(rank, bad) << e.what();
+      EXPECT_NE(std::string(e.what()).find(concat("(stage ", bad)), std::string::npos) << e.what();
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(15));
+    armed = false;
+    module->zero_grad();
+    const auto result = pipeline.step(c.batch());
+    EXPECT_NEAR(result.loss, expected.loss, 1e-12 * std::abs(expected.loss));
+    EXPECT_LE(test::gradient_error(own.by_number, expected), 1e-11);
+  }
+  manager.shutdown();
+}
+
+// A rank that is killed while it gathers, sends, computes or reduces: the others end within their
+// limit, and say in which action.
+TEST(PipelineKilled, InEachPhaseTheOthersEndAndSayWhere) {
+  enum Phase { kGather, kBackward, kLoss, kReduce };
+  for (const Phase phase : {kGather, kBackward, kLoss, kReduce}) {
+    SCOPED_TRACE(static_cast<int>(phase));
+    const int bad = phase == kLoss ? 2 : 1;
+    const auto ends = testing::fork_ranks(
+        3,
+        [=](const Launch& launch) -> std::string {
+          at::set_num_threads(1);
+          ManagerOptions options;
+          options.launch = launch;
+          options.timeout = std::chrono::seconds(5);
+          auto manager = DistributedManager::initialize(options);
+          const bool mine = manager.rank() == bad;
+          const auto die = [=](Phase now) {
+            if (mine && now == phase) ::kill(::getpid(), SIGKILL);
+          };
+          struct Stage : PipelineStage {
+            explicit Stage(std::function<void(Phase)> d) : die(std::move(d)) {}
+            std::vector<at::Tensor> forward(const std::vector<at::Tensor>& x) override {
+              at::Tensor y = net(x[0]);
+              if (++calls == 2) y.register_hook([this](const at::Tensor&) { die(kBackward); });
+              return {y};
+            }
+            std::vector<at::Tensor> parameters() const override { return net->parameters(); }
+            bool sharded() const override { return true; }
+            void gather() override { die(kGather); }
+            void release() override {}
+            void reduce() override { die(kReduce); }
+            torch::nn::Linear net{3, 3};
+            std::function<void(Phase)> die;
+            int calls = 0;
+          };
+          Pipeline pipeline(manager.mesh({{"pipe", 3}}), "pipe", schedule_1f1b(3, 4),
+                            {std::make_shared<Stage>(die)}, [&](const auto& y, const auto& t) {
+                              die(kLoss);
+                              return torch::mse_loss(y[0], t[0]);
+                            });
+          const at::Tensor x = at::ones({8, 3});
+          try {
+            pipeline.step(split_batch({x}, {x}, 4));
+          } catch (const PeerLostError& e) {
+            return concat("lost: ", e.what());
+          } catch (const std::exception& e) {
+            return concat("another error: ", e.what());
+          }
+          return "no error";
+        },
+        std::chrono::seconds(20), {true, bad != 1, bad != 2});
+    EXPECT_EQ(ends[bad].signal, SIGKILL);
+    for (const int rank : {0, 1, 2}) {
+      if (rank == bad) continue;
+      const std::string& report = ends[rank].report;
+      EXPECT_TRUE(ends[rank].ended) << rank;
+      EXPECT_TRUE(report.starts_with("lost: ")) << report;
+      EXPECT_NE(report.find("pipeline 1F1B, step 0, "), std::string::npos) << report;
+      // Some rank waited for it in an action; after the last one there is none to name.
+      if (phase != kReduce) {
+        EXPECT_NE(report.find("(stage "), std::string::npos) << report;
+      }
+    }
+  }
+}
+
 // Rank 1 dies in its third forward: the others name it and the action, within their limit.
 TEST(PipelineKilled, TheOthersNameTheRankAndTheAction) {
   const auto ends = testing::fork_ranks(
@@ -173,6 +320,7 @@ int main(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     if (argument == "--killed") filter = "PipelineKilled.*";
+    if (argument == "--faults") filter = "PipelineFaulty.*";
     if (argument.starts_with("--backend=")) tessera::backend = argument.substr(10);
   }
   ::testing::GTEST_FLAG(filter) = filter;

@@ -22,7 +22,7 @@ torch::nn::Sequential sharded_net(int stage) {
   return net;
 }
 
-at::Tensor mse(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& targets) {
+at::Tensor squared(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& targets) {
   return torch::mse_loss(outputs[0], targets[0]);
 }
 
@@ -75,7 +75,7 @@ Calls run_sharded(DistributedManager& manager, const PipelineSchedule& schedule,
                              {.gather = gather_parameters, .release = release_parameters}));
     mine.emplace(s, net);
   }
-  Pipeline pipeline(mesh, "pipe", schedule, own, mse, options);
+  Pipeline pipeline(mesh, "pipe", schedule, own, squared, options);
   // Of each micro-batch of four rows one data rank has three, the other one.
   PipelineBatch batch = split_batch({x}, {y}, micro_batches);
   const bool first = mesh.coordinate()[0] == 0;
@@ -219,7 +219,7 @@ void run_crossing(DistributedManager& manager, const Crossing& c) {
     tensor_parallel(*mine[s], stage, {{"up", column()}, {"down", row()}}, how);
     own.push_back(make_stage(mine[s], {.recompute = c.recompute}));
   }
-  Pipeline pipeline(mesh, "pipe", c.schedule, own, mse,
+  Pipeline pipeline(mesh, "pipe", c.schedule, own, squared,
                     {.skips = c.skips, .sample_axes = std::vector<std::string>()});
   for (int step = 0; step < 2; ++step) {
     PipelineBatch batch;
@@ -273,7 +273,7 @@ TEST(PipelineSharded, ATensorOfAnotherMeshIsRefused) {
       return std::vector<at::Tensor>{
           manager.rank() == 0 ? from_local(y, ShardSpec::replicated(wrong, y.sizes().vec())) : y};
     });
-    Pipeline pipeline(mesh, "pipe", schedule_1f1b(2, 2), {stage}, mse,
+    Pipeline pipeline(mesh, "pipe", schedule_1f1b(2, 2), {stage}, squared,
                       {.sample_axes = std::vector<std::string>()});
     const at::Tensor x = at::ones({4, 3});
     EXPECT_THROW(stage_mesh(wrong, "pipe"), InvalidArgument);
@@ -341,7 +341,7 @@ TEST(PipelineSharded, StepsWithADivisorAddUp) {
     auto first = sharded_net(0), second = sharded_net(1);
     torch::mse_loss(second->forward(first->forward(x)), y).backward();
     auto net = sharded_net(manager.rank());
-    Pipeline pipeline(mesh, "pipe", schedule_1f1b(2, 2), {make_stage(net)}, mse);
+    Pipeline pipeline(mesh, "pipe", schedule_1f1b(2, 2), {make_stage(net)}, squared);
     pipeline.step(split_batch({x.narrow(0, 0, 5)}, {y.narrow(0, 0, 5)}, 2), 7.0);
     pipeline.step(split_batch({x.narrow(0, 5, 2)}, {y.narrow(0, 5, 2)}, 2), 7.0);
     pipeline.step(split_batch({x.narrow(0, 0, 0)}, {y.narrow(0, 0, 0)}, 2), 7.0);

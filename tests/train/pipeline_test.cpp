@@ -45,7 +45,7 @@ struct SaveEachEpoch : Callback {
   void on_epoch_end(Trainer& trainer) override { trainer.request_save(); }
 };
 
-constexpr std::int64_t kMicro = 5;
+constexpr std::int64_t kOfAnEpoch = 5;
 
 struct Ends {
   std::vector<at::Tensor> values;
@@ -64,7 +64,7 @@ Ends run_part(DistributedManager& manager, int data, TrainerOptions options) {
   const int reader = data > 0 ? mesh.coordinate()[1] : 0;
   options.strategy = strategy;
   const FitResult result =
-      Trainer(options).fit(task, ragged_batches(reader, kMicro), ragged_batches(reader, 3));
+      Trainer(options).fit(task, ragged_batches(reader, kOfAnEpoch), ragged_batches(reader, 3));
   return {task.values(), result.metrics};
 }
 
@@ -72,7 +72,7 @@ Ends run_alone(int data, int accumulate, TrainerOptions options) {
   Regression task;
   options.strategy = nullptr;
   options.accumulate = 1;
-  const FitResult result = Trainer(options).fit(task, joined_batches(data, kMicro, accumulate),
+  const FitResult result = Trainer(options).fit(task, joined_batches(data, kOfAnEpoch, accumulate),
                                                 joined_batches(data, 3, 1));
   return {task.values(), result.metrics};
 }
@@ -129,7 +129,7 @@ TEST(TrainedPipeline, GoesOnOnOtherRanksAndOnOne) {
     Part task(strategy, 0);  // nobody has the second stage
     TrainerOptions o = options(back.path(), 3);
     o.strategy = strategy;
-    EXPECT_THROW(Trainer(o).fit(task, ragged_batches(0, kMicro)), InvalidArgument);
+    EXPECT_THROW(Trainer(o).fit(task, ragged_batches(0, kOfAnEpoch)), InvalidArgument);
   });
 }
 
