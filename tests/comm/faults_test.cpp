@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "fork_ranks.h"
+#include "on_hosts.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/manager.h"
 
@@ -122,13 +123,17 @@ std::string run_rank(const Case& c, const Launch& launch) {
   at::set_num_threads(1);
   ManagerOptions options;
   options.launch = launch;
-  options.backend = c.backend;
   options.timeout = 60s;
   options.rendezvous_timeout = 30s;
+  const bool hosts = std::string_view(c.backend) == "hosts";
+  if (!hosts) options.backend = c.backend;
   std::string report;
   try {
-    auto manager = DistributedManager::initialize(options);
+    // Two ranks on one host, and rank 2 on another.
+    auto manager = hosts ? testing::manager_on_host(launch, launch.rank / 2, options)
+                         : DistributedManager::initialize(options);
     Group world = manager.world();
+    if (world.backend() != c.backend) return concat("over ", world.backend());
     const Operation& operation = operations()[c.operation];
     world.barrier();
     if (c.fault == Fault::stop) world.set_timeout(1500ms);
@@ -216,6 +221,14 @@ std::vector<Case> cases() {
       all.push_back({1, fault, 0, backend});
     all.push_back({1, Fault::exit, 2, backend});
   }
+  for (int i = 0; i < static_cast<int>(operations().size()); ++i)
+    all.push_back({i, i % 2 ? Fault::kill_before : Fault::kill_inside, 1 + i % 2, "hosts"});
+  for (const int victim : {0, 1, 2}) {
+    all.push_back({1, Fault::stop, victim, "hosts"});
+    all.push_back({6, victim == 1 ? Fault::abort : Fault::exception, victim, "hosts"});
+    if (victim != 0) all.push_back({9, Fault::stop, victim, "hosts"});
+  }
+  all.push_back({1, Fault::exit, 2, "hosts"});
   return all;
 }
 

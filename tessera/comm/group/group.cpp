@@ -56,6 +56,11 @@ const std::string& Group::backend(c10::DeviceType device) const {
   return state_->size() == 1 && !state_->has_endpoint(device) ? self
                                                               : state_->endpoint(device).name;
 }
+const std::string& Group::backend_reason(c10::DeviceType device) const {
+  static const std::string none;
+  return state_->size() == 1 && !state_->has_endpoint(device) ? none
+                                                              : state_->endpoint(device).reason;
+}
 CheckLevel Group::check_level() const { return state_->check_level(); }
 void Group::set_check_level(CheckLevel level) { state_->set_check_level(level); }
 std::chrono::milliseconds Group::timeout() const { return state_->timeout(); }

@@ -118,8 +118,12 @@ class Group : public Collectives<void> {
   /// Global ranks in group order. Never sorted.
   const std::vector<int>& ranks() const;
   const std::string& name() const;
-  /// Name of the backend for a device type: "gloo", "shm", "mpi", "nccl", "threads", "self".
+  /// Name of the backend for a device type: "gloo", "shm", "hosts", "mpi", "nccl", "threads",
+  /// "self".
   const std::string& backend(c10::DeviceType device = c10::DeviceType::CPU) const;
+  /// Why it is that one: what its ranks found out about their hosts. Empty where the program named
+  /// the backend.
+  const std::string& backend_reason(c10::DeviceType device = c10::DeviceType::CPU) const;
   CheckLevel check_level() const;
   /// Sets how much is checked before data moves. Collective: all ranks must set the same level.
   void set_check_level(CheckLevel level);

@@ -77,10 +77,10 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
   if (options.timeout.count() < 1)
     throw InvalidArgument(concat("the manager was given a time limit of ", options.timeout.count(),
                                  " ms; give a positive one"));
-  if (!options.backend.empty() && options.backend != "gloo" && options.backend != "shm" &&
-      options.backend != "mpi")
+  if (!options.backend.empty() && options.backend != "auto" && options.backend != "gloo" &&
+      options.backend != "shm" && options.backend != "mpi")
     throw InvalidArgument(concat("backend '", options.backend,
-                                 "' is not one for processes; choose gloo, shm or mpi"));
+                                 "' is not one for processes; choose auto, gloo, shm or mpi"));
   base.backend = !options.backend.empty() ? options.backend : options.mpi ? "mpi" : "gloo";
   const bool meets = options.launch || !options.mpi;
   if (meets) require_rendezvous(base.launch);

@@ -213,10 +213,10 @@ ThreadRanks::ThreadRanks(int ranks, const ManagerOptions& options) {
     throw InvalidArgument(
         concat("run_threads was asked for ", ranks, " ranks; at least 1 is needed"));
   if (!options.backend.empty() && options.backend != "threads" && options.backend != "gloo" &&
-      options.backend != "shm") {
-    throw InvalidArgument(
-        concat("run_threads with backend '", options.backend,
-               "': ranks that are threads of one process can use 'threads', 'gloo' or 'shm'"));
+      options.backend != "shm" && options.backend != "auto") {
+    throw InvalidArgument(concat(
+        "run_threads with backend '", options.backend,
+        "': ranks that are threads of one process can use 'threads', 'gloo', 'shm' or 'auto'"));
   }
   state_ = std::make_shared<State>(ranks, options);
 }

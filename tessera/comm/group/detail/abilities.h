@@ -28,6 +28,24 @@ inline bool every_library_moves(c10::ScalarType dtype) {
   }
 }
 
+/// True for what Gloo reduces exactly: it computes in the dtype itself, and its min and max drop
+/// NaN.
+inline bool gloo_reduces(c10::ScalarType dtype, ReduceOp::Kind op) {
+  using Kind = ReduceOp::Kind;
+  switch (dtype) {
+    case c10::ScalarType::Float:
+    case c10::ScalarType::Double:
+      return op == Kind::sum || op == Kind::product;
+    case c10::ScalarType::Byte:
+    case c10::ScalarType::Char:
+    case c10::ScalarType::Int:
+    case c10::ScalarType::Long:
+      return op == Kind::sum || op == Kind::product || op == Kind::min || op == Kind::max;
+    default:
+      return false;
+  }
+}
+
 /// A backend that says which reductions it does by itself. Its reduce() leaves the tensors of the
 /// ranks other than the root unchanged.
 class ReducingBackend {

@@ -134,6 +134,7 @@ void all_gather_counts(RequestState& call, const at::Tensor& output, const at::T
   expect_device(call, output);
   if (endpoint.uneven) {
     call.launch([&] {
+      sign_uneven(call, endpoint);
       call.add(endpoint.uneven->all_gather_v(output, input, counts, limit_of(call, endpoint)));
     });
     return;
@@ -176,6 +177,7 @@ void gather_counts(RequestState& call, const at::Tensor& output, const at::Tenso
   expect_device(call, input);
   if (endpoint.uneven) {
     call.launch([&] {
+      sign_uneven(call, endpoint);
       call.add(endpoint.uneven->gather_v(output, input, counts, root, limit_of(call, endpoint)));
     });
     return;
@@ -211,6 +213,7 @@ void scatter_counts(RequestState& call, const at::Tensor& output, const at::Tens
   expect_device(call, output);
   if (endpoint.uneven) {
     call.launch([&] {
+      sign_uneven(call, endpoint);
       call.add(endpoint.uneven->scatter_v(output, input, counts, root, limit_of(call, endpoint)));
     });
     return;
@@ -271,14 +274,18 @@ void all_to_all_pairs(RequestState& call, const at::Tensor& output, const at::Te
 void exchange_flat(RequestState& call, const std::vector<Message>& messages) {
   const auto& endpoint = endpoint_of(call, messages.front().tensor);
   expect_device(call, messages.front().tensor);
-  if (endpoint.uneven) {
-    call.launch([&] { call.add(endpoint.uneven->exchange(messages, limit_of(call, endpoint))); });
-    return;
-  }
+  // First those that travel by themselves: the others may depend on them, through third ranks.
+  std::vector<Message> batch;
   for (const auto& m : messages) {
+    if (!travels_alone(endpoint, m.peer)) {
+      batch.push_back(m);
+      continue;
+    }
     const auto card = message_card(call, m);
     call.launch([&] { exchange_one(call, endpoint, m, tag_of(card), &card); });
   }
+  if (batch.empty()) return;
+  call.launch([&] { call.add(endpoint.uneven->exchange(batch, limit_of(call, endpoint))); });
 }
 
 void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& message, int tag,
@@ -287,13 +294,21 @@ void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& m
   const bool sends = message.kind == Message::Kind::send;
   call.add(sends ? endpoint.backend->send(tensors, message.peer, tag)
                  : endpoint.backend->recv(tensors, message.peer, tag),
-           !endpoint.uneven, card);
+           travels_alone(endpoint, message.peer), card);
+}
+
+bool travels_alone(const Endpoint& endpoint, int peer) {
+  return !endpoint.uneven || !endpoint.uneven->batches(peer);
 }
 
 void sign(RequestState& call, const Endpoint& endpoint) {
   if (!endpoint.signing) return;
   endpoint.signing->sign(call.card().hash());
   call.set_signed();
+}
+
+void sign_uneven(RequestState& call, const Endpoint& endpoint) {
+  if (endpoint.uneven->signs_uneven()) sign(call, endpoint);
 }
 
 }  // namespace tessera::detail

@@ -62,6 +62,12 @@ void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& m
 /// Tells the backend which call comes next, so that ranks that make different calls do not read
 /// each other's data.
 void sign(RequestState& call, const Endpoint& endpoint);
+/// As sign(), before a call of UnevenBackend.
+void sign_uneven(RequestState& call, const Endpoint& endpoint);
+
+/// True if messages between this rank and `peer` travel one by one (Gloo), each with a tag and a
+/// work for which its thread waits at one go.
+bool travels_alone(const Endpoint& endpoint, int peer);
 
 /// The time limit to pass to the backend of `endpoint`.
 std::chrono::milliseconds backend_limit(const RequestState& call, const Endpoint& endpoint);

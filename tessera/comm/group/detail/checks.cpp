@@ -309,14 +309,13 @@ MessageCards::MessageCards(const RequestState& call, const std::vector<Message>&
       group_, call.operation(), CallOptions{.timeout = call.left(), .name = call.name()}, true);
   request_->begin_within(call);
   const auto& endpoint = group_.endpoint(c10::DeviceType::CPU);
-  const bool whole = !endpoint.uneven;  // Gloo
   request_->start([&](RequestState& request) {
     for (std::int64_t i = 0; i < n; ++i) {
       std::vector<at::Tensor> card{theirs_.select(0, i)};
       request.launch([&] {
         request.add(
             endpoint.backend->recv(card, peers_[i], sent_[i] ? kReceiversCard : kSendersCard),
-            whole);
+            travels_alone(endpoint, peers_[i]));
       });
     }
     for (std::int64_t i = 0; i < n; ++i) {
@@ -324,7 +323,7 @@ MessageCards::MessageCards(const RequestState& call, const std::vector<Message>&
       request.launch([&] {
         request.add(
             endpoint.backend->send(card, peers_[i], sent_[i] ? kSendersCard : kReceiversCard),
-            whole);
+            travels_alone(endpoint, peers_[i]));
       });
     }
   });

@@ -42,22 +42,6 @@ struct Recipe {
   bool direct(c10::ScalarType dtype) const { return wide == dtype && !keys && !compose; }
 };
 
-// What Gloo reduces exactly: it computes in the dtype itself, and its min and max drop NaN.
-bool gloo_reduces(c10::ScalarType dtype, Kind op) {
-  switch (dtype) {
-    case c10::ScalarType::Float:
-    case c10::ScalarType::Double:
-      return op == Kind::sum || op == Kind::product;
-    case c10::ScalarType::Byte:
-    case c10::ScalarType::Char:
-    case c10::ScalarType::Int:
-    case c10::ScalarType::Long:
-      return op == Kind::sum || op == Kind::product || op == Kind::min || op == Kind::max;
-    default:
-      return false;
-  }
-}
-
 Recipe choose(const Endpoint& endpoint, c10::ScalarType dtype, Kind op) {
   auto native = [&](c10::ScalarType t, Kind k) {
     return endpoint.reducing ? endpoint.reducing->reduces(t, k) : gloo_reduces(t, k);
@@ -314,6 +298,7 @@ void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const a
     if (!in.is_cpu()) call.on_stream();
     const CallLimit limit{backend_limit(call, endpoint), call.blocking()};
     call.launch([&] {
+      sign_uneven(call, endpoint);
       call.add(
           endpoint.uneven->reduce_scatter_v(out, in, counts, to_c10d(recipe.op, op.factor), limit));
     });

@@ -30,9 +30,11 @@ struct GroupSpec {
   std::vector<int> ranks;
   /// Position of this process in `ranks`.
   int rank = 0;
-  /// The backend for CPU tensors: "gloo", "shm", "mpi", "threads", "self"; "store": none, the ranks
-  /// only meet at the store.
+  /// The backend for CPU tensors: "gloo", "shm", "mpi", "threads", "self"; "auto": by where the
+  /// ranks are (make_backend_by_host()); "store": none, the ranks only meet at the store.
   std::string backend;
+  /// For "auto": HostsOptions::host.
+  std::string host;
   /// CUDA: tensors on that device go to NCCL.
   c10::Device device{c10::DeviceType::CPU};
   /// Numeric address of this host that listeners bind, and no other.

@@ -250,13 +250,14 @@ void GroupState::set_timeout(std::chrono::milliseconds limit) {
 }
 
 void GroupState::set_endpoint(c10::Device device, std::string name,
-                              c10::intrusive_ptr<c10d::Backend> backend) {
+                              c10::intrusive_ptr<c10d::Backend> backend, std::string reason) {
   Endpoint& endpoint = device.is_cuda() ? cuda_ : cpu_;
   endpoint.device = device;
   endpoint.signing = dynamic_cast<SigningBackend*>(backend.get());
   endpoint.uneven = dynamic_cast<UnevenBackend*>(backend.get());
   endpoint.reducing = dynamic_cast<ReducingBackend*>(backend.get());
   endpoint.name = std::move(name);
+  endpoint.reason = std::move(reason);
   endpoint.backend = std::move(backend);
 }
 

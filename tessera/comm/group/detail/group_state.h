@@ -39,8 +39,10 @@ class RequestState;
 /// A backend of the group and the interfaces it implements.
 struct Endpoint {
   c10::intrusive_ptr<c10d::Backend> backend;
-  /// "gloo", "shm", "mpi", "nccl", "threads".
+  /// "gloo", "shm", "hosts", "mpi", "nccl", "threads".
   std::string name;
+  /// Why it is this one; empty where the program named it.
+  std::string reason;
   /// Null where the backend has no uneven collectives.
   UnevenBackend* uneven = nullptr;
   /// Null where the backend says nothing about reductions: it is treated like Gloo.
@@ -67,8 +69,8 @@ class GroupState {
   GroupWatch& watch() const { return *watch_; }
 
   /// Sets the backend for tensors of a device type. Only before the first call.
-  void set_endpoint(c10::Device device, std::string name,
-                    c10::intrusive_ptr<c10d::Backend> backend);
+  void set_endpoint(c10::Device device, std::string name, c10::intrusive_ptr<c10d::Backend> backend,
+                    std::string reason = "");
   bool has_endpoint(c10::DeviceType device) const;
   /// Throws NotAvailable if the group has no backend for that device type.
   const Endpoint& endpoint(c10::DeviceType device) const;

@@ -42,6 +42,11 @@ class UnevenBackend {
   /// waits of this thread until it returns true or has expired. Returns false, and keeps nothing,
   /// if any thread may continue a call.
   virtual bool step_in_waits(const std::weak_ptr<const std::function<bool()>>&) { return false; }
+  /// False if messages to and from `peer` (group rank) do not go through exchange(), but one by one
+  /// through c10d's send and recv, with tags that tell them apart.
+  virtual bool batches([[maybe_unused]] int peer) const { return true; }
+  /// True if the calls below, too, are told apart by what SigningBackend::sign() announces.
+  virtual bool signs_uneven() const { return false; }
 
   /// `output` [sum(sizes), ...], `input` [sizes[rank], ...].
   virtual c10::intrusive_ptr<c10d::Work> all_gather_v(const at::Tensor& output,

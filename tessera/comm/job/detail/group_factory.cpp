@@ -2,6 +2,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/gloo/gloo.h"
+#include "tessera/comm/backends/hosts/hosts.h"
 #include "tessera/comm/backends/mpi/mpi.h"
 #include "tessera/comm/backends/nccl/nccl.h"
 #include "tessera/comm/backends/shm/shm.h"
@@ -9,6 +10,16 @@
 #include "tessera/comm/group/detail/group_state.h"
 
 namespace tessera::detail {
+namespace {
+
+void require_store(const GroupSpec& spec) {
+  if (!spec.store)
+    throw InvalidArgument(concat("group '", spec.name, "' over ", spec.backend,
+                                 ": its ranks meet at a store, which a manager of MPI ranks has "
+                                 "with ManagerOptions::launch"));
+}
+
+}  // namespace
 
 std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
   auto state = std::make_shared<GroupState>(spec);
@@ -17,11 +28,20 @@ std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
   if (spec.backend == "gloo") {
     state->set_endpoint(c10::DeviceType::CPU, "gloo",
                         make_gloo_backend(spec.store, spec.rank, size, spec.timeout, spec.address));
+  } else if (spec.backend == "auto") {
+    require_store(spec);
+    HostsOptions options;
+    options.name = spec.name;
+    options.timeout = spec.timeout;
+    options.ranks = spec.ranks;
+    options.watch = spec.watch;
+    options.address = spec.address;
+    options.host = spec.host;
+    auto chosen = make_backend_by_host(spec.store, spec.rank, size, options);
+    state->set_endpoint(c10::DeviceType::CPU, std::move(chosen.name), std::move(chosen.backend),
+                        std::move(chosen.reason));
   } else if (spec.backend == "shm") {
-    if (!spec.store)
-      throw InvalidArgument(concat("group '", spec.name,
-                                   "' over shm: its ranks meet at a store, which a manager of MPI "
-                                   "ranks has with ManagerOptions::launch"));
+    require_store(spec);
     ShmBackendOptions options;
     options.name = spec.name;
     options.timeout = spec.timeout;
@@ -40,7 +60,7 @@ std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
                         make_mpi_backend(*spec.mpi, spec.ranks, options));
   } else {
     throw InvalidArgument(concat("group '", spec.name, "': there is no backend '", spec.backend,
-                                 "'; choose gloo, shm or mpi"));
+                                 "'; choose auto, gloo, shm or mpi"));
   }
   if (spec.device.is_cuda())
     state->set_endpoint(spec.device, "nccl",

@@ -25,6 +25,11 @@ constexpr std::chrono::seconds kLingerAfterFault{3};
 
 constexpr auto kMeetingTag = "plans";
 
+/// True for backends whose ranks find each other through the job's store.
+bool met_at_store(const std::string& backend) {
+  return backend == "gloo" || backend == "shm" || backend == "auto";
+}
+
 /// The prefix of a group's keys in the job's store; its keys follow a slash, which no name has.
 std::string keys_of(const std::string& group) { return "group/" + group; }
 
@@ -184,7 +189,7 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks,
 std::shared_ptr<GroupState> ManagerState::meeting_place() {
   std::vector<int> everybody(static_cast<std::size_t>(base_.launch.world_size));
   std::iota(everybody.begin(), everybody.end(), 0);
-  const bool at_store = base_.store && (base_.backend == "gloo" || base_.backend == "shm");
+  const bool at_store = base_.store && met_at_store(base_.backend);
   return group(everybody, {}, at_store ? kMeetingTag : "");
 }
 
@@ -218,7 +223,7 @@ std::shared_ptr<GroupState> ManagerState::make(const Key& key,
   try {
     if (base_.make_group) return base_.make_group(spec);
     // MPI needs its calls on one thread, and has a time limit of its own.
-    if ((spec.backend == "gloo" || spec.backend == "shm") && ranks.size() > 1)
+    if (met_at_store(spec.backend) && ranks.size() > 1)
       return make_group_in_time(spec, std::move(interrupt));
     watch->set_interrupt(std::move(interrupt), GroupWatch::Of::creation);
     return make_group_state(spec);

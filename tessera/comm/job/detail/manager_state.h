@@ -34,7 +34,7 @@ namespace tessera::detail {
 struct ManagerBase {
   Launch launch;
   ManagerOptions options;
-  /// "gloo", "shm", "mpi", "threads", "self".
+  /// "gloo", "shm", "mpi", "threads", "self", "auto".
   std::string backend;
   c10::Device device{c10::DeviceType::CPU};
   /// Where ranks are processes: the source of store, address and faults.

@@ -1,0 +1,129 @@
+#pragma once
+// HostLinks: the ways between the ranks of a group over several hosts, and each collective as steps
+// on them: in memory between the ranks of a host, over another backend between the hosts' leaders.
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <vector>
+
+#include "tessera/comm/backends/hosts/host_map.h"
+#include "tessera/comm/group/detail/abilities.h"
+#include "tessera/comm/group/detail/uneven.h"
+
+namespace tessera::detail {
+
+/// What the steps of one collective share.
+struct HostCall {
+  /// The number that stands for the call on all ranks (SigningBackend); 0: none is known.
+  std::uint64_t sign = 0;
+  /// The limit of each step.
+  std::chrono::milliseconds limit{0};
+  /// Numbers of steps so far, inside the host and between hosts.
+  std::uint64_t near = 0, far = 0;
+};
+
+/// Tensors are one-dimensional, contiguous, and on the CPU. Counts are elements, one number per
+/// group rank, and where not said otherwise the same on all ranks. Called by one thread.
+class HostLinks {
+ public:
+  using Counts = std::vector<std::int64_t>;
+  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+  /// `near`: memory, over the ranks of this host in ascending order; null if there is one. `wide`:
+  /// over all ranks. `leaders`: over the hosts' leaders, in the order of the hosts; null on other
+  /// ranks.
+  HostLinks(HostMap map, int rank, BackendPtr near, BackendPtr wide, BackendPtr leaders);
+
+  const HostMap& map() const { return map_; }
+  /// True if messages with this rank of the group go through memory.
+  bool is_near(int rank) const { return map_.host_of[index(rank)] == host_; }
+  c10d::Backend& wide() const { return *wide_; }
+  /// Null if this rank is alone on its host.
+  c10d::Backend* near() const { return near_.get(); }
+  UnevenBackend* near_uneven() const { return near_uneven_; }
+
+  /// Ends the calls of all links, here. From any thread.
+  void abort();
+  bool aborted() const { return aborted_.load(std::memory_order_acquire); }
+
+  void barrier(HostCall& call);
+  void broadcast(HostCall& call, const at::Tensor& data, int root);
+  /// In place.
+  void all_reduce(HostCall& call, const at::Tensor& data, const c10d::ReduceOp& op);
+  /// In place on root; the tensors of other ranks keep their values.
+  void reduce(HostCall& call, const at::Tensor& data, const c10d::ReduceOp& op, int root);
+  /// `input` keeps its values.
+  void reduce_scatter(HostCall& call, const at::Tensor& output, const at::Tensor& input,
+                      const Counts& counts, ReduceOp::Kind kind, const c10d::ReduceOp& op);
+
+  // Of bytes, in tensors of uint8.
+  void all_gather(HostCall& call, const at::Tensor& output, const at::Tensor& input,
+                  const Counts& counts);
+  /// `output` is undefined on the ranks other than root.
+  void gather(HostCall& call, const at::Tensor& output, const at::Tensor& input,
+              const Counts& counts, int root);
+  /// `input` is undefined on the ranks other than root.
+  void scatter(HostCall& call, const at::Tensor& output, const at::Tensor& input,
+               const Counts& counts, int root);
+  /// Counts are this rank's own. Throws FinalMismatch if a rank sends what its receiver does not
+  /// wait for; then no data has moved between these two.
+  void all_to_all(HostCall& call, const at::Tensor& output, const Counts& output_counts,
+                  const at::Tensor& input, const Counts& input_counts);
+
+ private:
+  static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
+  const std::vector<int>& mates() const { return map_.hosts[index(host_)]; }
+  bool leads() const { return place_ == 0; }
+  /// Sums of counts over the ranks of each host.
+  Counts per_host(const Counts& counts) const;
+  /// The counts of this host's ranks.
+  Counts of_mates(const Counts& counts) const;
+  /// Counts for the ranks of this host: `count` for the rank at `place`, nothing for others.
+  Counts only_for(int place, std::int64_t count) const;
+  /// Copies between the order of the group and that of the hosts.
+  void copy_to_hosts_order(const at::Tensor& to, const at::Tensor& from,
+                           const Counts& counts) const;
+  void copy_to_group_order(const at::Tensor& to, const at::Tensor& from,
+                           const Counts& counts) const;
+
+  template <class Options>
+  Options near_options(HostCall& call);
+  CallLimit near_limit(HostCall& call);
+  template <class Options>
+  Options far_options(HostCall& call);
+  void near_barrier(HostCall& call);
+  void near_broadcast(HostCall& call, at::Tensor data, int place);
+  /// To the leader, in place there.
+  void near_reduce(HostCall& call, at::Tensor data, const c10d::ReduceOp& op);
+  /// To and from the rank at `place`; `whole` is used there alone.
+  void near_gather(HostCall& call, const at::Tensor& whole, const at::Tensor& part,
+                   const Counts& counts, int place);
+  void near_scatter(HostCall& call, const at::Tensor& part, const at::Tensor& whole,
+                    const Counts& counts, int place);
+  void far_broadcast(HostCall& call, at::Tensor data, int host);
+  void far_all_to_all(HostCall& call, at::Tensor output, Counts output_counts, at::Tensor input,
+                      Counts input_counts);
+  /// The counts that each rank of this host gave: a row per rank, what it sends and what it waits
+  /// for.
+  std::vector<Counts> near_counts(HostCall& call, const Counts& sent, const Counts& awaited);
+  /// Compares what this host's ranks wait for with what ranks of other hosts send them.
+  void compare_far_counts(HostCall& call, const std::vector<Counts>& rows);
+  void all_to_all_far(HostCall& call, const at::Tensor& output, const Counts& output_counts,
+                      const at::Tensor& input, const Counts& input_counts,
+                      const std::vector<Counts>& rows);
+
+  const HostMap map_;
+  const int rank_, host_, place_;
+  const BackendPtr near_, wide_, leaders_;
+  UnevenBackend* near_uneven_ = nullptr;
+  SigningBackend* near_signing_ = nullptr;
+  SigningBackend* far_signing_ = nullptr;
+  std::atomic<bool> aborted_{false};
+};
+
+}  // namespace tessera::detail

@@ -1,0 +1,172 @@
+#include "tessera/comm/backends/hosts/hosts.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <fstream>
+#include <random>
+#include <utility>
+
+#include "tessera/base/deadline.h"
+#include "tessera/base/text.h"
+#include "tessera/comm/backends/gloo/gloo.h"
+#include "tessera/comm/backends/hosts/host_map.h"
+#include "tessera/comm/backends/hosts/hosts_backend.h"
+#include "tessera/comm/backends/shm/shm.h"
+#include "tessera/comm/group/detail/store_meeting.h"
+
+namespace tessera {
+namespace {
+
+using detail::HostMap;
+
+constexpr auto kMet = "met";
+
+/// Which ranks it is worth to introduce to each other: three lines.
+std::string mark_of_host() {
+  std::ifstream in("/proc/sys/kernel/random/boot_id");
+  std::string boot;
+  struct stat net{};
+  if (!std::getline(in, boot) || ::stat("/proc/self/ns/net", &net) != 0) {
+    // Without /proc no other rank is known to be near.
+    std::random_device random;
+    return concat("unknown ", random(), random(), "\n\n");
+  }
+  return concat(boot, '\n', net.st_dev, ':', net.st_ino, '\n', ::geteuid());
+}
+
+std::string line_of(const std::string& mark, int line) {
+  TextReader in(mark);
+  std::string text;
+  for (int i = 0; i <= line; ++i)
+    if (!std::getline(in, text)) return "";
+  return text;
+}
+
+/// Why two ranks cannot share memory.
+std::string why_apart(int a, const std::string& mark_a, int b, const std::string& mark_b) {
+  if (line_of(mark_a, 0) != line_of(mark_b, 0))
+    return concat("ranks ", a, " and ", b, " are on different hosts");
+  if (line_of(mark_a, 1) != line_of(mark_b, 1))
+    return concat("ranks ", a, " and ", b,
+                  " are in different network namespaces (containers) of one host");
+  return concat("ranks ", a, " and ", b, " belong to different users, ", line_of(mark_a, 2),
+                " and ", line_of(mark_b, 2));
+}
+
+class ByHost {
+ public:
+  ByHost(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+         const HostsOptions& options)
+      : store_(store),
+        rank_(rank),
+        size_(size),
+        options_(options),
+        deadline_(deadline_after(options.timeout)) {}
+
+  ChosenBackend make() {
+    auto marks = gather("mark", options_.host.empty() ? mark_of_host() : options_.host);
+    const std::string apart = first_difference(marks);
+    meet(HostMap::of(marks));
+    const auto verdicts = gather("verdict", verdict_);
+    std::string refused;
+    for (int r = 0; r < size_; ++r) {
+      const auto& verdict = verdicts[static_cast<std::size_t>(r)];
+      if (verdict == kMet) continue;
+      if (refused.empty() && !verdict.empty()) refused = verdict;
+    }
+    HostMap map = HostMap::of(separated(std::move(marks), verdicts));
+    if (map.hosts[static_cast<std::size_t>(map.host_of[me()])].size() == 1) near_.reset();
+    if (map.count() == 1)
+      return {std::move(near_), "shm", concat("its ", size_, " ranks share the memory of a host")};
+    auto wide =
+        make_gloo_backend(prefixed("wide"), rank_, size_, options_.timeout, options_.address);
+    const std::string why = refused.empty() ? apart : refused;
+    if (map.count() == size_)
+      return {std::move(wide), "gloo", concat("no two of its ranks share memory: ", why)};
+    c10::intrusive_ptr<c10d::Backend> leaders;
+    if (map.place_of[me()] == 0)
+      leaders = make_gloo_backend(prefixed("leaders"), map.host_of[me()], map.count(),
+                                  options_.timeout, options_.address);
+    const std::string text =
+        concat("its ", size_, " ranks are on ", map.count(),
+               " hosts: memory inside a host, gloo between the hosts (", why, ")");
+    auto links = std::make_shared<detail::HostLinks>(std::move(map), rank_, std::move(near_),
+                                                     std::move(wide), std::move(leaders));
+    return {c10::make_intrusive<detail::HostsBackend>(std::move(links), rank_, options_.timeout),
+            "hosts", text};
+  }
+
+ private:
+  std::size_t me() const { return static_cast<std::size_t>(rank_); }
+  int global(int rank) const { return options_.ranks[static_cast<std::size_t>(rank)]; }
+  std::chrono::milliseconds left() const {
+    // For some stores a limit of zero means no limit.
+    return std::max(time_left(deadline_), std::chrono::milliseconds(1));
+  }
+  c10::intrusive_ptr<c10d::Store> prefixed(const std::string& key) const {
+    return c10::make_intrusive<c10d::PrefixStore>("hosts/" + key, store_);
+  }
+  std::vector<std::string> gather(const std::string& key, const std::string& mine) const {
+    return detail::gather_at_store(*store_, "hosts/" + key, rank_, size_, mine, left());
+  }
+
+  std::string first_difference(const std::vector<std::string>& marks) const {
+    for (int r = 1; r < size_; ++r) {
+      const auto& mark = marks[static_cast<std::size_t>(r)];
+      if (mark != marks[0]) return why_apart(global(0), marks[0], global(r), mark);
+    }
+    return "";
+  }
+
+  /// Meets the ranks of this host, if there are any.
+  void meet(const HostMap& map) {
+    const auto host = map.host_of[me()];
+    const auto& mates = map.hosts[static_cast<std::size_t>(host)];
+    if (mates.size() < 2) return;
+    ShmBackendOptions options;
+    options.name = options_.name;
+    options.timeout = options_.timeout;
+    for (const int mate : mates) options.ranks.push_back(global(mate));
+    options.watch = options_.watch;
+    try {
+      near_ = make_shm_backend(prefixed(concat("of host ", host)), map.place_of[me()],
+                               static_cast<int>(mates.size()), options);
+      verdict_ = kMet;
+    } catch (const NotAvailable& error) {
+      const std::string what = error.what();
+      verdict_ = what.substr(0, what.find("; choose another backend"));
+    }
+  }
+
+  /// The marks, with one of its own for each rank of a host whose ranks have not all met.
+  std::vector<std::string> separated(std::vector<std::string> marks,
+                                     const std::vector<std::string>& verdicts) const {
+    for (const auto& host : HostMap::of(marks).hosts) {
+      if (std::all_of(host.begin(), host.end(),
+                      [&](int r) { return verdicts[static_cast<std::size_t>(r)] == kMet; }))
+        continue;
+      for (const int r : host) marks[static_cast<std::size_t>(r)] = concat("alone ", r);
+    }
+    return marks;
+  }
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_, size_;
+  const HostsOptions& options_;
+  const Deadline deadline_;
+  c10::intrusive_ptr<c10d::Backend> near_;
+  std::string verdict_;
+};
+
+}  // namespace
+
+ChosenBackend make_backend_by_host(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                   const HostsOptions& options) {
+  return ByHost(store, rank, size, options).make();
+}
+
+}  // namespace tessera

@@ -1,0 +1,115 @@
+#include "tessera/comm/backends/hosts/hosts_work.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/ParallelGuard.h>
+
+#include <chrono>
+#include <exception>
+#include <utility>
+
+namespace tessera::detail {
+namespace {
+
+// Calls that were aborted usually end within this time.
+constexpr std::chrono::milliseconds kCallsEnd{1000};
+
+}  // namespace
+
+HostsWork::HostsWork(int rank, c10d::OpType type, std::vector<at::Tensor> results,
+                     std::function<void()> body)
+    : c10d::Work(rank, type), results_(std::move(results)), body_(std::move(body)) {}
+
+void HostsWork::run() {
+  std::exception_ptr error;
+  try {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    // Operators on this thread do not take the cores of the computation that goes on beside it.
+    const c10::ParallelGuard alone(true);
+    body_();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  body_ = nullptr;
+  finish(error);
+  settle_future();
+}
+
+std::vector<at::Tensor> HostsWork::result() {
+  wait();
+  return results_;
+}
+
+void HostsWork::settle_future() {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  std::exception_ptr error;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!future_ || settled_ || !completed_) return;
+    settled_ = true;
+    future = future_;
+    error = exception_;
+  }
+  // Callbacks of the future run here: without a lock.
+  if (error)
+    future->setError(error);
+  else
+    future->markCompleted(c10::IValue(results_));
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> HostsWork::getFuture() {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!future_)
+      future_ =
+          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    future = future_;
+  }
+  settle_future();
+  return future;
+}
+
+void HostsWorker::post(const c10::intrusive_ptr<HostsWork>& work) {
+  {
+    const std::lock_guard lock(mutex_);
+    queue_.push_back(work);
+    if (!thread_.joinable() && !stops_)
+      thread_ = std::thread([self = shared_from_this()] { self->run(); });
+  }
+  changed_.notify_one();
+}
+
+void HostsWorker::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return stops_ || !queue_.empty(); });
+    if (queue_.empty()) break;
+    auto work = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    work->run();
+    work.reset();
+    lock.lock();
+  }
+  ended_ = true;
+  changed_.notify_all();
+}
+
+void HostsWorker::close(bool leave) {
+  std::unique_lock lock(mutex_);
+  stops_ = true;
+  changed_.notify_all();
+  if (!thread_.joinable()) return;
+  auto thread = std::move(thread_);
+  // The last owner may be a callback of a future, which runs in the thread itself.
+  const bool own = thread.get_id() == std::this_thread::get_id();
+  const bool left =
+      own || (leave && !changed_.wait_for(lock, kCallsEnd, [this] { return ended_; }));
+  lock.unlock();
+  if (left)
+    thread.detach();
+  else
+    thread.join();
+}
+
+}  // namespace tessera::detail

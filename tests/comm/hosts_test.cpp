@@ -1,0 +1,269 @@
+// Groups over several hosts of whose ranks some share one: the choice of the backend, values,
+// messages, started calls, calls that differ. Faults: faults_test.cpp.
+
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "collectives_cases.h"
+#include "on_hosts.h"
+#include "tessera/comm/backends/hosts/host_map.h"
+#include "tessera/comm/job/threads.h"
+
+namespace tessera {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::run_on_hosts;
+using torch::Tensor;
+
+TEST(HostMap, RanksOfAHostNeedNotBeNeighbours) {
+  const auto map = detail::HostMap::of({"b", "a", "b", "c", "a"});
+  EXPECT_EQ(map.hosts, (std::vector<std::vector<int>>{{0, 2}, {1, 4}, {3}}));
+  EXPECT_EQ(map.host_of, (std::vector<int>{0, 1, 0, 2, 1}));
+  EXPECT_EQ(map.place_of, (std::vector<int>{0, 0, 1, 0, 1}));
+  EXPECT_FALSE(map.in_order);
+  EXPECT_TRUE(detail::HostMap::of({"b", "b", "a"}).in_order);
+}
+
+TEST(Hosts, TheBackendFollowsFromWhereTheRanksAre) {
+  const auto over = [](const std::vector<int>& hosts) {
+    std::map<std::string, int> seen;
+    std::mutex mutex;
+    run_on_hosts(hosts, [&](DistributedManager& manager) {
+      const auto world = manager.world();
+      world.barrier();
+      EXPECT_FALSE(world.backend_reason().empty());
+      const std::lock_guard lock(mutex);
+      ++seen[world.backend() + ": " + world.backend_reason()];
+    });
+    EXPECT_EQ(seen.size(), 1U) << "all ranks say the same";
+    return seen.empty() ? std::string() : seen.begin()->first;
+  };
+  EXPECT_EQ(over({0, 0, 0}), "shm: its 3 ranks share the memory of a host");
+  EXPECT_EQ(over({0, 1, 2}),
+            "gloo: no two of its ranks share memory: ranks 0 and 1 are on different hosts");
+  EXPECT_EQ(over({0, 1, 1}),
+            "hosts: its 3 ranks are on 2 hosts: memory inside a host, gloo between the hosts "
+            "(ranks 0 and 1 are on different hosts)");
+}
+
+TEST(Hosts, EachGroupHasTheBackendOfItsOwnRanks) {
+  run_on_hosts({0, 0, 1}, [](DistributedManager& manager) {
+    EXPECT_EQ(manager.world().backend(), "hosts");
+    const int me = manager.rank();
+    if (me != 2) {
+      EXPECT_EQ(manager.group({1, 0}).backend(), "shm");
+    }
+    if (me != 1) {
+      EXPECT_EQ(manager.group({0, 2}).backend(), "gloo");
+    }
+    EXPECT_EQ(manager.group({me}).backend(), "self");
+    GroupOptions named;
+    named.backend = "gloo";
+    const auto asked = manager.group({0, 1, 2}, named);
+    EXPECT_EQ(asked.backend(), "gloo");
+    EXPECT_EQ(asked.backend_reason(), "");
+    asked.barrier();
+  });
+}
+
+TEST(Hosts, OfThreadsAndOfOneRank) {
+  ManagerOptions options;
+  options.backend = "auto";
+  run_threads(
+      2, [](DistributedManager& manager) { EXPECT_EQ(manager.world().backend(), "shm"); }, options);
+  run_threads(
+      1, [](DistributedManager& manager) { EXPECT_EQ(manager.world().backend(), "self"); },
+      options);
+}
+
+// Ranks that meet and cannot share memory use Gloo, and say why.
+TEST(Hosts, WithoutMemoryForItRanksOfOneHostUseGloo) {
+  const auto ends = testing::fork_ranks(
+      3,
+      [](const Launch& launch) {
+        const rlimit small{65536, 65536};
+        if (launch.rank == 0) ::setrlimit(RLIMIT_FSIZE, &small);
+        ManagerOptions options;
+        options.timeout = 30s;
+        options.launch = launch;
+        options.backend = "auto";
+        auto manager = DistributedManager::initialize(options);
+        const auto world = manager.world();
+        auto t = torch::ones({5});
+        world.all_reduce(t);
+        return concat(world.backend(), " ", t[0].item<double>(), " ", world.backend_reason());
+      },
+      40s);
+  for (const auto& end : ends) {
+    EXPECT_EQ(end.report.rfind("gloo 3 ", 0), 0U) << end.report;
+    EXPECT_NE(end.report.find("ulimit -f"), std::string::npos) << end.report;
+  }
+}
+
+struct Place {
+  const char* name;
+  std::vector<int> hosts;
+};
+
+class OnHosts : public ::testing::TestWithParam<Place> {};
+
+TEST_P(OnHosts, EqualTheReference) {
+  run_on_hosts(GetParam().hosts, [](DistributedManager& manager) {
+    const auto world = manager.world();
+    ASSERT_EQ(world.backend(), "hosts");
+    testing_cases::check_everything(world, {torch::kFloat, torch::kBFloat16, torch::kBool,
+                                            torch::kComplexFloat, torch::kShort});
+  });
+}
+
+TEST_P(OnHosts, EqualTheReferenceWithCollectiveChecks) {
+  run_on_hosts(
+      GetParam().hosts,
+      [](DistributedManager& manager) {
+        testing_cases::check_everything(manager.world(), {torch::kLong});
+      },
+      CheckLevel::collective);
+}
+
+TEST_P(OnHosts, ResultsHaveTheSameBitsOnAllRanksAndInEveryRun) {
+  std::vector<Tensor> runs;
+  for (int run = 0; run < 2; ++run)
+    run_on_hosts(GetParam().hosts, [&](DistributedManager& manager) {
+      const auto world = manager.world();
+      auto random = at::detail::createCPUGenerator(77 + world.rank());
+      std::vector<Tensor> results;
+      for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kHalf})
+        for (const std::int64_t n : {1, 1000, 70001}) {
+          auto t = torch::randn({n}, random, torch::kDouble).to(dtype);
+          world.all_reduce(t);
+          results.push_back(t.to(torch::kDouble));
+        }
+      const auto mine = torch::cat(results);
+      const auto all = torch::empty({world.size(), mine.numel()}, torch::kDouble);
+      world.all_gather(all, mine.unsqueeze(0));
+      for (int r = 0; r < world.size(); ++r) EXPECT_TRUE(torch::equal(all[r], mine));
+      if (world.rank() == 0) runs.push_back(mine);
+    });
+  ASSERT_EQ(runs.size(), 2U);
+  EXPECT_TRUE(torch::equal(runs[0], runs[1]));
+}
+
+// Requests of all kinds at once, waited for in another order on each rank.
+TEST_P(OnHosts, RequestsGoOnBesideEachOther) {
+  run_on_hosts(GetParam().hosts, [](DistributedManager& manager) {
+    const auto world = manager.world();
+    const int n = world.size(), me = world.rank();
+    std::vector<Tensor> sums, received, sent;
+    std::vector<Request> requests;
+    for (int i = 0; i < 4; ++i) {
+      for (int peer = 0; peer < n; ++peer) {
+        if (peer == me) continue;
+        received.push_back(torch::zeros({100 + i}));
+        sent.push_back(torch::full({100 + i}, 10.0 * me + i));
+        requests.push_back(world.start().receive(received.back(), peer));
+        requests.push_back(world.start().send(sent.back(), peer));
+      }
+      sums.push_back(torch::full({1000 * (i + 1)}, me + i, torch::kDouble));
+      requests.push_back(world.start().all_reduce(sums.back()));
+    }
+    if (me % 2 == 0) std::reverse(requests.begin(), requests.end());
+    for (auto& request : requests) request.wait();
+    std::size_t next = 0;
+    for (int i = 0; i < 4; ++i) {
+      EXPECT_EQ(sums[i][0].item<double>(), n * i + n * (n - 1) / 2.0);
+      for (int peer = 0; peer < n; ++peer) {
+        if (peer == me) continue;
+        EXPECT_EQ(received[next++][0].item<double>(), 10.0 * peer + i);
+      }
+    }
+  });
+}
+
+TEST_P(OnHosts, TheC10dViewServesPlainLibtorch) {
+  run_on_hosts(GetParam().hosts, [](DistributedManager& manager) {
+    const auto world = manager.world();
+    const auto group = world.process_group();
+    const int n = world.size(), me = world.rank();
+    std::vector<Tensor> tensors{torch::full({3, 2}, me + 1.0).t()};
+    group->allreduce(tensors)->wait();
+    EXPECT_EQ(tensors[0][1][2].item<double>(), n * (n + 1) / 2.0);
+    std::vector<Tensor> mine{torch::full({2}, me, torch::kBool)};
+    std::vector<std::vector<Tensor>> all(1);
+    for (int r = 0; r < n; ++r) all[0].push_back(torch::zeros({2}, torch::kBool));
+    group->allgather(all, mine)->wait();
+    for (int r = 0; r < n; ++r) EXPECT_EQ(all[0][r][1].item<bool>(), r != 0);
+    std::vector<Tensor> halves{torch::ones({4}, torch::kHalf)};
+    EXPECT_THROW(group->allreduce(halves), InvalidArgument);
+    group->barrier()->wait();
+  });
+}
+
+// Rank 0 and the last one are on different hosts, so no memory shows the difference.
+TEST_P(OnHosts, CallsThatDifferAreToldToAllRanks) {
+  using Call = std::function<void(const Group&)>;
+  const std::vector<std::pair<Call, Call>> cases{
+      {[](const Group& g) { g.all_reduce(torch::ones({10})); },
+       [](const Group& g) { g.all_reduce(torch::ones({10000})); }},
+      {[](const Group& g) { g.barrier(); },
+       [](const Group& g) { g.all_reduce(torch::ones({4}), ReduceOp::max); }},
+      {[](const Group& g) {
+         const Sizes two(static_cast<std::size_t>(g.size()), 2);
+         g.all_to_all(torch::zeros({2 * g.size(), 5}), torch::ones({2 * g.size(), 5}), two, two);
+       },
+       [](const Group& g) {
+         Sizes two(static_cast<std::size_t>(g.size()), 2), more(two);
+         more[0] = 3;
+         g.all_to_all(torch::zeros({2 * g.size(), 5}), torch::ones({2 * g.size() + 1, 5}), two,
+                      more);
+       }},
+      {[](const Group& g) {
+         Sizes sizes(static_cast<std::size_t>(g.size()), 2);
+         sizes[0] = 3;
+         g.all_gather(torch::ones({2 * g.size() + 1}), torch::ones({g.rank() == 0 ? 3 : 2}), sizes);
+       },
+       [](const Group& g) {
+         Sizes sizes(static_cast<std::size_t>(g.size()), 2);
+         sizes[0] = 4;
+         g.all_gather(torch::ones({2 * g.size() + 2}), torch::ones({2}), sizes);
+       }}};
+  std::vector<std::thread> runs;
+  for (std::size_t i = 0; i < cases.size(); ++i)
+    runs.emplace_back([&, i] {
+      std::atomic<int> told{0};
+      run_on_hosts(GetParam().hosts, [&](DistributedManager& manager) {
+        const auto world = manager.world();
+        try {
+          (world.rank() == world.size() - 1 ? cases[i].second : cases[i].first)(world);
+          world.all_reduce(torch::ones({2}));
+          ADD_FAILURE() << "case " << i << ": no error on rank " << world.rank();
+        } catch (const MismatchError& error) {
+          ++told;
+          EXPECT_NE(std::string(error.what()).find("called different things"), std::string::npos)
+              << error.what();
+        }
+      });
+      EXPECT_EQ(told, static_cast<int>(GetParam().hosts.size())) << "case " << i;
+    });
+  for (auto& run : runs) run.join();
+}
+
+INSTANTIATE_TEST_SUITE_P(Places, OnHosts,
+                         ::testing::Values(Place{"TwoAndOne", {0, 0, 1}},
+                                           Place{"TwoAndTwoInTurns", {0, 1, 0, 1}}),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace tessera
