@@ -10,6 +10,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "../comm/collectives_cases.h"
 #include "../comm/soak.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/manager.h"
@@ -70,13 +71,15 @@ void require_listeners(int host, int port) {
           concat(listeners, " listeners on host ", host, ", the store's among them: ", store));
 }
 
-DistributedManager start(const TwoHosts& hosts, const Launch& from_test) {
+DistributedManager start(const TwoHosts& hosts, const Launch& from_test,
+                         const std::string& backend = "gloo") {
   at::set_num_threads(1);
   hosts.enter(place_of(from_test.rank).host);
   set_environment(from_test.rank, from_test.port);
   ManagerOptions options;
   options.timeout = 40s;
   options.rendezvous_timeout = 30s;
+  options.backend = backend;
   return DistributedManager::initialize(options);
 }
 
@@ -129,14 +132,38 @@ TEST(TwoHosts, RanksMeetOnTheCableAloneAndKnowTheirPlaces) {
       90s));
 }
 
-TEST(TwoHosts, ACutCableIsATimeOutOnBothSides) {
+TEST(TwoHosts, GroupsUseMemoryInsideAHostAndGlooBetweenThem) {
   if (const auto why = obstacle(); !why.empty()) GTEST_SKIP() << why;
   TwoHosts hosts;
   ASSERT_TRUE(hosts.ok());
   expect_ok(testing::fork_ranks(
       3,
       [&](const Launch& from_test) {
-        auto manager = start(hosts, from_test);
+        auto manager = start(hosts, from_test, "auto");
+        const Group world = manager.world();
+        require(world.backend() == "hosts", concat(world.backend(), ": ", world.backend_reason()));
+        require(world.backend_reason().find("ranks 0 and 2 are in different network namespaces") !=
+                    std::string::npos,
+                world.backend_reason());
+        if (from_test.rank != 2)
+          require(manager.group({1, 0}).backend() == "shm", "ranks of one host");
+        if (from_test.rank != 1)
+          require(manager.group({0, 2}).backend() == "gloo", "ranks of two hosts");
+        testing_cases::check_everything(world, {at::kFloat, at::kBFloat16});
+        require(!::testing::Test::HasFailure(), "values");
+        world.barrier();
+        return std::string("ok");
+      },
+      90s));
+}
+
+void cut_the_cable(const std::string& backend) {
+  TwoHosts hosts;
+  ASSERT_TRUE(hosts.ok());
+  expect_ok(testing::fork_ranks(
+      3,
+      [&](const Launch& from_test) {
+        auto manager = start(hosts, from_test, backend);
         Group world = manager.world();
         world.barrier();
         world.set_timeout(2s);
@@ -157,6 +184,11 @@ TEST(TwoHosts, ACutCableIsATimeOutOnBothSides) {
         return std::string("ok");
       },
       90s));
+}
+
+TEST(TwoHosts, ACutCableIsATimeOutOnBothSides) {
+  if (const auto why = obstacle(); !why.empty()) GTEST_SKIP() << why;
+  for (const char* backend : {"gloo", "auto"}) cut_the_cable(backend);
 }
 
 TEST(TwoHosts, AnAddressThatNobodyAnswersEndsInTime) {
