@@ -4,12 +4,17 @@
 #include <dlfcn.h>
 #include <torch/headeronly/version.h>
 
+#include <chrono>
+#include <exception>
 #include <filesystem>
+#include <string>
 
 #include "report.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/mpi/mpi.h"
 #include "tessera/comm/backends/nccl/nccl.h"
+#include "tessera/comm/job/manager.h"
+#include "tessera/comm/job/threads.h"
 
 namespace tessera::app {
 namespace {
@@ -57,6 +62,34 @@ void report_mpi(Report& report) {
   report.line("", library_of(reinterpret_cast<const void*>(version)));
 }
 
+// Two ranks of this process meet as two processes would.
+void report_shm(Report& report) {
+  ManagerOptions options;
+  options.backend = "auto";
+  options.timeout = std::chrono::seconds(20);
+  std::string backend, reason;
+  try {
+    run_threads(
+        2,
+        [&](DistributedManager& manager) {
+          const Group world = manager.world();
+          world.barrier();
+          if (manager.rank() != 0) return;
+          backend = world.backend();
+          reason = world.backend_reason();
+        },
+        options);
+  } catch (const std::exception& error) {
+    reason = error.what();
+  }
+  if (backend == "shm") {
+    report.line("shm", "built; ranks of one host, through memory");
+    return;
+  }
+  report.line("shm", "built, but not usable here: groups of backend auto use gloo");
+  report.advice(reason);
+}
+
 // Three answers: not built, built and usable, and built but unusable here, with the reason.
 void report_nccl(Report& report) {
   const int gpus = gpus_of_the_system();
@@ -94,7 +127,7 @@ void report_libraries(Report& report) {
 
   report.section("Backends");
   report.line("gloo", "built (part of libtorch); TCP");
-  report.line("shm", "built; ranks of one host, through memory");
+  report_shm(report);
   report_mpi(report);
   report_nccl(report);
   report.line("threads", "built; ranks as threads of one process, for tests");

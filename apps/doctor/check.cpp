@@ -138,7 +138,7 @@ void report_check(Report& report) {
   const Launch launch = detect_launch(Environment::of_process());
   report.section("Check");
   if (launch.world_size > 1) {
-    std::vector<std::string> backends{"gloo", "shm"};
+    std::vector<std::string> backends{"auto", "gloo", "shm"};
     // Open MPI ends a process that asks it for ranks that Slurm has not told it of.
     const bool told = launch.launcher == "open_mpi" || launch.launcher == "pmi" ||
                       std::getenv("PMIX_NAMESPACE") || std::getenv("PMI_RANK");
@@ -157,8 +157,11 @@ void report_check(Report& report) {
       const std::string what =
           concat("all-reduce on the ", launch.world_size, " ranks of this launch: ");
       try {
-        all_reduce(group_over(manager, backend));
+        const Group group = group_over(manager, backend);
+        all_reduce(group);
         report.line(backend, concat(what, "works"));
+        if (backend == "auto")
+          report.line("", concat("over ", group.backend(), ": ", group.backend_reason()));
       } catch (const NotAvailable& error) {
         report.line(backend, concat(what, "not to be had here"));
         report.advice(error.what());

@@ -102,7 +102,7 @@ int main(int argc, char** argv) {
   program
       .add_option("--backend", manager_options.backend,
                   "gloo (default), shm or mpi: what the job will use")
-      ->check(CLI::IsMember({"gloo", "shm", "mpi"}));
+      ->check(CLI::IsMember({"auto", "gloo", "shm", "mpi"}));
   program.add_option("--kilobytes", kilobytes, "Size of the messages that measure bandwidth")
       ->check(CLI::Range(1.0, 1e6))
       ->capture_default_str();

@@ -177,6 +177,7 @@ void register_group_class(torch::Library& library) {
       .def("ranks", [](const GroupPtr& self) { return from_ints(self->group.ranks()); })
       .def("name", [](const GroupPtr& self) { return self->group.name(); })
       .def("backend", [](const GroupPtr& self) { return self->group.backend(); })
+      .def("backend_reason", [](const GroupPtr& self) { return self->group.backend_reason(); })
       .def("timeout",
            [](const GroupPtr& self) {
              return std::chrono::duration<double>(self->group.timeout()).count();

@@ -57,8 +57,13 @@ class Group:
 
     @property
     def backend(self):
-        """"gloo", "shm", "mpi", "nccl", "threads", or "self" for a group of one."""
+        """"gloo", "shm", "hosts", "mpi", "nccl", "threads", or "self" for a group of one."""
         return self._handle.backend()
+
+    @property
+    def backend_reason(self):
+        """Why it is that one: what the ranks found out about their hosts. Empty where the program named it."""
+        return self._handle.backend_reason()
 
     @property
     def timeout(self):
