@@ -119,9 +119,7 @@ from tessera._trees import (
     slurm_host_file,
 )
 from tessera import _tensor as _tensor  # makes torch.Tensor's methods know sharded tensors
-from tessera import _c10d
-
-_c10d.register()
+from tessera import _c10d as _c10d  # torch.distributed's backend "tessera"
 
 __all__ = [
     "CommTrace",

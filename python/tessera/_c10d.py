@@ -1,18 +1,19 @@
-"""Registers the backend of `torch.distributed.init_process_group("tessera")`: ranks of one host that share memory."""
+"""Registers the backend of `torch.distributed.init_process_group("tessera")`: ranks of one host that share memory.
+
+The library runs this source too, when `torch.ops.load_library` opens it without the package: it needs nothing of the package.
+"""
 
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from tessera._library import classes
-
 NAME = "tessera"
 
 
 def _meet(options, _backend_options):
     """The backend of one group. The library says what it wants to leave at the store and to find there."""
-    meeting = classes.BackendMeeting(
+    meeting = torch.classes.tessera.BackendMeeting(
         options.group_rank, options.group_size, options.group_id, list(options.global_ranks_in_group), options.timeout.total_seconds()
     )
     while (question := meeting.next())[0] != "done":
@@ -32,3 +33,6 @@ def _meet(options, _backend_options):
 def register():
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _meet, extended_api=True, devices=["cpu"])
+
+
+register()

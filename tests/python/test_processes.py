@@ -15,8 +15,8 @@ def run(*command, limit=100):
     return subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=limit)
 
 
-def torchrun(ranks, program):
-    return run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, HERE / program)
+def torchrun(ranks, program, *arguments):
+    return run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, HERE / program, *arguments)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
