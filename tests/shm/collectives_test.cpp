@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 #include <sched.h>
+#include <sys/resource.h>
+#include <sys/time.h>
 
 #include <cstring>
 #include <random>
@@ -285,6 +287,52 @@ TEST(Collectives, CoresOfTheirOwn) {
            return group.describe().crowded ? "crowded" : "free";
          }))
       EXPECT_EQ(end.report, shared ? "crowded" : "free");
+}
+
+std::chrono::microseconds cpu_time() {
+  rusage used{};
+  ::getrusage(RUSAGE_SELF, &used);
+  const auto of = [](const timeval& time) {
+    return std::chrono::seconds(time.tv_sec) + std::chrono::microseconds(time.tv_usec);
+  };
+  return of(used.ru_utime) + of(used.ru_stime);
+}
+
+// More ranks than cores: a rank that waits leaves its core to those that it waits for.
+TEST(Collectives, WhoWaitsLeavesTheCore) {
+  cpu_set_t allowed, two;
+  ASSERT_EQ(::sched_getaffinity(0, sizeof allowed, &allowed), 0);
+  CPU_ZERO(&two);
+  for (int cpu = 0; cpu < CPU_SETSIZE && CPU_COUNT(&two) < 2; ++cpu)
+    if (CPU_ISSET(cpu, &allowed)) CPU_SET(cpu, &two);
+  constexpr auto kWork = std::chrono::milliseconds(300);
+  for (const int ranks : {4, 8}) {
+    SCOPED_TRACE(ranks);
+    expect_good(fork_ranks(ranks, [&](int rank, const Directory& directory) -> std::string {
+      ::sched_setaffinity(0, sizeof two, &two);
+      Group group = Group::meet(rank, ranks, directory, brief("crowd"));
+      if (!group.describe().crowded) return "it takes each rank for one with a core of its own";
+      // Small and large calls after each other, so that every rank waits for every other.
+      for (int round = 0; round < 50; ++round)
+        for (const std::size_t count : {std::size_t{1}, std::size_t{600}, std::size_t{40000}}) {
+          std::vector<double> values(count, rank + round);
+          group.all_reduce(values.data(), values.data(), count, Element::float64, {});
+          const double sum = ranks * round + ranks * (ranks - 1) / 2.0;
+          if (values.front() != sum || values.back() != sum) return concat("round ", round);
+        }
+      // One rank computes, and all others wait for it.
+      double value = 1;
+      const auto begin = cpu_time();
+      if (rank == 1)
+        while (cpu_time() < begin + kWork) value = value * 0.5 + 0.5;
+      group.all_reduce(&value, &value, 1, Element::float64, {});
+      const auto used = cpu_time() - begin;
+      if (value != ranks) return concat("the sum is ", value);
+      if (rank != 1 && used > kWork / 4)
+        return concat("waited with ", used.count(), " us of a core's time");
+      return "";
+    }));
+  }
 }
 
 TEST(Collectives, Threads) {
