@@ -97,7 +97,7 @@ std::unique_ptr<c10d::Reducer> make_reducer(const std::vector<at::Tensor>& param
 
 int run(const std::string& model, bool with_reducer) {
   at::set_num_threads(1);
-  auto manager = tessera::DistributedManager::initialize();
+  auto manager = tessera::DistributedManager::initialize({.backend = "gloo"});
   Training training = make(model, manager.rank());
   const auto parameters = training.module->parameters();
   torch::optim::SGD optimizer(parameters, torch::optim::SGDOptions(1e-3));

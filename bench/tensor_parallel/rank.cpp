@@ -55,7 +55,7 @@ TORCH_MODULE(Block);
 int run(const std::string& model) {
   using tessera::column, tessera::row;
   at::set_num_threads(1);
-  auto manager = tessera::DistributedManager::initialize();
+  auto manager = tessera::DistributedManager::initialize({.backend = "gloo"});
   tessera::set_policies(manager, {.redistribution = tessera::Policy::error});
   const bool sequence = model.ends_with("sequence"), small = model.starts_with("small");
   const std::int64_t width = small ? 64 : 256, length = small ? 32 : 128;

@@ -16,7 +16,7 @@ from tessera._placement import from_text, to_text
 def init(backend="", timeout=300.0):
     """Meets the other ranks of this job (torchrun, `tessera run`, Slurm, mpirun; alone without a launcher).
 
-    `backend`: "gloo" (default), "shm" (ranks of one host), "mpi", or "auto" (memory inside a host, Gloo between hosts). `timeout`: seconds, the limit of every wait.
+    `backend`: "auto" (default: memory inside a host, Gloo between hosts), "gloo", "shm" (ranks of one host) or "mpi". `timeout`: seconds, the limit of every wait.
     """
     ops.init(backend, float(timeout))
     atexit.register(shutdown)

@@ -89,6 +89,18 @@ TEST(Hosts, OfThreadsAndOfOneRank) {
       options);
 }
 
+TEST(Hosts, ProcessesOfOneHostUseMemoryUnlessTheProgramNamesABackend) {
+  const auto ends = testing::fork_ranks(
+      2,
+      [](const Launch& launch) {
+        auto manager = DistributedManager::initialize({.timeout = 30s, .launch = launch});
+        manager.world().barrier();
+        return manager.world().backend();
+      },
+      30s);
+  for (const auto& end : ends) EXPECT_EQ(end.report, "shm");
+}
+
 // Ranks that meet and cannot share memory use Gloo, and say why.
 TEST(Hosts, WithoutMemoryForItRanksOfOneHostUseGloo) {
   const auto ends = testing::fork_ranks(

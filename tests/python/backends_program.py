@@ -7,14 +7,14 @@ import tessera as ts
 TREE = """
 name: world
 children:
-  - {name: inner, size: 2, backend: shm, timeout: 40s}
+  - {name: inner, size: 2, backend: gloo, timeout: 40s}
   - {name: outer, timeout: 50s}
 """
 
 torch.set_num_threads(1)
 ts.init(timeout=60)
 ts.create_process_groups(ts.parse_group_config(TREE))
-asked = {"inner": ("shm", 40.0), "outer": ("gloo", 50.0), "world": ("gloo", 60.0)}
+asked = {"inner": ("gloo", 40.0), "outer": ("shm", 50.0), "world": ("shm", 60.0)}
 for name, (backend, timeout) in asked.items():
     group = ts.group(name)
     assert (group.backend, group.timeout) == (backend, timeout), (name, group.backend, group.timeout)

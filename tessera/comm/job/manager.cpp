@@ -81,7 +81,7 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
       options.backend != "shm" && options.backend != "mpi")
     throw InvalidArgument(concat("backend '", options.backend,
                                  "' is not one for processes; choose auto, gloo, shm or mpi"));
-  base.backend = !options.backend.empty() ? options.backend : options.mpi ? "mpi" : "gloo";
+  base.backend = !options.backend.empty() ? options.backend : options.mpi ? "mpi" : "auto";
   const bool meets = options.launch || !options.mpi;
   if (meets) require_rendezvous(base.launch);
   // A job on the CPU does not start CUDA: children of a process that started it cannot use it.

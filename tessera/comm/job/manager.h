@@ -44,9 +44,9 @@ namespace tessera {
 class DeviceMesh;
 
 struct ManagerOptions {
-  /// The backend for CPU tensors: "gloo" (default), "shm", "mpi", or "auto": each group goes
-  /// through memory where all its ranks share a host, over Gloo where no two do, and otherwise
-  /// through memory inside a host and over Gloo between hosts. Group::backend() and
+  /// The backend for CPU tensors: "auto" (default), "gloo", "shm", "mpi". With "auto" each group
+  /// goes through memory where all its ranks share a host, over Gloo where no two do, and otherwise
+  /// through memory inside a host and over Gloo between hosts; Group::backend() and
   /// backend_reason() say which it is. CUDA tensors go to "nccl" where it is built and a GPU is
   /// present.
   std::string backend;
