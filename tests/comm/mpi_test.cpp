@@ -18,11 +18,12 @@
 
 namespace tessera::test {
 
+// Made and ended by main(): MPI has one life in a process.
+std::unique_ptr<MpiWorld> world;
+
 namespace {
 
 using c10d::ReduceOp;
-
-std::unique_ptr<MpiWorld> world;  // Made and ended by main(): MPI has one life in a process.
 
 const std::vector<at::ScalarType> kDtypes = {
     at::kFloat,         at::kDouble, at::kHalf,   at::kBFloat16, at::kComplexFloat,

@@ -73,17 +73,15 @@ MpiBackend::MpiBackend(std::shared_ptr<MpiComm> comm, const MpiBackendOptions& o
     : c10d::Backend(comm->rank(), comm->size()),
       comm_(std::move(comm)),
       timeout_(options.timeout),
-      max_count_(options.max_count) {
+      max_count_(options.max_count),
+      sent_(comm_->ranks().size()),
+      received_(comm_->ranks().size()) {
   if (max_count_ < 1 || max_count_ > std::numeric_limits<int>::max())
     throw InvalidArgument(concat("max_count of an MPI group is ", max_count_, "; it must be 1 to ",
                                  std::numeric_limits<int>::max()));
   if (timeout_.count() <= 0)
     throw InvalidArgument(
         concat("the time limit of an MPI group is ", timeout_.count(), " ms; it must be positive"));
-  int* bound = nullptr;
-  int found = 0;
-  check_mpi(MPI_Comm_get_attr(comm_->handle(), MPI_TAG_UB, &bound, &found), "MPI_Comm_get_attr");
-  if (found) tag_limit_ = *bound;
 }
 
 MpiBackend::~MpiBackend() = default;
@@ -117,12 +115,18 @@ MpiBackend::WorkPtr MpiBackend::run(const char* name, OpType type, CallLimit lim
     // other ranks wait.
     if (kind == Kind::collective && limit.blocking &&
         comm_->library().level() != MpiThreadLevel::serialized) {
-      call->blocking = true;
+      call->blocking = call->at_once = true;
       add(*call);
+      comm_->meet(*call);
+      for (const auto& move : call->moves) move();
+      call->moves.clear();
       call->phase.reset();
     } else {
-      const auto lock = comm_->library().serialize();
-      add(*call);
+      {
+        const auto lock = comm_->library().serialize();
+        add(*call);
+      }
+      if (kind == Kind::collective) comm_->begin(*call);
     }
   } catch (...) {
     call->phase.reset();
@@ -151,8 +155,8 @@ void MpiBackend::require_sizes(const Counts& sizes, const char* name) const {
 }
 
 int MpiBackend::user_tag(int tag) const {
-  if (tag < 0 || tag >= tag_limit_)
-    throw InvalidArgument(concat("message tag ", tag, " is not in 0 to ", tag_limit_ - 1,
+  if (tag < 0 || tag >= comm_->tags().users())
+    throw InvalidArgument(concat("message tag ", tag, " is not in 0 to ", comm_->tags().users() - 1,
                                  ", which this MPI library allows"));
   return tag;
 }
@@ -182,6 +186,7 @@ MpiBackend::WorkPtr MpiBackend::allreduce_coalesced(
   for (const auto& tensor : tensors) require_cpu("all_reduce of several tensors", tensor);
   return run("all_reduce of several tensors", OpType::ALLREDUCE_COALESCED, limit_of(options),
              Kind::collective, mpi_card(tensors), [&](MpiCall& call) {
+               call.at_once = false;
                for (const auto& tensor : tensors) add_all_reduce(call, tensor, options.reduceOp);
                call.results = tensors;
              });
@@ -239,6 +244,7 @@ MpiBackend::WorkPtr MpiBackend::allgather_into_tensor_coalesced(
   }
   return run("all_gather", inputs.size() == 1 ? OpType::ALLGATHER : OpType::ALLGATHER_COALESCED,
              limit_of(options), Kind::collective, mpi_card(inputs), [&](MpiCall& call) {
+               call.at_once = call.at_once && inputs.size() == 1;
                for (std::size_t i = 0; i < inputs.size(); ++i)
                  add_all_gather(call, outputs[i], inputs[i],
                                 Counts(static_cast<std::size_t>(ranks()), inputs[i].numel()));
@@ -265,12 +271,15 @@ MpiBackend::WorkPtr MpiBackend::gather(TensorLists& outputs, Tensors& inputs,
   // Messages: the other ranks do not know the sizes of the root's outputs.
   return run("gather", OpType::GATHER, limit_of(options), Kind::collective, own_card(input, root),
              [&](MpiCall& call) {
-               ready(call);
-               if (rank() != root) return add_send(call, input, root, tag_limit_);
-               for (int r = 0; r < ranks(); ++r)
-                 if (r != root) add_receive(call, out[static_cast<std::size_t>(r)], r, tag_limit_);
-               copy_here(out[static_cast<std::size_t>(root)], input);
                call.results = out;
+               after_meeting(call, [this, &call, input, out, root] {
+                 if (rank() != root) return add_send(call, input, root, numbered(call, input));
+                 for (int r = 0; r < ranks(); ++r) {
+                   const auto& part = out[static_cast<std::size_t>(r)];
+                   if (r != root) add_receive(call, part, r, numbered(call, part));
+                 }
+                 copy_here(out[static_cast<std::size_t>(root)], input);
+               });
              });
 }
 
@@ -292,12 +301,15 @@ MpiBackend::WorkPtr MpiBackend::scatter(Tensors& outputs, TensorLists& inputs,
   }
   return run("scatter", OpType::SCATTER, limit_of(options), Kind::collective,
              own_card(output, root), [&](MpiCall& call) {
-               ready(call);
                call.results = {output};
-               if (rank() != root) return add_receive(call, output, root, tag_limit_);
-               for (int r = 0; r < ranks(); ++r)
-                 if (r != root) add_send(call, in[static_cast<std::size_t>(r)], r, tag_limit_);
-               copy_here(output, in[static_cast<std::size_t>(root)]);
+               after_meeting(call, [this, &call, output, in, root] {
+                 if (rank() != root) return add_receive(call, output, root, numbered(call, output));
+                 for (int r = 0; r < ranks(); ++r) {
+                   const auto& part = in[static_cast<std::size_t>(r)];
+                   if (r != root) add_send(call, part, r, numbered(call, part));
+                 }
+                 copy_here(output, in[static_cast<std::size_t>(root)]);
+               });
              });
 }
 
@@ -340,6 +352,7 @@ MpiBackend::WorkPtr MpiBackend::reduce_scatter_tensor_coalesced(
   }
   return run("reduce_scatter", OpType::REDUCE_SCATTER, limit_of(options), Kind::collective,
              mpi_card(outputs), [&](MpiCall& call) {
+               call.at_once = call.at_once && inputs.size() == 1;
                for (std::size_t i = 0; i < inputs.size(); ++i)
                  add_reduce_scatter(call, outputs[i], inputs[i],
                                     Counts(static_cast<std::size_t>(ranks()), outputs[i].numel()),
@@ -388,15 +401,18 @@ MpiBackend::WorkPtr MpiBackend::alltoall(Tensors& outputs, Tensors& inputs,
   require_numel("all_to_all", "input to this rank itself", inputs[me], outputs[me].numel());
   return run("all_to_all", OpType::ALLTOALL, limit_of(options), Kind::collective,
              own_card(inputs[me]), [&](MpiCall& call) {
-               ready(call);
-               for (int r = 0; r < ranks(); ++r)
-                 if (r != rank())
-                   add_receive(call, outputs[static_cast<std::size_t>(r)], r, tag_limit_);
-               for (int r = 0; r < ranks(); ++r)
-                 if (r != rank())
-                   add_send(call, inputs[static_cast<std::size_t>(r)], r, tag_limit_);
-               copy_here(outputs[me], inputs[me]);
                call.results = outputs;
+               after_meeting(call, [this, &call, outputs, inputs, me] {
+                 for (int r = 0; r < ranks(); ++r) {
+                   const auto& part = outputs[static_cast<std::size_t>(r)];
+                   if (r != rank()) add_receive(call, part, r, numbered(call, part));
+                 }
+                 for (int r = 0; r < ranks(); ++r) {
+                   const auto& part = inputs[static_cast<std::size_t>(r)];
+                   if (r != rank()) add_send(call, part, r, numbered(call, part));
+                 }
+                 copy_here(outputs[me], inputs[me]);
+               });
              });
 }
 
@@ -405,7 +421,7 @@ MpiBackend::WorkPtr MpiBackend::send(Tensors& tensors, int to, int tag) {
   require_rank(to, "the receiver of send");
   return run("send", OpType::SEND, {}, Kind::messages, {}, [&](MpiCall& call) {
     call.peers = {comm_->ranks()[static_cast<std::size_t>(to)]};
-    add_send(call, tensor, to, user_tag(tag));
+    add_send(call, tensor, to, users(tag, tensor));
   });
 }
 
@@ -414,7 +430,7 @@ MpiBackend::WorkPtr MpiBackend::recv(Tensors& tensors, int from, int tag) {
   require_rank(from, "the sender of receive");
   return run("receive", OpType::RECV, {}, Kind::messages, {}, [&](MpiCall& call) {
     call.peers = {comm_->ranks()[static_cast<std::size_t>(from)]};
-    add_receive(call, tensor, from, user_tag(tag));
+    add_receive(call, tensor, from, users(tag, tensor));
     call.results = {tensor};
   });
 }
@@ -427,15 +443,14 @@ MpiBackend::WorkPtr MpiBackend::recvAnysource(Tensors& tensors, int tag) {
                                  "; name the sender"));
   return run("receive from any rank", OpType::RECVANYSOURCE, {}, Kind::messages, {},
              [&](MpiCall& call) {
-               add_receive(call, tensor, MPI_ANY_SOURCE, user_tag(tag));
+               add_receive(call, tensor, MPI_ANY_SOURCE, users(tag, tensor));
                call.results = {tensor};
              });
 }
 
 MpiBackend::WorkPtr MpiBackend::barrier(const c10d::BarrierOptions& options) {
   // A barrier is the meeting alone.
-  return run("barrier", OpType::BARRIER, limit_of(options), Kind::collective, {},
-             [&](MpiCall& call) { ready(call); });
+  return run("barrier", OpType::BARRIER, limit_of(options), Kind::collective, {}, [](MpiCall&) {});
 }
 
 MpiBackend::WorkPtr MpiBackend::all_gather_v(const at::Tensor& output, const at::Tensor& input,
@@ -518,18 +533,19 @@ MpiBackend::WorkPtr MpiBackend::exchange(const std::vector<Message>& messages, C
     require_rank(message.peer, "a peer of exchange");
   }
   return run("exchange", OpType::COALESCED, limit, Kind::messages, {}, [&](MpiCall& call) {
-    const auto tag = [](const Message& m) {
-      return kMessageTags + static_cast<int>(m.tensor.scalar_type());
+    const auto route = [this](const Message& m, std::vector<std::uint64_t>& counts) {
+      const auto number = counts[static_cast<std::size_t>(m.peer)]++;
+      return Route{comm_->gate(),
+                   comm_->tags().numbered(false, number, m.tensor.scalar_type(), m.tensor.numel())};
     };
     for (const auto& message : messages) {
       call.peers.push_back(comm_->ranks()[static_cast<std::size_t>(message.peer)]);
-      if (message.kind != Message::Kind::receive) continue;
-      call.expected.emplace_back(message.peer, tag(message));
-      add_receive(call, message.tensor, message.peer, tag(message));
+      if (message.kind == Message::Kind::receive)
+        add_receive(call, message.tensor, message.peer, route(message, received_));
     }
     for (const auto& message : messages)
       if (message.kind == Message::Kind::send)
-        add_send(call, message.tensor, message.peer, tag(message));
+        add_send(call, message.tensor, message.peer, route(message, sent_));
     std::sort(call.peers.begin(), call.peers.end());
     call.peers.erase(std::unique(call.peers.begin(), call.peers.end()), call.peers.end());
   });

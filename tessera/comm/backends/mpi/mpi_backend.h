@@ -106,13 +106,18 @@ class MpiBackend final : public c10d::Backend,
 
   /// Only the ranks of a collective meet first: of messages only the named peers take part.
   enum class Kind { collective, messages };
-  /// Makes one call, from its beginning to its work: `add` adds collectives or messages to it. The
-  /// ranks of a collective compare their `card`.
+  /// Makes one call, from its beginning to its work: `add` adds collectives or messages to it,
+  /// before the call is begun. The ranks of a collective compare their `card` before data moves.
   WorkPtr run(const char* name, c10d::OpType type, CallLimit limit, Kind kind, CallCard card,
               const std::function<void(MpiCall&)>& add);
 
-  // Each adds one collective to a call: posts requests, or, in a blocking call, completes it at
-  // once.
+  /// Where a message goes: a communicator, and a tag that no message of another size has.
+  struct Route {
+    MPI_Comm comm;
+    int tag;
+  };
+
+  // Each adds one collective to a call: prepares it, and hands its MPI calls to after_meeting().
   void add_all_reduce(MpiCall& call, const at::Tensor& tensor, const c10d::ReduceOp& op);
   void add_broadcast(MpiCall& call, const at::Tensor& tensor, int root);
   void add_reduce(MpiCall& call, const at::Tensor& tensor, int root, const c10d::ReduceOp& op);
@@ -126,21 +131,38 @@ class MpiBackend final : public c10d::Backend,
                    const Counts& counts, int root);
   void add_all_to_all(MpiCall& call, const at::Tensor& output, const at::Tensor& input,
                       const Counts& output_counts, const Counts& input_counts);
-  void add_send(MpiCall& call, const at::Tensor& tensor, int to, int tag);
-  void add_receive(MpiCall& call, const at::Tensor& tensor, int from, int tag);
-  void post_send(MpiCall& call, const void* data, std::int64_t count, MPI_Datatype type, int to,
-                 int tag);
-  void post_receive(MpiCall& call, void* data, std::int64_t count, MPI_Datatype type, int from,
-                    int tag);
+  void add_send(MpiCall& call, const at::Tensor& tensor, int to, const Route& route);
+  void add_receive(MpiCall& call, const at::Tensor& tensor, int from, const Route& route);
+  /// One or several messages of a collective, numbered by it.
+  void post_send(MpiCall& call, const void* data, std::int64_t count, c10::ScalarType dtype,
+                 int to);
+  void post_receive(MpiCall& call, void* data, std::int64_t count, c10::ScalarType dtype, int from);
+  void post_send(MpiCall& call, const void* data, std::int64_t count, std::size_t element_size,
+                 int to, const Route& route);
+  void post_receive(MpiCall& call, void* data, std::int64_t count, std::size_t element_size,
+                    int from, const Route& route);
+  Route numbered(const MpiCall& call, c10::ScalarType dtype, std::int64_t count) const {
+    return {comm_->gate(), comm_->tags().numbered(true, call.number, dtype, count)};
+  }
+  Route numbered(const MpiCall& call, const at::Tensor& tensor) const {
+    return numbered(call, tensor.scalar_type(), tensor.numel());
+  }
+  Route users(int tag, const at::Tensor& tensor) const {
+    return {comm_->handle(),
+            comm_->tags().users(user_tag(tag), static_cast<std::int64_t>(tensor.nbytes()))};
+  }
 
-  /// Called before the first MPI call of a collective: where the caller waits at once, the ranks
-  /// meet, compare the call, and agree whether MPI's blocking calls are used. Do what needs no
-  /// other rank before it.
-  void ready(MpiCall& call) const {
-    if (call.has_met) return;
-    if (call.blocking) return comm_->meet(call);
-    comm_->begin_meeting(call, false);
-    call.has_met = true;
+  /// Hands over `move`, the MPI calls that move a collective's data: makes them at once where the
+  /// caller waits, after the ranks have met and compared the call; else when the call is let
+  /// through. Do what needs no other rank, and what may be refused, before it.
+  template <class Move>
+  void after_meeting(MpiCall& call, Move&& move) {
+    if (!call.at_once) {
+      call.moves.emplace_back(std::forward<Move>(move));
+      return;
+    }
+    comm_->meet(call);
+    move();
   }
   /// A tensor that MPI may read: `tensor` itself if its bytes are in row-major order, else a copy.
   at::Tensor readable(MpiCall& call, const at::Tensor& tensor) const;
@@ -157,8 +179,8 @@ class MpiBackend final : public c10d::Backend,
   MpiReductions reductions_;
   std::chrono::milliseconds timeout_;
   const std::int64_t max_count_;
-  /// MPI_TAG_UB; the largest tag is reserved for collectives that are made of messages.
-  int tag_limit_ = 32767;
+  /// Messages of exchanges, one number per rank.
+  std::vector<std::uint64_t> sent_, received_;
   std::atomic<std::uint64_t> sequence_{0};
   /// The signature of the next collective, as the group announced it.
   std::uint64_t signature_ = 0;

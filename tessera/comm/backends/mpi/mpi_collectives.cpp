@@ -7,7 +7,6 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/mpi/mpi_backend.h"
-#include "tessera/comm/group/detail/reduction.h"
 
 namespace tessera::detail {
 
@@ -116,39 +115,43 @@ void MpiBackend::add_all_reduce(MpiCall& call, const at::Tensor& tensor, const c
     piece = std::min(piece, std::max(wanted, (count + kMaxPieces - 1) / kMaxPieces));
   }
   const std::int64_t item = static_cast<std::int64_t>(t.element_size()) / plan.per_element;
-  std::int64_t done = 0;
-  ready(call);
-  do {
-    const int n = static_cast<int>(std::min(piece, count - done));
-    char* data = static_cast<char*>(address(t)) + done * item;
-    check(call.blocking ? MPI_Allreduce(MPI_IN_PLACE, data, n, plan.type, plan.op, comm_->handle())
-                        : MPI_Iallreduce(MPI_IN_PLACE, data, n, plan.type, plan.op, comm_->handle(),
-                                         call.request()),
-          call);
-    done += n;
-  } while (done < count);
   const bool same = t.is_same(tensor);
-  if (same && !plan.average) return;
-  call.finish.emplace_back([tensor, t, same, average = plan.average, n = ranks()] {
-    if (average) divide_sum(t, n);
-    if (!same) tensor.copy_(t);
+  if (!same || plan.average)
+    call.finish.emplace_back([tensor, t, same, average = plan.average, n = ranks()] {
+      if (average) t.div_(n);
+      if (!same) tensor.copy_(t);
+    });
+  after_meeting(call, [this, &call, begin = static_cast<char*>(address(t)), count, piece, item,
+                       type = plan.type, op = plan.op] {
+    std::int64_t done = 0;
+    do {
+      const int n = static_cast<int>(std::min(piece, count - done));
+      char* data = begin + done * item;
+      check(call.blocking
+                ? MPI_Allreduce(MPI_IN_PLACE, data, n, type, op, comm_->handle())
+                : MPI_Iallreduce(MPI_IN_PLACE, data, n, type, op, comm_->handle(), call.request()),
+            call);
+      done += n;
+    } while (done < count);
   });
 }
 
 void MpiBackend::add_broadcast(MpiCall& call, const at::Tensor& tensor, int root) {
   const at::Tensor t = rank() == root ? readable(call, tensor) : writable(call, tensor);
   call.bytes = static_cast<std::int64_t>(t.nbytes());
-  const MPI_Datatype type = mpi_bytes_type(t.element_size());
-  std::int64_t done = 0;
-  ready(call);
-  do {
-    const int n = static_cast<int>(std::min(max_count_, t.numel() - done));
-    char* data = at_element(t, done);
-    check(call.blocking ? MPI_Bcast(data, n, type, root, comm_->handle())
-                        : MPI_Ibcast(data, n, type, root, comm_->handle(), call.request()),
-          call);
-    done += n;
-  } while (done < t.numel());
+  after_meeting(call, [this, &call, begin = static_cast<char*>(address(t)), count = t.numel(),
+                       item = static_cast<std::int64_t>(t.element_size()), root] {
+    const MPI_Datatype type = mpi_bytes_type(static_cast<std::size_t>(item));
+    std::int64_t done = 0;
+    do {
+      const int n = static_cast<int>(std::min(max_count_, count - done));
+      char* data = begin + done * item;
+      check(call.blocking ? MPI_Bcast(data, n, type, root, comm_->handle())
+                          : MPI_Ibcast(data, n, type, root, comm_->handle(), call.request()),
+            call);
+      done += n;
+    } while (done < count);
+  });
 }
 
 void MpiBackend::add_reduce(MpiCall& call, const at::Tensor& tensor, int root,
@@ -160,24 +163,26 @@ void MpiBackend::add_reduce(MpiCall& call, const at::Tensor& tensor, int root,
   call.bytes += static_cast<std::int64_t>(t.nbytes());
   const std::int64_t count = t.numel() * plan.per_element;
   const std::int64_t item = static_cast<std::int64_t>(t.element_size()) / plan.per_element;
-  std::int64_t done = 0;
-  ready(call);
-  do {
-    const int n = static_cast<int>(std::min(max_count_, count - done));
-    char* data = static_cast<char*>(address(t)) + done * item;
-    const void* from = is_root ? MPI_IN_PLACE : data;
-    void* to = is_root ? data : nullptr;
-    check(call.blocking
-              ? MPI_Reduce(from, to, n, plan.type, plan.op, root, comm_->handle())
-              : MPI_Ireduce(from, to, n, plan.type, plan.op, root, comm_->handle(), call.request()),
-          call);
-    done += n;
-  } while (done < count);
   const bool same = t.is_same(tensor);
-  if (!is_root || (same && !plan.average)) return;
-  call.finish.emplace_back([tensor, t, same, average = plan.average, n = ranks()] {
-    if (average) divide_sum(t, n);
-    if (!same) tensor.copy_(t);
+  if (is_root && (!same || plan.average))
+    call.finish.emplace_back([tensor, t, same, average = plan.average, n = ranks()] {
+      if (average) t.div_(n);
+      if (!same) tensor.copy_(t);
+    });
+  after_meeting(call, [this, &call, begin = static_cast<char*>(address(t)), count, item, is_root,
+                       root, type = plan.type, op = plan.op] {
+    std::int64_t done = 0;
+    do {
+      const int n = static_cast<int>(std::min(max_count_, count - done));
+      char* data = begin + done * item;
+      const void* from = is_root ? MPI_IN_PLACE : data;
+      void* to = is_root ? data : nullptr;
+      check(call.blocking
+                ? MPI_Reduce(from, to, n, type, op, root, comm_->handle())
+                : MPI_Ireduce(from, to, n, type, op, root, comm_->handle(), call.request()),
+            call);
+      done += n;
+    } while (done < count);
   });
 }
 
@@ -191,38 +196,43 @@ void MpiBackend::add_all_gather(MpiCall& call, const at::Tensor& output, const a
                                                                 : readable(call, input.clone());
   call.bytes = static_cast<std::int64_t>(out.nbytes());
   const MPI_Datatype type = mpi_bytes_type(out.element_size());
+  const auto dtype = out.scalar_type();
+  const auto item = static_cast<std::int64_t>(out.element_size());
+  char *to = static_cast<char*>(address(out)), *mine = static_cast<char*>(address(in));
   if (!fits(sum_of(counts))) {
-    ready(call);
-    for (int r = 0; r < ranks(); ++r) {
-      if (r == rank()) {
-        if (!in_place)
-          copy_bytes(address(in), at_element(out, starts[index(r)]),
-                     static_cast<std::int64_t>(in.nbytes()));
-        continue;
+    after_meeting(call, [this, &call, counts, starts, to, mine, item, dtype, in_place] {
+      for (int r = 0; r < ranks(); ++r) {
+        char* const place = to + starts[index(r)] * item;
+        if (r == rank()) {
+          if (!in_place) copy_bytes(mine, place, counts[index(r)] * item);
+          continue;
+        }
+        post_receive(call, place, counts[index(r)], dtype, r);
+        post_send(call, mine, counts[index(rank())], dtype, r);
       }
-      post_receive(call, at_element(out, starts[index(r)]), counts[index(r)], type, r, tag_limit_);
-      post_send(call, address(in), counts[index(rank())], type, r, tag_limit_);
-    }
+    });
     return;
   }
   // Not copied to the output and sent from there: the peers would read memory that this core has
   // just written, at half the speed.
-  const void* from = in_place ? MPI_IN_PLACE : address(in);
-  const int mine = static_cast<int>(counts[index(rank())]);
-  ready(call);
+  const void* from = in_place ? MPI_IN_PLACE : mine;
+  const int n = static_cast<int>(counts[index(rank())]);
   if (all_equal(counts)) {
-    check(call.blocking ? MPI_Allgather(from, mine, type, address(out), mine, type, comm_->handle())
-                        : MPI_Iallgather(from, mine, type, address(out), mine, type,
-                                         comm_->handle(), call.request()),
-          call);
+    after_meeting(call, [this, &call, from, to, n, type] {
+      check(call.blocking
+                ? MPI_Allgather(from, n, type, to, n, type, comm_->handle())
+                : MPI_Iallgather(from, n, type, to, n, type, comm_->handle(), call.request()),
+            call);
+    });
     return;
   }
-  const Blocks v = blocks(call, counts, starts);
-  check(call.blocking ? MPI_Allgatherv(from, mine, type, address(out), v.counts, v.starts, type,
-                                       comm_->handle())
-                      : MPI_Iallgatherv(from, mine, type, address(out), v.counts, v.starts, type,
-                                        comm_->handle(), call.request()),
-        call);
+  after_meeting(call, [this, &call, v = blocks(call, counts, starts), from, to, n, type] {
+    check(call.blocking
+              ? MPI_Allgatherv(from, n, type, to, v.counts, v.starts, type, comm_->handle())
+              : MPI_Iallgatherv(from, n, type, to, v.counts, v.starts, type, comm_->handle(),
+                                call.request()),
+          call);
+  });
 }
 
 void MpiBackend::add_reduce_scatter(MpiCall& call, const at::Tensor& output,
@@ -241,40 +251,46 @@ void MpiBackend::add_reduce_scatter(MpiCall& call, const at::Tensor& output,
   const std::int64_t item = static_cast<std::int64_t>(in.element_size()) / plan.per_element;
   Counts items = counts;
   for (auto& n : items) n *= plan.per_element;
-  ready(call);
+  if (!direct || plan.average)
+    call.finish.emplace_back([output, out, direct, average = plan.average, n = ranks()] {
+      if (average) out.div_(n);
+      if (!direct) output.copy_(out);
+    });
+  const MPI_Datatype type = plan.type;
+  const MPI_Op reduce = plan.op;
+  char *given = static_cast<char*>(address(in)), *result = static_cast<char*>(address(out));
   if (!fits(sum_of(items))) {
-    const Counts starts = offsets(items);
-    for (int r = 0; r < ranks(); ++r) {
-      for (std::int64_t done = 0; done < items[index(r)]; done += max_count_) {
-        const int n = static_cast<int>(std::min(max_count_, items[index(r)] - done));
-        const char* from = static_cast<char*>(address(in)) + (starts[index(r)] + done) * item;
-        char* to = r == rank() ? static_cast<char*>(address(out)) + done * item : nullptr;
-        check(call.blocking ? MPI_Reduce(from, to, n, plan.type, plan.op, r, comm_->handle())
-                            : MPI_Ireduce(from, to, n, plan.type, plan.op, r, comm_->handle(),
-                                          call.request()),
-              call);
+    after_meeting(call, [this, &call, items, starts = offsets(items), given, result, item, type,
+                         reduce] {
+      for (int r = 0; r < ranks(); ++r) {
+        for (std::int64_t done = 0; done < items[index(r)]; done += max_count_) {
+          const int n = static_cast<int>(std::min(max_count_, items[index(r)] - done));
+          const char* from = given + (starts[index(r)] + done) * item;
+          char* to = r == rank() ? result + done * item : nullptr;
+          check(call.blocking
+                    ? MPI_Reduce(from, to, n, type, reduce, r, comm_->handle())
+                    : MPI_Ireduce(from, to, n, type, reduce, r, comm_->handle(), call.request()),
+                call);
+        }
       }
-    }
+    });
   } else if (all_equal(items)) {
-    const int n = static_cast<int>(items.front());
-    check(call.blocking ? MPI_Reduce_scatter_block(address(in), address(out), n, plan.type, plan.op,
-                                                   comm_->handle())
-                        : MPI_Ireduce_scatter_block(address(in), address(out), n, plan.type,
-                                                    plan.op, comm_->handle(), call.request()),
-          call);
+    after_meeting(
+        call, [this, &call, n = static_cast<int>(items.front()), given, result, type, reduce] {
+          check(call.blocking
+                    ? MPI_Reduce_scatter_block(given, result, n, type, reduce, comm_->handle())
+                    : MPI_Ireduce_scatter_block(given, result, n, type, reduce, comm_->handle(),
+                                                call.request()),
+                call);
+        });
   } else {
-    const int* n = call.keep(narrow(items));
-    check(call.blocking ? MPI_Reduce_scatter(address(in), address(out), n, plan.type, plan.op,
-                                             comm_->handle())
-                        : MPI_Ireduce_scatter(address(in), address(out), n, plan.type, plan.op,
-                                              comm_->handle(), call.request()),
-          call);
+    after_meeting(call, [this, &call, n = call.keep(narrow(items)), given, result, type, reduce] {
+      check(call.blocking ? MPI_Reduce_scatter(given, result, n, type, reduce, comm_->handle())
+                          : MPI_Ireduce_scatter(given, result, n, type, reduce, comm_->handle(),
+                                                call.request()),
+            call);
+    });
   }
-  if (direct && !plan.average) return;
-  call.finish.emplace_back([output, out, direct, average = plan.average, n = ranks()] {
-    if (average) divide_sum(out, n);
-    if (!direct) output.copy_(out);
-  });
 }
 
 void MpiBackend::add_gather(MpiCall& call, const at::Tensor& output, const at::Tensor& input,
@@ -287,38 +303,39 @@ void MpiBackend::add_gather(MpiCall& call, const at::Tensor& output, const at::T
   call.bytes = sum_of(counts) * static_cast<std::int64_t>(in.element_size());
   const MPI_Datatype type = mpi_bytes_type(in.element_size());
   const std::int64_t mine = counts[index(rank())];
+  const auto dtype = in.scalar_type();
+  const auto item = static_cast<std::int64_t>(in.element_size());
+  char *from = static_cast<char*>(address(in)), *to = static_cast<char*>(address(out));
   if (!fits(sum_of(counts))) {
-    ready(call);
-    if (!is_root) return post_send(call, address(in), mine, type, root, tag_limit_);
-    for (int r = 0; r < ranks(); ++r) {
-      if (r == root) {
-        copy_bytes(address(in), at_element(out, starts[index(r)]),
-                   static_cast<std::int64_t>(in.nbytes()));
-      } else {
-        post_receive(call, at_element(out, starts[index(r)]), counts[index(r)], type, r,
-                     tag_limit_);
+    after_meeting(call, [this, &call, counts, starts, from, to, mine, item, dtype, is_root, root] {
+      if (!is_root) return post_send(call, from, mine, dtype, root);
+      for (int r = 0; r < ranks(); ++r) {
+        char* const place = to + starts[index(r)] * item;
+        if (r == root)
+          copy_bytes(from, place, mine * item);
+        else
+          post_receive(call, place, counts[index(r)], dtype, r);
       }
-    }
+    });
     return;
   }
+  const int n = static_cast<int>(mine);
   if (all_equal(counts)) {
-    const int n = static_cast<int>(mine);
-    ready(call);
-    check(call.blocking
-              ? MPI_Gather(address(in), n, type, address(out), n, type, root, comm_->handle())
-              : MPI_Igather(address(in), n, type, address(out), n, type, root, comm_->handle(),
-                            call.request()),
-          call);
+    after_meeting(call, [this, &call, from, to, n, type, root] {
+      check(call.blocking
+                ? MPI_Gather(from, n, type, to, n, type, root, comm_->handle())
+                : MPI_Igather(from, n, type, to, n, type, root, comm_->handle(), call.request()),
+            call);
+    });
     return;
   }
-  const Blocks v = blocks(call, counts, starts);
-  ready(call);
-  check(call.blocking
-            ? MPI_Gatherv(address(in), static_cast<int>(mine), type, address(out), v.counts,
-                          v.starts, type, root, comm_->handle())
-            : MPI_Igatherv(address(in), static_cast<int>(mine), type, address(out), v.counts,
-                           v.starts, type, root, comm_->handle(), call.request()),
-        call);
+  after_meeting(call, [this, &call, v = blocks(call, counts, starts), from, to, n, type, root] {
+    check(call.blocking
+              ? MPI_Gatherv(from, n, type, to, v.counts, v.starts, type, root, comm_->handle())
+              : MPI_Igatherv(from, n, type, to, v.counts, v.starts, type, root, comm_->handle(),
+                             call.request()),
+          call);
+  });
 }
 
 void MpiBackend::add_scatter(MpiCall& call, const at::Tensor& output, const at::Tensor& input,
@@ -337,27 +354,30 @@ void MpiBackend::add_scatter(MpiCall& call, const at::Tensor& output, const at::
   call.bytes = sum_of(counts) * static_cast<std::int64_t>(out.element_size());
   const MPI_Datatype type = mpi_bytes_type(out.element_size());
   const std::int64_t mine = counts[index(rank())];
+  const auto dtype = out.scalar_type();
+  const auto item = static_cast<std::int64_t>(out.element_size());
+  char *from = static_cast<char*>(address(in)), *to = static_cast<char*>(address(out));
   if (!fits(sum_of(counts))) {
-    ready(call);
-    if (!is_root) return post_receive(call, address(out), mine, type, root, tag_limit_);
-    for (int r = 0; r < ranks(); ++r) {
-      const char* from = at_element(in, starts[index(r)]);
-      if (r == root) {
-        copy_bytes(from, address(out), static_cast<std::int64_t>(out.nbytes()));
-      } else {
-        post_send(call, from, counts[index(r)], type, r, tag_limit_);
+    after_meeting(call, [this, &call, counts, starts, from, to, mine, item, dtype, is_root, root] {
+      if (!is_root) return post_receive(call, to, mine, dtype, root);
+      for (int r = 0; r < ranks(); ++r) {
+        const char* place = from + starts[index(r)] * item;
+        if (r == root)
+          copy_bytes(place, to, mine * item);
+        else
+          post_send(call, place, counts[index(r)], dtype, r);
       }
-    }
+    });
     return;
   }
-  const Blocks v = blocks(call, counts, starts);
-  ready(call);
-  check(call.blocking
-            ? MPI_Scatterv(address(in), v.counts, v.starts, type, address(out),
-                           static_cast<int>(mine), type, root, comm_->handle())
-            : MPI_Iscatterv(address(in), v.counts, v.starts, type, address(out),
-                            static_cast<int>(mine), type, root, comm_->handle(), call.request()),
-        call);
+  after_meeting(call, [this, &call, v = blocks(call, counts, starts), from, to,
+                       n = static_cast<int>(mine), type, root] {
+    check(call.blocking
+              ? MPI_Scatterv(from, v.counts, v.starts, type, to, n, type, root, comm_->handle())
+              : MPI_Iscatterv(from, v.counts, v.starts, type, to, n, type, root, comm_->handle(),
+                              call.request()),
+          call);
+  });
 }
 
 // Made of messages: each rank knows its own counts alone, so no rank can tell whether all counts
@@ -371,46 +391,60 @@ void MpiBackend::add_all_to_all(MpiCall& call, const at::Tensor& output, const a
   const at::Tensor out = writable(call, output);
   const at::Tensor in =
       shares_storage(out, input) ? readable(call, input.clone()) : readable(call, input);
-  const MPI_Datatype type = mpi_bytes_type(out.element_size());
-  const Counts out_starts = offsets(output_counts), in_starts = offsets(input_counts);
-  ready(call);
-  for (int step = 1; step < ranks(); ++step) {
-    const int from = (rank() - step + ranks()) % ranks();
-    post_receive(call, at_element(out, out_starts[index(from)]), output_counts[index(from)], type,
-                 from, tag_limit_);
-  }
-  for (int step = 1; step < ranks(); ++step) {
-    const int to = (rank() + step) % ranks();
-    post_send(call, at_element(in, in_starts[index(to)]), input_counts[index(to)], type, to,
-              tag_limit_);
-  }
-  copy_bytes(at_element(in, in_starts[index(rank())]), at_element(out, out_starts[index(rank())]),
-             mine * static_cast<std::int64_t>(in.element_size()));
+  const auto dtype = out.scalar_type();
+  const auto item = static_cast<std::int64_t>(out.element_size());
+  after_meeting(call, [this, &call, output_counts, input_counts, mine, dtype, item,
+                       out_starts = offsets(output_counts), in_starts = offsets(input_counts),
+                       from = static_cast<char*>(address(in)),
+                       to = static_cast<char*>(address(out))] {
+    for (int step = 1; step < ranks(); ++step) {
+      const int peer = (rank() - step + ranks()) % ranks();
+      post_receive(call, to + out_starts[index(peer)] * item, output_counts[index(peer)], dtype,
+                   peer);
+    }
+    for (int step = 1; step < ranks(); ++step) {
+      const int peer = (rank() + step) % ranks();
+      post_send(call, from + in_starts[index(peer)] * item, input_counts[index(peer)], dtype, peer);
+    }
+    copy_bytes(from + in_starts[index(rank())] * item, to + out_starts[index(rank())] * item,
+               mine * item);
+  });
 }
 
-void MpiBackend::post_send(MpiCall& call, const void* data, std::int64_t count, MPI_Datatype type,
-                           int to, int tag) {
-  int size = 1;
-  check(MPI_Type_size(type, &size), call);
+void MpiBackend::post_send(MpiCall& call, const void* data, std::int64_t count,
+                           c10::ScalarType dtype, int to) {
+  post_send(call, data, count, c10::elementSize(dtype), to, numbered(call, dtype, count));
+}
+
+void MpiBackend::post_receive(MpiCall& call, void* data, std::int64_t count, c10::ScalarType dtype,
+                              int from) {
+  post_receive(call, data, count, c10::elementSize(dtype), from, numbered(call, dtype, count));
+}
+
+void MpiBackend::post_send(MpiCall& call, const void* data, std::int64_t count,
+                           std::size_t element_size, int to, const Route& route) {
+  const MPI_Datatype type = mpi_bytes_type(element_size);
+  const auto size = static_cast<std::int64_t>(element_size);
   std::int64_t done = 0;
   do {
     const int n = static_cast<int>(std::min(max_count_, count - done));
-    check(MPI_Isend(static_cast<const char*>(data) + done * size, n, type, to, tag, comm_->handle(),
-                    call.request()),
+    check(MPI_Isend(static_cast<const char*>(data) + done * size, n, type, to, route.tag,
+                    route.comm, call.request()),
           call);
     call.receives.resize(call.requests.size(), -1);
     done += n;
   } while (done < count);
 }
 
-void MpiBackend::post_receive(MpiCall& call, void* data, std::int64_t count, MPI_Datatype type,
-                              int from, int tag) {
-  int size = 1;
-  check(MPI_Type_size(type, &size), call);
+void MpiBackend::post_receive(MpiCall& call, void* data, std::int64_t count,
+                              std::size_t element_size, int from, const Route& route) {
+  const MPI_Datatype type = mpi_bytes_type(element_size);
+  const auto size = static_cast<std::int64_t>(element_size);
+  call.expected.push_back({route.comm, from, route.tag, count * size, call.requests.size()});
   std::int64_t done = 0;
   do {
     const int n = static_cast<int>(std::min(max_count_, count - done));
-    check(MPI_Irecv(static_cast<char*>(data) + done * size, n, type, from, tag, comm_->handle(),
+    check(MPI_Irecv(static_cast<char*>(data) + done * size, n, type, from, route.tag, route.comm,
                     call.request()),
           call);
     call.receives.resize(call.requests.size(), -1);
@@ -419,15 +453,16 @@ void MpiBackend::post_receive(MpiCall& call, void* data, std::int64_t count, MPI
   } while (done < count);
 }
 
-void MpiBackend::add_send(MpiCall& call, const at::Tensor& tensor, int to, int tag) {
+void MpiBackend::add_send(MpiCall& call, const at::Tensor& tensor, int to, const Route& route) {
   const at::Tensor t = readable(call, tensor);
-  post_send(call, address(t), t.numel(), mpi_bytes_type(t.element_size()), to, tag);
+  post_send(call, address(t), t.numel(), t.element_size(), to, route);
 }
 
-void MpiBackend::add_receive(MpiCall& call, const at::Tensor& tensor, int from, int tag) {
+void MpiBackend::add_receive(MpiCall& call, const at::Tensor& tensor, int from,
+                             const Route& route) {
   const at::Tensor t = writable(call, tensor);
   call.bytes += static_cast<std::int64_t>(t.nbytes());
-  post_receive(call, address(t), t.numel(), mpi_bytes_type(t.element_size()), from, tag);
+  post_receive(call, address(t), t.numel(), t.element_size(), from, route);
 }
 
 }  // namespace tessera::detail

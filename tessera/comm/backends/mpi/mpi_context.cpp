@@ -270,6 +270,22 @@ void MpiLibrary::step_in_waits(const std::weak_ptr<const std::function<bool()>>&
   has_steps_.store(true, std::memory_order_relaxed);
 }
 
+void MpiLibrary::add_queue(MpiQueue* queue) {
+  const std::lock_guard lock(queues_mutex_);
+  queues_.push_back(queue);
+}
+
+void MpiLibrary::remove_queue(MpiQueue* queue) {
+  const std::lock_guard lock(queues_mutex_);
+  std::erase(queues_, queue);
+}
+
+void MpiLibrary::pump_queues() {
+  const std::unique_lock lock(queues_mutex_, std::try_to_lock);
+  if (!lock) return;  // another thread is at it
+  for (auto* queue : queues_) queue->pump();
+}
+
 void MpiLibrary::run_steps() {
   // Taken out while they run: a step may make calls of its own.
   std::vector<Step> mine;

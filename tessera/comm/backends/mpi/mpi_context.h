@@ -74,6 +74,14 @@ class BlockingWatchdog {
   std::thread thread_;
 };
 
+/// What continues inside the waits of any thread of this process.
+class MpiQueue {
+ public:
+  virtual ~MpiQueue() = default;
+  /// Throws nothing.
+  virtual void pump() = 0;
+};
+
 /// Initialises MPI at most once, and finalises it on destruction if it was initialised here.
 class MpiLibrary {
  public:
@@ -103,8 +111,15 @@ class MpiLibrary {
   MPI_Comm world() const { return world_; }
   /// Makes drive() call `step` on this thread until it returns true or has expired.
   void step_in_waits(const std::weak_ptr<const std::function<bool()>>& step);
-  /// Continues what this thread has started and does not wait for at present.
+  /// Makes drive() pump `queue` until it is removed. remove_queue() waits for a pump in progress.
+  void add_queue(MpiQueue* queue);
+  void remove_queue(MpiQueue* queue);
+  /// Counts the calls that stand in queues.
+  void count_queued(int change) { queued_.fetch_add(change, std::memory_order_relaxed); }
+  /// Continues what this thread has started and does not wait for at present, and the calls in the
+  /// queues of all groups.
   void drive() {
+    if (queued_.load(std::memory_order_relaxed) > 0) pump_queues();
     if (has_steps_.load(std::memory_order_relaxed)) run_steps();
   }
 
@@ -116,6 +131,7 @@ class MpiLibrary {
     std::weak_ptr<const std::function<bool()>> run;
   };
   void run_steps();
+  void pump_queues();
 
   const bool owner_;
   const MpiThreadLevel level_;
@@ -123,6 +139,10 @@ class MpiLibrary {
   std::mutex steps_mutex_;  // guards steps_
   std::vector<Step> steps_;
   std::atomic<bool> has_steps_{false};
+  /// Guards queues_; taken before a queue's own.
+  std::mutex queues_mutex_;
+  std::vector<MpiQueue*> queues_;
+  std::atomic<int> queued_{0};
   std::atomic<bool> broken_{false};
   std::atomic<std::int64_t> end_limit_ms_{0};
   MPI_Comm world_ = MPI_COMM_NULL;

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <limits>
 #include <thread>
 
 #include "tessera/base/text.h"
@@ -20,8 +21,8 @@ using Clock = std::chrono::steady_clock;
 
 // Number of spins if ranks share cores.
 constexpr int kSpinsShared = 4;
-// A receive that lasts longer is investigated: the peer may have sent something else.
-constexpr std::chrono::milliseconds kLookAfter{1000};
+// How often a receive that lasts is investigated: the peer may have sent something else.
+constexpr std::chrono::milliseconds kInspect{20};
 
 // The time that a regular transfer of that size does not exceed, even over a slow network.
 std::chrono::milliseconds patience_for(std::int64_t bytes) {
@@ -53,6 +54,7 @@ void finish(const MpiCall& call) {
 }  // namespace
 
 bool MpiCall::pending() const {
+  if (queued.load(std::memory_order_acquire)) return true;
   return gate != MPI_REQUEST_NULL ||
          std::any_of(requests.begin(), requests.end(),
                      [](MPI_Request request) { return request != MPI_REQUEST_NULL; });
@@ -66,6 +68,10 @@ MpiComm::MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector
       slot_(std::make_shared<BlockingSlot>()) {
   check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   check_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
+  int* largest = nullptr;
+  int found = 0;
+  check_mpi(MPI_Comm_get_attr(comm_, MPI_TAG_UB, &largest, &found), "MPI_Comm_get_attr");
+  if (found) tags_ = MpiTags(*largest);
   slot_->who = concat("rank ", ranks_[static_cast<std::size_t>(rank_)], " in group '", name, "'");
   context_->library()->watchdog().add(slot_);
   context_->library()->set_end_limit(limit);
@@ -75,22 +81,27 @@ MpiComm::MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector
     const BlockingPhase phase(*slot_, "making the group", limit.count());
     check_mpi(MPI_Comm_split_type(comm_, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host),
               "MPI_Comm_split_type");
+    check_mpi(MPI_Comm_dup(comm_, &gate_), "MPI_Comm_dup");
   }
   check_mpi(MPI_Comm_size(host, &host_size), "MPI_Comm_size");
   MPI_Comm_free(&host);
   one_host_ = host_size == size();
   spins_ = host_size > sysconf(_SC_NPROCESSORS_ONLN) ? kSpinsShared : 1000;
+  library().add_queue(this);
 }
 
 MpiComm::~MpiComm() {
+  library().remove_queue(this);
   int finalized = 0;
   MPI_Finalized(&finalized);
   if (finalized) return;
   const bool sound = !stuck_.load() && !library().broken() && std::uncaught_exceptions() == 0;
   if (sound && drain(std::chrono::seconds(10))) {
+    MPI_Comm_free(&gate_);
     MPI_Comm_free(&comm_);
     return;
   }
+  library().count_queued(-static_cast<int>(queue_.size()));
   library().set_broken();
   for (auto& call : adopted_) {
     // MPI may still use their memory: never freed, the process is about to end.
@@ -117,7 +128,7 @@ void MpiComm::set_stuck() {
 }
 
 template <class Test>
-void MpiComm::poll(const MpiCall& call, std::chrono::milliseconds limit, Test&& test) {
+void MpiComm::poll(MpiCall& call, std::chrono::milliseconds limit, Test&& test) {
   for (int i = 0; i < spins_; ++i) {
     if (test()) return;
     pause_core();
@@ -126,7 +137,7 @@ void MpiComm::poll(const MpiCall& call, std::chrono::milliseconds limit, Test&& 
   // A sleeping rank moves no data, so it sleeps only when even a slow network would be done: after
   // 2 s, and 1 s more for each 100 MB.
   const auto patience = patience_for(call.bytes);
-  bool looked = call.expected.empty();
+  auto look_at = kInspect;
   // A large message arrives in several steps, one per test: if this rank has its core to itself,
   // not every step waits for the system to yield.
   const int burst = spins_ > kSpinsShared ? 16 : 1;
@@ -137,7 +148,7 @@ void MpiComm::poll(const MpiCall& call, std::chrono::milliseconds limit, Test&& 
       library().drive();
       const auto waited = Clock::now() - start;
       if (aborted_.load(std::memory_order_acquire)) {
-        set_stuck();
+        if (call.pending()) set_stuck();
         throw PeerLostError(concat(call.name, ": the group was aborted while the call waited"), {});
       }
       if (waited > limit) {
@@ -148,8 +159,8 @@ void MpiComm::poll(const MpiCall& call, std::chrono::milliseconds limit, Test&& 
                                       : concat("; it waits for rank ", list(call.peers))),
             call.peers);
       }
-      if (!looked && waited > kLookAfter) {
-        looked = true;
+      if (waited > look_at) {
+        look_at = std::chrono::duration_cast<std::chrono::milliseconds>(waited) + kInspect;
         look_for_others(call);
       }
       if (waited > patience) std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -161,26 +172,84 @@ void MpiComm::poll(const MpiCall& call, std::chrono::milliseconds limit, Test&& 
 void MpiComm::begin_meeting(MpiCall& call, bool waits) {
   const auto hash = static_cast<std::int64_t>(call.hash);
   const auto elements = call.card.elements;
+  call.number = ++calls_;
   // The smallest of ~x is ~ of the largest x.
   call.brought = {hash,          ~hash,
                   elements,      ~elements,
                   waits ? 1 : 0, waits && call.timeout >= patience_for(call.bytes) ? 1 : 0};
   check_mpi(
       MPI_Iallreduce(call.brought.data(), call.met.data(), static_cast<int>(call.brought.size()),
-                     MPI_INT64_T, MPI_MIN, comm_, &call.gate),
+                     MPI_INT64_T, MPI_MIN, gate_, &call.gate),
       "MPI_Iallreduce");
+}
+
+void MpiComm::begin(MpiCall& call) {
+  {
+    const std::lock_guard queue(queue_mutex_);
+    const auto lock = library().serialize();
+    begin_meeting(call, call.blocking);
+    queue_.push_back(&call);
+    queue_size_.store(queue_.size(), std::memory_order_relaxed);
+    call.queued.store(true, std::memory_order_release);
+    library().count_queued(1);
+  }
+  pump();
+}
+
+bool MpiComm::let_through(MpiCall& call) {
+  try {
+    int done = 0;
+    check_mpi(MPI_Test(&call.gate, &done, MPI_STATUS_IGNORE), call.name);
+    if (!done) return false;
+    call.has_met = true;
+    // A blocking call sees to the rest itself.
+    if (call.blocking) return true;
+    if (call.met[0] != ~call.met[1]) throw FinalMismatch(difference(call, MismatchAt::under_way));
+    if (aborted_.load(std::memory_order_acquire))
+      throw PeerLostError(concat(call.name, ": the group was aborted before its data moved"), {});
+    const at::NoGradGuard no_grad;
+    for (const auto& move : call.moves) move();
+  } catch (...) {
+    call.error = std::current_exception();
+  }
+  call.moves.clear();
+  return true;
+}
+
+void MpiComm::pump() {
+  if (queue_size_.load(std::memory_order_relaxed) == 0) return;
+  const std::unique_lock queue(queue_mutex_, std::try_to_lock);
+  if (!queue) return;
+  const auto lock = library().serialize();
+  while (!queue_.empty()) {
+    MpiCall& call = *queue_.front();
+    if (!let_through(call)) break;
+    queue_.pop_front();
+    queue_size_.store(queue_.size(), std::memory_order_relaxed);
+    library().count_queued(-1);
+    call.queued.store(false, std::memory_order_release);
+  }
 }
 
 void MpiComm::meet(MpiCall& call) {
   if (call.has_met) return;
-  begin_meeting(call, true);
-  // Held by the library while it is pending, with the call, if the wait throws.
-  poll(call, call.timeout, [&call] {
-    int done = 0;
-    check_mpi(MPI_Test(&call.gate, &done, MPI_STATUS_IGNORE), "MPI_Test");
-    return done != 0;
-  });
-  call.has_met = true;
+  if (queue_size_.load(std::memory_order_relaxed) > 0) {
+    begin(call);  // behind the started calls before it
+    poll(call, call.timeout, [&] {
+      pump();
+      return !call.queued.load(std::memory_order_acquire);
+    });
+    if (call.error) std::rethrow_exception(call.error);
+  } else {
+    begin_meeting(call, true);
+    // Held by the library while it is pending, with the call, if the wait throws.
+    poll(call, call.timeout, [&call] {
+      int done = 0;
+      check_mpi(MPI_Test(&call.gate, &done, MPI_STATUS_IGNORE), "MPI_Test");
+      return done != 0;
+    });
+    call.has_met = true;
+  }
   const bool alike = call.met[0] == ~call.met[1], all_wait = call.met[4] == 1;
   if (!alike && all_wait) throw MismatchError(tell_difference(call));
   if (!alike) throw FinalMismatch(difference(call, MismatchAt::under_way));
@@ -196,14 +265,14 @@ std::string MpiComm::difference(const MpiCall& call, MismatchAt at) const {
                        least < most ? concat(" (over the ranks ", least, " to ", most, ")") : "");
 }
 
-std::string MpiComm::tell_difference(const MpiCall& call) {
+std::string MpiComm::tell_difference(MpiCall& call) {
   constexpr int kText = 160;
   std::vector<char> texts(ranks_.size() * kText, '\0'), mine(kText, '\0');
   const auto text = call.card.text();
   std::copy_n(text.begin(), std::min<std::size_t>(text.size(), kText - 1), mine.begin());
   MPI_Request request = MPI_REQUEST_NULL;
   check_mpi(
-      MPI_Iallgather(mine.data(), kText, MPI_CHAR, texts.data(), kText, MPI_CHAR, comm_, &request),
+      MPI_Iallgather(mine.data(), kText, MPI_CHAR, texts.data(), kText, MPI_CHAR, gate_, &request),
       "MPI_Iallgather");
   try {
     poll(call, call.timeout, [&request] {
@@ -226,31 +295,78 @@ std::string MpiComm::tell_difference(const MpiCall& call) {
   return difference(call, MismatchAt::before_data);
 }
 
-void MpiComm::look_for_others(const MpiCall& call) const {
-  for (const auto& [peer, tag] : call.expected)
-    for (int t = kMessageTags; t < kMessageTags + kDtypes; ++t) {
-      if (t == tag) continue;
+void MpiComm::look_for_others(MpiCall& call) {
+  if (call.queued.load(std::memory_order_acquire)) return;
+  for (const auto& it : call.expected) {
+    const bool numbered = it.comm == gate_;
+    std::string came;
+    MPI_Status status{};
+    {
+      const auto lock = library().serialize();
       int found = 0;
-      check_mpi(MPI_Iprobe(peer, t, comm_, &found, MPI_STATUS_IGNORE), "MPI_Iprobe");
-      if (found)
-        throw FinalMismatch(
-            concat(call.name, ": rank ", ranks_[static_cast<std::size_t>(peer)], " sent ",
-                   c10::toString(static_cast<c10::ScalarType>(t - kMessageTags)),
-                   " where this rank waits for ",
-                   c10::toString(static_cast<c10::ScalarType>(tag - kMessageTags))));
+      check_mpi(MPI_Iprobe(it.peer, MPI_ANY_TAG, it.comm, &found, &status), "MPI_Iprobe");
+      const int tag = status.MPI_TAG;
+      if (!found ||
+          !(numbered ? tags_.numbered_differ(tag, it.tag) : tags_.users_differ(tag, it.tag)))
+        continue;
+      // A receive that cannot be taken back has its message: what waits here is a later one.
+      if (!take_back(call.requests[it.request])) continue;
+      const auto sent = numbered ? tags_.dtype_of(tag) : c10::ScalarType::Undefined,
+                 wanted = numbered ? tags_.dtype_of(it.tag) : sent;
+      MPI_Count bytes = 0;
+      check_mpi(MPI_Get_elements_x(&status, MPI_BYTE, &bytes), "MPI_Get_elements_x");
+      came = sent != wanted ? concat(" sent ", c10::toString(sent), " where this rank waits for ",
+                                     c10::toString(wanted))
+                            : concat(" sent ", bytes, " bytes where this rank expects ", it.bytes);
     }
+    try {
+      drop_message(it.comm, status);
+    } catch (const std::exception&) {  // no memory for it: its sender waits until its limit
+    }
+    throw FinalMismatch(concat(call.name, ": rank ",
+                               ranks_[static_cast<std::size_t>(status.MPI_SOURCE)], came,
+                               "; sender and receiver must use tensors of one size and dtype"));
+  }
+}
+
+bool MpiComm::take_back(MPI_Request& request) const {
+  if (request == MPI_REQUEST_NULL) return false;
+  check_mpi(MPI_Cancel(&request), "MPI_Cancel");
+  MPI_Status status{};
+  int done = 0, cancelled = 0;
+  check_mpi(MPI_Request_get_status(request, &done, &status), "MPI_Request_get_status");
+  if (done) check_mpi(MPI_Test_cancelled(&status, &cancelled), "MPI_Test_cancelled");
+  if (!cancelled) return false;
+  check_mpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Test");
+  return true;
+}
+
+void MpiComm::drop_message(MPI_Comm comm, const MPI_Status& status) {
+  MPI_Count bytes = 0;
+  if (MPI_Get_elements_x(&status, MPI_BYTE, &bytes) != MPI_SUCCESS ||
+      bytes > std::numeric_limits<int>::max())
+    return;
+  auto call = std::make_unique<MpiCall>();
+  call->name = "a message that nobody expects";
+  call->numbers.emplace_back((static_cast<std::size_t>(bytes) + sizeof(int) - 1) / sizeof(int));
+  {
+    const auto lock = library().serialize();
+    check_mpi(MPI_Irecv(call->numbers.back().data(), static_cast<int>(bytes), MPI_BYTE,
+                        status.MPI_SOURCE, status.MPI_TAG, comm, call->request()),
+              "MPI_Irecv");
+  }
+  adopt(std::move(call));
 }
 
 bool MpiComm::test(MpiCall& call) {
+  if (call.queued.load(std::memory_order_acquire)) {
+    pump();
+    if (call.queued.load(std::memory_order_acquire)) return false;
+  }
+  if (call.error) std::rethrow_exception(call.error);
   if (!call.pending()) return true;
   const auto lock = library().serialize();
   int done = 0;
-  if (call.gate != MPI_REQUEST_NULL) {
-    check_mpi(MPI_Test(&call.gate, &done, MPI_STATUS_IGNORE), call.name);
-    if (!done) return false;
-    if (call.met[0] != ~call.met[1]) throw FinalMismatch(difference(call, MismatchAt::under_way));
-    if (call.requests.empty()) return true;
-  }
   if (call.receives.empty()) {
     if (call.requests.size() == 1)
       check_mpi(MPI_Test(call.requests.data(), &done, MPI_STATUS_IGNORE), call.name);
@@ -295,13 +411,24 @@ void MpiComm::adopt(std::unique_ptr<MpiCall> call) noexcept {
 }
 
 void MpiComm::sweep() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  std::erase_if(adopted_, [this](const auto& call) {
-    if (!test(*call)) return false;
-    finish(*call);
-    return true;
-  });
-  has_adopted_.store(!adopted_.empty(), std::memory_order_relaxed);
+  std::exception_ptr error;
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(adopted_, [&](const auto& call) {
+      try {
+        if (!test(*call)) return false;
+        finish(*call);
+        return true;
+      } catch (...) {
+        if (!error) error = std::current_exception();
+        if (!call->pending()) return true;
+        set_stuck();
+        return false;
+      }
+    });
+    has_adopted_.store(!adopted_.empty(), std::memory_order_relaxed);
+  }
+  if (error) std::rethrow_exception(error);
 }
 
 bool MpiComm::drain(std::chrono::milliseconds limit) noexcept {

@@ -9,6 +9,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -18,15 +20,23 @@
 #include <vector>
 
 #include "tessera/comm/backends/mpi/mpi_context.h"
+#include "tessera/comm/backends/mpi/mpi_tags.h"
 #include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/detail/call_card.h"
 #include "tessera/comm/group/detail/mismatch.h"
 
 namespace tessera::detail {
 
-/// Tags of a group's own messages: one for each dtype, so that a message is not taken for one of
-/// another dtype. They are below the limit of every MPI library.
-inline constexpr int kMessageTags = 0x7c00, kDtypes = 64;
+/// A receive in progress: what is expected, and where.
+struct MpiExpected {
+  MPI_Comm comm = MPI_COMM_NULL;
+  /// Group rank, or MPI_ANY_SOURCE.
+  int peer = -1;
+  int tag = 0;
+  std::int64_t bytes = 0;
+  /// Its place in the call's list of requests.
+  std::size_t request = 0;
+};
 
 /// Everything that must outlive the MPI requests of one call, and what is left to do when they are
 /// complete.
@@ -52,6 +62,8 @@ struct MpiCall {
   std::chrono::milliseconds timeout{0};
   /// The caller waits at once: MPI's blocking calls are used.
   bool blocking = false;
+  /// The call has one tensor and its caller waits: its data moves as soon as the ranks have met.
+  bool at_once = false;
   /// Group rank of the sender, for a receive from any.
   int source = -1;
   /// Set from the meeting of a blocking call until its last MPI call has returned.
@@ -63,8 +75,18 @@ struct MpiCall {
   std::array<std::int64_t, 6> brought{}, met{};
   MPI_Request gate = MPI_REQUEST_NULL;
   bool has_met = false;
-  /// For a batch of messages: peer (group rank) and tag of each receive.
-  std::vector<std::pair<int, int>> expected;
+  /// The number of this collective in its group.
+  std::uint64_t number = 0;
+  /// The MPI calls that move its data, made when the ranks have met. They use addresses only:
+  /// `tensors` holds the memory.
+  std::vector<std::function<void()>> moves;
+  /// The call stands in the queue of its communicator, whose pump alone touches `gate`, `moves`,
+  /// `requests` and `error` until it is out.
+  std::atomic<bool> queued{false};
+  /// Why the data was not moved.
+  std::exception_ptr error;
+  /// Its receives, in which another message may come than the one that is waited for.
+  std::vector<MpiExpected> expected;
 
   /// False once MPI no longer uses any memory of the call.
   bool pending() const;
@@ -77,18 +99,28 @@ struct MpiCall {
   int* keep(std::vector<int> values) { return numbers.emplace_back(std::move(values)).data(); }
 };
 
-/// The communicator of one group, and how this process waits on it. Shared by the backend and its
-/// works.
-class MpiComm {
+/// The communicators of one group, and how this process waits on them. Shared by the backend and
+/// its works.
+///
+/// A collective moves no data before the ranks have compared it, since an MPI library may write past
+/// the end of memory where sizes differ. They compare on a communicator of its own (the gate), in
+/// the order of the calls, and the data moves on the other one, in the same order on all ranks. The
+/// data of a started call is issued by the next wait or test of this process on any MPI group, or by
+/// the next call on this one.
+class MpiComm final : public MpiQueue {
  public:
   /// Takes ownership of `comm`. Collective over its ranks, within `limit`.
   MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector<int> ranks,
           std::string name, std::chrono::milliseconds limit);
-  ~MpiComm();
+  ~MpiComm() override;
   MpiComm(const MpiComm&) = delete;
   MpiComm& operator=(const MpiComm&) = delete;
 
+  /// For the data of collectives, and messages with a tag that the program gave.
   MPI_Comm handle() const { return comm_; }
+  /// For meetings, and messages that the backend numbers.
+  MPI_Comm gate() const { return gate_; }
+  const MpiTags& tags() const { return tags_; }
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
   const std::vector<int>& ranks() const { return ranks_; }
@@ -99,10 +131,13 @@ class MpiComm {
   /// Throws if a new call is impossible: on a wrong thread, after an abort, or after an earlier
   /// call that never completed.
   void require_usable(const char* operation);
-  /// Starts to compare the call with the other ranks'. `waits`: the caller waits at once.
-  void begin_meeting(MpiCall& call, bool waits);
-  /// Waits until all ranks have come with the same call, then begins a blocking phase; or makes the
-  /// call nonblocking on all ranks, if a rank does not wait at once or a limit is short for the
+  /// Starts to compare a call that nobody waits for yet with the other ranks', and queues its moves.
+  void begin(MpiCall& call);
+  /// Moves the data of the calls at the head of the queue that the ranks have compared. From any
+  /// thread; does nothing where another thread is at it.
+  void pump() override;
+  /// Waits until all ranks have come with the same call, and the data of all earlier ones has been
+  /// issued; then begins a blocking phase, or makes the call nonblocking on all ranks, if a rank does not wait at once or a limit is short for the
   /// size. Throws TimeoutError, or MismatchError on all ranks, before data moves.
   void meet(MpiCall& call);
   /// Tests once; true when all requests are complete. Throws CommError, or FinalMismatch.
@@ -123,17 +158,27 @@ class MpiComm {
   /// Calls `test` until it returns true: at once, then spinning, then yielding the core, then
   /// sleeping.
   template <class Test>
-  void poll(const MpiCall& call, std::chrono::milliseconds limit, Test&& test);
-  /// Throws FinalMismatch if a peer has sent another dtype than the one that is expected.
-  void look_for_others(const MpiCall& call) const;
+  void poll(MpiCall& call, std::chrono::milliseconds limit, Test&& test);
+  /// Starts the comparison: the call's number, and its request on the gate.
+  void begin_meeting(MpiCall& call, bool waits);
+  /// Tests once whether the ranks have compared the call; queue_mutex_ is held. Then issues its
+  /// data, or sets its error.
+  bool let_through(MpiCall& call);
+  /// Throws FinalMismatch if a peer has sent something else than what the call expects. The receive
+  /// is then taken back, and what came is received and dropped.
+  void look_for_others(MpiCall& call);
+  bool take_back(MPI_Request& request) const;
+  void drop_message(MPI_Comm comm, const MPI_Status& status);
   /// What this rank called, and the range of the ranks' sizes.
   std::string difference(const MpiCall& call, MismatchAt at) const;
   /// As difference(), with the call of a rank that differs. Collective: all ranks call it and wait.
-  std::string tell_difference(const MpiCall& call);
+  std::string tell_difference(MpiCall& call);
   void sweep();
 
   const std::shared_ptr<MpiContext> context_;
   MPI_Comm comm_;
+  MPI_Comm gate_ = MPI_COMM_NULL;
+  MpiTags tags_;
   const std::vector<int> ranks_;
   int rank_ = 0;
   bool one_host_ = false;
@@ -144,6 +189,13 @@ class MpiComm {
   /// A call ran into its limit while it still had requests.
   std::atomic<bool> stuck_{false};
   std::atomic<bool> has_adopted_{false};
+  /// Collectives whose comparison has begun.
+  std::uint64_t calls_ = 0;
+  /// Taken before the library's own lock.
+  std::mutex queue_mutex_;
+  /// Calls whose data has not been issued, in order. Their works, or adopted_, own them.
+  std::deque<MpiCall*> queue_;
+  std::atomic<std::size_t> queue_size_{0};
   // guards adopted_
   std::mutex mutex_;
   std::vector<std::unique_ptr<MpiCall>> adopted_;
