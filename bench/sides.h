@@ -1,18 +1,22 @@
 #pragma once
 // Two ways to train, timed in turn in one run: each side is a program of some ranks, processes of
 // the driver that are started once; it tells the ranks of one side at a time to step, over pipes,
-// so that the two never compute together. What a rank prints: "ready LOSS" after some steps, then
-// for each line "N" on its input "SECONDS LOSS", N steps later.
+// so that the two never compute together. What a rank prints (side_rank.h, side_rank.py): "ready
+// LOSS" after some steps, then for each line "N" on its input, N steps later, "SECONDS LOSS CPU
+// PEAK": CPU are the seconds that its main thread computed, PEAK the most bytes of tensors that it
+// held, 0 where it does not count them.
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -42,6 +46,14 @@ inline int free_port() {
   close(s);
   return ntohs(address.sin_port);
 }
+
+/// What some steps of a side took: of its slowest rank, and of the one that held most.
+struct Steps {
+  double seconds = 0;
+  /// Of the main thread.
+  double cpu_seconds = 0;
+  double peak_bytes = 0;
+};
 
 /// The ranks of one way to train.
 class Side {
@@ -74,35 +86,93 @@ class Side {
   }
   const std::vector<double>& losses() const { return losses_; }
 
-  /// Seconds of one step, of the slower rank.
-  double steps(int count) {
+  /// `count` steps of all ranks.
+  Steps run(int count) {
     for (auto& rank : ranks_) rank->tell(count);
-    double slowest = 0;
-    for (auto& rank : ranks_) slowest = std::max(slowest, std::atof(rank->line().c_str()));
-    return slowest / count;
+    Steps most;
+    for (auto& rank : ranks_) {
+      Steps one;
+      double loss = 0;
+      if (std::sscanf(rank->line().c_str(), "%lf %lf %lf %lf", &one.seconds, &loss,
+                      &one.cpu_seconds, &one.peak_bytes) != 4)
+        throw Error("a rank said something else than 'SECONDS LOSS CPU PEAK'");
+      most.seconds = std::max(most.seconds, one.seconds);
+      most.cpu_seconds = std::max(most.cpu_seconds, one.cpu_seconds);
+      most.peak_bytes = std::max(most.peak_bytes, one.peak_bytes);
+    }
+    return most;
   }
+
+  /// Seconds of one step, of the slower rank.
+  double steps(int count) { return run(count).seconds / count; }
 
  private:
   std::vector<std::unique_ptr<Process>> ranks_;
   std::vector<double> losses_;
 };
 
-/// Records `name`: the step of `ours` beside that of `theirs`, at most `limit` of it. Throws Error
-/// where their losses differ.
-inline void compare(Report& report, const std::string& name, Side& ours, Side& theirs,
-                    const std::string& reference, double limit) {
+/// Throws Error where the losses of the two sides differ.
+inline void check_same_training(const std::string& name, const Side& ours, const Side& theirs) {
   for (std::size_t r = 0; r < ours.losses().size(); ++r) {
     const double a = ours.losses()[r], b = theirs.losses()[r];
     if (!(std::abs(a - b) <= 1e-4 * std::abs(b)))
       throw Error(concat(name, ": rank ", r, " has loss ", a, " here and ", b,
                          " there: not the same training"));
   }
+}
+
+/// Records `name`: the step of `ours` beside that of `theirs`, at most `limit` of it. Throws Error
+/// where their losses differ.
+inline void compare(Report& report, const std::string& name, Side& ours, Side& theirs,
+                    const std::string& reference, double limit) {
+  check_same_training(name, ours, theirs);
   const int steps =
       std::max(1, static_cast<int>(kSampleSeconds / std::max(ours.steps(3), theirs.steps(3))));
   report.time(name,
               alternate(
                   kPairs, [&] { return ours.steps(steps); }, [&] { return theirs.steps(steps); }),
               reference, limit);
+}
+
+/// What the sides of a benchmark are made of.
+struct Programs {
+  /// One rank of ours, in C++.
+  std::string rank;
+  /// One rank of Python's: `python script`.
+  std::string python, script;
+};
+
+/// main() of a driver: bench_NAME --rank-program R --python P --script S [--out FILE] [--only
+/// PATTERN]. `cases` measures what the report wants; `more` adds options to the command line.
+inline int drive(int argc, char** argv, const std::string& name, const std::string& about,
+                 const std::function<void(Report&, const Programs&)>& cases,
+                 const std::function<void(CLI::App&)>& more = {}) {
+  CLI::App app(about);
+  Programs programs;
+  std::string out, only;
+  app.add_option("--rank-program", programs.rank, concat("bench_", name, "_rank"))->required();
+  app.add_option("--python", programs.python, "Python that has torch")->required();
+  app.add_option("--script", programs.script, "rank.py")->required();
+  app.add_option("--out", out, "JSON file");
+  app.add_option("--only", only,
+                 "Only cases that this regular expression finds; the file keeps its other records");
+  if (more) more(app);
+  CLI11_PARSE(app, argc, argv);
+  // A rank that has ended is an error of the call that talks with it.
+  signal(SIGPIPE, SIG_IGN);
+  try {
+    Report report(name, out);
+    report.only(only);
+    report.meta("ranks", kRanks);
+    report.meta("threads_per_rank", 1);
+    report.meta("backend", "gloo");
+    report.meta("pairs", kPairs);
+    cases(report, programs);
+    return report.finish();
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "bench_%s: %s\n", name.c_str(), e.what());
+    return 2;
+  }
 }
 
 }  // namespace tessera::bench

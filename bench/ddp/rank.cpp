@@ -6,28 +6,21 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <CLI/CLI.hpp>
-#include <chrono>
 #include <cstdio>
 #include <functional>
-#include <iostream>
 #include <memory>
 #include <string>
 
 #include "network.h"
+#include "side_rank.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/manager.h"
 #include "tessera/nn/distributed_data_parallel.h"
 
 namespace {
 
-using torch::nn::Module;
+using tessera::bench::pattern;
 using Forward = std::function<at::Tensor(const at::Tensor&)>;
-
-at::Tensor pattern(at::IntArrayRef shape, double phase) {
-  return torch::sin(torch::arange(c10::multiply_integers(shape), torch::kDouble) * 0.7 + phase)
-      .to(torch::kFloat)
-      .view(shape);
-}
 
 struct Training {
   std::shared_ptr<torch::nn::Module> module;
@@ -59,11 +52,7 @@ Training make(const std::string& model, int rank) {
   } else {
     throw tessera::InvalidArgument(tessera::concat("no model ", model));
   }
-  const torch::NoGradGuard no_grad;
-  double phase = 0;
-  for (auto& p : training.module->parameters())
-    p.copy_(pattern(p.sizes(), phase += 1) *
-            (p.dim() > 1 ? 1.0 / std::sqrt(p.numel() / p.size(0)) : 0.1));
+  tessera::bench::fill(*training.module);
   return training;
 }
 
@@ -125,17 +114,7 @@ int run(const std::string& model, bool with_reducer) {
     loss.backward();
     optimizer.step();
   };
-  for (int i = 0; i < 5; ++i) step();
-  std::printf("ready %.9g\n", loss.item<double>());
-  std::fflush(stdout);
-  for (int steps = 0; std::cin >> steps;) {
-    const auto start = std::chrono::steady_clock::now();
-    for (int i = 0; i < steps; ++i) step();
-    std::printf("%.9g %.9g\n",
-                std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(),
-                loss.item<double>());
-    std::fflush(stdout);
-  }
+  tessera::bench::serve(step, [&] { return loss.item<double>(); });
   return 0;
 }
 

@@ -1,17 +1,12 @@
 """One rank of bench_ddp in Python. The models and numbers are those of rank.cpp."""
 
-import math
 import sys
-import time
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from side_rank import fill, pattern, serve
 from torch.nn.parallel import DistributedDataParallel
-
-
-def pattern(shape, phase):
-    return torch.sin(torch.arange(math.prod(shape), dtype=torch.float64) * 0.7 + phase).to(torch.float32).view(shape)
 
 
 def pad_sphere(field):
@@ -50,9 +45,7 @@ def make(model, rank):
         net, shapes = perceptron(1024, 4), ((32, 1024), (32, 1024))
     else:
         raise ValueError(f"no model {model}")
-    with torch.no_grad():
-        for i, p in enumerate(net.parameters()):
-            p.copy_(pattern(p.shape, i + 1) * (1 / math.sqrt(p.numel() / p.shape[0]) if p.dim() > 1 else 0.1))
+    fill(net)
     return net, pattern(shapes[0], rank), pattern(shapes[1], rank + 0.5)
 
 
@@ -70,14 +63,7 @@ def main():
         optimizer.step()
         return loss
 
-    for _ in range(5):
-        loss = step()
-    print(f"ready {loss.item():.9g}", flush=True)
-    for line in sys.stdin:
-        start = time.perf_counter()
-        for _ in range(int(line)):
-            loss = step()
-        print(f"{time.perf_counter() - start:.9g} {loss.item():.9g}", flush=True)
+    serve(step, lambda loss: loss.item())
     dist.destroy_process_group()
 
 
