@@ -1,0 +1,101 @@
+// Fully sharded training: fully_shard() in C++ beside Python's torch.distributed.fsdp.fully_shard;
+// same wheel, model, data, ranks and threads (sides.h). Time of a step, the most bytes of tensors
+// that a rank holds, and what a unit costs the thread that trains.
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "harness.h"
+#include "sides.h"
+
+namespace {
+
+using namespace tessera::bench;
+using tessera::concat;
+
+constexpr double kLimit = 0.9;
+constexpr int kUnits = 32, kUnitSteps = 20;
+constexpr double kUnitMicroseconds = 50;
+const char* const kTheirs = "Python's fully_shard";
+
+/// What starts a rank of each side, without the model.
+struct Commands {
+  std::vector<std::string> ours, theirs;
+};
+
+// The same bytes in every step but the first ones, so that there is nothing to sample.
+void compare_memory(Report& report, const std::string& name, const Commands& commands,
+                    const std::string& model) {
+  Side ours(commands.ours, model), theirs(commands.theirs, model);
+  check_same_training(name, ours, theirs);
+  Record record;
+  record.name = name;
+  record.metric = "peak bytes";
+  record.value = ours.run(3).peak_bytes;
+  record.unit = "B";
+  record.reference = kTheirs;
+  record.reference_value = theirs.run(3).peak_bytes;
+  if (!(record.value > 0) || !(*record.reference_value > 0))
+    throw tessera::Error(concat(name, ": no bytes were counted"));
+  record.ratio = record.median_ratio = record.value / *record.reference_value;
+  record.limit = kLimit;
+  record.holds = *record.ratio <= kLimit;
+  report.add(record);
+}
+
+// Seconds of the training thread for each unit and step, above those of the same module unsharded.
+double added(Side& sharded, Side& plain) {
+  return (sharded.run(kUnitSteps).cpu_seconds - plain.run(kUnitSteps).cpu_seconds) /
+         (kUnitSteps * kUnits);
+}
+
+void compare_units(Report& report, const std::string& name, const Commands& commands) {
+  Side ours(commands.ours, "units"), ours_plain(commands.ours, "units plain"),
+      theirs(commands.theirs, "units"), theirs_plain(commands.theirs, "units plain");
+  check_same_training(name, ours, theirs);
+  check_same_training(name + ", unsharded", ours_plain, theirs_plain);
+  std::vector<double> values, references;
+  for (const auto& [a, b] : alternate(
+           31, [&] { return added(ours, ours_plain); },
+           [&] { return added(theirs, theirs_plain); })) {
+    values.push_back(a * 1e6);
+    references.push_back(b * 1e6);
+  }
+  Record record;
+  record.name = name;
+  record.metric = "added to a step";
+  record.value = median(values);
+  record.unit = "us";
+  record.reference = kTheirs;
+  record.reference_value = median(references);
+  record.limit = kUnitMicroseconds;
+  record.holds = record.value <= kUnitMicroseconds;
+  report.add(record);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::string counter;
+  return drive(
+      argc, argv, "fsdp",
+      "Time, memory and host cost of fully sharded training beside Python's fully_shard",
+      [&](Report& report, const Programs& programs) {
+        const Commands commands{{programs.rank}, {programs.python, programs.script, counter}};
+        for (const std::string model : {"small", "wide"}) {
+          const std::string time = model + " beside Python", memory = model + " memory";
+          if (report.wants(time)) {
+            Side ours(commands.ours, model), theirs(commands.theirs, model);
+            compare(report, time, ours, theirs, kTheirs, kLimit);
+          }
+          if (report.wants(memory)) compare_memory(report, memory, commands, memory);
+        }
+        const std::string unit = "a unit of four small layers";
+        if (report.wants(unit)) compare_units(report, unit, commands);
+      },
+      [&](CLI::App& app) {
+        app.add_option("--counter", counter, "libbench_counter.so")->required();
+      });
+}
