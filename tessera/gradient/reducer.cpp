@@ -107,6 +107,17 @@ struct Announcement {
   int backward;
 };
 
+// Over how many ranks the gradient of an averaged parameter is complete: 1 where it is each rank's
+// own.
+struct MeanForm {
+  /// By the backward of this number.
+  int announced = 1, backward = -1;
+  /// Of what has been accumulated last.
+  int copies = 1;
+  /// What has been accumulated since the last reduction differs in that.
+  bool mixed = false;
+};
+
 struct Entry {
   c10::weak_intrusive_ptr<c10::TensorImpl> parameter;
   std::string name;
@@ -143,6 +154,8 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
   std::vector<bool> reduced;  // what .grad() holds, but for what is pending
   // Of parameters whose gradients are weighted by hand, since they were reduced.
   std::map<std::size_t, std::vector<Announcement>> announced;
+  // Of parameters whose gradients are averaged, from the first that is complete.
+  std::map<std::size_t, MeanForm> forms;
   bool sync = true;
   bool late = false;  // something uniform was accumulated after its bucket had started
   bool open = false;  // between the first hook of a backward and its end
@@ -171,6 +184,7 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
     finish();
   }
   std::optional<double> scale(const at::Tensor& parameter) const override;
+  std::vector<int> ranks(const at::Tensor& parameter) const override;
   void receives(const at::Tensor& parameter, GradientForm form,
                 const std::vector<int>& ranks) override;
 
@@ -181,6 +195,7 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
   }
 
   at::Tensor accumulating(std::size_t i, const at::Tensor& gradient);
+  void note_form(std::size_t i);
   void accumulated(std::size_t i);
   void begin();
   void abandon();
@@ -210,7 +225,30 @@ std::optional<double> GradientReducer::State::scale(const at::Tensor& parameter)
   const auto at = index.find(parameter.unsafeGetTensorImpl());
   if (at == index.end()) return std::nullopt;
   const Entry& entry = parameters[at->second];
-  return scale_of(entry.op, entry.group.size());
+  const auto scale = scale_of(entry.op, entry.group.size());
+  if (entry.op.kind != ReduceOp::Kind::avg) return scale;
+  const std::lock_guard lock(mutex);
+  const auto form = forms.find(at->second);
+  if (form == forms.end()) return scale;
+  if (form->second.mixed) return std::nullopt;
+  // The mean of complete gradients counts each loss that ranks share once.
+  return *scale * form->second.copies;
+}
+
+std::vector<int> GradientReducer::State::ranks(const at::Tensor& parameter) const {
+  const auto at = index.find(parameter.unsafeGetTensorImpl());
+  return at == index.end() ? std::vector<int>() : parameters[at->second].group.ranks();
+}
+
+// Which of a mean's gradients are complete on several ranks, and which are each rank's own.
+void GradientReducer::State::note_form(std::size_t i) {
+  const auto at = forms.find(i);
+  if (at == forms.end()) return;
+  MeanForm& form = at->second;
+  const int copies =
+      form.backward == torch::autograd::get_current_graph_task_id() ? form.announced : 1;
+  form.mixed = pending[i] && (form.mixed || form.copies != copies);
+  form.copies = copies;
 }
 
 void GradientReducer::State::receives(const at::Tensor& parameter, GradientForm form,
@@ -236,6 +274,12 @@ void GradientReducer::State::receives(const at::Tensor& parameter, GradientForm 
     refuse("is a part of a sum on each rank, and its mean would be too small by their number");
   if (!partial && entry.op.kind == ReduceOp::Kind::sum)
     refuse("is complete on each rank, and its sum would be too large by their number");
+  if (entry.op.kind == ReduceOp::Kind::avg) {
+    // Before the first announcement gradients were each rank's own.
+    MeanForm& known = forms[at->second];
+    known.backward = torch::autograd::get_current_graph_task_id();
+    known.announced = shared;
+  }
   if (entry.op.kind != ReduceOp::Kind::premultiplied) return;
   auto& known = announced[at->second];
   const int backward_now = torch::autograd::get_current_graph_task_id();
@@ -272,6 +316,7 @@ at::Tensor GradientReducer::State::accumulating(std::size_t i, const at::Tensor&
 
 void GradientReducer::State::accumulated(std::size_t i) {
   const std::lock_guard lock(mutex);
+  note_form(i);
   pending[i] = true;
   if (!sync) return;
   if (!open) begin();

@@ -15,18 +15,24 @@ namespace tessera {
 StepWeight::StepWeight(Group group, std::optional<Reduced> others)
     : group_(std::move(group)), others_(others) {}
 
-// By what the sum of the ranks' gradients was multiplied. Several that reduce one parameter do it
-// one after the other.
-std::optional<double> StepWeight::scale(const at::Tensor& parameter) const {
-  double all = 1;
-  bool known = group_.size() == 1;
-  for (const auto& sync : gradient_syncs({parameter})) {
-    const auto one = sync->scale(parameter);
-    if (!one) return std::nullopt;
-    all *= *one;
-    known = true;
+// By what the sum of the ranks' gradients was multiplied. Throws GradientError if it is the sum of
+// other ranks than the step counts.
+std::optional<double> StepWeight::scale(const at::Tensor& parameter, std::size_t index) const {
+  const auto sum = gradient_sum(parameter);
+  if (!sum) return std::nullopt;
+  if (sum->reducers > 0) {
+    // A mean over more ranks would hold samples that the step does not count.
+    const bool fits =
+        sum->covers(group_.ranks()) && (!sum->is_mean() || sum->count == group_.size());
+    if (fits) return sum->scale;
+    throw GradientError(concat(
+        "StepWeight over group '", group_.name(), "': the gradient of parameter ", index,
+        " (shape ", parameter.sizes(), ") comes together over ", sum->count, " ranks (here ",
+        list(sum->ranks), "), and the step counts the samples of ranks ", list(group_.ranks()),
+        ". Give StepWeight the ranks over which gradients come "
+        "together, or reduce this one over the others, too"));
   }
-  if (known) return all;
+  if (group_.size() == 1) return 1.0;
   if (!others_) return std::nullopt;
   return *others_ == Reduced::averaged ? 1.0 / group_.size() : 1.0;
 }
@@ -111,7 +117,7 @@ double StepWeight::finish(const std::vector<at::Tensor>& parameters) {
       factors.push_back(1);
       continue;
     }
-    const auto by = scale(p);
+    const auto by = scale(p, factors.size());
     if (!by || *by == 0)
       throw GradientError(concat(
           "StepWeight over group '", group_.name(),

@@ -63,9 +63,10 @@ class StepWeight {
   /// Divides the gradients of `parameters` by the step's total weight, starts the next step, and
   /// returns the step's mean loss, the same on every rank. Parameters without a gradient are left
   /// out. Collective over the group: one all-reduce of two doubles. Throws InvalidArgument on every
-  /// rank if a weight was negative or not finite, or all were zero, and GradientError if the group
-  /// has several ranks and it is not known how they came together to the gradient of a parameter;
-  /// the gradients are left as they are then, and the next step is started all the same.
+  /// rank if a weight was negative or not finite, or all were zero; GradientError if the group has
+  /// several ranks and it is not known how they came together to the gradient of a parameter, if
+  /// they did so over ranks that leave out some of the group, or as a mean over more. The gradients
+  /// are left as they are then, and the next step is started all the same.
   double finish(const std::vector<at::Tensor>& parameters);
 
   /// What finish() adds up over the ranks.
@@ -84,7 +85,7 @@ class StepWeight {
 
  private:
   at::Tensor weigh(const at::Tensor& loss, double weight, double unit, bool counts);
-  std::optional<double> scale(const at::Tensor& parameter) const;
+  std::optional<double> scale(const at::Tensor& parameter, std::size_t index) const;
 
   Group group_;
   std::optional<Reduced> others_;

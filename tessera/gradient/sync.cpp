@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <unordered_set>
 #include <utility>
@@ -20,6 +21,7 @@ GradientError::~GradientError() = default;
 GradientSync::~GradientSync() = default;
 
 std::optional<double> GradientSync::scale(const at::Tensor&) const { return std::nullopt; }
+std::vector<int> GradientSync::ranks(const at::Tensor&) const { return {}; }
 void GradientSync::receives(const at::Tensor&, GradientForm, const std::vector<int>&) {}
 
 void GradientSync::pause() {
@@ -102,6 +104,59 @@ std::vector<std::shared_ptr<GradientSync>> gradient_syncs(
     }
   }
   return all;
+}
+
+namespace {
+
+bool is_mean_over(double scale, std::int64_t count) {
+  return std::abs(scale * static_cast<double>(count) - 1) < 1e-9;
+}
+
+}  // namespace
+
+bool GradientSum::covers(const std::vector<int>& others) const {
+  if (count == 0) return true;
+  const bool all = std::all_of(others.begin(), others.end(), [&](int rank) {
+    return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+  });
+  // Behind the ranks known here there are others if several reduce it.
+  return all || (reducers > 1 && count >= static_cast<std::int64_t>(others.size()));
+}
+
+bool GradientSum::is_mean() const { return count > 1 && is_mean_over(scale, count); }
+
+std::optional<GradientSum> gradient_sum(const at::Tensor& parameter) {
+  GradientSum sum;
+  for (const auto& sync : syncs_of(parameter)) {
+    const auto scale = sync->scale(parameter);
+    if (!scale) return std::nullopt;
+    const std::vector<int> ranks = sync->ranks(parameter);
+    ++sum.reducers;
+    const std::int64_t count = static_cast<std::int64_t>(ranks.size());
+    if (count == 0 || sum.count == 0) {
+      sum.scale *= *scale;
+      sum.count = 0;
+      continue;
+    }
+    const int shared = detail::shared_ranks(ranks, sum.ranks);
+    if (shared < 2) {
+      sum.scale *= *scale;
+      sum.count *= count;
+      for (const int rank : ranks) {
+        if (std::find(sum.ranks.begin(), sum.ranks.end(), rank) == sum.ranks.end())
+          sum.ranks.push_back(rank);
+      }
+      continue;
+    }
+    // A mean of equal values changes nothing; one of means over as many ranks is the mean over all.
+    if (!sum.is_mean() || !is_mean_over(*scale, count)) return std::nullopt;
+    if (shared == count) continue;
+    if (shared != static_cast<int>(sum.ranks.size())) return std::nullopt;
+    sum.scale = *scale;
+    sum.count = count;
+    sum.ranks = ranks;
+  }
+  return sum;
 }
 
 void reduce_gradients(const std::vector<at::Tensor>& parameters) {

@@ -13,6 +13,9 @@
 //     bool syncing() const override { return on; }
 //     void set_syncing(bool now) override { on = now; }
 //     void reduce() override { ... }       // what has been accumulated and not been reduced
+//     // So that StepWeight, pipelines and the trainer know what becomes of a gradient:
+//     std::optional<double> scale(const at::Tensor&) const override { return 1.0 / group.size(); }
+//     std::vector<int> ranks(const at::Tensor&) const override { return group.ranks(); }
 //     bool on = true;
 //   };
 //   auto mine = std::make_shared<Mine>();
@@ -20,6 +23,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -64,6 +68,10 @@ class GradientSync {
   /// By what the sum over ranks of the gradients of `parameter` is multiplied: 1 for a sum, 1 / n
   /// for a mean over n ranks. The same on every rank. Nothing: unknown.
   virtual std::optional<double> scale(const at::Tensor& parameter) const;
+  /// Global ranks whose gradients of `parameter` are in that sum, this one among them, each once;
+  /// of a sharded parameter those of its mesh, which compute one loss together. Empty: not said,
+  /// and whether they are all that a step counts is not asked.
+  virtual std::vector<int> ranks(const at::Tensor& parameter) const;
   /// Told during backward that `parameter` gets a gradient of this form, over these global ranks
   /// (more than one). Throws GradientError if what this does with gradients does not fit.
   virtual void receives(const at::Tensor& parameter, GradientForm form,
@@ -89,6 +97,28 @@ void attach_gradient_sync(const std::vector<at::Tensor>& parameters,
 /// parameter, and else in that of the parameters.
 std::vector<std::shared_ptr<GradientSync>> gradient_syncs(
     const std::vector<at::Tensor>& parameters);
+
+/// What becomes of the gradients that several ranks have of one parameter.
+struct GradientSum {
+  /// How many reduce it, one after the other.
+  int reducers = 0;
+  /// By what the sum of the ranks' gradients is multiplied in the end.
+  double scale = 1;
+  /// How many ranks' gradients are in the sum; 0: not known.
+  std::int64_t count = 1;
+  /// Those of these ranks that this one knows of: all where one reduces it; a mean over the ranks
+  /// of a host and then over hosts reaches others, too.
+  std::vector<int> ranks = {};
+
+  /// Whether the gradients of all of `others` are in the sum, as far as that is known here.
+  bool covers(const std::vector<int>& others) const;
+  /// Whether the result is the mean over several ranks.
+  bool is_mean() const;
+};
+
+/// What all that reduce `parameter` make of its gradients. Nothing if one of them does not say by
+/// what it multiplies, or if they share ranks and are not both means.
+std::optional<GradientSum> gradient_sum(const at::Tensor& parameter);
 
 /// Reduces now what has been accumulated and not been reduced, whoever reduces it: after no_sync()
 /// scopes without a last backward, and for a rank whose backward touched no parameter while those

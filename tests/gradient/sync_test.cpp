@@ -296,6 +296,94 @@ TEST(StepWeight, KnowsHowEachGradientCameTogether) {
   }
 }
 
+// A wrapper that says over which ranks it sums.
+struct OverRanks : Own {
+  OverRanks(std::optional<double> by, std::vector<int> over) : by(by), over(std::move(over)) {}
+  std::optional<double> scale(const at::Tensor&) const override { return by; }
+  std::vector<int> ranks(const at::Tensor&) const override { return over; }
+  std::optional<double> by;
+  std::vector<int> over;
+};
+
+TEST(GradientSum, JoinsWhatReducesAParameterOneAfterTheOther) {
+  using Reductions = std::vector<std::pair<std::optional<double>, std::vector<int>>>;
+  const auto sum_of = [](const Reductions& reductions) {
+    const auto w = parameter();
+    std::vector<std::shared_ptr<OverRanks>> syncs;
+    for (const auto& [by, over] : reductions) {
+      syncs.push_back(std::make_shared<OverRanks>(by, over));
+      attach_gradient_sync({w}, syncs.back());
+    }
+    return gradient_sum(w);
+  };
+  const auto none = sum_of({}), mean = sum_of({{0.5, {0, 1}}}), sum = sum_of({{1.0, {3, 1}}});
+  EXPECT_EQ(none->reducers, 0);
+  EXPECT_TRUE(mean->is_mean());
+  EXPECT_FALSE(sum->is_mean());
+  EXPECT_TRUE(sum->covers({1, 3}));
+  EXPECT_TRUE(sum->covers({1}));
+  EXPECT_FALSE(sum->covers({1, 2}));
+  // Within hosts, and then over hosts: this rank does not see all of the four.
+  const auto two = sum_of({{1.0, {0, 1}}, {0.5, {0, 2}}});
+  EXPECT_EQ(two->scale, 0.5);
+  EXPECT_EQ(two->count, 4);
+  EXPECT_TRUE(two->covers({0, 1, 2, 3}));
+  EXPECT_FALSE(two->covers({0, 1, 2, 3, 4}));
+  // A mean of equal values, and a mean of means.
+  EXPECT_EQ(sum_of({{0.25, {0, 1, 2, 3}}, {0.25, {0, 1, 2, 3}}})->scale, 0.25);
+  EXPECT_EQ(sum_of({{0.25, {0, 1, 2, 3}}, {0.5, {0, 1}}})->scale, 0.25);
+  EXPECT_EQ(sum_of({{0.5, {0, 1}}, {0.25, {0, 1, 2, 3}}})->scale, 0.25);
+  EXPECT_EQ(sum_of({{0.5, {0, 1}}, {0.25, {0, 1, 2, 3}}})->count, 4);
+  EXPECT_FALSE(sum_of({{1.0, {0, 1}}, {0.5, {0, 1}}}));
+  EXPECT_FALSE(sum_of({{1.0 / 3, {0, 1, 2}}, {1.0 / 3, {0, 1, 3}}}));
+  // What does not say.
+  EXPECT_FALSE(sum_of({{1.0, {0, 1}}, {std::nullopt, {0, 2}}}));
+  const auto unnamed = sum_of({{1.0, {0, 1}}, {0.5, {}}});
+  EXPECT_EQ(unnamed->scale, 0.5);
+  EXPECT_EQ(unnamed->count, 0);
+  EXPECT_TRUE(unnamed->covers({7, 8}));
+}
+
+// A step that counts other samples than a gradient holds.
+TEST(StepWeight, OtherRanksThanAGradientsAreRefused) {
+  run_threads(4, [](DistributedManager& manager) {
+    const Group world = manager.world();
+    const auto mesh = manager.mesh({{"host", 2}, {"device", 2}});
+    const double r = manager.rank();
+    const auto gradient = [&](const at::Tensor& p, const Group& over) {
+      StepWeight step(over);
+      p.mutable_grad().reset();
+      step.weigh(p.sum() * r, 1 + r).backward();
+      step.finish({p});
+      return p.grad();
+    };
+    const double expected = (0 * 1 + 1 * 2 + 2 * 3 + 3 * 4) / 10.0;
+    for (const ReduceOp op : {ReduceOp::avg, ReduceOp::sum}) {
+      const auto w = parameter();
+      const GradientReducer inner({{w, "w", mesh.group("device"), op}});
+      try {
+        gradient(w, world);
+        ADD_FAILURE() << "the samples of the other host are counted, and their gradients missing";
+      } catch (const GradientError& e) {
+        EXPECT_NE(std::string(e.what()).find("2 ranks"), std::string::npos) << e.what();
+      }
+      EXPECT_THROW(gradient(w, mesh.group("host")), GradientError);
+      const double first = r < 2 ? 0 : 2, n = first + 1, m = first + 2;
+      EXPECT_TRUE(
+          same(gradient(w, mesh.group("device")), number((first * n + (first + 1) * m) / (n + m))));
+      const GradientReducer outer({{w, "w", mesh.group("host"), op}});
+      EXPECT_TRUE(same(gradient(w, world), number(expected))) << w.grad();
+    }
+    // A mean over ranks whose samples the step does not count.
+    const auto v = parameter();
+    const GradientReducer mean({{v, "v", world}});
+    EXPECT_THROW(gradient(v, mesh.group("device")), GradientError);
+    EXPECT_TRUE(same(gradient(v, world), number(expected)));
+    const GradientReducer again({{v, "v", world}});
+    EXPECT_TRUE(same(gradient(v, world), number(expected))) << "a mean of equal values";
+  });
+}
+
 TEST(MeanLoss, FollowsHowGradientsComeTogetherOrIsRefused) {
   for (int ranks = 2; ranks <= 4; ++ranks) {
     run_threads(ranks, [&](DistributedManager& manager) {

@@ -5,6 +5,8 @@
 #include "tessera/nn/clip.h"
 #include "tessera/nn/distribute_module.h"
 #include "tessera/nn/distributed_data_parallel.h"
+#include "tessera/pipeline/pipeline.h"
+#include "tessera/schedule/generators.h"
 
 namespace tessera::test {
 
@@ -370,6 +372,71 @@ TEST(MixedGradients, TrainLikeOneProcessOverRaggedMicroBatches) {
       }
     });
   }
+}
+
+// A loss that all ranks share, of plain parameters that are averaged: their gradients are complete
+// already.
+TEST(MixedGradients, AStepOfCompleteGradientsThatAreAveraged) {
+  for (int ranks = 1; ranks <= 4; ++ranks) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      const auto mesh = manager.mesh({{"data", ranks}});
+      Draw draw(60 + ranks);
+      TwoParts net, expected;
+      const DistributedDataParallel ddp(net, manager.world());
+      StepWeight weight(manager.world());
+      for (int step = 0; step < 3; ++step) {
+        net->zero_grad();
+        expected->zero_grad();
+        std::vector<at::Tensor> all;
+        for (int k = 0; k <= step; ++k) {
+          const Batch b = draw_batch(draw, ranks);
+          all.push_back(b.x);
+          const auto scope = k < step ? std::optional(no_sync(*net)) : std::nullopt;
+          const at::Tensor x = distribute_tensor(b.x, mesh, {Shard(0)}, {{0, b.sizes}});
+          weight.weigh_global(net(x).square().mean(), static_cast<double>(b.x.size(0))).backward();
+        }
+        weight.finish(net->parameters());
+        expected(at::cat(all)).square().mean().backward();
+        expect_like(*net, *expected, concat("step ", step, " on ", ranks));
+      }
+      if (ranks == 1) return;
+      // Beside a loss of each rank's own no one factor is right.
+      net->zero_grad();
+      const at::Tensor x = at::ones({ranks, 3}, at::kDouble);
+      {
+        const auto scope = no_sync(*net);
+        weight.weigh(net(x).square().mean(), 1).backward();
+      }
+      weight.weigh_global(net(distribute_tensor(x, mesh, {Shard(0)})).square().mean(), 1)
+          .backward();
+      EXPECT_THROW(weight.finish(net->parameters()), GradientError);
+    });
+  }
+}
+
+// A stage that is wrapped over the ranks of another axis than the one along which samples differ.
+TEST(MixedGradients, APipelineRefusesGradientsOfOtherRanks) {
+  on_threads(4, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"data", 2}, {"copy", 2}, {"pipe", 1}});
+    seed(7);
+    const PipelineBatch batch =
+        split_batch({randn({4, 3}, at::kDouble)}, {randn({4, 3}, at::kDouble)}, 2);
+    for (const ReduceOp op : {ReduceOp::avg, ReduceOp::sum}) {
+      for (const std::string axis : {"copy", "data"}) {
+        torch::nn::Sequential net(torch::nn::Linear(3, 3));
+        net->to(at::kDouble);
+        const DistributedDataParallel ddp(net, mesh.group(axis), {.reduction = op});
+        Pipeline pipeline(mesh, "pipe", schedule_gpipe(loop_placement(1), 2), {make_stage(net)},
+                          [](const auto& y, const auto& t) { return torch::mse_loss(y[0], t[0]); },
+                          {.sample_axes = std::vector<std::string>{"data"}});
+        if (axis == "copy") {
+          EXPECT_THROW(pipeline.step(batch), GradientError) << to_string(op.kind);
+        } else {
+          EXPECT_EQ(pipeline.step(batch).weight, 8);
+        }
+      }
+    }
+  });
 }
 
 }  // namespace tessera::test

@@ -49,28 +49,38 @@ std::uint64_t signature_of(const std::vector<at::Tensor>& inputs) {
   return hash.value();
 }
 
+// The ranks with this rank's stages that have other samples, and this one.
+std::vector<int> sample_ranks(const PipelinePlan& plan) {
+  const Mesh& layout = plan.mesh.layout();
+  const int me = plan.mesh.manager().rank();
+  const std::vector<int> axes = plan.sample_axes();
+  if (axes.empty()) return {me};
+  return layout.group(axes, me);
+}
+
 // By what the sums of gradients over the other axes are multiplied: one number for all parameters
 // of this rank; nothing where it has none.
 std::optional<double> gradient_scale(const PipelinePlan& plan, std::string& problem) {
-  int samples = 1;
-  for (const int a : plan.sample_axes()) samples *= plan.mesh.layout().size(a);
-  const bool alone = samples == 1;
+  const std::vector<int> counted = sample_ranks(plan);
+  const int samples = static_cast<int>(counted.size());
   std::optional<double> common;
   for (int s = 0; s < plan.count(); ++s) {
     if (!plan.stages[s]) continue;
     for (const at::Tensor& p : plan.stages[s]->parameters()) {
-      double scale = 1;
-      bool known = alone;
-      for (const auto& sync : gradient_syncs({p})) {
-        const auto one = sync->scale(p);
-        scale *= one.value_or(0);
-        known = one.has_value();
-        if (!known) break;
-      }
-      if (!known || !(scale > 0)) {
+      const auto sum = gradient_sum(p);
+      const double scale = sum ? sum->scale : 0;
+      if (!(scale > 0) || (sum->reducers == 0 && samples > 1)) {
         problem = concat(kGradientProblem, "a parameter of stage ", s, " (shape ", p.sizes(),
                          ") is not known to be reduced over the mesh's other axes: wrap the stage "
                          "with DistributedDataParallel, or distribute it (distribute_module)");
+        return std::nullopt;
+      }
+      if (sum->reducers > 0 && !sum->covers(counted)) {
+        problem = concat(kGradientProblem, "the gradient of a parameter of stage ", s, " (shape ",
+                         p.sizes(), ") comes together over ranks ", list(sum->ranks),
+                         ", and ranks ", list(counted),
+                         " have different samples (PipelineOptions::sample_axes); reduce it over "
+                         "those");
         return std::nullopt;
       }
       // A mean over other ranks than those that have other samples.
