@@ -288,18 +288,25 @@ bool Session::overflowed() const {
 
 // By what the sum of the ranks' gradients of a parameter was multiplied.
 double Session::multiple_of(const at::Tensor& parameter) const {
-  double all = 1;
-  bool known = false;
-  for (const auto& sync : gradient_syncs({parameter})) {
-    const auto one = sync->scale(parameter);
-    if (!one || *one == 0)
-      throw GradientError(
-          "a session was given a parameter of which it is not known how its gradients come "
-          "together: GradientSync::scale() of what reduces them says nothing, or zero");
-    all *= *one;
-    known = true;
+  const auto sum = gradient_sum(parameter);
+  if (!sum || sum->scale == 0)
+    throw GradientError(
+        "a session was given a parameter of which it is not known how its gradients come "
+        "together: GradientSync::scale() of what reduces them says nothing, or zero");
+  if (sum->reducers > 0) {
+    const int losses = strategy_->size() / strategy_->loss_sharing();
+    const bool others =
+        sum->is_mean() && (sum->count % losses != 0 || sum->count > strategy_->size());
+    if (sum->count > 0 && (sum->count < losses || others))
+      throw GradientError(concat("a session of ", losses,
+                                 " ranks with different losses was given "
+                                 "a parameter (shape ",
+                                 parameter.sizes(), ") whose gradients come together over ",
+                                 sum->count,
+                                 " ranks: reduce them over those that have different losses"));
+    // Each loss is in a mean as often as ranks share it.
+    return sum->is_mean() ? 1.0 / losses : sum->scale;
   }
-  if (known) return all;
   return strategy_->abilities().gradients == Abilities::Gradients::averaged
              ? static_cast<double>(strategy_->loss_sharing()) / strategy_->size()
              : 1.0;
