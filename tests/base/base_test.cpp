@@ -59,7 +59,7 @@ TEST(Deadline, Saturates) {
             std::numeric_limits<int>::max());
 }
 
-TEST(Text, ListsAndCuts) {
+TEST(Text, ListsAndTruncation) {
   EXPECT_EQ(concat("rank ", 3, " of ", 4), "rank 3 of 4");
   EXPECT_EQ(list(std::vector<int>{1, 2}), "[1, 2]");
   EXPECT_EQ(list(std::vector<int>(5, 7), 2), "[7, 7, ... (5 in all)]");
@@ -151,7 +151,7 @@ TEST(File, AFileThatShrinksIsAnErrorAndNoSignal) {
   unlink(path.c_str());
 }
 
-TEST(File, WhatIsNoRegularFileHoldsNobodyUp) {
+TEST(File, WhatIsNoRegularFileDoesNotBlock) {
   const std::string pipe = testing::TempDir() + concat("tessera_pipe_", getpid());
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
   EXPECT_NE(message_of([&] { RandomAccessFile{pipe}; }).find("no regular file"), std::string::npos);

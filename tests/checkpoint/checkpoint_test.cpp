@@ -167,7 +167,7 @@ TEST(Checkpoint, ValuesByName) {
   }
 }
 
-TEST(Checkpoint, WhatDoesNotFitIsToldBeforeAnythingChanges) {
+TEST(Checkpoint, WhatDoesNotFitIsReportedBeforeAnythingChanges) {
   const Folder folder;
   on_threads(2, [&](DistributedManager& manager) {
     CheckpointState state;
@@ -195,7 +195,7 @@ TEST(Checkpoint, WhatDoesNotFitIsToldBeforeAnythingChanges) {
   });
 }
 
-TEST(Checkpoint, RanksThatDisagreeAreToldByName) {
+TEST(Checkpoint, RanksThatDisagreeAreNamed) {
   const Folder folder;
   on_threads(3, [&](DistributedManager& manager) {
     Checkpointer checkpoints(manager, folder.path(), {.check_replicas = true});
@@ -304,7 +304,7 @@ TEST(Checkpoint, AFullDiskOnOneRankFailsTheSaveOnAllAndLeavesNothing) {
   }
 }
 
-TEST(Checkpoint, DamageIsFoundByTheRankThatReadsItAndToldToAll) {
+TEST(Checkpoint, DamageIsFoundByTheRankThatReadsItAndReportedOnAll) {
   const Folder folder;
   on_threads(3, [&](DistributedManager& manager) {
     Checkpointer checkpoints(manager, folder.path());

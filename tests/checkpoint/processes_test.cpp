@@ -131,7 +131,7 @@ TEST(CheckpointProcesses, OneRankKilledAtEveryOperation) {
 
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 // The first rank of a save to one file has no memory for the full tensor: the others must not wait.
-TEST(CheckpointProcesses, WithoutMemoryForTheFullTensorAllAreTold) {
+TEST(CheckpointProcesses, WithoutMemoryForTheFullTensorAllThrow) {
   const Folder folder;
   const auto body = [&](const Launch& launch) -> std::string {
     ManagerOptions options;
@@ -169,7 +169,7 @@ TEST(CheckpointProcesses, WithoutMemoryForTheFullTensorAllAreTold) {
 }
 
 // A rank that is not the first has memory for its shard, but not for what arrives.
-TEST(CheckpointProcesses, WithoutMemoryToReceiveAllAreTold) {
+TEST(CheckpointProcesses, WithoutMemoryToReceiveAllThrow) {
   const Folder folder;
   const auto body = [&](const Launch& launch) -> std::string {
     ManagerOptions options;

@@ -174,7 +174,7 @@ TEST(Reshard, ShardsByHandThatDoNotFitAreRefusedOnAllRanks) {
   });
 }
 
-TEST(Reshard, LayoutsComeBackOnWish) {
+TEST(Reshard, LayoutsAreRestoredIfAsked) {
   const Folder folder;
   const at::Tensor value = at::arange(28, at::kDouble).view({4, 7});
   on_threads(4, [&](DistributedManager& manager) {

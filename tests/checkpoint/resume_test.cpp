@@ -129,7 +129,7 @@ TEST(Resume, EveryOptimizerOnTheSameAndOnOtherRanks) {
   }
 }
 
-TEST(Resume, InterruptedAtEveryStepWhileTheNextSaveIsUnderWay) {
+TEST(Resume, InterruptedAtEveryStepWhileTheNextSaveIsInProgress) {
   const auto make = optimizers()[0].second;
   std::vector<std::vector<at::Tensor>> after;
   const Folder folder;
@@ -159,7 +159,7 @@ TEST(Resume, InterruptedAtEveryStepWhileTheNextSaveIsUnderWay) {
   }
 }
 
-TEST(Resume, MistakesAreTold) {
+TEST(Resume, MistakesAreReported) {
   const Folder folder;
   on_threads(2, [&](DistributedManager& manager) {
     Training adam(manager, optimizers()[0].second), sgd(manager, optimizers()[2].second);

@@ -101,7 +101,7 @@ std::vector<Pair> mismatches() {
 
 class Checks : public testing::TestWithParam<std::string> {};
 
-TEST_P(Checks, RanksThatCallDifferentThingsAreAllToldBeforeDataMoves) {
+TEST_P(Checks, RanksThatCallDifferentThingsAllThrowBeforeDataMoves) {
   for (const int n : {2, 3, 4})
     for (const auto& pair : mismatches()) {
       std::atomic<int> told{0};
@@ -142,7 +142,7 @@ TEST_P(Checks, CallsInAnotherOrderAreFoundByTheirNames) {
       options_for(GetParam(), CheckLevel::collective));
 }
 
-TEST_P(Checks, SizesOfAllToAllThatDoNotFitAreToldToEverybody) {
+TEST_P(Checks, SizesOfAllToAllThatDoNotFitAreReportedOnEveryRank) {
   run_threads(
       3,
       [&](DistributedManager& manager) {
@@ -209,7 +209,7 @@ std::vector<Ends> messages_that_do_not_fit() {
   };
 }
 
-TEST_P(Checks, BothEndsOfAMessageThatDoesNotFitAreTold) {
+TEST_P(Checks, BothEndsOfAMessageThatDoesNotFitThrow) {
   for (const int n : {2, 3})
     for (const auto& ends : messages_that_do_not_fit()) {
       std::atomic<int> told{0};

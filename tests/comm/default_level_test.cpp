@@ -133,7 +133,7 @@ TEST_P(DefaultLevel, RanksThatCallDifferentThingsGetAMismatchErrorEach) {
   for (auto& run : runs) run.join();
 }
 
-TEST_P(DefaultLevel, BothEndsOfAMessageThatDoesNotFitAreTold) {
+TEST_P(DefaultLevel, BothEndsOfAMessageThatDoesNotFitThrow) {
   struct Ends {
     std::string name;
     Tensor sent, received;

@@ -243,7 +243,7 @@ TEST_P(Functional, WhatIsNotLinearIsRefused) {
   });
 }
 
-TEST_P(Functional, RanksThatDisagreeAboutNeedingAGradientAreTold) {
+TEST_P(Functional, RanksThatDisagreeAboutNeedingAGradientThrow) {
   run([](const Group& g) {
     if (g.size() == 1) return;
     auto x = torch::ones({2}).requires_grad_(g.rank() == 0);

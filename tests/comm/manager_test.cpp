@@ -510,7 +510,7 @@ TEST(Manager, ARankHasADeviceOfItsOwnOrTheCpu) {
 }
 
 // Else it keeps the core of a rank that has one from the thread that sends (gloo.cpp).
-TEST(ThreadManager, GloosEventLoopPreemptsNobody) {
+TEST(ThreadManager, GloosEventLoopPreemptsNoOtherThread) {
   const sched_param none{};
   const bool allowed = std::async(std::launch::async, [&] {
                          return sched_setscheduler(0, SCHED_BATCH, &none) == 0;
@@ -535,7 +535,7 @@ TEST(ThreadManager, GloosEventLoopPreemptsNobody) {
       {.backend = "gloo"});
 }
 
-TEST(Manager, OneProcessNeedsNobody) {
+TEST(Manager, OneProcessNeedsNoOther) {
   ManagerOptions options;
   options.launch = Launch{};
   auto manager = DistributedManager::initialize(options);

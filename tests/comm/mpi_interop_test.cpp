@@ -126,7 +126,7 @@ TEST(MpiInterop, ManagerWithoutStoreOrSockets) {
   EXPECT_THROW(DistributedManager::initialize({.device = c10::Device("cuda"), .mpi = mpi}), Error);
 }
 
-TEST(MpiInterop, BothEndsOfAMessageThatDoesNotFitAreTold) {
+TEST(MpiInterop, BothEndsOfAMessageThatDoesNotFitThrow) {
   struct Case {
     at::Tensor sent, received;
     std::string sent_as, received_as, words[2];

@@ -141,7 +141,7 @@ TEST(Rendezvous, NamesThePortThatIsInUse) {
   EXPECT_LT(outcomes[0].took, 1s + kGrace);
 }
 
-TEST(Rendezvous, SaysThatNobodyListens) {
+TEST(Rendezvous, SaysThatNoServerListens) {
   const auto outcomes = meet({launch_of(1, 2, free_port())}, 400ms);
   EXPECT_TRUE(contains(outcomes[0].error, "could not be reached")) << outcomes[0].error;
   EXPECT_TRUE(contains(outcomes[0].error, "refused")) << outcomes[0].error;

@@ -341,7 +341,7 @@ TEST(Strangers, SilentOnesAreFewAndSoonClosed) {
   // The ranks' own connections stand beside them for as long as they like.
 }
 
-TEST(Strangers, LongOnesAreCut) {
+TEST(Strangers, LongOnesAreClosed) {
   StoreServer server(detail::listen_on("127.0.0.1", 0), 2, "", kSecret);
   for (const std::uint32_t announced : {5000u, 1u << 29}) {
     const Socket socket = connect(server);
@@ -416,7 +416,7 @@ TEST(Rendezvous, RefusesAnyAddresses) {
   EXPECT_FALSE(detail::is_any_address("node0"));
 }
 
-TEST(Rendezvous, RefusesAWorldThatNobodyMeant) {
+TEST(Rendezvous, RefusesAnImplausibleWorldSize) {
   const auto outcome = meet({launch_of(0, 2147483647, free_port())}, 5s)[0];
   EXPECT_TRUE(contains(outcome.error, "WORLD_SIZE")) << outcome.error;
 }
@@ -455,7 +455,7 @@ TEST(Rendezvous, KeepsIdleConnectionsAlive) {
   EXPECT_LE(quiet, 60);
 }
 
-TEST(StoreServer, ForgetsTheKeysThatNobodyNeeds) {
+TEST(StoreServer, ForgetsKeysThatNoRankNeeds) {
   auto held = held_meeting(3);
   auto& store = *held[0]->store;
   const auto before = store.getNumKeys();

@@ -206,7 +206,7 @@ struct OrderThatNames : Order {
   SampleRef named;
 };
 
-TEST(LoaderAbuse, SamplesThatNobodyHasAreRefused) {
+TEST(LoaderAbuse, SamplesThatNoDatasetHasAreRefused) {
   const std::vector<std::shared_ptr<const Dataset>> two{numbers(5), numbers(3)};
   const LoaderOptions collating{
       .collate = [](const std::vector<Sample>& s) { return pad_collate(s); }};

@@ -156,7 +156,7 @@ TEST(NodeList, GeneratedListsRoundTrip) {
   }
 }
 
-TEST(NodeList, AnyCutOfAListIsReadOrRefusedAndNeverWorse) {
+TEST(NodeList, AnyTruncatedListIsReadOrRefused) {
   std::mt19937 random(7);
   const std::string alphabet = "an12[]-,() x.0";
   for (int trial = 0; trial < 20000; ++trial) {

@@ -16,7 +16,7 @@ std::string join(const std::vector<LineSplitter::Line>& lines) {
   return text;
 }
 
-TEST(LineSplitter, AnyCutOfTheBytesGivesTheSameLines) {
+TEST(LineSplitter, AnySplitOfTheBytesGivesTheSameLines) {
   std::mt19937 random(5);
   for (int trial = 0; trial < 500; ++trial) {
     std::string bytes;

@@ -144,7 +144,7 @@ TEST(Probe, AllDevicesTogetherShowTheAdapter) {
   EXPECT_EQ(topology_of_probe(probe).topology.network.bandwidth, 1.9e9);
 }
 
-TEST(Probe, WhatCannotBeToldIsSaid) {
+TEST(Probe, WhatCannotBeDistinguishedIsSaid) {
   // a-b and b-c near, a-c far: no sets of hosts.
   const auto line = topology_of_probe(
       {{"a", "b", "c"}, {1, 1, 1}, {{0, 1, 1e-6, 1e9}, {1, 2, 1e-6, 1e9}, {0, 2, 1e-5, 1e9}}});

@@ -98,7 +98,7 @@ TEST(MixedGradients, DataParallelSubModuleBeforeShardedTensors) {
   }
 }
 
-TEST(MixedGradients, AMeanOfPartsOfASumIsRefusedAndTheGroupsGoOn) {
+TEST(MixedGradients, AMeanOfPartialSumsIsRefusedAndTheGroupsGoOn) {
   for (int ranks = 1; ranks <= 3; ++ranks) {
     on_threads(ranks, [&](DistributedManager& manager) {
       const auto mesh = manager.mesh({{"data", ranks}});
@@ -306,7 +306,7 @@ TEST(MixedGradients, DataParallelAroundShardedParametersWithOneNoSync) {
   }
 }
 
-TEST(MixedGradients, WrappingWhatLiesOnTheSameRanksIsRefused) {
+TEST(MixedGradients, WrappingWhatIsShardedOverTheSameRanksIsRefused) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     TwoParts net;

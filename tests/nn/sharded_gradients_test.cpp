@@ -72,7 +72,7 @@ int ranks_of(const std::vector<Axis>& axes) {
 
 }  // namespace
 
-TEST(ShardedGradients, AreThoseOfOneProcessWhateverTheDataLie) {
+TEST(ShardedGradients, AreThoseOfOneProcessHoweverDataAreSharded) {
   for (const auto& axes : meshes()) {
     on_threads(ranks_of(axes), [&](DistributedManager& manager) {
       set_policies(manager, {.redistribution = Policy::allow});
@@ -107,7 +107,7 @@ TEST(ShardedGradients, AreThoseOfOneProcessWhateverTheDataLie) {
   }
 }
 
-TEST(ShardedGradients, GoInOneMessageABucketOverTheAxesOfTheData) {
+TEST(ShardedGradients, GoInOneMessagePerBucketOverTheAxesOfTheData) {
   on_threads(4, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"data", 2}, {"model", 2}});
     const at::Tensor value = randn({5, 4}, at::kDouble);
@@ -314,7 +314,7 @@ struct Reentrant : torch::autograd::Function<Reentrant> {
   }
 };
 
-TEST(ShardedGradients, OfCheckpointedParts) {
+TEST(ShardedGradients, OfCheckpointedModules) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     for (const bool overlap : {true, false}) {

@@ -174,7 +174,7 @@ TEST(FullySharded, TrainsLikeOneProcessForAnyDimAndSizes) {
   }
 }
 
-TEST(FullySharded, NoParameterIsHeldWholeLongerThanItsUse) {
+TEST(FullySharded, NoParameterStaysGatheredLongerThanItsUse) {
   // Ranks share the process, so that what lives of all of them is counted.
   constexpr int kRanks = 3, kLayers = 5;
   constexpr std::int64_t kWidth = 96;
@@ -548,7 +548,7 @@ TEST(ShardedParameters, BuffersAndPatterns) {
   });
 }
 
-TEST(ShardedParameters, RanksThatDifferAreAllTold) {
+TEST(ShardedParameters, RanksThatDifferAllThrow) {
   run_threads(2, [](DistributedManager& manager) {
     torch::nn::Linear net(3, manager.rank() == 0 ? 3 : 4);
     EXPECT_THROW(distribute_module(*net, manager.mesh({{"x", 2}})), MismatchError);

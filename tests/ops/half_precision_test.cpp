@@ -136,7 +136,7 @@ TEST(HalfPrecision, Pooling) {
   });
 }
 
-TEST(HalfPrecision, NormOfAnotherTypeWithAnEmptyPart) {
+TEST(HalfPrecision, NormOfAnotherTypeWithAnEmptyShard) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     const at::Tensor x =
@@ -148,7 +148,7 @@ TEST(HalfPrecision, NormOfAnotherTypeWithAnEmptyPart) {
   });
 }
 
-TEST(Terms, OfPartialValues) {
+TEST(Partial, ValuesOfDtypes) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     set_policies(manager, {.redistribution = Policy::allow, .promotion = Policy::allow});

@@ -164,7 +164,7 @@ TEST(Refusals, RunAUsersKernelOnce) {
   EXPECT_EQ(notes, 2) << "once on each rank";
 }
 
-TEST(Refusals, OfNumbersOfDims) {
+TEST(Refusals, OfWrongNumbersOfDims) {
   const at::Tensor vector = at::ones({6}), matrix = at::ones({6, 4});
   refused("cat of sums",
           [&](auto placed) { at::cat({placed(matrix).sum(), placed(matrix).mean()}); });
@@ -286,7 +286,7 @@ TEST(Refusals, OfIndicesFromTheEnd) {
   }
 }
 
-TEST(Refusals, OfFieldsCutInSpace) {
+TEST(Refusals, OfFieldsShardedInSpace) {
   for (const auto type : {at::kInt, at::kLong, at::kBool, at::kComplexDouble}) {
     refused("nearest", [&](auto placed) {
       at::upsample_nearest2d(placed(at::ones({1, 1, 4, 4}, type)), {8, 8});

@@ -16,7 +16,7 @@ Box grown(int position) {
   return box;
 }
 
-TEST(HaloPicture, TextHasOneLineAPiece) {
+TEST(HaloPicture, TextHasOneLinePerPiece) {
   EXPECT_EQ(to_string(halo_plan(kRows, {Edge::circular, Edge::zero}, grown, 0)),
             "needs [-1, 4) x [0, 4); sends 8 elements, receives 8\n"
             "  sends to 2: [2, 3) x [0, 4)\n"

@@ -125,7 +125,7 @@ TEST_P(WindowCalls, OutputsArePartitionedByTheCentresOfTheirWindows) {
 
 INSTANTIATE_TEST_SUITE_P(Transposed, WindowCalls, ::testing::Bool());
 
-TEST(Resampled, OutputsBelongToThePartThatHoldsTheirCentre) {
+TEST(Resampled, OutputsBelongToTheShardThatHoldsTheirCentre) {
   EXPECT_EQ(resampled_partition(Partition({3, 0, 4}), 14), Partition({6, 0, 8}));
   EXPECT_EQ(resampled_partition(Partition({3, 0, 4}), 4), Partition({2, 0, 2}));
   Generator random(5);

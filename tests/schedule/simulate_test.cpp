@@ -94,7 +94,7 @@ TEST(Simulate, RefusesWhatIsNoScheduleOrNoCosts) {
   EXPECT_THROW(visualize_schedule(s, t), InvalidArgument);
 }
 
-TEST(Simulate, LongTimelinesAreCut) {
+TEST(Simulate, LongTimelinesAreTruncated) {
   const PipelineSchedule s = schedule_1f1b(2, 40);
   const std::string text = timeline_text(s, simulate(s, PipelineCosts::uniform(2)), 1e-3, 20);
   EXPECT_EQ(text, "rank 0: FFFFFFFFFFFFFFFFFFFF...\nrank 1: .......................\n");

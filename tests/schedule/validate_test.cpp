@@ -49,7 +49,7 @@ TEST(Validate, ABackwardTwice) {
             "rank 0, action 4 (0B0): duplicate: it was action 2 already\n");
 }
 
-TEST(Validate, AMissingBackwardAndHalvesBesideAWhole) {
+TEST(Validate, AMissingBackwardAndHalvesBesideAFullOne) {
   EXPECT_EQ(texts(of("0F0,0F1,0B0,0I0,0W0", "1F0,1B0,1F1,1B1")),
             "rank 0, action 3 (0I0): duplicate: action 2, 0B0, computes it as well\n"
             "rank 0, action 4 (0W0): duplicate: action 2, 0B0, computes it as well\n"

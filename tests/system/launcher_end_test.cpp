@@ -223,7 +223,7 @@ TEST(LauncherDeath, ItsReaderGoesAway) {
   EXPECT_TRUE(run.all_gone());
 }
 
-TEST(LauncherDeath, AReaderThatStandsStillDoesNotStopTheTimeLimit) {
+TEST(LauncherDeath, AStalledReaderDoesNotStopTheTimeLimit) {
   Process run(command(2, {"--timeout", "1"}, {"lines=100000000"}));
   EXPECT_EQ(run.end_unread(std::chrono::seconds(20)), 124);
   EXPECT_TRUE(run.all_gone());
@@ -233,7 +233,7 @@ TEST(LauncherDeath, AReaderThatStandsStillDoesNotStopTheTimeLimit) {
 const Words kStandStill{"@0:ignore=10", "@1:catch=10", "@1:error=ready", "@1:pause",
                         "lines=100000000"};
 
-TEST(LauncherDeath, AReaderThatStandsStillIsNotTakenForARankThatDoesNotEnd) {
+TEST(LauncherDeath, AStalledReaderIsNotTakenForARankThatDoesNotEnd) {
   // What is behind the reader arrives when it reads again.
   Process run(command(2, {"--grace", "12"}, kStandStill));
   ASSERT_TRUE(run.await({"[1] ready"}));
@@ -245,7 +245,7 @@ TEST(LauncherDeath, AReaderThatStandsStillIsNotTakenForARankThatDoesNotEnd) {
   EXPECT_TRUE(run.holds("first failure: rank 1: exit code 40")) << run.err();
 }
 
-TEST(LauncherDeath, AReaderThatStandsStillDoesNotStopTheEndAfterAFailure) {
+TEST(LauncherDeath, AStalledReaderDoesNotStopTheEndAfterAFailure) {
   Process run(command(2, {}, kStandStill));
   ASSERT_TRUE(run.await({"[1] ready"}));
   ASSERT_TRUE(becomes_true([&] { return run.unread() > 60000; }));
@@ -254,7 +254,7 @@ TEST(LauncherDeath, AReaderThatStandsStillDoesNotStopTheEndAfterAFailure) {
   EXPECT_TRUE(run.all_gone());
 }
 
-TEST(LauncherDeath, AReaderThatStandsStillDoesNotStopASignal) {
+TEST(LauncherDeath, AStalledReaderDoesNotStopASignal) {
   Process run(command(2, {}, {"error=ready", "lines=100000000"}));
   ASSERT_TRUE(run.await({"[0] ready", "[1] ready"}));
   run.signal(SIGTERM);

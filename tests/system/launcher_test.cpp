@@ -131,7 +131,7 @@ TEST(LauncherEnvironment, BindingGivesEachRankItsShare) {
   }
 }
 
-TEST(LauncherEnvironment, OversubscriptionIsSaid) {
+TEST(LauncherEnvironment, OversubscriptionIsReported) {
   const int usable = cpu_budget().usable();
   Process more(command(usable + 1, {}, {}));
   ASSERT_EQ(more.finish(), 0);
@@ -205,7 +205,7 @@ TEST(LauncherOutput, ByRankIsInRankOrder) {
   EXPECT_EQ(error_lines, (Words{"[0] to err", "[1] to err", "[2] to err"}));
 }
 
-TEST(LauncherOutput, ByRankKeepsNoMoreThanItsLimitAndHoldsNobodyUp) {
+TEST(LauncherOutput, ByRankKeepsNoMoreThanItsLimitAndBlocksNoRank) {
   const Folder folder;
   const std::string meeting = (folder.path() / "meeting").string();
   ASSERT_EQ(mkfifo(meeting.c_str(), 0600), 0);
@@ -272,7 +272,7 @@ TEST(LauncherOutput, ALogFolderThatCannotBeIsRefused) {
   EXPECT_NE(run.err().find("/proc/no/such"), std::string::npos);
 }
 
-TEST(LauncherArguments, WhatStandsBehindTheDashesIsTheProgramsOwn) {
+TEST(LauncherArguments, WhatFollowsTheDashesBelongsToTheProgram) {
   Process run(
       {TESSERA_PROGRAM, "run", "-n", "1", "--", "printf", "%s|", "run", "-n", "--help", "--", "x"});
   ASSERT_EQ(run.finish(), 0) << run.err();

@@ -240,7 +240,7 @@ TEST(FromLocal, ComparesWhatRanksBelieve) {
   });
 }
 
-TEST(FromLocal, GivesTermsTheirOwnGradient) {
+TEST(FromLocal, GivesSummandsTheirOwnGradient) {
   on_threads(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 3}});
     const at::Tensor all = at::tensor({1.0, 5.0, -2.0, 5.0, 3.0, -2.0, 4.0, 0.5, 7.0}).view({3, 3});
@@ -285,7 +285,7 @@ TEST(RandomState, IsTakenAndSet) {
   });
 }
 
-TEST(RandomState, ThatHasComeApartIsTold) {
+TEST(RandomState, ThatDiffersBetweenRanksIsReported) {
   on_threads(2, [](DistributedManager& manager) {
     manager.set_check_level(CheckLevel::collective);
     const auto mesh = manager.mesh({{"x", 2}}),

@@ -119,7 +119,7 @@ TEST_P(Failure, EndsGroupsAlongEveryAxisAndNoOthers) {
   });
 }
 
-TEST_P(Failure, IsToldAtTheNextCallWhereNoneIsPending) {
+TEST_P(Failure, IsReportedAtTheNextCallWhereNoneIsPending) {
   on(2, GetParam(), [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     look_up(mesh, -1, 2);

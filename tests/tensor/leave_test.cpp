@@ -320,7 +320,7 @@ TEST(Files, EveryDtypeAndPlacement) {
   });
 }
 
-TEST(Files, MistakesAreToldToEveryRankAndLeaveNothingBehind) {
+TEST(Files, MistakesAreReportedOnEveryRankAndLeaveNothingBehind) {
   const Removed file{temporary("broken.safetensors")};
   on_threads(2, [&](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});

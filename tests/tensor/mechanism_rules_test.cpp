@@ -344,7 +344,7 @@ TEST(Rule13KindsOfGradients, AStepOfAPlainLeafWithAShardedGradientIsRightOrRefus
   });
 }
 
-TEST(Rule14Accumulation, OfTermsInTheEnginesOwnSum) {
+TEST(Rule14Accumulation, OfSummandsInTheEnginesOwnSum) {
   on_three([](DistributedManager& manager, const DeviceMesh& mesh) {
     // One node gets a partial and a replicated gradient: their sum is partial, and nothing is sent
     // for it.
@@ -519,7 +519,7 @@ TEST(Rule20Streams, OfForwardAndBackwardMayDiffer) {
   });
 }
 
-TEST(Rule21FullySharded, ThePartIsSavedAndGradientsAreScattered) {
+TEST(Rule21FullySharded, TheShardIsSavedAndGradientsAreReduceScattered) {
   on_three([](DistributedManager& manager, const DeviceMesh& mesh) {
     // only parameters may be gathered unasked
     set_policies(manager, {.redistribution = Policy::error});

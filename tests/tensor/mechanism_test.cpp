@@ -125,7 +125,7 @@ TEST(Rule08LocalVersion, ToLocalSharesMemoryAndVersion) {
   });
 }
 
-TEST(Rule07Targets, ArePromotedWhereTheyStand) {
+TEST(Rule07Targets, ArePromotedInPlace) {
   everywhere([](DistributedManager&, const DeviceMesh& mesh) {
     const at::Tensor w = randn({3}, at::kDouble).requires_grad_(true);
     const at::Tensor x = replicated(randn({3}, at::kDouble), mesh, true);

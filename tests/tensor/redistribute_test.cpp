@@ -14,7 +14,7 @@ std::vector<std::int64_t> shape(Draw& draw) {
 
 }  // namespace
 
-TEST(Spec, LocalPartsTileTheWhole) {
+TEST(Spec, LocalShardsTileTheGlobalTensor) {
   for (const int ranks : kRanks) {
     on_threads(ranks, [&](DistributedManager& manager) {
       Draw draw(ranks);
@@ -73,7 +73,7 @@ TEST(Spec, ChecksPlacementsThatAreReplaced) {
   });
 }
 
-TEST(FromLocal, TellsEveryRankWhatIsWrongOnOne) {
+TEST(FromLocal, ReportsOnEveryRankWhatIsWrongOnOne) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     const bool wrong = manager.rank() == 1;
@@ -135,7 +135,7 @@ TEST(Redistribute, AnyPlacementToAnyOtherKeepsTheValue) {
   }
 }
 
-TEST(FromLocal, GathersSizesAndTellsDisagreement) {
+TEST(FromLocal, GathersSizesAndReportsDisagreement) {
   on_threads(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 3}});
     const int r = manager.rank();
@@ -178,7 +178,7 @@ TEST(Scatter, FromAnyRank) {
   });
 }
 
-TEST(Factories, FillTheirParts) {
+TEST(Factories, FillTheirShards) {
   on_threads(3, [](DistributedManager& manager) {
     const ShardSpec s(manager.mesh({{"x", 3}}), {7}, {Shard(0)}, {{0, {5, 0, 2}}});
     EXPECT_EQ(difference(arange(s), at::arange(7)), 0);

@@ -145,7 +145,7 @@ TEST(Rule16PlainTemporaries, WithViewsAreRefused) {
   });
 }
 
-TEST(PlainTensors, ThatDifferAreToldByTheCollectiveCheck) {
+TEST(PlainTensors, ThatDifferAreReportedByTheCollectiveCheck) {
   on_two([](DistributedManager& manager, const DeviceMesh& mesh) {
     const at::Tensor x = distribute_tensor(at::ones({4}), mesh, {Shard(0)});
     const at::Tensor mine = at::full({4}, manager.rank());
