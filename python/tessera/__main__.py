@@ -9,7 +9,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 def cmake_dir():
-    """The folder of TesseraConfig.cmake: of the wheel, or of the build folder that this package lies in."""
+    """The folder of TesseraConfig.cmake: of the wheel, or of the build folder that holds this package."""
     installed = next(HERE.glob("lib*/cmake/Tessera/TesseraConfig.cmake"), HERE.parent.parent / "TesseraConfig.cmake")
     if not installed.exists():
         raise SystemExit(f"{HERE} has no CMake package")

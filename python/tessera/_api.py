@@ -155,7 +155,7 @@ def add_mesh(name, mesh):
 
 @dataclass(frozen=True)
 class Spec:
-    """Where every element of a tensor lies."""
+    """Where every element of a tensor is: its placements, and how many rows each rank holds."""
 
     mesh: Mesh
     shape: tuple

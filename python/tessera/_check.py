@@ -30,7 +30,7 @@ class Compared:
     name: str
     difference: float  # largest, relative to the largest value; inf where shapes, dtypes or NaNs differ
     tolerance: float
-    placements: tuple  # where it lies; None for what is no sharded tensor
+    placements: tuple  # None for what is no sharded tensor
 
     @property
     def equal(self):

@@ -156,7 +156,7 @@ class Source:
         return tuple(self._handle.shape(variable))
 
     def read(self, variable, start=(), count=(), stride=(), *, dtype=torch.float32, decode=True, missing=float("nan")):
-        """Indices start, start + stride, ... (count of them) per dim; dims that are left out at the end are read whole.
+        """Indices start, start + stride, ... (count of them) per dim; dims that are left out at the end are read completely.
 
         `decode`: scale, offset and missing values as the file's conventions say; `missing`: what a missing value becomes.
         """
@@ -244,7 +244,7 @@ def TokenBudgetOrder(lengths, tokens, *, max_samples=0, padded=False, seed=0, sh
 
 
 def PackedOrder(lengths, rows, capacity, *, seed=0, shuffle=True):
-    """Batches of `rows` rows of `capacity` tokens, packed with whole samples."""
+    """Batches of `rows` rows of `capacity` tokens, packed with complete samples."""
     return Order(ops.packed_order([int(n) for n in lengths], rows, capacity, seed, shuffle))
 
 
@@ -307,7 +307,7 @@ class Loader:
         return _with_cause([d._errors for d in self._datasets if d._errors], call)
 
     def next(self):
-        """The next batch. After an exception the loader still stands before that batch."""
+        """The next batch. After an exception the loader is still before that batch."""
         (step, epoch, rows, real, global_rows, global_real), tensors, mask, samples, slices = self._around(self._handle.next)
         pairs = tuple(zip(samples[::2], samples[1::2]))
         nested = self._datasets[0]._nested(tensors)
@@ -326,7 +326,7 @@ class Loader:
         return self._handle.next_epoch()
 
     def state(self):
-        """Where `next()` stands; the same text on every process."""
+        """The place of `next()`; the same text on every process."""
         return self._handle.state()
 
     def restore(self, state):
@@ -344,10 +344,10 @@ class Loader:
 
 @dataclass(frozen=True)
 class FieldSharding:
-    """How one tensor of a batch lies along the axes that do not shard the batch: `FieldSharding({"domain": 2})`.
+    """How one tensor of a batch is sharded over the axes that do not shard the batch: `FieldSharding({"domain": 2})`.
 
     `dims`: axes and the dims that they shard, dim 0 being the batch. `sizes`: of their shards; without them those that the ranks have read are gathered.
-    `whole`: every rank has read the tensor whole in those dims, and keeps its shard.
+    `whole`: every rank has read the complete tensor in those dims, and keeps its shard.
     """
 
     dims: dict

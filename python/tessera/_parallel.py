@@ -14,7 +14,7 @@ class DistributedDataParallel(torch.nn.Module):
     >>> loss = ddp.mean_loss(criterion(ddp(x), y), len(x))   # the mean over all ranks' samples
     >>> loss.backward()                                      # gradients are reduced in buckets while it runs
 
-    `group`: default the world. `reduction`: avg; sum, where each rank's gradient is a part of that of one loss; premultiplied, each rank by its `factor`.
+    `group`: default the world. `reduction`: avg; sum, where each rank's gradient is a summand of that of one loss; premultiplied, each rank by its `factor`.
     `broadcast_buffers`: before each forward in training. `ignore`: names of parameters and buffers that the user takes care of. Construction is
     collective; ranks whose modules differ all raise. `distribute_module` comes first, then the wrapper.
     """
@@ -76,7 +76,7 @@ def mean_loss(loss, samples, group=None, reduction="avg"):
 
 
 class StepWeight:
-    """The denominator of a whole optimizer step, over ranks and accumulated micro-batches, which may be ragged.
+    """The denominator of an optimizer step, over ranks and accumulated micro-batches, which may be ragged.
 
     >>> weight = ts.StepWeight()
     >>> for k, (x, y) in enumerate(micro_batches):
@@ -231,10 +231,10 @@ def visualize_sharding_svg(tensor):
 
 
 def load_as_saved(path, mesh, misfits=None):
-    """All tensors of a file that `save` wrote, laid out as they were saved, as far as they fit this mesh; by name. Collective.
+    """All tensors of a file that `save` wrote, sharded as they were saved, as far as they fit this mesh; by name. Collective.
 
-    Axes are found by name: an axis that the saved mesh did not have replicates. What does not fit raises, or is told in the list `misfits`, a sentence
-    each, and lies otherwise.
+    Axes are found by name: an axis that the saved mesh did not have replicates. What does not fit raises, or is described in the list `misfits`, a sentence
+    each, and gets other shards.
     """
     names, tensors, words = ops.load_as_saved(mesh._handle, str(path), misfits is not None)
     if misfits is not None:

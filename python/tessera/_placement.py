@@ -1,4 +1,4 @@
-"""Placements: how a tensor lies along one axis of a mesh."""
+"""Placements: what ranks hold of a tensor along one axis of a mesh."""
 
 from dataclasses import dataclass
 

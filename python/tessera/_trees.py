@@ -8,7 +8,7 @@ from tessera._library import classes, ops
 
 
 class ProcessGroupConfig:
-    """A tree of process groups: sizes stand on the leaves, a parent is the product of its children, and every leaf is an axis of a mesh.
+    """A tree of process groups: leaves have sizes, a parent is the product of its children, and every leaf is an axis of a mesh.
 
     >>> tree = ts.ProcessGroupConfig()                       # its root is "world"
     >>> tree.add_node("model_parallel", "world", size=2)
