@@ -190,8 +190,8 @@ at::Tensor attention_of(const std::vector<at::Tensor>& t, const RingCase& c) {
 
 // The value, its gradients along `along`, and the gradients of the sum of their squares, by all
 // inputs and by `along`.
-std::vector<at::Tensor> twice(const at::Tensor& y, std::vector<at::Tensor> inputs,
-                              const at::Tensor& along) {
+std::vector<at::Tensor> second_derivatives(const at::Tensor& y, std::vector<at::Tensor> inputs,
+                                           const at::Tensor& along) {
   std::erase_if(inputs, [](const at::Tensor& t) { return !t.requires_grad(); });
   std::vector<at::Tensor> all = torch::autograd::grad({y}, inputs, {along}, true, true);
   at::Tensor sum = all[0].square().sum();
@@ -248,9 +248,10 @@ TEST(RingAttention, SecondDerivativesEqualOneProcess) {
                       : j < 3 ? leaf(values[j], lies(shape, keys_too, of_keys))
                               : leaf(values[j], ShardSpec::replicated(mesh, shape)));
         }
-        const auto expected =
-            twice(attention_by_definition(plain, c), plain, along.clone().requires_grad_(true));
-        const auto got = twice(attention_of(x, c), x, leaf(along, lies(os, true, of_rows)));
+        const auto expected = second_derivatives(attention_by_definition(plain, c), plain,
+                                                 along.clone().requires_grad_(true));
+        const auto got =
+            second_derivatives(attention_of(x, c), x, leaf(along, lies(os, true, of_rows)));
         ASSERT_EQ(got.size(), expected.size());
         for (std::size_t j = 0; j < got.size(); ++j)
           ASSERT_LT(difference(got[j], expected[j], 1e-3), 1e-10)
@@ -290,7 +291,7 @@ TEST(RingAttention, DropoutIsThatOfReplicatedTensors) {
           manual_seed(manager, 17 + static_cast<std::uint64_t>(i));
           const at::Tensor y = attention_of(x, c);
           EXPECT_EQ(spec(y), lies(qs, sharded));
-          auto all = twice(y, x, leaf(along, lies(qs, sharded)));
+          auto all = second_derivatives(y, x, leaf(along, lies(qs, sharded)));
           all.push_back(test_draw(mesh));  // the next draw: both have taken one
           return all;
         };
