@@ -1,13 +1,46 @@
-"""The code of docs/tutorials/02_python.md, as it stands there."""
+"""The code of docs/tutorials/02_python.md as it stands there, and what the pages say that programs in Python print."""
 
+import importlib.util
 import pathlib
 import re
+import sys
 
-PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "tutorials" / "02_python.md"
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+PAGE = ROOT / "docs" / "tutorials" / "02_python.md"
+
+
+def printed():
+    spec = importlib.util.spec_from_file_location("printed", ROOT / "tests" / "docs" / "printed.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_the_code_of_the_page(capsys):
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 4
     exec(compile("\n".join(blocks), str(PAGE), "exec"), {"__name__": "tutorial"})
-    assert "with the model cut in two" in capsys.readouterr().out
+    (output,) = re.findall(r"^It prints\n\n```text\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert capsys.readouterr().out == output
+
+
+@pytest.mark.parametrize("page", ["02_python", "04_domain"])
+def test_what_the_page_says_is_printed(request, page):
+    programs = pathlib.Path(request.config.getoption("--launcher")).resolve().parent
+    wrong, compared = printed().check(ROOT / "docs" / "tutorials" / f"{page}.md", ROOT, programs, sys.executable, only_python=True)
+    assert not wrong and compared > 0, "\n".join(wrong)
+
+
+def test_a_page_that_is_wrong_is_noticed(tmp_path):
+    module, page = printed(), tmp_path / "page.md"
+    (tmp_path / "code.cpp").write_text("int main() {\n  return 0;\n}\n")
+    says = f"<!-- prints: {sys.executable} -c 'print(\"off by 3e-16\\nlast\")' -->\n```text\n%s\n```\n"
+    for text, good in [("off by 1.5e-16\nlast", True), ("...\nlast", True), ("off ...\nlast", True), ("off by 1.5e-16", False), ("off by 3e-16\nother", False)]:
+        page.write_text(says % text)
+        wrong, compared = module.check(page, tmp_path, tmp_path)
+        assert compared == 1 and bool(wrong) != good, (text, wrong)
+    for code, good in [("return 0;", True), ("int main() {\n// ...\n}", True), ("return 1;", False), ("}\n// ...\nint main() {", False)]:
+        page.write_text(f"<!-- from code.cpp -->\n```c++\n{code}\n```\n")
+        assert bool(module.check(page, tmp_path, tmp_path)[0]) != good, code
