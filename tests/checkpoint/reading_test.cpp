@@ -159,4 +159,21 @@ TEST(Reading, SharedMemoryAndGraphsAreNoticed) {
   });
 }
 
+// More ranks than rows, most of them with nothing to write; read by fewer and by one.
+TEST(Reading, WhatSixteenRanksSavedOnFiveAndOnOne) {
+  const Folder folder;
+  on_threads(16, [&](DistributedManager& manager) { save_values(manager, folder.path()); });
+  for (const int ranks : {5, 1}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      Targets targets(manager);
+      const CheckpointReader saved(manager.world(), folder.path(), "c");
+      EXPECT_EQ(saved.saved_ranks(), 16);
+      saved.load(targets.state, {.convert = true});
+      const auto got = targets.values();
+      for (std::size_t i = 0; i < got.size(); ++i)
+        EXPECT_TRUE(got[i].equal(targets.expected[i])) << "t" << i << ", " << ranks << " ranks";
+    });
+  }
+}
+
 }  // namespace tessera::test
