@@ -266,14 +266,19 @@ void Session::find_parameters() {
   for (std::size_t i = 0; i < every.size(); ++i) every[i] = i;
   all_optimized_ = parameters_of(every);
   multiples_.clear();
-  for (const at::Tensor& p : all_optimized_)
-    multiples_[p.unsafeGetTensorImpl()] = p.requires_grad() ? multiple_of(p) : 1;
   std::set<const c10::TensorImpl*> seen;
   const auto take = [&](const at::Tensor& p) {
     if (seen.insert(p.unsafeGetTensorImpl()).second) parameters_.push_back(p);
   };
   for (const at::Tensor& p : all_->parameters()) take(p);
   for (const at::Tensor& p : all_optimized_) take(p);
+}
+
+void Session::find_multiples() {
+  std::unordered_map<const c10::TensorImpl*, double> all;
+  for (const at::Tensor& p : all_optimized_)
+    all[p.unsafeGetTensorImpl()] = p.requires_grad() ? multiple_of(p) : 1;
+  multiples_ = std::move(all);
 }
 
 bool Session::overflowed() const {
@@ -414,6 +419,7 @@ StepResult Session::finish_gradients(const std::vector<at::Tensor>& own) {
   if (owed_) strategy_->reduce_gradients();
   owed_ = false;
   const bool added = std::exchange(made_, Made::nothing) == Made::added;
+  if (!added && multiples_.empty()) find_multiples();
 
   const StepWeight::Sums mine = weight_.take();
   double sums[kStepSums] = {mine.weight, mine.loss, scaler_ && overflowed() ? 1.0 : 0.0};

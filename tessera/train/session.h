@@ -204,6 +204,7 @@ class Session {
   void scale_gradients(const std::vector<at::Tensor>& parameters, double weight, bool added) const;
   std::vector<at::Tensor> parameters_of(const std::vector<std::size_t>& which) const;
   void find_parameters();
+  void find_multiples();
 
   std::shared_ptr<Strategy> strategy_;
   NamedModules modules_;

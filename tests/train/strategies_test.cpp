@@ -184,4 +184,45 @@ TEST(Strategies, TheRootDeviceSaysWhereBatchesGo) {
   });
 }
 
+// Pairs of ranks have the same samples. A mean over all ranks holds each loss twice, one over the
+// ranks with other samples once; the step is that of one process either way.
+TEST(Session, AMeanCountsALossThatRanksShareOnce) {
+  on_threads(4, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"data", 2}, {"copy", 2}});
+    const int row = mesh.coordinate()[0];
+    const auto sgd = [](torch::nn::Sequential& net) {
+      return std::make_shared<torch::optim::SGD>(net->parameters(), 0.5);
+    };
+    const auto mean = [](torch::nn::Sequential& net, const std::vector<at::Tensor>& batch) {
+      return torch::mse_loss(net->forward(batch[0]), batch[1]);
+    };
+    const std::vector<at::Tensor> first = ragged_data(0, 1), second = ragged_data(1, 1);
+    auto alone = small_net();
+    const auto expected = sgd(alone);
+    mean(alone, {at::cat({first[0], second[0]}), at::cat({first[1], second[1]})}).backward();
+    expected->step();
+    const auto strategy = [&](int sharing) {
+      return std::make_shared<ManualStrategy>(manager, ManualOptions{.sharing = sharing});
+    };
+    const std::vector<at::Tensor>& mine = row == 0 ? first : second;
+    const auto step = [&](torch::nn::Sequential& net, int sharing) {
+      Session session(strategy(sharing), {{"net", net.ptr()}}, {.signals = false});
+      session.add(sgd(net));
+      session.micro_batch([&] { return mean(net, mine); }, static_cast<double>(mine[0].size(0)));
+      session.step();
+    };
+    for (const Group& over : {manager.world(), mesh.group("data")}) {
+      auto net = small_net();
+      const DistributedDataParallel ddp(net, over);
+      step(net, 2);
+      for (std::size_t i = 0; i < net->parameters().size(); ++i)
+        EXPECT_LT(difference(net->parameters()[i], alone->parameters()[i]), 1e-12) << over.name();
+    }
+    // Four ranks with samples of their own, and gradients of two of them.
+    auto net = small_net();
+    const DistributedDataParallel ddp(net, mesh.group("data"));
+    EXPECT_THROW(step(net, 1), GradientError);
+  });
+}
+
 }  // namespace tessera::test
