@@ -25,9 +25,11 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 /// Memory in front of elements that nobody may write.
 class Guarded {
  public:
+  /// `tail`: elements behind each tensor, more than any rank may send.
+  explicit Guarded(std::int64_t tail) : tail_(tail) {}
   at::Tensor take(std::int64_t n) {
-    const auto all = at::full({n + kTail}, kUntouched);
-    tails_.push_back(all.narrow(0, n, kTail));
+    const auto all = at::full({n + tail_}, kUntouched);
+    tails_.push_back(all.narrow(0, n, tail_));
     return all.narrow(0, 0, n);
   }
   bool kept() const {
@@ -37,8 +39,8 @@ class Guarded {
   }
 
  private:
-  static constexpr std::int64_t kTail = 1000000;
   static constexpr double kUntouched = -77;
+  std::int64_t tail_;
   std::vector<at::Tensor> tails_;
 };
 
@@ -144,7 +146,7 @@ TEST(MpiSizes, OtherSizesAreAnErrorOnEveryRankAndWriteNothing) {
         for (const bool odd_has_less : {false, true}) {
           // Large tensors of four ranks take long to fill; the first call has them all.
           if (n == 1000000 && std::string(call.name) != "all_reduce") continue;
-          Guarded memory;
+          Guarded memory(n * world->size() + 1);
           const auto size = odd == odd_has_less ? 10 : n;
           EXPECT_THROW(call.make(memory, size, blocking)->wait(), MismatchError)
               << call.name << " of " << size << (blocking ? " blocking" : " started");
@@ -228,6 +230,43 @@ TEST(MpiSizes, MixedCallsKeepTheirOrder) {
   }
 }
 
+// What is queued is moved when the group goes, though nobody waits for it.
+TEST(MpiSizes, AGroupMayGoWithCallsQueued) {
+  std::vector<std::vector<at::Tensor>> tensors;
+  for (int i = 0; i < 5; ++i) tensors.push_back({at::full({30000}, i + 1.0)});
+  {
+    const auto group = backend(*world, all_ranks(*world));
+    for (auto& t : tensors) group->allreduce(t, options<c10d::AllreduceOptions>(false));
+  }
+  for (int i = 0; i < 5; ++i)
+    EXPECT_TRUE(
+        tensors[static_cast<std::size_t>(i)][0].eq((i + 1.0) * world->size()).all().item<bool>());
+  EXPECT_EQ(sum_of_ones(backend(*world, all_ranks(*world)), true), world->size());
+}
+
+// Lists in which some tensors travel in pieces, as messages, and others in one call.
+TEST(MpiSizes, ListsOfWhichSomeTravelInPieces) {
+  const int n = world->size();
+  const auto group = backend(*world, all_ranks(*world), "pieces", /*max_count=*/n);
+  for (const bool blocking : {false, true})
+    for (const bool pieces_first : {false, true}) {
+      std::vector<at::Tensor> in, out;
+      for (const bool large : {pieces_first, !pieces_first}) {
+        const std::int64_t size = large ? 3 * n + 1 : 1;
+        in.push_back(at::full({size}, world->rank() + (large ? 0.5 : 0.25)));
+        out.push_back(at::zeros({size * n}));
+      }
+      group->allgather_into_tensor_coalesced(out, in, options<c10d::AllgatherOptions>(blocking))
+          ->wait();
+      for (std::size_t i = 0; i < 2; ++i)
+        for (int r = 0; r < n; ++r) {
+          const auto size = in[i].numel();
+          const double more = (i == 0) == pieces_first ? 0.5 : 0.25;
+          EXPECT_TRUE(out[i].narrow(0, r * size, size).eq(r + more).all().item<bool>()) << r;
+        }
+    }
+}
+
 TEST(MpiSizes, AMessageOfAnotherSizeIsAnErrorAndWritesNothing) {
   if (world->size() < 2) GTEST_SKIP() << "needs 2 ranks";
   const auto group = backend(*world, all_ranks(*world));
@@ -235,7 +274,7 @@ TEST(MpiSizes, AMessageOfAnotherSizeIsAnErrorAndWritesNothing) {
   for (const std::int64_t sent : {20, 1000000})
     for (const std::int64_t expected : {10, 100000}) {
       std::vector<at::Tensor> mine{at::ones({sent})};
-      Guarded memory;
+      Guarded memory(sent);
       if (world->rank() == 0) {
         std::vector<at::Tensor> t{memory.take(expected)};
         EXPECT_THROW(group->recv(t, last, 3)->wait(), MismatchError);

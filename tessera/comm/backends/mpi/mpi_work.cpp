@@ -448,11 +448,13 @@ bool MpiComm::drain(std::chrono::milliseconds limit) noexcept {
 
 MpiWork::MpiWork(std::shared_ptr<MpiComm> comm, std::unique_ptr<MpiCall> call)
     : c10d::Work(comm->rank(), call->type), comm_(std::move(comm)), call_(std::move(call)) {
-  if (!call_->pending()) complete();
+  // A mismatch that is known already is for wait() to throw.
+  if (!call_->pending() && !call_->error) complete();
 }
 
 MpiWork::~MpiWork() {
-  if (call_ && call_->pending()) comm_->adopt(std::move(call_));
+  // What nobody has waited for tells its error in the next call.
+  if (call_ && (call_->pending() || (call_->error && !exception_))) comm_->adopt(std::move(call_));
 }
 
 void MpiWork::fail() {
