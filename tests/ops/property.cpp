@@ -113,10 +113,6 @@ Compared differentiate(const Instance& instance, const Tensors& inputs, std::uin
     c.values = written_by_out(instance, inputs, number);
     return c;
   }
-  if (special == Special::one_rank) {
-    c.values = instance.function(inputs);
-    return c;
-  }
   if (special == Special::inference) {
     const c10::InferenceMode mode;
     Tensors own;  // what is written to must be made in inference mode
@@ -274,8 +270,7 @@ Prepared prepare(const OperatorCase& one, Draw& draw, const DeviceMesh& mesh,
     }
     value = lay_out(value, draw);
     p.gaps |= !value.is_non_overlapping_and_dense();
-    const bool gradient = differentiable(value) && !draw.chance(10) &&
-                          (p.special != Special::one_rank || mesh.all().rank() == 0);
+    const bool gradient = differentiable(value) && !draw.chance(10);
     const bool stays_plain = draw.chance(12) && static_cast<int>(i) != keep_sharded;
     const bool partial = one.partial && differentiable(value);
     const ShardSpec spec = draw.spec(mesh, value.sizes().vec(), partial, value.is_complex());
@@ -381,7 +376,9 @@ Outcome run_alone(const OperatorCase& one, std::uint64_t number, DistributedMana
   } catch (const std::exception& e) {
     if (!plain_throws.empty()) return {Outcome::Kind::both_throw, plain_throws};
     if (is_refusal(e))
-      return {Outcome::Kind::refused, concat(short_text(e), " with ", describe(p.sharded))};
+      return {Outcome::Kind::refused,
+              concat(short_text(e), " with ", describe(p.sharded), " ", name_of(p.special)), false,
+              p.special == Special::out};
     return say(short_text(e));
   }
 }

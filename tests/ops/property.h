@@ -19,6 +19,8 @@ struct Outcome {
   std::string text;
   /// Second derivatives were compared too.
   bool second = false;
+  /// A refusal that is no fault: of the `out=` form of an operator that libtorch makes of others.
+  bool allowed = false;
 };
 
 /// A number of its own for each case: what is drawn depends on nothing else.
@@ -29,8 +31,8 @@ enum class Hard : char {
   nothing,
   /// A third of the cases: ties, NaN, infinities, large values, whole numbers, booleans, expanded or
   /// conjugated inputs, one tensor given twice, inference mode, a call that was made before with
-  /// other values, inputs that overlap, of several dtypes, that require a gradient on one rank
-  /// alone, or results written to tensors that are given (`out=`).
+  /// other values, inputs that overlap or are of several dtypes, or results written to tensors that
+  /// are given (`out=`).
   things,
 };
 

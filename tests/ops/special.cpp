@@ -20,7 +20,6 @@ const char* name_of(Special special) {
                                           "other values before",
                                           "inputs that overlap",
                                           "mixed dtypes",
-                                          "gradients on one rank",
                                           "out="};
   return names[static_cast<int>(special)];
 }
@@ -58,8 +57,6 @@ Special draw_special(const OperatorCase& one, const Tensors& inputs, at::ScalarT
       return Special::overlapping;
     case 11:
       return one.any_type && type == at::kDouble ? Special::mixed : Special::none;
-    case 12:
-      return Special::one_rank;
     case 13:
       return Special::out;
     default:

@@ -31,8 +31,6 @@ enum class Special : char {
   overlapping,
   /// One input is float32.
   mixed,
-  /// Inputs require a gradient on rank 0 alone.
-  one_rank,
   /// The last operator that has an `out=` form writes to tensors that are given.
   out,
 };
