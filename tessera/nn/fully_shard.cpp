@@ -371,6 +371,19 @@ void make_flat(const Flat& flat, int rank, const std::shared_ptr<GatherUnits>& u
   }
 }
 
+// The local of a parameter that lies in no flat buffer, in a storage that keeps the units.
+at::Tensor keep_units(const at::Tensor& parameter, const std::shared_ptr<GatherUnits>& units) {
+  const at::NoGradGuard no_grad;
+  const detail::ShardMeta& meta = *detail::meta_of(parameter);
+  const at::Tensor local = meta.local;
+  if (local.numel() == 0) return local;
+  at::Tensor place = at::from_blob(
+      local.data_ptr(), local.sizes(), local.strides(), [local, units](void*) {},
+      local.options().requires_grad(false));
+  detail::install(parameter, place, meta.layout);
+  return place;
+}
+
 struct AccumulatedInUnit final : detail::ChainedHook {
   explicit AccumulatedInUnit(const std::shared_ptr<GatherUnits>& u) : units(u) {}
   void accumulated(const at::Tensor&) override {
@@ -416,7 +429,7 @@ void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
     if (!entry.parameter) continue;
     const std::size_t unit = plan.unit_of.at(entry.tensor.unsafeGetTensorImpl());
     if (!source_of(entry.tensor).first)
-      units->add_parameter(unit, GatherUnits::kNoBuffer, 0, to_local(entry.tensor.detach()));
+      units->add_parameter(unit, GatherUnits::kNoBuffer, 0, keep_units(entry.tensor, units));
     if (!entry.tensor.requires_grad()) continue;
     reduced.push_back({entry.name, entry.tensor, unit, plan.precisions[unit].reduce});
     detail::add_hook_after(entry.tensor, std::make_unique<AccumulatedInUnit>(units));
