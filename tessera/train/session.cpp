@@ -388,6 +388,10 @@ StepResult Session::step_again(const std::function<void()>& evaluate, std::size_
     for (std::size_t i = 0; i < own.size(); ++i) own[i].detach().copy_(before[i]);
     optimizers_[optimizer]->state().clear();
     clear_gradients();
+    // Of micro-batches before one that threw.
+    weight_.take();
+    owed_ = false;
+    made_ = Made::nothing;
   };
   const auto closure = [&] {
     const at::AutoGradMode with_grad(true);
