@@ -1,0 +1,169 @@
+// The all-to-all of HostLinks, whose sizes each rank knows for itself alone.
+
+#include <algorithm>
+
+#include "tessera/base/text.h"
+#include "tessera/comm/backends/hosts/host_steps.h"
+
+namespace tessera::detail {
+
+std::vector<HostLinks::Counts> HostLinks::near_counts(HostCall& call, const Counts& sent,
+                                                      const Counts& awaited) {
+  const auto n = static_cast<std::int64_t>(map_.size());
+  const auto ranks = static_cast<std::int64_t>(mates().size());
+  const auto options = at::TensorOptions().dtype(at::kLong);
+  auto mine = at::empty({2 * n}, options), all = at::empty({ranks * 2 * n}, options);
+  auto* row = mine.mutable_data_ptr<std::int64_t>();
+  std::copy(sent.begin(), sent.end(), row);
+  std::copy(awaited.begin(), awaited.end(), row + n);
+  if (near_)
+    near_->_allgather_base(all, mine, near_options<c10d::AllgatherOptions>(call))->wait();
+  else
+    all.copy_(mine);
+  std::vector<Counts> rows;
+  const auto* data = all.const_data_ptr<std::int64_t>();
+  for (std::int64_t place = 0; place < ranks; ++place)
+    rows.emplace_back(data + place * 2 * n, data + (place + 1) * 2 * n);
+  return rows;
+}
+
+namespace {
+
+[[noreturn]] void refuse_pair(int from, int to, std::int64_t sent, std::int64_t awaited) {
+  throw FinalMismatch(concat("all_to_all: ranks called different things: rank ", from,
+                             " of the group sends ", sent, " bytes to rank ", to,
+                             ", which waits for ", awaited, "; make the sizes agree"));
+}
+
+}  // namespace
+
+void HostLinks::compare_far_counts(HostCall& call, const std::vector<Counts>& rows) {
+  const auto hosts = map_.hosts.size(), n = index(map_.size());
+  Counts sent, sent_numbers(hosts, 0), received_numbers(hosts, 0);
+  for (std::size_t host = 0; host < hosts; ++host) {
+    if (host == index(host_)) continue;
+    const auto pairs = static_cast<std::int64_t>(map_.hosts[host].size() * mates().size());
+    sent_numbers[host] = received_numbers[host] = pairs;
+    for (const auto& row : rows)
+      for (const int rank : map_.hosts[host]) sent.push_back(row[index(rank)]);
+  }
+  const auto options = at::TensorOptions().dtype(at::kLong);
+  const auto out = at::empty({static_cast<std::int64_t>(sent.size())}, options),
+             in = at::empty({static_cast<std::int64_t>(sent.size())}, options);
+  std::copy(sent.begin(), sent.end(), out.mutable_data_ptr<std::int64_t>());
+  far_all_to_all(call, in, received_numbers, out, sent_numbers);
+  const auto* number = in.const_data_ptr<std::int64_t>();
+  for (std::size_t host = 0; host < hosts; ++host) {
+    if (host == index(host_)) continue;
+    for (const int from : map_.hosts[host])
+      for (std::size_t place = 0; place < rows.size(); ++place, ++number)
+        if (*number != rows[place][n + index(from)])
+          refuse_pair(from, mates()[place], *number, rows[place][n + index(from)]);
+  }
+}
+
+void HostLinks::all_to_all(HostCall& call, const at::Tensor& output, const Counts& output_counts,
+                           const at::Tensor& input, const Counts& input_counts) {
+  const auto rows = near_counts(call, input_counts, output_counts);
+  const auto n = index(map_.size());
+  for (std::size_t a = 0; a < rows.size(); ++a)
+    for (std::size_t b = 0; b < rows.size(); ++b) {
+      const int from = mates()[a], to = mates()[b];
+      const auto sent = rows[a][index(to)], awaited = rows[b][n + index(from)];
+      if (sent != awaited) refuse_pair(from, to, sent, awaited);
+    }
+  if (leads()) compare_far_counts(call, rows);
+  const auto begin_in = begins_of(input_counts), begin_out = begins_of(output_counts);
+  if (near_) {
+    std::vector<at::Tensor> outputs, inputs;
+    for (const int mate : mates()) {
+      const auto m = index(mate);
+      outputs.push_back(output.narrow(0, begin_out[m], output_counts[m]));
+      inputs.push_back(input.narrow(0, begin_in[m], input_counts[m]));
+    }
+    near_->alltoall(outputs, inputs, near_options<c10d::AllToAllOptions>(call))->wait();
+  } else {
+    copy_range(output, begin_out[index(rank_)], input, begin_in[index(rank_)],
+               input_counts[index(rank_)]);
+  }
+  all_to_all_far(call, output, output_counts, input, input_counts, rows);
+}
+
+void HostLinks::all_to_all_far(HostCall& call, const at::Tensor& output,
+                               const Counts& output_counts, const at::Tensor& input,
+                               const Counts& input_counts, const std::vector<Counts>& rows) {
+  const auto n = index(map_.size()), hosts = map_.hosts.size();
+  const auto far_sum = [&](const Counts& row, std::size_t first) {
+    std::int64_t sum = 0;
+    for (std::size_t rank = 0; rank < n; ++rank)
+      if (map_.host_of[rank] != host_) sum += row[first + rank];
+    return sum;
+  };
+  // What goes to other hosts, in the order of the hosts.
+  const auto begin_in = begins_of(input_counts), begin_out = begins_of(output_counts);
+  const auto packed = scratch_bytes(far_sum(input_counts, 0));
+  std::int64_t at_packed = 0;
+  for (std::size_t host = 0; host < hosts; ++host) {
+    if (host == index(host_)) continue;
+    for (const int rank : map_.hosts[host]) {
+      copy_range(packed, at_packed, input, begin_in[index(rank)], input_counts[index(rank)]);
+      at_packed += input_counts[index(rank)];
+    }
+  }
+  Counts sent_by_mate, awaited_by_mate;
+  for (const auto& row : rows) {
+    sent_by_mate.push_back(far_sum(row, 0));
+    awaited_by_mate.push_back(far_sum(row, n));
+  }
+  at::Tensor gathered, dealt;
+  if (leads()) gathered = scratch_bytes(sum_of_counts(sent_by_mate));
+  near_gather(call, gathered, packed, sent_by_mate, 0);
+  if (leads()) {
+    Counts to(hosts, 0), from(hosts, 0);
+    const auto outgoing = scratch_bytes(gathered.numel());
+    auto read = begins_of(sent_by_mate);
+    std::int64_t at_outgoing = 0;
+    for (std::size_t host = 0; host < hosts; ++host) {
+      if (host == index(host_)) continue;
+      for (std::size_t mate = 0; mate < rows.size(); ++mate) {
+        std::int64_t bytes = 0;
+        for (const int rank : map_.hosts[host]) {
+          bytes += rows[mate][index(rank)];
+          from[host] += rows[mate][n + index(rank)];
+        }
+        copy_range(outgoing, at_outgoing, gathered, read[mate], bytes);
+        read[mate] += bytes;
+        at_outgoing += bytes;
+        to[host] += bytes;
+      }
+    }
+    const auto incoming = scratch_bytes(sum_of_counts(from));
+    far_all_to_all(call, incoming, from, outgoing, to);
+    // By host and sender, then by receiver, as it came; by receiver first, as it is dealt.
+    dealt = scratch_bytes(incoming.numel());
+    auto write = begins_of(awaited_by_mate);
+    std::int64_t at_incoming = 0;
+    for (std::size_t host = 0; host < hosts; ++host) {
+      if (host == index(host_)) continue;
+      for (const int sender : map_.hosts[host])
+        for (std::size_t mate = 0; mate < rows.size(); ++mate) {
+          const auto bytes = rows[mate][n + index(sender)];
+          copy_range(dealt, write[mate], incoming, at_incoming, bytes);
+          write[mate] += bytes;
+          at_incoming += bytes;
+        }
+    }
+  }
+  const auto mine = scratch_bytes(far_sum(output_counts, 0));
+  near_scatter(call, mine, dealt, awaited_by_mate, 0);
+  std::int64_t at_mine = 0;
+  for (std::size_t host = 0; host < hosts; ++host) {
+    if (host == index(host_)) continue;
+    for (const int rank : map_.hosts[host]) {
+      copy_range(output, begin_out[index(rank)], mine, at_mine, output_counts[index(rank)]);
+      at_mine += output_counts[index(rank)];
+    }
+  }
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,157 @@
+// Collectives over shm that reduce.
+
+#include "tessera/base/text.h"
+#include "tessera/comm/backends/shm/shm_calls.h"
+
+namespace tessera::detail {
+
+namespace {
+
+using c10d::OpType;
+
+}  // namespace
+
+ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  const at::Tensor tensor = only("all_reduce", tensors);
+  const auto [element, reduction] = reduces_of("all_reduce", tensor, options.reduceOp);
+  auto call = call_of("all_reduce", OpType::ALLREDUCE, {tensor});
+  void* data = target_of(call, tensor, true);
+  const auto count = static_cast<std::size_t>(tensor.numel());
+  return run(
+      std::move(call), shm_limit(options), signature(tensor.scalar_type()),
+      [&, e = element, r = reduction](shm::Call o) {
+        group().all_reduce(data, data, count, e, r, o);
+      },
+      [&, e = element, r = reduction](shm::Call o) {
+        return group().start_all_reduce(data, data, count, e, r, o);
+      });
+}
+
+ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  auto call = call_of("all_reduce of several tensors", OpType::ALLREDUCE_COALESCED, tensors);
+  std::vector<std::pair<void*, Reduces>> parts;
+  for (const auto& t : tensors) {
+    require_cpu(call.name, t);
+    const auto how = reduces_of(call.name, t, options.reduceOp);
+    parts.emplace_back(target_of(call, t, true), how);
+  }
+  return run_all(std::move(call), shm_limit(options), signature(c10::ScalarType::Undefined),
+                 [&](std::vector<shm::Request>& requests, shm::Call o) {
+                   for (std::size_t i = 0; i < parts.size(); ++i) {
+                     const auto& [data, how] = parts[i];
+                     requests.push_back(group().start_all_reduce(
+                         data, data, static_cast<std::size_t>(tensors[i].numel()), how.element,
+                         how.reduction, o));
+                   }
+                 });
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  const at::Tensor tensor = only("reduce", tensors);
+  const int root = static_cast<int>(options.rootRank);
+  require_rank(root, "the root of reduce");
+  const auto [element, reduction] = reduces_of("reduce", tensor, options.reduceOp);
+  auto call = call_of("reduce", OpType::REDUCE, {tensor});
+  const void* input = nullptr;
+  void* output = nullptr;
+  if (rank_ == root)
+    input = output = target_of(call, tensor, true);
+  else
+    input = readable(call, tensor);
+  const auto count = static_cast<std::size_t>(tensor.numel());
+  return run(
+      std::move(call), shm_limit(options), signature(tensor.scalar_type()),
+      [&, e = element, r = reduction](shm::Call o) {
+        group().reduce(input, output, count, e, r, root, o);
+      },
+      [&, e = element, r = reduction](shm::Call o) {
+        return group().start_reduce(input, output, count, e, r, root, o);
+      });
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_scatter_counts(const at::Tensor& output,
+                                                      const at::Tensor& input, const Counts& counts,
+                                                      const c10d::ReduceOp& op, CallLimit limit,
+                                                      ShmCall call) {
+  require_same_type("reduce_scatter", input, output);
+  require_numel("reduce_scatter", "input", input, total_of(counts));
+  require_numel("reduce_scatter", "output", output, counts[static_cast<std::size_t>(rank_)]);
+  const auto [element, reduction] = reduces_of("reduce_scatter", input, op);
+  const void* from = readable(call, input);
+  void* to = target_of(call, output);
+  const auto sizes = sizes_in(1, counts);
+  return run(
+      std::move(call), limit, signature(input.scalar_type()),
+      [&, e = element, r = reduction](shm::Call o) {
+        group().reduce_scatter(from, to, sizes, e, r, o);
+      },
+      [&, e = element, r = reduction](shm::Call o) {
+        return group().start_reduce_scatter(from, to, sizes, e, r, o);
+      });
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                               const c10d::ReduceScatterOptions& options) {
+  const at::Tensor output = only("reduce_scatter", outputs);
+  if (inputs.size() != 1 || static_cast<int>(inputs.front().size()) != ranks())
+    throw InvalidArgument(concat("reduce_scatter needs one list of ", ranks(), " inputs"));
+  const Tensors& in = inputs.front();
+  for (const auto& t : in) {
+    require_cpu("reduce_scatter", t);
+    require_same_type("reduce_scatter", t, output);
+  }
+  const Flat buffer = flattened(in);
+  for (std::size_t r = 0; r < in.size(); ++r) buffer.parts[r].copy_(in[r]);
+  return reduce_scatter_counts(output, buffer.whole, numels(in), options.reduceOp,
+                               shm_limit(options),
+                               call_of("reduce_scatter", OpType::REDUCE_SCATTER, {output}));
+}
+
+ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                     const c10d::ReduceScatterOptions& options) {
+  require_cpu("reduce_scatter", output);
+  require_cpu("reduce_scatter", input);
+  return reduce_scatter_counts(output, input, alike(ranks(), output.numel()), options.reduceOp,
+                               shm_limit(options),
+                               call_of("reduce_scatter", OpType::_REDUCE_SCATTER_BASE, {output}));
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  if (outputs.size() != inputs.size())
+    throw InvalidArgument(
+        concat("reduce_scatter of ", inputs.size(), " inputs into ", outputs.size(), " outputs"));
+  auto call = call_of("reduce_scatter", OpType::_REDUCE_SCATTER_BASE, outputs);
+  std::vector<std::pair<const void*, void*>> parts;
+  std::vector<Reduces> how;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    require_cpu("reduce_scatter", inputs[i]);
+    require_cpu("reduce_scatter", outputs[i]);
+    require_same_type("reduce_scatter", inputs[i], outputs[i]);
+    require_numel("reduce_scatter", "input", inputs[i], outputs[i].numel() * ranks());
+    how.push_back(reduces_of("reduce_scatter", inputs[i], options.reduceOp));
+    const void* from = readable(call, inputs[i]);
+    parts.emplace_back(from, target_of(call, outputs[i]));
+  }
+  return run_all(
+      std::move(call), shm_limit(options), signature(c10::ScalarType::Undefined),
+      [&](std::vector<shm::Request>& requests, shm::Call o) {
+        for (std::size_t i = 0; i < parts.size(); ++i)
+          requests.push_back(group().start_reduce_scatter(
+              parts[i].first, parts[i].second, sizes_in(1, alike(ranks(), outputs[i].numel())),
+              how[i].element, how[i].reduction, o));
+      });
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_scatter_v(const at::Tensor& output, const at::Tensor& input,
+                                                 const std::vector<std::int64_t>& sizes,
+                                                 const c10d::ReduceOp& op, CallLimit limit) {
+  require_cpu("reduce_scatter", output);
+  require_cpu("reduce_scatter", input);
+  require_sizes(sizes, "reduce_scatter");
+  return reduce_scatter_counts(output, input, elements_of(sizes, input), op, limit,
+                               call_of("reduce_scatter", OpType::REDUCE_SCATTER, {output}));
+}
+
+}  // namespace tessera::detail
