@@ -217,8 +217,26 @@ TEST_P(OnHosts, TheC10dViewServesPlainLibtorch) {
     for (int r = 0; r < n; ++r) all[0].push_back(torch::zeros({2}, torch::kBool));
     group->allgather(all, mine)->wait();
     for (int r = 0; r < n; ++r) EXPECT_EQ(all[0][r][1].item<bool>(), r != 0);
-    std::vector<Tensor> halves{torch::ones({4}, torch::kHalf)};
-    EXPECT_THROW(group->allreduce(halves), InvalidArgument);
+    // Rounded once: 2048 + 1 + 1 in half, one after the other, stays 2048.
+    std::vector<Tensor> halves{torch::full({4}, me == 0 ? 2048.0 : 1.0, torch::kHalf)};
+    group->allreduce(halves)->wait();
+    EXPECT_TRUE(
+        torch::equal(halves[0], torch::full({4}, 2048.0 + n - 1, torch::kDouble).to(torch::kHalf)));
+    c10d::AllreduceOptions average;
+    average.reduceOp = c10d::ReduceOp::AVG;
+    std::vector<Tensor> means{torch::full({5}, 1.0 * me, torch::kBFloat16)};
+    group->allreduce(means, average)->wait();
+    EXPECT_EQ(means[0][4].item<double>(),
+              at::scalar_tensor((n - 1) / 2.0).to(torch::kBFloat16).item<double>());
+    std::vector<Tensor> whole{torch::full({2 * n}, me + 1.0)}, share{torch::zeros({2})};
+    c10d::ReduceScatterOptions scattered;
+    scattered.reduceOp = c10d::ReduceOp::AVG;
+    group->getBackend(c10::DeviceType::CPU)
+        ->_reduce_scatter_base(share[0], whole[0], scattered)
+        ->wait();
+    EXPECT_EQ(share[0][1].item<double>(), (n + 1) / 2.0);
+    std::vector<Tensor> ints{torch::ones({4}, torch::kInt)};
+    EXPECT_THROW(group->allreduce(ints, average), InvalidArgument);
     group->barrier()->wait();
   });
 }

@@ -96,7 +96,8 @@ class ByHost {
                " hosts: memory inside a host, gloo between the hosts (", why, ")");
     auto links = std::make_shared<detail::HostLinks>(std::move(map), rank_, std::move(near_),
                                                      std::move(wide), std::move(leaders));
-    return {c10::make_intrusive<detail::HostsBackend>(std::move(links), rank_, options_.timeout),
+    return {c10::make_intrusive<detail::HostsBackend>(std::move(links), rank_, options_.timeout,
+                                                      !options_.watch),
             "hosts", text};
   }
 

@@ -11,6 +11,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/arguments.h"
 #include "tessera/comm/group/detail/backend_calls.h"
+#include "tessera/comm/group/detail/reduction.h"
 
 namespace tessera::detail {
 namespace {
@@ -36,15 +37,34 @@ std::optional<ReduceOp::Kind> kind_between_hosts(const c10d::ReduceOp& op) {
   }
 }
 
-ReduceOp::Kind require_reduction(const char* name, const at::Tensor& tensor,
-                                 const c10d::ReduceOp& op) {
-  const auto kind = kind_between_hosts(op);
-  if (!kind || !gloo_reduces(tensor.scalar_type(), *kind))
-    throw InvalidArgument(concat(
-        name, ": between hosts ", c10::toString(tensor.scalar_type()),
-        " has no such reduction; sums and products of float32 and float64, and of 8, 32 and 64 "
-        "bit integers also min and max. The calls of tessera::Group do the others"));
-  return *kind;
+/// How a reduction is done in steps that are exact: each host's result is rounded, so half
+/// precision travels as float32.
+struct StepReduction {
+  ReduceOp::Kind kind;
+  c10d::ReduceOp op;
+  c10::ScalarType wide;
+  bool divide;
+
+  at::Tensor widened(const at::Tensor& flat) const { return flat.to(wide); }
+  /// Ends the reduction over `ranks` of `result`, and rounds it into `flat`.
+  void settle(const at::Tensor& flat, const at::Tensor& result, int ranks) const {
+    if (divide) result.div_(ranks);
+    if (!result.is_same(flat)) flat.copy_(result);
+  }
+};
+
+StepReduction step_reduction(const char* name, const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  const auto dtype = tensor.scalar_type();
+  const bool average = op.op_ == c10d::ReduceOp::AVG;
+  const auto kind = average ? ReduceOp::Kind::sum : kind_between_hosts(op);
+  const auto wide = accumulation_type(dtype);
+  if (!kind || !gloo_reduces(wide, *kind) || (average && !c10::isFloatingType(dtype)))
+    throw InvalidArgument(
+        concat(name, ": between hosts ", c10::toString(dtype),
+               " has no such reduction; floating-point numbers have sums, products and averages, "
+               "and integers of 8, 32 and 64 bits sums, products, min and max. The calls of "
+               "tessera::Group do the others"));
+  return {*kind, to_c10d(*kind), wide, average};
 }
 
 at::Tensor flat_view(const at::Tensor& plain) { return plain.as_strided({plain.numel()}, {1}); }
@@ -85,10 +105,11 @@ HostLinks::Counts same_for_all(int ranks, std::int64_t count) {
 }  // namespace
 
 HostsBackend::HostsBackend(std::shared_ptr<HostLinks> links, int rank,
-                           std::chrono::milliseconds timeout)
+                           std::chrono::milliseconds timeout, bool tells)
     : c10d::Backend(rank, links->map().size()),
       links_(std::move(links)),
       worker_(std::make_shared<HostsWorker>()),
+      tells_(tells),
       timeout_(timeout) {
   init();
 }
@@ -123,9 +144,17 @@ HostsBackend::WorkPtr HostsBackend::post(OpType type, std::chrono::milliseconds 
   call.limit = bounded_limit((limit.count() > 0 ? limit : timeout_) + kStepSlack);
   sequence_.fetch_add(1, std::memory_order_relaxed);
   auto work = c10::make_intrusive<HostsWork>(
-      rank_, type, std::move(results), [links = links_, call, body = std::move(body)]() mutable {
+      rank_, type, std::move(results),
+      [links = links_, call, tells = tells_, body = std::move(body)]() mutable {
         if (links->aborted()) throw std::runtime_error("connection closed: the group was aborted");
-        body(*links, call);
+        try {
+          body(*links, call);
+        } catch (...) {
+          // No watch tells the other ranks: those of this host see it in memory, and the leaders of
+          // the others that the connections are closed.
+          if (tells) links->abort();
+          throw;
+        }
       });
   worker_->post(work);
   return work;
@@ -149,14 +178,30 @@ HostsBackend::WorkPtr HostsBackend::broadcast(Tensors& tensors,
 
 HostsBackend::WorkPtr HostsBackend::allreduce(Tensors& tensors,
                                               const c10d::AllreduceOptions& options) {
-  const at::Tensor tensor = only("all_reduce", tensors);
-  require_reduction("all_reduce", tensor, options.reduceOp);
-  const FlatTarget target(tensor, true);
-  return post(OpType::ALLREDUCE, options.timeout, {tensor},
-              [target, op = options.reduceOp](HostLinks& links, HostCall& call) {
-                if (target.flat.numel() == 0) return;
-                links.all_reduce(call, target.flat, op);
-                target.settle();
+  only("all_reduce", tensors);
+  c10d::AllreduceCoalescedOptions all;
+  all.reduceOp = options.reduceOp;
+  all.timeout = options.timeout;
+  return allreduce_coalesced(tensors, all);
+}
+
+HostsBackend::WorkPtr HostsBackend::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  std::vector<std::pair<FlatTarget, StepReduction>> parts;
+  for (const auto& tensor : tensors) {
+    require_cpu("all_reduce", tensor);
+    parts.emplace_back(FlatTarget(tensor, true),
+                       step_reduction("all_reduce", tensor, options.reduceOp));
+  }
+  return post(OpType::ALLREDUCE, options.timeout, tensors,
+              [parts = std::move(parts)](HostLinks& links, HostCall& call) {
+                for (const auto& [target, how] : parts) {
+                  if (target.flat.numel() == 0) continue;
+                  const at::Tensor data = how.widened(target.flat);
+                  links.all_reduce(call, data, how.op);
+                  how.settle(target.flat, data, links.map().size());
+                  target.settle();
+                }
               });
 }
 
@@ -164,14 +209,16 @@ HostsBackend::WorkPtr HostsBackend::reduce(Tensors& tensors, const c10d::ReduceO
   const at::Tensor tensor = only("reduce", tensors);
   const int root = static_cast<int>(options.rootRank);
   require_rank(root, "the root of reduce");
-  require_reduction("reduce", tensor, options.reduceOp);
+  const auto how = step_reduction("reduce", tensor, options.reduceOp);
   const FlatTarget target(tensor, true);
   return post(OpType::REDUCE, options.timeout, {tensor},
-              [target, root, writes = rank_ == root, op = options.reduceOp](HostLinks& links,
-                                                                            HostCall& call) {
+              [target, root, writes = rank_ == root, how](HostLinks& links, HostCall& call) {
                 if (target.flat.numel() == 0) return;
-                links.reduce(call, target.flat, op, root);
-                if (writes) target.settle();
+                const at::Tensor data = how.widened(target.flat);
+                links.reduce(call, data, how.op, root);
+                if (!writes) return;
+                how.settle(target.flat, data, links.map().size());
+                target.settle();
               });
 }
 
@@ -216,6 +263,31 @@ HostsBackend::WorkPtr HostsBackend::_allgather_base(at::Tensor& output, at::Tens
   require_cpu("all_gather", input);
   return all_gather_counts(output, input, same_for_all(ranks(), input.numel()), options.timeout,
                            {output});
+}
+
+HostsBackend::WorkPtr HostsBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  if (outputs.size() != inputs.size())
+    throw InvalidArgument(
+        concat("all_gather of ", inputs.size(), " inputs into ", outputs.size(), " outputs"));
+  std::vector<std::pair<FlatTarget, at::Tensor>> parts;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    require_cpu("all_gather", inputs[i]);
+    require_cpu("all_gather", outputs[i]);
+    require_same_type("all_gather", inputs[i], outputs[i]);
+    require_numel("all_gather", "output", outputs[i], inputs[i].numel() * ranks());
+    parts.emplace_back(FlatTarget(outputs[i]), flat_values(inputs[i]));
+  }
+  return post(OpType::_ALLGATHER_BASE, options.timeout, outputs,
+              [parts = std::move(parts)](HostLinks& links, HostCall& call) {
+                for (const auto& [target, from] : parts) {
+                  if (target.flat.numel() == 0) continue;
+                  const auto counts =
+                      in_bytes(same_for_all(links.map().size(), from.numel()), from);
+                  links.all_gather(call, bytes_of_flat(target.flat), bytes_of_flat(from), counts);
+                  target.settle();
+                }
+              });
 }
 
 HostsBackend::WorkPtr HostsBackend::gather_counts(const at::Tensor& output, const at::Tensor& input,
@@ -316,13 +388,18 @@ HostsBackend::WorkPtr HostsBackend::reduce_scatter_counts(const at::Tensor& outp
   require_same_type("reduce_scatter", input, output);
   require_numel("reduce_scatter", "input", input, total_of(counts));
   require_numel("reduce_scatter", "output", output, counts[static_cast<std::size_t>(rank_)]);
-  const auto kind = require_reduction("reduce_scatter", input, op);
+  const auto how = step_reduction("reduce_scatter", input, op);
   const FlatTarget target(output);
   return post(OpType::REDUCE_SCATTER, limit, std::move(results),
-              [target, from = flat_values(input), counts = std::move(counts), kind, op](
-                  HostLinks& links, HostCall& call) {
+              [target, from = flat_values(input), counts = std::move(counts), how](HostLinks& links,
+                                                                                   HostCall& call) {
                 if (from.numel() == 0) return;
-                links.reduce_scatter(call, target.flat, from, counts, kind, op);
+                const at::Tensor result =
+                    how.wide == from.scalar_type()
+                        ? target.flat
+                        : at::empty(target.flat.sizes(), target.flat.options().dtype(how.wide));
+                links.reduce_scatter(call, result, how.widened(from), counts, how.kind, how.op);
+                how.settle(target.flat, result, links.map().size());
                 target.settle();
               });
 }

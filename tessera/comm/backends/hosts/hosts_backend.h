@@ -31,7 +31,9 @@ class HostsBackend final : public c10d::Backend,
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Counts = HostLinks::Counts;
 
-  HostsBackend(std::shared_ptr<HostLinks> links, int rank, std::chrono::milliseconds timeout);
+  /// `tells`: a call that fails here ends the calls of the other ranks; for groups without a watch.
+  HostsBackend(std::shared_ptr<HostLinks> links, int rank, std::chrono::milliseconds timeout,
+               bool tells);
   ~HostsBackend() override;
 
   const std::string getBackendName() const override { return "hosts"; }
@@ -44,11 +46,15 @@ class HostsBackend final : public c10d::Backend,
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& options) override;
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
   WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions& options) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
   WorkPtr gather(TensorLists& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override;
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
@@ -101,6 +107,7 @@ class HostsBackend final : public c10d::Backend,
 
   const std::shared_ptr<HostLinks> links_;
   const std::shared_ptr<HostsWorker> worker_;
+  const bool tells_;
   std::chrono::milliseconds timeout_;
   std::atomic<std::uint64_t> sequence_{0};
   /// The signature of the next collective, as the group announced it.
