@@ -1,6 +1,6 @@
 # NCCL on this machine's GPUs: built wherever the part is, run where a GPU is seen. It links libtorch_cuda.so so that CUDA is there from the start.
 
-add_executable(nccl_test nccl_test.cpp)
+add_executable(nccl_test "${CMAKE_CURRENT_LIST_DIR}/nccl_test.cpp")
 target_link_libraries(
   nccl_test
   PRIVATE Tessera::tessera -Wl,--no-as-needed "${TESSERA_TORCH_PREFIX}/lib/libtorch_cuda.so" "${TESSERA_TORCH_PREFIX}/lib/libc10_cuda.so"
