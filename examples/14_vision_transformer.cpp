@@ -62,8 +62,8 @@ int main() {
   torch::manual_seed(0);
   const auto images = torch::randn({2, 3, 24, 16});
   Transformer alone(24 / 4 * 16 / 4), net(24 / 4 * 16 / 4);
-  nn::utils::vector_to_parameters(nn::utils::parameters_to_vector(alone->parameters()).detach(),
-                                  net->parameters());
+  for (std::size_t i = 0; i < net->parameters().size(); ++i)
+    net->parameters()[i].detach().copy_(alone->parameters()[i].detach());
   // Whole windows of 2 x 4 rows, uneven on purpose; the class token is the first rank's.
   std::vector<std::int64_t> rows(manager.world_size(), 0);
   rows[0] = 16;
