@@ -12,11 +12,13 @@
 #include <random>
 #include <stdexcept>
 #include <thread>
+#include <tuple>
 
 #include "fork_ranks.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/detail/manager_state.h"
 #include "tessera/comm/job/manager.h"
+#include "tessera/comm/job/parallel_groups.h"
 #include "tessera/comm/job/thread_ranks.h"
 #include "tessera/comm/job/threads.h"
 #include "tessera/mesh/errors.h"
@@ -290,6 +292,40 @@ void require_tree(DistributedManager& manager, bool eager) {
 
 TEST(ProcessManager, TreeOfGroups) {
   run_processes(4, [](DistributedManager& manager) { require_tree(manager, true); });
+}
+
+// Real ranks, a rank table of the user's own, and options per node.
+TEST(ProcessManager, NodesOfATreeHaveTheirRanksBackendsAndLimits) {
+  run_processes(4, [](DistributedManager& manager) {
+    auto config = tree();
+    config.set_options("mp", {"shm", 54321ms});
+    config.set_options("shard", {"gloo", 43210ms});
+    const std::vector<int> table = {3, 1, 0, 2};
+    manager.create_process_groups(config, table);
+    const auto plan = GroupPlan::of_config(config, table);
+    require(manager.mesh("world").layout().ranks() == table, "the table");
+    for (const auto& [name, backend, limit] : {std::tuple("mp", "shm", 54321ms),
+                                               {"not_mp", "shm", 54321ms},
+                                               {"shard", "gloo", 43210ms}}) {
+      const Group group = manager.group(name);
+      require(group.backend() == backend, concat(name, " is over ", group.backend()));
+      require(group.timeout() == limit, concat(name, " has another limit"));
+      require_group(manager, group, plan.group(name, manager.rank()));
+    }
+    require(manager.group("replicate").timeout() != 54321ms, "no option");
+    // The same of groups by two numbers.
+    ParallelOptions options{.model = 2};
+    options.model_group = {"shm", 7s};
+    options.data_group = {"gloo", 8s};
+    const ParallelGroups groups(manager, options);
+    require(groups.mp.group.backend() == "shm" && groups.mp.group.timeout() == 7s, "model");
+    require(groups.dp.group.backend() == "gloo" && groups.dp.group.timeout() == 8s, "data");
+    const at::Tensor mine = at::full({manager.rank() + 1}, manager.rank(), at::kLong);
+    const int near = manager.rank() / 2 * 2, far = manager.rank() % 2;
+    require(groups.mp.gather(mine).size(0) == 2 * near + 3, "rows of the two model ranks");
+    groups.dp.reduce(mine.narrow(0, 0, 1));
+    require(mine[0].item<std::int64_t>() == 2 * far + 2, "the sum over the data ranks");
+  });
 }
 
 TEST(ThreadManager, EveryAxisSetOfAnyMeshReducesOverItsList) {

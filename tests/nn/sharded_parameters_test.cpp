@@ -429,6 +429,32 @@ TEST(TensorParallel, BesideShardedData) {
   });
 }
 
+// Samples, the sequence (attention goes round a ring) and the layers over three axes of one mesh.
+TEST(TensorParallel, BesideSamplesAndSequencesThatAreSharded) {
+  on_threads(8, [](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::allow});
+    const auto mesh = manager.mesh({{"data", 2}, {"domain", 2}, {"tensor", 2}});
+    auto net = prepared(Blocks()), expected = prepared(Blocks());
+    distribute_module(*net, mesh, tensor_parallel(3, 2, {4, 1}, {2, 5}));
+    torch::optim::AdamW opt(net->parameters(), 0.01), expected_opt(expected->parameters(), 0.01);
+    for (int step = 0; step < 2; ++step) {
+      const at::Tensor x = randn({3, 4, 6}, at::kDouble);
+      expected_opt.zero_grad();
+      opt.zero_grad();
+      const at::Tensor wanted = expected(x);
+      wanted.square().mean().backward();
+      const at::Tensor got = net(distribute_tensor(x, mesh, {Shard(0), Shard(1), Replicate()},
+                                                   {{0, {2, 1}}, {1, {3, 1}}}));
+      EXPECT_LT(difference(got, wanted), 1e-11);
+      EXPECT_TRUE(spec(got).placements()[0] == Shard(0) && spec(got).placements()[1] == Shard(1));
+      got.square().mean().backward();
+      expected_opt.step();
+      opt.step();
+    }
+    expect_alike(*net, *expected, "data, domain and tensor");
+  });
+}
+
 // ---- what users do with parameters ----
 
 TEST(ShardedParameters, EveryOptimizerAndClippingOverMixedPlacements) {

@@ -240,6 +240,20 @@ def test_parallel_groups():
             groups.dp.reduce(torch.ones(1, requires_grad=True) * 1)
         with pytest.raises(ValueError, match="no kind"):
             ts.ParallelGroups(backends={"tp": "gloo"})
+        # Layers over the model ranks, samples over the data ranks: the same groups.
+        plain = nn.Linear(3, 5).double()
+        with torch.no_grad():
+            plain.weight.copy_(draw(5, 3)), plain.bias.copy_(draw(5))
+        model = groups.mesh.submesh("mp")
+        cut = ts.distribute_module(copy.deepcopy(plain), model, lambda name, t: ([ts.Shard(0)], {0: [2, 3]}))
+        net = ts.DistributedDataParallel(cut, groups.dp.group)
+        samples = [draw(3 + i, 3, seed=i) for i in range(2)]
+        y = net(ts.distribute_tensor(samples[groups.dp.rank], model, [ts.Replicate()]))
+        assert ts.spec(y).sizes == {1: [2, 3]}
+        y.square().mean().backward()
+        sum(plain(x).square().mean() / 2 for x in samples).backward()
+        assert_same(cut.weight.grad, plain.weight.grad)
+        assert_same(cut.bias.grad, plain.bias.grad)
 
     on_ranks(4, body)
 

@@ -1,5 +1,6 @@
 """Ordinary programs around sharded tensors: what plain PyTorch takes is taken, and gives the same."""
 
+import copy
 import io
 
 import pytest
@@ -388,3 +389,24 @@ def test_which_operators_of_a_vision_transformer_stay_sharded():
 
     on_ranks(2, body)
     assert calls.count(0) == calls.count(1) == 21
+
+
+def test_a_pooled_field_meets_a_weight_that_is_sharded_over_the_same_ranks():
+    """The mean over a sharded field is a partial sum; the columns of the weight need their features of it alone: one reduce-scatter, no all-reduce."""
+    field, weight, bias = draw(2, 6, 7, 5), draw(4, 6, seed=4), draw(4, seed=5)
+
+    def body(rank):
+        mesh = ts.Mesh({"domain": 3})
+        x = ts.distribute_tensor(field, mesh, [ts.Shard(2)], {2: [4, 0, 3]})
+        w = ts.distribute_tensor(weight, mesh, [ts.Shard(1)], {1: [1, 3, 2]}).requires_grad_(True)
+        with ts.CommTrace() as trace:
+            y = x.mean((2, 3)) @ w.T
+        assert [e[0] for e in trace.events] == ["reduce_scatter"] and ts.spec(y).placements == (ts.Partial(),)
+        (y + bias).square().mean().backward()
+        plain = weight.clone().requires_grad_(True)
+        expected = field.mean((2, 3)) @ plain.T
+        (expected + bias).square().mean().backward()
+        assert_same(y, expected)
+        assert_same(w.grad, plain.grad)
+
+    on_ranks(3, body)
