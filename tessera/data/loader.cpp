@@ -53,6 +53,49 @@ std::vector<at::Tensor> pad_collate(const std::vector<Sample>& samples, double f
   return batch;
 }
 
+namespace detail {
+
+/// A copy that may still be in progress.
+struct DeviceCopy {
+  c10::Device device;
+  c10::Event event;
+};
+
+}  // namespace detail
+
+namespace {
+
+/// Devices whose copies go on while the host goes on.
+bool has_streams(const c10::Device& device) { return !device.is_cpu() && !device.is_meta(); }
+
+/// The device, with an index where it has streams. Throws NotAvailable.
+c10::Device present_device(c10::Device device, const char* option) {
+  if (!has_streams(device)) return device;
+  if (!c10::impl::hasDeviceGuardImpl(device.type()))
+    throw NotAvailable(concat("LoaderOptions::", option, " ", device.str(),
+                              ": this libtorch has no such devices"));
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  const int count = guard.deviceCount();
+  if (count == 0 || device.index() >= count)
+    throw NotAvailable(concat("LoaderOptions::", option, " ", device.str(), ": there ",
+                              count == 1 ? "is " : "are ", count == 0 ? "none" : concat(count),
+                              " on this machine"));
+  // A device without an index is the caller's current one, not the workers'.
+  return device.has_index() ? device : guard.getDevice();
+}
+
+/// Makes what is copied to the device usable on the caller's current stream.
+void take(detail::DeviceCopy& copied, const std::vector<at::Tensor>& tensors,
+          const at::Tensor& mask) {
+  const c10::impl::VirtualGuardImpl guard(copied.device.type());
+  const c10::Stream current = guard.getStream(copied.device);
+  copied.event.block(current);
+  for (const at::Tensor& t : tensors) t.record_stream(current);
+  if (mask.defined()) mask.record_stream(current);
+}
+
+}  // namespace
+
 // What the loader and its workers share. The workers hold it too: one that hangs in a read is left
 // behind, and what it uses must stay alive.
 struct Loader::Engine {
@@ -62,7 +105,9 @@ struct Loader::Engine {
     OrderBatch batch;
     LoadedBatch loaded;
     std::exception_ptr failure;
-    std::optional<c10::Event> copied;
+    std::optional<detail::DeviceCopy> copied;
+    // one per device; nothing where it has no streams
+    std::vector<std::optional<detail::DeviceCopy>> on_devices;
     // held: failed, to be read again when it is asked for
     enum class State { queued, running, done, held } state = State::queued;
   };
@@ -70,6 +115,9 @@ struct Loader::Engine {
   detail::BatchReader reader;
   LoaderOptions options;
   std::optional<c10::Stream> side;  // copies to the device go there
+  // Of LoaderOptions::devices: coordinates, and streams where they have any.
+  std::vector<int> coordinates;
+  std::vector<std::optional<c10::Stream>> sides;
 
   std::mutex mutex;
   std::condition_variable work, ready, rested;
@@ -117,12 +165,14 @@ struct Loader::Engine {
   }
 
   void to_device(Slot& slot) const;
+  void to_devices(Slot& slot) const;
 
   void load_into(Slot& slot) const {
     try {
       const at::NoGradGuard no_grad;
       slot.loaded = reader.read(slot.batch);
       to_device(slot);
+      to_devices(slot);
     } catch (...) {
       slot.failure = std::current_exception();
     }
@@ -167,13 +217,45 @@ void Loader::Engine::to_device(Slot& slot) const {
     if (slot.loaded.mask.defined()) slot.loaded.mask = move(slot.loaded.mask);
   };
   if (options.pin_memory) each([](const at::Tensor& t) { return t.is_cpu() ? t.pin_memory() : t; });
-  if (!side) return;
+  if (!options.device || options.device->is_cpu()) return;
   // The guard makes the stream current, so that what is allocated for the copies belongs to it;
   // libtorch keeps pinned memory until its copy is done.
-  const c10::StreamGuard on_side(*side);
+  std::optional<c10::StreamGuard> on_side;
+  if (side) on_side.emplace(*side);
   each([&](const at::Tensor& t) { return t.to(*options.device, /*non_blocking=*/true); });
-  slot.copied.emplace(options.device->type());
-  slot.copied->record(*side);
+  if (!side) return;
+  slot.copied.emplace(detail::DeviceCopy{*options.device, c10::Event(options.device->type())});
+  slot.copied->event.record(*side);
+}
+
+// Each device's slice, copied on its own side stream.
+void Loader::Engine::to_devices(Slot& slot) const {
+  const LoadedBatch& all = slot.loaded;
+  for (std::size_t d = 0; d < options.devices.size(); ++d) {
+    DeviceBatch part;
+    part.device = options.devices[d];
+    part.coordinate = coordinates[d];
+    const auto slice = std::find_if(all.slices.begin(), all.slices.end(), [&](const BatchSlice& s) {
+      return s.coordinate == part.coordinate;
+    });
+    part.rows = slice->samples.size();
+    part.real = std::clamp<std::int64_t>(all.global_real - slice->samples.begin, 0, part.rows);
+    std::optional<c10::StreamGuard> on_side;
+    if (sides[d]) on_side.emplace(*sides[d]);
+    const auto copy = [&](const at::Tensor& t) {
+      return t.narrow(0, slice->slot, part.rows)
+          .to(t.options().device(part.device), /*non_blocking=*/true, /*copy=*/true);
+    };
+    for (const at::Tensor& t : all.tensors) part.tensors.push_back(copy(t));
+    if (all.mask.defined()) part.mask = copy(all.mask);
+    slot.on_devices.emplace_back();
+    if (sides[d]) {
+      slot.on_devices.back().emplace(
+          detail::DeviceCopy{part.device, c10::Event(part.device.type())});
+      slot.on_devices.back()->event.record(*sides[d]);
+    }
+    slot.loaded.on_devices.push_back(std::move(part));
+  }
 }
 
 Loader::Loader(std::vector<std::shared_ptr<const Dataset>> datasets,
@@ -211,17 +293,27 @@ Loader::Loader(std::vector<std::shared_ptr<const Dataset>> datasets,
                                 e.what_without_backtrace()));
     }
   }
-  if (w.options.device && !w.options.device->is_cpu()) {
-    if (!c10::impl::hasDeviceGuardImpl(w.options.device->type()))
-      throw NotAvailable(concat("LoaderOptions::device ", w.options.device->str(),
-                                ": this libtorch has no such devices"));
-    const c10::impl::VirtualGuardImpl guard(w.options.device->type());
-    if (guard.deviceCount() == 0)
-      throw NotAvailable(concat("LoaderOptions::device ", w.options.device->str(),
-                                ": there is none on this machine"));
-    // A device without an index is the caller's current one, not the workers'.
-    if (!w.options.device->has_index()) w.options.device = guard.getDevice();
-    w.side = guard.getStreamFromGlobalPool(*w.options.device);
+  const auto side_of = [](const c10::Device& device) -> std::optional<c10::Stream> {
+    if (!has_streams(device)) return std::nullopt;
+    return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+  };
+  if (w.options.device) {
+    w.options.device = present_device(*w.options.device, "device");
+    w.side = side_of(*w.options.device);
+  }
+  if (!w.options.devices.empty()) {
+    const auto positions = w.reader.mapping.devices_of(process);
+    if (w.options.device)
+      throw InvalidArgument("a loader was given `device` and `devices`; give one of them");
+    if (positions.size() != w.options.devices.size())
+      throw InvalidArgument(concat("LoaderOptions::devices has ", w.options.devices.size(),
+                                   " devices, but process ", process, " holds ", positions.size(),
+                                   " of the mesh: ", list(positions)));
+    for (c10::Device& device : w.options.devices) {
+      device = present_device(device, "devices");
+      w.sides.push_back(side_of(device));
+    }
+    for (const int at : positions) w.coordinates.push_back(w.reader.mapping.coordinate(at));
   }
   detail::start_workers(engine_, w.options.workers);
 }
@@ -266,12 +358,10 @@ LoadedBatch Loader::next() {
   w.slots.pop_front();
   if (ahead > 0) w.want(ahead);
   lock.unlock();
-  if (slot->copied) {
-    const c10::impl::VirtualGuardImpl guard(w.options.device->type());
-    const c10::Stream current = guard.getStream(*w.options.device);
-    slot->copied->block(current);
-    for (const at::Tensor& t : slot->loaded.tensors) t.record_stream(current);
-    if (slot->loaded.mask.defined()) slot->loaded.mask.record_stream(current);
+  if (slot->copied) take(*slot->copied, slot->loaded.tensors, slot->loaded.mask);
+  for (std::size_t d = 0; d < slot->on_devices.size(); ++d) {
+    const DeviceBatch& part = slot->loaded.on_devices[d];
+    if (slot->on_devices[d]) take(*slot->on_devices[d], part.tensors, part.mask);
   }
   return std::move(slot->loaded);
 }

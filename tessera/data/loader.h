@@ -56,6 +56,11 @@ struct LoaderOptions {
   /// Copy batches to this device, ahead, on a side stream. Throws NotAvailable for a kind of device
   /// that libtorch or the machine lacks.
   std::optional<c10::Device> device = {};
+  /// Of a process that holds several devices of the mesh: where they are, in the order of their
+  /// positions (BatchMapping::devices_of). Each gets a copy of its own slice, ahead, on a side
+  /// stream of its own: LoadedBatch::on_devices; the batch itself stays where it was read. Throws
+  /// InvalidArgument for another number of devices, or beside `device`; NotAvailable as there.
+  std::vector<c10::Device> devices = {};
   /// Makes a batch of samples that Dataset::get_batch cannot stack (other shapes). Called by
   /// workers at the same time, with at least one sample; each tensor it returns has the samples in
   /// dim 0. Not possible with a PackedOrder.
@@ -65,6 +70,17 @@ struct LoaderOptions {
 /// Collates samples whose tensors differ in length along dim 0: each is filled up to the longest
 /// with `fill`, and a tensor of lengths (int64, [rows]) is appended.
 std::vector<at::Tensor> pad_collate(const std::vector<Sample>& samples, double fill = 0);
+
+/// What one device of a process gets of a batch: a copy, in memory of its own.
+struct DeviceBatch {
+  c10::Device device = c10::DeviceType::CPU;
+  /// Of the device; those with the same one have the same rows.
+  int coordinate = 0;
+  std::vector<at::Tensor> tensors;
+  /// As in LoadedBatch, of this device.
+  at::Tensor mask;
+  std::int64_t rows = 0, real = 0;
+};
 
 /// This process' shard of a global batch.
 struct LoadedBatch {
@@ -85,6 +101,8 @@ struct LoadedBatch {
   std::int64_t global_rows = 0, global_real = 0;
   /// Bool [rows], true where a row is real; undefined if all are.
   at::Tensor mask;
+  /// One per device of LoaderOptions::devices.
+  std::vector<DeviceBatch> on_devices = {};
 };
 
 class Loader {

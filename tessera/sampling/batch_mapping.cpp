@@ -52,6 +52,7 @@ BatchMapping::BatchMapping(std::vector<int> mesh, std::vector<int> processes,
     held_.push_back(static_cast<int>(pair & 0xffffffffu));
   }
   first_.push_back(held_.size());
+  process_of_ = std::move(processes);
   find_shards();
 }
 
@@ -70,6 +71,14 @@ std::size_t BatchMapping::index_of(int process) const {
 }
 
 std::span<const int> BatchMapping::held_by(int process) const { return held(index_of(process)); }
+
+std::vector<int> BatchMapping::devices_of(int process) const {
+  index_of(process);
+  std::vector<int> devices;
+  for (std::size_t device = 0; device < process_of_.size(); ++device)
+    if (process_of_[device] == process) devices.push_back(static_cast<int>(device));
+  return devices;
+}
 
 std::vector<BatchSlice> BatchMapping::slices(int process, std::int64_t size) const {
   if (size < 0)

@@ -51,6 +51,9 @@ class BatchMapping {
   /// Batch coordinates that a process holds, ascending; valid as long as this object. Throws
   /// InvalidArgument for an unknown process.
   std::span<const int> held_by(int process) const;
+  /// Row-major positions of the devices that a process holds, ascending. Linear in the number of
+  /// devices. Throws InvalidArgument for an unknown process.
+  std::vector<int> devices_of(int process) const;
 
   /// The slices that `process` reads of a global batch of `size` samples, which is divided evenly
   /// over the coordinates (the first ones have one more if it does not divide). Valid for every
@@ -76,6 +79,8 @@ class BatchMapping {
   void require_shards() const;
 
   std::vector<int> mesh_, batch_axes_, batch_strides_;
+  // of each device
+  std::vector<int> process_of_;
   int coordinates_ = 1;
   // By index in processes_: its coordinates are held_[first_[index]] to held_[first_[index + 1]].
   std::vector<int> processes_, held_;
