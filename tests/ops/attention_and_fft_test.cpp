@@ -4,6 +4,8 @@
 #include <cmath>
 #include <limits>
 
+#include <ATen/record_function.h>
+
 #include "support.h"
 #include "tessera/comm/group/trace.h"
 #include "tessera/nn/distribute_module.h"
@@ -262,6 +264,66 @@ TEST(RingAttention, SecondDerivativesEqualOneProcess) {
   }
 }
 
+namespace {
+
+// Multiplications of batched products on this thread.
+thread_local std::int64_t multiplied = 0;
+
+std::unique_ptr<at::ObserverContext> count_products(const at::RecordFunction& call) {
+  if (std::string(call.name()) == "aten::bmm")
+    multiplied += call.inputs()[0].toTensor().numel() * call.inputs()[1].toTensor().size(2);
+  return nullptr;
+}
+
+}  // namespace
+
+// Each rank hands the second half of its queries to the one that mirrors it: all compute alike.
+TEST(RingAttention, CausalRingsAreBalancedAndEqualOneProcess) {
+  for (const int ranks : {2, 3, 4}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      set_policies(manager, {.redistribution = Policy::error});
+      const auto mesh = manager.mesh({{"x", ranks}});
+      Draw draw(120 + ranks);
+      for (int i = 0; i < 4; ++i) {
+        const RingCase c{1, i % 2 == 1};
+        const std::int64_t rows = 64 * ranks + (i == 0 ? 0 : i);
+        const Shape ks = {1, 2, rows, 3}, qs = {1, c.grouped ? 4 : 2, rows, 3};
+        test::seed(i);
+        const std::vector<at::Tensor> values = {randn(qs, at::kDouble), randn(ks, at::kDouble),
+                                                randn(ks, at::kDouble)};
+        const at::Tensor along = randn(qs, at::kDouble);
+        const Sizes sizes = i == 0 ? Sizes(ranks, 64) : draw.sizes(rows, ranks);
+        std::vector<at::Tensor> plain, x;
+        for (const at::Tensor& v : values) {
+          plain.push_back(v.clone().requires_grad_(true));
+          x.push_back(leaf(v, ShardSpec(mesh, v.sizes().vec(), {Shard(2)}, {{2, sizes}})));
+        }
+        if (i == 0) {
+          multiplied = 0;
+          const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(count_products)
+                                                             .needsInputs(true)
+                                                             .scopes({at::RecordScope::FUNCTION}));
+          attention_of(x, c);
+          at::removeCallback(handle);
+          const at::Tensor least = at::full({1}, multiplied, at::kLong), most = least.clone();
+          manager.world().all_reduce(least, ReduceOp::min);
+          manager.world().all_reduce(most, ReduceOp::max);
+          EXPECT_GT(least.item<std::int64_t>(), 0);
+          EXPECT_EQ(least.item<std::int64_t>(), most.item<std::int64_t>())
+              << "rank " << manager.rank() << " multiplied " << multiplied;
+        }
+        const auto expected =
+            twice(attention_by_definition(plain, c), plain, along.clone().requires_grad_(true));
+        const auto got = twice(attention_of(x, c), x,
+                               leaf(along, ShardSpec(mesh, qs, {Shard(2)}, {{2, sizes}})));
+        for (std::size_t j = 0; j < got.size(); ++j)
+          ASSERT_LT(difference(got[j], expected[j], 1e-3), 1e-10)
+              << "result " << j << " grouped " << c.grouped << " " << list(sizes);
+      }
+    });
+  }
+}
+
 // Numbers by global index: what is dropped does not depend on the ranks. Replicated tensors go
 // libtorch's own way, which materialises all scores.
 TEST(RingAttention, DropoutIsThatOfReplicatedTensors) {
@@ -272,7 +334,9 @@ TEST(RingAttention, DropoutIsThatOfReplicatedTensors) {
       const auto mesh = manager.mesh({{"x", ranks}});
       for (int i = 0; i < 12; ++i) {
         const RingCase c{i % 3, draw.chance(30), 0.4};
-        const std::int64_t groups = draw.between(1, 2), rows = draw.between(2, 9);
+        // The last causal one has enough queries to be balanced.
+        const std::int64_t groups = draw.between(1, 2),
+                           rows = i == 10 ? 64 * ranks + 3 : draw.between(2, 9);
         const Shape ks = {2, groups, rows, 3}, qs = {2, groups * (c.grouped ? 2 : 1), rows, 3};
         test::seed(i);
         std::vector<at::Tensor> values = {randn(qs, at::kDouble), randn(ks, at::kDouble),

@@ -5,12 +5,16 @@
 // "Online normalizer calculation for softmax" (2018); the ring is that of H. Liu, M. Zaharia, P.
 // Abbeel, "Ring Attention with Blockwise Transformers" (2023). In backward the gradients of keys
 // and values travel with them. The derivative of backward goes round twice: first for sums over
-// the keys of each query, then for the gradients. Dropout draws by global index, so that it is the
-// same for any number of ranks.
+// the keys of each query, then for the gradients. Under a causal mask the rank of the first queries
+// would have the least to do and the last one the most: each hands the second half of its queries
+// to the rank that mirrors it (the first to the last, and so on), so that all compute alike, and
+// gets the results back; that is the balance of the zigzag layout, in any layout. Dropout
+// draws by global index, so that it is the same for any number of ranks.
 
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/matmul.h>
@@ -43,6 +47,9 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Shape = std::vector<std::int64_t>;
+
+// From this many queries per rank on halves of them are handed on to balance a causal mask.
+constexpr std::int64_t kBalancedFromQueries = 64;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -97,14 +104,27 @@ void add_to_columns(const at::Tensor& mask, const at::Tensor& scores, const Inte
   part.add_(scores.sum_to_size(part.sizes()));
 }
 
+// A run of the queries that this rank computes: where it is in the local tensors, and the global
+// index of its first.
+struct Run {
+  std::int64_t at, count, begin;
+};
+
+// The queries of a run: rows of any tensor of [..., queries, columns].
+at::Tensor of_run(const at::Tensor& t, const Run& run) { return t.narrow(-2, run.at, run.count); }
+
 // One rank's way round the ring.
 struct Round {
   const Ring& ring;
   const Group group;
   const int ranks, me;
   const Partition* parts;  // of the keys, one shard per rank of the ring
-  const std::int64_t row_begin;
   at::ScalarType type;
+  std::vector<Run> runs;
+  // The rank with which halves of the queries are exchanged; this rank itself: with none.
+  int mirror;
+  // Queries of the first half, which stays, and of the second ones of both ranks.
+  std::int64_t first = 0, second = 0, second_of_mirror = 0;
 
   Round(const Ring& r, at::ScalarType t)
       : ring(r),
@@ -112,8 +132,25 @@ struct Round {
         ranks(group.size()),
         me(group.rank()),
         parts(r.key.is_sharded(r.sequence()) ? &r.key.dim(r.sequence()).partition : nullptr),
-        row_begin(r.query.local_offset()[r.sequence()]),
-        type(t) {}
+        type(t),
+        mirror(me) {
+    const int d = r.sequence();
+    const DimSharding& rows = r.query.dim(d);
+    // From what all ranks share.
+    if (r.causal && !r.mask && ranks > 1 && rows.axes == r.axes &&
+        r.query.shape()[d] >= kBalancedFromQueries * ranks)
+      mirror = ranks - 1 - me;
+    const std::int64_t all = r.query.local_shape()[d], begin = r.query.local_offset()[d];
+    if (mirror == me) {
+      runs = {{0, all, begin}};
+      return;
+    }
+    const Interval theirs = rows.partition.interval(mirror);
+    second = all / 2;
+    first = all - second;
+    second_of_mirror = theirs.size() / 2;
+    runs = {{0, first, begin}, {first, second_of_mirror, theirs.end - second_of_mirror}};
+  }
 
   int owner(int step) const { return (me + step) % ranks; }
   Interval columns(int rank) const {
@@ -135,21 +172,48 @@ struct Round {
     return group.start().exchange(messages, {.name = "ring attention"});
   }
 
-  bool nothing(const Interval& keys, std::int64_t rows) const {
-    return keys.empty() || rows == 0 || (ring.causal && keys.begin > row_begin + rows - 1);
+  // Exchanges what follows the first half, of which this rank then has `rows`.
+  std::vector<at::Tensor> exchanged(const std::vector<at::Tensor>& mine, std::int64_t rows) const {
+    if (mirror == me) return mine;
+    std::vector<at::Tensor> theirs, all;
+    std::vector<Message> messages;
+    for (const at::Tensor& t : mine) {
+      Shape shape = t.sizes().vec();
+      shape[shape.size() - 2] = rows;
+      theirs.push_back(at::empty(shape, t.options().memory_format(c10::nullopt)));
+      messages.push_back(
+          {Message::Kind::send, t.narrow(-2, first, t.size(-2) - first).contiguous(), mirror});
+      messages.push_back({Message::Kind::receive, theirs.back(), mirror});
+    }
+    group.start().exchange(messages, {.name = "ring attention, halves"}).wait();
+    for (std::size_t i = 0; i < mine.size(); ++i)
+      all.push_back(at::cat({mine[i].narrow(-2, 0, first), theirs[i]}, -2));
+    return all;
+  }
+  // Tensors of this rank's own queries as those of the queries that it computes, and back.
+  std::vector<at::Tensor> dealt(const std::vector<at::Tensor>& mine) const {
+    return exchanged(mine, second_of_mirror);
+  }
+  std::vector<at::Tensor> returned(const std::vector<at::Tensor>& computed) const {
+    return exchanged(computed, second);
   }
 
-  // Scores of this rank's (scaled) queries with one shard of the keys.
+  bool nothing(const Interval& keys, const Run& run) const {
+    return keys.empty() || run.count == 0 ||
+           (ring.causal && keys.begin > run.begin + run.count - 1);
+  }
+
+  // Scores of a run of (scaled) queries with one shard of the keys.
   at::Tensor scores(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
-                    const Interval& keys) const {
+                    const Interval& keys, const Run& run) const {
     at::Tensor s = at::matmul(q, repeated(k.to(type), ring.repeat).transpose(-2, -1));
     if (mask.defined()) {
       const at::Tensor part = of_columns(mask, keys);
       s = part.scalar_type() == at::kBool ? s.masked_fill(part.logical_not(), -kInfinity)
                                           : s + part.to(type);
     }
-    if (ring.causal && keys.end - 1 > row_begin) {
-      const at::Tensor row = at::arange(row_begin, row_begin + q.size(-2),
+    if (ring.causal && keys.end - 1 > run.begin) {
+      const at::Tensor row = at::arange(run.begin, run.begin + run.count,
                                         s.options().dtype(at::kLong))
                                  .unsqueeze(-1),
                        column = at::arange(keys.begin, keys.end, s.options().dtype(at::kLong));
@@ -159,11 +223,12 @@ struct Round {
   }
 
   // For weights like `p`: 1 / (1 - dropout) where they are kept, else 0; undefined without dropout.
-  at::Tensor kept(const at::Tensor& p, const Interval& keys) const {
+  at::Tensor kept(const at::Tensor& p, const Interval& keys, const Run& run) const {
     if (ring.dropout == 0) return {};
     if (ring.dropout == 1) return at::zeros_like(p);
     Shape global = ring.query.shape(), offset = ring.query.local_offset();
     global.back() = ring.key.shape()[ring.sequence()];
+    offset[ring.sequence()] = run.begin;
     offset.back() = keys.begin;
     return dropout_mask(ring.draw, global, offset, p.sizes().vec(), ring.dropout)
         .to(p.options())
@@ -220,27 +285,33 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
                      bias = mask ? local_of(*mask) : at::Tensor();
     const Round round(*ring, at::toOpMathType(q.scalar_type()));
     const auto type = round.type;
-    const at::Tensor scaled = q.to(type).mul(ring->scale), g = local_of(gradient).to(type);
+    const auto rows =
+        round.dealt({q.to(type).mul(ring->scale), local_of(gradient).to(type), mean, level});
+    const at::Tensor &scaled = rows[0], &g = rows[1];
     std::vector<at::Tensor> held = {k, v}, next,
                             sums = {at::zeros(k.sizes(), k.options().dtype(type)),
                                     at::zeros(v.sizes(), v.options().dtype(type))},
                             arriving;
-    at::Tensor dq = at::zeros(q.sizes(), scaled.options()), db;
+    at::Tensor dq = at::zeros_like(scaled), db;
     if (wants_mask) db = at::zeros(bias.sizes(), scaled.options());
     for (int step = 0; step < round.ranks; ++step) {
       const std::int64_t following = round.columns(round.owner(step + 1)).size();
       Request passing;
       if (step + 1 < round.ranks) passing = round.pass(held, next, following);
       const Interval keys = round.columns(round.owner(step));
-      if (!round.nothing(keys, q.size(-2))) {
-        const at::Tensor p = (round.scores(scaled, held[0], bias, keys) - level).exp(),
-                         kept = round.kept(p, keys);
-        sums[1] += summed(at::matmul(times(p, kept).transpose(-2, -1), g), ring->repeat);
-        const at::Tensor dp =
-            times(at::matmul(g, repeated(held[1].to(type), ring->repeat).transpose(-2, -1)), kept);
-        const at::Tensor ds = p * (dp - mean);
-        dq += at::matmul(ds, repeated(held[0].to(type), ring->repeat)) * ring->scale;
-        sums[0] += summed(at::matmul(ds.transpose(-2, -1), scaled), ring->repeat);
+      for (const Run& run : round.runs) {
+        if (round.nothing(keys, run)) continue;
+        const at::Tensor q_run = of_run(scaled, run), g_run = of_run(g, run);
+        const at::Tensor p =
+            (round.scores(q_run, held[0], bias, keys, run) - of_run(rows[3], run)).exp();
+        const at::Tensor kept = round.kept(p, keys, run);
+        sums[1] += summed(at::matmul(times(p, kept).transpose(-2, -1), g_run), ring->repeat);
+        const at::Tensor dp = times(
+            at::matmul(g_run, repeated(held[1].to(type), ring->repeat).transpose(-2, -1)), kept);
+        const at::Tensor ds = p * (dp - of_run(rows[2], run));
+        of_run(dq, run).add_(at::matmul(ds, repeated(held[0].to(type), ring->repeat)) *
+                             ring->scale);
+        sums[0] += summed(at::matmul(ds.transpose(-2, -1), q_run), ring->repeat);
         if (wants_mask) add_to_columns(db, ds, keys);
       }
       passing.wait();
@@ -252,6 +323,7 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
         sums.swap(arriving);
       }
     }
+    dq = round.returned({dq})[0];
     variable_list result = {given(dq, ring->query, q.scalar_type()),
                             given(sums[0], ring->key_gradient, k.scalar_type()),
                             given(sums[1], ring->value_gradient, v.scalar_type())};
@@ -282,35 +354,40 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
       const LocalCallGuard guard;
       const at::Tensor q = local_of(saved[0]),
                        bias = saved[4].defined() ? local_of(saved[4]) : at::Tensor();
-      const at::Tensor &mean = saved[5], &level = saved[6];
       const Round round(*ring, at::toOpMathType(q.scalar_type()));
       const auto type = round.type;
       const auto repeat = ring->repeat;
-      const at::Tensor k = local_of(saved[1]).to(type), v = local_of(saved[2]).to(type),
-                       g = local_of(saved[3]).to(type);
+      const at::Tensor k = local_of(saved[1]).to(type), v = local_of(saved[2]).to(type);
       const auto or_zeros = [&](const at::Tensor& t, const at::Tensor& like) {
         return t.defined() ? local_of(t).to(type) : at::zeros(like.sizes(), like.options());
       };
-      const at::Tensor scaled = q.to(type).mul(ring->scale),
-                       a = or_zeros(of_dq, scaled).mul(ring->scale), b = or_zeros(of_dk, k),
-                       c = or_zeros(of_dv, v),
+      const at::Tensor own_scaled = q.to(type).mul(ring->scale);
+      const auto rows = round.dealt({own_scaled, or_zeros(of_dq, own_scaled).mul(ring->scale),
+                                     local_of(saved[3]).to(type), saved[5], saved[6]});
+      const at::Tensor &scaled = rows[0], &mean = rows[3];
+      const at::Tensor b = or_zeros(of_dk, k), c = or_zeros(of_dv, v),
                        e = of_db.defined() ? local_of(of_db).to(type) : at::Tensor();
-      // One shard of the keys, with what both ways round compute of it.
+      // A run of the queries with one shard of the keys: what both ways round compute of it.
       struct Block {
-        at::Tensor k, v, b, c, p, kept, dp, x, y;
+        at::Tensor q, a, g, mean, k, v, b, c, p, kept, dp, x, y;
       };
-      const auto block = [&](const std::vector<at::Tensor>& held, const Interval& keys) {
+      const auto block = [&](const std::vector<at::Tensor>& held, const Interval& keys,
+                             const Run& run) {
         Block s;
+        s.q = of_run(scaled, run);
+        s.a = of_run(rows[1], run);
+        s.g = of_run(rows[2], run);
+        s.mean = of_run(mean, run);
         s.k = repeated(held[0], repeat);
         s.v = repeated(held[1], repeat);
         s.b = repeated(held[2], repeat);
         s.c = repeated(held[3], repeat);
-        s.p = (round.scores(scaled, held[0], bias, keys) - level).exp();
-        s.kept = round.kept(s.p, keys);
-        s.dp = times(at::matmul(g, s.v.transpose(-2, -1)), s.kept);
-        s.x = at::matmul(a, s.k.transpose(-2, -1)) + at::matmul(scaled, s.b.transpose(-2, -1));
+        s.p = (round.scores(s.q, held[0], bias, keys, run) - of_run(rows[4], run)).exp();
+        s.kept = round.kept(s.p, keys, run);
+        s.dp = times(at::matmul(s.g, s.v.transpose(-2, -1)), s.kept);
+        s.x = at::matmul(s.a, s.k.transpose(-2, -1)) + at::matmul(s.q, s.b.transpose(-2, -1));
         if (e.defined()) s.x = s.x + of_columns(e, keys);
-        s.y = times(at::matmul(g, s.c.transpose(-2, -1)), s.kept);
+        s.y = times(at::matmul(s.g, s.c.transpose(-2, -1)), s.kept);
         return s;
       };
       const std::vector<at::Tensor> own = {k, v, b, c};
@@ -322,11 +399,12 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
         if (step + 1 < round.ranks)
           passing = round.pass(held, next, round.columns(round.owner(step + 1)).size());
         const Interval keys = round.columns(round.owner(step));
-        if (!round.nothing(keys, q.size(-2))) {
-          const Block s = block(held, keys);
-          px += (s.p * s.x).sum({-1}, true);
-          pxd += (s.p * s.x * s.dp).sum({-1}, true);
-          py += (s.p * s.y).sum({-1}, true);
+        for (const Run& run : round.runs) {
+          if (round.nothing(keys, run)) continue;
+          const Block s = block(held, keys, run);
+          of_run(px, run).add_((s.p * s.x).sum({-1}, true));
+          of_run(pxd, run).add_((s.p * s.x * s.dp).sum({-1}, true));
+          of_run(py, run).add_((s.p * s.y).sum({-1}, true));
         }
         passing.wait();
         if (step + 1 < round.ranks) held.swap(next);
@@ -334,7 +412,7 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
       const at::Tensor pw = pxd - px * mean * 2 + py;
       held = own;
       std::vector<at::Tensor> sums = {at::zeros_like(k), at::zeros_like(v)}, arriving;
-      at::Tensor gq = at::zeros_like(scaled), gg = at::zeros_like(g), gb;
+      at::Tensor gq = at::zeros_like(scaled), gg = at::zeros_like(rows[2]), gb;
       const bool masked = bias.defined() && ctx->needs_input_grad(4);
       if (masked) gb = at::zeros(bias.sizes(), scaled.options());
       for (int step = 0; step < round.ranks; ++step) {
@@ -342,16 +420,18 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
         Request passing;
         if (step + 1 < round.ranks) passing = round.pass(held, next, following);
         const Interval keys = round.columns(round.owner(step));
-        if (!round.nothing(keys, q.size(-2))) {
-          const Block s = block(held, keys);
-          const at::Tensor z = s.p * (s.x * s.dp - s.x * mean - s.dp * px + s.y - pw);
-          const at::Tensor ds = s.p * (s.dp - mean), u = times(s.p * (s.x - px), s.kept);
-          gq += (at::matmul(z, s.k) + at::matmul(ds, s.b)) * ring->scale;
-          gg += at::matmul(u, s.v) + at::matmul(times(s.p, s.kept), s.c);
-          sums[0] +=
-              summed(at::matmul(z.transpose(-2, -1), scaled) + at::matmul(ds.transpose(-2, -1), a),
-                     repeat);
-          sums[1] += summed(at::matmul(u.transpose(-2, -1), g), repeat);
+        for (const Run& run : round.runs) {
+          if (round.nothing(keys, run)) continue;
+          const Block s = block(held, keys, run);
+          const at::Tensor px_run = of_run(px, run);
+          const at::Tensor z =
+              s.p * (s.x * s.dp - s.x * s.mean - s.dp * px_run + s.y - of_run(pw, run));
+          const at::Tensor ds = s.p * (s.dp - s.mean), u = times(s.p * (s.x - px_run), s.kept);
+          of_run(gq, run).add_((at::matmul(z, s.k) + at::matmul(ds, s.b)) * ring->scale);
+          of_run(gg, run).add_(at::matmul(u, s.v) + at::matmul(times(s.p, s.kept), s.c));
+          sums[0] += summed(
+              at::matmul(z.transpose(-2, -1), s.q) + at::matmul(ds.transpose(-2, -1), s.a), repeat);
+          sums[1] += summed(at::matmul(u.transpose(-2, -1), s.g), repeat);
           if (masked) add_to_columns(gb, z, keys);
         }
         passing.wait();
@@ -361,10 +441,11 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
           sums.swap(arriving);
         }
       }
-      result[0] = given(gq, ring->query, q.scalar_type());
+      const auto own_rows = round.returned({gq, gg});
+      result[0] = given(own_rows[0], ring->query, q.scalar_type());
       result[1] = given(sums[0], ring->key_gradient, saved[1].scalar_type());
       result[2] = given(sums[1], ring->value_gradient, saved[2].scalar_type());
-      result[3] = given(gg, ring->out, saved[3].scalar_type());
+      result[3] = given(own_rows[1], ring->out, saved[3].scalar_type());
       if (masked) result[4] = given(gb, ring->mask_gradient, bias.scalar_type());
     }
     if (!at::GradMode::is_enabled()) return result;
@@ -387,9 +468,9 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     const at::Tensor q = meta_of(query)->local,
                      bias = mask.defined() ? meta_of(mask)->local : at::Tensor();
     const Round round(*ring, at::toOpMathType(q.scalar_type()));
-    const at::Tensor scaled = q.to(round.type).mul(ring->scale);
+    const at::Tensor scaled = round.dealt({q.to(round.type).mul(ring->scale)})[0];
     std::vector<at::Tensor> held = {meta_of(key)->local, meta_of(value)->local}, next;
-    Shape rows = q.sizes().vec(), result = rows;
+    Shape rows = scaled.sizes().vec(), result = rows;
     rows.back() = 1;
     result.back() = ring->value.shape().back();
     at::Tensor top = at::full(rows, -kInfinity, scaled.options()),
@@ -399,23 +480,28 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
       if (step + 1 < round.ranks)
         passing = round.pass(held, next, round.columns(round.owner(step + 1)).size());
       const Interval keys = round.columns(round.owner(step));
-      if (!round.nothing(keys, q.size(-2))) {
-        const at::Tensor s = round.scores(scaled, held[0], bias, keys);
-        const at::Tensor higher = at::maximum(top, s.amax({-1}, true));
+      for (const Run& run : round.runs) {
+        if (round.nothing(keys, run)) continue;
+        const at::Tensor s = round.scores(of_run(scaled, run), held[0], bias, keys, run);
+        const at::Tensor top_run = of_run(top, run);
+        const at::Tensor higher = at::maximum(top_run, s.amax({-1}, true));
         const at::Tensor finite = at::where(higher.eq(-kInfinity), at::zeros_like(higher), higher);
-        const at::Tensor e = (s - finite).exp(), before = (top - finite).exp();
-        sum = sum * before + e.sum({-1}, true);
-        out = out * before + at::matmul(times(e, round.kept(e, keys)),
-                                        repeated(held[1].to(round.type), ring->repeat));
-        top = higher;
+        const at::Tensor e = (s - finite).exp(), before = (top_run - finite).exp();
+        of_run(sum, run).mul_(before).add_(e.sum({-1}, true));
+        of_run(out, run).mul_(before).add_(at::matmul(
+            times(e, round.kept(e, keys, run)), repeated(held[1].to(round.type), ring->repeat)));
+        top_run.copy_(higher);
       }
       passing.wait();
       if (step + 1 < round.ranks) held.swap(next);
     }
     // A query whose keys are all masked gives zeros.
     const at::Tensor none = sum.eq(0), divisor = at::where(none, at::ones_like(sum), sum);
-    out = (out / divisor).to(q.scalar_type());
-    const at::Tensor level = at::where(none, at::full_like(sum, kInfinity), top + divisor.log());
+    const auto own =
+        round.returned({(out / divisor).to(q.scalar_type()),
+                        at::where(none, at::full_like(sum, kInfinity), top + divisor.log())});
+    out = own[0];
+    const at::Tensor level = own[1];
     const at::Tensor wrapped =
         wrap_fresh(out, make_layout(ring->out, out.scalar_type(), out.device()));
     ctx->saved_data["ring"] = c10::IValue::make_capsule(ring);
