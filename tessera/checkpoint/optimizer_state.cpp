@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
+#include "tessera/nn/sharded_optimizer.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
@@ -412,11 +413,13 @@ std::function<void()> read_optimizer(const CheckpointReader& saved, const std::s
   const std::vector<Named> parameters = named_parameters_of(optimizer, module);
   CheckpointState state;
   std::vector<std::map<std::string, at::Tensor>> fresh(parameters.size());
+  auto* const sharded = dynamic_cast<ShardedStates*>(&optimizer);
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     for (const std::string& field : kind.tensors) {
       const std::string name = prefix + parameters[i].name + "." + field;
       if (!saved.find(name)) continue;
-      const at::Tensor t = at::zeros_like(parameters[i].parameter);
+      const at::Tensor& p = parameters[i].parameter;
+      const at::Tensor t = at::zeros_like(sharded ? sharded->like(p) : p);
       fresh[i][field] = t;
       add_tensor(state, name, t, parameters[i].name, shards);
     }
