@@ -21,6 +21,7 @@
 #include "tessera/nn/distribute_module.h"
 #include "tessera/nn/parameter_gradient.h"
 #include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/spec/mesh_context.h"
 #include "tessera/tensor/spec/rank_state.h"
 
@@ -182,6 +183,41 @@ struct Flat {
   FlatPlan plan;
 };
 
+// A parameter that other axes of the mesh shard already.
+struct Further {
+  NamedTensor parameter;
+  // The dim that is sharded further; -1: none can be.
+  int dim = -1;
+  ShardSpec spec;
+};
+
+// The strides of a tensor of which `dim` is the slowest, so that its slices are intervals.
+detail::Dims slowest(const std::vector<std::int64_t>& shape, int dim) {
+  detail::Dims strides(shape.size());
+  std::int64_t step = 1;
+  for (std::size_t d = shape.size(); d-- > 0;) {
+    if (static_cast<int>(d) == dim) continue;
+    strides[d] = step;
+    step *= std::max<std::int64_t>(shape[d], 1);
+  }
+  strides[dim] = step;
+  return strides;
+}
+
+// Rows of another width than the plan was made for: the same rows on each rank, without padding.
+void resize_rows(FlatPlan& plan, const std::vector<std::int64_t>& widths) {
+  std::int64_t at = 0;
+  std::fill(plan.cuts.begin(), plan.cuts.end(), 0);
+  for (std::size_t i = 0; i < widths.size(); ++i) {
+    plan.offset[i] = at;
+    for (std::size_t r = 0; r < plan.rows[i].size(); ++r) {
+      const std::int64_t elements = plan.rows[i][r] * widths[i];
+      at += elements;
+      for (std::size_t c = r + 1; c < plan.cuts.size(); ++c) plan.cuts[c] += elements;
+    }
+  }
+}
+
 // What fully_shard() is going to do: the same on all ranks, nothing has changed yet.
 class FullyShardPlan {
  public:
@@ -209,11 +245,17 @@ class FullyShardPlan {
     }
     for (const auto& p : module.named_parameters()) {
       if (ignored(p.key()) || source_of(p.value()).first || !first_time(p.value())) continue;
-      all.push_back({p.key(), p.value(), true});
-      if (staying.contains(p.value().unsafeGetTensorImpl())) keep(all.back());
+      const NamedTensor entry{p.key(), p.value(), true};
       const std::string unit = names.of(p.key());
-      precision.check_parameter(unit, all.back());
-      add(unit, all.back());
+      precision.check_parameter(unit, entry);
+      if (staying.contains(p.value().unsafeGetTensorImpl())) keep(entry);
+      if (is_sharded(p.value()) && lies_here(p.value())) {
+        check_further(entry, precision.of(unit));
+        further.push_back({entry, -1, spec(p.value())});
+      } else {
+        all.push_back(entry);
+      }
+      add(unit, entry);
     }
     for (const std::string& unit : units) precisions.push_back(precision.of(unit));
     for (const auto& b : module.named_buffers()) {
@@ -246,10 +288,11 @@ class FullyShardPlan {
                   ", bucket_bytes ", options_.reducer.bucket_bytes, ", first_bucket_bytes ",
                   options_.reducer.first_bucket_bytes, ", learn_order ",
                   options_.reducer.learn_order, ", overlap ", options_.reducer.overlap,
-                  ", precisions ", list(described_precisions()), "\n");
+                  ", precisions ", list(described_precisions()), "\n", described_further());
   }
 
   std::vector<NamedTensor> all;
+  std::vector<Further> further;
   std::vector<int> axes;
   std::vector<std::string> units;
   std::vector<UnitPrecision> precisions;
@@ -261,6 +304,44 @@ class FullyShardPlan {
     std::vector<std::string> all;
     for (const UnitPrecision& p : precisions) all.push_back(described(p));
     return all;
+  }
+  std::string described_further() const {
+    std::string text;
+    for (const Further& f : further) text += concat(f.parameter.name, ": ", f.spec, "\n");
+    return text;
+  }
+  bool lies_here(const at::Tensor& p) const {
+    return detail::context_of(spec(p)) == detail::MeshContext::of(mesh_);
+  }
+  void check_further(const NamedTensor& p, const UnitPrecision& precision) const {
+    const ShardSpec have = spec(p.tensor);
+    bool fits = !have.has_partial();
+    for (const int axis : axes) fits &= have.placements()[axis].is_replicate();
+    if (!fits)
+      throw ShardingError(concat("fully_shard: ", p.name, " is ", have,
+                                 " already: over the axes that are to shard it, it must be "
+                                 "replicated"));
+    if (p.tensor.grad().defined() || p.tensor.grad_fn())
+      throw ShardingError(concat("fully_shard: ", p.name,
+                                 " has a gradient or a graph: call it before the first backward, "
+                                 "or zero_grad() with set_to_none"));
+    if (precision.reduce)
+      throw InvalidArgument(concat("fully_shard: ", p.name,
+                                   " is a ShardTensor, whose gradient is reduced as what made it "
+                                   "one was told: no dtype to reduce in can be given"));
+  }
+  // The one whose slices are cheapest to gather of those that no axis shards.
+  static int dim_to_cut(const at::Tensor& p) {
+    if (p.dim() == 0 || p.numel() == 0) return -1;
+    if (!is_sharded(p)) return 0;
+    const ShardSpec have = spec(p);
+    if (!have.is_sharded(0)) return 0;
+    int largest = -1;
+    for (int d = 1; d < have.dims(); ++d) {
+      if (!have.is_sharded(d) && (largest < 0 || have.shape()[d] > have.shape()[largest]))
+        largest = d;
+    }
+    return largest;
   }
   void find_axes() {
     const Mesh& layout = mesh_.layout();
@@ -291,8 +372,10 @@ class FullyShardPlan {
     const auto [at, fresh] = unit_index_.try_emplace(unit, units.size());
     if (fresh) units.push_back(unit);
     unit_of.emplace(p.tensor.unsafeGetTensorImpl(), at->second);
-    if (is_sharded(p.tensor) || p.tensor.dim() == 0 || p.tensor.numel() == 0) return;
-    if (!p.tensor.is_contiguous() || staying_.contains(p.name)) {
+    if (dim_to_cut(p.tensor) < 0) return;
+    const bool known = !further.empty() && further.back().parameter.tensor.is_same(p.tensor);
+    if (is_sharded(p.tensor) && !known) return;  // refused when it is placed
+    if ((!known && !p.tensor.is_contiguous()) || staying_.contains(p.name)) {
       rows_.emplace(p.name, Sizes());
       return;
     }
@@ -310,12 +393,37 @@ class FullyShardPlan {
     if (ranks == 1) flats.clear();
     for (Flat& flat : flats) {
       std::vector<detail::FlatRows> rows;
-      for (const NamedTensor& p : flat.parameters)
-        rows.push_back({p.tensor.size(0), p.tensor.numel() / p.tensor.size(0)});
+      for (const NamedTensor& p : flat.parameters) {
+        const std::int64_t n = p.tensor.size(dim_to_cut(p.tensor));
+        rows.push_back({n, p.tensor.numel() / n});
+      }
       flat.plan = detail::plan_flat(rows, ranks);
       for (std::size_t i = 0; i < rows.size(); ++i)
         rows_.emplace(flat.parameters[i].name, flat.plan.rows[i]);
+      cut_further(flat);
     }
+  }
+  // The ranks of the other axes cut alike, whatever they hold of a row.
+  void cut_further(Flat& flat) {
+    bool any = false;
+    std::vector<std::int64_t> widths;
+    for (std::size_t i = 0; i < flat.parameters.size(); ++i) {
+      const at::Tensor& p = flat.parameters[i].tensor;
+      const int dim = dim_to_cut(p);
+      widths.push_back(p.numel() / p.size(dim));
+      const auto at = std::find_if(further.begin(), further.end(),
+                                   [&](const Further& f) { return f.parameter.tensor.is_same(p); });
+      if (at == further.end()) continue;
+      any = true;
+      widths.back() = at->spec.local_numel() / p.size(dim);
+      auto placements = at->spec.placements();
+      for (const int axis : axes) placements[axis] = Shard(dim);
+      ShardSizes sizes = at->spec.sizes();
+      sizes[dim] = flat.plan.rows[i];
+      at->dim = dim;
+      at->spec = ShardSpec(mesh_, at->spec.shape(), placements, sizes);
+    }
+    if (any) resize_rows(flat.plan, widths);
   }
 
   const DeviceMesh& mesh_;
@@ -346,7 +454,8 @@ FullyShardPlan agreed_plan(const torch::nn::Module& module, const DeviceMesh& me
 }
 
 // The locals of a unit's parameters move into the flat buffer of which this rank keeps an interval.
-void make_flat(const Flat& flat, int rank, const std::shared_ptr<GatherUnits>& units) {
+void make_flat(const Flat& flat, int rank, const std::vector<Further>& further,
+               const std::shared_ptr<GatherUnits>& units) {
   const at::NoGradGuard no_grad;
   const Sizes sizes = flat.plan.sizes();
   const at::TensorOptions options =
@@ -356,18 +465,32 @@ void make_flat(const Flat& flat, int rank, const std::shared_ptr<GatherUnits>& u
   const std::int64_t width = memory.element_size(), begin = flat.plan.cuts[rank];
   for (std::size_t i = 0; i < flat.parameters.size(); ++i) {
     const at::Tensor& parameter = flat.parameters[i].tensor;
-    const at::Tensor local = to_local(parameter.detach());
+    const auto known = std::find_if(further.begin(), further.end(), [&](const Further& f) {
+      return f.parameter.tensor.is_same(parameter);
+    });
+    const bool fresh = known == further.end();
+    const detail::ShardMeta& meta = *detail::meta_of(parameter);
+    const ShardSpec to = fresh ? meta.spec() : known->spec;
+    const SequenceSharding sequence = meta.layout->sequence;
+    const int dim = fresh ? 0 : known->dim;
+    const at::Tensor local =
+        fresh ? meta.local : detail::redistribute_local(meta.local, meta.spec(), to);
+    const detail::Dims strides = slowest(to.shape(), dim);
     const std::int64_t at =
         local.numel() > 0 ? std::max<std::int64_t>(flat.plan.offset[i] - begin, 0) : 0;
     // A storage of its own, by which the parameter and its views are known; it keeps the units.
     const at::Tensor place = at::from_blob(
         static_cast<char*>(memory.data_ptr()) + at * width, local.sizes(),
-        [memory, units](void*) {}, options);
+        detail::strides_in_order(local.sizes(), strides), [memory, units](void*) {}, options);
     place.copy_(local);
-    detail::install(parameter, place,
-                    detail::as_parameter(detail::make_layout(
-                        spec(parameter), parameter.scalar_type(), memory.device())));
-    units->add_parameter(flat.unit, buffer, flat.plan.offset[i], place);
+    bool elsewhere = false;
+    for (int d = 0; d < to.dims(); ++d) elsewhere |= d != dim && to.is_sharded(d);
+    detail::install(
+        parameter, place,
+        detail::as_parameter(
+            detail::make_layout(to, strides, 0, parameter.scalar_type(), memory.device()),
+            sequence));
+    units->add_parameter(flat.unit, buffer, flat.plan.offset[i], place, elsewhere ? to.numel() : 0);
   }
 }
 
@@ -423,17 +546,24 @@ void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
   for (std::size_t u = 0; u < plan.units.size(); ++u)
     units->add_unit(plan.units[u], {plan.precisions[u].parameters, plan.precisions[u].output});
   const int rank = mesh.group(plan.axes).rank();
-  for (const Flat& flat : plan.flats) make_flat(flat, rank, units);
+  for (const Flat& flat : plan.flats) make_flat(flat, rank, plan.further, units);
   std::vector<detail::UnitParameter> reduced;
-  for (const NamedTensor& entry : placed) {
-    if (!entry.parameter) continue;
+  const auto add = [&](const NamedTensor& entry) {
     const std::size_t unit = plan.unit_of.at(entry.tensor.unsafeGetTensorImpl());
     if (!source_of(entry.tensor).first)
       units->add_parameter(unit, GatherUnits::kNoBuffer, 0, keep_units(entry.tensor, units));
-    if (!entry.tensor.requires_grad()) continue;
-    reduced.push_back({entry.name, entry.tensor, unit, plan.precisions[unit].reduce});
-    detail::add_hook_after(entry.tensor, std::make_unique<AccumulatedInUnit>(units));
+    if (entry.tensor.requires_grad())
+      detail::add_hook_after(entry.tensor, std::make_unique<AccumulatedInUnit>(units));
+    return unit;
+  };
+  for (const NamedTensor& entry : placed) {
+    if (!entry.parameter) continue;
+    const std::size_t unit = add(entry);
+    if (entry.tensor.requires_grad())
+      reduced.push_back({entry.name, entry.tensor, unit, plan.precisions[unit].reduce});
   }
+  // Their gradients are reduced already, to whatever their placements are.
+  for (const Further& f : plan.further) add(f.parameter);
   detail::reduce_parameters(reduced, mesh, options.reducer);
 }
 

@@ -21,6 +21,11 @@
 // without dims or elements, and those that are not row-major, stay outside: the former are
 // replicated, the latter sharded evenly and gathered one by one.
 //
+// Tensor parallelism. Parameters that are ShardTensors of this mesh already, as tensor_parallel()
+// makes them, are sharded over `axes` as well, along dim 0 or, where another axis shards that, the
+// largest dim that none does; without one they stay replicated over `axes`. Units gather them over
+// `axes` alone. Their gradients are reduced as what made them ShardTensors was told.
+//
 // Order. C++ modules have no hooks: a unit is gathered when an operator first uses one of its
 // parameters, and the order in which that happens is learnt in the first step. From then on the
 // next unit is gathered while one computes, and one is released with its last use. A step that goes
@@ -105,7 +110,8 @@ struct FullyShardOptions {
 /// Shards the parameters of `module` over `mesh`, in place, and replicates its buffers; values are
 /// those of the mesh's first rank. Collective over the mesh. Call it before the first forward and
 /// before the optimizer is made. Modules that fully_shard() has sharded already, on this mesh or
-/// another one, are left as they are. Throws as distribute_module() does; InvalidArgument for an
+/// another one, are left as they are. Throws as distribute_module() does; ShardingError for a
+/// ShardTensor of another mesh, or one that is not replicated over `axes`; InvalidArgument for an
 /// axis that the mesh does not have, a pattern that matches nothing, a negative prefetch, a
 /// parameter without rows that shall stay, and for a
 /// precision that does not fit: a dtype that is not floating-point, a complex or integer parameter

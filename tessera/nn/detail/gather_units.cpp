@@ -48,9 +48,9 @@ std::size_t GatherUnits::add_buffer(std::size_t unit, at::Tensor shard, Sizes si
 }
 
 void GatherUnits::add_parameter(std::size_t unit, std::size_t buffer, std::int64_t offset,
-                                const at::Tensor& local) {
+                                const at::Tensor& local, std::int64_t sharded_elsewhere) {
   const std::size_t index = places_.size();
-  places_.push_back({unit, buffer, offset});
+  places_.push_back({unit, buffer, offset, sharded_elsewhere});
   if (const auto compute = units_[unit].precision.compute;
       compute && *compute != local.scalar_type())
     add_low(index, local);
@@ -74,9 +74,10 @@ void GatherUnits::add_low(std::size_t index, const at::Tensor& local) {
         local.numel() > 0 ? bytes / static_cast<std::int64_t>(local.element_size()) : 0;
     char* place = static_cast<char*>(buffer.memory.data_ptr()) +
                   first * static_cast<std::int64_t>(buffer.memory.element_size());
-    made = at::from_blob(place, local.sizes(), [memory = buffer.memory](void*) {}, options);
+    made = at::from_blob(
+        place, local.sizes(), local.strides(), [memory = buffer.memory](void*) {}, options);
   }
-  places_.push_back({at.unit, at.buffer, at.offset, true});
+  places_.push_back({at.unit, at.buffer, at.offset, at.sharded_elsewhere, true});
   places_[index].computed = made;
   places_[index].begin = local.storage_offset();
   context_->state->sources.add(made, shared_from_this(), places_.size() - 1);
@@ -104,13 +105,25 @@ at::Tensor GatherUnits::computed(std::size_t index, const ShardMeta& meta) {
   return view;
 }
 
+// Whether the unit's buffer has the local under `to` of a parameter, or of a view of it.
+bool GatherUnits::gathers(const Place& place, const ShardMeta& meta, const ShardSpec& to) const {
+  if (place.sharded_elsewhere == 0) return to.is_replicated();
+  // All of its elements in the order of its memory, or it would have to be found among those of the
+  // shard.
+  const Layout& layout = *meta.layout;
+  if (!layout.dense || layout.offset != 0 || to.numel() != place.sharded_elsewhere) return false;
+  auto placements = meta.spec().placements();
+  for (const int axis : axes_) placements[axis] = Replicate();
+  return meta.spec().with_placements(placements) == to;
+}
+
 at::Tensor GatherUnits::gathered(std::size_t index, const ShardMeta& meta, const ShardSpec& to) {
   const Place& place = places_[index];
   if (place.buffer == kNoBuffer) return {};
   const Layout& layout = *meta.layout;
   Buffer& buffer = units_[place.unit].buffers[place.buffer];
   const at::Tensor& sent = buffer.low.defined() ? buffer.low : buffer.shard;
-  if (place.low != buffer.low.defined() || !to.is_replicated() ||
+  if (place.low != buffer.low.defined() || !gathers(place, meta, to) ||
       layout.dtype != sent.scalar_type() || meta.local.is_conj() || meta.local.is_neg())
     return {};
   const std::lock_guard lock(mutex_);
@@ -120,7 +133,10 @@ at::Tensor GatherUnits::gathered(std::size_t index, const ShardMeta& meta, const
   const LocalCallGuard guard;
   // A wrapper shows the strides and the offset that the whole tensor would have: views too.
   at::Tensor view =
-      buffer.full.as_strided(layout.sizes(), layout.strides, place.offset + layout.offset);
+      place.sharded_elsewhere == 0
+          ? buffer.full.as_strided(layout.sizes(), layout.strides, place.offset + layout.offset)
+          : buffer.full.as_strided(
+                to.local_shape(), strides_in_order(to.local_shape(), layout.strides), place.offset);
   used();
   return view;
 }

@@ -48,9 +48,11 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   std::size_t add_buffer(std::size_t unit, at::Tensor shard, Sizes sizes);
   static constexpr std::size_t kNoBuffer = ~std::size_t{0};
   /// A parameter that begins at `offset` of a buffer, as `local` on this rank; kNoBuffer: one that
-  /// belongs to the unit and is not gathered with it.
+  /// belongs to the unit and is not gathered with it. `sharded_elsewhere`: the elements of the
+  /// global tensor, if other axes shard it too, so that what is gathered is this rank's shard of it
+  /// on those; else 0.
   void add_parameter(std::size_t unit, std::size_t buffer, std::int64_t offset,
-                     const at::Tensor& local);
+                     const at::Tensor& local, std::int64_t sharded_elsewhere = 0);
 
   at::Tensor gathered(std::size_t index, const ShardMeta& meta, const ShardSpec& to) override;
   void written(std::size_t index) override;
@@ -86,6 +88,7 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   struct Place {
     std::size_t unit, buffer;
     std::int64_t offset;
+    std::int64_t sharded_elsewhere = 0;
     // Whether it is that of a parameter in the dtype to compute in.
     bool low = false;
     // Of a parameter: its local in that dtype, if there is one, and where its own begins.
@@ -113,6 +116,7 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   void used();
   bool comes_again() const;
   void add_low(std::size_t index, const at::Tensor& local);
+  bool gathers(const Place& place, const ShardMeta& meta, const ShardSpec& to) const;
   void start(std::size_t unit);
   void wait(Unit& unit);
   void release(std::size_t unit);
