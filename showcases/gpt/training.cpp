@@ -10,6 +10,7 @@
 #include "memory.h"
 #include "tessera/base/text.h"
 #include "tessera/data/loader.h"
+#include "tessera/nn/fully_shard.h"
 #include "tessera/schedule/generators.h"
 #include "tessera/schedule/list_schedule.h"
 #include "tessera/schedule/picture.h"
@@ -271,9 +272,13 @@ Result train(const std::optional<tessera::DeviceMesh>& mesh, const Options& opti
     const auto parallelise = [&](const std::string&, torch::nn::Module& module,
                                  const tessera::DeviceMesh& on) {
       tessera::TensorParallelOptions how;
-      if (on.layout().size("sharded") > 1) how.sharded_axis = "sharded";
+      // Gathered block by block, ahead of use. Stages share the embedding, whose shards must be the
+      // same in both: there each operator gathers what it takes.
+      const bool shards = on.layout().size("sharded") > 1;
+      if (shards && staged) how.sharded_axis = "sharded";
       if (options.sequence) how.sequence_dim = 1;
       result.plan = tensor_parallel(module, on, layers_of(owned->network), how).to_string();
+      if (shards && !staged) fully_shard(module, on, {.axes = {"sharded"}});
     };
     const std::vector<tessera::Placement> rows{tessera::Shard(0), tessera::Shard(0),
                                                tessera::Replicate()};
