@@ -87,8 +87,8 @@ struct FullyShardOptions {
   std::vector<std::string> ignore = {};
   /// Patterns of parameters that are not gathered: tables of embeddings, weights of experts. Their
   /// rows (dim 0) are sharded evenly over the axes, outside the units' buffers. An embedding sends
-  /// indices and rows between the ranks, and its gradient stays with the rows; other operators treat
-  /// such a parameter as data, and move what costs least. On one rank an axis shards nothing.
+  /// indices and rows between the ranks, and its gradient stays with the rows; other operators
+  /// treat such a parameter as data, and move what costs least.
   std::vector<std::string> stay = {};
   /// false: parameters that forward gathers stay so until backward has used them, which saves a
   /// third of the traffic.

@@ -33,9 +33,9 @@ class ParameterSource {
   virtual ~ParameterSource() = default;
   /// Of parameter `index`; empty for what computed() has made.
   virtual ParameterPrecision precision(std::size_t index) const = 0;
-  /// The local of parameter `index`, or of a view of it, both by `meta`, in the dtype that operators
-  /// compute in: memory that belongs to the source, and that the source finds again. Undefined:
-  /// there is none of this view.
+  /// The local of parameter `index`, or of a view of it, both by `meta`, in the dtype that
+  /// operators compute in: memory that belongs to the source, and that the source finds again.
+  /// Undefined: there is none of this view.
   virtual at::Tensor computed(std::size_t index, const ShardMeta& meta) = 0;
   /// The local under `to` of parameter `index`, or of a view of it, both by `meta`; undefined: this
   /// one is gathered by itself. Called by all ranks for the same uses in the same order.
