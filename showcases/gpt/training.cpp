@@ -87,16 +87,25 @@ struct Training : tessera::Task {
   }
   at::Tensor loss(const MicroBatch& batch) {
     const auto given = pairs(batch);
+    moves(given[0].size(0) == 1);
     return loss_of(network->forward(given[0]), given[1]);
   }
   at::Tensor training_step(const MicroBatch& batch, Step&) override { return loss(batch); }
   void validation_step(const MicroBatch& batch, Step& step) override {
     step.log("loss", loss(batch));
   }
+  // What the plan does not say does not move: but for one sample alone, whose rows are views that no
+  // rank has a shard of.
+  void moves(bool allowed) const {
+    if (manager)
+      tessera::set_policies(
+          *manager, {.redistribution = allowed ? tessera::Policy::allow : tessera::Policy::error});
+  }
   // Scores of the next byte; the same on every rank.
   virtual at::Tensor scores(const at::Tensor& tokens) { return next_scores(network, tokens); }
   const Options options;
   Network network;
+  std::optional<tessera::DistributedManager> manager;
 };
 
 // The parts of the network that are this rank's stages.
@@ -110,11 +119,12 @@ struct StagedTraining : Training {
     std::vector<std::shared_ptr<tessera::PipelineStage>> stages;
     for (const int s : schedule.stages_of(strategy->mesh().group(strategy->axis()).rank())) {
       const Part part = parts[static_cast<std::size_t>(s)];
-      stages.push_back(
-          tessera::make_stage(network->layers_of(part),
-                              [net = network, part](const std::vector<at::Tensor>& x) mutable {
-                                return std::vector<at::Tensor>{net->forward(part, x[0])};
-                              }));
+      stages.push_back(tessera::make_stage(
+          network->layers_of(part),
+          [this, net = network, part](const std::vector<at::Tensor>& x) mutable {
+            if (x[0].size(0) == 1) moves(true);
+            return std::vector<at::Tensor>{net->forward(part, x[0])};
+          }));
     }
     tessera::PipelineOptions how;
     if (!network->embedding.is_empty()) how.tied["embedding"] = {network->embedding->weight};
@@ -131,9 +141,11 @@ struct StagedTraining : Training {
     return strategy->split(two, 1, options.micro_batches);
   }
   at::Tensor training_step(const MicroBatch& batch, Step& step) override {
+    moves(false);
     return tessera::run_pipeline(*pipeline, split(batch), step);
   }
   void validation_step(const MicroBatch& batch, Step& step) override {
+    moves(false);
     tessera::evaluate_pipeline(*pipeline, split(batch), step);
   }
   // The last stage's ranks have the scores, and tell the others.
@@ -170,9 +182,8 @@ struct StagedTraining : Training {
 
 class Recorder : public tessera::Callback {
  public:
-  Recorder(Training& training, const std::optional<tessera::DeviceMesh>& mesh, Result& result,
-           std::function<void(std::int64_t, double)> watch)
-      : training_(training), mesh_(mesh), result_(result), watch_(std::move(watch)) {}
+  Recorder(Training& training, Result& result, std::function<void(std::int64_t, double)> watch)
+      : training_(training), result_(result), watch_(std::move(watch)) {}
   std::string name() const override { return "recorder"; }
   void on_step_end(Trainer& trainer, const tessera::StepResult& step) override {
     result_.losses.emplace_back(trainer.step(), step.loss);
@@ -187,21 +198,17 @@ class Recorder : public tessera::Callback {
     const bool was_training = training_.network->is_training();
     training_.network->eval();
     // One text on all ranks: what is sharded over ranks that share samples moves as it has to.
-    const auto policy = [&](tessera::Policy p) {
-      if (mesh_) tessera::set_policies(mesh_->manager(), {.redistribution = p});
-    };
-    policy(tessera::Policy::allow);
+    training_.moves(true);
     const auto scores = [&](const at::Tensor& tokens) { return training_.scores(tokens); };
     result_.samples.push_back(
         {trainer.step(), trainer.metrics().at("val/loss"),
          continue_text(scores, o.network.length, o.prompt, o.sample, o.seed, stop)});
-    policy(tessera::Policy::error);
+    training_.moves(false);
     training_.network->train(was_training);
   }
 
  private:
   Training& training_;
-  const std::optional<tessera::DeviceMesh>& mesh_;
   Result& result_;
   const std::function<void(std::int64_t, double)> watch_;
 };
@@ -266,8 +273,6 @@ Result train(const std::optional<tessera::DeviceMesh>& mesh, const Options& opti
 
   tessera::TrainerOptions trainer;
   if (mesh) {
-    // What the plan does not say does not move.
-    tessera::set_policies(mesh->manager(), {.redistribution = tessera::Policy::error});
     tessera::manual_seed(mesh->manager(), options.seed);
     const auto parallelise = [&](const std::string&, torch::nn::Module& module,
                                  const tessera::DeviceMesh& on) {
@@ -299,13 +304,14 @@ Result train(const std::optional<tessera::DeviceMesh>& mesh, const Options& opti
   }
   if (!owned) owned = std::make_unique<Training>(options);
   Training& task = *owned;
+  if (mesh) task.manager = mesh->manager();
   trainer.max_epochs = -1;
   trainer.max_steps = options.stop_at < 0 ? options.steps : options.stop_at;
   trainer.validate_every_epochs = 0;
   trainer.validate_every_steps = options.validate_every;
   trainer.session.clip.max_norm = 1;
   if (options.float64) trainer.session.precision = tessera::Precision::float64;
-  trainer.callbacks = {std::make_shared<Recorder>(task, mesh, result, watch)};
+  trainer.callbacks = {std::make_shared<Recorder>(task, result, watch)};
   if (!options.checkpoint.empty()) {
     trainer.checkpoint.folder = options.checkpoint;
     trainer.checkpoint.resume = true;
