@@ -203,14 +203,18 @@ TEST(PipelineFaulty, ARankThatThrowsEndsTheStepOnAllAndTheNextOneWorks) {
     EXPECT_NEAR(result.loss, expected.loss, 1e-12 * std::abs(expected.loss));
     EXPECT_LE(test::gradient_error(own.by_number, expected), 1e-11);
   }
+  // Each rank answers for all: the launcher may end a rank of MPI before it has said how it went.
+  const at::Tensor failed = at::full({1}, ::testing::Test::HasFailure() ? 1 : 0, at::kLong);
+  manager.world().all_reduce(failed);
+  EXPECT_EQ(failed.item<std::int64_t>(), 0);
   manager.shutdown();
 }
 
-// A rank that is killed while it gathers, sends, computes or reduces: the others end within their
+// A rank that is killed in its backward, its loss or its reduction: the others end within their
 // limit, and say in which action.
 TEST(PipelineKilled, InEachPhaseTheOthersEndAndSayWhere) {
-  enum Phase { kGather, kBackward, kLoss, kReduce };
-  for (const Phase phase : {kGather, kBackward, kLoss, kReduce}) {
+  enum Phase { kBackward, kLoss, kReduce };
+  for (const Phase phase : {kBackward, kLoss, kReduce}) {
     SCOPED_TRACE(static_cast<int>(phase));
     const int bad = phase == kLoss ? 2 : 1;
     const auto ends = testing::fork_ranks(
@@ -219,7 +223,7 @@ TEST(PipelineKilled, InEachPhaseTheOthersEndAndSayWhere) {
           at::set_num_threads(1);
           ManagerOptions options;
           options.launch = launch;
-          options.timeout = std::chrono::seconds(5);
+          options.timeout = std::chrono::seconds(3);
           auto manager = DistributedManager::initialize(options);
           const bool mine = manager.rank() == bad;
           const auto die = [=](Phase now) {
@@ -233,9 +237,6 @@ TEST(PipelineKilled, InEachPhaseTheOthersEndAndSayWhere) {
               return {y};
             }
             std::vector<at::Tensor> parameters() const override { return net->parameters(); }
-            bool sharded() const override { return true; }
-            void gather() override { die(kGather); }
-            void release() override {}
             void reduce() override { die(kReduce); }
             torch::nn::Linear net{3, 3};
             std::function<void(Phase)> die;
