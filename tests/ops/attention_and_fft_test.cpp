@@ -500,8 +500,8 @@ TEST(Policy, NamesOperatorTensorsPlacementsAndBytes) {
       why = e.what();
     }
     for (const char* part :
-         {"aten::cumsum", "self from [4, 6] x=Shard(0)[2, 2] to [4, 6] x=Replicate", "96 bytes",
-          "Redistribute explicitly"})
+         {"aten::cumsum", "self from [4, 6] x=Shard(0)[2, 2] to [4, 6] x=Shard(1)[3, 3]",
+          "48 bytes", "Redistribute explicitly"})
       EXPECT_NE(why.find(part), std::string::npos) << why;
     EXPECT_NO_THROW(at::cumsum(redistribute(x, {Shard(1)}), 0))
         << "what is written is not implicit";

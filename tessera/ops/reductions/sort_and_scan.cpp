@@ -64,9 +64,9 @@ std::optional<Plan> on_other_dims(const OpCall& call, const std::set<int>& dims,
 Plan along_reduced(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   const auto dims = reduced_dims(call);
-  if (n > 0 && call.outputs()) {
-    if (auto plan =
-            on_other_dims(call, dims, remaining(n, dims, keeps(call)), (*call.outputs())[0].shape))
+  if (n > 0) {
+    if (auto plan = on_other_dims(call, dims, remaining(n, dims, keeps(call)),
+                                  shape_without(call.tensor(0).spec.shape(), dims, keeps(call))))
       return *std::move(plan);
   }
   LabelProblem p(call);
