@@ -2,8 +2,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/view_as_complex.h>
-#include <ATen/ops/view_as_real.h>
 
 #include <algorithm>
 #include <limits>
@@ -142,13 +140,6 @@ at::Scalar identity_of(ReduceOp::Kind kind, at::ScalarType dtype) {
     default:
       return 0;
   }
-}
-
-// What a mean has in place of a value. Complex numbers part by part: in a product of complex numbers
-// a NaN of one part reaches the other.
-at::Tensor scaled(const at::Tensor& t, double by) {
-  if (by == 1) return t;
-  return t.is_complex() ? at::view_as_complex(at::view_as_real(t).mul(by)) : t.mul(by);
 }
 
 }  // namespace
@@ -336,7 +327,8 @@ at::Tensor Redistribution::finish() {
   if (!plan.pad) return std::move(local_);
   at::Tensor padded = at::full(shape_of(plan.target),
                                identity_of(plan.identity, local_.scalar_type()), local_.options());
-  slice(padded, plan.target, plan.move.after).copy_(scaled(local_, plan.scale));
+  slice(padded, plan.target, plan.move.after)
+      .copy_(plan.scale == 1 ? local_ : local_.mul(plan.scale));
   return padded;
 }
 

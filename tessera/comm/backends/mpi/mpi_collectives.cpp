@@ -7,7 +7,6 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/mpi/mpi_backend.h"
-#include "tessera/comm/group/detail/reduction.h"
 
 namespace tessera::detail {
 
@@ -119,7 +118,7 @@ void MpiBackend::add_all_reduce(MpiCall& call, const at::Tensor& tensor, const c
   const bool same = t.is_same(tensor);
   if (!same || plan.average)
     call.finish.emplace_back([tensor, t, same, average = plan.average, n = ranks()] {
-      if (average) divide_sum(t, n);
+      if (average) t.div_(n);
       if (!same) tensor.copy_(t);
     });
   after_meeting(call, [this, &call, begin = static_cast<char*>(address(t)), count, piece, item,
@@ -167,7 +166,7 @@ void MpiBackend::add_reduce(MpiCall& call, const at::Tensor& tensor, int root,
   const bool same = t.is_same(tensor);
   if (is_root && (!same || plan.average))
     call.finish.emplace_back([tensor, t, same, average = plan.average, n = ranks()] {
-      if (average) divide_sum(t, n);
+      if (average) t.div_(n);
       if (!same) tensor.copy_(t);
     });
   after_meeting(call, [this, &call, begin = static_cast<char*>(address(t)), count, item, is_root,
@@ -254,7 +253,7 @@ void MpiBackend::add_reduce_scatter(MpiCall& call, const at::Tensor& output,
   for (auto& n : items) n *= plan.per_element;
   if (!direct || plan.average)
     call.finish.emplace_back([output, out, direct, average = plan.average, n = ranks()] {
-      if (average) divide_sum(out, n);
+      if (average) out.div_(n);
       if (!direct) output.copy_(out);
     });
   const MPI_Datatype type = plan.type;

@@ -140,7 +140,7 @@ void reduce_pair(RequestState& call, const at::Tensor& work, const Recipe& recip
   call.then([work, other, recipe, root] {
     reduce_in_order(work, root == 0 ? std::vector{work, other} : std::vector{other, work},
                     recipe.op);
-    if (recipe.divide) divide_sum(work, 2);
+    if (recipe.divide) work.div_(2);
   });
 }
 
@@ -187,7 +187,7 @@ void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, in
     if (writes)
       call.then([work, gathered, recipe, n] {
         reduce_in_order(work.view({-1}), split_flat(gathered, Sizes(n, work.numel())), recipe.op);
-        if (recipe.divide) divide_sum(work, n);
+        if (recipe.divide) work.div_(n);
       });
     return;
   }
@@ -206,7 +206,7 @@ void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, in
   if (recipe.real) wire = at::view_as_real(wire);
   if (recipe.bytes) wire = wire.view(at::kByte);
   reduce_flat(call, wire, recipe.op, op.factor, root);
-  if (recipe.divide && writes) call.then([work, n] { divide_sum(work, n); });
+  if (recipe.divide && writes) call.then([work, n] { work.div_(n); });
 }
 
 }  // namespace
@@ -302,7 +302,7 @@ void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const a
       call.add(
           endpoint.uneven->reduce_scatter_v(out, in, counts, to_c10d(recipe.op, op.factor), limit));
     });
-    if (recipe.divide) call.then([out, n] { divide_sum(out, n); });
+    if (recipe.divide) call.then([out, n] { out.div_(n); });
     return;
   }
 

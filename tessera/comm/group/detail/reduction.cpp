@@ -143,12 +143,8 @@ void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& pa
     combine(sum, parts[0].to(wide), parts[1].to(wide), op);
     for (std::size_t i = 2; i < parts.size(); ++i) combine(sum, sum, parts[i].to(wide), op);
   }
-  if (op == ReduceOp::Kind::avg) divide_sum(sum, static_cast<double>(parts.size()));
+  if (op == ReduceOp::Kind::avg) sum.div_(static_cast<double>(parts.size()));
   if (!in_place) output.copy_(sum);
-}
-
-void divide_sum(const at::Tensor& sum, double count) {
-  (sum.is_complex() ? at::view_as_real(sum) : sum).div_(count);
 }
 
 namespace {

@@ -31,10 +31,6 @@ c10::ScalarType accumulation_type(c10::ScalarType dtype);
 void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& parts,
                      ReduceOp::Kind op);
 
-/// Divides a sum by the number of its summands, in place. Complex numbers part by part: in a product
-/// of complex numbers a NaN of one part reaches the other.
-void divide_sum(const at::Tensor& sum, double count);
-
 /// Floating-point numbers as integers of the same width that order in the same way (-0 before +0),
 /// so that a backend whose min or max drops NaN can work on them: for max a NaN becomes the largest
 /// integer, for min the smallest. float32 -> int32, float64 -> int64; contiguous tensors. The map
