@@ -1,6 +1,6 @@
-// Makes the backend of init_process_group("tessera") known to torch.distributed when this library is
-// loaded, by torch.ops.load_library alone: c10d's table of backends is Python's. Its functions are
-// looked up in the process, so that this library needs none of Python's.
+// Makes the backend of init_process_group("tessera") known to torch.distributed when this library
+// is loaded, by torch.ops.load_library alone: c10d's table of backends is Python's. Its functions
+// are looked up in the process, so that this library needs none of Python's.
 
 #include <dlfcn.h>
 

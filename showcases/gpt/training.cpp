@@ -94,8 +94,8 @@ struct Training : tessera::Task {
   void validation_step(const MicroBatch& batch, Step& step) override {
     step.log("loss", loss(batch));
   }
-  // What the plan does not say does not move: but for one sample alone, whose rows are views that no
-  // rank has a shard of.
+  // What the plan does not say does not move: but for one sample alone, whose rows are views that
+  // no rank has a shard of.
   void moves(bool allowed) const {
     if (manager)
       tessera::set_policies(

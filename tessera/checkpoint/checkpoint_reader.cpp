@@ -118,7 +118,8 @@ struct CheckpointReader::Impl {
           std::any_of(uses.begin(), uses.end(), [](const auto& use) { return !use.whole; }))
         continue;
       all[i] = true;
-      // Memory of its own where it was shared until the first write: now, while nothing has changed.
+      // Memory of its own where it was shared until the first write: now, while nothing has
+      // changed.
       const auto* begin = static_cast<const char*>(want.into.mutable_data_ptr());
       taken.emplace_back(begin, begin + want.into.nbytes());
     }

@@ -15,8 +15,8 @@
 // How it works (ZeRO, stage 1; https://arxiv.org/abs/1910.02054). Parameters lie in flat chunks,
 // cut into one interval for each rank, between rows. step() gives the optimizer ShardTensors over
 // the rows of this rank, in the parameters' own memory, in the place of the parameters, and gathers
-// the chunks afterwards. What an optimizer computes of a whole parameter, such as its norm, is right
-// as well.
+// the chunks afterwards. What an optimizer computes of a whole parameter, such as its norm, is
+// right as well.
 //
 // Of P bytes of parameters on n ranks, Adam's moments take 2 P / n instead of 2 P, and each step
 // receives P (n - 1) / n.

@@ -19,8 +19,8 @@ struct Policies {
   /// taken as replicated, that is, equal on all ranks.
   Policy promotion = Policy::allow;
   /// Applies to such plain tensors whose values differ by rank. Unless it is `allow`, the first one
-  /// of each shape and dtype that an operator is given is compared over the ranks of the mesh, by one
-  /// small call; CheckLevel::collective compares every one. `error` throws MismatchError on all
+  /// of each shape and dtype that an operator is given is compared over the ranks of the mesh, by
+  /// one small call; CheckLevel::collective compares every one. `error` throws MismatchError on all
   /// ranks.
   Policy plain_values = Policy::allow;
 };

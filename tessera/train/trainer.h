@@ -187,8 +187,8 @@ class Trainer {
   bool saves_on_all_ranks() const;
   bool limit_reached() const;
   void tell(const std::exception& e) noexcept;
-  /// In a handler: tells the callbacks, and ends the session. `saves`: the last whole state, if that
-  /// was asked for.
+  /// In a handler: tells the callbacks, and ends the session. `saves`: the last whole state, if
+  /// that was asked for.
   void end_by_exception(bool saves) noexcept;
   template <class Call>
   void each(Call&& call) {

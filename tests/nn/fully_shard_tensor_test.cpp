@@ -54,8 +54,8 @@ Scorer scorer_of(ScorerImpl::Shape shape) {
 TensorParallelPlan make_tensor_parallel(Scorer& net, const DeviceMesh& mesh, bool sequence) {
   TensorParallelOptions options;
   if (sequence) options.sequence_dim = 1;
-  return tessera::tensor_parallel(*net, mesh,
-                         {{"*.up", column()}, {"*.down", row()}, {"table", vocabulary()}}, options);
+  return tessera::tensor_parallel(
+      *net, mesh, {{"*.up", column()}, {"*.down", row()}, {"table", vocabulary()}}, options);
 }
 
 // Samples over all axes but that of the tensor shards.

@@ -29,8 +29,8 @@ std::uint64_t case_number(std::uint64_t seed, const std::string& name, int ranks
 /// What a case may be about besides shapes and placements.
 enum class Hard : char {
   nothing,
-  /// A third of the cases: ties, NaN, infinities, large values, whole numbers, booleans, expanded or
-  /// conjugated inputs, one tensor given twice, inference mode, a call that was made before with
+  /// A third of the cases: ties, NaN, infinities, large values, whole numbers, booleans, expanded
+  /// or conjugated inputs, one tensor given twice, inference mode, a call that was made before with
   /// other values, inputs that overlap or are of several dtypes, or results written to tensors that
   /// are given (`out=`).
   things,

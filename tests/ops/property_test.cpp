@@ -5,7 +5,8 @@
 //   test_ops_property                                            ranks as threads: 1, 2, 3, 4, 8
 //   test_ops_property --operator=softmax --ranks=3 --draw=5      one case, as a failure names it
 //   test_ops_property --draws=100 --seed=7                       more, and others
-//   test_ops_property --special, --ordinary                      NaN, ties, `out=`, ... in all cases, in
+//   test_ops_property --special, --ordinary                      NaN, ties, `out=`, ... in all
+//   cases, in
 //                                                                none; by default in every second
 //   tessera run -n 2 -- test_ops_property --processes --draws=1  every rank a process;
 //     --backend=mpi under MPI's own launcher
@@ -55,7 +56,8 @@ class Report {
         break;
       case Outcome::Kind::refused:
         if (c.refused++ == 0) c.refusal = o.text;
-        if (one.must && !o.allowed && failed_[one.name]++ < 2) wrong_ += where + "refused: " + o.text;
+        if (one.must && !o.allowed && failed_[one.name]++ < 2)
+          wrong_ += where + "refused: " + o.text;
         break;
       case Outcome::Kind::both_throw:
         ++c.both_throw;

@@ -1,6 +1,6 @@
 // Pipelines on ranks that are processes, over Gloo or MPI (`--backend=mpi`): samples of what
-// step_test.cpp draws, random numbers, measured costs; a rank that throws (`--faults`), and one that
-// is killed (`--killed`).
+// step_test.cpp draws, random numbers, measured costs; a rank that throws (`--faults`), and one
+// that is killed (`--killed`).
 
 #include <gtest/gtest.h>
 #include <signal.h>

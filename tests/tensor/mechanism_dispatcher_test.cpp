@@ -1,5 +1,5 @@
-// The dispatcher's side of the mechanism: registration, rules, policies, reads of memory, parameters
-// that are exchanged, and ranks that are threads.
+// The dispatcher's side of the mechanism: registration, rules, policies, reads of memory,
+// parameters that are exchanged, and ranks that are threads.
 
 #include <torch/library.h>
 #include <unistd.h>

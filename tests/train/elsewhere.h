@@ -1,6 +1,7 @@
 #pragma once
 // A run on fields that any strategy can take over from any other, on 1 to 4 ranks: data-parallel,
-// fully sharded, tensor-parallel, or sharded in space. It says which samples it was given, in order.
+// fully sharded, tensor-parallel, or sharded in space. It says which samples it was given, in
+// order.
 
 #include <algorithm>
 #include <map>

@@ -1,5 +1,5 @@
-// Data that are not there, or not everywhere, and numbers that are not finite: all ranks are told the
-// same.
+// Data that are not there, or not everywhere, and numbers that are not finite: all ranks are told
+// the same.
 
 #include <cmath>
 

@@ -180,8 +180,8 @@ TEST(TrainProcesses, ARankKilledInAnyPhaseEndsAllAndTheJobGoesOn) {
   }
 }
 
-// In the middle of an accumulation, with a save in progress; the next job has other ranks and another
-// strategy.
+// In the middle of an accumulation, with a save in progress; the next job has other ranks and
+// another strategy.
 TEST(TrainProcesses, KilledAndResumedByOtherRanksAndStrategies) {
   const auto run = [](const Place& place, const std::string& folder, const Trouble& trouble) {
     return fork_ranks(

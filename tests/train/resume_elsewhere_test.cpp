@@ -17,7 +17,8 @@ TEST(ResumedElsewhere, InterruptedInEveryStepOverRanksAndStrategies) {
   const Reads order = log.merged(1);
   ASSERT_EQ(order.size(), static_cast<std::size_t>(micro_of_step(kFieldSteps)));
 
-  // `step`: in which it is interrupted, after the backward pass of its first micro-batch; -1: never.
+  // `step`: in which it is interrupted, after the backward pass of its first micro-batch; -1:
+  // never.
   const auto run = [&](const Place& place, const std::string& folder, std::int64_t step) {
     const std::string what = concat(to_string(place), ", interrupted in step ", step);
     ReadLog reads;

@@ -146,9 +146,9 @@ struct Plan {
   /// Every input is planned Replicate on every axis: the results are those of the operator on the
   /// global values, the same on all ranks, of any shape.
   bool gathered = false;
-  /// Results are Partial because the operator is linear in an input that is: each rank computes with
-  /// its summand. Where another input is infinite the sum is computed first, because infinity times
-  /// a summand of zero is NaN. solve() sets it.
+  /// Results are Partial because the operator is linear in an input that is: each rank computes
+  /// with its summand. Where another input is infinite the sum is computed first, because infinity
+  /// times a summand of zero is NaN. solve() sets it.
   bool linear = false;
 };
 

@@ -65,9 +65,9 @@ std::shared_ptr<gloo::transport::Device> make_device(const std::string& address)
   return std::async(std::launch::async, make).get();
 }
 
-// libtorch before 2.15 records each collective in a map that all groups of the process share, without
-// a lock (c10d::FlightRecorder). Ranks that are threads start theirs one after the other; to start
-// one takes microseconds.
+// libtorch before 2.15 records each collective in a map that all groups of the process share,
+// without a lock (c10d::FlightRecorder). Ranks that are threads start theirs one after the other;
+// to start one takes microseconds.
 std::unique_lock<std::recursive_mutex> start_alone() {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
   static std::recursive_mutex recorder;

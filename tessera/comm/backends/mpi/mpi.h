@@ -6,15 +6,15 @@
 //   auto mpi = MpiWorld::initialize();
 //   auto backend = make_mpi_backend(mpi, {0, 2, 3});  // called by ranks 0, 2 and 3 alone
 //
-// Waits and their limits: a call that is started (asyncOp = true) is nonblocking MPI, and its wait()
-// has a deadline. The ranks first compare it; its data is issued, in the order of the calls, by the
-// next wait, test or call of this process on any group, and then progresses inside MPI calls of this
-// process. So finish it, or test it, before waiting elsewhere for a rank that waits for it. A blocking call
-// (asyncOp = false) first meets the other ranks with a deadline, and then makes MPI's blocking
-// call, which is up to twice as fast. If a rank dies or stops inside that short second part, MPI
-// cannot be interrupted: a watchdog reports it after the time limit, names the rank it runs on, and
-// ends the job. After a TimeoutError the backend refuses further calls, and MPI is not finalised:
-// the launcher then ends the rest of the job.
+// Waits and their limits: a call that is started (asyncOp = true) is nonblocking MPI, and its
+// wait() has a deadline. The ranks first compare it; its data is issued, in the order of the calls,
+// by the next wait, test or call of this process on any group, and then progresses inside MPI calls
+// of this process. So finish it, or test it, before waiting elsewhere for a rank that waits for it.
+// A blocking call (asyncOp = false) first meets the other ranks with a deadline, and then makes
+// MPI's blocking call, which is up to twice as fast. If a rank dies or stops inside that short
+// second part, MPI cannot be interrupted: a watchdog reports it after the time limit, names the
+// rank it runs on, and ends the job. After a TimeoutError the backend refuses further calls, and
+// MPI is not finalised: the launcher then ends the rest of the job.
 
 #include <c10/util/intrusive_ptr.h>
 

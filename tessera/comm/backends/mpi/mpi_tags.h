@@ -1,6 +1,6 @@
 #pragma once
-// The tags of MPI messages. What a message is, its place in the order, its dtype and its size, is in
-// its tag, so that a message never matches a receive that it does not fit: Open MPI 4.1 writes a
+// The tags of MPI messages. What a message is, its place in the order, its dtype and its size, is
+// in its tag, so that a message never matches a receive that it does not fit: Open MPI 4.1 writes a
 // message that is longer than the receive, and than 4 KiB, past the end of the receive's memory.
 
 #include <c10/core/ScalarType.h>

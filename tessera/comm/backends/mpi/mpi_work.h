@@ -102,11 +102,11 @@ struct MpiCall {
 /// The communicators of one group, and how this process waits on them. Shared by the backend and
 /// its works.
 ///
-/// A collective moves no data before the ranks have compared it, since an MPI library may write past
-/// the end of memory where sizes differ. They compare on a communicator of its own (the gate), in
-/// the order of the calls, and the data moves on the other one, in the same order on all ranks. The
-/// data of a started call is issued by the next wait or test of this process on any MPI group, or by
-/// the next call on this one.
+/// A collective moves no data before the ranks have compared it, since an MPI library may write
+/// past the end of memory where sizes differ. They compare on a communicator of its own (the gate),
+/// in the order of the calls, and the data moves on the other one, in the same order on all ranks.
+/// The data of a started call is issued by the next wait or test of this process on any MPI group,
+/// or by the next call on this one.
 class MpiComm final : public MpiQueue {
  public:
   /// Takes ownership of `comm`. Collective over its ranks, within `limit`.
@@ -131,14 +131,16 @@ class MpiComm final : public MpiQueue {
   /// Throws if a new call is impossible: on a wrong thread, after an abort, or after an earlier
   /// call that never completed.
   void require_usable(const char* operation);
-  /// Starts to compare a call that nobody waits for yet with the other ranks', and queues its moves.
+  /// Starts to compare a call that nobody waits for yet with the other ranks', and queues its
+  /// moves.
   void begin(MpiCall& call);
   /// Moves the data of the calls at the head of the queue that the ranks have compared. From any
   /// thread; does nothing where another thread is at it.
   void pump() override;
   /// Waits until all ranks have come with the same call, and the data of all earlier ones has been
-  /// issued; then begins a blocking phase, or makes the call nonblocking on all ranks, if a rank does not wait at once or a limit is short for the
-  /// size. Throws TimeoutError, or MismatchError on all ranks, before data moves.
+  /// issued; then begins a blocking phase, or makes the call nonblocking on all ranks, if a rank
+  /// does not wait at once or a limit is short for the size. Throws TimeoutError, or MismatchError
+  /// on all ranks, before data moves.
   void meet(MpiCall& call);
   /// Tests once; true when all requests are complete. Throws CommError, or FinalMismatch.
   bool test(MpiCall& call);
