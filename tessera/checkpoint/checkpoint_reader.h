@@ -8,7 +8,7 @@
 //
 // Each rank reads the bytes that it needs, and not one byte more. Nothing has to be said about it
 // when saving. All calls are collective over the group unless they say otherwise; errors of any
-// rank are thrown on all: FileError for files that are absent, cut short or damaged, with their
+// rank are thrown on all: FileError for files that are absent, truncated or damaged, with their
 // path.
 
 #include <ATen/core/Tensor.h>
@@ -98,11 +98,11 @@ class CheckpointReader {
   /// changed, on any rank, before everything has been read and verified (all_or_nothing). Throws
   /// InvalidArgument with all names that are missing, left over, or of another shape or dtype.
   void load(CheckpointState& state, const LoadOptions& options = {}) const;
-  /// One tensor, laid out by `spec`, on the manager's device. Throws InvalidArgument for another
+  /// One tensor, sharded by `spec`, on the manager's device. Throws InvalidArgument for another
   /// shape, an unknown name, or a partial spec.
   at::Tensor read(const std::string& name, const ShardSpec& spec,
                   const LoadOptions& options = {}) const;
-  /// Every tensor, laid out as it was saved as far as that fits the mesh; `misfits` gets what does
+  /// Every tensor, sharded as it was saved as far as that fits the mesh; `misfits` gets what does
   /// not, a sentence each, and without it the first one throws InvalidArgument (fit_layout()).
   std::vector<std::pair<std::string, at::Tensor>> read_as_saved(
       const DeviceMesh& mesh, std::vector<std::string>* misfits = nullptr,

@@ -27,7 +27,7 @@
 
 namespace tessera {
 
-/// A save that was refused because another one is under way (CheckpointOptions::Busy::refuse).
+/// A save that was refused because another one is in progress (CheckpointOptions::Busy::refuse).
 class CheckpointBusy : public Error {
  public:
   using Error::Error;
@@ -66,7 +66,7 @@ class Checkpointer {
   /// MismatchError if the ranks' options differ.
   Checkpointer(const DistributedManager& manager, const std::string& folder,
                const CheckpointOptions& options = {}, const std::vector<int>& ranks = {});
-  /// Waits until this rank has written; an error that nobody has asked for is lost. Where ranks
+  /// Waits until this rank has written; an error that was never asked for is lost. Where ranks
   /// talk over MPI, a save that was not waited for is not committed.
   ~Checkpointer();
   Checkpointer(const Checkpointer&) = delete;
@@ -75,16 +75,16 @@ class Checkpointer {
   const std::string& folder() const;
 
   /// Returns when the checkpoint is committed: on the disk, with its manifest. A checkpoint by the
-  /// same name is replaced, and stays whole until then. Throws what an earlier start_save() has
+  /// same name is replaced, and stays complete until then. Throws what an earlier start_save() has
   /// come to before anything else.
   void save(const std::string& name, const CheckpointState& state);
   /// Returns when this rank's share has been copied: the state may be changed from then on. The
   /// rest is done by a thread of its own, whose error the next call throws. While an earlier save
-  /// is under way it waits for that one first, or throws CheckpointBusy on every rank, as the
+  /// is in progress it waits for that one first, or throws CheckpointBusy on every rank, as the
   /// options say. Where ranks talk over MPI, the thread writes and the next call commits. Where the
   /// system starts no thread, it returns when the checkpoint is on the disk, and warns.
   void start_save(const std::string& name, const CheckpointState& state);
-  /// Until no save is under way. Throws what it has come to.
+  /// Waits until no save is in progress. Throws the error that one ended with.
   void wait();
   /// True while this rank is still writing. Not collective.
   bool saving() const;

@@ -47,12 +47,12 @@ void save(const torch::nn::Module& module, const DeviceMesh& mesh, const std::st
 NamedTensors load(
     const DeviceMesh& mesh, const std::string& path,
     const std::function<std::optional<ParameterPlacement>(const std::string&)>& rule = {});
-/// All tensors of the file, laid out as they were saved, as far as they fit the mesh (see
+/// All tensors of the file, sharded as they were saved, as far as they fit the mesh (see
 /// fit_layout(), which says what `misfits` gets); those without a saved layout are replicated.
 /// Throws InvalidArgument for what does not fit if `misfits` is null.
 NamedTensors load_as_saved(const DeviceMesh& mesh, const std::string& path,
                            std::vector<std::string>* misfits = nullptr);
-/// The only tensor of a file, laid out by `spec`. Throws InvalidArgument if there are more, or its
+/// The only tensor of a file, sharded by `spec`. Throws InvalidArgument if there are more, or its
 /// shape is another one.
 at::Tensor load(const std::string& path, const ShardSpec& spec);
 /// Into the parameters and buffers that are there, wherever they lie; dtypes are converted. Throws

@@ -1,6 +1,6 @@
 #pragma once
 // The state of libtorch's optimizers in a checkpoint: moments by the names of the parameters they
-// belong to, laid out as those are; step counts and the options of parameter groups as values.
+// belong to, sharded as those are; step counts and the options of parameter groups as values.
 //
 //   CheckpointState state;
 //   state.add("net.", *net);
@@ -24,7 +24,7 @@
 namespace tessera {
 
 /// Adds the state of every parameter of the optimizer; parameters without one, as before the first
-/// step, add nothing. `shards` are those of the module's parameters that are cut by hand. Throws
+/// step, add nothing. `shards`: those of the module's parameters that are sharded by hand. Throws
 /// InvalidArgument for a parameter that is not the module's; NotAvailable for another optimizer,
 /// and for LBFGS over parameters that are sharded.
 void add_optimizer(CheckpointState& state, const std::string& prefix,

@@ -22,7 +22,7 @@
 
 namespace tessera {
 
-/// A plain tensor that is this rank's shard of a larger one, cut by hand. Ranks that hold the same
+/// A plain tensor that is this rank's shard of a larger one, made by hand. Ranks that hold the same
 /// box are replicas; otherwise the boxes of all ranks are disjoint and make up the shape.
 struct HandShard {
   /// Of the global tensor.
@@ -44,7 +44,7 @@ class CheckpointState {
   /// A sharded tensor, or a plain one, which is replicated: all ranks that add it hold the same.
   /// Throws InvalidArgument for a duplicate name or an undefined tensor.
   CheckpointState& add(const std::string& name, const at::Tensor& tensor);
-  /// A shard cut by hand. Throws InvalidArgument where it leaves the shape.
+  /// A tensor sharded by hand. Throws InvalidArgument where it leaves the shape.
   CheckpointState& add(const std::string& name, const at::Tensor& tensor, const HandShard& shard);
   /// Parameters and buffers under `prefix` and their full names. A tensor that has several names is
   /// saved under the first. Throws InvalidArgument for a name in `shards` that the module does not

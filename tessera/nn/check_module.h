@@ -24,7 +24,7 @@ struct CheckedValue {
   /// Largest, relative to the largest value; infinite where shapes, dtypes or NaNs differ.
   double difference = 0;
   double tolerance = 0;
-  /// Where it lies; nothing for what is no sharded tensor.
+  /// Its placements; nothing for what is no sharded tensor.
   std::optional<std::vector<Placement>> placements;
 
   bool equal() const { return difference <= tolerance; }

@@ -73,7 +73,7 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
 
 /// While the result lives, backward accumulates locally and nothing is sent: see NoSync. Finds all
 /// that reduce the gradients of the module's parameters: distribute_module() (whose gradients stay
-/// partial sums, and are right all the same), DistributedDataParallel on it or a part of it, and
+/// partial sums, and are right all the same), DistributedDataParallel on it or a submodule, and
 /// whatever was attached by attach_gradient_sync().
 [[nodiscard]] NoSync no_sync(const torch::nn::Module& module);
 

@@ -29,7 +29,7 @@ namespace tessera {
 struct DistributedDataParallelOptions {
   ReducerOptions reducer;
   /// How the ranks' gradients come together. avg: each rank's loss is a mean of its own, as of
-  /// ordinary data parallelism. sum: each rank's gradient is a part of that of one loss, as where
+  /// ordinary data parallelism. sum: each rank's gradient is a summand of one loss's, as where
   /// sharded tensors are made of the module's output (from_local), or its input is a sharded
   /// tensor's local (to_local). premultiplied: weighted by hand, each rank by its own factor. A
   /// denominator that is known only after a step is StepWeight's.

@@ -31,7 +31,7 @@
 
 namespace tessera {
 
-/// How one layer, or one parameter, lies on the tensor axis.
+/// How one layer, or one parameter, is sharded over the tensor axis.
 struct LayerSharding {
   enum class Kind : unsigned char { column, row, vocabulary, replicated, sharded };
   Kind kind = Kind::replicated;
@@ -57,7 +57,7 @@ LayerSharding replicated();
 /// A parameter, named itself, that is sharded along `dim` in `units` blocks.
 LayerSharding sharded(int dim, std::int64_t units = 0);
 
-/// Patterns of names of layers ("*" stands for any characters, dots included), or of single
+/// Patterns of names of layers ("*" matches any characters, dots included), or of single
 /// parameters. The first pattern that matches a parameter's layer or its own name counts.
 using LayerShardings = std::vector<std::pair<std::string, LayerSharding>>;
 
@@ -65,7 +65,7 @@ struct TensorParallelOptions {
   /// Of the mesh. On its other axes parameters are replicated.
   std::string axis = "tensor";
   /// But for this one, if it is not empty, over which samples are sharded: what the plan shards is
-  /// sharded over it as well, along a dim that `axis` leaves whole, and gathered where an operator
+  /// sharded over it as well, along a dim that `axis` leaves alone, and gathered where an operator
   /// uses it (distribute_module()); a parameter without such a dim is replicated.
   std::string sharded_axis = {};
   /// Dim of the data between the sharded layers that is sharded over the same axis: 1 for data
@@ -89,7 +89,7 @@ class TensorParallelPlan {
 
   /// Communicates nothing. Throws InvalidArgument for an axis that the mesh does not have, a
   /// pattern that matches nothing, a layer of which it does not know what to shard, features that
-  /// do not divide into the units, and for a parameter under two names that lies in two ways.
+  /// do not divide into the units, and for a parameter whose two names give it two shardings.
   TensorParallelPlan(const torch::nn::Module& module, const DeviceMesh& mesh,
                      const LayerShardings& layers, const TensorParallelOptions& options = {});
 

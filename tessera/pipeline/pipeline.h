@@ -13,7 +13,7 @@
 //     optimizer.step();                                           // of this rank's parameters
 //   }
 //
-// Loss and gradients are those of one process that has the whole batch: the mean over all samples
+// Loss and gradients are those of one process that has all of the batch: the mean over all samples
 // of all micro-batches (and of all pipelines beside this one, on the mesh's other axes).
 
 #include <ATen/core/Tensor.h>
@@ -145,7 +145,7 @@ class Pipeline {
  public:
   /// Collective over the mesh. Position r along `axis` does actions[r] of the schedule, and gives
   /// the stages that are placed there, in ascending order. A schedule of compute alone is lowered
-  /// (messages, gathers, reductions); stages that recompute get whole backwards. All ranks compare
+  /// (messages, gathers, reductions); stages that recompute get full backwards. All ranks compare
   /// schedule, options and tied parameters first. Throws ScheduleError for a schedule that is not
   /// valid, InvalidArgument where stages, skips or options do not fit it (on every rank, wherever
   /// it was seen), MismatchError where ranks differ.
@@ -174,11 +174,11 @@ class Pipeline {
   /// are targets. Collective, errors as of step().
   PipelineResult evaluate(const PipelineBatch& batch);
 
-  /// Seconds of each stage's forward, input gradient, weight gradient and whole backward, medians
+  /// Seconds of each stage's forward, input gradient, weight gradient and full backward, medians
   /// over the micro-batches of `repeats` steps after one that is not counted, and of a message on
   /// each edge (half of the way there and back of an activation): what list_schedule() takes.
   /// Memory stays in units of one micro-batch's activations of a stage. Collective over the mesh;
-  /// every rank gets the same. It runs steps of its own, with whole and with split backwards, and
+  /// every rank gets the same. It runs steps of its own, with full and with split backwards, and
   /// reduces nothing. Call it where gradients are zero or undefined; they are so afterwards.
   /// Running statistics and random numbers go on. Throws as step().
   PipelineCosts measure(const PipelineBatch& batch, int repeats = 3);

@@ -173,7 +173,7 @@ class Group {
   [[nodiscard]] Request start_exchange(const std::vector<Message>& messages, Call call = {},
                                        const char* name = "exchange");
 
-  /// Ends the calls of the whole group: pending and later calls of all ranks throw PeerLostError
+  /// Ends the calls of all ranks: pending and later calls of all ranks throw PeerLostError
   /// with this reason. From any thread, also while another waits.
   void abort(const std::string& reason);
   /// As abort(), in this process alone: the other ranks are not told.

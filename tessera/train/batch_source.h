@@ -28,7 +28,7 @@ class BatchSource {
   virtual std::optional<MicroBatch> next() = 0;
   /// Begins an epoch: the first one too, but not one that restore() went into.
   virtual void start_epoch(std::uint64_t epoch) = 0;
-  /// Where next() stands; restore() goes on there, in the middle of an epoch too.
+  /// The place of next(); restore() goes on there, in the middle of an epoch too.
   virtual std::string state() const = 0;
   virtual void restore(const std::string& state) = 0;
 
@@ -46,7 +46,7 @@ class BatchSource {
   virtual void check(Strategy&) {}
 };
 
-/// Batches of a Loader; an epoch is the loader's. Ranks whose loaders differ are told so (over the
+/// Batches of a Loader; an epoch is the loader's. Ranks whose loaders differ throw (over the
 /// strategy's manager). `make`: what becomes of a loaded batch; absent: its tensors as they are.
 std::shared_ptr<BatchSource> batches_of(Loader& loader,
                                         std::function<MicroBatch(LoadedBatch)> make = {});
@@ -101,7 +101,7 @@ class AgreedBatches {
   std::uint64_t epoch_ = 0, index_ = 0;
   /// Batches of this epoch, over all ranks, if every rank knows its own.
   std::optional<std::uint64_t> total_;
-  /// All ranks have the same number of batches, so that nobody lacks one.
+  /// All ranks have the same number of batches, so that no rank lacks one.
   bool even_ = false;
   /// For ranks that lack one.
   std::optional<MicroBatch> last_;

@@ -32,7 +32,7 @@ struct CheckpointCallbackOptions {
   Better better = Better::smaller;
   /// At the end of the run.
   bool at_end = true;
-  /// After an exception, of the last state that was whole (Trainer::save_on_exception).
+  /// After an exception, of the last complete state (Trainer::save_on_exception).
   bool on_exception = false;
 };
 

@@ -4,7 +4,7 @@
 //
 //   const GeneratorState before = generator_state(strategy);
 //   {
-//     const ForkedGenerators own(strategy, 7);   // draws in here disturb nobody
+//     const ForkedGenerators own(strategy, 7);   // draws in here disturb no others
 //     const at::Tensor noise = at::randn({3});
 //   }
 //   // generator_state(strategy) == before
@@ -32,7 +32,7 @@ GeneratorState generator_state(const Strategy& strategy);
 /// sharded tensors.
 void set_generator_state(const Strategy& strategy, const GeneratorState& state);
 
-/// While it lives, random numbers come from generators that begin where they stand, or at `seed`;
+/// While it lives, random numbers come from generators that begin as they are, or at `seed`;
 /// what was there before comes back at its end, by an exception too. Ranks that draw sharded
 /// tensors open and close it alike. Where ranks are threads of one process they share libtorch's
 /// generators, and so the region.

@@ -6,8 +6,8 @@
 //   TensorBoard  events.out.tfevents....   scalars
 //
 // A run that goes on from a checkpoint appends: what an earlier one has logged of later steps is
-// removed (TensorBoard is told to pass it over). Lines are written whole and flushed by flush(); a
-// process that is killed leaves at most its last line cut short, which is removed then.
+// removed (TensorBoard is told to pass it over). flush() writes complete lines; a process that is
+// killed leaves at most its last line truncated, which is removed then.
 
 #include <cstdint>
 #include <map>

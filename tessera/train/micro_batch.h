@@ -14,7 +14,7 @@ struct MicroBatch {
   /// Rows of this rank.
   std::int64_t rows = 0;
   /// Rows of this rank that count: the weight of its mean unless the task says otherwise. 0: a rank
-  /// that has run out of data and takes part so that nobody waits.
+  /// that has run out of data and takes part so that no other one waits.
   std::int64_t real = 0;
   /// Bool [rows], true where a row counts; undefined if all do.
   at::Tensor mask;

@@ -49,7 +49,7 @@ struct LossScalerOptions {
 };
 
 /// The factor on a loss. Grows until a gradient overflows, and shrinks then; the step with the
-/// overflow is left out. Every rank is told the same and keeps the same factor.
+/// overflow is left out. Every rank learns the same and keeps the same factor.
 class LossScaler {
  public:
   /// Throws InvalidArgument for options out of range.

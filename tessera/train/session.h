@@ -168,11 +168,11 @@ class Session {
 
   /// This rank wants a checkpoint: the next step() tells all (StepResult::save).
   void request_save() { save_ = true; }
-  /// True if any step() since the last call has told so.
+  /// True if any step() since the last call has reported it.
   bool take_save() { return std::exchange(agreed_save_, false); }
   /// Begins or ends to note signals (SessionOptions::signals).
   void listen(bool on);
-  /// This rank wants to stop: at the next step() all are told.
+  /// This rank wants to stop: all learn of it at the next step().
   void request_stop(Stop stop);
   /// What this rank wants, its signals included. Not agreed on.
   Stop wanted() const;

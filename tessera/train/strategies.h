@@ -31,7 +31,7 @@ struct ManualOptions {
   std::optional<c10::Device> device = {};
   /// Of parameters that nothing reduces of which the library knows.
   Abilities::Gradients gradients = Abilities::Gradients::averaged;
-  /// Plain parameters of which each rank holds another part.
+  /// Plain parameters of which each rank holds another shard.
   std::vector<OwnedShard> by_hand = {};
   /// The same parameters for checkpoints, by full name with the module's name in front
   /// ("net.table.weight").
@@ -89,11 +89,11 @@ class DDPStrategy : public ManagedStrategy {
 using Parallelise =
     std::function<void(const std::string& name, torch::nn::Module& module, const DeviceMesh& mesh)>;
 
-/// Parameters and data on a mesh: sharded, replicated, cut in space, in any mixture.
+/// Parameters and data on a mesh: sharded (in space too) or replicated, in any mixture.
 class MeshStrategy : public ManagedStrategy {
  public:
   /// `parallelise` is called for each module in setup(). `batch`: how the tensors of a batch lie,
-  /// one placement an axis. Each rank gives the rows, or the part of the field, that are its own
+  /// one placement per axis. Each rank gives the rows, or the part of the field, that are its own
   /// (from_local); tensors with too few dims for a Shard are replicated on that axis. The loss of
   /// such tensors is that of all ranks' samples; its weight is the sum of what the ranks with other
   /// samples give (one small all-reduce a micro-batch). The mesh may be of some ranks of the job,

@@ -118,7 +118,7 @@ class Strategy {
   virtual void reduce_gradients();
   /// clip_gradients() over all ranks with by_hand(); the norm before, the same on every rank.
   virtual double clip(const std::vector<at::Tensor>& parameters, const ClipOptions& options);
-  /// Plain parameters of which each rank holds another part, for clip().
+  /// Plain parameters of which each rank holds another shard, for clip().
   virtual std::vector<OwnedShard> by_hand() const { return {}; }
   /// The same for checkpoints, by full name with the module's name in front.
   virtual HandShards hand_shards() const { return {}; }

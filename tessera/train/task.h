@@ -47,7 +47,7 @@ std::function<double(std::int64_t, std::int64_t)> step_decay(std::int64_t every,
 
 enum class Stage : unsigned char { train, validate, test, predict };
 
-/// Where a call stands, and what it may report.
+/// Where in a run a call is made, and what it may report.
 class Step {
  public:
   Step(Session& session, Metrics& metrics, Stage stage, std::int64_t step, std::int64_t epoch,

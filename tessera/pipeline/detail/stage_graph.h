@@ -13,7 +13,7 @@ namespace tessera::detail {
 /// half runs A alone, captures the gradients of the inputs and, at each node of A that also leads
 /// to something else (a parameter, in the end), the gradient that arrives there; such a node
 /// computes only what goes on inside A, since the engine asks it for nothing else. Then all other
-/// nodes of A let go what they saved, and the edges inside A are taken out of those nodes. The
+/// nodes of A release what they saved, and the edges inside A are taken out of those nodes. The
 /// second half starts at those nodes with the captured gradients: without the edges they compute
 /// only what was left out. Each product is computed once, and parameters may be used several times.
 /// (torch.distributed.pipelining groups parameters by the nodes where their paths meet those of the
@@ -21,7 +21,7 @@ namespace tessera::detail {
 ///
 /// A node that runs in both halves must be able to compute one without the other, which the
 /// generated ones are: where it is of a user's own Function, a fused recurrent layer, or has hooks,
-/// the first half runs the whole backward, and the second has nothing to do.
+/// the first half runs the full backward, and the second has nothing to do.
 class StageGraph {
  public:
   /// The values as the stage is to see them: where wants[i] is true, their history begins here.

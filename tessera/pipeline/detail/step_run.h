@@ -97,7 +97,7 @@ class StepRun {
   std::map<std::pair<int, int>, Flight> flights_;
   /// By skip and micro-batch.
   std::map<std::pair<int, int>, Home> homes_;
-  /// Gradients under way, the oldest first.
+  /// Gradients in progress, the oldest first.
   std::deque<Request> sending_;
   /// By stage, until its gradients are reduced.
   std::map<int, NoSync> held_back_;

@@ -111,7 +111,7 @@ class Core {
   /// Advances all calls once; true if `op` is complete. Throws what ended it.
   bool test(Op& op);
   void wait(Op& op, std::chrono::milliseconds limit);
-  /// Ends the calls of the whole group; from any thread.
+  /// Ends the calls of all ranks; from any thread.
   void abort(const std::string& reason);
   /// Ends the calls of this rank.
   void interrupt(const std::string& reason);

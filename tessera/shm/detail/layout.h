@@ -44,7 +44,7 @@ struct alignas(kLineBytes) Bell {
   std::atomic<std::uint32_t> waits_for;
 };
 
-/// Why a rank ended the calls of the whole group.
+/// Why a rank ended the calls of all ranks.
 struct alignas(kLineBytes) LastWords {
   static constexpr std::size_t kText = 448;
   /// 0: no message. 1: this rank gave up. 2: rank `culprit` is gone.
