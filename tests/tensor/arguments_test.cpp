@@ -170,6 +170,27 @@ TEST(Refused, WhereTheNumberDoesNotFit) {
   });
 }
 
+// Its kernels read as far as the lengths say, whatever the tensors have.
+TEST(Taken, LengthsOfSequences) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    set_policies(manager, {.redistribution = Policy::allow});
+    const at::Tensor value = randn({50, 4, 20}, at::kDouble).log_softmax(2);
+    const at::Tensor targets = randint(19, {4, 30}) + 1;
+    const std::vector<std::int64_t> inputs(4, 50), lengths{22, 30, 10, 13};
+    const auto gradient = [&](const at::Tensor& x) {
+      at::ctc_loss(x, targets, inputs, lengths).backward();
+      return x.grad();
+    };
+    const at::Tensor expected = gradient(value.clone().requires_grad_(true));
+    for (const int dim : {0, 1, 2})
+      EXPECT_LT(
+          difference(gradient(leaf(value, ShardSpec(mesh, {50, 4, 20}, {Shard(dim)}))), expected),
+          1e-12)
+          << dim;
+  });
+}
+
 TEST(Taken, AsPlainLibtorchTakes) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
