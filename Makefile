@@ -5,6 +5,7 @@
 #   make test        everything: Python's torch, build, all tests, lint
 #   make bench       the benchmarks (NAME=comm: one of them; ARGS="--only 'reduce.*mpi'": some of its cases)
 #   make sweep       PyTorch's operator database on sharded tensors under every condition, about 20 minutes; writes docs/operator_table.md
+#   make zoo         models of torchvision, timm and torch.nn on sharded inputs, beside one process; writes docs/model_table.md
 #   make test-2.11   build and test with the oldest libtorch that is supported
 #   make test-mpich  the MPI part with MPICH; make test-stubs: without MPI and NCCL
 #   make test-gpu    what has a way for CUDA, on this machine's GPU, with any libtorch (TORCH=folder); results in build/gpu.json
@@ -26,7 +27,7 @@ RUN := scripts/env
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export CTEST_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: all bootstrap python configure build demo relief test ctest bench sweep format lint docs test-2.11 test-mpich test-stubs test-gpu test-slurm soak tsan asan clean help
+.PHONY: all bootstrap python configure build demo relief test ctest bench sweep zoo format lint docs test-2.11 test-mpich test-stubs test-gpu test-slurm soak tsan asan clean help
 all: build
 
 help:
@@ -69,6 +70,11 @@ bench: configure
 
 sweep: python build
 	@$(RUN) scripts/sweep $(BUILD)
+
+# Not a part of `make test`: what it fetches is not needed by anything else.
+zoo: python build
+	@scripts/bootstrap --zoo
+	@$(RUN) scripts/zoo $(BUILD) $(ARGS)
 
 format: bootstrap
 	@scripts/bootstrap --lint

@@ -151,7 +151,14 @@ class _Watch(TorchFunctionMode):
         moved.bytes += sum(e[2] for e in sent)
 
 
-def _difference(got, expected):
+def _largest(t):
+    if t is None or not t.numel():
+        return 0.0
+    size = t.detach().abs().to(torch.float64)
+    return torch.where(size.isfinite(), size, torch.zeros_like(size)).max().item()
+
+
+def _difference(got, expected, floor):
     got = _api.full_tensor(got.detach()) if _api.is_sharded(got) else got.detach()
     expected = expected.detach()
     if got.shape != expected.shape or got.dtype != expected.dtype:
@@ -164,16 +171,16 @@ def _difference(got, expected):
     if not torch.equal(got.isnan(), expected.isnan()):
         return float("inf")
     same = (got == expected) | expected.isnan()
-    finite = torch.where(expected.isfinite(), expected, torch.zeros_like(expected))
     off = torch.where(same, torch.zeros_like(got), (got - expected).abs()).max().item()
-    return off / max(finite.abs().max().item(), 1e-30) if off else 0.0
+    return off / max(_largest(expected), floor, 1e-30) if off else 0.0
 
 
-def _compare(name, got, expected, tolerance):
+def _compare(name, got, expected, tolerance, floor=0.0):
+    """`floor`: the least that a difference is measured by."""
     if (got is None) != (expected is None):
         return Compared(name + (" (missing)" if got is None else " (not on one process)"), float("inf"), 0.0, None)
     limit = _TOLERANCES.get(expected.dtype, 0.0) if tolerance is None else tolerance
-    return Compared(name, _difference(got, expected), limit, _api.spec(got).placements if _api.is_sharded(got) else None)
+    return Compared(name, _difference(got, expected, floor), limit, _api.spec(got).placements if _api.is_sharded(got) else None)
 
 
 def _loss(outputs):
@@ -259,12 +266,15 @@ def _differentiate(report, loss, sharded_loss, models, inputs, tolerance):
         with _api.CommTrace() as trace:
             sharded_loss.backward()
         report.backward.calls, report.backward.bytes = trace.count, trace.bytes
+    # A gradient that is zero but for rounding (a bias before a batch norm) is measured by a thousandth of the largest of all.
+    plain = [x for x in inputs[0] if isinstance(x, torch.Tensor)] + list(models[0].parameters())
+    floor = 1e-3 * max((_largest(x.grad) for x in plain), default=0.0)
     for i, (a, b) in enumerate(zip(*inputs)):
         if isinstance(a, torch.Tensor) and a.requires_grad and (a.grad is not None or b.grad is not None):
-            report.gradients.append(_compare(f"gradient of input {i}", b.grad, a.grad, tolerance))
+            report.gradients.append(_compare(f"gradient of input {i}", b.grad, a.grad, tolerance, floor))
     for (name, a), b in zip(models[0].named_parameters(), models[1].parameters()):
         if a.grad is not None or b.grad is not None:
-            report.gradients.append(_compare(f"gradient of {name}", b.grad, a.grad, tolerance))
+            report.gradients.append(_compare(f"gradient of {name}", b.grad, a.grad, tolerance, floor))
 
 
 def _placements_of(leaves, mesh, placements):
