@@ -45,7 +45,14 @@ at::Tensor whole_value(const at::Tensor& t) {
   return is_sharded(t) ? full_tensor(t.detach()) : t.detach();
 }
 
-double relative_difference(const at::Tensor& got, const at::Tensor& expected) {
+double largest_of(const at::Tensor& t) {
+  if (!t.defined() || t.numel() == 0) return 0;
+  const at::Tensor size = whole_value(t).abs().to(at::kDouble);
+  return at::where(at::isfinite(size), size, at::zeros_like(size)).max().item<double>();
+}
+
+// `floor`: the least that a difference is measured by.
+double relative_difference(const at::Tensor& got, const at::Tensor& expected, double floor) {
   constexpr double kDiffers = std::numeric_limits<double>::infinity();
   at::Tensor a = whole_value(got), b = whole_value(expected);
   if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return kDiffers;
@@ -60,16 +67,15 @@ double relative_difference(const at::Tensor& got, const at::Tensor& expected) {
   const at::Tensor same = a.eq(b).logical_or(at::isnan(b));
   const double off = at::where(same, at::zeros_like(a), (a - b).abs()).max().item<double>();
   if (off == 0) return 0;
-  const at::Tensor finite = at::where(at::isfinite(b), b, at::zeros_like(b));
-  return off / std::max(finite.abs().max().item<double>(), 1e-30);
+  return off / std::max({largest_of(b), floor, 1e-30});
 }
 
 CheckedValue compared(const std::string& name, const at::Tensor& got, const at::Tensor& expected,
-                      const CheckOptions& options) {
+                      const CheckOptions& options, double floor = 0) {
   if (got.defined() != expected.defined())
     return {concat(name, got.defined() ? " (not on one process)" : " (missing)"),
             std::numeric_limits<double>::infinity(), 0, std::nullopt};
-  return {name, relative_difference(got, expected),
+  return {name, relative_difference(got, expected, floor),
           options.tolerance.value_or(usual_tolerance(expected.scalar_type())),
           is_sharded(got) ? std::optional(placements(got)) : std::nullopt};
 }
@@ -137,13 +143,18 @@ std::int64_t bytes_of(const CommTraceScope& trace) {
 void compare_gradients(CheckReport& report, const Tensors& plain, const Tensors& sharded,
                        const torch::nn::Module& alone, const torch::nn::Module& spread,
                        const CheckOptions& options) {
+  const auto expected = alone.named_parameters();
+  // A gradient that is zero but for rounding (a bias before a batch norm) is measured by a
+  // thousandth of the largest of all.
+  double floor = 0;
+  for (const at::Tensor& t : plain) floor = std::max(floor, 1e-3 * largest_of(t.grad()));
+  for (const auto& p : expected) floor = std::max(floor, 1e-3 * largest_of(p.value().grad()));
   const auto add = [&](const std::string& name, const at::Tensor& a, const at::Tensor& b) {
     if (a.grad().defined() || b.grad().defined())
-      report.gradients.push_back(compared(name, b.grad(), a.grad(), options));
+      report.gradients.push_back(compared(name, b.grad(), a.grad(), options, floor));
   };
   for (std::size_t i = 0; i < plain.size(); ++i)
     add(concat("gradient of input ", i), plain[i], sharded[i]);
-  const auto expected = alone.named_parameters();
   const auto got = spread.named_parameters();
   for (const auto& p : expected) add(concat("gradient of ", p.key()), p.value(), got[p.key()]);
 }
