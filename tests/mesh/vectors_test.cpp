@@ -108,19 +108,3 @@ TEST(Vectors, Hierarchical) {
   const auto mesh = mesh_from_order("L0-L1-L2", {{"L0", 2}, {"L1", 2}, {"L2", 4}}, 16);
   for (const auto& [name, lists] : v.items()) expect_groups(mesh.groups(name), lists, name);
 }
-
-TEST(Vectors, LoaderRows) {
-  // Processes that hold devices of one row of the mesh read the same rows: the data axis of 4 seen
-  // by process.
-  const Json v = vectors()["loader"];
-  const auto rows = v["devices"].get<RankLists>();
-  std::map<int, int> row_group;  // process -> which rows it reads, numbered by first appearance
-  std::map<std::vector<int>, int> known;
-  std::map<int, std::vector<int>> rows_of;
-  for (int r = 0; r < static_cast<int>(rows.size()); ++r)
-    for (int process : std::set<int>(rows[r].begin(), rows[r].end())) rows_of[process].push_back(r);
-  for (const auto& [process, mine] : rows_of)
-    row_group[process] = known.emplace(mine, static_cast<int>(known.size())).first->second;
-  for (const auto& [process, group] : v["process_mesh_mapping"].items())
-    EXPECT_EQ(row_group.at(std::stoi(process)), group.get<int>());
-}

@@ -124,7 +124,7 @@ std::vector<Kind> kinds() {
        {3, 5, 8},
        1});
   all.push_back({"Embedding", [] { return simple(nn::Embedding(7, 4)); }, {5, 3}, 0, true, false});
-  all.push_back({"EmbeddingBag",
+  all.push_back({"Embedding, mean of rows",
                  [] {
                    nn::Embedding m(7, 4);
                    return Net{m.ptr(),
