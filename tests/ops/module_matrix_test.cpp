@@ -48,6 +48,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list& g) {
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): a context keeps values, not pointers
     auto* f = reinterpret_cast<Forward*>(ctx->saved_data["f"].toInt());
     const at::Tensor x = ctx->get_saved_variables()[0].detach().requires_grad_(true);
     const at::AutoGradMode grad(true);
