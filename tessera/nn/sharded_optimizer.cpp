@@ -11,6 +11,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/group/agreement.h"
 #include "tessera/nn/detail/flat_plan.h"
+#include "tessera/tensor/dispatch/dispatch.h"
 #include "tessera/tensor/dispatch/failure.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/spec/mesh_context.h"
@@ -156,6 +157,7 @@ void OptimizerShards::State::gather() {
 
 OptimizerShards::OptimizerShards(const DeviceMesh& mesh, std::int64_t chunk_bytes)
     : state_(std::make_unique<State>()) {
+  ensure_registered();
   state_->context = MeshContext::of(mesh);
   state_->axes.resize(state_->context->sizes.size());
   std::iota(state_->axes.begin(), state_->axes.end(), 0);
