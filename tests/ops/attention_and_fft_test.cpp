@@ -312,10 +312,10 @@ TEST(RingAttention, CausalRingsAreBalancedAndEqualOneProcess) {
           EXPECT_EQ(least.item<std::int64_t>(), most.item<std::int64_t>())
               << "rank " << manager.rank() << " multiplied " << multiplied;
         }
-        const auto expected =
-            twice(attention_by_definition(plain, c), plain, along.clone().requires_grad_(true));
-        const auto got = twice(attention_of(x, c), x,
-                               leaf(along, ShardSpec(mesh, qs, {Shard(2)}, {{2, sizes}})));
+        const auto expected = second_derivatives(attention_by_definition(plain, c), plain,
+                                                 along.clone().requires_grad_(true));
+        const auto got = second_derivatives(
+            attention_of(x, c), x, leaf(along, ShardSpec(mesh, qs, {Shard(2)}, {{2, sizes}})));
         for (std::size_t j = 0; j < got.size(); ++j)
           ASSERT_LT(difference(got[j], expected[j], 1e-3), 1e-10)
               << "result " << j << " grouped " << c.grouped << " " << list(sizes);
