@@ -216,13 +216,14 @@ def test_mpirun_places_ranks_as_the_rank_file_says(tmp_path):
         pytest.skip("one core here: there is no second slot")
     here = ts.parse_topology({"hosts": [{"name": socket.gethostname(), "devices": 2}]}, "json")
     (tmp_path / "ranks").write_text(ts.open_mpi_rank_file(here, [1, 0]))
-    program = "import os; print(os.environ['OMPI_COMM_WORLD_RANK'], min(os.sched_getaffinity(0)), flush=True)"
+    # A file each: mpirun may mix what ranks print.
+    program = "import os, sys; open(sys.argv[1] + os.environ['OMPI_COMM_WORLD_RANK'], 'w').write(str(min(os.sched_getaffinity(0))))"
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = [mpirun, "--rankfile", tmp_path / "ranks", "-n", "2", sys.executable, "-c", program]
+    command = [mpirun, "--rankfile", tmp_path / "ranks", "-n", "2", sys.executable, "-c", program, tmp_path / "core_"]
     done = subprocess.run(command, env={**os.environ, **root}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
-    core = {rank: int(first) for rank, first in (line.split() for line in done.stdout.splitlines())}
-    assert core["0"] > core["1"]  # rank 0 on slot 1
+    core = [int((tmp_path / f"core_{rank}").read_text()) for rank in range(2)]
+    assert core[0] > core[1]  # rank 0 on slot 1
 
 
 def test_parallel_groups():

@@ -128,7 +128,7 @@ void GroupWatch::fail(const std::string& call, std::uint64_t sequence,
   const std::string text = text_of(cause);
   if (says(text, {"imed out", "imeout"})) expire(call, sequence, limit, collective);
   if (!says(text, {"onnection closed", "onnection reset", "roken pipe", "onnection refused",
-                   "ocket closed", "pair", "remote"})) {
+                   "ocket closed", "pair", "remote", "rank 0, which serves it, has ended"})) {
     // The failure is not a peer's: the others must not wait for a call that this rank could not
     // make.
     const auto reason = concat(numbered(call, sequence), " failed there: ", text);
