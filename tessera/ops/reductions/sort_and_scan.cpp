@@ -190,9 +190,9 @@ Plan along(const OpCall& call) {
     for (int d = 0; d < n; ++d) whole.insert(d);
   }
   const auto* made = call.outputs();
-  if (n > 0 && made && !made->empty() && (*made)[0].shape == call.tensor(0).spec.shape()) {
-    if (auto plan = on_other_dims(call, whole, all_labels(n), (*made)[0].shape))
-      return *std::move(plan);
+  const Shape& shape = call.tensor(0).spec.shape();
+  if (n > 0 && (!made || (!made->empty() && (*made)[0].shape == shape))) {
+    if (auto plan = on_other_dims(call, whole, all_labels(n), shape)) return *std::move(plan);
   }
   LabelProblem p(call);
   Labels labels = all_labels(n);
