@@ -89,7 +89,6 @@ TEST(FullyShardTensor, TrainsLikeOneProcess) {
     int ranks = 1;
     for (const Axis& a : axes) ranks *= a.size;
     on_threads(ranks, [&](DistributedManager& manager) {
-      set_policies(manager, {.redistribution = Policy::error});
       const auto mesh = manager.mesh(axes);
       Draw draw(41);
       for (int round = 0; round < 4; ++round) {
