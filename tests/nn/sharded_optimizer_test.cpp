@@ -270,6 +270,7 @@ TEST(ShardedOptimizer, RefusesWhatCannotBeAndGoesOn) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     Linear net(3, 2);
+    fill(*net, 4);
     ShardedOptimizer<torch::optim::SGD> opt(net->parameters(), mesh, torch::optim::SGDOptions(0.1));
     torch::serialize::OutputArchive archive;
     EXPECT_THROW(opt.save(archive), NotAvailable);
