@@ -209,8 +209,11 @@ bool Core::try_copy_from(int rank, std::byte* to, std::uint64_t address,
 }
 
 void Core::copy_from(int rank, std::byte* to, std::uint64_t address, std::size_t bytes) const {
-  if (try_copy_from(rank, to, address, bytes)) return;
+  const bool copied = try_copy_from(rank, to, address, bytes);
   const int error = errno;
+  // A rank that gives up says so before it lets go of its memory: what was read may be no data.
+  if (header_.failed.load() != 0) std::rethrow_exception(heard());
+  if (copied) return;
   throw PeerLostError(concat("shm group '", options_.name, "': copying ", bytes,
                              " bytes out of the memory of ", who(rank), ": ", std::strerror(error)),
                       {rank});

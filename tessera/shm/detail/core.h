@@ -157,7 +157,8 @@ class Core {
   }
   /// Wakes ranks that sleep until this rank has done something. Call it after write().
   void ring();
-  /// Reads the memory of another rank's process. Throws PeerLostError if that fails.
+  /// Reads the memory of another rank's process. Throws PeerLostError if that fails, and what the
+  /// group has ended by if it has: the owner's memory may have been given back then.
   void copy_from(int rank, std::byte* to, std::uint64_t address, std::size_t bytes) const;
   /// As copy_from(); returns false and sets errno if that fails.
   bool try_copy_from(int rank, std::byte* to, std::uint64_t address,
