@@ -96,6 +96,28 @@ TEST(Faults, KilledInEachPhase) {
   }
 }
 
+TEST(Faults, MemoryOfAThreadThatGaveUpIsNotRead) {
+  // Memory of this size goes back to the kernel at once: whoever read it would end the process.
+  for (int run = 0; run < 12; ++run) {
+    const int kind = 2 + run % 3;
+    SCOPED_TRACE(kind);
+    const auto ends = thread_ranks(3, brief("dropped"), [&](Group& group) -> std::string {
+      std::thread other;
+      if (group.rank() == run % 2)
+        other = std::thread([&] {
+          std::this_thread::sleep_for(milliseconds(3 + run));
+          if (run < 6) return group.abort("enough");
+          group.interrupt("enough");
+        });
+      const std::string end = outcome(endless(group, kind));
+      if (other.joinable()) other.join();
+      group.abort("the end of the test");
+      return end;
+    });
+    for (const RankEnd& end : ends) expect_begins(end.report, "lost [");
+  }
+}
+
 TEST(Faults, KilledBeforeTheGroupIsMade) {
   const auto ends = fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
     if (rank == 1) ::kill(::getpid(), SIGKILL);

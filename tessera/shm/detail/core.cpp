@@ -32,6 +32,8 @@ constexpr std::uint64_t kStepMask = (std::uint64_t{1} << kStepBits) - 1, kMostLa
 /// Sleeps are divided into intervals of this length, so that a rank that died is noticed soon.
 constexpr nanoseconds kNap = milliseconds(100);
 /// How long a wait spins on its core: with a core for each rank, and with fewer.
+// How long a rank that gives up waits for threads that are copying its memory.
+constexpr milliseconds kLongestCopy = milliseconds(10000);
 constexpr nanoseconds kSpin = milliseconds(2), kCrowdedSpin = microseconds(50);
 constexpr int kLooksPerClock = 64;
 
@@ -209,14 +211,39 @@ bool Core::try_copy_from(int rank, std::byte* to, std::uint64_t address,
 }
 
 void Core::copy_from(int rank, std::byte* to, std::uint64_t address, std::size_t bytes) const {
-  const bool copied = try_copy_from(rank, to, address, bytes);
-  const int error = errno;
-  // A rank that gives up says so before it lets go of its memory: what was read may be no data.
-  if (header_.failed.load() != 0) std::rethrow_exception(heard());
+  RankState& owner = state(rank);
+  bool copied = false;
+  int error = 0;
+  if (liveness_.own(rank)) {
+    // A thread that lets go waits for those that it can see here; they see that it has, if not.
+    owner.readers.fetch_add(1);
+    if (owner.let_go.load() == 0) copied = try_copy_from(rank, to, address, bytes);
+    owner.readers.fetch_sub(1);
+  } else {
+    copied = try_copy_from(rank, to, address, bytes);
+    error = errno;
+  }
+  require_held(rank);
   if (copied) return;
   throw PeerLostError(concat("shm group '", options_.name, "': copying ", bytes,
                              " bytes out of the memory of ", who(rank), ": ", std::strerror(error)),
                       {rank});
+}
+
+void Core::require_held(int rank) const {
+  if (state(rank).let_go.load() == 0) return;
+  if (header_.failed.load() != 0) std::rethrow_exception(heard());
+  throw PeerLostError(concat("shm group '", options_.name, "': ", who(rank),
+                             " gave its calls up before all ranks had its data"),
+                      {rank});
+}
+
+void Core::let_go() {
+  RankState& own = state(rank());
+  own.let_go.store(1);
+  // Bounded, since any process of the job could have written there.
+  const Deadline deadline = deadline_after(kLongestCopy);
+  while (own.readers.load() != 0 && time_left(deadline).count() > 0) ::sched_yield();
 }
 
 // ---- calls ----
@@ -501,6 +528,7 @@ void Core::fail(std::exception_ptr error) {
           concat("shm group '", options_.name, "', rank ", rank(), ": ", e.what()), {rank()}));
       say_last_words(1, rank(), e.what());
     }
+    let_go();
   }
   end_all();
 }
@@ -521,6 +549,7 @@ void Core::interrupt(const std::string& reason) {
     } catch (...) {
       fail(std::current_exception());
     }
+    if (under_way()) let_go();
     if (!broken_)
       broken_ = std::make_exception_ptr(
           PeerLostError(concat("shm group '", options_.name, "': ", reason), {}));

@@ -157,10 +157,13 @@ class Core {
   }
   /// Wakes ranks that sleep until this rank has done something. Call it after write().
   void ring();
-  /// Reads the memory of another rank's process. Throws PeerLostError if that fails, and what the
-  /// group has ended by if it has: the owner's memory may have been given back then.
+  /// Reads the memory of another rank's process. Throws PeerLostError if that fails, and as
+  /// require_held().
   void copy_from(int rank, std::byte* to, std::uint64_t address, std::size_t bytes) const;
-  /// As copy_from(); returns false and sets errno if that fails.
+  /// Throws what the group has ended by if this rank has given its calls up, so that what was read
+  /// of its memory may be no data.
+  void require_held(int rank) const;
+  /// Copies as copy_from(); returns false and sets errno if that fails.
   bool try_copy_from(int rank, std::byte* to, std::uint64_t address,
                      std::size_t bytes) const noexcept;
   /// True if ranks copy out of each other's memory; the same on all.
@@ -192,6 +195,8 @@ class Core {
   /// Ends all calls of this rank with this error, and tells the other ranks.
   void fail(std::exception_ptr error);
   void end_all();
+  /// Called before the memory of calls under way is given back.
+  void let_go();
   void say_last_words(std::uint32_t kind, int culprit, const std::string& text);
   std::exception_ptr heard() const;
   void ring_all();

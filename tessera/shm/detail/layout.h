@@ -61,6 +61,11 @@ struct alignas(kLineBytes) RankState {
   Bell bell;
   /// 1 once the rank has left regularly.
   alignas(kLineBytes) std::atomic<std::uint32_t> left;
+  /// 1 once the rank has given calls up that were under way: the memory that it published for them
+  /// may hold something else now.
+  std::atomic<std::uint32_t> let_go;
+  /// Number of threads of the rank's own process that are copying out of that memory.
+  std::atomic<std::uint32_t> readers;
   LastWords last_words;
 };
 

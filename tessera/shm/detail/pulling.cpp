@@ -40,6 +40,7 @@ void Places::copy(Core& core, int rank, std::size_t at, std::byte* to, std::size
   if (bytes == 0) return;
   if (const std::byte* data = here(core, rank)) {
     std::memcpy(to, data + at, bytes);
+    core.require_held(rank);
   } else {
     core.copy_from(rank, to, where_[static_cast<std::size_t>(rank)].address + at, bytes);
   }
@@ -147,6 +148,8 @@ void PulledReduction::operator()(Core& core, const Places& places, const std::by
     reducer_(output + done, nullptr, sources_.data(), ranks, part / size_of(reducer_.element()),
              factors.data());
   }
+  for (int r = 0; r < ranks; ++r)
+    if (r != core.rank()) core.require_held(r);
 }
 
 PullDeal::PullDeal(Core& core, const char* name, Blocks blocks, const std::byte* input,

@@ -183,7 +183,11 @@ bool ReducePieces::reduce_in_place(Core& core) {
       const auto data = [&](int r) {
         return core.arena(r) + arena_at_[static_cast<std::size_t>(r)] + at * element_bytes_;
       };
-      for (int r = 0; r < ranks_; ++r) sources_[static_cast<std::size_t>(r)] = data(r);
+      for (int r = 0; r < ranks_; ++r) {
+        // Results are written to the memory of all: only while it is theirs.
+        core.require_held(r);
+        sources_[static_cast<std::size_t>(r)] = data(r);
+      }
       const int other = (rank_ + 1) % ranks_;
       reducer_(data(rank_), ranks_ > 1 ? data(other) : nullptr, sources_.data(), ranks_, count,
                factors_.data());
