@@ -129,6 +129,8 @@ void report_libraries(Report& report) {
   report.line("gloo", "built (part of libtorch); TCP");
   report_shm(report);
   report_mpi(report);
+  report.line("hosts", concat("built; memory inside a host, gloo between hosts",
+                              has_mpi() ? ", or mpi (ManagerOptions::between_hosts)" : ""));
   report_nccl(report);
   report.line("threads", "built; ranks as threads of one process, for tests");
 }

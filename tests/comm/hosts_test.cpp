@@ -4,11 +4,14 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <functional>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <string>
@@ -19,6 +22,7 @@
 #include "collectives_cases.h"
 #include "on_hosts.h"
 #include "tessera/comm/backends/hosts/host_map.h"
+#include "tessera/comm/backends/hosts/hosts.h"
 #include "tessera/comm/job/threads.h"
 
 namespace tessera {
@@ -123,6 +127,84 @@ TEST(Hosts, WithoutMemoryForItRanksOfOneHostUseGloo) {
     EXPECT_EQ(end.report.rfind("gloo 3 ", 0), 0U) << end.report;
     EXPECT_NE(end.report.find("ulimit -f"), std::string::npos) << end.report;
   }
+}
+
+/// The backend of each rank, made without a group around it; rank r is on host `hosts[r]`.
+void run_chosen(const std::vector<int>& hosts, const std::function<void(int, HostsOptions&)>& set,
+                const std::function<void(const std::string&)>& body,
+                const c10::intrusive_ptr<c10d::Store>& store) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank)
+    threads.emplace_back([&, rank] {
+      HostsOptions options;
+      options.name = "chosen";
+      options.timeout = 60s;
+      for (int r = 0; r < static_cast<int>(hosts.size()); ++r) options.ranks.push_back(r);
+      options.address = "127.0.0.1";
+      options.host = concat("host ", hosts[static_cast<std::size_t>(rank)]);
+      set(rank, options);
+      try {
+        const auto chosen =
+            make_backend_by_host(store, rank, static_cast<int>(hosts.size()), options);
+        std::vector<Tensor> t{torch::full({3}, rank + 1.0)};
+        c10d::AllreduceOptions average;
+        average.reduceOp = c10d::ReduceOp::AVG;
+        chosen.backend->allreduce(t, average)->wait();
+        EXPECT_EQ(t[0][2].item<double>(), (static_cast<double>(hosts.size()) + 1) / 2);
+        body(concat(chosen.name, ": ", chosen.reason));
+      } catch (const std::exception& error) {
+        body(error.what());
+      }
+    });
+  for (auto& thread : threads) thread.join();
+}
+
+// As c10d uses it: no group completes what Gloo lacks, and the address is asked for if it is used.
+TEST(Hosts, WithoutAGroupAroundItTheBackendDoesWhatGlooLacks) {
+  for (const auto& hosts : {std::vector<int>{0, 1}, std::vector<int>{0, 0, 1}}) {
+    std::atomic<int> asked{0};
+    std::mutex mutex;
+    std::map<std::string, int> said;
+    run_chosen(
+        hosts,
+        [&](int, HostsOptions& options) {
+          options.plain = false;
+          options.address = "";
+          options.find_address = [&] {
+            ++asked;
+            return std::string("127.0.0.1");
+          };
+        },
+        [&](const std::string& text) {
+          const std::lock_guard lock(mutex);
+          ++said[text];
+        },
+        c10::make_intrusive<c10d::HashStore>());
+    EXPECT_EQ(asked, static_cast<int>(hosts.size()));
+    ASSERT_EQ(said.size(), 1U) << "all ranks say the same: " << said.begin()->first;
+    EXPECT_EQ(said.begin()->first,
+              hosts.size() == 2
+                  ? "hosts: no two of its ranks share memory: gloo between them (ranks 0 and 1 are "
+                    "on different hosts)"
+                  : "hosts: its 3 ranks are on 2 hosts: memory inside a host, gloo between the "
+                    "hosts (ranks 0 and 2 are on different hosts)");
+  }
+}
+
+// One rank asks for MPI, which none has: all are told.
+TEST(Hosts, MpiBetweenHostsIsRefusedOnAllRanksWhereOneHasNone) {
+  std::atomic<int> told{0};
+  run_chosen(
+      {0, 1, 1},
+      [](int rank, HostsOptions& options) { options.between = rank == 1 ? "mpi" : "auto"; },
+      [&](const std::string& text) {
+        EXPECT_NE(text.find("over MPI between hosts: not on rank 0: it"), std::string::npos)
+            << text;
+        ++told;
+      },
+      c10::make_intrusive<c10d::HashStore>());
+  EXPECT_EQ(told, 3);
+  EXPECT_THROW(DistributedManager::initialize({.between_hosts = "tcp"}), InvalidArgument);
 }
 
 struct Place {
@@ -288,6 +370,58 @@ TEST_P(OnHosts, CallsThatDifferAreToldToAllRanks) {
       EXPECT_EQ(told, static_cast<int>(GetParam().hosts.size())) << "case " << i;
     });
   for (auto& run : runs) run.join();
+}
+
+// What Gloo has not, or not with NaN, through the view that c10d has of the backend.
+TEST_P(OnHosts, TheC10dViewReducesWhatGlooDoesNot) {
+  run_on_hosts(GetParam().hosts, [](DistributedManager& manager) {
+    const auto group = manager.world().process_group();
+    const int n = manager.world().size(), me = manager.world().rank();
+    const auto reduced = [&](Tensor t, c10d::ReduceOp::RedOpType op) {
+      c10d::AllreduceOptions options;
+      options.reduceOp = op;
+      std::vector<Tensor> tensors{std::move(t)};
+      group->allreduce(tensors, options)->wait();
+      return tensors.front();
+    };
+    const double nan = std::numeric_limits<double>::quiet_NaN();
+    for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kBFloat16}) {
+      const auto mine = torch::tensor({me - 1.5, -1.0 * me, me == 1 ? nan : 1.0}, dtype);
+      const auto most = reduced(mine.clone(), c10d::ReduceOp::MAX),
+                 least = reduced(mine.clone(), c10d::ReduceOp::MIN);
+      EXPECT_EQ(most[0].item<double>(), n - 2.5);
+      EXPECT_EQ(least[1].item<double>(), 1.0 - n);
+      EXPECT_TRUE(std::isnan(most[2].item<double>()) && std::isnan(least[2].item<double>()));
+    }
+    const auto flags = torch::tensor({1, me == 0 ? 1 : 0, 0}, torch::kBool);
+    EXPECT_TRUE(torch::equal(reduced(flags.clone(), c10d::ReduceOp::MAX),
+                             torch::tensor({1, 1, 0}, torch::kBool)));
+    EXPECT_TRUE(torch::equal(reduced(flags.clone(), c10d::ReduceOp::PRODUCT),
+                             torch::tensor({1, 0, 0}, torch::kBool)));
+    EXPECT_EQ(reduced(torch::full({2}, 30000, torch::kShort), c10d::ReduceOp::SUM)[1].item<int>(),
+              static_cast<std::int16_t>(30000 * n));
+    EXPECT_EQ(reduced(torch::full({2}, -me, torch::kShort), c10d::ReduceOp::MIN)[0].item<int>(),
+              1 - n);
+    EXPECT_THROW(reduced(flags.clone(), c10d::ReduceOp::SUM), InvalidArgument);
+    std::vector<Tensor> whole{torch::full({2 * n}, me - 0.5), torch::full({n}, 1.0 * me)},
+        shares{torch::zeros({2}), torch::zeros({1})};
+    c10d::ReduceScatterOptions most;
+    most.reduceOp = c10d::ReduceOp::MAX;
+    group->getBackend(c10::DeviceType::CPU)
+        ->reduce_scatter_tensor_coalesced(shares, whole, most)
+        ->wait();
+    EXPECT_EQ(shares[0][1].item<double>(), n - 1.5);
+    EXPECT_EQ(shares[1][0].item<double>(), n - 1);
+    // Rank r sends rank p a tensor of r + p elements, in memory that is not in order.
+    std::vector<Tensor> sent, received;
+    for (int peer = 0; peer < n; ++peer) {
+      sent.push_back(torch::full({me + peer, 2}, 10.0 * me + peer).select(1, 1));
+      received.push_back(torch::zeros({me + peer}));
+    }
+    group->alltoall(received, sent)->wait();
+    for (int peer = 0; peer < n; ++peer)
+      EXPECT_TRUE(torch::equal(received[peer], torch::full({me + peer}, 10.0 * peer + me)));
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Places, OnHosts,

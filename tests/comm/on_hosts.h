@@ -13,6 +13,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -27,9 +28,11 @@
 namespace tessera::testing {
 
 /// The manager of a rank whose groups of backend "auto" take ranks of another number for ranks of
-/// another host.
-inline DistributedManager manager_on_host(const Launch& launch, int host, ManagerOptions options) {
+/// another host. `mpi`: the job's ranks of MPI, if this rank has them.
+inline DistributedManager manager_on_host(const Launch& launch, int host, ManagerOptions options,
+                                          std::optional<MpiWorld> mpi = std::nullopt) {
   detail::ManagerBase base;
+  base.mpi = std::move(mpi);
   options.launch = launch;
   base.launch = launch;
   base.backend = "auto";

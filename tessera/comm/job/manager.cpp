@@ -81,6 +81,11 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
       options.backend != "shm" && options.backend != "mpi")
     throw InvalidArgument(concat("backend '", options.backend,
                                  "' is not one for processes; choose auto, gloo, shm or mpi"));
+  if (options.between_hosts != "auto" && options.between_hosts != "gloo" &&
+      options.between_hosts != "mpi")
+    throw InvalidArgument(concat("the manager was given '", options.between_hosts,
+                                 "' to use between hosts; choose auto, gloo or mpi"));
+  const bool begins_mpi = options.between_hosts == "mpi" && !options.mpi;
   base.backend = !options.backend.empty() ? options.backend : options.mpi ? "mpi" : "auto";
   const bool meets = options.launch || !options.mpi;
   if (meets) require_rendezvous(base.launch);
@@ -88,9 +93,11 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
   if (!options.device || !options.device->is_cpu())
     base.device = detail::choose_device(options.device, base.launch.local_rank, cuda_device_count(),
                                         nccl_unavailable());
-  if (options.mpi && base.backend != "mpi")
-    throw InvalidArgument(concat("the manager was given ranks of MPI, but the backend ",
-                                 base.backend, "; give the backend mpi"));
+  if (options.mpi && base.backend != "mpi" && (base.backend != "auto" || !options.launch))
+    throw InvalidArgument(
+        concat("the manager was given ranks of MPI, but the backend ", base.backend,
+               "; give the backend mpi, or auto and a launch: groups of auto meet "
+               "at a store"));
   if (!meets && !base.device.is_cpu()) {
     if (options.device)
       throw InvalidArgument(concat("the manager was given the device ", base.device,
@@ -99,8 +106,11 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
                                    " tensors meet at a store; give ManagerOptions::launch too"));
     base.device = c10::DeviceType::CPU;
   }
-  if (base.backend == "mpi") {
-    base.mpi = options.mpi ? *options.mpi : MpiWorld::initialize();
+  if (base.backend == "mpi" || options.mpi || begins_mpi) {
+    // Threads of groups over several hosts call MPI.
+    base.mpi = options.mpi ? *options.mpi
+                           : MpiWorld::initialize(begins_mpi ? MpiThreadLevel::multiple
+                                                             : MpiThreadLevel::funneled);
     if (base.mpi->rank() != base.launch.rank || base.mpi->size() != base.launch.world_size)
       throw ConfigurationError(concat(
           "the launch says rank ", base.launch.rank, " of ", base.launch.world_size, " (",

@@ -50,6 +50,11 @@ struct ManagerOptions {
   /// backend_reason() say which it is. CUDA tensors go to "nccl" where it is built and a GPU is
   /// present.
   std::string backend;
+  /// What collectives of "auto" groups go over between hosts; messages between hosts always go over
+  /// Gloo. "auto" (default): MPI where `mpi` is given, else Gloo. "mpi": MPI, which is initialised
+  /// here at the thread level `multiple` unless `mpi` is given; the job must have been started by
+  /// MPI's own launcher. "gloo". The same on all ranks.
+  std::string between_hosts = "auto";
   /// Time limit of every wait, unless a call gives its own; milliseconds::max() waits for ever.
   std::chrono::milliseconds timeout{std::chrono::minutes(5)};
   std::chrono::milliseconds rendezvous_timeout{std::chrono::minutes(2)};
@@ -59,7 +64,8 @@ struct ManagerOptions {
   /// The device of this rank. Default: cuda:(local rank % devices) where the NCCL part can run,
   /// else the CPU. A CUDA device where NCCL cannot run throws NotAvailable.
   std::optional<c10::Device> device;
-  /// Groups over MPI for CPU tensors. The world consists of these ranks, for a communicator of the
+  /// Ranks of MPI: the backend is then "mpi" unless another one is named: "auto", with a `launch`,
+  /// uses them between hosts alone. The world consists of these ranks, for a communicator of the
   /// program those of mpi_world() (mpi_interop.h); no store, no sockets and no launcher's
   /// environment are used. With a `launch` as well (rank, world size, address, port among others)
   /// the ranks also share a store, which other backends and news of lost ranks need:

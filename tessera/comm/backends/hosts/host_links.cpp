@@ -23,8 +23,9 @@ HostLinks::HostLinks(HostMap map, int rank, BackendPtr near, BackendPtr wide, Ba
 void HostLinks::abort() {
   if (!aborted_.exchange(true)) {
     // On purpose never freed: its threads may be in a call that nothing but its own limit ends, and
-    // its destructor would wait for them.
-    for (const auto& link : {wide_, leaders_}) BackendPtr(link).release();
+    // its destructor would wait for them. MPI has no such threads, and is ended when it is freed.
+    for (const auto& link : {wide_, leaders_})
+      if (link && link->getBackendName() != "mpi") BackendPtr(link).release();
   }
   for (const auto& link : {near_, wide_, leaders_})
     if (link) link->abort();

@@ -35,8 +35,8 @@ class HostLinks {
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
   /// `near`: memory, over the ranks of this host in ascending order; null if there is one. `wide`:
-  /// over all ranks. `leaders`: over the hosts' leaders, in the order of the hosts; null on other
-  /// ranks.
+  /// over all ranks, for messages. `leaders`: over the hosts' leaders, in the order of the hosts;
+  /// null on other ranks.
   HostLinks(HostMap map, int rank, BackendPtr near, BackendPtr wide, BackendPtr leaders);
 
   const HostMap& map() const { return map_; }

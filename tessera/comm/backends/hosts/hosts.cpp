@@ -25,6 +25,14 @@ using detail::HostMap;
 
 constexpr auto kMet = "met";
 
+// How much a rank wants MPI between hosts: it asks for it by name, it has it, or neither.
+constexpr auto kInsists = "!", kHas = "+", kHasNot = "-";
+
+/// What a rank says of MPI.
+struct MpiWord {
+  std::string wish, why_not;
+};
+
 /// Which ranks it is worth to introduce to each other: three lines.
 std::string mark_of_host() {
   std::ifstream in("/proc/sys/kernel/random/boot_id");
@@ -71,34 +79,24 @@ class ByHost {
     auto marks = gather("mark", options_.host.empty() ? mark_of_host() : options_.host);
     const std::string apart = first_difference(marks);
     meet(HostMap::of(marks));
-    const auto verdicts = gather("verdict", verdict_);
-    std::string refused;
-    for (int r = 0; r < size_; ++r) {
-      const auto& verdict = verdicts[static_cast<std::size_t>(r)];
-      if (verdict == kMet) continue;
-      if (refused.empty() && !verdict.empty()) refused = verdict;
+    std::vector<std::string> verdicts;
+    std::vector<MpiWord> words;
+    for (const auto& text : gather("verdict", concat(my_mpi_word(), '\n', verdict_))) {
+      const auto end = std::min(text.find('\n'), text.size());
+      words.push_back({text.substr(0, 1), end > 1 ? text.substr(1, end - 1) : ""});
+      verdicts.push_back(text.substr(std::min(end + 1, text.size())));
     }
+    std::string refused;
+    for (const auto& verdict : verdicts)
+      if (refused.empty() && verdict != kMet) refused = verdict;
     HostMap map = HostMap::of(separated(std::move(marks), verdicts));
     if (map.hosts[static_cast<std::size_t>(map.host_of[me()])].size() == 1) near_.reset();
     if (map.count() == 1)
-      return {std::move(near_), "shm", concat("its ", size_, " ranks share the memory of a host")};
-    auto wide =
-        make_gloo_backend(prefixed("wide"), rank_, size_, options_.timeout, options_.address);
-    const std::string why = refused.empty() ? apart : refused;
-    if (map.count() == size_)
-      return {std::move(wide), "gloo", concat("no two of its ranks share memory: ", why)};
-    c10::intrusive_ptr<c10d::Backend> leaders;
-    if (map.place_of[me()] == 0)
-      leaders = make_gloo_backend(prefixed("leaders"), map.host_of[me()], map.count(),
-                                  options_.timeout, options_.address);
-    const std::string text =
-        concat("its ", size_, " ranks are on ", map.count(),
-               " hosts: memory inside a host, gloo between the hosts (", why, ")");
-    auto links = std::make_shared<detail::HostLinks>(std::move(map), rank_, std::move(near_),
-                                                     std::move(wide), std::move(leaders));
-    return {c10::make_intrusive<detail::HostsBackend>(std::move(links), rank_, options_.timeout,
-                                                      !options_.watch),
-            "hosts", text};
+      return {std::move(near_), "shm", concat("its ", size_, " ranks share the memory of a host"),
+              ""};
+    auto chosen = over_hosts(std::move(map), over_mpi(words), refused.empty() ? apart : refused);
+    chosen.refused = std::move(refused);
+    return chosen;
   }
 
  private:
@@ -121,6 +119,78 @@ class ByHost {
       if (mark != marks[0]) return why_apart(global(0), marks[0], global(r), mark);
     }
     return "";
+  }
+
+  /// What this rank says of MPI between hosts, in one line: how much it is wanted, and why it
+  /// cannot be; nothing more if it can.
+  std::string my_mpi_word() const {
+    const char* wish = options_.between == "mpi" ? kInsists : options_.mpi ? kHas : kHasNot;
+    if (options_.between == "gloo") return concat(kHasNot, "it asked for Gloo");
+    if (!options_.mpi)
+      return concat(wish,
+                    has_mpi() ? "it was not given ranks of MPI" : "its build has no MPI part");
+    const auto level = options_.mpi->thread_level();
+    if (level >= MpiThreadLevel::serialized) return wish;
+    return concat(wish, "its MPI has the thread level ", to_string(level),
+                  ", and a thread of the group would call it");
+  }
+
+  /// True if the collectives between hosts go over MPI; the same on all ranks, as what they throw.
+  bool over_mpi(const std::vector<MpiWord>& words) {
+    const auto says = [&](const char* wish) {
+      return std::any_of(words.begin(), words.end(),
+                         [&](const MpiWord& word) { return word.wish == wish; });
+    };
+    const auto first = std::find_if(words.begin(), words.end(),
+                                    [](const MpiWord& word) { return !word.why_not.empty(); });
+    if (first == words.end()) return true;
+    const int rank = global(static_cast<int>(first - words.begin()));
+    if (says(kInsists))
+      throw NotAvailable(concat("group '", options_.name, "' over MPI between hosts: not on rank ",
+                                rank, ": ", first->why_not,
+                                "; give between_hosts = \"mpi\" on all ranks of a job that MPI's "
+                                "own launcher started, or \"gloo\""));
+    // Ranks of MPI that are there and not used are worth a word.
+    if (says(kHas)) no_mpi_ = concat("; not mpi: rank ", rank, " says that ", first->why_not);
+    return false;
+  }
+
+  /// The group over the hosts of `map`, of which there are several.
+  ChosenBackend over_hosts(HostMap map, bool mpi, const std::string& why) {
+    const bool alone = map.count() == size_;
+    const std::string way = mpi ? "mpi" : "gloo";
+    if (alone && mpi && options_.plain)
+      return {over_mpi_of(options_.ranks), way,
+              concat("no two of its ranks share memory, and all have MPI: ", why), ""};
+    const std::string address = options_.find_address ? options_.find_address() : options_.address;
+    auto wide = make_gloo_backend(prefixed("wide"), rank_, size_, options_.timeout, address);
+    if (alone && options_.plain)
+      return {std::move(wide), way, concat("no two of its ranks share memory: ", why, no_mpi_), ""};
+    c10::intrusive_ptr<c10d::Backend> leaders;
+    if (map.place_of[me()] == 0) {
+      std::vector<int> ranks;
+      for (const auto& host : map.hosts) ranks.push_back(global(host.front()));
+      leaders = mpi ? over_mpi_of(ranks)
+                    : make_gloo_backend(prefixed("leaders"), map.host_of[me()], map.count(),
+                                        options_.timeout, address);
+    }
+    const std::string text = alone ? concat("no two of its ranks share memory: ", way,
+                                            " between them (", why, no_mpi_, ")")
+                                   : concat("its ", size_, " ranks are on ", map.count(),
+                                            " hosts: memory inside a host, ", way,
+                                            " between the hosts (", why, no_mpi_, ")");
+    auto links = std::make_shared<detail::HostLinks>(std::move(map), rank_, std::move(near_),
+                                                     std::move(wide), std::move(leaders));
+    return {c10::make_intrusive<detail::HostsBackend>(std::move(links), rank_, options_.timeout,
+                                                      !options_.watch),
+            "hosts", text, ""};
+  }
+
+  c10::intrusive_ptr<c10d::Backend> over_mpi_of(const std::vector<int>& ranks) const {
+    MpiBackendOptions options;
+    options.name = options_.name;
+    options.timeout = options_.timeout;
+    return make_mpi_backend(*options_.mpi, ranks, options);
   }
 
   /// Meets the ranks of this host, if there are any.
@@ -161,6 +231,8 @@ class ByHost {
   const Deadline deadline_;
   c10::intrusive_ptr<c10d::Backend> near_;
   std::string verdict_;
+  /// Why MPI is not used although a rank has it, for the reason.
+  std::string no_mpi_;
 };
 
 }  // namespace

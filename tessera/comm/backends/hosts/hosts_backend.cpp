@@ -38,33 +38,60 @@ std::optional<ReduceOp::Kind> kind_between_hosts(const c10d::ReduceOp& op) {
 }
 
 /// How a reduction is done in steps that are exact: each host's result is rounded, so half
-/// precision travels as float32.
+/// precision travels as float32. Min and max of floating-point numbers, of which Gloo's drop NaN,
+/// are those of integers that order alike; bool and int16 travel as integers that Gloo has.
 struct StepReduction {
   ReduceOp::Kind kind;
   c10d::ReduceOp op;
-  c10::ScalarType wide;
+  /// The dtype in which values are computed, and the one in which they travel.
+  c10::ScalarType values, wide;
   bool divide;
 
-  at::Tensor widened(const at::Tensor& flat) const { return flat.to(wide); }
+  bool by_order_keys() const { return values != wide; }
+  at::Tensor widened(const at::Tensor& flat) const {
+    const at::Tensor result = flat.to(values);
+    return by_order_keys() ? order_keys(result, kind) : result;
+  }
   /// Ends the reduction over `ranks` of `result`, and rounds it into `flat`.
   void settle(const at::Tensor& flat, const at::Tensor& result, int ranks) const {
+    if (by_order_keys()) {
+      const at::Tensor decoded = at::empty(flat.sizes(), flat.options().dtype(values));
+      from_order_keys(decoded, result, kind);
+      flat.copy_(decoded);
+      return;
+    }
     if (divide) result.div_(ranks);
     if (!result.is_same(flat)) flat.copy_(result);
   }
 };
 
+/// The dtype in which `kind` of a dtype is computed.
+c10::ScalarType computed_in(c10::ScalarType dtype, ReduceOp::Kind kind) {
+  if (dtype == c10::ScalarType::Short) return c10::ScalarType::Int;
+  // A product is and; a sum of bool is refused.
+  if (dtype == c10::ScalarType::Bool && kind != ReduceOp::Kind::sum) return c10::ScalarType::Byte;
+  return accumulation_type(dtype);
+}
+
+c10::ScalarType travels_as(c10::ScalarType values, ReduceOp::Kind kind) {
+  if (kind != ReduceOp::Kind::min && kind != ReduceOp::Kind::max) return values;
+  if (values == c10::ScalarType::Float) return c10::ScalarType::Int;
+  return values == c10::ScalarType::Double ? c10::ScalarType::Long : values;
+}
+
 StepReduction step_reduction(const char* name, const at::Tensor& tensor, const c10d::ReduceOp& op) {
   const auto dtype = tensor.scalar_type();
   const bool average = op.op_ == c10d::ReduceOp::AVG;
   const auto kind = average ? ReduceOp::Kind::sum : kind_between_hosts(op);
-  const auto wide = accumulation_type(dtype);
-  if (!kind || !gloo_reduces(wide, *kind) || (average && !c10::isFloatingType(dtype)))
-    throw InvalidArgument(
-        concat(name, ": between hosts ", c10::toString(dtype),
-               " has no such reduction; floating-point numbers have sums, products and averages, "
-               "and integers of 8, 32 and 64 bits sums, products, min and max. The calls of "
-               "tessera::Group do the others"));
-  return {*kind, to_c10d(*kind), wide, average};
+  if (kind && (!average || c10::isFloatingType(dtype))) {
+    const auto values = computed_in(dtype, *kind), wide = travels_as(values, *kind);
+    if (gloo_reduces(wide, *kind)) return {*kind, to_c10d(*kind), values, wide, average};
+  }
+  throw InvalidArgument(concat(
+      name, ": between hosts ", c10::toString(dtype),
+      " has no such reduction; floating-point numbers have sums, products, averages, min and "
+      "max, integers sums, products, min and max, and bool products, min and max. The calls "
+      "of tessera::Group do the others"));
 }
 
 at::Tensor flat_view(const at::Tensor& plain) { return plain.as_strided({plain.numel()}, {1}); }

@@ -71,6 +71,12 @@ class HostsBackend final : public c10d::Backend,
   WorkPtr recv(Tensors& tensors, int from, int tag) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
 
+  // Lists of tensors: hosts_lists.cpp.
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
+                   const c10d::AllToAllOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+
   bool batches(int peer) const override { return links_->is_near(peer); }
   bool signs_uneven() const override { return true; }
   WorkPtr all_gather_v(const at::Tensor& output, const at::Tensor& input, const Counts& sizes,

@@ -47,8 +47,10 @@ struct GroupSpec {
   std::shared_ptr<GroupWatch> watch;
   /// Null: calls are not traced.
   std::shared_ptr<CommTrace> trace;
-  /// For "mpi" alone: its ranks are the global ranks.
+  /// For "mpi", and for "auto" between hosts: its ranks are the global ranks.
   std::optional<MpiWorld> mpi;
+  /// For "auto": HostsOptions::between.
+  std::string between = "auto";
 };
 
 /// Makes the group in this process; the other members call it as well. Throws CommError if the

@@ -37,6 +37,8 @@ std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
     options.watch = spec.watch;
     options.address = spec.address;
     options.host = spec.host;
+    options.between = spec.between;
+    options.mpi = spec.mpi;
     auto chosen = make_backend_by_host(spec.store, spec.rank, size, options);
     state->set_endpoint(c10::DeviceType::CPU, std::move(chosen.name), std::move(chosen.backend),
                         std::move(chosen.reason));

@@ -207,6 +207,7 @@ std::shared_ptr<GroupState> ManagerState::make(const Key& key,
   spec.timeout = std::chrono::milliseconds(limit);
   spec.watch = watch;
   spec.mpi = base_.mpi;
+  spec.between = base_.options.between_hosts;
   {
     const std::lock_guard lock(mutex_);
     spec.check_level = level_;
