@@ -1,6 +1,11 @@
-"""Run by torchrun: Python's own DDP, FSDP2 and DTensor over "tessera", beside the same over Gloo. `import tessera` is all there is to do."""
+"""Run by torchrun: Python's own DDP, FSDP2 and DTensor over "tessera", beside the same over Gloo. `import tessera` is all there is to do.
+
+Arguments: what the group goes over ("shm"), and "as-hosts" to take each torchrun for another host.
+"""
 
 import copy
+import functools
+import os
 import sys
 
 import torch
@@ -14,9 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 import tessera  # noqa: F401
 
 torch.set_num_threads(1)
-dist.init_process_group("tessera")
+way, as_hosts = (sys.argv[1:] or ["shm"])[0], "as-hosts" in sys.argv
+BACKEND = "tessera"
+if as_hosts:
+    BACKEND = "tessera_on_hosts"
+    meet = functools.partial(tessera._c10d._meet, host=f"host {os.environ['GROUP_RANK']}")
+    dist.Backend.register_backend(BACKEND, meet, extended_api=True, devices=["cpu"])
+dist.init_process_group(BACKEND)
 rank, ranks = dist.get_rank(), dist.get_world_size()
-groups = {"tessera": dist.group.WORLD, "gloo": dist.new_group(backend="gloo"), "again": dist.new_group(list(range(ranks)), backend="tessera")}
+groups = {"tessera": dist.group.WORLD, "gloo": dist.new_group(backend="gloo"), "again": dist.new_group(list(range(ranks)), backend=BACKEND)}
 meshes = {name: DeviceMesh.from_group(group, "cpu", mesh_dim_names=("all",)) for name, group in groups.items()}
 
 
@@ -95,6 +106,7 @@ for case in (ddp, fsdp, dtensor, collectives):
             # Of two ranks there is one order in which values can be added.
             same = torch.equal(got, want) if ranks <= 2 else torch.allclose(got, want, rtol=1e-5, atol=1e-6)
             assert same, f"{case.__name__} over {name}, value {i}: off by {(got - want).abs().max()}"
-assert dist.get_backend() == "tessera"
+assert dist.get_backend() == BACKEND
+assert dist.group.WORLD._get_backend(torch.device("cpu")).name() == way
 print(f"rank {rank} of {ranks}: equal", file=sys.stdout, flush=True)
 dist.destroy_process_group()
