@@ -56,10 +56,12 @@ struct PyTrace : torch::CustomClassHolder {
   std::shared_ptr<CommTrace> trace;
 };
 
-void init(const std::string& backend, double timeout) {
+void init(const std::string& backend, double timeout, const std::string& between_hosts) {
   if (current().has_value())
     throw ConfigurationError("tessera.init: this rank is initialized already");
-  current() = DistributedManager::initialize(manager_options(backend, timeout));
+  auto options = manager_options(backend, timeout);
+  options.between_hosts = between_hosts;
+  current() = DistributedManager::initialize(options);
 }
 
 // `failed`: the program ends by an exception, which the other ranks must learn now, not at their

@@ -13,12 +13,13 @@ from tessera._library import classes, ops
 from tessera._placement import from_text, to_text
 
 
-def init(backend="", timeout=300.0):
+def init(backend="", timeout=300.0, between_hosts="auto"):
     """Meets the other ranks of this job (torchrun, `tessera run`, Slurm, mpirun; alone without a launcher).
 
     `backend`: "auto" (default: memory inside a host, Gloo between hosts), "gloo", "shm" (ranks of one host) or "mpi". `timeout`: seconds, the limit of every wait.
+    `between_hosts`: what collectives go over between hosts: "gloo" (and "auto"), or "mpi" in a job that MPI's own launcher started.
     """
-    ops.init(backend, float(timeout))
+    ops.init(backend, float(timeout), between_hosts)
     atexit.register(shutdown)
 
 
