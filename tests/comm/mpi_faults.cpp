@@ -204,6 +204,13 @@ void run(const MpiWorld& world, const std::string& fault) {
       else
         group->allreduce(t, o)->wait();
     });
+    meets("reductions", [&] {
+      c10d::ReduceScatterOptions other;
+      other.asyncOp = !blocking;
+      other.reduceOp = odd ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
+      at::Tensor whole = at::ones({2 * world.size()}), share = at::empty({2});
+      group->_reduce_scatter_base(share, whole, other)->wait();
+    });
     group->barrier(c10d::BarrierOptions())->wait();
     group->allreduce(t, o)->wait();
     if (t[0][0].item<float>() == static_cast<float>(world.size()))

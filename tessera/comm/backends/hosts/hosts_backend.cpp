@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -125,57 +124,37 @@ HostLinks::Counts in_bytes(HostLinks::Counts counts, const at::Tensor& like) {
   return counts;
 }
 
-HostLinks::Counts same_for_all(int ranks, std::int64_t count) {
-  return HostLinks::Counts(static_cast<std::size_t>(ranks), count);
-}
-
 }  // namespace
 
 HostsBackend::HostsBackend(std::shared_ptr<HostLinks> links, int rank,
                            std::chrono::milliseconds timeout, bool tells)
-    : c10d::Backend(rank, links->map().size()),
+    : OwnBackend(rank, links->map().size(), timeout),
       links_(std::move(links)),
       worker_(std::make_shared<HostsWorker>()),
-      tells_(tells),
-      timeout_(timeout) {
+      tells_(tells) {
   init();
 }
 
 HostsBackend::~HostsBackend() { worker_->close(links_->aborted()); }
 
-c10::intrusive_ptr<c10d::Backend::Options> HostsBackend::getBackendOptions() {
-  return c10::make_intrusive<Options>("hosts", timeout_);
-}
-
 bool HostsBackend::reduces(c10::ScalarType dtype, ReduceOp::Kind op) const {
   return gloo_reduces(dtype, op);
 }
 
-void HostsBackend::require_rank(int rank, const char* what) const {
-  if (rank < 0 || rank >= ranks())
-    throw InvalidArgument(concat(what, " is rank ", rank, " in a group of ", ranks(), " ranks"));
-}
-
-void HostsBackend::require_sizes(const Counts& sizes, const char* name) const {
-  if (static_cast<int>(sizes.size()) != ranks())
-    throw InvalidArgument(
-        concat(name, ": ", sizes.size(), " sizes for ", ranks(), " ranks: ", list(sizes)));
-  if (std::any_of(sizes.begin(), sizes.end(), [](std::int64_t n) { return n < 0; }))
-    throw InvalidArgument(concat(name, ": a size is negative: ", list(sizes)));
-}
-
-HostsBackend::WorkPtr HostsBackend::post(OpType type, std::chrono::milliseconds limit,
-                                         Tensors results, Body body) {
+HostsBackend::WorkPtr HostsBackend::post(OwnCall how, Body body) {
   HostCall call;
   call.sign = std::exchange(signature_, 0);
-  call.limit = bounded_limit((limit.count() > 0 ? limit : timeout_) + kStepSlack);
+  const auto limit = how.limit.timeout.count() > 0 ? how.limit.timeout : timeout_;
+  call.limit = bounded_limit(bounded_limit(limit) + kStepSlack);
   sequence_.fetch_add(1, std::memory_order_relaxed);
   auto work = c10::make_intrusive<HostsWork>(
-      rank_, type, std::move(results),
-      [links = links_, call, tells = tells_, body = std::move(body)]() mutable {
+      rank_, how.type, std::move(how.results),
+      [links = links_, call, tells = tells_, body = std::move(body),
+       finish = std::move(how.finish)]() mutable {
         if (links->aborted()) throw std::runtime_error("connection closed: the group was aborted");
         try {
           body(*links, call);
+          if (finish) finish();
         } catch (...) {
           // No watch tells the other ranks: those of this host see it in memory, and the leaders of
           // the others that the connections are closed.
@@ -189,13 +168,9 @@ HostsBackend::WorkPtr HostsBackend::post(OpType type, std::chrono::milliseconds 
 
 // ---- collectives ----
 
-HostsBackend::WorkPtr HostsBackend::broadcast(Tensors& tensors,
-                                              const c10d::BroadcastOptions& options) {
-  const at::Tensor tensor = only("broadcast", tensors);
-  const int root = static_cast<int>(options.rootRank);
-  require_rank(root, "the root of broadcast");
+HostsBackend::WorkPtr HostsBackend::broadcast_one(const at::Tensor& tensor, int root, OwnCall how) {
   const FlatTarget target(tensor, rank_ == root);
-  return post(OpType::BROADCAST, options.timeout, {tensor},
+  return post(std::move(how),
               [target, root, writes = rank_ != root](HostLinks& links, HostCall& call) {
                 if (target.flat.numel() == 0) return;
                 links.broadcast(call, bytes_of_flat(target.flat), root);
@@ -203,93 +178,60 @@ HostsBackend::WorkPtr HostsBackend::broadcast(Tensors& tensors,
               });
 }
 
-HostsBackend::WorkPtr HostsBackend::allreduce(Tensors& tensors,
-                                              const c10d::AllreduceOptions& options) {
-  only("all_reduce", tensors);
-  c10d::AllreduceCoalescedOptions all;
-  all.reduceOp = options.reduceOp;
-  all.timeout = options.timeout;
-  return allreduce_coalesced(tensors, all);
+HostsBackend::WorkPtr HostsBackend::all_reduce_one(const at::Tensor& tensor,
+                                                   const c10d::ReduceOp& op, OwnCall how) {
+  return all_reduce_all({tensor}, op, std::move(how));
 }
 
 HostsBackend::WorkPtr HostsBackend::allreduce_coalesced(
     Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  std::vector<std::pair<FlatTarget, StepReduction>> parts;
-  for (const auto& tensor : tensors) {
-    require_cpu("all_reduce", tensor);
-    parts.emplace_back(FlatTarget(tensor, true),
-                       step_reduction("all_reduce", tensor, options.reduceOp));
-  }
-  return post(OpType::ALLREDUCE, options.timeout, tensors,
-              [parts = std::move(parts)](HostLinks& links, HostCall& call) {
-                for (const auto& [target, how] : parts) {
-                  if (target.flat.numel() == 0) continue;
-                  const at::Tensor data = how.widened(target.flat);
-                  links.all_reduce(call, data, how.op);
-                  how.settle(target.flat, data, links.map().size());
-                  target.settle();
-                }
-              });
+  for (const auto& tensor : tensors) require_cpu("all_reduce", tensor);
+  return all_reduce_all(tensors, options.reduceOp,
+                        {OpType::ALLREDUCE_COALESCED, limit_of(options), tensors, {}});
 }
 
-HostsBackend::WorkPtr HostsBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  const at::Tensor tensor = only("reduce", tensors);
-  const int root = static_cast<int>(options.rootRank);
-  require_rank(root, "the root of reduce");
-  const auto how = step_reduction("reduce", tensor, options.reduceOp);
+HostsBackend::WorkPtr HostsBackend::all_reduce_all(const Tensors& tensors, const c10d::ReduceOp& op,
+                                                   OwnCall how) {
+  std::vector<std::pair<FlatTarget, StepReduction>> parts;
+  for (const auto& tensor : tensors)
+    parts.emplace_back(FlatTarget(tensor, true), step_reduction("all_reduce", tensor, op));
+  return post(std::move(how), [parts = std::move(parts)](HostLinks& links, HostCall& call) {
+    for (const auto& [target, reduction] : parts) {
+      if (target.flat.numel() == 0) continue;
+      const at::Tensor data = reduction.widened(target.flat);
+      links.all_reduce(call, data, reduction.op);
+      reduction.settle(target.flat, data, links.map().size());
+      target.settle();
+    }
+  });
+}
+
+HostsBackend::WorkPtr HostsBackend::reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op,
+                                               int root, OwnCall how) {
+  const auto reduction = step_reduction("reduce", tensor, op);
   const FlatTarget target(tensor, true);
-  return post(OpType::REDUCE, options.timeout, {tensor},
-              [target, root, writes = rank_ == root, how](HostLinks& links, HostCall& call) {
+  return post(std::move(how),
+              [target, root, writes = rank_ == root, reduction](HostLinks& links, HostCall& call) {
                 if (target.flat.numel() == 0) return;
-                const at::Tensor data = how.widened(target.flat);
-                links.reduce(call, data, how.op, root);
+                const at::Tensor data = reduction.widened(target.flat);
+                links.reduce(call, data, reduction.op, root);
                 if (!writes) return;
-                how.settle(target.flat, data, links.map().size());
+                reduction.settle(target.flat, data, links.map().size());
                 target.settle();
               });
 }
 
 HostsBackend::WorkPtr HostsBackend::all_gather_counts(const at::Tensor& output,
                                                       const at::Tensor& input, Counts counts,
-                                                      std::chrono::milliseconds limit,
-                                                      Tensors results, Body after) {
-  require_same_type("all_gather", input, output);
-  require_numel("all_gather", "output", output, total_of(counts));
-  require_numel("all_gather", "input", input, counts[static_cast<std::size_t>(rank_)]);
+                                                      OwnCall how) {
   const FlatTarget target(output);
-  return post(OpType::ALLGATHER, limit, std::move(results),
-              [target, from = flat_values(input), counts = in_bytes(std::move(counts), input),
-               after = std::move(after)](HostLinks& links, HostCall& call) {
+  return post(std::move(how),
+              [target, from = flat_values(input), counts = in_bytes(std::move(counts), input)](
+                  HostLinks& links, HostCall& call) {
                 if (target.flat.numel() == 0) return;
                 links.all_gather(call, bytes_of_flat(target.flat), bytes_of_flat(from), counts);
                 target.settle();
-                if (after) after(links, call);
               });
-}
-
-HostsBackend::WorkPtr HostsBackend::allgather(TensorLists& outputs, Tensors& inputs,
-                                              const c10d::AllgatherOptions& options) {
-  const at::Tensor input = only("all_gather", inputs);
-  if (outputs.size() != 1 || static_cast<int>(outputs.front().size()) != ranks())
-    throw InvalidArgument(concat("all_gather needs one list of ", ranks(), " outputs"));
-  const Tensors out = outputs.front();
-  for (const auto& t : out) {
-    require_cpu("all_gather", t);
-    require_same_type("all_gather", input, t);
-  }
-  const Flat buffer = flattened(out);
-  return all_gather_counts(buffer.whole, input, numels(out), options.timeout, out,
-                           [out, parts = buffer.parts](HostLinks&, HostCall&) {
-                             for (std::size_t r = 0; r < out.size(); ++r) out[r].copy_(parts[r]);
-                           });
-}
-
-HostsBackend::WorkPtr HostsBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                                    const c10d::AllgatherOptions& options) {
-  require_cpu("all_gather", output);
-  require_cpu("all_gather", input);
-  return all_gather_counts(output, input, same_for_all(ranks(), input.numel()), options.timeout,
-                           {output});
 }
 
 HostsBackend::WorkPtr HostsBackend::allgather_into_tensor_coalesced(
@@ -305,77 +247,41 @@ HostsBackend::WorkPtr HostsBackend::allgather_into_tensor_coalesced(
     require_numel("all_gather", "output", outputs[i], inputs[i].numel() * ranks());
     parts.emplace_back(FlatTarget(outputs[i]), flat_values(inputs[i]));
   }
-  return post(OpType::_ALLGATHER_BASE, options.timeout, outputs,
+  return post({OpType::_ALLGATHER_BASE, limit_of(options), outputs, {}},
               [parts = std::move(parts)](HostLinks& links, HostCall& call) {
                 for (const auto& [target, from] : parts) {
                   if (target.flat.numel() == 0) continue;
-                  const auto counts =
-                      in_bytes(same_for_all(links.map().size(), from.numel()), from);
-                  links.all_gather(call, bytes_of_flat(target.flat), bytes_of_flat(from), counts);
+                  const Counts counts(static_cast<std::size_t>(links.map().size()), from.numel());
+                  links.all_gather(call, bytes_of_flat(target.flat), bytes_of_flat(from),
+                                   in_bytes(counts, from));
                   target.settle();
                 }
               });
 }
 
 HostsBackend::WorkPtr HostsBackend::gather_counts(const at::Tensor& output, const at::Tensor& input,
-                                                  Counts counts, int root,
-                                                  std::chrono::milliseconds limit, Tensors results,
-                                                  Body after) {
-  require_numel("gather", "input", input, counts[static_cast<std::size_t>(rank_)]);
+                                                  Counts counts, int root, OwnCall how) {
   std::optional<FlatTarget> target;
-  if (rank_ == root) {
-    require_same_type("gather", input, output);
-    require_numel("gather", "output", output, total_of(counts));
-    target.emplace(output);
-  }
+  if (rank_ == root) target.emplace(output);
   const bool nothing = total_of(counts) == 0;
-  return post(OpType::GATHER, limit, std::move(results),
+  return post(std::move(how),
               [target, nothing, root, from = flat_values(input),
-               counts = in_bytes(std::move(counts), input),
-               after = std::move(after)](HostLinks& links, HostCall& call) {
+               counts = in_bytes(std::move(counts), input)](HostLinks& links, HostCall& call) {
                 if (nothing) return;
                 links.gather(call, target ? bytes_of_flat(target->flat) : at::Tensor(),
                              bytes_of_flat(from), counts, root);
                 if (target) target->settle();
-                if (after) after(links, call);
               });
-}
-
-HostsBackend::WorkPtr HostsBackend::gather(TensorLists& outputs, Tensors& inputs,
-                                           const c10d::GatherOptions& options) {
-  const at::Tensor input = only("gather", inputs);
-  const int root = static_cast<int>(options.rootRank);
-  require_rank(root, "the root of gather");
-  const Counts counts = same_for_all(ranks(), input.numel());
-  if (rank_ != root) return gather_counts({}, input, counts, root, options.timeout, {});
-  if (outputs.size() != 1 || static_cast<int>(outputs.front().size()) != ranks())
-    throw InvalidArgument(concat("gather needs one list of ", ranks(), " outputs on its root"));
-  const Tensors out = outputs.front();
-  for (const auto& t : out) {
-    require_cpu("gather", t);
-    require_same_type("gather", input, t);
-    require_numel("gather", "output", t, input.numel());
-  }
-  const Flat buffer = flattened(out);
-  return gather_counts(buffer.whole, input, counts, root, options.timeout, out,
-                       [out, parts = buffer.parts](HostLinks&, HostCall&) {
-                         for (std::size_t r = 0; r < out.size(); ++r) out[r].copy_(parts[r]);
-                       });
 }
 
 HostsBackend::WorkPtr HostsBackend::scatter_counts(const at::Tensor& output,
                                                    const at::Tensor& input, Counts counts, int root,
-                                                   std::chrono::milliseconds limit) {
-  require_numel("scatter", "output", output, counts[static_cast<std::size_t>(rank_)]);
+                                                   OwnCall how) {
   at::Tensor from;
-  if (rank_ == root) {
-    require_same_type("scatter", input, output);
-    require_numel("scatter", "input", input, total_of(counts));
-    from = bytes_of_flat(flat_values(input));
-  }
+  if (rank_ == root) from = bytes_of_flat(flat_values(input));
   const bool nothing = total_of(counts) == 0;
   const FlatTarget target(output);
-  return post(OpType::SCATTER, limit, {output},
+  return post(std::move(how),
               [target, from, nothing, root, counts = in_bytes(std::move(counts), output)](
                   HostLinks& links, HostCall& call) {
                 if (nothing) return;
@@ -384,148 +290,40 @@ HostsBackend::WorkPtr HostsBackend::scatter_counts(const at::Tensor& output,
               });
 }
 
-HostsBackend::WorkPtr HostsBackend::scatter(Tensors& outputs, TensorLists& inputs,
-                                            const c10d::ScatterOptions& options) {
-  const at::Tensor output = only("scatter", outputs);
-  const int root = static_cast<int>(options.rootRank);
-  require_rank(root, "the root of scatter");
-  at::Tensor whole;
-  if (rank_ == root) {
-    if (inputs.size() != 1 || static_cast<int>(inputs.front().size()) != ranks())
-      throw InvalidArgument(concat("scatter needs one list of ", ranks(), " inputs on its root"));
-    const Tensors& in = inputs.front();
-    for (const auto& t : in) {
-      require_cpu("scatter", t);
-      require_same_type("scatter", t, output);
-      require_numel("scatter", "input", t, output.numel());
-    }
-    const Flat buffer = flattened(in);
-    for (std::size_t r = 0; r < in.size(); ++r) buffer.parts[r].copy_(in[r]);
-    whole = buffer.whole;
-  }
-  return scatter_counts(output, whole, same_for_all(ranks(), output.numel()), root,
-                        options.timeout);
-}
-
 HostsBackend::WorkPtr HostsBackend::reduce_scatter_counts(const at::Tensor& output,
                                                           const at::Tensor& input, Counts counts,
-                                                          const c10d::ReduceOp& op,
-                                                          std::chrono::milliseconds limit,
-                                                          Tensors results) {
-  require_same_type("reduce_scatter", input, output);
-  require_numel("reduce_scatter", "input", input, total_of(counts));
-  require_numel("reduce_scatter", "output", output, counts[static_cast<std::size_t>(rank_)]);
-  const auto how = step_reduction("reduce_scatter", input, op);
+                                                          const c10d::ReduceOp& op, OwnCall how) {
+  const auto reduction = step_reduction("reduce_scatter", input, op);
   const FlatTarget target(output);
-  return post(OpType::REDUCE_SCATTER, limit, std::move(results),
-              [target, from = flat_values(input), counts = std::move(counts), how](HostLinks& links,
-                                                                                   HostCall& call) {
-                if (from.numel() == 0) return;
-                const at::Tensor result =
-                    how.wide == from.scalar_type()
-                        ? target.flat
-                        : at::empty(target.flat.sizes(), target.flat.options().dtype(how.wide));
-                links.reduce_scatter(call, result, how.widened(from), counts, how.kind, how.op);
-                how.settle(target.flat, result, links.map().size());
-                target.settle();
-              });
+  return post(std::move(how), [target, from = flat_values(input), counts = std::move(counts),
+                               reduction](HostLinks& links, HostCall& call) {
+    if (from.numel() == 0) return;
+    const at::Tensor result =
+        reduction.wide == from.scalar_type()
+            ? target.flat
+            : at::empty(target.flat.sizes(), target.flat.options().dtype(reduction.wide));
+    links.reduce_scatter(call, result, reduction.widened(from), counts, reduction.kind,
+                         reduction.op);
+    reduction.settle(target.flat, result, links.map().size());
+    target.settle();
+  });
 }
 
-HostsBackend::WorkPtr HostsBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
-                                                   const c10d::ReduceScatterOptions& options) {
-  const at::Tensor output = only("reduce_scatter", outputs);
-  if (inputs.size() != 1 || static_cast<int>(inputs.front().size()) != ranks())
-    throw InvalidArgument(concat("reduce_scatter needs one list of ", ranks(), " inputs"));
-  const Tensors& in = inputs.front();
-  for (const auto& t : in) {
-    require_cpu("reduce_scatter", t);
-    require_same_type("reduce_scatter", t, output);
-  }
-  const Flat buffer = flattened(in);
-  for (std::size_t r = 0; r < in.size(); ++r) buffer.parts[r].copy_(in[r]);
-  return reduce_scatter_counts(output, buffer.whole, numels(in), options.reduceOp, options.timeout,
-                               {output});
-}
-
-HostsBackend::WorkPtr HostsBackend::_reduce_scatter_base(
-    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
-  require_cpu("reduce_scatter", output);
-  require_cpu("reduce_scatter", input);
-  return reduce_scatter_counts(output, input, same_for_all(ranks(), output.numel()),
-                               options.reduceOp, options.timeout, {output});
-}
-
-HostsBackend::WorkPtr HostsBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
-                                                  std::vector<std::int64_t>& output_splits,
-                                                  std::vector<std::int64_t>& input_splits,
-                                                  const c10d::AllToAllOptions& options) {
-  require_cpu("all_to_all", output);
-  require_cpu("all_to_all", input);
-  require_same_type("all_to_all", input, output);
-  const auto counts = [&](const at::Tensor& tensor, const Counts& splits, const char* which) {
-    if (!splits.empty()) {
-      require_sizes(splits, "all_to_all");
-      const Counts result = elements_of(splits, tensor);
-      require_numel("all_to_all", which, tensor, total_of(result));
-      return in_bytes(result, tensor);
-    }
-    if (tensor.numel() % ranks() != 0)
-      throw InvalidArgument(concat("all_to_all: the ", which, " of ", tensor.numel(),
-                                   " elements cannot be divided among ", ranks(),
-                                   " ranks; give sizes"));
-    return in_bytes(same_for_all(ranks(), tensor.numel() / ranks()), tensor);
-  };
+HostsBackend::WorkPtr HostsBackend::all_to_all_counts(const at::Tensor& output,
+                                                      Counts output_counts, const at::Tensor& input,
+                                                      Counts input_counts, OwnCall how) {
   const FlatTarget target(output);
-  return post(OpType::ALLTOALL_BASE, options.timeout, {output},
-              [target, from = flat_values(input), out = counts(output, output_splits, "output"),
-               in = counts(input, input_splits, "input")](HostLinks& links, HostCall& call) {
+  return post(std::move(how),
+              [target, from = flat_values(input), out = in_bytes(std::move(output_counts), output),
+               in = in_bytes(std::move(input_counts), input)](HostLinks& links, HostCall& call) {
                 links.all_to_all(call, bytes_of_flat(target.flat), out, bytes_of_flat(from), in);
                 target.settle();
               });
 }
 
 HostsBackend::WorkPtr HostsBackend::barrier(const c10d::BarrierOptions& options) {
-  return post(OpType::BARRIER, options.timeout, {},
+  return post({OpType::BARRIER, limit_of(options), {}, {}},
               [](HostLinks& links, HostCall& call) { links.barrier(call); });
-}
-
-// ---- uneven ----
-
-HostsBackend::WorkPtr HostsBackend::all_gather_v(const at::Tensor& output, const at::Tensor& input,
-                                                 const Counts& sizes, CallLimit limit) {
-  require_cpu("all_gather", output);
-  require_cpu("all_gather", input);
-  require_sizes(sizes, "all_gather");
-  return all_gather_counts(output, input, elements_of(sizes, output), limit.timeout, {output});
-}
-
-HostsBackend::WorkPtr HostsBackend::reduce_scatter_v(const at::Tensor& output,
-                                                     const at::Tensor& input, const Counts& sizes,
-                                                     const c10d::ReduceOp& op, CallLimit limit) {
-  require_cpu("reduce_scatter", output);
-  require_cpu("reduce_scatter", input);
-  require_sizes(sizes, "reduce_scatter");
-  return reduce_scatter_counts(output, input, elements_of(sizes, input), op, limit.timeout,
-                               {output});
-}
-
-HostsBackend::WorkPtr HostsBackend::gather_v(const at::Tensor& output, const at::Tensor& input,
-                                             const Counts& sizes, int root, CallLimit limit) {
-  require_cpu("gather", input);
-  require_sizes(sizes, "gather");
-  require_rank(root, "the root of gather");
-  if (rank_ == root) require_cpu("gather", output);
-  return gather_counts(output, input, elements_of(sizes, input), root, limit.timeout,
-                       rank_ == root ? Tensors{output} : Tensors{});
-}
-
-HostsBackend::WorkPtr HostsBackend::scatter_v(const at::Tensor& output, const at::Tensor& input,
-                                              const Counts& sizes, int root, CallLimit limit) {
-  require_cpu("scatter", output);
-  require_sizes(sizes, "scatter");
-  require_rank(root, "the root of scatter");
-  if (rank_ == root) require_cpu("scatter", input);
-  return scatter_counts(output, input, elements_of(sizes, output), root, limit.timeout);
 }
 
 // ---- messages ----

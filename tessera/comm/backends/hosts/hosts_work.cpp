@@ -17,7 +17,7 @@ constexpr std::chrono::milliseconds kCallsEnd{1000};
 
 HostsWork::HostsWork(int rank, c10d::OpType type, std::vector<at::Tensor> results,
                      std::function<void()> body)
-    : c10d::Work(rank, type), results_(std::move(results)), body_(std::move(body)) {}
+    : OwnWork(rank, type, std::move(results)), body_(std::move(body)) {}
 
 void HostsWork::run() {
   std::exception_ptr error;
@@ -34,47 +34,13 @@ void HostsWork::run() {
   settle_future();
 }
 
-std::vector<at::Tensor> HostsWork::result() {
-  wait();
-  return results_;
-}
-
-void HostsWork::settle_future() {
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  std::exception_ptr error;
-  {
-    const std::lock_guard lock(mutex_);
-    if (!future_ || settled_ || !completed_) return;
-    settled_ = true;
-    future = future_;
-    error = exception_;
-  }
-  // Callbacks of the future run here: without a lock.
-  if (error)
-    future->setError(error);
-  else
-    future->markCompleted(c10::IValue(results_));
-}
-
-c10::intrusive_ptr<c10::ivalue::Future> HostsWork::getFuture() {
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  {
-    const std::lock_guard lock(mutex_);
-    if (!future_)
-      future_ =
-          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    future = future_;
-  }
-  settle_future();
-  return future;
-}
-
 void HostsWorker::post(const c10::intrusive_ptr<HostsWork>& work) {
   {
     const std::lock_guard lock(mutex_);
-    queue_.push_back(work);
+    // First: where no thread can be started, the call was not made.
     if (!thread_.joinable() && !stops_)
       thread_ = std::thread([self = shared_from_this()] { self->run(); });
+    queue_.push_back(work);
   }
   changed_.notify_one();
 }

@@ -2,9 +2,7 @@
 // HostsWork: a collective over several hosts, done step by step in a thread of its group.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 #include <c10/util/intrusive_ptr.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <condition_variable>
 #include <deque>
@@ -14,26 +12,20 @@
 #include <thread>
 #include <vector>
 
+#include "tessera/comm/backends/own_backend.h"
+
 namespace tessera::detail {
 
-class HostsWork : public c10d::Work {
+class HostsWork : public OwnWork {
  public:
   HostsWork(int rank, c10d::OpType type, std::vector<at::Tensor> results,
             std::function<void()> body);
 
   /// Does the call. What it throws, wait() throws.
   void run();
-  std::vector<at::Tensor> result() override;
-  /// Completed by the thread that does the call.
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  void settle_future();
-
-  const std::vector<at::Tensor> results_;
   std::function<void()> body_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-  bool settled_ = false;
 };
 
 /// Does the collectives of one group in the order in which they were made, in a thread that begins

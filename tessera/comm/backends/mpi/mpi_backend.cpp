@@ -19,11 +19,6 @@ namespace {
 
 using c10d::OpType;
 
-template <class Options>
-CallLimit limit_of(const Options& options) {
-  return {options.timeout, !options.asyncOp};
-}
-
 /// What the ranks compare: `like` is a tensor that all ranks have alike, or, with counts, in which
 /// they have those elements.
 CallCard mpi_card(const at::Tensor& like, const std::vector<std::int64_t>& counts = {},
@@ -59,6 +54,10 @@ CallCard mpi_card(const std::vector<at::Tensor>& tensors) {
   return tensors.empty() ? CallCard{} : mpi_card(tensors.front(), numels(tensors));
 }
 
+CallCard mpi_card(const std::vector<at::Tensor>& tensors, const c10d::ReduceOp& op) {
+  return tensors.empty() ? CallCard{} : mpi_card(tensors.front(), op, numels(tensors));
+}
+
 /// Copies what a rank sends to itself. Same number of elements and dtype.
 void copy_here(const at::Tensor& output, const at::Tensor& input) {
   if (in_order(output) && in_order(input) && output.numel() > 0)
@@ -70,9 +69,8 @@ void copy_here(const at::Tensor& output, const at::Tensor& input) {
 }  // namespace
 
 MpiBackend::MpiBackend(std::shared_ptr<MpiComm> comm, const MpiBackendOptions& options)
-    : c10d::Backend(comm->rank(), comm->size()),
+    : OwnBackend(comm->rank(), comm->size(), options.timeout),
       comm_(std::move(comm)),
-      timeout_(options.timeout),
       max_count_(options.max_count),
       sent_(comm_->ranks().size()),
       received_(comm_->ranks().size()) {
@@ -85,10 +83,6 @@ MpiBackend::MpiBackend(std::shared_ptr<MpiComm> comm, const MpiBackendOptions& o
 }
 
 MpiBackend::~MpiBackend() = default;
-
-c10::intrusive_ptr<c10d::Backend::Options> MpiBackend::getBackendOptions() {
-  return c10::make_intrusive<Options>("mpi", timeout_);
-}
 
 bool MpiBackend::reduces(c10::ScalarType dtype, ReduceOp::Kind op) const {
   return MpiReductions::supports(dtype, to_c10d(op));
@@ -141,17 +135,13 @@ MpiBackend::WorkPtr MpiBackend::run(const char* name, OpType type, CallLimit lim
   return work;
 }
 
-void MpiBackend::require_rank(int rank, const char* what) const {
-  if (rank < 0 || rank >= ranks())
-    throw InvalidArgument(concat(what, " is rank ", rank, " in a group of ", ranks(), " ranks"));
-}
-
-void MpiBackend::require_sizes(const Counts& sizes, const char* name) const {
-  if (static_cast<int>(sizes.size()) != ranks())
-    throw InvalidArgument(
-        concat(name, ": ", sizes.size(), " sizes for ", ranks(), " ranks: ", list(sizes)));
-  if (std::any_of(sizes.begin(), sizes.end(), [](std::int64_t n) { return n < 0; }))
-    throw InvalidArgument(concat(name, ": a size is negative: ", list(sizes)));
+MpiBackend::WorkPtr MpiBackend::run(const char* name, OwnCall how, CallCard card,
+                                    const std::function<void(MpiCall&)>& add) {
+  return run(name, how.type, how.limit, Kind::collective, std::move(card), [&](MpiCall& call) {
+    add(call);
+    if (how.finish) call.finish.push_back(std::move(how.finish));
+    call.results = std::move(how.results);
+  });
 }
 
 int MpiBackend::user_tag(int tag) const {
@@ -161,74 +151,38 @@ int MpiBackend::user_tag(int tag) const {
   return tag;
 }
 
-MpiBackend::WorkPtr MpiBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  const at::Tensor tensor = only("broadcast", tensors);
-  const int root = static_cast<int>(options.rootRank);
-  require_rank(root, "the root of broadcast");
-  return run("broadcast", OpType::BROADCAST, limit_of(options), Kind::collective,
-             mpi_card(tensor, {}, root), [&](MpiCall& call) {
-               add_broadcast(call, tensor, root);
-               call.results = {tensor};
-             });
+MpiBackend::WorkPtr MpiBackend::broadcast_one(const at::Tensor& tensor, int root, OwnCall how) {
+  return run("broadcast", std::move(how), mpi_card(tensor, {}, root),
+             [&](MpiCall& call) { add_broadcast(call, tensor, root); });
 }
 
-MpiBackend::WorkPtr MpiBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  const at::Tensor& tensor = only("all_reduce", tensors);
-  return run("all_reduce", OpType::ALLREDUCE, limit_of(options), Kind::collective,
-             mpi_card(tensor, options.reduceOp), [&](MpiCall& call) {
-               add_all_reduce(call, tensor, options.reduceOp);
-               call.results = {tensor};
-             });
+MpiBackend::WorkPtr MpiBackend::all_reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op,
+                                               OwnCall how) {
+  return run("all_reduce", std::move(how), mpi_card(tensor, op),
+             [&](MpiCall& call) { add_all_reduce(call, tensor, op); });
 }
 
 MpiBackend::WorkPtr MpiBackend::allreduce_coalesced(
     Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   for (const auto& tensor : tensors) require_cpu("all_reduce of several tensors", tensor);
   return run("all_reduce of several tensors", OpType::ALLREDUCE_COALESCED, limit_of(options),
-             Kind::collective, mpi_card(tensors), [&](MpiCall& call) {
+             Kind::collective, mpi_card(tensors, options.reduceOp), [&](MpiCall& call) {
                call.at_once = false;
                for (const auto& tensor : tensors) add_all_reduce(call, tensor, options.reduceOp);
                call.results = tensors;
              });
 }
 
-MpiBackend::WorkPtr MpiBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  const at::Tensor tensor = only("reduce", tensors);
-  const int root = static_cast<int>(options.rootRank);
-  require_rank(root, "the root of reduce");
-  return run("reduce", OpType::REDUCE, limit_of(options), Kind::collective,
-             mpi_card(tensor, options.reduceOp, {}, root), [&](MpiCall& call) {
-               add_reduce(call, tensor, root, options.reduceOp);
-               call.results = {tensor};
-             });
+MpiBackend::WorkPtr MpiBackend::reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op,
+                                           int root, OwnCall how) {
+  return run("reduce", std::move(how), mpi_card(tensor, op, {}, root),
+             [&](MpiCall& call) { add_reduce(call, tensor, root, op); });
 }
 
-MpiBackend::WorkPtr MpiBackend::allgather(TensorLists& outputs, Tensors& inputs,
-                                          const c10d::AllgatherOptions& options) {
-  const at::Tensor input = only("all_gather", inputs);
-  if (outputs.size() != 1 || static_cast<int>(outputs.front().size()) != ranks())
-    throw InvalidArgument(concat("all_gather needs one list of ", ranks(), " outputs"));
-  const Tensors out = outputs.front();
-  for (const auto& t : out) {
-    require_cpu("all_gather", t);
-    require_same_type("all_gather", input, t);
-  }
-  require_numel("all_gather", "input", input, out[static_cast<std::size_t>(rank())].numel());
-  return run("all_gather", OpType::ALLGATHER, limit_of(options), Kind::collective,
-             mpi_card(input, numels(out)), [&](MpiCall& call) {
-               const Flat buffer = flattened(out);
-               add_all_gather(call, buffer.whole, input, numels(out));
-               call.finish.emplace_back([out, parts = buffer.parts] {
-                 for (std::size_t r = 0; r < out.size(); ++r) out[r].copy_(parts[r]);
-               });
-               call.results = out;
-             });
-}
-
-MpiBackend::WorkPtr MpiBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                                const c10d::AllgatherOptions& options) {
-  Tensors outputs{output}, inputs{input};
-  return allgather_into_tensor_coalesced(outputs, inputs, options);
+MpiBackend::WorkPtr MpiBackend::all_gather_counts(const at::Tensor& output, const at::Tensor& input,
+                                                  Counts counts, OwnCall how) {
+  return run("all_gather", std::move(how), mpi_card(input, counts),
+             [&](MpiCall& call) { add_all_gather(call, output, input, counts); });
 }
 
 MpiBackend::WorkPtr MpiBackend::allgather_into_tensor_coalesced(
@@ -246,8 +200,7 @@ MpiBackend::WorkPtr MpiBackend::allgather_into_tensor_coalesced(
              limit_of(options), Kind::collective, mpi_card(inputs), [&](MpiCall& call) {
                call.at_once = call.at_once && inputs.size() == 1;
                for (std::size_t i = 0; i < inputs.size(); ++i)
-                 add_all_gather(call, outputs[i], inputs[i],
-                                Counts(static_cast<std::size_t>(ranks()), inputs[i].numel()));
+                 add_all_gather(call, outputs[i], inputs[i], same_for_all(inputs[i].numel()));
                call.results = outputs;
              });
 }
@@ -313,30 +266,11 @@ MpiBackend::WorkPtr MpiBackend::scatter(Tensors& outputs, TensorLists& inputs,
              });
 }
 
-MpiBackend::WorkPtr MpiBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
-                                               const c10d::ReduceScatterOptions& options) {
-  const at::Tensor output = only("reduce_scatter", outputs);
-  if (inputs.size() != 1 || static_cast<int>(inputs.front().size()) != ranks())
-    throw InvalidArgument(concat("reduce_scatter needs one list of ", ranks(), " inputs"));
-  const Tensors& in = inputs.front();
-  for (const auto& t : in) {
-    require_cpu("reduce_scatter", t);
-    require_same_type("reduce_scatter", t, output);
-  }
-  require_numel("reduce_scatter", "output", output, in[static_cast<std::size_t>(rank())].numel());
-  return run("reduce_scatter", OpType::REDUCE_SCATTER, limit_of(options), Kind::collective,
-             mpi_card(output, options.reduceOp, numels(in)), [&](MpiCall& call) {
-               const Flat buffer = flattened(in);
-               for (std::size_t r = 0; r < in.size(); ++r) buffer.parts[r].copy_(in[r]);
-               add_reduce_scatter(call, output, buffer.whole, numels(in), options.reduceOp);
-               call.results = {output};
-             });
-}
-
-MpiBackend::WorkPtr MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                                     const c10d::ReduceScatterOptions& options) {
-  Tensors outputs{output}, inputs{input};
-  return reduce_scatter_tensor_coalesced(outputs, inputs, options);
+MpiBackend::WorkPtr MpiBackend::reduce_scatter_counts(const at::Tensor& output,
+                                                      const at::Tensor& input, Counts counts,
+                                                      const c10d::ReduceOp& op, OwnCall how) {
+  return run("reduce_scatter", std::move(how), mpi_card(input, op, counts),
+             [&](MpiCall& call) { add_reduce_scatter(call, output, input, counts, op); });
 }
 
 MpiBackend::WorkPtr MpiBackend::reduce_scatter_tensor_coalesced(
@@ -351,43 +285,33 @@ MpiBackend::WorkPtr MpiBackend::reduce_scatter_tensor_coalesced(
     require_numel("reduce_scatter", "input", inputs[i], outputs[i].numel() * ranks());
   }
   return run("reduce_scatter", OpType::REDUCE_SCATTER, limit_of(options), Kind::collective,
-             mpi_card(outputs), [&](MpiCall& call) {
+             mpi_card(outputs, options.reduceOp), [&](MpiCall& call) {
                call.at_once = call.at_once && inputs.size() == 1;
                for (std::size_t i = 0; i < inputs.size(); ++i)
-                 add_reduce_scatter(call, outputs[i], inputs[i],
-                                    Counts(static_cast<std::size_t>(ranks()), outputs[i].numel()),
+                 add_reduce_scatter(call, outputs[i], inputs[i], same_for_all(outputs[i].numel()),
                                     options.reduceOp);
                call.results = outputs;
              });
 }
 
-MpiBackend::WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
-                                              std::vector<std::int64_t>& output_splits,
-                                              std::vector<std::int64_t>& input_splits,
-                                              const c10d::AllToAllOptions& options) {
-  require_cpu("all_to_all", output);
-  require_cpu("all_to_all", input);
-  require_same_type("all_to_all", input, output);
-  const auto counts = [&](const at::Tensor& tensor, const Counts& splits, const char* which) {
-    if (!splits.empty()) {
-      require_sizes(splits, "all_to_all");
-      const Counts result = elements_of(splits, tensor);
-      require_numel("all_to_all", which, tensor, total_of(result));
-      return result;
-    }
-    if (tensor.numel() % ranks() != 0)
-      throw InvalidArgument(concat("all_to_all: the ", which, " of ", tensor.numel(),
-                                   " elements cannot be divided among ", ranks(),
-                                   " ranks; give sizes"));
-    return Counts(static_cast<std::size_t>(ranks()), tensor.numel() / ranks());
-  };
-  const Counts out = counts(output, output_splits, "output"),
-               in = counts(input, input_splits, "input");
-  return run("all_to_all", OpType::ALLTOALL_BASE, limit_of(options), Kind::collective,
-             own_card(input), [&](MpiCall& call) {
-               add_all_to_all(call, output, input, out, in);
-               call.results = {output};
-             });
+MpiBackend::WorkPtr MpiBackend::gather_counts(const at::Tensor& output, const at::Tensor& input,
+                                              Counts counts, int root, OwnCall how) {
+  return run("gather", std::move(how), mpi_card(input, counts, root),
+             [&](MpiCall& call) { add_gather(call, output, input, counts, root); });
+}
+
+MpiBackend::WorkPtr MpiBackend::scatter_counts(const at::Tensor& output, const at::Tensor& input,
+                                               Counts counts, int root, OwnCall how) {
+  return run("scatter", std::move(how), mpi_card(output, counts, root),
+             [&](MpiCall& call) { add_scatter(call, output, input, counts, root); });
+}
+
+MpiBackend::WorkPtr MpiBackend::all_to_all_counts(const at::Tensor& output, Counts output_counts,
+                                                  const at::Tensor& input, Counts input_counts,
+                                                  OwnCall how) {
+  return run("all_to_all", std::move(how), own_card(input), [&](MpiCall& call) {
+    add_all_to_all(call, output, input, output_counts, input_counts);
+  });
 }
 
 MpiBackend::WorkPtr MpiBackend::alltoall(Tensors& outputs, Tensors& inputs,
@@ -451,80 +375,6 @@ MpiBackend::WorkPtr MpiBackend::recvAnysource(Tensors& tensors, int tag) {
 MpiBackend::WorkPtr MpiBackend::barrier(const c10d::BarrierOptions& options) {
   // A barrier is the meeting alone.
   return run("barrier", OpType::BARRIER, limit_of(options), Kind::collective, {}, [](MpiCall&) {});
-}
-
-MpiBackend::WorkPtr MpiBackend::all_gather_v(const at::Tensor& output, const at::Tensor& input,
-                                             const std::vector<std::int64_t>& sizes,
-                                             CallLimit limit) {
-  require_cpu("all_gather", output);
-  require_cpu("all_gather", input);
-  require_same_type("all_gather", input, output);
-  require_sizes(sizes, "all_gather");
-  const Counts counts = elements_of(sizes, output);
-  require_numel("all_gather", "output", output, total_of(counts));
-  require_numel("all_gather", "input", input, counts[static_cast<std::size_t>(rank())]);
-  return run("all_gather", OpType::ALLGATHER, limit, Kind::collective, mpi_card(output, counts),
-             [&](MpiCall& call) {
-               add_all_gather(call, output, input, counts);
-               call.results = {output};
-             });
-}
-
-MpiBackend::WorkPtr MpiBackend::reduce_scatter_v(const at::Tensor& output, const at::Tensor& input,
-                                                 const std::vector<std::int64_t>& sizes,
-                                                 const c10d::ReduceOp& op, CallLimit limit) {
-  require_cpu("reduce_scatter", output);
-  require_cpu("reduce_scatter", input);
-  require_same_type("reduce_scatter", input, output);
-  require_sizes(sizes, "reduce_scatter");
-  const Counts counts = elements_of(sizes, input);
-  require_numel("reduce_scatter", "input", input, total_of(counts));
-  require_numel("reduce_scatter", "output", output, counts[static_cast<std::size_t>(rank())]);
-  return run("reduce_scatter", OpType::REDUCE_SCATTER, limit, Kind::collective,
-             mpi_card(input, op, counts), [&](MpiCall& call) {
-               add_reduce_scatter(call, output, input, counts, op);
-               call.results = {output};
-             });
-}
-
-MpiBackend::WorkPtr MpiBackend::gather_v(const at::Tensor& output, const at::Tensor& input,
-                                         const std::vector<std::int64_t>& sizes, int root,
-                                         CallLimit limit) {
-  require_cpu("gather", input);
-  require_sizes(sizes, "gather");
-  require_rank(root, "the root of gather");
-  const Counts counts = elements_of(sizes, input);
-  require_numel("gather", "input", input, counts[static_cast<std::size_t>(rank())]);
-  if (rank() == root) {
-    require_cpu("gather", output);
-    require_same_type("gather", input, output);
-    require_numel("gather", "output", output, total_of(counts));
-  }
-  return run("gather", OpType::GATHER, limit, Kind::collective, mpi_card(input, counts, root),
-             [&](MpiCall& call) {
-               add_gather(call, output, input, counts, root);
-               if (rank() == root) call.results = {output};
-             });
-}
-
-MpiBackend::WorkPtr MpiBackend::scatter_v(const at::Tensor& output, const at::Tensor& input,
-                                          const std::vector<std::int64_t>& sizes, int root,
-                                          CallLimit limit) {
-  require_cpu("scatter", output);
-  require_sizes(sizes, "scatter");
-  require_rank(root, "the root of scatter");
-  const Counts counts = elements_of(sizes, output);
-  require_numel("scatter", "output", output, counts[static_cast<std::size_t>(rank())]);
-  if (rank() == root) {
-    require_cpu("scatter", input);
-    require_same_type("scatter", input, output);
-    require_numel("scatter", "input", input, total_of(counts));
-  }
-  return run("scatter", OpType::SCATTER, limit, Kind::collective, mpi_card(output, counts, root),
-             [&](MpiCall& call) {
-               add_scatter(call, output, input, counts, root);
-               call.results = {output};
-             });
 }
 
 MpiBackend::WorkPtr MpiBackend::exchange(const std::vector<Message>& messages, CallLimit limit) {

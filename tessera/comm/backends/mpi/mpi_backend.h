@@ -3,10 +3,7 @@
 // mpi_backend.cpp implements c10d's interface with them.
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -16,8 +13,7 @@
 #include "tessera/comm/backends/mpi/mpi.h"
 #include "tessera/comm/backends/mpi/mpi_reduce.h"
 #include "tessera/comm/backends/mpi/mpi_work.h"
-#include "tessera/comm/group/detail/abilities.h"
-#include "tessera/comm/group/detail/uneven.h"
+#include "tessera/comm/backends/own_backend.h"
 
 namespace tessera::detail {
 
@@ -26,23 +22,12 @@ inline bool in_order(const at::Tensor& t) {
   return t.is_contiguous() && !t.is_conj() && !t.is_neg();
 }
 
-class MpiBackend final : public c10d::Backend,
-                         public UnevenBackend,
-                         public ReducingBackend,
-                         public SigningBackend {
+class MpiBackend final : public OwnBackend {
  public:
-  using Tensors = std::vector<at::Tensor>;
-  using TensorLists = std::vector<std::vector<at::Tensor>>;
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
   MpiBackend(std::shared_ptr<MpiComm> comm, const MpiBackendOptions& options);
   ~MpiBackend() override;
 
   const std::string getBackendName() const override { return "mpi"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override;
-  std::uint64_t getSequenceNumberForGroup() override { return sequence_; }
-  // Virtual in newer releases of c10d alone. NOLINTNEXTLINE(modernize-use-override)
-  void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
   // Steps are kept even if the library's thread level allows other threads: the waiting thread
   // makes the progress.
   bool step_in_waits(const std::weak_ptr<const std::function<bool()>>& step) override {
@@ -53,62 +38,52 @@ class MpiBackend final : public c10d::Backend,
   /// thread; sends nothing to other ranks.
   void abort() override { comm_->abort(); }
 
-  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
-  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_coalesced(Tensors& tensors,
                               const c10d::AllreduceCoalescedOptions& options) override;
-  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
-  WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
-                    const c10d::AllgatherOptions& options) override;
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
-                          const c10d::AllgatherOptions& options) override;
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) override;
+  /// The root's outputs may have different numbers of elements.
   WorkPtr gather(TensorLists& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override;
+  /// The root's inputs may have different numbers of elements.
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
                   const c10d::ScatterOptions& options) override;
-  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
-                         const c10d::ReduceScatterOptions& options) override;
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                               const c10d::ReduceScatterOptions& options) override;
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& options) override;
-  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input,
-                        std::vector<std::int64_t>& output_splits,
-                        std::vector<std::int64_t>& input_splits,
-                        const c10d::AllToAllOptions& options) override;
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
                    const c10d::AllToAllOptions& options) override;
   WorkPtr send(Tensors& tensors, int to, int tag) override;
   WorkPtr recv(Tensors& tensors, int from, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
-
-  WorkPtr all_gather_v(const at::Tensor& output, const at::Tensor& input,
-                       const std::vector<std::int64_t>& sizes, CallLimit limit) override;
-  WorkPtr reduce_scatter_v(const at::Tensor& output, const at::Tensor& input,
-                           const std::vector<std::int64_t>& sizes, const c10d::ReduceOp& op,
-                           CallLimit limit) override;
-  WorkPtr gather_v(const at::Tensor& output, const at::Tensor& input,
-                   const std::vector<std::int64_t>& sizes, int root, CallLimit limit) override;
-  WorkPtr scatter_v(const at::Tensor& output, const at::Tensor& input,
-                    const std::vector<std::int64_t>& sizes, int root, CallLimit limit) override;
   WorkPtr exchange(const std::vector<Message>& messages, CallLimit limit) override;
 
   bool reduces(c10::ScalarType dtype, ReduceOp::Kind op) const override;
   bool moves(c10::ScalarType) const override { return true; }
-  void sign(std::uint64_t call) override { signature_ = call; }
 
  private:
-  /// Elements, one number per rank.
-  using Counts = std::vector<std::int64_t>;
+  WorkPtr broadcast_one(const at::Tensor& tensor, int root, OwnCall how) override;
+  WorkPtr all_reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op, OwnCall how) override;
+  WorkPtr reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op, int root,
+                     OwnCall how) override;
+  WorkPtr all_gather_counts(const at::Tensor& output, const at::Tensor& input, Counts counts,
+                            OwnCall how) override;
+  WorkPtr reduce_scatter_counts(const at::Tensor& output, const at::Tensor& input, Counts counts,
+                                const c10d::ReduceOp& op, OwnCall how) override;
+  WorkPtr gather_counts(const at::Tensor& output, const at::Tensor& input, Counts counts, int root,
+                        OwnCall how) override;
+  WorkPtr scatter_counts(const at::Tensor& output, const at::Tensor& input, Counts counts, int root,
+                         OwnCall how) override;
+  WorkPtr all_to_all_counts(const at::Tensor& output, Counts output_counts, const at::Tensor& input,
+                            Counts input_counts, OwnCall how) override;
 
   /// Only the ranks of a collective meet first: of messages only the named peers take part.
   enum class Kind { collective, messages };
   /// Makes one call, from its beginning to its work: `add` adds collectives or messages to it,
   /// before the call is begun. The ranks of a collective compare their `card` before data moves.
   WorkPtr run(const char* name, c10d::OpType type, CallLimit limit, Kind kind, CallCard card,
+              const std::function<void(MpiCall&)>& add);
+  WorkPtr run(const char* name, OwnCall how, CallCard card,
               const std::function<void(MpiCall&)>& add);
 
   /// Where a message goes: a communicator, and a tag that no message of another size has.
@@ -168,22 +143,15 @@ class MpiBackend final : public c10d::Backend,
   at::Tensor readable(MpiCall& call, const at::Tensor& tensor) const;
   /// A tensor that MPI may write; if it is not `tensor` itself, it is copied there at the end.
   at::Tensor writable(MpiCall& call, const at::Tensor& tensor) const;
-  void require_rank(int rank, const char* what) const;
-  void require_sizes(const Counts& sizes, const char* name) const;
   int user_tag(int tag) const;
   bool fits(std::int64_t count) const { return count <= max_count_; }
   int rank() const { return comm_->rank(); }
-  int ranks() const { return comm_->size(); }
 
   const std::shared_ptr<MpiComm> comm_;
   MpiReductions reductions_;
-  std::chrono::milliseconds timeout_;
   const std::int64_t max_count_;
   /// Messages of exchanges, one number per rank.
   std::vector<std::uint64_t> sent_, received_;
-  std::atomic<std::uint64_t> sequence_{0};
-  /// The signature of the next collective, as the group announced it.
-  std::uint64_t signature_ = 0;
 };
 
 }  // namespace tessera::detail

@@ -1,6 +1,6 @@
 #include "tessera/comm/backends/shm/shm_backend.h"
 
-#include <algorithm>
+#include <utility>
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/hash.h"
@@ -16,34 +16,17 @@ using c10d::OpType;
 }  // namespace
 
 ShmBackend::ShmBackend(std::shared_ptr<ShmLink> link, std::chrono::milliseconds timeout)
-    : c10d::Backend(link->rank(), link->size()), link_(std::move(link)), timeout_(timeout) {
+    : OwnBackend(link->rank(), link->size(), timeout), link_(std::move(link)) {
   init();
 }
 
 ShmBackend::~ShmBackend() { link_->close(); }
-
-c10::intrusive_ptr<c10d::Backend::Options> ShmBackend::getBackendOptions() {
-  return c10::make_intrusive<Options>("shm", timeout_);
-}
 
 bool ShmBackend::reduces(c10::ScalarType dtype, ReduceOp::Kind op) const {
   // libtorch divides a complex number by a real one with other rounding.
   if (op == ReduceOp::Kind::avg && c10::isComplexType(dtype)) return false;
   const auto element = element_of(dtype);
   return element && shm::reduces(*element, kind_of(op));
-}
-
-void ShmBackend::require_rank(int rank, const char* what) const {
-  if (rank < 0 || rank >= ranks())
-    throw InvalidArgument(concat(what, " is rank ", rank, " in a group of ", ranks(), " ranks"));
-}
-
-void ShmBackend::require_sizes(const Counts& sizes, const char* name) const {
-  if (static_cast<int>(sizes.size()) != ranks())
-    throw InvalidArgument(
-        concat(name, ": ", sizes.size(), " sizes for ", ranks(), " ranks: ", list(sizes)));
-  if (std::any_of(sizes.begin(), sizes.end(), [](std::int64_t n) { return n < 0; }))
-    throw InvalidArgument(concat(name, ": a size is negative: ", list(sizes)));
 }
 
 std::uint64_t ShmBackend::signature(c10::ScalarType dtype) {
@@ -58,22 +41,20 @@ shm::Call ShmBackend::options(ShmCall& call, CallLimit limit, std::uint64_t sign
   return {call.timeout, sign};
 }
 
-ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  const at::Tensor tensor = only("broadcast", tensors);
-  const int root = static_cast<int>(options.rootRank);
-  require_rank(root, "the root of broadcast");
-  auto call = call_of("broadcast", OpType::BROADCAST, {tensor});
+ShmBackend::WorkPtr ShmBackend::broadcast_one(const at::Tensor& tensor, int root, OwnCall how) {
+  const auto limit = how.limit;
+  auto call = call_of("broadcast", std::move(how));
   void* data = rank_ == root ? const_cast<void*>(readable(call, tensor)) : target_of(call, tensor);
   return run(
-      std::move(call), shm_limit(options), signature(tensor.scalar_type()),
+      std::move(call), limit, signature(tensor.scalar_type()),
       [&](shm::Call o) { group().broadcast(data, tensor.nbytes(), root, o); },
       [&](shm::Call o) { return group().start_broadcast(data, tensor.nbytes(), root, o); });
 }
 
 ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
   return run(
-      call_of("barrier", OpType::BARRIER), shm_limit(options),
-      signature(c10::ScalarType::Undefined), [&](shm::Call o) { group().barrier(o); },
+      call_of("barrier", OpType::BARRIER), limit_of(options), signature(c10::ScalarType::Undefined),
+      [&](shm::Call o) { group().barrier(o); },
       [&](shm::Call o) { return group().start_barrier(o); });
 }
 

@@ -16,11 +16,6 @@
 
 namespace tessera::detail {
 
-template <class Options>
-CallLimit shm_limit(const Options& options) {
-  return {options.timeout, !options.asyncOp};
-}
-
 /// Memory that the other ranks may read: the tensor's own if it is in row-major order, else a copy.
 inline const void* readable(ShmCall& call, const at::Tensor& tensor) {
   const at::Tensor plain =
@@ -51,10 +46,6 @@ inline std::vector<std::size_t> sizes_in(std::size_t unit,
   return result;
 }
 
-inline std::vector<std::int64_t> alike(int ranks, std::int64_t count) {
-  return std::vector<std::int64_t>(static_cast<std::size_t>(ranks), count);
-}
-
 inline std::uint8_t type_of(const at::Tensor& tensor) {
   return static_cast<std::uint8_t>(tensor.scalar_type());
 }
@@ -76,6 +67,13 @@ inline ShmCall call_of(const char* name, c10d::OpType type, std::vector<at::Tens
   call.name = name;
   call.type = type;
   call.results = std::move(results);
+  return call;
+}
+
+/// What OwnCall::finish does comes after the result has been copied to its own tensor.
+inline ShmCall call_of(const char* name, OwnCall how) {
+  ShmCall call = call_of(name, how.type, std::move(how.results));
+  call.last = std::move(how.finish);
   return call;
 }
 

@@ -11,14 +11,15 @@ using c10d::OpType;
 
 }  // namespace
 
-ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  const at::Tensor tensor = only("all_reduce", tensors);
-  const auto [element, reduction] = reduces_of("all_reduce", tensor, options.reduceOp);
-  auto call = call_of("all_reduce", OpType::ALLREDUCE, {tensor});
+ShmBackend::WorkPtr ShmBackend::all_reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op,
+                                               OwnCall how) {
+  const auto [element, reduction] = reduces_of("all_reduce", tensor, op);
+  const auto limit = how.limit;
+  auto call = call_of("all_reduce", std::move(how));
   void* data = target_of(call, tensor, true);
   const auto count = static_cast<std::size_t>(tensor.numel());
   return run(
-      std::move(call), shm_limit(options), signature(tensor.scalar_type()),
+      std::move(call), limit, signature(tensor.scalar_type()),
       [&, e = element, r = reduction](shm::Call o) {
         group().all_reduce(data, data, count, e, r, o);
       },
@@ -36,7 +37,7 @@ ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(
     const auto how = reduces_of(call.name, t, options.reduceOp);
     parts.emplace_back(target_of(call, t, true), how);
   }
-  return run_all(std::move(call), shm_limit(options), signature(c10::ScalarType::Undefined),
+  return run_all(std::move(call), limit_of(options), signature(c10::ScalarType::Undefined),
                  [&](std::vector<shm::Request>& requests, shm::Call o) {
                    for (std::size_t i = 0; i < parts.size(); ++i) {
                      const auto& [data, how] = parts[i];
@@ -47,12 +48,11 @@ ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(
                  });
 }
 
-ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  const at::Tensor tensor = only("reduce", tensors);
-  const int root = static_cast<int>(options.rootRank);
-  require_rank(root, "the root of reduce");
-  const auto [element, reduction] = reduces_of("reduce", tensor, options.reduceOp);
-  auto call = call_of("reduce", OpType::REDUCE, {tensor});
+ShmBackend::WorkPtr ShmBackend::reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op,
+                                           int root, OwnCall how) {
+  const auto [element, reduction] = reduces_of("reduce", tensor, op);
+  const auto limit = how.limit;
+  auto call = call_of("reduce", std::move(how));
   const void* input = nullptr;
   void* output = nullptr;
   if (rank_ == root)
@@ -61,7 +61,7 @@ ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
     input = readable(call, tensor);
   const auto count = static_cast<std::size_t>(tensor.numel());
   return run(
-      std::move(call), shm_limit(options), signature(tensor.scalar_type()),
+      std::move(call), limit, signature(tensor.scalar_type()),
       [&, e = element, r = reduction](shm::Call o) {
         group().reduce(input, output, count, e, r, root, o);
       },
@@ -71,13 +71,11 @@ ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce_scatter_counts(const at::Tensor& output,
-                                                      const at::Tensor& input, const Counts& counts,
-                                                      const c10d::ReduceOp& op, CallLimit limit,
-                                                      ShmCall call) {
-  require_same_type("reduce_scatter", input, output);
-  require_numel("reduce_scatter", "input", input, total_of(counts));
-  require_numel("reduce_scatter", "output", output, counts[static_cast<std::size_t>(rank_)]);
+                                                      const at::Tensor& input, Counts counts,
+                                                      const c10d::ReduceOp& op, OwnCall how) {
   const auto [element, reduction] = reduces_of("reduce_scatter", input, op);
+  const auto limit = how.limit;
+  auto call = call_of("reduce_scatter", std::move(how));
   const void* from = readable(call, input);
   void* to = target_of(call, output);
   const auto sizes = sizes_in(1, counts);
@@ -89,32 +87,6 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_counts(const at::Tensor& output,
       [&, e = element, r = reduction](shm::Call o) {
         return group().start_reduce_scatter(from, to, sizes, e, r, o);
       });
-}
-
-ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
-                                               const c10d::ReduceScatterOptions& options) {
-  const at::Tensor output = only("reduce_scatter", outputs);
-  if (inputs.size() != 1 || static_cast<int>(inputs.front().size()) != ranks())
-    throw InvalidArgument(concat("reduce_scatter needs one list of ", ranks(), " inputs"));
-  const Tensors& in = inputs.front();
-  for (const auto& t : in) {
-    require_cpu("reduce_scatter", t);
-    require_same_type("reduce_scatter", t, output);
-  }
-  const Flat buffer = flattened(in);
-  for (std::size_t r = 0; r < in.size(); ++r) buffer.parts[r].copy_(in[r]);
-  return reduce_scatter_counts(output, buffer.whole, numels(in), options.reduceOp,
-                               shm_limit(options),
-                               call_of("reduce_scatter", OpType::REDUCE_SCATTER, {output}));
-}
-
-ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                                     const c10d::ReduceScatterOptions& options) {
-  require_cpu("reduce_scatter", output);
-  require_cpu("reduce_scatter", input);
-  return reduce_scatter_counts(output, input, alike(ranks(), output.numel()), options.reduceOp,
-                               shm_limit(options),
-                               call_of("reduce_scatter", OpType::_REDUCE_SCATTER_BASE, {output}));
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(
@@ -135,23 +107,13 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(
     parts.emplace_back(from, target_of(call, outputs[i]));
   }
   return run_all(
-      std::move(call), shm_limit(options), signature(c10::ScalarType::Undefined),
+      std::move(call), limit_of(options), signature(c10::ScalarType::Undefined),
       [&](std::vector<shm::Request>& requests, shm::Call o) {
         for (std::size_t i = 0; i < parts.size(); ++i)
           requests.push_back(group().start_reduce_scatter(
-              parts[i].first, parts[i].second, sizes_in(1, alike(ranks(), outputs[i].numel())),
+              parts[i].first, parts[i].second, sizes_in(1, same_for_all(outputs[i].numel())),
               how[i].element, how[i].reduction, o));
       });
-}
-
-ShmBackend::WorkPtr ShmBackend::reduce_scatter_v(const at::Tensor& output, const at::Tensor& input,
-                                                 const std::vector<std::int64_t>& sizes,
-                                                 const c10d::ReduceOp& op, CallLimit limit) {
-  require_cpu("reduce_scatter", output);
-  require_cpu("reduce_scatter", input);
-  require_sizes(sizes, "reduce_scatter");
-  return reduce_scatter_counts(output, input, elements_of(sizes, input), op, limit,
-                               call_of("reduce_scatter", OpType::REDUCE_SCATTER, {output}));
 }
 
 }  // namespace tessera::detail

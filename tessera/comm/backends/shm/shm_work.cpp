@@ -117,12 +117,14 @@ void ShmLink::close() {
 // ---- the work ----
 
 ShmWork::ShmWork(std::shared_ptr<ShmLink> link, ShmCall call)
-    : c10d::Work(link->rank(), call.type), link_(std::move(link)), call_(std::move(call)) {
+    : OwnWork(link->rank(), call.type, std::move(call.results)),
+      link_(std::move(link)),
+      call_(std::move(call)) {
   complete();
 }
 
 ShmWork::ShmWork(std::shared_ptr<ShmLink> link, ShmCall call, std::vector<shm::Request> requests)
-    : c10d::Work(link->rank(), call.type),
+    : OwnWork(link->rank(), call.type, std::move(call.results)),
       link_(std::move(link)),
       call_(std::move(call)),
       requests_(std::move(requests)) {}
@@ -137,9 +139,10 @@ bool ShmWork::over() const {
 // To be called with the turn held.
 void ShmWork::complete() {
   if (!requests_.empty()) source_ = requests_.front().source();
-  if (!call_.finish.empty()) {
+  if (!call_.finish.empty() || call_.last) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     for (const auto& step : call_.finish) step();
+    if (call_.last) call_.last();
   }
   end(nullptr);
 }
@@ -148,6 +151,7 @@ void ShmWork::end(std::exception_ptr error) {
   requests_.clear();
   call_.tensors.clear();
   call_.finish.clear();
+  call_.last = nullptr;
   const std::lock_guard lock(mutex_);
   exception_ = std::move(error);
   completed_ = true;
@@ -208,41 +212,6 @@ bool ShmWork::wait(std::chrono::milliseconds timeout) {
   settle_future();
   if (const auto error = exception()) std::rethrow_exception(error);
   return true;
-}
-
-std::vector<at::Tensor> ShmWork::result() {
-  wait();
-  return call_.results;
-}
-
-void ShmWork::settle_future() {
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  std::exception_ptr error;
-  {
-    const std::lock_guard lock(mutex_);
-    if (!future_ || settled_ || !completed_) return;
-    settled_ = true;
-    future = future_;
-    error = exception_;
-  }
-  // Callbacks of the future run here: without a lock.
-  if (error)
-    future->setError(error);
-  else
-    future->markCompleted(c10::IValue(call_.results));
-}
-
-c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  {
-    const std::lock_guard lock(mutex_);
-    if (!future_)
-      future_ =
-          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    future = future_;
-  }
-  settle_future();
-  return future;
 }
 
 }  // namespace tessera::detail

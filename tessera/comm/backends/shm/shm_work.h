@@ -2,8 +2,6 @@
 // One call in progress over shared memory, and the c10d::Work that waits for it.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
 #include <chrono>
@@ -15,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "tessera/comm/backends/own_backend.h"
 #include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/detail/group_watch.h"
 #include "tessera/shm/group.h"
@@ -82,11 +81,14 @@ struct ShmCall {
   /// The result of Work::result().
   std::vector<at::Tensor> results;
   std::vector<std::function<void()>> finish;
+  /// After all of `finish`; may be empty.
+  std::function<void()> last;
   std::chrono::milliseconds timeout{0};
 };
 
-/// A call as a c10d::Work, for which any thread may wait.
-class ShmWork : public c10d::Work, public InterruptibleWork {
+/// A call as a c10d::Work, for which any thread may wait. Its future is completed by the first
+/// thread that sees the end of the call, at the latest by the group's.
+class ShmWork : public OwnWork, public InterruptibleWork {
  public:
   /// For a call that is complete but for its `finish`.
   ShmWork(std::shared_ptr<ShmLink> link, ShmCall call);
@@ -102,9 +104,6 @@ class ShmWork : public c10d::Work, public InterruptibleWork {
   void synchronize() override { wait(); }
   void abort() override { link_->abort(); }
   int sourceRank() const override { return source_; }
-  std::vector<at::Tensor> result() override;
-  /// Completed by the first thread that sees the end of the call, at the latest by the group's.
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
   /// Whether the call is known to be complete, without testing it.
   bool over() const;
@@ -112,7 +111,6 @@ class ShmWork : public c10d::Work, public InterruptibleWork {
  private:
   void complete();
   void end(std::exception_ptr error);
-  void settle_future();
 
   const std::shared_ptr<ShmLink> link_;
   /// Held while testing or waiting; mutex_ of the base class guards what the end leaves.
@@ -120,8 +118,6 @@ class ShmWork : public c10d::Work, public InterruptibleWork {
   ShmCall call_;
   std::vector<shm::Request> requests_;
   int source_ = -1;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-  bool settled_ = false;
 };
 
 }  // namespace tessera::detail
