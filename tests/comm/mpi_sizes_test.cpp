@@ -233,7 +233,9 @@ TEST(MpiSizes, MixedCallsKeepTheirOrder) {
 // What is queued is moved when the group goes, though nobody waits for it.
 TEST(MpiSizes, AGroupMayGoWithCallsQueued) {
   std::vector<std::vector<at::Tensor>> tensors;
-  for (int i = 0; i < 5; ++i) tensors.push_back({at::full({30000}, i + 1.0)});
+  // Sums of half precision are an operation of the backend's own.
+  for (int i = 0; i < 5; ++i)
+    tensors.push_back({at::full({30000}, i + 1.0, i % 2 == 0 ? at::kFloat : at::kHalf)});
   {
     const auto group = backend(*world, all_ranks(*world));
     for (auto& t : tensors) group->allreduce(t, options<c10d::AllreduceOptions>(false));
@@ -242,6 +244,25 @@ TEST(MpiSizes, AGroupMayGoWithCallsQueued) {
     EXPECT_TRUE(
         tensors[static_cast<std::size_t>(i)][0].eq((i + 1.0) * world->size()).all().item<bool>());
   EXPECT_EQ(sum_of_ones(backend(*world, all_ranks(*world)), true), world->size());
+}
+
+TEST(MpiSizes, AWorkMayBeWaitedForWhenItsGroupHasGone) {
+  std::vector<std::vector<at::Tensor>> tensors;
+  std::vector<WorkPtr> works;
+  {
+    const auto group = backend(*world, all_ranks(*world));
+    for (const auto dtype : {at::kFloat, at::kHalf, at::kFloat}) {
+      tensors.push_back({at::full({30000}, 2.0, dtype)});
+      works.push_back(group->allreduce(tensors.back(), options<c10d::AllreduceOptions>(false)));
+    }
+  }
+  works.back().reset();
+  for (std::size_t i = 0; i + 1 < works.size(); ++i) {
+    works[i]->wait();
+    EXPECT_TRUE(tensors[i][0].eq(2.0 * world->size()).all().item<bool>()) << i;
+  }
+  works.clear();
+  EXPECT_TRUE(tensors.back()[0].eq(2.0 * world->size()).all().item<bool>());
 }
 
 // Lists in which some tensors travel in pieces, as messages, and others in one call.

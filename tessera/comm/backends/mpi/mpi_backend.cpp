@@ -82,7 +82,8 @@ MpiBackend::MpiBackend(std::shared_ptr<MpiComm> comm, const MpiBackendOptions& o
         concat("the time limit of an MPI group is ", timeout_.count(), " ms; it must be positive"));
 }
 
-MpiBackend::~MpiBackend() = default;
+// While the reductions, which the moves of adopted calls use, are there.
+MpiBackend::~MpiBackend() { comm_->close(); }
 
 bool MpiBackend::reduces(c10::ScalarType dtype, ReduceOp::Kind op) const {
   return MpiReductions::supports(dtype, to_c10d(op));
@@ -130,7 +131,8 @@ MpiBackend::WorkPtr MpiBackend::run(const char* name, OpType type, CallLimit lim
     }
     throw;
   }
-  auto work = c10::make_intrusive<MpiWork>(comm_, std::move(call));
+  auto work = c10::make_intrusive<MpiWork>(
+      c10::intrusive_ptr<MpiBackend>::unsafe_reclaim_from_nonowning(this), comm_, std::move(call));
   if (limit.blocking) work->wait();
   return work;
 }

@@ -90,13 +90,23 @@ MpiComm::MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector
   library().add_queue(this);
 }
 
-MpiComm::~MpiComm() {
+void MpiComm::close() noexcept {
+  if (closed_) return;
+  closed_ = true;
   library().remove_queue(this);
   int finalized = 0;
   MPI_Finalized(&finalized);
   if (finalized) return;
   const bool sound = !stuck_.load() && !library().broken() && std::uncaught_exceptions() == 0;
-  if (sound && drain(std::chrono::seconds(10))) {
+  drained_ = sound && drain(std::chrono::seconds(10));
+}
+
+MpiComm::~MpiComm() {
+  close();
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  if (finalized) return;
+  if (drained_) {
     MPI_Comm_free(&gate_);
     MPI_Comm_free(&comm_);
     return;
@@ -446,8 +456,12 @@ bool MpiComm::drain(std::chrono::milliseconds limit) noexcept {
   }
 }
 
-MpiWork::MpiWork(std::shared_ptr<MpiComm> comm, std::unique_ptr<MpiCall> call)
-    : c10d::Work(comm->rank(), call->type), comm_(std::move(comm)), call_(std::move(call)) {
+MpiWork::MpiWork(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<MpiComm> comm,
+                 std::unique_ptr<MpiCall> call)
+    : c10d::Work(comm->rank(), call->type),
+      backend_(std::move(backend)),
+      comm_(std::move(comm)),
+      call_(std::move(call)) {
   // A mismatch that is known already is for wait() to throw.
   if (!call_->pending() && !call_->error) complete();
 }

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <mpi.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <array>
@@ -112,6 +113,7 @@ class MpiComm final : public MpiQueue {
   /// Takes ownership of `comm`. Collective over its ranks, within `limit`.
   MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector<int> ranks,
           std::string name, std::chrono::milliseconds limit);
+  /// Closes it.
   ~MpiComm() override;
   MpiComm(const MpiComm&) = delete;
   MpiComm& operator=(const MpiComm&) = delete;
@@ -153,8 +155,9 @@ class MpiComm final : public MpiQueue {
   void set_stuck();
   /// Makes present waits end and later calls fail.
   void abort() { aborted_.store(true, std::memory_order_release); }
-  /// Completes adopted calls within `limit`; returns false if some are left.
-  bool drain(std::chrono::milliseconds limit) noexcept;
+  /// Completes adopted calls within some seconds, if the group is sound. No call moves data from
+  /// then on, so that what the moves use may go.
+  void close() noexcept;
 
  private:
   /// Calls `test` until it returns true: at once, then spinning, then yielding the core, then
@@ -169,6 +172,8 @@ class MpiComm final : public MpiQueue {
   /// Throws FinalMismatch if a peer has sent something else than what the call expects. The receive
   /// is then taken back, and what came is received and dropped.
   void look_for_others(MpiCall& call);
+  /// Completes adopted calls within `limit`; returns false if some are left.
+  bool drain(std::chrono::milliseconds limit) noexcept;
   bool take_back(MPI_Request& request) const;
   void drop_message(MPI_Comm comm, const MPI_Status& status);
   /// What this rank called, and the range of the ranks' sizes.
@@ -191,6 +196,7 @@ class MpiComm final : public MpiQueue {
   /// A call ran into its limit while it still had requests.
   std::atomic<bool> stuck_{false};
   std::atomic<bool> has_adopted_{false};
+  bool closed_ = false, drained_ = false;
   /// Collectives whose comparison has begun.
   std::uint64_t calls_ = 0;
   /// Taken before the library's own lock.
@@ -207,7 +213,9 @@ class MpiComm final : public MpiQueue {
 /// of this process.
 class MpiWork : public c10d::Work, public InterruptibleWork {
  public:
-  MpiWork(std::shared_ptr<MpiComm> comm, std::unique_ptr<MpiCall> call);
+  /// `backend` lives as long as the work: the moves of the call use it.
+  MpiWork(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<MpiComm> comm,
+          std::unique_ptr<MpiCall> call);
   ~MpiWork() override;
 
   bool isCompleted() override;
@@ -225,6 +233,7 @@ class MpiWork : public c10d::Work, public InterruptibleWork {
   void complete();
   void fail();
 
+  const c10::intrusive_ptr<c10d::Backend> backend_;
   const std::shared_ptr<MpiComm> comm_;
   std::unique_ptr<MpiCall> call_;
   std::vector<at::Tensor> results_;
