@@ -10,7 +10,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "tessera/comm/backends/hosts/host_links.h"
@@ -70,9 +69,6 @@ class HostsBackend final : public OwnBackend {
                             Counts input_counts, OwnCall how) override;
 
   WorkPtr post(OwnCall how, Body body);
-  WorkPtr post(c10d::OpType type, std::chrono::milliseconds limit, Tensors results, Body body) {
-    return post({type, {limit, false}, std::move(results), {}}, std::move(body));
-  }
   WorkPtr all_reduce_all(const Tensors& tensors, const c10d::ReduceOp& op, OwnCall how);
 
   const std::shared_ptr<HostLinks> links_;

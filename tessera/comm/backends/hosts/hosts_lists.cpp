@@ -34,7 +34,7 @@ HostsBackend::WorkPtr HostsBackend::alltoall(Tensors& outputs, Tensors& inputs,
     }
   const Flat from = flattened(inputs), to = flattened(outputs);
   for (std::size_t r = 0; r < inputs.size(); ++r) from.parts[r].copy_(inputs[r]);
-  return post(OpType::ALLTOALL, options.timeout, outputs,
+  return post({OpType::ALLTOALL, limit_of(options), outputs, {}},
               [from, to, outputs, sent = bytes_of_each(inputs), received = bytes_of_each(outputs)](
                   HostLinks& links, HostCall& call) {
                 links.all_to_all(call, to.whole.view(at::kByte), received,
@@ -59,7 +59,7 @@ HostsBackend::WorkPtr HostsBackend::reduce_scatter_tensor_coalesced(
   for (std::size_t i = 0; i < inputs.size(); ++i)
     works.push_back(_reduce_scatter_base(outputs[i], inputs[i], options));
   // Calls end in the order in which they were made: by then these have.
-  return post(OpType::COALESCED, options.timeout, outputs,
+  return post({OpType::COALESCED, limit_of(options), outputs, {}},
               [works = std::move(works)](HostLinks&, HostCall&) {
                 for (const auto& work : works) work->wait();
               });
