@@ -101,7 +101,7 @@ int main(int argc, char** argv) {
       "Also write where the ranks of this job run, as a rank file (for tessera plan --mapping)");
   program
       .add_option("--backend", manager_options.backend,
-                  "gloo (default), shm or mpi: what the job will use")
+                  "auto (default), gloo, shm or mpi: what the job will use")
       ->check(CLI::IsMember({"auto", "gloo", "shm", "mpi"}));
   program.add_option("--kilobytes", kilobytes, "Size of the messages that measure bandwidth")
       ->check(CLI::Range(1.0, 1e6))

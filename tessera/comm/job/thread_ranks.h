@@ -17,7 +17,8 @@ namespace tessera {
 
 class ThreadRanks {
  public:
-  /// Backends as for run_threads(): "threads" (default), "gloo" or "shm". Throws InvalidArgument.
+  /// Backends as for run_threads(): "threads" (default), "gloo", "shm" or "auto". Throws
+  /// InvalidArgument.
   explicit ThreadRanks(int ranks, const ManagerOptions& options = {});
   int size() const;
   /// This rank's manager. Called once per rank, on the rank's thread; the ranks meet in their first
