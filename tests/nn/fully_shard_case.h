@@ -2,12 +2,10 @@
 // What the tests of fully_shard() share: a model with what is awkward in it, and its comparison
 // with one process.
 
-#include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <map>
 #include <optional>
@@ -16,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "size_counter.h"
 #include "support.h"
 #include "tessera/comm/group/trace.h"
 #include "tessera/nn/clip.h"
@@ -146,38 +145,5 @@ inline const std::vector<std::vector<Axis>>& meshes() {
       {{"r", 2}, {"x", 2}}, {{"x", 2}, {"r", 2}}, {{"r", 3}, {"x", 1}}, {{"x", 3}, {"r", 1}}};
   return all;
 }
-
-// Blocks of one size that live at a time, in the whole process.
-class SizeCounter final : public at::Allocator {
- public:
-  explicit SizeCounter(at::Allocator* under) : under_(under) {}
-  at::DataPtr allocate(std::size_t n) override {
-    at::DataPtr from = under_->allocate(n);
-    if (n != watched) return from;
-    const int now = ++live;
-    int seen = most;
-    while (now > seen && !most.compare_exchange_weak(seen, now)) {
-    }
-    void* data = from.get();
-    return {data, new Held{std::move(from), this}, &release, at::kCPU};
-  }
-  void copy_data(void* to, const void* from, std::size_t n) const override {
-    default_copy_data(to, from, n);
-  }
-  std::atomic<std::size_t> watched = ~std::size_t{0};
-  std::atomic<int> live = 0, most = 0;
-
- private:
-  struct Held {
-    at::DataPtr data;
-    SizeCounter* of;
-  };
-  static void release(void* held) {
-    auto* h = static_cast<Held*>(held);
-    --h->of->live;
-    delete h;
-  }
-  at::Allocator* under_;
-};
 
 }  // namespace tessera::test

@@ -31,9 +31,7 @@ TEST(FullyShard, HoldsTwoGatheredUnitsWhateverTheDepth) {
   // Ranks share the process, so that what lives of all of them is counted.
   constexpr int kRanks = 2;
   constexpr std::int64_t kWidth = 64;
-  SizeCounter allocator(c10::GetCPUAllocator());
-  at::Allocator* before = c10::GetCPUAllocator();
-  c10::SetCPUAllocator(&allocator, 255);
+  SizeCounter allocator;
   for (const bool reshard : {true, false}) {
     for (const int layers : {4, 7}) {
       on_threads(kRanks, [&](DistributedManager& manager) {
@@ -81,7 +79,6 @@ TEST(FullyShard, HoldsTwoGatheredUnitsWhateverTheDepth) {
       });
     }
   }
-  c10::SetCPUAllocator(before, 255);
 }
 
 TEST(FullyShard, LearnsFromEvaluationAlone) {

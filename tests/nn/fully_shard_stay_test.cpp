@@ -41,9 +41,7 @@ TEST(FullyShardStay, MovesIndicesAndRowsInPlaceOfTheTable) {
   constexpr int kRanks = 2;
   constexpr std::int64_t kRows = 1001, kWidth = 12, kWords = 16;
   constexpr std::int64_t kRow = kWidth * sizeof(double);
-  SizeCounter allocator(c10::GetCPUAllocator());
-  at::Allocator* before = c10::GetCPUAllocator();
-  c10::SetCPUAllocator(&allocator, 255);
+  SizeCounter allocator;
   on_threads(kRanks, [&](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", kRanks}});
     Words net = words_of({kRows, kWidth}), expected = words_of({kRows, kWidth});
@@ -75,7 +73,6 @@ TEST(FullyShardStay, MovesIndicesAndRowsInPlaceOfTheTable) {
       expect_same(*net, *expected, concat("step ", step));
     }
   });
-  c10::SetCPUAllocator(before, 255);
 }
 
 TEST(FullyShardStay, EmbeddingsEqualOneProcess) {

@@ -2,14 +2,12 @@
 // by shard (tensor parallelism).
 
 #include <ATen/autocast_mode.h>
-#include <c10/core/CPUAllocator.h>
-#include <c10/util/Backtrace.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <atomic>
+#include <functional>
 #include <map>
-#include <mutex>
 
+#include "size_counter.h"
 #include "support.h"
 #include "tessera/comm/group/trace.h"
 #include "tessera/nn/distribute_module.h"
@@ -62,57 +60,6 @@ torch::nn::Sequential deep(int layers, std::int64_t width) {
   }
   return net;
 }
-
-// Blocks of one size that live at a time, in the whole process.
-class CountingAllocator final : public at::Allocator {
- public:
-  explicit CountingAllocator(at::Allocator* under) : under_(under) {}
-  at::DataPtr allocate(std::size_t n) override {
-    at::DataPtr from = under_->allocate(n);
-    if (n != watched) return from;
-    const int now = ++live;
-    int seen = most;
-    while (now > seen && !most.compare_exchange_weak(seen, now)) {
-    }
-    void* data = from.get();
-    auto* held = new Held{std::move(from), this};
-    {
-      const std::lock_guard lock(mutex_);
-      from_[held] = c10::get_backtrace(1, 24);
-    }
-    return {data, held, &release, at::kCPU};
-  }
-  void copy_data(void* to, const void* from, std::size_t n) const override {
-    default_copy_data(to, from, n);
-  }
-
-  /// Where one of the blocks that live was made.
-  std::string who() {
-    const std::lock_guard lock(mutex_);
-    return from_.empty() ? "" : from_.begin()->second;
-  }
-
-  std::atomic<std::size_t> watched = ~std::size_t{0};
-  std::atomic<int> live = 0, most = 0;
-
- private:
-  struct Held {
-    at::DataPtr data;
-    CountingAllocator* of;
-  };
-  static void release(void* held) {
-    auto* h = static_cast<Held*>(held);
-    --h->of->live;
-    {
-      const std::lock_guard lock(h->of->mutex_);
-      h->of->from_.erase(h);
-    }
-    delete h;
-  }
-  at::Allocator* under_;
-  std::mutex mutex_;
-  std::map<void*, std::string> from_;
-};
 
 }  // namespace
 
@@ -178,9 +125,7 @@ TEST(FullySharded, NoParameterStaysGatheredLongerThanItsUse) {
   // Ranks share the process, so that what lives of all of them is counted.
   constexpr int kRanks = 3, kLayers = 5;
   constexpr std::int64_t kWidth = 96;
-  CountingAllocator allocator(c10::GetCPUAllocator());
-  at::Allocator* before = c10::GetCPUAllocator();
-  c10::SetCPUAllocator(&allocator, 255);
+  SizeCounter allocator;
   on_threads(kRanks, [&](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", kRanks}});
     auto net = prepared(deep(kLayers, kWidth));
@@ -210,7 +155,6 @@ TEST(FullySharded, NoParameterStaysGatheredLongerThanItsUse) {
       allocator.watched = ~std::size_t{0};
     });
   });
-  c10::SetCPUAllocator(before, 255);
 }
 
 TEST(FullySharded, MovesNoMoreThanItMust) {
