@@ -108,6 +108,10 @@ void broadcast_flat(RequestState& call, const at::Tensor& tensor, int root) {
   });
 }
 
+bool gathers_in_place(const RequestState& call, const at::Tensor& tensor) {
+  return call.group().size() == 2 && endpoint_of(call, tensor).name == "gloo";
+}
+
 void all_gather_equal(RequestState& call, at::Tensor output, at::Tensor input) {
   const auto& endpoint = endpoint_of(call, output);
   expect_device(call, output);
@@ -140,6 +144,15 @@ void all_gather_counts(RequestState& call, const at::Tensor& output, const at::T
     return;
   }
   const int n = call.group().size(), me = call.group().rank();
+  if (n == 2) {
+    const int peer = 1 - me;
+    const auto parts = split_flat(output, counts);
+    if (input.numel() > 0) parts[me].copy_(input);
+    Sizes received(2, 0), sent(2, 0);
+    received[peer] = counts[peer];
+    sent[peer] = input.numel();
+    return all_to_all_counts(call, parts[peer], input, received, sent);
+  }
   const std::int64_t largest = *std::max_element(counts.begin(), counts.end()),
                      levels = std::bit_width(static_cast<unsigned>(n - 1));
   if (levels * output.numel() < (n - 1) * largest) {

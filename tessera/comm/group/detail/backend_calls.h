@@ -4,15 +4,16 @@
 //
 // What is composed where a backend has no uneven collectives (Gloo), for n ranks, S elements in
 // total, and M elements in the largest shard:
-//   all-gather-v         Each shard is broadcast by its rank if ceil(log2 n) S < (n - 1) M, else
-//   one
-//                        all-to-all in which every rank sends its shard n times: the busiest sender
-//                        bounds the latter, the number of tree levels the former (if one rank holds
+//   all-gather-v         Of two ranks, each shard is sent straight to its place. Of more, each is
+//                        broadcast by its rank if ceil(log2 n) S < (n - 1) M, else one all-to-all
+//                        in which every rank sends its shard n times: the busiest sender bounds the
+//                        latter, the number of tree levels the former (if one rank holds
 //                        everything: 2 S against 3 S on 4 ranks).
 //   gather-v, scatter-v  One all-to-all with zero counts but for the root's.
 //   reduce-scatter       One all-to-all, then the shards are reduced here in rank order:
 //                        (n - 1) / n S sent by each rank, half of what an all-reduce sends,
-//                        S elements of scratch, any sizes, dtypes and operations.
+//                        any sizes, dtypes and operations; S elements of scratch, of two ranks
+//                        none: what the other one sends lands in the output.
 //   exchange             A send or receive for each message.
 
 #include <ATen/core/Tensor.h>
@@ -40,6 +41,9 @@ void broadcast_flat(RequestState& call, const at::Tensor& tensor, int root);
 void all_gather_equal(RequestState& call, at::Tensor output, at::Tensor input);
 void all_gather_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
                        const Sizes& counts);
+/// True where all_gather_counts() needs no memory beside its tensors and the backend's own
+/// all-gather does (Gloo's, the size of the result twice).
+bool gathers_in_place(const RequestState& call, const at::Tensor& tensor);
 void all_to_all_counts(RequestState& call, at::Tensor output, at::Tensor input, Sizes output_counts,
                        Sizes input_counts);
 /// All-to-all with counts that each rank knows for itself alone, as users give them: one message

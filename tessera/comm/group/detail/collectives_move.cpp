@@ -121,7 +121,10 @@ void launch_all_gather(RequestState& call, const at::Tensor& output, const at::T
   const Guard guard;
   if (call.group().size() == 1) return copy_here(output, input);
   const auto in = wire_input(call, input), out = wire_output(call, output);
-  if (sizes.empty() || even(sizes)) {
+  const bool equal = sizes.empty() || even(sizes);
+  if (equal && gathers_in_place(call, out)) {
+    all_gather_counts(call, out, in, Sizes(2, in.numel()));
+  } else if (equal) {
     all_gather_equal(call, out, in);
   } else {
     all_gather_counts(call, out, in, wire_counts(call, input, sizes));

@@ -144,6 +144,26 @@ void reduce_pair(RequestState& call, const at::Tensor& work, const Recipe& recip
   });
 }
 
+// Reduce-scatter of two ranks without scratch: what the other rank sends lands in the output, and
+// this rank's rows are added where they lie.
+void reduce_scatter_pair(RequestState& call, const at::Tensor& output, const at::Tensor& input,
+                         Kind op, const Sizes& counts) {
+  const int me = call.group().rank(), peer = 1 - me;
+  const auto width = wire_width(call, input);
+  const auto source = is_plain(input) ? input : input.resolve_conj().resolve_neg().contiguous();
+  const auto in = wire_input(call, source);
+  const auto sends = split_flat(in, {counts[0] * width, counts[1] * width})[peer];
+  Sizes received(2, 0), sent(2, 0);
+  received[peer] = counts[me] * width;
+  sent[peer] = counts[peer] * width;
+  all_to_all_counts(call, wire_output(call, output), sends, received, sent);
+  if (output.numel() == 0) return;
+  const auto mine = split_flat(source.view({-1}), counts)[me].view(output.sizes());
+  call.then([output, mine, me, op] {
+    reduce_in_order(output, me == 0 ? std::vector{mine, output} : std::vector{output, mine}, op);
+  });
+}
+
 // All-reduce (root < 0) or reduce of any tensor. `writes`: this rank's tensor gets the result.
 void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, int root,
                    bool writes) {
@@ -305,6 +325,9 @@ void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const a
     if (recipe.divide) call.then([out, n] { out.div_(n); });
     return;
   }
+
+  if (n == 2 && op.kind != Kind::premultiplied && is_plain(output))
+    return reduce_scatter_pair(call, output, input, op.kind, counts);
 
   // Every rank gets its rows from every rank, and reduces them in rank order.
   auto source = input;
