@@ -121,16 +121,16 @@ inline void check_same_training(const std::string& name, const Side& ours, const
   }
 }
 
-/// Records `name`: the step of `ours` beside that of `theirs`, at most `limit` of it. Throws Error
-/// where their losses differ.
+/// Records `name`: the step of `ours` beside that of `theirs`, at most `limit` of it, in `pairs`
+/// samples of each. Throws Error where their losses differ.
 inline void compare(Report& report, const std::string& name, Side& ours, Side& theirs,
-                    const std::string& reference, double limit) {
+                    const std::string& reference, double limit, int pairs = kPairs) {
   check_same_training(name, ours, theirs);
   const int steps =
       std::max(1, static_cast<int>(kSampleSeconds / std::max(ours.steps(3), theirs.steps(3))));
   report.time(name,
               alternate(
-                  kPairs, [&] { return ours.steps(steps); }, [&] { return theirs.steps(steps); }),
+                  pairs, [&] { return ours.steps(steps); }, [&] { return theirs.steps(steps); }),
               reference, limit);
 }
 
@@ -143,10 +143,11 @@ struct Programs {
 };
 
 /// main() of a driver: bench_NAME --rank-program R --python P --script S [--out FILE] [--only
-/// PATTERN]. `cases` measures what the report wants; `more` adds options to the command line.
+/// PATTERN]. `cases` measures what the report wants, in `pairs` samples of each side; `more` adds
+/// options to the command line.
 inline int drive(int argc, char** argv, const std::string& name, const std::string& about,
                  const std::function<void(Report&, const Programs&)>& cases,
-                 const std::function<void(CLI::App&)>& more = {}) {
+                 const std::function<void(CLI::App&)>& more = {}, int pairs = kPairs) {
   CLI::App app(about);
   Programs programs;
   std::string out, only;
@@ -166,7 +167,7 @@ inline int drive(int argc, char** argv, const std::string& name, const std::stri
     report.meta("ranks", kRanks);
     report.meta("threads_per_rank", 1);
     report.meta("backend", "gloo");
-    report.meta("pairs", kPairs);
+    report.meta("pairs", pairs);
     cases(report, programs);
     return report.finish();
   } catch (const std::exception& e) {

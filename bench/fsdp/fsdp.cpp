@@ -16,7 +16,9 @@ using namespace tessera::bench;
 using tessera::concat;
 
 constexpr double kLimit = 0.9;
-constexpr int kUnits = 32, kUnitSteps = 20;
+// The fewest pairs, since a step of Python's takes up to 0.2 s.
+constexpr int kFewPairs = 31;
+constexpr int kUnits = 32, kUnitSteps = 3;
 constexpr double kUnitMicroseconds = 50;
 const char* const kTheirs = "Python's fully_shard";
 
@@ -58,7 +60,7 @@ void compare_units(Report& report, const std::string& name, const Commands& comm
   check_same_training(name + ", unsharded", ours_plain, theirs_plain);
   std::vector<double> values, references;
   for (const auto& [a, b] : alternate(
-           31, [&] { return added(ours, ours_plain); },
+           kFewPairs, [&] { return added(ours, ours_plain); },
            [&] { return added(theirs, theirs_plain); })) {
     values.push_back(a * 1e6);
     references.push_back(b * 1e6);
@@ -88,7 +90,7 @@ int main(int argc, char** argv) {
           const std::string time = model + " beside Python", memory = model + " memory";
           if (report.wants(time)) {
             Side ours(commands.ours, model), theirs(commands.theirs, model);
-            compare(report, time, ours, theirs, kTheirs, kLimit);
+            compare(report, time, ours, theirs, kTheirs, kLimit, kFewPairs);
           }
           if (report.wants(memory)) compare_memory(report, memory, commands, memory);
         }
@@ -97,5 +99,6 @@ int main(int argc, char** argv) {
       },
       [&](CLI::App& app) {
         app.add_option("--counter", counter, "libbench_counter.so")->required();
-      });
+      },
+      kFewPairs);
 }
