@@ -93,6 +93,9 @@ struct Bucket {
   bool uniform = false;
   std::vector<Slot> slots;
   std::vector<detail::BucketMessage> messages;
+  std::int64_t bytes = 0;   // of the global tensors
+  bool scatters = false;    // a message is reduce-scattered
+  bool scattered = false;   // and that has been waited for
   std::int64_t numel = 0;   // without the flags
   at::Tensor flat;          // numel values, then one flag a slot: did this rank use it
   std::size_t missing = 0;  // slots whose gradient has not been accumulated in this backward
@@ -201,6 +204,7 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
   void abandon();
   void start(Bucket& bucket);
   void start_uniform(Bucket& bucket);
+  void make_room_for(const Bucket& bucket);
   void complete(Bucket& bucket);
   void finish();
   void learn();
@@ -420,20 +424,9 @@ void GradientReducer::State::start_uniform(Bucket& bucket) {
       message = bucket.messages.emplace(bucket.messages.end(), gradient, bucket.op);
     message->add(slot.parameter, std::move(gradient));
   }
-  // Gradients that are reduce-scattered have the full shape: few such buckets are under way at a
-  // time, so that backward does not hold all of them.
-  constexpr int kUnderWay = 2;
-  const auto scatters = [](const Bucket& b) {
-    return std::any_of(b.messages.begin(), b.messages.end(),
-                       [](const detail::BucketMessage& m) { return m.scatters(); });
-  };
-  if (scatters(bucket)) {
-    int under_way = 0;
-    for (std::size_t b = next; b-- > 0;) {
-      Bucket& other = buckets[order[b]];
-      if (&other != &bucket && scatters(other) && ++under_way >= kUnderWay) complete(other);
-    }
-  }
+  bucket.scatters = std::any_of(bucket.messages.begin(), bucket.messages.end(),
+                                [](const detail::BucketMessage& m) { return m.scatters(); });
+  if (bucket.scatters) make_room_for(bucket);
   for (detail::BucketMessage& message : bucket.messages) {
     message.pack();
     for (const auto& item : message.items()) {
@@ -442,6 +435,30 @@ void GradientReducer::State::start_uniform(Bucket& bucket) {
     }
     message.start();
   }
+}
+
+// Gradients that are reduce-scattered have the full shape. Those in progress are waited for, the
+// first ones first, until they and the next are a small message together, so that backward holds
+// few of them. All ranks come to the same answer: the bytes are those of the global tensors.
+void GradientReducer::State::make_room_for(const Bucket& bucket) {
+  constexpr std::int64_t kInProgress = 64 << 10;
+  const auto earlier = [&](const auto& call) {
+    for (std::size_t b = 0; b < next; ++b) {
+      Bucket& other = buckets[order[b]];
+      if (&other != &bucket && other.scatters && !other.messages.empty()) call(other);
+    }
+  };
+  std::int64_t bytes = bucket.bytes;
+  earlier([&](const Bucket& other) { bytes += other.scattered ? 0 : other.bytes; });
+  earlier([&](Bucket& other) {
+    if (other.scattered) {
+      complete(other);
+    } else if (bytes > kInProgress) {
+      for (detail::BucketMessage& message : other.messages) message.next();
+      other.scattered = true;
+      bytes -= other.bytes;
+    }
+  });
 }
 
 void GradientReducer::State::complete(Bucket& bucket) {
@@ -583,7 +600,7 @@ void GradientReducer::State::reset() {
   arrival.clear();
   for (Bucket& bucket : buckets) {
     bucket.missing = bucket.slots.size();
-    bucket.started = false;
+    bucket.started = bucket.scatters = bucket.scattered = false;
     bucket.request = Request();
     bucket.messages.clear();
   }
@@ -673,6 +690,7 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
     for (std::size_t i : state.layout[b]) {
       at::Tensor like = state.access(i).like(parameters[i].parameter);
       bucket.slots.push_back({i, bucket.numel, bucket.uniform ? at::Tensor() : like, {}});
+      bucket.bytes += items[i].bytes;
       bucket.numel += like.numel();
       state.bucket_of[i] = b;
     }

@@ -507,6 +507,30 @@ at::Tensor keep_units(const at::Tensor& parameter, const std::shared_ptr<GatherU
   return place;
 }
 
+// The gradients of a unit travel in up to four messages, none of which is small unless the unit is:
+// backward holds those of one rather than the unit's, and sends sooner. By the bytes of the global
+// tensors, from the last parameter, whose gradient comes first.
+void divide_messages(std::vector<detail::UnitParameter>& parameters) {
+  constexpr std::int64_t kMessages = 4, kLeast = 64 << 10;
+  const auto bytes = [](const detail::UnitParameter& p) {
+    return static_cast<std::int64_t>(p.tensor.numel() * p.tensor.element_size());
+  };
+  struct Open {
+    std::int64_t least = 0, bytes = 0;
+    std::size_t message = 0;
+  };
+  std::map<std::size_t, Open> units;
+  for (const auto& p : parameters) units[p.unit].least += bytes(p);
+  std::size_t messages = 0;
+  for (auto& [unit, open] : units) open = {std::max(open.least / kMessages, kLeast), 0, messages++};
+  for (auto p = parameters.rbegin(); p != parameters.rend(); ++p) {
+    Open& open = units[p->unit];
+    if (open.bytes >= open.least) open = {open.least, 0, messages++};
+    open.bytes += bytes(*p);
+    p->unit = open.message;
+  }
+}
+
 struct AccumulatedInUnit final : detail::ChainedHook {
   explicit AccumulatedInUnit(const std::shared_ptr<GatherUnits>& u) : units(u) {}
   void accumulated(const at::Tensor&) override {
@@ -564,6 +588,7 @@ void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
   }
   // Their gradients are reduced already, to whatever their placements are.
   for (const Further& f : plan.further) add(f.parameter);
+  divide_messages(reduced);
   detail::reduce_parameters(reduced, mesh, options.reducer);
 }
 

@@ -48,7 +48,9 @@
 // the lower precision, not with its unit and not ahead. Values are right.
 //
 // Memory of parameters on each rank: its shards, and `prefetch` + 1 gathered units while a pass is
-// overlapped. Gradients: those of the unit at work, complete, and two units' being reduced.
+// overlapped. Gradients: its shards, and, of the full ones, those of one message and as much again
+// while it is packed. A unit's travel in up to four messages of at least 64 KiB, each once the
+// reduce-scatter of the one before has ended; smaller ones do not wait for each other.
 
 #include <torch/nn/module.h>
 
@@ -95,8 +97,8 @@ struct FullyShardOptions {
   bool reshard_after_forward = true;
   /// Units that are gathered ahead of use. At least 0.
   int prefetch = 1;
-  /// How gradients are reduced: by default one message a unit. gradient_as_bucket_view has no
-  /// meaning here.
+  /// How gradients are reduced: by default in up to four messages for each unit.
+  /// gradient_as_bucket_view has no meaning here.
   ReducerOptions reducer = {.first_bucket_bytes = std::int64_t{1} << 30,
                             .bucket_bytes = std::int64_t{1} << 30,
                             .learn_order = true};

@@ -27,7 +27,7 @@ bool make_partial(const at::Tensor& value, const ShardSpec& partial);
 struct UnitParameter {
   std::string name;
   at::Tensor tensor;
-  /// Gradients of different units never share a bucket.
+  /// Gradients of different units never share a bucket. Only whether two are equal counts.
   std::size_t unit = 0;
   /// In which it is reduced; none: its own.
   std::optional<at::ScalarType> message = {};

@@ -81,6 +81,53 @@ TEST(FullyShard, HoldsTwoGatheredUnitsWhateverTheDepth) {
   }
 }
 
+TEST(FullyShard, HoldsTheGradientsOfAQuarterOfAUnit) {
+  constexpr int kRanks = 2, kLayers = 12;
+  constexpr std::int64_t kWidth = 128;
+  SizeCounter allocator;
+  on_threads(kRanks, [&](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", kRanks}});
+    const auto make = [&] {
+      Sequential unit;
+      for (int i = 0; i < kLayers; ++i)
+        unit->push_back(Linear(LinearOptions(kWidth, kWidth).bias(false)));
+      unit->to(at::kDouble);
+      fill(*unit, 5);
+      const at::NoGradGuard no_grad;
+      for (const auto& p : unit->parameters()) p.mul_(0.2);
+      return unit;
+    };
+    Sequential net(make(), make()), expected(make(), make());
+    fully_shard(*net, mesh);
+    const auto together = [&](const std::function<void()>& f) {
+      mesh.all().barrier();
+      if (manager.rank() == 0) f();
+      mesh.all().barrier();
+    };
+    const at::Tensor x = randn({3, kWidth}, at::kDouble);
+    const at::Tensor mine = distribute_tensor(x, mesh, {Shard(0)});
+    expected->forward(x).square().mean().backward();
+    for (int step = 0; step < 2; ++step) {
+      net->zero_grad();
+      const at::Tensor loss = net->forward(mine).square().mean();
+      const CommTraceScope trace(manager);
+      // A full gradient of one weight.
+      together([&] {
+        allocator.watched = kWidth * kWidth * sizeof(double);
+        allocator.most = 0;
+      });
+      loss.backward();
+      together([&] {
+        EXPECT_LE(allocator.most, 4 * kRanks) << "three of a message, and one that is made";
+        EXPECT_EQ(allocator.live, 0) << allocator.who();
+        allocator.watched = ~std::size_t{0};
+      });
+      EXPECT_EQ(calls_of(*trace)["reduce_scatter"].first, 2 * 4) << trace->table();
+      expect_same(*net, *expected, concat("step ", step));
+    }
+  });
+}
+
 TEST(FullyShard, LearnsFromEvaluationAlone) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
