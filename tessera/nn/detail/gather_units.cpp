@@ -141,6 +141,10 @@ at::Tensor GatherUnits::gathered(std::size_t index, const ShardMeta& meta, const
   return view;
 }
 
+bool GatherUnits::gathers_over(int axis) const {
+  return std::find(axes_.begin(), axes_.end(), axis) != axes_.end();
+}
+
 void GatherUnits::written(std::size_t index) {
   const std::lock_guard lock(mutex_);
   release(places_[index].unit);

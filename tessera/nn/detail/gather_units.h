@@ -55,6 +55,7 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
                      const at::Tensor& local, std::int64_t sharded_elsewhere = 0);
 
   at::Tensor gathered(std::size_t index, const ShardMeta& meta, const ShardSpec& to) override;
+  bool gathers_over(int axis) const override;
   void written(std::size_t index) override;
   ParameterPrecision precision(std::size_t index) const override;
   at::Tensor computed(std::size_t index, const ShardMeta& meta) override;

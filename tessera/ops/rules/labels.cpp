@@ -7,8 +7,11 @@
 #include <map>
 
 #include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/parameter_source.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/rank_state.h"
 
 namespace tessera::detail {
 
@@ -94,6 +97,17 @@ std::vector<Choice> choices(const LabelProblem& p, int axis) {
   return all;
 }
 
+// Whether the shards of a parameter over this axis are computed with, while others are gathered
+// ahead of use (fully_shard of a tensor-parallel layer).
+bool computed_in_shards(const LabelProblem& p, const TensorInfo& t, int axis) {
+  if (!t.parameter || t.element >= 0) return false;
+  const c10::IValue& v = p.call.arguments()[t.argument];
+  const ShardMeta* meta = v.isTensor() ? meta_of(v.toTensor()) : nullptr;
+  if (!meta) return false;
+  const auto found = context_of(meta->spec())->state->sources.find(meta->local);
+  return found.first && !found.first->gathers_over(axis);
+}
+
 Choice best(const LabelProblem& p, int axis, int ranks) {
   const auto& tensors = p.call.tensors();
   Choice chosen;
@@ -109,6 +123,10 @@ Choice best(const LabelProblem& p, int axis, int ranks) {
         possible = false;
       // the result must have the target's placement
       if (i == 0 && p.call.in_place() && !p.outputs.empty() && !(placed(p, c, 0) == to))
+        possible = false;
+      // A Partial factor is reduced, which is due and holds for all its uses, rather than kept so.
+      if (c.kind == Choice::Kind::partial && from.is_shard() && to.is_replicate() &&
+          computed_in_shards(p, tensors[i], axis))
         possible = false;
       const double gather = cost(from, to, static_cast<double>(tensors[i].spec.numel()), ranks);
       moved += tensors[i].parameter ? std::min(gather, kGatherParameter) : gather;
