@@ -499,10 +499,11 @@ at::Tensor keep_units(const at::Tensor& parameter, const std::shared_ptr<GatherU
   const at::NoGradGuard no_grad;
   const detail::ShardMeta& meta = *detail::meta_of(parameter);
   const at::Tensor local = meta.local;
-  if (local.numel() == 0) return local;
+  const at::TensorOptions options = local.options().requires_grad(false);
+  // Of a rank that has no rows of it, too: all ranks know its unit's precision.
+  const at::Tensor memory = local.numel() > 0 ? local : at::zeros({1}, options);
   at::Tensor place = at::from_blob(
-      local.data_ptr(), local.sizes(), local.strides(), [local, units](void*) {},
-      local.options().requires_grad(false));
+      memory.data_ptr(), local.sizes(), local.strides(), [memory, units](void*) {}, options);
   detail::install(parameter, place, meta.layout);
   return place;
 }

@@ -121,6 +121,22 @@ TEST(FullyShardStay, EmbeddingsEqualOneProcess) {
   }
 }
 
+TEST(FullyShardStay, RanksWithoutRowsComputeInTheSamePrecision) {
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    Embedding net(EmbeddingOptions(2, 3)), expected(EmbeddingOptions(2, 3));
+    net->to(at::kDouble);
+    expected->to(at::kDouble);
+    fill(*net, 4);
+    fill(*expected, 4);
+    fully_shard(*net, mesh, {.stay = {"weight"}, .precision = {.parameters = at::kFloat}});
+    const at::Tensor words = randint(2, {6});
+    const at::Tensor y = net->forward(distribute_tensor(words, mesh, {Shard(0)}));
+    EXPECT_EQ(y.scalar_type(), at::kFloat) << manager.rank();
+    EXPECT_LT(difference(y.to(at::kDouble), expected->forward(words)), 1e-6);
+  });
+}
+
 TEST(FullyShardStay, SecondDerivatives) {
   on_threads(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 3}});
