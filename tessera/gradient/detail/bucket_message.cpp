@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/strides.h>
 
+#include <cstring>
+
 namespace tessera::detail {
 
 namespace {
@@ -12,6 +14,22 @@ namespace {
 at::Tensor place(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef sizes) {
   return at::empty({0}, flat.options())
       .set_(flat.storage(), offset, sizes, c10::contiguous_strides(sizes));
+}
+
+// Bytes of a small gradient as they are: to find out that they can be copied so costs libtorch's
+// copy more than the bytes.
+void copy_to(const at::Tensor& flat, std::int64_t offset, const at::Tensor& piece) {
+  constexpr std::size_t kSmall = 64 << 10;
+  const auto width = static_cast<std::int64_t>(flat.element_size());
+  const auto bytes = static_cast<std::size_t>(piece.numel() * width);
+  if (bytes == 0) return;
+  if (bytes <= kSmall && piece.is_cpu() && piece.is_contiguous() && !piece.is_conj() &&
+      !piece.is_neg() && !piece._is_zerotensor() && piece.scalar_type() == flat.scalar_type()) {
+    std::memcpy(static_cast<char*>(flat.data_ptr()) + offset * width, piece.const_data_ptr(),
+                bytes);
+  } else {
+    place(flat, offset, piece.sizes()).copy_(piece);
+  }
 }
 
 }  // namespace
@@ -57,10 +75,14 @@ void BucketMessage::pack_scattered() {
     const std::int64_t begin = offset;
     for (std::size_t i = 0; i < items_.size(); ++i) {
       const UnreducedGradient& gradient = items_[i].gradient;
-      const at::Tensor piece =
-          gradient.value.narrow(gradient.scatter_dim, row[i], gradient.rows[r]);
-      place(flat_, offset, piece.sizes()).copy_(piece);
-      row[i] += gradient.rows[r];
+      const std::int64_t rows = gradient.rows[r];
+      if (rows == 0) continue;
+      const at::Tensor& value = gradient.value;
+      const at::Tensor piece = rows == value.size(gradient.scatter_dim)
+                                   ? value
+                                   : value.narrow(gradient.scatter_dim, row[i], rows);
+      copy_to(flat_, offset, piece);
+      row[i] += rows;
       offset += piece.numel();
     }
     rows_[r] = offset - begin;
