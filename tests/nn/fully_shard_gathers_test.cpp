@@ -88,16 +88,25 @@ TEST(FullyShard, HoldsTheGradientsOfAQuarterOfAUnit) {
   on_threads(kRanks, [&](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", kRanks}});
     const auto make = [&] {
-      Sequential unit;
-      for (int i = 0; i < kLayers; ++i)
-        unit->push_back(Linear(LinearOptions(kWidth, kWidth).bias(false)));
-      unit->to(at::kDouble);
-      fill(*unit, 5);
+      torch::nn::ModuleList all;
+      for (int unit = 0; unit < 2; ++unit) {
+        Sequential layers;
+        for (int i = 0; i < kLayers; ++i)
+          layers->push_back(Linear(LinearOptions(kWidth, kWidth).bias(false)));
+        all->push_back(layers);
+      }
+      all->to(at::kDouble);
+      fill(*all, 5);
       const at::NoGradGuard no_grad;
-      for (const auto& p : unit->parameters()) p.mul_(0.2);
-      return unit;
+      for (const auto& p : all->parameters()) p.mul_(0.2);
+      return all;
     };
-    Sequential net(make(), make()), expected(make(), make());
+    const auto loss_on = [](torch::nn::ModuleList& net, at::Tensor h) {
+      for (std::size_t unit = 0; unit < 2; ++unit)
+        h = net->ptr<torch::nn::SequentialImpl>(unit)->forward(h);
+      return h.square().mean();
+    };
+    torch::nn::ModuleList net = make(), expected = make();
     fully_shard(*net, mesh);
     const auto together = [&](const std::function<void()>& f) {
       mesh.all().barrier();
@@ -106,10 +115,10 @@ TEST(FullyShard, HoldsTheGradientsOfAQuarterOfAUnit) {
     };
     const at::Tensor x = randn({3, kWidth}, at::kDouble);
     const at::Tensor mine = distribute_tensor(x, mesh, {Shard(0)});
-    expected->forward(x).square().mean().backward();
+    loss_on(expected, x).backward();
     for (int step = 0; step < 2; ++step) {
       net->zero_grad();
-      const at::Tensor loss = net->forward(mine).square().mean();
+      const at::Tensor loss = loss_on(net, mine);
       const CommTraceScope trace(manager);
       // A full gradient of one weight.
       together([&] {
