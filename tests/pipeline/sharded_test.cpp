@@ -353,5 +353,18 @@ TEST(PipelineSharded, StepsWithADivisorAddUp) {
   });
 }
 
+TEST(PipelineSharded, RefusesDivisorsThatDiffer) {
+  test::on_threads(2, [&](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"pipe", 2}});
+    test::seed(8);
+    const at::Tensor x = test::randn({4, 5}, at::kDouble);
+    auto net = sharded_net(manager.rank());
+    Pipeline pipeline(mesh, "pipe", schedule_1f1b(2, 2), {make_stage(net)}, squared);
+    const auto batch = split_batch({x}, {x}, 2);
+    EXPECT_THROW(pipeline.step(batch, {manager.rank() == 0 ? 7.0 : 8.0}), InvalidArgument);
+    pipeline.step(batch, {7.0});
+  });
+}
+
 }  // namespace
 }  // namespace tessera

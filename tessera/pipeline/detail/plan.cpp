@@ -30,6 +30,7 @@ enum Place : std::int64_t {
   kScales,
   kScaleSum,
   kScaleSquares,
+  kDivisor,
   kPlaces
 };
 
@@ -240,6 +241,8 @@ StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool tra
       problem = e.what();
     }
   }
+  // 0: none, which is refused where it is given.
+  mine[kDivisor] = bits(divisor.value_or(0));
   mine[kProblem] = problem.empty() ? 0 : 1;
 
   const Group group = plan.group();
@@ -253,8 +256,9 @@ StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool tra
   const std::int64_t targets = rows[last][kTargets];
   facts.targets = targets > 0;
   // Weight, problems, by what gradients are multiplied; then pipelines, and those that train and
-  // that have targets.
+  // that have targets; by what gradients are divided, and its square.
   std::vector<double> sums{0, 0, 0, 0, 0, 1, training ? 1.0 : 0.0, facts.targets ? 1.0 : 0.0};
+  for (const int power : {1, 2}) sums.push_back(std::pow(divisor.value_or(0), power));
   Hash modes;
   bool differ = false;
   for (int r = 0; r < group.size(); ++r) {
@@ -265,6 +269,10 @@ StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool tra
     sums[4] += real(rows[r][kScaleSquares]);
     modes.number(static_cast<std::uint64_t>(rows[r][kTrained]));
     differ = differ || rows[r][kSettled] != mine[kSettled];
+    if (rows[r][kDivisor] != rows[0][kDivisor] && problem.empty())
+      problem = concat("rank ", group.ranks()[r], " gives the divisor ", real(rows[r][kDivisor]),
+                       " for gradients, and rank ", group.ranks()[0], " ", real(rows[0][kDivisor]),
+                       " (0: none); give the same on all ranks");
     // A rank that failed late in a step that others ended is behind.
     facts.step = std::max(facts.step, static_cast<std::uint64_t>(rows[r][kStep]));
     if (rows[r][kMode] != mine[kMode] && problem.empty())
@@ -289,6 +297,12 @@ StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool tra
           concat("pipeline: ", some, " of ", sums[5], " pipelines beside each other ",
                  some == sums[6] ? "train" : "have targets", ", and the others do not"));
   }
+  const double mean_divisor = sums[8] / sums[5];
+  if (std::abs(sums[9] / sums[5] - mean_divisor * mean_divisor) >
+      1e-9 * mean_divisor * mean_divisor)
+    throw InvalidArgument(
+        concat("pipeline: the pipelines beside each other give different divisors for gradients, ",
+               mean_divisor, " in the mean (0: none); give the same on all ranks"));
   facts.total_weight = sums[0];
   if (training && !divisor && !(facts.total_weight > 0))
     throw InvalidArgument(
