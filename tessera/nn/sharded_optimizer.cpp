@@ -1,6 +1,7 @@
 #include "tessera/nn/sharded_optimizer.h"
 
 #include <ATen/ops/empty.h>
+#include <torch/optim/adagrad.h>
 
 #include <algorithm>
 #include <numeric>
@@ -63,6 +64,7 @@ struct OptimizerShards::State {
   at::Tensor rows_of(const at::Tensor& parameter, const at::Tensor& of) const;
   at::Tensor shard(const at::Tensor& parameter, const at::Tensor& of) const;
   at::Tensor with_gradient(const at::Tensor& parameter) const;
+  void shard_state(torch::optim::OptimizerParamState& state, const at::Tensor& parameter) const;
   void gather();
 };
 
@@ -107,6 +109,16 @@ at::Tensor OptimizerShards::State::with_gradient(const at::Tensor& parameter) co
                toString(grad.scalar_type()), ", and must be dense, plain, and like the parameter"));
   made.mutable_grad() = shard(parameter, grad.contiguous());
   return made;
+}
+
+// What an optimizer has made of a whole parameter before its first step: Adagrad does so when it is
+// made.
+void OptimizerShards::State::shard_state(torch::optim::OptimizerParamState& state,
+                                         const at::Tensor& parameter) const {
+  auto* const adagrad = dynamic_cast<torch::optim::AdagradParamState*>(&state);
+  if (!adagrad || !adagrad->sum().defined() || meta_of(adagrad->sum())) return;
+  const at::NoGradGuard no_grad;
+  adagrad->sum(shard(parameter, adagrad->sum()).clone());
 }
 
 // What every rank has updated, for all of them: one chunk travels while another is packed.
@@ -204,6 +216,10 @@ void OptimizerShards::plan(const torch::optim::Optimizer& optimizer) {
     bytes += size;
   }
   close();
+  for (const at::Tensor& p : fresh) {
+    const auto made = optimizer.state().find(p.unsafeGetTensorImpl());
+    if (made != optimizer.state().end()) s.shard_state(*made->second, p);
+  }
 }
 
 at::Tensor OptimizerShards::like(const at::Tensor& parameter) const {

@@ -178,6 +178,25 @@ TEST(ShardedOptimizer, KeepsAShardOfTheStates) {
   });
 }
 
+TEST(ShardedOptimizer, ShardsWhatAdagradMakesBeforeItsFirstStep) {
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    Many net = many();
+    ShardedOptimizer<torch::optim::Adagrad> opt(parameters_of(*net), mesh,
+                                                torch::optim::AdagradOptions(0.05));
+    for (int step = 0; step < 2; ++step) {
+      for (const at::Tensor& p : parameters_of(*net)) {
+        if (p.dim() == 0) continue;
+        const auto kept = opt.state().find(p.unsafeGetTensorImpl());
+        ASSERT_NE(kept, opt.state().end());
+        EXPECT_TRUE(is_sharded(static_cast<torch::optim::AdagradParamState&>(*kept->second).sum()));
+      }
+      backward_of(net, step);
+      opt.step();
+    }
+  });
+}
+
 TEST(ShardedOptimizer, GroupsClosuresAndParametersAddedLater) {
   on_threads(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 3}});
