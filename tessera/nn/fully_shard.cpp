@@ -284,7 +284,7 @@ class FullyShardPlan {
   }
   std::string describe() const {
     return concat("units ", list(units), ", axes ", list(axes), ", reshard_after_forward ",
-                  options_.reshard_after_forward, ", prefetch ", options_.prefetch,
+                  reshard, ", reshard_axes ", list(kept_axes), ", prefetch ", options_.prefetch,
                   ", bucket_bytes ", options_.reducer.bucket_bytes, ", first_bucket_bytes ",
                   options_.reducer.first_bucket_bytes, ", learn_order ",
                   options_.reducer.learn_order, ", overlap ", options_.reducer.overlap,
@@ -294,6 +294,9 @@ class FullyShardPlan {
   std::vector<NamedTensor> all;
   std::vector<Further> further;
   std::vector<int> axes;
+  // Those over which units stay sharded after forward; empty: all.
+  std::vector<int> kept_axes;
+  bool reshard = true;
   std::vector<std::string> units;
   std::vector<UnitPrecision> precisions;
   std::vector<Flat> flats;
@@ -343,20 +346,47 @@ class FullyShardPlan {
     }
     return largest;
   }
-  void find_axes() {
+  // By name, in mesh order. `use`: "to shard over".
+  std::vector<int> find(const std::vector<std::string>& names, std::string_view use) const {
     const Mesh& layout = mesh_.layout();
-    for (const std::string& name : options_.axes) {
-      const auto& known = layout.axes();
+    const auto& known = layout.axes();
+    std::vector<int> found;
+    for (const std::string& name : names) {
       if (std::none_of(known.begin(), known.end(), [&](const Axis& a) { return a.name == name; }))
         throw InvalidArgument(concat("fully_shard: the mesh ", layout.to_string(), " has no axis '",
-                                     name, "' to shard over"));
-      axes.push_back(layout.index(name));
+                                     name, "' ", use));
+      found.push_back(layout.index(name));
     }
-    std::sort(axes.begin(), axes.end());
-    axes.erase(std::unique(axes.begin(), axes.end()), axes.end());
+    std::sort(found.begin(), found.end());
+    found.erase(std::unique(found.begin(), found.end()), found.end());
+    return found;
+  }
+  void find_axes() {
+    const Mesh& layout = mesh_.layout();
+    axes = find(options_.axes, "to shard over");
     for (int a = 0; options_.axes.empty() && a < layout.dims(); ++a) axes.push_back(a);
+    find_kept_axes();
     // Nothing is sharded over one rank, where an operator might still choose to move its data.
-    std::erase_if(axes, [&](int a) { return layout.axes()[a].size == 1; });
+    const auto has_one_rank = [&](int a) { return layout.axes()[a].size == 1; };
+    std::erase_if(axes, has_one_rank);
+    std::erase_if(kept_axes, has_one_rank);
+    // Sharded over one rank is not sharded.
+    reshard = options_.reshard_after_forward &&
+              (options_.reshard_axes.empty() || axes.empty() || !kept_axes.empty());
+    if (kept_axes == axes) kept_axes.clear();
+  }
+  void find_kept_axes() {
+    kept_axes = find(options_.reshard_axes, "to stay sharded over after forward");
+    if (!kept_axes.empty() && !options_.reshard_after_forward)
+      throw InvalidArgument(
+          "fully_shard: reshard_axes says over what units stay sharded after forward, and "
+          "reshard_after_forward, which is false, that they do not: give one of the two");
+    for (const int axis : kept_axes) {
+      if (std::find(axes.begin(), axes.end(), axis) == axes.end())
+        throw InvalidArgument(concat("fully_shard: '", mesh_.layout().axes()[axis].name,
+                                     "' is among reshard_axes, and not among the axes that "
+                                     "parameters are sharded over"));
+    }
   }
   // One tensor under two names is one tensor.
   bool first_time(const at::Tensor& t) {
@@ -565,9 +595,11 @@ void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
   const std::vector<NamedTensor> placed = detail::place(
       plan.all, mesh,
       [&](const std::string& name, const at::Tensor&) { return plan.placement(name); });
+  const auto context = detail::MeshContext::of(mesh);
   const auto units = std::make_shared<GatherUnits>(
-      detail::MeshContext::of(mesh), plan.axes,
-      GatherUnits::Options{options.reshard_after_forward, options.prefetch});
+      context, plan.axes, GatherUnits::Options{plan.reshard, options.prefetch, plan.kept_axes});
+  // Made here, by all ranks at once, rather than in the middle of a forward.
+  if (!plan.kept_axes.empty()) context->mesh.group(plan.kept_axes);
   for (std::size_t u = 0; u < plan.units.size(); ++u)
     units->add_unit(plan.units[u], {plan.precisions[u].parameters, plan.precisions[u].output});
   const int rank = mesh.group(plan.axes).rank();

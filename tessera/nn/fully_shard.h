@@ -95,6 +95,10 @@ struct FullyShardOptions {
   /// false: parameters that forward gathers stay so until backward has used them, which saves a
   /// third of the traffic.
   bool reshard_after_forward = true;
+  /// Axes, among `axes`, over which units stay sharded after forward: backward gathers over these
+  /// alone (the ranks of a host, say), and until then each rank keeps its shard of the unit on them.
+  /// Empty: all of `axes`.
+  std::vector<std::string> reshard_axes = {};
   /// Units that are gathered ahead of use. At least 0.
   int prefetch = 1;
   /// How gradients are reduced: by default in up to four messages for each unit.
@@ -114,9 +118,9 @@ struct FullyShardOptions {
 /// before the optimizer is made. Modules that fully_shard() has sharded already, on this mesh or
 /// another one, are left as they are. Throws as distribute_module() does; ShardingError for a
 /// ShardTensor of another mesh, or one that is not replicated over `axes`; InvalidArgument for an
-/// axis that the mesh does not have, a pattern that matches nothing, a negative prefetch, a
-/// parameter without rows that shall stay, and for a
-/// precision that does not fit: a dtype that is not floating-point, a complex or integer parameter
+/// axis that the mesh does not have, one in `reshard_axes` that is not among `axes`,
+/// `reshard_axes` of units that are not resharded, a pattern that matches nothing, a negative
+/// prefetch, a parameter without rows that shall stay, and for a precision that does not fit: a dtype that is not floating-point, a complex or integer parameter
 /// in a unit with one (give the unit another, or leave the parameter out by `ignore`), an output
 /// dtype without one to compute in, or where a parameter already has that one.
 void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,

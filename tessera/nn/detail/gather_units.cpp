@@ -309,9 +309,25 @@ bool GatherUnits::comes_again() const {
   }
 }
 
+// Whether what was visited last is to be gathered over the smaller group the next time.
+bool GatherUnits::stays_near() const {
+  if (options_.kept_axes.empty()) return false;
+  if (pass_ != Pass::backward) return pass_ == Pass::forward;
+  const auto& visits = order().visits;
+  return following_ &&
+         std::any_of(visits.begin() + static_cast<std::ptrdiff_t>(seen_.size()), visits.end(),
+                     [&](const Visit& v) { return v.unit == seen_.back().unit; });
+}
+
 // Another unit is used from now on.
 void GatherUnits::left() {
-  if (!units_[seen_.back().unit].held && !comes_again()) release(seen_.back().unit);
+  const std::size_t unit = seen_.back().unit;
+  if (units_[unit].held || comes_again()) return;
+  if (stays_near()) {
+    keep_near(unit);
+  } else {
+    release(unit);
+  }
 }
 
 // What is learnt to be the last use takes the buffer with it.
@@ -324,12 +340,18 @@ void GatherUnits::used() {
 void GatherUnits::start(std::size_t u) {
   Unit& unit = units_[u];
   if (unit.state != Unit::State::sharded) return;
-  const Group ranks = context_->mesh.group(axes_);
+  const Group ranks = context_->mesh.group(unit.kept ? options_.kept_axes : axes_);
   const LocalCallGuard guard;
   const c10::InferenceMode normal(false);
   unit.state = Unit::State::started;
   try {
     for (Buffer& buffer : unit.buffers) {
+      if (unit.kept) {
+        buffer.full = at::empty({buffer.numel}, buffer.kept.options());
+        buffer.request = ranks.start().all_gather(buffer.full, buffer.kept,
+                                                  kept_sizes(buffer.numel), {.name = unit.label});
+        continue;
+      }
       if (buffer.low.defined()) at::Tensor(buffer.low).copy_(buffer.shard);
       const at::Tensor& sent = buffer.low.defined() ? buffer.low : buffer.shard;
       if (ranks.size() == 1) {
@@ -357,7 +379,35 @@ void GatherUnits::wait(Unit& unit) {
   unit.state = Unit::State::gathered;
 }
 
-void GatherUnits::release(std::size_t u) {
+// Of each rank of the smaller group: as even as elements go.
+Sizes GatherUnits::kept_sizes(std::int64_t numel) const {
+  const int ranks = context_->mesh.group(options_.kept_axes).size();
+  const std::int64_t most = (numel + ranks - 1) / ranks;
+  Sizes sizes;
+  for (std::int64_t begin = 0; static_cast<int>(sizes.size()) < ranks; begin += sizes.back())
+    sizes.push_back(std::min(most, numel - begin));
+  return sizes;
+}
+
+// Frees what is gathered but for this rank's interval of it.
+void GatherUnits::keep_near(std::size_t u) {
+  Unit& unit = units_[u];
+  if (unit.state == Unit::State::gathered && !unit.kept) {
+    const LocalCallGuard guard;
+    const c10::InferenceMode normal(false);
+    const auto rank = static_cast<std::ptrdiff_t>(context_->mesh.group(options_.kept_axes).rank());
+    for (Buffer& buffer : unit.buffers) {
+      const Sizes sizes = kept_sizes(buffer.numel);
+      const std::int64_t begin =
+          std::accumulate(sizes.begin(), sizes.begin() + rank, std::int64_t{0});
+      buffer.kept = buffer.full.narrow(0, begin, sizes[rank]).clone();
+    }
+    unit.kept = true;
+  }
+  free_gathered(u);
+}
+
+void GatherUnits::free_gathered(std::size_t u) {
   Unit& unit = units_[u];
   if (unit.state == Unit::State::sharded) return;
   for (Buffer& buffer : unit.buffers) {
@@ -365,6 +415,13 @@ void GatherUnits::release(std::size_t u) {
     buffer.full.reset();
   }
   unit.state = Unit::State::sharded;
+}
+
+void GatherUnits::release(std::size_t u) {
+  Unit& unit = units_[u];
+  for (Buffer& buffer : unit.buffers) buffer.kept.reset();
+  unit.kept = false;
+  free_gathered(u);
 }
 
 }  // namespace tessera::detail

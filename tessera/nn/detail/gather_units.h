@@ -13,6 +13,11 @@
 // of that follows from the operators that the program calls on sharded tensors, which are the same
 // on all ranks, and from nothing else.
 //
+// A smaller group. Where units stay sharded over some of the axes alone between forward and
+// backward, the last use in forward leaves this rank's interval of the gathered buffer, cut evenly
+// over the ranks of those axes, and the next gather is theirs. It goes with what was gathered:
+// written to, released by hand, or at the end of backward.
+//
 // Mixed precision. A unit with a dtype to compute in keeps its shards in that dtype too, in a
 // buffer of its own that is copied anew from the parameters whenever it is gathered; operators get
 // tensors over that memory in place of the parameters, and it is that memory which is gathered.
@@ -38,6 +43,9 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
     bool reshard_after_forward = true;
     /// Units gathered ahead of their use.
     int ahead = 1;
+    /// Axes over which units stay sharded between forward and backward, in mesh order; empty: all
+    /// that shard them.
+    std::vector<int> kept_axes = {};
   };
   /// `axes`: over which parameters are sharded, in mesh order.
   GatherUnits(std::shared_ptr<MeshContext> context, std::vector<int> axes, Options options);
@@ -78,6 +86,8 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
     std::int64_t numel;
     at::Tensor full;  // undefined: not gathered
     Request request;
+    // Between forward and backward: an interval of `full`, as the smaller group keeps it.
+    at::Tensor kept = {};
   };
   struct Unit {
     std::string name, label;
@@ -85,6 +95,8 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
     std::vector<Buffer> buffers;
     enum class State : unsigned char { sharded, started, gathered } state = State::sharded;
     bool held = false;
+    // Every buffer has its `kept`.
+    bool kept = false;
   };
   struct Place {
     std::size_t unit, buffer;
@@ -116,10 +128,14 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   void left();
   void used();
   bool comes_again() const;
+  bool stays_near() const;
   void add_low(std::size_t index, const at::Tensor& local);
   bool gathers(const Place& place, const ShardMeta& meta, const ShardSpec& to) const;
   void start(std::size_t unit);
   void wait(Unit& unit);
+  Sizes kept_sizes(std::int64_t numel) const;
+  void keep_near(std::size_t unit);
+  void free_gathered(std::size_t unit);
   void release(std::size_t unit);
   Order& order() { return orders_[static_cast<int>(pass_)]; }
   const Order& order() const { return orders_[static_cast<int>(pass_)]; }
