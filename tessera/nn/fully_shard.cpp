@@ -283,8 +283,8 @@ class FullyShardPlan {
     return {placements, {{0, at->second}}};
   }
   std::string describe() const {
-    return concat("units ", list(units), ", axes ", list(axes), ", reshard_after_forward ",
-                  reshard, ", reshard_axes ", list(kept_axes), ", prefetch ", options_.prefetch,
+    return concat("units ", list(units), ", axes ", list(axes), ", reshard_after_forward ", reshard,
+                  ", reshard_axes ", list(kept_axes), ", prefetch ", options_.prefetch,
                   ", bucket_bytes ", options_.reducer.bucket_bytes, ", first_bucket_bytes ",
                   options_.reducer.first_bucket_bytes, ", learn_order ",
                   options_.reducer.learn_order, ", overlap ", options_.reducer.overlap,
