@@ -44,8 +44,10 @@
 //   fully_shard(*net, mesh, {.precision = {.parameters = at::kBFloat16},
 //                            .unit_precision = {{"head", {at::kBFloat16, {}, at::kFloat}}}});
 //
-// Autocast. What it casts is no longer the parameter: it is gathered by itself where it is used, in
-// the lower precision, not with its unit and not ahead. Values are right.
+// Autocast comes first: operators that it casts compute in its dtype; the precision of the unit is
+// that of the others, and `output` that of both. What autocast casts is gathered with its unit, in
+// `precision.parameters` where that is autocast's dtype, in the parameters' own where there is none;
+// by itself, in autocast's, where that is a third one.
 //
 // Memory of parameters on each rank: its shards, and `prefetch` + 1 gathered units while a pass is
 // overlapped. Gradients: its shards, and, of the full ones, those of one message and as much again

@@ -13,6 +13,7 @@
 #include <numeric>
 
 #include "tessera/base/text.h"
+#include "tessera/nn/detail/parameter_copy.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/spec/rank_state.h"
@@ -120,16 +121,57 @@ bool GatherUnits::gathers(const Place& place, const ShardMeta& meta, const Shard
 at::Tensor GatherUnits::gathered(std::size_t index, const ShardMeta& meta, const ShardSpec& to) {
   const Place& place = places_[index];
   if (place.buffer == kNoBuffer) return {};
-  const Layout& layout = *meta.layout;
-  Buffer& buffer = units_[place.unit].buffers[place.buffer];
+  const Buffer& buffer = units_[place.unit].buffers[place.buffer];
   const at::Tensor& sent = buffer.low.defined() ? buffer.low : buffer.shard;
   if (place.low != buffer.low.defined() || !gathers(place, meta, to) ||
-      layout.dtype != sent.scalar_type() || meta.local.is_conj() || meta.local.is_neg())
+      meta.layout->dtype != sent.scalar_type() || meta.local.is_conj() || meta.local.is_neg())
     return {};
   const std::lock_guard lock(mutex_);
+  return take(index, *meta.layout, to);
+}
+
+at::Tensor GatherUnits::copied(std::size_t index, const Layout& from, const Layout& made,
+                               at::Tensor local) {
+  const Place& place = places_[index];
+  // Else its elements do not lie as those of the parameter do.
+  if (place.buffer == kNoBuffer || place.low || from.offset != 0 || made.offset != 0 ||
+      made.strides != from.strides || made.device != from.device || !made.dense ||
+      !at::isFloatingType(made.dtype))
+    return local;
+  const Unit& unit = units_[place.unit];
+  std::uint64_t writes = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    writes = unit.writes;
+  }
+  return ParameterCopy::make(context_->state->sources, local,
+                             std::make_shared<ParameterCopy>(shared_from_this(), index, writes,
+                                                             made.dtype, unit.precision.output));
+}
+
+at::Tensor GatherUnits::gathered_copy(std::size_t index, std::uint64_t writes,
+                                      const ShardMeta& meta, const ShardSpec& to) {
+  const Place& place = places_[index];
+  const Buffer& buffer = units_[place.unit].buffers[place.buffer];
+  const at::ScalarType dtype = meta.layout->dtype;
+  if ((buffer.low.defined() && buffer.low.scalar_type() != dtype) || !meta.layout->dense ||
+      !gathers(place, meta, to) || meta.local.is_conj() || meta.local.is_neg())
+    return {};
+  const std::lock_guard lock(mutex_);
+  if (units_[place.unit].writes != writes) return {};
+  const at::Tensor view = take(index, *meta.layout, to);
+  const LocalCallGuard guard;
+  return view.to(dtype);
+}
+
+// What the unit's buffer has of a parameter, or of a view of it, gathered now if it is not yet.
+// With the mutex held.
+at::Tensor GatherUnits::take(std::size_t index, const Layout& layout, const ShardSpec& to) {
+  const Place& place = places_[index];
   visit(index);
   start(place.unit);
   wait(units_[place.unit]);
+  const Buffer& buffer = units_[place.unit].buffers[place.buffer];
   const LocalCallGuard guard;
   // A wrapper shows the strides and the offset that the whole tensor would have: views too.
   at::Tensor view =
@@ -147,6 +189,7 @@ bool GatherUnits::gathers_over(int axis) const {
 
 void GatherUnits::written(std::size_t index) {
   const std::lock_guard lock(mutex_);
+  ++units_[places_[index].unit].writes;
   release(places_[index].unit);
 }
 
@@ -164,6 +207,7 @@ void GatherUnits::hold(std::size_t unit) {
 void GatherUnits::let_go(std::size_t unit) {
   const std::lock_guard lock(mutex_);
   units_[unit].held = false;
+  ++units_[unit].writes;  // perhaps past the operators
   release(unit);
 }
 

@@ -21,6 +21,10 @@
 // Mixed precision. A unit with a dtype to compute in keeps its shards in that dtype too, in a
 // buffer of its own that is copied anew from the parameters whenever it is gathered; operators get
 // tensors over that memory in place of the parameters, and it is that memory which is gathered.
+//
+// Autocast makes copies of parameters in another dtype. Such a copy is known as long as it lives
+// (ParameterCopy), and taken from what its unit has gathered, if that still has its value and the
+// same dtype, or the parameter's own, which is then cast.
 
 #include <ATen/core/Tensor.h>
 
@@ -64,6 +68,12 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
 
   at::Tensor gathered(std::size_t index, const ShardMeta& meta, const ShardSpec& to) override;
   bool gathers_over(int axis) const override;
+  at::Tensor copied(std::size_t index, const Layout& from, const Layout& made,
+                    at::Tensor local) override;
+  /// The local under `to` of a copy of parameter `index`, or of a view of the copy, both by `meta`;
+  /// `writes` is that of its unit when it was made. Undefined: it is gathered by itself.
+  at::Tensor gathered_copy(std::size_t index, std::uint64_t writes, const ShardMeta& meta,
+                           const ShardSpec& to);
   void written(std::size_t index) override;
   ParameterPrecision precision(std::size_t index) const override;
   at::Tensor computed(std::size_t index, const ShardMeta& meta) override;
@@ -97,6 +107,8 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
     bool held = false;
     // Every buffer has its `kept`.
     bool kept = false;
+    // How often its parameters were written to.
+    std::uint64_t writes = 0;
   };
   struct Place {
     std::size_t unit, buffer;
@@ -131,6 +143,7 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   bool stays_near() const;
   void add_low(std::size_t index, const at::Tensor& local);
   bool gathers(const Place& place, const ShardMeta& meta, const ShardSpec& to) const;
+  at::Tensor take(std::size_t index, const Layout& layout, const ShardSpec& to);
   void start(std::size_t unit);
   void wait(Unit& unit);
   Sizes kept_sizes(std::int64_t numel) const;

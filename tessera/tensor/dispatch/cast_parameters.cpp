@@ -61,8 +61,11 @@ struct Argument {
   // Replaces the argument.
   std::function<void(at::Tensor)> set = {};
 
+  // A parameter's copy in another dtype, as autocast makes it, which operators take as it is.
+  bool is_copy() const { return source && precision.compute == tensor.scalar_type(); }
+  // Whether it is replaced: a copy, where it decides about the dtype of the result.
   bool casts() const {
-    return set && precision.compute && *precision.compute != tensor.scalar_type() &&
+    return set && precision.compute && (!is_copy() || precision.output) &&
            at::isFloatingType(tensor.scalar_type());
   }
 };
@@ -138,14 +141,15 @@ ParameterCasts cast_all(std::vector<Argument>& all, bool pointwise) {
   for (Argument& a : all) {
     if (a.casts()) {
       at::Tensor local = a.source->computed(a.index, *meta_of(a.tensor));
-      at::Tensor cast = !local.defined() ? a.tensor.to(*a.precision.compute)
+      at::Tensor cast = !local.defined() && a.is_copy() ? a.tensor.clone()
+                        : !local.defined()              ? a.tensor.to(*a.precision.compute)
                         : at::GradMode::is_enabled() && a.tensor.requires_grad()
                             ? CastParameter::apply(a.tensor, local)
                             : alias_in(a.tensor, local);
       casts.any = true;
       if (!casts.output) casts.output = a.precision.output;
       a.set(std::move(cast));
-    } else if (is_data(a) && !a.written && a.set && a.tensor.dim() > 0 &&
+    } else if ((is_data(a) || a.is_copy()) && !a.written && a.set && a.tensor.dim() > 0 &&
                at::isFloatingType(a.tensor.scalar_type()) && a.tensor.scalar_type() != compute) {
       casts.any = true;
       a.set(a.tensor.to(compute));

@@ -9,13 +9,17 @@ namespace tessera::detail {
 void ParameterSources::add(const at::Tensor& local, const std::shared_ptr<ParameterSource>& source,
                            std::size_t index) {
   const std::lock_guard lock(mutex_);
-  std::erase_if(entries_, [](const auto& entry) {
-    return entry.second.source.expired() || entry.second.storage.expired();
-  });
+  if (entries_.size() >= most_) {
+    std::erase_if(entries_, [](const auto& entry) {
+      return entry.second.source.expired() || entry.second.storage.expired();
+    });
+    most_ = 2 * entries_.size() + 64;
+  }
   entries_.insert_or_assign(local.storage().unsafeGetStorageImpl(),
                             Entry{source, index, local.storage().getWeakStorageImpl()});
   count_ = entries_.size();
-  if (source->precision(index).compute) casts_ = true;
+  const ParameterPrecision precision = source->precision(index);
+  if (precision.compute && *precision.compute != local.scalar_type()) casts_ = true;
 }
 
 ParameterSources::Found ParameterSources::find(const at::TensorBase& local) {

@@ -18,6 +18,7 @@ class ShardSpec;
 
 namespace tessera::detail {
 
+struct Layout;
 struct ShardMeta;
 
 /// In which dtypes operators work that take a parameter.
@@ -43,6 +44,11 @@ class ParameterSource {
   /// Whether parameters are gathered over this axis of their mesh; over others that shard them,
   /// operators compute with the shards.
   virtual bool gathers_over(int axis) const = 0;
+  /// An operator has copied parameter `index`, or a view of it, with the layout `from`, to another
+  /// dtype, as autocast does: `local`, under the layout `made`. Returns `local`, or a tensor over
+  /// its memory by which a source finds the copy. Called by all ranks for the same copies.
+  virtual at::Tensor copied(std::size_t index, const Layout& from, const Layout& made,
+                            at::Tensor local) = 0;
   /// An operator has written to parameter `index`.
   virtual void written(std::size_t index) = 0;
 };
@@ -74,6 +80,8 @@ class ParameterSources {
   std::atomic<bool> casts_ = false;
   std::mutex mutex_;
   std::unordered_map<const void*, Entry> entries_;
+  // Entries of what is gone are removed when there are as many as this.
+  std::size_t most_ = 64;
 };
 
 /// The memory of a tensor's local was written to by other means than an operator on the tensor:

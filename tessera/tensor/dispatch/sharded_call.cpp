@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <tuple>
 
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/execute.h"
@@ -189,6 +190,7 @@ void ShardedCall::run() {
   if (plan_.moves_shards) check_policy();
   if (info_.writes && (info_.pointwise || info_.name == "aten::copy_")) refuse_overlap();
   redistribute_inputs();
+  find_copied();
   substitute_locals();
   if (plan_.mode == ReadyPlan::Mode::replicated) {
     // the same on all ranks, also if it fails
@@ -254,6 +256,17 @@ void ShardedCall::redistribute_inputs() {
     }
     moved_.push_back(std::move(moved));
   }
+}
+
+// A result that is no view and is a parameter's all the same is a copy of it in another dtype.
+void ShardedCall::find_copied() {
+  if (info_.view || plan_.outputs.empty() || !plan_.outputs[0].layout ||
+      !plan_.outputs[0].layout->parameter)
+    return;
+  const c10::IValue& v = stack_[first_];
+  const ShardMeta* meta = v.isTensor() && v.toTensor().defined() ? meta_of(v.toTensor()) : nullptr;
+  if (meta && !meta->copy)
+    std::tie(copied_from_, copied_index_) = context_.state->sources.find(meta->local);
 }
 
 void ShardedCall::substitute_locals() {
@@ -446,6 +459,9 @@ at::Tensor ShardedCall::wrap_ruled(at::Tensor local, bool view, std::size_t posi
                     local.scalar_type(), local.device());
   }
   if (!view) {
+    if (copied_from_)
+      local = copied_from_->copied(copied_index_, *like_, *out.layout,
+                                   aligned(std::move(local), *out.layout));
     at::Tensor made = wrap_fresh(std::move(local), out.layout);
     if (out.layout->spec.data()->partial) meta_of(made)->intermediate = true;
     return made;

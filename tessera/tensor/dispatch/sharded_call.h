@@ -20,6 +20,7 @@
 
 namespace tessera::detail {
 
+class ParameterSource;
 struct MeshContext;
 
 class ShardedCall {
@@ -47,6 +48,7 @@ class ShardedCall {
   void check_policy() const;
   void refuse_overlap() const;
   void redistribute_inputs();
+  void find_copied();
   void substitute_locals();
   void run_local();
   void wrap_results();
@@ -81,6 +83,9 @@ class ShardedCall {
   // For views of a copy: the copy, and the tensor that it was made of.
   std::shared_ptr<ViewCopy> view_copy_;
   at::Tensor view_base_;
+  // For a copy of a parameter in another dtype: its source, if it has one.
+  std::shared_ptr<ParameterSource> copied_from_;
+  std::size_t copied_index_ = 0;
 };
 
 /// For several targets that are views in memory of their own: what is written to one of them must

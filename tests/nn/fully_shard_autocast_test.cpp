@@ -1,0 +1,119 @@
+// fully_shard: under autocast, and copies of parameters in another dtype.
+
+#include <ATen/autocast_mode.h>
+
+#include "fully_shard_case.h"
+
+namespace tessera::test {
+
+namespace {
+
+struct Autocast {
+  explicit Autocast(bool on) {
+    at::autocast::set_autocast_enabled(at::kCPU, on);
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+  }
+  ~Autocast() {
+    at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+  }
+};
+
+// Small whole numbers, of which bfloat16 rounds none.
+Sequential whole_numbers() {
+  Sequential net(Linear(8, 8), Linear(8, 8), Linear(8, 8));
+  const at::NoGradGuard no_grad;
+  seed(5);
+  for (const auto& p : net->parameters()) p.copy_(randint(3, p.sizes()) - 1);
+  return net;
+}
+
+}  // namespace
+
+TEST(FullyShardAutocast, GathersUnitsAheadAndEqualsOneProcess) {
+  on_threads(3, [](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::error});
+    const auto mesh = manager.mesh({{"x", 3}});
+    const at::Tensor x = (randint(3, {7, 8}) - 1).to(at::kFloat);
+    const at::Tensor mine = distribute_tensor(x, mesh, {Shard(0)});
+    std::vector<std::int64_t> bytes;
+    const std::vector<UnitPrecision> precisions{
+        {}, {.parameters = at::kBFloat16}, {at::kBFloat16, {}, at::kFloat}};
+    for (const UnitPrecision& precision : precisions) {
+      Sequential net = whole_numbers(), expected = whole_numbers();
+      expected->to(at::kDouble);
+      fully_shard(*net, mesh, {.precision = precision});
+      for (int step = 0; step < 3; ++step) {
+        net->zero_grad();
+        expected->zero_grad();
+        const CommTraceScope trace(manager);
+        at::Tensor y;
+        {
+          const Autocast scope(true);
+          y = net->forward(mine);
+        }
+        EXPECT_EQ(y.scalar_type(), precision.output ? at::kFloat : at::kBFloat16) << step;
+        y.to(at::kFloat).sum().backward();
+        auto moved = calls_of(*trace);
+        const at::Tensor wanted = expected->forward(x.to(at::kDouble));
+        EXPECT_LT(difference(y.to(at::kDouble), wanted), 0.02) << step;
+        wanted.sum().backward();
+        if (step > 0) {
+          // Each unit in forward, and the second again in backward: the third is kept, and of the
+          // first only the gradient is asked for.
+          EXPECT_EQ(moved["all_gather"].first, 4) << trace->table();
+        }
+        if (step == 2) bytes.push_back(moved["all_gather"].second);
+        for (const auto& item : expected->named_parameters()) {
+          const at::Tensor g = net->named_parameters()[item.key()].grad();
+          ASSERT_TRUE(g.defined()) << item.key();
+          EXPECT_EQ(g.scalar_type(), at::kFloat) << item.key();
+          EXPECT_LT(difference(g.to(at::kDouble), item.value().grad()), 0.03) << item.key();
+        }
+        const at::NoGradGuard no_grad;
+        for (const auto& p : net->parameters()) p.neg_();
+        for (const auto& p : expected->parameters()) p.neg_();
+      }
+    }
+    EXPECT_EQ(bytes.at(0), 2 * bytes.at(1)) << "in the parameters' dtype, or in the one given";
+    EXPECT_EQ(bytes.at(1), bytes.at(2));
+  });
+}
+
+TEST(FullyShardAutocast, CopiesInAnotherDtypeKeepTheirValues) {
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    const at::Tensor x = (randint(3, {4, 8}) - 1).to(at::kBFloat16);
+    const at::Tensor mine = distribute_tensor(x, mesh, {Shard(0)});
+    const std::vector<UnitPrecision> precisions{
+        {}, {.parameters = at::kBFloat16}, {at::kBFloat16, {}, at::kFloat}, {at::kHalf}};
+    for (const UnitPrecision& precision : precisions) {
+      Sequential net = whole_numbers(), expected = whole_numbers();
+      fully_shard(*net, mesh, {.precision = precision});
+      const at::NoGradGuard no_grad;
+      const at::Tensor p = net->parameters()[0], q = expected->parameters()[0];
+      at::Tensor copy = p.to(at::kBFloat16);
+      const auto same = [&](const at::Tensor& against, const std::string& what) {
+        const at::Tensor y = mine.matmul(copy.t()).to(at::kFloat);
+        EXPECT_LT(difference(y, x.matmul(against.to(at::kBFloat16).t()).to(at::kFloat)), 1e-2)
+            << what;
+      };
+      same(q, "at first");
+      same(q, "again");
+      const at::Tensor before = q.clone();
+      p.mul_(3);
+      q.mul_(3);
+      same(before, "after a write to the parameter");
+      copy = p.to(at::kBFloat16);
+      same(q, "a new copy");
+      copy.mul_(0.5);
+      same(q * 0.5, "after a write to the copy");
+      release_parameters(*net);
+      same(q * 0.5, "after a release");
+      copy = p.t().to(at::kBFloat16).t();
+      same(q, "of a view");
+    }
+  });
+}
+
+}  // namespace tessera::test
