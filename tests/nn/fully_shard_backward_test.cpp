@@ -2,8 +2,6 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <functional>
-
 #include "fully_shard_case.h"
 
 namespace tessera::test {
@@ -46,29 +44,6 @@ struct Failing : torch::autograd::Function<Failing> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
                                                  const torch::autograd::variable_list&) {
     throw std::runtime_error("in backward");
-  }
-};
-
-// Saves its input alone, and runs the body again in backward.
-struct Recomputed : torch::autograd::Function<Recomputed> {
-  using Body = std::function<at::Tensor(const at::Tensor&)>;
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x,
-                            const Body& body) {
-    ctx->save_for_backward({x});
-    bodies().push_back(body);
-    ctx->saved_data["body"] = static_cast<std::int64_t>(bodies().size() - 1);
-    return body(x);
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 const torch::autograd::variable_list& g) {
-    const at::AutoGradMode grad(true);
-    const at::Tensor x = ctx->get_saved_variables()[0].detach().requires_grad_();
-    bodies()[ctx->saved_data["body"].toInt()](x).backward(g[0]);
-    return {x.grad(), at::Tensor()};
-  }
-  static std::vector<Body>& bodies() {
-    static thread_local std::vector<Body> all;
-    return all;
   }
 };
 

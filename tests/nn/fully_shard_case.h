@@ -3,10 +3,12 @@
 // with one process.
 
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/torch.h>
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <map>
 #include <optional>
 #include <stdexcept>
@@ -138,6 +140,29 @@ inline at::Tensor sharded(Draw& draw, const at::Tensor& x, const DeviceMesh& mes
                         {{0, draw.sizes(x.size(0), mesh.layout().size())}}),
               false);
 }
+
+// Saves its input alone, and runs the body again in backward.
+struct Recomputed : torch::autograd::Function<Recomputed> {
+  using Body = std::function<at::Tensor(const at::Tensor&)>;
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x,
+                            const Body& body) {
+    ctx->save_for_backward({x});
+    bodies().push_back(body);
+    ctx->saved_data["body"] = static_cast<std::int64_t>(bodies().size() - 1);
+    return body(x);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& g) {
+    const at::AutoGradMode grad(true);
+    const at::Tensor x = ctx->get_saved_variables()[0].detach().requires_grad_();
+    bodies()[ctx->saved_data["body"].toInt()](x).backward(g[0]);
+    return {x.grad(), at::Tensor()};
+  }
+  static std::vector<Body>& bodies() {
+    static thread_local std::vector<Body> all;
+    return all;
+  }
+};
 
 inline const std::vector<std::vector<Axis>>& meshes() {
   static const std::vector<std::vector<Axis>> all{
