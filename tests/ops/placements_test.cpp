@@ -436,6 +436,23 @@ TEST(Placements, SortsAndScansAlongAShardedDimShardAnother) {
   }
 }
 
+// float8 and wide unsigned integers cannot be summed up, so that no result of theirs is Partial.
+TEST(Placements, RowsOfDtypesWithoutSums) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    set_policies(manager, {.redistribution = Policy::allow});
+    const at::Tensor rows = at::tensor({3, 1, 3}, at::kLong);
+    for (const auto type : {at::kUInt16, at::kUInt64, at::kFloat8_e4m3fn}) {
+      const at::Tensor value = at::arange(8, at::kFloat).view({4, 2}).to(type),
+                       x = distribute_tensor(value.clone(), mesh, {Shard(0)});
+      for (const at::Tensor& got : {x.index_select(0, rows), x.index({rows})}) {
+        const at::Tensor expected = at::arange(8, at::kFloat).view({4, 2}).index_select(0, rows);
+        EXPECT_EQ(difference(full_tensor(got).to(at::kFloat), expected), 0) << toString(type);
+      }
+    }
+  });
+}
+
 // A summand of zero times infinity is NaN, the sum times infinity is not.
 TEST(Placements, PartialTensorsTimesInfinities) {
   constexpr double inf = std::numeric_limits<double>::infinity(),

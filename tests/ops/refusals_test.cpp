@@ -286,6 +286,21 @@ TEST(Refusals, OfIndicesFromTheEnd) {
   }
 }
 
+TEST(Refusals, OfSparseGradients) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor table = leaf(randn({6, 3}, at::kDouble), ShardSpec(mesh, {6, 3}, {Shard(0)}));
+    const at::Tensor rows = at::embedding(table, at::tensor({1, 2}, at::kLong), -1, false, true);
+    try {
+      rows.sum().backward();
+      ADD_FAILURE() << "a sparse gradient";
+    } catch (const ShardingError& e) {
+      EXPECT_NE(std::string(e.what()).find("sparse=False"), std::string::npos) << e.what();
+    }
+    EXPECT_EQ(difference(table * 2, whole(table) * 2), 0) << "the groups do not go on";
+  });
+}
+
 TEST(Refusals, OfFieldsShardedInSpace) {
   for (const auto type : {at::kInt, at::kLong, at::kBool, at::kComplexDouble}) {
     refused("nearest", [&](auto placed) {

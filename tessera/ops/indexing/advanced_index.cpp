@@ -77,7 +77,7 @@ Plan index(const OpCall& call) {
   const int n = x.spec.dims();
   LabelProblem p(call);
   Labels self = all_labels(n);
-  if (a.dims.size() > 1) {
+  if (a.dims.size() > 1 || !has_sums(x.dtype)) {
     for (const int d : a.dims) self[d] = kUnsharded;
   } else {
     p.contract = {a.dims[0]};

@@ -4,6 +4,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/where.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
 #include <vector>
@@ -45,6 +46,12 @@ inline Labels except(int n, int d, int label) {
   Labels labels = all_labels(n);
   labels[d] = label;
   return labels;
+}
+
+/// True if values can be Partial: float8 and unsigned integers of 16 to 64 bits can be moved, but
+/// libtorch does not add them.
+inline bool has_sums(at::ScalarType type) {
+  return !at::isFloat8Type(type) && !at::isBarebonesUnsignedType(type);
 }
 
 /// `picked` where `mine` is true (it has the shape of the index, at dim `at` of the result), zero

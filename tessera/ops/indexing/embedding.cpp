@@ -8,6 +8,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/ops/indexing/dim_shard.h"
+#include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/redistribute.h"
@@ -157,7 +158,14 @@ Plan renorm(const OpCall& call) {
   return plan;
 }
 
+at::Tensor sparse_backward(const at::Tensor&, const at::Tensor&, std::int64_t, std::int64_t, bool) {
+  throw ShardingError(
+      "embedding with sparse=True: the gradient of this table would be a sparse tensor, and those "
+      "cannot be sharded. Make the layer with sparse=False.");
+}
+
 const bool registered = [] {
+  register_decomposition("embedding_sparse_backward", sparse_backward);
   register_rule("aten::embedding_renorm_", renorm);
   register_rule("aten::embedding", embedding);
   register_rule("aten::embedding_dense_backward", embedding_backward);
