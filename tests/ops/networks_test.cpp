@@ -66,20 +66,22 @@ struct ResidualImpl : nn::Module {
     }
     nn::Sequential path, side{nullptr};
   };
-  ResidualImpl()
+  /// `classifies`: with pooling and a linear head; else the field behind the blocks.
+  explicit ResidualImpl(bool classifies = true)
       : stem(register_module(
             "stem", nn::Sequential(conv(3, 6, 7, 2, 3), nn::BatchNorm2d(6), nn::ReLU(),
                                    nn::MaxPool2d(nn::MaxPool2dOptions(3).stride(2).padding(1))))),
         a(register_module("a", std::make_shared<BlockImpl>(6, 4, 8, 1))),
-        b(register_module("b", std::make_shared<BlockImpl>(8, 4, 10, 2))),
-        head(register_module("head", nn::Linear(10, 3))) {}
+        b(register_module("b", std::make_shared<BlockImpl>(8, 4, 10, 2))) {
+    if (classifies) head = register_module("head", nn::Linear(10, 3));
+  }
   at::Tensor forward(const at::Tensor& x) {
-    return head(
-        torch::adaptive_avg_pool2d(b->forward(a->forward(stem->forward(x))), {1, 1}).flatten(1));
+    const at::Tensor field = b->forward(a->forward(stem->forward(x)));
+    return head ? head(torch::adaptive_avg_pool2d(field, {1, 1}).flatten(1)) : field;
   }
   nn::Sequential stem;
   std::shared_ptr<BlockImpl> a, b;
-  nn::Linear head;
+  nn::Linear head{nullptr};
 };
 TORCH_MODULE(Residual);
 
@@ -308,6 +310,18 @@ TEST_P(Networks, UNetWithoutRedistribution) {
       {{{"y", 2}, {"x", 2}}, {Shard(2), Shard(3)}, {{2, {6, 10}}, {3, {14, 10}}}},
       {{{"data", 2}, {"domain", 2}}, {Shard(0), Shard(2)}, {{0, {1, 3}}, {2, {6, 10}}}}};
   compare("U-Net, no redistribution", [] { return UNet(); }, even[GetParam()],
+          {.moves = Policy::error});
+}
+// Where each halving divides the shards, patches of four rows too.
+TEST_P(Networks, BlocksWithoutRedistribution) {
+  const std::vector<Layout> even = {
+      {{{"domain", 3}}, {Shard(2)}, {{2, {8, 0, 8}}}},
+      {{{"domain", 3}}, {Shard(3)}, {{3, {4, 16, 4}}}},
+      {{{"y", 2}, {"x", 2}}, {Shard(2), Shard(3)}, {{2, {8, 8}}, {3, {16, 8}}}},
+      {{{"data", 2}, {"domain", 2}}, {Shard(0), Shard(2)}, {{0, {1, 3}}, {2, {8, 8}}}}};
+  compare("residual field, no redistribution", [] { return Residual(false); }, even[GetParam()],
+          {.moves = Policy::error});
+  compare("ConvNeXt block, no redistribution", [] { return ConvNext(); }, even[GetParam()],
           {.moves = Policy::error});
 }
 TEST_P(Networks, ResidualStemAndBlocks) {
