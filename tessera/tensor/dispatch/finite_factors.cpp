@@ -68,8 +68,11 @@ LocalFunction with_finite_factors(const OpCall& call, const Plan& plan, LocalFun
     }
   }
   if (summands.empty() || factors.empty()) return local;
-  return [local = std::move(local), summands, factors, keeps = keeps_result(summands[0].spec),
-          in_place = call.in_place()](const c10::OperatorHandle& op, torch::jit::Stack a) {
+  // Inputs may be Partial along different axes: the result is along each of them.
+  const bool keeps =
+      std::ranges::all_of(summands, [](const Summand& s) { return keeps_result(s.spec); });
+  return [local = std::move(local), summands, factors, keeps, in_place = call.in_place()](
+             const c10::OperatorHandle& op, torch::jit::Stack a) {
     const auto run = [&](torch::jit::Stack with) {
       if (local) return local(op, std::move(with));
       op.callBoxed(with);
