@@ -1,6 +1,8 @@
 // Half precision: what plain libtorch sums in a wider type is summed in a wider type here too, so
 // that large sums, squares and counts do not overflow on the way.
 
+#include <ATen/autocast_mode.h>
+
 #include "support.h"
 
 namespace tessera::test {
@@ -202,6 +204,46 @@ TEST(Partial, ValuesOfDtypes) {
         leaf(at::tensor({2.5, 1.5}).to(at::kDouble), ShardSpec(mesh, {2}, {Shard(0)}), false);
     EXPECT_EQ(whole(y.mean().sum(at::kLong)).item<std::int64_t>(), 2);
   });
+}
+
+// Autocast does not know linalg_pinv, but casts the products that it is made of.
+TEST(HalfPrecision, InsideOfOperatorsUnderAutocast) {
+  struct Autocast {
+    Autocast() { at::autocast::set_autocast_enabled(at::kCPU, true); }
+    ~Autocast() {
+      at::autocast::clear_cache();
+      at::autocast::set_autocast_enabled(at::kCPU, false);
+    }
+  };
+  // The inverse; backward has left the gradient at `x`.
+  const auto inverse = [](const at::Tensor& x, bool hermitian) {
+    const Autocast cast;
+    const at::Tensor y = at::linalg_pinv(x, 1e-6, hermitian);
+    y.sum().backward();
+    return y.detach();
+  };
+  test::seed(5);
+  const at::Tensor value = randn({3, 4, 4}) + 4 * at::eye(4), symmetric = value + value.mT(),
+                   none = value.narrow(0, 0, 0);
+  for (const auto& [x, hermitian] :
+       std::vector<std::pair<at::Tensor, bool>>{{value, false}, {symmetric, true}, {none, false}}) {
+    const at::Tensor plain = x.clone().requires_grad_(), expected = inverse(plain, hermitian);
+    ASSERT_TRUE(x.numel() == 0 || expected.scalar_type() == at::kBFloat16);
+    on_threads(2, [&, x = x, hermitian = hermitian](DistributedManager& manager) {
+      set_policies(manager, {.redistribution = Policy::allow});
+      const auto mesh = manager.mesh({{"x", 2}});
+      const std::vector<std::int64_t> shape = x.sizes().vec();
+      // The last one: one rank has no matrix.
+      for (const ShardSpec& spec : {ShardSpec(mesh, shape, {Replicate()}),
+                                    ShardSpec(mesh, shape, {Shard(1)}, {{1, {3, 1}}}),
+                                    ShardSpec(mesh, shape, {Shard(0)}, {{0, {shape[0], 0}}})}) {
+        const at::Tensor sharded = leaf(x, spec), got = inverse(sharded, hermitian);
+        ASSERT_TRUE(is_sharded(got)) << spec;
+        EXPECT_LT(difference(got, expected, 1), 4e-2) << spec;
+        EXPECT_LT(difference(sharded.grad(), plain.grad(), 1), 4e-2) << spec;
+      }
+    });
+  }
 }
 
 }  // namespace tessera::test

@@ -21,9 +21,6 @@ from conditions import CONDITIONS
 from families import FAMILIES, family_of
 
 FAULTS = ("wrong", "crashed", "hung", "error")
-# What is wrong and known to be: counted as such, but no reason to fail. An operator that is gathered runs on locals, below autocast; libtorch casts the
-# products inside of these.
-KNOWN = {("linalg.pinv", "autocast"), ("linalg.pinv (hermitian)", "autocast"), ("linalg.pinv (singular)", "autocast")}
 # The counts of a cell. A crash or an error without a word of sharding is as bad as a wrong value.
 COUNTS = {"equal": ("equal",), "extra": ("extra",), "refused": ("refused",), "wrong": ("wrong", "error", "crashed"), "hung": ("hung",)}
 
@@ -130,11 +127,6 @@ def total(result):
     for of_condition in result["counts"].values():
         counts.update(of_condition)
     return counts
-
-
-def unknown_faults(name, result):
-    """The conditions under which there is a fault that is not known."""
-    return [c for c, counts in result["counts"].items() if (name, c) not in KNOWN and any(counts.get(f) for f in FAULTS)]
 
 
 def state(result):
@@ -264,7 +256,7 @@ def main():
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
     print(f"{len(names)} operators in {time.monotonic() - began:.0f} s: " + ", ".join(f"{k} {n}" for k, n in totals.most_common()))
-    failed = [n for n in names if unknown_faults(n, results[n])]
+    failed = [n for n in names if state(results[n]) in FAULTS]
     failed += [n for n, local in required.items() if n not in failed and (state(results[n]) != "equal" or (local and total(results[n])["extra"]))]
     for name in failed:
         print(f"FAILED {name}: {state(results[name])}, {dict(total(results[name]))}: {results[name]['texts']}")

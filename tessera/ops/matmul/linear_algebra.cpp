@@ -153,7 +153,6 @@ const bool registered = [] {
       {{"linalg_lu_solve"}, {{"pivots", 1}}},
       {{"linalg_ldl_solve"}, {{"pivots", 1}}},
       {{"linalg_householder_product", "ormqr"}, {{"tau", 1}, {"input2", 1}}},
-      {{"linalg_pinv.atol_rtol_tensor"}, {{"atol", 0}, {"rtol", 0}}},
       {{"_linalg_solve_ex"}, {{"B", -1}}},
       {{"linalg_lstsq"}, {{"b", -1}}},
   };
@@ -163,6 +162,10 @@ const bool registered = [] {
                       return batched(c, trailing);
                     }));
   }
+  // Made of a factorisation and products, which autocast casts.
+  register_rule("aten::linalg_pinv.atol_rtol_tensor",
+                guarded([](const OpCall& c) { return batched(c, {{"atol", 0}, {"rtol", 0}}); }),
+                {.composed = true});
   register_rule("aten::_linalg_check_errors", checked);
   for (const char* op : {"_cdist_forward", "_cdist_backward"})
     register_rule(concat("aten::", op), guarded(distances));

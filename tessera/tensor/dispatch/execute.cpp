@@ -1,13 +1,17 @@
 #include "tessera/tensor/dispatch/execute.h"
 
+#include <ATen/autocast_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <execinfo.h>
+
+#include <optional>
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/cast_parameters.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/make_plan.h"
+#include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/plan_cache.h"
 #include "tessera/tensor/dispatch/promote.h"
 #include "tessera/tensor/dispatch/redistribute.h"
@@ -40,6 +44,34 @@ std::uint64_t call_site() {
   Hash hash;
   for (int i = 0; i < n; ++i) hash.number(reinterpret_cast<std::uintptr_t>(frames[i]));
   return hash.value();
+}
+
+bool runs_composed(const OpInfo& info, const Scan& scan, PlanCache& cache) {
+  const Layout& first = *scan.first->layout;
+  const at::DeviceType device = first.device.is_cuda() ? at::kCUDA : at::kCPU;
+  if (scan.replicated || !at::autocast::is_autocast_enabled(device)) return false;
+  std::optional<bool>& composed = cache.of(info).composed;
+  if (!composed) {
+    const auto rule = info.rule();
+    composed = rule && rule->options.composed;
+  }
+  return *composed;
+}
+
+// The kernel of the device, which calls other operators, on the sharded tensors.
+void run_composed(const OpInfo& info, const Scan& scan, torch::jit::Stack* stack) {
+  const LayoutPtr first = scan.first->layout;  // the arguments leave the stack
+  const BelowAutogradGuard guard;
+  info.op.redispatchBoxed(
+      c10::DispatchKeySet(first->device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU),
+      stack);
+  // Of tensors without elements a kernel may make its result by itself.
+  for (std::size_t i = stack->size() - info.returns.size(); i < stack->size(); ++i) {
+    c10::IValue& v = (*stack)[i];
+    if (!v.isTensor() || !v.toTensor().defined() || meta_of(v.toTensor())) continue;
+    const at::Tensor made = v.toTensor();
+    v = wrap_fresh(made, replicated_layout(context_of(first->spec), made));
+  }
 }
 
 }  // namespace
@@ -97,6 +129,10 @@ void run_sharded(const OpInfo& info, torch::jit::Stack* stack) {
       cast_result(info, stack, casts);
       return;
     }
+  }
+  if (runs_composed(info, scan, cache)) {
+    run_composed(info, scan, stack);
+    return;
   }
   auto found = cache.of(info).plans.find(key);
   if (found == cache.of(info).plans.end()) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -113,6 +114,8 @@ Scan make_key(const OpInfo& info, const c10::IValue* arguments, bool numbers, Ke
 struct OpPlans {
   std::unordered_map<Key, ReadyPlan, KeyHash, KeyEqual> plans;
   bool numbers = false;
+  // RuleOptions::composed; looked up at the first call under autocast
+  std::optional<bool> composed = {};
 };
 
 /// This thread's plans. Per thread, so that finding one takes no lock; nothing but a cache.

@@ -160,6 +160,10 @@ struct RuleOptions {
   bool for_replicated = false;
   /// Replaces the rule that is registered under the same name; there must be one.
   bool replaces = false;
+  /// The operator's kernel calls others that libtorch's autocast knows, and autocast does not know
+  /// the operator. Under autocast the kernel then runs on the sharded tensors themselves, in place
+  /// of this rule, so that what it calls is cast as on one process and follows rules of its own.
+  bool composed = false;
 };
 
 /// Registers a rule. `op`: "mylib::scale" for all overloads, "aten::add.Tensor" for one. An

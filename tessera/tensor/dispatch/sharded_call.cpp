@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <optional>
 #include <tuple>
 
 #include "tessera/base/text.h"
@@ -162,12 +163,6 @@ bool lists_of(std::size_t size, const OpInfo& info, const c10::IValue* arguments
   return true;
 }
 
-// Below autograd, but on sharded tensors: what a kernel calls on them must not be recorded again.
-struct BelowAutograd {
-  c10::impl::ExcludeDispatchKeyGuard exclude{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-                                             c10::autocast_dispatch_keyset};
-};
-
 }  // namespace
 
 ShardedCall::ShardedCall(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack,
@@ -302,7 +297,12 @@ void ShardedCall::substitute_locals() {
 }
 
 void ShardedCall::run_local() {
-  const LocalCallGuard guard;
+  // On the global values everything is as on one process, autocast inside of the operator too. On
+  // shards it is not: a rank whose shard is empty might choose another dtype.
+  const bool as_one_process = plan_.mode == ReadyPlan::Mode::replicated && !plan_.local;
+  std::optional<LocalCallGuard> local;
+  if (!as_one_process) local.emplace();
+  const BelowAutogradGuard guard;
   for (const auto& [i, value] : plan_.arguments) stack_[first_ + i] = value;
   if (plan_.local) {
     run_local_function();
@@ -508,7 +508,7 @@ void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
     if (info.written[i]) targets.push_back((*stack)[first + i].toTensor());
     if (!(info.out_variant && info.written[i])) inputs.push_back((*stack)[first + i]);
   }
-  const BelowAutograd guard;
+  const LocalCallGuard guard;
   info.functional->callBoxed(&inputs);
   for (std::size_t i = 0; i < targets.size(); ++i) {
     const at::Tensor result = inputs[inputs.size() - targets.size() + i].toTensor();
