@@ -151,7 +151,7 @@ void add_layers(Cases& c) {
       .double_only()
       .any_strides()
       .finite()       // libtorch's fused kernel gives zeros for some scores that are NaN
-      .first_only();  // a ring has no second derivative
+      .first_only();  // and has no second derivative
   c.custom("attention with a mask",
            [](Draw& d) {
              const int b = d.between(1, 3), h = d.between(1, 4), s = d.between(1, 4),
