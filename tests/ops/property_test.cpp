@@ -148,7 +148,7 @@ TEST_P(Operators, GiveWhatOneProcessGives) {
                       if (manager.rank() == 0) outcomes.push_back(std::move(o));
                     }
                   },
-                  {.timeout = std::chrono::seconds(15)});
+                  {.timeout = std::chrono::seconds(60)});
     } catch (const std::exception& e) {
       // The groups of that run are gone: this case is wrong, the others go on in a new run.
       outcomes.push_back({Outcome::Kind::failed, concat("the ranks did not stay together: ",

@@ -19,7 +19,7 @@ import tessera as ts
 from conditions import CONDITIONS, Case, autocast, called, dtype_for, lay_out, needs_several
 
 TOLERANCE = 1e-10
-WAIT = 15.0  # seconds that ranks wait for each other
+WAIT = 60.0  # seconds that ranks wait for each other
 # Contents are not defined, only shape and dtype are.
 UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 RULE_FAILED = re.compile(r"the rule that made it does not hold|the rule of aten")
