@@ -6,6 +6,8 @@
 #include <cmath>
 #include <ostream>
 
+#include "tessera/base/deadline.h"
+#include "tessera/base/error.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
@@ -326,8 +328,13 @@ void Timer::save(Trainer&, CheckpointState& state, const std::string& prefix) {
 }
 
 void Timer::loaded(Trainer&, const CheckpointState& state, const std::string& prefix) {
-  before_ = std::chrono::milliseconds(
-      integer_from_bytes(state.get_of_rank(prefix + "elapsed"), prefix + "elapsed"));
+  const std::string name = prefix + "elapsed";
+  const auto elapsed = integer_from_bytes(state.get_of_rank(name), name);
+  if (elapsed < 0)
+    throw InvalidArgument(
+        concat("the checkpoint's '", name, "' is ", elapsed, " ms: it is damaged"));
+  // Bounded, so that what is added to it does not overflow, and the limit ends the run.
+  before_ = bounded_limit(std::chrono::milliseconds(elapsed));
   began_.reset();
 }
 

@@ -1,6 +1,7 @@
 // What each callback promises.
 
 #include <cmath>
+#include <limits>
 #include <sstream>
 
 #include "support.h"
@@ -234,6 +235,36 @@ TEST(Callbacks, TimerProgressAndThroughput) {
       EXPECT_TRUE(out.str().empty());
       EXPECT_FALSE(seen->last.contains("throughput/samples"));
     }
+  });
+}
+
+TEST(Callbacks, ATimerOfADamagedCheckpointStillEndsTheRun) {
+  on_threads(1, [](DistributedManager& manager) {
+    struct Loads : Callback {
+      std::string name() const override { return "loads"; }
+      void on_step_end(Trainer& trainer, const StepResult&) override {
+        Timer timer(std::chrono::hours(1));
+        CheckpointState state;
+        state.set_of_rank("t/elapsed", integer_bytes(std::numeric_limits<std::int64_t>::max()));
+        timer.loaded(trainer, state, "t/");
+        timer.on_fit_start(trainer);
+        EXPECT_GE(timer.elapsed(), std::chrono::hours(1));
+        state.set_of_rank("t/elapsed", integer_bytes(-1));
+        EXPECT_THROW(timer.loaded(trainer, state, "t/"), InvalidArgument);
+        ++steps;
+      }
+      int steps = 0;
+    };
+    const auto loads = std::make_shared<Loads>();
+    Regression task;
+    auto options = validating(manager, 1);
+    options.max_steps = 1;
+    options.callbacks = {loads};
+    const auto one = batches_of([&](std::uint64_t, std::uint64_t i) -> std::optional<MicroBatch> {
+      return make_batch(ragged_data(0, static_cast<std::int64_t>(i % 7)));
+    });
+    Trainer(options).fit(task, one);
+    EXPECT_EQ(loads->steps, 1);
   });
 }
 
