@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/local_shards.h"
 #include "tessera/checkpoint/detail/spread.h"
@@ -90,7 +91,7 @@ struct CheckpointReader::Impl {
     if (found) return *found;
     std::vector<std::string> known;
     for (const Entry& e : saved->manifest().entries)
-      if (e.info.kind == kind) known.push_back(e.info.name);
+      if (e.info.kind == kind) known.push_back(printable(e.info.name));
     throw InvalidArgument(
         concat("load: '", saved->path(), "' has no ", what, " '", name, "'; it has ", list(known)));
   }
@@ -265,7 +266,7 @@ struct CheckpointReader::Impl {
     if (!options.allow_extra)
       for (const Entry& e : saved->manifest().entries)
         if (e.info.kind == EntryKind::tensor && !known.contains(e.info.name))
-          wrong += concat(" '", e.info.name, "' is in the checkpoint alone.");
+          wrong += concat(" '", printable(e.info.name), "' is in the checkpoint alone.");
     return wrong;
   }
 

@@ -13,6 +13,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/json_text.h"
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/together.h"
 #include "tessera/checkpoint/torch_dtypes.h"
@@ -334,7 +335,8 @@ void load_into(const NamedTensors& state, const DeviceMesh& mesh, const std::str
     if (is_sharded(t)) refuse_partial(name, spec(t));
     left_over.erase(name);
   }
-  for (const auto& [name, i] : left_over) wrong += concat(" '", name, "' is in the file alone.");
+  for (const auto& [name, i] : left_over)
+    wrong += concat(" '", printable(name), "' is in the file alone.");
   if (!wrong.empty()) throw InvalidArgument(concat("load: ", path, " does not fit:", wrong));
   // Everything is read before anything is changed.
   std::vector<at::Tensor> locals;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
@@ -69,8 +70,8 @@ std::optional<TorchLayout> torch_layout(const SafetensorsTensor& tensor) {
 TorchLayout need_torch_layout(const SafetensorsTensor& tensor, const std::string& path) {
   const auto layout = torch_layout(tensor);
   if (!layout)
-    throw FileError(concat("'", path, "': tensor '", tensor.name, "' of shape ", list(tensor.shape),
-                           " is ", tensor.dtype,
+    throw FileError(concat("'", path, "': tensor '", printable(tensor.name), "' of shape ",
+                           list(tensor.shape), " is ", printable(tensor.dtype),
                            ", which libtorch cannot hold; the file's other tensors can be read"));
   return *layout;
 }

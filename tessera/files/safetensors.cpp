@@ -8,6 +8,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/json_text.h"
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 #include "tessera/files/json.h"
 
@@ -25,8 +26,10 @@ constexpr std::array<SafetensorsDtype, 22> kDtypes = {{
 
 constexpr const char* kMetadata = "__metadata__";
 
+// `why` quotes names of the file, which may hold anything.
 [[noreturn]] void refuse_header(const std::string& path, const std::string& why) {
-  throw FileError(concat("'", path, "' is not a safetensors file, or a damaged one: ", why));
+  throw FileError(
+      concat("'", path, "' is not a safetensors file, or a damaged one: ", printable(why, 2000)));
 }
 
 SafetensorsTensor parse_tensor(const std::string& name, const Json& about) {

@@ -125,6 +125,21 @@ TEST(Manifest, ComesBackAndAnyChangeIsSeen) {
   }
 }
 
+// Names of a manifest are quoted in errors, which are printed to terminals.
+TEST(Manifest, NamesWriteNothingOfTheirOwn) {
+  Manifest manifest;
+  manifest.sequence = 7;
+  manifest.ranks = 1;
+  manifest.files = {{shard_name(0, 1, "0123456789abcdef"), 100}};
+  // Half of it is missing.
+  manifest.entries = {{{EntryKind::tensor, "w\x1b[2J\nrank 0: all is well", 0, "F32", {4}, "{}"},
+                       {{{{0, 2}}, 0, 8, 8, 5}}}};
+  const std::string text = to_json(manifest);
+  const std::string why = file_error([&] { parse_manifest(text, "x"); });
+  for (const char c : why) EXPECT_TRUE(static_cast<unsigned char>(c) >= 0x20) << why;
+  EXPECT_NE(why.find("w\\x1b[2J"), std::string::npos) << why;
+}
+
 // As it was written before manifests named their digest; and one of a digest that is not known.
 TEST(Manifest, EarlierOnesAreReadAndUnknownDigestsRefused) {
   const std::string body =

@@ -101,6 +101,15 @@ TEST(SafetensorsFormat, OverlapsHolesAndDuplicatesAreRefused) {
             std::string::npos);
 }
 
+// Names of a file are quoted in errors, which are printed to terminals.
+TEST(SafetensorsFormat, NamesWriteNothingOfTheirOwn) {
+  for (const std::string name : {"a\\u001b[2J", "a\\nrank 0: all is well", "\\u0007"}) {
+    const std::string why = refusal(headed('{' + entry(name, 0, 5) + '}') + std::string(4, 'x'));
+    for (const char c : why) EXPECT_TRUE(static_cast<unsigned char>(c) >= 0x20) << why;
+    EXPECT_NE(why.find("\\x"), std::string::npos) << why;
+  }
+}
+
 TEST(SafetensorsFormat, DamagedHeadersAreRefused) {
   const std::string data(16, 'x');
   for (const std::string about :

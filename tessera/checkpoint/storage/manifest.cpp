@@ -7,6 +7,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/json_text.h"
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 #include "tessera/files/checksum.h"
 #include "tessera/files/json.h"
@@ -141,8 +142,8 @@ bool is_checkpoint_file(std::string_view name) {
 
 void check_boxes(const std::vector<Box>& boxes, const EntryInfo& info, const std::string& where) {
   const auto refuse = [&](const std::string& why) {
-    throw FileError(
-        concat("'", where, "': '", info.name, "' of shape ", list(info.shape), ": ", why));
+    throw FileError(concat("'", where, "': '", printable(info.name), "' of shape ",
+                           list(info.shape), ": ", why));
   };
   // Sums and products of what is inside the shape cannot overflow once the shape's does not.
   std::int64_t total = 1;
@@ -192,8 +193,8 @@ std::string to_json(const Manifest& manifest) {
 
 Manifest parse_manifest(std::string_view text, const std::string& path) {
   const auto refuse = [&](const std::string& why) {
-    return FileError(
-        concat("'", path, "' is not the manifest of a checkpoint, or a damaged one: ", why));
+    return FileError(concat("'", path, "' is not the manifest of a checkpoint, or a damaged one: ",
+                            printable(why, 2000)));
   };
   constexpr std::size_t head = kManifestHead.size() + 16 + kManifestBody.size();
   if (text.size() < head + 2 || !text.starts_with(kManifestHead) ||

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "tessera/base/error.h"
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/storage/catalogue.h"
 #include "tessera/files/checksum.h"
@@ -136,8 +137,9 @@ std::vector<SavedCheckpoint::Use> SavedCheckpoint::uses(const Entry& entry, cons
 void SavedCheckpoint::need_checksum(const Entry& entry, const Record& record,
                                     std::uint64_t sum) const {
   if (has_checksums_ && sum != record.checksum)
-    throw FileError(concat("'", file(record.file)->path(), "': the bytes of '", entry.info.name,
-                           "' ", list(record.box), " (", record.bytes, " from ", record.begin,
+    throw FileError(concat("'", file(record.file)->path(), "': the bytes of '",
+                           printable(entry.info.name), "' ", list(record.box), " (", record.bytes,
+                           " from ", record.begin,
                            ") are not those that were written: the file is damaged"));
 }
 

@@ -6,6 +6,7 @@
 #include <set>
 #include <thread>
 
+#include "tessera/base/deadline.h"
 #include "tessera/base/error.h"
 #include "tessera/base/json_text.h"
 #include "tessera/base/text.h"
@@ -143,9 +144,9 @@ ShardOutcome write_shard(const ShardJob& job, const WritePlan& plan,
       left -= part;
       if (job.rate > 0)
         std::this_thread::sleep_until(
-            start + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
-                        std::chrono::duration<double>(static_cast<double>(file.size()) /
-                                                      static_cast<double>(job.rate))));
+            deadline_after(std::chrono::duration<double>(static_cast<double>(file.size()) /
+                                                         static_cast<double>(job.rate)),
+                           start));
     }
     outcome.pieces[i].checksum = sum.value();
   }
