@@ -70,9 +70,11 @@ struct Peak {
   std::function<std::int64_t()> bytes;
 };
 
-/// Steps as the driver says, until the end of input. `loss`: of the last step; not timed.
-inline void serve(const std::function<void()>& step, const std::function<double()>& loss,
-                  const Peak& peak = {}) {
+/// Steps as the driver says, until the end of input. `loss`: of the last step; not timed. `settle`
+/// waits for what a device has been given.
+inline void serve(
+    const std::function<void()>& step, const std::function<double()>& loss, const Peak& peak = {},
+    const std::function<void()>& settle = [] {}) {
   const auto cpu = [] {
     timespec now{};
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
@@ -83,9 +85,11 @@ inline void serve(const std::function<void()>& step, const std::function<double(
   std::fflush(stdout);
   for (int steps = 0; std::cin >> steps;) {
     if (peak.restart) peak.restart();
+    settle();
     const double computed = cpu();
     const auto start = std::chrono::steady_clock::now();
     for (int i = 0; i < steps; ++i) step();
+    settle();
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
     const double seconds = cpu() - computed;
     const std::int64_t bytes = peak.bytes ? peak.bytes() : 0;

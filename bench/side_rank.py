@@ -1,6 +1,7 @@
 """What ranks in Python of the benchmarks with two sides share (sides.h; side_rank.h is their like in C++)."""
 
 import math
+import os
 import sys
 import time
 
@@ -55,18 +56,31 @@ class Block(torch.nn.Module):
         return x + self.mlp(self.second(x))
 
 
-def serve(step, value, peak=None):
+def device_of(name, rank, world):
+    """This rank's device: the CPU, or a GPU, which ranks share where there are fewer (NCCL 2.30 and newer)."""
+    if name == "cpu":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if world > gpus:
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    torch.cuda.set_device(rank % gpus)
+    return torch.device("cuda", rank % gpus)
+
+
+def serve(step, value, peak=None, settle=lambda: None):
     """Steps as the driver says, until the end of input. `step()` gives what `value(...)` makes the loss of, which is not timed; `peak`: what counts the
-    bytes of tensors (`restart()`, `bytes()`)."""
+    bytes of tensors (`restart()`, `bytes()`); `settle()` waits for what a device has been given."""
     for _ in range(5):
         loss = step()
     print(f"ready {value(loss):.9g}", flush=True)
     for line in sys.stdin:
         if peak:
             peak.restart()
+        settle()
         computed, start = time.thread_time(), time.perf_counter()
         for _ in range(int(line)):
             loss = step()
+        settle()
         seconds, cpu = time.perf_counter() - start, time.thread_time() - computed
         most = peak.bytes() if peak else 0
         print(f"{seconds:.9g} {value(loss):.9g} {cpu:.9g} {most}", flush=True)

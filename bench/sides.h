@@ -4,7 +4,8 @@
 // so that the two never compute together. What a rank prints (side_rank.h, side_rank.py): "ready
 // LOSS" after some steps, then for each line "N" on its input, N steps later, "SECONDS LOSS CPU
 // PEAK": CPU are the seconds that its main thread computed, PEAK the most bytes of tensors that it
-// held, 0 where it does not count them.
+// held, 0 where it does not count them. A rank that lacks what its options ask for (a GPU) says
+// "skipped: WHY" instead.
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -79,7 +80,9 @@ class Side {
     }
     for (auto& rank : ranks_) {
       double loss = 0;
-      if (std::sscanf(rank->line().c_str(), "ready %lf", &loss) != 1)
+      const std::string line = rank->line();
+      if (line.starts_with("skipped: ")) throw NotAvailable(line.substr(9, line.find('\n') - 9));
+      if (std::sscanf(line.c_str(), "ready %lf", &loss) != 1)
         throw Error("a rank said something else than 'ready LOSS'");
       losses_.push_back(loss);
     }
@@ -144,7 +147,8 @@ struct Programs {
 
 /// main() of a driver: bench_NAME --rank-program R --python P --script S [--out FILE] [--only
 /// PATTERN]. `cases` measures what the report wants, in `pairs` samples of each side; `more` adds
-/// options to the command line.
+/// options to the command line. The status is 77, as of a skipped test, where a rank says that it
+/// is skipped.
 inline int drive(int argc, char** argv, const std::string& name, const std::string& about,
                  const std::function<void(Report&, const Programs&)>& cases,
                  const std::function<void(CLI::App&)>& more = {}, int pairs = kPairs) {
@@ -170,6 +174,9 @@ inline int drive(int argc, char** argv, const std::string& name, const std::stri
     report.meta("pairs", pairs);
     cases(report, programs);
     return report.finish();
+  } catch (const NotAvailable& e) {
+    std::printf("bench_%s: skipped: %s\n", name.c_str(), e.what());
+    return 77;
   } catch (const std::exception& e) {
     std::fprintf(stderr, "bench_%s: %s\n", name.c_str(), e.what());
     return 2;

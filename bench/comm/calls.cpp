@@ -73,9 +73,9 @@ class BareMpi : public Calls {
 };
 #endif
 
-class BareGloo : public Calls {
+class BareBackend : public Calls {
  public:
-  BareGloo(c10::intrusive_ptr<c10d::Backend> backend, Buffers b)
+  BareBackend(c10::intrusive_ptr<c10d::Backend> backend, Buffers b)
       : Calls(std::move(b)),
         backend_(std::move(backend)),
         root_(backend_->getRank() == 0),
@@ -116,17 +116,19 @@ class BareGloo : public Calls {
 
 }  // namespace
 
-Buffers make_buffers(int ranks, std::int64_t floats) {
-  return {at::zeros({floats}), at::zeros({floats * ranks}), at::zeros({floats * ranks})};
+Buffers make_buffers(int ranks, std::int64_t floats, c10::Device device) {
+  const at::TensorOptions here(device);
+  return {at::zeros({floats}, here), at::zeros({floats * ranks}, here),
+          at::zeros({floats * ranks}, here)};
 }
 
 std::unique_ptr<Calls> group_calls(const Group& group, Buffers buffers) {
   return std::make_unique<ThroughGroup>(group, std::move(buffers));
 }
 
-std::unique_ptr<Calls> gloo_calls(const c10::intrusive_ptr<c10d::Backend>& backend,
+std::unique_ptr<Calls> c10d_calls(const c10::intrusive_ptr<c10d::Backend>& backend,
                                   Buffers buffers) {
-  return std::make_unique<BareGloo>(backend, std::move(buffers));
+  return std::make_unique<BareBackend>(backend, std::move(buffers));
 }
 
 #ifdef TESSERA_BENCH_MPI

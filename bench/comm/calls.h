@@ -1,5 +1,5 @@
 #pragma once
-// The collectives that are measured, in three ways: through Group, by MPI, by c10d's Gloo backend.
+// The collectives that are measured, in three ways: through Group, by MPI, by a backend of c10d's.
 // All work on buffers of one shape.
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,7 @@ struct Buffers {
   /// float32: [n], [ranks * n], [ranks * n]
   at::Tensor one, many, other;
 };
-Buffers make_buffers(int ranks, std::int64_t floats);
+Buffers make_buffers(int ranks, std::int64_t floats, c10::Device device);
 
 /// One way to call the collectives; every call blocks. The root is rank 0.
 class Calls {
@@ -51,7 +51,7 @@ class Calls {
 std::unique_ptr<Calls> group_calls(const Group& group, Buffers buffers);
 /// Libraries called directly, on MPI_COMM_WORLD, or on a backend that nothing else uses.
 std::unique_ptr<Calls> mpi_calls(int rank, Buffers buffers);
-std::unique_ptr<Calls> gloo_calls(const c10::intrusive_ptr<c10d::Backend>& backend,
+std::unique_ptr<Calls> c10d_calls(const c10::intrusive_ptr<c10d::Backend>& backend,
                                   Buffers buffers);
 
 }  // namespace tessera::bench

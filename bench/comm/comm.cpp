@@ -1,5 +1,6 @@
 // Latency and bandwidth of each collective through Group, beside the bare library, on two ranks:
-// MPI beside MPI's own calls, or Gloo beside c10d's Gloo backend called directly. Blocking calls;
+// MPI beside MPI's own calls, or Gloo beside c10d's Gloo backend called directly, or, with --device
+// cuda, NCCL beside the same backend called directly. Blocking calls;
 // checks and trace off. Ours may add 5 us or 3 %, whichever is larger. Groups over shm beside both
 // libraries: at most 1.1 of MPI's time, and a third of Gloo's.
 
@@ -8,6 +9,7 @@
 #include <torch/version.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <CLI/CLI.hpp>
@@ -18,6 +20,7 @@
 #include <thread>
 
 #include "calls.h"
+#include "device.h"
 #include "harness.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/mpi/mpi.h"
@@ -87,18 +90,21 @@ constexpr Size kSizes[] = {{"4 B", 1, false},
 struct Bench {
   Report& report;
   Group group;
-  /// "mpi" or "gloo"
+  /// "mpi", "gloo" or "nccl"
   std::string backend;
   std::function<std::unique_ptr<Calls>(const Buffers&)> bare;
   /// Ours is shm: its limit, else 0.
   double shm = 0;
+  c10::Device device = c10::kCPU;
 
   /// Seconds of one call: both ranks together, `repeats` calls in a row, the slower rank counts.
   double sample(Calls& calls, const Operation& operation, int repeats) const {
+    tessera::bench::settle(device);
     group.barrier();
     const int rank = group.rank();
     const auto start = Clock::now();
     for (int i = 0; i < repeats; ++i) operation.call(calls, rank);
+    tessera::bench::settle(device);
     const double mine = std::chrono::duration<double>(Clock::now() - start).count() / repeats;
     const at::Tensor slowest = at::full({1}, mine, at::kDouble);
     group.all_reduce(slowest, tessera::ReduceOp::max);
@@ -110,7 +116,7 @@ struct Bench {
         tessera::concat(operation.name, " ", size.label, *size.label ? " " : "",
                         shm > 0 ? "shm beside " : "", backend);
     if (!report.wants(name)) return;
-    const Buffers b = tessera::bench::make_buffers(group.size(), size.floats);
+    const Buffers b = tessera::bench::make_buffers(group.size(), size.floats, device);
     const auto our_calls = tessera::bench::group_calls(group, b), bare_calls = bare(b);
     const double once =
         std::max(sample(*bare_calls, operation, 3), sample(*bare_calls, operation, 3));
@@ -125,7 +131,9 @@ struct Bench {
     const double limit =
         shm > 0 ? shm
                 : 1 + std::max(kAddedShare, kAddedSeconds / tessera::bench::median(reference));
-    const char* what = backend == "mpi" ? operation.mpi : "c10d Gloo";
+    const char* what = backend == "mpi"    ? operation.mpi
+                       : backend == "nccl" ? "c10d NCCL"
+                                           : "c10d Gloo";
     if (size.large)
       report.bandwidth(name, pairs, 4.0 * static_cast<double>(size.floats), what, limit);
     else
@@ -139,10 +147,13 @@ struct Bench {
   }
 };
 
-int run(const std::string& backend, const std::string& out, const std::string& only) {
+int run(const std::string& backend, const std::string& device_name, const std::string& out,
+        const std::string& only) {
   at::set_num_threads(1);
+  const c10::Device device = tessera::bench::device_of(device_name, 2);
   tessera::ManagerOptions options;
-  options.backend = backend;
+  options.backend = device.is_cuda() ? "gloo" : backend;
+  options.device = device;
   options.check_level = tessera::CheckLevel::off;
   auto manager = tessera::DistributedManager::initialize(options);
   if (manager.world_size() != 2)
@@ -158,7 +169,14 @@ int run(const std::string& backend, const std::string& out, const std::string& o
   report.meta("ranks", 2);
   report.meta("threads_per_rank", at::get_num_threads());
   report.meta("pairs_at_least", kPairs);
-  if (backend == "mpi") {
+  report.meta("device", device.str());
+  if (device.is_cuda()) {
+    report.meta("nccl", tessera::nccl_version());
+    const auto nccl = world.process_group()->getBackend(c10::DeviceType::CUDA);
+    const auto bare = [&](const Buffers& b) { return tessera::bench::c10d_calls(nccl, b); };
+    Bench{report, world, "nccl", bare, 0, device}.measure_all();
+    world.barrier();
+  } else if (backend == "mpi") {
     report.meta("mpi", tessera::MpiWorld::initialize().library());
     const auto bare = [&](const Buffers& b) { return tessera::bench::mpi_calls(world.rank(), b); };
     Bench{report, world, backend, bare}.measure_all();
@@ -179,7 +197,7 @@ int run(const std::string& backend, const std::string& out, const std::string& o
     options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
     const auto gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(
         c10::make_intrusive<c10d::FileStore>(path, 2), world.rank(), 2, std::move(options));
-    const auto bare = [&](const Buffers& b) { return tessera::bench::gloo_calls(gloo, b); };
+    const auto bare = [&](const Buffers& b) { return tessera::bench::c10d_calls(gloo, b); };
     Bench{report, world, backend, bare}.measure_all();
     Bench{report, manager.group(world.ranks(), {.backend = "shm"}), backend, bare, kShmOfGloo}
         .measure_all();
@@ -193,18 +211,14 @@ int run(const std::string& backend, const std::string& out, const std::string& o
 
 int main(int argc, char** argv) {
   CLI::App app("Collectives through Group beside the bare libraries, on two ranks");
-  std::string backend = tessera::has_mpi() ? "mpi" : "gloo", out, only;
+  std::string backend = tessera::has_mpi() ? "mpi" : "gloo", device = "cpu", out, only;
   app.add_option("--backend", backend, "mpi, under MPI's launcher; gloo, under any")
       ->check(CLI::IsMember({"mpi", "gloo"}));
+  tessera::bench::add_device(app, device);
   app.add_option("--out", out, "JSON file");
   app.add_option("--only", only,
                  "Only cases that this regular expression finds, as 'reduce.*4 B mpi'; the file "
                  "keeps its other records");
   CLI11_PARSE(app, argc, argv);
-  try {
-    return run(backend, out, only);
-  } catch (const std::exception& e) {
-    std::fprintf(stderr, "bench_comm: %s\n", e.what());
-    return 2;
-  }
+  return tessera::bench::guarded("bench_comm", [&] { return run(backend, device, out, only); });
 }

@@ -1,6 +1,7 @@
 // Time of a training step: our DistributedDataParallel in C++, Python's, and c10d::Reducer called
 // from C++; same wheel, model, data, ranks and threads (sides.h).
 
+#include <cstdio>
 #include <string>
 
 #include "harness.h"
@@ -12,19 +13,25 @@ using namespace tessera::bench;
 
 constexpr double kLimit = 1.03;
 
-void measure(Report& report, const Programs& programs) {
+void measure(Report& report, const Programs& programs, const std::string& device) {
+  report.meta("device", device);
+  if (device == "cuda") report.meta("backend", "nccl");
   for (const std::string model : {"winds", "small", "wide"}) {
     const std::string beside_python = model + " beside Python",
                       beside_reducer = model + " beside c10d::Reducer";
     if (!report.wants(beside_python) && !report.wants(beside_reducer)) continue;
-    Side ours({programs.rank}, model);
+    Side ours({programs.rank, "--device", device}, model);
     if (report.wants(beside_python)) {
-      Side theirs({programs.python, programs.script}, model);
+      Side theirs({programs.python, programs.script, "--device", device}, model);
       compare(report, beside_python, ours, theirs, "Python's DDP", kLimit);
     }
     if (report.wants(beside_reducer)) {
-      Side theirs({programs.rank, "--reducer"}, model);
-      compare(report, beside_reducer, ours, theirs, "c10d::Reducer in C++", kLimit);
+      try {
+        Side theirs({programs.rank, "--reducer", "--device", device}, model);
+        compare(report, beside_reducer, ours, theirs, "c10d::Reducer in C++", kLimit);
+      } catch (const tessera::NotAvailable& e) {
+        std::printf("%s: skipped: %s\n", beside_reducer.c_str(), e.what());
+      }
     }
   }
 }
@@ -32,7 +39,13 @@ void measure(Report& report, const Programs& programs) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return drive(argc, argv, "ddp",
-               "Step time of DistributedDataParallel beside Python's and beside c10d::Reducer",
-               measure);
+  std::string device = "cpu";
+  return drive(
+      argc, argv, "ddp",
+      "Step time of DistributedDataParallel beside Python's and beside c10d::Reducer",
+      [&](Report& report, const Programs& programs) { measure(report, programs, device); },
+      [&](CLI::App& app) {
+        app.add_option("--device", device, "cpu, or cuda: GPUs, and NCCL between ranks")
+            ->check(CLI::IsMember({"cpu", "cuda"}));
+      });
 }

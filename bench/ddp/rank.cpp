@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 
+#include "device.h"
 #include "network.h"
 #include "side_rank.h"
 #include "tessera/base/text.h"
@@ -84,10 +85,14 @@ std::unique_ptr<c10d::Reducer> make_reducer(const std::vector<at::Tensor>& param
 #endif
 }
 
-int run(const std::string& model, bool with_reducer) {
+int run(const std::string& model, const std::string& device_name, bool with_reducer) {
   at::set_num_threads(1);
-  auto manager = tessera::DistributedManager::initialize({.backend = "gloo"});
+  const c10::Device device = tessera::bench::device_of(device_name, 2);
+  auto manager = tessera::DistributedManager::initialize({.backend = "gloo", .device = device});
   Training training = make(model, manager.rank());
+  training.module->to(device);
+  training.input = training.input.to(device);
+  training.target = training.target.to(device);
   const auto parameters = training.module->parameters();
   torch::optim::SGD optimizer(parameters, torch::optim::SGDOptions(1e-3));
 
@@ -114,7 +119,8 @@ int run(const std::string& model, bool with_reducer) {
     loss.backward();
     optimizer.step();
   };
-  tessera::bench::serve(step, [&] { return loss.item<double>(); });
+  tessera::bench::serve(
+      step, [&] { return loss.item<double>(); }, {}, [&] { tessera::bench::settle(device); });
   return 0;
 }
 
@@ -122,13 +128,17 @@ int run(const std::string& model, bool with_reducer) {
 
 int main(int argc, char** argv) {
   CLI::App app("One rank of bench_ddp");
-  std::string model;
+  std::string model, device = "cpu";
   bool reducer = false;
+  tessera::bench::add_device(app, device);
   app.add_flag("--reducer", reducer, "c10d::Reducer instead of DistributedDataParallel");
   app.add_option("model", model, "winds, small or wide")->required();
   CLI11_PARSE(app, argc, argv);
   try {
-    return run(model, reducer);
+    return run(model, device, reducer);
+  } catch (const tessera::NotAvailable& e) {
+    std::printf("skipped: %s\n", e.what());
+    return tessera::bench::kSkipped;
   } catch (const std::exception& e) {
     std::fprintf(stderr, "bench_ddp_rank: %s\n", e.what());
     return 1;

@@ -1,11 +1,12 @@
 """One rank of bench_ddp in Python. The models and numbers are those of rank.cpp."""
 
-import sys
+import argparse
+import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from side_rank import fill, pattern, serve
+from side_rank import device_of, fill, pattern, serve
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -50,9 +51,15 @@ def make(model, rank):
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("model")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    net, data, target = make(sys.argv[1], dist.get_rank())
+    device = device_of(options.device, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    net, data, target = make(options.model, dist.get_rank())
+    net, data, target = net.to(device), data.to(device), target.to(device)
     parallel = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
 
@@ -63,7 +70,8 @@ def main():
         optimizer.step()
         return loss
 
-    serve(step, lambda loss: loss.item())
+    settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    serve(step, lambda loss: loss.item(), settle=settle)
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
 // What an operator costs on a sharded tensor above the same operator on a plain one, beside what
 // Python's DTensor costs above Python's plain one. No communication: meshes of one rank, dim 0
-// sharded. DTensor runs in a child process (dtensor.py), in turn with ours, sample by sample.
+// sharded. With --device cuda on a GPU, where what the host takes is what counts. DTensor runs in a child process (dtensor.py), in turn with ours, sample by sample.
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -18,6 +18,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include "device.h"
 #include "harness.h"
 #include "tessera/comm/job/device_mesh.h"
 #include "tessera/comm/job/threads.h"
@@ -37,9 +38,11 @@ namespace {
 using tessera::bench::Record;
 using Clock = std::chrono::steady_clock;
 
-double microseconds(const std::function<void()>& f, int n) {
+double microseconds(const std::function<void()>& f, int n, c10::Device device) {
+  tessera::bench::settle(device);
   const auto start = Clock::now();
   for (int i = 0; i < n; ++i) f();
+  tessera::bench::settle(device);
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count() / n;
 }
 
@@ -106,12 +109,12 @@ at::Tensor sharded(const at::Tensor& t, const tessera::DeviceMesh& mesh) {
   return tessera::distribute_tensor(t, mesh, placements);
 }
 
-std::shared_ptr<torch::optim::Adam> adam(
-    const std::function<at::Tensor(const at::Tensor&)>& place) {
+std::shared_ptr<torch::optim::Adam> adam(const std::function<at::Tensor(const at::Tensor&)>& place,
+                                         const at::TensorOptions& here) {
   std::vector<at::Tensor> parameters;
   for (int i = 0; i < 200; ++i) {
-    at::Tensor p = place(torch::randn({16, 16})).detach().requires_grad_(true);
-    p.mutable_grad() = place(torch::randn({16, 16})).detach();
+    at::Tensor p = place(torch::randn({16, 16}, here)).detach().requires_grad_(true);
+    p.mutable_grad() = place(torch::randn({16, 16}, here)).detach();
     parameters.push_back(p);
   }
   return std::make_shared<torch::optim::Adam>(parameters);
@@ -124,10 +127,12 @@ struct Fresh {
   int shape = 0;
 };
 
-std::vector<Case> cases(tessera::DistributedManager& manager) {
+std::vector<Case> cases(tessera::DistributedManager& manager, c10::Device device) {
+  const at::TensorOptions here(device);
   const auto mesh = manager.mesh({{"x", 1}});
   const auto place = [mesh](const at::Tensor& t) { return sharded(t, mesh); };
-  const at::Tensor a = torch::randn({4, 8}), b = torch::randn({4, 8}), w = torch::randn({8, 3});
+  const at::Tensor a = torch::randn({4, 8}, here), b = torch::randn({4, 8}, here),
+                   w = torch::randn({8, 3}, here);
   const at::Tensor sa = place(a), sb = place(b),
                    sw = tessera::distribute_tensor(w, mesh, {tessera::Replicate()});
   const at::Tensor ga = a.clone().requires_grad_(true), gs = place(a).detach().requires_grad_(true);
@@ -157,7 +162,8 @@ std::vector<Case> cases(tessera::DistributedManager& manager) {
       },
       500, 50);
   // Eight operators a parameter.
-  const auto plain_adam = adam([](const at::Tensor& t) { return t; }), our_adam = adam(place);
+  const auto plain_adam = adam([](const at::Tensor& t) { return t; }, here),
+             our_adam = adam(place, here);
   add(
       "Adam step, 200 parameters", 200 * 8 * 0.5, [=] { plain_adam->step(); },
       [=] { our_adam->step(); }, 2, 1);
@@ -180,10 +186,10 @@ std::vector<Case> cases(tessera::DistributedManager& manager) {
         fresh->sharded.clear();
         for (int i = 0; i < kCalls; ++i) {
           const int n = ++fresh->shape;
-          fresh->plain.push_back(torch::zeros({n % 40 + 1, n / 40 + 1}));
+          fresh->plain.push_back(torch::zeros({n % 40 + 1, n / 40 + 1}, here));
           fresh->sharded.push_back(sharded(fresh->plain.back(), of));
           if (product) {  // its transposed form is another shape
-            fresh->plain.back() = torch::zeros({n / 40 + 1, 3});
+            fresh->plain.back() = torch::zeros({n / 40 + 1, 3}, here);
             fresh->sharded.push_back(tessera::distribute_tensor(
                 fresh->plain.back(), of, std::vector<tessera::Placement>(axes)));
           }
@@ -191,7 +197,7 @@ std::vector<Case> cases(tessera::DistributedManager& manager) {
         fresh->next_plain = fresh->next_sharded = 0;
       };
       if (product) {
-        const at::Tensor left = torch::zeros({8, 8});
+        const at::Tensor left = torch::zeros({8, 8}, here);
         c.plain = [=] {
           auto r = left.narrow(1, 0, 1).mm(fresh->plain[fresh->next_plain++].narrow(0, 0, 1));
         };
@@ -216,7 +222,7 @@ std::vector<Case> cases(tessera::DistributedManager& manager) {
 }
 
 struct Options {
-  std::string out, python, script, instructions, only;
+  std::string device = "cpu", out, python, script, instructions, only;
   bool count = false;
 };
 
@@ -227,7 +233,7 @@ void count(const std::vector<Case>& all) {
     const int calls = c.calls > 100 ? 100 : 1;
     for (const bool ours : {false, true}) {
       const auto& f = ours ? c.sharded : c.plain;
-      microseconds(f, 2);
+      microseconds(f, 2, c10::kCPU);
       CALLGRIND_START_INSTRUMENTATION;
       CALLGRIND_ZERO_STATS;
       for (int i = 0; i < calls; ++i) f();
@@ -250,7 +256,10 @@ std::map<std::string, std::pair<double, double>> read_instructions(const std::st
   return all;
 }
 
-int measure(const std::vector<Case>& all, const Options& options) {
+int measure(const std::vector<Case>& all, const Options& options, c10::Device device) {
+  const auto timed = [device](const std::function<void()>& f, int n) {
+    return microseconds(f, n, device);
+  };
   tessera::bench::Report report("dispatch", options.out);
   std::unique_ptr<Child> child;
   if (options.python.empty()) {
@@ -260,21 +269,22 @@ int measure(const std::vector<Case>& all, const Options& options) {
     report.meta("python_torch", child->version());
   }
   report.meta("torch", std::string(TORCH_VERSION));
+  report.meta("device", device.str());
   const auto instructions = read_instructions(options.instructions);
   for (const Case& c : all) {
     if (c.name.find(options.only) == std::string::npos) continue;
     std::vector<double> plain, ours, above, dtensor, ratios;
     if (!c.prepare) {
-      microseconds(c.plain, c.calls / 10 + 1);
-      microseconds(c.sharded, c.calls / 10 + 1);
+      timed(c.plain, c.calls / 10 + 1);
+      timed(c.sharded, c.calls / 10 + 1);
       if (child) child->measure(c.name, c.python_calls / 10 + 1);
     }
     for (int i = 0; i < 31; ++i) {
       if (c.prepare) c.prepare();
       double p = 0, s = 0;
-      if (i % 2 == 0) p = microseconds(c.plain, c.calls);
-      s = microseconds(c.sharded, c.calls);
-      if (i % 2 != 0) p = microseconds(c.plain, c.calls);
+      if (i % 2 == 0) p = timed(c.plain, c.calls);
+      s = timed(c.sharded, c.calls);
+      if (i % 2 != 0) p = timed(c.plain, c.calls);
       plain.push_back(p);
       ours.push_back(s);
       above.push_back(s - p);
@@ -329,6 +339,7 @@ int measure(const std::vector<Case>& all, const Options& options) {
 int main(int argc, char** argv) {
   Options options;
   CLI::App app("What an operator costs on a sharded tensor");
+  tessera::bench::add_device(app, options.device);
   app.add_option("--out", options.out, "Results (JSON)");
   app.add_option("--python", options.python,
                  "A Python interpreter with torch, to compare with DTensor");
@@ -339,15 +350,23 @@ int main(int argc, char** argv) {
                "Run each case a few times for callgrind; measure nothing");
   CLI11_PARSE(app, argc, argv);
   signal(SIGPIPE, SIG_IGN);
-  int status = 0;
-  tessera::run_threads(1, [&](tessera::DistributedManager& manager) {
-    at::set_num_threads(1);
-    const auto all = cases(manager);
-    if (options.count) {
-      count(all);
+  return tessera::bench::guarded("bench_dispatch", [&] {
+    const c10::Device device = tessera::bench::device_of(options.device, 1);
+    int status = 0;
+    const auto run = [&](tessera::DistributedManager& manager) {
+      at::set_num_threads(1);
+      const auto all = cases(manager, device);
+      if (options.count)
+        count(all);
+      else
+        status = measure(all, options, device);
+    };
+    if (device.is_cpu()) {
+      tessera::run_threads(1, run);
     } else {
-      status = measure(all, options);
+      auto manager = tessera::DistributedManager::initialize({.device = device});
+      run(manager);
     }
+    return status;
   });
-  return status;
 }

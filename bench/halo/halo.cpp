@@ -1,6 +1,7 @@
 // A 3 x 3 convolution of (1, 8, H/2, H) on each of two ranks, the rows of one field of H x H,
 // beside plain convolution of the same local part: forward, and forward + backward. One thread a
-// rank. All orders of work can be shown beside each other (--orders): that is how the default was
+// rank. With --device cuda the ranks have GPUs, or share one, and speak over NCCL; no limits are set
+// there. All orders of work can be shown beside each other (--orders): that is how the default was
 // chosen.
 
 #include <torch/torch.h>
@@ -15,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "device.h"
 #include "harness.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/trace.h"
@@ -41,10 +43,13 @@ const std::map<int, Limits> kLimits = {
     {256, {kNone, kNone}}, {512, {1.04, 1.08}},  {1024, {1.04, 1.08}}};
 
 /// Seconds of one call, `repeats` in a row; the slower rank counts.
-double sample(const tessera::Group& control, const std::function<void()>& call, int repeats) {
+double sample(const tessera::Group& control, c10::Device device, const std::function<void()>& call,
+              int repeats) {
+  tessera::bench::settle(device);
   control.barrier();
   const auto start = Clock::now();
   for (int i = 0; i < repeats; ++i) call();
+  tessera::bench::settle(device);
   const at::Tensor slowest = at::full(
       {1}, std::chrono::duration<double>(Clock::now() - start).count() / repeats, at::kDouble);
   control.all_reduce(slowest, tessera::ReduceOp::max);
@@ -52,7 +57,7 @@ double sample(const tessera::Group& control, const std::function<void()>& call, 
 }
 
 struct Options {
-  std::string backend = "gloo", out, only;
+  std::string backend = "gloo", device = "cpu", out, only;
   bool orders = false;
   int pairs = 31;
 };
@@ -61,6 +66,9 @@ int run(const Options& o) {
   torch::set_num_threads(1);
   tessera::ManagerOptions options;
   options.backend = o.backend;
+  const c10::Device device = tessera::bench::device_of(o.device, 2);
+  options.device = device;
+  const std::string label_of_backend = device.is_cuda() ? "nccl" : o.backend;
   auto manager = tessera::DistributedManager::initialize(options);
   if (manager.world_size() != 2)
     throw tessera::InvalidArgument(
@@ -70,7 +78,7 @@ int run(const Options& o) {
         "bench_halo needs 2 cores: times of ranks that share a core mean nothing");
   // Gloo's calls wait for other threads, on cores that must not fall asleep meanwhile.
   std::optional<tessera::bench::AwakeCores> awake;
-  if (o.backend == "gloo") awake.emplace();
+  if (o.backend == "gloo" && device.is_cpu()) awake.emplace();
   const auto mesh = manager.mesh({{"domain", 2}});
   const auto world = manager.world();
   Report report("halo", manager.rank() == 0 ? o.out : "");
@@ -78,15 +86,17 @@ int run(const Options& o) {
   report.meta("torch", TORCH_VERSION);
   report.meta("threads_per_rank", at::get_num_threads());
   report.meta("pairs", o.pairs);
+  report.meta("device", device.str());
   using Order = HaloPolicy::Order;
   std::vector<std::pair<std::string, Order>> orders{{"", Order::automatic}};
   if (o.orders)
     orders = {{" interior first", Order::interior_first}, {" assemble", Order::assemble}};
   bool sent_the_least = true;
+  const at::TensorOptions here(device);
   for (const auto& [h, limits] : kLimits) {
-    const at::Tensor local = at::randn({1, 8, h / 2, h});
+    const at::Tensor local = at::randn({1, 8, h / 2, h}, here);
     const tessera::ShardSpec cut(mesh, {1, 8, h, h}, {tessera::Shard(2)});
-    const at::Tensor weight = at::randn({8, 8, 3, 3}), bias = at::randn({8});
+    const at::Tensor weight = at::randn({8, 8, 3, 3}, here), bias = at::randn({8}, here);
     const auto replicated = [&](const at::Tensor& t) {
       return tessera::distribute_tensor(t, mesh, {tessera::Replicate()});
     };
@@ -98,25 +108,25 @@ int run(const Options& o) {
     const at::Tensor our_x = tessera::from_local(local.clone(), cut).detach().requires_grad_(true),
                      our_w = w.detach().clone().requires_grad_(true),
                      our_b = b.detach().clone().requires_grad_(true);
-    const at::Tensor g = at::randn({1, 8, h / 2, h}), our_g = tessera::from_local(g, cut);
-    const double limit = o.backend == "gloo" ? limits.gloo : limits.mpi;
+    const at::Tensor g = at::randn({1, 8, h / 2, h}, here), our_g = tessera::from_local(g, cut);
+    const double limit = device.is_cuda() ? kNone : o.backend == "gloo" ? limits.gloo : limits.mpi;
     for (const auto& [label, order] : orders) {
       tessera::set_halo_policy(manager, {order, HaloPolicy::Backward::exchange});
       const auto measure = [&](const std::string& what, const std::function<void()>& ours,
                                const std::function<void()>& plain, double at_most) {
-        const std::string name = tessera::concat(what, label, " H=", h, " ", o.backend);
+        const std::string name = tessera::concat(what, label, " H=", h, " ", label_of_backend);
         if (!report.wants(name)) return;
         for (int i = 0; i < 3; ++i) {
-          sample(world, ours, 2);
-          sample(world, plain, 2);
+          sample(world, device, ours, 2);
+          sample(world, device, plain, 2);
         }
-        const double once = sample(world, plain, 3);
+        const double once = sample(world, device, plain, 3);
         const int repeats = std::clamp(static_cast<int>(kSampleSeconds / once), 1, 200);
         const int count = std::clamp(static_cast<int>(kCaseSeconds / (2 * once * repeats)), o.pairs,
                                      std::max(o.pairs, kMostPairs));
         const auto pairs = tessera::bench::alternate(
-            count, [&] { return sample(world, ours, repeats); },
-            [&] { return sample(world, plain, repeats); });
+            count, [&] { return sample(world, device, ours, repeats); },
+            [&] { return sample(world, device, plain, repeats); });
         report.time(name, pairs, "plain", at_most);
       };
       {
@@ -158,6 +168,7 @@ int main(int argc, char** argv) {
   Options o;
   app.add_option("--backend", o.backend, "gloo, shm, or mpi under MPI's launcher")
       ->check(CLI::IsMember({"mpi", "gloo", "shm"}));
+  tessera::bench::add_device(app, o.device);
   app.add_option("--out", o.out, "JSON file");
   app.add_option("--pairs", o.pairs, "samples a case at least; short cases take more")
       ->check(CLI::Range(31, 1001));
@@ -166,10 +177,5 @@ int main(int argc, char** argv) {
                  "keeps its other records");
   app.add_flag("--orders", o.orders, "each order of work instead of the default");
   CLI11_PARSE(app, argc, argv);
-  try {
-    return run(o);
-  } catch (const std::exception& e) {
-    std::fprintf(stderr, "bench_halo: %s\n", e.what());
-    return 2;
-  }
+  return tessera::bench::guarded("bench_halo", [&] { return run(o); });
 }
