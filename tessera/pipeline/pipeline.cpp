@@ -227,9 +227,10 @@ Pipeline::Pipeline(Pipeline&&) noexcept = default;
 Pipeline& Pipeline::operator=(Pipeline&&) noexcept = default;
 
 PipelineResult Pipeline::State::run(const PipelineBatch& batch, bool training,
-                                    std::optional<double> divisor) {
+                                    const PipelineStepOptions& options) {
   try {
-    const detail::StepFacts facts = detail::agree_on_step(plan, batch, training, steps, divisor);
+    detail::StepFacts facts = detail::agree_on_step(plan, batch, training, steps, options.divisor);
+    facts.forward_scope = options.forward_scope;
     detail::StepRun step(plan, batch, facts);
     if (training) ties.begin();
     step.run();
@@ -313,11 +314,11 @@ PipelineResult Pipeline::State::finish(detail::StepRun& step, const detail::Step
   return result;
 }
 
-PipelineResult Pipeline::step(const PipelineBatch& batch, std::optional<double> divisor) {
-  return state_->run(batch, true, divisor);
+PipelineResult Pipeline::step(const PipelineBatch& batch, const PipelineStepOptions& options) {
+  return state_->run(batch, true, options);
 }
 PipelineResult Pipeline::evaluate(const PipelineBatch& batch) {
-  return state_->run(batch, false, std::nullopt);
+  return state_->run(batch, false, {});
 }
 std::vector<at::Tensor> Pipeline::repeated_parameters() const { return state_->ties.repeated(); }
 

@@ -129,6 +129,17 @@ struct PipelineOptions {
   bool dynamic_shapes = false;
 };
 
+struct PipelineStepOptions {
+  /// Gradients are those of the sum of weight * loss divided by it, instead of those of the mean,
+  /// which is the sum divided by the sum of weights: for several steps that make one gradient
+  /// (Session::add_gradients). All weights may then be zero. Above 0, the same on all ranks.
+  std::optional<double> divisor = std::nullopt;
+  /// Called before each forward of a stage, the loss included, which its result outlives; before
+  /// the second forward of a stage that recomputes, too. Autocast, for example: no backward runs in
+  /// it. May be empty and return null.
+  std::function<std::shared_ptr<void>()> forward_scope = {};
+};
+
 struct PipelineResult {
   /// The mean over all samples; NaN on ranks that do not get it, and where there are no targets.
   double loss = 0;
@@ -164,12 +175,7 @@ class Pipeline {
   /// are errors as of any call of a group, with the action in the message. Throws InvalidArgument
   /// on every rank for a batch that does not fit, GradientError where it is not known how gradients
   /// come together over the mesh's other axes.
-  ///
-  /// `divisor`: gradients are those of the sum of weight * loss divided by it, instead of those of
-  /// the mean, which is the sum divided by the sum of weights: for several steps that make one
-  /// gradient (Session::add_gradients). All weights may then be zero. Above 0, the same on all
-  /// ranks.
-  PipelineResult step(const PipelineBatch& batch, std::optional<double> divisor = std::nullopt);
+  PipelineResult step(const PipelineBatch& batch, const PipelineStepOptions& options = {});
   /// The forwards alone, without gradients; outputs are kept, and the loss is computed where there
   /// are targets. Collective, errors as of step().
   PipelineResult evaluate(const PipelineBatch& batch);

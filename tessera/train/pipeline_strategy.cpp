@@ -109,7 +109,10 @@ PipelineBatch PipelineStrategy::split(const MicroBatch& batch, int inputs,
 at::Tensor run_pipeline(Pipeline& pipeline, const PipelineBatch& batch, Step& step) {
   step.session().add_gradients(
       [&](double divisor) {
-        const PipelineResult done = pipeline.step(batch, divisor);
+        const Session& session = step.session();
+        const PipelineResult done = pipeline.step(
+            batch,
+            {.divisor = divisor, .forward_scope = [&session] { return session.forward_scope(); }});
         return TotalLoss{done.loss, done.weight};
       },
       step.last());

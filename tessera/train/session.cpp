@@ -1,6 +1,7 @@
 #include "tessera/train/session.h"
 
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 #include <torch/optim/lbfgs.h>
 
 #include <algorithm>
@@ -50,6 +51,22 @@ void add_up(Strategy& strategy, double* numbers, int count) {
   }
   std::copy(values, values + count, numbers);
 }
+
+// The caller's autocast is off while it lives.
+class NoAutocast {
+ public:
+  explicit NoAutocast(c10::DeviceType device)
+      : device_(device), before_(at::autocast::is_autocast_enabled(device)) {
+    at::autocast::set_autocast_enabled(device_, false);
+  }
+  ~NoAutocast() { at::autocast::set_autocast_enabled(device_, before_); }
+  NoAutocast(const NoAutocast&) = delete;
+  NoAutocast& operator=(const NoAutocast&) = delete;
+
+ private:
+  const c10::DeviceType device_;
+  const bool before_;
+};
 
 constexpr const char* kMixed =
     "a step has micro-batches by backward() and by add_gradients(): use one of them";
@@ -228,18 +245,25 @@ void Session::backward(const at::Tensor& loss, double weight, bool last) {
   }
 }
 
+std::shared_ptr<void> Session::forward_scope() const {
+  struct Scope {
+    Scope(Precision precision, c10::Device device) : autocast(precision, device) {}
+    ~Scope() { at::autocast::clear_cache(); }
+    AutocastScope autocast;
+  };
+  const Precision p = options_.precision;
+  if (p != Precision::bfloat16_mixed && p != Precision::float16_mixed) return nullptr;
+  return std::make_shared<Scope>(p, strategy_->root_device());
+}
+
 TotalLoss Session::add_gradients(const std::function<TotalLoss(double)>& run, bool last) {
   if (!run) throw InvalidArgument("add_gradients: there is no function");
   if (made_ == Made::backward) throw InvalidArgument(kMixed);
-  if (options_.precision == Precision::bfloat16_mixed ||
-      options_.precision == Precision::float16_mixed)
-    throw NotAvailable(concat("precision ", to_string(options_.precision),
-                              " in a step whose forward and backward something else runs: convert "
-                              "the modules (float32, float64), or cast in the stages themselves"));
   made_ = Made::added;
   const bool reduces = last || strategy_->abilities().owns_accumulation;
   const auto scope = reduces ? nullptr : strategy_->no_sync();
-  const TotalLoss total = run(unit_);
+  const NoAutocast plain(strategy_->root_device().type());
+  const TotalLoss total = run(unit_ / (scaler_ ? scaler_->scale() : 1.0));
   owed_ = !last || strategy_->abilities().owns_accumulation;
   // Every rank knows the sum, and those that share a loss count once.
   weight_.count(total.loss, total.weight * strategy_->loss_sharing() / strategy_->size());

@@ -134,13 +134,17 @@ class Session {
   /// rank. What reduces gradients does so in `run`, but within no_sync() where more is to come.
   ///
   ///   session.add_gradients([&](double divisor) {
-  ///     const auto done = pipeline.step(batch, divisor);
+  ///     const auto scope = [&] { return session.forward_scope(); };
+  ///     const auto done = pipeline.step(batch, {.divisor = divisor, .forward_scope = scope});
   ///     return TotalLoss{done.loss, done.weight};
   ///   });
   ///
-  /// Throws InvalidArgument in a step that has micro-batches of the other kind, NotAvailable for a
-  /// precision that casts (autocast), which `run` would have to do itself.
+  /// `run` is called outside autocast, in which backward has no place: its forwards enter
+  /// forward_scope(). Throws InvalidArgument in a step that has micro-batches of the other kind.
   TotalLoss add_gradients(const std::function<TotalLoss(double divisor)>& run, bool last = true);
+  /// Autocast, if the precision asks for it, until the result is destroyed; else null. The casts of
+  /// parameters are made anew each time, so that no two graphs share one.
+  std::shared_ptr<void> forward_scope() const;
   /// How often add_gradients() has been called.
   std::int64_t added_gradients() const { return additions_; }
 

@@ -342,14 +342,27 @@ TEST(PipelineSharded, StepsWithADivisorAddUp) {
     torch::mse_loss(second->forward(first->forward(x)), y).backward();
     auto net = sharded_net(manager.rank());
     Pipeline pipeline(mesh, "pipe", schedule_1f1b(2, 2), {make_stage(net)}, squared);
-    pipeline.step(split_batch({x.narrow(0, 0, 5)}, {y.narrow(0, 0, 5)}, 2), 7.0);
-    pipeline.step(split_batch({x.narrow(0, 5, 2)}, {y.narrow(0, 5, 2)}, 2), 7.0);
-    pipeline.step(split_batch({x.narrow(0, 0, 0)}, {y.narrow(0, 0, 0)}, 2), 7.0);
+    // Each forward has a scope of its own, and no backward runs in one.
+    int open = 0, opened = 0;
+    const auto scope = [&]() -> std::shared_ptr<void> {
+      ++open, ++opened;
+      return {nullptr, [&](void*) { --open; }};
+    };
+    net->parameters()[0].register_hook([&](const at::Tensor&) { EXPECT_EQ(open, 0); });
+    const auto step = [&](std::int64_t begin, std::int64_t rows) {
+      pipeline.step(split_batch({x.narrow(0, begin, rows)}, {y.narrow(0, begin, rows)}, 2),
+                    {.divisor = 7.0, .forward_scope = scope});
+    };
+    step(0, 5);
+    step(5, 2);
+    step(0, 0);
+    EXPECT_EQ(opened, 6);
     const auto expected = (manager.rank() == 0 ? first : second)->parameters();
     for (std::size_t i = 0; i < expected.size(); ++i)
       EXPECT_LE(test::difference(net->parameters()[i].grad(), expected[i].grad()), 1e-11);
-    EXPECT_THROW(pipeline.step(split_batch({x}, {y}, 2), manager.rank() == 0 ? 7.0 : 0.0),
-                 InvalidArgument);
+    EXPECT_THROW(
+        pipeline.step(split_batch({x}, {y}, 2), {.divisor = manager.rank() == 0 ? 7.0 : 0.0}),
+        InvalidArgument);
   });
 }
 

@@ -1,6 +1,10 @@
 // A pipeline through the trainer: gradients of several batches, clipping over stages, metrics, and
 // checkpoints that other pipelines and one process go on from.
 
+#include <ATen/autocast_mode.h>
+
+#include <cmath>
+
 #include "cases.h"
 #include "tessera/pipeline/cuts.h"
 #include "tessera/schedule/generators.h"
@@ -17,8 +21,14 @@ struct Part : Task {
         part(split_sequential(small_net(), std::vector<int>{2})[static_cast<std::size_t>(stage)]) {}
   NamedModules modules() override { return {{"net", part.ptr()}}; }
   Optimizers optimizers() override {
+    const auto stage =
+        make_stage(part.ptr(), [this](const std::vector<at::Tensor>& x) -> std::vector<at::Tensor> {
+          at::Tensor y = part->forward(x[0]);
+          cast = y.scalar_type();
+          return {y};
+        });
     pipeline = strategy->make_pipeline(
-        schedule_1f1b(2, 3), {make_stage(part)},
+        schedule_1f1b(2, 3), {stage},
         [](const auto& out, const auto& target) { return torch::mse_loss(out[0], target[0]); });
     return {
         std::make_shared<torch::optim::Adam>(part->parameters(), torch::optim::AdamOptions(0.05))};
@@ -38,6 +48,7 @@ struct Part : Task {
   std::shared_ptr<PipelineStrategy> strategy;
   torch::nn::Sequential part;
   std::shared_ptr<Pipeline> pipeline;
+  at::ScalarType cast = at::kDouble;
 };
 
 struct SaveEachEpoch : Callback {
@@ -164,9 +175,50 @@ TEST(TrainedPipeline, RefusesStepsOfTwoKinds) {
     EXPECT_LT(difference(net->parameters()[i],
                          other->parameters()[i].detach() - 0.1 * other->parameters()[i].grad()),
               1e-13);
-  Session casts(strategy, {{"net", net.ptr()}},
-                {.precision = Precision::bfloat16_mixed, .signals = false});
-  EXPECT_THROW(casts.add_gradients(added), NotAvailable);
+}
+
+struct FirstNorm : Callback {
+  std::string name() const override { return "norm"; }
+  void on_step_end(Trainer&, const StepResult& step) override {
+    if (!std::isfinite(norm) && std::isfinite(step.norm)) norm = step.norm;
+  }
+  double norm = std::nan("");
+};
+
+// Forwards are cast, on every stage, and nothing else; the scale of float16 is in the gradients and
+// out of them again.
+TEST(TrainedPipeline, CastsItsForwards) {
+  const auto batches = [] {
+    return batches_of([](std::uint64_t epoch, std::uint64_t index) -> std::optional<MicroBatch> {
+      if (index >= 3) return std::nullopt;
+      const auto data = ragged_data(0, static_cast<std::int64_t>(3 * epoch + index));
+      return make_batch({data[0].to(at::kFloat), data[1].to(at::kFloat)});
+    });
+  };
+  for (const Precision precision : {Precision::bfloat16_mixed, Precision::float16_mixed}) {
+    const auto run = [&](Task& task, std::shared_ptr<Strategy> strategy) {
+      TrainerOptions options = with(std::move(strategy), 1);
+      options.session.precision = precision;
+      options.session.scaler.initial = 1024;
+      const auto norm = std::make_shared<FirstNorm>();
+      options.callbacks = {norm};
+      Trainer(options).fit(task, batches());
+      return norm->norm;
+    };
+    Regression single;
+    single.net->to(at::kFloat);
+    const double expected = run(single, nullptr);
+    EXPECT_GT(expected, 0);
+    on_threads(2, [&](DistributedManager& manager) {
+      const auto mesh = manager.mesh({{"pipe", 2}});
+      const auto strategy = std::make_shared<PipelineStrategy>(mesh, "pipe");
+      Part task(strategy, manager.rank());
+      task.part->to(at::kFloat);
+      EXPECT_NEAR(run(task, strategy), expected, 0.03 * expected);
+      EXPECT_EQ(task.cast, precision == Precision::bfloat16_mixed ? at::kBFloat16 : at::kHalf);
+      EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+    });
+  }
 }
 
 }  // namespace tessera::test

@@ -19,7 +19,7 @@ struct Pipeline::State {
   /// Of the last step, by action of this rank's row.
   std::vector<std::optional<ActionSpan>> spans;
 
-  PipelineResult run(const PipelineBatch& batch, bool training, std::optional<double> divisor);
+  PipelineResult run(const PipelineBatch& batch, bool training, const PipelineStepOptions& options);
   PipelineResult finish(detail::StepRun& step, const detail::StepFacts& facts);
   /// Seconds of each compute action of a step with this schedule; nothing is reduced.
   std::vector<std::pair<PipelineAction, double>> time(const PipelineSchedule& schedule,

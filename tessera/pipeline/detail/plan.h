@@ -2,6 +2,7 @@
 // What a pipeline knows of itself on one rank, and what its ranks have agreed on for one step.
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -73,10 +74,12 @@ struct StepFacts {
   std::uint64_t step = 0;
   /// False: gradients stay this rank's own.
   bool reduces = true;
+  /// PipelineStepOptions::forward_scope.
+  std::function<std::shared_ptr<void>()> forward_scope = {};
 };
 
 /// Collective over the mesh. Throws on every rank if one cannot make the step. `divisor`: see
-/// Pipeline::step().
+/// PipelineStepOptions.
 StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool training,
                         std::uint64_t step, std::optional<double> divisor = std::nullopt);
 

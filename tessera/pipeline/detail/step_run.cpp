@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -176,6 +177,7 @@ int StepRun::skips_after(int stage) const {
 // What the stage gives from flight.inputs; with `graph`, its history is kept.
 StepRun::Made StepRun::compute(int s, int k, Flight& flight, bool graph) {
   const at::AutoGradMode mode(graph);
+  const std::shared_ptr<void> scope = facts_.forward_scope ? facts_.forward_scope() : nullptr;
   const bool again = graph && plan_.stages[s]->recomputes();
   std::vector<at::Tensor> given =
       graph ? flight.graph.enter(flight.inputs, flight.wants) : flight.inputs;
