@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <ctime>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
@@ -55,6 +56,12 @@ AwakeCores::AwakeCores() {
 AwakeCores::~AwakeCores() {
   stop_.store(true);
   for (auto& thread : threads_) thread.join();
+}
+
+double processor_seconds() {
+  timespec used{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
+  return static_cast<double>(used.tv_sec) + 1e-9 * static_cast<double>(used.tv_nsec);
 }
 
 double median(std::vector<double> values) {

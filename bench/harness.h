@@ -69,6 +69,9 @@ class AwakeCores {
   std::vector<std::thread> threads_;
 };
 
+/// Seconds of the processor that this process has used, all its threads together.
+double processor_seconds();
+
 double median(std::vector<double> values);
 /// The upper bound of the median with confidence 0.95; see above.
 double upper_bound_of_median(std::vector<double> values);
