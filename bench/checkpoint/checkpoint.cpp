@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstring>
 #include <filesystem>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -138,6 +139,15 @@ int main(int count, char** arguments) {
     };
     measure("read " + size + " from the disk, verified", dropped(read_ours), dropped(read_theirs),
             "a plain file", 1.25);
+    const auto read_staged = [&] {
+      const std::string name = *checkpoints.latest();
+      return timed([&] {
+        CheckpointReader(manager.world(), folder + "/saves", name)
+            .load(into, {.staging_bytes = std::numeric_limits<std::uint64_t>::max()});
+      });
+    };
+    measure("read " + size + " from the disk, verified, staged", dropped(read_staged),
+            dropped(read_theirs), "a plain file", 1.25);
     const at::Tensor copy =
         at::zeros({static_cast<std::int64_t>(megabytes) * 1024 * 1024}, at::kByte);
     const auto one_copy = [&] {

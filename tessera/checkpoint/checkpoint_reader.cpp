@@ -1,9 +1,12 @@
 #include "tessera/checkpoint/checkpoint_reader.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
+#include <atomic>
 #include <set>
 #include <utility>
 
@@ -55,6 +58,35 @@ bool takes_bytes(const Want& want, at::ScalarType dtype) {
   return t.defined() && t.numel() == volume(want.box) && t.device().is_cpu() &&
          t.layout() == at::kStrided && t.is_contiguous() && t.scalar_type() == dtype &&
          !t.is_conj() && !t.is_neg() && !t.is_inference();
+}
+
+// From the first element's byte to behind the last one's; nothing where no memory of the host is.
+std::pair<const char*, const char*> memory_of(const at::Tensor& t) {
+  if (!t.defined() || !t.device().is_cpu() || t.layout() != at::kStrided || t.numel() == 0)
+    return {nullptr, nullptr};
+  std::int64_t last = 0;
+  for (std::int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+  const auto* begin = static_cast<const char*>(t.const_data_ptr());
+  return {begin, begin + static_cast<std::size_t>(last + 1) * t.element_size()};
+}
+
+// Why copy_() would refuse to write to the target; empty if it does not.
+std::string write_fault(const at::Tensor& t) {
+  if (t.layout() != at::kStrided) return "is not dense";
+  if (t.numel() > 0 && at::has_internal_overlap(t) == at::MemOverlap::Yes)
+    return "has elements that share memory, as expand() makes them";
+  if (t.is_inference() && !c10::InferenceMode::is_enabled())
+    return "was made in inference mode, and is written to in inference mode alone";
+  return {};
+}
+
+// What chooses the collective calls of a load.
+std::string calls_text(const LoadOptions& options) {
+  return concat("verify ", options.verify, ", all_or_nothing ", options.all_or_nothing);
+}
+
+std::vector<std::vector<char>> scratch_of(int threads, std::size_t count) {
+  return std::vector<std::vector<char>>(std::min(static_cast<std::size_t>(threads), count));
 }
 
 }  // namespace
@@ -110,7 +142,7 @@ struct CheckpointReader::Impl {
   std::vector<bool> straight(const std::vector<Want>& wants, const LoadOptions& options) const {
     std::vector<bool> all(wants.size(), false);
     if (!may_read_straight(options)) return all;
-    std::vector<std::pair<const char*, const char*>> taken;
+    std::uint64_t room = options.all_or_nothing ? options.staging_bytes : 0;
     for (std::size_t i = 0; i < wants.size(); ++i) {
       const Want& want = wants[i];
       if (!takes_bytes(want, layout_of(*want.entry).dtype)) continue;
@@ -118,17 +150,39 @@ struct CheckpointReader::Impl {
       if (options.all_or_nothing &&
           std::any_of(uses.begin(), uses.end(), [](const auto& use) { return !use.whole; }))
         continue;
+      if (room > 0 && want.into.nbytes() <= room) {
+        room -= want.into.nbytes();
+        continue;
+      }
       all[i] = true;
       // Memory of its own where it was shared until the first write: now, while nothing has
       // changed.
-      const auto* begin = static_cast<const char*>(want.into.mutable_data_ptr());
-      taken.emplace_back(begin, begin + want.into.nbytes());
+      want.into.mutable_data_ptr();
     }
-    // Tensors that share memory are written one after the other.
-    std::sort(taken.begin(), taken.end());
-    for (std::size_t i = 0; i + 1 < taken.size(); ++i)
-      if (taken[i].second > taken[i + 1].first) return std::vector<bool>(wants.size(), false);
+    stage_what_shares_memory(wants, all);
     return all;
+  }
+
+  // Of tensors that share memory the later one counts: they are written one after the other.
+  static void stage_what_shares_memory(const std::vector<Want>& wants,
+                                       std::vector<bool>& straight) {
+    std::vector<std::size_t> order;
+    std::vector<std::pair<const char*, const char*>> memory;
+    for (std::size_t i = 0; i < wants.size(); ++i) {
+      memory.push_back(memory_of(wants[i].into));
+      if (memory.back().first) order.push_back(i);
+    }
+    std::sort(order.begin(), order.end(),
+              [&](std::size_t a, std::size_t b) { return memory[a] < memory[b]; });
+    for (std::size_t first = 0; first < order.size();) {
+      const char* end = memory[order[first]].second;
+      std::size_t after = first + 1;
+      for (; after < order.size() && memory[order[after]].first < end; ++after)
+        end = std::max(end, memory[order[after]].second);
+      if (after - first > 1)
+        for (std::size_t i = first; i < after; ++i) straight[order[i]] = false;
+      first = after;
+    }
   }
 
   // Reads what this rank wants, verifies what any rank uses; errors are thrown on all. The wants of
@@ -142,7 +196,7 @@ struct CheckpointReader::Impl {
           const std::vector<bool> later = straight(wants, options);
           for (std::size_t i = 0; i < wants.size(); ++i)
             if (!later[i]) staged[i] = staging_for(wants[i], layout_of(*wants[i].entry).dtype);
-          std::vector<std::vector<char>> scratch(static_cast<std::size_t>(threads));
+          auto scratch = scratch_of(threads, wants.size());
           detail::spread(threads, wants.size(), [&](std::size_t i, std::size_t worker) {
             const Want& want = wants[i];
             if (staged[i].defined())
@@ -152,15 +206,22 @@ struct CheckpointReader::Impl {
                 saved->verify(*want.entry, use.record, scratch[worker]);
           });
         },
-        call_within(options.timeout));
+        call_within(options.timeout), calls_text(options));
     if (verifies(options)) verify_used(wants, options.threads, call_within(options.timeout));
     return staged;
   }
 
-  // What read_all() has left.
-  void read_straight(const std::vector<Want>& wants, const std::vector<at::Tensor>& staged,
-                     const LoadOptions& options) {
-    if (!may_read_straight(options)) return;
+  // Into the targets: what read_all() has left, which is read now, and what it has staged.
+  void fill(const std::vector<Want>& wants, std::vector<at::Tensor>& staged,
+            const LoadOptions& options) {
+    std::atomic<std::size_t> loaded{0};
+    const auto half_loaded = [&](const std::exception& e) {
+      return concat(e.what(),
+                    "; some tensors hold values of the checkpoint now and others do not (",
+                    loaded.load(), " of ", wants.size(),
+                    " are loaded on this rank; other ranks may have loaded all of theirs): load "
+                    "again before going on");
+    };
     detail::together(
         group, "load",
         [&] {
@@ -177,11 +238,18 @@ struct CheckpointReader::Impl {
               const auto& [want, memory] = left[i];
               saved->read(*want->entry, want->box, memory, options.max_over_read,
                           !options.all_or_nothing);
+              ++loaded;
             });
+            for (std::size_t i = 0; i < wants.size(); ++i) {
+              if (!staged[i].defined()) continue;
+              if (staged[i].numel() > 0) wants[i].into.copy_(staged[i]);
+              staged[i].reset();
+              ++loaded;
+            }
           } catch (const FileError& e) {
-            throw FileError(concat(e.what(),
-                                   "; some tensors hold values of the checkpoint now and "
-                                   "others do not: load again before going on"));
+            throw FileError(half_loaded(e));
+          } catch (const std::exception& e) {
+            throw Error(half_loaded(e));
           }
         },
         call_within(options.timeout));
@@ -226,7 +294,7 @@ struct CheckpointReader::Impl {
               if (least - loads.begin() == group.rank()) mine.emplace_back(e, r);
             }
           const int threads = detail::threads_of_rank(asked, group.size());
-          std::vector<std::vector<char>> scratch(static_cast<std::size_t>(threads));
+          auto scratch = scratch_of(threads, mine.size());
           detail::spread(threads, mine.size(), [&](std::size_t i, std::size_t worker) {
             saved->verify(entries[mine[i].first], mine[i].second, scratch[worker]);
           });
@@ -261,7 +329,10 @@ struct CheckpointReader::Impl {
                         e->info.dtype, " (LoadOptions::convert converts).");
       if (is_sharded(t.value) && spec(t.value).has_partial())
         wrong += concat(" '", t.name, "' is a partial value, into which nothing can be loaded.");
-      wants.push_back({e, held.box, detail::local_target(t.value)});
+      const at::Tensor into = detail::local_target(t.value);
+      if (const std::string why = write_fault(into); !why.empty())
+        wrong += concat(" '", t.name, "' ", why, ": nothing can be loaded into it.");
+      wants.push_back({e, held.box, into});
     }
     if (!options.allow_extra)
       for (const Entry& e : saved->manifest().entries)
@@ -330,7 +401,7 @@ void CheckpointReader::load(CheckpointState& state, const LoadOptions& options) 
           throw InvalidArgument(concat("'", impl_->saved->path(), "' does not fit:", wrong));
       },
       call_within(options.timeout));
-  const std::vector<at::Tensor> staged = impl_->read_all(wants, options);
+  std::vector<at::Tensor> staged = impl_->read_all(wants, options);
   std::map<std::string, std::string> values, mine;
   detail::together(
       impl_->group, "load",
@@ -342,10 +413,9 @@ void CheckpointReader::load(CheckpointState& state, const LoadOptions& options) 
         }
       },
       call_within(options.timeout));
-  impl_->read_straight(wants, staged, options);
-  for (std::size_t i = 0; i < wants.size(); ++i)
-    if (staged[i].defined() && staged[i].numel() > 0) wants[i].into.copy_(staged[i]);
+  // Before the first write: what was gathered of a parameter is stale if one fails, too.
   for (const auto& t : state.tensors()) detail::wrote_shard(t.value);
+  impl_->fill(wants, staged, options);
   for (const auto& [name, bytes] : values) state.set(name, bytes);
   for (const auto& [name, bytes] : mine) state.set_of_rank(name, bytes);
 }

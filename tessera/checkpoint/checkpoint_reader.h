@@ -42,7 +42,12 @@ struct LoadOptions {
   /// straight into a tensor's memory is read twice, the second time as a rule from the page cache;
   /// anything else waits in memory of its own. False: everything is read once, for checkpoints that
   /// are larger than the memory of the host; after an error tensors hold what had been read so far.
+  /// The same on all ranks, as `verify` is.
   bool all_or_nothing = true;
+  /// With all_or_nothing, tensors that would be read twice wait in memory of their own as well, as
+  /// long as a rank needs no more than so many bytes for them: they are read once. For file systems
+  /// whose second read is not from the page cache. What fits can no longer be half loaded.
+  std::uint64_t staging_bytes = 0;
   /// Threads that read and verify on each rank, a tensor at a time; 0: the rank's share of the
   /// cores of its host, if that had all ranks, at most 4.
   int threads = 0;
@@ -96,7 +101,9 @@ class CheckpointReader {
   /// Every tensor of the state, into its memory. Values that all ranks share become the state's; of
   /// a rank's own values those of the rank of the same number, if there was one. Nothing is
   /// changed, on any rank, before everything has been read and verified (all_or_nothing). Throws
-  /// InvalidArgument with all names that are missing, left over, or of another shape or dtype.
+  /// InvalidArgument with all names that are missing, left over, of another shape or dtype, or that
+  /// cannot be written to, and for ranks with other options; an error of the second reading, after
+  /// everything was verified, says that tensors are half loaded.
   void load(CheckpointState& state, const LoadOptions& options = {}) const;
   /// One tensor, sharded by `spec`, on the manager's device. Throws InvalidArgument for another
   /// shape, an unknown name, or a partial spec.

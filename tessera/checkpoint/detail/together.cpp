@@ -32,17 +32,24 @@ void throw_error(const std::string& error, const std::string& before) {
 }
 
 void together(const Group& group, const char* call, const std::function<void()>& body,
-              const CallOptions& options) {
+              const CallOptions& options, const std::string& same) {
+  // No error begins with it.
+  constexpr char done = '=';
   std::string mine;
   try {
     body();
+    mine = done + same;
   } catch (...) {
     mine = caught_error();
   }
   const std::vector<std::string> all = group.all_gather_bytes(mine, options);
   for (std::size_t r = 0; r < all.size(); ++r)
-    if (!all[r].empty())
+    if (all[r][0] != done)
       throw_error(all[r], concat(call, ": ", all.size() > 1 ? concat("rank ", r, ": ") : ""));
+  for (std::size_t r = 1; r < all.size(); ++r)
+    if (all[r] != all[0])
+      throw InvalidArgument(concat(call, ": rank 0 was given ", all[0].substr(1), ", rank ", r, ' ',
+                                   all[r].substr(1), "; give all ranks the same"));
 }
 
 void on_first_rank(const Group& group, const char* call, const std::function<void()>& body,

@@ -16,9 +16,10 @@ std::string caught_error();
 [[noreturn]] void throw_error(const std::string& error, const std::string& before);
 
 /// Runs `body` on every rank. If it throws on any, every rank throws the first such rank's error,
-/// with its rank in the message. Collective.
+/// with its rank in the message. `same`: what chooses the calls that follow, which all ranks give
+/// alike, or every rank throws InvalidArgument. Collective.
 void together(const Group& group, const char* call, const std::function<void()>& body,
-              const CallOptions& options);
+              const CallOptions& options, const std::string& same = "");
 /// Runs `body` on the group's first rank; what it throws is thrown on all. Collective.
 void on_first_rank(const Group& group, const char* call, const std::function<void()>& body,
                    const CallOptions& options);
