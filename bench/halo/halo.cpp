@@ -1,8 +1,8 @@
 // A 3 x 3 convolution of (1, 8, H/2, H) on each of two ranks, the rows of one field of H x H,
 // beside plain convolution of the same local part: forward, and forward + backward. One thread a
-// rank. With --device cuda the ranks have GPUs, or share one, and speak over NCCL; no limits are set
-// there. All orders of work can be shown beside each other (--orders): that is how the default was
-// chosen.
+// rank. With --device cuda the ranks have GPUs, or share one, and speak over NCCL; no limits are
+// set there. All orders of work can be shown beside each other (--orders): that is how the default
+// was chosen.
 
 #include <torch/torch.h>
 

@@ -24,8 +24,8 @@ using namespace tessera;
 
 namespace {
 
-// Of the processor, so that a limit in seconds holds or fails alike on an idle and on a busy machine:
-// nothing here waits.
+// Of the processor, so that a limit in seconds holds or fails alike on an idle and on a busy
+// machine: nothing here waits.
 double seconds_of(const std::function<void()>& work) {
   const double begin = bench::processor_seconds();
   work();

@@ -81,6 +81,10 @@ double PipelineStrategy::clip(const std::vector<at::Tensor>& parameters,
 std::shared_ptr<Pipeline> PipelineStrategy::make_pipeline(
     const PipelineSchedule& schedule, std::vector<std::shared_ptr<PipelineStage>> stages,
     PipelineLoss loss, PipelineOptions options) {
+  if (!options.loss_everywhere)
+    throw InvalidArgument(
+        "PipelineStrategy::make_pipeline: every rank's step needs the loss: leave "
+        "PipelineOptions::loss_everywhere true");
   if (!options.sample_axes) options.sample_axes = std::vector<std::string>();
   const auto made = std::make_shared<Pipeline>(mesh_, axis_, schedule, std::move(stages),
                                                std::move(loss), std::move(options));

@@ -60,7 +60,7 @@ class PipelineStrategy : public ManagedStrategy {
   /// The pipeline of this strategy's task, whose stages are prepared: call it after setup(), in
   /// Task::optimizers(). Collective, errors as of Pipeline. Without sample_axes in the options all
   /// ranks of a stage share its samples and loss, as they do with sharded tensors. The strategy
-  /// knows the last one made.
+  /// knows the last one made. Throws InvalidArgument without PipelineOptions::loss_everywhere.
   std::shared_ptr<Pipeline> make_pipeline(const PipelineSchedule& schedule,
                                           std::vector<std::shared_ptr<PipelineStage>> stages,
                                           PipelineLoss loss, PipelineOptions options = {});

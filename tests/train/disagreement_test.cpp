@@ -124,6 +124,11 @@ TEST(Hostile, OptionsThatDifferBetweenRanksAreTold) {
                   "rank 0 has 'max_steps 3', rank 2 has 'max_steps 30'");
   expect_all_told(fit([](TrainerOptions& o, int rank) { o.accumulate = 1 + rank / 2; }, false),
                   "rank 0 has 'accumulate 1', rank 2 has 'accumulate 2'");
+  // Ranks whose factors of the loss part would add up gradients of different scales.
+  expect_all_told(
+      fit([](TrainerOptions& o, int rank) { o.session.scaler.backoff = rank == 1 ? 0.25 : 0.5; },
+          false),
+      "rank 0 has 'scaler.backoff 0.5', rank 1 has 'scaler.backoff 0.25'");
   expect_all_told(fit(none, true), "a validation source");
   for (const std::string& said : fit(none, false).said) EXPECT_EQ(said, "");
 }

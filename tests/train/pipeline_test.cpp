@@ -177,6 +177,25 @@ TEST(TrainedPipeline, RefusesStepsOfTwoKinds) {
               1e-13);
 }
 
+TEST(TrainedPipeline, NeedsTheLossOnEveryRank) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"pipe", 2}});
+    PipelineStrategy strategy(mesh, "pipe");
+    const auto part = split_sequential(
+        small_net(), std::vector<int>{2})[static_cast<std::size_t>(manager.rank())];
+    const auto squared = [](const auto& out, const auto& target) {
+      return torch::mse_loss(out[0], target[0]);
+    };
+    PipelineOptions options;
+    options.loss_everywhere = false;
+    EXPECT_THROW(strategy.make_pipeline(schedule_1f1b(2, 3), {make_stage(part)}, squared, options),
+                 InvalidArgument);
+    options.loss_everywhere = true;
+    EXPECT_NE(strategy.make_pipeline(schedule_1f1b(2, 3), {make_stage(part)}, squared, options),
+              nullptr);
+  });
+}
+
 struct FirstNorm : Callback {
   std::string name() const override { return "norm"; }
   void on_step_end(Trainer&, const StepResult& step) override {
