@@ -361,8 +361,8 @@ std::optional<SavedTensor> CheckpointReader::find(const std::string& name) const
   try {
     t.layout = layout_from_json(Json::parse(e->info.layout));
   } catch (const InvalidArgument& error) {
-    throw FileError(concat("load: '", impl_->saved->path(), "': the layout of '", name,
-                           "' is damaged: ", error.what()));
+    throw FileError(concat("load: '", impl_->saved->path(), "': the layout of '", printable(name),
+                           "' is damaged: ", printable(error.what(), 2000)));
   }
   return t;
 }
@@ -443,8 +443,8 @@ std::vector<std::pair<std::string, at::Tensor>> CheckpointReader::read_as_saved(
     specs.emplace_back(t.name, t.layout ? fit_layout(*t.layout, mesh, t.shape, &here)
                                         : ShardSpec::replicated(mesh, t.shape));
     for (const std::string& misfit : here) {
-      const std::string what =
-          concat("load: '", t.name, "' of '", impl_->saved->path(), "': ", misfit);
+      const std::string what = concat("load: '", printable(t.name), "' of '", impl_->saved->path(),
+                                      "': ", printable(misfit, 2000));
       if (!misfits) throw InvalidArgument(what);
       misfits->push_back(what);
     }
@@ -476,9 +476,11 @@ std::map<int, std::string> CheckpointReader::values_of_ranks(const std::string& 
         for (const Entry& e : impl_->saved->manifest().entries)
           if (e.info.kind == EntryKind::rank_value && e.info.name == name)
             all[e.info.rank] = impl_->read_value(e);
-        if (all.empty())
-          throw InvalidArgument(concat("'", impl_->saved->path(), "' has no value of ranks '", name,
-                                       "'; it has ", list(rank_value_names())));
+        if (!all.empty()) return;
+        std::vector<std::string> known;
+        for (const std::string& other : rank_value_names()) known.push_back(printable(other));
+        throw InvalidArgument(concat("'", impl_->saved->path(), "' has no value of ranks '", name,
+                                     "'; it has ", list(known)));
       },
       call_within(kReadLimit));
   return all;

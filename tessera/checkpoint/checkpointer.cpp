@@ -10,7 +10,6 @@
 #include <mutex>
 #include <numeric>
 #include <optional>
-#include <system_error>
 #include <thread>
 #include <tuple>
 
@@ -390,7 +389,7 @@ struct Checkpointer::Impl {
     writing = true;
     try {
       thread = std::thread([this] { run_job(); });
-    } catch (const std::system_error& e) {
+    } catch (const std::exception& e) {  // of the system, or no memory
       // The other ranks' threads wait for this one's file, so it is written here.
       warn({concat("checkpoint '", job->name,
                    "' was not saved in the background: no thread could be started: ", e.what())});

@@ -275,7 +275,8 @@ NamedTensors load_as_saved(const DeviceMesh& mesh, const std::string& path,
     try {
       return file.saved();
     } catch (const InvalidArgument& e) {
-      throw FileError(concat("load: '", path, "': the saved layouts are damaged: ", e.what()));
+      throw FileError(
+          concat("load: '", path, "': the saved layouts are damaged: ", printable(e.what(), 2000)));
     }
   }();
   std::vector<ShardSpec> specs;
@@ -290,7 +291,8 @@ NamedTensors load_as_saved(const DeviceMesh& mesh, const std::string& path,
     std::vector<std::string> here;
     specs.push_back(fit_layout(found->second, mesh, shape, &here));
     for (const std::string& misfit : here) {
-      const std::string what = concat("load: '", path, "': '", name, "': ", misfit);
+      const std::string what =
+          concat("load: '", path, "': '", printable(name), "': ", printable(misfit, 2000));
       if (!misfits) throw InvalidArgument(what);
       misfits->push_back(what);
     }

@@ -9,6 +9,7 @@
 #include <set>
 #include <utility>
 
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/optimizer_state.h"
 #include "tessera/gradient/sync.h"
@@ -104,7 +105,8 @@ void refuse_other_modules(const CheckpointReader& saved, const NamedModules& mod
   std::string left;
   for (const SavedTensor& t : saved.tensors()) {
     const bool ours = names.contains(t.name.substr(0, t.name.find('.')));
-    if (ours && !known.contains(t.name)) left += concat(left.empty() ? "'" : ", '", t.name, "'");
+    if (ours && !known.contains(t.name))
+      left += concat(left.empty() ? "'" : ", '", printable(t.name), "'");
   }
   if (!left.empty())
     throw InvalidArgument(

@@ -240,6 +240,29 @@ TEST(Reading, TargetsAndOptionsThatDoNotFitChangeNothing) {
   });
 }
 
+// Names of a checkpoint are quoted in errors, which are printed to terminals.
+TEST(Reading, NamesWriteNothingOfTheirOwn) {
+  const Folder folder;
+  on_threads(1, [&](DistributedManager& manager) {
+    const std::string name = "w\x1b[2J\nrank 0: all is well";
+    CheckpointState state;
+    state.add(name, at::ones({2})).set(name, "x").set_of_rank(name, "x");
+    Checkpointer(manager, folder.path()).save("c", state);
+    const CheckpointReader saved(manager.world(), folder.path(), "c");
+    const auto mesh = manager.mesh({{"x", 1}});
+    CheckpointState other;
+    other.add("w", at::ones({2}));
+    const std::vector<std::function<void()>> calls{
+        [&] { saved.read("w", ShardSpec::replicated(mesh, {2})); }, [&] { saved.value("w"); },
+        [&] { saved.values_of_ranks("w"); }, [&] { saved.load(other, {.allow_missing = true}); }};
+    for (const auto& call : calls) {
+      const std::string why = thrown<InvalidArgument>(call);
+      for (const char c : why) EXPECT_GE(static_cast<unsigned char>(c), 0x20) << why;
+      EXPECT_TRUE(contains(why, "w\\x1b[2J\\x0arank 0")) << why;
+    }
+  });
+}
+
 // Two names for one memory, and a graph that still needs what was there.
 TEST(Reading, SharedMemoryAndGraphsAreNoticed) {
   const Folder folder;

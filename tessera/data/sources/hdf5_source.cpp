@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 #include "tessera/data/sources/detail/hdf5_lock.h"
 
@@ -195,8 +196,10 @@ std::vector<std::string> Hdf5Source::variables() const {
 const VariableInfo& Hdf5Source::info(const std::string& variable) const {
   for (const VariableInfo& v : file_->variables)
     if (v.name == variable) return v;
+  std::vector<std::string> known;
+  for (const VariableInfo& v : file_->variables) known.push_back(printable(v.name));
   throw VariableError(
-      concat(file_->path, " has no numeric dataset ", variable, "; it has ", list(variables())));
+      concat(file_->path, " has no numeric dataset ", variable, "; it has ", list(known)));
 }
 
 at::Tensor Hdf5Source::read_box(const VariableInfo& variable, const Hyperslab& slab,

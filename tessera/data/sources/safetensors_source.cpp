@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/torch_dtypes.h"
 
@@ -38,7 +39,7 @@ struct SafetensorsSource::File {
     if (const auto found = places.find(name); found != places.end()) return entries[found->second];
     if (const SafetensorsTensor* t = header.find(name)) need_torch_layout(*t, file.path());
     std::vector<std::string> known;
-    for (const Entry& e : entries) known.push_back(e.info.name);
+    for (const Entry& e : entries) known.push_back(printable(e.info.name));
     throw VariableError(concat(file.path(), " has no tensor ", name, "; it has ", list(known)));
   }
 

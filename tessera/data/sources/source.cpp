@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
@@ -56,7 +57,7 @@ const Attribute& attribute_of(const Source& source, const std::string& variable,
   const auto found = all.find(attribute);
   if (found == all.end()) {
     std::vector<std::string> known;
-    for (const auto& [name, value] : all) known.push_back(name);
+    for (const auto& [name, value] : all) known.push_back(printable(name));
     throw VariableError(concat(variable, " in ", source.name(), " has no attribute ", attribute,
                                "; it has ", list(known)));
   }

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <type_traits>
 
+#include "tessera/base/name.h"
 #include "tessera/base/text.h"
 #include "tessera/data/sources/detail/hdf5_lock.h"
 
@@ -156,7 +157,7 @@ const NetcdfVariable& NetcdfFile::variable(const std::string& name) const {
   for (const auto& v : variables_)
     if (v.info.name == name) return v;
   std::vector<std::string> known;
-  for (const auto& v : variables_) known.push_back(v.info.name);
+  for (const auto& v : variables_) known.push_back(printable(v.info.name));
   throw VariableError(concat(path_, " has no numeric variable ", name, "; it has ", list(known)));
 }
 
