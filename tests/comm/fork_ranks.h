@@ -18,7 +18,7 @@
 #include <thread>
 #include <vector>
 
-#include "tessera/comm/store/detail/socket.h"
+#include "../support/free_port.h"
 #include "tessera/launch/launch.h"
 
 namespace tessera::testing {
@@ -42,8 +42,6 @@ inline Launch local_launch(int rank, int world, int port) {
   launch.port = port;
   return launch;
 }
-
-inline int free_port() { return detail::local_port(detail::listen_on("127.0.0.1", 0)); }
 
 /// Runs `body(launch)` in `world` processes. Its text comes back as the report, and the exit code
 /// is 0; an exception that leaves it gives exit code 9. Ranks that are not in `wait_for` (empty:

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "../support/free_port.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/store/detail/socket.h"
 #include "tessera/comm/store/detail/store_connection.h"
@@ -25,8 +26,6 @@ using std::chrono::milliseconds;
 
 // What ends late is a failure; busy machines get this much more.
 inline constexpr milliseconds kGrace = 4s;
-
-inline int free_port() { return detail::local_port(detail::listen_on("127.0.0.1", 0)); }
 
 inline Launch launch_of(int rank, int world, int port) {
   Launch launch;
