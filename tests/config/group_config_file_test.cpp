@@ -1,12 +1,14 @@
 #include "tessera/config/group_config_file.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <fstream>
 
 #include "random_mesh.h"
 #include "refused.h"
+#include "tessera/base/text.h"
 #include "tessera/config/errors.h"
 #include "tessera/mesh/errors.h"
 #include "tessera/mesh/groups/group_plan.h"
@@ -57,7 +59,7 @@ TEST(GroupConfigFile, BothFormsAndFormatsSayTheSame) {
 }
 
 TEST(GroupConfigFile, Files) {
-  const std::string folder = ::testing::TempDir();
+  const std::string folder = concat(::testing::TempDir(), "tessera_", ::getpid(), "_");
   for (const char* name : {"groups.json", "groups.yaml", "groups.yml"}) {
     write_group_config(yaml(kNested), folder + name);
     EXPECT_EQ(read_group_config(folder + name), yaml(kNested));

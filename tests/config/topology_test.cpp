@@ -1,4 +1,5 @@
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <fstream>
@@ -50,7 +51,7 @@ TEST(TopologyFile, ReadAndWritten) {
   EXPECT_TRUE(cluster.device_links[0].shared);
   for (const auto format : {FileFormat::json, FileFormat::yaml})
     EXPECT_EQ(parse_topology(format_topology(cluster, format), format), cluster);
-  const std::string path = ::testing::TempDir() + "cluster.yaml";
+  const std::string path = concat(::testing::TempDir(), "tessera_cluster_", ::getpid(), ".yaml");
   write_topology(cluster, path);
   EXPECT_EQ(read_topology(path), cluster);
   std::remove(path.c_str());

@@ -3,12 +3,14 @@
 #include <gtest/gtest.h>
 #include <hdf5.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <fstream>
 #include <thread>
 
 #include "slabs.h"
+#include "tessera/base/text.h"
 #include "tessera/data/sources/source_dataset.h"
 
 namespace tessera {
@@ -72,7 +74,7 @@ class Hdf5 : public ::testing::Test {
     H5Sclose(space);
   }
 
-  const std::string path = ::testing::TempDir() + "tessera_hdf5_test.h5";
+  const std::string path = concat(::testing::TempDir(), "tessera_hdf5_", ::getpid(), ".h5");
   const at::Tensor f64 = torch::arange(210, torch::kDouble).view({5, 7, 6}) * 0.5 - 20;
   const at::Tensor i64 = (torch::arange(210, torch::kLong).view({5, 7, 6}) - 100) * 7;
 };

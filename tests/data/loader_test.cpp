@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -11,6 +12,8 @@
 #include <mutex>
 #include <random>
 #include <set>
+
+#include "tessera/base/text.h"
 
 namespace tessera {
 namespace {
@@ -400,7 +403,7 @@ TEST(Loader, SamplesOfOtherShapesAreRefusedOrCollated) {
 }
 
 TEST(TokenFile, RowsAreThoseOfTheFile) {
-  const std::string path = ::testing::TempDir() + "tessera_tokens_test.bin";
+  const std::string path = concat(::testing::TempDir(), "tessera_tokens_", ::getpid(), ".bin");
   std::vector<std::int32_t> tokens(103);
   for (int i = 0; i < 103; ++i) tokens[i] = 3 * i;
   std::ofstream(path, std::ios::binary)

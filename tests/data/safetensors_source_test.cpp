@@ -2,11 +2,13 @@
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <fstream>
 
 #include "slabs.h"
+#include "tessera/base/text.h"
 
 namespace tessera {
 namespace {
@@ -25,7 +27,8 @@ class Safetensors : public ::testing::Test {
     return {static_cast<const char*>(t.const_data_ptr()), t.nbytes()};
   }
 
-  const std::string path = ::testing::TempDir() + "tessera_test.safetensors";
+  const std::string path =
+      concat(::testing::TempDir(), "tessera_test_", ::getpid(), ".safetensors");
 };
 
 TEST_F(Safetensors, RandomSlabsEqualPlainIndexing) {

@@ -2,6 +2,8 @@
 
 #include "tessera/nn/fully_shard.h"
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <numeric>
 
@@ -217,7 +219,8 @@ TEST(FullyShard, TwoMeshesAndNestedCallsInOneModel) {
 }
 
 TEST(FullyShard, SavesAndLoadsOnAnyMesh) {
-  const std::string path = concat(::testing::TempDir(), "fully_shard.safetensors");
+  const std::string path =
+      concat(::testing::TempDir(), "tessera_fully_shard_", ::getpid(), ".safetensors");
   const NetImpl::Shape shape{.tied = true};
   on_threads(3, [&](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 3}});
