@@ -6,6 +6,7 @@
 #include <sys/prctl.h>
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <atomic>
 #include <set>
 
@@ -69,10 +70,24 @@ std::function<void()> endless(Group& group, int kind) {
   };
 }
 
+/// The bounds of time are the library's. A machine that is busy with other programs may exceed one
+/// by itself, and not three times one after the other: what is judged is the first run of three in
+/// which no rank says that it took too long, or the last.
+template <class Run>
+std::vector<RankEnd> quickest(const Run& run) {
+  for (int attempt = 1;; ++attempt) {
+    const std::vector<RankEnd> ends = run();
+    const bool slow = std::any_of(ends.begin(), ends.end(), [](const RankEnd& end) {
+      return end.report.starts_with("too late: ");
+    });
+    if (!slow || attempt == 3) return ends;
+  }
+}
+
 TEST(Faults, KilledInEachPhase) {
   for (int kind = 0; kind < 5; ++kind) {
     SCOPED_TRACE(kind);
-    const auto ends = fork_ranks(3, [&](int rank, const Directory& directory) -> std::string {
+    const auto body = [&](int rank, const Directory& directory) -> std::string {
       Group group = Group::meet(rank, 3, directory, brief("killed"));
       group.barrier();
       const auto begin = Clock::now();
@@ -86,8 +101,9 @@ TEST(Faults, KilledInEachPhase) {
       const auto took = std::chrono::duration_cast<milliseconds>(Clock::now() - begin).count();
       // A later call says the same.
       const std::string again = outcome([&] { group.barrier(); });
-      return took < 1000 ? end + " | " + again : concat("took ", took, " ms: ", end);
-    });
+      return took < 1000 ? end + " | " + again : concat("too late: ", took, " ms: ", end);
+    };
+    const auto ends = quickest([&] { return fork_ranks(3, body); });
     EXPECT_EQ(ends[1].signal, SIGKILL);
     for (const int r : {0, 2}) {
       expect_begins(ends[static_cast<std::size_t>(r)].report, "lost [1]");
@@ -128,7 +144,7 @@ TEST(Faults, KilledBeforeTheGroupIsMade) {
 }
 
 TEST(Faults, DeadThoughItsChildHoldsAll) {
-  const auto ends = fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
+  const auto body = [&](int rank, const Directory& directory) -> std::string {
     Group group = Group::meet(rank, 2, directory, brief("child"));
     group.barrier();
     const auto begin = Clock::now();
@@ -143,7 +159,8 @@ TEST(Faults, DeadThoughItsChildHoldsAll) {
     }
     const std::string end = outcome([&] { group.barrier(); });
     return Clock::now() - begin < milliseconds(1000) ? end : "too late: " + end;
-  });
+  };
+  const auto ends = quickest([&] { return fork_ranks(2, body); });
   expect_begins(ends[0].report, "lost [1]");
   expect_has(ends[0].report, "died");
 }
@@ -172,6 +189,18 @@ TEST(Faults, AForkedChildIsNoRank) {
   }
 }
 
+/// Once the kernel says that the process is stopped.
+void await_stopped(const std::string& process) {
+  const Deadline deadline = deadline_after(milliseconds(10000));
+  for (;;) {
+    std::ifstream status("/proc/" + process + "/status");
+    for (std::string line; std::getline(status, line);)
+      if (line.starts_with("State:\tT")) return;
+    if (time_left(deadline).count() == 0) throw Error("rank 1 does not stop");
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
 TEST(Faults, StoppedIsLate) {
   for (int kind = 0; kind < 2; ++kind) {
     const auto ends = fork_ranks(
@@ -179,15 +208,22 @@ TEST(Faults, StoppedIsLate) {
         [&](int rank, const Directory& directory) -> std::string {
           Group group = Group::meet(rank, 3, directory, brief("stopped", 3000));
           group.barrier();
-          if (rank == 1) ::raise(SIGSTOP);
+          if (rank == 1) {
+            directory.put("process", std::to_string(::getpid()));
+            ::raise(SIGSTOP);
+          }
+          await_stopped(directory.get("process", milliseconds(10000)));
+          // Ranks 0 and 2 call at the same time, so that the limit finds rank 1 alone missing.
+          directory.put(concat("calls ", rank), "");
+          directory.get(concat("calls ", 2 - rank), milliseconds(10000));
           double value = 1;
-          const Call call{milliseconds(250)};
+          const Call call{milliseconds(1000)};
           return outcome([&] {
             kind == 0 ? group.all_reduce(&value, &value, 1, Element::float64, {}, call)
                       : group.receive(&value, 8, 1, 0, call);
           });
         },
-        milliseconds(800));
+        milliseconds(20000), 1);
     for (const int r : {0, 2}) {
       expect_begins(ends[static_cast<std::size_t>(r)].report, "late [1]");
       expect_has(ends[static_cast<std::size_t>(r)].report, "is stopped");
@@ -224,7 +260,7 @@ TEST(Faults, LeftAndAborted) {
 }
 
 TEST(Faults, LimitsOfAllLengths) {
-  const auto ends = thread_ranks(2, brief("limits"), [](Group& group) -> std::string {
+  const auto body = [](Group& group) -> std::string {
     double value = 1;
     group.all_reduce(&value, &value, 1, Element::float64, {}, {milliseconds::max()});
     Request request = group.start_barrier({milliseconds::max()});
@@ -232,8 +268,9 @@ TEST(Faults, LimitsOfAllLengths) {
     if (group.rank() == 1) return "";
     const auto begin = Clock::now();
     std::string end = outcome([&] { group.barrier({milliseconds(1)}); });
-    return Clock::now() - begin < milliseconds(500) ? end : "slow " + end;
-  });
+    return Clock::now() - begin < milliseconds(500) ? end : "too late: " + end;
+  };
+  const auto ends = quickest([&] { return thread_ranks(2, brief("limits"), body); });
   expect_begins(ends[0].report, "late [1]");
 }
 
@@ -394,17 +431,20 @@ TEST(Faults, OtherHost) {
     expect_begins(end.report, "setup other host");
 }
 
+/// Gives this process, and those that it forks, a /dev/shm of 1 MiB that no other process sees.
+bool own_dev_shm(unsigned long flags) {
+  return ::unshare(CLONE_NEWNS) == 0 &&
+         ::mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+         ::mount("tmpfs", "/dev/shm", "tmpfs", flags, "size=1m") == 0;
+}
+
 TEST(Faults, DevShmDoesNotMatter) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root may mount";
   for (const char* how : {"size=1m", "size=1m,ro"}) {
     const auto ends = meet_after(
         [how](int) {
-          const unsigned long flags =
-              std::string(how).find("ro") != std::string::npos ? MS_RDONLY : 0;
-          if (::unshare(CLONE_NEWNS) != 0 ||
-              ::mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
-              ::mount("tmpfs", "/dev/shm", "tmpfs", flags, "size=1m") != 0)
-            throw Error("mount");
+          const bool read_only = std::string(how).find("ro") != std::string::npos;
+          if (!own_dev_shm(read_only ? MS_RDONLY : 0)) throw Error("mount");
         },
         "dev");
     for (const auto& end : ends) {
@@ -415,22 +455,40 @@ TEST(Faults, DevShmDoesNotMatter) {
 }
 
 TEST(Faults, NothingIsLeft) {
-  const auto listing = [] {
-    std::set<std::string> names;
-    std::error_code none;
-    for (const auto& entry : std::filesystem::directory_iterator("/dev/shm", none))
-      names.insert(entry.path().string());
-    return names;
-  };
-  const auto before = listing();
-  const auto ends = fork_ranks(3, [&](int rank, const Directory& directory) -> std::string {
-    Group group = Group::meet(rank, 3, directory, brief("left over"));
-    group.barrier();
-    ::kill(::getpid(), SIGKILL);
-    return "";
+  // Other programs, other tests among them, make and remove files in /dev/shm: it is an own one
+  // where this process may mount it, and elsewhere only names that could be ours are compared.
+  Child child = fork_child([] {
+    const bool own = own_dev_shm(0);
+    const auto listing = [own] {
+      std::set<std::string> names;
+      std::error_code none;
+      for (const auto& entry : std::filesystem::directory_iterator("/dev/shm", none)) {
+        const std::string name = entry.path().filename().string();
+        const bool ours = name.find("tessera") != std::string::npos;
+        if (own || (ours && !name.starts_with("tessera_test_"))) names.insert(name);
+      }
+      return names;
+    };
+    const auto before = listing();
+    const auto ends = fork_ranks(3, [&](int rank, const Directory& directory) -> std::string {
+      Group group = Group::meet(rank, 3, directory, brief("left over"));
+      group.barrier();
+      ::kill(::getpid(), SIGKILL);
+      return "";
+    });
+    std::string report;
+    for (const auto& end : ends) report += concat("signal ", end.signal, "; ");
+    for (const auto& name : listing())
+      if (!before.contains(name)) report += name + " is left; ";
+    return report;
   });
-  for (const auto& end : ends) EXPECT_EQ(end.signal, SIGKILL);
-  EXPECT_EQ(listing(), before);
+  while (!child.reaped) {
+    child.drain();
+    child.reap(true);
+  }
+  child.drain();
+  ::close(child.pipe);
+  EXPECT_EQ(child.end.report, "signal 9; signal 9; signal 9; ");
 }
 
 TEST(Faults, GroupsOfOneNameDoNotCollide) {

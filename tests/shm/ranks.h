@@ -138,10 +138,11 @@ inline Child fork_child(const std::function<std::string()>& body) {
   return child;
 }
 
-/// Runs `body(rank, directory)` in `size` processes, at most for `limit`.
+/// Runs `body(rank, directory)` in `size` processes, at most for `limit`. `endless`: a rank that
+/// does not end by itself, and is killed when the others have ended.
 inline std::vector<RankEnd> fork_ranks(
     int size, const std::function<std::string(int, const Directory&)>& body,
-    milliseconds limit = milliseconds(20000)) {
+    milliseconds limit = milliseconds(20000), int endless = -1) {
   const Files files;
   const Directory directory = files.directory();
   std::vector<Child> children;
@@ -150,10 +151,11 @@ inline std::vector<RankEnd> fork_ranks(
   const Deadline deadline = deadline_after(limit);
   for (bool pending = true; pending && !time_left(deadline).count() == 0;) {
     pending = false;
-    for (auto& child : children) {
+    for (int rank = 0; rank < size; ++rank) {
+      Child& child = children[static_cast<std::size_t>(rank)];
       child.drain();
       child.reap(true);
-      pending = pending || !child.reaped;
+      pending = pending || (!child.reaped && rank != endless);
     }
     if (pending) std::this_thread::sleep_for(milliseconds(1));
   }
