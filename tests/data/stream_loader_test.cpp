@@ -242,18 +242,20 @@ TEST(StreamLoader, AStalledStreamIsReportedOnEveryRankAndNothingIsLost) {
     StreamLoader loader(
         stream, 3, manager.world(),
         {.workers = manager.rank() == 2 ? 0 : 1, .stall_limit = std::chrono::milliseconds(300)});
-    EXPECT_TRUE(loader.next());
+    const auto delivered = [&]() -> std::optional<StreamBatch> {
+      for (int i = 0; i < 100; ++i) {
+        try {
+          return loader.next();
+        } catch (const StalledError&) {  // a worker has not been given the core yet
+        }
+      }
+      return std::nullopt;
+    };
+    ASSERT_TRUE(delivered());
     for (int i = 0; i < 2; ++i) EXPECT_THROW(loader.next(), StalledError);
     if (slow) stream->allow(7);
     manager.world().barrier();
-    std::optional<StreamBatch> batch;
-    for (int i = 0; i < 100 && !batch; ++i) {
-      try {
-        batch = loader.next();
-        ASSERT_TRUE(batch);
-      } catch (const StalledError&) {  // the worker has not been given the core yet
-      }
-    }
+    const std::optional<StreamBatch> batch = delivered();
     ASSERT_TRUE(batch);
     EXPECT_EQ(batch->step, 1u);
     EXPECT_EQ(batch->tensors[0].sum().item<double>(), 12);

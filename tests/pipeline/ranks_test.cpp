@@ -223,7 +223,7 @@ TEST(PipelineKilled, InEachPhaseTheOthersEndAndSayWhere) {
           at::set_num_threads(1);
           ManagerOptions options;
           options.launch = launch;
-          options.timeout = std::chrono::seconds(3);
+          options.timeout = std::chrono::seconds(10);
           auto manager = DistributedManager::initialize(options);
           const bool mine = manager.rank() == bad;
           const auto die = [=](Phase now) {

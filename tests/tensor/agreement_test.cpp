@@ -199,7 +199,13 @@ TEST(Aliases, OfAPlainTargetOnOneRank) {
 }
 
 TEST(Plans, KnowTheDefaultDtype) {
-  on_threads(1, [](DistributedManager&) {});  // default dtypes are the process': not at once
+  // It is the process': one rank sets it, between barriers, and it is put back whatever happens.
+  struct Kept {
+    ~Kept() { c10::set_default_dtype(dtype); }
+    const caffe2::TypeMeta dtype = c10::get_default_dtype();
+  };
+  const Kept kept;
+  on_threads(1, [](DistributedManager&) {});
   run_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     const at::Tensor x =
@@ -211,8 +217,6 @@ TEST(Plans, KnowTheDefaultDtype) {
     EXPECT_EQ((x / 2).scalar_type(), at::kDouble);
     EXPECT_EQ(to_local(x / 2).scalar_type(), at::kDouble);
     EXPECT_TRUE(whole(x / 2).equal(at::arange(4, at::kDouble) / 2));
-    mesh.all().barrier();
-    if (manager.rank() == 0) c10::set_default_dtype(caffe2::TypeMeta::Make<float>());
     mesh.all().barrier();
   });
 }
