@@ -265,9 +265,21 @@ def judge(op, case, expected, random, second):
             return Outcome("wrong", f"results {sorted(values)} instead of {sorted(expected)}")
         for name, value in values.items():
             why = difference(value, expected[name], op.name not in UNDEFINED, floor, tolerance)
+            if why and another_of_equals(op, case, name, value, expected[name]):
+                continue
             if why and not (why.startswith("off by") and not random and ill_conditioned(op, case, second, name, value, expected[name])):
                 return Outcome("wrong", f"{name} on rank {rank}: {why}")
     return Outcome("extra" if moves else "equal")
+
+
+def another_of_equals(op, case, name, value, expected):
+    """Whether other elements of the same values were chosen, each once: of equal ones libtorch leaves open which."""
+    if op.name != "topk" or name != "result 1" or not isinstance(value, torch.Tensor) or value.shape != expected.shape:
+        return False
+    sample, args, kwargs = tree_unflatten(case.leaves, case.tree)
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+    once = bool((value.sort(dim).values.diff(dim=dim) != 0).all()) if value.dim() else True
+    return once and torch.equal(sample.detach().gather(dim, value), sample.detach().gather(dim, expected))
 
 
 def ill_conditioned(op, case, second, name, value, expected):
