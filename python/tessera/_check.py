@@ -151,6 +151,32 @@ class _Watch(TorchFunctionMode):
         moved.bytes += sum(e[2] for e in sent)
 
 
+_F = torch.nn.functional
+# What drops at random, as a function: the argument that says so, its place, and its default.
+_DROPS = {f: ("training", 2, True) for f in (_F.dropout, _F.dropout1d, _F.dropout2d, _F.dropout3d)}
+_DROPS |= {_F.alpha_dropout: ("training", 2, False), _F.feature_alpha_dropout: ("training", 2, False), torch.dropout: ("train", 2, True)}
+_DROPS[_F.scaled_dot_product_attention] = ("dropout_p", 4, 0.0)
+
+
+class _KeepAll(TorchFunctionMode):
+    """Functions that drop at random keep everything; counts them."""
+
+    calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func in _DROPS:
+            name, place, default = _DROPS[func]
+            share = 1.0 if name == "dropout_p" else args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            if share and (args[place] if len(args) > place else kwargs.get(name, default)):
+                self.calls += 1
+                if len(args) > place:
+                    args = (*args[:place], type(default)(0), *args[place + 1 :])
+                else:
+                    kwargs[name] = type(default)(0)
+        return func(*args, **kwargs)
+
+
 def _largest(t):
     if t is None or not t.numel():
         return 0.0
@@ -237,12 +263,15 @@ def check(model, inputs, mesh, placements=None, rule=None, call=None, gradients=
         return made
 
     plain, placed = prepared(False), prepared(True)
-    expected = _tensors(call(alone, *pytree.tree_unflatten(plain, tree)))
+    with _KeepAll() as kept:
+        expected = _tensors(call(alone, *pytree.tree_unflatten(plain, tree)))
+    if kept.calls:
+        report.notes.append(f"{kept.calls} calls of dropout functions were switched off: sharded tensors draw other random numbers than plain ones")
     before, refusals = ops.policies(), classes.Refusals()
     ops.set_policies("allow", before[1], "error")
     refusals.start()
     try:
-        with _api.CommTrace() as trace, _Watch(report, trace, refusals):
+        with _api.CommTrace() as trace, _Watch(report, trace, refusals), _KeepAll():
             got = _tensors(call(spread, *pytree.tree_unflatten(placed, tree)))
         names = [f"output {i}" for i in range(len(expected))] if len(expected) > 1 else ["output"] * len(expected)
         if len(got) != len(expected):

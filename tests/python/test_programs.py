@@ -343,6 +343,31 @@ def test_check_says_whether_a_model_is_safe():
         assert torch.equal(p, q) and p.grad is None and not ts.is_sharded(p)
 
 
+class Drops(nn.Module):
+    """Calls functions that drop at random, as models do that hold no module of dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = F.dropout(self.inner(x), 0.5, self.training)
+        x = F.scaled_dot_product_attention(x, x, x, None, 0.3) + F.scaled_dot_product_attention(x, x, x, dropout_p=0.3)
+        return F.dropout(F.alpha_dropout(x, p=0.2, training=True), p=0.0) + torch.dropout(x, 0.5, True)
+
+
+def test_check_of_a_model_that_calls_dropout_functions():
+    net = Drops().double()
+    nets = [copy.deepcopy(net) for _ in range(2)]
+
+    def body(rank):
+        report = ts.check(nets[rank], draw(4, 5, 8), ts.Mesh({"x": 2}))
+        assert report and len(report.gradients) == 3, str(report)
+        assert any("5 calls of dropout functions" in note for note in report.notes), report.notes
+
+    on_ranks(2, body)
+
+
 def test_which_operators_of_a_vision_transformer_stay_sharded():
     """Tokens and windows of a field whose rows are sharded: each operator, what its result is like, and what it sends."""
     calls = []
