@@ -343,6 +343,32 @@ def test_check_says_whether_a_model_is_safe():
         assert torch.equal(p, q) and p.grad is None and not ts.is_sharded(p)
 
 
+def test_results_that_are_written_where_the_program_says():
+    """out= that is a list, and out= of another shape than the operator computes in."""
+    x, a, b = draw(5, 4), draw(3, 2), draw(2, 5, seed=4)
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        ts.set_policies("allow", "allow")
+        t = rows(x, mesh)
+        for split, shapes in ((lambda y, out: torch.split_with_sizes_copy(y, [3, 2], out=out), [(3, 4), (2, 4)]), (lambda y, out: torch.unbind_copy(y, 1, out=out), [(5,)] * 4)):
+            made, expected = [ts.distribute_tensor(draw(*s), mesh, [ts.Shard(0)]) for s in shapes], [torch.empty(s, dtype=torch.float64) for s in shapes]
+            split(t, made)
+            split(x, expected)
+            for got, want in zip(made, expected):
+                assert_same(got, want)
+            with pytest.raises((RuntimeError, ValueError)):
+                split(t, made[:-1])
+        for dim in (0, 1):
+            out = ts.distribute_tensor(torch.zeros(6, 10, dtype=torch.float64), mesh, [ts.Shard(dim)], {dim: [4, 2] if dim == 0 else [9, 1]})
+            torch.kron(rows(a, mesh), b, out=out)
+            assert_same(out, torch.kron(a, b))
+        with pytest.raises((RuntimeError, ValueError), match="shape"):
+            torch.kron(rows(a, mesh), b, out=rows(torch.zeros(5, 10, dtype=torch.float64), mesh))
+
+    on_ranks(2, body)
+
+
 class Drops(nn.Module):
     """Calls functions that drop at random, as models do that hold no module of dropout."""
 

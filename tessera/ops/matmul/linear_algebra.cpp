@@ -2,6 +2,8 @@
 // batch dims may be sharded; distances between rows; traces.
 
 #include <ATen/core/function_schema.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/kron.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/tril.h>
 #include <ATen/ops/triu.h>
@@ -123,6 +125,25 @@ at::Tensor trace(const at::Tensor& self) {
   return self.tril().triu().sum();
 }
 
+// libtorch writes into another shape of `out`, which of shards is a copy where they do not divide
+// alike: what is written there would be lost.
+at::Tensor& kron_out(const at::Tensor& self, const at::Tensor& other, at::Tensor& out) {
+  TORCH_CHECK(!at::GradMode::is_enabled() ||
+                  !(self.requires_grad() || other.requires_grad() || out.requires_grad()),
+              "kron(): functions with out=... arguments don't support automatic differentiation, "
+              "but one of the arguments requires grad.");
+  const at::Tensor made = at::kron(self, other);
+  if (!c10::canCast(made.scalar_type(), out.scalar_type()))
+    throw InvalidArgument(concat("aten::kron.out: the result is ", toString(made.scalar_type()),
+                                 ", which out, being ", toString(out.scalar_type()),
+                                 ", cannot hold"));
+  if (out.sizes() != made.sizes())
+    throw ShardingError(concat("aten::kron.out: the result has shape ", made.sizes(),
+                               ", out has shape ", out.sizes(), ", and shards keep their shape"));
+  out.copy_(made);
+  return out;
+}
+
 const bool registered = [] {
   const std::vector<std::pair<std::vector<const char*>, Trailing>> linear_algebra = {
       {{"linalg_inv_ex",
@@ -173,6 +194,7 @@ const bool registered = [] {
                          "aten::_cholesky_solve_helper", "aten::_compute_linear_combination"})
     register_rule(op, on_gathered);
   register_decomposition("trace", trace);
+  register_decomposition("kron.out", kron_out);
   return true;
 }();
 

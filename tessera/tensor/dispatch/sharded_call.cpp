@@ -500,18 +500,38 @@ bool run_one_by_one(const OpInfo& info, torch::jit::Stack* stack) {
   return true;
 }
 
+namespace {
+
+// The tensor that `value` is, or those of the list.
+void append_tensors(std::vector<at::Tensor>* all, const c10::IValue& value) {
+  if (value.isTensor()) {
+    all->push_back(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& t : value.toTensorVector()) all->push_back(t);
+  }
+}
+
+}  // namespace
+
 void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
   const std::size_t n = info.kinds.size(), first = stack->size() - n;
   std::vector<at::Tensor> targets;
   torch::jit::Stack inputs;
+  bool lists = false;
   for (std::size_t i = 0; i < n; ++i) {
-    if (info.written[i]) targets.push_back((*stack)[first + i].toTensor());
+    if (info.written[i]) append_tensors(&targets, (*stack)[first + i]);
+    lists |= info.written[i] && (*stack)[first + i].isList();
     if (!(info.out_variant && info.written[i])) inputs.push_back((*stack)[first + i]);
   }
   const LocalCallGuard guard;
   info.functional->callBoxed(&inputs);
+  std::vector<at::Tensor> results;
+  for (const c10::IValue& made : inputs) append_tensors(&results, made);
+  if (results.size() < targets.size() || (lists && results.size() != targets.size()))
+    throw InvalidArgument(concat(info.name, ": there are ", results.size(),
+                                 " results, and out has ", targets.size(), " tensors"));
   for (std::size_t i = 0; i < targets.size(); ++i) {
-    const at::Tensor result = inputs[inputs.size() - targets.size() + i].toTensor();
+    const at::Tensor& result = results[results.size() - targets.size() + i];
     const ShardMeta* made = meta_of(result);
     if (info.out_variant && !c10::canCast(result.scalar_type(), targets[i].scalar_type()))
       throw InvalidArgument(concat(info.name, ": the result is ", toString(result.scalar_type()),
@@ -522,6 +542,9 @@ void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
     } else if (info.out_variant && targets[i].scalar_type() != result.scalar_type()) {
       throw ShardingError(concat(info.name, ": the result is ", toString(result.scalar_type()),
                                  ", out is ", toString(targets[i].scalar_type())));
+    } else if (!made) {
+      throw ShardingError(concat(info.name, ": the result has shape ", result.sizes(),
+                                 ", out, which is sharded, ", targets[i].sizes()));
     } else {
       install(targets[i], made->local, made->layout, made->copy);
       meta_of(targets[i])->base = made->base;
@@ -532,6 +555,7 @@ void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
     }
   }
   stack->resize(first);
+  if (info.returns.empty()) return;
   for (const at::Tensor& t : targets) stack->emplace_back(t);
 }
 
