@@ -206,7 +206,7 @@ TEST(Faults, StoppedIsLate) {
     const auto ends = fork_ranks(
         3,
         [&](int rank, const Directory& directory) -> std::string {
-          Group group = Group::meet(rank, 3, directory, brief("stopped", 3000));
+          Group group = Group::meet(rank, 3, directory, brief("stopped"));
           group.barrier();
           if (rank == 1) {
             directory.put("process", std::to_string(::getpid()));
@@ -485,6 +485,7 @@ TEST(Faults, NothingIsLeft) {
   while (!child.reaped) {
     child.drain();
     child.reap(true);
+    std::this_thread::sleep_for(milliseconds(1));
   }
   child.drain();
   ::close(child.pipe);
