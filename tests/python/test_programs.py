@@ -359,6 +359,8 @@ def test_results_that_are_written_where_the_program_says():
                 assert_same(got, want)
             with pytest.raises((RuntimeError, ValueError)):
                 split(t, made[:-1])
+        field = draw(5, 6, 3).transpose(0, 2)
+        assert_same(torch.view_copy(ts.distribute_tensor(field, mesh, [ts.Shard(1)]), [18, 5]), torch.view_copy(field, [18, 5]))
         for dim in (0, 1):
             out = ts.distribute_tensor(torch.zeros(6, 10, dtype=torch.float64), mesh, [ts.Shard(dim)], {dim: [4, 2] if dim == 0 else [9, 1]})
             torch.kron(rows(a, mesh), b, out=out)

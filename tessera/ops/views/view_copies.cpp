@@ -32,6 +32,11 @@ struct CopyOfView final : c10::OperatorKernel {
   c10::OperatorHandle view;
 };
 
+// Any memory order will do, as of plain tensors.
+at::Tensor view_copy(const at::Tensor& self, c10::SymIntArrayRef size) {
+  return self.reshape_symint(size).clone(at::MemoryFormat::Contiguous);
+}
+
 at::Tensor narrow_copy(const at::Tensor& self, std::int64_t dim, c10::SymInt start,
                        c10::SymInt length) {
   return self.narrow_symint(dim, std::move(start), std::move(length))
@@ -82,7 +87,6 @@ const bool registered = [] {
                            "transpose.int",
                            "unbind.int",
                            "unsqueeze",
-                           "view",
                            "unfold",
                            "diagonal",
                            "detach",
@@ -103,6 +107,7 @@ const bool registered = [] {
       return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<CopyOfView>(view));
     });
   }
+  register_decomposition("view_copy", view_copy);
   register_decomposition("narrow_copy", narrow_copy);
   register_decomposition("slice_scatter", slice_scatter);
   register_decomposition("select_scatter", select_scatter);
