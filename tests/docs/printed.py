@@ -4,7 +4,8 @@
     <!-- from examples/03_groups.cpp -->            before a block: lines of that file
     <!-- file: groups.yaml -->                      before a block: a file that the commands below find
 
-A line `...`, indented or not, stands for any lines, and `...` inside a line for any text. Numbers like 4.4e-16 are round-off: which one is not compared. Lines of several ranks
+A line `...`, indented or not, stands for any lines, and `...` inside a line for any text. Numbers like 4.4e-16, and 0 after "by", are round-off, which differs from
+processor to processor: which one is not compared. Lines of several ranks
 come in any order. Programs are looked for in the folder of the build; `python` is the interpreter that is given, and commands with it are left out without one.
 """
 
@@ -28,7 +29,7 @@ def blocks(page):
 
 def plain(text):
     """Without round-off and blanks at the ends of lines; the lines of ranks in order of their numbers."""
-    lines = [re.sub(r"\b\d(\.\d+)?e[-+]\d+\b", "ROUND-OFF", line.rstrip()) for line in text.strip("\n").split("\n")]
+    lines = [re.sub(r"\b\d(\.\d+)?e[-+]\d+\b|(?<=\bby )0(\.0+)?(?![\w.])", "ROUND-OFF", line.rstrip()) for line in text.strip("\n").split("\n")]
     if all(re.match(r"\[\d+\] ", line) for line in lines):
         lines.sort(key=lambda line: int(line[1 : line.index("]")]))
     return "".join(line + "\n" for line in lines)

@@ -37,7 +37,7 @@ def test_a_page_that_is_wrong_is_noticed(tmp_path):
     module, page = printed(), tmp_path / "page.md"
     (tmp_path / "code.cpp").write_text("int main() {\n  return 0;\n}\n")
     says = f"<!-- prints: {sys.executable} -c 'print(\"off by 3e-16\\nlast\")' -->\n```text\n%s\n```\n"
-    for text, good in [("off by 1.5e-16\nlast", True), ("...\nlast", True), ("off ...\nlast", True), ("off by 1.5e-16", False), ("off by 3e-16\nother", False)]:
+    for text, good in [("off by 1.5e-16\nlast", True), ("off by 0\nlast", True), ("off by 0.5\nlast", False), ("...\nlast", True), ("off ...\nlast", True), ("off by 1.5e-16", False), ("off by 3e-16\nother", False)]:
         page.write_text(says % text)
         wrong, compared = module.check(page, tmp_path, tmp_path)
         assert compared == 1 and bool(wrong) != good, (text, wrong)
