@@ -122,7 +122,7 @@ inline std::string live(const SoakPlace& place, Launch launch, std::chrono::mill
     manager.shutdown();
   };
   // Everybody has closed its groups and nobody makes new ones while somebody counts.
-  const auto counted = [&](const std::string& when) {
+  const auto counted = [&](const std::string& when, const Usage* most) {
     const auto all = [&](const std::string& what) {
       const std::string key = concat(when, what);
       if (store->add(key, 1) == launch.world_size) store->set(key + " all", "1");
@@ -131,8 +131,14 @@ inline std::string live(const SoakPlace& place, Launch launch, std::chrono::mill
     // There before anybody counts, or a rank that is through with it adds one for the others.
     store->add(concat(when, " counted"), 0);
     all(" closed");
-    std::this_thread::sleep_for(200ms);  // what Gloo and the store close, they close in their time
-    const Usage now = usage(*store);
+    // What Gloo and the store close, they close in their time.
+    const auto end = steady_clock::now() + 10s;
+    Usage now;
+    do {
+      std::this_thread::sleep_for(200ms);
+      now = usage(*store);
+    } while (most && (now.descriptors > most->descriptors || now.threads > most->threads) &&
+             steady_clock::now() < end);
     all(" counted");
     return now;
   };
@@ -148,7 +154,7 @@ inline std::string live(const SoakPlace& place, Launch launch, std::chrono::mill
   };
   int n = 0;
   for (; n < 6; ++n) round(n);
-  const Usage before = counted("before");
+  const Usage before = counted("before", nullptr);
   const auto begin = steady_clock::now();
   auto said = begin;
   while (go_on(n, steady_clock::now() < begin + time)) {
@@ -162,7 +168,7 @@ inline std::string live(const SoakPlace& place, Launch launch, std::chrono::mill
         n, now.descriptors, now.threads, now.resident_kib, static_cast<long>(now.keys));
     std::fflush(stdout);
   }
-  const Usage after = counted("after");
+  const Usage after = counted("after", &before);
   bool ok = true;
   const auto compared = [&](const char* what, std::int64_t then, std::int64_t now,
                             std::int64_t room) {
