@@ -154,9 +154,9 @@ std::optional<at::Tensor> if_defined(const at::Tensor& t) {
 }
 
 /// step, epoch, rows, real, global rows, global real; tensors; mask; (dataset, index) of the
-/// samples, flat; (coordinate, begin, end, slot) of the slices, flat.
+/// samples, flat; (coordinate, begin, end, slot) of the slices, flat; names of the tensors.
 using BatchValues =
-    std::tuple<Numbers, std::vector<at::Tensor>, std::optional<at::Tensor>, Numbers, Numbers>;
+    std::tuple<Numbers, std::vector<at::Tensor>, std::optional<at::Tensor>, Numbers, Numbers, Names>;
 BatchValues batch_values(const LoadedBatch& b) {
   Numbers samples, slices;
   for (const SampleRef& s : b.samples) {
@@ -173,12 +173,15 @@ BatchValues batch_values(const LoadedBatch& b) {
           b.tensors,
           if_defined(b.mask),
           samples,
-          slices};
+          slices,
+          b.names};
 }
 
 LoadedBatch batch_from(const Numbers& numbers, const std::vector<at::Tensor>& tensors,
-                       const std::optional<at::Tensor>& mask, const Numbers& slices) {
+                       const std::optional<at::Tensor>& mask, const Numbers& slices,
+                       const Names& names) {
   LoadedBatch b;
+  b.names = names;
   b.step = natural(numbers.at(0), "step");
   b.epoch = natural(numbers.at(1), "epoch");
   b.rows = numbers.at(2);
@@ -193,13 +196,14 @@ LoadedBatch batch_from(const Numbers& numbers, const std::vector<at::Tensor>& te
   return b;
 }
 
-/// Axes and the dims that they shard; dims and the sizes of their shards; whether each rank has
-/// read the whole.
-using FieldShardings = std::vector<std::tuple<Names, Numbers, Numbers, std::vector<Numbers>, bool>>;
+/// The name of the field; axes and the dims that they shard; dims and the sizes of their shards;
+/// whether each rank has read the whole.
+using FieldShardings =
+    std::vector<std::tuple<std::string, Names, Numbers, Numbers, std::vector<Numbers>, bool>>;
 std::vector<FieldSharding> field_shardings(const FieldShardings& fields) {
   std::vector<FieldSharding> all;
-  for (const auto& [axes, dims, sized, sizes, whole] : fields) {
-    FieldSharding field{.whole = whole};
+  for (const auto& [name, axes, dims, sized, sizes, whole] : fields) {
+    FieldSharding field{.field = name, .whole = whole};
     for (std::size_t i = 0; i < axes.size(); ++i)
       field.dims[axes[i]] = static_cast<int>(dims.at(i));
     for (std::size_t i = 0; i < sized.size(); ++i)
@@ -209,12 +213,14 @@ std::vector<FieldSharding> field_shardings(const FieldShardings& fields) {
   return all;
 }
 
-/// step, epoch, rows, real; tensors; mask.
-using ShardedValues = std::tuple<Numbers, std::vector<at::Tensor>, std::optional<at::Tensor>>;
+/// step, epoch, rows, real; tensors; mask; names of the tensors.
+using ShardedValues =
+    std::tuple<Numbers, std::vector<at::Tensor>, std::optional<at::Tensor>, Names>;
 ShardedValues sharded_values(const ShardedBatch& b) {
   return {{static_cast<std::int64_t>(b.step), static_cast<std::int64_t>(b.epoch), b.rows, b.real},
           b.tensors,
-          if_defined(b.mask)};
+          if_defined(b.mask),
+          b.names};
 }
 
 struct PyLoader : torch::CustomClassHolder {
@@ -393,19 +399,19 @@ void register_data(torch::Library& library) {
       .def("close", [](const LoaderPtr& self) { self->loader.reset(); });
   library.def("shard_batch",
               [](const Numbers& numbers, const std::vector<at::Tensor>& tensors,
-                 const std::optional<at::Tensor>& mask, const Numbers& slices, const MeshPtr& mesh,
-                 const Names& axes, const FieldShardings& fields) {
-                return sharded_values(shard_batch(batch_from(numbers, tensors, mask, slices),
+                 const std::optional<at::Tensor>& mask, const Numbers& slices, const Names& names,
+                 const MeshPtr& mesh, const Names& axes, const FieldShardings& fields) {
+                return sharded_values(shard_batch(batch_from(numbers, tensors, mask, slices, names),
                                                   mesh->mesh, axes, field_shardings(fields)));
               });
   // Without numbers: this rank gives none.
   library.def("scatter_batch", [](const Numbers& numbers, const std::vector<at::Tensor>& tensors,
                                   const std::optional<at::Tensor>& mask, const Numbers& slices,
-                                  const MeshPtr& mesh, const Names& axes,
+                                  const Names& names, const MeshPtr& mesh, const Names& axes,
                                   const FieldShardings& fields) {
-    return sharded_values(scatter_batch(
-        numbers.empty() ? std::nullopt : std::optional(batch_from(numbers, tensors, mask, slices)),
-        mesh->mesh, axes, field_shardings(fields)));
+    std::optional<LoadedBatch> batch;
+    if (!numbers.empty()) batch = batch_from(numbers, tensors, mask, slices, names);
+    return sharded_values(scatter_batch(batch, mesh->mesh, axes, field_shardings(fields)));
   });
   library.def("reads_for_others", [](const MeshPtr& mesh, const Names& axes) {
     return reads_for_others(mesh->mesh, axes);

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import weakref
 from dataclasses import dataclass
 
@@ -27,6 +28,29 @@ def _stack(samples):
     if any(spec != specs[0] for spec in specs):
         raise ValueError(f"samples of one dataset are nested alike; these are {specs[0]} and {next(spec for spec in specs if spec != specs[0])}")
     return [torch.stack(column) for column in zip(*map(_tensors, samples))], specs[0]
+
+
+def _names(nested):
+    """The paths of what is nested, as the library names tensors: `about/place/0`; none where a key cannot be part of one."""
+    names = []
+    for path, _ in pytree.tree_flatten_with_path(nested)[0]:
+        keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in path]
+        if not all(isinstance(key, (str, int)) and re.fullmatch(r"[^/\x00-\x1f\x7f]+", str(key)) for key in keys):
+            return []
+        names.append("/".join(map(str, keys)))
+    return names if len(set(names)) == len(names) and all(len(name.encode()) in range(1, 1025) for name in names) else []
+
+
+def _by_names(names, tensors):
+    """Dictionaries of tensors by their names, and tuples where these are numbers; without names all tensors in a tuple."""
+    if not names:
+        return tuple(tensors)
+    groups = {}
+    for name, tensor in zip(names, tensors):
+        first, _, rest = name.partition("/")
+        groups.setdefault(first, []).append((rest, tensor))
+    members = {key: inner[0][1] if inner[0][0] == "" else _by_names(*zip(*inner)) for key, inner in groups.items()}
+    return tuple(members.values()) if list(members) == [str(i) for i in range(len(members))] else members
 
 
 class _Errors:
@@ -115,17 +139,21 @@ class Dataset:
         dataset._nesting, dataset._probe = known, batch
         return dataset
 
-    def _nested(self, tensors):
+    def _nested(self, tensors, names):
         if self._probe and not self._nesting:
             self._probe([])  # this rank has drawn nothing from it yet, and others may have
         if self._nesting and self._nesting[0].num_leaves == len(tensors):
             return pytree.tree_unflatten(list(tensors), self._nesting[0])
-        return tuple(tensors)
+        return _by_names(names, tensors)
 
 
 def TensorDataset(*tensors):
-    """Tensors in memory that agree in dim 0; sample i is row i of each."""
-    return Dataset(ops.tensor_dataset(list(tensors)))
+    """Tensors in memory that agree in dim 0; sample i is row i of each. `TensorDataset({"inputs": {"wind": x}, "target": y})`: with names."""
+    named = len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor)
+    leaves, nesting = pytree.tree_flatten(tensors[0] if named else tensors)
+    dataset = Dataset(ops.tensor_dataset(leaves))
+    dataset._nesting = [nesting] if named else None
+    return dataset
 
 
 def TokenFileDataset(path, dtype, row, stride=0):
@@ -257,7 +285,7 @@ class LoadedBatch:
     tensors: tuple
     """Batch dim in front, flat."""
     fields: object
-    """The same, nested as the samples of the first dataset are where that is an object of Python's: `batch.fields["image"]`."""
+    """The same, nested as the samples of the first dataset are: `batch.fields["image"]`. Those of a `SourceDataset` have the names of their variables."""
     samples: tuple
     """(dataset, index) of each row."""
     slices: tuple
@@ -269,6 +297,8 @@ class LoadedBatch:
     global_real: int
     mask: torch.Tensor | None
     """Bool [rows], true where a row is real; None if all are."""
+    names: tuple = ()
+    """Of `tensors`, where `fields` is a dictionary: "about/place/0" is `fields["about"]["place"][0]`."""
 
 
 def _fours(numbers):
@@ -308,10 +338,11 @@ class Loader:
 
     def next(self):
         """The next batch. After an exception the loader is still before that batch."""
-        (step, epoch, rows, real, global_rows, global_real), tensors, mask, samples, slices = self._around(self._handle.next)
+        (step, epoch, rows, real, global_rows, global_real), tensors, mask, samples, slices, names = self._around(self._handle.next)
         pairs = tuple(zip(samples[::2], samples[1::2]))
-        nested = self._datasets[0]._nested(tensors)
-        return LoadedBatch(step, epoch, tuple(tensors), nested, pairs, _fours(slices), rows, real, global_rows, global_real, mask)
+        nested = self._datasets[0]._nested(tensors, names)
+        paths = tuple(names or (_names(nested) if isinstance(nested, dict) else ()))
+        return LoadedBatch(step, epoch, tuple(tensors), nested, pairs, _fours(slices), rows, real, global_rows, global_real, mask, paths)
 
     def epoch(self):
         """Batches until the epoch ends; in the middle of one, until its end."""
@@ -368,32 +399,38 @@ class ShardedBatch:
     rows: int
     real: int
     """Of the global batch."""
+    fields: object = ()
+    """The tensors by name: dictionaries as in the loaded batch's fields, and tuples in place of lists; also on ranks that have read nothing."""
 
 
 def _fields(fields):
-    given = [FieldSharding({}) if f is None else f if isinstance(f, FieldSharding) else FieldSharding(f) for f in fields]
+    named = isinstance(fields, dict)
+    names, values = (list(map(str, fields)), fields.values()) if named else ([""] * len(fields), fields)
+    given = [FieldSharding({}) if f is None else f if isinstance(f, FieldSharding) else FieldSharding(f) for f in values]
     sizes = [{int(d): [int(n) for n in parts] for d, parts in (f.sizes or {}).items()} for f in given]
-    return [(list(f.dims), [int(d) for d in f.dims.values()], list(s), list(s.values()), f.whole) for f, s in zip(given, sizes)]
+    return [(name, list(f.dims), [int(d) for d in f.dims.values()], list(s), list(s.values()), f.whole) for name, f, s in zip(names, given, sizes)]
 
 
 def _loaded(batch):
     if batch is None:
-        return [], [], None, []
+        return [], [], None, [], []
     numbers = [batch.step, batch.epoch, batch.rows, batch.real, batch.global_rows, batch.global_real]
-    return numbers, list(batch.tensors), batch.mask, [number for one in batch.slices for number in one]
+    return numbers, list(batch.tensors), batch.mask, [number for one in batch.slices for number in one], list(batch.names)
 
 
 def _sharded(values):
-    (step, epoch, rows, real), tensors, mask = values
-    return ShardedBatch(step, epoch, tuple(tensors), mask, rows, real)
+    (step, epoch, rows, real), tensors, mask, names = values
+    return ShardedBatch(step, epoch, tuple(tensors), mask, rows, real, _by_names(names, tensors))
 
 
 def shard_batch(batch, mesh, batch_axes, fields=()):
     """What a `Loader` has read as sharded tensors: dim 0 over `batch_axes`, those of the loader, and other dims as `fields` say.
 
-    `fields`: one entry per tensor, or one for all: a `FieldSharding`, or its `dims` alone; None or nothing: replicated along the other axes.
+    `fields`: one entry per tensor, or one for all: a `FieldSharding`, or its `dims` alone; None or nothing: replicated along the other axes. Of a batch
+    whose fields are a dictionary also a dictionary, by names ("inputs/wind") or the names of groups ("inputs"); what it does not name is replicated.
 
     >>> x, y = ts.shard_batch(loader.next(), mesh, ["data"], [{"domain": 2}, None]).tensors
+    >>> wind = ts.shard_batch(loader.next(), mesh, ["data"], {"inputs": {"domain": 2}}).fields["inputs"]["wind"]
     """
     return _sharded(ops.shard_batch(*_loaded(batch), mesh._handle, list(batch_axes), _fields(fields)))
 

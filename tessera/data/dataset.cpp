@@ -43,6 +43,12 @@ std::vector<at::Tensor> Dataset::get_batch(std::span<const std::uint64_t> indice
   return batch;
 }
 
+std::vector<std::string> Dataset::field_names() const { return {}; }
+
+TensorDataset::TensorDataset(const Fields& fields) : TensorDataset(fields.tensors()) {
+  names_ = fields.names();
+}
+
 TensorDataset::TensorDataset(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {
   if (tensors_.empty()) throw InvalidArgument("a TensorDataset of no tensors");
   for (const at::Tensor& t : tensors_)
@@ -73,6 +79,21 @@ std::vector<at::Tensor> TensorDataset::get_batch(std::span<const std::uint64_t> 
   std::vector<at::Tensor> batch;
   for (const at::Tensor& t : tensors_) batch.push_back(t.index_select(0, rows.to(t.device())));
   return batch;
+}
+
+FunctionDataset::FunctionDataset(std::uint64_t size, std::vector<std::string> names,
+                                 std::function<Fields(std::uint64_t)> get)
+    : size_(size), names_(std::move(names)) {
+  require_field_names(names_);
+  get_ = [names = names_, get = std::move(get)](std::uint64_t index) {
+    const Fields fields = get(index);
+    if (fields.names().size() != names.size())
+      throw InvalidArgument(concat("sample ", index, " has the fields ", list(fields.names()),
+                                   ", the dataset was given ", list(names)));
+    Sample sample;
+    for (const std::string& name : names) sample.push_back(fields.at(name));
+    return sample;
+  };
 }
 
 TokenFileDataset::TokenFileDataset(const std::string& path, at::ScalarType dtype, std::uint64_t row,

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "tessera/data/errors.h"
+#include "tessera/data/fields.h"
 
 namespace tessera {
 
@@ -37,6 +38,9 @@ class Dataset {
   /// an implementation throws something other than SampleError, the loader finds the index by
   /// reading one by one.
   virtual std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const;
+  /// The names of a sample's tensors, in their order, nested by '/' (see Fields): a batch has them
+  /// too. The same on every rank. Empty, as by default: they have none.
+  virtual std::vector<std::string> field_names() const;
 };
 
 /// Samples in sequence, without positions: a stream, a generator, a socket. Called from one thread
@@ -65,12 +69,16 @@ class SampleError : public Error {
 class TensorDataset : public Dataset {
  public:
   explicit TensorDataset(std::vector<at::Tensor> tensors);
+  /// With names: TensorDataset(Fields{{"image", x}, {"about/label", y}}).
+  explicit TensorDataset(const Fields& fields);
   std::uint64_t size() const override;
   Sample get(std::uint64_t index) const override;
   std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const override;
+  std::vector<std::string> field_names() const override { return names_; }
 
  private:
   std::vector<at::Tensor> tensors_;
+  std::vector<std::string> names_;
 };
 
 /// A dataset from a size and a function.
@@ -78,12 +86,18 @@ class FunctionDataset : public Dataset {
  public:
   FunctionDataset(std::uint64_t size, std::function<Sample(std::uint64_t)> get)
       : size_(size), get_(std::move(get)) {}
+  /// Samples with names, which `get` may give in any order. Throws InvalidArgument for names that
+  /// cannot stand side by side; get() does for a sample whose names are not these.
+  FunctionDataset(std::uint64_t size, std::vector<std::string> names,
+                  std::function<Fields(std::uint64_t)> get);
   std::uint64_t size() const override { return size_; }
   Sample get(std::uint64_t index) const override { return get_(index); }
+  std::vector<std::string> field_names() const override { return names_; }
 
  private:
   std::uint64_t size_;
   std::function<Sample(std::uint64_t)> get_;
+  std::vector<std::string> names_;
 };
 
 /// A file of tokens: rows of `row` tokens, starting every `stride` tokens (0: every `row`, without

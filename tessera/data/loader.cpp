@@ -84,6 +84,26 @@ c10::Device present_device(c10::Device device, const char* option) {
   return device.has_index() ? device : guard.getDevice();
 }
 
+/// What the tensors of a batch are called: by the options, else by the datasets, which agree.
+std::vector<std::string> batch_names(const std::vector<std::shared_ptr<const Dataset>>& datasets,
+                                     const LoaderOptions& options) {
+  std::vector<std::string> names = options.names;
+  std::size_t of = datasets.size();
+  for (std::size_t d = 0; d < datasets.size() && options.names.empty() && !options.collate; ++d) {
+    const std::vector<std::string> its = datasets[d]->field_names();
+    if (its.empty()) continue;
+    if (of < datasets.size() && its != names)
+      throw InvalidArgument(concat("dataset ", d, " has the fields ", list(its), ", dataset ", of,
+                                   " has ", list(names),
+                                   "; give the datasets of a mixture the same names in the same "
+                                   "order, or LoaderOptions::names"));
+    names = its;
+    of = d;
+  }
+  require_field_names(names);
+  return names;
+}
+
 /// Makes what is copied to the device usable on the caller's current stream.
 void take(detail::DeviceCopy& copied, const std::vector<at::Tensor>& tensors,
           const at::Tensor& mask) {
@@ -247,6 +267,7 @@ void Loader::Engine::to_devices(Slot& slot) const {
           .to(t.options().device(part.device), /*non_blocking=*/true, /*copy=*/true);
     };
     for (const at::Tensor& t : all.tensors) part.tensors.push_back(copy(t));
+    part.names = all.names;
     if (all.mask.defined()) part.mask = copy(all.mask);
     slot.on_devices.emplace_back();
     if (sides[d]) {
@@ -280,10 +301,10 @@ Loader::Loader(std::vector<std::shared_ptr<const Dataset>> datasets,
                                      order->describe()));
   }
   auto collate = options.collate;
-  engine_ =
-      std::make_shared<Engine>(detail::BatchReader{std::move(datasets), std::move(order),
-                                                   std::move(mapping), process, std::move(collate)},
-                               std::move(options));
+  auto names = batch_names(datasets, options);
+  detail::BatchReader reader{std::move(datasets), std::move(order), std::move(mapping), process,
+                             std::move(collate),  std::move(names)};
+  engine_ = std::make_shared<Engine>(std::move(reader), std::move(options));
   Engine& w = *engine_;
   if (w.options.pin_memory) {
     try {
@@ -393,6 +414,7 @@ void Loader::require_agreement(const Group& group) const {
                             "\nbatch coordinates: ", r.mapping.coordinates(), "\n");
   for (std::size_t d = 0; d < r.datasets.size(); ++d)
     text += concat("dataset ", d, ": ", r.datasets[d]->size(), " samples\n");
+  text += concat("names of its tensors: ", list(r.names, r.names.size()), "\n");
   Hash held;
   for (const int process : r.mapping.processes()) {
     held.number(static_cast<std::uint64_t>(process));

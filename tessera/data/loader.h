@@ -7,7 +7,7 @@
 //   Loader loader({data}, order, batch_mapping(mesh.layout(), {"data"}), manager.rank(),
 //                 {.workers = 2});
 //   // rows of this process; batch.real of them count
-//   for (auto& batch : loader.epoch()) { ... batch.tensors[0] ... }
+//   for (auto& batch : loader.epoch()) { ... batch.tensors[0] or batch.field("image") ... }
 //   // a short text, from which Loader::restore continues, on any number of ranks
 //   std::string state = loader.state();
 
@@ -20,6 +20,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "tessera/comm/group/group.h"
@@ -65,6 +66,9 @@ struct LoaderOptions {
   /// workers at the same time, with at least one sample; each tensor it returns has the samples in
   /// dim 0. Not possible with a PackedOrder.
   std::function<std::vector<at::Tensor>(const std::vector<Sample>&)> collate = {};
+  /// Names of a batch's tensors, instead of those that the datasets give: one for each tensor that
+  /// `collate` makes, which have none otherwise. The same on every rank.
+  std::vector<std::string> names = {};
 };
 
 /// Collates samples whose tensors differ in length along dim 0: each is filled up to the longest
@@ -80,6 +84,9 @@ struct DeviceBatch {
   /// As in LoadedBatch, of this device.
   at::Tensor mask;
   std::int64_t rows = 0, real = 0;
+  /// As in LoadedBatch.
+  std::vector<std::string> names = {};
+  at::Tensor field(std::string_view name) const { return detail::field_of(names, tensors, name); }
 };
 
 /// This process' shard of a global batch.
@@ -103,13 +110,20 @@ struct LoadedBatch {
   at::Tensor mask;
   /// One per device of LoaderOptions::devices.
   std::vector<DeviceBatch> on_devices = {};
+  /// Of `tensors`, nested by '/': those of the datasets or of LoaderOptions; empty: they have none.
+  /// What a PackedOrder adds at the end is "segments".
+  std::vector<std::string> names = {};
+  /// The tensor of that name: field("inputs/wind"). Throws InvalidArgument where there is none.
+  at::Tensor field(std::string_view name) const { return detail::field_of(names, tensors, name); }
+  /// All of them; fields().under("inputs") are those of a group.
+  Fields fields() const { return {names, tensors}; }
 };
 
 class Loader {
  public:
   /// `datasets`: those that the order's samples refer to. `process`: as in the mapping. Throws
-  /// InvalidArgument for options out of range, and for datasets that have fewer samples than the
-  /// order names; NotAvailable (see LoaderOptions).
+  /// InvalidArgument for options out of range, for datasets that have fewer samples than the order
+  /// names, and for ones that name their tensors differently; NotAvailable (see LoaderOptions).
   Loader(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared_ptr<const Order> order,
          BatchMapping mapping, int process, LoaderOptions options = {});
   ~Loader();

@@ -49,6 +49,32 @@ const FieldSharding& field_of(const std::vector<FieldSharding>& fields, std::siz
   return fields.empty() ? replicated : fields[fields.size() == 1 ? 0 : i];
 }
 
+/// Entries that name fields as a list by place. Throws InvalidArgument.
+std::vector<FieldSharding> by_place(const std::vector<FieldSharding>& fields,
+                                    const std::vector<std::string>& names) {
+  const auto named = [](const FieldSharding& field) { return !field.field.empty(); };
+  if (std::none_of(fields.begin(), fields.end(), named)) return fields;
+  std::vector<FieldSharding> placed(names.size());
+  for (const FieldSharding& field : fields) {
+    if (field.field.empty())
+      throw InvalidArgument(
+          "some field shardings name their field and others do not: name it in all, or in none");
+    bool found = false;
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      if (!detail::names_field(field.field, names[i])) continue;
+      if (named(placed[i]))
+        throw InvalidArgument(concat("the field '", names[i], "' has two shardings: '",
+                                     placed[i].field, "' and '", field.field, "'"));
+      placed[i] = field;
+      found = true;
+    }
+    if (!found)
+      throw InvalidArgument(concat("a sharding of '", field.field, "', and the fields are ",
+                                   list(names), names.empty() ? ": the batch has no names" : ""));
+  }
+  return placed;
+}
+
 /// Before anything is sent, from what all ranks share.
 void require_fields(const std::vector<FieldSharding>& fields, std::size_t tensors, const Mesh& mesh,
                     const BatchAxes& axes) {
@@ -130,35 +156,55 @@ void require_mine(const LoadedBatch& batch, int coordinate, const BatchAxes& axe
         "a process"));
 }
 
-/// What the ranks that do not read must know: step, epoch, rows, real, and how many tensors.
+/// What the ranks that do not read must know: step, epoch, rows, real, and how many tensors; then
+/// the names, which hold no line ends, a line each.
 std::string header_of(const LoadedBatch& batch) {
-  return concat(batch.step, " ", batch.epoch, " ", batch.global_rows, " ", batch.global_real, " ",
-                batch.tensors.size());
+  std::string header = concat(batch.step, " ", batch.epoch, " ", batch.global_rows, " ",
+                              batch.global_real, " ", batch.tensors.size());
+  for (const std::string& name : batch.names) header += concat("\n", name);
+  return header;
 }
 
-std::vector<std::uint64_t> header_numbers(const std::string& header) {
-  std::vector<std::uint64_t> numbers;
-  for (std::size_t at = 0; at < header.size();) {
-    const auto end = std::min(header.find(' ', at), header.size());
-    numbers.push_back(std::stoull(header.substr(at, end - at)));
-    at = end + 1;
+std::vector<std::string> split_at(const std::string& text, char at) {
+  std::vector<std::string> parts;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const auto end = std::min(text.find(at, begin), text.size());
+    parts.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
   }
+  return parts;
+}
+
+std::vector<std::uint64_t> header_numbers(const std::string& line) {
+  std::vector<std::uint64_t> numbers;
+  for (const std::string& number : split_at(line, ' ')) numbers.push_back(std::stoull(number));
   return numbers;
+}
+
+/// A batch that the user has put together may have any.
+void require_names(const LoadedBatch& batch) {
+  require_field_names(batch.names);
+  if (!batch.names.empty() && batch.names.size() != batch.tensors.size())
+    throw InvalidArgument(concat("a batch of ", batch.tensors.size(), " tensors and ",
+                                 batch.names.size(), " names: ", list(batch.names)));
 }
 
 }  // namespace
 
 ShardedBatch shard_batch(const LoadedBatch& batch, const DeviceMesh& mesh,
                          const std::vector<std::string>& batch_axes,
-                         const std::vector<FieldSharding>& fields) {
+                         const std::vector<FieldSharding>& field_shardings) {
   const Mesh& layout = mesh.layout();
   const BatchAxes axes = batch_axes_of(layout, batch_axes);
+  require_names(batch);
+  const auto fields = by_place(field_shardings, batch.names);
   require_fields(fields, batch.tensors.size(), layout, axes);
   require_mine(batch, my_coordinate(mesh, axes), axes);
   ShardedBatch sharded{.step = batch.step,
                        .epoch = batch.epoch,
                        .rows = batch.global_rows,
-                       .real = batch.global_real};
+                       .real = batch.global_real,
+                       .names = batch.names};
   for (std::size_t i = 0; i < batch.tensors.size(); ++i) {
     const FieldSharding& field = field_of(fields, i);
     at::Tensor local = batch.tensors[i];
@@ -189,10 +235,10 @@ bool reads_for_others(const DeviceMesh& mesh, const std::vector<std::string>& ba
 
 ShardedBatch scatter_batch(const std::optional<LoadedBatch>& batch, const DeviceMesh& mesh,
                            const std::vector<std::string>& batch_axes,
-                           const std::vector<FieldSharding>& fields) {
+                           const std::vector<FieldSharding>& field_shardings) {
   const Mesh& layout = mesh.layout();
   const BatchAxes axes = batch_axes_of(layout, batch_axes);
-  if (axes.others.empty() && batch) return shard_batch(*batch, mesh, batch_axes, fields);
+  if (axes.others.empty() && batch) return shard_batch(*batch, mesh, batch_axes, field_shardings);
   const DeviceMesh sharing =
       mesh.manager().mesh(layout.submesh(axes.other_names, mesh.manager().rank()));
   const Group group = sharing.all();
@@ -205,7 +251,8 @@ ShardedBatch scatter_batch(const std::optional<LoadedBatch>& batch, const Device
       if (!batch)
         throw InvalidArgument(
             "scatter_batch: this rank reads for others (reads_for_others()), and gave no batch");
-      require_fields(fields, batch->tensors.size(), layout, axes);
+      require_names(*batch);
+      require_fields(by_place(field_shardings, batch->names), batch->tensors.size(), layout, axes);
       require_mine(*batch, my_coordinate(mesh, axes), axes);
       for (const at::Tensor& t : batch->tensors) {
         if (!t.defined() || t.layout() != at::kStrided || t.is_quantized() || t.is_nested())
@@ -221,11 +268,15 @@ ShardedBatch scatter_batch(const std::optional<LoadedBatch>& batch, const Device
   if (error) std::rethrow_exception(error);
   if (said.starts_with('!'))
     throw InvalidArgument(concat("the rank that reads for this one: ", said.substr(1)));
-  const auto numbers = header_numbers(said);
+  std::vector<std::string> names = split_at(said, '\n');
+  const auto numbers = header_numbers(names.front());
+  names.erase(names.begin());
+  const auto fields = by_place(field_shardings, names);
   ShardedBatch sharded{.step = numbers[0],
                        .epoch = numbers[1],
                        .rows = static_cast<std::int64_t>(numbers[2]),
-                       .real = static_cast<std::int64_t>(numbers[3])};
+                       .real = static_cast<std::int64_t>(numbers[3]),
+                       .names = std::move(names)};
   // The other coordinates' ranks have their own: the shapes are known, and nothing else is sent.
   const auto place = [&](const at::Tensor& full, const FieldSharding& field, int dims) {
     const at::Tensor shared =

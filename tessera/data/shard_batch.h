@@ -7,6 +7,11 @@
 //     torch::mse_loss(net(batch.tensors[0]), batch.tensors[1]).backward();
 //   }
 //
+//   // the same with names, which a dataset gives; a group's name stands for all of its fields
+//   const auto batch = shard_batch(loaded, mesh, {"data"},
+//                                  {{.field = "inputs", .dims = {{"domain", 2}}}});
+//   net(batch.field("inputs/wind"), batch.field("inputs/heights"))
+//
 //   // one rank of each domain group reads whole samples, the others get their shards of them
 //   auto batch = scatter_batch(reads ? std::optional(loader->next()) : std::nullopt, mesh,
 //                              {"data"}, {{.dims = {{"domain", 2}}}});
@@ -17,6 +22,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "tessera/comm/job/device_mesh.h"
@@ -28,6 +34,9 @@ namespace tessera {
 /// How one tensor of a batch lies along the axes that do not shard the batch: replicated, unless
 /// `dims` names a dim. Dims count with the batch, which is dim 0.
 struct FieldSharding {
+  /// Which tensors of a batch with names: the one of that name, or all of a group. Empty: the one
+  /// at this place in the list.
+  std::string field = {};
   std::map<std::string, int> dims = {};
   /// Of the dims that are sharded. Of shard_batch(): the sizes that the ranks have read, gathered
   /// where they are not given. Of scatter_batch() and of what has been read whole: even where they
@@ -47,13 +56,20 @@ struct ShardedBatch {
   at::Tensor mask;
   /// Of the global batch.
   std::int64_t rows = 0, real = 0;
+  /// As in LoadedBatch; also on ranks that have read nothing.
+  std::vector<std::string> names = {};
+  /// The tensor of that name: field("inputs/wind"). Throws InvalidArgument where there is none.
+  at::Tensor field(std::string_view name) const { return detail::field_of(names, tensors, name); }
+  Fields fields() const { return {names, tensors}; }
 };
 
 /// The batch with dim 0 sharded over `batch_axes` and the tensors' other dims as `fields` say: one
-/// entry for each tensor, or one for all, or none. `batch_axes` are those of the loader's mapping.
+/// entry for each tensor, or one for all, or none; or entries that name their fields, the others
+/// being replicated. `batch_axes` are those of the loader's mapping.
 /// Communicates where sizes are gathered, and as from_local() does. Throws InvalidArgument for axes
 /// that the mesh lacks or that stand in another order than its own, for a batch that was loaded for
-/// other axes or for several devices, and where numbers or dims do not fit.
+/// other axes or for several devices, for names that the batch lacks or that two entries share, and
+/// where numbers or dims do not fit.
 ShardedBatch shard_batch(const LoadedBatch& batch, const DeviceMesh& mesh,
                          const std::vector<std::string>& batch_axes,
                          const std::vector<FieldSharding>& fields = {});

@@ -75,6 +75,11 @@ struct StreamLoader::Engine {
         slot.samples[i] = options.transform(std::move(slot.samples[i]));
       }
       slot.failed_at = slot.first + slot.taken;
+      if (!options.names.empty() && !slot.samples.empty() &&
+          slot.samples.front().size() != options.names.size())
+        throw InvalidArgument(concat("samples of ", slot.samples.front().size(), " tensors and ",
+                                     options.names.size(),
+                                     " names for them: ", list(options.names)));
       for (std::size_t t = 0; !slot.samples.empty() && t < slot.samples.front().size(); ++t) {
         std::vector<at::Tensor> column;
         for (const Sample& s : slot.samples) {
@@ -190,6 +195,11 @@ StreamLoader::StreamLoader(std::shared_ptr<IterableDataset> dataset, std::int64_
                                  options.prefetch, " batches ahead and a limit of ",
                                  options.stall_limit.count(),
                                  " ms; counts are at least 0, the limit above 0"));
+  require_field_names(options.names);
+  if (!options.names.empty() && !options.example.empty() &&
+      options.names.size() != options.example.size())
+    throw InvalidArgument(concat("an example of ", options.example.size(), " tensors and ",
+                                 options.names.size(), " names for them: ", list(options.names)));
   engine_->dataset = std::move(dataset);
   engine_->rows = rows;
   engine_->options = std::move(options);
@@ -270,6 +280,7 @@ std::optional<StreamBatch> StreamLoader::next() {
     batch.tensors.push_back(parts.empty() ? last_[t].unsqueeze(0).narrow(0, 0, 0) : at::cat(parts));
   }
   if (pad) batch.mask = at::arange(batch.rows).lt(n);
+  batch.names = engine_->options.names;
   return batch;
 }
 

@@ -11,6 +11,8 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "tessera/comm/group/group.h"
 #include "tessera/data/dataset.h"
@@ -47,6 +49,11 @@ struct StreamBatch {
   std::int64_t global_real = 0;
   /// Bool [rows]; undefined if all rows are real.
   at::Tensor mask;
+  /// Of StreamOptions.
+  std::vector<std::string> names = {};
+  /// The tensor of that name: field("inputs/wind"). Throws InvalidArgument where there is none.
+  at::Tensor field(std::string_view name) const { return detail::field_of(names, tensors, name); }
+  Fields fields() const { return {names, tensors}; }
 };
 
 struct StreamOptions {
@@ -66,6 +73,9 @@ struct StreamOptions {
   std::chrono::milliseconds stall_limit{std::chrono::minutes(2)};
   /// Applied to each sample (decode, augment); called by workers at the same time.
   std::function<Sample(Sample)> transform = {};
+  /// Names of a sample's tensors as `transform` returns it, nested by '/' (see Fields). The same on
+  /// every rank; samples with another number of tensors fail on all of them.
+  std::vector<std::string> names = {};
 };
 
 class StreamLoader {

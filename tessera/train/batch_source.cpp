@@ -34,6 +34,7 @@ class LoaderBatches final : public BatchSource {
     batch.rows = loaded.rows;
     batch.real = loaded.real;
     batch.mask = std::move(loaded.mask);
+    batch.names = std::move(loaded.names);
     return batch;
   }
   void start_epoch(std::uint64_t) override { epoch_ = loader_.next_epoch(); }
@@ -71,6 +72,7 @@ class StreamBatches final : public BatchSource {
     batch.rows = loaded->rows;
     batch.real = loaded->real;
     batch.mask = std::move(loaded->mask);
+    batch.names = std::move(loaded->names);
     return batch;
   }
   void start_epoch(std::uint64_t epoch) override {
@@ -281,15 +283,17 @@ std::optional<MicroBatch> AgreedBatches::filled(std::optional<MicroBatch> mine) 
   return batch;
 }
 
-// A rank that has had no batch yet takes the shapes of the first one that has.
+// A rank that has had no batch yet takes the shapes and names of the first one that has.
 void AgreedBatches::learn_shape() {
   TextStream mine;
   if (last_) {
+    mine << last_->tensors.size() << '\n';
     for (const at::Tensor& t : last_->tensors) {
       mine << static_cast<int>(t.scalar_type()) << ' ' << t.dim();
       for (const std::int64_t size : t.sizes()) mine << ' ' << size;
       mine << '\n';
     }
+    for (const std::string& name : last_->names) mine << name << '\n';
   }
   const auto all = strategy_.all_gather(mine.str());
   if (last_) return;
@@ -298,12 +302,16 @@ void AgreedBatches::learn_shape() {
     MicroBatch batch;
     TextReader in(text);
     int type = 0;
-    std::size_t dims = 0;
-    while (in >> type >> dims) {
+    std::size_t tensors = 0, dims = 0;
+    in >> tensors;
+    while (batch.tensors.size() < tensors && in >> type >> dims) {
       std::vector<std::int64_t> sizes(dims);
       for (std::int64_t& size : sizes) in >> size;
       batch.tensors.push_back(at::zeros(sizes, static_cast<at::ScalarType>(type)));
     }
+    std::string name;
+    std::getline(in, name);  // the end of the last line of numbers
+    while (std::getline(in, name)) batch.names.push_back(name);
     if (!batch.tensors.empty() && batch.tensors[0].dim() > 0) batch.rows = batch.tensors[0].size(0);
     last_ = std::move(batch);
     return;

@@ -4,7 +4,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string>
+#include <string_view>
 #include <vector>
+
+#include "tessera/data/fields.h"
 
 namespace tessera {
 
@@ -20,6 +24,11 @@ struct MicroBatch {
   at::Tensor mask;
   /// Within the epoch, the same on every rank.
   std::uint64_t index = 0;
+  /// Of `tensors`, as in LoadedBatch; empty: they have none.
+  std::vector<std::string> names = {};
+  /// The tensor of that name: field("inputs/wind"). Throws InvalidArgument where there is none.
+  at::Tensor field(std::string_view name) const { return detail::field_of(names, tensors, name); }
+  Fields fields() const { return {names, tensors}; }
 };
 
 }  // namespace tessera

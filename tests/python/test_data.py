@@ -112,6 +112,37 @@ def test_fields_are_nested_as_samples_are(workers):
         on_ranks(1, lambda rank: ts.Loader(mixed, ts.FixedOrder(2, 2), ts.Mesh({"x": 1}), ["x"]).next())
 
 
+NAMES = ("image", "about/label", "about/place/0", "about/place/1")
+
+
+def test_fields_are_sharded_by_name():
+    """Read by every rank, or by one of each domain group, whose names the others get with their shards."""
+    order = ts.FixedOrder(7, 3, seed=3)
+    image, label = alone(order)[0].tensors
+
+    def body(rank):
+        mesh = ts.Mesh({"data": 2, "domain": 2})
+        batch = ts.Loader(Nested(), order, mesh, ["data"]).next()
+        assert batch.names == NAMES
+        by_name = {"image": ts.FieldSharding({"domain": 1}, whole=True)}
+        read = batch if ts.reads_for_others(mesh, ["data"]) else None
+        for got in (ts.shard_batch(batch, mesh, ["data"], by_name), ts.scatter_batch(read, mesh, ["data"], {"image": {"domain": 1}, "about": None})):
+            fields = got.fields
+            assert torch.equal(ts.full_tensor(fields["image"]), image) and torch.equal(ts.full_tensor(fields["about"]["label"]), label)
+            place, twice = fields["about"]["place"]
+            assert torch.equal(ts.full_tensor(twice), 2.0 * ts.full_tensor(place))
+            assert ts.spec(fields["image"]).sizes[1] == [3, 2] and ts.spec(place).placements == (ts.Shard(0), ts.Replicate())
+        for wrong, why in ({"labels": None}, "the fields are"), ({"about": None, "about/label": None}, "two shardings"):
+            with pytest.raises(RuntimeError, match=why):
+                ts.shard_batch(batch, mesh, ["data"], wrong)
+        # Keys that are no part of a path: the batch has no names, and the rest works.
+        odd = ts.Loader(ts.TensorDataset({"a/b": FIELD, "": LABEL}), order, mesh, ["data"]).next()
+        assert odd.names == () and odd.fields[""].tolist() == odd.tensors[1].tolist()
+        assert torch.equal(ts.full_tensor(ts.shard_batch(odd, mesh, ["data"]).fields[0]), image)
+
+    on_ranks(4, body)
+
+
 class Damaged(Samples):
     def __getitem__(self, index):
         if index == 4:
@@ -203,6 +234,8 @@ def test_sources(tmp_path):
     assert torch.equal(source.read("u", start=[1, 0], count=[3, 2], stride=[2, 1], dtype=torch.float64), FIELD[1:7:2, :2])
     data = ts.SourceDataset(source, [ts.SourceField("u", (0, 1), (7, 3))])
     assert len(data) == 7 and torch.equal(data[4][0].double(), FIELD[4, 1:4])
+    named = on_ranks(1, lambda rank: ts.Loader(ts.SourceDataset(source, ["u"]), ts.FixedOrder(7, 7, shuffle=False), ts.Mesh({"x": 1}), ["x"]).next())[0]
+    assert named.names == ("u",) and torch.equal(named.fields["u"].double(), FIELD)
     with pytest.raises(RuntimeError, match="u"):
         source.read("v")
     tokens = tmp_path / "tokens"

@@ -33,6 +33,23 @@ def test_what_the_page_says_is_printed(request, page):
     assert not wrong and compared > 0, "\n".join(wrong)
 
 
+# Outputs of programs, and quotes of files, that a page has at least; `text` that is neither: what the page's own code prints, and a line of code.
+COMPARED = {"02_python": (1, 1, 2), "03_groups": (6, 4, 0), "04_domain": (4, 3, 0), "09_loading": (3, 2, 0)}
+
+
+@pytest.mark.parametrize("page", COMPARED)
+def test_what_a_page_shows_is_compared(page):
+    """A mark that is lost or misspelt would leave the page without its comparison, and nothing else would say so."""
+    path = ROOT / "docs" / "tutorials" / f"{page}.md"
+    kinds = [kind for kind, *_ in printed().blocks(path)]
+    prints, quotes, others = COMPARED[page]
+    assert kinds.count("prints") >= prints and kinds.count("from") >= quotes
+    text = path.read_text()
+    marked = len(re.findall(r"^<!-- (?:prints:|from|file:) .+ -->\n\n?```text$", text, re.MULTILINE))
+    assert len(re.findall("^```text$", text, re.MULTILINE)) - marked == others
+    assert text.count("<!-- prints") + text.count("<!-- from") + text.count("<!-- file") == len(kinds)
+
+
 def test_a_page_that_is_wrong_is_noticed(tmp_path):
     module, page = printed(), tmp_path / "page.md"
     (tmp_path / "code.cpp").write_text("int main() {\n  return 0;\n}\n")

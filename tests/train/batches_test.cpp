@@ -148,6 +148,27 @@ TEST(AgreedBatches, ErrorsNameTheRanksThatHaveEnded) {
   });
 }
 
+TEST(AgreedBatches, NamesReachARankThatHasHadNoBatch) {
+  for (const UnevenData policy : {UnevenData::pad, UnevenData::weight_zero}) {
+    on_threads(2, [&](DistributedManager& manager) {
+      std::vector<MicroBatch> mine;
+      if (manager.rank() == 1) {
+        mine.push_back(make_batch({at::ones({2, 3}, at::kDouble), at::zeros({2}, at::kLong)}));
+        mine.back().names = {"inputs/wind speed", "target"};
+      }
+      ManualStrategy strategy(manager);
+      AgreedBatches batches(batches_of(mine), strategy, policy);
+      batches.start_epoch(0);
+      const auto batch = batches.next();
+      ASSERT_TRUE(batch);
+      EXPECT_EQ(batch->real, manager.rank() == 1 ? 2 : 0);
+      EXPECT_EQ(batch->fields().under("inputs").at("wind speed").size(1), 3);
+      EXPECT_EQ(batch->field("target").scalar_type(), at::kLong);
+      EXPECT_FALSE(batches.next());
+    });
+  }
+}
+
 TEST(BatchSource, LoadersGoOnInTheMiddleOfAnEpoch) {
   const auto data = std::make_shared<TensorDataset>(
       std::vector<at::Tensor>{at::arange(11, at::kDouble).unsqueeze(1)});

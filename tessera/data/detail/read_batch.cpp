@@ -206,6 +206,18 @@ void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
   if (out.tensors.empty()) allocate(get(batch.rows.front()));
 }
 
+void BatchReader::name(LoadedBatch& out, bool packed) const {
+  if (names.empty()) return;
+  out.names = names;
+  if (packed && names.size() + 1 == out.tensors.size()) {
+    out.names.emplace_back("segments");
+    require_field_names(out.names);
+  }
+  if (out.names.size() != out.tensors.size())
+    throw InvalidArgument(concat("a batch of ", out.tensors.size(), " tensors and ",
+                                 out.names.size(), " names for them: ", list(out.names)));
+}
+
 LoadedBatch BatchReader::read(const OrderBatch& batch) const {
   if (batch.real > batch.size || batch.size > static_cast<std::uint64_t>(INT64_MAX))
     throw InvalidArgument(concat("the order gave a batch of ", batch.size, " rows, of which ",
@@ -226,6 +238,7 @@ LoadedBatch BatchReader::read(const OrderBatch& batch) const {
   if (!batch.packed.empty()) {
     check_packed(batch);
     read_packed(batch, out);
+    name(out, /*packed=*/true);
     return out;
   }
   out.samples.resize(static_cast<std::size_t>(out.rows));
@@ -246,6 +259,7 @@ LoadedBatch BatchReader::read(const OrderBatch& batch) const {
     if (!collate) out.tensors = known_shapes(any[0].dataset);
     if (out.tensors.empty()) out.tensors = without_rows(collate ? collated(any) : rows(any));
   }
+  name(out, /*packed=*/false);
   if (out.real < out.rows) {
     out.mask = at::zeros({out.rows}, at::kBool);
     for (const BatchSlice& slice : out.slices)

@@ -12,9 +12,12 @@ struct BatchReader {
   BatchMapping mapping;
   int process;
   std::function<std::vector<at::Tensor>(const std::vector<Sample>&)> collate;
+  /// Of the tensors of a batch, but what a packed one adds; empty: they have none.
+  std::vector<std::string> names = {};
 
   /// Throws SampleError with the index of the sample that could not be read; InvalidArgument for
-  /// samples that cannot be stacked to a batch.
+  /// samples that cannot be stacked to a batch, or have another number of tensors than there are
+  /// names.
   LoadedBatch read(const OrderBatch& batch) const;
 
  private:
@@ -29,6 +32,7 @@ struct BatchReader {
   std::vector<at::Tensor> rows(const std::vector<SampleRef>& refs) const;
   std::vector<at::Tensor> collated(const std::vector<SampleRef>& refs) const;
   void read_packed(const OrderBatch& batch, LoadedBatch& out) const;
+  void name(LoadedBatch& out, bool packed) const;
 };
 
 }  // namespace tessera::detail

@@ -2,11 +2,34 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <exception>
 
 #include "tessera/base/text.h"
 
 namespace tessera {
+
+namespace {
+
+/// An HDF5 variable's name begins with '/'.
+std::vector<std::string> names_of(const std::vector<SourceField>& fields) {
+  std::vector<std::string> names;
+  bool given = false;
+  for (const SourceField& field : fields) {
+    given = given || !field.name.empty();
+    const auto first = std::min(field.variable.find_first_not_of('/'), field.variable.size());
+    names.push_back(field.name.empty() ? field.variable.substr(first) : field.name);
+  }
+  try {
+    require_field_names(names);
+  } catch (const InvalidArgument&) {
+    if (given) throw;
+    names.clear();
+  }
+  return names;
+}
+
+}  // namespace
 
 SourceDataset::SourceDataset(std::shared_ptr<const Source> source, std::vector<SourceField> fields)
     : source_(std::move(source)), fields_(std::move(fields)) {
@@ -26,6 +49,7 @@ SourceDataset::SourceDataset(std::shared_ptr<const Source> source, std::vector<S
                                    fields_.front().variable, " ", size_,
                                    "; all fields give as many"));
   }
+  names_ = names_of(fields_);
 }
 
 at::Tensor SourceDataset::read(const SourceField& field, std::uint64_t first,

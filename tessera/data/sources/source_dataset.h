@@ -24,23 +24,30 @@ struct SourceField {
   /// What is read; empty: all of the variable.
   Hyperslab slab = {};
   ReadOptions read = {};
+  /// The field's name in samples and batches; empty: the variable's.
+  std::string name = {};
 };
 
 class SourceDataset : public Dataset {
  public:
   /// Throws VariableError, RangeError (see Source::read), and InvalidArgument for an empty list of
-  /// fields, a variable without dims, or fields that differ in count[0].
+  /// fields, a variable without dims, fields that differ in count[0], or names that cannot stand
+  /// side by side (see Fields).
   SourceDataset(std::shared_ptr<const Source> source, std::vector<SourceField> fields);
   std::uint64_t size() const override { return size_; }
   Sample get(std::uint64_t index) const override;
   /// Runs of consecutive indices are read at once.
   std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const override;
+  /// Empty where no field was given a name and the variables' cannot stand side by side: one that
+  /// is read twice, for example.
+  std::vector<std::string> field_names() const override { return names_; }
 
  private:
   at::Tensor read(const SourceField& field, std::uint64_t first, std::uint64_t count) const;
 
   std::shared_ptr<const Source> source_;
   std::vector<SourceField> fields_;  // with complete slabs
+  std::vector<std::string> names_;
   std::uint64_t size_ = 0;
 };
 
