@@ -2,6 +2,7 @@
 
     pip wheel ./python                                  # brings build/release up to date, or compiles into build/wheel; then packs
     pip wheel ./python -C build=build/release           # packs what was built there, compiles nothing
+    python -m build --sdist ./python                    # the sources; pip wheel compiles them wherever there is a torch
 
 Options (-C name=value):
     build       an existing build folder, relative to the checkout; it is installed as it is
@@ -14,6 +15,7 @@ the CMake package. Nothing in it names a folder of this machine, and it needs no
 """
 
 import importlib.util
+import io
 import os
 import pathlib
 import re
@@ -21,7 +23,9 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
+import tarfile
 import tempfile
+import tomllib
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -205,5 +209,34 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
             os.chdir(before)
 
 
+def _sources(folder):
+    """What a build needs of a folder of the checkout, and nothing that building or running has left there."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.name in ("__pycache__", "build", "dist") or path.suffix in (".pyc", ".egg-info"):
+            continue
+        if path.is_dir():
+            yield from _sources(path)
+        else:
+            yield path
+
+
 def build_sdist(sdist_directory, config_settings=None):
-    raise SystemExit("tessera: there is no source distribution of the Python package: the library's sources lie above it; build a wheel from a checkout")
+    """The library's sources and the package's, laid out as in the checkout; a wheel is compiled from them as from it."""
+    if not (ROOT / "CMakeLists.txt").exists():
+        raise SystemExit(f"tessera: {ROOT} has no sources: make the source distribution from a checkout")
+    text = (HERE / "pyproject.toml").read_text()
+    project = tomllib.loads(text)["project"]
+    name = f"{project['name'].replace('-', '_')}-{project['version']}"
+    # The backend lies one folder deeper than the file that names it.
+    above = text.replace('backend-path = ["."]', 'backend-path = ["python"]')
+    about = f"Metadata-Version: 2.2\nName: {project['name']}\nVersion: {project['version']}\nSummary: {project['description']}\nRequires-Python: {project['requires-python']}\nDynamic: Requires-Dist\n"
+    made = {"pyproject.toml": above.encode(), "PKG-INFO": about.encode()}
+    files = [ROOT / file for file in ("CMakeLists.txt", "LICENSE", "README.md")]
+    files += [path for folder in ("cmake", "tessera", "python") for path in _sources(ROOT / folder)]
+    made.update((str(path.relative_to(ROOT)), path.read_bytes()) for path in files)
+    with tarfile.open(pathlib.Path(sdist_directory) / f"{name}.tar.gz", "w:gz") as archive:
+        for path, data in sorted(made.items()):
+            entry = tarfile.TarInfo(f"{name}/{path}")
+            entry.size, entry.mode = len(data), 0o644
+            archive.addfile(entry, io.BytesIO(data))
+    return f"{name}.tar.gz"

@@ -1,5 +1,6 @@
 """The wheel: what a user installs, in an environment of its own, from Python and from C++, on 2 ranks. Offline; the torch is this environment's."""
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -131,19 +132,43 @@ def test_another_torch_gets_one_line(python, tmp_path):
     assert done.returncode and re.match(r"ImportError: tessera was built with torch \S+ and this is torch 2\.99\.1: pip install 'torch==\d+\.\d+\.\*'", last), done.stderr
 
 
+def load_backend(path):
+    spec = importlib.util.spec_from_file_location("wheel_backend", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def backend(monkeypatch, tmp_path):
     """The backend, of a checkout without a build, whose commands are recorded instead of run."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("wheel_backend", ROOT / "python" / "backend.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_backend(ROOT / "python" / "backend.py")
     (tmp_path / "CMakeLists.txt").touch()
     monkeypatch.setattr(module, "ROOT", tmp_path)
     module.commands = []
     monkeypatch.setattr(module, "_run", lambda *command: module.commands.append([str(part) for part in command]))
     return module
+
+
+def test_a_source_distribution_makes_the_same_wheel(request, wheel, tmp_path):
+    """From the sources alone: what a wheel of the checkout holds, and a first build that finds all that CMake names."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'python')!r}); import backend; print(backend.build_sdist({str(tmp_path)!r}))"
+    sdist = tmp_path / run(sys.executable, "-c", code).strip()
+    assert sdist.name == "tessera_sharding-0.1.0.tar.gz"
+    options = ["--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path]
+    run(sys.executable, *PIP, "wheel", "--quiet", *options, "-C", f"build={build_of(request)}", sdist)
+    with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(tmp_path / wheel.name) as its:
+        assert sorted(ours.namelist()) == sorted(its.namelist())
+    shutil.unpack_archive(sdist, tmp_path / "unpacked")
+    (top,) = (tmp_path / "unpacked").iterdir()
+    held = {str(path.relative_to(top)) for path in top.rglob("*") if path.is_file()}
+    assert {"PKG-INFO", "pyproject.toml", "CMakeLists.txt", "LICENSE"} <= held
+    for folder in ("cmake", "tessera", "python"):
+        assert {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*") if path.suffix in (".h", ".cpp", ".cmake", ".in", ".txt", ".py", ".pyi")} <= held
+    module = load_backend(top / "python" / "backend.py")
+    module.commands = []
+    module._run = lambda *command: module.commands.append([str(part) for part in command])
+    assert module._built({}) == top / "build" / "wheel" and str(top) in module.commands[0]
 
 
 def configured(folder, root, torch, **changed):
