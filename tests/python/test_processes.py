@@ -60,3 +60,11 @@ def test_nodes_of_a_tree_have_their_backends_and_limits(request):
     done = run(launcher, "run", "-n", 4, "--timeout", 60, "--", sys.executable, HERE / "backends_program.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("gloo and shm") == 4
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_second_derivatives_of_a_ring(request, ranks):
+    launcher = pathlib.Path(request.config.getoption("--launcher"))
+    done = run(launcher, "run", "-n", ranks, "--timeout", 80, "--", sys.executable, HERE / "ring_program.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(f"of {ranks}: 4 second derivatives") == ranks

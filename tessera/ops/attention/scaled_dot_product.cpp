@@ -1,6 +1,7 @@
 // Attention over complete sequences: samples and heads may be sharded. Sequences that are sharded
 // are handled by ring_attention.cpp.
 
+#include <ATen/Context.h>
 #include <ATen/OpMathType.h>
 
 #include <optional>
@@ -119,8 +120,9 @@ Plan attention(const OpCall& call) {
   return plan;
 }
 
-// Which kernel computes attention is chosen alike on all ranks, from global shapes alone: 1 is
-// flash, 0 the composite of products and softmax.
+// Which kernel computes attention is chosen alike on all ranks, from global shapes and libtorch's
+// switch of the process alone: 1 is flash, 0 the composite of products and softmax, which can be
+// differentiated twice.
 Plan attention_choice(const OpCall& call) {
   const TensorInfo& q = *call.find("query");
   const auto last_is_dense = [&](const char* name) { return call.find(name)->strides.back() == 1; };
@@ -131,8 +133,10 @@ Plan attention_choice(const OpCall& call) {
                      q.spec.shape()[3] == call.find("value")->spec.shape()[3] &&
                      q.spec.numel() > 0 && k.spec.numel() > 0 && at::isFloatingType(q.dtype);
   Plan plan;
+  // The plan is kept, the switch may change.
   plan.local = [flash](const c10::OperatorHandle&, torch::jit::Stack) {
-    return torch::jit::Stack{static_cast<std::int64_t>(flash ? 1 : 0)};
+    const bool chosen = flash && at::globalContext().userEnabledFlashSDP();
+    return torch::jit::Stack{static_cast<std::int64_t>(chosen ? 1 : 0)};
   };
   return plan;
 }
