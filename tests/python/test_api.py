@@ -1,9 +1,12 @@
 """What the package says of itself: names, docstrings, stubs, and a notebook."""
 
 import ast
+import asyncio
 import contextlib
+import dataclasses
 import inspect
 import io
+import json
 import pathlib
 
 import tessera as ts
@@ -58,6 +61,32 @@ def actual_parameters(function):
     return [n for n in plain + [p.name for p in found if p.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)] if n not in ("self", "cls")]
 
 
+def defaults_of(node):
+    """The parameters that may be left out, with their values where these are literals."""
+    a = node.args
+    plain = a.posonlyargs + a.args
+    pairs = [*zip(plain[len(plain) - len(a.defaults) :], a.defaults), *((x, d) for x, d in zip(a.kwonlyargs, a.kw_defaults) if d)]
+    found = {}
+    for argument, default in pairs:
+        try:
+            found[argument.arg] = ast.literal_eval(default)
+        except ValueError:
+            found[argument.arg] = ...
+    return found
+
+
+def assert_same_parameters(node, function, name):
+    assert parameters_of(node) == actual_parameters(function), name
+    parameters = inspect.signature(getattr(function, "__func__", function)).parameters.values()
+    actual = {p.name: p.default for p in parameters if p.default is not p.empty}
+    stated = defaults_of(node)
+    assert stated.keys() == actual.keys(), f"{name}: {stated} in the stub, {actual} in the code"
+    wrong = {key: value for key, value in stated.items() if value is not ... and repr(value) != repr(actual[key])}
+    assert not wrong, f"{name}: {wrong} in the stub, {actual} in the code"
+    keywords = [x.arg for x in node.args.kwonlyargs]
+    assert keywords == [p.name for p in parameters if p.kind == p.KEYWORD_ONLY], name
+
+
 def test_stubs_are_those_of_the_code():
     assert (FOLDER / "py.typed").exists()
     tree = ast.parse((FOLDER / "__init__.pyi").read_text())
@@ -67,21 +96,23 @@ def test_stubs_are_those_of_the_code():
         thing = getattr(ts, name)
         assert isinstance(node, ast.ClassDef) == inspect.isclass(thing), name
         if isinstance(node, ast.FunctionDef):
-            assert parameters_of(node) == actual_parameters(thing), name
+            assert_same_parameters(node, thing, name)
             continue
         methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
         fields = {m.target.id for m in node.body if isinstance(m, ast.AnnAssign)}
         if "__init__" in methods:
-            assert parameters_of(methods["__init__"]) == actual_parameters(thing.__init__), name
+            assert_same_parameters(methods["__init__"], thing.__init__, name)
         for member, value in public(thing).items():
             assert member in methods or member in fields, f"{name}.{member} is not in the stub"
             if member in methods and not isinstance(value, property):
-                assert parameters_of(methods[member]) == actual_parameters(value), f"{name}.{member}"
+                assert_same_parameters(methods[member], value, f"{name}.{member}")
         for member in methods:
             assert hasattr(thing, member), f"{name}.{member} is in the stub alone"
+        if dataclasses.is_dataclass(thing):
+            assert fields == {field.name for field in dataclasses.fields(thing)}, name
 
 
-NOTEBOOK = [
+CELLS = [
     "import torch, tessera as ts",
     "def cell(rank):\n    mesh = ts.Mesh({'x': 2})\n    t = ts.from_local(torch.full((rank + 1,), float(rank)), mesh, [ts.Shard(0)])\n    print(f'rank {rank}: {t}')\n    return t.sum().item()",
     "totals = ts.run_threads(2, cell)",
@@ -92,12 +123,10 @@ NOTEBOOK = [
 
 def test_a_notebook_of_ranks_as_threads():
     """As a kernel runs cells: one namespace, an event loop that is running, stdout replaced, a failed cell between good ones."""
-    import asyncio
-
     namespace = {"__name__": "__main__"}
 
     async def kernel():
-        for cell in NOTEBOOK:
+        for cell in CELLS:
             exec(compile(cell, "<cell>", "exec"), namespace)
 
     printed = io.StringIO()
@@ -105,3 +134,24 @@ def test_a_notebook_of_ranks_as_threads():
         asyncio.run(kernel())
     assert namespace["totals"] == namespace["again"] == [2.0, 2.0] and namespace["said"] == "in one cell"
     assert printed.getvalue().count("rank 1: <ShardTensor") == 2
+
+
+NOTEBOOK = pathlib.Path(__file__).parent.parent.parent / "examples" / "python" / "ranks.ipynb"
+
+
+def test_the_notebook_prints_what_it_shows():
+    """As a kernel runs cells: one namespace, an event loop that is running, stdout replaced, a failed rank between good cells."""
+    namespace = {"__name__": "__main__"}
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+
+    async def kernel():
+        for cell in cells:
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile("".join(cell["source"]), "<cell>", "exec"), namespace)
+            await asyncio.sleep(0)
+            shown = "".join(line for output in cell["outputs"] for line in output["text"])
+            assert printed.getvalue() == shown, "".join(cell["source"])
+
+    asyncio.run(kernel())
+    assert len(cells) >= 4 and sum(bool(cell["outputs"]) for cell in cells) >= 3
