@@ -155,8 +155,8 @@ std::optional<at::Tensor> if_defined(const at::Tensor& t) {
 
 /// step, epoch, rows, real, global rows, global real; tensors; mask; (dataset, index) of the
 /// samples, flat; (coordinate, begin, end, slot) of the slices, flat; names of the tensors.
-using BatchValues =
-    std::tuple<Numbers, std::vector<at::Tensor>, std::optional<at::Tensor>, Numbers, Numbers, Names>;
+using BatchValues = std::tuple<Numbers, std::vector<at::Tensor>, std::optional<at::Tensor>, Numbers,
+                               Numbers, Names>;
 BatchValues batch_values(const LoadedBatch& b) {
   Numbers samples, slices;
   for (const SampleRef& s : b.samples) {
