@@ -405,7 +405,36 @@ TEST(Interpolation, OtherTypes) {
     const at::Tensor bytes = randint(256, {1, 2, 64, 5}).to(at::kByte);
     EXPECT_TRUE(whole(at::upsample_nearest2d(leaf(bytes, cut, false), {90, 3}))
                     .equal(at::upsample_nearest2d(bytes, {90, 3})));
-    EXPECT_THROW(at::upsample_bilinear2d(leaf(bytes, cut, false), {90, 3}, false), ShardingError);
+    set_policies(manager, {.redistribution = Policy::error});
+    EXPECT_THROW(at::upsample_bilinear2d(leaf(bytes, cut, false), {90, 3}, false),
+                 ImplicitRedistributionError);
+    set_policies(manager, {});
+  });
+}
+
+// What libtorch rounds differs from kernel to kernel: complete fields are computed, bit for bit.
+TEST(Interpolation, RoundedBytesAreThoseOfOneProcess) {
+  on_ranks(3, [](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::allow});
+    const auto mesh = manager.mesh({{"domain", 3}});
+    Draw draw(7);
+    for (int i = 0; i < 16; ++i) {
+      const std::int64_t channels = draw.between(2, 5), rows = draw.between(2, 20);
+      const at::Tensor values = randint(256, {2, channels, rows, 6}).to(at::kByte);
+      const at::Tensor bytes =
+          draw.chance(50) ? values.contiguous(at::MemoryFormat::ChannelsLast) : values;
+      const ShardSpec lies(mesh, {2, channels, rows, 6}, {Shard(2)}, {{2, draw.sizes(rows, 3)}});
+      const std::vector<std::int64_t> to = {draw.between(1, 30), draw.between(1, 9)};
+      for (const auto& f : std::vector<std::function<at::Tensor(const at::Tensor&)>>{
+               [&](const at::Tensor& t) { return at::upsample_bilinear2d(t, to, false); },
+               [&](const at::Tensor& t) { return at::upsample_bicubic2d(t, to, true); },
+               [&](const at::Tensor& t) { return at::_upsample_bilinear2d_aa(t, to, false); }}) {
+        const at::Tensor got = f(leaf(bytes, lies, false));
+        ASSERT_EQ(spec(got).placements(), lies.placements()) << spec(got);
+        ASSERT_TRUE(whole(got).equal(f(bytes))) << spec(got) << " from " << lies;
+      }
+    }
+    set_policies(manager, {});
   });
 }
 

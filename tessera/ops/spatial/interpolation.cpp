@@ -2,7 +2,10 @@
 // of fields whose dims may all be sharded. libtorch's backward gets sizes but no sharding, so these
 // functions run above autograd.
 
+#include <ATen/ops/empty.h>
+
 #include <cstring>
+#include <functional>
 
 #include "tessera/base/text.h"
 #include "tessera/ops/rules/decomposition.h"
@@ -11,8 +14,11 @@
 #include "tessera/ops/rules/windowed.h"
 #include "tessera/ops/spatial/interpolation_halo.h"
 #include "tessera/partition/window_call.h"
+#include "tessera/tensor/dispatch/execute.h"
+#include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
+#include "tessera/tensor/spec/mesh_context.h"
 
 namespace tessera::detail::interpolation_rules {
 
@@ -48,9 +54,8 @@ std::shared_ptr<const FieldMap> map_of(std::shared_ptr<const Resampling> r, bool
   return std::make_shared<ResamplingMap>(std::move(r), backward);
 }
 
-std::shared_ptr<const Resampling> resampling_of(const at::Tensor& field,
-                                                const InterpolationCall& call) {
-  const ShardSpec x = without_partial(spec(field));
+/// Of the result, whose dims are sharded as those of `x`.
+ShardSpec resampled_spec(const ShardSpec& x, const InterpolationCall& call) {
   const int lead = x.dims() - call.op->inner;
   std::vector<std::int64_t> shape = x.shape();
   std::vector<std::pair<int, Partition>> parts;
@@ -59,11 +64,18 @@ std::shared_ptr<const Resampling> resampling_of(const at::Tensor& field,
     shape[d] = call.outputs[i];
     if (x.is_sharded(d)) parts.emplace_back(d, resampled_partition(x.dim(d).partition, shape[d]));
   }
+  return mapped_spec(x, shape, all_labels(x.dims()), false, parts);
+}
+
+std::shared_ptr<const Resampling> resampling_of(const at::Tensor& field,
+                                                const InterpolationCall& call) {
+  const ShardSpec x = without_partial(spec(field));
+  const int lead = x.dims() - call.op->inner;
   auto made = std::make_shared<Resampling>();
   made->x = x;
-  made->y = mapped_spec(x, shape, all_labels(x.dims()), false, parts);
+  made->y = resampled_spec(x, call);
   made->x_strides = suggested_strides(field, x.shape());
-  made->y_strides = suggested_strides(field, shape);
+  made->y_strides = suggested_strides(field, made->y.shape());
   const std::vector<std::int64_t> inputs(x.shape().begin() + lead, x.shape().end());
   const auto there = interpolation_matrices(call, inputs, false);
   const auto back = call.op->nearest && at::isFloatingType(field.scalar_type())
@@ -102,6 +114,29 @@ std::shared_ptr<const Resampling> cached(const at::Tensor& field, const Interpol
   });
 }
 
+/// Rounded values that are sharded in space. libtorch's kernels round differently, and which one
+/// runs depends on channels and memory order: each rank computes complete fields of its samples by
+/// `plain`, and keeps its shard of the result. Moves subject to Policies::redistribution.
+at::Tensor rounded(const at::Tensor& x, const InterpolationCall& call,
+                   const std::function<at::Tensor(const at::Tensor&)>& plain) {
+  const ShardSpec lies = without_partial(spec(x));
+  std::vector<Placement> placements = lies.placements();
+  for (Placement& p : placements) {
+    if (p.is_shard() && p.dim > 0) p = Replicate();
+  }
+  const ShardSpec fields = lies.with_placements(placements);
+  check_implicit_moves(concat("aten::", call.op->name),
+                       {{"self", spec(x), fields, static_cast<std::int64_t>(x.element_size())}},
+                       *context_of(lies));
+  const at::Tensor local = to_local(redistribute(x, fields));
+  const at::Tensor ordered =
+      at::empty(local.sizes(),
+                local.options().memory_format(call.channels_last ? x.suggest_memory_format()
+                                                                 : at::MemoryFormat::Contiguous));
+  const at::Tensor y = plain(ordered.copy_(local));
+  return redistribute(from_local(y, resampled_spec(fields, call)), resampled_spec(lies, call));
+}
+
 struct Kernel final : c10::OperatorKernel {
   explicit Kernel(const Interpolation& o) : op(o) {}
 
@@ -125,7 +160,17 @@ struct Kernel final : c10::OperatorKernel {
         : op.inner == 3 ? x.dim() == 5 && x.is_contiguous(at::MemoryFormat::ChannelsLast3d)
                         : false;
     check(x, call);
-    at::Tensor y = apply(op.name.c_str(), x, map_of(cached(x, call), false));
+    const auto plain = [&](const at::Tensor& local) {
+      const LocalCallGuard guard;
+      torch::jit::Stack arguments(stack->end() - static_cast<std::ptrdiff_t>(n), stack->end());
+      arguments[0] = local;
+      handle.callBoxed(&arguments);
+      return arguments[0].toTensor();
+    };
+    const bool rounds = !at::isFloatingType(x.scalar_type()) && !op.nearest;
+    at::Tensor y = rounds && any_distributed(spec(x), 2)
+                       ? rounded(x, call, plain)
+                       : apply(op.name.c_str(), x, map_of(cached(x, call), false));
     stack->resize(stack->size() - n);
     stack->emplace_back(std::move(y));
   }
@@ -147,11 +192,6 @@ struct Kernel final : c10::OperatorKernel {
     if (!at::isFloatingType(x.scalar_type()) && x.scalar_type() != at::kByte)
       throw InvalidArgument(concat(op.name, " of ", c10::toString(x.scalar_type()),
                                    " values: libtorch resamples floating-point and uint8 ones"));
-    if (!at::isFloatingType(x.scalar_type()) && !op.nearest && any_distributed(spec(x), 2))
-      throw ShardingError(concat(op.name, " of ", c10::toString(x.scalar_type()),
-                                 " values sharded in space, ", spec(x),
-                                 ": what libtorch rounds differs from kernel to kernel. Convert to "
-                                 "a floating-point type, or redistribute."));
   }
 
   const Interpolation& op;
