@@ -176,7 +176,8 @@ std::string described(const UnitPrecision& precision) {
                 name(precision.output));
 }
 
-// Parameters of one unit, dtype and device, in one flat buffer.
+// Parameters of one unit, dtype and device, in one flat buffer, which is gathered in one message,
+// as their gradients are reduced.
 struct Flat {
   std::size_t unit = 0;
   std::vector<NamedTensor> parameters;
@@ -281,6 +282,12 @@ class FullyShardPlan {
     const bool stays = staying_.contains(name);
     if (at == rows_.end() || at->second.empty()) return {.placements = placements, .stays = stays};
     return {placements, {{0, at->second}}};
+  }
+  /// Gradients of equal numbers are reduced together.
+  std::size_t message_of(const at::Tensor& parameter) const {
+    const void* key = parameter.unsafeGetTensorImpl();
+    const auto at = message_of_.find(key);
+    return at == message_of_.end() ? flats.size() + unit_of.at(key) : at->second;
   }
   std::string describe() const {
     return concat("units ", list(units), ", axes ", list(axes), ", reshard_after_forward ", reshard,
@@ -421,6 +428,7 @@ class FullyShardPlan {
     int ranks = 1;
     for (const int axis : axes) ranks *= mesh_.layout().axes()[axis].size;
     if (ranks == 1) flats.clear();
+    divide(ranks);
     for (Flat& flat : flats) {
       std::vector<detail::FlatRows> rows;
       for (const NamedTensor& p : flat.parameters) {
@@ -431,6 +439,38 @@ class FullyShardPlan {
       for (std::size_t i = 0; i < rows.size(); ++i)
         rows_.emplace(flat.parameters[i].name, flat.plan.rows[i]);
       cut_further(flat);
+    }
+  }
+  // A flat buffer becomes up to four, of which no rank holds little: backward has the gradients of
+  // one of them rather than of the unit, and sends sooner, evenly to all ranks. By the bytes of the
+  // global tensors, from the last parameter, whose gradient comes first.
+  void divide(int ranks) {
+    constexpr std::int64_t kMessages = 4, kLeastOfRank = 32 << 10;
+    std::vector<Flat> divided;
+    for (const Flat& flat : flats) {
+      const auto bytes = [](const NamedTensor& p) {
+        return static_cast<std::int64_t>(p.tensor.numel() * p.tensor.element_size());
+      };
+      std::int64_t left = 0;
+      for (const NamedTensor& p : flat.parameters) left += bytes(p);
+      const std::int64_t least = std::max(left / kMessages, kLeastOfRank * ranks);
+      std::vector<Flat> parts{Flat{flat.unit, {}, {}}};
+      std::int64_t taken = 0;
+      for (auto p = flat.parameters.rbegin(); p != flat.parameters.rend(); ++p) {
+        if (taken >= least && left >= least / 2) {
+          parts.push_back({flat.unit, {}, {}});
+          taken = 0;
+        }
+        parts.back().parameters.insert(parts.back().parameters.begin(), *p);
+        taken += bytes(*p);
+        left -= bytes(*p);
+      }
+      divided.insert(divided.end(), parts.rbegin(), parts.rend());
+    }
+    flats = std::move(divided);
+    for (std::size_t f = 0; f < flats.size(); ++f) {
+      for (const NamedTensor& p : flats[f].parameters)
+        message_of_.emplace(p.tensor.unsafeGetTensorImpl(), f);
     }
   }
   // The ranks of the other axes cut alike, whatever they hold of a row.
@@ -458,6 +498,7 @@ class FullyShardPlan {
 
   const DeviceMesh& mesh_;
   const FullyShardOptions& options_;
+  std::unordered_map<const void*, std::size_t> message_of_;
   std::unordered_set<const void*> seen_;
   std::map<std::string, std::size_t> unit_index_;
   // By name of a parameter that is sharded: rows of each rank, or none for even ones.
@@ -538,30 +579,6 @@ at::Tensor keep_units(const at::Tensor& parameter, const std::shared_ptr<GatherU
   return place;
 }
 
-// The gradients of a unit travel in up to four messages, none of which is small unless the unit is:
-// backward holds those of one rather than the unit's, and sends sooner. By the bytes of the global
-// tensors, from the last parameter, whose gradient comes first.
-void divide_messages(std::vector<detail::UnitParameter>& parameters) {
-  constexpr std::int64_t kMessages = 4, kLeast = 64 << 10;
-  const auto bytes = [](const detail::UnitParameter& p) {
-    return static_cast<std::int64_t>(p.tensor.numel() * p.tensor.element_size());
-  };
-  struct Open {
-    std::int64_t least = 0, bytes = 0;
-    std::size_t message = 0;
-  };
-  std::map<std::size_t, Open> units;
-  for (const auto& p : parameters) units[p.unit].least += bytes(p);
-  std::size_t messages = 0;
-  for (auto& [unit, open] : units) open = {std::max(open.least / kMessages, kLeast), 0, messages++};
-  for (auto p = parameters.rbegin(); p != parameters.rend(); ++p) {
-    Open& open = units[p->unit];
-    if (open.bytes >= open.least) open = {open.least, 0, messages++};
-    open.bytes += bytes(*p);
-    p->unit = open.message;
-  }
-}
-
 struct AccumulatedInUnit final : detail::ChainedHook {
   explicit AccumulatedInUnit(const std::shared_ptr<GatherUnits>& u) : units(u) {}
   void accumulated(const at::Tensor&) override {
@@ -617,11 +634,11 @@ void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
     if (!entry.parameter) continue;
     const std::size_t unit = add(entry);
     if (entry.tensor.requires_grad())
-      reduced.push_back({entry.name, entry.tensor, unit, plan.precisions[unit].reduce});
+      reduced.push_back(
+          {entry.name, entry.tensor, plan.message_of(entry.tensor), plan.precisions[unit].reduce});
   }
   // Their gradients are reduced already, to whatever their placements are.
   for (const Further& f : plan.further) add(f.parameter);
-  divide_messages(reduced);
   detail::reduce_parameters(reduced, mesh, options.reducer);
 }
 

@@ -14,9 +14,10 @@
 // no_sync(), checkpoints and redistribution are those of any sharded parameter, and the loss and
 // all gradients are those of one process with all samples.
 //
-// Units. A unit is a module; its parameters, but for those of units inside, lie in one flat buffer
-// (one for each dtype) that is cut into one interval for each rank, between rows of parameters. An
-// all-gather of the intervals is the buffer, and gathered parameters are views of it. Shards are
+// Units. A unit is a module; its parameters, but for those of units inside, lie in a flat buffer
+// (one for each dtype, and up to four where a rank holds at least 32 KiB of each) that is cut into
+// one interval for each rank, between rows of parameters. An all-gather of the intervals is the
+// buffer, and gathered parameters are views of it; their gradients travel together. Shards are
 // therefore uneven, Shard(0) with sizes of its own for each parameter, often empty. Parameters
 // without dims or elements, and those that are not row-major, stay outside: the former are
 // replicated, the latter sharded evenly and gathered one by one.
@@ -50,9 +51,9 @@
 // by itself, in autocast's, where that is a third one.
 //
 // Memory of parameters on each rank: its shards, and `prefetch` + 1 gathered units while a pass is
-// overlapped. Gradients: its shards, and, of the full ones, those of one message and as much again
-// while it is packed. A unit's travel in up to four messages of at least 64 KiB, each once the
-// reduce-scatter of the one before has ended; smaller ones do not wait for each other.
+// overlapped. Gradients: its shards, and, of the full ones, those of one flat buffer and as much
+// again, which is packed or travels. A message of 64 KiB or more is packed once the reduce-scatter
+// before it has ended; smaller ones do not wait for each other.
 
 #include <torch/nn/module.h>
 
@@ -103,7 +104,7 @@ struct FullyShardOptions {
   std::vector<std::string> reshard_axes = {};
   /// Units that are gathered ahead of use. At least 0.
   int prefetch = 1;
-  /// How gradients are reduced: by default in up to four messages for each unit.
+  /// How gradients are reduced: by default in one message for each flat buffer of a unit.
   /// gradient_as_bucket_view has no meaning here.
   ReducerOptions reducer = {.first_bucket_bytes = std::int64_t{1} << 30,
                             .bucket_bytes = std::int64_t{1} << 30,
