@@ -47,8 +47,8 @@
 //
 // Autocast comes first: operators that it casts compute in its dtype; the precision of the unit is
 // that of the others, and `output` that of both. What autocast casts is gathered with its unit, in
-// `precision.parameters` where that is autocast's dtype, in the parameters' own where there is none;
-// by itself, in autocast's, where that is a third one.
+// `precision.parameters` where that is autocast's dtype, in the parameters' own where there is
+// none; by itself, in autocast's, where that is a third one.
 //
 // Memory of parameters on each rank: its shards, and `prefetch` + 1 gathered units while a pass is
 // overlapped. Gradients: its shards, and, of the full ones, those of one flat buffer and as much
@@ -99,8 +99,8 @@ struct FullyShardOptions {
   /// third of the traffic.
   bool reshard_after_forward = true;
   /// Axes, among `axes`, over which units stay sharded after forward: backward gathers over these
-  /// alone (the ranks of a host, say), and until then each rank keeps its shard of the unit on them.
-  /// Empty: all of `axes`.
+  /// alone (the ranks of a host, say), and until then each rank keeps its shard of the unit on
+  /// them. Empty: all of `axes`.
   std::vector<std::string> reshard_axes = {};
   /// Units that are gathered ahead of use. At least 0.
   int prefetch = 1;
@@ -123,9 +123,10 @@ struct FullyShardOptions {
 /// ShardTensor of another mesh, or one that is not replicated over `axes`; InvalidArgument for an
 /// axis that the mesh does not have, one in `reshard_axes` that is not among `axes`,
 /// `reshard_axes` of units that are not resharded, a pattern that matches nothing, a negative
-/// prefetch, a parameter without rows that shall stay, and for a precision that does not fit: a dtype that is not floating-point, a complex or integer parameter
-/// in a unit with one (give the unit another, or leave the parameter out by `ignore`), an output
-/// dtype without one to compute in, or where a parameter already has that one.
+/// prefetch, a parameter without rows that shall stay, and for a precision that does not fit: a
+/// dtype that is not floating-point, a complex or integer parameter in a unit with one (give the
+/// unit another, or leave the parameter out by `ignore`), an output dtype without one to compute
+/// in, or where a parameter already has that one.
 void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
                  const FullyShardOptions& options = {});
 

@@ -1,6 +1,6 @@
 #pragma once
-// ParameterCopy: a copy of a fully sharded parameter in another dtype, as autocast makes it. It is a
-// tensor like any other, with memory of its own; where an operator needs it gathered, it is taken
+// ParameterCopy: a copy of a fully sharded parameter in another dtype, as autocast makes it. It is
+// a tensor like any other, with memory of its own; where an operator needs it gathered, it is taken
 // from what the parameter's unit has gathered, ahead of its use and in one message, for as long as
 // neither has been written to. Otherwise it is gathered by itself, from its own memory.
 
