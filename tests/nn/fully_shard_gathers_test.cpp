@@ -108,6 +108,12 @@ TEST(FullyShard, HoldsTheGradientsOfAQuarterOfAUnit) {
     };
     torch::nn::ModuleList net = make(), expected = make();
     fully_shard(*net, mesh);
+    const auto parameters = net->parameters();
+    for (std::size_t i = 0; i < parameters.size(); i += 3) {
+      std::int64_t rows = 0;
+      for (std::size_t p = i; p < i + 3; ++p) rows += to_local(parameters[p].detach()).size(0);
+      EXPECT_EQ(rows, 3 * kWidth / kRanks) << "each rank keeps as much of a message";
+    }
     const auto together = [&](const std::function<void()>& f) {
       mesh.all().barrier();
       if (manager.rank() == 0) f();
