@@ -1,6 +1,7 @@
 // What an operator costs on a sharded tensor above the same operator on a plain one, beside what
 // Python's DTensor costs above Python's plain one. No communication: meshes of one rank, dim 0
-// sharded. With --device cuda on a GPU, where what the host takes is what counts. DTensor runs in a child process (dtensor.py), in turn with ours, sample by sample.
+// sharded. With --device cuda on a GPU, where what the host takes is what counts. DTensor runs in a
+// child process (dtensor.py), in turn with ours, sample by sample.
 
 #include <signal.h>
 #include <sys/wait.h>

@@ -5,8 +5,8 @@
 //   test_ops_property                                            ranks as threads: 1, 2, 3, 4, 8
 //   test_ops_property --operator=softmax --ranks=3 --draw=5      one case, as a failure names it
 //   test_ops_property --draws=100 --seed=7                       more, and others
-//   test_ops_property --special                                  NaN, ties, `out=`, ... in all cases
-//   test_ops_property --ordinary                                 in none; by default in every second
+//   test_ops_property --special                                  NaN, ties, `out=`, ... in all
+//   test_ops_property --ordinary                                 in none, not in every second case
 //   tessera run -n 2 -- test_ops_property --processes --draws=1  every rank a process;
 //     --backend=mpi under MPI's own launcher
 
