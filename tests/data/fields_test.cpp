@@ -6,6 +6,7 @@
 
 #include "tessera/comm/job/threads.h"
 #include "tessera/data/shard_batch.h"
+#include "tessera/data/sources/source_dataset.h"
 #include "tessera/data/stream_loader.h"
 #include "tessera/tensor/shard_tensor.h"
 
