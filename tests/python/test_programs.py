@@ -371,6 +371,25 @@ def test_results_that_are_written_where_the_program_says():
     on_ranks(2, body)
 
 
+def test_a_transposed_convolution_whose_input_lies_in_another_order():
+    """Sharded groups of one channel each: libtorch took them for channels-last."""
+    values, weight, options = draw(4, 2).T, draw(4, 2, 2).transpose(0, 2), {"stride": 3, "padding": 1, "output_padding": 2, "groups": 2, "dilation": 4}
+    x, w = values.clone().requires_grad_(), weight.clone().requires_grad_()
+    y = F.conv_transpose1d(x, w, **options)
+    y.square().sum().backward()
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        ts.set_policies("allow", "allow")
+        t, u = ts.distribute_tensor(values, mesh, [ts.Replicate()]).requires_grad_(), rows(weight, mesh).requires_grad_()
+        out = F.conv_transpose1d(t, u, **options)
+        out.square().sum().backward()
+        for got, want in ((out, y), (t.grad, x.grad), (u.grad, w.grad)):
+            assert_same(got, want)
+
+    on_ranks(2, body)
+
+
 class Drops(nn.Module):
     """Calls functions that drop at random, as models do that hold no module of dropout."""
 

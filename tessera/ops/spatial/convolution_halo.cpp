@@ -217,10 +217,13 @@ std::array<at::Tensor, 3> ConvolutionHalo::gradients(const Call& call, const at:
   std::array<at::Tensor, 3> result;
   if (gradient.numel() > 0 && x.numel() > 0 && weight.numel() > 0) {
     const std::vector<std::int64_t> bias{gradient.size(1)};
+    // With one spatial dim libtorch takes one channel in another order for channels-last, and then
+    // refuses the gradient that it has made itself.
+    const bool one_dim = arguments_.transposed && weight.dim() == 3;
     std::tie(result[0], result[1], result[2]) = at::convolution_backward(
-        gradient, x, weight, mask[2] ? at::OptionalIntArrayRef(bias) : std::nullopt, stride_,
-        call.padding, dilation_, arguments_.transposed, call.output_padding, arguments_.groups,
-        mask);
+        gradient, one_dim ? x.contiguous() : x, one_dim ? weight.contiguous() : weight,
+        mask[2] ? at::OptionalIntArrayRef(bias) : std::nullopt, stride_, call.padding, dilation_,
+        arguments_.transposed, call.output_padding, arguments_.groups, mask);
     return result;
   }
   if (mask[0]) result[0] = at::zeros_like(x, at::MemoryFormat::Contiguous);
