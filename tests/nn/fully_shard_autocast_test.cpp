@@ -36,6 +36,10 @@ TEST(FullyShardAutocast, GathersUnitsAheadAndEqualsOneProcess) {
     const auto mesh = manager.mesh({{"x", 3}});
     const at::Tensor x = (randint(3, {7, 8}) - 1).to(at::kFloat);
     const at::Tensor mine = distribute_tensor(x, mesh, {Shard(0)});
+    // The gradient of a sum would be replicated, and the first layer's input small enough to be
+    // gathered for it.
+    const at::Tensor weights = (randint(5, {7, 8}) - 2).to(at::kFloat);
+    const at::Tensor my_weights = distribute_tensor(weights, mesh, {Shard(0)});
     std::vector<std::int64_t> bytes;
     const std::vector<UnitPrecision> precisions{
         {}, {.parameters = at::kBFloat16}, {at::kBFloat16, {}, at::kFloat}};
@@ -53,11 +57,11 @@ TEST(FullyShardAutocast, GathersUnitsAheadAndEqualsOneProcess) {
           y = net->forward(mine);
         }
         EXPECT_EQ(y.scalar_type(), precision.output ? at::kFloat : at::kBFloat16) << step;
-        y.to(at::kFloat).sum().backward();
+        (y.to(at::kFloat) * my_weights).sum().backward();
         auto moved = calls_of(*trace);
         const at::Tensor wanted = expected->forward(x.to(at::kDouble));
         EXPECT_LT(difference(y.to(at::kDouble), wanted), 0.02) << step;
-        wanted.sum().backward();
+        (wanted * weights.to(at::kDouble)).sum().backward();
         if (step > 0) {
           // Each unit in forward, and the second again in backward: the third is kept, and of the
           // first only the gradient is asked for.

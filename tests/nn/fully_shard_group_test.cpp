@@ -32,7 +32,6 @@ TEST(FullyShardSmallerGroup, TrainsLikeOneProcess) {
   const std::vector<Where> all{
       {{{"a", 2}, {"b", 2}}, {}, {"b"}},
       {{{"a", 2}, {"b", 2}}, {}, {"a"}},
-      {{{"a", 2}, {"b", 2}}, {"b", "a"}, {"a", "b"}},
       {{{"a", 1}, {"b", 3}}, {}, {"a"}},
       {{{"a", 1}, {"b", 3}}, {}, {"b"}},
       {{{"r", 2}, {"a", 2}, {"b", 1}}, {"a", "b"}, {"b"}},
@@ -45,7 +44,7 @@ TEST(FullyShardSmallerGroup, TrainsLikeOneProcess) {
       set_policies(manager, {.redistribution = Policy::error});
       const auto mesh = manager.mesh(where.axes);
       Draw draw(29);
-      for (int round = 0; round < 3; ++round) {
+      for (int round = 0; round < 2; ++round) {
         const NetImpl::Shape shape{draw.between(1, 6), draw.between(4, 9), draw.between(1, 5),
                                    draw.between(1, 4), draw.chance(50)};
         Net net = net_of(shape), expected = net_of(shape);
@@ -53,7 +52,7 @@ TEST(FullyShardSmallerGroup, TrainsLikeOneProcess) {
             .axes = where.shard, .reshard_axes = where.keep, .prefetch = draw.below(3)};
         if (draw.chance(40)) options.units = {"blocks.*", "first"};
         fully_shard(*net, mesh, options);
-        for (int step = 0; step < 5; ++step) {
+        for (int step = 0; step < 4; ++step) {
           const std::string text =
               concat("round ", round, " on ", mesh.layout().to_string(), " step ", step);
           net->twice = expected->twice = draw.chance(25) ? 0 : -1;
