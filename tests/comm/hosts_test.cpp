@@ -169,6 +169,7 @@ TEST(Hosts, WithoutAGroupAroundItTheBackendDoesWhatGlooLacks) {
         hosts,
         [&](int, HostsOptions& options) {
           options.plain = false;
+          options.ranks.clear();
           options.address = "";
           options.find_address = [&] {
             ++asked;

@@ -101,7 +101,10 @@ class ByHost {
 
  private:
   std::size_t me() const { return static_cast<std::size_t>(rank_); }
-  int global(int rank) const { return options_.ranks[static_cast<std::size_t>(rank)]; }
+  /// The global rank of a rank of the group.
+  int global(int rank) const {
+    return options_.ranks.empty() ? rank : options_.ranks[static_cast<std::size_t>(rank)];
+  }
   std::chrono::milliseconds left() const {
     // For some stores a limit of zero means no limit.
     return std::max(time_left(deadline_), std::chrono::milliseconds(1));
@@ -160,7 +163,7 @@ class ByHost {
     const bool alone = map.count() == size_;
     const std::string way = mpi ? "mpi" : "gloo";
     if (alone && mpi && options_.plain)
-      return {over_mpi_of(options_.ranks), way,
+      return {over_mpi_of(everybody()), way,
               concat("no two of its ranks share memory, and all have MPI: ", why), ""};
     const std::string address = options_.find_address ? options_.find_address() : options_.address;
     auto wide = make_gloo_backend(prefixed("wide"), rank_, size_, options_.timeout, address);
@@ -184,6 +187,12 @@ class ByHost {
     return {c10::make_intrusive<detail::HostsBackend>(std::move(links), rank_, options_.timeout,
                                                       !options_.watch),
             "hosts", text, ""};
+  }
+
+  std::vector<int> everybody() const {
+    std::vector<int> ranks;
+    for (int r = 0; r < size_; ++r) ranks.push_back(global(r));
+    return ranks;
   }
 
   c10::intrusive_ptr<c10d::Backend> over_mpi_of(const std::vector<int>& ranks) const {

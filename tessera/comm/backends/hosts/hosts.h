@@ -29,7 +29,7 @@ struct HostsOptions {
   std::string name;
   /// Limit of the making, and of calls that give none.
   std::chrono::milliseconds timeout{std::chrono::minutes(5)};
-  /// Global ranks in group order.
+  /// Global ranks in group order; empty: 0, 1, ..., as c10d's world.
   std::vector<int> ranks;
   std::shared_ptr<detail::GroupWatch> watch;
   /// Numeric address of this host that listeners bind.
