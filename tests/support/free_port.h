@@ -17,12 +17,14 @@ namespace tessera::testing {
 /// tests that run at the same time look in different places.
 inline int free_port() {
   constexpr int kFirst = 10000;
-  static std::atomic<std::uint32_t> next{static_cast<std::uint32_t>(::getpid()) * 2654435761u};
+  // Asked each time: a forked process has a copy of the counter.
+  const std::uint32_t own = static_cast<std::uint32_t>(::getpid()) * 2654435761u;
+  static std::atomic<std::uint32_t> next{0};
   int handed_out_from = 32768;
   std::ifstream("/proc/sys/net/ipv4/ip_local_port_range") >> handed_out_from;
   const int ports = handed_out_from - kFirst;
   for (int tries = 0; ports >= 1000 && tries < ports; ++tries) {
-    const int port = kFirst + static_cast<int>(next++ % static_cast<std::uint32_t>(ports));
+    const int port = kFirst + static_cast<int>((own + next++) % static_cast<std::uint32_t>(ports));
     bool in_use = false;
     try {
       detail::listen_on("127.0.0.1", port, &in_use);
