@@ -53,7 +53,10 @@ Case interpolation(Draw& draw) {
     // Where a size stays, whatever the scale, either libtorch's forward or its backward takes it
     // for a copy: its gradient is not that of its forward.
     const bool copied = sizes.back() == n && mode != "nearest" && mode != "nearest-exact";
-    scales.push_back(by_scale && !copied ? std::optional(scale) : std::nullopt);
+    // More outputs than the scale gives lie behind the input, where libtorch's antialiased kernels
+    // read whatever stands behind their buffer.
+    const bool behind = sizes.back() > m;
+    scales.push_back(by_scale && !copied && !behind ? std::optional(scale) : std::nullopt);
   }
   // which libtorch's own front end refuses with corners
   const bool align = draw.chance(40) && mode != "aa lanczos";
