@@ -26,6 +26,9 @@ Launch launch_with_store() {
   return testing::local_launch(world->rank(), world->size(), port[0].item<int>());
 }
 
+/// Returns when all ranks have come: one that leaves its job would end the others' meetings there.
+void meet_all() { backend(*world, all_ranks(*world), "end")->barrier()->wait(); }
+
 ManagerOptions options_between(const std::string& between) {
   ManagerOptions options;
   options.timeout = kLimit;
@@ -56,7 +59,7 @@ TEST(MpiHosts, TheFirstRanksOfHostsTalkOverMpi) {
                    " ranks are on 2 hosts: memory inside a host, mpi between the hosts (ranks 0 "
                    "and 1 are on different hosts)"));
   testing_cases::check_everything(group, {at::kFloat, at::kBFloat16, at::kBool});
-  group.barrier();
+  meet_all();
 }
 
 // Two groups whose threads call MPI at the same time.
@@ -80,6 +83,7 @@ TEST(MpiHosts, GroupsGoOnBesideEachOther) {
   for (auto& request : requests) request.wait();
   for (std::size_t i = 0; i < sums.size(); ++i)
     EXPECT_EQ(sums[i][0].item<double>(), n * static_cast<double>(i / 2) + n * (n - 1) / 2.0);
+  meet_all();
 }
 
 TEST(MpiHosts, RanksThatShareNoHostUseMpiAlone) {
@@ -91,6 +95,7 @@ TEST(MpiHosts, RanksThatShareNoHostUseMpiAlone) {
   const auto t = at::full({5}, world->rank() + 1.0, at::kDouble);
   group.all_reduce(t);
   EXPECT_EQ(t[4].item<double>(), world->size() * (world->size() + 1) / 2.0);
+  meet_all();
 }
 
 TEST(MpiHosts, GlooIsUsedWhereItIsAskedForOrARankHasNoMpi) {
@@ -99,6 +104,7 @@ TEST(MpiHosts, GlooIsUsedWhereItIsAskedForOrARankHasNoMpi) {
     const auto manager = on_hosts("gloo", false, *world);
     EXPECT_NE(manager.world().backend_reason().find("gloo between the hosts"), std::string::npos);
     EXPECT_EQ(manager.world().backend_reason().find("mpi"), std::string::npos);
+    meet_all();
   }
   const auto without = world->rank() == 1 ? std::nullopt : std::optional<MpiWorld>(*world);
   {
@@ -112,9 +118,11 @@ TEST(MpiHosts, GlooIsUsedWhereItIsAskedForOrARankHasNoMpi) {
     const auto t = at::ones({5});
     manager.world().all_reduce(t);
     EXPECT_EQ(t[0].item<double>(), world->size());
+    meet_all();
   }
   const auto manager = on_hosts("mpi", false, without);
   EXPECT_THROW(manager.world(), NotAvailable);
+  meet_all();
 }
 
 // All ranks are on one host: MPI is not used.
@@ -127,7 +135,7 @@ TEST(MpiHosts, AManagerOfRanksOfMpiUsesMemoryInsideAHost) {
   options.launch = launch_with_store();
   const auto manager = DistributedManager::initialize(options);
   EXPECT_EQ(manager.world().backend(), "shm") << manager.world().backend_reason();
-  manager.world().barrier();
+  meet_all();
 }
 
 }  // namespace tessera::test
