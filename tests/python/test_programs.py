@@ -21,11 +21,6 @@ def rows(t, mesh):
     return ts.distribute_tensor(t, mesh, [ts.Shard(0)])
 
 
-def distributed(make, mesh):
-    torch.manual_seed(1)
-    return ts.distribute_module(make().double(), mesh)
-
-
 def plain(make):
     torch.manual_seed(1)
     return make().double()
