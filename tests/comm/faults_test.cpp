@@ -140,8 +140,8 @@ std::string run_rank(const Case& c, const Launch& launch) {
     const auto store = manager.state()->base().store->clone();
     if (store->add("through", 1) == kWorld) store->set("all through", "1");
     if (launch.rank == c.victim) store->wait({"all through"});
-    // A rank that only sends may be a call ahead of the root, and would say that it misses the root:
-    // its own limit does not run out first.
+    // A rank that only sends may be a call ahead of the root, and would say that it misses the
+    // root: its own limit does not run out first.
     const bool only_sends = (std::string_view(operation.name) == "gather" ||
                              std::string_view(operation.name) == "reduce") &&
                             launch.rank != (c.victim + 1) % kWorld;
