@@ -476,3 +476,35 @@ def test_a_pooled_field_meets_a_weight_that_is_sharded_over_the_same_ranks():
         assert_same(w.grad, plain.grad)
 
     on_ranks(3, body)
+
+
+def test_the_sweep_takes_rounding_for_right_and_nothing_else():
+    from types import SimpleNamespace
+
+    from operator_cases import is_rounding, plain_results
+    from torch.utils._pytree import tree_flatten
+
+    def judged(op, x, condition, name, wrong):
+        leaves, tree = tree_flatten((x.requires_grad_(), (), {}))
+        case = SimpleNamespace(condition=condition, leaves=leaves, tree=tree)
+        second = name.startswith("second")
+        expected = plain_results(op, case, leaves, True, second)[name].detach()
+        return is_rounding(op, case, second, name, wrong(expected), expected)
+
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(1, 40, dtype=torch.float64, generator=generator) - 0.5
+
+    def normalize(x):  # of one element each: the derivatives are 0 but for rounding
+        return torch.nn.functional.normalize(x, 0.5, 0)
+
+    assert judged(normalize, x, "even", "second derivative 0", torch.zeros_like)
+    assert not judged(normalize, x, "even", "second derivative 0", lambda e: e + 1e-9)
+    w = torch.randn(40, 3, generator=generator)
+
+    def product(x):
+        return x @ w.to(x.dtype)
+
+    narrow = torch.randn(5, 40, generator=generator)
+    exact = narrow.double() @ w.double()
+    assert judged(product, narrow.clone(), "autocast", "result 0", lambda e: exact.to(e.dtype))
+    assert not judged(product, narrow.clone(), "autocast", "result 0", lambda e: e + 2 * (e - exact).abs().max())
