@@ -1,6 +1,6 @@
 """Sweeps PyTorch's operator database over sharded inputs, and writes the table of outcomes.
 
-    sweep.py [--table docs/operator_table.md] [--only REGEX] [--every N] [--conditions A,B] [--list FILE] [--json FILE] [--jobs 2]
+    sweep.py [--table docs/operator_table.md] [--only REGEX] [--every N] [--conditions A,B] [--list FILE] [--json FILE] [--resume] [--jobs 2]
 
 Each operator is tried under every condition of conditions.py, in a process that can be lost: a crash or a hang is an outcome. Exit status 1 if any
 operator is wrong, crashes, hangs, or fails with an error that does not speak of sharding; with --list also if one of the operators named there is not
@@ -103,7 +103,9 @@ class Lane:
 
 
 def sweep(names, arguments):
-    lanes, waiting, results = [Lane(arguments) for _ in range(arguments.jobs)], collections.deque(names), {}
+    results = earlier(names, arguments)
+    waiting = collections.deque(n for n in names if n not in results)
+    lanes = [Lane(arguments) for _ in range(min(arguments.jobs, len(waiting)))]
     while len(results) < len(names):
         idle = True
         for lane in lanes:
@@ -111,6 +113,7 @@ def sweep(names, arguments):
                 lane.give(waiting.popleft())
             if got := lane.poll():
                 results[got[0]], idle = got[1], False
+                keep(results, arguments)
                 status = state(got[1])
                 if arguments.verbose or status in FAULTS:
                     print(f"{status:8} {got[0]}: {dict(total(got[1]))} {got[1]['texts'].get(status, '')}", flush=True)
@@ -119,6 +122,28 @@ def sweep(names, arguments):
     for lane in lanes:
         lane.end()
     return {name: results[name] for name in names}
+
+
+def settings(arguments):
+    """What results depend on."""
+    return {"samples": arguments.samples, "cases": arguments.cases, "conditions": list(arguments.conditions)}
+
+
+def earlier(names, arguments):
+    """With --resume: what an earlier run with the same settings has found, if it was ended before its time."""
+    if not arguments.resume or not arguments.json.exists():
+        return {}
+    kept = json.loads(arguments.json.read_text())
+    if kept["settings"] != settings(arguments):
+        sys.exit(f"{arguments.json} is of a run with other settings: {kept['settings']}")
+    return {n: r for n, r in kept["results"].items() if n in names}
+
+
+def keep(results, arguments):
+    if arguments.json:
+        new = arguments.json.with_name(arguments.json.name + ".new")
+        new.write_text(json.dumps({"settings": settings(arguments), "results": results}, indent=1))
+        new.replace(arguments.json)
 
 
 def total(result):
@@ -226,7 +251,8 @@ def conditions(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=pathlib.Path)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--json", type=pathlib.Path, help="results by operator, written after each")
+    parser.add_argument("--resume", action="store_true", help="go on where the run that wrote --json ended")
     parser.add_argument("--only", default="")
     parser.add_argument("--every", type=int, default=1, help="every N-th operator")
     parser.add_argument("--list", type=pathlib.Path, help="a file of operators that must be equal, and with `: local` move nothing; only these")
@@ -237,6 +263,8 @@ def main():
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
+    if arguments.resume and not arguments.json:
+        parser.error("--resume needs --json")
     names = [name for name, _ in database() if re.search(arguments.only, name)][:: arguments.every]
     required = {}
     if arguments.list:
@@ -253,8 +281,6 @@ def main():
     text, totals = table(results, arguments)
     if arguments.table:
         arguments.table.write_text(text)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
     print(f"{len(names)} operators in {time.monotonic() - began:.0f} s: " + ", ".join(f"{k} {n}" for k, n in totals.most_common()))
     failed = [n for n in names if state(results[n]) in FAULTS]
     failed += [n for n, local in required.items() if n not in failed and (state(results[n]) != "equal" or (local and total(results[n])["extra"]))]
