@@ -64,8 +64,8 @@ struct Compared {
   std::string second_error;  // plain libtorch has no second derivative
 };
 
-// Sum of weighted elements, real.
-at::Tensor weighted_sum(const Tensors& values) {
+// Sum of weighted elements, real. `weights`: their dtype; none: that of the element.
+at::Tensor weighted_sum(const Tensors& values, std::optional<at::ScalarType> weights = {}) {
   at::Tensor loss;
   for (const at::Tensor& v : values) {
     if (!v.defined()) continue;
@@ -75,7 +75,7 @@ at::Tensor weighted_sum(const Tensors& values) {
       w = at::complex(w, imaginary);
     }
     if (!v.requires_grad()) continue;
-    at::Tensor term = (v * w.to(v.scalar_type())).sum();
+    at::Tensor term = (v * w.to(weights.value_or(v.scalar_type())).to(v.scalar_type())).sum();
     if (term.is_complex()) term = at::real(term);
     loss = loss.defined() ? loss + term : term;
   }
@@ -107,7 +107,8 @@ Tensors written_by_out(const Instance& instance, const Tensors& inputs, std::uin
 }
 
 Compared differentiate(const Instance& instance, const Tensors& inputs, std::uint64_t number,
-                       bool second, Special special) {
+                       bool second, Special special,
+                       std::optional<at::ScalarType> weights = std::nullopt) {
   Compared c;
   if (special == Special::out) {
     c.values = written_by_out(instance, inputs, number);
@@ -122,7 +123,7 @@ Compared differentiate(const Instance& instance, const Tensors& inputs, std::uin
   }
   c.values = instance.function(inputs);
   test::seed(number);
-  const at::Tensor loss = weighted_sum(c.values);
+  const at::Tensor loss = weighted_sum(c.values, weights);
   Tensors leaves;
   for (const at::Tensor& t : inputs) {
     if (t.requires_grad()) leaves.push_back(t);
@@ -259,6 +260,39 @@ Prepared prepare(const OperatorCase& one, Draw& draw, const DeviceMesh& mesh,
   return p;
 }
 
+// For a case that is wrong in a narrow dtype: how far both are from the same in float64, so that a
+// reader sees whether it is rounding. Decides nothing.
+std::string beside_double(const Prepared& p, std::uint64_t number, const Compared& got,
+                          const Compared& expected) {
+  if (p.type != at::kFloat && p.type != at::kHalf && p.type != at::kBFloat16) return "";
+  Tensors wide;
+  for (const at::Tensor& t : p.plain) {
+    const bool cast = at::isFloatingType(t.scalar_type());
+    wide.push_back(
+        (cast ? t.detach().to(at::kDouble) : t.detach().clone()).requires_grad_(t.requires_grad()));
+  }
+  Compared exact;
+  test::seed(number + 1);
+  try {
+    exact = differentiate(p.instance, wide, number, false, p.special, p.type);
+  } catch (const std::exception& e) {
+    return concat(" (not possible in float64: ", std::string(e.what()).substr(0, 200), ")");
+  }
+  const auto farthest = [](const Tensors& is, const Tensors& should) {
+    double most = 0;
+    for (std::size_t i = 0; i < std::min(is.size(), should.size()); ++i) {
+      if (is[i].defined() && should[i].defined() && at::isFloatingType(is[i].scalar_type()))
+        most = std::max(most, difference(whole(is[i]).to(at::kDouble), should[i], 0));
+    }
+    return most;
+  };
+  return concat(" (from float64, of the largest value: values of plain libtorch ",
+                farthest(expected.values, exact.values), ", sharded ",
+                farthest(got.values, exact.values), "; gradients of plain libtorch ",
+                farthest(expected.gradients, exact.gradients), ", sharded ",
+                farthest(got.gradients, exact.gradients), ")");
+}
+
 bool is_refusal(const std::exception& e) {
   if (std::string(e.what()).find("a ShardTensor's memory is spread over ranks") !=
       std::string::npos)
@@ -334,7 +368,7 @@ Outcome run_alone(const OperatorCase& one, std::uint64_t number, DistributedMana
         wrong = concat("value ", i, " has strides ", got.values[i].strides(), " instead of ",
                        expected.values[i].strides());
     }
-    if (!wrong.empty()) return say(wrong);
+    if (!wrong.empty()) return say(wrong + beside_double(p, number, got, expected));
     return {Outcome::Kind::equal, "", second};
   } catch (const PeerFailedError&) {
     // Another rank alone saw that it cannot be: so does plain libtorch.
