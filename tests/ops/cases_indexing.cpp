@@ -211,6 +211,13 @@ void add_indexing(Cases& c) {
   c.along("roll", [](const auto& x, auto dim) { return x.roll(1, dim); }, 0);
   c.unary("roll of all", [](const auto& x) { return x.roll(2); }, 1);
   c.along("repeat_interleave", [](const auto& x, auto dim) { return x.repeat_interleave(2, dim); });
+  c.custom("repeat_interleave by a tensor", [](Draw& d) {
+    const at::Tensor x = random(shape(d, 1, 3, 1));
+    const int dim = dim_of(d, x);
+    const at::Tensor times = indices(3, {d.chance(20) ? 1 : x.size(dim)});
+    return Instance{{x, times},
+                    [=](const Tensors& t) { return Tensors{t[0].repeat_interleave(t[1], dim)}; }};
+  });
   c.unary("nonzero", [](const auto& x) { return at::nonzero(x > 0); }).real_only().may_refuse();
   c.unary(
        "unique", [](const auto& x) { return std::get<0>(at::_unique(x)); }, 1, 1)
