@@ -2,6 +2,7 @@
 // parameters, sharded or not.
 
 #include "support.h"
+#include "tessera/comm/group/trace.h"
 #include "tessera/nn/distribute_module.h"
 
 namespace tessera::test {
@@ -129,6 +130,52 @@ TEST(ShardedData, TransformerBlock) {
 TEST(ShardedData, OverTwoAxes) {
   compare("block", [] { return Block(8, 2); }, {5, 4, 8}, {Shard(0), Shard(0)}, {{0, {2, 0, 1, 2}}},
           {{"a", 2}, {"b", 2}});
+}
+
+// Weights that a layer gathers for its backward are not those of a later call.
+TEST(ShardedData, RecurrentAfterABackwardThatFailed) {
+  on_threads(2, [](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::allow});
+    const auto mesh = manager.mesh({{"x", 2}});
+    torch::nn::LSTM lstm(torch::nn::LSTMOptions(4, 3).batch_first(true));
+    lstm->to(at::kDouble);
+    fill(*lstm, 5);
+    distribute_module(
+        *lstm, mesh,
+        [](const std::string&, const at::Tensor&) -> std::optional<ParameterPlacement> {
+          return ParameterPlacement{{Shard(0)}};
+        });
+    const at::Tensor rows = distribute_tensor(randn({4, 3}, at::kDouble), mesh, {Shard(0)});
+    for (const bool keep_graph : {false, true}) {
+      at::Tensor x = leaf(randn({4, 5, 4}, at::kDouble), ShardSpec(mesh, {4, 5, 4}, {Shard(0)}));
+      bool fails = true;
+      x.register_hook([&fails](const at::Tensor& g) {
+        if (fails) throw std::runtime_error("a hook of the program");
+        return g;
+      });
+      const at::Tensor loss = std::get<0>(lstm(x)).square().sum();
+      EXPECT_ANY_THROW(loss.backward({}, keep_graph));
+      {
+        const at::NoGradGuard no_grad;
+        for (const at::Tensor& w : lstm->parameters()) {
+          if (w.dim() != 2 || w.size(1) != 3) continue;
+          w.data().add_(1);  // which w's own version does not count
+          EXPECT_LT(difference(at::linear(rows, w), at::linear(full_tensor(rows), full_tensor(w))),
+                    1e-12);
+          w.data().sub_(1);
+        }
+      }
+      if (!keep_graph) continue;
+      fails = false;
+      std::size_t calls[2];
+      for (std::size_t& n : calls) {
+        const CommTraceScope trace(manager);
+        loss.backward({}, true);
+        n = trace->events().size();
+      }
+      EXPECT_EQ(calls[0], calls[1]) << "what the backward that failed has gathered is used";
+    }
+  });
 }
 
 TEST(ShardedData, Recurrent) {

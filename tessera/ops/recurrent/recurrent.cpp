@@ -33,15 +33,14 @@ struct Call {
   std::shared_ptr<GatheredParameters> kept = {};
 
   void begin(const std::shared_ptr<Call>& self) {
-    if (!kept) {
+    if (!kept || !kept->is_current_task()) {  // of a backward that an exception ended
       kept = std::make_shared<GatheredParameters>(parameters, at_a_time);
       torch::autograd::Engine::get_default_engine().queue_callback([self] { self->end(); });
     }
     if (GatheredParameters::current() != kept.get()) GatheredParameters::set_current(kept);
   }
   void end() {
-    if (kept && GatheredParameters::current() == kept.get())
-      GatheredParameters::set_current(nullptr);
+    GatheredParameters::end(kept.get());
     kept.reset();
   }
 };

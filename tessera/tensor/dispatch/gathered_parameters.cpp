@@ -1,5 +1,7 @@
 #include "tessera/tensor/dispatch/gathered_parameters.h"
 
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <algorithm>
 
 namespace tessera::detail {
@@ -13,7 +15,8 @@ std::shared_ptr<GatheredParameters>& of_thread() {
 
 }  // namespace
 
-GatheredParameters::GatheredParameters(at::TensorList parameters, std::size_t most) : most_(most) {
+GatheredParameters::GatheredParameters(at::TensorList parameters, std::size_t most)
+    : most_(most), task_(torch::autograd::get_current_graph_task_id()) {
   for (const at::Tensor& p : parameters) {
     const ShardMeta* meta = p.defined() ? meta_of(p) : nullptr;
     if (meta && meta->layout->parameter && meta->spec().has_shard())
@@ -21,12 +24,23 @@ GatheredParameters::GatheredParameters(at::TensorList parameters, std::size_t mo
   }
 }
 
-GatheredParameters* GatheredParameters::current() { return of_thread().get(); }
+bool GatheredParameters::is_current_task() const {
+  return task_ == torch::autograd::get_current_graph_task_id();
+}
+
+GatheredParameters* GatheredParameters::current() {
+  GatheredParameters* now = of_thread().get();
+  return now && now->is_current_task() ? now : nullptr;
+}
 
 void GatheredParameters::set_current(std::shared_ptr<GatheredParameters> kept) {
   auto& now = of_thread();
   if (now && now != kept) now->clear();
   now = std::move(kept);
+}
+
+void GatheredParameters::end(const GatheredParameters* kept) {
+  if (auto& now = of_thread(); now.get() == kept) now.reset();
 }
 
 bool GatheredParameters::watched(const at::Tensor& parameter) const {

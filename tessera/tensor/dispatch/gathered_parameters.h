@@ -17,11 +17,16 @@ class GatheredParameters {
   /// last.
   GatheredParameters(at::TensorList parameters, std::size_t most);
 
-  /// The object of the layer that runs on this thread; nullptr: nothing is kept.
+  /// The object of the layer that runs on this thread; nullptr: nothing is kept. An exception may
+  /// end a backward before the layer ends: what it has left does not count for another one.
   static GatheredParameters* current();
   /// Replaces the current object, which keeps nothing any more. Null ends it.
   static void set_current(std::shared_ptr<GatheredParameters> kept);
+  /// The current object no longer counts if it is `kept`.
+  static void end(const GatheredParameters* kept);
 
+  /// True if the backward in which it was made, if any, is the one that runs.
+  bool is_current_task() const;
   bool empty() const { return storages_.empty(); }
   /// `parameter`, or a view of it, as it was redistributed to `to`, unless it has been written to
   /// since; undefined if it is not kept.
@@ -41,6 +46,7 @@ class GatheredParameters {
 
   std::vector<const void*> storages_;
   const std::size_t most_;
+  const int task_;
   std::vector<Entry> entries_;  // the one used last at the end
 };
 
