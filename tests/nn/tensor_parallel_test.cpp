@@ -365,6 +365,55 @@ TEST(TensorParallel, SharesAGatheredInputOnlyWhileItIsTheSameValue) {
   });
 }
 
+// One rank keeps results, and their graphs, that the others have dropped: all of them gather alike.
+TEST(TensorParallel, GathersAlikeWhateverARankKeeps) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"tensor", 2}});
+    std::vector<Linear> layers, twins;
+    for (int i = 0; i < 3; ++i) {
+      layers.push_back(linear(3, 4 + i, true));
+      twins.push_back(linear(3, 4 + i, true));
+      for (Linear* l : {&layers.back(), &twins.back()}) {
+        (*l)->to(at::kDouble);
+        fill(**l, 3);
+      }
+      tensor_parallel(*layers.back(), mesh, {{"", column()}}, {.sequence_dim = 1});
+    }
+    const at::Tensor value = randn({2, 5, 3}, at::kDouble);
+    at::Tensor x = leaf(value, ShardSpec(mesh, {2, 5, 3}, {Shard(1)}));
+    at::Tensor plain = value.clone().requires_grad_();
+    std::vector<at::Tensor> log;
+    const auto run = [&](std::vector<Linear>& of, const at::Tensor& in, bool keeps) {
+      {
+        const at::Tensor unused = of[0](in);
+        if (keeps) log.push_back(unused);
+      }
+      const at::Tensor loss = of[1](in).square().sum() + of[2](in).sin().sum();
+      for (int times = 0; times < 2; ++times) {
+        loss.backward({}, /*keep_graph=*/true);
+        if (keeps) log.push_back(loss);
+      }
+      const at::Tensor after = of[0](in).exp().sum();  // behind a backward
+      after.backward();
+      return loss.detach() + after.detach();
+    };
+    const at::Tensor expected = run(twins, plain, false);
+    for (const bool by_one : {false, true}) {
+      x.mutable_grad().reset();
+      for (Linear& l : layers) l->zero_grad();
+      const CommTraceScope trace(manager);
+      const at::Tensor got = run(layers, x, by_one && manager.rank() == 0);
+      const std::size_t calls = trace->events().size();
+      EXPECT_LT(difference(got, expected), 1e-11);
+      EXPECT_LT(difference(x.grad(), plain.grad()), 1e-11);
+      for (std::size_t i = 0; i < layers.size(); ++i)
+        EXPECT_LT(difference(layers[i]->weight.grad(), twins[i]->weight.grad()), 1e-11);
+      EXPECT_EQ(manager.world().all_gather_bytes(std::to_string(calls)),
+                std::vector<std::string>(2, std::to_string(calls)));
+    }
+  });
+}
+
 TEST(TensorParallelPlan, SaysWhatItDoes) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"tensor", 2}});

@@ -3,6 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <memory>
@@ -34,6 +35,9 @@ ShardSpec with_axis(const ShardSpec& spec, int axis, Placement placement) {
 // that nothing outlives them.
 struct SharedInput {
   int layers = 0, done = 0;
+  /// The backward that `done` and `backward` belong to: what an exception left of another one is
+  /// not used.
+  int task = -1;
   /// For the layers that run forward one after the other, until something else is gathered.
   at::Tensor forward;
   /// Gathered by the first of them that runs backward, kept for the others.
@@ -53,13 +57,13 @@ template <class Pointer>
 using Weak = decltype(weak(std::declval<const Pointer&>()));
 using NodePointer = std::remove_cvref_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
 
-// What was gathered last on this thread. Nothing is kept alive by it: without a graph no copy is
-// shared.
+// What was gathered last on this thread, kept until something else is, or until backward: if it
+// went with the graph, a rank that keeps a result longer than the others would gather less often.
 struct LastGathered {
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> of;
   std::uint32_t version = 0;
   std::optional<Weak<NodePointer>> node;
-  std::weak_ptr<SharedInput> shared;
+  std::shared_ptr<SharedInput> shared;
 
   static LastGathered& of_thread() {
     static thread_local LastGathered last;
@@ -67,7 +71,7 @@ struct LastGathered {
   }
   static void clear() {
     LastGathered& last = of_thread();
-    if (const auto shared = last.shared.lock()) shared->forward.reset();
+    if (last.shared) last.shared->forward.reset();
     last = {};
   }
 };
@@ -82,21 +86,42 @@ struct Gathered {
   std::shared_ptr<SharedInput> shared;
 };
 
-// The gathered copy of x that the layer before this one used, as a tensor of the same graph.
+// A copy that was gathered before as a result of x, for a graph of its own.
+struct GatheredAgain : torch::autograd::Function<GatheredAgain> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const ShardSpec& to,
+                            const std::shared_ptr<SharedInput>& shared) {
+    carry(ctx, gradient_spec(spec(x)));
+    ctx->set_materialize_grads(false);
+    return wrap(shared->forward, layout_of(x, to));
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
+    variable_list gradients(3);
+    if (!g[0].defined()) return gradients;
+    const ShardSpec of_input = carried(ctx);
+    gradients[0] = redistribute(sharded_gradient(g[0], of_input), of_input);
+    return gradients;
+  }
+};
+
+// The gathered copy of x that the layer before this one used, as a tensor of the same graph while
+// that is there.
 std::optional<Gathered> gathered_before(const at::Tensor& x, const ShardSpec& to) {
-  const LastGathered& last = LastGathered::of_thread();
-  const auto shared = last.shared.lock();
-  if (!shared || !shared->forward.defined() || !last.node || x.is_inference() ||
-      !at::GradMode::is_enabled())
+  LastGathered& last = LastGathered::of_thread();
+  const std::shared_ptr<SharedInput> shared = last.shared;
+  if (!shared || !shared->forward.defined() || x.is_inference() || !at::GradMode::is_enabled())
     return std::nullopt;
   const auto of = last.of->lock();
-  const NodePointer node = last.node->lock();
-  if (!node || of.get() != x.unsafeGetTensorImpl() || last.version != x._version() ||
+  if (of.get() != x.unsafeGetTensorImpl() || last.version != x._version() ||
       shared->forward.sizes() != at::IntArrayRef(to.local_shape()))
     return std::nullopt;
-  at::Tensor again = wrap(shared->forward, layout_of(x, to));
-  torch::autograd::impl::set_gradient_edge(again, torch::autograd::Edge(node, 0));
-  return Gathered{std::move(again), shared};
+  if (const NodePointer node = last.node->lock()) {
+    at::Tensor again = wrap(shared->forward, layout_of(x, to));
+    torch::autograd::impl::set_gradient_edge(again, torch::autograd::Edge(node, 0));
+    return Gathered{std::move(again), shared};
+  }
+  Gathered again{GatheredAgain::apply(x, to, shared), shared};
+  if (const NodePointer node = again.value.grad_fn()) last.node.emplace(weak(node));
+  return again;
 }
 
 Gathered gather(const at::Tensor& x, const ShardSpec& to) {
@@ -162,6 +187,12 @@ struct LinearOfGathered : torch::autograd::Function<LinearOfGathered> {
     const auto shared =
         c10::static_intrusive_pointer_cast<Held>(ctx->saved_data["shared"].toCapsule())->shared;
     const bool keeps = !at::GradMode::is_enabled();
+    const int task = torch::autograd::get_current_graph_task_id();
+    if (shared->task != task) {
+      shared->backward.reset();
+      shared->done = 0;
+      shared->task = task;
+    }
     if (g[0].defined()) {
       const bool transposed = ctx->saved_data["transposed"].toBool(),
                  for_weight = ctx->needs_input_grad(2);
