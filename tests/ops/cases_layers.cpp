@@ -316,6 +316,28 @@ void add_random(Cases& c) {
        "feature_dropout", [](const auto& x) { return at::feature_dropout(x, 0.4, true); }, 3, 1)
       .draws_numbers()
       .may_refuse();
+  c.unary(
+       "multinomial",
+       [](const auto& x) {
+         const at::Tensor p = x.detach().flatten(0, -2).abs() + 0.1;
+         return at::multinomial(p, 3, true).to(x.dtype()) * x.flatten(0, -2).select(-1, 0).mean();
+       },
+       2, 1)
+      .draws_numbers()
+      .ordinary();
+  c.custom("normal of tensors",
+           [](Draw& d) {
+             const Shape s = shape(d);
+             return Instance{{random(s), random(narrower(d, s))}, [](const Tensors& t) {
+                               return Tensors{at::normal(t[0], t[1].abs()), at::normal(t[0], 0.5),
+                                              at::normal(0.5, t[1].abs())};
+                             }};
+           })
+      .draws_numbers()
+      .ordinary();
+  c.unary("rrelu", [](const auto& x) {
+     return at::rrelu(x, 0.1, 0.4, true) + at::rrelu(x, 0.1, 0.4, false);
+   }).draws_numbers();
   c.unary("alpha_dropout", [](const auto& x) { return at::alpha_dropout(x, 0.4, true); })
       .draws_numbers()
       .may_refuse();

@@ -104,4 +104,86 @@ TEST(Random, BernoulliOfATensorOfProbabilities) {
   for (const at::Tensor& d : drawn) EXPECT_TRUE(d.equal(drawn[0]));
 }
 
+// Categories by their weights: rows may be sharded, and a row's categories too.
+TEST(Random, CategoriesByTheirWeights) {
+  const std::int64_t rows = 3000;
+  const at::Tensor weights =
+      at::tensor({1.0, 0.0, 3.0, 0.0, 4.0, 0.0}, at::kDouble).expand({rows, 6}).contiguous();
+  std::vector<at::Tensor> expected;
+  for (const int ranks : {1, 2, 3}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      set_policies(manager, {.redistribution = Policy::allow});
+      const auto mesh = manager.mesh({{"x", ranks}});
+      for (const Placement& placement :
+           {Placement(Shard(0)), Placement(Shard(1)), Placement(Replicate())}) {
+        manual_seed(manager, 5);
+        const at::Tensor p = distribute_tensor(weights, mesh, {placement});
+        const std::vector<at::Tensor> drawn = {at::multinomial(p, 4, true), at::multinomial(p, 3),
+                                               at::multinomial(p.select(0, 7), 1)};
+        std::vector<at::Tensor> got;
+        for (const at::Tensor& t : drawn) got.push_back(whole(t));
+        if (placement.is_shard(0)) {
+          EXPECT_TRUE(spec(drawn[0]).is_sharded(0));
+        }
+        if (expected.empty()) expected = got;
+        for (std::size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(got[i].equal(expected[i])) << i;
+      }
+    });
+  }
+  const at::Tensor with = expected[0], without = expected[1];
+  for (const int never : {1, 3, 5}) EXPECT_FALSE(with.eq(never).any().item<bool>()) << never;
+  const double n = 4.0 * static_cast<double>(rows);
+  const auto near = [](const at::Tensor& is, double share, double of) {
+    EXPECT_NEAR(is.sum().item<double>() / of, share, 5 * std::sqrt(share * (1 - share) / of));
+  };
+  near(with.eq(0), 1.0 / 8, n);
+  near(with.eq(2), 3.0 / 8, n);
+  // Without replacement all three that can be drawn are, the heaviest first with its own share.
+  EXPECT_TRUE(
+      std::get<0>(without.sort(1)).equal(at::tensor({0, 2, 4}, at::kLong).expand({rows, 3})));
+  near(without.select(1, 0).eq(4), 0.5, static_cast<double>(rows));
+  near(without.select(1, 1).eq(0), 3.0 / 8 * 1 / 5 + 4.0 / 8 * 1 / 4, static_cast<double>(rows));
+}
+
+TEST(Random, CategoriesAreRefusedAsPlainLibtorchRefuses) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const auto put = [&](const at::Tensor& t) { return distribute_tensor(t, mesh, {Shard(0)}); };
+    for (const auto& [p, count, replacement] :
+         std::vector<std::tuple<at::Tensor, int, bool>>{{at::ones({4, 3}), 4, false},
+                                                        {at::ones({4, 3}), 0, true},
+                                                        {at::ones({4, 3}, at::kLong), 2, true},
+                                                        {at::ones({2, 4, 3}), 2, true},
+                                                        {at::zeros({4, 3}), 2, true},
+                                                        {at::ones({4, 3}) * -1, 2, true},
+                                                        {at::full({4, 3}, NAN), 2, false}}) {
+      EXPECT_ANY_THROW(at::multinomial(p, count, replacement)) << p;
+      EXPECT_ANY_THROW(at::multinomial(put(p), count, replacement)) << p;
+      EXPECT_EQ(full_tensor(put(at::ones({3}))).sum().item<double>(), 3)
+          << "the ranks cannot go on";
+    }
+  });
+}
+
+TEST(Random, NormalNumbersOfTensors) {
+  on_threads(2, [](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::allow});
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor mean =
+        leaf(at::full({2, 50000}, 3.0, at::kDouble), ShardSpec(mesh, {2, 50000}, {Shard(1)}));
+    const at::Tensor deviation =
+        distribute_tensor(at::tensor({{0.0}, {2.0}}, at::kDouble), mesh, {Replicate()});
+    const at::Tensor drawn = at::normal(mean, deviation), all = full_tensor(drawn.detach());
+    EXPECT_TRUE(all[0].eq(3).all().item<bool>());
+    EXPECT_NEAR(all[1].mean().item<double>(), 3, 5 * 2 / std::sqrt(50000.0));
+    EXPECT_NEAR(all[1].std().item<double>(), 2, 5 * 2 / std::sqrt(1e5));
+    drawn.sum().backward();  // libtorch's gradient of a draw
+    EXPECT_EQ(difference(mean.grad(), at::zeros({2, 50000}, at::kDouble)), 0);
+    EXPECT_ANY_THROW(at::normal(mean, deviation - 1));
+    EXPECT_ANY_THROW(at::normal(mean, -1.0));
+    EXPECT_EQ(whole(at::normal(mean.detach(), 0.0)).mean().item<double>(), 3);
+    EXPECT_EQ(whole(at::normal(3.0, deviation)).sizes(), (std::vector<std::int64_t>{2, 1}));
+  });
+}
+
 }  // namespace tessera::test
