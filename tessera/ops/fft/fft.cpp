@@ -4,13 +4,19 @@
 // last all-to-all left it; the inverse transform, which takes the dims in the opposite order,
 // brings it back.
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/_fft_c2c.h>
 #include <ATen/ops/_fft_c2r.h>
 #include <ATen/ops/_fft_r2c.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/pad.h>
+#include <ATen/ops/view_as_real.h>
 
 #include <algorithm>
 
 #include "tessera/base/text.h"
+#include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/execute.h"
 #include "tessera/tensor/dispatch/redistribute.h"
@@ -162,7 +168,80 @@ Plan transform(const OpCall& call, Kind kind) {
   return plan;
 }
 
+using MaybeInt = std::optional<std::int64_t>;
+using MaybeBool = std::optional<bool>;
+
+// The window in the middle of n_fft elements; nothing stands for ones.
+at::Tensor padded_window(const at::Tensor& signal, const std::optional<at::Tensor>& window,
+                         std::int64_t n_fft, std::int64_t length) {
+  const bool given = window && window->defined();
+  TORCH_CHECK(length > 0 && length <= n_fft, "stft: the window has ", length,
+              " elements: 1 to n_fft, which is ", n_fft);
+  TORCH_CHECK(!given || (window->dim() == 1 && window->size(0) == length),
+              "stft: the window has shape ", given ? window->sizes() : at::IntArrayRef(),
+              ": one dim, of win_length, which is ", length);
+  if (length == n_fft) return given ? *window : at::Tensor();
+  const at::Tensor inner =
+      given ? *window
+            : at::ones({length}, at::TensorOptions(c10::toRealValueType(signal.scalar_type()))
+                                     .device(signal.device()));
+  const std::int64_t left = (n_fft - length) / 2;
+  return at::constant_pad_nd(inner, {left, n_fft - length - left});
+}
+
+// libtorch takes the frames by strides of the global memory; unfold() gives the same ones.
+at::Tensor stft(const at::Tensor& self, std::int64_t n_fft, MaybeInt hop_length,
+                MaybeInt win_length, const std::optional<at::Tensor>& window, bool normalized,
+                MaybeBool onesided, MaybeBool return_complex, MaybeBool align_to_window) {
+  if (align_to_window && *align_to_window)
+    throw ShardingError("stft of a sharded tensor: align_to_window is not there");
+  TORCH_CHECK(at::isFloatingType(self.scalar_type()) || self.is_complex(), "stft of ",
+              self.scalar_type(), " values: floating-point or complex ones");
+  TORCH_CHECK(self.dim() == 1 || self.dim() == 2, "stft of ", self.dim(),
+              " dims: [length] or [batch, length]");
+  const std::int64_t hop = hop_length.value_or(n_fft / 4);
+  TORCH_CHECK(n_fft > 0 && n_fft <= self.size(-1), "stft: n_fft is ", n_fft,
+              ", the length of the signal ", self.size(-1));
+  TORCH_CHECK(hop > 0, "stft: hop_length is ", hop, ": at least 1");
+  const at::Tensor padded = padded_window(self, window, n_fft, win_length.value_or(n_fft));
+  const bool complex = self.is_complex() || (padded.defined() && padded.is_complex());
+  TORCH_CHECK(complex || return_complex.has_value(),
+              "stft requires the return_complex parameter be given for real inputs");
+  at::Tensor frames = (self.dim() == 1 ? self.unsqueeze(0) : self).unfold(1, n_fft, hop);
+  if (padded.defined()) frames = frames * padded;
+  const bool half = onesided.value_or(!complex);
+  TORCH_CHECK(!(complex && half),
+              "stft: of a complex signal or window there is no one-sided transform");
+  constexpr std::int64_t kNone = 0, kByRootN = 1;
+  const std::int64_t norm = normalized ? kByRootN : kNone;
+  at::Tensor made =
+      complex ? at::_fft_c2c(frames, {2}, norm, true) : at::_fft_r2c(frames, {2}, norm, half);
+  made = made.transpose(1, 2);
+  if (self.dim() == 1) made = made.squeeze(0);
+  return return_complex.value_or(complex) ? made : at::view_as_real(made);
+}
+
+at::Tensor stft_centered(const at::Tensor& self, std::int64_t n_fft, MaybeInt hop_length,
+                         MaybeInt win_length, const std::optional<at::Tensor>& window, bool center,
+                         c10::string_view pad_mode, bool normalized, MaybeBool onesided,
+                         MaybeBool return_complex, MaybeBool align_to_window) {
+  at::Tensor signal = self;
+  if (center) {
+    TORCH_CHECK(!align_to_window, "stft: align_to_window is for center = false");
+    TORCH_CHECK(self.dim() == 1 || self.dim() == 2, "stft of ", self.dim(),
+                " dims: [length] or [batch, length]");
+    const std::int64_t fields = self.dim() == 1 ? 2 : 1;  // padding by reflection asks for 3 dims
+    for (std::int64_t i = 0; i < fields; ++i) signal = signal.unsqueeze(0);
+    signal = at::pad(signal, {n_fft / 2, n_fft / 2}, pad_mode);
+    for (std::int64_t i = 0; i < fields; ++i) signal = signal.squeeze(0);
+  }
+  return stft(signal, n_fft, hop_length, win_length, window, normalized, onesided, return_complex,
+              align_to_window);
+}
+
 const bool registered = [] {
+  register_decomposition("stft", stft);
+  register_decomposition("stft.center", stft_centered);
   register_rule("aten::_fft_c2c", [](const OpCall& c) { return transform(c, Kind::c2c); });
   register_rule("aten::_fft_r2c", [](const OpCall& c) { return transform(c, Kind::r2c); });
   register_rule("aten::_fft_c2r", [](const OpCall& c) { return transform(c, Kind::c2r); });
