@@ -169,6 +169,43 @@ def test_what_reads_memory():
     on_ranks(2, body)
 
 
+def test_what_a_tensor_is():
+    def body(rank):
+        t = ts.distribute_tensor(X.clone(), ts.Mesh({"x": 2}), [ts.Shard(0)], {0: [5, 2]})
+        assert isinstance(t, torch.Tensor) and isinstance(torch.nn.Parameter(t), torch.nn.Parameter)
+        assert t.type() == X.type() == "torch.DoubleTensor" and t.dtype is X.dtype and t.device == X.device and t.layout is X.layout
+        assert t.is_cpu and t.stride() == X.stride() and t.nbytes == X.nbytes and t[1:].storage_offset() == X[1:].storage_offset()
+        # As the page on Python says: the legacy classes ask for libtorch's kernels, aliases for memory.
+        assert not isinstance(t, torch.DoubleTensor)
+        others = {"detach": t.detach(), "data": t.data, "rows": t[1:], "view": t.view(-1, 1), "clone": t.clone()}
+        for name, other in others.items():
+            assert not torch._C._is_alias_of(t, other), name
+            assert torch._C._is_alias_of(ts.to_local(t), ts.to_local(other)) == (name != "clone"), name
+            assert other._is_view() == (name in ("rows", "view")) and (other._base is t) == other._is_view(), name
+        others["data"].add_(1)
+        assert torch.equal(ts.full_tensor(t), X + 1) and torch.equal(ts.full_tensor(others["rows"]), X[1:] + 1)
+        others["rows"].mul_(0)
+        assert torch.equal(ts.full_tensor(others["detach"]).sum(), (X + 1)[0].sum())
+
+    on_ranks(2, body)
+
+
+def test_forward_mode():
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        put = lambda v: ts.distribute_tensor(v, mesh, [ts.Shard(0)], {0: [5, 2]})  # noqa: E731
+        tangent = X.cos()
+        f = lambda x: ((x.sin() * x) @ torch.ones(6, 2, dtype=X.dtype)).square().sum(0)  # noqa: E731
+        value, derivative = torch.func.jvp(f, (X,), (tangent,))
+        got, moved = torch.func.jvp(f, (put(X),), (put(tangent),))
+        assert_same(got, value)
+        assert_same(moved, derivative)
+        with pytest.raises(RuntimeError):
+            torch.func.jvp(f, (put(X),), (put(X)[1:],))
+
+    on_ranks(2, body)
+
+
 def test_a_line_of_logging_on_one_rank_waits_for_nobody():
     def body(rank):
         mesh = ts.Mesh({"x": 2})

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
+#include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/windowed.h"
 #include "tessera/ops/views/view_parts.h"
@@ -446,6 +447,11 @@ const bool registered = [] {
     register_rule(op, view);
   register_rule("aten::view.dtype", view_dtype);
   register_rule("aten::as_strided", as_strided);
+  // What forward-mode differentiation asks of a value and its tangent.
+  for (const char* op : {"is_same_size", "_has_same_storage_numel"})
+    register_decomposition(op, [](const at::Tensor& self, const at::Tensor& other) {
+      return self.sizes() == other.sizes();
+    });
   return true;
 }();
 
