@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <thread>
 
+#include "backend.h"
 #include "harness.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/device_mesh.h"
@@ -105,17 +106,18 @@ std::int64_t peak_of(const std::function<void()>& call) {
   return memory->peak;
 }
 
-int run(const std::string& backend, const std::string& out, const std::string& only,
+int run(const std::string& asked, const std::string& out, const std::string& only,
         std::int64_t size, int width, int pairs) {
   torch::set_num_threads(1);
   tessera::ManagerOptions options;
-  options.backend = backend;
+  options.backend = asked;
   auto manager = tessera::DistributedManager::initialize(options);
   if (manager.world_size() != 2)
     throw tessera::InvalidArgument(
         tessera::concat("bench_domain_scaling runs on 2 ranks, not ", manager.world_size()));
   if (std::thread::hardware_concurrency() < 2)
     throw tessera::InvalidArgument("bench_domain_scaling needs 2 cores");
+  const std::string backend = tessera::bench::backend_of(asked, manager);
   const auto mesh = manager.mesh({{"domain", 2}});
   const auto world = manager.world();
   const auto made = [&] {
@@ -149,7 +151,7 @@ int run(const std::string& backend, const std::string& out, const std::string& o
                                          loss_together, " on two"));
 
   Report report("domain_scaling", manager.rank() == 0 ? out : "");
-  report.only(only);
+  report.only(only, true);
   report.meta("torch", TORCH_VERSION);
   report.meta("field", tessera::concat(size, " x ", size));
   report.meta("width", width);
@@ -169,7 +171,7 @@ int run(const std::string& backend, const std::string& out, const std::string& o
           return agreed(seconds([&] { together->step(); }));
         },
         [&] { return agreed(manager.rank() == 0 ? seconds([&] { alone->step(); }) : 0); });
-    report.time(step, measured, "1 rank", 1 / 1.8);
+    report.time(step, measured, "1 rank", 1 / (backend == "shm" ? 1.85 : 1.8));
   }
   const double most = agreed(static_cast<double>(peak_together));
   tessera::bench::Record memory;
@@ -194,8 +196,7 @@ int main(int argc, char** argv) {
   std::string backend = "gloo", out, only;
   std::int64_t size = 512;
   int width = 12, pairs = 31;
-  app.add_option("--backend", backend, "gloo, shm, or mpi under MPI's launcher")
-      ->check(CLI::IsMember({"mpi", "gloo", "shm"}));
+  tessera::bench::add_backend(app, backend);
   app.add_option("--out", out, "JSON file");
   app.add_option(
       "--only", only,

@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "backend.h"
 #include "device.h"
 #include "harness.h"
 #include "tessera/base/text.h"
@@ -33,7 +34,8 @@ using Clock = std::chrono::steady_clock;
 
 // Upper limits of ours / plain.
 struct Limits {
-  double mpi, gloo;
+  /// Over MPI and through memory; over Gloo.
+  double low, gloo;
 };
 constexpr double kNone = 1000;
 constexpr double kSampleSeconds = 3e-3, kCaseSeconds = 2;
@@ -68,17 +70,18 @@ int run(const Options& o) {
   options.backend = o.backend;
   const c10::Device device = tessera::bench::device_of(o.device, 2);
   options.device = device;
-  const std::string label_of_backend = device.is_cuda() ? "nccl" : o.backend;
   auto manager = tessera::DistributedManager::initialize(options);
   if (manager.world_size() != 2)
     throw tessera::InvalidArgument(
         tessera::concat("bench_halo runs on 2 ranks, and there are ", manager.world_size()));
+  const std::string backend =
+      device.is_cuda() ? "nccl" : tessera::bench::backend_of(o.backend, manager);
   if (std::thread::hardware_concurrency() < 2)
     throw tessera::InvalidArgument(
         "bench_halo needs 2 cores: times of ranks that share a core mean nothing");
   // Gloo's calls wait for other threads, on cores that must not fall asleep meanwhile.
   std::optional<tessera::bench::AwakeCores> awake;
-  if (o.backend == "gloo" && device.is_cpu()) awake.emplace();
+  if (backend == "gloo") awake.emplace();
   const auto mesh = manager.mesh({{"domain", 2}});
   const auto world = manager.world();
   Report report("halo", manager.rank() == 0 ? o.out : "");
@@ -109,12 +112,12 @@ int run(const Options& o) {
                      our_w = w.detach().clone().requires_grad_(true),
                      our_b = b.detach().clone().requires_grad_(true);
     const at::Tensor g = at::randn({1, 8, h / 2, h}, here), our_g = tessera::from_local(g, cut);
-    const double limit = device.is_cuda() ? kNone : o.backend == "gloo" ? limits.gloo : limits.mpi;
+    const double limit = device.is_cuda() ? kNone : backend == "gloo" ? limits.gloo : limits.low;
     for (const auto& [label, order] : orders) {
       tessera::set_halo_policy(manager, {order, HaloPolicy::Backward::exchange});
       const auto measure = [&](const std::string& what, const std::function<void()>& ours,
                                const std::function<void()>& plain, double at_most) {
-        const std::string name = tessera::concat(what, label, " H=", h, " ", label_of_backend);
+        const std::string name = tessera::concat(what, label, " H=", h, " ", backend);
         if (!report.wants(name)) return;
         for (int i = 0; i < 3; ++i) {
           sample(world, device, ours, 2);
@@ -166,8 +169,7 @@ int run(const Options& o) {
 int main(int argc, char** argv) {
   CLI::App app("Sharded convolution beside plain convolution of the local part, on two ranks");
   Options o;
-  app.add_option("--backend", o.backend, "gloo, shm, or mpi under MPI's launcher")
-      ->check(CLI::IsMember({"mpi", "gloo", "shm"}));
+  tessera::bench::add_backend(app, o.backend);
   tessera::bench::add_device(app, o.device);
   app.add_option("--out", o.out, "JSON file");
   app.add_option("--pairs", o.pairs, "samples a case at least; short cases take more")

@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "backend.h"
 #include "harness.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/device_mesh.h"
@@ -53,9 +54,10 @@ int run(const Options& o) {
   if (std::thread::hardware_concurrency() < 2)
     throw tessera::InvalidArgument(
         "bench_neighborhood needs 2 cores: times of ranks that share a core mean nothing");
+  const std::string backend = tessera::bench::backend_of(o.backend, manager);
   // Gloo's calls wait for other threads, on cores that must not fall asleep meanwhile.
   std::optional<tessera::bench::AwakeCores> awake;
-  if (o.backend == "gloo") awake.emplace();
+  if (backend == "gloo") awake.emplace();
   const auto mesh = manager.mesh({{"domain", 2}});
   const auto world = manager.world();
   tessera::bench::Report report("neighborhood", manager.rank() == 0 ? o.out : "");
@@ -65,7 +67,7 @@ int run(const Options& o) {
   report.meta("pairs", o.pairs);
   for (const int h : {8, 16, 32, 64, 128}) {
     const auto name_of = [&](const Way& way) {
-      return tessera::concat(way.name, " H=", h, " ", o.backend);
+      return tessera::concat(way.name, " H=", h, " ", backend);
     };
     const auto wanted = [&](const Way& way) { return report.wants(name_of(way)); };
     if (h > o.largest || std::none_of(std::begin(kWays), std::end(kWays), wanted)) continue;
@@ -108,8 +110,7 @@ int run(const Options& o) {
 int main(int argc, char** argv) {
   CLI::App app("Neighbourhood attention on a cut field: orders of work, on two ranks");
   Options o;
-  app.add_option("--backend", o.backend, "gloo, shm, or mpi under MPI's launcher")
-      ->check(CLI::IsMember({"mpi", "gloo", "shm"}));
+  tessera::bench::add_backend(app, o.backend);
   app.add_option("--out", o.out, "JSON file");
   app.add_option("--pairs", o.pairs, "samples a case")->check(CLI::Range(31, 1001));
   app.add_option("--only", o.only,

@@ -2,7 +2,7 @@
 // tensors, on two ranks: time, and bytes received beside the fewest that the two specs allow. The
 // hand-written way ends with the same result in memory of its own: an all-reduce, which works in
 // place, copies its input first, and an all-to-all packs what it sends. Above 1 MiB redistribution
-// may take 1.1 times as long. Each backend in a run of its own; `run` makes both.
+// may take 1.1 times as long. Each backend in a run of its own; `run` makes all.
 
 #include <torch/torch.h>
 
@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "backend.h"
 #include "harness.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/mpi/mpi.h"
@@ -106,15 +107,16 @@ double sample(const Group& group, const std::function<void()>& call, int repeats
   return slowest.item<double>();
 }
 
-int run(const std::string& backend, const std::string& out, const std::string& only) {
+int run(const std::string& asked, const std::string& out, const std::string& only) {
   torch::set_num_threads(1);
   ManagerOptions options;
-  options.backend = backend;
+  options.backend = asked;
   options.check_level = CheckLevel::off;
   auto manager = DistributedManager::initialize(options);
   if (manager.world_size() != 2)
     throw InvalidArgument(
         concat("bench_redistribute runs on 2 ranks, and there are ", manager.world_size()));
+  const std::string backend = bench::backend_of(asked, manager);
   const auto mesh = manager.mesh({{"x", 2}});
   const Group group = mesh.all();
   bench::Report report("redistribute", manager.rank() == 0 ? out : "");
@@ -162,7 +164,7 @@ int run(const std::string& backend, const std::string& out, const std::string& o
 int main(int argc, char** argv) {
   CLI::App app("Redistribution beside the bare collectives, on two ranks");
   std::string backend = has_mpi() ? "mpi" : "gloo", out, only;
-  app.add_option("--backend", backend, "mpi or gloo")->check(CLI::IsMember({"mpi", "gloo"}));
+  bench::add_backend(app, backend);
   app.add_option("--out", out, "JSON file");
   app.add_option("--only", only,
                  "Only cases that this regular expression finds, as '4 MiB gloo'; the file keeps "
