@@ -6,6 +6,7 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 HEAD_SIZE = 16
@@ -54,6 +55,17 @@ class Block(torch.nn.Module):
     def forward(self, x):
         x = x + self.attention(self.first(x))
         return x + self.mlp(self.second(x))
+
+
+def start_group(backend):
+    """The default group. "tessera": the package that registers it has to be found (PYTHONPATH)."""
+    if backend == "tessera":
+        try:
+            import tessera  # noqa: F401
+        except ImportError as e:
+            print(f"skipped: {e}", flush=True)
+            sys.exit(77)
+    dist.init_process_group(backend)
 
 
 def device_of(name, rank, world):

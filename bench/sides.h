@@ -124,6 +124,15 @@ inline void check_same_training(const std::string& name, const Side& ours, const
   }
 }
 
+/// Throws Error where the losses of two sides differ by a bit (what sides print says all of them).
+inline void check_equal_training(const std::string& name, const Side& ours, const Side& theirs) {
+  for (std::size_t r = 0; r < ours.losses().size(); ++r) {
+    if (static_cast<float>(ours.losses()[r]) != static_cast<float>(theirs.losses()[r]))
+      throw Error(concat(name, ": rank ", r, " has loss ", ours.losses()[r], " and ",
+                         theirs.losses()[r], ", which must be equal"));
+  }
+}
+
 /// Records `name`: the step of `ours` beside that of `theirs`, at most `limit` of it, in `pairs`
 /// samples of each. Throws Error where their losses differ.
 inline void compare(Report& report, const std::string& name, Side& ours, Side& theirs,

@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 
+#include "backend.h"
 #include "device.h"
 #include "network.h"
 #include "side_rank.h"
@@ -85,10 +86,14 @@ std::unique_ptr<c10d::Reducer> make_reducer(const std::vector<at::Tensor>& param
 #endif
 }
 
-int run(const std::string& model, const std::string& device_name, bool with_reducer) {
+int run(const std::string& model, const std::string& device_name, const std::string& backend,
+        bool with_reducer) {
   at::set_num_threads(1);
   const c10::Device device = tessera::bench::device_of(device_name, 2);
-  auto manager = tessera::DistributedManager::initialize({.backend = "gloo", .device = device});
+  tessera::ManagerOptions options;
+  options.backend = backend;
+  options.device = device;
+  auto manager = tessera::DistributedManager::initialize(options);
   Training training = make(model, manager.rank());
   training.module->to(device);
   training.input = training.input.to(device);
@@ -128,14 +133,15 @@ int run(const std::string& model, const std::string& device_name, bool with_redu
 
 int main(int argc, char** argv) {
   CLI::App app("One rank of bench_ddp");
-  std::string model, device = "cpu";
+  std::string model, device = "cpu", backend = "gloo";
   bool reducer = false;
   tessera::bench::add_device(app, device);
+  tessera::bench::add_backend(app, backend);
   app.add_flag("--reducer", reducer, "c10d::Reducer instead of DistributedDataParallel");
   app.add_option("model", model, "winds, small or wide")->required();
   CLI11_PARSE(app, argc, argv);
   try {
-    return run(model, device, reducer);
+    return run(model, device, backend, reducer);
   } catch (const tessera::NotAvailable& e) {
     std::printf("skipped: %s\n", e.what());
     return tessera::bench::kSkipped;

@@ -6,7 +6,7 @@ import os
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from side_rank import device_of, fill, pattern, serve
+from side_rank import device_of, fill, pattern, serve, start_group
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -53,11 +53,12 @@ def make(model, rank):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--backend", default="gloo", choices=["gloo", "tessera"])
     parser.add_argument("model")
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = device_of(options.device, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    start_group(options.backend if device.type == "cpu" else "nccl")
     net, data, target = make(options.model, dist.get_rank())
     net, data, target = net.to(device), data.to(device), target.to(device)
     parallel = DistributedDataParallel(net)

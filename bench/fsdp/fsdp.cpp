@@ -3,6 +3,7 @@
 // that a rank holds, and what a unit costs the thread that trains.
 
 #include <algorithm>
+#include <cstdio>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,7 +16,7 @@ namespace {
 using namespace tessera::bench;
 using tessera::concat;
 
-constexpr double kLimit = 0.9;
+constexpr double kLimit = 0.9, kBackendLimit = 1.03;
 // The fewest pairs, since a step of Python's takes up to 0.2 s.
 constexpr int kFewPairs = 31;
 constexpr int kUnits = 32, kUnitSteps = 3;
@@ -26,6 +27,18 @@ const char* const kTheirs = "Python's fully_shard";
 struct Commands {
   std::vector<std::string> ours, theirs;
 };
+
+// Python's own, over our backend beside Gloo.
+void compare_backends(Report& report, const std::string& name, const std::vector<std::string>& over,
+                      const std::vector<std::string>& gloo, const std::string& model) {
+  try {
+    Side ours(over, model), theirs(gloo, model);
+    check_equal_training(name, ours, theirs);
+    compare(report, name, ours, theirs, concat(kTheirs, ", gloo"), kBackendLimit, kFewPairs);
+  } catch (const tessera::NotAvailable& e) {
+    std::printf("%s: skipped: %s\n", name.c_str(), e.what());
+  }
+}
 
 // The same bytes in every step but the first ones, so that there is nothing to sample.
 void compare_memory(Report& report, const std::string& name, const Commands& commands,
@@ -85,13 +98,26 @@ int main(int argc, char** argv) {
       argc, argv, "fsdp",
       "Time, memory and host cost of fully sharded training beside Python's fully_shard",
       [&](Report& report, const Programs& programs) {
-        const Commands commands{{programs.rank}, {programs.python, programs.script, counter}};
+        const std::vector<std::string> script = {programs.python, programs.script, counter};
+        const auto with = [](std::vector<std::string> command, const char* backend) {
+          command.emplace_back(backend);
+          return command;
+        };
+        const Commands commands{{programs.rank, "gloo"}, with(script, "gloo")};
         for (const std::string model : {"small", "wide"}) {
           const std::string time = model + " beside Python", memory = model + " memory";
           if (report.wants(time)) {
             Side ours(commands.ours, model), theirs(commands.theirs, model);
             compare(report, time, ours, theirs, kTheirs, kLimit, kFewPairs);
           }
+          const std::string by_default = model + " by default beside Python over Gloo";
+          if (report.wants(by_default)) {
+            Side ours({programs.rank, "auto"}, model), theirs(commands.theirs, model);
+            compare(report, by_default, ours, theirs, kTheirs, kLimit, kFewPairs);
+          }
+          const std::string python = model + ", Python's over tessera beside Gloo";
+          if (report.wants(python))
+            compare_backends(report, python, with(script, "tessera"), commands.theirs, model);
           if (report.wants(memory)) compare_memory(report, memory, commands, memory);
         }
         const std::string unit = "a unit of four small layers";

@@ -55,10 +55,12 @@ struct Model {
   std::vector<std::int64_t> shape;
 };
 
-int run(const std::string& name) {
+int run(const std::string& backend, const std::string& name) {
   at::set_num_threads(1);
   if (name.ends_with(" memory")) bench_counter_install();
-  auto manager = tessera::DistributedManager::initialize({.backend = "gloo"});
+  tessera::ManagerOptions options;
+  options.backend = backend;
+  auto manager = tessera::DistributedManager::initialize(options);
   Model model(name);
   at::Tensor data = pattern(model.shape, manager.rank()),
              target = pattern(model.shape, manager.rank() + 0.5);
@@ -86,7 +88,8 @@ int run(const std::string& name) {
 
 int main(int argc, char** argv) {
   try {
-    return run(argc > 1 ? argv[1] : "small");
+    if (argc != 3) throw tessera::InvalidArgument("bench_fsdp_rank BACKEND MODEL");
+    return run(argv[1], argv[2]);
   } catch (const std::exception& e) {
     std::fprintf(stderr, "bench_fsdp_rank: %s\n", e.what());
     return 1;

@@ -6,7 +6,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from side_rank import Block, fill, pattern, serve
+from side_rank import Block, fill, pattern, serve, start_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -31,10 +31,10 @@ def make(name, batch, counted):
 
 def main():
     torch.set_num_threads(1)
-    path, name = sys.argv[1:]
+    path, backend, name = sys.argv[1:]
     counted, plain = name.endswith(" memory"), name.endswith(" plain")
     counter = Counter(path) if counted else None
-    dist.init_process_group("gloo")
+    start_group(backend)
     net, shape = make(name, 1 if counted else 4, counted)
     fill(net)
     if not plain:
