@@ -61,6 +61,11 @@ Command add_run(CLI::App& program) {
           "OMP_NUM_THREADS of each rank: auto (cores / ranks, unless it is set), a number, or off")
       ->capture_default_str();
   parser
+      ->add_option("--allocator", run.allocator,
+                   "Where the ranks' memory comes from: system; keep (freed memory is kept for the "
+                   "next tensor: fewer page faults); or the path of an allocator's shared library")
+      ->capture_default_str();
+  parser
       ->add_option("--bind", options->bind,
                    "Tie each rank to its share of the cores: none or cores")
       ->check(CLI::IsMember({"none", "cores"}))

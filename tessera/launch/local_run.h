@@ -28,6 +28,12 @@ struct LocalRun {
   std::string log_folder;
   /// OMP_NUM_THREADS of a rank: automatic, off (left alone), or a number.
   int threads = automatic;
+  /// Where the ranks' memory comes from. "system": as everywhere. "keep": the C library's malloc,
+  /// told to keep what is freed for the next tensor instead of giving it back: fewer page faults,
+  /// at the price of memory that no other process gets until the rank ends (GLIBC_TUNABLES; needs
+  /// glibc). Else the path of an allocator's shared library, which each rank loads before all
+  /// others (LD_PRELOAD; not by programs that are linked statically).
+  std::string allocator = "system";
   /// Bind each rank to its own block of CPUs, as share_cpus() divides them.
   bool bind = false;
   /// live: lines as they come. by_rank: all of rank 0, then all of rank 1, ...

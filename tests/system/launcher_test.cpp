@@ -115,6 +115,47 @@ TEST(LauncherEnvironment, ThreadsAreSharedOut) {
       << "but an option wins";
 }
 
+TEST(LauncherEnvironment, TheAllocatorIsChosen) {
+  const auto told = [](const Words& options, const std::string& name,
+                       const std::map<std::string, std::string>& variables = {}) {
+    Process run(command(1, options, {"env=" + name}), variables);
+    EXPECT_EQ(run.finish(), 0) << run.err();
+    return lines_of_rank(run.out(), "[0] ").at(0);
+  };
+  EXPECT_EQ(told({}, "GLIBC_TUNABLES"), "GLIBC_TUNABLES unset") << "never without being asked";
+  EXPECT_EQ(told({"--allocator", "system"}, "GLIBC_TUNABLES"), "GLIBC_TUNABLES unset");
+#ifdef __GLIBC__
+  const std::string kept = told({"--allocator", "keep"}, "GLIBC_TUNABLES");
+  EXPECT_NE(kept.find("glibc.malloc.trim_threshold="), std::string::npos) << kept;
+  EXPECT_EQ(told({"--allocator", "keep"}, "GLIBC_TUNABLES",
+                 {{"GLIBC_TUNABLES", "glibc.malloc.arena_max=3"}}),
+            kept + ":glibc.malloc.arena_max=3")
+      << "what the user set stays, and comes last";
+#endif
+#ifndef __SANITIZE_ADDRESS__  // whose own library insists on being the first
+  // A shared library that is there: the C library itself, loaded first, changes nothing.
+  std::string file;
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; file.empty() && std::getline(maps, line);) {
+    if (line.find("/libc") != std::string::npos) file = line.substr(line.find('/'));
+  }
+  ASSERT_FALSE(file.empty());
+  EXPECT_EQ(told({"--allocator", file}, "LD_PRELOAD"), "LD_PRELOAD=" + file);
+  EXPECT_EQ(told({"--allocator", file}, "LD_PRELOAD", {{"LD_PRELOAD", file}}),
+            "LD_PRELOAD=" + file + ":" + file);
+#endif
+}
+
+// The dynamic linker would only warn, and the ranks would run with the system's.
+TEST(LauncherEnvironment, AnAllocatorThatCannotBeLoadedIsRefused) {
+  for (const std::string wrong :
+       {"jemalloc", "/nowhere/liballocator.so", "/proc/self/status", "/"}) {
+    Process run(command(1, {"--allocator", wrong}, {"env=LD_PRELOAD"}));
+    EXPECT_EQ(run.finish(), 125) << wrong;
+    EXPECT_NE(run.err().find("--allocator " + wrong), std::string::npos) << run.err();
+  }
+}
+
 TEST(LauncherEnvironment, BindingGivesEachRankItsShare) {
   const auto cpus = cpu_budget().cpus;
   for (int ranks : {1, 2, 3}) {

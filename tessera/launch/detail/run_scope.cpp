@@ -13,6 +13,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/launch/cores.h"
+#include "tessera/launch/detail/allocator.h"
 #include "tessera/launch/secret.h"
 
 extern char** environ;
@@ -157,6 +158,11 @@ std::vector<std::string> shared_environment(const LocalRun& run, int usable_core
       has_threads = true;
     }
     environment.push_back(variable);
+  }
+  for (const auto& [name, value] : allocator_variables(run.allocator, environment)) {
+    std::erase_if(environment,
+                  [&](const std::string& v) { return v.rfind(concat(name, "="), 0) == 0; });
+    set(name, value);
   }
   if (run.threads > 0) set("OMP_NUM_THREADS", run.threads);
   if (run.threads == LocalRun::automatic && !has_threads)
