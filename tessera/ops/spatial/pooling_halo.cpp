@@ -45,10 +45,24 @@ c10::Scalar lowest(at::ScalarType type) {
   }
 }
 
+// Whether the boxes differ in their first dim at most: then positions differ by a number.
+bool alike_but_for_rows(const Box& a, const Box& b) {
+  return std::equal(a.begin() + 1, a.end(), b.begin() + 1);
+}
+
+at::Tensor shifted(const at::Tensor& flat, const Box& from, const Box& to) {
+  std::int64_t row = 1;
+  for (std::size_t d = 1; d < to.size(); ++d) row *= to[d].size();
+  const std::int64_t by = (from[0].begin - to[0].begin) * row;
+  return by == 0 ? flat : flat + by;
+}
+
 // Row-major positions in `from`, as positions in `to`; both boxes of global indices. What is
 // outside of `to` is moved to its nearest edge.
 at::Tensor moved(at::Tensor flat, const Box& from, const Box& to) {
   if (from == to) return flat;
+  if (intersect(from[0], to[0]) == from[0] && alike_but_for_rows(from, to))
+    return shifted(flat, from, to);
   at::Tensor result;
   std::int64_t stride = 1;
   for (std::size_t d = from.size(); d-- > 0;) {
@@ -191,7 +205,12 @@ at::Tensor PoolHalo::largest_backward(const at::Tensor& gradient, const at::Tens
     Box array;
     for (const PoolDim& d : dims_) array.push_back({0, d.extent});
     const auto first = static_cast<std::int64_t>(lead());
-    const at::Tensor at = moved(indices, array, spatial(box, lead()));
+    const Box to = spatial(box, lead());
+    // Those that the forward gave are in the box; others, which a caller has made up, are moved
+    // into it, so that no rank fails alone.
+    const at::Tensor at = alike_but_for_rows(array, to)
+                              ? shifted(indices, array, to).clamp(0, volume(to) - 1)
+                              : moved(indices, array, to);
     of_box.flatten(first).scatter_add_(-1, at.flatten(first), gradient.flatten(first));
   }
   return halo_.sum(of_box).to(x.scalar_type());
